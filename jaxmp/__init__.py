@@ -1,0 +1,29 @@
+"""Mixed-precision training for JAX, Flax and optax.
+
+Low-precision compute, float32 where it matters, and proof of both. Start at `get_policy`,
+`value_and_grad` and `mixed_precision`; `TrainState` and `make_train_step` put them together.
+"""
+
+from jaxmp._grad import grad as grad, value_and_grad as value_and_grad
+from jaxmp._loss_scale import (
+    DynamicLossScale as DynamicLossScale,
+    LossScale as LossScale,
+    LossScaleState as LossScaleState,
+    NoLossScale as NoLossScale,
+    StaticLossScale as StaticLossScale,
+)
+from jaxmp._optimizer import (
+    MixedPrecision as MixedPrecision,
+    MixedPrecisionState as MixedPrecisionState,
+    mixed_precision as mixed_precision,
+)
+from jaxmp._policy import Policy as Policy, get_policy as get_policy
+from jaxmp._train_step import (
+    TrainingStalled as TrainingStalled,
+    TrainState as TrainState,
+    check_progress as check_progress,
+    make_train_step as make_train_step,
+)
+from jaxmp._tree import all_finite as all_finite, cast_floating as cast_floating, select as select
+
+__version__ = "0.1.0"

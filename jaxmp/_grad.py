@@ -1,0 +1,230 @@
+"""`value_and_grad` and `grad` that scale the loss, unscale the gradients and hide both."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PyTree
+
+from jaxmp._dtypes import at_least_float32, is_inexact
+from jaxmp._loss_scale import LossScaleState, StaticLossScale
+from jaxmp._microbatch import Evaluation, split_batch, sum_over_microbatches, zeros_like_grads
+from jaxmp._tree import leaf_names, widen
+
+LossScaleLike = LossScaleState | Float[Array, ""] | float | None
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    loss_scale: LossScaleLike = None,
+    microbatches: int = 1,
+    batch_argnums: int | Sequence[int] | None = None,
+) -> Callable[..., Any]:
+    """`jax.value_and_grad` whose loss and gradients are unscaled float32, whatever the scale.
+
+    The caller can log the loss, clip the gradients and take their norm without knowing that a
+    scale was there. The loss is scaled in float32 (a float16 loss of 3 times 2**16 is infinite
+    in float16), the value is returned separately rather than divided back, and the gradients
+    are unscaled in float32 with the very scale that multiplied the loss. A gradient that is not
+    finite means that the low-precision computation overflowed; the loss is still right.
+
+    Args:
+      fun: a function that returns a scalar float loss, or `(loss, aux)`.
+      argnums: which positional arguments to differentiate: trees of floats.
+      has_aux: whether `fun` returns `(loss, aux)`.
+      loss_scale: the scale to use: `opt_state.loss_scale`, a number, or None for no scaling.
+      microbatches: evaluate the batch in this many equal parts, one after the other, and average
+        loss and gradients in float32. For a loss that is a mean over the batch this is the
+        full-batch gradient, in the memory of one part. Each leaf of `aux` gains a leading axis
+        of this length. Part `i` holds the examples `i, i + n, i + 2 n, ...`, so that a batch
+        sharded over devices stays where it is. Typed PRNG keys in the batch are split.
+      batch_argnums: the positional arguments to split; by default all that are not in `argnums`.
+
+    Returns:
+      A function with the arguments of `fun` that returns `(loss, grads)`, or
+      `((loss, aux), grads)`. The loss is float32 (or wider, if it was). The gradients have the
+      structure of the argument, float32 where it is narrower and its own dtype elsewhere.
+
+    Raises:
+      TypeError: if a leaf to differentiate is no float, or the loss is no float scalar.
+      ValueError: if `microbatches` does not divide the batch.
+
+    >>> loss_fn = lambda w, x: jnp.mean((x * w) ** 2)
+    >>> x = jnp.arange(4, dtype=jnp.float16)
+    >>> loss, grad = value_and_grad(loss_fn, loss_scale=2.0**10)(jnp.float16(2.0), x)
+    >>> loss, grad
+    (Array(14., dtype=float32), Array(14., dtype=float32))
+    """
+    positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    state = _as_state(loss_scale)
+    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
+        raise ValueError(f"microbatches must be a whole number of at least 1, got {microbatches!r}")
+
+    @functools.wraps(fun)
+    def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
+        wrt = _check_positions(positions, len(args), "argnums")
+        for i in wrt:
+            check_differentiable(args[i], f"argument {i}")
+
+        def evaluate(*args: Any) -> Evaluation:
+            call = functools.partial(fun, **kwargs)
+            return scaled_evaluation(call, wrt, has_aux, state, 1.0 / microbatches)(*args)
+
+        if microbatches == 1:
+            loss, grads, aux = evaluate(*args)
+        else:
+            split = _batch_positions(batch_argnums, wrt, len(args))
+            batch = split_batch(tuple(args[i] for i in split), microbatches)
+
+            def evaluate_part(carry: None, part: tuple[Any, ...]) -> tuple[None, Evaluation]:
+                merged = list(args)
+                for i, arg in zip(split, part, strict=True):
+                    merged[i] = arg
+                return carry, evaluate(*merged)
+
+            zeros = zeros_like_grads(tuple(args[i] for i in wrt))
+            _, (loss, grads, aux) = sum_over_microbatches(evaluate_part, None, zeros, batch)
+        grads = grads[0] if isinstance(argnums, int) else grads
+        return ((loss, aux), grads) if has_aux else (loss, grads)
+
+    return value_and_grad_fun
+
+
+def grad(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    loss_scale: LossScaleLike = None,
+    microbatches: int = 1,
+    batch_argnums: int | Sequence[int] | None = None,
+) -> Callable[..., Any]:
+    """`value_and_grad` without the value; see there.
+
+    Args:
+      fun: a function that returns a scalar float loss, or `(loss, aux)`.
+      argnums: which positional arguments to differentiate.
+      has_aux: whether `fun` returns `(loss, aux)`.
+      loss_scale: `opt_state.loss_scale`, a number, or None.
+      microbatches: how many parts to evaluate the batch in.
+      batch_argnums: the positional arguments to split.
+
+    Returns:
+      A function that returns `grads`, or `(grads, aux)`.
+
+    >>> grad(lambda w: w**2, loss_scale=8.0)(jnp.bfloat16(3.0))
+    Array(6., dtype=float32)
+    """
+    with_value = value_and_grad(
+        fun,
+        argnums,
+        has_aux,
+        loss_scale=loss_scale,
+        microbatches=microbatches,
+        batch_argnums=batch_argnums,
+    )
+
+    @functools.wraps(fun)
+    def grad_fun(*args: Any, **kwargs: Any) -> Any:
+        value, grads = with_value(*args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
+
+    return grad_fun
+
+
+def scaled_evaluation(
+    fun: Callable[..., Any],
+    argnums: tuple[int, ...],
+    has_aux: bool,
+    state: LossScaleState | None,
+    weight: float,
+) -> Callable[..., Evaluation]:
+    """Evaluates loss and gradient under a scale; both come back unscaled and times `weight`.
+
+    The weight of a microbatch goes into the scaled loss, not onto the gradients: then the
+    low-precision gradients inside the model have the size that the full batch would give them.
+    """
+
+    def scaled(*args: Any) -> tuple[Any, tuple[Any, Any]]:
+        out = fun(*args)
+        if has_aux and not (isinstance(out, tuple) and len(out) == 2):
+            raise TypeError(
+                f"with has_aux=True the loss function must return (loss, aux), got {type(out)}"
+            )
+        loss, aux = out if has_aux else (out, None)
+        loss = _check_loss(loss, has_aux)
+        loss = loss.astype(at_least_float32(loss.dtype))
+        if weight != 1.0:
+            loss = loss * jnp.asarray(weight, loss.dtype)
+        return (loss if state is None else state.scale_loss(loss)), (loss, aux)
+
+    def evaluate(*args: Any) -> Evaluation:
+        grads, (loss, aux) = jax.grad(scaled, argnums=argnums, has_aux=True)(*args)
+        return Evaluation(loss, widen(grads) if state is None else state.unscale(grads), aux)
+
+    return evaluate
+
+
+def check_differentiable(tree: PyTree, name: str) -> None:
+    """Raises TypeError for a tree with leaves that are no floats, naming the first of them."""
+    for leaf, x in zip(leaf_names(tree), jax.tree.leaves(tree), strict=True):
+        if not is_inexact(x) and not isinstance(x, (float, complex)):
+            dtype = getattr(x, "dtype", type(x).__name__)
+            raise TypeError(
+                f"{name}, leaf {leaf!r}, is {dtype}: only floating leaves have gradients and "
+                "masters. Keep counters, keys and tables of integers in another argument (or "
+                "convert the leaf to a float)"
+            )
+
+
+def _check_loss(loss: Any, has_aux: bool) -> Float[Array, ""]:
+    hint = "" if has_aux else ". If the function returns (loss, aux), give has_aux=True"
+    if isinstance(loss, (tuple, list, dict)) or loss is None:
+        raise TypeError(f"the loss must be a float scalar, got a {type(loss).__name__}{hint}")
+    if jnp.shape(loss) != () or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+        raise TypeError(
+            f"the loss must be a float scalar, got {jnp.result_type(loss)}"
+            f"{list(jnp.shape(loss))}. Take a mean or a sum over the batch"
+        )
+    return jnp.asarray(loss)
+
+
+def _as_state(loss_scale: LossScaleLike) -> LossScaleState | None:
+    if loss_scale is None or isinstance(loss_scale, LossScaleState):
+        return loss_scale
+    if isinstance(loss_scale, (int, float)):
+        return StaticLossScale(loss_scale).init()
+    if jnp.shape(loss_scale) == () and is_inexact(loss_scale):
+        return StaticLossScale(1.0).init()._replace(scale=jnp.asarray(loss_scale, jnp.float32))
+    raise TypeError(
+        "loss_scale must be the state of a loss scale, such as opt_state.loss_scale or "
+        f"config.init(), a float scalar or None; got {type(loss_scale).__name__}"
+    )
+
+
+def _check_positions(positions: tuple[int, ...], count: int, name: str) -> tuple[int, ...]:
+    for i in positions:
+        if not -count <= i < count:
+            raise ValueError(f"{name} contains {i}, but only {count} positional arguments came")
+    return tuple(i % count for i in positions)
+
+
+def _batch_positions(
+    batch_argnums: int | Sequence[int] | None, wrt: tuple[int, ...], count: int
+) -> tuple[int, ...]:
+    if batch_argnums is None:
+        batch_argnums = [i for i in range(count) if i not in wrt]
+    given = (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums)
+    positions = _check_positions(given, count, "batch_argnums")
+    if both := sorted(set(positions) & set(wrt)):
+        raise ValueError(f"arguments {both} are in both argnums and batch_argnums")
+    if not positions:
+        raise ValueError(
+            "microbatches needs a positional batch argument to split; got only those in argnums"
+        )
+    return positions

@@ -1,0 +1,371 @@
+"""The optimizer wrapper: float32 masters, skip on overflow, loss scale, in one optax transform."""
+
+import dataclasses
+import sys
+import types
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import jmp
+import optax
+from jaxtyping import Array, Bool, Int32, PyTree
+
+from jaxmp._dtypes import is_narrow
+from jaxmp._grad import check_differentiable
+from jaxmp._loss_scale import DynamicLossScale, LossScale, LossScaleState, NoLossScale
+from jaxmp._masters import STORAGES, MasterStorage
+from jaxmp._policy import Policy, get_policy
+from jaxmp._tree import all_finite, check_like, leaf_names, same_structure, select, strong, widen
+
+Skip = Literal["cond", "select", "none"]
+
+
+class MixedPrecisionState(NamedTuple):
+    """The state of `mixed_precision`: a pytree of arrays.
+
+    Attributes:
+      inner: the state of the wrapped optimizer, in float32.
+      master: what is kept beside the live params; `optax.MaskedNode()` for float32 params,
+        which are their own masters.
+      loss_scale: the scale with which the next loss is to be scaled.
+      grads_finite: whether the last gradients were finite, so that the step was taken. Always
+        true with `skip="none"`, which does not look.
+      skipped: how many steps were skipped so far.
+      consecutive_skips: how many of them since the last step that was taken.
+    """
+
+    inner: Any
+    master: PyTree
+    loss_scale: LossScaleState
+    grads_finite: Bool[Array, ""]
+    skipped: Int32[Array, ""]
+    consecutive_skips: Int32[Array, ""]
+
+
+class MixedPrecision(optax.GradientTransformationExtraArgs):
+    """What `mixed_precision` returns: an optax transformation that knows its policy.
+
+    Use `init` and `update` as of any optax optimizer. `init_params` and `apply_gradients` do the
+    same for people who do not need updates, and are exact to the last bit.
+
+    Attributes:
+      init: `init(params) -> MixedPrecisionState`.
+      update: `update(grads, state, params, **extra) -> (updates, state)`.
+      policy: the policy given.
+      loss_scale: the config of the loss scale.
+    """
+
+    policy: Policy
+    loss_scale: LossScale
+    _algorithm: "_Algorithm"
+
+    def init_params(self, params: PyTree) -> tuple[PyTree, MixedPrecisionState]:
+        """Casts params to the policy's dtype, and keeps what they were as the masters.
+
+        `init(policy.cast_to_param(params))` would start the masters from rounded params.
+
+        Args:
+          params: a tree of floats, usually float32.
+
+        Returns:
+          The live params in `policy.param_dtype`, and the optimizer state.
+        """
+        live = self.policy.cast_to_param(params)
+        return live, self._algorithm.init(live, params)
+
+    def apply_gradients(
+        self, grads: PyTree, state: MixedPrecisionState, params: PyTree, **extra: Any
+    ) -> tuple[PyTree, MixedPrecisionState]:
+        """One optimizer step, or a skipped one: `update` and `optax.apply_updates` in one.
+
+        The new params are the rounded masters to the last bit, and no updates are stored.
+
+        Args:
+          grads: unscaled gradients, as `jaxmp.value_and_grad` returns them.
+          state: the optimizer state.
+          params: the live params.
+          **extra: further arguments of the inner optimizer's update, such as `value=loss`.
+
+        Returns:
+          The params and the state after the step; after a skipped step, the very same params.
+        """
+        return self._algorithm.step(grads, state, params, extra, as_updates=False)
+
+
+def mixed_precision(
+    inner: optax.GradientTransformation | optax.MultiSteps,
+    policy: str | jmp.Policy,
+    *,
+    loss_scale: LossScale | Literal["auto"] = "auto",
+    master: Literal["float32", "none"] = "float32",
+    skip: Skip = "cond",
+) -> MixedPrecision:
+    """Wraps an optax optimizer so that it trains low-precision params safely.
+
+    The inner optimizer only ever sees float32: float32 masters as its params, float32 gradients.
+    Its moments, schedules and clipping norms are therefore right (in bfloat16, `b2=0.999` rounds
+    to 1 and Adam's second moment never decays). If a gradient is not finite, the step is skipped:
+    params, masters and the whole inner state keep every bit, and the loss scale backs off.
+
+    Everything else goes inside, where it sees unscaled float32 gradients:
+    `mixed_precision(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(lr)), policy)`.
+
+    Args:
+      inner: any optax optimizer, chain, or `optax.MultiSteps`.
+      policy: the policy of the model, or its name. It chooses the loss scale, and the dtype of
+        the params that `init_params` and `TrainState.create` make. The masters follow the
+        dtypes of the params themselves, leaf by leaf.
+      loss_scale: a config, or `"auto"`: `DynamicLossScale()` if params or computation are
+        float16, else `NoLossScale()`.
+      master: `"float32"` keeps a float32 copy of params narrower than 32 bits (a float32 param
+        is its own master, with no copy); `"none"` keeps none and loses small updates.
+      skip: how a step is skipped. `"cond"` branches, and costs no memory. `"select"` computes
+        the step and then chooses, for places where a branch is slow. `"none"` does not test the
+        gradients at all, and applies whatever comes.
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs`. Its `update` needs the params, and returns
+      float32 updates: `optax.apply_updates` adds them and rounds to the param's dtype. On a
+      skipped step they are zero.
+
+    Raises:
+      ValueError: for an unknown option, or a dynamic loss scale with `skip="none"`.
+      TypeError: if `inner` is no optimizer or `loss_scale` no config.
+
+    >>> tx = mixed_precision(optax.sgd(0.5), "bfloat16")
+    >>> params = {"w": jnp.bfloat16(1.0)}
+    >>> state = tx.init(params)
+    >>> updates, state = tx.update({"w": jnp.bfloat16(0.25)}, state, params)
+    >>> optax.apply_updates(params, updates), state.master
+    ({'w': Array(0.875, dtype=bfloat16)}, {'w': Array(0.875, dtype=float32)})
+    >>> updates, state = tx.update({"w": jnp.bfloat16(jnp.inf)}, state, params)
+    >>> float(updates["w"]), int(state.skipped)
+    (-0.0, 1)
+    """
+    policy = get_policy(policy)
+    config = _choose_loss_scale(loss_scale, policy)
+    if master not in STORAGES:
+        raise ValueError(f"master must be one of {', '.join(map(repr, STORAGES))}, got {master!r}")
+    if skip not in ("cond", "select", "none"):
+        raise ValueError(f"skip must be 'cond', 'select' or 'none', got {skip!r}")
+    if skip == "none" and isinstance(config, DynamicLossScale):
+        raise ValueError(
+            "a dynamic loss scale finds its value by overflowing, and skip='none' would apply the "
+            "overflowed gradients. Use skip='cond' or 'select', or a static loss scale"
+        )
+    algorithm = _Algorithm(_as_transformation(inner), config, STORAGES[master], skip)
+
+    def init(params: PyTree) -> MixedPrecisionState:
+        _refuse_to_be_wrapped()
+        return algorithm.init(params, params)
+
+    def update(
+        grads: PyTree, state: MixedPrecisionState, params: PyTree | None = None, **extra: Any
+    ) -> tuple[PyTree, MixedPrecisionState]:
+        _refuse_to_be_wrapped()
+        return algorithm.step(grads, state, params, extra, as_updates=True)
+
+    tx = MixedPrecision(init, update)
+    tx.policy, tx.loss_scale, tx._algorithm = policy, config, algorithm
+    return tx
+
+
+class _Taken(NamedTuple):
+    """What a step yields: new params (or what updates are made of), masters, inner state."""
+
+    output: PyTree
+    master: PyTree
+    inner: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _Algorithm:
+    inner: optax.GradientTransformationExtraArgs
+    loss_scale: LossScale
+    storage: MasterStorage
+    skip: Skip
+
+    def init(self, params: PyTree, values: PyTree) -> MixedPrecisionState:
+        check_differentiable(params, "params")
+        master = self.storage.init(params, values)
+        return MixedPrecisionState(
+            inner=strong(self.inner.init(self.storage.load(params, master))),
+            master=master,
+            loss_scale=self.loss_scale.init(),
+            grads_finite=jnp.array(True),
+            skipped=jnp.int32(0),
+            consecutive_skips=jnp.int32(0),
+        )
+
+    def step(
+        self,
+        grads: PyTree,
+        state: MixedPrecisionState,
+        params: PyTree,
+        extra: dict[str, Any],
+        *,
+        as_updates: bool,
+    ) -> tuple[PyTree, MixedPrecisionState]:
+        self._check(grads, state, params)
+
+        def take() -> _Taken:
+            values = self.storage.load(params, state.master)
+            updates, inner = self.inner.update(widen(grads), state.inner, values, **extra)
+            new = self.storage.store(optax.apply_updates(values, updates), params, state.master)
+            output = _ingredients(params, new.params, updates) if as_updates else new.params
+            return _Taken(output, new.master, _like_before(inner, state.inner))
+
+        def keep() -> _Taken:
+            output = _ingredients(params, params, _no_updates(params)) if as_updates else params
+            return _Taken(output, state.master, state.inner)
+
+        if self.skip == "none":
+            finite, taken = jnp.array(True), take()
+        else:
+            finite = all_finite(grads)
+            if self.skip == "cond":
+                taken = jax.lax.cond(finite, take, keep)
+            else:
+                taken = select(finite, take(), keep())
+        output = _updates(params, taken.output, finite) if as_updates else taken.output
+        return output, MixedPrecisionState(
+            inner=taken.inner,
+            master=taken.master,
+            loss_scale=self.loss_scale.adjust(state.loss_scale, finite),
+            grads_finite=finite,
+            skipped=state.skipped + (~finite).astype(jnp.int32),
+            consecutive_skips=jnp.where(finite, 0, state.consecutive_skips + 1),
+        )
+
+    def _check(self, grads: PyTree, state: MixedPrecisionState, params: PyTree) -> None:
+        if params is None:
+            raise ValueError(
+                "mixed_precision needs the params to update: call tx.update(grads, state, params)"
+            )
+        if not isinstance(state, MixedPrecisionState):
+            raise TypeError(
+                f"the state must be the MixedPrecisionState that tx.init returned, got "
+                f"{type(state).__name__}"
+            )
+        check_like(
+            grads,
+            params,
+            name="gradients",
+            like_name="params",
+            advice="Differentiate with respect to the params that the optimizer updates.",
+        )
+        check_differentiable(grads, "gradients")
+        expected = jax.eval_shape(self.storage.init, params, params)
+        if not same_structure(expected, state.master) or any(
+            a.dtype != b.dtype or a.shape != b.shape
+            for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(state.master), strict=True)
+        ):
+            raise ValueError(
+                "the params do not match the optimizer state: their structure, shapes or dtypes "
+                f"are not those that tx.init saw. Masters now: {_summary(state.master)}; these "
+                f"params want: {_summary(expected)}. Cast params before tx.init (or let "
+                "tx.init_params do it) and keep their dtypes"
+            )
+
+
+# Where a narrow param is concerned, a branch yields the new param rather than its update: on a GPU
+# the compiler would drop the rounding from float32(bfloat16(x)) inside one fusion, and the params
+# would drift from their masters (openxla/xla issue 41605).
+def _ingredients(params: PyTree, new_params: PyTree, updates: PyTree) -> PyTree:
+    return jax.tree.map(
+        lambda p, new, u: new if is_narrow(p.dtype) else jnp.asarray(u, p.dtype),
+        params,
+        new_params,
+        updates,
+    )
+
+
+def _updates(params: PyTree, ingredients: PyTree, finite: Bool[Array, ""]) -> PyTree:
+    def update(p: Any, x: Any) -> Any:
+        if not is_narrow(p.dtype):
+            return x
+        return jnp.where(finite, widen(x) - widen(p), -0.0)
+
+    return jax.tree.map(update, params, ingredients)
+
+
+def _no_updates(params: PyTree) -> PyTree:
+    # Minus zero, as x + -0.0 is x for every x, while -0.0 + 0.0 is +0.0.
+    return jax.tree.map(lambda p: jnp.full_like(widen(p), -0.0), params)
+
+
+def _like_before(inner: Any, before: Any) -> Any:
+    """The inner state with strong types; an error if the optimizer changed a dtype or a shape."""
+    inner = strong(inner)
+    check_like(
+        inner,
+        before,
+        name="the new state of the inner optimizer",
+        like_name="the old one",
+        advice="An optimizer must keep the structure of its state; this one does not.",
+    )
+    leaves = zip(leaf_names(inner), jax.tree.leaves(inner), jax.tree.leaves(before), strict=True)
+    for name, new, old in leaves:
+        if jnp.result_type(new) != jnp.result_type(old):
+            raise TypeError(
+                f"the inner optimizer changed the dtype of its state {name!r} from "
+                f"{jnp.result_type(old)} to {jnp.result_type(new)}"
+            )
+    return inner
+
+
+def _summary(tree: PyTree) -> str:
+    leaves = list(zip(leaf_names(tree), jax.tree.leaves(tree), strict=True))
+    shown = [f"{name} {x.dtype}{list(x.shape)}" for name, x in leaves[:4]]
+    return ", ".join(shown + ["..."] * (len(leaves) > 4)) or "none"
+
+
+def _choose_loss_scale(loss_scale: Any, policy: Policy) -> LossScale:
+    if isinstance(loss_scale, str) and loss_scale == "auto":
+        float16 = jnp.dtype(jnp.float16) in (policy.param_dtype, policy.compute_dtype)
+        return DynamicLossScale() if float16 else NoLossScale()
+    if isinstance(loss_scale, type) or not isinstance(loss_scale, LossScale):
+        raise TypeError(
+            "loss_scale must be 'auto' or a config such as DynamicLossScale(), "
+            f"StaticLossScale(1024.0) or NoLossScale(); got {loss_scale!r}"
+        )
+    return loss_scale
+
+
+def _as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
+    if isinstance(inner, MixedPrecision):
+        raise TypeError("the optimizer is wrapped in mixed_precision already; wrap it once")
+    if isinstance(inner, optax.MultiSteps):
+        inner = inner.gradient_transformation()
+    if not isinstance(inner, optax.GradientTransformation):
+        raise TypeError(
+            f"inner must be an optax.GradientTransformation such as optax.adamw(1e-3), got "
+            f"{type(inner).__name__}"
+        )
+    return optax.with_extra_args_support(inner)
+
+
+def _refuse_to_be_wrapped() -> None:
+    """Raises if an optax combinator calls: `chain`, `MultiSteps`, `masked` around the wrapper.
+
+    They would see zero updates on skipped steps as real ones, or scale the updates, after which
+    params and masters no longer agree. A combinator keeps no trace of itself in what it passes
+    on, so the only place to see it is the caller's module.
+    """
+    frame: types.FrameType | None = sys._getframe(1)
+    # Runtime type checkers put frames of their own between the caller and us.
+    while frame is not None and _package(frame) in ("jaxmp", "jaxtyping", "beartype"):
+        frame = frame.f_back
+    module = frame.f_globals.get("__name__", "") if frame is not None else ""
+    # optax.tree_utils calls init to learn the layout of the state, which is fine.
+    if module.startswith("optax.") and not module.startswith("optax.tree_utils"):
+        raise ValueError(
+            f"mixed_precision must be the outermost transformation, but {module} called it. Put "
+            "the other transformation inside: mixed_precision(optax.chain(clip, adamw), policy), "
+            "mixed_precision(optax.MultiSteps(adamw, 4), policy)"
+        )
+
+
+def _package(frame: types.FrameType) -> str:
+    return frame.f_globals.get("__name__", "").partition(".")[0]

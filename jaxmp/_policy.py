@@ -1,0 +1,182 @@
+"""Policies: which dtype holds the params, computes, leaves the model and reduces gradients."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jmp
+from jaxtyping import PyTree
+
+from jaxmp._dtypes import DType, at_least_float32, parse_dtype, suggestion
+from jaxmp._tree import cast_floating
+
+_KEYS = {"params": "p", "compute": "c", "output": "o", "reduce": "r"}
+
+
+@dataclasses.dataclass(frozen=True, repr=False, init=False)
+class Policy(jmp.Policy):
+    """What runs in which dtype: a `jmp.Policy` that also says how gradients are reduced.
+
+    It is a value: immutable, hashable, compared by its dtypes, and `get_policy(str(policy))`
+    gives it back. Where jmp's policies are accepted, so is this one.
+
+    Args:
+      param_dtype: dtype in which the params are stored.
+      compute_dtype: dtype of the forward and backward computation.
+      output_dtype: dtype of what the model returns.
+      reduce_dtype: dtype in which gradients are summed over devices and microbatches; by
+        default the widest of float32, the param and the compute dtype.
+
+    Each may be given as any dtype or name that `get_policy` knows.
+
+    Raises:
+      ValueError: for a name or dtype that is not a float.
+
+    >>> policy = Policy("float32", "bf16", "f32")
+    >>> str(policy)
+    'params=float32,compute=bfloat16,output=float32,reduce=float32'
+    >>> import numpy as np
+    >>> policy.cast_to_compute({"w": np.zeros(2), "ids": np.zeros(2, int)})["w"].dtype
+    dtype(bfloat16)
+    """
+
+    reduce_dtype: DType
+
+    def __init__(
+        self, param_dtype: Any, compute_dtype: Any, output_dtype: Any, reduce_dtype: Any = None
+    ) -> None:
+        dtypes = [parse_dtype(dtype) for dtype in (param_dtype, compute_dtype, output_dtype)]
+        if reduce_dtype is None:
+            widest = max(map(at_least_float32, dtypes[:2]), key=lambda dtype: dtype.itemsize)
+            dtypes.append(widest)
+        else:
+            dtypes.append(parse_dtype(reduce_dtype))
+        for field, dtype in zip(dataclasses.fields(self), dtypes, strict=True):
+            object.__setattr__(self, field.name, dtype)
+
+    def cast_to_param(self, x: PyTree) -> PyTree:
+        """Casts the floating leaves of a tree to `param_dtype`; other leaves pass."""
+        return cast_floating(x, self.param_dtype)
+
+    def cast_to_compute(self, x: PyTree) -> PyTree:
+        """Casts the floating leaves of a tree to `compute_dtype`; other leaves pass."""
+        return cast_floating(x, self.compute_dtype)
+
+    def cast_to_output(self, x: PyTree) -> PyTree:
+        """Casts the floating leaves of a tree to `output_dtype`; other leaves pass."""
+        return cast_floating(x, self.output_dtype)
+
+    def with_output_dtype(self, output_dtype: Any) -> "Policy":
+        """The same policy with another output dtype."""
+        return Policy(self.param_dtype, self.compute_dtype, output_dtype, self.reduce_dtype)
+
+    def __str__(self) -> str:
+        dtypes = (self.param_dtype, self.compute_dtype, self.output_dtype, self.reduce_dtype)
+        return ",".join(f"{key}={dtype}" for key, dtype in zip(_KEYS, dtypes, strict=True))
+
+    def __repr__(self) -> str:
+        return f"Policy({str(self)!r})"
+
+
+_PRESETS: Mapping[str, str] = {
+    "mixed_bfloat16": "params=float32,compute=bfloat16,output=float32",
+    "mixed_float16": "params=float32,compute=float16,output=float32",
+    "O0": "params=float32,compute=float32,output=float32",
+    "O3": "params=float16,compute=float16,output=float32",
+}
+
+# Names that users will try, and that nothing in this version honours. An approximation would
+# train another model than the one that was asked for.
+_NOT_YET: Mapping[str, str] = {
+    "mixed_float8": "it needs scaled float8 matmuls, because casting to float8 without scales "
+    "loses small gradients. Use 'mixed_bfloat16'",
+    "O1": "it chooses a dtype for each operation, which needs autocast. Use 'mixed_float16' and "
+    "set the dtype of each layer",
+    "O2": "it keeps batch norms in float32 and the rest of the model in float16, which needs "
+    "policies by path. Use 'mixed_float16' and set the dtype of each layer",
+}
+
+
+def get_policy(policy: str | jmp.Policy) -> Policy:
+    """The policy that a preset's name, a string of dtypes, or another policy stands for.
+
+    | preset | params | compute | output | meant for |
+    |---|---|---|---|---|
+    | `float32` | float32 | float32 | float32 | the reference |
+    | `mixed_bfloat16` | float32 | bfloat16 | float32 | the usual choice on TPU, A100 and later |
+    | `mixed_float16` | float32 | float16 | float32 | older GPUs; needs loss scaling |
+    | `bfloat16` | bfloat16 | bfloat16 | bfloat16 | least memory; masters are float32 |
+    | `float16` | float16 | float16 | float16 | the same in float16; needs loss scaling |
+    | `mixed_float8` | - | - | - | an error in this version: needs scaled float8 matmuls |
+    | `O0` | float32 | float32 | float32 | apex's O0 |
+    | `O1` | - | - | - | an error in this version: needs autocast |
+    | `O2` | - | - | - | an error in this version: needs policies by path |
+    | `O3` | float16 | float16 | float32 | apex's O3, which also has no masters and scale 1 |
+
+    All of them reduce gradients in float32. For all of apex's O3, give `mixed_precision`
+    `master="none"` and `loss_scale=NoLossScale()` as well.
+
+    Strings of dtypes are jmp's, with blanks allowed and a fourth key: `params` or `p`,
+    `compute` or `c`, `output` or `o`, `reduce` or `r`. As in jmp, params default to float32,
+    compute follows params and **output follows compute**; reduce is float32 (float64 where the
+    params or the compute dtype are). A lone dtype name sets all three.
+
+    Args:
+      policy: a preset, a string such as `"p=f32, c=bf16, o=f32"`, or a policy, jmp's included.
+
+    Returns:
+      The policy.
+
+    Raises:
+      ValueError: for an unknown name or key, a key twice, or a preset this version lacks.
+
+    >>> get_policy("mixed_bfloat16").compute_dtype
+    dtype(bfloat16)
+    >>> get_policy("c=f16") == get_policy("params=float32,compute=float16,output=float16")
+    True
+    """
+    if isinstance(policy, Policy):
+        return policy
+    if isinstance(policy, jmp.Policy):
+        return Policy(policy.param_dtype, policy.compute_dtype, policy.output_dtype)
+    if not isinstance(policy, str):
+        raise TypeError(f"policy must be a string or a Policy, got {type(policy).__name__}")
+    name = policy.strip()
+    if name in _NOT_YET:
+        raise ValueError(f"policy {name!r} is not in this version of jaxmp: {_NOT_YET[name]}.")
+    if name in _PRESETS:
+        return _parse_pairs(_PRESETS[name])
+    if "=" in name:
+        return _parse_pairs(name)
+    try:
+        dtype = parse_dtype(name)
+    except ValueError:
+        valid = ["float32", "bfloat16", "float16", *_PRESETS]
+        near = suggestion(name, [*valid, *_NOT_YET])
+        raise ValueError(
+            f"unknown policy {name!r}.{near} Valid: {', '.join(valid)}, any other dtype name such "
+            "as 'f64', or a string such as 'params=float32,compute=bfloat16,output=float32'."
+        ) from None
+    return Policy(dtype, dtype, dtype)
+
+
+def _parse_pairs(text: str) -> Policy:
+    long_keys = {short: key for key, short in _KEYS.items()} | {key: key for key in _KEYS}
+    given: dict[str, DType] = {}
+    for part in text.split(","):
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals or not key or not value:
+            raise ValueError(f"cannot read {part.strip()!r} in policy {text!r}: expected key=dtype")
+        if key not in long_keys:
+            near = suggestion(key, list(long_keys))
+            raise ValueError(
+                f"unknown key {key!r} in policy {text!r}.{near} Valid keys: "
+                "params (p), compute (c), output (o), reduce (r)"
+            )
+        if long_keys[key] in given:
+            raise ValueError(f"key {long_keys[key]!r} is given twice in policy {text!r}")
+        given[long_keys[key]] = parse_dtype(value)
+    params = given.get("params", parse_dtype("float32"))
+    compute = given.get("compute", params)
+    output = given.get("output", compute)
+    return Policy(params, compute, output, given.get("reduce"))

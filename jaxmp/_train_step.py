@@ -1,0 +1,322 @@
+"""The assembled loop: a train state, a jitted step, and a check that training moves."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jmp
+import numpy as np
+import optax
+from jaxtyping import Array, Int32, PyTree
+
+from jaxmp._dtypes import suggestion
+from jaxmp._grad import scaled_evaluation
+from jaxmp._loss_scale import LossScaleState
+from jaxmp._microbatch import Evaluation, split_batch, sum_over_microbatches, zeros_like_grads
+from jaxmp._optimizer import MixedPrecision, MixedPrecisionState
+from jaxmp._policy import get_policy
+from jaxmp._tree import cast_floating, check_like, select
+
+Metrics = dict[str, Any]
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["step", "params", "opt_state", "collections"],
+    meta_fields=["tx"],
+)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """Everything that training carries: a pytree of arrays. Make one with `create`.
+
+    A collection such as `batch_stats=...` is read as `state.batch_stats`. On a skipped step the
+    collections stay as they were, like everything else: one overflowed batch would otherwise
+    leave infinite batch statistics in the model for ever.
+
+    Attributes:
+      step: how many steps were taken; skipped ones do not count.
+      params: the live params.
+      opt_state: the state of `tx`.
+      collections: further state of the model by name.
+      tx: the optimizer (static).
+    """
+
+    step: Int32[Array, ""]
+    params: PyTree
+    opt_state: MixedPrecisionState
+    collections: dict[str, PyTree]
+    tx: MixedPrecision
+
+    @classmethod
+    def create(cls, *, params: PyTree, tx: MixedPrecision, **collections: PyTree) -> "TrainState":
+        """A state at step 0.
+
+        Args:
+          params: a tree of floats, usually float32. The live params are cast to the policy's
+            `param_dtype`, the masters keep these values. The state has buffers of its own, so
+            that a step may be donated it while `params` stay usable.
+          tx: what `mixed_precision` returned.
+          **collections: mutable state of the model by name, `batch_stats=...` or `rng=key`.
+
+        Returns:
+          The state.
+
+        Raises:
+          TypeError: if `tx` is not wrapped in `mixed_precision`.
+          ValueError: if a collection has the name of a field.
+        """
+        if not isinstance(tx, MixedPrecision):
+            raise TypeError(
+                f"tx must be jaxmp.mixed_precision(optimizer, policy), got {type(tx).__name__}"
+            )
+        taken = {field.name for field in dataclasses.fields(cls)} | {"loss_scale"}
+        if clash := sorted(taken & set(collections)):
+            raise ValueError(f"collections cannot be called {clash}: TrainState has such a field")
+        params, opt_state = tx.init_params(_copy(params))
+        return cls(
+            step=jnp.int32(0),
+            params=params,
+            opt_state=_copy(opt_state),
+            collections=_copy(collections),
+            tx=tx,
+        )
+
+    @property
+    def loss_scale(self) -> LossScaleState:
+        """The loss scale with which to scale the next loss."""
+        return self.opt_state.loss_scale
+
+    def __getattr__(self, name: str) -> PyTree:
+        collections = self.__dict__.get("collections", {})
+        if name in collections:
+            return collections[name]
+        raise AttributeError(f"TrainState has no field or collection {name!r}")
+
+    def apply_gradients(
+        self, grads: PyTree, extra: dict[str, Any] | None = None, **collections: PyTree
+    ) -> "TrainState":
+        """The state after one optimizer step, or after a skipped one.
+
+        Args:
+          grads: unscaled gradients, as `jaxmp.value_and_grad` returns them.
+          extra: further arguments for the inner optimizer's update, such as `{"value": loss}`.
+          **collections: new values of collections; those not named stay.
+
+        Returns:
+          The next state. If the gradients were not finite, only its loss scale and its counts
+          of skipped steps differ.
+
+        Raises:
+          ValueError: for a collection that the state does not have, or that changed structure.
+        """
+        for name, new in collections.items():
+            if name not in self.collections:
+                near = suggestion(name, list(self.collections))
+                raise ValueError(
+                    f"the state has no collection {name!r}.{near} It has: "
+                    f"{', '.join(self.collections) or 'none'}. Give it to TrainState.create"
+                )
+            check_like(
+                new,
+                self.collections[name],
+                name=f"collection {name!r}",
+                like_name="the old one",
+                advice="A step must keep the structure of a collection.",
+            )
+        params, opt_state = self.tx.apply_gradients(
+            grads, self.opt_state, self.params, **(extra or {})
+        )
+        finite = opt_state.grads_finite
+        kept = {
+            name: select(finite, _cast_like(collections[name], old), old)
+            if name in collections
+            else old
+            for name, old in self.collections.items()
+        }
+        return dataclasses.replace(
+            self,
+            step=self.step + finite.astype(jnp.int32),
+            params=params,
+            opt_state=opt_state,
+            collections=kept,
+        )
+
+
+def make_train_step(
+    loss_fn: Callable[..., Any],
+    policy: str | jmp.Policy | None = None,
+    *,
+    has_aux: bool = False,
+    microbatches: int = 1,
+    cast_batch: bool = True,
+    donate: bool = True,
+) -> Callable[[TrainState, PyTree], tuple[TrainState, Metrics]]:
+    """A jitted train step: cast, scale, differentiate, unscale, update or skip.
+
+    Args:
+      loss_fn: `loss_fn(params, batch) -> loss`, a float scalar. If the state has collections it
+        is called as `loss_fn(params, batch, **collections)` and returns `(loss, collections)`,
+        a dictionary with the new values of those that changed.
+      policy: casts params and batch to its compute dtype before `loss_fn` sees them. None leaves
+        that to the model, as for Flax modules with a `dtype` of their own.
+      has_aux: whether `loss_fn` returns one thing more, as its last: `(loss, aux)`, or
+        `(loss, collections, aux)`. It comes back as `metrics["aux"]`, with a leading axis of
+        microbatches if there are several.
+      microbatches: evaluate the batch in this many parts and average in float32; collections
+        pass from one part to the next.
+      cast_batch: whether the policy casts the batch too. False for a batch with float targets
+        that must not be rounded; cast the inputs in `loss_fn` then.
+      donate: reuse the buffers of the state for the new one. The old state is gone after a step.
+
+    Returns:
+      `step(state, batch) -> (state, metrics)`. The metrics are arrays, so reading none of them
+      costs no synchronisation: `loss` and `grad_norm` (float32, unscaled, before any clipping),
+      `grads_finite`, `loss_scale` (the one this step used), `skipped` and `consecutive_skips`.
+      The inner optimizer is given `value=loss`.
+
+    Raises:
+      ValueError: if the policy computes in float8, or `microbatches` is no positive number.
+
+    >>> import jaxmp
+    >>> tx = jaxmp.mixed_precision(optax.sgd(0.5), "mixed_bfloat16")
+    >>> state = TrainState.create(params={"w": jnp.ones(2)}, tx=tx)
+    >>> step = make_train_step(lambda p, x: jnp.mean((x @ p["w"]) ** 2), "mixed_bfloat16")
+    >>> state, metrics = step(state, jnp.eye(2))
+    >>> state.params["w"], float(metrics["loss"])
+    (Array([0.5, 0.5], dtype=float32), 1.0)
+    """
+    policy = None if policy is None else get_policy(policy)
+    if policy is not None and policy.compute_dtype.itemsize == 1:
+        raise ValueError(
+            f"make_train_step cannot compute in {policy.compute_dtype}: a plain cast to float8 "
+            "loses small gradients. Use 'mixed_bfloat16'"
+        )
+    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
+        raise ValueError(f"microbatches must be a whole number of at least 1, got {microbatches!r}")
+
+    def loss_and_rest(params: PyTree, batch: PyTree, collections: dict[str, PyTree]) -> Any:
+        if policy is not None:
+            params = policy.cast_to_compute(params)
+            batch = policy.cast_to_compute(batch) if cast_batch else batch
+        out = loss_fn(params, batch, **collections)
+        loss, changed, aux = _unpack(out, bool(collections), has_aux)
+        return loss, (collections | _cast_like(changed, {k: collections[k] for k in changed}), aux)
+
+    def train_step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+        evaluate = scaled_evaluation(
+            loss_and_rest, (0,), True, state.loss_scale, 1.0 / microbatches
+        )
+
+        def evaluate_part(collections: Any, part: PyTree) -> tuple[Any, Evaluation]:
+            loss, (grads,), (collections, aux) = evaluate(state.params, part, collections)
+            return collections, Evaluation(loss, grads, aux)
+
+        if microbatches == 1:
+            collections, (loss, grads, aux) = evaluate_part(state.collections, batch)
+        else:
+            collections, (loss, grads, aux) = sum_over_microbatches(
+                evaluate_part,
+                state.collections,
+                zeros_like_grads(state.params),
+                split_batch(batch, microbatches),
+            )
+        new = state.apply_gradients(grads, extra={"value": loss}, **collections)
+        metrics = {
+            "loss": loss,
+            "grad_norm": optax.tree.norm(grads),
+            "grads_finite": new.opt_state.grads_finite,
+            "loss_scale": state.loss_scale.scale,
+            "skipped": new.opt_state.skipped,
+            "consecutive_skips": new.opt_state.consecutive_skips,
+        }
+        return new, metrics | ({"aux": aux} if has_aux else {})
+
+    return jax.jit(train_step, donate_argnums=(0,) if donate else ())
+
+
+class TrainingStalled(RuntimeError):
+    """Too many optimizer steps in a row were skipped; no loss scale will cure it."""
+
+
+def check_progress(state: Any, loss: Any = None, *, limit: int = 50) -> None:
+    """Raises if training has stopped moving: `limit` steps in a row were skipped.
+
+    A loss scale backs off from its ceiling of 2**24 to 1 in 24 skips. What overflows after that
+    is not the scaling, and skipping would go on silently for ever. Call this every few hundred
+    steps: it waits for the device.
+
+    Args:
+      state: a `TrainState`, or anything that holds the state of `mixed_precision`: that state
+        itself, Flax's `TrainState`, an `nnx.Optimizer`.
+      loss: the last loss, if at hand: it tells a broken forward pass from overflowing gradients.
+      limit: how many consecutive skips are too many.
+
+    Raises:
+      TrainingStalled: with the likely causes and what to do about each.
+      TypeError: if no optimizer state of jaxmp is in `state`.
+    """
+    found = _find_states(state)
+    if not found:
+        raise TypeError(
+            f"no state of jaxmp.mixed_precision in this {type(state).__name__}; pass the "
+            "TrainState or the optimizer state"
+        )
+    for opt_state in found:
+        skips = int(np.asarray(opt_state.consecutive_skips))
+        if skips < limit:
+            continue
+        scale = float(np.asarray(opt_state.loss_scale.scale))
+        broken = loss is not None and not np.isfinite(np.asarray(loss))
+        first = (
+            "The loss itself is not finite: the forward pass overflows or divides by zero"
+            if broken
+            else "If the loss itself is infinite or NaN, the forward pass is broken"
+        )
+        raise TrainingStalled(
+            f"{skips} optimizer steps in a row were skipped, because their gradients were not "
+            f"finite; the loss scale is {scale:g}. No loss scale cures this. {first}; look for "
+            "activations beyond 65504 in float16, log or sqrt of zero, and bad input data. A "
+            "model pretrained in bfloat16 often overflows float16: use 'mixed_bfloat16'. "
+            "Otherwise lower the learning rate, or warm it up for longer."
+        )
+
+
+def _find_states(tree: Any) -> list[MixedPrecisionState]:
+    def is_state(x: Any) -> bool:
+        return isinstance(x, MixedPrecisionState)
+
+    return [x for x in jax.tree.leaves(tree, is_leaf=is_state) if is_state(x)]
+
+
+def _unpack(out: Any, has_collections: bool, has_aux: bool) -> tuple[Any, dict[str, Any], Any]:
+    form = ["loss", *["collections"] * has_collections, *["aux"] * has_aux]
+    parts = (out,) if len(form) == 1 else out
+    if not isinstance(parts, tuple) or len(parts) != len(form):
+        raise TypeError(
+            f"the loss function must return ({', '.join(form)}) here, got "
+            f"{type(out).__name__}{f' of {len(out)}' if isinstance(out, tuple) else ''}"
+        )
+    loss, *rest = parts
+    changed = rest[0] if has_collections else {}
+    if not isinstance(changed, dict):
+        raise TypeError(
+            f"the collections that the loss function returns must be a dictionary by name, got "
+            f"{type(changed).__name__}"
+        )
+    return loss, changed, rest[-1] if has_aux else None
+
+
+def _cast_like(new: PyTree, old: PyTree) -> PyTree:
+    """New values in the dtypes of the old ones: a collection must not change type in training."""
+    return jax.tree.map(
+        lambda x, y: cast_floating(jnp.asarray(x), y.dtype) if hasattr(y, "dtype") else x, new, old
+    )
+
+
+def _copy(tree: PyTree) -> PyTree:
+    return jax.tree.map(
+        lambda x: jnp.array(x, copy=True) if isinstance(x, (jax.Array, np.ndarray)) else x, tree
+    )

@@ -1,0 +1,163 @@
+"""Casting, finiteness, selection and path names of pytrees: what every other module stands on."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, PyTree
+
+from jaxmp._dtypes import DType, at_least_float32, is_floating, is_inexact
+
+
+def cast_floating(tree: PyTree, dtype: Any) -> PyTree:
+    """Casts the floating leaves of a tree, and nothing else.
+
+    Casting every leaf destroys what is no number of the model: a bfloat16 step counter stops
+    at 256, and a typed PRNG key raises. Integers, booleans, complex numbers, keys, `None`,
+    float0, strings and Python scalars (which take the dtype of what they meet) pass unchanged.
+
+    Args:
+      tree: any pytree; NumPy floats become JAX arrays, `ShapeDtypeStruct` leaves stay abstract.
+      dtype: the floating dtype wanted.
+
+    Returns:
+      The tree with its floating leaves in `dtype`; a leaf that has it already is not copied.
+
+    >>> cast_floating({"w": jnp.ones(2), "step": jnp.int32(3)}, jnp.bfloat16)["w"].dtype.name
+    'bfloat16'
+    """
+    dtype = jnp.dtype(dtype)
+    return jax.tree.map(lambda x: _cast_leaf(x, dtype), tree)
+
+
+def _cast_leaf(x: Any, dtype: DType) -> Any:
+    if isinstance(x, jax.ShapeDtypeStruct) and is_floating(x):
+        return x.update(dtype=dtype)
+    if not isinstance(x, (jax.Array, np.ndarray, np.generic)) or not is_floating(x):
+        return x
+    if isinstance(x, jax.Array) and x.dtype == dtype and not x.weak_type:
+        return x
+    return jnp.asarray(x, dtype)
+
+
+def widen(tree: PyTree) -> PyTree:
+    """Casts float leaves narrower than 32 bits to float32; wider and complex leaves stay."""
+    return jax.tree.map(
+        lambda x: cast_floating(x, at_least_float32(x.dtype)) if is_floating(x) else x, tree
+    )
+
+
+def strong(tree: PyTree) -> PyTree:
+    """Makes every numeric leaf an array with a named dtype.
+
+    A Python scalar or a weakly typed array in a state changes its type after the first step,
+    which compiles the step a second time.
+    """
+
+    def strengthen(x: Any) -> Any:
+        if not isinstance(x, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):
+            return x
+        x = jnp.asarray(x)
+        return jax.lax.convert_element_type(x, x.dtype) if x.weak_type else x
+
+    return jax.tree.map(strengthen, tree)
+
+
+def all_finite(tree: PyTree) -> Bool[Array, ""]:
+    """Whether no floating or complex number anywhere in the tree is infinite or NaN.
+
+    Each leaf is tested in its own dtype: a norm would overflow on large finite values.
+
+    Args:
+      tree: any pytree; leaves that are no floats are passed over.
+
+    Returns:
+      A boolean scalar, true for a tree without floats.
+
+    >>> bool(all_finite([jnp.ones(3), jnp.float16(jnp.inf)])), bool(all_finite([1, None]))
+    (False, True)
+    """
+    flags = [
+        # Not every backend has is_finite for 8-bit floats; float32 holds them all exactly.
+        jnp.all(jnp.isfinite(widen(x) if jnp.dtype(x.dtype).itemsize == 1 else x))
+        for x in map(_as_array, jax.tree.leaves(tree))
+        if is_inexact(x)
+    ]
+    if not flags:
+        return jnp.array(True)
+    return jnp.all(jnp.stack(flags))
+
+
+def _as_array(x: Any) -> Any:
+    return jnp.asarray(x) if isinstance(x, (float, complex)) else x
+
+
+def select(pred: Bool[Array, ""], on_true: PyTree, on_false: PyTree) -> PyTree:
+    """`on_true` where `pred` holds, else `on_false`: one tree or the other, never a mixture.
+
+    Unlike arithmetic with a mask, a NaN in the tree that is not taken does not spread.
+
+    Args:
+      pred: a boolean scalar.
+      on_true: a tree of arrays, PRNG keys among them.
+      on_false: a tree of the same structure; its dtypes are kept.
+
+    Returns:
+      The chosen tree.
+
+    >>> select(jnp.array(False), {"a": jnp.float32(jnp.nan)}, {"a": jnp.float32(1.0)})
+    {'a': Array(1., dtype=float32)}
+    """
+    return jax.tree.map(lambda new, old: jnp.where(pred, new, old), on_true, on_false)
+
+
+def leaf_names(tree: PyTree) -> list[str]:
+    """`"decoder/layer_0/kernel"` for each leaf, in the order of `jax.tree.leaves`.
+
+    >>> leaf_names({"layer": [1, {"w": 2}]})
+    ['layer/0', 'layer/1/w']
+    """
+    paths, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return [jax.tree_util.keystr(path, simple=True, separator="/") or "(root)" for path, _ in paths]
+
+
+def same_structure(a: PyTree, b: PyTree) -> bool:
+    """Whether two trees have the same containers and leaves in the same places."""
+    structure: Any = jax.tree.structure
+    return bool(structure(a) == structure(b))
+
+
+def check_like(tree: PyTree, like: PyTree, *, name: str, like_name: str, advice: str) -> None:
+    """Raises unless two trees have the same structure and their leaves the same shapes.
+
+    Args:
+      tree: the tree in question.
+      like: the tree that it must match.
+      name: what to call `tree` in the message.
+      like_name: what to call `like`.
+      advice: what the user should do, a full sentence.
+
+    Raises:
+      ValueError: naming the leaves that are missing, left over or of another shape.
+    """
+    mine, theirs = leaf_names(tree), leaf_names(like)
+    if not same_structure(tree, like):
+        missing = [n for n in theirs if n not in set(mine)]
+        extra = [n for n in mine if n not in set(theirs)]
+        what = "".join(
+            f"; {label}: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
+            for label, names in (("missing", missing), ("left over", extra))
+            if names
+        )
+        what = what or (
+            f"; same leaves in other containers: {jax.tree.structure(tree)} against "
+            f"{jax.tree.structure(like)}"
+        )
+        raise ValueError(f"{name} and {like_name} have different structures{what}. {advice}")
+    for leaf, x, y in zip(mine, jax.tree.leaves(tree), jax.tree.leaves(like), strict=True):
+        if jnp.shape(x) != jnp.shape(y):
+            raise ValueError(
+                f"{name} leaf {leaf!r} has shape {jnp.shape(x)}, but the leaf of {like_name} has "
+                f"{jnp.shape(y)}. {advice}"
+            )
