@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from jaxmp._dtypes import at_least_float32, is_inexact
@@ -199,7 +200,8 @@ def _as_state(loss_scale: LossScaleLike) -> LossScaleState | None:
         return loss_scale
     if isinstance(loss_scale, (int, float)):
         return StaticLossScale(loss_scale).init()
-    if jnp.shape(loss_scale) == () and is_inexact(loss_scale):
+    is_array = isinstance(loss_scale, (jax.Array, np.ndarray, np.generic))
+    if is_array and loss_scale.shape == () and is_inexact(loss_scale):
         return StaticLossScale(1.0).init()._replace(scale=jnp.asarray(loss_scale, jnp.float32))
     raise TypeError(
         "loss_scale must be the state of a loss scale, such as opt_state.loss_scale or "

@@ -17,8 +17,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, PyTree
 
 from jaxmp._dtypes import at_least_float32, is_inexact
 
-# 1/scale must be a normal float32, since XLA flushes subnormals to zero. Above 2**126 it is
-# computed in two factors, so only the lower end needs a bound.
+# Below this 1/scale overflows.
 SMALLEST_SCALE = 2.0**-126
 _LARGEST_SCALE = float(np.finfo(np.float32).max)
 
@@ -59,16 +58,17 @@ class LossScaleState(NamedTuple):
         >>> float(StaticLossScale(2.0**16).init().unscale(jnp.float16(1.0))) == 2.0**-16
         True
         """
+        # The inverse of a scale above 2**126 is subnormal, and flushed to zero. Two factors would
+        # be multiplied together by the compiler; it cannot see through a select.
         huge = self.scale > 2.0**126
-        first = jnp.where(huge, jnp.float32(0.25), jnp.float32(1.0))
-        second = jnp.where(huge, 4.0 / self.scale, 1.0 / self.scale)
+        inverse = jnp.where(huge, 4.0 / self.scale, 1.0 / self.scale)
 
         def unscale_leaf(grad: Any) -> Any:
             if not is_inexact(grad):
                 return grad
             grad = jnp.asarray(grad)
             grad = grad.astype(at_least_float32(grad.dtype))
-            return grad * first.astype(grad.dtype) * second.astype(grad.dtype)
+            return jnp.where(huge, grad / 4, grad) * inverse.astype(grad.dtype)
 
         return jax.tree.map(unscale_leaf, grads)
 
@@ -99,7 +99,7 @@ class NoLossScale:
         return _state(1.0, 0)
 
     def adjust(self, state: LossScaleState, grads_finite: Bool[Array, ""]) -> LossScaleState:
-        """The same state."""
+        """The same state: this scale never moves."""
         _check_flag(grads_finite)
         return state
 
@@ -128,7 +128,7 @@ class StaticLossScale:
         return _state(self.scale, 0)
 
     def adjust(self, state: LossScaleState, grads_finite: Bool[Array, ""]) -> LossScaleState:
-        """The same state."""
+        """The same state: this scale never moves."""
         _check_flag(grads_finite)
         return state
 

@@ -10,15 +10,15 @@ import jax.numpy as jnp
 import jmp
 import numpy as np
 import optax
-from jaxtyping import Array, Int32, PyTree
+from jaxtyping import PyTree
 
-from jaxmp._dtypes import suggestion
+from jaxmp._dtypes import is_floating, suggestion
 from jaxmp._grad import scaled_evaluation
 from jaxmp._loss_scale import LossScaleState
 from jaxmp._microbatch import Evaluation, split_batch, sum_over_microbatches, zeros_like_grads
 from jaxmp._optimizer import MixedPrecision, MixedPrecisionState
 from jaxmp._policy import get_policy
-from jaxmp._tree import cast_floating, check_like, select
+from jaxmp._tree import cast_floating, check_like, select, strong
 
 Metrics = dict[str, Any]
 
@@ -37,17 +37,19 @@ class TrainState:
     leave infinite batch statistics in the model for ever.
 
     Attributes:
-      step: how many steps were taken; skipped ones do not count.
+      step: how many steps were taken (int32 scalar); skipped ones do not count.
       params: the live params.
-      opt_state: the state of `tx`.
-      collections: further state of the model by name.
+      opt_state: the `MixedPrecisionState` of `tx`.
+      collections: a dictionary of further state of the model.
       tx: the optimizer (static).
     """
 
-    step: Int32[Array, ""]
+    # JAX and orbax also build trees of shardings, names and None with this class, so that nothing
+    # here may insist on arrays.
+    step: Any
     params: PyTree
-    opt_state: MixedPrecisionState
-    collections: dict[str, PyTree]
+    opt_state: Any
+    collections: Any
     tx: MixedPrecision
 
     @classmethod
@@ -112,36 +114,17 @@ class TrainState:
         Raises:
           ValueError: for a collection that the state does not have, or that changed structure.
         """
-        for name, new in collections.items():
-            if name not in self.collections:
-                near = suggestion(name, list(self.collections))
-                raise ValueError(
-                    f"the state has no collection {name!r}.{near} It has: "
-                    f"{', '.join(self.collections) or 'none'}. Give it to TrainState.create"
-                )
-            check_like(
-                new,
-                self.collections[name],
-                name=f"collection {name!r}",
-                like_name="the old one",
-                advice="A step must keep the structure of a collection.",
-            )
+        new_collections = _updated(self.collections, collections)
         params, opt_state = self.tx.apply_gradients(
             grads, self.opt_state, self.params, **(extra or {})
         )
         finite = opt_state.grads_finite
-        kept = {
-            name: select(finite, _cast_like(collections[name], old), old)
-            if name in collections
-            else old
-            for name, old in self.collections.items()
-        }
         return dataclasses.replace(
             self,
             step=self.step + finite.astype(jnp.int32),
             params=params,
             opt_state=opt_state,
-            collections=kept,
+            collections=select(finite, new_collections, self.collections),
         )
 
 
@@ -203,7 +186,7 @@ def make_train_step(
             batch = policy.cast_to_compute(batch) if cast_batch else batch
         out = loss_fn(params, batch, **collections)
         loss, changed, aux = _unpack(out, bool(collections), has_aux)
-        return loss, (collections | _cast_like(changed, {k: collections[k] for k in changed}), aux)
+        return loss, (_updated(collections, changed), aux)
 
     def train_step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         evaluate = scaled_evaluation(
@@ -309,14 +292,28 @@ def _unpack(out: Any, has_collections: bool, has_aux: bool) -> tuple[Any, dict[s
     return loss, changed, rest[-1] if has_aux else None
 
 
-def _cast_like(new: PyTree, old: PyTree) -> PyTree:
-    """New values in the dtypes of the old ones: a collection must not change type in training."""
-    return jax.tree.map(
-        lambda x, y: cast_floating(jnp.asarray(x), y.dtype) if hasattr(y, "dtype") else x, new, old
-    )
+def _updated(old: dict[str, PyTree], changed: dict[str, PyTree]) -> dict[str, PyTree]:
+    """The collections with new values, in the dtypes of the old: a step must keep its types."""
+    for name, new in changed.items():
+        if name not in old:
+            near = suggestion(name, list(old))
+            raise ValueError(
+                f"the state has no collection {name!r}.{near} It has: {', '.join(old) or 'none'}. "
+                "Give it to TrainState.create"
+            )
+        check_like(
+            new,
+            old[name],
+            name=f"collection {name!r}",
+            like_name="the old one",
+            advice="A step must keep the structure of a collection.",
+        )
+
+    def cast_like(x: Any, y: Any) -> Any:
+        return cast_floating(jnp.asarray(x), y.dtype) if is_floating(y) else x
+
+    return old | {name: jax.tree.map(cast_like, new, old[name]) for name, new in changed.items()}
 
 
 def _copy(tree: PyTree) -> PyTree:
-    return jax.tree.map(
-        lambda x: jnp.array(x, copy=True) if isinstance(x, (jax.Array, np.ndarray)) else x, tree
-    )
+    return jax.tree.map(lambda x: jnp.array(x, copy=True), strong(tree))

@@ -59,7 +59,8 @@ def strong(tree: PyTree) -> PyTree:
         if not isinstance(x, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):
             return x
         x = jnp.asarray(x)
-        return jax.lax.convert_element_type(x, x.dtype) if x.weak_type else x
+        weak = not jnp.issubdtype(x.dtype, jax.dtypes.prng_key) and x.weak_type
+        return jax.lax.convert_element_type(x, x.dtype) if weak else x
 
     return jax.tree.map(strengthen, tree)
 

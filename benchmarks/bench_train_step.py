@@ -1,0 +1,238 @@
+"""The train step of a GPT under each policy: time, memory, and share of the device's peak.
+
+Each policy runs through `jaxmp.make_train_step`, and beside it the step that one would write by
+hand: bare optax for float32; params cast by a jmp policy inside the loss for mixed_bfloat16; the
+same with `jmp.DynamicLossScale`, `jmp.all_finite` and `jmp.select_tree` for mixed_float16;
+float32 masters without any check for bfloat16. All train the same model on the same batch with the
+same optimizer, donate their state, and report loss and gradient norm. They take turns in one run.
+
+On a GPU, float32 runs with TF32 matrix products and without.
+
+    python benchmarks/bench_train_step.py                # minutes on two CPU cores
+    python benchmarks/bench_train_step.py --preset 400m  # a GPU
+"""
+
+import argparse
+import dataclasses
+import statistics
+import sys
+from collections.abc import Sequence
+from typing import Literal
+
+import gpt
+import handwritten
+import jax
+import jax.numpy as jnp
+import optax
+from device_peak import Peak, find_peak
+from measurement import (
+    Column,
+    Contender,
+    Measurement,
+    Memory,
+    Report,
+    Row,
+    add_common_arguments,
+    compile_step,
+    spread,
+    time_in_turn,
+)
+
+import jaxmp
+
+_PRESETS: dict[str, dict[str, int]] = {
+    "small": {"layers": 4, "width": 256, "heads": 4, "vocab": 4096, "context": 128, "batch": 8},
+    "400m": {"layers": 28, "width": 1024, "heads": 16, "vocab": 50304, "context": 1024, "batch": 8},
+}
+_POLICIES = ("float32", "mixed_bfloat16", "mixed_float16", "bfloat16")
+_INITIAL_SCALE = 2.0**15
+
+_COLUMNS = (
+    Column("contender", "contender"),
+    Column("median_ms", "median ms", ".1f"),
+    Column("min_ms", "min", ".1f"),
+    Column("max_ms", "max", ".1f"),
+    Column("over_float32", "time over float32 by hand"),
+    Column("over_by_hand", "time over by hand"),
+    Column("tokens_per_second", "tokens/s", ",.0f"),
+    Column("teraflops", "TFLOP/s", ".3g"),
+    Column("share_of_peak", "of peak", ".1%"),
+    Column("planned_mib", "planned MiB", ",.0f"),
+    Column("device_peak_mib", "device peak MiB", ",.0f"),
+    Column("loss", "last loss", ".4f"),
+    Column("loss_scale", "last scale", "g"),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> list[Row]:
+    """Runs the benchmark with these arguments; returns the rows of its table."""
+    argv = sys.argv[1:] if argv is None else argv
+    args = _parse(argv)
+    model = gpt.GPT(
+        args.layers, args.width, args.heads, args.vocab, args.context, args.remat, args.attention
+    )
+    batch = jax.random.randint(jax.random.key(1), (args.batch, args.context + 1), 0, args.vocab)
+    peak, peak_source = find_peak()
+    cases = _cases(args.policies)
+    steps = [compile_step(_contender(case, model), batch) for case in cases]
+    times = time_in_turn(steps, batch, rounds=args.repeats, steps=args.steps)
+    rows = [
+        _row(case, times, step.memory, model, args.batch, peak)
+        for case, step in zip(cases, steps, strict=True)
+    ]
+    report = Report(
+        name="train_step",
+        title="Train step of a GPT",
+        command=" ".join(["python benchmarks/bench_train_step.py", *argv]),
+        columns=_COLUMNS,
+        rows=rows,
+        assumptions=_assumptions(model, args, peak_source),
+    )
+    report.show()
+    if not args.no_write:
+        print(f"wrote {report.write(args.results)}")
+    return rows
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="The train step of a GPT under each policy.")
+    parser.add_argument("--preset", choices=_PRESETS, default="small")
+    for size in _PRESETS["small"]:
+        parser.add_argument(f"--{size}", type=int, help="instead of the preset's")
+    parser.add_argument("--remat", action="store_true", help="recompute blocks in backward")
+    parser.add_argument("--attention", choices=["xla", "cudnn"], default="xla")
+    parser.add_argument("--policies", nargs="+", choices=_POLICIES, default=_POLICIES)
+    add_common_arguments(parser, repeats=7, steps=2)
+    args = parser.parse_args(argv)
+    for size, value in _PRESETS[args.preset].items():
+        if getattr(args, size) is None:
+            setattr(args, size, value)
+    return args
+
+
+def _assumptions(model: gpt.GPT, args: argparse.Namespace, peak_source: str) -> list[str]:
+    parameters = gpt.count(jax.eval_shape(model.init))
+    return [
+        f"{model}: {parameters / 1e6:.3g} M parameters; batch of {args.batch} sequences of random "
+        "tokens.",
+        "Optimizer: clipping by global norm, then AdamW. Every contender donates its state and "
+        "reports loss and gradient norm.",
+        f"Times: {args.repeats} rounds in which each contender takes one turn of {args.steps} "
+        "steps after one that is not timed; min and max are over rounds, ratios are taken within "
+        "them: median (least to greatest). 'By hand' is the hand-written step of the same policy.",
+        f"Floating-point operations of a step: {gpt.FLOPS}.",
+        f"Peak: {peak_source}.",
+        "Planned memory is argument + output + temp - alias of the compiled step. The device's "
+        "high-water mark cannot be set back: a row that did not raise it has none.",
+        f"A float16 scale below {_INITIAL_SCALE:g} at the end would tell of skipped steps.",
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Case:
+    """Which of the contenders: by whom, under which policy, at which matmul precision."""
+
+    author: Literal["by hand", "jaxmp"]
+    policy: str
+    precision: str | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.author}, {self.policy}{f' ({self.precision})' if self.precision else ''}"
+
+    @property
+    def by_hand(self) -> "_Case":
+        return dataclasses.replace(self, author="by hand")
+
+
+def _cases(policies: Sequence[str]) -> list[_Case]:
+    precisions = ("tensorfloat32", "highest") if jax.default_backend() == "gpu" else (None,)
+    cases = []
+    # The first is what all others are compared with, so it is there for any policies.
+    for policy in dict.fromkeys(("float32", *policies)):
+        for precision in precisions if policy == "float32" else (None,):
+            cases.append(_Case("by hand", policy, precision))
+            if policy in policies:
+                cases.append(_Case("jaxmp", policy, precision))
+    return cases
+
+
+def _contender(case: _Case, model: gpt.GPT) -> Contender:
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4, weight_decay=0.1))
+    init = jax.jit(model.init)
+    start, step = (_jaxmp if case.author == "jaxmp" else _by_hand)(
+        case.policy, model.loss, tx, init
+    )
+    return Contender(case.name, start, step, case.precision)
+
+
+def _by_hand(
+    policy: str, loss: handwritten.LossFn, tx: optax.GradientTransformation, init: handwritten.Init
+) -> handwritten.Steps:
+    metrics = handwritten.loss_and_norm
+    dtypes = "params=float32,compute={},output=float32"
+    if policy == "mixed_bfloat16":
+        jmp_policy = dtypes.format("bfloat16")
+        return handwritten.with_jmp(loss, tx, init, policy=jmp_policy, metrics=metrics)
+    if policy == "mixed_float16":
+        return handwritten.with_jmp_loss_scale(
+            loss,
+            tx,
+            init,
+            policy=dtypes.format("float16"),
+            initial_scale=_INITIAL_SCALE,
+            metrics=metrics,
+        )
+    if policy == "bfloat16":
+        return handwritten.with_masters(loss, tx, init, dtype=jnp.bfloat16, metrics=metrics)
+    return handwritten.plain(loss, tx, init, metrics=metrics)
+
+
+def _jaxmp(
+    policy: str,
+    loss: handwritten.LossFn,
+    inner: optax.GradientTransformation,
+    init: handwritten.Init,
+) -> handwritten.Steps:
+    dynamic = jaxmp.DynamicLossScale(init_scale=_INITIAL_SCALE)
+    loss_scale = dynamic if policy == "mixed_float16" else jaxmp.NoLossScale()
+    tx = jaxmp.mixed_precision(inner, policy, loss_scale=loss_scale)
+    # The benchmark jits and donates every contender's step itself.
+    step = jaxmp.make_train_step(loss, policy, donate=False)
+    return handwritten.Steps(lambda: jaxmp.TrainState.create(params=init(), tx=tx), step)
+
+
+def _row(
+    case: _Case,
+    times: dict[str, Measurement],
+    memory: Memory,
+    model: gpt.GPT,
+    batch: int,
+    peak: Peak | None,
+) -> Row:
+    mine = times[case.name]
+    median = statistics.median(mine.seconds)
+    rate = model.flops(batch) / median
+    dtype = jaxmp.get_policy(case.policy).compute_dtype
+    float32 = next(iter(times.values()))
+    by_hand = times[case.by_hand.name]
+    return {
+        "contender": case.name,
+        "median_ms": 1e3 * median,
+        "min_ms": 1e3 * min(mine.seconds),
+        "max_ms": 1e3 * max(mine.seconds),
+        "over_float32": spread(mine.ratios(float32)),
+        "over_by_hand": spread(mine.ratios(by_hand)) if case.author == "jaxmp" else None,
+        "tokens_per_second": batch * model.context / median,
+        "teraflops": rate / 1e12,
+        "share_of_peak": rate / peak.of(dtype, case.precision) if peak else None,
+        "planned_mib": memory.peak / 2**20,
+        "device_peak_mib": mine.device_peak / 2**20 if mine.device_peak else None,
+        **{f"{part}_bytes": size for part, size in memory._asdict().items()},
+        "seconds": mine.seconds,
+        **mine.metrics,
+    }
+
+
+if __name__ == "__main__":
+    main()

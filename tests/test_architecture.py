@@ -1,0 +1,100 @@
+"""The shape of the code: imports point down, private JAX stays private, import is light."""
+
+import ast
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+PACKAGE = pathlib.Path(__file__).parents[1] / "jaxmp"
+
+# A module may import from floors below its own, and within a floor only as listed.
+FLOORS = {
+    "_dtypes": 0,
+    "_tree": 0,
+    "_loss_scale": 1,
+    "_policy": 1,
+    "_grad": 2,
+    "_masters": 2,
+    "_microbatch": 2,
+    "_optimizer": 2,
+    "_train_step": 3,
+    "__init__": 6,
+}
+WITHIN_A_FLOOR = {
+    ("_tree", "_dtypes"),
+    ("_grad", "_microbatch"),
+    ("_optimizer", "_grad"),
+    ("_optimizer", "_masters"),
+}
+MODULES = sorted(path.stem for path in PACKAGE.rglob("*.py"))
+
+
+def imports_of(module: str) -> set[str]:
+    tree = ast.parse((PACKAGE / f"{module}.py").read_text())
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module} has a relative import"
+            names.add(node.module or "")
+    return names
+
+
+def violations(module: str, imports: set[str]) -> list[str]:
+    """The imports of a module that point up or sideways."""
+    ours = {name.partition("jaxmp.")[2].partition(".")[0] for name in imports if "jaxmp." in name}
+    return [
+        other
+        for other in ours
+        if FLOORS[other] >= FLOORS[module] and (module, other) not in WITHIN_A_FLOOR
+    ]
+
+
+def test_every_module_has_a_floor() -> None:
+    assert set(MODULES) == set(FLOORS)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_point_down(module: str) -> None:
+    assert violations(module, imports_of(module)) == []
+
+
+def test_the_check_sees_an_upward_import() -> None:
+    assert violations("_tree", {"jaxmp._train_step"}) == ["_train_step"]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_nothing_private_and_no_flax_below_the_adapters(module: str) -> None:
+    for name in imports_of(module):
+        assert "_src" not in name and not name.startswith("jax.core"), name
+        assert name.partition(".")[0] not in ("flax", "matplotlib", "rich"), name
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_assert_on_user_input(module: str) -> None:
+    tree = ast.parse((PACKAGE / f"{module}.py").read_text())
+    assert not [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Assert)]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_files_and_functions_stay_small(module: str) -> None:
+    source = (PACKAGE / f"{module}.py").read_text()
+    assert source.count("\n") <= 420
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef) and node.end_lineno:
+            doc = ast.get_docstring(node)
+            lines = node.end_lineno - node.lineno - (doc.count("\n") + 1 if doc else 0)
+            assert lines <= 60, node.name
+
+
+def test_import_is_light() -> None:
+    """In a fresh process: neither flax nor matplotlib, nor a JAX backend."""
+    check = (
+        "import sys, jaxmp; from jax.extend import backend; "
+        "heavy = [m for m in ('flax', 'matplotlib', 'rich', 'orbax') if m in sys.modules]; "
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", check], check=True)

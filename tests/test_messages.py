@@ -1,0 +1,268 @@
+"""What users read when they give something wrong: what it was, what is valid, what to do."""
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jaxmp
+
+# These cases hand over wrong types on purpose; users have no runtime type checker in between.
+pytestmark = pytest.mark.usefixtures("unchecked")
+
+PARAMS = {"w": jnp.ones(2), "b": jnp.zeros(1)}
+
+
+def tx(**options: Any) -> jaxmp.MixedPrecision:
+    return jaxmp.mixed_precision(optax.sgd(0.1), "mixed_float16", **options)
+
+
+def update(grads: Any = PARAMS, state: Any = None, params: Any = PARAMS) -> Any:
+    transform = tx()
+    return transform.update(grads, transform.init(PARAMS) if state is None else state, params)
+
+
+def value_and_grad(*args: Any, fun: Any = None, **options: Any) -> Any:
+    fun = fun or (lambda w, x: jnp.mean(w * x))
+    return jaxmp.value_and_grad(fun, **options)(*args or (jnp.float32(1.0), jnp.ones(6)))
+
+
+def train_state(**collections: Any) -> jaxmp.TrainState:
+    return jaxmp.TrainState.create(params=PARAMS, tx=tx(), **collections)
+
+
+def step(fun: Any, **options: Any) -> Any:
+    collections = options.pop("collections", {})
+    return jaxmp.make_train_step(fun, **options)(train_state(**collections), jnp.ones(3))
+
+
+CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
+    # policies
+    ("policy name", lambda: jaxmp.get_policy("mixed_bfloat15"), ValueError,
+     "unknown policy 'mixed_bfloat15'. Did you mean 'mixed_bfloat16'? Valid: float32, bfloat16, "
+     "float16, mixed_bfloat16, mixed_float16, O0, O3, any other dtype name such as 'f64', or a "
+     "string such as 'params=float32,compute=bfloat16,output=float32'."),
+    ("policy type", lambda: jaxmp.get_policy(3), TypeError,
+     "policy must be a string or a Policy, got int"),
+    ("dtype name", lambda: jaxmp.get_policy("c=bfloat61"), ValueError,
+     "unknown dtype 'bfloat61'. Did you mean 'bfloat16'? Valid names: float64, float32,"),
+    ("far dtype name", lambda: jaxmp.get_policy("c=zzz"), ValueError,
+     "unknown dtype 'zzz'. Valid names: float64, float32,"),
+    ("dtype", lambda: jaxmp.Policy("f32", jnp.int32, "f32"), ValueError,
+     "dtype int32 is not a float that a policy can hold. Valid names: float64"),
+    ("not a dtype", lambda: jaxmp.Policy("f32", object(), "f32"), ValueError,
+     "is not a dtype. Valid names: float64"),
+    ("key", lambda: jaxmp.get_policy("compte=bf16"), ValueError,
+     "unknown key 'compte' in policy 'compte=bf16'. Did you mean 'compute'? Valid keys: "
+     "params (p), compute (c), output (o), reduce (r)"),
+    ("key twice", lambda: jaxmp.get_policy("c=bf16,compute=f16"), ValueError,
+     "key 'compute' is given twice in policy 'c=bf16,compute=f16'"),
+    ("two dtypes", lambda: jaxmp.get_policy("c=f16=bf16"), ValueError,
+     "unknown dtype 'f16=bf16'"),
+    ("trailing comma", lambda: jaxmp.get_policy("c=bf16,"), ValueError,
+     "cannot read '' in policy 'c=bf16,': expected key=dtype"),
+    ("no value", lambda: jaxmp.get_policy("c="), ValueError, "cannot read 'c='"),
+    ("float8 preset", lambda: jaxmp.get_policy("mixed_float8"), ValueError,
+     "policy 'mixed_float8' is not in this version of jaxmp: it needs scaled float8 matmuls"),
+    ("O1", lambda: jaxmp.get_policy("O1"), ValueError, "which needs autocast"),
+    ("O2", lambda: jaxmp.get_policy("O2"), ValueError, "which needs policies by path"),
+    # loss scales
+    ("scale zero", lambda: jaxmp.StaticLossScale(0.0), ValueError,
+     "scale must be a finite float32 above zero, at least 2**-126 so that 1/scale is finite, "
+     "got 0.0"),
+    ("scale negative", lambda: jaxmp.StaticLossScale(-1.0), ValueError, "got -1.0"),
+    ("scale inf", lambda: jaxmp.StaticLossScale(float("inf")), ValueError, "got inf"),
+    ("scale nan", lambda: jaxmp.DynamicLossScale(init_scale=float("nan")), ValueError,
+     "init_scale must be a finite float32 above zero"),
+    ("scale string", lambda: jaxmp.StaticLossScale("big"), ValueError,
+     "scale must be a number, got 'big'"),
+    ("min_scale zero", lambda: jaxmp.DynamicLossScale(min_scale=0.0), ValueError,
+     "min_scale must be a finite float32 above zero"),
+    ("growth 1", lambda: jaxmp.DynamicLossScale(growth_factor=1.0), ValueError,
+     "growth_factor must be finite and above 1, got 1.0"),
+    ("growth inf", lambda: jaxmp.DynamicLossScale(growth_factor=float("inf")), ValueError,
+     "growth_factor must be finite and above 1, got inf"),
+    ("backoff 1", lambda: jaxmp.DynamicLossScale(backoff_factor=1.0), ValueError,
+     "backoff_factor must be between 0 and 1, got 1.0"),
+    ("backoff negative", lambda: jaxmp.DynamicLossScale(backoff_factor=-0.5), ValueError,
+     "backoff_factor must be between 0 and 1, got -0.5"),
+    ("interval", lambda: jaxmp.DynamicLossScale(growth_interval=0), ValueError,
+     "growth_interval must be a whole number of at least 1, got 0"),
+    ("interval float", lambda: jaxmp.DynamicLossScale(growth_interval=2.5), ValueError,
+     "growth_interval must be a whole number, got 2.5"),
+    ("hysteresis", lambda: jaxmp.DynamicLossScale(hysteresis=True), ValueError,
+     "hysteresis must be a whole number of at least 1, got True"),
+    ("floor above ceiling", lambda: jaxmp.DynamicLossScale(min_scale=8.0, max_scale=4.0),
+     ValueError, "min_scale 8.0 is above max_scale 4.0: the floor of the loss scale cannot be"),
+    ("init outside", lambda: jaxmp.DynamicLossScale(init_scale=2.0**30), ValueError,
+     "init_scale 1073741824.0 is outside min_scale 1.0 to max_scale 16777216.0. Move the bound"),
+    ("flag", lambda: jaxmp.NoLossScale().adjust(jaxmp.NoLossScale().init(), jnp.ones(2)),
+     TypeError, "grads_finite must be a boolean scalar, such as jaxmp.all_finite(grads); got "
+     "float32[2]"),
+    # gradients
+    ("int leaf", lambda: value_and_grad({"a": {"n": jnp.int32(1)}}, 1.0), TypeError,
+     "argument 0, leaf 'a/n', is int32: only floating leaves have gradients and masters. Keep "
+     "counters, keys and tables of integers in another argument"),
+    ("key leaf", lambda: value_and_grad(jax.random.key(0), 1.0), TypeError,
+     "argument 0, leaf '(root)', is key<fry>"),
+    ("vector loss", lambda: value_and_grad(fun=lambda w, x: w * x), TypeError,
+     "the loss must be a float scalar, got float32[6]. Take a mean or a sum over the batch"),
+    ("int loss", lambda: value_and_grad(fun=lambda w, x: jnp.int32(3)), TypeError,
+     "the loss must be a float scalar, got int32[]"),
+    ("no loss", lambda: value_and_grad(fun=lambda w, x: None), TypeError, "got a NoneType"),
+    ("aux forgotten", lambda: value_and_grad(fun=lambda w, x: (w, x)), TypeError,
+     "the loss must be a float scalar, got a tuple. If the function returns (loss, aux), give "
+     "has_aux=True"),
+    ("aux missing", lambda: value_and_grad(fun=lambda w, x: w, has_aux=True), TypeError,
+     "with has_aux=True the loss function must return (loss, aux)"),
+    ("config as scale", lambda: value_and_grad(loss_scale=jaxmp.DynamicLossScale()), TypeError,
+     "loss_scale must be the state of a loss scale, such as opt_state.loss_scale or "
+     "config.init(), a float scalar or None; got DynamicLossScale"),
+    ("argnums", lambda: value_and_grad(argnums=2), ValueError,
+     "argnums contains 2, but only 2 positional arguments came"),
+    # microbatches
+    ("does not divide", lambda: value_and_grad(microbatches=4), ValueError,
+     "batch leaf '0' has 6 examples, which 4 microbatches do not divide. Use a batch size that "
+     "is a multiple of 4"),
+    ("scalar in batch", lambda: value_and_grad(jnp.float32(1), 2.0, microbatches=2), ValueError,
+     "batch leaf '0' is a scalar and cannot be split into 2 microbatches. Pass it as a keyword"),
+    ("microbatches 0", lambda: value_and_grad(microbatches=0), ValueError,
+     "microbatches must be a whole number of at least 1, got 0"),
+    ("no batch", lambda: value_and_grad(jnp.float32(1), fun=lambda w: w, microbatches=2),
+     ValueError, "microbatches needs a positional batch argument to split"),
+    ("both", lambda: value_and_grad(microbatches=2, batch_argnums=0), ValueError,
+     "arguments [0] are in both argnums and batch_argnums"),
+    # optimizer
+    ("master", lambda: tx(master="fp32"), ValueError,
+     "master must be one of 'float32', 'none', got 'fp32'"),
+    ("skip", lambda: tx(skip="where"), ValueError,
+     "skip must be 'cond', 'select' or 'none', got 'where'"),
+    ("skip none", lambda: tx(skip="none"), ValueError,
+     "a dynamic loss scale finds its value by overflowing, and skip='none' would apply the"),
+    ("loss scale", lambda: tx(loss_scale=1024.0), TypeError,
+     "loss_scale must be 'auto' or a config such as DynamicLossScale(), StaticLossScale(1024.0) "
+     "or NoLossScale(); got 1024.0"),
+    ("loss scale class", lambda: tx(loss_scale=jaxmp.DynamicLossScale), TypeError, "got <class"),
+    ("inner", lambda: jaxmp.mixed_precision("adam", "O0"), TypeError,
+     "inner must be an optax.GradientTransformation such as optax.adamw(1e-3), got str"),
+    ("twice", lambda: jaxmp.mixed_precision(tx(), "O0"), TypeError,
+     "the optimizer is wrapped in mixed_precision already; wrap it once"),
+    ("no params", lambda: update(params=None), ValueError,
+     "mixed_precision needs the params to update: call tx.update(grads, state, params)"),
+    ("foreign state", lambda: update(state=optax.sgd(0.1).init(PARAMS)), TypeError,
+     "the state must be the MixedPrecisionState that tx.init returned, got tuple"),
+    ("missing gradient", lambda: update(grads={"w": jnp.ones(2)}), ValueError,
+     "gradients and params have different structures; missing: b. Differentiate with respect to"),
+    ("wrong shape", lambda: update(grads={"w": jnp.ones(3), "b": jnp.ones(1)}), ValueError,
+     "gradients leaf 'w' has shape (3,), but the leaf of params has (2,)"),
+    ("integer gradients", lambda: update(grads={"w": jnp.arange(2), "b": jnp.ones(1)}), TypeError,
+     "gradients, leaf 'w', is int32"),
+    ("integer params", lambda: tx().init({"a": {"table": jnp.arange(3)}}), TypeError,
+     "params, leaf 'a/table', is int32: only floating leaves have gradients and masters"),
+    ("params cast after init",
+     lambda: update(params=jaxmp.cast_floating(PARAMS, jnp.float16)), ValueError,
+     "the params do not match the optimizer state: their structure, shapes or dtypes are not "
+     "those that tx.init saw. Masters now: none; these params want: b float32[1], w float32[2]. "
+     "Cast params before tx.init (or let tx.init_params do it) and keep their dtypes"),
+    ("in a chain", lambda: optax.chain(tx(), optax.clip(1.0)).init(PARAMS), ValueError,
+     "mixed_precision must be the outermost transformation, but optax.transforms._combining "
+     "called it. Put the other transformation inside: mixed_precision(optax.chain(clip, adamw)"),
+    ("in MultiSteps", lambda: optax.MultiSteps(tx(), 2).init(PARAMS), ValueError,
+     "must be the outermost transformation, but optax.transforms._accumulation called it"),
+    ("in masked", lambda: optax.masked(tx(), {"w": True, "b": False}).init(PARAMS), ValueError,
+     "must be the outermost transformation"),
+    ("in apply_if_finite", lambda: optax.apply_if_finite(tx(), 3).init(PARAMS), ValueError,
+     "must be the outermost transformation"),
+    ("in inject_hyperparams",
+     lambda: optax.inject_hyperparams(lambda lr: jaxmp.mixed_precision(optax.sgd(lr), "O0"))(
+         lr=0.1).init(PARAMS), ValueError, "must be the outermost transformation"),
+    # train state
+    ("bare tx", lambda: jaxmp.TrainState.create(params=PARAMS, tx=optax.sgd(0.1)), TypeError,
+     "tx must be jaxmp.mixed_precision(optimizer, policy), got GradientTransformationExtraArgs"),
+    ("collection name", lambda: train_state(step=1), ValueError,
+     "collections cannot be called ['step']: TrainState has such a field"),
+    ("unknown attribute", lambda: train_state(stats=1).stat, AttributeError,
+     "TrainState has no field or collection 'stat'"),
+    ("unknown collection", lambda: train_state(stats=1).apply_gradients(PARAMS, stat=1),
+     ValueError, "the state has no collection 'stat'. Did you mean 'stats'? It has: stats. Give "
+     "it to TrainState.create"),
+    ("collection structure",
+     lambda: train_state(stats={"m": 1.0}).apply_gradients(PARAMS, stats={"v": 1.0}), ValueError,
+     "collection 'stats' and the old one have different structures; missing: m; left over: v"),
+    ("float8 step", lambda: jaxmp.make_train_step(lambda p, b: 0.0, "c=e4m3fn,o=f32"), ValueError,
+     "make_train_step cannot compute in float8_e4m3fn: a plain cast to float8 loses small"),
+    ("no collections returned", lambda: step(lambda p, b, s: p["b"][0], collections={"s": 1.0}),
+     TypeError, "the loss function must return (loss, collections) here, got"),
+    ("collections not a dict",
+     lambda: step(lambda p, b, s: (p["b"][0], 1.0), collections={"s": 1.0}), TypeError,
+     "the collections that the loss function returns must be a dictionary by name, got float"),
+    ("unknown collection returned",
+     lambda: step(lambda p, b, s: (p["b"][0], {"t": 1.0}), collections={"s": 1.0}), ValueError,
+     "the state has no collection 't'. It has: s. Give it to TrainState.create"),
+    ("aux of the step", lambda: step(lambda p, b: p["b"][0], has_aux=True), TypeError,
+     "the loss function must return (loss, aux) here, got"),
+    ("step microbatches", lambda: jaxmp.make_train_step(lambda p, b: 0.0, microbatches=1.5),
+     ValueError, "microbatches must be a whole number of at least 1, got 1.5"),
+    ("nothing to check", lambda: jaxmp.check_progress({"a": 1}), TypeError,
+     "no state of jaxmp.mixed_precision in this dict; pass the TrainState or the optimizer"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"), [case[1:] for case in CASES], ids=[case[0] for case in CASES]
+)
+def test_message(call: Callable[[], Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=re.escape(text)):
+        call()
+
+
+def test_update_in_a_wrapper_is_refused_too() -> None:
+    """Also under jit, and when only the update goes through the wrapper."""
+    transform = tx()
+    chained = optax.chain(transform, optax.scale(2.0))
+    state = (transform.init(PARAMS), optax.ScaleState())
+    with pytest.raises(ValueError, match="outermost"):
+        jax.jit(chained.update)(PARAMS, state, PARAMS)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_what_the_guard_prevents() -> None:
+    """Positive control: hidden from the guard, a chain tears params and masters apart."""
+    transform = jaxmp.mixed_precision(optax.sgd(0.1), "bfloat16")
+    hidden = optax.GradientTransformationExtraArgs(
+        lambda params: transform.init(params), lambda *args, **kw: transform.update(*args, **kw)
+    )
+    chained = optax.chain(hidden, optax.scale(0.5))
+    params = {"w": jnp.ones(1, jnp.bfloat16)}
+    updates, (state, _) = chained.update({"w": jnp.ones(1)}, chained.init(params), params)
+    params = optax.apply_updates(params, updates)
+    assert params["w"] != state.master["w"].astype(jnp.bfloat16)
+
+
+def stalled(scale: float = 1.0, skips: int = 50) -> jaxmp.TrainState:
+    state = train_state()
+    opt_state = state.opt_state._replace(
+        consecutive_skips=jnp.int32(skips),
+        loss_scale=state.opt_state.loss_scale._replace(scale=jnp.float32(scale)),
+    )
+    return dataclasses.replace(state, opt_state=opt_state)
+
+
+def test_check_progress() -> None:
+    jaxmp.check_progress(stalled(skips=49))
+    with pytest.raises(
+        jaxmp.TrainingStalled,
+        match=r"50 optimizer steps in a row were skipped.*loss scale is 1\. No loss scale cures "
+        r"this\. If the loss itself is infinite or NaN, the forward pass is broken; look for "
+        r"activations beyond 65504.*use 'mixed_bfloat16'.*lower the learning rate",
+    ):
+        jaxmp.check_progress(stalled())
+    with pytest.raises(jaxmp.TrainingStalled, match="The loss itself is not finite"):
+        jaxmp.check_progress(stalled().opt_state, loss=jnp.float32(jnp.nan))
+    with pytest.raises(jaxmp.TrainingStalled, match="7 optimizer steps"):
+        jaxmp.check_progress(stalled(skips=7), limit=5)

@@ -1,0 +1,219 @@
+"""The train state and the assembled step."""
+
+import copy
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxmp
+from tests.bits import tree_bits
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+
+def init_params() -> dict[str, Any]:
+    return {"w": jnp.linspace(-1, 1, 6).reshape(3, 2), "b": jnp.zeros(2)}
+
+
+def batch(rows: int = 8) -> dict[str, Any]:
+    x = np.linspace(-1, 1, rows * 3, dtype=np.float32).reshape(rows, 3)
+    return {"x": x, "y": x[:, :2] ** 2, "inject": np.ones(rows, np.float32)}
+
+
+def loss_fn(params: Any, batch: Any) -> Any:
+    out = batch["x"] @ params["w"] + params["b"]
+    error = out.astype(jnp.float32) - batch["y"].astype(jnp.float32)
+    return jnp.mean(error**2) * batch["inject"][0].astype(jnp.float32)
+
+
+def make(policy: str = "mixed_float16", **options: Any) -> jaxmp.TrainState:
+    options.setdefault("loss_scale", jaxmp.DynamicLossScale(init_scale=2.0**10))
+    tx = jaxmp.mixed_precision(optax.adam(1e-2), policy, **options)
+    return jaxmp.TrainState.create(params=init_params(), tx=tx)
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16", "bfloat16"])
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_follows_plain_optax(policy: str, microbatches: int) -> None:
+    state = make(
+        policy,
+        loss_scale="auto"
+        if "float16" not in policy[-7:]
+        else jaxmp.DynamicLossScale(init_scale=2.0**8),
+    )
+    step = jaxmp.make_train_step(loss_fn, policy, microbatches=microbatches)
+    tx = optax.adam(1e-2)
+    params = init_params()
+    plain = tx.init(params)
+    for _ in range(10):
+        state, metrics = step(state, batch())
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch())
+        updates, plain = tx.update(grads, plain, params)
+        params = optax.apply_updates(params, updates)
+    # Adam normalises: an error of the gradient of eps moves the params by about lr * eps a step.
+    low = state.tx.policy.compute_dtype != jnp.float32
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=2e-2 if low else 1e-5)
+    for name in params:
+        got = np.asarray(state.params[name], np.float32)
+        np.testing.assert_allclose(got, params[name], atol=1.5e-2 if low else 1e-5)
+    assert state.params["w"].dtype == state.tx.policy.param_dtype
+    assert int(state.step) == 10
+
+
+def test_metrics() -> None:
+    state, step = make(), jaxmp.make_train_step(loss_fn, "mixed_float16")
+    loss, grads = jax.value_and_grad(loss_fn)(init_params(), batch())
+    state, metrics = step(state, batch())
+    assert set(metrics) == {
+        "loss", "grad_norm", "grads_finite", "loss_scale", "skipped", "consecutive_skips",
+    }  # fmt: skip
+    assert all(isinstance(x, jax.Array) for x in metrics.values())
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-3)
+    np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(grads), rtol=1e-3)
+    assert metrics["grads_finite"]
+    state, metrics = step(state, batch() | {"inject": np.full(8, np.inf, np.float32)})
+    assert float(metrics["loss_scale"]) == 2.0**10  # the one this step used
+    assert float(state.loss_scale.scale) == 2.0**9
+    assert (int(metrics["skipped"]), int(metrics["consecutive_skips"])) == (1, 1)
+    assert int(state.step) == 1
+
+
+def test_the_policy_decides_what_the_loss_sees() -> None:
+    seen: dict[str, Any] = {}
+
+    def spy(params: Any, batch: Any) -> Any:
+        seen.update(params=params["w"].dtype, x=batch["x"].dtype, ids=batch["ids"].dtype)
+        return loss_fn(params, batch)
+
+    full = batch() | {"ids": np.arange(8)}
+    for policy, cast_batch, want in (
+        ("mixed_bfloat16", True, ("bfloat16", "bfloat16")),
+        ("mixed_bfloat16", False, ("bfloat16", "float32")),
+        (None, True, ("float32", "float32")),
+    ):
+        step = jaxmp.make_train_step(spy, policy, cast_batch=cast_batch)
+        step(make("float32"), full)
+        assert (seen["params"], seen["x"]) == want
+        assert seen["ids"] == jnp.int32
+
+
+def test_donation() -> None:
+    """The state is donated and its buffers reused; the params it was made from stay usable."""
+    params = init_params()
+    tx = jaxmp.mixed_precision(optax.adam(1e-2), "mixed_bfloat16")
+    state = jaxmp.TrainState.create(params=params, tx=tx)
+    old = state.params["w"]
+    step = jaxmp.make_train_step(loss_fn, "mixed_bfloat16")
+    memory = step.lower(state, batch()).compile().memory_analysis()
+    state_bytes = sum(x.nbytes for x in jax.tree.leaves(state))
+    flag = state.opt_state.grads_finite.nbytes  # the old one is not read
+    assert memory.alias_size_in_bytes == state_bytes - flag
+    step(state, batch())
+    assert old.is_deleted()
+    assert not params["w"].is_deleted()
+    state = jaxmp.TrainState.create(params=params, tx=tx)
+    jaxmp.make_train_step(loss_fn, "mixed_bfloat16", donate=False)(state, batch())
+    assert not state.params["w"].is_deleted()
+
+
+def bn_loss(params: Any, batch: Any, batch_stats: Any, rng: Any, frozen: Any) -> Any:
+    mean = jnp.mean(batch["x"].astype(jnp.float32), axis=0)
+    new = {"mean": 0.9 * batch_stats["mean"] + 0.1 * mean}
+    rng, key = jax.random.split(rng)
+    noise = jax.random.normal(key, ())
+    loss = loss_fn(params, batch) + 0 * noise + 0 * jnp.sum(frozen)
+    return loss, {"batch_stats": new, "rng": rng}, {"noise": noise}
+
+
+def bn_state() -> jaxmp.TrainState:
+    tx = jaxmp.mixed_precision(optax.adam(1e-2), "mixed_float16")
+    return jaxmp.TrainState.create(
+        params=init_params(),
+        tx=tx,
+        batch_stats={"mean": jnp.zeros(3)},
+        rng=jax.random.key(0),
+        frozen=jnp.ones(2),
+    )
+
+
+def test_collections_move_and_stay_on_a_skip() -> None:
+    step = jaxmp.make_train_step(bn_loss, "mixed_float16", has_aux=True, donate=False)
+    state, metrics = step(bn_state(), batch())
+    assert metrics["aux"]["noise"].shape == ()
+    np.testing.assert_allclose(
+        state.batch_stats["mean"], 0.1 * batch()["x"].astype(np.float16).mean(0), rtol=1e-2
+    )
+    np.testing.assert_array_equal(state.frozen, np.ones(2))
+    bad = batch()
+    bad["x"][3, 1] = np.inf
+    skipped, metrics = step(state, bad)
+    assert not metrics["grads_finite"]
+    kept = ("step", "params", "collections")
+    assert [tree_bits(getattr(skipped, k)) for k in kept] == [
+        tree_bits(getattr(state, k)) for k in kept
+    ]
+    # Positive control: the loss function really returned infinite statistics.
+    assert not jaxmp.all_finite(bn_loss(state.params, bad, **state.collections)[1])
+
+
+def test_collections_pass_through_microbatches() -> None:
+    step = jaxmp.make_train_step(bn_loss, None, has_aux=True, microbatches=4)
+    state, metrics = step(bn_state(), batch())
+    mean = np.zeros(3)
+    for i in range(4):
+        mean = 0.9 * mean + 0.1 * batch()["x"][i::4].mean(0)
+    np.testing.assert_allclose(state.batch_stats["mean"], mean, rtol=1e-5)
+    assert len(set(metrics["aux"]["noise"].tolist())) == 4
+
+
+def test_collections_keep_their_dtypes() -> None:
+    def loss(params: Any, batch: Any, stats: Any) -> Any:
+        return loss_fn(params, batch), {"stats": stats.astype(jnp.bfloat16)}
+
+    tx = jaxmp.mixed_precision(optax.sgd(0.1), "mixed_bfloat16")
+    state = jaxmp.TrainState.create(params=init_params(), tx=tx, stats=jnp.ones(2))
+    state, _ = jaxmp.make_train_step(loss, "mixed_bfloat16")(state, batch())
+    assert state.stats.dtype == jnp.float32
+
+
+def test_the_optimizer_is_given_the_loss() -> None:
+    tx = jaxmp.mixed_precision(
+        optax.chain(optax.sgd(0.0), optax.contrib.reduce_on_plateau(patience=2, factor=0.5)),
+        "float32",
+    )
+    state = jaxmp.TrainState.create(params=init_params(), tx=tx)
+    step = jaxmp.make_train_step(loss_fn)
+    for _ in range(8):
+        state, _ = step(state, batch())
+    assert float(state.opt_state.inner[1].scale) < 1.0
+
+
+def test_create_casts_params_and_keeps_the_masters() -> None:
+    tx = jaxmp.mixed_precision(optax.sgd(0.1), "bfloat16")
+    state = jaxmp.TrainState.create(params={"w": jnp.full(2, 1.001)}, tx=tx)
+    assert state.params["w"].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(state.opt_state.master["w"], np.full(2, np.float32(1.001)))
+
+
+def test_create_inside_jit_and_eval_shape() -> None:
+    tx = jaxmp.mixed_precision(optax.adam(0.1), "bfloat16")
+
+    def create(params: Any) -> jaxmp.TrainState:
+        return jaxmp.TrainState.create(params=params, tx=tx)
+
+    abstract = jax.eval_shape(create, init_params())
+    concrete = jax.jit(create)(init_params())
+    assert jax.tree.structure(abstract) == jax.tree.structure(concrete)
+    assert tree_bits(concrete) == tree_bits(create(init_params()))
+
+
+def test_state_is_copied_and_printed_like_any_dataclass() -> None:
+    state = bn_state()
+    assert copy.copy(state).rng is state.rng
+    assert "batch_stats" in repr(state)
+    assert dataclasses.replace(state, step=jnp.int32(3)).batch_stats is state.batch_stats
