@@ -1,15 +1,17 @@
-# Every target creates the virtual environment that it needs. PYTHON chooses the interpreter,
-# VENV the environment, so that two stacks can live side by side.
+# Every target creates the virtual environment that it needs. PYTHON chooses the interpreter and
+# VENV the environment, so that two stacks can live side by side:
+#   make test PYTHON=python3.12 VENV=.venv-3.12
 PYTHON ?= python3
 VENV ?= .venv
 RUN = $(VENV)/bin/python
-export JAX_PLATFORMS ?= cpu
 
-.PHONY: demo test check lint types
+.PHONY: demo test check lint types bench
 
+# The main job: a small language model in float32, mixed bfloat16 and mixed float16.
 demo: $(VENV)/.installed
 	$(RUN) examples/train_lm.py --out runs/demo
 
+# All tests and doctests.
 test: $(VENV)/.installed
 	$(RUN) -m pytest
 
@@ -21,6 +23,10 @@ lint: $(VENV)/.installed
 
 types: $(VENV)/.installed
 	$(RUN) -m mypy
+
+bench: $(VENV)/.installed
+	$(RUN) benchmarks/bench_optimizer.py
+	$(RUN) benchmarks/bench_train_step.py
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)

@@ -73,8 +73,8 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     )
     batch = jax.random.randint(jax.random.key(1), (args.batch, args.context + 1), 0, args.vocab)
     peak, peak_source = find_peak()
-    cases = _cases(args.policies)
-    steps = [compile_step(_contender(case, model), batch) for case in cases]
+    cases, init = _cases(args.policies), jax.jit(model.init)
+    steps = [compile_step(_contender(case, model.loss, init), batch) for case in cases]
     times = time_in_turn(steps, batch, rounds=args.repeats, steps=args.steps)
     rows = [
         _row(case, times, step.memory, model, args.batch, peak)
@@ -157,12 +157,9 @@ def _cases(policies: Sequence[str]) -> list[_Case]:
     return cases
 
 
-def _contender(case: _Case, model: gpt.GPT) -> Contender:
+def _contender(case: _Case, loss: handwritten.LossFn, init: handwritten.Init) -> Contender:
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4, weight_decay=0.1))
-    init = jax.jit(model.init)
-    start, step = (_jaxmp if case.author == "jaxmp" else _by_hand)(
-        case.policy, model.loss, tx, init
-    )
+    start, step = (_jaxmp if case.author == "jaxmp" else _by_hand)(case.policy, loss, tx, init)
     return Contender(case.name, start, step, case.precision)
 
 

@@ -13,13 +13,14 @@ same bits as one that was left alone.
 import argparse
 import dataclasses
 import hashlib
+import json
 import math
 import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Any, TypeVar
+from typing import Annotated, Any, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,18 @@ import optax
 import orbax.checkpoint as ocp
 from flax import nnx
 from jax import Array
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from rich import box
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskID,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
 
 import jaxmp
@@ -37,39 +49,34 @@ import jaxmp
 FETCH_EVERY = 10
 VALIDATION_WINDOWS = 64
 
-T = TypeVar("T")
-
-
-def _flag(default: T, help: str) -> T:
-    value: T = dataclasses.field(default=default, metadata={"help": help})
-    return value
-
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """The command line: every field is a flag, with its default."""
 
-    out: Path = _flag(Path("runs/demo"), "folder for results, plot and checkpoints")
-    policies: tuple[str, ...] = _flag(
-        ("float32", "mixed_bfloat16", "mixed_float16"), "policies to train with, one by one"
+    out: Annotated[Path, "folder for results, plot and checkpoints"] = Path("runs/demo")
+    policies: Annotated[tuple[str, ...], "policies to train with, one by one"] = (
+        "float32",
+        "mixed_bfloat16",
+        "mixed_float16",
     )
-    steps: int = _flag(700, "iterations for each policy, skipped ones included")
-    batch_size: int = _flag(8, "sequences in a batch")
-    context: int = _flag(128, "characters in a sequence")
-    layers: int = _flag(5, "transformer blocks")
-    width: int = _flag(128, "size of the residual stream")
-    heads: int = _flag(4, "attention heads")
-    lr: float = _flag(3e-3, "peak learning rate")
-    growth_interval: int = _flag(25, "finite steps until a float16 loss scale doubles")
-    seed: int = _flag(0, "seed of init and data order")
-    eval_every: int = _flag(50, "iterations between validations")
-    checkpoint_every: int = _flag(100, "iterations between checkpoints; 0 for none")
-    resume: bool = _flag(False, "go on from the checkpoints in --out instead of replacing them")
-    plot: bool = _flag(True, "draw the plot")
+    steps: Annotated[int, "iterations for each policy, skipped ones included"] = 600
+    batch_size: Annotated[int, "sequences in a batch"] = 16
+    context: Annotated[int, "characters in a sequence"] = 64
+    layers: Annotated[int, "transformer blocks"] = 5
+    width: Annotated[int, "size of the residual stream"] = 128
+    heads: Annotated[int, "attention heads"] = 4
+    lr: Annotated[float, "peak learning rate"] = 3e-3
+    growth_interval: Annotated[int, "finite steps until a float16 loss scale doubles"] = 25
+    seed: Annotated[int, "seed of init and data order"] = 0
+    eval_every: Annotated[int, "iterations between validations"] = 50
+    checkpoint_every: Annotated[int, "iterations between checkpoints; 0 for none"] = 100
+    resume: Annotated[bool, "go on from the checkpoints in --out instead of replacing them"] = False
+    plot: Annotated[bool, "draw the plot"] = True
 
     def due(self, iteration: int, every: int) -> bool:
-        """Whether something that happens every so often, and at the end, happens now."""
-        return every > 0 and (iteration % every == 0 or iteration == self.steps)
+        """Whether something that happens every so often (0: never), and at the end, happens now."""
+        return iteration == self.steps or (every > 0 and iteration % every == 0)
 
     def recipe(self) -> dict[str, Any]:
         """The settings on which the trained bits depend: those a resumed run must share."""
@@ -83,16 +90,16 @@ def parse_args(argv: Sequence[str] | None) -> Settings:
         description=(__doc__ or "").partition("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    for field in dataclasses.fields(Settings):
-        flag = "--" + field.name.replace("_", "-")
-        options: dict[str, Any] = {"default": field.default, "help": field.metadata["help"]}
-        if isinstance(field.default, bool):
+    for name, hint in get_type_hints(Settings, include_extras=True).items():
+        default, (help_text,) = getattr(Settings, name), hint.__metadata__
+        options: dict[str, Any] = {"default": default, "help": help_text}
+        if isinstance(default, bool):
             options["action"] = argparse.BooleanOptionalAction
-        elif isinstance(field.default, tuple):
+        elif isinstance(default, tuple):
             options["nargs"] = "+"
         else:
-            options["type"] = type(field.default)
-        parser.add_argument(flag, **options)
+            options["type"] = type(default)
+        parser.add_argument("--" + name.replace("_", "-"), **options)
     settings = Settings(**vars(parser.parse_args(argv)))
     if settings.resume and not settings.checkpoint_every:
         parser.error("--resume needs checkpoints: give --checkpoint-every")
@@ -264,7 +271,7 @@ class History:
         """One line for the progress bar."""
         val = f"  val {self.val_loss[-1]:.3f}" if self.val_loss else ""
         scale = f"  scale 2^{math.log2(self.loss_scale[-1]):g}" if self.loss_scale[-1] != 1 else ""
-        skips = f"  skipped {len(self.skipped_at)}" if self.skipped_at else ""
+        skips = f"  skips {len(self.skipped_at)}" if self.skipped_at else ""
         return f"loss {self.loss[-1]:.3f}{val}{scale}{skips}"
 
 
@@ -300,10 +307,11 @@ class Checkpoints:
             return state, History()
         items = {"state": ocp.args.StandardRestore(state), "record": ocp.args.JsonRestore()}
         found = self.manager.restore(iteration, args=ocp.args.Composite(**items))
-        if found.record["recipe"] != self.recipe:
+        then = found.record["recipe"]
+        if changed := [key for key, value in self.recipe.items() if then.get(key) != value]:
             raise SystemExit(
-                f"{self.folder} was written with other settings, {found.record['recipe']}, than "
-                f"these, {self.recipe}: repeat them, or start afresh without --resume"
+                f"cannot resume {self.folder}: it was made with other settings: "
+                + ", ".join(f"{key} {then.get(key)}, not {self.recipe[key]}" for key in changed)
             )
         return found.state, History(**found.record["history"])
 
@@ -323,6 +331,8 @@ def train(
     checkpoints = Checkpoints(name, settings, corpus) if settings.checkpoint_every else None
     if checkpoints:
         state, history = checkpoints.restore(state)
+    if history.loss:
+        report(len(history.loss), history.describe())
 
     pending: list[dict[str, Any]] = []
     started: float | None = None  # the first steps of a process compile, and are not timed
@@ -384,24 +394,23 @@ def digest(state: jaxmp.TrainState) -> str:
 
 def make_table(results: dict[str, dict[str, Any]]) -> Table:
     """The results side by side, one policy in a row."""
-    table = Table(title="Same init, same batches")
-    table.add_column("policy")
-    for heading in ("train loss", "val loss", "steps/s", "params", "masters", "moments", "total"):
-        table.add_column(heading, justify="right")
-    table.add_column("skipped", justify="right")
-    table.add_column("loss scale", justify="right")
+    table = Table(title="Same init, same batches", box=box.SIMPLE_HEAD)
+    table.add_column("policy", no_wrap=True)
+    state_parts = "bytes per param:\nparams + masters\n+ moments = all"
+    headings = ("train\nloss", "val\nloss", "steps\nper s", state_parts, "skipped", "loss\nscale")
+    for heading in headings:
+        table.add_column(heading, justify="right", vertical="bottom", no_wrap=True)
     for name, run in results.items():
-        speed = run["steps_per_second"]
+        speed, size = run["steps_per_second"], run["bytes_per_param"]
         table.add_row(
             name,
             f"{run['train_loss']:.4f}",
             f"{run['val_loss']:.4f}",
             f"{speed:.2f}" if speed else "-",
-            *(f"{size:.1f} B" for size in run["bytes_per_param"].values()),
+            "{params:.3g} + {masters:.3g} + {moments:.3g} = {total:.3g}".format(**size),
             str(run["skipped"]),
             f"2^{math.log2(run['loss_scale']):g}",
         )
-    table.caption = "B: bytes per param of that part of the train state"
     return table
 
 
@@ -422,3 +431,64 @@ def draw(results: dict[str, dict[str, Any]], path: Path) -> None:
         axes.grid(alpha=0.3)
         axes.legend(frameon=False)
     figure.savefig(path, dpi=100)
+
+
+def _draw_losses(axes: Axes, name: str, run: dict[str, Any], color: str, width: float) -> None:
+    history = run["history"]
+    smooth = _smoothed(history["loss"])
+    # The first policy is a broad line in the background, on which the others are to lie.
+    axes.plot(range(1, len(smooth) + 1), smooth, color=color, linewidth=width, alpha=0.8)
+    label = f"{name}: {run['val_loss']:.4f}"
+    axes.plot(history["val_at"], history["val_loss"], "o", color=color, ms=3 + width, label=label)
+
+
+def _smoothed(values: Sequence[float], decay: float = 0.95) -> np.ndarray:
+    """An exponential moving average that does not start from zero."""
+    total, weight, out = 0.0, 0.0, []
+    for value in values:
+        total = decay * total + (1 - decay) * value
+        weight = decay * weight + (1 - decay)
+        out.append(total / weight)
+    return np.array(out)
+
+
+def _draw_scales(axes: Axes, name: str, run: dict[str, Any], color: str) -> None:
+    scales, skipped_at = run["history"]["loss_scale"], run["history"]["skipped_at"]
+    axes.step(range(1, len(scales) + 1), scales, color=color, linewidth=2, label=name)
+    if skipped_at:
+        at = [scales[i - 1] for i in skipped_at]
+        label = f"{len(skipped_at)} steps overflowed and were skipped"
+        axes.plot(skipped_at, at, "x", color="black", ms=9, mew=2, label=label)
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
+    """Trains with every policy, and returns what `results.json` then holds."""
+    settings = parse_args(argv)
+    corpus = Corpus.load()
+    settings.out.mkdir(parents=True, exist_ok=True)
+    console = Console()
+    columns = (
+        TextColumn("{task.description:14}"),
+        BarColumn(bar_width=None),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[info]}"),
+    )
+    results = {}
+    with Progress(*columns, console=console) as progress:
+        for name in settings.policies:
+            task = progress.add_task(name, total=settings.steps, info="compiling")
+
+            def report(iteration: int, info: str, task: TaskID = task) -> None:
+                progress.update(task, completed=iteration, info=info)
+
+            results[name] = summarize(*train(name, settings, corpus, report))
+    console.print(make_table(results))
+    (settings.out / "results.json").write_text(json.dumps(results, indent=1))
+    if settings.plot:
+        draw(results, settings.out / "loss.png")
+    return results
+
+
+if __name__ == "__main__":
+    main()

@@ -53,7 +53,9 @@ class TrainState:
     tx: MixedPrecision
 
     @classmethod
-    def create(cls, *, params: PyTree, tx: MixedPrecision, **collections: PyTree) -> "TrainState":
+    def create(
+        cls, *, params: PyTree, tx: MixedPrecision, cast_params: bool = True, **collections: PyTree
+    ) -> "TrainState":
         """A state at step 0.
 
         Args:
@@ -61,6 +63,8 @@ class TrainState:
             `param_dtype`, the masters keep these values. The state has buffers of its own, so
             that a step may be donated it while `params` stay usable.
           tx: what `mixed_precision` returned.
+          cast_params: False leaves the params in the dtypes that they have, for models that
+            choose the dtype of each param themselves.
           **collections: mutable state of the model by name, `batch_stats=...` or `rng=key`.
 
         Returns:
@@ -77,7 +81,8 @@ class TrainState:
         taken = {field.name for field in dataclasses.fields(cls)} | {"loss_scale"}
         if clash := sorted(taken & set(collections)):
             raise ValueError(f"collections cannot be called {clash}: TrainState has such a field")
-        params, opt_state = tx.init_params(_copy(params))
+        params = _copy(params)
+        params, opt_state = tx.init_params(params) if cast_params else (params, tx.init(params))
         return cls(
             step=jnp.int32(0),
             params=params,

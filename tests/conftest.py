@@ -1,5 +1,6 @@
 """What every test runs under: eight CPU devices, strict promotion, rank errors."""
 
+import os
 from collections.abc import Iterator
 
 import hypothesis
@@ -7,7 +8,7 @@ import jax
 import jaxtyping
 import pytest
 
-jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS", "cpu"))
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")

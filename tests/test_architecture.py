@@ -12,6 +12,7 @@ PACKAGE = pathlib.Path(__file__).parents[1] / "jaxmp"
 # A module may import from floors below its own, and within a floor only as listed.
 FLOORS = {
     "_dtypes": 0,
+    "_rounding": 0,
     "_tree": 0,
     "_loss_scale": 1,
     "_policy": 1,

@@ -1,0 +1,28 @@
+"""Roundings that survive the compiler."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32
+
+
+def widen_rounded(x: Float[Array, "*shape"]) -> Float32[Array, "*shape"]:
+    """A narrow array as float32, for arithmetic that depends on its having been rounded.
+
+    XLA on GPUs deletes the pair of casts in `float32(bfloat16(y))` wherever it fuses them, and goes
+    on with the unrounded `y` (openxla/xla issue 41605). CPU tests cannot see it.
+
+    Args:
+      x: an array narrower than float32, just rounded from a wider one.
+
+    Returns:
+      The same values in float32, rounded whatever the compiler does with the casts.
+
+    >>> widen_rounded(jnp.bfloat16(1.001))
+    Array(1., dtype=float32)
+    """
+    info = jnp.finfo(x.dtype)
+    if info.nexp == jnp.finfo(jnp.float32).nexp:
+        return jax.lax.reduce_precision(x.astype(jnp.float32), info.nexp, info.nmant)
+    # reduce_precision flushes what is subnormal in the narrow format, and float16 weights near
+    # zero are. A barrier costs a write and a read of the narrow array instead.
+    return jax.lax.optimization_barrier(x).astype(jnp.float32)

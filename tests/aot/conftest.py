@@ -1,0 +1,75 @@
+"""Compilers for devices that are not here: TPU v5e through libtpu, H100 through the CUDA plugin.
+
+Install the extra `aot` for them. Without it these tests are skipped, and say so; `.ci/run` always
+has them.
+"""
+
+import dataclasses
+import importlib.util
+import os
+import pathlib
+from typing import Any
+
+import jax
+import pytest
+from jax.experimental import topologies
+
+# libtpu asks the cloud's metadata server unless it is told what it would answer.
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
+os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+os.environ.setdefault("TPU_WORKER_ID", "0")
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # one process of pytest-xdist each
+
+H100 = (pathlib.Path(__file__).parent / "h100.txtpb").read_text()
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiler:
+    """Compiles for one device of a platform: `compiler(fun, *abstract_args, donate=())`."""
+
+    platform: str
+    device: Any
+
+    def __call__(self, fun: Any, *args: Any, donate: tuple[int, ...] = ()) -> Any:
+        sharding = jax.sharding.SingleDeviceSharding(self.device)
+        abstract = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args
+        )
+        return jax.jit(fun, donate_argnums=donate).lower(*abstract).compile()
+
+
+def _have(*modules: str) -> bool:
+    return any(importlib.util.find_spec(module) for module in modules)
+
+
+def _required(platform: str, installed: bool) -> None:
+    if installed:
+        return
+    if os.environ.get("JAXMP_REQUIRE_AOT"):
+        pytest.fail(f"no compiler for {platform}, though JAXMP_REQUIRE_AOT is set")
+    pytest.skip(f"no compiler for {platform}: install jaxmp[aot]")
+
+
+@pytest.fixture(scope="session")
+def gpu() -> Compiler:
+    """Compiles for one H100."""
+    _required("CUDA", _have("jax_cuda12_plugin", "jax_cuda13_plugin"))
+    topology = topologies.get_topology_desc(
+        platform="cuda", topology_name="h100", topology="1x1x8", target_config=H100
+    )
+    return Compiler("gpu", topology.devices[0])
+
+
+@pytest.fixture(scope="session")
+def tpu() -> Compiler:
+    """Compiles for one TPU v5e."""
+    _required("TPU", _have("libtpu"))
+    topology = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4")
+    return Compiler("tpu", topology.devices[0])
+
+
+@pytest.fixture(params=["gpu", "tpu"])
+def compiler(request: pytest.FixtureRequest) -> Compiler:
+    """Each of the two."""
+    return request.getfixturevalue(request.param)

@@ -1,0 +1,32 @@
+"""Every Python block of README and docs runs, each page in one namespace from top to bottom."""
+
+import pathlib
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_code_runs(page: pathlib.Path) -> None:
+    text = page.read_text()
+    namespace: dict[str, object] = {}
+    for match in BLOCK.finditer(text):
+        line = text[: match.start(1)].count("\n")
+        code = compile("\n" * line + match.group(1), str(page), "exec")
+        exec(code, namespace)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_lead_somewhere(page: pathlib.Path) -> None:
+    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
+        assert (page.parent / target).exists(), target
+
+
+def test_the_pages_have_code() -> None:
+    """Guards the pattern above: a page without blocks would pass in silence."""
+    assert sum(len(BLOCK.findall(page.read_text())) for page in PAGES) >= 4

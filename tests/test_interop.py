@@ -1,0 +1,165 @@
+"""The same run through every way in: optax, Flax's TrainState, nnx.Optimizer, our own step."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import jmp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState as FlaxTrainState
+
+import jaxmp
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+STEPS = 25
+
+
+class Model(nnx.Module):
+    """Two layers and a norm, computing in the dtype of a policy."""
+
+    def __init__(self, policy: jaxmp.Policy, rngs: nnx.Rngs) -> None:
+        dtypes: Any = {"dtype": policy.compute_dtype, "param_dtype": policy.param_dtype}
+        self.first = nnx.Linear(4, 16, rngs=rngs, **dtypes)
+        self.norm = nnx.LayerNorm(16, rngs=rngs)
+        self.second = nnx.Linear(16, 2, rngs=rngs, **dtypes)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.second(self.norm(nnx.tanh(self.first(x))))
+
+
+def mse(model: Any, batch: Any) -> jax.Array:
+    return jnp.mean((model(batch["x"]).astype(jnp.float32) - batch["y"]) ** 2)
+
+
+def batch(i: int) -> Any:
+    x = jax.random.normal(jax.random.fold_in(jax.random.key(1), i), (16, 4))
+    factor = np.inf if i in (5, 6, 13) else 1.0  # overflows on the way
+    return {"x": x, "y": x[:, :2] * jnp.float32(factor)}
+
+
+def setup(policy: str) -> Any:
+    model = Model(jaxmp.get_policy(policy), nnx.Rngs(0))
+    inner = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
+    config = jaxmp.DynamicLossScale(init_scale=2.0**8, growth_interval=4)
+    return model, jaxmp.mixed_precision(inner, policy, loss_scale=config)
+
+
+def through_optax(policy: str) -> list[float]:
+    model, tx = setup(policy)
+    graph, params = nnx.split(model)
+    opt_state, losses = tx.init(params), []
+
+    @jax.jit
+    def step(params: Any, opt_state: Any, batch: Any) -> Any:
+        loss, grads = jaxmp.value_and_grad(
+            lambda p: mse(nnx.merge(graph, p), batch), loss_scale=opt_state.loss_scale
+        )(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    for i in range(STEPS):
+        params, opt_state, loss = step(params, opt_state, batch(i))
+        losses.append(float(loss))
+    return losses
+
+
+def through_flax_train_state(policy: str) -> list[float]:
+    model, tx = setup(policy)
+    graph, params = nnx.split(model)
+    state = FlaxTrainState.create(
+        apply_fn=lambda p, batch: mse(nnx.merge(graph, p), batch),
+        params=nnx.to_pure_dict(params),
+        tx=tx,
+    )
+    losses = []
+
+    @jax.jit
+    def step(state: Any, batch: Any) -> Any:
+        loss, grads = jaxmp.value_and_grad(
+            state.apply_fn, loss_scale=state.opt_state.loss_scale
+        )(state.params, batch)
+        return state.apply_gradients(grads=grads), loss
+
+    for i in range(STEPS):
+        state, loss = step(state, batch(i))
+        losses.append(float(loss))
+    return losses
+
+
+def through_nnx_optimizer(policy: str) -> list[float]:
+    model, tx = setup(policy)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    losses = []
+
+    @nnx.jit
+    def step(model: Any, optimizer: Any, batch: Any) -> Any:
+        graph, params = nnx.split(model)
+        loss, grads = jaxmp.value_and_grad(
+            lambda p: mse(nnx.merge(graph, p), batch),
+            loss_scale=nnx.as_pure(optimizer.opt_state).loss_scale,
+        )(params)
+        optimizer.update(model, grads)
+        return loss
+
+    for i in range(STEPS):
+        losses.append(float(step(model, optimizer, batch(i))))
+    jaxmp.check_progress(optimizer)
+    return losses
+
+
+def through_make_train_step(policy: str) -> list[float]:
+    model, tx = setup(policy)
+    graph, params = nnx.split(model)
+    state = jaxmp.TrainState.create(params=params, tx=tx, cast_params=False)
+    step = jaxmp.make_train_step(lambda p, batch: mse(nnx.merge(graph, p), batch))
+    losses = []
+    for i in range(STEPS):
+        state, metrics = step(state, batch(i))
+        losses.append(float(metrics["loss"]))
+    assert int(state.opt_state.skipped) >= 3
+    return losses
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16", "bfloat16"])
+def test_the_same_losses(policy: str) -> None:
+    want = through_optax(policy)
+    clean = [loss for i, loss in enumerate(want) if i not in (5, 6, 13)]
+    assert np.isinf([want[i] for i in (5, 6, 13)]).all()
+    assert np.mean(clean[-5:]) < 0.9 * np.mean(clean[:5])
+    for way in (through_flax_train_state, through_nnx_optimizer, through_make_train_step):
+        np.testing.assert_allclose(way(policy), want, rtol=1e-6, err_msg=way.__name__)
+
+
+def test_linen_with_params_in_bfloat16() -> None:
+    """A linen model whose params live in bfloat16, under flax's TrainState."""
+    model = nn.Dense(2, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+    params = model.init(jax.random.key(0), jnp.ones((1, 4)))["params"]
+    tx = jaxmp.mixed_precision(optax.adam(1e-3), "bfloat16")
+    state = FlaxTrainState.create(apply_fn=model.apply, params=params, tx=tx)
+
+    @jax.jit
+    def step(state: Any, batch: Any) -> Any:
+        def loss(params: Any) -> Any:
+            return mse(lambda x: state.apply_fn({"params": params}, x), batch)
+
+        return state.apply_gradients(grads=jaxmp.grad(loss)(state.params))
+
+    for i in range(4):
+        state = step(state, batch(i))
+    master = state.opt_state.master["kernel"]
+    assert master.dtype == jnp.float32
+    np.testing.assert_array_equal(state.params["kernel"], master.astype(jnp.bfloat16))
+
+
+def test_jmp_policies_are_accepted_everywhere() -> None:
+    policy = jmp.get_policy("p=f32,c=f16,o=f32")
+    tx = jaxmp.mixed_precision(optax.sgd(0.1), policy)
+    assert tx.policy == jaxmp.get_policy("mixed_float16")
+    state = jaxmp.TrainState.create(params={"w": jnp.ones(2)}, tx=tx)
+    step = jaxmp.make_train_step(lambda p, x: jnp.mean((p["w"] * x).astype(jnp.float32)), policy)
+    state, _ = step(state, jnp.ones(2))
+    assert int(state.step) == 1
