@@ -13,7 +13,7 @@ from tests.aot.conftest import Compiler
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("standard_promotion")]
 
-N = 1024
+N = 2048
 PARAMS = {"w": jax.ShapeDtypeStruct((N, N), jnp.bfloat16), "b": jax.ShapeDtypeStruct((N,), "f4")}
 GRADS = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), PARAMS)
 
