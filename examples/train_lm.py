@@ -7,7 +7,7 @@ with Python, once for each policy, from the same init and the same batches. The 
 impatient loss scale: it doubles every few dozen steps, so that gradients overflow for real, the
 step is skipped, and the scale backs off. `--out` receives `results.json`, `loss.png` and the
 checkpoints. An interrupted run, whatever interrupted it, goes on with `--resume` and ends with the
-same bits as one that was left alone.
+same bits as one that was left alone (on a GPU, under XLA_FLAGS=--xla_gpu_deterministic_ops=true).
 """
 
 import argparse
@@ -203,7 +203,7 @@ class GPT(nnx.Module):
         self.positions = nnx.Embed(settings.context, width, dtype=dtype, rngs=rngs)
         self.blocks = nnx.List([Block(settings, policy, rngs) for _ in range(settings.layers)])
         self.norm = _norm(width, rngs)
-        # The logits decide the loss, and a bfloat16 logit near 16 is off by up to 0.06.
+        # Logits decide the loss, and a bfloat16 logit between 16 and 32 is off by up to 0.06.
         self.head = nnx.Linear(width, vocab_size, dtype=jnp.float32, rngs=rngs)
 
     def __call__(self, ids: Array) -> Array:
@@ -328,23 +328,34 @@ def train(
     policy = jaxmp.get_policy(name)
     graphdef, params = nnx.split(GPT(settings, policy, corpus.vocab_size), nnx.Param)
     loss_fn = make_loss(graphdef)
-    evaluate = jax.jit(loss_fn)
-    # No policy here: the layers of this model cast by themselves.
-    step = jaxmp.make_train_step(loss_fn)
     state = jaxmp.TrainState.create(params=params, tx=make_optimizer(settings, policy))
-    history = History()
-    checkpoints = Checkpoints(name, settings, corpus) if settings.checkpoint_every else None
-    if checkpoints:
+    history, checkpoints = History(), None
+    if settings.checkpoint_every:
+        checkpoints = Checkpoints(name, settings, corpus)
         state, history = checkpoints.restore(state)
     if history.loss:
         report(len(history.loss), history.describe())
+    return _iterate(state, history, loss_fn, settings, corpus, checkpoints, report)
 
+
+def _iterate(
+    state: jaxmp.TrainState,
+    history: History,
+    loss_fn: Callable[[Any, Array], Array],
+    settings: Settings,
+    corpus: Corpus,
+    checkpoints: Checkpoints | None,
+    report: Callable[[int, str], None],
+) -> tuple[jaxmp.TrainState, History]:
+    # No policy here: the layers of this model cast by themselves.
+    step = jaxmp.make_train_step(loss_fn)
+    evaluate = jax.jit(loss_fn)
+    periods = (FETCH_EVERY, settings.eval_every, settings.checkpoint_every)
     pending: list[dict[str, Any]] = []
     started: float | None = None  # the first steps of a process compile, and are not timed
     for i in range(len(history.loss) + 1, settings.steps + 1):
         state, metrics = step(state, corpus.batch(settings, i))
         pending.append(metrics)
-        periods = (FETCH_EVERY, settings.eval_every, settings.checkpoint_every)
         if not any(settings.due(i, every) for every in periods):
             continue
         history.add(pending, started)
@@ -368,6 +379,7 @@ def summarize(state: jaxmp.TrainState, history: History) -> dict[str, Any]:
     return {
         "train_loss": float(np.mean(history.loss[-50:])),
         "val_loss": history.val_loss[-1],
+        "params": sum(leaf.size for leaf in jax.tree.leaves(state.params)),
         "steps_per_second": history.timed_steps / history.seconds if history.seconds else None,
         "bytes_per_param": bytes_per_param(state),
         "skipped": int(state.opt_state.skipped),
@@ -399,7 +411,9 @@ def digest(state: jaxmp.TrainState) -> str:
 
 def make_table(results: dict[str, dict[str, Any]]) -> Table:
     """The results side by side, one policy in a row."""
-    table = Table(title="Same init, same batches", box=box.SIMPLE_HEAD)
+    count = next(iter(results.values()))["params"]
+    title = f"{count:,} params, same init, same batches"
+    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("policy", no_wrap=True)
     state_parts = "bytes per param:\nparams + masters\n+ moments = all"
     headings = ("train\nloss", "val\nloss", "steps\nper s", state_parts, "skipped", "loss\nscale")
@@ -426,27 +440,31 @@ def draw(results: dict[str, dict[str, Any]], path: Path) -> None:
     with matplotlib.rc_context({"font.size": 13, "axes.titlesize": 14}):
         figure = Figure(figsize=(16, 6), layout="constrained")
         axes: dict[str, Axes] = figure.subplot_mosaic([["loss", "scale"], ["loss", "gap"]])
-        axes["gap"].axhspan(-1, 1, color="#f2f2f2")
         for i, (name, run) in enumerate(results.items()):
             color = colors[i % len(colors)]
             # The first policy is a broad line in the background, on which the others are to lie.
             _draw_loss(axes["loss"], name, run, color, width=1.8 if i else 7.0)
             _draw_scale(axes["scale"], name, run, color)
             _draw_gap(axes["gap"], run, results[first], color, width=2.0 if i else 5.0)
-        axes["loss"].set(xlabel="iteration", ylabel="cross entropy (nats per character)")
-        axes["loss"].set_title("Loss: train (lines, smoothed) and validation (dots)")
-        axes["loss"].legend(title="last validation loss", frameon=False)
-        axes["scale"].set_title("Loss scale, where it is not 1")
-        axes["scale"].set_yscale("log", base=2)
-        if any(map(_is_scaled, results.values())):
-            axes["scale"].legend(loc="lower right", ncols=2)
-        axes["gap"].set(xlabel="iteration", ylabel="%")
-        axes["gap"].set_title(f"Validation loss, difference from {first}")
-        for panel in axes.values():
-            panel.grid(alpha=0.3)
-            panel.spines[["top", "right"]].set_visible(False)
-            panel.set_xlim(left=0)
+        _annotate(axes, first)
         figure.savefig(path, dpi=100)
+
+
+def _annotate(axes: dict[str, Axes], first: str) -> None:
+    axes["loss"].set(xlabel="iteration", ylabel="cross entropy (nats per character)")
+    axes["loss"].set_title("Loss: train (lines, smoothed) and validation (dots)")
+    axes["loss"].legend(title="last validation loss", frameon=False)
+    axes["scale"].set_title("Loss scale, where it is not 1")
+    axes["scale"].set_yscale("log", base=2)
+    if axes["scale"].has_data():
+        axes["scale"].legend(loc="lower right", ncols=2)
+    axes["gap"].set(xlabel="iteration", ylabel="%")
+    axes["gap"].set_title(f"Validation loss, difference from {first}")
+    axes["gap"].axhspan(-1, 1, color="#f2f2f2")
+    for panel in axes.values():
+        panel.grid(alpha=0.3)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.set_xlim(left=0)
 
 
 def _draw_loss(axes: Axes, name: str, run: dict[str, Any], color: str, width: float) -> None:
@@ -467,14 +485,10 @@ def _smoothed(values: Sequence[float], decay: float = 0.95) -> list[float]:
     return out
 
 
-def _is_scaled(run: dict[str, Any]) -> bool:
-    return any(scale != 1.0 for scale in run["history"]["loss_scale"])
-
-
 def _draw_scale(axes: Axes, name: str, run: dict[str, Any], color: str) -> None:
-    if not _is_scaled(run):
-        return
     scales, skipped_at = run["history"]["loss_scale"], run["history"]["skipped_at"]
+    if all(scale == 1.0 for scale in scales):
+        return
     axes.step(range(1, len(scales) + 1), scales, where="post", color=color, lw=2, label=name)
     label = f"overflow: step skipped ({len(skipped_at)})"
     axes.plot(skipped_at, [scales[i - 1] for i in skipped_at], "kx", ms=8, mew=2, label=label)

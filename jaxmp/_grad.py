@@ -11,7 +11,13 @@ from jaxtyping import Array, Float, PyTree
 
 from jaxmp._dtypes import at_least_float32, is_inexact
 from jaxmp._loss_scale import LossScaleState, StaticLossScale
-from jaxmp._microbatch import Evaluation, split_batch, sum_over_microbatches, zeros_like_grads
+from jaxmp._microbatch import (
+    Evaluation,
+    check_microbatches,
+    split_batch,
+    sum_over_microbatches,
+    zeros_like_grads,
+)
 from jaxmp._tree import leaf_names, widen
 
 LossScaleLike = LossScaleState | Float[Array, ""] | float | None
@@ -63,8 +69,7 @@ def value_and_grad(
     """
     positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     state = _as_state(loss_scale)
-    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
-        raise ValueError(f"microbatches must be a whole number of at least 1, got {microbatches!r}")
+    check_microbatches(microbatches)
 
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
@@ -196,8 +201,11 @@ def _check_loss(loss: Any, has_aux: bool) -> Float[Array, ""]:
 
 
 def _as_state(loss_scale: LossScaleLike) -> LossScaleState | None:
-    if loss_scale is None or isinstance(loss_scale, LossScaleState):
-        return loss_scale
+    if loss_scale is None:
+        return None
+    if isinstance(loss_scale, LossScaleState):
+        # nnx.Optimizer holds its state in variables, which are arrays but for comparisons.
+        return LossScaleState(*map(jnp.asarray, loss_scale))
     if isinstance(loss_scale, (int, float)):
         return StaticLossScale(loss_scale).init()
     is_array = isinstance(loss_scale, (jax.Array, np.ndarray, np.generic))

@@ -25,6 +25,12 @@ class Evaluation(NamedTuple):
     aux: Any
 
 
+def check_microbatches(count: Any) -> None:
+    """Raises ValueError unless `count` is a whole number of at least 1."""
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ValueError(f"microbatches must be a whole number of at least 1, got {count!r}")
+
+
 def split_batch(batch: PyTree, count: int) -> PyTree:
     """Gives every leaf a leading axis of microbatches.
 

@@ -190,6 +190,7 @@ class _Algorithm:
 
     def init(self, params: PyTree, values: PyTree) -> MixedPrecisionState:
         check_differentiable(params, "params")
+        params, values = strong(params), strong(values)
         master = self.storage.init(params, values)
         return MixedPrecisionState(
             inner=strong(self.inner.init(self.storage.load(params, master))),
@@ -210,6 +211,7 @@ class _Algorithm:
         as_updates: bool,
     ) -> tuple[PyTree, MixedPrecisionState]:
         self._check(grads, state, params)
+        grads, params = strong(grads), strong(params)
 
         def take() -> _Taken:
             values = self.storage.load(params, state.master)
@@ -258,7 +260,7 @@ class _Algorithm:
             advice="Differentiate with respect to the params that the optimizer updates.",
         )
         check_differentiable(grads, "gradients")
-        expected = jax.eval_shape(self.storage.init, params, params)
+        expected = jax.eval_shape(self.storage.init, strong(params), strong(params))
         if not same_structure(expected, state.master) or any(
             a.dtype != b.dtype or a.shape != b.shape
             for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(state.master), strict=True)

@@ -15,7 +15,13 @@ from jaxtyping import PyTree
 from jaxmp._dtypes import is_floating, suggestion
 from jaxmp._grad import scaled_evaluation
 from jaxmp._loss_scale import LossScaleState
-from jaxmp._microbatch import Evaluation, split_batch, sum_over_microbatches, zeros_like_grads
+from jaxmp._microbatch import (
+    Evaluation,
+    check_microbatches,
+    split_batch,
+    sum_over_microbatches,
+    zeros_like_grads,
+)
 from jaxmp._optimizer import MixedPrecision, MixedPrecisionState
 from jaxmp._policy import get_policy
 from jaxmp._tree import cast_floating, check_like, select, strong
@@ -182,8 +188,7 @@ def make_train_step(
             f"make_train_step cannot compute in {policy.compute_dtype}: a plain cast to float8 "
             "loses small gradients. Use 'mixed_bfloat16'"
         )
-    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
-        raise ValueError(f"microbatches must be a whole number of at least 1, got {microbatches!r}")
+    check_microbatches(microbatches)
 
     def loss_and_rest(params: PyTree, batch: PyTree, collections: dict[str, PyTree]) -> Any:
         if policy is not None:
@@ -253,11 +258,11 @@ def check_progress(state: Any, loss: Any = None, *, limit: int = 50) -> None:
             "TrainState or the optimizer state"
         )
     for opt_state in found:
-        skips = int(np.asarray(opt_state.consecutive_skips))
+        skips = int(np.max(opt_state.consecutive_skips))  # of an ensemble, the worst member
         if skips < limit:
             continue
-        scale = float(np.asarray(opt_state.loss_scale.scale))
-        broken = loss is not None and not np.isfinite(np.asarray(loss))
+        scale = float(np.min(opt_state.loss_scale.scale))
+        broken = loss is not None and not np.all(np.isfinite(loss))
         first = (
             "The loss itself is not finite: the forward pass overflows or divides by zero"
             if broken

@@ -100,7 +100,7 @@ def through_nnx_optimizer(policy: str) -> list[float]:
         graph, params = nnx.split(model)
         loss, grads = jaxmp.value_and_grad(
             lambda p: mse(nnx.merge(graph, p), batch),
-            loss_scale=nnx.as_pure(optimizer.opt_state).loss_scale,
+            loss_scale=optimizer.opt_state.loss_scale,
         )(params)
         optimizer.update(model, grads)
         return loss

@@ -264,5 +264,8 @@ def test_check_progress() -> None:
         jaxmp.check_progress(stalled())
     with pytest.raises(jaxmp.TrainingStalled, match="The loss itself is not finite"):
         jaxmp.check_progress(stalled().opt_state, loss=jnp.float32(jnp.nan))
+    ensemble = jax.tree.map(lambda x: jnp.stack([x, x]), stalled(skips=60).opt_state)
+    with pytest.raises(jaxmp.TrainingStalled, match="60 optimizer steps"):
+        jaxmp.check_progress(ensemble)
     with pytest.raises(jaxmp.TrainingStalled, match="7 optimizer steps"):
         jaxmp.check_progress(stalled(skips=7), limit=5)

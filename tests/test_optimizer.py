@@ -289,6 +289,18 @@ def test_under_vmap() -> None:
     assert state.loss_scale.scale.tolist() == [65536.0, 32768.0, 65536.0]
 
 
+def test_python_and_numpy_params() -> None:
+    tx = jaxmp.mixed_precision(optax.sgd(0.5), "bfloat16")
+    params = {"a": 1.0, "b": np.ones(2, jnp.bfloat16)}
+    state = tx.init(params)
+    new, state = tx.apply_gradients({"a": 1.0, "b": np.ones(2, np.float16)}, state, params)
+    assert float(new["a"]) == 0.5
+    assert new["b"].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(state.master["b"], np.full(2, 0.5))
+    updates, _ = tx.update({"a": 1.0, "b": np.ones(2)}, state, new)
+    assert float(optax.apply_updates(new, updates)["a"]) == 0.0
+
+
 def test_complex_params() -> None:
     tx = jaxmp.mixed_precision(optax.sgd(1.0), "mixed_bfloat16")
     params = {"c": jnp.ones(2, jnp.complex64)}
