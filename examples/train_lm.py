@@ -19,20 +19,17 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import Annotated, Any, get_type_hints
 
 import jax
 import jax.numpy as jnp
-import matplotlib
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from flax import nnx
 from jax import Array
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from rich import box
+from language_model import GPT, Corpus, Size, make_loss
+from lm_report import draw, make_table
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -42,7 +39,6 @@ from rich.progress import (
     TextColumn,
     TimeElapsedColumn,
 )
-from rich.table import Table
 
 import jaxmp
 
@@ -79,6 +75,16 @@ class Settings:
         """Whether something that happens every so often (0: never), and at the end, happens now."""
         return iteration == self.steps or (every > 0 and iteration % every == 0)
 
+    def size(self, vocab: int) -> Size:
+        """The size of the model."""
+        return Size(
+            vocab=vocab,
+            context=self.context,
+            layers=self.layers,
+            width=self.width,
+            heads=self.heads,
+        )
+
     def recipe(self) -> dict[str, Any]:
         """The settings on which the trained bits depend: those a resumed run must share."""
         free = {"out", "policies", "eval_every", "checkpoint_every", "resume", "plot"}
@@ -105,128 +111,6 @@ def parse_args(argv: Sequence[str] | None) -> Settings:
     if settings.resume and not settings.checkpoint_every:
         parser.error("--resume needs checkpoints: give --checkpoint-every")
     return settings
-
-
-# ---------------------------------------------------------------------------------------- data
-
-
-@dataclasses.dataclass(frozen=True)
-class Corpus:
-    """Text as numbers, the last tenth of it held out."""
-
-    train: np.ndarray
-    valid: np.ndarray
-    vocab_size: int
-    digest: str
-
-    @classmethod
-    def load(cls) -> "Corpus":
-        """Python's own manual, character by character; its text depends on the Python version.
-
-        The last tenth, mostly code and tables of methods, is easier than the rest: a validation
-        loss below the train loss is no mistake.
-        """
-        text = "".join(topics[name] for name in sorted(topics))
-        index = {char: i for i, char in enumerate(sorted(set(text)))}
-        tokens = np.array([index[char] for char in text], np.int32)
-        split = len(tokens) * 9 // 10
-        digest = hashlib.sha256(text.encode()).hexdigest()
-        return cls(tokens[:split], tokens[split:], len(index), digest)
-
-    def batch(self, settings: Settings, iteration: int) -> np.ndarray:
-        """Random windows, a pure function of seed and iteration.
-
-        Not of `state.step`, which stands still when a step is skipped: the same batch would come
-        again, and a resumed run could not tell where in the data it was.
-        """
-        rng = np.random.default_rng((settings.seed, iteration))
-        starts = rng.integers(len(self.train) - settings.context, size=settings.batch_size)
-        return self.train[starts[:, None] + np.arange(settings.context + 1)]  # (B, T + 1)
-
-    def validation(self, settings: Settings) -> np.ndarray:
-        """Windows spread evenly over the held-out text, always the same."""
-        last = len(self.valid) - settings.context - 1
-        starts = np.linspace(0, last, VALIDATION_WINDOWS).astype(int)
-        return self.valid[starts[:, None] + np.arange(settings.context + 1)]  # (N, T + 1)
-
-
-# --------------------------------------------------------------------------------------- model
-
-
-class Block(nnx.Module):
-    """Causal attention and a two-layer network, each after a norm and around a residual."""
-
-    def __init__(self, settings: Settings, policy: jaxmp.Policy, rngs: nnx.Rngs) -> None:
-        width, self.heads = settings.width, settings.heads
-
-        def linear(size_in: int, size_out: int) -> nnx.Linear:
-            return nnx.Linear(size_in, size_out, dtype=policy.compute_dtype, rngs=rngs)
-
-        self.attention_norm = _norm(width, rngs)
-        self.query_key_value = linear(width, 3 * width)
-        self.attention_out = linear(width, width)
-        self.mlp_norm = _norm(width, rngs)
-        self.mlp_in = linear(width, 4 * width)
-        self.mlp_out = linear(4 * width, width)
-
-    def __call__(self, x: Array) -> Array:
-        x = x + self.attention(self.attention_norm(x))  # (B, T, D)
-        return x + self.mlp_out(jax.nn.gelu(self.mlp_in(self.mlp_norm(x))))  # (B, T, D)
-
-    def attention(self, x: Array) -> Array:
-        """Each position looks at itself and those before it."""
-        b, t, d = x.shape
-        size = d // self.heads
-        qkv = self.query_key_value(x).reshape(b, t, 3, self.heads, size)
-        q, k, v = (qkv[:, :, i] for i in range(3))  # (B, T, H, D / H) each
-        # Scaled before the product, not after it: float16 scores then stay far from 65504.
-        q = q * jnp.asarray(1 / math.sqrt(size), q.dtype)
-        # A softmax sums exponentials over all positions: float32, as in every mixed precision.
-        scores = jnp.einsum("bthd,bshd->bhts", q, k).astype(jnp.float32)  # (B, H, T, T)
-        past = jnp.tril(jnp.ones((1, 1, t, t), bool))
-        weights = jax.nn.softmax(jnp.where(past, scores, -jnp.inf)).astype(v.dtype)
-        mixed = jnp.einsum("bhts,bshd->bthd", weights, v)  # (B, T, H, D / H)
-        return self.attention_out(mixed.reshape(b, t, d))
-
-
-class GPT(nnx.Module):
-    """A decoder-only transformer over characters.
-
-    Params are initialised in float32 under every policy, so that all start from the same values:
-    `TrainState.create` makes the live params in `policy.param_dtype` and keeps these as masters.
-    """
-
-    def __init__(self, settings: Settings, policy: jaxmp.Policy, vocab_size: int) -> None:
-        rngs = nnx.Rngs(settings.seed)
-        width, dtype = settings.width, policy.compute_dtype
-        self.tokens = nnx.Embed(vocab_size, width, dtype=dtype, rngs=rngs)
-        self.positions = nnx.Embed(settings.context, width, dtype=dtype, rngs=rngs)
-        self.blocks = nnx.List([Block(settings, policy, rngs) for _ in range(settings.layers)])
-        self.norm = _norm(width, rngs)
-        # Logits decide the loss, and a bfloat16 logit between 16 and 32 is off by up to 0.06.
-        self.head = nnx.Linear(width, vocab_size, dtype=jnp.float32, rngs=rngs)
-
-    def __call__(self, ids: Array) -> Array:
-        positions = jnp.arange(ids.shape[1])[None]  # (1, T)
-        x = self.tokens(ids) + self.positions(positions)  # (B, T, D)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))  # (B, T, V)
-
-
-def _norm(width: int, rngs: nnx.Rngs) -> nnx.LayerNorm:
-    # A variance is a sum of squares: it overflows in float16 and loses its digits in bfloat16.
-    return nnx.LayerNorm(width, dtype=jnp.float32, rngs=rngs)
-
-
-def make_loss(graphdef: Any) -> Callable[[Any, Array], Array]:
-    """The mean cross entropy of the next character, as a function of plain params."""
-
-    def loss_fn(params: Any, tokens: Array) -> Array:
-        logits = nnx.merge(graphdef, params)(tokens[:, :-1])  # (B, T, V)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
-
-    return loss_fn
 
 
 def make_optimizer(settings: Settings, policy: jaxmp.Policy) -> jaxmp.MixedPrecision:
@@ -326,7 +210,8 @@ def train(
 ) -> tuple[jaxmp.TrainState, History]:
     """Trains with one policy, from the start or from where its checkpoints end."""
     policy = jaxmp.get_policy(name)
-    graphdef, params = nnx.split(GPT(settings, policy, corpus.vocab_size), nnx.Param)
+    model = GPT(settings.size(corpus.vocab_size), policy, nnx.Rngs(settings.seed))
+    graphdef, params = nnx.split(model, nnx.Param)
     loss_fn = make_loss(graphdef)
     state = jaxmp.TrainState.create(params=params, tx=make_optimizer(settings, policy))
     history, checkpoints = History(), None
@@ -350,11 +235,13 @@ def _iterate(
     # No policy here: the layers of this model cast by themselves.
     step = jaxmp.make_train_step(loss_fn)
     evaluate = jax.jit(loss_fn)
+    held_out = corpus.validation(windows=VALIDATION_WINDOWS, context=settings.context)
     periods = (FETCH_EVERY, settings.eval_every, settings.checkpoint_every)
     pending: list[dict[str, Any]] = []
     started: float | None = None  # the first steps of a process compile, and are not timed
     for i in range(len(history.loss) + 1, settings.steps + 1):
-        state, metrics = step(state, corpus.batch(settings, i))
+        batch = corpus.batch(settings.seed, i, size=settings.batch_size, context=settings.context)
+        state, metrics = step(state, batch)
         pending.append(metrics)
         if not any(settings.due(i, every) for every in periods):
             continue
@@ -362,7 +249,7 @@ def _iterate(
         pending.clear()
         if settings.due(i, settings.eval_every):
             history.val_at.append(i)
-            history.val_loss.append(float(evaluate(state.params, corpus.validation(settings))))
+            history.val_loss.append(float(evaluate(state.params, held_out)))
             jaxmp.check_progress(state, history.loss[-1])
         if checkpoints and settings.due(i, settings.checkpoint_every):
             checkpoints.save(i, state, history)
@@ -407,98 +294,6 @@ def digest(state: jaxmp.TrainState) -> str:
     for leaf in jax.tree.leaves(state):
         hashed.update(np.asarray(leaf).tobytes())
     return hashed.hexdigest()
-
-
-def make_table(results: dict[str, dict[str, Any]]) -> Table:
-    """The results side by side, one policy in a row."""
-    count = next(iter(results.values()))["params"]
-    title = f"{count:,} params, same init, same batches"
-    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("policy", no_wrap=True)
-    state_parts = "bytes per param:\nparams + masters\n+ moments = all"
-    headings = ("train\nloss", "val\nloss", "steps\nper s", state_parts, "skipped", "loss\nscale")
-    for heading in headings:
-        table.add_column(heading, justify="right", vertical="bottom", no_wrap=True)
-    for name, run in results.items():
-        speed, size = run["steps_per_second"], run["bytes_per_param"]
-        table.add_row(
-            name,
-            f"{run['train_loss']:.4f}",
-            f"{run['val_loss']:.4f}",
-            f"{speed:.2f}" if speed else "-",
-            "{params:.3g} + {masters:.3g} + {moments:.3g} = {total:.3g}".format(**size),
-            str(run["skipped"]),
-            f"2^{math.log2(run['loss_scale']):g}",
-        )
-    return table
-
-
-def draw(results: dict[str, dict[str, Any]], path: Path) -> None:
-    """Draws the loss curves, the loss scales with the skipped steps, and the gaps in loss."""
-    colors = ["#9a9a9a", "#0072b2", "#d55e00", "#009e73", "#cc79a7"]
-    first = next(iter(results))
-    with matplotlib.rc_context({"font.size": 13, "axes.titlesize": 14}):
-        figure = Figure(figsize=(16, 6), layout="constrained")
-        axes: dict[str, Axes] = figure.subplot_mosaic([["loss", "scale"], ["loss", "gap"]])
-        for i, (name, run) in enumerate(results.items()):
-            color = colors[i % len(colors)]
-            # The first policy is a broad line in the background, on which the others are to lie.
-            _draw_loss(axes["loss"], name, run, color, width=1.8 if i else 7.0)
-            _draw_scale(axes["scale"], name, run, color)
-            _draw_gap(axes["gap"], run, results[first], color, width=2.0 if i else 5.0)
-        _annotate(axes, first)
-        figure.savefig(path, dpi=100)
-
-
-def _annotate(axes: dict[str, Axes], first: str) -> None:
-    axes["loss"].set(xlabel="iteration", ylabel="cross entropy (nats per character)")
-    axes["loss"].set_title("Loss: train (lines, smoothed) and validation (dots)")
-    axes["loss"].legend(title="last validation loss", frameon=False)
-    axes["scale"].set_title("Loss scale, where it is not 1")
-    axes["scale"].set_yscale("log", base=2)
-    if axes["scale"].has_data():
-        axes["scale"].legend(loc="lower right", ncols=2)
-    axes["gap"].set(xlabel="iteration", ylabel="%")
-    axes["gap"].set_title(f"Validation loss, difference from {first}")
-    axes["gap"].axhspan(-1, 1, color="#f2f2f2")
-    for panel in axes.values():
-        panel.grid(alpha=0.3)
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.set_xlim(left=0)
-
-
-def _draw_loss(axes: Axes, name: str, run: dict[str, Any], color: str, width: float) -> None:
-    history = run["history"]
-    smooth = _smoothed(history["loss"])
-    axes.plot(range(1, len(smooth) + 1), smooth, color=color, linewidth=width)
-    label = f"{name}  {run['val_loss']:.4f}"
-    axes.plot(history["val_at"], history["val_loss"], "o", color=color, ms=3 + width, label=label)
-
-
-def _smoothed(values: Sequence[float], decay: float = 0.95) -> list[float]:
-    """An exponential moving average that does not start from zero."""
-    total, weight, out = 0.0, 0.0, []
-    for value in values:
-        total = decay * total + (1 - decay) * value
-        weight = decay * weight + (1 - decay)
-        out.append(total / weight)
-    return out
-
-
-def _draw_scale(axes: Axes, name: str, run: dict[str, Any], color: str) -> None:
-    scales, skipped_at = run["history"]["loss_scale"], run["history"]["skipped_at"]
-    if all(scale == 1.0 for scale in scales):
-        return
-    axes.step(range(1, len(scales) + 1), scales, where="post", color=color, lw=2, label=name)
-    label = f"overflow: step skipped ({len(skipped_at)})"
-    axes.plot(skipped_at, [scales[i - 1] for i in skipped_at], "kx", ms=8, mew=2, label=label)
-
-
-def _draw_gap(
-    axes: Axes, run: dict[str, Any], reference: dict[str, Any], color: str, width: float
-) -> None:
-    ours, theirs = (np.array(r["history"]["val_loss"]) for r in (run, reference))
-    axes.plot(run["history"]["val_at"], 100 * (ours / theirs - 1), "o-", color=color, lw=width)
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:

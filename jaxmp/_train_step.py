@@ -147,7 +147,7 @@ def make_train_step(
     microbatches: int = 1,
     cast_batch: bool = True,
     donate: bool = True,
-) -> Callable[[TrainState, PyTree], tuple[TrainState, Metrics]]:
+) -> jax.stages.Wrapped:
     """A jitted train step: cast, scale, differentiate, unscale, update or skip.
 
     Args:
@@ -166,7 +166,7 @@ def make_train_step(
       donate: reuse the buffers of the state for the new one. The old state is gone after a step.
 
     Returns:
-      `step(state, batch) -> (state, metrics)`. The metrics are arrays, so reading none of them
+      `step(state, batch) -> (state, metrics)`, a jitted function. The metrics are arrays, so reading none of them
       costs no synchronisation: `loss` and `grad_norm` (float32, unscaled, before any clipping),
       `grads_finite`, `loss_scale` (the one this step used), `skipped` and `consecutive_skips`.
       The inner optimizer is given `value=loss`.

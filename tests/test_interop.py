@@ -79,9 +79,9 @@ def through_flax_train_state(policy: str) -> list[float]:
 
     @jax.jit
     def step(state: Any, batch: Any) -> Any:
-        loss, grads = jaxmp.value_and_grad(
-            state.apply_fn, loss_scale=state.opt_state.loss_scale
-        )(state.params, batch)
+        loss, grads = jaxmp.value_and_grad(state.apply_fn, loss_scale=state.opt_state.loss_scale)(
+            state.params, batch
+        )
         return state.apply_gradients(grads=grads), loss
 
     for i in range(STEPS):
