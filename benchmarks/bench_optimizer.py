@@ -10,7 +10,7 @@ needs for its arguments, outputs and temporaries; an output that reuses its argu
 Persistent state is in `argument`: 12 bytes per parameter for float32 params with Adam's two
 moments, 14 for bfloat16 params with float32 masters. Gradients are in `temp`.
 
-Two things to know before comparing rows:
+Three things to know before comparing rows:
 
 * The CPU backend has no 16-bit matrix products. It converts the operands to float32 and rounds
   the result, so the rows with bfloat16 computation carry float32 copies of weights and gradients
@@ -21,6 +21,8 @@ Two things to know before comparing rows:
   global norm, needs all of them before the first update. How much that is depends on the model,
   so there are two: "list" keeps each matrix as an array of its own, "scan" stacks them and loops
   with `lax.scan`, as large models do, which makes all gradients live at once in every row.
+* Compilers differ in what they can do in place. What holds for `cond` and `select` on one backend
+  does not hold on another; measure where you train.
 
     python benchmarks/bench_optimizer.py --layers 8 --width 1024
 """

@@ -155,9 +155,8 @@ def add_common_arguments(parser: argparse.ArgumentParser, *, repeats: int, steps
 def describe_hardware() -> str:
     """The device that computes, as its maker calls it."""
     device = jax.devices()[0]
-    if device.platform != "cpu":
-        return f"{jax.device_count()} x {device.device_kind}"
-    return f"{_cpu_model()}, {_usable_cores()} cores"
+    cpu = f"{_cpu_model()}, {_usable_cores()} cores"
+    return cpu if device.platform == "cpu" else device.device_kind
 
 
 def _cpu_model() -> str:
@@ -229,6 +228,7 @@ class Report:
             "versions": {"python": platform.python_version()}
             | {name: metadata.version(name) for name in _PACKAGES},
             "date": date,
+            "load_average": list(os.getloadavg()),
             "command": self.command,
             "assumptions": list(self.assumptions),
         }
@@ -242,12 +242,14 @@ class Report:
 
     def _markdown(self, context: dict[str, Any]) -> str:
         versions = ", ".join(f"{name} {version}" for name, version in context["versions"].items())
+        load = ", ".join(f"{x:.1f}" for x in context["load_average"])
         lines = [
             f"# {self.title}",
             "",
             f"- Hardware: {context['hardware']}",
             f"- Versions: {versions}",
             f"- Date: {context['date']}",
+            f"- Load average at the end, over 1, 5 and 15 minutes: {load} (this run included)",
             f"- Command: `{context['command']}`",
             "",
             _markdown_line(column.title for column in self.columns),

@@ -273,8 +273,8 @@ class _Algorithm:
             )
 
 
-# Where a narrow param is concerned, a branch yields the new param rather than its update: the update
-# is the difference of two rounded params.
+# For a narrow param a branch yields the new param rather than its update: the update is the
+# difference of two rounded params.
 def _ingredients(params: PyTree, new_params: PyTree, updates: PyTree) -> PyTree:
     return jax.tree.map(
         lambda p, new, u: new if is_narrow(p.dtype) else jnp.asarray(u, p.dtype),

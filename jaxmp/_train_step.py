@@ -166,10 +166,10 @@ def make_train_step(
       donate: reuse the buffers of the state for the new one. The old state is gone after a step.
 
     Returns:
-      `step(state, batch) -> (state, metrics)`, a jitted function. The metrics are arrays, so reading none of them
-      costs no synchronisation: `loss` and `grad_norm` (float32, unscaled, before any clipping),
-      `grads_finite`, `loss_scale` (the one this step used), `skipped` and `consecutive_skips`.
-      The inner optimizer is given `value=loss`.
+      A jitted `step(state, batch) -> (state, metrics)`. The metrics are arrays, so reading none
+      of them costs no synchronisation: `loss` and `grad_norm` (float32, unscaled, before any
+      clipping), `grads_finite`, `loss_scale` (the one this step used), `skipped` and
+      `consecutive_skips`. The inner optimizer is given `value=loss`.
 
     Raises:
       ValueError: if the policy computes in float8, or `microbatches` is no positive number.

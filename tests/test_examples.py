@@ -30,6 +30,12 @@ def test_three_lines_are_three_and_train_alike() -> None:
     assert result.changed == 3
     assert result.float32[-1] < 0.1 * result.float32[0]
     assert result.mixed == pytest.approx(result.float32, rel=0.02)
+    # The README shows these very lines.
+    readme = (EXAMPLES.parent / "README.md").read_text()
+    shown = readme.partition("```diff")[2].partition("```")[0]
+    changes = [line for line in result.diff[2:] if line[0] in "+-"]
+    assert len(changes) == 6
+    assert all(line in shown for line in changes)
 
 
 @pytest.mark.slow

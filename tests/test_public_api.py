@@ -60,8 +60,7 @@ def own_functions() -> list[tuple[str, object]]:
 
 @pytest.mark.parametrize(("name", "value"), own_functions(), ids=[n for n, _ in own_functions()])
 def test_documented(name: str, value: object) -> None:
-    doc = inspect.getdoc(value)
-    assert doc and len(doc) > 15, name
+    assert len(inspect.getdoc(value) or "") > 15, name
     if inspect.isfunction(value):
         assert all(p.annotation is not p.empty for p in signature_without_self(value)), name
 
