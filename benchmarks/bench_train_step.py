@@ -24,7 +24,7 @@ import handwritten
 import jax
 import jax.numpy as jnp
 import optax
-from device_peak import Peak, find_peak
+from device_peak import Peak, find_peak, probes
 from measurement import (
     Column,
     Contender,
@@ -72,10 +72,11 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
         args.layers, args.width, args.heads, args.vocab, args.context, args.remat, args.attention
     )
     batch = jax.random.randint(jax.random.key(1), (args.batch, args.context + 1), 0, args.vocab)
-    peak, peak_source = find_peak()
     cases, init = _cases(args.policies), jax.jit(model.init)
     steps = [compile_step(_contender(case, model.loss, init), batch) for case in cases]
-    times = time_in_turn(steps, batch, rounds=args.repeats, steps=args.steps)
+    probing = [compile_step(probe, batch) for probe in probes()]
+    times = time_in_turn([*steps, *probing], batch, rounds=args.repeats, steps=args.steps)
+    peak, peak_source = find_peak(times)
     rows = [
         _row(case, times, step.memory, model, args.batch, peak)
         for case, step in zip(cases, steps, strict=True)

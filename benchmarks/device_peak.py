@@ -1,11 +1,12 @@
 """How many floating-point operations a device can do in a second, from a table or measured."""
 
-import time
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import DTypeLike
+from measurement import Contender, Measurement
 
 
 class Peak(NamedTuple):
@@ -38,30 +39,40 @@ _PEAKS = {
 }
 
 
-def find_peak() -> tuple[Peak | None, str]:
-    """The peak of the device that computes, and where the number comes from, in words."""
-    device = jax.devices()[0]
-    if device.platform == "cpu":
-        size = 2048
-        rate = measured_matmul(size)
-        text = f"the best float32 {size} x {size} matrix product of this run, {rate:.3g} TFLOP/s"
-        return Peak(rate, rate, rate), text
+# Data sheets of CPUs do not tell. A CPU multiplies matrices in turn with the contenders instead, so
+# that a busy machine slows both.
+PROBE = "float32 matrix product"
+_SIZE = 2048
+
+
+def probes() -> list[Contender]:
+    """What to time along with the contenders in order to know the peak of this device."""
+    if jax.devices()[0].platform != "cpu":
+        return []
+    # A matrix that is its own square, so that any number of steps leaves it as it is.
+    return [
+        Contender(
+            PROBE,
+            lambda: jnp.full((_SIZE, _SIZE), 1 / _SIZE, jnp.float32),
+            lambda x, batch: (x @ x, {}),
+        )
+    ]
+
+
+def find_peak(times: Mapping[str, Measurement]) -> tuple[Peak | None, str]:
+    """The peak of the device that computes, and where the number comes from, in words.
+
+    Args:
+      times: of the contenders and of what `probes` returned.
+    """
+    kind = jax.devices()[0].device_kind
+    if PROBE in times:
+        rate = 2e-12 * _SIZE**3 / min(times[PROBE].seconds)
+        source = f"the fastest round of a {PROBE} of size {_SIZE}, {rate:.3g} TFLOP/s"
+        return Peak(rate, rate, rate), source
     for name, peak in _PEAKS.items():
-        if name.lower() in device.device_kind.lower():
+        if name.lower() in kind.lower():
             return peak, f"the data sheet of {name}: {peak.half:g} TFLOP/s in 16 bits, " + (
                 f"{peak.tf32:g} in TF32, {peak.float32:.3g} in float32"
             )
-    return None, f"unknown for {device.device_kind}"
-
-
-def measured_matmul(size: int, repeats: int = 5) -> float:
-    """The best rate of a square float32 matrix product, in TFLOP/s."""
-    x = jnp.ones((size, size), jnp.float32)
-    product = jax.jit(jnp.matmul)
-    product(x, x).block_until_ready()
-    best = float("inf")
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        product(x, x).block_until_ready()
-        best = min(best, time.perf_counter() - begin)
-    return 2e-12 * size**3 / best
+    return None, f"unknown for {kind}"

@@ -3,7 +3,8 @@
 import dataclasses
 import sys
 import types
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from jaxmp._policy import Policy, get_policy
 from jaxmp._rounding import widen_rounded
 from jaxmp._tree import all_finite, check_like, leaf_names, same_structure, select, strong, widen
 
-Skip = Literal["cond", "select", "none"]
+Skip = Literal["auto", "cond", "select", "none"]
 
 
 class MixedPrecisionState(NamedTuple):
@@ -100,7 +101,7 @@ def mixed_precision(
     *,
     loss_scale: LossScale | Literal["auto"] = "auto",
     master: Literal["float32", "none"] = "float32",
-    skip: Skip = "cond",
+    skip: Skip = "auto",
 ) -> MixedPrecision:
     """Wraps an optax optimizer so that it trains low-precision params safely.
 
@@ -121,10 +122,11 @@ def mixed_precision(
         float16, else `NoLossScale()`.
       master: `"float32"` keeps a float32 copy of params narrower than 32 bits (a float32 param
         is its own master, with no copy); `"none"` keeps none and loses small updates.
-      skip: how a step is skipped. `"cond"` branches, and costs no memory on CPU, TPU and, from
-        jax 0.12 on, GPU; the GPU compilers before that copy the state, so take `"select"` there.
-        `"select"` computes the step and then chooses. `"none"` does not test the gradients at
-        all, and applies whatever comes.
+      skip: how a step is skipped. `"cond"` branches with `lax.cond`; `"select"` computes the step
+        and then chooses between old and new state, element by element. On a CPU a branch saves
+        memory and time; GPU and TPU compilers copy state for a branch, fuse a choice for nothing,
+        and a GPU stops to read the flag. `"auto"` is therefore `"cond"` on CPUs and `"select"`
+        elsewhere. `"none"` does not test the gradients at all, and applies whatever comes.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`. Its `update` needs the params, and returns
@@ -149,12 +151,14 @@ def mixed_precision(
     config = _choose_loss_scale(loss_scale, policy)
     if master not in STORAGES:
         raise ValueError(f"master must be one of {', '.join(map(repr, STORAGES))}, got {master!r}")
-    if skip not in ("cond", "select", "none"):
-        raise ValueError(f"skip must be 'cond', 'select' or 'none', got {skip!r}")
+    if skip not in get_args(Skip):
+        raise ValueError(
+            f"skip must be one of {', '.join(map(repr, get_args(Skip)))}, got {skip!r}"
+        )
     if skip == "none" and isinstance(config, DynamicLossScale):
         raise ValueError(
             "a dynamic loss scale finds its value by overflowing, and skip='none' would apply the "
-            "overflowed gradients. Use skip='cond' or 'select', or a static loss scale"
+            "overflowed gradients. Use another skip, or a static loss scale"
         )
     algorithm = _Algorithm(_as_transformation(inner), config, STORAGES[master], skip)
 
@@ -228,10 +232,7 @@ class _Algorithm:
             finite, taken = jnp.array(True), take()
         else:
             finite = all_finite(grads)
-            if self.skip == "cond":
-                taken = jax.lax.cond(finite, take, keep)
-            else:
-                taken = select(finite, take(), keep())
+            taken = self._choose(finite, take, keep)
         output = _updates(params, taken.output, finite) if as_updates else taken.output
         return output, MixedPrecisionState(
             inner=taken.inner,
@@ -241,6 +242,21 @@ class _Algorithm:
             skipped=state.skipped + (~finite).astype(jnp.int32),
             consecutive_skips=jnp.where(finite, 0, state.consecutive_skips + 1),
         )
+
+    def _choose(
+        self, finite: Bool[Array, ""], take: Callable[[], _Taken], keep: Callable[[], _Taken]
+    ) -> _Taken:
+        def branch() -> _Taken:
+            return jax.lax.cond(finite, take, keep)
+
+        def choice() -> _Taken:
+            return select(finite, take(), keep())
+
+        if self.skip == "cond":
+            return branch()
+        if self.skip == "select":
+            return choice()
+        return jax.lax.platform_dependent(cpu=branch, default=choice)
 
     def _check(self, grads: PyTree, state: MixedPrecisionState, params: PyTree) -> None:
         if params is None:

@@ -88,7 +88,7 @@ def frozen(state: jaxmp.TrainState) -> Any:
     [
         # Powers of two change no bit of a bfloat16 gradient; a float16 one may underflow, so
         # there the scale must stay for the two runs to be equal.
-        ("bfloat16", jaxmp.DynamicLossScale(growth_interval=5, hysteresis=2), "cond"),
+        ("bfloat16", jaxmp.DynamicLossScale(growth_interval=5, hysteresis=2), "auto"),
         ("mixed_bfloat16", jaxmp.DynamicLossScale(growth_interval=5), "select"),
         ("float16", jaxmp.StaticLossScale(2.0**7), "cond"),
     ],

@@ -141,7 +141,7 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ("master", lambda: tx(master="fp32"), ValueError,
      "master must be one of 'float32', 'none', got 'fp32'"),
     ("skip", lambda: tx(skip="where"), ValueError,
-     "skip must be 'cond', 'select' or 'none', got 'where'"),
+     "skip must be one of 'auto', 'cond', 'select', 'none', got 'where'"),
     ("skip none", lambda: tx(skip="none"), ValueError,
      "a dynamic loss scale finds its value by overflowing, and skip='none' would apply the"),
     ("loss scale", lambda: tx(loss_scale=1024.0), TypeError,

@@ -74,7 +74,7 @@ def test_every_optimizer(name: str) -> None:
     assert jaxmp.all_finite((params, state.inner))
 
 
-@pytest.mark.parametrize("skip", ["cond", "select"])
+@pytest.mark.parametrize("skip", ["auto", "cond", "select"])
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("where", ["low", "wide"])
 def test_updates_of_a_skipped_step_are_zero(skip: Any, bad: float, where: str) -> None:
@@ -91,6 +91,19 @@ def test_updates_of_a_skipped_step_are_zero(skip: Any, bad: float, where: str) -
     assert tree_bits(optax.apply_updates(params, updates)) == tree_bits(params)
     assert (int(state.skipped), int(state.consecutive_skips)) == (1, 1)
     assert float(state.loss_scale.scale) == 2.0**15
+
+
+@pytest.mark.parametrize("skip", ["auto", "cond", "select"])
+def test_what_a_skip_costs_on_a_cpu(skip: Any) -> None:
+    """A branch writes over the donated state; a choice holds new and old moments at once."""
+    params = {"w": jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)}
+    grads = {"w": jax.ShapeDtypeStruct((512, 512), jnp.float32)}
+    tx = jaxmp.mixed_precision(optax.adamw(1e-2), "bfloat16", skip=skip)
+    state = jax.eval_shape(tx.init, params)
+    step = jax.jit(lambda p, s, g: tx.apply_gradients(g, s, p), donate_argnums=(0, 1))
+    memory = step.lower(params, state, grads).compile().memory_analysis()
+    temporaries = memory.temp_size_in_bytes / 512**2
+    assert temporaries > 4 if skip == "select" else temporaries < 1.5
 
 
 def test_counters() -> None:
@@ -110,7 +123,7 @@ def test_skip_none_does_not_look() -> None:
     assert state.grads_finite
 
 
-@pytest.mark.parametrize("skip", ["cond", "select", "none"])
+@pytest.mark.parametrize("skip", ["auto", "cond", "select", "none"])
 @pytest.mark.parametrize("exact", [True, False])
 def test_adamw_in_bfloat16_follows_float64(skip: Any, exact: bool) -> None:
     """The masters are AdamW to float32 accuracy; the params are the masters, rounded."""

@@ -13,7 +13,7 @@ import jaxmp
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
-@pytest.mark.parametrize("skip", ["cond", "select"])
+@pytest.mark.parametrize("skip", ["auto", "cond", "select"])
 @pytest.mark.parametrize("policy", ["mixed_float16", "float16"])
 def test_one_trace_over_finite_overflowing_growing_and_floor_steps(skip: Any, policy: str) -> None:
     traces = []
