@@ -24,7 +24,7 @@ Three things to know before comparing rows:
 * Compilers differ in what they can do in place. What holds for `cond` and `select` on one backend
   does not hold on another; measure where you train.
 
-    python benchmarks/bench_optimizer.py --layers 8 --width 1024
+    python benchmarks/bench_optimizer.py --layers 32 --width 512
 """
 
 import argparse
@@ -98,8 +98,8 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Memory and time of the optimizer step.")
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--width", type=int, default=1024, help="each layer is width x width")
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--width", type=int, default=512, help="each layer is width x width")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--models", nargs="+", choices=["list", "scan"], default=["list", "scan"])
     parser.add_argument("--policies", nargs="+", default=["mixed_bfloat16", "bfloat16"])
