@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 
 from jaxmp._dtypes import at_least_float32, is_inexact
 from jaxmp._loss_scale import LossScaleState, StaticLossScale
@@ -16,9 +16,8 @@ from jaxmp._microbatch import (
     check_microbatches,
     split_batch,
     sum_over_microbatches,
-    zeros_like_grads,
 )
-from jaxmp._tree import leaf_names, widen
+from jaxmp._tree import check_differentiable, widen
 
 LossScaleLike = LossScaleState | Float[Array, ""] | float | None
 
@@ -44,12 +43,15 @@ def value_and_grad(
       fun: a function that returns a scalar float loss, or `(loss, aux)`.
       argnums: which positional arguments to differentiate: trees of floats.
       has_aux: whether `fun` returns `(loss, aux)`.
-      loss_scale: the scale to use: `opt_state.loss_scale`, a number, or None for no scaling.
+      loss_scale: the scale to use: `opt_state.loss_scale`, a number, or None for no scaling. It
+        is fixed when this function is called, so call it inside the step, with the state of that
+        step: a scale from outside would never move.
       microbatches: evaluate the batch in this many equal parts, one after the other, and average
         loss and gradients in float32. For a loss that is a mean over the batch this is the
         full-batch gradient, in the memory of one part. Each leaf of `aux` gains a leading axis
         of this length. Part `i` holds the examples `i, i + n, i + 2 n, ...`, so that a batch
-        sharded over devices stays where it is. Typed PRNG keys in the batch are split.
+        sharded over devices stays where it is (if `n` divides the share of each device). Typed
+        PRNG keys in the batch are split; keyword arguments are not.
       batch_argnums: the positional arguments to split; by default all that are not in `argnums`.
 
     Returns:
@@ -59,7 +61,8 @@ def value_and_grad(
 
     Raises:
       TypeError: if a leaf to differentiate is no float, or the loss is no float scalar.
-      ValueError: if `microbatches` does not divide the batch.
+      ValueError: if `microbatches` does not divide the batch, if arrays in it differ in their
+        number of examples, or if a keyword argument looks like a part of it.
 
     >>> loss_fn = lambda w, x: jnp.mean((x * w) ** 2)
     >>> x = jnp.arange(4, dtype=jnp.float16)
@@ -85,16 +88,13 @@ def value_and_grad(
             loss, grads, aux = evaluate(*args)
         else:
             split = _batch_positions(batch_argnums, wrt, len(args))
-            batch = split_batch(tuple(args[i] for i in split), microbatches)
 
-            def evaluate_part(carry: None, part: tuple[Any, ...]) -> tuple[None, Evaluation]:
-                merged = list(args)
-                for i, arg in zip(split, part, strict=True):
-                    merged[i] = arg
-                return carry, evaluate(*merged)
+            def evaluate_part(carry: None, part: dict[int, Any]) -> tuple[None, Evaluation]:
+                return carry, evaluate(*[part.get(i, arg) for i, arg in enumerate(args)])
 
-            zeros = zeros_like_grads(tuple(args[i] for i in wrt))
-            _, (loss, grads, aux) = sum_over_microbatches(evaluate_part, None, zeros, batch)
+            batch = split_batch({i: args[i] for i in split}, microbatches, whole=kwargs)
+            params = tuple(args[i] for i in wrt)
+            _, (loss, grads, aux) = sum_over_microbatches(evaluate_part, None, params, batch)
         grads = grads[0] if isinstance(argnums, int) else grads
         return ((loss, aux), grads) if has_aux else (loss, grads)
 
@@ -176,18 +176,6 @@ def scaled_evaluation(
     return evaluate
 
 
-def check_differentiable(tree: PyTree, name: str) -> None:
-    """Raises TypeError for a tree with leaves that are no floats, naming the first of them."""
-    for leaf, x in zip(leaf_names(tree), jax.tree.leaves(tree), strict=True):
-        if not is_inexact(x) and not isinstance(x, (float, complex)):
-            dtype = getattr(x, "dtype", type(x).__name__)
-            raise TypeError(
-                f"{name}, leaf {leaf!r}, is {dtype}: only floating leaves have gradients and "
-                "masters. Keep counters, keys and tables of integers in another argument (or "
-                "convert the leaf to a float)"
-            )
-
-
 def _check_loss(loss: Any, has_aux: bool) -> Float[Array, ""]:
     hint = "" if has_aux else ". If the function returns (loss, aux), give has_aux=True"
     if isinstance(loss, (tuple, list, dict)) or loss is None:
@@ -201,15 +189,13 @@ def _check_loss(loss: Any, has_aux: bool) -> Float[Array, ""]:
 
 
 def _as_state(loss_scale: LossScaleLike) -> LossScaleState | None:
-    if loss_scale is None:
-        return None
-    if isinstance(loss_scale, LossScaleState):
-        # nnx.Optimizer holds its state in variables, which are arrays but for comparisons.
-        return LossScaleState(*map(jnp.asarray, loss_scale))
-    if isinstance(loss_scale, (int, float)):
+    if loss_scale is None or isinstance(loss_scale, LossScaleState):
+        return loss_scale
+    if isinstance(loss_scale, (int, float)) and not isinstance(loss_scale, bool):
         return StaticLossScale(loss_scale).init()
-    is_array = isinstance(loss_scale, (jax.Array, np.ndarray, np.generic))
-    if is_array and loss_scale.shape == () and is_inexact(loss_scale):
+    if isinstance(loss_scale, (jax.Array, np.ndarray, np.generic)) and (
+        loss_scale.shape == () and is_inexact(loss_scale)
+    ):
         return StaticLossScale(1.0).init()._replace(scale=jnp.asarray(loss_scale, jnp.float32))
     raise TypeError(
         "loss_scale must be the state of a loss scale, such as opt_state.loss_scale or "

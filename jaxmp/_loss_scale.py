@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int32, PyTree
 
 from jaxmp._dtypes import at_least_float32, is_inexact
+from jaxmp._tree import check_flag
 
 # Below this 1/scale overflows.
 SMALLEST_SCALE = 2.0**-126
@@ -44,7 +45,7 @@ class LossScaleState(NamedTuple):
         """
         loss = jnp.asarray(loss)
         wide = loss.astype(at_least_float32(loss.dtype))
-        return wide * self.scale.astype(wide.dtype)
+        return wide * jnp.asarray(self.scale, wide.dtype)
 
     def unscale(self, grads: PyTree) -> PyTree:
         """Divides gradients by the scale, in float32 (or the gradient's own wider dtype).
@@ -60,8 +61,9 @@ class LossScaleState(NamedTuple):
         """
         # The inverse of a scale above 2**126 is subnormal, and flushed to zero. Two factors would
         # be multiplied together by the compiler; it cannot see through a select.
-        huge = self.scale > 2.0**126
-        inverse = jnp.where(huge, 4.0 / self.scale, 1.0 / self.scale)
+        scale = jnp.asarray(self.scale)  # nnx.Optimizer keeps it in a variable
+        huge = scale > 2.0**126
+        inverse = jnp.where(huge, 4.0 / scale, 1.0 / scale)
 
         def unscale_leaf(grad: Any) -> Any:
             if not is_inexact(grad):
@@ -100,7 +102,7 @@ class NoLossScale:
 
     def adjust(self, state: LossScaleState, grads_finite: Bool[Array, ""]) -> LossScaleState:
         """The same state: this scale never moves."""
-        _check_flag(grads_finite)
+        check_flag(grads_finite, "grads_finite")
         return state
 
 
@@ -129,7 +131,7 @@ class StaticLossScale:
 
     def adjust(self, state: LossScaleState, grads_finite: Bool[Array, ""]) -> LossScaleState:
         """The same state: this scale never moves."""
-        _check_flag(grads_finite)
+        check_flag(grads_finite, "grads_finite")
         return state
 
 
@@ -216,7 +218,8 @@ class DynamicLossScale:
         Raises:
           TypeError: if `grads_finite` is not a boolean scalar.
         """
-        _check_flag(grads_finite)
+        check_flag(grads_finite, "grads_finite")
+        state = LossScaleState(*map(jnp.asarray, state))
         count = state.growth_count + 1
         grow = grads_finite & (count >= self.growth_interval)
         refill = grads_finite if self.consecutive_hysteresis else grow
@@ -260,14 +263,6 @@ def _check_count(name: str, value: Any) -> int:
     if isinstance(value, bool) or number < 1:
         raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
     return number
-
-
-def _check_flag(grads_finite: Any) -> None:
-    if jnp.shape(grads_finite) != () or jnp.result_type(grads_finite) != jnp.bool_:
-        raise TypeError(
-            "grads_finite must be a boolean scalar, such as jaxmp.all_finite(grads); got "
-            f"{jnp.result_type(grads_finite)}{list(jnp.shape(grads_finite))}"
-        )
 
 
 def _times(scale: Float32[Array, ""], factor: float) -> Float32[Array, ""]:

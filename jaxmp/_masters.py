@@ -8,11 +8,11 @@ so that a storage that keeps 16 bits, or none, changes neither it nor the layout
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
-import jax.numpy as jnp
 import optax
 from jaxtyping import PyTree
 
 from jaxmp._dtypes import is_narrow
+from jaxmp._rounding import round_finite
 from jaxmp._tree import widen
 
 
@@ -93,4 +93,8 @@ def is_masked(x: Any) -> bool:
 
 
 def _round_like(values: PyTree, params: PyTree) -> PyTree:
-    return jax.tree.map(lambda v, p: jnp.asarray(v, p.dtype), values, params)
+    return jax.tree.map(
+        lambda v, p: round_finite(v, p.dtype) if is_narrow(p.dtype) else v.astype(p.dtype),
+        values,
+        params,
+    )

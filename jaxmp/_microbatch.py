@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from jaxmp._dtypes import at_least_float32
@@ -27,64 +28,88 @@ class Evaluation(NamedTuple):
 
 def check_microbatches(count: Any) -> None:
     """Raises ValueError unless `count` is a whole number of at least 1."""
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+    if isinstance(count, bool) or not isinstance(count, (int, np.integer)) or count < 1:
         raise ValueError(f"microbatches must be a whole number of at least 1, got {count!r}")
 
 
-def split_batch(batch: PyTree, count: int) -> PyTree:
+def split_batch(batch: PyTree, count: int, *, whole: PyTree = None) -> PyTree:
     """Gives every leaf a leading axis of microbatches.
 
     Microbatch `i` takes the examples `i, i + count, ...`. Contiguous blocks would put each
     microbatch on a few of the devices over which the batch is sharded, and move it there.
 
     Args:
-      batch: arrays with a leading batch axis; typed PRNG keys without one are split.
+      batch: arrays with a leading batch axis, of one length; typed PRNG keys without one are
+        split.
       count: how many microbatches.
+      whole: what goes to every microbatch as it is; it must not look like a part of the batch.
 
     Returns:
       The tree with leaves of shape `(count, batch / count, ...)`, and keys of shape `(count,)`.
 
     Raises:
-      ValueError: naming a leaf that has no batch axis or does not divide.
+      ValueError: naming a leaf that has no batch axis, another length, or does not divide.
 
     >>> split_batch(jnp.arange(6), 2)
     Array([[0, 2, 4],
            [1, 3, 5]], dtype=int32)
     """
     leaves, treedef = jax.tree.flatten(batch)
-    parts = [_split_leaf(x, count, name) for name, x in zip(leaf_names(batch), leaves, strict=True)]
-    return jax.tree.unflatten(treedef, parts)
+    names = leaf_names(batch)
+    examples = _examples(dict(zip(names, leaves, strict=True)))
+    for name, x in zip(leaf_names(whole), jax.tree.leaves(whole), strict=True):
+        if examples is not None and jnp.shape(x)[:1] == (examples,):
+            raise ValueError(
+                f"keyword argument {name!r} has {examples} examples like the batch, but keyword "
+                "arguments are not split into microbatches. Pass it by position"
+            )
+    if examples is not None and examples % count:
+        raise ValueError(
+            f"the batch has {examples} examples, which {count} microbatches do not divide. Use a "
+            f"batch size that is a multiple of {count}"
+        )
+    return jax.tree.unflatten(treedef, [_split_leaf(x, count) for x in leaves])
 
 
-def _split_leaf(x: Any, count: int, name: str) -> Array:
-    shape = jnp.shape(x)
-    if shape == () and jnp.issubdtype(getattr(x, "dtype", jnp.float32), jax.dtypes.prng_key):
+def _is_key(x: Any) -> bool:
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _examples(batch: dict[str, Any]) -> int | None:
+    """How many examples all leaves of a batch hold; None if there are only PRNG keys."""
+    first: tuple[str, int] | None = None
+    for name, x in batch.items():
+        if _is_key(x) and x.shape == ():
+            continue
+        if jnp.ndim(x) == 0:
+            raise ValueError(
+                f"batch leaf {name!r} is a scalar and has no examples to split into microbatches. "
+                "Let the loss function close over it"
+            )
+        examples = jnp.shape(x)[0]
+        if first is not None and examples != first[1]:
+            raise ValueError(
+                f"batch leaves {first[0]!r} and {name!r} have {first[1]} and {examples} examples: "
+                "only arrays with one and the same leading batch axis can be split into "
+                "microbatches. Let the loss function close over the others (a PRNG key must be a "
+                "typed one, jax.random.key)"
+            )
+        first = first or (name, examples)
+    return None if first is None else first[1]
+
+
+def _split_leaf(x: Any, count: int) -> Array:
+    if _is_key(x) and x.shape == ():
         return jax.random.split(x, count)
-    if shape == ():
-        raise ValueError(
-            f"batch leaf {name!r} is a scalar and cannot be split into {count} microbatches. Pass "
-            "it as a keyword argument, or name the arguments to split with batch_argnums"
-        )
-    if shape[0] % count:
-        raise ValueError(
-            f"batch leaf {name!r} has {shape[0]} examples, which {count} microbatches do not "
-            f"divide. Use a batch size that is a multiple of {count}"
-        )
+    shape = jnp.shape(x)
     strided = jnp.reshape(x, (shape[0] // count, count, *shape[1:]))
     return jnp.swapaxes(strided, 0, 1)
-
-
-def zeros_like_grads(params: PyTree) -> PyTree:
-    """Where gradients accumulate: float32, since a bfloat16 sum stops growing at 256 terms."""
-    return jax.tree.map(
-        lambda p: jnp.zeros(jnp.shape(p), at_least_float32(jnp.result_type(p))), params
-    )
 
 
 def sum_over_microbatches(
     evaluate: Callable[[Any, Any], tuple[Any, Evaluation]],
     carry: Any,
-    zeros: PyTree,
+    params: PyTree,
     microbatches: PyTree,
 ) -> tuple[Any, Evaluation]:
     """Runs `evaluate` over the microbatches in a `lax.scan`, so that it is traced once.
@@ -93,7 +118,8 @@ def sum_over_microbatches(
       evaluate: `(carry, microbatch) -> (carry, evaluation)`; the weights of the evaluations are
         its business.
       carry: what passes from one microbatch to the next, such as batch statistics.
-      zeros: the gradients to start the sum from.
+      params: what the gradients are shaped and sharded like. They are summed in float32, since a
+        bfloat16 sum stops growing at 256 terms.
       microbatches: a tree whose leaves have a leading axis of microbatches.
 
     Returns:
@@ -105,5 +131,8 @@ def sum_over_microbatches(
         carry, (loss, grads, aux) = evaluate(carry, part)
         return (carry, jax.tree.map(jnp.add, total, grads)), (loss, aux)
 
+    zeros = jax.tree.map(
+        lambda p: jnp.zeros_like(p, dtype=at_least_float32(jnp.result_type(p))), params
+    )
     (carry, grads), (losses, aux) = jax.lax.scan(body, (carry, zeros), microbatches)
     return carry, Evaluation(jnp.sum(losses), grads, aux)

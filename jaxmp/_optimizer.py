@@ -1,8 +1,6 @@
 """The optimizer wrapper: float32 masters, skip on overflow, loss scale, in one optax transform."""
 
 import dataclasses
-import sys
-import types
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -12,13 +10,29 @@ import jmp
 import optax
 from jaxtyping import Array, Bool, Int32, PyTree
 
-from jaxmp._dtypes import is_narrow
-from jaxmp._grad import check_differentiable
-from jaxmp._loss_scale import DynamicLossScale, LossScale, LossScaleState, NoLossScale
+from jaxmp._dtypes import at_least_float32, is_narrow
+from jaxmp._loss_scale import (
+    DynamicLossScale,
+    LossScale,
+    LossScaleState,
+    NoLossScale,
+    StaticLossScale,
+)
 from jaxmp._masters import STORAGES, MasterStorage
+from jaxmp._outermost import refuse_to_be_wrapped
 from jaxmp._policy import Policy, get_policy
 from jaxmp._rounding import widen_rounded
-from jaxmp._tree import all_finite, check_like, leaf_names, same_structure, select, strong, widen
+from jaxmp._tree import (
+    all_finite,
+    check_differentiable,
+    check_flag,
+    check_like,
+    leaf_names,
+    same_structure,
+    select,
+    strong,
+    widen,
+)
 
 Skip = Literal["auto", "cond", "select", "none"]
 
@@ -53,7 +67,7 @@ class MixedPrecision(optax.GradientTransformationExtraArgs):
 
     Attributes:
       init: `init(params) -> MixedPrecisionState`.
-      update: `update(grads, state, params, **extra) -> (updates, state)`.
+      update: `update(grads, state, params, *, finite=True, **extra) -> (updates, state)`.
       policy: the policy given.
       loss_scale: the config of the loss scale.
     """
@@ -68,7 +82,9 @@ class MixedPrecision(optax.GradientTransformationExtraArgs):
         `init(policy.cast_to_param(params))` would start the masters from rounded params.
 
         Args:
-          params: a tree of floats, usually float32.
+          params: a tree of floats, usually float32. Donate neither them nor what this returns:
+            params that need no cast, and masters, are the given arrays themselves.
+            `TrainState.create` makes copies.
 
         Returns:
           The live params in `policy.param_dtype`, and the optimizer state.
@@ -77,7 +93,13 @@ class MixedPrecision(optax.GradientTransformationExtraArgs):
         return live, self._algorithm.init(live, params)
 
     def apply_gradients(
-        self, grads: PyTree, state: MixedPrecisionState, params: PyTree, **extra: Any
+        self,
+        grads: PyTree,
+        state: MixedPrecisionState,
+        params: PyTree,
+        *,
+        finite: Bool[Array, ""] | bool = True,
+        **extra: Any,
     ) -> tuple[PyTree, MixedPrecisionState]:
         """One optimizer step, or a skipped one: `update` and `optax.apply_updates` in one.
 
@@ -87,12 +109,15 @@ class MixedPrecision(optax.GradientTransformationExtraArgs):
           grads: unscaled gradients, as `jaxmp.value_and_grad` returns them.
           state: the optimizer state.
           params: the live params.
+          finite: what else must hold for the step to be taken, such as a finite loss. Inside
+            `shard_map` it has to bring in the other devices' gradients:
+            `jax.lax.pmin(jaxmp.all_finite(grads), axis)`.
           **extra: further arguments of the inner optimizer's update, such as `value=loss`.
 
         Returns:
           The params and the state after the step; after a skipped step, the very same params.
         """
-        return self._algorithm.step(grads, state, params, extra, as_updates=False)
+        return self._algorithm.step(grads, state, params, finite, extra, as_updates=False)
 
 
 def mixed_precision(
@@ -131,7 +156,9 @@ def mixed_precision(
     Returns:
       An `optax.GradientTransformationExtraArgs`. Its `update` needs the params, and returns
       float32 updates: `optax.apply_updates` adds them and rounds to the param's dtype. On a
-      skipped step they are zero.
+      skipped step they are zero. `apply_gradients` is exact where updates cannot be, needs no
+      memory for them, and works under strict dtype promotion, where optax's sum of a bfloat16
+      param and a float32 update does not.
 
     Raises:
       ValueError: for an unknown option, or a dynamic loss scale with `skip="none"`.
@@ -140,10 +167,10 @@ def mixed_precision(
     >>> tx = mixed_precision(optax.sgd(0.5), "bfloat16")
     >>> params = {"w": jnp.bfloat16(1.0)}
     >>> state = tx.init(params)
-    >>> updates, state = tx.update({"w": jnp.bfloat16(0.25)}, state, params)
-    >>> optax.apply_updates(params, updates), state.master
+    >>> params, state = tx.apply_gradients({"w": jnp.float32(0.25)}, state, params)
+    >>> params, state.master
     ({'w': Array(0.875, dtype=bfloat16)}, {'w': Array(0.875, dtype=float32)})
-    >>> updates, state = tx.update({"w": jnp.bfloat16(jnp.inf)}, state, params)
+    >>> updates, state = tx.update({"w": jnp.float32(jnp.inf)}, state, params)
     >>> float(updates["w"]), int(state.skipped)
     (-0.0, 1)
     """
@@ -155,7 +182,7 @@ def mixed_precision(
         raise ValueError(
             f"skip must be one of {', '.join(map(repr, get_args(Skip)))}, got {skip!r}"
         )
-    if skip == "none" and isinstance(config, DynamicLossScale):
+    if skip == "none" and not isinstance(config, (NoLossScale, StaticLossScale)):
         raise ValueError(
             "a dynamic loss scale finds its value by overflowing, and skip='none' would apply the "
             "overflowed gradients. Use another skip, or a static loss scale"
@@ -163,14 +190,19 @@ def mixed_precision(
     algorithm = _Algorithm(_as_transformation(inner), config, STORAGES[master], skip)
 
     def init(params: PyTree) -> MixedPrecisionState:
-        _refuse_to_be_wrapped()
+        refuse_to_be_wrapped()
         return algorithm.init(params, params)
 
     def update(
-        grads: PyTree, state: MixedPrecisionState, params: PyTree | None = None, **extra: Any
+        grads: PyTree,
+        state: MixedPrecisionState,
+        params: PyTree | None = None,
+        *,
+        finite: Bool[Array, ""] | bool = True,
+        **extra: Any,
     ) -> tuple[PyTree, MixedPrecisionState]:
-        _refuse_to_be_wrapped()
-        return algorithm.step(grads, state, params, extra, as_updates=True)
+        refuse_to_be_wrapped()
+        return algorithm.step(grads, state, params, finite, extra, as_updates=True)
 
     tx = MixedPrecision(init, update)
     tx.policy, tx.loss_scale, tx._algorithm = policy, config, algorithm
@@ -210,16 +242,21 @@ class _Algorithm:
         grads: PyTree,
         state: MixedPrecisionState,
         params: PyTree,
+        finite: Bool[Array, ""] | bool,
         extra: dict[str, Any],
         *,
         as_updates: bool,
     ) -> tuple[PyTree, MixedPrecisionState]:
         self._check(grads, state, params)
-        grads, params = strong(grads), strong(params)
+        check_flag(finite, "finite")
+        params = strong(params)
+        grads = jax.tree.map(
+            lambda g, p: jnp.asarray(g, at_least_float32(p.dtype)), strong(grads), params
+        )
 
         def take() -> _Taken:
             values = self.storage.load(params, state.master)
-            updates, inner = self.inner.update(widen(grads), state.inner, values, **extra)
+            updates, inner = self.inner.update(grads, state.inner, values, **extra)
             new = self.storage.store(optax.apply_updates(values, updates), params, state.master)
             output = _ingredients(params, new.params, updates) if as_updates else new.params
             return _Taken(output, new.master, _like_before(inner, state.inner))
@@ -231,7 +268,7 @@ class _Algorithm:
         if self.skip == "none":
             finite, taken = jnp.array(True), take()
         else:
-            finite = all_finite(grads)
+            finite = all_finite(grads) & finite
             taken = self._choose(finite, take, keep)
         output = _updates(params, taken.output, finite) if as_updates else taken.output
         return output, MixedPrecisionState(
@@ -363,28 +400,3 @@ def _as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
             f"{type(inner).__name__}"
         )
     return optax.with_extra_args_support(inner)
-
-
-def _refuse_to_be_wrapped() -> None:
-    """Raises if an optax combinator calls: `chain`, `MultiSteps`, `masked` around the wrapper.
-
-    They would see zero updates on skipped steps as real ones, or scale the updates, after which
-    params and masters no longer agree. A combinator keeps no trace of itself in what it passes
-    on, so the only place to see it is the caller's module.
-    """
-    frame: types.FrameType | None = sys._getframe(1)
-    # Runtime type checkers put frames of their own between the caller and us.
-    while frame is not None and _package(frame) in ("jaxmp", "jaxtyping", "beartype"):
-        frame = frame.f_back
-    module = frame.f_globals.get("__name__", "") if frame is not None else ""
-    # optax.tree_utils calls init to learn the layout of the state, which is fine.
-    if module.startswith("optax.") and not module.startswith("optax.tree_utils"):
-        raise ValueError(
-            f"mixed_precision must be the outermost transformation, but {module} called it. Put "
-            "the other transformation inside: mixed_precision(optax.chain(clip, adamw), policy), "
-            "mixed_precision(optax.MultiSteps(adamw, 4), policy)"
-        )
-
-
-def _package(frame: types.FrameType) -> str:
-    return frame.f_globals.get("__name__", "").partition(".")[0]

@@ -24,8 +24,9 @@ class Policy(jmp.Policy):
       param_dtype: dtype in which the params are stored.
       compute_dtype: dtype of the forward and backward computation.
       output_dtype: dtype of what the model returns.
-      reduce_dtype: dtype in which gradients are summed over devices and microbatches; by
-        default the widest of float32, the param and the compute dtype.
+      reduce_dtype: dtype in which gradients are to be summed over devices; by default the
+        widest of float32, the param and the compute dtype. It is recorded here, but nothing in
+        this version enforces it: the compiler sums in the dtype that it finds.
 
     Each may be given as any dtype or name that `get_policy` knows.
 
@@ -113,7 +114,7 @@ def get_policy(policy: str | jmp.Policy) -> Policy:
     | `O2` | - | - | - | an error in this version: needs policies by path |
     | `O3` | float16 | float16 | float32 | apex's O3, which also has no masters and scale 1 |
 
-    All of them reduce gradients in float32. For all of apex's O3, give `mixed_precision`
+    All of them ask for float32 reductions. For all of apex's O3, give `mixed_precision`
     `master="none"` and `loss_scale=NoLossScale()` as well.
 
     Strings of dtypes are jmp's, with blanks allowed and a fourth key: `params` or `p`,

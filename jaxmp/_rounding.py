@@ -1,8 +1,30 @@
-"""Roundings that survive the compiler."""
+"""Rounding to narrow floats: without overflow, and so that the compiler keeps it."""
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
+
+from jaxmp._dtypes import DType
+
+
+def round_finite(x: Float[Array, "*shape"], dtype: DType) -> Float[Array, "*shape"]:
+    """Rounds to a narrower dtype, and keeps finite what was finite.
+
+    A float32 master of 70,000 is beyond float16. As an infinite param it would make the next loss
+    NaN, and no update added to it could bring it back.
+
+    Args:
+      x: an array of a wider dtype.
+      dtype: the narrower dtype.
+
+    Returns:
+      The rounded values; finite ones beyond the range become the largest finite value.
+
+    >>> float(round_finite(jnp.float32(7e4), jnp.dtype("float16")))
+    65504.0
+    """
+    largest = float(jnp.finfo(dtype).max)
+    return jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x).astype(dtype)
 
 
 def widen_rounded(x: Float[Array, "*shape"]) -> Float32[Array, "*shape"]:

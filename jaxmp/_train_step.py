@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import jmp
 import numpy as np
 import optax
-from jaxtyping import PyTree
+from jaxtyping import Array, Bool, PyTree
 
 from jaxmp._dtypes import is_floating, suggestion
 from jaxmp._grad import scaled_evaluation
@@ -20,13 +20,15 @@ from jaxmp._microbatch import (
     check_microbatches,
     split_batch,
     sum_over_microbatches,
-    zeros_like_grads,
 )
 from jaxmp._optimizer import MixedPrecision, MixedPrecisionState
-from jaxmp._policy import get_policy
+from jaxmp._policy import Policy, get_policy
 from jaxmp._tree import cast_floating, check_like, select, strong
 
 Metrics = dict[str, Any]
+
+# Names of arguments beside which collections are given by keyword.
+_RESERVED = ("batch", "cast_params", "extra", "finite", "grads")
 
 
 @functools.partial(
@@ -84,9 +86,16 @@ class TrainState:
             raise TypeError(
                 f"tx must be jaxmp.mixed_precision(optimizer, policy), got {type(tx).__name__}"
             )
-        taken = {field.name for field in dataclasses.fields(cls)} | {"loss_scale"}
+        taken = {*dir(cls), *(field.name for field in dataclasses.fields(cls)), *_RESERVED}
         if clash := sorted(taken & set(collections)):
-            raise ValueError(f"collections cannot be called {clash}: TrainState has such a field")
+            raise ValueError(
+                f"collections cannot be called {clash}: TrainState uses such a name itself"
+            )
+        if functions := [name for name, value in collections.items() if callable(value)]:
+            raise TypeError(
+                f"{', '.join(functions)} must be trees of arrays. TrainState keeps no functions: "
+                "let the loss function close over model.apply"
+            )
         params = _copy(params)
         params, opt_state = tx.init_params(params) if cast_params else (params, tx.init(params))
         return cls(
@@ -108,14 +117,37 @@ class TrainState:
             return collections[name]
         raise AttributeError(f"TrainState has no field or collection {name!r}")
 
+    def replace(self, **changes: Any) -> "TrainState":
+        """A copy with other fields or collections, by name.
+
+        Args:
+          **changes: new values. Unlike in `apply_gradients`, nothing is checked or skipped.
+
+        Returns:
+          The changed state.
+        """
+        collections = {k: v for k, v in changes.items() if k in self.collections}
+        fields = {k: v for k, v in changes.items() if k not in collections}
+        fields.setdefault("collections", self.collections | collections)
+        return dataclasses.replace(self, **fields)
+
     def apply_gradients(
-        self, grads: PyTree, extra: dict[str, Any] | None = None, **collections: PyTree
+        self,
+        grads: PyTree,
+        extra: dict[str, Any] | None = None,
+        *,
+        finite: Bool[Array, ""] | bool = True,
+        **collections: PyTree,
     ) -> "TrainState":
         """The state after one optimizer step, or after a skipped one.
+
+        A step is skipped if a gradient is not finite, or if a number in a collection was finite
+        and no longer is: batch statistics can overflow in a batch whose gradients vanish.
 
         Args:
           grads: unscaled gradients, as `jaxmp.value_and_grad` returns them.
           extra: further arguments for the inner optimizer's update, such as `{"value": loss}`.
+          finite: what else must hold for the step to be taken, such as a finite loss.
           **collections: new values of collections; those not named stay.
 
         Returns:
@@ -126,8 +158,9 @@ class TrainState:
           ValueError: for a collection that the state does not have, or that changed structure.
         """
         new_collections = _updated(self.collections, collections)
+        finite = _stays_finite(new_collections, self.collections) & finite
         params, opt_state = self.tx.apply_gradients(
-            grads, self.opt_state, self.params, **(extra or {})
+            grads, self.opt_state, self.params, finite=finite, **(extra or {})
         )
         finite = opt_state.grads_finite
         return dataclasses.replace(
@@ -155,7 +188,8 @@ def make_train_step(
         is called as `loss_fn(params, batch, **collections)` and returns `(loss, collections)`,
         a dictionary with the new values of those that changed.
       policy: casts params and batch to its compute dtype before `loss_fn` sees them. None leaves
-        that to the model, as for Flax modules with a `dtype` of their own.
+        that to the model, as for Flax modules with a `dtype` of their own. It must compute in the
+        dtype for which the optimizer was wrapped, since that chose the loss scale.
       has_aux: whether `loss_fn` returns one thing more, as its last: `(loss, aux)`, or
         `(loss, collections, aux)`. It comes back as `metrics["aux"]`, with a leading axis of
         microbatches if there are several.
@@ -166,8 +200,9 @@ def make_train_step(
       donate: reuse the buffers of the state for the new one. The old state is gone after a step.
 
     Returns:
-      A jitted `step(state, batch) -> (state, metrics)`. The metrics are arrays, so reading none
-      of them costs no synchronisation: `loss` and `grad_norm` (float32, unscaled, before any
+      A jitted `step(state, batch) -> (state, metrics)`. Beside non-finite gradients, a loss or a
+      norm of the gradients that is not finite skips the step. The metrics are arrays, so reading
+      none of them costs no synchronisation: `loss` and `grad_norm` (float32, unscaled, before any
       clipping), `grads_finite`, `loss_scale` (the one this step used), `skipped` and
       `consecutive_skips`. The inner optimizer is given `value=loss`.
 
@@ -199,6 +234,7 @@ def make_train_step(
         return loss, (_updated(collections, changed), aux)
 
     def train_step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+        _check_same_compute_dtype(policy, state.tx.policy)
         evaluate = scaled_evaluation(
             loss_and_rest, (0,), True, state.loss_scale, 1.0 / microbatches
         )
@@ -213,13 +249,15 @@ def make_train_step(
             collections, (loss, grads, aux) = sum_over_microbatches(
                 evaluate_part,
                 state.collections,
-                zeros_like_grads(state.params),
+                state.params,
                 split_batch(batch, microbatches),
             )
-        new = state.apply_gradients(grads, extra={"value": loss}, **collections)
+        grad_norm = optax.tree.norm(grads)
+        finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+        new = state.apply_gradients(grads, {"value": loss}, finite=finite, **collections)
         metrics = {
             "loss": loss,
-            "grad_norm": optax.tree.norm(grads),
+            "grad_norm": grad_norm,
             "grads_finite": new.opt_state.grads_finite,
             "loss_scale": state.loss_scale.scale,
             "skipped": new.opt_state.skipped,
@@ -228,6 +266,15 @@ def make_train_step(
         return new, metrics | ({"aux": aux} if has_aux else {})
 
     return jax.jit(train_step, donate_argnums=(0,) if donate else ())
+
+
+def _check_same_compute_dtype(policy: Policy | None, wrapped: Policy) -> None:
+    if policy is not None and policy.compute_dtype != wrapped.compute_dtype:
+        raise ValueError(
+            f"the train step computes in {policy.compute_dtype}, but the optimizer was wrapped for "
+            f"{wrapped.compute_dtype}, and its loss scale chosen for that. Give make_train_step "
+            "and mixed_precision the same policy"
+        )
 
 
 class TrainingStalled(RuntimeError):
@@ -248,7 +295,8 @@ def check_progress(state: Any, loss: Any = None, *, limit: int = 50) -> None:
       limit: how many consecutive skips are too many.
 
     Raises:
-      TrainingStalled: with the likely causes and what to do about each.
+      TrainingStalled: with the likely causes and what to do about each; also for a loss that is
+        not finite in a step that was not skipped.
       TypeError: if no optimizer state of jaxmp is in `state`.
     """
     found = _find_states(state)
@@ -259,10 +307,16 @@ def check_progress(state: Any, loss: Any = None, *, limit: int = 50) -> None:
         )
     for opt_state in found:
         skips = int(np.max(opt_state.consecutive_skips))  # of an ensemble, the worst member
+        broken = loss is not None and not np.all(np.isfinite(loss))
+        if broken and skips == 0:
+            raise TrainingStalled(
+                "the loss is not finite, and the step was taken all the same: its gradients were "
+                "finite, or skip='none' does not look at them. Check the loss function, and "
+                "whether the params still are finite"
+            )
         if skips < limit:
             continue
         scale = float(np.min(opt_state.loss_scale.scale))
-        broken = loss is not None and not np.all(np.isfinite(loss))
         first = (
             "The loss itself is not finite: the forward pass overflows or divides by zero"
             if broken
@@ -287,19 +341,20 @@ def _find_states(tree: Any) -> list[MixedPrecisionState]:
 def _unpack(out: Any, has_collections: bool, has_aux: bool) -> tuple[Any, dict[str, Any], Any]:
     form = ["loss", *["collections"] * has_collections, *["aux"] * has_aux]
     parts = (out,) if len(form) == 1 else out
-    if not isinstance(parts, tuple) or len(parts) != len(form):
+    if not isinstance(parts, tuple) or len(parts) != len(form) or isinstance(parts[0], tuple):
+        returned = f"a tuple of {len(out)}" if isinstance(out, tuple) else f"a {type(out).__name__}"
+        hint = "" if has_aux else ". For another output beside it, give has_aux=True"
         raise TypeError(
-            f"the loss function must return ({', '.join(form)}) here, got "
-            f"{type(out).__name__}{f' of {len(out)}' if isinstance(out, tuple) else ''}"
+            f"the loss function must return ({', '.join(form)}) here, got {returned}{hint}"
         )
     loss, *rest = parts
     changed = rest[0] if has_collections else {}
-    if not isinstance(changed, dict):
+    if not isinstance(changed, Mapping):
         raise TypeError(
             f"the collections that the loss function returns must be a dictionary by name, got "
             f"{type(changed).__name__}"
         )
-    return loss, changed, rest[-1] if has_aux else None
+    return loss, dict(changed), rest[-1] if has_aux else None
 
 
 def _updated(old: dict[str, PyTree], changed: dict[str, PyTree]) -> dict[str, PyTree]:
@@ -323,6 +378,16 @@ def _updated(old: dict[str, PyTree], changed: dict[str, PyTree]) -> dict[str, Py
         return cast_floating(jnp.asarray(x), y.dtype) if is_floating(y) else x
 
     return old | {name: jax.tree.map(cast_like, new, old[name]) for name, new in changed.items()}
+
+
+def _stays_finite(new: PyTree, old: PyTree) -> Bool[Array, ""]:
+    """False if a number that was finite is not any more; a collection may hold infinities."""
+    flags = [
+        jnp.all(jnp.isfinite(x) | ~jnp.isfinite(y))
+        for x, y in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
+        if x is not y and is_floating(y)
+    ]
+    return jnp.all(jnp.stack(flags)) if flags else jnp.array(True)
 
 
 def _copy(tree: PyTree) -> PyTree:

@@ -102,15 +102,48 @@ def select(pred: Bool[Array, ""], on_true: PyTree, on_false: PyTree) -> PyTree:
     Args:
       pred: a boolean scalar.
       on_true: a tree of arrays, PRNG keys among them.
-      on_false: a tree of the same structure; its dtypes are kept.
+      on_false: a tree of the same structure and dtypes.
 
     Returns:
       The chosen tree.
 
+    Raises:
+      TypeError: if `pred` is no boolean scalar, or two leaves differ in dtype: promotion would
+        change the type of a state between steps.
+
     >>> select(jnp.array(False), {"a": jnp.float32(jnp.nan)}, {"a": jnp.float32(1.0)})
     {'a': Array(1., dtype=float32)}
     """
-    return jax.tree.map(lambda new, old: jnp.where(pred, new, old), on_true, on_false)
+    check_flag(pred, "pred")
+
+    def choose(new: Any, old: Any) -> Any:
+        new, old = jnp.asarray(new), jnp.asarray(old)
+        if new.dtype != old.dtype:
+            raise TypeError(f"cannot select between {new.dtype} and {old.dtype}: cast one of them")
+        return jnp.where(pred, new, old)
+
+    return jax.tree.map(choose, on_true, on_false)
+
+
+def check_flag(flag: Any, name: str) -> None:
+    """Raises TypeError unless `flag` is a boolean scalar."""
+    if jnp.shape(flag) != () or jnp.result_type(flag) != jnp.bool_:
+        raise TypeError(
+            f"{name} must be a boolean scalar, such as jaxmp.all_finite(grads); got "
+            f"{jnp.result_type(flag)}{list(jnp.shape(flag))}"
+        )
+
+
+def check_differentiable(tree: PyTree, name: str) -> None:
+    """Raises TypeError for a tree with leaves that are no floats, naming the first of them."""
+    for leaf, x in zip(leaf_names(tree), jax.tree.leaves(tree), strict=True):
+        if not is_inexact(x) and not isinstance(x, (float, complex)):
+            dtype = getattr(x, "dtype", type(x).__name__)
+            raise TypeError(
+                f"{name}, leaf {leaf!r}, is {dtype}: only floating leaves have gradients and "
+                "masters. Keep counters, keys and tables of integers in another argument (or "
+                "convert the leaf to a float)"
+            )
 
 
 def leaf_names(tree: PyTree) -> list[str]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -127,10 +128,18 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
      "argnums contains 2, but only 2 positional arguments came"),
     # microbatches
     ("does not divide", lambda: value_and_grad(microbatches=4), ValueError,
-     "batch leaf '0' has 6 examples, which 4 microbatches do not divide. Use a batch size that "
-     "is a multiple of 4"),
+     "the batch has 6 examples, which 4 microbatches do not divide. Use a batch size that is a "
+     "multiple of 4"),
+    ("different lengths", lambda: value_and_grad(
+        jnp.float32(1), jnp.ones(6), jnp.ones(4), fun=lambda w, x, t: w, microbatches=2),
+     ValueError, "batch leaves '1' and '2' have 6 and 4 examples: only arrays with one and the "
+     "same leading batch axis can be split into microbatches. Let the loss function close over"),
+    ("keyword batch", lambda: jaxmp.grad(lambda w, x, y: w, microbatches=2)(
+        1.0, jnp.ones(6), y=jnp.ones(6)), ValueError,
+     "keyword argument 'y' has 6 examples like the batch, but keyword arguments are not split "
+     "into microbatches. Pass it by position"),
     ("scalar in batch", lambda: value_and_grad(jnp.float32(1), 2.0, microbatches=2), ValueError,
-     "batch leaf '0' is a scalar and cannot be split into 2 microbatches. Pass it as a keyword"),
+     "batch leaf '1' is a scalar and has no examples to split into microbatches. Let the loss"),
     ("microbatches 0", lambda: value_and_grad(microbatches=0), ValueError,
      "microbatches must be a whole number of at least 1, got 0"),
     ("no batch", lambda: value_and_grad(jnp.float32(1), fun=lambda w: w, microbatches=2),
@@ -185,7 +194,25 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ("bare tx", lambda: jaxmp.TrainState.create(params=PARAMS, tx=optax.sgd(0.1)), TypeError,
      "tx must be jaxmp.mixed_precision(optimizer, policy), got GradientTransformationExtraArgs"),
     ("collection name", lambda: train_state(step=1), ValueError,
-     "collections cannot be called ['step']: TrainState has such a field"),
+     "collections cannot be called ['step']: TrainState uses such a name itself"),
+    ("collection called like a method", lambda: train_state(replace=1, grads=2), ValueError,
+     "collections cannot be called ['grads', 'replace']: TrainState uses such a name itself"),
+    ("apply_fn", lambda: train_state(apply_fn=lambda x: x), TypeError,
+     "apply_fn must be trees of arrays. TrainState keeps no functions: let the loss function "
+     "close over model.apply"),
+    ("two policies", lambda: step(lambda p, b: p["b"][0], policy="mixed_bfloat16"), ValueError,
+     "the train step computes in bfloat16, but the optimizer was wrapped for float16, and its "
+     "loss scale chosen for that. Give make_train_step and mixed_precision the same policy"),
+    ("select", lambda: jaxmp.select(jnp.array(True), jnp.float32(1), jnp.float16(1)), TypeError,
+     "cannot select between float32 and float16: cast one of them"),
+    ("select by a mask", lambda: jaxmp.select(jnp.ones(2, bool), 1.0, 2.0), TypeError,
+     "pred must be a boolean scalar, such as jaxmp.all_finite(grads); got bool[2]"),
+    ("bool scale", lambda: value_and_grad(loss_scale=True), TypeError, "got bool"),
+    ("finite", lambda: tx().update(PARAMS, tx().init(PARAMS), PARAMS, finite=jnp.ones(2)),
+     TypeError, "finite must be a boolean scalar"),
+    ("aux in the step", lambda: step(lambda p, b: (p["b"][0], 1.0)), TypeError,
+     "the loss function must return (loss) here, got a tuple of 2. For another output beside it, "
+     "give has_aux=True"),
     ("unknown attribute", lambda: train_state(stats=1).stat, AttributeError,
      "TrainState has no field or collection 'stat'"),
     ("unknown collection", lambda: train_state(stats=1).apply_gradients(PARAMS, stat=1),
@@ -254,6 +281,8 @@ def stalled(scale: float = 1.0, skips: int = 50) -> jaxmp.TrainState:
 
 
 def test_check_progress() -> None:
+    with pytest.raises(jaxmp.TrainingStalled, match="the loss is not finite, and the step was tak"):
+        jaxmp.check_progress(stalled(skips=0), loss=np.nan)
     jaxmp.check_progress(stalled(skips=49))
     with pytest.raises(
         jaxmp.TrainingStalled,

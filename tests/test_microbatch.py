@@ -118,3 +118,39 @@ def test_a_sharded_batch_stays_where_it_is(microbatches: int) -> None:
     ours = collectives(jaxmp.grad(lambda p, b: linear(p, b)[0], microbatches=microbatches))
     assert ours == {"all-reduce"}
     assert collectives(contiguous) - {"all-reduce"}  # positive control
+
+
+def test_sharded_params_under_an_explicit_mesh() -> None:
+    """The float32 sum is sharded like the params; a plain array of zeros would not be."""
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+    spec = jax.sharding.PartitionSpec
+    with jax.set_mesh(mesh):
+        w = jax.device_put(jnp.ones((8, 4)), jax.sharding.NamedSharding(mesh, spec("d")))
+        x = jax.device_put(jnp.ones((16, 8)), jax.sharding.NamedSharding(mesh, spec()))
+
+        def fun(w: Any, x: Any) -> Any:
+            return jnp.mean(jnp.dot(x, w, out_sharding=spec()) ** 2)
+
+        loss, grad = jax.jit(jaxmp.value_and_grad(fun, microbatches=2))(w, x)
+        assert float(loss) == 64.0
+        assert grad.sharding.is_equivalent_to(w.sharding, 2)
+        np.testing.assert_array_equal(grad, np.full((8, 4), 4.0))
+
+
+@pytest.mark.parametrize("sharded", ["params", "batch"])
+def test_in_shard_map(sharded: str) -> None:
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec
+    w_spec, x_spec = (spec("d"), spec()) if sharded == "params" else (spec(), spec("d"))
+    w, x = jnp.ones((16, 4)), jnp.ones((16, 16))
+    if sharded == "params":
+        x = x[:, :2]
+
+    def local(w: Any, x: Any) -> Any:
+        return jaxmp.grad(lambda w, x: jnp.mean((x @ w) ** 2), microbatches=2)(w, x)
+
+    run = jax.shard_map(local, mesh=mesh, in_specs=(w_spec, x_spec), out_specs=w_spec)
+    grad = jax.jit(run)(w, x)
+    # Gradients of replicated params are summed over the devices, in each of which x is a mean.
+    want = np.full((16, 4), 1.0) if sharded == "params" else np.full((16, 4), 8 * 8.0)
+    np.testing.assert_allclose(grad, want)

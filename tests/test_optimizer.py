@@ -314,6 +314,56 @@ def test_python_and_numpy_params() -> None:
     assert float(optax.apply_updates(new, updates)["a"]) == 0.0
 
 
+def test_masters_beyond_float16_leave_params_finite() -> None:
+    """And the params come back, also through updates: inf + -inf would be NaN for ever."""
+    tx = jaxmp.mixed_precision(optax.sgd(1.0), "float16")
+    params = {"w": jnp.float16(60000.0)}
+    state = tx.init(params)
+    for grad, want in ((-10000.0, 65504.0), (9000.0, 60992.0), (0.0, 60992.0)):
+        updates, state = tx.update({"w": jnp.float32(grad)}, state, params)
+        params = optax.apply_updates(params, updates)
+        assert float(params["w"]) == want
+    assert float(state.master["w"]) == 61000.0
+
+
+def test_wide_gradients_of_float32_params() -> None:
+    with jax.enable_x64(True):
+        tx = jaxmp.mixed_precision(optax.adam(0.1), "float32")
+        params = {"w": jnp.ones(2, jnp.float32)}
+        new, _ = tx.apply_gradients({"w": jnp.ones(2, jnp.float64)}, tx.init(params), params)
+        assert new["w"].dtype == jnp.float32
+
+
+def test_another_condition_skips_too() -> None:
+    tx = jaxmp.mixed_precision(optax.sgd(0.1), "float32")
+    params = mixed_tree("float32")
+    state = tx.init(params)
+    for finite in (False, jnp.array(False)):
+        new, after = tx.apply_gradients(constant_grads(), state, params, finite=finite)
+        assert tree_bits(new) == tree_bits(params)
+        assert int(after.skipped) == 1
+
+
+def test_one_trace_without_skips() -> None:
+    """Nothing but the wrapper itself keeps the state strongly typed there."""
+    traces = []
+    weak = optax.GradientTransformation(
+        lambda params: jnp.asarray(1.0), lambda grads, state, params: (grads, jnp.asarray(2.0))
+    )
+    tx = jaxmp.mixed_precision(weak, "float32", skip="none")
+
+    @jax.jit
+    def step(params: Any, state: Any) -> Any:
+        traces.append(1)
+        return tx.apply_gradients(constant_grads(), state, params)
+
+    params = mixed_tree("float32")
+    state = tx.init(params)
+    for _ in range(3):
+        params, state = step(params, state)
+    assert len(traces) == 1
+
+
 def test_complex_params() -> None:
     tx = jaxmp.mixed_precision(optax.sgd(1.0), "mixed_bfloat16")
     params = {"c": jnp.ones(2, jnp.complex64)}

@@ -97,7 +97,7 @@ def test_the_policy_decides_what_the_loss_sees() -> None:
         (None, True, ("float32", "float32")),
     ):
         step = jaxmp.make_train_step(spy, policy, cast_batch=cast_batch)
-        step(make("float32"), full)
+        step(make("float32" if policy is None else policy), full)
         assert (seen["params"], seen["x"]) == want
         assert seen["ids"] == jnp.int32
 
@@ -159,6 +159,49 @@ def test_collections_move_and_stay_on_a_skip() -> None:
     ]
     # Positive control: the loss function really returned infinite statistics.
     assert not jaxmp.all_finite(bn_loss(state.params, bad, **state.collections)[1])
+
+
+def test_a_loss_that_is_not_finite_skips_the_step() -> None:
+    """Its gradients can be finite, and optimizers that read the loss would be destroyed by it."""
+    tx = jaxmp.mixed_precision(optax.polyak_sgd(), "float32")
+    state = jaxmp.TrainState.create(params={"w": jnp.ones(2)}, tx=tx)
+    step = jaxmp.make_train_step(lambda p, b: jnp.sum(p["w"]) + b, donate=False)
+    bad, metrics = step(state, jnp.float32(jnp.inf))
+    assert not metrics["grads_finite"]
+    assert tree_bits(bad.params) == tree_bits(state.params)
+    grads = {"w": jnp.ones(2)}
+    poisoned = state.apply_gradients(grads, {"value": jnp.float32(jnp.inf)})
+    assert not jnp.all(poisoned.params["w"] == 1.0)  # positive control
+
+
+def test_statistics_that_overflow_skip_the_step() -> None:
+    """A float16 variance of 300s is infinite, its inverse zero, and so are all gradients."""
+
+    def loss(params: Any, batch: Any, stats: Any) -> Any:
+        var = jnp.mean(batch * batch)
+        loss = jnp.sum(params["w"] * jax.lax.rsqrt(var)).astype(jnp.float32)
+        return loss, {"stats": {"var": var.astype(jnp.float32), "least": stats["least"]}}
+
+    tx = jaxmp.mixed_precision(
+        optax.sgd(0.1), "mixed_float16", loss_scale=jaxmp.StaticLossScale(8.0)
+    )
+    stats = {"var": jnp.float32(1.0), "least": jnp.float32(jnp.inf)}  # this one may be infinite
+    state = jaxmp.TrainState.create(params={"w": jnp.ones(2)}, tx=tx, stats=stats)
+    step = jaxmp.make_train_step(loss, "mixed_float16", donate=False)
+    bad, metrics = step(state, jnp.full(4, 300.0))
+    assert np.isfinite(metrics["grad_norm"])
+    assert (int(bad.step), float(bad.stats["var"])) == (0, 1.0)
+    good, _ = step(state, jnp.full(4, 30.0))
+    assert (int(good.step), float(good.stats["var"])) == (1, 900.0)
+
+
+def test_replace() -> None:
+    state = bn_state().replace(step=jnp.int32(7), frozen=jnp.zeros(2))
+    assert int(state.step) == 7
+    np.testing.assert_array_equal(state.frozen, np.zeros(2))
+    assert set(state.collections) == {"batch_stats", "rng", "frozen"}
+    with pytest.raises(TypeError, match="unexpected keyword argument 'froozen'"):
+        state.replace(froozen=1)
 
 
 def test_collections_pass_through_microbatches() -> None:

@@ -14,14 +14,15 @@ from tests.aot.conftest import Compiler
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("standard_promotion")]
 
 N = 2048
+F16 = {"w": jax.ShapeDtypeStruct((N, N), jnp.float16)}
 PARAMS = {"w": jax.ShapeDtypeStruct((N, N), jnp.bfloat16), "b": jax.ShapeDtypeStruct((N,), "f4")}
 GRADS = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), PARAMS)
 
 
 def roundings(compiled: Any) -> int:
-    """How often an N x N array is rounded to bfloat16, as a cast or in place."""
+    """How often an N x N array is rounded to 16 bits, as a cast or in place."""
     text = compiled.as_text()
-    casts = re.findall(rf"= bf16\[{N},{N}\]\S* convert\(", text)
+    casts = re.findall(rf"= b?f16\[{N},{N}\]\S* convert\(", text)
     return len(casts) + len(re.findall(rf"= f32\[{N},{N}\]\S* reduce-precision\(", text))
 
 
@@ -38,6 +39,15 @@ def test_updates_are_made_of_rounded_params(compiler: Compiler, skip: Any) -> No
     """One rounding makes the new param, the other belongs to `apply_updates`."""
     tx = jaxmp.mixed_precision(optax.adamw(1e-2), "bfloat16", skip=skip)
     compiled = compiler(update_step(tx), PARAMS, jax.eval_shape(tx.init, PARAMS), GRADS)
+    assert roundings(compiled) >= 2
+
+
+@pytest.mark.parametrize("skip", ["auto", "none"])
+def test_updates_are_made_of_rounded_float16_params(compiler: Compiler, skip: Any) -> None:
+    config = jaxmp.StaticLossScale(8.0)
+    tx = jaxmp.mixed_precision(optax.adamw(1e-2), "float16", loss_scale=config, skip=skip)
+    grads = {"w": GRADS["w"]}
+    compiled = compiler(update_step(tx), F16, jax.eval_shape(tx.init, F16), grads)
     assert roundings(compiled) >= 2
 
 
