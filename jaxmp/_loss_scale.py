@@ -19,7 +19,7 @@ from jaxmp._dtypes import at_least_float32, is_inexact
 from jaxmp._tree import check_flag
 
 # Below this 1/scale overflows.
-SMALLEST_SCALE = 2.0**-126
+_SMALLEST_SCALE = 2.0**-126
 _LARGEST_SCALE = float(np.finfo(np.float32).max)
 
 
@@ -247,7 +247,7 @@ def _check_scale(name: str, value: Any) -> float:
         number = float(value)
     except (TypeError, ValueError):
         raise ValueError(f"{name} must be a number, got {value!r}") from None
-    if not SMALLEST_SCALE <= number <= _LARGEST_SCALE:
+    if not _SMALLEST_SCALE <= number <= _LARGEST_SCALE:
         raise ValueError(
             f"{name} must be a finite float32 above zero, at least 2**-126 so that 1/{name} is "
             f"finite, got {value!r}"

@@ -60,7 +60,7 @@ class Float32Masters:
     def store(self, values: PyTree, params: PyTree, master: PyTree) -> Stored:
         """The values rounded to the dtypes of the params, and the values themselves."""
         kept = jax.tree.map(lambda v, m: m if is_masked(m) else v, values, master)
-        return Stored(_round_like(values, params), kept)
+        return Stored(round_like(values, params), kept)
 
 
 class NoMasters:
@@ -81,7 +81,7 @@ class NoMasters:
 
     def store(self, values: PyTree, params: PyTree, master: PyTree) -> Stored:
         """The values rounded to the dtypes of the params."""
-        return Stored(_round_like(values, params), master)
+        return Stored(round_like(values, params), master)
 
 
 STORAGES: dict[str, MasterStorage] = {"float32": Float32Masters(), "none": NoMasters()}
@@ -92,7 +92,8 @@ def is_masked(x: Any) -> bool:
     return isinstance(x, optax.MaskedNode)
 
 
-def _round_like(values: PyTree, params: PyTree) -> PyTree:
+def round_like(values: PyTree, params: PyTree) -> PyTree:
+    """Values in the dtypes of params; what is beyond a narrow one becomes its largest value."""
     return jax.tree.map(
         lambda v, p: round_finite(v, p.dtype) if is_narrow(p.dtype) else v.astype(p.dtype),
         values,

@@ -61,7 +61,8 @@ def split_batch(batch: PyTree, count: int, *, whole: PyTree = None) -> PyTree:
         if examples is not None and jnp.shape(x)[:1] == (examples,):
             raise ValueError(
                 f"keyword argument {name!r} has {examples} examples like the batch, but keyword "
-                "arguments are not split into microbatches. Pass it by position"
+                "arguments are not split into microbatches. Pass it by position, or let the loss "
+                "function close over it if it is no part of the batch"
             )
     if examples is not None and examples % count:
         raise ValueError(
@@ -84,7 +85,7 @@ def _examples(batch: dict[str, Any]) -> int | None:
         if jnp.ndim(x) == 0:
             raise ValueError(
                 f"batch leaf {name!r} is a scalar and has no examples to split into microbatches. "
-                "Let the loss function close over it"
+                "Let the loss function close over it, or leave its argument out of batch_argnums"
             )
         examples = jnp.shape(x)[0]
         if first is not None and examples != first[1]:

@@ -18,7 +18,7 @@ from jaxmp._loss_scale import (
     NoLossScale,
     StaticLossScale,
 )
-from jaxmp._masters import STORAGES, MasterStorage
+from jaxmp._masters import STORAGES, MasterStorage, round_like
 from jaxmp._outermost import refuse_to_be_wrapped
 from jaxmp._policy import Policy, get_policy
 from jaxmp._rounding import widen_rounded
@@ -45,8 +45,8 @@ class MixedPrecisionState(NamedTuple):
       master: what is kept beside the live params; `optax.MaskedNode()` for float32 params,
         which are their own masters.
       loss_scale: the scale with which the next loss is to be scaled.
-      grads_finite: whether the last gradients were finite, so that the step was taken. Always
-        true with `skip="none"`, which does not look.
+      grads_finite: whether the last step was taken: its gradients were finite, and so was what
+        else it was made to depend on. Always true with `skip="none"`, which does not look.
       skipped: how many steps were skipped so far.
       consecutive_skips: how many of them since the last step that was taken.
     """
@@ -67,7 +67,7 @@ class MixedPrecision(optax.GradientTransformationExtraArgs):
 
     Attributes:
       init: `init(params) -> MixedPrecisionState`.
-      update: `update(grads, state, params, *, finite=True, **extra) -> (updates, state)`.
+      update: `update(grads, state, params, *, finite=None, **extra) -> (updates, state)`.
       policy: the policy given.
       loss_scale: the config of the loss scale.
     """
@@ -89,7 +89,9 @@ class MixedPrecision(optax.GradientTransformationExtraArgs):
         Returns:
           The live params in `policy.param_dtype`, and the optimizer state.
         """
-        live = self.policy.cast_to_param(params)
+        check_differentiable(params, "params")
+        params = strong(params)
+        live = round_like(params, self.policy.cast_to_param(params))
         return live, self._algorithm.init(live, params)
 
     def apply_gradients(
@@ -98,7 +100,7 @@ class MixedPrecision(optax.GradientTransformationExtraArgs):
         state: MixedPrecisionState,
         params: PyTree,
         *,
-        finite: Bool[Array, ""] | bool = True,
+        finite: Bool[Array, ""] | None = None,
         **extra: Any,
     ) -> tuple[PyTree, MixedPrecisionState]:
         """One optimizer step, or a skipped one: `update` and `optax.apply_updates` in one.
@@ -109,9 +111,10 @@ class MixedPrecision(optax.GradientTransformationExtraArgs):
           grads: unscaled gradients, as `jaxmp.value_and_grad` returns them.
           state: the optimizer state.
           params: the live params.
-          finite: what else must hold for the step to be taken, such as a finite loss. Inside
-            `shard_map` it has to bring in the other devices' gradients:
-            `jax.lax.pmin(jaxmp.all_finite(grads), axis)`.
+          finite: whether to take the step, in place of `all_finite(grads)`. If it is false, the
+            loss scale backs off too. Inside `shard_map` with sharded gradients it has to be the
+            same on all devices: `jax.lax.pmin(jaxmp.all_finite(grads), axis)`. Not looked at
+            with `skip="none"`.
           **extra: further arguments of the inner optimizer's update, such as `value=loss`.
 
         Returns:
@@ -198,7 +201,7 @@ def mixed_precision(
         state: MixedPrecisionState,
         params: PyTree | None = None,
         *,
-        finite: Bool[Array, ""] | bool = True,
+        finite: Bool[Array, ""] | None = None,
         **extra: Any,
     ) -> tuple[PyTree, MixedPrecisionState]:
         refuse_to_be_wrapped()
@@ -242,13 +245,12 @@ class _Algorithm:
         grads: PyTree,
         state: MixedPrecisionState,
         params: PyTree,
-        finite: Bool[Array, ""] | bool,
+        finite: Bool[Array, ""] | None,
         extra: dict[str, Any],
         *,
         as_updates: bool,
     ) -> tuple[PyTree, MixedPrecisionState]:
         self._check(grads, state, params)
-        check_flag(finite, "finite")
         params = strong(params)
         grads = jax.tree.map(
             lambda g, p: jnp.asarray(g, at_least_float32(p.dtype)), strong(grads), params
@@ -268,7 +270,8 @@ class _Algorithm:
         if self.skip == "none":
             finite, taken = jnp.array(True), take()
         else:
-            finite = all_finite(grads) & finite
+            finite = all_finite(grads) if finite is None else finite
+            check_flag(finite, "finite")
             taken = self._choose(finite, take, keep)
         output = _updates(params, taken.output, finite) if as_updates else taken.output
         return output, MixedPrecisionState(
@@ -313,6 +316,11 @@ class _Algorithm:
             advice="Differentiate with respect to the params that the optimizer updates.",
         )
         check_differentiable(grads, "gradients")
+        for name, g, p in zip(
+            leaf_names(grads), jax.tree.leaves(grads), jax.tree.leaves(params), strict=True
+        ):
+            if jnp.iscomplexobj(g) and not jnp.iscomplexobj(p):
+                raise TypeError(f"gradients leaf {name!r} is complex, but its param is real")
         expected = jax.eval_shape(self.storage.init, strong(params), strong(params))
         if not same_structure(expected, state.master) or any(
             a.dtype != b.dtype or a.shape != b.shape

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, PyTree
 
-from jaxmp._dtypes import is_floating, suggestion
+from jaxmp._dtypes import is_floating, is_inexact, suggestion
 from jaxmp._grad import scaled_evaluation
 from jaxmp._loss_scale import LossScaleState
 from jaxmp._microbatch import (
@@ -23,12 +23,12 @@ from jaxmp._microbatch import (
 )
 from jaxmp._optimizer import MixedPrecision, MixedPrecisionState
 from jaxmp._policy import Policy, get_policy
-from jaxmp._tree import cast_floating, check_like, select, strong
+from jaxmp._tree import all_finite, cast_floating, check_like, select, strong
 
 Metrics = dict[str, Any]
 
 # Names of arguments beside which collections are given by keyword.
-_RESERVED = ("batch", "cast_params", "extra", "finite", "grads")
+_RESERVED = ("batch", "cast_params", "cls", "extra", "finite", "grads", "self")
 
 
 @functools.partial(
@@ -79,8 +79,8 @@ class TrainState:
           The state.
 
         Raises:
-          TypeError: if `tx` is not wrapped in `mixed_precision`.
-          ValueError: if a collection has the name of a field.
+          TypeError: if `tx` is not wrapped in `mixed_precision`, or a collection holds functions.
+          ValueError: if a collection has a name that `TrainState` uses itself.
         """
         if not isinstance(tx, MixedPrecision):
             raise TypeError(
@@ -91,7 +91,12 @@ class TrainState:
             raise ValueError(
                 f"collections cannot be called {clash}: TrainState uses such a name itself"
             )
-        if functions := [name for name, value in collections.items() if callable(value)]:
+        functions = [
+            name
+            for name, value in collections.items()
+            if any(callable(leaf) for leaf in jax.tree.leaves(value))
+        ]
+        if functions:
             raise TypeError(
                 f"{', '.join(functions)} must be trees of arrays. TrainState keeps no functions: "
                 "let the loss function close over model.apply"
@@ -112,8 +117,8 @@ class TrainState:
         return self.opt_state.loss_scale
 
     def __getattr__(self, name: str) -> PyTree:
-        collections = self.__dict__.get("collections", {})
-        if name in collections:
+        collections = self.__dict__.get("collections")
+        if isinstance(collections, Mapping) and name in collections:
             return collections[name]
         raise AttributeError(f"TrainState has no field or collection {name!r}")
 
@@ -128,7 +133,7 @@ class TrainState:
         """
         collections = {k: v for k, v in changes.items() if k in self.collections}
         fields = {k: v for k, v in changes.items() if k not in collections}
-        fields.setdefault("collections", self.collections | collections)
+        fields["collections"] = fields.get("collections", self.collections) | collections
         return dataclasses.replace(self, **fields)
 
     def apply_gradients(
@@ -136,29 +141,32 @@ class TrainState:
         grads: PyTree,
         extra: dict[str, Any] | None = None,
         *,
-        finite: Bool[Array, ""] | bool = True,
+        finite: Bool[Array, ""] | None = None,
         **collections: PyTree,
     ) -> "TrainState":
         """The state after one optimizer step, or after a skipped one.
 
         A step is skipped if a gradient is not finite, or if a number in a collection was finite
-        and no longer is: batch statistics can overflow in a batch whose gradients vanish.
+        and no longer is: batch statistics can overflow in a batch whose gradients vanish. (Not
+        with an optimizer that never skips.)
 
         Args:
           grads: unscaled gradients, as `jaxmp.value_and_grad` returns them.
           extra: further arguments for the inner optimizer's update, such as `{"value": loss}`.
-          finite: what else must hold for the step to be taken, such as a finite loss.
+          finite: whether to take the step, in place of this test. Inside `shard_map` it has to
+            be the same on all devices.
           **collections: new values of collections; those not named stay.
 
         Returns:
-          The next state. If the gradients were not finite, only its loss scale and its counts
-          of skipped steps differ.
+          The next state. After a skip, only its loss scale and its counts of skipped steps
+          differ.
 
         Raises:
           ValueError: for a collection that the state does not have, or that changed structure.
         """
         new_collections = _updated(self.collections, collections)
-        finite = _stays_finite(new_collections, self.collections) & finite
+        if finite is None:
+            finite = all_finite(grads) & _stays_finite(new_collections, self.collections)
         params, opt_state = self.tx.apply_gradients(
             grads, self.opt_state, self.params, finite=finite, **(extra or {})
         )
@@ -204,7 +212,9 @@ def make_train_step(
       norm of the gradients that is not finite skips the step. The metrics are arrays, so reading
       none of them costs no synchronisation: `loss` and `grad_norm` (float32, unscaled, before any
       clipping), `grads_finite`, `loss_scale` (the one this step used), `skipped` and
-      `consecutive_skips`. The inner optimizer is given `value=loss`.
+      `consecutive_skips`. The inner optimizer is given `value=loss`. It is not made for
+      `shard_map`, where each device has a loss of its own: use `value_and_grad` and
+      `state.apply_gradients(grads, finite=...)` there.
 
     Raises:
       ValueError: if the policy computes in float8, or `microbatches` is no positive number.
@@ -253,7 +263,9 @@ def make_train_step(
                 split_batch(batch, microbatches),
             )
         grad_norm = optax.tree.norm(grads)
-        finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+        finite = all_finite((loss, grad_norm, grads)) & _stays_finite(
+            collections, state.collections
+        )
         new = state.apply_gradients(grads, {"value": loss}, finite=finite, **collections)
         metrics = {
             "loss": loss,
@@ -323,9 +335,10 @@ def check_progress(state: Any, loss: Any = None, *, limit: int = 50) -> None:
             else "If the loss itself is infinite or NaN, the forward pass is broken"
         )
         raise TrainingStalled(
-            f"{skips} optimizer steps in a row were skipped, because their gradients were not "
-            f"finite; the loss scale is {scale:g}. No loss scale cures this. {first}; look for "
-            "activations beyond 65504 in float16, log or sqrt of zero, and bad input data. A "
+            f"{skips} optimizer steps in a row were skipped, because their gradients (or loss, or "
+            f"batch statistics) were not finite; the loss scale is {scale:g}. No loss scale cures "
+            f"this. {first}; look for activations beyond 65504 in float16, log or sqrt of zero, "
+            "statistics that overflow, and bad input data. A "
             "model pretrained in bfloat16 often overflows float16: use 'mixed_bfloat16'. "
             "Otherwise lower the learning rate, or warm it up for longer."
         )
@@ -385,7 +398,7 @@ def _stays_finite(new: PyTree, old: PyTree) -> Bool[Array, ""]:
     flags = [
         jnp.all(jnp.isfinite(x) | ~jnp.isfinite(y))
         for x, y in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
-        if x is not y and is_floating(y)
+        if x is not y and is_inexact(y)
     ]
     return jnp.all(jnp.stack(flags)) if flags else jnp.array(True)
 

@@ -35,7 +35,9 @@ def make_step() -> Any:
             loss, has_aux=True, loss_scale=state.loss_scale
         )(state.params)
         grads = {name: g + batch["grads"] for name, g in grads.items()}
-        return state.apply_gradients(grads, finite=jnp.isfinite(value), stats=stats), value
+        return state.apply_gradients(
+            grads, finite=jaxmp.all_finite((value, grads, stats)), stats=stats
+        ), value
 
     return step
 

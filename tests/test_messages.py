@@ -208,6 +208,8 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ("select by a mask", lambda: jaxmp.select(jnp.ones(2, bool), 1.0, 2.0), TypeError,
      "pred must be a boolean scalar, such as jaxmp.all_finite(grads); got bool[2]"),
     ("bool scale", lambda: value_and_grad(loss_scale=True), TypeError, "got bool"),
+    ("complex gradients", lambda: update(grads={"w": jnp.ones(2, "c8"), "b": jnp.ones(1)}),
+     TypeError, "gradients leaf 'w' is complex, but its param is real"),
     ("finite", lambda: tx().update(PARAMS, tx().init(PARAMS), PARAMS, finite=jnp.ones(2)),
      TypeError, "finite must be a boolean scalar"),
     ("aux in the step", lambda: step(lambda p, b: (p["b"][0], 1.0)), TypeError,

@@ -324,6 +324,8 @@ def test_masters_beyond_float16_leave_params_finite() -> None:
         params = optax.apply_updates(params, updates)
         assert float(params["w"]) == want
     assert float(state.master["w"]) == 61000.0
+    live, state = tx.init_params({"w": jnp.float32(7e4)})
+    assert (float(live["w"]), float(state.master["w"])) == (65504.0, 70000.0)
 
 
 def test_wide_gradients_of_float32_params() -> None:
@@ -338,10 +340,35 @@ def test_another_condition_skips_too() -> None:
     tx = jaxmp.mixed_precision(optax.sgd(0.1), "float32")
     params = mixed_tree("float32")
     state = tx.init(params)
-    for finite in (False, jnp.array(False)):
-        new, after = tx.apply_gradients(constant_grads(), state, params, finite=finite)
-        assert tree_bits(new) == tree_bits(params)
-        assert int(after.skipped) == 1
+    no = jnp.array(False)
+    new, after = tx.apply_gradients(constant_grads(), state, params, finite=no)
+    assert tree_bits(new) == tree_bits(params)
+    assert int(after.skipped) == 1
+
+
+@pytest.mark.parametrize("skip", ["auto", "cond", "select"])
+def test_devices_of_a_shard_map_agree(skip: Any) -> None:
+    """One device has a NaN among its gradients; with the flag reduced, all skip."""
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec
+    tx = jaxmp.mixed_precision(optax.sgd(0.1), "mixed_float16", skip=skip)
+    params = jnp.ones(16)
+    state = tx.init(params)
+
+    def step(params: Any, state: Any, grads: Any) -> Any:
+        finite = jax.lax.pmin(jaxmp.all_finite(grads), "d")
+        return tx.apply_gradients(grads, state, params, finite=finite)
+
+    run = jax.jit(
+        jax.shard_map(
+            step, mesh=mesh, in_specs=(spec("d"), spec(), spec("d")), out_specs=(spec("d"), spec())
+        )
+    )
+    new, after = run(params, state, jnp.ones(16).at[5].set(jnp.nan))
+    np.testing.assert_array_equal(new, params)
+    assert float(after.loss_scale.scale) == 2.0**15
+    new, after = run(params, state, jnp.ones(16))
+    np.testing.assert_allclose(new, 0.9)
 
 
 def test_one_trace_without_skips() -> None:

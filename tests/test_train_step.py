@@ -200,6 +200,8 @@ def test_replace() -> None:
     assert int(state.step) == 7
     np.testing.assert_array_equal(state.frozen, np.zeros(2))
     assert set(state.collections) == {"batch_stats", "rng", "frozen"}
+    whole = state.replace(collections={"other": 1}, frozen=jnp.ones(2))
+    assert set(whole.collections) == {"other", "frozen"}
     with pytest.raises(TypeError, match="unexpected keyword argument 'froozen'"):
         state.replace(froozen=1)
 
