@@ -152,8 +152,8 @@ def mixed_precision(
         is its own master, with no copy); `"none"` keeps none and loses small updates.
       skip: how a step is skipped. `"cond"` branches with `lax.cond`; `"select"` computes the step
         and then chooses between old and new state, element by element. On a CPU a branch saves
-        memory and time; GPU and TPU compilers copy state for a branch, fuse a choice for nothing,
-        and a GPU stops to read the flag. `"auto"` is therefore `"cond"` on CPUs and `"select"`
+        memory and time; GPU and TPU compilers copy state for a branch, and fuse a choice into the
+        update without a second state. `"auto"` is therefore `"cond"` on CPUs and `"select"`
         elsewhere. `"none"` does not test the gradients at all, and applies whatever comes.
 
     Returns:
