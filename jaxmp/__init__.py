@@ -2,8 +2,14 @@
 
 Low-precision compute, float32 where it matters, and proof of both. Start at `get_policy`,
 `value_and_grad` and `mixed_precision`; `TrainState` and `make_train_step` put them together.
+`PolicyRules` say which part of a model runs in which precision; `jaxmp.linen` and `jaxmp.nnx` put
+Flax modules under them, and import flax when they are first used.
 """
 
+import importlib
+import typing
+
+from jaxmp import rules as rules
 from jaxmp._grad import grad as grad, value_and_grad as value_and_grad
 from jaxmp._loss_scale import (
     DynamicLossScale as DynamicLossScale,
@@ -18,6 +24,7 @@ from jaxmp._optimizer import (
     mixed_precision as mixed_precision,
 )
 from jaxmp._policy import Policy as Policy, get_policy as get_policy
+from jaxmp._rules import PolicyRules as PolicyRules
 from jaxmp._train_step import (
     TrainingStalled as TrainingStalled,
     TrainState as TrainState,
@@ -26,4 +33,13 @@ from jaxmp._train_step import (
 )
 from jaxmp._tree import all_finite as all_finite, cast_floating as cast_floating, select as select
 
+if typing.TYPE_CHECKING:
+    from jaxmp import linen as linen, nnx as nnx
+
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> typing.Any:
+    if name in ("linen", "nnx"):
+        return importlib.import_module(f"jaxmp.{name}")
+    raise AttributeError(f"module 'jaxmp' has no attribute {name!r}")

@@ -71,12 +71,12 @@ def value_and_grad(
     (Array(14., dtype=float32), Array(14., dtype=float32))
     """
     positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    state = _as_state(loss_scale)
+    state = as_loss_scale_state(loss_scale)
     check_microbatches(microbatches)
 
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
-        wrt = _check_positions(positions, len(args), "argnums")
+        wrt = check_positions(positions, len(args), "argnums")
         for i in wrt:
             check_differentiable(args[i], f"argument {i}")
 
@@ -87,7 +87,7 @@ def value_and_grad(
         if microbatches == 1:
             loss, grads, aux = evaluate(*args)
         else:
-            split = _batch_positions(batch_argnums, wrt, len(args))
+            split = batch_positions(batch_argnums, wrt, len(args))
 
             def evaluate_part(carry: None, part: dict[int, Any]) -> tuple[None, Evaluation]:
                 return carry, evaluate(*[part.get(i, arg) for i, arg in enumerate(args)])
@@ -145,15 +145,17 @@ def grad(
 
 def scaled_evaluation(
     fun: Callable[..., Any],
-    argnums: tuple[int, ...],
+    argnums: tuple[Any, ...],
     has_aux: bool,
     state: LossScaleState | None,
     weight: float,
+    transform: Callable[..., Any] = jax.grad,
 ) -> Callable[..., Evaluation]:
     """Evaluates loss and gradient under a scale; both come back unscaled and times `weight`.
 
     The weight of a microbatch goes into the scaled loss, not onto the gradients: then the
     low-precision gradients inside the model have the size that the full batch would give them.
+    `transform` is `jax.grad`, or what stands for it where arguments are no plain trees.
     """
 
     def scaled(*args: Any) -> tuple[Any, tuple[Any, Any]]:
@@ -170,7 +172,7 @@ def scaled_evaluation(
         return (loss if state is None else state.scale_loss(loss)), (loss, aux)
 
     def evaluate(*args: Any) -> Evaluation:
-        grads, (loss, aux) = jax.grad(scaled, argnums=argnums, has_aux=True)(*args)
+        grads, (loss, aux) = transform(scaled, argnums=argnums, has_aux=True)(*args)
         return Evaluation(loss, widen(grads) if state is None else state.unscale(grads), aux)
 
     return evaluate
@@ -188,7 +190,7 @@ def _check_loss(loss: Any, has_aux: bool) -> Float[Array, ""]:
     return jnp.asarray(loss)
 
 
-def _as_state(loss_scale: LossScaleLike) -> LossScaleState | None:
+def as_loss_scale_state(loss_scale: LossScaleLike) -> LossScaleState | None:
     if loss_scale is None or isinstance(loss_scale, LossScaleState):
         return loss_scale
     if isinstance(loss_scale, (int, float)) and not isinstance(loss_scale, bool):
@@ -203,20 +205,20 @@ def _as_state(loss_scale: LossScaleLike) -> LossScaleState | None:
     )
 
 
-def _check_positions(positions: tuple[int, ...], count: int, name: str) -> tuple[int, ...]:
+def check_positions(positions: tuple[int, ...], count: int, name: str) -> tuple[int, ...]:
     for i in positions:
         if not -count <= i < count:
             raise ValueError(f"{name} contains {i}, but only {count} positional arguments came")
     return tuple(i % count for i in positions)
 
 
-def _batch_positions(
+def batch_positions(
     batch_argnums: int | Sequence[int] | None, wrt: tuple[int, ...], count: int
 ) -> tuple[int, ...]:
     if batch_argnums is None:
         batch_argnums = [i for i in range(count) if i not in wrt]
     given = (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums)
-    positions = _check_positions(given, count, "batch_argnums")
+    positions = check_positions(given, count, "batch_argnums")
     if both := sorted(set(positions) & set(wrt)):
         raise ValueError(f"arguments {both} are in both argnums and batch_argnums")
     if not positions:

@@ -8,6 +8,7 @@ A dynamic scale grows until gradients overflow, skips that step, and backs off.
 import dataclasses
 import math
 import operator
+from collections.abc import Collection
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int32, PyTree
 
-from jaxmp._dtypes import at_least_float32, is_inexact
+from jaxmp._dtypes import DType, at_least_float32, is_inexact
 from jaxmp._tree import check_flag
 
 # Below this 1/scale overflows.
@@ -274,3 +275,22 @@ def _times(scale: Float32[Array, ""], factor: float) -> Float32[Array, ""]:
         return scale * np.float32(factor)  # a power of two: exact, and no float64 on a TPU
     with jax.enable_x64(True):
         return (scale.astype(jnp.float64) * jnp.float64(factor)).astype(jnp.float32)
+
+
+def choose_loss_scale(loss_scale: Any, dtypes: Collection[DType]) -> LossScale:
+    """The config that is meant: for "auto", a dynamic one where something is float16.
+
+    Raises:
+      TypeError: for what is no config.
+
+    >>> choose_loss_scale("auto", [jnp.dtype("bfloat16")])
+    NoLossScale()
+    """
+    if isinstance(loss_scale, str) and loss_scale == "auto":
+        return DynamicLossScale() if jnp.dtype(jnp.float16) in dtypes else NoLossScale()
+    if isinstance(loss_scale, type) or not isinstance(loss_scale, LossScale):
+        raise TypeError(
+            "loss_scale must be 'auto' or a config such as DynamicLossScale(), "
+            f"StaticLossScale(1024.0) or NoLossScale(); got {loss_scale!r}"
+        )
+    return loss_scale

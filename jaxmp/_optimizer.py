@@ -12,16 +12,17 @@ from jaxtyping import Array, Bool, Int32, PyTree
 
 from jaxmp._dtypes import at_least_float32, is_narrow
 from jaxmp._loss_scale import (
-    DynamicLossScale,
     LossScale,
     LossScaleState,
     NoLossScale,
     StaticLossScale,
+    choose_loss_scale,
 )
 from jaxmp._masters import STORAGES, MasterStorage, round_like
 from jaxmp._outermost import refuse_to_be_wrapped
 from jaxmp._policy import Policy, get_policy
 from jaxmp._rounding import widen_rounded
+from jaxmp._rules import PolicyRules
 from jaxmp._tree import (
     all_finite,
     check_differentiable,
@@ -33,6 +34,7 @@ from jaxmp._tree import (
     strong,
     widen,
 )
+from jaxmp.rules import dtypes_of, get_rules
 
 Skip = Literal["auto", "cond", "select", "none"]
 
@@ -68,11 +70,13 @@ class MixedPrecision(optax.GradientTransformationExtraArgs):
     Attributes:
       init: `init(params) -> MixedPrecisionState`.
       update: `update(grads, state, params, *, finite=None, **extra) -> (updates, state)`.
-      policy: the policy given.
+      policy: the policy given, or the default of the rules.
+      rules: the rules given, or those that hold the policy everywhere.
       loss_scale: the config of the loss scale.
     """
 
     policy: Policy
+    rules: PolicyRules
     loss_scale: LossScale
     _algorithm: "_Algorithm"
 
@@ -87,11 +91,13 @@ class MixedPrecision(optax.GradientTransformationExtraArgs):
             `TrainState.create` makes copies.
 
         Returns:
-          The live params in `policy.param_dtype`, and the optimizer state.
+          The live params in `policy.param_dtype`, and the optimizer state. If the optimizer was
+          wrapped for rules, the live params are the given ones, as the model made them.
         """
         check_differentiable(params, "params")
         params = strong(params)
-        live = round_like(params, self.policy.cast_to_param(params))
+        by_rules = bool(self.rules.rules)
+        live = params if by_rules else round_like(params, self.policy.cast_to_param(params))
         return live, self._algorithm.init(live, params)
 
     def apply_gradients(
@@ -125,7 +131,7 @@ class MixedPrecision(optax.GradientTransformationExtraArgs):
 
 def mixed_precision(
     inner: optax.GradientTransformation | optax.MultiSteps,
-    policy: str | jmp.Policy,
+    policy: str | jmp.Policy | PolicyRules,
     *,
     loss_scale: LossScale | Literal["auto"] = "auto",
     master: Literal["float32", "none"] = "float32",
@@ -143,11 +149,12 @@ def mixed_precision(
 
     Args:
       inner: any optax optimizer, chain, or `optax.MultiSteps`.
-      policy: the policy of the model, or its name. It chooses the loss scale, and the dtype of
-        the params that `init_params` and `TrainState.create` make. The masters follow the
-        dtypes of the params themselves, leaf by leaf.
+      policy: the policy of the model, its name, or the rules that the model is under. It chooses
+        the loss scale, and the dtype of the params that `init_params` and `TrainState.create`
+        make (with rules, params keep the dtypes that the model gave them). The masters follow
+        the dtypes of the params themselves, leaf by leaf.
       loss_scale: a config, or `"auto"`: `DynamicLossScale()` if params or computation are
-        float16, else `NoLossScale()`.
+        float16 anywhere, else `NoLossScale()`.
       master: `"float32"` keeps a float32 copy of params narrower than 32 bits (a float32 param
         is its own master, with no copy); `"none"` keeps none and loses small updates.
       skip: how a step is skipped. `"cond"` branches with `lax.cond`; `"select"` computes the step
@@ -177,8 +184,8 @@ def mixed_precision(
     >>> float(updates["w"]), int(state.skipped)
     (-0.0, 1)
     """
-    policy = get_policy(policy)
-    config = _choose_loss_scale(loss_scale, policy)
+    rules = get_rules(policy)
+    config = choose_loss_scale(loss_scale, dtypes_of(rules))
     if master not in STORAGES:
         raise ValueError(f"master must be one of {', '.join(map(repr, STORAGES))}, got {master!r}")
     if skip not in get_args(Skip):
@@ -208,7 +215,8 @@ def mixed_precision(
         return algorithm.step(grads, state, params, finite, extra, as_updates=True)
 
     tx = MixedPrecision(init, update)
-    tx.policy, tx.loss_scale, tx._algorithm = policy, config, algorithm
+    tx.rules, tx.policy = rules, rules.default or get_policy("float32")
+    tx.loss_scale, tx._algorithm = config, algorithm
     return tx
 
 
@@ -383,18 +391,6 @@ def _summary(tree: PyTree) -> str:
     leaves = list(zip(leaf_names(tree), jax.tree.leaves(tree), strict=True))
     shown = [f"{name} {x.dtype}{list(x.shape)}" for name, x in leaves[:4]]
     return ", ".join(shown + ["..."] * (len(leaves) > 4)) or "none"
-
-
-def _choose_loss_scale(loss_scale: Any, policy: Policy) -> LossScale:
-    if isinstance(loss_scale, str) and loss_scale == "auto":
-        float16 = jnp.dtype(jnp.float16) in (policy.param_dtype, policy.compute_dtype)
-        return DynamicLossScale() if float16 else NoLossScale()
-    if isinstance(loss_scale, type) or not isinstance(loss_scale, LossScale):
-        raise TypeError(
-            "loss_scale must be 'auto' or a config such as DynamicLossScale(), "
-            f"StaticLossScale(1024.0) or NoLossScale(); got {loss_scale!r}"
-        )
-    return loss_scale
 
 
 def _as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:

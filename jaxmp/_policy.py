@@ -83,6 +83,8 @@ _PRESETS: Mapping[str, str] = {
     "mixed_bfloat16": "params=float32,compute=bfloat16,output=float32",
     "mixed_float16": "params=float32,compute=float16,output=float32",
     "O0": "params=float32,compute=float32,output=float32",
+    # Norms in float32 make the difference between the two: see jaxmp.rules.get_rules.
+    "O2": "params=float16,compute=float16,output=float32",
     "O3": "params=float16,compute=float16,output=float32",
 }
 
@@ -93,8 +95,6 @@ _NOT_YET: Mapping[str, str] = {
     "loses small gradients. Use 'mixed_bfloat16'",
     "O1": "it chooses a dtype for each operation, which needs autocast. Use 'mixed_float16' and "
     "set the dtype of each layer",
-    "O2": "it keeps batch norms in float32 and the rest of the model in float16, which needs "
-    "policies by path. Use 'mixed_float16' and set the dtype of each layer",
 }
 
 
@@ -111,10 +111,11 @@ def get_policy(policy: str | jmp.Policy) -> Policy:
     | `mixed_float8` | - | - | - | an error in this version: needs scaled float8 matmuls |
     | `O0` | float32 | float32 | float32 | apex's O0 |
     | `O1` | - | - | - | an error in this version: needs autocast |
-    | `O2` | - | - | - | an error in this version: needs policies by path |
+    | `O2` | float16 | float16 | float32 | apex's O2, on a Flax module with norms in float32 |
     | `O3` | float16 | float16 | float32 | apex's O3, which also has no masters and scale 1 |
 
-    All of them ask for float32 reductions. For all of apex's O3, give `mixed_precision`
+    All of them ask for float32 reductions. O2 is more than one policy: `jaxmp.linen.apply_policy`
+    and `jaxmp.nnx.apply_policy` add its float32 norms. For all of apex's O3, give `mixed_precision`
     `master="none"` and `loss_scale=NoLossScale()` as well.
 
     Strings of dtypes are jmp's, with blanks allowed and a fourth key: `params` or `p`,
@@ -159,6 +160,18 @@ def get_policy(policy: str | jmp.Policy) -> Policy:
             "as 'f64', or a string such as 'params=float32,compute=bfloat16,output=float32'."
         ) from None
     return Policy(dtype, dtype, dtype)
+
+
+def short_name(policy: Policy) -> str:
+    """The shortest text that `get_policy` turns into this policy: a preset's name if it has one.
+
+    >>> short_name(get_policy("p=f32,c=bf16,o=f32")), short_name(get_policy("p=f32,c=bf16"))
+    ('mixed_bfloat16', 'params=float32,compute=bfloat16,output=bfloat16,reduce=float32')
+    """
+    for name in ("float32", "bfloat16", "float16", "mixed_bfloat16", "mixed_float16"):
+        if policy == get_policy(name):
+            return name
+    return str(policy)
 
 
 def _parse_pairs(text: str) -> Policy:

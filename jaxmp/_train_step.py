@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, PyTree
 
-from jaxmp._dtypes import is_floating, is_inexact, suggestion
+from jaxmp._dtypes import is_floating, suggestion
 from jaxmp._grad import scaled_evaluation
 from jaxmp._loss_scale import LossScaleState
 from jaxmp._microbatch import (
@@ -23,7 +23,8 @@ from jaxmp._microbatch import (
 )
 from jaxmp._optimizer import MixedPrecision, MixedPrecisionState
 from jaxmp._policy import Policy, get_policy
-from jaxmp._tree import all_finite, cast_floating, check_like, select, strong
+from jaxmp._rules import PolicyRules
+from jaxmp._tree import all_finite, cast_floating, check_like, select, stays_finite, strong
 
 Metrics = dict[str, Any]
 
@@ -166,7 +167,7 @@ class TrainState:
         """
         new_collections = _updated(self.collections, collections)
         if finite is None:
-            finite = all_finite(grads) & _stays_finite(new_collections, self.collections)
+            finite = all_finite(grads) & stays_finite(new_collections, self.collections)
         params, opt_state = self.tx.apply_gradients(
             grads, self.opt_state, self.params, finite=finite, **(extra or {})
         )
@@ -218,6 +219,7 @@ def make_train_step(
 
     Raises:
       ValueError: if the policy computes in float8, or `microbatches` is no positive number.
+      TypeError: for rules, which belong to a model.
 
     >>> import jaxmp
     >>> tx = jaxmp.mixed_precision(optax.sgd(0.5), "mixed_bfloat16")
@@ -227,12 +229,7 @@ def make_train_step(
     >>> state.params["w"], float(metrics["loss"])
     (Array([0.5, 0.5], dtype=float32), 1.0)
     """
-    policy = None if policy is None else get_policy(policy)
-    if policy is not None and policy.compute_dtype.itemsize == 1:
-        raise ValueError(
-            f"make_train_step cannot compute in {policy.compute_dtype}: a plain cast to float8 "
-            "loses small gradients. Use 'mixed_bfloat16'"
-        )
+    policy = _one_policy(policy)
     check_microbatches(microbatches)
 
     def loss_and_rest(params: PyTree, batch: PyTree, collections: dict[str, PyTree]) -> Any:
@@ -263,9 +260,7 @@ def make_train_step(
                 split_batch(batch, microbatches),
             )
         grad_norm = optax.tree.norm(grads)
-        finite = all_finite((loss, grad_norm, grads)) & _stays_finite(
-            collections, state.collections
-        )
+        finite = all_finite((loss, grad_norm, grads)) & stays_finite(collections, state.collections)
         new = state.apply_gradients(grads, {"value": loss}, finite=finite, **collections)
         metrics = {
             "loss": loss,
@@ -278,6 +273,23 @@ def make_train_step(
         return new, metrics | ({"aux": aux} if has_aux else {})
 
     return jax.jit(train_step, donate_argnums=(0,) if donate else ())
+
+
+def _one_policy(policy: Any) -> Policy | None:
+    """The policy to which a step casts all params, unless it is one that needs more than that."""
+    if isinstance(policy, PolicyRules) or (isinstance(policy, str) and policy.strip() == "O2"):
+        raise TypeError(
+            "make_train_step casts all params to one dtype, which is not what rules ('O2' is some) "
+            "ask for. Put the model under them with jaxmp.linen.apply_policy or "
+            "jaxmp.nnx.apply_policy, and give make_train_step no policy"
+        )
+    policy = None if policy is None else get_policy(policy)
+    if policy is not None and policy.compute_dtype.itemsize == 1:
+        raise ValueError(
+            f"make_train_step cannot compute in {policy.compute_dtype}: a plain cast to float8 "
+            "loses small gradients. Use 'mixed_bfloat16'"
+        )
+    return policy
 
 
 def _check_same_compute_dtype(policy: Policy | None, wrapped: Policy) -> None:
@@ -391,16 +403,6 @@ def _updated(old: dict[str, PyTree], changed: dict[str, PyTree]) -> dict[str, Py
         return cast_floating(jnp.asarray(x), y.dtype) if is_floating(y) else x
 
     return old | {name: jax.tree.map(cast_like, new, old[name]) for name, new in changed.items()}
-
-
-def _stays_finite(new: PyTree, old: PyTree) -> Bool[Array, ""]:
-    """False if a number that was finite is not any more; a collection may hold infinities."""
-    flags = [
-        jnp.all(jnp.isfinite(x) | ~jnp.isfinite(y))
-        for x, y in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
-        if x is not y and is_inexact(y)
-    ]
-    return jnp.all(jnp.stack(flags)) if flags else jnp.array(True)
 
 
 def _copy(tree: PyTree) -> PyTree:

@@ -90,6 +90,21 @@ def all_finite(tree: PyTree) -> Bool[Array, ""]:
     return jnp.all(jnp.stack(flags))
 
 
+def stays_finite(new: PyTree, old: PyTree) -> Bool[Array, ""]:
+    """False if a number that was finite is not any more; a state may hold infinities.
+
+    >>> old = jnp.array([1.0, jnp.inf])
+    >>> bool(stays_finite(old + 1, old)), bool(stays_finite(old / 0, old))
+    (True, False)
+    """
+    flags = [
+        jnp.all(jnp.isfinite(x) | ~jnp.isfinite(y))
+        for x, y in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
+        if x is not y and is_inexact(y)
+    ]
+    return jnp.all(jnp.stack(flags)) if flags else jnp.array(True)
+
+
 def _as_array(x: Any) -> Any:
     return jnp.asarray(x) if isinstance(x, (float, complex)) else x
 

@@ -16,6 +16,7 @@ NAMES = [
     "MixedPrecisionState",
     "NoLossScale",
     "Policy",
+    "PolicyRules",
     "StaticLossScale",
     "TrainState",
     "TrainingStalled",

@@ -1,0 +1,261 @@
+"""Gradients of live nnx modules under a loss scale, and an optimizer that can skip a step."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, PyTree
+
+from jaxmp._dtypes import is_floating
+from jaxmp._grad import (
+    LossScaleLike,
+    as_loss_scale_state,
+    batch_positions,
+    check_positions,
+    scaled_evaluation,
+)
+from jaxmp._loss_scale import LossScaleState
+from jaxmp._microbatch import (
+    Evaluation,
+    check_microbatches,
+    split_batch,
+    sum_over_microbatches,
+)
+from jaxmp._optimizer import MixedPrecision
+from jaxmp._tree import all_finite, cast_floating, same_structure, select, stays_finite
+
+Argnums = int | nnx.DiffState | Sequence[int | nnx.DiffState]
+
+
+def value_and_grad(
+    loss_fn: Callable[..., Any],
+    argnums: Argnums = 0,
+    has_aux: bool = False,
+    *,
+    loss_scale: LossScaleLike = None,
+    microbatches: int = 1,
+    batch_argnums: int | Sequence[int] | None = None,
+) -> Callable[..., Any]:
+    """`nnx.value_and_grad` whose loss and gradients are unscaled float32, whatever the scale.
+
+    It is `jaxmp.value_and_grad` for live modules: what the loss function changes in them, such as
+    batch statistics and RNG counters, is changed afterwards. Unless the evaluation was not finite:
+    then every variable of every module that went in keeps its old value, since one overflowed
+    batch would leave infinite statistics for ever, and the optimizer will skip the step.
+
+    Args:
+      loss_fn: a function of modules and arrays that returns a scalar float loss, or `(loss, aux)`.
+      argnums: which positional arguments to differentiate, with respect to their `nnx.Param`s; or
+        `nnx.DiffState(argnum, filter)` for other variables.
+      has_aux: whether `loss_fn` returns `(loss, aux)`.
+      loss_scale: the scale to use: `optimizer.loss_scale`, a number, or None for no scaling.
+      microbatches: evaluate the batch in this many parts, one after the other, each with the state
+        that the one before it left, and average loss and gradients in float32.
+      batch_argnums: the positional arguments to split; by default those that are not
+        differentiated and hold no modules.
+
+    Returns:
+      A function with the arguments of `loss_fn` that returns `(loss, grads)`, or
+      `((loss, aux), grads)`. The gradients are an `nnx.State`, or a tuple of them, in float32
+      where the params are narrower. They are not finite if the computation overflowed. If it is
+      the loss, or a number in the state of a module, that became infinite or NaN, they are NaN,
+      which makes every optimizer of `jaxmp.mixed_precision` skip the step.
+
+    Raises:
+      TypeError: if the loss is no float scalar.
+      ValueError: if `microbatches` does not divide the batch, or the loss function adds variables
+        to a module, which microbatches cannot hand on.
+
+    >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    >>> loss, grads = value_and_grad(lambda model, x: model(x).sum(), loss_scale=1024.0)(
+    ...     model, jnp.ones((4, 2))
+    ... )
+    >>> grads["bias"].get_value()
+    Array([4.], dtype=float32)
+    """
+    given = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
+    scale = as_loss_scale_state(loss_scale)
+    check_microbatches(microbatches)
+
+    def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
+        count, names = len(args), tuple(kwargs)
+        wrt = tuple(_diff_state(x, count) for x in given)
+
+        def call(*args: Any) -> Any:
+            return loss_fn(*args[:count], **dict(zip(names, args[count:], strict=True)))
+
+        # As positional arguments, modules among the keyword arguments can change too.
+        everything = (*args, *kwargs.values())
+        evaluate = scaled_evaluation(call, wrt, has_aux, scale, 1.0 / microbatches, nnx.grad)
+        state = _State(everything)
+        if microbatches == 1:
+            loss, grads, aux = evaluate(*everything)
+        else:
+            positions = tuple(x.argnum for x in wrt)
+            arrays = [i for i in range(count) if i not in positions and not _holds_nodes(args[i])]
+            chosen = arrays if batch_argnums is None else batch_argnums
+            batch = {i: args[i] for i in batch_positions(chosen, positions, count)}
+            parts = split_batch(batch, microbatches, whole=kwargs)
+            loss, grads, aux = _over_microbatches(evaluate, wrt, everything, parts)
+        grads = state.keep_unless_finite(loss, grads)
+        grads = grads if isinstance(argnums, Sequence) else grads[0]
+        return ((loss, aux), grads) if has_aux else (loss, grads)
+
+    return value_and_grad_fun
+
+
+class Optimizer(nnx.Optimizer):
+    """`nnx.Optimizer` for `jaxmp.mixed_precision`: a skipped step does not count as one.
+
+    Flax's own adds updates to the params, and counts every call in `step`, also those that were
+    skipped. Here the new params are the rounded masters to the last bit, and `step` stands still.
+
+    Args:
+      model: an nnx module. Its params stay in the dtypes that they have.
+      tx: what `jaxmp.mixed_precision` returned.
+      wrt: which variables to train, a filter.
+
+    Raises:
+      TypeError: if `tx` is not wrapped in `mixed_precision`.
+
+    >>> import jaxmp, optax
+    >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    >>> optimizer = Optimizer(model, jaxmp.mixed_precision(optax.sgd(0.1), "mixed_float16"))
+    >>> loss, grads = value_and_grad(lambda m: m(jnp.ones((1, 2))).sum(), loss_scale=1.0)(model)
+    >>> bool(optimizer.update(model, grads)), int(optimizer.step[...])
+    (True, 1)
+    """
+
+    def __init__(self, model: Any, tx: MixedPrecision, *, wrt: Any = nnx.Param) -> None:
+        if not isinstance(tx, MixedPrecision):
+            raise TypeError(
+                f"tx must be jaxmp.mixed_precision(optimizer, policy), got {type(tx).__name__}"
+            )
+        super().__init__(model, tx, wrt=wrt)
+
+    @property
+    def loss_scale(self) -> LossScaleState:
+        """The loss scale with which to scale the next loss."""
+        return nnx.as_pure(self.opt_state.loss_scale)
+
+    def update(
+        self, model: Any, grads: Any, /, *, finite: Bool[Array, ""] | None = None, **extra: Any
+    ) -> Bool[Array, ""]:
+        """Takes an optimizer step, or skips it.
+
+        Args:
+          model: the module that the optimizer was made for. Its params are changed in place.
+          grads: what `jaxmp.nnx.value_and_grad` returned.
+          finite: whether to take the step, in place of `jaxmp.all_finite(grads)`.
+          **extra: further arguments of the optimizer, such as `value=loss`.
+
+        Returns:
+          Whether the step was taken.
+        """
+        params = nnx.as_pure(nnx.state(model, self.wrt))
+        params, opt_state = self.tx.apply_gradients(
+            nnx.as_pure(nnx.state(grads, self.wrt)),
+            nnx.as_pure(self.opt_state),
+            params,
+            finite=finite,
+            **nnx.as_pure(extra),
+        )
+        nnx.update(model, params)
+        nnx.update(self.opt_state, nnx.state(opt_state))
+        self.step[...] += opt_state.grads_finite.astype(self.step.dtype)
+        return opt_state.grads_finite
+
+
+class _State:
+    """The variables of all modules in a tree, and the values that they have now."""
+
+    def __init__(self, tree: Any) -> None:
+        found = {
+            id(node): node
+            for _, node in nnx.iter_graph(tree, graph=True)
+            if isinstance(node, nnx.Variable)
+        }
+        self.variables = list(found.values())
+        self.values = [variable.get_value() for variable in self.variables]
+
+    def keep_unless_finite(self, loss: Any, grads: PyTree) -> PyTree:
+        """Puts old values back if anything is not finite; returns gradients that say so."""
+        changed = [
+            (variable, _like(variable.get_value(), old), old)
+            for variable, old in zip(self.variables, self.values, strict=True)
+            if variable.get_value() is not old and _comparable(variable.get_value(), old)
+        ]
+        new, old = [item[1] for item in changed], [item[2] for item in changed]
+        others = all_finite(loss) & stays_finite(new, old)
+        grads = jax.tree.map(lambda g: jnp.where(others, g, jnp.nan).astype(g.dtype), grads)
+        kept = select(all_finite(grads), new, old)
+        for (variable, _, _), value in zip(changed, kept, strict=True):
+            variable.set_value(value)
+        return grads
+
+
+def _like(new: PyTree, old: PyTree) -> PyTree:
+    def cast(x: Any, y: Any) -> Any:
+        return cast_floating(jnp.asarray(x), y.dtype) if is_floating(y) else x
+
+    return jax.tree.map(cast, new, old)
+
+
+def _comparable(new: PyTree, old: PyTree) -> bool:
+    """Whether a variable still holds the same arrays; what a loss function adds is not kept."""
+    return same_structure(new, old) and all(
+        jnp.shape(x) == jnp.shape(y)
+        for x, y in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
+    )
+
+
+def _holds_nodes(arg: Any) -> bool:
+    nodes = (nnx.Pytree, nnx.Variable)
+    leaves = jax.tree.leaves(arg, is_leaf=lambda x: isinstance(x, nodes))
+    return any(isinstance(leaf, nodes) for leaf in leaves)
+
+
+def _diff_state(argnum: int | nnx.DiffState, count: int) -> nnx.DiffState:
+    state = argnum if isinstance(argnum, nnx.DiffState) else nnx.DiffState(argnum, nnx.Param)
+    (position,) = check_positions((state.argnum,), count, "argnums")
+    return nnx.DiffState(position, state.filter)
+
+
+def _over_microbatches(
+    evaluate: Callable[..., Evaluation],
+    wrt: tuple[nnx.DiffState, ...],
+    args: tuple[Any, ...],
+    parts: dict[int, Any],
+) -> Evaluation:
+    """Scans over the parts of the batch; variables are carried from one to the next."""
+    whole = {i: arg for i, arg in enumerate(args) if i not in parts}
+    graphdef, state = nnx.split(whole)
+    leaves, treedef = jax.tree.flatten(state)
+    structure: Any = treedef
+    gradient_trees: list[Any] = []
+
+    def evaluate_part(carry: list[Any], part: dict[int, Any]) -> tuple[list[Any], Evaluation]:
+        nodes = nnx.merge(graphdef, jax.tree.unflatten(treedef, carry))
+        loss, grads, aux = evaluate(*[part[i] if i in part else nodes[i] for i in range(len(args))])
+        grads, gradient_tree = jax.tree.flatten(grads)
+        gradient_trees.append(gradient_tree)
+        new, new_treedef = jax.tree.flatten(nnx.state(nodes))
+        if new_treedef != structure:
+            raise ValueError(
+                "the loss function adds or removes variables of a module (self.sow does), which "
+                "cannot be handed from one microbatch to the next. Use microbatches=1, or "
+                "return them as aux"
+            )
+        return [_like(x, y) for x, y in zip(new, carry, strict=True)], Evaluation(loss, grads, aux)
+
+    trained = [
+        nnx.state(args[x.argnum], x.filter) if _holds_nodes(args[x.argnum]) else args[x.argnum]
+        for x in wrt
+    ]
+    carry, (loss, grads, aux) = sum_over_microbatches(
+        evaluate_part, leaves, jax.tree.leaves(trained), parts
+    )
+    nnx.update(whole, jax.tree.unflatten(treedef, carry))
+    return Evaluation(loss, jax.tree.unflatten(gradient_trees[0], grads), aux)

@@ -1,0 +1,325 @@
+"""Policy rules: one ordered list that says which part of a model runs in which precision."""
+
+import dataclasses
+import json
+import tomllib
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jmp
+
+from jaxmp._dtypes import suggestion
+from jaxmp._patterns import Pattern, check_pattern, matches, pattern_text
+from jaxmp._policy import Policy, get_policy, short_name
+
+
+class Decision(NamedTuple):
+    """What the rules say about one module.
+
+    Attributes:
+      policy: its policy, or None if it is to be left as its author made it.
+      rule: the index of the rule that decided, or None for the default.
+    """
+
+    policy: Policy | None
+    rule: int | None
+
+
+@dataclasses.dataclass(frozen=True, repr=False, init=False)
+class PolicyRules:
+    """Which part of a model runs in which precision, said once for the whole model.
+
+    An ordered list of `(pattern, policy)`: the first pattern that matches a module decides, and
+    the default decides where none does. Rules are a value: immutable, hashable, comparable. A
+    pattern is one of
+
+    * a glob over the path of a module, its names from the root joined by `/`. It is matched from
+      the right, so that rules still hold when the model becomes a part of another:
+
+      | glob | matches | does not match |
+      |---|---|---|
+      | `head` | `head`, `decoder/head` | `head/dense` |
+      | `*norm*` | `norm`, `encoder/layer_0/norm1` | `norm/dense` |
+      | `*/norm*` | `encoder/layer_0/norm1` | `norm` |
+      | `decoder/**/mlp` | `decoder/mlp`, `decoder/0/block/mlp` | `decoder/mlp/in` |
+      | `decoder/**` | `decoder` and all that is in it | `encoder` |
+      | `/head` | `head` at the root of the model only | `decoder/head` |
+      | `/` | the model itself | |
+
+      `*` and `?` stand for characters within a name, `[ab]` and `[!ab]` for one of a set, `**`
+      for any number of names, also none. A module does not hand its policy down to its children:
+      `decoder` means that one module, `decoder/**` all of it. (Layers that Flax itself is made
+      of, such as the projections inside its attention, follow the layer that they are part of.)
+    * `"type:Glob"`, over the names of the module's class and its base classes, as in
+      `"type:*Norm"`; or the class itself.
+    * a compiled regular expression, or `"re:..."`, that matches the whole path.
+    * a predicate `(path, module) -> bool`.
+
+    Args:
+      rules: pairs of pattern and policy, or a dictionary. Policies may be given by name. None as
+        a policy leaves a module as its author made it.
+      default: the policy where no rule matches; None leaves such modules alone.
+
+    Attributes:
+      rules: the pairs, as a tuple.
+      default: the default policy, or None.
+
+    Raises:
+      ValueError: for a pattern that is no valid glob or expression, or an unknown policy.
+      TypeError: for a pattern or policy of another type.
+
+    >>> rules = PolicyRules([("*norm*", "float32")], default="mixed_bfloat16")
+    >>> rules.resolve("encoder/layer_0/norm1").compute_dtype.name
+    'float32'
+    >>> print(rules)
+    *norm*     float32
+    (default)  mixed_bfloat16
+    """
+
+    rules: tuple[tuple[Pattern, Policy | None], ...]
+    default: Policy | None
+
+    def __init__(
+        self,
+        rules: Mapping[Any, Any] | Iterable[tuple[Any, Any]] = (),
+        default: str | jmp.Policy | None = None,
+    ) -> None:
+        given = list(rules.items() if isinstance(rules, Mapping) else _pairs(rules))
+        pairs = tuple((check_pattern(pattern), _policy(policy)) for pattern, policy in given)
+        object.__setattr__(self, "rules", pairs)
+        object.__setattr__(self, "default", _policy(default))
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> "PolicyRules":
+        """Rules from what a config file says.
+
+        Args:
+          config: `{"default": policy, "rules": {pattern: policy, ...}}`, either of them
+            optional. `rules` may also be a list of pairs, or of `{"pattern": ..., "policy":
+            ...}`. The policy `"none"` leaves modules alone.
+
+        Returns:
+          The rules.
+
+        Raises:
+          ValueError: for another key, or as `PolicyRules` itself does.
+
+        >>> PolicyRules.from_dict({"rules": {"head": "float32"}, "default": "mixed_float16"})
+        PolicyRules([('head', 'float32')], default='mixed_float16')
+        """
+        if not isinstance(config, Mapping):
+            raise TypeError(f"a config must be a dictionary, got {type(config).__name__}")
+        for key in config:
+            if key not in ("rules", "default"):
+                near = suggestion(str(key), ["rules", "default"])
+                raise ValueError(
+                    f"unknown key {key!r} in a config of rules.{near} Valid keys: rules, default. "
+                    "Patterns belong under 'rules'"
+                )
+        rules = config.get("rules", ())
+        if not isinstance(rules, Mapping):
+            rules = [
+                (_entry(rule, "pattern"), _entry(rule, "policy"))
+                if isinstance(rule, Mapping)
+                else rule
+                for rule in rules
+            ]
+        return cls(rules, config.get("default"))
+
+    @classmethod
+    def from_toml(cls, text: str) -> "PolicyRules":
+        """Rules from the text of a TOML file; see `from_dict` for the keys.
+
+        Args:
+          text: TOML.
+
+        Returns:
+          The rules, in the order of the text.
+
+        Raises:
+          ValueError: if the text is no TOML, or as `from_dict` does.
+
+        >>> text = '''
+        ... default = "mixed_bfloat16"
+        ... [rules]
+        ... "*norm*" = "float32"
+        ... '''
+        >>> PolicyRules.from_toml(text)
+        PolicyRules([('*norm*', 'float32')], default='mixed_bfloat16')
+        """
+        return cls.from_dict(tomllib.loads(text))
+
+    @classmethod
+    def from_json(cls, text: str) -> "PolicyRules":
+        """Rules from JSON text; see `from_dict` for the keys.
+
+        Args:
+          text: JSON, an object.
+
+        Returns:
+          The rules, in the order of the text.
+
+        Raises:
+          ValueError: if the text is no JSON, or as `from_dict` does.
+
+        >>> PolicyRules.from_json('{"rules": {"re:.*head": "float32"}}').default is None
+        True
+        """
+        return cls.from_dict(json.loads(text))
+
+    def resolve(self, path: str, module: Any = None) -> Policy | None:
+        """The policy of the module at a path.
+
+        Args:
+          path: names from the root of the model joined by `/`; `""` is the model itself.
+          module: the module, for rules about types and predicates; without it no type matches.
+
+        Returns:
+          The policy, or None if the module is to be left alone.
+
+        >>> PolicyRules([("head", "float32")]).resolve("head/dense") is None
+        True
+        """
+        return self.decide(path, module).policy
+
+    def decide(self, path: str, module: Any = None) -> Decision:
+        """Like `resolve`, but also says which rule decided.
+
+        Args:
+          path: names joined by `/`.
+          module: the module, if at hand.
+
+        Returns:
+          The policy, and the index of the rule.
+
+        >>> PolicyRules([("head", "bf16"), ("*", "f32")]).decide("a/b").rule
+        1
+        """
+        path = path.strip("/")
+        for index, (pattern, policy) in enumerate(self.rules):
+            if matches(pattern, path, module):
+                return Decision(policy, index)
+        return Decision(self.default, None)
+
+    def unused(self, paths: Iterable[str] | Mapping[str, Any]) -> list[Pattern]:
+        """The patterns that decide nothing: misspelt, or hidden behind an earlier one.
+
+        Args:
+          paths: the paths of all modules of a model, or a dictionary from path to module.
+
+        Returns:
+          The patterns, in order.
+
+        >>> rules = PolicyRules([("*norm*", "f32"), ("haed", "f32"), ("ln_norm", "bf16")])
+        >>> rules.unused(["ln_norm", "head"])
+        ['haed', 'ln_norm']
+        """
+        used = {decision.rule for _, decision in self._decisions(paths)}
+        return [pattern for i, (pattern, _) in enumerate(self.rules) if i not in used]
+
+    def table(self, paths: Iterable[str] | Mapping[str, Any]) -> str:
+        """What the rules mean for a model, line by line, to print and to read.
+
+        Args:
+          paths: the paths of all modules of a model, or a dictionary from path to module.
+
+        Returns:
+          A line for each path: the path, its policy, and the pattern that decided.
+
+        >>> print(PolicyRules({"*norm*": "float32"}, default="bf16").table(["norm", "head"]))
+        norm  float32   *norm*
+        head  bfloat16  (default)
+        """
+        return _columns(
+            (path or "(root)", _shown(decision.policy), self._decider(decision.rule))
+            for path, decision in self._decisions(paths)
+        )
+
+    def warn_unused(self, paths: Mapping[str, Any], *, strict: bool) -> None:
+        """Warns of rules that decide nothing in a model, or raises if `strict`.
+
+        Args:
+          paths: a dictionary from path to module.
+          strict: raise instead of warning.
+
+        Raises:
+          ValueError: if `strict` and a rule decides nothing.
+
+        >>> PolicyRules({"head": "f32"}).warn_unused({"head": None}, strict=True)
+        """
+        unused = [p for p in self.unused(paths) if not getattr(p, "optional", False)]
+        if not unused:
+            return
+        texts = []
+        for pattern in unused:
+            hidden = [path for path, module in paths.items() if matches(pattern, path, module)]
+            why = f" (earlier rules decide {hidden[0]!r} and the like)" if hidden else ""
+            texts.append(f"{pattern_text(pattern)!r}{why}")
+        shown = [repr(path) for path in paths if path][:8]
+        more = ", ..." if len(paths) > 9 else ""
+        message = (
+            f"rules that match nothing in this model: {', '.join(texts)}. Its modules are "
+            f"{', '.join(shown)}{more}. Correct the pattern, or remove the rule"
+        )
+        if strict:
+            raise ValueError(message)
+        warnings.warn(message, stacklevel=3)
+
+    def _decisions(self, paths: Iterable[str] | Mapping[str, Any]) -> list[tuple[str, Decision]]:
+        modules = paths if isinstance(paths, Mapping) else dict.fromkeys(paths)
+        return [(path, self.decide(path, module)) for path, module in modules.items()]
+
+    def _decider(self, rule: int | None) -> str:
+        return "(default)" if rule is None else pattern_text(self.rules[rule][0])
+
+    def __str__(self) -> str:
+        lines = [(pattern_text(pattern), _shown(policy)) for pattern, policy in self.rules]
+        return _columns([*lines, ("(default)", _shown(self.default))])
+
+    def __repr__(self) -> str:
+        pairs = ", ".join(f"({p!r}, {_given(policy)!r})" for p, policy in self.rules)
+        return f"PolicyRules([{pairs}], default={_given(self.default)!r})"
+
+
+def _pairs(rules: Any) -> list[tuple[Any, Any]]:
+    if isinstance(rules, str) or not isinstance(rules, Iterable):
+        raise TypeError(
+            "rules must be (pattern, policy) pairs or a dictionary, got "
+            f"{rules!r}. For one policy everywhere, write PolicyRules(default={rules!r})"
+        )
+    pairs = list(rules)
+    for pair in pairs:
+        if isinstance(pair, str) or not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise TypeError(f"a rule must be a pair (pattern, policy), got {pair!r}")
+    return [(pattern, policy) for pattern, policy in pairs]
+
+
+def _policy(policy: Any) -> Policy | None:
+    if policy is None or policy == "none":
+        return None
+    return get_policy(policy)
+
+
+def _entry(rule: Mapping[str, Any], key: str) -> Any:
+    if key not in rule or len(rule) != 2:
+        raise ValueError(f"a rule must have the keys 'pattern' and 'policy', got {dict(rule)}")
+    return rule[key]
+
+
+def _given(policy: Policy | None) -> str | None:
+    return None if policy is None else short_name(policy)
+
+
+def _shown(policy: Policy | None) -> str:
+    return "(left alone)" if policy is None else short_name(policy)
+
+
+def _columns(rows: Iterable[tuple[str, ...]]) -> str:
+    rows = list(rows)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    ]
+    return "\n".join(line.rstrip() for line in lines)

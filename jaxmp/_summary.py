@@ -1,0 +1,78 @@
+"""A table of which module computes in which dtype, to print or to look into."""
+
+import dataclasses
+import io
+from collections.abc import Iterable
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One module of a model.
+
+    Attributes:
+      path: its names from the root joined by `/`; `""` is the model itself.
+      type: the name of its class.
+      param: the dtypes of the params that are its own.
+      compute: its `dtype`: empty if it has none, "from inputs" if it is None.
+      output: the dtypes of what it returns; empty if that is not known.
+      params: how many numbers its own params hold.
+    """
+
+    path: str
+    type: str
+    param: str
+    compute: str
+    output: str
+    params: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """The modules of a model and their dtypes. It prints as a table.
+
+    Attributes:
+      rows: one for each module.
+    """
+
+    rows: tuple[Row, ...]
+
+    @property
+    def params(self) -> int:
+        """How many numbers all params hold."""
+        return sum(row.params for row in self.rows)
+
+    def __rich__(self) -> Any:
+        from rich.table import Table
+
+        table = Table(caption=f"{self.params:,} params", caption_justify="left")
+        for name in ("path", "type", "params in", "computes in", "returns"):
+            table.add_column(name, overflow="fold")
+        table.add_column("params", justify="right")
+        for row in self.rows:
+            table.add_row(
+                row.path or "(root)",
+                row.type,
+                row.param,
+                row.compute,
+                row.output,
+                f"{row.params:,}" if row.params else "",
+            )
+        return table
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        text = io.StringIO()
+        Console(file=text, width=120, color_system=None).print(self)
+        return text.getvalue().rstrip()
+
+
+def dtype_text(arrays: Iterable[Any]) -> str:
+    """The dtypes that occur among arrays, in order of first occurrence.
+
+    >>> import numpy as np
+    >>> dtype_text([np.zeros(2, np.float32), np.zeros(2, np.int32), np.zeros(1, np.float32)])
+    'float32, int32'
+    """
+    return ", ".join(dict.fromkeys(str(x.dtype) for x in arrays))

@@ -1,0 +1,290 @@
+"""Policies on linen modules: one set of rules for a whole model, without touching its code."""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jmp
+from flax import linen as nn
+
+from jaxmp._linen_session import own_params, session, takes_dtype
+from jaxmp._regions import check_computable
+from jaxmp._rules import PolicyRules
+from jaxmp._summary import Row, Summary, dtype_text
+from jaxmp.rules import get_rules
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+ClassT = TypeVar("ClassT", bound=type)
+
+
+def apply_policy(
+    module: ModuleT, rules: str | jmp.Policy | PolicyRules, *, strict: bool = False
+) -> ModuleT:
+    """A linen module under rules: every layer in it computes in the dtype that they say.
+
+    Layers set by hand are easily forgotten, and a norm or head in the wrong precision shows in no
+    shape. Here the rules are looked up for each module as it is called, by the path that it has in
+    the tree of params, inside `nn.scan`, `nn.remat`, `nn.jit` and the like too.
+
+    A module with a `dtype` computes in the compute dtype of its policy, params are made in
+    `param_dtype` (the values of a float32 `init`, rounded), and what leaves the model, or leaves a
+    part of it under one rule for a part under another, is cast to the output dtype of its policy.
+    A module without a `dtype` is left alone, unless a rule names it: then its floating inputs are
+    cast to the compute dtype. Batch statistics stay float32. Where a class within the model has
+    rules of its own (`with_policy`), those hold for it.
+
+    Args:
+      module: a module that is no part of another one yet, or is being assigned in `setup`.
+      rules: rules, a policy, or its name.
+      strict: whether a rule that matches no module is an error rather than a warning, when the
+        module is initialised.
+
+    Returns:
+      A copy of the module, of a subclass of its class, with the same names and params. Use `init`,
+      `apply` with all their options, or make it a part of other modules. What is fetched from
+      `bind` and called by itself is not under the rules. Applying again replaces the rules;
+      `remove_policy` takes them off.
+
+    Raises:
+      TypeError: if `module` is no linen module.
+      ValueError: if it is bound already, or a policy cannot be honoured; the latter for a single
+        module when it is called.
+
+    >>> import jax.numpy as jnp
+    >>> model = nn.Sequential([nn.Dense(4), nn.LayerNorm(), nn.Dense(2)])
+    >>> model = apply_policy(model, PolicyRules({"*norm*": "float32"}, default="mixed_bfloat16"))
+    >>> variables = model.init(jax.random.key(0), jnp.ones((1, 3)))
+    Traceback (most recent call last):
+    UserWarning: rules that match nothing in this model: '*norm*'. Its modules are 'layers_0', \
+'layers_1', 'layers_2'. Correct the pattern, or remove the rule
+    >>> rules = PolicyRules({"type:LayerNorm": "float32"}, default="mixed_bfloat16")
+    >>> model = apply_policy(model, rules)
+    >>> variables = model.init(jax.random.key(0), jnp.ones((1, 3)))
+    >>> model.apply(variables, jnp.ones((1, 3))).dtype.name
+    'float32'
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(_not_a_module(module))
+    if module.scope is not None:
+        raise ValueError(
+            f"{type(module).__name__} is bound to its variables or to a parent already. Apply the "
+            "policy to the unbound module, or inside of a compact method to the class: "
+            "jaxmp.linen.with_policy(rules)(Class)(...)"
+        )
+    return _rebuild(module, _under(_plain(type(module)), _checked(rules), strict))
+
+
+def remove_policy(module: ModuleT) -> ModuleT:
+    """The module without the rules that `apply_policy` put on it.
+
+    Args:
+      module: a module, under rules or not.
+
+    Returns:
+      A copy of the class that it had before.
+
+    Raises:
+      TypeError: if `module` is no linen module.
+
+    >>> type(remove_policy(apply_policy(nn.Dense(2), "bfloat16"))) is nn.Dense
+    True
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(_not_a_module(module))
+    return _rebuild(module, _plain(type(module)))
+
+
+def with_policy(
+    rules: str | jmp.Policy | PolicyRules, *, strict: bool = False
+) -> Callable[[ClassT], ClassT]:
+    """A decorator that puts every module of a class under rules, wherever it is used.
+
+    Args:
+      rules: rules with paths that start at the module, a policy, or its name.
+      strict: see `apply_policy`.
+
+    Returns:
+      The decorator. The class that it returns has the same name, so that params keep their paths.
+      Within a model under other rules, the class keeps its own. Of a subclass only the inherited
+      methods are under the rules: decorate it too.
+
+    Raises:
+      TypeError: if it decorates something else than a linen class.
+
+    >>> import jax.numpy as jnp
+    >>> @with_policy("mixed_bfloat16")
+    ... class Encoder(nn.Module):
+    ...     @nn.compact
+    ...     def __call__(self, x):
+    ...         return nn.Dense(2)(nn.Dense(8)(x))
+    >>> encoder = Encoder()
+    >>> variables = encoder.init(jax.random.key(0), jnp.ones((1, 3)))
+    >>> encoder.apply(variables, jnp.ones((1, 3))).dtype.name
+    'float32'
+    """
+    checked = _checked(rules)
+
+    def decorate(cls: ClassT) -> ClassT:
+        if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+            raise TypeError(
+                f"with_policy decorates classes of linen modules, got {cls!r}. For a module "
+                "write jaxmp.linen.apply_policy(module, rules)"
+            )
+        return _under(_plain(cls), checked, strict)
+
+    return decorate
+
+
+def summary(module: nn.Module, rngs: Any, *args: Any, **kwargs: Any) -> Summary:
+    """Which module computes in which dtype, found by tracing `init`; nothing is computed.
+
+    Args:
+      module: a module, under rules or not.
+      rngs: as for `init`; an abstract key will do.
+      *args: example inputs, arrays or `jax.ShapeDtypeStruct`.
+      **kwargs: keyword arguments of the module.
+
+    Returns:
+      A table with a row for each module that was called, to print or to look into. Its dtypes
+      are those found: of the params, of the layer's `dtype`, and of what it returned.
+
+    >>> import jax.numpy as jnp
+    >>> model = apply_policy(nn.Dense(4), "mixed_bfloat16")
+    >>> summary(model, jax.random.key(0), jnp.ones((1, 3))).rows[0]
+    Row(path='', type='Dense', param='float32', compute='bfloat16', output='float32', params=16)
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(_not_a_module(module))
+    found: dict[str, Row] = {}
+
+    def record(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        called, path = context.module, "/".join(context.module.path)
+        is_call = context.method_name != "setup" and hasattr(type(called), context.method_name)
+        first = is_call and path not in found
+        if first:
+            found[path] = Row(path, type(called).__name__, "", "", "", 0)
+        out = next_fun(*args, **kwargs)
+        if first:
+            own = [x for x in jax.tree.leaves(own_params(called)) if hasattr(x, "dtype")]
+            found[path] = Row(
+                path=path,
+                type=type(called).__name__,
+                param=dtype_text(own),
+                compute=_compute_text(called),
+                output=dtype_text([x for x in jax.tree.leaves(out) if hasattr(x, "dtype")]),
+                params=sum(x.size for x in own),
+            )
+        return out
+
+    with nn.intercept_methods(record):
+        jax.eval_shape(functools.partial(module.init, **kwargs), rngs, *args)
+    return Summary(tuple(found.values()))
+
+
+class _Applied(NamedTuple):
+    """What a class made by `_under` remembers."""
+
+    plain: type
+    rules: PolicyRules
+    strict: bool
+
+
+@functools.lru_cache(maxsize=512)
+def _under(cls: Any, rules: PolicyRules, strict: bool) -> Any:
+    """A subclass with the same name whose methods run under rules."""
+    body: dict[str, Any] = {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "_jaxmp": _Applied(cls, rules, strict),
+    }
+
+    def at_the_root(name: str) -> Any:
+        @functools.wraps(getattr(cls, name))
+        def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            with session(rules, ()) as active:
+                out = getattr(super(under, self), name)(*args, **kwargs)
+            if active is not None and name != "apply":
+                active.finish(out if name == "init" else out[1], strict=strict)
+            return out
+
+        return method
+
+    def wherever_it_is(name: str) -> Any:
+        @functools.wraps(getattr(cls, name))
+        def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            call = getattr(super(under, self), name)
+            if self.scope is None:
+                return call(*args, **kwargs)
+            with session(rules, self.path) as active:
+                out = call(*args, **kwargs)
+            if active is not None and name == "__call__" and self.is_initializing():
+                active.finish(self.variables, strict=strict)
+            return out
+
+        return method
+
+    body |= {name: nn.nowrap(at_the_root(name)) for name in ("init_with_output", "init", "apply")}
+    body |= {name: nn.nowrap(wherever_it_is(name)) for name in _method_names(cls)}
+    under = type(cls)(cls.__name__, (cls,), body)
+    return under
+
+
+def _method_names(cls: type) -> list[str]:
+    """The methods that people call: not setup, which the others call, and no hooks of Python."""
+    own = [base for base in cls.__mro__ if issubclass(base, nn.Module) and base is not nn.Module]
+    fields = {field.name for field in dataclasses.fields(cls)}
+    return sorted(
+        {
+            name
+            for base in own
+            for name, value in vars(base).items()
+            if inspect.isfunction(value)
+            and not hasattr(value, "nowrap")
+            and (name == "__call__" or not name.startswith("__"))
+            and name != "setup"
+            and name not in fields
+        }
+    )
+
+
+def _plain(cls: Any) -> Any:
+    return vars(cls)["_jaxmp"].plain if "_jaxmp" in vars(cls) else cls
+
+
+def _rebuild(module: Any, cls: Any) -> Any:
+    values = {
+        field.name: getattr(module, field.name)
+        for field in dataclasses.fields(module)
+        if field.init and field.name != "parent"
+    }
+    # In a setup method, a module knows its parent before it has a name.
+    return cls(**values, parent=module.parent)
+
+
+def _checked(rules: str | jmp.Policy | PolicyRules) -> PolicyRules:
+    checked = get_rules(rules)
+    check_computable(checked)
+    return checked
+
+
+def _compute_text(module: nn.Module) -> str:
+    if not takes_dtype(module):
+        return ""
+    dtype = getattr(module, "dtype", None)
+    return "from inputs" if dtype is None else jax.numpy.dtype(dtype).name
+
+
+def _not_a_module(given: Any) -> str:
+    what = f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
+    hint = ""
+    if isinstance(given, type) and issubclass(given, nn.Module):
+        hint = ". Make a module of it, or decorate it with jaxmp.linen.with_policy(rules)"
+    elif type(given).__module__.startswith("flax.nnx") or any(
+        base.__module__.startswith("flax.nnx") for base in type(given).__mro__
+    ):
+        hint = ". For an nnx module use jaxmp.nnx"
+    return f"jaxmp.linen works on linen modules, got {what}{hint}"

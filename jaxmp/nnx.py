@@ -1,0 +1,8 @@
+"""Policies, gradients and an optimizer for nnx modules."""
+
+from jaxmp._nnx_policy import (
+    apply_policy as apply_policy,
+    remove_policy as remove_policy,
+    summary as summary,
+)
+from jaxmp._nnx_training import Optimizer as Optimizer, value_and_grad as value_and_grad
