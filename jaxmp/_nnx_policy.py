@@ -72,6 +72,7 @@ def apply_policy(
     rules = get_rules(rules)
     check_computable(rules)
     plans = _plans(model, rules)
+    _check_shared_params(plans)
     rules.warn_unused({plan.path: plan.module for plan in plans}, strict=strict)
     for plan in plans:
         _restore(plan.module)
@@ -246,6 +247,21 @@ def _check_honoured(plan: _Plan) -> None:
     dtypes = {decision.policy.param_dtype for value in values if is_floating(value)}
     has_children = len(list(_walk(module))) > 1
     check_honoured(path, module, decision.policy, dtypes, has_children=has_children)
+
+
+def _check_shared_params(plans: list[_Plan]) -> None:
+    """Raises ValueError if two modules share a param and their policies store it differently."""
+    owners: dict[int, _Plan] = {}
+    for plan in plans:
+        for variable in _own_params(plan.module):
+            first = owners.setdefault(id(variable), plan)
+            mine, theirs = plan.decision.policy, first.decision.policy
+            if mine and theirs and mine.param_dtype != theirs.param_dtype:
+                raise ValueError(
+                    f"{first.path!r} and {plan.path!r} share a param, which the rules would have "
+                    f"in {theirs.param_dtype} for one and in {mine.param_dtype} for the other. "
+                    "Give both policies with the same params"
+                )
 
 
 def _place(plan: _Plan) -> None:

@@ -82,7 +82,7 @@ class PolicyRules:
 
     def __init__(
         self,
-        rules: Mapping[Any, Any] | Iterable[tuple[Any, Any]] = (),
+        rules: Mapping[Any, Any] | Iterable[Any] = (),
         default: str | jmp.Policy | None = None,
     ) -> None:
         given = list(rules.items() if isinstance(rules, Mapping) else _pairs(rules))
