@@ -19,6 +19,7 @@ from jaxmp._regions import (
     casts_around,
     check_computable,
     check_honoured,
+    new_instance,
     scalar_type,
     takes_float_dtype,
 )
@@ -73,7 +74,7 @@ def apply_policy(
     check_computable(rules)
     plans = _plans(model, rules)
     _check_shared_params(plans)
-    rules.warn_unused({plan.path: plan.module for plan in plans}, strict=strict)
+    rules.warn_unused({path: module for path, module, _ in _walk(model)}, strict=strict)
     for plan in plans:
         _restore(plan.module)
         _place(plan)
@@ -288,20 +289,25 @@ def _place(plan: _Plan) -> None:
         variable.set_value(cast_floating(variable.get_value(), policy.param_dtype))
     if casts:
         cls: Any = type(module)
-        module.__class__ = _casting(cls, not jax.tree_util.all_leaves([module]))
-    module._jaxmp = placed
+        _set(module, "__class__", _casting(cls, not jax.tree_util.all_leaves([module])))
+    _set(module, "_jaxmp", placed)
 
 
 def _restore(module: Any) -> None:
     placed = vars(module).get("_jaxmp")
     if placed is None:
         return
-    module.__class__ = placed.plain
+    _set(module, "__class__", placed.plain)
     for name, dtype in placed.dtypes:
         setattr(module, name, dtype)
     for variable, dtype in zip(_own_params(module), placed.params, strict=False):
         variable.set_value(cast_floating(variable.get_value(), dtype))
-    del module._jaxmp
+    object.__delattr__(module, "_jaxmp")
+
+
+# Past nnx's own __setattr__, which would keep the names in the module's list of attributes for
+# ever: a model whose policy was removed is to be equal to one that never had any.
+_set = object.__setattr__
 
 
 @functools.lru_cache(maxsize=512)
@@ -313,13 +319,21 @@ def _casting(cls: Any, is_pytree: bool) -> Any:
         function = functools.partial(cls.__call__, self)
         return call_with_casts(function, self._jaxmp.casts, args, kwargs, is_opaque=_is_node)
 
+    def reduce_ex(self: Any, protocol: Any) -> Any:
+        # Pickle finds classes by name, which would be the name of the plain class.
+        reduced = super(casting, self).__reduce_ex__(protocol)
+        return (new_instance, (_casting, cls, is_pytree), *reduced[2:])
+
     body = {
         "__call__": call,
+        "__reduce_ex__": reduce_ex,
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
     }
-    return types.new_class(cls.__name__, (cls,), {"pytree": is_pytree}, lambda ns: ns.update(body))
+    keywords = {"pytree": is_pytree}
+    casting: Any = types.new_class(cls.__name__, (cls,), keywords, lambda space: space.update(body))
+    return casting
 
 
 def _is_called(module: Any) -> bool:

@@ -127,6 +127,15 @@ def scalar_type(dtype: DType) -> Any:
     return getattr(jnp, dtype.name)
 
 
+def new_instance(make_class: Callable[..., type], *args: Any) -> Any:
+    """An empty instance of a class that was made at run time, for pickle to fill.
+
+    >>> new_instance(lambda name: type(name, (), {}), "Dense").__class__.__name__
+    'Dense'
+    """
+    return object.__new__(make_class(*args))
+
+
 def takes_float_dtype(dtype: Any) -> bool:
     """Whether a layer with this `dtype` computes in floats, or in what its inputs have.
 

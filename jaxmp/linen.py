@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -11,7 +12,7 @@ import jmp
 from flax import linen as nn
 
 from jaxmp._linen_session import own_params, session, takes_dtype
-from jaxmp._regions import check_computable
+from jaxmp._regions import check_computable, new_instance
 from jaxmp._rules import PolicyRules
 from jaxmp._summary import Row, Summary, dtype_text
 from jaxmp.rules import get_rules
@@ -69,7 +70,8 @@ def apply_policy(
             "policy to the unbound module, or inside of a compact method to the class: "
             "jaxmp.linen.with_policy(rules)(Class)(...)"
         )
-    return _rebuild(module, _under(_plain(type(module)), _checked(rules), strict))
+    before = _before(type(module))
+    return _rebuild(module, _under(_plain(before), _checked(rules), strict, before))
 
 
 def remove_policy(module: ModuleT) -> ModuleT:
@@ -79,7 +81,7 @@ def remove_policy(module: ModuleT) -> ModuleT:
       module: a module, under rules or not.
 
     Returns:
-      A copy of the class that it had before.
+      A copy of the class that it had before. What `with_policy` decorates a class with stays.
 
     Raises:
       TypeError: if `module` is no linen module.
@@ -89,7 +91,7 @@ def remove_policy(module: ModuleT) -> ModuleT:
     """
     if not isinstance(module, nn.Module):
         raise TypeError(_not_a_module(module))
-    return _rebuild(module, _plain(type(module)))
+    return _rebuild(module, _before(type(module)))
 
 
 def with_policy(
@@ -128,7 +130,7 @@ def with_policy(
                 f"with_policy decorates classes of linen modules, got {cls!r}. For a module "
                 "write jaxmp.linen.apply_policy(module, rules)"
             )
-        return _under(_plain(cls), checked, strict)
+        return _under(_plain(cls), checked, strict, None)
 
     return decorate
 
@@ -183,18 +185,21 @@ class _Applied(NamedTuple):
     """What a class made by `_under` remembers."""
 
     plain: type
-    rules: PolicyRules
-    strict: bool
+    before: type | None
 
 
 @functools.lru_cache(maxsize=512)
-def _under(cls: Any, rules: PolicyRules, strict: bool) -> Any:
-    """A subclass with the same name whose methods run under rules."""
+def _under(cls: Any, rules: PolicyRules, strict: bool, before: Any) -> Any:
+    """A subclass with the same name whose methods run under rules.
+
+    `before` is the class that a module gets back when they are removed; None for a decorated
+    class, which keeps them.
+    """
     body: dict[str, Any] = {
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
-        "_jaxmp": _Applied(cls, rules, strict),
+        "_jaxmp": _Applied(cls, before),
     }
 
     def at_the_root(name: str) -> Any:
@@ -222,6 +227,17 @@ def _under(cls: Any, rules: PolicyRules, strict: bool) -> Any:
 
         return method
 
+    def reduce_ex(self: nn.Module, protocol: Any) -> Any:
+        reduced = super(under, self).__reduce_ex__(protocol)
+        # Pickle finds classes by name: that of a decorated class is this one, else the plain one.
+        found: Any = sys.modules.get(cls.__module__)
+        for name in cls.__qualname__.split("."):
+            found = getattr(found, name, None)
+        if found is type(self):
+            return reduced
+        return (new_instance, (_under, cls, rules, strict, before), *reduced[2:])
+
+    body["__reduce_ex__"] = nn.nowrap(reduce_ex)
     body |= {name: nn.nowrap(at_the_root(name)) for name in ("init_with_output", "init", "apply")}
     body |= {name: nn.nowrap(wherever_it_is(name)) for name in _method_names(cls)}
     under = type(cls)(cls.__name__, (cls,), body)
@@ -248,6 +264,11 @@ def _method_names(cls: type) -> list[str]:
 
 def _plain(cls: Any) -> Any:
     return vars(cls)["_jaxmp"].plain if "_jaxmp" in vars(cls) else cls
+
+
+def _before(cls: Any) -> Any:
+    applied = vars(cls).get("_jaxmp")
+    return cls if applied is None or applied.before is None else applied.before
 
 
 def _rebuild(module: Any, cls: Any) -> Any:

@@ -1,0 +1,30 @@
+"""Which dtypes a program multiplies in, read from its jaxpr, with all jaxprs inside of it."""
+
+import collections
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+PRODUCTS = ("dot_general", "conv_general_dilated")
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """All equations of a jaxpr, those of scans, checkpoints and nested jits among them."""
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    for equation in jaxpr.eqns:
+        yield equation
+        for param in equation.params.values():
+            for inner in param if isinstance(param, (tuple, list)) else [param]:
+                if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
+                    yield from equations(inner)
+
+
+def count_dots(function: Callable[..., Any], *args: Any) -> dict[str, int]:
+    """How many products have which operands: `{"bfloat16": 3}`, mixed ones `"float32,bfloat16"`."""
+    found: collections.Counter[str] = collections.Counter()
+    for equation in equations(jax.make_jaxpr(function)(*args)):
+        if equation.primitive.name in PRODUCTS:
+            operands = [str(variable.aval.dtype) for variable in equation.invars[:2]]
+            found[",".join(dict.fromkeys(operands))] += 1
+    return dict(found)
