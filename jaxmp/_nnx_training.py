@@ -244,7 +244,7 @@ def _over_microbatches(
         new, new_treedef = jax.tree.flatten(nnx.state(nodes))
         if new_treedef != structure:
             raise ValueError(
-                "the loss function adds or removes variables of a module (self.sow does), which "
+                "the loss function adds or removes variables of a module, which "
                 "cannot be handed from one microbatch to the next. Use microbatches=1, or "
                 "return them as aux"
             )
