@@ -18,7 +18,7 @@ from jaxmp._regions import (
     call_with_casts,
     casts_around,
     check_honoured,
-    scalar_type,
+    layer_dtype,
     takes_float_dtype,
 )
 from jaxmp._rules import Decision, PolicyRules
@@ -32,6 +32,8 @@ class _Frame(NamedTuple):
     decision: Decision
     is_layer: bool
 
+
+_MISSING: Any = object()
 
 # Part of the key of every cache of traces, since nn.jit would otherwise hand a model the trace
 # that it made under other rules, or under none.
@@ -180,15 +182,16 @@ def _set_dtypes(module: nn.Module, decision: Decision) -> None:
     policy = decision.policy
     if policy is None:
         return
-    fields = {field.name for field in dataclasses.fields(module)}
     if takes_dtype(module):
-        object.__setattr__(module, "dtype", scalar_type(policy.compute_dtype))
-    if "param_dtype" in fields:
+        dtype = layer_dtype(policy.compute_dtype, module.dtype)
+        object.__setattr__(module, "dtype", dtype)
+    before = getattr(module, "param_dtype", _MISSING)
+    if takes_float_dtype(before):
         # Params are drawn in float32 and rounded by _finish: so all policies start from the same
         # values, and batch statistics that follow param_dtype stay float32.
         wide = module.is_initializing()
         dtype = at_least_float32(policy.param_dtype) if wide else policy.param_dtype
-        object.__setattr__(module, "param_dtype", scalar_type(dtype))
+        object.__setattr__(module, "param_dtype", layer_dtype(dtype, before))
 
 
 def _finish(module: nn.Module, path: str, region: Region) -> None:

@@ -19,8 +19,8 @@ from jaxmp._regions import (
     casts_around,
     check_computable,
     check_honoured,
+    layer_dtype,
     new_instance,
-    scalar_type,
     takes_float_dtype,
 )
 from jaxmp._rules import Decision, PolicyRules
@@ -273,6 +273,8 @@ def _place(plan: _Plan) -> None:
     params = _own_params(module)
     dtypes = tuple((name, own[name]) for name in ("dtype", "param_dtype") if name in own)
     casts = plan.casts
+    if not (dtypes or params or casts):
+        return
     if _is_flax_layer(module) and casts == Casts(output=policy.compute_dtype):
         casts = Casts()  # which is what the layer returns anyway
     placed = _Placed(
@@ -282,9 +284,10 @@ def _place(plan: _Plan) -> None:
         # These two write the weight that they have normalised back into the layer inside them:
         # their dtype is one of storage.
         stores = isinstance(module, (nnx.SpectralNorm, nnx.WeightNorm))
-        module.dtype = scalar_type(policy.param_dtype if stores else policy.compute_dtype)
+        dtype = policy.param_dtype if stores else policy.compute_dtype
+        module.dtype = layer_dtype(dtype, module.dtype)
     if takes_float_dtype(own.get("param_dtype")) and "param_dtype" in own:
-        module.param_dtype = scalar_type(policy.param_dtype)
+        module.param_dtype = layer_dtype(policy.param_dtype, module.param_dtype)
     for variable in params:
         variable.set_value(cast_floating(variable.get_value(), policy.param_dtype))
     if casts:

@@ -118,13 +118,15 @@ def _cast_like(tree: PyTree, like: PyTree) -> PyTree:
     return jax.tree.map(cast_leaf, tree, like)
 
 
-def scalar_type(dtype: DType) -> Any:
-    """`jnp.bfloat16` for bfloat16: what people write as a layer's dtype, which can be called.
+def layer_dtype(dtype: DType, before: Any = None) -> Any:
+    """A dtype as people write it for a layer: `jnp.bfloat16`, or a name where a name was before.
 
-    >>> scalar_type(jnp.dtype("bfloat16")) is jnp.bfloat16
+    >>> layer_dtype(jnp.dtype("bfloat16")) is jnp.bfloat16
     True
+    >>> layer_dtype(jnp.dtype("bfloat16"), "float32")
+    'bfloat16'
     """
-    return getattr(jnp, dtype.name)
+    return dtype.name if isinstance(before, str) else getattr(jnp, dtype.name)
 
 
 def new_instance(make_class: Callable[..., type], *args: Any) -> Any:
