@@ -17,13 +17,13 @@ from jaxmp._rules import PolicyRules
 from jaxmp._summary import Row, Summary, dtype_text
 from jaxmp.rules import get_rules
 
-ModuleT = TypeVar("ModuleT", bound=nn.Module)
-ClassT = TypeVar("ClassT", bound=type)
+_ModuleT = TypeVar("_ModuleT", bound=nn.Module)
+_ClassT = TypeVar("_ClassT", bound=type)
 
 
 def apply_policy(
-    module: ModuleT, rules: str | jmp.Policy | PolicyRules, *, strict: bool = False
-) -> ModuleT:
+    module: _ModuleT, rules: str | jmp.Policy | PolicyRules, *, strict: bool = False
+) -> _ModuleT:
     """A linen module under rules: every layer in it computes in the dtype that they say.
 
     Layers set by hand are easily forgotten, and a norm or head in the wrong precision shows in no
@@ -74,7 +74,7 @@ def apply_policy(
     return _rebuild(module, _under(_plain(before), _checked(rules), strict, before))
 
 
-def remove_policy(module: ModuleT) -> ModuleT:
+def remove_policy(module: _ModuleT) -> _ModuleT:
     """The module without the rules that `apply_policy` put on it.
 
     Args:
@@ -96,7 +96,7 @@ def remove_policy(module: ModuleT) -> ModuleT:
 
 def with_policy(
     rules: str | jmp.Policy | PolicyRules, *, strict: bool = False
-) -> Callable[[ClassT], ClassT]:
+) -> Callable[[_ClassT], _ClassT]:
     """A decorator that puts every module of a class under rules, wherever it is used.
 
     Args:
@@ -124,7 +124,7 @@ def with_policy(
     """
     checked = _checked(rules)
 
-    def decorate(cls: ClassT) -> ClassT:
+    def decorate(cls: _ClassT) -> _ClassT:
         if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
             raise TypeError(
                 f"with_policy decorates classes of linen modules, got {cls!r}. For a module "

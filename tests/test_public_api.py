@@ -2,11 +2,14 @@
 
 import dataclasses
 import inspect
+import types
 
 import jax
 import pytest
 
 import jaxmp
+import jaxmp.linen
+import jaxmp.nnx
 
 NAMES = [
     "DynamicLossScale",
@@ -30,6 +33,18 @@ NAMES = [
     "select",
     "value_and_grad",
 ]
+NAMES_IN = {
+    jaxmp.rules: [
+        "Family",
+        "all_policies",
+        "dtypes_of",
+        "get_rules",
+        "keep_float32",
+        "keep_norms_float32",
+    ],
+    jaxmp.linen: ["apply_policy", "remove_policy", "summary", "with_policy"],
+    jaxmp.nnx: ["Optimizer", "apply_policy", "remove_policy", "summary", "value_and_grad"],
+}
 
 
 def public() -> list[str]:
@@ -44,11 +59,35 @@ def test_names() -> None:
     assert public() == sorted(NAMES)
 
 
+@pytest.mark.parametrize("module", NAMES_IN, ids=lambda module: module.__name__)
+def test_names_of_modules(module: types.ModuleType) -> None:
+    exported = "jaxmp._nnx" if module is jaxmp.nnx else module.__name__
+    own = [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and str(getattr(value, "__module__", "")).startswith(exported)
+    ]
+    families = ["HEADS", "NORMS", "ROTARY", "ROUTERS"] if module is jaxmp.rules else []
+    assert sorted(own) == sorted([*NAMES_IN[module], *families])
+
+
+def test_submodules_are_loaded_on_demand() -> None:
+    assert jaxmp.linen.apply_policy is not jaxmp.nnx.apply_policy
+    with pytest.raises(AttributeError, match="module 'jaxmp' has no attribute 'haiku'"):
+        jaxmp.haiku  # type: ignore[attr-defined]  # noqa: B018
+
+
+EVERYTHING: list[tuple[str, object]] = [(name, getattr(jaxmp, name)) for name in NAMES] + [
+    (f"{module.__name__}.{name}", getattr(module, name))
+    for module, names in NAMES_IN.items()
+    for name in names
+]
+
+
 def own_functions() -> list[tuple[str, object]]:
     """Public functions, and public methods of public classes."""
     found = []
-    for name in NAMES:
-        value = getattr(jaxmp, name)
+    for name, value in EVERYTHING:
         found.append((name, value))
         if inspect.isclass(value):
             found += [
@@ -71,9 +110,12 @@ def signature_without_self(function: object) -> list[inspect.Parameter]:
     return [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if inspect.isfunction(getattr(jaxmp, n))])
-def test_functions_have_args_returns_and_an_example(name: str) -> None:
-    doc = inspect.getdoc(getattr(jaxmp, name)) or ""
+FUNCTIONS = [(name, value) for name, value in EVERYTHING if inspect.isfunction(value)]
+
+
+@pytest.mark.parametrize(("name", "value"), FUNCTIONS, ids=[n for n, _ in FUNCTIONS])
+def test_functions_have_args_returns_and_an_example(name: str, value: object) -> None:
+    doc = inspect.getdoc(value) or ""
     assert "Args:" in doc, name
     assert "Returns:" in doc or "Raises:" in doc, name
     assert ">>>" in doc or name == "check_progress", name
