@@ -1,7 +1,7 @@
 """A small GPT over characters, and the text that it learns: Python's own manual.
 
-The dtype of every layer is set by hand from a policy. Arrays are named by their axes:
-B sequences of T characters, D features, H heads, V characters in the vocabulary.
+The model says nothing of dtypes: `precision_rules` do, for all of its layers. Arrays are named by
+their axes: B sequences of T characters, D features, H heads, V characters in the vocabulary.
 """
 
 import dataclasses
@@ -74,18 +74,14 @@ class Size:
 class Block(nnx.Module):
     """Causal attention and a two-layer network, each after a norm and around a residual."""
 
-    def __init__(self, size: Size, policy: jaxmp.Policy, rngs: nnx.Rngs) -> None:
+    def __init__(self, size: Size, rngs: nnx.Rngs) -> None:
         width, self.heads = size.width, size.heads
-
-        def linear(size_in: int, size_out: int) -> nnx.Linear:
-            return nnx.Linear(size_in, size_out, dtype=policy.compute_dtype, rngs=rngs)
-
-        self.attention_norm = _norm(width, rngs)
-        self.query_key_value = linear(width, 3 * width)
-        self.attention_out = linear(width, width)
-        self.mlp_norm = _norm(width, rngs)
-        self.mlp_in = linear(width, 4 * width)
-        self.mlp_out = linear(4 * width, width)
+        self.attention_norm = nnx.LayerNorm(width, rngs=rngs)
+        self.query_key_value = nnx.Linear(width, 3 * width, rngs=rngs)
+        self.attention_out = nnx.Linear(width, width, rngs=rngs)
+        self.mlp_norm = nnx.LayerNorm(width, rngs=rngs)
+        self.mlp_in = nnx.Linear(width, 4 * width, rngs=rngs)
+        self.mlp_out = nnx.Linear(4 * width, width, rngs=rngs)
 
     def __call__(self, x: Array) -> Array:
         x = x + self.attention(self.attention_norm(x))  # (B, T, D)
@@ -108,20 +104,14 @@ class Block(nnx.Module):
 
 
 class GPT(nnx.Module):
-    """A decoder-only transformer over characters.
+    """A decoder-only transformer over characters, in plain Flax."""
 
-    Params are initialised in float32 under every policy, so that all start from the same values:
-    `TrainState.create` makes the live params in `policy.param_dtype` and keeps these as masters.
-    """
-
-    def __init__(self, size: Size, policy: jaxmp.Policy, rngs: nnx.Rngs) -> None:
-        width, dtype = size.width, policy.compute_dtype
-        self.tokens = nnx.Embed(size.vocab, width, dtype=dtype, rngs=rngs)
-        self.positions = nnx.Embed(size.context, width, dtype=dtype, rngs=rngs)
-        self.blocks = nnx.List([Block(size, policy, rngs) for _ in range(size.layers)])
-        self.norm = _norm(width, rngs)
-        # Logits decide the loss, and a bfloat16 logit between 16 and 32 is off by up to 0.06.
-        self.head = nnx.Linear(width, size.vocab, dtype=jnp.float32, rngs=rngs)
+    def __init__(self, size: Size, rngs: nnx.Rngs) -> None:
+        self.tokens = nnx.Embed(size.vocab, size.width, rngs=rngs)
+        self.positions = nnx.Embed(size.context, size.width, rngs=rngs)
+        self.blocks = nnx.List([Block(size, rngs) for _ in range(size.layers)])
+        self.norm = nnx.LayerNorm(size.width, rngs=rngs)
+        self.head = nnx.Linear(size.width, size.vocab, rngs=rngs)
 
     def __call__(self, ids: Array) -> Array:
         positions = jnp.arange(ids.shape[1])[None]  # (1, T)
@@ -131,9 +121,21 @@ class GPT(nnx.Module):
         return self.head(self.norm(x))  # (B, T, V)
 
 
-def _norm(width: int, rngs: nnx.Rngs) -> nnx.LayerNorm:
-    # A variance is a sum of squares: it overflows in float16 and loses its digits in bfloat16.
-    return nnx.LayerNorm(width, dtype=jnp.float32, rngs=rngs)
+def precision_rules(policy: jaxmp.Policy) -> jaxmp.PolicyRules:
+    """Norms and the head compute in float32, everything else as the policy says.
+
+    Params stay float32 under every policy, so that all start from the same values:
+    `TrainState.create` makes the live params in `policy.param_dtype` and keeps these as masters.
+    Logits stay float32 too, under policies with 16-bit outputs.
+    """
+    layers = jaxmp.Policy("float32", policy.compute_dtype, "float32")
+    kept = {
+        # A variance is a sum of squares: it overflows in float16 and loses digits in bfloat16.
+        "*norm*": "float32",
+        # Logits decide the loss, and a bfloat16 logit between 16 and 32 is off by up to 0.06.
+        "head": "float32",
+    }
+    return jaxmp.PolicyRules(kept, default=layers)
 
 
 def make_loss(graphdef: Any) -> Callable[[Any, Array], Array]:

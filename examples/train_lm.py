@@ -28,7 +28,7 @@ import optax
 import orbax.checkpoint as ocp
 from flax import nnx
 from jax import Array
-from language_model import GPT, Corpus, Size, make_loss
+from language_model import GPT, Corpus, Size, make_loss, precision_rules
 from lm_report import draw, make_table
 from rich.console import Console
 from rich.progress import (
@@ -210,7 +210,8 @@ def train(
 ) -> tuple[jaxmp.TrainState, History]:
     """Trains with one policy, from the start or from where its checkpoints end."""
     policy = jaxmp.get_policy(name)
-    model = GPT(settings.size(corpus.vocab_size), policy, nnx.Rngs(settings.seed))
+    model = GPT(settings.size(corpus.vocab_size), nnx.Rngs(settings.seed))
+    model = jaxmp.nnx.apply_policy(model, precision_rules(policy))
     graphdef, params = nnx.split(model, nnx.Param)
     loss_fn = make_loss(graphdef)
     state = jaxmp.TrainState.create(params=params, tx=make_optimizer(settings, policy))

@@ -48,7 +48,8 @@ def apply_policy(
 
     Args:
       model: an nnx module, real or abstract. It is changed in place; where an argument is wrong,
-        nothing is changed.
+        nothing is changed. Apply the policy before the model is first traced as a function, as by
+        `jax.jit(model)`: JAX would not see the change. (`nnx.jit(f)(model)` does.)
       rules: rules, a policy, or its name.
       strict: whether a rule that matches no module is an error rather than a warning.
 

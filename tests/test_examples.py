@@ -9,13 +9,22 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import optax
 import pytest
+from flax import nnx
+
+import jaxmp
+from tests.bits import tree_bits
+from tests.dots import count_dots
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SMALL = [
     *("--steps", "60", "--batch-size", "2", "--context", "16", "--layers", "1", "--width", "32"),
     *("--eval-every", "7", "--checkpoint-every", "4", "--growth-interval", "2", "--no-plot"),
 ]
+PRECISIONS = ["float32", "mixed_bfloat16", "mixed_float16"]
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
@@ -36,6 +45,96 @@ def test_three_lines_are_three_and_train_alike() -> None:
     changes = [line for line in result.diff[2:] if line[0] in "+-"]
     assert len(changes) == 6
     assert all(line in shown for line in changes)
+
+
+def test_digits_learn_in_every_precision(capsys: pytest.CaptureFixture[str]) -> None:
+    runs = importlib.import_module("digits_cnn").main(["--steps", "60", "--summary"])
+    assert list(runs) == PRECISIONS
+    for run in runs.values():
+        assert run.before < 0.3
+        assert run.accuracy > 0.8
+        assert run.steps + run.skipped == len(run.loss) == len(run.loss_scale) == 60
+        assert run.loss[0] == pytest.approx(runs["float32"].loss[0], rel=1e-2)
+    assert len({run.loss[0] for run in runs.values()}) == 3
+    printed = capsys.readouterr().out
+    assert all(word in printed for word in [*PRECISIONS, "BatchNorm_2"])
+
+
+def test_digits_keep_their_batch_statistics_when_a_step_is_skipped() -> None:
+    example = importlib.import_module("digits_cnn")
+    rules, digits = example.precision_rules("mixed_float16"), example.Digits.load()
+    model = example.make_model(rules)
+    state = example.make_state(model, rules, steps=12, seed=0)
+    step = jaxmp.make_train_step(example.make_loss(model), donate=False)
+    taken = []
+    for i in range(12):
+        old = state
+        state, metrics = step(old, digits.batch(0, i))
+        taken.append(bool(metrics["grads_finite"]))
+        moved = tree_bits(old.batch_stats) != tree_bits(state.batch_stats)
+        assert moved == taken[-1]
+    assert set(taken) == {True, False}
+
+
+@pytest.mark.slow
+def test_digits_accuracy() -> None:
+    main = importlib.import_module("digits_cnn").main
+    runs = main([])
+    for run in runs.values():
+        assert run.accuracy >= 0.97
+    assert [run.skipped > 0 for run in runs.values()] == [False, False, True]
+    low = runs["mixed_float16"]
+    assert low.loss_scale[0] > low.loss_scale[-1] > 1
+    assert main(["--precisions", "mixed_float16"])["mixed_float16"].loss == low.loss
+    other = main(["--precisions", "mixed_float16", "--steps", "1", "--seed", "1"])
+    assert other["mixed_float16"].loss[0] != low.loss[0]
+
+
+def small_gpt() -> tuple[Any, Any]:
+    example = importlib.import_module("language_model")
+    size = example.Size(vocab=11, context=8, layers=1, width=16, heads=2)
+    return example, example.GPT(size, nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("name", [*PRECISIONS, "bfloat16"])
+def test_gpt_computes_as_its_rules_say(name: str) -> None:
+    """Seven products: q, k and v, two in the attention, its output, two in the MLP, the head."""
+    example, model = small_gpt()
+    policy = jaxmp.get_policy(name)
+    low, ids = str(policy.compute_dtype), jnp.zeros((1, 4), jnp.int32)
+
+    def dots() -> dict[str, int]:
+        return count_dots(lambda ids: model(ids), ids)  # a new function: traces are cached
+
+    assert dots() == {"float32": 7}  # plain Flax
+    jaxmp.nnx.apply_policy(model, policy)
+    assert dots() == {low: 7}  # a policy without rules
+    jaxmp.nnx.apply_policy(model, example.precision_rules(policy))
+    assert dots() == ({"float32": 7} if low == "float32" else {low: 6, "float32": 1})
+    assert jax.eval_shape(lambda ids: model(ids), ids).dtype == jnp.float32
+    rows = jaxmp.nnx.summary(model).rows
+    norms = [row.compute for row in rows if "norm" in row.path]
+    assert norms == ["float32"] * 3
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16"])
+def test_gpt_has_the_same_masters_under_every_policy(name: str) -> None:
+    example, model = small_gpt()
+    policy = jaxmp.get_policy(name)
+    tx = jaxmp.mixed_precision(optax.sgd(0.1), policy)
+
+    def params() -> Any:
+        return nnx.as_pure(nnx.state(model, nnx.Param))
+
+    plain = tree_bits(params())
+    jaxmp.nnx.apply_policy(model, example.precision_rules(policy))
+    state = jaxmp.TrainState.create(params=params(), tx=tx)
+    assert {x.dtype for x in jax.tree.leaves(state.params)} == {policy.param_dtype}
+    assert tree_bits(state.opt_state.master) == plain
+    # Positive control: where the model itself holds 16 bits, the masters start from those.
+    jaxmp.nnx.apply_policy(model, policy)
+    state = jaxmp.TrainState.create(params=params(), tx=tx)
+    assert tree_bits(state.opt_state.master) != plain
 
 
 @pytest.mark.slow
