@@ -188,9 +188,9 @@ def _set_dtypes(module: nn.Module, decision: Decision) -> None:
     before = getattr(module, "param_dtype", _MISSING)
     if takes_float_dtype(before):
         # Params are drawn in float32 and rounded by _finish: so all policies start from the same
-        # values, and batch statistics that follow param_dtype stay float32.
-        wide = module.is_initializing()
-        dtype = at_least_float32(policy.param_dtype) if wide else policy.param_dtype
+        # values, batch statistics that follow param_dtype stay float32, and no initializer is
+        # asked for a dtype that its linear algebra lacks.
+        dtype = at_least_float32(policy.param_dtype)
         object.__setattr__(module, "param_dtype", layer_dtype(dtype, before))
 
 
@@ -207,7 +207,8 @@ def _finish(module: nn.Module, path: str, region: Region) -> None:
         for name, value in own.items():
             module.put_variable("params", name, cast_floating(value, policy.param_dtype))
         own = own_params(module)
-    if alone and not region.takes_dtype:
+    # Flax's own layers without a dtype, such as PReLU, follow their inputs.
+    if alone and not region.takes_dtype and not type(module).__module__.startswith("flax."):
         dtypes: set[DType] = {x.dtype for x in jax.tree.leaves(own) if is_floating(x)}
         has_children = len(own) < len(module.variables.get("params", {}))
         check_honoured(path, module, policy, dtypes, has_children=has_children)

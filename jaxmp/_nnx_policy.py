@@ -212,7 +212,7 @@ def _plans(model: Any, rules: PolicyRules) -> list[_Plan]:
     layers: set[str] = set()
     plans: dict[int, _Plan] = {}
     for path, module, parent in _walk(model):
-        decision = rules.decide(path, module)
+        decision = _decide(rules, path, module)
         caller = None if parent is None else decisions[parent]
         # Layers inside a layer of Flax follow it, unless a rule names them.
         if decision.rule is None and caller is not None and parent in layers:
@@ -239,6 +239,18 @@ def _plans(model: Any, rules: PolicyRules) -> list[_Plan]:
         if decision.policy is not None and (decision.rule is not None or not path):
             _check_honoured(plan)
     return list(plans.values())
+
+
+def _decide(rules: PolicyRules, path: str, module: Any) -> Decision:
+    decision = rules.decide(path, module)
+    if not isinstance(module, nnx.bridge.ToNNX):
+        return decision
+    if decision.policy is not None and (decision.rule is not None or not path):
+        raise ValueError(
+            f"{path or '(root)'!r} holds a linen module. Put that under a policy before it goes "
+            "into the bridge: nnx.bridge.ToNNX(jaxmp.linen.apply_policy(module, rules), ...)"
+        )
+    return Decision(None, None)  # its attributes are variables of linen's, all of them
 
 
 def _check_honoured(plan: _Plan) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from flax import nnx
+from flax import linen as nn, nnx
 
 import jaxmp
 from jaxmp import PolicyRules
@@ -331,3 +331,26 @@ def test_summary() -> None:
     )
     assert "blocks/1/attention/out" in str(jaxmp.nnx.summary(model))
     assert jaxmp.nnx.summary(nnx.Linear(2, 2, rngs=nnx.Rngs(0))).rows[0].compute == "from inputs"
+
+
+def test_a_linen_module_in_a_bridge_is_left_to_linen() -> None:
+    class Net(nnx.Module):
+        def __init__(self, inner: Any) -> None:
+            self.first = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+            self.bridge = nnx.bridge.ToNNX(inner, rngs=nnx.Rngs(0)).lazy_init(X)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.bridge(self.first(x))
+
+    plain = nn.Dense(3)
+    model = ruled(Net(plain), "bfloat16")
+    assert dots_of(model) == {"bfloat16": 1, "float32": 1}
+    assert {x.dtype.name for x in jax.tree.leaves(nnx.state(model.bridge, nnx.Param))} == {
+        "float32"
+    }
+    inner = jaxmp.linen.apply_policy(plain, "mixed_float16")
+    assert dots_of(ruled(Net(inner), "bfloat16")) == {"bfloat16": 1, "float16": 1}
+    with pytest.raises(
+        ValueError, match=r"'bridge' holds a linen module\. Put that under a policy"
+    ):
+        ruled(Net(plain), PolicyRules([("bridge", "bfloat16")]))
