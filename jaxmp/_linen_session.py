@@ -18,6 +18,7 @@ from jaxmp._regions import (
     call_with_casts,
     casts_around,
     check_honoured,
+    decide,
     layer_dtype,
     takes_float_dtype,
 )
@@ -44,60 +45,92 @@ _SESSIONS: contextvars.ContextVar[tuple["_Session", ...]] = contextvars.ContextV
 
 
 class _Session:
-    """One call of a module under rules, from outside of it, with all calls that follow from it."""
+    """One call of a module under rules, from outside of it, with all calls that follow from it.
 
-    def __init__(self, rules: PolicyRules, root: tuple[str, ...]) -> None:
-        self.rules, self.root = rules, root
+    Attributes:
+      rules: the rules.
+      root: the path of the module in its own model.
+      module: the module.
+      calls: the modules that are being called, outermost first.
+      seen: every module that was called, by its path from the root.
+      others: the paths of modules that are under rules of their own.
+      used: which rules decided something.
+      jitted: whether a class that nn.jit made was among them.
+      scanned: the classes that nn.scan repeats.
+    """
+
+    def __init__(self, rules: PolicyRules, root: tuple[str, ...], module: Any) -> None:
+        self.rules, self.root, self.module = rules, root, module
         self.calls: list[_Frame] = []
         self.seen: dict[str, nn.Module] = {}
-
-    def owns(self, module: nn.Module) -> bool:
-        """Whether the module lies in this session's root, and in that of no inner session."""
-        path = module.path
-        for session in reversed(_SESSIONS.get()):
-            if path[: len(session.root)] == session.root:
-                return session is self
-        return False
+        self.others: set[str] = set()
+        self.used: set[int | None] = set()
+        self.jitted = False
+        self.scanned: set[type] = set()
 
     def intercept(self, next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
-        module = context.module
-        # Flax also runs lambdas as methods, to see whether a setup is valid.
-        is_method = hasattr(type(module), context.method_name)
-        if module.scope is None or not is_method or not self.owns(module):
+        module, name = context.module, context.method_name
+        if (name.startswith("__") and name != "__call__") or module.scope is None:
             return next_fun(*args, **kwargs)
-        path = "/".join(module.path[len(self.root) :])
-        frame = _Frame(path, self.decide(path, module), _is_flax_layer(module))
+        if not hasattr(type(module), name):
+            # Flax runs a lambda as a method before it calls what a transform has made of a class.
+            made, *bases = type(module).__mro__
+            self.jitted |= made.__name__.startswith("Jit")
+            self.scanned |= {bases[0]} if made.__name__.startswith("Scan") else set()
+            return next_fun(*args, **kwargs)
+        owner = _owner(module.path)
+        if owner is not self:
+            if module.path[: len(self.root)] == self.root:
+                self.others.add(self.path_of(module))
+            return next_fun(*args, **kwargs)
+        if self.calls and is_foreign(module, self.module):
+            with _entered(_Session(PolicyRules(), (), module)):
+                return next_fun(*args, **kwargs)
+        return self.call(next_fun, args, kwargs, context)
+
+    def call(self, next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        """Calls a method as the rules say."""
+        module, path = context.module, self.path_of(context.module)
+        caller = self.calls[-1] if self.calls else None
+        in_layer = caller is not None and caller.is_layer and _is_below(path, caller.path)
+        decision = decide(self.rules, path, module, caller and caller.decision, in_layer=in_layer)
         self.seen.setdefault(path, module)
-        is_call = context.method_name != "setup"
+        self.used.add(decision.rule)
+        _set_dtypes(module, decision)
+        is_setup = context.method_name == "setup"
+        is_cell = isinstance(module, nn.RNNCellBase) or type(module) in self.scanned
         region = Region(
-            frame.decision,
-            entered=not self.calls or self.calls[-1].decision.rule != frame.decision.rule,
+            decision,
+            caller and caller.decision,
             takes_dtype=takes_dtype(module),
-            recurrent=isinstance(module, nn.RNNCellBase) and context.method_name == "__call__",
+            recurrent=is_cell and context.method_name == "__call__",
         )
-        _set_dtypes(module, frame.decision)
-        casts = casts_around(region) if is_call else Casts()
-        self.calls.append(frame)
+        creates = module.is_mutable_collection("params")
+        before = frozenset(own_params(module)) if creates else frozenset()
+        self.calls.append(_Frame(path, decision, _is_flax_layer(module)))
         try:
+            casts = Casts() if is_setup else casts_around(region)
             out = call_with_casts(next_fun, casts, args, kwargs)
         finally:
             self.calls.pop()
-        if is_call:
-            _finish(module, path, region)
+        if creates:
+            _round_new_params(module, decision, before)
+        if not is_setup:
+            _check_honoured(module, path, region)
         return out
 
-    def decide(self, path: str, module: nn.Module) -> Decision:
-        """What the rules say; layers inside a layer of Flax follow it, unless a rule names them."""
-        decision = self.rules.decide(path, module)
-        if decision.rule is None and self.calls:
-            caller = self.calls[-1]
-            if caller.is_layer and (not caller.path or path.startswith(caller.path + "/")):
-                return caller.decision
-        return decision
+    def path_of(self, module: nn.Module) -> str:
+        """The path of a module from the root."""
+        return "/".join(module.path[len(self.root) :])
 
-    def finish(self, variables: Mapping[str, Any], *, strict: bool) -> None:
-        """After an initialisation: tells of rules that match nothing, or cannot be kept apart."""
-        self.rules.warn_unused(self.seen, strict=strict)
+    def warn_unused(self, *, strict: bool) -> None:
+        """After an initialisation: tells of rules that decided nothing."""
+        self.rules.warn_unused(self.seen, used=self.used, strict=strict, stacklevel=4)
+
+    def check_traces(self, variables: Mapping[str, Any]) -> None:
+        """Raises ValueError if modules were traced as one that the rules tell apart."""
+        if not self.jitted:
+            return
         params = variables.get("params", {})
         for unseen in self._unseen(params, ""):
             for path, module in list(self.seen.items()):
@@ -117,6 +150,8 @@ class _Session:
         found: list[str] = []
         for name, value in params.items():
             inner = f"{path}/{name}" if path else name
+            if inner in self.others:
+                continue
             if isinstance(value, Mapping) and inner not in self.seen:
                 below = any(seen.startswith(inner + "/") for seen in self.seen)
                 found += self._unseen(value, inner) if below else [inner]
@@ -142,26 +177,56 @@ def _shapes(params: Any, path: str) -> Any:
     return [(jax.numpy.shape(x), x.dtype) for x in leaves], treedef
 
 
+def is_foreign(module: nn.Module, root: nn.Module) -> bool:
+    """Whether a module is applied as a model of its own inside of another, as a teacher is."""
+    mine, theirs = type(root), type(module)
+    related = issubclass(mine, theirs) or issubclass(theirs, mine)
+    return module.path == () and not related
+
+
+def _is_below(path: str, above: str) -> bool:
+    return not above or path.startswith(above + "/")
+
+
+def _owner(path: tuple[str, ...]) -> _Session | None:
+    """The innermost session in whose root a path lies."""
+    for active in reversed(_SESSIONS.get()):
+        if path[: len(active.root)] == active.root:
+            return active
+    return None
+
+
 @contextlib.contextmanager
-def session(rules: PolicyRules, root: tuple[str, ...]) -> Iterator[_Session | None]:
+def _entered(new: _Session) -> Iterator[None]:
+    sessions = (*_SESSIONS.get(), new)
+    token = _SESSIONS.set(sessions)
+    try:
+        with _TRACED_UNDER(tuple(active.rules for active in sessions)):
+            yield
+    finally:
+        _SESSIONS.reset(token)
+
+
+@contextlib.contextmanager
+def session(
+    rules: PolicyRules, root: tuple[str, ...], module: nn.Module, *, at_the_root: bool = False
+) -> Iterator[_Session | None]:
     """Puts the calls of modules below `root` under rules.
+
+    `at_the_root` says that a model is being initialised or applied: even inside of a model under
+    the same rules, that is one of its own.
 
     Yields the session, or None if these rules hold here already.
     """
-    active = _SESSIONS.get()
-    if active and active[-1].root == root and active[-1].rules == rules:
-        yield None
-        return
-    new = _Session(rules, root)
-    token = _SESSIONS.set((*active, new))
-    try:
-        with (
-            nn.intercept_methods(new.intercept),
-            _TRACED_UNDER(tuple(s.rules for s in (*active, new))),
-        ):
-            yield new
-    finally:
-        _SESSIONS.reset(token)
+    sessions = _SESSIONS.get()
+    if sessions and sessions[-1].root == root and sessions[-1].rules == rules:
+        same = sessions[-1].module is module if at_the_root else True
+        if same:
+            yield None
+            return
+    new = _Session(rules, root, module)
+    with nn.intercept_methods(new.intercept), _entered(new):
+        yield new
 
 
 def takes_dtype(module: nn.Module) -> bool:
@@ -194,26 +259,35 @@ def _set_dtypes(module: nn.Module, decision: Decision) -> None:
         object.__setattr__(module, "param_dtype", layer_dtype(dtype, before))
 
 
-def _finish(module: nn.Module, path: str, region: Region) -> None:
-    """After a call: rounds new params, and refuses what cannot compute as it was told."""
-    policy, rule = region.decision
-    if policy is None:
+def _round_new_params(module: nn.Module, decision: Decision, before: frozenset[str]) -> None:
+    """Rounds the params that a call has made; what was there before is the caller's."""
+    if decision.policy is None:
         return
-    alone = rule is not None or not path
-    if not module.is_initializing() and (region.takes_dtype or not alone):
+    for name, value in own_params(module).items():
+        if name not in before:
+            value = cast_floating(value, decision.policy.param_dtype)
+            module.put_variable("params", name, value)
+
+
+def _check_honoured(module: nn.Module, path: str, region: Region) -> None:
+    """After a call: refuses a module that cannot compute as it was told."""
+    policy, rule = region.decision
+    named = rule is not None or not path
+    # Flax's own layers without a dtype, such as PReLU, follow their inputs.
+    if policy is None or not named or region.takes_dtype or _is_from_flax(type(module)):
         return
     own = own_params(module)
-    if module.is_initializing():
-        for name, value in own.items():
-            module.put_variable("params", name, cast_floating(value, policy.param_dtype))
-        own = own_params(module)
-    # Flax's own layers without a dtype, such as PReLU, follow their inputs.
-    if alone and not region.takes_dtype and not type(module).__module__.startswith("flax."):
-        dtypes: set[DType] = {x.dtype for x in jax.tree.leaves(own) if is_floating(x)}
-        has_children = len(own) < len(module.variables.get("params", {}))
-        check_honoured(path, module, policy, dtypes, has_children=has_children)
+    dtypes: set[DType] = {x.dtype for x in jax.tree.leaves(own) if is_floating(x)}
+    has_children = len(own) < len(module.variables.get("params", {}))
+    check_honoured(path, module, policy, dtypes, has_children=has_children)
+
+
+def _is_from_flax(cls: type) -> bool:
+    return cls.__module__.startswith("flax.")
 
 
 def own_params(module: nn.Module) -> dict[str, PyTree]:
+    """The params that a module itself has, without those of the modules in it."""
     params = module.variables.get("params", {})
-    return {name: value for name, value in params.items() if not isinstance(value, Mapping)}
+    reserved: Any = module.scope.reservations  # type: ignore[union-attr]
+    return {name: value for name, value in params.items() if "params" in reserved.get(name, ())}

@@ -3,15 +3,24 @@
 import dataclasses
 import functools
 import types
-from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jmp
 from flax import nnx
 
-from jaxmp._dtypes import DType, is_floating
-from jaxmp._policy import Policy
+from jaxmp._dtypes import is_floating
+from jaxmp._nnx_modules import (
+    first_paths,
+    is_called,
+    is_flax_layer,
+    is_node,
+    leaves,
+    modules,
+    own_params,
+    takes_dtype,
+    walk,
+)
 from jaxmp._regions import (
     Casts,
     Region,
@@ -19,6 +28,7 @@ from jaxmp._regions import (
     casts_around,
     check_computable,
     check_honoured,
+    decide,
     layer_dtype,
     new_instance,
     takes_float_dtype,
@@ -49,7 +59,8 @@ def apply_policy(
     Args:
       model: an nnx module, real or abstract. It is changed in place; where an argument is wrong,
         nothing is changed. Apply the policy before the model is first traced as a function, as by
-        `jax.jit(model)`: JAX would not see the change. (`nnx.jit(f)(model)` does.)
+        `jax.jit(model)`: JAX would not see the change. (`nnx.jit(f)(model)` does.) Inside of
+        `nnx.jit`, apply it to models that are made there, not to arguments.
       rules: rules, a policy, or its name.
       strict: whether a rule that matches no module is an error rather than a warning.
 
@@ -73,12 +84,20 @@ def apply_policy(
     _check_model(model)
     rules = get_rules(rules)
     check_computable(rules)
-    plans = _plans(model, rules)
-    _check_shared_params(plans)
-    rules.warn_unused({path: module for path, module, _ in _walk(model)}, strict=strict)
-    for plan in plans:
-        _restore(plan.module)
-        _place(plan)
+    before = [_Snapshot.of(module) for module in modules(model)]
+    try:
+        for module in modules(model):
+            _restore(module)
+        plans = _plans(model, rules)
+        _check_shared_params(plans)
+        rules.warn_unused({path: module for path, module, _ in walk(model)}, strict=strict)
+        originals = _param_dtypes(plans)
+        for plan in plans:
+            _place(plan, originals)
+    except BaseException:
+        for snapshot in before:
+            snapshot.put_back()
+        raise
     return model
 
 
@@ -101,7 +120,7 @@ def remove_policy(model: ModelT) -> ModelT:
     'float32'
     """
     _check_model(model)
-    for _, module, _ in list(_walk(model)):
+    for module in modules(model):
         _restore(module)
     return model
 
@@ -124,14 +143,11 @@ def summary(model: Any) -> Summary:
     Row(path='', type='Linear', param='float32', compute='bfloat16', output='float32', params=9)
     """
     _check_model(model)
-    rows, seen = [], set()
-    for path, module, _ in _walk(model):
-        if id(module) in seen:
-            continue
-        seen.add(id(module))
-        own = [variable.get_value() for variable in _own_params(module)]
+    rows = []
+    for path, module in first_paths(model).values():
+        own = [x for param in own_params(module) for x in leaves(param) if hasattr(x, "dtype")]
         compute, output = "", ""
-        if _takes_dtype(module):
+        if takes_dtype(module):
             compute = "from inputs" if module.dtype is None else jax.numpy.dtype(module.dtype).name
             output = "" if module.dtype is None else compute
         placed = vars(module).get("_jaxmp")
@@ -159,11 +175,42 @@ class _Placed:
     keep it, and tell models under different rules apart.
     """
 
-    policy: Policy
     casts: Casts
     plain: type
     dtypes: tuple[tuple[str, Any], ...]
-    params: tuple[DType, ...]
+    params: tuple[tuple[Any, ...], ...]
+
+
+class _Snapshot(NamedTuple):
+    """Everything about a module that a policy may change."""
+
+    module: Any
+    cls: type
+    attributes: dict[str, Any]
+    values: list[tuple[Any, Any]]
+
+    @classmethod
+    def of(cls, module: Any) -> "_Snapshot":
+        """The module as it is now."""
+        names = ("dtype", "param_dtype", "_jaxmp")
+        attributes = {name: vars(module)[name] for name in names if name in vars(module)}
+        values = [(variable, variable.get_raw_value()) for variable in own_params(module)]
+        return cls(module, type(module), attributes, values)
+
+    def put_back(self) -> None:
+        """Makes the module what it was."""
+        _set(self.module, "__class__", self.cls)
+        if "_jaxmp" in vars(self.module):
+            object.__delattr__(self.module, "_jaxmp")
+        for name, value in self.attributes.items():
+            _set(self.module, name, value)
+        for variable, value in self.values:
+            variable.set_raw_value(value)
+
+
+# Past nnx's own __setattr__, which would keep the names in the module's list of attributes for
+# ever: a model whose policy was removed is to be equal to one that never had any.
+_set = object.__setattr__
 
 
 def _check_model(model: Any) -> None:
@@ -180,55 +227,20 @@ def _check_model(model: Any) -> None:
     raise TypeError(f"jaxmp.nnx works on nnx modules, got {what}{hint}")
 
 
-def _is_node(x: Any) -> bool:
-    return isinstance(x, (nnx.Pytree, nnx.Variable))
-
-
-def _walk(
-    node: Any, path: str = "", parent: str | None = None, above: tuple[int, ...] = ()
-) -> Iterator[tuple[str, Any, str | None]]:
-    """Path, module and the path of the calling module, parents first.
-
-    A shared module comes once for each of its paths: that is how differing rules are found.
-    """
-    if id(node) in above:
-        return
-    if isinstance(node, nnx.Module):
-        yield path, node, parent
-        # Lists and dictionaries of modules are not called: their owner calls what is in them.
-        parent = path if parent is None or _is_called(node) else parent
-    for name, value in vars(node).items():
-        if name.startswith("_pytree__"):
-            continue
-        for keys, leaf in jax.tree_util.tree_flatten_with_path(value, is_leaf=_is_node)[0]:
-            if isinstance(leaf, nnx.Pytree):
-                inner = jax.tree_util.keystr(keys, simple=True, separator="/")
-                names = "/".join(part for part in (path, name, inner) if part)
-                yield from _walk(leaf, names, parent, (*above, id(node)))
-
-
 def _plans(model: Any, rules: PolicyRules) -> list[_Plan]:
     decisions: dict[str, Decision] = {}
     layers: set[str] = set()
     plans: dict[int, _Plan] = {}
-    for path, module, parent in _walk(model):
-        decision = _decide(rules, path, module)
+    for path, module, parent in walk(model):
         caller = None if parent is None else decisions[parent]
-        # Layers inside a layer of Flax follow it, unless a rule names them.
-        if decision.rule is None and caller is not None and parent in layers:
-            decision = caller
+        decision = _decide(rules, path, module, caller, in_layer=parent in layers)
         decisions[path] = decision
-        if _is_flax_layer(module):
+        if is_flax_layer(module):
             layers.add(path)
-        region = Region(
-            decision,
-            entered=caller is None or caller.rule != decision.rule,
-            takes_dtype=_takes_dtype(module),
-            recurrent=isinstance(module, nnx.RNNCellBase),
-        )
-        plan = _Plan(
-            path, module, decision, casts_around(region) if _is_called(module) else Casts()
-        )
+        recurrent = isinstance(module, nnx.RNNCellBase)
+        region = Region(decision, caller, takes_dtype(module), recurrent)
+        casts = casts_around(region) if is_called(module) else Casts()
+        plan = _Plan(path, module, decision, casts)
         first = plans.setdefault(id(module), plan)
         if first.decision.policy != decision.policy:
             raise ValueError(
@@ -236,13 +248,18 @@ def _plans(model: Any, rules: PolicyRules) -> list[_Plan]:
                 f"{path!r}, and the rules give them different policies "
                 f"({first.decision.policy} and {decision.policy}). Give both the same policy"
             )
+        # Of a module that is called from several regions, no one's cast can be right for all.
+        if first.casts != casts:
+            plans[id(module)] = first._replace(casts=Casts(recurrent=recurrent))
         if decision.policy is not None and (decision.rule is not None or not path):
             _check_honoured(plan)
     return list(plans.values())
 
 
-def _decide(rules: PolicyRules, path: str, module: Any) -> Decision:
-    decision = rules.decide(path, module)
+def _decide(
+    rules: PolicyRules, path: str, module: Any, caller: Decision | None, *, in_layer: bool
+) -> Decision:
+    decision = decide(rules, path, module, caller, in_layer=in_layer)
     if not isinstance(module, nnx.bridge.ToNNX):
         return decision
     if decision.policy is not None and (decision.rule is not None or not path):
@@ -255,56 +272,67 @@ def _decide(rules: PolicyRules, path: str, module: Any) -> Decision:
 
 def _check_honoured(plan: _Plan) -> None:
     path, module, decision, _ = plan
-    if _takes_dtype(module) or decision.policy is None:
+    if takes_dtype(module) or decision.policy is None:
         return
-    values = [variable.get_value() for variable in _own_params(module)]
-    dtypes = {decision.policy.param_dtype for value in values if is_floating(value)}
-    has_children = len(list(_walk(module))) > 1
+    floats = [x for param in own_params(module) for x in leaves(param) if is_floating(x)]
+    dtypes = {decision.policy.param_dtype} if floats else set()
+    has_children = any(own_params(child) for child in modules(module) if child is not module)
     check_honoured(path, module, decision.policy, dtypes, has_children=has_children)
 
 
 def _check_shared_params(plans: list[_Plan]) -> None:
     """Raises ValueError if two modules share a param and their policies store it differently."""
-    owners: dict[int, _Plan] = {}
+    owners: dict[int, tuple[str, Any]] = {}
     for plan in plans:
-        for variable in _own_params(plan.module):
-            first = owners.setdefault(id(variable), plan)
-            mine, theirs = plan.decision.policy, first.decision.policy
-            if mine and theirs and mine.param_dtype != theirs.param_dtype:
+        policy = plan.decision.policy
+        for variable in own_params(plan.module):
+            kept = tuple(x.dtype for x in leaves(variable) if is_floating(x))
+            stored = kept if policy is None else (policy.param_dtype,) * len(kept)
+            path, theirs = owners.setdefault(id(variable), (plan.path, stored))
+            if stored != theirs:
                 raise ValueError(
-                    f"{first.path!r} and {plan.path!r} share a param, which the rules would have "
-                    f"in {theirs.param_dtype} for one and in {mine.param_dtype} for the other. "
-                    "Give both policies with the same params"
+                    f"{path!r} and {plan.path!r} share a param, which the rules would have in "
+                    f"{theirs[0]} for one and in {stored[0]} for the other. Give both policies "
+                    "with the same params"
                 )
 
 
-def _place(plan: _Plan) -> None:
+def _param_dtypes(plans: list[_Plan]) -> dict[int, tuple[Any, ...]]:
+    """The dtypes of all params before any of them is cast, since modules may share them."""
+    return {
+        id(variable): tuple(getattr(x, "dtype", None) for x in leaves(variable))
+        for plan in plans
+        for variable in own_params(plan.module)
+    }
+
+
+def _place(plan: _Plan, originals: dict[int, tuple[Any, ...]]) -> None:
     module, policy = plan.module, plan.decision.policy
     if policy is None:
         return
-    own = vars(module)
-    params = _own_params(module)
+    own, params, casts = vars(module), own_params(module), plan.casts
     dtypes = tuple((name, own[name]) for name in ("dtype", "param_dtype") if name in own)
-    casts = plan.casts
     if not (dtypes or params or casts):
         return
-    if _is_flax_layer(module) and casts == Casts(output=policy.compute_dtype):
+    if is_flax_layer(module) and casts == Casts(output=policy.compute_dtype):
         casts = Casts()  # which is what the layer returns anyway
-    placed = _Placed(
-        policy, casts, type(module), dtypes, tuple(v.get_value().dtype for v in params)
-    )
-    if _takes_dtype(module):
+    kept = tuple(originals[id(variable)] for variable in params)
+    placed = _Placed(casts, _plain(type(module)), dtypes, kept)
+    if takes_dtype(module):
         # These two write the weight that they have normalised back into the layer inside them:
         # their dtype is one of storage.
         stores = isinstance(module, (nnx.SpectralNorm, nnx.WeightNorm))
         dtype = policy.param_dtype if stores else policy.compute_dtype
         module.dtype = layer_dtype(dtype, module.dtype)
-    if takes_float_dtype(own.get("param_dtype")) and "param_dtype" in own:
+    if "param_dtype" in own and takes_float_dtype(module.param_dtype):
         module.param_dtype = layer_dtype(policy.param_dtype, module.param_dtype)
     for variable in params:
-        variable.set_value(cast_floating(variable.get_value(), policy.param_dtype))
+        # The raw value: reading through the hooks of a variable and writing the result back
+        # would apply them twice.
+        value = variable.get_raw_value()
+        variable.set_raw_value(cast_floating(value, policy.param_dtype))
     if casts:
-        cls: Any = type(module)
+        cls: Any = placed.plain
         _set(module, "__class__", _casting(cls, not jax.tree_util.all_leaves([module])))
     _set(module, "_jaxmp", placed)
 
@@ -316,14 +344,17 @@ def _restore(module: Any) -> None:
     _set(module, "__class__", placed.plain)
     for name, dtype in placed.dtypes:
         setattr(module, name, dtype)
-    for variable, dtype in zip(_own_params(module), placed.params, strict=False):
-        variable.set_value(cast_floating(variable.get_value(), dtype))
+    for variable, dtypes in zip(own_params(module), placed.params, strict=False):
+        leaves, treedef = jax.tree.flatten(variable.get_raw_value())
+        if len(leaves) == len(dtypes):
+            pairs = zip(leaves, dtypes, strict=True)
+            cast = [x if dtype is None else cast_floating(x, dtype) for x, dtype in pairs]
+            variable.set_raw_value(jax.tree.unflatten(treedef, cast))
     object.__delattr__(module, "_jaxmp")
 
 
-# Past nnx's own __setattr__, which would keep the names in the module's list of attributes for
-# ever: a model whose policy was removed is to be equal to one that never had any.
-_set = object.__setattr__
+def _plain(cls: Any) -> Any:
+    return vars(cls).get("_jaxmp_plain", cls)
 
 
 @functools.lru_cache(maxsize=512)
@@ -333,7 +364,10 @@ def _casting(cls: Any, is_pytree: bool) -> Any:
     @functools.wraps(cls.__call__)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         function = functools.partial(cls.__call__, self)
-        return call_with_casts(function, self._jaxmp.casts, args, kwargs, is_opaque=_is_node)
+        # A new instance, made by type(module)(...), is under no policy yet.
+        placed = vars(self).get("_jaxmp")
+        casts = Casts() if placed is None else placed.casts
+        return call_with_casts(function, casts, args, kwargs, is_opaque=is_node)
 
     def reduce_ex(self: Any, protocol: Any) -> Any:
         # Pickle finds classes by name, which would be the name of the plain class.
@@ -346,33 +380,8 @@ def _casting(cls: Any, is_pytree: bool) -> Any:
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
+        "_jaxmp_plain": cls,
     }
     keywords = {"pytree": is_pytree}
     casting: Any = types.new_class(cls.__name__, (cls,), keywords, lambda space: space.update(body))
     return casting
-
-
-def _is_called(module: Any) -> bool:
-    # Every class has a __call__ of its metaclass; only one in the class body is its instances'.
-    return any("__call__" in vars(base) for base in type(module).__mro__)
-
-
-def _takes_dtype(module: Any) -> bool:
-    return "dtype" in vars(module) and takes_float_dtype(module.dtype)
-
-
-def _is_flax_layer(module: Any) -> bool:
-    """Whether Flax's own code is what puts this module together from layers."""
-    return _takes_dtype(module) and any(
-        base.__module__.startswith("flax.nnx.nn.") for base in type(module).__mro__
-    )
-
-
-def _own_params(module: Any) -> list[Any]:
-    return [
-        leaf
-        for name, value in vars(module).items()
-        if not name.startswith("_pytree__")
-        for leaf in jax.tree.leaves(value, is_leaf=_is_node)
-        if isinstance(leaf, nnx.Param)
-    ]

@@ -1,5 +1,6 @@
 """Gradients of live nnx modules under a loss scale, and an optimizer that can skip a step."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,8 +24,12 @@ from jaxmp._microbatch import (
     split_batch,
     sum_over_microbatches,
 )
+from jaxmp._nnx_modules import is_node
 from jaxmp._optimizer import MixedPrecision
 from jaxmp._tree import all_finite, cast_floating, same_structure, select, stays_finite
+
+# Graph mode whatever the context says: arguments may share modules.
+_grad = functools.partial(nnx.grad, graph=True, graph_updates=True)
 
 Argnums = int | nnx.DiffState | Sequence[int | nnx.DiffState]
 
@@ -88,16 +93,17 @@ def value_and_grad(
 
         # As positional arguments, modules among the keyword arguments can change too.
         everything = (*args, *kwargs.values())
-        evaluate = scaled_evaluation(call, wrt, has_aux, scale, 1.0 / microbatches, nnx.grad)
+        evaluate = scaled_evaluation(call, wrt, has_aux, scale, 1.0 / microbatches, _grad)
         state = _State(everything)
         if microbatches == 1:
             loss, grads, aux = evaluate(*everything)
         else:
             positions = tuple(x.argnum for x in wrt)
-            arrays = [i for i in range(count) if i not in positions and not _holds_nodes(args[i])]
+            arrays = [i for i in range(count) if i not in positions and not _holds_state(args[i])]
             chosen = arrays if batch_argnums is None else batch_argnums
             batch = {i: args[i] for i in batch_positions(chosen, positions, count)}
-            parts = split_batch(batch, microbatches, whole=kwargs)
+            whole = {name: x for name, x in kwargs.items() if not _holds_state(x)}
+            parts = split_batch(batch, microbatches, whole=whole)
             loss, grads, aux = _over_microbatches(evaluate, wrt, everything, parts)
         grads = state.keep_unless_finite(loss, grads)
         grads = grads if isinstance(argnums, Sequence) else grads[0]
@@ -169,31 +175,50 @@ class Optimizer(nnx.Optimizer):
 
 
 class _State:
-    """The variables of all modules in a tree, and the values that they have now."""
+    """What all modules in a tree hold, by path, before a loss function has its way with them.
+
+    By path and not by variable, since modules may also put new variables in the place of old ones,
+    or hold plain arrays. Values are read and written past the hooks of variables, which would be
+    applied twice.
+    """
 
     def __init__(self, tree: Any) -> None:
-        found = {
-            id(node): node
-            for _, node in nnx.iter_graph(tree, graph=True)
-            if isinstance(node, nnx.Variable)
-        }
-        self.variables = list(found.values())
-        self.values = [variable.get_value() for variable in self.variables]
+        self.tree = tree
+        self.values = {path: _value(node) for path, node in _holders(tree)}
 
     def keep_unless_finite(self, loss: Any, grads: PyTree) -> PyTree:
         """Puts old values back if anything is not finite; returns gradients that say so."""
-        changed = [
-            (variable, _like(variable.get_value(), old), old)
-            for variable, old in zip(self.variables, self.values, strict=True)
-            if variable.get_value() is not old and _comparable(variable.get_value(), old)
-        ]
-        new, old = [item[1] for item in changed], [item[2] for item in changed]
+        nodes = dict(nnx.iter_graph(self.tree, graph=True))
+        changed = []
+        for path, node in _holders(self.tree):
+            old = self.values.get(path)
+            if old is not None and _value(node) is not old and _comparable(_value(node), old):
+                changed.append((path, node, _like(_value(node), old), old))
+        new, old = [item[2] for item in changed], [item[3] for item in changed]
         others = all_finite(loss) & stays_finite(new, old)
         grads = jax.tree.map(lambda g: jnp.where(others, g, jnp.nan).astype(g.dtype), grads)
         kept = select(all_finite(grads), new, old)
-        for (variable, _, _), value in zip(changed, kept, strict=True):
-            variable.set_value(value)
+        for (path, node, _, _), value in zip(changed, kept, strict=True):
+            if isinstance(node, nnx.Variable):
+                node.set_raw_value(value)
+            else:
+                setattr(nodes[path[:-1]], str(path[-1]), value)
         return grads
+
+
+def _holders(tree: Any) -> list[tuple[Any, Any]]:
+    """Variables, and the arrays that modules hold without one."""
+    nodes = dict(nnx.iter_graph(tree, graph=True))
+    return [
+        (path, node)
+        for path, node in nodes.items()
+        if isinstance(node, nnx.Variable)
+        or (isinstance(node, jax.Array) and isinstance(nodes.get(path[:-1]), nnx.Pytree))
+    ]
+
+
+def _value(holder: Any) -> Any:
+    return holder.get_raw_value() if isinstance(holder, nnx.Variable) else holder
 
 
 def _like(new: PyTree, old: PyTree) -> PyTree:
@@ -211,10 +236,12 @@ def _comparable(new: PyTree, old: PyTree) -> bool:
     )
 
 
-def _holds_nodes(arg: Any) -> bool:
-    nodes = (nnx.Pytree, nnx.Variable)
-    leaves = jax.tree.leaves(arg, is_leaf=lambda x: isinstance(x, nodes))
-    return any(isinstance(leaf, nodes) for leaf in leaves)
+def _holds_state(arg: Any) -> bool:
+    """Whether an argument is or has a module, or variables: a tree of arrays is a batch."""
+    if not any(is_node(x) for x in jax.tree.leaves(arg, is_leaf=is_node)):
+        return False
+    nodes = (nnx.Module, nnx.Variable)
+    return any(isinstance(node, nodes) for _, node in nnx.iter_graph(arg, graph=True))
 
 
 def _diff_state(argnum: int | nnx.DiffState, count: int) -> nnx.DiffState:
@@ -231,7 +258,7 @@ def _over_microbatches(
 ) -> Evaluation:
     """Scans over the parts of the batch; variables are carried from one to the next."""
     whole = {i: arg for i, arg in enumerate(args) if i not in parts}
-    graphdef, state = nnx.split(whole)
+    graphdef, state = nnx.split(whole, graph=True)
     leaves, treedef = jax.tree.flatten(state)
     structure: Any = treedef
     gradient_trees: list[Any] = []
@@ -241,7 +268,7 @@ def _over_microbatches(
         loss, grads, aux = evaluate(*[part[i] if i in part else nodes[i] for i in range(len(args))])
         grads, gradient_tree = jax.tree.flatten(grads)
         gradient_trees.append(gradient_tree)
-        new, new_treedef = jax.tree.flatten(nnx.state(nodes))
+        new, new_treedef = jax.tree.flatten(nnx.state(nodes, graph=True))
         if new_treedef != structure:
             raise ValueError(
                 "the loss function adds or removes variables of a module, which "
@@ -250,12 +277,29 @@ def _over_microbatches(
             )
         return [_like(x, y) for x, y in zip(new, carry, strict=True)], Evaluation(loss, grads, aux)
 
-    trained = [
-        nnx.state(args[x.argnum], x.filter) if _holds_nodes(args[x.argnum]) else args[x.argnum]
-        for x in wrt
-    ]
     carry, (loss, grads, aux) = sum_over_microbatches(
-        evaluate_part, leaves, jax.tree.leaves(trained), parts
+        evaluate_part, leaves, _trained(wrt, args), parts
     )
     nnx.update(whole, jax.tree.unflatten(treedef, carry))
     return Evaluation(loss, jax.tree.unflatten(gradient_trees[0], grads), aux)
+
+
+def _trained(wrt: tuple[nnx.DiffState, ...], args: tuple[Any, ...]) -> list[Any]:
+    """The arrays to differentiate, in the order of their gradients.
+
+    A variable that two arguments share has one gradient, with the first of them.
+    """
+    found: list[Any] = []
+    seen: set[int] = set()
+    for x in wrt:
+        arg = args[x.argnum]
+        if not _holds_state(arg):
+            found += jax.tree.leaves(arg)
+            continue
+        state = nnx.state(arg, x.filter, graph=True)
+        variables = jax.tree.leaves(state, is_leaf=lambda v: isinstance(v, nnx.Variable))
+        for variable in variables:
+            if id(variable) not in seen:
+                seen.add(id(variable))
+                found += jax.tree.leaves(variable.get_raw_value())
+    return found

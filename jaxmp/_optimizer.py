@@ -70,7 +70,7 @@ class MixedPrecision(optax.GradientTransformationExtraArgs):
     Attributes:
       init: `init(params) -> MixedPrecisionState`.
       update: `update(grads, state, params, *, finite=None, **extra) -> (updates, state)`.
-      policy: the policy given, or the default of the rules.
+      policy: the policy given, or the default of the rules, or float32 if they have none.
       rules: the rules given, or those that hold the policy everywhere.
       loss_scale: the config of the loss scale.
     """
@@ -96,8 +96,9 @@ class MixedPrecision(optax.GradientTransformationExtraArgs):
         """
         check_differentiable(params, "params")
         params = strong(params)
-        by_rules = bool(self.rules.rules)
-        live = params if by_rules else round_like(params, self.policy.cast_to_param(params))
+        live = params
+        if not self.rules.rules:
+            live = round_like(params, self.policy.cast_to_param(params))
         return live, self._algorithm.init(live, params)
 
     def apply_gradients(

@@ -2,6 +2,7 @@
 
 import fnmatch
 import functools
+import inspect
 import re
 from collections.abc import Callable
 from typing import Any
@@ -65,12 +66,25 @@ def check_pattern(pattern: Any) -> Pattern:
         if not isinstance(pattern.pattern, str):
             raise TypeError(f"{pattern!r} matches bytes, but paths are text")
         return pattern
-    if isinstance(pattern, type) or callable(pattern):
+    if isinstance(pattern, type):
+        return pattern
+    if callable(pattern) and not isinstance(pattern, functools.partial) and _takes_two(pattern):
         return pattern
     raise TypeError(
         "a pattern must be a glob such as '*norm*', a compiled regular expression, a module class "
-        f"or a function (path, module) -> bool; got {pattern!r}"
+        f"or a hashable function (path, module) -> bool; got {pattern!r}"
     )
+
+
+def _takes_two(function: Any) -> bool:
+    """Whether it looks like a predicate; a module is called too, but with arrays."""
+    is_module = any(base.__module__.startswith("flax.") for base in type(function).__mro__)
+    try:
+        hash(function)
+        inspect.signature(function).bind("path", None)
+    except (TypeError, ValueError):
+        return False
+    return not is_module
 
 
 def pattern_text(pattern: Pattern) -> str:

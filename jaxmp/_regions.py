@@ -5,12 +5,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import PyTree
 
 from jaxmp._dtypes import DType, is_floating
 from jaxmp._policy import Policy
 from jaxmp._rules import Decision, PolicyRules
-from jaxmp._tree import cast_floating
+from jaxmp._tree import cast_floating, same_structure
 from jaxmp.rules import all_policies
 
 
@@ -19,14 +20,13 @@ class Region(NamedTuple):
 
     Attributes:
       decision: what the rules say about it.
-      entered: whether a call of it comes from a module under another rule, or from outside of
-        the model: then what it returns leaves the region of its policy.
+      caller: what they say about the module that calls it; None if that is outside of the model.
       takes_dtype: whether the module has a `dtype`, and so casts its inputs and params itself.
-      recurrent: whether it is a recurrent cell, which is called with a carry and returns one.
+      recurrent: whether it is called with a carry and returns one, as recurrent cells are.
     """
 
     decision: Decision
-    entered: bool
+    caller: Decision | None
     takes_dtype: bool
     recurrent: bool
 
@@ -51,27 +51,49 @@ class Casts(NamedTuple):
 def casts_around(region: Region) -> Casts:
     """The casts that make a call do what its policy says.
 
-    Within one region nothing is cast but by the layers themselves: a cast to the output dtype
-    after every layer would double what the backward pass keeps. What leaves the region is cast
-    to the output dtype of its policy. Recurrent cells mix in their float32 carry and would return
-    float32 whatever their dtype: their outputs are cast, and their carry keeps its dtype, as a
-    scan over them needs.
+    Within a region of one policy nothing is cast but by the layers themselves: a cast to the
+    output dtype after every layer would double what the backward pass keeps. What leaves the
+    region is cast to the output dtype of its policy. Recurrent cells mix in their float32 carry
+    and would return float32 whatever their dtype: their outputs are cast, and their carry keeps
+    its dtype, as a scan over them needs.
 
     >>> from jaxmp import get_policy
     >>> policy = get_policy("mixed_bfloat16")
-    >>> casts_around(Region(Decision(policy, None), True, True, False)).output
+    >>> by_default = Decision(policy, None)
+    >>> casts_around(Region(by_default, None, takes_dtype=True, recurrent=False)).output
     dtype('float32')
-    >>> casts_around(Region(Decision(policy, None), False, True, False)).output is None
-    True
+    >>> casts_around(Region(by_default, by_default, takes_dtype=True, recurrent=False)).output
     """
     policy = region.decision.policy
     if policy is None:
         return Casts()
-    if region.entered:
+    if region.caller is None or region.caller.policy != policy:
         named = region.decision.rule is not None
         inputs = policy.compute_dtype if named and not region.takes_dtype else None
         return Casts(inputs, policy.output_dtype, region.recurrent)
     return Casts(None, policy.compute_dtype if region.recurrent else None, region.recurrent)
+
+
+def decide(
+    rules: PolicyRules, path: str, module: Any, caller: Decision | None, *, in_layer: bool
+) -> Decision:
+    """What the rules say about a module: layers inside a layer of Flax follow it.
+
+    The projections inside of an attention are how Flax has built it, and a rule about the
+    attention means them too, unless a rule names them.
+
+    Args:
+      rules: the rules.
+      path: where the module is.
+      module: the module.
+      caller: what was decided about the module that calls it.
+      in_layer: whether that is a layer of Flax, with this module inside of it.
+
+    Returns:
+      The decision.
+    """
+    decision = rules.decide(path, module)
+    return caller if decision.rule is None and in_layer and caller is not None else decision
 
 
 def call_with_casts(
@@ -112,6 +134,9 @@ def call_with_casts(
 
 
 def _cast_like(tree: PyTree, like: PyTree) -> PyTree:
+    if not same_structure(tree, like):
+        return tree
+
     def cast_leaf(x: Any, y: Any) -> Any:
         return cast_floating(x, y.dtype) if is_floating(x) and is_floating(y) else x
 
@@ -119,13 +144,15 @@ def _cast_like(tree: PyTree, like: PyTree) -> PyTree:
 
 
 def layer_dtype(dtype: DType, before: Any = None) -> Any:
-    """A dtype as people write it for a layer: `jnp.bfloat16`, or a name where a name was before.
+    """A dtype as people write it for a layer: `jnp.bfloat16`, or in the form that it had before.
 
     >>> layer_dtype(jnp.dtype("bfloat16")) is jnp.bfloat16
     True
     >>> layer_dtype(jnp.dtype("bfloat16"), "float32")
     'bfloat16'
     """
+    if isinstance(before, np.dtype):
+        return dtype
     return dtype.name if isinstance(before, str) else getattr(jnp, dtype.name)
 
 
@@ -186,7 +213,8 @@ def check_honoured(
     if wider and not has_children:
         raise ValueError(
             f"{type(module).__name__} at {path or '(root)'!r} cannot compute in "
-            f"{policy.compute_dtype}: it has {wider[0]} params, and no 'dtype' that would say to "
-            "cast them. Give the class a dtype attribute (and cast its params to it where they are "
-            f"used), or leave it alone with the rule ({path or '/'!r}, None) before the others"
+            f"{policy.compute_dtype}: it has {wider[0]} params, and no 'dtype' of its own that "
+            "would say to cast them. Give its instances a dtype (in linen a field) and cast params "
+            "to it where they are used, or leave it alone with the rule "
+            f"({path or '/'!r}, None) before the others"
         )

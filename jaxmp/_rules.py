@@ -4,7 +4,7 @@ import dataclasses
 import json
 import tomllib
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jmp
@@ -117,15 +117,17 @@ class PolicyRules:
                     f"unknown key {key!r} in a config of rules.{near} Valid keys: rules, default. "
                     "Patterns belong under 'rules'"
                 )
-        rules = config.get("rules", ())
-        if not isinstance(rules, Mapping):
+        rules, default = config.get("rules", ()), config.get("default")
+        if default is not None and not isinstance(default, (str, jmp.Policy)):
+            raise TypeError(f"'default' must be a policy or its name, got {default!r}")
+        if not isinstance(rules, (str, Mapping)):
             rules = [
                 (_entry(rule, "pattern"), _entry(rule, "policy"))
                 if isinstance(rule, Mapping)
                 else rule
                 for rule in rules
             ]
-        return cls(rules, config.get("default"))
+        return cls(rules, default)
 
     @classmethod
     def from_toml(cls, text: str) -> "PolicyRules":
@@ -236,19 +238,32 @@ class PolicyRules:
             for path, decision in self._decisions(paths)
         )
 
-    def warn_unused(self, paths: Mapping[str, Any], *, strict: bool) -> None:
+    def warn_unused(
+        self,
+        paths: Mapping[str, Any],
+        *,
+        strict: bool,
+        used: Collection[int | None] | None = None,
+        stacklevel: int = 3,
+    ) -> None:
         """Warns of rules that decide nothing in a model, or raises if `strict`.
 
         Args:
           paths: a dictionary from path to module.
           strict: raise instead of warning.
+          used: the indices of the rules that decided something, where that is known.
+          stacklevel: how far up the warning points.
 
         Raises:
           ValueError: if `strict` and a rule decides nothing.
 
         >>> PolicyRules({"head": "f32"}).warn_unused({"head": None}, strict=True)
         """
-        unused = [p for p in self.unused(paths) if not getattr(p, "optional", False)]
+        if used is None:
+            unused = self.unused(paths)
+        else:
+            unused = [pattern for i, (pattern, _) in enumerate(self.rules) if i not in used]
+        unused = [pattern for pattern in unused if not getattr(pattern, "optional", False)]
         if not unused:
             return
         texts = []
@@ -258,13 +273,14 @@ class PolicyRules:
             texts.append(f"{pattern_text(pattern)!r}{why}")
         shown = [repr(path) for path in paths if path][:8]
         more = ", ..." if len(paths) > 9 else ""
+        known = f"Its modules are {', '.join(shown)}{more}" if shown else "It is one module, '/'"
         message = (
-            f"rules that match nothing in this model: {', '.join(texts)}. Its modules are "
-            f"{', '.join(shown)}{more}. Correct the pattern, or remove the rule"
+            f"rules that match nothing in this model: {', '.join(texts)}. {known}. Correct the "
+            "pattern, or remove the rule"
         )
         if strict:
             raise ValueError(message)
-        warnings.warn(message, stacklevel=3)
+        warnings.warn(message, stacklevel=stacklevel)
 
     def _decisions(self, paths: Iterable[str] | Mapping[str, Any]) -> list[tuple[str, Decision]]:
         modules = paths if isinstance(paths, Mapping) else dict.fromkeys(paths)

@@ -11,7 +11,7 @@ import jax
 import jmp
 from flax import linen as nn
 
-from jaxmp._linen_session import own_params, session, takes_dtype
+from jaxmp._linen_session import is_foreign, own_params, session, takes_dtype
 from jaxmp._regions import check_computable, new_instance
 from jaxmp._rules import PolicyRules
 from jaxmp._summary import Row, Summary, dtype_text
@@ -156,11 +156,18 @@ def summary(module: nn.Module, rngs: Any, *args: Any, **kwargs: Any) -> Summary:
     if not isinstance(module, nn.Module):
         raise TypeError(_not_a_module(module))
     found: dict[str, Row] = {}
+    foreign: list[nn.Module] = []
 
     def record(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
         called, path = context.module, "/".join(context.module.path)
         is_call = context.method_name != "setup" and hasattr(type(called), context.method_name)
-        first = is_call and path not in found
+        if found and is_foreign(called, module):
+            foreign.append(called)
+            try:
+                return next_fun(*args, **kwargs)
+            finally:
+                foreign.pop()
+        first = is_call and path not in found and not foreign
         if first:
             found[path] = Row(path, type(called).__name__, "", "", "", 0)
         out = next_fun(*args, **kwargs)
@@ -176,8 +183,16 @@ def summary(module: nn.Module, rngs: Any, *args: Any, **kwargs: Any) -> Summary:
             )
         return out
 
+    leaves, treedef = jax.tree.flatten((rngs, args, kwargs))
+    arrays = [x if hasattr(x, "dtype") else None for x in leaves]
+
+    def init(arrays: list[Any]) -> Any:
+        filled = [x if array is None else array for x, array in zip(leaves, arrays, strict=True)]
+        rngs, args, kwargs = jax.tree.unflatten(treedef, filled)
+        return module.init(rngs, *args, **kwargs)
+
     with nn.intercept_methods(record):
-        jax.eval_shape(functools.partial(module.init, **kwargs), rngs, *args)
+        jax.eval_shape(init, arrays)
     return Summary(tuple(found.values()))
 
 
@@ -205,10 +220,16 @@ def _under(cls: Any, rules: PolicyRules, strict: bool, before: Any) -> Any:
     def at_the_root(name: str) -> Any:
         @functools.wraps(getattr(cls, name))
         def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            with session(rules, ()) as active:
-                out = getattr(super(under, self), name)(*args, **kwargs)
-            if active is not None and name != "apply":
-                active.finish(out if name == "init" else out[1], strict=strict)
+            call = getattr(super(under, self), name)
+            if "_jaxmp" not in vars(type(self)):
+                return call(*args, **kwargs)  # a subclass: only the methods that it inherits
+            with session(rules, (), self, at_the_root=True) as active:
+                out = call(*args, **kwargs)
+            if active is not None:
+                variables = {"init": out, "apply": args[0] if args else kwargs.get("variables")}
+                active.check_traces(variables[name] if name in variables else out[1])
+                if name != "apply":
+                    active.warn_unused(strict=strict)
             return out
 
         return method
@@ -219,10 +240,12 @@ def _under(cls: Any, rules: PolicyRules, strict: bool, before: Any) -> Any:
             call = getattr(super(under, self), name)
             if self.scope is None:
                 return call(*args, **kwargs)
-            with session(rules, self.path) as active:
+            with session(rules, self.path, self) as active:
                 out = call(*args, **kwargs)
-            if active is not None and name == "__call__" and self.is_initializing():
-                active.finish(self.variables, strict=strict)
+            if active is not None and name == "__call__":
+                active.check_traces(self.variables)
+                if self.is_initializing():
+                    active.warn_unused(strict=strict)
             return out
 
         return method
@@ -240,8 +263,20 @@ def _under(cls: Any, rules: PolicyRules, strict: bool, before: Any) -> Any:
     body["__reduce_ex__"] = nn.nowrap(reduce_ex)
     body |= {name: nn.nowrap(at_the_root(name)) for name in ("init_with_output", "init", "apply")}
     body |= {name: nn.nowrap(wherever_it_is(name)) for name in _method_names(cls)}
-    under = type(cls)(cls.__name__, (cls,), body)
+    # What a decorator returns takes the place of the class, in a registry of its author's too.
+    bases = (cls,) if before is None else (_Quiet, cls)
+    under = type(cls)(cls.__name__, bases, body)
     return under
+
+
+class _Quiet:
+    """Makes a class under rules without the hook of its author, which may keep a registry."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        if "_jaxmp" in vars(cls):
+            nn.Module.__init_subclass__.__func__(cls, **kwargs)  # type: ignore[attr-defined]
+        else:
+            super().__init_subclass__(**kwargs)
 
 
 def _method_names(cls: type) -> list[str]:

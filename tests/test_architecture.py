@@ -28,6 +28,7 @@ FLOORS = {
     "_regions": 2,
     "_train_step": 3,
     "_linen_session": 4,
+    "_nnx_modules": 4,
     "_nnx_policy": 4,
     "_nnx_training": 4,
     "linen": 4,
@@ -42,6 +43,8 @@ WITHIN_A_FLOOR = {
     ("_optimizer", "_outermost"),
     ("_rules", "_policy"),
     ("linen", "_linen_session"),
+    ("_nnx_policy", "_nnx_modules"),
+    ("_nnx_training", "_nnx_modules"),
     ("nnx", "_nnx_policy"),
     ("nnx", "_nnx_training"),
     ("rules", "_policy"),
@@ -50,6 +53,7 @@ WITHIN_A_FLOOR = {
 # The adapters are the only ones that know Flax, and a table the only one that draws.
 MAY_IMPORT = {
     "_linen_session": {"flax"},
+    "_nnx_modules": {"flax"},
     "_nnx_policy": {"flax"},
     "_nnx_training": {"flax"},
     "linen": {"flax"},

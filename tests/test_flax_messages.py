@@ -1,5 +1,6 @@
 """What users read when rules or Flax modules are wrong: what it was, what is valid, what to do."""
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -69,9 +70,9 @@ class NnxNet(nnx.Module):
 
 NAMED = PolicyRules([("scale", "mixed_bfloat16")])
 CANNOT = (
-    "Scale at 'scale' cannot compute in bfloat16: it has float32 params, and no 'dtype' that would "
-    "say to cast them. Give the class a dtype attribute (and cast its params to it where they are "
-    "used), or leave it alone with the rule ('scale', None) before the others"
+    "Scale at 'scale' cannot compute in bfloat16: it has float32 params, and no 'dtype' of its own "
+    "that would say to cast them. Give its instances a dtype (in linen a field) and cast params to "
+    "it where they are used, or leave it alone with the rule ('scale', None) before the others"
 )
 
 
@@ -105,7 +106,20 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ("bytes", lambda: PolicyRules([(re.compile(b"a"), "f32")]), TypeError, "matches bytes"),
     ("pattern", lambda: PolicyRules([(3, "f32")]), TypeError,
      "a pattern must be a glob such as '*norm*', a compiled regular expression, a module class or "
-     "a function (path, module) -> bool; got 3"),
+     "a hashable function (path, module) -> bool; got 3"),
+    ("module as pattern", lambda: PolicyRules([(nn.Dense(2), "f32")]), TypeError,
+     "a pattern must be a glob such as '*norm*', a compiled regular expression, a module class or"),
+    ("predicate of one", lambda: PolicyRules([(lambda path: True, "f32")]), TypeError,
+     "a hashable function (path, module) -> bool; got <function"),
+    ("partial class", lambda: PolicyRules([(functools.partial(nn.Dense, 2), "f32")]), TypeError,
+     "a pattern must be a glob such as '*norm*', a compiled regular expression, a module class or"),
+    ("config default", lambda: PolicyRules.from_toml("[default]\nhead = 'f32'"), TypeError,
+     "'default' must be a policy or its name, got {'head': 'f32'}"),
+    ("config rules", lambda: PolicyRules.from_dict({"rules": "f32"}), TypeError,
+     "rules must be (pattern, policy) pairs or a dictionary, got 'f32'"),
+    ("single module", lambda: jaxmp.nnx.apply_policy(nnx.Linear(2, 2, rngs=nnx.Rngs(0)),
+     PolicyRules({"head": "f32"}), strict=True), ValueError,
+     "rules that match nothing in this model: 'head'. It is one module, '/'. Correct the"),
     ("policy", lambda: PolicyRules({"a": "mixed_bf16"}), ValueError,
      "unknown policy 'mixed_bf16'. Did you mean 'mixed_bfloat16'?"),
     ("rules", lambda: PolicyRules("mixed_bfloat16"), TypeError,
