@@ -106,7 +106,7 @@ class _Session:
             recurrent=is_cell and context.method_name == "__call__",
         )
         creates = module.is_mutable_collection("params")
-        before = frozenset(own_params(module)) if creates else frozenset()
+        before = frozenset(module.variables.get("params", {})) if creates else frozenset()
         self.calls.append(_Frame(path, decision, _is_flax_layer(module)))
         try:
             casts = Casts() if is_setup else casts_around(region)
@@ -181,7 +181,8 @@ def is_foreign(module: nn.Module, root: nn.Module) -> bool:
     """Whether a module is applied as a model of its own inside of another, as a teacher is."""
     mine, theirs = type(root), type(module)
     related = issubclass(mine, theirs) or issubclass(theirs, mine)
-    return module.path == () and not related
+    alone = module.path == () and not isinstance(module.parent, nn.Module)
+    return alone and not related
 
 
 def _is_below(path: str, above: str) -> bool:
