@@ -106,7 +106,8 @@ class _Session:
             recurrent=is_cell and context.method_name == "__call__",
         )
         creates = module.is_mutable_collection("params")
-        before = frozenset(module.variables.get("params", {})) if creates else frozenset()
+        given = creates and not module.is_initializing()
+        before = frozenset(module.variables.get("params", {})) if given else frozenset()
         self.calls.append(_Frame(path, decision, _is_flax_layer(module)))
         try:
             casts = Casts() if is_setup else casts_around(region)
@@ -249,7 +250,10 @@ def _set_dtypes(module: nn.Module, decision: Decision) -> None:
     if policy is None:
         return
     if takes_dtype(module):
-        dtype = layer_dtype(policy.compute_dtype, module.dtype)
+        # These two make the weight of the layer inside them, which casts it itself.
+        makes_weights = isinstance(module, (nn.SpectralNorm, nn.WeightNorm))
+        wide = at_least_float32(policy.param_dtype)
+        dtype = layer_dtype(wide if makes_weights else policy.compute_dtype, module.dtype)
         object.__setattr__(module, "dtype", dtype)
     before = getattr(module, "param_dtype", _MISSING)
     if takes_float_dtype(before):
