@@ -27,6 +27,7 @@ types: $(VENV)/.installed
 bench: $(VENV)/.installed
 	$(RUN) benchmarks/bench_optimizer.py
 	$(RUN) benchmarks/bench_train_step.py
+	$(RUN) benchmarks/bench_rules.py
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)

@@ -33,3 +33,15 @@ def test_train_step() -> None:
     rows = bench.main([*TINY, *more])
     assert {row["contender"] for row in rows} >= {"jaxmp, mixed_float16", "by hand, mixed_float16"}
     assert all(row["tokens_per_second"] > 0 for row in rows)
+
+
+def test_rules() -> None:
+    bench = importlib.import_module("bench_rules")
+    tiny = ["--layers", "2", "--repeats", "2", "--processes", "1", "--no-write"]
+    rows = bench.main([*tiny, "--flax", "linen", "--stacks", "scan"])
+    assert [row["author"] for row in rows] == ["by hand", "by hand, again", "rules"]
+    assert all(row["trace"] > 0 and row["first"] > 0 and row["init"] > 0 for row in rows)
+    again, rules = rows[1:]
+    # Python calls hardly differ from run to run, where times do.
+    assert again["trace_calls_ratio"] == pytest.approx(1, abs=0.05)
+    assert rules["trace_calls_ratio"] < 1.3
