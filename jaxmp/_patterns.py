@@ -41,6 +41,17 @@ def matches(pattern: Pattern, path: str, module: Any) -> bool:
     return bool(pattern(path, module))
 
 
+def is_about_paths(pattern: Pattern) -> bool:
+    """Whether a path is all that a pattern looks at, and not the module there.
+
+    >>> is_about_paths("*norm*"), is_about_paths("type:*Norm")
+    (True, False)
+    """
+    if isinstance(pattern, str):
+        return not pattern.startswith("type:")
+    return isinstance(pattern, re.Pattern)
+
+
 def check_pattern(pattern: Any) -> Pattern:
     """The pattern, if it is one.
 

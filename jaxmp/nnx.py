@@ -1,5 +1,6 @@
-"""Policies, gradients and an optimizer for nnx modules."""
+"""Policies, autocast, gradients and an optimizer for nnx modules."""
 
+from jaxmp._nnx_autocast import autocast as autocast
 from jaxmp._nnx_policy import (
     apply_policy as apply_policy,
     remove_policy as remove_policy,

@@ -24,8 +24,10 @@ NAMES = [
     "TrainState",
     "TrainingStalled",
     "all_finite",
+    "autocast",
     "cast_floating",
     "check_progress",
+    "full_precision",
     "get_policy",
     "grad",
     "make_train_step",
@@ -43,7 +45,14 @@ NAMES_IN = {
         "keep_norms_float32",
     ],
     jaxmp.linen: ["apply_policy", "remove_policy", "summary", "with_policy"],
-    jaxmp.nnx: ["Optimizer", "apply_policy", "remove_policy", "summary", "value_and_grad"],
+    jaxmp.nnx: [
+        "Optimizer",
+        "apply_policy",
+        "autocast",
+        "remove_policy",
+        "summary",
+        "value_and_grad",
+    ],
 }
 
 

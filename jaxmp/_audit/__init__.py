@@ -1,0 +1,123 @@
+"""Reads from a traced program what runs in which dtype, and where upcasts come from."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxmp._audit._arrays import argument_rows, result_rows
+from jaxmp._audit._check import AuditError
+from jaxmp._audit._report import AuditReport
+from jaxmp._audit._residuals import NoLoss, check_loss, residuals
+from jaxmp._audit._rows import (
+    Arrays,
+    Collective,
+    Convert,
+    Equations,
+    Product,
+    ProductLine,
+    Residual,
+    Upcast,
+)
+from jaxmp._audit._tally import Tally
+from jaxmp._audit._unseen import unseen_in
+from jaxmp._audit._upcasts import mark_upcasts
+from jaxmp._audit._walk import walk
+
+__all__ = [
+    "Arrays",
+    "AuditError",
+    "AuditReport",
+    "Collective",
+    "Convert",
+    "Equations",
+    "Product",
+    "ProductLine",
+    "Residual",
+    "Upcast",
+    "audit",
+]
+
+
+def audit(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> AuditReport:
+    """What runs in which dtype in a function, and where silent upcasts come from.
+
+    One forgotten cast is enough to run the rest of a model in float32: nothing fails, and no shape
+    shows it. Here the function is traced, not compiled and not run, and what it does is counted:
+    FLOPs of products by dtype, upcasts by the line of your code, casts, what is kept for the
+    backward pass, and what collectives carry.
+
+    Args:
+      fn: any function that can be traced: a loss, a train step, `model.apply`; jitted or not.
+      *args: its arguments. Arrays may be `jax.ShapeDtypeStruct`. What is no array is handed on
+        as it is.
+      **kwargs: its keyword arguments.
+
+    Returns:
+      The report. Print it, look into it, or `check` it. `residuals` are those of a function that
+      returns a float scalar, or a pair of one and something else: what a gradient by all floats of
+      its first argument keeps. Such a function is traced twice.
+
+    Raises:
+      TypeError: if `fn` cannot be called, or for what tracing itself does not accept.
+
+    >>> import jax.numpy as jnp
+    >>> def loss(params, x):
+    ...     hidden = x @ params["first"]
+    ...     return jnp.sum(hidden.astype(jnp.float32) @ params["second"].astype(jnp.float32))
+    >>> params = {"first": jnp.ones((8, 8), jnp.bfloat16), "second": jnp.ones((8, 4), jnp.bfloat16)}
+    >>> report = audit(loss, params, jax.ShapeDtypeStruct((2, 8), jnp.bfloat16))
+    >>> [(row.operands[0], row.flops) for row in report.products]
+    [('bfloat16', 256), ('float32', 128)]
+    >>> round(report.share("bfloat16"), 3)
+    0.667
+    >>> report.check(products=("bfloat16", "float32"), upcasts=1) is report
+    True
+    """
+    if not callable(fn):
+        raise TypeError(f"audit takes a function and its arguments, got {type(fn).__name__}")
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    arrays = [leaf if _is_array(leaf) else None for leaf in leaves]
+
+    def call(arrays: list[Any]) -> Any:
+        filled = [x if array is None else array for x, array in zip(leaves, arrays, strict=True)]
+        args, kwargs = jax.tree.unflatten(structure, filled)
+        return fn(*args, **kwargs)
+
+    jaxpr, result = jax.make_jaxpr(call, return_shape=True)(arrays)
+    body = walk(jaxpr)
+    tally = Tally(body.all_sites(), mark_upcasts(body))
+    kept, reason = _residuals(fn, args, kwargs, result)
+    return AuditReport(
+        products=tally.products(),
+        product_lines=tally.product_lines(),
+        upcasts=tally.upcasts(),
+        converts=tally.converts(),
+        residuals=kept,
+        no_residuals=reason,
+        arrays=argument_rows(fn, args, kwargs) + result_rows(result),
+        collectives=tally.collectives(),
+        equations=tally.equations(),
+        unseen=unseen_in(tally.sites),
+    )
+
+
+def _residuals(fn: Any, args: Any, kwargs: Any, result: Any) -> tuple[Any, str]:
+    first, rest = (args[0], args[1:]) if args else (None, ())
+    leaves, structure = jax.tree.flatten((rest, kwargs))
+    arrays = [leaf if _is_array(leaf) else None for leaf in leaves]
+
+    def loss(first: Any, arrays: list[Any]) -> Any:
+        filled = [x if array is None else array for x, array in zip(leaves, arrays, strict=True)]
+        rest, kwargs = jax.tree.unflatten(structure, filled)
+        return fn(first, *rest, **kwargs)
+
+    try:
+        check_loss(result, first)
+        return residuals(loss, first, arrays, isinstance(result, tuple)), ""
+    except NoLoss as error:
+        return None, str(error)
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and hasattr(leaf, "shape")

@@ -1,0 +1,155 @@
+"""Holds a report against what a test expects of it."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from jaxmp._dtypes import parse_dtype
+
+_LISTED = 10
+
+
+class AuditError(AssertionError):
+    """A program is not as `AuditReport.check` was told that it should be."""
+
+
+def check_report(
+    report: Any,
+    *,
+    products: Any,
+    share: float | None,
+    upcasts: int | None,
+    residual_bytes: int | None,
+    reduced_in: Any,
+) -> None:
+    """Does what `AuditReport.check` says."""
+    if products is None and upcasts is None and residual_bytes is None and reduced_in is None:
+        hint = " share goes with products" if share is not None else ""
+        raise ValueError(
+            "nothing to check: give products, upcasts, residual_bytes or reduced_in." + hint
+        )
+    problems: list[str] = []
+    if products is not None:
+        problems += _products(report, _names(products), _checked_share(share))
+    elif share is not None:
+        raise ValueError("share is about products: give products='bfloat16' too")
+    if upcasts is not None:
+        problems += _upcasts(report, _checked_limit(upcasts, "upcasts"))
+    if residual_bytes is not None:
+        problems += _residuals(report, _checked_limit(residual_bytes, "residual_bytes"))
+    if reduced_in is not None:
+        problems += _sums(report, dtype_name(reduced_in))
+    if problems:
+        raise AuditError("the audit failed.\n" + "\n".join(problems))
+
+
+def dtype_name(dtype: Any) -> str:
+    """The name of a dtype, floating or not, given by name or as a dtype.
+
+    >>> dtype_name("bf16"), dtype_name("int8"), dtype_name(np.float32)
+    ('bfloat16', 'int8', 'float32')
+    """
+    try:
+        return str(parse_dtype(dtype).name)
+    except ValueError:
+        try:
+            other = np.dtype(dtype)
+        except TypeError:
+            other = None
+        if other is None or other.kind not in "biuc":
+            raise
+        return other.name
+
+
+def _names(dtypes: Any) -> list[str]:
+    given = dtypes if isinstance(dtypes, (tuple, list, set, frozenset)) else (dtypes,)
+    if not given:
+        raise ValueError("products must name at least one dtype, such as 'bfloat16'")
+    return [dtype_name(dtype) for dtype in given]
+
+
+def _checked_share(share: float | None) -> float:
+    if share is None:
+        return 1.0
+    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
+        raise ValueError(f"share must be a number above 0 and up to 1, got {share!r}")
+    return share
+
+
+def _checked_limit(limit: Any, name: str) -> int:
+    if isinstance(limit, bool) or not isinstance(limit, (int, np.integer)) or limit < 0:
+        raise ValueError(f"{name} is the largest number allowed, an int from 0 up, got {limit!r}")
+    return int(limit)
+
+
+def _products(report: Any, names: list[str], share: float) -> list[str]:
+    allowed = " or ".join(names)
+    if not report.flops:
+        return [f"products: the program has none, so none in {allowed}."]
+    found = report.share(*names)
+    if found >= share - 1e-9:
+        return []
+    offenders = [
+        (row, f"{100 * row.share:.1f} %", " x ".join(row.operands) + f" -> {row.result}")
+        for row in report.product_lines
+        if not set(row.operands) <= set(names)
+    ]
+    return [
+        f"products: {100 * found:.1f} % of their FLOPs have operands in {allowed}, wanted at least "
+        f"{100 * share:.1f} %. The others:",
+        *_by_line(offenders),
+    ]
+
+
+def _upcasts(report: Any, limit: int) -> list[str]:
+    found = [row for row in report.upcasts if row.flops]
+    if len(found) <= limit:
+        return []
+    offenders = [
+        (row, f"{100 * row.share:.1f} % of the FLOPs", f"{row.source} -> {row.target}")
+        for row in found
+    ]
+    return [
+        f"upcasts: {len(found)} make products wide, allowed are {limit}:",
+        *_by_line(offenders),
+    ]
+
+
+def _residuals(report: Any, limit: int) -> list[str]:
+    found = report.residual_bytes
+    if found <= limit:
+        return []
+    offenders = [(row, f"{row.bytes:,} bytes", row.dtype) for row in report.residuals]
+    return [
+        f"residual_bytes: {found:,} are kept for the backward pass, allowed are {limit:,}:",
+        *_by_line(offenders),
+    ]
+
+
+def _sums(report: Any, name: str) -> list[str]:
+    floats = ("float", "bfloat", "complex")
+    sums = [row for row in report.collectives if row.sums and row.dtype.startswith(floats)]
+    if not sums:
+        return [
+            "reduced_in: the program itself asks for no sum of floats over devices. Those that the "
+            "partitioner inserts are only in the compiled program."
+        ]
+    wrong = [
+        (row, row.dtype, f"{row.name} over {', '.join(row.axes)}")
+        for row in sums
+        if row.dtype != name
+    ]
+    if not wrong:
+        return []
+    return [f"reduced_in: sums over devices should carry {name}, these do not:", *_by_line(wrong)]
+
+
+def _by_line(offenders: Iterable[tuple[Any, str, str]]) -> list[str]:
+    rows = list(offenders)
+    shown = []
+    for row, amount, what in rows[:_LISTED]:
+        places = [row.line, row.path, getattr(row, "direction", "")]
+        shown.append(f"  {amount}  {what}  at {', '.join(place for place in places if place)}")
+    more = len(rows) - len(shown)
+    return shown + ([f"  and {more} more"] if more else [])

@@ -1,0 +1,77 @@
+"""How many floating-point operations a matrix product or a convolution takes."""
+
+import functools
+import math
+from typing import Any
+
+import numpy as np
+
+PRODUCTS = (
+    *("dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot"),
+    *("scaled_dot", "scaled_matmul", "scaled_matmul_wrapper"),
+)
+
+
+def product_flops(equation: Any) -> int:
+    """Two for each multiply-add, as XLA's cost analysis has it; 0 for what is no product.
+
+    Args:
+      equation: an equation of a jaxpr.
+
+    Returns:
+      The number. What a convolution multiplies with padding or with the holes of a dilated input
+      is not counted; of a ragged product, each row is counted for the one group that it is in.
+    """
+    name = equation.primitive.name
+    if name not in PRODUCTS:
+        return 0
+    left, right = (variable.aval.shape for variable in equation.invars[:2])
+    if name == "conv_general_dilated":
+        return _convolution(left, right, equation)
+    if name.startswith("scaled_matmul"):  # both operands are (batch, rows, contracted)
+        return 2 * math.prod(left) * right[1]
+    if name == "ragged_dot":  # (rows, contracted) and (groups, contracted, columns)
+        return 2 * math.prod(left) * right[-1]
+    if name == "ragged_dot_general":
+        ragged = equation.params["ragged_dot_dimension_numbers"]
+        dimensions = ragged.dot_dimension_numbers
+        groups = tuple(ragged.rhs_group_dimensions)
+    else:
+        dimensions, groups = equation.params["dimension_numbers"], ()
+    (_, contracted), (_, batch) = dimensions
+    taken = {*contracted, *batch, *groups}
+    columns = math.prod(size for axis, size in enumerate(right) if axis not in taken)
+    return 2 * math.prod(left) * columns
+
+
+def _convolution(left: Any, right: Any, equation: Any) -> int:
+    params = equation.params
+    numbers = params["dimension_numbers"]
+    out = equation.outvars[0].aval.shape
+    batch, outputs, inputs = (
+        left[numbers.lhs_spec[0]],
+        right[numbers.rhs_spec[0]],
+        numbers.rhs_spec[1],
+    )
+    taps = 1
+    for i, axis in enumerate(numbers.lhs_spec[2:]):
+        taps *= _taps(
+            left[axis],
+            right[numbers.rhs_spec[2 + i]],
+            out[numbers.out_spec[2 + i]],
+            params["window_strides"][i],
+            params["padding"][i][0],
+            params["lhs_dilation"][i],
+            params["rhs_dilation"][i],
+        )
+    return 2 * (batch // params["batch_group_count"]) * outputs * right[inputs] * taps
+
+
+@functools.lru_cache(maxsize=4096)
+def _taps(
+    size: int, kernel: int, out: int, stride: int, padding: int, holes: int, dilation: int
+) -> int:
+    """How many pairs of an output and a kernel element meet an element of the input."""
+    positions = np.arange(out)[:, None] * stride + np.arange(kernel) * dilation - padding
+    inside = (positions >= 0) & (positions < (size - 1) * holes + 1) & (positions % holes == 0)
+    return int(inside.sum())

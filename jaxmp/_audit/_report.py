@@ -1,0 +1,148 @@
+"""The report of an audit: records to look into, tables to print, and a check for tests."""
+
+import dataclasses
+import io
+from typing import Any
+
+from jaxmp._audit._check import check_report, dtype_name
+from jaxmp._audit._rows import (
+    Arrays,
+    Collective,
+    Convert,
+    Equations,
+    Product,
+    ProductLine,
+    Residual,
+    Upcast,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class AuditReport:
+    """What runs in which dtype, and where upcasts come from. It prints as tables.
+
+    Attributes:
+      products: matrix products and convolutions by dtype, the most FLOPs first.
+      product_lines: the same by line of the user's code.
+      upcasts: casts from floats of fewer than 32 bits to wider ones, by line; first those that
+        make products wide, by the FLOPs of these, then the rest by size. Where several feed a
+        product, the first in the program counts as the cause.
+      converts: all casts by dtypes.
+      residuals: what is kept for the backward pass, by dtype and line; None if the function is no
+        loss.
+      no_residuals: why there are none.
+      arrays: dtypes of arguments and results.
+      collectives: those that the program itself asks for.
+      equations: how many equations there are of each primitive.
+      unseen: what this report does not show of this program.
+    """
+
+    products: tuple[Product, ...]
+    product_lines: tuple[ProductLine, ...]
+    upcasts: tuple[Upcast, ...]
+    converts: tuple[Convert, ...]
+    residuals: tuple[Residual, ...] | None
+    no_residuals: str
+    arrays: tuple[Arrays, ...]
+    collectives: tuple[Collective, ...]
+    equations: tuple[Equations, ...]
+    unseen: tuple[str, ...]
+
+    @property
+    def flops(self) -> int:
+        """The FLOPs of all products."""
+        return sum(row.flops for row in self.products)
+
+    @property
+    def residual_bytes(self) -> int:
+        """The size of what is kept for the backward pass.
+
+        Raises:
+          ValueError: if the function is no loss.
+        """
+        if self.residuals is None:
+            raise ValueError(f"the audit has no residuals: {self.no_residuals}")
+        return sum(row.bytes for row in self.residuals)
+
+    def share(self, *dtypes: Any) -> float:
+        """The share of the product FLOPs whose operands both have one of these dtypes.
+
+        Args:
+          *dtypes: names such as `"bfloat16"`, or dtypes.
+
+        Returns:
+          From 0 to 1; 0 if there are no products.
+
+        Raises:
+          ValueError: for an unknown dtype.
+        """
+        names = {dtype_name(dtype) for dtype in dtypes}
+        if not self.flops:
+            return 0.0
+        return (
+            sum(row.flops for row in self.products if names.issuperset(row.operands)) / self.flops
+        )
+
+    def count(self, primitive: str, *, runs: bool = False) -> int:
+        """How many equations of a primitive there are.
+
+        Args:
+          primitive: its name: `"convert_element_type"`, `"dot_general"`.
+          runs: whether to count how often they run: the body of a scan as often as the scan is
+            long, rather than once.
+
+        Returns:
+          The number.
+        """
+        found = [row for row in self.equations if row.primitive == primitive]
+        return sum(row.runs if runs else row.count for row in found)
+
+    def check(
+        self,
+        *,
+        products: Any = None,
+        share: float | None = None,
+        upcasts: int | None = None,
+        residual_bytes: int | None = None,
+        reduced_in: Any = None,
+    ) -> "AuditReport":
+        """Raises if the program is not as it should be; for tests of your own.
+
+        Args:
+          products: the dtype, or a tuple of dtypes, that both operands of products should have.
+          share: for what share of the product FLOPs that must hold; 1.0 if not given.
+          upcasts: how many of `report.upcasts` may make products wide at most, that is have
+            `flops`.
+          residual_bytes: how many bytes may be kept for the backward pass at most.
+          reduced_in: the dtype of every sum over devices that carries floats. Sums that the
+            partitioner inserts are not seen.
+
+        Returns:
+          The report itself.
+
+        Raises:
+          AuditError: with all that is wrong, by line. It is an AssertionError.
+          ValueError: for an argument that makes no sense, or `residual_bytes` for a function
+            that is no loss.
+        """
+        check_report(
+            self,
+            products=products,
+            share=share,
+            upcasts=upcasts,
+            residual_bytes=residual_bytes,
+            reduced_in=reduced_in,
+        )
+        return self
+
+    def __rich__(self) -> Any:
+        from jaxmp._audit._tables import tables
+
+        return tables(self)
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        text = io.StringIO()
+        Console(file=text, width=120, color_system=None).print(self)
+        return "\n".join(line.rstrip() for line in text.getvalue().splitlines()).rstrip()

@@ -1,0 +1,134 @@
+"""What a loss function keeps in memory for its backward pass."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from jaxmp._audit._lines import Lines, module_path, scopes_of
+from jaxmp._audit._rows import Residual
+from jaxmp._audit._tally import bytes_of
+from jaxmp._audit._walk import Body, Site, walk
+from jaxmp._dtypes import is_floating
+
+# They hand on arrays of the program around them without making a copy.
+_CALLS = ("jit", "pjit", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call")
+
+
+class NoLoss(Exception):
+    """Says why there are no residuals to speak of."""
+
+
+def check_loss(result: Any, first: Any) -> None:
+    """Raises `NoLoss` unless a function with this result and first argument is a loss."""
+    is_pair = isinstance(result, tuple) and len(result) == 2
+    loss = result[0] if is_pair else result
+    if not is_floating(loss) or loss.shape != ():
+        raise NoLoss("its result is neither a float scalar nor (a float scalar, something else)")
+    if not any(is_floating(leaf) for leaf in jax.tree.leaves(first)):
+        raise NoLoss("its first argument holds no floats to differentiate by")
+
+
+def residuals(
+    loss: Callable[..., Any], first: Any, rest: Any, has_aux: bool
+) -> tuple[Residual, ...]:
+    """The arrays kept for the backward pass, by dtype and by the line that computed them.
+
+    Args:
+      loss: `loss(first, rest)`.
+      first: what is differentiated by, where it is float.
+      rest: everything else.
+      has_aux: whether the loss is the first of a pair.
+
+    Returns:
+      The rows, the largest first. Arguments and constants are no part of it: they are in memory
+      anyway.
+
+    Raises:
+      NoLoss: if it cannot be differentiated.
+    """
+    leaves, structure = jax.tree.flatten(first)
+    chosen = [i for i, leaf in enumerate(leaves) if is_floating(leaf)]
+
+    def pullback(leaves: list[Any], rest: Any) -> Any:
+        def of_floats(floats: list[Any]) -> Any:
+            filled = dict(enumerate(leaves)) | dict(zip(chosen, floats, strict=True))
+            value = loss(jax.tree.unflatten(structure, filled.values()), rest)
+            return value[0] if has_aux else value
+
+        return jax.vjp(of_floats, [leaves[i] for i in chosen])
+
+    try:
+        body = walk(jax.make_jaxpr(lambda *args: pullback(*args)[1])(leaves, rest))
+        if any(site.name == "while" for site in body.all_sites()):
+            # Only the backward pass itself finds out that it cannot go through such a loop.
+            jax.eval_shape(lambda *args: _applied(*pullback(*args)), leaves, rest)
+    except Exception as error:  # anything that a user's function may raise under differentiation
+        reason = str(error).partition("\n")[0]
+        raise NoLoss(f"it cannot be differentiated: {type(error).__name__}: {reason}") from error
+    return _rows(body)
+
+
+def _applied(value: Any, backward: Any) -> Any:
+    return backward(jnp.ones_like(value))
+
+
+def _rows(body: Body) -> tuple[Residual, ...]:
+    lines, producers = Lines(), _producers(body)
+    given = {*body.jaxpr.invars, *body.jaxpr.constvars}
+    groups: dict[tuple[str, str, str], list[int]] = {}
+    seen: set[Any] = set()
+    for atom in body.jaxpr.outvars:
+        origin = _origin(atom, producers)
+        if isinstance(origin, core.Literal) or atom in seen or origin in given:
+            continue
+        seen.add(atom)
+        site = _innermost(atom, producers)
+        where = lines.of(site), module_path(scopes_of(site))
+        groups.setdefault((str(atom.aval.dtype), *where), []).append(bytes_of(atom.aval))
+    rows = [Residual(*key, len(sizes), sum(sizes)) for key, sizes in groups.items()]
+    return tuple(sorted(rows, key=lambda row: -row.bytes))
+
+
+_Producers = dict[Any, tuple[Site, int]]
+
+
+def _producers(body: Body) -> _Producers:
+    return {
+        variable: (site, i)
+        for site in body.sites
+        for i, variable in enumerate(site.equation.outvars)
+    }
+
+
+def _origin(atom: Any, producers: _Producers) -> Any:
+    """The array itself, where a call only hands it on: an argument that was given to it."""
+    while not isinstance(atom, core.Literal) and atom in producers:
+        site, i = producers[atom]
+        if site.name not in _CALLS or len(site.bodies) != 1:
+            return atom
+        jaxpr = site.bodies[0].jaxpr
+        inner = _origin(jaxpr.outvars[i], _producers(site.bodies[0]))
+        if isinstance(inner, core.Literal):
+            return inner
+        if inner not in jaxpr.invars:
+            return atom
+        atom = site.equation.invars[jaxpr.invars.index(inner)]
+    return atom
+
+
+def _innermost(atom: Any, producers: _Producers) -> Site:
+    """The equation that computes an array, inside of the calls and scans that return it."""
+    site, i = producers[atom]
+    while len(site.bodies) == 1:
+        (body,) = site.bodies
+        inner = _producers(body)
+        if len(body.jaxpr.outvars) != len(site.equation.outvars):
+            break
+        made = body.jaxpr.outvars[i]
+        if isinstance(made, core.Literal) or made not in inner:
+            break
+        site, i = inner[made]
+    return site

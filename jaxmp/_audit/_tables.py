@@ -1,0 +1,205 @@
+"""Draws a report as tables for a terminal."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+
+_SHOWN = 12
+_PLACE = "line, module, pass"
+
+
+def tables(report: Any) -> Group:
+    """All tables of a report, those without rows left out.
+
+    Args:
+      report: an `AuditReport`.
+
+    Returns:
+      Something that rich prints.
+    """
+    parts = [
+        _products(report),
+        _wide_products(report),
+        _upcasts(report),
+        _converts(report),
+        _residuals(report),
+        _collectives(report),
+        _arrays(report),
+    ]
+    drawn: list[Any] = [part for part in parts if part is not None]
+    if report.residuals is None:
+        drawn.append(f"No residuals of a backward pass: {report.no_residuals}.")
+    return Group(*drawn, "Not seen:", _listed(report.unseen))
+
+
+def _products(report: Any) -> Any:
+    rows = [
+        (
+            " x ".join(row.operands),
+            row.result,
+            flops_text(row.flops),
+            f"{100 * row.share:.1f} %",
+            str(row.count),
+            str(row.runs),
+        )
+        for row in report.products
+    ]
+    title = f"Products: {flops_text(report.flops)}FLOP"
+    return _table(title, ["operands", "result", ">FLOP", ">share", ">count", ">runs"], rows)
+
+
+def _wide_products(report: Any) -> Any:
+    """The lines of wide products, in a program that has others too."""
+    wide = [row for row in report.product_lines if any(map(_is_wide, row.operands))]
+    if len(wide) == len(report.product_lines):
+        return None
+    rows = [
+        (
+            _place(row),
+            " x ".join(row.operands),
+            row.result,
+            f"{100 * row.share:.1f} %",
+            str(row.count),
+            str(row.runs),
+        )
+        for row in wide
+    ]
+    columns = [_PLACE, "operands", "result", ">share", ">count", ">runs"]
+    return _table("Products with an operand of 32 bits or more", columns, rows)
+
+
+def _is_wide(dtype: str) -> bool:
+    return dtype.startswith(("float32", "float64", "complex"))
+
+
+def _upcasts(report: Any) -> Any:
+    rows = [
+        (
+            _place(row),
+            f"{row.source} -> {row.target}" + ("\nin a product" if row.kind == "product" else ""),
+            f"{100 * row.share:.1f} %" if row.flops else "",
+            bytes_text(row.bytes),
+            str(row.count),
+            str(row.runs),
+        )
+        for row in report.upcasts
+    ]
+    columns = [_PLACE, "cast", ">makes wide", ">bytes", ">count", ">runs"]
+    return _table("Upcasts, first those that make products wide", columns, rows)
+
+
+def _converts(report: Any) -> Any:
+    rows = [
+        (row.source, row.target, bytes_text(row.bytes), str(row.count), str(row.runs))
+        for row in report.converts
+    ]
+    return _table("Casts", ["from", "to", ">bytes", ">count", ">runs"], rows)
+
+
+def _residuals(report: Any) -> Any:
+    if report.residuals is None:
+        return None
+    rows = [
+        (_place(row), row.dtype, bytes_text(row.bytes), str(row.count)) for row in report.residuals
+    ]
+    title = f"Kept for the backward pass: {bytes_text(report.residual_bytes)}"
+    return _table(title, [_PLACE, "dtype", ">bytes", ">arrays"], rows)
+
+
+def _collectives(report: Any) -> Any:
+    rows = [
+        (
+            row.name,
+            ", ".join(row.axes),
+            row.dtype,
+            _place(row),
+            bytes_text(row.bytes),
+            str(row.runs),
+        )
+        for row in report.collectives
+    ]
+    columns = ["collective", "axes", "dtype", _PLACE, ">bytes", ">runs"]
+    return _table("Collectives in the program, per device", columns, rows)
+
+
+def _arrays(report: Any) -> Any:
+    rows = [
+        (
+            row.role,
+            row.name,
+            row.dtype,
+            f"{row.leaves:,}",
+            f"{row.elements:,}",
+            bytes_text(row.bytes),
+        )
+        for row in report.arrays
+    ]
+    columns = ["", "name", "dtype", ">arrays", ">numbers", ">bytes"]
+    return _table("Arguments and results", columns, rows, shown=40)
+
+
+def _place(row: Any) -> str:
+    """The line; below it the module and the pass, as far as they are known."""
+    below = ", ".join(text for text in (row.path, getattr(row, "direction", "")) if text)
+    return f"{row.line}\n{below}" if below else row.line
+
+
+def _table(title: str, columns: list[str], rows: Sequence[Any], shown: int = _SHOWN) -> Any:
+    """A table without empty columns; those that start with `>` are numbers. None without rows."""
+    if not rows:
+        return None
+    more = len(rows) - shown
+    caption = f"and {more} more rows" if more > 0 else None
+    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
+    kept = [i for i in range(len(columns)) if any(row[i] for row in rows)]
+    if columns[-2:] == [">count", ">runs"] and all(row[-2] == row[-1] for row in rows):
+        kept.remove(len(columns) - 1)
+    for i in kept:
+        is_number = columns[i].startswith(">")
+        table.add_column(
+            columns[i].lstrip(">"),
+            justify="right" if is_number else "left",
+            overflow="fold",
+            no_wrap=is_number,
+        )
+    for row in rows[:shown]:
+        table.add_row(*[row[i] for i in kept])
+    return table
+
+
+def _listed(sentences: Sequence[str]) -> Any:
+    grid = Table.grid(padding=(0, 1))
+    for sentence in sentences:
+        grid.add_row(" -", sentence)
+    return grid
+
+
+def flops_text(flops: int) -> str:
+    """A number of operations, with three digits.
+
+    >>> flops_text(1_234_567_890), flops_text(42)
+    ('1.23 G', '42 ')
+    """
+    return _scaled(flops, 1000, ("", "k", "M", "G", "T", "P", "E"))
+
+
+def bytes_text(size: int) -> str:
+    """A size in memory.
+
+    >>> bytes_text(1536), bytes_text(100)
+    ('1.50 KiB', '100 B')
+    """
+    return _scaled(size, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
+
+
+def _scaled(number: int, base: int, units: Sequence[str]) -> str:
+    power, scaled = 0, float(number)
+    while scaled >= base and power + 1 < len(units):
+        scaled /= base
+        power += 1
+    if power == 0:
+        return f"{number} {units[0]}"
+    digits = max(0, 2 - (scaled >= 10) - (scaled >= 100))
+    return f"{scaled:.{digits}f} {units[power]}"

@@ -1,0 +1,100 @@
+"""The equations of a program, with how often each of them runs and what encloses it."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from jaxmp._audit._flops import product_flops
+from jaxmp._compat import open_jaxpr, sub_jaxprs
+
+# What a kernel does inside is its own business; see `_unseen`.
+OPAQUE = ("pallas_call", "core_map", "mpmd_map", "tpu_custom_call")
+# Their programs say how two numbers are combined, and are no equations that run on arrays.
+_COMBINERS = ("reduce", "reduce_window", "select_and_scatter", "select_and_gather_add")
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Site:
+    """An equation at one place of the program; a function that is called twice has two.
+
+    Attributes:
+      equation: the equation.
+      name: the name of its primitive.
+      runs: how often it runs: the product of the lengths of the scans around it.
+      outer: the equation that it is inside of.
+      bodies: the programs inside of it that are counted.
+      flops: those of one run, if it is a product.
+      bit: the upcast that it is, as a power of two; 0 if it is none.
+      fed_by: the upcasts from which the wide operands of a product come, as bits.
+    """
+
+    equation: Any
+    name: str
+    runs: int
+    outer: "Site | None"
+    bodies: "tuple[Body, ...]" = ()
+    flops: int = 0
+    bit: int = 0
+    fed_by: int = 0
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Body:
+    """A program: the whole one, or one inside of an equation.
+
+    Attributes:
+      jaxpr: the program.
+      sites: its equations in order.
+      flops: those of the products in it, for one run.
+      size: how many equations it has, nested ones too.
+    """
+
+    jaxpr: Any
+    sites: list[Site]
+    flops: int = 0
+    size: int = 0
+
+    def all_sites(self) -> Iterator[Site]:
+        """All equations, nested ones too: an equation before those inside of it."""
+        for site in self.sites:
+            yield site
+            for body in site.bodies:
+                yield from body.all_sites()
+
+
+def walk(jaxpr: Any, runs: int = 1, outer: Site | None = None) -> Body:
+    """The program with everything inside of it that runs.
+
+    Args:
+      jaxpr: an open or closed jaxpr.
+      runs: how often it runs.
+      outer: the equation that it is inside of.
+
+    Returns:
+      The program. Of a cond, the branch with the most product FLOPs is inside of it, of a
+      while loop the condition and the body, once each.
+    """
+    body = Body(open_jaxpr(jaxpr), [])
+    for equation in body.jaxpr.eqns:
+        name = equation.primitive.name
+        site = Site(equation, name, runs, outer, flops=product_flops(equation))
+        length = int(equation.params["length"]) if name == "scan" else 1
+        site.bodies = tuple(walk(inner, runs * length, site) for inner in _programs(equation))
+        if name == "cond":
+            site.bodies = (max(site.bodies, key=lambda branch: (branch.flops, branch.size)),)
+        body.sites.append(site)
+        body.flops += site.flops + length * sum(inner.flops for inner in site.bodies)
+        body.size += 1 + sum(inner.size for inner in site.bodies)
+    return body
+
+
+def _programs(equation: Any) -> list[Any]:
+    name = equation.primitive.name
+    if name in OPAQUE or name in _COMBINERS or name.startswith("scatter"):
+        return []
+    if name == "custom_linear_solve":  # the others are for its derivatives
+        return [equation.params["jaxprs"].solve]
+    found = sub_jaxprs(equation)
+    if name.startswith(("custom_jvp_call", "custom_vjp_call")):
+        return found[:1]  # not the rules, which run only in derivatives
+    return found

@@ -1,0 +1,301 @@
+"""Operations that contain programs: each is bound again around programs that were rewritten."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+from jaxmp import _compat
+from jaxmp._autocast._custom_rules import custom_jvp, custom_vjp
+from jaxmp._autocast._flow import Context, Plan, plan
+from jaxmp._autocast._interpreter import run, traced
+from jaxmp._autocast._kinds import FLOAT32, Kind, State, fits, joined
+from jaxmp._autocast._program import JITS, Op, read
+from jaxmp._autocast._scopes import Region
+from jaxmp._autocast._steps import States, Step, alone, is_ours
+from jaxmp._dtypes import DType
+
+# What a scan may carry in 16 bits if its body returns it so: activations, in whatever dtype they
+# begin. Zeros are not among them: they are what sums begin with.
+_MAY_BE_LOW = frozenset({Kind.LOW, Kind.BRIEF, Kind.ROWS, Kind.SPREAD})
+
+
+def plan_control(op: Op, states: States, context: Context, region: Region) -> Step:
+    """How an operation runs that contains programs."""
+    if op.name in JITS:
+        return _jit(op, states, context)
+    planner = _PLANNERS.get(op.name)
+    return alone(op, states) if planner is None else planner(op, states, context, region)
+
+
+def planned(jaxpr: Any, states: States, context: Context, op: Op) -> Plan:
+    """The plan of a program inside of an operation, made once for each way that it is called."""
+    inside = context.inside(op)
+    names = inside.prefix if context.regions.by_name else ()
+    key = ("plan", id(jaxpr), tuple(states), names, inside.functions)
+    if key not in context.memo:
+        # The jaxpr is kept, so that its id is not given to another.
+        context.memo[key] = plan(read(jaxpr), states, inside), jaxpr
+    found: Plan = context.memo[key][0]
+    return found
+
+
+def changes(plan: Plan) -> bool:
+    """Whether a plan asks for anything that was not traced so."""
+    for step in plan.steps:
+        if step.run is not None and step.op.name != "convert_element_type":
+            return True
+        for aval, want in zip(step.op.in_avals, step.wants, strict=True):
+            if want is not None and want != aval.dtype:
+                return True
+        if step.params or any(step.sources):
+            return True
+    return False
+
+
+def in_dtypes(states: States) -> list[DType | None]:
+    return [state and state.dtype for state in states]
+
+
+def _jit(op: Op, states: States, context: Context) -> Step:
+    body = op.params["jaxpr"]
+    inner = planned(body, states, context, op)
+    if not changes(inner):
+        return _unchanged(op, states, inner)
+
+    def bind(op: Op, values: list[Any]) -> list[Any]:
+        new = _traced_once(context, inner, values)
+        return _compat.bind(op.equation, values, jaxpr=new)
+
+    return Step(op, in_dtypes(states), inner.results, run=bind)
+
+
+def _unchanged(op: Op, states: States, inner: Plan) -> Step:
+    """An operation whose programs are all right as they are."""
+    step = alone(op, states)
+    step.results = [
+        state and state._replace(dtype=aval.dtype)
+        for state, aval in zip(inner.results, op.out_avals, strict=True)
+    ]
+    return step
+
+
+def _traced_once(context: Context, inner: Plan, values: Sequence[Any]) -> Any:
+    """The jaxpr of a plan; the same for calls that are alike: it is compiled once."""
+    key = ("jaxpr", id(inner), *map(_compat.type_of, values))
+    if key not in context.memo:
+        context.memo[key] = traced(inner, values)
+    return context.memo[key]
+
+
+def _remat(op: Op, states: States, context: Context, region: Region) -> Step:
+    # What goes in is what a checkpoint keeps: activations in 16 bits.
+    states = [state and _stored(state, region) for state in states]
+    inner = planned(op.params["jaxpr"], states, context, op)
+
+    def bind(op: Op, values: list[Any]) -> list[Any]:
+        new = _compat.without_consts(_traced_once(context, inner, values))
+        return _compat.bind(op.equation, values, jaxpr=new)
+
+    return Step(op, in_dtypes(states), inner.results, run=bind)
+
+
+def _scan(op: Op, states: States, context: Context, region: Region) -> Step:
+    body = op.params["jaxpr"]
+    consts, carries = _compat.scan_counts(op.params)
+    carry = slice(consts, consts + carries)
+    avals = op.in_avals
+    inside = list(states)
+    inside[carry] = [
+        _first_carry(state, aval, region)
+        for state, aval in zip(states[carry], avals[carry], strict=True)
+    ]
+    inner, inside = _settled(body, inside, carry, avals, context, op)
+    out: list[State | None] = list(inside[carry])
+    for state in inner.results[carries:]:
+        out.append(_stored(state, region))
+
+    def bind(op: Op, values: list[Any]) -> list[Any]:
+        avals = [_compat.with_dtype(jax.typeof(v), v.dtype) for v in values]
+        avals[consts + carries :] = [_compat.unstacked(aval) for aval in avals[consts + carries :]]
+        new = _traced_as(context, inner, avals, out)
+        return _compat.bind(op.equation, values, jaxpr=new)
+
+    return Step(op, in_dtypes(inside), out, run=bind)
+
+
+def _first_carry(state: State | None, aval: Any, region: Region) -> State | None:
+    """What a scan is first assumed to carry."""
+    if state is None or aval.dtype != FLOAT32:
+        return state and State(Kind.LOW, aval.dtype)
+    if state.kind in _MAY_BE_LOW:
+        return State(Kind.LOW, state.dtype if state.kind is Kind.LOW else region.low)
+    return _no_literal(state)
+
+
+def _settled(
+    body: Any, inside: list[State | None], carry: slice, avals: list[Any], context: Context, op: Op
+) -> tuple[Plan, list[State | None]]:
+    """What a loop carries once nothing changes any more: each turn widens one carry at least."""
+    while True:
+        inner = planned(body, inside, context, op)
+        returned = inner.results[: carry.stop - carry.start]
+        new = list(inside)
+        new[carry] = [
+            _next_carry(begin, end, aval)
+            for begin, end, aval in zip(inside[carry], returned, avals[carry], strict=True)
+        ]
+        if new == inside:
+            return inner, inside
+        inside = new
+
+
+def _next_carry(begin: State | None, end: State | None, aval: Any) -> State | None:
+    if begin is None or end is None or aval.dtype != FLOAT32:
+        return begin
+    if begin.kind is Kind.LOW:
+        low = end.kind in _MAY_BE_LOW and (end.kind is not Kind.LOW or end.dtype == begin.dtype)
+        literal = end.kind is Kind.LITERAL and fits(end.value, begin.dtype)
+        return begin if low or literal else State(Kind.WIDE, FLOAT32)
+    return begin if end.kind is begin.kind else State(Kind.WIDE, FLOAT32)
+
+
+def _stored(state: State | None, region: Region) -> State | None:
+    """What is kept for long, by scans and checkpoints: activations in 16 bits."""
+    if state is not None and state.kind in (Kind.BRIEF, Kind.ROWS):
+        return State(Kind.LOW, region.low)
+    return state and _no_literal(state)
+
+
+def _no_literal(state: State) -> State:
+    return State(Kind.TABLE, state.dtype) if state.kind is Kind.LITERAL else state
+
+
+def _traced_as(context: Context, inner: Plan, avals: list[Any], out: States) -> Any:
+    """The jaxpr of a plan whose results come in given dtypes, none of them weak."""
+    key = ("body", id(inner), tuple(avals), tuple(out))
+    if key not in context.memo:
+
+        def body(*args: Any) -> list[Any]:
+            return [
+                made if state is None else lax.convert_element_type(made, state.dtype)
+                for made, state in zip(run(inner, args), out, strict=True)
+            ]
+
+        context.memo[key] = _compat.trace(body, avals)
+    return context.memo[key]
+
+
+def _while(op: Op, states: States, context: Context, region: Region) -> Step:
+    params = op.params
+    test, body = params["cond_nconsts"], params["body_nconsts"]
+    carry = slice(body, None)
+    avals = op.in_avals[test:]
+    inside: list[State | None] = list(states[test:])
+    # The number of turns is not known, nor what the carry is for: it keeps its dtype.
+    inside[carry] = [
+        None if state is None else _kept(state, aval)
+        for state, aval in zip(inside[carry], avals[carry], strict=True)
+    ]
+    stop = len(inside)
+    inner, inside = _settled(params["body_jaxpr"], inside, slice(body, stop), avals, context, op)
+    tested = [*states[:test], *inside[carry]]
+    condition = planned(params["cond_jaxpr"], tested, context, op)
+    out = list(inside[carry])
+
+    def bind(op: Op, values: list[Any]) -> list[Any]:
+        avals = [_compat.with_dtype(jax.typeof(v), v.dtype) for v in values]
+        of_carry = avals[test + body :]
+        new = _traced_as(context, inner, avals[test:], out)
+        check = _traced_as(context, condition, [*avals[:test], *of_carry], condition.results)
+        return _compat.bind(op.equation, values, body_jaxpr=new, cond_jaxpr=check)
+
+    return Step(op, in_dtypes([*states[:test], *inside]), out, run=bind)
+
+
+def _kept(state: State, aval: Any) -> State:
+    if aval.dtype != FLOAT32:
+        return State(Kind.LOW, aval.dtype)
+    if state.kind in (Kind.LOW, Kind.BRIEF, Kind.LITERAL):
+        return State(Kind.TABLE if state.kind is Kind.LITERAL else Kind.WIDE, FLOAT32)
+    return State(state.kind, FLOAT32)
+
+
+def _cond(op: Op, states: States, context: Context, region: Region) -> Step:
+    branches = op.params["branches"]
+    plans = [planned(branch, states[1:], context, op) for branch in branches]
+    out: list[State | None] = []
+    for results in zip(*(each.results for each in plans), strict=True):
+        floats = [state for state in results if state is not None]
+        out.append(_merged(floats) if len(floats) == len(results) else None)
+
+    def bind(op: Op, values: list[Any]) -> list[Any]:
+        avals = [_compat.with_dtype(jax.typeof(v), v.dtype) for v in values[1:]]
+        new = tuple(_traced_as(context, each, avals, out) for each in plans)
+        return _compat.bind(op.equation, values, branches=new)
+
+    return Step(op, in_dtypes(states), out, run=bind)
+
+
+def _merged(states: list[State]) -> State:
+    state = joined(states)
+    if state.kind is Kind.LOW and not all(fits(s.value, state.dtype) for s in states):
+        return State(Kind.WIDE, FLOAT32)
+    return _no_literal(state)
+
+
+def _shard_map(op: Op, states: States, context: Context, region: Region) -> Step:
+    params = op.params
+    inner = planned(params["jaxpr"], states, context, op)
+
+    def bind(op: Op, values: list[Any]) -> list[Any]:
+        mapped = jax.shard_map(
+            lambda *args: tuple(run(inner, args)),
+            mesh=params["mesh"],
+            in_specs=tuple(params["in_specs"]),
+            out_specs=tuple(params["out_specs"]),
+            axis_names=set(params["newly_manual_axes"]),
+            check_vma=params["check_vma"],
+        )
+        return list(mapped(*values))
+
+    return Step(op, in_dtypes(states), inner.results, run=bind)
+
+
+def _same_signature(name: str) -> Callable[[Op, States, Context, Region], Step]:
+    """For an operation that must keep the dtypes of what goes in and out."""
+
+    def plan_it(op: Op, states: States, context: Context, region: Region) -> Step:
+        body = op.params[name]
+        step = alone(op, states, exact=Kind.BRIEF)
+        inside = [
+            state and _kept(state, aval) for state, aval in zip(states, op.in_avals, strict=True)
+        ]
+        inner = planned(body, inside, context, op)
+        out = [State(Kind.WIDE, aval.dtype) if is_ours(aval) else None for aval in op.out_avals]
+
+        def bind(op: Op, values: list[Any]) -> list[Any]:
+            avals = [_compat.with_dtype(jax.typeof(v), v.dtype) for v in values]
+            new = _traced_as(context, inner, avals, out)
+            return _compat.bind(op.equation, values, **{name: new})
+
+        step.run = bind
+        return step
+
+    return plan_it
+
+
+_PLANNERS: dict[str, Callable[[Op, States, Context, Region], Step]] = {
+    "remat2": _remat,
+    "checkpoint": _remat,
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+    "shard_map": _shard_map,
+    "custom_jvp_call": custom_jvp,
+    "custom_vjp_call": custom_vjp,
+    "custom_vmap_call": _same_signature("call"),
+    "closed_call": _same_signature("call_jaxpr"),
+    "core_call": _same_signature("call_jaxpr"),
+}

@@ -1,0 +1,153 @@
+"""Functions with derivatives of their own: `jax.custom_jvp` and `jax.custom_vjp`."""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+
+from jaxmp import _compat
+from jaxmp._autocast._flow import Context, Plan, plan
+from jaxmp._autocast._interpreter import run
+from jaxmp._autocast._kinds import ACTIVATIONS, FLOAT32, Kind, State
+from jaxmp._autocast._program import Op, read
+from jaxmp._autocast._scopes import Region
+from jaxmp._autocast._steps import States, Step, alone, is_ours, kinds_of
+
+
+def custom_jvp(op: Op, states: States, context: Context, region: Region) -> Step:
+    """Both the function and its derivative are rewritten: `relu` is 16-bit for 16-bit operands."""
+    body = op.params["call_jaxpr"]
+    inside = context.inside(op)
+    inner = plan(read(body), states, inside)
+    wants = [state and state.dtype for state in states]
+    avals = op.in_avals
+
+    @jax.custom_jvp
+    def call(*args: Any) -> list[Any]:
+        return run(inner, args)
+
+    @call.defjvp
+    def rule(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
+        jaxpr = _jvp_jaxpr(op, avals)
+        known = [*states, *(s for s, aval in zip(states, avals, strict=True) if is_ours(aval))]
+        derivative = plan(read(jaxpr), known, inside)
+        of_floats = [t for t, aval in zip(tangents, avals, strict=True) if is_ours(aval)]
+        made = run(derivative, [*primals, *of_floats])
+        count = len(inner.results)
+        out = [_as(x, state) for x, state in zip(made[:count], inner.results, strict=True)]
+        dots = iter(made[count:])
+        tangents_out = []
+        for primal, state in zip(out, inner.results, strict=True):
+            if state is None:
+                tangents_out.append(_zero_tangent(primal))
+            else:
+                tangents_out.append(_as(next(dots), state))
+        return out, tangents_out
+
+    def bind(op: Op, values: list[Any]) -> list[Any]:
+        return list(call(*values))
+
+    return Step(op, wants, inner.results, run=bind)
+
+
+def _as(value: Any, state: State | None) -> Any:
+    return value if state is None else lax.convert_element_type(value, state.dtype)
+
+
+def _zero_tangent(primal: Any) -> Any:
+    return np.zeros(primal.shape, jax.dtypes.float0)
+
+
+def _jvp_jaxpr(op: Op, avals: list[Any]) -> Any:
+    """The derivative as it was traced: of the primals and the tangents of floats, to both."""
+    floats = [i for i, aval in enumerate(avals) if is_ours(aval)]
+    rest = [i for i in range(len(avals)) if i not in floats]
+
+    def derivative(*args: Any) -> list[Any]:
+        primals, tangents = list(args[: len(avals)]), args[len(avals) :]
+
+        def of_floats(*given: Any) -> list[Any]:
+            values: list[Any] = [None] * len(avals)
+            for i, value in zip(floats, given, strict=True):
+                values[i] = value
+            for i in rest:
+                values[i] = primals[i]
+            return _compat.bind(op.equation, values)
+
+        out, dots = jax.jvp(of_floats, [primals[i] for i in floats], list(tangents))
+        made = zip(dots, op.out_avals, strict=True)
+        return [*out, *(dot for dot, aval in made if is_ours(aval))]
+
+    return _compat.trace(derivative, [*avals, *(avals[i] for i in floats)])
+
+
+def custom_vjp(op: Op, states: States, context: Context, region: Region) -> Step:
+    """The function runs as it was traced, since its gradient belongs to what it computes."""
+    if context.enter_custom_vjp:
+        return _entered(op, states, context)
+    low = bool(ACTIVATIONS & kinds_of(states))
+    return alone(op, states, exact=Kind.BRIEF if low else Kind.WIDE)
+
+
+def _entered(op: Op, states: States, context: Context) -> Step:
+    """Rewrites the forward and the backward pass, which meet in the residuals."""
+    avals = op.in_avals
+    inside = context.inside(op)
+    floats = [i for i, aval in enumerate(avals) if is_ours(aval)]
+    primal = plan(read(op.params["call_jaxpr"]), states, inside)
+    backward: list[tuple[Plan, Any]] = []
+
+    def original(*args: Any) -> list[Any]:
+        return _compat.bind(op.equation, args)
+
+    @jax.custom_vjp
+    def call(*args: Any) -> list[Any]:
+        return run(primal, args)
+
+    def forward(*args: Any) -> Any:
+        found: list[Any] = []
+
+        def of_floats(*all_args: Any) -> Any:
+            def only(*given: Any) -> list[Any]:
+                values = list(all_args)
+                for i, value in zip(floats, given, strict=True):
+                    values[i] = value
+                return original(*values)
+
+            out, pull = jax.vjp(only, *(all_args[i] for i in floats))
+            residuals, tree = jax.tree.flatten(pull)
+            found[:] = [tree, [jax.typeof(r) for r in residuals]]
+            return [*out, *residuals]
+
+        jaxpr = _compat.trace(of_floats, avals)
+        tree, residual_avals = found
+        ahead = plan(read(jaxpr), states, inside)
+        made = run(ahead, args)
+        count = len(primal.results)
+        out = [_as(x, state) for x, state in zip(made[:count], primal.results, strict=True)]
+        residual_states = ahead.results[count:]
+
+        def pulled(*flat: Any) -> list[Any]:
+            pull = jax.tree.unflatten(tree, flat[: len(residual_avals)])
+            return list(pull(list(flat[len(residual_avals) :])))
+
+        back = _compat.trace(pulled, [*residual_avals, *op.out_avals])
+        backward[:] = [(plan(read(back), [*residual_states, *primal.results], inside), back)]
+        return out, made[count:]
+
+    def back(residuals: list[Any], cotangents: list[Any]) -> tuple[Any, ...]:
+        planned, _ = backward[0]
+        made = iter(run(planned, [*residuals, *cotangents]))
+        given: list[Any] = [None] * len(avals)
+        for i in floats:
+            state = states[i]
+            given[i] = lax.convert_element_type(next(made), state.dtype if state else FLOAT32)
+        return tuple(given)
+
+    call.defvjp(forward, back)
+
+    def bind(op: Op, values: list[Any]) -> list[Any]:
+        return list(call(*values))
+
+    return Step(op, [state and state.dtype for state in states], primal.results, run=bind)

@@ -1,0 +1,129 @@
+"""The plan: in which dtype each operation of a program is to run.
+
+One pass forward follows every value from where it comes, one pass backward lets what feeds only
+float32 operations run in float32 itself: the square before a sum, the difference before an
+exponential. A program inside of an operation is planned for the dtypes that reach it.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from jax.extend import core
+
+from jaxmp._autocast._kinds import FLOAT32, Kind, State
+from jaxmp._autocast._operations import RULES, convert
+from jaxmp._autocast._program import Op, Program
+from jaxmp._autocast._scopes import Regions, scopes
+from jaxmp._autocast._steps import States, Step, alone, initial, is_foreign, literal
+from jaxmp._op_lists import OpClass, OpLists
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How a program is to run.
+
+    Attributes:
+      program: the program.
+      steps: one for each of its operations.
+      results: what is known of what it returns.
+    """
+
+    program: Program
+    steps: list[Step]
+    results: list[State | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """What holds for a whole call of autocast.
+
+    Attributes:
+      regions: the policy of each part of the program.
+      lists: the classes of operations.
+      enter_custom_vjp: whether functions with gradients of their own are rewritten too.
+      control: plans an operation that contains programs.
+      prefix: the scopes around the program that is being planned.
+      functions: the jitted functions around it.
+      memo: what was planned and traced already.
+    """
+
+    regions: Regions
+    lists: OpLists
+    enter_custom_vjp: bool
+    control: Callable[..., Step]
+    prefix: tuple[str, ...] = ()
+    functions: tuple[str, ...] = ()
+    memo: dict[Any, Any] = dataclasses.field(default_factory=dict)
+
+    def inside(self, op: Op) -> "Context":
+        """The context of the programs inside of an operation."""
+        return dataclasses.replace(
+            self,
+            prefix=(*self.prefix, *scopes(op.stack)),
+            functions=(*self.functions, *op.functions),
+        )
+
+
+def plan(program: Program, arguments: States, context: Context) -> Plan:
+    """Decides in which dtype each operation runs.
+
+    Args:
+      program: the program.
+      arguments: what is known of its arguments.
+      context: what holds for the whole call.
+
+    Returns:
+      The plan.
+    """
+    known: list[State | None] = [None] * len(program.avals)
+    for number, state in zip(program.inputs, arguments, strict=True):
+        known[number] = state
+    for number, _ in program.consts:
+        known[number] = initial(program.avals[number])
+
+    def state_of(atom: Any) -> State | None:
+        return literal(atom) if isinstance(atom, core.Literal) else known[atom]
+
+    steps = []
+    for op in program.ops:
+        step = _step(op, [state_of(atom) for atom in op.inputs], context)
+        for number, state in zip(op.outputs, step.results, strict=True):
+            known[number] = state
+        steps.append(step)
+    _look_ahead(program, steps)
+    return Plan(program, steps, [state_of(atom) for atom in program.outputs])
+
+
+def _step(op: Op, states: States, context: Context) -> Step:
+    region = context.regions.of((*context.prefix, *scopes(op.stack)))
+    if region.exact:
+        return alone(op, states, exact=region.result)
+    op_class = context.lists.of(op.name, (*context.functions, *op.functions))
+    if op.name == "convert_element_type":
+        return convert(op, states)
+    if op_class is OpClass.CONTROL:
+        return context.control(op, states, context, region)
+    if op_class in (None, OpClass.ALONE) or is_foreign(op) or not any(states):
+        return alone(op, states)
+    return RULES[op_class](op, states, region)
+
+
+class _Uses(NamedTuple):
+    """Which values are read in 16 bits, and which in float32."""
+
+    low: set[int]
+    wide: set[int]
+
+
+def _look_ahead(program: Program, steps: list[Step]) -> None:
+    """Lets what feeds only float32 operations run in float32."""
+    uses = _Uses({atom for atom in program.outputs if isinstance(atom, int)}, set())
+    for step in reversed(steps):
+        made = set(step.op.outputs)
+        if step.may_widen and made & uses.wide and not made & uses.low:
+            step.wants = [want and FLOAT32 for want in step.wants]
+            step.results = [state and State(Kind.BRIEF, FLOAT32) for state in step.results]
+        for atom, want in zip(step.op.inputs, step.wants, strict=True):
+            if isinstance(atom, int) and want is not None:
+                (uses.wide if want == FLOAT32 else uses.low).add(atom)

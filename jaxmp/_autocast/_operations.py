@@ -1,0 +1,203 @@
+"""The rules: what each class of operations does with operands of each kind."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from jaxmp._autocast._kinds import (
+    FLOAT32,
+    SOURCES,
+    Kind,
+    State,
+    combined,
+    fits,
+    in_float32,
+    spread,
+    summed,
+)
+from jaxmp._autocast._program import Op
+from jaxmp._autocast._scopes import Region
+from jaxmp._autocast._steps import HALVES, States, Step, alone, is_ours, kinds_of, results, wanting
+from jaxmp._op_lists import AFFINE, CONTRACTIONS, OpClass
+
+
+def convert(op: Op, states: States) -> Step:
+    """A cast of the program's own, which is respected."""
+    (state,), (given,) = states, op.in_avals
+    target = op.params["new_dtype"]
+    made = op.out_avals[0]
+    if state is None or not is_ours(made):
+        step = alone(op, states)
+        if is_ours(made) and made.dtype == FLOAT32:
+            truth = given.dtype == jnp.bool_
+            whole = jnp.issubdtype(given.dtype, jnp.integer)
+            kind = Kind.LITERAL if truth else Kind.TABLE if whole else Kind.WIDE
+            step.results = [State(kind, FLOAT32, 1.0 if truth else None)]
+        return step
+    if target != FLOAT32:
+        return Step(op, [target], [State(Kind.LOW, jnp.dtype(target))], run=_pass_on)
+    if given.dtype != FLOAT32 and state.kind is Kind.LOW:
+        return Step(op, [FLOAT32], [State(Kind.WIDE, FLOAT32)], run=_pass_on)
+    return Step(op, [None], [state], run=_pass_on)
+
+
+def _pass_on(op: Op, values: list[Any]) -> list[Any]:
+    return values
+
+
+def _float32(op: Op, states: States, region: Region) -> Step:
+    return Step(op, wanting(states, FLOAT32), results(op, in_float32(kinds_of(states))))
+
+
+def _sum(op: Op, states: States, region: Region) -> Step:
+    kind = summed(kinds_of(states))
+    if op.name.startswith(("psum", "reduce_scatter", "unreduced")) and kind is not Kind.WIDE:
+        kind = combined(kinds_of(states), affine=True)
+        kind = Kind.BRIEF if kind is Kind.LOW else kind
+    return Step(op, wanting(states, FLOAT32), results(op, kind))
+
+
+def _range(op: Op, states: States, region: Region) -> Step:
+    step = promote(op, states, region)
+    result = step.results[0]
+    if result is not None and result.dtype == jnp.float16:
+        return Step(op, wanting(states, FLOAT32), results(op, Kind.BRIEF))
+    return step
+
+
+def promote(op: Op, states: States, region: Region) -> Step:
+    if op.params.get("out_dtype") is not None:
+        return alone(op, states)
+    shape = op.out_avals[0].shape
+    states = [
+        state and state._replace(kind=spread(state.kind)) if aval.shape != shape else state
+        for state, aval in zip(states, op.in_avals, strict=True)
+    ]
+    kinds = kinds_of(states)
+    if (
+        op.name == "div"
+        and states[0]
+        and states[0].kind is Kind.LITERAL
+        and kinds != {Kind.LITERAL}
+    ):
+        return _float32(op, states, region)  # a reciprocal
+    if not any(map(is_ours, op.out_avals)):
+        soft = {Kind.LOW, Kind.LITERAL, Kind.SPREAD}
+        kind = Kind.LOW if Kind.LOW in kinds and kinds <= soft else Kind.BRIEF
+    else:
+        kind = combined(kinds, affine=op.name in AFFINE)
+    return _in_kind(op, states, kind, region)
+
+
+def _in_kind(op: Op, states: States, kind: Kind, region: Region) -> Step:
+    """An operation whose result has a kind, in 16 bits if that can be."""
+    low = {state.dtype for state in states if state and state.kind is Kind.LOW}
+    if kind is Kind.LOW and len(low) > 1:
+        kind = Kind.BRIEF
+    if kind is not Kind.LOW:
+        return Step(op, wanting(states, FLOAT32), results(op, kind))
+    dtype = low.pop() if low else region.low
+    if not all(fits(state.value, dtype) for state in states if state):
+        return Step(op, wanting(states, FLOAT32), results(op, Kind.WIDE))
+    step = Step(op, wanting(states, dtype), results(op, Kind.LOW, dtype), may_widen=True)
+    step.lays_out = tuple(state is not None and state.kind is Kind.SPREAD for state in states)
+    return step
+
+
+def _move(op: Op, states: States, region: Region) -> Step:
+    floats = [state for state in states if state is not None]
+    made = [aval for aval in op.out_avals if is_ours(aval)]
+    pairs = floats if len(floats) == len(made) else floats[:1] * len(made)
+    moved = iter([_moved(op, state) for state in pairs])
+    found = [next(moved) if is_ours(aval) else None for aval in op.out_avals]
+    low = all(state.kind is Kind.LOW for state in floats)
+    return Step(op, [state and state.dtype for state in states], found, may_widen=low)
+
+
+def _moved(op: Op, state: State) -> State:
+    if op.name == "gather" and state.kind is Kind.PARAM:
+        return State(Kind.ROWS, state.dtype)
+    if op.name in ("broadcast_in_dim", "reshape", "expand_dims"):
+        before, after = op.in_avals[0].shape, op.out_avals[0].shape
+        grows = op.name == "broadcast_in_dim" and before != after
+        if grows or len(after) > len(before):
+            return state._replace(kind=spread(state.kind))
+    return state
+
+
+def _update(op: Op, states: States, region: Region) -> Step:
+    array = states[0]
+    if array is None:
+        return alone(op, states)
+    accumulates = op.name in ("scatter-add", "scatter-sub", "scatter-mul")
+    if array.kind is Kind.LOW and not accumulates:
+        return _in_kind(op, states, Kind.LOW, region)
+    kind = combined(kinds_of(states), affine=True)
+    kind = Kind.BRIEF if kind is Kind.LOW else kind
+    return Step(op, wanting(states, FLOAT32), results(op, kind))
+
+
+def _lower(op: Op, states: States, region: Region) -> Step:
+    if op.name in CONTRACTIONS:
+        return product(op, states, region)
+    return Step(op, wanting(states, region.low), results(op, Kind.LOW, region.low))
+
+
+def product(op: Op, states: States, region: Region) -> Step:
+    """How a product runs: low operands, low result, unless somebody asked for more."""
+    params = op.params
+    operands = [state for state in states[:2] if state is not None]
+    traced = [aval.dtype for aval in op.in_avals[:2]]
+    asked = params.get("preferred_element_type")
+    made = op.out_avals[0].dtype
+    if len(operands) < 2 or asks_for_precision(params.get("precision")):
+        return alone(op, states)
+    if all(dtype in HALVES for dtype in traced) or made not in (FLOAT32, *HALVES):
+        return alone(op, states)  # the user's own dtypes
+    if any(dtype in HALVES and dtype != region.low for dtype in traced):
+        return alone(op, states)
+    if {state.kind for state in operands} <= {Kind.TABLE, Kind.LITERAL}:
+        return alone(op, states)  # positions times frequencies
+    if op.name == "dot_general" and not any(params["dimension_numbers"][0]):
+        step = promote(op, states, region)  # an outer product adds nothing up
+        result = step.results[0]
+        if asked is not None and result is not None:
+            step.params["preferred_element_type"] = result.dtype
+        step.may_widen = False
+        return step
+    if not all(fits(state.value, region.low) for state in operands):
+        return alone(op, states)
+    wants = [region.low, region.low, *[None] * (len(states) - 2)]
+    sources = tuple(
+        region.float32_gradients and state.kind in SOURCES and state.dtype == FLOAT32
+        for state in operands
+    )
+    return Step(
+        op,
+        wants,
+        results(op, Kind.LOW, region.low),
+        params={"preferred_element_type": region.low},
+        sources=sources,
+    )
+
+
+def asks_for_precision(precision: Any) -> bool:
+    """Whether a product was asked to be more precise than its operands' dtype implies."""
+    if precision is None:
+        return False
+    if isinstance(precision, (tuple, list)):
+        return any(asks_for_precision(each) for each in precision)
+    return precision is not lax.Precision.DEFAULT
+
+
+RULES: dict[OpClass, Callable[[Op, States, Region], Step]] = {
+    OpClass.LOWER: _lower,
+    OpClass.FLOAT32: _float32,
+    OpClass.SUM: _sum,
+    OpClass.RANGE: _range,
+    OpClass.PROMOTE: promote,
+    OpClass.MOVE: _move,
+    OpClass.UPDATE: _update,
+}

@@ -1,0 +1,140 @@
+"""A jaxpr as autocast reads it: operations over numbered values, small helper functions inlined."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from jax.extend import core
+
+from jaxmp._compat import consts_of, is_plain_jit, open_jaxpr
+from jaxmp._op_lists import CLASSES, OpClass
+
+# Names that JAX's jit had: `pjit` until 0.7.
+JITS = ("jit", "pjit")
+_LARGEST_HELPER = 100  # equations
+_SIMPLE = frozenset({*JITS, "custom_jvp_call", "convert_element_type", "iota", "and", "or", "not"})
+
+
+class Op(NamedTuple):
+    """One operation.
+
+    Attributes:
+      equation: its equation, in whose params it is described.
+      inputs: what it reads: numbers of values, and literals.
+      outputs: the numbers of the values that it makes.
+      stack: its scopes within the program.
+      functions: the jitted functions that were inlined around it, innermost last.
+    """
+
+    equation: core.JaxprEqn
+    inputs: tuple[int | core.Literal, ...]
+    outputs: tuple[int, ...]
+    stack: Any
+    functions: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return str(self.equation.primitive.name)
+
+    @property
+    def params(self) -> dict[str, Any]:
+        return self.equation.params
+
+    @property
+    def in_avals(self) -> list[Any]:
+        return [atom.aval for atom in self.equation.invars]
+
+    @property
+    def out_avals(self) -> list[Any]:
+        return [atom.aval for atom in self.equation.outvars]
+
+
+class Program(NamedTuple):
+    """A jaxpr whose variables are numbers.
+
+    Attributes:
+      ops: its operations, in order.
+      avals: the abstract value of each value, by number.
+      inputs: the numbers of its arguments.
+      consts: numbers of constants, and the constants.
+      outputs: what it returns.
+    """
+
+    ops: tuple[Op, ...]
+    avals: tuple[Any, ...]
+    inputs: tuple[int, ...]
+    consts: tuple[tuple[int, Any], ...]
+    outputs: tuple[int | core.Literal, ...]
+
+
+def read(closed: Any) -> Program:
+    """The program of a jaxpr, closed or open.
+
+    A jitted helper, such as `jnp.where` or `jax.nn.silu`, is read as a part of the function that
+    calls it: what it does may depend on what follows it. What multiplies matrices stays a
+    function, so that layers that share one are still compiled once.
+    """
+    reader = _Reader()
+    jaxpr = open_jaxpr(closed)
+    env: dict[Any, int] = {}
+    inputs = tuple(reader.new(var, env) for var in jaxpr.invars)
+    consts = reader.constants(closed, env)
+    reader.read(jaxpr, env, None, ())
+    outputs = tuple(reader.atom(atom, env) for atom in jaxpr.outvars)
+    return Program(
+        tuple(reader.ops), tuple(reader.avals), inputs, (*consts, *reader.consts), outputs
+    )
+
+
+class _Reader:
+    def __init__(self) -> None:
+        self.ops: list[Op] = []
+        self.avals: list[Any] = []
+        self.consts: list[tuple[int, Any]] = []
+
+    def new(self, var: Any, env: dict[Any, int]) -> int:
+        env[var] = len(self.avals)
+        self.avals.append(var.aval)
+        return env[var]
+
+    def constants(self, closed: Any, env: dict[Any, int]) -> list[tuple[int, Any]]:
+        names = open_jaxpr(closed).constvars
+        return [(self.new(v, env), c) for v, c in zip(names, consts_of(closed), strict=True)]
+
+    def atom(self, atom: Any, env: dict[Any, Any]) -> Any:
+        return atom if isinstance(atom, core.Literal) else env[atom]
+
+    def read(self, jaxpr: Any, env: dict[Any, Any], stack: Any, functions: tuple[str, ...]) -> None:
+        for equation in jaxpr.eqns:
+            inside = equation.source_info.name_stack
+            inside = inside if stack is None else stack + inside
+            inputs = tuple(self.atom(atom, env) for atom in equation.invars)
+            if _is_helper(equation):
+                body = equation.params["jaxpr"]
+                inner: dict[Any, Any] = dict(zip(open_jaxpr(body).invars, inputs, strict=True))
+                self.consts += self.constants(body, inner)
+                self.read(open_jaxpr(body), inner, inside, (*functions, equation.params["name"]))
+                results = [self.atom(atom, inner) for atom in open_jaxpr(body).outvars]
+                env.update(zip(equation.outvars, results, strict=True))
+            else:
+                outputs = tuple(self.new(var, env) for var in equation.outvars)
+                self.ops.append(Op(equation, inputs, outputs, inside, functions))
+
+
+def _is_helper(equation: core.JaxprEqn) -> bool:
+    if equation.primitive.name not in JITS or not is_plain_jit(equation.params):
+        return False
+    names = list(_names(equation.params["jaxpr"]))
+    return len(names) <= _LARGEST_HELPER and all(_is_simple(name) for name in names)
+
+
+def _is_simple(name: str) -> bool:
+    if name in _SIMPLE:
+        return True
+    return CLASSES.get(name) not in (None, OpClass.CONTROL, OpClass.ALONE, OpClass.LOWER)
+
+
+def _names(jaxpr: Any) -> Iterator[str]:
+    for equation in open_jaxpr(jaxpr).eqns:
+        yield equation.primitive.name
+        if equation.primitive.name in JITS:
+            yield from _names(equation.params["jaxpr"])

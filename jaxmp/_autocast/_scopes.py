@@ -1,0 +1,117 @@
+"""Which policy holds where: by the scopes that an operation was traced in."""
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from jaxmp._autocast._kinds import FLOAT32, Kind
+from jaxmp._dtypes import DType
+from jaxmp._policy import Policy, get_policy, short_name
+from jaxmp._rules import PolicyRules
+
+# What these scopes hold is left as it is: they survive jit, scan, remat and differentiation.
+EXACT = "jaxmp.full_precision"
+DONE = "jaxmp.autocast"
+# What follows in the scope is the policy that holds in it.
+POLICY = "jaxmp.policy:"
+_WRAPPED = re.compile(r"(\w+)\((.*)\)")
+_JITS = ("jit", "pjit")
+
+
+class Region(NamedTuple):
+    """What holds for an operation.
+
+    Attributes:
+      low: the dtype that products run in; float32 if it is left as it was traced.
+      float32_gradients: whether gradients of parameters come out of products in float32.
+      result: the kind of floats that leave a region which is left alone.
+    """
+
+    low: DType
+    float32_gradients: bool = True
+    result: Kind = Kind.WIDE
+
+    @property
+    def exact(self) -> bool:
+        """Whether it is left as it was traced."""
+        return self.low == FLOAT32
+
+
+def region_of(policy: Policy | None) -> Region:
+    """What a policy means for an operation; None leaves it alone."""
+    if policy is None or policy.compute_dtype.itemsize >= FLOAT32.itemsize:
+        return Region(FLOAT32)
+    return Region(policy.compute_dtype, policy.reduce_dtype.itemsize >= FLOAT32.itemsize)
+
+
+@functools.lru_cache(maxsize=4096)
+def scopes(stack: Any) -> tuple[str, ...]:
+    """The names in a name stack, without the transformations that are noted in it.
+
+    >>> scopes("transpose(jvp(LM))/Block_0/jvp()/q")
+    ('LM', 'Block_0', 'q')
+    """
+    names = []
+    for name in str(stack).split("/"):
+        while (wrapped := _WRAPPED.fullmatch(name)) and wrapped[1] not in _JITS:
+            name = wrapped[2]
+        if name and not name.endswith(")"):
+            names.append(name)
+    return tuple(names)
+
+
+def policy_scope(policy: Policy | None) -> str:
+    """The name of a scope in which a policy holds; None leaves alone what is in it."""
+    return POLICY + ("none" if policy is None else short_name(policy))
+
+
+class Regions:
+    """The policy of each part of a program.
+
+    Args:
+      policy: one policy, or rules over the scopes.
+    """
+
+    def __init__(self, policy: Policy | PolicyRules) -> None:
+        self.by_name = isinstance(policy, PolicyRules)
+        self._decide: Callable[[tuple[str, ...]], Region]
+        if isinstance(policy, PolicyRules):
+            self._decide = functools.partial(_by_rules, policy)
+        else:
+            region = region_of(policy)
+            self._decide = lambda names: region
+        self._known: dict[tuple[str, ...], Region] = {}
+
+    def of(self, names: tuple[str, ...]) -> Region:
+        """The region of an operation that was traced in these scopes."""
+        if names not in self._known:
+            if EXACT in names:
+                self._known[names] = Region(FLOAT32)
+            elif DONE in names:
+                self._known[names] = Region(FLOAT32, result=Kind.BRIEF)
+            elif told := [name for name in names if name.startswith(POLICY)]:
+                text = told[-1].removeprefix(POLICY)
+                self._known[names] = region_of(None if text == "none" else get_policy(text))
+            else:
+                self._known[names] = self._decide(names)
+        return self._known[names]
+
+    def visited(self) -> set[str]:
+        """The paths of all scopes that were asked about, and of those around them."""
+        return {
+            "/".join(names[start:end])
+            for names in self._known
+            for start in (0, 1)
+            for end in range(start, len(names) + 1)
+        }
+
+
+def _by_rules(rules: PolicyRules, names: tuple[str, ...]) -> Region:
+    """What the innermost scope says that a rule matches; the first scope may be the model's own."""
+    for end in range(len(names), 0, -1):
+        for start in (0, 1):
+            decision = rules.decide("/".join(names[start:end]))
+            if decision.rule is not None and start < end:
+                return region_of(decision.policy)
+    return region_of(rules.default)

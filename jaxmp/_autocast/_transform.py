@@ -1,0 +1,311 @@
+"""`autocast` and `full_precision`: what users call."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp  # noqa: F401 (for the doctests)
+import jmp
+import numpy as np
+from jax import lax
+
+from jaxmp import _compat
+from jaxmp._autocast._control_flow import plan_control
+from jaxmp._autocast._flow import Context, plan
+from jaxmp._autocast._interpreter import run
+from jaxmp._autocast._program import read
+from jaxmp._autocast._scopes import DONE, EXACT, Regions
+from jaxmp._autocast._steps import HALVES, initial
+from jaxmp._op_lists import OpLists, op_lists
+from jaxmp._patterns import is_about_paths
+from jaxmp._policy import Policy, get_policy
+from jaxmp._rules import PolicyRules
+
+Output = Literal["traced", "policy", "computed"]
+_ARRAYS = (jax.Array, np.ndarray, np.generic)
+
+
+def autocast(
+    fun: Callable[..., Any],
+    policy: str | jmp.Policy | PolicyRules,
+    *,
+    lower: Iterable[str] = (),
+    float32: Iterable[str] = (),
+    promote: Iterable[str] = (),
+    output: Output = "traced",
+    enter_custom_vjp: bool = False,
+) -> Callable[..., Any]:
+    """The same function in mixed precision: products run low, what needs float32 stays there.
+
+    For code that says nothing about dtypes, of whatever library. The function is traced in
+    float32 and rewritten: matrix products and convolutions in the compute dtype of the policy;
+    exponentials, logarithms, sums and norms in float32; the rest in the dtype of the activations
+    that reach it, so that those are stored in 16 bits. It holds inside of `jit`, `scan`, `while`,
+    `cond`, `checkpoint`, `shard_map` and functions with derivatives of their own, and composes
+    with all transformations. Gradients of parameters come out of their products in float32.
+    docs/autocast.md says what runs in which precision, and why; `jaxmp.audit` shows it.
+
+    Args:
+      fun: a function of pytrees that `jax.make_jaxpr` can trace.
+      policy: a policy or its name, whose compute dtype is 16-bit (a float32 one leaves the
+        function as it is), or rules over the scopes in the function: module names in linen,
+        `jax.named_scope` anywhere. A rule holds for all that runs within the innermost scope that
+        it matches. The param dtype is not used: params are as the caller has them.
+      lower: primitives (`"tanh"`) or jitted functions (`"silu"`) to run in the compute dtype.
+      float32: such that are to run in float32.
+      promote: such that are to follow their operands.
+      output: the dtype of what the function returns: `"traced"` as without autocast, `"policy"`
+        for the policy's output dtype, `"computed"` as it comes.
+      enter_custom_vjp: rewrite functions with a `jax.custom_vjp` too, forward and backward. They
+        are left alone otherwise, with casts around them.
+
+    Returns:
+      A function with the arguments of `fun`. Called outside of `jit` it is compiled, once for
+      each signature; what is no array among its arguments is static.
+
+    Raises:
+      ValueError: if the policy computes in a dtype that autocast cannot lower to, or for an
+        unknown option.
+      TypeError: if `fun` is not callable, or a list holds something else than names.
+
+    >>> mean_dot = lambda x, w: jnp.mean(x @ w)
+    >>> x, w = jnp.ones((2, 256)), jnp.full((256, 2), 1 / 3)
+    >>> autocast(mean_dot, "mixed_bfloat16")(x, w)
+    Array(85.5, dtype=float32)
+    >>> autocast(lambda x: x @ x.T, "bfloat16", output="computed")(x).dtype
+    dtype(bfloat16)
+    """
+    settings = _Settings(
+        _check_policy(policy),
+        op_lists(lower, float32, promote),
+        _check_output(output),
+        bool(enter_custom_vjp),
+    )
+    if not callable(fun):
+        raise TypeError(f"autocast takes a function, got {type(fun).__name__}")
+    return _wrapped(fun, settings)
+
+
+def full_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """A part of a function that autocast leaves as it was written, wherever it is called.
+
+    The mark stays with what is computed: also inside of `jit`, `scan`, `checkpoint`, and in the
+    gradient. Outside of autocast it does nothing.
+
+    Args:
+      fun: any function.
+
+    Returns:
+      The function, marked. What it takes reaches it in the dtypes that it has without autocast.
+
+    >>> exact = full_precision(lambda x, w: x @ w)
+    >>> f = autocast(lambda x, w: exact(x, w), "mixed_bfloat16")
+    >>> f(jnp.ones((1, 3)), jnp.full((3, 1), 1 / 3)).item()
+    1.0
+    """
+    if not callable(fun):
+        raise TypeError(f"full_precision takes a function, got {type(fun).__name__}")
+
+    @functools.wraps(fun)
+    def exact(*args: Any, **kwargs: Any) -> Any:
+        with jax.named_scope(EXACT):
+            return fun(*args, **kwargs)
+
+    return exact
+
+
+class _Settings(NamedTuple):
+    policy: Policy | PolicyRules
+    lists: OpLists
+    output: Output
+    enter_custom_vjp: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    """What is no array among the arguments or the results of a call: part of its signature.
+
+    Attributes:
+      tree: the structure.
+      leaves: its leaves, `_ARRAY` in place of each array.
+    """
+
+    tree: Any
+    leaves: tuple[Any, ...] = dataclasses.field(compare=False)
+    # 1, 1.0 and True are equal, but a function may do another thing with each.
+    key: tuple[Any, ...] = ()
+
+
+_ARRAY: Any = object()
+
+
+def _split(tree: Any) -> tuple[_Static, list[Any]]:
+    """The arrays of a tree, and the rest."""
+    leaves, structure = jax.tree.flatten(tree)
+    arrays = [leaf for leaf in leaves if isinstance(leaf, _ARRAYS)]
+    rest = tuple(_ARRAY if isinstance(leaf, _ARRAYS) else leaf for leaf in leaves)
+    key = tuple((type(leaf), str(leaf) if isinstance(leaf, float) else leaf) for leaf in rest)
+    return _Static(structure, rest, key), arrays
+
+
+def _joined(static: _Static, arrays: Iterable[Any]) -> Any:
+    """The inverse of `_split`."""
+    given = iter(arrays)
+    leaves = [next(given) if leaf is _ARRAY else leaf for leaf in static.leaves]
+    return jax.tree.unflatten(static.tree, leaves)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["static"])
+@dataclasses.dataclass
+class _Returned:
+    """What a function returned, in a form that jit can return."""
+
+    arrays: list[Any]
+    static: _Static
+
+
+class _Captured(Exception):
+    """The function holds arrays of its own, which may change between its calls."""
+
+
+def _wrapped(fun: Callable[..., Any], settings: _Settings) -> Callable[..., Any]:
+    def rewritten(static: _Static, arrays: list[Any], may_capture: bool) -> _Returned:
+        closed, returned = _traced(fun, static, arrays)
+        if not may_capture and any(isinstance(x, jax.Array) for x in _compat.consts_of(closed)):
+            raise _Captured
+        return _Returned(_rewritten(closed, arrays, settings), returned)
+
+    rewritten.__name__ = rewritten.__qualname__ = getattr(fun, "__name__", "autocast")
+    compiled = jax.jit(rewritten, static_argnums=(0, 2))
+    captures: set[_Static] = set()
+
+    @functools.wraps(fun, updated=())
+    def autocast_fun(*args: Any, **kwargs: Any) -> Any:
+        static, arrays = _split((args, kwargs))
+        hashable = _is_hashable(static)
+        # Within another trace a program of its own would only have to be taken apart again.
+        inline = any(map(_compat.is_traced, arrays))
+        with jax.named_scope(DONE):
+            try:
+                if inline or not hashable or static in captures:
+                    raise _Captured
+                out = compiled(static, arrays, False)
+            except _Captured:
+                if hashable and not inline:
+                    captures.add(static)
+                out = rewritten(static, arrays, True)
+        return _joined(out.static, out.arrays)
+
+    return autocast_fun
+
+
+def _traced(fun: Callable[..., Any], static: _Static, arrays: list[Any]) -> tuple[Any, _Static]:
+    """The jaxpr of a call, and what is no array in what it returns."""
+    found: list[_Static] = []
+
+    def of_arrays(*arrays: Any) -> list[Any]:
+        args, kwargs = _joined(static, arrays)
+        returned, results = _split(fun(*args, **kwargs))
+        _check_unchanged((args, kwargs), static, arrays)
+        found[:] = [returned]
+        return results
+
+    try:
+        return _compat.trace(of_arrays, arrays), found[0]
+    except Exception as error:
+        if note := _NOTES.get(type(error).__name__):
+            error.add_note(note)
+        raise
+
+
+# Flax's errors, by name: it is not imported here.
+_NOTES = {
+    "JaxTransformError": "A function that calls linen modules from within a module cannot be "
+    "traced on its own. Put autocast around model.apply, and say by rules which parts of the model "
+    "run in which precision: jaxmp.autocast(model.apply, jaxmp.PolicyRules(...))",
+    "TraceContextError": "A function under autocast may change the state of nnx modules only if "
+    "they are its arguments: jaxmp.nnx.autocast(loss_fn, policy)(model, batch)",
+}
+
+
+def _check_unchanged(tree: Any, static: _Static, arrays: Any) -> None:
+    """Raises TypeError if a function has changed its arguments, copies of the caller's."""
+    leaves, structure = jax.tree.flatten(tree)
+    before = jax.tree.leaves(_joined(static, arrays))
+    same = structure == static.tree and all(
+        new is old for new, old in zip(leaves, before, strict=True)
+    )
+    if not same:
+        raise TypeError(
+            "the function changes its arguments in place, which autocast would lose: it runs the "
+            "function on copies. For nnx modules with state (BatchNorm, Dropout, caches), use "
+            "jaxmp.nnx.autocast, which takes the changes back; for others, return what is new"
+        )
+
+
+def _rewritten(closed: Any, arrays: list[Any], settings: _Settings) -> list[Any]:
+    """What the program returns, run in mixed precision."""
+    program = read(closed)
+    regions = Regions(settings.policy)
+    context = Context(regions, settings.lists, settings.enter_custom_vjp, plan_control)
+    planned = plan(program, [initial(program.avals[i]) for i in program.inputs], context)
+    if isinstance(settings.policy, PolicyRules):
+        settings.policy.warn_unused(dict.fromkeys(regions.visited()), strict=False, stacklevel=6)
+    made = run(planned, arrays)
+    if settings.output == "computed":
+        return made
+    out = []
+    for value, aval, state in zip(made, closed.out_avals, planned.results, strict=True):
+        dtype = None if state is None else aval.dtype
+        if state is not None and settings.output == "policy":
+            dtype = _output_dtype(settings.policy)
+        out.append(
+            value if dtype in (None, value.dtype) else lax.convert_element_type(value, dtype)
+        )
+    return out
+
+
+def _output_dtype(policy: Policy | PolicyRules) -> Any:
+    default = policy.default if isinstance(policy, PolicyRules) else policy
+    return None if default is None else default.output_dtype
+
+
+def _is_hashable(static: _Static) -> bool:
+    try:
+        hash(static)
+    except TypeError:
+        return False
+    return True
+
+
+def _check_policy(policy: Any) -> Policy | PolicyRules:
+    if isinstance(policy, PolicyRules):
+        for pattern, _ in policy.rules:
+            if not is_about_paths(pattern):
+                raise ValueError(
+                    f"autocast knows the names of modules, not the modules: {pattern!r} can match "
+                    "nothing. Use a pattern of names, jaxmp.nnx.autocast, or apply_policy"
+                )
+        for each in (*(rule[1] for rule in policy.rules), policy.default):
+            if each is not None:
+                _check_compute(each)
+        return policy
+    found = get_policy(policy)
+    _check_compute(found)
+    return found
+
+
+def _check_compute(policy: Policy) -> None:
+    dtype = policy.compute_dtype
+    if dtype not in HALVES and dtype.itemsize < 4:
+        raise ValueError(
+            f"autocast computes in bfloat16 or float16, got a policy that computes in {dtype.name}"
+        )
+
+
+def _check_output(output: str) -> Output:
+    if output not in ("traced", "policy", "computed"):
+        raise ValueError(f"output must be 'traced', 'policy' or 'computed', got {output!r}")
+    return output  # type: ignore[return-value]

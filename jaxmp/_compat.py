@@ -1,0 +1,117 @@
+"""What differs between the versions of JAX that jaxmp supports, and nothing else.
+
+A jaxpr's shape is public (`jax.extend.core`); what the params of its equations are called is not.
+Every name of a param that jaxmp relies on is read here, and `tests/test_compat.py` says which one
+a new JAX has changed.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend import core, source_info_util
+
+
+class ScanCounts(NamedTuple):
+    """How the operands of a scan are divided; what follows the carry are the scanned ones."""
+
+    consts: int
+    carry: int
+
+
+def scan_counts(params: dict[str, Any]) -> ScanCounts:
+    """How many operands of a scan are constants, and how many are its carry."""
+    if "ft_in" in params:  # jax 0.11 and later
+        consts, carry, _ = params["ft_in"].unpack()
+        return ScanCounts(len(consts), len(carry))
+    return ScanCounts(params["num_consts"], params["num_carry"])
+
+
+def open_jaxpr(jaxpr: Any) -> core.Jaxpr:
+    """The jaxpr without its constants: a closed jaxpr has one, an open one is it."""
+    return jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
+
+
+def consts_of(jaxpr: Any) -> list[Any]:
+    """The constants of a jaxpr, none for an open one that has no constant variables."""
+    return list(getattr(jaxpr, "consts", ()))
+
+
+def bind(equation: core.JaxprEqn, values: Sequence[Any], **changed: Any) -> list[Any]:
+    """Runs an equation on other values, with some of its params changed."""
+    params = {**equation.params, **changed}
+    result = equation.primitive.bind(*values, **equation.primitive.get_bind_params(params))
+    return list(result) if equation.primitive.multiple_results else [result]
+
+
+def with_dtype(aval: Any, dtype: Any) -> Any:
+    """The same abstract value in another dtype: with its sharding and its varying mesh axes."""
+    return aval.update(dtype=dtype, weak_type=False)
+
+
+def trace(fun: Callable[..., Any], avals: Sequence[Any]) -> core.ClosedJaxpr:
+    """The jaxpr of a function of arrays, as the body of an equation: its names start afresh."""
+    with source_info_util.reset_name_stack():
+        return jax.make_jaxpr(fun)(*avals)
+
+
+def without_consts(closed: core.ClosedJaxpr) -> core.Jaxpr:
+    """The open jaxpr of one that has no constants, for params that hold open ones."""
+    if consts_of(closed):
+        raise ValueError("a program inside of this equation may not have constants")
+    return open_jaxpr(closed)
+
+
+@contextlib.contextmanager
+def where(equation: core.JaxprEqn, stack: Any) -> Iterator[None]:
+    """What is bound here has the source line, scopes and context of an equation.
+
+    Args:
+      equation: the equation.
+      stack: its scopes, within those that are open here.
+    """
+    here = source_info_util.current_name_stack() + stack
+    source = source_info_util.user_context(equation.source_info.traceback, name_stack=here)
+    with source, equation.ctx.manager:
+        yield
+
+
+def is_plain_jit(params: dict[str, Any]) -> bool:
+    """Whether a jit asks for nothing but to be one program: no shardings, no donation."""
+    unsharded = (
+        type(sharding).__name__ == "UnspecifiedValue"
+        for sharding in (*params["in_shardings"], *params["out_shardings"])
+    )
+    layouts = (*params["in_layouts"], *params["out_layouts"])
+    return (
+        all(unsharded)
+        and not any(params["donated_invars"])
+        and all(layout is None for layout in layouts)
+        and not params["compiler_options_kvs"]
+    )
+
+
+def sub_jaxprs(equation: core.JaxprEqn) -> list[core.Jaxpr]:
+    """The programs among the params of an equation, in order; tuples and lists are looked into."""
+    found: list[core.Jaxpr] = []
+    for param in equation.params.values():
+        for value in param if isinstance(param, (tuple, list)) else (param,):
+            if isinstance(value, (core.Jaxpr, core.ClosedJaxpr)):
+                found.append(open_jaxpr(value))
+    return found
+
+
+def type_of(value: Any) -> Any:
+    """The abstract value of a value, hashable: dtype, shape, sharding, varying mesh axes."""
+    return jax.typeof(value)
+
+
+def unstacked(aval: Any) -> Any:
+    """One of the values that are stacked along the first dimension."""
+    return core.mapped_aval(aval.shape[0], 0, aval)
+
+
+def is_traced(value: Any) -> bool:
+    """Whether a value stands for one that is known later: under jit, grad, vmap."""
+    return isinstance(value, jax.core.Tracer)

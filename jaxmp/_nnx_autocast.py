@@ -1,0 +1,112 @@
+"""`autocast` for functions of live nnx modules."""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax.numpy as jnp  # noqa: F401 (for the doctest)
+import jmp
+from flax import nnx
+
+from jaxmp._autocast import Output, autocast as autocast_function
+from jaxmp._nnx_scopes import scoped, unused_rules
+from jaxmp._policy import get_policy
+from jaxmp._rules import PolicyRules
+
+_TAG = "jaxmp.autocast"
+
+
+def autocast(
+    fun: Callable[..., Any],
+    policy: str | jmp.Policy | PolicyRules,
+    *,
+    lower: Iterable[str] = (),
+    float32: Iterable[str] = (),
+    promote: Iterable[str] = (),
+    output: Output = "traced",
+    enter_custom_vjp: bool = False,
+) -> Callable[..., Any]:
+    """`jaxmp.autocast` for functions of live modules: what they change in them is changed.
+
+    Batch statistics, RNG counters and new variables come out of the rewritten program and go into
+    the modules that were passed in. Rules match modules as `jaxmp.nnx.apply_policy` does: by path,
+    type or predicate, one module each. What a module does not compute itself is under the default.
+
+    Args:
+      fun: a function of modules and arrays, a module, or a method of one. It may not change
+        modules that it has not been given.
+      policy: a policy or its name, or rules over the modules among the arguments.
+      lower: primitives or jitted functions to run in the compute dtype.
+      float32: such that are to run in float32.
+      promote: such that are to follow their operands.
+      output: the dtype of what is returned: `"traced"`, `"policy"` or `"computed"`.
+      enter_custom_vjp: rewrite functions with a `jax.custom_vjp` too.
+
+    Returns:
+      A function with the arguments of `fun`.
+
+    Raises:
+      ValueError, TypeError: as `jaxmp.autocast` does.
+
+    >>> model = nnx.BatchNorm(2, momentum=0.5, rngs=nnx.Rngs(0))
+    >>> _ = autocast(model, "mixed_bfloat16")(jnp.full((4, 2), 3.0))
+    >>> model.mean.get_value()
+    Array([1.5, 1.5], dtype=float32)
+    """
+    rules = policy if isinstance(policy, PolicyRules) else None
+    default = (
+        (get_policy("float32") if rules.default is None else rules.default) if rules else policy
+    )
+    owner, function = _owner(fun)
+
+    def pure(graphdef: Any, state: Any) -> Any:
+        with nnx.merge_context(_TAG, True) as context:
+            nodes = context.merge(graphdef, state)
+        args, kwargs = nodes
+        if rules is not None:
+            unused_rules(nodes, rules)
+        with scoped(nodes, rules):
+            out = function(*args, **kwargs)
+        with nnx.split_context(_TAG) as context:
+            return context.split((nodes, out))
+
+    rewritten = autocast_function(
+        functools.wraps(function, updated=())(pure) if hasattr(function, "__name__") else pure,
+        default,
+        lower=lower,
+        float32=float32,
+        promote=promote,
+        output=output,
+        enter_custom_vjp=enter_custom_vjp,
+    )
+
+    def autocast_fun(*args: Any, **kwargs: Any) -> Any:
+        args = args if owner is None else (owner, *args)
+        with nnx.update_context(_TAG):
+            with nnx.split_context(_TAG) as context:
+                graphdef, state = context.split((args, kwargs))
+            graphdef, state = rewritten(graphdef, state)
+            with nnx.merge_context(_TAG, False) as context:
+                _, out = context.merge(graphdef, state)
+        return out
+
+    return functools.wraps(function, updated=())(autocast_fun)
+
+
+def _owner(fun: Any) -> tuple[Any, Callable[..., Any]]:
+    """A module that is called, as an argument like others, and the function that takes it."""
+    if isinstance(fun, nnx.Module) and callable(fun):
+
+        def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+            return module(*args, **kwargs)
+
+        return fun, call
+    if inspect.ismethod(fun) and isinstance(fun.__self__, nnx.Module):
+        name = fun.__name__
+
+        def method(module: Any, *args: Any, **kwargs: Any) -> Any:
+            return getattr(module, name)(*args, **kwargs)
+
+        return fun.__self__, method
+    return None, fun

@@ -1,0 +1,166 @@
+"""Which operations run low, which in float32, which follow their operands: one table to read.
+
+Every primitive of JAX has a line here; a test names those that a new JAX adds. The classes are
+those of `torch.autocast` on CUDA, with the differences that docs/autocast.md gives reasons for.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Collection, Iterable
+
+
+class OpClass(enum.Enum):
+    """What autocast does with an operation."""
+
+    LOWER = "runs in the compute dtype: matrix products and convolutions"
+    FLOAT32 = "runs in float32, and its result stays there: overflows or cancels in 16 bits"
+    SUM = "accumulates in float32: sums, products, collective sums"
+    RANGE = "leaves the range of float16: float32 there, else follows its operands"
+    PROMOTE = "follows its operands: the widest of the activations among them"
+    MOVE = "moves data: its result has the dtype of its operand"
+    UPDATE = "writes into an array: has the dtype of that array"
+    CONTROL = "contains programs, which are treated in turn"
+    ALONE = "left as it was traced: exact bits, linear algebra, kernels, callbacks"
+
+
+# Each line gives the reason first.
+_TABLE: dict[OpClass, tuple[str, ...]] = {
+    OpClass.LOWER: (
+        # Tensor cores multiply 16-bit numbers exactly and add in float32.
+        "dot_general conv_general_dilated ragged_dot ragged_dot_general",
+    ),
+    OpClass.FLOAT32: (
+        # The exponent grows: exp overflows float16 at 11.1, and log(sum(exp)) cancels.
+        "exp exp2 expm1 log log1p log2 log10 pow cbrt rsqrt sinh cosh tan",
+        # Slopes without bound near the ends of their domain.
+        "asin acos erf_inv",
+        # Special functions: sums of many terms.
+        "lgamma digamma polygamma igamma igammac igamma_grad_a random_gamma_grad zeta "
+        "bessel_i0e bessel_i1e regularized_incomplete_beta",
+        # The error of a running sum grows with its length.
+        "cumsum cumprod cumlogsumexp",
+        # A remainder cancels.
+        "rem polynomial one_minus_square",
+    ),
+    OpClass.SUM: (
+        # 16-bit sums stick: 256 + 1 is 256 in bfloat16.
+        "reduce_sum reduce_prod reduce_window_sum",
+        # Over devices too.
+        "psum psum2 psum_invariant reduce_scatter unreduced_psum unreduced_reduce_scatter",
+    ),
+    OpClass.RANGE: ("integer_pow square",),
+    OpClass.PROMOTE: (
+        "add sub mul div neg add_any",
+        "max min abs sign floor ceil round clamp select_n",
+        "sqrt tanh logistic erf erfc sin cos atan atan2 asinh acosh atanh",
+        "eq ne lt le gt ge eq_to lt_to le_to is_finite",
+        "concatenate pad stack tie",
+    ),
+    OpClass.MOVE: (
+        "reshape transpose squeeze expand_dims broadcast_in_dim rev slice dynamic_slice gather "
+        "split unstack tile copy copy_p stop_gradient optimization_barrier name stage",
+        "reduce_max reduce_min argmax argmin cummax cummin reduce_window_max reduce_window_min "
+        "sort top_k",
+        "sharding_constraint layout_constraint relayout reshard mesh_cast device_put "
+        "with_memory_space_constraint",
+        "all_gather all_gather_invariant all_gather_reduced all_to_all ppermute pbroadcast "
+        "pbroadcast_dynamic pmax pmin pvary pcast preduced ragged_all_to_all "
+        "reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast vary_unreduced_cast_p",
+    ),
+    OpClass.UPDATE: (
+        "dynamic_update_slice scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max",
+    ),
+    OpClass.CONTROL: (
+        "jit pjit closed_call core_call call scan while cond remat2 checkpoint remat_opt "
+        "custom_jvp_call custom_vjp_call custom_vmap_call shard_map eval_jaxpr",
+    ),
+    OpClass.ALONE: (
+        # Made for their bits.
+        "bitcast_convert_type reduce_precision nextafter iota empty empty2 random_bits random_seed "
+        "random_split random_fold_in random_wrap random_unwrap random_clone random_gamma "
+        "rng_bit_generator rng_uniform threefry2x32 to_edtype from_edtype",
+        # Integers and logic.
+        "and or xor not shift_left shift_right_logical shift_right_arithmetic population_count clz "
+        "mulhi reduce_and reduce_or reduce_xor reduce_and_p",
+        # Complex numbers and transforms.
+        "complex real imag conj fft",
+        # Linear algebra: backward-stable only in full precision.
+        "cholesky cholesky_update eig eigh hessenberg householder_product lu "
+        "lu_pivots_to_permutation qr geqrf geqp3 schur svd symmetric_product triangular_solve "
+        "tridiagonal tridiagonal_solve custom_linear_solve linear_solve",
+        # Functions of their own, which no table can know.
+        "reduce reduce_window select_and_scatter select_and_scatter_add select_and_gather_add "
+        "linear_call custom_lin call_hi_primitive composite pallas_call mpmd_map ffi_call "
+        "run_state masked_load masked_swap approx_top_k",
+        # What autocast itself leaves behind.
+        "float32_gradient low_precision_product held",
+        # The world outside.
+        "debug_callback debug_print pure_callback io_callback inspect_sharding infeed outfeed "
+        "check xla_metadata_call xla_metadata_value",
+        # Memory that is written in place, effects, positions.
+        "get swap addupdate accum_grad_in_ref new_ref empty_ref free_ref freeze get_global box_get "
+        "box_set new_box new_log log_extend log_read create_token after_all axis_index axis_size "
+        "platform_index dce_sink",
+    ),
+}
+CLASSES: dict[str, OpClass] = {
+    name: op_class for op_class, lines in _TABLE.items() for line in lines for name in line.split()
+}
+CONTRACTIONS = frozenset(_TABLE[OpClass.LOWER][0].split())
+# A value that is in float32 for a moment stays there through these.
+AFFINE = frozenset({"add", "sub", "mul", "div", "neg", "square", "integer_pow", "add_any"})
+
+
+@dataclasses.dataclass(frozen=True)
+class OpLists:
+    """The table, with what one call of autocast changes in it.
+
+    Attributes:
+      overrides: pairs of a name, of a primitive or of a jitted function, and its class.
+    """
+
+    overrides: tuple[tuple[str, OpClass], ...] = ()
+
+    def of(self, primitive: str, functions: Collection[str] = ()) -> OpClass | None:
+        """The class of a primitive inside of jitted functions, innermost last.
+
+        >>> OpLists().of("exp").name
+        'FLOAT32'
+        """
+        if self.overrides:
+            changed = dict(self.overrides)
+            for name in (primitive, *reversed(list(functions))):
+                if name in changed and CLASSES.get(primitive) is not OpClass.CONTROL:
+                    return changed[name]
+        return CLASSES.get(primitive)
+
+
+def op_lists(
+    lower: Iterable[str] = (), float32: Iterable[str] = (), promote: Iterable[str] = ()
+) -> OpLists:
+    """The table with additions.
+
+    Raises:
+      TypeError: if a list is a string, or holds something that is none.
+      ValueError: if a name is in two lists.
+    """
+    given: dict[str, OpClass] = {}
+    lists = {"lower": lower, "float32": float32, "promote": promote}
+    classes = {
+        "lower": OpClass.LOWER,
+        "float32": OpClass.FLOAT32,
+        "promote": OpClass.PROMOTE,
+    }
+    for key, names in lists.items():
+        if isinstance(names, str):
+            raise TypeError(f"{key} must be a list of names, got a string. Write {key}=[{names!r}]")
+        for name in names:
+            if not isinstance(name, str):
+                raise TypeError(
+                    f"{key} must list names of primitives such as 'exp', or of jitted functions "
+                    f"such as 'silu', got {name!r}"
+                )
+            if given.get(name, classes[key]) is not classes[key]:
+                raise ValueError(f"{name!r} is in two of the lists lower, float32, promote")
+            given[name] = classes[key]
+    return OpLists(tuple(given.items()))

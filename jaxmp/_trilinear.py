@@ -1,0 +1,187 @@
+"""A product as a trilinear form: the float32 maps that derivatives of it are made of.
+
+Batching and transposition are not written here but derived from the rules that JAX has for the
+product in float32, once for each shape. A map so derived is then carried out in 16 bits.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Primitive, jaxpr_as_fun
+
+from jaxmp._dtypes import DType
+
+# A bilinear map has three roles: two operands and the result. Its transpose with respect to an
+# operand exchanges that operand and the result, so that all transposes of transposes are one of
+# three maps, named by which role they return.
+RESULT = 2
+_Axes = tuple[int | None, ...]
+
+
+def slots(returned: int) -> tuple[int, int]:
+    """The roles of the two operands of the map that returns a role."""
+    return (RESULT if returned == 0 else 0, RESULT if returned == 1 else 1)
+
+
+class Form:
+    """One product for given shapes: the float32 maps from any two of its roles to the third.
+
+    Opaque on purpose: who reads jaxprs for the dtypes of products must not find these.
+
+    Attributes:
+      primitive: the product.
+      compute: the 16-bit dtype that it multiplies in.
+      shapes: those of the three roles.
+      others: the integer operands, abstract.
+    """
+
+    def __init__(
+        self,
+        primitive: Primitive,
+        compute: DType,
+        shapes: tuple[tuple[int, ...], ...],
+        others: tuple[Any, ...],
+        given: Mapping[int, Callable[..., Any]],
+    ) -> None:
+        self.primitive = primitive
+        self.compute = compute
+        self.shapes = shapes
+        self.others = others
+        self._given = given  # the maps from which the missing ones are made by transposition
+        self._cache: dict[Any, Any] = {}
+
+    def __repr__(self) -> str:
+        return f"{self.primitive.name}{[list(shape) for shape in self.shapes]}"
+
+    def _cached(self, key: Any, make: Callable[[], Any]) -> Any:
+        if key not in self._cache:
+            with no_mesh():
+                self._cache[key] = make()
+        return self._cache[key]
+
+    def _struct(self, role: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(self.shapes[role], dtype)
+
+    def float32_map(self, returned: int) -> Any:
+        """The jaxpr, all float32, that makes one role of the two others."""
+
+        def make() -> Any:
+            function = self._given.get(returned) or functools.partial(self._transposed, returned)
+            structs = [self._struct(role) for role in slots(returned)]
+            return jax.make_jaxpr(function)(*structs, *self.others)
+
+        return self._cached(returned, make)
+
+    def _transposed(self, returned: int, *args: Any) -> Any:
+        source = max(self._given)
+        known = dict(zip(slots(returned), args[:2], strict=True))
+
+        def function(unknown: Any) -> Any:
+            operands = [unknown if role == returned else known[role] for role in slots(source)]
+            return self._given[source](*operands, *args[2:])
+
+        (out,) = jax.linear_transpose(function, self._struct(returned))(known[source])
+        return out
+
+    def realized(self, returned: int, dtypes: tuple[Any, ...], dtype: Any) -> Any:
+        """The jaxpr that multiplies in 16 bits.
+
+        Args:
+          returned: the role to make.
+          dtypes: those of the two operands, and of the float32 source of each or None.
+          dtype: that of the result.
+        """
+
+        def function(*args: Any) -> Any:
+            args = args[: 2 + len(self.others)]
+            operands = [cast(x, self.compute) for x in args[:2]]
+            jaxpr = self.float32_map(returned)
+            return _evaluate(jaxpr, [*operands, *args[2:]], self.primitive, dtype)
+
+        def make() -> Any:
+            roles = slots(returned)
+            structs = [self._struct(roles[i], dtypes[i]) for i in range(2)]
+            sources = [self._struct(roles[i], dtypes[2 + i]) for i in range(2) if dtypes[2 + i]]
+            return jax.make_jaxpr(function)(*structs, *self.others, *sources)
+
+        return self._cached((returned, dtypes, dtype), make)
+
+    def batched(self, axes: _Axes, other_axes: _Axes, size: int) -> "Form":
+        """The form of `size` products; an axis for each role and other operand that has one."""
+
+        def make() -> Form:
+            def shape(old: tuple[int, ...], axis: int | None) -> tuple[int, ...]:
+                return old if axis is None else (*old[:axis], size, *old[axis:])
+
+            shapes = tuple(map(shape, self.shapes, axes))
+            others = tuple(
+                jax.ShapeDtypeStruct(shape(x.shape, axis), x.dtype)
+                for x, axis in zip(self.others, other_axes, strict=True)
+            )
+            given = {
+                role: jax.vmap(
+                    function_of(self.float32_map(role)),
+                    in_axes=(*(axes[i] for i in slots(role)), *other_axes),
+                    out_axes=axes[role],
+                )
+                for role in range(3)
+                if axes[role] is not None
+            }
+            return Form(self.primitive, self.compute, shapes, others, given)
+
+        return self._cached((axes, other_axes, size), make)
+
+
+@functools.lru_cache(maxsize=1024)
+def form_of(
+    primitive: Primitive,
+    params: tuple[tuple[str, Any], ...],
+    compute: DType,
+    avals: tuple[tuple[tuple[int, ...], Any], ...],
+) -> Form:
+    """The form of a product; the same object for the same product, so that jits find it again."""
+
+    def function(*operands: Any) -> Any:
+        wide = {**dict(params), "preferred_element_type": np.dtype(np.float32)}
+        return primitive.bind(*operands, **wide)
+
+    operands = [jax.ShapeDtypeStruct(shape, np.float32) for shape, _ in avals[:2]]
+    others = tuple(jax.ShapeDtypeStruct(*aval) for aval in avals[2:])
+    with no_mesh():
+        result = jax.eval_shape(function, *operands, *others)
+    shapes = (*(x.shape for x in operands), result.shape)
+    return Form(primitive, compute, shapes, others, {RESULT: function})
+
+
+def no_mesh() -> Any:
+    """Traces what is cached without the mesh of whoever happens to be first."""
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+
+
+def function_of(jaxpr: Any) -> Callable[..., Any]:
+    return lambda *args: jaxpr_as_fun(jaxpr)(*args)[0]
+
+
+def cast(x: Any, dtype: Any) -> Any:
+    return lax.convert_element_type(x, dtype)
+
+
+def _evaluate(jaxpr: Any, args: Sequence[Any], product: Primitive, dtype: Any) -> Any:
+    """A float32 jaxpr of one product on narrow operands, with a product that returns `dtype`.
+
+    Around the product there are only moves, reshapes and sums: they take any dtype.
+    """
+    env = dict(zip(jaxpr.jaxpr.invars, args, strict=True))
+    for equation in jaxpr.jaxpr.eqns:
+        operands = [env[x] for x in equation.invars]
+        params = equation.params
+        if equation.primitive is product:
+            params = {**params, "preferred_element_type": np.dtype(dtype)}
+        (variable,) = equation.outvars
+        env[variable] = equation.primitive.bind(*operands, **params)
+    return env[jaxpr.jaxpr.outvars[0]]
