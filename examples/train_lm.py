@@ -70,6 +70,8 @@ class Settings:
     checkpoint_every: Annotated[int, "iterations between checkpoints; 0 for none"] = 100
     resume: Annotated[bool, "go on from the checkpoints in --out instead of replacing them"] = False
     plot: Annotated[bool, "draw the plot"] = True
+    autocast: Annotated[bool, "leave the model in plain float32, and autocast the loss"] = False
+    audit: Annotated[bool, "print what the train step of each policy runs in which dtype"] = False
 
     def due(self, iteration: int, every: int) -> bool:
         """Whether something that happens every so often (0: never), and at the end, happens now."""
@@ -87,7 +89,7 @@ class Settings:
 
     def recipe(self) -> dict[str, Any]:
         """The settings on which the trained bits depend: those a resumed run must share."""
-        free = {"out", "policies", "eval_every", "checkpoint_every", "resume", "plot"}
+        free = {"out", "policies", "eval_every", "checkpoint_every", "resume", "plot", "audit"}
         return {k: v for k, v in dataclasses.asdict(self).items() if k not in free}
 
 
@@ -209,12 +211,7 @@ def train(
     name: str, settings: Settings, corpus: Corpus, report: Callable[[int, str], None]
 ) -> tuple[jaxmp.TrainState, History]:
     """Trains with one policy, from the start or from where its checkpoints end."""
-    policy = jaxmp.get_policy(name)
-    model = GPT(settings.size(corpus.vocab_size), nnx.Rngs(settings.seed))
-    model = jaxmp.nnx.apply_policy(model, precision_rules(policy))
-    graphdef, params = nnx.split(model, nnx.Param)
-    loss_fn = make_loss(graphdef)
-    state = jaxmp.TrainState.create(params=params, tx=make_optimizer(settings, policy))
+    state, loss_fn = _start(name, settings, corpus)
     history, checkpoints = History(), None
     if settings.checkpoint_every:
         checkpoints = Checkpoints(name, settings, corpus)
@@ -222,6 +219,26 @@ def train(
     if history.loss:
         report(len(history.loss), history.describe())
     return _iterate(state, history, loss_fn, settings, corpus, checkpoints, report)
+
+
+def audit(name: str, settings: Settings, corpus: Corpus) -> jaxmp.AuditReport:
+    """What a train step of one policy runs in which dtype; nothing is computed."""
+    state, loss_fn = _start(name, settings, corpus)
+    batch = corpus.batch(settings.seed, 1, size=settings.batch_size, context=settings.context)
+    return jaxmp.audit(jaxmp.make_train_step(loss_fn), state, batch)
+
+
+def _start(
+    name: str, settings: Settings, corpus: Corpus
+) -> tuple[jaxmp.TrainState, Callable[[Any, Array], Array]]:
+    policy = jaxmp.get_policy(name)
+    model = GPT(settings.size(corpus.vocab_size), nnx.Rngs(settings.seed))
+    if not settings.autocast:
+        model = jaxmp.nnx.apply_policy(model, precision_rules(policy))
+    graphdef, params = nnx.split(model, nnx.Param)
+    loss_fn = make_loss(graphdef)
+    state = jaxmp.TrainState.create(params=params, tx=make_optimizer(settings, policy))
+    return state, jaxmp.autocast(loss_fn, policy) if settings.autocast else loss_fn
 
 
 def _iterate(
@@ -233,7 +250,7 @@ def _iterate(
     checkpoints: Checkpoints | None,
     report: Callable[[int, str], None],
 ) -> tuple[jaxmp.TrainState, History]:
-    # No policy here: the layers of this model cast by themselves.
+    # No policy here: the layers of this model cast by themselves, or autocast does.
     step = jaxmp.make_train_step(loss_fn)
     evaluate = jax.jit(loss_fn)
     held_out = corpus.validation(windows=VALIDATION_WINDOWS, context=settings.context)
@@ -318,6 +335,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
             def report(iteration: int, info: str, task: TaskID = task) -> None:
                 progress.update(task, completed=iteration, info=info)
 
+            if settings.audit:
+                progress.console.print(f"Audit of a train step with {name}:", style="bold")
+                progress.console.print(audit(name, settings, corpus))
             results[name] = summarize(*train(name, settings, corpus, report))
     console.print(make_table(results))
     (settings.out / "results.json").write_text(json.dumps(results, indent=1))

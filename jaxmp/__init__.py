@@ -10,6 +10,11 @@ import importlib
 import typing
 
 from jaxmp import rules as rules
+from jaxmp._audit import (
+    AuditError as AuditError,
+    AuditReport as AuditReport,
+    audit as audit,
+)
 from jaxmp._autocast import autocast as autocast, full_precision as full_precision
 from jaxmp._grad import grad as grad, value_and_grad as value_and_grad
 from jaxmp._loss_scale import (

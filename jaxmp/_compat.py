@@ -64,15 +64,16 @@ def without_consts(closed: core.ClosedJaxpr) -> core.Jaxpr:
 
 
 @contextlib.contextmanager
-def where(equation: core.JaxprEqn, stack: Any) -> Iterator[None]:
-    """What is bound here has the source line, scopes and context of an equation.
+def where(equation: core.JaxprEqn, stack: Any, traceback: Any) -> Iterator[None]:
+    """What is bound here has the context of an equation, and these scopes and source lines.
 
     Args:
       equation: the equation.
       stack: its scopes, within those that are open here.
+      traceback: where it was asked for.
     """
     here = source_info_util.current_name_stack() + stack
-    source = source_info_util.user_context(equation.source_info.traceback, name_stack=here)
+    source = source_info_util.user_context(traceback, name_stack=here)
     with source, equation.ctx.manager:
         yield
 

@@ -83,6 +83,8 @@ _PRESETS: Mapping[str, str] = {
     "mixed_bfloat16": "params=float32,compute=bfloat16,output=float32",
     "mixed_float16": "params=float32,compute=float16,output=float32",
     "O0": "params=float32,compute=float32,output=float32",
+    # Of operations, not of arrays: see jaxmp.autocast.
+    "O1": "params=float32,compute=float16,output=float32",
     # Norms in float32 make the difference between the two: see jaxmp.rules.get_rules.
     "O2": "params=float16,compute=float16,output=float32",
     "O3": "params=float16,compute=float16,output=float32",
@@ -93,8 +95,6 @@ _PRESETS: Mapping[str, str] = {
 _NOT_YET: Mapping[str, str] = {
     "mixed_float8": "it needs scaled float8 matmuls, because casting to float8 without scales "
     "loses small gradients. Use 'mixed_bfloat16'",
-    "O1": "it chooses a dtype for each operation, which needs autocast. Use 'mixed_float16' and "
-    "set the dtype of each layer",
 }
 
 
@@ -110,13 +110,15 @@ def get_policy(policy: str | jmp.Policy) -> Policy:
     | `float16` | float16 | float16 | float16 | the same in float16; needs loss scaling |
     | `mixed_float8` | - | - | - | an error in this version: needs scaled float8 matmuls |
     | `O0` | float32 | float32 | float32 | apex's O0 |
-    | `O1` | - | - | - | an error in this version: needs autocast |
+    | `O1` | float32 | float16 | float32 | apex's O1, for `jaxmp.autocast` |
     | `O2` | float16 | float16 | float32 | apex's O2, on a Flax module with norms in float32 |
     | `O3` | float16 | float16 | float32 | apex's O3, which also has no masters and scale 1 |
 
-    All of them ask for float32 reductions. O2 is more than one policy: `jaxmp.linen.apply_policy`
-    and `jaxmp.nnx.apply_policy` add its float32 norms. For all of apex's O3, give `mixed_precision`
-    `master="none"` and `loss_scale=NoLossScale()` as well.
+    All of them ask for float32 reductions. O1 has the dtypes of `mixed_float16`, and chooses one
+    for each operation: `jaxmp.autocast(loss_fn, "O1")`, which `make_train_step(loss_fn, "O1")`
+    does too. O2 is more than one policy: `jaxmp.linen.apply_policy` and `jaxmp.nnx.apply_policy`
+    add its float32 norms. For all of apex's O3, give `mixed_precision` `master="none"` and
+    `loss_scale=NoLossScale()` as well.
 
     Strings of dtypes are jmp's, with blanks allowed and a fourth key: `params` or `p`,
     `compute` or `c`, `output` or `o`, `reduce` or `r`. As in jmp, params default to float32,

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, PyTree
 
+from jaxmp._autocast import autocast
 from jaxmp._dtypes import is_floating, suggestion
 from jaxmp._grad import scaled_evaluation
 from jaxmp._loss_scale import LossScaleState
@@ -197,8 +198,9 @@ def make_train_step(
         is called as `loss_fn(params, batch, **collections)` and returns `(loss, collections)`,
         a dictionary with the new values of those that changed.
       policy: casts params and batch to its compute dtype before `loss_fn` sees them. None leaves
-        that to the model, as for Flax modules with a `dtype` of their own. It must compute in the
-        dtype for which the optimizer was wrapped, since that chose the loss scale.
+        that to the model, as for Flax modules with a `dtype` of their own, or to `autocast`, which
+        `"O1"` puts around `loss_fn`. It must compute in the dtype for which the optimizer was
+        wrapped, since that chose the loss scale.
       has_aux: whether `loss_fn` returns one thing more, as its last: `(loss, aux)`, or
         `(loss, collections, aux)`. It comes back as `metrics["aux"]`, with a leading axis of
         microbatches if there are several.
@@ -229,11 +231,14 @@ def make_train_step(
     >>> state.params["w"], float(metrics["loss"])
     (Array([0.5, 0.5], dtype=float32), 1.0)
     """
+    casts = policy is not None
+    if isinstance(policy, str) and policy.strip() == "O1":
+        loss_fn, casts = autocast(loss_fn, policy), False
     policy = _one_policy(policy)
     check_microbatches(microbatches)
 
     def loss_and_rest(params: PyTree, batch: PyTree, collections: dict[str, PyTree]) -> Any:
-        if policy is not None:
+        if policy is not None and casts:
             params = policy.cast_to_compute(params)
             batch = policy.cast_to_compute(batch) if cast_batch else batch
         out = loss_fn(params, batch, **collections)

@@ -46,7 +46,7 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     # policies
     ("policy name", lambda: jaxmp.get_policy("mixed_bfloat15"), ValueError,
      "unknown policy 'mixed_bfloat15'. Did you mean 'mixed_bfloat16'? Valid: float32, bfloat16, "
-     "float16, mixed_bfloat16, mixed_float16, O0, O2, O3, any other dtype name such as 'f64', or a "
+     "float16, mixed_bfloat16, mixed_float16, O0, O1, O2, O3, any other dtype name such as 'f64', or a "
      "string such as 'params=float32,compute=bfloat16,output=float32'."),
     ("policy type", lambda: jaxmp.get_policy(3), TypeError,
      "policy must be a string or a Policy, got int"),
@@ -70,7 +70,7 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ("no value", lambda: jaxmp.get_policy("c="), ValueError, "cannot read 'c='"),
     ("float8 preset", lambda: jaxmp.get_policy("mixed_float8"), ValueError,
      "policy 'mixed_float8' is not in this version of jaxmp: it needs scaled float8 matmuls"),
-    ("O1", lambda: jaxmp.get_policy("O1"), ValueError, "which needs autocast"),
+    ("O1", lambda: jaxmp.rules.get_rules("O1"), ValueError, "jaxmp.autocast(loss_fn, 'O1')"),
     # loss scales
     ("scale zero", lambda: jaxmp.StaticLossScale(0.0), ValueError,
      "scale must be a finite float32 above zero, at least 2**-126 so that 1/scale is finite, "

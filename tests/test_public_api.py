@@ -12,6 +12,8 @@ import jaxmp.linen
 import jaxmp.nnx
 
 NAMES = [
+    "AuditError",
+    "AuditReport",
     "DynamicLossScale",
     "LossScale",
     "LossScaleState",
@@ -24,6 +26,7 @@ NAMES = [
     "TrainState",
     "TrainingStalled",
     "all_finite",
+    "audit",
     "autocast",
     "cast_floating",
     "check_progress",

@@ -1,27 +1,25 @@
 """Rules on whole models make the very program that annotating every layer by hand makes."""
 
-import collections
 import functools
-from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from jax.extend import core
 
 import jaxmp
 import jaxmp.linen
 import jaxmp.nnx
+from jaxmp._audit import AuditReport, audit
 from tests import rule_models
 from tests.bits import tree_bits
 from tests.rule_models import Author, Flax, Kind, Stack
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
-What = Literal["forward", "value_and_grad", "vjp"]
+What = Literal["forward", "value_and_grad", "loss"]
 CASES = [
     pytest.param("linen", "gpt", "loop", marks=pytest.mark.slow),
     ("linen", "gpt", "remat"),
@@ -37,77 +35,62 @@ CASES = [
     ("nnx", "resnet", "remat"),
 ]
 on_every_model = pytest.mark.parametrize(("flax", "kind", "stack"), CASES)
-PROGRAMS = (core.Jaxpr, core.ClosedJaxpr)
 LOW = "bfloat16 bfloat16 -> bfloat16"
 FLOAT32 = "float32 float32 -> float32"
 
 
+class Program(NamedTuple):
+    """What JAX traces a function to, and what an audit finds in it."""
+
+    text: str
+    report: AuditReport
+
+
 @functools.cache
-def programs(flax: Flax, kind: Kind, stack: Stack, author: Author) -> dict[What, core.Jaxpr]:
-    """What JAX traces of a model."""
+def programs(flax: Flax, kind: Kind, stack: Stack, author: Author) -> dict[What, Program]:
+    """The programs of a model."""
     if author != "plain":
         jax.clear_caches()  # so that no author is handed what another one's model was traced to
     layers = 4 if stack == "remat" or kind != "gpt" else 12
     return traced(rule_models.make(flax, kind, author, layers=layers, stack=stack), kind)
 
 
-def program(flax: Flax, kind: Kind, stack: Stack, author: Author, what: What) -> core.Jaxpr:
+def program(flax: Flax, kind: Kind, stack: Stack, author: Author, what: What) -> Program:
     return programs(flax, kind, stack, author)[what]
 
 
-def traced(model: Any, kind: Kind) -> dict[What, core.Jaxpr]:
-    f = rule_models.functions(model, kind)
-
-    def vjp(params: Any, batch: Any) -> Any:
-        return jax.vjp(lambda params: f.loss(params, batch), params)
-
+def traced(model: Any, kind: Kind) -> dict[What, Program]:
+    f, batch = rule_models.functions(model, kind), rule_models.batch(kind)
+    # Jitted, so that both of them look at one trace.
     functions: dict[What, Any] = {
-        "forward": f.forward,
-        "value_and_grad": f.value_and_grad,
-        "vjp": vjp,
+        "forward": jax.jit(f.forward),
+        "value_and_grad": jax.jit(f.value_and_grad),
+        "loss": jax.jit(f.loss),
     }
-    batch = rule_models.batch(kind)
-    return {name: jax.make_jaxpr(fun)(f.params, batch).jaxpr for name, fun in functions.items()}
+    return {
+        name: Program(str(jax.make_jaxpr(fun)(f.params, batch)), audit(fun, f.params, batch))
+        for name, fun in functions.items()
+    }
 
 
-def equations(jaxpr: core.Jaxpr) -> Iterator[Any]:
-    """All equations, those of nested programs too."""
-    for equation in jaxpr.eqns:
-        yield equation
-        values = list(equation.params.values())
-        for value in jax.tree.leaves(values, is_leaf=lambda x: isinstance(x, PROGRAMS)):
-            if isinstance(value, PROGRAMS):
-                yield from equations(getattr(value, "jaxpr", value))
-
-
-def products(jaxpr: core.Jaxpr) -> collections.Counter[str]:
+def products(report: AuditReport) -> dict[str, int]:
     """How many matrix products and convolutions there are of which dtypes."""
-    return collections.Counter(
-        f"{' '.join(str(x.aval.dtype) for x in e.invars)} -> {e.outvars[0].aval.dtype}"
-        for e in equations(jaxpr)
-        if e.primitive.name in ("dot_general", "conv_general_dilated")
-    )
+    return {f"{' '.join(row.operands)} -> {row.result}": row.count for row in report.products}
 
 
-def casts(jaxpr: core.Jaxpr) -> int:
-    return sum(e.primitive.name == "convert_element_type" for e in equations(jaxpr))
-
-
-def saved_bytes(vjp: core.Jaxpr) -> int:
-    """The size of what is kept for the backward pass and is no argument of the forward pass."""
-    arguments = {*vjp.invars, *vjp.constvars}
-    kept = {x for x in vjp.outvars if isinstance(x, core.Var) and x not in arguments}
-    return sum(x.aval.size * x.aval.dtype.itemsize for x in kept)
+def casts(report: AuditReport) -> int:
+    return report.count("convert_element_type")
 
 
 @on_every_model
 def test_the_same_products_as_by_hand(flax: Flax, kind: Kind, stack: Stack) -> None:
     model = flax, kind, stack
-    want = products(program(*model, "by hand", "value_and_grad"))
-    assert products(program(*model, "under rules", "value_and_grad")) == want
-    forward = products(program(*model, "under rules", "forward"))
-    assert forward == products(program(*model, "by hand", "forward"))
-    assert products(program(*model, "plain", "forward")).keys() == {FLOAT32}  # positive control
+    want = program(*model, "by hand", "value_and_grad").report.products
+    assert program(*model, "under rules", "value_and_grad").report.products == want
+    forward = products(program(*model, "under rules", "forward").report)
+    assert forward == products(program(*model, "by hand", "forward").report)
+    plain = program(*model, "plain", "forward").report
+    assert products(plain).keys() == {FLOAT32}  # positive control
     low = {("gpt", "loop"): 12 * 6, ("gpt", "remat"): 4 * 6, ("gpt", "scan"): 6}
     low |= {("resnet", stack): 1 + 2 * 4 + 1}
     if (kind, stack) in low:
@@ -121,7 +104,7 @@ def test_the_same_products_as_by_hand(flax: Flax, kind: Kind, stack: Stack) -> N
 @on_every_model
 def test_backward_keeps_no_more_than_by_hand(flax: Flax, kind: Kind, stack: Stack) -> None:
     by_hand, under_rules, plain = (
-        saved_bytes(program(flax, kind, stack, author, "vjp"))
+        program(flax, kind, stack, author, "loss").report.residual_bytes
         for author in ("by hand", "under rules", "plain")
     )
     assert under_rules == pytest.approx(by_hand, rel=0.03)
@@ -131,8 +114,8 @@ def test_backward_keeps_no_more_than_by_hand(flax: Flax, kind: Kind, stack: Stac
 @on_every_model
 def test_no_more_casts_than_by_hand(flax: Flax, kind: Kind, stack: Stack) -> None:
     for what in ("forward", "value_and_grad"):
-        by_hand = casts(program(flax, kind, stack, "by hand", what))
-        assert 0 < casts(program(flax, kind, stack, "under rules", what)) <= by_hand
+        by_hand = casts(program(flax, kind, stack, "by hand", what).report)
+        assert 0 < casts(program(flax, kind, stack, "under rules", what).report) <= by_hand
 
 
 def test_a_region_that_is_not_needed_costs_casts_and_memory() -> None:
@@ -142,22 +125,23 @@ def test_a_region_that_is_not_needed_costs_casts_and_memory() -> None:
     rules = [*rule_models.RULES["gpt"].rules, ("up", elsewhere)]
     model = rule_models.make("linen", "gpt", "plain", layers=12, stack="scan")
     model = jaxmp.linen.apply_policy(model, jaxmp.PolicyRules(rules, "mixed_bfloat16"))
-    got, want = traced(model, "gpt"), programs("linen", "gpt", "scan", "by hand")
-    assert casts(got["value_and_grad"]) > casts(want["value_and_grad"])
-    assert products(got["value_and_grad"]) == products(want["value_and_grad"])
+    got = traced(model, "gpt")["value_and_grad"].report
+    want = program("linen", "gpt", "scan", "by hand", "value_and_grad").report
+    assert casts(got) > casts(want)
+    assert got.products == want.products
     model = rule_models.make("nnx", "gpt", "plain", layers=12, stack="scan")
     jaxmp.nnx.apply_policy(model, jaxmp.PolicyRules(rules, "mixed_bfloat16"))
-    kept = saved_bytes(programs("nnx", "gpt", "scan", "by hand")["vjp"])
-    assert saved_bytes(traced(model, "gpt")["vjp"]) > 1.03 * kept
+    kept = program("nnx", "gpt", "scan", "by hand", "loss").report.residual_bytes
+    assert traced(model, "gpt")["loss"].report.residual_bytes > 1.03 * kept
 
 
 @on_every_model
 def test_the_very_same_program(flax: Flax, kind: Kind, stack: Stack) -> None:
     for what in ("forward", "value_and_grad"):
-        by_hand = str(program(flax, kind, stack, "by hand", what))
-        assert str(program(flax, kind, stack, "under rules", what)) == by_hand
-    plain = str(program(flax, kind, stack, "plain", "forward"))
-    assert plain != str(program(flax, kind, stack, "by hand", "forward"))  # positive control
+        by_hand = program(flax, kind, stack, "by hand", what).text
+        assert program(flax, kind, stack, "under rules", what).text == by_hand
+    plain = program(flax, kind, stack, "plain", "forward").text
+    assert plain != program(flax, kind, stack, "by hand", "forward").text  # positive control
 
 
 def result(flax: Flax, kind: Kind, stack: Stack, author: Author) -> Any:
@@ -202,8 +186,8 @@ class NestedNnx(nnx.Module):
         return self.head(self.norm(self.dense(x)))
 
 
-def products_of(fun: Any, *args: Any) -> collections.Counter[str]:
-    return products(jax.make_jaxpr(fun)(*args).jaxpr)
+def products_of(fun: Any, *args: Any) -> dict[str, int]:
+    return products(audit(fun, *args))
 
 
 def test_a_dtype_that_a_container_hands_down_is_overruled() -> None:

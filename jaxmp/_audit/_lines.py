@@ -125,6 +125,8 @@ def module_path(scopes: str) -> str:
             name = name.rstrip(")")
         if name in _NO_MODULE or (is_wrapped and names[-1:] == [name]):
             continue
+        if name.startswith("jaxmp."):  # the marks that autocast and full_precision leave
+            continue
         names.append(name)
     return "/".join(names)
 

@@ -31,9 +31,10 @@ def run(plan: Plan, arguments: Sequence[Any]) -> list[Any]:
     """
     values = _Values(plan, arguments)
     for step in plan.steps:
-        with _compat.where(step.op.equation, step.op.stack):
+        op = step.op
+        with _compat.where(op.equation, op.stack, op.traceback):
             made = _run_step(step, values)
-        for number, value in zip(step.op.outputs, made, strict=True):
+        for number, value in zip(op.outputs, made, strict=True):
             values.known[number] = value
             values.maker[number] = step
     results = zip(plan.program.outputs, plan.results, strict=True)

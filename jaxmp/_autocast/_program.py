@@ -22,6 +22,7 @@ class Op(NamedTuple):
       inputs: what it reads: numbers of values, and literals.
       outputs: the numbers of the values that it makes.
       stack: its scopes within the program.
+      traceback: where the user's code asked for it.
       functions: the jitted functions that were inlined around it, innermost last.
     """
 
@@ -29,6 +30,7 @@ class Op(NamedTuple):
     inputs: tuple[int | core.Literal, ...]
     outputs: tuple[int, ...]
     stack: Any
+    traceback: Any
     functions: tuple[str, ...]
 
     @property
@@ -78,7 +80,7 @@ def read(closed: Any) -> Program:
     env: dict[Any, int] = {}
     inputs = tuple(reader.new(var, env) for var in jaxpr.invars)
     consts = reader.constants(closed, env)
-    reader.read(jaxpr, env, None, ())
+    reader.read(jaxpr, env)
     outputs = tuple(reader.atom(atom, env) for atom in jaxpr.outvars)
     return Program(
         tuple(reader.ops), tuple(reader.avals), inputs, (*consts, *reader.consts), outputs
@@ -103,21 +105,24 @@ class _Reader:
     def atom(self, atom: Any, env: dict[Any, Any]) -> Any:
         return atom if isinstance(atom, core.Literal) else env[atom]
 
-    def read(self, jaxpr: Any, env: dict[Any, Any], stack: Any, functions: tuple[str, ...]) -> None:
+    def read(self, jaxpr: Any, env: dict[Any, Any], caller: Op | None = None) -> None:
         for equation in jaxpr.eqns:
-            inside = equation.source_info.name_stack
-            inside = inside if stack is None else stack + inside
+            # A helper is traced once for all its callers, with the lines of the first.
+            source, functions = equation.source_info, () if caller is None else caller.functions
+            stack = source.name_stack if caller is None else caller.stack + source.name_stack
+            traceback = source.traceback if caller is None else caller.traceback
             inputs = tuple(self.atom(atom, env) for atom in equation.invars)
             if _is_helper(equation):
-                body = equation.params["jaxpr"]
+                body, name = equation.params["jaxpr"], equation.params["name"]
+                call = Op(equation, inputs, (), stack, traceback, (*functions, name))
                 inner: dict[Any, Any] = dict(zip(open_jaxpr(body).invars, inputs, strict=True))
                 self.consts += self.constants(body, inner)
-                self.read(open_jaxpr(body), inner, inside, (*functions, equation.params["name"]))
+                self.read(open_jaxpr(body), inner, call)
                 results = [self.atom(atom, inner) for atom in open_jaxpr(body).outvars]
                 env.update(zip(equation.outvars, results, strict=True))
             else:
                 outputs = tuple(self.new(var, env) for var in equation.outvars)
-                self.ops.append(Op(equation, inputs, outputs, inside, functions))
+                self.ops.append(Op(equation, inputs, outputs, stack, traceback, functions))
 
 
 def _is_helper(equation: core.JaxprEqn) -> bool:
