@@ -28,7 +28,7 @@ quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimizati
 Stack = Literal["loop", "remat", "scan"]
 Flax = Literal["linen", "nnx"]
 Kind = Literal["gpt", "gpt with Flax's attention", "resnet"]
-Author = Literal["by hand", "under rules", "plain"]
+Author = Literal["by hand", "by hand, head too", "under rules", "plain"]
 
 WIDTH, HEADS, VOCAB, CONTEXT, STAGES = 16, 2, 24, 8, (8, 16)
 BY_HAND: dict[str, Any] = {
@@ -295,7 +295,9 @@ def batch(kind: Kind) -> tuple[np.ndarray, np.ndarray]:
 
 def make(flax: Flax, kind: Kind, author: Author, *, layers: int = 2, stack: Stack = "loop") -> Any:
     """A module, by the author who decided about its precision; those of nnx are abstract."""
-    dtypes = BY_HAND if author == "by hand" else {}
+    dtypes = BY_HAND if author.startswith("by hand") else {}
+    if author == "by hand, head too":
+        dtypes = {**dtypes, "head_dtype": jnp.bfloat16}
     sizes: dict[str, Any] = {"stack": stack}
     if kind != "resnet":
         sizes |= {"layers": layers, "flax_attention": kind != "gpt"}

@@ -183,22 +183,39 @@ def _wrapped(fun: Callable[..., Any], settings: _Settings) -> Callable[..., Any]
 
     @functools.wraps(fun, updated=())
     def autocast_fun(*args: Any, **kwargs: Any) -> Any:
+        _check_no_linen_state(fun)
         static, arrays = _split((args, kwargs))
         hashable = _is_hashable(static)
         # Within another trace a program of its own would only have to be taken apart again.
         inline = any(map(_compat.is_traced, arrays))
+        out = None
         with jax.named_scope(DONE):
-            try:
-                if inline or not hashable or static in captures:
-                    raise _Captured
-                out = compiled(static, arrays, False)
-            except _Captured:
-                if hashable and not inline:
+            if hashable and not inline and static not in captures:
+                try:
+                    out = compiled(static, arrays, False)
+                except _Captured:
                     captures.add(static)
+            if out is None:
                 out = rewritten(static, arrays, True)
         return _joined(out.static, out.arrays)
 
     return autocast_fun
+
+
+def _check_no_linen_state(fun: Any) -> None:
+    """Raises ValueError for a function of linen modules that are being initialized or changed."""
+    cells = [cell.cell_contents for cell in getattr(fun, "__closure__", None) or ()]
+    for value in (fun, getattr(fun, "__self__", None), *cells):
+        bases = [f"{base.__module__}.{base.__name__}" for base in type(value).__mro__]
+        scope = getattr(value, "scope", None) if "flax.linen.module.Module" in bases else None
+        if scope is not None and scope.mutable:
+            raise ValueError(
+                f"autocast cannot go around {type(value).__name__} within the linen module that "
+                "calls it: the variables that it makes or changes would be lost. Put autocast "
+                "around model.apply, and say by rules which modules run in which precision: "
+                "jaxmp.autocast(model.apply, jaxmp.PolicyRules(...)). Within a module, "
+                "jaxmp.full_precision works"
+            )
 
 
 def _traced(fun: Callable[..., Any], static: _Static, arrays: list[Any]) -> tuple[Any, _Static]:
@@ -222,9 +239,6 @@ def _traced(fun: Callable[..., Any], static: _Static, arrays: list[Any]) -> tupl
 
 # Flax's errors, by name: it is not imported here.
 _NOTES = {
-    "JaxTransformError": "A function that calls linen modules from within a module cannot be "
-    "traced on its own. Put autocast around model.apply, and say by rules which parts of the model "
-    "run in which precision: jaxmp.autocast(model.apply, jaxmp.PolicyRules(...))",
     "TraceContextError": "A function under autocast may change the state of nnx modules only if "
     "they are its arguments: jaxmp.nnx.autocast(loss_fn, policy)(model, batch)",
 }
