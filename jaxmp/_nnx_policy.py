@@ -30,13 +30,13 @@ from jaxmp._regions import (
     check_honoured,
     decide,
     layer_dtype,
+    module_rules,
     new_instance,
     takes_float_dtype,
 )
 from jaxmp._rules import Decision, PolicyRules
 from jaxmp._summary import Row, Summary, dtype_text
 from jaxmp._tree import cast_floating
-from jaxmp.rules import get_rules
 
 ModelT = TypeVar("ModelT")
 
@@ -82,7 +82,7 @@ def apply_policy(
     ['bfloat16', 'float32']
     """
     _check_model(model)
-    rules = get_rules(rules)
+    rules = module_rules(rules)
     check_computable(rules)
     before = [_Snapshot.of(module) for module in modules(model)]
     try:

@@ -64,8 +64,9 @@ _TABLE: dict[OpClass, tuple[str, ...]] = {
         "sharding_constraint layout_constraint relayout reshard mesh_cast device_put "
         "with_memory_space_constraint",
         "all_gather all_gather_invariant all_gather_reduced all_to_all ppermute pbroadcast "
-        "pbroadcast_dynamic pmax pmin pvary pcast preduced ragged_all_to_all "
-        "reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast vary_unreduced_cast_p",
+        "pbroadcast_dynamic unreduced_pmax unreduced_pmin pmax pmin pvary pcast preduced "
+        "ragged_all_to_all reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast "
+        "vary_unreduced_cast_p",
     ),
     OpClass.UPDATE: (
         "dynamic_update_slice scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max",
@@ -86,12 +87,14 @@ _TABLE: dict[OpClass, tuple[str, ...]] = {
         "complex real imag conj fft",
         # Linear algebra: backward-stable only in full precision.
         "cholesky cholesky_update eig eigh hessenberg householder_product lu "
-        "lu_pivots_to_permutation qr geqrf geqp3 schur svd symmetric_product triangular_solve "
-        "tridiagonal tridiagonal_solve custom_linear_solve linear_solve",
+        "lu_pivots_to_permutation qr ormqr geqrf geqp3 schur svd symmetric_product "
+        "triangular_solve tridiagonal tridiagonal_solve custom_linear_solve linear_solve",
         # Functions of their own, which no table can know.
         "reduce reduce_window select_and_scatter select_and_scatter_add select_and_gather_add "
         "linear_call custom_lin call_hi_primitive composite pallas_call mpmd_map ffi_call "
-        "run_state masked_load masked_swap approx_top_k",
+        "run_state run_scoped core_map custom_partitioning masked_load masked_swap approx_top_k "
+        "scaled_dot scaled_matmul scaled_matmul_wrapper dot_product_attention_fwd_wrapper "
+        "dot_product_attention_bwd_wrapper",
         # What autocast itself leaves behind.
         "float32_gradient low_precision_product held",
         # The world outside.
@@ -106,7 +109,16 @@ _TABLE: dict[OpClass, tuple[str, ...]] = {
 CLASSES: dict[str, OpClass] = {
     name: op_class for op_class, lines in _TABLE.items() for line in lines for name in line.split()
 }
+# Jitted functions of JAX, all of whose operations are in a class.
+_FUNCTIONS: dict[str, OpClass] = {
+    # Their exponential is of numbers below zero.
+    "elu": OpClass.PROMOTE,
+    "selu": OpClass.PROMOTE,
+    "celu": OpClass.PROMOTE,
+}
 CONTRACTIONS = frozenset(_TABLE[OpClass.LOWER][0].split())
+# What has another shape than its operands because it puts them side by side.
+ARRANGEMENTS = frozenset({"concatenate", "pad", "stack", "tie"})
 # A value that is in float32 for a moment stays there through these.
 AFFINE = frozenset({"add", "sub", "mul", "div", "neg", "square", "integer_pow", "add_any"})
 
@@ -121,18 +133,26 @@ class OpLists:
 
     overrides: tuple[tuple[str, OpClass], ...] = ()
 
+    def unused(self, seen: Collection[str]) -> list[str]:
+        """The names that are changed but mean nothing: no primitive's, and of nothing that occurs.
+
+        >>> op_lists(lower=["tanh", "than"]).unused({"exp"})
+        ['than']
+        """
+        return [name for name, _ in self.overrides if name not in seen and name not in CLASSES]
+
     def of(self, primitive: str, functions: Collection[str] = ()) -> OpClass | None:
         """The class of a primitive inside of jitted functions, innermost last.
 
         >>> OpLists().of("exp").name
         'FLOAT32'
         """
-        if self.overrides:
-            changed = dict(self.overrides)
-            for name in (primitive, *reversed(list(functions))):
-                if name in changed and CLASSES.get(primitive) is not OpClass.CONTROL:
-                    return changed[name]
-        return CLASSES.get(primitive)
+        usual = CLASSES.get(primitive)
+        changed = _FUNCTIONS | dict(self.overrides)
+        for name in (primitive, *reversed(list(functions))):
+            if name in changed and usual is not OpClass.CONTROL:
+                return changed[name]
+        return usual
 
 
 def op_lists(

@@ -12,7 +12,7 @@ from jaxmp._dtypes import DType, is_floating
 from jaxmp._policy import Policy
 from jaxmp._rules import Decision, PolicyRules
 from jaxmp._tree import cast_floating, same_structure
-from jaxmp.rules import all_policies
+from jaxmp.rules import all_policies, get_rules
 
 
 class Region(NamedTuple):
@@ -72,6 +72,21 @@ def casts_around(region: Region) -> Casts:
         inputs = policy.compute_dtype if named and not region.takes_dtype else None
         return Casts(inputs, policy.output_dtype, region.recurrent)
     return Casts(None, policy.compute_dtype if region.recurrent else None, region.recurrent)
+
+
+def module_rules(rules: Any) -> PolicyRules:
+    """The rules that a name, a policy or rules stand for, if modules can be put under them.
+
+    Raises:
+      ValueError: for `"O1"`, which is about operations.
+      TypeError: for what is no policy.
+    """
+    if isinstance(rules, str) and rules.strip() == "O1":
+        raise ValueError(
+            "O1 chooses a dtype for each operation, not for each module: use "
+            "jaxmp.autocast(loss_fn, 'O1'), or 'mixed_float16' for modules"
+        )
+    return get_rules(rules)
 
 
 def decide(

@@ -12,10 +12,9 @@ import jmp
 from flax import linen as nn
 
 from jaxmp._linen_session import is_foreign, own_params, session, takes_dtype
-from jaxmp._regions import check_computable, new_instance
+from jaxmp._regions import check_computable, module_rules, new_instance
 from jaxmp._rules import PolicyRules
 from jaxmp._summary import Row, Summary, dtype_text
-from jaxmp.rules import get_rules
 
 _ModuleT = TypeVar("_ModuleT", bound=nn.Module)
 _ClassT = TypeVar("_ClassT", bound=type)
@@ -317,7 +316,7 @@ def _rebuild(module: Any, cls: Any) -> Any:
 
 
 def _checked(rules: str | jmp.Policy | PolicyRules) -> PolicyRules:
-    checked = get_rules(rules)
+    checked = module_rules(rules)
     check_computable(checked)
     return checked
 

@@ -174,11 +174,6 @@ def get_rules(rules: str | jmp.Policy | PolicyRules) -> PolicyRules:
         return rules
     if isinstance(rules, str) and rules.strip() == "O2":
         return keep_norms_float32("O2", output_dtype="float16")
-    if isinstance(rules, str) and rules.strip() == "O1":
-        raise ValueError(
-            "O1 chooses a dtype for each operation, not for each module: use "
-            "jaxmp.autocast(loss_fn, 'O1'), or 'mixed_float16' for modules"
-        )
     if isinstance(rules, (str, jmp.Policy)):
         return PolicyRules(default=get_policy(rules))
     raise TypeError(

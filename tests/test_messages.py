@@ -70,7 +70,7 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ("no value", lambda: jaxmp.get_policy("c="), ValueError, "cannot read 'c='"),
     ("float8 preset", lambda: jaxmp.get_policy("mixed_float8"), ValueError,
      "policy 'mixed_float8' is not in this version of jaxmp: it needs scaled float8 matmuls"),
-    ("O1", lambda: jaxmp.rules.get_rules("O1"), ValueError, "jaxmp.autocast(loss_fn, 'O1')"),
+    ("O1", lambda: jaxmp.linen.with_policy("O1"), ValueError, "jaxmp.autocast(loss_fn, 'O1')"),
     # loss scales
     ("scale zero", lambda: jaxmp.StaticLossScale(0.0), ValueError,
      "scale must be a finite float32 above zero, at least 2**-126 so that 1/scale is finite, "

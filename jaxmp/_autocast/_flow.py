@@ -13,7 +13,7 @@ from jax.extend import core
 
 from jaxmp._autocast._kinds import FLOAT32, Kind, State
 from jaxmp._autocast._operations import RULES, convert
-from jaxmp._autocast._program import Op, Program
+from jaxmp._autocast._program import JITS, Op, Program
 from jaxmp._autocast._scopes import Regions, scopes
 from jaxmp._autocast._steps import States, Step, alone, initial, is_foreign, literal
 from jaxmp._op_lists import OpClass, OpLists
@@ -45,6 +45,7 @@ class Context:
       control: plans an operation that contains programs.
       prefix: the scopes around the program that is being planned.
       functions: the jitted functions around it.
+      seen: the names of all primitives and jitted functions that were met.
       memo: what was planned and traced already.
     """
 
@@ -54,14 +55,16 @@ class Context:
     control: Callable[..., Step]
     prefix: tuple[str, ...] = ()
     functions: tuple[str, ...] = ()
+    seen: set[str] = dataclasses.field(default_factory=set)
     memo: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
     def inside(self, op: Op) -> "Context":
         """The context of the programs inside of an operation."""
+        own = (op.params["name"],) if op.name in JITS else ()
         return dataclasses.replace(
             self,
             prefix=(*self.prefix, *scopes(op.stack)),
-            functions=(*self.functions, *op.functions),
+            functions=(*self.functions, *op.functions, *own),
         )
 
 
@@ -99,7 +102,9 @@ def _step(op: Op, states: States, context: Context) -> Step:
     region = context.regions.of((*context.prefix, *scopes(op.stack)))
     if region.exact:
         return alone(op, states, exact=region.result)
-    op_class = context.lists.of(op.name, (*context.functions, *op.functions))
+    functions = (*context.functions, *op.functions)
+    context.seen.update((op.name, *functions))
+    op_class = context.lists.of(op.name, functions)
     if op.name == "convert_element_type":
         return convert(op, states)
     if op_class is OpClass.CONTROL:

@@ -3,9 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxmp import _compat
 from jaxmp._autocast._kinds import (
     FLOAT32,
     SOURCES,
@@ -20,7 +22,7 @@ from jaxmp._autocast._kinds import (
 from jaxmp._autocast._program import Op
 from jaxmp._autocast._scopes import Region
 from jaxmp._autocast._steps import HALVES, States, Step, alone, is_ours, kinds_of, results, wanting
-from jaxmp._op_lists import AFFINE, CONTRACTIONS, OpClass
+from jaxmp._op_lists import AFFINE, ARRANGEMENTS, CONTRACTIONS, OpClass
 
 
 def convert(op: Op, states: States) -> Step:
@@ -70,25 +72,31 @@ def _range(op: Op, states: States, region: Region) -> Step:
 def promote(op: Op, states: States, region: Region) -> Step:
     if op.params.get("out_dtype") is not None:
         return alone(op, states)
+    if op.name in ARRANGEMENTS:
+        return _in_kind(op, states, combined(kinds_of(states), affine=False), region)
     shape = op.out_avals[0].shape
     states = [
         state and state._replace(kind=spread(state.kind)) if aval.shape != shape else state
         for state, aval in zip(states, op.in_avals, strict=True)
     ]
     kinds = kinds_of(states)
-    if (
-        op.name == "div"
-        and states[0]
-        and states[0].kind is Kind.LITERAL
-        and kinds != {Kind.LITERAL}
-    ):
-        return _float32(op, states, region)  # a reciprocal
+    if _is_reciprocal(op, states):
+        return _float32(op, states, region)
     if not any(map(is_ours, op.out_avals)):
         soft = {Kind.LOW, Kind.LITERAL, Kind.SPREAD}
         kind = Kind.LOW if Kind.LOW in kinds and kinds <= soft else Kind.BRIEF
     else:
         kind = combined(kinds, affine=op.name in AFFINE)
-    return _in_kind(op, states, kind, region)
+    step = _in_kind(op, states, kind, region)
+    step.lays_out = tuple(state is not None and state.kind is Kind.SPREAD for state in states)
+    return step
+
+
+def _is_reciprocal(op: Op, states: States) -> bool:
+    first = states[0]
+    if op.name == "div" and first is not None and first.kind is Kind.LITERAL:
+        return kinds_of(states) != {Kind.LITERAL}
+    return op.name == "integer_pow" and op.params["y"] < 0
 
 
 def _in_kind(op: Op, states: States, kind: Kind, region: Region) -> Step:
@@ -101,9 +109,7 @@ def _in_kind(op: Op, states: States, kind: Kind, region: Region) -> Step:
     dtype = low.pop() if low else region.low
     if not all(fits(state.value, dtype) for state in states if state):
         return Step(op, wanting(states, FLOAT32), results(op, Kind.WIDE))
-    step = Step(op, wanting(states, dtype), results(op, Kind.LOW, dtype), may_widen=True)
-    step.lays_out = tuple(state is not None and state.kind is Kind.SPREAD for state in states)
-    return step
+    return Step(op, wanting(states, dtype), results(op, Kind.LOW, dtype), may_widen=True)
 
 
 def _move(op: Op, states: States, region: Region) -> Step:
@@ -127,16 +133,35 @@ def _moved(op: Op, state: State) -> State:
     return state
 
 
+# How a scatter combines what is there with what comes: kept in its params as a program, by dtype.
+_COMBINE: dict[str, Callable[[Any, Any], Any]] = {
+    "scatter": lambda old, new: new,
+    "scatter-add": lax.add,
+    "scatter-sub": lax.sub,
+    "scatter-mul": lax.mul,
+    "scatter-min": lax.min,
+    "scatter-max": lax.max,
+}
+
+
 def _update(op: Op, states: States, region: Region) -> Step:
     array = states[0]
     if array is None:
         return alone(op, states)
     accumulates = op.name in ("scatter-add", "scatter-sub", "scatter-mul")
     if array.kind is Kind.LOW and not accumulates:
-        return _in_kind(op, states, Kind.LOW, region)
-    kind = combined(kinds_of(states), affine=True)
-    kind = Kind.BRIEF if kind is Kind.LOW else kind
-    return Step(op, wanting(states, FLOAT32), results(op, kind))
+        step = _in_kind(op, states, Kind.LOW, region)
+        step.may_widen = False
+    else:
+        kind = combined(kinds_of(states), affine=True)
+        kind = Kind.BRIEF if kind is Kind.LOW else kind
+        step = Step(op, wanting(states, FLOAT32), results(op, kind))
+    dtype = step.wants[0]
+    if op.params.get("update_jaxpr") is not None and dtype != op.in_avals[0].dtype:
+        number = jax.ShapeDtypeStruct((), dtype)
+        program = _compat.trace(_COMBINE[op.name], [number, number])
+        step.params["update_jaxpr"] = _compat.without_consts(program)
+    return step
 
 
 def _lower(op: Op, states: States, region: Region) -> Step:
@@ -161,7 +186,8 @@ def product(op: Op, states: States, region: Region) -> Step:
     if {state.kind for state in operands} <= {Kind.TABLE, Kind.LITERAL}:
         return alone(op, states)  # positions times frequencies
     if op.name == "dot_general" and not any(params["dimension_numbers"][0]):
-        step = promote(op, states, region)  # an outer product adds nothing up
+        # An outer product adds nothing up.
+        step = _in_kind(op, states, combined(kinds_of(states), affine=True), region)
         result = step.results[0]
         if asked is not None and result is not None:
             step.params["preferred_element_type"] = result.dtype

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple
 
@@ -265,6 +266,12 @@ def _rewritten(closed: Any, arrays: list[Any], settings: _Settings) -> list[Any]
     regions = Regions(settings.policy)
     context = Context(regions, settings.lists, settings.enter_custom_vjp, plan_control)
     planned = plan(program, [initial(program.avals[i]) for i in program.inputs], context)
+    for name in settings.lists.unused(context.seen):
+        warnings.warn(
+            f"{name!r} is in a list of operations, but is neither a primitive nor a jitted "
+            "function that this function calls",
+            stacklevel=4,
+        )
     if isinstance(settings.policy, PolicyRules):
         settings.policy.warn_unused(dict.fromkeys(regions.visited()), strict=False, stacklevel=6)
     made = run(planned, arrays)
