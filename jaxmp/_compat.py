@@ -38,16 +38,24 @@ def consts_of(jaxpr: Any) -> list[Any]:
     return list(getattr(jaxpr, "consts", ()))
 
 
+def holds_arrays(jaxpr: Any) -> bool:
+    """Whether a program has arrays in it that are not its arguments, at any depth."""
+    inner = (value for e in open_jaxpr(jaxpr).eqns for value in _programs(e.params))
+    return bool(consts_of(jaxpr)) or any(map(holds_arrays, inner))
+
+
+def _programs(params: dict[str, Any]) -> Iterator[Any]:
+    for param in params.values():
+        for value in param if isinstance(param, (tuple, list)) else (param,):
+            if isinstance(value, (core.Jaxpr, core.ClosedJaxpr)):
+                yield value
+
+
 def bind(equation: core.JaxprEqn, values: Sequence[Any], **changed: Any) -> list[Any]:
     """Runs an equation on other values, with some of its params changed."""
     params = {**equation.params, **changed}
     result = equation.primitive.bind(*values, **equation.primitive.get_bind_params(params))
     return list(result) if equation.primitive.multiple_results else [result]
-
-
-def with_dtype(aval: Any, dtype: Any) -> Any:
-    """The same abstract value in another dtype: with its sharding and its varying mesh axes."""
-    return aval.update(dtype=dtype, weak_type=False)
 
 
 def trace(fun: Callable[..., Any], avals: Sequence[Any]) -> core.ClosedJaxpr:
@@ -95,17 +103,13 @@ def is_plain_jit(params: dict[str, Any]) -> bool:
 
 def sub_jaxprs(equation: core.JaxprEqn) -> list[core.Jaxpr]:
     """The programs among the params of an equation, in order; tuples and lists are looked into."""
-    found: list[core.Jaxpr] = []
-    for param in equation.params.values():
-        for value in param if isinstance(param, (tuple, list)) else (param,):
-            if isinstance(value, (core.Jaxpr, core.ClosedJaxpr)):
-                found.append(open_jaxpr(value))
-    return found
+    return [open_jaxpr(value) for value in _programs(equation.params)]
 
 
 def type_of(value: Any) -> Any:
-    """The abstract value of a value, hashable: dtype, shape, sharding, varying mesh axes."""
-    return jax.typeof(value)
+    """The abstract value of a value: dtype (not weak), shape, sharding, varying mesh axes."""
+    aval = jax.typeof(value)
+    return aval.update(weak_type=False) if getattr(aval, "weak_type", False) else aval
 
 
 def unstacked(aval: Any) -> Any:

@@ -267,7 +267,8 @@ def _compiled(params: tuple[tuple[str, Any], ...]) -> Any:
 
 
 def _bilinear_impl(*args: Any, **params: Any) -> Any:
-    return _compiled(tuple(params.items()))(*args)
+    with jax.disable_jit(False):  # where it is disabled, this would call itself
+        return _compiled(tuple(params.items()))(*args)
 
 
 def _lower_realized(ctx: Any, *args: Any, jaxpr: Any, **params: Any) -> Any:

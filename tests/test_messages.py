@@ -46,8 +46,8 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     # policies
     ("policy name", lambda: jaxmp.get_policy("mixed_bfloat15"), ValueError,
      "unknown policy 'mixed_bfloat15'. Did you mean 'mixed_bfloat16'? Valid: float32, bfloat16, "
-     "float16, mixed_bfloat16, mixed_float16, O0, O1, O2, O3, any other dtype name such as 'f64', or a "
-     "string such as 'params=float32,compute=bfloat16,output=float32'."),
+     "float16, mixed_bfloat16, mixed_float16, O0, O1, O2, O3, any other dtype name such as 'f64', "
+     "or a string such as 'params=float32,compute=bfloat16,output=float32'."),
     ("policy type", lambda: jaxmp.get_policy(3), TypeError,
      "policy must be a string or a Policy, got int"),
     ("dtype name", lambda: jaxmp.get_policy("c=bfloat61"), ValueError,

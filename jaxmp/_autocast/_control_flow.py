@@ -12,6 +12,7 @@ from jaxmp._autocast._flow import Context, Plan, plan
 from jaxmp._autocast._interpreter import run, traced
 from jaxmp._autocast._kinds import FLOAT32, Kind, State, fits, joined
 from jaxmp._autocast._program import JITS, Op, read
+from jaxmp._autocast._recurrence import adds_up
 from jaxmp._autocast._scopes import Region
 from jaxmp._autocast._steps import States, Step, alone, is_ours
 from jaxmp._dtypes import DType
@@ -32,7 +33,7 @@ def plan_control(op: Op, states: States, context: Context, region: Region) -> St
 def planned(jaxpr: Any, states: States, context: Context, op: Op) -> Plan:
     """The plan of a program inside of an operation, made once for each way that it is called."""
     inside = context.inside(op)
-    names = inside.prefix if context.regions.by_name else ()
+    names = context.regions.deciding(inside.prefix)
     key = ("plan", id(jaxpr), tuple(states), names, inside.functions)
     if key not in context.memo:
         # The jaxpr is kept, so that its id is not given to another.
@@ -107,17 +108,21 @@ def _scan(op: Op, states: States, context: Context, region: Region) -> Step:
     carry = slice(consts, consts + carries)
     avals = op.in_avals
     inside = list(states)
-    inside[carry] = [
-        _first_carry(state, aval, region)
-        for state, aval in zip(states[carry], avals[carry], strict=True)
-    ]
+    program = read(body)
+    for i in range(carries):
+        at = consts + i
+        first = inside[at] = _first_carry(states[at], avals[at], region)
+        if first is None or first.kind is not Kind.LOW or avals[at].dtype != FLOAT32:
+            continue
+        if adds_up(program, at, i):
+            inside[at] = State(Kind.WIDE, FLOAT32)
     inner, inside = _settled(body, inside, carry, avals, context, op)
     out: list[State | None] = list(inside[carry])
     for state in inner.results[carries:]:
         out.append(_stored(state, region))
 
     def bind(op: Op, values: list[Any]) -> list[Any]:
-        avals = [_compat.with_dtype(jax.typeof(v), v.dtype) for v in values]
+        avals = [_compat.type_of(v) for v in values]
         avals[consts + carries :] = [_compat.unstacked(aval) for aval in avals[consts + carries :]]
         new = _traced_as(context, inner, avals, out)
         return _compat.bind(op.equation, values, jaxpr=new)
@@ -129,7 +134,7 @@ def _first_carry(state: State | None, aval: Any, region: Region) -> State | None
     """What a scan is first assumed to carry."""
     if state is None or aval.dtype != FLOAT32:
         return state and State(Kind.LOW, aval.dtype)
-    if state.kind in _MAY_BE_LOW:
+    if state.kind in _MAY_BE_LOW and not region.exact:
         return State(Kind.LOW, state.dtype if state.kind is Kind.LOW else region.low)
     return _no_literal(state)
 
@@ -163,7 +168,8 @@ def _next_carry(begin: State | None, end: State | None, aval: Any) -> State | No
 
 def _stored(state: State | None, region: Region) -> State | None:
     """What is kept for long, by scans and checkpoints: activations in 16 bits."""
-    if state is not None and state.kind in (Kind.BRIEF, Kind.ROWS):
+    brief = state is not None and state.kind in (Kind.BRIEF, Kind.ROWS)
+    if brief and not region.exact:
         return State(Kind.LOW, region.low)
     return state and _no_literal(state)
 
@@ -205,7 +211,7 @@ def _while(op: Op, states: States, context: Context, region: Region) -> Step:
     out = list(inside[carry])
 
     def bind(op: Op, values: list[Any]) -> list[Any]:
-        avals = [_compat.with_dtype(jax.typeof(v), v.dtype) for v in values]
+        avals = [_compat.type_of(v) for v in values]
         of_carry = avals[test + body :]
         new = _traced_as(context, inner, avals[test:], out)
         check = _traced_as(context, condition, [*avals[:test], *of_carry], condition.results)
@@ -231,7 +237,7 @@ def _cond(op: Op, states: States, context: Context, region: Region) -> Step:
         out.append(_merged(floats) if len(floats) == len(results) else None)
 
     def bind(op: Op, values: list[Any]) -> list[Any]:
-        avals = [_compat.with_dtype(jax.typeof(v), v.dtype) for v in values[1:]]
+        avals = [_compat.type_of(v) for v in values[1:]]
         new = tuple(_traced_as(context, each, avals, out) for each in plans)
         return _compat.bind(op.equation, values, branches=new)
 
@@ -276,7 +282,7 @@ def _same_signature(name: str) -> Callable[[Op, States, Context, Region], Step]:
         out = [State(Kind.WIDE, aval.dtype) if is_ours(aval) else None for aval in op.out_avals]
 
         def bind(op: Op, values: list[Any]) -> list[Any]:
-            avals = [_compat.with_dtype(jax.typeof(v), v.dtype) for v in values]
+            avals = [_compat.type_of(v) for v in values]
             new = _traced_as(context, inner, avals, out)
             return _compat.bind(op.equation, values, **{name: new})
 

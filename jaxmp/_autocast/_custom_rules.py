@@ -3,16 +3,17 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from jaxmp import _compat
 from jaxmp._autocast._flow import Context, Plan, plan
 from jaxmp._autocast._interpreter import run
-from jaxmp._autocast._kinds import ACTIVATIONS, FLOAT32, Kind, State
+from jaxmp._autocast._kinds import ACTIVATIONS, Kind, State
 from jaxmp._autocast._program import Op, read
 from jaxmp._autocast._scopes import Region
-from jaxmp._autocast._steps import States, Step, alone, is_ours, kinds_of
+from jaxmp._autocast._steps import States, Step, alone, kinds_of
 
 
 def custom_jvp(op: Op, states: States, context: Context, region: Region) -> Step:
@@ -21,7 +22,6 @@ def custom_jvp(op: Op, states: States, context: Context, region: Region) -> Step
     inside = context.inside(op)
     inner = plan(read(body), states, inside)
     wants = [state and state.dtype for state in states]
-    avals = op.in_avals
 
     @jax.custom_jvp
     def call(*args: Any) -> list[Any]:
@@ -29,26 +29,29 @@ def custom_jvp(op: Op, states: States, context: Context, region: Region) -> Step
 
     @call.defjvp
     def rule(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
-        jaxpr = _jvp_jaxpr(op, avals)
-        known = [*states, *(s for s, aval in zip(states, avals, strict=True) if is_ours(aval))]
-        derivative = plan(read(jaxpr), known, inside)
-        of_floats = [t for t, aval in zip(tangents, avals, strict=True) if is_ours(aval)]
-        made = run(derivative, [*primals, *of_floats])
+        floats = _differentiable(op)
+        derivative = plan(
+            read(_jvp_jaxpr(op, floats)), [*states, *(states[i] for i in floats)], inside
+        )
+        made = run(derivative, [*primals, *(tangents[i] for i in floats)])
         count = len(inner.results)
         out = [_as(x, state) for x, state in zip(made[:count], inner.results, strict=True)]
         dots = iter(made[count:])
         tangents_out = []
         for primal, state in zip(out, inner.results, strict=True):
-            if state is None:
-                tangents_out.append(_zero_tangent(primal))
-            else:
-                tangents_out.append(_as(next(dots), state))
+            dot = next(dots) if has_tangent(primal) else _zero_tangent(primal)
+            tangents_out.append(_as(dot, state))
         return out, tangents_out
 
     def bind(op: Op, values: list[Any]) -> list[Any]:
         return list(call(*values))
 
     return Step(op, wants, inner.results, run=bind)
+
+
+def has_tangent(value: Any) -> bool:
+    """Whether a value can be differentiated: float64 and complex numbers too."""
+    return hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.inexact)
 
 
 def _as(value: Any, state: State | None) -> Any:
@@ -59,9 +62,15 @@ def _zero_tangent(primal: Any) -> Any:
     return np.zeros(primal.shape, jax.dtypes.float0)
 
 
-def _jvp_jaxpr(op: Op, avals: list[Any]) -> Any:
+def _differentiable(op: Op) -> list[int]:
+    """Which arguments have tangents: not the arrays that the function holds, which come first."""
+    held = op.params["num_consts"]
+    return [i for i, aval in enumerate(op.in_avals) if i >= held and has_tangent(aval)]
+
+
+def _jvp_jaxpr(op: Op, floats: list[int]) -> Any:
     """The derivative as it was traced: of the primals and the tangents of floats, to both."""
-    floats = [i for i, aval in enumerate(avals) if is_ours(aval)]
+    avals = op.in_avals
     rest = [i for i in range(len(avals)) if i not in floats]
 
     def derivative(*args: Any) -> list[Any]:
@@ -77,7 +86,7 @@ def _jvp_jaxpr(op: Op, avals: list[Any]) -> Any:
 
         out, dots = jax.jvp(of_floats, [primals[i] for i in floats], list(tangents))
         made = zip(dots, op.out_avals, strict=True)
-        return [*out, *(dot for dot, aval in made if is_ours(aval))]
+        return [*out, *(dot for dot, aval in made if has_tangent(aval))]
 
     return _compat.trace(derivative, [*avals, *(avals[i] for i in floats)])
 
@@ -94,7 +103,7 @@ def _entered(op: Op, states: States, context: Context) -> Step:
     """Rewrites the forward and the backward pass, which meet in the residuals."""
     avals = op.in_avals
     inside = context.inside(op)
-    floats = [i for i, aval in enumerate(avals) if is_ours(aval)]
+    floats = _differentiable(op)
     primal = plan(read(op.params["call_jaxpr"]), states, inside)
     backward: list[tuple[Plan, Any]] = []
 
@@ -142,7 +151,7 @@ def _entered(op: Op, states: States, context: Context) -> Step:
         given: list[Any] = [None] * len(avals)
         for i in floats:
             state = states[i]
-            given[i] = lax.convert_element_type(next(made), state.dtype if state else FLOAT32)
+            given[i] = _as(next(made), state)
         return tuple(given)
 
     call.defvjp(forward, back)

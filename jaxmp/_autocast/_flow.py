@@ -7,12 +7,12 @@ exponential. A program inside of an operation is planned for the dtypes that rea
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from jax.extend import core
 
 from jaxmp._autocast._kinds import FLOAT32, Kind, State
-from jaxmp._autocast._operations import RULES, convert
+from jaxmp._autocast._operations import RULES, adapted, convert
 from jaxmp._autocast._program import JITS, Op, Program
 from jaxmp._autocast._scopes import Regions, scopes
 from jaxmp._autocast._steps import States, Step, alone, initial, is_foreign, literal
@@ -68,13 +68,14 @@ class Context:
         )
 
 
-def plan(program: Program, arguments: States, context: Context) -> Plan:
+def plan(program: Program, arguments: States, context: Context, *, widened: bool = False) -> Plan:
     """Decides in which dtype each operation runs.
 
     Args:
       program: the program.
       arguments: what is known of its arguments.
       context: what holds for the whole call.
+      widened: whether its results are cast to float32 in any case.
 
     Returns:
       The plan.
@@ -94,41 +95,56 @@ def plan(program: Program, arguments: States, context: Context) -> Plan:
         for number, state in zip(op.outputs, step.results, strict=True):
             known[number] = state
         steps.append(step)
-    _look_ahead(program, steps)
+    _look_ahead(program, steps, results_count=not widened)
     return Plan(program, steps, [state_of(atom) for atom in program.outputs])
 
 
 def _step(op: Op, states: States, context: Context) -> Step:
     region = context.regions.of((*context.prefix, *scopes(op.stack)))
-    if region.exact:
-        return alone(op, states, exact=region.result)
     functions = (*context.functions, *op.functions)
     context.seen.update((op.name, *functions))
     op_class = context.lists.of(op.name, functions)
+    # Scopes inside of a loop may say otherwise than those around it.
+    if region.sealed or (region.exact and op_class is not OpClass.CONTROL):
+        return alone(op, states, exact=region.result)
     if op.name == "convert_element_type":
         return convert(op, states)
     if op_class is OpClass.CONTROL:
         return context.control(op, states, context, region)
     if op_class in (None, OpClass.ALONE) or is_foreign(op) or not any(states):
         return alone(op, states)
-    return RULES[op_class](op, states, region)
+    return adapted(RULES[op_class](op, states, region))
 
 
-class _Uses(NamedTuple):
-    """Which values are read in 16 bits, and which in float32."""
+def _look_ahead(program: Program, steps: list[Step], results_count: bool) -> None:
+    """Lets what feeds only float32 operations run in float32.
 
-    low: set[int]
-    wide: set[int]
-
-
-def _look_ahead(program: Program, steps: list[Step]) -> None:
-    """Lets what feeds only float32 operations run in float32."""
-    uses = _Uses({atom for atom in program.outputs if isinstance(atom, int)}, set())
+    A comparison takes what it is given, and a result that is cast to float32 anyway does too.
+    """
+    low = {atom for atom in program.outputs if isinstance(atom, int)} if results_count else set()
+    wide: set[int] = set()
     for step in reversed(steps):
         made = set(step.op.outputs)
-        if step.may_widen and made & uses.wide and not made & uses.low:
-            step.wants = [want and FLOAT32 for want in step.wants]
-            step.results = [state and State(Kind.BRIEF, FLOAT32) for state in step.results]
+        if step.may_widen and made & wide and not made & low:
+            _widen(step)
+        if not any(step.results) and step.may_widen:
+            continue
         for atom, want in zip(step.op.inputs, step.wants, strict=True):
             if isinstance(atom, int) and want is not None:
-                (uses.wide if want == FLOAT32 else uses.low).add(atom)
+                (wide if want == FLOAT32 else low).add(atom)
+    widened = {number for step in steps if not step.may_widen for number in step.op.outputs}
+    for step in steps:
+        if step.may_widen and not any(step.results) and widened & _numbers(step):
+            _widen(step)
+
+
+def _numbers(step: Step) -> set[int]:
+    """The floats that a step reads, by number."""
+    inputs = zip(step.op.inputs, step.wants, strict=True)
+    return {atom for atom, want in inputs if isinstance(atom, int) and want is not None}
+
+
+def _widen(step: Step) -> None:
+    step.wants = [want and FLOAT32 for want in step.wants]
+    step.results = [state and State(Kind.BRIEF, FLOAT32) for state in step.results]
+    step.may_widen = False

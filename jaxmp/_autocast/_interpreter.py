@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jax import lax
 from jax.extend import core
@@ -125,5 +124,5 @@ class _Values:
 
 def traced(plan: Plan, arguments: Sequence[Any]) -> Any:
     """The jaxpr of a plan, for arguments like these."""
-    avals = [_compat.with_dtype(jax.typeof(x), x.dtype) for x in arguments]
+    avals = [_compat.type_of(x) for x in arguments]
     return _compat.trace(lambda *args: run(plan, args), avals)

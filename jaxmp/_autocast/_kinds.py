@@ -118,5 +118,16 @@ def fits(value: float | None, dtype: DType) -> bool:
     """
     if value is None or value == 0 or not np.isfinite(value):
         return True
-    info = jnp.finfo(dtype)
-    return float(info.tiny) <= abs(value) and bool(np.isfinite(np.asarray(value).astype(dtype)))
+    return float(jnp.finfo(dtype).tiny) <= abs(value) and not overflows(value, dtype)
+
+
+def overflows(value: float | None, dtype: DType) -> bool:
+    """Whether a finite literal becomes infinite by a cast.
+
+    >>> overflows(-1e9, jnp.dtype(jnp.float16)), overflows(-1e9, jnp.dtype(jnp.bfloat16))
+    (True, False)
+    """
+    if value is None or not np.isfinite(value):
+        return False
+    with np.errstate(over="ignore"):
+        return not np.isfinite(np.asarray(value).astype(dtype))

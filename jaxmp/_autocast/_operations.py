@@ -16,6 +16,7 @@ from jaxmp._autocast._kinds import (
     combined,
     fits,
     in_float32,
+    overflows,
     spread,
     summed,
 )
@@ -99,12 +100,19 @@ def _is_reciprocal(op: Op, states: States) -> bool:
     return op.name == "integer_pow" and op.params["y"] < 0
 
 
+# In float32, but not for ever.
+_MAY_BECOME_LOW = frozenset({Kind.PARAM, Kind.SPREAD, Kind.ROWS, Kind.TABLE, Kind.FACTOR})
+
+
 def _in_kind(op: Op, states: States, kind: Kind, region: Region) -> Step:
     """An operation whose result has a kind, in 16 bits if that can be."""
     low = {state.dtype for state in states if state and state.kind is Kind.LOW}
     if kind is Kind.LOW and len(low) > 1:
         kind = Kind.BRIEF
     if kind is not Kind.LOW:
+        large = any(overflows(state.value, region.low) for state in states if state)
+        if large and kind in _MAY_BECOME_LOW and op.name in ("add", "sub", "mul", "select_n"):
+            kind = Kind.WIDE  # a mask of -1e9
         return Step(op, wanting(states, FLOAT32), results(op, kind))
     dtype = low.pop() if low else region.low
     if not all(fits(state.value, dtype) for state in states if state):
@@ -156,11 +164,17 @@ def _update(op: Op, states: States, region: Region) -> Step:
         kind = combined(kinds_of(states), affine=True)
         kind = Kind.BRIEF if kind is Kind.LOW else kind
         step = Step(op, wanting(states, FLOAT32), results(op, kind))
-    dtype = step.wants[0]
-    if op.params.get("update_jaxpr") is not None and dtype != op.in_avals[0].dtype:
-        number = jax.ShapeDtypeStruct((), dtype)
-        program = _compat.trace(_COMBINE[op.name], [number, number])
-        step.params["update_jaxpr"] = _compat.without_consts(program)
+    return step
+
+
+def adapted(step: Step) -> Step:
+    """With the program in the params of a scatter in the dtype that the scatter has now."""
+    op = step.op
+    if op.name not in _COMBINE or op.params["update_jaxpr"] is None or step.wants[0] is None:
+        return step
+    number = jax.ShapeDtypeStruct((), step.wants[0])
+    program = _compat.trace(_COMBINE[op.name], [number, number])
+    step.params["update_jaxpr"] = _compat.without_consts(program)
     return step
 
 

@@ -77,7 +77,7 @@ def read(closed: Any) -> Program:
     """
     reader = _Reader()
     jaxpr = open_jaxpr(closed)
-    env: dict[Any, int] = {}
+    env: dict[Any, Any] = {}
     inputs = tuple(reader.new(var, env) for var in jaxpr.invars)
     consts = reader.constants(closed, env)
     reader.read(jaxpr, env)
@@ -93,12 +93,12 @@ class _Reader:
         self.avals: list[Any] = []
         self.consts: list[tuple[int, Any]] = []
 
-    def new(self, var: Any, env: dict[Any, int]) -> int:
-        env[var] = len(self.avals)
+    def new(self, var: Any, env: dict[Any, Any]) -> int:
+        number = env[var] = len(self.avals)
         self.avals.append(var.aval)
-        return env[var]
+        return number
 
-    def constants(self, closed: Any, env: dict[Any, int]) -> list[tuple[int, Any]]:
+    def constants(self, closed: Any, env: dict[Any, Any]) -> list[tuple[int, Any]]:
         names = open_jaxpr(closed).constvars
         return [(self.new(v, env), c) for v, c in zip(names, consts_of(closed), strict=True)]
 

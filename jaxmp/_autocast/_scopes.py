@@ -26,11 +26,13 @@ class Region(NamedTuple):
       low: the dtype that products run in; float32 if it is left as it was traced.
       float32_gradients: whether gradients of parameters come out of products in float32.
       result: the kind of floats that leave a region which is left alone.
+      sealed: whether nothing within it may change, whatever scopes are in there.
     """
 
     low: DType
     float32_gradients: bool = True
     result: Kind = Kind.WIDE
+    sealed: bool = False
 
     @property
     def exact(self) -> bool:
@@ -74,7 +76,7 @@ class Regions:
     """
 
     def __init__(self, policy: Policy | PolicyRules) -> None:
-        self.by_name = isinstance(policy, PolicyRules)
+        self._by_name = isinstance(policy, PolicyRules)
         self._decide: Callable[[tuple[str, ...]], Region]
         if isinstance(policy, PolicyRules):
             self._decide = functools.partial(_by_rules, policy)
@@ -87,15 +89,21 @@ class Regions:
         """The region of an operation that was traced in these scopes."""
         if names not in self._known:
             if EXACT in names:
-                self._known[names] = Region(FLOAT32)
+                self._known[names] = Region(FLOAT32, sealed=True)
             elif DONE in names:
-                self._known[names] = Region(FLOAT32, result=Kind.BRIEF)
+                self._known[names] = Region(FLOAT32, result=Kind.BRIEF, sealed=True)
             elif told := [name for name in names if name.startswith(POLICY)]:
                 text = told[-1].removeprefix(POLICY)
                 self._known[names] = region_of(None if text == "none" else get_policy(text))
             else:
                 self._known[names] = self._decide(names)
         return self._known[names]
+
+    def deciding(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Those of some scopes on which the policy within them can depend."""
+        if self._by_name:
+            return names
+        return tuple(name for name in names if name.startswith(POLICY))
 
     def visited(self) -> set[str]:
         """The paths of all scopes that were asked about, and of those around them."""

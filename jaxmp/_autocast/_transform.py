@@ -25,7 +25,8 @@ from jaxmp._policy import Policy, get_policy
 from jaxmp._rules import PolicyRules
 
 Output = Literal["traced", "policy", "computed"]
-_ARRAYS = (jax.Array, np.ndarray, np.generic)
+# Kinds of NumPy dtypes that JAX has no arrays of: objects, text, dates.
+_NO_NUMBERS = "OSUMm"
 
 
 def autocast(
@@ -145,10 +146,16 @@ _ARRAY: Any = object()
 def _split(tree: Any) -> tuple[_Static, list[Any]]:
     """The arrays of a tree, and the rest."""
     leaves, structure = jax.tree.flatten(tree)
-    arrays = [leaf for leaf in leaves if isinstance(leaf, _ARRAYS)]
-    rest = tuple(_ARRAY if isinstance(leaf, _ARRAYS) else leaf for leaf in leaves)
+    arrays = [leaf for leaf in leaves if _is_array(leaf)]
+    rest = tuple(_ARRAY if _is_array(leaf) else leaf for leaf in leaves)
     key = tuple((type(leaf), str(leaf) if isinstance(leaf, float) else leaf) for leaf in rest)
     return _Static(structure, rest, key), arrays
+
+
+def _is_array(leaf: Any) -> bool:
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return leaf.dtype.kind not in _NO_NUMBERS
+    return isinstance(leaf, jax.Array)
 
 
 def _joined(static: _Static, arrays: Iterable[Any]) -> Any:
@@ -174,7 +181,7 @@ class _Captured(Exception):
 def _wrapped(fun: Callable[..., Any], settings: _Settings) -> Callable[..., Any]:
     def rewritten(static: _Static, arrays: list[Any], may_capture: bool) -> _Returned:
         closed, returned = _traced(fun, static, arrays)
-        if not may_capture and any(isinstance(x, jax.Array) for x in _compat.consts_of(closed)):
+        if not may_capture and _compat.holds_arrays(closed):
             raise _Captured
         return _Returned(_rewritten(closed, arrays, settings), returned)
 
@@ -265,7 +272,8 @@ def _rewritten(closed: Any, arrays: list[Any], settings: _Settings) -> list[Any]
     program = read(closed)
     regions = Regions(settings.policy)
     context = Context(regions, settings.lists, settings.enter_custom_vjp, plan_control)
-    planned = plan(program, [initial(program.avals[i]) for i in program.inputs], context)
+    arguments = [initial(program.avals[i]) for i in program.inputs]
+    planned = plan(program, arguments, context, widened=settings.output != "computed")
     for name in settings.lists.unused(context.seen):
         warnings.warn(
             f"{name!r} is in a list of operations, but is neither a primitive nor a jitted "
