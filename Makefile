@@ -28,6 +28,7 @@ bench: $(VENV)/.installed
 	$(RUN) benchmarks/bench_optimizer.py
 	$(RUN) benchmarks/bench_train_step.py
 	$(RUN) benchmarks/bench_rules.py
+	$(RUN) benchmarks/bench_autocast.py
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)

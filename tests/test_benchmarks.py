@@ -1,9 +1,13 @@
 """The benchmarks run, at toy size, and their rows say what their tables claim to."""
 
 import importlib
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+import jaxmp
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 TINY = ["--width", "64", "--layers", "2", "--repeats", "2", "--no-write"]
@@ -45,3 +49,51 @@ def test_rules() -> None:
     # Python calls hardly differ from run to run, where times do.
     assert again["trace_calls_ratio"] == pytest.approx(1, abs=0.05)
     assert rules["trace_calls_ratio"] < 1.3
+
+
+def test_autocast(tmp_path: Path) -> None:
+    bench = importlib.import_module("bench_autocast")
+    elsewhere = {"case": "measured elsewhere", "author": "another", "total_ratio": "2"}
+    (tmp_path / "peers.json").write_text(json.dumps([elsewhere]))
+    tiny = ["--layers", "2", "--width", "32", "--repeats", "2", "--no-write"]
+    tiny += ["--stacks", "one by one", "--libraries", "linen", "nnx"]
+    rows = bench.main([*tiny, "--peers", str(tmp_path / "peers.json")])
+    assert rows[-1] == elsewhere
+    for library in ("linen", "nnx"):
+        case = {r["author"]: r for r in rows if r["case"] == f"{library}, 2 layers, one by one"}
+        # Python calls hardly differ from run to run, where times do. In tests, many are beartype's.
+        assert case["nobody, again"]["calls_ratio"] == pytest.approx(1, abs=0.05)
+        assert 1.05 < case["by hand"]["calls_ratio"] < case["autocast"]["calls_ratio"] < 4
+        assert all(row["total"] > row["trace"] > 0 for row in case.values())
+        assert all(case["autocast"][part] > 0 for part in ("plan", "again", "rest"))
+        assert "plan" not in case["by hand"]
+    for what in ("a step of plain JAX", "a call of a small function"):
+        run = {row["author"]: row for row in rows if row["case"] == what}
+        assert all(row["run"] > 0 for row in run.values())
+        # Whoever claims to compute in bfloat16 does so.
+        exact = next(row["loss"] for name, row in run.items() if name.startswith("nobody"))
+        low = [row["loss"] for name, row in run.items() if not name.startswith("nobody")]
+        assert len(low) == 4
+        assert all(0 < abs(loss - exact) < 0.02 * abs(exact) for loss in low)
+
+
+def test_peers_of_autocast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Libraries that stand for those of an environment that is not this one."""
+    peers = importlib.import_module("peers_autocast")
+
+    def broken(_: Any) -> Any:
+        def call(*args: Any) -> Any:
+            raise ValueError("does not work|today. See elsewhere")
+
+        return call
+
+    stand_ins = {"works": lambda fun: jaxmp.autocast(fun, "bfloat16"), "fails": broken}
+    monkeypatch.setattr(peers, "_peers", lambda: stand_ins)
+    monkeypatch.setattr(peers, "_versions", lambda: "works 1, fails 2")
+    out = tmp_path / "peers.json"
+    peers.main([str(out), "--layers", "2", "--repeats", "2", "--libraries", "plain JAX"])
+    rows = {row["author"]: row for row in json.loads(out.read_text())}
+    assert rows["works"]["total"] > 0
+    assert rows["works"]["plan"] > 0
+    assert rows["fails"]["total_ratio"] == "ValueError: does not work/today"
+    assert "fails 2" in rows["fails"]["case"]
