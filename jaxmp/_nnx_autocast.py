@@ -11,7 +11,6 @@ from flax import nnx
 
 from jaxmp._autocast import Output, autocast as autocast_function
 from jaxmp._nnx_scopes import scoped, unused_rules
-from jaxmp._policy import get_policy
 from jaxmp._rules import PolicyRules
 
 _TAG = "jaxmp.autocast"
@@ -54,10 +53,10 @@ def autocast(
     >>> model.mean.get_value()
     Array([1.5, 1.5], dtype=float32)
     """
-    rules = policy if isinstance(policy, PolicyRules) else None
-    default = (
-        (get_policy("float32") if rules.default is None else rules.default) if rules else policy
-    )
+    rules: PolicyRules | None = None
+    if isinstance(policy, PolicyRules):
+        # The patterns are about modules, whose scopes will say what was decided about them.
+        rules, policy = policy, PolicyRules(default=policy.default)
     owner, function = _owner(fun)
 
     def pure(graphdef: Any, state: Any) -> Any:
@@ -73,7 +72,7 @@ def autocast(
 
     rewritten = autocast_function(
         functools.wraps(function, updated=())(pure) if hasattr(function, "__name__") else pure,
-        default,
+        policy,
         lower=lower,
         float32=float32,
         promote=promote,

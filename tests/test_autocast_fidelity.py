@@ -134,6 +134,7 @@ def test_float64_in_scan_while_cond_and_custom_rules() -> None:
             np.testing.assert_allclose(a, b, rtol=1e-10)
 
 
+@pytest.mark.usefixtures("standard_promotion")
 def test_complex_numbers() -> None:
     z = lax.complex(X, X[::-1])
 

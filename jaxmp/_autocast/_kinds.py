@@ -68,6 +68,8 @@ def combined(kinds: Collection[Kind], *, affine: bool) -> Kind:
         if Kind.FACTOR in kinds or Kind.TABLE in kinds:
             return Kind.BRIEF
         return Kind.LOW if Kind.LOW in kinds or not affine else Kind.BRIEF
+    if Kind.ROWS in kinds and Kind.FACTOR in kinds:
+        return Kind.BRIEF  # an embedding that was normalized is an activation
     for kind in _UNTOUCHED:
         if kind in kinds:
             return kind

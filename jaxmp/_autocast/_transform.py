@@ -17,7 +17,7 @@ from jaxmp._autocast._control_flow import plan_control
 from jaxmp._autocast._flow import Context, plan
 from jaxmp._autocast._interpreter import run
 from jaxmp._autocast._program import read
-from jaxmp._autocast._scopes import DONE, EXACT, Regions
+from jaxmp._autocast._scopes import DONE, EXACT, Regions, region_of
 from jaxmp._autocast._steps import HALVES, initial
 from jaxmp._op_lists import OpLists, op_lists
 from jaxmp._patterns import is_about_paths
@@ -87,6 +87,8 @@ def autocast(
     )
     if not callable(fun):
         raise TypeError(f"autocast takes a function, got {type(fun).__name__}")
+    if isinstance(settings.policy, Policy) and region_of(settings.policy).exact:
+        return _in_scope(fun, DONE)  # nothing to rewrite, and nothing for an outer autocast
     return _wrapped(fun, settings)
 
 
@@ -110,12 +112,15 @@ def full_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
     if not callable(fun):
         raise TypeError(f"full_precision takes a function, got {type(fun).__name__}")
 
-    @functools.wraps(fun)
-    def exact(*args: Any, **kwargs: Any) -> Any:
-        with jax.named_scope(EXACT):
+    return _in_scope(fun, EXACT)
+
+
+def _in_scope(fun: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def scoped(*args: Any, **kwargs: Any) -> Any:
+        with jax.named_scope(name):
             return fun(*args, **kwargs)
 
-    return exact
+    return functools.wraps(fun, updated=())(scoped)
 
 
 class _Settings(NamedTuple):

@@ -1,0 +1,82 @@
+"""Autocast in compiled TPU and GPU programs: what multiplies float32 there, and what is kept."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jaxmp
+from tests.aot.conftest import Compiler
+
+WIDTH, HIDDEN, BATCH, TOKENS, LAYERS = 512, 2048, 8, 256, 4
+
+
+def abstract(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+PARAMS = {
+    "scale": abstract(LAYERS, WIDTH),
+    "up": abstract(LAYERS, WIDTH, HIDDEN),
+    "bias": abstract(LAYERS, HIDDEN),
+    "down": abstract(LAYERS, HIDDEN, WIDTH),
+    "head": abstract(WIDTH, 1024),
+}
+X = abstract(BATCH, TOKENS, WIDTH)
+
+
+def layer(x: Any, layer: Any, dtype: Any) -> tuple[Any, None]:
+    """A pre-norm block: by hand in `dtype`, or plain where it is float32."""
+    wide = x.astype(jnp.float32)
+    norm = wide * jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-6)
+    h = (norm * layer["scale"]).astype(dtype)
+    h = jax.nn.gelu(h @ layer["up"].astype(dtype) + layer["bias"].astype(dtype))
+    return x + h @ layer["down"].astype(dtype), None
+
+
+def loss(params: Any, x: Any, dtype: Any = jnp.float32) -> Any:
+    layers = {name: value for name, value in params.items() if name != "head"}
+    # The first layer makes the stream an activation, as an embedding would.
+    x = jnp.tanh(x.astype(dtype) @ params["up"][0, :, :WIDTH].astype(dtype))
+    x, _ = jax.lax.scan(lambda x, w: layer(x, w, dtype), x, layers)
+    logits = (x @ params["head"].astype(dtype)).astype(jnp.float32)
+    return -jnp.mean(jax.nn.log_softmax(logits)[..., 0])
+
+
+def by_hand(params: Any, x: Any) -> Any:
+    return loss(params, x, jnp.bfloat16)
+
+
+def program(compiler: Compiler, fun: Any) -> Any:
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        return compiler(jax.value_and_grad(fun), PARAMS, X)
+
+
+def products(program: Any) -> list[tuple[set[str], str]]:
+    """The dtypes of operands and result of each product of a compiled program."""
+    text = re.sub(r"/\*index=\d+\*/", "", program.as_text())
+    dtypes = dict(re.findall(r"%([\w.\-]+) = (\w+)\[", text))
+    found = []
+    for result, operands in re.findall(r" = (\w+)\[\S* (?:dot|convolution)\(([^)]*)\)", text):
+        names = re.findall(r"%([\w.\-]+)", operands)
+        found.append(({dtypes[name] for name in names}, result))
+    return found
+
+
+def test_products_and_memory(compiler: Compiler) -> None:
+    ours, want, plain = (
+        program(compiler, fun) for fun in (jaxmp.autocast(loss, "mixed_bfloat16"), by_hand, loss)
+    )
+    for each in (ours, want):
+        assert [operands for operands, _ in products(each)] == [{"bf16"}] * 11
+    assert all("f32" in {*operands, result} for operands, result in products(plain))  # control
+    # Gradients of params: two in the scan over layers, the head, and the slice before it. On GPUs
+    # the compiler makes one operation of a product and a cast behind it, also by hand.
+    wide = [[result for _, result in products(each)].count("f32") for each in (ours, want)]
+    assert wide == [4, 0] if compiler.platform == "tpu" else wide[0] >= 4
+    used, by_hand_used, plain_used = (
+        each.memory_analysis().temp_size_in_bytes for each in (ours, want, plain)
+    )
+    assert used <= 1.01 * by_hand_used
+    assert plain_used > 1.5 * by_hand_used  # positive control
