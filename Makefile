@@ -5,17 +5,20 @@ PYTHON ?= python3
 VENV ?= .venv
 RUN = $(VENV)/bin/python
 
-.PHONY: demo test check lint types bench
+.PHONY: demo test slow check lint types bench
 
 # The main job: a small language model in float32, mixed bfloat16 and mixed float16.
 demo: $(VENV)/.installed
 	$(RUN) examples/train_lm.py --out runs/demo
 
-# All tests and doctests.
+# Tests and doctests, without those that take long.
 test: $(VENV)/.installed
-	$(RUN) -m pytest
+	$(RUN) -m pytest -m "not slow"
 
-check: lint types test
+slow: $(VENV)/.installed
+	$(RUN) -m pytest -m slow
+
+check: lint types test slow
 
 lint: $(VENV)/.installed
 	$(RUN) -m ruff check

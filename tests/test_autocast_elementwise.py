@@ -11,6 +11,8 @@ import pytest
 import jaxmp
 from tests.autocast_checks import BOTH, LOW, UNIT, compiled, error
 
+pytestmark = pytest.mark.slow
+
 both = pytest.mark.parametrize("policy", BOTH)
 special = jax.scipy.special
 

@@ -12,6 +12,8 @@ from jax import lax
 import jaxmp
 from tests.autocast_checks import BF16, BOTH, W, X, check, error, rows
 
+pytestmark = pytest.mark.slow
+
 both = pytest.mark.parametrize("policy", BOTH)
 
 EINSUMS = {

@@ -13,6 +13,8 @@ import jaxmp
 from tests.autocast_checks import BF16, BOTH, W, X, check, rows, weights
 from tests.dots import count_dots
 
+pytestmark = pytest.mark.slow
+
 both = pytest.mark.parametrize("policy", BOTH)
 
 

@@ -13,14 +13,14 @@ from jaxmp import AuditReport
 from tests import rule_models
 from tests.rule_models import Flax, Kind, Stack
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("standard_promotion")]
 
 How = Literal["plain", "by hand", "autocast"]
 CASES = [
-    pytest.param("linen", "gpt", "loop", marks=pytest.mark.slow),
+    pytest.param("linen", "gpt", "loop"),
     ("linen", "gpt", "scan"),
     ("linen", "gpt", "remat"),
-    pytest.param("nnx", "gpt", "loop", marks=pytest.mark.slow),
+    pytest.param("nnx", "gpt", "loop"),
     ("nnx", "gpt", "scan"),
     ("nnx", "gpt", "remat"),
     ("linen", "gpt with Flax's attention", "loop"),

@@ -8,11 +8,14 @@ import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 from jax import lax
 
 import jaxmp
 from tests.autocast_checks import BF16, FP16, LOW, UNIT, compiled
+
+pytestmark = pytest.mark.slow
 
 SIZE = 6
 Array = Any

@@ -297,6 +297,7 @@ def test_forward_mode(case: Case, wide: str) -> None:
         assert error(t, t32) < 1e-2
 
 
+@pytest.mark.slow
 @small_cases
 @pytest.mark.parametrize("wide", ["rhs", "lhs rhs"])
 def test_second_derivatives(case: Case, wide: str) -> None:
@@ -324,6 +325,7 @@ def test_second_derivatives(case: Case, wide: str) -> None:
             assert all(a.dtype == jnp.float32 for a in got)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["matrix", "batched", "conv grouped", "ragged"])
 def test_jacobians(name: str) -> None:
     small = {
@@ -351,6 +353,7 @@ def test_jacobians(name: str) -> None:
         assert error(got, hessians[0]) < 3e-2
 
 
+@pytest.mark.slow
 @small_cases
 def test_vmap(case: Case) -> None:
     """Over either operand and both, along odd axes, inside of gradients and outside, and twice."""
