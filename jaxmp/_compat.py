@@ -120,3 +120,9 @@ def unstacked(aval: Any) -> Any:
 def is_traced(value: Any) -> bool:
     """Whether a value stands for one that is known later: under jit, grad, vmap."""
     return isinstance(value, jax.core.Tracer)
+
+
+def is_of_jax_nn(jaxpr: Any) -> bool:
+    """Whether a jitted function is one of `jax.nn`, and not one of the same name."""
+    info = open_jaxpr(jaxpr).debug_info
+    return "jax/_src/nn/functions.py" in str(getattr(info, "func_src_info", "")).replace("\\", "/")

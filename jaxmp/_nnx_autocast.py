@@ -1,5 +1,6 @@
 """`autocast` for functions of live nnx modules."""
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterable
@@ -65,7 +66,7 @@ def autocast(
         args, kwargs = nodes
         if rules is not None:
             unused_rules(nodes, rules)
-        with scoped(nodes, rules):
+        with contextlib.nullcontext() if rules is None else scoped(nodes, rules):
             out = function(*args, **kwargs)
         with nnx.split_context(_TAG) as context:
             return context.split((nodes, out))

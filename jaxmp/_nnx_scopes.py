@@ -31,22 +31,22 @@ class _Scope:
 
     Attributes:
       path: its names from the root.
-      policy: the scope that says which policy it is under, if rules do.
+      policy: the scope that says which policy it is under.
       plain: its class without scopes.
     """
 
     path: tuple[str, ...]
-    policy: str | None
+    policy: str
     plain: Any
 
 
 @contextlib.contextmanager
-def scoped(tree: Any, rules: PolicyRules | None) -> Iterator[None]:
+def scoped(tree: Any, rules: PolicyRules) -> Iterator[None]:
     """The modules of a tree run in scopes, as long as this is open.
 
     Args:
       tree: a pytree that modules are in.
-      rules: rules that give each module a policy, or None for the names alone.
+      rules: rules that give each module a policy.
 
     Raises:
       ValueError: if a module is at two places to which the rules give different policies.
@@ -77,18 +77,16 @@ def unused_rules(tree: Any, rules: PolicyRules) -> None:
     rules.warn_unused(found, strict=False, stacklevel=4)
 
 
-def _scopes(root: Any, rules: PolicyRules | None) -> list[tuple[Any, _Scope]]:
+def _scopes(root: Any, rules: PolicyRules) -> list[tuple[Any, _Scope]]:
     decisions: dict[str, Decision] = {}
     layers: set[str] = set()
     found: dict[int, tuple[Any, _Scope, str]] = {}
     for path, module, parent in walk(root):
-        policy = None
-        if rules is not None:
-            caller = None if parent is None else decisions[parent]
-            decision = decide(rules, path, module, caller, in_layer=parent in layers)
-            decisions[path] = decision
-            layers |= {path} if is_flax_layer(module) else set()
-            policy = policy_scope(decision.policy)
+        caller = None if parent is None else decisions[parent]
+        decision = decide(rules, path, module, caller, in_layer=parent in layers)
+        decisions[path] = decision
+        layers |= {path} if is_flax_layer(module) else set()
+        policy = policy_scope(decision.policy)
         scope = _Scope(tuple(path.split("/")) if path else (), policy, type(module))
         _, first, there = found.setdefault(id(module), (module, scope, path))
         if first.policy != policy:
@@ -149,8 +147,7 @@ def _in_scope(method: Callable[..., Any]) -> Callable[..., Any]:
         with contextlib.ExitStack() as scopes:
             for name in names:
                 scopes.enter_context(jax.named_scope(name))
-            if scope.policy is not None:
-                scopes.enter_context(jax.named_scope(scope.policy))
+            scopes.enter_context(jax.named_scope(scope.policy))
             token = _PATH.set(scope.path)
             try:
                 return method(self, *args, **kwargs)

@@ -102,8 +102,9 @@ _TABLE: dict[OpClass, tuple[str, ...]] = {
         "check xla_metadata_call xla_metadata_value",
         # Memory that is written in place, effects, positions.
         "get swap addupdate accum_grad_in_ref new_ref empty_ref free_ref freeze get_global box_get "
-        "box_set new_box new_log log_extend log_read create_token after_all axis_index axis_size "
-        "platform_index dce_sink",
+        "box_set get_variable set_variable new_variable host_local_array_to_global_array "
+        "global_array_to_host_local_array new_box new_log log_extend log_read create_token "
+        "after_all axis_index axis_size platform_index dce_sink",
     ),
 }
 CLASSES: dict[str, OpClass] = {
@@ -112,15 +113,15 @@ CLASSES: dict[str, OpClass] = {
 # Jitted functions of JAX, all of whose operations are in a class.
 _FUNCTIONS: dict[str, OpClass] = {
     # Their exponential is of numbers below zero.
-    "elu": OpClass.PROMOTE,
-    "selu": OpClass.PROMOTE,
-    "celu": OpClass.PROMOTE,
+    "jax.nn.elu": OpClass.PROMOTE,
+    "jax.nn.selu": OpClass.PROMOTE,
+    "jax.nn.celu": OpClass.PROMOTE,
 }
 CONTRACTIONS = frozenset(_TABLE[OpClass.LOWER][0].split())
 # What has another shape than its operands because it puts them side by side.
 ARRANGEMENTS = frozenset({"concatenate", "pad", "stack", "tie"})
 # A value that is in float32 for a moment stays there through these.
-AFFINE = frozenset({"add", "sub", "mul", "div", "neg", "square", "integer_pow", "add_any"})
+AFFINE = frozenset({"add", "sub", "mul", "div", "neg", "add_any"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +163,7 @@ def op_lists(
 
     Raises:
       TypeError: if a list is a string, or holds something that is none.
-      ValueError: if a name is in two lists.
+      ValueError: if a name is in two lists, or has no dtype to choose.
     """
     given: dict[str, OpClass] = {}
     lists = {"lower": lower, "float32": float32, "promote": promote}
@@ -179,6 +180,11 @@ def op_lists(
                 raise TypeError(
                     f"{key} must list names of primitives such as 'exp', or of jitted functions "
                     f"such as 'silu', got {name!r}"
+                )
+            if CLASSES.get(name) in (OpClass.CONTROL, OpClass.ALONE):
+                raise ValueError(
+                    f"{name!r} cannot be in {key}: autocast does not choose its dtype. "
+                    f"It is one of those of which the table says: {CLASSES[name].value}"
                 )
             if given.get(name, classes[key]) is not classes[key]:
                 raise ValueError(f"{name!r} is in two of the lists lower, float32, promote")

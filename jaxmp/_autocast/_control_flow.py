@@ -8,7 +8,7 @@ from jax import lax
 
 from jaxmp import _compat
 from jaxmp._autocast._custom_rules import custom_jvp, custom_vjp
-from jaxmp._autocast._flow import Context, Plan, plan
+from jaxmp._autocast._flow import Context, Plan, ResultsIn, plan
 from jaxmp._autocast._interpreter import run, traced
 from jaxmp._autocast._kinds import FLOAT32, Kind, State, fits, joined
 from jaxmp._autocast._program import JITS, Op, read
@@ -18,8 +18,8 @@ from jaxmp._autocast._steps import States, Step, alone, is_ours
 from jaxmp._dtypes import DType
 
 # What a scan may carry in 16 bits if its body returns it so: activations, in whatever dtype they
-# begin. Zeros are not among them: they are what sums begin with.
-_MAY_BE_LOW = frozenset({Kind.LOW, Kind.BRIEF, Kind.ROWS, Kind.SPREAD})
+# begin. Zeros are not among them, with which sums begin, nor params laid out for an ensemble.
+_MAY_BE_LOW = frozenset({Kind.LOW, Kind.BRIEF, Kind.PLACED, Kind.ROWS})
 
 
 def plan_control(op: Op, states: States, context: Context, region: Region) -> Step:
@@ -30,14 +30,15 @@ def plan_control(op: Op, states: States, context: Context, region: Region) -> St
     return alone(op, states) if planner is None else planner(op, states, context, region)
 
 
-def planned(jaxpr: Any, states: States, context: Context, op: Op) -> Plan:
+def planned(jaxpr: Any, states: States, context: Context, op: Op, *, widened: bool = False) -> Plan:
     """The plan of a program inside of an operation, made once for each way that it is called."""
     inside = context.inside(op)
     names = context.regions.deciding(inside.prefix)
-    key = ("plan", id(jaxpr), tuple(states), names, inside.functions)
+    results_in: ResultsIn = "float32" if widened else "low"
+    key = ("plan", id(jaxpr), tuple(states), names, inside.functions, results_in)
     if key not in context.memo:
         # The jaxpr is kept, so that its id is not given to another.
-        context.memo[key] = plan(read(jaxpr), states, inside), jaxpr
+        context.memo[key] = plan(read(jaxpr), states, inside, results_in=results_in), jaxpr
     found: Plan = context.memo[key][0]
     return found
 
@@ -59,9 +60,8 @@ def in_dtypes(states: States) -> list[DType | None]:
     return [state and state.dtype for state in states]
 
 
-def _jit(op: Op, states: States, context: Context) -> Step:
-    body = op.params["jaxpr"]
-    inner = planned(body, states, context, op)
+def _jit(op: Op, states: States, context: Context, *, widened: bool = False) -> Step:
+    inner = planned(op.params["jaxpr"], states, context, op, widened=widened)
     if not changes(inner):
         return _unchanged(op, states, inner)
 
@@ -69,7 +69,8 @@ def _jit(op: Op, states: States, context: Context) -> Step:
         new = _traced_once(context, inner, values)
         return _compat.bind(op.equation, values, jaxpr=new)
 
-    return Step(op, in_dtypes(states), inner.results, run=bind)
+    again = None if widened else lambda: _jit(op, states, context, widened=True)
+    return Step(op, in_dtypes(states), inner.results, run=bind, widened=again)
 
 
 def _unchanged(op: Op, states: States, inner: Plan) -> Step:
@@ -90,16 +91,19 @@ def _traced_once(context: Context, inner: Plan, values: Sequence[Any]) -> Any:
     return context.memo[key]
 
 
-def _remat(op: Op, states: States, context: Context, region: Region) -> Step:
+def _remat(
+    op: Op, states: States, context: Context, region: Region, *, widened: bool = False
+) -> Step:
     # What goes in is what a checkpoint keeps: activations in 16 bits.
     states = [state and _stored(state, region) for state in states]
-    inner = planned(op.params["jaxpr"], states, context, op)
+    inner = planned(op.params["jaxpr"], states, context, op, widened=widened)
 
     def bind(op: Op, values: list[Any]) -> list[Any]:
         new = _compat.without_consts(_traced_once(context, inner, values))
         return _compat.bind(op.equation, values, jaxpr=new)
 
-    return Step(op, in_dtypes(states), inner.results, run=bind)
+    again = None if widened else lambda: _remat(op, states, context, region, widened=True)
+    return Step(op, in_dtypes(states), inner.results, run=bind, widened=again)
 
 
 def _scan(op: Op, states: States, context: Context, region: Region) -> Step:

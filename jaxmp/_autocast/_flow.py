@@ -7,16 +7,18 @@ exponential. A program inside of an operation is planned for the dtypes that rea
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from jax.extend import core
 
 from jaxmp._autocast._kinds import FLOAT32, Kind, State
-from jaxmp._autocast._operations import RULES, adapted, convert
+from jaxmp._autocast._operations import RULES, adapted, convert, has_own_program
 from jaxmp._autocast._program import JITS, Op, Program
 from jaxmp._autocast._scopes import Regions, scopes
 from jaxmp._autocast._steps import States, Step, alone, initial, is_foreign, literal
-from jaxmp._op_lists import OpClass, OpLists
+from jaxmp._op_lists import CONTRACTIONS, OpClass, OpLists
+
+ResultsIn = Literal["low", "either", "float32"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,14 +70,21 @@ class Context:
         )
 
 
-def plan(program: Program, arguments: States, context: Context, *, widened: bool = False) -> Plan:
+def plan(
+    program: Program,
+    arguments: States,
+    context: Context,
+    *,
+    results_in: ResultsIn = "low",
+) -> Plan:
     """Decides in which dtype each operation runs.
 
     Args:
       program: the program.
       arguments: what is known of its arguments.
       context: what holds for the whole call.
-      widened: whether its results are cast to float32 in any case.
+      results_in: how its results are read: in 16 bits where they are, in either dtype, or in
+        float32 only.
 
     Returns:
       The plan.
@@ -90,13 +99,31 @@ def plan(program: Program, arguments: States, context: Context, *, widened: bool
         return literal(atom) if isinstance(atom, core.Literal) else known[atom]
 
     steps = []
+    multiplied = _multiplied(program)
     for op in program.ops:
         step = _step(op, [state_of(atom) for atom in op.inputs], context)
+        if multiplied.issuperset(op.outputs):
+            # The weights of an ensemble are laid out too, and no bias.
+            step.results = [_as_param(state) for state in step.results]
         for number, state in zip(op.outputs, step.results, strict=True):
             known[number] = state
         steps.append(step)
-    _look_ahead(program, steps, results_count=not widened)
+    _look_ahead(program, steps, results_in)
+    for step in steps:
+        for number, state in zip(step.op.outputs, step.results, strict=True):
+            known[number] = state
     return Plan(program, steps, [state_of(atom) for atom in program.outputs])
+
+
+def _multiplied(program: Program) -> set[int]:
+    """The values that products read."""
+    products = (op for op in program.ops if op.name in CONTRACTIONS)
+    return {atom for op in products for atom in op.inputs if isinstance(atom, int)}
+
+
+def _as_param(state: State | None) -> State | None:
+    spread = state is not None and state.kind is Kind.SPREAD
+    return State(Kind.PARAM, FLOAT32) if spread else state
 
 
 def _step(op: Op, states: States, context: Context) -> Step:
@@ -111,27 +138,37 @@ def _step(op: Op, states: States, context: Context) -> Step:
         return convert(op, states)
     if op_class is OpClass.CONTROL:
         return context.control(op, states, context, region)
-    if op_class in (None, OpClass.ALONE) or is_foreign(op) or not any(states):
+    if op_class in (None, OpClass.ALONE) or has_own_program(op) or is_foreign(op):
+        return alone(op, states)
+    if not any(states):
         return alone(op, states)
     return adapted(RULES[op_class](op, states, region))
 
 
-def _look_ahead(program: Program, steps: list[Step], results_count: bool) -> None:
+def _look_ahead(program: Program, steps: list[Step], results_in: ResultsIn) -> None:
     """Lets what feeds only float32 operations run in float32.
 
     A comparison takes what it is given, and a result that is cast to float32 anyway does too.
     """
-    low = {atom for atom in program.outputs if isinstance(atom, int)} if results_count else set()
-    wide: set[int] = set()
+    results = {atom for atom in program.outputs if isinstance(atom, int)}
+    low = results if results_in == "low" else set()
+    wide = results if results_in == "float32" else set()
     for step in reversed(steps):
         made = set(step.op.outputs)
-        if step.may_widen and made & wide and not made & low:
-            _widen(step)
+        if made & wide and not made & low:
+            if step.widened is not None:
+                _replace(step, step.widened())
+            elif step.may_widen:
+                _widen(step)
         if not any(step.results) and step.may_widen:
             continue
+        is_product = step.op.name in CONTRACTIONS  # which casts what it reads by itself
         for atom, want in zip(step.op.inputs, step.wants, strict=True):
             if isinstance(atom, int) and want is not None:
-                (wide if want == FLOAT32 else low).add(atom)
+                if want == FLOAT32:
+                    wide.add(atom)
+                elif not is_product:
+                    low.add(atom)
     widened = {number for step in steps if not step.may_widen for number in step.op.outputs}
     for step in steps:
         if step.may_widen and not any(step.results) and widened & _numbers(step):
@@ -142,6 +179,10 @@ def _numbers(step: Step) -> set[int]:
     """The floats that a step reads, by number."""
     inputs = zip(step.op.inputs, step.wants, strict=True)
     return {atom for atom, want in inputs if isinstance(atom, int) and want is not None}
+
+
+def _replace(step: Step, other: Step) -> None:
+    step.wants, step.results, step.run = other.wants, other.results, other.run
 
 
 def _widen(step: Step) -> None:

@@ -27,6 +27,7 @@ class Kind(enum.Enum):
     ROWS = "rows of a parameter: an embedding"
     FACTOR = "a statistic of activations, or of parameters: a mean, a norm"
     BRIEF = "an activation that is float32 for the moment, such as one being normalized"
+    PLACED = "an activation with positions or noise in it: float32 until it meets another"
     LOW = "an activation in 16 bits"
     WIDE = "float32 that has to stay float32: exponentials, logarithms, updated parameters"
 
@@ -45,7 +46,7 @@ class State(NamedTuple):
     value: float | None = None
 
 
-ACTIVATIONS = frozenset({Kind.LOW, Kind.BRIEF})
+ACTIVATIONS = frozenset({Kind.LOW, Kind.BRIEF, Kind.PLACED})
 # What a gradient may be float32 for: their 16-bit copies are made for one product only.
 SOURCES = frozenset({Kind.PARAM, Kind.SPREAD, Kind.ROWS})
 _UNTOUCHED = (Kind.ROWS, Kind.FACTOR, Kind.SPREAD, Kind.PARAM, Kind.TABLE)
@@ -65,9 +66,15 @@ def combined(kinds: Collection[Kind], *, affine: bool) -> Kind:
         if Kind.PARAM in kinds:
             # w - learning_rate * gradient: 16 bits would lose the update.
             return Kind.WIDE
-        if Kind.FACTOR in kinds or Kind.TABLE in kinds:
-            return Kind.BRIEF
-        return Kind.LOW if Kind.LOW in kinds or not affine else Kind.BRIEF
+        if Kind.TABLE in kinds:
+            return Kind.PLACED
+        if Kind.FACTOR in kinds:
+            return Kind.PLACED if Kind.PLACED in kinds else Kind.BRIEF
+        if Kind.LOW in kinds:
+            return Kind.LOW
+        if Kind.PLACED in kinds:
+            return Kind.PLACED
+        return Kind.BRIEF if affine else Kind.LOW
     if Kind.ROWS in kinds and Kind.FACTOR in kinds:
         return Kind.BRIEF  # an embedding that was normalized is an activation
     for kind in _UNTOUCHED:
@@ -113,14 +120,17 @@ def joined(states: Iterable[State]) -> State:
 
 
 def fits(value: float | None, dtype: DType) -> bool:
-    """Whether a literal survives a cast: it becomes neither infinite nor zero, nor subnormal.
+    """Whether a literal survives a cast: it becomes neither infinite nor zero, subnormal or one.
 
     >>> fits(1e-8, jnp.dtype(jnp.float16)), fits(-1e30, jnp.dtype(jnp.bfloat16))
     (False, True)
     """
     if value is None or value == 0 or not np.isfinite(value):
         return True
-    return float(jnp.finfo(dtype).tiny) <= abs(value) and not overflows(value, dtype)
+    if abs(value) < float(jnp.finfo(dtype).tiny) or overflows(value, dtype):
+        return False
+    # 1 - 1e-6 is a bound that keeps a logarithm finite, and 0.9999 a decay: neither is 1.
+    return abs(value) == 1 or abs(float(np.asarray(value).astype(dtype))) != 1
 
 
 def overflows(value: float | None, dtype: DType) -> bool:

@@ -83,6 +83,10 @@ def promote(op: Op, states: States, region: Region) -> Step:
     kinds = kinds_of(states)
     if _is_reciprocal(op, states):
         return _float32(op, states, region)
+    if Kind.SPREAD in kinds and op.name in ("add", "sub") and _is_float16(states, region):
+        # It may be a mask of -1e9, which float16 cannot hold.
+        kind = combined({*kinds, Kind.FACTOR}, affine=True)
+        return Step(op, wanting(states, FLOAT32), results(op, kind))
     if not any(map(is_ours, op.out_avals)):
         soft = {Kind.LOW, Kind.LITERAL, Kind.SPREAD}
         kind = Kind.LOW if Kind.LOW in kinds and kinds <= soft else Kind.BRIEF
@@ -91,6 +95,11 @@ def promote(op: Op, states: States, region: Region) -> Step:
     step = _in_kind(op, states, kind, region)
     step.lays_out = tuple(state is not None and state.kind is Kind.SPREAD for state in states)
     return step
+
+
+def _is_float16(states: States, region: Region) -> bool:
+    low = [state.dtype for state in states if state and state.kind is Kind.LOW]
+    return jnp.float16 in (low or [region.low])
 
 
 def _is_reciprocal(op: Op, states: States) -> bool:
@@ -133,9 +142,9 @@ def _move(op: Op, states: States, region: Region) -> Step:
 def _moved(op: Op, state: State) -> State:
     if op.name == "gather" and state.kind is Kind.PARAM:
         return State(Kind.ROWS, state.dtype)
-    if op.name in ("broadcast_in_dim", "reshape", "expand_dims"):
+    if op.name in ("broadcast_in_dim", "reshape", "expand_dims", "tile"):
         before, after = op.in_avals[0].shape, op.out_avals[0].shape
-        grows = op.name == "broadcast_in_dim" and before != after
+        grows = op.name in ("broadcast_in_dim", "tile") and before != after
         if grows or len(after) > len(before):
             return state._replace(kind=spread(state.kind))
     return state
@@ -165,6 +174,12 @@ def _update(op: Op, states: States, region: Region) -> Step:
         kind = Kind.BRIEF if kind is Kind.LOW else kind
         step = Step(op, wanting(states, FLOAT32), results(op, kind))
     return step
+
+
+def has_own_program(op: Op) -> bool:
+    """Whether this is `x.at[i].apply(f)`, a scatter with a function of its own."""
+    program = op.params.get("update_jaxpr") if op.name == "scatter" else None
+    return program is not None and bool(program.eqns)
 
 
 def adapted(step: Step) -> Step:
@@ -199,8 +214,7 @@ def product(op: Op, states: States, region: Region) -> Step:
         return alone(op, states)
     if {state.kind for state in operands} <= {Kind.TABLE, Kind.LITERAL}:
         return alone(op, states)  # positions times frequencies
-    if op.name == "dot_general" and not any(params["dimension_numbers"][0]):
-        # An outer product adds nothing up.
+    if op.name == "dot_general" and _adds_nothing_up(op):
         step = _in_kind(op, states, combined(kinds_of(states), affine=True), region)
         result = step.results[0]
         if asked is not None and result is not None:
@@ -221,6 +235,12 @@ def product(op: Op, states: States, region: Region) -> Step:
         params={"preferred_element_type": region.low},
         sources=sources,
     )
+
+
+def _adds_nothing_up(op: Op) -> bool:
+    """Whether a product is an outer one: positions times frequencies, for one."""
+    (contracted, _), _ = op.params["dimension_numbers"]
+    return all(op.in_avals[0].shape[i] == 1 for i in contracted)
 
 
 def asks_for_precision(precision: Any) -> bool:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from jax.extend import core
 
-from jaxmp._compat import consts_of, is_plain_jit, open_jaxpr
+from jaxmp._compat import consts_of, is_of_jax_nn, is_plain_jit, open_jaxpr
 from jaxmp._op_lists import CLASSES, OpClass
 
 # Names that JAX's jit had: `pjit` until 0.7.
@@ -114,7 +114,9 @@ class _Reader:
             inputs = tuple(self.atom(atom, env) for atom in equation.invars)
             if _is_helper(equation):
                 body, name = equation.params["jaxpr"], equation.params["name"]
-                call = Op(equation, inputs, (), stack, traceback, (*functions, name))
+                of_jax = (f"jax.nn.{name}",) if is_of_jax_nn(body) else ()
+                names = (*functions, name, *of_jax)
+                call = Op(equation, inputs, (), stack, traceback, names)
                 inner: dict[Any, Any] = dict(zip(open_jaxpr(body).invars, inputs, strict=True))
                 self.consts += self.constants(body, inner)
                 self.read(open_jaxpr(body), inner, call)

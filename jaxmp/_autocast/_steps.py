@@ -25,6 +25,8 @@ class Step:
       results: what is known of its results; None of those that are no floats of ours.
       params: what changes in the params of its equation.
       may_widen: whether it could run in float32 as well, to feed what does.
+      widened: makes the step for an operation with programs inside of it, whose results are wanted
+        in float32 only.
       run: what runs it, in place of its own primitive; `run(op, values)`.
       sources: for a product, which operands are roundings of a float32 source.
       lays_out: which inputs are laid out in the shape of the result before they are cast, so that
@@ -37,6 +39,7 @@ class Step:
     params: dict[str, Any] = dataclasses.field(default_factory=dict)
     may_widen: bool = False
     run: Callable[..., list[Any]] | None = None
+    widened: "Callable[[], Step] | None" = None
     sources: tuple[bool, ...] = ()
     lays_out: tuple[bool, ...] = ()
 
@@ -90,7 +93,8 @@ def wanting(states: States, dtype: DType) -> list[DType | None]:
 def alone(op: Op, states: States, exact: Kind = Kind.WIDE) -> Step:
     """An operation that runs as it was traced."""
     kinds = kinds_of(states)
-    kind = Kind.TABLE if kinds <= {Kind.LITERAL, Kind.TABLE} else exact
+    unknown = is_foreign(op) or op.name.endswith("_callback")
+    kind = Kind.TABLE if kinds <= {Kind.LITERAL, Kind.TABLE} and not unknown else exact
     wants = [
         None if state is None else aval.dtype
         for state, aval in zip(states, op.in_avals, strict=True)

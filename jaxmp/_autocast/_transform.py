@@ -14,7 +14,7 @@ from jax import lax
 
 from jaxmp import _compat
 from jaxmp._autocast._control_flow import plan_control
-from jaxmp._autocast._flow import Context, plan
+from jaxmp._autocast._flow import Context, ResultsIn, plan
 from jaxmp._autocast._interpreter import run
 from jaxmp._autocast._program import read
 from jaxmp._autocast._scopes import DONE, EXACT, Regions, region_of
@@ -83,7 +83,7 @@ def autocast(
         _check_policy(policy),
         op_lists(lower, float32, promote),
         _check_output(output),
-        bool(enter_custom_vjp),
+        _check_flag(enter_custom_vjp),
     )
     if not callable(fun):
         raise TypeError(f"autocast takes a function, got {type(fun).__name__}")
@@ -192,22 +192,22 @@ def _wrapped(fun: Callable[..., Any], settings: _Settings) -> Callable[..., Any]
 
     rewritten.__name__ = rewritten.__qualname__ = getattr(fun, "__name__", "autocast")
     compiled = jax.jit(rewritten, static_argnums=(0, 2))
-    captures: set[_Static] = set()
+    captures = False
 
     @functools.wraps(fun, updated=())
     def autocast_fun(*args: Any, **kwargs: Any) -> Any:
+        nonlocal captures
         _check_no_linen_state(fun)
         static, arrays = _split((args, kwargs))
-        hashable = _is_hashable(static)
         # Within another trace a program of its own would only have to be taken apart again.
         inline = any(map(_compat.is_traced, arrays))
         out = None
         with jax.named_scope(DONE):
-            if hashable and not inline and static not in captures:
+            if not (captures or inline) and _is_hashable(static):
                 try:
                     out = compiled(static, arrays, False)
                 except _Captured:
-                    captures.add(static)
+                    captures = True
             if out is None:
                 out = rewritten(static, arrays, True)
         return _joined(out.static, out.arrays)
@@ -278,7 +278,8 @@ def _rewritten(closed: Any, arrays: list[Any], settings: _Settings) -> list[Any]
     regions = Regions(settings.policy)
     context = Context(regions, settings.lists, settings.enter_custom_vjp, plan_control)
     arguments = [initial(program.avals[i]) for i in program.inputs]
-    planned = plan(program, arguments, context, widened=settings.output != "computed")
+    results_in: ResultsIn = "low" if settings.output == "computed" else "either"
+    planned = plan(program, arguments, context, results_in=results_in)
     for name in settings.lists.unused(context.seen):
         warnings.warn(
             f"{name!r} is in a list of operations, but is neither a primitive nor a jitted "
@@ -337,6 +338,12 @@ def _check_compute(policy: Policy) -> None:
         raise ValueError(
             f"autocast computes in bfloat16 or float16, got a policy that computes in {dtype.name}"
         )
+
+
+def _check_flag(value: bool) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"enter_custom_vjp must be True or False, got {value!r}")
+    return value
 
 
 def _check_output(output: str) -> Output:

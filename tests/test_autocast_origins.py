@@ -1,0 +1,131 @@
+"""Where a value comes from decides its dtype: positions, masks, ensembles, checkpointed parts."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxmp
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+BF16, F16 = "mixed_bfloat16", "mixed_float16"
+W = jnp.asarray(np.random.default_rng(0).standard_normal((16, 16)), jnp.float32)
+X = jnp.asarray(np.random.default_rng(1).standard_normal((8, 16)), jnp.float32)
+EYE = np.eye(16, dtype=np.float32)
+
+
+@pytest.mark.parametrize("function", [jnp.floor, jnp.ceil, jnp.round, jnp.sin])
+def test_coordinates_stay_exact(function: Any) -> None:
+    def f(x: Any, w: Any) -> Any:
+        return function(300.25 + jnp.arange(16.0)[None] + 0.001 * (x @ w))
+
+    def by_hand(x: Any, w: Any) -> Any:
+        low = (x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)) * 0.001
+        return function((300.25 + jnp.arange(16.0)[None]).astype(jnp.bfloat16) + low)
+
+    want = f(X, W)
+    np.testing.assert_allclose(jaxmp.autocast(f, BF16)(X, W), want, atol=1e-4)
+    off = np.abs(by_hand(X, W).astype(jnp.float32) - want)
+    assert off.max() > 0.2  # positive control
+
+
+@pytest.mark.parametrize("way", ["matmul", "einsum"])
+def test_phases_of_rotary_embeddings(way: str) -> None:
+    rates = 1 / 10000 ** (np.arange(0, 16, 2, dtype=np.float32) / 16)
+
+    def f(q: Any, rates: Any) -> Any:
+        positions = jnp.arange(4096.0)
+        if way == "matmul":
+            phases = positions[:, None] @ rates[None]
+        else:
+            phases = jnp.einsum("i,j->ij", positions, rates)
+        return (q @ jnp.eye(8)) * jnp.cos(phases)
+
+    q = np.ones((4096, 8), np.float32)
+    np.testing.assert_allclose(jaxmp.autocast(f, BF16)(q, rates), f(q, rates), atol=0.01)
+
+
+def test_a_function_applied_at_places() -> None:
+    def f(x: Any) -> Any:
+        return (x @ EYE).at[:, jnp.array([1, 2])].apply(lambda v: 10 * v)
+
+    np.testing.assert_allclose(jaxmp.autocast(f, BF16)(X), f(X), rtol=0.01)
+
+
+@pytest.mark.parametrize("loop", ["scan", "python"])
+def test_the_weights_of_an_ensemble_are_updated_in_float32(loop: str) -> None:
+    def train(w: Any) -> Any:
+        def step(ws: Any, _: Any = None) -> tuple[Any, None]:
+            gradient = jnp.einsum("bi,ebj->eij", X, jnp.einsum("bi,eij->ebj", X, ws))
+            return ws - 1e-5 * gradient, None
+
+        ws = jnp.broadcast_to(w, (4, *w.shape))
+        if loop == "scan":
+            return lax.scan(step, ws, None, length=20)[0]
+        for _ in range(20):
+            ws, _ = step(ws)
+        return ws
+
+    moved = np.abs(train(W) - W).mean()
+    np.testing.assert_allclose(np.abs(jaxmp.autocast(train, BF16)(W) - W).mean(), moved, rtol=0.02)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint, jax.jit], ids=["", "remat", "jit"])
+def test_what_is_around_a_part_changes_nothing(wrap: Any) -> None:
+    x = np.linspace(-9, 9, 16, dtype=np.float32)[None]
+
+    def f(x: Any, w: Any) -> Any:
+        p = wrap(lambda x, w: jax.nn.sigmoid(x @ w))(x, w)
+        return -jnp.log(1 - p).mean()
+
+    np.testing.assert_allclose(jaxmp.autocast(f, BF16)(x, EYE), f(x, EYE), rtol=0.01)
+    assert jnp.isinf(-jnp.log(1 - jax.nn.sigmoid(jnp.bfloat16(9)))).all()  # positive control
+
+
+@pytest.mark.parametrize("also_multiplied", [False, True])
+def test_a_bound_below_one(also_multiplied: bool) -> None:
+    x = np.linspace(-9, 9, 16, dtype=np.float32)[None]
+
+    def f(x: Any, w: Any) -> Any:
+        p = jnp.clip(jax.nn.sigmoid(20 * (x @ w)), 1e-6, 1 - 1e-6)
+        return -jnp.log(1 - p).mean() + (0 * (p @ w).sum() if also_multiplied else 0)
+
+    np.testing.assert_allclose(jaxmp.autocast(f, BF16)(x, EYE), f(x, EYE), rtol=0.01)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint, jax.jit], ids=["", "remat", "jit"])
+def test_a_mask_that_is_an_argument(wrap: Any) -> None:
+    def f(q: Any, v: Any, mask: Any) -> Any:
+        scores = wrap(lambda q, mask: q @ q.T + mask)(q, mask)
+        return jax.nn.softmax(scores) @ v
+
+    mask = np.full(8, -1e9, np.float32)
+    np.testing.assert_allclose(jaxmp.autocast(f, F16)(X, X, mask), f(X, X, mask), atol=0.02)
+    with np.errstate(over="ignore"):
+        assert np.isinf(mask.astype(np.float16)).all()  # positive control
+
+
+def test_functions_named_like_those_of_jax() -> None:
+    @jax.jit
+    def elu(x: Any) -> Any:
+        return jnp.log1p(jnp.exp(x))
+
+    x = np.full((2, 16), 12.0, np.float32)
+    np.testing.assert_allclose(jaxmp.autocast(lambda x: elu(x @ EYE), F16)(x), elu(x), rtol=1e-3)
+
+    def computed(x: Any) -> Any:
+        return jaxmp.autocast(lambda x: jax.nn.elu(x @ EYE), F16, output="computed")(x)
+
+    assert computed(x).dtype == jnp.float16
+
+
+def test_products_with_what_came_from_a_transform_are_low() -> None:
+    def f(x: Any, w: Any) -> Any:
+        y = jnp.fft.fft(x @ w).real
+        return y @ w
+
+    jaxmp.audit(jaxmp.autocast(f, BF16), X, W).check(products="bfloat16")
