@@ -380,4 +380,4 @@ def test_with_jit_disabled(differentiated: bool) -> None:
 
     with jax.disable_jit():
         got = both_ways(jaxmp.autocast(f, BF16))(X, W)
-    assert error(got, both_ways(jaxmp.autocast(f, BF16))(X, W)) < 1e-6
+    assert error(got, both_ways(jaxmp.autocast(f, BF16))(X, W)) < UNIT[BF16]

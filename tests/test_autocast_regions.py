@@ -324,9 +324,7 @@ def test_lists_by_the_name_of_a_jitted_function() -> None:
     assert count_dots(fast, X, W) == {"bfloat16": 1, "float32": 1}
 
 
-@pytest.mark.parametrize(
-    "name", ["scatter-add", "reduce_sum", "sort", "cumsum", "while", "select_n"]
-)
+@pytest.mark.parametrize("name", ["scatter-add", "reduce_sum", "sort", "cumsum", "select_n"])
 @pytest.mark.parametrize("option", ["lower", "float32", "promote"])
 def test_lists_of_all_kinds_of_operations(option: str, name: str) -> None:
     def f(x: Any, w: Any) -> Any:

@@ -111,9 +111,13 @@ def test_the_innermost_name_decides() -> None:
     assert lists.of("sin", ["inner", "outer"]) is OpClass.LOWER
     assert lists.of("exp", ["outer", "inner"]) is OpClass.PROMOTE
     assert lists.of("sin") is CLASSES["sin"]
-    # What contains programs has no class to change.
-    assert op_lists(lower=["scan"]).of("scan") is OpClass.CONTROL
     assert lists.of("unheard_of") is None
+
+
+@pytest.mark.parametrize("name", ["scan", "cholesky", "pallas_call"])
+def test_what_has_no_dtype_to_choose(name: str) -> None:
+    with pytest.raises(ValueError, match=f"'{name}' cannot be in lower: autocast does not choose"):
+        op_lists(lower=[name])
 
 
 def dtypes(fun: Callable[..., Any], primitive: str, policy: str = BF16, **lists: Any) -> list[str]:

@@ -39,11 +39,13 @@ class State(NamedTuple):
       kind: where it comes from.
       dtype: the dtype that it has in the new program.
       value: the number, for a literal.
+      projected: whether it is a product with a parameter: what is added to it is a bias.
     """
 
     kind: Kind
     dtype: DType
     value: float | None = None
+    projected: bool = False
 
 
 ACTIVATIONS = frozenset({Kind.LOW, Kind.BRIEF, Kind.PLACED})

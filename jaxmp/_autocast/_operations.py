@@ -9,6 +9,7 @@ from jax import lax
 
 from jaxmp import _compat
 from jaxmp._autocast._kinds import (
+    ACTIVATIONS,
     FLOAT32,
     SOURCES,
     Kind,
@@ -83,8 +84,7 @@ def promote(op: Op, states: States, region: Region) -> Step:
     kinds = kinds_of(states)
     if _is_reciprocal(op, states):
         return _float32(op, states, region)
-    if Kind.SPREAD in kinds and op.name in ("add", "sub") and _is_float16(states, region):
-        # It may be a mask of -1e9, which float16 cannot hold.
+    if Kind.SPREAD in kinds and op.name in ("add", "sub") and _may_be_masked(states, region):
         kind = combined({*kinds, Kind.FACTOR}, affine=True)
         return Step(op, wanting(states, FLOAT32), results(op, kind))
     if not any(map(is_ours, op.out_avals)):
@@ -97,9 +97,11 @@ def promote(op: Op, states: States, region: Region) -> Step:
     return step
 
 
-def _is_float16(states: States, region: Region) -> bool:
-    low = [state.dtype for state in states if state and state.kind is Kind.LOW]
-    return jnp.float16 in (low or [region.low])
+def _may_be_masked(states: States, region: Region) -> bool:
+    """Whether what is added may be a mask of -1e9, which float16 cannot hold, and no bias."""
+    low = [state for state in states if state and state.kind is Kind.LOW]
+    is_float16 = jnp.float16 in ([state.dtype for state in low] or [region.low])
+    return is_float16 and not any(state.projected for state in low)
 
 
 def _is_reciprocal(op: Op, states: States) -> bool:
@@ -214,7 +216,7 @@ def product(op: Op, states: States, region: Region) -> Step:
         return alone(op, states)
     if {state.kind for state in operands} <= {Kind.TABLE, Kind.LITERAL}:
         return alone(op, states)  # positions times frequencies
-    if op.name == "dot_general" and _adds_nothing_up(op):
+    if op.name == "dot_general" and _adds_nothing_up(op, kinds_of(operands)):
         step = _in_kind(op, states, combined(kinds_of(states), affine=True), region)
         result = step.results[0]
         if asked is not None and result is not None:
@@ -228,19 +230,22 @@ def product(op: Op, states: States, region: Region) -> Step:
         region.float32_gradients and state.kind in SOURCES and state.dtype == FLOAT32
         for state in operands
     )
+    projected = any(state.kind in SOURCES for state in operands)
     return Step(
         op,
         wants,
-        results(op, Kind.LOW, region.low),
+        [State(Kind.LOW, region.low, projected=projected)],
         params={"preferred_element_type": region.low},
         sources=sources,
     )
 
 
-def _adds_nothing_up(op: Op) -> bool:
-    """Whether a product is an outer one: positions times frequencies, for one."""
+def _adds_nothing_up(op: Op, kinds: set[Kind]) -> bool:
+    """Whether a product is an outer one, also if written as one: positions times frequencies."""
     (contracted, _), _ = op.params["dimension_numbers"]
-    return all(op.in_avals[0].shape[i] == 1 for i in contracted)
+    if Kind.TABLE in kinds and not ACTIVATIONS & kinds:
+        return all(op.in_avals[0].shape[i] == 1 for i in contracted)
+    return not contracted
 
 
 def asks_for_precision(precision: Any) -> bool:
