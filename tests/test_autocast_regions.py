@@ -362,3 +362,18 @@ def test_each_weight_is_cast_once() -> None:
     made = {id(e.outvars[0]): e for e in casts}
     assert not any(id(e.invars[0]) in made for e in casts)
     assert weights(2, 2).shape == (2, 2)
+
+
+def test_a_rule_holds_in_the_pass_that_a_checkpoint_repeats() -> None:
+    def loss(w: Any, x: Any) -> Any:
+        def block(x: Any, w: Any) -> Any:
+            with jax.named_scope("block"), jax.named_scope("query"):
+                return jnp.tanh(x @ w)
+
+        return jax.checkpoint(block)(x, w).sum()
+
+    rules = jaxmp.PolicyRules({"block/query": "float32"}, default=BF16)
+    report = jaxmp.audit(jaxmp.autocast(jax.grad(loss), rules), W, X)
+    found = {(row.direction, row.path, row.operands) for row in report.product_lines}
+    wide = ("float32", "float32")
+    assert found == {(way, "block/query", wide) for way in ("forward", "recomputed", "backward")}

@@ -3,11 +3,11 @@
 import functools
 import importlib.util
 import os
-import re
 import sysconfig
 from typing import Any
 
 from jaxmp._audit._walk import Site
+from jaxmp._name_stacks import names_in
 
 # Lines in these say nothing to a user: the line that called them does. JAX can leave out such
 # files by itself, but what is registered there holds for the whole process, error messages too.
@@ -16,10 +16,6 @@ _LIBRARIES = (
     *("jaxtyping", "beartype"),
 )
 UNKNOWN = "(unknown)"
-_WRAPPER = re.compile(r"[A-Za-z_]+\(")
-_CALL = re.compile(r"p?jit\([^()]*\)")
-# What JAX calls the programs that it makes of a module, rather than the module.
-_NO_MODULE = ("", "rematted_computation", "checkpoint")
 
 
 class Lines:
@@ -110,25 +106,14 @@ def scopes_of(site: Site) -> str:
     return "/".join(scope for scope in reversed(scopes) if scope)
 
 
-@functools.lru_cache(maxsize=65536)
 def module_path(scopes: str) -> str:
     """The path of the module, without what JAX's transformations put around it.
 
     >>> module_path("transpose(jvp(LM))/jvp(LM)/rematted_computation/Block_0/q")
     'LM/Block_0/q'
     """
-    names: list[str] = []
-    for scope in _CALL.sub("", scopes).replace("while/body", "").split("/"):
-        name = _WRAPPER.sub("", scope)
-        is_wrapped = name != scope
-        if is_wrapped:
-            name = name.rstrip(")")
-        if name in _NO_MODULE or (is_wrapped and names[-1:] == [name]):
-            continue
-        if name.startswith("jaxmp."):  # the marks that autocast and full_precision leave
-            continue
-        names.append(name)
-    return "/".join(names)
+    # Without the marks that autocast and full_precision leave.
+    return "/".join(name for name in names_in(scopes) if not name.startswith("jaxmp."))
 
 
 def direction(scopes: str) -> str:

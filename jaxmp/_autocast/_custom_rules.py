@@ -105,7 +105,7 @@ def _entered(op: Op, states: States, context: Context) -> Step:
     inside = context.inside(op)
     floats = _differentiable(op)
     primal = plan(read(op.params["call_jaxpr"]), states, inside)
-    backward: list[tuple[Plan, Any]] = []
+    backward: list[Plan] = []
 
     def original(*args: Any) -> list[Any]:
         return _compat.bind(op.equation, args)
@@ -142,12 +142,11 @@ def _entered(op: Op, states: States, context: Context) -> Step:
             return list(pull(list(flat[len(residual_avals) :])))
 
         back = _compat.trace(pulled, [*residual_avals, *op.out_avals])
-        backward[:] = [(plan(read(back), [*residual_states, *primal.results], inside), back)]
+        backward[:] = [plan(read(back), [*residual_states, *primal.results], inside)]
         return out, made[count:]
 
     def back(residuals: list[Any], cotangents: list[Any]) -> tuple[Any, ...]:
-        planned, _ = backward[0]
-        made = iter(run(planned, [*residuals, *cotangents]))
+        made = iter(run(backward[0], [*residuals, *cotangents]))
         given: list[Any] = [None] * len(avals)
         for i in floats:
             state = states[i]

@@ -1,12 +1,12 @@
 """Which policy holds where: by the scopes that an operation was traced in."""
 
 import functools
-import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jaxmp._autocast._kinds import FLOAT32, Kind
 from jaxmp._dtypes import DType
+from jaxmp._name_stacks import names_in
 from jaxmp._policy import Policy, get_policy, short_name
 from jaxmp._rules import PolicyRules
 
@@ -15,8 +15,6 @@ EXACT = "jaxmp.full_precision"
 DONE = "jaxmp.autocast"
 # What follows in the scope is the policy that holds in it.
 POLICY = "jaxmp.policy:"
-_WRAPPED = re.compile(r"(\w+)\((.*)\)")
-_JITS = ("jit", "pjit")
 
 
 class Region(NamedTuple):
@@ -54,13 +52,7 @@ def scopes(stack: Any) -> tuple[str, ...]:
     >>> scopes("transpose(jvp(LM))/Block_0/jvp()/q")
     ('LM', 'Block_0', 'q')
     """
-    names = []
-    for name in str(stack).split("/"):
-        while (wrapped := _WRAPPED.fullmatch(name)) and wrapped[1] not in _JITS:
-            name = wrapped[2]
-        if name and not name.endswith(")"):
-            names.append(name)
-    return tuple(names)
+    return names_in(str(stack))
 
 
 def policy_scope(policy: Policy | None) -> str:
