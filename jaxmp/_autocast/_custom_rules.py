@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 
 from jaxmp import _compat
-from jaxmp._autocast._flow import Context, Plan, plan
+from jaxmp._autocast._flow import Context, Plan, ResultsIn, plan
 from jaxmp._autocast._interpreter import run
 from jaxmp._autocast._kinds import ACTIVATIONS, Kind, State
 from jaxmp._autocast._program import Op, read
@@ -16,11 +16,14 @@ from jaxmp._autocast._scopes import Region
 from jaxmp._autocast._steps import States, Step, alone, kinds_of
 
 
-def custom_jvp(op: Op, states: States, context: Context, region: Region) -> Step:
+def custom_jvp(
+    op: Op, states: States, context: Context, region: Region, *, widened: bool = False
+) -> Step:
     """Both the function and its derivative are rewritten: `relu` is 16-bit for 16-bit operands."""
     body = op.params["call_jaxpr"]
     inside = context.inside(op)
-    inner = plan(read(body), states, inside)
+    results_in: ResultsIn = "float32" if widened else "low"
+    inner = plan(read(body), states, inside, results_in=results_in)
     wants = [state and state.dtype for state in states]
 
     @jax.custom_jvp
@@ -31,7 +34,10 @@ def custom_jvp(op: Op, states: States, context: Context, region: Region) -> Step
     def rule(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
         floats = _differentiable(op)
         derivative = plan(
-            read(_jvp_jaxpr(op, floats)), [*states, *(states[i] for i in floats)], inside
+            read(_jvp_jaxpr(op, floats)),
+            [*states, *(states[i] for i in floats)],
+            inside,
+            results_in=results_in,
         )
         made = run(derivative, [*primals, *(tangents[i] for i in floats)])
         count = len(inner.results)
@@ -46,7 +52,13 @@ def custom_jvp(op: Op, states: States, context: Context, region: Region) -> Step
     def bind(op: Op, values: list[Any]) -> list[Any]:
         return list(call(*values))
 
-    return Step(op, wants, inner.results, run=bind)
+    again = None
+    if not widened and Kind.LOW not in kinds_of(states):
+        # A norm, a relu and a mean: float32 all along.
+        def again() -> Step:
+            return custom_jvp(op, states, context, region, widened=True)
+
+    return Step(op, wants, inner.results, run=bind, widened=again)
 
 
 def has_tangent(value: Any) -> bool:

@@ -32,6 +32,18 @@ class Kind(enum.Enum):
     WIDE = "float32 that has to stay float32: exponentials, logarithms, updated parameters"
 
 
+class Stored(enum.IntEnum):
+    """What becomes of an activation in 16 bits that only float32 operations read.
+
+    What a product gives is stored, and compilers scale, shift and mask it on the way. In float32
+    it would be twice as large. The steps of a loss and of a norm are not stored.
+    """
+
+    EITHER = 0  # computed in float32: a square before a sum, a difference before an exponential
+    SCALED = 1  # so too, unless it is added to another: the stream of a network stays in 16 bits
+    AS_LOW = 2  # kept in 16 bits
+
+
 class State(NamedTuple):
     """What is known about a value.
 
@@ -40,12 +52,14 @@ class State(NamedTuple):
       dtype: the dtype that it has in the new program.
       value: the number, for a literal.
       projected: whether it is a product with a parameter: what is added to it is a bias.
+      stored: what becomes of an activation in 16 bits that only float32 operations read.
     """
 
     kind: Kind
     dtype: DType
     value: float | None = None
     projected: bool = False
+    stored: Stored = Stored.AS_LOW
 
 
 ACTIVATIONS = frozenset({Kind.LOW, Kind.BRIEF, Kind.PLACED})

@@ -1,5 +1,6 @@
 """The rules: what each class of operations does with operands of each kind."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from jaxmp._autocast._kinds import (
     SOURCES,
     Kind,
     State,
+    Stored,
     combined,
     fits,
     in_float32,
@@ -23,7 +25,17 @@ from jaxmp._autocast._kinds import (
 )
 from jaxmp._autocast._program import Op
 from jaxmp._autocast._scopes import Region
-from jaxmp._autocast._steps import HALVES, States, Step, alone, is_ours, kinds_of, results, wanting
+from jaxmp._autocast._steps import (
+    HALVES,
+    States,
+    Step,
+    alone,
+    is_ours,
+    kinds_of,
+    results,
+    results_of,
+    wanting,
+)
 from jaxmp._op_lists import AFFINE, ARRANGEMENTS, CONTRACTIONS, OpClass
 
 
@@ -128,7 +140,36 @@ def _in_kind(op: Op, states: States, kind: Kind, region: Region) -> Step:
     dtype = low.pop() if low else region.low
     if not all(fits(state.value, dtype) for state in states if state):
         return Step(op, wanting(states, FLOAT32), results(op, Kind.WIDE))
-    return Step(op, wanting(states, dtype), results(op, Kind.LOW, dtype), may_widen=True)
+    stored, projected = _stored(op, states)
+    made = State(Kind.LOW, dtype, projected=projected, stored=stored)
+    may_widen = stored is not Stored.AS_LOW
+    return Step(op, wanting(states, dtype), results_of(op, made), may_widen=may_widen)
+
+
+# These leave a relative error as it is, which squares do not.
+_LINEAR = frozenset({"abs", "clamp", "max", "min", "neg", "sub", *ARRANGEMENTS})
+# So do these, which is how scores are scaled and masked before a softmax.
+_OF_SCORES = frozenset({"add", "div", "mul", "select_n"})
+
+
+def _stored(op: Op, states: States) -> tuple[Stored, bool]:
+    """How the result of an operation in 16 bits is stored, and whether it is a projection still."""
+    activations = [state for state in states if state and state.kind in ACTIVATIONS]
+    kept = {state.stored for state in activations}
+    if len(activations) > 1 and op.name in ("add", "add_any"):
+        stream = Stored.AS_LOW in kept or Stored.EITHER not in kept
+        return Stored.AS_LOW if stream else Stored.EITHER, False
+    if not activations or Stored.EITHER in kept:
+        return Stored.EITHER, False
+    if len(activations) > 1:
+        scaled = op.name in _LINEAR or op.name == "select_n"
+        return Stored.SCALED if scaled else Stored.EITHER, False
+    if op.name not in _LINEAR | _OF_SCORES:
+        return Stored.EITHER, False
+    state = activations[0]
+    bias = op.name == "add" and Kind.SPREAD in kinds_of(states) and state.dtype != jnp.float16
+    stays = bias or (op.name in _OF_SCORES and not state.projected)
+    return state.stored if stays else Stored.SCALED, state.projected
 
 
 def _move(op: Op, states: States, region: Region) -> Step:
@@ -137,15 +178,19 @@ def _move(op: Op, states: States, region: Region) -> Step:
     pairs = floats if len(floats) == len(made) else floats[:1] * len(made)
     moved = iter([_moved(op, state) for state in pairs])
     found = [next(moved) if is_ours(aval) else None for aval in op.out_avals]
-    low = all(state.kind is Kind.LOW for state in floats)
-    return Step(op, [state and state.dtype for state in states], found, may_widen=low)
+    may_widen = all(state.kind is Kind.LOW for state in floats) and not any(
+        state is not None and state.stored is Stored.AS_LOW for state in found
+    )
+    return Step(op, [state and state.dtype for state in states], found, may_widen=may_widen)
 
 
 def _moved(op: Op, state: State) -> State:
     if op.name == "gather" and state.kind is Kind.PARAM:
         return State(Kind.ROWS, state.dtype)
+    before, after = op.in_avals[0].shape, op.out_avals[0].shape
+    if state.kind is Kind.LOW and (state.projected or math.prod(after) != math.prod(before)):
+        state = state._replace(stored=min(state.stored, Stored.SCALED))
     if op.name in ("broadcast_in_dim", "reshape", "expand_dims", "tile"):
-        before, after = op.in_avals[0].shape, op.out_avals[0].shape
         grows = op.name in ("broadcast_in_dim", "tile") and before != after
         if grows or len(after) > len(before):
             return state._replace(kind=spread(state.kind))

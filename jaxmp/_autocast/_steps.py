@@ -82,7 +82,10 @@ def kinds_of(states: States) -> set[Kind]:
 
 def results(op: Op, kind: Kind, dtype: DType = FLOAT32) -> list[State | None]:
     """The same state for every float that an operation makes."""
-    state = State(kind, dtype)
+    return results_of(op, State(kind, dtype))
+
+
+def results_of(op: Op, state: State) -> list[State | None]:
     return [state if is_ours(aval) else None for aval in op.out_avals]
 
 

@@ -1,0 +1,127 @@
+"""What only float32 operations read: 16 bits where it is stored, float32 where it is computed."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxmp
+from tests.autocast_checks import BF16, BOTH, LOW, W, X, check, rows, weights
+from tests.dots import equations
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+both = pytest.mark.parametrize("policy", BOTH)
+EYE = jnp.eye(16)
+
+
+def made_by(fun: Any, name: str, *args: Any, policy: str = BF16) -> list[str]:
+    """The dtypes of what an operation makes, wherever it is in a program under autocast."""
+    closed = jax.make_jaxpr(jaxmp.autocast(fun, policy))(*args)
+    return [
+        str(eqn.outvars[0].aval.dtype) for eqn in equations(closed) if eqn.primitive.name == name
+    ]
+
+
+@both
+def test_scores_are_stored_in_16_bits(policy: str) -> None:
+    """Otherwise GPUs and TPUs store scores of twice the size: they scale while they multiply."""
+
+    def attention(x: Any, w: Any) -> Any:
+        q, k = x @ w, x @ w.T
+        scores = (q @ k.T) * 0.25
+        scores = jnp.where(jnp.tri(4, dtype=bool), scores, -1e4)
+        return jax.nn.softmax(scores) @ q
+
+    assert made_by(attention, "mul", X, W, policy=policy) == [LOW[policy]]
+    assert set(made_by(attention, "select_n", X, W, policy=policy)) == {LOW[policy]}
+    assert set(made_by(attention, "exp", X, W, policy=policy)) == {"float32"}
+    check(attention, X, W, policy=policy)
+
+
+@both
+def test_scores_of_grouped_heads(policy: str) -> None:
+    def attention(x: Any, w: Any) -> Any:
+        q, k = jnp.tanh(x @ w).reshape(4, 2, 8), jnp.tanh(x @ w.T)[:, :8]
+        scores = jnp.einsum("tgd,sd->gts", q, k).reshape(8, 4) / 3
+        return jax.nn.softmax(scores)
+
+    assert made_by(attention, "div", X, W, policy=policy)[0] == LOW[policy]
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+def test_a_stream_of_residuals_is_16_bits_to_its_end(dropped: bool) -> None:
+    """The last sum is read by a norm alone, the one before by that sum and a norm, and so on."""
+
+    def net(x: Any, w: Any) -> Any:
+        x = x @ w
+        for i in range(3):
+            h = x - x.mean(-1, keepdims=True)
+            h = h @ w
+            if dropped:
+                h = jnp.where(jnp.tri(*h.shape, k=i, dtype=bool), h / 0.5, 0.0)
+            x = x + h
+        return jnp.sum((x - x.mean(-1, keepdims=True)) ** 2)
+
+    sums = made_by(net, "add", X, W)
+    assert [dtype for dtype in sums if "int" not in dtype] == ["bfloat16"] * 3
+    assert set(made_by(net, "square", X, W) + made_by(net, "integer_pow", X, W)) == {"float32"}
+
+
+def test_logits_with_a_bias_are_stored_in_16_bits() -> None:
+    def net(x: Any, w: Any, b: Any) -> Any:
+        return jax.nn.log_softmax(jnp.tanh(x @ w) @ w + b).sum()
+
+    assert made_by(net, "add", X, W, W[0])[0] == "bfloat16"
+
+
+@both
+def test_losses_are_computed_in_float32(policy: str) -> None:
+    """What a loss does to logits: its gradient is a small difference of large numbers."""
+    labels = jnp.array([0, 0, 0, 0])
+
+    def picked(x: Any, w: Any) -> Any:
+        h = x @ w
+        return jax.nn.logsumexp(h, -1) - jnp.take_along_axis(h, labels[:, None], 1)[:, 0]
+
+    def largest(x: Any, w: Any) -> Any:
+        h = x @ w
+        return jax.nn.logsumexp(h, -1) - jnp.max(h, -1)
+
+    def moved(x: Any, w: Any) -> Any:
+        h = x @ w
+        return jax.nn.logsumexp(h, -1) - h.T[0]
+
+    def hinted(x: Any, w: Any) -> Any:
+        h = 2 * (x @ w)
+        return jax.nn.logsumexp(h, -1) - h[:, 0]
+
+    confident = jnp.zeros((4, 16)).at[:, 0].set(8.0)
+    for loss in (picked, largest, moved):
+        check(loss, confident, EYE, policy=policy, roundings=1, grad_roundings=8)
+    check(hinted, confident / 2, EYE, policy=policy, roundings=1, grad_roundings=16)
+
+
+@both
+def test_differences_before_a_square(policy: str) -> None:
+    def f(x: Any, w: Any) -> Any:
+        return jnp.mean((x @ w - 0.5) ** 2)
+
+    assert made_by(f, "sub", X, W, policy=policy) == ["float32"]
+    check(f, rows(8, 16), weights(16, 16), policy=policy)
+
+
+def test_a_norm_a_relu_and_a_mean_are_float32_all_along() -> None:
+    def f(x: Any, w: Any) -> Any:
+        h = x @ w
+        h = (h - h.mean(-1, keepdims=True)) * 2.0
+        return jax.nn.relu(h).mean()
+
+    def multiplied(x: Any, w: Any) -> Any:
+        h = x @ w
+        h = (h - h.mean(-1, keepdims=True)) * 2.0
+        return jax.nn.relu(h) @ w
+
+    assert made_by(f, "max", X, W) == ["float32"]
+    assert made_by(multiplied, "max", X, W) == ["bfloat16"]  # positive control
+    check(f, X, W)
