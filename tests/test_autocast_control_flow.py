@@ -33,6 +33,17 @@ def test_a_shared_jitted_function_stays_one() -> None:
     assert text.count("dot_general") <= 2  # once for a float32 operand, once for a 16-bit one
 
 
+def test_a_jitted_function_is_one_however_its_argument_was_made() -> None:
+    jitted = jax.jit(layer)
+
+    def f(x: Any, w: Any) -> Any:
+        h = x @ w
+        return [jitted(each, w) for each in (h, -h, jnp.sin(h), h + 1, h + jnp.sin(h), h * h)]
+
+    text = jax.jit(jaxmp.autocast(f, BF16)).lower(X, W).as_text()
+    assert text.count("func.func private @layer") == 1
+
+
 def test_jit_with_static_arguments_and_keywords() -> None:
     @functools.partial(jax.jit, static_argnames=("n", "act"))
     def power(x: Any, w: Any, *, n: int, act: str) -> Any:

@@ -10,7 +10,7 @@ from jaxmp import _compat
 from jaxmp._autocast._custom_rules import custom_jvp, custom_vjp
 from jaxmp._autocast._flow import Context, Plan, ResultsIn, plan
 from jaxmp._autocast._interpreter import run, traced
-from jaxmp._autocast._kinds import FLOAT32, Kind, State, fits, joined
+from jaxmp._autocast._kinds import FLOAT32, Kind, State, entering, fits, joined
 from jaxmp._autocast._program import JITS, Op, read
 from jaxmp._autocast._recurrence import adds_up
 from jaxmp._autocast._scopes import Region
@@ -34,6 +34,7 @@ def planned(jaxpr: Any, states: States, context: Context, op: Op, *, widened: bo
     """The plan of a program inside of an operation, made once for each way that it is called."""
     inside = context.inside(op)
     names = context.regions.deciding(inside.prefix)
+    states = [state and entering(state) for state in states]
     results_in: ResultsIn = "float32" if widened else "low"
     key = ("plan", id(jaxpr), tuple(states), names, inside.functions, results_in)
     if key not in context.memo:

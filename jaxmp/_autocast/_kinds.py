@@ -135,6 +135,11 @@ def joined(states: Iterable[State]) -> State:
     return State(Kind.BRIEF if kind is Kind.LOW else kind, FLOAT32)
 
 
+def entering(state: State) -> State:
+    """What a program knows of an argument: not how it was made, or each call had its own plan."""
+    return State(state.kind, state.dtype, state.value)
+
+
 def fits(value: float | None, dtype: DType) -> bool:
     """Whether a literal survives a cast: it becomes neither infinite nor zero, subnormal or one.
 
