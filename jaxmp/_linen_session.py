@@ -126,7 +126,7 @@ class _Session:
 
     def warn_unused(self, *, strict: bool) -> None:
         """After an initialisation: tells of rules that decided nothing."""
-        self.rules.warn_unused(self.seen, used=self.used, strict=strict, stacklevel=4)
+        self.rules.warn_unused(self.seen, used=self.used, strict=strict)
 
     def check_traces(self, variables: Mapping[str, Any]) -> None:
         """Raises ValueError if modules were traced as one that the rules tell apart."""

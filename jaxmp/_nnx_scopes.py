@@ -74,7 +74,7 @@ def unused_rules(tree: Any, rules: PolicyRules) -> None:
         if isinstance(leaf, nnx.Module)
         for path, module, _ in walk(leaf)
     }
-    rules.warn_unused(found, strict=False, stacklevel=4)
+    rules.warn_unused(found, strict=False)
 
 
 def _scopes(root: Any, rules: PolicyRules) -> list[tuple[Any, _Scope]]:

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import tomllib
-import warnings
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -12,6 +11,7 @@ import jmp
 from jaxmp._dtypes import suggestion
 from jaxmp._patterns import Pattern, check_pattern, matches, pattern_text
 from jaxmp._policy import Policy, get_policy, short_name
+from jaxmp._warnings import warn
 
 
 class Decision(NamedTuple):
@@ -244,7 +244,6 @@ class PolicyRules:
         *,
         strict: bool,
         used: Collection[int | None] | None = None,
-        stacklevel: int = 3,
     ) -> None:
         """Warns of rules that decide nothing in a model, or raises if `strict`.
 
@@ -252,7 +251,6 @@ class PolicyRules:
           paths: a dictionary from path to module.
           strict: raise instead of warning.
           used: the indices of the rules that decided something, where that is known.
-          stacklevel: how far up the warning points.
 
         Raises:
           ValueError: if `strict` and a rule decides nothing.
@@ -273,14 +271,17 @@ class PolicyRules:
             texts.append(f"{pattern_text(pattern)!r}{why}")
         shown = [repr(path) for path in paths if path][:8]
         more = ", ..." if len(paths) > 9 else ""
-        known = f"Its modules are {', '.join(shown)}{more}" if shown else "It is one module, '/'"
+        is_module = any(module is not None for module in paths.values())
+        known = "It is one module, '/'" if is_module else "Nothing in it has a name"
+        if shown:
+            known = f"Its modules are {', '.join(shown)}{more}"
         message = (
             f"rules that match nothing in this model: {', '.join(texts)}. {known}. Correct the "
             "pattern, or remove the rule"
         )
         if strict:
             raise ValueError(message)
-        warnings.warn(message, stacklevel=stacklevel)
+        warn(message)
 
     def _decisions(self, paths: Iterable[str] | Mapping[str, Any]) -> list[tuple[str, Decision]]:
         modules = paths if isinstance(paths, Mapping) else dict.fromkeys(paths)

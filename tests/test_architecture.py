@@ -19,6 +19,7 @@ FLOORS = {
     "_summary": 0,
     "_rounding": 0,
     "_tree": 0,
+    "_warnings": 0,
     "_loss_scale": 1,
     "_op_lists": 1,
     "_policy": 1,

@@ -67,6 +67,19 @@ def test_a_name_that_is_nothing_warns(name: str) -> None:
         assert fast(X).shape == (4, 4)
 
 
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.grad, lambda f: jax.jit(jax.grad(f))])
+def test_warnings_point_to_the_line_that_calls(wrap: Any) -> None:
+    rules = jaxmp.PolicyRules({"nowhere": "float32"}, "mixed_bfloat16")
+    fast = wrap(jaxmp.autocast(lambda x: model(x).sum(), rules, float32=["expp"]))
+    with pytest.warns(UserWarning, match="'expp'|'nowhere'") as caught:
+        fast(X)
+    assert {warning.filename for warning in caught} == {__file__}
+    texts = " ".join(str(warning.message) for warning in caught)
+    assert "'expp' is in a list" in texts
+    assert "Nothing in it has a name" in texts
+
+
 def test_an_iterator_of_names_is_read_once() -> None:
     fast = jaxmp.autocast(
         lambda x: jnp.exp(x @ x.T), BF16, promote=iter(["exp"]), output="computed"

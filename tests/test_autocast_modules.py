@@ -149,16 +149,31 @@ def test_rules_that_match_nothing_warn() -> None:
 class Inside(nn.Module):
     """Autocast within a linen module, around another one."""
 
-    lambdas: bool = False
+    way: str
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         dense = nn.Dense(3)
-        return jaxmp.autocast((lambda x: dense(x)) if self.lambdas else dense, "mixed_bfloat16")(x)
+
+        def applied(layer: Any, x: Any) -> Any:
+            return layer(x)
+
+        ways = {
+            "itself": dense,
+            "closed over": lambda x: dense(x),
+            "by a function in it": (lambda call: lambda x: call(x))(lambda x: dense(x)),
+            "partial": functools.partial(applied, dense),
+            "of a partial": (lambda call: lambda x: call(x))(functools.partial(applied, dense)),
+            "bound": dense.__call__,
+        }
+        return jaxmp.autocast(ways[self.way], "mixed_bfloat16")(x)
 
 
 def test_linen_modules_inside_of_modules_are_an_error_that_helps() -> None:
-    for module in (Inside(), Inside(lambdas=True)):
+    for way in (
+        "itself", "closed over", "by a function in it", "partial", "of a partial", "bound"
+    ):  # fmt: skip
+        module = Inside(way)
         with pytest.raises(ValueError, match=r"around Dense within.*jaxmp\.autocast\(model\.apply"):
             module.init(jax.random.key(0), X)
         params = {"params": {"Dense_0": {"kernel": np.ones((8, 3), np.float32)}}}

@@ -2,8 +2,9 @@
 
 import dataclasses
 import functools
-import warnings
-from collections.abc import Callable, Iterable
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -23,6 +24,7 @@ from jaxmp._op_lists import OpLists, op_lists
 from jaxmp._patterns import is_about_paths
 from jaxmp._policy import Policy, get_policy
 from jaxmp._rules import PolicyRules
+from jaxmp._warnings import warn
 
 Output = Literal["traced", "policy", "computed"]
 # Kinds of NumPy dtypes that JAX has no arrays of: objects, text, dates.
@@ -217,10 +219,11 @@ def _wrapped(fun: Callable[..., Any], settings: _Settings) -> Callable[..., Any]
 
 def _check_no_linen_state(fun: Any) -> None:
     """Raises ValueError for a function of linen modules that are being initialized or changed."""
-    cells = [cell.cell_contents for cell in getattr(fun, "__closure__", None) or ()]
-    for value in (fun, getattr(fun, "__self__", None), *cells):
-        bases = [f"{base.__module__}.{base.__name__}" for base in type(value).__mro__]
-        scope = getattr(value, "scope", None) if "flax.linen.module.Module" in bases else None
+    linen = sys.modules.get("flax.linen")  # without which there are no such functions
+    if linen is None:
+        return
+    for value in _held_by(fun):
+        scope = value.scope if isinstance(value, linen.Module) else None
         if scope is not None and scope.mutable:
             raise ValueError(
                 f"autocast cannot go around {type(value).__name__} within the linen module that "
@@ -229,6 +232,32 @@ def _check_no_linen_state(fun: Any) -> None:
                 "jaxmp.autocast(model.apply, jaxmp.PolicyRules(...)). Within a module, "
                 "jaxmp.full_precision works"
             )
+
+
+def _held_by(fun: Any) -> Iterator[Any]:
+    """A function, what it is bound to, and what it and the functions in it close over."""
+    waiting, seen = [fun], set[int]()
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        yield value
+        if isinstance(value, functools.partial):
+            waiting += [value.func, *value.args, *value.keywords.values()]
+        waiting.append(getattr(value, "__self__", None))
+        if inspect.isfunction(value):
+            waiting += [
+                cell.cell_contents for cell in value.__closure__ or () if not _is_empty(cell)
+            ]
+
+
+def _is_empty(cell: Any) -> bool:
+    try:
+        _ = cell.cell_contents
+    except ValueError:
+        return True
+    return False
 
 
 def _traced(fun: Callable[..., Any], static: _Static, arrays: list[Any]) -> tuple[Any, _Static]:
@@ -281,13 +310,12 @@ def _rewritten(closed: Any, arrays: list[Any], settings: _Settings) -> list[Any]
     results_in: ResultsIn = "low" if settings.output == "computed" else "either"
     planned = plan(program, arguments, context, results_in=results_in)
     for name in settings.lists.unused(context.seen):
-        warnings.warn(
+        warn(
             f"{name!r} is in a list of operations, but is neither a primitive nor a jitted "
-            "function that this function calls",
-            stacklevel=4,
+            "function that this function calls"
         )
     if isinstance(settings.policy, PolicyRules):
-        settings.policy.warn_unused(dict.fromkeys(regions.visited()), strict=False, stacklevel=6)
+        settings.policy.warn_unused(dict.fromkeys(regions.visited()), strict=False)
     made = run(planned, arrays)
     if settings.output == "computed":
         return made

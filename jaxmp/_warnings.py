@@ -1,0 +1,21 @@
+"""Warnings that point to the user's line, not to one of a library in between."""
+
+import sys
+import warnings
+from typing import Any
+
+_BETWEEN = frozenset(
+    {"beartype", "contextlib", "flax", "functools", "jax", "jaxmp", "jaxtyping", "optax"}
+)
+
+
+def warn(text: str) -> None:
+    """Warns the caller of jaxmp, who may have called it through transformations of JAX."""
+    frame, level = sys._getframe(), 1
+    while _is_between(frame) and frame.f_back is not None:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level)
+
+
+def _is_between(frame: Any) -> bool:
+    return str(frame.f_globals.get("__name__")).partition(".")[0] in _BETWEEN
