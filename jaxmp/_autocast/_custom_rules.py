@@ -52,12 +52,9 @@ def custom_jvp(
     def bind(op: Op, values: list[Any]) -> list[Any]:
         return list(call(*values))
 
-    again = None
-    if not widened and Kind.LOW not in kinds_of(states):
-        # A norm, a relu and a mean: float32 all along.
-        def again() -> Step:
-            return custom_jvp(op, states, context, region, widened=True)
-
+    # A norm, a relu and a mean are float32 all along.
+    keep = widened or Kind.LOW in kinds_of(states)
+    again = None if keep else lambda: custom_jvp(op, states, context, region, widened=True)
     return Step(op, wants, inner.results, run=bind, widened=again)
 
 

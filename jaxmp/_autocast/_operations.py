@@ -140,7 +140,7 @@ def _in_kind(op: Op, states: States, kind: Kind, region: Region) -> Step:
     dtype = low.pop() if low else region.low
     if not all(fits(state.value, dtype) for state in states if state):
         return Step(op, wanting(states, FLOAT32), results(op, Kind.WIDE))
-    stored, projected = _stored(op, states)
+    stored, projected = _storage(op, states)
     made = State(Kind.LOW, dtype, projected=projected, stored=stored)
     may_widen = stored is not Stored.AS_LOW
     return Step(op, wanting(states, dtype), results_of(op, made), may_widen=may_widen)
@@ -152,7 +152,7 @@ _LINEAR = frozenset({"abs", "clamp", "max", "min", "neg", "sub", *ARRANGEMENTS})
 _OF_SCORES = frozenset({"add", "div", "mul", "select_n"})
 
 
-def _stored(op: Op, states: States) -> tuple[Stored, bool]:
+def _storage(op: Op, states: States) -> tuple[Stored, bool]:
     """How the result of an operation in 16 bits is stored, and whether it is a projection still."""
     activations = [state for state in states if state and state.kind in ACTIVATIONS]
     kept = {state.stored for state in activations}

@@ -245,7 +245,8 @@ def _held_by(fun: Any) -> Iterator[Any]:
         yield value
         if isinstance(value, functools.partial):
             waiting += [value.func, *value.args, *value.keywords.values()]
-        waiting.append(getattr(value, "__self__", None))
+        if inspect.ismethod(value):
+            waiting += [value.__self__, value.__func__]
         if inspect.isfunction(value):
             waiting += [
                 cell.cell_contents for cell in value.__closure__ or () if not _is_empty(cell)
