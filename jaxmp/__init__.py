@@ -9,11 +9,14 @@ Flax modules under them, and import flax when they are first used.
 import importlib
 import typing
 
-from jaxmp import rules as rules
+from jaxmp import rules as rules, sharding as sharding
 from jaxmp._audit import (
     AuditError as AuditError,
     AuditReport as AuditReport,
+    Collectives as Collectives,
+    assert_reduced_in as assert_reduced_in,
     audit as audit,
+    collectives as collectives,
 )
 from jaxmp._autocast import autocast as autocast, full_precision as full_precision
 from jaxmp._grad import grad as grad, value_and_grad as value_and_grad
@@ -30,13 +33,12 @@ from jaxmp._optimizer import (
     mixed_precision as mixed_precision,
 )
 from jaxmp._policy import Policy as Policy, get_policy as get_policy
-from jaxmp._rules import PolicyRules as PolicyRules
-from jaxmp._train_step import (
+from jaxmp._progress import (
     TrainingStalled as TrainingStalled,
-    TrainState as TrainState,
     check_progress as check_progress,
-    make_train_step as make_train_step,
 )
+from jaxmp._rules import PolicyRules as PolicyRules
+from jaxmp._train_step import TrainState as TrainState, make_train_step as make_train_step
 from jaxmp._tree import all_finite as all_finite, cast_floating as cast_floating, select as select
 
 if typing.TYPE_CHECKING:

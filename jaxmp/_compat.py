@@ -101,6 +101,15 @@ def is_plain_jit(params: dict[str, Any]) -> bool:
     )
 
 
+def jit_shardings(params: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+    """The shardings that a jit asks for of what goes in and comes out, None where of none."""
+
+    def given(shardings: Any) -> list[Any]:
+        return [None if type(x).__name__ == "UnspecifiedValue" else x for x in shardings]
+
+    return given(params["in_shardings"]), given(params["out_shardings"])
+
+
 def sub_jaxprs(equation: core.JaxprEqn) -> list[core.Jaxpr]:
     """The programs among the params of an equation, in order; tuples and lists are looked into."""
     return [open_jaxpr(value) for value in _programs(equation.params)]

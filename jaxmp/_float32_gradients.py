@@ -24,7 +24,18 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jaxmp._trilinear import RESULT, Form, cast, form_of, function_of, no_mesh, slots
+from jaxmp._trilinear import (
+    NO_GATHERS,
+    RESULT,
+    Form,
+    Gathers,
+    cast,
+    form_of,
+    function_of,
+    gathered,
+    no_mesh,
+    slots,
+)
 
 # The identity on the operands of the product itself, and for no derivative: jax.lax.stop_gradient,
 # but for having a transpose.
@@ -36,11 +47,20 @@ _attach_p = Primitive("float32_gradient")
 _bilinear_p = Primitive("low_precision_product")
 
 
+def held(x: Any) -> Any:
+    """The value, without its derivative: what has one is elsewhere.
+
+    Unlike `jax.lax.stop_gradient` it is seen by who rewrites programs, and it has a transpose.
+    """
+    return _held_p.bind(x)
+
+
 def product(
     primitive: Primitive,
     params: Mapping[str, Any],
     operands: Sequence[Any],
     wide: Sequence[Any | None],
+    gathers: Gathers = NO_GATHERS,
 ) -> Any:
     """Binds a product of 16-bit operands whose gradients for float32 sources are float32.
 
@@ -49,34 +69,38 @@ def product(
 
     Args:
       primitive: `dot_general`, `conv_general_dilated` or `ragged_dot_general`.
-      params: its params, with `preferred_element_type` the 16-bit dtype.
+      params: its params, with `preferred_element_type` the 16-bit dtype, or float32.
       operands: the two 16-bit arrays, then integer ones (the group sizes of `ragged_dot`).
       wide: for each of the two the float32 array of which it is the rounding, or None where
         the gradient belongs to the operand itself.
+      gathers: for each of the two the shardings from and to which it is gathered first, or None.
+        A derivative gathers it again, so that what is kept for it is the operand as it was given.
 
     Returns:
-      The product, in 16 bits.
+      The product, in the preferred dtype.
 
     Raises:
       NotImplementedError: on differentiation, for operands sharded over explicit mesh axes.
     """
     has = tuple(source is not None for source in wide)
-    arrays = _varying_alike([*operands, *(x for x in wide if x is not None)])
+    arrays = varying_alike([*operands, *(x for x in wide if x is not None)])
     operands, sources = arrays[: len(operands)], arrays[len(operands) :]
     if not sources:
         return primitive.bind(*operands, **params)
     # All derivatives are the second primitive's: what JAX's own rule makes of a held operand
     # would lack the second derivative by both operands.
-    held = [_held_p.bind(x) for x in operands[:2]]
-    lows = [held[i] if has[i] else operands[i] for i in range(2)]
-    out = primitive.bind(*held, *operands[2:], **params)
+    whole = [gathered(held(x), gather) for x, gather in zip(operands[:2], gathers, strict=True)]
+    out = primitive.bind(*whole, *operands[2:], **params)
     form = form_of(
         primitive,
         tuple(sorted(params.items())),
-        held[0].dtype,
+        # Who asked for a float32 result has a float32 gradient of it, which is not to be rounded.
+        out.dtype,
         tuple((x.shape, x.dtype) for x in operands),
+        gathers,
     )
-    return _attach_p.bind(out, *lows, *operands[2:], *sources, form=form, wide=has)
+    # As they are, not held: a loop keeps no copy of what it was given.
+    return _attach_p.bind(out, *operands, *sources, form=form, wide=has)
 
 
 def _bilinear(
@@ -229,7 +253,7 @@ def _bilinear_batch(
     return _bilinear(form, returned, dtype, operands, others, sources), 0
 
 
-def _varying_alike(arrays: Sequence[Any]) -> list[Any]:
+def varying_alike(arrays: Sequence[Any]) -> list[Any]:
     """In a `shard_map`: arrays that all vary over the mesh axes over which any of them does.
 
     Where that changes a float32 source, its gradient gets a float32 sum over devices.
@@ -248,8 +272,10 @@ def _result_aval(like: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     """The type of an array that varies over the mesh axes over which `like` does."""
     if any(axis is not None for axis in like.sharding.spec):
         raise NotImplementedError(
-            "float32 gradients of products whose operands have an explicit sharding; use a mesh"
-            " with AxisType.Auto, or gradients in the dtype of the operands"
+            "float32 gradients of products whose operands have an explicit sharding; use a mesh "
+            "with AxisType.Auto. On an explicit mesh, params that were given to jax.reshard(param, "
+            "P(reduced={'data'})) before they are cast have gradients that are summed in float32, "
+            "where JAX has rules for the operations in between"
         )
     spec = jax.sharding.PartitionSpec(*[None] * len(shape))
     sharding = jax.sharding.NamedSharding(like.sharding.mesh, spec)
@@ -289,9 +315,9 @@ def _lower_on_cpu(
         return _lower(ctx, function_of(jaxpr), args, jaxpr)
 
     def function(*args: Any) -> Any:
-        operands = [cast(cast(x, form.compute), np.float32) for x in args[:2]]
+        operands = [cast(x, np.float32) for x in form.operands(returned, args[:2])]
         others = args[2 : 2 + len(form.others)]
-        return function_of(form.float32_map(returned))(*operands, *others)
+        return form.result(returned, function_of(form.float32_map(returned))(*operands, *others))
 
     return _lower(ctx, function, args, jaxpr)
 

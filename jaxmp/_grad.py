@@ -10,6 +10,8 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxmp._dtypes import at_least_float32, is_inexact
+from jaxmp._fsdp import FSDP
+from jaxmp._gradient_reduction import Reduction, gradient_reduction
 from jaxmp._loss_scale import LossScaleState, StaticLossScale
 from jaxmp._microbatch import (
     Evaluation,
@@ -30,6 +32,8 @@ def value_and_grad(
     loss_scale: LossScaleLike = None,
     microbatches: int = 1,
     batch_argnums: int | Sequence[int] | None = None,
+    reduce_dtype: Any = None,
+    fsdp: FSDP | None = None,
 ) -> Callable[..., Any]:
     """`jax.value_and_grad` whose loss and gradients are unscaled float32, whatever the scale.
 
@@ -53,6 +57,12 @@ def value_and_grad(
         sharded over devices stays where it is (if `n` divides the share of each device). Typed
         PRNG keys in the batch are split; keyword arguments are not.
       batch_argnums: the positional arguments to split; by default all that are not in `argnums`.
+      reduce_dtype: the dtype in which gradients are summed, over the batch and over the devices
+        that share it. Plain JAX sums in the dtype to which the model casts a param: in bfloat16
+        over 1,024 devices that is 3 % off. float32 makes each sum one of float32 numbers, for
+        functions that are as they are; None (or a 16-bit dtype) leaves them so.
+      fsdp: how the params lie on the devices, if they are split to save memory:
+        `jaxmp.sharding.FSDP`. Its shardings have the structure of the gradients.
 
     Returns:
       A function with the arguments of `fun` that returns `(loss, grads)`, or
@@ -73,6 +83,7 @@ def value_and_grad(
     positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     state = as_loss_scale_state(loss_scale)
     check_microbatches(microbatches)
+    reduction = gradient_reduction(reduce_dtype, fsdp, several=not isinstance(argnums, int))
 
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
@@ -82,7 +93,8 @@ def value_and_grad(
 
         def evaluate(*args: Any) -> Evaluation:
             call = functools.partial(fun, **kwargs)
-            return scaled_evaluation(call, wrt, has_aux, state, 1.0 / microbatches)(*args)
+            weight = 1.0 / microbatches
+            return scaled_evaluation(call, wrt, has_aux, state, weight, reduction=reduction)(*args)
 
         if microbatches == 1:
             loss, grads, aux = evaluate(*args)
@@ -109,6 +121,8 @@ def grad(
     loss_scale: LossScaleLike = None,
     microbatches: int = 1,
     batch_argnums: int | Sequence[int] | None = None,
+    reduce_dtype: Any = None,
+    fsdp: FSDP | None = None,
 ) -> Callable[..., Any]:
     """`value_and_grad` without the value; see there.
 
@@ -119,6 +133,8 @@ def grad(
       loss_scale: `opt_state.loss_scale`, a number, or None.
       microbatches: how many parts to evaluate the batch in.
       batch_argnums: the positional arguments to split.
+      reduce_dtype: the dtype in which gradients are summed over devices.
+      fsdp: how the params lie on the devices.
 
     Returns:
       A function that returns `grads`, or `(grads, aux)`.
@@ -133,6 +149,8 @@ def grad(
         loss_scale=loss_scale,
         microbatches=microbatches,
         batch_argnums=batch_argnums,
+        reduce_dtype=reduce_dtype,
+        fsdp=fsdp,
     )
 
     @functools.wraps(fun)
@@ -150,12 +168,14 @@ def scaled_evaluation(
     state: LossScaleState | None,
     weight: float,
     transform: Callable[..., Any] = jax.grad,
+    reduction: Reduction | None = None,
 ) -> Callable[..., Evaluation]:
     """Evaluates loss and gradient under a scale; both come back unscaled and times `weight`.
 
     The weight of a microbatch goes into the scaled loss, not onto the gradients: then the
     low-precision gradients inside the model have the size that the full batch would give them.
     `transform` is `jax.grad`, or what stands for it where arguments are no plain trees.
+    `reduction` says how gradients are summed over devices.
     """
 
     def scaled(*args: Any) -> tuple[Any, tuple[Any, Any]]:
@@ -172,7 +192,12 @@ def scaled_evaluation(
         return (loss if state is None else state.scale_loss(loss)), (loss, aux)
 
     def evaluate(*args: Any) -> Evaluation:
-        grads, (loss, aux) = transform(scaled, argnums=argnums, has_aux=True)(*args)
+        call = scaled
+        if reduction is not None:
+            call, args = reduction.rewrite(scaled, args, argnums)
+        grads, (loss, aux) = transform(call, argnums=argnums, has_aux=True)(*args)
+        if reduction is not None:
+            grads = reduction.constrain(grads)
         return Evaluation(loss, widen(grads) if state is None else state.unscale(grads), aux)
 
     return evaluate

@@ -11,6 +11,7 @@ import jmp
 from flax import nnx
 
 from jaxmp._autocast import Output, autocast as autocast_function
+from jaxmp._nnx_calls import call_pure, pure
 from jaxmp._nnx_scopes import scoped, unused_rules
 from jaxmp._rules import PolicyRules
 
@@ -60,19 +61,20 @@ def autocast(
         rules, policy = policy, PolicyRules(default=policy.default)
     owner, function = _owner(fun)
 
-    def pure(graphdef: Any, state: Any) -> Any:
-        with nnx.merge_context(_TAG, True) as context:
-            nodes = context.merge(graphdef, state)
-        args, kwargs = nodes
-        if rules is not None:
-            unused_rules(nodes, rules)
-        with contextlib.nullcontext() if rules is None else scoped(nodes, rules):
-            out = function(*args, **kwargs)
-        with nnx.split_context(_TAG) as context:
-            return context.split((nodes, out))
+    def call(args: Any, kwargs: Any) -> Any:
+        return function(*args, **kwargs)
 
+    def within(nodes: Any) -> Any:
+        if rules is None:
+            return contextlib.nullcontext()
+        unused_rules(nodes, rules)
+        return scoped(nodes, rules)
+
+    pure_fun = pure(call, _TAG, within)
     rewritten = autocast_function(
-        functools.wraps(function, updated=())(pure) if hasattr(function, "__name__") else pure,
+        functools.wraps(function, updated=())(pure_fun)
+        if hasattr(function, "__name__")
+        else pure_fun,
         policy,
         lower=lower,
         float32=float32,
@@ -83,13 +85,7 @@ def autocast(
 
     def autocast_fun(*args: Any, **kwargs: Any) -> Any:
         args = args if owner is None else (owner, *args)
-        with nnx.update_context(_TAG):
-            with nnx.split_context(_TAG) as context:
-                graphdef, state = context.split((args, kwargs))
-            graphdef, state = rewritten(graphdef, state)
-            with nnx.merge_context(_TAG, False) as context:
-                _, out = context.merge(graphdef, state)
-        return out
+        return call_pure(rewritten, _TAG, (args, kwargs))
 
     return functools.wraps(function, updated=())(autocast_fun)
 

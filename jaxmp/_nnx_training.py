@@ -10,6 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, PyTree
 
 from jaxmp._dtypes import is_floating
+from jaxmp._fsdp import FSDP
 from jaxmp._grad import (
     LossScaleLike,
     as_loss_scale_state,
@@ -25,6 +26,7 @@ from jaxmp._microbatch import (
     sum_over_microbatches,
 )
 from jaxmp._nnx_modules import is_node
+from jaxmp._nnx_reduction import nnx_reduction
 from jaxmp._optimizer import MixedPrecision
 from jaxmp._tree import all_finite, cast_floating, same_structure, select, stays_finite
 
@@ -42,6 +44,8 @@ def value_and_grad(
     loss_scale: LossScaleLike = None,
     microbatches: int = 1,
     batch_argnums: int | Sequence[int] | None = None,
+    reduce_dtype: Any = None,
+    fsdp: FSDP | None = None,
 ) -> Callable[..., Any]:
     """`nnx.value_and_grad` whose loss and gradients are unscaled float32, whatever the scale.
 
@@ -60,6 +64,10 @@ def value_and_grad(
         that the one before it left, and average loss and gradients in float32.
       batch_argnums: the positional arguments to split; by default those that are not
         differentiated and hold no modules.
+      reduce_dtype: the dtype in which gradients are summed over devices, as for
+        `jaxmp.value_and_grad`.
+      fsdp: how the params lie on the devices: `jaxmp.sharding.FSDP`, with shardings of the
+        structure of the gradients, such as `fully_sharded(nnx.state(model, nnx.Param), mesh)`.
 
     Returns:
       A function with the arguments of `loss_fn` that returns `(loss, grads)`, or
@@ -83,6 +91,7 @@ def value_and_grad(
     given = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
     scale = as_loss_scale_state(loss_scale)
     check_microbatches(microbatches)
+    reduction = nnx_reduction(reduce_dtype, fsdp, several=isinstance(argnums, Sequence))
 
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
         count, names = len(args), tuple(kwargs)
@@ -93,7 +102,8 @@ def value_and_grad(
 
         # As positional arguments, modules among the keyword arguments can change too.
         everything = (*args, *kwargs.values())
-        evaluate = scaled_evaluation(call, wrt, has_aux, scale, 1.0 / microbatches, _grad)
+        weight = 1.0 / microbatches
+        evaluate = scaled_evaluation(call, wrt, has_aux, scale, weight, _grad, reduction)
         state = _State(everything)
         if microbatches == 1:
             loss, grads, aux = evaluate(*everything)

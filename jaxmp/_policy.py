@@ -25,8 +25,8 @@ class Policy(jmp.Policy):
       compute_dtype: dtype of the forward and backward computation.
       output_dtype: dtype of what the model returns.
       reduce_dtype: dtype in which gradients are to be summed over devices; by default the
-        widest of float32, the param and the compute dtype. It is recorded here, but nothing in
-        this version enforces it: the compiler sums in the dtype that it finds.
+        widest of float32, the param and the compute dtype. `make_train_step` and `autocast` go by
+        it; `value_and_grad` has an argument of that name.
 
     Each may be given as any dtype or name that `get_policy` knows.
 

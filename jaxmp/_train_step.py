@@ -1,4 +1,4 @@
-"""The assembled loop: a train state, a jitted step, and a check that training moves."""
+"""The assembled loop: a train state and a jitted step."""
 
 import dataclasses
 import functools
@@ -8,13 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import jmp
-import numpy as np
 import optax
 from jaxtyping import Array, Bool, PyTree
 
 from jaxmp._autocast import autocast
 from jaxmp._dtypes import is_floating, suggestion
+from jaxmp._fsdp import FSDP
 from jaxmp._grad import scaled_evaluation
+from jaxmp._gradient_reduction import GradientReduction, gradient_reduction
 from jaxmp._loss_scale import LossScaleState
 from jaxmp._microbatch import (
     Evaluation,
@@ -22,7 +23,7 @@ from jaxmp._microbatch import (
     split_batch,
     sum_over_microbatches,
 )
-from jaxmp._optimizer import MixedPrecision, MixedPrecisionState
+from jaxmp._optimizer import MixedPrecision
 from jaxmp._policy import Policy, get_policy
 from jaxmp._rules import PolicyRules
 from jaxmp._tree import all_finite, cast_floating, check_like, select, stays_finite, strong
@@ -190,6 +191,7 @@ def make_train_step(
     microbatches: int = 1,
     cast_batch: bool = True,
     donate: bool = True,
+    fsdp: FSDP | None = None,
 ) -> jax.stages.Wrapped:
     """A jitted train step: cast, scale, differentiate, unscale, update or skip.
 
@@ -209,6 +211,8 @@ def make_train_step(
       cast_batch: whether the policy casts the batch too. False for a batch with float targets
         that must not be rounded; cast the inputs in `loss_fn` then.
       donate: reuse the buffers of the state for the new one. The old state is gone after a step.
+      fsdp: how the params lie on the devices, if they are split to save memory:
+        `jaxmp.sharding.FSDP`.
 
     Returns:
       A jitted `step(state, batch) -> (state, metrics)`. Beside non-finite gradients, a loss or a
@@ -248,7 +252,12 @@ def make_train_step(
     def train_step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         _check_same_compute_dtype(policy, state.tx.policy)
         evaluate = scaled_evaluation(
-            loss_and_rest, (0,), True, state.loss_scale, 1.0 / microbatches
+            loss_and_rest,
+            (0,),
+            True,
+            state.loss_scale,
+            1.0 / microbatches,
+            reduction=_reduction(state.tx.policy, fsdp),
         )
 
         def evaluate_part(collections: Any, part: PyTree) -> tuple[Any, Evaluation]:
@@ -267,17 +276,26 @@ def make_train_step(
         grad_norm = optax.tree.norm(grads)
         finite = all_finite((loss, grad_norm, grads)) & stays_finite(collections, state.collections)
         new = state.apply_gradients(grads, {"value": loss}, finite=finite, **collections)
-        metrics = {
-            "loss": loss,
-            "grad_norm": grad_norm,
-            "grads_finite": new.opt_state.grads_finite,
-            "loss_scale": state.loss_scale.scale,
-            "skipped": new.opt_state.skipped,
-            "consecutive_skips": new.opt_state.consecutive_skips,
-        }
+        metrics = {"loss": loss, "grad_norm": grad_norm} | _metrics(state, new)
         return new, metrics | ({"aux": aux} if has_aux else {})
 
     return jax.jit(train_step, donate_argnums=(0,) if donate else ())
+
+
+def _metrics(old: TrainState, new: TrainState) -> Metrics:
+    """What became of a step."""
+    return {
+        "grads_finite": new.opt_state.grads_finite,
+        "loss_scale": old.loss_scale.scale,
+        "skipped": new.opt_state.skipped,
+        "consecutive_skips": new.opt_state.consecutive_skips,
+    }
+
+
+def _reduction(policy: Policy, fsdp: FSDP | None) -> GradientReduction | None:
+    """How a policy has gradients reduced: there is nothing to do where it computes that wide."""
+    narrow = policy.compute_dtype.itemsize < policy.reduce_dtype.itemsize
+    return gradient_reduction(policy.reduce_dtype if narrow else None, fsdp)
 
 
 def _one_policy(policy: Any) -> Policy | None:
@@ -304,68 +322,6 @@ def _check_same_compute_dtype(policy: Policy | None, wrapped: Policy) -> None:
             f"{wrapped.compute_dtype}, and its loss scale chosen for that. Give make_train_step "
             "and mixed_precision the same policy"
         )
-
-
-class TrainingStalled(RuntimeError):
-    """Too many optimizer steps in a row were skipped; no loss scale will cure it."""
-
-
-def check_progress(state: Any, loss: Any = None, *, limit: int = 50) -> None:
-    """Raises if training has stopped moving: `limit` steps in a row were skipped.
-
-    A loss scale backs off from its ceiling of 2**24 to 1 in 24 skips. What overflows after that
-    is not the scaling, and skipping would go on silently for ever. Call this every few hundred
-    steps: it waits for the device.
-
-    Args:
-      state: a `TrainState`, or anything that holds the state of `mixed_precision`: that state
-        itself, Flax's `TrainState`, an `nnx.Optimizer`.
-      loss: the last loss, if at hand: it tells a broken forward pass from overflowing gradients.
-      limit: how many consecutive skips are too many.
-
-    Raises:
-      TrainingStalled: with the likely causes and what to do about each; also for a loss that is
-        not finite in a step that was not skipped.
-      TypeError: if no optimizer state of jaxmp is in `state`.
-    """
-    found = _find_states(state)
-    if not found:
-        raise TypeError(
-            f"no state of jaxmp.mixed_precision in this {type(state).__name__}; pass the "
-            "TrainState or the optimizer state"
-        )
-    for opt_state in found:
-        skips = int(np.max(opt_state.consecutive_skips))  # of an ensemble, the worst member
-        broken = loss is not None and not np.all(np.isfinite(loss))
-        if broken and skips == 0:
-            raise TrainingStalled(
-                "the loss is not finite, and the step was taken all the same: its gradients were "
-                "finite, or skip='none' does not look at them. Check the loss function, and "
-                "whether the params still are finite"
-            )
-        if skips < limit:
-            continue
-        scale = float(np.min(opt_state.loss_scale.scale))
-        first = (
-            "The loss itself is not finite: the forward pass overflows or divides by zero"
-            if broken
-            else "If the loss itself is infinite or NaN, the forward pass is broken"
-        )
-        raise TrainingStalled(
-            f"{skips} optimizer steps in a row were skipped, because their gradients (or loss, or "
-            f"batch statistics) were not finite; the loss scale is {scale:g}. No loss scale cures "
-            f"this. {first}; look for activations beyond 65504 in float16, log or sqrt of zero, "
-            "statistics that overflow, and bad input data. A "
-            "model pretrained in bfloat16 often overflows float16: use 'mixed_bfloat16'. "
-            "Otherwise lower the learning rate, or warm it up for longer."
-        )
-
-
-def _find_states(tree: Any) -> list[MixedPrecisionState]:
-    def is_state(x: Any) -> bool:
-        return isinstance(x, MixedPrecisionState)
-
-    return [x for x in jax.tree.leaves(tree, is_leaf=is_state) if is_state(x)]
 
 
 def _unpack(out: Any, has_collections: bool, has_aux: bool) -> tuple[Any, dict[str, Any], Any]:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmp._dtypes import DType
 
@@ -21,6 +22,10 @@ from jaxmp._dtypes import DType
 # three maps, named by which role they return.
 RESULT = 2
 _Axes = tuple[int | None, ...]
+# The sharding that an operand has and the one that it is used with, if it is gathered.
+Gather = tuple[NamedSharding, NamedSharding] | None
+Gathers = tuple[Gather, ...]
+NO_GATHERS: Gathers = (None, None)
 
 
 def slots(returned: int) -> tuple[int, int]:
@@ -35,9 +40,10 @@ class Form:
 
     Attributes:
       primitive: the product.
-      compute: the 16-bit dtype that it multiplies in.
+      compute: the dtype that it multiplies in: 16-bit, but for products with float32 results.
       shapes: those of the three roles.
       others: the integer operands, abstract.
+      gathers: how each operand is gathered before it is multiplied.
     """
 
     def __init__(
@@ -47,11 +53,13 @@ class Form:
         shapes: tuple[tuple[int, ...], ...],
         others: tuple[Any, ...],
         given: Mapping[int, Callable[..., Any]],
+        gathers: Gathers = NO_GATHERS,
     ) -> None:
         self.primitive = primitive
         self.compute = compute
         self.shapes = shapes
         self.others = others
+        self.gathers = gathers
         self._given = given  # the maps from which the missing ones are made by transposition
         self._cache: dict[Any, Any] = {}
 
@@ -88,6 +96,19 @@ class Form:
         (out,) = jax.linear_transpose(function, self._struct(returned))(known[source])
         return out
 
+    def operands(self, returned: int, given: Sequence[Any]) -> list[Any]:
+        """The operands as they are multiplied: in the compute dtype, and gathered."""
+        gathers = (*self.gathers, None)
+        return [
+            gathered(cast(x, self.compute), gathers[role])
+            for x, role in zip(given, slots(returned), strict=True)
+        ]
+
+    def result(self, returned: int, made: Any) -> Any:
+        """What is made, as the rest of the program has it: the gradient of an operand scattered."""
+        gather = (*self.gathers, None)[returned]
+        return made if gather is None else gathered(made, gather[::-1])
+
     def realized(self, returned: int, dtypes: tuple[Any, ...], dtype: Any) -> Any:
         """The jaxpr that multiplies in 16 bits.
 
@@ -99,9 +120,11 @@ class Form:
 
         def function(*args: Any) -> Any:
             args = args[: 2 + len(self.others)]
-            operands = [cast(x, self.compute) for x in args[:2]]
+            operands = self.operands(returned, args[:2])
             jaxpr = self.float32_map(returned)
-            return _evaluate(jaxpr, [*operands, *args[2:]], self.primitive, dtype)
+            widest = max(dtype, self.compute, key=lambda x: np.dtype(x).itemsize)
+            made = _evaluate(jaxpr, [*operands, *args[2:]], self.primitive, widest)
+            return self.result(returned, cast(made, dtype))
 
         def make() -> Any:
             roles = slots(returned)
@@ -132,9 +155,19 @@ class Form:
                 for role in range(3)
                 if axes[role] is not None
             }
-            return Form(self.primitive, self.compute, shapes, others, given)
+            gathers = tuple(map(_batched_gather, self.gathers, axes[:RESULT]))
+            return Form(self.primitive, self.compute, shapes, others, given, gathers)
 
         return self._cached((axes, other_axes, size), make)
+
+    def gathering(self, gathers: Gathers) -> "Form":
+        """The form of the same product of operands that are gathered first."""
+
+        def make() -> Form:
+            given = {RESULT: function_of(self.float32_map(RESULT))}
+            return Form(self.primitive, self.compute, self.shapes, self.others, given, gathers)
+
+        return self._cached(("gathering", gathers), make)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -143,6 +176,7 @@ def form_of(
     params: tuple[tuple[str, Any], ...],
     compute: DType,
     avals: tuple[tuple[tuple[int, ...], Any], ...],
+    gathers: Gathers = NO_GATHERS,
 ) -> Form:
     """The form of a product; the same object for the same product, so that jits find it again."""
 
@@ -155,7 +189,31 @@ def form_of(
     with no_mesh():
         result = jax.eval_shape(function, *operands, *others)
     shapes = (*(x.shape for x in operands), result.shape)
-    return Form(primitive, compute, shapes, others, {RESULT: function})
+    return Form(primitive, compute, shapes, others, {RESULT: function}, gathers)
+
+
+def gathered(x: Any, gather: Gather) -> Any:
+    """An array that is split over devices, put together; both sides are pinned.
+
+    Otherwise the partitioner would gather what the array was cast from, in its wider dtype.
+    """
+    if gather is None:
+        return x
+    for sharding in gather:
+        x = lax.with_sharding_constraint(x, sharding)
+    return x
+
+
+def _batched_gather(gather: Gather, axis: int | None) -> Gather:
+    if gather is None or axis is None:
+        return gather
+    stored, whole = (_with_dimension(sharding, axis) for sharding in gather)
+    return stored, whole
+
+
+def _with_dimension(sharding: NamedSharding, axis: int) -> NamedSharding:
+    spec = (*sharding.spec, *[None] * (axis - len(sharding.spec)))
+    return NamedSharding(sharding.mesh, PartitionSpec(*spec[:axis], None, *spec[axis:]))
 
 
 def no_mesh() -> Any:

@@ -14,6 +14,7 @@ import jaxmp.nnx
 NAMES = [
     "AuditError",
     "AuditReport",
+    "Collectives",
     "DynamicLossScale",
     "LossScale",
     "LossScaleState",
@@ -26,10 +27,12 @@ NAMES = [
     "TrainState",
     "TrainingStalled",
     "all_finite",
+    "assert_reduced_in",
     "audit",
     "autocast",
     "cast_floating",
     "check_progress",
+    "collectives",
     "full_precision",
     "get_policy",
     "grad",
@@ -46,6 +49,15 @@ NAMES_IN = {
         "get_rules",
         "keep_float32",
         "keep_norms_float32",
+    ],
+    jaxmp.sharding: [
+        "FSDP",
+        "all_finite",
+        "fully_sharded",
+        "gather_params",
+        "per_shard",
+        "reduce_gradients",
+        "state_shardings",
     ],
     jaxmp.linen: ["apply_policy", "remove_policy", "summary", "with_policy"],
     jaxmp.nnx: [
@@ -73,7 +85,8 @@ def test_names() -> None:
 
 @pytest.mark.parametrize("module", NAMES_IN, ids=lambda module: module.__name__)
 def test_names_of_modules(module: types.ModuleType) -> None:
-    exported = "jaxmp._nnx" if module is jaxmp.nnx else module.__name__
+    facades = {jaxmp.nnx: "jaxmp._nnx", jaxmp.sharding: "jaxmp._"}
+    exported = facades.get(module, module.__name__)
     own = [
         name
         for name, value in vars(module).items()

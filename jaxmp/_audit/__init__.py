@@ -7,6 +7,10 @@ import jax
 
 from jaxmp._audit._arrays import argument_rows, result_rows
 from jaxmp._audit._check import AuditError
+from jaxmp._audit._collective_report import Collectives, CompiledCollective
+from jaxmp._audit._collectives import collectives
+from jaxmp._audit._programs import closed_over, is_array
+from jaxmp._audit._reduced import assert_reduced_in
 from jaxmp._audit._report import AuditReport
 from jaxmp._audit._residuals import NoLoss, check_loss, residuals
 from jaxmp._audit._rows import (
@@ -29,17 +33,21 @@ __all__ = [
     "AuditError",
     "AuditReport",
     "Collective",
+    "Collectives",
+    "CompiledCollective",
     "Convert",
     "Equations",
     "Product",
     "ProductLine",
     "Residual",
     "Upcast",
+    "assert_reduced_in",
     "audit",
+    "collectives",
 ]
 
 
-def audit(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> AuditReport:
+def audit(fn: Callable[..., Any], *args: Any, compiled: Any = False, **kwargs: Any) -> AuditReport:
     """What runs in which dtype in a function, and where silent upcasts come from.
 
     One forgotten cast is enough to run the rest of a model in float32: nothing fails, and no shape
@@ -51,6 +59,8 @@ def audit(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> AuditReport:
       fn: any function that can be traced: a loss, a train step, `model.apply`; jitted or not.
       *args: its arguments. Arrays may be `jax.ShapeDtypeStruct`. What is no array is handed on
         as it is.
+      compiled: whether to compile the function too, for what its collectives carry; or what
+        `lower` or `compile` of the jitted function gives. See `collectives`.
       **kwargs: its keyword arguments.
 
     Returns:
@@ -76,15 +86,13 @@ def audit(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> AuditReport:
     """
     if not callable(fn):
         raise TypeError(f"audit takes a function and its arguments, got {type(fn).__name__}")
-    leaves, structure = jax.tree.flatten((args, kwargs))
-    arrays = [leaf if _is_array(leaf) else None for leaf in leaves]
-
-    def call(arrays: list[Any]) -> Any:
-        filled = [x if array is None else array for x, array in zip(leaves, arrays, strict=True)]
-        args, kwargs = jax.tree.unflatten(structure, filled)
-        return fn(*args, **kwargs)
-
+    arrays, call = closed_over(fn, args, kwargs)
     jaxpr, result = jax.make_jaxpr(call, return_shape=True)(arrays)
+    program = None
+    if compiled is True:
+        program = collectives(fn, *args, **kwargs)
+    elif compiled is not None and compiled is not False:
+        program = collectives(compiled)
     body = walk(jaxpr)
     tally = Tally(body.all_sites(), mark_upcasts(body))
     kept, reason = _residuals(fn, args, kwargs, result)
@@ -98,14 +106,15 @@ def audit(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> AuditReport:
         arrays=argument_rows(fn, args, kwargs) + result_rows(result),
         collectives=tally.collectives(),
         equations=tally.equations(),
-        unseen=unseen_in(tally.sites),
+        unseen=unseen_in(tally.sites, is_compiled=program is not None),
+        compiled=program,
     )
 
 
 def _residuals(fn: Any, args: Any, kwargs: Any, result: Any) -> tuple[Any, str]:
     first, rest = (args[0], args[1:]) if args else (None, ())
     leaves, structure = jax.tree.flatten((rest, kwargs))
-    arrays = [leaf if _is_array(leaf) else None for leaf in leaves]
+    arrays = [leaf if is_array(leaf) else None for leaf in leaves]
 
     def loss(first: Any, arrays: list[Any]) -> Any:
         filled = [x if array is None else array for x, array in zip(leaves, arrays, strict=True)]
@@ -117,7 +126,3 @@ def _residuals(fn: Any, args: Any, kwargs: Any, result: Any) -> tuple[Any, str]:
         return residuals(loss, first, arrays, isinstance(result, tuple)), ""
     except NoLoss as error:
         return None, str(error)
-
-
-def _is_array(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") and hasattr(leaf, "shape")

@@ -11,7 +11,7 @@ _LISTED = 10
 
 
 class AuditError(AssertionError):
-    """A program is not as `AuditReport.check` was told that it should be."""
+    """A program is not as `AuditReport.check` or `assert_reduced_in` should find it."""
 
 
 def check_report(
@@ -128,12 +128,15 @@ def _residuals(report: Any, limit: int) -> list[str]:
 
 
 def _sums(report: Any, name: str) -> list[str]:
+    if report.compiled is not None:
+        first, *others = narrow_sums(report.compiled, name, "devices") or [""]
+        return [f"reduced_in: {first}", *others] if first else []
     floats = ("float", "bfloat", "complex")
     sums = [row for row in report.collectives if row.sums and row.dtype.startswith(floats)]
     if not sums:
         return [
             "reduced_in: the program itself asks for no sum of floats over devices. Those that the "
-            "partitioner inserts are only in the compiled program."
+            "partitioner inserts are only in the compiled program: give audit compiled=True."
         ]
     wrong = [
         (row, row.dtype, f"{row.name} over {', '.join(row.axes)}")
@@ -145,7 +148,48 @@ def _sums(report: Any, name: str) -> list[str]:
     return [f"reduced_in: sums over devices should carry {name}, these do not:", *_by_line(wrong)]
 
 
+def narrow_sums(report: Any, name: str, over: str) -> list[str]:
+    """What is wrong with the sums over devices in a compiled program, in lines of an error.
+
+    Args:
+      report: `Collectives`, of what the sums should be looked for in.
+      name: the narrowest dtype that is fine.
+      over: what the sums are over, in words.
+
+    Returns:
+      Nothing if all is well.
+    """
+    sums = [row for row in report if row.sums]
+    if not any(row.elements > row.arrays for row in sums):
+        found = "only sums of scalars, such as that of a loss," if sums else "no sum of floats"
+        kinds = sorted({f"{row.kind} {row.dtype}" for row in report})
+        there = f" Over it go: {', '.join(kinds)}." if kinds else ""
+        return [
+            f"the {report.origin} has {found} over {over}, so this check sees nothing: give a "
+            "function that computes gradients, and arguments that are sharded as in training."
+            + there
+        ]
+    narrow = [row for row in sums if _bits(row) < 8 * np.dtype(name).itemsize]
+    if not narrow:
+        return []
+    return [
+        f"sums over {over} should carry {name} or wider, these do not:",
+        *_by_line((row, f"{row.bytes:,} bytes", _described(row)) for row in narrow),
+    ]
+
+
+def _bits(row: Any) -> int:
+    """The bits of one number, of a complex one those of each part."""
+    return 8 * row.size // max(1, row.elements) // (2 if row.dtype.startswith("complex") else 1)
+
+
+def _described(row: Any) -> str:
+    over = f"over {', '.join(row.axes)}" if row.axes else f"of {row.group_size} devices"
+    return f"{row.dtype}  {row.kind} {over}"
+
+
 def _by_line(offenders: Iterable[tuple[Any, str, str]]) -> list[str]:
+    """Offenders as lines of an error: rows with their place, how much, and what."""
     rows = list(offenders)
     shown = []
     for row, amount, what in rows[:_LISTED]:

@@ -57,7 +57,7 @@ def _innermost(traceback: Any) -> tuple[str, str]:
     """The innermost lines of the user and of a library other than JAX."""
     library = ""
     for frame in traceback.frames:
-        kind = _kind(frame.file_name)
+        kind = kind_of(frame.file_name)
         if kind == "user":
             return _text(frame), library
         if kind == "library":
@@ -66,12 +66,22 @@ def _innermost(traceback: Any) -> tuple[str, str]:
 
 
 def _text(frame: Any) -> str:
-    function = frame.function_name.replace("<locals>.", "")
-    return f"{os.path.basename(frame.file_name)}:{frame.line_num} ({function})"
+    return line_text(frame.file_name, frame.line_num, frame.function_name)
+
+
+def line_text(file: str, line: int, function: str) -> str:
+    """A line as reports have it.
+
+    >>> line_text("/home/me/net.py", 12, "make.<locals>.loss")
+    'net.py:12 (make.loss)'
+    """
+    function = function.replace("<locals>.", "")
+    return f"{os.path.basename(file)}:{line}" + (f" ({function})" if function else "")
 
 
 @functools.lru_cache(maxsize=4096)
-def _kind(file: str) -> str:
+def kind_of(file: str) -> str:
+    """Whose file it is: `"user"`, `"library"`, `"jax"` or `"python"`."""
     if file.startswith(("<frozen", "<@beartype")):
         return "python"
     if file.startswith(_folders(("jax", "jaxlib"))):

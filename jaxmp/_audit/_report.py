@@ -5,6 +5,7 @@ import io
 from typing import Any
 
 from jaxmp._audit._check import check_report, dtype_name
+from jaxmp._audit._collective_report import Collectives
 from jaxmp._audit._rows import (
     Arrays,
     Collective,
@@ -35,6 +36,7 @@ class AuditReport:
       collectives: those that the program itself asks for.
       equations: how many equations there are of each primitive.
       unseen: what this report does not show of this program.
+      compiled: the collectives of the compiled program; None if the audit was not asked for them.
     """
 
     products: tuple[Product, ...]
@@ -47,6 +49,7 @@ class AuditReport:
     collectives: tuple[Collective, ...]
     equations: tuple[Equations, ...]
     unseen: tuple[str, ...]
+    compiled: Collectives | None = None
 
     @property
     def flops(self) -> int:
@@ -115,7 +118,8 @@ class AuditReport:
             `flops`.
           residual_bytes: how many bytes may be kept for the backward pass at most.
           reduced_in: the dtype of every sum over devices that carries floats. Sums that the
-            partitioner inserts are not seen.
+            partitioner inserts are only seen if the audit was asked for the compiled program;
+            then those of that program may be wider, too.
 
         Returns:
           The report itself.

@@ -26,12 +26,68 @@ def tables(report: Any) -> Group:
         _converts(report),
         _residuals(report),
         _collectives(report),
+        *(_of_compiled(report.compiled) if report.compiled is not None else ()),
         _arrays(report),
     ]
     drawn: list[Any] = [part for part in parts if part is not None]
     if report.residuals is None:
         drawn.append(f"No residuals of a backward pass: {report.no_residuals}.")
+    compiled = report.compiled.unseen if report.compiled is not None else ()
+    return Group(*drawn, "Not seen:", _listed((*report.unseen, *compiled)))
+
+
+def compiled_tables(report: Any) -> Group:
+    """The tables of the collectives of a compiled program.
+
+    Args:
+      report: `Collectives`.
+
+    Returns:
+      Something that rich prints.
+    """
+    drawn = [part for part in _of_compiled(report) if part is not None]
+    if not report.rows:
+        drawn = [f"No collectives in the {report.origin}."]
+    if report.rows and report.no_mesh:
+        drawn.append(f"No mesh axes: {report.no_mesh}.")
     return Group(*drawn, "Not seen:", _listed(report.unseen))
+
+
+def _of_compiled(report: Any) -> tuple[Any, Any]:
+    """All collectives by what they are, and then where sums in few bits come from."""
+    groups: dict[tuple[str, ...], list[Any]] = {}
+    for row in report.rows:
+        axes = ", ".join(row.axes) if row.axes is not None else ""
+        key = (row.kind, row.reducer, row.dtype, axes, str(row.group_size))
+        groups.setdefault(key, []).append(row)
+    rows = [
+        (
+            *key,
+            bytes_text(sum(row.bytes for row in group)),
+            str(len(group)),
+            str(sum(row.runs for row in group)),
+        )
+        for key, group in sorted(groups.items(), key=lambda item: -sum(r.bytes for r in item[1]))
+    ]
+    columns = ["collective", "reducer", "dtype", "axes", ">devices", ">bytes", ">count", ">runs"]
+    title = f"Collectives of the {report.origin}, whole arrays"
+    narrow = [row for row in report.rows if row.sums and not _is_wide(row.dtype)]
+    lines = [
+        (
+            _place(row),
+            row.kind,
+            row.dtype,
+            ", ".join(row.axes or ()),
+            bytes_text(row.bytes),
+            str(row.runs),
+        )
+        for row in narrow
+    ]
+    places = [_PLACE, "collective", "dtype", "axes", ">bytes", ">runs"]
+    return (
+        _table(title, columns, rows, shown=40),
+        _table("Sums over devices in fewer than 32 bits", places, lines),
+    )
 
 
 def _products(report: Any) -> Any:

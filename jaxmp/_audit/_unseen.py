@@ -15,20 +15,23 @@ _ALGEBRA = (
 )
 
 
-def unseen_in(sites: Iterable[Site]) -> tuple[str, ...]:
+def unseen_in(sites: Iterable[Site], *, is_compiled: bool = False) -> tuple[str, ...]:
     """Sentences about what the report leaves out.
 
     Args:
       sites: all equations.
+      is_compiled: whether the report has the collectives of the compiled program, too.
 
     Returns:
-      The sentences. That of the partitioner holds for every program.
+      The sentences. That of the partitioner holds for every program that was only traced.
     """
     counts = collections.Counter(site.name for site in sites)
-    sentences = [
-        "Collectives that the compiler's partitioner inserts for sharded arrays are only in the "
-        "compiled program; listed are those that the program itself asks for."
-    ]
+    sentences = []
+    if not is_compiled:
+        sentences.append(
+            "Collectives that the compiler's partitioner inserts for sharded arrays are only in "
+            "the compiled program; listed are those that the program itself asks for."
+        )
     if any(name in PRODUCTS for name in counts):
         sentences.append(
             "In which dtype a product sums up inside is the compiler's choice; a bfloat16 product "

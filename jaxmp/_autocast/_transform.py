@@ -10,7 +10,6 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp  # noqa: F401 (for the doctests)
 import jmp
-import numpy as np
 from jax import lax
 
 from jaxmp import _compat
@@ -20,6 +19,7 @@ from jaxmp._autocast._interpreter import run
 from jaxmp._autocast._program import read
 from jaxmp._autocast._scopes import DONE, EXACT, Regions, region_of
 from jaxmp._autocast._steps import HALVES, initial
+from jaxmp._calls import Static, joined, split, traced
 from jaxmp._op_lists import OpLists, op_lists
 from jaxmp._patterns import is_about_paths
 from jaxmp._policy import Policy, get_policy
@@ -27,8 +27,6 @@ from jaxmp._rules import PolicyRules
 from jaxmp._warnings import warn
 
 Output = Literal["traced", "policy", "computed"]
-# Kinds of NumPy dtypes that JAX has no arrays of: objects, text, dates.
-_NO_NUMBERS = "OSUMm"
 
 
 def autocast(
@@ -132,53 +130,13 @@ class _Settings(NamedTuple):
     enter_custom_vjp: bool
 
 
-@dataclasses.dataclass(frozen=True)
-class _Static:
-    """What is no array among the arguments or the results of a call: part of its signature.
-
-    Attributes:
-      tree: the structure.
-      leaves: its leaves, `_ARRAY` in place of each array.
-    """
-
-    tree: Any
-    leaves: tuple[Any, ...] = dataclasses.field(compare=False)
-    # 1, 1.0 and True are equal, but a function may do another thing with each.
-    key: tuple[Any, ...] = ()
-
-
-_ARRAY: Any = object()
-
-
-def _split(tree: Any) -> tuple[_Static, list[Any]]:
-    """The arrays of a tree, and the rest."""
-    leaves, structure = jax.tree.flatten(tree)
-    arrays = [leaf for leaf in leaves if _is_array(leaf)]
-    rest = tuple(_ARRAY if _is_array(leaf) else leaf for leaf in leaves)
-    key = tuple((type(leaf), str(leaf) if isinstance(leaf, float) else leaf) for leaf in rest)
-    return _Static(structure, rest, key), arrays
-
-
-def _is_array(leaf: Any) -> bool:
-    if isinstance(leaf, (np.ndarray, np.generic)):
-        return leaf.dtype.kind not in _NO_NUMBERS
-    return isinstance(leaf, jax.Array)
-
-
-def _joined(static: _Static, arrays: Iterable[Any]) -> Any:
-    """The inverse of `_split`."""
-    given = iter(arrays)
-    leaves = [next(given) if leaf is _ARRAY else leaf for leaf in static.leaves]
-    return jax.tree.unflatten(static.tree, leaves)
-
-
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["static"])
 @dataclasses.dataclass
 class _Returned:
     """What a function returned, in a form that jit can return."""
 
     arrays: list[Any]
-    static: _Static
+    static: Static
 
 
 class _Captured(Exception):
@@ -186,8 +144,8 @@ class _Captured(Exception):
 
 
 def _wrapped(fun: Callable[..., Any], settings: _Settings) -> Callable[..., Any]:
-    def rewritten(static: _Static, arrays: list[Any], may_capture: bool) -> _Returned:
-        closed, returned = _traced(fun, static, arrays)
+    def rewritten(static: Static, arrays: list[Any], may_capture: bool) -> _Returned:
+        closed, returned = traced(fun, static, arrays)
         if not may_capture and _compat.holds_arrays(closed):
             raise _Captured
         return _Returned(_rewritten(closed, arrays, settings), returned)
@@ -200,7 +158,7 @@ def _wrapped(fun: Callable[..., Any], settings: _Settings) -> Callable[..., Any]
     def autocast_fun(*args: Any, **kwargs: Any) -> Any:
         nonlocal captures
         _check_no_linen_state(fun)
-        static, arrays = _split((args, kwargs))
+        static, arrays = split((args, kwargs))
         # Within another trace a program of its own would only have to be taken apart again.
         inline = any(map(_compat.is_traced, arrays))
         out = None
@@ -212,7 +170,7 @@ def _wrapped(fun: Callable[..., Any], settings: _Settings) -> Callable[..., Any]
                     captures = True
             if out is None:
                 out = rewritten(static, arrays, True)
-        return _joined(out.static, out.arrays)
+        return joined(out.static, out.arrays)
 
     return autocast_fun
 
@@ -261,47 +219,6 @@ def _is_empty(cell: Any) -> bool:
     return False
 
 
-def _traced(fun: Callable[..., Any], static: _Static, arrays: list[Any]) -> tuple[Any, _Static]:
-    """The jaxpr of a call, and what is no array in what it returns."""
-    found: list[_Static] = []
-
-    def of_arrays(*arrays: Any) -> list[Any]:
-        args, kwargs = _joined(static, arrays)
-        returned, results = _split(fun(*args, **kwargs))
-        _check_unchanged((args, kwargs), static, arrays)
-        found[:] = [returned]
-        return results
-
-    try:
-        return _compat.trace(of_arrays, arrays), found[0]
-    except Exception as error:
-        if note := _NOTES.get(type(error).__name__):
-            error.add_note(note)
-        raise
-
-
-# Flax's errors, by name: it is not imported here.
-_NOTES = {
-    "TraceContextError": "A function under autocast may change the state of nnx modules only if "
-    "they are its arguments: jaxmp.nnx.autocast(loss_fn, policy)(model, batch)",
-}
-
-
-def _check_unchanged(tree: Any, static: _Static, arrays: Any) -> None:
-    """Raises TypeError if a function has changed its arguments, copies of the caller's."""
-    leaves, structure = jax.tree.flatten(tree)
-    before = jax.tree.leaves(_joined(static, arrays))
-    same = structure == static.tree and all(
-        new is old for new, old in zip(leaves, before, strict=True)
-    )
-    if not same:
-        raise TypeError(
-            "the function changes its arguments in place, which autocast would lose: it runs the "
-            "function on copies. For nnx modules with state (BatchNorm, Dropout, caches), use "
-            "jaxmp.nnx.autocast, which takes the changes back; for others, return what is new"
-        )
-
-
 def _rewritten(closed: Any, arrays: list[Any], settings: _Settings) -> list[Any]:
     """What the program returns, run in mixed precision."""
     program = read(closed)
@@ -336,7 +253,7 @@ def _output_dtype(policy: Policy | PolicyRules) -> Any:
     return None if default is None else default.output_dtype
 
 
-def _is_hashable(static: _Static) -> bool:
+def _is_hashable(static: Static) -> bool:
     try:
         hash(static)
     except TypeError:

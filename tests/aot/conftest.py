@@ -6,6 +6,7 @@ has them.
 
 import dataclasses
 import importlib.util
+import math
 import os
 import pathlib
 from typing import Any
@@ -26,13 +27,26 @@ H100 = (pathlib.Path(__file__).parent / "h100.txtpb").read_text()
 
 @dataclasses.dataclass(frozen=True)
 class Compiler:
-    """Compiles for one device of a platform: `compiler(fun, *abstract_args, donate=())`."""
+    """Compiles for one device of a platform: `compiler(fun, *abstract_args, donate=())`.
+
+    For several devices: `lower(fun, *abstract_args)` with shardings on a `mesh`.
+    """
 
     platform: str
-    device: Any
+    devices: tuple[Any, ...]
+
+    def mesh(self, shape: tuple[int, ...], names: tuple[str, ...]) -> jax.sharding.Mesh:
+        """A mesh of the first devices, in the order that `jax.make_mesh` finds best for them."""
+        types = (jax.sharding.AxisType.Auto,) * len(shape)
+        devices = self.devices[: math.prod(shape)]
+        return jax.make_mesh(shape, names, axis_types=types, devices=devices)
+
+    def lower(self, fun: Any, *args: Any, **jit_options: Any) -> Any:
+        """Lowers for the mesh of abstract arguments that have shardings."""
+        return jax.jit(fun, **jit_options).lower(*args)
 
     def __call__(self, fun: Any, *args: Any, donate: tuple[int, ...] = ()) -> Any:
-        sharding = jax.sharding.SingleDeviceSharding(self.device)
+        sharding = jax.sharding.SingleDeviceSharding(self.devices[0])
         abstract = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args
         )
@@ -53,20 +67,30 @@ def _required(platform: str, installed: bool) -> None:
 
 @pytest.fixture(scope="session")
 def gpu() -> Compiler:
-    """Compiles for one H100."""
+    """Compiles for one H100, or for a mesh of up to eight."""
     _required("CUDA", _have("jax_cuda12_plugin", "jax_cuda13_plugin"))
     topology = topologies.get_topology_desc(
         platform="cuda", topology_name="h100", topology="1x1x8", target_config=H100
     )
-    return Compiler("gpu", topology.devices[0])
+    return Compiler("gpu", tuple(topology.devices))
 
 
 @pytest.fixture(scope="session")
 def tpu() -> Compiler:
-    """Compiles for one TPU v5e."""
+    """Compiles for one TPU v5e, or for a mesh of up to eight."""
+    return _tpu("v5e:2x4")
+
+
+@pytest.fixture(scope="session")
+def pod() -> Compiler:
+    """Compiles for a mesh of up to 128 TPUs v5e."""
+    return _tpu("v5e:8x16")
+
+
+def _tpu(topology_name: str) -> Compiler:
     _required("TPU", _have("libtpu"))
-    topology = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4")
-    return Compiler("tpu", topology.devices[0])
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=topology_name)
+    return Compiler("tpu", tuple(topology.devices))
 
 
 @pytest.fixture(params=["gpu", "tpu"])

@@ -1,0 +1,100 @@
+"""A call of a function as JAX can trace it: its arrays, and the rest."""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmp import _compat
+
+# Kinds of NumPy dtypes that JAX has no arrays of: objects, text, dates.
+_NO_NUMBERS = "OSUMm"
+
+
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """What is no array among the arguments or the results of a call: part of its signature.
+
+    Attributes:
+      tree: the structure.
+      leaves: its leaves, `_ARRAY` in place of each array.
+    """
+
+    tree: Any
+    leaves: tuple[Any, ...] = dataclasses.field(compare=False)
+    # 1, 1.0 and True are equal, but a function may do another thing with each.
+    key: tuple[Any, ...] = ()
+
+
+_ARRAY: Any = object()
+
+
+def split(tree: Any) -> tuple[Static, list[Any]]:
+    """The arrays of a tree, and the rest."""
+    leaves, structure = jax.tree.flatten(tree)
+    arrays = [leaf for leaf in leaves if _is_array(leaf)]
+    rest = tuple(_ARRAY if _is_array(leaf) else leaf for leaf in leaves)
+    key = tuple((type(leaf), str(leaf) if isinstance(leaf, float) else leaf) for leaf in rest)
+    return Static(structure, rest, key), arrays
+
+
+def _is_array(leaf: Any) -> bool:
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return leaf.dtype.kind not in _NO_NUMBERS
+    return isinstance(leaf, jax.Array)
+
+
+def joined(static: Static, arrays: Iterable[Any]) -> Any:
+    """The inverse of `split`."""
+    given = iter(arrays)
+    leaves = [next(given) if leaf is _ARRAY else leaf for leaf in static.leaves]
+    return jax.tree.unflatten(static.tree, leaves)
+
+
+def traced(fun: Callable[..., Any], static: Static, arrays: list[Any]) -> tuple[Any, Static]:
+    """The jaxpr of a call, and what is no array in what it returns.
+
+    Args:
+      fun: a function.
+      static: what is no array in `(args, kwargs)`.
+      arrays: the arrays in it.
+    """
+    found: list[Static] = []
+
+    def of_arrays(*arrays: Any) -> list[Any]:
+        args, kwargs = joined(static, arrays)
+        returned, results = split(fun(*args, **kwargs))
+        _check_unchanged((args, kwargs), static, arrays)
+        found[:] = [returned]
+        return results
+
+    try:
+        return _compat.trace(of_arrays, arrays), found[0]
+    except Exception as error:
+        if note := _NOTES.get(type(error).__name__):
+            error.add_note(note)
+        raise
+
+
+# Flax's errors, by name: it is not imported here.
+_NOTES = {
+    "TraceContextError": "A function that is rewritten may change the state of nnx modules only if "
+    "they are its arguments: jaxmp.nnx.autocast(loss_fn, policy)(model, batch)",
+}
+
+
+def _check_unchanged(tree: Any, static: Static, arrays: Any) -> None:
+    """Raises TypeError if a function has changed its arguments, copies of the caller's."""
+    leaves, structure = jax.tree.flatten(tree)
+    before = jax.tree.leaves(joined(static, arrays))
+    same = structure == static.tree and all(
+        new is old for new, old in zip(leaves, before, strict=True)
+    )
+    if not same:
+        raise TypeError(
+            "the function changes its arguments in place, which would be lost: it runs on copies. "
+            "For nnx modules with state (BatchNorm, Dropout, caches), use jaxmp.nnx.autocast and "
+            "jaxmp.nnx.value_and_grad, which take the changes back; for others, return what is new"
+        )

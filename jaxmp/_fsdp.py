@@ -1,0 +1,187 @@
+"""Fully sharded data parallelism: params that are split where they are stored, whole where used."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
+
+from jaxmp._dtypes import parse_dtype
+from jaxmp._reduction import Layout, layout_of
+from jaxmp._tree import leaf_names
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class FSDP:
+    """How params lie on the devices, and over which mesh axes they are gathered for use.
+
+    Under `jit` a function cannot see how its arguments are sharded, and left alone the
+    partitioner may gather a float32 master where the model uses its bfloat16 copy, or move the
+    activations instead. With this, each param is cast, gathered where it is used (in a loop over
+    layers one layer at a time) and let go; for its gradient it is gathered again, and the gradient
+    is scattered in float32 as it is summed.
+
+    Attributes:
+      shardings: a tree of `NamedSharding`, one for each param, of meshes whose axes are
+        `AxisType.Auto`. The dimension that a `lax.scan` runs over should not be split.
+      axis: the mesh axis, or axes, over which the params are split to save memory. Axes for
+        tensor parallelism are not among them: what they split stays split.
+      gather_dtype: the dtype to which a param is cast before it is gathered, whatever the model
+        casts it to (FSDP2's `param_dtype`). By default the dtype in which the model uses it.
+
+    Raises:
+      TypeError: if a leaf of `shardings` is no `NamedSharding`.
+      ValueError: if no param is split over `axis`, or the mesh has other axis types.
+
+    >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+    >>> fsdp = FSDP(shardings={"w": NamedSharding(mesh, PartitionSpec("data"))}, axis="data")
+    >>> fsdp.axes
+    ('data',)
+    """
+
+    shardings: PyTree
+    axis: str | Sequence[str] = "data"
+    gather_dtype: Any = None
+
+    def __post_init__(self) -> None:
+        split = set()
+        for name, sharding in zip(leaf_names(self.shardings), self._leaves, strict=True):
+            _check_sharding(name, sharding)
+            split.update(_axes_of(sharding))
+        if missing := [axis for axis in self.axes if axis not in split]:
+            raise ValueError(
+                f"no param is split over the mesh axis {missing[0]!r}; the shardings use "
+                f"{sorted(split) or 'none'}. Give the axis that saves memory, or leave fsdp out: "
+                "without it gradients are reduced in float32 too"
+            )
+        if self.gather_dtype is not None:
+            object.__setattr__(self, "gather_dtype", parse_dtype(self.gather_dtype))
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes over which params are gathered."""
+        return (self.axis,) if isinstance(self.axis, str) else tuple(self.axis)
+
+    @property
+    def _leaves(self) -> list[Any]:
+        return jax.tree.leaves(self.shardings)
+
+    def layouts(self, params: PyTree) -> list[Layout]:
+        """The layout of each leaf of the params.
+
+        Args:
+          params: a tree of the structure of the shardings.
+
+        Returns:
+          One layout for each leaf.
+
+        Raises:
+          ValueError: if the structures differ, or a sharding does not fit its param.
+        """
+        given: Any = jax.tree.structure(self.shardings)
+        wanted: Any = jax.tree.structure(params)
+        if given != wanted:
+            raise ValueError(
+                "fsdp.shardings must have the structure of the params, one NamedSharding for each: "
+                f"the params are {wanted}, the shardings {given}"
+            )
+        found = []
+        leaves = zip(leaf_names(params), jax.tree.leaves(params), self._leaves, strict=True)
+        for name, leaf, sharding in leaves:
+            _check_fits(name, jnp.shape(leaf), sharding)
+            found.append(
+                layout_of(sharding, jnp.ndim(leaf), frozenset(self.axes), self.gather_dtype)
+            )
+        return found
+
+    def constrain(self, tree: PyTree) -> PyTree:
+        """Gradients, or params, laid out as the params are stored."""
+        return jax.tree.map(jax.lax.with_sharding_constraint, tree, self.shardings)
+
+
+def _axes_of(sharding: NamedSharding) -> list[str]:
+    entries = [x for x in sharding.spec if x is not None and x is not PartitionSpec.UNCONSTRAINED]
+    return [name for x in entries for name in ((x,) if isinstance(x, str) else x)]
+
+
+def _check_sharding(name: str, sharding: Any) -> None:
+    if not isinstance(sharding, NamedSharding):
+        raise TypeError(
+            f"fsdp.shardings must be NamedShardings, got a {type(sharding).__name__} for {name!r}. "
+            "jaxmp.sharding.fully_sharded(params, mesh) makes them"
+        )
+    kinds = getattr(sharding.mesh, "axis_types", ())
+    if any(kind is not AxisType.Auto for kind in kinds):
+        raise ValueError(
+            f"fsdp needs a mesh whose axes are AxisType.Auto, got {sharding.mesh.axis_types}: "
+            "jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(names))"
+        )
+
+
+def _check_fits(name: str, shape: tuple[int, ...], sharding: NamedSharding) -> None:
+    try:
+        sharding.shard_shape(shape)
+    except ValueError as error:
+        raise ValueError(
+            f"the sharding of {name!r} does not fit its shape {shape}: {error}"
+        ) from None
+
+
+def fully_sharded(
+    params: PyTree,
+    mesh: Mesh,
+    axis: str = "data",
+    *,
+    base: PyTree | None = None,
+    min_size: int = 2**12,
+) -> PyTree:
+    """Shardings that split every large param over one mesh axis.
+
+    Of each param the largest dimension that the axis divides is split. For arrays of three and
+    more dimensions the first is the last choice, over which a loop over layers may run.
+
+    Args:
+      params: a tree of arrays, or of `jax.ShapeDtypeStruct`.
+      mesh: the mesh.
+      axis: its axis to split over.
+      base: shardings, or `PartitionSpec`s, that hold already, such as those of tensor parallelism;
+        dimensions that they split are left as they are.
+      min_size: params with fewer elements are not split: their gathers would cost more time than
+        they save memory.
+
+    Returns:
+      A tree of `NamedSharding`, for `jax.device_put`, `FSDP` and `state_shardings`.
+
+    Raises:
+      ValueError: if the mesh has no such axis.
+
+    >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+    >>> params = {"w": jax.ShapeDtypeStruct((64, 128), "float32"), "b": jnp.zeros(128)}
+    >>> {name: x.spec for name, x in fully_sharded(params, mesh).items()}
+    {'b': P(), 'w': P(None, 'data')}
+    """
+    if axis not in mesh.shape:
+        raise ValueError(f"the mesh has no axis {axis!r}; it has {', '.join(mesh.shape)}")
+    specs = jax.tree.map(lambda _: PartitionSpec(), params) if base is None else base
+
+    def shard(x: Any, spec: Any) -> NamedSharding:
+        spec = spec.spec if isinstance(spec, NamedSharding) else spec
+        entries = [*spec, *[None] * (np.ndim(x) - len(spec))]
+        if math.prod(x.shape) >= min_size and (at := _largest(x.shape, entries, mesh.shape[axis])):
+            entries[at[0]] = axis
+        while entries and entries[-1] is None:
+            entries.pop()
+        return NamedSharding(mesh, PartitionSpec(*entries))
+
+    return jax.tree.map(shard, params, specs)
+
+
+def _largest(shape: tuple[int, ...], entries: list[Any], parts: int) -> list[int]:
+    """The best dimension to split, in a list; an empty one if there is none."""
+    free = [i for i, size in enumerate(shape) if entries[i] is None and size % parts == 0]
+    return sorted(free, key=lambda i: (i == 0 and len(shape) > 2, -shape[i], -i))[:1]

@@ -1,0 +1,68 @@
+"""Gradients of live nnx modules, reduced in float32."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from flax import nnx
+
+from jaxmp._fsdp import FSDP
+from jaxmp._gradient_reduction import (
+    GradientReduction,
+    check_no_local_gradients,
+    gradient_reduction,
+)
+from jaxmp._nnx_calls import call_pure, pure
+from jaxmp._reduction import reduced_in_float32
+
+_TAG = "jaxmp.reduction"
+
+
+class NnxReduction(NamedTuple):
+    """`GradientReduction` for functions of modules.
+
+    Attributes:
+      reduction: how gradients are reduced.
+    """
+
+    reduction: GradientReduction
+
+    def rewrite(
+        self, fun: Callable[..., Any], args: Sequence[Any], argnums: Sequence[Any]
+    ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """A function of modules for whose params the gradients are to be summed so."""
+        check_no_local_gradients()
+        pure_fun = pure(fun, _TAG)
+
+        def of_params(graphdef: Any, params: Any, rest: Any) -> Any:
+            return pure_fun(graphdef, nnx.merge_state(params, rest))
+
+        def rewritten(graphdef: Any, state: Any) -> Any:
+            params, rest = nnx.split_state(state, _is_wanted(argnums), ...)
+            layouts = self.reduction.layouts([_state_of(params, x.argnum) for x in argnums])
+            call, given = reduced_in_float32(of_params, (graphdef, params, rest), (1,), layouts)
+            return call(*given)
+
+        return lambda *nodes: call_pure(rewritten, _TAG, nodes), tuple(args)
+
+    def constrain(self, grads: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Gradients, laid out as the params are."""
+        return self.reduction.constrain(grads)
+
+
+def nnx_reduction(reduce_dtype: Any, fsdp: FSDP | None, several: bool) -> NnxReduction | None:
+    """What is to be done for a reduction in `reduce_dtype`; None if nothing."""
+    if fsdp is not None and several:
+        raise ValueError("fsdp is for the params of one module: give argnums as one number")
+    reduction = gradient_reduction(reduce_dtype, fsdp)
+    return None if reduction is None else NnxReduction(reduction)
+
+
+def _state_of(params: Any, argnum: int) -> Any:
+    """The params of one argument, as their gradients are given back."""
+    return nnx.State(params.raw_mapping.get(argnum, {}))
+
+
+def _is_wanted(argnums: Sequence[Any]) -> Callable[[Any, Any], bool]:
+    """A filter for the variables that are differentiated."""
+    filters = [(x.argnum, nnx.filterlib.to_predicate(x.filter)) for x in argnums]
+    return lambda path, value: any(path[0] == i and is_in(path[1:], value) for i, is_in in filters)

@@ -1,0 +1,306 @@
+"""Runs a program again, with the gradients of what is made of params in float32.
+
+The values that it computes are those that it computed before. What is made of params alone is
+followed beside it in float32, for its derivative only, until it meets activations: there the sum
+over the batch begins that a gradient is, and over the devices among which the batch is divided.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.extend import core
+
+from jaxmp import _compat
+from jaxmp._float32_gradients import held, product
+from jaxmp._op_lists import AFFINE, ARRANGEMENTS, CLASSES, CONTRACTIONS, OpClass
+from jaxmp._reduction._control_flow import RULES as CONTROL_FLOW
+from jaxmp._reduction._layout import moved
+from jaxmp._reduction._values import FLOAT32, Value, flat, is_float, is_half, is_ours, unflat
+
+Rule = Callable[[core.JaxprEqn, list[Value]], list[Value] | None]
+
+# Linear in their first operand, which they only move; further ones are integers.
+_MOVES = frozenset(
+    {"reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "rev", "slice"}
+    | {"dynamic_slice", "gather", "split", "tile", "unstack", "copy", "copy_p"}
+    | {"sharding_constraint", "pvary", "pcast"}
+)
+_MULTIPLIES = frozenset({*CONTRACTIONS, "held", "float32_gradient"})
+# Those whose operands may have other shapes than the result, for other reasons than spreading.
+_MIXED_SHAPES = frozenset({*ARRANGEMENTS, "clamp", "select_n"})
+# Smooth functions of floats, which can be evaluated in any float dtype.
+_ELEMENTWISE = frozenset({OpClass.PROMOTE, OpClass.FLOAT32, OpClass.RANGE})
+_ARITHMETIC = _ELEMENTWISE | {OpClass.SUM}
+
+
+def evaluate(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Value]) -> list[Value]:
+    """What a program returns.
+
+    Args:
+      jaxpr: the program, an open jaxpr.
+      consts: its constants.
+      arguments: its arguments.
+
+    Returns:
+      The results. Those made of params are returned as such.
+    """
+    env: dict[Any, Value] = {}
+    env.update(zip(jaxpr.invars, arguments, strict=True))
+    env.update((var, Value(x)) for var, x in zip(jaxpr.constvars, consts, strict=True))
+    for equation in jaxpr.eqns:
+        source = equation.source_info
+        with _compat.where(equation, source.name_stack, source.traceback):
+            if equation.primitive.name in _MULTIPLIES:
+                _gather_once(equation, env)
+            values = [_read(atom, env) for atom in equation.invars]
+            made = _run(equation, values)
+        env.update(zip(equation.outvars, made, strict=True))
+    return [_read(atom, env) for atom in jaxpr.outvars]
+
+
+def _read(atom: Any, env: dict[Any, Value]) -> Value:
+    return Value(atom.val, fixed=True) if isinstance(atom, core.Literal) else env[atom]
+
+
+def _gather_once(equation: core.JaxprEqn, env: dict[Any, Value]) -> None:
+    """Gathers what a product multiplies, for all its uses, where it need not be let go between."""
+    for atom in equation.invars:
+        value = _read(atom, env)
+        if value.layout is not None and value.layout.recomputed and is_half(value.array):
+            env[atom] = value.in_place()
+
+
+def _run(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
+    if not any(value.of_params for value in values):
+        fixed = all(value.fixed for value in values)
+        return [Value(x, fixed=fixed) for x in _compat.bind(equation, _arrays(values))]
+    name = equation.primitive.name
+    rule = RULES.get(name)
+    alone = _of_params_only(values) or _scales(equation, values)
+    if rule is None and alone and CLASSES.get(name) in _ARITHMETIC:
+        rule = _arithmetic
+    made = None if rule is None else rule(equation, values)
+    if made is None:
+        made = (_made_of_params if alone else _used)(equation, values)
+    return made
+
+
+def _aval(equation: core.JaxprEqn) -> Any:
+    """What its first result is like."""
+    return equation.outvars[0].aval if equation.outvars else None
+
+
+def _arrays(values: Sequence[Value]) -> list[Any]:
+    return [value.array for value in values]
+
+
+def _chosen(values: Sequence[Value]) -> bool:
+    """Whether data chooses among params: masks and indices that are no numbers of the program."""
+    return any(not value.of_params and not value.fixed for value in values)
+
+
+def _floats(values: Sequence[Value]) -> list[Any]:
+    return [value.array for value in values if is_float(value.array)]
+
+
+def _of_params_only(values: Sequence[Value]) -> bool:
+    """Whether nothing has a part in it but params and numbers of the program."""
+    return all(
+        not value.rows if value.of_params else value.fixed or not is_float(value.array)
+        for value in values
+    )
+
+
+def _used(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
+    """An operation that params meet activations in."""
+    name = equation.primitive.name
+    shape: Any = getattr(_aval(equation), "shape", None)
+    spreads = CLASSES.get(name) in _ELEMENTWISE and name not in _MIXED_SHAPES
+    if not (spreads and any(v.of_params and v.array.shape != shape for v in values)):
+        others = _floats(values)
+        return [Value(x) for x in _compat.bind(equation, [v.used(others) for v in values])]
+
+    # A bias may have dimensions of size 1: its gradient is a sum over them.
+    arrays, forms = flat(values)
+
+    def spread(*arrays: Any) -> list[Any]:
+        inside = [value.in_place() for value in unflat(arrays, forms)]
+        others = _floats(inside)
+        return _compat.bind(equation, [v.spread(shape).used(others) for v in inside])
+
+    # A product keeps its operands for its derivative: of a scale not what was laid out.
+    keeps = name not in ("add", "sub")
+    made = jax.checkpoint(spread, prevent_cse=False)(*arrays) if keeps else spread(*arrays)
+    return [Value(x) for x in made]
+
+
+def _made_of_params(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
+    """An operation on params alone: what it makes is like a param."""
+    layout, rows = _common_layout(values, equation), _chosen(values)
+    made: list[Value] = []
+    for x in _compat.bind(equation, [value.bare() for value in values]):
+        made.append(_like_param(x)._replace(layout=layout, rows=rows) if is_ours(x) else Value(x))
+    return made
+
+
+def _like_param(x: Any) -> Value:
+    """What is made of params. Of 16 bits, its gradient is rounded, but when it has been summed."""
+    return Value(held(x), lax.convert_element_type(x, FLOAT32)) if is_half(x) else Value(x, x)
+
+
+def _scales(equation: core.JaxprEqn, values: Sequence[Value]) -> bool:
+    """Whether a param is masked, scaled or added to, and keeps its shape: nothing is summed yet.
+
+    A pruned weight, one divided by its spectral norm, a frozen one with a trained difference.
+    """
+    shape = getattr(_aval(equation), "shape", None)
+    return equation.primitive.name in AFFINE and any(
+        value.of_params and not value.rows and value.array.shape == shape for value in values
+    )
+
+
+def _common_layout(values: Sequence[Value], equation: core.JaxprEqn) -> Any:
+    """The layout of results of the shape of their operands."""
+    layouts = {value.layout for value in values if value.of_params and np.shape(value.array)}
+    shapes = {np.shape(value.array) for value in values if is_float(value.array)} - {()}
+    results = {var.aval.shape for var in equation.outvars if hasattr(var.aval, "shape")}
+    return layouts.pop() if len(layouts) == 1 and shapes == results else None
+
+
+def _convert(equation: core.JaxprEqn, values: list[Value]) -> list[Value] | None:
+    (value,) = values
+    target = equation.params["new_dtype"]
+    if not (is_half(value.array) or value.array.dtype == FLOAT32):
+        return None
+    if target != FLOAT32 and target not in map(np.dtype, ("float16", "bfloat16")):
+        return None
+    (array,) = _compat.bind(equation, [value.array])
+    return [value._replace(array=array if value.array.dtype == target else held(array))]
+
+
+def _move(equation: core.JaxprEqn, values: list[Value]) -> list[Value] | None:
+    name, value = equation.primitive.name, values[0]
+    if not value.of_params or any(other.of_params for other in values[1:]):
+        return None
+    layout = moved(value.layout, equation)
+    if layout is None and value.layout is not None:
+        value = value.in_place()
+    rest = _arrays(values[1:])
+    rows = value.rows or (name == "gather" and not all(other.fixed for other in values[1:]))
+
+    def bind(x: Any) -> list[Any]:
+        return _compat.bind(equation, [x, *rest])
+
+    arrays = bind(value.array)
+    wides = arrays if value.exact else bind(value.wide)
+    return [Value(x, wide, layout, rows) for x, wide in zip(arrays, wides, strict=True)]
+
+
+def _arithmetic(equation: core.JaxprEqn, values: list[Value]) -> list[Value] | None:
+    """Arithmetic of params alone: done twice, for the value and in float32 for its gradient."""
+    if not any(is_half(value.array) for value in values):
+        return None
+    if not all(is_half(x) or not is_float(x) for x in _arrays(values)):
+        return None
+    if equation.params.get("out_dtype") is not None:
+        return None
+    arrays = _compat.bind(equation, _arrays(values))
+    if not all(map(is_half, arrays)):
+        return [Value(x) for x in arrays] if not any(map(is_float, arrays)) else None
+    wides = _compat.bind(equation, [_widened(value) for value in values])
+    layout, rows = _common_layout(values, equation), _chosen(values)
+    return [Value(x, wide, layout, rows) for x, wide in zip(arrays, wides, strict=True)]
+
+
+def _widened(value: Value) -> Any:
+    if value.of_params:
+        return value.wide
+    x = value.array
+    if not is_float(x):
+        return x
+    return lax.convert_element_type(x, FLOAT32)
+
+
+def _contraction(equation: core.JaxprEqn, values: list[Value]) -> list[Value] | None:
+    lhs, rhs, *rest = values
+    dtypes = {x.dtype for x in _arrays(values[:2])}
+    made = _aval(equation).dtype
+    if len(dtypes) != 1 or not _is_ours(values[:2]) or made not in (FLOAT32, *dtypes):
+        return None
+    params = {**equation.params, "preferred_element_type": made}
+    both = [value.product_operand() for value in (lhs, rhs)]
+    operands, sources, gathers = zip(*both, strict=True)
+    arrays = [*operands, *_arrays(rest)]
+    result = product(equation.primitive, params, arrays, sources, gathers)
+    return [_like_param(result) if _of_params_only(values) else Value(result)]
+
+
+def _is_ours(operands: Sequence[Value]) -> bool:
+    """Whether a product is to have other gradients than JAX gives it, or other residuals."""
+    if is_half(operands[0].array):
+        return True
+    layouts = [value.layout for value in operands if value.layout is not None]
+    return operands[0].array.dtype == FLOAT32 and any(x.dtype in (None, FLOAT32) for x in layouts)
+
+
+def _held(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
+    """An operand of a product that has its gradient from another equation."""
+    (value,) = values
+    return [Value(*_compat.bind(equation, [value.in_place().array]))]
+
+
+def _float32_gradient(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
+    """What autocast has made of a product: operands and sources, of which params are gathered."""
+    form, wide = equation.params["form"], equation.params["wide"]
+    end = len(values) - sum(wide)
+    arrays, gathers = [values[0].used()], []
+    for value, has_source in zip(values[1:3], wide, strict=True):
+        operand, _, gather = value.product_operand() if has_source else (value.used(), None, None)
+        arrays.append(operand)
+        gathers.append(gather)
+    sources = [
+        value.array if not value.of_params else value.wide if gather else value.in_place().wide
+        for value, gather in zip(values[end:], itertools.compress(gathers, wide), strict=True)
+    ]
+    arrays += _arrays(values[3:end]) + sources
+    changed = {"form": form.gathering(tuple(gathers))} if any(gathers) else {}
+    (made,) = _compat.bind(equation, arrays, **changed)
+    of_params = wide == (True, True) and not any(value.rows for value in values)
+    return [
+        Value(held(made), lax.convert_element_type(made, FLOAT32)) if of_params else Value(made)
+    ]
+
+
+def _named(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
+    (value,) = values
+    (array,) = _compat.bind(equation, [value.array])
+    return [value._replace(array=array, wide=array if value.exact else value.wide)]
+
+
+def _barrier(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
+    arrays = _compat.bind(equation, _arrays(values))
+    return [
+        value._replace(array=x, wide=x if value.exact else value.wide)
+        for x, value in zip(arrays, values, strict=True)
+    ]
+
+
+def _control(name: str) -> Rule:
+    return functools.partial(CONTROL_FLOW[name], evaluate)
+
+
+RULES: dict[str, Rule] = {
+    "convert_element_type": _convert,
+    "held": _held,
+    "float32_gradient": _float32_gradient,
+    "name": _named,
+    "optimization_barrier": _barrier,
+    **dict.fromkeys(_MOVES, _move),
+    **dict.fromkeys(CONTRACTIONS, _contraction),
+    **{name: _control(name) for name in CONTROL_FLOW},
+}

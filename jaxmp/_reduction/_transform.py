@@ -1,0 +1,74 @@
+"""A function, rewritten so that the gradients of its params are summed in float32."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxmp._calls import joined, split, traced
+from jaxmp._dtypes import is_floating
+from jaxmp._reduction._interpreter import evaluate
+from jaxmp._reduction._layout import Layout
+from jaxmp._reduction._values import FLOAT32, HALVES, Value
+from jaxmp._tree import widen
+
+
+def reduced_in_float32(
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    argnums: Sequence[int],
+    layouts: Sequence[Layout | None] | None = None,
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The same function of wider params: its value is the same, its gradients are float32.
+
+    Args:
+      fun: a function of pytrees.
+      args: its arguments.
+      argnums: which of them are params.
+      layouts: how the leaves of the params lie on the devices, if they are to be gathered.
+
+    Returns:
+      The function, for arguments like these, and the arguments, params of 16 bits as float32.
+      The value is computed with the params as they were given.
+    """
+    args = tuple(jax.tree.map(jnp.asarray, x) if i in argnums else x for i, x in enumerate(args))
+    static, arrays = split((args, {}))
+    closed, returned = traced(fun, static, arrays)
+    marks = _marks(args, argnums, layouts)
+
+    def rewritten(*wide: Any) -> Any:
+        _, wides = split(wide)
+        values = [
+            Value(x) if mark is None else _param(x, y, mark[0])
+            for x, y, mark in zip(arrays, wides, marks, strict=True)
+        ]
+        made = evaluate(closed.jaxpr, closed.consts, values)
+        return joined(returned, [value.bare() for value in made])
+
+    wide = tuple(widen(x) if i in argnums else x for i, x in enumerate(args))
+    return rewritten, wide
+
+
+def _marks(
+    args: Sequence[Any], argnums: Sequence[int], layouts: Sequence[Layout | None] | None
+) -> list[tuple[Layout | None] | None]:
+    """For each array among the arguments its layout in a tuple if it is a param, else None."""
+    given = None if layouts is None else iter(layouts)
+    marks: dict[int, list[tuple[Layout | None] | None]] = {}
+    for i in argnums:
+        leaves = jax.tree.leaves(args[i])
+        of_leaves = [None if given is None else next(given) for _ in leaves]
+        marks[i] = [
+            (layout,) if is_floating(leaf) and leaf.dtype in {*HALVES, FLOAT32} else None
+            for leaf, layout in zip(leaves, of_leaves, strict=True)
+        ]
+    found: list[tuple[Layout | None] | None] = []
+    for i, arg in enumerate(args):
+        found += marks[i] if i in marks else [None] * len(split(arg)[1])
+    return found
+
+
+def _param(array: Any, wide: Any, layout: Layout | None) -> Value:
+    exact = array.dtype == FLOAT32
+    return Value(wide if exact else array, wide, layout)

@@ -1,0 +1,143 @@
+"""A value of a program that is being rewritten, and what it has to do with params."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from jaxmp._dtypes import DType
+from jaxmp._float32_gradients import held, varying_alike
+from jaxmp._reduction._gradient_of import gradient_of
+from jaxmp._reduction._layout import Layout
+from jaxmp._trilinear import Gather, gathered
+
+FLOAT32 = jnp.dtype(jnp.float32)
+HALVES = frozenset(map(jnp.dtype, (jnp.bfloat16, jnp.float16)))
+
+
+class Value(NamedTuple):
+    """A value.
+
+    What is made of params alone has two arrays: the one that the program computes, and the
+    float32 one that its gradient is for. They are one and the same where that is float32.
+
+    Attributes:
+      array: the array, as the program computes it.
+      wide: where its gradient goes; None for what is not made of params.
+      layout: how it lies on the devices, if it is to be gathered where it is used.
+      rows: whether it was looked up in a param: an embedding, the weights of an expert.
+      fixed: whether no argument of the function has a part in it.
+    """
+
+    array: Any
+    wide: Any = None
+    layout: Layout | None = None
+    rows: bool = False
+    fixed: bool = False
+
+    @property
+    def of_params(self) -> bool:
+        return self.wide is not None
+
+    @property
+    def exact(self) -> bool:
+        """Whether the array is the one that its gradient is for."""
+        return self.array is self.wide
+
+    def used(self, others: Sequence[Any] = ()) -> Any:
+        """The array for an operation on activations: gathered, its gradient in float32.
+
+        In a `shard_map` it varies over the devices as the others do, before it is narrow: the sum
+        over devices that its gradient needs for that is one in float32.
+        """
+        if self.wide is None:
+            return self.array
+        value = self.in_place()
+        array, wide, *_ = varying_alike([value.array, value.wide, *others])
+        return array if value.exact else gradient_of(array, wide)
+
+    def bare(self) -> Any:
+        """The array where it lies, its gradient in float32."""
+        return self.array if self.wide is None or self.exact else gradient_of(*self[:2])
+
+    def low(self) -> Any:
+        """The array in the dtype in which it is gathered."""
+        dtype = None if self.layout is None else self.layout.dtype
+        if dtype is None or dtype.itemsize >= self.array.dtype.itemsize:
+            return self.array
+        return lax.convert_element_type(self.array, dtype)
+
+    def product_operand(self) -> tuple[Any, Any, Gather]:
+        """For a product: the array, the source of its gradient, and how the product gathers it."""
+        if self.layout is None or self.layout.recomputed:
+            value = self.in_place()
+            return value.array, value.wide, None
+        return self.array, self.wide, self.layout.ends
+
+    def in_place(self) -> "Value":
+        """The same, gathered already.
+
+        Its gradient is summed whole, then scattered over the devices: scattered alone, it would
+        have the partitioner split the operation that it comes from.
+        """
+        if self.layout is None:
+            return self
+        ends = self.layout.ends
+        whole = lax.convert_element_type(gathered(self.low(), ends), self.array.dtype)
+        return Value(held(whole), gathered(self.wide, ends), rows=self.rows)
+
+    def spread(self, shape: tuple[int, ...]) -> "Value":
+        """The same, laid out along an activation of this shape; what is no param is not."""
+        if not self.of_params or self.array.shape == shape:
+            return self
+        dims = tuple(range(len(shape) - self.array.ndim, len(shape)))
+        array = lax.broadcast_in_dim(self.array, shape, dims)
+        wide = array if self.exact else lax.broadcast_in_dim(self.wide, shape, dims)
+        return Value(array, wide, rows=self.rows)
+
+
+class Form(NamedTuple):
+    """What there is to know of a value beside its arrays."""
+
+    of_params: bool
+    exact: bool
+    layout: Layout | None
+    rows: bool
+    fixed: bool
+
+
+def flat(values: Sequence[Value]) -> tuple[list[Any], tuple[Form, ...]]:
+    """The arrays of values, to be handed to another program, and what to make of them there."""
+    arrays: list[Any] = []
+    for value in values:
+        arrays.append(value.array)
+        if value.of_params and not value.exact:
+            arrays.append(value.wide)
+    forms = (Form(v.of_params, v.exact, v.layout, v.rows, v.fixed) for v in values)
+    return arrays, tuple(forms)
+
+
+def unflat(arrays: Sequence[Any], forms: Sequence[Form]) -> list[Value]:
+    """The inverse of `flat`."""
+    given = iter(arrays)
+    values = []
+    for form in forms:
+        array = next(given)
+        wide = None if not form.of_params else array if form.exact else next(given)
+        values.append(Value(array, wide, form.layout, form.rows, form.fixed))
+    return values
+
+
+def is_half(x: Any) -> bool:
+    return getattr(x, "dtype", None) in HALVES
+
+
+def is_ours(x: Any) -> bool:
+    """Whether it is a float that may be a param: of 16 bits, or float32."""
+    return is_half(x) or getattr(x, "dtype", None) == FLOAT32
+
+
+def is_float(x: Any) -> bool:
+    dtype: DType | None = getattr(x, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)

@@ -1,0 +1,16 @@
+"""Tools for params and gradients that are spread over devices.
+
+Under `jit` with sharded arrays, `jaxmp.value_and_grad(..., reduce_dtype=jnp.float32)` is all that
+is needed. `gather_params`, `reduce_gradients` and `all_finite` are for code inside of a
+`jax.shard_map`; `per_shard` differentiates the losses of the devices one by one and sums in
+float32; `state_shardings` places the state of an optimizer where its params are.
+"""
+
+from jaxmp._fsdp import FSDP as FSDP, fully_sharded as fully_sharded
+from jaxmp._per_shard import per_shard as per_shard
+from jaxmp._shard_map import (
+    all_finite as all_finite,
+    gather_params as gather_params,
+    reduce_gradients as reduce_gradients,
+)
+from jaxmp._state_shardings import state_shardings as state_shardings
