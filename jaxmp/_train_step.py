@@ -192,6 +192,7 @@ def make_train_step(
     cast_batch: bool = True,
     donate: bool = True,
     fsdp: FSDP | None = None,
+    shardings: PyTree | None = None,
 ) -> jax.stages.Wrapped:
     """A jitted train step: cast, scale, differentiate, unscale, update or skip.
 
@@ -213,6 +214,9 @@ def make_train_step(
       donate: reuse the buffers of the state for the new one. The old state is gone after a step.
       fsdp: how the params lie on the devices, if they are split to save memory:
         `jaxmp.sharding.FSDP`.
+      shardings: those of the state, from `jaxmp.sharding.state_shardings`, for the new state to lie
+        where the old one did. Left alone the partitioner may move it, which copies it once and
+        compiles the next step anew.
 
     Returns:
       A jitted `step(state, batch) -> (state, metrics)`. Beside non-finite gradients, a loss or a
@@ -279,7 +283,8 @@ def make_train_step(
         metrics = {"loss": loss, "grad_norm": grad_norm} | _metrics(state, new)
         return new, metrics | ({"aux": aux} if has_aux else {})
 
-    return jax.jit(train_step, donate_argnums=(0,) if donate else ())
+    placed = {} if shardings is None else {"out_shardings": (shardings, None)}
+    return jax.jit(train_step, donate_argnums=(0,) if donate else (), **placed)
 
 
 def _metrics(old: TrainState, new: TrainState) -> Metrics:

@@ -1,7 +1,9 @@
 """The scripts in examples/ do what the README says of them."""
 
+import functools
 import importlib
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +20,7 @@ from flax import nnx
 import jaxmp
 from tests.bits import tree_bits
 from tests.dots import count_dots
+from tests.multiprocess.launcher import retry_ports
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SMALL = [
@@ -25,6 +28,11 @@ SMALL = [
     *("--eval-every", "7", "--checkpoint-every", "4", "--growth-interval", "2", "--no-plot"),
 ]
 PRECISIONS = ["float32", "mixed_bfloat16", "mixed_float16"]
+SPREAD = [
+    *("--steps", "3", "--layers", "1", "--width", "64"),
+    *("--batch-size", "16", "--context", "16"),
+]
+NARROW = ("bfloat16", "float16")
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
@@ -192,3 +200,90 @@ def test_resume_refuses_other_settings(tmp_path: Path) -> None:
     train_lm.main(arguments)
     with pytest.raises(SystemExit, match=r"lr 0\.003, not 0\.1"):
         train_lm.main([*arguments, "--lr", "0.1", "--resume"])
+
+
+@functools.cache
+def spread(arguments: str) -> Any:
+    """What `fsdp_lm.py` found, which is slow to compile."""
+    return importlib.import_module("fsdp_lm").main([*SPREAD, *arguments.split()])
+
+
+def over_batch(result: Any) -> Any:
+    """What a step of it sends over the axes that share out the batch."""
+    axes = [axis for axis, _ in result.collectives.mesh_axes if axis != "model"]
+    return result.collectives.select(axis=axes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--mode fsdp --check",
+        "--mode tp",
+        "--mode fsdp+tp",
+        "--mode hsdp",
+        "--mode per-shard --comm-dtype bfloat16",
+        "--mode fsdp --policy mixed_float16 --microbatches 2",
+        "--mode fsdp --policy bfloat16",
+    ],
+)
+def test_a_model_learns_the_same_however_it_is_spread(arguments: str) -> None:
+    result, reference = spread(arguments), spread("--mode ddp")
+    assert result.loss == pytest.approx(reference.loss, rel=1e-3)
+    assert result.grad_norm == pytest.approx(reference.grad_norm, rel=2e-2)
+    # Positive control: three steps move both far more.
+    assert reference.loss[-1] < 0.95 * reference.loss[0]
+    assert reference.grad_norm[-1] < 0.8 * reference.grad_norm[0]
+    assert over_batch(result).bytes(dtype=NARROW, reducer="add") == 0
+    assert (result.bytes_on_device < result.bytes_in_all) == ("per-shard" not in arguments)
+
+
+@pytest.mark.slow
+def test_what_devices_send_each_other() -> None:
+    example = importlib.import_module("language_model")
+    kernels = 64 * (3 * 64 + 64 + 4 * 64 + 4 * 64)  # of the block
+    head = 64 * example.Corpus.load().vocab_size  # computes in float32
+    ddp = over_batch(spread("--mode ddp"))
+    assert ddp.bytes(dtype="float32", reducer="add") > 4 * (kernels + head)
+    assert ddp.bytes(dtype=NARROW) == 0
+    fsdp = over_batch(spread("--mode fsdp --check"))
+    # Gathered once for the model, and once more for its gradients; but the embedding is a lookup.
+    assert fsdp.bytes("all-gather", "bfloat16") == 2 * (2 * kernels + head)
+    assert fsdp.bytes("all-gather", "float32") == 2 * 4 * head
+    per_shard = over_batch(spread("--mode per-shard --comm-dtype bfloat16"))
+    assert per_shard.bytes("all-to-all", "bfloat16") > 2 * (kernels + head)
+    # Positive control: in plain JAX sums are narrow, and `--check` says so.
+    with pytest.raises(jaxmp.AuditError, match=r"bfloat16  all-reduce over data .*language_model"):
+        spread("--mode ddp --plain --check")
+
+
+@pytest.mark.slow
+def test_two_processes_learn_what_one_does(tmp_path: Path) -> None:
+    def commands(port: int) -> list[list[str]]:
+        job = ["--coordinator", f"localhost:{port}", "--processes", "2", *SPREAD]
+        script = ["env", "JAX_PLATFORMS=cpu", sys.executable, str(EXAMPLES / "fsdp_lm.py")]
+        return [[*script, *job, "--process-id", str(i)] for i in range(2)]
+
+    first, second = retry_ports(commands, folder=tmp_path, timeout=300)
+    assert (first.returncode, second.returncode) == (0, 0), first.output + second.output
+    assert "loss" not in second.output
+    losses = [float(x) for x in re.findall(r"loss (\S+)", first.output)]
+    loss = spread("--mode fsdp --check").loss
+    assert losses == pytest.approx([loss[0], loss[-1]], abs=1e-3)
+    assert "8 data" in first.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--comm-dtype", "bfloat16"], "needs --mode per-shard"),
+        (["--mode", "per-shard", "--plain"], "is not plain JAX"),
+        (["--processes", "2"], "needs --coordinator"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        importlib.import_module("fsdp_lm").main(arguments)
+    assert message in capsys.readouterr().err

@@ -1,0 +1,19 @@
+"""The collectives of gradients as TPU and GPU compilers make them, on eight devices and on 128."""
+
+import pytest
+
+from tests import sharded_models as models
+from tests.aot.conftest import Compiler
+from tests.reduction_matrix import CASES, Case, check, collectives_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("standard_promotion")]
+
+
+@pytest.mark.parametrize(("mode", "remat"), CASES)
+@pytest.mark.parametrize("author", models.AUTHORS)
+def test_every_mode(
+    compiler: Compiler, author: models.Author, mode: models.Mode, remat: bool
+) -> None:
+    case = Case(author, mode, remat, compiler.mesh)
+    read = collectives_of(case)
+    check(case, lambda lowered: read(lowered.compile()))

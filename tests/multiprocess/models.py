@@ -1,0 +1,121 @@
+"""Losses, params and batches for jobs of several processes, and how they are sharded."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+import jaxmp
+
+BATCH = 32
+LENGTH = 8  # of a sequence
+WIDTH = 16
+
+
+def shardings(mesh: Mesh, tree: Any) -> Any:
+    """FSDP: matrices, with their masters and moments, are split by rows; the rest is replicated."""
+    return jax.tree.map(lambda x: NamedSharding(mesh, P("data") if len(x.shape) > 1 else P()), tree)
+
+
+# Every number of this model is a small multiple of a power of two, and stays so: x and y are
+# whole, Lion moves a param by its learning rate or not at all, the gradient of the hinge is a
+# constant, and margins are rounded. float32 holds all sums of such numbers exactly, so that their
+# order does not matter.
+
+
+def hinge_params() -> dict[str, np.ndarray]:
+    """Params of two layers, multiples of 1/16."""
+    rng = np.random.default_rng(0)
+
+    def weight(*shape: int) -> np.ndarray:
+        return rng.integers(-15, 16, shape).astype(np.float32) / 16
+
+    return {"w1": weight(WIDTH, 32), "b1": weight(32), "w2": weight(32, 8)}
+
+
+def hinge_batch(rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """Small whole numbers, and labels of 1 and -1."""
+    x = rng.integers(-2, 3, (BATCH, WIDTH)).astype(np.float32)
+    return {"x": x, "y": 2 * rng.integers(0, 2, (BATCH, 8)).astype(np.float32) - 1}
+
+
+def hinge(params: Any, batch: Any) -> Any:
+    """The mean hinge loss of a network with one hidden layer."""
+    hidden = jax.nn.relu(batch["x"] @ params["w1"] + params["b1"][None])
+    margin = (batch["y"] * (hidden @ params["w2"])).astype(jnp.float32)
+    rounding = jax.lax.stop_gradient(jnp.round(64 * margin) / 64 - margin)
+    return jnp.mean(jax.nn.relu(1 - (margin + rounding)))
+
+
+# Here sums are rounded.
+
+
+def attention_params() -> dict[str, np.ndarray]:
+    """Params of one head."""
+    rng = np.random.default_rng(0)
+    weights = rng.normal(0, 0.3, (3, WIDTH, WIDTH)).astype(np.float32)
+    names = ("embedding", "query", "out")
+    return dict(zip(names, weights, strict=True)) | {"scale": np.ones(WIDTH, np.float32)}
+
+
+def attention_batch(rng: np.random.Generator) -> np.ndarray:
+    """Tokens."""
+    return rng.integers(0, WIDTH, (BATCH, LENGTH + 1), dtype=np.int32)
+
+
+def attention(params: Any, tokens: Any) -> Any:
+    """The mean cross entropy of the next token; embedding and head are tied."""
+    x = params["embedding"][tokens[:, :-1]]
+    scores = jnp.einsum("bqd,bkd->bqk", x @ params["query"], x) / WIDTH**0.5
+    causal = jnp.tril(jnp.ones((LENGTH, LENGTH), bool))
+    weights = jax.nn.softmax(jnp.where(causal, scores, -1e4), axis=-1)
+    x = x + jnp.einsum("bqk,bkd->bqd", weights, x) @ params["out"]
+    x = x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6) * params["scale"]
+    logits = x @ params["embedding"].T
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]))
+
+
+def _lion() -> optax.GradientTransformation:
+    return optax.lion(2.0**-9, weight_decay=0.0)
+
+
+def _adamw() -> optax.GradientTransformation:
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+
+
+# Grows within the few steps of a test.
+_QUICK = jaxmp.DynamicLossScale(init_scale=2.0**10, growth_interval=3)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What is trained, and how."""
+
+    policy: str
+    loss_fn: Callable[[Any, Any], Any] = hinge
+    params: Callable[[], dict[str, np.ndarray]] = hinge_params
+    batch: Callable[[np.random.Generator], Any] = hinge_batch
+    optimizer: Callable[[], optax.GradientTransformation] = _lion
+    loss_scale: Any = _QUICK
+    microbatches: int = 1
+
+
+RECIPES = {
+    "mixed_bfloat16": Recipe(policy="mixed_bfloat16", loss_scale="auto"),
+    "mixed_float16": Recipe(policy="mixed_float16"),
+    "accumulation": Recipe(policy="mixed_float16", microbatches=2),
+    # bfloat16 params with float32 masters, which are finer than the params.
+    "masters": Recipe(policy="bfloat16"),
+    "autocast": Recipe(
+        policy="O1",
+        loss_fn=attention,
+        params=attention_params,
+        batch=attention_batch,
+        optimizer=_adamw,
+    ),
+}

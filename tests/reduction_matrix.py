@@ -1,0 +1,102 @@
+"""What must hold of a mixed-precision gradient on any mesh, whoever wrote the model."""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+
+import jaxmp
+from tests import sharded_models as models
+
+# Every mode with checkpoints, which repeat what gathers; without them the one that gathers most.
+CASES = [(mode, True) for mode in models.MODES] + [("fsdp", False)]
+MakeMesh = Callable[[tuple[int, ...], tuple[str, ...]], jax.sharding.Mesh]
+
+
+def moves(report: Any) -> int:
+    """Elements that change place among devices for no sum and no gather of params."""
+    return sum(
+        row.elements * row.runs
+        for row in report
+        if row.kind in ("all-to-all", "collective-permute")
+        or (row.kind == "all-gather" and row.dtype.startswith("int"))
+    )
+
+
+def gathers(report: Any, dtype: str) -> int:
+    """Bytes of params that are gathered."""
+    return report.bytes(kind="all-gather", dtype=dtype, axis="data")
+
+
+def narrow_sums(report: Any, axis: str) -> int:
+    """Bytes of sums in 16 bits over a mesh axis that gradients are summed over."""
+    return sum(
+        row.bytes
+        for row in report
+        if row.sums and row.dtype in ("bfloat16", "float16") and axis in row.axes
+    )
+
+
+class Case:
+    """One model on one mesh, compiled as often as there are things to compare.
+
+    Args:
+      author: who wrote the model.
+      mode: how it is spread.
+      remat: whether its blocks are checkpointed.
+      make_mesh: makes a mesh of the devices that are compiled for.
+    """
+
+    def __init__(
+        self, author: models.Author, mode: models.Mode, remat: bool, make_mesh: MakeMesh
+    ) -> None:
+        self.author, self.mode = author, mode
+        self.mixed = models.model(author, "bfloat16", remat=remat)
+        self.float32 = models.model(author, "float32", remat=remat)
+        # Autocast looks tokens up in a float32 table, unless it is told to gather a narrow one.
+        dtype = "bfloat16" if author == "plain" else None
+        self.place = models.placement(mode, self.mixed.params, make_mesh, dtype)
+        self.place_float32 = models.placement(mode, self.mixed.params, make_mesh)
+        self.args = (
+            models.abstract(self.mixed.params, self.place.params),
+            models.batch(self.place.batch),
+        )
+
+    def lowered(self, which: Literal["plain", "ours", "wide"]) -> Any:
+        """The gradient of plain JAX, ours, or the same in float32."""
+        model, options = self.mixed, {}
+        if which == "ours":
+            options = {"reduce_dtype": "float32", "fsdp": self.place.fsdp}
+        elif which == "wide":
+            model = self.float32
+            options = {"reduce_dtype": "float32", "fsdp": self.place_float32.fsdp}
+
+        def grads(params: Any, batch: Any) -> Any:
+            return model.grads(params, batch, **options)
+
+        return jax.jit(grads, out_shardings=self.place.params).lower(*self.args)
+
+
+def check(case: Case, read: Callable[[Any], Any]) -> None:
+    """Compares the collectives of the programs.
+
+    Args:
+      case: the case.
+      read: gives the report of a lowered program.
+    """
+    ours = read(case.lowered("ours"))
+    for axis in case.place.reduces_over:
+        assert narrow_sums(ours, axis) == 0, ours
+    # Autocast has made products float32 already.
+    if case.author != "plain" and case.mode in ("dp", "fsdp"):
+        plain = read(case.lowered("plain"))
+        assert narrow_sums(plain, "data") > 0, plain  # positive control
+    if case.place.fsdp is not None:
+        wide = read(case.lowered("wide"))
+        assert moves(ours) <= moves(wide), (ours, wide)
+        assert gathers(ours, "float32") == 0, ours
+        assert 2 * gathers(ours, "bfloat16") == gathers(wide, "float32") > 0, (ours, wide)
+
+
+def collectives_of(case: Case) -> Callable[[Any], Any]:
+    return lambda program: jaxmp.collectives(program, mesh=case.place.mesh)
