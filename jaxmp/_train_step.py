@@ -283,8 +283,8 @@ def make_train_step(
         metrics = {"loss": loss, "grad_norm": grad_norm} | _metrics(state, new)
         return new, metrics | ({"aux": aux} if has_aux else {})
 
-    placed = {} if shardings is None else {"out_shardings": (shardings, None)}
-    return jax.jit(train_step, donate_argnums=(0,) if donate else (), **placed)
+    placed = None if shardings is None else (shardings, None)
+    return jax.jit(train_step, donate_argnums=(0,) if donate else (), out_shardings=placed)
 
 
 def _metrics(old: TrainState, new: TrainState) -> Metrics:

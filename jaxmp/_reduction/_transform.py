@@ -40,7 +40,7 @@ def reduced_in_float32(
     def rewritten(*wide: Any) -> Any:
         _, wides = split(wide)
         values = [
-            Value(x) if mark is None else _param(x, y, mark[0])
+            Value(y) if mark is None else _param(x, y, mark[0])
             for x, y, mark in zip(arrays, wides, marks, strict=True)
         ]
         made = evaluate(closed.jaxpr, closed.consts, values)
