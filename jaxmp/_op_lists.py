@@ -95,8 +95,8 @@ _TABLE: dict[OpClass, tuple[str, ...]] = {
         "run_state run_scoped core_map custom_partitioning masked_load masked_swap approx_top_k "
         "scaled_dot scaled_matmul scaled_matmul_wrapper dot_product_attention_fwd_wrapper "
         "dot_product_attention_bwd_wrapper",
-        # What autocast itself leaves behind.
-        "float32_gradient low_precision_product held",
+        # What jaxmp itself leaves behind.
+        "float32_gradient gradient_of low_precision_product held",
         # The world outside.
         "debug_callback debug_print pure_callback io_callback inspect_sharding infeed outfeed "
         "check xla_metadata_call xla_metadata_value",

@@ -16,6 +16,8 @@ import jaxmp
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 STEPS = 25
+# As `make_train_step` does: gradients of weights are summed over the batch in float32.
+REDUCED: Any = {"reduce_dtype": jnp.float32}
 
 
 class Model(nnx.Module):
@@ -56,7 +58,9 @@ def through_optax(policy: str) -> list[float]:
     @jax.jit
     def step(params: Any, opt_state: Any, batch: Any) -> Any:
         loss, grads = jaxmp.value_and_grad(
-            lambda p: mse(nnx.merge(graph, p), batch), loss_scale=opt_state.loss_scale
+            lambda p: mse(nnx.merge(graph, p), batch),
+            loss_scale=opt_state.loss_scale,
+            **REDUCED,
         )(params)
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
@@ -79,9 +83,9 @@ def through_flax_train_state(policy: str) -> list[float]:
 
     @jax.jit
     def step(state: Any, batch: Any) -> Any:
-        loss, grads = jaxmp.value_and_grad(state.apply_fn, loss_scale=state.opt_state.loss_scale)(
-            state.params, batch
-        )
+        scale = state.opt_state.loss_scale
+        grad_fn = jaxmp.value_and_grad(state.apply_fn, loss_scale=scale, **REDUCED)
+        loss, grads = grad_fn(state.params, batch)
         return state.apply_gradients(grads=grads), loss
 
     for i in range(STEPS):
@@ -101,6 +105,7 @@ def through_nnx_optimizer(policy: str) -> list[float]:
         loss, grads = jaxmp.value_and_grad(
             lambda p: mse(nnx.merge(graph, p), batch),
             loss_scale=optimizer.opt_state.loss_scale,
+            **REDUCED,
         )(params)
         optimizer.update(model, grads)
         return loss
