@@ -1,7 +1,6 @@
 """The optimizer wrapper: float32 masters, skip on overflow, loss scale, in one optax transform."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -20,9 +19,11 @@ from jaxmp._loss_scale import (
 )
 from jaxmp._masters import STORAGES, MasterStorage, round_like
 from jaxmp._outermost import refuse_to_be_wrapped
+from jaxmp._placement import placed_beside
 from jaxmp._policy import Policy, get_policy
 from jaxmp._rounding import widen_rounded
 from jaxmp._rules import PolicyRules
+from jaxmp._skipping import Skip, step_if
 from jaxmp._tree import (
     all_finite,
     check_differentiable,
@@ -30,13 +31,10 @@ from jaxmp._tree import (
     check_like,
     leaf_names,
     same_structure,
-    select,
     strong,
     widen,
 )
 from jaxmp.rules import dtypes_of, get_rules
-
-Skip = Literal["auto", "cond", "select", "none"]
 
 
 class MixedPrecisionState(NamedTuple):
@@ -158,11 +156,12 @@ def mixed_precision(
         float16 anywhere, else `NoLossScale()`.
       master: `"float32"` keeps a float32 copy of params narrower than 32 bits (a float32 param
         is its own master, with no copy); `"none"` keeps none and loses small updates.
-      skip: how a step is skipped. `"cond"` branches with `lax.cond`; `"select"` computes the step
-        and then chooses between old and new state, element by element. On a CPU a branch saves
-        memory and time; GPU and TPU compilers copy state for a branch, and fuse a choice into the
-        update without a second state. `"auto"` is therefore `"cond"` on CPUs and `"select"`
-        elsewhere. `"none"` does not test the gradients at all, and applies whatever comes.
+      skip: how a step is skipped. `"cond"` computes nothing on a skip: a `lax.cond`, and on GPUs a
+        loop of at most one trip, as some of their compilers copy the whole state for a branch.
+        `"select"` computes the step and then chooses between old and new state, element by
+        element. On a CPU a branch saves memory and time; GPU and TPU compilers fuse a choice into
+        the update. `"auto"` is therefore `"cond"` on CPUs and `"select"` elsewhere. `"none"` does
+        not test the gradients at all, and applies whatever comes.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`. Its `update` needs the params, and returns
@@ -221,8 +220,8 @@ def mixed_precision(
     return tx
 
 
-class _Taken(NamedTuple):
-    """What a step yields: new params (or what updates are made of), masters, inner state."""
+class _Stepped(NamedTuple):
+    """What a step changes: params (or what updates are made of), masters, inner state."""
 
     output: PyTree
     master: PyTree
@@ -240,7 +239,7 @@ class _Algorithm:
         check_differentiable(params, "params")
         params, values = strong(params), strong(values)
         master = self.storage.init(params, values)
-        return MixedPrecisionState(
+        state = MixedPrecisionState(
             inner=strong(self.inner.init(self.storage.load(params, master))),
             master=master,
             loss_scale=self.loss_scale.init(),
@@ -248,6 +247,7 @@ class _Algorithm:
             skipped=jnp.int32(0),
             consecutive_skips=jnp.int32(0),
         )
+        return placed_beside(params, state)
 
     def step(
         self,
@@ -265,47 +265,31 @@ class _Algorithm:
             lambda g, p: jnp.asarray(g, at_least_float32(p.dtype)), strong(grads), params
         )
 
-        def take() -> _Taken:
-            values = self.storage.load(params, state.master)
-            updates, inner = self.inner.update(grads, state.inner, values, **extra)
-            new = self.storage.store(optax.apply_updates(values, updates), params, state.master)
-            output = _ingredients(params, new.params, updates) if as_updates else new.params
-            return _Taken(output, new.master, _like_before(inner, state.inner))
-
-        def keep() -> _Taken:
-            output = _ingredients(params, params, _no_updates(params)) if as_updates else params
-            return _Taken(output, state.master, state.inner)
+        def take(now: _Stepped) -> _Stepped:
+            # New params are written over the ones that are read here: others would be copied.
+            old = params if as_updates else now.output
+            values = self.storage.load(old, now.master)
+            updates, inner = self.inner.update(grads, now.inner, values, **extra)
+            new = self.storage.store(optax.apply_updates(values, updates), old, now.master)
+            output = _ingredients(old, new.params, updates) if as_updates else new.params
+            return _Stepped(output, new.master, _like_before(inner, now.inner))
 
         if self.skip == "none":
-            finite, taken = jnp.array(True), take()
+            finite = jnp.array(True)
         else:
             finite = all_finite(grads) if finite is None else finite
             check_flag(finite, "finite")
-            taken = self._choose(finite, take, keep)
-        output = _updates(params, taken.output, finite) if as_updates else taken.output
+        output = _no_ingredients(params) if as_updates else params
+        after = step_if(finite, take, _Stepped(output, state.master, state.inner), self.skip)
+        output = _updates(params, after.output, finite) if as_updates else after.output
         return output, MixedPrecisionState(
-            inner=taken.inner,
-            master=taken.master,
+            inner=after.inner,
+            master=after.master,
             loss_scale=self.loss_scale.adjust(state.loss_scale, finite),
             grads_finite=finite,
             skipped=state.skipped + (~finite).astype(jnp.int32),
             consecutive_skips=jnp.where(finite, 0, state.consecutive_skips + 1),
         )
-
-    def _choose(
-        self, finite: Bool[Array, ""], take: Callable[[], _Taken], keep: Callable[[], _Taken]
-    ) -> _Taken:
-        def branch() -> _Taken:
-            return jax.lax.cond(finite, take, keep)
-
-        def choice() -> _Taken:
-            return select(finite, take(), keep())
-
-        if self.skip == "cond":
-            return branch()
-        if self.skip == "select":
-            return choice()
-        return jax.lax.platform_dependent(cpu=branch, default=choice)
 
     def _check(self, grads: PyTree, state: MixedPrecisionState, params: PyTree) -> None:
         if params is None:
@@ -343,7 +327,7 @@ class _Algorithm:
             )
 
 
-# For a narrow param a branch yields the new param rather than its update: the update is the
+# For a narrow param a step yields the new param rather than its update: the update is the
 # difference of two rounded params.
 def _ingredients(params: PyTree, new_params: PyTree, updates: PyTree) -> PyTree:
     return jax.tree.map(
@@ -354,6 +338,11 @@ def _ingredients(params: PyTree, new_params: PyTree, updates: PyTree) -> PyTree:
     )
 
 
+def _no_ingredients(params: PyTree) -> PyTree:
+    # Minus zero, as x + -0.0 is x for every x, while -0.0 + 0.0 is +0.0.
+    return _ingredients(params, params, jax.tree.map(lambda p: jnp.full_like(p, -0.0), params))
+
+
 def _updates(params: PyTree, ingredients: PyTree, finite: Bool[Array, ""]) -> PyTree:
     def update(p: Any, x: Any) -> Any:
         if not is_narrow(p.dtype):
@@ -361,11 +350,6 @@ def _updates(params: PyTree, ingredients: PyTree, finite: Bool[Array, ""]) -> Py
         return jnp.where(finite, widen_rounded(x) - widen(p), -0.0)
 
     return jax.tree.map(update, params, ingredients)
-
-
-def _no_updates(params: PyTree) -> PyTree:
-    # Minus zero, as x + -0.0 is x for every x, while -0.0 + 0.0 is +0.0.
-    return jax.tree.map(lambda p: jnp.full_like(widen(p), -0.0), params)
 
 
 def _like_before(inner: Any, before: Any) -> Any:

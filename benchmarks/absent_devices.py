@@ -1,0 +1,34 @@
+"""TPUs and GPUs that are not here, to compile for.
+
+Install the extra `aot` for the compilers: libtpu, and the CUDA plugin of the jax in use.
+"""
+
+import os
+import pathlib
+from typing import Any, Literal
+
+from jax.experimental import topologies
+
+Platform = Literal["gpu", "tpu"]
+PLATFORMS: tuple[Platform, ...] = ("gpu", "tpu")
+
+# libtpu asks the cloud's metadata server unless it is told what it would answer.
+_LIBTPU = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+_H100 = pathlib.Path(__file__).parents[1] / "tests" / "aot" / "h100.txtpb"
+
+
+def absent_devices(platform: Platform) -> Any:
+    """Eight devices of a platform: TPUs v5e in two rows of four, or H100s of one machine."""
+    if platform == "tpu":
+        for name, value in _LIBTPU.items():
+            os.environ.setdefault(name, value)
+        return topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices
+    return topologies.get_topology_desc(
+        platform="cuda", topology_name="h100", topology="1x1x8", target_config=_H100.read_text()
+    ).devices
