@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 RUN = $(VENV)/bin/python
 
-.PHONY: demo test slow check lint types bench
+.PHONY: demo test slow check lint types bench bench-absent
 
 # The main job: a small language model in float32, mixed bfloat16 and mixed float16.
 demo: $(VENV)/.installed
@@ -32,6 +32,14 @@ bench: $(VENV)/.installed
 	$(RUN) benchmarks/bench_train_step.py
 	$(RUN) benchmarks/bench_rules.py
 	$(RUN) benchmarks/bench_autocast.py
+
+# Benchmarks that compile for TPUs and GPUs which are not there, with compilers of their own.
+bench-absent:
+	$(PYTHON) -m venv .venv-aot
+	.venv-aot/bin/python -m pip install --quiet --upgrade pip
+	.venv-aot/bin/python -m pip install --quiet --editable '.[test,aot]'
+	.venv-aot/bin/python benchmarks/bench_skipping.py
+	.venv-aot/bin/python benchmarks/bench_distributed.py
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)

@@ -53,20 +53,29 @@ def joined(static: Static, arrays: Iterable[Any]) -> Any:
     return jax.tree.unflatten(static.tree, leaves)
 
 
-def traced(fun: Callable[..., Any], static: Static, arrays: list[Any]) -> tuple[Any, Static]:
+def traced(
+    fun: Callable[..., Any], static: Static, arrays: list[Any], *, as_jit: bool = False
+) -> tuple[Any, Static]:
     """The jaxpr of a call, and what is no array in what it returns.
 
     Args:
       fun: a function.
       static: what is no array in `(args, kwargs)`.
       arrays: the arrays in it.
+      as_jit: whether dictionaries and lists among the arguments may be changed, as under `jax.jit`
+        and `jax.grad`, which give a function copies of them.
+
+    Raises:
+      TypeError: if the function changes its arguments, and the change would be lost.
     """
     found: list[Static] = []
 
     def of_arrays(*arrays: Any) -> list[Any]:
         args, kwargs = joined(static, arrays)
+        objects = _objects((args, kwargs)) if as_jit else [(args, kwargs)]
+        before = [jax.tree.flatten(each) for each in objects]
         returned, results = split(fun(*args, **kwargs))
-        _check_unchanged((args, kwargs), static, arrays)
+        _check_unchanged(before, objects)
         found[:] = [returned]
         return results
 
@@ -85,12 +94,18 @@ _NOTES = {
 }
 
 
-def _check_unchanged(tree: Any, static: Static, arrays: Any) -> None:
+def _objects(tree: Any) -> list[Any]:
+    """What is in the dictionaries and lists of a tree: arrays, modules."""
+    return jax.tree.leaves(tree, is_leaf=lambda x: type(x) not in (dict, list, tuple))
+
+
+def _check_unchanged(before: list[Any], objects: list[Any]) -> None:
     """Raises TypeError if a function has changed its arguments, copies of the caller's."""
-    leaves, structure = jax.tree.flatten(tree)
-    before = jax.tree.leaves(joined(static, arrays))
-    same = structure == static.tree and all(
-        new is old for new, old in zip(leaves, before, strict=True)
+    same = all(
+        structure == now and all(new is old for new, old in zip(leaves, old_leaves, strict=True))
+        for (old_leaves, structure), (leaves, now) in zip(
+            before, map(jax.tree.flatten, objects), strict=True
+        )
     )
     if not same:
         raise TypeError(

@@ -258,14 +258,19 @@ def varying_alike(arrays: Sequence[Any]) -> list[Any]:
 
     Where that changes a float32 source, its gradient gets a float32 sum over devices.
     """
-    axes = [jax.typeof(x).mat.varying for x in arrays]
-    union = frozenset().union(*axes)
-    if not union:
-        return list(arrays)
-    return [
-        lax.pcast(x, tuple(sorted(union - had)), to="varying") if union - had else x
-        for x, had in zip(arrays, axes, strict=True)
-    ]
+    return [functools.reduce(varying_as, arrays, x) for x in arrays]
+
+
+def varying_as(x: Any, like: Any) -> Any:
+    """In a `shard_map`: an array that varies over the mesh axes over which another does, too."""
+    missing = _varying(like) - _varying(x)
+    return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+
+
+def _varying(x: Any) -> frozenset[str]:
+    mat = getattr(x, "mat", None) or jax.typeof(x).mat
+    varying: frozenset[str] = mat.varying
+    return varying
 
 
 def _result_aval(like: Any, shape: tuple[int, ...], dtype: Any) -> Any:
@@ -273,9 +278,7 @@ def _result_aval(like: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     if any(axis is not None for axis in like.sharding.spec):
         raise NotImplementedError(
             "float32 gradients of products whose operands have an explicit sharding; use a mesh "
-            "with AxisType.Auto. On an explicit mesh, params that were given to jax.reshard(param, "
-            "P(reduced={'data'})) before they are cast have gradients that are summed in float32, "
-            "where JAX has rules for the operations in between"
+            "with AxisType.Auto"
         )
     spec = jax.sharding.PartitionSpec(*[None] * len(shape))
     sharding = jax.sharding.NamedSharding(like.sharding.mesh, spec)

@@ -13,6 +13,7 @@ from jaxtyping import PyTree
 
 from jaxmp._dtypes import parse_dtype
 from jaxmp._reduction import Layout, layout_of
+from jaxmp._specs import axes_of_spec, check_rank, flat_specs, named_axes
 from jaxmp._tree import leaf_names
 
 
@@ -31,12 +32,13 @@ class FSDP:
         `AxisType.Auto`. The dimension that a `lax.scan` runs over should not be split.
       axis: the mesh axis, or axes, over which the params are split to save memory. Axes for
         tensor parallelism are not among them: what they split stays split.
-      gather_dtype: the dtype to which a param is cast before it is gathered, whatever the model
-        casts it to (FSDP2's `param_dtype`). By default the dtype in which the model uses it.
+      gather_dtype: the widest dtype in which a param is gathered: what the model uses in a wider
+        one is cast before (FSDP2's `param_dtype`). By default the dtype in which the model uses it.
 
     Raises:
       TypeError: if a leaf of `shardings` is no `NamedSharding`.
-      ValueError: if no param is split over `axis`, or the mesh has other axis types.
+      ValueError: if no param is split over `axis`, the mesh has other axis types, or the dtype is
+        none to gather in.
 
     >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
     >>> fsdp = FSDP(shardings={"w": NamedSharding(mesh, PartitionSpec("data"))}, axis="data")
@@ -49,10 +51,12 @@ class FSDP:
     gather_dtype: Any = None
 
     def __post_init__(self) -> None:
-        split = set()
+        split: set[str] = set()
         for name, sharding in zip(leaf_names(self.shardings), self._leaves, strict=True):
             _check_sharding(name, sharding)
-            split.update(_axes_of(sharding))
+            split |= axes_of_spec(sharding.spec)
+        if not self.axes:
+            raise ValueError("axis must name a mesh axis or several, got none")
         if missing := [axis for axis in self.axes if axis not in split]:
             raise ValueError(
                 f"no param is split over the mesh axis {missing[0]!r}; the shardings use "
@@ -60,12 +64,18 @@ class FSDP:
                 "without it gradients are reduced in float32 too"
             )
         if self.gather_dtype is not None:
-            object.__setattr__(self, "gather_dtype", parse_dtype(self.gather_dtype))
+            dtype = parse_dtype(self.gather_dtype)
+            if dtype.itemsize not in (2, 4):
+                raise ValueError(
+                    "gather_dtype must be bfloat16, float16 or float32, as params are cast to it "
+                    f"without a scale; got {dtype.name}"
+                )
+            object.__setattr__(self, "gather_dtype", dtype)
 
     @property
     def axes(self) -> tuple[str, ...]:
         """The mesh axes over which params are gathered."""
-        return (self.axis,) if isinstance(self.axis, str) else tuple(self.axis)
+        return named_axes(self.axis)
 
     @property
     def _leaves(self) -> list[Any]:
@@ -104,11 +114,6 @@ class FSDP:
         return jax.tree.map(jax.lax.with_sharding_constraint, tree, self.shardings)
 
 
-def _axes_of(sharding: NamedSharding) -> list[str]:
-    entries = [x for x in sharding.spec if x is not None and x is not PartitionSpec.UNCONSTRAINED]
-    return [name for x in entries for name in ((x,) if isinstance(x, str) else x)]
-
-
 def _check_sharding(name: str, sharding: Any) -> None:
     if not isinstance(sharding, NamedSharding):
         raise TypeError(
@@ -124,23 +129,26 @@ def _check_sharding(name: str, sharding: Any) -> None:
 
 
 def _check_fits(name: str, shape: tuple[int, ...], sharding: NamedSharding) -> None:
-    try:
-        sharding.shard_shape(shape)
-    except ValueError as error:
-        raise ValueError(
-            f"the sharding of {name!r} does not fit its shape {shape}: {error}"
-        ) from None
+    problem = f"{sharding.spec} is for an array of at least {len(sharding.spec)} dimensions"
+    if len(sharding.spec) <= len(shape):
+        try:
+            sharding.shard_shape(shape)
+        except ValueError as error:
+            problem = str(error)
+        else:
+            return
+    raise ValueError(f"the sharding of {name!r} does not fit its shape {shape}: {problem}")
 
 
 def fully_sharded(
     params: PyTree,
     mesh: Mesh,
-    axis: str = "data",
+    axis: str | Sequence[str] = "data",
     *,
     base: PyTree | None = None,
     min_size: int = 2**12,
 ) -> PyTree:
-    """Shardings that split every large param over one mesh axis.
+    """Shardings that split every large param over one mesh axis, or over several as over one.
 
     Of each param the largest dimension that the axis divides is split. For arrays of three and
     more dimensions the first is the last choice, over which a loop over layers may run.
@@ -148,9 +156,10 @@ def fully_sharded(
     Args:
       params: a tree of arrays, or of `jax.ShapeDtypeStruct`.
       mesh: the mesh.
-      axis: its axis to split over.
-      base: shardings, or `PartitionSpec`s, that hold already, such as those of tensor parallelism;
-        dimensions that they split are left as they are.
+      axis: its axis to split over, or axes.
+      base: shardings, or `PartitionSpec`s, that hold already, such as those of tensor parallelism,
+        or a prefix of a tree of them; dimensions that they split are left as they are, and so are
+        params that they split over `axis`.
       min_size: params with fewer elements are not split: their gathers would cost more time than
         they save memory.
 
@@ -158,27 +167,30 @@ def fully_sharded(
       A tree of `NamedSharding`, for `jax.device_put`, `FSDP` and `state_shardings`.
 
     Raises:
-      ValueError: if the mesh has no such axis.
+      ValueError: if the mesh has no such axis, or a spec of the base does not fit its param.
 
     >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
     >>> params = {"w": jax.ShapeDtypeStruct((64, 128), "float32"), "b": jnp.zeros(128)}
     >>> {name: x.spec for name, x in fully_sharded(params, mesh).items()}
     {'b': P(), 'w': P(None, 'data')}
     """
-    if axis not in mesh.shape:
-        raise ValueError(f"the mesh has no axis {axis!r}; it has {', '.join(mesh.shape)}")
-    specs = jax.tree.map(lambda _: PartitionSpec(), params) if base is None else base
-
-    def shard(x: Any, spec: Any) -> NamedSharding:
-        spec = spec.spec if isinstance(spec, NamedSharding) else spec
-        entries = [*spec, *[None] * (np.ndim(x) - len(spec))]
-        if math.prod(x.shape) >= min_size and (at := _largest(x.shape, entries, mesh.shape[axis])):
-            entries[at[0]] = axis
+    axes = named_axes(axis)
+    if missing := [name for name in axes if name not in mesh.shape]:
+        raise ValueError(f"the mesh has no axis {missing[0]!r}; it has {', '.join(mesh.shape)}")
+    parts = math.prod(mesh.shape[name] for name in axes)
+    leaves, structure = jax.tree.flatten(params)
+    found = []
+    for name, leaf, spec in zip(leaf_names(params), leaves, flat_specs(base, params), strict=True):
+        shape = np.shape(leaf)
+        check_rank(name, len(shape), spec)
+        entries = [*spec, *[None] * (len(shape) - len(spec))]
+        if math.prod(shape) >= min_size and not axes_of_spec(spec).intersection(axes):
+            for i in _largest(shape, entries, parts):
+                entries[i] = axis if isinstance(axis, str) else axes
         while entries and entries[-1] is None:
             entries.pop()
-        return NamedSharding(mesh, PartitionSpec(*entries))
-
-    return jax.tree.map(shard, params, specs)
+        found.append(NamedSharding(mesh, PartitionSpec(*entries)))
+    return jax.tree.unflatten(structure, found)
 
 
 def _largest(shape: tuple[int, ...], entries: list[Any], parts: int) -> list[int]:

@@ -10,6 +10,7 @@ from jaxmp._device_sums import varying_is_tracked
 from jaxmp._dtypes import parse_dtype
 from jaxmp._fsdp import FSDP
 from jaxmp._reduction import Layout, reduced_in_float32
+from jaxmp._specs import axes_of_spec
 
 
 @runtime_checkable
@@ -45,6 +46,13 @@ class GradientReduction(NamedTuple):
     ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """A function and its arguments, for whose params the gradients are to be summed so."""
         check_no_local_gradients()
+        check_no_explicit_axes(args)
+        manual = jax.sharding.get_abstract_mesh().manual_axes
+        if self.fsdp is not None and set(self.fsdp.axes).intersection(manual):
+            raise ValueError(
+                f"fsdp gathers over {', '.join(self.fsdp.axes)}, which is for jax.jit; in a "
+                "jax.shard_map over it params are gathered with jaxmp.sharding.gather_params"
+            )
         layouts = self.layouts([args[i] for i in argnums])
         return reduced_in_float32(fun, args, argnums, layouts)
 
@@ -63,8 +71,27 @@ def check_no_local_gradients() -> None:
         raise ValueError(
             "reduce_dtype in a jax.shard_map with check_vma=False: there nothing is reduced, and "
             "each device would go on with its own gradients. Use check_vma=True, or leave "
-            "reduce_dtype out and give the gradients to jaxmp.sharding.reduce_gradients"
+            "reduce_dtype out and give the gradients to jaxmp.sharding.reduce_gradients. "
+            "jax.pmap is such a shard_map: use jax.jit with sharded arrays"
         )
+
+
+def check_no_explicit_axes(args: Any) -> None:
+    """Raises NotImplementedError for arrays that are sharded over explicit mesh axes."""
+    for leaf in jax.tree.leaves(args):
+        if isinstance(leaf, jax.Array) and (axes := _explicit_axes(leaf)):
+            raise NotImplementedError(
+                f"reduce_dtype with arrays that are sharded over explicit mesh axes ({axes}). Use "
+                "a mesh with automatic ones: jax.make_mesh(shape, names, "
+                "axis_types=(jax.sharding.AxisType.Auto,) * len(names)). Or leave reduce_dtype "
+                "out (for make_train_step: reduce=bfloat16 in the policy), and give "
+                "params to jax.reshard(param, P(reduced={'data'})) before they are cast: their "
+                "gradients are summed in float32, where JAX has rules for what is in between"
+            )
+
+
+def _explicit_axes(array: jax.Array) -> str:
+    return ", ".join(sorted(axes_of_spec(jax.typeof(array).sharding.spec)))
 
 
 def gradient_reduction(
@@ -76,10 +103,7 @@ def gradient_reduction(
       TypeError: if `fsdp` is no `FSDP`.
       ValueError: for a dtype in which gradients cannot be reduced so.
     """
-    if fsdp is not None and not isinstance(fsdp, FSDP):
-        raise TypeError(
-            f"fsdp must be jaxmp.sharding.FSDP(shardings=..., axis=...), got {type(fsdp).__name__}"
-        )
+    check_fsdp(fsdp)
     size = 4 if reduce_dtype is None and fsdp is not None else 0
     if reduce_dtype is not None:
         size = parse_dtype(reduce_dtype).itemsize
@@ -94,3 +118,11 @@ def gradient_reduction(
             "comm_dtype"
         )
     return GradientReduction(fsdp, several) if size == 4 else None
+
+
+def check_fsdp(fsdp: Any) -> None:
+    """Raises TypeError for what is neither `FSDP` nor None."""
+    if fsdp is not None and not isinstance(fsdp, FSDP):
+        raise TypeError(
+            f"fsdp must be jaxmp.sharding.FSDP(shardings=..., axis=...), got {type(fsdp).__name__}"
+        )

@@ -28,6 +28,7 @@ from jaxmp._microbatch import (
 from jaxmp._nnx_modules import is_node
 from jaxmp._nnx_reduction import nnx_reduction
 from jaxmp._optimizer import MixedPrecision
+from jaxmp._placement import placed_beside
 from jaxmp._tree import all_finite, cast_floating, same_structure, select, stays_finite
 
 # Graph mode whatever the context says: arguments may share modules.
@@ -150,6 +151,8 @@ class Optimizer(nnx.Optimizer):
                 f"tx must be jaxmp.mixed_precision(optimizer, policy), got {type(tx).__name__}"
             )
         super().__init__(model, tx, wrt=wrt)
+        params = nnx.as_pure(nnx.state(model, wrt))
+        self.step.set_raw_value(placed_beside(params, self.step[...]))
 
     @property
     def loss_scale(self) -> LossScaleState:

@@ -15,7 +15,7 @@ from jaxmp._autocast import autocast
 from jaxmp._dtypes import is_floating, suggestion
 from jaxmp._fsdp import FSDP
 from jaxmp._grad import scaled_evaluation
-from jaxmp._gradient_reduction import GradientReduction, gradient_reduction
+from jaxmp._gradient_reduction import GradientReduction, check_fsdp, gradient_reduction
 from jaxmp._loss_scale import LossScaleState
 from jaxmp._microbatch import (
     Evaluation,
@@ -24,6 +24,7 @@ from jaxmp._microbatch import (
     sum_over_microbatches,
 )
 from jaxmp._optimizer import MixedPrecision
+from jaxmp._placement import placed_beside
 from jaxmp._policy import Policy, get_policy
 from jaxmp._rules import PolicyRules
 from jaxmp._tree import all_finite, cast_floating, check_like, select, stays_finite, strong
@@ -106,13 +107,14 @@ class TrainState:
             )
         params = _copy(params)
         params, opt_state = tx.init_params(params) if cast_params else (params, tx.init(params))
-        return cls(
+        state = cls(
             step=jnp.int32(0),
             params=params,
             opt_state=_copy(opt_state),
             collections=_copy(collections),
             tx=tx,
         )
+        return placed_beside(params, state)
 
     @property
     def loss_scale(self) -> LossScaleState:
@@ -229,7 +231,7 @@ def make_train_step(
 
     Raises:
       ValueError: if the policy computes in float8, or `microbatches` is no positive number.
-      TypeError: for rules, which belong to a model.
+      TypeError: for rules, which belong to a model, and for `fsdp` of another type.
 
     >>> import jaxmp
     >>> tx = jaxmp.mixed_precision(optax.sgd(0.5), "mixed_bfloat16")
@@ -243,6 +245,7 @@ def make_train_step(
     if isinstance(policy, str) and policy.strip() == "O1":
         loss_fn, casts = autocast(loss_fn, policy), False
     policy = _one_policy(policy)
+    check_fsdp(fsdp)
     check_microbatches(microbatches)
 
     def loss_and_rest(params: PyTree, batch: PyTree, collections: dict[str, PyTree]) -> Any:
@@ -299,8 +302,10 @@ def _metrics(old: TrainState, new: TrainState) -> Metrics:
 
 def _reduction(policy: Policy, fsdp: FSDP | None) -> GradientReduction | None:
     """How a policy has gradients reduced: there is nothing to do where it computes that wide."""
-    narrow = policy.compute_dtype.itemsize < policy.reduce_dtype.itemsize
-    return gradient_reduction(policy.reduce_dtype if narrow else None, fsdp)
+    if policy.compute_dtype.itemsize >= 4:
+        return gradient_reduction(None, fsdp)
+    narrow = policy.reduce_dtype.itemsize < 4
+    return gradient_reduction(policy.reduce_dtype if narrow else jnp.float32, fsdp)
 
 
 def _one_policy(policy: Any) -> Policy | None:

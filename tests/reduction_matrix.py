@@ -29,6 +29,11 @@ def gathers(report: Any, *dtypes: str) -> int:
     return sum(row.elements * row.runs for row in rows if row.dtype in dtypes)
 
 
+def whole(report: Any) -> int:
+    """Elements that are gathered, of whatever."""
+    return sum(row.elements * row.runs for row in report if row.kind == "all-gather")
+
+
 def narrow_sums(report: Any, axis: str) -> int:
     """Bytes of sums in 16 bits over a mesh axis that gradients are summed over."""
     return sum(
@@ -92,6 +97,11 @@ def check(case: Case, read: Callable[[Any], Any]) -> None:
     if case.author != "plain" and case.mode in ("dp", "fsdp"):
         plain = read(case.lowered("plain"))
         assert narrow_sums(plain, "data") > 0, plain  # positive control
+    if case.mode == "dp":
+        assert moves(ours) == 0, ours
+    if case.mode == "tp":
+        wide = read(case.lowered("wide"))
+        assert moves(ours) + whole(ours) <= moves(wide) + whole(wide), (ours, wide)
     if case.place.fsdp is not None:
         wide = read(case.lowered("wide"))
         assert moves(ours) <= moves(wide), (ours, wide)

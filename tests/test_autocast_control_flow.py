@@ -296,6 +296,7 @@ def test_platform_dependent() -> None:
     check(f, X, W, dots={"low": 2})
 
 
+@pytest.mark.slow
 def test_map_reduce_and_associative_scan() -> None:
     check(lambda x, w: lax.map(lambda r: layer(r, w), x), X, W, dots={"low": 1})
     check(lambda x, w: lax.map(lambda r: layer(r, w), x, batch_size=2), X, W, dots={"low": 1})

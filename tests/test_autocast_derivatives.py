@@ -75,6 +75,7 @@ def test_custom_jvp_with_nondiff_argnums_and_closures() -> None:
     check(lambda x: apply(jnp.sin, x @ W), X, dots={"low": 1})
 
 
+@pytest.mark.slow
 def test_custom_jvp_in_scan_remat_vmap_and_second_derivatives() -> None:
     def f(x: Any, ws: Any) -> Any:
         body = jax.checkpoint(lambda c, w: (jax.nn.relu(c @ w) + jax.nn.softplus(c), None))

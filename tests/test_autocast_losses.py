@@ -74,6 +74,7 @@ def test_additive_mask_that_is_an_argument(least: float, shown: bool, policy: st
     assert error(got[0], want[0]) <= 8 * UNIT[policy]
 
 
+@pytest.mark.slow
 @both
 def test_softmax_logsumexp_and_losses(policy: str) -> None:
     labels = jnp.array([3, 1, 0, 15], jnp.int32)
@@ -130,6 +131,7 @@ def test_clipped_probabilities(policy: str) -> None:
     assert error(got, want) < UNIT[policy]
 
 
+@pytest.mark.slow
 @both
 def test_entropy_divergence_and_contrast(policy: str) -> None:
     def entropy(x: Any, w: Any) -> Any:

@@ -235,6 +235,7 @@ class Model(nn.Module):
         return nn.Dense(3, name="head")(x)
 
 
+@pytest.mark.slow
 def test_linen_names() -> None:
     model = Model()
     params = model.init(jax.random.key(0), X)
@@ -247,6 +248,7 @@ def test_linen_names() -> None:
     assert error(fast(params, X), model.apply(params, X)) < 8 * UNIT[BF16]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", BOTH)
 def test_linen_layers(policy: str) -> None:
     class Net(nn.Module):

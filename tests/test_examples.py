@@ -55,6 +55,7 @@ def test_three_lines_are_three_and_train_alike() -> None:
     assert all(line in shown for line in changes)
 
 
+@pytest.mark.slow
 def test_digits_learn_in_every_precision(capsys: pytest.CaptureFixture[str]) -> None:
     runs = importlib.import_module("digits_cnn").main(["--steps", "60", "--summary"])
     assert list(runs) == PRECISIONS
@@ -68,6 +69,7 @@ def test_digits_learn_in_every_precision(capsys: pytest.CaptureFixture[str]) -> 
     assert all(word in printed for word in [*PRECISIONS, "BatchNorm_2"])
 
 
+@pytest.mark.slow
 def test_digits_keep_their_batch_statistics_when_a_step_is_skipped() -> None:
     example = importlib.import_module("digits_cnn")
     rules, digits = example.precision_rules("mixed_float16"), example.Digits.load()
@@ -104,6 +106,7 @@ def small_gpt() -> tuple[Any, Any]:
     return example, example.GPT(size, nnx.Rngs(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*PRECISIONS, "bfloat16"])
 def test_gpt_computes_as_its_rules_say(name: str) -> None:
     """Seven products: q, k and v, two in the attention, its output, two in the MLP, the head."""
@@ -125,6 +128,7 @@ def test_gpt_computes_as_its_rules_say(name: str) -> None:
     assert norms == ["float32"] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bfloat16", "float16"])
 def test_gpt_has_the_same_masters_under_every_policy(name: str) -> None:
     example, model = small_gpt()

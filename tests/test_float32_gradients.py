@@ -279,6 +279,7 @@ def tangents(x: Any, w: Any) -> tuple[Any, Any]:
     return jnp.roll(x, 1, axis=0), jnp.roll(w, 2, axis=-1)
 
 
+@pytest.mark.slow
 @small_cases
 @pytest.mark.parametrize("wide", ["lhs", "rhs", "lhs rhs"])
 def test_forward_mode(case: Case, wide: str) -> None:

@@ -102,6 +102,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_every_way_to_build_a_model(name: str) -> None:
     make, expected = MODELS[name]

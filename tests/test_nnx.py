@@ -190,6 +190,7 @@ def test_a_named_module_without_dtype_has_its_inputs_and_output_cast() -> None:
     assert named["same"] is model.other  # a module that passes through is no tree of arrays
 
 
+@pytest.mark.slow
 def test_recurrent_cells_return_their_compute_dtype_and_keep_their_carry() -> None:
     for kind in (nnx.LSTMCell, nnx.OptimizedLSTMCell, nnx.GRUCell, nnx.SimpleCell):
         model = nnx.Sequential(
@@ -223,6 +224,7 @@ def test_split_merge_copies_and_pickles_are_under_the_same_rules() -> None:
     assert twin(jnp.ones((1, 2))).dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_one_jitted_function_of_many_models() -> None:
     traces = []
 

@@ -20,19 +20,21 @@ from tests.rule_models import Author, Flax, Kind, Stack
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 What = Literal["forward", "value_and_grad", "loss"]
+# Scans are quick, and go through the same rules; the others are traced layer by layer.
 CASES = [
-    pytest.param("linen", "gpt", "loop", marks=pytest.mark.slow),
-    ("linen", "gpt", "remat"),
     ("linen", "gpt", "scan"),
-    ("linen", "gpt with Flax's attention", "loop"),
-    ("linen", "resnet", "loop"),
-    ("linen", "resnet", "remat"),
-    pytest.param("nnx", "gpt", "loop", marks=pytest.mark.slow),
-    ("nnx", "gpt", "remat"),
     ("nnx", "gpt", "scan"),
-    ("nnx", "gpt with Flax's attention", "loop"),
-    ("nnx", "resnet", "loop"),
-    ("nnx", "resnet", "remat"),
+    *(
+        pytest.param(flax, kind, stack, marks=pytest.mark.slow)
+        for flax in ("linen", "nnx")
+        for kind, stack in (
+            ("gpt", "loop"),
+            ("gpt", "remat"),
+            ("gpt with Flax's attention", "loop"),
+            ("resnet", "loop"),
+            ("resnet", "remat"),
+        )
+    ),
 ]
 on_every_model = pytest.mark.parametrize(("flax", "kind", "stack"), CASES)
 LOW = "bfloat16 bfloat16 -> bfloat16"

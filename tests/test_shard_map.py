@@ -227,6 +227,7 @@ def test_in_a_scan_over_layers(check_vma: bool, remat: bool) -> None:
     assert gathers[0].outvars[0].aval.shape == (8, 8)
 
 
+@pytest.mark.slow
 @vma
 def test_transformations(check_vma: bool) -> None:
     """vmap inside and outside of the gradient, second derivatives, and jvp of a gradient."""
@@ -265,6 +266,7 @@ def test_transformations(check_vma: bool) -> None:
         run(lambda w, x: jax.jvp(lambda w: local(w, x), (w,), (w,))[1][None])
 
 
+@pytest.mark.slow
 def test_without_jit() -> None:
     params, (x, y) = mlp(), data()
     _, want = mlp_loss_and_grads(params, x, y)
@@ -277,6 +279,7 @@ def test_without_jit() -> None:
     assert_close(grad(params, x, y), want, 3e-6)
 
 
+@pytest.mark.slow
 def test_under_a_named_vmap() -> None:
     """Axes of a vmap have names too, and collectives; for tests without a mesh."""
     params, (x, y) = mlp(), data()

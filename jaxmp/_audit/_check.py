@@ -164,6 +164,11 @@ def narrow_sums(report: Any, name: str, over: str) -> list[str]:
         found = "only sums of scalars, such as that of a loss," if sums else "no sum of floats"
         kinds = sorted({f"{row.kind} {row.dtype}" for row in report})
         there = f" Over it go: {', '.join(kinds)}." if kinds else ""
+        if any(row.kind == "all-to-all" for row in report):
+            there += (
+                " What devices exchange by all-to-all and then add up, each its own part, is no "
+                "such sum: jaxmp.sharding.per_shard with comm_dtype works so, in float32."
+            )
         return [
             f"the {report.origin} has {found} over {over}, so this check sees nothing: give a "
             "function that computes gradients, and arguments that are sharded as in training."

@@ -1,6 +1,9 @@
 """Operations that contain programs: params go in, and their gradients come out in float32."""
 
-from collections.abc import Callable, Sequence
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -8,8 +11,9 @@ from jax import lax
 from jax.extend import core
 
 from jaxmp import _compat
-from jaxmp._reduction._layout import unstacked
-from jaxmp._reduction._values import Form, Value, flat, unflat
+from jaxmp._float32_gradients import varying_as
+from jaxmp._reduction._layout import stacked, unstacked
+from jaxmp._reduction._values import Form, Value, common_form, flat, in_form, unflat
 
 Evaluate = Callable[[Any, Sequence[Any], Sequence[Value]], list[Value]]
 
@@ -19,57 +23,77 @@ class Body:
 
     Args:
       evaluate: what runs a program.
-      jaxpr: the program, closed or open.
-      values: its arguments.
+      jaxpr: the program, closed or open. Who calls this holds it, and this does not, so that what
+        is kept for a program is let go with it.
+      forms: those of its arguments.
+
+    Attributes:
+      results: the forms of what it returned last.
     """
 
-    def __init__(self, evaluate: Evaluate, jaxpr: Any, values: Sequence[Value]) -> None:
+    def __init__(self, evaluate: Evaluate, jaxpr: Any, forms: Sequence[Form]) -> None:
         self._evaluate = evaluate
-        self._jaxpr = jaxpr
-        self.arrays, self._forms = flat(values)
+        self._program = weakref.ref(jaxpr)
+        self._forms = forms
         self.results: tuple[Form, ...] = ()
 
     def __call__(self, *arrays: Any) -> list[Any]:
-        made = self.evaluate(*arrays)
+        jaxpr = self._program()
+        made = self._evaluate(
+            _compat.open_jaxpr(jaxpr), _compat.consts_of(jaxpr), unflat(arrays, self._forms)
+        )
         out, self.results = flat(made)
         return out
 
-    def evaluate(self, *arrays: Any) -> list[Value]:
-        values = unflat(arrays, self._forms)
-        return self._evaluate(
-            _compat.open_jaxpr(self._jaxpr), _compat.consts_of(self._jaxpr), values
-        )
 
-    def plain(self, *arrays: Any) -> list[Any]:
-        """What it returns, as arrays that have nothing to do with params any more."""
-        return [value.bare() for value in self.evaluate(*arrays)]
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Results:
+    """The forms of what a jitted function returns: JAX keeps them with what it has traced."""
+
+    forms: tuple[Form, ...]
+
+
+# For each jitted function in a program, what was made of it: of a layer that is called many times
+# one function, which is traced and compiled once.
+_JITTED: weakref.WeakKeyDictionary[Any, dict[Any, Callable[..., Any]]] = weakref.WeakKeyDictionary()
 
 
 def jit(evaluate: Evaluate, equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
     params = equation.params
-    body = Body(evaluate, params["jaxpr"], values)
     if not _compat.is_plain_jit(params):
-        return _pinned_jit(equation, body, values)
+        return _pinned_jit(evaluate, equation, values)
+    arrays, forms = flat(values)
+    made = _JITTED.setdefault(params["jaxpr"], {})
+    key = (forms, params["name"], params["inline"])
+    if key not in made:
+        made[key] = _jitted(Body(evaluate, params["jaxpr"], forms), *key[1:])
+    out, results = made[key](*arrays)
+    return unflat(out, results.forms)
 
-    def call(*arrays: Any) -> list[Any]:
-        return body(*arrays)
 
-    call.__name__ = call.__qualname__ = params["name"]
-    made = jax.jit(call, inline=params["inline"])(*body.arrays)
-    return unflat(made, body.results)
+def _jitted(body: Body, name: str, inline: bool) -> Callable[..., Any]:
+    def call(*arrays: Any) -> tuple[list[Any], _Results]:
+        out = body(*arrays)
+        return out, _Results(body.results)
+
+    call.__name__ = call.__qualname__ = name
+    return jax.jit(call, inline=inline)
 
 
-def _pinned_jit(equation: core.JaxprEqn, body: Body, values: list[Value]) -> list[Value]:
+def _pinned_jit(evaluate: Evaluate, equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
     """A jit with shardings: its program, between the constraints that they are."""
     given, wanted = _compat.jit_shardings(equation.params)
-    pinned = [
-        value if value.of_params else value._replace(array=_pin(value.array, sharding))
-        for value, sharding in zip(values, given, strict=True)
-    ]
-    made = unflat(body(*flat(pinned)[0]), body.results)
+    arrays, forms = flat(_pinned(values, given))
+    body = Body(evaluate, equation.params["jaxpr"], forms)
+    made = body(*arrays)
+    return _pinned(unflat(made, body.results), wanted)
+
+
+def _pinned(values: Sequence[Value], shardings: Sequence[Any]) -> list[Value]:
     return [
         value if value.of_params else value._replace(array=_pin(value.array, sharding))
-        for value, sharding in zip(made, wanted, strict=True)
+        for value, sharding in zip(values, shardings, strict=True)
     ]
 
 
@@ -79,13 +103,14 @@ def _pin(x: Any, sharding: Any) -> Any:
 
 def remat(evaluate: Evaluate, equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
     params = equation.params
-    body = Body(evaluate, params["jaxpr"], [_recomputed(value, True) for value in values])
+    arrays, forms = flat([_recomputed(value, True) for value in values])
+    body = Body(evaluate, params["jaxpr"], forms)
     if params["differentiated"]:  # the backward pass of a gradient within the function
-        traced = _compat.trace(body, [_compat.type_of(x) for x in body.arrays])
-        made = _compat.bind(equation, body.arrays, jaxpr=_compat.without_consts(traced))
+        traced = _compat.trace(body, [_compat.type_of(x) for x in arrays])
+        made = _compat.bind(equation, arrays, jaxpr=_compat.without_consts(traced))
     else:
         again = jax.checkpoint(body, prevent_cse=params["prevent_cse"], policy=params["policy"])
-        made = again(*body.arrays)
+        made = again(*arrays)
     return [_recomputed(value, False) for value in unflat(made, body.results)]
 
 
@@ -101,66 +126,104 @@ def scan(evaluate: Evaluate, equation: core.JaxprEqn, values: list[Value]) -> li
     jaxpr = _compat.open_jaxpr(closed)
     consts, carries = _compat.scan_counts(params)
     end = consts + carries
-    # Params that a loop hands on as they are need not be carried.
-    same = [jaxpr.outvars[i] is jaxpr.invars[consts + i] for i in range(carries)]
-    hands_on = [same[i] and values[consts + i].of_params for i in range(carries)]
-    init = [value.used() for value, on in zip(values[consts:end], hands_on, strict=True) if not on]
-    stacked = [_stacked(value) for value in values[end:]]
-    xs, forms = flat([value._replace(layout=unstacked(value.layout)) for value in stacked])
-    # What is stacked along a dimension that is not split passes through as it came.
-    passes = dict(zip(jaxpr.invars[end:], stacked, strict=True))
-    through = [
+    carried = values[consts:end]
+    stacks = [_whole_along_the_loop(value) for value in values[end:]]
+    # Params that a loop hands on as they are need not be carried,
+    kept_carries = [
+        value if value.of_params and jaxpr.outvars[i] is jaxpr.invars[consts + i] else None
+        for i, value in enumerate(carried)
+    ]
+    # nor stacked again.
+    passes = {var: x for var, x in zip(jaxpr.invars[end:], stacks, strict=True) if x.of_params}
+    kept_stacks = [
         passes.get(var) if isinstance(var, core.Var) else None for var in jaxpr.outvars[carries:]
     ]
-    forwards = [value is not None and value.of_params for value in through]
+    xs, forms = flat([value._replace(layout=unstacked(value.layout)) for value in stacks])
+    returned: tuple[Form, ...] = ()
 
     def step(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-        carried = iter(carry)
-        inside = [
-            *values[:consts],
-            *(
-                value if on else Value(next(carried))
-                for value, on in zip(values[consts:end], hands_on, strict=True)
-            ),
-            *unflat(xs, forms),
-        ]
+        nonlocal returned
+        given = _filled(kept_carries, map(Value, carry))
+        inside = [*values[:consts], *given, *unflat(xs, forms)]
         made = evaluate(jaxpr, _compat.consts_of(closed), inside)
-        new = [v.bare() for v, on in zip(made[:carries], hands_on, strict=True) if not on]
-        ys = [v.bare() for v, on in zip(made[carries:], forwards, strict=True) if not on]
-        return new, ys
+        ys = _without(kept_stacks, made[carries:])
+        arrays, returned = flat([Value(y.used()) if y.rows else y for y in ys])
+        return [value.bare() for value in _without(kept_carries, made[:carries])], arrays
 
-    options = {name: params[name] for name in ("length", "reverse", "unroll")}
+    init = [value.used() for value in _without(kept_carries, carried)]
+    names = {"length", "reverse", "unroll", "_split_transpose"}.intersection(params)
+    options = {name: params[name] for name in names}
     carry, ys = lax.scan(step, init, xs, **options)
-    last, rest = iter(carry), iter(ys)
-    return [
-        *(
-            value if on else Value(next(last))
-            for value, on in zip(values[consts:end], hands_on, strict=True)
-        ),
-        *(
-            value if value is not None and on else Value(next(rest))
-            for value, on in zip(through, forwards, strict=True)
-        ),
-    ]
+    made = unflat(ys, [form._replace(layout=stacked(form.layout)) for form in returned])
+    return [*_filled(kept_carries, map(Value, carry)), *_filled(kept_stacks, made)]
 
 
-def _stacked(value: Value) -> Value:
+def _whole_along_the_loop(value: Value) -> Value:
     """What a scan takes one by one: gathered before, if it is split along that dimension."""
     splits = value.layout is not None and value.layout.axes[0]
     return value.in_place() if splits else value
 
 
+def _without(kept: Sequence[Value | None], values: Sequence[Value]) -> list[Value]:
+    """The values in whose place nothing is kept."""
+    return [value for value, other in zip(values, kept, strict=True) if other is None]
+
+
+def _filled(kept: Sequence[Value | None], values: Iterable[Value]) -> list[Value]:
+    """The inverse: what is kept, and the values in the other places."""
+    rest = iter(values)
+    return [next(rest) if value is None else value for value in kept]
+
+
 def cond(evaluate: Evaluate, equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
-    index, *operands = values
-    bodies = [Body(evaluate, branch, operands) for branch in equation.params["branches"]]
-    arrays = bodies[0].arrays
+    index = values[0].used()
+    # In a shard_map, devices may take different branches: no sum over them belongs in a branch.
+    arrays, given = flat([value.varying_as(index) for value in values[1:]])
     avals = [_compat.type_of(x) for x in arrays]
-    traced = [_compat.trace(body, avals) for body in bodies]
-    alike = len({body.results for body in bodies}) == 1
-    if not alike:
-        traced = [_compat.trace(body.plain, avals) for body in bodies]
-    made = _compat.bind(equation, [index.used(), *arrays], branches=tuple(traced))
-    return unflat(made, bodies[0].results) if alike else [Value(x) for x in made]
+    bodies = [Body(evaluate, branch, given) for branch in equation.params["branches"]]
+    branches = [_compat.trace(body, avals) for body in bodies]
+    forms = [common_form(each) for each in zip(*(body.results for body in bodies), strict=True)]
+    if not all(_fits(body.results, forms) for body in bodies):
+        branches = [
+            _compat.trace(_in_forms(branch, body.results, forms), avals)
+            for branch, body in zip(branches, bodies, strict=True)
+        ]
+    if len({_varying(branch.out_avals) for branch in branches}) > 1:
+        likes = list(zip(*(branch.out_avals for branch in branches), strict=True))
+        branches = [_compat.trace(_varying_as(branch, likes), avals) for branch in branches]
+    made = _compat.bind(equation, [index, *arrays], branches=tuple(branches))
+    return unflat(made, forms)
+
+
+def _in_forms(program: Any, results: Sequence[Form], forms: Sequence[Form]) -> Callable[..., Any]:
+    """A program that was made already, what it returns brought into other forms."""
+    run = core.jaxpr_as_fun(program)
+
+    def function(*arrays: Any) -> list[Any]:
+        return flat(list(map(in_form, unflat(run(*arrays), results), forms)))[0]
+
+    return function
+
+
+def _varying(avals: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(aval.mat.varying for aval in avals)
+
+
+def _varying_as(program: Any, likes: Sequence[Sequence[Any]]) -> Callable[..., Any]:
+    """A program whose results vary over the mesh axes over which those of any branch do."""
+    run = core.jaxpr_as_fun(program)
+
+    def function(*arrays: Any) -> list[Any]:
+        return [
+            functools.reduce(varying_as, like, x)
+            for x, like in zip(run(*arrays), likes, strict=True)
+        ]
+
+    return function
+
+
+def _fits(results: Sequence[Form], forms: Sequence[Form]) -> bool:
+    return all(x == form for x, form in zip(results, forms, strict=True) if form.of_params)
 
 
 RULES: dict[str, Callable[[Evaluate, core.JaxprEqn, list[Value]], list[Value]]] = {

@@ -6,7 +6,6 @@ over the batch begins that a gradient is, and over the devices among which the b
 """
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,8 +18,19 @@ from jaxmp import _compat
 from jaxmp._float32_gradients import held, product
 from jaxmp._op_lists import AFFINE, ARRANGEMENTS, CLASSES, CONTRACTIONS, OpClass
 from jaxmp._reduction._control_flow import RULES as CONTROL_FLOW
+from jaxmp._reduction._gradient_of import gradient_of
 from jaxmp._reduction._layout import moved
-from jaxmp._reduction._values import FLOAT32, Value, flat, is_float, is_half, is_ours, unflat
+from jaxmp._reduction._values import (
+    FLOAT32,
+    Value,
+    flat,
+    is_float,
+    is_half,
+    is_ours,
+    like_param,
+    unflat,
+)
+from jaxmp._trilinear import Gather
 
 Rule = Callable[[core.JaxprEqn, list[Value]], list[Value] | None]
 
@@ -28,7 +38,7 @@ Rule = Callable[[core.JaxprEqn, list[Value]], list[Value] | None]
 _MOVES = frozenset(
     {"reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "rev", "slice"}
     | {"dynamic_slice", "gather", "split", "tile", "unstack", "copy", "copy_p"}
-    | {"sharding_constraint", "pvary", "pcast"}
+    | {"sharding_constraint", "pcast"}
 )
 _MULTIPLIES = frozenset({*CONTRACTIONS, "held", "float32_gradient"})
 # Those whose operands may have other shapes than the result, for other reasons than spreading.
@@ -76,7 +86,7 @@ def _gather_once(equation: core.JaxprEqn, env: dict[Any, Value]) -> None:
 
 
 def _run(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
-    if not any(value.of_params for value in values):
+    if not any(value.of_params for value in values) and equation.primitive.name != "pvary":
         fixed = all(value.fixed for value in values)
         return [Value(x, fixed=fixed) for x in _compat.bind(equation, _arrays(values))]
     name = equation.primitive.name
@@ -144,13 +154,8 @@ def _made_of_params(equation: core.JaxprEqn, values: list[Value]) -> list[Value]
     layout, rows = _common_layout(values, equation), _chosen(values)
     made: list[Value] = []
     for x in _compat.bind(equation, [value.bare() for value in values]):
-        made.append(_like_param(x)._replace(layout=layout, rows=rows) if is_ours(x) else Value(x))
+        made.append(like_param(x)._replace(layout=layout, rows=rows) if is_ours(x) else Value(x))
     return made
-
-
-def _like_param(x: Any) -> Value:
-    """What is made of params. Of 16 bits, its gradient is rounded, but when it has been summed."""
-    return Value(held(x), lax.convert_element_type(x, FLOAT32)) if is_half(x) else Value(x, x)
 
 
 def _scales(equation: core.JaxprEqn, values: Sequence[Value]) -> bool:
@@ -218,12 +223,12 @@ def _arithmetic(equation: core.JaxprEqn, values: list[Value]) -> list[Value] | N
 
 
 def _widened(value: Value) -> Any:
-    if value.of_params:
-        return value.wide
+    """As float32, for its derivative: at the point that is computed, where the wide one is not."""
     x = value.array
     if not is_float(x):
         return x
-    return lax.convert_element_type(x, FLOAT32)
+    widened = lax.convert_element_type(x, FLOAT32)
+    return gradient_of(widened, value.wide) if value.of_params else widened
 
 
 def _contraction(equation: core.JaxprEqn, values: list[Value]) -> list[Value] | None:
@@ -237,7 +242,7 @@ def _contraction(equation: core.JaxprEqn, values: list[Value]) -> list[Value] | 
     operands, sources, gathers = zip(*both, strict=True)
     arrays = [*operands, *_arrays(rest)]
     result = product(equation.primitive, params, arrays, sources, gathers)
-    return [_like_param(result) if _of_params_only(values) else Value(result)]
+    return [like_param(result) if _of_params_only(values) else Value(result)]
 
 
 def _is_ours(operands: Sequence[Value]) -> bool:
@@ -255,31 +260,55 @@ def _held(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
 
 
 def _float32_gradient(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
-    """What autocast has made of a product: operands and sources, of which params are gathered."""
+    """What autocast has made of a product: operands and sources, of which params are gathered.
+
+    An operand that was computed from params has its source here: autocast knows of none.
+    """
     form, wide = equation.params["form"], equation.params["wide"]
     end = len(values) - sum(wide)
-    arrays, gathers = [values[0].used()], []
+    given = iter(values[end:])
+    arrays, sources, gathers = [values[0].used()], [], []
     for value, has_source in zip(values[1:3], wide, strict=True):
-        operand, _, gather = value.product_operand() if has_source else (value.used(), None, None)
+        operand, source, gather = value.product_operand()
+        if has_source:
+            source = _source(next(given), gather)
         arrays.append(operand)
+        sources.append(source)
         gathers.append(gather)
-    sources = [
-        value.array if not value.of_params else value.wide if gather else value.in_place().wide
-        for value, gather in zip(values[end:], itertools.compress(gathers, wide), strict=True)
-    ]
-    arrays += _arrays(values[3:end]) + sources
-    changed = {"form": form.gathering(tuple(gathers))} if any(gathers) else {}
+    arrays += _arrays(values[3:end]) + [source for source in sources if source is not None]
+    changed = {"wide": tuple(source is not None for source in sources)}
+    if any(gathers):
+        changed["form"] = form.gathering(tuple(gathers))
     (made,) = _compat.bind(equation, arrays, **changed)
-    of_params = wide == (True, True) and not any(value.rows for value in values)
-    return [
-        Value(held(made), lax.convert_element_type(made, FLOAT32)) if of_params else Value(made)
-    ]
+    alone = _of_params_only([*values[1:3], *values[end:]])
+    return [like_param(made) if alone else Value(made)]
+
+
+def _source(value: Value, gather: Gather) -> Any:
+    """The source of an operand; not gathered where the product does that."""
+    if not value.of_params:
+        return value.array
+    return value.wide if gather else value.in_place().wide
 
 
 def _named(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
     (value,) = values
     (array,) = _compat.bind(equation, [value.array])
     return [value._replace(array=array, wide=array if value.exact else value.wide)]
+
+
+def _vary(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
+    """In a branch of a shard_map, what is made of params may vary over the devices already."""
+    (value,) = values
+    varying = jax.typeof(value.array).mat.varying
+    axes = tuple(axis for axis in equation.params["axes"] if axis not in varying)
+    if not axes:
+        return [value]
+    (array,) = _compat.bind(equation, [value.array], axes=axes)
+    wide = value.wide
+    if value.of_params:
+        wide = array if value.exact else _compat.bind(equation, [value.wide], axes=axes)[0]
+    return [value._replace(array=array, wide=wide)]
 
 
 def _barrier(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
@@ -299,6 +328,7 @@ RULES: dict[str, Rule] = {
     "held": _held,
     "float32_gradient": _float32_gradient,
     "name": _named,
+    "pvary": _vary,
     "optimization_barrier": _barrier,
     **dict.fromkeys(_MOVES, _move),
     **dict.fromkeys(CONTRACTIONS, _contraction),

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxmp._dtypes import DType
+from jaxmp._specs import named_axes
 
 # The mesh axes along which each dimension is split.
 Axes = tuple[tuple[str, ...], ...]
@@ -54,13 +55,7 @@ class Layout(NamedTuple):
 def layout_of(sharding: NamedSharding, ndim: int, gather: frozenset[str], dtype: Any) -> Layout:
     """The layout of an array of `ndim` dimensions."""
     spec = (*sharding.spec, *[None] * (ndim - len(sharding.spec)))
-    return Layout(sharding.mesh, tuple(_names(entry) for entry in spec), gather, dtype)
-
-
-def _names(entry: Any) -> tuple[str, ...]:
-    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
-        return ()
-    return (entry,) if isinstance(entry, str) else tuple(entry)
+    return Layout(sharding.mesh, tuple(named_axes(entry) for entry in spec), gather, dtype)
 
 
 def _sharding(mesh: Mesh | AbstractMesh, axes: Any) -> NamedSharding:
@@ -104,3 +99,8 @@ def unstacked(layout: Layout | None) -> Layout | None:
     if layout is None or layout.axes[0]:
         return None
     return layout.with_axes(layout.axes[1:])
+
+
+def stacked(layout: Layout | None) -> Layout | None:
+    """The layout of arrays of one layout, stacked along a new first dimension."""
+    return None if layout is None else layout.with_axes([(), *layout.axes])

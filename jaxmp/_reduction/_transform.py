@@ -7,11 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxmp._calls import joined, split, traced
-from jaxmp._dtypes import is_floating
 from jaxmp._reduction._interpreter import evaluate
 from jaxmp._reduction._layout import Layout
-from jaxmp._reduction._values import FLOAT32, HALVES, Value
-from jaxmp._tree import widen
+from jaxmp._reduction._values import FLOAT32, Value, is_half, is_ours
 
 
 def reduced_in_float32(
@@ -34,7 +32,7 @@ def reduced_in_float32(
     """
     args = tuple(jax.tree.map(jnp.asarray, x) if i in argnums else x for i, x in enumerate(args))
     static, arrays = split((args, {}))
-    closed, returned = traced(fun, static, arrays)
+    closed, returned = traced(fun, static, arrays, as_jit=True)
     marks = _marks(args, argnums, layouts)
 
     def rewritten(*wide: Any) -> Any:
@@ -46,8 +44,13 @@ def reduced_in_float32(
         made = evaluate(closed.jaxpr, closed.consts, values)
         return joined(returned, [value.bare() for value in made])
 
-    wide = tuple(widen(x) if i in argnums else x for i, x in enumerate(args))
+    wide = tuple(_widened(x) if i in argnums else x for i, x in enumerate(args))
     return rewritten, wide
+
+
+def _widened(params: Any) -> Any:
+    """Params of 16 bits as float32; others, of 8 bits say, are no sums over the batch of ours."""
+    return jax.tree.map(lambda x: x.astype(FLOAT32) if is_half(x) else x, params)
 
 
 def _marks(
@@ -60,7 +63,7 @@ def _marks(
         leaves = jax.tree.leaves(args[i])
         of_leaves = [None if given is None else next(given) for _ in leaves]
         marks[i] = [
-            (layout,) if is_floating(leaf) and leaf.dtype in {*HALVES, FLOAT32} else None
+            (layout,) if is_ours(leaf) else None
             for leaf, layout in zip(leaves, of_leaves, strict=True)
         ]
     found: list[tuple[Layout | None] | None] = []

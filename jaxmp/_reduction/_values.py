@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxmp._dtypes import DType
-from jaxmp._float32_gradients import held, varying_alike
+from jaxmp._float32_gradients import held, varying_alike, varying_as
 from jaxmp._reduction._gradient_of import gradient_of
 from jaxmp._reduction._layout import Layout
 from jaxmp._trilinear import Gather, gathered
@@ -87,6 +87,14 @@ class Value(NamedTuple):
         whole = lax.convert_element_type(gathered(self.low(), ends), self.array.dtype)
         return Value(held(whole), gathered(self.wide, ends), rows=self.rows)
 
+    def varying_as(self, like: Any) -> "Value":
+        """In a `shard_map`: a param, varying over the mesh axes over which an array does."""
+        if self.wide is None:
+            return self
+        array = varying_as(self.array, like)
+        wide = array if self.exact else varying_as(self.wide, like)
+        return self._replace(array=array, wide=wide)
+
     def spread(self, shape: tuple[int, ...]) -> "Value":
         """The same, laid out along an activation of this shape; what is no param is not."""
         if not self.of_params or self.array.shape == shape:
@@ -107,6 +115,40 @@ class Form(NamedTuple):
     fixed: bool
 
 
+def like_param(x: Any) -> Value:
+    """What is made of params. Of 16 bits, its gradient is rounded, but when it has been summed."""
+    return Value(held(x), lax.convert_element_type(x, FLOAT32)) if is_half(x) else Value(x, x)
+
+
+def form_of(value: Value) -> Form:
+    return Form(value.of_params, value.exact, value.layout, value.rows, value.fixed)
+
+
+def common_form(forms: Sequence[Form]) -> Form:
+    """What is known of a value that comes in one of several forms."""
+    if not any(form.of_params for form in forms):
+        return Form(False, False, None, False, all(form.fixed for form in forms))
+    layouts = {form.layout for form in forms}
+    return Form(
+        of_params=True,
+        exact=all(form.exact for form in forms),
+        layout=layouts.pop() if len(layouts) == 1 else None,
+        rows=any(form.rows or not (form.of_params or form.fixed) for form in forms),
+        fixed=False,
+    )
+
+
+def in_form(value: Value, form: Form) -> Value:
+    """A value in a form that is common to it and to others."""
+    if not form.of_params:
+        return value
+    value = value if value.of_params else like_param(value.array)
+    value = value if value.layout == form.layout else value.in_place()
+    if value.exact and not form.exact:
+        value = value._replace(array=held(value.array))
+    return value._replace(rows=form.rows)
+
+
 def flat(values: Sequence[Value]) -> tuple[list[Any], tuple[Form, ...]]:
     """The arrays of values, to be handed to another program, and what to make of them there."""
     arrays: list[Any] = []
@@ -114,8 +156,7 @@ def flat(values: Sequence[Value]) -> tuple[list[Any], tuple[Form, ...]]:
         arrays.append(value.array)
         if value.of_params and not value.exact:
             arrays.append(value.wide)
-    forms = (Form(v.of_params, v.exact, v.layout, v.rows, v.fixed) for v in values)
-    return arrays, tuple(forms)
+    return arrays, tuple(map(form_of, values))
 
 
 def unflat(arrays: Sequence[Any], forms: Sequence[Form]) -> list[Value]:

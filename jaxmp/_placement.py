@@ -1,0 +1,64 @@
+"""Where arrays lie that are made beside params: on the devices of the params."""
+
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
+
+from jaxmp import _compat
+
+State = TypeVar("State")
+
+
+def placed_beside(params: PyTree, state: State) -> State:
+    """Replicates over the mesh of the params what JAX has put on its default device.
+
+    Counters and scales are made there. Left there, they come back from the first step on the mesh,
+    so that the second is compiled anew; and a checkpoint of several processes refuses arrays that
+    each of them has for itself.
+
+    Args:
+      params: the params. Nothing is done if they are traced, or on one device.
+      state: what is made beside them. Arrays that somebody has put on a device stay there.
+
+    Returns:
+      The state.
+
+    >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
+    >>> w = jax.device_put(jnp.ones(4), NamedSharding(mesh, PartitionSpec()))
+    >>> len(placed_beside(w, jnp.zeros(())).devices()) == jax.device_count()
+    True
+    """
+    mesh = _mesh_of(params)
+    if mesh is None:
+        return state
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    return jax.tree.map(lambda x: x if _is_placed(x) else _replicated(x, everywhere), state)
+
+
+def _mesh_of(params: PyTree) -> Mesh | None:
+    """The mesh of several devices that params are on."""
+    for leaf in jax.tree.leaves(params):
+        if isinstance(leaf, jax.Array) and not _compat.is_traced(leaf):
+            sharding = leaf.sharding
+            if isinstance(sharding, NamedSharding) and len(sharding.device_set) > 1:
+                return sharding.mesh if isinstance(sharding.mesh, Mesh) else None
+    return None
+
+
+def _is_placed(x: Any) -> bool:
+    return not isinstance(x, jax.Array) or _compat.is_traced(x) or x.committed
+
+
+def _replicated(x: Any, sharding: NamedSharding) -> Any:
+    if sharding.is_fully_addressable:
+        return jax.device_put(x, sharding)
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        data = _replicated(jax.random.key_data(x), sharding)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    # jax.device_put would compare the values of all processes, and place them on none.
+    values = np.asarray(x)
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: values[index])

@@ -1,0 +1,39 @@
+"""The benchmarks that only compile: they run at toy size, and their rows say what they should."""
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.aot.conftest import Compiler
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+
+@pytest.fixture(autouse=True)
+def benchmark_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script's own folder is on its path, so that benchmarks can share modules."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+
+
+def test_distributed(gpu: Compiler) -> None:
+    bench: Any = importlib.import_module("bench_distributed")
+    rows = bench.main(["--quick", "--platforms", gpu.platform, "--no-write"])
+    assert all(row["flops_ratio"] == pytest.approx(1, abs=0.01) for row in rows)
+    by = {row["by"]: row for row in rows if row["remat"]}
+    assert by["jaxmp"]["sums_bfloat16"] == by["jaxmp"]["gathers_float32"] == 0
+    assert by["jaxmp"]["sums_ratio"] == pytest.approx(2, rel=0.05)
+    assert by["jaxmp"]["gathers_bfloat16"] > 0
+    assert by["jaxmp"]["plain"]["sums"].keys() == {"bfloat16"}
+    assert by["shard_map, comm bf16"]["sums_ratio"] == pytest.approx(1, rel=0.05)
+
+
+def test_skipping(gpu: Compiler) -> None:
+    bench: Any = importlib.import_module("bench_skipping")
+    tiny = ["--layers", "8", "--width", "512", "--devices", "8", "--paths", "step"]
+    tiny += ["--policies", "bfloat16", "--skips", "none", "cond"]
+    rows = bench.main([*tiny, "--platforms", gpu.platform, "--no-write"])
+    for row in rows:  # masters, two moments, a param, and a gradient
+        assert row["peak"] == pytest.approx(18, abs=0.5)
+        assert (row["copies"], row["gathers"]) == (0, 0)
