@@ -4,6 +4,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 RUN = $(VENV)/bin/python
+# Which tests `make slow` runs.
+SLOW ?= slow
 
 .PHONY: demo test slow check lint types bench bench-absent
 
@@ -16,7 +18,7 @@ test: $(VENV)/.installed
 	$(RUN) -m pytest -m "not slow"
 
 slow: $(VENV)/.installed
-	$(RUN) -m pytest -m slow
+	$(RUN) -m pytest -m "$(SLOW)"
 
 check: lint types test slow
 

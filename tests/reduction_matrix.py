@@ -4,12 +4,20 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
+import pytest
 
 import jaxmp
 from tests import sharded_models as models
 
+EXHAUSTIVE = pytest.mark.exhaustive
 # Every mode with checkpoints, which repeat what gathers; without them the one that gathers most.
-CASES = [(mode, True) for mode in models.MODES] + [("fsdp", False)]
+CASES = [
+    pytest.param(
+        author, mode, remat, marks=[] if mode in ("fsdp", "fsdp+tp") and remat else EXHAUSTIVE
+    )
+    for mode, remat in [*((mode, True) for mode in models.MODES), ("fsdp", False)]
+    for author in models.AUTHORS
+]
 MakeMesh = Callable[[tuple[int, ...], tuple[str, ...]], jax.sharding.Mesh]
 
 

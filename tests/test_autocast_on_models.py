@@ -14,7 +14,11 @@ from jaxmp import AuditReport
 from tests import rule_models
 from tests.rule_models import Flax, Kind, Stack
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("standard_promotion")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.exhaustive,
+    pytest.mark.usefixtures("standard_promotion"),
+]
 
 How = Literal["plain", "by hand", "autocast"]
 CASES = [

@@ -32,8 +32,7 @@ def test_fully_sharded_by_hand() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mode", "remat"), CASES)
-@pytest.mark.parametrize("author", models.AUTHORS)
+@pytest.mark.parametrize(("author", "mode", "remat"), CASES)
 def test_every_mode(author: models.Author, mode: models.Mode, remat: bool) -> None:
     verify(author, mode, remat)
 

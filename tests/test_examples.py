@@ -55,6 +55,7 @@ def test_three_lines_are_three_and_train_alike() -> None:
     assert all(line in shown for line in changes)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_digits_learn_in_every_precision(capsys: pytest.CaptureFixture[str]) -> None:
     runs = importlib.import_module("digits_cnn").main(["--steps", "60", "--summary"])
@@ -86,6 +87,7 @@ def test_digits_keep_their_batch_statistics_when_a_step_is_skipped() -> None:
     assert set(taken) == {True, False}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_digits_accuracy() -> None:
     main = importlib.import_module("digits_cnn").main
@@ -149,6 +151,7 @@ def test_gpt_has_the_same_masters_under_every_policy(name: str) -> None:
     assert tree_bits(state.opt_state.master) != plain
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_all_policies_learn_the_same(tmp_path: Path) -> None:
     # Hardly any overflows: in so few steps, each one that is skipped shows in the loss.
@@ -198,6 +201,8 @@ def test_killed_runs_resume_to_the_same_bits(tmp_path: Path) -> None:
     assert outcome(killed) == outcome(whole)
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_resume_refuses_other_settings(tmp_path: Path) -> None:
     train_lm = importlib.import_module("train_lm")
     arguments = ["--steps", "4", *SMALL[2:], "--policies", "float32", "--out", str(tmp_path)]

@@ -129,7 +129,16 @@ def through_make_train_step(policy: str) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16", "bfloat16"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "mixed_float16",
+        *(
+            pytest.param(policy, marks=pytest.mark.slow)
+            for policy in ("float32", "mixed_bfloat16", "bfloat16")
+        ),
+    ],
+)
 def test_the_same_losses(policy: str) -> None:
     want = through_optax(policy)
     clean = [loss for i, loss in enumerate(want) if i not in (5, 6, 13)]

@@ -41,8 +41,15 @@ def loss_of(model: nn.Module) -> Any:
     return loss_fn
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("policy", ["mixed_float16", "float16", "O2"])
+@pytest.mark.parametrize("microbatches", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "mixed_float16",
+        pytest.param("float16", marks=[pytest.mark.slow, pytest.mark.exhaustive]),
+        pytest.param("O2", marks=[pytest.mark.slow, pytest.mark.exhaustive]),
+    ],
+)
 def test_a_skipped_step_changes_nothing(policy: str, microbatches: int) -> None:
     model = jaxmp.linen.apply_policy(Net(), policy)
     variables = jax.jit(model.init)(KEY, X)
@@ -84,6 +91,8 @@ def test_norms_are_float32_under_o2() -> None:
     assert rows[""].output == "float32"
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_plain_flax_is_poisoned() -> None:
     """The positive control: DynamicScale guards params, but batch statistics are lost for ever."""
     model = Net(dtype=jnp.float16)

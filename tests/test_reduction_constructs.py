@@ -26,26 +26,29 @@ HALF = Author("at use", F16)
 # Those that run with the quick tests; each of the others is like one of them.
 QUICK = {
     AT_USE: {
-        *("matmul", "einsum of three", "float32 result", "conv grouped and dilated", "embedding"),
-        *("tied embeddings", "experts by index", "ragged", "rms norm", "dense", "scalars"),
-        *("bias of rank two", "power", "learned queries", "tokens by choice", "weight norm"),
-        *("pruned", "lora of frozen weights", "scan", "scan remat", "scan carries", "cond"),
-        *("max of params", "block of params", "per example branch", "gradient penalty"),
+        *("matmul", "conv grouped and dilated", "embedding", "experts by index", "ragged"),
+        *("dense", "bias of rank two", "tokens by choice", "weight norm", "scan returns params"),
+        *("scan", "scan remat", "cond unlike", "per example branch", "gradient penalty"),
     },
-    AUTOCAST: {"matmul", "dense", "tied embeddings", "scan remat", "weight norm", "lora"},
-    BEFORE: {"dense", "scan", "scan carries", "rms norm", "embedding"},
-    HALF: {"dense", "conv", "scan remat"},
+    AUTOCAST: {"dense", "tied embeddings", "scan remat", "lora"},
+    BEFORE: {"dense", "scan carries", "rms norm"},
+    HALF: {"conv", "scan remat"},
 }
 COMPILED = {"matmul", "conv", "embedding", "rms norm", "dense", "scan", "scan remat"}
 
 FAULTS = {(AT_USE, "custom jvp"): "a custom derivative rule is not looked into"}
 # Programs whose plain form sums nothing in 16 bits, or which sum narrowly for a reason.
 NO_CONTROL = {"float32 result", "in another dtype", "per example branch"}
+SUMMED = {"scan returns params", "cond unlike", "custom jvp", "lora", "weight norm", "attention"}
 # What autocast computes from params in 16 bits, before it multiplies.
 MADE_OF_PARAMS = {
     *("lora", "lora in float32", "lora of frozen weights", "weight norm", "weight standardisation"),
     *("scan remat", "embedding", "squared"),
 }
+
+
+ALL = set(MODELS)
+EXHAUSTIVE = [pytest.mark.slow, pytest.mark.exhaustive]
 
 
 def cases(
@@ -57,14 +60,11 @@ def cases(
     for author in (AT_USE, AUTOCAST, BEFORE, HALF):
         wanted = quick.get(author, set()) | slow.get(author, set())
         for name in sorted(wanted):
-            marks = [] if name in quick.get(author, ()) else [pytest.mark.slow]
+            marks = [] if name in quick.get(author, ()) else EXHAUSTIVE[:]
             if reason := FAULTS.get((author, name)):
                 marks.append(pytest.mark.xfail(strict=True, reason=reason))
             params.append(pytest.param(author, name, marks=marks, id=f"{name}-{author}"))
     return pytest.mark.parametrize(("author", "name"), params)
-
-
-ALL = set(MODELS)
 
 
 @cases(QUICK, {AT_USE: ALL, AUTOCAST: ALL})
@@ -92,7 +92,8 @@ def test_loss_and_gradients(author: Author, name: str) -> None:
 ROUNDED = {"block of params", "softplus of params"}
 
 
-@cases({AT_USE: COMPILED, AUTOCAST: {"dense"}}, {AT_USE: ALL, AUTOCAST: MADE_OF_PARAMS})
+# The others are looked at when their params are split, in test_reduction_fsdp.py.
+@cases({AT_USE: COMPILED, AUTOCAST: {"dense"}}, {AT_USE: SUMMED, AUTOCAST: MADE_OF_PARAMS})
 def test_sums_over_devices(author: Author, name: str) -> None:
     model = MODELS[name]
     loss_fn = author.loss(model.loss)
@@ -104,8 +105,8 @@ def test_sums_over_devices(author: Author, name: str) -> None:
         assert narrow_sums(plain) > 0
 
 
-OTHERS = ("fori loop", "scan", "scan shared", "lax map")
-LOOPS = ["scan remat", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
+# Of which there are layers, so that a copy of the params is more than an activation is.
+LOOPS = ["scan remat", pytest.param("scan", marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def cases() -> Any:
     params = []
     for author, quick in QUICK.items():
         for name in sorted(quick | SLOW.get(author, set())):
-            marks = [] if name in quick else [pytest.mark.slow]
+            marks = [] if name in quick else [pytest.mark.slow, pytest.mark.exhaustive]
             if reason := FAULTS.get((author, name)):
                 marks.append(pytest.mark.xfail(strict=True, reason=reason))
             params.append(pytest.param(author, name, marks=marks, id=f"{name}-{author}"))

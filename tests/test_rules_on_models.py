@@ -25,7 +25,7 @@ CASES = [
     ("linen", "gpt", "scan"),
     ("nnx", "gpt", "scan"),
     *(
-        pytest.param(flax, kind, stack, marks=pytest.mark.slow)
+        pytest.param(flax, kind, stack, marks=[pytest.mark.slow, pytest.mark.exhaustive])
         for flax in ("linen", "nnx")
         for kind, stack in (
             ("gpt", "loop"),

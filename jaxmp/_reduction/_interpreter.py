@@ -92,6 +92,9 @@ def _run(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
     name = equation.primitive.name
     rule = RULES.get(name)
     alone = _of_params_only(values) or _scales(equation, values)
+    if alone and (name in ARRANGEMENTS or CLASSES.get(name) is OpClass.UPDATE):
+        # Put together as they lie, parts of params would wander from device to device.
+        values = [value.in_place() for value in values]
     if rule is None and alone and CLASSES.get(name) in _ARITHMETIC:
         rule = _arithmetic
     made = None if rule is None else rule(equation, values)

@@ -9,8 +9,7 @@ from tests.reduction_matrix import CASES, Case, check, collectives_of
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("standard_promotion")]
 
 
-@pytest.mark.parametrize(("mode", "remat"), CASES)
-@pytest.mark.parametrize("author", models.AUTHORS)
+@pytest.mark.parametrize(("author", "mode", "remat"), CASES)
 def test_every_mode(
     compiler: Compiler, author: models.Author, mode: models.Mode, remat: bool
 ) -> None:
