@@ -11,12 +11,9 @@ from tests import sharded_models as models
 
 EXHAUSTIVE = pytest.mark.exhaustive
 # Every mode with checkpoints, which repeat what gathers; without them the one that gathers most.
-CASES = [
-    pytest.param(
-        author, mode, remat, marks=[] if mode in ("fsdp", "fsdp+tp") and remat else EXHAUSTIVE
-    )
+MODES = [
+    pytest.param(mode, remat, marks=[] if "fsdp" in mode and remat else EXHAUSTIVE)
     for mode, remat in [*((mode, True) for mode in models.MODES), ("fsdp", False)]
-    for author in models.AUTHORS
 ]
 MakeMesh = Callable[[tuple[int, ...], tuple[str, ...]], jax.sharding.Mesh]
 

@@ -11,7 +11,7 @@ import pytest
 import jaxmp
 from tests.autocast_checks import BOTH, LOW, UNIT, compiled, error
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 
 both = pytest.mark.parametrize("policy", BOTH)
 special = jax.scipy.special

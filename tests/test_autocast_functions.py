@@ -12,7 +12,7 @@ from jax import lax
 import jaxmp
 from tests.autocast_checks import BF16, BOTH, W, X, check, error, rows
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 
 both = pytest.mark.parametrize("policy", BOTH)
 

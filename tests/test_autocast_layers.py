@@ -13,7 +13,7 @@ import jaxmp
 from tests.autocast_checks import BF16, BOTH, W, X, check, rows, weights
 from tests.dots import count_dots
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 
 both = pytest.mark.parametrize("policy", BOTH)
 

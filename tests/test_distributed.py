@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 import jaxmp
 from jaxmp.sharding import FSDP, fully_sharded, state_shardings
 from tests import sharded_models as models
-from tests.reduction_matrix import CASES, Case, check, collectives_of
+from tests.reduction_matrix import MODES, Case, check, collectives_of
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -32,7 +32,8 @@ def test_fully_sharded_by_hand() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("author", "mode", "remat"), CASES)
+@pytest.mark.parametrize(("mode", "remat"), MODES)
+@pytest.mark.parametrize("author", models.AUTHORS)
 def test_every_mode(author: models.Author, mode: models.Mode, remat: bool) -> None:
     verify(author, mode, remat)
 

@@ -190,6 +190,7 @@ def kill_while_saving(process: subprocess.Popen[bytes], folder: Path, nth: int) 
     assert process.wait() == -signal.SIGKILL
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_killed_runs_resume_to_the_same_bits(tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"

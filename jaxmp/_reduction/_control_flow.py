@@ -72,7 +72,7 @@ def jit(evaluate: Evaluate, equation: core.JaxprEqn, values: list[Value]) -> lis
     return unflat(out, results.forms)
 
 
-def _jitted(body: Body, name: str, inline: bool) -> Callable[..., Any]:
+def _jitted(body: Body, name: str, inline: Any) -> Callable[..., Any]:
     def call(*arrays: Any) -> tuple[list[Any], _Results]:
         out = body(*arrays)
         return out, _Results(body.results)

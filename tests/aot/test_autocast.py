@@ -11,6 +11,7 @@ import jaxmp
 from tests import rule_models
 from tests.aot.conftest import Compiler
 
+pytestmark = pytest.mark.exhaustive
 WIDTH, HIDDEN, BATCH, TOKENS, LAYERS = 512, 2048, 8, 256, 4
 
 

@@ -25,7 +25,8 @@ def test_distributed(gpu: Compiler) -> None:
     assert by["jaxmp"]["sums_bfloat16"] == by["jaxmp"]["gathers_float32"] == 0
     assert by["jaxmp"]["sums_ratio"] == pytest.approx(2, rel=0.05)
     assert by["jaxmp"]["gathers_bfloat16"] > 0
-    assert by["jaxmp"]["plain"]["sums"].keys() == {"bfloat16"}
+    # All but scales of norms, which are used in float32.
+    assert by["jaxmp"]["plain"]["sums"]["bfloat16"] > 0.9 * by["jaxmp"]["sums_plain"]
     assert by["shard_map, comm bf16"]["sums_ratio"] == pytest.approx(1, rel=0.05)
 
 

@@ -4,8 +4,15 @@ import pytest
 
 from tests import sharded_models as models
 from tests.aot.conftest import Compiler
-from tests.reduction_matrix import CASES, Case, check, collectives_of
+from tests.reduction_matrix import MODES, Case, check, collectives_of
 
+# Authors differ in what they cast, which shows where params are gathered; tests/test_distributed.py
+# has all of them in all modes.
+CASES = [
+    pytest.param(author, *mode.values, marks=mode.marks)
+    for mode in MODES
+    for author in (models.AUTHORS if not mode.marks else ("linen",))
+]
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("standard_promotion")]
 
 
