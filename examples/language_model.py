@@ -91,9 +91,8 @@ class Block(nnx.Module):
         """Each position looks at itself and those before it."""
         b, t, d = x.shape
         size = d // self.heads
-        # Heads first: split over devices, whole heads stay on one.
-        qkv = self.query_key_value(x).reshape(b, t, self.heads, 3, size)
-        q, k, v = (qkv[:, :, :, i] for i in range(3))  # (B, T, H, D / H) each
+        qkv = self.query_key_value(x).reshape(b, t, 3, self.heads, size)
+        q, k, v = (qkv[:, :, i] for i in range(3))  # (B, T, H, D / H) each
         # Scaled before the product, not after it: float16 scores then stay far from 65504.
         q = q * jnp.asarray(1 / math.sqrt(size), q.dtype)
         # A softmax sums exponentials over all positions: float32, as in every mixed precision.
