@@ -59,6 +59,6 @@ def _replicated(x: Any, sharding: NamedSharding) -> Any:
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         data = _replicated(jax.random.key_data(x), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-    # jax.device_put would compare the values of all processes, and place them on none.
+    # Each process has a value of its own, which jax.device_put does not take for a part of one.
     values = np.asarray(x)
     return jax.make_array_from_callback(x.shape, sharding, lambda index: values[index])
