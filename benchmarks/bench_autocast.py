@@ -156,7 +156,7 @@ def _phases(seconds: dict[str, float]) -> Iterator[None]:
 
         return call
 
-    parts = {"_traced": "trace", "read": "plan", "plan": "plan"}
+    parts = {"traced": "trace", "read": "plan", "plan": "plan"}
     with contextlib.ExitStack() as stack:
         for part, name in parts.items():
             replaced = timing(name, getattr(_transform, part))

@@ -258,7 +258,7 @@ def test_transformations(check_vma: bool) -> None:
 
     hvp = jax.jvp(lambda w: jax.grad(loss)(w, x), (w,), (w,))[1]
     forward = run(lambda w, x: jax.jvp(lambda w: jax.grad(local)(w, x), (w,), (w,))[1])
-    np.testing.assert_allclose(forward, hvp, rtol=2e-5)
+    np.testing.assert_allclose(forward, hvp, rtol=2e-5, atol=2e-5)
     twice = run(jax.grad(lambda w, x: jnp.vdot(jax.grad(local)(w, x), w)))
     hessian = jax.hessian(loss)(w, x)
     np.testing.assert_allclose(twice, hessian @ w + want, rtol=1e-4)

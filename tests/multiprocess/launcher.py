@@ -153,13 +153,12 @@ def run_together(commands: Sequence[Sequence[str]], *, folder: Path, timeout: fl
 
 
 def _start(command: Sequence[str], out: Any) -> subprocess.Popen:
-    # Flags of the test process are not meant for the workers, and a proxy would be asked for
-    # 127.0.0.1. NPROC is the size of XLA's thread pools.
-    dropped = ("JAX_", "XLA_")
+    # JAX's flags of the test process are not meant for the workers, but XLA's are: bits are
+    # compared. A proxy would be asked for 127.0.0.1. NPROC is the size of XLA's thread pools.
     env = {
         k: v
         for k, v in os.environ.items()
-        if not k.startswith(dropped) and not k.lower().endswith("_proxy")
+        if not k.startswith("JAX_") and not k.lower().endswith("_proxy")
     }
     env |= {"NPROC": "2", "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "2"}
     return subprocess.Popen(
