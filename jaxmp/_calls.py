@@ -31,19 +31,21 @@ class Static:
 _ARRAY: Any = object()
 
 
-def split(tree: Any) -> tuple[Static, list[Any]]:
-    """The arrays of a tree, and the rest."""
+def split(tree: Any, *, numpy: bool = True) -> tuple[Static, list[Any]]:
+    """The arrays of a tree, and the rest, to which NumPy's may belong."""
+
+    def is_array(leaf: Any) -> bool:
+        return isinstance(leaf, jax.Array) or (numpy and _is_of_numpy(leaf))
+
     leaves, structure = jax.tree.flatten(tree)
-    arrays = [leaf for leaf in leaves if _is_array(leaf)]
-    rest = tuple(_ARRAY if _is_array(leaf) else leaf for leaf in leaves)
+    arrays = [leaf for leaf in leaves if is_array(leaf)]
+    rest = tuple(_ARRAY if is_array(leaf) else leaf for leaf in leaves)
     key = tuple((type(leaf), str(leaf) if isinstance(leaf, float) else leaf) for leaf in rest)
     return Static(structure, rest, key), arrays
 
 
-def _is_array(leaf: Any) -> bool:
-    if isinstance(leaf, (np.ndarray, np.generic)):
-        return leaf.dtype.kind not in _NO_NUMBERS
-    return isinstance(leaf, jax.Array)
+def _is_of_numpy(leaf: Any) -> bool:
+    return isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.kind not in _NO_NUMBERS
 
 
 def joined(static: Static, arrays: Iterable[Any]) -> Any:
@@ -96,7 +98,7 @@ _NOTES = {
 
 def _objects(tree: Any) -> list[Any]:
     """What is in the dictionaries and lists of a tree: arrays, modules."""
-    return jax.tree.leaves(tree, is_leaf=lambda x: type(x) not in (dict, list, tuple))
+    return jax.tree.leaves(tree, is_leaf=lambda x: not isinstance(x, (dict, list, tuple)))
 
 
 def _check_unchanged(before: list[Any], objects: list[Any]) -> None:

@@ -277,8 +277,10 @@ def _result_aval(like: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     """The type of an array that varies over the mesh axes over which `like` does."""
     if any(axis is not None for axis in like.sharding.spec):
         raise NotImplementedError(
-            "float32 gradients of products whose operands have an explicit sharding; use a mesh "
-            "with AxisType.Auto"
+            "float32 gradients of products whose operands have an explicit sharding. Use a mesh "
+            "with AxisType.Auto, or leave reduce_dtype out (for make_train_step and autocast: "
+            "reduce=bfloat16 in the policy) and give params to "
+            "jax.reshard(param, P(reduced={'data'})) before they are cast"
         )
     spec = jax.sharding.PartitionSpec(*[None] * len(shape))
     sharding = jax.sharding.NamedSharding(like.sharding.mesh, spec)

@@ -55,13 +55,12 @@ class FSDP:
         for name, sharding in zip(leaf_names(self.shardings), self._leaves, strict=True):
             _check_sharding(name, sharding)
             split |= axes_of_spec(sharding.spec)
-        if not self.axes:
-            raise ValueError("axis must name a mesh axis or several, got none")
         if missing := [axis for axis in self.axes if axis not in split]:
             raise ValueError(
                 f"no param is split over the mesh axis {missing[0]!r}; the shardings use "
-                f"{sorted(split) or 'none'}. Give the axis that saves memory, or leave fsdp out: "
-                "without it gradients are reduced in float32 too"
+                f"{sorted(split) or 'none'}. Give the axis that saves memory. fully_sharded leaves "
+                "params of fewer than min_size elements whole. Or leave fsdp out: without it "
+                "gradients are reduced in float32 too"
             )
         if self.gather_dtype is not None:
             dtype = parse_dtype(self.gather_dtype)
@@ -75,7 +74,7 @@ class FSDP:
     @property
     def axes(self) -> tuple[str, ...]:
         """The mesh axes over which params are gathered."""
-        return named_axes(self.axis)
+        return _axes(self.axis)
 
     @property
     def _leaves(self) -> list[Any]:
@@ -94,11 +93,10 @@ class FSDP:
           ValueError: if the structures differ, or a sharding does not fit its param.
         """
         given: Any = jax.tree.structure(self.shardings)
-        wanted: Any = jax.tree.structure(params)
-        if given != wanted:
+        if given != jax.tree.structure(params):
             raise ValueError(
                 "fsdp.shardings must have the structure of the params, one NamedSharding for each: "
-                f"the params are {wanted}, the shardings {given}"
+                f"{_difference(self.shardings, params)}"
             )
         found = []
         leaves = zip(leaf_names(params), jax.tree.leaves(params), self._leaves, strict=True)
@@ -114,6 +112,13 @@ class FSDP:
         return jax.tree.map(jax.lax.with_sharding_constraint, tree, self.shardings)
 
 
+def _axes(axis: str | Sequence[str]) -> tuple[str, ...]:
+    axes = named_axes(axis)
+    if not axes:
+        raise ValueError("axis must name a mesh axis or several, got none")
+    return axes
+
+
 def _check_sharding(name: str, sharding: Any) -> None:
     if not isinstance(sharding, NamedSharding):
         raise TypeError(
@@ -126,6 +131,20 @@ def _check_sharding(name: str, sharding: Any) -> None:
             f"fsdp needs a mesh whose axes are AxisType.Auto, got {sharding.mesh.axis_types}: "
             "jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(names))"
         )
+
+
+def _difference(shardings: PyTree, params: PyTree) -> str:
+    """Of two trees: which leaves only one of them has, or what they are."""
+    given, wanted = leaf_names(shardings), leaf_names(params)
+    parts = []
+    if missing := [name for name in wanted if name not in given]:
+        parts.append(f"there is none for {', '.join(map(repr, missing[:3]))}")
+    if more := [name for name in given if name not in wanted]:
+        parts.append(f"there is no param {', '.join(map(repr, more[:3]))}")
+    if not parts:
+        trees: list[Any] = [jax.tree.structure(tree) for tree in (params, shardings)]
+        parts = [f"the params are {trees[0]}, the shardings {trees[1]}"]
+    return ", and ".join(parts)
 
 
 def _check_fits(name: str, shape: tuple[int, ...], sharding: NamedSharding) -> None:
@@ -174,7 +193,7 @@ def fully_sharded(
     >>> {name: x.spec for name, x in fully_sharded(params, mesh).items()}
     {'b': P(), 'w': P(None, 'data')}
     """
-    axes = named_axes(axis)
+    axes = _axes(axis)
     if missing := [name for name in axes if name not in mesh.shape]:
         raise ValueError(f"the mesh has no axis {missing[0]!r}; it has {', '.join(mesh.shape)}")
     parts = math.prod(mesh.shape[name] for name in axes)

@@ -41,10 +41,8 @@ class GradientReduction(NamedTuple):
             return None
         return self.fsdp.layouts(tuple(params) if self.several else params[0])
 
-    def rewrite(
-        self, fun: Callable[..., Any], args: Sequence[Any], argnums: Sequence[int]
-    ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """A function and its arguments, for whose params the gradients are to be summed so."""
+    def check(self, args: PyTree) -> None:
+        """Raises an error where the gradients of a function of these arrays would not be global."""
         check_no_local_gradients()
         check_no_explicit_axes(args)
         manual = jax.sharding.get_abstract_mesh().manual_axes
@@ -53,6 +51,12 @@ class GradientReduction(NamedTuple):
                 f"fsdp gathers over {', '.join(self.fsdp.axes)}, which is for jax.jit; in a "
                 "jax.shard_map over it params are gathered with jaxmp.sharding.gather_params"
             )
+
+    def rewrite(
+        self, fun: Callable[..., Any], args: Sequence[Any], argnums: Sequence[int]
+    ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """A function and its arguments, for whose params the gradients are to be summed so."""
+        self.check(args)
         layouts = self.layouts([args[i] for i in argnums])
         return reduced_in_float32(fun, args, argnums, layouts)
 

@@ -6,11 +6,7 @@ from typing import Any, NamedTuple
 from flax import nnx
 
 from jaxmp._fsdp import FSDP
-from jaxmp._gradient_reduction import (
-    GradientReduction,
-    check_no_local_gradients,
-    gradient_reduction,
-)
+from jaxmp._gradient_reduction import GradientReduction, gradient_reduction
 from jaxmp._nnx_calls import call_pure, pure
 from jaxmp._reduction import reduced_in_float32
 
@@ -30,13 +26,13 @@ class NnxReduction(NamedTuple):
         self, fun: Callable[..., Any], args: Sequence[Any], argnums: Sequence[Any]
     ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """A function of modules for whose params the gradients are to be summed so."""
-        check_no_local_gradients()
         pure_fun = pure(fun, _TAG)
 
         def of_params(graphdef: Any, params: Any, rest: Any) -> Any:
             return pure_fun(graphdef, nnx.merge_state(params, rest))
 
         def rewritten(graphdef: Any, state: Any) -> Any:
+            self.reduction.check(state)
             params, rest = nnx.split_state(state, _is_wanted(argnums), ...)
             layouts = self.reduction.layouts([_state_of(params, x.argnum) for x in argnums])
             call, given = reduced_in_float32(of_params, (graphdef, params, rest), (1,), layouts)

@@ -279,6 +279,7 @@ class _Algorithm:
         else:
             finite = all_finite(grads) if finite is None else finite
             check_flag(finite, "finite")
+            _check_agreed(finite, state)
         output = _no_ingredients(params) if as_updates else params
         after = step_if(finite, take, _Stepped(output, state.master, state.inner), self.skip)
         output = _updates(params, after.output, finite) if as_updates else after.output
@@ -341,6 +342,18 @@ def _ingredients(params: PyTree, new_params: PyTree, updates: PyTree) -> PyTree:
 def _no_ingredients(params: PyTree) -> PyTree:
     # Minus zero, as x + -0.0 is x for every x, while -0.0 + 0.0 is +0.0.
     return _ingredients(params, params, jax.tree.map(lambda p: jnp.full_like(p, -0.0), params))
+
+
+def _check_agreed(finite: Bool[Array, ""], state: MixedPrecisionState) -> None:
+    """In a `shard_map`: one decision for all devices that share the counts of the state."""
+    apart = jax.typeof(finite).mat.varying - jax.typeof(state.skipped).mat.varying
+    if apart:
+        axes = ", ".join(map(repr, sorted(apart)))
+        raise ValueError(
+            f"whether to take the step differs between the devices of mesh axis {axes}, each of "
+            "which knows only its own gradients: some would skip a step that others take. Give "
+            "finite=jaxmp.sharding.all_finite(grads), on which all agree"
+        )
 
 
 def _updates(params: PyTree, ingredients: PyTree, finite: Bool[Array, ""]) -> PyTree:

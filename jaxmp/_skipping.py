@@ -58,6 +58,8 @@ def step_if(
 def at_most_once(taken: Bool[Array, ""], step: Callable[[State], State], before: State) -> State:
     """A loop of one trip if the step is taken, and of none if it is not.
 
+    The step keeps structure and dtypes, as that of `step_if`.
+
     >>> at_most_once(jnp.array(True), lambda x: x + 1, jnp.zeros(2))
     Array([1., 1.], dtype=float32)
     """

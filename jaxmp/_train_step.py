@@ -28,6 +28,7 @@ from jaxmp._placement import placed_beside
 from jaxmp._policy import Policy, get_policy
 from jaxmp._rules import PolicyRules
 from jaxmp._tree import all_finite, cast_floating, check_like, select, stays_finite, strong
+from jaxmp.rules import all_policies
 
 Metrics = dict[str, Any]
 
@@ -264,7 +265,7 @@ def make_train_step(
             True,
             state.loss_scale,
             1.0 / microbatches,
-            reduction=_reduction(state.tx.policy, fsdp),
+            reduction=_reduction(state.tx.rules, fsdp),
         )
 
         def evaluate_part(collections: Any, part: PyTree) -> tuple[Any, Evaluation]:
@@ -300,12 +301,16 @@ def _metrics(old: TrainState, new: TrainState) -> Metrics:
     }
 
 
-def _reduction(policy: Policy, fsdp: FSDP | None) -> GradientReduction | None:
-    """How a policy has gradients reduced: there is nothing to do where it computes that wide."""
-    if policy.compute_dtype.itemsize >= 4:
+def _reduction(rules: PolicyRules, fsdp: FSDP | None) -> GradientReduction | None:
+    """How the gradients of a model under rules are reduced: as wide as any policy asks for.
+
+    There is nothing to do where all of them compute that wide.
+    """
+    narrow = [policy for policy in all_policies(rules) if policy.compute_dtype.itemsize < 4]
+    if not narrow:
         return gradient_reduction(None, fsdp)
-    narrow = policy.reduce_dtype.itemsize < 4
-    return gradient_reduction(policy.reduce_dtype if narrow else jnp.float32, fsdp)
+    dtypes = sorted((policy.reduce_dtype for policy in narrow), key=lambda dtype: dtype.itemsize)
+    return gradient_reduction(dtypes[0] if dtypes[-1].itemsize < 4 else jnp.float32, fsdp)
 
 
 def _one_policy(policy: Any) -> Policy | None:

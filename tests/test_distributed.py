@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import jaxmp
+import jaxmp.linen
 from jaxmp.sharding import FSDP, fully_sharded, state_shardings
 from tests import sharded_models as models
 from tests.reduction_matrix import MODES, Case, check, collectives_of
@@ -111,6 +113,27 @@ def test_a_sharded_step_stays_where_it_is() -> None:
     assert bool(metrics["grads_finite"])
     held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state))
     assert held < 1.1 * 14 * (64 * 128 / 8) + 14 * 128 + 64
+
+
+@pytest.mark.parametrize("default", [None, "float32"])
+def test_a_step_goes_by_all_policies_of_rules(default: Any) -> None:
+    mesh = make_mesh((8,), ("data",))
+    x = jax.ShapeDtypeStruct((16, 32), jnp.float32, sharding=NamedSharding(mesh, P("data")))
+
+    def step_of(policy: str) -> Any:
+        rules = jaxmp.PolicyRules([("*", policy)], default=default)
+        model = jaxmp.linen.apply_policy(nn.Sequential([nn.Dense(16)]), rules)
+        tx = jaxmp.mixed_precision(optax.sgd(0.1), rules)
+        params = model.init(jax.random.key(0), jnp.ones((1, 32)))
+        state = jaxmp.TrainState.create(params=params, tx=tx)
+        step = jaxmp.make_train_step(lambda p, x: jnp.mean(model.apply(p, x) ** 2))
+        return step, jax.device_put(state, NamedSharding(mesh, P()))
+
+    step, state = step_of("mixed_bfloat16")
+    jaxmp.assert_reduced_in(step, "float32", state, x)
+    step, state = step_of("params=float32,compute=bfloat16,output=float32,reduce=bfloat16")
+    with pytest.raises(jaxmp.AuditError, match="bfloat16  all-reduce over data"):
+        jaxmp.assert_reduced_in(step, "float32", state, x)
 
 
 def test_a_step_goes_by_the_policy() -> None:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jaxmp
 import jaxmp.linen
@@ -381,6 +382,20 @@ def test_nnx_says_what_fsdp_cannot_do() -> None:
     fun = jaxmp.nnx.value_and_grad(nnx_loss, fsdp=fsdp)
     with pytest.raises(ValueError, match="must have the structure of the params"):
         fun(nnx_model("gpt", "by hand"), tokens())
+    graphdef, state = nnx.split(nnx_model("net", "by hand"))
+    local = {"mesh": MESH, "in_specs": (P(), P("data")), "out_specs": P(), "check_vma": True}
+    mapped = jax.shard_map(lambda state, x: fun(nnx.merge(graphdef, state), x)[0], **local)
+    with pytest.raises(ValueError, match=r"over data.* jax\.shard_map .*gather_params"):
+        mapped(state, images())
+
+
+def test_nnx_refuses_explicit_meshes() -> None:
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    x = jax.device_put(images(), NamedSharding(mesh, P("data")))
+    ours = jaxmp.nnx.value_and_grad(nnx_loss, reduce_dtype="float32")
+    says = r"explicit mesh axes \(data\).*AxisType\.Auto,\).*policy.*P\(reduced=\{'data'\}\)"
+    with jax.set_mesh(mesh), pytest.raises(NotImplementedError, match=says):
+        ours(nnx_model("net", "by hand"), x)
 
 
 def test_the_gradients_of_a_model_without_rounding_are_what_they_were() -> None:

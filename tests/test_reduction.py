@@ -1,6 +1,7 @@
 """value_and_grad(reduce_dtype=): what it leaves as it was, and what it takes."""
 
 import itertools
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -405,17 +406,55 @@ def test_says_what_a_reduce_dtype_can_be(dtype: Any, says: str) -> None:
         jaxmp.value_and_grad(loss_fn, reduce_dtype=dtype)
 
 
-def test_dictionaries_may_be_changed_as_under_jit() -> None:
+@pytest.mark.parametrize("kind", [dict, OrderedDict])
+def test_dictionaries_may_be_changed_as_under_jit(kind: Any) -> None:
     def changes(params: Tree, batch: Tree) -> Any:
         batch["x"] = batch.pop("y") * 2
         return loss_fn(params, batch["x"])
 
-    batch = {"x": jnp.zeros(3), "y": data() / 2}
+    batch = kind(x=jnp.zeros(3), y=data() / 2)
     loss, grads = compiled(reduced(changes))(init(), batch)
     want, wanted = compiled(reduced())(init(), data())
     assert loss == want
     assert tree_bits(grads) == tree_bits(wanted)
     assert set(batch) == {"x", "y"}
+
+
+def test_numpy_stays_numpy() -> None:
+    """A program may depend on what is no array of JAX: as without a reduction, or by keyword."""
+
+    def some(params: Tree, x: Any, mask: Any, rows: Any) -> Any:
+        return loss_fn(params, x[mask][:rows])
+
+    mask = np.arange(64) % 3 == 0
+    loss, grads = reduced(some)(init(), data(), mask, np.int32(4))
+    wanted_loss, wanted = reduced()(init(), data()[mask][:4])
+    np.testing.assert_allclose(loss, wanted_loss, rtol=1e-5)
+    assert relative_error(grads, wanted) < 1e-4
+
+
+@pytest.mark.parametrize("spread", [True, False])
+def test_activations_are_no_params(spread: bool) -> None:
+    """A bias that is laid out before it is added changes no other gradient than its own."""
+
+    def loss(params: Tree, x: Any) -> Any:
+        def layer(h: Any, p: Any) -> Any:
+            w, b = p["w"].astype(BF16), p["b"].astype(BF16)
+            h = h @ w
+            h = h + (jnp.broadcast_to(b, h.shape) * 2 if spread else 2 * b)
+            return jnp.tanh(h @ w), None
+
+        return jnp.mean(jax.lax.scan(layer, x.astype(BF16), params)[0].astype(F32) ** 2)
+
+    keys = jax.random.split(jax.random.key(0), 2)
+    params = {"w": jax.random.normal(keys[0], (3, 16, 16)) / 4, "b": jnp.full((3, 16), 0.25)}
+    x = jax.random.normal(keys[1], (64, 16))
+    products = {row.result: row.count for row in jaxmp.audit(jaxmp.grad(loss), params, x).products}
+    ours = {row.result: row.count for row in jaxmp.audit(reduced(loss), params, x).products}
+    assert products == {"bfloat16": 6}
+    assert ours == {"bfloat16": 4, "float32": 2}  # those of the weights
+    _, grads = compiled(reduced(loss))(params, x)
+    assert representable(grads["b"], BF16) < 0.5
 
 
 def test_the_state_of_modules_is_not_lost() -> None:

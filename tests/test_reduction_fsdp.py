@@ -1,7 +1,7 @@
 """Params split over devices: gathered in 16 bits, their gradients scattered in float32."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -182,11 +182,31 @@ def test_a_split_loop_dimension_is_gathered_first() -> None:
     params = {key: jnp.concatenate([x, x, x[:2]]) for key, x in params.items()}
     shardings = {key: NamedSharding(MESH, P("data")) for key in params}
     split = jax.device_put(params, shardings)
-    loss, grads = compiled(reduced(loss_fn, shardings))(split, examples)
+    said = r"over the dimension along which a param of shape \(8, .*over data.*Split another"
+    with pytest.warns(UserWarning, match=said) as warned:
+        loss, grads = compiled(reduced(loss_fn, shardings))(split, examples)
+    assert warned[0].filename == __file__
     wanted_loss, wanted = compiled(reduced(loss_fn))(params, batch())
     np.testing.assert_allclose(loss, wanted_loss, rtol=1e-6)
     assert relative_error(grads, wanted) < 1e-5
-    assert narrow_sums(jaxmp.collectives(reduced(loss_fn, shardings), split, examples)) == 0
+    with pytest.warns(UserWarning, match=said):
+        report = jaxmp.collectives(reduced(loss_fn, shardings), split, examples)
+    assert narrow_sums(report) == 0
+
+
+def test_activations_of_the_shape_of_a_param_stay_where_they_are() -> None:
+    def loss(params: Any, x: Any) -> Any:
+        h = jnp.tanh((x + params["positions"]).astype(BF16))
+        return jnp.mean((h @ params["w"].astype(BF16)).astype(jnp.float32) ** 2)
+
+    params = {"positions": jnp.ones((64, 32)), "w": jnp.ones((32, 32)) / 32}
+    shardings = fully_sharded(params, MESH, min_size=16)
+    args = jax.device_put(params, shardings), split_over(jnp.ones((64, 32)), "data")
+    ours, plain = (
+        jax.jit(fun).lower(*args).compile().cost_analysis()["flops"]
+        for fun in (reduced(loss, shardings), jax.value_and_grad(loss))
+    )
+    assert ours < 1.5 * plain  # on each of eight devices
 
 
 def test_microbatches_and_16_bit_params() -> None:
@@ -245,7 +265,7 @@ EXPLICIT = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
         ({"w": MESH}, {}, TypeError, "must be NamedShardings, got a Mesh for 'w'"),
         ({"w": sharding("data", mesh=EXPLICIT)}, {}, ValueError, "AxisType.Auto"),
         ({"w": sharding("data")}, {"axis": "model"}, ValueError, r"'model'; .* \['data'\]"),
-        ({"w": sharding()}, {}, ValueError, "'data'; the shardings use none"),
+        ({"w": sharding()}, {}, ValueError, "'data'; the shardings use none.*than min_size elem"),
         ({"w": sharding("data")}, {"axis": ("data", "x")}, ValueError, "mesh axis 'x'"),
         ({}, {}, ValueError, "no param is split"),
         ({"w": sharding("data")}, {"gather_dtype": "int8"}, ValueError, "int8"),
@@ -260,6 +280,12 @@ def test_says_what_is_wrong_with_shardings(
         FSDP(shardings=shardings, **options)
 
 
+class WithW(NamedTuple):
+    """The leaf of a dictionary, in another tree."""
+
+    w: Any
+
+
 def dense_loss(params: Any, x: Any) -> Any:
     return jnp.mean((x @ params["w"]) ** 2)
 
@@ -267,7 +293,9 @@ def dense_loss(params: Any, x: Any) -> Any:
 @pytest.mark.parametrize(
     ("params", "says"),
     [
-        ({"w": jnp.ones((16, 8)), "b": jnp.ones(8)}, "must have the structure of the params"),
+        ({"w": jnp.ones((16, 8)), "b": jnp.ones(8)}, "structure of the params.*is none for 'b'$"),
+        ({"v": jnp.ones(8)}, "there is none for 'v', and there is no param 'w'"),
+        (WithW(jnp.ones((16, 8))), "the params are PyTreeDef.*, the shardings PyTreeDef"),
         ({"w": jnp.ones((12, 8))}, r"'w' does not fit its shape \(12, 8\)"),
         ({"w": jnp.ones(())}, r"'w' does not fit its shape \(\): .* at least 1 dim"),
     ],
@@ -328,6 +356,8 @@ def test_fully_sharded() -> None:
     assert fully_sharded({"t": 1.0}, MESH)["t"].spec == P()
     with pytest.raises(ValueError, match="no axis 'x'; it has data"):
         fully_sharded(params, MESH, ("data", "x"))
+    with pytest.raises(ValueError, match="must name a mesh axis or several, got none"):
+        fully_sharded(params, MESH, ())
     with pytest.raises(ValueError, match="'small' has 1 dimensions, too few"):
         fully_sharded(params, MESH, base=base | {"small": P(None, "model")})
 

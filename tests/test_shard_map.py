@@ -429,6 +429,32 @@ def test_with_value_and_grad_and_the_optimizer() -> None:
     assert float(after.loss_scale.scale) == float(state.loss_scale.scale) / 2
 
 
+def test_a_decision_of_each_device_is_refused() -> None:
+    tx = jaxmp.mixed_precision(optax.sgd(1e-2), "mixed_bfloat16")
+    params, (x, y) = mlp(), data()
+    state = tx.init(params)
+    state_specs = jax.tree.map(lambda _: P(), state)
+
+    def step(params: Any, state: Any, x: Any, y: Any) -> Any:
+        grads = jax.grad(gathered_loss("bfloat16"))(params, x, y)
+        return tx.apply_gradients(grads, state, params)
+
+    specs = {"in_specs": (SPECS, state_specs, P("d"), P("d")), "out_specs": (SPECS, state_specs)}
+    with pytest.raises(ValueError, match=r"mesh axis 'd'.*finite=jaxmp\.sharding\.all_finite"):
+        jax.jit(jax.shard_map(step, mesh=MESH, **specs))(params, state, x, y)
+
+    def with_states_apart(params: Any, x: Any, y: Any) -> Any:  # a run of its own on each device
+        params = lax.pcast(params, "d", to="varying")
+        state = lax.pcast(tx.init(params), "d", to="varying")
+        grads = jax.grad(lambda p: jnp.mean(x @ p["w1"]))(params)
+        return jax.tree.map(lambda x: x[None], tx.apply_gradients(grads, state, params)[1].skipped)
+
+    whole = {"in_specs": (P(), P("d"), P("d")), "out_specs": P("d")}
+    x = x.at[17].set(jnp.nan)
+    skipped = jax.jit(jax.shard_map(with_states_apart, mesh=MESH, **whole))(params, x, y)
+    assert skipped.sum() == 1
+
+
 def test_where_the_mean_may_stand() -> None:
     """A mean inside of the differentiated function divides too, where JAX tracks what varies."""
     params, (x, y) = mlp(), data()

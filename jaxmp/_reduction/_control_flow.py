@@ -14,6 +14,7 @@ from jaxmp import _compat
 from jaxmp._float32_gradients import varying_as
 from jaxmp._reduction._layout import stacked, unstacked
 from jaxmp._reduction._values import Form, Value, common_form, flat, in_form, unflat
+from jaxmp._warnings import warn
 
 Evaluate = Callable[[Any, Sequence[Any], Sequence[Value]], list[Value]]
 
@@ -160,8 +161,16 @@ def scan(evaluate: Evaluate, equation: core.JaxprEqn, values: list[Value]) -> li
 
 def _whole_along_the_loop(value: Value) -> Value:
     """What a scan takes one by one: gathered before, if it is split along that dimension."""
-    splits = value.layout is not None and value.layout.axes[0]
-    return value.in_place() if splits else value
+    layout = value.layout
+    if layout is None or not layout.axes[0]:
+        return value
+    if layout.splits(0):
+        warn(
+            f"a scan runs over the dimension along which a param of shape {value.array.shape} is "
+            f"split (over {', '.join(layout.axes[0])}): its layers are gathered all at once, "
+            "before they are cast. Split another dimension, as jaxmp.sharding.fully_sharded does"
+        )
+    return value.in_place()
 
 
 def _without(kept: Sequence[Value | None], values: Sequence[Value]) -> list[Value]:

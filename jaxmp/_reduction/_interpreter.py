@@ -40,6 +40,7 @@ _MOVES = frozenset(
     | {"dynamic_slice", "gather", "split", "tile", "unstack", "copy", "copy_p"}
     | {"sharding_constraint", "pcast"}
 )
+_REPEATS = frozenset({"broadcast_in_dim", "tile"})
 _MULTIPLIES = frozenset({*CONTRACTIONS, "held", "float32_gradient"})
 # Those whose operands may have other shapes than the result, for other reasons than spreading.
 _MIXED_SHAPES = frozenset({*ARRANGEMENTS, "clamp", "select_n"})
@@ -91,15 +92,19 @@ def _run(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
         return [Value(x, fixed=fixed) for x in _compat.bind(equation, _arrays(values))]
     name = equation.primitive.name
     rule = RULES.get(name)
-    alone = _of_params_only(values) or _scales(equation, values)
+    alone = _of_params_only(values)
+    like_params = alone or _adjusts(equation, values)
     if alone and (name in ARRANGEMENTS or CLASSES.get(name) is OpClass.UPDATE):
         # Put together as they lie, parts of params would wander from device to device.
         values = [value.in_place() for value in values]
-    if rule is None and alone and CLASSES.get(name) in _ARITHMETIC:
+    elif like_params and not alone and name not in ("mul", "div"):
+        # What is added may be activations, which do not lie as the params do.
+        values = [value.in_place() for value in values]
+    if rule is None and like_params and CLASSES.get(name) in _ARITHMETIC:
         rule = _arithmetic
     made = None if rule is None else rule(equation, values)
     if made is None:
-        made = (_made_of_params if alone else _used)(equation, values)
+        made = (_made_of_params if like_params else _used)(equation, values)
     return made
 
 
@@ -154,22 +159,33 @@ def _used(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
 
 def _made_of_params(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
     """An operation on params alone: what it makes is like a param."""
-    layout, rows = _common_layout(values, equation), _chosen(values)
+    known = _known(values, equation)
     made: list[Value] = []
     for x in _compat.bind(equation, [value.bare() for value in values]):
-        made.append(like_param(x)._replace(layout=layout, rows=rows) if is_ours(x) else Value(x))
+        made.append(like_param(x)._replace(**known) if is_ours(x) else Value(x))
     return made
 
 
-def _scales(equation: core.JaxprEqn, values: Sequence[Value]) -> bool:
+def _adjusts(equation: core.JaxprEqn, values: Sequence[Value]) -> bool:
     """Whether a param is masked, scaled or added to, and keeps its shape: nothing is summed yet.
 
     A pruned weight, one divided by its spectral norm, a frozen one with a trained difference.
     """
     shape = getattr(_aval(equation), "shape", None)
     return equation.primitive.name in AFFINE and any(
-        value.of_params and not value.rows and value.array.shape == shape for value in values
+        value.of_params and not (value.rows or value.repeated) and value.array.shape == shape
+        for value in values
     )
+
+
+def _known(values: Sequence[Value], equation: core.JaxprEqn) -> dict[str, Any]:
+    """What is known of results of the shape of their operands, beside the arrays."""
+    params = [value for value in values if value.of_params]
+    return {
+        "layout": _common_layout(values, equation),
+        "rows": _chosen(values),
+        "repeated": all(value.repeated or not np.shape(value.array) for value in params),
+    }
 
 
 def _common_layout(values: Sequence[Value], equation: core.JaxprEqn) -> Any:
@@ -206,7 +222,8 @@ def _move(equation: core.JaxprEqn, values: list[Value]) -> list[Value] | None:
 
     arrays = bind(value.array)
     wides = arrays if value.exact else bind(value.wide)
-    return [Value(x, wide, layout, rows) for x, wide in zip(arrays, wides, strict=True)]
+    repeated = value.repeated or (name in _REPEATS and arrays[0].size > value.array.size)
+    return [Value(x, wide, layout, rows, repeated) for x, wide in zip(arrays, wides, strict=True)]
 
 
 def _arithmetic(equation: core.JaxprEqn, values: list[Value]) -> list[Value] | None:
@@ -221,8 +238,8 @@ def _arithmetic(equation: core.JaxprEqn, values: list[Value]) -> list[Value] | N
     if not all(map(is_half, arrays)):
         return [Value(x) for x in arrays] if not any(map(is_float, arrays)) else None
     wides = _compat.bind(equation, [_widened(value) for value in values])
-    layout, rows = _common_layout(values, equation), _chosen(values)
-    return [Value(x, wide, layout, rows) for x, wide in zip(arrays, wides, strict=True)]
+    known = _known(values, equation)
+    return [Value(x, wide, **known) for x, wide in zip(arrays, wides, strict=True)]
 
 
 def _widened(value: Value) -> Any:

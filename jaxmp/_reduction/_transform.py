@@ -31,12 +31,13 @@ def reduced_in_float32(
       The value is computed with the params as they were given.
     """
     args = tuple(jax.tree.map(jnp.asarray, x) if i in argnums else x for i, x in enumerate(args))
-    static, arrays = split((args, {}))
+    # NumPy's arrays stay what they are: masks and lengths that a program may depend on.
+    static, arrays = split((args, {}), numpy=False)
     closed, returned = traced(fun, static, arrays, as_jit=True)
     marks = _marks(args, argnums, layouts)
 
     def rewritten(*wide: Any) -> Any:
-        _, wides = split(wide)
+        _, wides = split(wide, numpy=False)
         values = [
             Value(y) if mark is None else _param(x, y, mark[0])
             for x, y, mark in zip(arrays, wides, marks, strict=True)
@@ -68,7 +69,7 @@ def _marks(
         ]
     found: list[tuple[Layout | None] | None] = []
     for i, arg in enumerate(args):
-        found += marks[i] if i in marks else [None] * len(split(arg)[1])
+        found += marks[i] if i in marks else [None] * len(split(arg, numpy=False)[1])
     return found
 
 

@@ -26,7 +26,8 @@ class Value(NamedTuple):
       array: the array, as the program computes it.
       wide: where its gradient goes; None for what is not made of params.
       layout: how it lies on the devices, if it is to be gathered where it is used.
-      rows: whether it was looked up in a param: an embedding, the weights of an expert.
+      rows: whether data had a part in it: rows that were looked up, a mask that was laid over it.
+      repeated: whether it holds the numbers of a param many times: a bias, laid out along rows.
       fixed: whether no argument of the function has a part in it.
     """
 
@@ -34,6 +35,7 @@ class Value(NamedTuple):
     wide: Any = None
     layout: Layout | None = None
     rows: bool = False
+    repeated: bool = False
     fixed: bool = False
 
     @property
@@ -85,7 +87,7 @@ class Value(NamedTuple):
             return self
         ends = self.layout.ends
         whole = lax.convert_element_type(gathered(self.low(), ends), self.array.dtype)
-        return Value(held(whole), gathered(self.wide, ends), rows=self.rows)
+        return Value(held(whole), gathered(self.wide, ends), None, self.rows, self.repeated)
 
     def varying_as(self, like: Any) -> "Value":
         """In a `shard_map`: a param, varying over the mesh axes over which an array does."""
@@ -102,7 +104,7 @@ class Value(NamedTuple):
         dims = tuple(range(len(shape) - self.array.ndim, len(shape)))
         array = lax.broadcast_in_dim(self.array, shape, dims)
         wide = array if self.exact else lax.broadcast_in_dim(self.wide, shape, dims)
-        return Value(array, wide, rows=self.rows)
+        return Value(array, wide, None, self.rows, True)
 
 
 class Form(NamedTuple):
@@ -112,6 +114,7 @@ class Form(NamedTuple):
     exact: bool
     layout: Layout | None
     rows: bool
+    repeated: bool
     fixed: bool
 
 
@@ -121,19 +124,20 @@ def like_param(x: Any) -> Value:
 
 
 def form_of(value: Value) -> Form:
-    return Form(value.of_params, value.exact, value.layout, value.rows, value.fixed)
+    return Form(value.of_params, value.exact, *value[2:])
 
 
 def common_form(forms: Sequence[Form]) -> Form:
     """What is known of a value that comes in one of several forms."""
     if not any(form.of_params for form in forms):
-        return Form(False, False, None, False, all(form.fixed for form in forms))
+        return Form(False, False, None, False, False, all(form.fixed for form in forms))
     layouts = {form.layout for form in forms}
     return Form(
         of_params=True,
         exact=all(form.exact for form in forms),
         layout=layouts.pop() if len(layouts) == 1 else None,
         rows=any(form.rows or not (form.of_params or form.fixed) for form in forms),
+        repeated=any(form.repeated for form in forms),
         fixed=False,
     )
 
@@ -146,7 +150,7 @@ def in_form(value: Value, form: Form) -> Value:
     value = value if value.layout == form.layout else value.in_place()
     if value.exact and not form.exact:
         value = value._replace(array=held(value.array))
-    return value._replace(rows=form.rows)
+    return value._replace(rows=form.rows, repeated=form.repeated)
 
 
 def flat(values: Sequence[Value]) -> tuple[list[Any], tuple[Form, ...]]:
@@ -166,7 +170,7 @@ def unflat(arrays: Sequence[Any], forms: Sequence[Form]) -> list[Value]:
     for form in forms:
         array = next(given)
         wide = None if not form.of_params else array if form.exact else next(given)
-        values.append(Value(array, wide, form.layout, form.rows, form.fixed))
+        values.append(Value(array, wide, *form[2:]))
     return values
 
 

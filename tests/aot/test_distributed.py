@@ -6,17 +6,11 @@ from tests import sharded_models as models
 from tests.aot.conftest import Compiler
 from tests.reduction_matrix import MODES, Case, check, collectives_of
 
-# Authors differ in what they cast, which shows where params are gathered; tests/test_distributed.py
-# has all of them in all modes.
-CASES = [
-    pytest.param(author, *mode.values, marks=mode.marks)
-    for mode in MODES
-    for author in (models.AUTHORS if not mode.marks else ("linen",))
-]
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("standard_promotion")]
 
 
-@pytest.mark.parametrize(("author", "mode", "remat"), CASES)
+@pytest.mark.parametrize(("mode", "remat"), MODES)
+@pytest.mark.parametrize("author", models.AUTHORS)
 def test_every_mode(
     compiler: Compiler, author: models.Author, mode: models.Mode, remat: bool
 ) -> None:
