@@ -248,6 +248,7 @@ def test_other_peoples_tracebacks_stay_as_they_were() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_work_of_an_audit_grows_with_the_program_alone() -> None:
     """Counted in calls: times would say more of the machine."""
 

@@ -184,6 +184,7 @@ RANDOM = {
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", RANDOM)
 def test_random_numbers_are_the_same(name: str) -> None:
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):

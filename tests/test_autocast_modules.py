@@ -56,6 +56,7 @@ WAYS: dict[str, Any] = {
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("way", WAYS)
 def test_what_nnx_modules_change_is_changed(way: str) -> None:
     ours, plain = Branches(nnx.Rngs(0)), Branches(nnx.Rngs(0))

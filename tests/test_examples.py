@@ -229,12 +229,17 @@ def over_batch(result: Any) -> Any:
     "arguments",
     [
         "--mode fsdp --check",
-        "--mode tp",
         "--mode fsdp+tp",
-        "--mode hsdp",
-        "--mode per-shard --comm-dtype bfloat16",
-        "--mode fsdp --policy mixed_float16 --microbatches 2",
-        "--mode fsdp --policy bfloat16",
+        *(
+            pytest.param(arguments, marks=pytest.mark.exhaustive)
+            for arguments in (
+                "--mode tp",
+                "--mode hsdp",
+                "--mode per-shard --comm-dtype bfloat16",
+                "--mode fsdp --policy mixed_float16 --microbatches 2",
+                "--mode fsdp --policy bfloat16",
+            )
+        ),
     ],
 )
 def test_a_model_learns_the_same_however_it_is_spread(arguments: str) -> None:
