@@ -86,16 +86,26 @@ def test_products_and_memory(compiler: Compiler) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flax", "stack"), [("linen", "loop"), ("linen", "scan"), ("nnx", "remat")]
+    ("platform", "flax", "stack"),
+    [
+        ("gpu", "linen", "loop"),
+        ("gpu", "linen", "scan"),
+        ("gpu", "nnx", "remat"),
+        ("tpu", "nnx", "remat"),  # the others take minutes
+    ],
 )
 def test_memory_of_transformers(
-    flax: Any, stack: Any, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+    platform: str,
+    flax: Any,
+    stack: Any,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Scores of 1,024 x 1,024 dominate, as they do without a fused attention."""
     for size, value in {"WIDTH": 256, "HEADS": 4, "VOCAB": 512, "CONTEXT": 1024}.items():
         monkeypatch.setattr(rule_models, size, value)
     tokens = [x.astype("int32") for x in rule_models.batch("gpt")]
-    used = {}
+    used, compiler = {}, request.getfixturevalue(platform)
     for author in ("by hand, head too", "autocast", *(["plain"] if stack == "scan" else [])):
         jax.clear_caches()  # JAX hands a module the trace of an equal one
         written: Any = "plain" if author == "autocast" else author

@@ -17,6 +17,7 @@ def benchmark_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
 
 
+@pytest.mark.exhaustive
 def test_distributed(gpu: Compiler) -> None:
     bench: Any = importlib.import_module("bench_distributed")
     rows = bench.main(["--quick", "--platforms", gpu.platform, "--no-write"])
