@@ -14,7 +14,7 @@ _ACCELERATORS = ("libtpu", "jax_cuda12_plugin", "jax_cuda13_plugin")
 
 
 def _quick_compilation() -> str:
-    """XLA flags that halve the time to compile for CPUs, which is most of the time of the tests.
+    """XLA flags that shorten the time to compile for CPUs, which is most of that of the tests.
 
     They concern how machine code is made, not which program it is made of.
     """

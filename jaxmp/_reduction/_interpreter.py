@@ -97,7 +97,7 @@ def _run(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
     if alone and (name in ARRANGEMENTS or CLASSES.get(name) is OpClass.UPDATE):
         # Put together as they lie, parts of params would wander from device to device.
         values = [value.in_place() for value in values]
-    elif like_params and not alone and name not in ("mul", "div"):
+    elif not alone and like_params and name not in ("mul", "div"):
         # What is added may be activations, which do not lie as the params do.
         values = [value.in_place() for value in values]
     if rule is None and like_params and CLASSES.get(name) in _ARITHMETIC:
