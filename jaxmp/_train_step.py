@@ -259,6 +259,7 @@ def make_train_step(
 
     def train_step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         _check_same_compute_dtype(policy, state.tx.policy)
+        _check_shardings(shardings, state)
         evaluate = scaled_evaluation(
             loss_and_rest,
             (0,),
@@ -337,6 +338,28 @@ def _check_same_compute_dtype(policy: Policy | None, wrapped: Policy) -> None:
             f"{wrapped.compute_dtype}, and its loss scale chosen for that. Give make_train_step "
             "and mixed_precision the same policy"
         )
+
+
+def _check_shardings(shardings: PyTree, state: TrainState) -> None:
+    """Raises before JAX does, which would name `pjit out_shardings` and types of nodes."""
+
+    def is_one(x: Any) -> bool:
+        return x is None or isinstance(x, (jax.P, jax.sharding.Sharding))
+
+    if isinstance(shardings, TrainState) and shardings.tx != state.tx:
+        raise ValueError(
+            "the shardings were made of a state with another optimizer: make both states with the "
+            "same tx, which jaxmp.mixed_precision returned once"
+        )
+    try:
+        jax.tree.broadcast(shardings, state, is_leaf=is_one)
+    except ValueError as error:
+        said = f": {error}" if isinstance(shardings, TrainState) else ""
+        raise ValueError(
+            "shardings must be those of the whole state, jaxmp.sharding.state_shardings(state, "
+            f"params), or a prefix of such a tree, got a {type(shardings).__name__} (those of the "
+            f"params alone belong into fsdp=FSDP(shardings=...)){said}"
+        ) from None
 
 
 def _unpack(out: Any, has_collections: bool, has_aux: bool) -> tuple[Any, dict[str, Any], Any]:

@@ -481,7 +481,18 @@ def test_sums_over_other_axes_may_be_narrow() -> None:
     args = array(mesh, (16, 32), "model"), array(mesh, (64, 16), "data", "model")
     jaxmp.assert_reduced_in(run, F32, *args, axis="data")
     assert "  1,024 bytes  bfloat16  all-reduce over model  at" in message(run, F32, *args)[1]
-    assert "over model" in message(run, F32, *args, axis=("data", "model"))[1]
+    both = message(run, F32, *args, axis=("data", "model"))
+    assert both[0].startswith("sums over the mesh axes 'data', 'model' should carry float32")
+    assert "over model" in both[1]
+
+
+def test_each_axis_of_several_must_have_sums() -> None:
+    """Replicas that are given the same examples compute the same, for nothing."""
+    axes = ("replica", "data", "one")
+    mesh = mesh_of(2, 4, 1, names=axes)
+    jaxmp.assert_reduced_in(step(F32), F32, *arguments(mesh, batch=("replica", "data")), axis=axes)
+    (text,) = message(step(F32), F32, *arguments(mesh), axis=axes)
+    assert "has no sum of floats over the mesh axis 'replica', so this check sees nothing" in text
 
 
 def test_a_check_that_sees_nothing_fails() -> None:

@@ -1,5 +1,6 @@
 """The state of an optimizer lies where its params lie, before and after a step."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -230,6 +231,27 @@ def with_average(params: Any, batch: Any, *, ema: Any, rng: Any) -> Any:
 def batch() -> jax.Array:
     x = np.random.default_rng(0).normal(size=(16, 64)).astype(np.float32)
     return jax.device_put(x, jax.sharding.NamedSharding(GRID, P("data")))
+
+
+def test_a_step_says_which_shardings_it_needs() -> None:
+    params, tx = sharded_params(), jaxmp.mixed_precision(ADAM, "mixed_bfloat16")
+    state = jaxmp.TrainState.create(params=params, tx=tx)
+    placed = state_shardings(state, params)
+    replicated = jax.sharding.NamedSharding(GRID, P())
+
+    def take(shardings: Any) -> Any:
+        step = jaxmp.make_train_step(loss_fn, donate=False, shardings=shardings)
+        return jax.eval_shape(step, state, batch())
+
+    for good in (placed, dataclasses.replace(placed, params=None), replicated):
+        take(good)
+    with pytest.raises(ValueError, match=r"the whole state, .* got a dict \(those of the params"):
+        take(placed.params)
+    with pytest.raises(ValueError, match=r"got a TrainState .*: pytree structure error"):
+        take(dataclasses.replace(placed, params={"a": replicated}))
+    other = jaxmp.TrainState.create(params=params, tx=jaxmp.mixed_precision(ADAM, "mixed_bfloat16"))
+    with pytest.raises(ValueError, match=r"a state with another optimizer: make both .* same tx"):
+        take(state_shardings(other, params))
 
 
 @pytest.mark.slow

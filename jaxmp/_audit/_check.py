@@ -159,27 +159,34 @@ def narrow_sums(report: Any, name: str, over: str) -> list[str]:
     Returns:
       Nothing if all is well.
     """
+    if missing := no_sums(report, over):
+        return missing
     sums = [row for row in report if row.sums]
-    if not any(row.elements > row.arrays for row in sums):
-        found = "only sums of scalars, such as that of a loss," if sums else "no sum of floats"
-        kinds = sorted({f"{row.kind} {row.dtype}" for row in report})
-        there = f" Over it go: {', '.join(kinds)}." if kinds else ""
-        if any(row.kind == "all-to-all" for row in report):
-            there += (
-                " What devices exchange by all-to-all and then add up, each its own part, is no "
-                "such sum: jaxmp.sharding.per_shard with comm_dtype works so, in float32."
-            )
-        return [
-            f"the {report.origin} has {found} over {over}, so this check sees nothing: give a "
-            "function that computes gradients, and arguments that are sharded as in training."
-            + there
-        ]
     narrow = [row for row in sums if _bits(row) < 8 * np.dtype(name).itemsize]
     if not narrow:
         return []
     return [
         f"sums over {over} should carry {name} or wider, these do not:",
         *_by_line((row, f"{row.bytes:,} bytes", _described(row)) for row in narrow),
+    ]
+
+
+def no_sums(report: Any, over: str) -> list[str]:
+    """That there is no sum of arrays which could be too narrow, in a line of an error, if so."""
+    sums = [row for row in report if row.sums]
+    if any(row.elements > row.arrays for row in sums):
+        return []
+    found = "only sums of scalars, such as that of a loss," if sums else "no sum of floats"
+    kinds = sorted({f"{row.kind} {row.dtype}" for row in report})
+    there = f" Over it go: {', '.join(kinds)}." if kinds else ""
+    if any(row.kind == "all-to-all" for row in report):
+        there += (
+            " What devices exchange by all-to-all and then add up, each its own part, is no "
+            "such sum: jaxmp.sharding.per_shard with comm_dtype works so, in float32."
+        )
+    return [
+        f"the {report.origin} has {found} over {over}, so this check sees nothing: give a "
+        "function that computes gradients, and arguments that are sharded as in training." + there
     ]
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxmp._audit._check import AuditError, narrow_sums
+from jaxmp._audit._check import AuditError, narrow_sums, no_sums
 from jaxmp._audit._collectives import collectives
 from jaxmp._dtypes import parse_dtype
 
@@ -23,6 +23,7 @@ def assert_reduced_in(
       *args: the arguments of a function. Arrays may be `jax.ShapeDtypeStruct` with a sharding.
       mesh: the mesh, if `axis` is given and the arguments do not tell.
       axis: the mesh axis, or a tuple of them, that gradients are summed over, such as `"data"`.
+        There must be sums over each: without one, the devices along it all compute the same.
         Sums over other axes alone may be narrower, as those of activations in tensor parallelism
         rightly are.
       **kwargs: keyword arguments of the function.
@@ -53,8 +54,22 @@ def assert_reduced_in(
     """
     name = parse_dtype(dtype).name
     report = collectives(program, *args, mesh=mesh, **kwargs)
-    if axis is not None:
-        report = report.select(axis=axis)
-    over = "devices" if axis is None else f"the mesh axis {axis!r}"
-    if problems := narrow_sums(report, name, over):
+    if axis is None:
+        problems = narrow_sums(report, name, "devices")
+    else:
+        problems = _over_axes(report, name, (axis,) if isinstance(axis, str) else tuple(axis))
+    if problems:
         raise AuditError("\n".join(problems))
+
+
+def _over_axes(report: Any, name: str, axes: tuple[Any, ...]) -> list[str]:
+    """What is wrong with the sums over mesh axes, but for those of a single device."""
+    sizes = dict(report.mesh_axes)
+    several = [axis for axis in axes if sizes.get(axis) != 1] or axes
+    missing = [
+        line
+        for axis in several
+        for line in no_sums(report.select(axis=axis), f"the mesh axis {axis!r}")
+    ]
+    over = f"the mesh {'axis' if len(axes) == 1 else 'axes'} {', '.join(map(repr, axes))}"
+    return missing or narrow_sums(report.select(axis=axes), name, over)
