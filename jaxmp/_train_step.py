@@ -210,11 +210,12 @@ def make_train_step(
       has_aux: whether `loss_fn` returns one thing more, as its last: `(loss, aux)`, or
         `(loss, collections, aux)`. It comes back as `metrics["aux"]`, with a leading axis of
         microbatches if there are several.
-      microbatches: evaluate the batch in this many parts and average in float32; collections
-        pass from one part to the next.
+      microbatches: evaluate the batch in this many parts and average in float32, for a loss that
+        is a mean over the batch; collections pass from one part to the next.
       cast_batch: whether the policy casts the batch too. False for a batch with float targets
         that must not be rounded; cast the inputs in `loss_fn` then.
-      donate: reuse the buffers of the state for the new one. The old state is gone after a step.
+      donate: reuse the buffers of the state for the new one. The old state is gone after a step,
+        and must not be read: False where it may be, as in a notebook.
       fsdp: how the params lie on the devices, if they are split to save memory:
         `jaxmp.sharding.FSDP`.
       shardings: those of the state, from `jaxmp.sharding.state_shardings`, for the new state to lie
