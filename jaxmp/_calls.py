@@ -1,6 +1,7 @@
 """A call of a function as JAX can trace it: its arrays, and the rest."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -56,7 +57,12 @@ def joined(static: Static, arrays: Iterable[Any]) -> Any:
 
 
 def traced(
-    fun: Callable[..., Any], static: Static, arrays: list[Any], *, as_jit: bool = False
+    fun: Callable[..., Any],
+    static: Static,
+    arrays: list[Any],
+    *,
+    as_jit: bool = False,
+    numpy: bool = True,
 ) -> tuple[Any, Static]:
     """The jaxpr of a call, and what is no array in what it returns.
 
@@ -66,17 +72,19 @@ def traced(
       arrays: the arrays in it.
       as_jit: whether dictionaries and lists among the arguments may be changed, as under `jax.jit`
         and `jax.grad`, which give a function copies of them.
+      numpy: whether NumPy's arrays among the results are arrays of the program too.
 
     Raises:
       TypeError: if the function changes its arguments, and the change would be lost.
     """
     found: list[Static] = []
 
+    @functools.wraps(fun, assigned=("__name__", "__qualname__"), updated=())
     def of_arrays(*arrays: Any) -> list[Any]:
         args, kwargs = joined(static, arrays)
         objects = _objects((args, kwargs)) if as_jit else [(args, kwargs)]
         before = [jax.tree.flatten(each) for each in objects]
-        returned, results = split(fun(*args, **kwargs))
+        returned, results = split(fun(*args, **kwargs), numpy=numpy)
         _check_unchanged(before, objects)
         found[:] = [returned]
         return results

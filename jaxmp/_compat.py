@@ -131,6 +131,11 @@ def is_traced(value: Any) -> bool:
     return isinstance(value, jax.core.Tracer)
 
 
+def is_ref(value: Any) -> bool:
+    """Whether a value is a mutable reference to an array, which has its shape and dtype too."""
+    return hasattr(jax.typeof(value), "inner_aval")
+
+
 def is_of_jax_nn(jaxpr: Any) -> bool:
     """Whether a jitted function is one of `jax.nn`, and not one of the same name."""
     info = open_jaxpr(jaxpr).debug_info

@@ -263,13 +263,14 @@ def varying_alike(arrays: Sequence[Any]) -> list[Any]:
 
 def varying_as(x: Any, like: Any) -> Any:
     """In a `shard_map`: an array that varies over the mesh axes over which another does, too."""
-    missing = _varying(like) - _varying(x)
+    missing = varying_axes(like) - varying_axes(x)
     return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
 
 
-def _varying(x: Any) -> frozenset[str]:
-    mat = getattr(x, "mat", None) or jax.typeof(x).mat
-    varying: frozenset[str] = mat.varying
+def varying_axes(x: Any) -> frozenset[str]:
+    """In a `shard_map`: the mesh axes over which an array, or what one is like, varies."""
+    mat = getattr(x, "mat", None) or getattr(jax.typeof(x), "mat", None)
+    varying: frozenset[str] = frozenset() if mat is None else mat.varying
     return varying
 
 

@@ -113,9 +113,10 @@ class FSDP:
 
 
 def _axes(axis: str | Sequence[str]) -> tuple[str, ...]:
-    axes = named_axes(axis)
-    if not axes:
-        raise ValueError("axis must name a mesh axis or several, got none")
+    axes = named_axes(axis) if isinstance(axis, (str, tuple, list)) else ()
+    if not (axes and all(isinstance(name, str) and name for name in axes)):
+        got = "none" if axis in ((), []) else repr(axis)
+        raise ValueError(f"axis must name a mesh axis or several, got {got}")
     return axes
 
 
@@ -170,7 +171,9 @@ def fully_sharded(
     """Shardings that split every large param over one mesh axis, or over several as over one.
 
     Of each param the largest dimension that the axis divides is split. For arrays of three and
-    more dimensions the first is the last choice, over which a loop over layers may run.
+    more dimensions the first is the last choice, over which a loop over layers may run. (Of a
+    matrix nobody can tell whether it is one, or the vectors of layers: see that the vectors are
+    longer than there are layers, or under `min_size`.)
 
     Args:
       params: a tree of arrays, or of `jax.ShapeDtypeStruct`.

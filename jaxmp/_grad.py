@@ -60,7 +60,8 @@ def value_and_grad(
       reduce_dtype: the dtype in which gradients are summed, over the batch and over the devices
         that share it. Plain JAX sums in the dtype to which the model casts a param: in bfloat16
         over 1,024 devices that is 3 % off. float32 makes each sum one of float32 numbers, for
-        functions that are as they are; None (or a 16-bit dtype) leaves them so.
+        functions that are as they are; None (or a 16-bit dtype) leaves them so. The function is
+        traced as under `jax.jit`: it cannot branch in Python on the values of JAX's arrays.
       fsdp: how the params lie on the devices, if they are split to save memory:
         `jaxmp.sharding.FSDP`. Its shardings have the structure of the gradients.
 
@@ -178,6 +179,8 @@ def scaled_evaluation(
     `reduction` says how gradients are summed over devices.
     """
 
+    # JAX names it in errors.
+    @functools.wraps(fun, assigned=("__name__", "__qualname__"), updated=())
     def scaled(*args: Any) -> tuple[Any, tuple[Any, Any]]:
         out = fun(*args)
         if has_aux and not (isinstance(out, tuple) and len(out) == 2):
@@ -192,7 +195,7 @@ def scaled_evaluation(
         return (loss if state is None else state.scale_loss(loss)), (loss, aux)
 
     def evaluate(*args: Any) -> Evaluation:
-        call = scaled
+        call: Callable[..., Any] = scaled
         if reduction is not None:
             call, args = reduction.rewrite(scaled, args, argnums)
         grads, (loss, aux) = transform(call, argnums=argnums, has_aux=True)(*args)

@@ -279,6 +279,7 @@ class _Algorithm:
         else:
             finite = all_finite(grads) if finite is None else finite
             check_flag(finite, "finite")
+            finite = jnp.asarray(finite)
             _check_agreed(finite, state)
         output = _no_ingredients(params) if as_updates else params
         after = step_if(finite, take, _Stepped(output, state.master, state.inner), self.skip)
@@ -352,7 +353,8 @@ def _check_agreed(finite: Bool[Array, ""], state: MixedPrecisionState) -> None:
         raise ValueError(
             f"whether to take the step differs between the devices of mesh axis {axes}, each of "
             "which knows only its own gradients: some would skip a step that others take. Give "
-            "finite=jaxmp.sharding.all_finite(grads), on which all agree"
+            "finite=jaxmp.sharding.all_finite(grads), on which all agree; or, if each trains a "
+            "model of its own, a state that varies: jax.lax.pcast(state, axis, to='varying')"
         )
 
 

@@ -14,20 +14,25 @@ def flat_specs(specs: PyTree, params: PyTree) -> list[Any]:
     Raises:
       ValueError: if the trees do not fit, or hold something else.
 
-    >>> flat_specs({"a": jax.P("data"), "b": None}, {"a": [1, 2], "b": 3})
+    >>> flat_specs({"a": jax.P("data"), "b": None}, {"a": [1, None, 2], "b": 3})
     [P('data',), P('data',), P()]
     """
 
     def is_spec(x: Any) -> bool:
         return x is None or isinstance(x, (jax.P, NamedSharding))
 
+    given: list[Any] = []
+
+    def spread(spec: Any, part: PyTree) -> None:
+        given.extend([spec] * len(jax.tree.leaves(part)))
+
     try:
-        tree = jax.tree.broadcast(specs, params, is_leaf=is_spec)
+        jax.tree.map(spread, specs, params, is_leaf=is_spec)
     except ValueError as error:
         raise ValueError(
             f"specs must be a tree of PartitionSpec like the params, or a prefix of it: {error}"
         ) from None
-    found = [getattr(s, "spec", s) for s in jax.tree.leaves(tree, is_leaf=is_spec)]
+    found = [getattr(spec, "spec", spec) for spec in given]
     if wrong := [s for s in found if not isinstance(s, jax.P | None)]:
         raise ValueError(f"specs must be PartitionSpecs, got a {type(wrong[0]).__name__}")
     return [jax.P() if spec is None else spec for spec in found]

@@ -311,8 +311,8 @@ def _reduction(rules: PolicyRules, fsdp: FSDP | None) -> GradientReduction | Non
     narrow = [policy for policy in all_policies(rules) if policy.compute_dtype.itemsize < 4]
     if not narrow:
         return gradient_reduction(None, fsdp)
-    dtypes = sorted((policy.reduce_dtype for policy in narrow), key=lambda dtype: dtype.itemsize)
-    return gradient_reduction(dtypes[0] if dtypes[-1].itemsize < 4 else jnp.float32, fsdp)
+    widest = max((policy.reduce_dtype for policy in narrow), key=lambda dtype: dtype.itemsize)
+    return gradient_reduction(jnp.float32 if widest.itemsize > 4 else widest, fsdp)
 
 
 def _one_policy(policy: Any) -> Policy | None:

@@ -9,7 +9,7 @@ import pytest
 import jaxmp
 from tests import sharded_models as models
 
-# Checkpoints repeat what gathers. What neither repeats nor gathers is tested on one stack.
+# On the second stack those that gather, and again under a checkpoint.
 MODES = [
     pytest.param(mode, remat, marks=[] if "fsdp" in mode and remat else pytest.mark.exhaustive)
     for mode in models.MODES

@@ -433,6 +433,23 @@ def test_numpy_stays_numpy() -> None:
     assert relative_error(grads, wanted) < 1e-4
 
 
+def test_what_is_handed_on_is_what_it_was() -> None:
+    """Numbers of NumPy, of 64 bits too, arrays that do not depend on the arguments, and others."""
+
+    def some(params: Tree, x: Any, ids: Any) -> Any:
+        made = {"ids": ids, "two": jnp.float32(2), "weak": jnp.asarray(1.0), "count": 3}
+        return loss_fn(params, x), made | {"rows": jnp.arange(3), "key": jax.random.key(1)}
+
+    ids = np.array([2**40 + 5])
+    (_, found), _ = reduced(some, has_aux=True)(init(), data(), ids)
+    (_, wanted), _ = jax.value_and_grad(some, has_aux=True)(init(), data(), ids)
+    assert found["ids"] is ids
+    for name, x in wanted.items():
+        assert type(found[name]) is type(x), name
+        assert getattr(found[name], "weak_type", None) == getattr(x, "weak_type", None)
+        assert found[name] == x if name in ("two", "weak", "count", "key") else True
+
+
 @pytest.mark.parametrize("spread", [True, False])
 def test_activations_are_no_params(spread: bool) -> None:
     """A bias that is laid out before it is added changes no other gradient than its own."""
@@ -500,6 +517,44 @@ def test_devices_that_take_different_branches() -> None:
     grads = compiled(mapped)(params, x)
     wanted = jax.grad(lambda p: jnp.mean(jnp.stack([loss(p, part) for part in parts])))(params)
     assert relative_error(grads, wanted) < 1e-2
+
+
+@jax.custom_vjp
+def scaled_rows(x: Any, scale: Any) -> Any:
+    return x * scale
+
+
+scaled_rows.defvjp(
+    lambda x, scale: (x * scale, (x, scale)),
+    lambda saved, ct: jax.vjp(lambda x, scale: x * scale, *saved)[1](ct),
+)
+
+# Programs within an operation, and numbers of the program in a branch that devices take or not.
+IN_SHARD_MAP: dict[str, Callable[[Any, Any], Any]] = {
+    "custom_vjp": scaled_rows,
+    "custom_jvp": jnp.logaddexp,
+    "number": lambda x, p: x * lax.cond(x[0, 0] > 0, lambda p: p * 2, lambda p: p, p),
+    "zeros": lambda x, p: x * lax.cond(x[0, 0] > 0, jnp.zeros_like, lambda p: 1 - p, p),
+}
+
+
+@pytest.mark.parametrize("name", IN_SHARD_MAP)
+def test_operations_in_a_shard_map(name: str) -> None:
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec
+    x, p = data(), init()["w"][:, 0]
+
+    def loss(p: Any, x: Any) -> Any:
+        y = IN_SHARD_MAP[name](x.astype(BF16), p.astype(BF16))
+        return jnp.mean(y.astype(F32) ** 2)
+
+    def local(p: Any, x: Any) -> Any:
+        return jaxmp.grad(lambda p: loss(p, x) / 8, reduce_dtype="float32")(p)
+
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(spec(), spec("data")), out_specs=spec())
+    parts = x.reshape(8, -1, x.shape[1])
+    wanted = jax.grad(lambda p: jnp.mean(jnp.stack([loss(p, part) for part in parts])))(p)
+    assert relative_error(compiled(mapped)(p, x), wanted) < 1e-2
 
 
 def test_a_jitted_layer_is_traced_once() -> None:

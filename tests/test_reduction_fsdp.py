@@ -258,6 +258,7 @@ def sharding(*spec: Any, mesh: Any = MESH) -> NamedSharding:
 EXPLICIT = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("shardings", "options", "error", "says"),
     [
@@ -271,6 +272,8 @@ EXPLICIT = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
         ({"w": sharding("data")}, {"gather_dtype": "int8"}, ValueError, "int8"),
         ({"w": sharding("data")}, {"gather_dtype": "float8_e4m3fn"}, ValueError, "float8_e4m3fn"),
         ({"w": sharding("data")}, {"axis": ()}, ValueError, "must name a mesh axis .* none"),
+        ({"w": sharding("data")}, {"axis": 3}, ValueError, "must name a mesh axis .* got 3"),
+        ({"w": sharding("data")}, {"axis": ""}, ValueError, "must name a mesh axis .* got ''"),
     ],
 )
 def test_says_what_is_wrong_with_shardings(
@@ -360,6 +363,22 @@ def test_fully_sharded() -> None:
         fully_sharded(params, MESH, ())
     with pytest.raises(ValueError, match="'small' has 1 dimensions, too few"):
         fully_sharded(params, MESH, base=base | {"small": P(None, "model")})
+
+
+def test_empty_leaves() -> None:
+    params = {"a": jnp.ones((16, 8)), "none": None, "b": [None, jnp.ones((8, 16))]}
+    shardings = fully_sharded(params, MESH, min_size=1)
+    assert shardings["none"] is None
+    assert shardings["b"][0] is None
+    assert [x.spec for x in jax.tree.leaves(shardings)] == [P("data"), P(None, "data")]
+
+    def loss(p: Any, x: Any) -> Any:
+        return jnp.sum((x @ p["a"].astype(BF16) @ p["b"][1].astype(BF16)).astype(jnp.float32))
+
+    x = split_over(jnp.ones((16, 16), BF16), "data")
+    _, grads = jax.jit(reduced(loss, shardings))(jax.device_put(params, shardings), x)
+    assert grads["none"] is None
+    np.testing.assert_array_equal(grads["a"], 16.0 * 16)
 
 
 def test_constrain_changes_no_number() -> None:

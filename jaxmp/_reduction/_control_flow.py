@@ -167,8 +167,8 @@ def _whole_along_the_loop(value: Value) -> Value:
     if layout.splits(0):
         warn(
             f"a scan runs over the dimension along which a param of shape {value.array.shape} is "
-            f"split (over {', '.join(layout.axes[0])}): its layers are gathered all at once, "
-            "before they are cast. Split another dimension, as jaxmp.sharding.fully_sharded does"
+            f"split (over {', '.join(layout.axes[0])}): its layers are gathered all at once. Split "
+            "another dimension"
         )
     return value.in_place()
 

@@ -10,12 +10,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import core
 
 from jaxmp import _compat
-from jaxmp._float32_gradients import held, product
+from jaxmp._float32_gradients import held, product, varying_alike, varying_axes
 from jaxmp._op_lists import AFFINE, ARRANGEMENTS, CLASSES, CONTRACTIONS, OpClass
 from jaxmp._reduction._control_flow import RULES as CONTROL_FLOW
 from jaxmp._reduction._gradient_of import gradient_of
@@ -71,7 +72,16 @@ def evaluate(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Value]) -> l
             values = [_read(atom, env) for atom in equation.invars]
             made = _run(equation, values)
         env.update(zip(equation.outvars, made, strict=True))
-    return [_read(atom, env) for atom in jaxpr.outvars]
+    return [_returned(atom, env) for atom in jaxpr.outvars]
+
+
+def _returned(atom: Any, env: dict[Any, Value]) -> Value:
+    """A number of the program that it returns is an array to who gets it."""
+    if not isinstance(atom, core.Literal):
+        return env[atom]
+    x = np.asarray(atom.val)
+    is_weak = getattr(atom.aval, "weak_type", False)
+    return Value(jnp.asarray(x.item() if is_weak else x), fixed=True)
 
 
 def _read(atom: Any, env: dict[Any, Value]) -> Value:
@@ -87,6 +97,8 @@ def _gather_once(equation: core.JaxprEqn, env: dict[Any, Value]) -> None:
 
 
 def _run(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
+    if jax.sharding.get_abstract_mesh().manual_axes:
+        values = _varying_as_traced(equation, values)
     if not any(value.of_params for value in values) and equation.primitive.name != "pvary":
         fixed = all(value.fixed for value in values)
         return [Value(x, fixed=fixed) for x in _compat.bind(equation, _arrays(values))]
@@ -98,7 +110,8 @@ def _run(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
         # Put together as they lie, parts of params would wander from device to device.
         values = [value.in_place() for value in values]
     elif not alone and like_params and name not in ("mul", "div"):
-        # What is added may be activations, which do not lie as the params do.
+        # What is added may be activations, which do not lie as the params do. What multiplies is
+        # a mask or a scale, more likely.
         values = [value.in_place() for value in values]
     if rule is None and like_params and CLASSES.get(name) in _ARITHMETIC:
         rule = _arithmetic
@@ -106,6 +119,20 @@ def _run(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
     if made is None:
         made = (_made_of_params if like_params else _used)(equation, values)
     return made
+
+
+def _varying_as_traced(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
+    """In a `shard_map`: operands that vary alike, if they did when the program was traced.
+
+    In a branch params vary as what chooses the branch does; then numbers of the program must too.
+    """
+    if len({varying_axes(atom.aval) for atom in equation.invars}) > 1:
+        return values
+    arrays = _arrays(values)
+    alike = zip(values, varying_alike(arrays), strict=True)
+    return [
+        value.varying_as(x) if value.of_params else value._replace(array=x) for value, x in alike
+    ]
 
 
 def _aval(equation: core.JaxprEqn) -> Any:
@@ -117,8 +144,8 @@ def _arrays(values: Sequence[Value]) -> list[Any]:
     return [value.array for value in values]
 
 
-def _chosen(values: Sequence[Value]) -> bool:
-    """Whether data chooses among params: masks and indices that are no numbers of the program."""
+def _has_data(values: Sequence[Value]) -> bool:
+    """Whether there is data among them: floats, masks and indices that are not fixed."""
     return any(not value.of_params and not value.fixed for value in values)
 
 
@@ -127,11 +154,19 @@ def _floats(values: Sequence[Value]) -> list[Any]:
 
 
 def _of_params_only(values: Sequence[Value]) -> bool:
-    """Whether nothing has a part in it but params and numbers of the program."""
+    """Whether these are params and numbers of the program, with whatever data laid over them."""
     return all(
         not value.rows if value.of_params else value.fixed or not is_float(value.array)
         for value in values
     )
+
+
+def _without_data(operands: Sequence[Value]) -> bool:
+    """Whether a product of these is like a param.
+
+    It is not if data was laid over one of them, which may be the activations of a single example.
+    """
+    return _of_params_only(operands) and not any(value.adjusted for value in operands)
 
 
 def _used(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
@@ -140,7 +175,8 @@ def _used(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
     shape: Any = getattr(_aval(equation), "shape", None)
     spreads = CLASSES.get(name) in _ELEMENTWISE and name not in _MIXED_SHAPES
     if not (spreads and any(v.of_params and v.array.shape != shape for v in values)):
-        others = _floats(values)
+        # A program within takes them as it was traced, and makes them vary itself.
+        others = [] if _compat.sub_jaxprs(equation) else _floats(values)
         return [Value(x) for x in _compat.bind(equation, [v.used(others) for v in values])]
 
     # A bias may have dimensions of size 1: its gradient is a sum over them.
@@ -162,8 +198,15 @@ def _made_of_params(equation: core.JaxprEqn, values: list[Value]) -> list[Value]
     known = _known(values, equation)
     made: list[Value] = []
     for x in _compat.bind(equation, [value.bare() for value in values]):
-        made.append(like_param(x)._replace(**known) if is_ours(x) else Value(x))
+        is_one = is_ours(x) and not _compat.is_ref(x)
+        made.append(like_param(x)._replace(**known) if is_one else _compared(x, values))
     return made
+
+
+def _compared(x: Any, values: Sequence[Value]) -> Value:
+    """What has no gradient, made of params: which of them are large, or in which order they are."""
+    data = _has_data(values) or any(value.rows or value.adjusted for value in values)
+    return Value(x, fixed=not (data or is_float(x)))
 
 
 def _adjusts(equation: core.JaxprEqn, values: Sequence[Value]) -> bool:
@@ -172,7 +215,7 @@ def _adjusts(equation: core.JaxprEqn, values: Sequence[Value]) -> bool:
     A pruned weight, one divided by its spectral norm, a frozen one with a trained difference.
     """
     shape = getattr(_aval(equation), "shape", None)
-    return equation.primitive.name in AFFINE and any(
+    return equation.primitive.name in AFFINE | {"select_n"} and any(
         value.of_params and not (value.rows or value.repeated) and value.array.shape == shape
         for value in values
     )
@@ -181,9 +224,11 @@ def _adjusts(equation: core.JaxprEqn, values: Sequence[Value]) -> bool:
 def _known(values: Sequence[Value], equation: core.JaxprEqn) -> dict[str, Any]:
     """What is known of results of the shape of their operands, beside the arrays."""
     params = [value for value in values if value.of_params]
+    data, adjusts = _has_data(values), _adjusts(equation, values)
     return {
         "layout": _common_layout(values, equation),
-        "rows": _chosen(values),
+        "rows": any(value.rows for value in values) or (data and not adjusts),
+        "adjusted": any(value.adjusted for value in values) or (data and adjusts),
         "repeated": all(value.repeated or not np.shape(value.array) for value in params),
     }
 
@@ -199,12 +244,15 @@ def _common_layout(values: Sequence[Value], equation: core.JaxprEqn) -> Any:
 def _convert(equation: core.JaxprEqn, values: list[Value]) -> list[Value] | None:
     (value,) = values
     target = equation.params["new_dtype"]
-    if not (is_half(value.array) or value.array.dtype == FLOAT32):
-        return None
-    if target != FLOAT32 and target not in map(np.dtype, ("float16", "bfloat16")):
+    if not (_is_short(value.array.dtype) and _is_short(target)):
         return None
     (array,) = _compat.bind(equation, [value.array])
     return [value._replace(array=array if value.array.dtype == target else held(array))]
+
+
+def _is_short(dtype: Any) -> bool:
+    """Whether it is a float of 32 bits or fewer: real, and none of extended dtypes as keys have."""
+    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= FLOAT32.itemsize
 
 
 def _move(equation: core.JaxprEqn, values: list[Value]) -> list[Value] | None:
@@ -223,7 +271,8 @@ def _move(equation: core.JaxprEqn, values: list[Value]) -> list[Value] | None:
     arrays = bind(value.array)
     wides = arrays if value.exact else bind(value.wide)
     repeated = value.repeated or (name in _REPEATS and arrays[0].size > value.array.size)
-    return [Value(x, wide, layout, rows, repeated) for x, wide in zip(arrays, wides, strict=True)]
+    value = value._replace(layout=layout, rows=rows, repeated=repeated)
+    return [value._replace(array=x, wide=wide) for x, wide in zip(arrays, wides, strict=True)]
 
 
 def _arithmetic(equation: core.JaxprEqn, values: list[Value]) -> list[Value] | None:
@@ -236,7 +285,7 @@ def _arithmetic(equation: core.JaxprEqn, values: list[Value]) -> list[Value] | N
         return None
     arrays = _compat.bind(equation, _arrays(values))
     if not all(map(is_half, arrays)):
-        return [Value(x) for x in arrays] if not any(map(is_float, arrays)) else None
+        return None if any(map(is_float, arrays)) else [_compared(x, values) for x in arrays]
     wides = _compat.bind(equation, [_widened(value) for value in values])
     known = _known(values, equation)
     return [Value(x, wide, **known) for x, wide in zip(arrays, wides, strict=True)]
@@ -262,7 +311,7 @@ def _contraction(equation: core.JaxprEqn, values: list[Value]) -> list[Value] | 
     operands, sources, gathers = zip(*both, strict=True)
     arrays = [*operands, *_arrays(rest)]
     result = product(equation.primitive, params, arrays, sources, gathers)
-    return [like_param(result) if _of_params_only(values) else Value(result)]
+    return [like_param(result) if _without_data(values) else Value(result)]
 
 
 def _is_ours(operands: Sequence[Value]) -> bool:
@@ -300,7 +349,7 @@ def _float32_gradient(equation: core.JaxprEqn, values: list[Value]) -> list[Valu
     if any(gathers):
         changed["form"] = form.gathering(tuple(gathers))
     (made,) = _compat.bind(equation, arrays, **changed)
-    alone = _of_params_only([*values[1:3], *values[end:]])
+    alone = _without_data([*values[1:3], *values[end:]])
     return [like_param(made) if alone else Value(made)]
 
 

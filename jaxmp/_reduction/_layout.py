@@ -41,7 +41,9 @@ class Layout(NamedTuple):
         return _sharding(self.mesh, kept)
 
     def splits(self, dimension: int) -> bool:
-        return bool(self.gather.intersection(self.axes[dimension]))
+        """Whether what is gathered is in parts along a dimension."""
+        over = self.gather.intersection(self.axes[dimension])
+        return any(self.mesh.shape[axis] > 1 for axis in over)
 
     def with_axes(self, axes: Sequence[tuple[str, ...]]) -> "Layout":
         return self._replace(axes=tuple(axes))

@@ -31,9 +31,10 @@ def reduced_in_float32(
       The value is computed with the params as they were given.
     """
     args = tuple(jax.tree.map(jnp.asarray, x) if i in argnums else x for i, x in enumerate(args))
-    # NumPy's arrays stay what they are: masks and lengths that a program may depend on.
+    # NumPy's arrays stay what they are: masks and lengths that a program may depend on, and
+    # numbers of 64 bits that it hands on.
     static, arrays = split((args, {}), numpy=False)
-    closed, returned = traced(fun, static, arrays, as_jit=True)
+    closed, returned = traced(fun, static, arrays, as_jit=True, numpy=False)
     marks = _marks(args, argnums, layouts)
 
     def rewritten(*wide: Any) -> Any:

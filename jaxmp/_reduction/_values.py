@@ -26,15 +26,17 @@ class Value(NamedTuple):
       array: the array, as the program computes it.
       wide: where its gradient goes; None for what is not made of params.
       layout: how it lies on the devices, if it is to be gathered where it is used.
-      rows: whether data had a part in it: rows that were looked up, a mask that was laid over it.
+      rows: whether data chose among params: rows that were looked up.
+      adjusted: whether data was laid over it: a mask, noise, a frozen weight to which it was added.
       repeated: whether it holds the numbers of a param many times: a bias, laid out along rows.
-      fixed: whether no argument of the function has a part in it.
+      fixed: whether no data has a part in it: a number of the program, or what compares params.
     """
 
     array: Any
     wide: Any = None
     layout: Layout | None = None
     rows: bool = False
+    adjusted: bool = False
     repeated: bool = False
     fixed: bool = False
 
@@ -87,7 +89,7 @@ class Value(NamedTuple):
             return self
         ends = self.layout.ends
         whole = lax.convert_element_type(gathered(self.low(), ends), self.array.dtype)
-        return Value(held(whole), gathered(self.wide, ends), None, self.rows, self.repeated)
+        return self._replace(array=held(whole), wide=gathered(self.wide, ends), layout=None)
 
     def varying_as(self, like: Any) -> "Value":
         """In a `shard_map`: a param, varying over the mesh axes over which an array does."""
@@ -104,7 +106,7 @@ class Value(NamedTuple):
         dims = tuple(range(len(shape) - self.array.ndim, len(shape)))
         array = lax.broadcast_in_dim(self.array, shape, dims)
         wide = array if self.exact else lax.broadcast_in_dim(self.wide, shape, dims)
-        return Value(array, wide, None, self.rows, True)
+        return self._replace(array=array, wide=wide, layout=None, repeated=True)
 
 
 class Form(NamedTuple):
@@ -114,6 +116,7 @@ class Form(NamedTuple):
     exact: bool
     layout: Layout | None
     rows: bool
+    adjusted: bool
     repeated: bool
     fixed: bool
 
@@ -130,13 +133,14 @@ def form_of(value: Value) -> Form:
 def common_form(forms: Sequence[Form]) -> Form:
     """What is known of a value that comes in one of several forms."""
     if not any(form.of_params for form in forms):
-        return Form(False, False, None, False, False, all(form.fixed for form in forms))
+        return Form(False, False, None, False, False, False, all(form.fixed for form in forms))
     layouts = {form.layout for form in forms}
     return Form(
         of_params=True,
         exact=all(form.exact for form in forms),
         layout=layouts.pop() if len(layouts) == 1 else None,
         rows=any(form.rows or not (form.of_params or form.fixed) for form in forms),
+        adjusted=any(form.adjusted for form in forms),
         repeated=any(form.repeated for form in forms),
         fixed=False,
     )
@@ -150,7 +154,7 @@ def in_form(value: Value, form: Form) -> Value:
     value = value if value.layout == form.layout else value.in_place()
     if value.exact and not form.exact:
         value = value._replace(array=held(value.array))
-    return value._replace(rows=form.rows, repeated=form.repeated)
+    return value._replace(rows=form.rows, adjusted=form.adjusted, repeated=form.repeated)
 
 
 def flat(values: Sequence[Value]) -> tuple[list[Any], tuple[Form, ...]]:

@@ -1,0 +1,238 @@
+"""Weights that are computed from params and from what is no param: their gradients are sums too."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxmp
+from jaxmp.sharding import FSDP, fully_sharded
+from tests.bits import tree_bits
+from tests.reduction_checks import (
+    MESH,
+    compiled,
+    narrow_sums,
+    relative_error,
+    representable,
+    split_over,
+)
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+BF16, F32 = jnp.bfloat16, jnp.float32
+IDENTITY = np.eye(16, dtype=np.float32)
+TRIANGLE = np.tri(16, dtype=bool)
+
+
+class Frozen(NamedTuple):
+    """What a weight is made of beside params, and what is given to the loss beside the batch."""
+
+    weight: Any
+    mask: Any
+    temperature: Any
+    key: Any
+
+
+# Each is a weight of params, frozen numbers, and of what casts a param where it is used.
+WEIGHTS: dict[str, Callable[[Any, Frozen, Any], Any]] = {}
+
+
+def weight(make: Any) -> Any:
+    WEIGHTS[make.__name__.replace("_", " ")] = make
+    return make
+
+
+def normed(w: Any) -> Any:
+    return w / jnp.sqrt(jnp.sum(w * w, axis=0))
+
+
+@weight
+def dora(p: Any, f: Frozen, c: Any) -> Any:
+    return c(p["g"]) * normed(f.weight.astype(c(p["w"]).dtype) + 2 * c(p["a"]) @ c(p["v"]))
+
+
+@weight
+def scaled_lora(p: Any, f: Frozen, c: Any) -> Any:
+    low = c(p["a"]) @ c(p["v"])
+    return c(p["g"])[None] * (f.weight.astype(low.dtype) + low)
+
+
+@weight
+def pruned_and_normed(p: Any, f: Frozen, c: Any) -> Any:
+    return normed(c(p["w"]) * f.mask)
+
+
+@weight
+def dropconnect_and_normed(p: Any, f: Frozen, c: Any) -> Any:
+    return normed(jnp.where(jax.random.bernoulli(f.key, 0.5, (16, 16)), c(p["w"]), 0))
+
+
+@weight
+def masked_softmax(p: Any, f: Frozen, c: Any) -> Any:
+    return jax.nn.softmax(jnp.where(TRIANGLE, c(p["w"]), -1e9))
+
+
+@weight
+def tempered_softmax(p: Any, f: Frozen, c: Any) -> Any:
+    w = c(p["w"])
+    return jax.nn.softmax(w / f.temperature.astype(w.dtype))
+
+
+@weight
+def adjusted_twice(p: Any, f: Frozen, c: Any) -> Any:
+    w = c(p["w"])
+    return jnp.tanh(w * f.mask + jax.random.normal(f.key, w.shape, w.dtype))
+
+
+@weight
+def inverted(p: Any, f: Frozen, c: Any) -> Any:
+    return jnp.linalg.inv(p["w"] / 8 + IDENTITY)
+
+
+@weight
+def large_ones(p: Any, f: Frozen, c: Any) -> Any:
+    w = c(p["w"])
+    return jnp.tanh(jnp.where(jnp.abs(w) > 0.1, w, 0))
+
+
+@weight
+def safe_root(p: Any, f: Frozen, c: Any) -> Any:
+    w = c(p["w"])
+    return jnp.where(w > 0, jnp.sqrt(jnp.where(w > 0, w, 1)), 0)
+
+
+@weight
+def sorted_rows(p: Any, f: Frozen, c: Any) -> Any:
+    w = c(p["w"])
+    return jnp.tanh(w[jnp.argsort(w[:, 0])])
+
+
+@weight
+def top_rows(p: Any, f: Frozen, c: Any) -> Any:
+    w = c(p["w"])
+    least = lax.top_k(jnp.abs(lax.stop_gradient(w)), 4)[0][:, -1:]
+    return jnp.tanh(jnp.where(jnp.abs(w) >= least, w, 0))
+
+
+@weight
+def spread_logsumexp(p: Any, f: Frozen, c: Any) -> Any:
+    return jnp.tile(jax.nn.logsumexp(c(p["w"]), 0, keepdims=True), (16, 1))
+
+
+@weight
+def through_float8(p: Any, f: Frozen, c: Any) -> Any:
+    return p["w"].astype(jnp.float8_e4m3fn).astype(BF16)
+
+
+def at_use(x: Any) -> Any:
+    return x.astype(BF16)
+
+
+def as_it_is(x: Any) -> Any:
+    return x
+
+
+# What is computed in 16 bits from rounded weights differs a little between two programs.
+CASTS = [
+    pytest.param(cast, marks=[] if cast is at_use else [pytest.mark.slow, pytest.mark.exhaustive])
+    for cast in (at_use, as_it_is)
+]
+
+
+def loss_of(name: str, cast: Any, dtype: Any = BF16) -> Callable[..., Any]:
+    def loss(p: Any, x: Any, frozen: Frozen) -> Any:
+        w = WEIGHTS[name](p, frozen, cast).astype(dtype)
+        return jnp.mean(jnp.sin((x.astype(dtype) @ w).astype(F32)) ** 2)
+
+    return loss
+
+
+def arguments() -> tuple[Any, Any, Frozen]:
+    rng = np.random.default_rng(0)
+
+    def normal(*shape: int) -> Any:
+        return jnp.asarray(rng.normal(size=shape), F32)
+
+    params = {"w": normal(16, 16), "a": normal(16, 4), "v": normal(4, 16), "g": 1 + normal(16) / 8}
+    frozen = Frozen(normal(16, 16), normal(16, 16) > 0, jnp.float32(1.7), jax.random.key(0))
+    return params, normal(64, 16), frozen
+
+
+@pytest.mark.parametrize("cast", CASTS)
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_gradients_are_sums_in_float32(name: str, cast: Any) -> None:
+    loss_fn = loss_of(name, cast)
+    params, x, frozen = arguments()
+    ours = jaxmp.value_and_grad(loss_fn, reduce_dtype="float32")
+    plain = jax.value_and_grad(loss_fn)
+    loss, grads = compiled(ours)(params, x, frozen)
+    plain_loss, plain_grads = compiled(plain)(params, x, frozen)
+    np.testing.assert_array_equal(tree_bits(loss), tree_bits(plain_loss))
+    assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype(F32)}
+    exact = compiled(jax.grad(loss_of(name, as_it_is, F32)))(params, x, frozen)
+    if name != "through float8":  # whose gradients plain JAX rounds to float8
+        assert relative_error(grads, exact) <= 1.1 * relative_error(plain_grads, exact)
+    used = [g for g in jax.tree.leaves(grads) if np.any(g)]
+    assert used
+    if cast is at_use:
+        assert all(representable(g, BF16) < 0.6 for g in used)
+
+    args = split_over(params), split_over(x, "data"), split_over(frozen)
+    assert narrow_sums(jaxmp.collectives(ours, *args)) == 0
+    assert narrow_sums(jaxmp.collectives(plain, *args)) > 0  # positive control
+
+
+@pytest.mark.parametrize("name", ["dora", "masked softmax", "large ones", "inverted"])
+def test_gradients_are_sums_in_float32_of_what_is_split(name: str) -> None:
+    params, x, frozen = arguments()
+    shardings = fully_sharded(params, MESH, min_size=1)
+    fsdp = FSDP(shardings=shardings)
+    ours = jaxmp.value_and_grad(loss_of(name, at_use), reduce_dtype="float32", fsdp=fsdp)
+    args = jax.device_put(params, shardings), split_over(x, "data"), split_over(frozen)
+    report = jaxmp.collectives(ours, *args)
+    # The value of a product, a norm or a softmax of split weights is a sum of its own dtype.
+    weights = [row for row in report if row.dtype == "bfloat16" and row.reducer == "add"]
+    assert all(row.direction == "forward" for row in weights), report
+    whole = jaxmp.value_and_grad(loss_of(name, at_use), reduce_dtype="float32")
+    _, wanted = compiled(whole)(params, x, frozen)
+    _, grads = compiled(ours)(*args)
+    assert relative_error(grads, wanted) < 0.02
+
+
+def test_a_single_example_is_no_param() -> None:
+    """What is added to positions has their shape: the products of it are those of activations."""
+
+    def loss(p: Any, x: Any) -> Any:
+        h = x.astype(BF16) + p["positions"].astype(BF16)
+        for name in ("one", "two"):
+            h = h + jnp.tanh(normed(h) @ p[name].astype(BF16))
+        return jnp.mean(h.astype(F32) ** 2)
+
+    params = {"positions": jnp.ones((32, 16)), "one": jnp.eye(16), "two": jnp.eye(16)}
+    grad = jaxmp.grad(loss, reduce_dtype="float32")
+    text = str(jax.make_jaxpr(grad)(params, jnp.ones((32, 16))))
+    assert "bf16[32,16] = tanh" in text
+    assert "f32[32,16] = tanh" not in text.replace("bf16", "")
+    # Positive control: of a weight that was adjusted it is there, for the derivative.
+    grad = jaxmp.grad(loss_of("adjusted twice", at_use), reduce_dtype="float32")
+    text = str(jax.make_jaxpr(grad)(*arguments()))
+    assert "f32[16,16] = tanh" in text.replace("bf16", "")
+
+
+def test_mutable_arrays_of_params() -> None:
+    """They have the shape and dtype of a param, and are none."""
+
+    def loss(p: Any, x: Any) -> Any:
+        low, wide = jax.new_ref(p["w"].astype(BF16)), jax.new_ref(p["w"])
+        low[0] = low[0] * 2
+        return jnp.sum((x.astype(BF16) @ low[...]).astype(F32) ** 2) + jnp.sum(x @ wide[...])
+
+    params, x, _ = arguments()
+    wanted = compiled(jax.value_and_grad(loss))(params, x)
+    found = compiled(jaxmp.value_and_grad(loss, reduce_dtype="float32"))(params, x)
+    np.testing.assert_allclose(found[0], wanted[0], rtol=1e-3)
+    assert relative_error(found[1], wanted[1]) < 0.01
