@@ -173,7 +173,8 @@ def fully_sharded(
     Of each param the largest dimension that the axis divides is split. For arrays of three and
     more dimensions the first is the last choice, over which a loop over layers may run. (Of a
     matrix nobody can tell whether it is one, or the vectors of layers: see that the vectors are
-    longer than there are layers, or under `min_size`.)
+    longer than there are layers, or under `min_size`.) A param without such a dimension is left
+    whole.
 
     Args:
       params: a tree of arrays, or of `jax.ShapeDtypeStruct`.
