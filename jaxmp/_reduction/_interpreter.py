@@ -80,7 +80,7 @@ def _returned(atom: Any, env: dict[Any, Value]) -> Value:
     if not isinstance(atom, core.Literal):
         return env[atom]
     x = np.asarray(atom.val)
-    is_weak = getattr(atom.aval, "weak_type", False)
+    is_weak = getattr(atom.aval, "weak_type", False) and jnp.result_type(x.item()) == x.dtype
     return Value(jnp.asarray(x.item() if is_weak else x), fixed=True)
 
 
