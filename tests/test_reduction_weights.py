@@ -26,6 +26,7 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 BF16, F32 = jnp.bfloat16, jnp.float32
 IDENTITY = np.eye(16, dtype=np.float32)
 TRIANGLE = np.tri(16, dtype=bool)
+TABLE = np.sin(np.arange(256, dtype=np.float32)).reshape(16, 16)
 
 
 class Frozen(NamedTuple):
@@ -121,6 +122,11 @@ def top_rows(p: Any, f: Frozen, c: Any) -> Any:
 @weight
 def spread_logsumexp(p: Any, f: Frozen, c: Any) -> Any:
     return jnp.tile(jax.nn.logsumexp(c(p["w"]), 0, keepdims=True), (16, 1))
+
+
+@weight
+def scaled_table(p: Any, f: Frozen, c: Any) -> Any:
+    return c(p["g"]) * TABLE.astype(c(p["g"]).dtype)
 
 
 @weight
@@ -221,6 +227,24 @@ def test_a_single_example_is_no_param() -> None:
     grad = jaxmp.grad(loss_of("adjusted twice", at_use), reduce_dtype="float32")
     text = str(jax.make_jaxpr(grad)(*arguments()))
     assert "f32[16,16] = tanh" in text.replace("bf16", "")
+
+
+def test_a_batch_that_is_closed_over_is_no_param() -> None:
+    params, x, _ = arguments()
+    tokens = jnp.arange(64) % 16
+
+    def loss(p: Any, x: Any, tokens: Any) -> Any:
+        h = p["a"].astype(BF16)[tokens] @ p["v"].astype(BF16) + x.astype(BF16)
+        for _ in range(2):
+            h = h + jnp.tanh(h @ p["w"].astype(BF16))
+        return jnp.mean(h.astype(F32) ** 2)
+
+    grad = jaxmp.grad(lambda p: loss(p, x, tokens), reduce_dtype="float32")
+    text = str(jax.make_jaxpr(grad)(params))
+    assert "bf16[64,16] = tanh" in text
+    assert "f32[64,16] = tanh" not in text.replace("bf16", "")
+    wanted = compiled(jaxmp.grad(loss, reduce_dtype="float32"))(params, x, tokens)
+    assert relative_error(compiled(grad)(params), wanted) < 1e-3
 
 
 def test_mutable_arrays_of_params() -> None:

@@ -7,7 +7,7 @@ over the batch begins that a gradient is, and over the devices among which the b
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -63,7 +63,7 @@ def evaluate(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Value]) -> l
     """
     env: dict[Any, Value] = {}
     env.update(zip(jaxpr.invars, arguments, strict=True))
-    env.update((var, Value(x)) for var, x in zip(jaxpr.constvars, consts, strict=True))
+    env.update((var, _constant(x)) for var, x in zip(jaxpr.constvars, consts, strict=True))
     for equation in jaxpr.eqns:
         source = equation.source_info
         with _compat.where(equation, source.name_stack, source.traceback):
@@ -75,13 +75,19 @@ def evaluate(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Value]) -> l
     return [_returned(atom, env) for atom in jaxpr.outvars]
 
 
+def _constant(x: Any) -> Value:
+    """What a function closes over: a table, a mask, or a batch, of which a product is no param."""
+    return Value(x) if _compat.is_traced(x) else Value(x, adjusted=True, fixed=True)
+
+
 def _returned(atom: Any, env: dict[Any, Value]) -> Value:
     """A number of the program that it returns is an array to who gets it."""
     if not isinstance(atom, core.Literal):
         return env[atom]
-    x = np.asarray(atom.val)
-    is_weak = getattr(atom.aval, "weak_type", False) and jnp.result_type(x.item()) == x.dtype
-    return Value(jnp.asarray(x.item() if is_weak else x), fixed=True)
+    x, aval = np.asarray(atom.val), cast(Any, atom.aval)
+    if getattr(aval, "weak_type", False) and jnp.result_type(x.item()) == aval.dtype:
+        return Value(jnp.asarray(x.item()), fixed=True)
+    return Value(jnp.asarray(x, aval.dtype), fixed=True)
 
 
 def _read(atom: Any, env: dict[Any, Value]) -> Value:
@@ -100,8 +106,10 @@ def _run(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
     if jax.sharding.get_abstract_mesh().manual_axes:
         values = _varying_as_traced(equation, values)
     if not any(value.of_params for value in values) and equation.primitive.name != "pvary":
-        fixed = all(value.fixed for value in values)
-        return [Value(x, fixed=fixed) for x in _compat.bind(equation, _arrays(values))]
+        like = Value(
+            None, adjusted=any(x.adjusted for x in values), fixed=all(x.fixed for x in values)
+        )
+        return [like._replace(array=x) for x in _compat.bind(equation, _arrays(values))]
     name = equation.primitive.name
     rule = RULES.get(name)
     alone = _of_params_only(values)
@@ -263,7 +271,8 @@ def _move(equation: core.JaxprEqn, values: list[Value]) -> list[Value] | None:
     if layout is None and value.layout is not None:
         value = value.in_place()
     rest = _arrays(values[1:])
-    rows = value.rows or (name == "gather" and not all(other.fixed for other in values[1:]))
+    known = all(other.fixed and not other.adjusted for other in values[1:])
+    rows = value.rows or (name == "gather" and not known)
 
     def bind(x: Any) -> list[Any]:
         return _compat.bind(equation, [x, *rest])

@@ -27,7 +27,8 @@ class Value(NamedTuple):
       wide: where its gradient goes; None for what is not made of params.
       layout: how it lies on the devices, if it is to be gathered where it is used.
       rows: whether data chose among params: rows that were looked up.
-      adjusted: whether data was laid over it: a mask, noise, a frozen weight to which it was added.
+      adjusted: whether data was laid over it: a mask, noise, a frozen weight to which it was added;
+        or an array that the function closes over.
       repeated: whether it holds the numbers of a param many times: a bias, laid out along rows.
       fixed: whether no data has a part in it: a number of the program, or what compares params.
     """
@@ -133,7 +134,8 @@ def form_of(value: Value) -> Form:
 def common_form(forms: Sequence[Form]) -> Form:
     """What is known of a value that comes in one of several forms."""
     if not any(form.of_params for form in forms):
-        return Form(False, False, None, False, False, False, all(form.fixed for form in forms))
+        fixed, adjusted = all(x.fixed for x in forms), any(x.adjusted for x in forms)
+        return Form(False, False, None, False, adjusted, False, fixed)
     layouts = {form.layout for form in forms}
     return Form(
         of_params=True,
