@@ -63,7 +63,7 @@ def evaluate(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Value]) -> l
     """
     env: dict[Any, Value] = {}
     env.update(zip(jaxpr.invars, arguments, strict=True))
-    env.update((var, _constant(x)) for var, x in zip(jaxpr.constvars, consts, strict=True))
+    env.update((var, Value(x)) for var, x in zip(jaxpr.constvars, consts, strict=True))
     for equation in jaxpr.eqns:
         source = equation.source_info
         with _compat.where(equation, source.name_stack, source.traceback):
@@ -73,11 +73,6 @@ def evaluate(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Value]) -> l
             made = _run(equation, values)
         env.update(zip(equation.outvars, made, strict=True))
     return [_returned(atom, env) for atom in jaxpr.outvars]
-
-
-def _constant(x: Any) -> Value:
-    """What a function closes over: a table, a mask, or a batch, of which a product is no param."""
-    return Value(x) if _compat.is_traced(x) else Value(x, adjusted=True, fixed=True)
 
 
 def _returned(atom: Any, env: dict[Any, Value]) -> Value:
@@ -106,9 +101,8 @@ def _run(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
     if jax.sharding.get_abstract_mesh().manual_axes:
         values = _varying_as_traced(equation, values)
     if not any(value.of_params for value in values) and equation.primitive.name != "pvary":
-        like = Value(
-            None, adjusted=any(x.adjusted for x in values), fixed=all(x.fixed for x in values)
-        )
+        met, fixed = any(value.met for value in values), all(value.fixed for value in values)
+        like = Value(None, fixed=fixed, met=met)
         return [like._replace(array=x) for x in _compat.bind(equation, _arrays(values))]
     name = equation.primitive.name
     rule = RULES.get(name)
@@ -185,7 +179,8 @@ def _used(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
     if not (spreads and any(v.of_params and v.array.shape != shape for v in values)):
         # A program within takes them as it was traced, and makes them vary itself.
         others = [] if _compat.sub_jaxprs(equation) else _floats(values)
-        return [Value(x) for x in _compat.bind(equation, [v.used(others) for v in values])]
+        made = _compat.bind(equation, [value.used(others) for value in values])
+        return [Value(x, met=True) for x in made]
 
     # A bias may have dimensions of size 1: its gradient is a sum over them.
     arrays, forms = flat(values)
@@ -198,7 +193,7 @@ def _used(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
     # A product keeps its operands for its derivative: of a scale not what was laid out.
     keeps = name not in ("add", "sub")
     made = jax.checkpoint(spread, prevent_cse=False)(*arrays) if keeps else spread(*arrays)
-    return [Value(x) for x in made]
+    return [Value(x, met=True) for x in made]
 
 
 def _made_of_params(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
@@ -220,8 +215,11 @@ def _compared(x: Any, values: Sequence[Value]) -> Value:
 def _adjusts(equation: core.JaxprEqn, values: Sequence[Value]) -> bool:
     """Whether a param is masked, scaled or added to, and keeps its shape: nothing is summed yet.
 
-    A pruned weight, one divided by its spectral norm, a frozen one with a trained difference.
+    A pruned weight, one divided by its spectral norm, a frozen one with a trained difference. But
+    what data was laid over already and now meets activations is a stream of them.
     """
+    if any(value.met for value in values) and any(value.adjusted for value in values):
+        return False
     shape = getattr(_aval(equation), "shape", None)
     return equation.primitive.name in AFFINE | {"select_n"} and any(
         value.of_params and not (value.rows or value.repeated) and value.array.shape == shape
@@ -271,8 +269,7 @@ def _move(equation: core.JaxprEqn, values: list[Value]) -> list[Value] | None:
     if layout is None and value.layout is not None:
         value = value.in_place()
     rest = _arrays(values[1:])
-    known = all(other.fixed and not other.adjusted for other in values[1:])
-    rows = value.rows or (name == "gather" and not known)
+    rows = value.rows or (name == "gather" and not all(other.fixed for other in values[1:]))
 
     def bind(x: Any) -> list[Any]:
         return _compat.bind(equation, [x, *rest])
@@ -320,7 +317,7 @@ def _contraction(equation: core.JaxprEqn, values: list[Value]) -> list[Value] | 
     operands, sources, gathers = zip(*both, strict=True)
     arrays = [*operands, *_arrays(rest)]
     result = product(equation.primitive, params, arrays, sources, gathers)
-    return [like_param(result) if _without_data(values) else Value(result)]
+    return [like_param(result) if _without_data(values) else Value(result, met=True)]
 
 
 def _is_ours(operands: Sequence[Value]) -> bool:
@@ -359,7 +356,7 @@ def _float32_gradient(equation: core.JaxprEqn, values: list[Value]) -> list[Valu
         changed["form"] = form.gathering(tuple(gathers))
     (made,) = _compat.bind(equation, arrays, **changed)
     alone = _without_data([*values[1:3], *values[end:]])
-    return [like_param(made) if alone else Value(made)]
+    return [like_param(made) if alone else Value(made, met=True)]
 
 
 def _source(value: Value, gather: Gather) -> Any:

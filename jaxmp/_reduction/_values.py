@@ -27,10 +27,10 @@ class Value(NamedTuple):
       wide: where its gradient goes; None for what is not made of params.
       layout: how it lies on the devices, if it is to be gathered where it is used.
       rows: whether data chose among params: rows that were looked up.
-      adjusted: whether data was laid over it: a mask, noise, a frozen weight to which it was added;
-        or an array that the function closes over.
+      adjusted: whether data was laid over it: a mask, noise, a frozen weight to which it was added.
       repeated: whether it holds the numbers of a param many times: a bias, laid out along rows.
       fixed: whether no data has a part in it: a number of the program, or what compares params.
+      met: whether these are activations, in which params have met data.
     """
 
     array: Any
@@ -40,6 +40,7 @@ class Value(NamedTuple):
     adjusted: bool = False
     repeated: bool = False
     fixed: bool = False
+    met: bool = False
 
     @property
     def of_params(self) -> bool:
@@ -120,6 +121,7 @@ class Form(NamedTuple):
     adjusted: bool
     repeated: bool
     fixed: bool
+    met: bool
 
 
 def like_param(x: Any) -> Value:
@@ -134,8 +136,8 @@ def form_of(value: Value) -> Form:
 def common_form(forms: Sequence[Form]) -> Form:
     """What is known of a value that comes in one of several forms."""
     if not any(form.of_params for form in forms):
-        fixed, adjusted = all(x.fixed for x in forms), any(x.adjusted for x in forms)
-        return Form(False, False, None, False, adjusted, False, fixed)
+        fixed, met = all(form.fixed for form in forms), any(form.met for form in forms)
+        return Form(False, False, None, False, False, False, fixed, met)
     layouts = {form.layout for form in forms}
     return Form(
         of_params=True,
@@ -145,6 +147,7 @@ def common_form(forms: Sequence[Form]) -> Form:
         adjusted=any(form.adjusted for form in forms),
         repeated=any(form.repeated for form in forms),
         fixed=False,
+        met=False,
     )
 
 
