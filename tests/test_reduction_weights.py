@@ -137,7 +137,7 @@ def as_it_is(x: Any) -> Any:
     return x
 
 
-# What is computed in 16 bits from rounded weights differs a little between two programs.
+# Weights that are computed in float32, and cast then, are like those that are computed in 16 bits.
 CASTS = [
     pytest.param(cast, marks=[] if cast is at_use else [pytest.mark.slow, pytest.mark.exhaustive])
     for cast in (at_use, as_it_is)
