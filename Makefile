@@ -6,6 +6,9 @@ VENV ?= .venv
 RUN = $(VENV)/bin/python
 # Which tests `make slow` runs.
 SLOW ?= slow
+# What checks annotations in `make test`. Checks take a third of the tests' time, so that those
+# which take long go without, as users do.
+CHECKS ?= jaxmp,beartype.beartype
 
 .PHONY: demo test slow check lint types bench bench-absent
 
@@ -15,10 +18,10 @@ demo: $(VENV)/.installed
 
 # Tests and doctests, without those that take long.
 test: $(VENV)/.installed
-	$(RUN) -m pytest -m "not slow"
+	$(RUN) -m pytest --jaxtyping-packages=$(CHECKS) -m "not slow"
 
 slow: $(VENV)/.installed
-	$(RUN) -m pytest -m "$(SLOW)"
+	$(RUN) -m pytest --jaxtyping-packages= -m "$(SLOW)"
 
 check: lint types test slow
 

@@ -61,7 +61,9 @@ def value_and_grad(
         that share it. Plain JAX sums in the dtype to which the model casts a param: in bfloat16
         over 1,024 devices that is 3 % off. float32 makes each sum one of float32 numbers, for
         functions that are as they are; None (or a 16-bit dtype) leaves them so. The function is
-        traced as under `jax.jit`: it cannot branch in Python on the values of JAX's arrays.
+        traced as under `jax.jit`: it cannot branch in Python on the values of JAX's arrays. All
+        that is in `argnums` counts as params: with a batch among them, what is made of it is kept
+        in float32.
       fsdp: how the params lie on the devices, if they are split to save memory:
         `jaxmp.sharding.FSDP`. Its shardings have the structure of the gradients.
 

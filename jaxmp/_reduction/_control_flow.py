@@ -144,7 +144,7 @@ def scan(evaluate: Evaluate, equation: core.JaxprEqn, values: list[Value]) -> li
 
     def step(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
         nonlocal returned
-        given = _filled(kept_carries, map(Value, carry))
+        given = _filled(kept_carries, map(_carried, carry))
         inside = [*values[:consts], *given, *unflat(xs, forms)]
         made = evaluate(jaxpr, _compat.consts_of(closed), inside)
         ys = _without(kept_stacks, made[carries:])
@@ -156,7 +156,12 @@ def scan(evaluate: Evaluate, equation: core.JaxprEqn, values: list[Value]) -> li
     options = {name: params[name] for name in names}
     carry, ys = lax.scan(step, init, xs, **options)
     made = unflat(ys, [form._replace(layout=stacked(form.layout)) for form in returned])
-    return [*_filled(kept_carries, map(Value, carry)), *_filled(kept_stacks, made)]
+    return [*_filled(kept_carries, map(_carried, carry)), *_filled(kept_stacks, made)]
+
+
+def _carried(x: Any) -> Value:
+    """What a loop carries, and changes, is a stream of activations."""
+    return Value(x, met=True)
 
 
 def _whole_along_the_loop(value: Value) -> Value:
@@ -192,6 +197,8 @@ def cond(evaluate: Evaluate, equation: core.JaxprEqn, values: list[Value]) -> li
     bodies = [Body(evaluate, branch, given) for branch in equation.params["branches"]]
     branches = [_compat.trace(body, avals) for body in bodies]
     forms = [common_form(each) for each in zip(*(body.results for body in bodies), strict=True)]
+    if not values[0].fixed:
+        forms = [form._replace(fixed=False) for form in forms]
     if not all(_fits(body.results, forms) for body in bodies):
         branches = [
             _compat.trace(_in_forms(branch, body.results, forms), avals)
@@ -232,7 +239,8 @@ def _varying_as(program: Any, likes: Sequence[Sequence[Any]]) -> Callable[..., A
 
 
 def _fits(results: Sequence[Form], forms: Sequence[Form]) -> bool:
-    return all(x == form for x, form in zip(results, forms, strict=True) if form.of_params)
+    each = zip(results, forms, strict=True)
+    return all(x == form for x, form in each if x.of_params or form.of_params)
 
 
 RULES: dict[str, Callable[[Evaluate, core.JaxprEqn, list[Value]], list[Value]]] = {

@@ -17,7 +17,7 @@ from jax.extend import core
 
 from jaxmp import _compat
 from jaxmp._float32_gradients import held, product, varying_alike, varying_axes
-from jaxmp._op_lists import AFFINE, ARRANGEMENTS, CLASSES, CONTRACTIONS, OpClass
+from jaxmp._op_lists import ARRANGEMENTS, CLASSES, CONTRACTIONS, OpClass
 from jaxmp._reduction._control_flow import RULES as CONTROL_FLOW
 from jaxmp._reduction._gradient_of import gradient_of
 from jaxmp._reduction._layout import moved
@@ -30,6 +30,15 @@ from jaxmp._reduction._values import (
     is_ours,
     like_param,
     unflat,
+)
+from jaxmp._reduction._weights import (
+    adjusts,
+    aval_of,
+    compared,
+    is_arrangement,
+    known_of,
+    of_params_only,
+    without_data,
 )
 from jaxmp._trilinear import Gather
 
@@ -63,7 +72,8 @@ def evaluate(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Value]) -> l
     """
     env: dict[Any, Value] = {}
     env.update(zip(jaxpr.invars, arguments, strict=True))
-    env.update((var, Value(x)) for var, x in zip(jaxpr.constvars, consts, strict=True))
+    for var, x in zip(jaxpr.constvars, consts, strict=True):
+        env[var] = Value(x, fixed=not is_float(x))
     for equation in jaxpr.eqns:
         source = equation.source_info
         with _compat.where(equation, source.name_stack, source.traceback):
@@ -101,14 +111,14 @@ def _run(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
     if jax.sharding.get_abstract_mesh().manual_axes:
         values = _varying_as_traced(equation, values)
     if not any(value.of_params for value in values) and equation.primitive.name != "pvary":
-        met, fixed = any(value.met for value in values), all(value.fixed for value in values)
-        like = Value(None, fixed=fixed, met=met)
+        fixed = all(value.fixed for value in values) and "callback" not in equation.primitive.name
+        like = Value(None, fixed=fixed, met=any(value.met for value in values))
         return [like._replace(array=x) for x in _compat.bind(equation, _arrays(values))]
     name = equation.primitive.name
     rule = RULES.get(name)
-    alone = _of_params_only(values)
-    like_params = alone or _adjusts(equation, values)
-    if alone and (name in ARRANGEMENTS or CLASSES.get(name) is OpClass.UPDATE):
+    alone = of_params_only(values)
+    like_params = alone or adjusts(equation, values)
+    if alone and is_arrangement(equation):
         # Put together as they lie, parts of params would wander from device to device.
         values = [value.in_place() for value in values]
     elif not alone and like_params and name not in ("mul", "div"):
@@ -137,44 +147,18 @@ def _varying_as_traced(equation: core.JaxprEqn, values: list[Value]) -> list[Val
     ]
 
 
-def _aval(equation: core.JaxprEqn) -> Any:
-    """What its first result is like."""
-    return equation.outvars[0].aval if equation.outvars else None
-
-
 def _arrays(values: Sequence[Value]) -> list[Any]:
     return [value.array for value in values]
-
-
-def _has_data(values: Sequence[Value]) -> bool:
-    """Whether there is data among them: floats, masks and indices that are not fixed."""
-    return any(not value.of_params and not value.fixed for value in values)
 
 
 def _floats(values: Sequence[Value]) -> list[Any]:
     return [value.array for value in values if is_float(value.array)]
 
 
-def _of_params_only(values: Sequence[Value]) -> bool:
-    """Whether these are params and numbers of the program, with whatever data laid over them."""
-    return all(
-        not value.rows if value.of_params else value.fixed or not is_float(value.array)
-        for value in values
-    )
-
-
-def _without_data(operands: Sequence[Value]) -> bool:
-    """Whether a product of these is like a param.
-
-    It is not if data was laid over one of them, which may be the activations of a single example.
-    """
-    return _of_params_only(operands) and not any(value.adjusted for value in operands)
-
-
 def _used(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
     """An operation that params meet activations in."""
     name = equation.primitive.name
-    shape: Any = getattr(_aval(equation), "shape", None)
+    shape: Any = getattr(aval_of(equation), "shape", None)
     spreads = CLASSES.get(name) in _ELEMENTWISE and name not in _MIXED_SHAPES
     if not (spreads and any(v.of_params and v.array.shape != shape for v in values)):
         # A program within takes them as it was traced, and makes them vary itself.
@@ -198,53 +182,12 @@ def _used(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
 
 def _made_of_params(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
     """An operation on params alone: what it makes is like a param."""
-    known = _known(values, equation)
+    known = known_of(equation, values)
     made: list[Value] = []
     for x in _compat.bind(equation, [value.bare() for value in values]):
         is_one = is_ours(x) and not _compat.is_ref(x)
-        made.append(like_param(x)._replace(**known) if is_one else _compared(x, values))
+        made.append(like_param(x)._replace(**known) if is_one else compared(x, values))
     return made
-
-
-def _compared(x: Any, values: Sequence[Value]) -> Value:
-    """What has no gradient, made of params: which of them are large, or in which order they are."""
-    data = _has_data(values) or any(value.rows or value.adjusted for value in values)
-    return Value(x, fixed=not (data or is_float(x)))
-
-
-def _adjusts(equation: core.JaxprEqn, values: Sequence[Value]) -> bool:
-    """Whether a param is masked, scaled or added to, and keeps its shape: nothing is summed yet.
-
-    A pruned weight, one divided by its spectral norm, a frozen one with a trained difference. But
-    what data was laid over already and now meets activations is a stream of them.
-    """
-    if any(value.met for value in values) and any(value.adjusted for value in values):
-        return False
-    shape = getattr(_aval(equation), "shape", None)
-    return equation.primitive.name in AFFINE | {"select_n"} and any(
-        value.of_params and not (value.rows or value.repeated) and value.array.shape == shape
-        for value in values
-    )
-
-
-def _known(values: Sequence[Value], equation: core.JaxprEqn) -> dict[str, Any]:
-    """What is known of results of the shape of their operands, beside the arrays."""
-    params = [value for value in values if value.of_params]
-    data, adjusts = _has_data(values), _adjusts(equation, values)
-    return {
-        "layout": _common_layout(values, equation),
-        "rows": any(value.rows for value in values) or (data and not adjusts),
-        "adjusted": any(value.adjusted for value in values) or (data and adjusts),
-        "repeated": all(value.repeated or not np.shape(value.array) for value in params),
-    }
-
-
-def _common_layout(values: Sequence[Value], equation: core.JaxprEqn) -> Any:
-    """The layout of results of the shape of their operands."""
-    layouts = {value.layout for value in values if value.of_params and np.shape(value.array)}
-    shapes = {np.shape(value.array) for value in values if is_float(value.array)} - {()}
-    results = {var.aval.shape for var in equation.outvars if hasattr(var.aval, "shape")}
-    return layouts.pop() if len(layouts) == 1 and shapes == results else None
 
 
 def _convert(equation: core.JaxprEqn, values: list[Value]) -> list[Value] | None:
@@ -291,9 +234,9 @@ def _arithmetic(equation: core.JaxprEqn, values: list[Value]) -> list[Value] | N
         return None
     arrays = _compat.bind(equation, _arrays(values))
     if not all(map(is_half, arrays)):
-        return None if any(map(is_float, arrays)) else [_compared(x, values) for x in arrays]
+        return None if any(map(is_float, arrays)) else [compared(x, values) for x in arrays]
     wides = _compat.bind(equation, [_widened(value) for value in values])
-    known = _known(values, equation)
+    known = known_of(equation, values)
     return [Value(x, wide, **known) for x, wide in zip(arrays, wides, strict=True)]
 
 
@@ -309,7 +252,7 @@ def _widened(value: Value) -> Any:
 def _contraction(equation: core.JaxprEqn, values: list[Value]) -> list[Value] | None:
     lhs, rhs, *rest = values
     dtypes = {x.dtype for x in _arrays(values[:2])}
-    made = _aval(equation).dtype
+    made = aval_of(equation).dtype
     if len(dtypes) != 1 or not _is_ours(values[:2]) or made not in (FLOAT32, *dtypes):
         return None
     params = {**equation.params, "preferred_element_type": made}
@@ -317,7 +260,7 @@ def _contraction(equation: core.JaxprEqn, values: list[Value]) -> list[Value] | 
     operands, sources, gathers = zip(*both, strict=True)
     arrays = [*operands, *_arrays(rest)]
     result = product(equation.primitive, params, arrays, sources, gathers)
-    return [like_param(result) if _without_data(values) else Value(result, met=True)]
+    return [like_param(result) if without_data(values) else Value(result, met=True)]
 
 
 def _is_ours(operands: Sequence[Value]) -> bool:
@@ -355,7 +298,7 @@ def _float32_gradient(equation: core.JaxprEqn, values: list[Value]) -> list[Valu
     if any(gathers):
         changed["form"] = form.gathering(tuple(gathers))
     (made,) = _compat.bind(equation, arrays, **changed)
-    alone = _without_data([*values[1:3], *values[end:]])
+    alone = without_data([*values[1:3], *values[end:]])
     return [like_param(made) if alone else Value(made, met=True)]
 
 

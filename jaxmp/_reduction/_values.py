@@ -1,5 +1,6 @@
 """A value of a program that is being rewritten, and what it has to do with params."""
 
+import enum
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +17,14 @@ FLOAT32 = jnp.dtype(jnp.float32)
 HALVES = frozenset(map(jnp.dtype, (jnp.bfloat16, jnp.float16)))
 
 
+class Laid(enum.IntEnum):
+    """What data has done to a weight, the most of it."""
+
+    NOTHING = 0
+    SCALED = 1  # a mask, a temperature, a norm
+    ADDED = 2  # noise, frozen numbers
+
+
 class Value(NamedTuple):
     """A value.
 
@@ -27,9 +36,10 @@ class Value(NamedTuple):
       wide: where its gradient goes; None for what is not made of params.
       layout: how it lies on the devices, if it is to be gathered where it is used.
       rows: whether data chose among params: rows that were looked up.
-      adjusted: whether data was laid over it: a mask, noise, a frozen weight to which it was added.
+      laid: what data was laid over it.
       repeated: whether it holds the numbers of a param many times: a bias, laid out along rows.
       fixed: whether no data has a part in it: a number of the program, or what compares params.
+        Integers and masks that a function closes over are such numbers; floats may be a batch.
       met: whether these are activations, in which params have met data.
     """
 
@@ -37,7 +47,7 @@ class Value(NamedTuple):
     wide: Any = None
     layout: Layout | None = None
     rows: bool = False
-    adjusted: bool = False
+    laid: Laid = Laid.NOTHING
     repeated: bool = False
     fixed: bool = False
     met: bool = False
@@ -112,16 +122,16 @@ class Value(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What there is to know of a value beside its arrays."""
+    """What there is to know of a value beside its arrays: the same, and in the same order."""
 
     of_params: bool
     exact: bool
-    layout: Layout | None
-    rows: bool
-    adjusted: bool
-    repeated: bool
-    fixed: bool
-    met: bool
+    layout: Layout | None = None
+    rows: bool = False
+    laid: Laid = Laid.NOTHING
+    repeated: bool = False
+    fixed: bool = False
+    met: bool = False
 
 
 def like_param(x: Any) -> Value:
@@ -135,31 +145,30 @@ def form_of(value: Value) -> Form:
 
 def common_form(forms: Sequence[Form]) -> Form:
     """What is known of a value that comes in one of several forms."""
-    if not any(form.of_params for form in forms):
-        fixed, met = all(form.fixed for form in forms), any(form.met for form in forms)
-        return Form(False, False, None, False, False, False, fixed, met)
+    met = any(form.met for form in forms)
+    if met or not any(form.of_params for form in forms):
+        fixed = all(form.fixed for form in forms)
+        return Form(of_params=False, exact=False, fixed=fixed, met=met)
     layouts = {form.layout for form in forms}
     return Form(
         of_params=True,
         exact=all(form.exact for form in forms),
         layout=layouts.pop() if len(layouts) == 1 else None,
         rows=any(form.rows or not (form.of_params or form.fixed) for form in forms),
-        adjusted=any(form.adjusted for form in forms),
+        laid=max(form.laid for form in forms),
         repeated=any(form.repeated for form in forms),
-        fixed=False,
-        met=False,
     )
 
 
 def in_form(value: Value, form: Form) -> Value:
     """A value in a form that is common to it and to others."""
     if not form.of_params:
-        return value
+        return Value(value.used())
     value = value if value.of_params else like_param(value.array)
     value = value if value.layout == form.layout else value.in_place()
     if value.exact and not form.exact:
         value = value._replace(array=held(value.array))
-    return value._replace(rows=form.rows, adjusted=form.adjusted, repeated=form.repeated)
+    return value._replace(rows=form.rows, laid=form.laid, repeated=form.repeated)
 
 
 def flat(values: Sequence[Value]) -> tuple[list[Any], tuple[Form, ...]]:
