@@ -29,6 +29,7 @@ H100 = (pathlib.Path(__file__).parent / "h100.txtpb").read_text()
 class Compiler:
     """Compiles for one device of a platform: `compiler(fun, *abstract_args, donate=())`.
 
+    With `quickly`, at the lowest effort, where the code is not looked at.
     For several devices: `lower(fun, *abstract_args)` with shardings on a `mesh`.
     """
 
@@ -45,12 +46,16 @@ class Compiler:
         """Lowers for the mesh of abstract arguments that have shardings."""
         return jax.jit(fun, **jit_options).lower(*args)
 
-    def __call__(self, fun: Any, *args: Any, donate: tuple[int, ...] = ()) -> Any:
+    def __call__(
+        self, fun: Any, *args: Any, donate: tuple[int, ...] = (), quickly: bool = False
+    ) -> Any:
         sharding = jax.sharding.SingleDeviceSharding(self.devices[0])
         abstract = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args
         )
-        return jax.jit(fun, donate_argnums=donate).lower(*abstract).compile()
+        least = {"exec_time_optimization_effort": -1.0}
+        options = least if quickly and self.platform == "tpu" else {}
+        return jax.jit(fun, donate_argnums=donate).lower(*abstract).compile(options)
 
 
 def _have(*modules: str) -> bool:
