@@ -190,6 +190,42 @@ def permuted(p: Any, f: Frozen, c: Any) -> Any:
 
 
 @weight
+def clipped(p: Any, f: Frozen, c: Any) -> Any:
+    w = c(p["w"])
+    most = f.temperature.astype(w.dtype)
+    return jnp.tanh(jnp.maximum(jnp.clip(w, -most, most), -most / 2))
+
+
+@weight
+def of_a_learned_power(p: Any, f: Frozen, c: Any) -> Any:
+    w = c(p["w"])
+    return normed((jnp.abs(w) + 1) ** f.temperature.astype(w.dtype))
+
+
+@weight
+def either_frozen(p: Any, f: Frozen, c: Any) -> Any:
+    w = c(p["w"])
+    return jnp.tanh(lax.cond(f.mask[0, 0], lambda: w, lambda: f.weight.astype(w.dtype)))
+
+
+@weight
+def either_transposed(p: Any, f: Frozen, c: Any) -> Any:
+    return c(lax.cond(f.mask[0, 0], lambda: p["w"], lambda: p["w"].T))
+
+
+@weight
+def either_product(p: Any, f: Frozen, c: Any) -> Any:
+    return c(lax.cond(f.mask[0, 0], lambda: p["w"], lambda: p["a"] @ p["v"]))
+
+
+@weight
+def either_float8(p: Any, f: Frozen, c: Any) -> Any:
+    narrow = jnp.float8_e4m3fn
+    made = lax.cond(f.mask[0, 0], lambda: p["w"].astype(narrow), lambda: jnp.ones((16, 16), narrow))
+    return made.astype(BF16)
+
+
+@weight
 def through_float8(p: Any, f: Frozen, c: Any) -> Any:
     return p["w"].astype(jnp.float8_e4m3fn).astype(BF16)
 
@@ -245,7 +281,7 @@ def test_gradients_are_sums_in_float32(name: str, cast: Any) -> None:
     np.testing.assert_array_equal(tree_bits(loss), tree_bits(plain_loss))
     assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype(F32)}
     exact = compiled(jax.grad(loss_of(name, as_it_is, F32)))(params, x, frozen)
-    if name != "through float8":  # whose gradients plain JAX rounds to float8
+    if "float8" not in name:  # to which plain JAX rounds the gradients too
         assert relative_error(grads, exact) <= 1.1 * relative_error(plain_grads, exact)
     used = [g for g in jax.tree.leaves(grads) if np.any(g)]
     assert used
@@ -257,7 +293,11 @@ def test_gradients_are_sums_in_float32(name: str, cast: Any) -> None:
     assert narrow_sums(jaxmp.collectives(plain, *args)) > 0  # positive control
 
 
-@pytest.mark.parametrize("name", ["dora", "masked softmax", "large ones", "inverted"])
+SPLIT = ["dora", "masked softmax", "large ones", "inverted", "frozen rows"]
+SPLIT += ["either transposed", "either product", "either frozen", "either float8"]
+
+
+@pytest.mark.parametrize("name", SPLIT)
 def test_gradients_are_sums_in_float32_of_what_is_split(name: str) -> None:
     params, x, frozen = arguments()
     shardings = fully_sharded(params, MESH, min_size=1)
@@ -310,29 +350,83 @@ def dropped_layers(layers: int, p: Any, x: Any) -> Any:
     return jnp.mean(h.astype(F32) ** 2)
 
 
-@pytest.mark.parametrize("closed", [False, True])
-@pytest.mark.parametrize("model", [stream, stages, dropped_layers])
-def test_a_stream_of_activations_is_no_param(model: Any, closed: bool) -> None:
+def integers(layers: int, p: Any, x: Any) -> Any:
+    """Images of bytes, or noise from a key: no floats come in."""
+    noise = jax.random.normal(x["key"], (32, 16))
+    return stream(layers, {**p, "positions": noise}, x["bytes"] / 255)
+
+
+BATCHES = {
+    stream: jnp.ones((32, 16)),
+    stages: jnp.ones((32, 16)),
+    dropped_layers: jnp.ones((32, 16)),
+    integers: {"bytes": jnp.ones((32, 16), jnp.uint8), "key": jax.random.key(0)},
+}
+
+
+@pytest.mark.parametrize("given", ["argument", "closed over", "closed over under jit"])
+@pytest.mark.parametrize("model", BATCHES)
+def test_a_stream_of_activations_is_no_param(model: Any, given: str) -> None:
     """Nor is what follows on what was added to positions, and has their shape."""
     params = {"positions": jnp.ones((32, 16)), "bias": jnp.ones(16), "w": jnp.eye(16)}
-    x = jnp.ones((32, 16))
+    batch = BATCHES[model]
 
-    def count(transform: Any, **options: Any) -> int:
-        """Of a layer."""
-
+    def per_layer(transform: Any, **options: Any) -> int:
         def of(layers: int) -> int:
             loss = functools.partial(model, layers)
-            if closed:
-                return wide_activations(transform(lambda p: loss(p, x), **options), params)
-            return wide_activations(transform(loss, **options), params, x)
+            if given == "argument":
+                return wide_activations(transform(loss, **options), params, batch)
+
+            def grad(p: Any, x: Any) -> Any:
+                return transform(lambda p: loss(p, x), **options)(p)
+
+            if given == "closed over":
+                return wide_activations(lambda p: grad(p, batch), params)
+            return wide_activations(grad, params, batch)
 
         return (of(6) - of(2)) // 4
 
-    plain, ours = count(jax.grad), count(jaxmp.grad, reduce_dtype="float32")
+    plain, ours = per_layer(jax.grad), per_layer(jaxmp.grad, reduce_dtype="float32")
     # Where streams meet, and the gradient of the sum: not all of the norm.
     assert ours <= plain + 4
-    if not closed:  # positive control: here the batch is a param as well
-        assert count(jaxmp.grad, reduce_dtype="float32", argnums=(0, 1)) > plain + 30
+    if given == "argument" and model is not integers:  # positive control: the batch is a param too
+        assert per_layer(jaxmp.grad, reduce_dtype="float32", argnums=(0, 1)) > plain + 30
+
+
+def test_numpy_arrays_are_a_part_of_the_program() -> None:
+    """A batch that is one is taken for numbers, and what is made of it for params."""
+    params = {"positions": jnp.ones((32, 16)), "bias": jnp.ones(16), "w": jnp.eye(16)}
+
+    def widened(x: Any) -> int:
+        return wide_activations(
+            jaxmp.grad(lambda p: stream(4, p, x), reduce_dtype="float32"), params
+        )
+
+    assert widened(np.ones((32, 16))) > widened(jnp.ones((32, 16))) + 4 * 20
+
+
+def in_a_loop(p: Any, x: Any, frozen: Frozen) -> Any:
+    """A key and a counter are carried, of which masks and noise are made."""
+
+    def body(i: Any, carry: Any) -> Any:
+        h, key = carry
+        key, *keys = jax.random.split(key, 3)
+        w = p["w"].astype(BF16) + frozen.weight.astype(BF16)
+        w = w * jax.random.bernoulli(keys[0], 0.9, w.shape)
+        w = w + jax.random.normal(keys[1], w.shape, w.dtype) / 16
+        w = jnp.where(jnp.arange(16)[:, None] == i, 0, w)
+        return jnp.tanh(h @ normed(w)), key
+
+    h, _ = lax.fori_loop(0, 3, body, (x.astype(BF16), frozen.key))
+    return jnp.mean(h.astype(F32) ** 2)
+
+
+def test_weights_of_what_a_loop_carries() -> None:
+    params, x, frozen = arguments()
+    args = split_over(params), split_over(x, "data"), split_over(frozen)
+    ours = jaxmp.grad(in_a_loop, reduce_dtype="float32")
+    assert narrow_sums(jaxmp.collectives(ours, *args)) == 0
+    assert narrow_sums(jaxmp.collectives(jax.grad(in_a_loop), *args)) > 0  # positive control
 
 
 def test_mutable_arrays_of_params() -> None:

@@ -13,7 +13,15 @@ from jax.extend import core
 from jaxmp import _compat
 from jaxmp._float32_gradients import varying_as
 from jaxmp._reduction._layout import stacked, unstacked
-from jaxmp._reduction._values import Form, Value, common_form, flat, in_form, unflat
+from jaxmp._reduction._values import (
+    Form,
+    Value,
+    common_form,
+    flat,
+    in_form,
+    is_float,
+    unflat,
+)
 from jaxmp._warnings import warn
 
 Evaluate = Callable[[Any, Sequence[Any], Sequence[Value]], list[Value]]
@@ -160,8 +168,8 @@ def scan(evaluate: Evaluate, equation: core.JaxprEqn, values: list[Value]) -> li
 
 
 def _carried(x: Any) -> Value:
-    """What a loop carries, and changes, is a stream of activations."""
-    return Value(x, met=True)
+    """What a loop carries, and changes: floats are a stream of activations, keys are not."""
+    return Value(x, met=is_float(x))
 
 
 def _whole_along_the_loop(value: Value) -> Value:

@@ -28,6 +28,7 @@ from jaxmp._reduction._values import (
     is_float,
     is_half,
     is_ours,
+    is_short,
     like_param,
     unflat,
 )
@@ -39,6 +40,7 @@ from jaxmp._reduction._weights import (
     known_of,
     of_params_only,
     without_data,
+    without_params,
 )
 from jaxmp._trilinear import Gather
 
@@ -73,7 +75,7 @@ def evaluate(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Value]) -> l
     env: dict[Any, Value] = {}
     env.update(zip(jaxpr.invars, arguments, strict=True))
     for var, x in zip(jaxpr.constvars, consts, strict=True):
-        env[var] = Value(x, fixed=not is_float(x))
+        env[var] = Value(x, fixed=isinstance(x, np.ndarray))
     for equation in jaxpr.eqns:
         source = equation.source_info
         with _compat.where(equation, source.name_stack, source.traceback):
@@ -111,9 +113,8 @@ def _run(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
     if jax.sharding.get_abstract_mesh().manual_axes:
         values = _varying_as_traced(equation, values)
     if not any(value.of_params for value in values) and equation.primitive.name != "pvary":
-        fixed = all(value.fixed for value in values) and "callback" not in equation.primitive.name
-        like = Value(None, fixed=fixed, met=any(value.met for value in values))
-        return [like._replace(array=x) for x in _compat.bind(equation, _arrays(values))]
+        found = _compat.bind(equation, _arrays(values))
+        return [without_params(x, equation, values) for x in found]
     name = equation.primitive.name
     rule = RULES.get(name)
     alone = of_params_only(values)
@@ -193,15 +194,10 @@ def _made_of_params(equation: core.JaxprEqn, values: list[Value]) -> list[Value]
 def _convert(equation: core.JaxprEqn, values: list[Value]) -> list[Value] | None:
     (value,) = values
     target = equation.params["new_dtype"]
-    if not (_is_short(value.array.dtype) and _is_short(target)):
+    if not (is_short(value.array.dtype) and is_short(target)):
         return None
     (array,) = _compat.bind(equation, [value.array])
     return [value._replace(array=array if value.array.dtype == target else held(array))]
-
-
-def _is_short(dtype: Any) -> bool:
-    """Whether it is a float of 32 bits or fewer: real, and none of extended dtypes as keys have."""
-    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= FLOAT32.itemsize
 
 
 def _move(equation: core.JaxprEqn, values: list[Value]) -> list[Value] | None:

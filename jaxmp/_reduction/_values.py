@@ -35,11 +35,11 @@ class Value(NamedTuple):
       array: the array, as the program computes it.
       wide: where its gradient goes; None for what is not made of params.
       layout: how it lies on the devices, if it is to be gathered where it is used.
-      rows: whether data chose among params: rows that were looked up.
+      rows: whether data chose among params, or where they are: rows that were looked up.
       laid: what data was laid over it.
       repeated: whether it holds the numbers of a param many times: a bias, laid out along rows.
       fixed: whether no data has a part in it: a number of the program, or what compares params.
-        Integers and masks that a function closes over are such numbers; floats may be a batch.
+        NumPy arrays that a function closes over are such numbers; those of JAX may be a batch.
       met: whether these are activations, in which params have met data.
     """
 
@@ -136,7 +136,7 @@ class Form(NamedTuple):
 
 def like_param(x: Any) -> Value:
     """What is made of params. Of 16 bits, its gradient is rounded, but when it has been summed."""
-    return Value(held(x), lax.convert_element_type(x, FLOAT32)) if is_half(x) else Value(x, x)
+    return Value(held(x), widened(x)) if is_half(x) else Value(x, x)
 
 
 def form_of(value: Value) -> Form:
@@ -150,12 +150,17 @@ def common_form(forms: Sequence[Form]) -> Form:
         fixed = all(form.fixed for form in forms)
         return Form(of_params=False, exact=False, fixed=fixed, met=met)
     layouts = {form.layout for form in forms}
+    layout = layouts.pop() if len(layouts) == 1 else None
+    laid = [form.laid for form in forms]
+    if not all(form.of_params or form.fixed for form in forms):
+        laid.append(Laid.ADDED)
     return Form(
         of_params=True,
-        exact=all(form.exact for form in forms),
-        layout=layouts.pop() if len(layouts) == 1 else None,
-        rows=any(form.rows or not (form.of_params or form.fixed) for form in forms),
-        laid=max(form.laid for form in forms),
+        # One that is gathered for it comes in two arrays.
+        exact=all(form.exact and form.layout == layout for form in forms),
+        layout=layout,
+        rows=any(form.rows for form in forms),
+        laid=max(laid),
         repeated=any(form.repeated for form in forms),
     )
 
@@ -163,12 +168,17 @@ def common_form(forms: Sequence[Form]) -> Form:
 def in_form(value: Value, form: Form) -> Value:
     """A value in a form that is common to it and to others."""
     if not form.of_params:
-        return Value(value.used())
+        return Value(value.used(), fixed=form.fixed, met=form.met)
     value = value if value.of_params else like_param(value.array)
     value = value if value.layout == form.layout else value.in_place()
     if value.exact and not form.exact:
-        value = value._replace(array=held(value.array))
+        value = value._replace(array=held(value.array), wide=widened(value.wide))
     return value._replace(rows=form.rows, laid=form.laid, repeated=form.repeated)
+
+
+def widened(x: Any) -> Any:
+    """A float of fewer bits as float32, which its gradient is for."""
+    return lax.convert_element_type(x, FLOAT32) if is_short(x.dtype) else x
 
 
 def flat(values: Sequence[Value]) -> tuple[list[Any], tuple[Form, ...]]:
@@ -194,6 +204,11 @@ def unflat(arrays: Sequence[Any], forms: Sequence[Form]) -> list[Value]:
 
 def is_half(x: Any) -> bool:
     return getattr(x, "dtype", None) in HALVES
+
+
+def is_short(dtype: Any) -> bool:
+    """Whether it is a float of 32 bits or fewer: real, and none of extended dtypes as keys have."""
+    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= FLOAT32.itemsize
 
 
 def is_ours(x: Any) -> bool:

@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 from jax.extend import core
 
-from jaxmp._op_lists import AFFINE, ARRANGEMENTS, CLASSES, OpClass
+from jaxmp import _compat
+from jaxmp._op_lists import ARRANGEMENTS, CLASSES, OpClass
 from jaxmp._reduction._values import Laid, Value, is_float
 
-_SCALES = frozenset({"mul", "div", "select_n"})
+_SCALES = frozenset({"mul", "div", "pow", "clamp", "select_n"})
+_ADDS = frozenset({"add", "add_any", "sub", "max", "min"})
 
 
 def aval_of(equation: core.JaxprEqn) -> Any:
@@ -54,14 +56,12 @@ def adjusts(equation: core.JaxprEqn, values: Sequence[Value]) -> bool:
     """
     shape = getattr(aval_of(equation), "shape", None)
     own = [value for value in values if value.of_params and not (value.rows or value.repeated)]
+    streams = [np.shape(value.array) for value in values if value.met and is_float(value.array)]
     if is_arrangement(equation):
-        return any(np.shape(value.array) for value in own) and not any(
-            value.met for value in values
-        )
-    if equation.primitive.name not in _SCALES | AFFINE:
+        return not streams and any(np.size(value.array) > 1 for value in own)
+    if equation.primitive.name not in _SCALES | _ADDS:
         return False
-    met = any(value.met and np.shape(value.array) == shape for value in values)
-    if met and any(value.laid is Laid.ADDED for value in values):
+    if shape in streams and any(value.laid is Laid.ADDED for value in values):
         return False
     return any(value.array.shape == shape for value in own)
 
@@ -91,6 +91,23 @@ def compared(x: Any, values: Sequence[Value]) -> Value:
     """What has no gradient, made of params: which of them are large, or in which order they are."""
     data = any(value.rows or value.laid if value.of_params else not value.fixed for value in values)
     return Value(x, fixed=not (data or is_float(x)))
+
+
+def without_params(x: Any, equation: core.JaxprEqn, values: Sequence[Value]) -> Value:
+    """What no param has a part in. What is in a mutable array may be what was written last."""
+    if _compat.is_ref(x):
+        return Value(x, met=True)
+    fixed = all(value.fixed for value in values) and not _calls_back(equation)
+    return Value(x, fixed=fixed, met=any(value.met for value in values))
+
+
+def _calls_back(equation: core.JaxprEqn) -> bool:
+    """Whether it asks Python for numbers, which are data though nothing was given."""
+    return "callback" in equation.primitive.name or any(
+        _calls_back(inner)
+        for program in _compat.sub_jaxprs(equation)
+        for inner in _compat.open_jaxpr(program).eqns
+    )
 
 
 def _common_layout(equation: core.JaxprEqn, values: Sequence[Value]) -> Any:
