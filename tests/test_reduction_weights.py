@@ -282,7 +282,8 @@ def test_gradients_are_sums_in_float32(name: str, cast: Any) -> None:
     assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype(F32)}
     exact = compiled(jax.grad(loss_of(name, as_it_is, F32)))(params, x, frozen)
     if "float8" not in name:  # to which plain JAX rounds the gradients too
-        assert relative_error(grads, exact) <= 1.1 * relative_error(plain_grads, exact)
+        # Both are near the truth where the weight alone is narrow: 1e-4 is a fortieth of that.
+        assert relative_error(grads, exact) <= 1.1 * relative_error(plain_grads, exact) + 1e-4
     used = [g for g in jax.tree.leaves(grads) if np.any(g)]
     assert used
     if cast is at_use and name not in WRITTEN:
