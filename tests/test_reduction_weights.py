@@ -391,7 +391,7 @@ def test_a_stream_of_activations_is_no_param(model: Any, given: str) -> None:
     # Where streams meet, and the gradient of the sum: not all of the norm.
     assert ours <= plain + 4
     if given == "argument" and model is not integers:  # positive control: the batch is a param too
-        assert per_layer(jaxmp.grad, reduce_dtype="float32", argnums=(0, 1)) > plain + 30
+        assert per_layer(jaxmp.grad, reduce_dtype="float32", argnums=(0, 1)) > plain + 20
 
 
 def test_numpy_arrays_are_a_part_of_the_program() -> None:
