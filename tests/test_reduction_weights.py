@@ -197,7 +197,7 @@ def clipped(p: Any, f: Frozen, c: Any) -> Any:
 
 
 @weight
-def of_a_learned_power(p: Any, f: Frozen, c: Any) -> Any:
+def of_a_given_power(p: Any, f: Frozen, c: Any) -> Any:
     w = c(p["w"])
     return normed((jnp.abs(w) + 1) ** f.temperature.astype(w.dtype))
 
@@ -357,10 +357,29 @@ def integers(layers: int, p: Any, x: Any) -> Any:
     return stream(layers, {**p, "positions": noise}, x["bytes"] / 255)
 
 
+def chosen(layers: int, p: Any, x: Any) -> Any:
+    """Data tells which numbers of the program, beside params."""
+    one = lambda bias: (jnp.ones((32, 16)), bias)  # noqa: E731
+    other = lambda bias: (jnp.zeros((32, 16)), 2 * bias)  # noqa: E731
+    numbers, bias = lax.cond(x[0, 0] > 0, one, other, p["bias"])
+    return stream(layers, {**p, "bias": bias}, numbers)
+
+
+def called(layers: int, p: Any, x: Any) -> Any:
+    """A function of Python's gives the batch, and is given nothing."""
+    like = jax.ShapeDtypeStruct((32, 16), F32)
+    return stream(layers, p, jax.jit(lambda: jax.pure_callback(lambda: x, like))())
+
+
+def stored(layers: int, p: Any, x: Any) -> Any:
+    """What is read from a mutable array was written there last."""
+    ref = jax.new_ref(jnp.zeros((32, 16)))
+    ref[...] = x * p["bias"]
+    return stream(layers, p, ref[...])
+
+
 BATCHES = {
-    stream: jnp.ones((32, 16)),
-    stages: jnp.ones((32, 16)),
-    dropped_layers: jnp.ones((32, 16)),
+    **dict.fromkeys((stream, stages, dropped_layers, chosen, called, stored), jnp.ones((32, 16))),
     integers: {"bytes": jnp.ones((32, 16), jnp.uint8), "key": jax.random.key(0)},
 }
 
@@ -390,7 +409,8 @@ def test_a_stream_of_activations_is_no_param(model: Any, given: str) -> None:
     plain, ours = per_layer(jax.grad), per_layer(jaxmp.grad, reduce_dtype="float32")
     # Where streams meet, and the gradient of the sum: not all of the norm.
     assert ours <= plain + 4
-    if given == "argument" and model is not integers:  # positive control: the batch is a param too
+    if given == "argument" and model in (stream, stages, dropped_layers):
+        # Positive control: the batch is a param too.
         assert per_layer(jaxmp.grad, reduce_dtype="float32", argnums=(0, 1)) > plain + 20
 
 

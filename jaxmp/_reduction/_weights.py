@@ -104,9 +104,7 @@ def without_params(x: Any, equation: core.JaxprEqn, values: Sequence[Value]) -> 
 def _calls_back(equation: core.JaxprEqn) -> bool:
     """Whether it asks Python for numbers, which are data though nothing was given."""
     return "callback" in equation.primitive.name or any(
-        _calls_back(inner)
-        for program in _compat.sub_jaxprs(equation)
-        for inner in _compat.open_jaxpr(program).eqns
+        _calls_back(inner) for program in _compat.sub_jaxprs(equation) for inner in program.eqns
     )
 
 
