@@ -29,7 +29,7 @@ H100 = (pathlib.Path(__file__).parent / "h100.txtpb").read_text()
 class Compiler:
     """Compiles for one device of a platform: `compiler(fun, *abstract_args, donate=())`.
 
-    With `quickly`, at the lowest effort, where the code is not looked at.
+    With `quickly`, at the lowest effort: for what is compared with another program made so.
     For several devices: `lower(fun, *abstract_args)` with shardings on a `mesh`.
     """
 
