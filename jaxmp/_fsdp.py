@@ -15,6 +15,9 @@ from jaxmp._dtypes import parse_dtype
 from jaxmp._reduction import Layout, layout_of
 from jaxmp._specs import axes_of_spec, check_rank, flat_specs, named_axes
 from jaxmp._tree import leaf_names
+from jaxmp._warnings import warn
+
+_LARGE = 2**12  # elements of a param that is worth splitting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -166,7 +169,7 @@ def fully_sharded(
     axis: str | Sequence[str] = "data",
     *,
     base: PyTree | None = None,
-    min_size: int = 2**12,
+    min_size: int = _LARGE,
 ) -> PyTree:
     """Shardings that split every large param over one mesh axis, or over several as over one.
 
@@ -174,7 +177,7 @@ def fully_sharded(
     more dimensions the first is the last choice, over which a loop over layers may run. (Of a
     matrix nobody can tell whether it is one, or the vectors of layers: see that the vectors are
     longer than there are layers, or under `min_size`.) A param without such a dimension is left
-    whole.
+    whole; of large ones a warning says so.
 
     Args:
       params: a tree of arrays, or of `jax.ShapeDtypeStruct`.
@@ -202,18 +205,32 @@ def fully_sharded(
         raise ValueError(f"the mesh has no axis {missing[0]!r}; it has {', '.join(mesh.shape)}")
     parts = math.prod(mesh.shape[name] for name in axes)
     leaves, structure = jax.tree.flatten(params)
-    found = []
+    found, whole = [], []
     for name, leaf, spec in zip(leaf_names(params), leaves, flat_specs(base, params), strict=True):
         shape = np.shape(leaf)
         check_rank(name, len(shape), spec)
         entries = [*spec, *[None] * (len(shape) - len(spec))]
         if math.prod(shape) >= min_size and not axes_of_spec(spec).intersection(axes):
-            for i in _largest(shape, entries, parts):
+            chosen = _largest(shape, entries, parts)
+            for i in chosen:
                 entries[i] = axis if isinstance(axis, str) else axes
+            if not chosen and math.prod(shape) >= _LARGE:
+                whole.append(f"{name!r} of shape {shape}")
         while entries and entries[-1] is None:
             entries.pop()
         found.append(NamedSharding(mesh, PartitionSpec(*entries)))
+    if whole:
+        warn(_left_whole(whole, axes, parts))
     return jax.tree.unflatten(structure, found)
+
+
+def _left_whole(params: Sequence[str], axes: Sequence[str], parts: int) -> str:
+    more = f" and {len(params) - 3} more" if len(params) > 3 else ""
+    return (
+        f"the {parts} devices of {' and '.join(map(repr, axes))} divide no free dimension of "
+        f"{', '.join(params[:3])}{more}, so that each device keeps all of it and of its state. "
+        "Pad a dimension to a multiple, or raise min_size if it is to stay whole"
+    )
 
 
 def _largest(shape: tuple[int, ...], entries: list[Any], parts: int) -> list[int]:

@@ -21,7 +21,7 @@ def placed_beside(params: PyTree, state: State) -> State:
     each of them has for itself.
 
     Args:
-      params: the params. Nothing is done if they are traced, or on one device.
+      params: the params. Nothing is done if they are traced, or on no mesh.
       state: what is made beside them. Arrays that somebody has put on a device stay there.
 
     Returns:
@@ -40,11 +40,11 @@ def placed_beside(params: PyTree, state: State) -> State:
 
 
 def _mesh_of(params: PyTree) -> Mesh | None:
-    """The mesh of several devices that params are on."""
+    """The mesh that params are on; one of a single device too, on which programs are tried."""
     for leaf in jax.tree.leaves(params):
         if isinstance(leaf, jax.Array) and not _compat.is_traced(leaf):
             sharding = leaf.sharding
-            if isinstance(sharding, NamedSharding) and len(sharding.device_set) > 1:
+            if isinstance(sharding, NamedSharding):
                 return sharding.mesh if isinstance(sharding.mesh, Mesh) else None
     return None
 

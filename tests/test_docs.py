@@ -2,6 +2,8 @@
 
 import pathlib
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -10,9 +12,7 @@ PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_code_runs(page: pathlib.Path) -> None:
+def run(page: pathlib.Path) -> None:
     text = page.read_text()
     namespace: dict[str, object] = {}
     blocks = list(BLOCK.finditer(text))
@@ -21,6 +21,22 @@ def test_code_runs(page: pathlib.Path) -> None:
         line = text[: match.start(1)].count("\n")
         code = compile("\n" * line + match.group(1), str(page), "exec")
         exec(code, namespace)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_code_runs(page: pathlib.Path) -> None:
+    run(page)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["README.md", "docs/distributed.md"])
+def test_code_about_devices_runs_on_one(page: str) -> None:
+    code = (
+        "import pathlib, sys, jax; from tests.test_docs import run; "
+        "assert jax.device_count() == 1; run(pathlib.Path(sys.argv[1]))"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", code, page], cwd=ROOT, check=True)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

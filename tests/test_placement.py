@@ -16,6 +16,7 @@ from tests.reduction_checks import MESH
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 EVERYWHERE, SPLIT = (NamedSharding(MESH, spec) for spec in (P(), P("data")))
+ALONE = NamedSharding(jax.sharding.Mesh(jax.devices()[:1], ("data",)), P())
 
 
 def params() -> Any:
@@ -58,18 +59,20 @@ def loss_fn(params: Any, x: Any) -> Any:
     return jnp.mean((x @ params["w"]).astype(jnp.float32) ** 2)
 
 
+@pytest.mark.parametrize("laid", [SPLIT, ALONE], ids=["split", "mesh of one device"])
 @pytest.mark.parametrize("policy", ["mixed_float16", "bfloat16"])
-def test_a_step_of_a_state_that_was_made_at_once_compiles_once(policy: str) -> None:
+def test_a_step_of_a_state_that_was_made_at_once_compiles_once(policy: str, laid: Any) -> None:
     tx = jaxmp.mixed_precision(optax.adamw(1e-3), policy)
-    state = jaxmp.TrainState.create(params=params(), tx=tx, seen=jnp.int32(0))
-    assert all(len(x.devices()) == 8 for x in jax.tree.leaves(state))
-    assert state.opt_state.inner[0].mu["w"].sharding == SPLIT
+    params = {"w": jax.device_put(jnp.ones((16, 8)), laid)}
+    state = jaxmp.TrainState.create(params=params, tx=tx, seen=jnp.int32(0))
+    assert all(x.sharding.mesh == laid.mesh for x in jax.tree.leaves(state))
+    assert state.opt_state.inner[0].mu["w"].sharding == laid
 
     def counting_loss(params: Any, x: Any, seen: Any) -> Any:
         return loss_fn(params, x), {"seen": seen + 1}
 
     step = jaxmp.make_train_step(counting_loss, policy)
-    x = jax.device_put(jnp.ones((32, 16)), SPLIT)
+    x = jax.device_put(jnp.ones((32, 16)), laid)
     for _ in range(3):
         state, _ = step(state, x)
     assert step._cache_size() == 1

@@ -333,7 +333,6 @@ def test_fully_sharded() -> None:
     params = {
         "big": jax.ShapeDtypeStruct((64, 128), "float32"),
         "small": jax.ShapeDtypeStruct((8,), "float32"),
-        "odd": jax.ShapeDtypeStruct((129, 65), "float32"),
         "layers": jax.ShapeDtypeStruct((1024, 16, 64), "float32"),
         "scalar": jax.ShapeDtypeStruct((), "float32"),
     }
@@ -341,7 +340,6 @@ def test_fully_sharded() -> None:
     assert specs == {
         "big": P(None, "data"),
         "small": P(),
-        "odd": P(),
         "layers": P(None, None, "data"),
         "scalar": P(),
     }
@@ -363,6 +361,24 @@ def test_fully_sharded() -> None:
         fully_sharded(params, MESH, ())
     with pytest.raises(ValueError, match="'small' has 1 dimensions, too few"):
         fully_sharded(params, MESH, base=base | {"small": P(None, "model")})
+
+
+def test_large_params_that_cannot_be_split_are_named() -> None:
+    odd, small = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((129, 65), (63, 65)))
+    text = r"divide no free dimension of 'odd' of shape \(129, 65\), so that each "
+    with pytest.warns(UserWarning, match=text) as caught:
+        shardings = fully_sharded({"odd": odd, "small": small}, MESH, min_size=1)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    assert {x.spec for x in shardings.values()} == {P()}
+    with pytest.warns(UserWarning, match=r"'2' of shape \(129, 65\) and 2 more, so that"):
+        fully_sharded([odd] * 5, MESH)
+    # All of its dimensions are taken; split over the axis already; and meant to stay whole.
+    both = jax.ShapeDtypeStruct((64, 129), "float32")
+    with pytest.warns(UserWarning, match="4 devices of 'data' divide no free dimension"):
+        fully_sharded({"w": both}, GRID, base={"w": P("model")})
+    assert fully_sharded({"w": odd}, MESH, base={"w": P("data")})["w"].spec == P("data")
+    assert fully_sharded({"w": odd}, MESH, min_size=2**14)["w"].spec == P()
 
 
 def test_empty_leaves() -> None:
