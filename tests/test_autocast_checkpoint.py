@@ -83,3 +83,21 @@ def test_checkpoint_inside_scan_with_captured_arrays() -> None:
         return lax.scan(body, x, ws)[0]
 
     check(f, X, jnp.stack([W] * 2), dots={"low": 1}, roundings=16)
+
+
+@both
+@pytest.mark.parametrize("kind", [np.asarray, jnp.asarray])
+def test_a_jitted_helper_that_holds_an_array(policy: str, kind: Any) -> None:
+    table = kind(np.linspace(1, 2, 16, dtype=np.float32).reshape(1, 16))
+
+    @jax.jit
+    def scaled(h: Any) -> Any:
+        return h * table
+
+    block = jax.checkpoint(lambda x, w: jnp.tanh(scaled(x @ w)))
+    check(lambda x, w: block(block(x, w), w), X, W, policy=policy, dots={"low": 2}, roundings=12)
+
+    def stacked(x: Any, ws: Any) -> Any:
+        return lax.scan(lambda h, w: (block(h, w), None), x, ws)[0]
+
+    check(stacked, X, jnp.stack([W] * 2), policy=policy, roundings=16)

@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 import jaxmp
-from tests.autocast_checks import BF16, BOTH, FP16, UNIT, W, X, check, error, types
+from tests.autocast_checks import BF16, BOTH, FP16, LOW, UNIT, W, X, check, error, types
 from tests.dots import count_dots, equations
 
 both = pytest.mark.parametrize("policy", BOTH)
@@ -78,6 +78,24 @@ def test_casts_of_the_user_are_kept() -> None:
         assert types(got) == types(want)
         assert error(got[:3], want[:3]) < 4 * UNIT[BF16]
     same_bits(got[1], (got[0] + got[0]).astype(jnp.float32))
+
+
+@both
+def test_a_rounding_that_is_asked_for_is_done(policy: str) -> None:
+    """To 16 bits and back: error feedback, fake quantization, the high half of a product."""
+
+    def f(x: Any, w: Any) -> Any:
+        high = x.astype(LOW[policy])
+        low = (x - high.astype(jnp.float32)).astype(LOW[policy])
+        wide = jnp.exp(x @ w)
+        again = wide.astype(LOW[policy]).astype(jnp.float32)
+        return high.astype(jnp.float32) - x, low, wide - again, jnp.exp(high.astype(jnp.float32))
+
+    got, want = jaxmp.autocast(f, policy)(X, W), f(X, W)
+    same_bits(got[:2], want[:2])
+    same_bits(got[3], want[3])
+    assert all(np.any(each != 0) for each in got)
+    assert np.abs(got[2]).max() <= UNIT[policy] * np.abs(np.exp(X @ W)).max()
 
 
 def test_a_cast_to_float32_holds_from_there() -> None:

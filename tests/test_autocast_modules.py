@@ -167,16 +167,24 @@ class Inside(nn.Module):
             "partial": functools.partial(applied, dense),
             "of a partial": (lambda call: lambda x: call(x))(functools.partial(applied, dense)),
             "bound": dense.__call__,
+            "in a list": (lambda layers: lambda x: layers[0](x))([dense]),
+            "by default": lambda x, layer=dense: layer(x),
         }
+        if self.way == "an argument":
+            return jaxmp.autocast(applied, "mixed_bfloat16")(dense, x)
+        if self.way == "among arguments":
+            fast = jaxmp.autocast(lambda given, x: applied(given["layers"][0], x), "mixed_bfloat16")
+            return fast({"layers": [dense]}, x)
         return jaxmp.autocast(ways[self.way], "mixed_bfloat16")(x)
 
 
 def test_linen_modules_inside_of_modules_are_an_error_that_helps() -> None:
     for way in (
-        "itself", "closed over", "by a function in it", "partial", "of a partial", "bound"
+        "itself", "closed over", "by a function in it", "partial", "of a partial", "bound",
+        "in a list", "by default", "an argument", "among arguments",
     ):  # fmt: skip
         module = Inside(way)
-        with pytest.raises(ValueError, match=r"around Dense within.*jaxmp\.autocast\(model\.apply"):
+        with pytest.raises(ValueError, match=r"around Dense, which.*jaxmp\.autocast\(model\.apply"):
             module.init(jax.random.key(0), X)
         params = {"params": {"Dense_0": {"kernel": np.ones((8, 3), np.float32)}}}
         params["params"]["Dense_0"]["bias"] = np.zeros(3, np.float32)

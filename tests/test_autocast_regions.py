@@ -119,6 +119,11 @@ def test_autocast_within_autocast() -> None:
         "float16": 3,
         "bfloat16": 6,
     }
+    losses = jaxmp.autocast(lambda h: jax.nn.logsumexp(h, -1) - h[:, 0], "float32")
+    h = jaxmp.autocast(lambda xs, w: lax.map(lambda x: losses(x @ w), xs), BF16, output="computed")
+    out = h(X[None], W)  # stacked as they were computed
+    assert out.dtype == jnp.float32
+    assert np.any(out != out.astype(jnp.bfloat16).astype(jnp.float32))
     within = jaxmp.autocast(lambda x, w: exact(inner(x, w), w), BF16)
     assert count_dots(within, X, W) == {"float16": 1, "float32": 1}
 
@@ -280,7 +285,7 @@ def test_linen_inside_of_a_module_says_what_to_do() -> None:
             return jaxmp.autocast(lambda x: dense(x), BF16)(x)
 
     params = {"params": {"Dense_0": {"kernel": W, "bias": jnp.zeros(16)}}}
-    with pytest.raises(ValueError, match=r"around Dense within.*around model\.apply"):
+    with pytest.raises(ValueError, match=r"around Dense, which.*around model\.apply"):
         Inner().init(jax.random.key(0), X)
     assert count_dots(Inner().apply, params, X) == {"bfloat16": 1}  # nothing is lost here
 

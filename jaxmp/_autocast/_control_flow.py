@@ -14,12 +14,13 @@ from jaxmp._autocast._kinds import FLOAT32, Kind, State, entering, fits, joined
 from jaxmp._autocast._program import JITS, Op, read
 from jaxmp._autocast._recurrence import adds_up
 from jaxmp._autocast._scopes import Region
-from jaxmp._autocast._steps import States, Step, alone, is_ours
+from jaxmp._autocast._steps import HALVES, States, Step, alone, is_ours
 from jaxmp._dtypes import DType
+from jaxmp._op_lists import CONTRACTIONS
 
 # What a scan may carry in 16 bits if its body returns it so: activations, in whatever dtype they
 # begin. Zeros are not among them, with which sums begin, nor params laid out for an ensemble.
-_MAY_BE_LOW = frozenset({Kind.LOW, Kind.BRIEF, Kind.PLACED, Kind.ROWS})
+_MAY_BE_LOW = frozenset({Kind.LOW, Kind.BRIEF, Kind.PLACED})
 
 
 def plan_control(op: Op, states: States, context: Context, region: Region) -> Step:
@@ -63,7 +64,7 @@ def in_dtypes(states: States) -> list[DType | None]:
 
 def _jit(op: Op, states: States, context: Context, *, widened: bool = False) -> Step:
     inner = planned(op.params["jaxpr"], states, context, op, widened=widened)
-    if not changes(inner):
+    if not changes(inner) and _as_traced(op, inner):
         return _unchanged(op, states, inner)
 
     def bind(op: Op, values: list[Any]) -> list[Any]:
@@ -74,13 +75,16 @@ def _jit(op: Op, states: States, context: Context, *, widened: bool = False) -> 
     return Step(op, in_dtypes(states), inner.results, run=bind, widened=again)
 
 
+def _as_traced(op: Op, inner: Plan) -> bool:
+    """Whether results come in the dtypes that they were traced in: also those passed through."""
+    made = zip(inner.results, op.out_avals, strict=True)
+    return all(state is None or state.dtype == aval.dtype for state, aval in made)
+
+
 def _unchanged(op: Op, states: States, inner: Plan) -> Step:
     """An operation whose programs are all right as they are."""
     step = alone(op, states)
-    step.results = [
-        state and state._replace(dtype=aval.dtype)
-        for state, aval in zip(inner.results, op.out_avals, strict=True)
-    ]
+    step.results = inner.results
     return step
 
 
@@ -98,6 +102,9 @@ def _remat(
     # What goes in is what a checkpoint keeps: activations in 16 bits.
     states = [state and _stored(state, region) for state in states]
     inner = planned(op.params["jaxpr"], states, context, op, widened=widened)
+    if streams := _streams(inner, states):
+        states = [streams.get(i, state) for i, state in enumerate(states)]
+        inner = planned(op.params["jaxpr"], states, context, op, widened=widened)
 
     def bind(op: Op, values: list[Any]) -> list[Any]:
         new = _compat.without_consts(_traced_once(context, inner, values))
@@ -105,6 +112,23 @@ def _remat(
 
     again = None if widened else lambda: _remat(op, states, context, region, widened=True)
     return Step(op, in_dtypes(states), inner.results, run=bind, widened=again)
+
+
+def _streams(inner: Plan, states: States) -> dict[int, State]:
+    """Rows that a program adds to activations in 16 bits, as they will be then: an embedding."""
+    rows = {
+        number: i
+        for i, (number, state) in enumerate(zip(inner.program.inputs, states, strict=True))
+        if state is not None and state.kind is Kind.ROWS
+    }
+    found = {}
+    for step in inner.steps:
+        if step.op.name in CONTRACTIONS:  # which round what they read for themselves
+            continue
+        for atom, want in zip(step.op.inputs, step.wants, strict=True):
+            if isinstance(atom, int) and atom in rows and want in HALVES:
+                found[rows[atom]] = State(Kind.LOW, want)
+    return found
 
 
 def _scan(op: Op, states: States, context: Context, region: Region) -> Step:
@@ -117,11 +141,12 @@ def _scan(op: Op, states: States, context: Context, region: Region) -> Step:
     for i in range(carries):
         at = consts + i
         first = inside[at] = _first_carry(states[at], avals[at], region)
-        if first is None or first.kind is not Kind.LOW or avals[at].dtype != FLOAT32:
+        if first is None or first.kind not in _BECOMES_LOW or avals[at].dtype != FLOAT32:
             continue
         if adds_up(program, at, i):
             inside[at] = State(Kind.WIDE, FLOAT32)
-    inner, inside = _settled(body, inside, carry, avals, context, op)
+    low = None if region.exact else region.low
+    inner, inside = _settled(body, inside, carry, avals, context, op, low=low)
     out: list[State | None] = list(inside[carry])
     for state in inner.results[carries:]:
         out.append(_stored(state, region))
@@ -135,6 +160,10 @@ def _scan(op: Op, states: States, context: Context, region: Region) -> Step:
     return Step(op, in_dtypes(inside), out, run=bind)
 
 
+# Rows are exact as long as each turn returns rows: an embedding, but also phases by position.
+_BECOMES_LOW = frozenset({Kind.LOW, Kind.ROWS})
+
+
 def _first_carry(state: State | None, aval: Any, region: Region) -> State | None:
     """What a scan is first assumed to carry."""
     if state is None or aval.dtype != FLOAT32:
@@ -145,15 +174,25 @@ def _first_carry(state: State | None, aval: Any, region: Region) -> State | None
 
 
 def _settled(
-    body: Any, inside: list[State | None], carry: slice, avals: list[Any], context: Context, op: Op
+    body: Any,
+    inside: list[State | None],
+    carry: slice,
+    avals: list[Any],
+    context: Context,
+    op: Op,
+    *,
+    low: DType | None = None,
 ) -> tuple[Plan, list[State | None]]:
-    """What a loop carries once nothing changes any more: each turn widens one carry at least."""
+    """What a loop carries once nothing changes any more: each turn changes one carry for good.
+
+    With a dtype `low`, what begins as rows and goes on as an activation is carried in it.
+    """
     while True:
         inner = planned(body, inside, context, op)
         returned = inner.results[: carry.stop - carry.start]
         new = list(inside)
         new[carry] = [
-            _next_carry(begin, end, aval)
+            _next_carry(begin, end, aval, low)
             for begin, end, aval in zip(inside[carry], returned, avals[carry], strict=True)
         ]
         if new == inside:
@@ -161,20 +200,26 @@ def _settled(
         inside = new
 
 
-def _next_carry(begin: State | None, end: State | None, aval: Any) -> State | None:
+def _next_carry(
+    begin: State | None, end: State | None, aval: Any, low: DType | None
+) -> State | None:
     if begin is None or end is None or aval.dtype != FLOAT32:
         return begin
+    if begin.kind is Kind.ROWS and end.kind in _MAY_BE_LOW and low is not None:
+        return State(Kind.LOW, end.dtype if end.kind is Kind.LOW else low)
     if begin.kind is Kind.LOW:
-        low = end.kind in _MAY_BE_LOW and (end.kind is not Kind.LOW or end.dtype == begin.dtype)
+        stays = end.kind in _MAY_BE_LOW and (end.kind is not Kind.LOW or end.dtype == begin.dtype)
         literal = end.kind is Kind.LITERAL and fits(end.value, begin.dtype)
-        return begin if low or literal else State(Kind.WIDE, FLOAT32)
+        return begin if stays or literal else State(Kind.WIDE, FLOAT32)
     return begin if end.kind is begin.kind else State(Kind.WIDE, FLOAT32)
 
 
 def _stored(state: State | None, region: Region) -> State | None:
-    """What is kept for long, by scans and checkpoints: activations in 16 bits."""
-    brief = state is not None and state.kind in (Kind.BRIEF, Kind.ROWS)
-    if brief and not region.exact:
+    """What is kept for long, by scans and checkpoints: activations in 16 bits.
+
+    Rows of params have not met any. They may be an embedding, or phases that a cosine is taken of.
+    """
+    if state is not None and state.kind is Kind.BRIEF and not region.exact:
         return State(Kind.LOW, region.low)
     return state and _no_literal(state)
 

@@ -104,8 +104,22 @@ def custom_vjp(op: Op, states: States, context: Context, region: Region) -> Step
     """The function runs as it was traced, since its gradient belongs to what it computes."""
     if context.enter_custom_vjp:
         return _entered(op, states, context)
-    low = bool(ACTIVATIONS & kinds_of(states))
-    return alone(op, states, exact=Kind.BRIEF if low else Kind.WIDE)
+    if not ACTIVATIONS & kinds_of(states):
+        return alone(op, states)
+    step = alone(op, states, exact=Kind.BRIEF)
+    dims = max(
+        aval.ndim
+        for state, aval in zip(states, op.in_avals, strict=True)
+        if state is not None and state.kind in ACTIVATIONS
+    )
+    # With fewer dimensions it is a statistic: a loss, the logarithm of a sum of exponentials.
+    step.results = [
+        state._replace(kind=Kind.FACTOR)
+        if state is not None and state.kind is Kind.BRIEF and aval.ndim < dims
+        else state
+        for state, aval in zip(step.results, op.out_avals, strict=True)
+    ]
+    return step
 
 
 def _entered(op: Op, states: States, context: Context) -> Step:

@@ -117,7 +117,9 @@ class _Values:
             return None
         value, state = self.known[source], maker.results[0]
         if op.name == "convert_element_type":
-            return value if getattr(value, "dtype", None) == want else None
+            # To a dtype of fewer bits and back is a rounding that somebody asked for.
+            widened = self.known[op.outputs[0]].dtype.itemsize > want.itemsize
+            return value if widened and getattr(value, "dtype", None) == want else None
         moves = op.name in _REARRANGES and state is not None and state.kind is Kind.PARAM
         return value if moves else None
 

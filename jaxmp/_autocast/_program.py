@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from jax.extend import core
 
-from jaxmp._compat import consts_of, is_of_jax_nn, is_plain_jit, open_jaxpr
+from jaxmp._compat import consts_of, holds_arrays, is_of_jax_nn, is_plain_jit, open_jaxpr
 from jaxmp._op_lists import CLASSES, OpClass
 
 # Names that JAX's jit had: `pjit` until 0.7.
@@ -129,6 +129,8 @@ class _Reader:
 
 def _is_helper(equation: core.JaxprEqn) -> bool:
     if equation.primitive.name not in JITS or not is_plain_jit(equation.params):
+        return False
+    if holds_arrays(equation.params["jaxpr"]):  # which a checkpoint around it could not hold
         return False
     names = list(_names(equation.params["jaxpr"]))
     return len(names) <= _LARGEST_HELPER and all(_is_simple(name) for name in names)

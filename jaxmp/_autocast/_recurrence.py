@@ -1,8 +1,11 @@
 """Which carries of a loop are sums: they need float32, whatever they begin with."""
 
 import enum
+from collections.abc import Sequence
+from typing import Any
 
-from jaxmp._autocast._program import Op, Program
+from jaxmp import _compat
+from jaxmp._autocast._program import JITS, Op, Program, read
 
 _MOVES = frozenset(
     [
@@ -14,39 +17,45 @@ _MOVES = frozenset(
         "rev",
         "slice",
         "dynamic_slice",
+        "gather",
+        "split",
         "copy",
         "convert_element_type",
+        "reduce_precision",
         "neg",
         "pad",
         "concatenate",
         "dynamic_update_slice",
+        "scatter",
     ]
 )
+_BOUNDS = frozenset({"max", "min", "clamp"})
+# Operations that run a program on just what they are given, and where it is in their params.
+_CALLS = {
+    **dict.fromkeys(JITS, "jaxpr"),
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+}
 
 
-class _Part(enum.IntEnum):
-    """What part a carry has in a value of the next turn; values without it are not in the map."""
+class Part(enum.IntEnum):
+    """What part a carry has in a value of the next turn."""
 
-    MOVED = 1
-    SUMMED = 2
-    MIXED = 3
-
-
-def _part(op: Op, found: list[_Part | None]) -> _Part:
-    """The part that a carry has in a result by this operation itself."""
-    alone = sum(part is not None for part in found) == 1
-    if op.name in ("add", "sub"):
-        return _Part.SUMMED
-    scales = op.name == "mul" and alone
-    divides = op.name == "div" and found[1] is None
-    chooses = op.name == "select_n" and found[0] is None
-    return _Part.MOVED if op.name in _MOVES or scales or divides or chooses else _Part.MIXED
+    NONE = 0
+    MOVED = 1  # it is in there as it was, but for its place and a factor
+    SUMMED = 2  # with terms added that do not depend on it
+    MIXED = 3  # in any other way
 
 
 def adds_up(program: Program, index: int, result: int) -> bool:
     """Whether a carry only has terms added to it: `total + x`, `decay * state + x`.
 
-    The terms may not depend on it, as those of a residual stream do: `x + layer(x)`.
+    The terms may not depend on it, as those of a residual stream do: `x + layer(x)`. It is all the
+    same whether they are added in the body itself, or in a function, a checkpoint or a branch.
 
     Args:
       program: the body of the loop.
@@ -56,12 +65,64 @@ def adds_up(program: Program, index: int, result: int) -> bool:
     Returns:
       Whether it does.
     """
-    parts = {program.inputs[index]: _Part.MOVED}
+    given = [Part.MOVED if i == index else Part.NONE for i in range(len(program.inputs))]
+    return _parts(program, given)[result] is Part.SUMMED
+
+
+def _parts(program: Program, given: Sequence[Part]) -> list[Part]:
+    """The part of a carry in the results of a program, of that in its arguments."""
+    known = dict(zip(program.inputs, given, strict=True))
+
+    def part(atom: Any) -> Part:
+        return known.get(atom, Part.NONE) if isinstance(atom, int) else Part.NONE
+
     for op in program.ops:
-        found = [parts.get(atom) if isinstance(atom, int) else None for atom in op.inputs]
-        of_carry = [part for part in found if part is not None]
-        if not of_carry:
-            continue
-        parts.update(dict.fromkeys(op.outputs, max(_part(op, found), *of_carry)))
-    made = program.outputs[result]
-    return isinstance(made, int) and parts.get(made) is _Part.SUMMED
+        found = [part(atom) for atom in op.inputs]
+        if any(found):
+            known.update(zip(op.outputs, _of_operation(op, found), strict=True))
+    return [part(atom) for atom in program.outputs]
+
+
+def _of_operation(op: Op, found: list[Part]) -> list[Part]:
+    """The part that a carry has in the results of an operation, of that in its operands."""
+    if op.name in _CALLS:
+        return _parts(read(op.params[_CALLS[op.name]]), found)
+    if op.name == "cond" and not found[0]:
+        branches = [_parts(read(branch), found[1:]) for branch in op.params["branches"]]
+        return [max(each) for each in zip(*branches, strict=True)]
+    if op.name == "scan":
+        consts, carries = _compat.scan_counts(op.params)
+        return _of_loop(read(op.params["jaxpr"]), found, slice(consts, consts + carries))
+    if op.name == "while":
+        tested, of_body = op.params["cond_nconsts"], op.params["body_nconsts"]
+        carry = slice(of_body, None)
+        made = _of_loop(read(op.params["body_jaxpr"]), found[tested:], carry)
+        condition = _parts(read(op.params["cond_jaxpr"]), [*found[:tested], *made])
+        return [Part.MIXED] * len(made) if any(condition) else made
+    return [max(_by_itself(op, found), *found)] * len(op.outputs)
+
+
+def _of_loop(body: Program, found: list[Part], carry: slice) -> list[Part]:
+    """The part in what a loop returns: each turn of it can only add to the part in a carry."""
+    found = list(found)
+    while True:
+        made = _parts(body, found)
+        begun = found[carry]
+        found[carry] = [max(pair) for pair in zip(begun, made, strict=False)]
+        if found[carry] == begun:
+            return [*begun, *made[len(begun) :]]
+
+
+def _by_itself(op: Op, found: list[Part]) -> Part:
+    """The part that an operation without programs gives to a carry."""
+    alone = sum(map(bool, found)) == 1
+    if op.name in ("add", "sub", "add_any"):
+        return Part.SUMMED
+    if op.name in ("scatter-add", "scatter-sub"):
+        return Part.SUMMED if alone and found[0] else Part.MIXED
+    scales = op.name == "mul" and alone
+    divides = op.name == "div" and not found[1]
+    chooses = op.name == "select_n" and not found[0]
+    bounds = op.name in _BOUNDS and alone
+    moves = op.name in _MOVES or scales or divides or chooses or bounds
+    return Part.MOVED if moves else Part.MIXED

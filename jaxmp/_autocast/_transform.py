@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -88,7 +88,7 @@ def autocast(
     if not callable(fun):
         raise TypeError(f"autocast takes a function, got {type(fun).__name__}")
     if isinstance(settings.policy, Policy) and region_of(settings.policy).exact:
-        return _in_scope(fun, DONE)  # nothing to rewrite, and nothing for an outer autocast
+        return full_precision(fun)  # nothing to rewrite, and nothing for an outer autocast
     return _wrapped(fun, settings)
 
 
@@ -157,8 +157,8 @@ def _wrapped(fun: Callable[..., Any], settings: _Settings) -> Callable[..., Any]
     @functools.wraps(fun, updated=())
     def autocast_fun(*args: Any, **kwargs: Any) -> Any:
         nonlocal captures
-        _check_no_linen_state(fun)
         static, arrays = split((args, kwargs))
+        _check_no_linen_state((fun, static.leaves))
         # Within another trace a program of its own would only have to be taken apart again.
         inline = any(map(_compat.is_traced, arrays))
         out = None
@@ -175,26 +175,27 @@ def _wrapped(fun: Callable[..., Any], settings: _Settings) -> Callable[..., Any]
     return autocast_fun
 
 
-def _check_no_linen_state(fun: Any) -> None:
-    """Raises ValueError for a function of linen modules that are being initialized or changed."""
+def _check_no_linen_state(call: Any) -> None:
+    """Raises ValueError for a call with linen modules that are being initialized or changed."""
     linen = sys.modules.get("flax.linen")  # without which there are no such functions
     if linen is None:
         return
-    for value in _held_by(fun):
+    for value in _held_by(call):
         scope = value.scope if isinstance(value, linen.Module) else None
         if scope is not None and scope.mutable:
             raise ValueError(
-                f"autocast cannot go around {type(value).__name__} within the linen module that "
-                "calls it: the variables that it makes or changes would be lost. Put autocast "
-                "around model.apply, and say by rules which modules run in which precision: "
-                "jaxmp.autocast(model.apply, jaxmp.PolicyRules(...)). Within a module, "
-                "jaxmp.full_precision works"
+                f"autocast cannot go around {type(value).__name__}, which the function closes over "
+                "or is given, within the linen module that calls it: the variables that it makes "
+                "or changes would be lost. Put autocast around model.apply, and say by rules which "
+                "modules run in which precision: jaxmp.autocast(model.apply, "
+                "jaxmp.PolicyRules(...)). Within a module, jaxmp.full_precision works. If the "
+                "function only reads an attribute, such as self.width, read it before"
             )
 
 
-def _held_by(fun: Any) -> Iterator[Any]:
-    """A function, what it is bound to, and what it and the functions in it close over."""
-    waiting, seen = [fun], set[int]()
+def _held_by(call: Any) -> Iterator[Any]:
+    """A function and its arguments: what they are bound to, hold and close over."""
+    waiting, seen = [call], set[int]()
     while waiting:
         value = waiting.pop()
         if id(value) in seen:
@@ -209,6 +210,11 @@ def _held_by(fun: Any) -> Iterator[Any]:
             waiting += [
                 cell.cell_contents for cell in value.__closure__ or () if not _is_empty(cell)
             ]
+            waiting += [value.__defaults__, value.__kwdefaults__]
+        if isinstance(value, (list, tuple)):
+            waiting += value
+        if isinstance(value, Mapping):
+            waiting += value.values()
 
 
 def _is_empty(cell: Any) -> bool:

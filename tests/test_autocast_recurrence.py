@@ -1,0 +1,123 @@
+"""Carries of a scan that are sums are float32, however their terms are added."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxmp
+from tests.autocast_checks import BF16, LOW, W, error, rows
+from tests.dots import equations
+
+TURNS = 1000
+ONES = jnp.ones((16, 16)) / 16
+Body = Callable[[Any, Any], tuple[Any, Any]]
+
+
+def sums_of(wrap: Callable[[Body], Body], add: Callable[[Any, Any], Any]) -> Any:
+    """What a scan adds up to, of ones that come from a product, and begin as one."""
+
+    def f(x: Any, w: Any) -> Any:
+        def body(total: Any, row: Any) -> Any:
+            return add(total, row @ w), None
+
+        return lax.scan(wrap(body), x[0] @ w, x[1:])[0]
+
+    return jaxmp.autocast(f, BF16)(jnp.ones((TURNS, 4, 16)), ONES)
+
+
+def branch(body: Body) -> Body:
+    return lambda c, x: (lax.cond(x[0, 0] > 0, lambda c: body(c, x)[0], lambda c: c, c), None)
+
+
+def inner_scan(body: Body) -> Body:
+    return lambda c, x: lax.scan(body, c, x[None])
+
+
+def inner_loop(body: Body) -> Body:
+    return lambda c, x: (lax.while_loop(lambda s: s[0] < 1, lambda s: (s[0] + 1, body(s[1], x)[0]),
+                                        (0, c))[1], None)  # fmt: skip
+
+
+def derivative_of_its_own(body: Body) -> Body:
+    @jax.custom_jvp
+    def call(c: Any, x: Any) -> Any:
+        return body(c, x)[0]
+
+    call.defjvp(lambda primals, dots: (call(*primals), dots[0]))
+    return lambda c, x: (call(c, x), None)
+
+
+WRAPPERS = {
+    "as it is": lambda body: body,
+    "checkpoint": jax.checkpoint,
+    "jit": jax.jit,
+    "checkpoint of jit": lambda body: jax.checkpoint(jax.jit(body)),
+    "cond": branch,
+    "scan": inner_scan,
+    "while": inner_loop,
+    "custom_jvp": derivative_of_its_own,
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_sums_in_a_scan(name: str) -> None:
+    out = sums_of(WRAPPERS[name], lambda total, x: total + x)
+    np.testing.assert_array_equal(out, np.full((4, 16), float(TURNS)))
+    low = lax.fori_loop(0, TURNS, lambda i, c: c + jnp.bfloat16(1), jnp.bfloat16(0))
+    assert float(low) < TURNS  # what 16 bits would have made of it
+
+
+ADDS: dict[str, Callable[[Any, Any], Any]] = {
+    "rows": lambda c, x: c.at[0].add(x[0]),
+    "one of two": lambda c, x: c.at[jnp.array([0, 2])].add(x[1:3]),
+    "less": lambda c, x: c.at[0].set(c[0] + x[0]),
+    "up to a bound": lambda c, x: jnp.minimum(c + x, 1e6),
+    "subtracted": lambda c, x: -(-c - x),
+}
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("wrap", [lambda body: body, jax.checkpoint], ids=["", "checkpoint"])
+@pytest.mark.parametrize("name", ADDS)
+def test_other_sums(name: str, wrap: Any) -> None:
+    assert sums_of(wrap, ADDS[name])[0, 0] == TURNS
+
+
+@pytest.mark.parametrize("wrap", [lambda body: body, jax.checkpoint], ids=["", "checkpoint"])
+def test_means_that_decay(wrap: Any) -> None:
+    def f(x: Any, w: Any) -> Any:
+        return lax.scan(wrap(lambda m, x: (0.99 * m + 0.01 * (x @ w), None)), x[0] @ w, x)[0]
+
+    x = jnp.abs(rows(TURNS, 4, 16))
+    assert error(jaxmp.autocast(f, BF16)(x, jnp.abs(W)), f(x, jnp.abs(W))) < 0.01
+
+
+def carried(fun: Any, *args: Any) -> set[str]:
+    """The dtypes of what the first scan of a program under autocast carries."""
+    closed = jax.make_jaxpr(jaxmp.autocast(fun, BF16))(*args)
+    scan = next(e for e in equations(closed) if e.primitive.name == "scan")
+    return {str(v.aval.dtype) for v in scan.outvars}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_streams_stay_in_16_bits(name: str) -> None:
+    """What is added depends on the stream, in every one of the same wrappings."""
+
+    def f(x: Any, w: Any) -> Any:
+        body = WRAPPERS[name](lambda c, row: (c + jnp.tanh(c @ w), None))
+        return lax.scan(body, x[0] @ w, x)[0]
+
+    wide = name == "while"  # of which the number of turns is not known
+    assert carried(f, rows(3, 4, 16), W) == {"float32" if wide else LOW[BF16]}
+
+
+def test_the_largest_stays_in_16_bits() -> None:
+    def f(x: Any, w: Any) -> Any:
+        return lax.scan(lambda c, row: (jnp.maximum(c, row @ w), None), x[0] @ w, x)[0]
+
+    assert carried(f, rows(3, 4, 16), W) == {LOW[BF16]}

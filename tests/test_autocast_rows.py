@@ -1,0 +1,123 @@
+"""Rows of an argument are exact until they meet activations: embeddings, phases, targets."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxmp
+from tests.autocast_checks import BF16, BOTH, LOW, UNIT, W, X, check, error, rows
+from tests.dots import equations
+
+both = pytest.mark.parametrize("policy", BOTH)
+PHASES = np.outer(np.arange(2048), 100.0 ** (-np.arange(8) / 8)).astype(np.float32)
+AT = jnp.array([3, 700, 1501, 2047])
+
+
+def rotated(x: Any, w: Any, phases: Any) -> Any:
+    a, b = jnp.split(x @ w, 2, axis=-1)
+    phases = jnp.broadcast_to(phases, a.shape)
+    cos, sin = jnp.cos(phases), jnp.sin(phases)
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], -1)
+
+
+def through_scan(x: Any, w: Any, phases: Any) -> Any:
+    def body(carry: Any, _: Any) -> Any:
+        h, phases = carry
+        return (rotated(h, w, phases), phases), None
+
+    return lax.scan(body, (x, phases), None, length=2)[0][0]
+
+
+def scanned(x: Any, w: Any, phases: Any) -> Any:
+    return lax.scan(lambda c, row: (c, rotated(row[0], w, row[1])), 0.0, (x, phases))[1]
+
+
+def mapped(x: Any, w: Any, phases: Any) -> Any:
+    return rotated(x, w, lax.map(lambda i: phases[i], jnp.arange(4)))
+
+
+def one_by_one(x: Any, w: Any, phases: Any) -> Any:
+    def body(carry: Any, i: Any) -> Any:
+        return phases[i], rotated(x, w, carry)
+
+    return lax.scan(body, phases[0], jnp.arange(4))[1]
+
+
+WAYS = {
+    "checkpoint": jax.checkpoint(rotated),
+    "checkpoint of checkpoint": jax.checkpoint(jax.checkpoint(rotated)),
+    "carry": through_scan,
+    "carry of a checkpoint": jax.checkpoint(through_scan),
+    "scanned": scanned,
+    "results of a scan": mapped,
+    "carry of rows": one_by_one,
+    "jit": jax.jit(rotated),
+}
+
+
+@both
+@pytest.mark.parametrize("name", WAYS)
+def test_phases_by_position(name: str, policy: str) -> None:
+    def f(x: Any, w: Any, table: Any) -> Any:
+        return WAYS[name](x, w, table[AT])
+
+    check(f, X, W, jnp.asarray(PHASES), policy=policy, roundings=24, argnums=(0, 1))
+    # In 16 bits the last of them is off by more than a radian.
+    assert np.abs(PHASES[2047] - PHASES[2047].astype(jnp.bfloat16).astype(np.float32)).max() > 0.5
+
+
+def test_targets_that_are_looked_up() -> None:
+    y = 1000 + rows(8)
+
+    def loss(x: Any, w: Any, y: Any, i: Any) -> Any:
+        part = jax.checkpoint(lambda x, w, y: jnp.mean(((x @ w)[:, 0] + 1000.0 - y) ** 2))
+        return part(x, w, y[i])
+
+    i = jnp.array([5, 2, 7, 0])
+    assert error(jaxmp.autocast(loss, BF16)(X, W, y, i), loss(X, W, y, i)) < 8 * UNIT[BF16]
+
+
+@both
+def test_a_stream_that_begins_as_an_embedding(policy: str) -> None:
+    """A scan over layers carries it in 16 bits from the start."""
+
+    def f(table: Any, w: Any, i: Any) -> Any:
+        body = jax.checkpoint(lambda h, _: (h + jnp.tanh(h @ w), None))
+        return lax.scan(body, table[i], None, length=2)[0]
+
+    args = rows(32, 16), W, jnp.arange(4)
+    closed = jax.make_jaxpr(jaxmp.autocast(f, policy))(*args)
+    scan = next(e for e in equations(closed) if e.primitive.name == "scan")
+    assert [str(v.aval.dtype) for v in scan.outvars] == [LOW[policy]]
+    check(f, *args, policy=policy, roundings=16)
+
+
+@both
+def test_a_checkpoint_keeps_a_stream_in_16_bits(policy: str) -> None:
+    """Also the first one, which begins as an embedding; not what it only multiplies."""
+
+    def f(table: Any, w: Any, i: Any) -> Any:
+        return jax.checkpoint(lambda h: jnp.cos(h + jnp.tanh(h @ w)) @ w)(table[i])
+
+    def first(table: Any, w: Any, i: Any) -> Any:
+        return jax.checkpoint(lambda h: jnp.tanh(h @ w))(table[i])
+
+    args = rows(32, 16), W, jnp.arange(4)
+    for fun, dtype in ((f, LOW[policy]), (first, "float32")):
+        closed = jax.make_jaxpr(jaxmp.autocast(fun, policy))(*args)
+        kept = next(e for e in equations(closed) if e.primitive.name in ("remat2", "checkpoint"))
+        assert [str(v.aval.dtype) for v in kept.invars if v.aval.shape == (4, 16)] == [dtype]
+        check(fun, *args, policy=policy, roundings=16)
+
+
+def test_a_stream_that_adds_up_embeddings() -> None:
+    def f(table: Any, w: Any, i: Any) -> Any:
+        return lax.scan(lambda c, i: (c + table[i] @ w, None), table[0], i)[0]
+
+    table, i = jnp.ones((4, 16)), jnp.zeros(1000, jnp.int32)
+    out = jaxmp.autocast(f, BF16)(table, jnp.ones((16, 16)) / 16, i)
+    np.testing.assert_array_equal(out, np.full(16, 1001.0))
