@@ -165,7 +165,8 @@ def _check_divides(batch: PyTree, shards: Shards) -> set[int]:
         if jnp.ndim(x) == 0:
             raise ValueError(
                 f"batch leaf {name!r} is a scalar and has no examples to split over the devices. "
-                "Let the loss function close over it, or leave its argument out of batch_argnums"
+                "Give each example its own, jnp.full(examples, x), or leave its argument out of "
+                "batch_argnums"
             )
         size = jnp.shape(x)[0]
         if size % shards.size:
@@ -180,8 +181,8 @@ def _check_divides(batch: PyTree, shards: Shards) -> set[int]:
         (size, name), (other_size, other), *_ = examples.items()
         raise ValueError(
             f"batch leaves {name!r} and {other!r} have {size} and {other_size} examples: only "
-            "arrays with one and the same leading batch axis can be split over the devices. Let "
-            "the loss function close over the others (a PRNG key must be a typed one, "
-            "jax.random.key)"
+            "arrays with one and the same leading batch axis can be split over the devices. Give "
+            "each example its own of the others, or leave their argument out of batch_argnums (a "
+            "PRNG key must be a typed one, jax.random.key)"
         )
     return set(examples)

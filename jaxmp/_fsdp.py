@@ -206,9 +206,15 @@ def fully_sharded(
     parts = math.prod(mesh.shape[name] for name in axes)
     leaves, structure = jax.tree.flatten(params)
     found, whole = [], []
-    for name, leaf, spec in zip(leaf_names(params), leaves, flat_specs(base, params), strict=True):
+    specs = flat_specs(base, params, "base")
+    for name, leaf, spec in zip(leaf_names(params), leaves, specs, strict=True):
         shape = np.shape(leaf)
         check_rank(name, len(shape), spec)
+        if unknown := sorted(axes_of_spec(spec) - set(mesh.shape)):
+            raise ValueError(
+                f"base has {spec} for {name!r}, but the mesh has no axis {unknown[0]!r}; it has "
+                f"{', '.join(mesh.shape)}. flax.linen.logical_to_mesh turns logical names into axes"
+            )
         entries = [*spec, *[None] * (len(shape) - len(spec))]
         if math.prod(shape) >= min_size and not axes_of_spec(spec).intersection(axes):
             chosen = _largest(shape, entries, parts)

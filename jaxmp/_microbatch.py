@@ -85,15 +85,17 @@ def _examples(batch: dict[str, Any]) -> int | None:
         if jnp.ndim(x) == 0:
             raise ValueError(
                 f"batch leaf {name!r} is a scalar and has no examples to split into microbatches. "
-                "Let the loss function close over it, or leave its argument out of batch_argnums"
+                "Give each example its own, jnp.full(examples, x), or, in value_and_grad, leave "
+                "its argument out of batch_argnums"
             )
         examples = jnp.shape(x)[0]
         if first is not None and examples != first[1]:
             raise ValueError(
                 f"batch leaves {first[0]!r} and {name!r} have {first[1]} and {examples} examples: "
                 "only arrays with one and the same leading batch axis can be split into "
-                "microbatches. Let the loss function close over the others (a PRNG key must be a "
-                "typed one, jax.random.key)"
+                "microbatches. Give each example its own of the others, or, in value_and_grad, "
+                "leave their argument out of batch_argnums (a PRNG key must be a typed one, "
+                "jax.random.key)"
             )
         first = first or (name, examples)
     return None if first is None else first[1]

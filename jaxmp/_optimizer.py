@@ -325,7 +325,8 @@ class _Algorithm:
                 "the params do not match the optimizer state: their structure, shapes or dtypes "
                 f"are not those that tx.init saw. Masters now: {_summary(state.master)}; these "
                 f"params want: {_summary(expected)}. Cast params before tx.init (or let "
-                "tx.init_params do it) and keep their dtypes"
+                "tx.init_params do it) and keep their dtypes; a state that was saved under another "
+                "policy has other masters"
             )
 
 

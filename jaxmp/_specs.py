@@ -8,8 +8,10 @@ from jax.sharding import NamedSharding
 from jaxtyping import PyTree
 
 
-def flat_specs(specs: PyTree, params: PyTree) -> list[Any]:
+def flat_specs(specs: PyTree, params: PyTree, name: str = "specs") -> list[Any]:
     """The spec of each leaf, given a tree of specs or shardings, or a prefix of one.
+
+    Errors call the tree by `name`.
 
     Raises:
       ValueError: if the trees do not fit, or hold something else.
@@ -30,11 +32,11 @@ def flat_specs(specs: PyTree, params: PyTree) -> list[Any]:
         jax.tree.map(spread, specs, params, is_leaf=is_spec)
     except ValueError as error:
         raise ValueError(
-            f"specs must be a tree of PartitionSpec like the params, or a prefix of it: {error}"
+            f"{name} must be a tree of PartitionSpec like the params, or a prefix of it: {error}"
         ) from None
     found = [getattr(spec, "spec", spec) for spec in given]
     if wrong := [s for s in found if not isinstance(s, jax.P | None)]:
-        raise ValueError(f"specs must be PartitionSpecs, got a {type(wrong[0]).__name__}")
+        raise ValueError(f"{name} must be PartitionSpecs, got a {type(wrong[0]).__name__}")
     return [jax.P() if spec is None else spec for spec in found]
 
 

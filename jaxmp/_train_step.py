@@ -259,7 +259,7 @@ def make_train_step(
         return loss, (_updated(collections, changed), aux)
 
     def train_step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
-        _check_same_compute_dtype(policy, state.tx.policy)
+        _check_same_dtypes(policy, state.tx.policy)
         _check_shardings(shardings, state)
         evaluate = scaled_evaluation(
             loss_and_rest,
@@ -332,12 +332,17 @@ def _one_policy(policy: Any) -> Policy | None:
     return policy
 
 
-def _check_same_compute_dtype(policy: Policy | None, wrapped: Policy) -> None:
+def _check_same_dtypes(policy: Policy | None, wrapped: Policy) -> None:
     if policy is not None and policy.compute_dtype != wrapped.compute_dtype:
         raise ValueError(
             f"the train step computes in {policy.compute_dtype}, but the optimizer was wrapped for "
             f"{wrapped.compute_dtype}, and its loss scale chosen for that. Give make_train_step "
             "and mixed_precision the same policy"
+        )
+    if policy is not None and policy.reduce_dtype != wrapped.reduce_dtype:
+        raise ValueError(
+            f"the train step reduces gradients in {policy.reduce_dtype}, but the optimizer was "
+            f"wrapped for {wrapped.reduce_dtype}. Give both the same policy"
         )
 
 

@@ -132,13 +132,14 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ("different lengths", lambda: value_and_grad(
         jnp.float32(1), jnp.ones(6), jnp.ones(4), fun=lambda w, x, t: w, microbatches=2),
      ValueError, "batch leaves '1' and '2' have 6 and 4 examples: only arrays with one and the "
-     "same leading batch axis can be split into microbatches. Let the loss function close over"),
+     "same leading batch axis can be split into microbatches. Give each example its own"),
     ("keyword batch", lambda: jaxmp.grad(lambda w, x, y: w, microbatches=2)(
         1.0, jnp.ones(6), y=jnp.ones(6)), ValueError,
      "keyword argument 'y' has 6 examples like the batch, but keyword arguments are not split "
      "into microbatches. Pass it by position"),
     ("scalar in batch", lambda: value_and_grad(jnp.float32(1), 2.0, microbatches=2), ValueError,
-     "batch leaf '1' is a scalar and has no examples to split into microbatches. Let the loss"),
+     "batch leaf '1' is a scalar and has no examples to split into microbatches. Give each "
+     "example its own, jnp.full(examples, x), or, in value_and_grad, leave its argument out"),
     ("microbatches 0", lambda: value_and_grad(microbatches=0), ValueError,
      "microbatches must be a whole number of at least 1, got 0"),
     ("no batch", lambda: value_and_grad(jnp.float32(1), fun=lambda w: w, microbatches=2),
@@ -176,7 +177,8 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
      lambda: update(params=jaxmp.cast_floating(PARAMS, jnp.float16)), ValueError,
      "the params do not match the optimizer state: their structure, shapes or dtypes are not "
      "those that tx.init saw. Masters now: none; these params want: b float32[1], w float32[2]. "
-     "Cast params before tx.init (or let tx.init_params do it) and keep their dtypes"),
+     "Cast params before tx.init (or let tx.init_params do it) and keep their dtypes; a state that "
+     "was saved under another policy has other masters"),
     ("in a chain", lambda: optax.chain(tx(), optax.clip(1.0)).init(PARAMS), ValueError,
      "mixed_precision must be the outermost transformation, but optax.transforms._combining "
      "called it. Put the other transformation inside: mixed_precision(optax.chain(clip, adamw)"),
@@ -202,6 +204,10 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ("two policies", lambda: step(lambda p, b: p["b"][0], policy="mixed_bfloat16"), ValueError,
      "the train step computes in bfloat16, but the optimizer was wrapped for float16, and its "
      "loss scale chosen for that. Give make_train_step and mixed_precision the same policy"),
+    ("two reductions", lambda: step(
+        lambda p, b: p["b"][0], policy="p=f32,c=f16,o=f32,reduce=float16"), ValueError,
+     "the train step reduces gradients in float16, but the optimizer was wrapped for float32. Give "
+     "both the same policy"),
     ("select", lambda: jaxmp.select(jnp.array(True), jnp.float32(1), jnp.float16(1)), TypeError,
      "cannot select between float32 and float16: cast one of them"),
     ("select by a mask", lambda: jaxmp.select(jnp.ones(2, bool), 1.0, 2.0), TypeError,

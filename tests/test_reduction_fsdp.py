@@ -359,6 +359,10 @@ def test_fully_sharded() -> None:
         fully_sharded(params, MESH, ("data", "x"))
     with pytest.raises(ValueError, match="must name a mesh axis or several, got none"):
         fully_sharded(params, MESH, ())
+    with pytest.raises(ValueError, match="for 'big', but the mesh has no axis 'mlp'; it has "):
+        fully_sharded(params, GRID, base=base | {"big": P("mlp")})
+    with pytest.raises(ValueError, match="base must be a tree of PartitionSpec like the params"):
+        fully_sharded(params, GRID, base={"big": P()})
     with pytest.raises(ValueError, match="'small' has 1 dimensions, too few"):
         fully_sharded(params, MESH, base=base | {"small": P(None, "model")})
 
