@@ -29,6 +29,7 @@ CONTROL, PROGRAM = "_autocast/_control_flow.py", "_autocast/_program.py"
 FLOW = "_autocast/_flow.py"
 RULES, FLOPS, WALK = "_autocast/_custom_rules.py", "_audit/_flops.py", "_audit/_walk.py"
 UPCASTS, TALLY = "_audit/_upcasts.py", "_audit/_tally.py"
+SUMS = "_autocast/_recurrence.py"
 
 X = jnp.ones((4, 4))
 MESH = Mesh(np.array(jax.devices()[:2]), ("devices",))
@@ -124,7 +125,7 @@ class Read(NamedTuple):
 
 
 READ = [
-    Read("jit", "jaxpr", is_jaxpr, (CONTROL, PROGRAM)),
+    Read("jit", "jaxpr", is_jaxpr, (CONTROL, PROGRAM, SUMS)),
     Read("jit", "name", is_a(str), (PROGRAM, FLOW)),
     Read("jit", "in_shardings", is_a(tuple), (COMPAT,)),
     Read("jit", "out_shardings", is_a(tuple), (COMPAT,)),
@@ -132,19 +133,19 @@ READ = [
     Read("jit", "out_layouts", is_a(tuple), (COMPAT,)),
     Read("jit", "donated_invars", tuple_of(is_a(bool)), (COMPAT,)),
     Read("jit", "compiler_options_kvs", is_a(tuple), (COMPAT,)),
-    Read("scan", "jaxpr", is_jaxpr, (CONTROL,)),
+    Read("scan", "jaxpr", is_jaxpr, (CONTROL, SUMS)),
     Read("scan", "length", is_a(int), (WALK,)),
-    Read("while", "cond_jaxpr", is_jaxpr, (CONTROL,)),
-    Read("while", "body_jaxpr", is_jaxpr, (CONTROL,)),
-    Read("while", "cond_nconsts", is_a(int), (CONTROL, UPCASTS)),
-    Read("while", "body_nconsts", is_a(int), (CONTROL, UPCASTS)),
-    Read("cond", "branches", tuple_of(is_jaxpr), (CONTROL,)),
+    Read("while", "cond_jaxpr", is_jaxpr, (CONTROL, SUMS)),
+    Read("while", "body_jaxpr", is_jaxpr, (CONTROL, SUMS)),
+    Read("while", "cond_nconsts", is_a(int), (CONTROL, UPCASTS, SUMS)),
+    Read("while", "body_nconsts", is_a(int), (CONTROL, UPCASTS, SUMS)),
+    Read("cond", "branches", tuple_of(is_jaxpr), (CONTROL, SUMS)),
     # Bound again as it is, and so not closed.
-    Read("remat2", "jaxpr", is_a(core.Jaxpr), (CONTROL,)),
-    Read("custom_jvp_call", "call_jaxpr", is_jaxpr, (RULES,)),
+    Read("remat2", "jaxpr", is_a(core.Jaxpr), (CONTROL, SUMS)),
+    Read("custom_jvp_call", "call_jaxpr", is_jaxpr, (RULES, SUMS)),
     Read("custom_jvp_call", "num_consts", is_a(int), (RULES,)),
     Read("custom_vjp_call", "num_consts", is_a(int), (RULES,)),
-    Read("custom_vjp_call", "call_jaxpr", is_jaxpr, (RULES,)),
+    Read("custom_vjp_call", "call_jaxpr", is_jaxpr, (RULES, SUMS)),
     Read("custom_vmap_call", "call", is_jaxpr, (CONTROL,)),
     Read("shard_map", "jaxpr", is_jaxpr, (CONTROL,)),
     Read("shard_map", "mesh", has("axis_names"), (CONTROL,)),

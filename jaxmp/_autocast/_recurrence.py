@@ -30,16 +30,9 @@ _MOVES = frozenset(
     ]
 )
 _BOUNDS = frozenset({"max", "min", "clamp"})
-# Operations that run a program on just what they are given, and where it is in their params.
-_CALLS = {
-    **dict.fromkeys(JITS, "jaxpr"),
-    "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-}
+# Operations that run a program on just what they are given.
+_JAXPRS = frozenset({*JITS, "remat2", "checkpoint"})
+_CALLS = frozenset({"closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"})
 
 
 class Part(enum.IntEnum):
@@ -85,8 +78,10 @@ def _parts(program: Program, given: Sequence[Part]) -> list[Part]:
 
 def _of_operation(op: Op, found: list[Part]) -> list[Part]:
     """The part that a carry has in the results of an operation, of that in its operands."""
+    if op.name in _JAXPRS:
+        return _parts(read(op.params["jaxpr"]), found)
     if op.name in _CALLS:
-        return _parts(read(op.params[_CALLS[op.name]]), found)
+        return _parts(read(op.params["call_jaxpr"]), found)
     if op.name == "cond" and not found[0]:
         branches = [_parts(read(branch), found[1:]) for branch in op.params["branches"]]
         return [max(each) for each in zip(*branches, strict=True)]
