@@ -220,7 +220,8 @@ def fully_sharded(
             chosen = _largest(shape, entries, parts)
             for i in chosen:
                 entries[i] = axis if isinstance(axis, str) else axes
-            if not chosen and math.prod(shape) >= _LARGE:
+            split = math.prod(mesh.shape[name] for name in axes_of_spec(spec))
+            if not chosen and parts > 1 and math.prod(shape) // split >= _LARGE:
                 whole.append(f"{name!r} of shape {shape}")
         while entries and entries[-1] is None:
             entries.pop()
@@ -233,9 +234,9 @@ def fully_sharded(
 def _left_whole(params: Sequence[str], axes: Sequence[str], parts: int) -> str:
     more = f" and {len(params) - 3} more" if len(params) > 3 else ""
     return (
-        f"the {parts} devices of {' and '.join(map(repr, axes))} divide no free dimension of "
-        f"{', '.join(params[:3])}{more}, so that each device keeps all of it and of its state. "
-        "Pad a dimension to a multiple, or raise min_size if it is to stay whole"
+        f"the {parts} devices along {' and '.join(map(repr, axes))} divide no free dimension of "
+        f"{', '.join(params[:3])}{more}, so that it is not split over them, nor is its state. "
+        "Pad a dimension to a multiple, or raise min_size if it is to stay so"
     )
 
 

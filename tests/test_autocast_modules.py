@@ -1,6 +1,7 @@
 """Autocast of live nnx modules and of linen modules: their state, and rules that name them."""
 
 import functools
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -176,6 +177,25 @@ class Inside(nn.Module):
             fast = jaxmp.autocast(lambda given, x: applied(given["layers"][0], x), "mixed_bfloat16")
             return fast({"layers": [dense]}, x)
         return jaxmp.autocast(ways[self.way], "mixed_bfloat16")(x)
+
+
+class Lazy(Mapping[str, Any]):
+    """A mapping that reads its values when they are asked for, and cannot."""
+
+    def __getitem__(self, key: str) -> Any:
+        raise KeyError(key)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter("a")
+
+    def __len__(self) -> int:
+        return 1
+
+
+def test_what_a_function_holds_is_not_read() -> None:
+    held, many = Lazy(), [object()] * 10**7
+    fast = jaxmp.autocast(lambda x: x @ x.T + len(held) + len(many), "mixed_bfloat16")
+    assert fast(np.ones((2, 2), np.float32)).shape == (2, 2)
 
 
 def test_linen_modules_inside_of_modules_are_an_error_that_helps() -> None:

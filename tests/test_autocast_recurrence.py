@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 import jaxmp
 from tests.autocast_checks import BF16, LOW, W, error, rows
@@ -78,6 +79,12 @@ ADDS: dict[str, Callable[[Any, Any], Any]] = {
     "less": lambda c, x: c.at[0].set(c[0] + x[0]),
     "up to a bound": lambda c, x: jnp.minimum(c + x, 1e6),
     "subtracted": lambda c, x: -(-c - x),
+    "if finite": lambda c, x: jnp.where(jnp.isfinite(c + x).all(), c + x, c),
+    "in a branch if finite": lambda c, x: lax.cond(
+        jnp.isfinite(c).all(), lambda c, x: c + x, lambda c, x: c, c, x
+    ),
+    "behind a barrier": lambda c, x: lax.optimization_barrier((c, x))[0] + x,
+    "named": lambda c, x: checkpoint_name(c, "total") + x,
 }
 
 

@@ -24,6 +24,19 @@ def rotated(x: Any, w: Any, phases: Any) -> Any:
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], -1)
 
 
+def rotated_and_scaled(x: Any, w: Any, phases: Any) -> Any:
+    """A product reads them as well."""
+    phases = jnp.concatenate([phases, phases], -1)
+    return (x @ w) * phases / 2048 + jnp.cos(phases)
+
+
+def rotated_and_added(x: Any, w: Any, phases: Any) -> Any:
+    """They are added to an activation as well."""
+    phases = jnp.concatenate([phases, phases], -1)
+    h = x @ w
+    return jnp.sin(phases) * h + jnp.where(h > 0, (h + phases) / 2048, 0)
+
+
 def through_scan(x: Any, w: Any, phases: Any) -> Any:
     def body(carry: Any, _: Any) -> Any:
         h, phases = carry
@@ -49,6 +62,8 @@ def one_by_one(x: Any, w: Any, phases: Any) -> Any:
 
 WAYS = {
     "checkpoint": jax.checkpoint(rotated),
+    "checkpoint, scaled": jax.checkpoint(rotated_and_scaled),
+    "checkpoint, added": jax.checkpoint(rotated_and_added),
     "checkpoint of checkpoint": jax.checkpoint(jax.checkpoint(rotated)),
     "carry": through_scan,
     "carry of a checkpoint": jax.checkpoint(through_scan),
@@ -112,6 +127,80 @@ def test_a_checkpoint_keeps_a_stream_in_16_bits(policy: str) -> None:
         kept = next(e for e in equations(closed) if e.primitive.name in ("remat2", "checkpoint"))
         assert [str(v.aval.dtype) for v in kept.invars if v.aval.shape == (4, 16)] == [dtype]
         check(fun, *args, policy=policy, roundings=16)
+
+
+def test_the_halves_of_a_row_in_a_checkpoint() -> None:
+    def f(y: Any, i: Any) -> Any:
+        def halves(y: Any) -> Any:
+            high = y.astype(jnp.bfloat16)
+            return high, (y - high.astype(jnp.float32)).astype(jnp.bfloat16)
+
+        return jax.checkpoint(halves)(y[i])
+
+    args = rows(8, 4), jnp.arange(4)
+    for got, want in zip(jaxmp.autocast(f, BF16)(*args), f(*args), strict=True):
+        np.testing.assert_array_equal(got, want)
+        assert np.any(np.asarray(want) != 0)
+
+
+def normed(x: Any) -> Any:
+    return x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+
+
+MASK = np.arange(4)[:, None] < 3
+BLOCKS = {
+    "masked": lambda x, w: x + jnp.where(MASK, jnp.tanh(normed(x) @ w), 0),
+    "with noise": lambda x, w: (
+        x + jnp.tanh(normed(x) @ w) * (1 + jax.random.uniform(jax.random.key(0), x.shape))
+    ),
+    "by position": lambda x, w: x + (normed(x) @ w) / (1 + jnp.arange(16.0)).reshape(1, 16),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_checkpoints_one_by_one_keep_16_bits(name: str) -> None:
+    """A stream that begins as an embedding, and to which numbers of no activation are added."""
+
+    def f(table: Any, w: Any, i: Any) -> Any:
+        x = table[i]
+        for _ in range(3):
+            x = jax.checkpoint(BLOCKS[name])(x, w)
+        return x
+
+    args = rows(32, 16), W, jnp.arange(4)
+    closed = jax.make_jaxpr(jaxmp.autocast(f, BF16))(*args)
+    kept = [e for e in equations(closed) if e.primitive.name in ("remat2", "checkpoint")]
+    shapes = [[str(v.aval.dtype) for v in e.invars if v.aval.shape == (4, 16)] for e in kept]
+    assert shapes == [["bfloat16"]] * 3
+    check(f, *args, roundings=16)
+
+
+def test_carries_that_depend_on_a_stream() -> None:
+    """The layer before it; two streams that change places; the embedding of the next token."""
+
+    def before(table: Any, w: Any, i: Any) -> Any:
+        e = table[i]
+        body = lambda c, _: ((c[0] + jnp.tanh(c[0] @ w), c[0]), None)  # noqa: E731
+        return lax.scan(body, (e, e @ w), None, length=3)[0]
+
+    def swapped(table: Any, w: Any, i: Any) -> Any:
+        e = table[i]
+        body = lambda c, _: ((c[1], c[0] + jnp.tanh(c[1] @ w)), None)  # noqa: E731
+        return lax.scan(body, (e @ w, e), None, length=3)[0]
+
+    def decoder(table: Any, w: Any, i: Any) -> Any:
+        def body(carry: Any, tokens: Any) -> Any:
+            h, e = carry
+            return (jnp.tanh(h @ w + e), table[tokens]), None
+
+        return lax.scan(body, (table[i] @ w, table[i] @ w), jnp.stack([i, i + 1]))[0]
+
+    args = rows(32, 16), W, jnp.arange(4)
+    for f in (before, swapped, decoder):
+        closed = jax.make_jaxpr(jaxmp.autocast(f, BF16))(*args)
+        scan = next(e for e in equations(closed) if e.primitive.name == "scan")
+        assert [str(v.aval.dtype) for v in scan.outvars] == ["bfloat16"] * 2, f.__name__
+        check(f, *args, roundings=24)
 
 
 def test_a_stream_that_adds_up_embeddings() -> None:

@@ -4,7 +4,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax import lax
 
 import jaxmp
 from tests.autocast_checks import BF16, BOTH, LOW, W, X, check, rows, weights
@@ -125,3 +127,39 @@ def test_a_norm_a_relu_and_a_mean_are_float32_all_along() -> None:
     assert made_by(f, "max", X, W) == ["float32"]
     assert made_by(multiplied, "max", X, W) == ["bfloat16"]  # positive control
     check(f, X, W)
+
+
+@jax.custom_vjp
+def cross_entropy(logits: Any) -> Any:
+    return jax.nn.logsumexp(logits, -1) - logits[..., 0]
+
+
+cross_entropy.defvjp(
+    lambda z: (cross_entropy(z), z),
+    lambda z, g: (g[..., None] * (jax.nn.softmax(z) - jnp.eye(z.shape[-1])[:1]),),
+)
+
+
+@both
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint], ids=["", "checkpoint"])
+def test_losses_by_a_custom_vjp_are_stored_in_float32(policy: str, wrap: Any) -> None:
+    """Stacked by a scan, and handed to a checkpoint."""
+
+    def f(xs: Any, w: Any) -> Any:
+        losses = lax.map(lambda x: cross_entropy(x @ w), xs)
+        return wrap(lambda losses: 2 * losses)(losses)
+
+    out = jaxmp.autocast(f, policy, output="computed")(X[None], W)
+    assert out.dtype == jnp.float32
+    assert np.any(out != out.astype(LOW[policy]).astype(jnp.float32))
+    check(f, X[None], W, policy=policy)
+
+
+def test_what_a_custom_vjp_reshapes_is_an_activation_still() -> None:
+    @jax.custom_vjp
+    def flattened(x: Any) -> Any:
+        return x.reshape(-1, 16)
+
+    flattened.defvjp(lambda x: (flattened(x), x.shape), lambda shape, g: (g.reshape(shape),))
+    f = lambda x, w: flattened((x @ w).reshape(2, 2, 16)) + x @ w  # noqa: E731
+    assert jaxmp.autocast(f, BF16, output="computed")(X, W).dtype == jnp.bfloat16

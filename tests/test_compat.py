@@ -135,7 +135,7 @@ READ = [
     Read("jit", "compiler_options_kvs", is_a(tuple), (COMPAT,)),
     Read("scan", "jaxpr", is_jaxpr, (CONTROL, SUMS)),
     Read("scan", "length", is_a(int), (WALK,)),
-    Read("while", "cond_jaxpr", is_jaxpr, (CONTROL, SUMS)),
+    Read("while", "cond_jaxpr", is_jaxpr, (CONTROL,)),
     Read("while", "body_jaxpr", is_jaxpr, (CONTROL, SUMS)),
     Read("while", "cond_nconsts", is_a(int), (CONTROL, UPCASTS, SUMS)),
     Read("while", "body_nconsts", is_a(int), (CONTROL, UPCASTS, SUMS)),

@@ -369,20 +369,25 @@ def test_fully_sharded() -> None:
 
 def test_large_params_that_cannot_be_split_are_named() -> None:
     odd, small = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((129, 65), (63, 65)))
-    text = r"divide no free dimension of 'odd' of shape \(129, 65\), so that each "
+    text = r"8 devices along 'data' divide no free dimension of 'odd' of shape \(129, 65\), so that"
     with pytest.warns(UserWarning, match=text) as caught:
         shardings = fully_sharded({"odd": odd, "small": small}, MESH, min_size=1)
     assert len(caught) == 1
     assert caught[0].filename == __file__
     assert {x.spec for x in shardings.values()} == {P()}
-    with pytest.warns(UserWarning, match=r"'2' of shape \(129, 65\) and 2 more, so that"):
+    with pytest.warns(UserWarning, match=r"'2' of shape \(129, 65\) and 2 more, so that it is not"):
         fully_sharded([odd] * 5, MESH)
-    # All of its dimensions are taken; split over the axis already; and meant to stay whole.
+    # All of its dimensions are taken, and a part of it is large still.
     both = jax.ShapeDtypeStruct((64, 129), "float32")
-    with pytest.warns(UserWarning, match="4 devices of 'data' divide no free dimension"):
+    with pytest.warns(UserWarning, match="4 devices along 'data' divide no free dimension"):
         fully_sharded({"w": both}, GRID, base={"w": P("model")})
+    # A part is small; split over the axis already; meant to stay whole; nothing to split over.
+    vector = jax.ShapeDtypeStruct((4096,), "float32")
+    assert fully_sharded({"w": vector}, GRID, base={"w": P("model")})["w"].spec == P("model")
     assert fully_sharded({"w": odd}, MESH, base={"w": P("data")})["w"].spec == P("data")
     assert fully_sharded({"w": odd}, MESH, min_size=2**14)["w"].spec == P()
+    alone = jax.sharding.Mesh(np.array(jax.devices()).reshape(1, 8), ("data", "model"))
+    assert fully_sharded({"w": vector}, alone, base={"w": P("model")})["w"].spec == P("model")
 
 
 def test_empty_leaves() -> None:

@@ -14,13 +14,15 @@ from jaxmp._autocast._kinds import FLOAT32, Kind, State, entering, fits, joined
 from jaxmp._autocast._program import JITS, Op, read
 from jaxmp._autocast._recurrence import adds_up
 from jaxmp._autocast._scopes import Region
-from jaxmp._autocast._steps import HALVES, States, Step, alone, is_ours
+from jaxmp._autocast._steps import States, Step, alone, is_ours
 from jaxmp._dtypes import DType
-from jaxmp._op_lists import CONTRACTIONS
+from jaxmp._op_lists import OpClass
 
 # What a scan may carry in 16 bits if its body returns it so: activations, in whatever dtype they
 # begin. Zeros are not among them, with which sums begin, nor params laid out for an ensemble.
 _MAY_BE_LOW = frozenset({Kind.LOW, Kind.BRIEF, Kind.PLACED})
+# What an activation makes of a stream that it is added to.
+_STREAM = frozenset({Kind.LOW, Kind.PLACED})
 
 
 def plan_control(op: Op, states: States, context: Context, region: Region) -> Step:
@@ -102,7 +104,7 @@ def _remat(
     # What goes in is what a checkpoint keeps: activations in 16 bits.
     states = [state and _stored(state, region) for state in states]
     inner = planned(op.params["jaxpr"], states, context, op, widened=widened)
-    if streams := _streams(inner, states):
+    if streams := _streams(inner, states, context, region):
         states = [streams.get(i, state) for i, state in enumerate(states)]
         inner = planned(op.params["jaxpr"], states, context, op, widened=widened)
 
@@ -114,21 +116,36 @@ def _remat(
     return Step(op, in_dtypes(states), inner.results, run=bind, widened=again)
 
 
-def _streams(inner: Plan, states: States) -> dict[int, State]:
-    """Rows that a program adds to activations in 16 bits, as they will be then: an embedding."""
-    rows = {
+# They lose a phase that is rounded, and so do operations of the class FLOAT32.
+_OF_ANGLES = frozenset({"cos", "sin", "tan"})
+
+
+def _streams(
+    inner: Plan, states: States, context: Context, region: Region
+) -> dict[int, State | None]:
+    """The streams of a network that begin as an embedding, or with noise: in 16 bits from then on.
+
+    A program adds them to activations; phases and targets are read otherwise, or by others too.
+    """
+    begun = {
         number: i
         for i, (number, state) in enumerate(zip(inner.program.inputs, states, strict=True))
-        if state is not None and state.kind is Kind.ROWS
+        if state is not None and state.kind in (Kind.ROWS, Kind.PLACED)
     }
-    found = {}
+    if not begun or region.exact:
+        return {}
+    added, exact = set[int](), set[int]()
     for step in inner.steps:
-        if step.op.name in CONTRACTIONS:  # which round what they read for themselves
-            continue
-        for atom, want in zip(step.op.inputs, step.wants, strict=True):
-            if isinstance(atom, int) and atom in rows and want in HALVES:
-                found[rows[atom]] = State(Kind.LOW, want)
-    return found
+        read_by = {
+            begun[atom] for atom in step.op.inputs if isinstance(atom, int) and atom in begun
+        }
+        op_class = context.lists.of(step.op.name, step.op.functions)
+        if op_class is OpClass.FLOAT32 or step.op.name in _OF_ANGLES:
+            exact |= read_by
+        elif step.op.name in ("add", "add_any"):
+            made = step.results[0]
+            added |= read_by if made is not None and made.kind in _STREAM else set()
+    return {i: State(Kind.LOW, region.low) for i in added - exact}
 
 
 def _scan(op: Op, states: States, context: Context, region: Region) -> Step:
@@ -162,6 +179,8 @@ def _scan(op: Op, states: States, context: Context, region: Region) -> Step:
 
 # Rows are exact as long as each turn returns rows: an embedding, but also phases by position.
 _BECOMES_LOW = frozenset({Kind.LOW, Kind.ROWS})
+# What a turn may return for a carry that began as an activation: the next token's embedding too.
+_GOES_ON = frozenset({*_MAY_BE_LOW, Kind.ROWS})
 
 
 def _first_carry(state: State | None, aval: Any, region: Region) -> State | None:
@@ -197,7 +216,17 @@ def _settled(
         ]
         if new == inside:
             return inner, inside
-        inside = new
+        # What depends on rows that have become an activation is judged when they are one.
+        streams = [
+            end if _becomes_low(begin, end) else begin
+            for begin, end in zip(inside, new, strict=True)
+        ]
+        inside = new if streams == inside else streams
+
+
+def _becomes_low(begin: State | None, end: State | None) -> bool:
+    rows = begin is not None and begin.kind is Kind.ROWS
+    return rows and end is not None and end.kind is Kind.LOW
 
 
 def _next_carry(
@@ -208,7 +237,7 @@ def _next_carry(
     if begin.kind is Kind.ROWS and end.kind in _MAY_BE_LOW and low is not None:
         return State(Kind.LOW, end.dtype if end.kind is Kind.LOW else low)
     if begin.kind is Kind.LOW:
-        stays = end.kind in _MAY_BE_LOW and (end.kind is not Kind.LOW or end.dtype == begin.dtype)
+        stays = end.kind in _GOES_ON and (end.kind is not Kind.LOW or end.dtype == begin.dtype)
         literal = end.kind is Kind.LITERAL and fits(end.value, begin.dtype)
         return begin if stays or literal else State(Kind.WIDE, FLOAT32)
     return begin if end.kind is begin.kind else State(Kind.WIDE, FLOAT32)

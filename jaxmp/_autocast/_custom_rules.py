@@ -107,19 +107,25 @@ def custom_vjp(op: Op, states: States, context: Context, region: Region) -> Step
     if not ACTIVATIONS & kinds_of(states):
         return alone(op, states)
     step = alone(op, states, exact=Kind.BRIEF)
-    dims = max(
-        aval.ndim
+    activations = [
+        aval
         for state, aval in zip(states, op.in_avals, strict=True)
         if state is not None and state.kind in ACTIVATIONS
-    )
-    # With fewer dimensions it is a statistic: a loss, the logarithm of a sum of exponentials.
+    ]
     step.results = [
         state._replace(kind=Kind.FACTOR)
-        if state is not None and state.kind is Kind.BRIEF and aval.ndim < dims
+        if state is not None and state.kind is Kind.BRIEF and _is_statistic(aval, activations)
         else state
         for state, aval in zip(step.results, op.out_avals, strict=True)
     ]
     return step
+
+
+def _is_statistic(aval: Any, activations: list[Any]) -> bool:
+    """Whether a result sums up activations: a loss, the logarithm of a sum of exponentials."""
+    return all(aval.size < given.size for given in activations) and all(
+        aval.ndim < given.ndim for given in activations
+    )
 
 
 def _entered(op: Op, states: States, context: Context) -> Step:

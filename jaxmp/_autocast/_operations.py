@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend import core
 
 from jaxmp import _compat
 from jaxmp._autocast._kinds import (
@@ -47,16 +48,24 @@ def convert(op: Op, states: States) -> Step:
     if state is None or not is_ours(made):
         step = alone(op, states)
         if is_ours(made) and made.dtype == FLOAT32:
-            truth = given.dtype == jnp.bool_
-            whole = jnp.issubdtype(given.dtype, jnp.integer)
-            kind = Kind.LITERAL if truth else Kind.TABLE if whole else Kind.WIDE
-            step.results = [State(kind, FLOAT32, 1.0 if truth else None)]
+            step.results = [_of_numbers(op.inputs[0], given)]
         return step
     if target != FLOAT32:
         return Step(op, [target], [State(Kind.LOW, jnp.dtype(target))], run=_pass_on)
     if given.dtype != FLOAT32 and state.kind is Kind.LOW:
         return Step(op, [FLOAT32], [State(Kind.WIDE, FLOAT32)], run=_pass_on)
     return Step(op, [None], [state], run=_pass_on)
+
+
+def _of_numbers(atom: int | core.Literal, aval: Any) -> State:
+    """What is known of integers, truth values or foreign floats that were made float32."""
+    if aval.dtype == jnp.bool_:
+        return State(Kind.LITERAL, FLOAT32, 1.0)
+    if not jnp.issubdtype(aval.dtype, jnp.integer):
+        return State(Kind.WIDE, FLOAT32)
+    if isinstance(atom, core.Literal) and not aval.shape:
+        return State(Kind.LITERAL, FLOAT32, float(atom.val))  # jnp.where(mask, h, 0)
+    return State(Kind.TABLE, FLOAT32)
 
 
 def _pass_on(op: Op, values: list[Any]) -> list[Any]:

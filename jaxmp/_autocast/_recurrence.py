@@ -4,6 +4,8 @@ import enum
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from jaxmp import _compat
 from jaxmp._autocast._program import JITS, Op, Program, read
 
@@ -20,6 +22,7 @@ _MOVES = frozenset(
         "gather",
         "split",
         "copy",
+        "name",
         "convert_element_type",
         "reduce_precision",
         "neg",
@@ -27,6 +30,7 @@ _MOVES = frozenset(
         "concatenate",
         "dynamic_update_slice",
         "scatter",
+        "select_n",
     ]
 )
 _BOUNDS = frozenset({"max", "min", "clamp"})
@@ -82,7 +86,9 @@ def _of_operation(op: Op, found: list[Part]) -> list[Part]:
         return _parts(read(op.params["jaxpr"]), found)
     if op.name in _CALLS:
         return _parts(read(op.params["call_jaxpr"]), found)
-    if op.name == "cond" and not found[0]:
+    if op.name == "optimization_barrier":
+        return found
+    if op.name == "cond":
         branches = [_parts(read(branch), found[1:]) for branch in op.params["branches"]]
         return [max(each) for each in zip(*branches, strict=True)]
     if op.name == "scan":
@@ -90,11 +96,12 @@ def _of_operation(op: Op, found: list[Part]) -> list[Part]:
         return _of_loop(read(op.params["jaxpr"]), found, slice(consts, consts + carries))
     if op.name == "while":
         tested, of_body = op.params["cond_nconsts"], op.params["body_nconsts"]
-        carry = slice(of_body, None)
-        made = _of_loop(read(op.params["body_jaxpr"]), found[tested:], carry)
-        condition = _parts(read(op.params["cond_jaxpr"]), [*found[:tested], *made])
-        return [Part.MIXED] * len(made) if any(condition) else made
-    return [max(_by_itself(op, found), *found)] * len(op.outputs)
+        return _of_loop(read(op.params["body_jaxpr"]), found[tested:], slice(of_body, None))
+    part = max(_by_itself(op, found), *found)
+    # What a carry decides, such as whether it is finite, is no part of it.
+    return [
+        Part.NONE if getattr(aval, "dtype", None) == np.bool_ else part for aval in op.out_avals
+    ]
 
 
 def _of_loop(body: Program, found: list[Part], carry: slice) -> list[Part]:
@@ -117,7 +124,6 @@ def _by_itself(op: Op, found: list[Part]) -> Part:
         return Part.SUMMED if alone and found[0] else Part.MIXED
     scales = op.name == "mul" and alone
     divides = op.name == "div" and not found[1]
-    chooses = op.name == "select_n" and not found[0]
     bounds = op.name in _BOUNDS and alone
-    moves = op.name in _MOVES or scales or divides or chooses or bounds
+    moves = op.name in _MOVES or scales or divides or bounds
     return Part.MOVED if moves else Part.MIXED

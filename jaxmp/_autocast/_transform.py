@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -158,7 +158,7 @@ def _wrapped(fun: Callable[..., Any], settings: _Settings) -> Callable[..., Any]
     def autocast_fun(*args: Any, **kwargs: Any) -> Any:
         nonlocal captures
         static, arrays = split((args, kwargs))
-        _check_no_linen_state((fun, static.leaves))
+        _check_no_linen_state([fun, *(leaf for leaf in static.leaves if hasattr(leaf, "__dict__"))])
         # Within another trace a program of its own would only have to be taken apart again.
         inline = any(map(_compat.is_traced, arrays))
         out = None
@@ -175,7 +175,7 @@ def _wrapped(fun: Callable[..., Any], settings: _Settings) -> Callable[..., Any]
     return autocast_fun
 
 
-def _check_no_linen_state(call: Any) -> None:
+def _check_no_linen_state(call: list[Any]) -> None:
     """Raises ValueError for a call with linen modules that are being initialized or changed."""
     linen = sys.modules.get("flax.linen")  # without which there are no such functions
     if linen is None:
@@ -193,9 +193,12 @@ def _check_no_linen_state(call: Any) -> None:
             )
 
 
-def _held_by(call: Any) -> Iterator[Any]:
+_LARGEST_CONTAINER = 100  # of which a function that closes over it may hold modules
+
+
+def _held_by(call: list[Any]) -> Iterator[Any]:
     """A function and its arguments: what they are bound to, hold and close over."""
-    waiting, seen = [call], set[int]()
+    waiting, seen = list(call), set[int]()
     while waiting:
         value = waiting.pop()
         if id(value) in seen:
@@ -211,10 +214,9 @@ def _held_by(call: Any) -> Iterator[Any]:
                 cell.cell_contents for cell in value.__closure__ or () if not _is_empty(cell)
             ]
             waiting += [value.__defaults__, value.__kwdefaults__]
-        if isinstance(value, (list, tuple)):
-            waiting += value
-        if isinstance(value, Mapping):
-            waiting += value.values()
+        # Others may make their elements anew, or read them from a file.
+        if type(value) in (list, tuple, dict) and len(value) <= _LARGEST_CONTAINER:
+            waiting += value.values() if isinstance(value, dict) else value
 
 
 def _is_empty(cell: Any) -> bool:
