@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.core import FrozenDict
 
 import jaxmp
 import jaxmp.nnx
@@ -168,6 +169,7 @@ class Inside(nn.Module):
             "partial": functools.partial(applied, dense),
             "of a partial": (lambda call: lambda x: call(x))(functools.partial(applied, dense)),
             "bound": dense.__call__,
+            "in a dictionary": (lambda held: lambda x: held["a"](x))(FrozenDict(a=dense)),
             "in a list": (lambda layers: lambda x: layers[0](x))([dense]),
             "by default": lambda x, layer=dense: layer(x),
         }
@@ -201,7 +203,7 @@ def test_what_a_function_holds_is_not_read() -> None:
 def test_linen_modules_inside_of_modules_are_an_error_that_helps() -> None:
     for way in (
         "itself", "closed over", "by a function in it", "partial", "of a partial", "bound",
-        "in a list", "by default", "an argument", "among arguments",
+        "in a dictionary", "in a list", "by default", "an argument", "among arguments",
     ):  # fmt: skip
         module = Inside(way)
         with pytest.raises(ValueError, match=r"around Dense, which.*jaxmp\.autocast\(model\.apply"):

@@ -25,16 +25,21 @@ def rotated(x: Any, w: Any, phases: Any) -> Any:
 
 
 def rotated_and_scaled(x: Any, w: Any, phases: Any) -> Any:
-    """A product reads them as well."""
-    phases = jnp.concatenate([phases, phases], -1)
-    return (x @ w) * phases / 2048 + jnp.cos(phases)
+    """A product with an activation reads them as well."""
+    h = (x @ w)[:, : phases.shape[-1]]
+    return jnp.concatenate([h * phases / 2048, jnp.cos(phases)], -1)
 
 
 def rotated_and_added(x: Any, w: Any, phases: Any) -> Any:
-    """They are added to an activation as well."""
-    phases = jnp.concatenate([phases, phases], -1)
-    h = x @ w
-    return jnp.sin(phases) * h + jnp.where(h > 0, (h + phases) / 2048, 0)
+    """They are added to an activation as well, and scaled before their cosine is taken."""
+    h = (x @ w)[:, : phases.shape[-1]]
+    return jnp.concatenate([(h + phases) / 2048, jnp.sin(1.5 * phases) * h], -1)
+
+
+def added_and_reshaped(x: Any, w: Any, phases: Any) -> Any:
+    h = (x @ w)[:, : phases.shape[-1]]
+    angles = phases.reshape(2, 2, -1)
+    return jnp.concatenate([(h + phases) / 2048, jnp.cos(angles).reshape(h.shape)], -1)
 
 
 def through_scan(x: Any, w: Any, phases: Any) -> Any:
@@ -64,6 +69,7 @@ WAYS = {
     "checkpoint": jax.checkpoint(rotated),
     "checkpoint, scaled": jax.checkpoint(rotated_and_scaled),
     "checkpoint, added": jax.checkpoint(rotated_and_added),
+    "checkpoint, added and reshaped": jax.checkpoint(added_and_reshaped),
     "checkpoint of checkpoint": jax.checkpoint(jax.checkpoint(rotated)),
     "carry": through_scan,
     "carry of a checkpoint": jax.checkpoint(through_scan),

@@ -155,6 +155,16 @@ def test_losses_by_a_custom_vjp_are_stored_in_float32(policy: str, wrap: Any) ->
     check(f, X[None], W, policy=policy)
 
 
+def test_a_loss_by_a_custom_vjp_with_weights() -> None:
+    @jax.custom_vjp
+    def loss(logits: Any, weight: Any) -> Any:
+        return cross_entropy(logits) * weight
+
+    loss.defvjp(lambda z, s: (loss(z, s), (z, s)), lambda r, g: (0 * r[0], 0 * r[1]))
+    f = lambda xs, w: lax.map(lambda x: loss(x @ w, x @ w[:, 0]), xs)  # noqa: E731
+    assert jaxmp.autocast(f, BF16, output="computed")(X[None], W).dtype == jnp.float32
+
+
 def test_what_a_custom_vjp_reshapes_is_an_activation_still() -> None:
     @jax.custom_vjp
     def flattened(x: Any) -> Any:

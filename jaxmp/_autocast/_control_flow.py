@@ -116,8 +116,8 @@ def _remat(
     return Step(op, in_dtypes(states), inner.results, run=bind, widened=again)
 
 
-# They lose a phase that is rounded, and so do operations of the class FLOAT32.
-_OF_ANGLES = frozenset({"cos", "sin", "tan"})
+# A rounding of what they read may be all of it, as of what operations of the class FLOAT32 read.
+_OF_ANGLES = frozenset({"cos", "sin", "tan", "floor", "round"})
 
 
 def _streams(
@@ -125,26 +125,32 @@ def _streams(
 ) -> dict[int, State | None]:
     """The streams of a network that begin as an embedding, or with noise: in 16 bits from then on.
 
-    A program adds them to activations; phases and targets are read otherwise, or by others too.
+    A program adds them to activations. Phases and targets are not added, or read otherwise too,
+    when they have been moved, scaled or shifted.
     """
-    begun = {
-        number: i
+    made_of = {
+        number: {i}
         for i, (number, state) in enumerate(zip(inner.program.inputs, states, strict=True))
         if state is not None and state.kind in (Kind.ROWS, Kind.PLACED)
     }
-    if not begun or region.exact:
+    if not made_of or region.exact:
         return {}
+    begun = frozenset(made_of)
     added, exact = set[int](), set[int]()
     for step in inner.steps:
-        read_by = {
-            begun[atom] for atom in step.op.inputs if isinstance(atom, int) and atom in begun
-        }
+        atoms = [a for a in step.op.inputs if isinstance(a, int) and a in made_of]
+        if not atoms:
+            continue
+        made = step.results[0]
         op_class = context.lists.of(step.op.name, step.op.functions)
         if op_class is OpClass.FLOAT32 or step.op.name in _OF_ANGLES:
-            exact |= read_by
-        elif step.op.name in ("add", "add_any"):
-            made = step.results[0]
-            added |= read_by if made is not None and made.kind in _STREAM else set()
+            exact.update(*(made_of[a] for a in atoms))
+        elif step.op.name in ("add", "add_any") and made is not None and made.kind in _STREAM:
+            added.update(*(made_of[a] for a in atoms if a in begun))
+        else:
+            for number, state in zip(step.op.outputs, step.results, strict=True):
+                if state is not None and state.kind in (Kind.ROWS, Kind.PLACED):
+                    made_of[number] = set().union(*(made_of[a] for a in atoms))
     return {i: State(Kind.LOW, region.low) for i in added - exact}
 
 

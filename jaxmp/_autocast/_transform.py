@@ -180,7 +180,8 @@ def _check_no_linen_state(call: list[Any]) -> None:
     linen = sys.modules.get("flax.linen")  # without which there are no such functions
     if linen is None:
         return
-    for value in _held_by(call):
+    # A dictionary that is an attribute of a module becomes one of Flax's.
+    for value in _held_by(call, (dict, sys.modules["flax.core"].FrozenDict)):
         scope = value.scope if isinstance(value, linen.Module) else None
         if scope is not None and scope.mutable:
             raise ValueError(
@@ -196,7 +197,7 @@ def _check_no_linen_state(call: list[Any]) -> None:
 _LARGEST_CONTAINER = 100  # of which a function that closes over it may hold modules
 
 
-def _held_by(call: list[Any]) -> Iterator[Any]:
+def _held_by(call: list[Any], mappings: tuple[Any, ...]) -> Iterator[Any]:
     """A function and its arguments: what they are bound to, hold and close over."""
     waiting, seen = list(call), set[int]()
     while waiting:
@@ -214,9 +215,10 @@ def _held_by(call: list[Any]) -> Iterator[Any]:
                 cell.cell_contents for cell in value.__closure__ or () if not _is_empty(cell)
             ]
             waiting += [value.__defaults__, value.__kwdefaults__]
-        # Others may make their elements anew, or read them from a file.
-        if type(value) in (list, tuple, dict) and len(value) <= _LARGEST_CONTAINER:
-            waiting += value.values() if isinstance(value, dict) else value
+        # Other containers may make their elements anew, or read them from a file.
+        held: Any = value
+        if isinstance(held, (list, tuple, *mappings)) and len(held) <= _LARGEST_CONTAINER:
+            waiting += held.values() if isinstance(held, mappings) else held
 
 
 def _is_empty(cell: Any) -> bool:
