@@ -197,8 +197,9 @@ def _check_no_linen_state(call: list[Any]) -> None:
 _LARGEST_CONTAINER = 100  # of which a function that closes over it may hold modules
 
 
-def _held_by(call: list[Any], mappings: tuple[Any, ...]) -> Iterator[Any]:
+def _held_by(call: list[Any], mappings: Any) -> Iterator[Any]:
     """A function and its arguments: what they are bound to, hold and close over."""
+    containers: Any = (list, tuple, *mappings)
     waiting, seen = list(call), set[int]()
     while waiting:
         value = waiting.pop()
@@ -216,9 +217,8 @@ def _held_by(call: list[Any], mappings: tuple[Any, ...]) -> Iterator[Any]:
             ]
             waiting += [value.__defaults__, value.__kwdefaults__]
         # Other containers may make their elements anew, or read them from a file.
-        held: Any = value
-        if isinstance(held, (list, tuple, *mappings)) and len(held) <= _LARGEST_CONTAINER:
-            waiting += held.values() if isinstance(held, mappings) else held
+        if isinstance(value, containers) and len(value) <= _LARGEST_CONTAINER:
+            waiting += value.values() if isinstance(value, mappings) else value
 
 
 def _is_empty(cell: Any) -> bool:
