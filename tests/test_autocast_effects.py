@@ -146,6 +146,41 @@ def test_callbacks_in_loops_and_branches() -> None:
     assert seen == [0, 1, 2, 3] * 2
 
 
+REGIONS = {
+    "jit": lambda body, h: jax.jit(body)(h),
+    "checkpoint": lambda body, h: jax.checkpoint(body)(h),
+    "cond": lambda body, h: lax.cond(jnp.sum(h) > -1e6, body, lambda h: h, h),
+    "scan": lambda body, h: lax.scan(lambda h, _: (body(h), None), h, length=2)[0],
+    "while": lambda body, h: lax.fori_loop(0, jnp.int32(1), lambda _, h: body(h), h),
+    "layers": lambda body, h: lax.scan(jax.checkpoint(lambda h, _: (body(h), None)), h, length=2)[
+        0
+    ],
+}
+
+
+@pytest.mark.parametrize("region", REGIONS)
+@pytest.mark.parametrize("begins_as", ["activation", "embedding"])
+def test_callbacks_that_read_a_stream(region: str, begins_as: str) -> None:
+    """An operation without results, in every kind of region, of what may be 16 bits there."""
+    seen: list[Any] = []
+
+    def f(table: Any, w: Any, i: Any) -> Any:
+        def body(h: Any) -> Any:
+            jax.debug.callback(lambda h: seen.append(h), h)
+            return h + jnp.tanh(h @ w)
+
+        h = table[i]
+        return REGIONS[region](body, h if begins_as == "embedding" else h @ w)
+
+    args = X, W, jnp.arange(3)
+    got = jaxmp.autocast(f, BF16)(*args)
+    jax.effects_barrier()
+    assert {h.dtype for h in seen} <= {np.dtype("float32"), np.dtype(jnp.bfloat16)}
+    begun = X[:3] @ W if begins_as == "activation" else X[:3]
+    assert min(error(h, begun) for h in seen) < 2 * UNIT[BF16]  # they come in any order
+    assert error(got, f(*args)) < 24 * UNIT[BF16]
+
+
 def test_mutable_arrays() -> None:
     def f(x: Any, w: Any) -> Any:
         ref = jax.new_ref(jnp.zeros((4, 16)))

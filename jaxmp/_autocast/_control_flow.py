@@ -141,11 +141,11 @@ def _streams(
         atoms = [a for a in step.op.inputs if isinstance(a, int) and a in made_of]
         if not atoms:
             continue
-        made = step.results[0]
+        makes_stream = any(state and state.kind in _STREAM for state in step.results)
         op_class = context.lists.of(step.op.name, step.op.functions)
         if op_class is OpClass.FLOAT32 or step.op.name in _OF_ANGLES:
             exact.update(*(made_of[a] for a in atoms))
-        elif step.op.name in ("add", "add_any") and made is not None and made.kind in _STREAM:
+        elif step.op.name in ("add", "add_any") and makes_stream:
             added.update(*(made_of[a] for a in atoms if a in begun))
         else:
             for number, state in zip(step.op.outputs, step.results, strict=True):
