@@ -120,8 +120,11 @@ _FUNCTIONS: dict[str, OpClass] = {
 CONTRACTIONS = frozenset(_TABLE[OpClass.LOWER][0].split())
 # What has another shape than its operands because it puts them side by side.
 ARRANGEMENTS = frozenset({"concatenate", "pad", "stack", "tie"})
-# A value that is in float32 for a moment stays there through these.
-AFFINE = frozenset({"add", "sub", "mul", "div", "neg", "add_any"})
+# A value that is in float32 for a moment stays there through these: they scale and shift it, or
+# see no more than its last bits, as of a phase.
+KEEPS_FLOAT32 = frozenset(
+    {"add", "sub", "mul", "div", "neg", "add_any", "sin", "cos", "floor", "ceil", "round"}
+)
 
 
 @dataclasses.dataclass(frozen=True)

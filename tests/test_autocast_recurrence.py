@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxmp
 from tests.autocast_checks import BF16, LOW, W, error, rows
@@ -44,6 +45,20 @@ def inner_loop(body: Body) -> Body:
                                         (0, c))[1], None)  # fmt: skip
 
 
+MESH = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+ROWS = PartitionSpec("data")
+
+
+def sharded(x: Any) -> Any:
+    return lax.with_sharding_constraint(x, NamedSharding(MESH, ROWS))
+
+
+def over_devices(body: Body) -> Body:
+    add = jax.shard_map(lambda c, x: body(c, x)[0], mesh=MESH, in_specs=(ROWS, ROWS),
+                        out_specs=ROWS)  # fmt: skip
+    return lambda c, x: (add(c, x), None)
+
+
 def derivative_of_its_own(body: Body) -> Body:
     @jax.custom_jvp
     def call(c: Any, x: Any) -> Any:
@@ -61,6 +76,7 @@ WRAPPERS = {
     "cond": branch,
     "scan": inner_scan,
     "while": inner_loop,
+    "shard_map": over_devices,
     "custom_jvp": derivative_of_its_own,
 }
 
@@ -85,6 +101,12 @@ ADDS: dict[str, Callable[[Any, Any], Any]] = {
     ),
     "behind a barrier": lambda c, x: lax.optimization_barrier((c, x))[0] + x,
     "named": lambda c, x: checkpoint_name(c, "total") + x,
+    "sharded": lambda c, x: sharded(c + x),
+    "without a gradient": lambda c, x: lax.stop_gradient(c) + x,
+    "positive": lambda c, x: jnp.abs(c) + x,
+    "row by row": lambda c, x: jnp.stack([row + x[i] for i, row in enumerate(jnp.unstack(c))]),
+    "repeated": lambda c, x: jnp.tile(c[:1], (4, 1)) + x,
+    "in order": lambda c, x: jnp.sort(c, axis=0) + x,
 }
 
 
@@ -121,6 +143,14 @@ def test_streams_stay_in_16_bits(name: str) -> None:
 
     wide = name == "while"  # of which the number of turns is not known
     assert carried(f, rows(3, 4, 16), W) == {"float32" if wide else LOW[BF16]}
+
+
+def test_sharded_streams_stay_in_16_bits() -> None:
+    def f(x: Any, w: Any) -> Any:
+        body = lambda c, _: (sharded(sharded(c) + jnp.tanh(sharded(c @ w))), None)  # noqa: E731
+        return lax.scan(body, x @ w, None, length=3)[0]
+
+    assert carried(f, rows(4, 16), W) == {LOW[BF16]}
 
 
 def test_the_largest_stays_in_16_bits() -> None:

@@ -118,21 +118,83 @@ def test_a_stream_that_begins_as_an_embedding(policy: str) -> None:
 
 
 @both
-def test_a_checkpoint_keeps_a_stream_in_16_bits(policy: str) -> None:
-    """Also the first one, which begins as an embedding; not what it only multiplies."""
+def test_a_checkpoint_keeps_an_embedding_as_it_is(policy: str) -> None:
+    """In float32, since it may be read exactly. The layers after the first find 16 bits."""
 
     def f(table: Any, w: Any, i: Any) -> Any:
-        return jax.checkpoint(lambda h: jnp.cos(h + jnp.tanh(h @ w)) @ w)(table[i])
-
-    def first(table: Any, w: Any, i: Any) -> Any:
-        return jax.checkpoint(lambda h: jnp.tanh(h @ w))(table[i])
+        x = table[i]
+        for _ in range(3):
+            x = jax.checkpoint(lambda h: h + jnp.tanh(h @ w))(x)
+        return x
 
     args = rows(32, 16), W, jnp.arange(4)
-    for fun, dtype in ((f, LOW[policy]), (first, "float32")):
-        closed = jax.make_jaxpr(jaxmp.autocast(fun, policy))(*args)
-        kept = next(e for e in equations(closed) if e.primitive.name in ("remat2", "checkpoint"))
-        assert [str(v.aval.dtype) for v in kept.invars if v.aval.shape == (4, 16)] == [dtype]
-        check(fun, *args, policy=policy, roundings=16)
+    closed = jax.make_jaxpr(jaxmp.autocast(f, policy))(*args)
+    kept = [e for e in equations(closed) if e.primitive.name in ("remat2", "checkpoint")]
+    dtypes = [str(v.aval.dtype) for e in kept for v in e.invars if v.aval.shape == (4, 16)]
+    assert dtypes == ["float32", LOW[policy], LOW[policy]]
+    check(f, *args, policy=policy, roundings=16)
+
+
+POSITIONS = 300.3 + np.arange(32)[:, None] + np.linspace(0, 1, 16)
+READS = {
+    "as an integer": lambda p: (p.astype(jnp.int32) % 7).astype(jnp.float32),
+    "by floor": lambda p: p - jnp.floor(p),
+    "by differences": lambda p: p[1:] - p[:-1],
+    "from an origin": lambda p: jnp.tanh(p - 302.0),
+    "by order": lambda p: jnp.diff(jnp.sort(p, axis=0), axis=0),
+    "by a comparison": lambda p: jnp.where(p > 302.45, 1.0, 0.0),
+    "between points": lambda p: jnp.interp(p, jnp.linspace(300, 335, 50), jnp.arange(50.0) % 7),
+    "by cosine in a jit": lambda p: jax.jit(lambda p: jnp.cos(p) @ jnp.eye(16))(p),
+    "by cosine in a branch": lambda p: lax.cond(p[0, 0] > 0, jnp.cos, jnp.sin, p),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_positions_that_are_added_and_read_exactly(name: str) -> None:
+    """As a layer does that moves points: `x + f(x)` in a checkpoint, and differences of points."""
+
+    def f(table: Any, w: Any, i: Any) -> Any:
+        def layer(p: Any) -> tuple[Any, Any]:
+            read = READS[name](p)
+            return p + jnp.tanh(p @ w), read
+
+        return jax.checkpoint(layer)(table[i])[1]
+
+    args = jnp.asarray(POSITIONS, jnp.float32), W / 300, jnp.arange(4)
+    assert error(jaxmp.autocast(f, BF16)(*args), f(*args)) < 4 * UNIT[BF16]
+    low = args[0].astype(jnp.bfloat16).astype(jnp.float32)
+    assert error(f(low, *args[1:]), f(*args)) > 0.1  # positive control
+
+
+def test_coordinates_that_are_moved_in_a_checkpoint() -> None:
+    """A grid, and an offset that a network gives."""
+    grid = jnp.arange(256.0)
+
+    def f(x: Any, w: Any) -> Any:
+        def step(at: Any) -> tuple[Any, Any]:
+            return at + jnp.tanh(x @ w)[0], jnp.maximum(0, 1 - jnp.abs(at - 200.5))
+
+        return jax.checkpoint(step)((x @ w)[0] * 0.1 + grid)[1]
+
+    args = rows(4, 16), rows(16, 256) / 16
+    assert error(jaxmp.autocast(f, BF16)(*args), f(*args)) < 8 * UNIT[BF16]
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint], ids=["", "checkpoint"])
+def test_phases_with_a_learned_frequency(wrap: Any) -> None:
+    """Or of times that were normalized: float32 for a moment, read by a sine to its last bit."""
+
+    def learned(x: Any, w: Any, times: Any, scale: Any) -> Any:
+        return x @ w + jnp.sin(jnp.outer(times[AT % 64], jnp.exp(scale))) @ w
+
+    def normalized(x: Any, w: Any, times: Any, scale: Any) -> Any:
+        t = times[AT % 64]
+        t = (t - jnp.mean(t)) / jnp.std(t)
+        return x @ w + jnp.sin(jnp.outer(t, 100 * scale)) @ w
+
+    args = X, W, jnp.linspace(0, 50, 64), jnp.linspace(0, 4, 16)
+    for f in (learned, normalized):
+        assert error(jaxmp.autocast(wrap(f), BF16)(*args), f(*args)) < 8 * UNIT[BF16]
 
 
 def test_the_halves_of_a_row_in_a_checkpoint() -> None:
@@ -149,40 +211,8 @@ def test_the_halves_of_a_row_in_a_checkpoint() -> None:
         assert np.any(np.asarray(want) != 0)
 
 
-def normed(x: Any) -> Any:
-    return x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
-
-
-MASK = np.arange(4)[:, None] < 3
-BLOCKS = {
-    "masked": lambda x, w: x + jnp.where(MASK, jnp.tanh(normed(x) @ w), 0),
-    "with noise": lambda x, w: (
-        x + jnp.tanh(normed(x) @ w) * (1 + jax.random.uniform(jax.random.key(0), x.shape))
-    ),
-    "by position": lambda x, w: x + (normed(x) @ w) / (1 + jnp.arange(16.0)).reshape(1, 16),
-}
-
-
-@pytest.mark.parametrize("name", BLOCKS)
-def test_checkpoints_one_by_one_keep_16_bits(name: str) -> None:
-    """A stream that begins as an embedding, and to which numbers of no activation are added."""
-
-    def f(table: Any, w: Any, i: Any) -> Any:
-        x = table[i]
-        for _ in range(3):
-            x = jax.checkpoint(BLOCKS[name])(x, w)
-        return x
-
-    args = rows(32, 16), W, jnp.arange(4)
-    closed = jax.make_jaxpr(jaxmp.autocast(f, BF16))(*args)
-    kept = [e for e in equations(closed) if e.primitive.name in ("remat2", "checkpoint")]
-    shapes = [[str(v.aval.dtype) for v in e.invars if v.aval.shape == (4, 16)] for e in kept]
-    assert shapes == [["bfloat16"]] * 3
-    check(f, *args, roundings=16)
-
-
 def test_carries_that_depend_on_a_stream() -> None:
-    """The layer before it; two streams that change places; the embedding of the next token."""
+    """The layer before it; two streams that change places."""
 
     def before(table: Any, w: Any, i: Any) -> Any:
         e = table[i]
@@ -194,15 +224,8 @@ def test_carries_that_depend_on_a_stream() -> None:
         body = lambda c, _: ((c[1], c[0] + jnp.tanh(c[1] @ w)), None)  # noqa: E731
         return lax.scan(body, (e @ w, e), None, length=3)[0]
 
-    def decoder(table: Any, w: Any, i: Any) -> Any:
-        def body(carry: Any, tokens: Any) -> Any:
-            h, e = carry
-            return (jnp.tanh(h @ w + e), table[tokens]), None
-
-        return lax.scan(body, (table[i] @ w, table[i] @ w), jnp.stack([i, i + 1]))[0]
-
     args = rows(32, 16), W, jnp.arange(4)
-    for f in (before, swapped, decoder):
+    for f in (before, swapped):
         closed = jax.make_jaxpr(jaxmp.autocast(f, BF16))(*args)
         scan = next(e for e in equations(closed) if e.primitive.name == "scan")
         assert [str(v.aval.dtype) for v in scan.outvars] == ["bfloat16"] * 2, f.__name__
@@ -216,3 +239,33 @@ def test_a_stream_that_adds_up_embeddings() -> None:
     table, i = jnp.ones((4, 16)), jnp.zeros(1000, jnp.int32)
     out = jaxmp.autocast(f, BF16)(table, jnp.ones((16, 16)) / 16, i)
     np.testing.assert_array_equal(out, np.full(16, 1001.0))
+
+
+def test_rows_that_a_carry_goes_on_with() -> None:
+    """It begins as an activation, and then holds the phases of the next token: in float32."""
+
+    def f(x: Any, w: Any, phases: Any) -> Any:
+        def body(carry: Any, i: Any) -> Any:
+            h, angles = carry
+            return (jnp.tanh(h @ w) * jnp.concatenate([jnp.cos(angles)] * 2, -1), phases[i]), h
+
+        return lax.scan(body, (x @ w, (x @ w)[:, :8]), jnp.stack([AT, AT - 1, AT - 2]))[1]
+
+    args = X, W, jnp.asarray(PHASES)
+    closed = jax.make_jaxpr(jaxmp.autocast(f, BF16))(*args)
+    scan = next(e for e in equations(closed) if e.primitive.name == "scan")
+    assert [str(v.aval.dtype) for v in scan.outvars] == ["bfloat16", "float32", "bfloat16"]
+    check(f, *args, roundings=24, argnums=(0, 1))
+
+
+def test_rows_and_activations_that_take_turns() -> None:
+    """What depends on which of the two a carry is: the search for its dtype has an end."""
+
+    def f(x: Any, w: Any, table: Any) -> Any:
+        def body(carry: Any, i: Any) -> Any:
+            a, b, c = carry
+            return (b, table[i], a + c), None
+
+        return lax.scan(body, (x @ w, table[AT % 8], x @ w), jnp.stack([AT, AT - 1]) % 8)[0]
+
+    check(f, X, W, rows(8, 16), roundings=24, argnums=(0, 1))

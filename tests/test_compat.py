@@ -147,7 +147,7 @@ READ = [
     Read("custom_vjp_call", "num_consts", is_a(int), (RULES,)),
     Read("custom_vjp_call", "call_jaxpr", is_jaxpr, (RULES, SUMS)),
     Read("custom_vmap_call", "call", is_jaxpr, (CONTROL,)),
-    Read("shard_map", "jaxpr", is_jaxpr, (CONTROL,)),
+    Read("shard_map", "jaxpr", is_jaxpr, (CONTROL, SUMS)),
     Read("shard_map", "mesh", has("axis_names"), (CONTROL,)),
     Read("shard_map", "in_specs", tuple_of(is_a(PartitionSpec)), (CONTROL,)),
     Read("shard_map", "out_specs", tuple_of(is_a(PartitionSpec)), (CONTROL,)),

@@ -12,7 +12,7 @@ from jax.extend.core import Primitive, primitives
 from jax.interpreters import ad
 
 import jaxmp
-from jaxmp._op_lists import _TABLE, AFFINE, CLASSES, CONTRACTIONS, OpClass, OpLists, op_lists
+from jaxmp._op_lists import _TABLE, CLASSES, CONTRACTIONS, KEEPS_FLOAT32, OpClass, OpLists, op_lists
 from tests.dots import count_dots, equations
 
 # Has a rule of its own, outside of the table: a cast of the program's.
@@ -71,7 +71,7 @@ def test_no_name_is_in_the_table_twice() -> None:
 
 def test_the_other_lists_are_of_the_table() -> None:
     assert {CLASSES[name] for name in CONTRACTIONS} == {OpClass.LOWER}
-    assert set(CLASSES) >= AFFINE
+    assert set(CLASSES) >= KEEPS_FLOAT32
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -16,13 +16,10 @@ from jaxmp._autocast._recurrence import adds_up
 from jaxmp._autocast._scopes import Region
 from jaxmp._autocast._steps import States, Step, alone, is_ours
 from jaxmp._dtypes import DType
-from jaxmp._op_lists import OpClass
 
 # What a scan may carry in 16 bits if its body returns it so: activations, in whatever dtype they
 # begin. Zeros are not among them, with which sums begin, nor params laid out for an ensemble.
 _MAY_BE_LOW = frozenset({Kind.LOW, Kind.BRIEF, Kind.PLACED})
-# What an activation makes of a stream that it is added to.
-_STREAM = frozenset({Kind.LOW, Kind.PLACED})
 
 
 def plan_control(op: Op, states: States, context: Context, region: Region) -> Step:
@@ -104,9 +101,6 @@ def _remat(
     # What goes in is what a checkpoint keeps: activations in 16 bits.
     states = [state and _stored(state, region) for state in states]
     inner = planned(op.params["jaxpr"], states, context, op, widened=widened)
-    if streams := _streams(inner, states, context, region):
-        states = [streams.get(i, state) for i, state in enumerate(states)]
-        inner = planned(op.params["jaxpr"], states, context, op, widened=widened)
 
     def bind(op: Op, values: list[Any]) -> list[Any]:
         new = _compat.without_consts(_traced_once(context, inner, values))
@@ -114,44 +108,6 @@ def _remat(
 
     again = None if widened else lambda: _remat(op, states, context, region, widened=True)
     return Step(op, in_dtypes(states), inner.results, run=bind, widened=again)
-
-
-# A rounding of what they read may be all of it, as of what operations of the class FLOAT32 read.
-_OF_ANGLES = frozenset({"cos", "sin", "tan", "floor", "round"})
-
-
-def _streams(
-    inner: Plan, states: States, context: Context, region: Region
-) -> dict[int, State | None]:
-    """The streams of a network that begin as an embedding, or with noise: in 16 bits from then on.
-
-    A program adds them to activations. Phases and targets are not added, or read otherwise too,
-    when they have been moved, scaled or shifted.
-    """
-    made_of = {
-        number: {i}
-        for i, (number, state) in enumerate(zip(inner.program.inputs, states, strict=True))
-        if state is not None and state.kind in (Kind.ROWS, Kind.PLACED)
-    }
-    if not made_of or region.exact:
-        return {}
-    begun = frozenset(made_of)
-    added, exact = set[int](), set[int]()
-    for step in inner.steps:
-        atoms = [a for a in step.op.inputs if isinstance(a, int) and a in made_of]
-        if not atoms:
-            continue
-        makes_stream = any(state and state.kind in _STREAM for state in step.results)
-        op_class = context.lists.of(step.op.name, step.op.functions)
-        if op_class is OpClass.FLOAT32 or step.op.name in _OF_ANGLES:
-            exact.update(*(made_of[a] for a in atoms))
-        elif step.op.name in ("add", "add_any") and makes_stream:
-            added.update(*(made_of[a] for a in atoms if a in begun))
-        else:
-            for number, state in zip(step.op.outputs, step.results, strict=True):
-                if state is not None and state.kind in (Kind.ROWS, Kind.PLACED):
-                    made_of[number] = set().union(*(made_of[a] for a in atoms))
-    return {i: State(Kind.LOW, region.low) for i in added - exact}
 
 
 def _scan(op: Op, states: States, context: Context, region: Region) -> Step:
@@ -185,8 +141,6 @@ def _scan(op: Op, states: States, context: Context, region: Region) -> Step:
 
 # Rows are exact as long as each turn returns rows: an embedding, but also phases by position.
 _BECOMES_LOW = frozenset({Kind.LOW, Kind.ROWS})
-# What a turn may return for a carry that began as an activation: the next token's embedding too.
-_GOES_ON = frozenset({*_MAY_BE_LOW, Kind.ROWS})
 
 
 def _first_carry(state: State | None, aval: Any, region: Region) -> State | None:
@@ -212,6 +166,7 @@ def _settled(
 
     With a dtype `low`, what begins as rows and goes on as an activation is carried in it.
     """
+    begun = list(inside)
     while True:
         inner = planned(body, inside, context, op)
         returned = inner.results[: carry.stop - carry.start]
@@ -222,12 +177,19 @@ def _settled(
         ]
         if new == inside:
             return inner, inside
+        for i, kinds in enumerate(zip(*map(_kinds, (begun, inside, new)), strict=True)):
+            if kinds[0] is kinds[2] is not kinds[1]:
+                new[i] = State(Kind.WIDE, FLOAT32)  # or it went round in circles
         # What depends on rows that have become an activation is judged when they are one.
         streams = [
             end if _becomes_low(begin, end) else begin
             for begin, end in zip(inside, new, strict=True)
         ]
         inside = new if streams == inside else streams
+
+
+def _kinds(states: States) -> list[Kind | None]:
+    return [state and state.kind for state in states]
 
 
 def _becomes_low(begin: State | None, end: State | None) -> bool:
@@ -243,7 +205,9 @@ def _next_carry(
     if begin.kind is Kind.ROWS and end.kind in _MAY_BE_LOW and low is not None:
         return State(Kind.LOW, end.dtype if end.kind is Kind.LOW else low)
     if begin.kind is Kind.LOW:
-        stays = end.kind in _GOES_ON and (end.kind is not Kind.LOW or end.dtype == begin.dtype)
+        if end.kind is Kind.ROWS:
+            return State(Kind.ROWS, FLOAT32)  # the next token's embedding, or its phases
+        stays = end.kind in _MAY_BE_LOW and (end.kind is not Kind.LOW or end.dtype == begin.dtype)
         literal = end.kind is Kind.LITERAL and fits(end.value, begin.dtype)
         return begin if stays or literal else State(Kind.WIDE, FLOAT32)
     return begin if end.kind is begin.kind else State(Kind.WIDE, FLOAT32)

@@ -37,7 +37,7 @@ from jaxmp._autocast._steps import (
     results_of,
     wanting,
 )
-from jaxmp._op_lists import AFFINE, ARRANGEMENTS, CONTRACTIONS, OpClass
+from jaxmp._op_lists import ARRANGEMENTS, CONTRACTIONS, KEEPS_FLOAT32, OpClass
 
 
 def convert(op: Op, states: States) -> Step:
@@ -112,7 +112,7 @@ def promote(op: Op, states: States, region: Region) -> Step:
         soft = {Kind.LOW, Kind.LITERAL, Kind.SPREAD}
         kind = Kind.LOW if Kind.LOW in kinds and kinds <= soft else Kind.BRIEF
     else:
-        kind = combined(kinds, affine=op.name in AFFINE)
+        kind = combined(kinds, affine=op.name in KEEPS_FLOAT32)
     step = _in_kind(op, states, kind, region)
     step.lays_out = tuple(state is not None and state.kind is Kind.SPREAD for state in states)
     return step

@@ -21,21 +21,33 @@ _MOVES = frozenset(
         "dynamic_slice",
         "gather",
         "split",
-        "copy",
-        "name",
-        "convert_element_type",
-        "reduce_precision",
-        "neg",
-        "pad",
+        "stack",
+        "unstack",
+        "tile",
         "concatenate",
+        "pad",
+        "sort",
         "dynamic_update_slice",
         "scatter",
         "select_n",
+        "copy",
+        "name",
+        "stop_gradient",
+        "neg",
+        "abs",
+        "convert_element_type",
+        "reduce_precision",
+        "sharding_constraint",
+        "layout_constraint",
+        "reshard",
+        "device_put",
+        "pvary",
+        "pcast",
     ]
 )
 _BOUNDS = frozenset({"max", "min", "clamp"})
 # Operations that run a program on just what they are given.
-_JAXPRS = frozenset({*JITS, "remat2", "checkpoint"})
+_JAXPRS = frozenset({*JITS, "remat2", "checkpoint", "shard_map"})
 _CALLS = frozenset({"closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"})
 
 
