@@ -211,6 +211,43 @@ def test_the_halves_of_a_row_in_a_checkpoint() -> None:
         assert np.any(np.asarray(want) != 0)
 
 
+def normed(x: Any) -> Any:
+    return x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+
+
+TRUTH = np.arange(4)[:, None] < 3
+MASK = jnp.array([[1], [1], [1], [0]])
+BLOCKS = {
+    "masked": lambda x, w: x + jnp.where(TRUTH, jnp.tanh(normed(x) @ w), 0),
+    "times a mask": lambda x, w: x + jnp.tanh(normed(x) @ w) * MASK.astype(jnp.float32),
+    "masked at its end": lambda x, w: (
+        (x + jnp.tanh(normed(x) @ w)) * (MASK > 0).astype(jnp.int32).astype(jnp.float32)
+    ),
+    "with noise": lambda x, w: (
+        x + jnp.tanh(normed(x) @ w) * (1 + jax.random.uniform(jax.random.key(0), x.shape))
+    ),
+    "by position": lambda x, w: x + (normed(x) @ w) / (1 + jnp.arange(16.0)).reshape(1, 16),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_checkpoints_one_by_one_keep_16_bits(name: str) -> None:
+    """Also where numbers of no activation scale what is added to the stream."""
+
+    def f(table: Any, w: Any, i: Any) -> Any:
+        x = table[i]
+        for _ in range(3):
+            x = jax.checkpoint(BLOCKS[name])(x, w)
+        return x
+
+    args = rows(32, 16), W, jnp.arange(4)
+    closed = jax.make_jaxpr(jaxmp.autocast(f, BF16))(*args)
+    kept = [e for e in equations(closed) if e.primitive.name in ("remat2", "checkpoint")]
+    dtypes = [str(v.aval.dtype) for e in kept for v in e.invars if v.aval.shape == (4, 16)]
+    assert dtypes == ["float32", "bfloat16", "bfloat16"]
+    check(f, *args, roundings=16)
+
+
 def test_carries_that_depend_on_a_stream() -> None:
     """The layer before it; two streams that change places."""
 

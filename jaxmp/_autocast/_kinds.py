@@ -27,7 +27,7 @@ class Kind(enum.Enum):
     ROWS = "rows of a parameter: an embedding"
     FACTOR = "a statistic of activations, or of parameters: a mean, a norm"
     BRIEF = "an activation that is float32 for the moment, such as one being normalized"
-    PLACED = "an activation with positions or noise in it: float32 until it meets another"
+    PLACED = "an activation with positions or noise added: float32 until it meets one without"
     LOW = "an activation in 16 bits"
     WIDE = "float32 that has to stay float32: exponentials, logarithms, updated parameters"
 

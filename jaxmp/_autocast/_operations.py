@@ -113,9 +113,17 @@ def promote(op: Op, states: States, region: Region) -> Step:
         kind = Kind.LOW if Kind.LOW in kinds and kinds <= soft else Kind.BRIEF
     else:
         kind = combined(kinds, affine=op.name in KEEPS_FLOAT32)
+        if kind is Kind.PLACED and Kind.PLACED not in kinds and _is_scaled(op, states):
+            kind = Kind.BRIEF  # positions and masks that only scale it add no place of their own
     step = _in_kind(op, states, kind, region)
     step.lays_out = tuple(state is not None and state.kind is Kind.SPREAD for state in states)
     return step
+
+
+def _is_scaled(op: Op, states: States) -> bool:
+    divisor = states[-1]
+    divides = op.name == "div" and divisor is not None and divisor.kind is Kind.TABLE
+    return op.name == "mul" or divides
 
 
 def _may_be_masked(states: States, region: Region) -> bool:
