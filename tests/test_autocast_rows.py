@@ -1,5 +1,6 @@
 """Rows of an argument are exact until they meet activations: embeddings, phases, targets."""
 
+import types
 from typing import Any
 
 import jax
@@ -9,6 +10,8 @@ import pytest
 from jax import lax
 
 import jaxmp
+from jaxmp._autocast import _control_flow
+from jaxmp._autocast._kinds import Kind, State
 from tests.autocast_checks import BF16, BOTH, LOW, UNIT, W, X, check, error, rows
 from tests.dots import equations
 
@@ -167,17 +170,22 @@ def test_positions_that_are_added_and_read_exactly(name: str) -> None:
 
 
 def test_coordinates_that_are_moved_in_a_checkpoint() -> None:
-    """A grid, and an offset that a network gives."""
-    grid = jnp.arange(256.0)
+    """A grid and an offset that a network gives; what is there is looked up between two points."""
 
-    def f(x: Any, w: Any) -> Any:
-        def step(at: Any) -> tuple[Any, Any]:
-            return at + jnp.tanh(x @ w)[0], jnp.maximum(0, 1 - jnp.abs(at - 200.5))
+    def f(x: Any, w: Any, offset: Any, features: Any) -> Any:
+        def step(at: Any, h: Any) -> tuple[Any, Any]:
+            left = at.astype(jnp.int32)
+            part = at - left.astype(jnp.float32)
+            found = features[left] * (1 - part) + features[left + 1] * part
+            return at + (h @ offset)[:, 0], found
 
-        return jax.checkpoint(step)((x @ w)[0] * 0.1 + grid)[1]
+        h = jnp.tanh(x @ w)
+        return jax.checkpoint(step)((h @ offset)[:, 0] + jnp.arange(256.0), h)
 
-    args = rows(4, 16), rows(16, 256) / 16
-    assert error(jaxmp.autocast(f, BF16)(*args), f(*args)) < 8 * UNIT[BF16]
+    args = rows(256, 16), W, jnp.abs(rows(16, 1)) / 8, rows(300)
+    _, got = jaxmp.autocast(f, BF16)(*args)
+    _, want = f(*args)
+    assert error(got, want) < 8 * UNIT[BF16]
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint], ids=["", "checkpoint"])
@@ -295,14 +303,28 @@ def test_rows_that_a_carry_goes_on_with() -> None:
     check(f, *args, roundings=24, argnums=(0, 1))
 
 
-def test_rows_and_activations_that_take_turns() -> None:
-    """What depends on which of the two a carry is: the search for its dtype has an end."""
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("kind", [Kind.LOW, Kind.ROWS])
+def test_the_search_for_what_a_scan_carries_ends(kind: Kind, monkeypatch: Any) -> None:
+    """Whatever its body returns for it: here rows for an activation, and an activation for rows."""
+    states = {
+        Kind.LOW: State(Kind.LOW, jnp.dtype(jnp.bfloat16)),
+        Kind.ROWS: State(Kind.ROWS, jnp.dtype(jnp.float32)),
+        Kind.WIDE: State(Kind.WIDE, jnp.dtype(jnp.float32)),
+    }
+    other = {Kind.LOW: Kind.ROWS, Kind.ROWS: Kind.LOW, Kind.WIDE: Kind.WIDE}
+    tried = []
 
-    def f(x: Any, w: Any, table: Any) -> Any:
-        def body(carry: Any, i: Any) -> Any:
-            a, b, c = carry
-            return (b, table[i], a + c), None
+    def planned(body: Any, inside: Any, *_: Any) -> Any:
+        tried.append(inside[0].kind)
+        assert len(tried) < 5
+        return types.SimpleNamespace(results=[states[other[inside[0].kind]]])
 
-        return lax.scan(body, (x @ w, table[AT % 8], x @ w), jnp.stack([AT, AT - 1]) % 8)[0]
-
-    check(f, X, W, rows(8, 16), roundings=24, argnums=(0, 1))
+    monkeypatch.setattr(_control_flow, "planned", planned)
+    low, aval = jnp.dtype(jnp.bfloat16), jax.ShapeDtypeStruct((4,), jnp.float32)
+    unread: Any = None  # the context and the operation
+    _, found = _control_flow._settled(
+        None, [states[kind]], slice(0, 1), [aval], unread, unread, low=low
+    )
+    assert tried == [kind, other[kind], Kind.WIDE]
+    assert found == [states[Kind.WIDE]]
