@@ -170,7 +170,7 @@ def _train_step(case: _Case, tx: jaxmp.MixedPrecision, skip: str) -> jax.stages.
         x, _ = jax.lax.scan(jax.checkpoint(layer), batch.astype(params["w"].dtype), params)
         return jnp.mean(x.astype(jnp.float32) ** 2)
 
-    train_step = jaxmp.make_train_step(loss_fn, case.policy)
+    train_step: Any = jaxmp.make_train_step(loss_fn, case.policy)
     if skip == "lax.cond":
         train_step = _by_hand(loss_fn, tx)
     state = jax.eval_shape(lambda p: jaxmp.TrainState.create(params=p, tx=tx), case.params)

@@ -27,24 +27,28 @@ from jaxmp._loss_scale import (
     NoLossScale as NoLossScale,
     StaticLossScale as StaticLossScale,
 )
-from jaxmp._optimizer import (
-    MixedPrecision as MixedPrecision,
-    MixedPrecisionState as MixedPrecisionState,
-    mixed_precision as mixed_precision,
-)
+from jaxmp._optimizer import MixedPrecision as MixedPrecision, mixed_precision as mixed_precision
+from jaxmp._optimizer_step import MixedPrecisionState as MixedPrecisionState
 from jaxmp._policy import Policy as Policy, get_policy as get_policy
 from jaxmp._progress import (
     TrainingStalled as TrainingStalled,
     check_progress as check_progress,
 )
 from jaxmp._rules import PolicyRules as PolicyRules
-from jaxmp._train_step import TrainState as TrainState, make_train_step as make_train_step
+from jaxmp._train_state import TrainState as TrainState
+from jaxmp._train_step import make_train_step as make_train_step
 from jaxmp._tree import all_finite as all_finite, cast_floating as cast_floating, select as select
 
 if typing.TYPE_CHECKING:
     from jaxmp import linen as linen, nnx as nnx
 
 __version__ = "0.1.0"
+
+
+def __dir__() -> list[str]:
+    """What is public: the names above, and the Flax modules that are imported when used."""
+    names = [name for name in globals() if not name.startswith("_")]
+    return sorted({*names, "__version__", "linen", "nnx"} - {"importlib", "typing"})
 
 
 def __getattr__(name: str) -> typing.Any:

@@ -2,12 +2,12 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from jaxmp._dtypes import at_least_float32, is_inexact
 from jaxmp._fsdp import FSDP
@@ -19,7 +19,8 @@ from jaxmp._microbatch import (
     split_batch,
     sum_over_microbatches,
 )
-from jaxmp._tree import check_differentiable, widen
+from jaxmp._tree import check_arrays, check_differentiable, leaf_names, split_floats, widen
+from jaxmp._warnings import warn
 
 LossScaleLike = LossScaleState | Float[Array, ""] | float | None
 
@@ -45,10 +46,13 @@ def value_and_grad(
 
     Args:
       fun: a function that returns a scalar float loss, or `(loss, aux)`.
-      argnums: which positional arguments to differentiate: trees of floats.
+      argnums: which positional arguments to differentiate: trees of arrays. Integers among them,
+        such as frozen weights of 8 bits, have gradients of dtype float0, as `jax.grad` gives them
+        with `allow_int`.
       has_aux: whether `fun` returns `(loss, aux)`.
-      loss_scale: the scale to use: `opt_state.loss_scale`, a number, or None for no scaling. It
-        is fixed when this function is called, so call it inside the step, with the state of that
+      loss_scale: the scale to use: `opt_state.loss_scale`, a number, or None for no scaling. With
+        None a function that computes in float16 is warned of; 1.0 says that it is meant. It is
+        fixed when this function is called, so call it inside the step, with the state of that
         step: a scale from outside would never move.
       microbatches: evaluate the batch in this many equal parts, one after the other, and average
         loss and gradients in float32. For a loss that is a mean over the batch this is the
@@ -73,7 +77,8 @@ def value_and_grad(
       structure of the argument, float32 where it is narrower and its own dtype elsewhere.
 
     Raises:
-      TypeError: if a leaf to differentiate is no float, or the loss is no float scalar.
+      TypeError: if an argument to differentiate holds no float, or something else than numbers, or
+        the loss is no float scalar.
       ValueError: if `microbatches` does not divide the batch, if arrays in it differ in their
         number of examples, or if a keyword argument looks like a part of it.
 
@@ -92,7 +97,7 @@ def value_and_grad(
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
         wrt = check_positions(positions, len(args), "argnums")
         for i in wrt:
-            check_differentiable(args[i], f"argument {i}")
+            _check_has_floats(args[i], f"argument {i}")
 
         def evaluate(*args: Any) -> Evaluation:
             call = functools.partial(fun, **kwargs)
@@ -170,14 +175,14 @@ def scaled_evaluation(
     has_aux: bool,
     state: LossScaleState | None,
     weight: float,
-    transform: Callable[..., Any] = jax.grad,
+    transform: Callable[..., Any] | None = None,
     reduction: Reduction | None = None,
 ) -> Callable[..., Evaluation]:
     """Evaluates loss and gradient under a scale; both come back unscaled and times `weight`.
 
     The weight of a microbatch goes into the scaled loss, not onto the gradients: then the
     low-precision gradients inside the model have the size that the full batch would give them.
-    `transform` is `jax.grad`, or what stands for it where arguments are no plain trees.
+    `transform` stands for `jax.grad` where arguments are no plain trees.
     `reduction` says how gradients are summed over devices.
     """
 
@@ -200,12 +205,55 @@ def scaled_evaluation(
         call: Callable[..., Any] = scaled
         if reduction is not None:
             call, args = reduction.rewrite(scaled, args, argnums)
-        grads, (loss, aux) = transform(call, argnums=argnums, has_aux=True)(*args)
+        differentiated = transform or (_gradient if state is not None else _unscaled_gradient)
+        grads, (loss, aux) = differentiated(call, argnums=argnums, has_aux=True)(*args)
         if reduction is not None:
             grads = reduction.constrain(grads)
         return Evaluation(loss, widen(grads) if state is None else state.unscale(grads), aux)
 
     return evaluate
+
+
+def _gradient(
+    fun: Callable[..., Any],
+    *,
+    argnums: tuple[int, ...],
+    has_aux: Literal[True],
+    scaled: bool = True,
+) -> Callable[..., Any]:
+    """`jax.grad` that looks at what the backward pass keeps, and passes over integers."""
+
+    def gradient(*args: Any) -> Any:
+        wrt = tuple(args[i] for i in argnums)
+        floats, merged = split_floats(wrt)
+
+        def of_floats(floats: list[Any]) -> Any:
+            new = dict(zip(argnums, merged(floats, wrt), strict=True))
+            return fun(*[new.get(i, arg) for i, arg in enumerate(args)])
+
+        loss, backward, aux = jax.vjp(of_floats, floats, has_aux=has_aux)
+        if not scaled:
+            _warn_of_float16(backward, wrt)
+        (grads,) = backward(jnp.ones_like(loss))
+        nothing = jax.tree.map(lambda x: np.zeros(jnp.shape(x), jax.dtypes.float0), wrt)
+        return merged(grads, nothing), aux
+
+    return gradient
+
+
+_unscaled_gradient = functools.partial(_gradient, scaled=False)
+
+
+def _warn_of_float16(backward: Any, wrt: tuple[PyTree, ...]) -> None:
+    kept = {jnp.result_type(x) for x in jax.tree.leaves(backward)}
+    if jnp.dtype(jnp.float16) in kept:
+        names = [f"{name!r}" for name in leaf_names(wrt[0] if len(wrt) == 1 else wrt)]
+        warn(
+            f"gradients of {', '.join(names[:3])}{', ...' * (len(names) > 3)} pass "
+            "through float16 without a loss scale: what is smaller than 6e-8 becomes zero, and "
+            "training may stand still. Give value_and_grad loss_scale=opt_state.loss_scale (or "
+            "loss_scale=1.0, if none is wanted)"
+        )
 
 
 def _check_loss(loss: Any, has_aux: bool) -> Float[Array, ""]:
@@ -233,6 +281,13 @@ def as_loss_scale_state(loss_scale: LossScaleLike) -> LossScaleState | None:
         "loss_scale must be the state of a loss scale, such as opt_state.loss_scale or "
         f"config.init(), a float scalar or None; got {type(loss_scale).__name__}"
     )
+
+
+def _check_has_floats(arg: PyTree, name: str) -> None:
+    """Raises TypeError unless there is something to differentiate, and nothing but numbers."""
+    check_arrays(arg, name)
+    if not split_floats(arg)[0] and jax.tree.leaves(arg):
+        check_differentiable(arg, name)
 
 
 def check_positions(positions: tuple[int, ...], count: int, name: str) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ from jaxmp._tree import check_flag
 # Below this 1/scale overflows.
 _SMALLEST_SCALE = 2.0**-126
 _LARGEST_SCALE = float(np.finfo(np.float32).max)
+_LARGEST_COUNT = 2**31 - 1  # of steps, in int32: more of them is never
 
 
 class LossScaleState(NamedTuple):
@@ -64,13 +65,15 @@ class LossScaleState(NamedTuple):
         # be multiplied together by the compiler; it cannot see through a select.
         scale = jnp.asarray(self.scale)  # nnx.Optimizer keeps it in a variable
         huge = scale > 2.0**126
-        inverse = jnp.where(huge, 4.0 / scale, 1.0 / scale)
 
         def unscale_leaf(grad: Any) -> Any:
             if not is_inexact(grad):
                 return grad
             grad = jnp.asarray(grad)
             grad = grad.astype(at_least_float32(grad.dtype))
+            # Of a gradient in float64 too: an inverse rounded to float32 would leave it no more.
+            divisor = scale.astype(jnp.finfo(grad.dtype).dtype)
+            inverse = jnp.where(huge, 4.0 / divisor, 1.0 / divisor)
             return jnp.where(huge, grad / 4, grad) * inverse.astype(grad.dtype)
 
         return jax.tree.map(unscale_leaf, grads)
@@ -150,7 +153,7 @@ class DynamicLossScale:
         row, above 1.
       backoff_factor: what it is multiplied by on an overflow, between 0 and 1. Powers of two
         lose no bit of the gradients.
-      growth_interval: exactly so many finite steps, at least 1.
+      growth_interval: exactly so many finite steps, at least 1; 2**31 or more is never.
       min_scale: the scale never backs off below this; at least 2**-126, so that 1/scale is finite.
       max_scale: the scale never grows above this.
       hysteresis: the scale backs off at the overflow with this number, counted since the last
@@ -222,7 +225,7 @@ class DynamicLossScale:
         check_flag(grads_finite, "grads_finite")
         state = LossScaleState(*map(jnp.asarray, state))
         count = state.growth_count + 1
-        grow = grads_finite & (count >= self.growth_interval)
+        grow = grads_finite & (count >= min(self.growth_interval, _LARGEST_COUNT))
         refill = grads_finite if self.consecutive_hysteresis else grow
         left = jnp.where(grads_finite, state.hysteresis, state.hysteresis - 1)
         back_off = ~grads_finite & (left <= 0)
@@ -230,17 +233,23 @@ class DynamicLossScale:
         grown = _times(state.scale, self.growth_factor)
         # A growth past float32 is refused rather than clipped: the largest float32 is no power
         # of two, and scaling by it would round every gradient.
-        grown = jnp.where(jnp.isfinite(grown), jnp.minimum(grown, self.max_scale), state.scale)
-        backed_off = jnp.maximum(_times(state.scale, self.backoff_factor), self.min_scale)
+        grown = jnp.where(jnp.isfinite(grown), grown, state.scale)
+        backed_off = _times(state.scale, self.backoff_factor)
+        scale = jnp.where(grow, grown, jnp.where(back_off, backed_off, state.scale))
         return LossScaleState(
-            scale=jnp.where(grow, grown, jnp.where(back_off, backed_off, state.scale)),
+            # A scale that was restored from a run with other bounds comes within these.
+            scale=jnp.clip(scale, self.min_scale, self.max_scale),
             growth_count=jnp.where(grads_finite & ~grow, count, 0),
-            hysteresis=jnp.where(refill, jnp.int32(self.hysteresis), left),
+            hysteresis=jnp.where(refill, _count(self.hysteresis), left),
         )
 
 
 def _state(scale: float, hysteresis: int) -> LossScaleState:
-    return LossScaleState(jnp.float32(scale), jnp.int32(0), jnp.int32(hysteresis))
+    return LossScaleState(jnp.float32(scale), jnp.int32(0), _count(hysteresis))
+
+
+def _count(number: int) -> Int32[Array, ""]:
+    return jnp.int32(min(number, _LARGEST_COUNT))
 
 
 def _check_scale(name: str, value: Any) -> float:

@@ -1,17 +1,21 @@
-"""Where the float32 value of a low-precision param lives between steps.
+"""How float32 masters are kept beside live params of fewer bits.
 
-A storage says what is kept beside the live params (`MixedPrecisionState.master`), how the float32
-masters are had from the two, and how new masters become new params. The optimizer knows no more,
-so that a storage that keeps 16 bits, or none, changes neither it nor the layout of its state.
+A storage says what is kept beside the live params, and how to have the float32 masters from both.
+The master follows its param: where the rounded master is not the param, the param was set from
+outside, and its value is the master from now on. Another storage is another class with these
+methods, and an entry in `STORAGES`; the rest of the optimizer does not change.
 """
 
+import dataclasses
+import functools
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 import optax
-from jaxtyping import PyTree
+from jaxtyping import Array, Bool, Float, Float32, PyTree
 
-from jaxmp._dtypes import is_narrow
+from jaxmp._dtypes import at_least_float32, is_floating, is_narrow
 from jaxmp._rounding import round_finite
 from jaxmp._tree import widen
 
@@ -30,12 +34,18 @@ class MasterStorage(Protocol):
     `master` has the structure of the params, with `optax.MaskedNode()` where nothing is kept.
     """
 
-    def init(self, params: PyTree, values: PyTree) -> PyTree:
-        """What to keep beside `params` for masters that start as `values`."""
+    def init(self, params: PyTree, values: PyTree, moved: PyTree) -> PyTree:
+        """What to keep beside `params` for masters that start as `values`.
+
+        Args:
+          params: the live params.
+          values: the first masters, rounded or not.
+          moved: for each leaf whether the optimizer moves it; what rests needs no master.
+        """
         ...
 
     def load(self, params: PyTree, master: PyTree) -> PyTree:
-        """The float32 masters."""
+        """The float32 masters, which follow params that were set from outside."""
         ...
 
     def store(self, values: PyTree, params: PyTree, master: PyTree) -> Stored:
@@ -43,48 +53,45 @@ class MasterStorage(Protocol):
         ...
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Float32Masters:
-    """Keeps a float32 copy of each param that is narrower than 32 bits."""
+    """Keeps a float32 copy of each param that is narrower than 32 bits and moves, or none.
 
-    def init(self, params: PyTree, values: PyTree) -> PyTree:
-        """The widened values of the narrow params."""
-        # A widened float32 leaf would be the param's own buffer, and could not be donated.
-        return jax.tree.map(
-            lambda p, v: widen(v) if is_narrow(p.dtype) else optax.MaskedNode(), params, values
-        )
+    A narrow param without a copy is widened for the update and rounded after it: updates smaller
+    than half a unit in its last place are lost.
 
+    Args:
+      copies: whether copies are kept.
+    """
+
+    copies: bool
+
+    def init(self, params: PyTree, values: PyTree, moved: PyTree) -> PyTree:
+        """The widened values of the narrow params that move."""
+
+        def keep(param: Any, value: Any, moves: bool) -> Any:
+            # A widened float32 leaf would be the param's own buffer, and could not be donated.
+            kept = self.copies and moves and is_narrow(param.dtype)
+            return value.astype(at_least_float32(param.dtype)) if kept else optax.MaskedNode()
+
+        return jax.tree.map(keep, params, values, moved)
+
+    @functools.partial(jax.jit, static_argnums=0, inline=True)
     def load(self, params: PyTree, master: PyTree) -> PyTree:
-        """The copies where there are some, the params elsewhere."""
-        return jax.tree.map(lambda p, m: p if is_masked(m) else m, params, master)
+        """The copies where they round to the params, the widened params elsewhere."""
+        return jax.tree.map(lambda p, m: widen(p) if is_masked(m) else follow(m, p), params, master)
 
+    @functools.partial(jax.jit, static_argnums=0, inline=True)
     def store(self, values: PyTree, params: PyTree, master: PyTree) -> Stored:
         """The values rounded to the dtypes of the params, and the values themselves."""
         kept = jax.tree.map(lambda v, m: m if is_masked(m) else v, values, master)
         return Stored(round_like(values, params), kept)
 
 
-class NoMasters:
-    """Keeps nothing: narrow params are widened for the update and rounded after it.
-
-    Updates smaller than half a unit in the last place of the param are lost.
-    """
-
-    def init(self, params: PyTree, values: PyTree) -> PyTree:
-        """Nothing for every param."""
-        del values
-        return jax.tree.map(lambda _: optax.MaskedNode(), params)
-
-    def load(self, params: PyTree, master: PyTree) -> PyTree:
-        """The widened params."""
-        del master
-        return widen(params)
-
-    def store(self, values: PyTree, params: PyTree, master: PyTree) -> Stored:
-        """The values rounded to the dtypes of the params."""
-        return Stored(round_like(values, params), master)
-
-
-STORAGES: dict[str, MasterStorage] = {"float32": Float32Masters(), "none": NoMasters()}
+STORAGES: dict[str, MasterStorage] = {
+    "float32": Float32Masters(copies=True),
+    "none": Float32Masters(copies=False),
+}
 
 
 def is_masked(x: Any) -> bool:
@@ -92,10 +99,42 @@ def is_masked(x: Any) -> bool:
     return isinstance(x, optax.MaskedNode)
 
 
+def follow(
+    master: Float32[Array, "*shape"], param: Float[Array, "*shape"]
+) -> Float32[Array, "*shape"]:
+    """The master where it rounds to the param, and the widened param where it does not.
+
+    People set params: pretrained weights, a clip after the step, an average, a restored file. An
+    update made from the old master would undo that without a word.
+
+    Args:
+      master: the float32 master.
+      param: the live param, of fewer bits.
+
+    Returns:
+      The master from which the next update is made. Bit for bit the old one where nothing was set.
+
+    >>> follow(jnp.float32([1.001, 1.001]), jnp.bfloat16([1.0, 7.0]))
+    Array([1.001, 7.   ], dtype=float32)
+    """
+    return jnp.where(_same_bits(round_finite(master, param.dtype), param), master, widen(param))
+
+
+def _same_bits(x: Float[Array, "*shape"], y: Float[Array, "*shape"]) -> Bool[Array, "*shape"]:
+    """Whether two narrow floats are the same; zero is, whatever its sign.
+
+    As integers: floats may be compared in float32, and compilers for GPUs delete the rounding of a
+    value that is widened again (openxla/xla issue 41605). Each master would seem to differ.
+    """
+    a, b = (jax.lax.bitcast_convert_type(v, f"uint{8 * v.dtype.itemsize}") for v in (x, y))
+    return (a == b) | (((a | b) << 1) == 0)
+
+
 def round_like(values: PyTree, params: PyTree) -> PyTree:
     """Values in the dtypes of params; what is beyond a narrow one becomes its largest value."""
-    return jax.tree.map(
-        lambda v, p: round_finite(v, p.dtype) if is_narrow(p.dtype) else v.astype(p.dtype),
-        values,
-        params,
-    )
+
+    def round_leaf(value: Any, param: Any) -> Any:
+        narrow = is_narrow(param.dtype) and is_floating(value)
+        return round_finite(value, param.dtype) if narrow else value.astype(param.dtype)
+
+    return jax.tree.map(round_leaf, values, params)

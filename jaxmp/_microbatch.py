@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from jaxmp._dtypes import at_least_float32
-from jaxmp._tree import leaf_names
+from jaxmp._tree import leaf_names, split_floats
 
 
 class Evaluation(NamedTuple):
@@ -56,7 +56,7 @@ def split_batch(batch: PyTree, count: int, *, whole: PyTree = None) -> PyTree:
     """
     leaves, treedef = jax.tree.flatten(batch)
     names = leaf_names(batch)
-    examples = _examples(dict(zip(names, leaves, strict=True)))
+    examples = _examples(list(zip(names, leaves, strict=True)))
     for name, x in zip(leaf_names(whole), jax.tree.leaves(whole), strict=True):
         if examples is not None and jnp.shape(x)[:1] == (examples,):
             raise ValueError(
@@ -76,10 +76,10 @@ def _is_key(x: Any) -> bool:
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def _examples(batch: dict[str, Any]) -> int | None:
-    """How many examples all leaves of a batch hold; None if there are only PRNG keys."""
+def _examples(leaves: list[tuple[str, Any]]) -> int | None:
+    """How many examples all named leaves of a batch hold; None if there are only PRNG keys."""
     first: tuple[str, int] | None = None
-    for name, x in batch.items():
+    for name, x in leaves:
         if _is_key(x) and x.shape == ():
             continue
         if jnp.ndim(x) == 0:
@@ -129,13 +129,17 @@ def sum_over_microbatches(
       The last carry, and the evaluation with loss and gradients summed and `aux` stacked.
     """
 
-    def body(state: tuple[Any, PyTree], part: Any) -> tuple[Any, Any]:
+    floats, merged = split_floats(params)
+
+    def body(state: tuple[Any, list[Any]], part: Any) -> tuple[Any, Any]:
         carry, total = state
         carry, (loss, grads, aux) = evaluate(carry, part)
-        return (carry, jax.tree.map(jnp.add, total, grads)), (loss, aux)
+        return (carry, [x + y for x, y in zip(total, split_floats(grads)[0], strict=True)]), (
+            loss,
+            aux,
+        )
 
-    zeros = jax.tree.map(
-        lambda p: jnp.zeros_like(p, dtype=at_least_float32(jnp.result_type(p))), params
-    )
-    (carry, grads), (losses, aux) = jax.lax.scan(body, (carry, zeros), microbatches)
-    return carry, Evaluation(jnp.sum(losses), grads, aux)
+    zeros = [jnp.zeros_like(p, dtype=at_least_float32(jnp.result_type(p))) for p in floats]
+    (carry, total), (losses, aux) = jax.lax.scan(body, (carry, zeros), microbatches)
+    nothing = jax.tree.map(lambda p: np.zeros(jnp.shape(p), jax.dtypes.float0), params)
+    return carry, Evaluation(jnp.sum(losses), merged(total, nothing), aux)

@@ -1,62 +1,21 @@
 """The optimizer wrapper: float32 masters, skip on overflow, loss scale, in one optax transform."""
 
-import dataclasses
-from typing import Any, Literal, NamedTuple, get_args
+import copy
+from typing import Any, Literal, get_args
 
-import jax
-import jax.numpy as jnp
 import jmp
 import optax
-from jaxtyping import Array, Bool, Int32, PyTree
+from jaxtyping import Array, Bool, PyTree
 
-from jaxmp._dtypes import at_least_float32, is_narrow
-from jaxmp._loss_scale import (
-    LossScale,
-    LossScaleState,
-    NoLossScale,
-    StaticLossScale,
-    choose_loss_scale,
-)
-from jaxmp._masters import STORAGES, MasterStorage, round_like
+from jaxmp._loss_scale import LossScale, NoLossScale, StaticLossScale, choose_loss_scale
+from jaxmp._masters import STORAGES, round_like
+from jaxmp._optimizer_step import Algorithm, MixedPrecisionState
 from jaxmp._outermost import refuse_to_be_wrapped
-from jaxmp._placement import placed_beside
 from jaxmp._policy import Policy, get_policy
-from jaxmp._rounding import widen_rounded
 from jaxmp._rules import PolicyRules
-from jaxmp._skipping import Skip, step_if
-from jaxmp._tree import (
-    all_finite,
-    check_differentiable,
-    check_flag,
-    check_like,
-    leaf_names,
-    same_structure,
-    strong,
-    widen,
-)
+from jaxmp._skipping import Skip
+from jaxmp._tree import check_arrays, strong
 from jaxmp.rules import dtypes_of, get_rules
-
-
-class MixedPrecisionState(NamedTuple):
-    """The state of `mixed_precision`: a pytree of arrays.
-
-    Attributes:
-      inner: the state of the wrapped optimizer, in float32.
-      master: what is kept beside the live params; `optax.MaskedNode()` for float32 params,
-        which are their own masters.
-      loss_scale: the scale with which the next loss is to be scaled.
-      grads_finite: whether the last step was taken: its gradients were finite, and so was what
-        else it was made to depend on. Always true with `skip="none"`, which does not look.
-      skipped: how many steps were skipped so far.
-      consecutive_skips: how many of them since the last step that was taken.
-    """
-
-    inner: Any
-    master: PyTree
-    loss_scale: LossScaleState
-    grads_finite: Bool[Array, ""]
-    skipped: Int32[Array, ""]
-    consecutive_skips: Int32[Array, ""]
 
 
 class MixedPrecision(optax.GradientTransformationExtraArgs):
@@ -76,7 +35,16 @@ class MixedPrecision(optax.GradientTransformationExtraArgs):
     policy: Policy
     rules: PolicyRules
     loss_scale: LossScale
-    _algorithm: "_Algorithm"
+    _algorithm: "Algorithm"
+
+    def _replace(self, **changes: Any) -> "MixedPrecision":
+        """The same with other functions; NamedTuple's own would forget the policy."""
+        if any(changes[name] is not getattr(self, name) for name in changes):
+            raise ValueError(
+                "init and update of mixed_precision belong together, and cannot be replaced. "
+                "Change the optimizer inside: mixed_precision(inner._replace(...), policy)"
+            )
+        return copy.copy(self)
 
     def init_params(self, params: PyTree) -> tuple[PyTree, MixedPrecisionState]:
         """Casts params to the policy's dtype, and keeps what they were as the masters.
@@ -92,7 +60,7 @@ class MixedPrecision(optax.GradientTransformationExtraArgs):
           The live params in `policy.param_dtype`, and the optimizer state. If the optimizer was
           wrapped for rules, the live params are the given ones, as the model made them.
         """
-        check_differentiable(params, "params")
+        check_arrays(params, "params")
         params = strong(params)
         live = params
         if not self.rules.rules:
@@ -197,7 +165,7 @@ def mixed_precision(
             "a dynamic loss scale finds its value by overflowing, and skip='none' would apply the "
             "overflowed gradients. Use another skip, or a static loss scale"
         )
-    algorithm = _Algorithm(_as_transformation(inner), config, STORAGES[master], skip)
+    algorithm = Algorithm(_as_transformation(inner), config, STORAGES[master], skip)
 
     def init(params: PyTree) -> MixedPrecisionState:
         refuse_to_be_wrapped()
@@ -218,180 +186,6 @@ def mixed_precision(
     tx.rules, tx.policy = rules, rules.default or get_policy("float32")
     tx.loss_scale, tx._algorithm = config, algorithm
     return tx
-
-
-class _Stepped(NamedTuple):
-    """What a step changes: params (or what updates are made of), masters, inner state."""
-
-    output: PyTree
-    master: PyTree
-    inner: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class _Algorithm:
-    inner: optax.GradientTransformationExtraArgs
-    loss_scale: LossScale
-    storage: MasterStorage
-    skip: Skip
-
-    def init(self, params: PyTree, values: PyTree) -> MixedPrecisionState:
-        check_differentiable(params, "params")
-        params, values = strong(params), strong(values)
-        master = self.storage.init(params, values)
-        state = MixedPrecisionState(
-            inner=strong(self.inner.init(self.storage.load(params, master))),
-            master=master,
-            loss_scale=self.loss_scale.init(),
-            grads_finite=jnp.array(True),
-            skipped=jnp.int32(0),
-            consecutive_skips=jnp.int32(0),
-        )
-        return placed_beside(params, state)
-
-    def step(
-        self,
-        grads: PyTree,
-        state: MixedPrecisionState,
-        params: PyTree,
-        finite: Bool[Array, ""] | None,
-        extra: dict[str, Any],
-        *,
-        as_updates: bool,
-    ) -> tuple[PyTree, MixedPrecisionState]:
-        self._check(grads, state, params)
-        params = strong(params)
-        grads = jax.tree.map(
-            lambda g, p: jnp.asarray(g, at_least_float32(p.dtype)), strong(grads), params
-        )
-
-        def take(now: _Stepped) -> _Stepped:
-            # New params are written over the ones that are read here: others would be copied.
-            old = params if as_updates else now.output
-            values = self.storage.load(old, now.master)
-            updates, inner = self.inner.update(grads, now.inner, values, **extra)
-            new = self.storage.store(optax.apply_updates(values, updates), old, now.master)
-            output = _ingredients(old, new.params, updates) if as_updates else new.params
-            return _Stepped(output, new.master, _like_before(inner, now.inner))
-
-        if self.skip == "none":
-            finite = jnp.array(True)
-        else:
-            finite = all_finite(grads) if finite is None else finite
-            check_flag(finite, "finite")
-            finite = jnp.asarray(finite)
-            _check_agreed(finite, state)
-        output = _no_ingredients(params) if as_updates else params
-        after = step_if(finite, take, _Stepped(output, state.master, state.inner), self.skip)
-        output = _updates(params, after.output, finite) if as_updates else after.output
-        return output, MixedPrecisionState(
-            inner=after.inner,
-            master=after.master,
-            loss_scale=self.loss_scale.adjust(state.loss_scale, finite),
-            grads_finite=finite,
-            skipped=state.skipped + (~finite).astype(jnp.int32),
-            consecutive_skips=jnp.where(finite, 0, state.consecutive_skips + 1),
-        )
-
-    def _check(self, grads: PyTree, state: MixedPrecisionState, params: PyTree) -> None:
-        if params is None:
-            raise ValueError(
-                "mixed_precision needs the params to update: call tx.update(grads, state, params)"
-            )
-        if not isinstance(state, MixedPrecisionState):
-            raise TypeError(
-                f"the state must be the MixedPrecisionState that tx.init returned, got "
-                f"{type(state).__name__}"
-            )
-        check_like(
-            grads,
-            params,
-            name="gradients",
-            like_name="params",
-            advice="Differentiate with respect to the params that the optimizer updates.",
-        )
-        check_differentiable(grads, "gradients")
-        for name, g, p in zip(
-            leaf_names(grads), jax.tree.leaves(grads), jax.tree.leaves(params), strict=True
-        ):
-            if jnp.iscomplexobj(g) and not jnp.iscomplexobj(p):
-                raise TypeError(f"gradients leaf {name!r} is complex, but its param is real")
-        expected = jax.eval_shape(self.storage.init, strong(params), strong(params))
-        if not same_structure(expected, state.master) or any(
-            a.dtype != b.dtype or a.shape != b.shape
-            for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(state.master), strict=True)
-        ):
-            raise ValueError(
-                "the params do not match the optimizer state: their structure, shapes or dtypes "
-                f"are not those that tx.init saw. Masters now: {_summary(state.master)}; these "
-                f"params want: {_summary(expected)}. Cast params before tx.init (or let "
-                "tx.init_params do it) and keep their dtypes; a state that was saved under another "
-                "policy has other masters"
-            )
-
-
-# For a narrow param a step yields the new param rather than its update: the update is the
-# difference of two rounded params.
-def _ingredients(params: PyTree, new_params: PyTree, updates: PyTree) -> PyTree:
-    return jax.tree.map(
-        lambda p, new, u: new if is_narrow(p.dtype) else jnp.asarray(u, p.dtype),
-        params,
-        new_params,
-        updates,
-    )
-
-
-def _no_ingredients(params: PyTree) -> PyTree:
-    # Minus zero, as x + -0.0 is x for every x, while -0.0 + 0.0 is +0.0.
-    return _ingredients(params, params, jax.tree.map(lambda p: jnp.full_like(p, -0.0), params))
-
-
-def _check_agreed(finite: Bool[Array, ""], state: MixedPrecisionState) -> None:
-    """In a `shard_map`: one decision for all devices that share the counts of the state."""
-    apart = jax.typeof(finite).mat.varying - jax.typeof(state.skipped).mat.varying
-    if apart:
-        axes = ", ".join(map(repr, sorted(apart)))
-        raise ValueError(
-            f"whether to take the step differs between the devices of mesh axis {axes}, each of "
-            "which knows only its own gradients: some would skip a step that others take. Give "
-            "finite=jaxmp.sharding.all_finite(grads), on which all agree; or, if each trains a "
-            "model of its own, a state that varies: jax.lax.pcast(state, axis, to='varying')"
-        )
-
-
-def _updates(params: PyTree, ingredients: PyTree, finite: Bool[Array, ""]) -> PyTree:
-    def update(p: Any, x: Any) -> Any:
-        if not is_narrow(p.dtype):
-            return x
-        return jnp.where(finite, widen_rounded(x) - widen(p), -0.0)
-
-    return jax.tree.map(update, params, ingredients)
-
-
-def _like_before(inner: Any, before: Any) -> Any:
-    """The inner state with strong types; an error if the optimizer changed a dtype or a shape."""
-    inner = strong(inner)
-    check_like(
-        inner,
-        before,
-        name="the new state of the inner optimizer",
-        like_name="the old one",
-        advice="An optimizer must keep the structure of its state; this one does not.",
-    )
-    leaves = zip(leaf_names(inner), jax.tree.leaves(inner), jax.tree.leaves(before), strict=True)
-    for name, new, old in leaves:
-        if jnp.result_type(new) != jnp.result_type(old):
-            raise TypeError(
-                f"the inner optimizer changed the dtype of its state {name!r} from "
-                f"{jnp.result_type(old)} to {jnp.result_type(new)}"
-            )
-    return inner
-
-
-def _summary(tree: PyTree) -> str:
-    leaves = list(zip(leaf_names(tree), jax.tree.leaves(tree), strict=True))
-    shown = [f"{name} {x.dtype}{list(x.shape)}" for name, x in leaves[:4]]
-    return ", ".join(shown + ["..."] * (len(leaves) > 4)) or "none"
 
 
 def _as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:

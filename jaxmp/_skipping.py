@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
+from jaxmp import _compat
 from jaxmp._tree import select
 
 Skip = Literal["auto", "cond", "select", "none"]
@@ -48,6 +49,8 @@ def step_if(
 
     if skip == "none":
         return step(before)
+    if not _compat.is_traced(taken):  # without `jit` a branch would be compiled at each call
+        return step(before) if taken else before
     if skip == "cond":
         return jax.lax.platform_dependent(cpu=branch, tpu=branch, default=loop)
     if skip == "select":

@@ -1,189 +1,35 @@
-"""The assembled loop: a train state and a jitted step."""
+"""The jitted train step, assembled from gradients, loss scale, optimizer and state."""
 
-import dataclasses
-import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import jmp
 import optax
-from jaxtyping import Array, Bool, PyTree
+from jaxtyping import PyTree
 
+from jaxmp import _compat
 from jaxmp._autocast import autocast
-from jaxmp._dtypes import is_floating, suggestion
+from jaxmp._dtypes import is_floating
 from jaxmp._fsdp import FSDP
 from jaxmp._grad import scaled_evaluation
 from jaxmp._gradient_reduction import GradientReduction, check_fsdp, gradient_reduction
-from jaxmp._loss_scale import LossScaleState
 from jaxmp._microbatch import (
     Evaluation,
     check_microbatches,
     split_batch,
     sum_over_microbatches,
 )
-from jaxmp._optimizer import MixedPrecision
-from jaxmp._placement import placed_beside
 from jaxmp._policy import Policy, get_policy
+from jaxmp._progress import warn_of_foreign_scale
 from jaxmp._rules import PolicyRules
-from jaxmp._tree import all_finite, cast_floating, check_like, select, stays_finite, strong
+from jaxmp._train_state import TrainState, updated_collections
+from jaxmp._tree import all_finite, cast_floating, split_floats, stays_finite
 from jaxmp.rules import all_policies
 
 Metrics = dict[str, Any]
-
-# Names of arguments beside which collections are given by keyword.
-_RESERVED = ("batch", "cast_params", "cls", "extra", "finite", "grads", "self")
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["step", "params", "opt_state", "collections"],
-    meta_fields=["tx"],
-)
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainState:
-    """Everything that training carries: a pytree of arrays. Make one with `create`.
-
-    A collection such as `batch_stats=...` is read as `state.batch_stats`. On a skipped step the
-    collections stay as they were, like everything else: one overflowed batch would otherwise
-    leave infinite batch statistics in the model for ever.
-
-    Attributes:
-      step: how many steps were taken (int32 scalar); skipped ones do not count.
-      params: the live params.
-      opt_state: the `MixedPrecisionState` of `tx`.
-      collections: a dictionary of further state of the model.
-      tx: the optimizer (static).
-    """
-
-    # JAX and orbax also build trees of shardings, names and None with this class, so that nothing
-    # here may insist on arrays.
-    step: Any
-    params: PyTree
-    opt_state: Any
-    collections: Any
-    tx: MixedPrecision
-
-    @classmethod
-    def create(
-        cls, *, params: PyTree, tx: MixedPrecision, cast_params: bool = True, **collections: PyTree
-    ) -> "TrainState":
-        """A state at step 0.
-
-        Args:
-          params: a tree of floats, usually float32. The live params are cast to the policy's
-            `param_dtype`, the masters keep these values. The state has buffers of its own, so
-            that a step may be donated it while `params` stay usable.
-          tx: what `mixed_precision` returned.
-          cast_params: False leaves the params in the dtypes that they have, for models that
-            choose the dtype of each param themselves.
-          **collections: mutable state of the model by name, `batch_stats=...` or `rng=key`.
-
-        Returns:
-          The state.
-
-        Raises:
-          TypeError: if `tx` is not wrapped in `mixed_precision`, or a collection holds functions.
-          ValueError: if a collection has a name that `TrainState` uses itself.
-        """
-        if not isinstance(tx, MixedPrecision):
-            raise TypeError(
-                f"tx must be jaxmp.mixed_precision(optimizer, policy), got {type(tx).__name__}"
-            )
-        taken = {*dir(cls), *(field.name for field in dataclasses.fields(cls)), *_RESERVED}
-        if clash := sorted(taken & set(collections)):
-            raise ValueError(
-                f"collections cannot be called {clash}: TrainState uses such a name itself"
-            )
-        functions = [
-            name
-            for name, value in collections.items()
-            if any(callable(leaf) for leaf in jax.tree.leaves(value))
-        ]
-        if functions:
-            raise TypeError(
-                f"{', '.join(functions)} must be trees of arrays. TrainState keeps no functions: "
-                "let the loss function close over model.apply"
-            )
-        params = _copy(params)
-        params, opt_state = tx.init_params(params) if cast_params else (params, tx.init(params))
-        state = cls(
-            step=jnp.int32(0),
-            params=params,
-            opt_state=_copy(opt_state),
-            collections=_copy(collections),
-            tx=tx,
-        )
-        return placed_beside(params, state)
-
-    @property
-    def loss_scale(self) -> LossScaleState:
-        """The loss scale with which to scale the next loss."""
-        return self.opt_state.loss_scale
-
-    def __getattr__(self, name: str) -> PyTree:
-        collections = self.__dict__.get("collections")
-        if isinstance(collections, Mapping) and name in collections:
-            return collections[name]
-        raise AttributeError(f"TrainState has no field or collection {name!r}")
-
-    def replace(self, **changes: Any) -> "TrainState":
-        """A copy with other fields or collections, by name.
-
-        Args:
-          **changes: new values. Unlike in `apply_gradients`, nothing is checked or skipped.
-
-        Returns:
-          The changed state.
-        """
-        collections = {k: v for k, v in changes.items() if k in self.collections}
-        fields = {k: v for k, v in changes.items() if k not in collections}
-        fields["collections"] = fields.get("collections", self.collections) | collections
-        return dataclasses.replace(self, **fields)
-
-    def apply_gradients(
-        self,
-        grads: PyTree,
-        extra: dict[str, Any] | None = None,
-        *,
-        finite: Bool[Array, ""] | None = None,
-        **collections: PyTree,
-    ) -> "TrainState":
-        """The state after one optimizer step, or after a skipped one.
-
-        A step is skipped if a gradient is not finite, or if a number in a collection was finite
-        and no longer is: batch statistics can overflow in a batch whose gradients vanish. (Not
-        with an optimizer that never skips.)
-
-        Args:
-          grads: unscaled gradients, as `jaxmp.value_and_grad` returns them.
-          extra: further arguments for the inner optimizer's update, such as `{"value": loss}`.
-          finite: whether to take the step, in place of this test. Inside `shard_map` it has to
-            be the same on all devices.
-          **collections: new values of collections; those not named stay.
-
-        Returns:
-          The next state. After a skip, only its loss scale and its counts of skipped steps
-          differ.
-
-        Raises:
-          ValueError: for a collection that the state does not have, or that changed structure.
-        """
-        new_collections = _updated(self.collections, collections)
-        if finite is None:
-            finite = all_finite(grads) & stays_finite(new_collections, self.collections)
-        params, opt_state = self.tx.apply_gradients(
-            grads, self.opt_state, self.params, finite=finite, **(extra or {})
-        )
-        finite = opt_state.grads_finite
-        return dataclasses.replace(
-            self,
-            step=self.step + finite.astype(jnp.int32),
-            params=params,
-            opt_state=opt_state,
-            collections=select(finite, new_collections, self.collections),
-        )
+Cast = Literal["products", "all"]
 
 
 def make_train_step(
@@ -192,28 +38,36 @@ def make_train_step(
     *,
     has_aux: bool = False,
     microbatches: int = 1,
+    cast: Cast = "products",
     cast_batch: bool = True,
+    extra_args: Callable[..., Mapping[str, Any]] | None = None,
     donate: bool = True,
     fsdp: FSDP | None = None,
     shardings: PyTree | None = None,
-) -> jax.stages.Wrapped:
+) -> "TrainStep":
     """A jitted train step: cast, scale, differentiate, unscale, update or skip.
 
     Args:
       loss_fn: `loss_fn(params, batch) -> loss`, a float scalar. If the state has collections it
         is called as `loss_fn(params, batch, **collections)` and returns `(loss, collections)`,
         a dictionary with the new values of those that changed.
-      policy: casts params and batch to its compute dtype before `loss_fn` sees them. None leaves
-        that to the model, as for Flax modules with a `dtype` of their own, or to `autocast`, which
-        `"O1"` puts around `loss_fn`. It must compute in the dtype for which the optimizer was
-        wrapped, since that chose the loss scale.
+      policy: runs `loss_fn` in its compute dtype, as `cast` says. None leaves that to the model, as
+        for Flax modules with a `dtype` of their own. It must compute in the dtype for which the
+        optimizer was wrapped, since that chose the loss scale.
       has_aux: whether `loss_fn` returns one thing more, as its last: `(loss, aux)`, or
         `(loss, collections, aux)`. It comes back as `metrics["aux"]`, with a leading axis of
         microbatches if there are several.
       microbatches: evaluate the batch in this many parts and average in float32, for a loss that
         is a mean over the batch; collections pass from one part to the next.
-      cast_batch: whether the policy casts the batch too. False for a batch with float targets
-        that must not be rounded; cast the inputs in `loss_fn` then.
+      cast: `"products"` puts `loss_fn` under `jaxmp.autocast`: matrix products, convolutions and
+        kernels with derivatives of their own read 16 bits, and nothing else loses any: labels
+        near 1000, class ids and time stamps stay what they are. `"all"` casts all floating params
+        and the whole batch before `loss_fn` sees them, labels too, which is jmp's meaning.
+      cast_batch: with `cast="all"`, whether the batch is cast too. False for a batch with float
+        targets that must not be rounded; cast the inputs in `loss_fn` then.
+      extra_args: `extra_args(state, batch, loss)` returns further keyword arguments for the update
+        of the inner optimizer, such as `{"grad_fn": ...}` for `optax.contrib.sam`. `value=loss` is
+        given to those that take it.
       donate: reuse the buffers of the state for the new one. The old state is gone after a step,
         and must not be read: False where it may be, as in a notebook.
       fsdp: how the params lie on the devices, if they are split to save memory:
@@ -223,16 +77,17 @@ def make_train_step(
         compiles the next step anew.
 
     Returns:
-      A jitted `step(state, batch) -> (state, metrics)`. Beside non-finite gradients, a loss or a
+      A jitted `step(state, batch) -> (state, metrics)`, which can be lowered and traced as what
+      `jax.jit` returns. Beside non-finite gradients, a loss or a
       norm of the gradients that is not finite skips the step. The metrics are arrays, so reading
       none of them costs no synchronisation: `loss` and `grad_norm` (float32, unscaled, before any
       clipping), `grads_finite`, `loss_scale` (the one this step used), `skipped` and
-      `consecutive_skips`. The inner optimizer is given `value=loss`. It is not made for
-      `shard_map`, where each device has a loss of its own: use `value_and_grad` and
-      `state.apply_gradients(grads, finite=...)` there.
+      `consecutive_skips`. It is not made for `shard_map`, where each device has a loss of its
+      own: use `value_and_grad` and `state.apply_gradients(grads, finite=...)` there.
 
     Raises:
-      ValueError: if the policy computes in float8, or `microbatches` is no positive number.
+      ValueError: if the policy computes in float8, `microbatches` is no positive number, or `cast`
+        is unknown.
       TypeError: for rules, which belong to a model, and for `fsdp` of another type.
 
     >>> import jaxmp
@@ -243,22 +98,20 @@ def make_train_step(
     >>> state.params["w"], float(metrics["loss"])
     (Array([0.5, 0.5], dtype=float32), 1.0)
     """
-    casts = policy is not None
-    if isinstance(policy, str) and policy.strip() == "O1":
-        loss_fn, casts = autocast(loss_fn, policy), False
     policy = _one_policy(policy)
     check_fsdp(fsdp)
     check_microbatches(microbatches)
+    if cast not in get_args(Cast):
+        raise ValueError(f"cast must be 'products' or 'all', got {cast!r}")
+    lowered = loss_fn if policy is None else _lowered(loss_fn, policy, cast, cast_batch)
 
     def loss_and_rest(params: PyTree, batch: PyTree, collections: dict[str, PyTree]) -> Any:
-        if policy is not None and casts:
-            params = policy.cast_to_compute(params)
-            batch = policy.cast_to_compute(batch) if cast_batch else batch
-        out = loss_fn(params, batch, **collections)
+        out = lowered(params, batch, **collections)
         loss, changed, aux = _unpack(out, bool(collections), has_aux)
-        return loss, (_updated(collections, changed), aux)
+        return loss, (updated_collections(collections, changed), aux)
 
     def train_step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+        _check_state(state, batch)
         _check_same_dtypes(policy, state.tx.policy)
         _check_shardings(shardings, state)
         evaluate = scaled_evaluation(
@@ -277,20 +130,109 @@ def make_train_step(
         if microbatches == 1:
             collections, (loss, grads, aux) = evaluate_part(state.collections, batch)
         else:
+            parts = split_batch(batch, microbatches)
             collections, (loss, grads, aux) = sum_over_microbatches(
-                evaluate_part,
-                state.collections,
-                state.params,
-                split_batch(batch, microbatches),
+                evaluate_part, state.collections, state.params, parts
             )
-        grad_norm = optax.tree.norm(grads)
-        finite = all_finite((loss, grad_norm, grads)) & stays_finite(collections, state.collections)
-        new = state.apply_gradients(grads, {"value": loss}, finite=finite, **collections)
-        metrics = {"loss": loss, "grad_norm": grad_norm} | _metrics(state, new)
+        norm = optax.tree.norm(split_floats(grads)[0])
+        finite = all_finite((loss, norm, grads)) & stays_finite(collections, state.collections)
+        extra = {} if extra_args is None else dict(extra_args(state, batch, loss))
+        new = _updated(state, grads, loss, extra, finite, collections)
+        metrics = {"loss": loss, "grad_norm": norm} | _metrics(state, new)
         return new, metrics | ({"aux": aux} if has_aux else {})
 
     placed = None if shardings is None else (shardings, None)
-    return jax.jit(train_step, donate_argnums=(0,) if donate else (), out_shardings=placed)
+    donated = (0,) if donate else ()
+    return TrainStep(jax.jit(train_step, donate_argnums=donated, out_shardings=placed))
+
+
+class TrainStep:
+    """What `make_train_step` returns: a jitted function that looks at the state it is called with.
+
+    All that a jitted function has, `lower`, `trace` and the rest, it has too.
+    """
+
+    def __init__(self, jitted: jax.stages.Wrapped) -> None:
+        self._jitted = jitted
+        self._called = False
+
+    def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+        """One step; see `make_train_step`."""
+        _check_state(state, batch)
+        if not _compat.is_traced(state.step):
+            _check_alive(state)
+            if not self._called:
+                warn_of_foreign_scale(state)
+                self._called = True
+        return self._jitted(state, batch)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_jitted"], name)
+
+
+def _check_alive(state: TrainState) -> None:
+    if isinstance(state.step, jax.Array) and state.step.is_deleted():
+        raise ValueError(
+            "this state was donated to an earlier step, which wrote the next one over it. Go on "
+            "with the state that the step returned, `state, metrics = step(state, batch)`, or "
+            "keep old states with make_train_step(..., donate=False)"
+        )
+
+
+def _check_state(state: Any, batch: Any) -> None:
+    if not isinstance(state, TrainState):
+        kind = f"{type(state).__module__.partition('.')[0]}.{type(state).__qualname__}"
+        raise TypeError(
+            f"a step is called as step(state, batch) with a jaxmp.TrainState, got {kind} for it"
+            f"{', and the state for the batch' if isinstance(batch, TrainState) else ''}. Make one "
+            "with jaxmp.TrainState.create(params=..., tx=...). Flax's TrainState takes the same "
+            "tx in a step of your own: jaxmp.value_and_grad with "
+            "loss_scale=state.opt_state.loss_scale, then state.apply_gradients(grads=grads)"
+        )
+
+
+def _lowered(
+    loss_fn: Callable[..., Any], policy: Policy, cast: Cast, cast_batch: bool
+) -> Callable[..., Any]:
+    """The loss function in the compute dtype of a policy."""
+    compute = policy.compute_dtype
+    wide = compute if compute.itemsize >= 4 else jnp.dtype(jnp.float32)
+
+    def all_cast(params: PyTree, batch: PyTree, **collections: PyTree) -> Any:
+        batch = cast_floating(batch, compute) if cast_batch else batch
+        return loss_fn(cast_floating(params, compute), batch, **collections)
+
+    # Under autocast a float32 product becomes narrow, but no narrow one becomes wider.
+    def no_narrower(x: Any) -> Any:
+        narrow = is_floating(x) and x.dtype.itemsize < wide.itemsize and x.dtype != compute
+        return cast_floating(x, wide) if narrow else x
+
+    products = autocast(loss_fn, policy) if compute.itemsize < 4 else loss_fn
+
+    def products_cast(params: PyTree, batch: PyTree, **collections: PyTree) -> Any:
+        params, batch = jax.tree.map(no_narrower, (params, batch))
+        return products(params, batch, **collections)
+
+    return all_cast if cast == "all" else products_cast
+
+
+def _updated(
+    state: TrainState,
+    grads: PyTree,
+    loss: Any,
+    extra: dict[str, Any],
+    finite: Any,
+    collections: dict[str, PyTree],
+) -> TrainState:
+    """The next state; the optimizer is given the loss if it takes it."""
+    with_value = {"value": loss} | extra
+    try:
+        return state.apply_gradients(grads, with_value, finite=finite, **collections)
+    except TypeError as error:
+        # optax's chains take any argument, and hand it on to parts which do not.
+        if "value" in extra or "unexpected keyword argument 'value'" not in str(error):
+            raise
+    return state.apply_gradients(grads, extra, finite=finite, **collections)
 
 
 def _metrics(old: TrainState, new: TrainState) -> Metrics:
@@ -385,30 +327,3 @@ def _unpack(out: Any, has_collections: bool, has_aux: bool) -> tuple[Any, dict[s
             f"{type(changed).__name__}"
         )
     return loss, dict(changed), rest[-1] if has_aux else None
-
-
-def _updated(old: dict[str, PyTree], changed: dict[str, PyTree]) -> dict[str, PyTree]:
-    """The collections with new values, in the dtypes of the old: a step must keep its types."""
-    for name, new in changed.items():
-        if name not in old:
-            near = suggestion(name, list(old))
-            raise ValueError(
-                f"the state has no collection {name!r}.{near} It has: {', '.join(old) or 'none'}. "
-                "Give it to TrainState.create"
-            )
-        check_like(
-            new,
-            old[name],
-            name=f"collection {name!r}",
-            like_name="the old one",
-            advice="A step must keep the structure of a collection.",
-        )
-
-    def cast_like(x: Any, y: Any) -> Any:
-        return cast_floating(jnp.asarray(x), y.dtype) if is_floating(y) else x
-
-    return old | {name: jax.tree.map(cast_like, new, old[name]) for name, new in changed.items()}
-
-
-def _copy(tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: jnp.array(x, copy=True), strong(tree))

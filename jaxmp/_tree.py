@@ -1,5 +1,7 @@
 """Casting, finiteness, selection and path names of pytrees: what every other module stands on."""
 
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -79,15 +81,15 @@ def all_finite(tree: PyTree) -> Bool[Array, ""]:
     >>> bool(all_finite([jnp.ones(3), jnp.float16(jnp.inf)])), bool(all_finite([1, None]))
     (False, True)
     """
-    flags = [
-        # Not every backend has is_finite for 8-bit floats; float32 holds them all exactly.
-        jnp.all(jnp.isfinite(widen(x) if jnp.dtype(x.dtype).itemsize == 1 else x))
-        for x in map(_as_array, jax.tree.leaves(tree))
-        if is_inexact(x)
-    ]
-    if not flags:
-        return jnp.array(True)
-    return jnp.all(jnp.stack(flags))
+    floats = [x for x in map(_as_array, jax.tree.leaves(tree)) if is_inexact(x)]
+    return _all_finite(floats) if floats else jnp.array(True)
+
+
+@functools.partial(jax.jit, inline=True)  # one dispatch where the caller is not compiled
+def _all_finite(floats: list[Any]) -> Bool[Array, ""]:
+    # Not every backend has is_finite for 8-bit floats; float32 holds them all exactly.
+    wide = [widen(x) if jnp.dtype(x.dtype).itemsize == 1 else x for x in floats]
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in wide]))
 
 
 def stays_finite(new: PyTree, old: PyTree) -> Bool[Array, ""]:
@@ -149,16 +151,52 @@ def check_flag(flag: Any, name: str) -> None:
         )
 
 
+def check_arrays(tree: PyTree, name: str) -> None:
+    """Raises TypeError for a tree with leaves that are no numbers, naming the first of them."""
+    for i, x in enumerate(jax.tree.leaves(tree)):
+        if isinstance(x, (int, float, complex)):
+            continue
+        dtype = getattr(x, "dtype", None)
+        if dtype is None or jnp.issubdtype(dtype, jax.dtypes.extended):
+            raise TypeError(
+                f"{name}, leaf {leaf_names(tree)[i]!r}, is a {dtype or type(x).__name__}: params "
+                "are trees of arrays. Of a model that holds other things, such as an Equinox "
+                "module, take the arrays: params, static = eqx.partition(model, "
+                "eqx.is_inexact_array), and eqx.combine(params, static) in the loss function. Keep "
+                "PRNG keys in another argument"
+            )
+
+
 def check_differentiable(tree: PyTree, name: str) -> None:
     """Raises TypeError for a tree with leaves that are no floats, naming the first of them."""
-    for leaf, x in zip(leaf_names(tree), jax.tree.leaves(tree), strict=True):
+    for i, x in enumerate(jax.tree.leaves(tree)):
         if not is_inexact(x) and not isinstance(x, (float, complex)):
             dtype = getattr(x, "dtype", type(x).__name__)
             raise TypeError(
-                f"{name}, leaf {leaf!r}, is {dtype}: only floating leaves have gradients and "
-                "masters. Keep counters, keys and tables of integers in another argument (or "
-                "convert the leaf to a float)"
+                f"{name}, leaf {leaf_names(tree)[i]!r}, is {dtype}: only floating leaves have "
+                "gradients and masters. Keep counters, keys and tables of integers in another "
+                "argument (or convert the leaf to a float)"
             )
+
+
+def split_floats(tree: PyTree) -> tuple[list[Any], Callable[[Sequence[Any], PyTree], PyTree]]:
+    """The leaves that have gradients, and a function that puts others in their place.
+
+    >>> floats, merged = split_floats({"table": 3, "w": 1.0})
+    >>> floats, merged([2.0], {"table": 4, "w": None})
+    ([1.0], {'table': 4, 'w': 2.0})
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    structure: Any = treedef
+    has_gradient = [is_inexact(x) or isinstance(x, (float, complex)) for x in leaves]
+
+    def merged(floats: Sequence[Any], others: PyTree) -> PyTree:
+        new, rest = iter(floats), structure.flatten_up_to(others)
+        return structure.unflatten(
+            next(new) if mine else x for mine, x in zip(has_gradient, rest, strict=True)
+        )
+
+    return [x for x, mine in zip(leaves, has_gradient, strict=True) if mine], merged
 
 
 def leaf_names(tree: PyTree) -> list[str]:
@@ -190,8 +228,8 @@ def check_like(tree: PyTree, like: PyTree, *, name: str, like_name: str, advice:
     Raises:
       ValueError: naming the leaves that are missing, left over or of another shape.
     """
-    mine, theirs = leaf_names(tree), leaf_names(like)
     if not same_structure(tree, like):
+        mine, theirs = leaf_names(tree), leaf_names(like)
         missing = [n for n in theirs if n not in set(mine)]
         extra = [n for n in mine if n not in set(theirs)]
         what = "".join(
@@ -204,9 +242,10 @@ def check_like(tree: PyTree, like: PyTree, *, name: str, like_name: str, advice:
             f"{jax.tree.structure(like)}"
         )
         raise ValueError(f"{name} and {like_name} have different structures{what}. {advice}")
-    for leaf, x, y in zip(mine, jax.tree.leaves(tree), jax.tree.leaves(like), strict=True):
+    leaves = zip(jax.tree.leaves(tree), jax.tree.leaves(like), strict=True)
+    for i, (x, y) in enumerate(leaves):
         if jnp.shape(x) != jnp.shape(y):
             raise ValueError(
-                f"{name} leaf {leaf!r} has shape {jnp.shape(x)}, but the leaf of {like_name} has "
-                f"{jnp.shape(y)}. {advice}"
+                f"{name} leaf {leaf_names(tree)[i]!r} has shape {jnp.shape(x)}, but the leaf of "
+                f"{like_name} has {jnp.shape(y)}. {advice}"
             )

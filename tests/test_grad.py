@@ -80,7 +80,7 @@ def test_the_scale_keeps_small_gradients() -> None:
         return jnp.sum(w * jnp.float16(2.0**-12)).astype(jnp.float32) * 2.0**-14
 
     w = jnp.ones(4, jnp.float16)
-    assert not np.any(jaxmp.grad(tiny)(w))  # positive control
+    assert not np.any(jaxmp.grad(tiny, loss_scale=1.0)(w))  # positive control
     np.testing.assert_array_equal(jaxmp.grad(tiny, loss_scale=2.0**10)(w), np.full(4, 2.0**-26))
 
 
@@ -150,3 +150,29 @@ def test_python_and_numpy_params() -> None:
 def test_under_vmap_and_second_derivative() -> None:
     hessian = jax.vmap(jax.grad(jaxmp.grad(lambda x: x**3, loss_scale=8.0)))(jnp.arange(4.0))
     np.testing.assert_allclose(hessian, 6 * np.arange(4.0))
+
+
+@pytest.mark.parametrize("compile", [lambda f: f, jax.jit])
+def test_float16_without_a_scale_is_warned_of(compile: Any) -> None:
+    """Forgetting `loss_scale=` makes float16 gradients zero, and nothing else says so."""
+
+    def loss(params: Any, x: Any) -> Any:
+        low = jnp.tanh(x.astype(jnp.float16) @ params["layer"]["w"].astype(jnp.float16))
+        return jnp.mean(low.astype(jnp.float32)) * 1e-9
+
+    params, x = {"layer": {"w": jnp.ones((2, 2))}, "b": jnp.ones(2)}, jnp.ones((3, 2))
+    with pytest.warns(
+        UserWarning, match="gradients of 'b', 'layer/w' pass through float16 without"
+    ):
+        grads = compile(jaxmp.grad(loss))(params, x)
+    assert not np.any(grads["layer"]["w"])  # positive control: this is what is warned of
+    # A scale, one that is said to be none, or another dtype: no warning, which would be an error.
+    assert np.any(compile(jaxmp.grad(loss, loss_scale=2.0**16))(params, x)["layer"]["w"])
+    compile(jaxmp.grad(loss, loss_scale=1.0))(params, x)
+    compile(
+        jaxmp.grad(
+            lambda p, x: jnp.mean(
+                x.astype(jnp.bfloat16) @ p["layer"]["w"].astype(jnp.bfloat16)
+            ).astype(jnp.float32)
+        )
+    )(params, x)

@@ -134,3 +134,34 @@ def test_scaling_a_float16_loss_stays_finite() -> None:
 def test_scales_satisfy_the_protocol() -> None:
     for config in (jaxmp.NoLossScale(), jaxmp.StaticLossScale(1.0), jaxmp.DynamicLossScale()):
         assert isinstance(config, jaxmp.LossScale)
+
+
+@pytest.mark.parametrize("scale", [3.0, 1000.0, 2.0**16])
+def test_float64_gradients_keep_their_precision(scale: float) -> None:
+    """A scale that is no power of two has an inverse that float32 rounds."""
+    with jax.enable_x64(True):
+        state = jaxmp.StaticLossScale(scale).init()
+        grads = np.array([1.0, 1 / 3, 7.0])
+        found = state.unscale({"w": jnp.asarray(grads * scale), "c": jnp.asarray(1j * scale)})
+        assert found["w"].dtype == jnp.float64
+        np.testing.assert_allclose(found["w"], grads, rtol=4e-16)
+        np.testing.assert_allclose(found["c"], 1j, rtol=4e-16)
+
+
+@pytest.mark.parametrize("finite", [True, False])
+@pytest.mark.parametrize("restored", [2.0**-3, 2.0**20])
+def test_a_restored_scale_comes_within_new_bounds(restored: float, finite: bool) -> None:
+    """A run that goes on with other bounds would stay outside of them for ever."""
+    config = jaxmp.DynamicLossScale(min_scale=1.0, init_scale=2.0**10, max_scale=2.0**16)
+    state = config.init()._replace(scale=jnp.float32(restored))
+    after = config.adjust(state, jnp.array(finite))
+    assert config.min_scale <= float(after.scale) <= config.max_scale
+
+
+def test_counts_beyond_int32_are_never() -> None:
+    """`growth_interval=2**31` and more is how people say that a scale is not to grow."""
+    config = jaxmp.DynamicLossScale(growth_interval=2**40, hysteresis=2**31)
+    state = config.init()
+    for finite in (True, False, True):
+        state = config.adjust(state, jnp.array(finite))
+    assert float(state.scale) == 2.0**16

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import flax.training.train_state
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -40,6 +41,14 @@ def train_state(**collections: Any) -> jaxmp.TrainState:
 def step(fun: Any, **options: Any) -> Any:
     collections = options.pop("collections", {})
     return jaxmp.make_train_step(fun, **options)(train_state(**collections), jnp.ones(3))
+
+
+def any_step() -> Any:
+    return jaxmp.make_train_step(lambda p, b: p["b"][0])
+
+
+def flax_state() -> Any:
+    return flax.training.train_state.TrainState.create(apply_fn=None, params=PARAMS, tx=tx())
 
 
 CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
@@ -105,11 +114,19 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
      TypeError, "grads_finite must be a boolean scalar, such as jaxmp.all_finite(grads); got "
      "float32[2]"),
     # gradients
-    ("int leaf", lambda: value_and_grad({"a": {"n": jnp.int32(1)}}, 1.0), TypeError,
+    ("only integers", lambda: value_and_grad({"a": {"n": jnp.int32(1)}}, 1.0), TypeError,
      "argument 0, leaf 'a/n', is int32: only floating leaves have gradients and masters. Keep "
      "counters, keys and tables of integers in another argument"),
     ("key leaf", lambda: value_and_grad(jax.random.key(0), 1.0), TypeError,
-     "argument 0, leaf '(root)', is key<fry>"),
+     "argument 0, leaf '(root)', is a key<fry>: params are trees of arrays. Of a model that holds "
+     "other things, such as an Equinox module, take the arrays: params, static = "
+     "eqx.partition(model, eqx.is_inexact_array), and eqx.combine(params, static) in the loss "
+     "function. Keep PRNG keys in another argument"),
+    ("function among params", lambda: value_and_grad({"w": 1.0, "act": abs}, 1.0), TypeError,
+     "argument 0, leaf 'act', is a builtin_function_or_method: params are trees of arrays"),
+    ("function in a state", lambda: jaxmp.TrainState.create(
+        params=PARAMS | {"act": abs}, tx=tx()), TypeError,
+     "params, leaf 'act', is a builtin_function_or_method: params are trees of arrays"),
     ("vector loss", lambda: value_and_grad(fun=lambda w, x: w * x), TypeError,
      "the loss must be a float scalar, got float32[6]. Take a mean or a sum over the batch"),
     ("int loss", lambda: value_and_grad(fun=lambda w, x: jnp.int32(3)), TypeError,
@@ -172,7 +189,9 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ("integer gradients", lambda: update(grads={"w": jnp.arange(2), "b": jnp.ones(1)}), TypeError,
      "gradients, leaf 'w', is int32"),
     ("integer params", lambda: tx().init({"a": {"table": jnp.arange(3)}}), TypeError,
-     "params, leaf 'a/table', is int32: only floating leaves have gradients and masters"),
+     "params, leaf 'a/table', is int32, and the optimizer moves it: only floating leaves have "
+     "gradients and masters. Freeze it (optax.multi_transform with optax.set_to_zero), convert it "
+     "to a float, or keep counters, keys and tables of integers in another argument"),
     ("params cast after init",
      lambda: update(params=jaxmp.cast_floating(PARAMS, jnp.float16)), ValueError,
      "the params do not match the optimizer state: their structure, shapes or dtypes are not "
@@ -199,8 +218,22 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ("collection called like a method", lambda: train_state(replace=1, grads=2), ValueError,
      "collections cannot be called ['grads', 'replace']: TrainState uses such a name itself"),
     ("apply_fn", lambda: train_state(apply_fn=lambda x: x), TypeError,
-     "apply_fn must be trees of arrays. TrainState keeps no functions: let the loss function "
-     "close over model.apply"),
+     "apply_fn must be a tree of arrays, but its leaf '(root)' is a function. TrainState keeps no "
+     "functions and no text: let the loss function close over them, as over model.apply"),
+    ("text in a collection", lambda: train_state(stats={"name": "adam"}), TypeError,
+     "stats must be a tree of arrays, but its leaf 'name' is a str"),
+    ("another update", lambda: tx()._replace(update=optax.sgd(0.1).update), ValueError,
+     "init and update of mixed_precision belong together, and cannot be replaced. Change the "
+     "optimizer inside: mixed_precision(inner._replace(...), policy)"),
+    ("unknown cast", lambda: jaxmp.make_train_step(lambda p, b: 0.0, cast="some"), ValueError,
+     "cast must be 'products' or 'all', got 'some'"),
+    ("flax state", lambda: any_step()(flax_state(), jnp.ones(3)), TypeError,
+     "a step is called as step(state, batch) with a jaxmp.TrainState, got flax.TrainState for it. "
+     "Make one with jaxmp.TrainState.create(params=..., tx=...). Flax's TrainState takes the same "
+     "tx in a step of your own: jaxmp.value_and_grad with loss_scale=state.opt_state.loss_scale, "
+     "then state.apply_gradients(grads=grads)"),
+    ("swapped", lambda: any_step()(jnp.ones(2), train_state()), TypeError,
+     "got jaxlib.ArrayImpl for it, and the state for the batch"),
     ("two policies", lambda: step(lambda p, b: p["b"][0], policy="mixed_bfloat16"), ValueError,
      "the train step computes in bfloat16, but the optimizer was wrapped for float16, and its "
      "loss scale chosen for that. Give make_train_step and mixed_precision the same policy"),
@@ -281,6 +314,7 @@ def test_what_the_guard_prevents() -> None:
 def stalled(scale: float = 1.0, skips: int = 50) -> jaxmp.TrainState:
     state = train_state()
     opt_state = state.opt_state._replace(
+        skipped=jnp.int32(max(skips, 16)),  # as many as brought the scale down
         consecutive_skips=jnp.int32(skips),
         loss_scale=state.opt_state.loss_scale._replace(scale=jnp.float32(scale)),
     )
@@ -295,7 +329,7 @@ def test_check_progress() -> None:
         jaxmp.TrainingStalled,
         match=r"50 optimizer steps in a row were skipped.*loss scale is 1\. No loss scale cures "
         r"this\. If the loss itself is infinite or NaN, the forward pass is broken; look for "
-        r"activations beyond 65504.*use 'mixed_bfloat16'.*lower the learning rate",
+        r"inputs and activations beyond 65504.*use 'mixed_bfloat16'.*lower the learning rate",
     ):
         jaxmp.check_progress(stalled())
     with pytest.raises(jaxmp.TrainingStalled, match="The loss itself is not finite"):

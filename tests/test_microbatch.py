@@ -154,3 +154,10 @@ def test_in_shard_map(sharded: str) -> None:
     # Gradients of replicated params are summed over the devices, in each of which x is a mean.
     want = np.full((16, 4), 1.0) if sharded == "params" else np.full((16, 4), 8 * 8.0)
     np.testing.assert_allclose(grad, want)
+
+
+def test_leaves_of_one_name_are_two() -> None:
+    """`"a/b"` beside `{"a": {"b": ...}}`: one hid that the other has half the examples."""
+    batch = {"a/b": jnp.arange(8.0), "a": {"b": jnp.arange(4.0)}}
+    with pytest.raises(ValueError, match="batch leaves '1/a/b' and '1/a/b' have 4 and 8 examples"):
+        jaxmp.value_and_grad(lambda w, b: w * jnp.mean(b["a/b"]), microbatches=2)(1.0, batch)

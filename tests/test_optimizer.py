@@ -435,3 +435,33 @@ def test_tree_map_params_works() -> None:
 )
 def test_auto_loss_scale(policy: str, config: type) -> None:
     assert jaxmp.mixed_precision(optax.sgd(0.1), policy).loss_scale == config()
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "bfloat16", "float16"])
+def test_float64_params_have_float32_masters(policy: str) -> None:
+    """NumPy's default dtype, with x64 on: the first step refused masters in float64."""
+    with jax.enable_x64(True):
+        tx = jaxmp.mixed_precision(optax.sgd(0.125), policy)
+        state = jaxmp.TrainState.create(params={"w": np.ones(3)}, tx=tx)
+        state = state.apply_gradients({"w": jnp.ones(3)})
+        assert {m.dtype for m in jax.tree.leaves(state.opt_state.master)} <= {jnp.dtype("float32")}
+        assert state.params["w"].dtype == jaxmp.get_policy(policy).param_dtype
+        np.testing.assert_array_equal(state.params["w"].astype(jnp.float32), np.full(3, 0.875))
+
+
+@pytest.mark.parametrize("skip", ["auto", "select"])
+def test_a_skipped_update_keeps_the_bits_of_complex_params(skip: Any) -> None:
+    """Minus zero has a sign in the imaginary part too."""
+    tx = jaxmp.mixed_precision(optax.sgd(0.1), "float32", skip=skip)
+    params = {"w": jnp.array([complex(1, -0.0), complex(-0.0, -0.0)], jnp.complex64)}
+    grads = {"w": jnp.full(2, jnp.inf, jnp.complex64)}
+    updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
+    assert tree_bits(optax.apply_updates(params, updates)) == tree_bits(params)
+
+
+def test_a_copy_of_the_transformation_is_one_of_ours() -> None:
+    """`_replace` with its own functions keeps the policy that a train state asks for."""
+    tx = jaxmp.mixed_precision(optax.sgd(0.1), "mixed_float16")
+    same = tx._replace(update=tx.update)
+    assert (same.policy, same.loss_scale, same.rules) == (tx.policy, tx.loss_scale, tx.rules)
+    jaxmp.TrainState.create(params={"w": jnp.ones(2)}, tx=same)

@@ -170,3 +170,12 @@ def test_states_are_strong_arrays(config: jaxmp.LossScale) -> None:
     for leaf in jax.tree.leaves(config.init()):
         assert isinstance(leaf, jax.Array)
         assert not leaf.weak_type
+
+
+def test_dir_shows_what_is_public() -> None:
+    """Completion in a notebook: the Flax modules too, and no name that Python brought in."""
+    shown = dir(jaxmp)
+    assert {"linen", "nnx", "get_policy", "make_train_step"} <= set(shown)
+    assert not {"importlib", "typing"} & set(shown)
+    for name in shown:
+        getattr(jaxmp, name)

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -91,12 +92,13 @@ def test_the_policy_decides_what_the_loss_sees() -> None:
         return loss_fn(params, batch)
 
     full = batch() | {"ids": np.arange(8)}
-    for policy, cast_batch, want in (
-        ("mixed_bfloat16", True, ("bfloat16", "bfloat16")),
-        ("mixed_bfloat16", False, ("bfloat16", "float32")),
-        (None, True, ("float32", "float32")),
+    for policy, options, want in (
+        ("mixed_bfloat16", {}, ("float32", "float32")),
+        ("mixed_bfloat16", {"cast": "all"}, ("bfloat16", "bfloat16")),
+        ("mixed_bfloat16", {"cast": "all", "cast_batch": False}, ("bfloat16", "float32")),
+        (None, {}, ("float32", "float32")),
     ):
-        step = jaxmp.make_train_step(spy, policy, cast_batch=cast_batch)
+        step = jaxmp.make_train_step(spy, policy, **options)
         step(make("float32" if policy is None else policy), full)
         assert (seen["params"], seen["x"]) == want
         assert seen["ids"] == jnp.int32
@@ -146,7 +148,7 @@ def test_collections_move_and_stay_on_a_skip() -> None:
     state, metrics = step(bn_state(), batch())
     assert metrics["aux"]["noise"].shape == ()
     np.testing.assert_allclose(
-        state.batch_stats["mean"], 0.1 * batch()["x"].astype(np.float16).mean(0), rtol=1e-2
+        state.batch_stats["mean"], 0.1 * batch()["x"].mean(0), rtol=1e-5, atol=1e-8
     )
     np.testing.assert_array_equal(state.frozen, np.ones(2))
     bad = batch()
@@ -187,7 +189,7 @@ def test_statistics_that_overflow_skip_the_step() -> None:
     )
     stats = {"var": jnp.float32(1.0), "least": jnp.float32(jnp.inf)}  # this one may be infinite
     state = jaxmp.TrainState.create(params={"w": jnp.ones(2)}, tx=tx, stats=stats)
-    step = jaxmp.make_train_step(loss, "mixed_float16", donate=False)
+    step = jaxmp.make_train_step(loss, "mixed_float16", cast="all", donate=False)
     bad, metrics = step(state, jnp.full(4, 300.0))
     assert np.isfinite(metrics["grad_norm"])
     assert (int(bad.step), float(bad.stats["var"])) == (0, 1.0)
@@ -262,3 +264,207 @@ def test_state_is_copied_and_printed_like_any_dataclass() -> None:
     assert copy.copy(state).rng is state.rng
     assert "batch_stats" in repr(state)
     assert dataclasses.replace(state, step=jnp.int32(3)).batch_stats is state.batch_stats
+
+
+def trained(batch: Any, loss: Any, policy: Any, steps: int = 200, **options: Any) -> Any:
+    """The only param after some steps of gradient descent on one batch."""
+    tx = jaxmp.mixed_precision(optax.sgd(0.1), policy)
+    state = jaxmp.TrainState.create(params={"w": jnp.zeros((4, 1))}, tx=tx)
+    step = jaxmp.make_train_step(loss, policy, donate=False, **options)
+    for _ in range(steps):
+        state, _ = step(state, batch)
+    return np.asarray(state.params["w"])
+
+
+def pressures() -> dict[str, Any]:
+    """A regression with labels near 1000, whose differences bfloat16 rounds away."""
+    x = np.random.default_rng(0).standard_normal((512, 4)).astype(np.float32)
+    return {"x": x, "y": 1000 + x[:, :1]}
+
+
+def offset_loss(params: Any, batch: Any) -> Any:
+    return jnp.mean((batch["x"] @ params["w"] + 1000.0 - batch["y"]) ** 2)
+
+
+def scanned_loss(params: Any, batch: Any) -> Any:
+    """The same, with labels that a scan over examples reads."""
+
+    def add(total: Any, row: Any) -> Any:
+        x, y = row
+        return total + jnp.sum((x @ params["w"] + 1000.0 - y) ** 2), None
+
+    parts = jax.tree.map(lambda v: v.reshape(64, 8, -1), (batch["x"], batch["y"]))
+    return jax.lax.scan(add, jnp.float32(0), parts)[0] / 512
+
+
+def upcast_loss(params: Any, batch: Any) -> Any:
+    out = (batch["x"] @ params["w"]).astype(jnp.float32) + 1000.0
+    return jnp.mean((out - batch["y"].astype(jnp.float32)) ** 2)
+
+
+@pytest.mark.parametrize("loss", [offset_loss, upcast_loss, scanned_loss])
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16"])
+def test_labels_keep_their_bits(loss: Any, policy: str) -> None:
+    """Rounded labels train another model, and the loss looks fine."""
+    w = trained(pressures(), loss, policy)
+    np.testing.assert_allclose(w, [[1], [0], [0], [0]], atol=0.02)
+
+
+def test_casting_all_rounds_labels() -> None:
+    """Positive control, and what `cast_batch=False` is for."""
+    batch = pressures()
+    rounded = trained(batch, upcast_loss, "mixed_bfloat16", cast="all")
+    assert abs(rounded[0, 0] - 1) > 0.3
+    kept = trained(batch, upcast_loss, "mixed_bfloat16", cast="all", cast_batch=False)
+    np.testing.assert_allclose(kept, [[1], [0], [0], [0]], atol=0.02)
+
+
+def test_a_batch_that_is_input_and_label_keeps_its_bits() -> None:
+    """An autoencoder of large numbers: a product reads the batch rounded, the error does not."""
+    x = 1000 + np.random.default_rng(0).standard_normal((256, 4)).astype(np.float32)
+
+    def loss(params: Any, x: Any) -> Any:
+        centred = x - 1000.0
+        return jnp.mean((jnp.sum(centred @ params["w"], 1, keepdims=True) + 1000.0 - x[:, :1]) ** 2)
+
+    w = trained(x, loss, "mixed_bfloat16")
+    np.testing.assert_allclose(w, [[1], [0], [0], [0]], atol=0.02)
+
+
+def test_class_ids_among_floats_keep_their_bits() -> None:
+    """bfloat16 makes 1000 of 1001: ids that a reader made floats would name other classes."""
+    seen = []
+
+    def loss(params: Any, batch: Any) -> Any:
+        ids = batch["ids"].astype(jnp.int32)
+        jax.debug.callback(lambda x: seen.append(np.asarray(x)), ids)
+        return jnp.mean((batch["x"] @ params["w"])[:, 0] * (ids % 2))
+
+    batch = {"x": np.ones((2, 4), np.float32), "ids": np.array([1001.0, 777.0], np.float32)}
+    trained(batch, loss, "mixed_bfloat16", steps=1)
+    jax.effects_barrier()
+    np.testing.assert_array_equal(seen[0], [1001, 777])
+
+
+def test_products_of_a_step_run_low() -> None:
+    """Not casting labels must not mean that nothing is cast."""
+    state = make("mixed_bfloat16")
+    step = jaxmp.make_train_step(loss_fn, "mixed_bfloat16", donate=False)
+    assert {p.operands for p in jaxmp.audit(step, state, batch()).products} == {
+        ("bfloat16", "bfloat16")
+    }
+
+
+@pytest.mark.parametrize("policy", ["params=bfloat16,compute=float32", "params=float16,c=bf16"])
+def test_params_of_another_narrow_dtype_are_widened(policy: str) -> None:
+    """A policy that computes wider than its params are says so, and is taken at its word."""
+    tx = jaxmp.mixed_precision(optax.sgd(0.1), policy)
+    state = jaxmp.TrainState.create(params=init_params(), tx=tx)
+    step = jaxmp.make_train_step(loss_fn, policy, donate=False)
+    compute = jaxmp.get_policy(policy).compute_dtype.name
+    products = jaxmp.audit(step, state, batch()).products
+    assert {p.operands for p in products} == {(compute, compute)}
+
+
+def test_an_optimizer_that_takes_no_value() -> None:
+    """`optax.contrib.sam` has no further arguments, in a chain neither."""
+
+    def make_sam() -> Any:
+        ascend = optax.chain(optax.contrib.normalize(), optax.sgd(0.05))
+        return optax.contrib.sam(optax.sgd(1e-2), ascend, sync_period=2)
+
+    for inner in (make_sam(), optax.chain(optax.clip(1.0), make_sam())):
+        plain_params, plain_state = {"w": jnp.ones(3)}, None
+        tx = jaxmp.mixed_precision(inner, "float32")
+        state = jaxmp.TrainState.create(params=plain_params, tx=tx)
+        step = jaxmp.make_train_step(lambda p, b: jnp.sum((p["w"] * b) ** 2), donate=False)
+        plain_state = inner.init(plain_params)
+        for _ in range(4):
+            grads = jax.grad(lambda p: jnp.sum(p["w"] ** 2))(plain_params)
+            updates, plain_state = inner.update(grads, plain_state, plain_params)
+            plain_params = optax.apply_updates(plain_params, updates)
+            state, _ = step(state, jnp.ones(3))
+        np.testing.assert_allclose(state.params["w"], plain_params["w"], rtol=1e-6)
+
+
+def test_further_arguments_of_the_optimizer() -> None:
+    """Opaque SAM asks for a function of gradients; `extra_args` gives it with the batch."""
+    inner = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05), sync_period=2, opaque_mode=True)
+    tx = jaxmp.mixed_precision(inner, "float32")
+    state = jaxmp.TrainState.create(params={"w": jnp.ones(3)}, tx=tx)
+
+    def loss(params: Any, batch: Any) -> Any:
+        return jnp.sum((params["w"] * batch) ** 2)
+
+    def extra(state: Any, batch: Any, value: Any) -> Any:
+        return {"grad_fn": lambda params, _: jax.grad(loss)(params, batch)}
+
+    step = jaxmp.make_train_step(loss, extra_args=extra, donate=False)
+    new, _ = step(state, jnp.ones(3))
+    # By hand: one step up of 0.05, then one down with the gradient there.
+    np.testing.assert_allclose(new.params["w"], 1 - 0.1 * 2 * (1 + 0.05 * 2), rtol=1e-6)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'wrong'"):
+        jaxmp.make_train_step(loss, extra_args=lambda *_: {"wrong": 1})(state, jnp.ones(3))
+
+
+def test_a_donated_state_used_again() -> None:
+    state = make()
+    step = jaxmp.make_train_step(loss_fn, "mixed_float16")
+    step(state, batch())
+    with pytest.raises(ValueError, match=r"this state was donated to an earlier step.*donate=Fa"):
+        step(state, batch())
+
+
+class Renamed(jaxmp.TrainState):
+    """A subclass for its type alone."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Averaged(jaxmp.TrainState):
+    """A subclass with a field."""
+
+    ema: Any = None
+
+
+def test_subclasses_are_pytrees() -> None:
+    """Flax's TrainState is subclassed; a subclass that is no pytree cannot enter a step."""
+    tx = jaxmp.mixed_precision(optax.adam(1e-2), "mixed_bfloat16")
+    step = jaxmp.make_train_step(loss_fn, "mixed_bfloat16", donate=False)
+    renamed, _ = step(Renamed.create(params=init_params(), tx=tx), batch())
+    assert type(renamed) is Renamed
+    average = jax.tree.map(jnp.zeros_like, init_params())
+    averaged, _ = step(Averaged.create(params=init_params(), tx=tx, ema=average), batch())
+    assert type(averaged) is Averaged
+    chex.assert_trees_all_equal(averaged.ema, average)
+    assert int(averaged.step) == 1
+    plain, _ = step(jaxmp.TrainState.create(params=init_params(), tx=tx), batch())
+    assert tree_bits(averaged.params) == tree_bits(plain.params) == tree_bits(renamed.params)
+
+
+def test_a_state_of_another_policy_is_warned_of() -> None:
+    """From bfloat16 to float16 the scale came back as 1: small gradients vanish for long."""
+    bfloat16, float16 = make("mixed_bfloat16", loss_scale="auto"), make(loss_scale="auto")
+    restored = dataclasses.replace(bfloat16, tx=float16.tx)
+    step = jaxmp.make_train_step(loss_fn, "mixed_float16", donate=False)
+    with pytest.warns(UserWarning, match="the loss scale of this state is 1, but its optimizer"):
+        step(restored, batch())
+    with pytest.warns(UserWarning, match="Begin anew: state.replace"):
+        jaxmp.check_progress(restored)
+    # Controls: a scale that skips brought down, and one that is its own.
+    fallen = float16.opt_state._replace(skipped=jnp.int32(16), loss_scale=restored.loss_scale)
+    jaxmp.check_progress(dataclasses.replace(float16, opt_state=fallen))
+    jaxmp.check_progress(float16)
+
+
+def test_params_that_the_optimizer_loses_are_named() -> None:
+    """Finite gradients, NaN from a schedule: the step counts as taken, and nothing mends it."""
+    inner = optax.scale_by_schedule(lambda count: jnp.where(count == 1, jnp.nan, -0.1))
+    tx = jaxmp.mixed_precision(inner, "mixed_float16")
+    state = jaxmp.TrainState.create(params=init_params(), tx=tx)
+    step = jaxmp.make_train_step(loss_fn, "mixed_float16", donate=False)
+    state, _ = step(state, batch())
+    jaxmp.check_progress(state)
+    state, metrics = step(state, batch())
+    assert metrics["grads_finite"]
+    with pytest.raises(jaxmp.TrainingStalled, match="params are lost: 'b', 'w' are NaN, and bec"):
+        jaxmp.check_progress(state)

@@ -65,6 +65,31 @@ def test_the_gpu_drops_a_plain_rounding(gpu: Compiler) -> None:
     assert roundings(gpu(step, PARAMS["w"], master, master)) == 1
 
 
+@pytest.mark.parametrize("policy", ["bfloat16", "float16"])
+def test_masters_are_compared_with_rounded_params(compiler: Compiler, policy: str) -> None:
+    """One rounding makes the new param, the other tells whether the old one was set."""
+    config = jaxmp.StaticLossScale(8.0)
+    tx = jaxmp.mixed_precision(optax.adamw(1e-2), policy, loss_scale=config)
+    params = jaxmp.get_policy(policy).cast_to_param(PARAMS)
+    state = jax.eval_shape(tx.init, params)
+    compiled = compiler(apply_gradients(tx), params, state, GRADS, donate=(0, 1))
+    assert roundings(compiled) >= 2
+    assert compiled.memory_analysis().temp_size_in_bytes < 0.02 * N * N
+
+
+def test_the_gpu_drops_a_comparison_in_float32(gpu: Compiler) -> None:
+    """Positive control: widened for `==`, each master that is not rounded seems to be set."""
+
+    def step(param: Any, master: Any, grad: Any) -> Any:
+        wide = param.astype(jnp.float32)
+        same = master.astype(jnp.bfloat16).astype(jnp.float32) == wide
+        master = jnp.where(same, master, wide) - 0.1 * grad
+        return master.astype(jnp.bfloat16), master
+
+    master = jax.ShapeDtypeStruct((N, N), jnp.float32)
+    assert roundings(gpu(step, PARAMS["w"], master, master)) == 1
+
+
 def temporaries(compiler: Compiler, policy: str, skip: Any) -> float:
     """Bytes per param of temporaries in a donated step, beside 16 to 18 of state and gradients."""
     tx = jaxmp.mixed_precision(optax.adamw(1e-2), policy, skip=skip)

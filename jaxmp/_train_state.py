@@ -1,0 +1,238 @@
+"""The train state: everything that training carries, as one pytree."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, PyTree
+
+from jaxmp._dtypes import is_floating, suggestion
+from jaxmp._loss_scale import LossScaleState
+from jaxmp._optimizer import MixedPrecision
+from jaxmp._placement import placed_beside
+from jaxmp._tree import (
+    all_finite,
+    cast_floating,
+    check_arrays,
+    check_like,
+    leaf_names,
+    select,
+    stays_finite,
+    strong,
+)
+
+# Names of arguments beside which collections are given by keyword.
+_RESERVED = ("batch", "cast_params", "cls", "extra", "finite", "grads", "self")
+
+
+def _as_pytree(cls: Any) -> Any:
+    """Registers a train state, or a subclass: all fields are data but `tx`.
+
+    A subclass may become a dataclass with further fields after it was registered, so that its
+    fields are read when a state is flattened.
+    """
+
+    def parts(state: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+        names = [field.name for field in dataclasses.fields(state) if field.name != "tx"]
+        children = [(jax.tree_util.GetAttrKey(name), getattr(state, name)) for name in names]
+        return children, (tuple(names), state.tx)
+
+    def flat(state: Any) -> tuple[list[Any], tuple[Any, ...]]:
+        children, static = parts(state)
+        return [child for _, child in children], static
+
+    def rebuilt(static: tuple[Any, ...], children: Any) -> Any:
+        names, tx = static
+        return cls(**dict(zip(names, children, strict=True)), tx=tx)
+
+    jax.tree_util.register_pytree_with_keys(cls, parts, rebuilt, flat)
+    return cls
+
+
+@_as_pytree
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """Everything that training carries: a pytree of arrays. Make one with `create`.
+
+    A collection such as `batch_stats=...` is read as `state.batch_stats`. On a skipped step the
+    collections stay as they were, like everything else: one overflowed batch would otherwise
+    leave infinite batch statistics in the model for ever. A subclass is a pytree too; further
+    fields, if it is a dataclass with keywords only, are data, and `create` takes them by name.
+
+    Attributes:
+      step: how many steps were taken (int32 scalar); skipped ones do not count.
+      params: the live params.
+      opt_state: the `MixedPrecisionState` of `tx`.
+      collections: a dictionary of further state of the model.
+      tx: the optimizer (static).
+    """
+
+    # JAX and orbax also build trees of shardings, names and None with this class, so that nothing
+    # here may insist on arrays.
+    step: Any
+    params: PyTree
+    opt_state: Any
+    collections: Any
+    tx: MixedPrecision
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        _as_pytree(cls)
+
+    @classmethod
+    def create(
+        cls, *, params: PyTree, tx: MixedPrecision, cast_params: bool = True, **collections: PyTree
+    ) -> "TrainState":
+        """A state at step 0.
+
+        Args:
+          params: a tree of arrays, usually float32. The live params are cast to the policy's
+            `param_dtype`, the masters keep these values; integers stay, if the optimizer freezes
+            them. The state has buffers of its own, so
+            that a step may be donated it while `params` stay usable.
+          tx: what `mixed_precision` returned.
+          cast_params: False leaves the params in the dtypes that they have, for models that
+            choose the dtype of each param themselves.
+          **collections: mutable state of the model by name, `batch_stats=...` or `rng=key`, and
+            the further fields of a subclass.
+
+        Returns:
+          The state.
+
+        Raises:
+          TypeError: if `tx` is not wrapped in `mixed_precision`, or a collection holds something
+            else than arrays.
+          ValueError: if a collection has a name that `TrainState` uses itself.
+        """
+        if not isinstance(tx, MixedPrecision):
+            raise TypeError(
+                f"tx must be jaxmp.mixed_precision(optimizer, policy), got {type(tx).__name__}"
+            )
+        known = {field.name for field in dataclasses.fields(cls)}
+        own = known - {field.name for field in dataclasses.fields(TrainState)}
+        fields = {name: collections.pop(name) for name in own & set(collections)}
+        if clash := sorted({*dir(cls), *known, *_RESERVED} & set(collections)):
+            raise ValueError(
+                f"collections cannot be called {clash}: TrainState uses such a name itself"
+            )
+        for name, value in collections.items():
+            _check_collection(name, value)
+        check_arrays(params, "params")
+        params = _copy(params)
+        params, opt_state = tx.init_params(params) if cast_params else (params, tx.init(params))
+        state = cls(
+            step=jnp.int32(0),
+            params=params,
+            opt_state=_copy(opt_state),
+            collections=_copy(collections),
+            tx=tx,
+            **_copy(fields),
+        )
+        return placed_beside(params, state)
+
+    @property
+    def loss_scale(self) -> LossScaleState:
+        """The loss scale with which to scale the next loss."""
+        return self.opt_state.loss_scale
+
+    def __getattr__(self, name: str) -> PyTree:
+        collections = self.__dict__.get("collections")
+        if isinstance(collections, Mapping) and name in collections:
+            return collections[name]
+        raise AttributeError(f"TrainState has no field or collection {name!r}")
+
+    def replace(self, **changes: Any) -> "TrainState":
+        """A copy with other fields or collections, by name.
+
+        Args:
+          **changes: new values. Unlike in `apply_gradients`, nothing is checked or skipped.
+
+        Returns:
+          The changed state.
+        """
+        collections = {k: v for k, v in changes.items() if k in self.collections}
+        fields = {k: v for k, v in changes.items() if k not in collections}
+        fields["collections"] = fields.get("collections", self.collections) | collections
+        return dataclasses.replace(self, **fields)
+
+    def apply_gradients(
+        self,
+        grads: PyTree,
+        extra: dict[str, Any] | None = None,
+        *,
+        finite: Bool[Array, ""] | None = None,
+        **collections: PyTree,
+    ) -> "TrainState":
+        """The state after one optimizer step, or after a skipped one.
+
+        A step is skipped if a gradient is not finite, or if a number in a collection was finite
+        and no longer is: batch statistics can overflow in a batch whose gradients vanish. (Not
+        with an optimizer that never skips.)
+
+        Args:
+          grads: unscaled gradients, as `jaxmp.value_and_grad` returns them.
+          extra: further arguments for the inner optimizer's update, such as `{"value": loss}`.
+          finite: whether to take the step, in place of this test. Inside `shard_map` it has to
+            be the same on all devices.
+          **collections: new values of collections; those not named stay.
+
+        Returns:
+          The next state. After a skip, only its loss scale and its counts of skipped steps
+          differ.
+
+        Raises:
+          ValueError: for a collection that the state does not have, or that changed structure.
+        """
+        new_collections = updated_collections(self.collections, collections)
+        if finite is None:
+            finite = all_finite(grads) & stays_finite(new_collections, self.collections)
+        params, opt_state = self.tx.apply_gradients(
+            grads, self.opt_state, self.params, finite=finite, **(extra or {})
+        )
+        finite = opt_state.grads_finite
+        return dataclasses.replace(
+            self,
+            step=self.step + finite.astype(jnp.int32),
+            params=params,
+            opt_state=opt_state,
+            collections=select(finite, new_collections, self.collections),
+        )
+
+
+def _check_collection(name: str, value: PyTree) -> None:
+    for i, leaf in enumerate(jax.tree.leaves(value)):
+        if not hasattr(leaf, "dtype") and not isinstance(leaf, (int, float, complex)):
+            raise TypeError(
+                f"{name} must be a tree of arrays, but its leaf {leaf_names(value)[i]!r} is a "
+                f"{type(leaf).__name__}. TrainState keeps no functions and no text: let the loss "
+                "function close over them, as over model.apply"
+            )
+
+
+def updated_collections(old: dict[str, PyTree], changed: dict[str, PyTree]) -> dict[str, PyTree]:
+    """The collections with new values, in the dtypes of the old: a step must keep its types."""
+    for name, new in changed.items():
+        if name not in old:
+            near = suggestion(name, list(old))
+            raise ValueError(
+                f"the state has no collection {name!r}.{near} It has: {', '.join(old) or 'none'}. "
+                "Give it to TrainState.create"
+            )
+        check_like(
+            new,
+            old[name],
+            name=f"collection {name!r}",
+            like_name="the old one",
+            advice="A step must keep the structure of a collection.",
+        )
+
+    def cast_like(x: Any, y: Any) -> Any:
+        return cast_floating(jnp.asarray(x), y.dtype) if is_floating(y) else x
+
+    return old | {name: jax.tree.map(cast_like, new, old[name]) for name, new in changed.items()}
+
+
+def _copy(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: jnp.array(x, copy=True), strong(tree))

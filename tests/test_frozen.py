@@ -1,0 +1,125 @@
+"""What the optimizer never moves has no master, and may be integers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxmp
+from jaxmp._frozen import moved_by
+from jaxmp._masters import is_masked
+from tests.bits import tree_bits
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+LABELS = {"base": "freeze", "lora": "train"}
+REST = {"base": True, "lora": False}
+
+
+def lora(inner: Any) -> Any:
+    return optax.multi_transform({"train": inner, "freeze": optax.set_to_zero()}, LABELS)
+
+
+FREEZING: dict[str, Callable[[], Any]] = {
+    "multi_transform": lambda: lora(optax.adam(1e-2)),
+    "chain": lambda: optax.chain(optax.clip_by_global_norm(1.0), lora(optax.adamw(1e-2))),
+    "MultiSteps": lambda: optax.MultiSteps(lora(optax.adam(1e-2)), 2),
+    "apply_if_finite": lambda: optax.apply_if_finite(lora(optax.adam(1e-2)), 3),
+    "zero at the end": lambda: optax.chain(
+        optax.adam(1e-2), optax.masked(optax.set_to_zero(), REST)
+    ),
+    "inject_hyperparams": lambda: optax.inject_hyperparams(lambda lr: lora(optax.adam(lr)))(1e-2),
+}
+# A warm-up that begins at zero, and decay after the freeze, move what looks frozen at step 0.
+MOVING: dict[str, Callable[[], Any]] = {
+    "adam": lambda: optax.adam(1e-2),
+    "warm-up": lambda: optax.sgd(optax.linear_schedule(0.0, 0.1, 2)),
+    "decay after": lambda: optax.chain(
+        lora(optax.adam(1e-2)), optax.add_decayed_weights(0.5), optax.scale(-1.0)
+    ),
+}
+
+
+def params(dtype: Any = jnp.bfloat16) -> dict[str, Any]:
+    return {"base": jnp.ones((64, 32), dtype), "lora": jnp.zeros((2, 32), jnp.bfloat16)}
+
+
+def steps(inner: Any, params: Any, count: int = 4) -> Any:
+    tx = jaxmp.mixed_precision(inner, "bfloat16")
+    state = tx.init(params)
+    for _ in range(count):
+        grads = jax.tree.map(lambda p: jnp.ones(p.shape), params)
+        params, state = jax.jit(tx.apply_gradients)(grads, state, params)
+    return params, state
+
+
+@pytest.mark.parametrize("name", FREEZING)
+def test_frozen_params_have_no_masters(name: str) -> None:
+    """LoRA over a 16-bit base held float32 copies of the base, twice its bytes."""
+    before = params()
+    after, state = steps(FREEZING[name](), before)
+    assert is_masked(state.master["base"])
+    assert state.master["lora"].dtype == jnp.float32
+    assert tree_bits(after["base"]) == tree_bits(before["base"])
+    assert np.any(np.asarray(after["lora"], np.float32))
+
+
+@pytest.mark.parametrize("name", MOVING)
+def test_params_that_move_at_some_time_have_masters(name: str) -> None:
+    after, state = steps(MOVING[name](), params())
+    assert state.master["base"].dtype == jnp.float32
+    assert np.any(np.asarray(after["base"], np.float32) != 1.0)
+
+
+def test_an_optimizer_that_cannot_be_traced_moves_all() -> None:
+    """One that needs an argument at each update is no error, and keeps its masters."""
+
+    def update(updates: Any, state: Any, params: Any = None, *, value: Any) -> Any:
+        return jax.tree.map(lambda u: -u * value, updates), state
+
+    inner = optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
+    assert moved_by(inner, params()) == {"base": True, "lora": True}
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, jnp.int4])
+def test_frozen_integers(dtype: Any, microbatches: int) -> None:
+    """A quantized base trains its LoRA, and keeps its dtype and every bit."""
+
+    def loss(params: Any, x: Any) -> Any:
+        return jnp.mean((x @ params["base"].astype(x.dtype)[:, :32] + params["lora"][0] - 70) ** 2)
+
+    tx = jaxmp.mixed_precision(lora(optax.adam(1e-1)), "mixed_bfloat16")
+    before = params(dtype)
+    state = jaxmp.TrainState.create(params=before, tx=tx)
+    step = jaxmp.make_train_step(loss, "mixed_bfloat16", microbatches=microbatches)
+    losses = []
+    for _ in range(5):
+        state, metrics = step(state, jnp.ones((4, 64)))
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < losses[0]
+    assert state.params["base"].dtype == dtype
+    np.testing.assert_array_equal(
+        np.asarray(state.params["base"].astype(jnp.int32)), np.ones((64, 32))
+    )
+
+
+def test_gradients_of_integers_are_float0() -> None:
+    """As `jax.grad` gives them with `allow_int`; `tx.update` takes them."""
+    tree = {"base": jnp.arange(3), "w": jnp.ones(3)}
+    _, grads = jaxmp.value_and_grad(lambda p: jnp.sum(p["w"] * p["base"]))(tree)
+    want = jax.grad(lambda p: jnp.sum(p["w"] * p["base"]), allow_int=True)(tree)
+    assert grads["base"].dtype == want["base"].dtype == jax.dtypes.float0
+    np.testing.assert_array_equal(grads["w"], want["w"])
+    inner = optax.multi_transform(
+        {"a": optax.sgd(0.1), "b": optax.set_to_zero()}, {"base": "b", "w": "a"}
+    )
+    tx = jaxmp.mixed_precision(inner, "float32")
+    updates, _ = tx.update(grads, tx.init(tree), tree)
+    new = optax.apply_updates(tree, updates)
+    assert tree_bits(new["base"]) == tree_bits(tree["base"])
+    np.testing.assert_allclose(new["w"], 1 - 0.1 * np.arange(3), rtol=1e-6)
