@@ -25,12 +25,10 @@ def test_other(i): pass
 
 def collected(file: pathlib.Path, *options: str) -> list[str]:
     """The names of the tests that pytest would run."""
-    quiet = ["-c", "/dev/null", "-p", "no:cacheprovider", "--collect-only", "-q"]
+    quiet = ["-c", "/dev/null", "--noconftest", "-p", "no:cacheprovider", "--collect-only", "-q"]
     command = [sys.executable, "-m", "pytest", "-p", "tests.eighths", *quiet, *options, str(file)]
-    alone = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(ROOT)}
-    run = subprocess.run(
-        command, cwd=file.parent, env=alone, check=True, capture_output=True, text=True
-    )
+    alone = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    run = subprocess.run(command, cwd=ROOT, env=alone, check=True, capture_output=True, text=True)
     return [line for line in run.stdout.splitlines() if "::" in line]
 
 
