@@ -22,6 +22,8 @@ os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 os.environ.setdefault("TPU_WORKER_ID", "0")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # one process of pytest-xdist each
 
+# What the second stack compiles for, too.
+GPU = pytest.param("gpu", marks=pytest.mark.jax)
 H100 = (pathlib.Path(__file__).parent / "h100.txtpb").read_text()
 
 
@@ -97,7 +99,7 @@ def _tpu(topology_name: str) -> Compiler:
     return Compiler("tpu", tuple(topology.devices))
 
 
-@pytest.fixture(params=["gpu", "tpu"])
+@pytest.fixture(params=[GPU, "tpu"])
 def compiler(request: pytest.FixtureRequest) -> Compiler:
     """Each of the two."""
     return request.getfixturevalue(request.param)

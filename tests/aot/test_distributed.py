@@ -22,6 +22,7 @@ def verify(compiler: Compiler, author: models.Author, mode: models.Mode, remat: 
     check(case, lambda lowered: read(lowered.compile(OPTIONS[compiler.platform])))
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize(("author", "mode", "remat"), cases(1))
 def test_every_mode_on_gpus(
     gpu: Compiler, author: models.Author, mode: models.Mode, remat: bool
