@@ -1,16 +1,21 @@
 # Every target creates the virtual environment that it needs. PYTHON chooses the interpreter, VENV the
-# environment, and AOT that with the compilers for absent TPUs and GPUs, which are large and change
-# what jax finds at start. So two stacks can live side by side:
+# environment, and AOT that with compilers for absent TPUs and GPUs, which are large; it may be the
+# same. So two stacks can live side by side:
 #   make test PYTHON=python3.12 VENV=.venv-3.12
 PYTHON ?= python3
 VENV ?= .venv
 AOT ?= .venv-aot
 RUN = $(VENV)/bin/python
-# Which tests `make slow` runs, and which `make aot`.
-SLOW ?= slow
-AHEAD ?= slow or not slow
+# What compilers for TPUs and GPUs make of programs, without any.
+RUN_AOT = JAXMP_AOT=1 $(AOT)/bin/python -m pytest --jaxtyping-packages= tests/aot
 
-.PHONY: environments demo test slow aot check lint types bench bench-absent
+# The tests, by their marks, that run before each change lands. `.ci/run` takes one eighth of the
+# others with them: EIGHTH=--eighth=0, up to 7.
+LANDING ?= not exhaustive
+EIGHTH ?=
+
+.PHONY: environments demo test slow landing others aot aot-others full check lint types bench \
+  bench-absent
 
 environments: $(VENV)/.installed $(AOT)/.installed
 
@@ -22,14 +27,23 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed
 	$(RUN) -m pytest -m "not slow"
 
-# Without checks of annotations, which take a third of the time.
 slow: $(VENV)/.installed
-	$(RUN) -m pytest --jaxtyping-packages= -m "$(SLOW)"
+	$(RUN) -m pytest -m "slow and not exhaustive"
 
-# What compilers for TPUs and GPUs make of programs, without any.
+landing: $(VENV)/.installed
+	$(RUN) -m pytest -m "$(LANDING)"
+
+others: $(VENV)/.installed
+	$(RUN) -m pytest -m "not ($(LANDING))" $(EIGHTH)
+
 aot: $(AOT)/.installed
-	JAXMP_REQUIRE_AOT=1 JAX_PLATFORMS=cpu $(AOT)/bin/python -m pytest --jaxtyping-packages= \
-	  --dist load -m "$(AHEAD)" tests/aot
+	$(RUN_AOT) -m "$(LANDING)"
+
+aot-others: $(AOT)/.installed
+	$(RUN_AOT) -m "not ($(LANDING))" $(EIGHTH)
+
+# Every test there is, on one stack.
+full: landing others aot aot-others
 
 check: lint types test slow
 
@@ -51,9 +65,10 @@ bench-absent: $(AOT)/.installed
 	$(AOT)/bin/python benchmarks/bench_skipping.py
 	$(AOT)/bin/python benchmarks/bench_distributed.py
 
-$(VENV)/.installed: EXTRAS = dev
-$(AOT)/.installed: EXTRAS = test,aot
-$(VENV)/.installed $(AOT)/.installed: pyproject.toml
+EXTRAS = test
+$(VENV)/.installed: EXTRAS += ,dev
+$(AOT)/.installed: EXTRAS += ,aot
+$(sort $(VENV)/.installed $(AOT)/.installed): pyproject.toml
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --upgrade pip
 	$(@D)/bin/python -m pip install --quiet --editable '.[$(EXTRAS)]'

@@ -1,7 +1,14 @@
-"""What `train_lm.py` shows at its end: a table and a plot of the runs side by side."""
+"""What `train_lm.py` shows: how far it is, and in the end a table and a plot of its runs.
 
+Where the output is no terminal, a line at every validation stands for the progress bars.
+"""
+
+import contextlib
+import dataclasses
+import datetime
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +17,92 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
+
+# Says of one run that it has come to an iteration, and how it goes.
+Report = Callable[[int, str], None]
+
+
+@contextlib.contextmanager
+def show_progress(console: Console, steps: int, every: int) -> Iterator[Callable[[str], Report]]:
+    """Progress of runs, one after the other: gives a function that adds a run by its name.
+
+    Args:
+      console: where it is shown: as bars on a terminal, else as lines.
+      steps: the iterations of each run.
+      every: the iterations between two lines; 0 for the last alone.
+    """
+    if not console.is_terminal:
+        yield lambda name: _as_lines(console, name, steps, every)
+        return
+    columns = (
+        TextColumn("{task.description:14}"),
+        BarColumn(bar_width=None),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[info]}"),
+    )
+    with Progress(*columns, console=console) as progress:
+
+        def add_run(name: str) -> Report:
+            task = progress.add_task(name, total=steps, info="compiling")
+            return lambda i, info: progress.update(task, completed=i, info=info)
+
+        yield add_run
+
+
+def _as_lines(console: Console, name: str, steps: int, every: int) -> Report:
+    def report(i: int, info: str) -> None:
+        if i == steps or (every and i % every == 0):
+            line = f"{name:14} {i:{len(str(steps))}}/{steps}  {info}"
+            console.print(line, soft_wrap=True, highlight=False)
+
+    return report
+
+
+@dataclasses.dataclass(frozen=True)
+class Earlier:
+    """A run of which results or checkpoints are in the folder of the present one.
+
+    Attributes:
+      folder: that folder.
+      when: when it ended, or began if it did not end.
+      val_loss: its last validation losses, by policy; none if it did not end.
+    """
+
+    folder: Path
+    when: datetime.datetime
+    val_loss: dict[str, float]
+
+    @classmethod
+    def find(cls, folder: Path) -> "Earlier | None":
+        """The run in a folder, or None."""
+        results = folder / "results.json"
+        for file in (results, folder / "checkpoints"):
+            if file.exists():
+                when = datetime.datetime.fromtimestamp(file.stat().st_mtime)
+                return cls(folder, when, _val_losses(results))
+        return None
+
+    def describe(self, *, resume: bool) -> str:
+        """Which run it is, and what becomes of it."""
+        which = "a run" if self.val_loss else "a run without results"
+        fate = "goes on from its checkpoints" if resume else "replaces it"
+        return f"{self.folder} has {which} of {self.when:%Y-%m-%d %H:%M}: this one {fate}."
+
+    def losses(self) -> str:
+        """Its validation losses."""
+        losses = ", ".join(f"{name} {loss:.4f}" for name, loss in self.val_loss.items())
+        return f"Validation losses of the run of {self.when:%Y-%m-%d %H:%M}: {losses or 'none'}."
+
+
+def _val_losses(results: Path) -> dict[str, float]:
+    try:
+        return {name: float(r["val_loss"]) for name, r in json.loads(results.read_text()).items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return {}  # none, cut off, or not ours
 
 
 def make_table(results: dict[str, dict[str, Any]]) -> Table:

@@ -29,16 +29,8 @@ import orbax.checkpoint as ocp
 from flax import nnx
 from jax import Array
 from language_model import GPT, Corpus, Size, make_loss, precision_rules
-from lm_report import draw, make_table
+from lm_report import Earlier, draw, make_table, show_progress
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    TaskID,
-    TaskProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-)
 
 import jaxmp
 
@@ -320,30 +312,39 @@ def main(argv: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
     corpus = Corpus.load()
     settings.out.mkdir(parents=True, exist_ok=True)
     console = Console()
-    columns = (
-        TextColumn("{task.description:14}"),
-        BarColumn(bar_width=None),
-        TaskProgressColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[info]}"),
-    )
+    earlier = Earlier.find(settings.out)
+    if earlier:
+        line = earlier.describe(resume=settings.resume)
+        console.print(line, soft_wrap=True, highlight=False)
     results = {}
-    with Progress(*columns, console=console) as progress:
+    with show_progress(console, settings.steps, settings.eval_every) as add_run:
         for name in settings.policies:
-            task = progress.add_task(name, total=settings.steps, info="compiling")
-
-            def report(iteration: int, info: str, task: TaskID = task) -> None:
-                progress.update(task, completed=iteration, info=info)
-
+            report = add_run(name)
             if settings.audit:
-                progress.console.print(f"Audit of a train step with {name}:", style="bold")
-                progress.console.print(audit(name, settings, corpus))
+                console.print(f"Audit of a train step with {name}:", style="bold")
+                console.print(audit(name, settings, corpus))
             results[name] = summarize(*train(name, settings, corpus, report))
-    console.print(make_table(results))
     (settings.out / "results.json").write_text(json.dumps(results, indent=1))
+    conclude(results, earlier, settings, console)
+    return results
+
+
+def conclude(
+    results: dict[str, dict[str, Any]],
+    earlier: Earlier | None,
+    settings: Settings,
+    console: Console,
+) -> None:
+    """Says what came out, beside what came out before, and where it is."""
+    console.print(make_table(results))
+    lines = [earlier.losses()] if earlier else []
+    lines += ["Losses and skips vary a little between machines and versions, speeds between runs."]
+    lines += [f"Numbers: {settings.out / 'results.json'}"]
     if settings.plot:
         draw(results, settings.out / "loss.png")
-    return results
+        lines += [f"Picture: {settings.out / 'loss.png'}"]
+    for line in lines:
+        console.print(line, soft_wrap=True, highlight=False)
 
 
 if __name__ == "__main__":

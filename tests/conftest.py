@@ -1,6 +1,5 @@
 """What every test runs under: eight CPU devices, strict promotion, rank errors, quick compilers."""
 
-import importlib.util
 import os
 from collections.abc import Iterator
 
@@ -10,7 +9,12 @@ import jaxtyping
 import pytest
 from jaxlib import version as jaxlib_version
 
-_ACCELERATORS = ("libtpu", "jax_cuda12_plugin", "jax_cuda13_plugin")
+# Hooks of pytest, which finds them here.
+from tests.eighths import (  # noqa: F401
+    pytest_addoption,
+    pytest_collection_modifyitems,
+    pytest_sessionfinish,
+)
 
 
 def _quick_compilation() -> str:
@@ -24,10 +28,13 @@ def _quick_compilation() -> str:
     return " ".join(flags)
 
 
-# Compilers for accelerators, present or absent, read the same flags, and are to do all they can.
-if not any(map(importlib.util.find_spec, _ACCELERATORS)):
+# In the environment, for the programs that tests start too: where compilers for TPUs and GPUs are
+# installed, JAX would look for devices of theirs.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Those compilers read the same flags, and are to do all they can.
+if "JAXMP_AOT" not in os.environ:
     os.environ.setdefault("XLA_FLAGS", _quick_compilation())
-jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS", "cpu"))
+jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -37,12 +44,18 @@ hypothesis.settings.register_profile("jaxmp", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("jaxmp")
 
 
-@pytest.fixture
-def unchecked() -> Iterator[None]:
-    """Switches the runtime type checks off, to see what users without them see."""
-    jaxtyping.config.update("jaxtyping_disable", True)
+@pytest.fixture(autouse=True)
+def annotations(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Runtime type checks, in tests of that mark and in doctests: a third of the time of others."""
+    jaxtyping.config.update("jaxtyping_disable", not request.node.get_closest_marker("annotations"))
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
+def unchecked(annotations: None) -> None:
+    """Switches the runtime type checks off, to see what users without them see."""
+    jaxtyping.config.update("jaxtyping_disable", True)
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """What must hold of a mixed-precision gradient on any mesh, whoever wrote the model."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -9,13 +10,25 @@ import pytest
 import jaxmp
 from tests import sharded_models as models
 
-# On the second stack those that gather, and again under a checkpoint.
-MODES = [
-    pytest.param(mode, remat, marks=[] if "fsdp" in mode and remat else pytest.mark.exhaustive)
-    for mode in models.MODES
-    for remat in (True, False)
-]
 MakeMesh = Callable[[tuple[int, ...], tuple[str, ...]], jax.sharding.Mesh]
+Key = tuple[models.Author, models.Mode, bool]
+
+
+def landing(shift: int) -> set[Key]:
+    """Six cases, `(author, mode, remat)`, for before each change lands; another six per `shift`.
+
+    Each mode once and `fsdp` twice, where most can go wrong; authors and checkpoints by turns.
+    """
+    modes = sorted([*models.MODES, "fsdp"])
+    turns = range(shift, shift + len(modes))
+    return {(models.AUTHORS[i % 3], mode, i % 2 == 0) for i, mode in zip(turns, modes, strict=True)}
+
+
+def cases(shift: int) -> list[Any]:
+    """All cases as params of pytest; those that `landing` leaves out take turns."""
+    keys = itertools.product(models.AUTHORS, models.MODES, (True, False))
+    chosen = landing(shift)
+    return [pytest.param(*k, marks=[] if k in chosen else pytest.mark.exhaustive) for k in keys]
 
 
 def moves(report: Any) -> int:

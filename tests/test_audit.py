@@ -15,6 +15,8 @@ import jaxmp
 from jaxmp._audit import audit
 from tests.audit_lines import line_of
 
+pytestmark = pytest.mark.annotations
+
 BF16, F32 = jnp.bfloat16, jnp.float32
 
 

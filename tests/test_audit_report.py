@@ -14,6 +14,8 @@ from jax.sharding import AxisType, PartitionSpec
 from jaxmp._audit import AuditError, AuditReport, audit
 from tests.audit_lines import line_of
 
+pytestmark = pytest.mark.annotations
+
 BF16, F32 = jnp.bfloat16, jnp.float32
 
 

@@ -13,6 +13,8 @@ import jaxmp
 from tests.autocast_checks import BF16, BOTH, LOW, UNIT, W, X, check, error, rows
 from tests.dots import count_dots, equations
 
+pytestmark = pytest.mark.jax
+
 both = pytest.mark.parametrize("policy", BOTH)
 
 

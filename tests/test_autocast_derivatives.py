@@ -13,6 +13,8 @@ import jaxmp
 from tests.autocast_checks import BF16, BOTH, UNIT, W, X, check, error, rows, scalar, weights
 from tests.dots import count_dots
 
+pytestmark = pytest.mark.jax
+
 both = pytest.mark.parametrize("policy", BOTH)
 
 

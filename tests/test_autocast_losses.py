@@ -21,6 +21,8 @@ from tests.autocast_checks import (
     rows,
 )  # fmt: skip
 
+pytestmark = pytest.mark.annotations
+
 both = pytest.mark.parametrize("policy", BOTH)
 EYE = jnp.eye(16)
 

@@ -17,7 +17,7 @@ import jaxmp
 import jaxmp.nnx
 from tests import rule_models
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = [pytest.mark.annotations, pytest.mark.usefixtures("standard_promotion")]
 
 
 class Branches(nnx.Module):

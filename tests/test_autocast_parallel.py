@@ -12,6 +12,8 @@ import jaxmp
 from tests.autocast_checks import BF16, BOTH, LOW, UNIT, W, X, check, error, rows
 from tests.dots import count_dots, equations
 
+pytestmark = pytest.mark.jax
+
 both = pytest.mark.parametrize("policy", BOTH)
 MESH = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
 GRID = jax.make_mesh((4, 2), ("d", "m"), axis_types=(jax.sharding.AxisType.Auto,) * 2)

@@ -15,7 +15,7 @@ import jaxmp
 from tests.autocast_checks import BF16, BOTH, FP16, UNIT, W, X, check, error, rows, weights
 from tests.dots import count_dots, equations
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = [pytest.mark.annotations, pytest.mark.usefixtures("standard_promotion")]
 exact = jaxmp.full_precision(lambda x, w: x @ w)
 
 

@@ -35,7 +35,11 @@ from tests.collective_programs import (
     step,
 )
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = [
+    pytest.mark.jax,
+    pytest.mark.annotations,
+    pytest.mark.usefixtures("standard_promotion"),
+]
 
 GRADIENTS = LAYERS * LAYER + LAST
 

@@ -10,6 +10,8 @@ from jaxmp._hlo import Transfer, read_program
 from jaxmp._hlo._groups import read_groups
 from jaxmp._hlo._shapes import Array, arrays_in, bits, dtype_name, read_shape
 
+pytestmark = pytest.mark.jax
+
 HLO = pathlib.Path(__file__).parent / "hlo"
 
 

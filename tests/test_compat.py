@@ -23,6 +23,8 @@ from jaxmp import _compat
 from jaxmp._autocast._scopes import scopes
 from tests.dots import equations
 
+pytestmark = pytest.mark.jax
+
 PACKAGE = pathlib.Path(__file__).parents[1] / "jaxmp"
 COMPAT, OPERATIONS = "_compat.py", "_autocast/_operations.py"
 CONTROL, PROGRAM = "_autocast/_control_flow.py", "_autocast/_program.py"

@@ -15,7 +15,7 @@ import jaxmp
 import jaxmp.linen
 from jaxmp.sharding import FSDP, fully_sharded, state_shardings
 from tests import sharded_models as models
-from tests.reduction_matrix import MODES, Case, check, collectives_of
+from tests.reduction_matrix import Case, cases, check, collectives_of, landing
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -34,10 +34,17 @@ def test_fully_sharded_by_hand() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mode", "remat"), MODES)
-@pytest.mark.parametrize("author", models.AUTHORS)
+@pytest.mark.parametrize(("author", "mode", "remat"), cases(0))
 def test_every_mode(author: models.Author, mode: models.Mode, remat: bool) -> None:
     verify(author, mode, remat)
+
+
+@pytest.mark.parametrize("shift", range(3))
+def test_before_a_change_lands_each_mode_and_author_has_its_turn(shift: int) -> None:
+    authors, modes, remats = map(set, zip(*landing(shift), strict=True))
+    assert (authors, modes) == (set(models.AUTHORS), set(models.MODES))
+    assert remats == {True, False}
+    assert len(landing(shift)) == 6
 
 
 def test_a_sum_built_to_lose() -> None:

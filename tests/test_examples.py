@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import io
 import json
 import re
 import signal
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
+from rich.console import Console
 
 import jaxmp
 from tests.bits import tree_bits
@@ -163,6 +165,62 @@ def test_all_policies_learn_the_same(tmp_path: Path) -> None:
         assert run["val_loss"] == pytest.approx(reference, rel=0.05)
     assert (tmp_path / "loss.png").stat().st_size > 10_000
     assert json.loads((tmp_path / "results.json").read_text()) == results
+
+
+@pytest.mark.slow
+def test_a_demo_says_where_its_picture_is_and_names_the_run_it_replaces(tmp_path: Path) -> None:
+    """In a process whose output is no terminal: plain lines, no bars that are drawn again."""
+
+    def demo() -> str:
+        arguments = ["--steps", "4", *SMALL[2:-1], "--eval-every", "2", "--policies", "float32"]
+        script = [sys.executable, str(EXAMPLES / "train_lm.py"), *arguments, "--out", str(tmp_path)]
+        return subprocess.run(script, check=True, capture_output=True, text=True).stdout
+
+    first = demo()
+    assert "\x1b" not in first
+    assert "\r" not in first
+    assert re.findall(r"^float32 +(\d/4)  loss", first, re.M) == ["2/4", "4/4"]
+    assert "vary a little between machines" in first
+    assert f"Picture: {tmp_path / 'loss.png'}\n" in first
+    assert (tmp_path / "loss.png").stat().st_size > 10_000
+    assert "replaces it" not in first  # control: there was none
+    loss = json.loads((tmp_path / "results.json").read_text())["float32"]["val_loss"]
+    second = demo()
+    assert re.search(rf"^{tmp_path} has a run of \S+ \S+: this one replaces it", second)
+    assert re.search(rf"^Validation losses of the run of .*: float32 {loss:.4f}\.$", second, re.M)
+
+
+def test_earlier_runs_of_every_kind_are_named(tmp_path: Path) -> None:
+    earlier = importlib.import_module("lm_report").Earlier
+    assert earlier.find(tmp_path) is None
+    (tmp_path / "checkpoints").mkdir()
+    assert "a run without results" in earlier.find(tmp_path).describe(resume=False)
+    assert "goes on from its checkpoints" in earlier.find(tmp_path).describe(resume=True)
+    for broken in ("", '{"float32": {"val_l', "[]", '{"float32": 3}'):
+        (tmp_path / "results.json").write_text(broken)
+        assert "a run without results" in earlier.find(tmp_path).describe(resume=False)
+        assert earlier.find(tmp_path).losses().endswith(": none.")
+    (tmp_path / "results.json").write_text('{"float32": {"val_loss": 1.5}}')
+    assert " has a run of " in earlier.find(tmp_path).describe(resume=False)
+    assert earlier.find(tmp_path).losses().endswith(": float32 1.5000.")
+
+
+def test_progress_is_drawn_again_on_a_terminal_alone() -> None:
+    report = importlib.import_module("lm_report")
+
+    def shown(*, terminal: bool) -> str:
+        console = Console(file=io.StringIO(), force_terminal=terminal, width=80)
+        with report.show_progress(console, 100, 50) as add_run:
+            for name in ("one", "two"):
+                run = add_run(name)
+                for i in (10, 50, 60, 100):
+                    run(i, f"loss {i}")
+        return console.file.getvalue()
+
+    assert "\x1b" in shown(terminal=True)
+    lines = [" ".join(line.split()) for line in shown(terminal=False).splitlines()]
+    steps = ("50/100 loss 50", "100/100 loss 100")
+    assert lines == [f"{name} {step}" for name in ("one", "two") for step in steps]
 
 
 def outcome(folder: Path) -> dict[str, Any]:

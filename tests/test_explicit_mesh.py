@@ -12,6 +12,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import jaxmp
 from tests.reduction_checks import narrow_sums, representable
 
+pytestmark = pytest.mark.jax
+
 MESH = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
 
 

@@ -14,7 +14,7 @@ import jaxmp
 from jaxmp import PolicyRules
 from tests.dots import count_dots
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = [pytest.mark.jax, pytest.mark.usefixtures("standard_promotion")]
 
 KEY = jax.random.key(0)
 X = jax.random.normal(jax.random.key(1), (4, 8))

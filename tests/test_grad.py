@@ -10,6 +10,8 @@ import pytest
 import jaxmp
 from tests.references import mlp_loss_and_grads
 
+pytestmark = pytest.mark.annotations
+
 SCALES = [None, 1.0, 2.0**16, jnp.float32(2.0**20), jaxmp.StaticLossScale(2.0**8).init()]
 
 

@@ -16,7 +16,11 @@ from jaxmp import PolicyRules
 from tests.bits import tree_bits
 from tests.dots import count_dots
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = [
+    pytest.mark.jax,
+    pytest.mark.annotations,
+    pytest.mark.usefixtures("standard_promotion"),
+]
 
 X = jax.random.normal(jax.random.key(1), (2, 4, 16))
 KEY = jax.random.key(0)

@@ -13,7 +13,11 @@ from flax.training import dynamic_scale, train_state
 import jaxmp
 from tests.bits import tree_bits
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = [
+    pytest.mark.jax,
+    pytest.mark.annotations,
+    pytest.mark.usefixtures("standard_promotion"),
+]
 
 KEY = jax.random.key(0)
 X = jax.random.normal(jax.random.key(1), (8, 8, 8, 3))

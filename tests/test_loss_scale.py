@@ -9,6 +9,8 @@ from hypothesis import given, settings, strategies as st
 import jaxmp
 from tests.references import dynamic_scale_trace
 
+pytestmark = pytest.mark.annotations
+
 powers = st.integers(-20, 20).map(lambda e: 2.0**e)
 
 

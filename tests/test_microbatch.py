@@ -10,6 +10,8 @@ import pytest
 import jaxmp
 from jaxmp._microbatch import split_batch
 
+pytestmark = pytest.mark.annotations
+
 
 def linear(params: Any, batch: Any) -> Any:
     out = batch["x"] @ params["w"]

@@ -28,7 +28,7 @@ from tests.reduction_checks import (
     split_over,
 )
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = [pytest.mark.jax, pytest.mark.usefixtures("standard_promotion")]
 
 F32, BF16 = jnp.float32, jnp.bfloat16
 RULES = jaxmp.PolicyRules(default="mixed_bfloat16")

@@ -12,7 +12,11 @@ from flax import nnx
 import jaxmp
 from tests.bits import tree_bits
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = [
+    pytest.mark.jax,
+    pytest.mark.annotations,
+    pytest.mark.usefixtures("standard_promotion"),
+]
 
 X = jax.random.normal(jax.random.key(1), (8, 4))
 

@@ -15,6 +15,8 @@ import jaxmp
 from jaxmp._op_lists import _TABLE, CLASSES, CONTRACTIONS, KEEPS_FLOAT32, OpClass, OpLists, op_lists
 from tests.dots import count_dots, equations
 
+pytestmark = [pytest.mark.jax, pytest.mark.annotations]
+
 # Has a rule of its own, outside of the table: a cast of the program's.
 OWN_RULE = {"convert_element_type"}
 

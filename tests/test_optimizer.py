@@ -15,7 +15,7 @@ from tests.cases import OPTIMIZERS, mixed_tree
 from tests.references import adamw
 
 # optax mixes dtypes itself.
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = [pytest.mark.annotations, pytest.mark.usefixtures("standard_promotion")]
 
 
 def constant_grads(value: float = 0.5) -> dict[str, jax.Array]:

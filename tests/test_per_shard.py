@@ -19,6 +19,8 @@ from jaxmp.sharding import per_shard
 from tests.references import mlp_loss_and_grads
 from tests.test_grad import assert_close
 
+pytestmark = pytest.mark.annotations
+
 P = jax.P
 AUTO = jax.sharding.AxisType.Auto
 MESH = jax.make_mesh((8,), ("data",), axis_types=(AUTO,))

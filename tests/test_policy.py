@@ -11,6 +11,8 @@ from hypothesis import given, strategies as st
 import jaxmp
 from jaxmp._dtypes import _BY_NAME
 
+pytestmark = pytest.mark.annotations
+
 LONG_NAMES = sorted({dtype.name for dtype in _BY_NAME.values()})
 any_policy = st.builds(jaxmp.Policy, *[st.sampled_from(LONG_NAMES)] * 4)
 

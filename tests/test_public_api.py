@@ -5,11 +5,14 @@ import inspect
 import types
 
 import jax
+import jaxtyping
 import pytest
 
 import jaxmp
 import jaxmp.linen
 import jaxmp.nnx
+
+pytestmark = pytest.mark.annotations
 
 NAMES = [
     "AuditError",
@@ -94,6 +97,17 @@ def test_names_of_modules(module: types.ModuleType) -> None:
     ]
     families = ["HEADS", "NORMS", "ROTARY", "ROUTERS"] if module is jaxmp.rules else []
     assert sorted(own) == sorted([*NAMES_IN[module], *families])
+
+
+def test_annotations_are_checked_here(request: pytest.FixtureRequest) -> None:
+    """The mark at the top of this file does that; without it, tests see what users see."""
+    if not request.config.getoption("jaxtyping_packages"):
+        pytest.skip("without --jaxtyping-packages no annotations are checked")
+    with pytest.raises(jaxtyping.TypeCheckError):
+        jaxmp.get_policy(3)  # type: ignore[arg-type]
+    request.getfixturevalue("unchecked")
+    with pytest.raises(TypeError, match="policy must be a string or a Policy, got int"):
+        jaxmp.get_policy(3)  # type: ignore[arg-type]
 
 
 def test_submodules_are_loaded_on_demand() -> None:

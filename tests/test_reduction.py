@@ -23,7 +23,7 @@ from tests.reduction_checks import (
     split_over,
 )
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = [pytest.mark.jax, pytest.mark.usefixtures("standard_promotion")]
 
 F32, BF16 = jnp.float32, jnp.bfloat16
 Tree = dict[str, Any]

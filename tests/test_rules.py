@@ -12,6 +12,8 @@ import jaxmp
 from jaxmp import PolicyRules, rules as presets
 from jaxmp._patterns import matches
 
+pytestmark = pytest.mark.annotations
+
 
 def matches_by_hand(pattern: list[str], path: list[str]) -> bool:
     """Names against names; `**` takes any number of them."""

@@ -17,6 +17,8 @@ from jaxmp.sharding import all_finite, gather_params, reduce_gradients
 from tests.dots import equations
 from tests.references import mlp_loss_and_grads
 
+pytestmark = pytest.mark.jax
+
 P = jax.P
 AUTO = jax.sharding.AxisType.Auto
 MESH = jax.make_mesh((8,), ("d",), axis_types=(AUTO,))

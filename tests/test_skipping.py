@@ -13,6 +13,8 @@ import pytest
 from jaxmp._skipping import at_most_once, step_if
 from tests.bits import tree_bits
 
+pytestmark = pytest.mark.annotations
+
 NO, YES = jnp.array(False), jnp.array(True)
 SKIPS = ["auto", "cond", "select", "loop"]
 

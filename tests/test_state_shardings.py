@@ -14,7 +14,7 @@ import pytest
 import jaxmp
 from jaxmp.sharding import state_shardings
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = [pytest.mark.annotations, pytest.mark.usefixtures("standard_promotion")]
 
 P = jax.P
 AUTO = jax.sharding.AxisType.Auto

@@ -10,7 +10,7 @@ import pytest
 
 import jaxmp
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = [pytest.mark.jax, pytest.mark.usefixtures("standard_promotion")]
 
 
 @pytest.mark.parametrize("skip", ["auto", "cond", "select"])

@@ -14,7 +14,7 @@ import pytest
 import jaxmp
 from tests.bits import tree_bits
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = [pytest.mark.annotations, pytest.mark.usefixtures("standard_promotion")]
 
 
 def init_params() -> dict[str, Any]:

@@ -11,6 +11,8 @@ import jaxmp
 from jaxmp._tree import check_like, strong, widen
 from tests.bits import bits, tree_bits
 
+pytestmark = pytest.mark.annotations
+
 FLOATS = ["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
 
 

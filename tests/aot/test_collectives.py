@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxmp
-from tests.aot.conftest import Compiler
+from tests.aot.conftest import GPU, Compiler
 from tests.collective_programs import (
     BF16,
     F32,
@@ -32,7 +32,7 @@ SUMMED = ("all-reduce", "reduce-scatter")
 GRADIENTS = LAYERS * LAYER + LAST
 
 
-@pytest.fixture(params=["gpu", "tpu", "pod"])
+@pytest.fixture(params=[GPU, "tpu", "pod"])
 def compiler(request: pytest.FixtureRequest) -> Compiler:
     """One of 8 GPUs, 8 TPUs or 128 TPUs."""
     return request.getfixturevalue(request.param)

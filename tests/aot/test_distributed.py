@@ -4,7 +4,7 @@ import pytest
 
 from tests import sharded_models as models
 from tests.aot.conftest import Compiler
-from tests.reduction_matrix import MODES, Case, check, collectives_of
+from tests.reduction_matrix import Case, cases, check, collectives_of
 
 # Kernels are not looked at: how a GPU multiplies, and how well its code is optimized, takes half of
 # the time, and comes after what is.
@@ -16,11 +16,22 @@ OPTIONS: dict[str, dict[str, bool]] = {
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("standard_promotion")]
 
 
-@pytest.mark.parametrize(("mode", "remat"), MODES)
-@pytest.mark.parametrize("author", models.AUTHORS)
-def test_every_mode(
-    compiler: Compiler, author: models.Author, mode: models.Mode, remat: bool
-) -> None:
+def verify(compiler: Compiler, author: models.Author, mode: models.Mode, remat: bool) -> None:
     case = Case(author, mode, remat, compiler.mesh)
     read = collectives_of(case)
     check(case, lambda lowered: read(lowered.compile(OPTIONS[compiler.platform])))
+
+
+@pytest.mark.jax
+@pytest.mark.parametrize(("author", "mode", "remat"), cases(1))
+def test_every_mode_on_gpus(
+    gpu: Compiler, author: models.Author, mode: models.Mode, remat: bool
+) -> None:
+    verify(gpu, author, mode, remat)
+
+
+@pytest.mark.parametrize(("author", "mode", "remat"), cases(2))
+def test_every_mode_on_tpus(
+    tpu: Compiler, author: models.Author, mode: models.Mode, remat: bool
+) -> None:
+    verify(tpu, author, mode, remat)

@@ -1,0 +1,61 @@
+"""Every test that `.ci/run` leaves to `make full` has its turn: the eighths are a partition."""
+
+import collections
+import itertools
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from tests.eighths import EIGHTHS, eighth_of
+
+ROOT = pathlib.Path(__file__).parents[1]
+MANY = """
+import pytest
+
+@pytest.mark.parametrize("i", range(40))
+def test_left(i): pass
+
+@pytest.mark.parametrize("i", range(40))
+def test_other(i): pass
+"""
+
+
+def collected(file: pathlib.Path, *options: str) -> list[str]:
+    """The names of the tests that pytest would run."""
+    quiet = ["-c", "/dev/null", "--noconftest", "-p", "no:cacheprovider", "--collect-only", "-q"]
+    command = [sys.executable, "-m", "pytest", "-p", "tests.eighths", *quiet, *options, str(file)]
+    alone = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    run = subprocess.run(command, cwd=ROOT, env=alone, check=True, capture_output=True, text=True)
+    return [line for line in run.stdout.splitlines() if "::" in line]
+
+
+def test_the_eighths_of_a_run_are_all_of_it(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "test_many.py"
+    file.write_text(MANY)
+    left = collected(file, "-k", "left")
+    assert len(left) == 40
+    eighths = [collected(file, "-k", "left", f"--eighth={i}") for i in range(EIGHTHS)]
+    assert collections.Counter(itertools.chain(*eighths)) == collections.Counter(left)
+    assert max(map(len, eighths)) < 20
+
+
+def test_the_tests_of_this_run_fall_into_eighths_of_a_like_size(
+    request: pytest.FixtureRequest,
+) -> None:
+    names = [item.nodeid for item in request.session.items]
+    names += [f"tests/test_many.py::test_left[{i}]" for i in range(800)]  # for a run of one file
+    sizes = collections.Counter(map(eighth_of, names))
+    assert sorted(sizes) == list(range(EIGHTHS))
+    assert max(sizes.values()) < 1.5 * len(names) / EIGHTHS
+
+
+def test_an_eighth_may_be_empty_and_a_number_beyond_them_is_refused(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "test_one.py"
+    file.write_text("def test_alone(): pass")
+    assert sorted(len(collected(file, f"--eighth={i}")) for i in range(EIGHTHS)) == [0] * 7 + [1]
+    with pytest.raises(subprocess.CalledProcessError) as error:
+        collected(file, "--eighth=8")
+    assert "invalid choice: 8" in error.value.stderr
