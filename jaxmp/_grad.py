@@ -247,13 +247,17 @@ _unscaled_gradient = functools.partial(_gradient, scaled=False)
 def _warn_of_float16(backward: Any, wrt: tuple[PyTree, ...]) -> None:
     kept = {jnp.result_type(x) for x in jax.tree.leaves(backward)}
     if jnp.dtype(jnp.float16) in kept:
-        names = [f"{name!r}" for name in leaf_names(wrt[0] if len(wrt) == 1 else wrt)]
-        warn(
-            f"gradients of {', '.join(names[:3])}{', ...' * (len(names) > 3)} pass "
-            "through float16 without a loss scale: what is smaller than 6e-8 becomes zero, and "
-            "training may stand still. Give value_and_grad loss_scale=opt_state.loss_scale (or "
-            "loss_scale=1.0, if none is wanted)"
-        )
+        warn_of_float16(leaf_names(wrt[0] if len(wrt) == 1 else wrt))
+
+
+def warn_of_float16(names: list[str]) -> None:
+    """Warns that gradients of the params of these names are computed in float16 without a scale."""
+    shown = ", ".join(map(repr, names[:3])) + ", ..." * (len(names) > 3)
+    warn(
+        f"gradients of {shown} pass through float16 without a loss scale: what is smaller than "
+        "6e-8 becomes zero, and training may stand still. Give value_and_grad "
+        "loss_scale=opt_state.loss_scale (or loss_scale=1.0, if none is wanted)"
+    )
 
 
 def _check_loss(loss: Any, has_aux: bool) -> Float[Array, ""]:

@@ -17,6 +17,7 @@ from jaxmp._grad import (
     batch_positions,
     check_positions,
     scaled_evaluation,
+    warn_of_float16,
 )
 from jaxmp._loss_scale import LossScaleState
 from jaxmp._microbatch import (
@@ -60,7 +61,8 @@ def value_and_grad(
       argnums: which positional arguments to differentiate, with respect to their `nnx.Param`s; or
         `nnx.DiffState(argnum, filter)` for other variables.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
-      loss_scale: the scale to use: `optimizer.loss_scale`, a number, or None for no scaling.
+      loss_scale: the scale to use: `optimizer.loss_scale`, a number, or None for no scaling, of
+        which a model that computes in float16 is warned (1.0 says that it is meant).
       microbatches: evaluate the batch in this many parts, one after the other, each with the state
         that the one before it left, and average loss and gradients in float32.
       batch_argnums: the positional arguments to split; by default those that are not
@@ -106,6 +108,8 @@ def value_and_grad(
         weight = 1.0 / microbatches
         evaluate = scaled_evaluation(call, wrt, has_aux, scale, weight, _grad, reduction)
         state = _State(everything)
+        if scale is None:
+            _warn_of_float16(everything)
         if microbatches == 1:
             loss, grads, aux = evaluate(*everything)
         else:
@@ -121,6 +125,17 @@ def value_and_grad(
         return ((loss, aux), grads) if has_aux else (loss, grads)
 
     return value_and_grad_fun
+
+
+def _warn_of_float16(args: tuple[Any, ...]) -> None:
+    """Modules say in which dtype they compute; what else they do is not looked at."""
+    low = [
+        "/".join(map(str, path[1:]))
+        for path, node in nnx.iter_graph(args, graph=True)
+        if isinstance(node, nnx.Module) and getattr(node, "dtype", None) == jnp.float16
+    ]
+    if low:
+        warn_of_float16(low)
 
 
 class Optimizer(nnx.Optimizer):

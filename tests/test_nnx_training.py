@@ -259,3 +259,16 @@ def test_training_follows_the_functional_path() -> None:
         strict=True,
     ):
         np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+def test_float16_modules_without_a_scale_are_warned_of() -> None:
+    """Forgetting `loss_scale=` makes float16 gradients zero, and nothing else says so."""
+    model = jaxmp.nnx.apply_policy(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), "mixed_float16")
+    block = nnx.Dict(layer=model)
+
+    def loss(block: Any, x: Any) -> Any:
+        return block["layer"](x).astype(jnp.float32).sum()
+
+    with pytest.warns(UserWarning, match="gradients of 'layer' pass through float16 without a los"):
+        jaxmp.nnx.value_and_grad(loss)(block, jnp.ones((1, 2)))
+    jaxmp.nnx.value_and_grad(loss, loss_scale=1.0)(block, jnp.ones((1, 2)))  # said to be meant
