@@ -14,6 +14,7 @@ PACKAGE = pathlib.Path(__file__).parents[1] / "jaxmp"
 FLOORS = {
     "_compat": 0,
     "_dtypes": 0,
+    "_flops": 0,
     "_hlo": 0,
     "_name_stacks": 0,
     "_patterns": 0,

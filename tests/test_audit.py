@@ -155,17 +155,6 @@ def test_scans_are_multiplied_by_their_length() -> None:
     assert report.count("no_such_primitive") == 0
 
 
-def test_of_branches_the_most_expensive_is_counted() -> None:
-    def f(i: Any, x: Any) -> Any:
-        once, thrice = (lambda x: x @ x), (lambda x: x @ x @ x @ x)
-        return lax.switch(i, [once, thrice, jnp.sin], x)
-
-    report = audit(f, array(dtype=jnp.int32), array(4, 4))
-    assert products(report)["float32 float32 -> float32"] == (3, 3, 3 * 2 * 4**3)
-    assert any("branches of cond and switch (1)" in text for text in report.unseen)
-    assert report.count("sin") == 0
-
-
 def test_a_while_loop_is_counted_once() -> None:
     def f(x: Any) -> Any:
         return lax.while_loop(lambda x: (x @ x).sum() < 1, lambda x: x @ x @ x, x)

@@ -17,7 +17,7 @@ import pytest
 from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import core
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxmp import _compat
 from jaxmp._autocast._scopes import scopes
@@ -29,12 +29,14 @@ PACKAGE = pathlib.Path(__file__).parents[1] / "jaxmp"
 COMPAT, OPERATIONS = "_compat.py", "_autocast/_operations.py"
 CONTROL, PROGRAM = "_autocast/_control_flow.py", "_autocast/_program.py"
 FLOW = "_autocast/_flow.py"
-RULES, FLOPS, WALK = "_autocast/_custom_rules.py", "_audit/_flops.py", "_audit/_walk.py"
+RULES, FLOPS, WALK = "_autocast/_custom_rules.py", "_flops.py", "_audit/_walk.py"
 UPCASTS, TALLY = "_audit/_upcasts.py", "_audit/_tally.py"
 SUMS = "_autocast/_recurrence.py"
+BRANCHES, UNSEEN = "_audit/_branches.py", "_audit/_unseen.py"
 
 X = jnp.ones((4, 4))
 MESH = Mesh(np.array(jax.devices()[:2]), ("devices",))
+SPEC = PartitionSpec("devices")
 
 
 @jax.custom_vjp
@@ -58,8 +60,7 @@ def solve(x: Any) -> Any:
 
 
 def shard(fun: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    spec = PartitionSpec("devices")
-    return jax.shard_map(fun, mesh=MESH, in_specs=spec, out_specs=PartitionSpec())
+    return jax.shard_map(fun, mesh=MESH, in_specs=SPEC, out_specs=PartitionSpec())
 
 
 def convolve(x: Any) -> Any:
@@ -80,6 +81,7 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "custom_linear_solve": solve,
     "dot_general": lambda x: x @ x,
     "integer_pow": lambda x: x**3,
+    "sharding_constraint": lambda x: lax.with_sharding_constraint(x, NamedSharding(MESH, SPEC)),
     "scatter-add": lambda x: x.at[jnp.array([0])].add(x[:1]),
     "conv_general_dilated": convolve,
     "ragged_dot_general": lambda x: lax.ragged_dot(x, x[None], jnp.array([4])),
@@ -141,7 +143,7 @@ READ = [
     Read("while", "body_jaxpr", is_jaxpr, (CONTROL, SUMS)),
     Read("while", "cond_nconsts", is_a(int), (CONTROL, UPCASTS, SUMS)),
     Read("while", "body_nconsts", is_a(int), (CONTROL, UPCASTS, SUMS)),
-    Read("cond", "branches", tuple_of(is_jaxpr), (CONTROL, SUMS)),
+    Read("cond", "branches", tuple_of(is_jaxpr), (CONTROL, SUMS, BRANCHES)),
     # Bound again as it is, and so not closed.
     Read("remat2", "jaxpr", is_a(core.Jaxpr), (CONTROL, SUMS)),
     Read("custom_jvp_call", "call_jaxpr", is_jaxpr, (RULES, SUMS)),
@@ -176,13 +178,14 @@ READ = [
         (FLOPS,),
     ),
     Read("scatter-add", "update_jaxpr", is_a(core.Jaxpr), (OPERATIONS,)),
+    Read("sharding_constraint", "sharding", has("num_devices"), (UNSEEN,)),
     Read("integer_pow", "y", is_a(int), (OPERATIONS,)),
     Read("convert_element_type", "new_dtype", is_dtype, (OPERATIONS,)),
     Read("psum_invariant", "axes", is_a(tuple), (TALLY,)),
     Read("all_gather", "axis_name", is_a(tuple, str), (TALLY,)),
 ]
 # Read where it is there: no primitive that is tested here needs to have it.
-OPTIONAL = {(OPERATIONS, "out_dtype")}
+OPTIONAL = {(OPERATIONS, "out_dtype"), (BRANCHES, "branches_platforms")}
 # Told apart by version, in `scan_counts`, which has a test of its own.
 BY_VERSION = {(COMPAT, "ft_in"), (COMPAT, "num_consts"), (COMPAT, "num_carry")}
 

@@ -21,10 +21,11 @@ from jaxmp._audit._rows import (
     Product,
     ProductLine,
     Residual,
+    Unseen,
     Upcast,
 )
 from jaxmp._audit._tally import Tally
-from jaxmp._audit._unseen import unseen_in
+from jaxmp._audit._unseen import PARTITIONER, are_sharded, hiding, unseen_in
 from jaxmp._audit._upcasts import mark_upcasts
 from jaxmp._audit._walk import walk
 
@@ -40,6 +41,7 @@ __all__ = [
     "Product",
     "ProductLine",
     "Residual",
+    "Unseen",
     "Upcast",
     "assert_reduced_in",
     "audit",
@@ -96,6 +98,8 @@ def audit(fn: Callable[..., Any], *args: Any, compiled: Any = False, **kwargs: A
     body = walk(jaxpr)
     tally = Tally(body.all_sites(), mark_upcasts(body))
     kept, reason = _residuals(fn, args, kwargs, result)
+    is_partitioned_later = program is None and are_sharded(arrays, tally.sites)
+    unpartitioned = (PARTITIONER,) if is_partitioned_later else ()
     return AuditReport(
         products=tally.products(),
         product_lines=tally.product_lines(),
@@ -107,6 +111,8 @@ def audit(fn: Callable[..., Any], *args: Any, compiled: Any = False, **kwargs: A
         collectives=tally.collectives(),
         equations=tally.equations(),
         unseen=unseen_in(tally.sites, is_compiled=program is not None),
+        unseen_lines=tally.unseen(hiding(tally.sites)) + unpartitioned,
+        work=tally.work(),
         compiled=program,
     )
 

@@ -1,6 +1,6 @@
 """Holds a report against what a test expects of it."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ def check_report(
     upcasts: int | None,
     residual_bytes: int | None,
     reduced_in: Any,
+    allow_unseen: Any,
 ) -> None:
     """Does what `AuditReport.check` says."""
     if products is None and upcasts is None and residual_bytes is None and reduced_in is None:
@@ -30,16 +31,22 @@ def check_report(
             "nothing to check: give products, upcasts, residual_bytes or reduced_in." + hint
         )
     problems: list[str] = []
+    allowed = _checked_allowed(allow_unseen)
     if products is not None:
-        problems += _products(report, _names(products), _checked_share(share))
+        names, least = _names(products), _checked_share(share)
+        problems += _products(report, names, least)
+        problems += _loops(report, names, least, allowed)
     elif share is not None:
         raise ValueError("share is about products: give products='bfloat16' too")
     if upcasts is not None:
         problems += _upcasts(report, _checked_limit(upcasts, "upcasts"))
     if residual_bytes is not None:
         problems += _residuals(report, _checked_limit(residual_bytes, "residual_bytes"))
+    if products is not None or upcasts is not None:
+        problems += _unseen(report, allowed)
     if reduced_in is not None:
         problems += _sums(report, dtype_name(reduced_in))
+        problems += _partitioner(report, allowed)
     if problems:
         raise AuditError("the audit failed.\n" + "\n".join(problems))
 
@@ -88,18 +95,24 @@ def _products(report: Any, names: list[str], share: float) -> list[str]:
     if not report.flops:
         return [f"products: the program has none, so none in {allowed}."]
     found = report.share(*names)
-    if found >= share - 1e-9:
+    others = [row for row in report.product_lines if not set(row.operands) <= set(names)]
+    if not others or (found >= share - 1e-9 and share < 1):
         return []
     offenders = [
         (row, f"{100 * row.share:.1f} %", " x ".join(row.operands) + f" -> {row.result}")
-        for row in report.product_lines
-        if not set(row.operands) <= set(names)
+        for row in others
     ]
+    where = " where these branches run" if any(row.branch for row in others) else ""
     return [
-        f"products: {100 * found:.1f} % of their FLOPs have operands in {allowed}, wanted at least "
-        f"{100 * share:.1f} %. The others:",
+        f"products: {_percent(found)} of their FLOPs have operands in {allowed}{where}, wanted "
+        f"at least {100 * share:.1f} %. The others:",
         *_by_line(offenders),
     ]
+
+
+def _percent(share: float) -> str:
+    """A share that is too small, which is not rounded to all."""
+    return f"{min(100 * share, 99.9):.1f} %"
 
 
 def _upcasts(report: Any, limit: int) -> list[str]:
@@ -124,6 +137,68 @@ def _residuals(report: Any, limit: int) -> list[str]:
     return [
         f"residual_bytes: {found:,} are kept for the backward pass, allowed are {limit:,}:",
         *_by_line(offenders),
+    ]
+
+
+_ALL = frozenset({"all"})
+
+
+def _checked_allowed(allowed: Any) -> Collection[str]:
+    """The names that may be unseen."""
+    if isinstance(allowed, bool):
+        return _ALL if allowed else ()
+    names = (allowed,) if isinstance(allowed, str) else allowed
+    if not isinstance(names, Collection) or not all(isinstance(name, str) for name in names):
+        raise ValueError(
+            "allow_unseen is True, or names from report.unseen_lines such as 'pallas_call', got "
+            f"{allowed!r}"
+        )
+    return names
+
+
+def _not_allowed(report: Any, allowed: Collection[str]) -> list[Any]:
+    found = report.unseen_lines
+    return [row for row in found if allowed is not _ALL and row.name not in allowed]
+
+
+def _unseen(report: Any, allowed: Collection[str]) -> list[str]:
+    """Kernels and the like, which may multiply anything in any dtype."""
+    found = [
+        row for row in _not_allowed(report, allowed) if row.name not in ("while", "partitioner")
+    ]
+    if not found:
+        return []
+    names = tuple(dict.fromkeys(row.name for row in found))
+    return [
+        "unseen: what these multiply is not counted, nor in which dtype. If that is fine, name "
+        f"them: allow_unseen={names}.",
+        *_by_line((row, str(row.count), f"{row.name} of {', '.join(row.dtypes)}") for row in found),
+    ]
+
+
+def _loops(report: Any, names: list[str], share: float, allowed: Collection[str]) -> list[str]:
+    """Loops that a share depends on; where it must be 1, it does not matter how often they run."""
+    found = [
+        row
+        for row in _not_allowed(report, allowed)
+        if row.name == "while" and not set(row.dtypes) <= set(names)
+    ]
+    if share == 1 or not found:
+        return []
+    return [
+        "unseen: how often these loops run is not known, and so not the share. If it is fine to "
+        "count them once: allow_unseen='while'.",
+        *_by_line((row, str(row.count), f"while of {', '.join(row.dtypes)}") for row in found),
+    ]
+
+
+def _partitioner(report: Any, allowed: Collection[str]) -> list[str]:
+    if not any(row.name == "partitioner" for row in _not_allowed(report, allowed)):
+        return []
+    return [
+        "unseen: arrays are sharded, and the sums that the partitioner inserts for them are only "
+        "in the compiled program: give audit compiled=True. If there are none: "
+        "allow_unseen='partitioner'."
     ]
 
 
@@ -205,7 +280,7 @@ def _by_line(offenders: Iterable[tuple[Any, str, str]]) -> list[str]:
     rows = list(offenders)
     shown = []
     for row, amount, what in rows[:_LISTED]:
-        places = [row.line, row.path, getattr(row, "direction", "")]
+        places = [row.line, *(getattr(row, name, "") for name in ("path", "direction", "branch"))]
         shown.append(f"  {amount}  {what}  at {', '.join(place for place in places if place)}")
     more = len(rows) - len(shown)
     return shown + ([f"  and {more} more"] if more else [])

@@ -4,6 +4,7 @@ import dataclasses
 import io
 from typing import Any
 
+from jaxmp._audit._branches import Part, least_share, most
 from jaxmp._audit._check import check_report, dtype_name
 from jaxmp._audit._collective_report import Collectives
 from jaxmp._audit._rows import (
@@ -14,13 +15,18 @@ from jaxmp._audit._rows import (
     Product,
     ProductLine,
     Residual,
+    Unseen,
     Upcast,
+    Work,
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class AuditReport:
     """What runs in which dtype, and where upcasts come from. It prints as tables.
+
+    All branches of `cond`, `switch` and `platform_dependent` are in it. As only one of them runs,
+    a number of FLOPs is that of the branches where it is largest.
 
     Attributes:
       products: matrix products and convolutions by dtype, the most FLOPs first.
@@ -36,6 +42,8 @@ class AuditReport:
       collectives: those that the program itself asks for.
       equations: how many equations there are of each primitive.
       unseen: what this report does not show of this program.
+      unseen_lines: by line, what may do something that a check is about and does not see.
+      work: the product FLOPs by dtypes and branches.
       compiled: the collectives of the compiled program; None if the audit was not asked for them.
     """
 
@@ -49,12 +57,14 @@ class AuditReport:
     collectives: tuple[Collective, ...]
     equations: tuple[Equations, ...]
     unseen: tuple[str, ...]
+    unseen_lines: tuple[Unseen, ...]
+    work: tuple[Work, ...]
     compiled: Collectives | None = None
 
     @property
     def flops(self) -> int:
-        """The FLOPs of all products."""
-        return sum(row.flops for row in self.products)
+        """The FLOPs of all products, of those branches that have most."""
+        return most(Part(row.branches, 0, row.flops) for row in self.work)
 
     @property
     def residual_bytes(self) -> int:
@@ -70,6 +80,8 @@ class AuditReport:
     def share(self, *dtypes: Any) -> float:
         """The share of the product FLOPs whose operands both have one of these dtypes.
 
+        Where it depends on which branches run, it is the smallest that any of them give.
+
         Args:
           *dtypes: names such as `"bfloat16"`, or dtypes.
 
@@ -80,10 +92,9 @@ class AuditReport:
           ValueError: for an unknown dtype.
         """
         names = {dtype_name(dtype) for dtype in dtypes}
-        if not self.flops:
-            return 0.0
-        return (
-            sum(row.flops for row in self.products if names.issuperset(row.operands)) / self.flops
+        return least_share(
+            Part(row.branches, row.flops * names.issuperset(row.operands), row.flops)
+            for row in self.work
         )
 
     def count(self, primitive: str, *, runs: bool = False) -> int:
@@ -108,8 +119,13 @@ class AuditReport:
         upcasts: int | None = None,
         residual_bytes: int | None = None,
         reduced_in: Any = None,
+        allow_unseen: Any = (),
     ) -> "AuditReport":
         """Raises if the program is not as it should be; for tests of your own.
+
+        It vouches for what it sees: for each branch of a conditional, but not for what kernels,
+        foreign calls, callbacks and linear algebra do. Where the program has such parts, a check of
+        `products` or `upcasts` fails unless they are named as `allow_unseen`.
 
         Args:
           products: the dtype, or a tuple of dtypes, that both operands of products should have.
@@ -120,6 +136,10 @@ class AuditReport:
           reduced_in: the dtype of every sum over devices that carries floats. Sums that the
             partitioner inserts are only seen if the audit was asked for the compiled program;
             then those of that program may be wider, too.
+          allow_unseen: what may stay unseen: names from `report.unseen_lines`, such as
+            `"pallas_call"`, or a tuple of them; True for all. They are `"while"` where `share` is
+            below 1 and depends on how often a loop runs, and `"partitioner"` where `reduced_in` is
+            checked without the compiled program and arrays are sharded.
 
         Returns:
           The report itself.
@@ -136,6 +156,7 @@ class AuditReport:
             upcasts=upcasts,
             residual_bytes=residual_bytes,
             reduced_in=reduced_in,
+            allow_unseen=allow_unseen,
         )
         return self
 

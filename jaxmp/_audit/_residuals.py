@@ -9,7 +9,7 @@ from jax.extend import core
 
 from jaxmp._audit._lines import Lines, module_path, scopes_of
 from jaxmp._audit._rows import Residual
-from jaxmp._audit._tally import bytes_of
+from jaxmp._audit._tally import branch_text, bytes_of
 from jaxmp._audit._walk import Body, Site, walk
 from jaxmp._dtypes import is_floating
 
@@ -78,17 +78,21 @@ def _applied(value: Any, backward: Any) -> Any:
 def _rows(body: Body) -> tuple[Residual, ...]:
     lines, producers = Lines(), _producers(body)
     given = {*body.jaxpr.invars, *body.jaxpr.constvars}
-    groups: dict[tuple[str, str, str], list[int]] = {}
+    groups: dict[tuple[str, str, str, str], list[int]] = {}
     seen: set[Any] = set()
     for atom in body.jaxpr.outvars:
         origin = _origin(atom, producers)
         if isinstance(origin, core.Literal) or atom in seen or origin in given:
             continue
         seen.add(atom)
-        site = _innermost(atom, producers)
-        where = lines.of(site), module_path(scopes_of(site))
-        groups.setdefault((str(atom.aval.dtype), *where), []).append(bytes_of(atom.aval))
-    rows = [Residual(*key, len(sizes), sum(sizes)) for key, sizes in groups.items()]
+        makers = _innermost(atom, producers)
+        where = lines.of(makers[0]), module_path(scopes_of(makers[0]))
+        key = str(atom.aval.dtype), *where, branch_text(makers)
+        groups.setdefault(key, []).append(bytes_of(atom.aval))
+    rows = [
+        Residual(dtype, line, path, len(sizes), sum(sizes), branch)
+        for (dtype, line, path, branch), sizes in groups.items()
+    ]
     return tuple(sorted(rows, key=lambda row: -row.bytes))
 
 
@@ -119,16 +123,27 @@ def _origin(atom: Any, producers: _Producers) -> Any:
     return atom
 
 
-def _innermost(atom: Any, producers: _Producers) -> Site:
-    """The equation that computes an array, inside of the calls and scans that return it."""
+def _innermost(atom: Any, producers: _Producers) -> list[Site]:
+    """The equations that compute an array, inside of the calls and scans that return it.
+
+    Branches return one array for what each of them keeps: it is made of nothing in a branch that
+    keeps less.
+    """
     site, i = producers[atom]
-    while len(site.bodies) == 1:
-        (body,) = site.bodies
+    found: list[Site] = []
+    for body in site.bodies if len(site.bodies) == 1 or site.name == "cond" else ():
         inner = _producers(body)
-        if len(body.jaxpr.outvars) != len(site.equation.outvars):
-            break
-        made = body.jaxpr.outvars[i]
-        if isinstance(made, core.Literal) or made not in inner:
-            break
-        site, i = inner[made]
-    return site
+        results = body.jaxpr.outvars
+        made = results[i] if len(results) == len(site.equation.outvars) else None
+        if not isinstance(made, core.Literal) and made in inner:
+            found += _innermost(made, inner)
+    if site.name == "cond":
+        found = [each for each in found if not _is_filler(each)]
+    return found or [site]
+
+
+def _is_filler(site: Site) -> bool:
+    """Whether an equation only lays out a number, as a branch returns what it has not computed."""
+    return site.name.startswith("empty") or (
+        site.name == "broadcast_in_dim" and site.equation.invars[0].aval.shape == ()
+    )

@@ -3,12 +3,17 @@
 import dataclasses
 from typing import Literal
 
+from jaxmp._audit._branches import Choice
+
 Direction = Literal["forward", "backward", "recomputed", ""]
 
 
 @dataclasses.dataclass(frozen=True)
 class Product:
     """The matrix products and convolutions of the same dtypes.
+
+    Of branches that exclude each other, those count in `flops` that have most of them. So the
+    shares of two rows can add up to more than 1.
 
     Attributes:
       operands: the dtypes of the two operands.
@@ -17,7 +22,7 @@ class Product:
       count: how many equations there are.
       runs: how often they run: a scan repeats its body.
       flops: of all runs, two for each multiply-add.
-      share: of the FLOPs of all products, from 0 to 1.
+      share: of the FLOPs of the program, from 0 to 1.
     """
 
     operands: tuple[str, str]
@@ -37,11 +42,14 @@ class ProductLine(Product):
       path: the module, where the name stack has it, as in linen: `"LM/Block_0/q"`.
       direction: `"forward"`, `"backward"`, `"recomputed"` (by a checkpoint), or `""` where
         nothing is differentiated.
+      branch: the branch of a `cond` or a `switch` that it is in, by its index (of a `cond`, 0 is
+        where the predicate is False), or several; `""` if it is in none.
     """
 
     line: str
     path: str
     direction: Direction
+    branch: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +70,8 @@ class Upcast:
       flops: those of the products that have an operand of 32 bits or more because of it: one
         that was computed from the result of the upcast, with no narrower value in between.
         Several upcasts may share a product.
-      share: of the FLOPs of all products.
+      share: of the FLOPs of the program.
+      branch: as in `ProductLine`.
     """
 
     line: str
@@ -76,6 +85,7 @@ class Upcast:
     bytes: int
     flops: int
     share: float
+    branch: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +117,7 @@ class Residual:
       path: the module, where the name stack has it.
       count: how many arrays.
       bytes: their size.
+      branch: as in `ProductLine`.
     """
 
     dtype: str
@@ -114,6 +125,7 @@ class Residual:
     path: str
     count: int
     bytes: int
+    branch: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,6 +163,7 @@ class Collective:
       count: how many equations.
       runs: how often they run.
       bytes: what each device puts in, in all runs.
+      branch: as in `ProductLine`.
     """
 
     name: str
@@ -162,6 +175,7 @@ class Collective:
     count: int
     runs: int
     bytes: int
+    branch: str
 
     @property
     def sums(self) -> bool:
@@ -182,3 +196,43 @@ class Equations:
     primitive: str
     count: int
     runs: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Unseen:
+    """Equations of one line that do something which the report does not show.
+
+    Attributes:
+      name: the primitive: `"pallas_call"`, `"cholesky"`; `"while"` for a loop with products, of
+        which it is not known how often they run; or `"partitioner"`, which inserts collectives for
+        the sharded arrays of a program that is not compiled yet.
+      dtypes: those of what it takes; of a while loop, of what it multiplies.
+      line: the line of the user's code.
+      path: the module, where the name stack has it.
+      direction: as in `ProductLine`.
+      count: how many equations.
+      branch: as in `ProductLine`.
+    """
+
+    name: str
+    dtypes: tuple[str, ...]
+    line: str
+    path: str
+    direction: Direction
+    count: int
+    branch: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """The product FLOPs of the same dtypes in one branch, or outside of all.
+
+    Attributes:
+      operands: the dtypes of the two operands.
+      flops: of all runs, if the branch is taken.
+      branches: the branches that they are in, from the outermost to the innermost.
+    """
+
+    operands: tuple[str, str]
+    flops: int
+    branches: tuple[Choice, ...]

@@ -198,7 +198,8 @@ def _arrays(report: Any) -> Any:
 
 def _place(row: Any) -> str:
     """The line; below it the module and the pass, as far as they are known."""
-    below = ", ".join(text for text in (row.path, getattr(row, "direction", "")) if text)
+    texts = (getattr(row, name, "") for name in ("path", "direction", "branch"))
+    below = ", ".join(text for text in texts if text)
     return f"{row.line}\n{below}" if below else row.line
 
 

@@ -6,11 +6,21 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from jaxmp._audit._flops import PRODUCTS
+from jaxmp._audit._branches import Part, most
 from jaxmp._audit._lines import Lines, direction, module_path, scopes_of
-from jaxmp._audit._rows import Collective, Convert, Equations, Product, ProductLine, Upcast
+from jaxmp._audit._rows import (
+    Collective,
+    Convert,
+    Equations,
+    Product,
+    ProductLine,
+    Unseen,
+    Upcast,
+    Work,
+)
 from jaxmp._audit._upcasts import is_narrow, is_wide, widens_inside
 from jaxmp._audit._walk import Site
+from jaxmp._flops import PRODUCTS
 
 _Key = TypeVar("_Key", bound=Hashable)
 
@@ -41,7 +51,7 @@ class Tally:
     def __init__(self, sites: Iterable[Site], sources: list[Site]) -> None:
         self.sites = list(sites)
         self.sources = sources
-        self.flops = sum(site.flops * site.runs for site in self.sites)
+        self.flops = _flops(self.sites)
         self._lines = Lines()
         self._where: dict[Site, Where] = {}
 
@@ -64,6 +74,7 @@ class Tally:
                 **_counts(sites),
                 **self._flops(sites),
                 **where._asdict(),
+                branch=branch_text(sites),
             )
             for ((operands, result), where), sites in groups.items()
         ]
@@ -93,8 +104,9 @@ class Tally:
                 **_counts(sites),
                 bytes=sum(_bytes(site.equation.outvars) * site.runs for site in sites),
                 **self._flops(site for site in wide if site.fed_by & bits),
+                branch=branch_text(sites),
             )
-            caused = sum(site.flops * site.runs for site in wide if _first(site.fed_by) & bits)
+            caused = _flops(site for site in wide if _first(site.fed_by) & bits)
             rows.append((caused, upcast))
         rows.sort(key=_rank)
         return tuple(upcast for _, upcast in rows)
@@ -135,6 +147,7 @@ class Tally:
                 **where._asdict(),
                 **_counts([site for site, _ in found]),
                 bytes=sum(site.runs * size for site, size in found),
+                branch=branch_text([site for site, _ in found]),
             )
             for ((name, axes, dtype), where), found in groups.items()
         ]
@@ -145,6 +158,25 @@ class Tally:
         groups = _grouped(self.sites, lambda site: site.name)
         rows = [Equations(name, **_counts(sites)) for name, sites in groups.items()]
         return tuple(sorted(rows, key=lambda row: (-row.count, row.primitive)))
+
+    def work(self) -> tuple[Work, ...]:
+        """The FLOPs of products by dtypes and branches."""
+        groups = _grouped(self._products(), lambda site: (_dtypes(site)[0], site.branches))
+        return tuple(
+            Work(operands, sum(site.flops * site.runs for site in sites), branches)
+            for (operands, branches), sites in groups.items()
+        )
+
+    def unseen(self, sites: Iterable[Site]) -> tuple[Unseen, ...]:
+        """By primitive, dtypes and line, in the order of the program."""
+
+        def key(site: Site) -> tuple[str, tuple[str, ...], Where]:
+            return site.name, _taken_in(site), self.where(site)
+
+        return tuple(
+            Unseen(name, dtypes, **where._asdict(), count=len(found), branch=branch_text(found))
+            for (name, dtypes, where), found in _grouped(sites, key).items()
+        )
 
     def where(self, site: Site) -> Where:
         """The line, the module path and the direction of an equation."""
@@ -157,8 +189,37 @@ class Tally:
         return [site for site in self.sites if site.name in PRODUCTS]
 
     def _flops(self, sites: Iterable[Site]) -> dict[str, Any]:
-        flops = sum(site.flops * site.runs for site in sites)
+        flops = _flops(sites)
         return {"flops": flops, "share": flops / self.flops if self.flops else 0.0}
+
+
+def _flops(sites: Iterable[Site]) -> int:
+    """Those of some products: of branches that exclude each other, where they are most."""
+    return most(Part(site.branches, 0, site.flops * site.runs) for site in sites if site.flops)
+
+
+def _taken_in(site: Site) -> tuple[str, ...]:
+    """The dtypes of what goes into an equation; of a while loop, of what it multiplies."""
+    inside = [each for body in site.bodies for each in body.all_sites() if each.name in PRODUCTS]
+    names = [name for each in inside for name in _dtypes(each)[0]]
+    return tuple(sorted({*names} if inside else {_dtype(v) for v in site.equation.invars}))
+
+
+_MOST_BRANCHES = 3
+
+
+def branch_text(sites: Iterable[Site]) -> str:
+    """The branches that equations are in; none if one of them is in no branch.
+
+    >>> branch_text([])
+    ''
+    """
+    paths = dict.fromkeys(site.branches for site in sites)
+    if () in paths:
+        return ""
+    texts = list(dict.fromkeys(" / ".join(choice.name for choice in path) for path in paths))
+    more = len(texts) - _MOST_BRANCHES
+    return "; ".join(texts[:_MOST_BRANCHES] + ([f"{more} more"] if more > 0 else []))
 
 
 def _is_upcast(site: Site, wide: list[Site]) -> bool:

@@ -6,9 +6,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core
 
-from jaxmp._audit._flops import PRODUCTS
 from jaxmp._audit._walk import Body, Site
 from jaxmp._compat import scan_counts
+from jaxmp._flops import PRODUCTS
 
 
 def mark_upcasts(body: Body) -> list[Site]:
@@ -102,13 +102,20 @@ class _Flow:
         if site.name == "while":
             return self._while(site, operands)
         if site.name == "cond":
-            operands = operands[1:]
+            return self._branches(site, operands[1:])
         (body, *more) = site.bodies
         if not more and len(body.jaxpr.invars) == len(operands):
             results = self.run(body, operands)
             if len(results) == len(site.equation.outvars):
                 return results
         return self._blurred(site, operands)
+
+    def _branches(self, site: Site, operands: list[int]) -> list[int]:
+        """Any of the branches may have run."""
+        results = [0] * len(site.equation.outvars)
+        for body in site.bodies:
+            results = _merged(results, self.run(body, operands))
+        return results
 
     def _scan(self, site: Site, operands: list[int]) -> list[int]:
         (body,) = site.bodies

@@ -1,11 +1,13 @@
 """The equations of a program, with how often each of them runs and what encloses it."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from jaxmp._audit._flops import product_flops
+from jaxmp._audit._branches import Choice, choices
 from jaxmp._compat import open_jaxpr, sub_jaxprs
+from jaxmp._flops import product_flops
 
 # What a kernel does inside is its own business; see `_unseen`.
 OPAQUE = ("pallas_call", "core_map", "mpmd_map", "tpu_custom_call")
@@ -22,6 +24,7 @@ class Site:
       name: the name of its primitive.
       runs: how often it runs: the product of the lengths of the scans around it.
       outer: the equation that it is inside of.
+      branches: the branches of conditionals that it is inside of, the innermost last.
       bodies: the programs inside of it that are counted.
       flops: those of one run, if it is a product.
       bit: the upcast that it is, as a power of two; 0 if it is none.
@@ -32,6 +35,7 @@ class Site:
     name: str
     runs: int
     outer: "Site | None"
+    branches: tuple[Choice, ...] = ()
     bodies: "tuple[Body, ...]" = ()
     flops: int = 0
     bit: int = 0
@@ -45,14 +49,10 @@ class Body:
     Attributes:
       jaxpr: the program.
       sites: its equations in order.
-      flops: those of the products in it, for one run.
-      size: how many equations it has, nested ones too.
     """
 
     jaxpr: Any
     sites: list[Site]
-    flops: int = 0
-    size: int = 0
 
     def all_sites(self) -> Iterator[Site]:
         """All equations, nested ones too: an equation before those inside of it."""
@@ -62,29 +62,40 @@ class Body:
                 yield from body.all_sites()
 
 
-def walk(jaxpr: Any, runs: int = 1, outer: Site | None = None) -> Body:
+def walk(jaxpr: Any) -> Body:
     """The program with everything inside of it that runs.
 
     Args:
       jaxpr: an open or closed jaxpr.
-      runs: how often it runs.
-      outer: the equation that it is inside of.
 
     Returns:
-      The program. Of a cond, the branch with the most product FLOPs is inside of it, of a
-      while loop the condition and the body, once each.
+      The program. Of a conditional every branch is inside of it, of a while loop the condition and
+      the body, once each.
     """
+    return _walk(jaxpr, 1, None, (), itertools.count())
+
+
+def _walk(
+    jaxpr: Any,
+    runs: int,
+    outer: Site | None,
+    branches: tuple[Choice, ...],
+    conditionals: Iterator[int],
+) -> Body:
     body = Body(open_jaxpr(jaxpr), [])
     for equation in body.jaxpr.eqns:
         name = equation.primitive.name
-        site = Site(equation, name, runs, outer, flops=product_flops(equation))
-        length = int(equation.params["length"]) if name == "scan" else 1
-        site.bodies = tuple(walk(inner, runs * length, site) for inner in _programs(equation))
+        site = Site(equation, name, runs, outer, branches, flops=product_flops(equation))
+        times = runs * (int(equation.params["length"]) if name == "scan" else 1)
+        programs = _programs(equation)
+        inside = [branches] * len(programs)
         if name == "cond":
-            site.bodies = (max(site.bodies, key=lambda branch: (branch.flops, branch.size)),)
+            inside = [(*branches, choice) for choice in choices(equation, next(conditionals))]
+        site.bodies = tuple(
+            _walk(program, times, site, path, conditionals)
+            for program, path in zip(programs, inside, strict=True)
+        )
         body.sites.append(site)
-        body.flops += site.flops + length * sum(inner.flops for inner in site.bodies)
-        body.size += 1 + sum(inner.size for inner in site.bodies)
     return body
 
 
