@@ -11,27 +11,45 @@ import jax
 from flax import linen as nn
 from jaxtyping import PyTree
 
-from jaxmp._dtypes import DType, at_least_float32, is_floating
+from jaxmp._dtypes import DType, at_least_float32, is_floating, is_narrow
 from jaxmp._regions import (
     Casts,
     Region,
     call_with_casts,
     casts_around,
-    check_honoured,
+    check_result,
     decide,
     layer_dtype,
+    may_refuse,
+    promised,
+    refuse,
     takes_float_dtype,
+    too_wide,
+    warn_unreached,
 )
 from jaxmp._rules import Decision, PolicyRules
 from jaxmp._tree import cast_floating
 
 
 class _Frame(NamedTuple):
-    """A module that is being called."""
+    """A module that is being called; `parts` are those that it has called, and what came out."""
 
     path: str
     decision: Decision
     is_layer: bool
+    parts: dict[str, set[DType]]
+
+
+@dataclasses.dataclass
+class _Call:
+    """A call that is being made; `given` and `out` are what is between the casts around it."""
+
+    region: Region
+    casts: Casts
+    parts: dict[str, set[DType]]
+    creates: bool
+    given: Any = None
+    out: Any = None
 
 
 _MISSING: Any = object()
@@ -51,22 +69,27 @@ class _Session:
       rules: the rules.
       root: the path of the module in its own model.
       module: the module.
+      strict: whether a module that does not do what a rule says of it is an error.
       calls: the modules that are being called, outermost first.
       seen: every module that was called, by its path from the root.
       others: the paths of modules that are under rules of their own.
       used: which rules decided something.
       jitted: whether a class that nn.jit made was among them.
       scanned: the classes that nn.scan repeats.
+      unreached: the names of params, by the path of their module, that no policy reaches.
     """
 
-    def __init__(self, rules: PolicyRules, root: tuple[str, ...], module: Any) -> None:
-        self.rules, self.root, self.module = rules, root, module
+    def __init__(
+        self, rules: PolicyRules, root: tuple[str, ...], module: Any, strict: bool = False
+    ) -> None:
+        self.rules, self.root, self.module, self.strict = rules, root, module, strict
         self.calls: list[_Frame] = []
         self.seen: dict[str, nn.Module] = {}
         self.others: set[str] = set()
         self.used: set[int | None] = set()
         self.jitted = False
         self.scanned: set[type] = set()
+        self.unreached: dict[str, list[str]] = {}
 
     def intercept(self, next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
         module, name = context.module, context.method_name
@@ -82,11 +105,18 @@ class _Session:
         if owner is not self:
             if module.path[: len(self.root)] == self.root:
                 self.others.add(self.path_of(module))
-            return next_fun(*args, **kwargs)
+            return self._as_part(self.path_of(module), next_fun(*args, **kwargs))
         if self.calls and is_foreign(module, self.module):
             with _entered(_Session(PolicyRules(), (), module)):
-                return next_fun(*args, **kwargs)
+                return self._as_part(f"{module.name}()", next_fun(*args, **kwargs))
         return self.call(next_fun, args, kwargs, context)
+
+    def _as_part(self, path: str, out: Any) -> Any:
+        """Notes what a module returned to the one that calls it."""
+        if self.calls and self.calls[-1].path != path:
+            dtypes = {x.dtype for x in jax.tree.leaves(out) if is_floating(x)}
+            self.calls[-1].parts.setdefault(path, set()).update(dtypes)
+        return out
 
     def call(self, next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
         """Calls a method as the rules say."""
@@ -108,17 +138,57 @@ class _Session:
         creates = module.is_mutable_collection("params")
         given = creates and not module.is_initializing()
         before = frozenset(module.variables.get("params", {})) if given else frozenset()
-        self.calls.append(_Frame(path, decision, _is_flax_layer(module)))
+        # A method that calls another one of its module is called from within.
+        within = caller is not None and caller.path == path
+        parts = caller.parts if caller is not None and within else {}
+        made = _Call(region, Casts() if is_setup else casts_around(region), parts, creates)
+
+        def function(*args: Any, **kwargs: Any) -> Any:
+            made.given, made.out = (args, kwargs), next_fun(*args, **kwargs)
+            return made.out
+
+        self.calls.append(_Frame(path, decision, _is_flax_layer(module), parts))
         try:
-            casts = Casts() if is_setup else casts_around(region)
-            out = call_with_casts(next_fun, casts, args, kwargs)
+            out = call_with_casts(function, made.casts, args, kwargs)
         finally:
             self.calls.pop()
         if creates:
             _round_new_params(module, decision, before)
-        if not is_setup:
-            _check_honoured(module, path, region)
-        return out
+        if is_setup:
+            return out
+        if not within:
+            self._check_followed(module, made)
+        return self._as_part(path, out)
+
+    def _check_followed(self, module: nn.Module, call: _Call) -> None:
+        """After a call: tells of a module that does not compute as the rules say."""
+        decision = call.region.decision
+        policy = decision.policy
+        # Flax's own layers without a dtype, such as PReLU, follow their inputs.
+        if policy is None or module.__module__.startswith("flax."):
+            return
+        path, own = self.path_of(module), own_params(module)
+        dtypes: set[DType] = {x.dtype for x in jax.tree.leaves(own) if is_floating(x)}
+        if not call.region.takes_dtype and (wide := too_wide(policy, dtypes)):
+            has_children = len(own) < len(module.variables.get("params", {}))
+            if may_refuse(decision, path, has_children=has_children, strict=self.strict):
+                refuse(path, module, policy, wide[0])
+            self.unreached[path] = list(own)
+            return
+        # Params that init has yet to round are wider than those that apply will see.
+        if call.creates and is_narrow(policy.param_dtype):
+            return
+        promise = promised(
+            call.region,
+            call.casts,
+            path,
+            module,
+            parts=tuple(call.parts.values()),
+            has_params=bool(dtypes),
+            strict=self.strict,
+        )
+        if promise is not None:
+            check_result(promise, call.given, call.out)
 
     def path_of(self, module: nn.Module) -> str:
         """The path of a module from the root."""
@@ -127,6 +197,17 @@ class _Session:
     def warn_unused(self, *, strict: bool) -> None:
         """After an initialisation: tells of rules that decided nothing."""
         self.rules.warn_unused(self.seen, used=self.used, strict=strict)
+
+    def warn_unreached(self, variables: Mapping[str, Any], *, again: bool) -> None:
+        """Says what share of the params no policy reaches."""
+        if not self.unreached:
+            return
+        params = variables.get("params", {})
+        counts = {
+            path: sum(_size(_at(params, f"{path}/{name}")) for name in names)
+            for path, names in self.unreached.items()
+        }
+        warn_unreached(self.module, counts, _size(params), again=again)
 
     def check_traces(self, variables: Mapping[str, Any]) -> None:
         """Raises ValueError if modules were traced as one that the rules tell apart."""
@@ -171,10 +252,18 @@ class _Session:
         return "", ""
 
 
-def _shapes(params: Any, path: str) -> Any:
-    for name in path.split("/"):
+def _at(params: Any, path: str) -> Any:
+    for name in path.strip("/").split("/"):
         params = params.get(name) if isinstance(params, Mapping) else None
-    leaves, treedef = jax.tree.flatten(params)
+    return params
+
+
+def _size(tree: PyTree) -> int:
+    return sum(x.size for x in jax.tree.leaves(tree) if is_floating(x))
+
+
+def _shapes(params: Any, path: str) -> Any:
+    leaves, treedef = jax.tree.flatten(_at(params, path))
     return [(jax.numpy.shape(x), x.dtype) for x in leaves], treedef
 
 
@@ -198,12 +287,18 @@ def _owner(path: tuple[str, ...]) -> _Session | None:
     return None
 
 
+def is_reached(module: nn.Module) -> bool:
+    """False if a policy holds for a module that was called, and does not reach its params."""
+    owner = _owner(module.path)
+    return owner is None or owner.path_of(module) not in owner.unreached
+
+
 @contextlib.contextmanager
 def _entered(new: _Session) -> Iterator[None]:
     sessions = (*_SESSIONS.get(), new)
     token = _SESSIONS.set(sessions)
     try:
-        with _TRACED_UNDER(tuple(active.rules for active in sessions)):
+        with _TRACED_UNDER(tuple((active.rules, active.strict) for active in sessions)):
             yield
     finally:
         _SESSIONS.reset(token)
@@ -211,7 +306,12 @@ def _entered(new: _Session) -> Iterator[None]:
 
 @contextlib.contextmanager
 def session(
-    rules: PolicyRules, root: tuple[str, ...], module: nn.Module, *, at_the_root: bool = False
+    rules: PolicyRules,
+    root: tuple[str, ...],
+    module: nn.Module,
+    *,
+    strict: bool,
+    at_the_root: bool = False,
 ) -> Iterator[_Session | None]:
     """Puts the calls of modules below `root` under rules.
 
@@ -226,7 +326,7 @@ def session(
         if same:
             yield None
             return
-    new = _Session(rules, root, module)
+    new = _Session(rules, root, module, strict)
     with nn.intercept_methods(new.intercept), _entered(new):
         yield new
 
@@ -272,23 +372,6 @@ def _round_new_params(module: nn.Module, decision: Decision, before: frozenset[s
         if name not in before:
             value = cast_floating(value, decision.policy.param_dtype)
             module.put_variable("params", name, value)
-
-
-def _check_honoured(module: nn.Module, path: str, region: Region) -> None:
-    """After a call: refuses a module that cannot compute as it was told."""
-    policy, rule = region.decision
-    named = rule is not None or not path
-    # Flax's own layers without a dtype, such as PReLU, follow their inputs.
-    if policy is None or not named or region.takes_dtype or _is_from_flax(type(module)):
-        return
-    own = own_params(module)
-    dtypes: set[DType] = {x.dtype for x in jax.tree.leaves(own) if is_floating(x)}
-    has_children = len(own) < len(module.variables.get("params", {}))
-    check_honoured(path, module, policy, dtypes, has_children=has_children)
-
-
-def _is_from_flax(cls: type) -> bool:
-    return cls.__module__.startswith("flax.")
 
 
 def own_params(module: nn.Module) -> dict[str, PyTree]:

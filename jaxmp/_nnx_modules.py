@@ -64,6 +64,10 @@ def is_flax_layer(module: Any) -> bool:
     )
 
 
+def is_from_flax(module: Any) -> bool:
+    return type(module).__module__.startswith("flax.")
+
+
 def leaves(variable: Any) -> list[Any]:
     return jax.tree.leaves(variable.get_raw_value())
 
@@ -76,3 +80,16 @@ def own_params(module: Any) -> list[Any]:
         for leaf in jax.tree.leaves(value, is_leaf=is_node)
         if isinstance(leaf, nnx.Param)
     ]
+
+
+def held_params(module: Any) -> list[Any]:
+    """Its own params, and those in lists and dictionaries of Flax's, which compute nothing."""
+    held = [
+        inner
+        for name, value in vars(module).items()
+        if not name.startswith("_pytree__")
+        for leaf in jax.tree.leaves(value, is_leaf=is_node)
+        if isinstance(leaf, nnx.Module) and is_from_flax(leaf) and not is_called(leaf)
+        for inner in held_params(leaf)
+    ]
+    return own_params(module) + held

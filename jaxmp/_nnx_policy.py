@@ -9,10 +9,9 @@ import jax
 import jmp
 from flax import nnx
 
-from jaxmp._dtypes import is_floating
 from jaxmp._nnx_modules import (
     first_paths,
-    is_called,
+    held_params,
     is_flax_layer,
     is_node,
     leaves,
@@ -21,20 +20,20 @@ from jaxmp._nnx_modules import (
     takes_dtype,
     walk,
 )
+from jaxmp._nnx_plans import Plan, check_reached, check_shared_params, make_plans, unreached
+from jaxmp._policy import Policy
 from jaxmp._regions import (
     Casts,
-    Region,
+    Promise,
     call_with_casts,
-    casts_around,
     check_computable,
-    check_honoured,
-    decide,
+    check_result,
     layer_dtype,
     module_rules,
     new_instance,
     takes_float_dtype,
 )
-from jaxmp._rules import Decision, PolicyRules
+from jaxmp._rules import PolicyRules
 from jaxmp._summary import Row, Summary, dtype_text
 from jaxmp._tree import cast_floating
 
@@ -54,7 +53,8 @@ def apply_policy(
     part under another, is cast to the output dtype of its policy. A module without a `dtype` is
     left alone, unless a rule names it: then its floating inputs are cast to the compute dtype.
     These casts are around `__call__`; other methods return what they return. Batch statistics,
-    RNG state and all variables that are no `nnx.Param` stay as they are.
+    RNG state and all variables that are no `nnx.Param` stay as they are. Params that no policy
+    reaches, since their module has no `dtype`, are told of in a warning with their share.
 
     Args:
       model: an nnx module, real or abstract. It is changed in place; where an argument is wrong,
@@ -62,7 +62,9 @@ def apply_policy(
         `jax.jit(model)`: JAX would not see the change. (`nnx.jit(f)(model)` does.) Inside of
         `nnx.jit`, apply it to models that are made there, not to arguments.
       rules: rules, a policy, or its name.
-      strict: whether a rule that matches no module is an error rather than a warning.
+      strict: whether a rule that does nothing is an error rather than a warning: one that matches
+        no module, at once; or one that names a module that computes in another dtype, when that
+        is called.
 
     Returns:
       The model. Applying again replaces the rules; `remove_policy` takes them off. Modules whose
@@ -88,12 +90,14 @@ def apply_policy(
     try:
         for module in modules(model):
             _restore(module)
-        plans = _plans(model, rules)
-        _check_shared_params(plans)
+        plans = make_plans(model, rules, strict)
+        check_shared_params(plans)
         rules.warn_unused({path: module for path, module, _ in walk(model)}, strict=strict)
         originals = _param_dtypes(plans)
         for plan in plans:
             _place(plan, originals)
+        for module in check_reached(plans, strict):  # of which all is said
+            _set(module, "_jaxmp", dataclasses.replace(vars(module)["_jaxmp"], promise=None))
     except BaseException:
         for snapshot in before:
             snapshot.put_back()
@@ -144,6 +148,12 @@ def summary(model: Any) -> Summary:
     """
     _check_model(model)
     rows = []
+    own_way = {
+        id(param)
+        for module in modules(model)
+        if "_jaxmp" in vars(module)
+        for param in unreached(module, vars(module)["_jaxmp"].policy)
+    }
     for path, module in first_paths(model).values():
         own = [x for param in own_params(module) for x in leaves(param) if hasattr(x, "dtype")]
         compute, output = "", ""
@@ -154,28 +164,23 @@ def summary(model: Any) -> Summary:
         if placed is not None and placed.casts.output is not None:
             output = placed.casts.output.name
         count = sum(x.size for x in own)
-        rows.append(Row(path, type(module).__name__, dtype_text(own), compute, output, count))
+        reached = not any(id(param) in own_way for param in own_params(module))
+        name = type(module).__name__
+        rows.append(Row(path, name, dtype_text(own), compute, output, count, reached))
     return Summary(tuple(rows))
-
-
-class _Plan(NamedTuple):
-    """What is to be done to a module."""
-
-    path: str
-    module: Any
-    decision: Decision
-    casts: Casts
 
 
 @dataclasses.dataclass(frozen=True)
 class _Placed:
-    """What a module under a policy remembers: how to cast, and how it was before.
+    """What a module under a policy remembers: how to cast, what it promises, and how it was before.
 
     It is a static attribute, hence part of the graphdef: `nnx.split`, `nnx.merge` and `nnx.jit`
     keep it, and tell models under different rules apart.
     """
 
     casts: Casts
+    promise: Promise | None
+    policy: Policy
     plain: type
     dtypes: tuple[tuple[str, Any], ...]
     params: tuple[tuple[Any, ...], ...]
@@ -227,77 +232,7 @@ def _check_model(model: Any) -> None:
     raise TypeError(f"jaxmp.nnx works on nnx modules, got {what}{hint}")
 
 
-def _plans(model: Any, rules: PolicyRules) -> list[_Plan]:
-    decisions: dict[str, Decision] = {}
-    layers: set[str] = set()
-    plans: dict[int, _Plan] = {}
-    for path, module, parent in walk(model):
-        caller = None if parent is None else decisions[parent]
-        decision = _decide(rules, path, module, caller, in_layer=parent in layers)
-        decisions[path] = decision
-        if is_flax_layer(module):
-            layers.add(path)
-        recurrent = isinstance(module, nnx.RNNCellBase)
-        region = Region(decision, caller, takes_dtype(module), recurrent)
-        casts = casts_around(region) if is_called(module) else Casts()
-        plan = _Plan(path, module, decision, casts)
-        first = plans.setdefault(id(module), plan)
-        if first.decision.policy != decision.policy:
-            raise ValueError(
-                f"{type(module).__name__} is one module at two places, {first.path!r} and "
-                f"{path!r}, and the rules give them different policies "
-                f"({first.decision.policy} and {decision.policy}). Give both the same policy"
-            )
-        # Of a module that is called from several regions, no one's cast can be right for all.
-        if first.casts != casts:
-            plans[id(module)] = first._replace(casts=Casts(recurrent=recurrent))
-        if decision.policy is not None and (decision.rule is not None or not path):
-            _check_honoured(plan)
-    return list(plans.values())
-
-
-def _decide(
-    rules: PolicyRules, path: str, module: Any, caller: Decision | None, *, in_layer: bool
-) -> Decision:
-    decision = decide(rules, path, module, caller, in_layer=in_layer)
-    if not isinstance(module, nnx.bridge.ToNNX):
-        return decision
-    if decision.policy is not None and (decision.rule is not None or not path):
-        raise ValueError(
-            f"{path or '(root)'!r} holds a linen module. Put that under a policy before it goes "
-            "into the bridge: nnx.bridge.ToNNX(jaxmp.linen.apply_policy(module, rules), ...)"
-        )
-    return Decision(None, None)  # its attributes are variables of linen's, all of them
-
-
-def _check_honoured(plan: _Plan) -> None:
-    path, module, decision, _ = plan
-    if takes_dtype(module) or decision.policy is None:
-        return
-    floats = [x for param in own_params(module) for x in leaves(param) if is_floating(x)]
-    dtypes = {decision.policy.param_dtype} if floats else set()
-    has_children = any(own_params(child) for child in modules(module) if child is not module)
-    check_honoured(path, module, decision.policy, dtypes, has_children=has_children)
-
-
-def _check_shared_params(plans: list[_Plan]) -> None:
-    """Raises ValueError if two modules share a param and their policies store it differently."""
-    owners: dict[int, tuple[str, Any]] = {}
-    for plan in plans:
-        policy = plan.decision.policy
-        for variable in own_params(plan.module):
-            kept = tuple(x.dtype for x in leaves(variable) if is_floating(x))
-            stored = kept if policy is None else (policy.param_dtype,) * len(kept)
-            path, theirs = owners.setdefault(id(variable), (plan.path, stored))
-            if stored != theirs:
-                raise ValueError(
-                    f"{path!r} and {plan.path!r} share a param, which the rules would have in "
-                    f"{theirs[0]} for one and in {stored[0]} for the other. Give both policies "
-                    "with the same params"
-                )
-
-
-def _param_dtypes(plans: list[_Plan]) -> dict[int, tuple[Any, ...]]:
+def _param_dtypes(plans: list[Plan]) -> dict[int, tuple[Any, ...]]:
     """The dtypes of all params before any of them is cast, since modules may share them."""
     return {
         id(variable): tuple(getattr(x, "dtype", None) for x in leaves(variable))
@@ -306,18 +241,19 @@ def _param_dtypes(plans: list[_Plan]) -> dict[int, tuple[Any, ...]]:
     }
 
 
-def _place(plan: _Plan, originals: dict[int, tuple[Any, ...]]) -> None:
+def _place(plan: Plan, originals: dict[int, tuple[Any, ...]]) -> None:
     module, policy = plan.module, plan.decision.policy
     if policy is None:
         return
     own, params, casts = vars(module), own_params(module), plan.casts
     dtypes = tuple((name, own[name]) for name in ("dtype", "param_dtype") if name in own)
-    if not (dtypes or params or casts):
+    if not (dtypes or held_params(module) or casts or plan.promise):
         return
     if is_flax_layer(module) and casts == Casts(output=policy.compute_dtype):
         casts = Casts()  # which is what the layer returns anyway
     kept = tuple(originals[id(variable)] for variable in params)
-    placed = _Placed(casts, _plain(type(module)), dtypes, kept)
+    plain = _plain(type(module))
+    placed = _Placed(casts, plan.promise, policy, plain, dtypes, kept)
     if takes_dtype(module):
         # These two write the weight that they have normalised back into the layer inside them:
         # their dtype is one of storage.
@@ -331,7 +267,7 @@ def _place(plan: _Plan, originals: dict[int, tuple[Any, ...]]) -> None:
         # would apply them twice.
         value = variable.get_raw_value()
         variable.set_raw_value(cast_floating(value, policy.param_dtype))
-    if casts:
+    if casts or plan.promise:
         cls: Any = placed.plain
         _set(module, "__class__", _casting(cls, not jax.tree_util.all_leaves([module])))
     _set(module, "_jaxmp", placed)
@@ -363,9 +299,15 @@ def _casting(cls: Any, is_pytree: bool) -> Any:
 
     @functools.wraps(cls.__call__)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        function = functools.partial(cls.__call__, self)
         # A new instance, made by type(module)(...), is under no policy yet.
         placed = vars(self).get("_jaxmp")
+
+        def function(*args: Any, **kwargs: Any) -> Any:
+            out = cls.__call__(self, *args, **kwargs)
+            if placed is not None and placed.promise is not None:
+                check_result(placed.promise, (args, kwargs), out)
+            return out
+
         casts = Casts() if placed is None else placed.casts
         return call_with_casts(function, casts, args, kwargs, is_opaque=is_node)
 

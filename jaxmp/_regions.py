@@ -1,7 +1,7 @@
 """What a policy means for one call of one module: which casts go around it."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from jaxmp._dtypes import DType, is_floating
 from jaxmp._policy import Policy
 from jaxmp._rules import Decision, PolicyRules
 from jaxmp._tree import cast_floating, same_structure
+from jaxmp._warnings import warn_once
 from jaxmp.rules import all_policies, get_rules
 
 
@@ -202,34 +203,175 @@ def check_computable(rules: PolicyRules) -> None:
             )
 
 
-def check_honoured(
-    path: str, module: Any, policy: Policy, param_dtypes: set[DType], *, has_children: bool
-) -> None:
-    """Raises unless a module without a dtype of its own can compute as its policy says.
+class Promise(NamedTuple):
+    """What a module that a rule names is to return, if it computes something itself.
+
+    Attributes:
+      path: where the module is.
+      type: its class.
+      own_dtype: its own `dtype`, where that is none that a policy can set; else None.
+      dtypes: the compute dtype of its policy, then those that the modules in it return.
+      strict: whether another dtype is an error; else it is a warning, once.
+    """
+
+    path: str
+    type: type
+    own_dtype: Any
+    dtypes: tuple[DType, ...]
+    strict: bool
+
+
+def promised(
+    region: Region,
+    casts: Casts,
+    path: str,
+    module: Any,
+    *,
+    parts: Sequence[Iterable[DType]],
+    has_params: bool,
+    strict: bool,
+) -> Promise | None:
+    """What a module is held to: one that a rule names, and that computes something itself.
+
+    That is one with params of its own; or one that calls no other module, and has a `dtype` or had
+    its inputs cast. A container without params returns what the modules in it return, and what
+    only follows its inputs was told nothing. The model itself is named by any policy, unless it
+    has modules in it.
+
+    Args:
+      region: the module under its policy.
+      casts: the casts around the call.
+      path: where the module is.
+      module: the module, which is no layer of Flax's.
+      parts: of each module that it calls, the dtypes that this one returns.
+      has_params: whether it has floating params of its own.
+      strict: whether another dtype is an error.
+
+    Returns:
+      The promise, or None.
+    """
+    policy, rule = region.decision
+    named = rule is not None or not (path or parts)
+    told = hasattr(module, "dtype") or casts.inputs is not None
+    if policy is None or region.recurrent or not named:
+        return None
+    if not has_params and (parts or not told):
+        return None
+    dtypes = (policy.compute_dtype, *(dtype for part in parts for dtype in part))
+    return Promise(path, type(module), own_dtype(module), dtypes, strict)
+
+
+def check_result(promise: Promise, given: PyTree, out: PyTree) -> None:
+    """Tells of what a module returns in another dtype than its rule says.
+
+    A rule that names a module may do nothing: the module has a `dtype` that its code ignores or
+    that is text of its own, or its code has a dtype written into it. What comes out shows it.
+    Scalars are passed over, since sums such as an auxiliary loss are float32 with reason; so is
+    what went in and comes out as it was.
+
+    Args:
+      promise: what the module is to return.
+      given: its arguments, as it got them.
+      out: what it returned, before it is cast to the output dtype.
+
+    Raises:
+      ValueError: for an array of another dtype, if the promise is strict.
+    """
+    same = {id(x) for x in jax.tree.leaves(given)}
+    for x in jax.tree.leaves(out):
+        if is_floating(x) and jnp.ndim(x) and id(x) not in same and x.dtype not in promise.dtypes:
+            _complain(promise, x.dtype)
+
+
+def _complain(promise: Promise, dtype: DType) -> None:
+    asked, shown = promise.dtypes[0], promise.path or "(root)"
+    why = "its code does not go by the dtype that it is told"
+    if promise.own_dtype is not None:
+        why = f"its dtype, {promise.own_dtype!r}, is no float dtype of JAX's, and stays as it is"
+    text = (
+        f"{promise.type.__name__} at {shown!r} returns {dtype}, but a rule has it compute in "
+        f"{asked}: {why}. Let it cast its inputs and params to its 'dtype' (None, or one of JAX's) where "
+        "they are used, and return the result uncast, since the policy casts what leaves; or leave "
+        f"it alone with the rule ({promise.path or '/'!r}, None) before the others"
+    )
+    if promise.strict:
+        raise ValueError(text)
+    warn_once(text, promise.type)
+
+
+def own_dtype(module: Any) -> Any:
+    """The `dtype` of a module, where it is none that a policy can set: text of its author's.
+
+    >>> import types
+    >>> own_dtype(types.SimpleNamespace(dtype="bf16")), own_dtype(types.SimpleNamespace())
+    ('bf16', None)
+    """
+    dtype = getattr(module, "dtype", None)
+    return None if takes_float_dtype(dtype) else dtype
+
+
+def too_wide(policy: Policy, dtypes: Iterable[DType]) -> list[DType]:
+    """Which dtypes of params would have a product come out wider than the policy computes.
+
+    >>> from jaxmp import get_policy
+    >>> too_wide(get_policy("mixed_bfloat16"), [jnp.dtype("float32"), jnp.dtype("bfloat16")])
+    [dtype('float32')]
+    """
+    compute = policy.compute_dtype
+    return [dtype for dtype in dtypes if dtype != compute and dtype.itemsize >= compute.itemsize]
+
+
+def may_refuse(decision: Decision, path: str, *, has_children: bool, strict: bool) -> bool:
+    """Whether a module that cannot compute as a rule says is an error.
+
+    It is if the module is all that the rule, or the policy of the model, is about. One with modules
+    in it, which follow rules of their own, is refused if a strict rule names it.
+    """
+    named = decision.rule is not None
+    return named and strict if has_children else named or not path
+
+
+def refuse(path: str, module: Any, policy: Policy, param_dtype: DType) -> NoReturn:
+    """Raises ValueError for a module that a rule names, and that cannot compute as it says.
 
     Its inputs are cast, but its own code mixes them with params of another dtype: the product
     of a bfloat16 input and a float32 param is float32, and nothing would show it.
+    """
+    has = "no 'dtype' of its own"
+    if own_dtype(module) is not None:
+        has = f"a 'dtype' that is no float dtype of JAX's, {own_dtype(module)!r}, and none"
+    raise ValueError(
+        f"{type(module).__name__} at {path or '(root)'!r} cannot compute in "
+        f"{policy.compute_dtype}: it has {param_dtype} params, and {has} that "
+        "would say to cast them. Give its instances a dtype (in linen a field) and cast params to "
+        "it where they are used, or leave it alone with the rule "
+        f"({path or '/'!r}, None) before the others"
+    )
+
+
+def warn_unreached(
+    model: Any, unreached: Mapping[str, int], params: int, *, again: bool = True
+) -> None:
+    """Says what share of the params of a model no policy reaches, if that is 1 % or more.
 
     Args:
-      path: where the module is.
-      module: the module, which has no `dtype`.
-      policy: the policy that was named for it.
-      param_dtypes: the dtypes of the params that are its own.
-      has_children: whether it has modules in it, which follow rules of their own.
-
-    Raises:
-      ValueError: if the params are wider than the compute dtype, and nothing but them computes.
+      model: the model.
+      unreached: by the path of a module, how many numbers its own params hold.
+      params: how many numbers all params hold.
+      again: whether to say what was said about its class before.
     """
-    wider = [
-        dtype
-        for dtype in param_dtypes
-        if jnp.promote_types(dtype, policy.compute_dtype) != policy.compute_dtype
-    ]
-    if wider and not has_children:
-        raise ValueError(
-            f"{type(module).__name__} at {path or '(root)'!r} cannot compute in "
-            f"{policy.compute_dtype}: it has {wider[0]} params, and no 'dtype' of its own that "
-            "would say to cast them. Give its instances a dtype (in linen a field) and cast params "
-            "to it where they are used, or leave it alone with the rule "
-            f"({path or '/'!r}, None) before the others"
-        )
+    count = sum(unreached.values())
+    if not count or count < 0.01 * params:
+        return
+    largest = sorted(unreached, key=lambda path: -unreached[path])
+    shown = ", ".join(f"{path or '(root)'!r} ({unreached[path]:,})" for path in largest[:4])
+    more = f" and {len(largest) - 4} more" if len(largest) > 4 else ""
+    warn_once(
+        f"the policy does not reach {count / params:.0%} of the params ({count:,} of {params:,}): "
+        f"those that are the own params of {shown}{more}. These modules have no 'dtype' that would "
+        "say in what to compute, so their products run in the dtype of these params. Give them one "
+        "(in linen a field) and cast params to it where they are used, or leave them alone with "
+        f"the rule ({largest[0] or '/'!r}, None) before the others",
+        type(model),
+        again=again,
+    )

@@ -17,6 +17,8 @@ class Row:
       compute: its `dtype`: empty if it has none, "from inputs" if it is None.
       output: the dtypes of what it returns; empty if that is not known.
       params: how many numbers its own params hold.
+      reached: false if no policy decides in what these params are computed with: the module has
+        no `dtype`, and they are wider than the compute dtype.
     """
 
     path: str
@@ -25,6 +27,7 @@ class Row:
     compute: str
     output: str
     params: int
+    reached: bool = dataclasses.field(default=True, repr=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,10 +45,19 @@ class Summary:
         """How many numbers all params hold."""
         return sum(row.params for row in self.rows)
 
+    @property
+    def unreached(self) -> int:
+        """How many numbers the params hold that no policy reaches."""
+        return sum(row.params for row in self.rows if not row.reached)
+
     def __rich__(self) -> Any:
         from rich.table import Table
 
-        table = Table(caption=f"{self.params:,} params", caption_justify="left")
+        caption = f"{self.params:,} params"
+        if self.unreached:
+            share = f"{self.unreached / self.params:.0%}"
+            caption += f", of which no policy reaches {self.unreached:,} ({share})"
+        table = Table(caption=caption, caption_justify="left")
         for name in ("path", "type", "params in", "computes in", "returns"):
             table.add_column(name, overflow="fold")
         table.add_column("params", justify="right")
@@ -54,7 +66,7 @@ class Summary:
                 row.path or "(root)",
                 row.type,
                 row.param,
-                row.compute,
+                row.compute if row.reached else "(as its params)",
                 row.output,
                 f"{row.params:,}" if row.params else "",
             )

@@ -2,11 +2,14 @@
 
 import sys
 import warnings
+import weakref
 from typing import Any
 
 _BETWEEN = frozenset(
     {"beartype", "contextlib", "flax", "functools", "jax", "jaxmp", "jaxtyping", "optax"}
 )
+
+_SAID: weakref.WeakKeyDictionary[type, set[str]] = weakref.WeakKeyDictionary()
 
 
 def warn(text: str) -> None:
@@ -15,6 +18,14 @@ def warn(text: str) -> None:
     while _is_between(frame) and frame.f_back is not None:
         frame, level = frame.f_back, level + 1
     warnings.warn(text, stacklevel=level)
+
+
+def warn_once(text: str, about: type, *, again: bool = False) -> None:
+    """Like `warn`, but what was said about a class before is said `again` only if asked."""
+    said = _SAID.setdefault(about, set())
+    if again or text not in said:
+        said.add(text)
+        warn(text)
 
 
 def _is_between(frame: Any) -> bool:

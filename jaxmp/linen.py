@@ -11,7 +11,7 @@ import jax
 import jmp
 from flax import linen as nn
 
-from jaxmp._linen_session import is_foreign, own_params, session, takes_dtype
+from jaxmp._linen_session import is_foreign, is_reached, own_params, session, takes_dtype
 from jaxmp._regions import check_computable, module_rules, new_instance
 from jaxmp._rules import PolicyRules
 from jaxmp._summary import Row, Summary, dtype_text
@@ -34,13 +34,16 @@ def apply_policy(
     part of it under one rule for a part under another, is cast to the output dtype of its policy.
     A module without a `dtype` is left alone, unless a rule names it: then its floating inputs are
     cast to the compute dtype. Batch statistics stay float32. Where a class within the model has
-    rules of its own (`with_policy`), those hold for it.
+    rules of its own (`with_policy`), those hold for it. Params that no policy reaches, since
+    their module has no `dtype`, are told of in a warning with their share, when the model is first
+    initialised or applied.
 
     Args:
       module: a module that is no part of another one yet, or is being assigned in `setup`.
       rules: rules, a policy, or its name.
-      strict: whether a rule that matches no module is an error rather than a warning, when the
-        module is initialised.
+      strict: whether a rule that does nothing is an error rather than a warning: one that matches
+        no module, when the model is initialised; or one that names a module that computes in
+        another dtype, when that is called.
 
     Returns:
       A copy of the module, of a subclass of its class, with the same names and params. Use `init`,
@@ -179,6 +182,7 @@ def summary(module: nn.Module, rngs: Any, *args: Any, **kwargs: Any) -> Summary:
                 compute=_compute_text(called),
                 output=dtype_text([x for x in jax.tree.leaves(out) if hasattr(x, "dtype")]),
                 params=sum(x.size for x in own),
+                reached=is_reached(called),
             )
         return out
 
@@ -222,11 +226,12 @@ def _under(cls: Any, rules: PolicyRules, strict: bool, before: Any) -> Any:
             call = getattr(super(under, self), name)
             if "_jaxmp" not in vars(type(self)):
                 return call(*args, **kwargs)  # a subclass: only the methods that it inherits
-            with session(rules, (), self, at_the_root=True) as active:
+            with session(rules, (), self, strict=strict, at_the_root=True) as active:
                 out = call(*args, **kwargs)
             if active is not None:
                 variables = {"init": out, "apply": args[0] if args else kwargs.get("variables")}
-                active.check_traces(variables[name] if name in variables else out[1])
+                active.check_traces(found := variables[name] if name in variables else out[1])
+                active.warn_unreached(found, again=name != "apply")
                 if name != "apply":
                     active.warn_unused(strict=strict)
             return out
@@ -239,10 +244,11 @@ def _under(cls: Any, rules: PolicyRules, strict: bool, before: Any) -> Any:
             call = getattr(super(under, self), name)
             if self.scope is None:
                 return call(*args, **kwargs)
-            with session(rules, self.path, self) as active:
+            with session(rules, self.path, self, strict=strict) as active:
                 out = call(*args, **kwargs)
             if active is not None and name == "__call__":
                 active.check_traces(self.variables)
+                active.warn_unreached(self.variables, again=self.is_initializing())
                 if self.is_initializing():
                     active.warn_unused(strict=strict)
             return out
