@@ -7,9 +7,11 @@ a new JAX has changed.
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.extend import core, source_info_util
 
 
@@ -124,6 +126,23 @@ def type_of(value: Any) -> Any:
 def unstacked(aval: Any) -> Any:
     """One of the values that are stacked along the first dimension."""
     return core.mapped_aval(aval.shape[0], 0, aval)
+
+
+def number(literal: core.Literal, dtype: Any = None) -> jax.Array:
+    """A number of a program as the array that it is to who gets it: a Python `bool` has no dtype.
+
+    Args:
+      literal: what a program returns in place of a variable.
+      dtype: the dtype that it is to have; None for the one in which it was traced.
+
+    Returns:
+      An array, weakly typed if the number was and keeps its dtype.
+    """
+    value, aval = np.asarray(literal.val), cast(Any, literal.aval)
+    dtype = aval.dtype if dtype is None else dtype
+    if getattr(aval, "weak_type", False) and jnp.result_type(value.item()) == dtype:
+        return jnp.asarray(value.item())
+    return jnp.asarray(value, dtype)
 
 
 def is_traced(value: Any) -> bool:

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from jax import lax
 from jax.extend import core
 
@@ -85,8 +84,7 @@ class _Values:
     ) -> Any:
         """A value in the dtype that somebody wants it in."""
         if isinstance(atom, core.Literal):
-            aval: Any = atom.aval
-            return atom.val if want in (None, aval.dtype) else np.asarray(atom.val, want)
+            return _compat.number(atom, want)
         value = self.known[atom]
         if want is None or value.dtype == want:
             return value

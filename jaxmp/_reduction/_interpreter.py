@@ -7,10 +7,9 @@ over the batch begins that a gradient is, and over the devices among which the b
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import core
@@ -89,12 +88,8 @@ def evaluate(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Value]) -> l
 
 def _returned(atom: Any, env: dict[Any, Value]) -> Value:
     """A number of the program that it returns is an array to who gets it."""
-    if not isinstance(atom, core.Literal):
-        return env[atom]
-    x, aval = np.asarray(atom.val), cast(Any, atom.aval)
-    if getattr(aval, "weak_type", False) and jnp.result_type(x.item()) == aval.dtype:
-        return Value(jnp.asarray(x.item()), fixed=True)
-    return Value(jnp.asarray(x, aval.dtype), fixed=True)
+    is_number = isinstance(atom, core.Literal)
+    return Value(_compat.number(atom), fixed=True) if is_number else env[atom]
 
 
 def _read(atom: Any, env: dict[Any, Value]) -> Value:
