@@ -58,7 +58,7 @@ class _Stepped(NamedTuple):
     inner: Any
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # hashable, whatever config the user has written
 class Algorithm:
     """What `mixed_precision` was told: the optimizer inside, and how it is kept and skipped.
 
@@ -134,8 +134,18 @@ class Algorithm:
         output = _no_ingredients(params) if as_updates else params
         after = step_if(finite, take, _Stepped(output, state.master, state.inner), self.skip)
         output = _updates(params, after.output, finite) if as_updates else after.output
-        counts = _counted(self.loss_scale, state, finite)
+        counts = self._counted(state, finite)
         return output, counts._replace(inner=after.inner, master=after.master)
+
+    @functools.partial(jax.jit, static_argnums=0, inline=True)
+    def _counted(self, state: MixedPrecisionState, finite: Bool[Array, ""]) -> MixedPrecisionState:
+        """The loss scale and the counts after a step."""
+        return state._replace(
+            loss_scale=self.loss_scale.adjust(state.loss_scale, finite),
+            grads_finite=finite,
+            skipped=state.skipped + (~finite).astype(jnp.int32),
+            consecutive_skips=jnp.where(finite, 0, state.consecutive_skips + 1),
+        )
 
     def _check(self, grads: PyTree, state: MixedPrecisionState, params: PyTree) -> None:
         if params is None:
@@ -212,19 +222,6 @@ def _wide_gradient(grad: Any, param: Any) -> Any:
     if not is_inexact(param):
         return jnp.zeros_like(param)
     return jnp.asarray(grad, at_least_float32(param.dtype))
-
-
-@functools.partial(jax.jit, static_argnums=0, inline=True)
-def _counted(
-    loss_scale: LossScale, state: MixedPrecisionState, finite: Bool[Array, ""]
-) -> MixedPrecisionState:
-    """The loss scale and the counts after a step."""
-    return state._replace(
-        loss_scale=loss_scale.adjust(state.loss_scale, finite),
-        grads_finite=finite,
-        skipped=state.skipped + (~finite).astype(jnp.int32),
-        consecutive_skips=jnp.where(finite, 0, state.consecutive_skips + 1),
-    )
 
 
 # For a narrow param a step yields the new param rather than its update: the update is the

@@ -1,5 +1,6 @@
 """The optimizer wrapper: masters, skips, and everything of optax inside it."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -465,3 +466,23 @@ def test_a_copy_of_the_transformation_is_one_of_ours() -> None:
     same = tx._replace(update=tx.update)
     assert (same.policy, same.loss_scale, same.rules) == (tx.policy, tx.loss_scale, tx.rules)
     jaxmp.TrainState.create(params={"w": jnp.ones(2)}, tx=same)
+
+
+def test_a_loss_scale_of_ones_own() -> None:
+    """Any class with `init` and `adjust`, hashable or not."""
+
+    @dataclasses.dataclass
+    class Halving:
+        factor: float = 0.5
+
+        def init(self) -> Any:
+            return jaxmp.StaticLossScale(8.0).init()
+
+        def adjust(self, state: Any, grads_finite: Any) -> Any:
+            return state._replace(scale=state.scale * self.factor)
+
+    tx = jaxmp.mixed_precision(optax.sgd(0.1), "float16", loss_scale=Halving())
+    for compile in (lambda f: f, jax.jit):
+        params = {"w": jnp.ones(2, jnp.float16)}
+        _, state = compile(tx.apply_gradients)({"w": jnp.ones(2)}, tx.init(params), params)
+        assert float(state.loss_scale.scale) == 4.0
