@@ -67,6 +67,7 @@ FLOORS = {
 WITHIN_A_FLOOR = {
     ("_tree", "_dtypes"),
     ("_rounding", "_dtypes"),
+    ("_flops", "_compat"),
     ("_placement", "_compat"),
     ("_autocast", "_float32_gradients"),
     ("_float32_gradients", "_trilinear"),
