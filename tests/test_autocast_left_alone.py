@@ -116,10 +116,6 @@ def test_float32_that_somebody_asked_for_is_no_news() -> None:
     ("f", "reason"),
     [
         (
-            lambda x, w: jnp.matmul(x, w, precision="highest"),
-            "asked for by precision= or jax.default_matmul_precision. Leave it out where 16 bits",
-        ),
-        (
             lambda x, w: lax.custom_linear_solve(lambda y: x @ y, w, lambda _, b: x @ b),
             "inside of custom_linear_solve, which autocast leaves alone.",
         ),
@@ -134,12 +130,23 @@ def test_other_reasons(f: Any, reason: str) -> None:
     assert f"100 % are {reason}" in text
 
 
+def test_precision_for_the_whole_process_is_a_reason_and_for_a_product_a_wish() -> None:
+    def f(x: Any, w: Any) -> Any:
+        return x @ w
+
+    with jax.default_matmul_precision("highest"):
+        (text,) = said(f, X, W)
+    assert "100 % are asked for by jax.default_matmul_precision." in text
+    assert said(lambda x, w: jnp.matmul(x, w, precision="highest"), X, W) == []
+
+
 def test_several_reasons_come_by_their_share() -> None:
     def f(x: Any, w: Any) -> Any:
-        return jnp.matmul(squared(x, w), w, precision="highest") @ w
+        table = jnp.arange(64.0).reshape(8, 8) @ jnp.ones((8, 8))
+        return (squared(x, w) + table) @ w
 
     (text,) = said(f, X, W)
-    assert re.match(r"autocast leaves 75 % .* 50 % are inside .* 25 % are asked for", text)
+    assert re.match(r"autocast leaves 75 % .* 50 % are inside .* 25 % are products of", text)
 
 
 def test_wrapped_anew_it_is_said_anew() -> None:

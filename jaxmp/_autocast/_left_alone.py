@@ -4,6 +4,8 @@ import collections
 from collections.abc import Iterable
 from typing import Any
 
+import jax
+
 from jaxmp._autocast._flow import Context, Plan
 from jaxmp._autocast._kinds import FLOAT32
 from jaxmp._autocast._operations import asks_for_precision
@@ -19,9 +21,7 @@ _IN_CUSTOM_VJP = (
     "inside of a jax.custom_vjp, which autocast leaves alone, as its gradient belongs to what it "
     "computes; such are kernels, and the loops of Equinox and diffrax. Give enter_custom_vjp=True"
 )
-_PRECISE = (
-    "asked for by precision= or jax.default_matmul_precision. Leave it out where 16 bits will do"
-)
+_PRECISE = "asked for by jax.default_matmul_precision. Leave it out where 16 bits will do"
 _KEPT = (
     "products of constants or positions, outer ones, or of numbers that 16 bits do not hold. "
     "Weights and data should be arguments of the function"
@@ -32,7 +32,8 @@ _Flops = collections.Counter[str]
 def warn_if_most_is_left(planned: Plan, context: Context, told: list[str]) -> None:
     """Warns if more than half of the FLOPs of products stay in float32 that nobody asked for.
 
-    What `full_precision`, rules or `float32=` keep there is wanted, and does not count.
+    What `full_precision`, rules, `float32=` or the `precision=` of a product keep there is wanted,
+    and does not count.
 
     Args:
       planned: the plan of a whole function.
@@ -75,11 +76,14 @@ def _of_step(step: Step, context: Context) -> _Flops:
         return _inside(op.equation, names, context, _reason_of(op.name))
     if context.lists.of(op.name, (*context.functions, *op.functions)) is not OpClass.LOWER:
         return collections.Counter()
+    reason = _KEPT
+    if asks_for_precision(op.params.get("precision")):
+        if jax.config.jax_default_matmul_precision is None:  # type: ignore[attr-defined]
+            return collections.Counter()
+        reason = _PRECISE
     wants = zip(step.wants[:2], op.in_avals, strict=False)
-    reason = _PRECISE if asks_for_precision(op.params.get("precision")) else _KEPT
-    return _of_product(
-        op.equation, [want or aval.dtype for want, aval in wants], names, context, reason
-    )
+    dtypes = [want or aval.dtype for want, aval in wants]
+    return _of_product(op.equation, dtypes, names, context, reason)
 
 
 def _reason_of(name: str) -> str:
