@@ -1,4 +1,4 @@
-"""How many floating-point operations a matrix product or a convolution takes."""
+"""How many floating-point operations a product takes, and in which programs products are."""
 
 import functools
 import math
@@ -6,10 +6,30 @@ from typing import Any
 
 import numpy as np
 
+from jaxmp._compat import sub_jaxprs
+
 PRODUCTS = (
     *("dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot"),
     *("scaled_dot", "scaled_matmul", "scaled_matmul_wrapper"),
 )
+
+# What a kernel does inside is its own business.
+OPAQUE = ("pallas_call", "core_map", "mpmd_map", "tpu_custom_call")
+# Their programs say how two numbers are combined, and are no equations that run on arrays.
+_COMBINERS = ("reduce", "reduce_window", "select_and_scatter", "select_and_gather_add")
+
+
+def programs_inside(equation: Any) -> list[Any]:
+    """The programs that run inside of an equation, as open jaxprs; of a `cond`, all branches."""
+    name = equation.primitive.name
+    if name in OPAQUE or name in _COMBINERS or name.startswith("scatter"):
+        return []
+    if name == "custom_linear_solve":  # the others are for its derivatives
+        return [equation.params["jaxprs"].solve]
+    found = sub_jaxprs(equation)
+    if name.startswith(("custom_jvp_call", "custom_vjp_call")):
+        return found[:1]  # not the rules, which run only in derivatives
+    return found
 
 
 def product_flops(equation: Any) -> int:

@@ -73,6 +73,7 @@ WITHIN_A_FLOOR = {
     ("_train_step", "_progress"),
     ("_train_step", "_train_state"),
     ("_rounding", "_dtypes"),
+    ("_flops", "_compat"),
     ("_placement", "_compat"),
     ("_autocast", "_float32_gradients"),
     ("_float32_gradients", "_trilinear"),

@@ -115,6 +115,9 @@ def test_custom_jvp_of_float64_and_complex_numbers() -> None:
 
 # --- custom_vjp -------------------------------------------------------------------------------
 
+# That it is said is tested in test_autocast_left_alone.
+left_alone = pytest.mark.filterwarnings("ignore:autocast leaves .* of the FLOPs")
+
 
 @jax.custom_vjp
 def tripled(x: Any, w: Any) -> Any:
@@ -125,6 +128,7 @@ def tripled(x: Any, w: Any) -> Any:
 tripled.defvjp(lambda x, w: (x @ w, (x, w)), lambda r, g: (3 * g @ r[1].T, 3 * r[0].T @ g))
 
 
+@left_alone
 @both
 def test_custom_vjp_is_left_alone(policy: str) -> None:
     check(lambda x, w: tripled(x @ w, w), X, W, policy=policy, dots={"low": 1, "float32": 1})
@@ -164,6 +168,7 @@ def test_custom_vjp_with_integer_residuals_and_nondiff_arguments() -> None:
         check(f, X, W, rows_, dots={"low": 2}, enter_custom_vjp=enter)
 
 
+@left_alone
 @pytest.mark.parametrize("enter", [False, True])
 def test_custom_vjp_in_scan_checkpoint_and_vmap(enter: bool) -> None:
     def f(x: Any, ws: Any) -> Any:
@@ -202,6 +207,7 @@ def test_custom_vjp_that_holds_an_array(kind: Any, enter: bool) -> None:
     check(lambda x, w: f(x @ w), X, W, dots={"low": 1}, enter_custom_vjp=enter)
 
 
+@left_alone
 @pytest.mark.parametrize("enter", [False, True])
 def test_custom_vjp_with_loops_and_converted_closures(enter: bool) -> None:
     @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -102,6 +102,7 @@ def test_pooling_and_images(policy: str) -> None:
     np.testing.assert_array_equal(means(jnp.ones((1, 70, 70, 1))), [[1.0]])
 
 
+@pytest.mark.filterwarnings("ignore:autocast leaves .* of the FLOPs")
 def test_linear_algebra() -> None:
     good = W @ W.T + 4 * jnp.eye(16)
     same = {

@@ -457,6 +457,9 @@ def test_narrow_sums_are_listed() -> None:
     assert message(jax.grad(product), "float32", *args) == [
         "sums over devices should carry float32 or wider, these do not:",
         f"  1,024 bytes  bfloat16  all-reduce over data  at {line}, backward",
+        "A program does not say which sums are of activations, which may be narrow, as of experts, "
+        "graphs or tensor parallelism. If some of these are, name what makes them: activations=("
+        "'a scope, module, function, file, primitive, or pass',)",
     ]
     assert message(jax.grad(product), F32, *args, axis="data")[0] == (
         "sums over the mesh axis 'data' should carry float32 or wider, these do not:"

@@ -33,6 +33,7 @@ RULES, FLOPS, WALK = "_autocast/_custom_rules.py", "_flops.py", "_audit/_walk.py
 UPCASTS, TALLY = "_audit/_upcasts.py", "_audit/_tally.py"
 SUMS = "_autocast/_recurrence.py"
 BRANCHES, UNSEEN = "_audit/_branches.py", "_audit/_unseen.py"
+LEFT = "_autocast/_left_alone.py"
 
 X = jnp.ones((4, 4))
 MESH = Mesh(np.array(jax.devices()[:2]), ("devices",))
@@ -138,7 +139,7 @@ READ = [
     Read("jit", "donated_invars", tuple_of(is_a(bool)), (COMPAT,)),
     Read("jit", "compiler_options_kvs", is_a(tuple), (COMPAT,)),
     Read("scan", "jaxpr", is_jaxpr, (CONTROL, SUMS)),
-    Read("scan", "length", is_a(int), (WALK,)),
+    Read("scan", "length", is_a(int), (WALK, LEFT)),
     Read("while", "cond_jaxpr", is_jaxpr, (CONTROL,)),
     Read("while", "body_jaxpr", is_jaxpr, (CONTROL, SUMS)),
     Read("while", "cond_nconsts", is_a(int), (CONTROL, UPCASTS, SUMS)),
@@ -157,9 +158,9 @@ READ = [
     Read("shard_map", "out_specs", tuple_of(is_a(PartitionSpec)), (CONTROL,)),
     Read("shard_map", "newly_manual_axes", is_a(frozenset, set, tuple), (CONTROL,)),
     Read("shard_map", "check_vma", is_a(bool), (CONTROL,)),
-    Read("custom_linear_solve", "jaxprs", has("solve"), (WALK,)),
+    Read("custom_linear_solve", "jaxprs", has("solve"), (FLOPS,)),
     Read("dot_general", "preferred_element_type", is_dtype, (OPERATIONS,)),
-    Read("dot_general", "precision", is_precision, (OPERATIONS,)),
+    Read("dot_general", "precision", is_precision, (OPERATIONS, LEFT)),
     Read("dot_general", "dimension_numbers", are_pairs, (OPERATIONS, FLOPS)),
     Read("conv_general_dilated", "preferred_element_type", is_dtype, (OPERATIONS,)),
     Read("conv_general_dilated", "precision", is_precision, (OPERATIONS,)),
@@ -255,7 +256,12 @@ def _params_read(path: pathlib.Path) -> Iterator[str]:
 
 def unchecked(folder: pathlib.Path) -> set[tuple[str, str]]:
     """Params that the code reads and no test here knows: pairs of a file and a name."""
-    files = [folder / COMPAT, *folder.glob("_autocast/*.py"), *folder.glob("_audit/*.py")]
+    files = [
+        folder / COMPAT,
+        *folder.glob(FLOPS),
+        *folder.glob("_autocast/*.py"),
+        *folder.glob("_audit/*.py"),
+    ]
     known = {(file, read.param) for read in READ for file in read.files} | OPTIONAL | BY_VERSION
     return {
         (str(path.relative_to(folder)), name)

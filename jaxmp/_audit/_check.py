@@ -133,9 +133,14 @@ def _residuals(report: Any, limit: int) -> list[str]:
     found = report.residual_bytes
     if found <= limit:
         return []
-    offenders = [(row, f"{row.bytes:,} bytes", row.dtype) for row in report.residuals]
+    offenders = [
+        (row, f"{row.bytes:,} bytes", row.dtype + (" params" if row.kind == "params" else ""))
+        for row in report.residuals
+    ]
+    copied = report.param_copy_bytes
+    which = f", {copied:,} of them copies of params" if copied else ""
     return [
-        f"residual_bytes: {found:,} are kept for the backward pass, allowed are {limit:,}:",
+        f"residual_bytes: {found:,} are kept for the backward pass{which}, allowed are {limit:,}:",
         *_by_line(offenders),
     ]
 

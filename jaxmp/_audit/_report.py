@@ -68,7 +68,7 @@ class AuditReport:
 
     @property
     def residual_bytes(self) -> int:
-        """The size of what is kept for the backward pass.
+        """The size of what is kept for the backward pass, activations and copies of params.
 
         Raises:
           ValueError: if the function is no loss.
@@ -76,6 +76,18 @@ class AuditReport:
         if self.residuals is None:
             raise ValueError(f"the audit has no residuals: {self.no_residuals}")
         return sum(row.bytes for row in self.residuals)
+
+    @property
+    def param_copy_bytes(self) -> int:
+        """The part of `residual_bytes` that is copies of params, such as weights cast to 16 bits.
+
+        It is the same for each batch size; what remains is activations.
+
+        Raises:
+          ValueError: if the function is no loss.
+        """
+        whole = self.residual_bytes
+        return whole - sum(row.bytes for row in self.residuals or () if row.kind == "activations")
 
     def share(self, *dtypes: Any) -> float:
         """The share of the product FLOPs whose operands both have one of these dtypes.

@@ -1,12 +1,13 @@
 """What a loss function keeps in memory for its backward pass."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from jaxmp._audit._copies import copies
 from jaxmp._audit._lines import Lines, module_path, scopes_of
 from jaxmp._audit._rows import Residual
 from jaxmp._audit._tally import branch_text, bytes_of
@@ -15,6 +16,9 @@ from jaxmp._dtypes import is_floating
 
 # They hand on arrays of the program around them without making a copy.
 _CALLS = ("jit", "pjit", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call")
+
+
+Kind = Literal["activations", "params"]
 
 
 class NoLoss(Exception):
@@ -68,30 +72,33 @@ def residuals(
     except Exception as error:  # anything that a user's function may raise under differentiation
         reason = str(error).partition("\n")[0]
         raise NoLoss(f"it cannot be differentiated: {type(error).__name__}: {reason}") from error
-    return _rows(body)
+    return _rows(body, len(leaves))
 
 
 def _applied(value: Any, backward: Any) -> Any:
     return backward(jnp.ones_like(value))
 
 
-def _rows(body: Body) -> tuple[Residual, ...]:
+def _rows(body: Body, params: int) -> tuple[Residual, ...]:
+    """The rows of a program whose first arguments are the params."""
     lines, producers = Lines(), _producers(body)
     given = {*body.jaxpr.invars, *body.jaxpr.constvars}
-    groups: dict[tuple[str, str, str, str], list[int]] = {}
+    is_param = [i < params for i in range(len(body.jaxpr.invars))]
+    groups: dict[tuple[str, str, str, str, Kind], list[int]] = {}
     seen: set[Any] = set()
-    for atom in body.jaxpr.outvars:
+    for atom, is_copy in zip(body.jaxpr.outvars, copies(body, is_param), strict=True):
         origin = _origin(atom, producers)
         if isinstance(origin, core.Literal) or atom in seen or origin in given:
             continue
         seen.add(atom)
         makers = _innermost(atom, producers)
         where = lines.of(makers[0]), module_path(scopes_of(makers[0]))
-        key = str(atom.aval.dtype), *where, branch_text(makers)
+        kind: Kind = "params" if is_copy else "activations"
+        key = str(atom.aval.dtype), *where, branch_text(makers), kind
         groups.setdefault(key, []).append(bytes_of(atom.aval))
     rows = [
-        Residual(dtype, line, path, len(sizes), sum(sizes), branch)
-        for (dtype, line, path, branch), sizes in groups.items()
+        Residual(dtype, line, path, len(sizes), sum(sizes), branch, kind)
+        for (dtype, line, path, branch, kind), sizes in groups.items()
     ]
     return tuple(sorted(rows, key=lambda row: -row.bytes))
 

@@ -118,6 +118,8 @@ class Residual:
       count: how many arrays.
       bytes: their size.
       branch: as in `ProductLine`.
+      kind: `"params"` for copies of params, cast or moved, such as the 16-bit weights of products;
+        `"activations"` for everything else.
     """
 
     dtype: str
@@ -126,6 +128,7 @@ class Residual:
     count: int
     bytes: int
     branch: str
+    kind: Literal["activations", "params"]
 
 
 @dataclasses.dataclass(frozen=True)

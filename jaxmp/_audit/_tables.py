@@ -158,10 +158,19 @@ def _residuals(report: Any) -> Any:
     if report.residuals is None:
         return None
     rows = [
-        (_place(row), row.dtype, bytes_text(row.bytes), str(row.count)) for row in report.residuals
+        (
+            _place(row),
+            row.dtype,
+            "params" if row.kind == "params" else "",
+            bytes_text(row.bytes),
+            str(row.count),
+        )
+        for row in report.residuals
     ]
     title = f"Kept for the backward pass: {bytes_text(report.residual_bytes)}"
-    return _table(title, [_PLACE, "dtype", ">bytes", ">arrays"], rows)
+    if copied := report.param_copy_bytes:
+        title += f", of which {bytes_text(copied)} copies of params"
+    return _table(title, [_PLACE, "dtype", "copies of", ">bytes", ">arrays"], rows)
 
 
 def _collectives(report: Any) -> Any:

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from jaxmp._audit._rows import Unseen
-from jaxmp._audit._walk import OPAQUE, Site
-from jaxmp._flops import PRODUCTS
+from jaxmp._audit._walk import Site
+from jaxmp._flops import OPAQUE, PRODUCTS
 from jaxmp._op_lists import CLASSES, OpClass
 
 _FOREIGN = ("ffi_call", "custom_call", "triton_kernel_call", "cudnn_fusion", "call_exported")

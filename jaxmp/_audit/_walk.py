@@ -6,13 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxmp._audit._branches import Choice, choices
-from jaxmp._compat import open_jaxpr, sub_jaxprs
-from jaxmp._flops import product_flops
-
-# What a kernel does inside is its own business; see `_unseen`.
-OPAQUE = ("pallas_call", "core_map", "mpmd_map", "tpu_custom_call")
-# Their programs say how two numbers are combined, and are no equations that run on arrays.
-_COMBINERS = ("reduce", "reduce_window", "select_and_scatter", "select_and_gather_add")
+from jaxmp._compat import open_jaxpr
+from jaxmp._flops import product_flops, programs_inside
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -87,7 +82,7 @@ def _walk(
         name = equation.primitive.name
         site = Site(equation, name, runs, outer, branches, flops=product_flops(equation))
         times = runs * (int(equation.params["length"]) if name == "scan" else 1)
-        programs = _programs(equation)
+        programs = programs_inside(equation)
         inside = [branches] * len(programs)
         if name == "cond":
             inside = [(*branches, choice) for choice in choices(equation, next(conditionals))]
@@ -97,15 +92,3 @@ def _walk(
         )
         body.sites.append(site)
     return body
-
-
-def _programs(equation: Any) -> list[Any]:
-    name = equation.primitive.name
-    if name in OPAQUE or name in _COMBINERS or name.startswith("scatter"):
-        return []
-    if name == "custom_linear_solve":  # the others are for its derivatives
-        return [equation.params["jaxprs"].solve]
-    found = sub_jaxprs(equation)
-    if name.startswith(("custom_jvp_call", "custom_vjp_call")):
-        return found[:1]  # not the rules, which run only in derivatives
-    return found

@@ -40,8 +40,7 @@ def planned(jaxpr: Any, states: States, context: Context, op: Op, *, widened: bo
     if key not in context.memo:
         # The jaxpr is kept, so that its id is not given to another.
         context.memo[key] = plan(read(jaxpr), states, inside, results_in=results_in), jaxpr
-    found: Plan = context.memo[key][0]
-    return found
+    return context.keep(op, jaxpr, context.memo[key][0])
 
 
 def changes(plan: Plan) -> bool:

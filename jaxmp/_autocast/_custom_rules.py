@@ -23,7 +23,7 @@ def custom_jvp(
     body = op.params["call_jaxpr"]
     inside = context.inside(op)
     results_in: ResultsIn = "float32" if widened else "low"
-    inner = plan(read(body), states, inside, results_in=results_in)
+    inner = context.keep(op, body, plan(read(body), states, inside, results_in=results_in))
     wants = [state and state.dtype for state in states]
 
     @jax.custom_jvp
@@ -132,7 +132,8 @@ def _entered(op: Op, states: States, context: Context) -> Step:
     avals = op.in_avals
     inside = context.inside(op)
     floats = _differentiable(op)
-    primal = plan(read(op.params["call_jaxpr"]), states, inside)
+    body = op.params["call_jaxpr"]
+    primal = context.keep(op, body, plan(read(body), states, inside))
     backward: list[Plan] = []
 
     def original(*args: Any) -> list[Any]:

@@ -49,6 +49,7 @@ class Context:
       functions: the jitted functions around it.
       seen: the names of all primitives and jitted functions that were met.
       memo: what was planned and traced already.
+      plans: by operation, the plans of the programs inside of it, each with its program.
     """
 
     regions: Regions
@@ -59,6 +60,16 @@ class Context:
     functions: tuple[str, ...] = ()
     seen: set[str] = dataclasses.field(default_factory=set)
     memo: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    plans: dict[int, tuple[Op, dict[int, Plan]]] = dataclasses.field(default_factory=dict)
+
+    def keep(self, op: Op, jaxpr: Any, planned: Plan) -> Plan:
+        """Notes the plan of a program inside of an operation; the last one counts."""
+        self.plans.setdefault(id(op), (op, {}))[1][id(jaxpr)] = planned
+        return planned
+
+    def plans_of(self, op: Op) -> list[Plan]:
+        """The plans of the programs inside of an operation, where it is rewritten."""
+        return list(self.plans.get(id(op), (op, {}))[1].values())
 
     def inside(self, op: Op) -> "Context":
         """The context of the programs inside of an operation."""

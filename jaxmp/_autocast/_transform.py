@@ -16,6 +16,7 @@ from jaxmp import _compat
 from jaxmp._autocast._control_flow import plan_control
 from jaxmp._autocast._flow import Context, ResultsIn, plan
 from jaxmp._autocast._interpreter import run
+from jaxmp._autocast._left_alone import warn_if_most_is_left
 from jaxmp._autocast._program import read
 from jaxmp._autocast._scopes import DONE, EXACT, Regions, region_of
 from jaxmp._autocast._steps import HALVES, initial
@@ -148,11 +149,12 @@ def _wrapped(fun: Callable[..., Any], settings: _Settings) -> Callable[..., Any]
         closed, returned = traced(fun, static, arrays)
         if not may_capture and _compat.holds_arrays(closed):
             raise _Captured
-        return _Returned(_rewritten(closed, arrays, settings), returned)
+        return _Returned(_rewritten(closed, arrays, settings, told), returned)
 
     rewritten.__name__ = rewritten.__qualname__ = getattr(fun, "__name__", "autocast")
     compiled = jax.jit(rewritten, static_argnums=(0, 2))
     captures = False
+    told: list[str] = []
 
     @functools.wraps(fun, updated=())
     def autocast_fun(*args: Any, **kwargs: Any) -> Any:
@@ -229,7 +231,7 @@ def _is_empty(cell: Any) -> bool:
     return False
 
 
-def _rewritten(closed: Any, arrays: list[Any], settings: _Settings) -> list[Any]:
+def _rewritten(closed: Any, arrays: list[Any], settings: _Settings, told: list[str]) -> list[Any]:
     """What the program returns, run in mixed precision."""
     program = read(closed)
     regions = Regions(settings.policy)
@@ -244,6 +246,7 @@ def _rewritten(closed: Any, arrays: list[Any], settings: _Settings) -> list[Any]
         )
     if isinstance(settings.policy, PolicyRules):
         settings.policy.warn_unused(dict.fromkeys(regions.visited()), strict=False)
+    warn_if_most_is_left(planned, context, told)
     made = run(planned, arrays)
     if settings.output == "computed":
         return made
