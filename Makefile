@@ -9,13 +9,13 @@ RUN = $(VENV)/bin/python
 # What compilers for TPUs and GPUs make of programs, without any.
 RUN_AOT = JAXMP_AOT=1 $(AOT)/bin/python -m pytest --jaxtyping-packages= tests/aot
 
-# The tests, by their marks, that run before each change lands. `.ci/run` takes one eighth of the
-# others with them: EIGHTH=--eighth=0, up to 7.
+# The tests that run before each change lands: by their marks, and one eighth of all others, from 0
+# to 7.
 LANDING ?= not exhaustive
-EIGHTH ?=
+EIGHTH ?= 0
+CHOICE = -m "$(LANDING)" --eighth=$(EIGHTH)
 
-.PHONY: environments demo test slow landing others aot aot-others full check lint types bench \
-  bench-absent
+.PHONY: environments demo test slow landing landing-aot aot full check lint types bench bench-absent
 
 environments: $(VENV)/.installed $(AOT)/.installed
 
@@ -31,19 +31,17 @@ slow: $(VENV)/.installed
 	$(RUN) -m pytest -m "slow and not exhaustive"
 
 landing: $(VENV)/.installed
-	$(RUN) -m pytest -m "$(LANDING)"
+	$(RUN) -m pytest $(CHOICE)
 
-others: $(VENV)/.installed
-	$(RUN) -m pytest -m "not ($(LANDING))" $(EIGHTH)
+landing-aot: $(AOT)/.installed
+	$(RUN_AOT) $(CHOICE)
 
 aot: $(AOT)/.installed
-	$(RUN_AOT) -m "$(LANDING)"
-
-aot-others: $(AOT)/.installed
-	$(RUN_AOT) -m "not ($(LANDING))" $(EIGHTH)
+	$(RUN_AOT)
 
 # Every test there is, on one stack.
-full: landing others aot aot-others
+full: aot $(VENV)/.installed
+	$(RUN) -m pytest
 
 check: lint types test slow
 

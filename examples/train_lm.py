@@ -2,7 +2,7 @@
 
     python examples/train_lm.py --out runs/demo
 
-A character-level transformer of about a million params learns the language reference that ships
+A character-level transformer of half a million params learns the language reference that ships
 with Python, once for each policy, from the same init and the same batches. The float16 run has an
 impatient loss scale: it doubles every few dozen steps, so that gradients overflow for real, the
 step is skipped, and the scale backs off. `--out` receives `results.json`, `loss.png` and the
@@ -49,14 +49,14 @@ class Settings:
         "mixed_bfloat16",
         "mixed_float16",
     )
-    steps: Annotated[int, "iterations for each policy, skipped ones included"] = 600
+    steps: Annotated[int, "iterations for each policy, skipped ones included"] = 500
     batch_size: Annotated[int, "sequences in a batch"] = 16
     context: Annotated[int, "characters in a sequence"] = 64
-    layers: Annotated[int, "transformer blocks"] = 5
-    width: Annotated[int, "size of the residual stream"] = 128
+    layers: Annotated[int, "transformer blocks"] = 4
+    width: Annotated[int, "size of the residual stream"] = 96
     heads: Annotated[int, "attention heads"] = 4
     lr: Annotated[float, "peak learning rate"] = 3e-3
-    growth_interval: Annotated[int, "finite steps until a float16 loss scale doubles"] = 40
+    growth_interval: Annotated[int, "finite steps until a float16 loss scale doubles"] = 30
     seed: Annotated[int, "seed of init and data order"] = 0
     eval_every: Annotated[int, "iterations between validations"] = 50
     checkpoint_every: Annotated[int, "iterations between checkpoints; 0 for none"] = 100

@@ -10,11 +10,7 @@ import pytest
 from jaxlib import version as jaxlib_version
 
 # Hooks of pytest, which finds them here.
-from tests.eighths import (  # noqa: F401
-    pytest_addoption,
-    pytest_collection_modifyitems,
-    pytest_sessionfinish,
-)
+from tests.eighths import pytest_addoption, pytest_collection_modifyitems  # noqa: F401
 
 
 def _quick_compilation() -> str:

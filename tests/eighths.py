@@ -1,9 +1,10 @@
-"""`--eighth=K`: of the tests that are selected, one eighth, so that each has its turn.
+"""`--eighth=K`: beside the tests that -m selects, one eighth of the others. So each has its turn.
 
 Which eighth a test is in depends on its name alone: not on other tests, nor on the machine.
 """
 
 import zlib
+from collections.abc import Iterator
 
 import pytest
 
@@ -17,23 +18,17 @@ def eighth_of(nodeid: str) -> int:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--eighth", type=int, choices=range(EIGHTHS), help="run one eighth of the selected tests"
+        "--eighth", type=int, choices=range(EIGHTHS), help="run one eighth of the other tests too"
     )
 
 
-@pytest.hookimpl(trylast=True)  # after -m and -k have had their say
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Iterator[None]:
+    everything = list(items)
+    yield  # -m selects
     wanted = config.getoption("eighth")
-    if wanted is None:
-        return
-    left_out = [item for item in items if eighth_of(item.nodeid) != wanted]
-    items[:] = [item for item in items if eighth_of(item.nodeid) == wanted]
-    config.hook.pytest_deselected(items=left_out)
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """An eighth of a few tests may well have none."""
-    if session.config.getoption("eighth") is None:
-        return
-    if session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
-        session.exitstatus = pytest.ExitCode.OK
+    if wanted is not None:
+        selected = set(items)
+        items[:] = [x for x in everything if x in selected or eighth_of(x.nodeid) == wanted]

@@ -15,9 +15,10 @@ ROOT = pathlib.Path(__file__).parents[1]
 MANY = """
 import pytest
 
-@pytest.mark.parametrize("i", range(40))
-def test_left(i): pass
+@pytest.mark.parametrize("i", range(3))
+def test_first(i): pass
 
+@pytest.mark.other
 @pytest.mark.parametrize("i", range(40))
 def test_other(i): pass
 """
@@ -32,14 +33,15 @@ def collected(file: pathlib.Path, *options: str) -> list[str]:
     return [line for line in run.stdout.splitlines() if "::" in line]
 
 
-def test_the_eighths_of_a_run_are_all_of_it(tmp_path: pathlib.Path) -> None:
+def test_each_test_that_is_not_selected_has_its_turn(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "test_many.py"
     file.write_text(MANY)
-    left = collected(file, "-k", "left")
-    assert len(left) == 40
-    eighths = [collected(file, "-k", "left", f"--eighth={i}") for i in range(EIGHTHS)]
-    assert collections.Counter(itertools.chain(*eighths)) == collections.Counter(left)
-    assert max(map(len, eighths)) < 20
+    everything, selected = collected(file), collected(file, "-m", "not other")
+    assert (len(everything), len(selected)) == (43, 3)
+    runs = [collected(file, "-m", "not other", f"--eighth={i}") for i in range(EIGHTHS)]
+    times = collections.Counter(itertools.chain(*runs))
+    assert times == {name: EIGHTHS if name in selected else 1 for name in everything}
+    assert max(map(len, runs)) < 20
 
 
 def test_the_tests_of_this_run_fall_into_eighths_of_a_like_size(
@@ -52,10 +54,7 @@ def test_the_tests_of_this_run_fall_into_eighths_of_a_like_size(
     assert max(sizes.values()) < 1.5 * len(names) / EIGHTHS
 
 
-def test_an_eighth_may_be_empty_and_a_number_beyond_them_is_refused(tmp_path: pathlib.Path) -> None:
-    file = tmp_path / "test_one.py"
-    file.write_text("def test_alone(): pass")
-    assert sorted(len(collected(file, f"--eighth={i}")) for i in range(EIGHTHS)) == [0] * 7 + [1]
+def test_a_number_beyond_the_eighths_is_refused(tmp_path: pathlib.Path) -> None:
     with pytest.raises(subprocess.CalledProcessError) as error:
-        collected(file, "--eighth=8")
+        collected(tmp_path, "--eighth=8")
     assert "invalid choice: 8" in error.value.stderr
