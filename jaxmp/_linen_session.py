@@ -97,9 +97,11 @@ class _Session:
             return next_fun(*args, **kwargs)
         if not hasattr(type(module), name):
             # Flax runs a lambda as a method before it calls what a transform has made of a class.
-            made, *bases = type(module).__mro__
+            made, inner, *_ = type(module).__mro__
             self.jitted |= made.__name__.startswith("Jit")
-            self.scanned |= {bases[0]} if made.__name__.startswith("Scan") else set()
+            # What nn.scan repeats may have been made by another transform, nn.remat say.
+            if made.__name__.startswith(("Scan", "Remat_scan")) or made in self.scanned:
+                self.scanned.add(inner)
             return next_fun(*args, **kwargs)
         owner = _owner(module.path)
         if owner is not self:

@@ -145,7 +145,10 @@ def call_with_casts(
         args, kwargs = cast((args, kwargs), casts.inputs)
         return cast(call(*args, **kwargs), casts.output)
     carry = args[0] if args else kwargs.get("carry")
-    new_carry, out = call(*args, **kwargs)
+    out = call(*args, **kwargs)
+    if same_structure(out, carry):  # as of what nn.remat_scan repeats
+        return _cast_like(out, carry)
+    new_carry, out = out
     return _cast_like(new_carry, carry), cast(out, casts.output)
 
 
