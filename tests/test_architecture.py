@@ -34,7 +34,11 @@ FLOORS = {
     "_autocast": 2,
     "_batch_parts": 2,
     "_float32_gradients": 2,
+<<<<<<< HEAD
     "_frozen": 2,
+=======
+    "_float32_sums": 2,
+>>>>>>> wt-autocast
     "_fsdp": 2,
     "_grad": 2,
     "_gradient_reduction": 2,
@@ -76,6 +80,8 @@ WITHIN_A_FLOOR = {
     ("_flops", "_compat"),
     ("_placement", "_compat"),
     ("_autocast", "_float32_gradients"),
+    ("_autocast", "_float32_sums"),
+    ("_autocast", "_reduction"),
     ("_float32_gradients", "_trilinear"),
     ("_fsdp", "_reduction"),
     ("_grad", "_fsdp"),
@@ -85,6 +91,7 @@ WITHIN_A_FLOOR = {
     ("_gradient_reduction", "_fsdp"),
     ("_gradient_reduction", "_reduction"),
     ("_reduction", "_float32_gradients"),
+    ("_reduction", "_float32_sums"),
     ("_reduction", "_trilinear"),
     ("_optimizer", "_masters"),
     ("_optimizer", "_optimizer_step"),

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.extend import core
 
 from jaxmp import _compat
 from jaxmp._autocast._custom_rules import custom_jvp, custom_vjp
@@ -16,6 +17,8 @@ from jaxmp._autocast._recurrence import adds_up
 from jaxmp._autocast._scopes import Region
 from jaxmp._autocast._steps import States, Step, alone, is_ours
 from jaxmp._dtypes import DType
+from jaxmp._float32_sums import accumulator, is_half
+from jaxmp._reduction import gradient_of
 
 # What a scan may carry in 16 bits if its body returns it so: activations, in whatever dtype they
 # begin. Zeros are not among them, with which sums begin, nor params laid out for an ensemble.
@@ -133,9 +136,32 @@ def _scan(op: Op, states: States, context: Context, region: Region) -> Step:
         avals = [_compat.type_of(v) for v in values]
         avals[consts + carries :] = [_compat.unstacked(aval) for aval in avals[consts + carries :]]
         new = _traced_as(context, inner, avals, out)
-        return _compat.bind(op.equation, values, jaxpr=new)
+        if not any(map(is_half, values[:consts])):
+            return _compat.bind(op.equation, values, jaxpr=new)
+        return _summing_scan(op.params, new, values)
 
     return Step(op, in_dtypes(inside), out, run=bind)
+
+
+def _summing_scan(params: dict[str, Any], body: Any, values: list[Any]) -> list[Any]:
+    """A scan all of whose turns read 16-bit arrays: their gradients are added up in float32."""
+    consts, carries = _compat.scan_counts(params)
+    end = consts + carries
+    sums = [accumulator(x) if is_half(x) else None for x in values[:consts]]
+    run_body = core.jaxpr_as_fun(body)
+
+    def turn(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+        given = [
+            x if total is None else gradient_of(x, total)
+            for x, total in zip(values, sums, strict=False)
+        ]
+        made = run_body(*given, *carry, *xs)
+        return made[:carries], made[carries:]
+
+    names = {"length", "reverse", "unroll", "_split_transpose"}.intersection(params)
+    options = {name: params[name] for name in names}
+    carry, ys = lax.scan(turn, values[consts:end], values[end:], **options)
+    return [*carry, *ys]
 
 
 # Rows are exact as long as each turn returns rows: an embedding, but also phases by position.

@@ -37,6 +37,7 @@ from jaxmp._autocast._steps import (
     results_of,
     wanting,
 )
+from jaxmp._float32_sums import gather
 from jaxmp._op_lists import ARRANGEMENTS, CONTRACTIONS, KEEPS_FLOAT32, OpClass
 
 
@@ -198,7 +199,13 @@ def _move(op: Op, states: States, region: Region) -> Step:
     may_widen = all(state.kind is Kind.LOW for state in floats) and not any(
         state is not None and state.stored is Stored.AS_LOW for state in found
     )
-    return Step(op, [state and state.dtype for state in states], found, may_widen=may_widen)
+    run = _gather if op.name == "gather" and states[0] is not None else None
+    wants = [state and state.dtype for state in states]
+    return Step(op, wants, found, may_widen=may_widen, run=run)
+
+
+def _gather(op: Op, values: list[Any]) -> list[Any]:
+    return gather(op.equation, values)
 
 
 def _moved(op: Op, state: State) -> State:

@@ -16,6 +16,7 @@ from jax.extend import core
 
 from jaxmp import _compat
 from jaxmp._float32_gradients import held, product, varying_alike, varying_axes
+from jaxmp._float32_sums import gather, gathers
 from jaxmp._op_lists import ARRANGEMENTS, CLASSES, CONTRACTIONS, OpClass
 from jaxmp._reduction._control_flow import RULES as CONTROL_FLOW
 from jaxmp._reduction._gradient_of import gradient_of
@@ -107,10 +108,12 @@ def _gather_once(equation: core.JaxprEqn, env: dict[Any, Value]) -> None:
 def _run(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
     if jax.sharding.get_abstract_mesh().manual_axes:
         values = _varying_as_traced(equation, values)
-    if not any(value.of_params for value in values) and equation.primitive.name != "pvary":
-        found = _compat.bind(equation, _arrays(values))
-        return [without_params(x, equation, values) for x in found]
     name = equation.primitive.name
+    entered = name == "pvary" or (name in CONTROL_FLOW and gathers(equation))
+    if not any(value.of_params for value in values) and not entered:
+        bind = gather if name == "gather" else _compat.bind
+        found = bind(equation, _arrays(values))
+        return [without_params(x, equation, values) for x in found]
     rule = RULES.get(name)
     alone = of_params_only(values)
     like_params = alone or adjusts(equation, values)

@@ -120,3 +120,22 @@ def test_memory_of_transformers(
     assert used["autocast"] <= 1.01 * used["by hand, head too"] + embedded
     if "plain" in used:
         assert used["plain"] > 1.5 * used["by hand, head too"]  # positive control
+
+
+def test_memory_of_a_graphs_hub(gpu: Compiler) -> None:
+    """Gradients of gathered rows are added in float32: one such array more, and not one of edges."""
+    nodes, edges, width = 4096, 131072, 256
+
+    def loss(w: Any, x: Any, senders: Any, dtype: Any = jnp.float32) -> Any:
+        messages = jnp.tanh(x.astype(dtype) @ w.astype(dtype))[senders] @ w.T.astype(dtype)
+        return jnp.mean(messages.astype(jnp.float32) ** 2)
+
+    def used(fun: Any) -> int:
+        senders = jax.ShapeDtypeStruct((edges,), jnp.int32)
+        args = abstract(width, width), abstract(nodes, width), senders
+        program = gpu(jax.value_and_grad(fun), *args)
+        return int(program.memory_analysis().temp_size_in_bytes)
+
+    by_hand = used(lambda w, x, senders: loss(w, x, senders, jnp.bfloat16))
+    assert used(jaxmp.autocast(loss, "mixed_bfloat16")) <= by_hand + 4 * nodes * width
+    assert used(loss) > 1.5 * by_hand  # positive control
