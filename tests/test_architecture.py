@@ -34,11 +34,8 @@ FLOORS = {
     "_autocast": 2,
     "_batch_parts": 2,
     "_float32_gradients": 2,
-<<<<<<< HEAD
     "_frozen": 2,
-=======
     "_float32_sums": 2,
->>>>>>> wt-autocast
     "_fsdp": 2,
     "_grad": 2,
     "_gradient_reduction": 2,
