@@ -253,8 +253,9 @@ def _warn_of_float16(backward: Any, wrt: tuple[PyTree, ...]) -> None:
 def warn_of_float16(names: list[str]) -> None:
     """Warns that gradients of the params of these names are computed in float16 without a scale."""
     shown = ", ".join(map(repr, names[:3])) + ", ..." * (len(names) > 3)
+    of = "" if names == ["(root)"] else f" of {shown}"
     warn(
-        f"gradients of {shown} pass through float16 without a loss scale: what is smaller than "
+        f"gradients{of} pass through float16 without a loss scale: what is smaller than "
         "6e-8 becomes zero, and training may stand still. Give value_and_grad "
         "loss_scale=opt_state.loss_scale (or loss_scale=1.0, if none is wanted)"
     )
