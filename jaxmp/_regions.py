@@ -293,9 +293,9 @@ def _complain(promise: Promise, dtype: DType) -> None:
         why = f"its dtype, {promise.own_dtype!r}, is no float dtype of JAX's, and stays as it is"
     text = (
         f"{promise.type.__name__} at {shown!r} returns {dtype}, but a rule has it compute in "
-        f"{asked}: {why}. Let it cast its inputs and params to its 'dtype' (None, or one of JAX's) where "
-        "they are used, and return the result uncast, since the policy casts what leaves; or leave "
-        f"it alone with the rule ({promise.path or '/'!r}, None) before the others"
+        f"{asked}: {why}. Let it cast its inputs and params to its 'dtype' (None, or one of JAX's) "
+        "where they are used, and return the result uncast, since the policy casts what leaves; or "
+        f"leave it alone with the rule ({promise.path or '/'!r}, None) before the others"
     )
     if promise.strict:
         raise ValueError(text)
