@@ -9,7 +9,8 @@ import jmp
 import optax
 from jaxtyping import Array, Bool, Int32, PyTree
 
-from jaxmp._dtypes import at_least_float32, is_narrow
+from jaxmp._cpu_compiler import warn_of_cpu_compiler
+from jaxmp._dtypes import DType, at_least_float32, is_narrow
 from jaxmp._loss_scale import (
     LossScale,
     LossScaleState,
@@ -197,7 +198,8 @@ def mixed_precision(
             "a dynamic loss scale finds its value by overflowing, and skip='none' would apply the "
             "overflowed gradients. Use another skip, or a static loss scale"
         )
-    algorithm = _Algorithm(_as_transformation(inner), config, STORAGES[master], skip)
+    storage, computed = STORAGES[master], frozenset(dtypes_of(rules))
+    algorithm = _Algorithm(_as_transformation(inner), config, storage, skip, computed)
 
     def init(params: PyTree) -> MixedPrecisionState:
         refuse_to_be_wrapped()
@@ -234,6 +236,7 @@ class _Algorithm:
     loss_scale: LossScale
     storage: MasterStorage
     skip: Skip
+    computed_in: frozenset[DType]
 
     def init(self, params: PyTree, values: PyTree) -> MixedPrecisionState:
         check_differentiable(params, "params")
@@ -247,7 +250,9 @@ class _Algorithm:
             skipped=jnp.int32(0),
             consecutive_skips=jnp.int32(0),
         )
-        return placed_beside(params, state)
+        state = placed_beside(params, state)
+        warn_of_cpu_compiler(self.computed_in, state)
+        return state
 
     def step(
         self,

@@ -232,7 +232,7 @@ def _under(cls: Any, rules: PolicyRules, strict: bool, before: Any) -> Any:
             if active is not None:
                 variables = {"init": out, "apply": args[0] if args else kwargs.get("variables")}
                 active.check_traces(found := variables[name] if name in variables else out[1])
-                active.warn_unreached(found, again=name != "apply")
+                active.warn(found, again=name != "apply")
                 if name != "apply":
                     active.warn_unused(strict=strict)
             return out
@@ -249,7 +249,7 @@ def _under(cls: Any, rules: PolicyRules, strict: bool, before: Any) -> Any:
                 out = call(*args, **kwargs)
             if active is not None and name == "__call__":
                 active.check_traces(self.variables)
-                active.warn_unreached(self.variables, again=self.is_initializing())
+                active.warn(self.variables, again=self.is_initializing())
                 if self.is_initializing():
                     active.warn_unused(strict=strict)
             return out
@@ -271,8 +271,7 @@ def _under(cls: Any, rules: PolicyRules, strict: bool, before: Any) -> Any:
     body |= {name: nn.nowrap(wherever_it_is(name)) for name in _method_names(cls)}
     # What a decorator returns takes the place of the class, in a registry of its author's too.
     hook: type = _Hinting if before is None else _Quiet
-    bases = (cls,) if issubclass(cls, hook) else (hook, cls)
-    under = type(cls)(cls.__name__, bases, body)
+    under = type(cls)(cls.__name__, (cls,) if issubclass(cls, hook) else (hook, cls), body)
     return under
 
 

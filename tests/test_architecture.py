@@ -13,6 +13,7 @@ PACKAGE = pathlib.Path(__file__).parents[1] / "jaxmp"
 # A module may import from floors below its own, and within a floor only as listed.
 FLOORS = {
     "_compat": 0,
+    "_cpu_compiler": 0,
     "_dtypes": 0,
     "_hlo": 0,
     "_name_stacks": 0,
@@ -67,6 +68,9 @@ FLOORS = {
 WITHIN_A_FLOOR = {
     ("_tree", "_dtypes"),
     ("_rounding", "_dtypes"),
+    ("_cpu_compiler", "_compat"),
+    ("_cpu_compiler", "_dtypes"),
+    ("_cpu_compiler", "_warnings"),
     ("_placement", "_compat"),
     ("_autocast", "_float32_gradients"),
     ("_float32_gradients", "_trilinear"),
