@@ -10,8 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
+<<<<<<< HEAD
 import jax.numpy as jnp
 import numpy as np
+=======
+import jaxlib.version
+>>>>>>> wt-flax
 from jax.extend import core, source_info_util
 
 
@@ -159,3 +163,12 @@ def is_of_jax_nn(jaxpr: Any) -> bool:
     """Whether a jitted function is one of `jax.nn`, and not one of the same name."""
     info = open_jaxpr(jaxpr).debug_info
     return "jax/_src/nn/functions.py" in str(getattr(info, "func_src_info", "")).replace("\\", "/")
+
+
+def may_sum_bfloat16_wrongly() -> bool:
+    """Whether this jaxlib is one of those since the CPU compiler has a fault; none has mended it.
+
+    Of what can be installed, 0.11.1 is right, and 0.11.2, 0.12.0 and 0.12.0.1 are wrong.
+    """
+    numbers = [int(part) for part in jaxlib.version.__version__.split(".")[:3] if part.isdecimal()]
+    return tuple(numbers) >= (0, 11, 2)

@@ -11,6 +11,7 @@ import jax
 from flax import linen as nn
 from jaxtyping import PyTree
 
+from jaxmp._cpu_compiler import warn_of_cpu_compiler
 from jaxmp._dtypes import DType, at_least_float32, is_floating, is_narrow
 from jaxmp._regions import (
     Casts,
@@ -29,6 +30,7 @@ from jaxmp._regions import (
 )
 from jaxmp._rules import Decision, PolicyRules
 from jaxmp._tree import cast_floating
+from jaxmp.rules import dtypes_of
 
 
 class _Frame(NamedTuple):
@@ -200,8 +202,9 @@ class _Session:
         """After an initialisation: tells of rules that decided nothing."""
         self.rules.warn_unused(self.seen, used=self.used, strict=strict)
 
-    def warn_unreached(self, variables: Mapping[str, Any], *, again: bool) -> None:
-        """Says what share of the params no policy reaches."""
+    def warn(self, variables: Mapping[str, Any], *, again: bool) -> None:
+        """Says what share of the params no policy reaches, and if the compiler has a fault."""
+        warn_of_cpu_compiler(dtypes_of(self.rules), variables)
         if not self.unreached:
             return
         params = variables.get("params", {})

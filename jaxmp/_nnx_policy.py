@@ -9,6 +9,7 @@ import jax
 import jmp
 from flax import nnx
 
+from jaxmp._cpu_compiler import warn_of_cpu_compiler
 from jaxmp._nnx_modules import (
     first_paths,
     held_params,
@@ -36,6 +37,7 @@ from jaxmp._regions import (
 from jaxmp._rules import PolicyRules
 from jaxmp._summary import Row, Summary, dtype_text
 from jaxmp._tree import cast_floating
+from jaxmp.rules import dtypes_of
 
 ModelT = TypeVar("ModelT")
 
@@ -96,6 +98,7 @@ def apply_policy(
         originals = _param_dtypes(plans)
         for plan in plans:
             _place(plan, originals)
+        warn_of_cpu_compiler(dtypes_of(rules), [snapshot.values for snapshot in before])
         for module in check_reached(plans, strict):  # of which all is said
             _set(module, "_jaxmp", dataclasses.replace(vars(module)["_jaxmp"], promise=None))
     except BaseException:

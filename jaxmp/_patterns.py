@@ -4,12 +4,13 @@ import fnmatch
 import functools
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 Pattern = str | re.Pattern[str] | type | Callable[[str, Any], Any]
 
-_ANY_NAMES = "(?:[^/]+/)*"
+# A token of a glob that stands for any number of items; others stand for one.
+_ANY: Any = object()
 
 
 def matches(pattern: Pattern, path: str, module: Any) -> bool:
@@ -33,12 +34,25 @@ def matches(pattern: Pattern, path: str, module: Any) -> bool:
             return module is not None and any(fnmatch.fnmatchcase(name, rest) for name in names)
         if kind == "re":
             return re.fullmatch(rest, path) is not None
-        return _glob(pattern).fullmatch(f"{path}/" if path else "") is not None
+        return _fits(_glob(pattern), path.split("/") if path else [], _fits)
     if isinstance(pattern, re.Pattern):
         return pattern.fullmatch(path) is not None
     if isinstance(pattern, type):
         return isinstance(module, pattern)
     return bool(pattern(path, module))
+
+
+def hides_all_of(earlier: Pattern, later: Pattern) -> bool:
+    """Whether all that a pattern matches is surely matched by another one, in any model.
+
+    >>> hides_all_of("**", "head"), hides_all_of("*", "head"), hides_all_of("head", "*")
+    (True, True, False)
+    """
+    if earlier == later or earlier in ("**", "/**", "re:.*"):
+        return True
+    # A star is any name: all modules but the model itself.
+    is_glob = isinstance(later, str) and not later.startswith(("type:", "re:"))
+    return earlier == "*" and is_glob and not matches(later, "", None)
 
 
 def is_about_paths(pattern: Pattern) -> bool:
@@ -112,9 +126,46 @@ def pattern_text(pattern: Pattern) -> str:
     return str(name or repr(pattern))
 
 
+def _fits(tokens: Sequence[Any], items: Sequence[Any], fits_one: Any = None) -> bool:
+    """Whether tokens match all items, in time that grows with the product of their numbers.
+
+    Of several `_ANY`, only the last one that was met is ever extended: what the earlier ones took
+    was the least that they could, so that no other choice leaves more to the rest. An expression
+    would try all choices, and twice as many with every `**`.
+
+    Args:
+      tokens: the names of a glob, or the characters of a name.
+      items: the names of a path, or its characters.
+      fits_one: whether a token that is not `_ANY` matches an item; by default, of characters.
+
+    Returns:
+      Whether they do.
+    """
+    fits_one = fits_one or _fits_character
+    i = j = resume_at = 0
+    last_any: int | None = None
+    while j < len(items):
+        if i < len(tokens) and tokens[i] is _ANY:
+            last_any, resume_at, i = i, j, i + 1
+        elif i < len(tokens) and fits_one(tokens[i], items[j]):
+            i, j = i + 1, j + 1
+        elif last_any is not None:
+            resume_at += 1
+            i, j = last_any + 1, resume_at
+        else:
+            return False
+    return all(token is _ANY for token in tokens[i:])
+
+
+def _fits_character(token: Any, char: str) -> bool:
+    if isinstance(token, re.Pattern):
+        return token.fullmatch(char) is not None
+    return token is None or token == char
+
+
 @functools.lru_cache(maxsize=1024)
-def _glob(pattern: str) -> re.Pattern[str]:
-    """The expression for a path with a slash after each name."""
+def _glob(pattern: str) -> tuple[Any, ...]:
+    """For each name of a glob its characters: `_ANY` for stars, None for a question mark."""
     anchored = pattern.startswith("/")
     names = pattern.removeprefix("/").split("/")
     if pattern == "/":
@@ -125,17 +176,18 @@ def _glob(pattern: str) -> re.Pattern[str]:
             f"{pattern!r} is no valid glob: it {what}. Write names joined by single slashes, such "
             "as 'decoder/**/mlp', or '/' for the model itself"
         )
-    parts = [_ANY_NAMES if name == "**" else f"{_name(name, pattern)}/" for name in names]
-    return re.compile(("" if anchored else _ANY_NAMES) + "".join(parts))
+    parts = [_ANY if name == "**" else _name(name, pattern) for name in names]
+    return tuple(parts if anchored else [_ANY, *parts])
 
 
-def _name(name: str, pattern: str) -> str:
+def _name(name: str, pattern: str) -> tuple[Any, ...]:
     if "**" in name:
         raise ValueError(
             f"{pattern!r} is no valid glob: '**' stands for whole names and must be alone between "
             "slashes, as in 'decoder/**/mlp'. Within a name write '*'"
         )
-    out, i = [], 0
+    out: list[Any] = []
+    i = 0
     while i < len(name):
         char = name[i]
         if char == "[":
@@ -147,16 +199,15 @@ def _name(name: str, pattern: str) -> str:
             out.append(_character_set(name[i + 1 : end], pattern))
             i = end
         else:
-            out.append({"*": "[^/]*", "?": "[^/]"}.get(char) or re.escape(char))
+            out.append({"*": _ANY, "?": None}.get(char, char))
         i += 1
-    return "".join(out)
+    return tuple(out)
 
 
-def _character_set(text: str, pattern: str) -> str:
+def _character_set(text: str, pattern: str) -> re.Pattern[str]:
     negated, chars = text.startswith("!"), text.removeprefix("!")
     escaped = re.sub(r"([\\\[\]^&~|])", r"\\\1", chars)
     try:
-        re.compile(f"[{escaped}]")
+        return re.compile(f"[{'^' if negated else ''}{escaped}]")
     except re.error:
         raise ValueError(f"{pattern!r} is no valid glob: [{chars}] is no set") from None
-    return f"(?!/)[{'^' if negated else ''}{escaped}]"

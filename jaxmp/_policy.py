@@ -133,6 +133,7 @@ def get_policy(policy: str | jmp.Policy) -> Policy:
 
     Raises:
       ValueError: for an unknown name or key, a key twice, or a preset this version lacks.
+      TypeError: for something else, such as a dtype, which does not say what is to have it.
 
     >>> get_policy("mixed_bfloat16").compute_dtype
     dtype(bfloat16)
@@ -144,7 +145,7 @@ def get_policy(policy: str | jmp.Policy) -> Policy:
     if isinstance(policy, jmp.Policy):
         return Policy(policy.param_dtype, policy.compute_dtype, policy.output_dtype)
     if not isinstance(policy, str):
-        raise TypeError(f"policy must be a string or a Policy, got {type(policy).__name__}")
+        raise TypeError(f"policy must be a string or a Policy, got {_what_was_given(policy)}")
     name = policy.strip()
     if name in _NOT_YET:
         raise ValueError(f"policy {name!r} is not in this version of jaxmp: {_NOT_YET[name]}.")
@@ -162,6 +163,23 @@ def get_policy(policy: str | jmp.Policy) -> Policy:
             "as 'f64', or a string such as 'params=float32,compute=bfloat16,output=float32'."
         ) from None
     return Policy(dtype, dtype, dtype)
+
+
+def _what_was_given(policy: Any) -> str:
+    """What was given as a policy: of a dtype, also which policies it may stand for."""
+    try:
+        dtype = None if policy is None else parse_dtype(policy)
+    except ValueError:
+        dtype = None
+    if dtype is None:
+        return type(policy).__name__
+    choices = f"{dtype.name!r} (params, compute and output are all {dtype.name})"
+    if f"mixed_{dtype.name}" in _PRESETS:
+        choices = f"'mixed_{dtype.name}' (float32 params, the usual choice) or {choices}"
+    return (
+        f"the dtype {dtype.name}, which does not say what has it: the params, the computation or "
+        f"the output. Write {choices}, or 'params=float32,compute={dtype.name},output=float32'"
+    )
 
 
 def short_name(policy: Policy) -> str:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jmp
 
 from jaxmp._dtypes import suggestion
-from jaxmp._patterns import Pattern, check_pattern, matches, pattern_text
+from jaxmp._patterns import Pattern, check_pattern, hides_all_of, matches, pattern_text
 from jaxmp._policy import Policy, get_policy, short_name
 from jaxmp._warnings import warn
 
@@ -31,8 +31,9 @@ class PolicyRules:
     """Which part of a model runs in which precision, said once for the whole model.
 
     An ordered list of `(pattern, policy)`: the first pattern that matches a module decides, and
-    the default decides where none does. Rules are a value: immutable, hashable, comparable. A
-    pattern is one of
+    the default decides where none does. A rule that an earlier one hides altogether, by the same
+    pattern or by one that matches everything, is a warning. Rules are a value: immutable,
+    hashable, comparable. A pattern is one of
 
     * a glob over the path of a module, its names from the root joined by `/`. It is matched from
       the right, so that rules still hold when the model becomes a part of another:
@@ -89,6 +90,7 @@ class PolicyRules:
         pairs = tuple((check_pattern(pattern), _policy(policy)) for pattern, policy in given)
         object.__setattr__(self, "rules", pairs)
         object.__setattr__(self, "default", _policy(default))
+        _warn_shadowed([pattern for pattern, _ in pairs])
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> "PolicyRules":
@@ -104,6 +106,7 @@ class PolicyRules:
 
         Raises:
           ValueError: for another key, or as `PolicyRules` itself does.
+          TypeError: if something is of another type.
 
         >>> PolicyRules.from_dict({"rules": {"head": "float32"}, "default": "mixed_float16"})
         PolicyRules([('head', 'float32')], default='mixed_float16')
@@ -120,6 +123,11 @@ class PolicyRules:
         rules, default = config.get("rules", ()), config.get("default")
         if default is not None and not isinstance(default, (str, jmp.Policy)):
             raise TypeError(f"'default' must be a policy or its name, got {default!r}")
+        if not isinstance(rules, (str, Mapping, list, tuple)):
+            raise TypeError(
+                "'rules' must be a table {pattern: policy} or a list of pairs, got "
+                f"{'null' if rules is None else repr(rules)}. Leave the key out for a default alone"
+            )
         if not isinstance(rules, (str, Mapping)):
             rules = [
                 (_entry(rule, "pattern"), _entry(rule, "policy"))
@@ -163,12 +171,12 @@ class PolicyRules:
           The rules, in the order of the text.
 
         Raises:
-          ValueError: if the text is no JSON, or as `from_dict` does.
+          ValueError: if the text is no JSON, has a key or pattern twice, or as `from_dict` does.
 
         >>> PolicyRules.from_json('{"rules": {"re:.*head": "float32"}}').default is None
         True
         """
-        return cls.from_dict(json.loads(text))
+        return cls.from_dict(json.loads(text, object_pairs_hook=_once_each))
 
     def resolve(self, path: str, module: Any = None) -> Policy | None:
         """The policy of the module at a path.
@@ -310,6 +318,31 @@ def _pairs(rules: Any) -> list[tuple[Any, Any]]:
         if isinstance(pair, str) or not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise TypeError(f"a rule must be a pair (pattern, policy), got {pair!r}")
     return [(pattern, policy) for pattern, policy in pairs]
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The dictionary of a JSON object; json itself would keep the last of two equal keys."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(
+                f"{key!r} is there twice, with {found[key]!r} and {value!r}: only one of them can "
+                "hold. Remove the other"
+            )
+        found[key] = value
+    return found
+
+
+def _warn_shadowed(patterns: list[Pattern]) -> None:
+    """Warns of rules that can never decide, whatever the model."""
+    for i, pattern in enumerate(patterns):
+        hides = [earlier for earlier in patterns[:i] if hides_all_of(earlier, pattern)]
+        if hides and not getattr(pattern, "optional", False):
+            warn(
+                f"the rule for {pattern_text(pattern)!r} can never hold: the one before it for "
+                f"{pattern_text(hides[0])!r} decides all that it matches. The first rule that "
+                "matches decides: put the rule for fewer modules first, or remove one of them"
+            )
 
 
 def _policy(policy: Any) -> Policy | None:

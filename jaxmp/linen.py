@@ -15,6 +15,7 @@ from jaxmp._linen_session import is_foreign, is_reached, own_params, session, ta
 from jaxmp._regions import check_computable, module_rules, new_instance
 from jaxmp._rules import PolicyRules
 from jaxmp._summary import Row, Summary, dtype_text
+from jaxmp._warnings import warn_once
 
 _ModuleT = TypeVar("_ModuleT", bound=nn.Module)
 _ClassT = TypeVar("_ClassT", bound=type)
@@ -108,7 +109,7 @@ def with_policy(
     Returns:
       The decorator. The class that it returns has the same name, so that params keep their paths.
       Within a model under other rules, the class keeps its own. Of a subclass only the inherited
-      methods are under the rules: decorate it too.
+      methods are under the rules: decorate it too. If it overrides one, a warning says so.
 
     Raises:
       TypeError: if it decorates something else than a linen class.
@@ -231,7 +232,7 @@ def _under(cls: Any, rules: PolicyRules, strict: bool, before: Any) -> Any:
             if active is not None:
                 variables = {"init": out, "apply": args[0] if args else kwargs.get("variables")}
                 active.check_traces(found := variables[name] if name in variables else out[1])
-                active.warn_unreached(found, again=name != "apply")
+                active.warn(found, again=name != "apply")
                 if name != "apply":
                     active.warn_unused(strict=strict)
             return out
@@ -248,7 +249,7 @@ def _under(cls: Any, rules: PolicyRules, strict: bool, before: Any) -> Any:
                 out = call(*args, **kwargs)
             if active is not None and name == "__call__":
                 active.check_traces(self.variables)
-                active.warn_unreached(self.variables, again=self.is_initializing())
+                active.warn(self.variables, again=self.is_initializing())
                 if self.is_initializing():
                     active.warn_unused(strict=strict)
             return out
@@ -269,8 +270,8 @@ def _under(cls: Any, rules: PolicyRules, strict: bool, before: Any) -> Any:
     body |= {name: nn.nowrap(at_the_root(name)) for name in ("init_with_output", "init", "apply")}
     body |= {name: nn.nowrap(wherever_it_is(name)) for name in _method_names(cls)}
     # What a decorator returns takes the place of the class, in a registry of its author's too.
-    bases = (cls,) if before is None else (_Quiet, cls)
-    under = type(cls)(cls.__name__, bases, body)
+    hook: type = _Hinting if before is None else _Quiet
+    under = type(cls)(cls.__name__, (cls,) if issubclass(cls, hook) else (hook, cls), body)
     return under
 
 
@@ -282,6 +283,27 @@ class _Quiet:
             nn.Module.__init_subclass__.__func__(cls, **kwargs)  # type: ignore[attr-defined]
         else:
             super().__init_subclass__(**kwargs)
+
+
+class _Hinting:
+    """Makes a decorated class tell of a subclass that overrides methods, and is not decorated."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()  # type: ignore[misc]
+        classes = type(self).__mro__
+        decorated = next(i for i, cls in enumerate(classes) if "_jaxmp" in vars(cls))
+        # What a transform of Flax makes of a class, as nn.remat does, calls the methods of that.
+        theirs = [cls for cls in classes[:decorated] if not cls.__module__.startswith("flax.")]
+        methods = {"__call__", *_method_names(classes[decorated])}
+        lost = sorted(name for name in methods if any(name in vars(cls) for cls in theirs))
+        if lost:
+            name = type(self).__name__
+            warn_once(
+                f"{name} is a subclass of {classes[decorated].__name__}, which with_policy puts "
+                f"under rules, and overrides {', '.join(lost)}: what it overrides is not under "
+                f"them. Decorate {name} too",
+                type(self),
+            )
 
 
 def _method_names(cls: type) -> list[str]:

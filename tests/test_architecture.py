@@ -13,6 +13,7 @@ PACKAGE = pathlib.Path(__file__).parents[1] / "jaxmp"
 # A module may import from floors below its own, and within a floor only as listed.
 FLOORS = {
     "_compat": 0,
+    "_cpu_compiler": 0,
     "_dtypes": 0,
     "_flops": 0,
     "_hlo": 0,
@@ -74,7 +75,13 @@ WITHIN_A_FLOOR = {
     ("_train_step", "_progress"),
     ("_train_step", "_train_state"),
     ("_rounding", "_dtypes"),
+<<<<<<< HEAD
     ("_flops", "_compat"),
+=======
+    ("_cpu_compiler", "_compat"),
+    ("_cpu_compiler", "_dtypes"),
+    ("_cpu_compiler", "_warnings"),
+>>>>>>> wt-flax
     ("_placement", "_compat"),
     ("_autocast", "_float32_gradients"),
     ("_autocast", "_float32_sums"),

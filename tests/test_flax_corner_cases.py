@@ -139,7 +139,36 @@ def test_a_subclass_of_a_decorated_class() -> None:
         def __call__(self, x: jax.Array) -> jax.Array:
             return Derived()(x)
 
-    assert dtypes(shapes_of(Derived())) == dtypes(shapes_of(Holder())) == {"float32"}
+    text = "Derived is a subclass of Base, .* and overrides __call__.* Decorate Derived too"
+    with pytest.warns(UserWarning, match=text) as caught:
+        assert dtypes(shapes_of(Derived())) == dtypes(shapes_of(Holder())) == {"float32"}
+    assert len(caught) == 1
+
+
+def test_no_hint_where_nothing_is_lost() -> None:
+    @jaxmp.linen.with_policy("bfloat16")
+    class Base(nn.Module):
+        width: int = 2
+
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return nn.Dense(self.width)(x)
+
+    class Wider(Base):
+        width: int = 4
+
+        def other(self, x: jax.Array) -> jax.Array:
+            return x
+
+    @jaxmp.linen.with_policy("bfloat16")
+    class Decorated(Base):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return nn.Dense(3)(x)
+
+    made = nn.remat(Base)(), nn.jit(nn.remat(Wider))(), nn.remat(Decorated)()
+    for model in (Base(), Wider(), Decorated(), ruled(Wider(), "bfloat16"), *made):
+        assert dtypes(shapes_of(model)) == {"bfloat16"}
 
 
 def test_registries_of_subclasses() -> None:

@@ -116,7 +116,8 @@ def test_kinds_of_patterns() -> None:
 
 
 def test_the_first_match_wins() -> None:
-    rules = PolicyRules([("a", "float16"), ("*", "bfloat16"), ("b", "float32")])
+    with pytest.warns(UserWarning, match="the rule for 'b' can never hold"):
+        rules = PolicyRules([("a", "float16"), ("*", "bfloat16"), ("b", "float32")])
     assert rules.decide("a").rule == 0
     assert rules.decide("b").rule == 1
     assert rules.unused(["a", "b"]) == ["b"]
@@ -267,3 +268,30 @@ def test_a_family_of_ones_own() -> None:
     assert rules.resolve("a/mix_1") == jaxmp.get_policy("float32")
     with pytest.raises(ValueError, match="'mixers'"):
         rules.warn_unused({"dense": None}, strict=True)
+
+
+SHADOWED = [
+    ([("head", "float32"), ("norm", "float32"), ("head", "bfloat16")], "head", "head"),
+    ([("**", "float32"), ("head", "bfloat16")], "head", "**"),
+    ([("*", "float32"), ("*norm*", "bfloat16")], "*norm*", "*"),
+    ([("/**", None), ("type:Dense", "bfloat16")], "type:Dense", "/**"),
+    ([(dict, "float32"), (dict, "bfloat16")], "dict", "dict"),
+    ([(re.compile("a"), "float32"), (re.compile("a"), "bfloat16")], "re:a", "re:a"),
+]
+
+
+@pytest.mark.parametrize(("rules", "hidden", "by"), SHADOWED)
+def test_a_rule_that_can_never_hold_is_told_of(rules: Any, hidden: str, by: str) -> None:
+    text = f"the rule for {hidden!r} can never hold: the one before it for {by!r} decides all"
+    with pytest.warns(UserWarning, match=re.escape(text)):
+        PolicyRules(rules)
+    if all(isinstance(pattern, str) for pattern, _ in rules):
+        with pytest.warns(UserWarning, match=re.escape(text)):
+            PolicyRules.from_dict({"rules": rules})
+
+
+def test_rules_that_may_hold_are_not_told_of() -> None:
+    PolicyRules([("head", "float32"), ("**", "bfloat16")])
+    PolicyRules([("*", "float32"), ("/", "bfloat16")])  # the model itself has no name
+    PolicyRules([("*", "float32"), ("type:Net", "bfloat16"), ("re:", "bfloat16")])
+    PolicyRules([("decoder/**", "float32"), ("**/head", "bfloat16")])

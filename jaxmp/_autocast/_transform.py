@@ -21,11 +21,13 @@ from jaxmp._autocast._program import read
 from jaxmp._autocast._scopes import DONE, EXACT, Regions, region_of
 from jaxmp._autocast._steps import HALVES, initial
 from jaxmp._calls import Static, joined, split, traced
+from jaxmp._cpu_compiler import warn_of_cpu_compiler
 from jaxmp._op_lists import OpLists, op_lists
 from jaxmp._patterns import is_about_paths
 from jaxmp._policy import Policy, get_policy
 from jaxmp._rules import PolicyRules
 from jaxmp._warnings import warn
+from jaxmp.rules import dtypes_of, get_rules
 
 Output = Literal["traced", "policy", "computed"]
 
@@ -153,8 +155,12 @@ def _wrapped(fun: Callable[..., Any], settings: _Settings) -> Callable[..., Any]
 
     rewritten.__name__ = rewritten.__qualname__ = getattr(fun, "__name__", "autocast")
     compiled = jax.jit(rewritten, static_argnums=(0, 2))
+<<<<<<< HEAD
     captures = False
     told: list[str] = []
+=======
+    captures, computed_in = False, dtypes_of(get_rules(settings.policy))
+>>>>>>> wt-flax
 
     @functools.wraps(fun, updated=())
     def autocast_fun(*args: Any, **kwargs: Any) -> Any:
@@ -172,6 +178,7 @@ def _wrapped(fun: Callable[..., Any], settings: _Settings) -> Callable[..., Any]
                     captures = True
             if out is None:
                 out = rewritten(static, arrays, True)
+        warn_of_cpu_compiler(computed_in, out.arrays)
         return joined(out.static, out.arrays)
 
     return autocast_fun
