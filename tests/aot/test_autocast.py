@@ -123,7 +123,7 @@ def test_memory_of_transformers(
 
 
 def test_memory_of_a_graphs_hub(gpu: Compiler) -> None:
-    """Gradients of gathered rows are added in float32: one such array more, and not one of edges."""
+    """Gradients of gathered rows are added in float32: one array of nodes more, none of edges."""
     nodes, edges, width = 4096, 131072, 256
 
     def loss(w: Any, x: Any, senders: Any, dtype: Any = jnp.float32) -> Any:
