@@ -1,5 +1,7 @@
 """Functions with derivatives of their own: `jax.custom_jvp` and `jax.custom_vjp`."""
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -127,64 +129,97 @@ def _is_statistic(aval: Any, activations: list[Any]) -> bool:
     return bool(aval.size < largest.size and aval.ndim < largest.ndim)
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Backward:
+    """How a gradient is computed: goes from the forward to the backward pass with the residuals.
+
+    Attributes:
+      plan: of the residuals and the cotangents, to the gradients.
+      by: by which arguments it is.
+    """
+
+    plan: Plan
+    by: list[int]
+
+
 def _entered(op: Op, states: States, context: Context) -> Step:
     """Rewrites the forward and the backward pass, which meet in the residuals."""
-    avals = op.in_avals
     inside = context.inside(op)
     floats = _differentiable(op)
+<<<<<<< HEAD
     body = op.params["call_jaxpr"]
     primal = context.keep(op, body, plan(read(body), states, inside))
     backward: list[Plan] = []
 
     def original(*args: Any) -> list[Any]:
         return _compat.bind(op.equation, args)
+=======
+    made_floats = [i for i, aval in enumerate(op.out_avals) if has_tangent(aval)]
+    primal = plan(read(op.params["call_jaxpr"]), states, inside)
+>>>>>>> wt-autocast
 
     @jax.custom_vjp
     def call(*args: Any) -> list[Any]:
         return run(primal, args)
 
-    def forward(*args: Any) -> Any:
-        found: list[Any] = []
-
-        def of_floats(*all_args: Any) -> Any:
-            def only(*given: Any) -> list[Any]:
-                values = list(all_args)
-                for i, value in zip(floats, given, strict=True):
-                    values[i] = value
-                return original(*values)
-
-            out, pull = jax.vjp(only, *(all_args[i] for i in floats))
-            residuals, tree = jax.tree.flatten(pull)
-            found[:] = [tree, [jax.typeof(r) for r in residuals]]
-            return [*out, *residuals]
-
-        jaxpr = _compat.trace(of_floats, avals)
-        tree, residual_avals = found
+    def forward(*given: Any) -> Any:
+        # The function may ask which arguments are differentiated, and refuse some: loops do.
+        by = [i for i in floats if given[i].perturbed]
+        args = [each.value for each in given]
+        jaxpr, pulled, residual_avals = _pulled_back(op, by)
         ahead = plan(read(jaxpr), states, inside)
         made = run(ahead, args)
         count = len(primal.results)
         out = [_as(x, state) for x, state in zip(made[:count], primal.results, strict=True)]
-        residual_states = ahead.results[count:]
+        back = _compat.trace(pulled, [*residual_avals, *(op.out_avals[i] for i in made_floats)])
+        known = [*ahead.results[count:], *(primal.results[i] for i in made_floats)]
+        backward = plan(read(back), known, inside)
+        return out, (_Backward(backward, by), made[count:])
 
-        def pulled(*flat: Any) -> list[Any]:
-            pull = jax.tree.unflatten(tree, flat[: len(residual_avals)])
-            return list(pull(list(flat[len(residual_avals) :])))
+    def back(kept: tuple[_Backward, list[Any]], cotangents: list[Any]) -> tuple[Any, ...]:
+        backward, residuals = kept
+        dots = [_instantiated(cotangents[i]) for i in made_floats]
+        made = run(backward.plan, [*residuals, *dots])
+        found = dict(zip(backward.by, made, strict=True))
+        return tuple(_as(found[i], state) if i in found else None for i, state in enumerate(states))
 
-        back = _compat.trace(pulled, [*residual_avals, *op.out_avals])
-        backward[:] = [plan(read(back), [*residual_states, *primal.results], inside)]
-        return out, made[count:]
-
-    def back(residuals: list[Any], cotangents: list[Any]) -> tuple[Any, ...]:
-        made = iter(run(backward[0], [*residuals, *cotangents]))
-        given: list[Any] = [None] * len(avals)
-        for i in floats:
-            state = states[i]
-            given[i] = _as(next(made), state)
-        return tuple(given)
-
-    call.defvjp(forward, back)
+    call.defvjp(forward, back, symbolic_zeros=True)
 
     def bind(op: Op, values: list[Any]) -> list[Any]:
         return list(call(*values))
 
     return Step(op, [state and state.dtype for state in states], primal.results, run=bind)
+
+
+def _pulled_back(op: Op, by: list[int]) -> tuple[Any, Callable[..., list[Any]], list[Any]]:
+    """The forward pass as it was traced, the backward pass, and what the residuals are like."""
+    found: list[Any] = []
+
+    def of_floats(*args: Any) -> Any:
+        def only(*given: Any) -> list[Any]:
+            values = list(args)
+            for i, value in zip(by, given, strict=True):
+                values[i] = value
+            return _compat.bind(op.equation, values)
+
+        out, pull = jax.vjp(only, *(args[i] for i in by))
+        residuals, tree = jax.tree.flatten(pull)
+        found[:] = [tree, [jax.typeof(r) for r in residuals]]
+        return [*out, *residuals]
+
+    jaxpr = _compat.trace(of_floats, op.in_avals)
+    tree, residual_avals = found
+
+    def pulled(*flat: Any) -> list[Any]:
+        pull = jax.tree.unflatten(tree, flat[: len(residual_avals)])
+        dots = iter(flat[len(residual_avals) :])
+        each = [next(dots) if has_tangent(aval) else _zero_tangent(aval) for aval in op.out_avals]
+        return list(pull(each))
+
+    return jaxpr, pulled, residual_avals
+
+
+def _instantiated(cotangent: Any) -> Any:
+    zero = isinstance(cotangent, jax.custom_derivatives.SymbolicZero)
+    return jnp.zeros(cotangent.shape, cotangent.dtype) if zero else cotangent
