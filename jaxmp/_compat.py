@@ -10,12 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
-<<<<<<< HEAD
 import jax.numpy as jnp
-import numpy as np
-=======
 import jaxlib.version
->>>>>>> wt-flax
+import numpy as np
 from jax.extend import core, source_info_util
 
 

@@ -7,22 +7,9 @@ import jmp
 import optax
 from jaxtyping import Array, Bool, PyTree
 
-<<<<<<< HEAD
 from jaxmp._loss_scale import LossScale, NoLossScale, StaticLossScale, choose_loss_scale
 from jaxmp._masters import STORAGES, round_like
 from jaxmp._optimizer_step import Algorithm, MixedPrecisionState
-=======
-from jaxmp._cpu_compiler import warn_of_cpu_compiler
-from jaxmp._dtypes import DType, at_least_float32, is_narrow
-from jaxmp._loss_scale import (
-    LossScale,
-    LossScaleState,
-    NoLossScale,
-    StaticLossScale,
-    choose_loss_scale,
-)
-from jaxmp._masters import STORAGES, MasterStorage, round_like
->>>>>>> wt-flax
 from jaxmp._outermost import refuse_to_be_wrapped
 from jaxmp._policy import Policy, get_policy
 from jaxmp._rules import PolicyRules
@@ -178,12 +165,8 @@ def mixed_precision(
             "a dynamic loss scale finds its value by overflowing, and skip='none' would apply the "
             "overflowed gradients. Use another skip, or a static loss scale"
         )
-<<<<<<< HEAD
-    algorithm = Algorithm(_as_transformation(inner), config, STORAGES[master], skip)
-=======
     storage, computed = STORAGES[master], frozenset(dtypes_of(rules))
-    algorithm = _Algorithm(_as_transformation(inner), config, storage, skip, computed)
->>>>>>> wt-flax
+    algorithm = Algorithm(_as_transformation(inner), config, storage, skip, computed)
 
     def init(params: PyTree) -> MixedPrecisionState:
         refuse_to_be_wrapped()
@@ -205,187 +188,10 @@ def mixed_precision(
     tx.loss_scale, tx._algorithm = config, algorithm
     return tx
 
-
-<<<<<<< HEAD
-=======
-class _Stepped(NamedTuple):
-    """What a step changes: params (or what updates are made of), masters, inner state."""
-
-    output: PyTree
-    master: PyTree
-    inner: Any
+    storage, computed = STORAGES[master], frozenset(dtypes_of(rules))
+    algorithm = Algorithm(_as_transformation(inner), config, storage, skip, computed)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Algorithm:
-    inner: optax.GradientTransformationExtraArgs
-    loss_scale: LossScale
-    storage: MasterStorage
-    skip: Skip
-    computed_in: frozenset[DType]
-
-    def init(self, params: PyTree, values: PyTree) -> MixedPrecisionState:
-        check_differentiable(params, "params")
-        params, values = strong(params), strong(values)
-        master = self.storage.init(params, values)
-        state = MixedPrecisionState(
-            inner=strong(self.inner.init(self.storage.load(params, master))),
-            master=master,
-            loss_scale=self.loss_scale.init(),
-            grads_finite=jnp.array(True),
-            skipped=jnp.int32(0),
-            consecutive_skips=jnp.int32(0),
-        )
-        state = placed_beside(params, state)
-        warn_of_cpu_compiler(self.computed_in, state)
-        return state
-
-    def step(
-        self,
-        grads: PyTree,
-        state: MixedPrecisionState,
-        params: PyTree,
-        finite: Bool[Array, ""] | None,
-        extra: dict[str, Any],
-        *,
-        as_updates: bool,
-    ) -> tuple[PyTree, MixedPrecisionState]:
-        self._check(grads, state, params)
-        params = strong(params)
-        grads = jax.tree.map(
-            lambda g, p: jnp.asarray(g, at_least_float32(p.dtype)), strong(grads), params
-        )
-
-        def take(now: _Stepped) -> _Stepped:
-            # New params are written over the ones that are read here: others would be copied.
-            old = params if as_updates else now.output
-            values = self.storage.load(old, now.master)
-            updates, inner = self.inner.update(grads, now.inner, values, **extra)
-            new = self.storage.store(optax.apply_updates(values, updates), old, now.master)
-            output = _ingredients(old, new.params, updates) if as_updates else new.params
-            return _Stepped(output, new.master, _like_before(inner, now.inner))
-
-        if self.skip == "none":
-            finite = jnp.array(True)
-        else:
-            finite = all_finite(grads) if finite is None else finite
-            check_flag(finite, "finite")
-            finite = jnp.asarray(finite)
-            _check_agreed(finite, state)
-        output = _no_ingredients(params) if as_updates else params
-        after = step_if(finite, take, _Stepped(output, state.master, state.inner), self.skip)
-        output = _updates(params, after.output, finite) if as_updates else after.output
-        return output, MixedPrecisionState(
-            inner=after.inner,
-            master=after.master,
-            loss_scale=self.loss_scale.adjust(state.loss_scale, finite),
-            grads_finite=finite,
-            skipped=state.skipped + (~finite).astype(jnp.int32),
-            consecutive_skips=jnp.where(finite, 0, state.consecutive_skips + 1),
-        )
-
-    def _check(self, grads: PyTree, state: MixedPrecisionState, params: PyTree) -> None:
-        if params is None:
-            raise ValueError(
-                "mixed_precision needs the params to update: call tx.update(grads, state, params)"
-            )
-        if not isinstance(state, MixedPrecisionState):
-            raise TypeError(
-                f"the state must be the MixedPrecisionState that tx.init returned, got "
-                f"{type(state).__name__}"
-            )
-        check_like(
-            grads,
-            params,
-            name="gradients",
-            like_name="params",
-            advice="Differentiate with respect to the params that the optimizer updates.",
-        )
-        check_differentiable(grads, "gradients")
-        for name, g, p in zip(
-            leaf_names(grads), jax.tree.leaves(grads), jax.tree.leaves(params), strict=True
-        ):
-            if jnp.iscomplexobj(g) and not jnp.iscomplexobj(p):
-                raise TypeError(f"gradients leaf {name!r} is complex, but its param is real")
-        expected = jax.eval_shape(self.storage.init, strong(params), strong(params))
-        if not same_structure(expected, state.master) or any(
-            a.dtype != b.dtype or a.shape != b.shape
-            for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(state.master), strict=True)
-        ):
-            raise ValueError(
-                "the params do not match the optimizer state: their structure, shapes or dtypes "
-                f"are not those that tx.init saw. Masters now: {_summary(state.master)}; these "
-                f"params want: {_summary(expected)}. Cast params before tx.init (or let "
-                "tx.init_params do it) and keep their dtypes; a state that was saved under another "
-                "policy has other masters"
-            )
-
-
-# For a narrow param a step yields the new param rather than its update: the update is the
-# difference of two rounded params.
-def _ingredients(params: PyTree, new_params: PyTree, updates: PyTree) -> PyTree:
-    return jax.tree.map(
-        lambda p, new, u: new if is_narrow(p.dtype) else jnp.asarray(u, p.dtype),
-        params,
-        new_params,
-        updates,
-    )
-
-
-def _no_ingredients(params: PyTree) -> PyTree:
-    # Minus zero, as x + -0.0 is x for every x, while -0.0 + 0.0 is +0.0.
-    return _ingredients(params, params, jax.tree.map(lambda p: jnp.full_like(p, -0.0), params))
-
-
-def _check_agreed(finite: Bool[Array, ""], state: MixedPrecisionState) -> None:
-    """In a `shard_map`: one decision for all devices that share the counts of the state."""
-    apart = jax.typeof(finite).mat.varying - jax.typeof(state.skipped).mat.varying
-    if apart:
-        axes = ", ".join(map(repr, sorted(apart)))
-        raise ValueError(
-            f"whether to take the step differs between the devices of mesh axis {axes}, each of "
-            "which knows only its own gradients: some would skip a step that others take. Give "
-            "finite=jaxmp.sharding.all_finite(grads), on which all agree; or, if each trains a "
-            "model of its own, a state that varies: jax.lax.pcast(state, axis, to='varying')"
-        )
-
-
-def _updates(params: PyTree, ingredients: PyTree, finite: Bool[Array, ""]) -> PyTree:
-    def update(p: Any, x: Any) -> Any:
-        if not is_narrow(p.dtype):
-            return x
-        return jnp.where(finite, widen_rounded(x) - widen(p), -0.0)
-
-    return jax.tree.map(update, params, ingredients)
-
-
-def _like_before(inner: Any, before: Any) -> Any:
-    """The inner state with strong types; an error if the optimizer changed a dtype or a shape."""
-    inner = strong(inner)
-    check_like(
-        inner,
-        before,
-        name="the new state of the inner optimizer",
-        like_name="the old one",
-        advice="An optimizer must keep the structure of its state; this one does not.",
-    )
-    leaves = zip(leaf_names(inner), jax.tree.leaves(inner), jax.tree.leaves(before), strict=True)
-    for name, new, old in leaves:
-        if jnp.result_type(new) != jnp.result_type(old):
-            raise TypeError(
-                f"the inner optimizer changed the dtype of its state {name!r} from "
-                f"{jnp.result_type(old)} to {jnp.result_type(new)}"
-            )
-    return inner
-
-
-def _summary(tree: PyTree) -> str:
-    leaves = list(zip(leaf_names(tree), jax.tree.leaves(tree), strict=True))
-    shown = [f"{name} {x.dtype}{list(x.shape)}" for name, x in leaves[:4]]
-    return ", ".join(shown + ["..."] * (len(leaves) > 4)) or "none"
-
-
->>>>>>> wt-flax
 def _as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
     if isinstance(inner, MixedPrecision):
         raise TypeError("the optimizer is wrapped in mixed_precision already; wrap it once")

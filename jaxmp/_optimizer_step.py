@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Int32, PyTree
 
-from jaxmp._dtypes import at_least_float32, is_inexact, is_narrow
+from jaxmp._cpu_compiler import warn_of_cpu_compiler
+from jaxmp._dtypes import DType, at_least_float32, is_inexact, is_narrow
 from jaxmp._frozen import moved_by
 from jaxmp._loss_scale import LossScale, LossScaleState
 from jaxmp._masters import MasterStorage
@@ -67,12 +68,14 @@ class Algorithm:
       loss_scale: the config of the loss scale.
       storage: how masters are kept.
       skip: how a step is skipped.
+      computed_in: the dtypes that the policies compute in.
     """
 
     inner: optax.GradientTransformationExtraArgs
     loss_scale: LossScale
     storage: MasterStorage
     skip: Skip
+    computed_in: frozenset[DType]
 
     def init(self, params: PyTree, values: PyTree) -> MixedPrecisionState:
         """The first state for live params whose masters begin as `values`."""
@@ -89,7 +92,9 @@ class Algorithm:
             skipped=jnp.int32(0),
             consecutive_skips=jnp.int32(0),
         )
-        return placed_beside(params, state)
+        state = placed_beside(params, state)
+        warn_of_cpu_compiler(self.computed_in, state)
+        return state
 
     def step(
         self,

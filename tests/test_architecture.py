@@ -75,13 +75,10 @@ WITHIN_A_FLOOR = {
     ("_train_step", "_progress"),
     ("_train_step", "_train_state"),
     ("_rounding", "_dtypes"),
-<<<<<<< HEAD
     ("_flops", "_compat"),
-=======
     ("_cpu_compiler", "_compat"),
     ("_cpu_compiler", "_dtypes"),
     ("_cpu_compiler", "_warnings"),
->>>>>>> wt-flax
     ("_placement", "_compat"),
     ("_autocast", "_float32_gradients"),
     ("_autocast", "_float32_sums"),

@@ -147,17 +147,9 @@ def _entered(op: Op, states: States, context: Context) -> Step:
     """Rewrites the forward and the backward pass, which meet in the residuals."""
     inside = context.inside(op)
     floats = _differentiable(op)
-<<<<<<< HEAD
+    made_floats = [i for i, aval in enumerate(op.out_avals) if has_tangent(aval)]
     body = op.params["call_jaxpr"]
     primal = context.keep(op, body, plan(read(body), states, inside))
-    backward: list[Plan] = []
-
-    def original(*args: Any) -> list[Any]:
-        return _compat.bind(op.equation, args)
-=======
-    made_floats = [i for i, aval in enumerate(op.out_avals) if has_tangent(aval)]
-    primal = plan(read(op.params["call_jaxpr"]), states, inside)
->>>>>>> wt-autocast
 
     @jax.custom_vjp
     def call(*args: Any) -> list[Any]:

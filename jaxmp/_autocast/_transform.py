@@ -155,12 +155,8 @@ def _wrapped(fun: Callable[..., Any], settings: _Settings) -> Callable[..., Any]
 
     rewritten.__name__ = rewritten.__qualname__ = getattr(fun, "__name__", "autocast")
     compiled = jax.jit(rewritten, static_argnums=(0, 2))
-<<<<<<< HEAD
-    captures = False
-    told: list[str] = []
-=======
     captures, computed_in = False, dtypes_of(get_rules(settings.policy))
->>>>>>> wt-flax
+    told: list[str] = []
 
     @functools.wraps(fun, updated=())
     def autocast_fun(*args: Any, **kwargs: Any) -> Any:

@@ -123,11 +123,7 @@ def test_memory_of_transformers(
 
 
 def test_memory_of_a_graphs_hub(gpu: Compiler) -> None:
-<<<<<<< HEAD
-    """Gradients of gathered rows are added in float32: an array of nodes more, none of edges."""
-=======
     """Gradients of gathered rows are added in float32: one array of nodes more, none of edges."""
->>>>>>> wt-autocast
     nodes, edges, width = 4096, 131072, 256
 
     def loss(w: Any, x: Any, senders: Any, dtype: Any = jnp.float32) -> Any:
