@@ -3,6 +3,7 @@
 import copy
 from typing import Any, Literal, get_args
 
+import jax.numpy as jnp  # noqa: F401 (for the doctests)
 import jmp
 import optax
 from jaxtyping import Array, Bool, PyTree
