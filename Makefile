@@ -55,6 +55,7 @@ types: $(VENV)/.installed
 bench: $(VENV)/.installed
 	$(RUN) benchmarks/bench_optimizer.py
 	$(RUN) benchmarks/bench_train_step.py
+	$(RUN) benchmarks/bench_eager.py
 	$(RUN) benchmarks/bench_rules.py
 	$(RUN) benchmarks/bench_autocast.py
 

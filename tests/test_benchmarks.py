@@ -35,6 +35,13 @@ def test_optimizer() -> None:
     assert masters["argument"] == pytest.approx(14, abs=0.5)
 
 
+def test_eager() -> None:
+    bench = importlib.import_module("bench_eager")
+    rows = bench.main(["--layers", "1", "--repeats", "2", "--steps", "2", "--no-write"])
+    assert [row["contender"] for row in rows][:2] == ["optax, float32", "jaxmp float32"]
+    assert all(row["median_ms"] > 0 for row in rows)
+
+
 def test_train_step() -> None:
     bench = importlib.import_module("bench_train_step")
     more = ["--vocab", "256", "--context", "32", "--batch", "2", "--policies", "mixed_float16"]

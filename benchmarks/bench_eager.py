@@ -1,0 +1,105 @@
+"""What a step of the optimizer costs outside of `jit`, beside plain optax's.
+
+Without `jit` each operation is dispatched on its own: time is a matter of how many there are,
+and of whether any is compiled anew. The arrays are small: nothing but dispatch is measured.
+
+    python benchmarks/bench_eager.py
+"""
+
+import argparse
+import statistics
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import PyTree
+from measurement import (
+    Column,
+    CompiledStep,
+    Contender,
+    Memory,
+    Metrics,
+    Report,
+    Row,
+    add_common_arguments,
+    spread,
+    time_in_turn,
+)
+
+import jaxmp
+
+_BASELINE = "optax, float32"
+_POLICIES = ("float32", "bfloat16", "float16")
+_COLUMNS = (
+    Column("layers", "layers", "d"),
+    Column("contender", "contender"),
+    Column("ratio", f"time over {_BASELINE}"),
+    Column("median_ms", "median ms", ".2f"),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> list[Row]:
+    """Runs the benchmark with these arguments; returns the rows of its table."""
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(description="Time of an optimizer step outside of jit.")
+    parser.add_argument("--layers", type=int, nargs="+", default=[1, 10])
+    parser.add_argument("--width", type=int, default=32, help="each layer is width x width")
+    add_common_arguments(parser, repeats=9, steps=20)
+    args = parser.parse_args(argv)
+    rows = [row for layers in args.layers for row in _measure(layers, args)]
+    report = Report(
+        name="eager",
+        title="Time of an optimizer step outside of jit",
+        command=" ".join(["python benchmarks/bench_eager.py", *argv]),
+        columns=_COLUMNS,
+        rows=rows,
+        assumptions=[
+            f"AdamW, `tx.update` and `optax.apply_updates`; layers of {args.width} x {args.width} "
+            "and a bias.",
+            f"{args.repeats} rounds in which each contender takes one turn of {args.steps} steps "
+            "after one that is not timed; ratios are taken within the rounds: median (least to "
+            "greatest).",
+        ],
+    )
+    report.show()
+    if not args.no_write:
+        print(f"wrote {report.write(args.results)}")
+    return rows
+
+
+def _measure(layers: int, args: argparse.Namespace) -> list[Row]:
+    params = [{"w": jnp.ones((args.width,) * 2), "b": jnp.ones(args.width)} for _ in range(layers)]
+    grads = jax.tree.map(lambda p: jnp.full(p.shape, 0.5), params)
+    inner = optax.adamw(1e-3)
+    contenders = [_contender(_BASELINE, inner, params)]
+    for policy in _POLICIES:
+        tx = jaxmp.mixed_precision(inner, policy)
+        contenders.append(_contender(f"jaxmp {policy}", tx, tx.init_params(params)[0]))
+    times = time_in_turn(contenders, grads, rounds=args.repeats, steps=args.steps)
+    return [
+        {
+            "layers": layers,
+            "contender": name,
+            "ratio": spread(mine.ratios(times[_BASELINE])),
+            "median_ms": 1e3 * statistics.median(mine.seconds),
+            "seconds": mine.seconds,
+        }
+        for name, mine in times.items()
+    ]
+
+
+def _contender(name: str, tx: optax.GradientTransformation, params: PyTree) -> CompiledStep:
+    def step(state: Any, grads: PyTree) -> tuple[Any, Metrics]:
+        params, opt_state = state
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), {}
+
+    contender = Contender(name, lambda: (params, tx.init(params)), step)
+    return CompiledStep(contender, step, Memory(0, 0, 0, 0))  # as it is: nothing is compiled
+
+
+if __name__ == "__main__":
+    main()
