@@ -159,3 +159,11 @@ def is_of_jax_nn(jaxpr: Any) -> bool:
     """Whether a jitted function is one of `jax.nn`, and not one of the same name."""
     info = open_jaxpr(jaxpr).debug_info
     return "jax/_src/nn/functions.py" in str(getattr(info, "func_src_info", "")).replace("\\", "/")
+
+
+def function_name(equation: core.JaxprEqn) -> str:
+    """The name of the function that an equation calls; of its primitive, where it has none."""
+    for jaxpr in sub_jaxprs(equation):
+        info = getattr(jaxpr, "debug_info", None)
+        return str(getattr(info, "func_name", equation.primitive.name))
+    return equation.primitive.name
