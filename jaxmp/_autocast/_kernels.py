@@ -133,14 +133,8 @@ def _leaves(closed: core.ClosedJaxpr, names: frozenset[str]) -> set[Any]:
     loss, and what it reads beside predictions, row by row, labels.
     """
     flow = _Flow(names)
-    jaxpr = _compat.open_jaxpr(closed)
-    flow.run(
-        jaxpr,
-        [
-            frozenset({i} if _is_float(var) and var.aval.dtype == FLOAT32 else ())
-            for i, var in enumerate(jaxpr.invars)
-        ],
-    )
+    begin = (i if aval.dtype == FLOAT32 else None for i, aval in enumerate(closed.in_avals))
+    flow.run(_compat.open_jaxpr(closed), [_NOWHERE if i is None else frozenset({i}) for i in begin])
     return flow.reached.union(*(made_of for last, made_of in flow.beside if last in flow.reached))
 
 
