@@ -169,3 +169,11 @@ def may_sum_bfloat16_wrongly() -> bool:
     """
     numbers = [int(part) for part in jaxlib.version.__version__.split(".")[:3] if part.isdecimal()]
     return tuple(numbers) >= (0, 11, 2)
+
+
+def function_name(equation: core.JaxprEqn) -> str:
+    """The name of the function that an equation calls; of its primitive, where it has none."""
+    for jaxpr in sub_jaxprs(equation):
+        info = getattr(jaxpr, "debug_info", None)
+        return str(getattr(info, "func_name", equation.primitive.name))
+    return equation.primitive.name

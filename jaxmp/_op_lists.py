@@ -118,6 +118,12 @@ _FUNCTIONS: dict[str, OpClass] = {
     "jax.nn.celu": OpClass.PROMOTE,
 }
 CONTRACTIONS = frozenset(_TABLE[OpClass.LOWER][0].split())
+# Made for the dtypes of their operands by whoever wrote them.
+KERNELS = frozenset(
+    {"custom_vjp_call", "pallas_call", "mpmd_map", "ffi_call", "composite", "custom_partitioning"}
+    | {"call_hi_primitive", "core_map", "run_state", "linear_call"}
+    | {"dot_product_attention_fwd_wrapper", "scaled_matmul_wrapper"}
+)
 # What has another shape than its operands because it puts them side by side.
 ARRANGEMENTS = frozenset({"concatenate", "pad", "stack", "tie"})
 # A value that is in float32 for a moment stays there through these: they scale and shift it, or

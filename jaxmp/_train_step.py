@@ -207,7 +207,7 @@ def _lowered(
         narrow = is_floating(x) and x.dtype.itemsize < wide.itemsize and x.dtype != compute
         return cast_floating(x, wide) if narrow else x
 
-    products = autocast(loss_fn, policy) if compute.itemsize < 4 else loss_fn
+    products = autocast(loss_fn, policy, kernels="low") if compute.itemsize < 4 else loss_fn
 
     def products_cast(params: PyTree, batch: PyTree, **collections: PyTree) -> Any:
         params, batch = jax.tree.map(no_narrower, (params, batch))

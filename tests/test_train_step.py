@@ -468,3 +468,43 @@ def test_params_that_the_optimizer_loses_are_named() -> None:
     assert metrics["grads_finite"]
     with pytest.raises(jaxmp.TrainingStalled, match="params are lost: 'b', 'w' are NaN, and bec"):
         jaxmp.check_progress(state)
+
+
+@jax.custom_vjp
+def attention(q: Any, k: Any, v: Any) -> Any:
+    """Stands for a kernel whose derivative is its own, and which says what it was made for."""
+    KERNEL_DTYPES.append({x.dtype.name for x in (q, k, v)})
+    return jax.nn.softmax(q @ k.T) @ v
+
+
+KERNEL_DTYPES: list[set[str]] = []
+attention.defvjp(
+    lambda q, k, v: (attention(q, k, v), (q, k, v)),
+    lambda kept, cotangent: jax.vjp(lambda q, k, v: jax.nn.softmax(q @ k.T) @ v, *kept)[1](
+        cotangent
+    ),
+)
+
+
+def test_kernels_of_a_step_read_16_bits() -> None:
+    """Kernels are made for the dtypes of their operands; labels near 1000 keep their bits."""
+
+    def loss(params: Any, batch: Any) -> Any:
+        x = batch["x"]
+        heads = [x @ params[name] for name in ("q", "k", "v")]
+        out = jnp.mean(attention(*heads), axis=1, keepdims=True) + params["b"] + 1000.0
+        return jnp.mean((out - batch["y"]) ** 2)
+
+    rng = np.random.default_rng(0)
+    params = {name: rng.normal(size=(4, 4)).astype(np.float32) for name in ("q", "k", "v")}
+    batch = {"x": rng.normal(size=(8, 4)).astype(np.float32), "y": np.full((8, 1), 1001.5, "f4")}
+    tx = jaxmp.mixed_precision(optax.sgd(0.0), "mixed_bfloat16")
+    state = jaxmp.TrainState.create(params=params | {"b": jnp.ones(1)}, tx=tx)
+    step = jaxmp.make_train_step(loss, "mixed_bfloat16", donate=False)
+    KERNEL_DTYPES.clear()
+    _, metrics = step(state, batch)
+    assert KERNEL_DTYPES[-1] == {"bfloat16"}
+    exact = float(loss(state.params, batch))
+    np.testing.assert_allclose(metrics["loss"], exact, rtol=0.02)
+    rounded = float(loss(state.params, batch | {"y": np.full((8, 1), 1000.0, "f4")}))
+    assert abs(rounded - exact) > 0.2 * exact  # positive control

@@ -12,6 +12,7 @@ from jax import lax
 from jaxmp import _compat
 from jaxmp._autocast._flow import Context, Plan, ResultsIn, plan
 from jaxmp._autocast._interpreter import run
+from jaxmp._autocast._kernels import with_statistics
 from jaxmp._autocast._kinds import ACTIVATIONS, Kind, State
 from jaxmp._autocast._program import Op, read
 from jaxmp._autocast._scopes import Region
@@ -109,24 +110,8 @@ def custom_vjp(op: Op, states: States, context: Context, region: Region) -> Step
     if not ACTIVATIONS & kinds_of(states):
         return alone(op, states)
     step = alone(op, states, exact=Kind.BRIEF)
-    activations = [
-        aval
-        for state, aval in zip(states, op.in_avals, strict=True)
-        if state is not None and state.kind in ACTIVATIONS
-    ]
-    step.results = [
-        state._replace(kind=Kind.FACTOR)
-        if state is not None and state.kind is Kind.BRIEF and _is_statistic(aval, activations)
-        else state
-        for state, aval in zip(step.results, op.out_avals, strict=True)
-    ]
+    step.results = with_statistics(op, states, step.results)
     return step
-
-
-def _is_statistic(aval: Any, activations: list[Any]) -> bool:
-    """Whether a result sums up activations: a loss, the logarithm of a sum of exponentials."""
-    largest = max(activations, key=lambda given: given.size)
-    return bool(aval.size < largest.size and aval.ndim < largest.ndim)
 
 
 @jax.tree_util.register_static

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from jax.extend import core
 
+from jaxmp._autocast._kernels import Taken, taken_step
 from jaxmp._autocast._kinds import FLOAT32, Kind, State
 from jaxmp._autocast._operations import RULES, adapted, convert, has_own_program
 from jaxmp._autocast._program import JITS, Op, Program
@@ -45,6 +46,7 @@ class Context:
       lists: the classes of operations.
       enter_custom_vjp: whether functions with gradients of their own are rewritten too.
       control: plans an operation that contains programs.
+      kernels: those that were traced for 16 bits.
       prefix: the scopes around the program that is being planned.
       functions: the jitted functions around it.
       seen: the names of all primitives and jitted functions that were met.
@@ -56,6 +58,7 @@ class Context:
     lists: OpLists
     enter_custom_vjp: bool
     control: Callable[..., Step]
+    kernels: Taken = dataclasses.field(default_factory=dict)
     prefix: tuple[str, ...] = ()
     functions: tuple[str, ...] = ()
     seen: set[str] = dataclasses.field(default_factory=set)
@@ -145,6 +148,8 @@ def _step(op: Op, states: States, context: Context) -> Step:
     # Scopes inside of a loop may say otherwise than those around it.
     if region.sealed or (region.exact and op_class is not OpClass.CONTROL):
         return alone(op, states, exact=region.result)
+    if id(op.equation) in context.kernels and not region.exact:
+        return taken_step(op, states, context.kernels[id(op.equation)][1])
     if op.name == "convert_element_type":
         return convert(op, states)
     if op_class is OpClass.CONTROL:

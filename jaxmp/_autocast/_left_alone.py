@@ -73,7 +73,8 @@ def _of_step(step: Step, context: Context) -> _Flops:
         return _run(op.equation, [_of_plan(each, inside) for each in plans])
     names = (*context.prefix, *scopes(op.stack))
     if op.name not in PRODUCTS:
-        return _inside(op.equation, names, context, _reason_of(op.name))
+        _, runs = context.kernels.get(id(op.equation), (None, op.equation))
+        return _inside(runs, names, context, _reason_of(op.name))
     if context.lists.of(op.name, (*context.functions, *op.functions)) is not OpClass.LOWER:
         return collections.Counter()
     reason = _KEPT

@@ -16,6 +16,7 @@ from jaxmp import _compat
 from jaxmp._autocast._control_flow import plan_control
 from jaxmp._autocast._flow import Context, ResultsIn, plan
 from jaxmp._autocast._interpreter import run
+from jaxmp._autocast._kernels import low_kernels
 from jaxmp._autocast._left_alone import warn_if_most_is_left
 from jaxmp._autocast._program import read
 from jaxmp._autocast._scopes import DONE, EXACT, Regions, region_of
@@ -30,6 +31,7 @@ from jaxmp._warnings import warn
 from jaxmp.rules import dtypes_of, get_rules
 
 Output = Literal["traced", "policy", "computed"]
+Kernels = Literal["traced", "low"]
 
 
 def autocast(
@@ -41,6 +43,7 @@ def autocast(
     promote: Iterable[str] = (),
     output: Output = "traced",
     enter_custom_vjp: bool = False,
+    kernels: Kernels = "traced",
 ) -> Callable[..., Any]:
     """The same function in mixed precision: products run low, what needs float32 stays there.
 
@@ -65,6 +68,11 @@ def autocast(
         for the policy's output dtype, `"computed"` as it comes.
       enter_custom_vjp: rewrite functions with a `jax.custom_vjp` too, forward and backward. They
         are left alone otherwise, with casts around them.
+      kernels: what kernels behind `jax.custom_vjp`, Pallas and the like run in: `"traced"` as
+        without autocast, `"low"` as if arguments had been cast to 16 bits. They are taken from a
+        second trace, with those arguments cast that lead to a product or a kernel; labels that a
+        loss reads beside predictions stay float32. Kernels that the two traces do not have in
+        common stay as they are, with a warning.
 
     Returns:
       A function with the arguments of `fun`. Called outside of `jit` it is compiled, once for
@@ -87,6 +95,7 @@ def autocast(
         op_lists(lower, float32, promote),
         _check_output(output),
         _check_flag(enter_custom_vjp),
+        _check_kernels(kernels),
     )
     if not callable(fun):
         raise TypeError(f"autocast takes a function, got {type(fun).__name__}")
@@ -131,6 +140,7 @@ class _Settings(NamedTuple):
     lists: OpLists
     output: Output
     enter_custom_vjp: bool
+    kernels: Kernels
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["static"])
@@ -151,7 +161,11 @@ def _wrapped(fun: Callable[..., Any], settings: _Settings) -> Callable[..., Any]
         closed, returned = traced(fun, static, arrays)
         if not may_capture and _compat.holds_arrays(closed):
             raise _Captured
-        return _Returned(_rewritten(closed, arrays, settings, told), returned)
+
+        def again(avals: list[Any]) -> Any:
+            return traced(fun, static, avals)[0]
+
+        return _Returned(_rewritten(closed, arrays, settings, again, told), returned)
 
     rewritten.__name__ = rewritten.__qualname__ = getattr(fun, "__name__", "autocast")
     compiled = jax.jit(rewritten, static_argnums=(0, 2))
@@ -234,11 +248,21 @@ def _is_empty(cell: Any) -> bool:
     return False
 
 
-def _rewritten(closed: Any, arrays: list[Any], settings: _Settings, told: list[str]) -> list[Any]:
+def _rewritten(
+    closed: Any,
+    arrays: list[Any],
+    settings: _Settings,
+    again: Callable[[list[Any]], Any],
+    told: list[str],
+) -> list[Any]:
     """What the program returns, run in mixed precision."""
     program = read(closed)
     regions = Regions(settings.policy)
-    context = Context(regions, settings.lists, settings.enter_custom_vjp, plan_control)
+    enter = settings.enter_custom_vjp
+    kernels = {}
+    if settings.kernels == "low":
+        kernels = low_kernels(closed, regions, again, enter_custom_vjp=enter)
+    context = Context(regions, settings.lists, enter, plan_control, kernels)
     arguments = [initial(program.avals[i]) for i in program.inputs]
     results_in: ResultsIn = "low" if settings.output == "computed" else "either"
     planned = plan(program, arguments, context, results_in=results_in)
@@ -306,6 +330,12 @@ def _check_flag(value: bool) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"enter_custom_vjp must be True or False, got {value!r}")
     return value
+
+
+def _check_kernels(kernels: str) -> Kernels:
+    if kernels not in ("traced", "low"):
+        raise ValueError(f"kernels must be 'traced' or 'low', got {kernels!r}")
+    return kernels  # type: ignore[return-value]
 
 
 def _check_output(output: str) -> Output:

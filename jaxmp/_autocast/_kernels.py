@@ -1,0 +1,251 @@
+"""Kernels that nobody can look into get 16-bit operands, if the function is traced for them.
+
+A kernel behind `jax.custom_vjp` or Pallas is made for the dtypes of its operands while the function
+is traced, and the function is traced in float32. So it is traced once more, with those arguments
+cast that lead to a product or a kernel, and the kernels are taken from there: the n-th of that
+program in place of the n-th of this one.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from jaxmp import _compat
+from jaxmp._autocast._kinds import ACTIVATIONS, FLOAT32, Kind, State
+from jaxmp._autocast._program import Op
+from jaxmp._autocast._scopes import Region, Regions, scopes
+from jaxmp._autocast._steps import States, Step, alone
+from jaxmp._op_lists import CLASSES, CONTRACTIONS, KERNELS, OpClass
+from jaxmp._warnings import warn
+
+# Equations of the first trace, by their id, each with the one that is to run in its place.
+Taken = dict[int, tuple[core.JaxprEqn, core.JaxprEqn]]
+
+
+class _Kernel(NamedTuple):
+    equation: core.JaxprEqn
+    region: Region
+    path: str
+
+
+def low_kernels(
+    closed: core.ClosedJaxpr,
+    regions: Regions,
+    trace: Callable[[list[Any]], core.ClosedJaxpr],
+    *,
+    enter_custom_vjp: bool,
+) -> Taken:
+    """The kernels of a function for 16-bit operands; warns of those that there are none for.
+
+    Args:
+      closed: the function, traced in float32.
+      regions: which policy holds where. Kernels in float32 stay as they were traced.
+      trace: traces it for other abstract arguments.
+      enter_custom_vjp: whether functions with gradients of their own are no kernels.
+    """
+    names = KERNELS - {"custom_vjp_call"} if enter_custom_vjp else KERNELS
+    kernels = list(_kernels(_compat.open_jaxpr(closed), (), names, regions))
+    taken: Taken = {}
+    reasons: dict[str, None] = {}
+    for dtype in dict.fromkeys(x.region.low for x in kernels if not x.region.exact):
+        leaves = _leaves(closed, names)
+        avals = [
+            aval.update(dtype=dtype, weak_type=False) if i in leaves else aval
+            for i, aval in enumerate(closed.in_avals)
+        ]
+        try:
+            with jax.numpy_dtype_promotion("standard"):  # labels stay float32 beside predictions
+                low = trace(avals)
+        except Exception as error:  # of whatever sort: the function was not written for this
+            text = str(error).partition("\n")[0]
+            reasons[f"the function fails with them ({type(error).__name__}: {text})"] = None
+            continue
+        others = list(_kernels(_compat.open_jaxpr(low), (), names, regions))
+        if len(others) != len(kernels):
+            reasons[f"it calls {len(others)} kernels with them, and {len(kernels)} without"] = None
+            continue
+        pairs = zip(kernels, others, strict=True)
+        reasons |= _take(taken, [pair for pair in pairs if pair[0].region.low == dtype])
+    if reasons:
+        warn(
+            "kernels='low' traces the function a second time, with 16-bit arguments, and takes its "
+            f"kernels from there. Some stay as they were traced, since {'; '.join(reasons)}"
+        )
+    return taken
+
+
+def _kernels(
+    jaxpr: Any, prefix: tuple[str, ...], names: frozenset[str], regions: Regions
+) -> Iterator[_Kernel]:
+    """The kernels of a program and of those in it, in their order."""
+    for equation in jaxpr.eqns:
+        path = (*prefix, *scopes(equation.source_info.name_stack))
+        region = regions.of(path)
+        name = equation.primitive.name
+        if region.sealed:
+            continue
+        if name in names:
+            yield _Kernel(equation, region, "/".join((*path, _compat.function_name(equation))))
+        elif CLASSES.get(name) is OpClass.CONTROL and name != "custom_vjp_call":
+            for inner in _compat.sub_jaxprs(equation):
+                yield from _kernels(inner, path, names, regions)
+
+
+def _take(taken: Taken, pairs: Sequence[tuple[_Kernel, _Kernel]]) -> dict[str, None]:
+    """Takes kernels in place of others, where they fit; the reasons where they do not."""
+    refused: dict[int, str] = {}
+    for kernel, other in pairs:
+        old, new = kernel.equation, other.equation
+        if _signature(old) != _signature(new):
+            refused[id(old)] = f"{kernel.path} has other operands or results with them"
+        elif _dtypes(taken.setdefault(id(old), (old, new))[1]) != _dtypes(new):
+            refused[id(old)] = f"{kernel.path} is traced once for calls with several dtypes"
+    for number in refused:
+        taken.pop(number, None)
+    return dict.fromkeys(refused.values())
+
+
+def _signature(equation: core.JaxprEqn) -> Any:
+    """What a kernel has to have in common with another: all but the dtypes of its floats."""
+
+    def like(atoms: Sequence[Any]) -> list[Any]:
+        return [(atom.aval.shape, None if _is_float(atom) else atom.aval.dtype) for atom in atoms]
+
+    return equation.primitive, like(equation.invars), like(equation.outvars)
+
+
+def _dtypes(equation: core.JaxprEqn) -> list[Any]:
+    return [cast(Any, atom.aval).dtype for atom in (*equation.invars, *equation.outvars)]
+
+
+def _is_float(atom: Any) -> bool:
+    dtype = getattr(atom.aval, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+
+
+def _leaves(closed: core.ClosedJaxpr, names: frozenset[str]) -> set[Any]:
+    """Which arguments lead to a product or a kernel: by number.
+
+    Labels do not: they are no operand of a product. A kernel behind which no other comes may be a
+    loss, and what it reads beside predictions, row by row, labels.
+    """
+    flow = _Flow(names)
+    begin = (i if aval.dtype == FLOAT32 else None for i, aval in enumerate(closed.in_avals))
+    flow.run(_compat.open_jaxpr(closed), [_NOWHERE if i is None else frozenset({i}) for i in begin])
+    return flow.reached.union(*(made_of for last, made_of in flow.beside if last in flow.reached))
+
+
+# What a float is made of: the numbers of arguments, and of products and kernels something else.
+_Origin = frozenset[Any]
+_NOWHERE: _Origin = frozenset()
+
+
+class _Flow:
+    """Follows arguments through a program.
+
+    Attributes:
+      reached: what came to a product or a kernel: numbers of arguments, and kernels by name.
+      beside: for each kernel, what it reads beside predictions.
+    """
+
+    def __init__(self, names: frozenset[str]) -> None:
+        self._names = names
+        self.reached: set[Any] = set()
+        self.beside: list[tuple[Any, _Origin]] = []
+
+    def run(self, jaxpr: Any, given: Sequence[_Origin]) -> list[_Origin]:
+        known: dict[Any, _Origin] = dict(zip(jaxpr.invars, given, strict=True))
+
+        def origin(atom: Any) -> _Origin:
+            if isinstance(atom, core.Literal) or not _is_float(atom):
+                return _NOWHERE
+            return known.get(atom, _NOWHERE)
+
+        for equation in jaxpr.eqns:
+            found = [origin(atom) for atom in equation.invars]
+            known.update(zip(equation.outvars, self._made(equation, found), strict=True))
+        return [origin(atom) for atom in jaxpr.outvars]
+
+    def _made(self, equation: core.JaxprEqn, found: list[_Origin]) -> list[_Origin]:
+        name = equation.primitive.name
+        of_all = _NOWHERE.union(*found)
+        if name in CONTRACTIONS:
+            self.reached |= of_all
+            of_all |= {"product"}
+        elif name in self._names:
+            self._meet(equation, found)
+            of_all |= {f"kernel {id(equation)}"}
+        elif CLASSES.get(name) is OpClass.CONTROL:
+            return self._inside(equation, found)
+        return [of_all] * len(equation.outvars)
+
+    def _meet(self, kernel: core.JaxprEqn, found: list[_Origin]) -> None:
+        shapes = [getattr(atom.aval, "shape", ()) for atom in kernel.invars]
+        predicted = [any(isinstance(x, str) for x in origin) for origin in found]
+        rows = {shape[:1] for shape, is_one in zip(shapes, predicted, strict=True) if is_one}
+        for shape, origin, is_one in zip(shapes, found, predicted, strict=True):
+            if rows and not is_one and shape[:1] in {*rows, ()}:
+                self.beside.append((f"kernel {id(kernel)}", origin))
+            else:
+                self.reached |= origin
+
+    def _inside(self, equation: core.JaxprEqn, found: list[_Origin]) -> list[_Origin]:
+        """Programs get the last operands of an equation, and most give its results."""
+        made = [_NOWHERE] * len(equation.outvars)
+        for jaxpr in _compat.sub_jaxprs(equation):
+            given = found[-len(jaxpr.invars) :] if jaxpr.invars else []
+            given = [_NOWHERE] * (len(jaxpr.invars) - len(given)) + given
+            begin = len(given) - len(made)
+            if equation.primitive.name == "scan":
+                begin, count = _compat.scan_counts(equation.params)
+            else:
+                count = len(made) if equation.primitive.name == "while" else 0
+            while True:
+                out = self.run(jaxpr, given)
+                carry = slice(begin, begin + count)
+                turned = [a | b for a, b in zip(given[carry], out, strict=False)]
+                if turned == given[carry]:
+                    break
+                given[carry] = turned
+            if len(out) == len(made):
+                made = [a | b for a, b in zip(made, out, strict=True)]
+        return made
+
+
+def taken_step(op: Op, states: States, low: core.JaxprEqn) -> Step:
+    """A kernel that was traced for 16 bits: what it gives in 16 bits is an activation."""
+    step = alone(op, states)
+    reads = [cast(Any, atom.aval) for atom in low.invars]
+    makes = [cast(Any, atom.aval) for atom in low.outvars]
+    step.wants = [state and aval.dtype for state, aval in zip(states, reads, strict=True)]
+    made = [
+        state and State(Kind.BRIEF if aval.dtype == FLOAT32 else Kind.LOW, aval.dtype)
+        for state, aval in zip(step.results, makes, strict=True)
+    ]
+    step.results = with_statistics(op, states, made)
+    step.run = lambda op, values: _compat.bind(low, values)
+    return step
+
+
+def with_statistics(op: Op, states: States, results: States) -> list[State | None]:
+    """The results of a kernel: what sums up activations stays float32, if it comes so."""
+    activations = [
+        aval
+        for state, aval in zip(states, op.in_avals, strict=True)
+        if state is not None and state.kind in ACTIVATIONS
+    ]
+    return [
+        state._replace(kind=Kind.FACTOR)
+        if state is not None and state.kind is Kind.BRIEF and _is_statistic(aval, activations)
+        else state
+        for state, aval in zip(results, op.out_avals, strict=True)
+    ]
+
+
+def _is_statistic(aval: Any, activations: list[Any]) -> bool:
+    """Whether a result sums up activations: a loss, the logarithm of a sum of exponentials."""
+    largest = max(activations, key=lambda given: given.size, default=aval)
+    return bool(aval.size < largest.size and aval.ndim < largest.ndim)
