@@ -97,7 +97,9 @@ def start_job(
     def commands(port: int) -> list[list[str]]:
         limit = str(max(1.0, timeout - TRACEBACK_SECONDS))
         common = [str(port), str(processes), str(devices), limit, str(folder)]
-        worker = [sys.executable, "-u", "-W", "error", "-m", "tests.multiprocess.worker"]
+        # All but the one warning that pyproject.toml expects on some jaxlibs.
+        strict = ["-W", "error", "-W", "ignore:the CPU compiler of jaxlib"]
+        worker = [sys.executable, "-u", *strict, "-m", "tests.multiprocess.worker"]
         return [[*worker, str(i), *common] for i in range(processes)]
 
     return retry_ports(commands, folder=folder, timeout=timeout)
