@@ -60,9 +60,9 @@ def make_train_step(
       microbatches: evaluate the batch in this many parts and average in float32, for a loss that
         is a mean over the batch; collections pass from one part to the next.
       cast: `"products"` puts `loss_fn` under `jaxmp.autocast`: matrix products, convolutions and
-        kernels with derivatives of their own read 16 bits, and nothing else loses any: labels
-        near 1000, class ids and time stamps stay what they are. `"all"` casts all floating params
-        and the whole batch before `loss_fn` sees them, labels too, which is jmp's meaning.
+        kernels (`kernels="low"`) read 16 bits. What the batch holds beside their operands, such as
+        labels near 1000, class ids and time stamps, keeps every bit. `"all"` casts all floating
+        params and the whole batch before `loss_fn` sees them, labels too, which is jmp's meaning.
       cast_batch: with `cast="all"`, whether the batch is cast too. False for a batch with float
         targets that must not be rounded; cast the inputs in `loss_fn` then.
       extra_args: `extra_args(state, batch, loss)` returns further keyword arguments for the update

@@ -283,7 +283,7 @@ def pressures() -> dict[str, Any]:
 
 
 def offset_loss(params: Any, batch: Any) -> Any:
-    return jnp.mean((batch["x"] @ params["w"] + 1000.0 - batch["y"]) ** 2)
+    return jnp.mean((batch["x"] @ params["w"] - (batch["y"] - 1000.0)) ** 2)
 
 
 def scanned_loss(params: Any, batch: Any) -> Any:
@@ -291,7 +291,7 @@ def scanned_loss(params: Any, batch: Any) -> Any:
 
     def add(total: Any, row: Any) -> Any:
         x, y = row
-        return total + jnp.sum((x @ params["w"] + 1000.0 - y) ** 2), None
+        return total + jnp.sum((x @ params["w"] - (y - 1000.0)) ** 2), None
 
     parts = jax.tree.map(lambda v: v.reshape(64, 8, -1), (batch["x"], batch["y"]))
     return jax.lax.scan(add, jnp.float32(0), parts)[0] / 512
@@ -325,7 +325,7 @@ def test_a_batch_that_is_input_and_label_keeps_its_bits() -> None:
 
     def loss(params: Any, x: Any) -> Any:
         centred = x - 1000.0
-        return jnp.mean((jnp.sum(centred @ params["w"], 1, keepdims=True) + 1000.0 - x[:, :1]) ** 2)
+        return jnp.mean((centred @ params["w"] - (x[:, :1] - 1000.0)) ** 2)
 
     w = trained(x, loss, "mixed_bfloat16")
     np.testing.assert_allclose(w, [[1], [0], [0], [0]], atol=0.02)
