@@ -115,10 +115,10 @@ def get_policy(policy: str | jmp.Policy) -> Policy:
     | `O3` | float16 | float16 | float32 | apex's O3, which also has no masters and scale 1 |
 
     All of them ask for float32 reductions. O1 has the dtypes of `mixed_float16`, and chooses one
-    for each operation: `jaxmp.autocast(loss_fn, "O1")`, which `make_train_step(loss_fn, "O1")`
-    does too. O2 is more than one policy: `jaxmp.linen.apply_policy` and `jaxmp.nnx.apply_policy`
+    for each operation: `jaxmp.autocast(loss_fn, "O1")`, as `make_train_step` does under every
+    policy. O2 is more than one policy: `jaxmp.linen.apply_policy` and `jaxmp.nnx.apply_policy`
     add its float32 norms. For all of apex's O3, give `mixed_precision` `master="none"` and
-    `loss_scale=NoLossScale()` as well.
+    `loss_scale=NoLossScale()`, and `make_train_step` `cast="all"`, as well.
 
     Strings of dtypes are jmp's, with blanks allowed and a fourth key: `params` or `p`,
     `compute` or `c`, `output` or `o`, `reduce` or `r`. As in jmp, params default to float32,
