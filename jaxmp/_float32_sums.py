@@ -45,7 +45,8 @@ def gather(equation: core.JaxprEqn, values: Sequence[Any]) -> list[Any]:
     def rule(primals: Any, tangents: Any) -> Any:
         array, *indices = primals
         wide = lax.convert_element_type(tangents[0], FLOAT32)
-        (moved,) = _compat.bind(equation, [wide, *indices])
+        # What lies outside of the array is a constant.
+        (moved,) = _compat.bind(equation, [wide, *indices], fill_value=0)
         return gathered(*primals), lax.convert_element_type(moved, array.dtype)
 
     return [gathered(*values)]

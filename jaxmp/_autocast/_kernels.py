@@ -2,8 +2,8 @@
 
 A kernel behind `jax.custom_vjp` or Pallas is made for the dtypes of its operands while the function
 is traced, and the function is traced in float32. So it is traced once more, with those arguments
-cast that lead to a product or a kernel, and the kernels are taken from there: the n-th of that
-program in place of the n-th of this one.
+cast that products read, and the kernels are taken from there: the n-th of that program in place of
+the n-th of this one.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -36,6 +36,7 @@ def low_kernels(
     regions: Regions,
     trace: Callable[[list[Any]], core.ClosedJaxpr],
     *,
+    weights: set[int],
     enter_custom_vjp: bool,
 ) -> Taken:
     """The kernels of a function for 16-bit operands; warns of those that there are none for.
@@ -44,6 +45,7 @@ def low_kernels(
       closed: the function, traced in float32.
       regions: which policy holds where. Kernels in float32 stay as they were traced.
       trace: traces it for other abstract arguments.
+      weights: the numbers of its arguments that are params, and not data.
       enter_custom_vjp: whether functions with gradients of their own are no kernels.
     """
     names = KERNELS - {"custom_vjp_call"} if enter_custom_vjp else KERNELS
@@ -51,7 +53,7 @@ def low_kernels(
     taken: Taken = {}
     reasons: dict[str, None] = {}
     for dtype in dict.fromkeys(x.region.low for x in kernels if not x.region.exact):
-        leaves = _leaves(closed, names)
+        leaves = _read_by_products(closed, weights)
         avals = [
             aval.update(dtype=dtype, weak_type=False) if i in leaves else aval
             for i, aval in enumerate(closed.in_avals)
@@ -126,43 +128,43 @@ def _is_float(atom: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
 
 
-def _leaves(closed: core.ClosedJaxpr, names: frozenset[str]) -> set[Any]:
-    """Which arguments lead to a product or a kernel: by number.
+def _read_by_products(closed: core.ClosedJaxpr, weights: set[int]) -> set[int]:
+    """Which arguments are operands of products, within kernels too: by number.
 
-    Labels do not: they are no operand of a product. A kernel behind which no other comes may be a
-    loss, and what it reads beside predictions, row by row, labels.
+    Params are if they lead to a product by any way: as a bias does, which is added to what one
+    product made for the next. Data are if a product reads them before they meet what a product
+    made: inputs do, and labels, time stamps and the weights of examples do not.
     """
-    flow = _Flow(names)
+    flow = _Flow(weights)
     begin = (i if aval.dtype == FLOAT32 else None for i, aval in enumerate(closed.in_avals))
-    flow.run(_compat.open_jaxpr(closed), [_NOWHERE if i is None else frozenset({i}) for i in begin])
-    return flow.reached.union(*(made_of for last, made_of in flow.beside if last in flow.reached))
+    flow.run(_compat.open_jaxpr(closed), [_NOTHING if i is None else frozenset({i}) for i in begin])
+    return flow.read
 
 
-# What a float is made of: the numbers of arguments, and of products and kernels something else.
-_Origin = frozenset[Any]
-_NOWHERE: _Origin = frozenset()
+# What a float is made of: arguments by number, and products.
+_Origin = frozenset[int]
+_NOTHING: _Origin = frozenset()
+_PRODUCT: _Origin = frozenset({-1})
 
 
 class _Flow:
     """Follows arguments through a program.
 
     Attributes:
-      reached: what came to a product or a kernel: numbers of arguments, and kernels by name.
-      beside: for each kernel, what it reads beside predictions.
+      read: the numbers of those that products have read.
     """
 
-    def __init__(self, names: frozenset[str]) -> None:
-        self._names = names
-        self.reached: set[Any] = set()
-        self.beside: list[tuple[Any, _Origin]] = []
+    def __init__(self, weights: set[int]) -> None:
+        self._weights = weights
+        self.read: set[int] = set()
 
     def run(self, jaxpr: Any, given: Sequence[_Origin]) -> list[_Origin]:
         known: dict[Any, _Origin] = dict(zip(jaxpr.invars, given, strict=True))
 
         def origin(atom: Any) -> _Origin:
             if isinstance(atom, core.Literal) or not _is_float(atom):
-                return _NOWHERE
-            return known.get(atom, _NOWHERE)
+                return _NOTHING
+            return known.get(atom, _NOTHING)
 
         for equation in jaxpr.eqns:
             found = [origin(atom) for atom in equation.invars]
@@ -170,34 +172,22 @@ class _Flow:
         return [origin(atom) for atom in jaxpr.outvars]
 
     def _made(self, equation: core.JaxprEqn, found: list[_Origin]) -> list[_Origin]:
-        name = equation.primitive.name
-        of_all = _NOWHERE.union(*found)
-        if name in CONTRACTIONS:
-            self.reached |= of_all
-            of_all |= {"product"}
-        elif name in self._names:
-            self._meet(equation, found)
-            of_all |= {f"kernel {id(equation)}"}
-        elif CLASSES.get(name) is OpClass.CONTROL:
+        if CLASSES.get(equation.primitive.name) is OpClass.CONTROL:
             return self._inside(equation, found)
-        return [of_all] * len(equation.outvars)
-
-    def _meet(self, kernel: core.JaxprEqn, found: list[_Origin]) -> None:
-        shapes = [getattr(atom.aval, "shape", ()) for atom in kernel.invars]
-        predicted = [any(isinstance(x, str) for x in origin) for origin in found]
-        rows = {shape[:1] for shape, is_one in zip(shapes, predicted, strict=True) if is_one}
-        for shape, origin, is_one in zip(shapes, found, predicted, strict=True):
-            if rows and not is_one and shape[:1] in {*rows, ()}:
-                self.beside.append((f"kernel {id(kernel)}", origin))
-            else:
-                self.reached |= origin
+        origin = _NOTHING.union(*found)
+        if _multiplies(equation):
+            self.read |= origin - _PRODUCT
+            origin = _PRODUCT
+        elif origin >= _PRODUCT:
+            origin = (origin & self._weights) | _PRODUCT
+        return [origin] * len(equation.outvars)
 
     def _inside(self, equation: core.JaxprEqn, found: list[_Origin]) -> list[_Origin]:
         """Programs get the last operands of an equation, and most give its results."""
-        made = [_NOWHERE] * len(equation.outvars)
+        made = [_NOTHING] * len(equation.outvars)
         for jaxpr in _compat.sub_jaxprs(equation):
             given = found[-len(jaxpr.invars) :] if jaxpr.invars else []
-            given = [_NOWHERE] * (len(jaxpr.invars) - len(given)) + given
+            given = [_NOTHING] * (len(jaxpr.invars) - len(given)) + given
             begin = len(given) - len(made)
             if equation.primitive.name == "scan":
                 begin, count = _compat.scan_counts(equation.params)
@@ -207,12 +197,20 @@ class _Flow:
                 out = self.run(jaxpr, given)
                 carry = slice(begin, begin + count)
                 turned = [a | b for a, b in zip(given[carry], out, strict=False)]
-                if turned == given[carry]:
+                if turned == given[carry] or len(out) < count:  # fewer are of a while's condition
                     break
                 given[carry] = turned
             if len(out) == len(made):
                 made = [a | b for a, b in zip(made, out, strict=True)]
         return made
+
+
+def _multiplies(equation: core.JaxprEqn) -> bool:
+    """Whether an operation is a product, or a kernel with one inside; of some nobody can tell."""
+    inside = _compat.sub_jaxprs(equation)
+    if inside:
+        return any(_multiplies(each) for jaxpr in inside for each in jaxpr.eqns)
+    return equation.primitive.name in CONTRACTIONS | KERNELS
 
 
 def taken_step(op: Op, states: States, low: core.JaxprEqn) -> Step:

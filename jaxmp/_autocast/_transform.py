@@ -16,7 +16,7 @@ from jaxmp import _compat
 from jaxmp._autocast._control_flow import plan_control
 from jaxmp._autocast._flow import Context, ResultsIn, plan
 from jaxmp._autocast._interpreter import run
-from jaxmp._autocast._kernels import low_kernels
+from jaxmp._autocast._kernels import Taken, low_kernels
 from jaxmp._autocast._left_alone import warn_if_most_is_left
 from jaxmp._autocast._program import read
 from jaxmp._autocast._scopes import DONE, EXACT, Regions, region_of
@@ -70,9 +70,9 @@ def autocast(
         are left alone otherwise, with casts around them.
       kernels: what kernels behind `jax.custom_vjp`, Pallas and the like run in: `"traced"` as
         without autocast, `"low"` as if arguments had been cast to 16 bits. They are taken from a
-        second trace, with those arguments cast that lead to a product or a kernel; labels that a
-        loss reads beside predictions stay float32. Kernels that the two traces do not have in
-        common stay as they are, with a warning.
+        second trace, in which those arguments are cast that products read, but not labels or time
+        stamps. The first argument of the function is taken for the params. Kernels that the two
+        traces do not have in common stay as they are, with a warning.
 
     Returns:
       A function with the arguments of `fun`. Called outside of `jit` it is compiled, once for
@@ -162,10 +162,16 @@ def _wrapped(fun: Callable[..., Any], settings: _Settings) -> Callable[..., Any]
         if not may_capture and _compat.holds_arrays(closed):
             raise _Captured
 
-        def again(avals: list[Any]) -> Any:
-            return traced(fun, static, avals)[0]
-
-        return _Returned(_rewritten(closed, arrays, settings, again, told), returned)
+        kernels: Taken = {}
+        if settings.kernels == "low":
+            kernels = low_kernels(
+                closed,
+                Regions(settings.policy),
+                lambda avals: traced(fun, static, avals)[0],
+                weights=_of_first_argument(static, len(arrays)),
+                enter_custom_vjp=settings.enter_custom_vjp,
+            )
+        return _Returned(_rewritten(closed, arrays, settings, kernels, told), returned)
 
     rewritten.__name__ = rewritten.__qualname__ = getattr(fun, "__name__", "autocast")
     compiled = jax.jit(rewritten, static_argnums=(0, 2))
@@ -252,17 +258,13 @@ def _rewritten(
     closed: Any,
     arrays: list[Any],
     settings: _Settings,
-    again: Callable[[list[Any]], Any],
+    kernels: Taken,
     told: list[str],
 ) -> list[Any]:
     """What the program returns, run in mixed precision."""
     program = read(closed)
     regions = Regions(settings.policy)
-    enter = settings.enter_custom_vjp
-    kernels = {}
-    if settings.kernels == "low":
-        kernels = low_kernels(closed, regions, again, enter_custom_vjp=enter)
-    context = Context(regions, settings.lists, enter, plan_control, kernels)
+    context = Context(regions, settings.lists, settings.enter_custom_vjp, plan_control, kernels)
     arguments = [initial(program.avals[i]) for i in program.inputs]
     results_in: ResultsIn = "low" if settings.output == "computed" else "either"
     planned = plan(program, arguments, context, results_in=results_in)
@@ -286,6 +288,14 @@ def _rewritten(
             value if dtype in (None, value.dtype) else lax.convert_element_type(value, dtype)
         )
     return out
+
+
+def _of_first_argument(static: Static, count: int) -> set[int]:
+    """Which of the arrays of a call are in its first argument, by number."""
+    marks = [object() for _ in range(count)]
+    args, kwargs = joined(static, marks)
+    first = {id(leaf) for leaf in jax.tree.leaves(next(iter((*args, *kwargs.values())), None))}
+    return {i for i, mark in enumerate(marks) if id(mark) in first}
 
 
 def _output_dtype(policy: Policy | PolicyRules) -> Any:
