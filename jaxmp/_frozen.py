@@ -1,6 +1,5 @@
 """Which params an optimizer never moves, read from its program: they need no masters."""
 
-import functools
 from typing import Any
 
 import jax
@@ -11,6 +10,7 @@ from jaxtyping import PyTree
 
 from jaxmp import _compat
 from jaxmp._dtypes import at_least_float32, is_narrow
+from jaxmp._tree import leaf_names
 
 # What an operation makes of zeros is zero: where all its array operands are ...
 _KEEP_ZERO = frozenset(
@@ -18,8 +18,9 @@ _KEEP_ZERO = frozenset(
     | {"copy_p", "broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "slice"}
     | {"rev", "concatenate", "reduce_sum", "reduce_precision"}
 )
-# ... and where the first of them is (a product is zero where any is).
-_FIRST_ZERO = frozenset({"div", "integer_pow"})
+# ... and where the first of them is. (A product is zero where an array is; a factor of zero may be
+# a learning rate that Python will change.)
+_FIRST_ZERO = frozenset({"div"})
 
 
 def moved_by(inner: optax.GradientTransformation, params: PyTree) -> PyTree:
@@ -30,8 +31,8 @@ def moved_by(inner: optax.GradientTransformation, params: PyTree) -> PyTree:
     also through `MultiSteps` and `apply_if_finite`, which branch.
 
     Args:
-      inner: the optimizer. One that cannot be traced without arguments of its own is taken to
-        move everything, which costs memory and no correctness.
+      inner: the optimizer. One that cannot be traced here, without arguments of its own or outside
+        of its mesh, is taken to move everything, which costs memory and no correctness.
       params: a tree of arrays.
 
     Returns:
@@ -42,27 +43,77 @@ def moved_by(inner: optax.GradientTransformation, params: PyTree) -> PyTree:
     >>> moved_by(inner, {"head": jnp.bfloat16(1), "base": jnp.bfloat16(1)})
     {'base': False, 'head': True}
     """
-    leaves, treedef = jax.tree.flatten(params)
-    kinds = tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)
-    if all(jnp.issubdtype(dtype, jnp.inexact) and not is_narrow(dtype) for _, dtype in kinds):
+    if all(
+        jnp.issubdtype(x.dtype, jnp.inexact) and not is_narrow(x.dtype) for x in _leaves(params)
+    ):
         return jax.tree.map(lambda _: True, params)  # no masters anyway
-    return jax.tree.unflatten(treedef, _moved(inner, treedef, kinds))
-
-
-@functools.lru_cache(maxsize=64)
-def _moved(inner: Any, treedef: Any, kinds: tuple[Any, ...]) -> tuple[bool, ...]:
-    values = [jax.ShapeDtypeStruct(shape, at_least_float32(dtype)) for shape, dtype in kinds]
-    params = jax.tree.unflatten(treedef, values)
-
-    def update(grads: PyTree, state: Any, params: PyTree) -> list[Any]:
-        return jax.tree.leaves(inner.update(grads, state, params)[0])
-
+    wide = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, gradient_dtype(p.dtype)), params)
+    values = jax.tree.map(
+        lambda p: jax.ShapeDtypeStruct(p.shape, at_least_float32(p.dtype)), params
+    )
     try:
         # The state is an argument too: a schedule that begins at zero does not stay there.
-        jaxpr = jax.make_jaxpr(update)(params, jax.eval_shape(inner.init, params), params).jaxpr
-    except (TypeError, ValueError):  # an argument is missing, or integers do not promote
-        return (True,) * len(kinds)
-    return tuple(not zero for zero in _zeros(jaxpr, [False] * len(jaxpr.invars)))
+        zeros = _zero_updates(inner, wide, jax.eval_shape(inner.init, values), values, {})
+    except Exception:  # of whatever sort: the optimizer is the user's
+        return jax.tree.map(lambda _: True, params)
+    return jax.tree.map(lambda zero: not zero, zeros)
+
+
+def gradient_dtype(dtype: Any) -> Any:
+    """The dtype of the gradient that an optimizer sees: float32 for integers, which have none."""
+    return at_least_float32(dtype) if jnp.issubdtype(dtype, jnp.inexact) else jnp.float32
+
+
+def check_rests(
+    inner: Any,
+    given: tuple[PyTree, PyTree, PyTree],
+    extra: dict[str, Any],
+    updates: PyTree,
+    moved: PyTree,
+) -> None:
+    """Raises ValueError if the optimizer moves what it was found never to move.
+
+    It may depend on an argument, or on something in Python that has changed. The param has no
+    master, and could not hold small updates.
+
+    Args:
+      inner: the optimizer.
+      given: the gradients, the state and the params that it was given.
+      extra: what else it was given.
+      updates: what came of it.
+      moved: what `moved_by` found.
+    """
+    if all(_leaves(moved)):
+        return
+    if any(map(_compat.is_traced, _leaves((given, updates)))):
+        rests = _leaves(_zero_updates(inner, *given, extra))
+    else:
+        pairs = zip(_leaves(updates), _leaves(moved), strict=True)
+        rests = [not moves and not np.any(u) for u, moves in pairs]
+    for i, (moves, at_rest) in enumerate(zip(_leaves(moved), rests, strict=True)):
+        if not moves and not at_rest:
+            raise ValueError(
+                f"the optimizer moves {leaf_names(moved)[i]!r} now, but did not when its state was "
+                "made, so that there is no master for it. Make the masters anew: "
+                "state._replace(master=tx.init(params).master), with the tx that moves it"
+            )
+
+
+def _leaves(tree: PyTree) -> list[Any]:
+    return jax.tree.leaves(tree)
+
+
+def _zero_updates(
+    inner: Any, grads: PyTree, state: Any, params: PyTree, extra: dict[str, Any]
+) -> PyTree:
+    """For each update of an optimizer, whether it is zero whatever goes in."""
+
+    def update(grads: PyTree, state: Any, params: PyTree) -> PyTree:
+        return inner.update(grads, state, params, **extra)[0]
+
+    closed, updates = jax.make_jaxpr(update, return_shape=True)(grads, state, params)
+    zeros = _zeros(_compat.open_jaxpr(closed), [False] * len(closed.in_avals))
+    return jax.tree.unflatten(jax.tree.structure(updates), zeros)
 
 
 def _zeros(jaxpr: Any, inputs: list[bool]) -> list[bool]:
@@ -89,7 +140,8 @@ def _made(equation: Any, zero: list[bool]) -> list[bool]:
     if len(bodies) == 1 and len(bodies[0].invars) == len(zero) and name not in ("scan", "while"):
         return _zeros(bodies[0], zero)
     if name == "mul":
-        return [any(zero)]
+        factors = zip(equation.invars, zero, strict=True)
+        return [any(is_zero and not hasattr(atom, "val") for atom, is_zero in factors)]
     if name == "select_n":
         return [all(zero[1:])]
     if name in _KEEP_ZERO:

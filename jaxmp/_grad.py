@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
+from jaxmp import _compat
 from jaxmp._dtypes import at_least_float32, is_inexact
 from jaxmp._fsdp import FSDP
 from jaxmp._gradient_reduction import Reduction, gradient_reduction
@@ -233,7 +234,7 @@ def _gradient(
 
         loss, backward, aux = jax.vjp(of_floats, floats, has_aux=has_aux)
         if not scaled:
-            _warn_of_float16(backward, wrt)
+            _warn_of_float16(backward, loss, wrt)
         (grads,) = backward(jnp.ones_like(loss))
         nothing = jax.tree.map(lambda x: np.zeros(jnp.shape(x), jax.dtypes.float0), wrt)
         return merged(grads, nothing), aux
@@ -244,16 +245,26 @@ def _gradient(
 _unscaled_gradient = functools.partial(_gradient, scaled=False)
 
 
-def _warn_of_float16(backward: Any, wrt: tuple[PyTree, ...]) -> None:
+def _warn_of_float16(backward: Any, loss: Any, wrt: tuple[PyTree, ...]) -> None:
+    # What is kept costs nothing to look at. It may be data, of which gradients are float32.
     kept = {jnp.result_type(x) for x in jax.tree.leaves(backward)}
-    if jnp.dtype(jnp.float16) in kept:
+    if jnp.dtype(jnp.float16) not in kept:
+        return
+    program = jax.make_jaxpr(backward)(jnp.ones_like(loss))
+    if _makes_float16(_compat.open_jaxpr(program)):
         warn_of_float16(leaf_names(wrt[0] if len(wrt) == 1 else wrt))
+
+
+def _makes_float16(jaxpr: Any) -> bool:
+    made = (getattr(atom.aval, "dtype", None) for eqn in jaxpr.eqns for atom in eqn.outvars)
+    inside = (each for eqn in jaxpr.eqns for each in _compat.sub_jaxprs(eqn))
+    return jnp.dtype(jnp.float16) in made or any(map(_makes_float16, inside))
 
 
 def warn_of_float16(names: list[str]) -> None:
     """Warns that gradients of the params of these names are computed in float16 without a scale."""
     shown = ", ".join(map(repr, names[:3])) + ", ..." * (len(names) > 3)
-    of = "" if names == ["(root)"] else f" of {shown}"
+    of = f" of {shown}" if names[0] not in ("", "(root)") else ""
     warn(
         f"gradients{of} pass through float16 without a loss scale: what is smaller than "
         "6e-8 becomes zero, and training may stand still. Give value_and_grad "

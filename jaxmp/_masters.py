@@ -40,7 +40,7 @@ class MasterStorage(Protocol):
         Args:
           params: the live params.
           values: the first masters, rounded or not.
-          moved: for each leaf whether the optimizer moves it; what rests needs no master.
+          moved: for each leaf whether the optimizer ever moves it; others need no master.
         """
         ...
 
@@ -117,17 +117,21 @@ def follow(
     >>> follow(jnp.float32([1.001, 1.001]), jnp.bfloat16([1.0, 7.0]))
     Array([1.001, 7.   ], dtype=float32)
     """
-    return jnp.where(_same_bits(round_finite(master, param.dtype), param), master, widen(param))
+    return jnp.where(same_bits(round_finite(master, param.dtype), param), master, widen(param))
 
 
-def _same_bits(x: Float[Array, "*shape"], y: Float[Array, "*shape"]) -> Bool[Array, "*shape"]:
-    """Whether two narrow floats are the same; zero is, whatever its sign.
+def same_bits(x: Float[Array, "*shape"], y: Float[Array, "*shape"]) -> Bool[Array, "*shape"]:
+    """Whether two narrow floats are the same number; zero is, whatever its sign.
 
     As integers: floats may be compared in float32, and compilers for GPUs delete the rounding of a
     value that is widened again (openxla/xla issue 41605). Each master would seem to differ.
     """
-    a, b = (jax.lax.bitcast_convert_type(v, f"uint{8 * v.dtype.itemsize}") for v in (x, y))
-    return (a == b) | (((a | b) << 1) == 0)
+    info = jnp.finfo(x.dtype)
+    a, b = (jax.lax.bitcast_convert_type(v, f"uint{info.bits}") for v in (x, y))
+    if "fnuz" in info.dtype.name:  # these have no negative zero
+        return a == b
+    magnitude = jnp.asarray(2 ** (info.bits - 1) - 1, a.dtype)
+    return (a == b) | (((a | b) & magnitude) == 0)
 
 
 def round_like(values: PyTree, params: PyTree) -> PyTree:

@@ -189,9 +189,6 @@ def mixed_precision(
     tx.loss_scale, tx._algorithm = config, algorithm
     return tx
 
-    storage, computed = STORAGES[master], frozenset(dtypes_of(rules))
-    algorithm = Algorithm(_as_transformation(inner), config, storage, skip, computed)
-
 
 def _as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
     if isinstance(inner, MixedPrecision):

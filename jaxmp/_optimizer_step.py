@@ -10,10 +10,10 @@ import optax
 from jaxtyping import Array, Bool, Int32, PyTree
 
 from jaxmp._cpu_compiler import warn_of_cpu_compiler
-from jaxmp._dtypes import DType, at_least_float32, is_inexact, is_narrow
-from jaxmp._frozen import moved_by
+from jaxmp._dtypes import DType, is_inexact, is_narrow
+from jaxmp._frozen import check_rests, gradient_dtype, moved_by
 from jaxmp._loss_scale import LossScale, LossScaleState
-from jaxmp._masters import MasterStorage
+from jaxmp._masters import MasterStorage, same_bits
 from jaxmp._placement import placed_beside
 from jaxmp._rounding import widen_rounded
 from jaxmp._skipping import Skip, step_if
@@ -76,12 +76,13 @@ class Algorithm:
     storage: MasterStorage
     skip: Skip
     computed_in: frozenset[DType]
+    _kept: dict[Any, tuple[PyTree, PyTree]] = dataclasses.field(default_factory=dict, repr=False)
 
     def init(self, params: PyTree, values: PyTree) -> MixedPrecisionState:
         """The first state for live params whose masters begin as `values`."""
         check_arrays(params, "params")
         params, values = strong(params), strong(values)
-        moved = moved_by(self.inner, params)
+        _, moved = self._masters_of(params)
         _check_moved(params, moved)
         master = self.storage.init(params, values, moved)
         state = MixedPrecisionState(
@@ -116,7 +117,7 @@ class Algorithm:
           extra: further arguments of the inner optimizer.
           as_updates: whether updates are wanted.
         """
-        self._check(grads, state, params)
+        moved = self._check(grads, state, params)
         params = strong(params)
         grads = jax.tree.map(_wide_gradient, strong(grads), params)
 
@@ -125,8 +126,11 @@ class Algorithm:
             old = params if as_updates else now.output
             values = self.storage.load(old, now.master)
             updates, inner = self.inner.update(grads, now.inner, values, **extra)
-            new = self.storage.store(optax.apply_updates(values, updates), old, now.master)
-            output = _ingredients(old, new.params, updates) if as_updates else new.params
+            check_rests(self.inner, (grads, now.inner, values), extra, updates, moved)
+            values = jax.tree.map(_stepped, values, updates, moved)
+            new = self.storage.store(values, old, now.master)
+            output = jax.tree.map(lambda o, n, moves: n if moves else o, old, new.params, moved)
+            output = _ingredients(old, output, updates, moved) if as_updates else output
             return _Stepped(output, new.master, _like_before(inner, now.inner))
 
         if self.skip == "none":
@@ -139,20 +143,26 @@ class Algorithm:
         output = _no_ingredients(params) if as_updates else params
         after = step_if(finite, take, _Stepped(output, state.master, state.inner), self.skip)
         output = _updates(params, after.output, finite) if as_updates else after.output
-        counts = self._counted(state, finite)
+        count = _counted_at_once if _is_hashable(self.loss_scale) else _counted
+        counts = count(self.loss_scale, state, finite)
         return output, counts._replace(inner=after.inner, master=after.master)
 
-    @functools.partial(jax.jit, static_argnums=0, inline=True)
-    def _counted(self, state: MixedPrecisionState, finite: Bool[Array, ""]) -> MixedPrecisionState:
-        """The loss scale and the counts after a step."""
-        return state._replace(
-            loss_scale=self.loss_scale.adjust(state.loss_scale, finite),
-            grads_finite=finite,
-            skipped=state.skipped + (~finite).astype(jnp.int32),
-            consecutive_skips=jnp.where(finite, 0, state.consecutive_skips + 1),
-        )
+    def _masters_of(self, params: PyTree) -> tuple[PyTree, PyTree]:
+        """What is kept beside params like these, and which of them move; found once for each kind.
 
-    def _check(self, grads: PyTree, state: MixedPrecisionState, params: PyTree) -> None:
+        Without `jit` around it, each step asks.
+        """
+        leaves, treedef = jax.tree.flatten(params)
+        kinds = tuple((jnp.shape(x), _dtype(x)) for x in leaves)
+        if (treedef, kinds) not in self._kept:
+            like = jax.tree.unflatten(treedef, [jax.ShapeDtypeStruct(*kind) for kind in kinds])
+            moved = moved_by(self.inner, like)
+            master = jax.eval_shape(lambda p: self.storage.init(p, p, moved), like)
+            self._kept[treedef, kinds] = master, moved
+        return self._kept[treedef, kinds]
+
+    def _check(self, grads: PyTree, state: MixedPrecisionState, params: PyTree) -> PyTree:
+        """Raises for what does not fit together; returns which params the optimizer moves."""
         if params is None:
             raise ValueError(
                 "mixed_precision needs the params to update: call tx.update(grads, state, params)"
@@ -170,8 +180,7 @@ class Algorithm:
             advice="Differentiate with respect to the params that the optimizer updates.",
         )
         _check_gradients(grads, params)
-        leaves, treedef = jax.tree.flatten(params)
-        expected = _masters_of(self, treedef, tuple((jnp.shape(x), _dtype(x)) for x in leaves))
+        expected, moved = self._masters_of(params)
         if not same_structure(expected, state.master) or any(
             a.dtype != b.dtype or a.shape != b.shape
             for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(state.master), strict=True)
@@ -180,17 +189,34 @@ class Algorithm:
                 "the params do not match the optimizer state: their structure, shapes or dtypes "
                 f"are not those that tx.init saw. Masters now: {_summary(state.master)}; these "
                 f"params want: {_summary(expected)}. Cast params before tx.init (or let "
-                "tx.init_params do it) and keep their dtypes; a state that was saved under another "
-                "policy has other masters"
+                "tx.init_params do it) and keep their dtypes. A state that was saved under another "
+                "policy, or before other params were frozen, has other masters; make them anew: "
+                "state._replace(master=tx.init(params).master)"
             )
+        return moved
 
 
-@functools.lru_cache(maxsize=64)
-def _masters_of(algorithm: Algorithm, treedef: Any, kinds: tuple[Any, ...]) -> PyTree:
-    """What is kept beside params of these shapes and dtypes. Without `jit` each step asks."""
-    params = jax.tree.unflatten(treedef, [jax.ShapeDtypeStruct(*kind) for kind in kinds])
-    moved = moved_by(algorithm.inner, params)
-    return jax.eval_shape(lambda p: algorithm.storage.init(p, p, moved), params)
+def _counted(
+    loss_scale: LossScale, state: MixedPrecisionState, finite: Bool[Array, ""]
+) -> MixedPrecisionState:
+    """The loss scale and the counts after a step."""
+    return state._replace(
+        loss_scale=loss_scale.adjust(state.loss_scale, finite),
+        grads_finite=finite,
+        skipped=state.skipped + (~finite).astype(jnp.int32),
+        consecutive_skips=jnp.where(finite, 0, state.consecutive_skips + 1),
+    )
+
+
+_counted_at_once = jax.jit(_counted, static_argnums=0, inline=True)
+
+
+def _is_hashable(config: LossScale) -> bool:
+    try:
+        hash(config)
+    except TypeError:  # a class of the user's
+        return False
+    return True
 
 
 def _dtype(x: Any) -> Any:
@@ -223,31 +249,35 @@ def _check_gradients(grads: PyTree, params: PyTree) -> None:
 
 
 def _wide_gradient(grad: Any, param: Any) -> Any:
-    """A gradient in float32 or wider; for a frozen table of integers, a zero of its dtype."""
-    if not is_inexact(param):
-        return jnp.zeros_like(param)
-    return jnp.asarray(grad, at_least_float32(param.dtype))
+    """A gradient in float32 or wider; of a frozen table of integers it is zero."""
+    dtype = gradient_dtype(param.dtype)
+    return jnp.asarray(grad, dtype) if is_inexact(param) else jnp.zeros_like(param, dtype)
+
+
+def _stepped(value: Any, update: Any, moves: bool) -> Any:
+    return optax.apply_updates(value, update) if moves else value
 
 
 # For a narrow param a step yields the new param rather than its update: the update is the
 # difference of two rounded params.
-def _ingredients(params: PyTree, new_params: PyTree, updates: PyTree) -> PyTree:
-    return jax.tree.map(
-        lambda p, new, u: new if is_narrow(p.dtype) else jnp.asarray(u, p.dtype),
-        params,
-        new_params,
-        updates,
-    )
+def _ingredients(params: PyTree, new_params: PyTree, updates: PyTree, moved: PyTree) -> PyTree:
+    def ingredient(p: Any, new: Any, u: Any, moves: bool) -> Any:
+        if is_narrow(p.dtype):
+            return new
+        return jnp.asarray(u, p.dtype) if moves else _nothing(p)
+
+    return jax.tree.map(ingredient, params, new_params, updates, moved)
 
 
 @functools.partial(jax.jit, inline=True)
 def _no_ingredients(params: PyTree) -> PyTree:
-    # Minus zero, as x + -0.0 is x for every x, while -0.0 + 0.0 is +0.0.
-    def nothing(param: Any) -> Any:
-        zero = complex(-0.0, -0.0) if jnp.iscomplexobj(param) else -0.0
-        return jnp.full_like(param, zero if is_inexact(param) else 0)
+    return jax.tree.map(_nothing, params)
 
-    return jax.tree.map(nothing, params)
+
+def _nothing(param: Any) -> Any:
+    # Minus zero, as x + -0.0 is x for every x, while -0.0 + 0.0 is +0.0.
+    zero = complex(-0.0, -0.0) if jnp.iscomplexobj(param) else -0.0
+    return jnp.full_like(param, zero if is_inexact(param) else 0)
 
 
 def _check_agreed(finite: Bool[Array, ""], state: MixedPrecisionState) -> None:
@@ -268,7 +298,8 @@ def _updates(params: PyTree, ingredients: PyTree, finite: Bool[Array, ""]) -> Py
     def update(p: Any, x: Any) -> Any:
         if not is_narrow(p.dtype):
             return x
-        return jnp.where(finite, widen_rounded(x) - widen(p), -0.0)
+        # Of infinite params the difference is NaN, also where nothing changes.
+        return jnp.where(finite & ~same_bits(x, p), widen_rounded(x) - widen(p), -0.0)
 
     return jax.tree.map(update, params, ingredients)
 

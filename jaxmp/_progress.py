@@ -1,12 +1,11 @@
 """A check that training moves: skipped steps are counted on the device and seen here."""
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PyTree
+from jaxtyping import Array, Bool, PyTree
 
 from jaxmp._dtypes import is_inexact
 from jaxmp._loss_scale import DynamicLossScale
@@ -39,7 +38,7 @@ def check_progress(state: Any, loss: Any = None, *, limit: int = 50) -> None:
       TypeError: if no optimizer state of jaxmp is in `state`.
 
     Warns:
-      UserWarning: if the loss scale is one that the optimizer of the state cannot have come to.
+      UserWarning: if the loss scale is lower than the optimizer of the state can have made it.
     """
     found = _find_states(state)
     if not found:
@@ -48,11 +47,11 @@ def check_progress(state: Any, loss: Any = None, *, limit: int = 50) -> None:
             "TrainState or the optimizer state"
         )
     params = [getattr(state, "params", None), *(opt_state.master for opt_state in found)]
-    if lost := _bad_leaves(params, jnp.isnan):
+    if lost := _bad_leaves(params, 0):
         raise TrainingStalled(
-            f"params are lost: {lost} NaN, and became it in a step that was taken, since its "
-            "gradients were finite. Look for NaN in the schedule or the optimizer, and for weights "
-            "that were set from outside; go on from a checkpoint"
+            f"params are lost: {lost} NaN, which no step mends. Gradients are tested before they "
+            "are used, so it was the optimizer that made it, by its schedule, say; or it was set "
+            "from outside, or there from the start. Go on from a checkpoint"
         )
     warn_of_foreign_scale(state)
     for opt_state in found:
@@ -75,11 +74,11 @@ def _stalled(opt_state: MixedPrecisionState, skips: int, broken: bool, params: l
         if broken
         else "If the loss itself is infinite or NaN, the forward pass is broken"
     )
-    infinite = _bad_leaves(params, lambda x: ~jnp.isfinite(x))
+    infinite = _bad_leaves(params, 1).rpartition(" ")[0]
     return (
         f"{skips} optimizer steps in a row were skipped, because their gradients (or loss, or "
         f"batch statistics) were not finite; the loss scale is {scale:g}. No loss scale cures "
-        f"this. {f'Of the params {infinite} not finite. ' if infinite else ''}{first}; look for "
+        f"this. {f'Params are not finite: {infinite}. ' if infinite else ''}{first}; look for "
         "inputs and activations beyond 65504 in float16 (cast='all' rounds the whole batch, labels "
         "too), log or sqrt of zero, statistics that overflow, and bad input data. A model "
         "pretrained in bfloat16 often overflows float16: use 'mixed_bfloat16'. Otherwise lower the "
@@ -99,7 +98,7 @@ def warn_of_foreign_scale(state: Any) -> None:
     for opt_state in _find_states(state):
         scale, skipped = float(np.min(opt_state.loss_scale.scale)), int(np.max(opt_state.skipped))
         lowest = config.init_scale * config.backoff_factor**skipped
-        if scale < max(lowest, config.min_scale):
+        if scale < 0.99 * max(lowest, config.min_scale):  # the scale is rounded
             warn(
                 f"the loss scale of this state is {scale:g}, but its optimizer begins with "
                 f"{config.init_scale:g} and has skipped {skipped} steps: the state was made with "
@@ -109,17 +108,23 @@ def warn_of_foreign_scale(state: Any) -> None:
             )
 
 
-def _bad_leaves(trees: list[PyTree], bad: Callable[[Any], Any]) -> str:
-    """Which leaves hold bad numbers, in the first tree that has any: a subject and a verb."""
+def _bad_leaves(trees: list[PyTree], kind: Literal[0, 1]) -> str:
+    """Which leaves hold NaN, or infinities too, in the first tree that has any; and a verb."""
     for tree in trees:
         named = zip(leaf_names(tree), jax.tree.leaves(tree), strict=True)
         floats = {name: x for name, x in named if is_inexact(x)}
-        flags = jax.jit(lambda xs: [jnp.any(bad(x)) for x in xs])(list(floats.values()))
+        flags = np.asarray(_nan_and_infinite(list(floats.values())))[kind] if floats else []
         found = [repr(name) for name, flag in zip(floats, flags, strict=True) if flag]
         if found:
             more = f" and {len(found) - 3} more" if len(found) > 3 else ""
             return f"{', '.join(found[:3])}{more} {'is' if len(found) == 1 else 'are'}"
     return ""
+
+
+@jax.jit
+def _nan_and_infinite(floats: list[Any]) -> Bool[Array, "2 leaves"]:
+    bad = [jnp.stack([jnp.any(jnp.isnan(x)), ~jnp.all(jnp.isfinite(x))]) for x in floats]
+    return jnp.stack(bad, axis=1)
 
 
 def _find_states(tree: Any) -> list[MixedPrecisionState]:

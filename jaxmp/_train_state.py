@@ -1,6 +1,8 @@
 """The train state: everything that training carries, as one pytree."""
 
+import contextlib
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,31 +29,22 @@ from jaxmp._tree import (
 _RESERVED = ("batch", "cast_params", "cls", "extra", "finite", "grads", "self")
 
 
-def _as_pytree(cls: Any) -> Any:
-    """Registers a train state, or a subclass: all fields are data but `tx`.
-
-    A subclass may become a dataclass with further fields after it was registered, so that its
-    fields are read when a state is flattened.
-    """
-
-    def parts(state: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
-        names = [field.name for field in dataclasses.fields(state) if field.name != "tx"]
-        children = [(jax.tree_util.GetAttrKey(name), getattr(state, name)) for name in names]
-        return children, (tuple(names), state.tx)
-
-    def flat(state: Any) -> tuple[list[Any], tuple[Any, ...]]:
-        children, static = parts(state)
-        return [child for _, child in children], static
-
-    def rebuilt(static: tuple[Any, ...], children: Any) -> Any:
-        names, tx = static
-        return cls(**dict(zip(names, children, strict=True)), tx=tx)
-
-    jax.tree_util.register_pytree_with_keys(cls, parts, rebuilt, flat)
-    return cls
+def _is_data(field: Any) -> bool:
+    """Whether a field holds arrays. Dataclasses of JAX and Flax mark those that do not."""
+    marked = field.metadata.get("static", not field.metadata.get("pytree_node", True))
+    return field.name != "tx" and not marked
 
 
-@_as_pytree
+@functools.cache
+def _as_pytree(cls: Any) -> None:
+    """Registers a train state, or a subclass that has not registered itself."""
+    fields = dataclasses.fields(cls)
+    data = [field.name for field in fields if _is_data(field)]
+    static = [field.name for field in fields if not _is_data(field)]
+    with contextlib.suppress(ValueError):  # it is registered
+        jax.tree_util.register_dataclass(cls, data_fields=data, meta_fields=static)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainState:
     """Everything that training carries: a pytree of arrays. Make one with `create`.
@@ -77,10 +70,6 @@ class TrainState:
     collections: Any
     tx: MixedPrecision
 
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        _as_pytree(cls)
-
     @classmethod
     def create(
         cls, *, params: PyTree, tx: MixedPrecision, cast_params: bool = True, **collections: PyTree
@@ -89,9 +78,9 @@ class TrainState:
 
         Args:
           params: a tree of arrays, usually float32. The live params are cast to the policy's
-            `param_dtype`, the masters keep these values; integers stay, if the optimizer freezes
-            them. The state has buffers of its own, so
-            that a step may be donated it while `params` stay usable.
+            `param_dtype`, the masters keep these values. Integers may be among them, if the
+            optimizer freezes them. The state has buffers of its own, so that a step may be donated
+            it while `params` stay usable.
           tx: what `mixed_precision` returned.
           cast_params: False leaves the params in the dtypes that they have, for models that
             choose the dtype of each param themselves.
@@ -110,14 +99,16 @@ class TrainState:
             raise TypeError(
                 f"tx must be jaxmp.mixed_precision(optimizer, policy), got {type(tx).__name__}"
             )
-        known = {field.name for field in dataclasses.fields(cls)}
-        own = known - {field.name for field in dataclasses.fields(TrainState)}
+        _as_pytree(cls)  # type: ignore[arg-type]  # classes are hashable
+        known = {field.name: field for field in dataclasses.fields(cls)}
+        own = set(known) - {field.name for field in dataclasses.fields(TrainState)}
         fields = {name: collections.pop(name) for name in own & set(collections)}
+        arrays = {name: value for name, value in fields.items() if _is_data(known[name])}
         if clash := sorted({*dir(cls), *known, *_RESERVED} & set(collections)):
             raise ValueError(
                 f"collections cannot be called {clash}: TrainState uses such a name itself"
             )
-        for name, value in collections.items():
+        for name, value in (collections | arrays).items():
             _check_collection(name, value)
         check_arrays(params, "params")
         params = _copy(params)
@@ -128,7 +119,7 @@ class TrainState:
             opt_state=_copy(opt_state),
             collections=_copy(collections),
             tx=tx,
-            **_copy(fields),
+            **(fields | _copy(arrays)),
         )
         return placed_beside(params, state)
 
@@ -203,12 +194,17 @@ class TrainState:
 
 def _check_collection(name: str, value: PyTree) -> None:
     for i, leaf in enumerate(jax.tree.leaves(value)):
-        if not hasattr(leaf, "dtype") and not isinstance(leaf, (int, float, complex)):
+        dtype = getattr(leaf, "dtype", None)
+        if not isinstance(leaf, (int, float, complex)) and not _is_numeric(dtype):
             raise TypeError(
                 f"{name} must be a tree of arrays, but its leaf {leaf_names(value)[i]!r} is a "
                 f"{type(leaf).__name__}. TrainState keeps no functions and no text: let the loss "
                 "function close over them, as over model.apply"
             )
+
+
+def _is_numeric(dtype: Any) -> bool:
+    return dtype is not None and getattr(dtype, "kind", None) not in ("O", "S", "U")
 
 
 def updated_collections(old: dict[str, PyTree], changed: dict[str, PyTree]) -> dict[str, PyTree]:
@@ -236,3 +232,6 @@ def updated_collections(old: dict[str, PyTree], changed: dict[str, PyTree]) -> d
 
 def _copy(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: jnp.array(x, copy=True), strong(tree))
+
+
+_as_pytree(TrainState)

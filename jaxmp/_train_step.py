@@ -15,18 +15,20 @@ from jaxmp._dtypes import is_floating
 from jaxmp._fsdp import FSDP
 from jaxmp._grad import scaled_evaluation
 from jaxmp._gradient_reduction import GradientReduction, check_fsdp, gradient_reduction
+from jaxmp._loss_scale import NoLossScale
 from jaxmp._microbatch import (
     Evaluation,
     check_microbatches,
     split_batch,
     sum_over_microbatches,
 )
+from jaxmp._optimizer import MixedPrecision
 from jaxmp._policy import Policy, get_policy
 from jaxmp._progress import warn_of_foreign_scale
 from jaxmp._rules import PolicyRules
 from jaxmp._train_state import TrainState, updated_collections
 from jaxmp._tree import all_finite, cast_floating, split_floats, stays_finite
-from jaxmp.rules import all_policies
+from jaxmp.rules import all_policies, dtypes_of
 
 Metrics = dict[str, Any]
 Cast = Literal["products", "all"]
@@ -118,7 +120,7 @@ def make_train_step(
             loss_and_rest,
             (0,),
             True,
-            state.loss_scale,
+            None if _has_forgotten_scale(state.tx) else state.loss_scale,
             1.0 / microbatches,
             reduction=_reduction(state.tx.rules, fsdp),
         )
@@ -167,11 +169,14 @@ class TrainStep:
         return self._jitted(state, batch)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_jitted"], name)
+        if name == "_jitted":  # of an instance in the making, as a copy is
+            raise AttributeError(name)
+        return getattr(self._jitted, name)
 
 
 def _check_alive(state: TrainState) -> None:
-    if isinstance(state.step, jax.Array) and state.step.is_deleted():
+    arrays = (x for x in jax.tree.leaves(state) if isinstance(x, jax.Array))
+    if any(x.is_deleted() for x in arrays):
         raise ValueError(
             "this state was donated to an earlier step, which wrote the next one over it. Go on "
             "with the state that the step returned, `state, metrics = step(state, batch)`, or "
@@ -183,8 +188,8 @@ def _check_state(state: Any, batch: Any) -> None:
     if not isinstance(state, TrainState):
         kind = f"{type(state).__module__.partition('.')[0]}.{type(state).__qualname__}"
         raise TypeError(
-            f"a step is called as step(state, batch) with a jaxmp.TrainState, got {kind} for it"
-            f"{', and the state for the batch' if isinstance(batch, TrainState) else ''}. Make one "
+            f"a step is called as step(state, batch) with a jaxmp.TrainState, got {kind}"
+            f"{': the arguments are swapped' if isinstance(batch, TrainState) else ''}. Make one "
             "with jaxmp.TrainState.create(params=..., tx=...). Flax's TrainState takes the same "
             "tx in a step of your own: jaxmp.value_and_grad with "
             "loss_scale=state.opt_state.loss_scale, then state.apply_gradients(grads=grads)"
@@ -233,6 +238,12 @@ def _updated(
         if "value" in extra or "unexpected keyword argument 'value'" not in str(error):
             raise
     return state.apply_gradients(grads, extra, finite=finite, **collections)
+
+
+def _has_forgotten_scale(tx: MixedPrecision) -> bool:
+    """Whether the optimizer has no loss scale since its policy says nothing of float16."""
+    unscaled = isinstance(tx.loss_scale, NoLossScale)
+    return unscaled and jnp.dtype(jnp.float16) not in dtypes_of(tx.rules)
 
 
 def _metrics(old: TrainState, new: TrainState) -> Metrics:

@@ -196,8 +196,9 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
      lambda: update(params=jaxmp.cast_floating(PARAMS, jnp.float16)), ValueError,
      "the params do not match the optimizer state: their structure, shapes or dtypes are not "
      "those that tx.init saw. Masters now: none; these params want: b float32[1], w float32[2]. "
-     "Cast params before tx.init (or let tx.init_params do it) and keep their dtypes; a state that "
-     "was saved under another policy has other masters"),
+     "Cast params before tx.init (or let tx.init_params do it) and keep their dtypes. A state that "
+     "was saved under another policy, or before other params were frozen, has other masters; make "
+     "them anew: state._replace(master=tx.init(params).master)"),
     ("in a chain", lambda: optax.chain(tx(), optax.clip(1.0)).init(PARAMS), ValueError,
      "mixed_precision must be the outermost transformation, but optax.transforms._combining "
      "called it. Put the other transformation inside: mixed_precision(optax.chain(clip, adamw)"),
@@ -228,12 +229,12 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ("unknown cast", lambda: jaxmp.make_train_step(lambda p, b: 0.0, cast="some"), ValueError,
      "cast must be 'products' or 'all', got 'some'"),
     ("flax state", lambda: any_step()(flax_state(), jnp.ones(3)), TypeError,
-     "a step is called as step(state, batch) with a jaxmp.TrainState, got flax.TrainState for it. "
+     "a step is called as step(state, batch) with a jaxmp.TrainState, got flax.TrainState. "
      "Make one with jaxmp.TrainState.create(params=..., tx=...). Flax's TrainState takes the same "
      "tx in a step of your own: jaxmp.value_and_grad with loss_scale=state.opt_state.loss_scale, "
      "then state.apply_gradients(grads=grads)"),
     ("swapped", lambda: any_step()(jnp.ones(2), train_state()), TypeError,
-     "got jaxlib.ArrayImpl for it, and the state for the batch"),
+     "got jaxlib.ArrayImpl: the arguments are swapped. Make one with"),
     ("two policies", lambda: step(lambda p, b: p["b"][0], policy="mixed_bfloat16"), ValueError,
      "the train step computes in bfloat16, but the optimizer was wrapped for float16, and its "
      "loss scale chosen for that. Give make_train_step and mixed_precision the same policy"),

@@ -466,7 +466,7 @@ def test_params_that_the_optimizer_loses_are_named() -> None:
     jaxmp.check_progress(state)
     state, metrics = step(state, batch())
     assert metrics["grads_finite"]
-    with pytest.raises(jaxmp.TrainingStalled, match="params are lost: 'b', 'w' are NaN, and bec"):
+    with pytest.raises(jaxmp.TrainingStalled, match="params are lost: 'b', 'w' are NaN, which"):
         jaxmp.check_progress(state)
 
 
