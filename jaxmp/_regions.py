@@ -1,5 +1,6 @@
 """What a policy means for one call of one module: which casts go around it."""
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -206,8 +207,11 @@ def check_computable(rules: PolicyRules) -> None:
             )
 
 
-class Promise(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Promise:
     """What a module that a rule names is to return, if it computes something itself.
+
+    Equal for equal modules at different places, which nnx would otherwise trace one by one.
 
     Attributes:
       path: where the module is.
@@ -215,13 +219,15 @@ class Promise(NamedTuple):
       own_dtype: its own `dtype`, where that is none that a policy can set; else None.
       dtypes: the compute dtype of its policy, then those that the modules in it return.
       strict: whether another dtype is an error; else it is a warning, once.
+      by_inputs: whether casts of its floating inputs are all that it is told.
     """
 
-    path: str
+    path: str = dataclasses.field(compare=False)
     type: type
-    own_dtype: Any
+    own_dtype: Any = dataclasses.field(compare=False)
     dtypes: tuple[DType, ...]
     strict: bool
+    by_inputs: bool
 
 
 def promised(
@@ -261,7 +267,8 @@ def promised(
     if not has_params and (parts or not told):
         return None
     dtypes = (policy.compute_dtype, *(dtype for part in parts for dtype in part))
-    return Promise(path, type(module), own_dtype(module), dtypes, strict)
+    by_inputs = not has_params and not hasattr(module, "dtype")
+    return Promise(path, type(module), own_dtype(module), dtypes, strict, by_inputs)
 
 
 def check_result(promise: Promise, given: PyTree, out: PyTree) -> None:
@@ -280,6 +287,8 @@ def check_result(promise: Promise, given: PyTree, out: PyTree) -> None:
     Raises:
       ValueError: for an array of another dtype, if the promise is strict.
     """
+    if promise.by_inputs and not any(map(is_floating, jax.tree.leaves(given))):
+        return
     same = {id(x) for x in jax.tree.leaves(given)}
     for x in jax.tree.leaves(out):
         if is_floating(x) and jnp.ndim(x) and id(x) not in same and x.dtype not in promise.dtypes:
@@ -372,8 +381,9 @@ def warn_unreached(
     warn_once(
         f"the policy does not reach {count / params:.0%} of the params ({count:,} of {params:,}): "
         f"those that are the own params of {shown}{more}. These modules have no 'dtype' that would "
-        "say in what to compute, so their products run in the dtype of these params. Give them one "
-        "(in linen a field) and cast params to it where they are used, or leave them alone with "
+        "say in what to compute: unless they cast their params themselves, products run in the "
+        "dtype of these. Give them one (in linen a field) and cast params to it where they are "
+        "used, or leave them alone with "
         f"the rule ({largest[0] or '/'!r}, None) before the others",
         type(model),
         again=again,

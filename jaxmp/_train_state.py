@@ -30,9 +30,8 @@ _RESERVED = ("batch", "cast_params", "cls", "extra", "finite", "grads", "self")
 
 
 def _is_data(field: Any) -> bool:
-    """Whether a field holds arrays. Dataclasses of JAX and Flax mark those that do not."""
-    marked = field.metadata.get("static", not field.metadata.get("pytree_node", True))
-    return field.name != "tx" and not marked
+    """Whether a field holds arrays."""
+    return not field.metadata.get("static", not field.metadata.get("pytree_node", True))
 
 
 @functools.cache
@@ -68,7 +67,8 @@ class TrainState:
     params: PyTree
     opt_state: Any
     collections: Any
-    tx: MixedPrecision
+    # As dataclasses of JAX, and of Flax, mark what holds no arrays.
+    tx: MixedPrecision = dataclasses.field(metadata={"static": True, "pytree_node": False})
 
     @classmethod
     def create(

@@ -174,3 +174,16 @@ def test_float16_sums_that_would_overflow() -> None:
     weights[0] += 64
     fast = jax.grad(jaxmp.autocast(loss(READS["index"]), FP16))
     assert off(compiled(fast)(W, senders, weights.astype(np.float32)), senders, weights) < 0.01
+
+
+@pytest.mark.parametrize("mode", ["fill", "clip"])
+def test_forward_mode_of_rows_that_are_not_there(mode: str) -> None:
+    """What `jnp.take` fills in is a constant: its tangent is zero, not NaN."""
+
+    def read(h: Any) -> Any:
+        filled = {"fill_value": 5.0} if mode == "fill" else {}
+        return jnp.take((h[None] @ jnp.eye(4))[0], jnp.array([0, 7]), mode=mode, **filled)
+
+    fast = jaxmp.autocast(read, BF16)
+    np.testing.assert_allclose(jax.jacfwd(fast)(jnp.ones(4)), jax.jacfwd(read)(jnp.ones(4)))
+    np.testing.assert_allclose(jax.jacrev(fast)(jnp.ones(4)), jax.jacrev(read)(jnp.ones(4)))

@@ -1,5 +1,6 @@
 """`kernels="low"`: what nobody can look into runs in 16 bits, as if all had been cast before."""
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import pallas
+from jax.experimental.ode import odeint
 
 import jaxmp
 from tests.autocast_checks import BF16, FP16, compiled, rows, weights
@@ -296,3 +298,72 @@ def test_kernels_that_do_not_fit_stay_and_that_is_said(name: str) -> None:
 def test_wrong_kernels() -> None:
     with pytest.raises(ValueError, match="kernels must be 'traced' or 'low', got 'high'"):
         jaxmp.autocast(model, BF16, kernels="high")  # type: ignore[arg-type]
+
+
+@jax.custom_vjp
+def squares(predictions: Any, labels: Any) -> Any:
+    """A loss for each example, with a derivative of its own and no product inside."""
+    return (predictions - labels) ** 2
+
+
+squares.defvjp(
+    lambda p, y: (squares(p, y), (p, y)),
+    lambda kept, g: (2 * g * (kept[0] - kept[1]), -2 * g * (kept[0] - kept[1])),
+)
+
+
+@jax.custom_vjp
+def unchanged(x: Any) -> Any:
+    return x * 1
+
+
+unchanged.defvjp(lambda x: (x * 1, None), lambda _, g: (g,))
+
+# Predictions are float32 by hand, as is right near 1,000.
+LABELLED: dict[str, Callable[..., Any]] = {
+    "no product": lambda p, x, y: jnp.mean(squares(p["w"] * x[:, 0] + 1000.0, y)),
+    "a product behind": lambda p, x, y: jnp.dot(
+        squares((x @ p["m"]).astype(jnp.float32)[:, 0] + 1000.0, y), jnp.ones(8) / 8
+    ),
+    "labels alone": lambda p, x, y: jnp.mean(
+        ((x @ p["m"]).astype(jnp.float32)[:, 0] + 1000.0 - unchanged(y)) ** 2
+    ),
+    "of other numbers": lambda p, x, y: jnp.mean(
+        squares((x @ p["m"]).astype(jnp.float32)[:5, 0] + 1000.0, y[:5])
+    ),
+    "an odd step": lambda p, x, y: jnp.mean(
+        squares((x @ p["m"]).astype(jnp.float32)[:, 0] * (y - 1000.0), y - 1000.0)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LABELLED)
+def test_labels_of_kernels_without_products_are_exact(name: str) -> None:
+    """Whatever comes behind a kernel, and whatever else it reads, labels are no operands."""
+    params = {"w": jnp.float32(0.5), "m": weights(16, 16)}
+    x, y = rows(8, 16), 1000.0 + rows(8, 16, seed=3)[:, 0]
+    with jax.numpy_dtype_promotion("standard"):
+        got = compiled(jax.grad(low(LABELLED[name])))(params, x, y)
+        want = compiled(jax.grad(LABELLED[name]))(params, x, y)
+    close(got, want, 0.03)
+    rounded = y.astype(jnp.bfloat16).astype(jnp.float32)
+    with jax.numpy_dtype_promotion("standard"):
+        off = compiled(jax.grad(LABELLED[name]))(params, x, rounded)
+    key = "w" if name == "no product" else "m"
+    assert np.linalg.norm(off[key] - want[key]) > 0.1 * np.linalg.norm(want[key])  # control
+
+
+def test_time_of_a_solver_is_exact() -> None:
+    """An ODE solver is a `custom_vjp`: its steps and their errors are not made for 16 bits."""
+
+    def solved(p: Any, y0: Any, times: Any) -> Any:
+        return jnp.mean(odeint(lambda y, t, w: jnp.tanh(y @ w) * jnp.cos(t), y0, times, p) ** 2)
+
+    params, y0 = weights(4, 4), rows(2, 4)
+    times = jnp.array([10.0, 10.37, 11.013])
+    with jax.numpy_dtype_promotion("standard"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the kernel stays as it is, and so do its products
+        got = compiled(jax.value_and_grad(low(solved)))(params, y0, times)
+        want = compiled(jax.value_and_grad(solved))(params, y0, times)
+    np.testing.assert_allclose(got[0], want[0], rtol=0.01)
+    np.testing.assert_allclose(got[1], want[1], rtol=0.05, atol=0.01)

@@ -70,7 +70,7 @@ def test_what_is_inside_of_a_custom_vjp_is_said_once(f: Any) -> None:
         f"autocast leaves {100 * share:.0f} % of the FLOPs of products in float32: "
         f"{100 * share:.0f} % are inside of a jax.custom_vjp"
     )
-    assert "Give enter_custom_vjp=True." in text
+    assert "Give jaxmp.autocast enter_custom_vjp=True;" in text
     assert said(f, X, W, enter_custom_vjp=True) == []
     assert said(jaxmp.full_precision(f), X, W) == []
 

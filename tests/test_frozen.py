@@ -38,6 +38,11 @@ FREEZING: dict[str, Callable[[], Any]] = {
 MOVING: dict[str, Callable[[], Any]] = {
     "adam": lambda: optax.adam(1e-2),
     "warm-up": lambda: optax.sgd(optax.linear_schedule(0.0, 0.1, 2)),
+    # Not zero whatever Python will make of it.
+    "a rate of zero": lambda: optax.chain(optax.sgd(0.0), optax.add_decayed_weights(-0.5)),
+    "zero to the power of zero": lambda: optax.stateless(
+        lambda u, p: jax.tree.map(lambda x: -0.1 * jnp.zeros_like(x) ** 0, u)
+    ),
     "decay after": lambda: optax.chain(
         lora(optax.adam(1e-2)), optax.add_decayed_weights(0.5), optax.scale(-1.0)
     ),
@@ -83,6 +88,72 @@ def test_an_optimizer_that_cannot_be_traced_moves_all() -> None:
 
     inner = optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
     assert moved_by(inner, params()) == {"base": True, "lora": True}
+
+
+def test_a_rate_that_python_changes() -> None:
+    """Without `jit`, an optimizer may read its rate from the program around it: zero at first."""
+    box = {"rate": 0.0}
+    tx = jaxmp.mixed_precision(optax.sgd(lambda _: box["rate"]), "bfloat16")
+    params = {"w": jnp.ones(3, jnp.bfloat16)}
+    state = tx.init(params)
+    for i in range(100):
+        box["rate"] = min(1.0, i / 10)
+        params, state = tx.apply_gradients({"w": jnp.full(3, 1e-3)}, state, params)
+    np.testing.assert_allclose(np.asarray(params["w"], np.float32), 1 - 94.5e-3, atol=0.004)
+
+
+@pytest.mark.parametrize("compile", [lambda f: f, jax.jit])
+def test_what_begins_to_move_is_an_error(compile: Any) -> None:
+    """Without a master small updates would be lost in silence."""
+    phase = {"frozen": True}
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        zeros = {"w": jnp.zeros_like(updates["w"])} if phase["frozen"] else {}
+        return jax.tree.map(lambda u: -u, updates | zeros), state
+
+    inner = optax.GradientTransformation(lambda _: optax.EmptyState(), update)
+    tx = jaxmp.mixed_precision(inner, "bfloat16")
+    params = {"v": jnp.ones(2, jnp.bfloat16), "w": jnp.ones(2, jnp.bfloat16)}
+    grads = {"v": jnp.ones(2), "w": jnp.full(2, 1e-3)}
+    state = tx.init(params)
+    compile(lambda *args: tx.apply_gradients(*args))(grads, state, params)
+    phase["frozen"] = False
+    with pytest.raises(ValueError, match="the optimizer moves 'w' now, but did not when its state"):
+        compile(lambda *args: tx.apply_gradients(*args))(grads, state, params)
+    state = state._replace(master=jaxmp.mixed_precision(inner, "bfloat16").init(params).master)
+    assert state.master["w"].dtype == jnp.float32  # as the message says
+
+
+def test_an_optimizer_that_needs_a_mesh_or_more() -> None:
+    """What cannot be traced at `init` is taken to move all, whatever it raises."""
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        return jax.tree.map(lambda u: -jax.lax.pmean(u, "data") * extra["value"], updates), state
+
+    inner = optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
+    assert moved_by(inner, params()) == {"base": True, "lora": True}
+
+
+@pytest.mark.parametrize("as_updates", [False, True])
+def test_frozen_params_keep_their_bits(as_updates: bool) -> None:
+    """Minus zero and infinities too, such as those of a mask."""
+    tx = jaxmp.mixed_precision(lora(optax.adam(1e-2)), "bfloat16")
+    before = params() | {"base": jnp.array([[-0.0, 0.0, -jnp.inf, jnp.inf]], jnp.bfloat16)}
+    grads = jax.tree.map(lambda p: jnp.ones(p.shape), before)
+    if as_updates:
+        updates, _ = jax.jit(tx.update)(grads, tx.init(before), before)
+        after = optax.apply_updates(before, updates)
+    else:
+        after, _ = jax.jit(tx.apply_gradients)(grads, tx.init(before), before)
+    assert tree_bits(after["base"]) == tree_bits(before["base"])
+
+
+def test_integers_under_a_clip() -> None:
+    """The usual recipe: clip by the norm of all gradients, then freeze the base."""
+    inner = optax.chain(optax.clip_by_global_norm(1.0), lora(optax.adam(1e-2)))
+    after, _ = steps(inner, params(jnp.int8))
+    assert after["base"].dtype == jnp.int8
+    assert np.any(np.asarray(after["lora"], np.float32))
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])

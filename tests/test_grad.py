@@ -178,3 +178,9 @@ def test_float16_without_a_scale_is_warned_of(compile: Any) -> None:
             ).astype(jnp.float32)
         )
     )(params, x)
+
+
+def test_float16_data_is_not_warned_of() -> None:
+    """What the backward pass keeps may be data, of which the gradients are float32."""
+    wide = jax.checkpoint(lambda w, x: jnp.mean(jnp.sin(x.astype(jnp.float32) @ w)))
+    assert np.any(jaxmp.grad(wide)(jnp.ones(3), jnp.ones((2, 3), jnp.float16)))

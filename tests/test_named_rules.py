@@ -351,3 +351,40 @@ def test_less_than_a_hundredth_is_not_said() -> None:
             self.scale = nnx.Param(jnp.ones(32))
 
     jaxmp.nnx.apply_policy(Wide(), "mixed_bfloat16")
+
+
+class Sinusoid(nn.Module):
+    """Positions, of integers: no floating input is there to be cast."""
+
+    @nn.compact
+    def __call__(self, count: int) -> Any:
+        return jnp.sin(jnp.arange(count, dtype=jnp.float32)[:, None] * jnp.ones((1, 8)))
+
+
+class Positioned(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return nn.Dense(8)(x + Sinusoid()(2).astype(x.dtype))
+
+
+def test_a_module_without_inputs_to_cast_is_told_nothing() -> None:
+    rules = jaxmp.PolicyRules([("*", "mixed_bfloat16")])
+    model = jaxmp.linen.apply_policy(Positioned(), rules, strict=True)
+    assert model.apply(model.init(KEY, X), X).dtype == jnp.float32
+
+
+class OwnProduct(nnx.Module):
+    def __init__(self) -> None:
+        self.w, self.dtype = nnx.Param(jnp.ones((4, 4))), None
+
+    def __call__(self, x: Any) -> Any:
+        dtype = self.dtype or x.dtype
+        return x.astype(dtype) @ self.w[...].astype(dtype)
+
+
+def test_equal_modules_at_two_places_are_equal() -> None:
+    """What a module promises is no part of what `nnx.jit` tells modules apart by."""
+    model = nnx.Dict(a=OwnProduct(), b=OwnProduct())
+    rules = jaxmp.PolicyRules([("a", "mixed_bfloat16"), ("b", "mixed_bfloat16")])
+    model = jaxmp.nnx.apply_policy(model, rules)
+    assert nnx.split(model["a"])[0] == nnx.split(model["b"])[0]

@@ -217,3 +217,10 @@ def test_lost_params_are_followed() -> None:
     masters = jnp.array([1.0, jnp.nan, 1.0, 7e4], jnp.float32)
     params = jnp.array([jnp.nan, 1.0, jnp.inf, 65504.0], jnp.float16)
     np.testing.assert_array_equal(follow(masters, params), [np.nan, 1.0, np.inf, 7e4])
+
+
+def test_a_format_without_negative_zero() -> None:
+    """In fnuz formats the pattern of minus zero is NaN."""
+    param = jnp.asarray(jnp.nan, jnp.float8_e4m3fnuz)
+    assert np.isnan(follow(jnp.float32(0.0), param))
+    assert follow(jnp.float32(1e-9), jnp.zeros((), jnp.float8_e4m3fnuz)) == jnp.float32(1e-9)

@@ -441,6 +441,46 @@ def test_subclasses_are_pytrees() -> None:
     assert tree_bits(averaged.params) == tree_bits(plain.params) == tree_bits(renamed.params)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Registered(jaxmp.TrainState):
+    """A subclass that registers itself, with a field that is no array."""
+
+    apply_fn: Any = dataclasses.field(default=None, metadata={"static": True})
+
+
+def test_subclasses_that_register_themselves() -> None:
+    tx = jaxmp.mixed_precision(optax.adam(1e-2), "mixed_bfloat16")
+    state = Registered.create(params=init_params(), tx=tx, apply_fn=max)
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(state))
+    state, _ = jaxmp.make_train_step(loss_fn, "mixed_bfloat16", donate=False)(state, batch())
+    assert state.apply_fn is max
+    assert int(state.step) == 1
+
+
+def test_float16_under_a_policy_without_it_is_warned_of() -> None:
+    """The optimizer has no loss scale then, and gradients vanish."""
+
+    def loss(params: Any, x: Any) -> Any:
+        return jnp.mean(jnp.tanh(x.astype(jnp.float16) @ params["w"].astype(jnp.float16)))
+
+    state = make("mixed_bfloat16", loss_scale="auto")
+    with pytest.warns(UserWarning, match="of 'b', 'w' pass through float16 without a loss scale"):
+        jaxmp.make_train_step(loss)(state, jnp.ones((2, 3)))
+
+
+def test_a_step_is_copied_like_any_function() -> None:
+    step = jaxmp.make_train_step(loss_fn, "mixed_float16")
+    assert copy.copy(step)._jitted is step._jitted
+
+
+def test_a_state_with_donated_params() -> None:
+    old = make()
+    new, _ = (step := jaxmp.make_train_step(loss_fn, "mixed_float16"))(old, batch())
+    with pytest.raises(ValueError, match="this state was donated to an earlier step"):
+        step(new.replace(params=old.params), batch())
+
+
 def test_a_state_of_another_policy_is_warned_of() -> None:
     """From bfloat16 to float16 the scale came back as 1: small gradients vanish for long."""
     bfloat16, float16 = make("mixed_bfloat16", loss_scale="auto"), make(loss_scale="auto")
@@ -450,7 +490,13 @@ def test_a_state_of_another_policy_is_warned_of() -> None:
         step(restored, batch())
     with pytest.warns(UserWarning, match="Begin anew: state.replace"):
         jaxmp.check_progress(restored)
-    # Controls: a scale that skips brought down, and one that is its own.
+    # Controls: a scale that skips brought down, also one that is rounded, and one that is its own.
+    config = jaxmp.DynamicLossScale(backoff_factor=0.9)
+    state = make(loss_scale=config)
+    for _ in range(20):
+        grads = jax.tree.map(lambda p: jnp.full_like(p, jnp.inf), state.params)
+        state = state.apply_gradients(grads)
+        jaxmp.check_progress(state)
     fallen = float16.opt_state._replace(skipped=jnp.int32(16), loss_scale=restored.loss_scale)
     jaxmp.check_progress(dataclasses.replace(float16, opt_state=fallen))
     jaxmp.check_progress(float16)

@@ -4,6 +4,8 @@ import collections
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import jax.numpy as jnp
+
 from jaxmp._audit._rows import Unseen
 from jaxmp._audit._walk import Site
 from jaxmp._flops import OPAQUE, PRODUCTS
@@ -54,7 +56,8 @@ def hiding(sites: Iterable[Site]) -> list[Site]:
     """The equations that may multiply something which the report does not count.
 
     Kernels, foreign calls, linear algebra, callbacks whose results the program uses, and while
-    loops with products in them. Not so a Fourier transform, which multiplies no matrices.
+    loops with products in them. Not so a Fourier transform, which multiplies no matrices, and what
+    has no floats, such as the checks of Equinox.
     """
     return [site for site in sites if _hides(site)]
 
@@ -63,7 +66,15 @@ def _hides(site: Site) -> bool:
     if site.name == "while":
         return _multiplies(site)
     only_looks = _is_callback(site) and not site.equation.outvars
-    return _kind(site) is not None and not only_looks and site.name != "fft"
+    known = only_looks or site.name == "fft" or not _has_numbers(site)
+    return _kind(site) is not None and not known
+
+
+def _has_numbers(site: Site) -> bool:
+    """Whether there is something to multiply: flags and indices are not."""
+    atoms = (*site.equation.invars, *site.equation.outvars)
+    dtypes = [getattr(atom.aval, "dtype", None) for atom in atoms]
+    return any(dtype is None or jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes)
 
 
 def _multiplies(site: Site) -> bool:

@@ -19,7 +19,9 @@ from jaxmp._warnings import warn
 _LOW = "in 16 bits"
 _IN_CUSTOM_VJP = (
     "inside of a jax.custom_vjp, which autocast leaves alone, as its gradient belongs to what it "
-    "computes; such are kernels, and the loops of Equinox and diffrax. Give enter_custom_vjp=True"
+    "computes; such are kernels, and the loops of Equinox and diffrax. Give jaxmp.autocast "
+    "enter_custom_vjp=True; for a train step, make_train_step(jaxmp.autocast(loss_fn, policy, "
+    "enter_custom_vjp=True))"
 )
 _PRECISE = "asked for by jax.default_matmul_precision. Leave it out where 16 bits will do"
 _KEPT = (
