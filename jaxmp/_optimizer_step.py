@@ -82,7 +82,7 @@ class Algorithm:
         """The first state for live params whose masters begin as `values`."""
         check_arrays(params, "params")
         params, values = strong(params), strong(values)
-        _, moved = self._masters_of(params)
+        _, moved = self._masters_of(params, anew=True)
         _check_moved(params, moved)
         master = self.storage.init(params, values, moved)
         state = MixedPrecisionState(
@@ -147,14 +147,14 @@ class Algorithm:
         counts = count(self.loss_scale, state, finite)
         return output, counts._replace(inner=after.inner, master=after.master)
 
-    def _masters_of(self, params: PyTree) -> tuple[PyTree, PyTree]:
-        """What is kept beside params like these, and which of them move; found once for each kind.
+    def _masters_of(self, params: PyTree, *, anew: bool = False) -> tuple[PyTree, PyTree]:
+        """What is kept beside params like these, and which of them move.
 
-        Without `jit` around it, each step asks.
+        It is found when a state is made, and remembered for its steps, each of which asks.
         """
         leaves, treedef = jax.tree.flatten(params)
         kinds = tuple((jnp.shape(x), _dtype(x)) for x in leaves)
-        if (treedef, kinds) not in self._kept:
+        if anew or (treedef, kinds) not in self._kept:
             like = jax.tree.unflatten(treedef, [jax.ShapeDtypeStruct(*kind) for kind in kinds])
             moved = moved_by(self.inner, like)
             master = jax.eval_shape(lambda p: self.storage.init(p, p, moved), like)
