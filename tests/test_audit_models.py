@@ -230,7 +230,9 @@ def test_where_there_is_no_users_line_it_is_that_of_the_library() -> None:
     params = {"w": jnp.ones((8, 8), BF16)}
     tx = jaxmp.mixed_precision(optax.adam(1e-3), "bfloat16")
     report = audit(tx.apply_gradients, params, tx.init(params), params)
-    assert {row.line.partition(":")[0] for row in report.upcasts} == {"_optimizer_step.py"}
+    files = {row.line.partition(":")[0] for row in report.upcasts}
+    # Versions of JAX differ in which of our lines they name for what is jitted within.
+    assert "_optimizer_step.py" in files <= {"_optimizer_step.py", "_tree.py", "_masters.py"}
 
 
 def test_other_peoples_tracebacks_stay_as_they_were() -> None:

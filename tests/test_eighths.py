@@ -28,7 +28,7 @@ def collected(file: pathlib.Path, *options: str) -> list[str]:
     """The names of the tests that pytest would run."""
     quiet = ["-c", "/dev/null", "--noconftest", "-p", "no:cacheprovider", "--collect-only", "-q"]
     command = [sys.executable, "-m", "pytest", "-p", "tests.eighths", *quiet, *options, str(file)]
-    alone = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    alone = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
     run = subprocess.run(command, cwd=ROOT, env=alone, check=True, capture_output=True, text=True)
     return [line for line in run.stdout.splitlines() if "::" in line]
 
