@@ -17,7 +17,7 @@ CHOICE = -m "$(LANDING)" --eighth=$(EIGHTH)
 
 .PHONY: environments demo test slow landing landing-aot aot full check lint types bench bench-absent
 
-environments: $(VENV)/.installed $(AOT)/.installed
+environments: $(VENV)/.installed $(AOT)/.compilers
 
 # The main job: a small language model in float32, mixed bfloat16 and mixed float16.
 demo: $(VENV)/.installed
@@ -33,10 +33,10 @@ slow: $(VENV)/.installed
 landing: $(VENV)/.installed
 	$(RUN) -m pytest $(CHOICE)
 
-landing-aot: $(AOT)/.installed
+landing-aot: $(AOT)/.compilers
 	$(RUN_AOT) $(CHOICE)
 
-aot: $(AOT)/.installed
+aot: $(AOT)/.compilers
 	$(RUN_AOT)
 
 # Every test there is, on one stack.
@@ -60,15 +60,18 @@ bench: $(VENV)/.installed
 	$(RUN) benchmarks/bench_autocast.py
 
 # Benchmarks that compile for TPUs and GPUs which are not there.
-bench-absent: $(AOT)/.installed
+bench-absent: $(AOT)/.compilers
 	$(AOT)/bin/python benchmarks/bench_skipping.py
 	$(AOT)/bin/python benchmarks/bench_distributed.py
 
-EXTRAS = test
-$(VENV)/.installed: EXTRAS += ,dev
-$(AOT)/.installed: EXTRAS += ,aot
-$(sort $(VENV)/.installed $(AOT)/.installed): pyproject.toml
-	$(PYTHON) -m venv $(@D)
+$(VENV)/.installed: EXTRAS = test,dev
+$(AOT)/.compilers: EXTRAS = test,aot
+$(VENV)/.installed $(AOT)/.compilers: pyproject.toml
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --upgrade pip
 	$(@D)/bin/python -m pip install --quiet --editable '.[$(EXTRAS)]'
 	touch $@
+
+ifeq ($(abspath $(VENV)),$(abspath $(AOT))) # one environment, filled by one at a time
+$(AOT)/.compilers: $(VENV)/.installed
+endif
