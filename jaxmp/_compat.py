@@ -118,6 +118,11 @@ def sub_jaxprs(equation: core.JaxprEqn) -> list[core.Jaxpr]:
     return [open_jaxpr(value) for value in _programs(equation.params)]
 
 
+def linear_program(backward: Any) -> core.Jaxpr:
+    """The program of tangents that a function from `jax.vjp` runs backward."""
+    return open_jaxpr(backward.jaxpr)
+
+
 def type_of(value: Any) -> Any:
     """The abstract value of a value: dtype (not weak), shape, sharding, varying mesh axes."""
     aval = jax.typeof(value)

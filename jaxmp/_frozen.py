@@ -1,5 +1,6 @@
 """Which params an optimizer never moves, read from its program: they need no masters."""
 
+import contextlib
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ import optax
 from jaxtyping import PyTree
 
 from jaxmp import _compat
-from jaxmp._dtypes import at_least_float32, is_narrow
+from jaxmp._dtypes import at_least_float32, is_inexact, is_narrow
 from jaxmp._tree import leaf_names
 
 # What an operation makes of zeros is zero: where all its array operands are ...
@@ -32,7 +33,8 @@ def moved_by(inner: optax.GradientTransformation, params: PyTree) -> PyTree:
 
     Args:
       inner: the optimizer. One that cannot be traced here, without arguments of its own or outside
-        of its mesh, is taken to move everything, which costs memory and no correctness.
+        of its mesh, is taken to move all floats, which costs memory and no correctness, and no
+        integers, which have no gradients; `check_rests` looks at that in each step.
       params: a tree of arrays.
 
     Returns:
@@ -51,12 +53,14 @@ def moved_by(inner: optax.GradientTransformation, params: PyTree) -> PyTree:
     values = jax.tree.map(
         lambda p: jax.ShapeDtypeStruct(p.shape, at_least_float32(p.dtype)), params
     )
-    try:
-        # The state is an argument too: a schedule that begins at zero does not stay there.
-        zeros = _zero_updates(inner, wide, jax.eval_shape(inner.init, values), values, {})
-    except Exception:  # of whatever sort: the optimizer is the user's
-        return jax.tree.map(lambda _: True, params)
-    return jax.tree.map(lambda zero: not zero, zeros)
+    # A train step gives optimizers the loss, and some cannot do without it.
+    for extra in ({"value": np.float32(1)}, {}):
+        with contextlib.suppress(Exception):  # of whatever sort: the optimizer is the user's
+            # The state is an argument too: a schedule that begins at zero does not stay there.
+            state = jax.eval_shape(inner.init, values)
+            zeros = _zero_updates(inner, wide, state, values, extra)
+            return jax.tree.map(lambda zero: not zero, zeros)
+    return jax.tree.map(is_inexact, params)
 
 
 def gradient_dtype(dtype: Any) -> Any:
@@ -74,7 +78,7 @@ def check_rests(
     """Raises ValueError if the optimizer moves what it was found never to move.
 
     It may depend on an argument, or on something in Python that has changed. The param has no
-    master, and could not hold small updates.
+    master, and could not hold small updates; one of integers could hold none.
 
     Args:
       inner: the optimizer.
@@ -95,7 +99,9 @@ def check_rests(
             raise ValueError(
                 f"the optimizer moves {leaf_names(moved)[i]!r} now, but did not when its state was "
                 "made, so that there is no master for it. Make the masters anew: "
-                "state._replace(master=tx.init(params).master), with the tx that moves it"
+                "state._replace(master=tx.init(params).master), with the tx that moves it. If the "
+                "param holds integers, it has no gradient: freeze it, with optax.set_to_zero as "
+                "the last that it passes through"
             )
 
 

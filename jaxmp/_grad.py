@@ -222,7 +222,7 @@ def _gradient(
     has_aux: Literal[True],
     scaled: bool = True,
 ) -> Callable[..., Any]:
-    """`jax.grad` that looks at what the backward pass keeps, and passes over integers."""
+    """`jax.grad` that looks for float16 in the backward pass, and passes over integers."""
 
     def gradient(*args: Any) -> Any:
         wrt = tuple(args[i] for i in argnums)
@@ -234,7 +234,7 @@ def _gradient(
 
         loss, backward, aux = jax.vjp(of_floats, floats, has_aux=has_aux)
         if not scaled:
-            _warn_of_float16(backward, loss, wrt)
+            _warn_of_float16(backward, wrt)
         (grads,) = backward(jnp.ones_like(loss))
         nothing = jax.tree.map(lambda x: np.zeros(jnp.shape(x), jax.dtypes.float0), wrt)
         return merged(grads, nothing), aux
@@ -245,13 +245,8 @@ def _gradient(
 _unscaled_gradient = functools.partial(_gradient, scaled=False)
 
 
-def _warn_of_float16(backward: Any, loss: Any, wrt: tuple[PyTree, ...]) -> None:
-    # What is kept costs nothing to look at. It may be data, of which gradients are float32.
-    kept = {jnp.result_type(x) for x in jax.tree.leaves(backward)}
-    if jnp.dtype(jnp.float16) not in kept:
-        return
-    program = jax.make_jaxpr(backward)(jnp.ones_like(loss))
-    if _makes_float16(_compat.open_jaxpr(program)):
+def _warn_of_float16(backward: Any, wrt: tuple[PyTree, ...]) -> None:
+    if _makes_float16(_compat.linear_program(backward)):
         warn_of_float16(leaf_names(wrt[0] if len(wrt) == 1 else wrt))
 
 

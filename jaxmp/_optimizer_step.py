@@ -229,8 +229,9 @@ def _check_moved(params: PyTree, moved: PyTree) -> None:
         if moves and not is_inexact(x):
             raise TypeError(
                 f"params, leaf {leaf_names(params)[i]!r}, is {x.dtype}, and the optimizer moves "
-                "it: only floating leaves have gradients and masters. Freeze it (optax."
-                "multi_transform with optax.set_to_zero), convert it to a float, or keep counters, "
+                "it, or may: only floating leaves have gradients and masters. Freeze it (optax."
+                "multi_transform with optax.set_to_zero, outside of what looks at all params, as "
+                "optax.ema does), convert it to a float, or keep counters, "
                 "keys and tables of integers in another argument"
             )
 
@@ -312,7 +313,8 @@ def _like_before(inner: Any, before: Any) -> Any:
         before,
         name="the new state of the inner optimizer",
         like_name="the old one",
-        advice="An optimizer must keep the structure of its state; this one does not.",
+        advice="An optimizer must keep the structure of its state: this one does not, or the state "
+        "that it was given is another one than tx.init makes.",
     )
     leaves = zip(jax.tree.leaves(inner), jax.tree.leaves(before), strict=True)
     for i, (new, old) in enumerate(leaves):

@@ -37,7 +37,7 @@ def _is_data(field: Any) -> bool:
 @functools.cache
 def _as_pytree(cls: Any) -> None:
     """Registers a train state, or a subclass that has not registered itself."""
-    fields = dataclasses.fields(cls)
+    fields = [field for field in dataclasses.fields(cls) if field.init]
     data = [field.name for field in fields if _is_data(field)]
     static = [field.name for field in fields if not _is_data(field)]
     with contextlib.suppress(ValueError):  # it is registered
@@ -70,6 +70,10 @@ class TrainState:
     # As dataclasses of JAX, and of Flax, mark what holds no arrays.
     tx: MixedPrecision = dataclasses.field(metadata={"static": True, "pytree_node": False})
 
+    def __new__(cls, *_: Any, **__: Any) -> "TrainState":
+        _as_pytree(cls)  # type: ignore[arg-type]  # classes are hashable
+        return object.__new__(cls)
+
     @classmethod
     def create(
         cls, *, params: PyTree, tx: MixedPrecision, cast_params: bool = True, **collections: PyTree
@@ -99,7 +103,6 @@ class TrainState:
             raise TypeError(
                 f"tx must be jaxmp.mixed_precision(optimizer, policy), got {type(tx).__name__}"
             )
-        _as_pytree(cls)  # type: ignore[arg-type]  # classes are hashable
         known = {field.name: field for field in dataclasses.fields(cls)}
         own = set(known) - {field.name for field in dataclasses.fields(TrainState)}
         fields = {name: collections.pop(name) for name in own & set(collections)}

@@ -33,7 +33,7 @@ RULES, FLOPS, WALK = "_autocast/_custom_rules.py", "_flops.py", "_audit/_walk.py
 UPCASTS, TALLY = "_audit/_upcasts.py", "_audit/_tally.py"
 SUMS = "_autocast/_recurrence.py"
 BRANCHES, UNSEEN = "_audit/_branches.py", "_audit/_unseen.py"
-LEFT = "_autocast/_left_alone.py"
+LEFT, KERNELS = "_autocast/_left_alone.py", "_autocast/_kernels.py"
 
 X = jnp.ones((4, 4))
 MESH = Mesh(np.array(jax.devices()[:2]), ("devices",))
@@ -140,7 +140,7 @@ READ = [
     Read("jit", "compiler_options_kvs", is_a(tuple), (COMPAT,)),
     Read("scan", "jaxpr", is_jaxpr, (CONTROL, SUMS)),
     Read("scan", "length", is_a(int), (WALK, LEFT)),
-    Read("while", "cond_jaxpr", is_jaxpr, (CONTROL,)),
+    Read("while", "cond_jaxpr", is_jaxpr, (CONTROL, KERNELS)),
     Read("while", "body_jaxpr", is_jaxpr, (CONTROL, SUMS)),
     Read("while", "cond_nconsts", is_a(int), (CONTROL, UPCASTS, SUMS)),
     Read("while", "body_nconsts", is_a(int), (CONTROL, UPCASTS, SUMS)),
@@ -421,6 +421,12 @@ def test_constants_of_jaxprs() -> None:
             _compat.without_consts(closed)
     bare = jax.make_jaxpr(jnp.sin)(X)
     assert _compat.without_consts(bare).eqns == _compat.open_jaxpr(bare).eqns
+
+
+def test_the_program_of_tangents() -> None:
+    _, backward = jax.vjp(lambda x: jnp.sum(x.astype(jnp.bfloat16) * 2), X)
+    made = {atom.aval.dtype for e in _compat.linear_program(backward).eqns for atom in e.outvars}
+    assert jnp.dtype("bfloat16") in made
 
 
 def test_programs_inside_of_an_equation() -> None:

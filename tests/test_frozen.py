@@ -157,6 +157,57 @@ def test_integers_under_a_clip() -> None:
     assert np.any(np.asarray(after["lora"], np.float32))
 
 
+NEEDS_LOSS: dict[str, tuple[Callable[[], Any], Any]] = {
+    "after": (
+        lambda: optax.chain(lora(optax.adam(1e-2)), optax.contrib.reduce_on_plateau()),
+        jnp.bfloat16,
+    ),
+    "inside": (lambda: lora(optax.contrib.momo(1e-2)), jnp.int8),
+}
+
+
+@pytest.mark.parametrize("name", NEEDS_LOSS)
+def test_a_frozen_base_under_optimizers_that_need_the_loss(name: str) -> None:
+    """Which a train step gives: without it nobody can tell what they move."""
+    make_inner, dtype = NEEDS_LOSS[name]
+    inner = make_inner()
+    before = params(dtype)
+    tx = jaxmp.mixed_precision(inner, "mixed_bfloat16")
+    state = jaxmp.TrainState.create(params=before, tx=tx, cast_params=False)
+    assert is_masked(state.opt_state.master["base"])
+
+    def loss(params: Any, x: Any) -> Any:
+        base = params["base"].astype(jnp.float32)
+        return jnp.mean((x @ base + params["lora"][0].astype(jnp.float32) - 70.0) ** 2)
+
+    state, metrics = jaxmp.make_train_step(loss, "mixed_bfloat16")(state, jnp.ones((4, 64)))
+    assert metrics["grads_finite"]
+    assert tree_bits(state.params["base"]) == tree_bits(before["base"])
+
+
+def _descend(moves: str) -> optax.GradientTransformationExtraArgs:
+    """An optimizer that needs an argument which nobody but its user has."""
+
+    def update(updates: Any, state: Any, params: Any = None, *, rates: Any) -> Any:
+        return {**jax.tree.map(jnp.zeros_like, updates), moves: updates[moves] + rates}, state
+
+    return optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
+
+
+@pytest.mark.parametrize("compile", [lambda f: f, jax.jit])
+def test_integers_under_an_optimizer_that_nobody_can_read(compile: Any) -> None:
+    """They are taken to rest, and each step looks whether they do."""
+    grads = {"base": jnp.zeros((64, 32)), "lora": jnp.ones((2, 32))}
+    tx = jaxmp.mixed_precision(_descend("lora"), "bfloat16")
+    before = params(jnp.int8)
+    after, _ = compile(tx.apply_gradients)(grads, tx.init(before), before, rates=1.0)
+    np.testing.assert_array_equal(after["base"], before["base"])
+    np.testing.assert_array_equal(np.asarray(after["lora"], np.float32), 2.0)
+    tx = jaxmp.mixed_precision(_descend("base"), "bfloat16")
+    with pytest.raises(ValueError, match=r"the optimizer moves 'base' now, .* holds integers"):
+        compile(tx.apply_gradients)(grads, tx.init(before), before, rates=1.0)
+
+
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, jnp.int4])
 def test_frozen_integers(dtype: Any, microbatches: int) -> None:

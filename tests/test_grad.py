@@ -155,9 +155,14 @@ def test_under_vmap_and_second_derivative() -> None:
 
 
 @pytest.mark.parametrize("compile", [lambda f: f, jax.jit])
-def test_float16_without_a_scale_is_warned_of(compile: Any) -> None:
-    """Forgetting `loss_scale=` makes float16 gradients zero, and nothing else says so."""
+@pytest.mark.parametrize("around", [lambda f: f, jax.checkpoint])
+def test_float16_without_a_scale_is_warned_of(around: Any, compile: Any) -> None:
+    """Forgetting `loss_scale=` makes float16 gradients zero, and nothing else says so.
 
+    A checkpoint keeps nothing of float16, and computes in it all the same.
+    """
+
+    @around
     def loss(params: Any, x: Any) -> Any:
         low = jnp.tanh(x.astype(jnp.float16) @ params["layer"]["w"].astype(jnp.float16))
         return jnp.mean(low.astype(jnp.float32)) * 1e-9

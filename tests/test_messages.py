@@ -189,9 +189,10 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ("integer gradients", lambda: update(grads={"w": jnp.arange(2), "b": jnp.ones(1)}), TypeError,
      "gradients, leaf 'w', is int32"),
     ("integer params", lambda: tx().init({"a": {"table": jnp.arange(3)}}), TypeError,
-     "params, leaf 'a/table', is int32, and the optimizer moves it: only floating leaves have "
-     "gradients and masters. Freeze it (optax.multi_transform with optax.set_to_zero), convert it "
-     "to a float, or keep counters, keys and tables of integers in another argument"),
+     "params, leaf 'a/table', is int32, and the optimizer moves it, or may: only floating leaves "
+     "have gradients and masters. Freeze it (optax.multi_transform with optax.set_to_zero, outside "
+     "of what looks at all params, as optax.ema does), convert it to a float, or keep counters, "
+     "keys and tables of integers in another argument"),
     ("params cast after init",
      lambda: update(params=jaxmp.cast_floating(PARAMS, jnp.float16)), ValueError,
      "the params do not match the optimizer state: their structure, shapes or dtypes are not "

@@ -28,7 +28,11 @@ from tests.reduction_checks import (
     split_over,
 )
 
-pytestmark = [pytest.mark.jax, pytest.mark.usefixtures("standard_promotion")]
+pytestmark = [
+    pytest.mark.jax,
+    pytest.mark.usefixtures("standard_promotion"),
+    pytest.mark.filterwarnings("ignore:the policy does not reach 2% of the params"),  # Net.scale
+]
 
 F32, BF16 = jnp.float32, jnp.bfloat16
 RULES = jaxmp.PolicyRules(default="mixed_bfloat16")

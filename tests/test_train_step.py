@@ -441,6 +441,36 @@ def test_subclasses_are_pytrees() -> None:
     assert tree_bits(averaged.params) == tree_bits(plain.params) == tree_bits(renamed.params)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Counted(jaxmp.TrainState):
+    """A subclass with a field that it makes itself."""
+
+    seen: dict[str, int] = dataclasses.field(default_factory=dict, init=False, compare=False)
+
+
+def test_instances_of_subclasses_are_pytrees() -> None:
+    """However they are made: those that `create` had not seen were leaves."""
+    tx = jaxmp.mixed_precision(optax.adam(1e-2), "mixed_bfloat16")
+    plain = jaxmp.TrainState.create(params=init_params(), tx=tx)
+
+    class Made(jaxmp.TrainState):
+        """Made by calling the class, as code that restores a state does."""
+
+    def make(kind: Any) -> Any:
+        fields = dataclasses.fields(jaxmp.TrainState)
+        return kind(**{field.name: getattr(plain, field.name) for field in fields})
+
+    for kind in (Made, Counted):
+        shapes = jax.eval_shape(lambda kind=kind: make(kind))
+        assert type(shapes) is kind
+        assert len(jax.tree.leaves(shapes)) == len(jax.tree.leaves(plain))
+        after, _ = jaxmp.make_train_step(loss_fn, "mixed_bfloat16", donate=False)(
+            make(kind), batch()
+        )
+        assert type(after) is kind
+        assert int(after.step) == 1
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Registered(jaxmp.TrainState):

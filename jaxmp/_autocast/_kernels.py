@@ -1,9 +1,11 @@
-"""Kernels that nobody can look into get 16-bit operands, if the function is traced for them.
+"""Kernels that are left as they are get 16-bit operands, if the function is traced for them.
 
 A kernel behind `jax.custom_vjp` or Pallas is made for the dtypes of its operands while the function
 is traced, and the function is traced in float32. So it is traced once more, with those arguments
 cast that products read, and the kernels are taken from there: the n-th of that program in place of
-the n-th of this one.
+the n-th of this one. A `custom_vjp` without matrix products, such as a norm or a loss, gains
+nothing from 16 bits and loses range; an iterative solver may not converge in them. Both stay in
+float32.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -89,7 +91,7 @@ def _kernels(
         name = equation.primitive.name
         if region.sealed:
             continue
-        if name in names:
+        if name in names and _is_made_for_16_bits(equation):
             yield _Kernel(equation, region, "/".join((*path, _compat.function_name(equation))))
         elif CLASSES.get(name) is OpClass.CONTROL and name != "custom_vjp_call":
             for inner in _compat.sub_jaxprs(equation):
@@ -207,10 +209,34 @@ class _Flow:
 
 def _multiplies(equation: core.JaxprEqn) -> bool:
     """Whether an operation is a product, or a kernel with one inside; of some nobody can tell."""
-    inside = _compat.sub_jaxprs(equation)
-    if inside:
-        return any(_multiplies(each) for jaxpr in inside for each in jaxpr.eqns)
-    return equation.primitive.name in CONTRACTIONS | KERNELS
+    return any(
+        each.primitive.name in CONTRACTIONS
+        or (each.primitive.name in KERNELS and not _compat.sub_jaxprs(each))
+        for each in _with_all_inside(equation)
+    )
+
+
+def _is_made_for_16_bits(kernel: core.JaxprEqn) -> bool:
+    inside = list(_with_all_inside(kernel))
+    of_another_compiler = any(
+        each.primitive.name in KERNELS - {"custom_vjp_call"} for each in inside
+    )
+    return (of_another_compiler or _multiplies(kernel)) and not any(map(_converges, inside))
+
+
+def _converges(equation: core.JaxprEqn) -> bool:
+    """Whether it is a loop that ends when floats are as they should be: of a solver."""
+    if equation.primitive.name != "while":
+        return False
+    condition = _compat.open_jaxpr(equation.params["cond_jaxpr"])
+    return any(_is_float(atom) for each in condition.eqns for atom in each.invars)
+
+
+def _with_all_inside(equation: core.JaxprEqn) -> Iterator[core.JaxprEqn]:
+    yield equation
+    for jaxpr in _compat.sub_jaxprs(equation):
+        for each in jaxpr.eqns:
+            yield from _with_all_inside(each)
 
 
 def taken_step(op: Op, states: States, low: core.JaxprEqn) -> Step:
