@@ -119,7 +119,12 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--context", type=int, default=512)
     add("--batch", type=int, default=32, help="sequences, on all devices together")
     add("--min-size", type=int, default=2**16, help="params with fewer elements are not split")
-    add("--effort", type=float, default=0.0, help="of a TPU's compiler: -1 is the fastest")
+    add(
+        "--effort",
+        type=float,
+        default=0.0,
+        help="of a TPU's compiler: -1 is the fastest (jax 0.10)",
+    )
     add("--no-write", action="store_true", help="print only, write no files")
     add("--results", type=pathlib.Path, default=RESULTS, help="where to write")
     add("--quick", action="store_true", help="a tiny model, whose memory says nothing")
