@@ -74,7 +74,8 @@ def test_masters_are_compared_with_rounded_params(compiler: Compiler, policy: st
     state = jax.eval_shape(tx.init, params)
     compiled = compiler(apply_gradients(tx), params, state, GRADS, donate=(0, 1))
     assert roundings(compiled) >= 2
-    assert compiled.memory_analysis().temp_size_in_bytes < 0.02 * N * N
+    # Not even a mask, of one byte for each param.
+    assert compiled.memory_analysis().temp_size_in_bytes < 0.5 * N * N
 
 
 def test_the_gpu_drops_a_comparison_in_float32(gpu: Compiler) -> None:
