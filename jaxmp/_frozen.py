@@ -1,6 +1,8 @@
 """Which params an optimizer never moves, read from its program: they need no masters."""
 
 import contextlib
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -53,12 +55,16 @@ def moved_by(inner: optax.GradientTransformation, params: PyTree) -> PyTree:
     values = jax.tree.map(
         lambda p: jax.ShapeDtypeStruct(p.shape, at_least_float32(p.dtype)), params
     )
+
+    def with_loss(grads: PyTree, state: Any, params: PyTree, loss: Any) -> Any:
+        return inner.update(grads, state, params, value=loss)
+
+    # The state and the loss are arguments too: a schedule that begins at zero does not stay there.
     # A train step gives optimizers the loss, and some cannot do without it.
-    for extra in ({"value": np.float32(1)}, {}):
+    loss = jax.ShapeDtypeStruct((), jnp.float32)
+    for update, more in ((with_loss, (loss,)), (inner.update, ())):
         with contextlib.suppress(Exception):  # of whatever sort: the optimizer is the user's
-            # The state is an argument too: a schedule that begins at zero does not stay there.
-            state = jax.eval_shape(inner.init, values)
-            zeros = _zero_updates(inner, wide, state, values, extra)
+            zeros = _zero_updates(update, wide, jax.eval_shape(inner.init, values), values, *more)
             return jax.tree.map(lambda zero: not zero, zeros)
     return jax.tree.map(is_inexact, params)
 
@@ -90,7 +96,7 @@ def check_rests(
     if all(_leaves(moved)):
         return
     if any(map(_compat.is_traced, _leaves((given, updates)))):
-        rests = _leaves(_zero_updates(inner, *given, extra))
+        rests = _leaves(_zero_updates(functools.partial(inner.update, **extra), *given))
     else:
         pairs = zip(_leaves(updates), _leaves(moved), strict=True)
         rests = [not moves and not np.any(u) for u, moves in pairs]
@@ -109,15 +115,9 @@ def _leaves(tree: PyTree) -> list[Any]:
     return jax.tree.leaves(tree)
 
 
-def _zero_updates(
-    inner: Any, grads: PyTree, state: Any, params: PyTree, extra: dict[str, Any]
-) -> PyTree:
+def _zero_updates(update: Callable[..., tuple[PyTree, Any]], *args: Any) -> PyTree:
     """For each update of an optimizer, whether it is zero whatever goes in."""
-
-    def update(grads: PyTree, state: Any, params: PyTree) -> PyTree:
-        return inner.update(grads, state, params, **extra)[0]
-
-    closed, updates = jax.make_jaxpr(update, return_shape=True)(grads, state, params)
+    closed, updates = jax.make_jaxpr(lambda *args: update(*args)[0], return_shape=True)(*args)
     zeros = _zeros(_compat.open_jaxpr(closed), [False] * len(closed.in_avals))
     return jax.tree.unflatten(jax.tree.structure(updates), zeros)
 

@@ -234,7 +234,7 @@ def _gradient(
 
         loss, backward, aux = jax.vjp(of_floats, floats, has_aux=has_aux)
         if not scaled:
-            _warn_of_float16(backward, wrt)
+            _warn_of_float16(backward, loss, wrt)
         (grads,) = backward(jnp.ones_like(loss))
         nothing = jax.tree.map(lambda x: np.zeros(jnp.shape(x), jax.dtypes.float0), wrt)
         return merged(grads, nothing), aux
@@ -245,15 +245,59 @@ def _gradient(
 _unscaled_gradient = functools.partial(_gradient, scaled=False)
 
 
-def _warn_of_float16(backward: Any, wrt: tuple[PyTree, ...]) -> None:
-    if _makes_float16(_compat.linear_program(backward)):
+def _warn_of_float16(backward: Any, loss: Any, wrt: tuple[PyTree, ...]) -> None:
+    # To look costs nothing: at what is kept, and at what a checkpoint computes again.
+    kept = {jnp.result_type(x) for x in jax.tree.leaves(backward)}
+    if _FLOAT16 not in kept and not _makes_float16(_compat.linear_program(backward)):
+        return
+    program = _compat.open_jaxpr(jax.make_jaxpr(backward)(jnp.ones_like(loss)))
+    if _leads_through_float16(program, [True] * len(program.invars))[0]:
         warn_of_float16(leaf_names(wrt[0] if len(wrt) == 1 else wrt))
+
+
+_FLOAT16 = jnp.dtype(jnp.float16)
 
 
 def _makes_float16(jaxpr: Any) -> bool:
     made = (getattr(atom.aval, "dtype", None) for eqn in jaxpr.eqns for atom in eqn.outvars)
     inside = (each for eqn in jaxpr.eqns for each in _compat.sub_jaxprs(eqn))
-    return jnp.dtype(jnp.float16) in made or any(map(_makes_float16, inside))
+    return _FLOAT16 in made or any(map(_makes_float16, inside))
+
+
+def _leads_through_float16(jaxpr: Any, of_gradient: list[bool]) -> tuple[bool, list[bool]]:
+    """Whether a gradient is float16 on its way; and which results are made of it.
+
+    Data may be float16, also where a checkpoint computes them again.
+
+    Args:
+      jaxpr: a program.
+      of_gradient: which of its arguments are made of the gradient.
+    """
+    made = dict(zip(jaxpr.invars, of_gradient, strict=True))
+
+    def is_made(atom: Any) -> bool:
+        return not hasattr(atom, "val") and made.get(atom, False)
+
+    found = False
+    for eqn in jaxpr.eqns:
+        given = [is_made(atom) for atom in eqn.invars]
+        outputs = [any(given)] * len(eqn.outvars)
+        for inner in _compat.sub_jaxprs(eqn):
+            # In a loop, what is made of it in one turn is given to the next.
+            aligned = len(inner.invars) == len(given) and eqn.primitive.name not in _LOOPS
+            passed = given if aligned else [any(given)] * len(inner.invars)
+            inside, results = _leads_through_float16(inner, passed)
+            found |= inside
+            outputs = results if aligned and len(results) == len(outputs) else outputs
+        found |= any(
+            of and getattr(atom.aval, "dtype", None) == _FLOAT16
+            for atom, of in zip(eqn.outvars, outputs, strict=True)
+        )
+        made.update(zip(eqn.outvars, outputs, strict=True))
+    return found, [is_made(atom) for atom in jaxpr.outvars]
+
+
+_LOOPS = ("scan", "while")
 
 
 def warn_of_float16(names: list[str]) -> None:

@@ -1,6 +1,5 @@
 """The jitted train step, assembled from gradients, loss scale, optimizer and state."""
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
@@ -213,17 +212,11 @@ def _lowered(
         narrow = is_floating(x) and x.dtype.itemsize < wide.itemsize and x.dtype != compute
         return cast_floating(x, wide) if narrow else x
 
-    # Autocast takes its first argument for weights, and collections are: of a teacher, say.
-    @functools.wraps(loss_fn, updated=())
-    def of_weights(weights: tuple[PyTree, dict[str, PyTree]], batch: PyTree) -> Any:
-        params, collections = weights
-        return loss_fn(params, batch, **collections)
-
-    products = autocast(of_weights, policy, kernels="low") if compute.itemsize < 4 else of_weights
+    products = autocast(loss_fn, policy, kernels="low") if compute.itemsize < 4 else loss_fn
 
     def products_cast(params: PyTree, batch: PyTree, **collections: PyTree) -> Any:
         params, batch = jax.tree.map(no_narrower, (params, batch))
-        return products((params, collections), batch)
+        return products(params, batch, **collections)
 
     return all_cast if cast == "all" else products_cast
 

@@ -185,6 +185,16 @@ def test_a_frozen_base_under_optimizers_that_need_the_loss(name: str) -> None:
     assert tree_bits(state.params["base"]) == tree_bits(before["base"])
 
 
+def test_a_loss_of_one_is_like_any_other() -> None:
+    """What an optimizer moves is read for any loss: Polyak steps are zero where it is the bound."""
+
+    def update(updates: Any, state: Any, params: Any = None, *, value: Any) -> Any:
+        return jax.tree.map(lambda u: -(value - 1.0) * u, updates), state
+
+    inner = optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
+    assert moved_by(inner, params()) == {"base": True, "lora": True}
+
+
 def _descend(moves: str) -> optax.GradientTransformationExtraArgs:
     """An optimizer that needs an argument which nobody but its user has."""
 

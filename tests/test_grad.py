@@ -185,7 +185,37 @@ def test_float16_without_a_scale_is_warned_of(around: Any, compile: Any) -> None
     )(params, x)
 
 
+def test_float16_inside_of_a_custom_vjp_is_warned_of() -> None:
+    """As wrappers of kernels do: what goes in and what comes out is float32."""
+
+    @jax.custom_vjp
+    def product(x: Any, w: Any) -> Any:
+        return (x.astype(jnp.float16) @ w.astype(jnp.float16)).astype(jnp.float32)
+
+    def forward(x: Any, w: Any) -> Any:
+        return product(x, w), (x.astype(jnp.float16), w.astype(jnp.float16))
+
+    def backward(kept: Any, g: Any) -> Any:
+        x, w = kept
+        g = g.astype(jnp.float16)
+        return (g @ w.T).astype(jnp.float32), (x.T @ g).astype(jnp.float32)
+
+    product.defvjp(forward, backward)
+    x, w = jnp.ones((2, 3)), jnp.ones((3, 2))
+    for around in (lambda f: f, jax.checkpoint):
+        with pytest.warns(UserWarning, match="pass through float16 without a loss scale"):
+            jaxmp.grad(around(lambda w, x: jnp.mean(product(x, w))))(w, x)
+
+
 def test_float16_data_is_not_warned_of() -> None:
     """What the backward pass keeps may be data, of which the gradients are float32."""
     wide = jax.checkpoint(lambda w, x: jnp.mean(jnp.sin(x.astype(jnp.float32) @ w)))
     assert np.any(jaxmp.grad(wide)(jnp.ones(3), jnp.ones((2, 3), jnp.float16)))
+
+    @jax.checkpoint
+    def taught(w: Any, x: Any) -> Any:
+        """A checkpoint computes its data again: here in float16."""
+        teacher = jnp.tanh(x.astype(jnp.float16) * 2).astype(jnp.float32)
+        return jnp.mean((jnp.tanh(teacher @ w) - teacher[:, 0]) ** 2)
+
+    assert np.any(jaxmp.grad(taught)(jnp.ones(3), jnp.ones((2, 3))))

@@ -3,9 +3,9 @@
 A kernel behind `jax.custom_vjp` or Pallas is made for the dtypes of its operands while the function
 is traced, and the function is traced in float32. So it is traced once more, with those arguments
 cast that products read, and the kernels are taken from there: the n-th of that program in place of
-the n-th of this one. A `custom_vjp` without matrix products, such as a norm or a loss, gains
-nothing from 16 bits and loses range; an iterative solver may not converge in them. Both stay in
-float32.
+the n-th of this one. A `custom_vjp` without a matrix product or another kernel inside, such as a
+norm or a loss, gains nothing from 16 bits and loses range; an iterative solver may not converge in
+them. Both stay in float32.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -217,19 +217,23 @@ def _multiplies(equation: core.JaxprEqn) -> bool:
 
 
 def _is_made_for_16_bits(kernel: core.JaxprEqn) -> bool:
+    """Whether it multiplies or is another compiler's, and is no solver."""
     inside = list(_with_all_inside(kernel))
-    of_another_compiler = any(
-        each.primitive.name in KERNELS - {"custom_vjp_call"} for each in inside
-    )
-    return (of_another_compiler or _multiplies(kernel)) and not any(map(_converges, inside))
+    worth = (CONTRACTIONS | KERNELS) - {"custom_vjp_call"}
+    return any(each.primitive.name in worth for each in inside) and not any(map(_converges, inside))
 
 
 def _converges(equation: core.JaxprEqn) -> bool:
-    """Whether it is a loop that ends when floats are as they should be: of a solver."""
+    """Whether it is a loop that floats, or a flag, may end: a solver's. Others count turns."""
     if equation.primitive.name != "while":
         return False
     condition = _compat.open_jaxpr(equation.params["cond_jaxpr"])
-    return any(_is_float(atom) for each in condition.eqns for atom in each.invars)
+    read = [*condition.outvars, *(atom for each in condition.eqns for atom in each.invars)]
+    carried = {id(var) for var in condition.invars}
+    return any(
+        id(atom) in carried and (_is_float(atom) or cast(Any, atom.aval).dtype == bool)
+        for atom in read
+    )
 
 
 def _with_all_inside(equation: core.JaxprEqn) -> Iterator[core.JaxprEqn]:

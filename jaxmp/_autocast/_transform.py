@@ -71,9 +71,9 @@ def autocast(
       kernels: what kernels behind `jax.custom_vjp`, Pallas and the like run in: `"traced"` as
         without autocast, `"low"` as if arguments had been cast to 16 bits. They are taken from a
         second trace, in which those arguments are cast that products read, but not labels or time
-        stamps. The first argument of the function is taken for the params. A `custom_vjp` that
-        multiplies no matrices stays as it is, and so does a solver. So do kernels that the two
-        traces do not have in common, with a warning.
+        stamps. The first argument of the function is taken for the params. A `custom_vjp`
+        without a product or another kernel inside stays as it is, and so does a solver. So do
+        kernels that the two traces do not have in common, with a warning.
 
     Returns:
       A function with the arguments of `fun`. Called outside of `jit` it is compiled, once for
