@@ -189,7 +189,8 @@ def test_a_loss_of_one_is_like_any_other() -> None:
     """What an optimizer moves is read for any loss: Polyak steps are zero where it is the bound."""
 
     def update(updates: Any, state: Any, params: Any = None, *, value: Any) -> Any:
-        return jax.tree.map(lambda u: -(value - 1.0) * u, updates), state
+        rate = (value - 1.0) / (1.0 + optax.tree.norm(updates))
+        return jax.tree.map(lambda u: -rate * u, updates), state
 
     inner = optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
     assert moved_by(inner, params()) == {"base": True, "lora": True}
