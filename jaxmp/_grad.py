@@ -2,11 +2,12 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import core
 from jaxtyping import Array, Float, PyTree
 
 from jaxmp import _compat
@@ -234,7 +235,7 @@ def _gradient(
 
         loss, backward, aux = jax.vjp(of_floats, floats, has_aux=has_aux)
         if not scaled:
-            _warn_of_float16(backward, loss, wrt)
+            backward = _looked_through(backward, loss, wrt)
         (grads,) = backward(jnp.ones_like(loss))
         nothing = jax.tree.map(lambda x: np.zeros(jnp.shape(x), jax.dtypes.float0), wrt)
         return merged(grads, nothing), aux
@@ -245,23 +246,31 @@ def _gradient(
 _unscaled_gradient = functools.partial(_gradient, scaled=False)
 
 
-def _warn_of_float16(backward: Any, loss: Any, wrt: tuple[PyTree, ...]) -> None:
-    # To look costs nothing: at what is kept, and at what a checkpoint computes again.
+def _looked_through(backward: Any, loss: Any, wrt: tuple[PyTree, ...]) -> Callable[..., Any]:
+    """A backward pass, after a warning if gradients are float16 on their way through it."""
+    # To look here costs nothing: at what is kept, and at what a checkpoint computes again.
     kept = {jnp.result_type(x) for x in jax.tree.leaves(backward)}
-    if _FLOAT16 not in kept and not _makes_float16(_compat.linear_program(backward)):
-        return
-    program = _compat.open_jaxpr(jax.make_jaxpr(backward)(jnp.ones_like(loss)))
-    if _leads_through_float16(program, [True] * len(program.invars))[0]:
+    if _FLOAT16 not in kept and not _may_make_float16(_compat.linear_program(backward)):
+        return cast(Callable[..., Any], backward)
+    try:
+        closed, grads = jax.make_jaxpr(backward, return_shape=True)(jnp.ones_like(loss))
+    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
+        return cast(Callable[..., Any], backward)  # without `jit`, one may ask for numbers
+    if _leads_through_float16(_compat.open_jaxpr(closed), [True])[0]:
         warn_of_float16(leaf_names(wrt[0] if len(wrt) == 1 else wrt))
+    run = core.jaxpr_as_fun(closed)
+    return lambda of_loss: jax.tree.unflatten(jax.tree.structure(grads), run(of_loss))
 
 
 _FLOAT16 = jnp.dtype(jnp.float16)
 
 
-def _makes_float16(jaxpr: Any) -> bool:
+def _may_make_float16(jaxpr: Any) -> bool:
+    """Whether a program of tangents has float16 in it, or something that it does not show."""
     made = (getattr(atom.aval, "dtype", None) for eqn in jaxpr.eqns for atom in eqn.outvars)
     inside = (each for eqn in jaxpr.eqns for each in _compat.sub_jaxprs(eqn))
-    return _FLOAT16 in made or any(map(_makes_float16, inside))
+    hides = any(eqn.primitive.name == "custom_lin" for eqn in jaxpr.eqns)  # of a `custom_vjp`
+    return hides or _FLOAT16 in made or any(map(_may_make_float16, inside))
 
 
 def _leads_through_float16(jaxpr: Any, of_gradient: list[bool]) -> tuple[bool, list[bool]]:
@@ -276,28 +285,30 @@ def _leads_through_float16(jaxpr: Any, of_gradient: list[bool]) -> tuple[bool, l
     made = dict(zip(jaxpr.invars, of_gradient, strict=True))
 
     def is_made(atom: Any) -> bool:
-        return not hasattr(atom, "val") and made.get(atom, False)
+        # What was written into a reference before is not followed.
+        is_ref = hasattr(atom.aval, "inner_aval")
+        return not hasattr(atom, "val") and (is_ref or made.get(atom, False))
 
     found = False
     for eqn in jaxpr.eqns:
         given = [is_made(atom) for atom in eqn.invars]
-        outputs = [any(given)] * len(eqn.outvars)
+        reached = any(given)
         for inner in _compat.sub_jaxprs(eqn):
-            # In a loop, what is made of it in one turn is given to the next.
-            aligned = len(inner.invars) == len(given) and eqn.primitive.name not in _LOOPS
-            passed = given if aligned else [any(given)] * len(inner.invars)
+            aligned = len(inner.invars) == len(given) and eqn.primitive.name != "while"
+            passed = given if aligned else [reached] * len(inner.invars)
             inside, results = _leads_through_float16(inner, passed)
+            if eqn.primitive.name == "scan":
+                # What is made of it in one turn is given to the next.
+                begin, count = _compat.scan_counts(eqn.params)
+                end = begin + count
+                while (turned := list(map(max, passed[begin:end], results))) != passed[begin:end]:
+                    passed = [*passed[:begin], *turned, *passed[end:]]
+                    inside, results = _leads_through_float16(inner, passed)
             found |= inside
-            outputs = results if aligned and len(results) == len(outputs) else outputs
-        found |= any(
-            of and getattr(atom.aval, "dtype", None) == _FLOAT16
-            for atom, of in zip(eqn.outvars, outputs, strict=True)
-        )
-        made.update(zip(eqn.outvars, outputs, strict=True))
+        dtypes = (getattr(atom.aval, "dtype", None) for atom in eqn.outvars)
+        found |= reached and _FLOAT16 in dtypes
+        made |= dict.fromkeys(eqn.outvars, reached)
     return found, [is_made(atom) for atom in jaxpr.outvars]
-
-
-_LOOPS = ("scan", "while")
 
 
 def warn_of_float16(names: list[str]) -> None:

@@ -63,7 +63,8 @@ def make_train_step(
         is a mean over the batch; collections pass from one part to the next.
       cast: `"products"` puts `loss_fn` under `jaxmp.autocast`: matrix products, convolutions and
         kernels (`kernels="low"`) read 16 bits. What the batch holds beside their operands, such as
-        labels near 1000, class ids and time stamps, keeps every bit. `"all"` casts all floating
+        labels near 1000, class ids and time stamps, keeps every bit. So do collections: kernels of
+        a teacher that is one read float32 where its biases reach them. `"all"` casts all floating
         params and the whole batch before `loss_fn` sees them, labels too, which is jmp's meaning.
       cast_batch: with `cast="all"`, whether the batch is cast too. False for a batch with float
         targets that must not be rounded; cast the inputs in `loss_fn` then.

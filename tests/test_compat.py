@@ -141,9 +141,9 @@ READ = [
     Read("scan", "jaxpr", is_jaxpr, (CONTROL, SUMS)),
     Read("scan", "length", is_a(int), (WALK, LEFT)),
     Read("while", "cond_jaxpr", is_jaxpr, (CONTROL, KERNELS)),
-    Read("while", "body_jaxpr", is_jaxpr, (CONTROL, SUMS)),
-    Read("while", "cond_nconsts", is_a(int), (CONTROL, UPCASTS, SUMS)),
-    Read("while", "body_nconsts", is_a(int), (CONTROL, UPCASTS, SUMS)),
+    Read("while", "body_jaxpr", is_jaxpr, (CONTROL, SUMS, KERNELS)),
+    Read("while", "cond_nconsts", is_a(int), (CONTROL, UPCASTS, SUMS, KERNELS)),
+    Read("while", "body_nconsts", is_a(int), (CONTROL, UPCASTS, SUMS, KERNELS)),
     Read("cond", "branches", tuple_of(is_jaxpr), (CONTROL, SUMS, BRANCHES)),
     # Bound again as it is, and so not closed.
     Read("remat2", "jaxpr", is_a(core.Jaxpr), (CONTROL, SUMS)),

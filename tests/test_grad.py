@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import jaxmp
 from tests.references import mlp_loss_and_grads
@@ -185,19 +186,22 @@ def test_float16_without_a_scale_is_warned_of(around: Any, compile: Any) -> None
     )(params, x)
 
 
-def test_float16_inside_of_a_custom_vjp_is_warned_of() -> None:
+@pytest.mark.parametrize("kept", [jnp.float16, jnp.float32])
+def test_float16_inside_of_a_custom_vjp_is_warned_of(kept: Any) -> None:
     """As wrappers of kernels do: what goes in and what comes out is float32."""
+    calls = 0
 
     @jax.custom_vjp
     def product(x: Any, w: Any) -> Any:
         return (x.astype(jnp.float16) @ w.astype(jnp.float16)).astype(jnp.float32)
 
     def forward(x: Any, w: Any) -> Any:
-        return product(x, w), (x.astype(jnp.float16), w.astype(jnp.float16))
+        return product(x, w), (x.astype(kept), w.astype(kept))
 
-    def backward(kept: Any, g: Any) -> Any:
-        x, w = kept
-        g = g.astype(jnp.float16)
+    def backward(residuals: Any, g: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        x, w, g = (a.astype(jnp.float16) for a in (*residuals, g))
         return (g @ w.T).astype(jnp.float32), (x.T @ g).astype(jnp.float32)
 
     product.defvjp(forward, backward)
@@ -205,6 +209,43 @@ def test_float16_inside_of_a_custom_vjp_is_warned_of() -> None:
     for around in (lambda f: f, jax.checkpoint):
         with pytest.warns(UserWarning, match="pass through float16 without a loss scale"):
             jaxmp.grad(around(lambda w, x: jnp.mean(product(x, w))))(w, x)
+    assert calls == 2  # once for each: to look takes no second backward pass
+
+
+def test_a_backward_pass_that_asks_for_numbers_runs() -> None:
+    """Without `jit` a `custom_vjp` may branch in Python, where nobody can look through it."""
+
+    @jax.custom_vjp
+    def clipped(x: Any) -> Any:
+        return x
+
+    clipped.defvjp(lambda x: (x, None), lambda _, g: (g if g < 3 else jnp.float32(3),))
+    assert jaxmp.grad(lambda x: clipped(x) * 5)(jnp.float32(1)) == 3
+
+
+def test_float16_behind_a_reference_is_warned_of() -> None:
+    def loss(w: Any, x: Any) -> Any:
+        ref = jax.new_ref(jnp.zeros(2))
+        ref[...] = (x.astype(jnp.float16) @ w.astype(jnp.float16)).astype(jnp.float32)
+        return (ref[0] + 2 * ref[1]) * 1e-9
+
+    with pytest.warns(UserWarning, match="pass through float16 without a loss scale"):
+        grads = jax.jit(jaxmp.grad(loss))(jnp.ones(3), jnp.ones((2, 3)))
+    assert not np.any(grads)
+
+
+def test_float16_that_a_loop_carries_is_warned_of() -> None:
+    """Into the carry of the backward loop it comes in one turn, and is float16 in the next."""
+
+    def turn(carry: Any, x: Any) -> tuple[Any, None]:
+        first, second = carry
+        return (second.astype(jnp.float16).astype(jnp.float32), x * jnp.sin(first)), None
+
+    def loss(w: Any, xs: Any) -> Any:
+        return lax.scan(jax.checkpoint(turn), (w, w), xs)[0][1] * 1e-9
+
+    with pytest.warns(UserWarning, match="pass through float16 without a loss scale"):
+        jaxmp.grad(loss)(jnp.float32(1), jnp.ones(3))
 
 
 def test_float16_data_is_not_warned_of() -> None:
@@ -218,4 +259,6 @@ def test_float16_data_is_not_warned_of() -> None:
         teacher = jnp.tanh(x.astype(jnp.float16) * 2).astype(jnp.float32)
         return jnp.mean((jnp.tanh(teacher @ w) - teacher[:, 0]) ** 2)
 
-    assert np.any(jaxmp.grad(taught)(jnp.ones(3), jnp.ones((2, 3))))
+    xs = jnp.ones((2, 2, 3))
+    assert np.any(jaxmp.grad(taught)(jnp.ones(3), xs[0]))
+    assert np.any(jaxmp.grad(lambda w, xs: lax.map(lambda x: taught(w, x), xs).sum())(xs[0, 0], xs))
