@@ -2,12 +2,11 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
 from jaxtyping import Array, Float, PyTree
 
 from jaxmp import _compat
@@ -235,7 +234,7 @@ def _gradient(
 
         loss, backward, aux = jax.vjp(of_floats, floats, has_aux=has_aux)
         if not scaled:
-            backward = _looked_through(backward, loss, wrt)
+            _warn_of_float16(backward, loss, wrt)
         (grads,) = backward(jnp.ones_like(loss))
         nothing = jax.tree.map(lambda x: np.zeros(jnp.shape(x), jax.dtypes.float0), wrt)
         return merged(grads, nothing), aux
@@ -246,31 +245,27 @@ def _gradient(
 _unscaled_gradient = functools.partial(_gradient, scaled=False)
 
 
-def _looked_through(backward: Any, loss: Any, wrt: tuple[PyTree, ...]) -> Callable[..., Any]:
-    """A backward pass, after a warning if gradients are float16 on their way through it."""
-    # To look here costs nothing: at what is kept, and at what a checkpoint computes again.
+def _warn_of_float16(backward: Any, loss: Any, wrt: tuple[PyTree, ...]) -> None:
+    # To look here costs nothing: at what is kept, and at what a checkpoint computes again. What a
+    # `custom_vjp` casts in its backward pass alone is not seen.
     kept = {jnp.result_type(x) for x in jax.tree.leaves(backward)}
-    if _FLOAT16 not in kept and not _may_make_float16(_compat.linear_program(backward)):
-        return cast(Callable[..., Any], backward)
+    if _FLOAT16 not in kept and not _makes_float16(_compat.linear_program(backward)):
+        return
     try:
-        closed, grads = jax.make_jaxpr(backward, return_shape=True)(jnp.ones_like(loss))
-    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
-        return cast(Callable[..., Any], backward)  # without `jit`, one may ask for numbers
+        closed = jax.make_jaxpr(backward)(jnp.ones_like(loss))
+    except Exception:  # of whatever sort: without `jit`, a `custom_vjp` may ask for numbers
+        return
     if _leads_through_float16(_compat.open_jaxpr(closed), [True])[0]:
         warn_of_float16(leaf_names(wrt[0] if len(wrt) == 1 else wrt))
-    run = core.jaxpr_as_fun(closed)
-    return lambda of_loss: jax.tree.unflatten(jax.tree.structure(grads), run(of_loss))
 
 
 _FLOAT16 = jnp.dtype(jnp.float16)
 
 
-def _may_make_float16(jaxpr: Any) -> bool:
-    """Whether a program of tangents has float16 in it, or something that it does not show."""
+def _makes_float16(jaxpr: Any) -> bool:
     made = (getattr(atom.aval, "dtype", None) for eqn in jaxpr.eqns for atom in eqn.outvars)
     inside = (each for eqn in jaxpr.eqns for each in _compat.sub_jaxprs(eqn))
-    hides = any(eqn.primitive.name == "custom_lin" for eqn in jaxpr.eqns)  # of a `custom_vjp`
-    return hides or _FLOAT16 in made or any(map(_may_make_float16, inside))
+    return _FLOAT16 in made or any(map(_makes_float16, inside))
 
 
 def _leads_through_float16(jaxpr: Any, of_gradient: list[bool]) -> tuple[bool, list[bool]]:
@@ -292,10 +287,10 @@ def _leads_through_float16(jaxpr: Any, of_gradient: list[bool]) -> tuple[bool, l
     found = False
     for eqn in jaxpr.eqns:
         given = [is_made(atom) for atom in eqn.invars]
-        reached = any(given)
+        reached = [any(given)] * len(eqn.outvars)
         for inner in _compat.sub_jaxprs(eqn):
             aligned = len(inner.invars) == len(given) and eqn.primitive.name != "while"
-            passed = given if aligned else [reached] * len(inner.invars)
+            passed = given if aligned else [any(given)] * len(inner.invars)
             inside, results = _leads_through_float16(inner, passed)
             if eqn.primitive.name == "scan":
                 # What is made of it in one turn is given to the next.
@@ -305,9 +300,10 @@ def _leads_through_float16(jaxpr: Any, of_gradient: list[bool]) -> tuple[bool, l
                     passed = [*passed[:begin], *turned, *passed[end:]]
                     inside, results = _leads_through_float16(inner, passed)
             found |= inside
-        dtypes = (getattr(atom.aval, "dtype", None) for atom in eqn.outvars)
-        found |= reached and _FLOAT16 in dtypes
-        made |= dict.fromkeys(eqn.outvars, reached)
+            reached = results if aligned and len(results) == len(reached) else reached
+        made |= dict(zip(eqn.outvars, reached, strict=True))
+        of_gradient = [atom.aval for atom in eqn.outvars if made[atom]]
+        found |= any(getattr(aval, "dtype", None) == _FLOAT16 for aval in of_gradient)
     return found, [is_made(atom) for atom in jaxpr.outvars]
 
 

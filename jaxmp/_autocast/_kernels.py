@@ -224,37 +224,23 @@ def _is_made_for_16_bits(kernel: core.JaxprEqn) -> bool:
 
 
 def _converges(equation: core.JaxprEqn) -> bool:
-    """Whether it is a loop that floats may end, as a solver's: its condition reads some it made.
-
-    A flag may be made of floats, or a state; a loop that counts turns asks for none.
-    """
+    """Whether it is a loop that floats, or a flag, may end: a solver's. Others count turns."""
     if equation.primitive.name != "while":
         return False
     params = equation.params
     condition, body = map(_compat.open_jaxpr, (params["cond_jaxpr"], params["body_jaxpr"]))
     tested = condition.invars[params["cond_nconsts"] :]
     carried = body.invars[params["body_nconsts"] :]
-    made = {var: eqn for eqn in body.eqns for var in eqn.outvars}
-    atoms = [*condition.outvars, *(atom for eqn in condition.eqns for atom in eqn.invars)]
-    read = {atom for atom in atoms if _is_var(atom)}
-    turned = zip(tested, carried, body.outvars, strict=True)
-    waiting = [after for var, before, after in turned if var in read and after is not before]
-    seen = set[Any]()
-    while waiting:
-        atom = waiting.pop()
-        if _is_float(atom):
-            return True
-        if not _is_var(atom) or atom in seen:
-            continue
-        seen.add(atom)
-        if atom in carried:
-            waiting.append(body.outvars[carried.index(atom)])
-        waiting += made[atom].invars if atom in made else []
-    return False
+    read = {id(atom) for eqn in condition.eqns for atom in eqn.invars}
+    read |= set(map(id, condition.outvars))
+    return any(
+        id(var) in read and after is not before and (_is_float(var) or _is_flag(var))
+        for var, before, after in zip(tested, carried, body.outvars, strict=True)
+    )
 
 
-def _is_var(atom: Any) -> bool:
-    return isinstance(atom, core.Var)
+def _is_flag(atom: Any) -> bool:
+    return bool(getattr(atom.aval, "dtype", None) == jnp.bool_)
 
 
 def _with_all_inside(equation: core.JaxprEqn) -> Iterator[core.JaxprEqn]:
