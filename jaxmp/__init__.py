@@ -34,6 +34,7 @@ from jaxmp._progress import (
     TrainingStalled as TrainingStalled,
     check_progress as check_progress,
 )
+from jaxmp._recompute import recompute as recompute
 from jaxmp._rules import PolicyRules as PolicyRules
 from jaxmp._train_state import TrainState as TrainState
 from jaxmp._train_step import make_train_step as make_train_step

@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -123,3 +125,131 @@ def _check_unchanged(before: list[Any], objects: list[Any]) -> None:
             "For nnx modules with state (BatchNorm, Dropout, caches), use jaxmp.nnx.autocast and "
             "jaxmp.nnx.value_and_grad, which take the changes back; for others, return what is new"
         )
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["static"])
+@dataclasses.dataclass
+class Returned:
+    """What a function returned, in a form that jit can return.
+
+    Attributes:
+      arrays: its arrays.
+      static: the rest.
+    """
+
+    arrays: list[Any]
+    static: Static
+
+
+Rewrite = Callable[[Any, Static, list[Any]], list[Any]]
+
+
+class _Captured(Exception):
+    """The function holds arrays of its own, which may change between its calls."""
+
+
+def rewriting(
+    fun: Callable[..., Any], rewrite: Rewrite, name: str, advice: str, *, as_jit: bool = False
+) -> Callable[[Static, list[Any]], Returned]:
+    """Calls a function that is traced and rewritten each time that it is called.
+
+    Outside of other traces it is compiled, once for each signature, unless it holds arrays of its
+    own.
+
+    Args:
+      fun: the function.
+      rewrite: what returns the arrays that the function returns, of its jaxpr, what is no array
+        in its arguments, and the arrays.
+      name: that of the transformation.
+      advice: what to do in place of it within a linen module.
+      as_jit: whether dictionaries and lists among the arguments may be changed, as for `traced`.
+
+    Returns:
+      A function of the parts of `(args, kwargs)`, as `split` makes them. It raises ValueError for a
+      call with linen modules that are being initialized or changed.
+    """
+
+    def rewritten(static: Static, arrays: list[Any], may_capture: bool) -> Returned:
+        closed, returned = traced(fun, static, arrays, as_jit=as_jit)
+        if not may_capture and _compat.holds_arrays(closed):
+            raise _Captured
+        return Returned(rewrite(closed, static, arrays), returned)
+
+    rewritten.__name__ = rewritten.__qualname__ = getattr(fun, "__name__", name)
+    compiled = jax.jit(rewritten, static_argnums=(0, 2))
+    captures = False
+
+    def call(static: Static, arrays: list[Any]) -> Returned:
+        nonlocal captures
+        objects = (leaf for leaf in static.leaves if hasattr(leaf, "__dict__"))
+        _check_no_linen_state([fun, *objects], name, advice)
+        # Within another trace a program of its own would only have to be taken apart again.
+        inline = any(map(_compat.is_traced, arrays))
+        if not (captures or inline) and _is_hashable(static):
+            try:
+                return compiled(static, arrays, False)
+            except _Captured:
+                captures = True
+        return rewritten(static, arrays, True)
+
+    return call
+
+
+def _is_hashable(static: Static) -> bool:
+    try:
+        hash(static)
+    except TypeError:
+        return False
+    return True
+
+
+def _check_no_linen_state(call: list[Any], name: str, advice: str) -> None:
+    """Raises ValueError for a call with linen modules that are being initialized or changed."""
+    linen = sys.modules.get("flax.linen")  # without which there are no such functions
+    if linen is None:
+        return
+    # A dictionary that is an attribute of a module becomes one of Flax's.
+    for value in _held_by(call, (dict, sys.modules["flax.core"].FrozenDict)):
+        scope = value.scope if isinstance(value, linen.Module) else None
+        if scope is not None and scope.mutable:
+            raise ValueError(
+                f"{name} cannot go around {type(value).__name__}, which the function closes over "
+                "or is given, within the linen module that calls it: the variables that it makes "
+                f"or changes would be lost. {advice}. If the function only reads an attribute, "
+                "such as self.width, read it before"
+            )
+
+
+_LARGEST_CONTAINER = 100  # of which a function that closes over it may hold modules
+
+
+def _held_by(call: list[Any], mappings: Any) -> Iterator[Any]:
+    """A function and its arguments: what they are bound to, hold and close over."""
+    containers: Any = (list, tuple, *mappings)
+    waiting, seen = list(call), set[int]()
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        yield value
+        if isinstance(value, functools.partial):
+            waiting += [value.func, *value.args, *value.keywords.values()]
+        if inspect.ismethod(value):
+            waiting += [value.__self__, value.__func__]
+        if inspect.isfunction(value):
+            waiting += [
+                cell.cell_contents for cell in value.__closure__ or () if not _is_empty(cell)
+            ]
+            waiting += [value.__defaults__, value.__kwdefaults__]
+        # Other containers may make their elements anew, or read them from a file.
+        if isinstance(value, containers) and len(value) <= _LARGEST_CONTAINER:
+            waiting += value.values() if isinstance(value, mappings) else value
+
+
+def _is_empty(cell: Any) -> bool:
+    try:
+        _ = cell.cell_contents
+    except ValueError:
+        return True
+    return False

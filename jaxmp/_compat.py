@@ -151,6 +151,23 @@ def number(literal: core.Literal, dtype: Any = None) -> jax.Array:
     return jnp.asarray(value, dtype)
 
 
+def shard_map(params: dict[str, Any], fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Another function, mapped over devices as the program of an equation is.
+
+    Args:
+      params: those of the equation.
+      fun: a function of arrays that returns a tuple of as many as the program does.
+    """
+    return jax.shard_map(
+        fun,
+        mesh=params["mesh"],
+        in_specs=tuple(params["in_specs"]),
+        out_specs=tuple(params["out_specs"]),
+        axis_names=set(params["newly_manual_axes"]),
+        check_vma=params["check_vma"],
+    )
+
+
 def is_traced(value: Any) -> bool:
     """Whether a value stands for one that is known later: under jit, grad, vmap."""
     return isinstance(value, jax.core.Tracer)

@@ -20,6 +20,7 @@ from jaxmp._microbatch import (
     split_batch,
     sum_over_microbatches,
 )
+from jaxmp._recompute import Recompute, recompute as lean
 from jaxmp._tree import check_arrays, check_differentiable, leaf_names, split_floats, widen
 from jaxmp._warnings import warn
 
@@ -36,6 +37,7 @@ def value_and_grad(
     batch_argnums: int | Sequence[int] | None = None,
     reduce_dtype: Any = None,
     fsdp: FSDP | None = None,
+    recompute: Recompute = "never",
 ) -> Callable[..., Any]:
     """`jax.value_and_grad` whose loss and gradients are unscaled float32, whatever the scale.
 
@@ -71,6 +73,8 @@ def value_and_grad(
         in float32.
       fsdp: how the params lie on the devices, if they are split to save memory:
         `jaxmp.sharding.FSDP`. Its shardings have the structure of the gradients.
+      recompute: `"auto"` or `"always"` keeps less for the backward pass, and computes again what
+        is cheap; see `jaxmp.recompute`. The function is then traced, as for `reduce_dtype`.
 
     Returns:
       A function with the arguments of `fun` that returns `(loss, grads)`, or
@@ -93,6 +97,7 @@ def value_and_grad(
     state = as_loss_scale_state(loss_scale)
     check_microbatches(microbatches)
     reduction = gradient_reduction(reduce_dtype, fsdp, several=not isinstance(argnums, int))
+    fun = lean(fun, recompute)
 
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
@@ -132,6 +137,7 @@ def grad(
     batch_argnums: int | Sequence[int] | None = None,
     reduce_dtype: Any = None,
     fsdp: FSDP | None = None,
+    recompute: Recompute = "never",
 ) -> Callable[..., Any]:
     """`value_and_grad` without the value; see there.
 
@@ -144,6 +150,7 @@ def grad(
       batch_argnums: the positional arguments to split.
       reduce_dtype: the dtype in which gradients are summed over devices.
       fsdp: how the params lie on the devices.
+      recompute: what is computed again for the backward pass.
 
     Returns:
       A function that returns `grads`, or `(grads, aux)`.
@@ -160,6 +167,7 @@ def grad(
         batch_argnums=batch_argnums,
         reduce_dtype=reduce_dtype,
         fsdp=fsdp,
+        recompute=recompute,
     )
 
     @functools.wraps(fun)

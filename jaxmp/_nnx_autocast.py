@@ -13,6 +13,7 @@ from flax import nnx
 from jaxmp._autocast import Output, autocast as autocast_function
 from jaxmp._nnx_calls import call_pure, pure
 from jaxmp._nnx_scopes import scoped, unused_rules
+from jaxmp._recompute import Recompute
 from jaxmp._rules import PolicyRules
 
 _TAG = "jaxmp.autocast"
@@ -27,6 +28,7 @@ def autocast(
     promote: Iterable[str] = (),
     output: Output = "traced",
     enter_custom_vjp: bool = False,
+    recompute: Recompute = "never",
 ) -> Callable[..., Any]:
     """`jaxmp.autocast` for functions of live modules: what they change in them is changed.
 
@@ -43,6 +45,7 @@ def autocast(
       promote: such that are to follow their operands.
       output: the dtype of what is returned: `"traced"`, `"policy"` or `"computed"`.
       enter_custom_vjp: rewrite functions with a `jax.custom_vjp` too.
+      recompute: what is computed again for the backward pass, as for `jaxmp.recompute`.
 
     Returns:
       A function with the arguments of `fun`.
@@ -81,6 +84,7 @@ def autocast(
         promote=promote,
         output=output,
         enter_custom_vjp=enter_custom_vjp,
+        recompute=recompute,
     )
 
     def autocast_fun(*args: Any, **kwargs: Any) -> Any:

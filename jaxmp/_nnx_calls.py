@@ -42,3 +42,17 @@ def call_pure(pure_fun: Callable[..., Any], tag: str, nodes: tuple[Any, ...]) ->
         with nnx.merge_context(tag, False) as context:
             _, out = context.merge(graphdef, state)
     return out
+
+
+def transformed(
+    fun: Callable[..., Any], transform: Callable[..., Callable[..., Any]], tag: str
+) -> Callable[..., Any]:
+    """A function of modules under a transformation of functions of arrays.
+
+    Args:
+      fun: a function of nodes.
+      transform: the transformation.
+      tag: the name of the context for it.
+    """
+    rewritten = transform(pure(fun, tag))
+    return lambda *nodes: call_pure(rewritten, tag, nodes)

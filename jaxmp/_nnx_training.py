@@ -26,10 +26,12 @@ from jaxmp._microbatch import (
     split_batch,
     sum_over_microbatches,
 )
+from jaxmp._nnx_calls import transformed
 from jaxmp._nnx_modules import is_node
 from jaxmp._nnx_reduction import nnx_reduction
 from jaxmp._optimizer import MixedPrecision
 from jaxmp._placement import placed_beside
+from jaxmp._recompute import Recompute, check_recompute, recompute as recompute_function
 from jaxmp._tree import all_finite, cast_floating, same_structure, select, stays_finite
 
 # Graph mode whatever the context says: arguments may share modules.
@@ -48,6 +50,7 @@ def value_and_grad(
     batch_argnums: int | Sequence[int] | None = None,
     reduce_dtype: Any = None,
     fsdp: FSDP | None = None,
+    recompute: Recompute = "never",
 ) -> Callable[..., Any]:
     """`nnx.value_and_grad` whose loss and gradients are unscaled float32, whatever the scale.
 
@@ -71,6 +74,8 @@ def value_and_grad(
         `jaxmp.value_and_grad`.
       fsdp: how the params lie on the devices: `jaxmp.sharding.FSDP`, with shardings of the
         structure of the gradients, such as `fully_sharded(nnx.state(model, nnx.Param), mesh)`.
+      recompute: `"auto"` or `"always"` keeps less for the backward pass, and computes again what
+        is cheap; see `jaxmp.recompute`. The function is then traced as under `jax.jit`.
 
     Returns:
       A function with the arguments of `loss_fn` that returns `(loss, grads)`, or
@@ -94,6 +99,7 @@ def value_and_grad(
     given = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
     scale = as_loss_scale_state(loss_scale)
     check_microbatches(microbatches)
+    check_recompute(recompute)
     reduction = nnx_reduction(reduce_dtype, fsdp, several=isinstance(argnums, Sequence))
 
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
@@ -103,6 +109,9 @@ def value_and_grad(
         def call(*args: Any) -> Any:
             return loss_fn(*args[:count], **dict(zip(names, args[count:], strict=True)))
 
+        if recompute != "never":
+            lean = functools.partial(recompute_function, mode=recompute)
+            call = transformed(call, lean, "jaxmp.recompute")
         # As positional arguments, modules among the keyword arguments can change too.
         everything = (*args, *kwargs.values())
         weight = 1.0 / microbatches

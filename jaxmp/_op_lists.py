@@ -1,4 +1,4 @@
-"""Which operations run low, which in float32, which follow their operands: one table to read.
+"""What is known of JAX's operations: in which precision each runs, and what it costs to run twice.
 
 Every primitive of JAX has a line here; a test names those that a new JAX adds. The classes are
 those of `torch.autocast` on CUDA, with the differences that docs/autocast.md gives reasons for.
@@ -109,6 +109,66 @@ _TABLE: dict[OpClass, tuple[str, ...]] = {
 }
 CLASSES: dict[str, OpClass] = {
     name: op_class for op_class, lines in _TABLE.items() for line in lines for name in line.split()
+}
+
+
+class Cost(enum.Enum):
+    """What it takes to compute the result of an operation a second time, for a backward pass."""
+
+    CHEAP = "reads and writes memory once: may be computed again"
+    DEAR = "is never computed again; its derivative does not ask for its result"
+    APART = "is never computed again, and its derivative decides what is kept for it"
+
+
+# Whatever is in neither line and is known to the table above is cheap. Reasons come first.
+_COSTS: dict[Cost, tuple[str, ...]] = {
+    Cost.DEAR: (
+        # Linear in each operand: products, with those of jaxmp,
+        *_TABLE[OpClass.LOWER],
+        "low_precision_product float32_gradient",
+        # running and windowed sums, whose maxima go back to the operand,
+        "cumsum reduce_window_sum reduce_window_max reduce_window_min select_and_scatter_add "
+        "select_and_gather_add fft",
+        # random access to tables,
+        "gather scatter-add scatter-sub",
+        # what crosses devices or memories.
+        "psum psum2 psum_invariant reduce_scatter unreduced_psum unreduced_reduce_scatter "
+        "sharding_constraint layout_constraint relayout reshard mesh_cast device_put "
+        "with_memory_space_constraint optimization_barrier "
+        "all_gather all_gather_invariant all_gather_reduced all_to_all ppermute pbroadcast "
+        "pbroadcast_dynamic unreduced_pmax unreduced_pmin pmax pmin preduced ragged_all_to_all "
+        "reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast vary_unreduced_cast_p",
+        # Integers that nothing is differentiated by.
+        "random_bits random_seed random_split random_fold_in random_clone rng_bit_generator "
+        "rng_uniform threefry2x32 lu_pivots_to_permutation",
+    ),
+    Cost.APART: (
+        # Derivatives that ask for permutations, or for results.
+        "sort top_k approx_top_k cumprod cumlogsumexp cummax cummin reduce_prod "
+        "scatter scatter-mul scatter-min scatter-max reduce_window reduce "
+        "cholesky cholesky_update eig eigh hessenberg householder_product lu qr ormqr geqrf geqp3 "
+        "schur svd symmetric_product triangular_solve tridiagonal tridiagonal_solve "
+        "custom_linear_solve linear_solve",
+        # Sums of many terms.
+        "lgamma digamma polygamma igamma igammac igamma_grad_a random_gamma_grad random_gamma zeta "
+        "bessel_i0e bessel_i1e regularized_incomplete_beta erf_inv polynomial",
+        # Programs, kernels and functions that no table can know.
+        *_TABLE[OpClass.CONTROL],
+        "linear_call custom_lin call_hi_primitive composite pallas_call mpmd_map ffi_call "
+        "run_state run_scoped core_map custom_partitioning masked_load masked_swap "
+        "scaled_dot scaled_matmul scaled_matmul_wrapper dot_product_attention_fwd_wrapper "
+        "dot_product_attention_bwd_wrapper",
+        # The world outside, and memory that is written in place.
+        "debug_callback debug_print pure_callback io_callback inspect_sharding infeed outfeed "
+        "check xla_metadata_call xla_metadata_value "
+        "get swap addupdate accum_grad_in_ref new_ref empty_ref free_ref freeze get_global box_get "
+        "box_set get_variable set_variable new_variable host_local_array_to_global_array "
+        "global_array_to_host_local_array new_box new_log log_extend log_read create_token "
+        "after_all dce_sink",
+    ),
+}
+COSTS: dict[str, Cost] = dict.fromkeys([*CLASSES, "convert_element_type"], Cost.CHEAP) | {
+    name: cost for cost, lines in _COSTS.items() for line in lines for name in line.split()
 }
 # Jitted functions of JAX, all of whose operations are in a class.
 _FUNCTIONS: dict[str, OpClass] = {

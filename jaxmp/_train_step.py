@@ -25,6 +25,7 @@ from jaxmp._microbatch import (
 from jaxmp._optimizer import MixedPrecision
 from jaxmp._policy import Policy, get_policy
 from jaxmp._progress import warn_of_foreign_scale
+from jaxmp._recompute import Recompute, recompute as lean
 from jaxmp._rules import PolicyRules
 from jaxmp._train_state import TrainState, updated_collections
 from jaxmp._tree import all_finite, cast_floating, split_floats, stays_finite
@@ -46,6 +47,7 @@ def make_train_step(
     donate: bool = True,
     fsdp: FSDP | None = None,
     shardings: PyTree | None = None,
+    recompute: Recompute = "never",
 ) -> "TrainStep":
     """A jitted train step: cast, scale, differentiate, unscale, update or skip.
 
@@ -78,6 +80,8 @@ def make_train_step(
       shardings: those of the state, from `jaxmp.sharding.state_shardings`, for the new state to lie
         where the old one did. Left alone the partitioner may move it, which copies it once and
         compiles the next step anew.
+      recompute: `"auto"` or `"always"` keeps less for the backward pass, and computes again what
+        is cheap; see `jaxmp.recompute`. For layers in a scan, use `"auto"`.
 
     Returns:
       A jitted `step(state, batch) -> (state, metrics)`, which can be lowered and traced as what
@@ -106,7 +110,7 @@ def make_train_step(
     check_microbatches(microbatches)
     if cast not in get_args(Cast):
         raise ValueError(f"cast must be 'products' or 'all', got {cast!r}")
-    lowered = loss_fn if policy is None else _lowered(loss_fn, policy, cast, cast_batch)
+    lowered = lean(_lowered(loss_fn, policy, cast, cast_batch), recompute)
 
     def loss_and_rest(params: PyTree, batch: PyTree, collections: dict[str, PyTree]) -> Any:
         out = lowered(params, batch, **collections)
@@ -198,9 +202,11 @@ def _check_state(state: Any, batch: Any) -> None:
 
 
 def _lowered(
-    loss_fn: Callable[..., Any], policy: Policy, cast: Cast, cast_batch: bool
+    loss_fn: Callable[..., Any], policy: Policy | None, cast: Cast, cast_batch: bool
 ) -> Callable[..., Any]:
     """The loss function in the compute dtype of a policy."""
+    if policy is None:
+        return loss_fn
     compute = policy.compute_dtype
     wide = compute if compute.itemsize >= 4 else jnp.dtype(jnp.float32)
 

@@ -547,3 +547,16 @@ def test_unseen(fn: Any, sentence: str) -> None:
     assert report.flops == 0
     assert not any(sentence.partition(" (")[0] in text for text in audit(jnp.sin, array(3)).unseen)
     assert len(audit(jnp.sin, array(3)).unseen) == 1  # the partitioner's collectives
+
+
+def test_a_message_in_a_checkpoint() -> None:
+    """It has neither operands nor results, and costs nothing when it is computed again."""
+
+    def loss(w: Any, x: Any) -> Any:
+        def inner(x: Any) -> Any:
+            jax.debug.print("here")
+            return jnp.tanh(x @ w)
+
+        return jnp.sum(jax.checkpoint(inner)(x) @ w)
+
+    assert jaxmp.audit(loss, jnp.eye(4), jnp.ones((2, 4))).recomputed

@@ -141,7 +141,7 @@ def test_many_offenders_are_cut_short() -> None:
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ({}, "nothing to check: give products, upcasts, residual_bytes or reduced_in."),
+        ({}, "nothing to check: give products, upcasts, residual_bytes, kept or reduced_in."),
         ({"share": 0.5}, "share goes with products"),
         ({"upcasts": 1, "share": 0.5}, "share is about products: give products='bfloat16' too"),
         ({"products": "bfloat61"}, r"unknown dtype 'bfloat61'\. Did you mean 'bfloat16'\?"),

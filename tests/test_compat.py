@@ -27,12 +27,14 @@ pytestmark = pytest.mark.jax
 
 PACKAGE = pathlib.Path(__file__).parents[1] / "jaxmp"
 COMPAT, OPERATIONS = "_compat.py", "_autocast/_operations.py"
-CONTROL, PROGRAM = "_autocast/_control_flow.py", "_autocast/_program.py"
+CONTROL, PROGRAM = "_autocast/_control_flow.py", "_program.py"
 FLOW = "_autocast/_flow.py"
 RULES, FLOPS, WALK = "_autocast/_custom_rules.py", "_flops.py", "_audit/_walk.py"
 UPCASTS, TALLY = "_audit/_upcasts.py", "_audit/_tally.py"
 SUMS = "_autocast/_recurrence.py"
 BRANCHES, UNSEEN = "_audit/_branches.py", "_audit/_unseen.py"
+AGAIN, STORAGE = "_recompute/_control_flow.py", "_recompute/_storage.py"
+IN_PIECES = "_recompute/_interpreter.py"
 LEFT, KERNELS = "_autocast/_left_alone.py", "_autocast/_kernels.py"
 
 X = jnp.ones((4, 4))
@@ -130,34 +132,34 @@ class Read(NamedTuple):
 
 
 READ = [
-    Read("jit", "jaxpr", is_jaxpr, (CONTROL, PROGRAM, SUMS)),
-    Read("jit", "name", is_a(str), (PROGRAM, FLOW)),
+    Read("jit", "jaxpr", is_jaxpr, (CONTROL, PROGRAM, SUMS, AGAIN, STORAGE)),
+    Read("jit", "name", is_a(str), (PROGRAM, FLOW, AGAIN, STORAGE, IN_PIECES)),
     Read("jit", "in_shardings", is_a(tuple), (COMPAT,)),
     Read("jit", "out_shardings", is_a(tuple), (COMPAT,)),
     Read("jit", "in_layouts", is_a(tuple), (COMPAT,)),
     Read("jit", "out_layouts", is_a(tuple), (COMPAT,)),
     Read("jit", "donated_invars", tuple_of(is_a(bool)), (COMPAT,)),
     Read("jit", "compiler_options_kvs", is_a(tuple), (COMPAT,)),
-    Read("scan", "jaxpr", is_jaxpr, (CONTROL, SUMS)),
+    Read("scan", "jaxpr", is_jaxpr, (CONTROL, SUMS, AGAIN)),
     Read("scan", "length", is_a(int), (WALK, LEFT)),
     Read("while", "cond_jaxpr", is_jaxpr, (CONTROL, KERNELS)),
     Read("while", "body_jaxpr", is_jaxpr, (CONTROL, SUMS, KERNELS)),
     Read("while", "cond_nconsts", is_a(int), (CONTROL, UPCASTS, SUMS, KERNELS)),
     Read("while", "body_nconsts", is_a(int), (CONTROL, UPCASTS, SUMS, KERNELS)),
-    Read("cond", "branches", tuple_of(is_jaxpr), (CONTROL, SUMS, BRANCHES)),
+    Read("cond", "branches", tuple_of(is_jaxpr), (CONTROL, SUMS, BRANCHES, AGAIN)),
     # Bound again as it is, and so not closed.
     Read("remat2", "jaxpr", is_a(core.Jaxpr), (CONTROL, SUMS)),
-    Read("custom_jvp_call", "call_jaxpr", is_jaxpr, (RULES, SUMS)),
-    Read("custom_jvp_call", "num_consts", is_a(int), (RULES,)),
-    Read("custom_vjp_call", "num_consts", is_a(int), (RULES,)),
+    Read("custom_jvp_call", "call_jaxpr", is_jaxpr, (RULES, SUMS, STORAGE)),
+    Read("custom_jvp_call", "num_consts", is_a(int), (PROGRAM,)),
+    Read("custom_vjp_call", "num_consts", is_a(int), (PROGRAM,)),
     Read("custom_vjp_call", "call_jaxpr", is_jaxpr, (RULES, SUMS)),
     Read("custom_vmap_call", "call", is_jaxpr, (CONTROL,)),
-    Read("shard_map", "jaxpr", is_jaxpr, (CONTROL, SUMS)),
-    Read("shard_map", "mesh", has("axis_names"), (CONTROL,)),
-    Read("shard_map", "in_specs", tuple_of(is_a(PartitionSpec)), (CONTROL,)),
-    Read("shard_map", "out_specs", tuple_of(is_a(PartitionSpec)), (CONTROL,)),
-    Read("shard_map", "newly_manual_axes", is_a(frozenset, set, tuple), (CONTROL,)),
-    Read("shard_map", "check_vma", is_a(bool), (CONTROL,)),
+    Read("shard_map", "jaxpr", is_jaxpr, (CONTROL, SUMS, AGAIN)),
+    Read("shard_map", "mesh", has("axis_names"), (COMPAT,)),
+    Read("shard_map", "in_specs", tuple_of(is_a(PartitionSpec)), (COMPAT,)),
+    Read("shard_map", "out_specs", tuple_of(is_a(PartitionSpec)), (COMPAT,)),
+    Read("shard_map", "newly_manual_axes", is_a(frozenset, set, tuple), (COMPAT,)),
+    Read("shard_map", "check_vma", is_a(bool), (COMPAT,)),
     Read("custom_linear_solve", "jaxprs", has("solve"), (FLOPS,)),
     Read("dot_general", "preferred_element_type", is_dtype, (OPERATIONS,)),
     Read("dot_general", "precision", is_precision, (OPERATIONS, LEFT)),
@@ -261,6 +263,8 @@ def unchecked(folder: pathlib.Path) -> set[tuple[str, str]]:
         *folder.glob(FLOPS),
         *folder.glob("_autocast/*.py"),
         *folder.glob("_audit/*.py"),
+        *folder.glob("_program.py"),
+        *folder.glob("_recompute/*.py"),
     ]
     known = {(file, read.param) for read in READ for file in read.files} | OPTIONAL | BY_VERSION
     return {

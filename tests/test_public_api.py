@@ -41,6 +41,7 @@ NAMES = [
     "grad",
     "make_train_step",
     "mixed_precision",
+    "recompute",
     "select",
     "value_and_grad",
 ]

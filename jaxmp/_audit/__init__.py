@@ -20,6 +20,7 @@ from jaxmp._audit._rows import (
     Equations,
     Product,
     ProductLine,
+    Recomputed,
     Residual,
     Unseen,
     Upcast,
@@ -40,6 +41,7 @@ __all__ = [
     "Equations",
     "Product",
     "ProductLine",
+    "Recomputed",
     "Residual",
     "Unseen",
     "Upcast",
@@ -68,7 +70,8 @@ def audit(fn: Callable[..., Any], *args: Any, compiled: Any = False, **kwargs: A
     Returns:
       The report. Print it, look into it, or `check` it. `residuals` are those of a function that
       returns a float scalar, or a pair of one and something else: what a gradient by all floats of
-      its first argument keeps. Such a function is traced twice.
+      its first argument keeps, and computes again. Such a function is traced twice, and a third
+      time with its gradient if there are checkpoints in it.
 
     Raises:
       TypeError: if `fn` cannot be called, or for what tracing itself does not accept.
@@ -97,7 +100,8 @@ def audit(fn: Callable[..., Any], *args: Any, compiled: Any = False, **kwargs: A
         program = collectives(compiled)
     body = walk(jaxpr)
     tally = Tally(body.all_sites(), mark_upcasts(body))
-    kept, reason = _residuals(fn, args, kwargs, result)
+    recomputes = any(site.name in ("remat2", "checkpoint") for site in tally.sites)
+    kept, reason, both = _residuals(fn, args, kwargs, result, recomputes)
     is_partitioned_later = program is None and are_sharded(arrays, tally.sites)
     unpartitioned = (PARTITIONER,) if is_partitioned_later else ()
     return AuditReport(
@@ -107,6 +111,7 @@ def audit(fn: Callable[..., Any], *args: Any, compiled: Any = False, **kwargs: A
         converts=tally.converts(),
         residuals=kept,
         no_residuals=reason,
+        recomputed=(tally if both is None else Tally(both.all_sites(), [])).recomputed(),
         arrays=argument_rows(fn, args, kwargs) + result_rows(result),
         collectives=tally.collectives(),
         equations=tally.equations(),
@@ -117,7 +122,9 @@ def audit(fn: Callable[..., Any], *args: Any, compiled: Any = False, **kwargs: A
     )
 
 
-def _residuals(fn: Any, args: Any, kwargs: Any, result: Any) -> tuple[Any, str]:
+def _residuals(
+    fn: Any, args: Any, kwargs: Any, result: Any, recomputes: bool
+) -> tuple[Any, str, Any]:
     first, rest = (args[0], args[1:]) if args else (None, ())
     leaves, structure = jax.tree.flatten((rest, kwargs))
     arrays = [leaf if is_array(leaf) else None for leaf in leaves]
@@ -129,6 +136,7 @@ def _residuals(fn: Any, args: Any, kwargs: Any, result: Any) -> tuple[Any, str]:
 
     try:
         check_loss(result, first)
-        return residuals(loss, first, arrays, isinstance(result, tuple)), ""
+        kept, both = residuals(loss, first, arrays, isinstance(result, tuple), recomputes)
     except NoLoss as error:
-        return None, str(error)
+        return None, str(error), None
+    return kept, "", both

@@ -1,6 +1,6 @@
 """Holds a report against what a test expects of it."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,14 +21,15 @@ def check_report(
     share: float | None,
     upcasts: int | None,
     residual_bytes: int | None,
+    kept: Mapping[Any, int] | None,
     reduced_in: Any,
     allow_unseen: Any,
 ) -> None:
     """Does what `AuditReport.check` says."""
-    if products is None and upcasts is None and residual_bytes is None and reduced_in is None:
+    if all(each is None for each in (products, upcasts, residual_bytes, kept, reduced_in)):
         hint = " share goes with products" if share is not None else ""
         raise ValueError(
-            "nothing to check: give products, upcasts, residual_bytes or reduced_in." + hint
+            "nothing to check: give products, upcasts, residual_bytes, kept or reduced_in." + hint
         )
     problems: list[str] = []
     allowed = _checked_allowed(allow_unseen)
@@ -42,6 +43,8 @@ def check_report(
         problems += _upcasts(report, _checked_limit(upcasts, "upcasts"))
     if residual_bytes is not None:
         problems += _residuals(report, _checked_limit(residual_bytes, "residual_bytes"))
+    if kept is not None:
+        problems += _kept(report, _checked_kept(kept))
     if products is not None or upcasts is not None:
         problems += _unseen(report, allowed)
     if reduced_in is not None:
@@ -143,6 +146,34 @@ def _residuals(report: Any, limit: int) -> list[str]:
         f"residual_bytes: {found:,} are kept for the backward pass{which}, allowed are {limit:,}:",
         *_by_line(offenders),
     ]
+
+
+def _checked_kept(kept: Any) -> dict[str, int]:
+    if not isinstance(kept, Mapping):
+        raise ValueError(
+            f"kept is a number of bytes for each dtype, such as {{'bfloat16': 2**20}}, got {kept!r}"
+        )
+    return {
+        dtype_name(dtype): _checked_limit(limit, f"kept[{dtype_name(dtype)!r}]")
+        for dtype, limit in kept.items()
+    }
+
+
+def _kept(report: Any, limits: dict[str, int]) -> list[str]:
+    problems: list[str] = []
+    for dtype, found in report.kept.items():
+        if found > (limit := limits.get(dtype, 0)):
+            rows = [
+                (row, f"{row.bytes:,} bytes", row.dtype)
+                for row in report.residuals
+                if (row.dtype, row.kind) == (dtype, "activations")
+            ]
+            problems += [
+                f"kept: {found:,} bytes of {dtype} are kept for the backward pass, allowed are "
+                f"{limit:,}:",
+                *_by_line(rows),
+            ]
+    return problems
 
 
 _ALL = frozenset({"all"})

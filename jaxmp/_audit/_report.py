@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+from collections.abc import Mapping
 from typing import Any
 
 from jaxmp._audit._branches import Part, least_share, most
@@ -14,6 +15,7 @@ from jaxmp._audit._rows import (
     Equations,
     Product,
     ProductLine,
+    Recomputed,
     Residual,
     Unseen,
     Upcast,
@@ -38,6 +40,9 @@ class AuditReport:
       residuals: what is kept for the backward pass, by dtype and line; None if the function is no
         loss.
       no_residuals: why there are none.
+      recomputed: what checkpoints compute again, those of `jaxmp.recompute` too, by line; of a
+        loss, in its gradient. Without barriers, outside of loops, a compiler may merge it with the
+        first time.
       arrays: dtypes of arguments and results.
       collectives: those that the program itself asks for.
       equations: how many equations there are of each primitive.
@@ -53,6 +58,7 @@ class AuditReport:
     converts: tuple[Convert, ...]
     residuals: tuple[Residual, ...] | None
     no_residuals: str
+    recomputed: tuple[Recomputed, ...]
     arrays: tuple[Arrays, ...]
     collectives: tuple[Collective, ...]
     equations: tuple[Equations, ...]
@@ -73,9 +79,25 @@ class AuditReport:
         Raises:
           ValueError: if the function is no loss.
         """
+        return sum(row.bytes for row in self._rows())
+
+    def _rows(self) -> tuple[Residual, ...]:
         if self.residuals is None:
             raise ValueError(f"the audit has no residuals: {self.no_residuals}")
-        return sum(row.bytes for row in self.residuals)
+        return self.residuals
+
+    @property
+    def kept(self) -> dict[str, int]:
+        """The size of the activations that are kept for the backward pass, by dtype.
+
+        Raises:
+          ValueError: if the function is no loss.
+        """
+        found: dict[str, int] = {}
+        for row in self._rows():
+            if row.kind == "activations":
+                found[row.dtype] = found.get(row.dtype, 0) + row.bytes
+        return found
 
     @property
     def param_copy_bytes(self) -> int:
@@ -86,8 +108,7 @@ class AuditReport:
         Raises:
           ValueError: if the function is no loss.
         """
-        whole = self.residual_bytes
-        return whole - sum(row.bytes for row in self.residuals or () if row.kind == "activations")
+        return sum(row.bytes for row in self._rows() if row.kind == "params")
 
     def share(self, *dtypes: Any) -> float:
         """The share of the product FLOPs whose operands both have one of these dtypes.
@@ -130,6 +151,7 @@ class AuditReport:
         share: float | None = None,
         upcasts: int | None = None,
         residual_bytes: int | None = None,
+        kept: Mapping[Any, int] | None = None,
         reduced_in: Any = None,
         allow_unseen: Any = (),
     ) -> "AuditReport":
@@ -145,6 +167,8 @@ class AuditReport:
           upcasts: how many of `report.upcasts` may make products wide at most, that is have
             `flops`.
           residual_bytes: how many bytes may be kept for the backward pass at most.
+          kept: how many bytes of activations may be kept at most in each dtype, such as
+            `{"bfloat16": 2**20, "float32": 4096}`; none in a dtype that it does not name.
           reduced_in: the dtype of every sum over devices that carries floats. Sums that the
             partitioner inserts are only seen if the audit was asked for the compiled program;
             then those of that program may be wider, too.
@@ -158,8 +182,8 @@ class AuditReport:
 
         Raises:
           AuditError: with all that is wrong, by line. It is an AssertionError.
-          ValueError: for an argument that makes no sense, or `residual_bytes` for a function
-            that is no loss.
+          ValueError: for an argument that makes no sense, or `residual_bytes` and `kept` for a
+            function that is no loss.
         """
         check_report(
             self,
@@ -167,6 +191,7 @@ class AuditReport:
             share=share,
             upcasts=upcasts,
             residual_bytes=residual_bytes,
+            kept=kept,
             reduced_in=reduced_in,
             allow_unseen=allow_unseen,
         )

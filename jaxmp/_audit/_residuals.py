@@ -36,8 +36,8 @@ def check_loss(result: Any, first: Any) -> None:
 
 
 def residuals(
-    loss: Callable[..., Any], first: Any, rest: Any, has_aux: bool
-) -> tuple[Residual, ...]:
+    loss: Callable[..., Any], first: Any, rest: Any, has_aux: bool, recomputes: bool
+) -> tuple[tuple[Residual, ...], Body | None]:
     """The arrays kept for the backward pass, by dtype and by the line that computed them.
 
     Args:
@@ -45,10 +45,11 @@ def residuals(
       first: what is differentiated by, where it is float.
       rest: everything else.
       has_aux: whether the loss is the first of a pair.
+      recomputes: whether there are checkpoints in it.
 
     Returns:
       The rows, the largest first. Arguments and constants are no part of it: they are in memory
-      anyway.
+      anyway. And the program of both passes, if it recomputes.
 
     Raises:
       NoLoss: if it cannot be differentiated.
@@ -66,13 +67,14 @@ def residuals(
 
     try:
         body = walk(jax.make_jaxpr(lambda *args: pullback(*args)[1])(leaves, rest))
-        if any(site.name == "while" for site in body.all_sites()):
-            # Only the backward pass itself finds out that it cannot go through such a loop.
-            jax.eval_shape(lambda *args: _applied(*pullback(*args)), leaves, rest)
+        both: Body | None = None
+        # Only the backward pass itself finds out that it cannot go through a `while`.
+        if recomputes or any(site.name == "while" for site in body.all_sites()):
+            both = walk(jax.make_jaxpr(lambda *args: _applied(*pullback(*args)))(leaves, rest))
     except Exception as error:  # anything that a user's function may raise under differentiation
         reason = str(error).partition("\n")[0]
         raise NoLoss(f"it cannot be differentiated: {type(error).__name__}: {reason}") from error
-    return _rows(body, len(leaves))
+    return _rows(body, len(leaves)), both
 
 
 def _applied(value: Any, backward: Any) -> Any:

@@ -132,6 +132,28 @@ class Residual:
 
 
 @dataclasses.dataclass(frozen=True)
+class Recomputed:
+    """What checkpoints compute again of one line, for the backward pass.
+
+    Attributes:
+      line: the line of the user's code.
+      path: the module, where the name stack has it.
+      count: how many equations.
+      runs: how often they run.
+      operations: of all runs: the FLOPs of products, one for each number that another operation
+        makes or a reduction reads, and none for what only moves numbers.
+      branch: as in `ProductLine`.
+    """
+
+    line: str
+    path: str
+    count: int
+    runs: int
+    operations: int
+    branch: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Arrays:
     """The arrays of one dtype in an argument or a result, or in one field of it.
 

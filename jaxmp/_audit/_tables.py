@@ -25,6 +25,7 @@ def tables(report: Any) -> Group:
         _upcasts(report),
         _converts(report),
         _residuals(report),
+        _recomputed(report),
         _collectives(report),
         *(_of_compiled(report.compiled) if report.compiled is not None else ()),
         _arrays(report),
@@ -171,6 +172,16 @@ def _residuals(report: Any) -> Any:
     if copied := report.param_copy_bytes:
         title += f", of which {bytes_text(copied)} copies of params"
     return _table(title, [_PLACE, "dtype", "copies of", ">bytes", ">arrays"], rows)
+
+
+def _recomputed(report: Any) -> Any:
+    rows = [
+        (_place(row), flops_text(row.operations), str(row.count), str(row.runs))
+        for row in report.recomputed
+    ]
+    total = flops_text(sum(row.operations for row in report.recomputed)).strip()
+    title = f"Computed again for the backward pass: {total} operations"
+    return _table(title, [_PLACE, ">operations", ">count", ">runs"], rows)
 
 
 def _collectives(report: Any) -> Any:

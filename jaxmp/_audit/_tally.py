@@ -1,6 +1,7 @@
 """Makes the rows of a report of the equations of a program."""
 
 import collections
+import math
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
@@ -14,6 +15,7 @@ from jaxmp._audit._rows import (
     Equations,
     Product,
     ProductLine,
+    Recomputed,
     Unseen,
     Upcast,
     Work,
@@ -21,6 +23,7 @@ from jaxmp._audit._rows import (
 from jaxmp._audit._upcasts import is_narrow, is_wide, widens_inside
 from jaxmp._audit._walk import Site
 from jaxmp._flops import PRODUCTS
+from jaxmp._op_lists import CLASSES, OpClass
 
 _Key = TypeVar("_Key", bound=Hashable)
 
@@ -159,6 +162,25 @@ class Tally:
         rows = [Equations(name, **_counts(sites)) for name, sites in groups.items()]
         return tuple(sorted(rows, key=lambda row: (-row.count, row.primitive)))
 
+    def recomputed(self) -> tuple[Recomputed, ...]:
+        """By line, what costs most first."""
+        again = [
+            site
+            for site in self.sites
+            if not site.bodies and self.where(site).direction == "recomputed"
+        ]
+        groups = _grouped(again, lambda site: (self.where(site).line, self.where(site).path))
+        rows = [
+            Recomputed(
+                *place,
+                **_counts(sites),
+                operations=sum(_operations(site) * site.runs for site in sites),
+                branch=branch_text(sites),
+            )
+            for place, sites in groups.items()
+        ]
+        return tuple(sorted(rows, key=lambda row: -row.operations))
+
     def work(self) -> tuple[Work, ...]:
         """The FLOPs of products by dtypes and branches."""
         groups = _grouped(self._products(), lambda site: (_dtypes(site)[0], site.branches))
@@ -196,6 +218,15 @@ class Tally:
 def _flops(sites: Iterable[Site]) -> int:
     """Those of some products: of branches that exclude each other, where they are most."""
     return most(Part(site.branches, 0, site.flops * site.runs) for site in sites if site.flops)
+
+
+def _operations(site: Site) -> int:
+    """How many numbers an equation computes, or reads to add them up."""
+    if site.flops or CLASSES.get(site.name) is OpClass.MOVE:
+        return site.flops
+    variables = (*site.equation.invars, *site.equation.outvars)
+    sizes = [math.prod(getattr(variable.aval, "shape", ())) for variable in variables]
+    return max(sizes, default=0)  # of a message, which may have neither
 
 
 def _taken_in(site: Site) -> tuple[str, ...]:

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 from jax import lax
 from jax.extend import core
 
@@ -12,12 +11,12 @@ from jaxmp._autocast._custom_rules import custom_jvp, custom_vjp
 from jaxmp._autocast._flow import Context, Plan, ResultsIn, plan
 from jaxmp._autocast._interpreter import run, traced
 from jaxmp._autocast._kinds import FLOAT32, Kind, State, entering, fits, joined
-from jaxmp._autocast._program import JITS, Op, read
 from jaxmp._autocast._recurrence import adds_up
 from jaxmp._autocast._scopes import Region
 from jaxmp._autocast._steps import States, Step, alone, is_ours
 from jaxmp._dtypes import DType
 from jaxmp._float32_sums import accumulator, is_half
+from jaxmp._program import JITS, Op, read
 from jaxmp._reduction import gradient_of
 
 # What a scan may carry in 16 bits if its body returns it so: activations, in whatever dtype they
@@ -330,14 +329,7 @@ def _shard_map(op: Op, states: States, context: Context, region: Region) -> Step
     inner = planned(params["jaxpr"], states, context, op)
 
     def bind(op: Op, values: list[Any]) -> list[Any]:
-        mapped = jax.shard_map(
-            lambda *args: tuple(run(inner, args)),
-            mesh=params["mesh"],
-            in_specs=tuple(params["in_specs"]),
-            out_specs=tuple(params["out_specs"]),
-            axis_names=set(params["newly_manual_axes"]),
-            check_vma=params["check_vma"],
-        )
+        mapped = _compat.shard_map(params, lambda *args: tuple(run(inner, args)))
         return list(mapped(*values))
 
     return Step(op, in_dtypes(states), inner.results, run=bind)

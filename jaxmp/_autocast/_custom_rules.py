@@ -14,9 +14,9 @@ from jaxmp._autocast._flow import Context, Plan, ResultsIn, plan
 from jaxmp._autocast._interpreter import run
 from jaxmp._autocast._kernels import with_statistics
 from jaxmp._autocast._kinds import ACTIVATIONS, Kind, State
-from jaxmp._autocast._program import Op, read
 from jaxmp._autocast._scopes import Region
 from jaxmp._autocast._steps import States, Step, alone, kinds_of
+from jaxmp._program import Op, derivative_of, differentiable, has_tangent, read
 
 
 def custom_jvp(
@@ -35,9 +35,9 @@ def custom_jvp(
 
     @call.defjvp
     def rule(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
-        floats = _differentiable(op)
+        floats = differentiable(op.equation)
         derivative = plan(
-            read(_jvp_jaxpr(op, floats)),
+            read(derivative_of(op.equation)),
             [*states, *(states[i] for i in floats)],
             inside,
             results_in=results_in,
@@ -61,46 +61,12 @@ def custom_jvp(
     return Step(op, wants, inner.results, run=bind, widened=again)
 
 
-def has_tangent(value: Any) -> bool:
-    """Whether a value can be differentiated: float64 and complex numbers too."""
-    return hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.inexact)
-
-
 def _as(value: Any, state: State | None) -> Any:
     return value if state is None else lax.convert_element_type(value, state.dtype)
 
 
 def _zero_tangent(primal: Any) -> Any:
     return np.zeros(primal.shape, jax.dtypes.float0)
-
-
-def _differentiable(op: Op) -> list[int]:
-    """Which arguments have tangents: not the arrays that the function holds, which come first."""
-    held = op.params["num_consts"]
-    return [i for i, aval in enumerate(op.in_avals) if i >= held and has_tangent(aval)]
-
-
-def _jvp_jaxpr(op: Op, floats: list[int]) -> Any:
-    """The derivative as it was traced: of the primals and the tangents of floats, to both."""
-    avals = op.in_avals
-    rest = [i for i in range(len(avals)) if i not in floats]
-
-    def derivative(*args: Any) -> list[Any]:
-        primals, tangents = list(args[: len(avals)]), args[len(avals) :]
-
-        def of_floats(*given: Any) -> list[Any]:
-            values: list[Any] = [None] * len(avals)
-            for i, value in zip(floats, given, strict=True):
-                values[i] = value
-            for i in rest:
-                values[i] = primals[i]
-            return _compat.bind(op.equation, values)
-
-        out, dots = jax.jvp(of_floats, [primals[i] for i in floats], list(tangents))
-        made = zip(dots, op.out_avals, strict=True)
-        return [*out, *(dot for dot, aval in made if has_tangent(aval))]
-
-    return _compat.trace(derivative, [*avals, *(avals[i] for i in floats)])
 
 
 def custom_vjp(op: Op, states: States, context: Context, region: Region) -> Step:
@@ -131,7 +97,7 @@ class _Backward:
 def _entered(op: Op, states: States, context: Context) -> Step:
     """Rewrites the forward and the backward pass, which meet in the residuals."""
     inside = context.inside(op)
-    floats = _differentiable(op)
+    floats = differentiable(op.equation)
     made_floats = [i for i, aval in enumerate(op.out_avals) if has_tangent(aval)]
     body = op.params["call_jaxpr"]
     primal = context.keep(op, body, plan(read(body), states, inside))

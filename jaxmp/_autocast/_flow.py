@@ -14,10 +14,10 @@ from jax.extend import core
 from jaxmp._autocast._kernels import Taken, taken_step
 from jaxmp._autocast._kinds import FLOAT32, Kind, State
 from jaxmp._autocast._operations import RULES, adapted, convert, has_own_program
-from jaxmp._autocast._program import JITS, Op, Program
 from jaxmp._autocast._scopes import Regions, scopes
 from jaxmp._autocast._steps import States, Step, alone, initial, is_foreign, literal
 from jaxmp._op_lists import CONTRACTIONS, OpClass, OpLists
+from jaxmp._program import JITS, Op, Program
 
 ResultsIn = Literal["low", "either", "float32"]
 

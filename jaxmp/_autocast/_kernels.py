@@ -17,10 +17,10 @@ from jax.extend import core
 
 from jaxmp import _compat
 from jaxmp._autocast._kinds import ACTIVATIONS, FLOAT32, Kind, State
-from jaxmp._autocast._program import Op
 from jaxmp._autocast._scopes import Region, Regions, scopes
 from jaxmp._autocast._steps import States, Step, alone
 from jaxmp._op_lists import CLASSES, CONTRACTIONS, KERNELS, OpClass
+from jaxmp._program import Op
 from jaxmp._warnings import warn
 
 # Equations of the first trace, by their id, each with the one that is to run in its place.

@@ -24,7 +24,6 @@ from jaxmp._autocast._kinds import (
     spread,
     summed,
 )
-from jaxmp._autocast._program import Op
 from jaxmp._autocast._scopes import Region
 from jaxmp._autocast._steps import (
     HALVES,
@@ -39,6 +38,7 @@ from jaxmp._autocast._steps import (
 )
 from jaxmp._float32_sums import gather
 from jaxmp._op_lists import ARRANGEMENTS, CONTRACTIONS, KEEPS_FLOAT32, OpClass
+from jaxmp._program import Op
 
 
 def convert(op: Op, states: States) -> Step:

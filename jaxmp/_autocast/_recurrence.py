@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from jaxmp import _compat
-from jaxmp._autocast._program import JITS, Op, Program, read
+from jaxmp._program import JITS, Op, Program, read
 
 _MOVES = frozenset(
     [

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from jaxmp._autocast._kinds import FLOAT32, Kind, State
-from jaxmp._autocast._program import Op
 from jaxmp._dtypes import DType
+from jaxmp._program import Op
 
 States = Sequence[State | None]
 HALVES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))

@@ -1,10 +1,7 @@
 """`autocast` and `full_precision`: what users call."""
 
-import dataclasses
 import functools
-import inspect
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -12,20 +9,20 @@ import jax.numpy as jnp  # noqa: F401 (for the doctests)
 import jmp
 from jax import lax
 
-from jaxmp import _compat
 from jaxmp._autocast._control_flow import plan_control
 from jaxmp._autocast._flow import Context, ResultsIn, plan
 from jaxmp._autocast._interpreter import run
 from jaxmp._autocast._kernels import Taken, low_kernels
 from jaxmp._autocast._left_alone import warn_if_most_is_left
-from jaxmp._autocast._program import read
 from jaxmp._autocast._scopes import DONE, EXACT, Regions, region_of
 from jaxmp._autocast._steps import HALVES, initial
-from jaxmp._calls import Static, joined, split, traced
+from jaxmp._calls import Static, joined, rewriting, split, traced
 from jaxmp._cpu_compiler import warn_of_cpu_compiler
 from jaxmp._op_lists import OpLists, op_lists
 from jaxmp._patterns import is_about_paths
 from jaxmp._policy import Policy, get_policy
+from jaxmp._program import read
+from jaxmp._recompute import Recompute, recompute as lean
 from jaxmp._rules import PolicyRules
 from jaxmp._warnings import warn
 from jaxmp.rules import dtypes_of, get_rules
@@ -44,6 +41,7 @@ def autocast(
     output: Output = "traced",
     enter_custom_vjp: bool = False,
     kernels: Kernels = "traced",
+    recompute: Recompute = "never",
 ) -> Callable[..., Any]:
     """The same function in mixed precision: products run low, what needs float32 stays there.
 
@@ -74,6 +72,8 @@ def autocast(
         stamps. The first argument of the function is taken for the params. A `custom_vjp`
         without a product or another kernel inside stays as it is, and so does a solver. So do
         kernels that the two traces do not have in common, with a warning.
+      recompute: `"auto"` or `"always"` keeps less for the backward pass, and computes again what
+        is cheap; see `jaxmp.recompute`.
 
     Returns:
       A function with the arguments of `fun`. Called outside of `jit` it is compiled, once for
@@ -101,8 +101,9 @@ def autocast(
     if not callable(fun):
         raise TypeError(f"autocast takes a function, got {type(fun).__name__}")
     if isinstance(settings.policy, Policy) and region_of(settings.policy).exact:
-        return full_precision(fun)  # nothing to rewrite, and nothing for an outer autocast
-    return _wrapped(fun, settings)
+        # Nothing to rewrite, and nothing for an outer autocast.
+        return lean(full_precision(fun), recompute)
+    return lean(_wrapped(fun, settings), recompute)
 
 
 def full_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -144,25 +145,11 @@ class _Settings(NamedTuple):
     kernels: Kernels
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["static"])
-@dataclasses.dataclass
-class _Returned:
-    """What a function returned, in a form that jit can return."""
-
-    arrays: list[Any]
-    static: Static
-
-
-class _Captured(Exception):
-    """The function holds arrays of its own, which may change between its calls."""
-
-
 def _wrapped(fun: Callable[..., Any], settings: _Settings) -> Callable[..., Any]:
-    def rewritten(static: Static, arrays: list[Any], may_capture: bool) -> _Returned:
-        closed, returned = traced(fun, static, arrays)
-        if not may_capture and _compat.holds_arrays(closed):
-            raise _Captured
+    told: list[str] = []
+    computed_in = dtypes_of(get_rules(settings.policy))
 
+    def rewrite(closed: Any, static: Static, arrays: list[Any]) -> list[Any]:
         kernels: Taken = {}
         if settings.kernels == "low":
             kernels = low_kernels(
@@ -172,87 +159,26 @@ def _wrapped(fun: Callable[..., Any], settings: _Settings) -> Callable[..., Any]
                 weights=_of_first_argument(static, len(arrays)),
                 enter_custom_vjp=settings.enter_custom_vjp,
             )
-        return _Returned(_rewritten(closed, arrays, settings, kernels, told), returned)
+        return _rewritten(closed, arrays, settings, kernels, told)
 
-    rewritten.__name__ = rewritten.__qualname__ = getattr(fun, "__name__", "autocast")
-    compiled = jax.jit(rewritten, static_argnums=(0, 2))
-    captures, computed_in = False, dtypes_of(get_rules(settings.policy))
-    told: list[str] = []
+    call = rewriting(fun, rewrite, "autocast", _IN_A_LINEN_MODULE)
 
     @functools.wraps(fun, updated=())
     def autocast_fun(*args: Any, **kwargs: Any) -> Any:
-        nonlocal captures
         static, arrays = split((args, kwargs))
-        _check_no_linen_state([fun, *(leaf for leaf in static.leaves if hasattr(leaf, "__dict__"))])
-        # Within another trace a program of its own would only have to be taken apart again.
-        inline = any(map(_compat.is_traced, arrays))
-        out = None
         with jax.named_scope(DONE):
-            if not (captures or inline) and _is_hashable(static):
-                try:
-                    out = compiled(static, arrays, False)
-                except _Captured:
-                    captures = True
-            if out is None:
-                out = rewritten(static, arrays, True)
+            out = call(static, arrays)
         warn_of_cpu_compiler(computed_in, out.arrays)
         return joined(out.static, out.arrays)
 
     return autocast_fun
 
 
-def _check_no_linen_state(call: list[Any]) -> None:
-    """Raises ValueError for a call with linen modules that are being initialized or changed."""
-    linen = sys.modules.get("flax.linen")  # without which there are no such functions
-    if linen is None:
-        return
-    # A dictionary that is an attribute of a module becomes one of Flax's.
-    for value in _held_by(call, (dict, sys.modules["flax.core"].FrozenDict)):
-        scope = value.scope if isinstance(value, linen.Module) else None
-        if scope is not None and scope.mutable:
-            raise ValueError(
-                f"autocast cannot go around {type(value).__name__}, which the function closes over "
-                "or is given, within the linen module that calls it: the variables that it makes "
-                "or changes would be lost. Put autocast around model.apply, and say by rules which "
-                "modules run in which precision: jaxmp.autocast(model.apply, "
-                "jaxmp.PolicyRules(...)). Within a module, jaxmp.full_precision works. If the "
-                "function only reads an attribute, such as self.width, read it before"
-            )
-
-
-_LARGEST_CONTAINER = 100  # of which a function that closes over it may hold modules
-
-
-def _held_by(call: list[Any], mappings: Any) -> Iterator[Any]:
-    """A function and its arguments: what they are bound to, hold and close over."""
-    containers: Any = (list, tuple, *mappings)
-    waiting, seen = list(call), set[int]()
-    while waiting:
-        value = waiting.pop()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        yield value
-        if isinstance(value, functools.partial):
-            waiting += [value.func, *value.args, *value.keywords.values()]
-        if inspect.ismethod(value):
-            waiting += [value.__self__, value.__func__]
-        if inspect.isfunction(value):
-            waiting += [
-                cell.cell_contents for cell in value.__closure__ or () if not _is_empty(cell)
-            ]
-            waiting += [value.__defaults__, value.__kwdefaults__]
-        # Other containers may make their elements anew, or read them from a file.
-        if isinstance(value, containers) and len(value) <= _LARGEST_CONTAINER:
-            waiting += value.values() if isinstance(value, mappings) else value
-
-
-def _is_empty(cell: Any) -> bool:
-    try:
-        _ = cell.cell_contents
-    except ValueError:
-        return True
-    return False
+_IN_A_LINEN_MODULE = (
+    "Put autocast around model.apply, and say by rules which modules run in which precision: "
+    "jaxmp.autocast(model.apply, jaxmp.PolicyRules(...)). Within a module, jaxmp.full_precision "
+    "works"
+)
 
 
 def _rewritten(
@@ -302,14 +228,6 @@ def _of_first_argument(static: Static, count: int) -> set[int]:
 def _output_dtype(policy: Policy | PolicyRules) -> Any:
     default = policy.default if isinstance(policy, PolicyRules) else policy
     return None if default is None else default.output_dtype
-
-
-def _is_hashable(static: Static) -> bool:
-    try:
-        hash(static)
-    except TypeError:
-        return False
-    return True
 
 
 def _check_policy(policy: Any) -> Policy | PolicyRules:

@@ -1,11 +1,21 @@
-"""A jaxpr as autocast reads it: operations over numbered values, small helper functions inlined."""
+"""A jaxpr as it is rewritten: operations over numbered values, jitted functions inlined."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 from jax.extend import core
 
-from jaxmp._compat import consts_of, holds_arrays, is_of_jax_nn, is_plain_jit, open_jaxpr
+from jaxmp._compat import (
+    bind,
+    consts_of,
+    holds_arrays,
+    is_of_jax_nn,
+    is_plain_jit,
+    open_jaxpr,
+    trace,
+)
 from jaxmp._op_lists import CLASSES, OpClass
 
 # Names that JAX's jit had: `pjit` until 0.7.
@@ -68,14 +78,17 @@ class Program(NamedTuple):
     outputs: tuple[int | core.Literal, ...]
 
 
-def read(closed: Any) -> Program:
+def read(closed: Any, inline: "Callable[[core.JaxprEqn], bool] | None" = None) -> Program:
     """The program of a jaxpr, closed or open.
 
-    A jitted helper, such as `jnp.where` or `jax.nn.silu`, is read as a part of the function that
-    calls it: what it does may depend on what follows it. What multiplies matrices stays a
-    function, so that layers that share one are still compiled once.
+    Args:
+      closed: the jaxpr.
+      inline: which jitted functions, of those that ask for no shardings, are read as a part of the
+        function that calls them. None for helpers, such as `jnp.where` or `jax.nn.silu`: what they
+        do may depend on what follows them. What multiplies matrices then stays a function, so that
+        layers that share one are still compiled once.
     """
-    reader = _Reader()
+    reader = _Reader(_is_helper if inline is None else inline)
     jaxpr = open_jaxpr(closed)
     env: dict[Any, Any] = {}
     inputs = tuple(reader.new(var, env) for var in jaxpr.invars)
@@ -87,8 +100,63 @@ def read(closed: Any) -> Program:
     )
 
 
+def without_dead_code(program: Program) -> Program:
+    """The same program without operations whose results nobody reads and that do nothing else."""
+    alive, ops = {atom for atom in program.outputs if isinstance(atom, int)}, []
+    for op in reversed(program.ops):
+        if op.equation.effects or not alive.isdisjoint(op.outputs):
+            alive.update(atom for atom in op.inputs if isinstance(atom, int))
+            ops.append(op)
+    return program._replace(ops=tuple(reversed(ops)))
+
+
+def has_tangent(value: Any) -> bool:
+    """Whether a value can be differentiated: float64 and complex numbers too."""
+    return hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.inexact)
+
+
+def differentiable(equation: core.JaxprEqn) -> list[int]:
+    """Which arguments of a function with a rule of its own have tangents.
+
+    Not the arrays that the function holds, which come first.
+    """
+    held = equation.params["num_consts"]
+    avals = [atom.aval for atom in equation.invars]
+    return [i for i, aval in enumerate(avals) if i >= held and has_tangent(aval)]
+
+
+def derivative_of(equation: core.JaxprEqn) -> Any:
+    """The program of a rule of `jax.custom_jvp`.
+
+    Args:
+      equation: the call.
+
+    Returns:
+      The jaxpr of the arguments, and of the tangents of those that have some, to the results and
+      their tangents.
+    """
+    avals = [atom.aval for atom in equation.invars]
+    floats = differentiable(equation)
+
+    def derivative(*args: Any) -> list[Any]:
+        primals, tangents = list(args[: len(avals)]), args[len(avals) :]
+
+        def of_floats(*given: Any) -> list[Any]:
+            values = list(primals)
+            for i, value in zip(floats, given, strict=True):
+                values[i] = value
+            return bind(equation, values)
+
+        out, dots = jax.jvp(of_floats, [primals[i] for i in floats], list(tangents))
+        made = zip(dots, equation.outvars, strict=True)
+        return [*out, *(dot for dot, result in made if has_tangent(result.aval))]
+
+    return trace(derivative, [*avals, *(avals[i] for i in floats)])
+
+
 class _Reader:
-    def __init__(self) -> None:
+    def __init__(self, inline: Callable[[core.JaxprEqn], bool]) -> None:
+        self.inline = inline
         self.ops: list[Op] = []
         self.avals: list[Any] = []
         self.consts: list[tuple[int, Any]] = []
@@ -112,7 +180,8 @@ class _Reader:
             stack = source.name_stack if caller is None else caller.stack + source.name_stack
             traceback = source.traceback if caller is None else caller.traceback
             inputs = tuple(self.atom(atom, env) for atom in equation.invars)
-            if _is_helper(equation):
+            plain = equation.primitive.name in JITS and is_plain_jit(equation.params)
+            if plain and self.inline(equation):
                 body, name = equation.params["jaxpr"], equation.params["name"]
                 of_jax = (f"jax.nn.{name}",) if is_of_jax_nn(body) else ()
                 names = (*functions, name, *of_jax)
@@ -128,8 +197,6 @@ class _Reader:
 
 
 def _is_helper(equation: core.JaxprEqn) -> bool:
-    if equation.primitive.name not in JITS or not is_plain_jit(equation.params):
-        return False
     if holds_arrays(equation.params["jaxpr"]):  # which a checkpoint around it could not hold
         return False
     names = list(_names(equation.params["jaxpr"]))

@@ -1,0 +1,200 @@
+"""A program, divided between the values that are kept."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.extend import core
+
+from jaxmp._op_lists import Cost
+from jaxmp._program import Op, Program
+from jaxmp._recompute._storage import Storage, numbers
+
+_VIEWS = frozenset({"slice", "squeeze", "reshape", "unstack", "split"})
+
+
+class Piece(NamedTuple):
+    """Operations that run together, from kept values to kept values.
+
+    Attributes:
+      ops: their numbers, in order.
+      inputs: the numbers of the values that they read.
+      outputs: those of the values that they make for others.
+      recomputes: whether a derivative asks for what is made within it.
+    """
+
+    ops: tuple[int, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    recomputes: bool
+
+
+def pieces_of(program: Program, storage: Storage, *, views: bool) -> list[Piece]:
+    """The pieces, in an order in which they can run; an operation apart is one of its own.
+
+    Args:
+      program: the program.
+      storage: what is kept of it.
+      views: whether slices of arguments are made outside of what is computed again, so that the
+        layers of a stack are alike.
+    """
+    return list(_Division(program, storage, views).pieces())
+
+
+class _Root(NamedTuple):
+    """Kept values, and what leads to them."""
+
+    outputs: tuple[int, ...]
+    ops: frozenset[int]
+    inputs: frozenset[int]
+
+
+class _Division:
+    def __init__(self, program: Program, storage: Storage, views: bool) -> None:
+        self.program, self.storage = program, storage
+        self.made_by = {number: i for i, op in enumerate(program.ops) for number in op.outputs}
+        known = {*program.inputs, *(number for number, _ in program.consts)}
+        self.views = list(self._views(set(known))) if views else []
+        self.known = known.union(*(program.ops[i].outputs for i in self.views))
+
+    def _views(self, known: set[int]) -> Iterator[int]:
+        for i, op in enumerate(self.program.ops):
+            if op.name in _VIEWS and known.issuperset(numbers(op.inputs)):
+                known.update(op.outputs)
+                yield i
+
+    def pieces(self) -> Iterator[Piece]:
+        for i in self.views:
+            yield self._alone(i)
+        roots = self._roots()
+        sharing: dict[int, list[int]] = {}
+        for at, root in roots.items():
+            for i in root.ops:
+                sharing.setdefault(i, []).append(at)
+        done = set[int]()
+        for at in range(len(self.program.ops) + 1):
+            if at in roots and at not in done:
+                together = self._together(at, roots, sharing, done)
+                done.update(together)
+                yield self._piece([roots[each] for each in sorted(together)])
+            if at < len(self.program.ops) and self.storage.costs[at] is Cost.APART:
+                yield self._alone(at)
+
+    def _roots(self) -> dict[int, _Root]:
+        """By the number of the operation that needs or makes them, what has to be known."""
+        ops, costs = self.program.ops, self.storage.costs
+        stored = self.storage.stored
+        known = set(self.known)
+        roots = {}
+        for i, op in enumerate(ops):
+            if i in self.views:
+                continue
+            if costs[i] is Cost.APART:
+                wanted = [number for number in op.inputs if isinstance(number, int)]
+            else:
+                wanted = [number for number in op.outputs if number in stored]
+            if wanted := [number for number in dict.fromkeys(wanted) if number not in known]:
+                roots[i] = self._root(wanted, known)
+                known.update(wanted)
+            if costs[i] is Cost.APART:
+                known.update(op.outputs)
+        results = dict.fromkeys(numbers(self.program.outputs))
+        if wanted := [number for number in results if number not in known]:
+            roots[len(ops)] = self._root(wanted, known)
+        return roots
+
+    def _root(self, wanted: Sequence[int], known: set[int]) -> _Root:
+        ops, inputs, waiting = set[int](), set[int](), list(wanted)
+        while waiting:
+            number = waiting.pop()
+            if number in known:
+                inputs.add(number)
+            elif (i := self.made_by[number]) not in ops:
+                ops.add(i)
+                waiting += numbers(self.program.ops[i].inputs)
+        return _Root(tuple(wanted), frozenset(ops), frozenset(inputs))
+
+    def _together(
+        self, at: int, roots: dict[int, _Root], sharing: dict[int, list[int]], done: set[int]
+    ) -> set[int]:
+        """A root, and later ones that share operations with it and can be made now as well."""
+        together, waiting = {at}, [at]
+        while waiting:
+            for i in roots[waiting.pop()].ops:
+                for other in sharing[i]:
+                    new = other > at and other not in together and other not in done
+                    if new and self.known.issuperset(roots[other].inputs):
+                        together.add(other)
+                        waiting.append(other)
+        return together
+
+    def _piece(self, roots: Sequence[_Root]) -> Piece:
+        ops = tuple(sorted(frozenset().union(*(root.ops for root in roots))))
+        outputs = tuple(dict.fromkeys(number for root in roots for number in root.outputs))
+        inputs = tuple(sorted(frozenset().union(*(root.inputs for root in roots))))
+        self.known.update(outputs)
+        return Piece(ops, inputs, outputs, self._recomputes(ops))
+
+    def _recomputes(self, ops: Sequence[int]) -> bool:
+        """Whether anything cheap is made that a derivative may ask for."""
+        made = set[int]()
+        for i in ops:
+            op = self.program.ops[i]
+            cheap = self.storage.costs[i] is Cost.CHEAP
+            if cheap and not self.storage.linear[i]:
+                return True
+            # A product asks for its operands, and of what is linear only a choice, for its mask.
+            asked = op.inputs[:1] if op.name == "select_n" else () if cheap else op.inputs
+            if not made.isdisjoint(numbers(asked)):
+                return True
+            made.update(op.outputs if cheap else ())
+        return False
+
+    def _alone(self, i: int) -> Piece:
+        op = self.program.ops[i]
+        self.known.update(op.outputs)
+        return Piece((i,), tuple(dict.fromkeys(numbers(op.inputs))), op.outputs, False)
+
+
+def key_of(piece: Piece, program: Program, storage: Storage, stacks: Sequence[Any]) -> Any:
+    """What is the same for pieces that are alike, as those of equal layers are.
+
+    Args:
+      piece: the piece.
+      program: its program, which lives as long as the key is used.
+      storage: what is kept of it.
+      stacks: the scopes of its operations within those that all of them share.
+    """
+    places: dict[int, int] = {number: place for place, number in enumerate(piece.inputs)}
+    lines = []
+    for i, stack in zip(piece.ops, stacks, strict=True):
+        op = program.ops[i]
+        reads = tuple(
+            _of_literal(atom) if isinstance(atom, core.Literal) else places[atom]
+            for atom in op.inputs
+        )
+        for number in op.outputs:
+            places[number] = len(places)
+        kept = tuple(number in storage.statistics for number in op.outputs)
+        # What a context says holds for an operation too: where it is computed, for one.
+        context = _hashable(op.equation.ctx)
+        lines.append((op.equation.primitive, _of_params(op), reads, kept, str(stack), context))
+    avals = tuple(program.avals[number] for number in piece.inputs)
+    return tuple(lines), avals, tuple(places[number] for number in piece.outputs)
+
+
+def _of_literal(literal: core.Literal) -> Any:
+    value = np.asarray(literal.val)
+    return literal.aval, value.dtype.name, value.tobytes()
+
+
+def _of_params(op: Op) -> Any:
+    return tuple((name, _hashable(value)) for name, value in sorted(op.params.items()))
+
+
+def _hashable(value: Any) -> Any:
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)
+    return type(value), value

@@ -1,0 +1,89 @@
+"""What compilers for GPUs and TPUs make of `recompute`: less memory, the same products and sums."""
+
+import collections
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import jaxmp
+from jaxmp.sharding import FSDP, fully_sharded
+from tests.aot.conftest import Compiler
+from tests.aot.test_autocast import PARAMS, X, by_hand, loss, products, program
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+LOW = jaxmp.autocast(loss, "mixed_bfloat16")
+
+
+def temporaries(program: Any) -> int:
+    return int(program.memory_analysis().temp_size_in_bytes)
+
+
+@pytest.mark.parametrize("author", [by_hand, LOW], ids=["by hand", "autocast"])
+def test_layers_in_a_scan(compiler: Compiler, author: Any) -> None:
+    """The promise of "auto": less memory, and as many products."""
+    plain, lean, whole = (
+        program(compiler, fun) for fun in (author, jaxmp.recompute(author), jax.checkpoint(author))
+    )
+    assert temporaries(lean) < 0.7 * temporaries(plain)
+    assert len(products(lean)) == len(products(plain)) == 11
+    assert len(products(whole)) > 11  # positive control
+
+
+def one_by_one(params: Any, x: Any) -> Any:
+    """Softmax over rows of 1,024, twice, without a loop."""
+    for i in range(2):
+        scores = (x @ params["head"].astype(x.dtype)).astype(jnp.float32)
+        weights = jax.nn.softmax(scores).astype(x.dtype)
+        x = x + jnp.tanh(weights @ params["head"].astype(x.dtype).T)
+        x = x + jax.nn.gelu(x @ params["up"][i].astype(x.dtype)) @ params["down"][i].astype(x.dtype)
+    return jnp.mean(jnp.square(x.astype(jnp.float32)))
+
+
+def test_layers_one_by_one(compiler: Compiler) -> None:
+    """Without a loop "auto" changes nothing for the worse, and "always" saves memory."""
+
+    def fun(params: Any, x: Any) -> Any:
+        return one_by_one(params, x.astype(jnp.bfloat16))
+
+    plain, auto, always = (
+        program(compiler, jaxmp.recompute(fun, mode))  # type: ignore[arg-type]
+        for mode in ("never", "auto", "always")
+    )
+    assert temporaries(auto) <= 1.01 * temporaries(plain)
+    assert temporaries(always) <= 0.9 * temporaries(plain)
+    assert len(products(plain)) == len(products(auto)) == len(products(always))
+
+
+def test_fully_sharded_layers(compiler: Compiler) -> None:
+    """Over eight devices: the same collectives, with less memory."""
+    mesh = compiler.mesh((8,), ("data",))
+    split = fully_sharded(PARAMS, mesh, "data", min_size=2**16)
+    rows = NamedSharding(mesh, P("data"))
+    batch = jax.ShapeDtypeStruct((64, *X.shape[1:]), X.dtype)
+
+    def abstract(x: Any, sharding: Any) -> Any:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    def found(recompute: Any) -> tuple[Mapping[Any, int], int]:
+        gradient = jaxmp.value_and_grad(
+            LOW,
+            reduce_dtype="float32",
+            fsdp=FSDP(shardings=split, axis="data"),
+            recompute=recompute,
+        )
+        placed = jax.tree.map(abstract, PARAMS, split)
+        compiled = compiler.lower(gradient, placed, abstract(batch, rows)).compile()
+        totals: collections.Counter[Any] = collections.Counter()
+        for row in jaxmp.collectives(compiled).rows:
+            totals[row.kind, row.dtype] += row.bytes * row.runs
+        return totals, temporaries(compiled)
+
+    (plain, most), (lean, used) = found("never"), found("auto")
+    assert lean == plain
+    assert any(kind == "all-gather" for kind, _ in plain)
+    assert used < 0.85 * most
