@@ -63,6 +63,8 @@ bench: $(VENV)/.installed
 bench-absent: $(AOT)/.compilers
 	$(AOT)/bin/python benchmarks/bench_skipping.py
 	$(AOT)/bin/python benchmarks/bench_distributed.py
+	$(AOT)/bin/python benchmarks/bench_recompute.py --platform gpu
+	$(AOT)/bin/python benchmarks/bench_recompute.py --platform tpu --effort least
 
 $(VENV)/.installed: EXTRAS = test,dev
 $(AOT)/.compilers: EXTRAS = test,aot

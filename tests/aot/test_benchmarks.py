@@ -39,3 +39,18 @@ def test_skipping(gpu: Compiler) -> None:
     for row in rows:  # masters, two moments, a param, and a gradient
         assert row["peak"] == pytest.approx(18, abs=0.5)
         assert (row["copies"], row["gathers"]) == (0, 0)
+
+
+def test_recompute(gpu: Compiler) -> None:
+    """Models in a scan keep less, and compute no product twice, where whole blocks do."""
+    bench: Any = importlib.import_module("bench_recompute")
+    quick = ["--quick", "--platform", gpu.platform, "--loops", "scan", "--no-write"]
+    contenders = "by hand,by hand + auto,by hand + whole blocks"
+    rows = bench.main([*quick, "--models", "gpt,resnet", "--contenders", contenders])
+    by = {(row["model"], row["contender"]): row for row in rows}
+    for model in ("gpt", "resnet"):
+        auto, whole = (by[model, f"by hand + {way}"] for way in ("auto", "whole blocks"))
+        assert auto["products_own"] == pytest.approx(1, abs=0.005)
+        assert whole["products_own"] > 1.1
+        assert auto["temp_own"] < 1
+    assert by["gpt", "by hand + auto"]["temp_own"] < 0.5
