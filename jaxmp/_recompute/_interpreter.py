@@ -100,6 +100,7 @@ def _checkpointed(
     def piece_of(*given: Any) -> list[Any]:
         return _evaluate(context, plan, piece, stacks, given)
 
+    # What has effects is apart, so that no reference and no token is ever in here.
     policy = jax.checkpoint_policies.save_only_these_names(STORED)
     return jax.checkpoint(piece_of, policy=policy, prevent_cse=context.barriers)
 

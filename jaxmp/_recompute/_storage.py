@@ -108,8 +108,7 @@ def bytes_of(aval: Any) -> int:
     """The size of a value; of a key that of its numbers."""
     if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
         aval = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
-    size = math.prod(aval.shape)
-    return size * int(aval.dtype.itemsize)
+    return math.prod(aval.shape) * int(aval.dtype.itemsize)
 
 
 def numbers(atoms: Collection[Any]) -> Iterator[int]:
