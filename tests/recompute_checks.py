@@ -23,25 +23,24 @@ def scalar(fun: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args: scalar_and_results(fun)(*args)[0]
 
 
+def by_floats(fun: Callable[..., Any], args: Any) -> tuple[Callable[..., Any], list[Any]]:
+    """The loss of a function by its float arguments alone, and those."""
+    leaves, tree = jax.tree.flatten(args)
+    chosen = [i for i, x in enumerate(leaves) if is_float(x)]
+
+    def loss(*floats: Any) -> Any:
+        full = list(leaves)
+        for i, value in zip(chosen, floats, strict=True):
+            full[i] = value
+        return scalar(fun)(*jax.tree.unflatten(tree, full))
+
+    return loss, [leaves[i] for i in chosen]
+
+
 def kept(fun: Callable[..., Any], *args: Any) -> list[Any]:
     """The arrays that a backward pass has besides the arguments, as shapes and dtypes."""
-    floats = [x for x in jax.tree.leaves(args) if is_float(x)]
-    leaves, tree = jax.tree.flatten(args)
-
-    def pulled(*given: Any) -> Any:
-        values = iter(given)
-        full = [next(values) if is_float(x) else x for x in leaves]
-        floating = [i for i, x in enumerate(full) if is_float(x)]
-
-        def of_floats(*each: Any) -> Any:
-            again = list(full)
-            for i, value in zip(floating, each, strict=True):
-                again[i] = value
-            return scalar(fun)(*jax.tree.unflatten(tree, again))
-
-        return jax.vjp(of_floats, *(full[i] for i in floating))[1]
-
-    program = jax.make_jaxpr(pulled)(*floats).jaxpr
+    loss, floats = by_floats(fun, args)
+    program = jax.make_jaxpr(lambda *given: jax.vjp(loss, *given)[1])(*floats).jaxpr
     given = {*program.invars, *program.constvars}
     results = {v: v for v in program.outvars if not hasattr(v, "val") and v not in given}
     return [v.aval for v in results]
@@ -78,18 +77,8 @@ def gradient(fun: Callable[..., Any]) -> Callable[..., Any]:
     """The gradient by every float argument, and the value."""
 
     def of(*args: Any) -> Any:
-        leaves, tree = jax.tree.flatten(args)
-        floats = [i for i, x in enumerate(leaves) if is_float(x)]
-
-        def loss(*given: Any) -> Any:
-            full = list(leaves)
-            for i, value in zip(floats, given, strict=True):
-                full[i] = value
-            return scalar(fun)(*jax.tree.unflatten(tree, full))
-
-        return jax.value_and_grad(loss, argnums=tuple(range(len(floats))))(
-            *(leaves[i] for i in floats)
-        )
+        loss, floats = by_floats(fun, args)
+        return jax.value_and_grad(loss, argnums=tuple(range(len(floats))))(*floats)
 
     return of
 
