@@ -85,7 +85,7 @@ def traced(
     def of_arrays(*arrays: Any) -> list[Any]:
         args, kwargs = joined(static, arrays)
         objects = _objects((args, kwargs)) if as_jit else [(args, kwargs)]
-        before = [jax.tree.flatten(each) for each in objects]
+        before = [_leaves_of(each) for each in objects]
         returned, results = split(fun(*args, **kwargs), numpy=numpy)
         _check_unchanged(before, objects)
         found[:] = [returned]
@@ -111,13 +111,18 @@ def _objects(tree: Any) -> list[Any]:
     return jax.tree.leaves(tree, is_leaf=lambda x: not isinstance(x, (dict, list, tuple)))
 
 
+def _leaves_of(tree: Any) -> tuple[list[Any], Any]:
+    """The leaves and the structure of a tree; None for leaves that are made anew at each look."""
+    (leaves, structure), (again, _) = jax.tree.flatten(tree), jax.tree.flatten(tree)
+    return [a if a is b else None for a, b in zip(leaves, again, strict=True)], structure
+
+
 def _check_unchanged(before: list[Any], objects: list[Any]) -> None:
     """Raises TypeError if a function has changed its arguments, copies of the caller's."""
+    now = list(map(_leaves_of, objects))
     same = all(
-        structure == now and all(new is old for new, old in zip(leaves, old_leaves, strict=True))
-        for (old_leaves, structure), (leaves, now) in zip(
-            before, map(jax.tree.flatten, objects), strict=True
-        )
+        structure == old_structure and all(a is b for a, b in zip(leaves, old_leaves, strict=True))
+        for (old_leaves, old_structure), (leaves, structure) in zip(before, now, strict=True)
     )
     if not same:
         raise TypeError(

@@ -312,6 +312,51 @@ def test_a_sharding_constraint_stays() -> None:
     check(lambda x, w: jnp.sin(lax.with_sharding_constraint(jnp.sin(x @ w), sharding)), X, W)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_sharding_constraint_on_what_was_widened_is_kept(mode: str) -> None:
+    """To go back to the narrow product would move the data again."""
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+    sharding = jax.NamedSharding(mesh, P("data"))
+
+    def fun(x: Any, w: Any) -> Any:
+        y = (x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(jnp.float32)
+        y = lax.with_sharding_constraint(y, sharding)
+        return jnp.tanh(y) @ w + jnp.sin(y) @ w
+
+    check(fun, X, jnp.eye(16), within=0.02, mode=mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("factor", [0, 1])
+def test_what_products_one_after_the_other_read_is_computed_again_once(
+    mode: Any, factor: int
+) -> None:
+    """Products that wait for each other are of several regions, and what they share is kept."""
+
+    def fun(x: Any, w: Any) -> Any:
+        v = jnp.tanh(jnp.tanh(w @ w))
+        for i in range(8):
+            x = jnp.sin(x @ (v * (1 + i * factor)))
+        return x
+
+    def tanhs(fun: Any) -> int:
+        program = jax.make_jaxpr(gradient(fun))(X, W @ W.T)
+        return [e.primitive.name for e in equations(program.jaxpr)].count("tanh")
+
+    assert tanhs(fun) == 2
+    assert tanhs(jaxmp.recompute(fun, mode)) == 4  # in the forward pass, and once again
+    check(fun, X, W @ W.T, within=1e-5, mode=mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_jit_inside_gives_no_array_away(mode: Any) -> None:
+    """Its argument is kept for the backward pass of what it calls."""
+    inner = jax.jit(lambda y: jnp.tanh(y) * 2, donate_argnums=0)
+    fun = scalar(lambda x, w, v: inner(jnp.sin(x @ w)) @ v)
+    got = jax.grad(jaxmp.recompute(fun, mode), argnums=1)(X, W, V)
+    assert error(got, jax.grad(fun, argnums=1)(X, W, V)) <= 2e-6
+
+
 class Block(nn.Module):
     @nn.compact
     def __call__(self, x: Any, train: bool = True) -> Any:
@@ -509,6 +554,28 @@ def test_a_loss_may_change_its_arguments() -> None:
     state = jaxmp.TrainState.create(params={"w": W}, tx=tx)
     step = jaxmp.make_train_step(loss, donate=False, recompute="auto")
     assert step(state, {"x": X, "y": X})[1]["loss"] > 0
+
+
+@jax.tree_util.register_pytree_node_class
+class MadeAnew:
+    """A tree whose leaves are other objects at each look."""
+
+    def __init__(self, w: Any) -> None:
+        self.w = w
+
+    def tree_flatten(self) -> Any:
+        return (self.w * 1.0, 2.0 * float("1.5")), None
+
+    @classmethod
+    def tree_unflatten(cls, _: Any, leaves: Any) -> "MadeAnew":
+        return cls(leaves[0])
+
+
+def test_a_tree_may_make_its_leaves_anew() -> None:
+    def fun(x: Any, tree: Any) -> Any:
+        return jnp.sum(jnp.tanh(x @ tree.w))
+
+    assert jaxmp.recompute(fun)(X, MadeAnew(W)) == fun(X, MadeAnew(W))
 
 
 def test_names_that_can_be_dear() -> None:

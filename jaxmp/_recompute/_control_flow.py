@@ -27,7 +27,10 @@ def _jit(context: Context, op: Op, values: list[Any]) -> list[Any]:
     """One that asks for shardings; one that is named as dear is not looked into."""
     if not names_of(op.equation).isdisjoint(context.dear):
         return _compat.bind(op.equation, values)
-    return _compat.bind(op.equation, values, jaxpr=_traced(context, op.params["jaxpr"]))
+    # Pieces within keep its arguments for the backward pass, so that none may be given away.
+    kept = (False,) * len(values)
+    body = _traced(context, op.params["jaxpr"])
+    return _compat.bind(op.equation, values, jaxpr=body, donated_invars=kept)
 
 
 def _scan(context: Context, op: Op, values: list[Any]) -> list[Any]:

@@ -54,7 +54,7 @@ class _Division:
         self.program, self.storage = program, storage
         self.made_by = {number: i for i, op in enumerate(program.ops) for number in op.outputs}
         known = {*program.inputs, *(number for number, _ in program.consts)}
-        self.views = list(self._views(set(known))) if views else []
+        self.views = dict.fromkeys(self._views(set(known))) if views else {}
         self.known = known.union(*(program.ops[i].outputs for i in self.views))
 
     def _views(self, known: set[int]) -> Iterator[int]:

@@ -23,7 +23,7 @@ from jaxmp._compat import function_name, is_of_jax_nn, open_jaxpr
 from jaxmp._op_lists import COSTS, Cost
 from jaxmp._program import JITS, Op, Program, derivative_of
 
-# Operations that no product has touched are computed again in each region, unless they are many.
+# What no product has touched is computed again in each region, unless so much leads to it.
 _LONGEST_UNTOUCHED = 64
 # A reduction makes a statistic if it is to this share of its operand, or less.
 _STATISTIC = 16
@@ -79,7 +79,10 @@ def cost_of(equation: core.JaxprEqn, dear: Collection[str] = ()) -> Cost:
 
 
 def _cost_with_rule(equation: core.JaxprEqn, dear: Collection[str]) -> Cost:
-    """That of an operation of a program to be differentiated, where rules of functions run too."""
+    """That of an operation of a program to be differentiated, where rules of functions run too.
+
+    The rule is traced for it, also where nobody differentiates in the end.
+    """
     cost = cost_of(equation, dear)
     if equation.primitive.name != "custom_jvp_call" or cost is Cost.APART:
         return cost
@@ -204,7 +207,8 @@ class _Analysis:
             if cost is Cost.CHEAP and not passed:
                 continue
             after = sum(map(self.size, op.outputs))
-            if passed and after > sum(map(self.size, before)):
+            # From what may not run again there is no way back.
+            if passed and cost is Cost.CHEAP and after > sum(map(self.size, before)):
                 chosen.update(dict.fromkeys(op.outputs, before))
             else:
                 chosen.update({number: {number} for number in op.outputs})
@@ -226,7 +230,12 @@ class _Analysis:
         return number not in self.inert and self.linear[self.made_by[op.outputs[0]]]
 
     def _cut(self) -> None:
-        """One pass backward: which regions read each value."""
+        """One pass backward: which regions read each value.
+
+        Dear operations that read the same value are of one region if they can run together: a
+        stream becomes query, key and value. Those that wait for each other are not.
+        """
+        depths = self._depths()
         regions: dict[int, set[Any]] = {number: set() for number in range(len(self.program.avals))}
         for number in numbers(self.program.outputs):
             regions[number].add("results")
@@ -235,7 +244,7 @@ class _Analysis:
             op = self.program.ops[i]
             if self.costs[i] is not Cost.CHEAP:
                 for number in numbers(op.inputs):
-                    regions[number].add(("operand", same[number]))
+                    regions[number].add(("operand", same[number], depths[i]))
                 continue
             for number in op.outputs:
                 several = len(regions[number]) > 1 and number in self.touched
@@ -247,10 +256,21 @@ class _Analysis:
             for number in numbers(op.inputs):
                 regions[number] |= reading
 
-    def _rearranged(self) -> dict[int, int]:
-        """For each value the one whose numbers it has, in another order, shape, or dtype.
+    def _depths(self) -> list[int]:
+        """For each operation how many dear ones wait for each other up to it."""
+        depths = [0] * len(self.program.avals)
+        of_ops = []
+        for op, cost in zip(self.program.ops, self.costs, strict=True):
+            before = max((depths[number] for number in numbers(op.inputs)), default=0)
+            of_ops.append(before + (cost is not Cost.CHEAP))
+            for number in op.outputs:
+                depths[number] = of_ops[-1]
+        return of_ops
 
-        What reads either reads both: one region leads to a weight and to its transpose.
+    def _rearranged(self) -> dict[int, int]:
+        """For each value the one that linear operations make it of, at the same size.
+
+        One region leads to both: to a weight and to its transpose.
         """
         same = {number: number for number in range(len(self.program.avals))}
         for op, linear in zip(self.program.ops, self.linear, strict=True):

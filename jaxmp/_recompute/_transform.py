@@ -40,11 +40,13 @@ def recompute(
         in loops, where the passes are two programs, and costs no time. `"always"` forbids that, and
         saves memory everywhere, for the time that it takes. `"never"` returns the function.
       dear: further names of primitives (`"tanh"`) and of functions with `jax.jit` or
-        `jax.custom_jvp` (`"silu"`, `"jax.nn.silu"`) that are never computed again.
+        `jax.custom_jvp` (`"silu"`, `"jax.nn.silu"`) that are never computed again. A function
+        without either has no name in a program (`jax.nn.gelu`): put it into `jax.jit`.
 
     Returns:
       A function with the arguments of `fun`. Called outside of `jit` it is compiled, once for
-      each signature; what is no array among its arguments is static.
+      each signature, unless it holds arrays of its own; what is no array among its arguments is
+      static.
 
     Raises:
       TypeError: if `fun` is not callable, or `dear` holds something else than names.
