@@ -575,7 +575,7 @@ def test_a_tree_may_make_its_leaves_anew() -> None:
     def fun(x: Any, tree: Any) -> Any:
         return jnp.sum(jnp.tanh(x @ tree.w))
 
-    assert jaxmp.recompute(fun)(X, MadeAnew(W)) == fun(X, MadeAnew(W))
+    assert error(jaxmp.recompute(fun)(X, MadeAnew(W)), fun(X, MadeAnew(W))) <= 2e-6
 
 
 def test_names_that_can_be_dear() -> None:
