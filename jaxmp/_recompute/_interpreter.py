@@ -10,8 +10,8 @@ from jax.extend import core
 
 from jaxmp import _compat
 from jaxmp._program import Op, Program, read, without_dead_code
-from jaxmp._recompute._pieces import Piece, key_of, pieces_of
-from jaxmp._recompute._storage import Storage, names_of, storage_of
+from jaxmp._recompute._pieces import Piece, divided, key_of
+from jaxmp._recompute._storage import Storage, names_of
 
 # The name of what is kept within a piece.
 STORED = "jaxmp.stored"
@@ -65,8 +65,7 @@ def _planned(context: Context, closed: Any) -> _Plan:
     key = ("plan", id(closed), context.barriers)
     if key not in context.memo:
         program = without_dead_code(read(closed, lambda each: _is_open(each, context.dear)))
-        storage = storage_of(program, context.dear)
-        pieces = pieces_of(program, storage, views=not context.barriers)
+        storage, pieces = divided(program, context.dear, views=not context.barriers)
         # The jaxpr is kept, so that its id is not given to another.
         context.memo[key] = _Plan(program, storage, pieces), closed
     return context.memo[key][0]

@@ -1,6 +1,7 @@
 """A program, divided between the values that are kept."""
 
-from collections.abc import Iterator, Sequence
+import collections
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -8,7 +9,7 @@ from jax.extend import core
 
 from jaxmp._op_lists import Cost
 from jaxmp._program import Op, Program
-from jaxmp._recompute._storage import Storage, numbers
+from jaxmp._recompute._storage import Analysis, Storage, numbers
 
 _VIEWS = frozenset({"slice", "squeeze", "reshape", "unstack", "split"})
 
@@ -29,16 +30,41 @@ class Piece(NamedTuple):
     recomputes: bool
 
 
-def pieces_of(program: Program, storage: Storage, *, views: bool) -> list[Piece]:
-    """The pieces, in an order in which they can run; an operation apart is one of its own.
+def divided(
+    program: Program, dear: Collection[str] = (), *, views: bool
+) -> tuple[Storage, list[Piece]]:
+    """What is kept of a program, and its pieces, in an order in which they can run.
+
+    An operation apart is a piece of its own. Dear operations that read the same value make one
+    piece, unless one of them waits for another: then what both need is kept after all.
 
     Args:
-      program: the program.
-      storage: what is kept of it.
+      program: the program, without dead code.
+      dear: names of primitives and of jitted functions that are never to be computed again.
       views: whether slices of arguments are made outside of what is computed again, so that the
         layers of a stack are alike.
     """
-    return list(_Division(program, storage, views).pieces())
+    analysis = Analysis(program, dear)
+    while True:
+        storage = analysis.storage()
+        pieces = list(_Division(program, storage, views).pieces())
+        for number in _shared(program, pieces):
+            if number in analysis.touched:
+                analysis.keep(number)
+        if analysis.stored == storage.stored:
+            return storage, pieces
+
+
+def _shared(program: Program, pieces: Sequence[Piece]) -> Iterator[int]:
+    """Values that several pieces make, each for operations of its own."""
+    makers = collections.Counter(i for piece in pieces for i in piece.ops)
+    read = dict[int, int]()  # in how many pieces an operation runs that reads a value, at least
+    for i, op in enumerate(program.ops):
+        for number in numbers(op.inputs):
+            read[number] = min(read.get(number, makers[i]), makers[i])
+    for i, count in makers.items():
+        if count > 1:
+            yield from (n for n in program.ops[i].outputs if read.get(n, count) < count)
 
 
 class _Root(NamedTuple):

@@ -35,6 +35,7 @@ _REDUCTIONS = frozenset(
 _LINEAR = frozenset(
     {"add", "sub", "neg", "add_any", "convert_element_type", "reduce_sum", "real", "imag", "copy"}
     | {"reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "rev", "slice"}
+    | {"split", "unstack", "dynamic_slice"}
     | {"concatenate", "pad", "copy_p", "name", "pvary", "pcast", "float32_gradient"}
     | {"sharding_constraint", "reshard"}
 )
@@ -54,16 +55,6 @@ class Storage(NamedTuple):
     stored: frozenset[int]
     statistics: frozenset[int]
     linear: tuple[bool, ...]
-
-
-def storage_of(program: Program, dear: Collection[str] = ()) -> Storage:
-    """What is kept of a program.
-
-    Args:
-      program: the program, without dead code.
-      dear: names of primitives and of jitted functions that are never to be computed again.
-    """
-    return _Analysis(program, dear).storage()
 
 
 def cost_of(equation: core.JaxprEqn, dear: Collection[str] = ()) -> Cost:
@@ -119,7 +110,14 @@ def numbers(atoms: Collection[Any]) -> Iterator[int]:
     return (atom for atom in atoms if isinstance(atom, int))
 
 
-class _Analysis:
+class Analysis:
+    """Finds what is kept of a program.
+
+    Args:
+      program: the program, without dead code.
+      dear: names of primitives and of jitted functions that are never to be computed again.
+    """
+
     def __init__(self, program: Program, dear: Collection[str]) -> None:
         self.program = program
         # Of functions that are called several times, equations are the same ones.
@@ -147,9 +145,10 @@ class _Analysis:
                 self.stored.update(
                     number for number in numbers(op.inputs) if number in self.made_by
                 )
+        self._cut()
 
     def storage(self) -> Storage:
-        self._cut()
+        """What is kept."""
         return Storage(self.costs, frozenset(self.stored), self.statistics, self.linear)
 
     def size(self, number: int) -> int:
@@ -230,12 +229,7 @@ class _Analysis:
         return number not in self.inert and self.linear[self.made_by[op.outputs[0]]]
 
     def _cut(self) -> None:
-        """One pass backward: which regions read each value.
-
-        Dear operations that read the same value are of one region if they can run together: a
-        stream becomes query, key and value. Those that wait for each other are not.
-        """
-        depths = self._depths()
+        """One pass backward: which regions read each value."""
         regions: dict[int, set[Any]] = {number: set() for number in range(len(self.program.avals))}
         for number in numbers(self.program.outputs):
             regions[number].add("results")
@@ -244,28 +238,17 @@ class _Analysis:
             op = self.program.ops[i]
             if self.costs[i] is not Cost.CHEAP:
                 for number in numbers(op.inputs):
-                    regions[number].add(("operand", same[number], depths[i]))
+                    regions[number].add(("operand", same[number]))
                 continue
             for number in op.outputs:
                 several = len(regions[number]) > 1 and number in self.touched
                 if several and number not in self.stored:
-                    self._keep(number)
+                    self.keep(number)
                 if number in self.stored:
                     regions[number] = {("stored", number)}
             reading = set().union(*(regions[number] for number in op.outputs))
             for number in numbers(op.inputs):
                 regions[number] |= reading
-
-    def _depths(self) -> list[int]:
-        """For each operation how many dear ones wait for each other up to it."""
-        depths = [0] * len(self.program.avals)
-        of_ops = []
-        for op, cost in zip(self.program.ops, self.costs, strict=True):
-            before = max((depths[number] for number in numbers(op.inputs)), default=0)
-            of_ops.append(before + (cost is not Cost.CHEAP))
-            for number in op.outputs:
-                depths[number] = of_ops[-1]
-        return of_ops
 
     def _rearranged(self) -> dict[int, int]:
         """For each value the one that linear operations make it of, at the same size.
@@ -281,11 +264,14 @@ class _Analysis:
                     same[op.outputs[0]] = same[variables[0]]
         return same
 
-    def _keep(self, number: int) -> None:
+    def keep(self, number: int) -> None:
         """Stores a value that several regions read, or the narrowest one that has its numbers."""
         narrowest = number
         while (before := self._before(narrowest)) is not None:
-            if self.size(before) > self.size(narrowest):
+            if before in self.stored:  # it takes no more than a cast, or a slice
+                return
+            together = self.program.ops[self.made_by[narrowest]].outputs
+            if self.size(before) > sum(map(self.size, together)):
                 break
             narrowest = before
         self.stored.add(narrowest)
