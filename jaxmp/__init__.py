@@ -19,6 +19,11 @@ from jaxmp._audit import (
     collectives as collectives,
 )
 from jaxmp._autocast import autocast as autocast, full_precision as full_precision
+from jaxmp._compact_state import (
+    compact_state as compact_state,
+    expanded_state as expanded_state,
+)
+from jaxmp._convert_state import convert_state as convert_state
 from jaxmp._grad import grad as grad, value_and_grad as value_and_grad
 from jaxmp._loss_scale import (
     DynamicLossScale as DynamicLossScale,
@@ -36,6 +41,11 @@ from jaxmp._progress import (
 )
 from jaxmp._recompute import recompute as recompute
 from jaxmp._rules import PolicyRules as PolicyRules
+from jaxmp._split import (
+    merge_float32 as merge_float32,
+    split_float32 as split_float32,
+)
+from jaxmp._stochastic import stochastic_round as stochastic_round
 from jaxmp._train_state import TrainState as TrainState
 from jaxmp._train_step import make_train_step as make_train_step
 from jaxmp._tree import all_finite as all_finite, cast_floating as cast_floating, select as select

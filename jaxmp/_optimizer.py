@@ -8,8 +8,10 @@ import jmp
 import optax
 from jaxtyping import Array, Bool, PyTree
 
+from jaxmp._compact_state import Moments, compact_state
 from jaxmp._loss_scale import LossScale, NoLossScale, StaticLossScale, choose_loss_scale
-from jaxmp._masters import STORAGES, round_like
+from jaxmp._master_storages import STORAGES
+from jaxmp._masters import Masters
 from jaxmp._optimizer_step import Algorithm, MixedPrecisionState
 from jaxmp._outermost import refuse_to_be_wrapped
 from jaxmp._policy import Policy, get_policy
@@ -47,7 +49,9 @@ class MixedPrecision(optax.GradientTransformationExtraArgs):
             )
         return copy.copy(self)
 
-    def init_params(self, params: PyTree) -> tuple[PyTree, MixedPrecisionState]:
+    def init_params(
+        self, params: PyTree, *, like: PyTree = None
+    ) -> tuple[PyTree, MixedPrecisionState]:
         """Casts params to the policy's dtype, and keeps what they were as the masters.
 
         `init(policy.cast_to_param(params))` would start the masters from rounded params.
@@ -56,6 +60,7 @@ class MixedPrecision(optax.GradientTransformationExtraArgs):
           params: a tree of floats, usually float32. Donate neither them nor what this returns:
             params that need no cast, and masters, are the given arrays themselves.
             `TrainState.create` makes copies.
+          like: a tree whose dtypes the live params have, in place of the policy's.
 
         Returns:
           The live params in `policy.param_dtype`, and the optimizer state. If the optimizer was
@@ -63,10 +68,9 @@ class MixedPrecision(optax.GradientTransformationExtraArgs):
         """
         check_arrays(params, "params")
         params = strong(params)
-        live = params
-        if not self.rules.rules:
-            live = round_like(params, self.policy.cast_to_param(params))
-        return live, self._algorithm.init(live, params)
+        if like is None:
+            like = params if self.rules.rules else self.policy.cast_to_param(params)
+        return self._algorithm.init(like, params)
 
     def apply_gradients(
         self,
@@ -102,7 +106,10 @@ def mixed_precision(
     policy: str | jmp.Policy | PolicyRules,
     *,
     loss_scale: LossScale | Literal["auto"] = "auto",
-    master: Literal["float32", "none"] = "float32",
+    master: Literal["float32", "remainder", "remainder8", "kahan", "stochastic", "none"] = (
+        "float32"
+    ),
+    moments: Moments = "float32",
     skip: Skip = "auto",
 ) -> MixedPrecision:
     """Wraps an optax optimizer so that it trains low-precision params safely.
@@ -123,14 +130,20 @@ def mixed_precision(
         the dtypes of the params themselves, leaf by leaf.
       loss_scale: a config, or `"auto"`: `DynamicLossScale()` if params or computation are
         float16 anywhere, else `NoLossScale()`.
-      master: `"float32"` keeps a float32 copy of params narrower than 32 bits (a float32 param
-        is its own master, with no copy); `"none"` keeps none and loses small updates.
+      master: how the float32 master of a param narrower than 32 bits is kept (a float32 param is
+        its own, with no copy). `"float32"`: as it is, 4 bytes beside the param. `"remainder"`: the
+        16 bits that a bfloat16 param lacks, 2 bytes: nothing is lost, and params round ties
+        away from zero. `"remainder8"`: 8 of them, 1 byte. `"kahan"`: the rounding error, 2
+        bytes, for float16 params too. `"stochastic"`: no bytes; params are rounded up or down at
+        random. `"none"`: no bytes, and small updates are lost.
+      moments: in what the state of the optimizer is stored: `"float32"`, or `"bfloat16"` or
+        `"int8"` as by `jaxmp.compact_state`, which takes it for a part of the optimizer alone.
       skip: how a step is skipped. `"cond"` computes nothing on a skip: a `lax.cond`, and on GPUs a
         loop of at most one trip, as some of their compilers copy the whole state for a branch.
         `"select"` computes the step and then chooses between old and new state, element by
-        element. On a CPU a branch saves memory and time; GPU and TPU compilers fuse a choice into
-        the update. `"auto"` is therefore `"cond"` on CPUs and `"select"` elsewhere. `"none"` does
-        not test the gradients at all, and applies whatever comes.
+        element. `"auto"` is what needs no memory: `"cond"` on CPUs and TPUs, `"select"` on GPUs,
+        whose compilers fuse a choice into the update. `"none"` does not test the gradients at all,
+        and applies whatever comes.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`. Its `update` needs the params, and returns
@@ -166,12 +179,12 @@ def mixed_precision(
             "a dynamic loss scale finds its value by overflowing, and skip='none' would apply the "
             "overflowed gradients. Use another skip, or a static loss scale"
         )
-    storage, computed = STORAGES[master], frozenset(dtypes_of(rules))
-    algorithm = Algorithm(_as_transformation(inner), config, storage, skip, computed)
+    masters, computed = Masters(STORAGES[master]), frozenset(dtypes_of(rules))
+    algorithm = Algorithm(_as_transformation(inner, moments), config, masters, skip, computed)
 
     def init(params: PyTree) -> MixedPrecisionState:
         refuse_to_be_wrapped()
-        return algorithm.init(params, params)
+        return algorithm.init(params, params)[1]
 
     def update(
         grads: PyTree,
@@ -190,14 +203,14 @@ def mixed_precision(
     return tx
 
 
-def _as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
+def _as_transformation(inner: Any, moments: Moments) -> optax.GradientTransformationExtraArgs:
     if isinstance(inner, MixedPrecision):
         raise TypeError("the optimizer is wrapped in mixed_precision already; wrap it once")
-    if isinstance(inner, optax.MultiSteps):
+    if isinstance(inner, optax.MultiSteps) and moments == "float32":
         inner = inner.gradient_transformation()
-    if not isinstance(inner, optax.GradientTransformation):
+    if not isinstance(inner, (optax.GradientTransformation, optax.MultiSteps)):
         raise TypeError(
             f"inner must be an optax.GradientTransformation such as optax.adamw(1e-3), got "
             f"{type(inner).__name__}"
         )
-    return optax.with_extra_args_support(inner)
+    return compact_state(inner, moments)

@@ -1,5 +1,6 @@
 """One step of the optimizer, taken or skipped, over params, masters and inner state."""
 
+import contextlib
 import dataclasses
 import functools
 from typing import Any, NamedTuple
@@ -13,7 +14,8 @@ from jaxmp._cpu_compiler import warn_of_cpu_compiler
 from jaxmp._dtypes import DType, is_inexact, is_narrow
 from jaxmp._frozen import check_rests, gradient_dtype, moved_by
 from jaxmp._loss_scale import LossScale, LossScaleState
-from jaxmp._masters import MasterStorage, same_bits
+from jaxmp._master_storages import same_bits
+from jaxmp._masters import Masters
 from jaxmp._placement import placed_beside
 from jaxmp._rounding import widen_rounded
 from jaxmp._skipping import Skip, step_if
@@ -59,6 +61,14 @@ class _Stepped(NamedTuple):
     inner: Any
 
 
+class _Expected(NamedTuple):
+    """What belongs to params: which of them move, their masters, the inner state if it is known."""
+
+    moved: PyTree
+    master: PyTree
+    inner: Any
+
+
 @dataclasses.dataclass(frozen=True, eq=False)  # hashable, whatever config the user has written
 class Algorithm:
     """What `mixed_precision` was told: the optimizer inside, and how it is kept and skipped.
@@ -66,27 +76,27 @@ class Algorithm:
     Attributes:
       inner: the optimizer, which sees float32 alone.
       loss_scale: the config of the loss scale.
-      storage: how masters are kept.
+      masters: how they are kept.
       skip: how a step is skipped.
       computed_in: the dtypes that the policies compute in.
     """
 
     inner: optax.GradientTransformationExtraArgs
     loss_scale: LossScale
-    storage: MasterStorage
+    masters: Masters
     skip: Skip
     computed_in: frozenset[DType]
-    _kept: dict[Any, tuple[PyTree, PyTree]] = dataclasses.field(default_factory=dict, repr=False)
+    _kept: dict[Any, _Expected] = dataclasses.field(default_factory=dict, repr=False)
 
-    def init(self, params: PyTree, values: PyTree) -> MixedPrecisionState:
-        """The first state for live params whose masters begin as `values`."""
+    def init(self, params: PyTree, values: PyTree) -> tuple[PyTree, MixedPrecisionState]:
+        """Live params like `params`, and the state, for masters that begin as `values`."""
         check_arrays(params, "params")
         params, values = strong(params), strong(values)
-        _, moved = self._masters_of(params, anew=True)
+        moved = self._expected(params, anew=True).moved
         _check_moved(params, moved)
-        master = self.storage.init(params, values, moved)
+        params, master = self.masters.first(values, params, moved)
         state = MixedPrecisionState(
-            inner=strong(self.inner.init(self.storage.load(params, master))),
+            inner=strong(self.inner.init(self.masters.load(params, master))),
             master=master,
             loss_scale=self.loss_scale.init(),
             grads_finite=jnp.array(True),
@@ -95,7 +105,7 @@ class Algorithm:
         )
         state = placed_beside(params, state)
         warn_of_cpu_compiler(self.computed_in, state)
-        return state
+        return params, state
 
     def step(
         self,
@@ -118,17 +128,18 @@ class Algorithm:
           as_updates: whether updates are wanted.
         """
         moved = self._check(grads, state, params)
-        params = strong(params)
-        grads = jax.tree.map(_wide_gradient, strong(grads), params)
+        params, grads = strong(params), strong(grads)
 
         def take(now: _Stepped) -> _Stepped:
+            # In here, as what a branch is given has to be stored.
+            wide = jax.tree.map(_wide_gradient, grads, params)
             # New params are written over the ones that are read here: others would be copied.
             old = params if as_updates else now.output
-            values = self.storage.load(old, now.master)
-            updates, inner = self.inner.update(grads, now.inner, values, **extra)
-            check_rests(self.inner, (grads, now.inner, values), extra, updates, moved)
+            values = self.masters.load(old, now.master)
+            updates, inner = self.inner.update(wide, now.inner, values, **extra)
+            check_rests(self.inner, (wide, now.inner, values), extra, updates, moved)
             values = jax.tree.map(_stepped, values, updates, moved)
-            new = self.storage.store(values, old, now.master)
+            new = self.masters.store(values, old, now.master)
             output = jax.tree.map(lambda o, n, moves: n if moves else o, old, new.params, moved)
             output = _ingredients(old, output, updates, moved) if as_updates else output
             return _Stepped(output, new.master, _like_before(inner, now.inner))
@@ -147,8 +158,8 @@ class Algorithm:
         counts = count(self.loss_scale, state, finite)
         return output, counts._replace(inner=after.inner, master=after.master)
 
-    def _masters_of(self, params: PyTree, *, anew: bool = False) -> tuple[PyTree, PyTree]:
-        """What is kept beside params like these, and which of them move.
+    def _expected(self, params: PyTree, *, anew: bool = False) -> _Expected:
+        """What belongs to params like these.
 
         It is found when a state is made, and remembered for its steps, each of which asks.
         """
@@ -157,8 +168,13 @@ class Algorithm:
         if anew or (treedef, kinds) not in self._kept:
             like = jax.tree.unflatten(treedef, [jax.ShapeDtypeStruct(*kind) for kind in kinds])
             moved = moved_by(self.inner, like)
-            master = jax.eval_shape(lambda p: self.storage.init(p, p, moved), like)
-            self._kept[treedef, kinds] = master, moved
+            live, master = jax.eval_shape(lambda p: self.masters.first(p, p, moved), like)
+            inner = None
+            with contextlib.suppress(Exception):  # of whatever sort: the optimizer is the user's
+                inner = jax.eval_shape(
+                    lambda *p: self.inner.init(self.masters.load(*p)), live, master
+                )
+            self._kept[treedef, kinds] = _Expected(moved, master, inner)
         return self._kept[treedef, kinds]
 
     def _check(self, grads: PyTree, state: MixedPrecisionState, params: PyTree) -> PyTree:
@@ -180,18 +196,25 @@ class Algorithm:
             advice="Differentiate with respect to the params that the optimizer updates.",
         )
         _check_gradients(grads, params)
-        expected, moved = self._masters_of(params)
-        if not same_structure(expected, state.master) or any(
+        moved, master, inner = self._expected(params)
+        if not same_structure(master, state.master) or any(
             a.dtype != b.dtype or a.shape != b.shape
-            for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(state.master), strict=True)
+            for a, b in zip(jax.tree.leaves(master), jax.tree.leaves(state.master), strict=True)
         ):
             raise ValueError(
                 "the params do not match the optimizer state: their structure, shapes or dtypes "
                 f"are not those that tx.init saw. Masters now: {_summary(state.master)}; these "
-                f"params want: {_summary(expected)}. Cast params before tx.init (or let "
+                f"params want: {_summary(master)}. Cast params before tx.init (or let "
                 "tx.init_params do it) and keep their dtypes. A state that was saved under another "
-                "policy, or before other params were frozen, has other masters; make them anew: "
-                "state._replace(master=tx.init(params).master)"
+                "policy, or with another master=..., becomes one of this optimizer by "
+                "jaxmp.convert_state(state, tx). Where other params were frozen before, make the "
+                "masters anew: state._replace(master=tx.init(params).master)"
+            )
+        if inner is not None and not same_structure(inner, state.inner):
+            raise ValueError(
+                "the state is that of another optimizer, or its moments are stored otherwise: "
+                f"{_summary(state.inner)}; this one has {_summary(inner)}. If only moments=... "
+                "differs, convert it: jaxmp.convert_state(state, tx)"
             )
         return moved
 

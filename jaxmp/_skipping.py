@@ -55,7 +55,7 @@ def step_if(
         return jax.lax.platform_dependent(cpu=branch, tpu=branch, default=loop)
     if skip == "select":
         return choice()
-    return jax.lax.platform_dependent(cpu=branch, default=choice)
+    return jax.lax.platform_dependent(cpu=branch, tpu=branch, default=choice)
 
 
 def at_most_once(taken: Bool[Array, ""], step: Callable[[State], State], before: State) -> State:

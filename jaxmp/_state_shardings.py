@@ -9,6 +9,7 @@ import optax
 from jax.sharding import NamedSharding
 from jaxtyping import PyTree
 
+from jaxmp._block_codes import blocks_of
 from jaxmp._specs import check_rank
 from jaxmp._tree import leaf_names
 from jaxmp._warnings import warn
@@ -127,12 +128,17 @@ def _one_mesh(known: dict[_Path, tuple[tuple[int, ...], Any]]) -> Any:
 def _sharding_like(
     path: _Path, shape: tuple[int, ...], known: dict[_Path, tuple[tuple[int, ...], Any]]
 ) -> NamedSharding | None:
-    """The sharding of the param whose path is the longest end of this one."""
-    ends = (path[start:] for start in range(len(path) + 1))
+    """The sharding of the param whose path is the longest end of this one.
+
+    What is stored in place of an array has a name behind that path: `codes`, `scales`, `low16`.
+    """
+    ends = [each[start:] for each in (path, path[:-1]) for start in range(len(each) + 1)]
     end = next((end for end in ends if end in known), None)
     if end is None:
         return None
     like, sharding = known[end]
+    if shape != like and shape == blocks_of(like):
+        return NamedSharding(sharding.mesh, _of_blocks(shape, sharding))
     extra = len(shape) - len(like)
     if extra < 0 or shape[extra:] != like:
         return None
@@ -140,3 +146,13 @@ def _sharding_like(
         return sharding
     spec = jax.P(*[None] * extra, *sharding.spec)
     return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+
+
+def _of_blocks(shape: tuple[int, ...], sharding: NamedSharding) -> jax.P:
+    """The axes over which numbers are sharded, where whole blocks go to each device."""
+    spec = []
+    for size, axes in zip(shape, sharding.spec, strict=False):
+        names = (axes,) if isinstance(axes, str) else axes or ()
+        devices = math.prod(sharding.mesh.shape[name] for name in names)
+        spec.append(axes if size % devices == 0 else None)
+    return jax.P(*spec)

@@ -201,3 +201,20 @@ def test_recompute_times() -> None:
     losses = [row["loss"] for row in rows if row["case"] == "a step"]
     assert len(losses) == 8
     assert losses == pytest.approx([losses[0]] * 8, rel=1e-4)
+
+
+def test_memory() -> None:
+    bench = importlib.import_module("bench_memory")
+    rows = bench.main(["--platforms", "cpu", "--no-write"])
+    assert len(rows) == len(bench.RECIPES)
+    for row in rows:
+        assert row["state"] == pytest.approx(row["formula"], rel=0.02)
+
+
+def test_storage_loss() -> None:
+    bench = importlib.import_module("bench_storage_loss")
+    tiny = ["--seeds", "2", "--steps", "60", "--width", "32", "--layers", "1", "--no-write"]
+    rows = bench.main([*tiny, "--masters", "float32", "remainder", "none", "--moments", "float32"])
+    by = {row["master"]: row for row in rows}
+    assert by["float32"]["train_gap"] == 0
+    assert abs(by["remainder"]["train_gap"]) < 1e-3 < by["none"]["train_gap"]

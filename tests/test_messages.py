@@ -165,7 +165,8 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
      "arguments [0] are in both argnums and batch_argnums"),
     # optimizer
     ("master", lambda: tx(master="fp32"), ValueError,
-     "master must be one of 'float32', 'none', got 'fp32'"),
+     "master must be one of 'float32', 'remainder', 'remainder8', 'kahan', "
+     "'stochastic', 'none', got 'fp32'"),
     ("skip", lambda: tx(skip="where"), ValueError,
      "skip must be one of 'auto', 'cond', 'select', 'none', got 'where'"),
     ("skip none", lambda: tx(skip="none"), ValueError,
@@ -198,8 +199,11 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
      "the params do not match the optimizer state: their structure, shapes or dtypes are not "
      "those that tx.init saw. Masters now: none; these params want: b float32[1], w float32[2]. "
      "Cast params before tx.init (or let tx.init_params do it) and keep their dtypes. A state that "
-     "was saved under another policy, or before other params were frozen, has other masters; make "
-     "them anew: state._replace(master=tx.init(params).master)"),
+     "was saved under another policy, or with another master=..., becomes one of this optimizer by "
+     "jaxmp.convert_state(state, tx). Where other params were frozen before, make the masters "
+     "anew: state._replace(master=tx.init(params).master)"),
+    ("other moments", lambda: tx(moments="int8").update(PARAMS, tx().init(PARAMS), PARAMS),
+     ValueError, "the state is that of another optimizer, or its moments are stored otherwise"),
     ("in a chain", lambda: optax.chain(tx(), optax.clip(1.0)).init(PARAMS), ValueError,
      "mixed_precision must be the outermost transformation, but optax.transforms._combining "
      "called it. Put the other transformation inside: mixed_precision(optax.chain(clip, adamw)"),

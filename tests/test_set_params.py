@@ -13,7 +13,7 @@ from flax import nnx
 
 import jaxmp
 import jaxmp.nnx
-from jaxmp._masters import STORAGES, follow
+from jaxmp._master_storages import STORAGES, follow
 from tests.bits import bits, tree_bits
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")

@@ -54,3 +54,15 @@ def test_recompute(gpu: Compiler) -> None:
         assert whole["products_own"] > 1.1
         assert auto["temp_own"] < 1
     assert by["gpt", "by hand + auto"]["temp_own"] < 0.5
+
+
+def test_memory(gpu: Compiler) -> None:
+    bench: Any = importlib.import_module("bench_memory")
+    rows = bench.main(
+        ["--platforms", "gpu", "--devices", "8", "--leaves", "1", "--width", "1024", "--no-write"]
+    )
+    for row in rows:
+        assert row["state"] == pytest.approx(row["formula"], rel=0.02)
+        # Where params and codes are rounded at random, the sharded program has one more array.
+        both_random = (row["master"], row["moments"]) == ("stochastic", "int8")
+        assert row["temp"] < (4.1 if both_random else 0.3)

@@ -1,0 +1,143 @@
+"""Turns the state of one optimizer into that of another: of another storage or policy, of optax."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import PyTree
+
+from jaxmp._compact_state import expanded_state, stored_like
+from jaxmp._dtypes import is_floating, is_narrow
+from jaxmp._loss_scale import DynamicLossScale, LossScaleState
+from jaxmp._master_storages import RoundingCount, storage_of
+from jaxmp._masters import is_masked
+from jaxmp._optimizer import MixedPrecision
+from jaxmp._optimizer_step import MixedPrecisionState
+from jaxmp._tree import cast_floating, check_arrays, check_like, leaf_names
+
+
+def convert_state(
+    state: Any, tx: MixedPrecision, *, params: PyTree = None, widen_params: bool = False
+) -> Any:
+    """The state of training as another optimizer keeps it, with nothing lost that it can hold.
+
+    A checkpoint with float32 masters goes on with 16-bit remainders, one of plain optax in mixed
+    precision, one with 8-bit moments in float32. Read the checkpoint with the optimizer that wrote
+    it, then convert.
+
+    Args:
+      state: a `TrainState`, that of Flax, or whatever has `params`, `opt_state` and a `replace`;
+        or, with `params`, the optimizer state: of `mixed_precision`, of plain optax, or None if
+        there is none but the params.
+      tx: the optimizer to go on with. Inside it must be the same one as before.
+      params: the live params, if `state` is an optimizer state.
+      widen_params: whether masters may begin as params of 16 bits, where the state has none. What
+        rounding took from them is lost.
+
+    Returns:
+      What was given: the state with other params, optimizer state and `tx`; or params and optimizer
+      state. Masters are the same to the bit wherever the new storage can hold them, moments too.
+      The step and the counts of skips go on. A dynamic loss scale goes on from the scale of the
+      state, unless that is 1; others begin anew.
+
+    Raises:
+      ValueError: if masters would have to be made of 16-bit params without being asked for, or
+        the state is that of another optimizer.
+      TypeError: if `tx` is not wrapped in `mixed_precision`, or `state` is no state.
+
+    >>> import jaxmp
+    >>> old = jaxmp.mixed_precision(optax.sgd(0.1), "bfloat16")
+    >>> state = jaxmp.TrainState.create(params={"w": jnp.float32(1.001)}, tx=old)
+    >>> new = jaxmp.mixed_precision(optax.sgd(0.1), "bfloat16", master="remainder")
+    >>> converted = convert_state(state, new)
+    >>> converted.opt_state.master
+    {'w': Remainder16(low16=Array(8389, dtype=int16))}
+    >>> convert_state(converted, old).opt_state.master
+    {'w': Array(1.001, dtype=float32)}
+    """
+    if not isinstance(tx, MixedPrecision):
+        raise TypeError(
+            f"tx must be jaxmp.mixed_precision(optimizer, policy), got {type(tx).__name__}"
+        )
+    if params is not None:
+        return _converted(params, state, tx, widen_params)
+    if not all(hasattr(state, name) for name in ("params", "opt_state", "replace")):
+        raise TypeError(
+            f"convert_state takes a TrainState, or an optimizer state and params=..., got "
+            f"{type(state).__name__}"
+        )
+    live, opt_state = _converted(state.params, state.opt_state, tx, widen_params)
+    return state.replace(params=live, opt_state=opt_state, tx=tx)
+
+
+def _converted(
+    params: PyTree, opt_state: Any, tx: MixedPrecision, widen_params: bool
+) -> tuple[PyTree, MixedPrecisionState]:
+    check_arrays(params, "params")
+    old = opt_state if isinstance(opt_state, MixedPrecisionState) else None
+    kept = jax.tree.map(lambda _: optax.MaskedNode(), params) if old is None else old.master
+    values = jax.tree.map(_master, params, kept)
+    # Under rules params have the dtypes that the model gave them.
+    live, new = tx.init_params(values, like=params if tx.rules.rules else None)
+    if not widen_params:
+        _check_not_widened(params, kept, new.master)
+    inner = opt_state if old is None else old.inner
+    if inner is not None:
+        new = new._replace(inner=_inner_like(new.inner, expanded_state(inner)))
+    if old is None:
+        return live, new
+    return live, new._replace(
+        loss_scale=_scale_after(old.loss_scale, new.loss_scale, tx),
+        grads_finite=old.grads_finite,
+        skipped=old.skipped,
+        consecutive_skips=old.consecutive_skips,
+    )
+
+
+def _master(param: Any, kept: Any) -> Any:
+    narrow = is_floating(param) and is_narrow(param.dtype)
+    return storage_of(kept).load(param, kept) if narrow else param
+
+
+def _has_master(kept: Any) -> bool:
+    return not is_masked(kept) and not isinstance(kept, RoundingCount)
+
+
+def _check_not_widened(params: PyTree, old: PyTree, new: PyTree) -> None:
+    """Raises ValueError where a master would have no more than the bits of its param."""
+
+    def is_widened(param: Any, before: Any, after: Any) -> bool:
+        return is_narrow(param.dtype) and _has_master(after) and not _has_master(before)
+
+    widened = jax.tree.leaves(jax.tree.map(is_widened, params, old, new))
+    if any(widened):
+        name = leaf_names(params)[widened.index(True)]
+        raise ValueError(
+            f"params, leaf {name!r}, is narrow, and the state has no master of it: the new one "
+            "would begin with what rounding has left. Read the masters with the optimizer that "
+            "wrote them; or, if there are none, give widen_params=True"
+        )
+
+
+def _inner_like(like: Any, expanded: Any) -> Any:
+    """The state of the inner optimizer, stored as in `like`."""
+    wanted = jax.eval_shape(expanded_state, like)
+    check_like(
+        expanded,
+        wanted,
+        name="the state of the optimizer",
+        like_name="that of tx",
+        advice="The optimizer inside of tx must be the one that made the state.",
+    )
+
+    def cast(x: Any, y: Any) -> Any:
+        return cast_floating(jnp.asarray(x), y.dtype) if is_floating(y) else jnp.asarray(x)
+
+    return stored_like(like, jax.tree.map(cast, expanded, wanted))
+
+
+def _scale_after(old: LossScaleState, new: LossScaleState, tx: MixedPrecision) -> LossScaleState:
+    if not isinstance(tx.loss_scale, DynamicLossScale):
+        return new
+    return jax.tree.map(lambda a, b: jnp.where(old.scale == 1, b, a), old, new)

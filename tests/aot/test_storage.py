@@ -1,0 +1,82 @@
+"""Masters and moments in fewer bytes, as GPU and TPU compilers make the step of them."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jaxmp
+from tests.aot.conftest import Compiler
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("standard_promotion")]
+
+# Beyond a TPU's vector memory in all, where copies would cost nothing.
+COUNT, N = 4, 4096
+SIZE = COUNT * N * N
+BYTES = {"float32": 6, "remainder": 4, "remainder8": 3, "kahan": 4, "stochastic": 2}
+MOMENTS = {"float32": 8, "bfloat16": 4, "int8": 2 + 8 / 1024}
+
+
+def step_of(compiler: Compiler, master: Any, moments: Any, count: int = COUNT) -> Any:
+    """A donated AdamW step with bfloat16 gradients."""
+    tx = jaxmp.mixed_precision(optax.adamw(1e-3), "bfloat16", master=master, moments=moments)
+    params = {f"w{i}": jax.ShapeDtypeStruct((N, N), jnp.bfloat16) for i in range(count)}
+
+    def step(params: Any, state: Any, grads: Any) -> Any:
+        return tx.apply_gradients(grads, state, params)
+
+    return compiler(step, params, jax.eval_shape(tx.init, params), params, donate=(0, 1))
+
+
+@pytest.mark.parametrize("moments", MOMENTS)
+@pytest.mark.parametrize("master", BYTES)
+def test_bytes_of_a_step(compiler: Compiler, master: str, moments: str) -> None:
+    """The state is what its formula says, is written in place, and no array comes beside it."""
+    stats = step_of(compiler, master, moments).memory_analysis()
+    expected = BYTES[master] + MOMENTS[moments]
+    assert stats.argument_size_in_bytes / SIZE == pytest.approx(expected + 2, rel=0.002)
+    assert stats.alias_size_in_bytes / SIZE == pytest.approx(expected, rel=0.002)
+    # On a TPU two narrow results of so long a program want a float32 array of one param.
+    allowance = 4 / COUNT if compiler.platform == "tpu" else 0.0
+    assert stats.temp_size_in_bytes / SIZE < 0.3 + allowance
+
+
+def test_kahan_survives(compiler: Compiler) -> None:
+    text = step_of(compiler, "kahan", "float32", count=1).as_text()
+    assert re.search(rf"= f32\[{N},{N}\]\S* reduce-precision\(", text)
+
+
+def test_the_gpu_drops_a_plain_compensation(gpu: Compiler) -> None:
+    """Positive control: written with casts alone, the error is nothing, and nothing rounds."""
+
+    def step(param: Any, error: Any, grad: Any) -> Any:
+        value = param.astype(jnp.float32) + error.astype(jnp.float32) - 0.1 * grad
+        rounded = value.astype(jnp.bfloat16)
+        return rounded, (value - rounded.astype(jnp.float32)).astype(jnp.bfloat16)
+
+    param = jax.ShapeDtypeStruct((N, N), jnp.bfloat16)
+    text = gpu(step, param, param, jax.ShapeDtypeStruct((N, N), jnp.float32)).as_text()
+    roundings = re.findall(rf"= bf16\[{N},{N}\]\S* convert\(", text)
+    widenings = re.findall(rf"= f32\[{N},{N}\]\S* convert\(", text)
+    assert len(widenings) <= 2  # of the params alone: what was rounded is not read again
+    assert len(roundings) <= 2
+
+
+def test_remainders_survive(compiler: Compiler) -> None:
+    """The rest is a difference of words: integers, which no compiler rounds."""
+    text = step_of(compiler, "remainder", "float32", count=1).as_text()
+    assert re.search(rf"= s32\[{N},{N}\]\S* subtract\(", text)
+    assert re.search(rf"= s16\[{N},{N}\]\S* convert\(", text)
+
+
+@pytest.mark.parametrize(("master", "moments"), [("stochastic", "float32"), ("float32", "int8")])
+def test_random_rounding_survives(compiler: Compiler, master: str, moments: str) -> None:
+    """The factors of the hash, and the sum that carries."""
+    text = step_of(compiler, master, moments, count=1).as_text()
+    for factor in (0x85EBCA6B, 0xC2B2AE35):
+        assert str(factor) in text
+    plain = step_of(compiler, "float32", "float32", count=1).as_text()
+    assert str(0x85EBCA6B) not in plain  # positive control
