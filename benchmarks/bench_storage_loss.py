@@ -1,9 +1,10 @@
 """Whether a language model learns as well with masters and moments in fewer bytes.
 
 The GPT of `examples/train_lm.py` on Python's own manual, for several seeds, each of which has its
-own weights and batches. A storage passes if its loss is as far from float32's, in the mean over
-the seeds, as float32's own losses are from each other, or less. The positive control is bfloat16
-without masters, which has to fail. The model computes in bfloat16 under every storage.
+own weights and batches. A storage passes if its mean loss over the seeds is as near to float32's as the
+means of two such sets of runs are by chance: within two standard errors of their difference,
+2 s sqrt(2 / seeds), where s is the standard deviation of float32's own losses. The positive control
+is bfloat16 without masters, which has to fail. The model computes in bfloat16 under every storage.
 
     python benchmarks/bench_storage_loss.py
 """
@@ -39,7 +40,7 @@ _COLUMNS = (
     Column("train_gap", "from float32", "+.4f"),
     Column("valid", "validation", ".4f"),
     Column("valid_gap", "from float32", "+.4f"),
-    Column("passes", "within the spread"),
+    Column("passes", "within chance"),
 )
 
 
@@ -70,7 +71,9 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
             f"{args.seeds} seeds, {args.steps} steps, AdamW with b2 = 0.99 and a cosine schedule.",
             f"Means over the seeds; train: over the last {_LAST} steps too.",
             f"Float32's own losses have standard deviations of {spread['train']:.4f} (train) and "
-            f"{spread['valid']:.4f} (validation) over the seeds. Gaps are of the same seeds.",
+            f"{spread['valid']:.4f} (validation) over the seeds; by chance, means over the seeds are "
+            f"within {_by_chance(spread['train'], args.seeds):.4f} and "
+            f"{_by_chance(spread['valid'], args.seeds):.4f} of each other.",
         ],
     )
     report.show()
@@ -146,6 +149,11 @@ def _corpus() -> lm.Corpus:
     return lm.Corpus.load()
 
 
+def _by_chance(spread: float, seeds: int) -> float:
+    """Two standard errors of the difference of two means."""
+    return 2 * spread * (2 / seeds) ** 0.5
+
+
 def _compare(rows: list[Row]) -> dict[str, float]:
     """Adds the means, and how far they are from float32's; returns float32's own spread."""
     base = next(row["losses"] for row in rows if (row["master"], row["moments"]) == _BASE)
@@ -156,7 +164,9 @@ def _compare(rows: list[Row]) -> dict[str, float]:
             row[key] = float(losses[key].mean())
             row[f"{key}_gap"] = float((losses[key] - base[key]).mean())
             row[f"{key}_of_seeds"] = losses[key].tolist()
-        within = all(abs(row[f"{key}_gap"]) <= spread[key] for key in base)
+        within = all(
+            abs(row[f"{key}_gap"]) <= _by_chance(spread[key], len(base[key])) for key in base
+        )
         row["passes"] = "yes" if within else "no"
     return spread
 
@@ -183,8 +193,9 @@ def _draw(rows: Sequence[Row], path: pathlib.Path) -> None:
         label = "no master" if naive else f"{row['master']}, {row['moments']}"
         style = {"color": "black", "linewidth": 2} if naive else {"linewidth": 1}
         axes.plot(50 * (1 + np.arange(len(gap))), gap, label=label, **style)
-    spread = np.std(base["train_of_seeds"], ddof=1)
-    axes.axhspan(-spread, spread, alpha=0.15, label="float32 over seeds")
+    seeds = base["train_of_seeds"]
+    chance = _by_chance(float(np.std(seeds, ddof=1)), len(seeds))
+    axes.axhspan(-chance, chance, alpha=0.15, label="float32, by chance")
     axes.set(xlabel="step", ylabel="train loss, less float32's")
     axes.legend(fontsize=7, ncols=2)
     figure.savefig(path, dpi=120)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import zlib
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +11,7 @@ import optax
 from jaxtyping import PyTree
 
 from jaxmp._dtypes import at_least_float32, is_floating, is_narrow
-from jaxmp._master_storages import MasterStorage, NoMaster, Stored
+from jaxmp._master_storages import STORAGES, MasterStorage, NoMaster, Stored
 from jaxmp._rounding import round_finite
 from jaxmp._tree import leaf_names, widen
 
@@ -29,10 +30,37 @@ class Masters:
     `master` has the structure of the params, with `optax.MaskedNode()` where nothing is kept.
 
     Args:
-      storage: how that of a narrow param is kept.
+      name: how that of a narrow param is kept, a key of `STORAGES`.
     """
 
-    storage: MasterStorage
+    name: str
+
+    @property
+    def storage(self) -> MasterStorage:
+        """How that of a narrow param is kept."""
+        return STORAGES[self.name]
+
+    def kind(self, params: PyTree) -> str:
+        """Tells apart trees of params and masters that are stored differently.
+
+        Args:
+          params: the live params, or what has their dtypes.
+
+        Returns:
+          The dtypes of the params, and how masters are kept, if there are any.
+
+        >>> import jax.numpy as jnp
+        >>> Masters("remainder").kind({"w": jnp.bfloat16(0)}), Masters("none").kind(jnp.float32(0))
+        ('bfloat16-remainder', 'float32')
+        """
+        dtypes = [x.dtype for x in jax.tree.leaves(params)]
+        parts = sorted({dtype.name for dtype in dtypes})
+        if any(map(is_narrow, dtypes)):
+            parts.append(self.name)
+        if len(set(dtypes)) > 1:  # which param has which
+            order = " ".join(dtype.name for dtype in dtypes)
+            parts.append(f"{zlib.crc32(order.encode()):08x}")
+        return "-".join(parts)
 
     def first(self, values: PyTree, params: PyTree, moved: PyTree) -> LiveAndMaster:
         """Live params and what is kept, for masters that start as `values`.

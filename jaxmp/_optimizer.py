@@ -179,7 +179,7 @@ def mixed_precision(
             "a dynamic loss scale finds its value by overflowing, and skip='none' would apply the "
             "overflowed gradients. Use another skip, or a static loss scale"
         )
-    masters, computed = Masters(STORAGES[master]), frozenset(dtypes_of(rules))
+    masters, computed = Masters(master), frozenset(dtypes_of(rules))
     algorithm = Algorithm(_as_transformation(inner, moments), config, masters, skip, computed)
 
     def init(params: PyTree) -> MixedPrecisionState:

@@ -43,6 +43,9 @@ class MixedPrecisionState(NamedTuple):
         else it was made to depend on. Always true with `skip="none"`, which does not look.
       skipped: how many steps were skipped so far.
       consecutive_skips: how many of them since the last step that was taken.
+      kind: one entry, whose name says how params and masters are stored, such as
+        `bfloat16-remainder`. Checkpoints are restored by name, and what has another dtype is cast
+        without a word: this name is missing in a checkpoint of another kind.
     """
 
     inner: Any
@@ -51,6 +54,7 @@ class MixedPrecisionState(NamedTuple):
     grads_finite: Bool[Array, ""]
     skipped: Int32[Array, ""]
     consecutive_skips: Int32[Array, ""]
+    kind: dict[str, Int32[Array, ""]]
 
 
 class _Stepped(NamedTuple):
@@ -102,6 +106,7 @@ class Algorithm:
             grads_finite=jnp.array(True),
             skipped=jnp.int32(0),
             consecutive_skips=jnp.int32(0),
+            kind={self.masters.kind(params): jnp.int32(len(jax.tree.leaves(params)))},
         )
         state = placed_beside(params, state)
         warn_of_cpu_compiler(self.computed_in, state)

@@ -1,12 +1,15 @@
 """`convert_state`: from any storage to any other, with nothing lost that the new one can hold."""
 
+import pathlib
 from typing import Any
 
+import flax.serialization
 import flax.training.train_state
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 
 import jaxmp
@@ -148,6 +151,68 @@ def test_under_jit() -> None:
     state = trained(optimizer())
     converted = jax.jit(lambda state: jaxmp.convert_state(state, tx))(state)
     assert tree_bits(converted) == tree_bits(jaxmp.convert_state(state, tx))
+
+
+KINDS = {
+    **{master: optimizer(master) for master in STORAGES},
+    "bfloat16 moments": optimizer(moments="bfloat16"),
+    "codes": optimizer("stochastic", moments="int8"),
+    "codes, no master": optimizer("none", moments="int8"),
+    "float16": optimizer(policy="float16"),
+    "float16, kahan": optimizer("kahan", policy="float16"),
+    "float32 params": optimizer(policy="mixed_bfloat16"),
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """A checkpoint of each kind, after five steps."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    with ocp.StandardCheckpointer() as checkpointer, jax.numpy_dtype_promotion("standard"):
+        for kind, tx in KINDS.items():
+            checkpointer.save(folder / kind, trained(tx))
+    return folder
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_resumes_to_the_bit(kind: str, checkpoints: pathlib.Path) -> None:
+    wanted = jax.eval_shape(lambda: trained(KINDS[kind], steps=0))
+    with ocp.StandardCheckpointer() as checkpointer:
+        state = checkpointer.restore(checkpoints / kind, wanted)
+    for i in range(5, 8):
+        state = state.apply_gradients(grads(i))
+    assert tree_bits(state) == tree_bits(trained(KINDS[kind], steps=8))
+
+
+@pytest.mark.parametrize("wrong", KINDS)
+def test_a_checkpoint_of_another_kind_is_an_error(wrong: str, checkpoints: pathlib.Path) -> None:
+    """Those who restore look for names, and cast without a word what has another dtype.
+
+    Else float32 params would be made of bfloat16 ones, and the masters left in the file.
+    """
+    wanted = jax.eval_shape(lambda: trained(KINDS[wrong], steps=0))
+    with ocp.StandardCheckpointer() as checkpointer:
+        for kind in KINDS.keys() - {wrong}:
+            with pytest.raises(ValueError, match="not found in metadata"):
+                checkpointer.restore(checkpoints / kind, wanted)
+    narrow = flax.serialization.to_bytes(trained(KINDS["none"], steps=1).opt_state)
+    if wrong != "none":
+        with pytest.raises(ValueError, match=r"do not match|does not match"):
+            flax.serialization.from_bytes(trained(KINDS[wrong], steps=0).opt_state, narrow)
+
+
+def test_kinds_of_params_under_rules() -> None:
+    """Which of the params are narrow is part of the kind."""
+    params = {"a": jnp.ones(8), "b": jnp.ones(8)}
+    kinds = set()
+    for high in ("a", "b", "none"):
+        rules = jaxmp.PolicyRules([(high, "float32")], default="bfloat16")
+        live = {name: x.astype("float32" if name == high else "bfloat16")
+                for name, x in params.items()}  # fmt: skip
+        state = jaxmp.mixed_precision(optax.sgd(0.1), rules, master="remainder").init(live)
+        kinds.update(state.kind)
+    assert len(kinds) == 3
+    assert "bfloat16-remainder" in kinds
 
 
 def test_a_state_of_another_storage_is_an_error() -> None:

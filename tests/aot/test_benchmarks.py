@@ -59,10 +59,8 @@ def test_recompute(gpu: Compiler) -> None:
 def test_memory(gpu: Compiler) -> None:
     bench: Any = importlib.import_module("bench_memory")
     rows = bench.main(
-        ["--platforms", "gpu", "--devices", "8", "--leaves", "1", "--width", "1024", "--no-write"]
+        ["--platforms", "gpu", "--devices", "8", "--leaves", "1", "--width", "2048", "--no-write"]
     )
     for row in rows:
         assert row["state"] == pytest.approx(row["formula"], rel=0.02)
-        # Where params and codes are rounded at random, the sharded program has one more array.
-        both_random = (row["master"], row["moments"]) == ("stochastic", "int8")
-        assert row["temp"] < (4.1 if both_random else 0.3)
+        assert row["temp"] < 0.3

@@ -84,6 +84,10 @@ def _lion() -> optax.GradientTransformation:
     return optax.lion(2.0**-9, weight_decay=0.0)
 
 
+def _compact_lion() -> optax.GradientTransformation:
+    return jaxmp.compact_state(_lion(), "int8", min_size=1)
+
+
 def _adamw() -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
 
@@ -101,6 +105,7 @@ class Recipe:
     params: Callable[[], dict[str, np.ndarray]] = hinge_params
     batch: Callable[[np.random.Generator], Any] = hinge_batch
     optimizer: Callable[[], optax.GradientTransformation] = _lion
+    master: Any = "float32"
     loss_scale: Any = _QUICK
     microbatches: int = 1
 
@@ -111,6 +116,9 @@ RECIPES = {
     "accumulation": Recipe(policy="mixed_float16", microbatches=2),
     # bfloat16 params with float32 masters, which are finer than the params.
     "masters": Recipe(policy="bfloat16"),
+    "remainder": Recipe(policy="bfloat16", master="remainder"),
+    # Rounded at random: params, and momentum in codes.
+    "stochastic": Recipe(policy="bfloat16", master="stochastic", optimizer=_compact_lion),
     "autocast": Recipe(
         policy="O1",
         loss_fn=attention,

@@ -40,7 +40,10 @@ class Trainer:
     def __init__(self, recipe: str, mesh: Mesh) -> None:
         self.recipe, self.mesh = RECIPES[recipe], mesh
         self.tx = jaxmp.mixed_precision(
-            self.recipe.optimizer(), self.recipe.policy, loss_scale=self.recipe.loss_scale
+            self.recipe.optimizer(),
+            self.recipe.policy,
+            master=self.recipe.master,
+            loss_scale=self.recipe.loss_scale,
         )
         self.step = jaxmp.make_train_step(
             self.recipe.loss_fn, self.recipe.policy, microbatches=self.recipe.microbatches
