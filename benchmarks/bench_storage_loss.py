@@ -1,8 +1,8 @@
 """Whether a language model learns as well with masters and moments in fewer bytes.
 
 The GPT of `examples/train_lm.py` on Python's own manual, for several seeds, each of which has its
-own weights and batches. A storage passes if its mean loss over the seeds is as near to float32's as the
-means of two such sets of runs are by chance: within two standard errors of their difference,
+own weights and batches. A storage passes if its mean loss over the seeds is as near to float32's
+as the means of two such sets of runs are by chance: within two standard errors of their difference,
 2 s sqrt(2 / seeds), where s is the standard deviation of float32's own losses. The positive control
 is bfloat16 without masters, which has to fail. The model computes in bfloat16 under every storage.
 
@@ -71,8 +71,8 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
             f"{args.seeds} seeds, {args.steps} steps, AdamW with b2 = 0.99 and a cosine schedule.",
             f"Means over the seeds; train: over the last {_LAST} steps too.",
             f"Float32's own losses have standard deviations of {spread['train']:.4f} (train) and "
-            f"{spread['valid']:.4f} (validation) over the seeds; by chance, means over the seeds are "
-            f"within {_by_chance(spread['train'], args.seeds):.4f} and "
+            f"{spread['valid']:.4f} (validation) over the seeds; by chance, means over the seeds "
+            f"are within {_by_chance(spread['train'], args.seeds):.4f} and "
             f"{_by_chance(spread['valid'], args.seeds):.4f} of each other.",
         ],
     )

@@ -1,6 +1,8 @@
 """Arrays in 8 bits: a code for each number, and a scale for each block of them."""
 
-from typing import NamedTuple
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +19,8 @@ class Codes(NamedTuple):
     """What `encode` makes of an array.
 
     Attributes:
-      codes: the numbers, in the shape of the array: `sign(x) * sqrt(|x| / scale) * 127`, rounded
-        at random.
+      codes: the numbers, in the shape of the array: `sign(x) * (|x| / scale) ** (1/4) * 127`,
+        rounded at random.
       scales: the largest magnitude of each block.
     """
 
@@ -31,7 +33,7 @@ def block_of(shape: tuple[int, ...]) -> tuple[int, ...] | None:
 
     8 x 128 numbers where that divides; one row where it does not, unless it is so short that its
     scale would take more than half a byte for each of its numbers; of a vector 128 numbers. Never
-    the whole array: one outlier would take the precision of all of it.
+    all rows together: one outlier would take the precision of all of them.
 
     >>> block_of((4096, 512)), block_of((103, 65)), block_of((1024,)), block_of((103,))
     ((8, 128), (1, 65), (128,), None)
@@ -64,10 +66,12 @@ def blocks_of(shape: tuple[int, ...]) -> tuple[int, ...] | None:
 def encode(x: Float32[Array, "*shape"], words: UInt32[Array, "*shape"]) -> Codes:
     """Rounds to 8 bits in blocks, up or down at random, so that the mean is right.
 
-    Codes are dense near zero: their square roots are spaced evenly. What is not zero does not
-    become zero: where a second moment did, an optimizer would divide by nothing. To nearest, a
-    moment that changes by less than half of its distance to the next code would stay as it is, and
-    lag behind.
+    Codes are dense near zero: their fourth roots are spaced evenly, down to 4e-9 of the scale, and
+    so are square roots of second moments down to 6e-5. To nearest, a moment that changes by less
+    than half of its distance to the next code would stay as it is, and lag behind.
+
+    What is not zero does not become zero, but is at least the smallest code: where a second moment
+    were zero, an optimizer would divide by nothing.
 
     Args:
       x: float32, of a shape of which `block_of` has blocks.
@@ -77,11 +81,11 @@ def encode(x: Float32[Array, "*shape"], words: UInt32[Array, "*shape"]) -> Codes
       Codes and scales.
 
     Source: Dettmers et al., "8-bit optimizers via block-wise quantization" (2021), for blocks;
-    FlashOptim (2026), for codes with a square root.
+    FlashOptim (2026), for codes of roots.
 
     >>> x = jnp.linspace(-1, 1, 1024, dtype=jnp.float32).reshape(8, 128)
     >>> codes, scales = encode(x, jnp.zeros(x.shape, jnp.uint32))
-    >>> codes.dtype.name, scales.shape, bool(jnp.all(abs(decode(Codes(codes, scales)) - x) < 0.016))
+    >>> codes.dtype.name, scales.shape, bool(jnp.all(abs(decode(Codes(codes, scales)) - x) < 0.032))
     ('int8', (1, 1), True)
     """
     shape = blocks_of(x.shape)
@@ -94,15 +98,15 @@ def encode(x: Float32[Array, "*shape"], words: UInt32[Array, "*shape"]) -> Codes
     bits = jax.lax.bitcast_convert_type(magnitude, jnp.int32)
     largest = jnp.max(bits, within, keepdims=True)
     scales = jax.lax.bitcast_convert_type(largest, jnp.float32)
-    square = magnitude / jnp.where(scales > 0, scales, 1) * _LARGEST**2
-    below = jnp.minimum(jnp.floor(jnp.sqrt(square)), _LARGEST - 1)
-    # The next code stands for (below + 1) ** 2.
-    share = (square - below * below) / (2 * below + 1)
+    fourth = magnitude / jnp.where(scales > 0, scales, 1) * _LARGEST**4
+    below = jnp.minimum(jnp.floor(jnp.sqrt(jnp.sqrt(fourth))), _LARGEST - 1)
+    lower, upper = _square(_square(below)), _square(_square(below + 1))
     draw = _in_blocks((words >> 8).astype(jnp.float32) * 2.0**-24, counts)
-    code = jnp.where(draw < share, below + 1, below)
+    code = jnp.where(draw * (upper - lower) < fourth - lower, below + 1, below)
     code = jnp.where(magnitude > 0, jnp.maximum(code, 1), 0)
     codes = (jnp.sign(blocks) * code).astype(jnp.int8)
-    return Codes(codes.reshape(x.shape), jnp.squeeze(scales, within))
+    codes = _reshaped(codes, x.shape, jax.typeof(x).sharding.spec)
+    return Codes(codes, jnp.squeeze(scales, within))
 
 
 def decode(x: Codes) -> Float32[Array, "*shape"]:
@@ -115,8 +119,13 @@ def decode(x: Codes) -> Float32[Array, "*shape"]:
       float32.
     """
     root = _in_blocks(x.codes.astype(jnp.float32), x.scales.shape[-2:]) * (1 / _LARGEST)
-    values = root * jnp.abs(root) * jnp.expand_dims(x.scales, _within(x.codes.ndim))
-    return values.reshape(x.codes.shape)
+    scales = jnp.expand_dims(x.scales, _within(x.codes.ndim))
+    values = jnp.sign(root) * _square(_square(root)) * scales
+    return _reshaped(values, x.codes.shape, jax.typeof(x.codes).sharding.spec)
+
+
+def _square(x: Float32[Array, "..."]) -> Float32[Array, "..."]:
+    return x * x
 
 
 def _within(ndim: int) -> tuple[int, ...]:
@@ -126,6 +135,39 @@ def _within(ndim: int) -> tuple[int, ...]:
 
 def _in_blocks(x: Array, counts: tuple[int, ...]) -> Array:
     """Each of the last axes as two: so many blocks, and what is in one."""
-    axes = len(counts)
-    split = [(count, n // count) for count, n in zip(counts, x.shape[-axes:], strict=True)]
-    return x.reshape(*x.shape[:-axes], *(n for pair in split for n in pair))
+    ndim, first = x.ndim, x.ndim - len(counts)
+    sharding = jax.typeof(x).sharding
+    spec = (*sharding.spec, *[None] * (ndim - len(sharding.spec)))
+    of_blocks = spec_of_blocks((*x.shape[:first], *counts), jax.P(*spec), sharding.mesh)
+    shape, split = [*x.shape[:first]], [*of_blocks[:first]]
+    for axis, count in enumerate(counts, first):
+        shape += [count, x.shape[axis] // count]
+        split += [of_blocks[axis], None]
+    return _reshaped(x, tuple(shape), split)
+
+
+def _reshaped(x: Array, shape: tuple[int, ...], spec: Sequence[Any]) -> Array:
+    """In another shape; on a mesh of explicit axes, over the axes of `spec`."""
+    given = jax.typeof(x).sharding
+    explicit = any(spec) or any(given.spec)
+    out = jax.NamedSharding(given.mesh, jax.P(*spec)) if explicit else None
+    return jax.lax.reshape(x, shape, out_sharding=out)
+
+
+def spec_of_blocks(shape: tuple[int, ...], spec: jax.P, mesh: Any) -> jax.P:
+    """Over which axes of a mesh blocks lie: those of their numbers, if whole blocks lie on each.
+
+    Args:
+      shape: the numbers of blocks along each axis.
+      spec: that of the array which has the blocks.
+      mesh: the mesh.
+
+    Returns:
+      The spec of the blocks, of as many axes as that of the array.
+    """
+    found = []
+    for size, axes in zip(shape, spec, strict=False):
+        names = (axes,) if isinstance(axes, str) else axes or ()
+        devices = math.prod(mesh.shape[name] for name in names)
+        found.append(axes if size % devices == 0 else None)
+    return jax.P(*found)

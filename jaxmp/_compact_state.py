@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, BFloat16, Float32, PyTree, UInt32
+from jaxtyping import Array, PyTree, UInt32
 
 from jaxmp._block_codes import Codes, block_of, decode, encode
 from jaxmp._stochastic import hashed_words, round_by_words
@@ -16,40 +16,49 @@ Moments = Literal["float32", "bfloat16", "int8"]
 _STREAM = np.uint32(0x5747)
 
 
-class Rounded(NamedTuple):
-    """A float32 array of a state, rounded up or down at random."""
-
-    bfloat16: BFloat16[Array, "*shape"]
-
-
-class CompactState(NamedTuple):
-    """The state of `compact_state`.
+class RoundedState(NamedTuple):
+    """The state of `compact_state` in bfloat16.
 
     Attributes:
-      inner: that of the optimizer inside, with `Rounded` or `Codes` in place of large float32
-        arrays.
+      rounded: that of the optimizer inside, with bfloat16 in place of large float32 arrays.
       step: counts the steps, for random rounding.
     """
 
-    inner: Any
+    rounded: Any
+    step: UInt32[Array, ""]
+
+
+class CodedState(NamedTuple):
+    """The state of `compact_state` in 8 bits.
+
+    Attributes:
+      codes: that of the optimizer inside, with int8 in place of large float32 arrays.
+      scales: those of each leaf of `codes`; `optax.MaskedNode()` for what is no code.
+      step: counts the steps, for random rounding.
+    """
+
+    codes: Any
+    scales: tuple[Any, ...]
     step: UInt32[Array, ""]
 
 
 def compact_state(
-    inner: optax.GradientTransformation, dtype: Moments, *, min_size: int = 4096
+    inner: optax.GradientTransformation | optax.MultiSteps, dtype: Moments, *, min_size: int = 4096
 ) -> optax.GradientTransformationExtraArgs:
     """Stores the state of an optimizer in 16 or 8 bits, and computes with it in float32.
 
     Moments fill as much memory as masters, twice. It holds for whatever state an optimizer has:
-    moments of Adam, Lion or Muon, momentum, averages of params. Each float32 array of at least
+    moments of Adam, Lion or Muon, momentum, averages of params. Each floating array of at least
     `min_size` numbers is stored narrow between steps; counts, scalars, small and other arrays stay.
+    What the optimizer itself has in bfloat16, as moments of bfloat16 params, is computed in float32
+    too.
 
     - `"bfloat16"`, 2 bytes: rounded up or down at random, as to nearest a second moment with
       `b2=0.999` could not decrease, and an average of params would not move.
     - `"int8"`, 1 byte: codes in blocks of 8 x 128 with a scale each, or one scale a row. For
-      moments. An average of params, or a sum of gradients, is not to be rounded so coarsely:
-      put `compact_state` around the part that has the moments alone,
-      `optax.MultiSteps(compact_state(adamw, "int8"), 4)`.
+      moments alone: an average of params, the params of a schedule-free optimizer, a sum of
+      gradients are not to be rounded so coarsely. Put `compact_state` around the part that has
+      the moments, `optax.MultiSteps(compact_state(adamw, "int8"), 4)`.
 
     Args:
       inner: any optax optimizer.
@@ -61,14 +70,16 @@ def compact_state(
 
     Raises:
       ValueError: for another dtype.
-      TypeError: if `inner` is no optimizer.
+      TypeError: if `inner` is no optimizer; in `init`, if its state is stored narrow already, or
+        has sums of gradients and `dtype` is `"int8"`.
 
     >>> tx = compact_state(optax.adam(0.1), "int8")
     >>> params = {"w": jnp.ones((64, 128)), "b": jnp.ones(128)}
     >>> state = tx.init(params)
-    >>> mu = state.inner[0].mu
-    >>> mu["w"].codes.dtype.name, mu["w"].scales.shape, mu["b"].dtype.name
-    ('int8', (8, 1), 'float32')
+    >>> jax.tree.map(lambda x: x.dtype.name, state.codes[0].mu)
+    {'b': 'float32', 'w': 'int8'}
+    >>> jax.tree.map(jnp.shape, state.scales)
+    (MaskedNode(), MaskedNode(), (8, 1), MaskedNode(), (8, 1))
     """
     if dtype not in get_args(Moments):
         raise ValueError(
@@ -76,33 +87,43 @@ def compact_state(
             f"got {dtype!r}"
         )
     if isinstance(inner, optax.MultiSteps):
-        raise TypeError(
-            f"optax.MultiSteps sums gradients in its state, and sums are not for {dtype}. Put "
-            f'compact_state inside: optax.MultiSteps(jaxmp.compact_state(optimizer, "{dtype}"), n)'
-        )
+        inner = inner.gradient_transformation()
     if not isinstance(inner, optax.GradientTransformation):
         raise TypeError(
-            f"compact_state takes an optax.GradientTransformation, got {type(inner).__name__}"
+            f"inner must be an optax.GradientTransformation such as optax.adamw(1e-3), got "
+            f"{type(inner).__name__}"
         )
     inner = optax.with_extra_args_support(inner)
     if dtype == "float32":
         return inner
-    kinds = {"bfloat16": Rounded, "int8": Codes}
+    coded = str(dtype) == "int8"
 
-    def init(params: PyTree) -> CompactState:
-        def pack(x: Any, number: int) -> Any:
-            kept = jnp.result_type(x) == jnp.float32 and np.size(x) >= min_size
-            return _packed(kinds[dtype], jnp.asarray(x), number, jnp.uint32(0)) if kept else x
-
-        return CompactState(_numbered(pack, inner.init(params)), jnp.uint32(0))
+    def init(params: PyTree) -> RoundedState | CodedState:
+        state = inner.init(params)
+        _check_state(state, coded)
+        kinds = [_kind(x, coded, min_size) for x in jax.tree.leaves(state)]
+        return _stored(state, kinds, coded, jnp.uint32(0))
 
     def update(
-        updates: PyTree, state: CompactState, params: PyTree | None = None, **extra: Any
-    ) -> tuple[PyTree, CompactState]:
+        updates: PyTree,
+        state: RoundedState | CodedState,
+        params: PyTree | None = None,
+        **extra: Any,
+    ) -> tuple[PyTree, RoundedState | CodedState]:
+        if not isinstance(state, CodedState if coded else RoundedState):
+            raise TypeError(
+                f"the state must be the one that compact_state(optimizer, {dtype!r}).init "
+                f"returned, got {type(state).__name__}"
+            )
         updates, new = inner.update(updates, expanded_state(state), params, **extra)
-        return updates, _stored_like(state, new, state.step)._replace(step=state.step + 1)
+        return updates, stored_like(state, new)._replace(step=state.step + jnp.uint32(1))
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def is_compact(x: Any) -> bool:
+    """Whether this is a state of `compact_state`."""
+    return isinstance(x, (RoundedState, CodedState))
 
 
 def expanded_state(state: PyTree) -> PyTree:
@@ -119,15 +140,16 @@ def expanded_state(state: PyTree) -> PyTree:
     'float32'
     """
 
-    def is_compact(x: Any) -> bool:
-        return isinstance(x, CompactState) or _is_packed(x)
-
     def expand(x: Any) -> Any:
-        if isinstance(x, CompactState):
-            return expanded_state(x.inner)
-        if isinstance(x, Rounded):
-            return x.bfloat16.astype(jnp.float32)
-        return decode(x) if isinstance(x, Codes) else x
+        if not is_compact(x):
+            return x
+        leaves, structure = jax.tree.flatten(x[0])
+        for i, (kind, leaf) in enumerate(zip(_kinds(x), leaves, strict=True)):
+            if kind == "int8":
+                leaves[i] = decode(Codes(leaf, x.scales[i]))
+            elif kind == "bfloat16":
+                leaves[i] = leaf.astype(jnp.float32)
+        return jax.tree.unflatten(structure, leaves)
 
     return jax.tree.map(expand, state, is_leaf=is_compact)
 
@@ -144,33 +166,63 @@ def stored_like(state: PyTree, expanded: PyTree) -> PyTree:
     """
 
     def store(old: Any, new: PyTree) -> Any:
-        return _stored_like(old, new, old.step) if isinstance(old, CompactState) else new
+        if not is_compact(old):
+            return new
+        return _stored(new, _kinds(old), isinstance(old, CodedState), old.step)
 
-    return jax.tree.map(store, state, expanded, is_leaf=lambda x: isinstance(x, CompactState))
-
-
-def _stored_like(state: CompactState, expanded: PyTree, step: Any) -> CompactState:
-    def pack(old: Any, number: int, x: Any) -> Any:
-        return _packed(type(old), x, number, step) if _is_packed(old) else x
-
-    return CompactState(_numbered(pack, state.inner, expanded), state.step)
+    return jax.tree.map(store, state, expanded, is_leaf=is_compact)
 
 
-def _packed(kind: Any, x: Float32[Array, "..."], number: int, step: Any) -> Any:
-    if kind is Codes and block_of(x.shape) is None:
-        return x
-    words = hashed_words(x.shape, [_STREAM, np.uint32(number), step])
-    if kind is Codes:
-        return encode(x, words)
-    return Rounded(round_by_words(x, jnp.dtype(jnp.bfloat16), words))
+def _stored(state: PyTree, kinds: list[str], coded: bool, step: Any) -> RoundedState | CodedState:
+    """A state whose leaves are stored as `kinds` says, by new words for each step and leaf."""
+    leaves, structure = jax.tree.flatten(state)
+    scales: list[Any] = [optax.MaskedNode() for _ in leaves]
+    for i, kind in enumerate(kinds):
+        if not kind:
+            continue
+        x = jnp.asarray(leaves[i], jnp.float32)
+        words = hashed_words(x.shape, [_STREAM, np.uint32(i), step])
+        if kind == "int8":
+            leaves[i], scales[i] = encode(x, words)
+        else:
+            leaves[i] = round_by_words(x, jnp.dtype(jnp.bfloat16), words)
+    inner = jax.tree.unflatten(structure, leaves)
+    return CodedState(inner, tuple(scales), step) if coded else RoundedState(inner, step)
 
 
-def _is_packed(x: Any) -> bool:
-    return isinstance(x, (Rounded, Codes))
+def _kind(x: Any, coded: bool, min_size: int) -> str:
+    """In what a leaf is stored, or nothing if it stays."""
+    dtype = jnp.result_type(x)
+    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize > 4:
+        return ""
+    if np.ndim(x) and np.size(x) >= min_size and (not coded or block_of(np.shape(x))):
+        return "int8" if coded else "bfloat16"
+    return "bfloat16" if dtype == jnp.bfloat16 else ""
 
 
-def _numbered(fun: Any, tree: PyTree, *rest: PyTree) -> PyTree:
-    """Maps over a tree, with the number of each leaf as the second argument."""
-    leaves, structure = jax.tree.flatten(tree, is_leaf=_is_packed)
-    numbers = jax.tree.unflatten(structure, range(len(leaves)))
-    return jax.tree.map(fun, tree, numbers, *rest, is_leaf=_is_packed)
+def _kinds(state: RoundedState | CodedState) -> list[str]:
+    """In what the leaves of a state are stored."""
+    leaves = jax.tree.leaves(state[0])
+    kinds = ["bfloat16" if jnp.result_type(x) == jnp.bfloat16 else "" for x in leaves]
+    if isinstance(state, CodedState):
+        for i, scale in enumerate(state.scales):
+            kinds[i] = kinds[i] if isinstance(scale, optax.MaskedNode) else "int8"
+    return kinds
+
+
+def _check_state(state: PyTree, coded: bool) -> None:
+    if coded and _holds(state, optax.MultiStepsState):
+        raise TypeError(
+            "optax.MultiSteps sums gradients in its state, and sums are not for int8. Put "
+            'compact_state inside: optax.MultiSteps(jaxmp.compact_state(optimizer, "int8"), n)'
+        )
+    if _holds(state, (RoundedState, CodedState)):
+        raise TypeError(
+            "the state of the optimizer is in the form of compact_state already. Wrap each part of "
+            "an optimizer once: either the part with its moments, or all of it by moments=..."
+        )
+
+
+def _holds(state: PyTree, kinds: Any) -> bool:
+    leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kinds))
+    return any(isinstance(x, kinds) for x in leaves)

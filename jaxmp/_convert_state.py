@@ -1,20 +1,21 @@
 """Turns the state of one optimizer into that of another: of another storage or policy, of optax."""
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree, UInt32
 
-from jaxmp._compact_state import expanded_state, stored_like
+from jaxmp._compact_state import expanded_state, is_compact, stored_like
 from jaxmp._dtypes import is_floating, is_narrow
 from jaxmp._loss_scale import DynamicLossScale, LossScaleState
-from jaxmp._master_storages import RoundingCount, storage_of
+from jaxmp._master_storages import STORAGES, storage_of
 from jaxmp._masters import is_masked
 from jaxmp._optimizer import MixedPrecision
 from jaxmp._optimizer_step import MixedPrecisionState
-from jaxmp._tree import cast_floating, check_arrays, check_like, leaf_names
+from jaxmp._tree import cast_floating, check_arrays, check_like, copied, leaf_names, strong
 
 
 def convert_state(
@@ -36,14 +37,14 @@ def convert_state(
         rounding took from them is lost.
 
     Returns:
-      What was given: the state with other params, optimizer state and `tx`; or params and optimizer
-      state. Masters are the same to the bit wherever the new storage can hold them, moments too.
-      The step and the counts of skips go on. A dynamic loss scale goes on from the scale of the
-      state, unless that is 1; others begin anew.
+      What was given, in arrays of its own: the state with other params, optimizer state and `tx`;
+      or params and optimizer state. Masters are the same to the bit wherever the new storage can
+      hold them, moments too. The step, the counts of skips and the random words go on. A dynamic
+      loss scale goes on from the scale of the state, unless that is 1; others begin anew.
 
     Raises:
-      ValueError: if masters would have to be made of 16-bit params without being asked for, or
-        the state is that of another optimizer.
+      ValueError: if masters, or float32 params, would have to be made of 16-bit params without
+        being asked for, or the state is that of another optimizer.
       TypeError: if `tx` is not wrapped in `mixed_precision`, or `state` is no state.
 
     >>> import jaxmp
@@ -52,7 +53,7 @@ def convert_state(
     >>> new = jaxmp.mixed_precision(optax.sgd(0.1), "bfloat16", master="remainder")
     >>> converted = convert_state(state, new)
     >>> converted.opt_state.master
-    {'w': Remainder16(low16=Array(8389, dtype=int16))}
+    {'w': Array(8389, dtype=int16)}
     >>> convert_state(converted, old).opt_state.master
     {'w': Array(1.001, dtype=float32)}
     """
@@ -61,28 +62,30 @@ def convert_state(
             f"tx must be jaxmp.mixed_precision(optimizer, policy), got {type(tx).__name__}"
         )
     if params is not None:
-        return _converted(params, state, tx, widen_params)
+        return copied(_converted(params, state, tx, widen_params))
     if not all(hasattr(state, name) for name in ("params", "opt_state", "replace")):
         raise TypeError(
             f"convert_state takes a TrainState, or an optimizer state and params=..., got "
             f"{type(state).__name__}"
         )
     live, opt_state = _converted(state.params, state.opt_state, tx, widen_params)
-    return state.replace(params=live, opt_state=opt_state, tx=tx)
+    return copied(state.replace(params=live, opt_state=opt_state, tx=tx))
 
 
 def _converted(
     params: PyTree, opt_state: Any, tx: MixedPrecision, widen_params: bool
 ) -> tuple[PyTree, MixedPrecisionState]:
     check_arrays(params, "params")
+    params = strong(params)
     old = opt_state if isinstance(opt_state, MixedPrecisionState) else None
     kept = jax.tree.map(lambda _: optax.MaskedNode(), params) if old is None else old.master
     values = jax.tree.map(_master, params, kept)
     # Under rules params have the dtypes that the model gave them.
     live, new = tx.init_params(values, like=params if tx.rules.rules else None)
     if not widen_params:
-        _check_not_widened(params, kept, new.master)
+        _check_not_widened(params, kept, live, new.master)
     inner = opt_state if old is None else old.inner
+    new = _counted_from(_steps(inner, kept), new)
     if inner is not None:
         new = new._replace(inner=_inner_like(new.inner, expanded_state(inner)))
     if old is None:
@@ -100,17 +103,41 @@ def _master(param: Any, kept: Any) -> Any:
     return storage_of(kept).load(param, kept) if narrow else param
 
 
-def _has_master(kept: Any) -> bool:
-    return not is_masked(kept) and not isinstance(kept, RoundingCount)
+def _is_count(kept: Any) -> bool:
+    return not is_masked(kept) and storage_of(kept) is STORAGES["stochastic"]
 
 
-def _check_not_widened(params: PyTree, old: PyTree, new: PyTree) -> None:
+def _steps(inner: Any, master: PyTree) -> UInt32[Array, ""]:
+    """How many times something was rounded at random so far."""
+    states = [x for x in jax.tree.leaves(inner, is_leaf=is_compact) if is_compact(x)]
+    counts = [x.step for x in states] + [x for x in jax.tree.leaves(master) if _is_count(x)]
+    return functools.reduce(jnp.maximum, counts, jnp.uint32(0))
+
+
+def _counted_from(steps: UInt32[Array, ""], state: MixedPrecisionState) -> MixedPrecisionState:
+    """With counts that go on, as the same words twice would round the same way twice."""
+
+    def with_steps(x: Any) -> Any:
+        return x._replace(step=steps) if is_compact(x) else x
+
+    return state._replace(
+        inner=jax.tree.map(with_steps, state.inner, is_leaf=is_compact),
+        master=jax.tree.map(lambda x: steps if _is_count(x) else x, state.master),
+    )
+
+
+def _has_master(param: Any, kept: Any) -> bool:
+    """Whether the state knows more of a param than its 16 bits."""
+    return not is_narrow(param.dtype) or not (is_masked(kept) or _is_count(kept))
+
+
+def _check_not_widened(params: PyTree, old: PyTree, live: PyTree, new: PyTree) -> None:
     """Raises ValueError where a master would have no more than the bits of its param."""
 
-    def is_widened(param: Any, before: Any, after: Any) -> bool:
-        return is_narrow(param.dtype) and _has_master(after) and not _has_master(before)
+    def is_widened(param: Any, before: Any, after: Any, kept: Any) -> bool:
+        return _has_master(after, kept) and not _has_master(param, before)
 
-    widened = jax.tree.leaves(jax.tree.map(is_widened, params, old, new))
+    widened = jax.tree.leaves(jax.tree.map(is_widened, params, old, live, new))
     if any(widened):
         name = leaf_names(params)[widened.index(True)]
         raise ValueError(

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, BFloat16, Bool, Float, Float32, Int8, Int16, UInt32
+from jaxtyping import Array, Bool, Float, Float32
 
 from jaxmp._dtypes import DType
 from jaxmp._rounding import round_finite, widen_rounded
@@ -32,33 +32,33 @@ class Stored(NamedTuple):
 class MasterStorage(Protocol):
     """A way to keep the float32 master of a param narrower than float32.
 
-    What is kept is an array, or a NamedTuple that names what it holds: a checkpoint of one storage
-    then has other paths than that of another, and cannot be taken for it.
+    What is kept is an array, whose dtype no other storage has.
     """
 
-    def first(self, value: Float32[Array, "..."], dtype: DType, index: int) -> Stored:
-        """The param and what is kept, for a master that starts as `value`.
-
-        Args:
-          value: the first master.
-          dtype: that of the param.
-          index: the number of the param among all.
-        """
+    def first(self, value: Float32[Array, "..."], dtype: DType) -> Stored:
+        """The param of this dtype and what is kept, for a master that starts as `value`."""
         ...
 
     def load(self, param: Float[Array, "..."], kept: Any) -> Float32[Array, "..."]:
         """The master."""
         ...
 
-    def store(self, value: Float32[Array, "..."], dtype: DType, kept: Any) -> Stored:
-        """The param and what is kept for the new master `value`."""
+    def store(self, value: Float32[Array, "..."], dtype: DType, kept: Any, number: int) -> Stored:
+        """The param and what is kept for a new master.
+
+        Args:
+          value: the new master.
+          dtype: that of the param.
+          kept: what was kept before.
+          number: that of the param, among all.
+        """
         ...
 
 
 class NoMaster:
     """Keeps nothing: updates smaller than half a unit in the param's last place are lost."""
 
-    def first(self, value: Float32[Array, "..."], dtype: DType, index: int) -> Stored:
+    def first(self, value: Float32[Array, "..."], dtype: DType) -> Stored:
         """The rounded value."""
         return Stored(round_finite(value, dtype), optax.MaskedNode())
 
@@ -66,15 +66,15 @@ class NoMaster:
         """The widened param."""
         return widen(param)
 
-    def store(self, value: Float32[Array, "..."], dtype: DType, kept: Any) -> Stored:
+    def store(self, value: Float32[Array, "..."], dtype: DType, kept: Any, number: int) -> Stored:
         """The rounded value."""
         return Stored(round_finite(value, dtype), kept)
 
 
-class Float32Copy(NoMaster):
+class Float32Copy:
     """Keeps the master itself: 4 bytes beside the 2 of the param."""
 
-    def first(self, value: Float32[Array, "..."], dtype: DType, index: int) -> Stored:
+    def first(self, value: Float32[Array, "..."], dtype: DType) -> Stored:
         """The rounded value, and the value."""
         return Stored(round_finite(value, dtype), value)
 
@@ -82,21 +82,9 @@ class Float32Copy(NoMaster):
         """The copy where it rounds to the param, the widened param elsewhere."""
         return follow(kept, param)
 
-    def store(self, value: Float32[Array, "..."], dtype: DType, kept: Any) -> Stored:
+    def store(self, value: Float32[Array, "..."], dtype: DType, kept: Any, number: int) -> Stored:
         """The rounded value, and the value."""
         return Stored(round_finite(value, dtype), value)
-
-
-class Remainder16(NamedTuple):
-    """What `split_float32` takes from a float32 to make a bfloat16 of it."""
-
-    low16: Int16[Array, "*shape"]
-
-
-class Remainder8(NamedTuple):
-    """The upper half of that."""
-
-    low8: Int8[Array, "*shape"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +100,7 @@ class Remainders:
 
     low_bits: int
 
-    def first(self, value: Float32[Array, "..."], dtype: DType, index: int) -> Stored:
+    def first(self, value: Float32[Array, "..."], dtype: DType) -> Stored:
         """The value, split."""
         if dtype != jnp.bfloat16:
             raise TypeError(
@@ -127,22 +115,15 @@ class Remainders:
         There is no bit in which to see that it was set: every remainder rounds to the param, but
         at zero and infinity, where it counts as set.
         """
-        master = merge_float32(param, kept[0])
+        master = merge_float32(param, kept)
         return jnp.where(same_bits(split_float32(master).high, param), master, widen(param))
 
-    def store(self, value: Float32[Array, "..."], dtype: DType, kept: Any) -> Stored:
+    def store(self, value: Float32[Array, "..."], dtype: DType, kept: Any, number: int) -> Stored:
         """The value, split."""
         return self._split(value)
 
     def _split(self, value: Float32[Array, "..."]) -> Stored:
-        high, low = split_float32(value, low_bits=self.low_bits)
-        return Stored(high, Remainder16(low) if self.low_bits == 16 else Remainder8(low))
-
-
-class Compensation(NamedTuple):
-    """What rounding took from a param, rounded itself."""
-
-    error: BFloat16[Array, "*shape"]
+        return Stored(*split_float32(value, low_bits=self.low_bits))
 
 
 class KahanSum:
@@ -151,20 +132,20 @@ class KahanSum:
     Source: Kahan, "Further remarks on reducing truncation errors" (1965).
     """
 
-    def first(self, value: Float32[Array, "..."], dtype: DType, index: int) -> Stored:
+    def first(self, value: Float32[Array, "..."], dtype: DType) -> Stored:
         """The rounded value, and the error of that."""
         param = round_finite(value, dtype)
         # bfloat16 for float16 params too, whose own errors would often be too small for a float16.
-        return Stored(param, Compensation((value - widen_rounded(param)).astype(jnp.bfloat16)))
+        return Stored(param, (value - widen_rounded(param)).astype(jnp.bfloat16))
 
     def load(self, param: Float[Array, "..."], kept: Any) -> Float32[Array, "..."]:
         """Param and error; the param alone if rounding cannot have made such an error."""
-        value, error = widen(param), widen(kept.error)
+        value, error = widen(param), widen(kept)
         return jnp.where(jnp.abs(error) <= half_unit(param), value + error, value)
 
-    def store(self, value: Float32[Array, "..."], dtype: DType, kept: Any) -> Stored:
+    def store(self, value: Float32[Array, "..."], dtype: DType, kept: Any, number: int) -> Stored:
         """The rounded value, and the error of that."""
-        return self.first(value, dtype, 0)
+        return self.first(value, dtype)
 
 
 def half_unit(param: Float[Array, "*shape"]) -> Float32[Array, "*shape"]:
@@ -179,29 +160,21 @@ def half_unit(param: Float[Array, "*shape"]) -> Float32[Array, "*shape"]:
     return jnp.maximum(power, float(info.tiny)) * 2.0 ** -(info.nmant + 1)
 
 
-class RoundingCount(NamedTuple):
-    """Which random words the next rounding of a param takes: its number, and that of the step."""
-
-    stream_and_step: UInt32[Array, "2"]
-
-
 class StochasticRounding:
-    """Keeps nothing but a count: updates too small for the param add up in the mean."""
+    """Keeps the number of steps alone: updates too small for the param add up in the mean."""
 
-    def first(self, value: Float32[Array, "..."], dtype: DType, index: int) -> Stored:
-        """The value rounded to nearest, and a count of its own."""
-        return Stored(round_finite(value, dtype), RoundingCount(jnp.array([index, 0], jnp.uint32)))
+    def first(self, value: Float32[Array, "..."], dtype: DType) -> Stored:
+        """The value rounded to nearest, and zero."""
+        return Stored(round_finite(value, dtype), jnp.uint32(0))
 
     def load(self, param: Float[Array, "..."], kept: Any) -> Float32[Array, "..."]:
         """The widened param."""
         return widen(param)
 
-    def store(self, value: Float32[Array, "..."], dtype: DType, kept: Any) -> Stored:
-        """The value, rounded up or down at random."""
-        count = kept.stream_and_step
-        words = hashed_words(value.shape, [count[0], count[1]])
-        step = jnp.array([0, 1], jnp.uint32)
-        return Stored(round_by_words(value, dtype, words), RoundingCount(count + step))
+    def store(self, value: Float32[Array, "..."], dtype: DType, kept: Any, number: int) -> Stored:
+        """The value, rounded up or down by random words of this param and step."""
+        words = hashed_words(value.shape, [jnp.uint32(number), kept])
+        return Stored(round_by_words(value, dtype, words), kept + jnp.uint32(1))
 
 
 STORAGES: dict[str, MasterStorage] = {
@@ -212,18 +185,20 @@ STORAGES: dict[str, MasterStorage] = {
     "stochastic": StochasticRounding(),
     "none": NoMaster(),
 }
-_BY_KIND: dict[type, str] = {
-    Remainder16: "remainder",
-    Remainder8: "remainder8",
-    Compensation: "kahan",
-    RoundingCount: "stochastic",
-    optax.MaskedNode: "none",
+_BY_DTYPE = {
+    "float32": "float32",
+    "int16": "remainder",
+    "int8": "remainder8",
+    "bfloat16": "kahan",
+    "uint32": "stochastic",
 }
 
 
 def storage_of(kept: Any) -> MasterStorage:
     """The storage that keeps this beside a param."""
-    return STORAGES[_BY_KIND.get(type(kept), "float32")]
+    if isinstance(kept, optax.MaskedNode):
+        return STORAGES["none"]
+    return STORAGES[_BY_DTYPE[kept.dtype.name]]
 
 
 def follow(

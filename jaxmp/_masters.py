@@ -2,13 +2,13 @@
 
 import dataclasses
 import functools
-import itertools
 import zlib
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
-from jaxtyping import PyTree
+from jaxtyping import Array, Int32, PyTree
 
 from jaxmp._dtypes import at_least_float32, is_floating, is_narrow
 from jaxmp._master_storages import STORAGES, MasterStorage, NoMaster, Stored
@@ -40,27 +40,29 @@ class Masters:
         """How that of a narrow param is kept."""
         return STORAGES[self.name]
 
-    def kind(self, params: PyTree) -> str:
-        """Tells apart trees of params and masters that are stored differently.
+    def kind(self, params: PyTree) -> dict[str, Int32[Array, ""]] | Int32[Array, ""]:
+        """An entry whose name tells apart trees of params and masters that are stored differently.
 
         Args:
           params: the live params, or what has their dtypes.
 
         Returns:
-          The dtypes of the params, and how masters are kept, if there are any.
+          By the dtypes of the params, and how masters are kept if there are any, the number of
+          params. Where there are no params, the number alone: optax's tools have a placeholder
+          instead, whose state has to fit that of any params.
 
-        >>> import jax.numpy as jnp
-        >>> Masters("remainder").kind({"w": jnp.bfloat16(0)}), Masters("none").kind(jnp.float32(0))
-        ('bfloat16-remainder', 'float32')
+        >>> Masters("remainder").kind({"w": jnp.bfloat16(0)})
+        {'bfloat16-remainder': Array(1, dtype=int32)}
         """
         dtypes = [x.dtype for x in jax.tree.leaves(params)]
+        count = jnp.int32(len(dtypes))
         parts = sorted({dtype.name for dtype in dtypes})
         if any(map(is_narrow, dtypes)):
             parts.append(self.name)
         if len(set(dtypes)) > 1:  # which param has which
             order = " ".join(dtype.name for dtype in dtypes)
             parts.append(f"{zlib.crc32(order.encode()):08x}")
-        return "-".join(parts)
+        return {"-".join(parts): count} if dtypes else count
 
     def first(self, values: PyTree, params: PyTree, moved: PyTree) -> LiveAndMaster:
         """Live params and what is kept, for masters that start as `values`.
@@ -71,16 +73,14 @@ class Masters:
           moved: for each leaf whether the optimizer ever moves it; others need no master.
         """
         names = jax.tree.unflatten(jax.tree.structure(params), leaf_names(params))
-        numbers = itertools.count()
 
         def first(value: Any, param: Any, moves: bool, name: str) -> Stored:
-            number = next(numbers)
             if not is_narrow(param.dtype) or not is_floating(value):
                 return Stored(value.astype(param.dtype), optax.MaskedNode())
             storage = self.storage if moves else NoMaster()
             try:
                 wide = value.astype(at_least_float32(param.dtype))
-                return storage.first(wide, param.dtype, number)
+                return storage.first(wide, param.dtype)
             except TypeError as error:
                 raise TypeError(f"params, leaf {name!r}, {error}") from None
 
@@ -99,12 +99,14 @@ class Masters:
     def store(self, values: PyTree, params: PyTree, master: PyTree) -> LiveAndMaster:
         """Params and what is kept for the new masters; the old ones tell the dtypes."""
 
-        def store(value: Any, param: Any, kept: Any) -> Stored:
+        def store(value: Any, param: Any, kept: Any, number: int) -> Stored:
             if is_masked(kept):
                 return Stored(round_like(value, param), kept)
-            return self.storage.store(value, param.dtype, kept)
+            return self.storage.store(value, param.dtype, kept, number)
 
-        return _transposed(jax.tree.map(store, values, params, master))
+        leaves, structure = jax.tree.flatten(params)
+        numbers = jax.tree.unflatten(structure, range(len(leaves)))
+        return _transposed(jax.tree.map(store, values, params, master, numbers))
 
 
 def _transposed(stored: PyTree) -> LiveAndMaster:

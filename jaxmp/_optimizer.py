@@ -138,6 +138,7 @@ def mixed_precision(
         random. `"none"`: no bytes, and small updates are lost.
       moments: in what the state of the optimizer is stored: `"float32"`, or `"bfloat16"` or
         `"int8"` as by `jaxmp.compact_state`, which takes it for a part of the optimizer alone.
+        `"int8"` is for a state that has moments alone: no average of params.
       skip: how a step is skipped. `"cond"` computes nothing on a skip: a `lax.cond`, and on GPUs a
         loop of at most one trip, as some of their compilers copy the whole state for a branch.
         `"select"` computes the step and then chooses between old and new state, element by
@@ -206,11 +207,4 @@ def mixed_precision(
 def _as_transformation(inner: Any, moments: Moments) -> optax.GradientTransformationExtraArgs:
     if isinstance(inner, MixedPrecision):
         raise TypeError("the optimizer is wrapped in mixed_precision already; wrap it once")
-    if isinstance(inner, optax.MultiSteps) and moments == "float32":
-        inner = inner.gradient_transformation()
-    if not isinstance(inner, (optax.GradientTransformation, optax.MultiSteps)):
-        raise TypeError(
-            f"inner must be an optax.GradientTransformation such as optax.adamw(1e-3), got "
-            f"{type(inner).__name__}"
-        )
     return compact_state(inner, moments)

@@ -35,7 +35,7 @@ class MixedPrecisionState(NamedTuple):
     """The state of `mixed_precision`: a pytree of arrays.
 
     Attributes:
-      inner: the state of the wrapped optimizer, in float32.
+      inner: the state of the wrapped optimizer, in float32 or as `compact_state` stores it.
       master: what is kept beside the live params; `optax.MaskedNode()` for float32 params,
         which are their own masters.
       loss_scale: the scale with which the next loss is to be scaled.
@@ -54,7 +54,7 @@ class MixedPrecisionState(NamedTuple):
     grads_finite: Bool[Array, ""]
     skipped: Int32[Array, ""]
     consecutive_skips: Int32[Array, ""]
-    kind: dict[str, Int32[Array, ""]]
+    kind: Any
 
 
 class _Stepped(NamedTuple):
@@ -106,7 +106,7 @@ class Algorithm:
             grads_finite=jnp.array(True),
             skipped=jnp.int32(0),
             consecutive_skips=jnp.int32(0),
-            kind={self.masters.kind(params): jnp.int32(len(jax.tree.leaves(params)))},
+            kind=self.masters.kind(params),
         )
         state = placed_beside(params, state)
         warn_of_cpu_compiler(self.computed_in, state)
@@ -202,10 +202,7 @@ class Algorithm:
         )
         _check_gradients(grads, params)
         moved, master, inner = self._expected(params)
-        if not same_structure(master, state.master) or any(
-            a.dtype != b.dtype or a.shape != b.shape
-            for a, b in zip(jax.tree.leaves(master), jax.tree.leaves(state.master), strict=True)
-        ):
+        if not _same_arrays(master, state.master):
             raise ValueError(
                 "the params do not match the optimizer state: their structure, shapes or dtypes "
                 f"are not those that tx.init saw. Masters now: {_summary(state.master)}; these "
@@ -215,7 +212,7 @@ class Algorithm:
                 "jaxmp.convert_state(state, tx). Where other params were frozen before, make the "
                 "masters anew: state._replace(master=tx.init(params).master)"
             )
-        if inner is not None and not same_structure(inner, state.inner):
+        if inner is not None and not _same_arrays(inner, state.inner):
             raise ValueError(
                 "the state is that of another optimizer, or its moments are stored otherwise: "
                 f"{_summary(state.inner)}; this one has {_summary(inner)}. If only moments=... "
@@ -245,6 +242,14 @@ def _is_hashable(config: LossScale) -> bool:
     except TypeError:  # a class of the user's
         return False
     return True
+
+
+def _same_arrays(a: PyTree, b: PyTree) -> bool:
+    """Whether two trees have the same structure, and leaves of the same shapes and dtypes."""
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=False)
+    return same_structure(a, b) and all(
+        jnp.shape(x) == jnp.shape(y) and _dtype(x) == _dtype(y) for x, y in pairs
+    )
 
 
 def _dtype(x: Any) -> Any:

@@ -38,7 +38,8 @@ def split_float32(x: Float32[Array, "*shape"], *, low_bits: int = 16) -> SplitFl
 
     Args:
       x: float32.
-      low_bits: 16, or 8 to round to 24 bits in all first, with a relative error of at most 2**-16.
+      low_bits: 16, or 8 to round to 24 bits in all first, with a relative error of at most 2**-16;
+        from 3.4027977e38 on, near the largest float32, values become infinite.
 
     Returns:
       The rounded values, and the rest as integers.

@@ -9,7 +9,8 @@ import optax
 from jax.sharding import NamedSharding
 from jaxtyping import PyTree
 
-from jaxmp._block_codes import blocks_of
+from jaxmp._block_codes import spec_of_blocks
+from jaxmp._compact_state import CodedState
 from jaxmp._specs import check_rank
 from jaxmp._tree import leaf_names
 from jaxmp._warnings import warn
@@ -74,14 +75,26 @@ def state_shardings(state: Any, params: PyTree, shardings: PyTree = None) -> PyT
     replicated = NamedSharding(mesh, jax.P())
     leftover = []
 
-    def place(path: _Path, x: Any) -> NamedSharding:
+    def place(path: _Path, x: Any) -> Any:
+        if isinstance(x, CodedState):
+            codes = at(path, x.codes)
+            scales = map(_of_blocks, x.scales, jax.tree.leaves(codes))
+            step: Any = replicated
+            return CodedState(codes, tuple(scales), step)
         shape = jnp.shape(x)
         found = _sharding_like(path, shape, known)
         if found is None and math.prod(shape) > largest:
             leftover.append(f"{jax.tree_util.keystr(path, simple=True, separator='/')} {shape}")
         return replicated if found is None else found
 
-    placed = jax.tree_util.tree_map_with_path(place, state)
+    def at(path: _Path, tree: PyTree) -> PyTree:
+        def is_coded(x: Any) -> bool:
+            return isinstance(x, CodedState)
+
+        with_path = jax.tree_util.tree_map_with_path
+        return with_path(lambda end, x: place((*path, *end), x), tree, is_leaf=is_coded)
+
+    placed = at((), state)
     if leftover:
         warn(
             f"the state has arrays that belong to no param, but are larger than any: "
@@ -128,17 +141,12 @@ def _one_mesh(known: dict[_Path, tuple[tuple[int, ...], Any]]) -> Any:
 def _sharding_like(
     path: _Path, shape: tuple[int, ...], known: dict[_Path, tuple[tuple[int, ...], Any]]
 ) -> NamedSharding | None:
-    """The sharding of the param whose path is the longest end of this one.
-
-    What is stored in place of an array has a name behind that path: `codes`, `scales`, `low16`.
-    """
-    ends = [each[start:] for each in (path, path[:-1]) for start in range(len(each) + 1)]
+    """The sharding of the param whose path is the longest end of this one."""
+    ends = [path[start:] for start in range(len(path) + 1)]
     end = next((end for end in ends if end in known), None)
     if end is None:
         return None
     like, sharding = known[end]
-    if shape != like and shape == blocks_of(like):
-        return NamedSharding(sharding.mesh, _of_blocks(shape, sharding))
     extra = len(shape) - len(like)
     if extra < 0 or shape[extra:] != like:
         return None
@@ -148,11 +156,9 @@ def _sharding_like(
     return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
 
 
-def _of_blocks(shape: tuple[int, ...], sharding: NamedSharding) -> jax.P:
-    """The axes over which numbers are sharded, where whole blocks go to each device."""
-    spec = []
-    for size, axes in zip(shape, sharding.spec, strict=False):
-        names = (axes,) if isinstance(axes, str) else axes or ()
-        devices = math.prod(sharding.mesh.shape[name] for name in names)
-        spec.append(axes if size % devices == 0 else None)
-    return jax.P(*spec)
+def _of_blocks(scale: Any, sharding: NamedSharding) -> Any:
+    """That of the scales of codes: with them, where whole blocks go to each device."""
+    if isinstance(scale, optax.MaskedNode):
+        return scale
+    spec = spec_of_blocks(scale.shape, sharding.spec, sharding.mesh)
+    return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)

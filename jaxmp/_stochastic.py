@@ -42,7 +42,7 @@ def stochastic_round(
       The rounded values, of the dtype.
 
     Raises:
-      TypeError: if `x` is not a float of at most 32 bits.
+      TypeError: if `x` is not a float of at most 32 bits, or `key` no random key.
       ValueError: if the dtype is not narrower than float32, or the randomness unknown.
 
     Source: Croci et al., "Stochastic rounding: implementation, error analysis and applications"
@@ -135,8 +135,13 @@ def _bits_of_largest(dtype: DType) -> np.uint32:
 
 def _key_words(key: Any) -> list[Array]:
     """The words of a random key, typed or raw."""
+    if not isinstance(key, (jax.Array, np.ndarray)):
+        raise TypeError(
+            f"stochastic_round takes a random key, such as jax.random.key(0), got "
+            f"{type(key).__name__}"
+        )
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        key = jax.random.wrap_key_data(key)
+        key = jax.random.wrap_key_data(jnp.asarray(key))
     if key.ndim:
         raise ValueError(f"stochastic_round takes one key, got keys of shape {key.shape}")
     return list(jax.random.key_data(key))

@@ -19,10 +19,10 @@ from jaxmp._tree import (
     cast_floating,
     check_arrays,
     check_like,
+    copied,
     leaf_names,
     select,
     stays_finite,
-    strong,
 )
 
 # Names of arguments beside which collections are given by keyword.
@@ -114,15 +114,15 @@ class TrainState:
         for name, value in (collections | arrays).items():
             _check_collection(name, value)
         check_arrays(params, "params")
-        params = _copy(params)
+        params = copied(params)
         params, opt_state = tx.init_params(params) if cast_params else (params, tx.init(params))
         state = cls(
             step=jnp.int32(0),
             params=params,
-            opt_state=_copy(opt_state),
-            collections=_copy(collections),
+            opt_state=copied(opt_state),
+            collections=copied(collections),
             tx=tx,
-            **(fields | _copy(arrays)),
+            **(fields | copied(arrays)),
         )
         return placed_beside(params, state)
 
@@ -231,10 +231,6 @@ def updated_collections(old: dict[str, PyTree], changed: dict[str, PyTree]) -> d
         return cast_floating(jnp.asarray(x), y.dtype) if is_floating(y) else x
 
     return old | {name: jax.tree.map(cast_like, new, old[name]) for name, new in changed.items()}
-
-
-def _copy(tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: jnp.array(x, copy=True), strong(tree))
 
 
 _as_pytree(TrainState)

@@ -67,6 +67,11 @@ def strong(tree: PyTree) -> PyTree:
     return jax.tree.map(strengthen, tree)
 
 
+def copied(tree: PyTree) -> PyTree:
+    """The same in arrays of its own, so that either may be donated."""
+    return jax.tree.map(lambda x: jnp.array(x, copy=True), strong(tree))
+
+
 def all_finite(tree: PyTree) -> Bool[Array, ""]:
     """Whether no floating or complex number anywhere in the tree is infinite or NaN.
 

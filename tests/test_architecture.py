@@ -106,6 +106,7 @@ WITHIN_A_FLOOR = {
     ("_reduction", "_float32_sums"),
     ("_reduction", "_trilinear"),
     ("_optimizer", "_compact_state"),
+    ("_state_shardings", "_compact_state"),
     ("_optimizer", "_masters"),
     ("_optimizer", "_optimizer_step"),
     ("_optimizer_step", "_frozen"),

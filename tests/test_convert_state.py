@@ -63,7 +63,7 @@ def test_between_all_storages(old: str, new: str) -> None:
     bound = 2.0**-8 if new in ("none", "stochastic") else 2.0**-15
     assert np.all(apart <= bound * np.abs(np.asarray(exact.master["w"])) + 1e-7)
     codes = np.asarray(again.inner[0].mu["w"] - exact.inner[0].mu["w"])
-    assert np.max(np.abs(codes)) <= 0.02 * np.max(np.abs(np.asarray(exact.inner[0].mu["w"])))
+    assert np.max(np.abs(codes)) <= 0.033 * np.max(np.abs(np.asarray(exact.inner[0].mu["w"])))
 
 
 def test_masters_are_not_made_of_narrow_params_without_a_word() -> None:
@@ -83,6 +83,37 @@ def test_a_checkpoint_of_narrow_params_alone() -> None:
     live, state = jaxmp.convert_state(None, optimizer(), params=params, widen_params=True)
     assert tree_bits(live) == tree_bits(params)
     np.testing.assert_array_equal(state.master["w"], np.asarray(params["w"], np.float32))
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "float32", "mixed_float16"])
+def test_float32_params_are_not_made_of_narrow_ones_without_a_word(policy: str) -> None:
+    """They would be masters."""
+    with pytest.raises(ValueError, match="widen_params=True"):
+        jaxmp.convert_state(None, optimizer(policy=policy), params={"w": jnp.bfloat16(1)})
+    with pytest.raises(ValueError, match="widen_params=True"):
+        jaxmp.convert_state(trained(optimizer("none")), optimizer(policy=policy))
+    live, _ = jaxmp.convert_state(
+        None, optimizer(policy=policy), params={"w": jnp.bfloat16(1)}, widen_params=True
+    )
+    assert live["w"].dtype == jnp.float32
+
+
+def test_random_words_go_on() -> None:
+    """The same words after each restart would round alike each time."""
+    state = trained(optimizer("stochastic", "int8"))
+    converted = jaxmp.convert_state(state, optimizer("stochastic", "bfloat16")).opt_state
+    assert int(converted.master["w"]) == int(converted.inner.step) == 5
+    assert int(jaxmp.convert_state(trained(optimizer()), state.tx).opt_state.master["w"]) == 0
+
+
+def test_either_state_may_be_donated() -> None:
+    for new in ("float32", "remainder"):
+        state = trained(optimizer("float32"))
+        before = tree_bits(state)
+        converted = jaxmp.convert_state(state, optimizer(new))
+        step = jax.jit(lambda s: s.apply_gradients(grads(0)), donate_argnums=0)
+        step(converted)
+        assert tree_bits(state) == before
 
 
 def test_from_plain_optax() -> None:

@@ -261,6 +261,39 @@ def test_training_follows_the_functional_path() -> None:
         np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
+@pytest.mark.parametrize("optimizer", [jaxmp.nnx.Optimizer, nnx.Optimizer])
+@pytest.mark.parametrize(
+    ("master", "moments"),
+    [("remainder", "float32"), ("kahan", "bfloat16"), ("remainder8", "int8"),
+     ("stochastic", "int8")],
+)  # fmt: skip
+def test_compact_state(optimizer: Any, master: Any, moments: Any) -> None:
+    """As in a functional step; Flax takes apart and puts together what is stored in each."""
+    tx = jaxmp.mixed_precision(optax.adamw(1e-2), "bfloat16", master=master, moments=moments)
+    model = nnx.Linear(64, 128, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
+    x = jnp.ones((4, 64), jnp.bfloat16)
+
+    def loss_fn(model: nnx.Linear) -> jax.Array:
+        return jnp.mean(model(x).astype(jnp.float32) ** 2)
+
+    params, before = nnx.as_pure(nnx.state(model)), float(loss_fn(model))
+    state = tx.init(params)
+    training = optimizer(model, tx, wrt=nnx.Param)
+    step = nnx.jit(lambda model, training, grads: training.update(model, grads))
+    for _ in range(4):
+        grads = jaxmp.nnx.value_and_grad(loss_fn)(model)[1]
+        params, state = jax.jit(tx.apply_gradients)(nnx.as_pure(grads), state, params)
+        step(model, training, grads)
+    assert tree_bits(nnx.as_pure(training.opt_state.kind)) == tree_bits(state.kind)
+    trained = nnx.as_pure(nnx.state(model))
+    if optimizer is nnx.Optimizer:  # adds updates, which are differences
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2**-6), trained, params)
+    else:
+        assert tree_bits(trained) == tree_bits(params)
+        assert tree_bits(nnx.as_pure(training.opt_state)) == tree_bits(state)
+    assert float(loss_fn(model)) < before
+
+
 def test_float16_modules_without_a_scale_are_warned_of() -> None:
     """Forgetting `loss_scale=` makes float16 gradients zero, and nothing else says so."""
     model = jaxmp.nnx.apply_policy(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), "mixed_float16")

@@ -202,5 +202,7 @@ def test_errors(args: Any, options: Any, error: type[Exception], text: str) -> N
 
 
 def test_one_key_at_a_time() -> None:
+    with pytest.raises(TypeError, match=r"such as jax.random.key\(0\), got int"):
+        jaxmp.stochastic_round(jnp.ones(2), "bfloat16", 0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"one key, got keys of shape \(2,\)"):
         jaxmp.stochastic_round(jnp.ones(2), "bfloat16", jax.random.split(jax.random.key(0)))
