@@ -42,6 +42,7 @@ from measurement import Column, Measurement, Report, Row, add_common_arguments, 
 
 import jaxmp
 import jaxmp.nnx
+from jaxmp import _calls
 from jaxmp._autocast import _transform
 
 Library = Literal["linen", "nnx", "plain JAX"]
@@ -156,11 +157,15 @@ def _phases(seconds: dict[str, float]) -> Iterator[None]:
 
         return call
 
-    parts = {"traced": "trace", "read": "plan", "plan": "plan"}
+    parts = [
+        (_calls, "traced", "trace"),
+        (_transform, "read", "plan"),
+        (_transform, "plan", "plan"),
+    ]
     with contextlib.ExitStack() as stack:
-        for part, name in parts.items():
-            replaced = timing(name, getattr(_transform, part))
-            stack.enter_context(mock.patch.object(_transform, part, replaced))
+        for module, part, name in parts:
+            replaced = timing(name, getattr(module, part))
+            stack.enter_context(mock.patch.object(module, part, replaced))
         yield
 
 

@@ -1,7 +1,6 @@
 """Arrays in 8 bits: a code for each number, and a scale for each block of them."""
 
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -146,7 +145,7 @@ def _in_blocks(x: Array, counts: tuple[int, ...]) -> Array:
     return _reshaped(x, tuple(shape), split)
 
 
-def _reshaped(x: Array, shape: tuple[int, ...], spec: Sequence[Any]) -> Array:
+def _reshaped(x: Array, shape: tuple[int, ...], spec: Any) -> Array:
     """In another shape; on a mesh of explicit axes, over the axes of `spec`."""
     given = jax.typeof(x).sharding
     explicit = any(spec) or any(given.spec)

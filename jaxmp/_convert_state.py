@@ -15,7 +15,16 @@ from jaxmp._master_storages import STORAGES, storage_of
 from jaxmp._masters import is_masked
 from jaxmp._optimizer import MixedPrecision
 from jaxmp._optimizer_step import MixedPrecisionState
-from jaxmp._tree import cast_floating, check_arrays, check_like, copied, leaf_names, strong
+from jaxmp._placement import placed_beside
+from jaxmp._tree import (
+    cast_floating,
+    check_arrays,
+    check_like,
+    copied,
+    leaf_names,
+    same_structure,
+    strong,
+)
 
 
 def convert_state(
@@ -87,15 +96,15 @@ def _converted(
     inner = opt_state if old is None else old.inner
     new = _counted_from(_steps(inner, kept), new)
     if inner is not None:
-        new = new._replace(inner=_inner_like(new.inner, expanded_state(inner)))
-    if old is None:
-        return live, new
-    return live, new._replace(
-        loss_scale=_scale_after(old.loss_scale, new.loss_scale, tx),
-        grads_finite=old.grads_finite,
-        skipped=old.skipped,
-        consecutive_skips=old.consecutive_skips,
-    )
+        new = new._replace(inner=_inner_like(new.inner, inner))
+    if old is not None:
+        new = new._replace(
+            loss_scale=_scale_after(old.loss_scale, new.loss_scale, tx),
+            grads_finite=old.grads_finite,
+            skipped=old.skipped,
+            consecutive_skips=old.consecutive_skips,
+        )
+    return live, placed_beside(live, new)
 
 
 def _master(param: Any, kept: Any) -> Any:
@@ -147,9 +156,11 @@ def _check_not_widened(params: PyTree, old: PyTree, live: PyTree, new: PyTree) -
         )
 
 
-def _inner_like(like: Any, expanded: Any) -> Any:
+def _inner_like(like: Any, inner: Any) -> Any:
     """The state of the inner optimizer, stored as in `like`."""
-    wanted = jax.eval_shape(expanded_state, like)
+    if _stored_alike(inner, like):  # and not rounded at random once more
+        return inner
+    expanded, wanted = expanded_state(inner), jax.eval_shape(expanded_state, like)
     check_like(
         expanded,
         wanted,
@@ -162,6 +173,13 @@ def _inner_like(like: Any, expanded: Any) -> Any:
         return cast_floating(jnp.asarray(x), y.dtype) if is_floating(y) else jnp.asarray(x)
 
     return stored_like(like, jax.tree.map(cast, expanded, wanted))
+
+
+def _stored_alike(a: Any, b: Any) -> bool:
+    leaves = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=False)
+    return same_structure(a, b) and all(
+        jnp.shape(x) == jnp.shape(y) and jnp.result_type(x) == jnp.result_type(y) for x, y in leaves
+    )
 
 
 def _scale_after(old: LossScaleState, new: LossScaleState, tx: MixedPrecision) -> LossScaleState:

@@ -202,21 +202,21 @@ class Algorithm:
         )
         _check_gradients(grads, params)
         moved, master, inner = self._expected(params)
-        if not _same_arrays(master, state.master):
+        if difference := _difference(state.master, master):
             raise ValueError(
                 "the params do not match the optimizer state: their structure, shapes or dtypes "
-                f"are not those that tx.init saw. Masters now: {_summary(state.master)}; these "
-                f"params want: {_summary(master)}. Cast params before tx.init (or let "
-                "tx.init_params do it) and keep their dtypes. A state that was saved under another "
-                "policy, or with another master=..., becomes one of this optimizer by "
-                "jaxmp.convert_state(state, tx). Where other params were frozen before, make the "
-                "masters anew: state._replace(master=tx.init(params).master)"
+                f"are not those that tx.init saw. Masters now: {difference}. Cast params before "
+                "tx.init (or let tx.init_params do it) and keep their dtypes. A state that was "
+                "saved under another policy, or with another master=..., becomes one of this "
+                "optimizer by jaxmp.convert_state(state, tx). Where other params were "
+                "frozen before, make the masters anew: "
+                "state._replace(master=tx.init(params).master)"
             )
-        if inner is not None and not _same_arrays(inner, state.inner):
+        if inner is not None and (difference := _difference(state.inner, inner)):
             raise ValueError(
                 "the state is that of another optimizer, or its moments are stored otherwise: "
-                f"{_summary(state.inner)}; this one has {_summary(inner)}. If only moments=... "
-                "differs, convert it: jaxmp.convert_state(state, tx)"
+                f"{difference}. If only moments=... differs, convert it: "
+                "jaxmp.convert_state(state, tx)"
             )
         return moved
 
@@ -244,12 +244,18 @@ def _is_hashable(config: LossScale) -> bool:
     return True
 
 
-def _same_arrays(a: PyTree, b: PyTree) -> bool:
-    """Whether two trees have the same structure, and leaves of the same shapes and dtypes."""
-    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=False)
-    return same_structure(a, b) and all(
-        jnp.shape(x) == jnp.shape(y) and _dtype(x) == _dtype(y) for x, y in pairs
-    )
+def _difference(given: PyTree, wanted: PyTree) -> str:
+    """The first leaf that has another shape or dtype, or the leaves where the structure differs.
+
+    Of scalars the dtype is free: people set learning rates.
+    """
+    if not same_structure(given, wanted):
+        return f"{_summary(given)}; wanted: {_summary(wanted)}"
+    leaves = zip(jax.tree.leaves(given), jax.tree.leaves(wanted), strict=True)
+    for i, (x, y) in enumerate(leaves):
+        if jnp.shape(x) != jnp.shape(y) or (jnp.ndim(x) and x.dtype != y.dtype):
+            return f"{leaf_names(given)[i]} {_shown(x)}; wanted: {_shown(y)}"
+    return ""
 
 
 def _dtype(x: Any) -> Any:
@@ -361,5 +367,9 @@ def _like_before(inner: Any, before: Any) -> Any:
 
 def _summary(tree: PyTree) -> str:
     leaves = list(zip(leaf_names(tree), jax.tree.leaves(tree), strict=True))
-    shown = [f"{name} {x.dtype}{list(x.shape)}" for name, x in leaves[:4]]
+    shown = [f"{name} {_shown(x)}" for name, x in leaves[:4]]
     return ", ".join(shown + ["..."] * (len(leaves) > 4)) or "none"
+
+
+def _shown(x: Any) -> str:
+    return f"{getattr(x, 'dtype', type(x).__name__)}{list(jnp.shape(x))}"

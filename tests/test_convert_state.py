@@ -116,6 +116,24 @@ def test_either_state_may_be_donated() -> None:
         assert tree_bits(state) == before
 
 
+def test_codes_are_not_rounded_again() -> None:
+    state = trained(optimizer("float32", "int8"))
+    converted = jaxmp.convert_state(state, optimizer("remainder", "int8"))
+    assert tree_bits(converted.opt_state.inner) == tree_bits(state.opt_state.inner)
+
+
+def test_a_converted_state_lies_on_the_mesh() -> None:
+    """All of it, or the second step is compiled anew."""
+    mesh = jax.make_mesh((8,), ("data",), (jax.sharding.AxisType.Auto,))
+    placed = jax.device_put(grads(99), jax.NamedSharding(mesh, jax.P("data")))
+    state = jaxmp.TrainState.create(params=placed, tx=optimizer())
+    step = jax.jit(lambda s, g: s.apply_gradients(g))
+    state = jaxmp.convert_state(state, optimizer("stochastic", "int8"))
+    for i in range(3):
+        state = step(state, jax.device_put(grads(i), jax.NamedSharding(mesh, jax.P("data"))))
+    assert step._cache_size() == 1
+
+
 def test_from_plain_optax() -> None:
     """The masters are the float32 params, and the moments those that were."""
     params, inner = grads(99), optax.adamw(1e-2)
@@ -259,6 +277,22 @@ def test_other_moments_are_an_error(moments: str) -> None:
     state = trained(optimizer(moments=moments))
     with pytest.raises((ValueError, TypeError), match=r"jaxmp\.convert_state"):
         state.replace(tx=optimizer()).apply_gradients(grads(0))
+
+
+@pytest.mark.parametrize("value", [1, 1e-4, np.float32(1e-4), np.float64(1e-4), jnp.bfloat16(1e-4)])
+def test_hyperparameters_may_be_set(value: Any) -> None:
+    """To scalars of any kind; arrays of another dtype are named."""
+    inner = optax.inject_hyperparams(optax.sgd)(1e-3, momentum=0.9)
+    state = trained(jaxmp.mixed_precision(inner, "bfloat16"))
+    hyperparams = state.opt_state.inner.hyperparams | {"momentum": value}
+    edited = state.opt_state.inner._replace(hyperparams=hyperparams)
+    state.replace(opt_state=state.opt_state._replace(inner=edited)).apply_gradients(grads(0))
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.ndim else x, edited.inner_state)
+    wrong = state.opt_state._replace(inner=edited._replace(inner_state=narrow))
+    with pytest.raises(
+        ValueError, match=r"trace/w bfloat16\[64, 128\]; wanted: float32\[64, 128\]"
+    ):
+        state.replace(opt_state=wrong).apply_gradients(grads(0))
 
 
 @pytest.mark.parametrize(

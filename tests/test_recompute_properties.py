@@ -110,7 +110,8 @@ def check(program: Program, results: int, mode: Any) -> None:
     got, want = (core.jaxpr_as_fun(program)(A, B) for program in (now, plain))
     # A gradient that is rounded to 16 bits may be rounded the other way.
     rounds = any("16 bits" in name or name == "cast" for name, _, _ in program)
-    assert error(got, want) <= (0.02 if rounds else 1e-4), program
+    # CPUs contract products and sums differently, which shows where they cancel.
+    assert error(got, want) <= (0.02 if rounds else 1e-3), program
     before = dear_in(plain)
     more = {name: n for name, n in dear_in(now).items() if n > before.get(name, 0)}
     assert not more, (more, program)
