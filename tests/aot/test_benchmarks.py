@@ -4,6 +4,8 @@ import importlib
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from tests.aot.conftest import Compiler
@@ -64,3 +66,31 @@ def test_memory(gpu: Compiler) -> None:
     for row in rows:
         assert row["state"] == pytest.approx(row["formula"], rel=0.02)
         assert row["temp"] < 0.3
+        # Codes are made in a second pass, which needs the scales of the first.
+        assert row["traffic_ratio"] == pytest.approx(1, abs=0.02) or row["moments"] == "int8"
+        assert row["traffic_ratio"] < 1.4
+
+
+SIZE = 8192**2  # arrays beyond a TPU's vector memory
+ARRAYS = [jax.ShapeDtypeStruct((8192, 8192), dtype) for dtype in (jnp.float32, jnp.bfloat16)]
+
+
+def test_traffic(compiler: Compiler) -> None:
+    """Bytes that can be counted by hand."""
+    traffic: Any = importlib.import_module("compiled_traffic").traffic
+    program = compiler(lambda x, y: (x * 2.0, y + 1), *ARRAYS, donate=(0, 1))
+    assert traffic(str(program.as_text())) == pytest.approx(12 * SIZE, rel=0.01)
+
+
+def test_traffic_of_branches(tpu: Compiler) -> None:
+    """The one that moves most counts. What decides between them reads an array before."""
+    traffic: Any = importlib.import_module("compiled_traffic").traffic
+
+    def step(x: jax.Array, y: jax.Array) -> Any:
+        def taken(x: jax.Array, y: jax.Array) -> Any:
+            return x * 2.0, y + 1
+
+        return jax.lax.cond(jnp.sum(x) > 0, taken, lambda *same: same, x, y)
+
+    program = tpu(step, *ARRAYS, donate=(0, 1))
+    assert traffic(str(program.as_text())) == pytest.approx((4 + 12) * SIZE, rel=0.01)
