@@ -87,16 +87,44 @@ def encode(x: Float32[Array, "*shape"], words: UInt32[Array, "*shape"]) -> Codes
     >>> codes.dtype.name, scales.shape, bool(jnp.all(abs(decode(Codes(codes, scales)) - x) < 0.032))
     ('int8', (1, 1), True)
     """
+    scales = scales_of(x)
+    return Codes(codes_of(x, scales, words), scales)
+
+
+def scales_of(x: Float32[Array, "*shape"]) -> Float32[Array, "*blocks"]:
+    """The largest magnitude of each block.
+
+    Args:
+      x: float32, of a shape of which `block_of` has blocks.
+
+    Returns:
+      float32, in the shape that `blocks_of` says.
+    """
     shape = blocks_of(x.shape)
     if shape is None:
         raise ValueError(f"no blocks in an array of shape {x.shape}")
-    counts, within = shape[-2:], _within(x.ndim)
+    # As integers, in whose order NaN comes last: a maximum of floats may leave it out.
+    bits = jax.lax.bitcast_convert_type(jnp.abs(_in_blocks(x, shape[-2:])), jnp.int32)
+    return jax.lax.bitcast_convert_type(jnp.max(bits, _within(x.ndim)), jnp.float32)
+
+
+def codes_of(
+    x: Float32[Array, "*shape"], scales: Float32[Array, "*blocks"], words: UInt32[Array, "*shape"]
+) -> Int8[Array, "*shape"]:
+    """The codes of numbers whose blocks have these scales, as `encode` makes them.
+
+    Args:
+      x: float32.
+      scales: those of `scales_of(x)`.
+      words: uniform random words.
+
+    Returns:
+      The codes.
+    """
+    counts = scales.shape[-2:]
     blocks = _in_blocks(x, counts)
     magnitude = jnp.abs(blocks)
-    # As integers, in whose order NaN comes last: a maximum of floats may leave it out.
-    bits = jax.lax.bitcast_convert_type(magnitude, jnp.int32)
-    largest = jnp.max(bits, within, keepdims=True)
-    scales = jax.lax.bitcast_convert_type(largest, jnp.float32)
+    scales = jnp.expand_dims(scales, _within(x.ndim))
     fourth = magnitude / jnp.where(scales > 0, scales, 1) * _LARGEST**4
     below = jnp.minimum(jnp.floor(jnp.sqrt(jnp.sqrt(fourth))), _LARGEST - 1)
     lower, upper = _square(_square(below)), _square(_square(below + 1))
@@ -104,8 +132,7 @@ def encode(x: Float32[Array, "*shape"], words: UInt32[Array, "*shape"]) -> Codes
     code = jnp.where(draw * (upper - lower) < fourth - lower, below + 1, below)
     code = jnp.where(magnitude > 0, jnp.maximum(code, 1), 0)
     codes = (jnp.sign(blocks) * code).astype(jnp.int8)
-    codes = _reshaped(codes, x.shape, jax.typeof(x).sharding.spec)
-    return Codes(codes, jnp.squeeze(scales, within))
+    return _reshaped(codes, x.shape, jax.typeof(x).sharding.spec)
 
 
 def decode(x: Codes) -> Float32[Array, "*shape"]:

@@ -1,5 +1,6 @@
 """Optimizer state in 16 or 8 bits, under any optax optimizer, which sees float32."""
 
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -8,7 +9,8 @@ import numpy as np
 import optax
 from jaxtyping import Array, PyTree, UInt32
 
-from jaxmp._block_codes import Codes, block_of, decode, encode
+from jaxmp import _compat
+from jaxmp._block_codes import Codes, block_of, codes_of, decode, scales_of
 from jaxmp._stochastic import hashed_words, round_by_words
 
 Moments = Literal["float32", "bfloat16", "int8"]
@@ -81,6 +83,34 @@ def compact_state(
     >>> jax.tree.map(jnp.shape, state.scales)
     (MaskedNode(), MaskedNode(), (8, 1), MaskedNode(), (8, 1))
     """
+    inner = checked_optimizer(inner, dtype)
+    if dtype == "float32":
+        return inner
+
+    def init(params: PyTree) -> RoundedState | CodedState:
+        return compacted(inner.init(params), dtype, min_size=min_size)
+
+    def update(
+        updates: PyTree,
+        state: RoundedState | CodedState,
+        params: PyTree | None = None,
+        **extra: Any,
+    ) -> tuple[PyTree, RoundedState | CodedState]:
+        if not isinstance(state, CodedState if dtype == "int8" else RoundedState):
+            raise TypeError(
+                f"the state must be the one that compact_state(optimizer, {dtype!r}).init "
+                f"returned, got {type(state).__name__}"
+            )
+        updates, new = inner.update(updates, expanded_state(state), params, **extra)
+        return updates, next_like(state, new)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def checked_optimizer(
+    inner: optax.GradientTransformation | optax.MultiSteps, dtype: Moments
+) -> optax.GradientTransformationExtraArgs:
+    """An optimizer in optax's general form; an error if it is none, or the dtype unknown."""
     if dtype not in get_args(Moments):
         raise ValueError(
             f"the dtype of moments must be one of {', '.join(map(repr, get_args(Moments)))}, "
@@ -93,32 +123,17 @@ def compact_state(
             f"inner must be an optax.GradientTransformation such as optax.adamw(1e-3), got "
             f"{type(inner).__name__}"
         )
-    inner = optax.with_extra_args_support(inner)
+    return optax.with_extra_args_support(inner)
+
+
+def compacted(state: PyTree, dtype: Moments, *, min_size: int = 4096) -> PyTree:
+    """A first state of an optimizer, stored as `compact_state` says."""
     if dtype == "float32":
-        return inner
+        return state
     coded = str(dtype) == "int8"
-
-    def init(params: PyTree) -> RoundedState | CodedState:
-        state = inner.init(params)
-        _check_state(state, coded)
-        kinds = [_kind(x, coded, min_size) for x in jax.tree.leaves(state)]
-        return _stored(state, kinds, coded, jnp.uint32(0))
-
-    def update(
-        updates: PyTree,
-        state: RoundedState | CodedState,
-        params: PyTree | None = None,
-        **extra: Any,
-    ) -> tuple[PyTree, RoundedState | CodedState]:
-        if not isinstance(state, CodedState if coded else RoundedState):
-            raise TypeError(
-                f"the state must be the one that compact_state(optimizer, {dtype!r}).init "
-                f"returned, got {type(state).__name__}"
-            )
-        updates, new = inner.update(updates, expanded_state(state), params, **extra)
-        return updates, stored_like(state, new)._replace(step=state.step + jnp.uint32(1))
-
-    return optax.GradientTransformationExtraArgs(init, update)
+    _check_state(state, coded)
+    kinds = [_kind(x, coded, min_size) for x in jax.tree.leaves(state)]
+    return _stored(state, kinds, coded, jnp.uint32(0))
 
 
 def is_compact(x: Any) -> bool:
@@ -166,28 +181,69 @@ def stored_like(state: PyTree, expanded: PyTree) -> PyTree:
     """
 
     def store(old: Any, new: PyTree) -> Any:
-        if not is_compact(old):
-            return new
-        return _stored(new, _kinds(old), isinstance(old, CodedState), old.step)
+        return _stored_like(old, new) if is_compact(old) else new
 
     return jax.tree.map(store, state, expanded, is_leaf=is_compact)
 
 
-def _stored(state: PyTree, kinds: list[str], coded: bool, step: Any) -> RoundedState | CodedState:
+def next_like(
+    state: RoundedState | CodedState, expanded: PyTree, after: Sequence[Array] = ()
+) -> RoundedState | CodedState:
+    """The next state, stored as this one is.
+
+    Args:
+      state: what `compact_state` made.
+      expanded: the next state as the optimizer made it.
+      after: arrays that are computed from `state` too, before it is written over.
+
+    Returns:
+      The next state.
+    """
+    return _stored_like(state, expanded, after)._replace(step=state.step + jnp.uint32(1))
+
+
+def _stored_like(state: Any, expanded: PyTree, after: Sequence[Array] = ()) -> Any:
+    return _stored(expanded, _kinds(state), isinstance(state, CodedState), state.step, after)
+
+
+def _stored(
+    state: PyTree, kinds: list[str], coded: bool, step: Any, after: Sequence[Array] = ()
+) -> RoundedState | CodedState:
     """A state whose leaves are stored as `kinds` says, by new words for each step and leaf."""
     leaves, structure = jax.tree.flatten(state)
-    scales: list[Any] = [optax.MaskedNode() for _ in leaves]
-    for i, kind in enumerate(kinds):
-        if not kind:
-            continue
-        x = jnp.asarray(leaves[i], jnp.float32)
-        words = hashed_words(x.shape, [_STREAM, np.uint32(i), step])
-        if kind == "int8":
-            leaves[i], scales[i] = encode(x, words)
+    wide = {i: jnp.asarray(leaves[i], jnp.float32) for i, kind in enumerate(kinds) if kind}
+    words = {i: hashed_words(x.shape, [_STREAM, np.uint32(i), step]) for i, x in wide.items()}
+    # Codes are made in a pass of their own, which needs the scales.
+    scales = {i: scales_of(x) for i, x in wide.items() if kinds[i] == "int8"}
+    scales = _not_before(after, scales)
+    for i, x in wide.items():
+        if i in scales:
+            leaves[i] = codes_of(x, scales[i], words[i])
         else:
-            leaves[i] = round_by_words(x, jnp.dtype(jnp.bfloat16), words)
+            leaves[i] = round_by_words(x, jnp.dtype(jnp.bfloat16), words[i])
     inner = jax.tree.unflatten(structure, leaves)
-    return CodedState(inner, tuple(scales), step) if coded else RoundedState(inner, step)
+    if not coded:
+        return RoundedState(inner, step)
+    beside = tuple(scales.get(i, optax.MaskedNode()) for i in range(len(leaves)))
+    return CodedState(inner, beside, step)
+
+
+def _not_before(arrays: Sequence[Array], scales: dict[int, Array]) -> dict[int, Array]:
+    """The scales, which a TPU has only once these arrays are made.
+
+    Its compiler makes the codes of 48 params of 4096 x 4096 before the params otherwise, which
+    read the old codes, and keeps both codes: 2.2 bytes for each param. GPUs would store the arrays
+    for this before they choose between new and old values.
+    """
+    if not scales or not any(map(_compat.is_traced, arrays)):
+        return scales
+
+    def wait(scales: Any, arrays: Any) -> Any:
+        return jax.lax.optimization_barrier((scales, arrays))[0]
+
+    return jax.lax.platform_dependent(
+        scales, list(arrays), tpu=wait, default=lambda scales, _: scales
+    )
 
 
 def _kind(x: Any, coded: bool, min_size: int) -> str:

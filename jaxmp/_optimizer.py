@@ -8,7 +8,7 @@ import jmp
 import optax
 from jaxtyping import Array, Bool, PyTree
 
-from jaxmp._compact_state import Moments, compact_state
+from jaxmp._compact_state import Moments, checked_optimizer
 from jaxmp._loss_scale import LossScale, NoLossScale, StaticLossScale, choose_loss_scale
 from jaxmp._master_storages import STORAGES
 from jaxmp._masters import Masters
@@ -181,7 +181,8 @@ def mixed_precision(
             "overflowed gradients. Use another skip, or a static loss scale"
         )
     masters, computed = Masters(master), frozenset(dtypes_of(rules))
-    algorithm = Algorithm(_as_transformation(inner, moments), config, masters, skip, computed)
+    inner = _as_transformation(inner, moments)
+    algorithm = Algorithm(inner, moments, config, masters, skip, computed)
 
     def init(params: PyTree) -> MixedPrecisionState:
         refuse_to_be_wrapped()
@@ -207,4 +208,4 @@ def mixed_precision(
 def _as_transformation(inner: Any, moments: Moments) -> optax.GradientTransformationExtraArgs:
     if isinstance(inner, MixedPrecision):
         raise TypeError("the optimizer is wrapped in mixed_precision already; wrap it once")
-    return compact_state(inner, moments)
+    return checked_optimizer(inner, moments)

@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Int32, PyTree
 
+from jaxmp._compact_state import Moments, compacted, expanded_state, next_like
 from jaxmp._cpu_compiler import warn_of_cpu_compiler
 from jaxmp._dtypes import DType, is_inexact, is_narrow
 from jaxmp._frozen import check_rests, gradient_dtype, moved_by
 from jaxmp._loss_scale import LossScale, LossScaleState
 from jaxmp._master_storages import same_bits
-from jaxmp._masters import Masters
+from jaxmp._masters import Masters, is_masked
 from jaxmp._placement import placed_beside
 from jaxmp._rounding import widen_rounded
 from jaxmp._skipping import Skip, step_if
@@ -79,6 +80,7 @@ class Algorithm:
 
     Attributes:
       inner: the optimizer, which sees float32 alone.
+      moments: in what its state is stored.
       loss_scale: the config of the loss scale.
       masters: how they are kept.
       skip: how a step is skipped.
@@ -86,6 +88,7 @@ class Algorithm:
     """
 
     inner: optax.GradientTransformationExtraArgs
+    moments: Moments
     loss_scale: LossScale
     masters: Masters
     skip: Skip
@@ -100,7 +103,7 @@ class Algorithm:
         _check_moved(params, moved)
         params, master = self.masters.first(values, params, moved)
         state = MixedPrecisionState(
-            inner=strong(self.inner.init(self.masters.load(params, master))),
+            inner=strong(self._first_inner(params, master)),
             master=master,
             loss_scale=self.loss_scale.init(),
             grads_finite=jnp.array(True),
@@ -141,13 +144,17 @@ class Algorithm:
             # New params are written over the ones that are read here: others would be copied.
             old = params if as_updates else now.output
             values = self.masters.load(old, now.master)
-            updates, inner = self.inner.update(wide, now.inner, values, **extra)
-            check_rests(self.inner, (wide, now.inner, values), extra, updates, moved)
+            before = now.inner if self.moments == "float32" else expanded_state(now.inner)
+            updates, inner = self.inner.update(wide, before, values, **extra)
+            check_rests(self.inner, (wide, before, values), extra, updates, moved)
+            inner = _like_before(inner, before)
             values = jax.tree.map(_stepped, values, updates, moved)
             new = self.masters.store(values, old, now.master)
             output = jax.tree.map(lambda o, n, moves: n if moves else o, old, new.params, moved)
             output = _ingredients(old, output, updates, moved) if as_updates else output
-            return _Stepped(output, new.master, _like_before(inner, now.inner))
+            if self.moments != "float32":
+                inner = next_like(now.inner, inner, _made_with_params(new.params, new.master))
+            return _Stepped(output, new.master, inner)
 
         if self.skip == "none":
             finite = jnp.array(True)
@@ -163,6 +170,9 @@ class Algorithm:
         counts = count(self.loss_scale, state, finite)
         return output, counts._replace(inner=after.inner, master=after.master)
 
+    def _first_inner(self, params: PyTree, master: PyTree) -> Any:
+        return compacted(self.inner.init(self.masters.load(params, master)), self.moments)
+
     def _expected(self, params: PyTree, *, anew: bool = False) -> _Expected:
         """What belongs to params like these.
 
@@ -176,9 +186,7 @@ class Algorithm:
             live, master = jax.eval_shape(lambda p: self.masters.first(p, p, moved), like)
             inner = None
             with contextlib.suppress(Exception):  # of whatever sort: the optimizer is the user's
-                inner = jax.eval_shape(
-                    lambda *p: self.inner.init(self.masters.load(*p)), live, master
-                )
+                inner = jax.eval_shape(self._first_inner, live, master)
             self._kept[treedef, kinds] = _Expected(moved, master, inner)
         return self._kept[treedef, kinds]
 
@@ -296,6 +304,16 @@ def _wide_gradient(grad: Any, param: Any) -> Any:
 
 def _stepped(value: Any, update: Any, moves: bool) -> Any:
     return optax.apply_updates(value, update) if moves else value
+
+
+def _made_with_params(params: PyTree, master: PyTree) -> list[Any]:
+    """What is made in the same pass as each param: its master, or itself if that is all.
+
+    Of the two, as the compiler for TPUs makes both at once only where one alone is waited for.
+    """
+    kept = jax.tree.leaves(master, is_leaf=is_masked)
+    pairs = zip(jax.tree.leaves(params), kept, strict=True)
+    return [p if is_masked(k) or k.shape != p.shape else k for p, k in pairs]
 
 
 # For a narrow param a step yields the new param rather than its update: the update is the
