@@ -45,7 +45,7 @@ _SIZES = {
     "lstm": Sizes(2, 512, 64, 256),
     "moe": Sizes(4, 512, 8, 512, heads=8, classes=2048),
 }
-_QUICK = Sizes(2, 64, 2, 64, heads=4, classes=64)
+_QUICK = Sizes(4, 64, 2, 64, heads=4, classes=64)  # of two, what is around the loop weighs most
 _STEPS_UNROLLED = 16  # of the recurrent model, whose loop is that over time
 _RATIOS = ("temp", "products", "cycles", "turns", "accessed")
 

@@ -55,8 +55,7 @@ def test_recompute(gpu: Compiler) -> None:
         assert auto["products_own"] == pytest.approx(1, abs=0.005)
         assert whole["products_own"] > 1.1
         assert auto["temp_own"] < 1
-    # 0.32 and 0.34 at the benchmark's sizes; at these, what does not grow with them weighs more.
-    assert by["gpt", "by hand + auto"]["temp_own"] < 0.6
+    assert by["gpt", "by hand + auto"]["temp_own"] < 0.5
 
 
 def test_memory(gpu: Compiler) -> None:
