@@ -14,7 +14,7 @@ class OpClass(enum.Enum):
 
     LOWER = "runs in the compute dtype: matrix products and convolutions"
     FLOAT32 = "runs in float32, and its result stays there: overflows or cancels in 16 bits"
-    SUM = "accumulates in float32: sums, products, collective sums"
+    SUM = "makes one number of many, in float32: sums, products, extremes, collective sums"
     RANGE = "leaves the range of float16: float32 there, else follows its operands"
     PROMOTE = "follows its operands: the widest of the activations among them"
     MOVE = "moves data: its result has the dtype of its operand"
@@ -32,6 +32,8 @@ _TABLE: dict[OpClass, tuple[str, ...]] = {
     OpClass.FLOAT32: (
         # The exponent grows: exp overflows float16 at 11.1, and log(sum(exp)) cancels.
         "exp exp2 expm1 log log1p log2 log10 pow cbrt rsqrt sinh cosh tan",
+        # Of phases and coordinates they read the last bits.
+        "sin cos floor ceil round",
         # Slopes without bound near the ends of their domain.
         "asin acos erf_inv",
         # Special functions: sums of many terms.
@@ -45,22 +47,23 @@ _TABLE: dict[OpClass, tuple[str, ...]] = {
     OpClass.SUM: (
         # 16-bit sums stick: 256 + 1 is 256 in bfloat16.
         "reduce_sum reduce_prod reduce_window_sum",
+        # A sum of exponentials is taken relative to the largest.
+        "reduce_max reduce_min",
         # Over devices too.
         "psum psum2 psum_invariant reduce_scatter unreduced_psum unreduced_reduce_scatter",
     ),
     OpClass.RANGE: ("integer_pow square",),
     OpClass.PROMOTE: (
         "add sub mul div neg add_any",
-        "max min abs sign floor ceil round clamp select_n",
-        "sqrt tanh logistic erf erfc sin cos atan atan2 asinh acosh atanh",
+        "max min abs sign clamp select_n",
+        "sqrt tanh logistic erf erfc atan atan2 asinh acosh atanh",
         "eq ne lt le gt ge eq_to lt_to le_to is_finite",
         "concatenate pad stack tie",
     ),
     OpClass.MOVE: (
         "reshape transpose squeeze expand_dims broadcast_in_dim rev slice dynamic_slice gather "
         "split unstack tile copy copy_p stop_gradient optimization_barrier name stage",
-        "reduce_max reduce_min argmax argmin cummax cummin reduce_window_max reduce_window_min "
-        "sort top_k",
+        "argmax argmin cummax cummin reduce_window_max reduce_window_min sort top_k",
         "sharding_constraint layout_constraint relayout reshard mesh_cast device_put "
         "with_memory_space_constraint",
         "all_gather all_gather_invariant all_gather_reduced all_to_all ppermute pbroadcast "
@@ -170,12 +173,10 @@ _COSTS: dict[Cost, tuple[str, ...]] = {
 COSTS: dict[str, Cost] = dict.fromkeys([*CLASSES, "convert_element_type"], Cost.CHEAP) | {
     name: cost for cost, lines in _COSTS.items() for line in lines for name in line.split()
 }
-# Jitted functions of JAX, all of whose operations are in a class.
+# Functions with derivatives of their own that are in a class as a whole.
 _FUNCTIONS: dict[str, OpClass] = {
-    # Their exponential is of numbers below zero.
-    "jax.nn.elu": OpClass.PROMOTE,
-    "jax.nn.selu": OpClass.PROMOTE,
-    "jax.nn.celu": OpClass.PROMOTE,
+    "logaddexp": OpClass.FLOAT32,  # the logarithm of a sum of exponentials; softplus is made of it
+    "log_ndtr": OpClass.FLOAT32,  # its derivative is an exponential of it
 }
 CONTRACTIONS = frozenset(_TABLE[OpClass.LOWER][0].split())
 # Made for the dtypes of their operands by whoever wrote them.
@@ -186,11 +187,6 @@ KERNELS = frozenset(
 )
 # What has another shape than its operands because it puts them side by side.
 ARRANGEMENTS = frozenset({"concatenate", "pad", "stack", "tie"})
-# A value that is in float32 for a moment stays there through these: they scale and shift it, or
-# see no more than its last bits, as of a phase.
-KEEPS_FLOAT32 = frozenset(
-    {"add", "sub", "mul", "div", "neg", "add_any", "sin", "cos", "floor", "ceil", "round"}
-)
 
 
 @dataclasses.dataclass(frozen=True)

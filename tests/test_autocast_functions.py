@@ -98,8 +98,8 @@ def test_pooling_and_images(policy: str) -> None:
         args = (rows(2, 3, 6, 6), rows(4, 3, 3, 3, seed=1) / 5)
         check(f, *args, policy=policy, argnums=())
         check(lambda x, k: f(x, k)[0], *args, policy=policy)  # where maxima are, may change
-    means = jaxmp.autocast(lambda x: jnp.mean((x @ jnp.eye(1)), (1, 2)), policy)
-    np.testing.assert_array_equal(means(jnp.ones((1, 70, 70, 1))), [[1.0]])
+    means = jaxmp.autocast(lambda x: jnp.mean((x @ jnp.eye(2)), (1, 2)), policy)
+    np.testing.assert_array_equal(means(jnp.ones((1, 70, 70, 2))), [[1.0, 1.0]])
 
 
 @pytest.mark.filterwarnings("ignore:autocast leaves .* of the FLOPs")

@@ -1,5 +1,6 @@
 """Carries of a scan that are sums are float32, however their terms are added."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.autocast_checks import BF16, LOW, W, error, rows
 from tests.dots import equations
 
 TURNS = 1000
+WS = jnp.stack([W, -W, W.T])
 ONES = jnp.ones((16, 16)) / 16
 Body = Callable[[Any, Any], tuple[Any, Any]]
 
@@ -53,8 +55,8 @@ def sharded(x: Any) -> Any:
     return lax.with_sharding_constraint(x, NamedSharding(MESH, ROWS))
 
 
-def over_devices(body: Body) -> Body:
-    add = jax.shard_map(lambda c, x: body(c, x)[0], mesh=MESH, in_specs=(ROWS, ROWS),
+def over_devices(body: Body, of_x: PartitionSpec = ROWS) -> Body:
+    add = jax.shard_map(lambda c, x: body(c, x)[0], mesh=MESH, in_specs=(ROWS, of_x),
                         out_specs=ROWS)  # fmt: skip
     return lambda c, x: (add(c, x), None)
 
@@ -133,28 +135,105 @@ def carried(fun: Any, *args: Any) -> set[str]:
     return {str(v.aval.dtype) for v in scan.outvars}
 
 
+REPLICATED = {
+    **WRAPPERS,
+    "shard_map": functools.partial(over_devices, of_x=PartitionSpec()),
+}
+
+
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_streams_stay_in_16_bits(name: str) -> None:
-    """What is added depends on the stream, in every one of the same wrappings."""
+    """The weights are others in each turn: layers, in every one of the same wrappings."""
+
+    def f(x: Any, ws: Any) -> Any:
+        body = REPLICATED[name](lambda c, w: (c + jnp.tanh(c @ w), None))
+        return lax.scan(body, x @ ws[0], ws)[0]
+
+    assert carried(f, rows(16, 16), WS) == {LOW[BF16]}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_recurrences_are_carried_in_float32(name: str) -> None:
+    """The weights are the same in each turn: a solver, whose steps 16 bits would lose."""
 
     def f(x: Any, w: Any) -> Any:
-        body = WRAPPERS[name](lambda c, row: (c + jnp.tanh(c @ w), None))
-        return lax.scan(body, x[0] @ w, x)[0]
+        body = REPLICATED[name](lambda c, _: (c + jnp.tanh(c @ w), None))
+        return lax.scan(body, x @ w, jnp.zeros((3, 16, 16)))[0]
 
-    wide = name == "while"  # of which the number of turns is not known
-    assert carried(f, rows(3, 4, 16), W) == {"float32" if wide else LOW[BF16]}
+    assert carried(f, rows(16, 16), W) == {"float32"}
+
+
+SLICES: dict[str, Callable[[Any, Any], Any]] = {
+    "by index": lambda ws, i: ws[i],
+    "by dynamic_slice": lambda ws, i: lax.dynamic_slice_in_dim(ws, i, 1)[0],
+    "by take, cast and scaled": lambda ws, i: 0.5 * jnp.take(ws, i % 3, axis=0).T,
+}
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("bound", ["static", "dynamic"])
+@pytest.mark.parametrize("name", SLICES)
+def test_layers_that_a_counter_slices(name: str, bound: str) -> None:
+    """Loops by `fori_loop` go as those by `scan` do: also where the number of turns is unknown."""
+
+    def f(x: Any, ws: Any, n: Any) -> Any:
+        body = lambda i, c: c + jnp.tanh(c @ SLICES[name](ws, i))  # noqa: E731
+        return lax.fori_loop(0, n if bound == "dynamic" else 3, body, x @ ws[0])
+
+    fast = jaxmp.autocast(f, BF16)
+    loop = {"static": "scan", "dynamic": "while"}[bound]
+    args = rows(16, 16), WS, jnp.int32(3)
+    (found,) = [e for e in equations(jax.make_jaxpr(fast)(*args)) if e.primitive.name == loop]
+    dtypes = {str(v.aval.dtype) for v in found.outvars if v.aval.shape}
+    assert dtypes == {LOW[BF16]}
+    assert error(fast(*args), f(*args)) < 0.05
+
+
+def test_a_sum_beside_layers_is_float32() -> None:
+    """As skip connections are added up: what begins with zeros is a sum, layers or not."""
+
+    def f(x: Any, ws: Any) -> Any:
+        def body(c: Any, w: Any) -> Any:
+            h = c[0] + jnp.tanh(c[0] @ w)
+            return (h, c[1] + h), None
+
+        return lax.scan(body, (x @ ws[0], jnp.zeros_like(x)), ws)[0]
+
+    closed = jax.make_jaxpr(jaxmp.autocast(f, BF16))(rows(16, 16), WS)
+    scan = next(e for e in equations(closed) if e.primitive.name == "scan")
+    assert [str(v.aval.dtype) for v in scan.outvars] == [LOW[BF16], "float32"]
 
 
 def test_sharded_streams_stay_in_16_bits() -> None:
+    def f(x: Any, ws: Any) -> Any:
+        body = lambda c, w: (sharded(sharded(c) + jnp.tanh(sharded(c @ w))), None)  # noqa: E731
+        return lax.scan(body, x @ ws[0], ws)[0]
+
+    assert carried(f, rows(16, 16), WS) == {LOW[BF16]}
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("loop", ["scan", "while", "python"])
+def test_small_steps_are_not_lost(loop: str) -> None:
+    """Of a differential equation: in a loop, and in Python's if the state begins with the data."""
+
     def f(x: Any, w: Any) -> Any:
-        body = lambda c, _: (sharded(sharded(c) + jnp.tanh(sharded(c @ w))), None)  # noqa: E731
-        return lax.scan(body, x @ w, None, length=3)[0]
+        step = lambda h: h + 0.002 * jnp.tanh(h @ w)  # noqa: E731
+        if loop == "scan":
+            return lax.scan(
+                lambda h, _: (step(h), None), x @ jnp.eye(16, dtype=x.dtype), None, length=200
+            )[0]
+        if loop == "while":
+            turns = 200 + (x[0, 0] > 99).astype(jnp.int32)
+            return lax.fori_loop(0, turns, lambda i, h: step(h), x @ jnp.eye(16, dtype=x.dtype))
+        for _ in range(200):
+            x = step(x)
+        return x
 
-    assert carried(f, rows(4, 16), W) == {LOW[BF16]}
-
-
-def test_the_largest_stays_in_16_bits() -> None:
-    def f(x: Any, w: Any) -> Any:
-        return lax.scan(lambda c, row: (jnp.maximum(c, row @ w), None), x[0] @ w, x)[0]
-
-    assert carried(f, rows(3, 4, 16), W) == {LOW[BF16]}
+    x = rows(16, 16)
+    x = x.astype(jnp.bfloat16).astype(jnp.float32)  # so that projecting it rounds nothing
+    want = f(x, W) - x
+    got = jax.jit(jaxmp.autocast(f, BF16))(x, W) - x
+    assert error(got, want) < 0.02
+    low = jax.jit(f)(x.astype(jnp.bfloat16), W.astype(jnp.bfloat16)).astype(jnp.float32) - x
+    assert error(low, want) > 0.2  # positive control

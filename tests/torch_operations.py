@@ -208,6 +208,15 @@ SQUARES = (
     "Has the range of float32 in bfloat16 and is stored in it, unless a sum or another float32 "
     "operation is all that reads it. In float16, which overflows, it is float32."
 )
+LAST_BITS = "Reads the last bits of a phase or of a coordinate, which 16 bits do not have."
+EXTREMES = (
+    "Makes one number of many, as a sum does. What is added to it later, as in the logarithm of a "
+    "sum of exponentials, is then added in float32."
+)
+WEAK = (
+    "A float32 argument takes the dtype of the activation that it meets. If it widened that, 16 "
+    "bits would end at the first mask or scale."
+)
 LINALG = (
     "Left as it was traced, in float32. PyTorch has no 16-bit kernel for the dtype it promises."
 )
@@ -233,6 +242,14 @@ WHY: dict[str, tuple[list[Difference], str]] = {
     ),
     "exp2": (both(FIRST, "float32"), OVERFLOWS),
     "logaddexp": (both("lp,lp", "float32"), OVERFLOWS),
+    **{name: (both(FIRST, "float32"), LAST_BITS) for name in ("sin", "cos", "floor", "round")},
+    **{name: (both(FIRST, "float32"), EXTREMES) for name in ("amax", "amin")},
+    "reciprocal": (both(FIRST, "bfloat16", "bfloat16"), SQUARES),
+    **{
+        name: (activations("f32,lp lp,f32", "lp"), WEAK)
+        for name in ("atan2", "mul", "div", "maximum", "minimum", "where", "cat", "stack")
+    },
+    **{name: (activations("lp,f32", "lp"), WEAK) for name in ("addcmul", "addcdiv")},
     "lgamma": (both(FIRST, "float32"), OVERFLOWS),
     "digamma": (both(FIRST, "float32"), OVERFLOWS),
     "logcumsumexp": (both(FIRST, "float32"), OVERFLOWS),
@@ -246,9 +263,9 @@ WHY: dict[str, tuple[list[Difference], str]] = {
         for name in ("layer_norm", "rms_norm", "group_norm")
     },
     "batch_norm": (
-        activations(FIRST, "float32") + arguments("lp,lp", "float32"),
-        "Normalised in float32 as every norm is, until the next nonlinearity; PyTorch's kernel "
-        "does the same within.",
+        activations("lp,lp", "float32") + arguments("lp,lp", "float32"),
+        "Normalised in float32 as every norm is, until it meets 16 bits; PyTorch's kernel does the "
+        "same within.",
     ),
     "scatter_add": (
         both("lp,lp", "float32"),

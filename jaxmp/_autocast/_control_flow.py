@@ -1,5 +1,6 @@
 """Operations that contain programs: each is bound again around programs that were rewritten."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,20 +9,16 @@ from jax.extend import core
 
 from jaxmp import _compat
 from jaxmp._autocast._custom_rules import custom_jvp, custom_vjp
-from jaxmp._autocast._flow import Context, Plan, ResultsIn, plan
+from jaxmp._autocast._flow import AllIn, Context, Plan, ResultsIn, is_backward, plan
 from jaxmp._autocast._interpreter import run, traced
-from jaxmp._autocast._kinds import FLOAT32, Kind, State, entering, fits, joined
-from jaxmp._autocast._recurrence import adds_up
+from jaxmp._autocast._kinds import FLOAT32, Kind, State, combined, entering, joined
+from jaxmp._autocast._layers import through_layers
 from jaxmp._autocast._scopes import Region
-from jaxmp._autocast._steps import States, Step, alone, is_ours
+from jaxmp._autocast._steps import States, Step, alone, initial
 from jaxmp._dtypes import DType
 from jaxmp._float32_sums import accumulator, is_half
 from jaxmp._program import JITS, Op, read
 from jaxmp._reduction import gradient_of
-
-# What a scan may carry in 16 bits if its body returns it so: activations, in whatever dtype they
-# begin. Zeros are not among them, with which sums begin, nor params laid out for an ensemble.
-_MAY_BE_LOW = frozenset({Kind.LOW, Kind.BRIEF, Kind.PLACED})
 
 
 def plan_control(op: Op, states: States, context: Context, region: Region) -> Step:
@@ -32,13 +29,15 @@ def plan_control(op: Op, states: States, context: Context, region: Region) -> St
     return alone(op, states) if planner is None else planner(op, states, context, region)
 
 
-def planned(jaxpr: Any, states: States, context: Context, op: Op, *, widened: bool = False) -> Plan:
+def planned(
+    jaxpr: Any, states: States, context: Context, op: Op, results_in: AllIn = "low"
+) -> Plan:
     """The plan of a program inside of an operation, made once for each way that it is called."""
     inside = context.inside(op)
     names = context.regions.deciding(inside.prefix)
     states = [state and entering(state) for state in states]
-    results_in: ResultsIn = "float32" if widened else "low"
-    key = ("plan", id(jaxpr), tuple(states), names, inside.functions, results_in)
+    pulled = any(map(is_backward, inside.stacks))
+    key = ("plan", id(jaxpr), tuple(states), names, inside.functions, pulled, results_in)
     if key not in context.memo:
         # The jaxpr is kept, so that its id is not given to another.
         context.memo[key] = plan(read(jaxpr), states, inside, results_in=results_in), jaxpr
@@ -48,7 +47,7 @@ def planned(jaxpr: Any, states: States, context: Context, op: Op, *, widened: bo
 def changes(plan: Plan) -> bool:
     """Whether a plan asks for anything that was not traced so."""
     for step in plan.steps:
-        if step.run is not None and step.op.name != "convert_element_type":
+        if step.run is not None and any(step.results) and step.op.name != "convert_element_type":
             return True
         for aval, want in zip(step.op.in_avals, step.wants, strict=True):
             if want is not None and want != aval.dtype:
@@ -62,8 +61,8 @@ def in_dtypes(states: States) -> list[DType | None]:
     return [state and state.dtype for state in states]
 
 
-def _jit(op: Op, states: States, context: Context, *, widened: bool = False) -> Step:
-    inner = planned(op.params["jaxpr"], states, context, op, widened=widened)
+def _jit(op: Op, states: States, context: Context, results_in: ResultsIn = "low") -> Step:
+    inner = planned(op.params["jaxpr"], states, context, op, results_in)
     if not changes(inner) and _as_traced(op, inner):
         return _unchanged(op, states, inner)
 
@@ -71,7 +70,7 @@ def _jit(op: Op, states: States, context: Context, *, widened: bool = False) -> 
         new = _traced_once(context, inner, values)
         return _compat.bind(op.equation, values, jaxpr=new)
 
-    again = None if widened else lambda: _jit(op, states, context, widened=True)
+    again = functools.partial(_jit, op, states, context, "float32")
     return Step(op, in_dtypes(states), inner.results, run=bind, widened=again)
 
 
@@ -97,39 +96,23 @@ def _traced_once(context: Context, inner: Plan, values: Sequence[Any]) -> Any:
 
 
 def _remat(
-    op: Op, states: States, context: Context, region: Region, *, widened: bool = False
+    op: Op, states: States, context: Context, region: Region, results_in: ResultsIn = "low"
 ) -> Step:
-    # What goes in is what a checkpoint keeps: activations in 16 bits.
-    states = [state and _stored(state, region) for state in states]
-    inner = planned(op.params["jaxpr"], states, context, op, widened=widened)
+    inner = planned(op.params["jaxpr"], states, context, op, results_in)
 
     def bind(op: Op, values: list[Any]) -> list[Any]:
         new = _compat.without_consts(_traced_once(context, inner, values))
         return _compat.bind(op.equation, values, jaxpr=new)
 
-    again = None if widened else lambda: _remat(op, states, context, region, widened=True)
+    again = functools.partial(_remat, op, states, context, region, "float32")
     return Step(op, in_dtypes(states), inner.results, run=bind, widened=again)
 
 
 def _scan(op: Op, states: States, context: Context, region: Region) -> Step:
-    body = op.params["jaxpr"]
     consts, carries = _compat.scan_counts(op.params)
     carry = slice(consts, consts + carries)
-    avals = op.in_avals
-    inside = list(states)
-    program = read(body)
-    for i in range(carries):
-        at = consts + i
-        first = inside[at] = _first_carry(states[at], avals[at], region)
-        if first is None or first.kind not in _BECOMES_LOW or avals[at].dtype != FLOAT32:
-            continue
-        if adds_up(program, at, i):
-            inside[at] = State(Kind.WIDE, FLOAT32)
-    low = None if region.exact else region.low
-    inner, inside = _settled(body, inside, carry, avals, context, op, low=low)
-    out: list[State | None] = list(inside[carry])
-    for state in inner.results[carries:]:
-        out.append(_stored(state, region))
+    inner, inside = _settled(op, "jaxpr", states, op.in_avals, carry, context, region)
+    out = [*map(_after, inside[carry]), *map(_after, inner.results[carries:])]
 
     def bind(op: Op, values: list[Any]) -> list[Any]:
         avals = [_compat.type_of(v) for v in values]
@@ -163,92 +146,58 @@ def _summing_scan(params: dict[str, Any], body: Any, values: list[Any]) -> list[
     return [*carry, *ys]
 
 
-# Rows are exact as long as each turn returns rows: an embedding, but also phases by position.
-_BECOMES_LOW = frozenset({Kind.LOW, Kind.ROWS})
-
-
-def _first_carry(state: State | None, aval: Any, region: Region) -> State | None:
-    """What a scan is first assumed to carry."""
-    if state is None or aval.dtype != FLOAT32:
-        return state and State(Kind.LOW, aval.dtype)
-    if state.kind in _MAY_BE_LOW and not region.exact:
-        return State(Kind.LOW, state.dtype if state.kind is Kind.LOW else region.low)
-    return _no_literal(state)
-
-
 def _settled(
-    body: Any,
-    inside: list[State | None],
-    carry: slice,
-    avals: list[Any],
-    context: Context,
     op: Op,
-    *,
-    low: DType | None = None,
+    body: str,
+    states: States,
+    avals: Sequence[Any],
+    carry: slice,
+    context: Context,
+    region: Region,
 ) -> tuple[Plan, list[State | None]]:
-    """What a loop carries once nothing changes any more: each turn changes one carry for good.
+    """The plan of a loop's body, and what it is given, once a turn returns what the next is given.
 
-    With a dtype `low`, what begins as rows and goes on as an activation is carried in it.
+    A carry that no product touches stays as it is. One that goes through layers, products with
+    weights that are others in each turn, is 16 bits as without a loop. All others are firm: a
+    recurrence adds up what 16 bits would lose.
     """
-    begun = list(inside)
+    program = op.params[body]
+    layers = frozenset() if region.exact else through_layers(op, body, carry)
+    inside = [state and entering(state) for state in states]
+    for i, aval in enumerate(avals[carry], carry.start):
+        if inside[i] is not None and aval.dtype != FLOAT32:
+            inside[i] = State(Kind.LOW, aval.dtype)
+    count = len(read(program).outputs)
     while True:
-        inner = planned(body, inside, context, op)
-        returned = inner.results[: carry.stop - carry.start]
-        new = list(inside)
-        new[carry] = [
-            _next_carry(begin, end, aval, low)
-            for begin, end, aval in zip(inside[carry], returned, avals[carry], strict=True)
-        ]
-        if new == inside:
+        firm = [state is not None and state.kind is Kind.FIRM for state in inside[carry]]
+        results_in: list[ResultsIn] = ["float32" if each else "low" for each in firm]
+        results_in += ["low"] * (count - len(firm))
+        inner = planned(program, inside, context, op, tuple(results_in))
+        turned = list(inside)
+        for i, aval in enumerate(avals[carry], carry.start):
+            begin, end = inside[i], inner.results[i - carry.start]
+            if begin is not None and end is not None and aval.dtype == FLOAT32:
+                turned[i] = _next_carry(begin, end, region.low, i - carry.start in layers)
+        if turned == inside:
             return inner, inside
-        for i, kinds in enumerate(zip(*map(_kinds, (begun, inside, new)), strict=True)):
-            if kinds[0] is kinds[2] is not kinds[1]:
-                new[i] = State(Kind.WIDE, FLOAT32)  # or it went round in circles
-        # What depends on rows that have become an activation is judged when they are one.
-        streams = [
-            end if _becomes_low(begin, end) else begin
-            for begin, end in zip(inside, new, strict=True)
-        ]
-        inside = new if streams == inside else streams
+        inside = turned
 
 
-def _kinds(states: States) -> list[Kind | None]:
-    return [state and state.kind for state in states]
+def _next_carry(begin: State, end: State, low: DType, through_layers: bool) -> State:
+    """What is known of a carry if it begins as one and ends a turn as another: never less."""
+    kinds = {begin.kind, end.kind}
+    if kinds == {Kind.WEAK}:
+        return combined([begin, end])
+    if through_layers and Kind.FIRM not in kinds:
+        return State(Kind.HIGH, FLOAT32) if kinds == {Kind.HIGH} else State(Kind.LOW, low)
+    return State(Kind.FIRM, FLOAT32)
 
 
-def _becomes_low(begin: State | None, end: State | None) -> bool:
-    rows = begin is not None and begin.kind is Kind.ROWS
-    return rows and end is not None and end.kind is Kind.LOW
-
-
-def _next_carry(
-    begin: State | None, end: State | None, aval: Any, low: DType | None
-) -> State | None:
-    if begin is None or end is None or aval.dtype != FLOAT32:
-        return begin
-    if begin.kind is Kind.ROWS and end.kind in _MAY_BE_LOW and low is not None:
-        return State(Kind.LOW, end.dtype if end.kind is Kind.LOW else low)
-    if begin.kind is Kind.LOW:
-        if end.kind is Kind.ROWS:
-            return State(Kind.ROWS, FLOAT32)  # the next token's embedding, or its phases
-        stays = end.kind in _MAY_BE_LOW and (end.kind is not Kind.LOW or end.dtype == begin.dtype)
-        literal = end.kind is Kind.LITERAL and fits(end.value, begin.dtype)
-        return begin if stays or literal else State(Kind.WIDE, FLOAT32)
-    return begin if end.kind is begin.kind else State(Kind.WIDE, FLOAT32)
-
-
-def _stored(state: State | None, region: Region) -> State | None:
-    """What is kept for long, by scans and checkpoints: activations in 16 bits.
-
-    Rows of params have not met any. They may be an embedding, or phases that a cosine is taken of.
-    """
-    if state is not None and state.kind is Kind.BRIEF and not region.exact:
-        return State(Kind.LOW, region.low)
-    return state and _no_literal(state)
-
-
-def _no_literal(state: State) -> State:
-    return State(Kind.TABLE, state.dtype) if state.kind is Kind.LITERAL else state
+def _after(state: State | None) -> State | None:
+    """What a loop returns has been added up: where it joins 16 bits, it joins in 16 bits."""
+    if state is not None and state.kind is Kind.FIRM:
+        return State(Kind.HIGH, FLOAT32)
+    return state and entering(state)
 
 
 def _traced_as(context: Context, inner: Plan, avals: list[Any], out: States) -> Any:
@@ -268,37 +217,22 @@ def _traced_as(context: Context, inner: Plan, avals: list[Any], out: States) -> 
 
 def _while(op: Op, states: States, context: Context, region: Region) -> Step:
     params = op.params
-    test, body = params["cond_nconsts"], params["body_nconsts"]
-    carry = slice(body, None)
+    test, consts = params["cond_nconsts"], params["body_nconsts"]
+    carry = slice(consts, len(states) - test)
     avals = op.in_avals[test:]
-    inside: list[State | None] = list(states[test:])
-    # The number of turns is not known, nor what the carry is for: it keeps its dtype.
-    inside[carry] = [
-        None if state is None else _kept(state, aval)
-        for state, aval in zip(inside[carry], avals[carry], strict=True)
-    ]
-    stop = len(inside)
-    inner, inside = _settled(params["body_jaxpr"], inside, slice(body, stop), avals, context, op)
+    inner, inside = _settled(op, "body_jaxpr", states[test:], avals, carry, context, region)
     tested = [*states[:test], *inside[carry]]
     condition = planned(params["cond_jaxpr"], tested, context, op)
-    out = list(inside[carry])
+    out = inside[carry]
 
     def bind(op: Op, values: list[Any]) -> list[Any]:
         avals = [_compat.type_of(v) for v in values]
-        of_carry = avals[test + body :]
+        of_carry = avals[test + consts :]
         new = _traced_as(context, inner, avals[test:], out)
         check = _traced_as(context, condition, [*avals[:test], *of_carry], condition.results)
         return _compat.bind(op.equation, values, body_jaxpr=new, cond_jaxpr=check)
 
-    return Step(op, in_dtypes([*states[:test], *inside]), out, run=bind)
-
-
-def _kept(state: State, aval: Any) -> State:
-    if aval.dtype != FLOAT32:
-        return State(Kind.LOW, aval.dtype)
-    if state.kind in (Kind.LOW, Kind.BRIEF, Kind.LITERAL):
-        return State(Kind.TABLE if state.kind is Kind.LITERAL else Kind.WIDE, FLOAT32)
-    return State(state.kind, FLOAT32)
+    return Step(op, in_dtypes([*states[:test], *inside]), [*map(_after, out)], run=bind)
 
 
 def _cond(op: Op, states: States, context: Context, region: Region) -> Step:
@@ -307,7 +241,7 @@ def _cond(op: Op, states: States, context: Context, region: Region) -> Step:
     out: list[State | None] = []
     for results in zip(*(each.results for each in plans), strict=True):
         floats = [state for state in results if state is not None]
-        out.append(_merged(floats) if len(floats) == len(results) else None)
+        out.append(joined(floats) if len(floats) == len(results) else None)
 
     def bind(op: Op, values: list[Any]) -> list[Any]:
         avals = [_compat.type_of(v) for v in values[1:]]
@@ -315,13 +249,6 @@ def _cond(op: Op, states: States, context: Context, region: Region) -> Step:
         return _compat.bind(op.equation, values, branches=new)
 
     return Step(op, in_dtypes(states), out, run=bind)
-
-
-def _merged(states: list[State]) -> State:
-    state = joined(states)
-    if state.kind is Kind.LOW and not all(fits(s.value, state.dtype) for s in states):
-        return State(Kind.WIDE, FLOAT32)
-    return _no_literal(state)
 
 
 def _shard_map(op: Op, states: States, context: Context, region: Region) -> Step:
@@ -340,12 +267,10 @@ def _same_signature(name: str) -> Callable[[Op, States, Context, Region], Step]:
 
     def plan_it(op: Op, states: States, context: Context, region: Region) -> Step:
         body = op.params[name]
-        step = alone(op, states, exact=Kind.BRIEF)
-        inside = [
-            state and _kept(state, aval) for state, aval in zip(states, op.in_avals, strict=True)
-        ]
+        step = alone(op, states)
+        inside = [state and initial(aval) for state, aval in zip(states, op.in_avals, strict=True)]
         inner = planned(body, inside, context, op)
-        out = [State(Kind.WIDE, aval.dtype) if is_ours(aval) else None for aval in op.out_avals]
+        out = [initial(aval) for aval in op.out_avals]
 
         def bind(op: Op, values: list[Any]) -> list[Any]:
             avals = [_compat.type_of(v) for v in values]

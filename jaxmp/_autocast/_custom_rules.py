@@ -1,6 +1,7 @@
 """Functions with derivatives of their own: `jax.custom_jvp` and `jax.custom_vjp`."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,20 +13,18 @@ from jax import lax
 from jaxmp import _compat
 from jaxmp._autocast._flow import Context, Plan, ResultsIn, plan
 from jaxmp._autocast._interpreter import run
-from jaxmp._autocast._kernels import with_statistics
-from jaxmp._autocast._kinds import ACTIVATIONS, Kind, State
+from jaxmp._autocast._kinds import State
 from jaxmp._autocast._scopes import Region
-from jaxmp._autocast._steps import States, Step, alone, kinds_of
+from jaxmp._autocast._steps import States, Step, alone
 from jaxmp._program import Op, derivative_of, differentiable, has_tangent, read
 
 
 def custom_jvp(
-    op: Op, states: States, context: Context, region: Region, *, widened: bool = False
+    op: Op, states: States, context: Context, region: Region, results_in: ResultsIn = "low"
 ) -> Step:
     """Both the function and its derivative are rewritten: `relu` is 16-bit for 16-bit operands."""
     body = op.params["call_jaxpr"]
     inside = context.inside(op)
-    results_in: ResultsIn = "float32" if widened else "low"
     inner = context.keep(op, body, plan(read(body), states, inside, results_in=results_in))
     wants = [state and state.dtype for state in states]
 
@@ -55,9 +54,7 @@ def custom_jvp(
     def bind(op: Op, values: list[Any]) -> list[Any]:
         return list(call(*values))
 
-    # A norm, a relu and a mean are float32 all along.
-    keep = widened or Kind.LOW in kinds_of(states)
-    again = None if keep else lambda: custom_jvp(op, states, context, region, widened=True)
+    again = functools.partial(custom_jvp, op, states, context, region, "float32")
     return Step(op, wants, inner.results, run=bind, widened=again)
 
 
@@ -73,11 +70,7 @@ def custom_vjp(op: Op, states: States, context: Context, region: Region) -> Step
     """The function runs as it was traced, since its gradient belongs to what it computes."""
     if context.enter_custom_vjp:
         return _entered(op, states, context)
-    if not ACTIVATIONS & kinds_of(states):
-        return alone(op, states)
-    step = alone(op, states, exact=Kind.BRIEF)
-    step.results = with_statistics(op, states, step.results)
-    return step
+    return alone(op, states)
 
 
 @jax.tree_util.register_static

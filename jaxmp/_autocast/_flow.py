@@ -2,10 +2,12 @@
 
 One pass forward follows every value from where it comes, one pass backward lets what feeds only
 float32 operations run in float32 itself: the square before a sum, the difference before an
-exponential. A program inside of an operation is planned for the dtypes that reach it.
+exponential. What leaves a backward pass is untouched again: the gradient of a parameter updates it
+in float32. A program inside of an operation is planned for the dtypes that reach it.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -16,10 +18,12 @@ from jaxmp._autocast._kinds import FLOAT32, Kind, State
 from jaxmp._autocast._operations import RULES, adapted, convert, has_own_program
 from jaxmp._autocast._scopes import Regions, scopes
 from jaxmp._autocast._steps import States, Step, alone, initial, is_foreign, literal
+from jaxmp._compat import function_name
 from jaxmp._op_lists import CONTRACTIONS, OpClass, OpLists
 from jaxmp._program import JITS, Op, Program
 
 ResultsIn = Literal["low", "either", "float32"]
+AllIn = ResultsIn | tuple[ResultsIn, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +52,7 @@ class Context:
       control: plans an operation that contains programs.
       kernels: those that were traced for 16 bits.
       prefix: the scopes around the program that is being planned.
+      stacks: the same as name stacks, with the transformations that are noted in them.
       functions: the jitted functions around it.
       seen: the names of all primitives and jitted functions that were met.
       memo: what was planned and traced already.
@@ -60,6 +65,7 @@ class Context:
     control: Callable[..., Step]
     kernels: Taken = dataclasses.field(default_factory=dict)
     prefix: tuple[str, ...] = ()
+    stacks: tuple[Any, ...] = ()
     functions: tuple[str, ...] = ()
     seen: set[str] = dataclasses.field(default_factory=set)
     memo: dict[Any, Any] = dataclasses.field(default_factory=dict)
@@ -77,19 +83,18 @@ class Context:
     def inside(self, op: Op) -> "Context":
         """The context of the programs inside of an operation."""
         own = (op.params["name"],) if op.name in JITS else ()
+        if op.name == "custom_jvp_call":
+            own = (function_name(op.equation),)
         return dataclasses.replace(
             self,
             prefix=(*self.prefix, *scopes(op.stack)),
+            stacks=(*self.stacks, op.stack),
             functions=(*self.functions, *op.functions, *own),
         )
 
 
 def plan(
-    program: Program,
-    arguments: States,
-    context: Context,
-    *,
-    results_in: ResultsIn = "low",
+    program: Program, arguments: States, context: Context, *, results_in: AllIn = "low"
 ) -> Plan:
     """Decides in which dtype each operation runs.
 
@@ -97,8 +102,8 @@ def plan(
       program: the program.
       arguments: what is known of its arguments.
       context: what holds for the whole call.
-      results_in: how its results are read: in 16 bits where they are, in either dtype, or in
-        float32 only.
+      results_in: how its results are read, or each of them: in 16 bits where they are, in float32
+        only, or in either dtype, to be cast.
 
     Returns:
       The plan.
@@ -108,25 +113,33 @@ def plan(
         known[number] = state
     for number, _ in program.consts:
         known[number] = initial(program.avals[number])
+    # By value, whether a backward pass made it; all the same within a program that is part of one.
+    pulled = [False] * len(program.avals)
+    within = any(map(is_backward, context.stacks))
 
-    def state_of(atom: Any) -> State | None:
-        return literal(atom) if isinstance(atom, core.Literal) else known[atom]
+    def state_of(atom: Any, inside: bool) -> State | None:
+        if isinstance(atom, core.Literal):
+            return literal(atom)
+        state = known[atom]
+        leaves = pulled[atom] and not inside and state is not None
+        return State(Kind.WEAK, FLOAT32) if leaves else state
 
     steps = []
     multiplied = _multiplied(program)
     for op in program.ops:
-        step = _step(op, [state_of(atom) for atom in op.inputs], context)
-        if multiplied.issuperset(op.outputs):
-            # The weights of an ensemble are laid out too, and no bias.
-            step.results = [_as_param(state) for state in step.results]
+        inside = not within and is_backward(op.stack)
+        step = _step(op, [state_of(atom, inside) for atom in op.inputs], context)
+        if op.name == "broadcast_in_dim" and multiplied.issuperset(op.outputs):
+            # The weights of an ensemble, and no bias.
+            step.results = [state and state._replace(laid=False) for state in step.results]
         for number, state in zip(op.outputs, step.results, strict=True):
-            known[number] = state
+            known[number], pulled[number] = state, inside
         steps.append(step)
     _look_ahead(program, steps, results_in)
     for step in steps:
         for number, state in zip(step.op.outputs, step.results, strict=True):
             known[number] = state
-    return Plan(program, steps, [state_of(atom) for atom in program.outputs])
+    return Plan(program, steps, [state_of(atom, inside=False) for atom in program.outputs])
 
 
 def _multiplied(program: Program) -> set[int]:
@@ -135,9 +148,10 @@ def _multiplied(program: Program) -> set[int]:
     return {atom for op in products for atom in op.inputs if isinstance(atom, int)}
 
 
-def _as_param(state: State | None) -> State | None:
-    spread = state is not None and state.kind is Kind.SPREAD
-    return State(Kind.PARAM, FLOAT32) if spread else state
+@functools.lru_cache(maxsize=4096)
+def is_backward(stack: Any) -> bool:
+    """Whether an operation was traced in the backward pass of a gradient within the function."""
+    return "transpose(" in str(stack)
 
 
 def _step(op: Op, states: States, context: Context) -> Step:
@@ -161,23 +175,26 @@ def _step(op: Op, states: States, context: Context) -> Step:
     return adapted(RULES[op_class](op, states, region))
 
 
-def _look_ahead(program: Program, steps: list[Step], results_in: ResultsIn) -> None:
-    """Lets what feeds only float32 operations run in float32.
+def _look_ahead(program: Program, steps: list[Step], results_in: AllIn) -> None:
+    """Lets what feeds only float32 operations run in float32; products are stored in 16 bits.
 
     A comparison takes what it is given, and a result that is cast to float32 anyway does too.
     """
-    results = {atom for atom in program.outputs if isinstance(atom, int)}
-    low = results if results_in == "low" else set()
-    wide = results if results_in == "float32" else set()
+    if isinstance(results_in, str):
+        results_in = (results_in,) * len(program.outputs)
+    low, either, wide = (
+        {
+            atom
+            for atom, dtype in zip(program.outputs, results_in, strict=True)
+            if isinstance(atom, int) and dtype == name
+        }
+        for name in ("low", "either", "float32")
+    )
     for step in reversed(steps):
         made = set(step.op.outputs)
-        if made & wide and not made & low:
-            if step.widened is not None:
-                _replace(step, step.widened())
-            elif step.may_widen:
-                _widen(step)
-        if not any(step.results) and step.may_widen:
-            continue
+        is_low = any(state is not None and state.kind is Kind.LOW for state in step.results)
+        if is_low and made & (wide | either) and not made & low:
+            _widen(step, again=bool(made & wide))
         is_product = step.op.name in CONTRACTIONS  # which casts what it reads by itself
         for atom, want in zip(step.op.inputs, step.wants, strict=True):
             if isinstance(atom, int) and want is not None:
@@ -185,23 +202,13 @@ def _look_ahead(program: Program, steps: list[Step], results_in: ResultsIn) -> N
                     wide.add(atom)
                 elif not is_product:
                     low.add(atom)
-    widened = {number for step in steps if not step.may_widen for number in step.op.outputs}
-    for step in steps:
-        if step.may_widen and not any(step.results) and widened & _numbers(step):
-            _widen(step)
 
 
-def _numbers(step: Step) -> set[int]:
-    """The floats that a step reads, by number."""
-    inputs = zip(step.op.inputs, step.wants, strict=True)
-    return {atom for atom, want in inputs if isinstance(atom, int) and want is not None}
-
-
-def _replace(step: Step, other: Step) -> None:
-    step.wants, step.results, step.run = other.wants, other.results, other.run
-
-
-def _widen(step: Step) -> None:
-    step.wants = [want and FLOAT32 for want in step.wants]
-    step.results = [state and State(Kind.BRIEF, FLOAT32) for state in step.results]
-    step.may_widen = False
+def _widen(step: Step, *, again: bool) -> None:
+    """Makes a step run in float32; with programs inside only `again`, as each is compiled anew."""
+    if step.widened is not None and again:
+        other = step.widened()
+        step.wants, step.results, step.run = other.wants, other.results, other.run
+    elif step.may_widen:
+        step.wants = [want and FLOAT32 for want in step.wants]
+        step.results = [state and State(Kind.HIGH, FLOAT32) for state in step.results]

@@ -118,8 +118,9 @@ class _Values:
             # To a dtype of fewer bits and back is a rounding that somebody asked for.
             widened = self.known[op.outputs[0]].dtype.itemsize > want.itemsize
             return value if widened and getattr(value, "dtype", None) == want else None
-        moves = op.name in _REARRANGES and state is not None and state.kind is Kind.PARAM
-        return value if moves else None
+        if state is None or state.kind is not Kind.WEAK or state.laid:
+            return None
+        return value if op.name in _REARRANGES else None
 
 
 def traced(plan: Plan, arguments: Sequence[Any]) -> Any:

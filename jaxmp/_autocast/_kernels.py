@@ -8,7 +8,7 @@ norm or a loss, gains nothing from 16 bits and loses range; an iterative solver 
 them. Both stay in float32.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from jaxmp import _compat
-from jaxmp._autocast._kinds import ACTIVATIONS, FLOAT32, Kind, State
+from jaxmp._autocast._ancestry import NONE, Labels, follow
+from jaxmp._autocast._kinds import FLOAT32, Kind, State
 from jaxmp._autocast._scopes import Region, Regions, scopes
 from jaxmp._autocast._steps import States, Step, alone
 from jaxmp._op_lists import CLASSES, CONTRACTIONS, KERNELS, OpClass
@@ -130,81 +131,30 @@ def _is_float(atom: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
 
 
-def _read_by_products(closed: core.ClosedJaxpr, weights: set[int]) -> set[int]:
+def _read_by_products(closed: core.ClosedJaxpr, weights: set[int]) -> set[Hashable]:
     """Which arguments are operands of products, within kernels too: by number.
 
     Params are if they lead to a product by any way: as a bias does, which is added to what one
     product made for the next. Data are if a product reads them before they meet what a product
     made: inputs do, and labels, time stamps and the weights of examples do not.
     """
-    flow = _Flow(weights)
+    read: set[Hashable] = set()
+
+    def rule(equation: core.JaxprEqn, found: Sequence[Labels]) -> Labels:
+        origin = NONE.union(*found)
+        if _multiplies(equation):
+            read.update(origin - _PRODUCT)
+            return _PRODUCT
+        return (origin & weights) | _PRODUCT if origin >= _PRODUCT else origin
+
     begin = (i if aval.dtype == FLOAT32 else None for i, aval in enumerate(closed.in_avals))
-    flow.run(_compat.open_jaxpr(closed), [_NOTHING if i is None else frozenset({i}) for i in begin])
-    return flow.read
+    given = [NONE if i is None else frozenset({i}) for i in begin]
+    follow(_compat.open_jaxpr(closed), given, rule, _is_float)
+    return read
 
 
 # What a float is made of: arguments by number, and products.
-_Origin = frozenset[int]
-_NOTHING: _Origin = frozenset()
-_PRODUCT: _Origin = frozenset({-1})
-
-
-class _Flow:
-    """Follows arguments through a program.
-
-    Attributes:
-      read: the numbers of those that products have read.
-    """
-
-    def __init__(self, weights: set[int]) -> None:
-        self._weights = weights
-        self.read: set[int] = set()
-
-    def run(self, jaxpr: Any, given: Sequence[_Origin]) -> list[_Origin]:
-        known: dict[Any, _Origin] = dict(zip(jaxpr.invars, given, strict=True))
-
-        def origin(atom: Any) -> _Origin:
-            if isinstance(atom, core.Literal) or not _is_float(atom):
-                return _NOTHING
-            return known.get(atom, _NOTHING)
-
-        for equation in jaxpr.eqns:
-            found = [origin(atom) for atom in equation.invars]
-            known.update(zip(equation.outvars, self._made(equation, found), strict=True))
-        return [origin(atom) for atom in jaxpr.outvars]
-
-    def _made(self, equation: core.JaxprEqn, found: list[_Origin]) -> list[_Origin]:
-        if CLASSES.get(equation.primitive.name) is OpClass.CONTROL:
-            return self._inside(equation, found)
-        origin = _NOTHING.union(*found)
-        if _multiplies(equation):
-            self.read |= origin - _PRODUCT
-            origin = _PRODUCT
-        elif origin >= _PRODUCT:
-            origin = (origin & self._weights) | _PRODUCT
-        return [origin] * len(equation.outvars)
-
-    def _inside(self, equation: core.JaxprEqn, found: list[_Origin]) -> list[_Origin]:
-        """Programs get the last operands of an equation, and most give its results."""
-        made = [_NOTHING] * len(equation.outvars)
-        for jaxpr in _compat.sub_jaxprs(equation):
-            given = found[-len(jaxpr.invars) :] if jaxpr.invars else []
-            given = [_NOTHING] * (len(jaxpr.invars) - len(given)) + given
-            begin = len(given) - len(made)
-            if equation.primitive.name == "scan":
-                begin, count = _compat.scan_counts(equation.params)
-            else:
-                count = len(made) if equation.primitive.name == "while" else 0
-            while True:
-                out = self.run(jaxpr, given)
-                carry = slice(begin, begin + count)
-                turned = [a | b for a, b in zip(given[carry], out, strict=False)]
-                if turned == given[carry] or len(out) < count:  # fewer are of a while's condition
-                    break
-                given[carry] = turned
-            if len(out) == len(made):
-                made = [a | b for a, b in zip(made, out, strict=True)]
-        return made
+_PRODUCT: Labels = frozenset({-1})
 
 
 def _multiplies(equation: core.JaxprEqn) -> bool:
@@ -256,31 +206,9 @@ def taken_step(op: Op, states: States, low: core.JaxprEqn) -> Step:
     reads = [cast(Any, atom.aval) for atom in low.invars]
     makes = [cast(Any, atom.aval) for atom in low.outvars]
     step.wants = [state and aval.dtype for state, aval in zip(states, reads, strict=True)]
-    made = [
-        state and State(Kind.BRIEF if aval.dtype == FLOAT32 else Kind.LOW, aval.dtype)
+    step.results = [
+        state and State(Kind.HIGH if aval.dtype == FLOAT32 else Kind.LOW, aval.dtype)
         for state, aval in zip(step.results, makes, strict=True)
     ]
-    step.results = with_statistics(op, states, made)
     step.run = lambda op, values: _compat.bind(low, values)
     return step
-
-
-def with_statistics(op: Op, states: States, results: States) -> list[State | None]:
-    """The results of a kernel: what sums up activations stays float32, if it comes so."""
-    activations = [
-        aval
-        for state, aval in zip(states, op.in_avals, strict=True)
-        if state is not None and state.kind in ACTIVATIONS
-    ]
-    return [
-        state._replace(kind=Kind.FACTOR)
-        if state is not None and state.kind is Kind.BRIEF and _is_statistic(aval, activations)
-        else state
-        for state, aval in zip(results, op.out_avals, strict=True)
-    ]
-
-
-def _is_statistic(aval: Any, activations: list[Any]) -> bool:
-    """Whether a result sums up activations: a loss, the logarithm of a sum of exponentials."""
-    largest = max(activations, key=lambda given: given.size, default=aval)
-    return bool(aval.size < largest.size and aval.ndim < largest.ndim)

@@ -1,8 +1,8 @@
-"""What autocast knows about a float: where it comes from, and so which dtype it may have.
+"""What autocast knows about a float: its kind, and so which dtype it may have.
 
 A low-precision program is not made by treating each operation on its own: a bias that is float32
 would widen every activation after it, and a layer norm the whole residual stream. What decides is
-where a value comes from.
+where a value comes from. docs/autocast.md begins with these rules, in words and a picture.
 """
 
 import enum
@@ -17,31 +17,21 @@ from jaxmp._dtypes import DType
 FLOAT32 = jnp.dtype(jnp.float32)
 
 
-class Kind(enum.Enum):
-    """Where a float comes from. All but LOW are held in float32."""
+class Kind(enum.IntEnum):
+    """Where a float comes from. All but LOW are held in float32. The larger one wins."""
 
-    LITERAL = "a number that is written in the program, or an array of it"
-    TABLE = "made of literals, integers and random bits only: positions, masks, noise"
-    PARAM = "an argument of the function, or a part of it"
-    SPREAD = "a parameter laid out along an activation: a bias, a scale"
-    ROWS = "rows of a parameter: an embedding"
-    FACTOR = "a statistic of activations, or of parameters: a mean, a norm"
-    BRIEF = "an activation that is float32 for the moment, such as one being normalized"
-    PLACED = "an activation with positions or noise added: float32 until it meets one without"
-    LOW = "an activation in 16 bits"
-    WIDE = "float32 that has to stay float32: exponentials, logarithms, updated parameters"
+    WEAK = 0  # no product has touched it: arguments, literals, and what is made of these alone
+    LOW = 1  # 16 bits: what a product gives, and what is computed from it
+    HIGH = 2  # an exponential, a logarithm, a sum of these; joins 16 bits of its own size
+    FIRM = 3  # updated arguments, loop carries, exact parts: widens all that it meets
 
 
-class Stored(enum.IntEnum):
-    """What becomes of an activation in 16 bits that only float32 operations read.
+class Stored(enum.Enum):
+    """What compilers write to memory of an activation: at twice the size, if it is float32."""
 
-    What a product gives is stored, and compilers scale, shift and mask it on the way. In float32
-    it would be twice as large. The steps of a loss and of a norm are not stored.
-    """
-
-    EITHER = 0  # computed in float32: a square before a sum, a difference before an exponential
-    SCALED = 1  # so too, unless it is added to another: the stream of a network stays in 16 bits
-    AS_LOW = 2  # kept in 16 bits
+    NOT = "computed on the way to what reads it"
+    AS_IT_IS = "what a product with a weight gives, with its bias, or the sum of a stream"
+    AS_SCORES = "what a product of activations gives, also if it is scaled, shifted or masked"
 
 
 class State(NamedTuple):
@@ -51,93 +41,78 @@ class State(NamedTuple):
       kind: where it comes from.
       dtype: the dtype that it has in the new program.
       value: the number, for a literal.
-      projected: whether it is a product with a parameter: what is added to it is a bias.
-      stored: what becomes of an activation in 16 bits that only float32 operations read.
+      laid: whether it was laid out to meet a larger value (a bias, a statistic) or looked up in a
+        table (an embedding). What is laid out is smaller than what it meets.
+      fixed: whether it depends on no float argument: positions, masks, noise.
+      stored: of 16 bits, what of it is stored.
     """
 
     kind: Kind
     dtype: DType
     value: float | None = None
-    projected: bool = False
-    stored: Stored = Stored.AS_LOW
+    laid: bool = False
+    fixed: bool = False
+    stored: Stored = Stored.NOT
 
 
-ACTIVATIONS = frozenset({Kind.LOW, Kind.BRIEF, Kind.PLACED})
-# What a gradient may be float32 for: their 16-bit copies are made for one product only.
-SOURCES = frozenset({Kind.PARAM, Kind.SPREAD, Kind.ROWS})
-_UNTOUCHED = (Kind.ROWS, Kind.FACTOR, Kind.SPREAD, Kind.PARAM, Kind.TABLE)
+def literal_state(value: float | None) -> State:
+    """What is known of a number that is written in the program, or of an array of it."""
+    return State(Kind.WEAK, FLOAT32, value, fixed=True)
 
 
-def combined(kinds: Collection[Kind], *, affine: bool) -> Kind:
-    """The kind of what an operation makes of its operands: LOW means that it runs in 16 bits.
+def combined(states: Collection[State], *, adds: bool = False) -> State:
+    """What an elementwise operation makes of its operands: LOW means that it runs in 16 bits.
 
-    >>> combined({Kind.LOW, Kind.SPREAD}, affine=True).name
+    Args:
+      states: what is known of the operands. What is smaller than the result counts as laid out.
+      adds: whether it adds or subtracts.
+
+    >>> low, weak = State(Kind.LOW, jnp.dtype("bfloat16")), State(Kind.WEAK, FLOAT32)
+    >>> combined([low, weak]).kind.name, combined([low, weak], adds=True).kind.name
+    ('LOW', 'FIRM')
+    >>> combined([low, weak._replace(laid=True)], adds=True).kind.name
     'LOW'
-    >>> combined({Kind.LOW, Kind.FACTOR}, affine=True).name
-    'BRIEF'
     """
-    if Kind.WIDE in kinds:
-        return Kind.WIDE
-    if ACTIVATIONS & set(kinds):
-        if Kind.PARAM in kinds:
-            # w - learning_rate * gradient: 16 bits would lose the update.
-            return Kind.WIDE
-        if Kind.TABLE in kinds:
-            return Kind.PLACED
-        if Kind.FACTOR in kinds:
-            return Kind.PLACED if Kind.PLACED in kinds else Kind.BRIEF
-        if Kind.LOW in kinds:
-            return Kind.LOW
-        if Kind.PLACED in kinds:
-            return Kind.PLACED
-        return Kind.BRIEF if affine else Kind.LOW
-    if Kind.ROWS in kinds and Kind.FACTOR in kinds:
-        return Kind.BRIEF  # an embedding that was normalized is an activation
-    for kind in _UNTOUCHED:
-        if kind in kinds:
-            return kind
-    return Kind.TABLE
+    kinds = {state.kind for state in states}
+    # Masks, noise and numbers take the place of what they meet.
+    arrays = [state for state in states if not state.fixed] or states
+    laid = all(state.laid for state in arrays)
+    if kinds <= {Kind.WEAK}:
+        return State(Kind.WEAK, FLOAT32, laid=laid, fixed=all(state.fixed for state in states))
+    if Kind.FIRM in kinds:
+        return State(Kind.FIRM, FLOAT32, laid=laid)
+    own = {state.kind for state in arrays if laid or not state.laid}
+    added = adds and any(state.kind is Kind.WEAK and not state.laid for state in states)
+    if added or (not laid and Kind.WEAK in own and Kind.LOW not in own):
+        return State(Kind.FIRM, FLOAT32)  # w - rate * gradient: 16 bits would lose the update
+    low = {state.dtype for state in states if state.kind is Kind.LOW}
+    lifted = any(state.kind is Kind.HIGH and state.laid for state in states)
+    if Kind.LOW in own and len(low) == 1 and not lifted:
+        return State(Kind.LOW, low.pop())
+    return State(Kind.HIGH, FLOAT32, laid=laid)
 
 
-def in_float32(kinds: Collection[Kind]) -> Kind:
-    """The kind of what an operation gives that runs in float32, whatever its operands are."""
-    if not kinds or set(kinds) <= {Kind.LITERAL, Kind.TABLE}:
-        return Kind.TABLE
-    if {Kind.WIDE, Kind.ROWS} & set(kinds) or ACTIVATIONS & set(kinds):
-        return Kind.WIDE
-    return Kind.FACTOR
-
-
-def summed(kinds: Collection[Kind]) -> Kind:
-    """The kind of a sum."""
-    if Kind.WIDE in kinds:
-        return Kind.WIDE
-    return Kind.TABLE if set(kinds) <= {Kind.LITERAL, Kind.TABLE} else Kind.FACTOR
-
-
-def spread(kind: Kind) -> Kind:
-    """The kind of a value that was laid out along new dimensions."""
-    return Kind.SPREAD if kind is Kind.PARAM else kind
+def in_float32(states: Collection[State]) -> State:
+    """What an operation gives that runs in float32: exponentials, sums."""
+    if all(state.kind is Kind.WEAK for state in states):
+        return State(Kind.WEAK, FLOAT32, fixed=all(state.fixed for state in states))
+    return State(Kind.HIGH, FLOAT32)
 
 
 def joined(states: Iterable[State]) -> State:
-    """What is known of a value that is one of several: of branches, of turns of a loop."""
+    """What is known of a value that is one of several: those of branches."""
     states = list(states)
-    kinds = {state.kind for state in states}
-    low = {state.dtype for state in states if state.kind is Kind.LOW}
-    if len(kinds) == 1 and len({state.dtype for state in states}) == 1:
-        first = states[0]
-        values = {state.value for state in states}
-        return first if len(values) == 1 else State(Kind.TABLE, first.dtype)
-    if len(low) == 1 and not {Kind.WIDE, Kind.PARAM, Kind.FACTOR, Kind.TABLE} & kinds:
-        return State(Kind.LOW, low.pop())
-    kind = combined(kinds, affine=True)
-    return State(Kind.BRIEF if kind is Kind.LOW else kind, FLOAT32)
+    state = (
+        states[0] if len(set(states)) == 1 else combined([s._replace(value=None) for s in states])
+    )
+    if state.kind is Kind.LOW and not all(fits(each.value, state.dtype) for each in states):
+        return State(Kind.FIRM, FLOAT32)
+    return state
 
 
 def entering(state: State) -> State:
-    """What a program knows of an argument: not how it was made, or each call had its own plan."""
-    return State(state.kind, state.dtype, state.value)
+    """What a program knows of an argument: a literal in it would be another program each time."""
+    return state._replace(value=None, stored=Stored.NOT)
 
 
 def fits(value: float | None, dtype: DType) -> bool:

@@ -29,7 +29,7 @@ class Region(NamedTuple):
 
     low: DType
     float32_gradients: bool = True
-    result: Kind = Kind.WIDE
+    result: Kind = Kind.FIRM
     sealed: bool = False
 
     @property
@@ -83,7 +83,7 @@ class Regions:
             if EXACT in names:
                 self._known[names] = Region(FLOAT32, sealed=True)
             elif DONE in names:
-                self._known[names] = Region(FLOAT32, result=Kind.BRIEF, sealed=True)
+                self._known[names] = Region(FLOAT32, result=Kind.HIGH, sealed=True)
             elif told := [name for name in names if name.startswith(POLICY)]:
                 text = told[-1].removeprefix(POLICY)
                 self._known[names] = region_of(None if text == "none" else get_policy(text))

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core
 
-from jaxmp._autocast._kinds import FLOAT32, Kind, State
+from jaxmp._autocast._kinds import FLOAT32, Kind, State, in_float32, literal_state
 from jaxmp._dtypes import DType
 from jaxmp._program import Op
 
@@ -25,11 +25,11 @@ class Step:
       results: what is known of its results; None of those that are no floats of ours.
       params: what changes in the params of its equation.
       may_widen: whether it could run in float32 as well, to feed what does.
-      widened: makes the step for an operation with programs inside of it, whose results are wanted
-        in float32 only.
+      widened: plans an operation with programs inside of it anew, whose results only float32
+        operations read.
       run: what runs it, in place of its own primitive; `run(op, values)`.
       sources: for a product, which operands are roundings of a float32 source.
-      lays_out: which inputs are laid out in the shape of the result before they are cast, so that
+      lays_out: which numbers are laid out in the shape of the result before they are cast, so that
         their gradients are added up in float32.
     """
 
@@ -38,8 +38,8 @@ class Step:
     results: list[State | None]
     params: dict[str, Any] = dataclasses.field(default_factory=dict)
     may_widen: bool = False
-    run: Callable[..., list[Any]] | None = None
     widened: "Callable[[], Step] | None" = None
+    run: Callable[..., list[Any]] | None = None
     sources: tuple[bool, ...] = ()
     lays_out: tuple[bool, ...] = ()
 
@@ -54,7 +54,7 @@ def initial(aval: Any) -> State | None:
     """What is known of an argument."""
     if not is_ours(aval):
         return None
-    return State(Kind.PARAM if aval.dtype == FLOAT32 else Kind.LOW, aval.dtype)
+    return State(Kind.WEAK if aval.dtype == FLOAT32 else Kind.LOW, aval.dtype)
 
 
 def literal(atom: core.Literal) -> State | None:
@@ -62,9 +62,8 @@ def literal(atom: core.Literal) -> State | None:
     aval: Any = atom.aval
     if not is_ours(aval):
         return None
-    if aval.shape:
-        return State(Kind.TABLE, FLOAT32)
-    return State(Kind.LITERAL, FLOAT32, float(atom.val))
+    value = None if aval.shape else float(atom.val)
+    return literal_state(value)._replace(laid=not aval.shape)
 
 
 def is_foreign(op: Op) -> bool:
@@ -76,16 +75,13 @@ def is_foreign(op: Op) -> bool:
     )
 
 
-def kinds_of(states: States) -> set[Kind]:
-    return {state.kind for state in states if state is not None}
+def known(states: States) -> list[State]:
+    """Those of floats."""
+    return [state for state in states if state is not None]
 
 
-def results(op: Op, kind: Kind, dtype: DType = FLOAT32) -> list[State | None]:
+def results(op: Op, state: State) -> list[State | None]:
     """The same state for every float that an operation makes."""
-    return results_of(op, State(kind, dtype))
-
-
-def results_of(op: Op, state: State) -> list[State | None]:
     return [state if is_ours(aval) else None for aval in op.out_avals]
 
 
@@ -93,18 +89,17 @@ def wanting(states: States, dtype: DType) -> list[DType | None]:
     return [None if state is None else dtype for state in states]
 
 
-def alone(op: Op, states: States, exact: Kind = Kind.WIDE) -> Step:
-    """An operation that runs as it was traced."""
-    kinds = kinds_of(states)
-    unknown = is_foreign(op) or op.name.endswith("_callback")
-    kind = Kind.TABLE if kinds <= {Kind.LITERAL, Kind.TABLE} and not unknown else exact
+def alone(op: Op, states: States, exact: Kind = Kind.HIGH) -> Step:
+    """An operation that runs as it was traced; what it makes of touched values is `exact`."""
+    wide = in_float32(known(states))
+    if exact is Kind.FIRM or is_foreign(op) or op.name.endswith("_callback"):
+        wide = State(exact, FLOAT32)
     wants = [
         None if state is None else aval.dtype
         for state, aval in zip(states, op.in_avals, strict=True)
     ]
-    made: list[State | None] = []
-    for aval in op.out_avals:
-        wide = is_ours(aval) and aval.dtype == FLOAT32
-        low = State(Kind.LOW, aval.dtype) if is_ours(aval) else None
-        made.append(State(kind, FLOAT32) if wide else low)
+    made = [
+        (wide if aval.dtype == FLOAT32 else State(Kind.LOW, aval.dtype)) if is_ours(aval) else None
+        for aval in op.out_avals
+    ]
     return Step(op, wants, made)
