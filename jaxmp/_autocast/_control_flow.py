@@ -187,7 +187,7 @@ def _next_carry(begin: State, end: State, low: DType, through_layers: bool) -> S
     """What is known of a carry if it begins as one and ends a turn as another: never less."""
     kinds = {begin.kind, end.kind}
     if kinds == {Kind.WEAK}:
-        return combined([begin, end])
+        return combined([begin, end], low)
     if through_layers and Kind.FIRM not in kinds:
         return State(Kind.HIGH, FLOAT32) if kinds == {Kind.HIGH} else State(Kind.LOW, low)
     return State(Kind.FIRM, FLOAT32)
@@ -241,7 +241,7 @@ def _cond(op: Op, states: States, context: Context, region: Region) -> Step:
     out: list[State | None] = []
     for results in zip(*(each.results for each in plans), strict=True):
         floats = [state for state in results if state is not None]
-        out.append(joined(floats) if len(floats) == len(results) else None)
+        out.append(joined(floats, region.low) if len(floats) == len(results) else None)
 
     def bind(op: Op, values: list[Any]) -> list[Any]:
         avals = [_compat.type_of(v) for v in values[1:]]

@@ -13,7 +13,7 @@ from jax import lax
 from jaxmp import _compat
 from jaxmp._autocast._flow import Context, Plan, ResultsIn, plan
 from jaxmp._autocast._interpreter import run
-from jaxmp._autocast._kinds import State
+from jaxmp._autocast._kinds import FLOAT32, State
 from jaxmp._autocast._scopes import Region
 from jaxmp._autocast._steps import States, Step, alone
 from jaxmp._program import Op, derivative_of, differentiable, has_tangent, read
@@ -54,8 +54,10 @@ def custom_jvp(
     def bind(op: Op, values: list[Any]) -> list[Any]:
         return list(call(*values))
 
+    # A relu of 16 bits is as exact in 16 bits.
+    low = any(state is not None and state.dtype != FLOAT32 for state in states)
     again = functools.partial(custom_jvp, op, states, context, region, "float32")
-    return Step(op, wants, inner.results, run=bind, widened=again)
+    return Step(op, wants, inner.results, run=bind, widened=None if low else again)
 
 
 def _as(value: Any, state: State | None) -> Any:

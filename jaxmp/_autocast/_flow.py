@@ -192,7 +192,7 @@ def _look_ahead(program: Program, steps: list[Step], results_in: AllIn) -> None:
     )
     for step in reversed(steps):
         made = set(step.op.outputs)
-        is_low = any(state is not None and state.kind is Kind.LOW for state in step.results)
+        is_low = any(state is not None and state.dtype != FLOAT32 for state in step.results)
         if is_low and made & (wide | either) and not made & low:
             _widen(step, again=bool(made & wide))
         is_product = step.op.name in CONTRACTIONS  # which casts what it reads by itself

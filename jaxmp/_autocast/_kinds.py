@@ -6,7 +6,7 @@ where a value comes from. docs/autocast.md begins with these rules, in words and
 """
 
 import enum
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -18,10 +18,11 @@ FLOAT32 = jnp.dtype(jnp.float32)
 
 
 class Kind(enum.IntEnum):
-    """Where a float comes from. All but LOW are held in float32. The larger one wins."""
+    """Where a float comes from. All but LOW are held in float32."""
 
     WEAK = 0  # no product has touched it: arguments, literals, and what is made of these alone
-    LOW = 1  # 16 bits: what a product gives, and what is computed from it
+    LOW = 1  # 16 bits: what a product gives, and what is computed from it. In float32 while a
+    # statistic scales and shifts it, as in a norm
     HIGH = 2  # an exponential, a logarithm, a sum of these; joins 16 bits of its own size
     FIRM = 3  # updated arguments, loop carries, exact parts: widens all that it meets
 
@@ -60,17 +61,23 @@ def literal_state(value: float | None) -> State:
     return State(Kind.WEAK, FLOAT32, value, fixed=True)
 
 
-def combined(states: Collection[State], *, adds: bool = False) -> State:
+def combined(
+    states: Collection[State], low: DType, *, adds: bool = False, scales: bool = False
+) -> State:
     """What an elementwise operation makes of its operands: LOW means that it runs in 16 bits.
 
     Args:
       states: what is known of the operands. What is smaller than the result counts as laid out.
+      low: the 16-bit dtype.
       adds: whether it adds or subtracts.
+      scales: whether it adds, subtracts, multiplies or divides: what a norm is made of.
 
     >>> low, weak = State(Kind.LOW, jnp.dtype("bfloat16")), State(Kind.WEAK, FLOAT32)
-    >>> combined([low, weak]).kind.name, combined([low, weak], adds=True).kind.name
-    ('LOW', 'FIRM')
-    >>> combined([low, weak._replace(laid=True)], adds=True).kind.name
+    >>> combined([low, weak], low.dtype).kind.name
+    'LOW'
+    >>> combined([low, weak], low.dtype, adds=True).kind.name
+    'FIRM'
+    >>> combined([low, weak._replace(laid=True)], low.dtype, adds=True).kind.name
     'LOW'
     """
     kinds = {state.kind for state in states}
@@ -85,11 +92,15 @@ def combined(states: Collection[State], *, adds: bool = False) -> State:
     added = adds and any(state.kind is Kind.WEAK and not state.laid for state in states)
     if added or (not laid and Kind.WEAK in own and Kind.LOW not in own):
         return State(Kind.FIRM, FLOAT32)  # w - rate * gradient: 16 bits would lose the update
-    low = {state.dtype for state in states if state.kind is Kind.LOW}
-    lifted = any(state.kind is Kind.HIGH and state.laid for state in states)
-    if Kind.LOW in own and len(low) == 1 and not lifted:
-        return State(Kind.LOW, low.pop())
-    return State(Kind.HIGH, FLOAT32, laid=laid)
+    if Kind.LOW not in own:
+        return State(Kind.HIGH, FLOAT32, laid=laid)
+    if any(state.kind is Kind.HIGH and state.laid for state in states):
+        return State(Kind.LOW, FLOAT32)  # a statistic lifts what it scales
+    dtypes = {state.dtype for state in states if state.kind is Kind.LOW}
+    narrow = dtypes - {FLOAT32}
+    if len(narrow) > 1 or (not narrow and scales):
+        return State(Kind.LOW, FLOAT32)
+    return State(Kind.LOW, narrow.pop() if narrow else low)
 
 
 def in_float32(states: Collection[State]) -> State:
@@ -99,15 +110,13 @@ def in_float32(states: Collection[State]) -> State:
     return State(Kind.HIGH, FLOAT32)
 
 
-def joined(states: Iterable[State]) -> State:
+def joined(states: Collection[State], low: DType) -> State:
     """What is known of a value that is one of several: those of branches."""
-    states = list(states)
-    state = (
-        states[0] if len(set(states)) == 1 else combined([s._replace(value=None) for s in states])
-    )
-    if state.kind is Kind.LOW and not all(fits(each.value, state.dtype) for each in states):
+    begun = [entering(state) for state in states]
+    made = begun[0] if len(set(begun)) == 1 else combined(begun, low)
+    if made.kind is Kind.LOW and not all(fits(state.value, made.dtype) for state in states):
         return State(Kind.FIRM, FLOAT32)
-    return state
+    return made
 
 
 def entering(state: State) -> State:

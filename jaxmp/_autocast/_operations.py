@@ -83,8 +83,13 @@ def promote(op: Op, states: States, region: Region) -> Step:
         state and state._replace(laid=op.name not in ARRANGEMENTS and (state.laid or is_smaller))
         for state, is_smaller in zip(states, smaller, strict=True)
     ]
-    made = combined(known(given), adds=op.name in ("add", "sub", "add_any"))
-    if made.kind is Kind.LOW:
+    made = combined(
+        known(given),
+        region.low,
+        adds=op.name in ("add", "sub", "add_any"),
+        scales=op.name in _SCALES,
+    )
+    if made.dtype != FLOAT32:
         made = made._replace(stored=_stored(op, states, made.dtype))
     step = _as(op, states, made, region)
     if CLASSES.get(op.name) not in (OpClass.PROMOTE, OpClass.RANGE):
@@ -95,6 +100,10 @@ def promote(op: Op, states: States, region: Region) -> Step:
             for state, is_smaller in zip(states, smaller, strict=True)
         )
     return step
+
+
+# What a norm is made of after its statistics, and the power that is a product.
+_SCALES = frozenset({"add", "sub", "add_any", "mul", "div", "neg", "integer_pow", "square"})
 
 
 def _stored(op: Op, states: States, dtype: DType) -> Stored:
@@ -121,14 +130,14 @@ def _compare(op: Op, values: list[Any]) -> list[Any]:
 def _as(op: Op, states: States, made: State, region: Region) -> Step:
     """An operation whose result is of some kind, unless a literal of its operands is lost by it."""
     values = [state.value for state in known(states)]
-    if made.kind is Kind.LOW:
+    if made.dtype != FLOAT32:
         lost = not all(fits(value, made.dtype) for value in values)
     else:  # such as a mask of -1e9, to be added to 16 bits later
         changes = op.name in ("add", "sub", "mul", "select_n")
         lost = changes and any(overflows(value, region.low) for value in values)
     if lost:
         made = State(Kind.FIRM, FLOAT32)
-    may_widen = made.kind is Kind.LOW and made.stored is Stored.NOT
+    may_widen = made.dtype != FLOAT32 and made.stored is Stored.NOT
     return Step(op, wanting(states, made.dtype), results(op, made), may_widen=may_widen)
 
 
@@ -149,7 +158,7 @@ def _move(op: Op, states: States, region: Region) -> Step:
     run = _gather if op.name == "gather" and states[0] is not None else None
     wants = [state and state.dtype for state in states]
     results = known(found)
-    low = all(state.kind is Kind.LOW and state.stored is Stored.NOT for state in results)
+    low = all(state.dtype != FLOAT32 and state.stored is Stored.NOT for state in results)
     return Step(op, wants, found, may_widen=low and op.name in _WIDENED, run=run)
 
 
@@ -186,7 +195,7 @@ def _update(op: Op, states: States, region: Region) -> Step:
     floats = known(states)
     accumulates = op.name in ("scatter-add", "scatter-sub", "scatter-mul")
     if not accumulates and (array.kind is Kind.LOW or array.value is not None):
-        made = combined([state._replace(laid=False) for state in floats])
+        made = combined([state._replace(laid=False) for state in floats], region.low)
         step = _as(op, states, made, region)
         step.may_widen = False
         return step
@@ -224,18 +233,18 @@ def product(op: Op, states: States, region: Region) -> Step:
     traced = [aval.dtype for aval in op.in_avals[:2]]
     if len(operands) < 2 or asks_for_precision(params.get("precision")):
         return alone(op, states)
-    made = op.out_avals[0].dtype
-    if all(dtype in HALVES for dtype in traced) or made not in (FLOAT32, *HALVES):
+    returned = op.out_avals[0].dtype
+    if all(dtype in HALVES for dtype in traced) or returned not in (FLOAT32, *HALVES):
         return alone(op, states)  # the user's own dtypes
     if any(dtype in HALVES and dtype != region.low for dtype in traced):
         return alone(op, states)
-    held = all(state.fixed or state.kind > Kind.LOW for state in operands)
-    if held and any(state.fixed for state in operands):
-        return alone(op, states)  # counts, positions times frequencies, logarithms by one-hot
+    if all(state.fixed for state in operands):
+        return alone(op, states)  # counts, positions times frequencies
     if not all(fits(state.value, region.low) for state in operands):
         return alone(op, states)
     if op.name == "dot_general" and _adds_nothing_up(op, operands):
-        step = _as(op, states, combined([s._replace(laid=False) for s in operands]), region)
+        made = combined([s._replace(laid=False) for s in operands], region.low, scales=True)
+        step = _as(op, states, made, region)
         result = step.results[0]
         if params.get("preferred_element_type") is not None and result is not None:
             step.params["preferred_element_type"] = result.dtype
