@@ -1,0 +1,226 @@
+"""Programs that mean the same come out in the same dtype: docs/autocast.md says which do not."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec
+
+import jaxmp
+from tests.autocast_checks import BF16, compiled, error, rows, weights
+from tests.dots import equations
+
+pytestmark = [pytest.mark.jax, pytest.mark.usefixtures("standard_promotion")]
+
+X, W, S = rows(4, 8, 32), weights(32, 32), jnp.linspace(0.5, 1.5, 32)
+POSITIONS = rows(8, 32, seed=3)
+ENCODED = np.sin(np.arange(8)[:, None] * np.exp(-np.arange(32) / 8)).astype(np.float32)
+MASK = np.tile(np.arange(32) % 3 > 0, (4, 8, 1))
+KEY = jax.random.key(1)
+
+
+def encoded() -> Any:
+    return jnp.sin(jnp.arange(8.0)[:, None] * jnp.exp(-jnp.arange(32.0) / 8)[None])
+
+
+def norm(h: Any) -> Any:
+    return (h - h.mean(-1, keepdims=True)) * lax.rsqrt(h.var(-1, keepdims=True) + 1e-6)
+
+
+def kept(h: Any) -> Any:
+    return jax.random.bernoulli(KEY, 0.9, h.shape)
+
+
+# Of an activation; the first column of a pair is what most people write.
+PAIRS: dict[str, tuple[str, list[Callable[[Any], Any]]]] = {
+    "squares of a norm": (
+        "float32",
+        [lambda h: norm(h) ** 2, lambda h: norm(h) * norm(h), lambda h: jnp.square(norm(h))],
+    ),
+    "squares": ("bfloat16", [lambda h: h**2, lambda h: h * h, jnp.square]),
+    "masks": (
+        "bfloat16",
+        [
+            lambda h: h * MASK,
+            lambda h: h * MASK.astype(np.int32),
+            lambda h: h * MASK.astype(np.float32),
+            lambda h: jnp.where(MASK, h, 0),
+            lambda h: jnp.where(MASK, h, 0.0),
+        ],
+    ),
+    "tables": (
+        "bfloat16",
+        [
+            lambda h: h * jnp.full(32, 0.5),
+            lambda h: h * jnp.linspace(0, 1, 32),
+            lambda h: h * np.linspace(0, 1, 32, dtype=np.float32),
+        ],
+    ),
+    "divisors": (
+        "bfloat16",
+        [lambda h: h * 0.25, lambda h: h / jnp.sqrt(16), lambda h: h / jnp.sqrt(jnp.float32(16))],
+    ),
+    "reciprocals": ("bfloat16", [lambda h: h / S, lambda h: h * (1 / S)]),
+    "gates by params": (
+        "bfloat16",
+        [lambda h, f=f: h * f(S) for f in (jax.nn.sigmoid, jnp.exp, jax.nn.softplus)],
+    ),
+    "gates by activations": (
+        "bfloat16",
+        [
+            lambda h: h * jax.nn.sigmoid(h @ W),
+            lambda h: h * jnp.exp(h @ W),
+            lambda h: h * jax.nn.softplus(h @ W),
+            lambda h: h / (1 + jnp.exp(-(h @ W))),
+        ],
+    ),
+    "streams": (
+        "bfloat16",
+        [
+            lambda h: h + jax.nn.gelu(h @ W),
+            lambda h: h + jax.nn.elu(h @ W),
+            lambda h: h + jnp.where(h > 0, h, jnp.expm1(h)),
+            lambda h: h + jax.nn.mish(h @ W),
+            lambda h: h + h * jnp.tanh(jnp.log1p(jnp.exp(h))),
+            lambda h: h + jax.nn.softplus(h),
+        ],
+    ),
+    "positions": (
+        "bfloat16",
+        [
+            lambda h: h + ENCODED,
+            lambda h: h + encoded(),
+            lambda h: h + POSITIONS[None],
+            lambda h: h[:1] + POSITIONS[:8][None],
+            lambda h: h[:1] + POSITIONS[jnp.arange(8)],
+        ],
+    ),
+    "dropout": (
+        "bfloat16",
+        [
+            lambda h: jnp.where(kept(h), h / 0.9, 0),
+            lambda h: jnp.where(kept(h), h / (1 - lax.stop_gradient(0.1)), 0),
+            lambda h: h * jnp.floor(0.9 + jax.random.uniform(KEY, h.shape)) / 0.9,
+        ],
+    ),
+    "logarithms of sums": (
+        "float32",
+        [
+            lambda h: jax.nn.logsumexp(h, -1),
+            lambda h: jnp.log(jnp.exp(h).sum(-1)),
+            lambda h: h.max(-1) + jnp.log(jnp.exp(h - h.max(-1, keepdims=True)).sum(-1)),
+        ],
+    ),
+    "softplus": ("float32", [jax.nn.softplus, lambda h: jnp.log1p(jnp.exp(h))]),
+}
+# Said on the page: what the second of these gives, the first does not.
+APART: dict[str, list[Callable[[Any], Any]]] = {
+    "positions of a batch of one": [
+        lambda x, p: x[:1] @ W + p,
+        lambda x, p: x @ W + p,
+    ],
+    "means as products": [
+        lambda x, p: (x @ W) + (x @ W).mean(1, keepdims=True),
+        lambda x, p: (x @ W) + jnp.full((8, 8), 1 / 8) @ (x @ W),
+    ],
+}
+
+
+def dtype_of(fun: Any, *args: Any) -> str:
+    computed = jaxmp.autocast(fun, BF16, output="computed")
+    return str(jax.eval_shape(computed, *args).dtype)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_programs_that_mean_the_same(name: str) -> None:
+    dtype, programs = PAIRS[name]
+    found = [dtype_of(lambda x, f=f: f(x @ W), X) for f in programs]
+    assert found == [dtype] * len(programs)
+
+
+@pytest.mark.parametrize("name", APART)
+def test_programs_that_the_page_says_differ(name: str) -> None:
+    assert [dtype_of(f, X, POSITIONS[None]) for f in APART[name]] == ["float32", "bfloat16"]
+
+
+def inner_loss(w: Any, x: Any, y: Any) -> Any:
+    return jnp.mean((x @ w - y) ** 2)
+
+
+LOOPS: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "python": lambda step, w, n: [w := step(w) for _ in range(n)][-1],
+    "scan": lambda step, w, n: lax.scan(lambda w, _: (step(w), None), w, None, length=n)[0],
+    "while": lambda step, w, n: lax.while_loop(
+        lambda c: c[0] < n, lambda c: (c[0] + 1, step(c[1])), (0, w)
+    )[1],
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("tasks", ["one", "vmap"])
+def test_inner_training_updates_in_float32(loop: str, tasks: str) -> None:
+    """A bias and a batched update have the same shape: where a gradient comes from decides."""
+
+    def adapt(w: Any, x: Any, y: Any) -> Any:
+        return LOOPS[loop](lambda w: w - 2e-3 * jax.grad(inner_loss)(w, x, y), w, 20)
+
+    def train(w: Any, x: Any, y: Any) -> Any:
+        if tasks == "one":
+            return adapt(w, x[0], y[0])
+        return jax.vmap(adapt, (None, 0, 0))(w, x, y)
+
+    args = W, rows(8, 16, 32, seed=4), rows(8, 16, 32, seed=5)
+    want = compiled(train)(*args) - W
+    assert error(compiled(jaxmp.autocast(train, BF16))(*args) - W, want) < 0.02
+    rounded = (want + W).astype(jnp.bfloat16).astype(jnp.float32) - W
+    assert error(rounded, want) > 0.02  # positive control: what 16 bits make of the params
+
+
+MESH = jax.make_mesh((8,), ("ep",), axis_types=(AxisType.Auto,))
+RING = [(i, (i + 1) % 8) for i in range(8)]
+COLLECTIVES: dict[str, Callable[[Any], Any]] = {
+    "all_to_all": lambda y: lax.all_to_all(y, "ep", 0, 0, tiled=True),
+    "ppermute": lambda y: lax.ppermute(y, "ep", RING),
+    "all_gather": lambda y: lax.all_gather(y, "ep", tiled=True)[:8],
+}
+AROUND: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "product": lambda x, y, w: y @ w,
+    "gate": lambda x, y, w: y * x[:, :1],
+    "stream of data": lambda x, y, w: x + y,
+    "exponential": lambda x, y, w: jnp.exp(y),
+    "sum": lambda x, y, w: y.sum(-1, keepdims=True) * x,
+}
+
+
+@pytest.mark.parametrize("after", AROUND)
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_collectives_carry_16_bits(name: str, after: str) -> None:
+    """Whatever reads them: it is widened behind them."""
+
+    def f(w: Any, x: Any) -> Any:
+        return AROUND[after](x, COLLECTIVES[name](x @ w), w)
+
+    rows_of = PartitionSpec("ep")
+    mapped = jax.shard_map(f, mesh=MESH, in_specs=(PartitionSpec(), rows_of), out_specs=rows_of)
+    closed = jax.make_jaxpr(jaxmp.autocast(mapped, BF16))(W, rows(64, 32))
+    found = [e.outvars[0].aval.dtype for e in equations(closed) if e.primitive.name == name]
+    assert found == [jnp.bfloat16]
+
+
+def test_gradients_of_merged_weights_are_float32() -> None:
+    """LoRA and weight norm: a product with a weight that is computed from params."""
+
+    def loss(p: Any, x: Any) -> Any:
+        merged = p["w"] + p["a"] @ p["b"]
+        merged = p["g"] * merged / jnp.linalg.norm(merged, axis=0)
+        return jnp.sum(x @ merged)
+
+    p = {"w": W, "a": weights(32, 4), "b": weights(4, 32), "g": S}
+    closed = jax.make_jaxpr(jax.grad(jaxmp.autocast(loss, BF16)))(p, rows(4096, 32))
+    products = [e for e in equations(closed) if e.primitive.name == "low_precision_product"]
+    by_data = [e for e in products if 4096 in e.invars[0].aval.shape]
+    assert {str(e.outvars[0].aval.dtype) for e in by_data} == {"float32"}
