@@ -22,7 +22,17 @@ from jaxmp._autocast._kinds import (
     overflows,
 )
 from jaxmp._autocast._scopes import Region
-from jaxmp._autocast._steps import HALVES, States, Step, alone, is_ours, known, results, wanting
+from jaxmp._autocast._steps import (
+    HALVES,
+    States,
+    Step,
+    alone,
+    is_ours,
+    known,
+    literal,
+    results,
+    wanting,
+)
 from jaxmp._dtypes import DType
 from jaxmp._float32_sums import gather
 from jaxmp._op_lists import ARRANGEMENTS, CLASSES, CONTRACTIONS, OpClass
@@ -121,8 +131,12 @@ def _stored(op: Op, states: States, dtype: DType) -> Stored:
 
 def _compare(op: Op, values: list[Any]) -> list[Any]:
     """Compares values as they come: 16 bits with 16 bits, all else in float32."""
-    arrays = [x.dtype for x, atom in zip(values, op.inputs, strict=True) if isinstance(atom, int)]
-    dtype = arrays[0] if len(set(arrays)) == 1 and arrays[0] in HALVES else FLOAT32
+    pairs = list(zip(op.inputs, values, strict=True))
+    dtypes = {value.dtype for atom, value in pairs if isinstance(atom, int) and is_ours(value)}
+    numbers = [literal(atom) for atom in op.inputs if isinstance(atom, core.Literal)]
+    (dtype,) = dtypes if len(dtypes) == 1 else (FLOAT32,)
+    if not all(fits(state.value, dtype) for state in numbers if state is not None):
+        dtype = FLOAT32
     values = [lax.convert_element_type(x, dtype) if is_ours(x) else x for x in values]
     return _compat.bind(op.equation, values)
 
