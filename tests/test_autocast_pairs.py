@@ -147,6 +147,47 @@ def test_programs_that_the_page_says_differ(name: str) -> None:
     assert [dtype_of(f, X, POSITIONS[None]) for f in APART[name]] == ["float32", "bfloat16"]
 
 
+# What stays exact beside 16 bits: the factor of its argument, and the largest relative error.
+EXACT: dict[str, tuple[str, Callable[[Any], Any], float, float]] = {
+    "an argument that a branch returns": (
+        "mixed_float16",
+        lambda x: lax.cond(True, lambda: x, lambda: x @ W),
+        1e6,
+        0.0,
+    ),
+    "an argument that is chosen": (
+        "mixed_bfloat16",
+        lambda x: jnp.where(x > 0, x, 1e-4 * (x @ W)),
+        1.0,
+        1e-5,
+    ),
+    "variance far from zero": ("mixed_bfloat16", lambda x: jnp.var(x @ W + 100.0), 1.0, 0.01),
+    "exponential of a sum": ("mixed_bfloat16", lambda x: jnp.exp(x @ W + 10.0), 0.25, 0.01),
+    "a comparison with 1e-8": (
+        "mixed_float16",
+        lambda x: (jax.nn.relu(x @ W) < 1e-8).astype(jnp.float32),
+        1.0,
+        0.0,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_what_stays_exact(name: str) -> None:
+    policy, fun, factor, most = EXACT[name]
+    x = factor * X
+    assert error(compiled(jaxmp.autocast(fun, policy))(x), compiled(fun)(x)) <= most
+
+
+@pytest.mark.filterwarnings("ignore:autocast leaves .* of the FLOPs")
+def test_a_kernel_at_the_beginning_widens_no_stream() -> None:
+    """What it multiplies is no argument any more."""
+    dense = jax.custom_vjp(lambda x: x @ W)
+    dense.defvjp(lambda x: (x @ W, None), lambda _, g: (g @ W.T,))
+    for first in (dense, lambda x: jnp.dot(x, W, precision="highest")):
+        assert dtype_of(lambda x, f=first: f(x) + jnp.tanh(f(x) @ W), X) == "bfloat16"
+
+
 def inner_loss(w: Any, x: Any, y: Any) -> Any:
     return jnp.mean((x @ w - y) ** 2)
 

@@ -204,6 +204,37 @@ def test_a_sum_beside_layers_is_float32() -> None:
     assert [str(v.aval.dtype) for v in scan.outvars] == [LOW[BF16], "float32"]
 
 
+def gates(ws: Any, x: Any) -> Any:
+    """What is left after each of many layers, as halting and transmittance are."""
+
+    def body(c: Any, w: Any) -> Any:
+        h = jnp.tanh(c[0] @ w)
+        return (h, c[1] * (1 - 0.02 * jax.nn.sigmoid(h))), None
+
+    return lax.scan(body, (x, jnp.ones_like(x)), ws)[0][1]
+
+
+def delta_rule(ws: Any, x: Any) -> Any:
+    """Keys are others in each turn, and no weights: a product made them."""
+    k, v = jnp.tanh(x @ ws[0]) / 4, x @ ws[1]
+
+    def body(s: Any, kv: Any) -> Any:
+        k, v = kv
+        s = 0.999 * s
+        return s + 0.05 * k[:, None] * (v - k @ s)[None], None
+
+    return lax.scan(body, jnp.zeros((16, 16)), (k, v))[0]
+
+
+@pytest.mark.parametrize("fun", [gates, delta_rule])
+def test_what_adds_up_beside_layers_or_of_keys(fun: Any) -> None:
+    args = rows(200, 16, 16) / 4, rows(64, 16, seed=2)
+    assert error(jaxmp.autocast(fun, BF16)(*args), fun(*args)) < 0.03
+    closed = jax.make_jaxpr(jaxmp.autocast(fun, BF16))(*args)
+    scan = next(e for e in equations(closed) if e.primitive.name == "scan")
+    assert str(scan.outvars[-1].aval.dtype) == "float32"
+
+
 def test_sharded_streams_stay_in_16_bits() -> None:
     def f(x: Any, ws: Any) -> Any:
         body = lambda c, w: (sharded(sharded(c) + jnp.tanh(sharded(c @ w))), None)  # noqa: E731

@@ -247,7 +247,7 @@ WHY: dict[str, tuple[list[Difference], str]] = {
     "reciprocal": (both(FIRST, "bfloat16", "bfloat16"), SQUARES),
     **{
         name: (activations("f32,lp lp,f32", "lp"), WEAK)
-        for name in ("atan2", "mul", "div", "maximum", "minimum", "where", "cat", "stack")
+        for name in ("atan2", "mul", "div", "maximum", "minimum", "cat", "stack")
     },
     **{name: (activations("lp,f32", "lp"), WEAK) for name in ("addcmul", "addcdiv")},
     "lgamma": (both(FIRST, "float32"), OVERFLOWS),

@@ -162,7 +162,7 @@ def _settled(
     recurrence adds up what 16 bits would lose.
     """
     program = op.params[body]
-    layers = frozenset() if region.exact else through_layers(op, body, carry)
+    layers = frozenset() if region.exact else through_layers(op, body, carry, states)
     inside = [state and entering(state) for state in states]
     for i, aval in enumerate(avals[carry], carry.start):
         if inside[i] is not None and aval.dtype != FLOAT32:
@@ -190,7 +190,7 @@ def _next_carry(begin: State, end: State, low: DType, through_layers: bool) -> S
         return combined([begin, end], low)
     if through_layers and Kind.FIRM not in kinds:
         return State(Kind.HIGH, FLOAT32) if kinds == {Kind.HIGH} else State(Kind.LOW, low)
-    return State(Kind.FIRM, FLOAT32)
+    return State(Kind.FIRM, FLOAT32, carried=True)
 
 
 def _after(state: State | None) -> State | None:

@@ -45,6 +45,7 @@ class State(NamedTuple):
       laid: whether it was laid out to meet a larger value (a bias, a statistic) or looked up in a
         table (an embedding). What is laid out is smaller than what it meets.
       fixed: whether it depends on no float argument: positions, masks, noise.
+      carried: whether it is firm since a loop carries it, and so no weight.
       stored: of 16 bits, what of it is stored.
     """
 
@@ -53,6 +54,7 @@ class State(NamedTuple):
     value: float | None = None
     laid: bool = False
     fixed: bool = False
+    carried: bool = False
     stored: Stored = Stored.NOT
 
 
@@ -62,7 +64,12 @@ def literal_state(value: float | None) -> State:
 
 
 def combined(
-    states: Collection[State], low: DType, *, adds: bool = False, scales: bool = False
+    states: Collection[State],
+    low: DType,
+    *,
+    adds: bool = False,
+    chooses: bool = False,
+    scales: bool = False,
 ) -> State:
     """What an elementwise operation makes of its operands: LOW means that it runs in 16 bits.
 
@@ -70,6 +77,7 @@ def combined(
       states: what is known of the operands. What is smaller than the result counts as laid out.
       low: the 16-bit dtype.
       adds: whether it adds or subtracts.
+      chooses: whether it takes the one or the other.
       scales: whether it adds, subtracts, multiplies or divides: what a norm is made of.
 
     >>> low, weak = State(Kind.LOW, jnp.dtype("bfloat16")), State(Kind.WEAK, FLOAT32)
@@ -87,11 +95,13 @@ def combined(
     if kinds <= {Kind.WEAK}:
         return State(Kind.WEAK, FLOAT32, laid=laid, fixed=all(state.fixed for state in states))
     if Kind.FIRM in kinds:
-        return State(Kind.FIRM, FLOAT32, laid=laid)
+        return State(Kind.FIRM, FLOAT32, carried=any(state.carried for state in states))
     own = {state.kind for state in arrays if laid or not state.laid}
-    added = adds and any(state.kind is Kind.WEAK and not state.laid for state in states)
-    if added or (not laid and Kind.WEAK in own and Kind.LOW not in own):
+    updated = [state for state in states if state.kind is Kind.WEAK and not state.laid]
+    if (adds and updated) or (chooses and not all(state.fixed for state in updated)):
         return State(Kind.FIRM, FLOAT32)  # w - rate * gradient: 16 bits would lose the update
+    if not laid and Kind.WEAK in own and Kind.LOW not in own:
+        return State(Kind.FIRM, FLOAT32)
     if Kind.LOW not in own:
         return State(Kind.HIGH, FLOAT32, laid=laid)
     if any(state.kind is Kind.HIGH and state.laid for state in states):
@@ -113,7 +123,7 @@ def in_float32(states: Collection[State]) -> State:
 def joined(states: Collection[State], low: DType) -> State:
     """What is known of a value that is one of several: those of branches."""
     begun = [entering(state) for state in states]
-    made = begun[0] if len(set(begun)) == 1 else combined(begun, low)
+    made = begun[0] if len(set(begun)) == 1 else combined(begun, low, chooses=True)
     if made.kind is Kind.LOW and not all(fits(state.value, made.dtype) for state in states):
         return State(Kind.FIRM, FLOAT32)
     return made

@@ -2,48 +2,59 @@
 
 import enum
 from collections.abc import Sequence
-from typing import Any
 
 from jax.extend import core
 
 from jaxmp import _compat
 from jaxmp._autocast._ancestry import NONE, Labels, follow
+from jaxmp._autocast._kinds import Kind
+from jaxmp._autocast._steps import States
 from jaxmp._op_lists import CONTRACTIONS
 from jaxmp._program import Op, has_tangent
 
 
 class _Made(enum.Enum):
-    """What a value in the body of a loop is made of."""
+    """How a value is made of a carry."""
 
-    OF_CARRY = "floats that the last turn made"
-    OF_TURN = "what changes from turn to turn, as weights of layers and the number of the turn do"
-    BY_LAYER = "a product of the one with the other"
+    OF = "of what the last turn made"
+    BY_LAYER = "of a product of that with a weight that is another in each turn"
 
 
-def through_layers(op: Op, body: str, carry: slice) -> frozenset[int]:
-    """The carries that a turn makes by products with weights that are others in each turn.
+# Of what changes from turn to turn, as weights of layers and the number of the turn do, and of what
+# products have touched before: keys and values of a recurrence are no weights.
+_TURN, _TOUCHED = "turn", "touched"
+
+
+def through_layers(op: Op, body: str, carry: slice, states: States) -> frozenset[int]:
+    """The carries that products with weights, others in each turn, make of themselves.
 
     A loop over layers has such, whether it scans over their weights or slices them by its counter.
-    A recurrence has the same weights in each turn: a solver, an RNN over time.
+    A recurrence has the same weights in each turn: a solver, an RNN over time. What adds up beside
+    layers is a recurrence, too.
 
     Args:
       op: the loop.
       body: the name of its body among its params.
       carry: which arguments of the body are carried.
+      states: what is known of the arguments of the body.
 
     Returns:
       The numbers of these carries.
     """
     jaxpr = _compat.open_jaxpr(op.params[body])
-    given = [NONE] * len(jaxpr.invars)
-    for i, var in enumerate(jaxpr.invars[carry.start :], carry.start):
-        floats = i < carry.stop and has_tangent(var.aval)
-        given[i] = frozenset({_Made.OF_CARRY if floats else _Made.OF_TURN})
+    given: list[Labels] = []
+    for i, (var, state) in enumerate(zip(jaxpr.invars, states, strict=True)):
+        if carry.start <= i < carry.stop and has_tangent(var.aval):
+            given.append(frozenset({(_Made.OF, i - carry.start)}))
+        elif state is not None and state.kind is not Kind.WEAK:
+            given.append(frozenset({_TOUCHED}))
+        else:
+            given.append(frozenset({_TURN}) if i >= carry.start else NONE)
     while True:
         made = follow(jaxpr, given, _rule, lambda atom: True)[: carry.stop - carry.start]
-        turned = [a | (b & _LAYER) for a, b in zip(given[carry], made, strict=True)]
+        turned = [a | b for a, b in zip(given[carry], made, strict=True)]
         if turned == given[carry]:
-            return frozenset(i for i, labels in enumerate(turned) if _Made.BY_LAYER in labels)
+            return frozenset(i for i, labels in enumerate(turned) if (_Made.BY_LAYER, i) in labels)
         given[carry] = turned
 
 
@@ -51,15 +62,17 @@ def _rule(equation: core.JaxprEqn, found: Sequence[Labels]) -> Labels:
     labels = NONE.union(*found)
     if equation.primitive.name not in CONTRACTIONS:
         return labels
-    return (labels - {_Made.OF_TURN}) | (_LAYER if _is_layer(found[:2]) else NONE)
+    layered = (_layered(*operands) for operands in (found[:2], found[1::-1]))
+    return labels.union({_TOUCHED}, *layered)
 
 
-_LAYER: Labels = frozenset({_Made.BY_LAYER})
+def _layered(carried: Labels, weight: Labels) -> Labels:
+    """What a product of two values is made of, if the second is a weight."""
+    if _TURN not in weight or _TOUCHED in weight or _carries(weight):
+        return NONE
+    return frozenset((_Made.BY_LAYER, number) for number in _carries(carried))
 
 
-def _is_layer(operands: Sequence[Any]) -> bool:
-    pairs = (operands, operands[::-1])
-    return any(
-        _Made.OF_CARRY in carried and _Made.OF_TURN in weight and _Made.OF_CARRY not in weight
-        for carried, weight in pairs
-    )
+def _carries(labels: Labels) -> set[int]:
+    pairs = (each for each in labels if isinstance(each, tuple))
+    return {number for made, number in pairs if made is _Made.OF}

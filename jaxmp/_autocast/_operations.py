@@ -97,7 +97,8 @@ def promote(op: Op, states: States, region: Region) -> Step:
         known(given),
         region.low,
         adds=op.name in ("add", "sub", "add_any"),
-        scales=op.name in _SCALES,
+        chooses=op.name == "select_n",
+        scales=op.name in _SCALES or op.name in ARRANGEMENTS,
     )
     if made.dtype != FLOAT32:
         made = made._replace(stored=_stored(op, states, made.dtype))
@@ -123,8 +124,8 @@ def _stored(op: Op, states: States, dtype: DType) -> Stored:
     if len(low) > 1:
         return Stored.AS_IT_IS if adds else Stored.NOT
     (state,) = low
-    if adds and dtype == jnp.float16:
-        return Stored.NOT  # what is added may be a mask of -1e9
+    if adds and (dtype == jnp.float16 or any(each.fixed for each in known(states))):
+        return Stored.NOT  # what is added may be a mask of -1e9, or is a number and no bias
     scales = op.name in ("mul", "div", "select_n") and state.stored is Stored.AS_SCORES
     return state.stored if adds or scales else Stored.NOT
 
@@ -264,11 +265,9 @@ def product(op: Op, states: States, region: Region) -> Step:
             step.params["preferred_element_type"] = result.dtype
         step.may_widen = False
         return step
-    sources = tuple(
-        region.float32_gradients and state.kind in (Kind.WEAK, Kind.FIRM) for state in operands
-    )
-    weights = any(state.kind in (Kind.WEAK, Kind.FIRM) for state in operands)
-    stored = Stored.AS_IT_IS if weights else Stored.AS_SCORES
+    weights = [s.kind in (Kind.WEAK, Kind.FIRM) and not s.carried for s in operands]
+    sources = tuple(region.float32_gradients and is_weight for is_weight in weights)
+    stored = Stored.AS_IT_IS if any(weights) else Stored.AS_SCORES
     return Step(
         op,
         [region.low, region.low, *[None] * (len(states) - 2)],

@@ -9,6 +9,7 @@ from jax.extend import core
 
 from jaxmp._autocast._kinds import FLOAT32, Kind, State, in_float32, literal_state
 from jaxmp._dtypes import DType
+from jaxmp._op_lists import CONTRACTIONS, KERNELS
 from jaxmp._program import Op
 
 States = Sequence[State | None]
@@ -92,7 +93,8 @@ def wanting(states: States, dtype: DType) -> list[DType | None]:
 def alone(op: Op, states: States, exact: Kind = Kind.HIGH) -> Step:
     """An operation that runs as it was traced; what it makes of touched values is `exact`."""
     wide = in_float32(known(states))
-    if exact is Kind.FIRM or is_foreign(op) or op.name.endswith("_callback"):
+    multiplies = op.name in CONTRACTIONS | KERNELS and not wide.fixed
+    if multiplies or exact is Kind.FIRM or is_foreign(op) or op.name.endswith("_callback"):
         wide = State(exact, FLOAT32)
     wants = [
         None if state is None else aval.dtype
