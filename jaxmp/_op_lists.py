@@ -175,7 +175,6 @@ COSTS: dict[str, Cost] = dict.fromkeys([*CLASSES, "convert_element_type"], Cost.
 }
 # Functions with derivatives of their own that are in a class as a whole.
 _FUNCTIONS: dict[str, OpClass] = {
-    "logaddexp": OpClass.FLOAT32,  # the logarithm of a sum of exponentials; softplus is made of it
     "log_ndtr": OpClass.FLOAT32,  # its derivative is an exponential of it
 }
 CONTRACTIONS = frozenset(_TABLE[OpClass.LOWER][0].split())

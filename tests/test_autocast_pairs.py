@@ -115,13 +115,16 @@ PAIRS: dict[str, tuple[str, list[Callable[[Any], Any]]]] = {
             lambda h: h.max(-1) + jnp.log(jnp.exp(h - h.max(-1, keepdims=True)).sum(-1)),
         ],
     ),
-    "softplus": ("float32", [jax.nn.softplus, lambda h: jnp.log1p(jnp.exp(h))]),
 }
 # Said on the page: what the second of these gives, the first does not.
 APART: dict[str, list[Callable[[Any], Any]]] = {
     "positions of a batch of one": [
         lambda x, p: x[:1] @ W + p,
         lambda x, p: x @ W + p,
+    ],
+    "softplus": [
+        lambda x, p: jnp.log1p(jnp.exp(x @ W)),
+        lambda x, p: jax.nn.softplus(x @ W),
     ],
     "means as products": [
         lambda x, p: (x @ W) + (x @ W).mean(1, keepdims=True),

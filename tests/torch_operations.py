@@ -241,7 +241,10 @@ WHY: dict[str, tuple[list[Difference], str]] = {
         "`jnp` casts a 16-bit bias to float32 where the other operand is float32.",
     ),
     "exp2": (both(FIRST, "float32"), OVERFLOWS),
-    "logaddexp": (both("lp,lp", "float32"), OVERFLOWS),
+    "softplus": (
+        both(FIRST, "lp"),
+        "A maximum plus a logarithm, which joins it in its dtype; PyTorch has one kernel for it.",
+    ),
     **{name: (both(FIRST, "float32"), LAST_BITS) for name in ("sin", "cos", "floor", "round")},
     **{name: (both(FIRST, "float32"), EXTREMES) for name in ("amax", "amin")},
     "reciprocal": (both(FIRST, "bfloat16", "bfloat16"), SQUARES),

@@ -21,8 +21,7 @@ class Kind(enum.IntEnum):
     """Where a float comes from. All but LOW are held in float32."""
 
     WEAK = 0  # no product has touched it: arguments, literals, and what is made of these alone
-    LOW = 1  # 16 bits: what a product gives, and what is computed from it. In float32 while a
-    # statistic scales and shifts it, as in a norm
+    LOW = 1  # what a product gives and what is computed from it; float32 if a statistic lifts it
     HIGH = 2  # an exponential, a logarithm, a sum of these; joins 16 bits of its own size
     FIRM = 3  # updated arguments, loop carries, exact parts: widens all that it meets
 
