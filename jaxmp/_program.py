@@ -1,5 +1,6 @@
 """A jaxpr as it is rewritten: operations over numbered values, jitted functions inlined."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -199,7 +200,7 @@ class _Reader:
 def _is_helper(equation: core.JaxprEqn) -> bool:
     if holds_arrays(equation.params["jaxpr"]):  # which a checkpoint around it could not hold
         return False
-    names = list(_names(equation.params["jaxpr"]))
+    names = list(itertools.islice(_names(equation.params["jaxpr"]), _LARGEST_HELPER + 1))
     return len(names) <= _LARGEST_HELPER and all(_is_simple(name) for name in names)
 
 

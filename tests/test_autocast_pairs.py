@@ -21,6 +21,7 @@ POSITIONS = rows(8, 32, seed=3)
 ENCODED = np.sin(np.arange(8)[:, None] * np.exp(-np.arange(32) / 8)).astype(np.float32)
 MASK = np.tile(np.arange(32) % 3 > 0, (4, 8, 1))
 KEY = jax.random.key(1)
+MESH = jax.make_mesh((8,), ("ep",), axis_types=(AxisType.Auto,))
 
 
 def encoded() -> Any:
@@ -182,6 +183,55 @@ def test_what_stays_exact(name: str) -> None:
     assert error(compiled(jaxmp.autocast(fun, policy))(x), compiled(fun)(x)) <= most
 
 
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda f: f,
+        jax.jit,
+        jax.checkpoint,
+        lambda f: lambda x: lax.cond(x[0, 0] > 0, f, lambda x: f(x), x),
+        lambda f: jax.shard_map(
+            f, mesh=MESH, in_specs=PartitionSpec("ep"), out_specs=PartitionSpec("ep")
+        ),
+    ],
+    ids=["", "jit", "checkpoint", "cond", "shard_map"],
+)
+def test_what_only_float32_reads_is_float32_in_every_wrapping(wrap: Any) -> None:
+    """The sigmoid before a logarithm, of which 1 - p is left: 16 bits have no such p but one."""
+
+    def loss(x: Any) -> Any:
+        p = wrap(lambda x: jax.nn.sigmoid(x @ jnp.eye(8)))(x)
+        return -jnp.log(1 - p).mean()
+
+    x = jnp.linspace(6, 9, 64).reshape(8, 8)
+    assert error(compiled(jaxmp.autocast(loss, BF16))(x), loss(x)) < 0.01
+    assert not jnp.isfinite(-jnp.log(1 - jax.nn.sigmoid(x.astype(jnp.bfloat16)))).all()
+
+
+def test_layers_with_merged_weights_are_layers() -> None:
+    """LoRA merged before a scan, or in its body: as with weights of its own."""
+    ws, a, b = jnp.stack([W] * 3), jnp.ones((3, 32, 4)), jnp.ones((3, 4, 32))
+
+    def before(x: Any, ws: Any, a: Any, b: Any) -> Any:
+        return lax.scan(lambda h, w: (h + jnp.tanh(h @ w), None), x @ ws[0], ws + a @ b)[0]
+
+    def inside(x: Any, ws: Any, a: Any, b: Any) -> Any:
+        body = lambda h, w: (h + jnp.tanh(h @ (w[0] + w[1] @ w[2])), None)  # noqa: E731
+        return lax.scan(body, x @ ws[0], (ws, a, b))[0]
+
+    for f in (before, inside):
+        assert dtype_of(f, X, ws, a, b) == "bfloat16"
+
+
+def test_custom_vmap_of_a_product_is_no_argument() -> None:
+    @jax.custom_batching.custom_vmap
+    def multiplied(x: Any) -> Any:
+        return x @ W
+
+    multiplied.def_vmap(lambda size, batched, x: (x @ W, True))
+    assert dtype_of(lambda x: x @ W + multiplied(x), X) == "bfloat16"
+
+
 @pytest.mark.filterwarnings("ignore:autocast leaves .* of the FLOPs")
 def test_a_kernel_at_the_beginning_widens_no_stream() -> None:
     """What it multiplies is no argument any more."""
@@ -224,7 +274,6 @@ def test_inner_training_updates_in_float32(loop: str, tasks: str) -> None:
     assert error(rounded, want) > 0.02  # positive control: what 16 bits make of the params
 
 
-MESH = jax.make_mesh((8,), ("ep",), axis_types=(AxisType.Auto,))
 RING = [(i, (i + 1) % 8) for i in range(8)]
 COLLECTIVES: dict[str, Callable[[Any], Any]] = {
     "all_to_all": lambda y: lax.all_to_all(y, "ep", 0, 0, tiled=True),

@@ -190,12 +190,12 @@ def _next_carry(begin: State, end: State, low: DType, through_layers: bool) -> S
         return combined([begin, end], low)
     if through_layers and Kind.FIRM not in kinds:
         return State(Kind.HIGH, FLOAT32) if kinds == {Kind.HIGH} else State(Kind.LOW, low)
-    return State(Kind.FIRM, FLOAT32, carried=True)
+    return State(Kind.FIRM, FLOAT32, carried=not through_layers)
 
 
 def _after(state: State | None) -> State | None:
-    """What a loop returns has been added up: where it joins 16 bits, it joins in 16 bits."""
-    if state is not None and state.kind is Kind.FIRM:
+    """What a recurrence returns has been added up: where it joins 16 bits, it joins in them."""
+    if state is not None and state.carried:
         return State(Kind.HIGH, FLOAT32)
     return state and entering(state)
 
@@ -235,9 +235,11 @@ def _while(op: Op, states: States, context: Context, region: Region) -> Step:
     return Step(op, in_dtypes([*states[:test], *inside]), [*map(_after, out)], run=bind)
 
 
-def _cond(op: Op, states: States, context: Context, region: Region) -> Step:
+def _cond(
+    op: Op, states: States, context: Context, region: Region, results_in: ResultsIn = "low"
+) -> Step:
     branches = op.params["branches"]
-    plans = [planned(branch, states[1:], context, op) for branch in branches]
+    plans = [planned(branch, states[1:], context, op, results_in) for branch in branches]
     out: list[State | None] = []
     for results in zip(*(each.results for each in plans), strict=True):
         floats = [state for state in results if state is not None]
@@ -248,18 +250,22 @@ def _cond(op: Op, states: States, context: Context, region: Region) -> Step:
         new = tuple(_traced_as(context, each, avals, out) for each in plans)
         return _compat.bind(op.equation, values, branches=new)
 
-    return Step(op, in_dtypes(states), out, run=bind)
+    again = functools.partial(_cond, op, states, context, region, "float32")
+    return Step(op, in_dtypes(states), out, run=bind, widened=again)
 
 
-def _shard_map(op: Op, states: States, context: Context, region: Region) -> Step:
+def _shard_map(
+    op: Op, states: States, context: Context, region: Region, results_in: ResultsIn = "low"
+) -> Step:
     params = op.params
-    inner = planned(params["jaxpr"], states, context, op)
+    inner = planned(params["jaxpr"], states, context, op, results_in)
 
     def bind(op: Op, values: list[Any]) -> list[Any]:
         mapped = _compat.shard_map(params, lambda *args: tuple(run(inner, args)))
         return list(mapped(*values))
 
-    return Step(op, in_dtypes(states), inner.results, run=bind)
+    again = functools.partial(_shard_map, op, states, context, region, "float32")
+    return Step(op, in_dtypes(states), inner.results, run=bind, widened=again)
 
 
 def _same_signature(name: str) -> Callable[[Op, States, Context, Region], Step]:
@@ -271,6 +277,10 @@ def _same_signature(name: str) -> Callable[[Op, States, Context, Region], Step]:
         inside = [state and initial(aval) for state, aval in zip(states, op.in_avals, strict=True)]
         inner = planned(body, inside, context, op)
         out = [initial(aval) for aval in op.out_avals]
+        step.results = [
+            State(Kind.HIGH, FLOAT32) if state and found and found.kind is not Kind.WEAK else state
+            for state, found in zip(step.results, inner.results, strict=True)
+        ]
 
         def bind(op: Op, values: list[Any]) -> list[Any]:
             avals = [_compat.type_of(v) for v in values]

@@ -57,6 +57,11 @@ class State(NamedTuple):
     stored: Stored = Stored.NOT
 
 
+def is_weight(state: State) -> bool:
+    """Whether a product may have its gradient in float32: params, and what they are merged with."""
+    return state.kind in (Kind.WEAK, Kind.FIRM) and not state.carried
+
+
 def literal_state(value: float | None) -> State:
     """What is known of a number that is written in the program, or of an array of it."""
     return State(Kind.WEAK, FLOAT32, value, fixed=True)
@@ -88,7 +93,7 @@ def combined(
     'LOW'
     """
     kinds = {state.kind for state in states}
-    # Masks, noise and numbers take the place of what they meet.
+    # Masks, noise and numbers say nothing about the size of what they meet.
     arrays = [state for state in states if not state.fixed] or states
     laid = all(state.laid for state in arrays)
     if kinds <= {Kind.WEAK}:
@@ -97,10 +102,10 @@ def combined(
         return State(Kind.FIRM, FLOAT32, carried=any(state.carried for state in states))
     own = {state.kind for state in arrays if laid or not state.laid}
     updated = [state for state in states if state.kind is Kind.WEAK and not state.laid]
-    if (adds and updated) or (chooses and not all(state.fixed for state in updated)):
+    if (adds and updated) or (chooses and any(not state.fixed for state in updated)):
         return State(Kind.FIRM, FLOAT32)  # w - rate * gradient: 16 bits would lose the update
     if not laid and Kind.WEAK in own and Kind.LOW not in own:
-        return State(Kind.FIRM, FLOAT32)
+        return State(Kind.FIRM, FLOAT32)  # w / its norm by a product, x * exp(s)
     if Kind.LOW not in own:
         return State(Kind.HIGH, FLOAT32, laid=laid)
     if any(state.kind is Kind.HIGH and state.laid for state in states):

@@ -7,7 +7,7 @@ from jax.extend import core
 
 from jaxmp import _compat
 from jaxmp._autocast._ancestry import NONE, Labels, follow
-from jaxmp._autocast._kinds import Kind
+from jaxmp._autocast._kinds import is_weight
 from jaxmp._autocast._steps import States
 from jaxmp._op_lists import CONTRACTIONS
 from jaxmp._program import Op, has_tangent
@@ -46,7 +46,7 @@ def through_layers(op: Op, body: str, carry: slice, states: States) -> frozenset
     for i, (var, state) in enumerate(zip(jaxpr.invars, states, strict=True)):
         if carry.start <= i < carry.stop and has_tangent(var.aval):
             given.append(frozenset({(_Made.OF, i - carry.start)}))
-        elif state is not None and state.kind is not Kind.WEAK:
+        elif state is not None and not is_weight(state):
             given.append(frozenset({_TOUCHED}))
         else:
             given.append(frozenset({_TURN}) if i >= carry.start else NONE)
@@ -62,15 +62,21 @@ def _rule(equation: core.JaxprEqn, found: Sequence[Labels]) -> Labels:
     labels = NONE.union(*found)
     if equation.primitive.name not in CONTRACTIONS:
         return labels
+    if all(map(_is_weight, found[:2])):
+        return labels  # of a merge: a @ b, to be added to w
     layered = (_layered(*operands) for operands in (found[:2], found[1::-1]))
     return labels.union({_TOUCHED}, *layered)
 
 
 def _layered(carried: Labels, weight: Labels) -> Labels:
     """What a product of two values is made of, if the second is a weight."""
-    if _TURN not in weight or _TOUCHED in weight or _carries(weight):
+    if not _is_weight(weight):
         return NONE
     return frozenset((_Made.BY_LAYER, number) for number in _carries(carried))
+
+
+def _is_weight(labels: Labels) -> bool:
+    return _TURN in labels and _TOUCHED not in labels and not _carries(labels)
 
 
 def _carries(labels: Labels) -> set[int]:

@@ -18,6 +18,7 @@ from jaxmp._autocast._kinds import (
     combined,
     fits,
     in_float32,
+    is_weight,
     literal_state,
     overflows,
 )
@@ -265,9 +266,8 @@ def product(op: Op, states: States, region: Region) -> Step:
             step.params["preferred_element_type"] = result.dtype
         step.may_widen = False
         return step
-    weights = [s.kind in (Kind.WEAK, Kind.FIRM) and not s.carried for s in operands]
-    sources = tuple(region.float32_gradients and is_weight for is_weight in weights)
-    stored = Stored.AS_IT_IS if any(weights) else Stored.AS_SCORES
+    sources = tuple(region.float32_gradients and is_weight(state) for state in operands)
+    stored = Stored.AS_IT_IS if any(map(is_weight, operands)) else Stored.AS_SCORES
     return Step(
         op,
         [region.low, region.low, *[None] * (len(states) - 2)],
