@@ -58,6 +58,7 @@ def changes(plan: Plan) -> bool:
 
 
 def in_dtypes(states: States) -> list[DType | None]:
+    """The dtypes of values as they come, as wants of a step."""
     return [state and state.dtype for state in states]
 
 

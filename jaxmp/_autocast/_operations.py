@@ -97,13 +97,13 @@ def promote(op: Op, states: States, region: Region) -> Step:
     made = combined(
         known(given),
         region.low,
-        adds=op.name in ("add", "sub", "add_any"),
+        adds=op.name in _ADDS,
         chooses=op.name == "select_n",
         scales=op.name in _SCALES or op.name in ARRANGEMENTS,
     )
     if made.dtype != FLOAT32:
         made = made._replace(stored=_stored(op, states, made.dtype))
-    step = _as(op, states, made, region)
+    step = _in_dtype(op, states, made, region)
     if CLASSES.get(op.name) not in (OpClass.PROMOTE, OpClass.RANGE):
         step.may_widen = False  # one that a list of the user's named
     elif op.name not in ARRANGEMENTS:
@@ -114,14 +114,15 @@ def promote(op: Op, states: States, region: Region) -> Step:
     return step
 
 
+_ADDS = frozenset({"add", "sub", "add_any"})
 # What a norm is made of after its statistics, and the power that is a product.
-_SCALES = frozenset({"add", "sub", "add_any", "mul", "div", "neg", "integer_pow", "square"})
+_SCALES = _ADDS | {"mul", "div", "neg", "integer_pow", "square"}
 
 
 def _stored(op: Op, states: States, dtype: DType) -> Stored:
     """What is stored of the result of an operation in 16 bits."""
     low = [state for state in known(states) if state.kind is Kind.LOW]
-    adds = op.name in ("add", "add_any")
+    adds = op.name in ("add", "add_any")  # a difference cancels, and is computed in float32
     if len(low) > 1:
         return Stored.AS_IT_IS if adds else Stored.NOT
     (state,) = low
@@ -143,7 +144,7 @@ def _compare(op: Op, values: list[Any]) -> list[Any]:
     return _compat.bind(op.equation, values)
 
 
-def _as(op: Op, states: States, made: State, region: Region) -> Step:
+def _in_dtype(op: Op, states: States, made: State, region: Region) -> Step:
     """An operation whose result is of some kind, unless a literal of its operands is lost by it."""
     values = [state.value for state in known(states)]
     if made.dtype != FLOAT32:
@@ -212,7 +213,7 @@ def _update(op: Op, states: States, region: Region) -> Step:
     accumulates = op.name in ("scatter-add", "scatter-sub", "scatter-mul")
     if not accumulates and (array.kind is Kind.LOW or array.value is not None):
         made = combined([state._replace(laid=False) for state in floats], region.low)
-        step = _as(op, states, made, region)
+        step = _in_dtype(op, states, made, region)
         step.may_widen = False
         return step
     made = State(max(array.kind, in_float32(floats).kind), FLOAT32)
@@ -260,7 +261,7 @@ def product(op: Op, states: States, region: Region) -> Step:
         return alone(op, states)
     if op.name == "dot_general" and _adds_nothing_up(op, operands):
         made = combined([s._replace(laid=False) for s in operands], region.low, scales=True)
-        step = _as(op, states, made, region)
+        step = _in_dtype(op, states, made, region)
         result = step.results[0]
         if params.get("preferred_element_type") is not None and result is not None:
             step.params["preferred_element_type"] = result.dtype
