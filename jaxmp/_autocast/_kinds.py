@@ -134,7 +134,7 @@ def joined(states: Collection[State], low: DType) -> State:
 
 
 def entering(state: State) -> State:
-    """What a program knows of an argument: a literal in it would be another program each time."""
+    """What a program knows of an argument. With its number, each call had a plan of its own."""
     return state._replace(value=None, stored=Stored.NOT)
 
 
