@@ -1,5 +1,6 @@
 """Programs that mean the same come out in the same dtype: docs/autocast.md says which do not."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -239,6 +240,81 @@ def test_a_kernel_at_the_beginning_widens_no_stream() -> None:
     dense.defvjp(lambda x: (x @ W, None), lambda _, g: (g @ W.T,))
     for first in (dense, lambda x: jnp.dot(x, W, precision="highest")):
         assert dtype_of(lambda x, f=first: f(x) + jnp.tanh(f(x) @ W), X) == "bfloat16"
+
+
+def test_a_stage_takes_its_activations_in_16_bits() -> None:
+    """`jnp` itself casts 16 bits to float32 where they meet float32 layers: still a stream."""
+
+    def stage(x: Any, ws: Any) -> Any:
+        for w in ws:
+            x = x + jnp.tanh(x @ w)
+        return x
+
+    def scanned(x: Any, ws: Any) -> Any:
+        turn = lambda x, w: ((x + jnp.tanh(x @ w)).astype(x.dtype), None)  # noqa: E731
+        return lax.scan(turn, x, ws)[0]
+
+    ws = jnp.stack([W, W])
+    for f in (stage, scanned):
+        assert dtype_of(f, X.astype(jnp.bfloat16), ws) == "bfloat16"
+        assert dtype_of(f, X, ws) == "float32"  # positive control: data that layers update
+
+
+def test_an_exact_part_joins_a_stream_where_it_is_cast() -> None:
+    exact = jaxmp.full_precision(lambda x: jnp.tanh(x @ W))
+    assert dtype_of(lambda x: x @ W + exact(x).astype(jnp.bfloat16), X) == "bfloat16"
+    assert dtype_of(lambda x: x @ W + exact(x), X) == "float32"
+
+
+def test_scores_are_16_bits_whatever_their_bias_is_made_of() -> None:
+    """A bias of ALiBi is a constant, one of T5 a param: neither may double the scores."""
+    slopes = -np.abs(np.arange(8.0)[:, None] - np.arange(8.0)).astype(np.float32)
+    biases = {
+        "numpy": lambda given: slopes,
+        "computed": lambda given: -jnp.abs(jnp.arange(8.0)[:, None] - jnp.arange(8.0)),
+        "argument": lambda given: given,
+    }
+
+    def attend(bias: Any, x: Any, given: Any) -> Any:
+        h = x @ W
+        return jax.nn.softmax(h @ h.mT / 6 + bias(given))
+
+    for bias in biases.values():
+        fast = jaxmp.autocast(functools.partial(attend, bias), BF16)
+        made = equations(jax.make_jaxpr(fast)(X, jnp.asarray(slopes)))
+        sums = [e.outvars[0].aval for e in made if e.primitive.name == "add"]
+        assert [x.dtype for x in sums if x.shape == (4, 8, 8)] == [jnp.bfloat16]
+
+
+def test_normed_layers_add_up_alike_with_a_loop_and_without() -> None:
+    """Gemma's layers, whose last operation is a norm, beside an embedding."""
+    tokens, table = jnp.arange(8) % 3, rows(3, 32)
+
+    def layer(x: Any, w: Any) -> tuple[Any, None]:
+        return x + norm(jax.nn.gelu(norm(x) @ w) @ w), None
+
+    def unrolled(ws: Any, table: Any) -> Any:
+        x = table[tokens]
+        for w in ws:
+            x, _ = layer(x, w)
+        return x
+
+    def scanned(ws: Any, table: Any) -> Any:
+        return lax.scan(layer, table[tokens], ws)[0]
+
+    for f in (unrolled, scanned):
+        assert dtype_of(f, jnp.stack([W] * 3), table) == "bfloat16"
+
+
+@pytest.mark.filterwarnings("ignore:autocast leaves .* of the FLOPs")
+def test_a_product_asked_for_in_another_dtype_is_left_alone() -> None:
+    for policy, other in (("mixed_bfloat16", jnp.float16), ("mixed_float16", jnp.bfloat16)):
+        fast = jaxmp.autocast(
+            lambda x, other=other: lax.dot(x[0], W, preferred_element_type=other),
+            policy,
+            output="computed",
+        )
+        assert fast(X).dtype == other
 
 
 def inner_loss(w: Any, x: Any, y: Any) -> Any:

@@ -228,6 +228,28 @@ def test_statistics_do_not_cut_the_region_of_a_norm() -> None:
     assert shapes(jaxmp.recompute(fun), x, w) == ["bfloat16[4,64]"] + ["float32[4]"] * 2
 
 
+def test_capped_logits_are_kept_once() -> None:
+    """The logits of the labels are a statistic: to pick them keeps no second copy of all."""
+
+    def loss(w: Any, x: Any, labels: Any) -> Any:
+        logits = 30 * jnp.tanh(x @ w / 30)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    args = weights(16, 64), rows(4, 16), jnp.arange(4)
+    assert shapes(loss, *args).count("float32[4,64]") > 1  # positive control
+    assert shapes(jaxmp.recompute(loss), *args).count("float32[4,64]") == 1
+
+
+def test_rows_that_are_looked_up_are_kept() -> None:
+    """A gather of as much as it reads, or of more, is dear."""
+
+    def fun(w: Any, x: Any, rows_of: Any) -> Any:
+        return jnp.sin((x @ w)[rows_of])
+
+    args = weights(16, 16), rows(4, 16), jnp.arange(64) % 4
+    assert shapes(jaxmp.recompute(fun), *args) == ["float32[64,16]"]
+
+
 def test_the_stream_of_layers_is_kept_once() -> None:
     """Two arrays a layer: the stream, and what its gelu is of."""
     lean = shapes(jaxmp.recompute(layers), X, W, V)

@@ -110,9 +110,10 @@ def combined(
         return State(Kind.HIGH, FLOAT32, laid=laid)
     if any(state.kind is Kind.HIGH and state.laid for state in states):
         return State(Kind.LOW, FLOAT32)  # a statistic lifts what it scales
-    dtypes = {state.dtype for state in states if state.kind is Kind.LOW}
-    narrow = dtypes - {FLOAT32}
-    if len(narrow) > 1 or (not narrow and scales):
+    lows = [state.dtype for state in states if state.kind is Kind.LOW]
+    narrow = {*lows} - {FLOAT32}
+    sums_a_stream = adds and len(lows) > 1
+    if len(narrow) > 1 or (not narrow and scales and not sums_a_stream):
         return State(Kind.LOW, FLOAT32)
     return State(Kind.LOW, narrow.pop() if narrow else low)
 

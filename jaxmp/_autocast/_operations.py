@@ -53,7 +53,7 @@ def convert(op: Op, states: States) -> Step:
     if target != FLOAT32:
         return Step(op, [target], [State(Kind.LOW, jnp.dtype(target))], run=_pass_on)
     if given.dtype != FLOAT32 and state.kind is Kind.LOW:
-        return Step(op, [FLOAT32], [State(Kind.FIRM, FLOAT32)], run=_pass_on)
+        return Step(op, [FLOAT32], [State(Kind.HIGH, FLOAT32)], run=_pass_on)
     return Step(op, [None], [state], run=_pass_on)
 
 
@@ -126,7 +126,7 @@ def _stored(op: Op, states: States, dtype: DType) -> Stored:
     if len(low) > 1:
         return Stored.AS_IT_IS if adds else Stored.NOT
     (state,) = low
-    if adds and (dtype == jnp.float16 or any(each.fixed for each in known(states))):
+    if adds and (dtype == jnp.float16 or any(each.value is not None for each in known(states))):
         return Stored.NOT  # what is added may be a mask of -1e9, or is a number and no bias
     scales = op.name in ("mul", "div", "select_n") and state.stored is Stored.AS_SCORES
     return state.stored if adds or scales else Stored.NOT
@@ -251,9 +251,9 @@ def product(op: Op, states: States, region: Region) -> Step:
     if len(operands) < 2 or asks_for_precision(params.get("precision")):
         return alone(op, states)
     returned = op.out_avals[0].dtype
-    if all(dtype in HALVES for dtype in traced) or returned not in (FLOAT32, *HALVES):
+    if all(dtype in HALVES for dtype in traced):
         return alone(op, states)  # the user's own dtypes
-    if any(dtype in HALVES and dtype != region.low for dtype in traced):
+    if not {*traced, returned} <= {FLOAT32, region.low}:
         return alone(op, states)
     if all(state.fixed for state in operands):
         return alone(op, states)  # counts, positions times frequencies

@@ -137,6 +137,10 @@ class Analysis:
         self.inert = self._without_tangents()
         self.linear = tuple(self._is_linear(op) for op in program.ops)
         self.touched = self._touched()
+        self.picks = self._picks()
+        self.costs = tuple(
+            Cost.CHEAP if i in self.picks else cost for i, cost in enumerate(self.costs)
+        )
         self.statistics = frozenset(self._statistics())
         # What is stored whatever reads it: results of dear operations, and operands of those apart.
         self.stored = self._sunk()
@@ -185,12 +189,26 @@ class Analysis:
                 touched.update(op.outputs)
         return touched
 
+    def _picks(self) -> set[int]:
+        """Gathers that look up little of what was computed, such as the logits of the labels."""
+        found, picked = set[int](), set[int]()
+        for i, op in enumerate(self.program.ops):
+            if op.name != "gather" or op.inputs[0] not in self.touched:
+                continue
+            if self._is_small(op) or op.inputs[0] in picked:
+                found.add(i)
+                picked.update(op.outputs)
+        return found
+
+    def _is_small(self, op: Op) -> bool:
+        """Whether what an operation returns is small beside what it reads."""
+        read = sum(self.size(number) for number in numbers(op.inputs))
+        return read >= _STATISTIC * sum(map(self.size, op.outputs))
+
     def _statistics(self) -> Iterator[int]:
-        for op in self.program.ops:
-            if op.name in _REDUCTIONS:
-                read = sum(self.size(number) for number in numbers(op.inputs))
-                if read >= _STATISTIC * sum(map(self.size, op.outputs)):
-                    yield from op.outputs
+        for i, op in enumerate(self.program.ops):
+            if i in self.picks or (op.name in _REDUCTIONS and self._is_small(op)):
+                yield from op.outputs
 
     def _sunk(self) -> set[int]:
         """The values to keep for the results of dear operations: those, or what they become.
