@@ -232,7 +232,7 @@ WHY: dict[str, tuple[list[Difference], str]] = {
         "A matrix product like any other to JAX; PyTorch's list only promotes it.",
     ),
     "addmm": (
-        both("f32,f32 f32,lp", "float32"),
+        both("f32,f32 f32,lp", "float32") + arguments("lp,f32", "float32"),
         "A float32 addend of full shape may be a parameter that is updated, `w - rate * grad`, "
         "which 16 bits would lose. A bias, which is laid out along the batch, leaves 16 bits.",
     ),

@@ -31,7 +31,7 @@ class Stored(enum.Enum):
 
     NOT = "computed on the way to what reads it"
     AS_IT_IS = "what a product with a weight gives, with its bias, or the sum of a stream"
-    AS_SCORES = "what a product of activations gives, also if it is scaled, shifted or masked"
+    AS_SCORES = "what a product of activations gives, also if it is scaled or masked"
 
 
 class State(NamedTuple):
@@ -110,10 +110,8 @@ def combined(
         return State(Kind.HIGH, FLOAT32, laid=laid)
     if any(state.kind is Kind.HIGH and state.laid for state in states):
         return State(Kind.LOW, FLOAT32)  # a statistic lifts what it scales
-    lows = [state.dtype for state in states if state.kind is Kind.LOW]
-    narrow = {*lows} - {FLOAT32}
-    sums_a_stream = adds and len(lows) > 1
-    if len(narrow) > 1 or (not narrow and scales and not sums_a_stream):
+    narrow = {state.dtype for state in states if state.kind is Kind.LOW} - {FLOAT32}
+    if len(narrow) > 1 or (not narrow and scales):
         return State(Kind.LOW, FLOAT32)
     return State(Kind.LOW, narrow.pop() if narrow else low)
 

@@ -53,7 +53,7 @@ def convert(op: Op, states: States) -> Step:
     if target != FLOAT32:
         return Step(op, [target], [State(Kind.LOW, jnp.dtype(target))], run=_pass_on)
     if given.dtype != FLOAT32 and state.kind is Kind.LOW:
-        return Step(op, [FLOAT32], [State(Kind.HIGH, FLOAT32)], run=_pass_on)
+        return Step(op, [FLOAT32], [State(Kind.FIRM, FLOAT32)], run=_pass_on)
     return Step(op, [None], [state], run=_pass_on)
 
 
@@ -126,10 +126,13 @@ def _stored(op: Op, states: States, dtype: DType) -> Stored:
     if len(low) > 1:
         return Stored.AS_IT_IS if adds else Stored.NOT
     (state,) = low
-    if adds and (dtype == jnp.float16 or any(each.value is not None for each in known(states))):
-        return Stored.NOT  # what is added may be a mask of -1e9, or is a number and no bias
+    if adds:
+        # What is added may be a mask of -1e9, or is a number and no bias. A bias of scores may be
+        # a thousand (ALiBi at 2,048 tokens), of which 16 bits leave whole numbers.
+        is_bias = dtype != jnp.float16 and not any(each.fixed for each in known(states))
+        return state.stored if is_bias and state.stored is Stored.AS_IT_IS else Stored.NOT
     scales = op.name in ("mul", "div", "select_n") and state.stored is Stored.AS_SCORES
-    return state.stored if adds or scales else Stored.NOT
+    return state.stored if scales else Stored.NOT
 
 
 def _compare(op: Op, values: list[Any]) -> list[Any]:

@@ -193,7 +193,9 @@ class Analysis:
         """Gathers that look up little of what was computed, such as the logits of the labels."""
         found, picked = set[int](), set[int]()
         for i, op in enumerate(self.program.ops):
-            if op.name != "gather" or op.inputs[0] not in self.touched:
+            if op.name != "gather" or self.costs[i] is Cost.APART:
+                continue
+            if op.inputs[0] not in self.touched:
                 continue
             if self._is_small(op) or op.inputs[0] in picked:
                 found.add(i)
