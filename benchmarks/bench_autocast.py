@@ -42,8 +42,8 @@ from measurement import Column, Measurement, Report, Row, add_common_arguments, 
 
 import jaxmp
 import jaxmp.nnx
-from jaxmp import _calls
-from jaxmp._autocast import _transform
+from jaxmp._autocast import api
+from jaxmp._jaxpr import tracing
 
 Library = Literal["linen", "nnx", "plain JAX"]
 Stack = Literal["one by one", "scan"]
@@ -158,9 +158,9 @@ def _phases(seconds: dict[str, float]) -> Iterator[None]:
         return call
 
     parts = [
-        (_calls, "traced", "trace"),
-        (_transform, "read", "plan"),
-        (_transform, "plan", "plan"),
+        (tracing, "traced", "trace"),
+        (api, "read", "plan"),
+        (api, "plan", "plan"),
     ]
     with contextlib.ExitStack() as stack:
         for module, part, name in parts:

@@ -31,7 +31,7 @@ from measurement import Column, Report, Row, add_common_arguments
 from stacked_models import MODELS, Sizes
 
 import jaxmp
-from jaxmp._recompute import Recompute
+from jaxmp._recompute.api import Recompute
 
 Author = Literal["by hand", "autocast", "linen", "nnx"]
 Loop = Literal["scan", "unrolled"]

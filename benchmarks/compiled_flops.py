@@ -4,8 +4,8 @@ import math
 import re
 from typing import Any
 
-from jaxmp._hlo._flow import Flow
-from jaxmp._hlo._text import Instruction, Module
+from jaxmp._hlo.dataflow import Flow
+from jaxmp._hlo.parser import Instruction, Module
 
 _CONTRACTED = re.compile(r'lhs_contracting_dim(?:ension)?s"?[=:][{\[]([\d,"]*)[}\]]')
 

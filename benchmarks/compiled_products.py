@@ -12,8 +12,8 @@ import re
 import numpy as np
 from compiled_flops import product_flops
 
-from jaxmp._hlo._flow import Flow
-from jaxmp._hlo._text import Instruction, Module
+from jaxmp._hlo.dataflow import Flow
+from jaxmp._hlo.parser import Instruction, Module
 
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _NEVER = 10**13  # what the compiler writes for what it cannot estimate

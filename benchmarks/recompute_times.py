@@ -26,7 +26,7 @@ from measurement import (
 from stacked_models import GPT, Sizes
 
 import jaxmp
-from jaxmp._recompute import Recompute
+from jaxmp._recompute.api import Recompute
 
 _STEP = Sizes(4, 256, 4, 128, heads=4, classes=1024)
 _TRACED = Sizes(24, 64, 2, 32, heads=4, classes=256)

@@ -10,7 +10,8 @@ import importlib
 import typing
 
 from jaxmp import rules as rules, sharding as sharding
-from jaxmp._audit import (
+from jaxmp._autocast.api import autocast as autocast, full_precision as full_precision
+from jaxmp._inspect.api import (
     AuditError as AuditError,
     AuditReport as AuditReport,
     Collectives as Collectives,
@@ -18,37 +19,40 @@ from jaxmp._audit import (
     audit as audit,
     collectives as collectives,
 )
-from jaxmp._autocast import autocast as autocast, full_precision as full_precision
-from jaxmp._compact_state import (
-    compact_state as compact_state,
-    expanded_state as expanded_state,
-)
-from jaxmp._convert_state import convert_state as convert_state
-from jaxmp._grad import grad as grad, value_and_grad as value_and_grad
-from jaxmp._loss_scale import (
+from jaxmp._numerics.loss_scale import (
     DynamicLossScale as DynamicLossScale,
     LossScale as LossScale,
     LossScaleState as LossScaleState,
     NoLossScale as NoLossScale,
     StaticLossScale as StaticLossScale,
 )
-from jaxmp._optimizer import MixedPrecision as MixedPrecision, mixed_precision as mixed_precision
-from jaxmp._optimizer_step import MixedPrecisionState as MixedPrecisionState
-from jaxmp._policy import Policy as Policy, get_policy as get_policy
-from jaxmp._progress import (
+from jaxmp._numerics.split import merge_float32 as merge_float32, split_float32 as split_float32
+from jaxmp._numerics.stochastic import stochastic_round as stochastic_round
+from jaxmp._numerics.tree import (
+    all_finite as all_finite,
+    cast_floating as cast_floating,
+    select as select,
+)
+from jaxmp._policies.policy import Policy as Policy, get_policy as get_policy
+from jaxmp._policies.policy_rules import PolicyRules as PolicyRules
+from jaxmp._recompute.api import recompute as recompute
+from jaxmp._training.compact_state import (
+    compact_state as compact_state,
+    expanded_state as expanded_state,
+)
+from jaxmp._training.convert_state import convert_state as convert_state
+from jaxmp._training.gradients import grad as grad, value_and_grad as value_and_grad
+from jaxmp._training.optimizer import (
+    MixedPrecision as MixedPrecision,
+    mixed_precision as mixed_precision,
+)
+from jaxmp._training.optimizer_step import MixedPrecisionState as MixedPrecisionState
+from jaxmp._training.progress import (
     TrainingStalled as TrainingStalled,
     check_progress as check_progress,
 )
-from jaxmp._recompute import recompute as recompute
-from jaxmp._rules import PolicyRules as PolicyRules
-from jaxmp._split import (
-    merge_float32 as merge_float32,
-    split_float32 as split_float32,
-)
-from jaxmp._stochastic import stochastic_round as stochastic_round
-from jaxmp._train_state import TrainState as TrainState
-from jaxmp._train_step import make_train_step as make_train_step
-from jaxmp._tree import all_finite as all_finite, cast_floating as cast_floating, select as select
+from jaxmp._training.train_state import TrainState as TrainState
+from jaxmp._training.train_step import make_train_step as make_train_step
 
 if typing.TYPE_CHECKING:
     from jaxmp import linen as linen, nnx as nnx

@@ -1,9 +1,9 @@
 """Policies, autocast, gradients and an optimizer for nnx modules."""
 
-from jaxmp._nnx_autocast import autocast as autocast
-from jaxmp._nnx_policy import (
+from jaxmp._flax.nnx_autocast import autocast as autocast
+from jaxmp._flax.nnx_policy import (
     apply_policy as apply_policy,
     remove_policy as remove_policy,
     summary as summary,
 )
-from jaxmp._nnx_training import Optimizer as Optimizer, value_and_grad as value_and_grad
+from jaxmp._flax.nnx_training import Optimizer as Optimizer, value_and_grad as value_and_grad

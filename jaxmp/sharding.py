@@ -6,11 +6,11 @@ is needed. `gather_params`, `reduce_gradients` and `all_finite` are for code ins
 float32; `state_shardings` places the state of an optimizer where its params are.
 """
 
-from jaxmp._fsdp import FSDP as FSDP, fully_sharded as fully_sharded
-from jaxmp._per_shard import per_shard as per_shard
-from jaxmp._shard_map import (
+from jaxmp._mesh.fsdp import FSDP as FSDP, fully_sharded as fully_sharded
+from jaxmp._mesh.shard_map import (
     all_finite as all_finite,
     gather_params as gather_params,
     reduce_gradients as reduce_gradients,
 )
-from jaxmp._state_shardings import state_shardings as state_shardings
+from jaxmp._training.per_shard import per_shard as per_shard
+from jaxmp._training.state_shardings import state_shardings as state_shardings

@@ -1,6 +1,1 @@
-"""Reads what the compilers of JAX print of a compiled program."""
-
-from jaxmp._hlo._collectives import KINDS, Program, Transfer, read_program
-from jaxmp._hlo._text import Frame
-
-__all__ = ["KINDS", "Frame", "Program", "Transfer", "read_program"]
+"""Reads the text of compiled programs, as JAX's compilers print it."""

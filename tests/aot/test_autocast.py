@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 import jaxmp
-from tests import rule_models
 from tests.aot.conftest import Compiler
+from tests.support import rule_models
 
 pytestmark = pytest.mark.exhaustive
 WIDTH, HIDDEN, BATCH, TOKENS, LAYERS = 512, 2048, 8, 256, 4

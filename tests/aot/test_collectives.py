@@ -8,7 +8,7 @@ import pytest
 
 import jaxmp
 from tests.aot.conftest import GPU, Compiler
-from tests.collective_programs import (
+from tests.support.collective_programs import (
     BF16,
     F32,
     HEAD,

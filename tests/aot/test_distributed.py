@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests import sharded_models as models
 from tests.aot.conftest import Compiler
-from tests.reduction_matrix import Case, cases, check, collectives_of
+from tests.support import sharded_models as models
+from tests.support.reduction_matrix import Case, cases, check, collectives_of
 
 # Kernels are not looked at: how a GPU multiplies, and how well its code is optimized, takes half of
 # the time, and comes after what is.

@@ -1,0 +1,273 @@
+"""The public functions `autocast` and `full_precision`."""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp  # noqa: F401 (for the doctests)
+import jmp
+from jax import lax
+
+from jaxmp._autocast.control_flow import plan_control
+from jaxmp._autocast.kernels import Taken, low_kernels
+from jaxmp._autocast.left_alone import warn_if_most_is_left
+from jaxmp._autocast.plan import Call, ResultsIn, plan
+from jaxmp._autocast.regions import DONE, EXACT, Regions, region_of
+from jaxmp._autocast.run import run_plan
+from jaxmp._autocast.steps import HALVES, initial
+from jaxmp._jaxpr.cpu_compiler import warn_of_cpu_compiler
+from jaxmp._jaxpr.op_classes import OpLists, op_lists
+from jaxmp._jaxpr.program import read
+from jaxmp._jaxpr.tracing import Static, combine, partition, rewriting, trace_call
+from jaxmp._numerics.user_warnings import warn
+from jaxmp._policies.patterns import is_about_paths
+from jaxmp._policies.policy import Policy, get_policy
+from jaxmp._policies.policy_rules import PolicyRules
+from jaxmp._policies.presets import dtypes_of, get_rules
+from jaxmp._recompute.api import Recompute, recompute as lean
+
+Output = Literal["traced", "policy", "computed"]
+Kernels = Literal["traced", "low"]
+
+
+def autocast(
+    fun: Callable[..., Any],
+    policy: str | jmp.Policy | PolicyRules,
+    *,
+    lower: Iterable[str] = (),
+    float32: Iterable[str] = (),
+    promote: Iterable[str] = (),
+    output: Output = "traced",
+    enter_custom_vjp: bool = False,
+    kernels: Kernels = "traced",
+    recompute: Recompute = "never",
+) -> Callable[..., Any]:
+    """Returns the function in mixed precision: products low, sensitive operations in float32.
+
+    It is for code of any library that says nothing about dtypes. The function is traced in float32
+    and rewritten: matrix products and convolutions in the compute dtype of the policy;
+    exponentials, logarithms, sums and norms in float32; other operations in the dtype of the
+    activations that reach them, so that activations are stored in 16 bits. It works inside `jit`,
+    `scan`, `while`, `cond`, `checkpoint`, `shard_map` and functions with derivatives of their own,
+    and composes with all transformations. Gradients of parameters come out of their products in
+    float32. docs/autocast.md says what runs in which precision, and why; `jaxmp.audit` shows it.
+
+    Args:
+      fun: a function of pytrees that `jax.make_jaxpr` can trace.
+      policy: a policy or its name, with a 16-bit compute dtype (float32 leaves the function as it
+        is); or rules over the scopes in the function: module names in linen, `jax.named_scope`
+        anywhere. A rule holds for everything inside the innermost scope that it matches. The param
+        dtype is not used: params keep the dtypes that the caller gives them.
+      lower: primitives (`"tanh"`) or jitted functions (`"silu"`) to run in the compute dtype.
+      float32: primitives or jitted functions to run in float32.
+      promote: primitives or jitted functions to run in the dtype of their operands.
+      output: the dtype of the results: `"traced"` as without autocast, `"policy"` for the policy's
+        output dtype, `"computed"` without a last cast.
+      enter_custom_vjp: whether to rewrite functions with a `jax.custom_vjp` too, forward and
+        backward. Otherwise they run as traced, with casts around them.
+      kernels: the precision of kernels behind `jax.custom_vjp`, Pallas and the like: `"traced"` as
+        without autocast, `"low"` as if arguments had been cast to 16 bits. `"low"` takes the
+        kernels from a second trace. That trace casts the arguments that products read, but not
+        labels or time stamps. The first argument of the function counts as the params. A
+        `custom_vjp` without a product or another kernel inside stays as it is, and so does a
+        solver. Kernels that only one of the two traces has stay too, with a warning.
+      recompute: `"auto"` or `"always"` keeps less for the backward pass, and computes cheap values
+        again; see `jaxmp.recompute`.
+
+    Returns:
+      A function with the arguments of `fun`. Called outside of `jit` it is compiled, once for
+      each signature; arguments that are not arrays are static.
+
+    Raises:
+      ValueError: if the policy computes in a dtype that autocast cannot lower to, or for an
+        unknown option.
+      TypeError: if `fun` is not callable, or a list holds anything but names.
+
+    >>> mean_dot = lambda x, w: jnp.mean(x @ w)
+    >>> x, w = jnp.ones((2, 256)), jnp.full((256, 2), 1 / 3)
+    >>> autocast(mean_dot, "mixed_bfloat16")(x, w)
+    Array(85.5, dtype=float32)
+    >>> autocast(lambda x: x @ x.T, "bfloat16", output="computed")(x).dtype
+    dtype(bfloat16)
+    """
+    settings = _Settings(
+        _check_policy(policy),
+        op_lists(lower, float32, promote),
+        _check_output(output),
+        _check_flag(enter_custom_vjp),
+        _check_kernels(kernels),
+    )
+    if not callable(fun):
+        raise TypeError(f"autocast takes a function, got {type(fun).__name__}")
+    if isinstance(settings.policy, Policy) and region_of(settings.policy).exact:
+        # Nothing to rewrite, and nothing for an outer autocast.
+        return lean(full_precision(fun), recompute)
+    return lean(_wrapped(fun, settings), recompute)
+
+
+def full_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Marks a function that autocast leaves as it was written, wherever it is called.
+
+    The mark stays on the operations, also inside `jit`, `scan` and `checkpoint`, and in the
+    gradient. Outside of autocast it does nothing.
+
+    Args:
+      fun: any function.
+
+    Returns:
+      The marked function. Its arguments reach it in the dtypes that they have without autocast.
+
+    >>> exact = full_precision(lambda x, w: x @ w)
+    >>> f = autocast(lambda x, w: exact(x, w), "mixed_bfloat16")
+    >>> f(jnp.ones((1, 3)), jnp.full((3, 1), 1 / 3)).item()
+    1.0
+    """
+    if not callable(fun):
+        raise TypeError(f"full_precision takes a function, got {type(fun).__name__}")
+
+    return _scoped(fun, EXACT)
+
+
+def _scoped(fun: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def scoped(*args: Any, **kwargs: Any) -> Any:
+        with jax.named_scope(name):
+            return fun(*args, **kwargs)
+
+    return functools.wraps(fun, updated=())(scoped)
+
+
+class _Settings(NamedTuple):
+    policy: Policy | PolicyRules
+    lists: OpLists
+    output: Output
+    enter_custom_vjp: bool
+    kernels: Kernels
+
+
+def _wrapped(fun: Callable[..., Any], settings: _Settings) -> Callable[..., Any]:
+    told: list[str] = []
+    computed_in = dtypes_of(get_rules(settings.policy))
+
+    def rewrite(closed: Any, static: Static, arrays: list[Any]) -> list[Any]:
+        kernels: Taken = {}
+        if settings.kernels == "low":
+            kernels = low_kernels(
+                closed,
+                Regions(settings.policy),
+                lambda avals: trace_call(fun, static, avals)[0],
+                weights=_of_first_argument(static, len(arrays)),
+                enter_custom_vjp=settings.enter_custom_vjp,
+            )
+        return _rewritten(closed, arrays, settings, kernels, told)
+
+    call = rewriting(fun, rewrite, "autocast", _IN_A_LINEN_MODULE)
+
+    @functools.wraps(fun, updated=())
+    def autocast_fun(*args: Any, **kwargs: Any) -> Any:
+        static, arrays = partition((args, kwargs))
+        with jax.named_scope(DONE):
+            out = call(static, arrays)
+        warn_of_cpu_compiler(computed_in, out.arrays)
+        return combine(out.static, out.arrays)
+
+    return autocast_fun
+
+
+_IN_A_LINEN_MODULE = (
+    "Put autocast around model.apply, and say by rules which modules run in which precision: "
+    "jaxmp.autocast(model.apply, jaxmp.PolicyRules(...)). Within a module, jaxmp.full_precision "
+    "works"
+)
+
+
+def _rewritten(
+    closed: Any,
+    arrays: list[Any],
+    settings: _Settings,
+    kernels: Taken,
+    told: list[str],
+) -> list[Any]:
+    """Runs the program in mixed precision and returns its results."""
+    program = read(closed)
+    regions = Regions(settings.policy)
+    context = Call(regions, settings.lists, settings.enter_custom_vjp, plan_control, kernels)
+    arguments = [initial(program.avals[i]) for i in program.inputs]
+    results_in: ResultsIn = "low" if settings.output == "computed" else "either"
+    planned = plan(program, arguments, context, results_in=results_in)
+    for name in settings.lists.unused(context.seen):
+        warn(
+            f"{name!r} is in a list of operations, but is neither a primitive nor a jitted "
+            "function that this function calls"
+        )
+    if isinstance(settings.policy, PolicyRules):
+        settings.policy.warn_unused(dict.fromkeys(regions.visited()), strict=False)
+    warn_if_most_is_left(planned, context, told)
+    made = run_plan(planned, arrays)
+    if settings.output == "computed":
+        return made
+    out = []
+    for value, aval, state in zip(made, closed.out_avals, planned.results, strict=True):
+        dtype = None if state is None else aval.dtype
+        if state is not None and settings.output == "policy":
+            dtype = _output_dtype(settings.policy)
+        out.append(
+            value if dtype in (None, value.dtype) else lax.convert_element_type(value, dtype)
+        )
+    return out
+
+
+def _of_first_argument(static: Static, count: int) -> set[int]:
+    """Returns the numbers of the arrays in the first argument of a call."""
+    marks = [object() for _ in range(count)]
+    args, kwargs = combine(static, marks)
+    first = {id(leaf) for leaf in jax.tree.leaves(next(iter((*args, *kwargs.values())), None))}
+    return {i for i, mark in enumerate(marks) if id(mark) in first}
+
+
+def _output_dtype(policy: Policy | PolicyRules) -> Any:
+    default = policy.default if isinstance(policy, PolicyRules) else policy
+    return None if default is None else default.output_dtype
+
+
+def _check_policy(policy: Any) -> Policy | PolicyRules:
+    if isinstance(policy, PolicyRules):
+        for pattern, _ in policy.rules:
+            if not is_about_paths(pattern):
+                raise ValueError(
+                    f"autocast knows the names of modules, not the modules: {pattern!r} can match "
+                    "nothing. Use a pattern of names, jaxmp.nnx.autocast, or apply_policy"
+                )
+        for each in (*(rule[1] for rule in policy.rules), policy.default):
+            if each is not None:
+                _check_compute(each)
+        return policy
+    found = get_policy(policy)
+    _check_compute(found)
+    return found
+
+
+def _check_compute(policy: Policy) -> None:
+    dtype = policy.compute_dtype
+    if dtype not in HALVES and dtype.itemsize < 4:
+        raise ValueError(
+            f"autocast computes in bfloat16 or float16, got a policy that computes in {dtype.name}"
+        )
+
+
+def _check_flag(value: bool) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"enter_custom_vjp must be True or False, got {value!r}")
+    return value
+
+
+def _check_kernels(kernels: str) -> Kernels:
+    if kernels not in ("traced", "low"):
+        raise ValueError(f"kernels must be 'traced' or 'low', got {kernels!r}")
+    return kernels  # type: ignore[return-value]
+
+
+def _check_output(output: str) -> Output:
+    if output not in ("traced", "policy", "computed"):
+        raise ValueError(f"output must be 'traced', 'policy' or 'computed', got {output!r}")
+    return output  # type: ignore[return-value]

@@ -1,0 +1,307 @@
+"""Plans operations that contain programs: each is bound again around rewritten programs."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax import lax
+from jax.extend import core
+
+from jaxmp._autocast.custom_derivatives import custom_jvp, custom_vjp
+from jaxmp._autocast.kinds import FLOAT32, Kind, State, combined, entering, joined_state
+from jaxmp._autocast.layers import through_layers
+from jaxmp._autocast.plan import AllIn, Call, Plan, ResultsIn, is_backward, plan
+from jaxmp._autocast.regions import Region
+from jaxmp._autocast.run import run_plan, traced_plan
+from jaxmp._autocast.steps import States, Step, alone, initial
+from jaxmp._jaxpr import compat
+from jaxmp._jaxpr.program import JITS, Op, read
+from jaxmp._numerics.dtypes import DType
+from jaxmp._primitives.float32_sums import accumulator, is_half_array
+from jaxmp._primitives.gradient_of import gradient_of
+
+
+def plan_control(op: Op, states: States, context: Call, region: Region) -> Step:
+    """Plans an operation that contains programs."""
+    if op.name in JITS:
+        return _plan_jit(op, states, context)
+    planner = _PLANNERS.get(op.name)
+    return alone(op, states) if planner is None else planner(op, states, context, region)
+
+
+def planned(jaxpr: Any, states: States, context: Call, op: Op, results_in: AllIn = "low") -> Plan:
+    """Returns the plan of a program inside an operation, made once for each way of calling it."""
+    inside = context.inside(op)
+    names = context.regions.deciding(inside.prefix)
+    states = [state and entering(state) for state in states]
+    pulled = any(map(is_backward, inside.stacks))
+    key = ("plan", id(jaxpr), tuple(states), names, inside.functions, pulled, results_in)
+    if key not in context.memo:
+        # The jaxpr is kept alive, so that no other one gets its id.
+        context.memo[key] = plan(read(jaxpr), states, inside, results_in=results_in), jaxpr
+    return context.keep(op, jaxpr, context.memo[key][0])
+
+
+def changes(plan: Plan) -> bool:
+    """Whether a plan differs from the program as it was traced."""
+    for step in plan.steps:
+        if step.run is not None and any(step.results) and step.op.name != "convert_element_type":
+            return True
+        for aval, want in zip(step.op.in_avals, step.wants, strict=True):
+            if want is not None and want != aval.dtype:
+                return True
+        if step.params or any(step.sources):
+            return True
+    return False
+
+
+def in_dtypes(states: States) -> list[DType | None]:
+    """Returns the present dtypes of values, as `wants` of a step."""
+    return [state and state.dtype for state in states]
+
+
+def _plan_jit(op: Op, states: States, context: Call, results_in: ResultsIn = "low") -> Step:
+    inner = planned(op.params["jaxpr"], states, context, op, results_in)
+    if not changes(inner) and _as_traced(op, inner):
+        return _unchanged(op, states, inner)
+
+    def bind(op: Op, values: list[Any]) -> list[Any]:
+        new = _traced_once(context, inner, values)
+        return compat.bind(op.equation, values, jaxpr=new)
+
+    again = functools.partial(_plan_jit, op, states, context, "float32")
+    return Step(op, in_dtypes(states), inner.results, run=bind, widened=again)
+
+
+def _as_traced(op: Op, inner: Plan) -> bool:
+    """Whether all results have their traced dtypes, also arguments that are passed through."""
+    made = zip(inner.results, op.out_avals, strict=True)
+    return all(state is None or state.dtype == aval.dtype for state, aval in made)
+
+
+def _unchanged(op: Op, states: States, inner: Plan) -> Step:
+    """Plans an operation whose programs need no change."""
+    step = alone(op, states)
+    step.results = inner.results
+    return step
+
+
+def _traced_once(context: Call, inner: Plan, values: Sequence[Any]) -> Any:
+    """Returns the jaxpr of a plan. Calls that are alike share it, so that it is compiled once."""
+    key = ("jaxpr", id(inner), *map(compat.type_of, values))
+    if key not in context.memo:
+        context.memo[key] = traced_plan(inner, values)
+    return context.memo[key]
+
+
+def _remat(
+    op: Op, states: States, context: Call, region: Region, results_in: ResultsIn = "low"
+) -> Step:
+    inner = planned(op.params["jaxpr"], states, context, op, results_in)
+
+    def bind(op: Op, values: list[Any]) -> list[Any]:
+        new = compat.without_consts(_traced_once(context, inner, values))
+        return compat.bind(op.equation, values, jaxpr=new)
+
+    again = functools.partial(_remat, op, states, context, region, "float32")
+    return Step(op, in_dtypes(states), inner.results, run=bind, widened=again)
+
+
+def _plan_scan(op: Op, states: States, context: Call, region: Region) -> Step:
+    consts, carries = compat.scan_counts(op.params)
+    carry = slice(consts, consts + carries)
+    inner, inside = _settled(op, "jaxpr", states, op.in_avals, carry, context, region)
+    out = [*map(_after, inside[carry]), *map(_after, inner.results[carries:])]
+
+    def bind(op: Op, values: list[Any]) -> list[Any]:
+        avals = [compat.type_of(v) for v in values]
+        avals[consts + carries :] = [compat.unstacked(aval) for aval in avals[consts + carries :]]
+        new = _traced_as(context, inner, avals, out)
+        if not any(map(is_half_array, values[:consts])):
+            return compat.bind(op.equation, values, jaxpr=new)
+        return _summing_scan(op.params, new, values)
+
+    return Step(op, in_dtypes(inside), out, run=bind)
+
+
+def _summing_scan(params: dict[str, Any], body: Any, values: list[Any]) -> list[Any]:
+    """Runs a scan whose turns all read the same 16-bit arrays; sums their gradients in float32."""
+    consts, carries = compat.scan_counts(params)
+    end = consts + carries
+    sums = [accumulator(x) if is_half_array(x) else None for x in values[:consts]]
+    run_body = core.jaxpr_as_fun(body)
+
+    def turn(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+        given = [
+            x if total is None else gradient_of(x, total)
+            for x, total in zip(values, sums, strict=False)
+        ]
+        made = run_body(*given, *carry, *xs)
+        return made[:carries], made[carries:]
+
+    names = {"length", "reverse", "unroll", "_split_transpose"}.intersection(params)
+    options = {name: params[name] for name in names}
+    carry, ys = lax.scan(turn, values[consts:end], values[end:], **options)
+    return [*carry, *ys]
+
+
+def _settled(
+    op: Op,
+    body: str,
+    states: States,
+    avals: Sequence[Any],
+    carry: slice,
+    context: Call,
+    region: Region,
+) -> tuple[Plan, list[State | None]]:
+    """Returns the plan of a loop's body, and argument states that a turn no longer changes.
+
+    A carry that no product touches stays as it is. A carry that goes through layers, that is,
+    products with different weights in each turn, is 16 bits as without a loop. All other carries
+    are firm: a recurrence adds up terms that 16 bits would lose.
+    """
+    program = op.params[body]
+    layers = frozenset() if region.exact else through_layers(op, body, carry, states)
+    inside = [state and entering(state) for state in states]
+    for i, aval in enumerate(avals[carry], carry.start):
+        if inside[i] is not None and aval.dtype != FLOAT32:
+            inside[i] = State(Kind.LOW, aval.dtype)
+    count = len(read(program).outputs)
+    while True:
+        firm = [state is not None and state.kind is Kind.FIRM for state in inside[carry]]
+        results_in: list[ResultsIn] = ["float32" if each else "low" for each in firm]
+        results_in += ["low"] * (count - len(firm))
+        inner = planned(program, inside, context, op, tuple(results_in))
+        turned = list(inside)
+        for i, aval in enumerate(avals[carry], carry.start):
+            begin, end = inside[i], inner.results[i - carry.start]
+            if begin is not None and end is not None and aval.dtype == FLOAT32:
+                turned[i] = _next_carry(begin, end, region.low, i - carry.start in layers)
+        if turned == inside:
+            return inner, inside
+        inside = turned
+
+
+def _next_carry(begin: State, end: State, low: DType, through_layers: bool) -> State:
+    """Joins the states of a carry before and after a turn. What is firm stays firm."""
+    kinds = {begin.kind, end.kind}
+    if kinds == {Kind.WEAK}:
+        return combined([begin, end], low)
+    if through_layers and Kind.FIRM not in kinds:
+        return State(Kind.HIGH, FLOAT32) if kinds == {Kind.HIGH} else State(Kind.LOW, low)
+    return State(Kind.FIRM, FLOAT32, carried=not through_layers)
+
+
+def _after(state: State | None) -> State | None:
+    """Returns the state after the loop: what a recurrence returns is high, and joins 16 bits."""
+    if state is not None and state.carried:
+        return State(Kind.HIGH, FLOAT32)
+    return state and entering(state)
+
+
+def _traced_as(context: Call, inner: Plan, avals: list[Any], out: States) -> Any:
+    """Returns the jaxpr of a plan with results in given dtypes, not weakly typed."""
+    key = ("body", id(inner), tuple(avals), tuple(out))
+    if key not in context.memo:
+
+        def body(*args: Any) -> list[Any]:
+            return [
+                made if state is None else lax.convert_element_type(made, state.dtype)
+                for made, state in zip(run_plan(inner, args), out, strict=True)
+            ]
+
+        context.memo[key] = compat.trace(body, avals)
+    return context.memo[key]
+
+
+def _while(op: Op, states: States, context: Call, region: Region) -> Step:
+    params = op.params
+    test, consts = params["cond_nconsts"], params["body_nconsts"]
+    carry = slice(consts, len(states) - test)
+    avals = op.in_avals[test:]
+    inner, inside = _settled(op, "body_jaxpr", states[test:], avals, carry, context, region)
+    tested = [*states[:test], *inside[carry]]
+    condition = planned(params["cond_jaxpr"], tested, context, op)
+    out = inside[carry]
+
+    def bind(op: Op, values: list[Any]) -> list[Any]:
+        avals = [compat.type_of(v) for v in values]
+        of_carry = avals[test + consts :]
+        new = _traced_as(context, inner, avals[test:], out)
+        check = _traced_as(context, condition, [*avals[:test], *of_carry], condition.results)
+        return compat.bind(op.equation, values, body_jaxpr=new, cond_jaxpr=check)
+
+    return Step(op, in_dtypes([*states[:test], *inside]), [*map(_after, out)], run=bind)
+
+
+def _plan_cond(
+    op: Op, states: States, context: Call, region: Region, results_in: ResultsIn = "low"
+) -> Step:
+    branches = op.params["branches"]
+    plans = [planned(branch, states[1:], context, op, results_in) for branch in branches]
+    out: list[State | None] = []
+    for results in zip(*(each.results for each in plans), strict=True):
+        floats = [state for state in results if state is not None]
+        out.append(joined_state(floats, region.low) if len(floats) == len(results) else None)
+
+    def bind(op: Op, values: list[Any]) -> list[Any]:
+        avals = [compat.type_of(v) for v in values[1:]]
+        new = tuple(_traced_as(context, each, avals, out) for each in plans)
+        return compat.bind(op.equation, values, branches=new)
+
+    again = functools.partial(_plan_cond, op, states, context, region, "float32")
+    return Step(op, in_dtypes(states), out, run=bind, widened=again)
+
+
+def _plan_shard_map(
+    op: Op, states: States, context: Call, region: Region, results_in: ResultsIn = "low"
+) -> Step:
+    params = op.params
+    inner = planned(params["jaxpr"], states, context, op, results_in)
+
+    def bind(op: Op, values: list[Any]) -> list[Any]:
+        mapped = compat.shard_map(params, lambda *args: tuple(run_plan(inner, args)))
+        return list(mapped(*values))
+
+    again = functools.partial(_plan_shard_map, op, states, context, region, "float32")
+    return Step(op, in_dtypes(states), inner.results, run=bind, widened=again)
+
+
+def _same_signature(name: str) -> Callable[[Op, States, Call, Region], Step]:
+    """Returns a planner for an operation that must keep the dtypes of its operands and results."""
+
+    def plan_it(op: Op, states: States, context: Call, region: Region) -> Step:
+        body = op.params[name]
+        step = alone(op, states)
+        inside = [state and initial(aval) for state, aval in zip(states, op.in_avals, strict=True)]
+        inner = planned(body, inside, context, op)
+        out = [initial(aval) for aval in op.out_avals]
+        step.results = [
+            State(Kind.HIGH, FLOAT32) if state and found and found.kind is not Kind.WEAK else state
+            for state, found in zip(step.results, inner.results, strict=True)
+        ]
+
+        def bind(op: Op, values: list[Any]) -> list[Any]:
+            avals = [compat.type_of(v) for v in values]
+            new = _traced_as(context, inner, avals, out)
+            return compat.bind(op.equation, values, **{name: new})
+
+        step.run = bind
+        return step
+
+    return plan_it
+
+
+_PLANNERS: dict[str, Callable[[Op, States, Call, Region], Step]] = {
+    "remat2": _remat,
+    "checkpoint": _remat,
+    "scan": _plan_scan,
+    "while": _while,
+    "cond": _plan_cond,
+    "shard_map": _plan_shard_map,
+    "custom_jvp_call": custom_jvp,
+    "custom_vjp_call": custom_vjp,
+    "custom_vmap_call": _same_signature("call"),
+    "closed_call": _same_signature("call_jaxpr"),
+    "core_call": _same_signature("call_jaxpr"),
+}

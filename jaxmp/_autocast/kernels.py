@@ -1,0 +1,218 @@
+"""Takes kernels for 16-bit operands from a second trace of the function.
+
+A kernel behind `jax.custom_vjp` or Pallas is made for the dtypes of its operands while the function
+is traced, and that is float32. So the function is traced once more, with the arguments that
+products read cast to 16 bits. The n-th kernel of that program replaces the n-th kernel of this one.
+A `custom_vjp` without a matrix product or another kernel inside, such as a norm or a loss, gains
+nothing from 16 bits and loses range; an iterative solver may not converge in 16 bits. Both stay in
+float32.
+"""
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from jaxmp._autocast.kinds import FLOAT32, Kind, State
+from jaxmp._autocast.regions import Region, Regions, scopes
+from jaxmp._autocast.steps import States, Step, alone
+from jaxmp._jaxpr import compat
+from jaxmp._jaxpr.dataflow import NONE, Labels, made_of
+from jaxmp._jaxpr.op_classes import CLASSES, CONTRACTIONS, KERNELS, OpClass
+from jaxmp._jaxpr.program import Op
+from jaxmp._numerics.user_warnings import warn
+
+# Equations of the first trace, by their id, each with the equation that replaces it.
+Taken = dict[int, tuple[core.JaxprEqn, core.JaxprEqn]]
+
+
+class _Kernel(NamedTuple):
+    equation: core.JaxprEqn
+    region: Region
+    path: str
+
+
+def low_kernels(
+    closed: core.ClosedJaxpr,
+    regions: Regions,
+    trace: Callable[[list[Any]], core.ClosedJaxpr],
+    *,
+    weights: set[int],
+    enter_custom_vjp: bool,
+) -> Taken:
+    """Returns the kernels of a function for 16-bit operands; warns of kernels that have none.
+
+    Args:
+      closed: the function, traced in float32.
+      regions: the policy of each scope. Kernels in float32 regions stay as they were traced.
+      trace: traces the function for other abstract arguments.
+      weights: the numbers of the arguments that are params, and not data.
+      enter_custom_vjp: whether `custom_vjp` functions are rewritten, and so are not kernels.
+    """
+    names = KERNELS - {"custom_vjp_call"} if enter_custom_vjp else KERNELS
+    kernels = list(_kernels(compat.open_jaxpr(closed), (), names, regions))
+    taken: Taken = {}
+    reasons: dict[str, None] = {}
+    for dtype in dict.fromkeys(x.region.low for x in kernels if not x.region.exact):
+        leaves = _read_by_products(closed, weights)
+        avals = [
+            aval.update(dtype=dtype, weak_type=False) if i in leaves else aval
+            for i, aval in enumerate(closed.in_avals)
+        ]
+        try:
+            with jax.numpy_dtype_promotion("standard"):  # labels stay float32 beside predictions
+                low = trace(avals)
+        except Exception as error:  # any error: the function was not written for 16-bit arguments
+            text = str(error).partition("\n")[0]
+            reasons[f"the function fails with them ({type(error).__name__}: {text})"] = None
+            continue
+        others = list(_kernels(compat.open_jaxpr(low), (), names, regions))
+        if len(others) != len(kernels):
+            reasons[f"it calls {len(others)} kernels with them, and {len(kernels)} without"] = None
+            continue
+        pairs = zip(kernels, others, strict=True)
+        reasons |= _take(taken, [pair for pair in pairs if pair[0].region.low == dtype])
+    if reasons:
+        warn(
+            "kernels='low' traces the function a second time, with 16-bit arguments, and takes its "
+            f"kernels from there. Some stay as they were traced, since {'; '.join(reasons)}"
+        )
+    return taken
+
+
+def _kernels(
+    jaxpr: Any, prefix: tuple[str, ...], names: frozenset[str], regions: Regions
+) -> Iterator[_Kernel]:
+    """Yields the kernels of a program and of the programs inside it, in order."""
+    for equation in jaxpr.eqns:
+        path = (*prefix, *scopes(equation.source_info.name_stack))
+        region = regions.of(path)
+        name = equation.primitive.name
+        if region.sealed:
+            continue
+        if name in names and _is_made_for_16_bits(equation):
+            yield _Kernel(equation, region, "/".join((*path, compat.function_name(equation))))
+        elif CLASSES.get(name) is OpClass.CONTROL and name != "custom_vjp_call":
+            for inner in compat.sub_jaxprs(equation):
+                yield from _kernels(inner, path, names, regions)
+
+
+def _take(taken: Taken, pairs: Sequence[tuple[_Kernel, _Kernel]]) -> dict[str, None]:
+    """Replaces kernels by their 16-bit versions where these fit; returns the reasons where not."""
+    refused: dict[int, str] = {}
+    for kernel, other in pairs:
+        old, new = kernel.equation, other.equation
+        if _signature(old) != _signature(new):
+            refused[id(old)] = f"{kernel.path} has other operands or results with them"
+        elif _dtypes_of_operands(taken.setdefault(id(old), (old, new))[1]) != _dtypes_of_operands(
+            new
+        ):
+            refused[id(old)] = f"{kernel.path} is traced once for calls with several dtypes"
+    for number in refused:
+        taken.pop(number, None)
+    return dict.fromkeys(refused.values())
+
+
+def _signature(equation: core.JaxprEqn) -> Any:
+    """Returns what a kernel must share with its replacement: all but the dtypes of its floats."""
+
+    def like(atoms: Sequence[Any]) -> list[Any]:
+        return [
+            (atom.aval.shape, None if _is_float(atom.aval) else atom.aval.dtype) for atom in atoms
+        ]
+
+    return equation.primitive, like(equation.invars), like(equation.outvars)
+
+
+def _dtypes_of_operands(equation: core.JaxprEqn) -> list[Any]:
+    return [cast(Any, atom.aval).dtype for atom in (*equation.invars, *equation.outvars)]
+
+
+def _is_float(aval: Any) -> bool:
+    dtype = getattr(aval, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+
+
+def _read_by_products(closed: core.ClosedJaxpr, weights: set[int]) -> set[Hashable]:
+    """Returns the numbers of the arguments that products read, also inside kernels.
+
+    A param counts if it leads to a product in any way, as a bias does between two products. Data
+    counts if a product reads it before it meets the result of a product: inputs count; labels, time
+    stamps and the weights of examples do not.
+    """
+    read: set[Hashable] = set()
+
+    def rule(equation: core.JaxprEqn, found: Sequence[Labels]) -> Labels:
+        origin = NONE.union(*found)
+        if _multiplies(equation):
+            read.update(origin - _PRODUCT)
+            return _PRODUCT
+        return (origin & weights) | _PRODUCT if origin >= _PRODUCT else origin
+
+    begin = (i if aval.dtype == FLOAT32 else None for i, aval in enumerate(closed.in_avals))
+    given = [NONE if i is None else frozenset({i}) for i in begin]
+    made_of(closed, given, rule, _is_float)
+    return read
+
+
+# A float's label says what it is made of: arguments, by number, and products (-1).
+_PRODUCT: Labels = frozenset({-1})
+
+
+def _multiplies(equation: core.JaxprEqn) -> bool:
+    """Whether an operation is a product, or a kernel that has or may have one inside."""
+    return any(
+        each.primitive.name in CONTRACTIONS
+        or (each.primitive.name in KERNELS and not compat.sub_jaxprs(each))
+        for each in _with_all_inside(equation)
+    )
+
+
+def _is_made_for_16_bits(kernel: core.JaxprEqn) -> bool:
+    """Whether a kernel multiplies or is code of another compiler, and is not a solver."""
+    inside = list(_with_all_inside(kernel))
+    worth = (CONTRACTIONS | KERNELS) - {"custom_vjp_call"}
+    return any(each.primitive.name in worth for each in inside) and not any(map(_converges, inside))
+
+
+def _converges(equation: core.JaxprEqn) -> bool:
+    """Whether this is a solver's loop, which floats or a flag may end. Other loops count turns."""
+    if equation.primitive.name != "while":
+        return False
+    params = equation.params
+    condition, body = map(compat.open_jaxpr, (params["cond_jaxpr"], params["body_jaxpr"]))
+    tested = condition.invars[params["cond_nconsts"] :]
+    carried = body.invars[params["body_nconsts"] :]
+    read = {id(atom) for eqn in condition.eqns for atom in eqn.invars}
+    read |= set(map(id, condition.outvars))
+    return any(
+        id(var) in read and after is not before and (_is_float(var.aval) or _is_flag(var))
+        for var, before, after in zip(tested, carried, body.outvars, strict=True)
+    )
+
+
+def _is_flag(atom: Any) -> bool:
+    return bool(getattr(atom.aval, "dtype", None) == jnp.bool_)
+
+
+def _with_all_inside(equation: core.JaxprEqn) -> Iterator[core.JaxprEqn]:
+    yield equation
+    for jaxpr in compat.sub_jaxprs(equation):
+        for each in jaxpr.eqns:
+            yield from _with_all_inside(each)
+
+
+def taken_step(op: Op, states: States, low: core.JaxprEqn) -> Step:
+    """Plans a kernel that was traced for 16 bits; its 16-bit results are activations."""
+    step = alone(op, states)
+    reads = [cast(Any, atom.aval) for atom in low.invars]
+    makes = [cast(Any, atom.aval) for atom in low.outvars]
+    step.wants = [state and aval.dtype for state, aval in zip(states, reads, strict=True)]
+    step.results = [
+        state and State(Kind.HIGH if aval.dtype == FLOAT32 else Kind.LOW, aval.dtype)
+        for state, aval in zip(step.results, makes, strict=True)
+    ]
+    step.run = lambda op, values: compat.bind(low, values)
+    return step

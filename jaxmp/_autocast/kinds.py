@@ -1,0 +1,163 @@
+"""The kinds of floats, which decide their dtypes.
+
+Autocast cannot decide each operation on its own: a float32 bias would widen every activation after
+it, and a layer norm the whole residual stream. The origin of a value decides. docs/autocast.md
+begins with these rules, in words and a picture.
+"""
+
+import enum
+from collections.abc import Collection
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmp._numerics.dtypes import DType
+
+FLOAT32 = jnp.dtype(jnp.float32)
+
+
+class Kind(enum.IntEnum):
+    """The origin of a float. All kinds but LOW are float32."""
+
+    WEAK = 0  # arguments, literals, and values made of these alone without products
+    LOW = 1  # results of products, and values computed from them; float32 if a statistic lifts them
+    HIGH = 2  # exponentials, logarithms, sums over an axis; joins 16-bit values of its own size
+    FIRM = 3  # updated arguments, loop carries, exact parts; widens every value that it meets
+
+
+class Stored(enum.Enum):
+    """The way compilers store an activation, which takes twice the memory in float32."""
+
+    NOT = "computed on the way to what reads it"
+    AS_IT_IS = "what a product with a weight gives, with its bias, or the sum of a stream"
+    AS_SCORES = "what a product of activations gives, also if it is scaled or masked"
+
+
+class State(NamedTuple):
+    """The facts that are known about a value.
+
+    Attributes:
+      kind: its origin.
+      dtype: its dtype in the new program.
+      value: the number, for a literal.
+      laid: whether it was laid out to meet a larger value (a bias, a statistic) or looked up in a
+        table (an embedding). Such a value counts as smaller than the values that it meets.
+      fixed: whether it depends on no float argument: positions, masks, noise.
+      carried: whether it is firm because a loop carries it, and so is not a weight.
+      stored: how compilers store it, if it has 16 bits.
+    """
+
+    kind: Kind
+    dtype: DType
+    value: float | None = None
+    laid: bool = False
+    fixed: bool = False
+    carried: bool = False
+    stored: Stored = Stored.NOT
+
+
+def is_weight(state: State) -> bool:
+    """Whether products may return its gradient in float32: params, and merges of them."""
+    return state.kind in (Kind.WEAK, Kind.FIRM) and not state.carried
+
+
+def literal_state(value: float | None) -> State:
+    """Returns the state of a number in the program, or of an array filled with it."""
+    return State(Kind.WEAK, FLOAT32, value, fixed=True)
+
+
+def combined(
+    states: Collection[State],
+    low: DType,
+    *,
+    adds: bool = False,
+    chooses: bool = False,
+    scales: bool = False,
+) -> State:
+    """Returns the state of an elementwise operation's result; LOW means that it runs in 16 bits.
+
+    Args:
+      states: the states of the operands. An operand smaller than the result counts as laid out.
+      low: the 16-bit dtype.
+      adds: whether it adds or subtracts.
+      chooses: whether it selects one operand or the other.
+      scales: whether it adds, subtracts, multiplies or divides, as a norm does.
+
+    >>> low, weak = State(Kind.LOW, jnp.dtype("bfloat16")), State(Kind.WEAK, FLOAT32)
+    >>> combined([low, weak], low.dtype).kind.name
+    'LOW'
+    >>> combined([low, weak], low.dtype, adds=True).kind.name
+    'FIRM'
+    >>> combined([low, weak._replace(laid=True)], low.dtype, adds=True).kind.name
+    'LOW'
+    """
+    kinds = {state.kind for state in states}
+    # Masks, noise and numbers say nothing about the size of the other operands.
+    arrays = [state for state in states if not state.fixed] or states
+    laid = all(state.laid for state in arrays)
+    if kinds <= {Kind.WEAK}:
+        return State(Kind.WEAK, FLOAT32, laid=laid, fixed=all(state.fixed for state in states))
+    if Kind.FIRM in kinds:
+        return State(Kind.FIRM, FLOAT32, carried=any(state.carried for state in states))
+    own = {state.kind for state in arrays if laid or not state.laid}
+    updated = [state for state in states if state.kind is Kind.WEAK and not state.laid]
+    if (adds and updated) or (chooses and any(not state.fixed for state in updated)):
+        return State(Kind.FIRM, FLOAT32)  # w - rate * gradient: 16 bits would lose the update
+    if not laid and Kind.WEAK in own and Kind.LOW not in own:
+        return State(Kind.FIRM, FLOAT32)  # w / sigma with sigma from a product, x * exp(s)
+    if Kind.LOW not in own:
+        return State(Kind.HIGH, FLOAT32, laid=laid)
+    if any(state.kind is Kind.HIGH and state.laid for state in states):
+        return State(Kind.LOW, FLOAT32)  # a statistic lifts the value that it scales
+    narrow = {state.dtype for state in states if state.kind is Kind.LOW} - {FLOAT32}
+    if len(narrow) > 1 or (not narrow and scales):
+        return State(Kind.LOW, FLOAT32)
+    return State(Kind.LOW, narrow.pop() if narrow else low)
+
+
+def in_float32(states: Collection[State]) -> State:
+    """Returns the state of the result of a float32 operation, such as an exponential or a sum."""
+    if all(state.kind is Kind.WEAK for state in states):
+        return State(Kind.WEAK, FLOAT32, fixed=all(state.fixed for state in states))
+    return State(Kind.HIGH, FLOAT32)
+
+
+def joined_state(states: Collection[State], low: DType) -> State:
+    """Returns the state of a value that is one of several, as the result of branches."""
+    begun = [entering(state) for state in states]
+    made = begun[0] if len(set(begun)) == 1 else combined(begun, low, chooses=True)
+    if made.kind is Kind.LOW and not all(fits(state.value, made.dtype) for state in states):
+        return State(Kind.FIRM, FLOAT32)
+    return made
+
+
+def entering(state: State) -> State:
+    """Returns the state for an inner program: without the number, so that calls share plans."""
+    return state._replace(value=None, stored=Stored.NOT)
+
+
+def fits(value: float | None, dtype: DType) -> bool:
+    """Whether a literal survives a cast: it becomes neither infinite nor zero, subnormal or one.
+
+    >>> fits(1e-8, jnp.dtype(jnp.float16)), fits(-1e30, jnp.dtype(jnp.bfloat16))
+    (False, True)
+    """
+    if value is None or value == 0 or not np.isfinite(value):
+        return True
+    if abs(value) < float(jnp.finfo(dtype).tiny) or overflows(value, dtype):
+        return False
+    # 1 - 1e-6 is a bound that keeps a logarithm finite, 0.9999 a decay: neither may become 1.
+    return abs(value) == 1 or abs(float(np.asarray(value).astype(dtype))) != 1
+
+
+def overflows(value: float | None, dtype: DType) -> bool:
+    """Whether a cast makes a finite literal infinite.
+
+    >>> overflows(-1e9, jnp.dtype(jnp.float16)), overflows(-1e9, jnp.dtype(jnp.bfloat16))
+    (True, False)
+    """
+    if value is None or not np.isfinite(value):
+        return False
+    with np.errstate(over="ignore"):
+        return not np.isfinite(np.asarray(value).astype(dtype))

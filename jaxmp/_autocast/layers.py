@@ -1,0 +1,86 @@
+"""Finds the carries of a loop that go through layers, as in a loop over the blocks of a network."""
+
+import enum
+from collections.abc import Sequence
+
+from jax.extend import core
+
+from jaxmp._autocast.kinds import is_weight
+from jaxmp._autocast.steps import States
+from jaxmp._jaxpr import compat
+from jaxmp._jaxpr.dataflow import NONE, Labels, made_of
+from jaxmp._jaxpr.op_classes import CONTRACTIONS
+from jaxmp._jaxpr.program import Op, has_tangent
+
+
+class _MadeOf(enum.Enum):
+    """The way in which a value is made of a carry."""
+
+    OF = "of what the last turn made"
+    BY_LAYER = "of a product of that with a weight that is another in each turn"
+
+
+# Labels of values that change from turn to turn, as the weights of layers and the counter do, and
+# of results of earlier products: keys and values of a recurrence are not weights.
+_TURN, _TOUCHED = "turn", "touched"
+
+
+def through_layers(op: Op, body: str, carry: slice, states: States) -> frozenset[int]:
+    """Returns the carries that are multiplied by different weights in each turn.
+
+    A loop over layers has such carries, whether it scans over the weights or slices them by its
+    counter. A recurrence has the same weights in each turn: a solver, an RNN over time. A carry
+    that is summed beside the layers is a recurrence, too.
+
+    Args:
+      op: the loop.
+      body: the name of its body among its params.
+      carry: which arguments of the body are carried.
+      states: the states of the arguments of the body.
+
+    Returns:
+      The numbers of these carries.
+    """
+    jaxpr = compat.open_jaxpr(op.params[body])
+    given: list[Labels] = []
+    for i, (var, state) in enumerate(zip(jaxpr.invars, states, strict=True)):
+        if carry.start <= i < carry.stop and has_tangent(var.aval):
+            given.append(frozenset({(_MadeOf.OF, i - carry.start)}))
+        elif state is not None and not is_weight(state):
+            given.append(frozenset({_TOUCHED}))
+        else:
+            given.append(frozenset({_TURN}) if i >= carry.start else NONE)
+    while True:
+        made = made_of(jaxpr, given, _rule, lambda aval: True)[: carry.stop - carry.start]
+        turned = [a | b for a, b in zip(given[carry], made, strict=True)]
+        if turned == given[carry]:
+            return frozenset(
+                i for i, labels in enumerate(turned) if (_MadeOf.BY_LAYER, i) in labels
+            )
+        given[carry] = turned
+
+
+def _rule(equation: core.JaxprEqn, found: Sequence[Labels]) -> Labels:
+    labels = NONE.union(*found)
+    if equation.primitive.name not in CONTRACTIONS:
+        return labels
+    if all(map(_is_weight, found[:2])):
+        return labels  # a merge of weights: a @ b is added to w later
+    layered = (_layered(*operands) for operands in (found[:2], found[1::-1]))
+    return labels.union({_TOUCHED}, *layered)
+
+
+def _layered(carried: Labels, weight: Labels) -> Labels:
+    """Returns the labels that a product adds if its second operand is a weight."""
+    if not _is_weight(weight):
+        return NONE
+    return frozenset((_MadeOf.BY_LAYER, number) for number in _carries(carried))
+
+
+def _is_weight(labels: Labels) -> bool:
+    return _TURN in labels and _TOUCHED not in labels and not _carries(labels)
+
+
+def _carries(labels: Labels) -> set[int]:
+    pairs = (each for each in labels if isinstance(each, tuple))
+    return {number for made, number in pairs if made is _MadeOf.OF}

@@ -1,0 +1,212 @@
+"""The plan: the dtype in which each operation of a program runs.
+
+A forward pass follows every value from its origin. A backward pass lets an operation run in float32
+if only float32 operations read its result: the square before a sum, the difference before an
+exponential. Results of an inner gradient are weak again: the gradient of a parameter updates it in
+float32. A program inside an operation is planned for the dtypes that reach it.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+from jax.extend import core
+
+from jaxmp._autocast.kernels import Taken, taken_step
+from jaxmp._autocast.kinds import FLOAT32, Kind, State
+from jaxmp._autocast.regions import Regions, scopes
+from jaxmp._autocast.rules import RULES, adapted, convert, has_own_program
+from jaxmp._autocast.steps import States, Step, alone, has_foreign_floats, initial, literal
+from jaxmp._jaxpr.compat import function_name
+from jaxmp._jaxpr.op_classes import CONTRACTIONS, OpClass, OpLists
+from jaxmp._jaxpr.program import JITS, Op, Program
+
+ResultsIn = Literal["low", "either", "float32"]
+AllIn = ResultsIn | tuple[ResultsIn, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A program, and how each of its operations runs.
+
+    Attributes:
+      program: the program.
+      steps: one step for each of its operations.
+      results: the states of its results.
+    """
+
+    program: Program
+    steps: list[Step]
+    results: list[State | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The context of a whole call of autocast.
+
+    Attributes:
+      regions: the policy of each part of the program.
+      lists: the classes of operations.
+      enter_custom_vjp: whether `custom_vjp` functions are rewritten too.
+      control: plans an operation that contains programs.
+      kernels: the kernels that were traced for 16 bits.
+      prefix: the scopes around the program that is being planned.
+      stacks: the same scopes as name stacks, which also hold the transformations.
+      functions: the jitted functions around that program.
+      seen: the names of all primitives and jitted functions found so far.
+      memo: the plans and jaxprs made so far.
+      plans: by the id of an operation, the operation and the plans of its inner programs.
+    """
+
+    regions: Regions
+    lists: OpLists
+    enter_custom_vjp: bool
+    control: Callable[..., Step]
+    kernels: Taken = dataclasses.field(default_factory=dict)
+    prefix: tuple[str, ...] = ()
+    stacks: tuple[Any, ...] = ()
+    functions: tuple[str, ...] = ()
+    seen: set[str] = dataclasses.field(default_factory=set)
+    memo: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    plans: dict[int, tuple[Op, dict[int, Plan]]] = dataclasses.field(default_factory=dict)
+
+    def keep(self, op: Op, jaxpr: Any, planned: Plan) -> Plan:
+        """Stores the plan of a program inside an operation; a later plan replaces it."""
+        self.plans.setdefault(id(op), (op, {}))[1][id(jaxpr)] = planned
+        return planned
+
+    def plans_of(self, op: Op) -> list[Plan]:
+        """Returns the plans of the programs inside an operation; none if it is not rewritten."""
+        return list(self.plans.get(id(op), (op, {}))[1].values())
+
+    def inside(self, op: Op) -> "Call":
+        """Returns the context of the programs inside an operation."""
+        own = (op.params["name"],) if op.name in JITS else ()
+        if op.name == "custom_jvp_call":
+            own = (function_name(op.equation),)
+        return dataclasses.replace(
+            self,
+            prefix=(*self.prefix, *scopes(op.stack)),
+            stacks=(*self.stacks, op.stack),
+            functions=(*self.functions, *op.functions, *own),
+        )
+
+
+def plan(program: Program, arguments: States, context: Call, *, results_in: AllIn = "low") -> Plan:
+    """Decides in which dtype each operation runs.
+
+    Args:
+      program: the program.
+      arguments: the states of its arguments.
+      context: the context of the whole call.
+      results_in: how its results, or each of them, are read: `"low"` in 16 bits if they have these,
+        `"float32"` in float32 only, `"either"` in either dtype, with a cast.
+
+    Returns:
+      The plan.
+    """
+    known: list[State | None] = [None] * len(program.avals)
+    for number, state in zip(program.inputs, arguments, strict=True):
+        known[number] = state
+    for number, _ in program.consts:
+        known[number] = initial(program.avals[number])
+    # For each value, whether a backward pass made it. Not tracked inside a backward program.
+    pulled = [False] * len(program.avals)
+    within = any(map(is_backward, context.stacks))
+
+    def state_of(atom: Any, inside: bool) -> State | None:
+        if isinstance(atom, core.Literal):
+            return literal(atom)
+        state = known[atom]
+        leaves = pulled[atom] and not inside and state is not None
+        return State(Kind.WEAK, FLOAT32) if leaves else state
+
+    steps = []
+    multiplied = _multiplied(program)
+    for op in program.ops:
+        inside = not within and is_backward(op.stack)
+        step = _step(op, [state_of(atom, inside) for atom in op.inputs], context)
+        if op.name == "broadcast_in_dim" and multiplied.issuperset(op.outputs):
+            # These are the weights of an ensemble, and not a bias.
+            step.results = [state and state._replace(laid=False) for state in step.results]
+        for number, state in zip(op.outputs, step.results, strict=True):
+            known[number], pulled[number] = state, inside
+        steps.append(step)
+    _look_ahead(program, steps, results_in)
+    for step in steps:
+        for number, state in zip(step.op.outputs, step.results, strict=True):
+            known[number] = state
+    return Plan(program, steps, [state_of(atom, inside=False) for atom in program.outputs])
+
+
+def _multiplied(program: Program) -> set[int]:
+    """Returns the values that products read."""
+    products = (op for op in program.ops if op.name in CONTRACTIONS)
+    return {atom for op in products for atom in op.inputs if isinstance(atom, int)}
+
+
+@functools.lru_cache(maxsize=4096)
+def is_backward(stack: Any) -> bool:
+    """Whether an operation was traced in the backward pass of a gradient within the function."""
+    return "transpose(" in str(stack)
+
+
+def _step(op: Op, states: States, context: Call) -> Step:
+    region = context.regions.of((*context.prefix, *scopes(op.stack)))
+    functions = (*context.functions, *op.functions)
+    context.seen.update((op.name, *functions))
+    op_class = context.lists.of(op.name, functions)
+    # Scopes inside a loop may have another policy than the scopes around it.
+    if region.sealed or (region.exact and op_class is not OpClass.CONTROL):
+        return alone(op, states, exact=region.result)
+    if id(op.equation) in context.kernels and not region.exact:
+        return taken_step(op, states, context.kernels[id(op.equation)][1])
+    if op.name == "convert_element_type":
+        return convert(op, states)
+    if op_class is OpClass.CONTROL:
+        return context.control(op, states, context, region)
+    if op_class in (None, OpClass.ALONE) or has_own_program(op) or has_foreign_floats(op):
+        return alone(op, states)
+    if not any(states):
+        return alone(op, states)
+    return adapted(RULES[op_class](op, states, region))
+
+
+def _look_ahead(program: Program, steps: list[Step], results_in: AllIn) -> None:
+    """Widens operations that feed only float32 operations; products stay in 16 bits.
+
+    A comparison accepts either dtype, and so does a result that is cast to float32 anyway.
+    """
+    if isinstance(results_in, str):
+        results_in = (results_in,) * len(program.outputs)
+    low, either, wide = (
+        {
+            atom
+            for atom, dtype in zip(program.outputs, results_in, strict=True)
+            if isinstance(atom, int) and dtype == name
+        }
+        for name in ("low", "either", "float32")
+    )
+    for step in reversed(steps):
+        made = set(step.op.outputs)
+        is_low = any(state is not None and state.dtype != FLOAT32 for state in step.results)
+        if is_low and made & (wide | either) and not made & low:
+            _widen(step, again=bool(made & wide))
+        is_product = step.op.name in CONTRACTIONS  # a product casts its operands itself
+        for atom, want in zip(step.op.inputs, step.wants, strict=True):
+            if isinstance(atom, int) and want is not None:
+                if want == FLOAT32:
+                    wide.add(atom)
+                elif not is_product:
+                    low.add(atom)
+
+
+def _widen(step: Step, *, again: bool) -> None:
+    """Makes a step run in float32. If it has programs inside, only `again`: they recompile."""
+    if step.widened is not None and again:
+        other = step.widened()
+        step.wants, step.results, step.run = other.wants, other.results, other.run
+    elif step.may_widen:
+        step.wants = [want and FLOAT32 for want in step.wants]
+        step.results = [state and State(Kind.HIGH, FLOAT32) for state in step.results]

@@ -1,0 +1,117 @@
+"""Finds the policy of an operation by the scopes that it was traced in."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from jaxmp._autocast.kinds import FLOAT32, Kind
+from jaxmp._jaxpr.scopes import names_in
+from jaxmp._numerics.dtypes import DType
+from jaxmp._policies.policy import Policy, get_policy, short_name
+from jaxmp._policies.policy_rules import PolicyRules
+
+# Operations in these scopes stay as traced. Scopes survive jit, scan, remat and differentiation.
+EXACT = "jaxmp.full_precision"
+DONE = "jaxmp.autocast"
+# The rest of the name of such a scope is the policy that holds in it.
+POLICY = "jaxmp.policy:"
+
+
+class Region(NamedTuple):
+    """The precision of an operation.
+
+    Attributes:
+      low: the dtype of products; float32 if the operation runs as traced.
+      float32_gradients: whether gradients of parameters come out of products in float32.
+      result: the kind of floats that leave an exact region.
+      sealed: whether nothing inside may change, whatever the scopes inside say.
+    """
+
+    low: DType
+    float32_gradients: bool = True
+    result: Kind = Kind.FIRM
+    sealed: bool = False
+
+    @property
+    def exact(self) -> bool:
+        """Whether the operation runs as it was traced."""
+        return self.low == FLOAT32
+
+
+def region_of(policy: Policy | None) -> Region:
+    """Returns the region of a policy; None leaves operations as traced."""
+    if policy is None or policy.compute_dtype.itemsize >= FLOAT32.itemsize:
+        return Region(FLOAT32)
+    return Region(policy.compute_dtype, policy.reduce_dtype.itemsize >= FLOAT32.itemsize)
+
+
+@functools.lru_cache(maxsize=4096)
+def scopes(stack: Any) -> tuple[str, ...]:
+    """Returns the names in a name stack, without its transformations.
+
+    >>> scopes("transpose(jvp(LM))/Block_0/jvp()/q")
+    ('LM', 'Block_0', 'q')
+    """
+    return names_in(str(stack))
+
+
+def policy_scope(policy: Policy | None) -> str:
+    """Returns the name of a scope in which a policy holds; None leaves its operations alone."""
+    return POLICY + ("none" if policy is None else short_name(policy))
+
+
+class Regions:
+    """The policy of each part of a program.
+
+    Args:
+      policy: one policy, or rules over the scopes.
+    """
+
+    def __init__(self, policy: Policy | PolicyRules) -> None:
+        self._by_name = isinstance(policy, PolicyRules)
+        self._decide: Callable[[tuple[str, ...]], Region]
+        if isinstance(policy, PolicyRules):
+            self._decide = functools.partial(_by_rules, policy)
+        else:
+            region = region_of(policy)
+            self._decide = lambda names: region
+        self._known: dict[tuple[str, ...], Region] = {}
+
+    def of(self, names: tuple[str, ...]) -> Region:
+        """Returns the region of an operation that was traced in these scopes."""
+        if names not in self._known:
+            if EXACT in names:
+                self._known[names] = Region(FLOAT32, sealed=True)
+            elif DONE in names:
+                self._known[names] = Region(FLOAT32, result=Kind.HIGH, sealed=True)
+            elif told := [name for name in names if name.startswith(POLICY)]:
+                text = told[-1].removeprefix(POLICY)
+                self._known[names] = region_of(None if text == "none" else get_policy(text))
+            else:
+                self._known[names] = self._decide(names)
+        return self._known[names]
+
+    def deciding(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Returns the scopes among `names` that can decide the policy inside."""
+        if self._by_name:
+            return names
+        return tuple(name for name in names if name.startswith(POLICY))
+
+    def visited(self) -> set[str]:
+        """Returns the paths of all scopes that were looked up, and of the scopes around them."""
+        return {
+            "/".join(names[start:end])
+            for names in self._known
+            for start in (0, 1)
+            for end in range(start, len(names) + 1)
+        }
+
+
+def _by_rules(rules: PolicyRules, names: tuple[str, ...]) -> Region:
+    """Returns the region of the innermost scope with a rule; the first scope may be the model's."""
+    for end in range(len(names), 0, -1):
+        for start in (0, 1):
+            decision = rules.decide("/".join(names[start:end]))
+            if decision.rule is not None and start < end:
+                return region_of(decision.policy)
+    return region_of(rules.default)

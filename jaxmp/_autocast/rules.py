@@ -1,0 +1,310 @@
+"""The rules: what each class of operations does with operands of each kind."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core
+
+from jaxmp._autocast.kinds import (
+    FLOAT32,
+    Kind,
+    State,
+    Stored,
+    combined,
+    fits,
+    in_float32,
+    is_weight,
+    literal_state,
+    overflows,
+)
+from jaxmp._autocast.regions import Region
+from jaxmp._autocast.steps import (
+    HALVES,
+    States,
+    Step,
+    alone,
+    is_castable,
+    known,
+    literal,
+    results,
+    wanting,
+)
+from jaxmp._jaxpr import compat
+from jaxmp._jaxpr.op_classes import ARRANGEMENTS, CLASSES, CONTRACTIONS, OpClass
+from jaxmp._jaxpr.program import Op
+from jaxmp._numerics.dtypes import DType
+from jaxmp._primitives.float32_sums import gather
+
+
+def convert(op: Op, states: States) -> Step:
+    """Plans a cast that the program itself makes; autocast respects it."""
+    (state,), (given,) = states, op.in_avals
+    target = op.params["new_dtype"]
+    made = op.out_avals[0]
+    if state is None or not is_castable(made):
+        step = alone(op, states)
+        if is_castable(made) and made.dtype == FLOAT32:
+            step.results = [_of_numbers(op.inputs[0], given)]
+        return step
+    if target != FLOAT32:
+        return Step(op, [target], [State(Kind.LOW, jnp.dtype(target))], run=_pass_on)
+    if given.dtype != FLOAT32 and state.kind is Kind.LOW:
+        return Step(op, [FLOAT32], [State(Kind.FIRM, FLOAT32)], run=_pass_on)
+    return Step(op, [None], [state], run=_pass_on)
+
+
+def _of_numbers(atom: int | core.Literal, aval: Any) -> State:
+    """Returns the state of integers, booleans or foreign floats after a cast to float32."""
+    if not (aval.dtype == jnp.bool_ or jnp.issubdtype(aval.dtype, jnp.integer)):
+        return State(Kind.HIGH, FLOAT32)
+    if isinstance(atom, core.Literal) and not aval.shape:
+        return literal_state(float(atom.val))._replace(laid=True)  # jnp.where(mask, h, 0)
+    return State(Kind.WEAK, FLOAT32, fixed=True)
+
+
+def _pass_on(op: Op, values: list[Any]) -> list[Any]:
+    return values
+
+
+def _float32(op: Op, states: States, region: Region) -> Step:
+    return Step(op, wanting(states, FLOAT32), results(op, in_float32(known(states))))
+
+
+def _range(op: Op, states: States, region: Region) -> Step:
+    step = promote(op, states, region)
+    result = step.results[0]
+    if result is not None and result.dtype == jnp.float16:
+        return _float32(op, states, region)
+    return step
+
+
+def promote(op: Op, states: States, region: Region) -> Step:
+    """Plans an elementwise operation: the kinds of its operands decide."""
+    if op.params.get("out_dtype") is not None:
+        return alone(op, states)
+    if not any(map(is_castable, op.out_avals)):
+        return Step(op, [None] * len(states), [None] * len(op.out_avals), run=_compare)
+    shape = op.out_avals[0].shape
+    smaller = [aval.shape != shape for aval in op.in_avals]
+    given = [
+        state and state._replace(laid=op.name not in ARRANGEMENTS and (state.laid or is_smaller))
+        for state, is_smaller in zip(states, smaller, strict=True)
+    ]
+    made = combined(
+        known(given),
+        region.low,
+        adds=op.name in _ADDS,
+        chooses=op.name == "select_n",
+        scales=op.name in _SCALES or op.name in ARRANGEMENTS,
+    )
+    if made.dtype != FLOAT32:
+        made = made._replace(stored=_stored_of(op, states, made.dtype))
+    step = _in_dtype(op, states, made, region)
+    if CLASSES.get(op.name) not in (OpClass.PROMOTE, OpClass.RANGE):
+        step.may_widen = False  # the user listed this operation
+    elif op.name not in ARRANGEMENTS:
+        step.lays_out = tuple(
+            is_smaller and state is not None and not state.fixed
+            for state, is_smaller in zip(states, smaller, strict=True)
+        )
+    return step
+
+
+_ADDS = frozenset({"add", "sub", "add_any"})
+# The operations of a norm after its statistics, and whole powers, which are products.
+_SCALES = _ADDS | {"mul", "div", "neg", "integer_pow", "square"}
+
+
+def _stored_of(op: Op, states: States, dtype: DType) -> Stored:
+    """Returns how compilers store the result of a 16-bit operation."""
+    low = [state for state in known(states) if state.kind is Kind.LOW]
+    adds = op.name in ("add", "add_any")  # a difference cancels: computed in float32
+    if len(low) > 1:
+        return Stored.AS_IT_IS if adds else Stored.NOT
+    (state,) = low
+    if adds:
+        # A fixed operand may be a mask of -1e9, or a number, and not a bias. A bias of scores may
+        # reach 1,000 (ALiBi at 2,048 tokens), where 16 bits keep only whole numbers.
+        is_bias = dtype != jnp.float16 and not any(each.fixed for each in known(states))
+        return state.stored if is_bias and state.stored is Stored.AS_IT_IS else Stored.NOT
+    scales = op.name in ("mul", "div", "select_n") and state.stored is Stored.AS_SCORES
+    return state.stored if scales else Stored.NOT
+
+
+def _compare(op: Op, values: list[Any]) -> list[Any]:
+    """Compares operands of one 16-bit dtype in that dtype, and other operands in float32."""
+    pairs = list(zip(op.inputs, values, strict=True))
+    dtypes = {value.dtype for atom, value in pairs if isinstance(atom, int) and is_castable(value)}
+    numbers = [literal(atom) for atom in op.inputs if isinstance(atom, core.Literal)]
+    (dtype,) = dtypes if len(dtypes) == 1 else (FLOAT32,)
+    if not all(fits(state.value, dtype) for state in numbers if state is not None):
+        dtype = FLOAT32
+    values = [lax.convert_element_type(x, dtype) if is_castable(x) else x for x in values]
+    return compat.bind(op.equation, values)
+
+
+def _in_dtype(op: Op, states: States, made: State, region: Region) -> Step:
+    """Plans an operation with result `made`, or a firm one if a cast would lose a literal."""
+    values = [state.value for state in known(states)]
+    if made.dtype != FLOAT32:
+        lost = not all(fits(value, made.dtype) for value in values)
+    else:  # such as a mask of -1e9 that is added to 16 bits later
+        changes = op.name in ("add", "sub", "mul", "select_n")
+        lost = changes and any(overflows(value, region.low) for value in values)
+    if lost:
+        made = State(Kind.FIRM, FLOAT32)
+    may_widen = made.dtype != FLOAT32 and made.stored is Stored.NOT
+    return Step(op, wanting(states, made.dtype), results(op, made), may_widen=may_widen)
+
+
+# Moves that run in float32 if only float32 operations read their results. Collectives are not among
+# them: they carry 16 bits.
+_WIDENED = frozenset(
+    {"reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "rev", "slice", "split"}
+    | {"copy", "stop_gradient", "name", "gather", "dynamic_slice", "unstack", "tile"}
+)
+_SPREADS = frozenset({"broadcast_in_dim", "reshape", "expand_dims", "tile"})
+
+
+def _rule_move(op: Op, states: States, region: Region) -> Step:
+    floats = known(states)
+    made = [aval for aval in op.out_avals if is_castable(aval)]
+    pairs = floats if len(floats) == len(made) else floats[:1] * len(made)
+    moved = iter([_state_moved(op, state) for state in pairs])
+    found = [next(moved) if is_castable(aval) else None for aval in op.out_avals]
+    run = _run_gather if op.name == "gather" and states[0] is not None else None
+    wants = [state and state.dtype for state in states]
+    results = known(found)
+    low = all(state.dtype != FLOAT32 and state.stored is Stored.NOT for state in results)
+    return Step(op, wants, found, may_widen=low and op.name in _WIDENED, run=run)
+
+
+def _run_gather(op: Op, values: list[Any]) -> list[Any]:
+    return gather(op.equation, values)
+
+
+def _state_moved(op: Op, state: State) -> State:
+    if state.value is not None:  # zeros that begin a sum count as full-size
+        return state._replace(laid=False)
+    before, after = op.in_avals[0].shape, op.out_avals[0].shape
+    grows = math.prod(after) > math.prod(before) or len(after) > len(before)
+    laid = op.name == "gather" or (op.name in _SPREADS and grows)
+    whole = state.stored is Stored.AS_SCORES and math.prod(after) == math.prod(before)
+    stored = Stored.AS_SCORES if whole else Stored.NOT
+    return state._replace(laid=state.laid or laid, stored=stored)
+
+
+# How a scatter combines old and new values. Its params hold this as a jaxpr for one dtype.
+_COMBINE: dict[str, Callable[[Any, Any], Any]] = {
+    "scatter": lambda old, new: new,
+    "scatter-add": lax.add,
+    "scatter-sub": lax.sub,
+    "scatter-mul": lax.mul,
+    "scatter-min": lax.min,
+    "scatter-max": lax.max,
+}
+
+
+def _update(op: Op, states: States, region: Region) -> Step:
+    array = states[0]
+    if array is None:
+        return alone(op, states)
+    floats = known(states)
+    accumulates = op.name in ("scatter-add", "scatter-sub", "scatter-mul")
+    if not accumulates and (array.kind is Kind.LOW or array.value is not None):
+        made = combined([state._replace(laid=False) for state in floats], region.low)
+        step = _in_dtype(op, states, made, region)
+        step.may_widen = False
+        return step
+    made = State(max(array.kind, in_float32(floats).kind), FLOAT32)
+    return Step(op, wanting(states, FLOAT32), results(op, made))
+
+
+def has_own_program(op: Op) -> bool:
+    """Whether an operation is `x.at[i].apply(f)`, a scatter with its own function."""
+    program = op.params.get("update_jaxpr") if op.name == "scatter" else None
+    return program is not None and bool(program.eqns)
+
+
+def adapted(step: Step) -> Step:
+    """Traces the program in the params of a scatter again, in the scatter's new dtype."""
+    op = step.op
+    if op.name not in _COMBINE or op.params["update_jaxpr"] is None or step.wants[0] is None:
+        return step
+    number = jax.ShapeDtypeStruct((), step.wants[0])
+    program = compat.trace(_COMBINE[op.name], [number, number])
+    step.params["update_jaxpr"] = compat.without_consts(program)
+    return step
+
+
+def _rule_lower(op: Op, states: States, region: Region) -> Step:
+    if op.name in CONTRACTIONS:
+        return plan_product(op, states, region)
+    return Step(op, wanting(states, region.low), results(op, State(Kind.LOW, region.low)))
+
+
+def plan_product(op: Op, states: States, region: Region) -> Step:
+    """Plans a product: low operands and a low result, unless the program asks for more."""
+    params = op.params
+    operands = known(states[:2])
+    traced = [aval.dtype for aval in op.in_avals[:2]]
+    if len(operands) < 2 or asks_for_precision(params.get("precision")):
+        return alone(op, states)
+    returned = op.out_avals[0].dtype
+    if all(dtype in HALVES for dtype in traced):
+        return alone(op, states)  # the user's own dtypes
+    if not {*traced, returned} <= {FLOAT32, region.low}:
+        return alone(op, states)
+    if all(state.fixed for state in operands):
+        return alone(op, states)  # counts, positions times frequencies
+    if not all(fits(state.value, region.low) for state in operands):
+        return alone(op, states)
+    if op.name == "dot_general" and _adds_nothing_up(op, operands):
+        made = combined([s._replace(laid=False) for s in operands], region.low, scales=True)
+        step = _in_dtype(op, states, made, region)
+        result = step.results[0]
+        if params.get("preferred_element_type") is not None and result is not None:
+            step.params["preferred_element_type"] = result.dtype
+        step.may_widen = False
+        return step
+    sources = tuple(region.float32_gradients and is_weight(state) for state in operands)
+    stored = Stored.AS_IT_IS if any(map(is_weight, operands)) else Stored.AS_SCORES
+    return Step(
+        op,
+        [region.low, region.low, *[None] * (len(states) - 2)],
+        [State(Kind.LOW, region.low, stored=stored)],
+        params={"preferred_element_type": region.low},
+        sources=sources,
+    )
+
+
+def _adds_nothing_up(op: Op, operands: list[State]) -> bool:
+    """Whether a product sums nothing, also over axes of size 1: positions times frequencies."""
+    (contracted, _), _ = op.params["dimension_numbers"]
+    if any(state.fixed for state in operands):
+        return all(op.in_avals[0].shape[i] == 1 for i in contracted)
+    return not contracted
+
+
+def asks_for_precision(precision: Any) -> bool:
+    """Whether a product was asked to be more precise than its operands' dtype implies."""
+    if precision is None:
+        return False
+    if isinstance(precision, (tuple, list)):
+        return any(asks_for_precision(each) for each in precision)
+    return precision is not lax.Precision.DEFAULT
+
+
+RULES: dict[OpClass, Callable[[Op, States, Region], Step]] = {
+    OpClass.LOWER: _rule_lower,
+    OpClass.FLOAT32: _float32,
+    OpClass.SUM: _float32,
+    OpClass.RANGE: _range,
+    OpClass.PROMOTE: promote,
+    OpClass.MOVE: _rule_move,
+    OpClass.UPDATE: _update,
+}

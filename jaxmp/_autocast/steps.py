@@ -1,0 +1,109 @@
+"""How one operation runs."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend import core
+
+from jaxmp._autocast.kinds import FLOAT32, Kind, State, in_float32, literal_state
+from jaxmp._jaxpr.op_classes import CONTRACTIONS, KERNELS
+from jaxmp._jaxpr.program import Op
+from jaxmp._numerics.dtypes import DType
+
+States = Sequence[State | None]
+HALVES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+
+
+@dataclasses.dataclass
+class Step:
+    """The plan of one operation.
+
+    Attributes:
+      op: the operation.
+      wants: the dtype of each input; None leaves it.
+      results: the states of its results; None for values that autocast does not cast.
+      params: the changed params of its equation.
+      may_widen: whether it may run in float32, if only float32 operations read it.
+      widened: plans an operation with programs inside anew, for results that only float32
+        operations read.
+      run: runs it instead of its own primitive, as `run(op, values)`.
+      sources: for a product, which operands are roundings of a float32 source.
+      lays_out: which inputs are broadcast to the shape of the result before they are cast, so that
+        their gradients are added up in float32.
+    """
+
+    op: Op
+    wants: list[DType | None]
+    results: list[State | None]
+    params: dict[str, Any] = dataclasses.field(default_factory=dict)
+    may_widen: bool = False
+    widened: "Callable[[], Step] | None" = None
+    run: Callable[..., list[Any]] | None = None
+    sources: tuple[bool, ...] = ()
+    lays_out: tuple[bool, ...] = ()
+
+
+def is_castable(aval: Any) -> bool:
+    """Whether autocast decides about the dtype of a value: float32 and 16-bit floats."""
+    dtype = getattr(aval, "dtype", None)
+    return dtype == FLOAT32 or dtype in HALVES
+
+
+def initial(aval: Any) -> State | None:
+    """Returns the state of an argument."""
+    if not is_castable(aval):
+        return None
+    return State(Kind.WEAK if aval.dtype == FLOAT32 else Kind.LOW, aval.dtype)
+
+
+def literal(atom: core.Literal) -> State | None:
+    """Returns the state of a literal."""
+    aval: Any = atom.aval
+    if not is_castable(aval):
+        return None
+    value = None if aval.shape else float(atom.val)
+    return literal_state(value)._replace(laid=not aval.shape)
+
+
+def has_foreign_floats(op: Op) -> bool:
+    """Whether an operation has floats that autocast leaves alone: float64, complex, float8."""
+    return any(
+        not is_castable(aval) and jnp.issubdtype(aval.dtype, jnp.inexact)
+        for aval in (*op.in_avals, *op.out_avals)
+        if hasattr(aval, "dtype")
+    )
+
+
+def known(states: States) -> list[State]:
+    """Returns the states of floats, without None."""
+    return [state for state in states if state is not None]
+
+
+def results(op: Op, state: State) -> list[State | None]:
+    """Returns the same state for every float that an operation makes."""
+    return [state if is_castable(aval) else None for aval in op.out_avals]
+
+
+def wanting(states: States, dtype: DType) -> list[DType | None]:
+    return [None if state is None else dtype for state in states]
+
+
+def alone(op: Op, states: States, exact: Kind = Kind.HIGH) -> Step:
+    """Plans an operation as it was traced; results of values that are not weak are `exact`."""
+    wide = in_float32(known(states))
+    multiplies = op.name in CONTRACTIONS | KERNELS and not wide.fixed
+    if multiplies or exact is Kind.FIRM or has_foreign_floats(op) or op.name.endswith("_callback"):
+        wide = State(exact, FLOAT32)
+    wants = [
+        None if state is None else aval.dtype
+        for state, aval in zip(states, op.in_avals, strict=True)
+    ]
+    made = [
+        (wide if aval.dtype == FLOAT32 else State(Kind.LOW, aval.dtype))
+        if is_castable(aval)
+        else None
+        for aval in op.out_avals
+    ]
+    return Step(op, wants, made)

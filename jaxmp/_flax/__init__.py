@@ -1,0 +1,1 @@
+"""Policies, autocast and training for Flax modules."""

@@ -1,0 +1,376 @@
+"""Policies on linen modules: one set of rules for a whole model, without touching its code."""
+
+import dataclasses
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jmp
+from flax import linen as nn
+
+from jaxmp._flax.linen_interceptor import (
+    is_other_model,
+    is_reached,
+    linen_takes_dtype,
+    params_of_linen,
+    session,
+)
+from jaxmp._flax.module_casts import check_computable, module_rules, new_instance
+from jaxmp._flax.summary import Row, Summary, dtype_text
+from jaxmp._numerics.user_warnings import warn_once
+from jaxmp._policies.policy_rules import PolicyRules
+
+_ModuleT = TypeVar("_ModuleT", bound=nn.Module)
+_ClassT = TypeVar("_ClassT", bound=type)
+
+
+def apply_policy(
+    module: _ModuleT, rules: str | jmp.Policy | PolicyRules, *, strict: bool = False
+) -> _ModuleT:
+    """Puts a linen module under rules, which set the dtype of every layer in it.
+
+    When dtypes are set by hand, layers are easily forgotten, and no shape shows a norm or head in
+    the wrong precision. `apply_policy` instead looks up the rules for each module when it is
+    called, by its path in the params, also inside `nn.scan`, `nn.remat`, `nn.jit` and similar.
+
+    A module with a `dtype` computes in the compute dtype of its policy. Params are made in
+    `param_dtype`: the values of a float32 `init`, rounded. Results of the model are cast to the
+    output dtype of its policy, and so are values that pass from modules under one rule to modules
+    under another. A module without a `dtype` is left alone, unless a rule names it: then its
+    floating inputs are cast to the compute dtype. Batch statistics stay float32. A class within
+    the model that has its own rules (`with_policy`) keeps them. A warning reports the share of
+    params that no policy reaches, because their module has no `dtype`, when the model is first
+    initialised or applied.
+
+    Args:
+      module: a module that is not part of another one yet, or is being assigned in `setup`.
+      rules: rules, a policy, or its name.
+      strict: whether a rule without effect is an error rather than a warning: a rule that matches
+        no module, when the model is initialised; or a rule that names a module which computes in
+        another dtype, when the module is called.
+
+    Returns:
+      A copy of the module, of a subclass of its class, with the same names and params. Use `init`,
+      `apply` with all their options, or make it a part of other modules. The rules do not hold for
+      submodules of a bound module (`bind`) that are called directly. Applying again replaces the
+      rules; `remove_policy` takes them off.
+
+    Raises:
+      TypeError: if `module` is not a linen module.
+      ValueError: if the module is bound already, or a policy cannot be honoured; for a single
+        module, the latter is raised when it is called.
+
+    >>> import jax.numpy as jnp
+    >>> model = nn.Sequential([nn.Dense(4), nn.Dense(2)])
+    >>> rules = PolicyRules({"layers_1": "float32"}, default="mixed_bfloat16")
+    >>> model = apply_policy(model, rules)
+    >>> variables = model.init(jax.random.key(0), jnp.ones((1, 3)))
+    >>> model.apply(variables, jnp.ones((1, 3))).dtype.name
+    'float32'
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(_not_a_module(module))
+    if module.scope is not None:
+        raise ValueError(
+            f"{type(module).__name__} is bound to its variables or to a parent already. Apply the "
+            "policy to the unbound module, or inside of a compact method to the class: "
+            "jaxmp.linen.with_policy(rules)(Class)(...)"
+        )
+    before = _before(type(module))
+    return _rebuild(module, _under(_without_rules(before), _checked(rules), strict, before))
+
+
+def remove_policy(module: _ModuleT) -> _ModuleT:
+    """Removes the rules that `apply_policy` put on a module.
+
+    Args:
+      module: a module, under rules or not.
+
+    Returns:
+      A copy of the module, of the class that it had before. Rules from `with_policy` stay.
+
+    Raises:
+      TypeError: if `module` is not a linen module.
+
+    >>> type(remove_policy(apply_policy(nn.Dense(2), "bfloat16"))) is nn.Dense
+    True
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(_not_a_module(module))
+    return _rebuild(module, _before(type(module)))
+
+
+def with_policy(
+    rules: str | jmp.Policy | PolicyRules, *, strict: bool = False
+) -> Callable[[_ClassT], _ClassT]:
+    """Returns a decorator that puts every module of a class under rules, wherever it is used.
+
+    Args:
+      rules: rules with paths that start at the module, a policy, or its name.
+      strict: see `apply_policy`.
+
+    Returns:
+      The decorator. The class that it returns has the same name, so that params keep their paths.
+      Within a model under other rules, the class keeps its own rules. In a subclass, only the
+      inherited methods are under the rules: decorate the subclass too. A warning says so if the
+      subclass overrides a method.
+
+    Raises:
+      TypeError: if it decorates anything but a linen class.
+
+    >>> import jax.numpy as jnp
+    >>> @with_policy("mixed_bfloat16")
+    ... class Encoder(nn.Module):
+    ...     @nn.compact
+    ...     def __call__(self, x):
+    ...         return nn.Dense(2)(nn.Dense(8)(x))
+    >>> encoder = Encoder()
+    >>> variables = encoder.init(jax.random.key(0), jnp.ones((1, 3)))
+    >>> encoder.apply(variables, jnp.ones((1, 3))).dtype.name
+    'float32'
+    """
+    checked = _checked(rules)
+
+    def decorate(cls: _ClassT) -> _ClassT:
+        if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+            raise TypeError(
+                f"with_policy decorates classes of linen modules, got {cls!r}. For a module "
+                "write jaxmp.linen.apply_policy(module, rules)"
+            )
+        return _under(_without_rules(cls), checked, strict, None)
+
+    return decorate
+
+
+def summary(module: nn.Module, rngs: Any, *args: Any, **kwargs: Any) -> Summary:
+    """Lists the dtypes in which modules compute, by tracing `init`; nothing is computed.
+
+    Args:
+      module: a module, under rules or not.
+      rngs: as for `init`; an abstract key is enough.
+      *args: example inputs, arrays or `jax.ShapeDtypeStruct`.
+      **kwargs: keyword arguments of the module.
+
+    Returns:
+      A table with a row for each module that was called, to print or to inspect. Its dtypes are
+      those found in the trace: of the params, of the layer's `dtype`, and of the results.
+
+    >>> import jax.numpy as jnp
+    >>> model = apply_policy(nn.Dense(4), "mixed_bfloat16")
+    >>> summary(model, jax.random.key(0), jnp.ones((1, 3))).rows[0]
+    Row(path='', type='Dense', param='float32', compute='bfloat16', output='float32', params=16)
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(_not_a_module(module))
+    found: dict[str, Row] = {}
+    foreign: list[nn.Module] = []
+
+    def record(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        called, path = context.module, "/".join(context.module.path)
+        is_call = context.method_name != "setup" and hasattr(type(called), context.method_name)
+        if found and is_other_model(called, module):
+            foreign.append(called)
+            try:
+                return next_fun(*args, **kwargs)
+            finally:
+                foreign.pop()
+        first = is_call and path not in found and not foreign
+        if first:
+            found[path] = Row(path, type(called).__name__, "", "", "", 0)
+        out = next_fun(*args, **kwargs)
+        if first:
+            own = [x for x in jax.tree.leaves(params_of_linen(called)) if hasattr(x, "dtype")]
+            found[path] = Row(
+                path=path,
+                type=type(called).__name__,
+                param=dtype_text(own),
+                compute=_compute_text(called),
+                output=dtype_text([x for x in jax.tree.leaves(out) if hasattr(x, "dtype")]),
+                params=sum(x.size for x in own),
+                reached=is_reached(called),
+            )
+        return out
+
+    leaves, treedef = jax.tree.flatten((rngs, args, kwargs))
+    arrays = [x if hasattr(x, "dtype") else None for x in leaves]
+
+    def init(arrays: list[Any]) -> Any:
+        filled = [x if array is None else array for x, array in zip(leaves, arrays, strict=True)]
+        rngs, args, kwargs = jax.tree.unflatten(treedef, filled)
+        return module.init(rngs, *args, **kwargs)
+
+    with nn.intercept_methods(record):
+        jax.eval_shape(init, arrays)
+    return Summary(tuple(found.values()))
+
+
+class _Applied(NamedTuple):
+    """The plain class behind a class under rules, and the class to restore; see `_under`."""
+
+    plain: type
+    before: type | None
+
+
+@functools.lru_cache(maxsize=512)
+def _under(cls: Any, rules: PolicyRules, strict: bool, before: Any) -> Any:
+    """Makes a subclass with the same name whose methods run under rules.
+
+    `before` is the class that a module gets back when its rules are removed; None for a decorated
+    class, which keeps its rules.
+    """
+    body: dict[str, Any] = {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "_jaxmp": _Applied(cls, before),
+    }
+
+    def at_the_root(name: str) -> Any:
+        @functools.wraps(getattr(cls, name))
+        def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            call = getattr(super(under, self), name)
+            if "_jaxmp" not in vars(type(self)):
+                return call(*args, **kwargs)  # a subclass of a decorated class
+            with session(rules, (), self, strict=strict, at_the_root=True) as active:
+                out = call(*args, **kwargs)
+            if active is not None:
+                variables = {"init": out, "apply": args[0] if args else kwargs.get("variables")}
+                active.check_traces(found := variables[name] if name in variables else out[1])
+                active.warn(found, again=name != "apply")
+                if name != "apply":
+                    active.warn_unused(strict=strict)
+            return out
+
+        return method
+
+    def wherever_it_is(name: str) -> Any:
+        @functools.wraps(getattr(cls, name))
+        def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            call = getattr(super(under, self), name)
+            if self.scope is None:
+                return call(*args, **kwargs)
+            with session(rules, self.path, self, strict=strict) as active:
+                out = call(*args, **kwargs)
+            if active is not None and name == "__call__":
+                active.check_traces(self.variables)
+                active.warn(self.variables, again=self.is_initializing())
+                if self.is_initializing():
+                    active.warn_unused(strict=strict)
+            return out
+
+        return method
+
+    def reduce_ex(self: nn.Module, protocol: Any) -> Any:
+        reduced = super(under, self).__reduce_ex__(protocol)
+        # Pickle finds classes by name. The name finds a decorated class itself; for apply_policy
+        # it finds the plain class.
+        found: Any = sys.modules.get(cls.__module__)
+        for name in cls.__qualname__.split("."):
+            found = getattr(found, name, None)
+        if found is type(self):
+            return reduced
+        return (new_instance, (_under, cls, rules, strict, before), *reduced[2:])
+
+    body["__reduce_ex__"] = nn.nowrap(reduce_ex)
+    body |= {name: nn.nowrap(at_the_root(name)) for name in ("init_with_output", "init", "apply")}
+    body |= {name: nn.nowrap(wherever_it_is(name)) for name in _method_names(cls)}
+    # A decorated class replaces the original one, also in a registry that its author keeps.
+    hook: type = _Hinting if before is None else _Quiet
+    under = type(cls)(cls.__name__, (cls,) if issubclass(cls, hook) else (hook, cls), body)
+    return under
+
+
+class _Quiet:
+    """A base of classes under rules that skips the author's hook, which may keep a registry."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        if "_jaxmp" in vars(cls):
+            nn.Module.__init_subclass__.__func__(cls, **kwargs)  # type: ignore[attr-defined]
+        else:
+            super().__init_subclass__(**kwargs)
+
+
+class _Hinting:
+    """A base of decorated classes that warns if an undecorated subclass overrides methods."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()  # type: ignore[misc]
+        classes = type(self).__mro__
+        decorated = next(i for i, cls in enumerate(classes) if "_jaxmp" in vars(cls))
+        # Classes that Flax's transforms make, such as nn.remat, call the original methods.
+        theirs = [cls for cls in classes[:decorated] if not cls.__module__.startswith("flax.")]
+        methods = {"__call__", *_method_names(classes[decorated])}
+        lost = sorted(name for name in methods if any(name in vars(cls) for cls in theirs))
+        if lost:
+            name = type(self).__name__
+            warn_once(
+                f"{name} is a subclass of {classes[decorated].__name__}, which with_policy puts "
+                f"under rules, and overrides {', '.join(lost)}: what it overrides is not under "
+                f"them. Decorate {name} too",
+                type(self),
+            )
+
+
+def _method_names(cls: type) -> list[str]:
+    """Returns the names of methods that users call: without setup and Python's special methods."""
+    own = [base for base in cls.__mro__ if issubclass(base, nn.Module) and base is not nn.Module]
+    fields = {field.name for field in dataclasses.fields(cls)}
+    return sorted(
+        {
+            name
+            for base in own
+            for name, value in vars(base).items()
+            if inspect.isfunction(value)
+            and not hasattr(value, "nowrap")
+            and (name == "__call__" or not name.startswith("__"))
+            and name != "setup"
+            and name not in fields
+        }
+    )
+
+
+def _without_rules(cls: Any) -> Any:
+    return vars(cls)["_jaxmp"].plain if "_jaxmp" in vars(cls) else cls
+
+
+def _before(cls: Any) -> Any:
+    applied = vars(cls).get("_jaxmp")
+    return cls if applied is None or applied.before is None else applied.before
+
+
+def _rebuild(module: Any, cls: Any) -> Any:
+    values = {
+        field.name: getattr(module, field.name)
+        for field in dataclasses.fields(module)
+        if field.init and field.name != "parent"
+    }
+    # In a setup method, a module has a parent before it has a name.
+    return cls(**values, parent=module.parent)
+
+
+def _checked(rules: str | jmp.Policy | PolicyRules) -> PolicyRules:
+    checked = module_rules(rules)
+    check_computable(checked)
+    return checked
+
+
+def _compute_text(module: nn.Module) -> str:
+    if not linen_takes_dtype(module):
+        return ""
+    dtype = getattr(module, "dtype", None)
+    return "from inputs" if dtype is None else jax.numpy.dtype(dtype).name
+
+
+def _not_a_module(given: Any) -> str:
+    what = f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
+    hint = ""
+    if isinstance(given, type) and issubclass(given, nn.Module):
+        hint = ". Make a module of it, or decorate it with jaxmp.linen.with_policy(rules)"
+    elif type(given).__module__.startswith("flax.nnx") or any(
+        base.__module__.startswith("flax.nnx") for base in type(given).__mro__
+    ):
+        hint = ". For an nnx module use jaxmp.nnx"
+    return f"jaxmp.linen works on linen modules, got {what}{hint}"

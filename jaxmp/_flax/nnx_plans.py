@@ -1,0 +1,177 @@
+"""Plans what to do to each module of an nnx model under rules, before anything is changed."""
+
+from typing import Any, NamedTuple
+
+from flax import nnx
+
+from jaxmp._flax.module_casts import (
+    Casts,
+    ModulePolicy,
+    Promise,
+    casts_around,
+    decide,
+    may_refuse,
+    promised,
+    refuse,
+    too_wide,
+    warn_unreached,
+)
+from jaxmp._flax.nnx_modules import (
+    held_params,
+    is_called,
+    is_flax_layer,
+    is_from_flax,
+    leaves,
+    modules,
+    modules_with_paths,
+    own_params,
+    takes_dtype,
+)
+from jaxmp._numerics.dtypes import is_floating
+from jaxmp._policies.policy import Policy
+from jaxmp._policies.policy_rules import Decision, PolicyRules
+
+
+class ModulePlan(NamedTuple):
+    """The policy, casts and promise of a module."""
+
+    path: str
+    module: Any
+    decision: Decision
+    casts: Casts
+    promise: Promise | None = None
+
+
+def make_plans(model: Any, rules: PolicyRules, strict: bool) -> list[ModulePlan]:
+    """Plans what to do to each module of a model.
+
+    Raises:
+      ValueError: for a linen module that a rule names, or if a module is shared by parts of the
+        model whose rules differ.
+    """
+    decisions: dict[str, Decision] = {}
+    layers: set[str] = set()
+    regions: dict[int, ModulePolicy] = {}
+    plans: dict[int, ModulePlan] = {}
+    for path, module, parent in modules_with_paths(model):
+        caller = None if parent is None else decisions[parent]
+        decision = _decide(rules, path, module, caller, in_layer=parent in layers)
+        decisions[path] = decision
+        if is_flax_layer(module):
+            layers.add(path)
+        recurrent = isinstance(module, nnx.RNNCellBase)
+        region = ModulePolicy(decision, caller, takes_dtype(module), recurrent)
+        casts = casts_around(region) if is_called(module) else Casts()
+        plan = ModulePlan(path, module, decision, casts)
+        first = plans.setdefault(id(module), plan)
+        if first.decision.policy != decision.policy:
+            raise ValueError(
+                f"{type(module).__name__} is one module at two places, {first.path!r} and "
+                f"{path!r}, and the rules give them different policies "
+                f"({first.decision.policy} and {decision.policy}). Give both the same policy"
+            )
+        # If callers need different casts around a shared module, no cast is right for all of them.
+        if first.casts != casts:
+            plans[id(module)] = first._replace(casts=Casts(recurrent=recurrent))
+        regions[id(module)] = region
+    called = {
+        path: decisions[path].policy
+        for path, module, _ in modules_with_paths(model)
+        if is_called(module)
+    }
+    return [
+        plan._replace(promise=_promise(plan, regions[id(plan.module)], called, strict))
+        for plan in plans.values()
+    ]
+
+
+def _promise(
+    plan: ModulePlan, region: ModulePolicy, called: dict[str, Policy | None], strict: bool
+) -> Promise | None:
+    """Returns the promise of a module; None if a submodule without policy may return any dtype."""
+    path, module, _, casts, _ = plan
+    if is_from_flax(module) or not is_called(module):
+        return None
+    prefix = f"{path}/" if path else ""
+    parts = [policy for name, policy in called.items() if name != path and name.startswith(prefix)]
+    if None in parts:
+        return None
+    dtypes = [() if p in (None, region.decision.policy) else (p.output_dtype,) for p in parts]
+    has_params = bool(_float_params(module))
+    return promised(region, casts, path, module, parts=dtypes, has_params=has_params, strict=strict)
+
+
+def _float_params(module: Any) -> list[Any]:
+    return [x for param in held_params(module) for x in leaves(param) if is_floating(x)]
+
+
+def unreached(module: Any, policy: Policy | None) -> list[Any]:
+    """Returns the params that a module uses in their own dtype, whatever its policy says.
+
+    Args:
+      module: a module under the policy; its params have their final dtypes already.
+      policy: the policy.
+
+    Returns:
+      The variables, if the module has no `dtype` and they are too wide; otherwise none.
+    """
+    # Flax's own layers without a dtype, such as PReLU, follow their inputs.
+    if policy is None or takes_dtype(module) or is_from_flax(module):
+        return []
+    dtypes = [x.dtype for x in _float_params(module)]
+    return held_params(module) if too_wide(policy, dtypes) else []
+
+
+def check_reached(plans: list[ModulePlan], strict: bool) -> list[Any]:
+    """Warns of params that no policy reaches, and returns their modules.
+
+    Raises:
+      ValueError: if `may_refuse` says that it is an error for one of the modules.
+    """
+    found: dict[str, Any] = {}
+    for path, module, decision, _, _ in plans:
+        policy = decision.policy
+        if policy is None or not unreached(module, policy):
+            continue
+        parts = [child for child in modules(module) if child is not module and is_called(child)]
+        has_children = any(own_params(child) for child in parts)
+        if may_refuse(decision, path, has_children=has_children, strict=strict):
+            wide = too_wide(policy, [x.dtype for x in _float_params(module)])
+            refuse(path, module, policy, wide[0])
+        found[path] = module
+    every = {id(p): p for plan in plans for p in own_params(plan.module)}.values()
+    total = sum(x.size for param in every for x in leaves(param) if is_floating(x))
+    counts = {path: sum(x.size for x in _float_params(m)) for path, m in found.items()}
+    warn_unreached(plans[0].module, counts, total)
+    return list(found.values())
+
+
+def _decide(
+    rules: PolicyRules, path: str, module: Any, caller: Decision | None, *, in_layer: bool
+) -> Decision:
+    decision = decide(rules, path, module, caller, in_layer=in_layer)
+    if not isinstance(module, nnx.bridge.ToNNX):
+        return decision
+    if decision.policy is not None and (decision.rule is not None or not path):
+        raise ValueError(
+            f"{path or '(root)'!r} holds a linen module. Put that under a policy before it goes "
+            "into the bridge: nnx.bridge.ToNNX(jaxmp.linen.apply_policy(module, rules), ...)"
+        )
+    return Decision(None, None)  # all attributes of the bridge are variables of the linen module
+
+
+def check_shared_params(plans: list[ModulePlan]) -> None:
+    """Raises ValueError if two modules share a param and their policies store it differently."""
+    owners: dict[int, tuple[str, Any]] = {}
+    for plan in plans:
+        policy = plan.decision.policy
+        for variable in own_params(plan.module):
+            kept = tuple(x.dtype for x in leaves(variable) if is_floating(x))
+            stored = kept if policy is None else (policy.param_dtype,) * len(kept)
+            path, theirs = owners.setdefault(id(variable), (plan.path, stored))
+            if stored != theirs:
+                raise ValueError(
+                    f"{path!r} and {plan.path!r} share a param, which the rules would have in "
+                    f"{theirs[0]} for one and in {stored[0]} for the other. Give both policies "
+                    "with the same params"
+                )

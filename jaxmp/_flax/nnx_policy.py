@@ -1,0 +1,340 @@
+"""Policies on nnx modules: finds the modules of a model and sets their dtypes."""
+
+import dataclasses
+import functools
+import types
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jmp
+from flax import nnx
+
+from jaxmp._flax.module_casts import (
+    Casts,
+    Promise,
+    call_with_casts,
+    check_computable,
+    check_result,
+    layer_dtype,
+    module_rules,
+    new_instance,
+    takes_float_dtype,
+)
+from jaxmp._flax.nnx_modules import (
+    first_paths,
+    held_params,
+    is_flax_layer,
+    is_node,
+    leaves,
+    modules,
+    modules_with_paths,
+    own_params,
+    takes_dtype,
+)
+from jaxmp._flax.nnx_plans import (
+    ModulePlan,
+    check_reached,
+    check_shared_params,
+    make_plans,
+    unreached,
+)
+from jaxmp._flax.summary import Row, Summary, dtype_text
+from jaxmp._jaxpr.cpu_compiler import warn_of_cpu_compiler
+from jaxmp._numerics.tree import cast_floating
+from jaxmp._policies.policy import Policy
+from jaxmp._policies.policy_rules import PolicyRules
+from jaxmp._policies.presets import dtypes_of
+
+ModelT = TypeVar("ModelT")
+
+
+def apply_policy(
+    model: ModelT, rules: str | jmp.Policy | PolicyRules, *, strict: bool = False
+) -> ModelT:
+    """Puts an nnx model under rules, which set the dtype of every layer in it.
+
+    When dtypes are set by hand, layers are easily forgotten, and no shape shows a norm or head in
+    the wrong precision. `apply_policy` instead looks up each module's policy by path, and sets it.
+
+    A module with a `dtype` computes in the compute dtype of its policy, and its `nnx.Param`s are
+    cast to the param dtype. Results of the model are cast to the output dtype of its policy, and
+    so are values that pass from modules under one rule to modules under another. A module without
+    a `dtype` is left alone, unless a rule names it: then its floating inputs are cast to the
+    compute dtype. These casts are around `__call__`; other methods are not cast. Batch statistics,
+    RNG state and all variables other than `nnx.Param`s stay unchanged. A warning reports the share
+    of params that no policy reaches, because their module has no `dtype`.
+
+    Args:
+      model: an nnx module, real or abstract. It is changed in place; if an argument is wrong,
+        nothing is changed. Apply the policy before the model itself is traced as a function, as by
+        `jax.jit(model)`: JAX would not notice the change. (`nnx.jit(f)(model)` does.) Inside of
+        `nnx.jit`, apply it to models that are made there, not to arguments.
+      rules: rules, a policy, or its name.
+      strict: whether a rule without effect is an error rather than a warning: a rule that matches
+        no module, at once; or a rule that names a module which computes in another dtype, when
+        the module is called.
+
+    Returns:
+      The model. Applying again replaces the rules; `remove_policy` takes them off. Modules whose
+      calls need a cast become instances of a subclass with the same name.
+
+    Raises:
+      TypeError: if `model` is not an nnx module.
+      ValueError: if a policy cannot be honoured, a module is shared by parts of the model whose
+        rules differ, or, with `strict`, a rule matches nothing.
+
+    >>> import jax.numpy as jnp
+    >>> rngs = nnx.Rngs(0)
+    >>> model = nnx.Sequential(nnx.Linear(3, 4, rngs=rngs), nnx.LayerNorm(4, rngs=rngs))
+    >>> rules = PolicyRules({"type:LayerNorm": "float32"}, default="mixed_bfloat16")
+    >>> model = apply_policy(model, rules)
+    >>> [layer.dtype.dtype.name for layer in model.layers]
+    ['bfloat16', 'float32']
+    """
+    _check_model(model)
+    rules = module_rules(rules)
+    check_computable(rules)
+    before = [_Snapshot.of(module) for module in modules(model)]
+    try:
+        for module in modules(model):
+            _restore(module)
+        plans = make_plans(model, rules, strict)
+        check_shared_params(plans)
+        rules.warn_unused(
+            {path: module for path, module, _ in modules_with_paths(model)}, strict=strict
+        )
+        originals = _param_dtypes(plans)
+        for plan in plans:
+            _apply_plan(plan, originals)
+        warn_of_cpu_compiler(dtypes_of(rules), [snapshot.values for snapshot in before])
+        for module in check_reached(plans, strict):  # reported, so no second report by promise
+            _set(module, "_jaxmp", dataclasses.replace(vars(module)["_jaxmp"], promise=None))
+    except BaseException:
+        for snapshot in before:
+            snapshot.put_back()
+        raise
+    return model
+
+
+def remove_policy(model: ModelT) -> ModelT:
+    """Removes a policy from a model: restores its dtypes, classes and the dtypes of its params.
+
+    Rounded values stay rounded.
+
+    Args:
+      model: an nnx module, under rules or not. It is changed in place.
+
+    Returns:
+      The model.
+
+    Raises:
+      TypeError: if `model` is not an nnx module.
+
+    >>> layer = apply_policy(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), "bfloat16")
+    >>> remove_policy(layer).kernel.dtype.name
+    'float32'
+    """
+    _check_model(model)
+    for module in modules(model):
+        _restore(module)
+    return model
+
+
+def summary(model: Any) -> Summary:
+    """Lists the dtypes in which modules compute.
+
+    Args:
+      model: an nnx module, under rules or not.
+
+    Returns:
+      A table with a row for each module, to print or to inspect. It shows the output dtype if a
+      policy or the layer's `dtype` sets it.
+
+    Raises:
+      TypeError: if `model` is not an nnx module.
+
+    >>> model = apply_policy(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), "mixed_bfloat16")
+    >>> summary(model).rows[0]
+    Row(path='', type='Linear', param='float32', compute='bfloat16', output='float32', params=9)
+    """
+    _check_model(model)
+    rows = []
+    own_way = {
+        id(param)
+        for module in modules(model)
+        if "_jaxmp" in vars(module)
+        for param in unreached(module, vars(module)["_jaxmp"].policy)
+    }
+    for path, module in first_paths(model).values():
+        own = [x for param in own_params(module) for x in leaves(param) if hasattr(x, "dtype")]
+        compute, output = "", ""
+        if takes_dtype(module):
+            compute = "from inputs" if module.dtype is None else jax.numpy.dtype(module.dtype).name
+            output = "" if module.dtype is None else compute
+        placed = vars(module).get("_jaxmp")
+        if placed is not None and placed.casts.output is not None:
+            output = placed.casts.output.name
+        count = sum(x.size for x in own)
+        reached = not any(id(param) in own_way for param in own_params(module))
+        name = type(module).__name__
+        rows.append(Row(path, name, dtype_text(own), compute, output, count, reached))
+    return Summary(tuple(rows))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Placed:
+    """The casts, promise and earlier state of a module under a policy, stored on the module.
+
+    It is a static attribute, hence part of the graphdef: `nnx.split`, `nnx.merge` and `nnx.jit`
+    keep it, and distinguish models under different rules.
+    """
+
+    casts: Casts
+    promise: Promise | None
+    policy: Policy
+    plain: type
+    dtypes: tuple[tuple[str, Any], ...]
+    params: tuple[tuple[Any, ...], ...]
+
+
+class _Snapshot(NamedTuple):
+    """A snapshot of everything that a policy may change about a module."""
+
+    module: Any
+    cls: type
+    attributes: dict[str, Any]
+    values: list[tuple[Any, Any]]
+
+    @classmethod
+    def of(cls, module: Any) -> "_Snapshot":
+        """Takes a snapshot of a module."""
+        names = ("dtype", "param_dtype", "_jaxmp")
+        attributes = {name: vars(module)[name] for name in names if name in vars(module)}
+        values = [(variable, variable.get_raw_value()) for variable in own_params(module)]
+        return cls(module, type(module), attributes, values)
+
+    def put_back(self) -> None:
+        """Restores the module."""
+        _set(self.module, "__class__", self.cls)
+        if "_jaxmp" in vars(self.module):
+            object.__delattr__(self.module, "_jaxmp")
+        for name, value in self.attributes.items():
+            _set(self.module, name, value)
+        for variable, value in self.values:
+            variable.set_raw_value(value)
+
+
+# Bypasses nnx's own __setattr__, which would keep the names in the module's list of attributes
+# forever. A model whose policy was removed must equal one that never had a policy.
+_set = object.__setattr__
+
+
+def _check_model(model: Any) -> None:
+    if isinstance(model, nnx.Module):
+        return
+    what = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+    hint = ""
+    if isinstance(model, type) and issubclass(model, nnx.Module):
+        hint = ". Make a module of it first"
+    elif any(base.__module__.startswith("flax.linen") for base in type(model).__mro__):
+        hint = ". For a linen module use jaxmp.linen"
+    elif isinstance(model, (nnx.State, nnx.GraphDef)):
+        hint = ". Put the parts together with nnx.merge first"
+    raise TypeError(f"jaxmp.nnx works on nnx modules, got {what}{hint}")
+
+
+def _param_dtypes(plans: list[ModulePlan]) -> dict[int, tuple[Any, ...]]:
+    """Returns the dtypes of all params before any of them is cast; modules may share params."""
+    return {
+        id(variable): tuple(getattr(x, "dtype", None) for x in leaves(variable))
+        for plan in plans
+        for variable in own_params(plan.module)
+    }
+
+
+def _apply_plan(plan: ModulePlan, originals: dict[int, tuple[Any, ...]]) -> None:
+    module, policy = plan.module, plan.decision.policy
+    if policy is None:
+        return
+    own, params, casts = vars(module), own_params(module), plan.casts
+    dtypes = tuple((name, own[name]) for name in ("dtype", "param_dtype") if name in own)
+    if not (dtypes or held_params(module) or casts or plan.promise):
+        return
+    if is_flax_layer(module) and casts == Casts(output=policy.compute_dtype):
+        casts = Casts()  # the layer returns the compute dtype anyway
+    kept = tuple(originals[id(variable)] for variable in params)
+    plain = _plain(type(module))
+    placed = _Placed(casts, plan.promise, policy, plain, dtypes, kept)
+    if takes_dtype(module):
+        # These two write the normalised weight back into their inner layer, so their dtype is a
+        # storage dtype.
+        stores = isinstance(module, (nnx.SpectralNorm, nnx.WeightNorm))
+        dtype = policy.param_dtype if stores else policy.compute_dtype
+        module.dtype = layer_dtype(dtype, module.dtype)
+    if "param_dtype" in own and takes_float_dtype(module.param_dtype):
+        module.param_dtype = layer_dtype(policy.param_dtype, module.param_dtype)
+    for variable in params:
+        # Use the raw value: reading through a variable's hooks and writing the result back would
+        # apply the hooks twice.
+        value = variable.get_raw_value()
+        variable.set_raw_value(cast_floating(value, policy.param_dtype))
+    if casts or plan.promise:
+        cls: Any = placed.plain
+        _set(module, "__class__", _casting(cls, not jax.tree_util.all_leaves([module])))
+    _set(module, "_jaxmp", placed)
+
+
+def _restore(module: Any) -> None:
+    placed = vars(module).get("_jaxmp")
+    if placed is None:
+        return
+    _set(module, "__class__", placed.plain)
+    for name, dtype in placed.dtypes:
+        setattr(module, name, dtype)
+    for variable, dtypes in zip(own_params(module), placed.params, strict=False):
+        leaves, treedef = jax.tree.flatten(variable.get_raw_value())
+        if len(leaves) == len(dtypes):
+            pairs = zip(leaves, dtypes, strict=True)
+            cast = [x if dtype is None else cast_floating(x, dtype) for x, dtype in pairs]
+            variable.set_raw_value(jax.tree.unflatten(treedef, cast))
+    object.__delattr__(module, "_jaxmp")
+
+
+def _plain(cls: Any) -> Any:
+    return vars(cls).get("_jaxmp_plain", cls)
+
+
+@functools.lru_cache(maxsize=512)
+def _casting(cls: Any, is_pytree: bool) -> Any:
+    """Makes a subclass with the same name that applies the casts stored on its instances."""
+
+    @functools.wraps(cls.__call__)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # A new instance from type(module)(...) has no policy yet.
+        placed = vars(self).get("_jaxmp")
+
+        def function(*args: Any, **kwargs: Any) -> Any:
+            out = cls.__call__(self, *args, **kwargs)
+            if placed is not None and placed.promise is not None:
+                check_result(placed.promise, (args, kwargs), out)
+            return out
+
+        casts = Casts() if placed is None else placed.casts
+        return call_with_casts(function, casts, args, kwargs, is_opaque=is_node)
+
+    def reduce_ex(self: Any, protocol: Any) -> Any:
+        # Pickle finds classes by name, and would find the plain class.
+        reduced = super(casting, self).__reduce_ex__(protocol)
+        return (new_instance, (_casting, cls, is_pytree), *reduced[2:])
+
+    body = {
+        "__call__": call,
+        "__reduce_ex__": reduce_ex,
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "_jaxmp_plain": cls,
+    }
+    keywords = {"pytree": is_pytree}
+    casting: Any = types.new_class(cls.__name__, (cls,), keywords, lambda space: space.update(body))
+    return casting

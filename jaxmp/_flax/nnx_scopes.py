@@ -1,0 +1,157 @@
+"""Names the operations of nnx modules by scopes, since nnx has no name stack of its own.
+
+A module under a scope becomes an instance of a subclass with the same name. Its methods run in
+`jax.named_scope`s for its path and for its policy. Operations keep these scopes through jit, scan,
+remat and differentiation.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jaxmp._autocast.regions import policy_scope
+from jaxmp._flax.module_casts import decide
+from jaxmp._flax.nnx_modules import is_flax_layer, is_node, modules, modules_with_paths
+from jaxmp._policies.policy_rules import Decision, PolicyRules
+
+_PATH: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("jaxmp_nnx", default=())
+
+
+@dataclasses.dataclass(frozen=True)
+class _Scope:
+    """The path and the policy of a module.
+
+    Attributes:
+      path: the names from the root to the module.
+      policy: the name of the scope for its policy.
+      plain: the class of the module without scopes.
+    """
+
+    path: tuple[str, ...]
+    policy: str
+    plain: Any
+
+
+@contextlib.contextmanager
+def scoped(tree: Any, rules: PolicyRules) -> Iterator[None]:
+    """Makes the modules of a tree run in scopes, as long as this context is open.
+
+    Args:
+      tree: a pytree with modules.
+      rules: rules that give each module a policy.
+
+    Raises:
+      ValueError: if a module is at two places for which the rules have different policies.
+    """
+    leaves = jax.tree.leaves(tree, is_leaf=is_node)
+    roots = [leaf for leaf in leaves if isinstance(leaf, nnx.Module)]
+    changed: list[Any] = []
+    try:
+        for root in roots:
+            for module, scope in _scopes(root, rules):
+                changed.append(module)
+                _enter(module, scope)
+        yield
+    finally:
+        for module in changed:
+            _leave(module)
+
+
+def unused_rules(tree: Any, rules: PolicyRules) -> None:
+    """Warns of rules that decide nothing about the modules in a tree."""
+    leaves = jax.tree.leaves(tree, is_leaf=is_node)
+    found = {
+        path: module
+        for leaf in leaves
+        if isinstance(leaf, nnx.Module)
+        for path, module, _ in modules_with_paths(leaf)
+    }
+    rules.warn_unused(found, strict=False)
+
+
+def _scopes(root: Any, rules: PolicyRules) -> list[tuple[Any, _Scope]]:
+    decisions: dict[str, Decision] = {}
+    layers: set[str] = set()
+    found: dict[int, tuple[Any, _Scope, str]] = {}
+    for path, module, parent in modules_with_paths(root):
+        caller = None if parent is None else decisions[parent]
+        decision = decide(rules, path, module, caller, in_layer=parent in layers)
+        decisions[path] = decision
+        layers |= {path} if is_flax_layer(module) else set()
+        policy = policy_scope(decision.policy)
+        scope = _Scope(tuple(path.split("/")) if path else (), policy, type(module))
+        _, first, there = found.setdefault(id(module), (module, scope, path))
+        if first.policy != policy:
+            raise ValueError(
+                f"{type(module).__name__} is one module at two places, {there!r} and {path!r}, "
+                "and the rules give them different policies. Give both the same policy"
+            )
+    return [(module, scope) for module, scope, _ in found.values()]
+
+
+def _enter(module: Any, scope: _Scope) -> None:
+    cls: Any = type(module)
+    cls = _scoped_class(cls, not jax.tree_util.all_leaves([module]))
+    object.__setattr__(module, "_jaxmp_scope", scope)
+    object.__setattr__(module, "__class__", cls)
+
+
+def _leave(module: Any) -> None:
+    for each in modules(module):
+        scope = vars(each).get("_jaxmp_scope")
+        if scope is not None:
+            object.__setattr__(each, "__class__", scope.plain)
+            object.__delattr__(each, "_jaxmp_scope")
+
+
+@functools.lru_cache(maxsize=512)
+def _scoped_class(cls: Any, is_pytree: bool) -> Any:
+    """Makes a subclass with the same name whose methods run in the scopes of their instance."""
+    body: dict[str, Any] = {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+    }
+    for name, method in _methods(cls):
+        body[name] = _method_in_scope(method)
+    keywords = {"pytree": is_pytree}
+    return types.new_class(cls.__name__, (cls,), keywords, lambda space: space.update(body))
+
+
+def _methods(cls: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Yields the public methods of a class and its `__call__`, without those of `nnx.Module`."""
+    own = [base for base in cls.__mro__ if base not in nnx.Module.__mro__]
+    for name in dict.fromkeys(name for base in own for name in vars(base)):
+        method = inspect.getattr_static(cls, name)
+        if inspect.isfunction(method) and (name == "__call__" or not name.startswith("_")):
+            yield name, method
+
+
+def _method_in_scope(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        scope = vars(self).get("_jaxmp_scope")
+        if scope is None:
+            return method(self, *args, **kwargs)
+        above = _PATH.get()
+        below = scope.path[: len(above)] == above
+        names = scope.path[len(above) :] if below else scope.path
+        with contextlib.ExitStack() as scopes:
+            for name in names:
+                scopes.enter_context(jax.named_scope(name))
+            scopes.enter_context(jax.named_scope(scope.policy))
+            token = _PATH.set(scope.path)
+            try:
+                return method(self, *args, **kwargs)
+            finally:
+                _PATH.reset(token)
+
+    return call

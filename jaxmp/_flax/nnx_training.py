@@ -1,0 +1,346 @@
+"""Computes scaled gradients of live nnx modules; has an optimizer that can skip a step."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, PyTree
+
+from jaxmp._flax.nnx_modules import is_node, transformed
+from jaxmp._flax.nnx_reduction import nnx_reduction
+from jaxmp._mesh.fsdp import FSDP
+from jaxmp._mesh.placement import placed_beside
+from jaxmp._numerics.dtypes import is_floating
+from jaxmp._numerics.loss_scale import LossScaleState
+from jaxmp._numerics.tree import all_finite, cast_floating, same_structure, select, stays_finite
+from jaxmp._recompute.api import Recompute, check_recompute, recompute as recompute_function
+from jaxmp._training.gradients import (
+    LossScaleLike,
+    as_loss_scale_state,
+    batch_positions,
+    check_positions,
+    scaled_evaluation,
+    warn_of_float16,
+)
+from jaxmp._training.microbatch import (
+    Evaluation,
+    check_microbatches,
+    split_batch,
+    sum_over_microbatches,
+)
+from jaxmp._training.optimizer import MixedPrecision
+
+# Always use graph mode, whatever the context says: arguments may share modules.
+_grad = functools.partial(nnx.grad, graph=True, graph_updates=True)
+
+Argnums = int | nnx.DiffState | Sequence[int | nnx.DiffState]
+
+
+def value_and_grad(
+    loss_fn: Callable[..., Any],
+    argnums: Argnums = 0,
+    has_aux: bool = False,
+    *,
+    loss_scale: LossScaleLike = None,
+    microbatches: int = 1,
+    batch_argnums: int | Sequence[int] | None = None,
+    reduce_dtype: Any = None,
+    fsdp: FSDP | None = None,
+    recompute: Recompute = "never",
+) -> Callable[..., Any]:
+    """Returns a function like `nnx.value_and_grad` with unscaled float32 loss and gradients.
+
+    It is `jaxmp.value_and_grad` for live modules: changes that the loss function makes to them,
+    such as batch statistics and RNG counters, are kept. If the evaluation is not finite, every
+    variable of every module in the arguments keeps its old value instead: one overflowed batch
+    would leave infinite statistics forever, and the optimizer will skip the step anyway.
+
+    Args:
+      loss_fn: a function of modules and arrays that returns a scalar float loss, or `(loss, aux)`.
+      argnums: which positional arguments to differentiate, with respect to their `nnx.Param`s; or
+        `nnx.DiffState(argnum, filter)` for other variables.
+      has_aux: whether `loss_fn` returns `(loss, aux)`.
+      loss_scale: the scale to use: `optimizer.loss_scale`, a number, or None for no scaling. With
+        None, a model that computes in float16 causes a warning; 1.0 avoids it.
+      microbatches: the number of parts in which to evaluate the batch, one after the other. Each
+        part starts with the module state that the previous part left. Loss and gradients are
+        averaged in float32.
+      batch_argnums: the positional arguments to split; by default those that are not
+        differentiated and hold no modules.
+      reduce_dtype: the dtype in which gradients are summed over devices, as for
+        `jaxmp.value_and_grad`.
+      fsdp: how the params are sharded: `jaxmp.sharding.FSDP`, with shardings in the structure of
+        the gradients, such as `fully_sharded(nnx.state(model, nnx.Param), mesh)`.
+      recompute: `"auto"` or `"always"` keeps less for the backward pass and computes cheap values
+        again; see `jaxmp.recompute`. The function is then traced as under `jax.jit`.
+
+    Returns:
+      A function with the arguments of `loss_fn` that returns `(loss, grads)`, or
+      `((loss, aux), grads)`. The gradients are an `nnx.State`, or a tuple of them, in float32 if
+      the params are narrower. They are not finite if the computation overflowed. If the loss or
+      the state of a module became infinite or NaN, all gradients are NaN, so that every optimizer
+      of `jaxmp.mixed_precision` skips the step.
+
+    Raises:
+      TypeError: if the loss is not a float scalar.
+      ValueError: if `microbatches` does not divide the batch, or if the loss function adds
+        variables to a module, which microbatches cannot pass on.
+
+    >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    >>> loss, grads = value_and_grad(lambda model, x: model(x).sum(), loss_scale=1024.0)(
+    ...     model, jnp.ones((4, 2))
+    ... )
+    >>> grads["bias"].get_value()
+    Array([4.], dtype=float32)
+    """
+    given = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
+    scale = as_loss_scale_state(loss_scale)
+    check_microbatches(microbatches)
+    check_recompute(recompute)
+    reduction = nnx_reduction(reduce_dtype, fsdp, several=isinstance(argnums, Sequence))
+
+    def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
+        count, names = len(args), tuple(kwargs)
+        wrt = tuple(_diff_state(x, count) for x in given)
+
+        def call(*args: Any) -> Any:
+            return loss_fn(*args[:count], **dict(zip(names, args[count:], strict=True)))
+
+        if recompute != "never":
+            lean = functools.partial(recompute_function, mode=recompute)
+            call = transformed(call, lean, "jaxmp.recompute")
+        # Pass keyword arguments by position, so that modules among them can change too.
+        everything = (*args, *kwargs.values())
+        weight = 1.0 / microbatches
+        evaluate = scaled_evaluation(call, wrt, has_aux, scale, weight, _grad, reduction)
+        state = _State(everything)
+        if scale is None:
+            _warn_of_float16(everything)
+        if microbatches == 1:
+            loss, grads, aux = evaluate(*everything)
+        else:
+            positions = tuple(x.argnum for x in wrt)
+            arrays = [i for i in range(count) if i not in positions and not _holds_state(args[i])]
+            chosen = arrays if batch_argnums is None else batch_argnums
+            batch = {i: args[i] for i in batch_positions(chosen, positions, count)}
+            whole = {name: x for name, x in kwargs.items() if not _holds_state(x)}
+            parts = split_batch(batch, microbatches, whole=whole)
+            loss, grads, aux = _over_microbatches(evaluate, wrt, everything, parts)
+        grads = state.keep_unless_finite(loss, grads)
+        grads = grads if isinstance(argnums, Sequence) else grads[0]
+        return ((loss, aux), grads) if has_aux else (loss, grads)
+
+    return value_and_grad_fun
+
+
+def _warn_of_float16(args: tuple[Any, ...]) -> None:
+    """Warns if the `dtype` of any module is float16; operations are not inspected."""
+    low = [
+        "/".join(map(str, path[1:]))
+        for path, node in nnx.iter_graph(args, graph=True)
+        if isinstance(node, nnx.Module) and getattr(node, "dtype", None) == jnp.float16
+    ]
+    if low:
+        warn_of_float16(low)
+
+
+class Optimizer(nnx.Optimizer):
+    """An `nnx.Optimizer` for `jaxmp.mixed_precision` that does not count skipped steps.
+
+    Flax's own optimizer adds updates to the params, and its `step` also counts skipped calls. With
+    this optimizer, the new params equal the rounded masters to the last bit, and a skipped call
+    leaves `step` unchanged.
+
+    Args:
+      model: an nnx module. Its params keep their dtypes.
+      tx: the result of `jaxmp.mixed_precision`.
+      wrt: a filter for the variables to train.
+
+    Raises:
+      TypeError: if `tx` is not wrapped in `mixed_precision`.
+
+    >>> import jaxmp, optax
+    >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    >>> optimizer = Optimizer(model, jaxmp.mixed_precision(optax.sgd(0.1), "mixed_float16"))
+    >>> loss, grads = value_and_grad(lambda m: m(jnp.ones((1, 2))).sum(), loss_scale=1.0)(model)
+    >>> bool(optimizer.update(model, grads)), int(optimizer.step[...])
+    (True, 1)
+    """
+
+    def __init__(self, model: Any, tx: MixedPrecision, *, wrt: Any = nnx.Param) -> None:
+        if not isinstance(tx, MixedPrecision):
+            raise TypeError(
+                f"tx must be jaxmp.mixed_precision(optimizer, policy), got {type(tx).__name__}"
+            )
+        super().__init__(model, tx, wrt=wrt)
+        params = nnx.as_pure(nnx.state(model, wrt))
+        self.step.set_raw_value(placed_beside(params, self.step[...]))
+
+    @property
+    def loss_scale(self) -> LossScaleState:
+        """The loss scale for the next loss."""
+        return nnx.as_pure(self.opt_state.loss_scale)
+
+    def update(
+        self, model: Any, grads: Any, /, *, finite: Bool[Array, ""] | None = None, **extra: Any
+    ) -> Bool[Array, ""]:
+        """Takes an optimizer step, or skips it.
+
+        Args:
+          model: the module that the optimizer was made for. Its params are changed in place.
+          grads: the gradients from `jaxmp.nnx.value_and_grad`.
+          finite: whether to take the step; by default `jaxmp.all_finite(grads)`.
+          **extra: further arguments of the optimizer, such as `value=loss`.
+
+        Returns:
+          Whether the step was taken.
+        """
+        params = nnx.as_pure(nnx.state(model, self.wrt))
+        params, opt_state = self.tx.apply_gradients(
+            nnx.as_pure(nnx.state(grads, self.wrt)),
+            nnx.as_pure(self.opt_state),
+            params,
+            finite=finite,
+            **nnx.as_pure(extra),
+        )
+        nnx.update(model, params)
+        nnx.update(self.opt_state, nnx.state(opt_state))
+        self.step[...] += opt_state.grads_finite.astype(self.step.dtype)
+        return opt_state.grads_finite
+
+
+class _State:
+    """The values in all modules of a tree before a loss function may change them.
+
+    They are stored by path, not by variable, since modules may replace variables or hold plain
+    arrays. Reads and writes bypass the hooks of variables, which would be applied twice.
+    """
+
+    def __init__(self, tree: Any) -> None:
+        self.tree = tree
+        self.values = {path: _value(node) for path, node in _holders(tree)}
+
+    def keep_unless_finite(self, loss: Any, grads: PyTree) -> PyTree:
+        """Restores old values if anything is not finite.
+
+        Returns:
+          The gradients; NaN if the loss or a new value is not finite.
+        """
+        nodes = dict(nnx.iter_graph(self.tree, graph=True))
+        changed = []
+        for path, node in _holders(self.tree):
+            old = self.values.get(path)
+            if old is not None and _value(node) is not old and _comparable(_value(node), old):
+                changed.append((path, node, _like(_value(node), old), old))
+        new, old = [item[2] for item in changed], [item[3] for item in changed]
+        others = all_finite(loss) & stays_finite(new, old)
+        grads = jax.tree.map(lambda g: jnp.where(others, g, jnp.nan).astype(g.dtype), grads)
+        kept = select(all_finite(grads), new, old)
+        for (path, node, _, _), value in zip(changed, kept, strict=True):
+            if isinstance(node, nnx.Variable):
+                node.set_raw_value(value)
+            else:
+                setattr(nodes[path[:-1]], str(path[-1]), value)
+        return grads
+
+
+def _holders(tree: Any) -> list[tuple[Any, Any]]:
+    """Returns the variables in a tree, and the plain arrays in modules, with their paths."""
+    nodes = dict(nnx.iter_graph(tree, graph=True))
+    return [
+        (path, node)
+        for path, node in nodes.items()
+        if isinstance(node, nnx.Variable)
+        or (isinstance(node, jax.Array) and isinstance(nodes.get(path[:-1]), nnx.Pytree))
+    ]
+
+
+def _value(holder: Any) -> Any:
+    return holder.get_raw_value() if isinstance(holder, nnx.Variable) else holder
+
+
+def _like(new: PyTree, old: PyTree) -> PyTree:
+    def cast(x: Any, y: Any) -> Any:
+        return cast_floating(jnp.asarray(x), y.dtype) if is_floating(y) else x
+
+    return jax.tree.map(cast, new, old)
+
+
+def _comparable(new: PyTree, old: PyTree) -> bool:
+    """Whether two values have the same structure and shapes, so that `old` can replace `new`."""
+    return same_structure(new, old) and all(
+        jnp.shape(x) == jnp.shape(y)
+        for x, y in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
+    )
+
+
+def _holds_state(arg: Any) -> bool:
+    """Whether an argument contains modules or variables; a tree of arrays is a batch instead."""
+    if not any(is_node(x) for x in jax.tree.leaves(arg, is_leaf=is_node)):
+        return False
+    nodes = (nnx.Module, nnx.Variable)
+    return any(isinstance(node, nodes) for _, node in nnx.iter_graph(arg, graph=True))
+
+
+def _diff_state(argnum: int | nnx.DiffState, count: int) -> nnx.DiffState:
+    state = argnum if isinstance(argnum, nnx.DiffState) else nnx.DiffState(argnum, nnx.Param)
+    (position,) = check_positions((state.argnum,), count, "argnums")
+    return nnx.DiffState(position, state.filter)
+
+
+def _over_microbatches(
+    evaluate: Callable[..., Evaluation],
+    wrt: tuple[nnx.DiffState, ...],
+    args: tuple[Any, ...],
+    parts: dict[int, Any],
+) -> Evaluation:
+    """Scans over the parts of the batch; carries variables from each part to the next."""
+    whole = {i: arg for i, arg in enumerate(args) if i not in parts}
+    graphdef, state = nnx.split(whole, graph=True)
+    leaves, treedef = jax.tree.flatten(state)
+    structure: Any = treedef
+    gradient_trees: list[Any] = []
+
+    def evaluate_part(carry: list[Any], part: dict[int, Any]) -> tuple[list[Any], Evaluation]:
+        nodes = nnx.merge(graphdef, jax.tree.unflatten(treedef, carry))
+        loss, grads, aux = evaluate(*[part[i] if i in part else nodes[i] for i in range(len(args))])
+        grads, gradient_tree = jax.tree.flatten(grads)
+        gradient_trees.append(gradient_tree)
+        new, new_treedef = jax.tree.flatten(nnx.state(nodes, graph=True))
+        if new_treedef != structure:
+            raise ValueError(
+                "the loss function adds or removes variables of a module, which "
+                "cannot be handed from one microbatch to the next. Use microbatches=1, or "
+                "return them as aux"
+            )
+        return [_like(x, y) for x, y in zip(new, carry, strict=True)], Evaluation(loss, grads, aux)
+
+    carry, (loss, grads, aux) = sum_over_microbatches(
+        evaluate_part, leaves, _trained(wrt, args), parts
+    )
+    nnx.update(whole, jax.tree.unflatten(treedef, carry))
+    return Evaluation(loss, jax.tree.unflatten(gradient_trees[0], grads), aux)
+
+
+def _trained(wrt: tuple[nnx.DiffState, ...], args: tuple[Any, ...]) -> list[Any]:
+    """Returns the arrays to differentiate, in the order of their gradients.
+
+    A variable that two arguments share has one gradient, in the first of them.
+    """
+    found: list[Any] = []
+    seen: set[int] = set()
+    for x in wrt:
+        arg = args[x.argnum]
+        if not _holds_state(arg):
+            found += jax.tree.leaves(arg)
+            continue
+        state = nnx.state(arg, x.filter, graph=True)
+        variables = jax.tree.leaves(state, is_leaf=lambda v: isinstance(v, nnx.Variable))
+        for variable in variables:
+            if id(variable) not in seen:
+                seen.add(id(variable))
+                found += jax.tree.leaves(variable.get_raw_value())
+    return found

@@ -1,0 +1,203 @@
+"""How gradients are reduced over devices: the options, and functions with float32 gradients."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from jaxmp._float32_reduction.rules import evaluate
+from jaxmp._float32_reduction.values import FLOAT32, Value, is_half, may_be_param
+from jaxmp._jaxpr.tracing import combine, partition, trace_call
+from jaxmp._mesh.device_sums import varying_is_tracked
+from jaxmp._mesh.fsdp import FSDP
+from jaxmp._mesh.layout import Layout
+from jaxmp._mesh.specs import axes_of_spec
+from jaxmp._numerics.dtypes import parse_dtype
+
+
+@runtime_checkable
+class Reduction(Protocol):
+    """A way to reduce the gradients of a function."""
+
+    def rewrite(
+        self, fun: Callable[..., Any], args: Sequence[Any], argnums: Sequence[Any]
+    ) -> tuple[Callable[..., Any], tuple[Any, ...]]: ...
+
+    def constrain(self, grads: tuple[PyTree, ...]) -> tuple[PyTree, ...]: ...
+
+
+class GradientReduction(NamedTuple):
+    """A reduction that sums gradients of params in float32, and gathers params as `fsdp` says.
+
+    Attributes:
+      fsdp: the layout of params on the devices, or None where the partitioner decides.
+      several: whether the shardings of `fsdp` are a tuple, one tree for each argument.
+    """
+
+    fsdp: FSDP | None = None
+    several: bool = False
+
+    def layouts(self, params: Sequence[PyTree]) -> list[Layout] | None:
+        """Returns the layout of each leaf of the params."""
+        if self.fsdp is None:
+            return None
+        return self.fsdp.layouts(tuple(params) if self.several else params[0])
+
+    def check(self, args: PyTree) -> None:
+        """Raises an error if the gradients of a function of these arrays would not be global."""
+        check_no_local_gradients()
+        check_no_explicit_axes(args)
+        manual = jax.sharding.get_abstract_mesh().manual_axes
+        if self.fsdp is not None and set(self.fsdp.axes).intersection(manual):
+            raise ValueError(
+                f"fsdp gathers over {', '.join(self.fsdp.axes)}, which is for jax.jit; in a "
+                "jax.shard_map over it params are gathered with jaxmp.sharding.gather_params"
+            )
+
+    def rewrite(
+        self, fun: Callable[..., Any], args: Sequence[Any], argnums: Sequence[int]
+    ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Returns the function and its arguments, rewritten to sum gradients in float32."""
+        self.check(args)
+        layouts = self.layouts([args[i] for i in argnums])
+        return reduced_in_float32(fun, args, argnums, layouts)
+
+    def constrain(self, grads: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
+        """Returns the gradients in the layout of the params."""
+        if self.fsdp is None:
+            return grads
+        constrained = self.fsdp.constrain(grads if self.several else grads[0])
+        return constrained if self.several else (constrained,)
+
+
+def check_no_local_gradients() -> None:
+    """Raises ValueError if JAX would give each device the gradients of its own part only."""
+    manual = tuple(jax.sharding.get_abstract_mesh().manual_axes)
+    if manual and not varying_is_tracked(manual):
+        raise ValueError(
+            "reduce_dtype in a jax.shard_map with check_vma=False: there nothing is reduced, and "
+            "each device would go on with its own gradients. Use check_vma=True, or leave "
+            "reduce_dtype out and give the gradients to jaxmp.sharding.reduce_gradients. "
+            "jax.pmap is such a shard_map: use jax.jit with sharded arrays"
+        )
+
+
+def check_no_explicit_axes(args: Any) -> None:
+    """Raises NotImplementedError for arrays that are sharded over explicit mesh axes."""
+    for leaf in jax.tree.leaves(args):
+        if isinstance(leaf, jax.Array) and (axes := _explicit_axes(leaf)):
+            raise NotImplementedError(
+                f"reduce_dtype with arrays that are sharded over explicit mesh axes ({axes}). Use "
+                "a mesh with automatic ones: jax.make_mesh(shape, names, "
+                "axis_types=(jax.sharding.AxisType.Auto,) * len(names)). Or leave reduce_dtype "
+                "out (for make_train_step: reduce=bfloat16 in the policy), and give "
+                "params to jax.reshard(param, P(reduced={'data'})) before they are cast: their "
+                "gradients are summed in float32, where JAX has rules for what is in between"
+            )
+
+
+def _explicit_axes(array: jax.Array) -> str:
+    return ", ".join(sorted(axes_of_spec(jax.typeof(array).sharding.spec)))
+
+
+def gradient_reduction(
+    reduce_dtype: Any, fsdp: FSDP | None, several: bool = False
+) -> GradientReduction | None:
+    """Returns the reduction for `reduce_dtype`; None if there is nothing to do.
+
+    Raises:
+      TypeError: if `fsdp` is not an `FSDP`.
+      ValueError: for a dtype in which gradients cannot be reduced.
+    """
+    check_fsdp(fsdp)
+    size = 4 if reduce_dtype is None and fsdp is not None else 0
+    if reduce_dtype is not None:
+        size = parse_dtype(reduce_dtype).itemsize
+    if size not in (0, 2, 4):
+        raise ValueError(
+            f"gradients are reduced in float32, or in the dtype of the model; got {reduce_dtype}"
+        )
+    if size == 2 and fsdp is not None:
+        raise ValueError(
+            f"with fsdp gradients are reduced in float32, got reduce_dtype={reduce_dtype}. For "
+            "half the bytes on the wire with float32 sums, use jaxmp.sharding.per_shard with "
+            "comm_dtype"
+        )
+    return GradientReduction(fsdp, several) if size == 4 else None
+
+
+def check_fsdp(fsdp: Any) -> None:
+    """Raises TypeError if `fsdp` is neither an `FSDP` nor None."""
+    if fsdp is not None and not isinstance(fsdp, FSDP):
+        raise TypeError(
+            f"fsdp must be jaxmp.sharding.FSDP(shardings=..., axis=...), got {type(fsdp).__name__}"
+        )
+
+
+def reduced_in_float32(
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    argnums: Sequence[int],
+    layouts: Sequence[Layout | None] | None = None,
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Returns the function of wider params: the same value, with float32 gradients.
+
+    Args:
+      fun: a function of pytrees.
+      args: its arguments.
+      argnums: which of them are params.
+      layouts: the layouts of the leaves of the params, if they are to be gathered.
+
+    Returns:
+      The function, for arguments of these types, and the arguments, with 16-bit params cast to
+      float32. The value is computed with the params in their given dtypes.
+    """
+    args = tuple(jax.tree.map(jnp.asarray, x) if i in argnums else x for i, x in enumerate(args))
+    # NumPy arrays are not traced: a program may depend on masks and lengths, and return 64-bit
+    # numbers.
+    static, arrays = partition((args, {}), numpy=False)
+    closed, returned = trace_call(fun, static, arrays, as_jit=True, numpy=False)
+    marks = _marks(args, argnums, layouts)
+
+    def rewritten(*wide: Any) -> Any:
+        _, wides = partition(wide, numpy=False)
+        values = [
+            Value(y) if mark is None else _param(x, y, mark[0])
+            for x, y, mark in zip(arrays, wides, marks, strict=True)
+        ]
+        made = evaluate(closed.jaxpr, closed.consts, values)
+        return combine(returned, [value.bare() for value in made])
+
+    wide = tuple(_widened_params(x) if i in argnums else x for i, x in enumerate(args))
+    return rewritten, wide
+
+
+def _widened_params(params: Any) -> Any:
+    """Casts 16-bit params to float32; other params, of 8 bits say, are not summed here."""
+    return jax.tree.map(lambda x: x.astype(FLOAT32) if is_half(x) else x, params)
+
+
+def _marks(
+    args: Sequence[Any], argnums: Sequence[int], layouts: Sequence[Layout | None] | None
+) -> list[tuple[Layout | None] | None]:
+    """Returns for each array argument a tuple of its layout if it is a param, else None."""
+    given = None if layouts is None else iter(layouts)
+    marks: dict[int, list[tuple[Layout | None] | None]] = {}
+    for i in argnums:
+        leaves = jax.tree.leaves(args[i])
+        of_leaves = [None if given is None else next(given) for _ in leaves]
+        marks[i] = [
+            (layout,) if may_be_param(leaf) else None
+            for leaf, layout in zip(leaves, of_leaves, strict=True)
+        ]
+    found: list[tuple[Layout | None] | None] = []
+    for i, arg in enumerate(args):
+        found += marks[i] if i in marks else [None] * len(partition(arg, numpy=False)[1])
+    return found
+
+
+def _param(array: Any, wide: Any, layout: Layout | None) -> Value:
+    exact = array.dtype == FLOAT32
+    return Value(wide if exact else array, wide, layout)

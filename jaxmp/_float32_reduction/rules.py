@@ -1,0 +1,348 @@
+"""Runs a program again, with float32 gradients of values that are made of params.
+
+It computes the same values as before. A value made of params alone also has a float32 copy, for its
+derivative only, until it meets activations. There its gradient becomes a sum over the batch, and
+over the devices among which the batch is divided.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.extend import core
+
+from jaxmp._float32_reduction.control_flow import RULES as CONTROL_FLOW
+from jaxmp._float32_reduction.values import (
+    FLOAT32,
+    Value,
+    flat,
+    is_float,
+    is_half,
+    is_short,
+    like_param,
+    may_be_param,
+    unflat,
+)
+from jaxmp._float32_reduction.weights import (
+    adjusts,
+    aval_of,
+    compared,
+    is_arrangement,
+    known_of,
+    of_params_only,
+    without_data,
+    without_params,
+)
+from jaxmp._jaxpr import compat
+from jaxmp._jaxpr.op_classes import ARRANGEMENTS, CLASSES, CONTRACTIONS, OpClass
+from jaxmp._mesh.layout import moved
+from jaxmp._primitives.bilinear import Gather
+from jaxmp._primitives.float32_sums import gather, gathers
+from jaxmp._primitives.gradient_of import gradient_of
+from jaxmp._primitives.mixed_product import held, product, varying_alike, varying_axes
+
+Rule = Callable[[core.JaxprEqn, list[Value]], list[Value] | None]
+
+# These only move their first operand, and are linear in it. Other operands are integers.
+_MOVES = frozenset(
+    {"reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "rev", "slice"}
+    | {"dynamic_slice", "gather", "split", "tile", "unstack", "copy", "copy_p"}
+    | {"sharding_constraint", "pcast"}
+)
+_REPEATS = frozenset({"broadcast_in_dim", "tile"})
+_MULTIPLIES = frozenset({*CONTRACTIONS, "held", "float32_gradient"})
+# Their operands may differ in shape from the result without being broadcast.
+_MIXED_SHAPES = frozenset({*ARRANGEMENTS, "clamp", "select_n"})
+# Smooth functions, which can be evaluated in any float dtype.
+_ELEMENTWISE = frozenset({OpClass.PROMOTE, OpClass.FLOAT32, OpClass.RANGE})
+_ARITHMETIC = _ELEMENTWISE | {OpClass.SUM}
+
+
+def evaluate(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Value]) -> list[Value]:
+    """Runs a program.
+
+    Args:
+      jaxpr: the program, an open jaxpr.
+      consts: its constants.
+      arguments: its arguments.
+
+    Returns:
+      The results; those made of params are marked as such.
+    """
+    env: dict[Any, Value] = {}
+    env.update(zip(jaxpr.invars, arguments, strict=True))
+    for var, x in zip(jaxpr.constvars, consts, strict=True):
+        env[var] = Value(x, fixed=isinstance(x, np.ndarray))
+    for equation in jaxpr.eqns:
+        source = equation.source_info
+        with compat.where(equation, source.name_stack, source.traceback):
+            if equation.primitive.name in _MULTIPLIES:
+                _gather_once(equation, env)
+            values = [_read(atom, env) for atom in equation.invars]
+            made = _evaluated(equation, values)
+        env.update(zip(equation.outvars, made, strict=True))
+    return [_returned(atom, env) for atom in jaxpr.outvars]
+
+
+def _returned(atom: Any, env: dict[Any, Value]) -> Value:
+    """Reads a result of the program; a literal becomes an array."""
+    is_number = isinstance(atom, core.Literal)
+    return Value(compat.number(atom), fixed=True) if is_number else env[atom]
+
+
+def _read(atom: Any, env: dict[Any, Value]) -> Value:
+    return Value(atom.val, fixed=True) if isinstance(atom, core.Literal) else env[atom]
+
+
+def _gather_once(equation: core.JaxprEqn, env: dict[Any, Value]) -> None:
+    """Gathers the operands of a product once for all uses, unless they must be freed in between."""
+    for atom in equation.invars:
+        value = _read(atom, env)
+        if value.layout is not None and value.layout.recomputed and is_half(value.array):
+            env[atom] = value.in_place()
+
+
+def _evaluated(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
+    if jax.sharding.get_abstract_mesh().manual_axes:
+        values = _varying_as_traced(equation, values)
+    name = equation.primitive.name
+    entered = name == "pvary" or (name in CONTROL_FLOW and gathers(equation))
+    if not any(value.of_params for value in values) and not entered:
+        bind = gather if name == "gather" else compat.bind
+        found = bind(equation, _arrays_of(values))
+        return [without_params(x, equation, values) for x in found]
+    rule = RULES.get(name)
+    alone = of_params_only(values)
+    like_params = alone or adjusts(equation, values)
+    if alone and is_arrangement(equation):
+        # Put together where they lie, parts of params would move from device to device.
+        values = [value.in_place() for value in values]
+    elif not alone and like_params and name not in ("mul", "div"):
+        # An added value may be an activation, which is not laid out as the params are. A factor is
+        # more likely a mask or a scale.
+        values = [value.in_place() for value in values]
+    if rule is None and like_params and CLASSES.get(name) in _ARITHMETIC:
+        rule = _arithmetic
+    made = None if rule is None else rule(equation, values)
+    if made is None:
+        made = (_made_of_params if like_params else _used)(equation, values)
+    return made
+
+
+def _varying_as_traced(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
+    """Makes operands in a `shard_map` vary alike, if they did when the program was traced.
+
+    In a branch, params vary as the index of the branch does; then numbers of the program must too.
+    """
+    if len({varying_axes(atom.aval) for atom in equation.invars}) > 1:
+        return values
+    arrays = _arrays_of(values)
+    alike = zip(values, varying_alike(arrays), strict=True)
+    return [
+        value.varying_as(x) if value.of_params else value._replace(array=x) for value, x in alike
+    ]
+
+
+def _arrays_of(values: Sequence[Value]) -> list[Any]:
+    return [value.array for value in values]
+
+
+def _floats(values: Sequence[Value]) -> list[Any]:
+    return [value.array for value in values if is_float(value.array)]
+
+
+def _used(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
+    """Runs an operation in which params meet activations."""
+    name = equation.primitive.name
+    shape: Any = getattr(aval_of(equation), "shape", None)
+    spreads = CLASSES.get(name) in _ELEMENTWISE and name not in _MIXED_SHAPES
+    if not (spreads and any(v.of_params and v.array.shape != shape for v in values)):
+        # A program inside takes operands as it was traced, and makes them vary itself.
+        others = [] if compat.sub_jaxprs(equation) else _floats(values)
+        made = compat.bind(equation, [value.used(others) for value in values])
+        return [Value(x, met=True) for x in made]
+
+    # A bias may have dimensions of size 1: its gradient is a sum over them.
+    arrays, forms = flat(values)
+
+    def spread(*arrays: Any) -> list[Any]:
+        inside = [value.in_place() for value in unflat(arrays, forms)]
+        others = _floats(inside)
+        return compat.bind(equation, [v.spread(shape).used(others) for v in inside])
+
+    # A product keeps its operands for its derivative: the scale, and not its broadcast copy.
+    keeps = name not in ("add", "sub")
+    made = jax.checkpoint(spread, prevent_cse=False)(*arrays) if keeps else spread(*arrays)
+    return [Value(x, met=True) for x in made]
+
+
+def _made_of_params(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
+    """Runs an operation on params alone; its results are like params."""
+    known = known_of(equation, values)
+    made: list[Value] = []
+    for x in compat.bind(equation, [value.bare() for value in values]):
+        is_one = may_be_param(x) and not compat.is_ref(x)
+        made.append(like_param(x)._replace(**known) if is_one else compared(x, values))
+    return made
+
+
+def _convert(equation: core.JaxprEqn, values: list[Value]) -> list[Value] | None:
+    (value,) = values
+    target = equation.params["new_dtype"]
+    if not (is_short(value.array.dtype) and is_short(target)):
+        return None
+    (array,) = compat.bind(equation, [value.array])
+    return [value._replace(array=array if value.array.dtype == target else held(array))]
+
+
+def _move(equation: core.JaxprEqn, values: list[Value]) -> list[Value] | None:
+    name, value = equation.primitive.name, values[0]
+    if not value.of_params or any(other.of_params for other in values[1:]):
+        return None
+    layout = moved(value.layout, equation)
+    if layout is None and value.layout is not None:
+        value = value.in_place()
+    rest = _arrays_of(values[1:])
+    rows = value.rows or (name == "gather" and not all(other.fixed for other in values[1:]))
+
+    def bind(x: Any) -> list[Any]:
+        return compat.bind(equation, [x, *rest])
+
+    arrays = bind(value.array)
+    wides = arrays if value.exact else bind(value.wide)
+    repeated = value.repeated or (name in _REPEATS and arrays[0].size > value.array.size)
+    value = value._replace(layout=layout, rows=rows, repeated=repeated)
+    return [value._replace(array=x, wide=wide) for x, wide in zip(arrays, wides, strict=True)]
+
+
+def _arithmetic(equation: core.JaxprEqn, values: list[Value]) -> list[Value] | None:
+    """Runs arithmetic on params alone twice: for the value, and in float32 for its gradient."""
+    if not any(is_half(value.array) for value in values):
+        return None
+    if not all(is_half(x) or not is_float(x) for x in _arrays_of(values)):
+        return None
+    if equation.params.get("out_dtype") is not None:
+        return None
+    arrays = compat.bind(equation, _arrays_of(values))
+    if not all(map(is_half, arrays)):
+        return None if any(map(is_float, arrays)) else [compared(x, values) for x in arrays]
+    wides = compat.bind(equation, [_widened_value(value) for value in values])
+    known = known_of(equation, values)
+    return [Value(x, wide, **known) for x, wide in zip(arrays, wides, strict=True)]
+
+
+def _widened_value(value: Value) -> Any:
+    """Casts the computed value to float32 for its derivative; the wide array may differ."""
+    x = value.array
+    if not is_float(x):
+        return x
+    widened = lax.convert_element_type(x, FLOAT32)
+    return gradient_of(widened, value.wide) if value.of_params else widened
+
+
+def _contraction(equation: core.JaxprEqn, values: list[Value]) -> list[Value] | None:
+    lhs, rhs, *rest = values
+    dtypes = {x.dtype for x in _arrays_of(values[:2])}
+    made = aval_of(equation).dtype
+    if len(dtypes) != 1 or not _is_ours(values[:2]) or made not in (FLOAT32, *dtypes):
+        return None
+    params = {**equation.params, "preferred_element_type": made}
+    both = [value.product_operand() for value in (lhs, rhs)]
+    operands, sources, gathers = zip(*both, strict=True)
+    arrays = [*operands, *_arrays_of(rest)]
+    result = product(equation.primitive, params, arrays, sources, gathers)
+    return [like_param(result) if without_data(values) else Value(result, met=True)]
+
+
+def _is_ours(operands: Sequence[Value]) -> bool:
+    """Whether a product needs other gradients or residuals than JAX gives it."""
+    if is_half(operands[0].array):
+        return True
+    layouts = [value.layout for value in operands if value.layout is not None]
+    return operands[0].array.dtype == FLOAT32 and any(x.dtype in (None, FLOAT32) for x in layouts)
+
+
+def _held(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
+    """Holds an operand of a product; another equation supplies its gradient."""
+    (value,) = values
+    return [Value(*compat.bind(equation, [value.in_place().array]))]
+
+
+def _float32_gradient(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
+    """Binds the `float32_gradient` of autocast again, with its params gathered.
+
+    An operand that was computed from params gets its source here; autocast knows of none.
+    """
+    form, wide = equation.params["form"], equation.params["wide"]
+    end = len(values) - sum(wide)
+    given = iter(values[end:])
+    arrays, sources, gathers = [values[0].used()], [], []
+    for value, has_source in zip(values[1:3], wide, strict=True):
+        operand, source, gather = value.product_operand()
+        if has_source:
+            source = _source_of(next(given), gather)
+        arrays.append(operand)
+        sources.append(source)
+        gathers.append(gather)
+    arrays += _arrays_of(values[3:end]) + [source for source in sources if source is not None]
+    changed = {"wide": tuple(source is not None for source in sources)}
+    if any(gathers):
+        changed["form"] = form.gathering(tuple(gathers))
+    (made,) = compat.bind(equation, arrays, **changed)
+    alone = without_data([*values[1:3], *values[end:]])
+    return [like_param(made) if alone else Value(made, met=True)]
+
+
+def _source_of(value: Value, gather: Gather) -> Any:
+    """Returns the source of an operand; gathered, unless the product gathers it."""
+    if not value.of_params:
+        return value.array
+    return value.wide if gather else value.in_place().wide
+
+
+def _keep_name(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
+    (value,) = values
+    (array,) = compat.bind(equation, [value.array])
+    return [value._replace(array=array, wide=array if value.exact else value.wide)]
+
+
+def _vary(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
+    """Makes a value vary; in a branch of a `shard_map`, values of params may vary already."""
+    (value,) = values
+    varying = jax.typeof(value.array).mat.varying
+    axes = tuple(axis for axis in equation.params["axes"] if axis not in varying)
+    if not axes:
+        return [value]
+    (array,) = compat.bind(equation, [value.array], axes=axes)
+    wide = value.wide
+    if value.of_params:
+        wide = array if value.exact else compat.bind(equation, [value.wide], axes=axes)[0]
+    return [value._replace(array=array, wide=wide)]
+
+
+def _barrier(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
+    arrays = compat.bind(equation, _arrays_of(values))
+    return [
+        value._replace(array=x, wide=x if value.exact else value.wide)
+        for x, value in zip(arrays, values, strict=True)
+    ]
+
+
+def _control(name: str) -> Rule:
+    return functools.partial(CONTROL_FLOW[name], evaluate)
+
+
+RULES: dict[str, Rule] = {
+    "convert_element_type": _convert,
+    "held": _held,
+    "float32_gradient": _float32_gradient,
+    "name": _keep_name,
+    "pvary": _vary,
+    "optimization_barrier": _barrier,
+    **dict.fromkeys(_MOVES, _move),
+    **dict.fromkeys(CONTRACTIONS, _contraction),
+    **{name: _control(name) for name in CONTROL_FLOW},
+}

@@ -1,0 +1,1 @@
+"""Reports which operations run in which dtype, from traced and compiled programs."""

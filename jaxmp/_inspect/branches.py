@@ -1,0 +1,106 @@
+"""Adds up numbers over a program in which each conditional runs only one of its branches."""
+
+from collections.abc import Callable, Iterable
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+
+class Choice(NamedTuple):
+    """One branch of a conditional.
+
+    Attributes:
+      conditional: the number of the conditional.
+      branch: the index of the branch.
+      of: how many branches the conditional has.
+      name: the branch in words.
+    """
+
+    conditional: int
+    branch: int
+    of: int
+    name: str
+
+
+class Part(NamedTuple):
+    """A part of a program that runs as a whole or not at all.
+
+    Attributes:
+      branches: the branches around the part, from the outermost to the innermost.
+      counted: the amount that counts, such as the FLOPs in a wanted dtype.
+      total: the whole amount.
+    """
+
+    branches: tuple[Choice, ...]
+    counted: int
+    total: int
+
+
+def choices(equation: Any, number: int) -> list[Choice]:
+    """Returns the branches of a conditional, in order."""
+    platforms = equation.params.get("branches_platforms")
+    count = len(equation.params["branches"])
+    names = [f"branch {i} of {count}" for i in range(count)]
+    if platforms is not None:
+        names = [f"branch for {', '.join(each or ['other platforms'])}" for each in platforms]
+    return [Choice(number, i, count, name) for i, name in enumerate(names)]
+
+
+def most(parts: Iterable[Part]) -> int:
+    """Returns the largest total over all choices of branches.
+
+    >>> left, right = Choice(0, 0, 2, "left"), Choice(0, 1, 2, "right")
+    >>> parts = [Part((), 2, 2), Part((left,), 0, 3), Part((right,), 4, 4)]
+    >>> most(parts)
+    6
+    """
+    return _taken(list(parts), 0, lambda counted, total: total)[1]
+
+
+def least_share(parts: Iterable[Part]) -> float:
+    """Returns the smallest ratio of counted to total over all choices of branches.
+
+    Returns 0 if the total is 0. The ratio is a quotient of sums, so minimising it in each
+    conditional alone would be wrong. But `share * total - counted`, with the smallest ratio so
+    far as the share, is a sum. The branches that maximise it have a smaller ratio, unless no
+    branches do (Dinkelbach's method).
+
+    >>> left, right = Choice(0, 0, 2, "left"), Choice(0, 1, 2, "right")
+    >>> least_share([Part((), 1, 1), Part((left,), 0, 3), Part((right,), 4, 4)])
+    0.25
+    """
+    parts = list(parts)
+    counted, total = _taken(parts, 0, lambda counted, total: total)
+    if not total:
+        return 0.0
+    while True:
+        share = Fraction(counted, total)
+
+        def left_over(counted: int, total: int, share: Fraction = share) -> Fraction:
+            return share * total - counted
+
+        counted, total = _taken(parts, 0, left_over)
+        if left_over(counted, total) <= 0:
+            return float(share)
+
+
+def _taken(
+    parts: list[Part], depth: int, gain: Callable[[int, int], int | Fraction]
+) -> tuple[int, int]:
+    """Returns counted and total for the branches with the largest gain, a linear function."""
+    counted = total = 0
+    inside: dict[int, dict[Choice, list[Part]]] = {}
+    for part in parts:
+        if len(part.branches) == depth:
+            counted += part.counted
+            total += part.total
+        else:
+            choice = part.branches[depth]
+            inside.setdefault(choice.conditional, {}).setdefault(choice, []).append(part)
+    for branches in inside.values():
+        sums = [_taken(each, depth + 1, gain) for each in branches.values()]
+        if len(sums) < next(iter(branches)).of:
+            sums.append((0, 0))  # a branch with nothing in it
+        best = max(sums, key=lambda pair: gain(*pair))
+        counted += best[0]
+        total += best[1]
+    return counted, total

@@ -1,0 +1,325 @@
+"""Compares a report with the expectations of a test."""
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxmp._numerics.dtypes import parse_dtype
+
+_LISTED = 10
+
+
+class AuditError(AssertionError):
+    """A program failed `AuditReport.check` or `assert_reduced_in`."""
+
+
+def check_report(
+    report: Any,
+    *,
+    products: Any,
+    share: float | None,
+    upcasts: int | None,
+    residual_bytes: int | None,
+    kept: Mapping[Any, int] | None,
+    reduced_in: Any,
+    allow_unseen: Any,
+) -> None:
+    """Implements `AuditReport.check`."""
+    if all(each is None for each in (products, upcasts, residual_bytes, kept, reduced_in)):
+        hint = " share goes with products" if share is not None else ""
+        raise ValueError(
+            "nothing to check: give products, upcasts, residual_bytes, kept or reduced_in." + hint
+        )
+    problems: list[str] = []
+    allowed = _checked_allowed(allow_unseen)
+    if products is not None:
+        names, least = _dtype_names(products), _checked_share(share)
+        problems += _product_errors(report, names, least)
+        problems += _loops(report, names, least, allowed)
+    elif share is not None:
+        raise ValueError("share is about products: give products='bfloat16' too")
+    if upcasts is not None:
+        problems += _upcast_errors(report, _checked_limit(upcasts, "upcasts"))
+    if residual_bytes is not None:
+        problems += _residual_errors(report, _checked_limit(residual_bytes, "residual_bytes"))
+    if kept is not None:
+        problems += _kept(report, _checked_kept(kept))
+    if products is not None or upcasts is not None:
+        problems += _unseen_errors(report, allowed)
+    if reduced_in is not None:
+        problems += _sums(report, any_dtype_name(reduced_in))
+        problems += _partitioner(report, allowed)
+    if problems:
+        raise AuditError("the audit failed.\n" + "\n".join(problems))
+
+
+def any_dtype_name(dtype: Any) -> str:
+    """Returns the name of a dtype, floating or not, given by name or as a dtype.
+
+    >>> any_dtype_name("bf16"), any_dtype_name("int8"), any_dtype_name(np.float32)
+    ('bfloat16', 'int8', 'float32')
+    """
+    try:
+        return str(parse_dtype(dtype).name)
+    except ValueError:
+        try:
+            other = np.dtype(dtype)
+        except TypeError:
+            other = None
+        if other is None or other.kind not in "biuc":
+            raise
+        return other.name
+
+
+def _dtype_names(dtypes: Any) -> list[str]:
+    given = dtypes if isinstance(dtypes, (tuple, list, set, frozenset)) else (dtypes,)
+    if not given:
+        raise ValueError("products must name at least one dtype, such as 'bfloat16'")
+    return [any_dtype_name(dtype) for dtype in given]
+
+
+def _checked_share(share: float | None) -> float:
+    if share is None:
+        return 1.0
+    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
+        raise ValueError(f"share must be a number above 0 and up to 1, got {share!r}")
+    return share
+
+
+def _checked_limit(limit: Any, name: str) -> int:
+    if isinstance(limit, bool) or not isinstance(limit, (int, np.integer)) or limit < 0:
+        raise ValueError(f"{name} is the largest number allowed, an int from 0 up, got {limit!r}")
+    return int(limit)
+
+
+def _product_errors(report: Any, names: list[str], share: float) -> list[str]:
+    allowed = " or ".join(names)
+    if not report.flops:
+        return [f"products: the program has none, so none in {allowed}."]
+    found = report.share(*names)
+    others = [row for row in report.product_lines if not set(row.operands) <= set(names)]
+    if not others or (found >= share - 1e-9 and share < 1):
+        return []
+    offenders = [
+        (row, f"{100 * row.share:.1f} %", " x ".join(row.operands) + f" -> {row.result}")
+        for row in others
+    ]
+    where = " where these branches run" if any(row.branch for row in others) else ""
+    return [
+        f"products: {_percent(found)} of their FLOPs have operands in {allowed}{where}, wanted "
+        f"at least {100 * share:.1f} %. The others:",
+        *_by_line(offenders),
+    ]
+
+
+def _percent(share: float) -> str:
+    """Formats a share that is too small; never rounds it up to 100 %."""
+    return f"{min(100 * share, 99.9):.1f} %"
+
+
+def _upcast_errors(report: Any, limit: int) -> list[str]:
+    found = [row for row in report.upcasts if row.flops]
+    if len(found) <= limit:
+        return []
+    offenders = [
+        (row, f"{100 * row.share:.1f} % of the FLOPs", f"{row.source} -> {row.target}")
+        for row in found
+    ]
+    return [
+        f"upcasts: {len(found)} make products wide, allowed are {limit}:",
+        *_by_line(offenders),
+    ]
+
+
+def _residual_errors(report: Any, limit: int) -> list[str]:
+    found = report.residual_bytes
+    if found <= limit:
+        return []
+    offenders = [
+        (row, f"{row.bytes:,} bytes", row.dtype + (" params" if row.kind == "params" else ""))
+        for row in report.residuals
+    ]
+    copied = report.param_copy_bytes
+    which = f", {copied:,} of them copies of params" if copied else ""
+    return [
+        f"residual_bytes: {found:,} are kept for the backward pass{which}, allowed are {limit:,}:",
+        *_by_line(offenders),
+    ]
+
+
+def _checked_kept(kept: Any) -> dict[str, int]:
+    if not isinstance(kept, Mapping):
+        raise ValueError(
+            f"kept is a number of bytes for each dtype, such as {{'bfloat16': 2**20}}, got {kept!r}"
+        )
+    return {
+        any_dtype_name(dtype): _checked_limit(limit, f"kept[{any_dtype_name(dtype)!r}]")
+        for dtype, limit in kept.items()
+    }
+
+
+def _kept(report: Any, limits: dict[str, int]) -> list[str]:
+    problems: list[str] = []
+    for dtype, found in report.kept.items():
+        if found > (limit := limits.get(dtype, 0)):
+            rows = [
+                (row, f"{row.bytes:,} bytes", row.dtype)
+                for row in report.residuals
+                if (row.dtype, row.kind) == (dtype, "activations")
+            ]
+            problems += [
+                f"kept: {found:,} bytes of {dtype} are kept for the backward pass, allowed are "
+                f"{limit:,}:",
+                *_by_line(rows),
+            ]
+    return problems
+
+
+_ALL = frozenset({"all"})
+
+
+def _checked_allowed(allowed: Any) -> Collection[str]:
+    """Returns the names that `allow_unseen` allows."""
+    if isinstance(allowed, bool):
+        return _ALL if allowed else ()
+    names = (allowed,) if isinstance(allowed, str) else allowed
+    if not isinstance(names, Collection) or not all(isinstance(name, str) for name in names):
+        raise ValueError(
+            "allow_unseen is True, or names from report.unseen_lines such as 'pallas_call', got "
+            f"{allowed!r}"
+        )
+    return names
+
+
+def _not_allowed(report: Any, allowed: Collection[str]) -> list[Any]:
+    found = report.unseen_lines
+    return [row for row in found if allowed is not _ALL and row.name not in allowed]
+
+
+def _unseen_errors(report: Any, allowed: Collection[str]) -> list[str]:
+    """Reports kernels and similar equations, which may multiply anything in any dtype."""
+    found = [
+        row for row in _not_allowed(report, allowed) if row.name not in ("while", "partitioner")
+    ]
+    if not found:
+        return []
+    names = tuple(dict.fromkeys(row.name for row in found))
+    return [
+        "unseen: what these multiply is not counted, nor in which dtype. If that is fine, name "
+        f"them: allow_unseen={names}.",
+        *_by_line((row, str(row.count), f"{row.name} of {', '.join(row.dtypes)}") for row in found),
+    ]
+
+
+def _loops(report: Any, names: list[str], share: float, allowed: Collection[str]) -> list[str]:
+    """Reports loops of unknown length that the share depends on.
+
+    If the share must be 1, it does not matter how often loops run.
+    """
+    found = [
+        row
+        for row in _not_allowed(report, allowed)
+        if row.name == "while" and not set(row.dtypes) <= set(names)
+    ]
+    if share == 1 or not found:
+        return []
+    return [
+        "unseen: how often these loops run is not known, and so not the share. If it is fine to "
+        "count them once: allow_unseen='while'.",
+        *_by_line((row, str(row.count), f"while of {', '.join(row.dtypes)}") for row in found),
+    ]
+
+
+def _partitioner(report: Any, allowed: Collection[str]) -> list[str]:
+    if not any(row.name == "partitioner" for row in _not_allowed(report, allowed)):
+        return []
+    return [
+        "unseen: arrays are sharded, and the sums that the partitioner inserts for them are only "
+        "in the compiled program: give audit compiled=True. If there are none: "
+        "allow_unseen='partitioner'."
+    ]
+
+
+def _sums(report: Any, name: str) -> list[str]:
+    if report.compiled is not None:
+        first, *others = narrow_sums(report.compiled, name, "devices") or [""]
+        return [f"reduced_in: {first}", *others] if first else []
+    floats = ("float", "bfloat", "complex")
+    sums = [row for row in report.collectives if row.sums and row.dtype.startswith(floats)]
+    if not sums:
+        return [
+            "reduced_in: the program itself asks for no sum of floats over devices. Those that the "
+            "partitioner inserts are only in the compiled program: give audit compiled=True."
+        ]
+    wrong = [
+        (row, row.dtype, f"{row.name} over {', '.join(row.axes)}")
+        for row in sums
+        if row.dtype != name
+    ]
+    if not wrong:
+        return []
+    return [f"reduced_in: sums over devices should carry {name}, these do not:", *_by_line(wrong)]
+
+
+def narrow_sums(report: Any, name: str, over: str) -> list[str]:
+    """Returns error lines about narrow or missing sums over devices in a compiled program.
+
+    Args:
+      report: the `Collectives` to check.
+      name: the narrowest dtype that is fine.
+      over: the devices or mesh axes of the sums, in words.
+
+    Returns:
+      The lines; empty if all sums are fine.
+    """
+    if missing := no_sums(report, over):
+        return missing
+    sums = [row for row in report if row.sums]
+    narrow = [row for row in sums if _bits_of_number(row) < 8 * np.dtype(name).itemsize]
+    if not narrow:
+        return []
+    return [
+        f"sums over {over} should carry {name} or wider, these do not:",
+        *_by_line((row, f"{row.bytes:,} bytes", _described(row)) for row in narrow),
+    ]
+
+
+def no_sums(report: Any, over: str) -> list[str]:
+    """Returns an error line if the program contains no array sums to check."""
+    sums = [row for row in report if row.sums]
+    if any(row.elements > row.arrays for row in sums):
+        return []
+    found = "only sums of scalars, such as that of a loss," if sums else "no sum of floats"
+    kinds = sorted({f"{row.kind} {row.dtype}" for row in report})
+    there = f" Over it go: {', '.join(kinds)}." if kinds else ""
+    if any(row.kind == "all-to-all" for row in report):
+        there += (
+            " What devices exchange by all-to-all and then add up, each its own part, is no "
+            "such sum: jaxmp.sharding.per_shard with comm_dtype works so, in float32."
+        )
+    return [
+        f"the {report.origin} has {found} over {over}, so this check sees nothing: give a "
+        "function that computes gradients, and arguments that are sharded as in training." + there
+    ]
+
+
+def _bits_of_number(row: Any) -> int:
+    """Returns the bits of one number; for complex numbers, of the real or imaginary part."""
+    return 8 * row.size // max(1, row.elements) // (2 if row.dtype.startswith("complex") else 1)
+
+
+def _described(row: Any) -> str:
+    over = f"over {', '.join(row.axes)}" if row.axes else f"of {row.group_size} devices"
+    return f"{row.dtype}  {row.kind} {over}"
+
+
+def _by_line(offenders: Iterable[tuple[Any, str, str]]) -> list[str]:
+    """Formats offenders as error lines; each has its row, the amount and a description."""
+    rows = list(offenders)
+    shown = []
+    for row, amount, what in rows[:_LISTED]:
+        places = [row.line, *(getattr(row, name, "") for name in ("path", "direction", "branch"))]
+        shown.append(f"  {amount}  {what}  at {', '.join(place for place in places if place)}")
+    more = len(rows) - len(shown)
+    return shown + ([f"  and {more} more"] if more else [])

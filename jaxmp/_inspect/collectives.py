@@ -1,0 +1,179 @@
+"""Reports the data and the mesh axes of the collectives of a compiled program."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmp._hlo.collectives import CompiledProgram, Transfer, read_program
+from jaxmp._hlo.parser import Frame
+from jaxmp._inspect.collective_report import Collectives, CompiledCollective
+from jaxmp._inspect.compiled import Source, source_of
+from jaxmp._inspect.lines import UNKNOWN, direction, kind_of, line_text, module_path
+
+# Names that JAX puts into the scopes of compiled programs, and that are not modules.
+_NO_MODULE = re.compile(r"closed_call|eval_jaxpr|while|body|cond|branch_\d+_fun|shard_map|\w+_call")
+
+
+def collectives(program: Any, *args: Any, mesh: Any = None, **kwargs: Any) -> Collectives:
+    """Reports the data and the mesh axes of the collectives of a compiled program.
+
+    Under `jit` with sharded arrays, the compiler's partitioner inserts the collectives, so no jaxpr
+    shows them. With bfloat16 compute, it also sums gradients over devices in bfloat16, with an
+    error that grows with the number of devices. `collectives` compiles the program, without
+    running it, and reads the result.
+
+    Args:
+      program: a function, jitted or not; the result of `lower` or `compile` of a jitted function;
+        or the text of a compiled program.
+      *args: the arguments of a function. Arrays may be `jax.ShapeDtypeStruct` with a sharding.
+      mesh: the mesh whose axes to report; by default the mesh of the arguments and results.
+      **kwargs: keyword arguments of the function.
+
+    Returns:
+      The report: print it, iterate its rows, or ask it for `bytes`. On TPUs and GPUs it is about
+      the compiled program. XLA widens 16-bit collectives on CPUs, so there the report is about the
+      program right after partitioning, in which reduce-scatters are still all-reduces.
+
+    Raises:
+      TypeError: if `program` is none of these.
+      ValueError: for a program that was compiled for CPUs, or for a mesh that does not fit it.
+
+    >>> import jax.numpy as jnp
+    >>> from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+    >>> devices = jax.device_count()
+    >>> mesh = jax.make_mesh((devices,), ("data",), axis_types=(AxisType.Auto,))
+    >>> def array(*shape, spec):
+    ...     sharding = NamedSharding(mesh, spec)
+    ...     return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+    >>> def loss(w, x):
+    ...     return jnp.sum(jnp.tanh(x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)))
+    >>> args = array(128, 64, spec=P()), array(32, 128, spec=P("data"))
+    >>> report = collectives(jax.grad(loss), *args)
+    >>> {(row.kind, row.reducer, row.dtype, row.axes) for row in report} <= {
+    ...     ("all-reduce", "add", "bfloat16", ("data",))
+    ... }
+    True
+    >>> report.bytes(dtype="bfloat16", reducer="add") == (2 * 128 * 64 if devices > 1 else 0)
+    True
+    """
+    source = source_of(program, args, kwargs)
+    read = read_program(source.text)
+    found, reason = _mesh(mesh, source, read)
+    axes = _Axes(found)
+    rows = [_row(transfer, axes) for transfer in read.transfers]
+    return Collectives(
+        rows=tuple(sorted(rows, key=lambda row: -row.bytes)),
+        origin=source.origin,
+        devices=read.devices,
+        mesh_axes=tuple(found.shape.items()) if found is not None else (),
+        no_mesh=reason,
+        unseen=_unseen_collectives(source, read),
+    )
+
+
+def _mesh(given: Any, source: Source, read: CompiledProgram) -> tuple[Any, str]:
+    """Returns the mesh of a program, or None and the reason."""
+    fitting = [mesh for mesh in source.meshes if mesh.size == read.devices]
+    if given is not None:
+        if not isinstance(given, (jax.sharding.Mesh, jax.sharding.AbstractMesh)):
+            raise ValueError(f"mesh must be a jax.sharding.Mesh, got {type(given).__name__}")
+        if given.size != read.devices:
+            raise ValueError(
+                f"the mesh has {given.size} devices, the program runs on {read.devices}: give the "
+                "mesh that its arguments are sharded over"
+            )
+        if isinstance(given, jax.sharding.Mesh) and fitting:
+            order = [list(mesh.devices.flat) for mesh in fitting]
+            if list(given.devices.flat) not in order:
+                raise ValueError(
+                    "the mesh has other devices than that of the program's arguments, or the same "
+                    "in another order"
+                )
+        return given, ""
+    if not fitting:
+        current = jax.sharding.get_mesh()
+        if not current.empty and current.size == read.devices:
+            return current, ""
+        return None, "no argument and no result is sharded over a mesh of all devices"
+    if len(fitting) > 1:
+        return None, "arguments and results are sharded over different meshes"
+    return fitting[0], ""
+
+
+class _Axes:
+    """The mesh axes along which device groups extend."""
+
+    def __init__(self, mesh: Any) -> None:
+        self._names = tuple(mesh.axis_names) if mesh is not None else None
+        self._sizes = tuple(mesh.shape.values()) if mesh is not None else ()
+        self._found: dict[Any, tuple[str, ...]] = {}
+
+    def of(self, groups: tuple[tuple[int, ...], ...]) -> tuple[str, ...] | None:
+        if self._names is None:
+            return None
+        if groups not in self._found:
+            moves = np.zeros(len(self._sizes), dtype=bool)
+            for group in groups:
+                places = np.stack(np.unravel_index(np.asarray(group, dtype=int), self._sizes))
+                moves |= np.any(places != places[:, :1], axis=1)
+            self._found[groups] = tuple(
+                name for name, moved in zip(self._names, moves, strict=True) if moved
+            )
+        return self._found[groups]
+
+
+def _row(transfer: Transfer, axes: _Axes) -> CompiledCollective:
+    scopes, _, _ = transfer.op_name.rpartition("/")
+    path = "" if ":" in scopes else module_path(scopes)  # combined collectives have several names
+    names = [name for name in path.split("/") if not _NO_MODULE.fullmatch(name)]
+    return CompiledCollective(
+        kind=transfer.kind,
+        dtype=transfer.dtype,
+        reducer=transfer.reducer,
+        axes=axes.of(transfer.groups),
+        group_size=max(map(len, transfer.groups), default=1),
+        line=_line(transfer.frames),
+        path="/".join(names),
+        direction=direction(transfer.op_name),  # type: ignore[arg-type]
+        op_name=transfer.op_name,
+        arrays=transfer.arrays,
+        elements=transfer.elements,
+        size=transfer.bytes,
+        runs=transfer.runs,
+        bytes=transfer.bytes * transfer.runs,
+        groups=transfer.groups,
+    )
+
+
+def _line(frames: Sequence[Frame]) -> str:
+    """Returns the innermost line of the user's code, or else of a library."""
+    for wanted in ("user", "library"):
+        for frame in frames:
+            if kind_of(frame.file) == wanted:
+                return line_text(frame.file, frame.line, frame.function)
+    return UNKNOWN
+
+
+def _unseen_collectives(source: Source, read: CompiledProgram) -> tuple[str, ...]:
+    sentences = []
+    if source.origin == "program after partitioning":
+        sentences.append(
+            "What the compiler does after partitioning: it may combine, drop or split collectives, "
+            "and makes reduce-scatters of all-reduces."
+        )
+    if read.unknown_loops:
+        sentences.append(
+            f"while loops with collectives ({read.unknown_loops}): how often they run is not "
+            "known; each is counted once."
+        )
+    if read.conditionals:
+        sentences.append(
+            f"conditionals with collectives ({read.conditionals}): every branch is counted."
+        )
+    if read.sends:
+        sentences.append(f"sends to other devices ({read.sends}): what they carry is not listed.")
+    sentences.append("What kernels and custom calls send by themselves.")
+    return tuple(sentences)

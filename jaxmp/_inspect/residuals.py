@@ -1,0 +1,213 @@
+"""Finds the arrays that a loss function keeps in memory for its backward pass."""
+
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from jaxmp._inspect.equations import Body, Site, walk
+from jaxmp._inspect.lines import Lines, module_path, scopes_of
+from jaxmp._inspect.rows import Residual
+from jaxmp._inspect.summarize import branch_text, nbytes_of
+from jaxmp._jaxpr.dataflow import Question, propagate
+from jaxmp._numerics.dtypes import is_floating
+
+# Calls, which return arrays of the enclosing program without copying them.
+_CALLS = ("jit", "pjit", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call")
+
+
+Kind = Literal["activations", "params"]
+
+
+class NoLoss(Exception):
+    """The function is not a loss, so that it has no residuals; the text says why."""
+
+
+def check_loss(result: Any, first: Any) -> None:
+    """Raises `NoLoss` unless a function with this result and first argument is a loss."""
+    is_pair = isinstance(result, tuple) and len(result) == 2
+    loss = result[0] if is_pair else result
+    if not is_floating(loss) or loss.shape != ():
+        raise NoLoss("its result is neither a float scalar nor (a float scalar, something else)")
+    if not any(is_floating(leaf) for leaf in jax.tree.leaves(first)):
+        raise NoLoss("its first argument holds no floats to differentiate by")
+
+
+def residuals(
+    loss: Callable[..., Any], first: Any, rest: Any, has_aux: bool, recomputes: bool
+) -> tuple[tuple[Residual, ...], Body | None]:
+    """Lists the arrays kept for the backward pass, by dtype and by the line that computed them.
+
+    Args:
+      loss: `loss(first, rest)`.
+      first: the argument whose floats to differentiate with respect to.
+      rest: the other arguments.
+      has_aux: whether the function returns `(loss, aux)`.
+      recomputes: whether the function has checkpoints.
+
+    Returns:
+      The rows, largest first, without arguments and constants: these are in memory anyway. And
+      the program of both passes; None if the function has no checkpoints and no while loops.
+
+    Raises:
+      NoLoss: if the function cannot be differentiated.
+    """
+    leaves, structure = jax.tree.flatten(first)
+    chosen = [i for i, leaf in enumerate(leaves) if is_floating(leaf)]
+
+    def pullback(leaves: list[Any], rest: Any) -> Any:
+        def of_floats(floats: list[Any]) -> Any:
+            filled = dict(enumerate(leaves)) | dict(zip(chosen, floats, strict=True))
+            value = loss(jax.tree.unflatten(structure, filled.values()), rest)
+            return value[0] if has_aux else value
+
+        return jax.vjp(of_floats, [leaves[i] for i in chosen])
+
+    try:
+        body = walk(jax.make_jaxpr(lambda *args: pullback(*args)[1])(leaves, rest))
+        both: Body | None = None
+        # Only tracing the backward pass reveals that it cannot go through a `while`.
+        if recomputes or any(site.name == "while" for site in body.all_sites()):
+            both = walk(jax.make_jaxpr(lambda *args: _applied(*pullback(*args)))(leaves, rest))
+    except Exception as error:  # anything that a user's function may raise under differentiation
+        reason = str(error).partition("\n")[0]
+        raise NoLoss(f"it cannot be differentiated: {type(error).__name__}: {reason}") from error
+    return _residual_rows(body, len(leaves)), both
+
+
+def _applied(value: Any, backward: Any) -> Any:
+    return backward(jnp.ones_like(value))
+
+
+def _residual_rows(body: Body, params: int) -> tuple[Residual, ...]:
+    """Returns the rows of a program whose first arguments are the params."""
+    lines, producers = Lines(), _producers(body)
+    given = {*body.jaxpr.invars, *body.jaxpr.constvars}
+    is_param = [i < params for i in range(len(body.jaxpr.invars))]
+    groups: dict[tuple[str, str, str, str, Kind], list[int]] = {}
+    seen: set[Any] = set()
+    for atom, is_copy in zip(body.jaxpr.outvars, copies(body, is_param), strict=True):
+        origin = _origin(atom, producers)
+        if isinstance(origin, core.Literal) or atom in seen or origin in given:
+            continue
+        seen.add(atom)
+        makers = _innermost_sites(atom, producers)
+        where = lines.of(makers[0]), module_path(scopes_of(makers[0]))
+        kind: Kind = "params" if is_copy else "activations"
+        key = str(atom.aval.dtype), *where, branch_text(makers), kind
+        groups.setdefault(key, []).append(nbytes_of(atom.aval))
+    rows = [
+        Residual(dtype, line, path, len(sizes), sum(sizes), branch, kind)
+        for (dtype, line, path, branch, kind), sizes in groups.items()
+    ]
+    return tuple(sorted(rows, key=lambda row: -row.bytes))
+
+
+_Producers = dict[Any, tuple[Site, int]]
+
+
+def _producers(body: Body) -> _Producers:
+    return {
+        variable: (site, i)
+        for site in body.sites
+        for i, variable in enumerate(site.equation.outvars)
+    }
+
+
+def _origin(atom: Any, producers: _Producers) -> Any:
+    """Returns the argument that a call merely passes through, or else the array itself."""
+    while not isinstance(atom, core.Literal) and atom in producers:
+        site, i = producers[atom]
+        if site.name not in _CALLS or len(site.bodies) != 1:
+            return atom
+        jaxpr = site.bodies[0].jaxpr
+        inner = _origin(jaxpr.outvars[i], _producers(site.bodies[0]))
+        if isinstance(inner, core.Literal):
+            return inner
+        if inner not in jaxpr.invars:
+            return atom
+        atom = site.equation.invars[jaxpr.invars.index(inner)]
+    return atom
+
+
+def _innermost_sites(atom: Any, producers: _Producers) -> list[Site]:
+    """Returns the equations that compute an array, inside of the calls and scans that return it.
+
+    All branches of a conditional return the same list of arrays. A branch that keeps fewer arrays
+    returns fillers for the missing ones, which are left out here.
+    """
+    site, i = producers[atom]
+    found: list[Site] = []
+    for body in site.bodies if len(site.bodies) == 1 or site.name == "cond" else ():
+        inner = _producers(body)
+        results = body.jaxpr.outvars
+        made = results[i] if len(results) == len(site.equation.outvars) else None
+        if not isinstance(made, core.Literal) and made in inner:
+            found += _innermost_sites(made, inner)
+    if site.name == "cond":
+        found = [each for each in found if not _is_filler(each)]
+    return found or [site]
+
+
+def _is_filler(site: Site) -> bool:
+    """Whether an equation only broadcasts a scalar, as a branch does for a missing array."""
+    return site.name.startswith("empty") or (
+        site.name == "broadcast_in_dim" and site.equation.invars[0].aval.shape == ()
+    )
+
+
+# Primitives that leave the numbers unchanged. Gather is excluded: its rows are activations.
+_MOVES = frozenset(
+    (
+        *("convert_element_type", "reduce_precision", "copy", "copy_p", "held", "name"),
+        *("stop_gradient", "optimization_barrier", "reshape", "transpose", "squeeze", "rev"),
+        *("expand_dims", "slice", "dynamic_slice", "split", "concatenate", "stack", "unstack"),
+        *("broadcast_in_dim", "sharding_constraint", "layout_constraint", "reshard", "mesh_cast"),
+        *("device_put", "all_gather", "all_gather_invariant", "all_gather_reduced", "pvary"),
+        *("pcast", "reduced_vary_cast"),
+    )
+)
+
+
+class _Made(enum.IntEnum):
+    """The origin of a value. If a value has several possible origins, the greatest holds."""
+
+    NUMBERS = 0  # constants of the program, such as the fillers that branches return
+    COPY = 1  # made from the given arguments by casts and moves alone
+    OTHER = 2
+
+
+def copies(body: Body, given: Sequence[bool]) -> list[bool]:
+    """Finds the results of a program that are copies of the given arguments.
+
+    Args:
+      body: a program.
+      given: for each argument, whether copies of it count.
+
+    Returns:
+      For each result, whether it was made from the given arguments by casts and moves alone.
+    """
+    made = [_Made.COPY if asked else _Made.OTHER for asked in given]
+    question = Question(nothing=_Made.NUMBERS, join=max, rule=_made_by)
+    return [each is _Made.COPY for each in propagate(body, made, question)]
+
+
+def _made_by(site: Site, operands: Sequence[_Made]) -> list[_Made]:
+    equation = site.equation
+    count = len(equation.outvars)
+    if site.name == "optimization_barrier":
+        return list(operands)
+    if site.name not in _MOVES:
+        return [_Made.OTHER if equation.invars else _Made.NUMBERS] * count
+    floats = [
+        made for atom, made in zip(equation.invars, operands, strict=True) if is_floating(atom.aval)
+    ]
+    made = max(floats, default=_Made.OTHER)
+    # A bias broadcast over a batch is as large as an activation, so it counts as one.
+    grows = site.name == "broadcast_in_dim" and (
+        equation.outvars[0].aval.size > equation.invars[0].aval.size
+    )
+    return [_Made.OTHER if grows and made is _Made.COPY else made] * count

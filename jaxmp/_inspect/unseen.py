@@ -1,0 +1,136 @@
+"""Lists what a jaxpr does not show about a program: as sentences, and by line."""
+
+import collections
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxmp._inspect.equations import Site
+from jaxmp._inspect.rows import Unseen
+from jaxmp._jaxpr.flops import OPAQUE, PRODUCTS
+from jaxmp._jaxpr.op_classes import CLASSES, OpClass
+
+_FOREIGN = ("ffi_call", "custom_call", "triton_kernel_call", "cudnn_fusion", "call_exported")
+_KERNELS = ("dot_product_attention", "mosaic_gpu", "wgmma")
+_CALLBACKS = ("callback", "debug_print", "outside_call")
+_ALGEBRA = (
+    *("fft", "lu", "cholesky", "cholesky_update", "qr", "ormqr", "eig", "eigh", "svd", "schur"),
+    *("triangular_solve", "householder_product", "tridiagonal", "tridiagonal_solve", "hessenberg"),
+    *("geqrf", "geqp3", "symmetric_product"),
+)
+# Primitives that an audit understands fully: their dtypes say everything.
+_KNOWN = {*CLASSES, *PRODUCTS, "convert_element_type"} - {"call_hi_primitive"}
+
+
+def _is_foreign(site: Site) -> bool:
+    """Whether it is an operation of another library without a program to look into."""
+    if site.name in _FOREIGN:
+        return True
+    holds_programs = CLASSES.get(site.name) is OpClass.CONTROL
+    return not site.bodies and (site.name not in _KNOWN or holds_programs)
+
+
+def _is_callback(site: Site) -> bool:
+    return any(part in site.name for part in _CALLBACKS)
+
+
+def _is_kernel(site: Site) -> bool:
+    return site.name in OPAQUE or site.name.startswith(_KERNELS)
+
+
+_INSIDE: tuple[tuple[Callable[[Site], bool], str, str], ...] = (
+    (_is_kernel, "kernels", "what they multiply"),
+    (_is_callback, "callbacks", "what the host does"),
+    (lambda site: site.name in _ALGEBRA, "linear algebra", "what it multiplies"),
+    (_is_foreign, "foreign calls", "what they do"),
+)
+
+
+def _hidden_kind(site: Site) -> int | None:
+    """Returns the index in `_INSIDE` of an equation that an audit cannot look into, or None."""
+    return next((i for i, (belongs, *_) in enumerate(_INSIDE) if belongs(site)), None)
+
+
+def hiding(sites: Iterable[Site]) -> list[Site]:
+    """Returns the equations with possible products that the report does not count.
+
+    They are kernels, foreign calls, linear algebra, callbacks whose results the program uses, and
+    while loops with products. Excluded are Fourier transforms, which multiply no matrices, and
+    equations without floats, such as the checks of Equinox.
+    """
+    return [site for site in sites if _hides(site)]
+
+
+def _hides(site: Site) -> bool:
+    if site.name == "while":
+        return _has_product(site)
+    only_looks = _is_callback(site) and not site.equation.outvars
+    known = only_looks or site.name == "fft" or not _has_numbers(site)
+    return _hidden_kind(site) is not None and not known
+
+
+def _has_numbers(site: Site) -> bool:
+    """Whether an equation has numbers to multiply; flags and indices do not count."""
+    atoms = (*site.equation.invars, *site.equation.outvars)
+    dtypes = [getattr(atom.aval, "dtype", None) for atom in atoms]
+    return any(dtype is None or jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes)
+
+
+def _has_product(site: Site) -> bool:
+    return any(each.flops for body in site.bodies for each in body.all_sites())
+
+
+def are_sharded(arrays: Iterable[Any], sites: Iterable[Site]) -> bool:
+    """Whether arrays are sharded, so that the partitioner may insert collectives."""
+    given = [getattr(array, "sharding", None) for array in arrays]
+    asked = [site.equation.params["sharding"] for site in sites if site.name == _CONSTRAINT]
+    return any(getattr(sharding, "num_devices", 1) > 1 for sharding in (*given, *asked))
+
+
+_CONSTRAINT = "sharding_constraint"
+# The partitioner has no equation in the program, hence no line.
+PARTITIONER = Unseen("partitioner", (), "", "", "", count=1, branch="")
+
+
+def unseen_in(sites: Iterable[Site], *, is_compiled: bool = False) -> tuple[str, ...]:
+    """Returns sentences about what the report leaves out.
+
+    Args:
+      sites: all equations.
+      is_compiled: whether the report has the collectives of the compiled program, too.
+
+    Returns:
+      The sentences. Every program that was only traced gets the one about the partitioner.
+    """
+    sites = list(sites)
+    counts = collections.Counter(site.name for site in sites)
+    sentences = []
+    if not is_compiled:
+        sentences.append(
+            "Collectives that the compiler's partitioner inserts for sharded arrays are only in "
+            "the compiled program; listed are those that the program itself asks for."
+        )
+    if any(name in PRODUCTS for name in counts):
+        sentences.append(
+            "In which dtype a product sums up inside is the compiler's choice; a bfloat16 product "
+            "is usually summed in float32 and rounded once."
+        )
+    if counts["while"]:
+        sentences.append(
+            f"while loops ({counts['while']}): how often they run is not known; condition and body "
+            "are counted once."
+        )
+    if counts["cond"]:
+        sentences.append(
+            f"branches of cond and switch ({counts['cond']}): which of them runs is not known. All "
+            "are counted; a number of FLOPs is that of the branches where it is largest."
+        )
+    kinds = collections.defaultdict[int | None, dict[str, int]](dict)
+    for site in sites:
+        kinds[_hidden_kind(site)][site.name] = counts[site.name]
+    for i, (_, what, is_missing) in enumerate(_INSIDE):
+        if found := kinds.get(i):
+            listed = ", ".join(f"{n} {name}" for name, n in sorted(found.items()))
+            sentences.append(f"{what} ({listed}): {is_missing} is not counted.")
+    return tuple(sentences)

@@ -1,0 +1,97 @@
+"""Follows wide values from the cast that made them to the products that use them."""
+
+import functools
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxmp._inspect.equations import Body, Site
+from jaxmp._jaxpr.dataflow import Question, propagate
+from jaxmp._jaxpr.flops import PRODUCTS
+
+
+def mark_upcasts(body: Body) -> list[Site]:
+    """Finds the upcasts of a program, and the products that multiply their results.
+
+    A value is wide if it is a float of 32 bits or more, or complex. It comes from an upcast if it
+    was computed from the upcast's result through wide values only: a cast to 16 bits ends the
+    trail. Values of a single number are not followed: they make no product wide, and a loss, a
+    loss scale or a gradient norm would connect everything with everything.
+
+    Args:
+      body: a whole program; `bit` and `fed_by` of its sites are filled in.
+
+    Returns:
+      The equations that may be upcasts, the first one with bit 1, the second with 2, and so on.
+    """
+    flow = _Flow()
+    propagate(body, [0] * len(body.jaxpr.invars), flow.question())
+    return flow.sources
+
+
+def is_wide(aval: Any) -> bool:
+    """Whether an abstract value is a float of at least 32 bits, or complex."""
+    dtype = getattr(aval, "dtype", None)
+    if dtype is None:
+        return False
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return True
+    return bool(jnp.issubdtype(dtype, jnp.floating)) and dtype.itemsize >= 4
+
+
+def is_narrow_aval(aval: Any) -> bool:
+    """Whether an abstract value is a float of fewer than 32 bits."""
+    dtype = getattr(aval, "dtype", None)
+    return dtype is not None and bool(jnp.issubdtype(dtype, jnp.floating)) and dtype.itemsize < 4
+
+
+def widens_inside(site: Site) -> bool:
+    """Whether a product has both narrow and wide operands, and so widens one of them itself."""
+    left, right = (variable.aval for variable in site.equation.invars[:2])
+    return (is_narrow_aval(left) and is_wide(right)) or (is_wide(left) and is_narrow_aval(right))
+
+
+class _Flow:
+    def __init__(self) -> None:
+        self.sources: list[Site] = []
+        # A cache by dtype, since every variable of the program is checked.
+        self._wide: dict[Any, bool] = {}
+
+    def question(self) -> Question[int]:
+        return Question(nothing=0, join=operator.or_, rule=self._step, keep=self._kept)
+
+    def _step(self, site: Site, operands: Sequence[int]) -> list[int]:
+        equation = site.equation
+        if site.name in PRODUCTS:
+            came_from = self._product(site, operands)
+        elif site.name == "convert_element_type" and is_narrow_aval(equation.invars[0].aval):
+            came_from = self._bit(site) if self._is_wide(equation.outvars[0].aval) else 0
+        else:
+            came_from = functools.reduce(operator.or_, operands, 0)
+        return [came_from] * len(equation.outvars)
+
+    def _product(self, site: Site, operands: Sequence[int]) -> int:
+        came_from = operands[0] | operands[1]
+        wide = [self._is_wide(variable.aval) for variable in site.equation.invars[:2]]
+        if widens_inside(site) or (not any(wide) and self._is_wide(site.equation.outvars[0].aval)):
+            came_from |= self._bit(site)
+        if any(wide):
+            site.fed_by |= came_from
+        return came_from
+
+    def _bit(self, site: Site) -> int:
+        if not site.bit:
+            site.bit = 1 << len(self.sources)
+            self.sources.append(site)
+        return site.bit
+
+    def _kept(self, aval: Any, came_from: int) -> int:
+        return came_from if came_from and self._is_wide(aval) and aval.size > 1 else 0
+
+    def _is_wide(self, aval: Any) -> bool:
+        dtype = getattr(aval, "dtype", None)
+        if dtype not in self._wide:
+            self._wide[dtype] = is_wide(aval)
+        return self._wide[dtype]

@@ -1,0 +1,1 @@
+"""Reads, follows and rewrites jaxprs."""

@@ -1,0 +1,201 @@
+"""The differences between the versions of JAX that jaxmp supports, and nothing else.
+
+The structure of a jaxpr is public (`jax.extend.core`); the names of its equations' params are not.
+This file reads every name of a param that jaxmp relies on, and `tests/test_compat.py` says which
+name a new JAX has changed.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import jaxlib.version
+import numpy as np
+from jax.extend import core, source_info_util
+
+
+class ScanCounts(NamedTuple):
+    """The numbers of constants and carries of a scan; its other operands are scanned."""
+
+    consts: int
+    carry: int
+
+
+def scan_counts(params: dict[str, Any]) -> ScanCounts:
+    """Returns how many operands of a scan are constants, and how many are its carry."""
+    if "ft_in" in params:  # jax 0.11 and later
+        consts, carry, _ = params["ft_in"].unpack()
+        return ScanCounts(len(consts), len(carry))
+    return ScanCounts(params["num_consts"], params["num_carry"])
+
+
+def open_jaxpr(jaxpr: Any) -> core.Jaxpr:
+    """Returns the open jaxpr of a closed one; an open one is returned as it is."""
+    return jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
+
+
+def consts_of(jaxpr: Any) -> list[Any]:
+    """Returns the constants of a jaxpr: none for an open jaxpr without constant variables."""
+    return list(getattr(jaxpr, "consts", ()))
+
+
+def holds_arrays(jaxpr: Any) -> bool:
+    """Whether a program holds arrays that are not its arguments, at any depth."""
+    inner = (value for e in open_jaxpr(jaxpr).eqns for value in _programs(e.params))
+    return bool(consts_of(jaxpr)) or any(map(holds_arrays, inner))
+
+
+def _programs(params: dict[str, Any]) -> Iterator[Any]:
+    for param in params.values():
+        for value in param if isinstance(param, (tuple, list)) else (param,):
+            if isinstance(value, (core.Jaxpr, core.ClosedJaxpr)):
+                yield value
+
+
+def bind(equation: core.JaxprEqn, values: Sequence[Any], **changed: Any) -> list[Any]:
+    """Runs an equation on other values, with some of its params changed."""
+    params = {**equation.params, **changed}
+    result = equation.primitive.bind(*values, **equation.primitive.get_bind_params(params))
+    return list(result) if equation.primitive.multiple_results else [result]
+
+
+def trace(fun: Callable[..., Any], avals: Sequence[Any]) -> core.ClosedJaxpr:
+    """Traces a function of arrays as the body of an equation, with an empty name stack."""
+    with source_info_util.reset_name_stack():
+        return jax.make_jaxpr(fun)(*avals)
+
+
+def without_consts(closed: core.ClosedJaxpr) -> core.Jaxpr:
+    """Returns the open jaxpr of a closed one without constants, for params that hold open ones."""
+    if consts_of(closed):
+        raise ValueError("a program inside of this equation may not have constants")
+    return open_jaxpr(closed)
+
+
+@contextlib.contextmanager
+def where(equation: core.JaxprEqn, stack: Any, traceback: Any) -> Iterator[None]:
+    """Gives new equations the context of an equation, and these scopes and source lines.
+
+    Args:
+      equation: the equation.
+      stack: its scopes, inside the scopes that are open here.
+      traceback: the source lines that asked for it.
+    """
+    here = source_info_util.current_name_stack() + stack
+    source = source_info_util.user_context(traceback, name_stack=here)
+    with source, equation.ctx.manager:
+        yield
+
+
+def is_plain_jit(params: dict[str, Any]) -> bool:
+    """Whether a jit asks for no shardings, layouts, donation or compiler options."""
+    unsharded = (
+        type(sharding).__name__ == "UnspecifiedValue"
+        for sharding in (*params["in_shardings"], *params["out_shardings"])
+    )
+    layouts = (*params["in_layouts"], *params["out_layouts"])
+    return (
+        all(unsharded)
+        and not any(params["donated_invars"])
+        and all(layout is None for layout in layouts)
+        and not params["compiler_options_kvs"]
+    )
+
+
+def jit_shardings(params: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+    """Returns the shardings that a jit asks for, of operands and of results, or None."""
+
+    def given(shardings: Any) -> list[Any]:
+        return [None if type(x).__name__ == "UnspecifiedValue" else x for x in shardings]
+
+    return given(params["in_shardings"]), given(params["out_shardings"])
+
+
+def sub_jaxprs(equation: core.JaxprEqn) -> list[core.Jaxpr]:
+    """Returns the programs in the params of an equation, in order, also in tuples and lists."""
+    return [open_jaxpr(value) for value in _programs(equation.params)]
+
+
+def linear_program(backward: Any) -> core.Jaxpr:
+    """Returns the program of tangents that a function from `jax.vjp` runs backward."""
+    return open_jaxpr(backward.jaxpr)
+
+
+def type_of(value: Any) -> Any:
+    """Returns the aval of a value: dtype (not weak), shape, sharding, varying mesh axes."""
+    aval = jax.typeof(value)
+    return aval.update(weak_type=False) if getattr(aval, "weak_type", False) else aval
+
+
+def unstacked(aval: Any) -> Any:
+    """Returns the aval of one of the values that are stacked along the first dimension."""
+    return core.mapped_aval(aval.shape[0], 0, aval)
+
+
+def number(literal: core.Literal, dtype: Any = None) -> jax.Array:
+    """Returns a literal as an array, as callers expect: a Python `bool` has no dtype.
+
+    Args:
+      literal: the literal, which a program returns instead of a variable.
+      dtype: the dtype of the array; None for the dtype of the trace.
+
+    Returns:
+      An array; weakly typed if the literal was weakly typed and keeps its dtype.
+    """
+    value, aval = np.asarray(literal.val), cast(Any, literal.aval)
+    dtype = aval.dtype if dtype is None else dtype
+    if getattr(aval, "weak_type", False) and jnp.result_type(value.item()) == dtype:
+        return jnp.asarray(value.item())
+    return jnp.asarray(value, dtype)
+
+
+def shard_map(params: dict[str, Any], fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Maps another function over devices as an equation maps its program.
+
+    Args:
+      params: the params of the equation.
+      fun: a function of arrays. It returns a tuple of as many arrays as the program.
+    """
+    return jax.shard_map(
+        fun,
+        mesh=params["mesh"],
+        in_specs=tuple(params["in_specs"]),
+        out_specs=tuple(params["out_specs"]),
+        axis_names=set(params["newly_manual_axes"]),
+        check_vma=params["check_vma"],
+    )
+
+
+def is_traced(value: Any) -> bool:
+    """Whether a value is a tracer: under jit, grad, vmap."""
+    return isinstance(value, jax.core.Tracer)
+
+
+def is_ref(value: Any) -> bool:
+    """Whether a value is a mutable reference to an array; it has the array's shape and dtype."""
+    return hasattr(jax.typeof(value), "inner_aval")
+
+
+def is_of_jax_nn(jaxpr: Any) -> bool:
+    """Whether a jitted function is from `jax.nn`, and not another of the same name."""
+    info = open_jaxpr(jaxpr).debug_info
+    return "jax/_src/nn/functions.py" in str(getattr(info, "func_src_info", "")).replace("\\", "/")
+
+
+def may_sum_bfloat16_wrongly() -> bool:
+    """Whether this jaxlib has the fault of the CPU compiler; no release has fixed it yet.
+
+    Of the releases, 0.11.1 is right, and 0.11.2, 0.12.0 and 0.12.0.1 are wrong.
+    """
+    numbers = [int(part) for part in jaxlib.version.__version__.split(".")[:3] if part.isdecimal()]
+    return tuple(numbers) >= (0, 11, 2)
+
+
+def function_name(equation: core.JaxprEqn) -> str:
+    """Returns the name of the function that an equation calls, or the name of its primitive."""
+    for jaxpr in sub_jaxprs(equation):
+        info = getattr(jaxpr, "debug_info", None)
+        return str(getattr(info, "func_name", equation.primitive.name))
+    return equation.primitive.name

@@ -1,0 +1,62 @@
+"""Warns of a jaxlib whose CPU compiler computes bfloat16 wrongly."""
+
+import functools
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jaxlib.version
+import numpy as np
+
+from jaxmp._jaxpr.compat import is_traced, may_sum_bfloat16_wrongly
+from jaxmp._numerics.dtypes import DType
+from jaxmp._numerics.user_warnings import warn_once
+
+
+def warn_of_cpu_compiler(dtypes: Iterable[DType], result: Any) -> None:
+    """Warns once if a CPU computes in bfloat16, and its compiler does so wrongly.
+
+    No error shows it: sums over rows are wrong and change from call to call, some to NaN. Overflow
+    detection takes the NaN for the user's own.
+
+    Args:
+      dtypes: the dtypes of the computation.
+      result: the result of the computation. Nothing is done if it is traced, or not on a CPU. So no
+        backend is started that the user has not started already.
+    """
+    if jnp.dtype(jnp.bfloat16) not in dtypes or not may_sum_bfloat16_wrongly():
+        return
+    arrays = (x for x in jax.tree.leaves(result) if isinstance(x, jax.Array) and not is_traced(x))
+    on_cpu = any(device.platform == "cpu" for x in arrays for device in x.devices())
+    if on_cpu and sums_wrongly():
+        warn_once(
+            f"the CPU compiler of jaxlib {jaxlib.version.__version__} sums bfloat16 wrongly: "
+            "jax.jit(lambda a, b: (relu(a) * relu(b)).sum(1)) returns NaN and other numbers that "
+            "are not the sums. Train in float32 on this CPU, or install jax and jaxlib 0.11.1 or "
+            "earlier. GPUs and TPUs have other compilers",
+            threading.Thread,
+        )
+
+
+@functools.cache
+def sums_wrongly() -> bool:
+    """Whether the CPU compiler fails on a small program with a known result."""
+    wrong: list[bool] = []
+    # In a separate thread, no mesh, trace or guard of the user is in force.
+    thread = threading.Thread(target=lambda: wrong.append(_probe()))
+    thread.start()
+    thread.join()
+    return any(wrong)
+
+
+def _probe() -> bool:
+    numbers = np.arange(64 * 64).reshape(64, 64)
+    a, b = numbers % 3 - 1, numbers % 2
+    expected = (np.maximum(a, 0) * np.maximum(b, 0)).sum(1)  # integers up to 64: exact in bfloat16
+    with jax.debug_nans(False), jax.default_device(jax.local_devices(backend="cpu")[0]):
+        rows = [jnp.asarray(x, jnp.bfloat16) for x in (a, b)]
+        zero = jnp.zeros((), jnp.bfloat16)
+        found = jax.jit(lambda a, b: (jnp.maximum(a, zero) * jnp.maximum(b, zero)).sum(1))(*rows)
+        return not np.array_equal(np.asarray(found, np.float64), expected)

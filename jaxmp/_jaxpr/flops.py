@@ -1,0 +1,97 @@
+"""Counts the floating-point operations of products, and finds the programs inside equations."""
+
+import functools
+import math
+from typing import Any
+
+import numpy as np
+
+from jaxmp._jaxpr.compat import sub_jaxprs
+
+PRODUCTS = (
+    *("dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot"),
+    *("scaled_dot", "scaled_matmul", "scaled_matmul_wrapper"),
+)
+
+# Programs inside kernels are not looked into.
+OPAQUE = ("pallas_call", "core_map", "mpmd_map", "tpu_custom_call")
+# Their programs combine two numbers, and do not run on arrays.
+_COMBINERS = ("reduce", "reduce_window", "select_and_scatter", "select_and_gather_add")
+
+
+def programs_inside(equation: Any) -> list[Any]:
+    """Returns the open jaxprs that run inside an equation; of a `cond`, all branches."""
+    name = equation.primitive.name
+    if name in OPAQUE or name in _COMBINERS or name.startswith("scatter"):
+        return []
+    if name == "custom_linear_solve":  # its other programs are for derivatives
+        return [equation.params["jaxprs"].solve]
+    found = sub_jaxprs(equation)
+    if name.startswith(("custom_jvp_call", "custom_vjp_call")):
+        return found[:1]  # not the rules, which run only in derivatives
+    return found
+
+
+def product_flops(equation: Any) -> int:
+    """Counts two for each multiply-add, as XLA's cost analysis does; 0 if this is not a product.
+
+    Args:
+      equation: an equation of a jaxpr.
+
+    Returns:
+      The number. Multiplications of a convolution by padding, or by the holes of a dilated input,
+      are not counted. Each row of a ragged product is counted for its own group only.
+    """
+    name = equation.primitive.name
+    if name not in PRODUCTS:
+        return 0
+    left, right = (variable.aval.shape for variable in equation.invars[:2])
+    if name == "conv_general_dilated":
+        return _convolution(left, right, equation)
+    if name.startswith("scaled_matmul"):  # both operands are (batch, rows, contracted)
+        return 2 * math.prod(left) * right[1]
+    if name == "ragged_dot":  # (rows, contracted) and (groups, contracted, columns)
+        return 2 * math.prod(left) * right[-1]
+    if name == "ragged_dot_general":
+        ragged = equation.params["ragged_dot_dimension_numbers"]
+        dimensions = ragged.dot_dimension_numbers
+        groups = tuple(ragged.rhs_group_dimensions)
+    else:
+        dimensions, groups = equation.params["dimension_numbers"], ()
+    (_, contracted), (_, batch) = dimensions
+    taken = {*contracted, *batch, *groups}
+    columns = math.prod(size for axis, size in enumerate(right) if axis not in taken)
+    return 2 * math.prod(left) * columns
+
+
+def _convolution(left: Any, right: Any, equation: Any) -> int:
+    params = equation.params
+    numbers = params["dimension_numbers"]
+    out = equation.outvars[0].aval.shape
+    batch, outputs, inputs = (
+        left[numbers.lhs_spec[0]],
+        right[numbers.rhs_spec[0]],
+        numbers.rhs_spec[1],
+    )
+    taps = 1
+    for i, axis in enumerate(numbers.lhs_spec[2:]):
+        taps *= _taps(
+            left[axis],
+            right[numbers.rhs_spec[2 + i]],
+            out[numbers.out_spec[2 + i]],
+            params["window_strides"][i],
+            params["padding"][i][0],
+            params["lhs_dilation"][i],
+            params["rhs_dilation"][i],
+        )
+    return 2 * (batch // params["batch_group_count"]) * outputs * right[inputs] * taps
+
+
+@functools.lru_cache(maxsize=4096)
+def _taps(
+    size: int, kernel: int, out: int, stride: int, padding: int, holes: int, dilation: int
+) -> int:
+    """Counts the pairs of an output and a kernel element that meet an element of the input."""
+    positions = np.arange(out)[:, None] * stride + np.arange(kernel) * dilation - padding
+    inside = (positions >= 0) & (positions < (size - 1) * holes + 1) & (positions % holes == 0)
+    return int(inside.sum())

@@ -1,0 +1,256 @@
+"""Tables of JAX's operations: the precision of each, and what it costs to run it twice.
+
+Every primitive of JAX is listed here; a test names the primitives that a new JAX adds. The classes
+are those of `torch.autocast` on CUDA, but for the differences that docs/autocast.md explains.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Collection, Iterable
+
+
+class OpClass(enum.Enum):
+    """The treatment of an operation by autocast."""
+
+    LOWER = "runs in the compute dtype: matrix products and convolutions"
+    FLOAT32 = "runs in float32, and its result stays there: overflows or cancels in 16 bits"
+    SUM = "makes one number of many, in float32: sums, products, extremes, collective sums"
+    RANGE = "leaves the range of float16: float32 there, else follows its operands"
+    PROMOTE = "follows its operands: the widest of the activations among them"
+    MOVE = "moves data: its result has the dtype of its operand"
+    UPDATE = "writes into an array: has the dtype of that array"
+    CONTROL = "contains programs, which are treated in turn"
+    ALONE = "left as it was traced: exact bits, linear algebra, kernels, callbacks"
+
+
+# A comment before each line gives the reason.
+_TABLE: dict[OpClass, tuple[str, ...]] = {
+    OpClass.LOWER: (
+        # Tensor cores multiply 16-bit numbers exactly and add in float32.
+        "dot_general conv_general_dilated ragged_dot ragged_dot_general",
+    ),
+    OpClass.FLOAT32: (
+        # The exponent grows: exp overflows float16 at 11.1, and log(sum(exp)) cancels.
+        "exp exp2 expm1 log log1p log2 log10 pow cbrt rsqrt sinh cosh tan",
+        # They read the last bits of phases and coordinates.
+        "sin cos floor ceil round",
+        # Their slopes are unbounded near the ends of their domain.
+        "asin acos erf_inv",
+        # Special functions: sums of many terms.
+        "lgamma digamma polygamma igamma igammac igamma_grad_a random_gamma_grad zeta "
+        "bessel_i0e bessel_i1e regularized_incomplete_beta",
+        # The error of a running sum grows with its length.
+        "cumsum cumprod cumlogsumexp",
+        # A remainder cancels.
+        "rem polynomial one_minus_square",
+    ),
+    OpClass.SUM: (
+        # 16-bit sums stick: 256 + 1 is 256 in bfloat16.
+        "reduce_sum reduce_prod reduce_window_sum",
+        # A sum of exponentials is taken relative to the largest.
+        "reduce_max reduce_min",
+        # Over devices too.
+        "psum psum2 psum_invariant reduce_scatter unreduced_psum unreduced_reduce_scatter",
+    ),
+    OpClass.RANGE: ("integer_pow square",),
+    OpClass.PROMOTE: (
+        "add sub mul div neg add_any",
+        "max min abs sign clamp select_n",
+        "sqrt tanh logistic erf erfc atan atan2 asinh acosh atanh",
+        "eq ne lt le gt ge eq_to lt_to le_to is_finite",
+        "concatenate pad stack tie",
+    ),
+    OpClass.MOVE: (
+        "reshape transpose squeeze expand_dims broadcast_in_dim rev slice dynamic_slice gather "
+        "split unstack tile copy copy_p stop_gradient optimization_barrier name stage",
+        "argmax argmin cummax cummin reduce_window_max reduce_window_min sort top_k",
+        "sharding_constraint layout_constraint relayout reshard mesh_cast device_put "
+        "with_memory_space_constraint",
+        "all_gather all_gather_invariant all_gather_reduced all_to_all ppermute pbroadcast "
+        "pbroadcast_dynamic unreduced_pmax unreduced_pmin pmax pmin pvary pcast preduced "
+        "ragged_all_to_all reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast "
+        "vary_unreduced_cast_p",
+    ),
+    OpClass.UPDATE: (
+        "dynamic_update_slice scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max",
+    ),
+    OpClass.CONTROL: (
+        "jit pjit closed_call core_call call scan while cond remat2 checkpoint remat_opt "
+        "custom_jvp_call custom_vjp_call custom_vmap_call shard_map eval_jaxpr",
+    ),
+    OpClass.ALONE: (
+        # Used for their exact bits.
+        "bitcast_convert_type reduce_precision nextafter iota empty empty2 random_bits random_seed "
+        "random_split random_fold_in random_wrap random_unwrap random_clone random_gamma "
+        "rng_bit_generator rng_uniform threefry2x32 to_edtype from_edtype",
+        # Integers and logic.
+        "and or xor not shift_left shift_right_logical shift_right_arithmetic population_count clz "
+        "mulhi reduce_and reduce_or reduce_xor reduce_and_p",
+        # Complex numbers and transforms.
+        "complex real imag conj fft",
+        # Linear algebra: backward-stable only in full precision.
+        "cholesky cholesky_update eig eigh hessenberg householder_product lu "
+        "lu_pivots_to_permutation qr ormqr geqrf geqp3 schur svd symmetric_product "
+        "triangular_solve tridiagonal tridiagonal_solve custom_linear_solve linear_solve",
+        # They contain functions, which no table can know.
+        "reduce reduce_window select_and_scatter select_and_scatter_add select_and_gather_add "
+        "linear_call custom_lin call_hi_primitive composite pallas_call mpmd_map ffi_call "
+        "run_state run_scoped core_map custom_partitioning masked_load masked_swap approx_top_k "
+        "scaled_dot scaled_matmul scaled_matmul_wrapper dot_product_attention_fwd_wrapper "
+        "dot_product_attention_bwd_wrapper",
+        # Primitives that jaxmp itself adds.
+        "float32_gradient gradient_of low_precision_product held",
+        # Effects outside of the program.
+        "debug_callback debug_print pure_callback io_callback inspect_sharding infeed outfeed "
+        "check xla_metadata_call xla_metadata_value",
+        # Memory that is written in place, effects, positions.
+        "get swap addupdate accum_grad_in_ref new_ref empty_ref free_ref freeze get_global box_get "
+        "box_set get_variable set_variable new_variable host_local_array_to_global_array "
+        "global_array_to_host_local_array new_box new_log log_extend log_read create_token "
+        "after_all axis_index axis_size platform_index dce_sink",
+    ),
+}
+CLASSES: dict[str, OpClass] = {
+    name: op_class for op_class, lines in _TABLE.items() for line in lines for name in line.split()
+}
+
+
+class Cost(enum.Enum):
+    """The cost of computing the result of an operation a second time, for a backward pass."""
+
+    CHEAP = "reads and writes memory once: may be computed again"
+    DEAR = "is never computed again; its derivative does not ask for its result"
+    APART = "is never computed again, and its derivative decides what is kept for it"
+
+
+# Operations of the table above that are not listed here are cheap. Reasons come first.
+_COSTS: dict[Cost, tuple[str, ...]] = {
+    Cost.DEAR: (
+        # Linear in each operand: products, also those of jaxmp,
+        *_TABLE[OpClass.LOWER],
+        "low_precision_product float32_gradient",
+        # running and windowed sums; windowed maxima, whose derivatives go back to the operand,
+        "cumsum reduce_window_sum reduce_window_max reduce_window_min select_and_scatter_add "
+        "select_and_gather_add fft",
+        # random access to tables,
+        "gather scatter-add scatter-sub",
+        # transfers between devices or memories.
+        "psum psum2 psum_invariant reduce_scatter unreduced_psum unreduced_reduce_scatter "
+        "sharding_constraint layout_constraint relayout reshard mesh_cast device_put "
+        "with_memory_space_constraint optimization_barrier "
+        "all_gather all_gather_invariant all_gather_reduced all_to_all ppermute pbroadcast "
+        "pbroadcast_dynamic unreduced_pmax unreduced_pmin pmax pmin preduced ragged_all_to_all "
+        "reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast vary_unreduced_cast_p",
+        # Integers, which have no derivative.
+        "random_bits random_seed random_split random_fold_in random_clone rng_bit_generator "
+        "rng_uniform threefry2x32 lu_pivots_to_permutation",
+    ),
+    Cost.APART: (
+        # Their derivatives ask for permutations, or for results.
+        "sort top_k approx_top_k cumprod cumlogsumexp cummax cummin reduce_prod "
+        "scatter scatter-mul scatter-min scatter-max reduce_window reduce "
+        "cholesky cholesky_update eig eigh hessenberg householder_product lu qr ormqr geqrf geqp3 "
+        "schur svd symmetric_product triangular_solve tridiagonal tridiagonal_solve "
+        "custom_linear_solve linear_solve",
+        # Sums of many terms.
+        "lgamma digamma polygamma igamma igammac igamma_grad_a random_gamma_grad random_gamma zeta "
+        "bessel_i0e bessel_i1e regularized_incomplete_beta erf_inv polynomial",
+        # Programs, kernels and functions that no table can know.
+        *_TABLE[OpClass.CONTROL],
+        "linear_call custom_lin call_hi_primitive composite pallas_call mpmd_map ffi_call "
+        "run_state run_scoped core_map custom_partitioning masked_load masked_swap "
+        "scaled_dot scaled_matmul scaled_matmul_wrapper dot_product_attention_fwd_wrapper "
+        "dot_product_attention_bwd_wrapper",
+        # Effects outside of the program, and memory that is written in place.
+        "debug_callback debug_print pure_callback io_callback inspect_sharding infeed outfeed "
+        "check xla_metadata_call xla_metadata_value "
+        "get swap addupdate accum_grad_in_ref new_ref empty_ref free_ref freeze get_global box_get "
+        "box_set get_variable set_variable new_variable host_local_array_to_global_array "
+        "global_array_to_host_local_array new_box new_log log_extend log_read create_token "
+        "after_all dce_sink",
+    ),
+}
+COSTS: dict[str, Cost] = dict.fromkeys([*CLASSES, "convert_element_type"], Cost.CHEAP) | {
+    name: cost for cost, lines in _COSTS.items() for line in lines for name in line.split()
+}
+# Functions with derivatives of their own that have one class as a whole.
+_FUNCTIONS: dict[str, OpClass] = {
+    "log_ndtr": OpClass.FLOAT32,  # its derivative is an exponential of it
+}
+CONTRACTIONS = frozenset(_TABLE[OpClass.LOWER][0].split())
+# Their authors made them for the dtypes of their operands.
+KERNELS = frozenset(
+    {"custom_vjp_call", "pallas_call", "mpmd_map", "ffi_call", "composite", "custom_partitioning"}
+    | {"call_hi_primitive", "core_map", "run_state", "linear_call"}
+    | {"dot_product_attention_fwd_wrapper", "scaled_matmul_wrapper"}
+)
+# They put operands side by side, so that the result has another shape than the operands.
+ARRANGEMENTS = frozenset({"concatenate", "pad", "stack", "tie"})
+
+
+@dataclasses.dataclass(frozen=True)
+class OpLists:
+    """The table, with the changes of one call of autocast.
+
+    Attributes:
+      overrides: pairs of a name (of a primitive or a jitted function) and its class.
+    """
+
+    overrides: tuple[tuple[str, OpClass], ...] = ()
+
+    def unused(self, seen: Collection[str]) -> list[str]:
+        """Returns the overridden names that are not primitives and were not seen.
+
+        >>> op_lists(lower=["tanh", "than"]).unused({"exp"})
+        ['than']
+        """
+        return [name for name, _ in self.overrides if name not in seen and name not in CLASSES]
+
+    def of(self, primitive: str, functions: Collection[str] = ()) -> OpClass | None:
+        """Returns the class of a primitive inside jitted functions, innermost last.
+
+        >>> OpLists().of("exp").name
+        'FLOAT32'
+        """
+        usual = CLASSES.get(primitive)
+        changed = _FUNCTIONS | dict(self.overrides)
+        for name in (primitive, *reversed(list(functions))):
+            if name in changed and usual is not OpClass.CONTROL:
+                return changed[name]
+        return usual
+
+
+def op_lists(
+    lower: Iterable[str] = (), float32: Iterable[str] = (), promote: Iterable[str] = ()
+) -> OpLists:
+    """Returns the table with additions.
+
+    Raises:
+      TypeError: if a list is a string, or holds something that is not a string.
+      ValueError: if a name is in two lists, or has no dtype to choose.
+    """
+    given: dict[str, OpClass] = {}
+    lists = {"lower": lower, "float32": float32, "promote": promote}
+    classes = {
+        "lower": OpClass.LOWER,
+        "float32": OpClass.FLOAT32,
+        "promote": OpClass.PROMOTE,
+    }
+    for key, names in lists.items():
+        if isinstance(names, str):
+            raise TypeError(f"{key} must be a list of names, got a string. Write {key}=[{names!r}]")
+        for name in names:
+            if not isinstance(name, str):
+                raise TypeError(
+                    f"{key} must list names of primitives such as 'exp', or of jitted functions "
+                    f"such as 'silu', got {name!r}"
+                )
+            if CLASSES.get(name) in (OpClass.CONTROL, OpClass.ALONE):
+                raise ValueError(
+                    f"{name!r} cannot be in {key}: autocast does not choose its dtype. "
+                    f"It is one of those of which the table says: {CLASSES[name].value}"
+                )
+            if given.get(name, classes[key]) is not classes[key]:
+                raise ValueError(f"{name!r} is in two of the lists lower, float32, promote")
+            given[name] = classes[key]
+    return OpLists(tuple(given.items()))

@@ -1,0 +1,217 @@
+"""A jaxpr in the form for rewriting: operations over numbered values, jitted functions inlined."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from jaxmp._jaxpr.compat import (
+    bind,
+    consts_of,
+    holds_arrays,
+    is_of_jax_nn,
+    is_plain_jit,
+    open_jaxpr,
+    trace,
+)
+from jaxmp._jaxpr.op_classes import CLASSES, OpClass
+
+# The names of JAX's jit primitive: `pjit` until 0.7.
+JITS = ("jit", "pjit")
+_LARGEST_HELPER = 100  # equations
+_SIMPLE = frozenset({*JITS, "custom_jvp_call", "convert_element_type", "iota", "and", "or", "not"})
+
+
+class Op(NamedTuple):
+    """One operation.
+
+    Attributes:
+      equation: its equation, whose params describe it.
+      inputs: its operands: numbers of values, and literals.
+      outputs: the numbers of the values that it makes.
+      stack: its scopes within the program.
+      traceback: the lines of the user's code that asked for it.
+      functions: the jitted functions that were inlined around it, innermost last.
+    """
+
+    equation: core.JaxprEqn
+    inputs: tuple[int | core.Literal, ...]
+    outputs: tuple[int, ...]
+    stack: Any
+    traceback: Any
+    functions: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return str(self.equation.primitive.name)
+
+    @property
+    def params(self) -> dict[str, Any]:
+        return self.equation.params
+
+    @property
+    def in_avals(self) -> list[Any]:
+        return [atom.aval for atom in self.equation.invars]
+
+    @property
+    def out_avals(self) -> list[Any]:
+        return [atom.aval for atom in self.equation.outvars]
+
+
+class Program(NamedTuple):
+    """A jaxpr whose variables are numbers.
+
+    Attributes:
+      ops: its operations, in order.
+      avals: the abstract value of each value, by number.
+      inputs: the numbers of its arguments.
+      consts: numbers of constants, and the constants.
+      outputs: its results: numbers of values, and literals.
+    """
+
+    ops: tuple[Op, ...]
+    avals: tuple[Any, ...]
+    inputs: tuple[int, ...]
+    consts: tuple[tuple[int, Any], ...]
+    outputs: tuple[int | core.Literal, ...]
+
+
+def read(closed: Any, inline: "Callable[[core.JaxprEqn], bool] | None" = None) -> Program:
+    """Reads the program of a jaxpr, closed or open.
+
+    Args:
+      closed: the jaxpr.
+      inline: which jitted functions without shardings are inlined into their caller. None inlines
+        helpers, such as `jnp.where` or `jax.nn.silu`: their treatment may depend on what follows
+        them. Functions that multiply matrices then stay functions, so that layers that share one
+        are still compiled once.
+    """
+    reader = _Reader(_is_helper if inline is None else inline)
+    jaxpr = open_jaxpr(closed)
+    env: dict[Any, Any] = {}
+    inputs = tuple(reader.new(var, env) for var in jaxpr.invars)
+    consts = reader.constants(closed, env)
+    reader.read(jaxpr, env)
+    outputs = tuple(reader.atom(atom, env) for atom in jaxpr.outvars)
+    return Program(
+        tuple(reader.ops), tuple(reader.avals), inputs, (*consts, *reader.consts), outputs
+    )
+
+
+def without_dead_code(program: Program) -> Program:
+    """Returns the program without operations that have no effects and no readers."""
+    alive, ops = {atom for atom in program.outputs if isinstance(atom, int)}, []
+    for op in reversed(program.ops):
+        if op.equation.effects or not alive.isdisjoint(op.outputs):
+            alive.update(atom for atom in op.inputs if isinstance(atom, int))
+            ops.append(op)
+    return program._replace(ops=tuple(reversed(ops)))
+
+
+def has_tangent(value: Any) -> bool:
+    """Whether a value can be differentiated: float64 and complex numbers too."""
+    return hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.inexact)
+
+
+def differentiable(equation: core.JaxprEqn) -> list[int]:
+    """Returns the arguments with tangents of a function with its own derivative rule.
+
+    Arrays that the function holds are not among them; these come first in the operands.
+    """
+    held = equation.params["num_consts"]
+    avals = [atom.aval for atom in equation.invars]
+    return [i for i, aval in enumerate(avals) if i >= held and has_tangent(aval)]
+
+
+def derivative_of(equation: core.JaxprEqn) -> Any:
+    """Traces the derivative rule of a `jax.custom_jvp` call.
+
+    Args:
+      equation: the call.
+
+    Returns:
+      A jaxpr that takes the arguments, and the tangents of those that have some. It returns the
+      results and their tangents.
+    """
+    avals = [atom.aval for atom in equation.invars]
+    floats = differentiable(equation)
+
+    def derivative(*args: Any) -> list[Any]:
+        primals, tangents = list(args[: len(avals)]), args[len(avals) :]
+
+        def of_floats(*given: Any) -> list[Any]:
+            values = list(primals)
+            for i, value in zip(floats, given, strict=True):
+                values[i] = value
+            return bind(equation, values)
+
+        out, dots = jax.jvp(of_floats, [primals[i] for i in floats], list(tangents))
+        made = zip(dots, equation.outvars, strict=True)
+        return [*out, *(dot for dot, result in made if has_tangent(result.aval))]
+
+    return trace(derivative, [*avals, *(avals[i] for i in floats)])
+
+
+class _Reader:
+    def __init__(self, inline: Callable[[core.JaxprEqn], bool]) -> None:
+        self.inline = inline
+        self.ops: list[Op] = []
+        self.avals: list[Any] = []
+        self.consts: list[tuple[int, Any]] = []
+
+    def new(self, var: Any, env: dict[Any, Any]) -> int:
+        number = env[var] = len(self.avals)
+        self.avals.append(var.aval)
+        return number
+
+    def constants(self, closed: Any, env: dict[Any, Any]) -> list[tuple[int, Any]]:
+        names = open_jaxpr(closed).constvars
+        return [(self.new(v, env), c) for v, c in zip(names, consts_of(closed), strict=True)]
+
+    def atom(self, atom: Any, env: dict[Any, Any]) -> Any:
+        return atom if isinstance(atom, core.Literal) else env[atom]
+
+    def read(self, jaxpr: Any, env: dict[Any, Any], caller: Op | None = None) -> None:
+        for equation in jaxpr.eqns:
+            # JAX traces a helper once for all its callers, with the lines of the first.
+            source, functions = equation.source_info, () if caller is None else caller.functions
+            stack = source.name_stack if caller is None else caller.stack + source.name_stack
+            traceback = source.traceback if caller is None else caller.traceback
+            inputs = tuple(self.atom(atom, env) for atom in equation.invars)
+            plain = equation.primitive.name in JITS and is_plain_jit(equation.params)
+            if plain and self.inline(equation):
+                body, name = equation.params["jaxpr"], equation.params["name"]
+                of_jax = (f"jax.nn.{name}",) if is_of_jax_nn(body) else ()
+                names = (*functions, name, *of_jax)
+                call = Op(equation, inputs, (), stack, traceback, names)
+                inner: dict[Any, Any] = dict(zip(open_jaxpr(body).invars, inputs, strict=True))
+                self.consts += self.constants(body, inner)
+                self.read(open_jaxpr(body), inner, call)
+                results = [self.atom(atom, inner) for atom in open_jaxpr(body).outvars]
+                env.update(zip(equation.outvars, results, strict=True))
+            else:
+                outputs = tuple(self.new(var, env) for var in equation.outvars)
+                self.ops.append(Op(equation, inputs, outputs, stack, traceback, functions))
+
+
+def _is_helper(equation: core.JaxprEqn) -> bool:
+    if holds_arrays(equation.params["jaxpr"]):  # a checkpoint around it could not hold them
+        return False
+    names = list(itertools.islice(_names(equation.params["jaxpr"]), _LARGEST_HELPER + 1))
+    return len(names) <= _LARGEST_HELPER and all(_is_simple(name) for name in names)
+
+
+def _is_simple(name: str) -> bool:
+    if name in _SIMPLE:
+        return True
+    return CLASSES.get(name) not in (None, OpClass.CONTROL, OpClass.ALONE, OpClass.LOWER)
+
+
+def _names(jaxpr: Any) -> Iterator[str]:
+    for equation in open_jaxpr(jaxpr).eqns:
+        yield equation.primitive.name
+        if equation.primitive.name in JITS:
+            yield from _names(equation.params["jaxpr"])

@@ -1,0 +1,27 @@
+"""Reads the names of modules and scopes from the name stacks of JAX."""
+
+import functools
+import re
+
+_WRAPPER = re.compile(r"[A-Za-z_]+\(")
+_CALL = re.compile(r"p?jit\([^()]*\)")
+# JAX's names for programs that it makes of a module; they are not names of modules.
+_NO_MODULE = ("", "rematted_computation", "checkpoint")
+
+
+@functools.lru_cache(maxsize=65536)
+def names_in(stack: str) -> tuple[str, ...]:
+    """Returns the names in the text of a name stack, without JAX's transformations.
+
+    >>> names_in("transpose(jvp(LM))/jvp(LM)/rematted_computation/Block_0/q")
+    ('LM', 'Block_0', 'q')
+    """
+    names: list[str] = []
+    for scope in _CALL.sub("", stack).replace("while/body", "").split("/"):
+        name = _WRAPPER.sub("", scope)
+        is_wrapped = name != scope
+        if is_wrapped:
+            name = name.rstrip(")")
+        if name not in _NO_MODULE and not (is_wrapped and names[-1:] == [name]):
+            names.append(name)
+    return tuple(names)

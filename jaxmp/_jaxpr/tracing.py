@@ -1,0 +1,260 @@
+"""Splits the arguments of a call into arrays and the rest, and traces the call."""
+
+import dataclasses
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmp._jaxpr import compat
+
+# Kinds of NumPy dtypes that JAX has no arrays of: objects, text, dates.
+_NO_NUMBERS = "OSUMm"
+
+
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """The part of a call's arguments or results that is not arrays. It belongs to the signature.
+
+    Attributes:
+      tree: the structure.
+      leaves: its leaves, `_ARRAY` in place of each array.
+    """
+
+    tree: Any
+    leaves: tuple[Any, ...] = dataclasses.field(compare=False)
+    # 1, 1.0 and True are equal, but a function may treat each differently.
+    key: tuple[Any, ...] = ()
+
+
+_ARRAY: Any = object()
+
+
+def partition(tree: Any, *, numpy: bool = True) -> tuple[Static, list[Any]]:
+    """Splits a tree into the static rest and its arrays; `numpy` counts NumPy arrays as arrays."""
+
+    def is_array(leaf: Any) -> bool:
+        return isinstance(leaf, jax.Array) or (numpy and _is_of_numpy(leaf))
+
+    leaves, structure = jax.tree.flatten(tree)
+    arrays = [leaf for leaf in leaves if is_array(leaf)]
+    rest = tuple(_ARRAY if is_array(leaf) else leaf for leaf in leaves)
+    key = tuple((type(leaf), str(leaf) if isinstance(leaf, float) else leaf) for leaf in rest)
+    return Static(structure, rest, key), arrays
+
+
+def _is_of_numpy(leaf: Any) -> bool:
+    return isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.kind not in _NO_NUMBERS
+
+
+def combine(static: Static, arrays: Iterable[Any]) -> Any:
+    """Rebuilds a tree: the inverse of `partition`."""
+    given = iter(arrays)
+    leaves = [next(given) if leaf is _ARRAY else leaf for leaf in static.leaves]
+    return jax.tree.unflatten(static.tree, leaves)
+
+
+def trace_call(
+    fun: Callable[..., Any],
+    static: Static,
+    arrays: list[Any],
+    *,
+    as_jit: bool = False,
+    numpy: bool = True,
+) -> tuple[Any, Static]:
+    """Returns the jaxpr of a call, and the static part of its results.
+
+    Args:
+      fun: a function.
+      static: the static part of `(args, kwargs)`.
+      arrays: the arrays of `(args, kwargs)`.
+      as_jit: whether dictionaries and lists among the arguments may be changed, as under `jax.jit`
+        and `jax.grad`, which give a function copies of them.
+      numpy: whether NumPy arrays among the results are arrays of the program too.
+
+    Raises:
+      TypeError: if the function changes its arguments, and the change would be lost.
+    """
+    found: list[Static] = []
+
+    @functools.wraps(fun, assigned=("__name__", "__qualname__"), updated=())
+    def of_arrays(*arrays: Any) -> list[Any]:
+        args, kwargs = combine(static, arrays)
+        objects = _objects((args, kwargs)) if as_jit else [(args, kwargs)]
+        before = [_leaves_of(each) for each in objects]
+        returned, results = partition(fun(*args, **kwargs), numpy=numpy)
+        _check_unchanged(before, objects)
+        found[:] = [returned]
+        return results
+
+    try:
+        return compat.trace(of_arrays, arrays), found[0]
+    except Exception as error:
+        if note := _NOTES.get(type(error).__name__):
+            error.add_note(note)
+        raise
+
+
+# Flax's errors, by name: Flax is not imported here.
+_NOTES = {
+    "TraceContextError": "A function that is rewritten may change the state of nnx modules only if "
+    "they are its arguments: jaxmp.nnx.autocast(loss_fn, policy)(model, batch)",
+}
+
+
+def _objects(tree: Any) -> list[Any]:
+    """Returns the contents of the dictionaries and lists of a tree: arrays, modules."""
+    return jax.tree.leaves(tree, is_leaf=lambda x: not isinstance(x, (dict, list, tuple)))
+
+
+def _leaves_of(tree: Any) -> tuple[list[Any], Any]:
+    """Returns the leaves and the structure of a tree; None for leaves that change per flatten."""
+    (leaves, structure), (again, _) = jax.tree.flatten(tree), jax.tree.flatten(tree)
+    return [a if a is b else None for a, b in zip(leaves, again, strict=True)], structure
+
+
+def _check_unchanged(before: list[Any], objects: list[Any]) -> None:
+    """Raises TypeError if a function has changed its arguments, copies of the caller's."""
+    now = list(map(_leaves_of, objects))
+    same = all(
+        structure == old_structure and all(a is b for a, b in zip(leaves, old_leaves, strict=True))
+        for (old_leaves, old_structure), (leaves, structure) in zip(before, now, strict=True)
+    )
+    if not same:
+        raise TypeError(
+            "the function changes its arguments in place, which would be lost: it runs on copies. "
+            "For nnx modules with state (BatchNorm, Dropout, caches), use jaxmp.nnx.autocast and "
+            "jaxmp.nnx.value_and_grad, which take the changes back; for others, return what is new"
+        )
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["static"])
+@dataclasses.dataclass
+class Returned:
+    """The result of a function, in a form that jit can return.
+
+    Attributes:
+      arrays: its arrays.
+      static: the rest.
+    """
+
+    arrays: list[Any]
+    static: Static
+
+
+Rewrite = Callable[[Any, Static, list[Any]], list[Any]]
+
+
+class _Captured(Exception):
+    """The function holds arrays of its own, which may change between its calls."""
+
+
+def rewriting(
+    fun: Callable[..., Any], rewrite: Rewrite, name: str, advice: str, *, as_jit: bool = False
+) -> Callable[[Static, list[Any]], Returned]:
+    """Returns a function that traces, rewrites and runs `fun` at each call.
+
+    Outside of other traces it is compiled, once for each signature, unless `fun` holds arrays of
+    its own.
+
+    Args:
+      fun: the function.
+      rewrite: computes the arrays that the function returns. It is given the jaxpr, the static part
+        of the arguments, and their arrays.
+      name: the name of the transformation.
+      advice: what to do instead within a linen module.
+      as_jit: whether dictionaries and lists among the arguments may be changed: see `trace_call`.
+
+    Returns:
+      A function of the two parts that `partition` makes of `(args, kwargs)`. It raises ValueError
+      for a call with linen modules that are being initialized or changed.
+    """
+
+    def rewritten(static: Static, arrays: list[Any], may_capture: bool) -> Returned:
+        closed, returned = trace_call(fun, static, arrays, as_jit=as_jit)
+        if not may_capture and compat.holds_arrays(closed):
+            raise _Captured
+        return Returned(rewrite(closed, static, arrays), returned)
+
+    rewritten.__name__ = rewritten.__qualname__ = getattr(fun, "__name__", name)
+    compiled = jax.jit(rewritten, static_argnums=(0, 2))
+    captures = False
+
+    def call(static: Static, arrays: list[Any]) -> Returned:
+        nonlocal captures
+        objects = (leaf for leaf in static.leaves if hasattr(leaf, "__dict__"))
+        _check_no_linen_state([fun, *objects], name, advice)
+        # Within another trace, a separate program would only have to be taken apart again.
+        inline = any(map(compat.is_traced, arrays))
+        if not (captures or inline) and _is_hashable(static):
+            try:
+                return compiled(static, arrays, False)
+            except _Captured:
+                captures = True
+        return rewritten(static, arrays, True)
+
+    return call
+
+
+def _is_hashable(static: Static) -> bool:
+    try:
+        hash(static)
+    except TypeError:
+        return False
+    return True
+
+
+def _check_no_linen_state(call: list[Any], name: str, advice: str) -> None:
+    """Raises ValueError for a call with linen modules that are being initialized or changed."""
+    linen = sys.modules.get("flax.linen")  # without Flax there are no linen modules
+    if linen is None:
+        return
+    # Flax replaces a dictionary in an attribute of a module by its own.
+    for value in _held_by(call, (dict, sys.modules["flax.core"].FrozenDict)):
+        scope = value.scope if isinstance(value, linen.Module) else None
+        if scope is not None and scope.mutable:
+            raise ValueError(
+                f"{name} cannot go around {type(value).__name__}, which the function closes over "
+                "or is given, within the linen module that calls it: the variables that it makes "
+                f"or changes would be lost. {advice}. If the function only reads an attribute, "
+                "such as self.width, read it before"
+            )
+
+
+_LARGEST_CONTAINER = 100  # larger containers are not searched for modules
+
+
+def _held_by(call: list[Any], mappings: Any) -> Iterator[Any]:
+    """Yields a function and its arguments, and all that they are bound to, hold and close over."""
+    containers: Any = (list, tuple, *mappings)
+    waiting, seen = list(call), set[int]()
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        yield value
+        if isinstance(value, functools.partial):
+            waiting += [value.func, *value.args, *value.keywords.values()]
+        if inspect.ismethod(value):
+            waiting += [value.__self__, value.__func__]
+        if inspect.isfunction(value):
+            waiting += [
+                cell.cell_contents for cell in value.__closure__ or () if not _is_empty(cell)
+            ]
+            waiting += [value.__defaults__, value.__kwdefaults__]
+        # Other containers are skipped: they may make their elements anew, or read them from a file.
+        if isinstance(value, containers) and len(value) <= _LARGEST_CONTAINER:
+            waiting += value.values() if isinstance(value, mappings) else value
+
+
+def _is_empty(cell: Any) -> bool:
+    try:
+        _ = cell.cell_contents
+    except ValueError:
+        return True
+    return False

@@ -1,0 +1,247 @@
+"""Fully sharded data parallelism: stores params in shards, gathers them for use."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
+
+from jaxmp._mesh.layout import Layout, layout_of
+from jaxmp._mesh.specs import axes_of_spec, check_rank, flat_specs, named_axes
+from jaxmp._numerics.dtypes import parse_dtype
+from jaxmp._numerics.tree import leaf_names
+from jaxmp._numerics.user_warnings import warn
+
+_LARGE = 2**12  # elements; gathers of smaller params cost more time than they save memory
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class FSDP:
+    """The shardings of the params, and the mesh axes over which they are gathered for use.
+
+    Under `jit` a function cannot see how its arguments are sharded. Left alone, the partitioner may
+    gather a float32 master where the model uses its bfloat16 copy, or move the activations instead.
+    With this, each param is cast, gathered where it is used (one layer at a time in a loop over
+    layers) and freed. The backward pass gathers it again, and sums its gradient in a float32
+    reduce-scatter.
+
+    Attributes:
+      shardings: a tree with one `NamedSharding` for each param; the axes of their mesh are
+        `AxisType.Auto`. Do not split the dimension that a `lax.scan` runs over.
+      axis: the mesh axis, or axes, over which params are split to save memory. Do not list axes of
+        tensor parallelism: dimensions that these split stay split.
+      gather_dtype: the widest dtype in which params are gathered (FSDP2's `param_dtype`). Params
+        that the model uses in a wider dtype are cast to it first. By default, each param is
+        gathered in the dtype in which the model uses it.
+
+    Raises:
+      TypeError: if a leaf of `shardings` is not a `NamedSharding`.
+      ValueError: if no param is split over `axis`, the mesh has other axis types, or params cannot
+        be gathered in `gather_dtype`.
+
+    >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+    >>> fsdp = FSDP(shardings={"w": NamedSharding(mesh, PartitionSpec("data"))}, axis="data")
+    >>> fsdp.axes
+    ('data',)
+    """
+
+    shardings: PyTree
+    axis: str | Sequence[str] = "data"
+    gather_dtype: Any = None
+
+    def __post_init__(self) -> None:
+        split: set[str] = set()
+        for name, sharding in zip(leaf_names(self.shardings), self._leaves, strict=True):
+            _check_sharding(name, sharding)
+            split |= axes_of_spec(sharding.spec)
+        if missing := [axis for axis in self.axes if axis not in split]:
+            raise ValueError(
+                f"no param is split over the mesh axis {missing[0]!r}; the shardings use "
+                f"{sorted(split) or 'none'}. Give the axis that saves memory. fully_sharded leaves "
+                "params of fewer than min_size elements whole. Or leave fsdp out: without it "
+                "gradients are reduced in float32 too"
+            )
+        if self.gather_dtype is not None:
+            dtype = parse_dtype(self.gather_dtype)
+            if dtype.itemsize not in (2, 4):
+                raise ValueError(
+                    "gather_dtype must be bfloat16, float16 or float32, as params are cast to it "
+                    f"without a scale; got {dtype.name}"
+                )
+            object.__setattr__(self, "gather_dtype", dtype)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes over which params are gathered."""
+        return _axis_names(self.axis)
+
+    @property
+    def _leaves(self) -> list[Any]:
+        return jax.tree.leaves(self.shardings)
+
+    def layouts(self, params: PyTree) -> list[Layout]:
+        """Returns the layout of each leaf of the params.
+
+        Args:
+          params: a tree with the structure of `shardings`.
+
+        Returns:
+          One layout for each leaf.
+
+        Raises:
+          ValueError: if the structures differ, or a sharding does not fit its param.
+        """
+        given: Any = jax.tree.structure(self.shardings)
+        if given != jax.tree.structure(params):
+            raise ValueError(
+                "fsdp.shardings must have the structure of the params, one NamedSharding for each: "
+                f"{_differing_leaves(self.shardings, params)}"
+            )
+        found = []
+        leaves = zip(leaf_names(params), jax.tree.leaves(params), self._leaves, strict=True)
+        for name, leaf, sharding in leaves:
+            _check_fits(name, jnp.shape(leaf), sharding)
+            found.append(
+                layout_of(sharding, jnp.ndim(leaf), frozenset(self.axes), self.gather_dtype)
+            )
+        return found
+
+    def constrain(self, tree: PyTree) -> PyTree:
+        """Constrains gradients or params to the shardings in which params are stored."""
+        return jax.tree.map(jax.lax.with_sharding_constraint, tree, self.shardings)
+
+
+def _axis_names(axis: str | Sequence[str]) -> tuple[str, ...]:
+    axes = named_axes(axis) if isinstance(axis, (str, tuple, list)) else ()
+    if not (axes and all(isinstance(name, str) and name for name in axes)):
+        got = "none" if axis in ((), []) else repr(axis)
+        raise ValueError(f"axis must name a mesh axis or several, got {got}")
+    return axes
+
+
+def _check_sharding(name: str, sharding: Any) -> None:
+    if not isinstance(sharding, NamedSharding):
+        raise TypeError(
+            f"fsdp.shardings must be NamedShardings, got a {type(sharding).__name__} for {name!r}. "
+            "jaxmp.sharding.fully_sharded(params, mesh) makes them"
+        )
+    kinds = getattr(sharding.mesh, "axis_types", ())
+    if any(kind is not AxisType.Auto for kind in kinds):
+        raise ValueError(
+            f"fsdp needs a mesh whose axes are AxisType.Auto, got {sharding.mesh.axis_types}: "
+            "jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(names))"
+        )
+
+
+def _differing_leaves(shardings: PyTree, params: PyTree) -> str:
+    """Describes the leaves that only one of two trees has, or else both structures."""
+    given, wanted = leaf_names(shardings), leaf_names(params)
+    parts = []
+    if missing := [name for name in wanted if name not in given]:
+        parts.append(f"there is none for {', '.join(map(repr, missing[:3]))}")
+    if more := [name for name in given if name not in wanted]:
+        parts.append(f"there is no param {', '.join(map(repr, more[:3]))}")
+    if not parts:
+        trees: list[Any] = [jax.tree.structure(tree) for tree in (params, shardings)]
+        parts = [f"the params are {trees[0]}, the shardings {trees[1]}"]
+    return ", and ".join(parts)
+
+
+def _check_fits(name: str, shape: tuple[int, ...], sharding: NamedSharding) -> None:
+    problem = f"{sharding.spec} is for an array of at least {len(sharding.spec)} dimensions"
+    if len(sharding.spec) <= len(shape):
+        try:
+            sharding.shard_shape(shape)
+        except ValueError as error:
+            problem = str(error)
+        else:
+            return
+    raise ValueError(f"the sharding of {name!r} does not fit its shape {shape}: {problem}")
+
+
+def fully_sharded(
+    params: PyTree,
+    mesh: Mesh,
+    axis: str | Sequence[str] = "data",
+    *,
+    base: PyTree | None = None,
+    min_size: int = _LARGE,
+) -> PyTree:
+    """Returns shardings that split every large param over a mesh axis (several count as one).
+
+    Splits the largest dimension of each param that the axis divides. In arrays of three or more
+    dimensions, the first dimension is the last choice, as a loop over layers may run over it. (A
+    matrix may also be a stack of vectors, one for each layer, and looks the same. Make sure that
+    such vectors are longer than the number of layers, or the matrix smaller than `min_size`.) A
+    param without such a dimension stays whole; a warning names the large ones.
+
+    Args:
+      params: a tree of arrays, or of `jax.ShapeDtypeStruct`.
+      mesh: the mesh.
+      axis: the mesh axis, or axes, to split over.
+      base: existing shardings or `PartitionSpec`s, such as those of tensor parallelism: a tree like
+        the params, or a prefix of it. Dimensions that they split are not split again, and params
+        that they split over `axis` stay unchanged.
+      min_size: params with fewer elements are not split: their gathers would cost more time than
+        they save memory.
+
+    Returns:
+      A tree of `NamedSharding`, for `jax.device_put`, `FSDP` and `state_shardings`.
+
+    Raises:
+      ValueError: if the mesh has no such axis, or a spec of the base does not fit its param.
+
+    >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+    >>> params = {"w": jax.ShapeDtypeStruct((64, 128), "float32"), "b": jnp.zeros(128)}
+    >>> {name: x.spec for name, x in fully_sharded(params, mesh).items()}
+    {'b': P(), 'w': P(None, 'data')}
+    """
+    axes = _axis_names(axis)
+    if missing := [name for name in axes if name not in mesh.shape]:
+        raise ValueError(f"the mesh has no axis {missing[0]!r}; it has {', '.join(mesh.shape)}")
+    parts = math.prod(mesh.shape[name] for name in axes)
+    leaves, structure = jax.tree.flatten(params)
+    found, whole = [], []
+    specs = flat_specs(base, params, "base")
+    for name, leaf, spec in zip(leaf_names(params), leaves, specs, strict=True):
+        shape = np.shape(leaf)
+        check_rank(name, len(shape), spec)
+        if unknown := sorted(axes_of_spec(spec) - set(mesh.shape)):
+            raise ValueError(
+                f"base has {spec} for {name!r}, but the mesh has no axis {unknown[0]!r}; it has "
+                f"{', '.join(mesh.shape)}. flax.linen.logical_to_mesh turns logical names into axes"
+            )
+        entries = [*spec, *[None] * (len(shape) - len(spec))]
+        if math.prod(shape) >= min_size and not axes_of_spec(spec).intersection(axes):
+            chosen = _largest(shape, entries, parts)
+            for i in chosen:
+                entries[i] = axis if isinstance(axis, str) else axes
+            split = math.prod(mesh.shape[name] for name in axes_of_spec(spec))
+            if not chosen and parts > 1 and math.prod(shape) // split >= _LARGE:
+                whole.append(f"{name!r} of shape {shape}")
+        while entries and entries[-1] is None:
+            entries.pop()
+        found.append(NamedSharding(mesh, PartitionSpec(*entries)))
+    if whole:
+        warn(_left_whole(whole, axes, parts))
+    return jax.tree.unflatten(structure, found)
+
+
+def _left_whole(params: Sequence[str], axes: Sequence[str], parts: int) -> str:
+    more = f" and {len(params) - 3} more" if len(params) > 3 else ""
+    return (
+        f"the {parts} devices along {' and '.join(map(repr, axes))} divide no free dimension of "
+        f"{', '.join(params[:3])}{more}, so that it is not split over them, nor is its state. "
+        "Pad a dimension to a multiple, or raise min_size if it is to stay so"
+    )
+
+
+def _largest(shape: tuple[int, ...], entries: list[Any], parts: int) -> list[int]:
+    """Returns the best dimension to split as a list, which is empty if there is none."""
+    free = [i for i, size in enumerate(shape) if entries[i] is None and size % parts == 0]
+    return sorted(free, key=lambda i: (i == 0 and len(shape) > 2, -shape[i], -i))[:1]

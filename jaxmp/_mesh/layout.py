@@ -1,0 +1,109 @@
+"""The layout of a param: which mesh axes split it, and over which it is gathered for use."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from jaxmp._mesh.specs import named_axes
+from jaxmp._numerics.dtypes import DType
+
+# For each dimension, the mesh axes that split it.
+Axes = tuple[tuple[str, ...], ...]
+
+
+class Layout(NamedTuple):
+    """The layout of one array.
+
+    Attributes:
+      mesh: the mesh.
+      axes: for each dimension the mesh axes that split it.
+      gather: the mesh axes over which the array is gathered for use.
+      dtype: the dtype to which the array is cast before it is gathered; None for the dtype in which
+        it is used.
+      recomputed: whether the backward pass recomputes the gathered array and then frees it, as in a
+        checkpoint. Elsewhere the array is freed after use, and gathered again.
+    """
+
+    mesh: Mesh | AbstractMesh
+    axes: Axes
+    gather: frozenset[str]
+    dtype: DType | None = None
+    recomputed: bool = False
+
+    @property
+    def stored(self) -> NamedSharding:
+        return _sharding(self.mesh, self.axes)
+
+    @property
+    def whole(self) -> NamedSharding:
+        """The sharding of the array where it is used."""
+        kept = (tuple(name for name in each if name not in self.gather) for each in self.axes)
+        return _sharding(self.mesh, kept)
+
+    def splits(self, dimension: int) -> bool:
+        """Whether a dimension is split over axes that are gathered."""
+        over = self.gather.intersection(self.axes[dimension])
+        return any(self.mesh.shape[axis] > 1 for axis in over)
+
+    def with_axes(self, axes: Sequence[tuple[str, ...]]) -> "Layout":
+        return self._replace(axes=tuple(axes))
+
+    @property
+    def ends(self) -> tuple[NamedSharding, NamedSharding]:
+        """The shardings in which the array is stored and used."""
+        return self.stored, self.whole
+
+
+def layout_of(sharding: NamedSharding, ndim: int, gather: frozenset[str], dtype: Any) -> Layout:
+    """Returns the layout of an array of `ndim` dimensions."""
+    spec = (*sharding.spec, *[None] * (ndim - len(sharding.spec)))
+    return Layout(sharding.mesh, tuple(named_axes(entry) for entry in spec), gather, dtype)
+
+
+def _sharding(mesh: Mesh | AbstractMesh, axes: Any) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec(*[each or None for each in axes]))
+
+
+def moved(layout: Layout | None, equation: Any) -> Layout | None:
+    """Returns the layout after a move of the first operand; None if it must be gathered first.
+
+    Split dimensions must come out unchanged.
+    """
+    if layout is None:
+        return None
+    name, params = equation.primitive.name, equation.params
+    before, after = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+    axes = layout.axes
+    if name == "transpose":
+        return layout.with_axes([axes[i] for i in params["permutation"]])
+    if name in ("slice", "dynamic_slice", "rev", "optimization_barrier", "copy", "copy_p", "name"):
+        touched = [i for i in range(len(before)) if before[i] != after[i]]
+        touched += params["dimensions"] if name == "rev" else ()
+        return None if any(layout.axes[i] for i in touched) else layout
+    if name in ("reshape", "squeeze", "expand_dims"):
+        return _layout_after_reshape(layout, before, after)
+    return None
+
+
+def _layout_after_reshape(layout: Layout, before: Any, after: Any) -> Layout | None:
+    """Returns the layout if a reshape only adds or removes dimensions of size 1, else None."""
+    kept = [(size, each) for size, each in zip(before, layout.axes, strict=True) if size != 1]
+    if [size for size, _ in kept] != [size for size in after if size != 1]:
+        return None
+    if any(each for size, each in zip(before, layout.axes, strict=True) if size == 1):
+        return None
+    rest = iter(kept)
+    return layout.with_axes([() if size == 1 else next(rest)[1] for size in after])
+
+
+def unstacked_layout(layout: Layout | None) -> Layout | None:
+    """Returns the layout of one of the arrays that are stacked along the first dimension."""
+    if layout is None or layout.axes[0]:
+        return None
+    return layout.with_axes(layout.axes[1:])
+
+
+def stacked_layout(layout: Layout | None) -> Layout | None:
+    """Returns the layout of a stack, along a new first dimension, of arrays with this layout."""
+    return None if layout is None else layout.with_axes([(), *layout.axes])

@@ -1,0 +1,64 @@
+"""Puts arrays that are made beside params on the devices of the params."""
+
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
+
+from jaxmp._jaxpr import compat
+
+State = TypeVar("State")
+
+
+def placed_beside(params: PyTree, state: State) -> State:
+    """Replicates arrays on JAX's default device over the mesh of the params.
+
+    Counters and scales are made on the default device. If they stayed there, the first step would
+    return them on the mesh, and the second step would compile anew. A checkpoint of several
+    processes refuses arrays that are local to each process.
+
+    Args:
+      params: the params. If they are traced, or not on a mesh, nothing changes.
+      state: the arrays made beside them. Arrays that the user has put on a device stay there.
+
+    Returns:
+      The state.
+
+    >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
+    >>> w = jax.device_put(jnp.ones(4), NamedSharding(mesh, PartitionSpec()))
+    >>> len(placed_beside(w, jnp.zeros(())).devices()) == jax.device_count()
+    True
+    """
+    mesh = _mesh_of(params)
+    if mesh is None:
+        return state
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    return jax.tree.map(lambda x: x if _is_placed(x) else _replicated(x, everywhere), state)
+
+
+def _mesh_of(params: PyTree) -> Mesh | None:
+    """Returns the mesh of the params, also a mesh of one device, on which programs are tried."""
+    for leaf in jax.tree.leaves(params):
+        if isinstance(leaf, jax.Array) and not compat.is_traced(leaf):
+            sharding = leaf.sharding
+            if isinstance(sharding, NamedSharding):
+                return sharding.mesh if isinstance(sharding.mesh, Mesh) else None
+    return None
+
+
+def _is_placed(x: Any) -> bool:
+    return not isinstance(x, jax.Array) or compat.is_traced(x) or x.committed
+
+
+def _replicated(x: Any, sharding: NamedSharding) -> Any:
+    if sharding.is_fully_addressable:
+        return jax.device_put(x, sharding)
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        data = _replicated(jax.random.key_data(x), sharding)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    # Each process has its own copy, which jax.device_put does not accept as part of one array.
+    values = np.asarray(x)
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: values[index])

@@ -1,0 +1,97 @@
+"""Names of floating dtypes, and the few predicates on them that jaxmp uses."""
+
+import difflib
+from typing import Any
+
+import jax.numpy as jnp
+import jmp
+import numpy as np
+
+DType = np.dtype
+
+# Long name first, then the short ones. jmp's names and PyTorch's are both accepted.
+_NAMES: dict[str, tuple[str, ...]] = {
+    "float64": ("f64", "fp64"),
+    "float32": ("f32", "fp32", "full"),
+    "bfloat16": ("bf16",),
+    "float16": ("f16", "fp16"),
+    # "e4m3" alone is not a short name: float8_e4m3 and float8_e4m3fn are different formats.
+    "float8_e4m3fn": ("f8_e4m3fn", "e4m3fn"),
+    "float8_e5m2": ("f8_e5m2", "e5m2"),
+    "float8_e3m4": ("f8_e3m4", "e3m4"),
+    "float8_e4m3": ("f8_e4m3",),
+    "float8_e4m3fnuz": ("f8_e4m3fnuz", "e4m3fnuz"),
+    "float8_e4m3b11fnuz": ("f8_e4m3b11fnuz", "e4m3b11fnuz"),
+    "float8_e5m2fnuz": ("f8_e5m2fnuz", "e5m2fnuz"),
+}
+_BY_NAME: dict[str, DType] = {
+    name: jnp.dtype(long) for long, short in _NAMES.items() for name in (long, *short)
+}
+_VALID = ", ".join([*_NAMES, "half", *(s for short in _NAMES.values() for s in short)])
+
+
+def suggestion(given: str, valid: list[str]) -> str:
+    """Returns `" Did you mean 'x'?"` for the nearest valid name, or an empty text."""
+    near = difflib.get_close_matches(given, valid, n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def parse_dtype(value: Any) -> DType:
+    """Returns the floating dtype that a name or a dtype-like value stands for.
+
+    One spelling of a dtype per program: `jnp.bfloat16`, `"bf16"` and
+    `jnp.dtype("bfloat16")` compare, hash and print differently in NumPy and JAX, so every dtype
+    that enters jaxmp passes through here once.
+
+    Args:
+      value: a long or short name (`"bfloat16"`, `"bf16"`, `"float8_e4m3fn"`), `"half"` (jmp's
+        name for float16, or bfloat16 on TPU), or anything that `jnp.dtype` accepts.
+
+    Returns:
+      The NumPy dtype.
+
+    Raises:
+      ValueError: for an unknown name, or a dtype that is not a supported float.
+
+    >>> parse_dtype("bf16").name, parse_dtype(jnp.float16).name
+    ('bfloat16', 'float16')
+    """
+    if isinstance(value, str):
+        name = value.strip()
+        if name == "half":
+            return jnp.dtype(jmp.half_dtype())
+        if name not in _BY_NAME:
+            near = suggestion(name, [*_BY_NAME, "half"])
+            raise ValueError(f"unknown dtype {name!r}.{near} Valid names: {_VALID}")
+        return _BY_NAME[name]
+    try:
+        dtype = jnp.dtype(value)
+    except TypeError:
+        raise ValueError(f"{value!r} is not a dtype. Valid names: {_VALID}") from None
+    if dtype.name not in _NAMES:
+        raise ValueError(
+            f"dtype {dtype.name} is not a float that a policy can hold. Valid names: {_VALID}"
+        )
+    return dtype
+
+
+def is_floating(x: Any) -> bool:
+    """Whether `x` has a real floating dtype; false for keys, float0, complex and non-arrays."""
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def is_inexact(x: Any) -> bool:
+    """Whether `x` has a real or complex floating dtype, so that it can be differentiated."""
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def at_least_float32(dtype: Any) -> DType:
+    """Returns float32 for narrower floats, else the dtype itself (float64 and complex stay)."""
+    dtype = jnp.dtype(dtype)
+    return jnp.dtype(jnp.float32) if is_narrow(dtype) else dtype
+
+
+def is_narrow(dtype: Any) -> bool:
+    """Whether a dtype is a float of fewer than 32 bits, which cannot be its own master."""
+    dtype = jnp.dtype(dtype)
+    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4

@@ -1,0 +1,256 @@
+"""Casting, finiteness, selection and path names of pytrees, for all other modules."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, PyTree
+
+from jaxmp._numerics.dtypes import DType, at_least_float32, is_floating, is_inexact
+
+
+def cast_floating(tree: PyTree, dtype: Any) -> PyTree:
+    """Casts the floating leaves of a tree, and nothing else.
+
+    Casting every leaf would break other leaves: a bfloat16 step counter stops at 256, and a typed
+    PRNG key raises. Integers, booleans, complex numbers, keys, `None`, float0, strings and Python
+    scalars (which take the dtype of the arrays they meet) pass unchanged.
+
+    Args:
+      tree: any pytree; NumPy floats become JAX arrays, `ShapeDtypeStruct` leaves stay abstract.
+      dtype: the floating dtype wanted.
+
+    Returns:
+      The tree with its floating leaves in `dtype`; a leaf that has it already is not copied.
+
+    >>> cast_floating({"w": jnp.ones(2), "step": jnp.int32(3)}, jnp.bfloat16)["w"].dtype.name
+    'bfloat16'
+    """
+    dtype = jnp.dtype(dtype)
+    return jax.tree.map(lambda x: _cast_leaf(x, dtype), tree)
+
+
+def _cast_leaf(x: Any, dtype: DType) -> Any:
+    if isinstance(x, jax.ShapeDtypeStruct) and is_floating(x):
+        return x.update(dtype=dtype)
+    if not isinstance(x, (jax.Array, np.ndarray, np.generic)) or not is_floating(x):
+        return x
+    if isinstance(x, jax.Array) and x.dtype == dtype and not x.weak_type:
+        return x
+    return jnp.asarray(x, dtype)
+
+
+def widen(tree: PyTree) -> PyTree:
+    """Casts float leaves narrower than 32 bits to float32; wider and complex leaves stay."""
+    return jax.tree.map(
+        lambda x: cast_floating(x, at_least_float32(x.dtype)) if is_floating(x) else x, tree
+    )
+
+
+def strong(tree: PyTree) -> PyTree:
+    """Makes every numeric leaf an array with a named dtype.
+
+    A Python scalar or a weakly typed array in a state changes its type after the first step,
+    which compiles the step a second time.
+    """
+
+    def strengthen(x: Any) -> Any:
+        if not isinstance(x, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):
+            return x
+        x = jnp.asarray(x)
+        weak = not jnp.issubdtype(x.dtype, jax.dtypes.prng_key) and x.weak_type
+        return jax.lax.convert_element_type(x, x.dtype) if weak else x
+
+    return jax.tree.map(strengthen, tree)
+
+
+def copied(tree: PyTree) -> PyTree:
+    """Copies every array, so that either tree may be donated."""
+    return jax.tree.map(lambda x: jnp.array(x, copy=True), strong(tree))
+
+
+def all_finite(tree: PyTree) -> Bool[Array, ""]:
+    """Whether no floating or complex number anywhere in the tree is infinite or NaN.
+
+    Each leaf is tested in its own dtype: a norm would overflow on large finite values.
+
+    Args:
+      tree: any pytree; leaves that are not floats are ignored.
+
+    Returns:
+      A boolean scalar, true for a tree without floats.
+
+    >>> bool(all_finite([jnp.ones(3), jnp.float16(jnp.inf)])), bool(all_finite([1, None]))
+    (False, True)
+    """
+    floats = [x for x in map(_as_array, jax.tree.leaves(tree)) if is_inexact(x)]
+    return _all_finite(floats) if floats else jnp.array(True)
+
+
+@functools.partial(jax.jit, inline=True)  # one dispatch where the caller is not compiled
+def _all_finite(floats: list[Any]) -> Bool[Array, ""]:
+    # Not every backend has is_finite for 8-bit floats; float32 holds them all exactly.
+    wide = [widen(x) if jnp.dtype(x.dtype).itemsize == 1 else x for x in floats]
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in wide]))
+
+
+def stays_finite(new: PyTree, old: PyTree) -> Bool[Array, ""]:
+    """Whether all numbers that were finite still are; a state may hold infinities.
+
+    >>> old = jnp.array([1.0, jnp.inf])
+    >>> bool(stays_finite(old + 1, old)), bool(stays_finite(old / 0, old))
+    (True, False)
+    """
+    flags = [
+        jnp.all(jnp.isfinite(x) | ~jnp.isfinite(y))
+        for x, y in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
+        if x is not y and is_inexact(y)
+    ]
+    return jnp.all(jnp.stack(flags)) if flags else jnp.array(True)
+
+
+def _as_array(x: Any) -> Any:
+    return jnp.asarray(x) if isinstance(x, (float, complex)) else x
+
+
+def select(pred: Bool[Array, ""], on_true: PyTree, on_false: PyTree) -> PyTree:
+    """Returns `on_true` if `pred` holds, else `on_false`: one whole tree, never a mixture.
+
+    Unlike arithmetic with a mask, this does not spread a NaN from the tree that is not taken.
+
+    Args:
+      pred: a boolean scalar.
+      on_true: a tree of arrays, which may include PRNG keys.
+      on_false: a tree of the same structure and dtypes.
+
+    Returns:
+      The chosen tree.
+
+    Raises:
+      TypeError: if `pred` is not a boolean scalar, or two leaves differ in dtype: promotion would
+        change the type of a state between steps.
+
+    >>> select(jnp.array(False), {"a": jnp.float32(jnp.nan)}, {"a": jnp.float32(1.0)})
+    {'a': Array(1., dtype=float32)}
+    """
+    check_flag(pred, "pred")
+
+    def choose(new: Any, old: Any) -> Any:
+        new, old = jnp.asarray(new), jnp.asarray(old)
+        if new.dtype != old.dtype:
+            raise TypeError(f"cannot select between {new.dtype} and {old.dtype}: cast one of them")
+        return jnp.where(pred, new, old)
+
+    return jax.tree.map(choose, on_true, on_false)
+
+
+def check_flag(flag: Any, name: str) -> None:
+    """Raises TypeError unless `flag` is a boolean scalar."""
+    if jnp.shape(flag) != () or jnp.result_type(flag) != jnp.bool_:
+        raise TypeError(
+            f"{name} must be a boolean scalar, such as jaxmp.all_finite(grads); got "
+            f"{jnp.result_type(flag)}{list(jnp.shape(flag))}"
+        )
+
+
+def check_arrays(tree: PyTree, name: str) -> None:
+    """Raises TypeError if leaves are not numeric, and names the first such leaf."""
+    for i, x in enumerate(jax.tree.leaves(tree)):
+        if isinstance(x, (int, float, complex)):
+            continue
+        dtype = getattr(x, "dtype", None)
+        if dtype is None or jnp.issubdtype(dtype, jax.dtypes.extended):
+            raise TypeError(
+                f"{name}, leaf {leaf_names(tree)[i]!r}, is a {dtype or type(x).__name__}: params "
+                "are trees of arrays. Of a model that holds other things, such as an Equinox "
+                "module, take the arrays: params, static = eqx.partition(model, "
+                "eqx.is_inexact_array), and eqx.combine(params, static) in the loss function. Keep "
+                "PRNG keys in another argument"
+            )
+
+
+def check_differentiable(tree: PyTree, name: str) -> None:
+    """Raises TypeError if leaves are not floats, and names the first such leaf."""
+    for i, x in enumerate(jax.tree.leaves(tree)):
+        if not is_inexact(x) and not isinstance(x, (float, complex)):
+            dtype = getattr(x, "dtype", type(x).__name__)
+            raise TypeError(
+                f"{name}, leaf {leaf_names(tree)[i]!r}, is {dtype}: only floating leaves have "
+                "gradients and masters. Keep counters, keys and tables of integers in another "
+                "argument (or convert the leaf to a float)"
+            )
+
+
+def split_floats(tree: PyTree) -> tuple[list[Any], Callable[[Sequence[Any], PyTree], PyTree]]:
+    """Returns the leaves that have gradients, and a function that puts new ones in their place.
+
+    >>> floats, merged = split_floats({"table": 3, "w": 1.0})
+    >>> floats, merged([2.0], {"table": 4, "w": None})
+    ([1.0], {'table': 4, 'w': 2.0})
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    structure: Any = treedef
+    has_gradient = [is_inexact(x) or isinstance(x, (float, complex)) for x in leaves]
+
+    def merged(floats: Sequence[Any], others: PyTree) -> PyTree:
+        new, rest = iter(floats), structure.flatten_up_to(others)
+        return structure.unflatten(
+            next(new) if mine else x for mine, x in zip(has_gradient, rest, strict=True)
+        )
+
+    return [x for x, mine in zip(leaves, has_gradient, strict=True) if mine], merged
+
+
+def leaf_names(tree: PyTree) -> list[str]:
+    """Returns `"decoder/layer_0/kernel"` for each leaf, in the order of `jax.tree.leaves`.
+
+    >>> leaf_names({"layer": [1, {"w": 2}]})
+    ['layer/0', 'layer/1/w']
+    """
+    paths, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return [jax.tree_util.keystr(path, simple=True, separator="/") or "(root)" for path, _ in paths]
+
+
+def same_structure(a: PyTree, b: PyTree) -> bool:
+    """Whether two trees have the same containers and leaves in the same places."""
+    structure: Any = jax.tree.structure
+    return bool(structure(a) == structure(b))
+
+
+def check_like(tree: PyTree, like: PyTree, *, name: str, like_name: str, advice: str) -> None:
+    """Raises unless two trees have the same structure and their leaves the same shapes.
+
+    Args:
+      tree: the tree in question.
+      like: the tree that it must match.
+      name: what to call `tree` in the message.
+      like_name: what to call `like`.
+      advice: what the user should do, a full sentence.
+
+    Raises:
+      ValueError: naming the leaves that are missing, left over or of another shape.
+    """
+    if not same_structure(tree, like):
+        mine, theirs = leaf_names(tree), leaf_names(like)
+        missing = [n for n in theirs if n not in set(mine)]
+        extra = [n for n in mine if n not in set(theirs)]
+        what = "".join(
+            f"; {label}: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
+            for label, names in (("missing", missing), ("left over", extra))
+            if names
+        )
+        what = what or (
+            f"; same leaves in other containers: {jax.tree.structure(tree)} against "
+            f"{jax.tree.structure(like)}"
+        )
+        raise ValueError(f"{name} and {like_name} have different structures{what}. {advice}")
+    leaves = zip(jax.tree.leaves(tree), jax.tree.leaves(like), strict=True)
+    for i, (x, y) in enumerate(leaves):
+        if jnp.shape(x) != jnp.shape(y):
+            raise ValueError(
+                f"{name} leaf {leaf_names(tree)[i]!r} has shape {jnp.shape(x)}, but the leaf of "
+                f"{like_name} has {jnp.shape(y)}. {advice}"
+            )

@@ -1,0 +1,32 @@
+"""Warnings that point to the user's line, not to a line of a library in between."""
+
+import sys
+import warnings
+import weakref
+from typing import Any
+
+_BETWEEN = frozenset(
+    {"beartype", "contextlib", "flax", "functools", "jax", "jaxmp", "jaxtyping", "optax"}
+)
+
+_SAID: weakref.WeakKeyDictionary[type, set[str]] = weakref.WeakKeyDictionary()
+
+
+def warn(text: str) -> None:
+    """Warns at the user's line, even if transformations of JAX lie between it and jaxmp."""
+    frame, level = sys._getframe(), 1
+    while _is_between(frame) and frame.f_back is not None:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level)
+
+
+def warn_once(text: str, about: type, *, again: bool = False) -> None:
+    """Warns like `warn`, but repeats a text about a class only if `again` is true."""
+    said = _SAID.setdefault(about, set())
+    if again or text not in said:
+        said.add(text)
+        warn(text)
+
+
+def _is_between(frame: Any) -> bool:
+    return str(frame.f_globals.get("__name__")).partition(".")[0] in _BETWEEN

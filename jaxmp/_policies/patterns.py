@@ -1,0 +1,214 @@
+"""Patterns that find modules: globs over paths, class names, expressions, predicates."""
+
+import fnmatch
+import functools
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+Pattern = str | re.Pattern[str] | type | Callable[[str, Any], Any]
+
+# A token of a glob that stands for any number of items; other tokens stand for one item.
+_ANY: Any = object()
+
+
+def matches(pattern: Pattern, path: str, module: Any) -> bool:
+    """Whether a pattern matches a module.
+
+    Args:
+      pattern: a pattern that `check_pattern` returned.
+      path: names joined by `/`, `""` for the root.
+      module: the module, or None if only its path is known.
+
+    Returns:
+      Whether the pattern matches.
+
+    >>> matches("*norm*", "layer/norm1", None), matches("*norm*", "norm/dense", None)
+    (True, False)
+    """
+    if isinstance(pattern, str):
+        kind, _, rest = pattern.partition(":")
+        if kind == "type":
+            names = [base.__name__ for base in type(module).__mro__]
+            return module is not None and any(fnmatch.fnmatchcase(name, rest) for name in names)
+        if kind == "re":
+            return re.fullmatch(rest, path) is not None
+        return _tokens_match(_glob(pattern), path.split("/") if path else [], _tokens_match)
+    if isinstance(pattern, re.Pattern):
+        return pattern.fullmatch(path) is not None
+    if isinstance(pattern, type):
+        return isinstance(module, pattern)
+    return bool(pattern(path, module))
+
+
+def hides_all_of(earlier: Pattern, later: Pattern) -> bool:
+    """Whether an earlier pattern surely matches all that a later one matches, in any model.
+
+    >>> hides_all_of("**", "head"), hides_all_of("*", "head"), hides_all_of("head", "*")
+    (True, True, False)
+    """
+    if earlier == later or earlier in ("**", "/**", "re:.*"):
+        return True
+    # A star is any name: all modules but the model itself.
+    is_glob = isinstance(later, str) and not later.startswith(("type:", "re:"))
+    return earlier == "*" and is_glob and not matches(later, "", None)
+
+
+def is_about_paths(pattern: Pattern) -> bool:
+    """Whether a pattern looks only at paths, and not at modules.
+
+    >>> is_about_paths("*norm*"), is_about_paths("type:*Norm")
+    (True, False)
+    """
+    if isinstance(pattern, str):
+        return not pattern.startswith("type:")
+    return isinstance(pattern, re.Pattern)
+
+
+def check_pattern(pattern: Any) -> Pattern:
+    """Returns the pattern, if it is valid.
+
+    Raises:
+      ValueError: for text that is not a valid glob or regular expression.
+      TypeError: for a value that is not a pattern at all.
+
+    >>> check_pattern("decoder/**/mlp")
+    'decoder/**/mlp'
+    """
+    if isinstance(pattern, str):
+        if pattern.startswith("re:"):
+            try:
+                re.compile(pattern[3:])
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
+        elif not pattern.startswith("type:"):
+            _glob(pattern)
+        elif pattern == "type:":
+            raise ValueError("'type:' names no class. Write a class name, as in 'type:*Norm'")
+        return pattern
+    if isinstance(pattern, re.Pattern):
+        if not isinstance(pattern.pattern, str):
+            raise TypeError(f"{pattern!r} matches bytes, but paths are text")
+        return pattern
+    if isinstance(pattern, type):
+        return pattern
+    if callable(pattern) and not isinstance(pattern, functools.partial) and _takes_two(pattern):
+        return pattern
+    raise TypeError(
+        "a pattern must be a glob such as '*norm*', a compiled regular expression, a module class "
+        f"or a hashable function (path, module) -> bool; got {pattern!r}"
+    )
+
+
+def _takes_two(function: Any) -> bool:
+    """Whether a function looks like a predicate; modules are callable too, but with arrays."""
+    is_module = any(base.__module__.startswith("flax.") for base in type(function).__mro__)
+    try:
+        hash(function)
+        inspect.signature(function).bind("path", None)
+    except (TypeError, ValueError):
+        return False
+    return not is_module
+
+
+def pattern_text(pattern: Pattern) -> str:
+    """Returns the text of a pattern, for people to read.
+
+    >>> pattern_text(dict), pattern_text(re.compile("a.*"))
+    ('dict', 're:a.*')
+    """
+    if isinstance(pattern, str):
+        return pattern
+    if isinstance(pattern, re.Pattern):
+        return f"re:{pattern.pattern}"
+    name = getattr(pattern, "name", None) or getattr(pattern, "__name__", None)
+    return str(name or repr(pattern))
+
+
+def _tokens_match(tokens: Sequence[Any], items: Sequence[Any], fits_one: Any = None) -> bool:
+    """Whether tokens match all items. The time grows with the product of their numbers.
+
+    Only the last `_ANY` met so far is ever extended. The earlier ones took the least that they
+    could, so that no other choice leaves more to the rest. A regular expression would try all
+    choices, and twice as many with every `**`.
+
+    Args:
+      tokens: the names of a glob, or the characters of a name.
+      items: the names of a path, or its characters.
+      fits_one: whether a token that is not `_ANY` matches an item; by default, items are
+        characters.
+
+    Returns:
+      Whether all items match.
+    """
+    fits_one = fits_one or _fits_character
+    i = j = resume_at = 0
+    last_any: int | None = None
+    while j < len(items):
+        if i < len(tokens) and tokens[i] is _ANY:
+            last_any, resume_at, i = i, j, i + 1
+        elif i < len(tokens) and fits_one(tokens[i], items[j]):
+            i, j = i + 1, j + 1
+        elif last_any is not None:
+            resume_at += 1
+            i, j = last_any + 1, resume_at
+        else:
+            return False
+    return all(token is _ANY for token in tokens[i:])
+
+
+def _fits_character(token: Any, char: str) -> bool:
+    if isinstance(token, re.Pattern):
+        return token.fullmatch(char) is not None
+    return token is None or token == char
+
+
+@functools.lru_cache(maxsize=1024)
+def _glob(pattern: str) -> tuple[Any, ...]:
+    """Splits each name of a glob into characters: `_ANY` for stars, None for question marks."""
+    anchored = pattern.startswith("/")
+    names = pattern.removeprefix("/").split("/")
+    if pattern == "/":
+        names = []
+    elif "" in names:
+        what = "is empty" if not pattern else "has an empty name between or after slashes"
+        raise ValueError(
+            f"{pattern!r} is no valid glob: it {what}. Write names joined by single slashes, such "
+            "as 'decoder/**/mlp', or '/' for the model itself"
+        )
+    parts = [_ANY if name == "**" else _name(name, pattern) for name in names]
+    return tuple(parts if anchored else [_ANY, *parts])
+
+
+def _name(name: str, pattern: str) -> tuple[Any, ...]:
+    if "**" in name:
+        raise ValueError(
+            f"{pattern!r} is no valid glob: '**' stands for whole names and must be alone between "
+            "slashes, as in 'decoder/**/mlp'. Within a name write '*'"
+        )
+    out: list[Any] = []
+    i = 0
+    while i < len(name):
+        char = name[i]
+        if char == "[":
+            # As in a shell, a bracket that comes first in a set belongs to it.
+            first = i + 1 + name[i + 1 :].startswith("!")
+            end = name.find("]", first + 1)
+            if end < 0:
+                raise ValueError(f"{pattern!r} is no valid glob: '[' without a closing ']'")
+            out.append(_character_set(name[i + 1 : end], pattern))
+            i = end
+        else:
+            out.append({"*": _ANY, "?": None}.get(char, char))
+        i += 1
+    return tuple(out)
+
+
+def _character_set(text: str, pattern: str) -> re.Pattern[str]:
+    negated, chars = text.startswith("!"), text.removeprefix("!")
+    escaped = re.sub(r"([\\\[\]^&~|])", r"\\\1", chars)
+    try:
+        return re.compile(f"[{'^' if negated else ''}{escaped}]")
+    except re.error:
+        raise ValueError(f"{pattern!r} is no valid glob: [{chars}] is no set") from None

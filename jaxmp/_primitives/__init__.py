@@ -1,0 +1,1 @@
+"""Primitives that jaxmp adds to JAX, and products made of them."""

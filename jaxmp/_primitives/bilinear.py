@@ -1,0 +1,248 @@
+"""A product as a trilinear form: the float32 maps that make up its derivatives.
+
+Batching and transposition are derived from JAX's own rules for the float32 product, once for each
+shape. The derived map then runs in 16 bits.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxmp._numerics.dtypes import DType
+
+# A bilinear map has three roles: two operands and the result. Its transpose with respect to an
+# operand exchanges that operand and the result, so that repeated transposition gives only three
+# maps. A map is named by the role that it returns.
+RESULT = 2
+_Axes = tuple[int | None, ...]
+# The shardings of an operand before and after it is gathered; None if it is not gathered.
+Gather = tuple[NamedSharding, NamedSharding] | None
+Gathers = tuple[Gather, ...]
+NO_GATHERS: Gathers = (None, None)
+
+
+def slots(returned: int) -> tuple[int, int]:
+    """Returns the roles of the two operands of the map that returns a role."""
+    return (RESULT if returned == 0 else 0, RESULT if returned == 1 else 1)
+
+
+class BilinearMap:
+    """One product for given shapes: the float32 maps from any two of its roles to the third.
+
+    Opaque, so that code which scans jaxprs for product dtypes does not find the float32 maps
+    inside.
+
+    Attributes:
+      primitive: the product.
+      compute: the dtype of the multiplication: 16-bit, except for products with float32 results.
+      shapes: the shapes of the three roles.
+      others: the abstract values of the integer operands.
+      gathers: how each operand is gathered before it is multiplied.
+    """
+
+    def __init__(
+        self,
+        primitive: Primitive,
+        compute: DType,
+        shapes: tuple[tuple[int, ...], ...],
+        others: tuple[Any, ...],
+        given: Mapping[int, Callable[..., Any]],
+        gathers: Gathers = NO_GATHERS,
+    ) -> None:
+        self.primitive = primitive
+        self.compute = compute
+        self.shapes = shapes
+        self.others = others
+        self.gathers = gathers
+        self._given = given  # the given maps; the missing ones are transposes of them
+        self._cache: dict[Any, Any] = {}
+
+    def __repr__(self) -> str:
+        return f"{self.primitive.name}{[list(shape) for shape in self.shapes]}"
+
+    def _cached(self, key: Any, make: Callable[[], Any]) -> Any:
+        if key not in self._cache:
+            with no_mesh():
+                self._cache[key] = make()
+        return self._cache[key]
+
+    def _struct(self, role: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(self.shapes[role], dtype)
+
+    def float32_map(self, returned: int) -> Any:
+        """Returns the float32 jaxpr that computes one role from the two others."""
+
+        def make() -> Any:
+            function = self._given.get(returned) or functools.partial(self._transposed, returned)
+            structs = [self._struct(role) for role in slots(returned)]
+            return jax.make_jaxpr(function)(*structs, *self.others)
+
+        return self._cached(returned, make)
+
+    def _transposed(self, returned: int, *args: Any) -> Any:
+        source = max(self._given)
+        known = dict(zip(slots(returned), args[:2], strict=True))
+
+        def function(unknown: Any) -> Any:
+            operands = [unknown if role == returned else known[role] for role in slots(source)]
+            return self._given[source](*operands, *args[2:])
+
+        (out,) = jax.linear_transpose(function, self._struct(returned))(known[source])
+        return out
+
+    def operands(self, returned: int, given: Sequence[Any]) -> list[Any]:
+        """Returns the operands for the multiplication: in the compute dtype, and gathered."""
+        gathers = (*self.gathers, None)
+        return [
+            gathered(cast(x, self.compute), gathers[role])
+            for x, role in zip(given, slots(returned), strict=True)
+        ]
+
+    def result(self, returned: int, made: Any) -> Any:
+        """Returns a result in its sharding: the gradient of an operand is scattered."""
+        gather = (*self.gathers, None)[returned]
+        return made if gather is None else gathered(made, gather[::-1])
+
+    def realized(self, returned: int, dtypes: tuple[Any, ...], dtype: Any) -> Any:
+        """Returns the jaxpr that multiplies in 16 bits.
+
+        Args:
+          returned: the role to make.
+          dtypes: the dtypes of the two operands, then of the float32 source of each, or None.
+          dtype: the dtype of the result.
+        """
+
+        def function(*args: Any) -> Any:
+            args = args[: 2 + len(self.others)]
+            operands = self.operands(returned, args[:2])
+            jaxpr = self.float32_map(returned)
+            widest = max(dtype, self.compute, key=lambda x: np.dtype(x).itemsize)
+            made = _evaluated_map(jaxpr, [*operands, *args[2:]], self.primitive, widest)
+            return self.result(returned, cast(made, dtype))
+
+        def make() -> Any:
+            roles = slots(returned)
+            structs = [self._struct(roles[i], dtypes[i]) for i in range(2)]
+            sources = [self._struct(roles[i], dtypes[2 + i]) for i in range(2) if dtypes[2 + i]]
+            return jax.make_jaxpr(function)(*structs, *self.others, *sources)
+
+        return self._cached((returned, dtypes, dtype), make)
+
+    def batched(self, axes: _Axes, other_axes: _Axes, size: int) -> "BilinearMap":
+        """Returns the form of `size` products; the axis of an unbatched operand is None."""
+
+        def make() -> BilinearMap:
+            def shape(old: tuple[int, ...], axis: int | None) -> tuple[int, ...]:
+                return old if axis is None else (*old[:axis], size, *old[axis:])
+
+            shapes = tuple(map(shape, self.shapes, axes))
+            others = tuple(
+                jax.ShapeDtypeStruct(shape(x.shape, axis), x.dtype)
+                for x, axis in zip(self.others, other_axes, strict=True)
+            )
+            given = {
+                role: jax.vmap(
+                    function_of(self.float32_map(role)),
+                    in_axes=(*(axes[i] for i in slots(role)), *other_axes),
+                    out_axes=axes[role],
+                )
+                for role in range(3)
+                if axes[role] is not None
+            }
+            gathers = tuple(map(_batched_gather, self.gathers, axes[:RESULT]))
+            return BilinearMap(self.primitive, self.compute, shapes, others, given, gathers)
+
+        return self._cached((axes, other_axes, size), make)
+
+    def gathering(self, gathers: Gathers) -> "BilinearMap":
+        """Returns the form of the same product of operands that are gathered first."""
+
+        def make() -> BilinearMap:
+            given = {RESULT: function_of(self.float32_map(RESULT))}
+            return BilinearMap(
+                self.primitive, self.compute, self.shapes, self.others, given, gathers
+            )
+
+        return self._cached(("gathering", gathers), make)
+
+
+@functools.lru_cache(maxsize=1024)
+def bilinear_map(
+    primitive: Primitive,
+    params: tuple[tuple[str, Any], ...],
+    compute: DType,
+    avals: tuple[tuple[tuple[int, ...], Any], ...],
+    gathers: Gathers = NO_GATHERS,
+) -> BilinearMap:
+    """Returns the form of a product: one object for equal products, so that jit caches find it."""
+
+    def function(*operands: Any) -> Any:
+        wide = {**dict(params), "preferred_element_type": np.dtype(np.float32)}
+        return primitive.bind(*operands, **wide)
+
+    operands = [jax.ShapeDtypeStruct(shape, np.float32) for shape, _ in avals[:2]]
+    others = tuple(jax.ShapeDtypeStruct(*aval) for aval in avals[2:])
+    with no_mesh():
+        result = jax.eval_shape(function, *operands, *others)
+    shapes = (*(x.shape for x in operands), result.shape)
+    return BilinearMap(primitive, compute, shapes, others, {RESULT: function}, gathers)
+
+
+def gathered(x: Any, gather: Gather) -> Any:
+    """Gathers an array that is split over devices; the shardings before and after are pinned.
+
+    Otherwise the partitioner would gather the array before its cast, in the wider dtype.
+    """
+    if gather is None:
+        return x
+    for sharding in gather:
+        x = lax.with_sharding_constraint(x, sharding)
+    return x
+
+
+def _batched_gather(gather: Gather, axis: int | None) -> Gather:
+    if gather is None or axis is None:
+        return gather
+    stored, whole = (_with_dimension(sharding, axis) for sharding in gather)
+    return stored, whole
+
+
+def _with_dimension(sharding: NamedSharding, axis: int) -> NamedSharding:
+    spec = (*sharding.spec, *[None] * (axis - len(sharding.spec)))
+    return NamedSharding(sharding.mesh, PartitionSpec(*spec[:axis], None, *spec[axis:]))
+
+
+def no_mesh() -> Any:
+    """Hides the mesh of the first caller from traces that are cached."""
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+
+
+def function_of(jaxpr: Any) -> Callable[..., Any]:
+    return lambda *args: jaxpr_as_fun(jaxpr)(*args)[0]
+
+
+def cast(x: Any, dtype: Any) -> Any:
+    return lax.convert_element_type(x, dtype)
+
+
+def _evaluated_map(jaxpr: Any, args: Sequence[Any], product: Primitive, dtype: Any) -> Any:
+    """Runs a float32 jaxpr of one product on narrow operands, with a product that returns `dtype`.
+
+    Around the product there are only moves, reshapes and sums: they take any dtype.
+    """
+    env = dict(zip(jaxpr.jaxpr.invars, args, strict=True))
+    for equation in jaxpr.jaxpr.eqns:
+        operands = [env[x] for x in equation.invars]
+        params = equation.params
+        if equation.primitive is product:
+            params = {**params, "preferred_element_type": np.dtype(dtype)}
+        (variable,) = equation.outvars
+        env[variable] = equation.primitive.bind(*operands, **params)
+    return env[jaxpr.jaxpr.outvars[0]]

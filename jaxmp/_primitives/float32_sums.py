@@ -1,0 +1,79 @@
+"""Float32 sums of gradients, rounded once, for 16-bit values that are read many times.
+
+A row that 4,096 edges of a graph read gets 4,096 gradients. The transpose of a gather adds them one
+by one in the dtype of the row, where 256 + 1 is 256 in bfloat16: 88 % of the gradient is lost. Here
+only the derivative has the row in float32: the value is gathered in 16 bits, and the backward pass
+keeps the indices only.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core
+
+from jaxmp._jaxpr import compat
+
+FLOAT32 = jnp.dtype(jnp.float32)
+_HALVES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+
+
+def is_half_array(x: Any) -> bool:
+    return getattr(x, "dtype", None) in _HALVES
+
+
+def gather(equation: core.JaxprEqn, values: Sequence[Any]) -> list[Any]:
+    """Binds a gather; the gradients of a 16-bit array are added up in float32.
+
+    Args:
+      equation: the equation of the gather.
+      values: the array, and the indices.
+
+    Returns:
+      The gathered values, in the dtype of the array.
+    """
+    if not is_half_array(values[0]):
+        return compat.bind(equation, values)
+
+    @jax.custom_jvp
+    def gathered(array: Any, *indices: Any) -> Any:
+        return compat.bind(equation, [array, *indices])[0]
+
+    @gathered.defjvp
+    def rule(primals: Any, tangents: Any) -> Any:
+        array, *indices = primals
+        wide = lax.convert_element_type(tangents[0], FLOAT32)
+        # Values from outside of the array are constants.
+        (moved,) = compat.bind(equation, [wide, *indices], fill_value=0)
+        return gathered(*primals), lax.convert_element_type(moved, array.dtype)
+
+    return [gathered(*values)]
+
+
+def gathers(equation: core.JaxprEqn) -> bool:
+    """Whether a 16-bit array is gathered in the programs of an equation, at any depth."""
+    return any(
+        gathers(inner) or (inner.primitive.name == "gather" and is_half_array(inner.invars[0].aval))
+        for jaxpr in compat.sub_jaxprs(equation)
+        for inner in jaxpr.eqns
+    )
+
+
+@jax.custom_jvp
+def accumulator(x: Any) -> Any:
+    """Returns a float32 array that collects the gradients of a 16-bit one; its value means nothing.
+
+    Args:
+      x: the array.
+
+    Returns:
+      Zeros, with the derivative of the array.
+    """
+    return jnp.zeros_like(x, FLOAT32)
+
+
+@accumulator.defjvp
+def _accumulator_jvp(primals: Any, tangents: Any) -> Any:
+    return accumulator(*primals), lax.convert_element_type(tangents[0], FLOAT32)

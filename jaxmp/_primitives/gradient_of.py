@@ -1,0 +1,56 @@
+"""A 16-bit value whose gradient goes to the float32 array that it was rounded from.
+
+The transpose of a cast is a cast, but it comes after the gradient was summed over batch and devices
+in 16 bits. Here the cast in the derivative comes after all operations on the rounded value, so that
+its transpose comes before the sum, which is in float32.
+"""
+
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+# Operands: a value, and the array to which its gradient goes. The identity on the value.
+_gradient_of_p = Primitive("gradient_of")
+
+
+def gradient_of(value: Any, wide: Any) -> Any:
+    """Returns the value, with the derivative of another array of its shape.
+
+    Args:
+      value: the value to return; no gradient goes to it.
+      wide: the array to differentiate instead, of any float dtype.
+
+    Returns:
+      The value.
+
+    >>> import jax.numpy as jnp
+    >>> w = jnp.float32(1 / 3)
+    >>> jax.grad(lambda w: gradient_of(jnp.bfloat16(0.333), w).astype(jnp.float32))(w)
+    Array(1., dtype=float32)
+    """
+    return _gradient_of_p.bind(value, wide)
+
+
+def _jvp(primals: Any, tangents: Any) -> Any:
+    value, _ = primals
+    tangent = tangents[1]
+    out = _gradient_of_p.bind(*primals)
+    if isinstance(tangent, ad.Zero):
+        return out, ad.Zero(jax.typeof(value).to_tangent_aval())
+    return out, lax.convert_element_type(tangent, value.dtype)
+
+
+def _batching_rule(args: Any, axes: Any) -> Any:
+    size = next(x.shape[a] for x, a in zip(args, axes, strict=True) if a is not None)
+    moved = [batching.bdim_at_front(x, a, size) for x, a in zip(args, axes, strict=True)]
+    return _gradient_of_p.bind(*moved), 0
+
+
+_gradient_of_p.def_impl(lambda value, wide: value)
+_gradient_of_p.def_abstract_eval(lambda value, wide: value)
+ad.primitive_jvps[_gradient_of_p] = _jvp
+batching.primitive_batchers[_gradient_of_p] = _batching_rule
+mlir.register_lowering(_gradient_of_p, lambda ctx, value, wide: [value])

@@ -1,0 +1,372 @@
+"""Products of 16-bit operands whose gradients with respect to float32 arrays are float32.
+
+The transpose of a product has the dtype of its operand. So a float32 param that is cast to bfloat16
+for a product gets a gradient that was rounded to bfloat16, and the partitioner sums it over devices
+in bfloat16.
+
+Two primitives fix this. `float32_gradient` is the identity on the value of a product. It adds the
+derivative of that value with respect to the float32 source of an operand. This derivative is a
+`low_precision_product`: linear in each of two operands, multiplied in 16 bits, and with a result of
+any dtype, so that its transpose can be float32.
+
+The cost: XLA:GPU has such matrix products, but no convolution of 16-bit operands with a float32
+result. It converts the operands of that one convolution, of the three, to float32.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from jaxmp._primitives.bilinear import (
+    NO_GATHERS,
+    RESULT,
+    BilinearMap,
+    Gathers,
+    bilinear_map,
+    cast,
+    function_of,
+    gathered,
+    no_mesh,
+    slots,
+)
+
+# The identity on the operands of the product itself, without a derivative: jax.lax.stop_gradient
+# with a transpose.
+_held_p = Primitive("held")
+# Operands: the result of the product, its operands, the float32 sources of operands that have one.
+_attach_p = Primitive("float32_gradient")
+# Operands: the two operands of the product, integer operands, and float32 sources where there are
+# some. The sources do not change the value; they say where second derivatives go.
+_bilinear_p = Primitive("low_precision_product")
+
+
+def held(x: Any) -> Any:
+    """Returns the value without its derivative; another equation has the derivative.
+
+    Unlike `jax.lax.stop_gradient`, it is visible to program rewriters and has a transpose.
+    """
+    return _held_p.bind(x)
+
+
+def product(
+    primitive: Primitive,
+    params: Mapping[str, Any],
+    operands: Sequence[Any],
+    wide: Sequence[Any | None],
+    gathers: Gathers = NO_GATHERS,
+) -> Any:
+    """Binds a product of 16-bit operands whose gradients for float32 sources are float32.
+
+    The product itself is an ordinary equation, which checkpoint policies and audits recognise.
+    Derivatives of any order and mode come from a second primitive behind it.
+
+    Args:
+      primitive: `dot_general`, `conv_general_dilated` or `ragged_dot_general`.
+      params: its params, with `preferred_element_type` the 16-bit dtype, or float32.
+      operands: the two 16-bit arrays, then integer ones (the group sizes of `ragged_dot`).
+      wide: for each of the two, the float32 array that it was rounded from, or None where the
+        gradient belongs to the operand itself.
+      gathers: for each of the two, the shardings before and after it is gathered, or None. A
+        derivative gathers it again, so that the operand is kept as it was given.
+
+    Returns:
+      The product, in the preferred dtype.
+
+    Raises:
+      NotImplementedError: on differentiation, for operands sharded over explicit mesh axes.
+    """
+    has = tuple(source is not None for source in wide)
+    arrays = varying_alike([*operands, *(x for x in wide if x is not None)])
+    operands, sources = arrays[: len(operands)], arrays[len(operands) :]
+    if not sources:
+        return primitive.bind(*operands, **params)
+    # The second primitive supplies all derivatives: JAX's own rule for a held operand would lack
+    # the second derivative by both operands.
+    whole = [gathered(held(x), gather) for x, gather in zip(operands[:2], gathers, strict=True)]
+    out = primitive.bind(*whole, *operands[2:], **params)
+    form = bilinear_map(
+        primitive,
+        tuple(sorted(params.items())),
+        # A float32 result has a float32 gradient, which must not be rounded.
+        out.dtype,
+        tuple((x.shape, x.dtype) for x in operands),
+        gathers,
+    )
+    # The operands are not held here, so that a loop keeps no copy of them.
+    return _attach_p.bind(out, *operands, *sources, form=form, wide=has)
+
+
+def _bilinear(
+    form: BilinearMap, returned: int, dtype: Any, operands: Any, others: Any, sources: Any
+) -> Any:
+    """Binds the map from two roles to the third; a source is None if an operand has none."""
+    dtypes = tuple(x if x is None else x.dtype for x in (*operands, *sources))
+    return _bilinear_p.bind(
+        *operands,
+        *others,
+        *(x for x in sources if x is not None),
+        jaxpr=form.realized(returned, dtypes, dtype),
+        form=form,
+        returned=returned,
+        wide=tuple(x is not None for x in sources),
+        dtype=np.dtype(dtype),
+    )
+
+
+def _split(args: Sequence[Any], wide: tuple[bool, bool]) -> tuple[list[Any], list[Any], list[Any]]:
+    """Splits arguments into the two operands, the integer ones, and the source of each, or None."""
+    end = len(args) - sum(wide)
+    rest = iter(args[end:])
+    return list(args[:2]), list(args[2:end]), [next(rest) if has else None for has in wide]
+
+
+def _tangents(
+    form: BilinearMap,
+    returned: int,
+    dtype: Any,
+    wide: tuple[bool, bool],
+    primals: Any,
+    tangents: Any,
+) -> list[Any]:
+    """Returns the derivative by each operand, or by its source if it has one; without zeros."""
+    operands, others, sources = _split(primals, wide)
+    operand_tangents, _, source_tangents = _split(tangents, wide)
+    terms = []
+    for i in range(2):
+        tangent = source_tangents[i] if wide[i] else operand_tangents[i]
+        if isinstance(tangent, ad.Zero):
+            continue
+        into, along = list(operands), list(sources)
+        into[i], along[i] = tangent, None
+        terms.append(_bilinear(form, returned, dtype, into, others, along))
+    return terms
+
+
+def _cotangents(
+    form: BilinearMap, returned: int, wide: tuple[bool, bool], ct: Any, args: Any
+) -> Any:
+    """Returns the transpose by the one operand that is linear, or by its source."""
+    operands, others, sources = _split(args, wide)
+    linear = [x if x is not None else operands[i] for i, x in enumerate(sources)]
+    unknown = [i for i in range(2) if ad.is_undefined_primal(linear[i])]
+    if len(unknown) != 1:
+        raise TypeError(f"a product of {form} is linear in one operand, not in both at once")
+    (i,) = unknown
+    roles = slots(returned)
+    of = {role: (operands[j], sources[j]) for j, role in enumerate(roles)} | {returned: (ct, None)}
+    operands, sources = map(list, zip(*(of[role] for role in slots(roles[i])), strict=True))
+    result = _bilinear(form, roles[i], linear[i].aval.dtype, operands, others, sources)
+    found: list[Any] = [None] * len(args)
+    found[len(args) - sum(wide[i:]) if wide[i] else i] = result
+    return found
+
+
+def _zero(primal: Any) -> Any:
+    return ad.Zero(jax.typeof(primal).to_tangent_aval())
+
+
+def _attach_jvp(primals: Any, tangents: Any, *, form: BilinearMap, wide: tuple[bool, bool]) -> Any:
+    out = _attach_p.bind(*primals, form=form, wide=wide)
+    terms = _tangents(form, RESULT, out.dtype, wide, primals[1:], tangents[1:])
+    return out, functools.reduce(ad.add_tangents, terms, tangents[0])
+
+
+def _attach_transpose(ct: Any, *args: Any, form: BilinearMap, wide: tuple[bool, bool]) -> Any:
+    if isinstance(ct, ad.Zero):
+        return [None] * len(args)
+    if not any(map(ad.is_undefined_primal, args[1:])):
+        return [ct, *[None] * (len(args) - 1)]
+    # The result also depends on the linear operand through the held product, but that part has no
+    # derivative: the other primitive has all of it.
+    return [None, *_cotangents(form, RESULT, wide, ct, args[1:])]
+
+
+def _bilinear_jvp(
+    primals: Any,
+    tangents: Any,
+    *,
+    jaxpr: Any,
+    form: BilinearMap,
+    returned: int,
+    wide: Any,
+    dtype: Any,
+) -> Any:
+    out = _bilinear_p.bind(
+        *primals, jaxpr=jaxpr, form=form, returned=returned, wide=wide, dtype=dtype
+    )
+    terms = _tangents(form, returned, dtype, wide, primals, tangents)
+    if not terms:
+        return out, _zero(out)
+    return out, functools.reduce(ad.add_tangents, terms)
+
+
+def _bilinear_transpose(
+    ct: Any, *args: Any, jaxpr: Any, form: BilinearMap, returned: int, wide: Any, dtype: Any
+) -> Any:
+    del jaxpr, dtype
+    if isinstance(ct, ad.Zero):
+        return [None] * len(args)
+    return _cotangents(form, returned, wide, ct, args)
+
+
+def _at_axis(x: Any, now: int | None, axis: int | None, size: int) -> Any:
+    """Moves the batch axis of an array, or makes one."""
+    if axis is None or now == axis:
+        return x
+    if now is not None:
+        return jnp.moveaxis(x, now, axis)
+    shape = (*x.shape[:axis], size, *x.shape[axis:])
+    return lax.broadcast_in_dim(x, shape, [i for i in range(len(shape)) if i != axis])
+
+
+def _batch(
+    form: BilinearMap, returned: int, wide: tuple[bool, bool], args: Any, axes: Any, out: int
+) -> tuple[BilinearMap, list[Any]]:
+    """Returns the batched form and its operands, for a result whose batch axis is `out`."""
+    operands, others, sources = _split(args, wide)
+    now, other_axes, source_axes = _split(axes, wide)
+    size = next(x.shape[a] for x, a in zip(args, axes, strict=True) if a is not None)
+    if others:  # JAX's rule for ragged_dot wants everything batched, along the first axis
+        want: list[Any] = [0, 0]
+        others = [_at_axis(x, a, 0, size) for x, a in zip(others, other_axes, strict=True)]
+        other_axes = [0] * len(others)
+    else:
+        want = [a if a is not None else b for a, b in zip(now, source_axes, strict=True)]
+        if want == [None, None]:
+            want = [0, None]
+    operands = [_at_axis(operands[i], now[i], want[i], size) for i in range(2)]
+    sources = [_at_axis(sources[i], source_axes[i], want[i], size) for i in range(2) if wide[i]]
+    by_role = {returned: out, **dict(zip(slots(returned), want, strict=True))}
+    new = form.batched(tuple(by_role[i] for i in range(3)), tuple(other_axes), size)
+    return new, [*operands, *others, *sources]
+
+
+def _attach_batch(args: Any, axes: Any, *, form: BilinearMap, wide: tuple[bool, bool]) -> Any:
+    size = next(x.shape[a] for x, a in zip(args, axes, strict=True) if a is not None)
+    out = 0 if axes[0] is None or len(args) - sum(wide) > 3 else axes[0]
+    result = _at_axis(args[0], axes[0], out, size)
+    if all(axis is None for axis in axes[1:]):
+        args, axes = [args[0], _at_axis(args[1], None, 0, size), *args[2:]], [out, 0, *axes[2:]]
+    form, rest = _batch(form, RESULT, wide, args[1:], axes[1:], out)
+    return _attach_p.bind(result, *rest, form=form, wide=wide), out
+
+
+def _bilinear_batch(
+    args: Any, axes: Any, *, jaxpr: Any, form: BilinearMap, returned: int, wide: Any, dtype: Any
+) -> Any:
+    del jaxpr
+    form, args = _batch(form, returned, wide, args, axes, 0)
+    operands, others, sources = _split(args, wide)
+    return _bilinear(form, returned, dtype, operands, others, sources), 0
+
+
+def varying_alike(arrays: Sequence[Any]) -> list[Any]:
+    """Makes arrays in a `shard_map` vary over all mesh axes that any of them varies over.
+
+    If that changes a float32 source, its gradient gets a float32 sum over devices.
+    """
+    return [functools.reduce(varying_as, arrays, x) for x in arrays]
+
+
+def varying_as(x: Any, like: Any) -> Any:
+    """Makes an array in a `shard_map` vary over the mesh axes of another array, too."""
+    missing = varying_axes(like) - varying_axes(x)
+    return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+
+
+def varying_axes(x: Any) -> frozenset[str]:
+    """Returns the mesh axes over which an array or abstract value varies in a `shard_map`."""
+    mat = getattr(x, "mat", None) or getattr(jax.typeof(x), "mat", None)
+    varying: frozenset[str] = frozenset() if mat is None else mat.varying
+    return varying
+
+
+def _result_aval(like: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    """Returns the type of an array that varies over the mesh axes of `like`."""
+    if any(axis is not None for axis in like.sharding.spec):
+        raise NotImplementedError(
+            "float32 gradients of products whose operands have an explicit sharding. Use a mesh "
+            "with AxisType.Auto, or leave reduce_dtype out (for make_train_step and autocast: "
+            "reduce=bfloat16 in the policy) and give params to "
+            "jax.reshard(param, P(reduced={'data'})) before they are cast"
+        )
+    spec = jax.sharding.PartitionSpec(*[None] * len(shape))
+    sharding = jax.sharding.NamedSharding(like.sharding.mesh, spec)
+    return like.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
+
+
+def _bilinear_aval(lhs: Any, rhs: Any, *rest: Any, form: BilinearMap, **params: Any) -> Any:
+    varying = max((lhs, rhs), key=lambda x: len(x.mat.varying))
+    return _result_aval(varying, form.shapes[params["returned"]], params["dtype"])
+
+
+@functools.lru_cache(maxsize=4096)
+def _compiled_product(params: tuple[tuple[str, Any], ...]) -> Any:
+    return jax.jit(functools.partial(_bilinear_p.bind, **dict(params)))
+
+
+def _bilinear_impl(*args: Any, **params: Any) -> Any:
+    with jax.disable_jit(False):  # where jit is disabled, this would call itself
+        return _compiled_product(tuple(params.items()))(*args)
+
+
+def _lower_realized(ctx: Any, *args: Any, jaxpr: Any, **params: Any) -> Any:
+    del params
+    return _lowering_rule(ctx, function_of(jaxpr), args, jaxpr)
+
+
+def _lower_on_cpu(
+    ctx: Any, *args: Any, jaxpr: Any, form: BilinearMap, returned: int, dtype: Any, **params: Any
+) -> Any:
+    """Lowers products with float32 results to float32 operands: many 16-bit ones fail on CPU.
+
+    The error is "Unsupported element type for DotThunk", for some only after partitioning. Products
+    of 16-bit numbers are exact in float32, so that only the speed differs.
+    """
+    del params
+    if dtype != np.float32:
+        return _lowering_rule(ctx, function_of(jaxpr), args, jaxpr)
+
+    def function(*args: Any) -> Any:
+        operands = [cast(x, np.float32) for x in form.operands(returned, args[:2])]
+        others = args[2 : 2 + len(form.others)]
+        return form.result(returned, function_of(form.float32_map(returned))(*operands, *others))
+
+    return _lowering_rule(ctx, function, args, jaxpr)
+
+
+def _lowering_rule(ctx: Any, function: Callable[..., Any], args: Any, jaxpr: Any) -> Any:
+    # Lowered without varying axes, which the equations inside do not have.
+    ctx = ctx.replace(avals_in=list(jaxpr.in_avals))
+    with no_mesh():
+        return mlir.lower_fun(function, multiple_results=False)(ctx, *args)
+
+
+_held_p.def_impl(lambda x: x)
+_held_p.def_abstract_eval(lambda x: x)
+ad.primitive_jvps[_held_p] = lambda primals, tangents: (_held_p.bind(*primals), _zero(*primals))
+ad.primitive_transposes[_held_p] = lambda ct, x: [None]
+batching.primitive_batchers[_held_p] = lambda args, axes: (_held_p.bind(*args), axes[0])
+mlir.register_lowering(_held_p, lambda ctx, x: [x])
+
+_attach_p.def_impl(lambda out, *rest, **params: out)
+_attach_p.def_abstract_eval(lambda out, *rest, **params: out)
+ad.primitive_jvps[_attach_p] = _attach_jvp
+ad.primitive_transposes[_attach_p] = _attach_transpose
+batching.primitive_batchers[_attach_p] = _attach_batch
+mlir.register_lowering(_attach_p, lambda ctx, out, *rest, **params: [out])
+
+_bilinear_p.def_impl(_bilinear_impl)
+_bilinear_p.def_abstract_eval(_bilinear_aval)
+ad.primitive_jvps[_bilinear_p] = _bilinear_jvp
+ad.primitive_transposes[_bilinear_p] = _bilinear_transpose
+batching.primitive_batchers[_bilinear_p] = _bilinear_batch
+mlir.register_lowering(_bilinear_p, _lower_realized)
+mlir.register_lowering(_bilinear_p, _lower_on_cpu, platform="cpu")

@@ -1,0 +1,117 @@
+"""The public function `recompute`."""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import jax  # noqa: F401 (for the doctest)
+import jax.numpy as jnp  # noqa: F401 (for the doctest)
+
+from jaxmp._jaxpr import compat
+from jaxmp._jaxpr.op_classes import COSTS
+from jaxmp._jaxpr.tracing import Static, combine, partition, rewriting
+from jaxmp._numerics.user_warnings import warn
+from jaxmp._recompute.control_flow import RULES
+from jaxmp._recompute.run import Settings, run_in_pieces
+from jaxmp._recompute.storage import names_of
+
+Recompute = Literal["auto", "always", "never"]
+
+
+def recompute(
+    fun: Callable[..., Any], mode: Recompute = "auto", *, dear: Iterable[str] = ()
+) -> Callable[..., Any]:
+    """Returns the function, keeping less for its backward pass; it computes no product twice.
+
+    JAX keeps every value that a derivative asks for: a softmax and its mask, the tanh of a gelu,
+    the steps of a norm. This function keeps the results of products, and of other dear operations:
+    random bits, sorts, running sums, gathers, linear algebra, collectives, loops, kernels,
+    functions with a `jax.custom_vjp`. It also keeps values that several of them need, such as the
+    stream between layers, and small results of reductions. All other values are computed again from
+    the kept ones. The values of the function and of its gradients stay the same. docs/recompute.md
+    says more; `jaxmp.audit` shows what is kept.
+
+    It works inside `jit`, `scan`, `cond` and `shard_map`, for functions made by other
+    transformations, and for any dtype. A `jax.checkpoint` in the function stays as it is.
+
+    Args:
+      fun: a function of pytrees that `jax.make_jaxpr` can trace.
+      mode: `"auto"` lets the compiler keep values that it would otherwise compute twice. This saves
+        memory in loops, where the passes are two programs, and costs no time. `"always"` forbids
+        that: it saves memory everywhere, and costs time. `"never"` returns the function.
+      dear: names of further primitives (`"tanh"`) and of functions with `jax.jit` or
+        `jax.custom_jvp` (`"silu"`, `"jax.nn.silu"`) that are never computed again. A function
+        without either, such as `jax.nn.gelu`, has no name in a program: put it into `jax.jit`.
+
+    Returns:
+      A function with the arguments of `fun`. Called outside of `jit` it is compiled, once for
+      each signature, unless it holds arrays of its own; arguments that are not arrays are static.
+
+    Raises:
+      TypeError: if `fun` is not callable, or `dear` holds anything but names.
+      ValueError: for an unknown mode.
+
+    >>> def loss(w, x):
+    ...     return jnp.sum(jnp.tanh(x @ w) @ w)
+    >>> w, x = jnp.eye(2), jnp.ones((3, 2))
+    >>> bool(jnp.all(jax.grad(recompute(loss))(w, x) == jax.grad(loss)(w, x)))
+    True
+    """
+    if not callable(fun):
+        raise TypeError(f"recompute takes a function, got {type(fun).__name__}")
+    names = _check_names(dear)
+    if check_recompute(mode) == "never":
+        return fun
+
+    def rewrite(closed: Any, static: Static, arrays: list[Any]) -> list[Any]:
+        context = Settings(mode == "always", names, RULES)
+        for name in sorted(names.difference(COSTS, _names_in(closed)) if names else ()):
+            warn(
+                f"{name!r} is in dear, but is neither a primitive nor a function with jax.jit or "
+                "jax.custom_jvp that this function calls"
+            )
+        return run_in_pieces(context, closed, arrays)
+
+    call = rewriting(fun, rewrite, "recompute", "Put it around model.apply", as_jit=True)
+
+    @functools.wraps(fun, updated=())
+    def recompute_fun(*args: Any, **kwargs: Any) -> Any:
+        out = call(*partition((args, kwargs)))
+        return combine(out.static, out.arrays)
+
+    return recompute_fun
+
+
+def check_recompute(mode: str) -> Recompute:
+    """Returns the mode, if it is valid.
+
+    Raises:
+      ValueError: if it is not.
+    """
+    if mode not in ("auto", "always", "never"):
+        raise ValueError(f"recompute must be 'auto', 'always' or 'never', got {mode!r}")
+    return mode  # type: ignore[return-value]
+
+
+def _check_names(names: Iterable[str]) -> frozenset[str]:
+    if isinstance(names, str):
+        raise TypeError(f"dear must be a list of names, got a string. Write dear=[{names!r}]")
+    if not isinstance(names, Iterable):
+        raise TypeError(f"dear must be a list of names such as 'tanh', got {type(names).__name__}")
+    names = list(names)
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(
+                "dear must list names of primitives such as 'tanh', or of jitted functions such as "
+                f"'silu', got {name!r}"
+            )
+    return frozenset(names)
+
+
+def _names_in(jaxpr: Any) -> set[str]:
+    """Returns all names by which a user can refer to operations of a program."""
+    found: set[str] = set()
+    for equation in compat.open_jaxpr(jaxpr).eqns:
+        found |= names_of(equation)
+        found = found.union(*map(_names_in, compat.sub_jaxprs(equation)))
+    return found

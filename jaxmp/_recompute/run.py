@@ -1,0 +1,144 @@
+"""Runs a program again, with each piece in a checkpoint that keeps the planned values."""
+
+import dataclasses
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend import core
+
+from jaxmp._jaxpr import compat
+from jaxmp._jaxpr.program import Op, Program, read, without_dead_code
+from jaxmp._recompute.pieces import Piece, divided, key_of
+from jaxmp._recompute.storage import Storage, names_of
+
+# The name of values that are kept within a piece.
+STORED = "jaxmp.stored"
+Rule = Callable[["Settings", Op, list[Any]], list[Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The settings of a whole call.
+
+    Attributes:
+      barriers: whether the compiler may not merge values that are computed twice.
+      dear: names of primitives and jitted functions that are never computed again.
+      rules: the rules for operations that contain programs.
+      memo: the plans and jaxprs made so far.
+    """
+
+    barriers: bool
+    dear: frozenset[str]
+    rules: dict[str, Rule]
+    memo: dict[Any, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Divided:
+    program: Program
+    storage: Storage
+    pieces: list[Piece]
+
+
+def run_in_pieces(context: Settings, closed: Any, arguments: Sequence[Any]) -> list[Any]:
+    """Runs a program in pieces, and returns its results.
+
+    Args:
+      context: the settings of this call.
+      closed: the program, closed or open.
+      arguments: its arguments.
+    """
+    plan = _planned(context, closed)
+    program = plan.program
+    values: dict[int, Any] = dict(zip(program.inputs, arguments, strict=True))
+    values.update(program.consts)
+    for piece in plan.pieces:
+        given = [values[number] for number in piece.inputs]
+        made = _run_piece(context, plan, piece, given)
+        values.update(zip(piece.outputs, made, strict=True))
+    return [_value_of(values, atom) for atom in program.outputs]
+
+
+def _planned(context: Settings, closed: Any) -> _Divided:
+    key = ("plan", id(closed), context.barriers)
+    if key not in context.memo:
+        program = without_dead_code(read(closed, lambda each: _is_open(each, context.dear)))
+        storage, pieces = divided(program, context.dear, views=not context.barriers)
+        # The jaxpr is kept alive, so that no other one gets its id.
+        context.memo[key] = _Divided(program, storage, pieces), closed
+    return context.memo[key][0]
+
+
+def _is_open(equation: core.JaxprEqn, dear: Collection[str]) -> bool:
+    return names_of(equation).isdisjoint(dear)
+
+
+def _value_of(values: dict[int, Any], atom: Any) -> Any:
+    return compat.number(atom) if isinstance(atom, core.Literal) else values[atom]
+
+
+def _run_piece(context: Settings, plan: _Divided, piece: Piece, given: list[Any]) -> list[Any]:
+    ops = [plan.program.ops[i] for i in piece.ops]
+    if not piece.recomputes:
+        return _run_divided(context, plan, piece, [op.stack for op in ops], given)
+    depth = _shared_depth([op.stack for op in ops])
+    inner = [_without_outer(op.stack, depth) for op in ops]
+    key = context.barriers, *key_of(piece, plan.program, plan.storage, inner)
+    if key not in context.memo:
+        context.memo[key] = _checkpointed(context, plan, piece, inner), plan
+    outer = _outer(ops[0].stack, depth)
+    with compat.where(ops[0].equation, outer, ops[0].traceback):
+        return context.memo[key][0](*given)
+
+
+def _checkpointed(
+    context: Settings, plan: _Divided, piece: Piece, stacks: list[Any]
+) -> Callable[..., list[Any]]:
+    def piece_of(*given: Any) -> list[Any]:
+        return _run_divided(context, plan, piece, stacks, given)
+
+    # Operations with effects are pieces of their own, so that no reference or token is in here.
+    policy = jax.checkpoint_policies.save_only_these_names(STORED)
+    return jax.checkpoint(piece_of, policy=policy, prevent_cse=context.barriers)
+
+
+def _run_divided(
+    context: Settings, plan: _Divided, piece: Piece, stacks: Sequence[Any], given: Sequence[Any]
+) -> list[Any]:
+    values = dict(zip(piece.inputs, given, strict=True))
+    for i, stack in zip(piece.ops, stacks, strict=True):
+        op = plan.program.ops[i]
+        with compat.where(op.equation, stack, op.traceback):
+            made = _run_op(context, op, [_operand(values, atom) for atom in op.inputs])
+            for number, value in zip(op.outputs, made, strict=True):
+                kept = number in plan.storage.statistics and number not in piece.outputs
+                values[number] = checkpoint_name(value, STORED) if kept else value
+    return [values[number] for number in piece.outputs]
+
+
+def _operand(values: dict[int, Any], atom: Any) -> Any:
+    return atom.val if isinstance(atom, core.Literal) else values[atom]
+
+
+def _run_op(context: Settings, op: Op, inputs: list[Any]) -> list[Any]:
+    rule = context.rules.get(op.name)
+    return compat.bind(op.equation, inputs) if rule is None else rule(context, op, inputs)
+
+
+def _shared_depth(stacks: Sequence[Any]) -> int:
+    """Returns how many outer scopes all operations share."""
+    elements = [stack.stack for stack in stacks]
+    depth = min(map(len, elements))
+    while depth and any(each[:depth] != elements[0][:depth] for each in elements):
+        depth -= 1
+    return depth
+
+
+def _outer(stack: Any, depth: int) -> Any:
+    return type(stack)(stack.stack[:depth])
+
+
+def _without_outer(stack: Any, depth: int) -> Any:
+    return type(stack)(stack.stack[depth:])

@@ -1,0 +1,320 @@
+"""Finds the values of a program to keep for its backward pass.
+
+A region lies between kept values. It consists of the operations that lead to an operand of a dear
+operation, to a kept value, or to a result of the program. One backward pass finds the regions that
+read each value. The kept values are
+
+- results of dear operations, or a smaller value that is made of them at once: the 16-bit cast of a
+  product, the sum of two products, the mask made of random bits;
+- values that more than one region reads, such as a stream of activations, each in its narrowest
+  form: before a cast to float32, or after a cast to 16 bits;
+- statistics: small results of reductions. Their operands stay in the region that reads them.
+"""
+
+import math
+from collections.abc import Collection, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from jaxmp._jaxpr.compat import function_name, is_of_jax_nn, open_jaxpr
+from jaxmp._jaxpr.op_classes import COSTS, Cost
+from jaxmp._jaxpr.program import JITS, Op, Program, derivative_of
+
+# Values before the first dear operation are computed again in each region, unless a chain of more
+# operations than this leads to them.
+_LONGEST_UNTOUCHED = 64
+# A reduction makes a statistic if it shrinks its operand by this factor or more.
+_STATISTIC = 16
+_REDUCTIONS = frozenset(
+    {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_xor"}
+    | {"argmax", "argmin"}
+)
+# Linear in every operand, so that their derivatives ask for no operand.
+_LINEAR = frozenset(
+    {"add", "sub", "neg", "add_any", "convert_element_type", "reduce_sum", "real", "imag", "copy"}
+    | {"reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "rev", "slice"}
+    | {"split", "unstack", "dynamic_slice"}
+    | {"concatenate", "pad", "copy_p", "name", "pvary", "pcast", "float32_gradient"}
+    | {"sharding_constraint", "reshard"}
+)
+
+
+class Storage(NamedTuple):
+    """The kept values of a program.
+
+    Attributes:
+      costs: the cost of each operation.
+      stored: the numbers of the kept values between regions.
+      statistics: the numbers of the values that are kept within a region.
+      linear: for each operation, whether its derivative asks for none of its operands.
+    """
+
+    costs: tuple[Cost, ...]
+    stored: frozenset[int]
+    statistics: frozenset[int]
+    linear: tuple[bool, ...]
+
+
+def cost_of(equation: core.JaxprEqn, dear: Collection[str] = ()) -> Cost:
+    """Returns the cost of running an operation again, without derivatives."""
+    if equation.effects or not names_of(equation).isdisjoint(dear):
+        return Cost.APART
+    name = equation.primitive.name
+    if name in JITS:
+        return _cost_within(equation.params["jaxpr"], dear)
+    if name == "custom_jvp_call":
+        return _cost_within(equation.params["call_jaxpr"], dear)
+    return COSTS.get(name, Cost.APART)
+
+
+def _cost_with_rule(equation: core.JaxprEqn, dear: Collection[str]) -> Cost:
+    """Returns the cost of an operation under differentiation, where `custom_jvp` rules run too.
+
+    The rule is traced for this, even if nobody differentiates in the end.
+    """
+    cost = cost_of(equation, dear)
+    if equation.primitive.name != "custom_jvp_call" or cost is Cost.APART:
+        return cost
+    try:
+        return _cost_within(derivative_of(equation), dear)
+    except Exception:  # any error: a rule may refuse to be differentiated
+        return Cost.APART
+
+
+def _cost_within(jaxpr: Any, dear: Collection[str]) -> Cost:
+    costs = {cost_of(equation, dear) for equation in open_jaxpr(jaxpr).eqns}
+    return Cost.CHEAP if costs <= {Cost.CHEAP} else Cost.APART
+
+
+def names_of(equation: core.JaxprEqn) -> set[str]:
+    """Returns the names by which a user can refer to an operation: its primitive, its function."""
+    name = equation.primitive.name
+    if name in JITS:
+        function = equation.params["name"]
+        own = is_of_jax_nn(equation.params["jaxpr"])
+        return {name, function, *([f"jax.nn.{function}"] if own else [])}
+    return {name, function_name(equation)} if name == "custom_jvp_call" else {name}
+
+
+def bytes_of(aval: Any) -> int:
+    """Returns the size of a value in bytes; for a key, the size of its numbers."""
+    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        aval = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+    return math.prod(aval.shape) * int(aval.dtype.itemsize)
+
+
+def numbers(atoms: Collection[Any]) -> Iterator[int]:
+    """Returns the values among the operands of an operation, without literals."""
+    return (atom for atom in atoms if isinstance(atom, int))
+
+
+class Analysis:
+    """The analysis that finds the kept values of a program.
+
+    Args:
+      program: the program, without dead code.
+      dear: names of primitives and of jitted functions that are never to be computed again.
+    """
+
+    def __init__(self, program: Program, dear: Collection[str]) -> None:
+        self.program = program
+        # Calls of the same function share their equations.
+        equations = {id(op.equation): op.equation for op in program.ops}
+        known = {i: _cost_with_rule(equation, dear) for i, equation in equations.items()}
+        self.costs = tuple(
+            Cost.APART if op.name in JITS else known[id(op.equation)] for op in program.ops
+        )
+        self.made_by: dict[int, int] = {}
+        self.readers: dict[int, list[int]] = {}
+        for i, op in enumerate(program.ops):
+            self.made_by.update(dict.fromkeys(op.outputs, i))
+            for number in set(numbers(op.inputs)):
+                self.readers.setdefault(number, []).append(i)
+        for number in numbers(program.outputs):
+            self.readers.setdefault(number, []).append(len(program.ops))
+        self.inert = self._without_tangents()
+        self.linear = tuple(self._is_linear(op) for op in program.ops)
+        self.touched = self._touched()
+        self.picks = self._picks()
+        self.costs = tuple(
+            Cost.CHEAP if i in self.picks else cost for i, cost in enumerate(self.costs)
+        )
+        self.statistics = frozenset(self._statistics())
+        # These are stored whatever reads them: results of dear operations, and operands of APART
+        # ones.
+        self.stored = self._sunk()
+        for op, cost in zip(program.ops, self.costs, strict=True):
+            if cost is Cost.APART:
+                self.stored.update(
+                    number for number in numbers(op.inputs) if number in self.made_by
+                )
+        self._cut()
+
+    def storage(self) -> Storage:
+        """Returns the kept values."""
+        return Storage(self.costs, frozenset(self.stored), self.statistics, self.linear)
+
+    def size(self, number: int) -> int:
+        return bytes_of(self.program.avals[number])
+
+    def _without_tangents(self) -> set[int]:
+        """Returns the values without tangents: integers, and values made of integers alone."""
+        avals = self.program.avals
+        inert = {i for i, aval in enumerate(avals) if not _is_inexact(aval)}
+        for op, cost in zip(self.program.ops, self.costs, strict=True):
+            if cost is not Cost.APART and inert.issuperset(numbers(op.inputs)):
+                inert.update(op.outputs)
+        return inert
+
+    def _is_linear(self, op: Op) -> bool:
+        if op.name in _LINEAR:
+            return True
+        variables = list(numbers(op.inputs))
+        if op.name == "mul":
+            return len(variables) < 2
+        if op.name == "div":
+            return isinstance(op.inputs[1], core.Literal)
+        return op.name == "select_n" and all(atom != op.inputs[0] for atom in op.inputs[1:])
+
+    def _touched(self) -> set[int]:
+        """Returns the values that a dear operation leads to, or a long chain of cheap ones."""
+        touched, lengths = set[int](), dict[int, int]()
+        for op, cost in zip(self.program.ops, self.costs, strict=True):
+            inputs = list(numbers(op.inputs))
+            length = 1 + max((lengths.get(number, 0) for number in inputs), default=0)
+            lengths.update(dict.fromkeys(op.outputs, length))
+            leads = cost is not Cost.CHEAP or length > _LONGEST_UNTOUCHED
+            if leads or not touched.isdisjoint(inputs):
+                touched.update(op.outputs)
+        return touched
+
+    def _picks(self) -> set[int]:
+        """Returns the gathers of few computed values, such as the logits of the labels."""
+        found, picked = set[int](), set[int]()
+        for i, op in enumerate(self.program.ops):
+            if op.name != "gather" or self.costs[i] is Cost.APART:
+                continue
+            if op.inputs[0] not in self.touched:
+                continue
+            if self._is_small(op) or op.inputs[0] in picked:
+                found.add(i)
+                picked.update(op.outputs)
+        return found
+
+    def _is_small(self, op: Op) -> bool:
+        """Whether the results of an operation are small beside its operands."""
+        read = sum(self.size(number) for number in numbers(op.inputs))
+        return read >= _STATISTIC * sum(map(self.size, op.outputs))
+
+    def _statistics(self) -> Iterator[int]:
+        for i, op in enumerate(self.program.ops):
+            if i in self.picks or (op.name in _REDUCTIONS and self._is_small(op)):
+                yield from op.outputs
+
+    def _sunk(self) -> set[int]:
+        """Returns the values to keep for the results of dear operations: these, or later values.
+
+        In the order of the program, each value that stands for such results is compared with the
+        values that it is made of. The smaller in bytes are kept; if they are equal, the later.
+        """
+        chosen: dict[int, set[int]] = {}  # by the value that stands for them
+        for op, cost in zip(self.program.ops, self.costs, strict=True):
+            standing = [i for i in set(numbers(op.inputs)) if i in chosen]
+            passed = [i for i in standing if self._passes(op, cost, i)]
+            before = set().union(*(chosen[i] for i in passed)) if passed else set()
+            if cost is Cost.CHEAP and not passed:
+                continue
+            after = sum(map(self.size, op.outputs))
+            # An operation that may not run again must keep its results.
+            if passed and cost is Cost.CHEAP and after > sum(map(self.size, before)):
+                chosen.update(dict.fromkeys(op.outputs, before))
+            else:
+                chosen.update({number: {number} for number in op.outputs})
+            if passed:
+                for i in passed:
+                    del chosen[i]
+        return set().union(*chosen.values()) if chosen else set()
+
+    def _passes(self, op: Op, cost: Cost, number: int) -> bool:
+        """Whether an operation is the only reader of a value, and no derivative asks for it."""
+        if len(self.readers[number]) > 1 or cost is Cost.APART or len(op.outputs) != 1:
+            return False
+        if cost is Cost.DEAR and op.name not in _LINEAR:
+            return False
+        # Integers and masks have no derivative, whatever they are made of. But the derivative of a
+        # choice asks for its mask.
+        if op.outputs[0] in self.inert:
+            return True
+        return number not in self.inert and self.linear[self.made_by[op.outputs[0]]]
+
+    def _cut(self) -> None:
+        """Finds the regions that read each value, in one backward pass, and keeps shared values."""
+        regions: dict[int, set[Any]] = {number: set() for number in range(len(self.program.avals))}
+        for number in numbers(self.program.outputs):
+            regions[number].add("results")
+        same = self._rearranged()
+        for i in reversed(range(len(self.program.ops))):
+            op = self.program.ops[i]
+            if self.costs[i] is not Cost.CHEAP:
+                for number in numbers(op.inputs):
+                    regions[number].add(("operand", same[number]))
+                continue
+            for number in op.outputs:
+                several = len(regions[number]) > 1 and number in self.touched
+                if several and number not in self.stored:
+                    self.keep(number)
+                if number in self.stored:
+                    regions[number] = {("stored", number)}
+            reading = set().union(*(regions[number] for number in op.outputs))
+            for number in numbers(op.inputs):
+                regions[number] |= reading
+
+    def _rearranged(self) -> dict[int, int]:
+        """Returns for each value the value of the same size that linear operations make it of.
+
+        One region leads to both, for example to a weight and to its transpose.
+        """
+        same = {number: number for number in range(len(self.program.avals))}
+        for op, linear in zip(self.program.ops, self.linear, strict=True):
+            variables = list(numbers(op.inputs))
+            if len(variables) == 1 and (linear or op.name == "held"):
+                before, after = (self.program.avals[i] for i in (variables[0], op.outputs[0]))
+                if math.prod(before.shape) == math.prod(after.shape):
+                    same[op.outputs[0]] = same[variables[0]]
+        return same
+
+    def keep(self, number: int) -> None:
+        """Stores a value that several regions read, or the narrowest with the same numbers."""
+        narrowest = number
+        while (before := self._before(narrowest)) is not None:
+            if before in self.stored:  # a cast or a slice of it is enough
+                return
+            together = self.program.ops[self.made_by[narrowest]].outputs
+            if self.size(before) > sum(map(self.size, together)):
+                break
+            narrowest = before
+        self.stored.add(narrowest)
+
+    def _before(self, number: int) -> int | None:
+        """Returns the only large operand of the linear operation that makes a value, or None.
+
+        Other operations do not count: if several regions shared one that is not linear, their
+        cotangents would go back through it one by one.
+        """
+        i = self.made_by.get(number)
+        if i is None or number in self.stored or not self.linear[i]:
+            return None
+        inputs = {
+            value
+            for value in numbers(self.program.ops[i].inputs)
+            if value in self.touched and value not in self.statistics
+        }
+        return inputs.pop() if len(inputs) == 1 else None
+
+
+def _is_inexact(aval: Any) -> bool:
+    dtype = getattr(aval, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)

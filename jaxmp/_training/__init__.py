@@ -1,0 +1,1 @@
+"""Gradients, the optimizer and the train step."""

@@ -1,0 +1,189 @@
+"""Converts optimizer states to another storage or policy, also from plain optax."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, PyTree, UInt32
+
+from jaxmp._mesh.placement import placed_beside
+from jaxmp._numerics.dtypes import is_floating, is_narrow
+from jaxmp._numerics.loss_scale import DynamicLossScale, LossScaleState
+from jaxmp._numerics.tree import (
+    cast_floating,
+    check_arrays,
+    check_like,
+    copied,
+    leaf_names,
+    same_structure,
+    strong,
+)
+from jaxmp._training.compact_state import expanded_state, is_compact, stored_like
+from jaxmp._training.master_storages import STORAGES, storage_of
+from jaxmp._training.masters import is_masked
+from jaxmp._training.optimizer import MixedPrecision
+from jaxmp._training.optimizer_step import MixedPrecisionState
+
+
+def convert_state(
+    state: Any, tx: MixedPrecision, *, params: PyTree = None, widen_params: bool = False
+) -> Any:
+    """Converts a training state for another optimizer; loses nothing that the new one can hold.
+
+    For example, from float32 masters to 16-bit remainders, from plain optax to mixed precision, or
+    from 8-bit moments to float32. Read the checkpoint with the optimizer that wrote it, then
+    convert.
+
+    Args:
+      state: a `TrainState`, Flax's `TrainState`, or any object with `params`, `opt_state` and
+        `replace`. Or, if `params` is given, an optimizer state: of `mixed_precision`, of plain
+        optax, or None if there are only params.
+      tx: the optimizer to continue with. Its inner optimizer must be the same as before.
+      params: the live params, if `state` is an optimizer state.
+      widen_params: whether masters may start from 16-bit params where the state has no masters. The
+        bits that rounding removed are lost.
+
+    Returns:
+      The state with new params, optimizer state and `tx`; or, if `params` was given, params and
+      optimizer state. All arrays are copies. Masters and moments stay the same to the bit wherever
+      the new storage can hold them. The step, the counts of skips and the random words continue. A
+      dynamic loss scale continues from the scale of the state, unless that is 1; other loss scales
+      start anew.
+
+    Raises:
+      ValueError: if masters, or float32 params, would have to be made from 16-bit params without
+        `widen_params`, or the state belongs to another optimizer.
+      TypeError: if `tx` is not wrapped in `mixed_precision`, or `state` is not a state.
+
+    >>> import jaxmp
+    >>> old = jaxmp.mixed_precision(optax.sgd(0.1), "bfloat16")
+    >>> state = jaxmp.TrainState.create(params={"w": jnp.float32(1.001)}, tx=old)
+    >>> new = jaxmp.mixed_precision(optax.sgd(0.1), "bfloat16", master="remainder")
+    >>> converted = convert_state(state, new)
+    >>> converted.opt_state.master
+    {'w': Array(8389, dtype=int16)}
+    >>> convert_state(converted, old).opt_state.master
+    {'w': Array(1.001, dtype=float32)}
+    """
+    if not isinstance(tx, MixedPrecision):
+        raise TypeError(
+            f"tx must be jaxmp.mixed_precision(optimizer, policy), got {type(tx).__name__}"
+        )
+    if params is not None:
+        return copied(_converted(params, state, tx, widen_params))
+    if not all(hasattr(state, name) for name in ("params", "opt_state", "replace")):
+        raise TypeError(
+            f"convert_state takes a TrainState, or an optimizer state and params=..., got "
+            f"{type(state).__name__}"
+        )
+    live, opt_state = _converted(state.params, state.opt_state, tx, widen_params)
+    return copied(state.replace(params=live, opt_state=opt_state, tx=tx))
+
+
+def _converted(
+    params: PyTree, opt_state: Any, tx: MixedPrecision, widen_params: bool
+) -> tuple[PyTree, MixedPrecisionState]:
+    check_arrays(params, "params")
+    params = strong(params)
+    old = opt_state if isinstance(opt_state, MixedPrecisionState) else None
+    kept = jax.tree.map(lambda _: optax.MaskedNode(), params) if old is None else old.master
+    values = jax.tree.map(_master, params, kept)
+    # Under rules, params keep the dtypes that the model gave them.
+    live, new = tx.init_params(values, like=params if tx.rules.rules else None)
+    if not widen_params:
+        _check_not_widened(params, kept, live, new.master)
+    inner = opt_state if old is None else old.inner
+    new = _counted_from(_steps(inner, kept), new)
+    if inner is not None:
+        new = new._replace(inner=_inner_like(new.inner, inner))
+    if old is not None:
+        new = new._replace(
+            loss_scale=_scale_after(old.loss_scale, new.loss_scale, tx),
+            grads_finite=old.grads_finite,
+            skipped=old.skipped,
+            consecutive_skips=old.consecutive_skips,
+        )
+    return live, placed_beside(live, new)
+
+
+def _master(param: Any, kept: Any) -> Any:
+    narrow = is_floating(param) and is_narrow(param.dtype)
+    return storage_of(kept).load(param, kept) if narrow else param
+
+
+def _is_count(kept: Any) -> bool:
+    return not is_masked(kept) and storage_of(kept) is STORAGES["stochastic"]
+
+
+def _steps(inner: Any, master: PyTree) -> UInt32[Array, ""]:
+    """Returns how many steps have rounded at random so far."""
+    states = [x for x in jax.tree.leaves(inner, is_leaf=is_compact) if is_compact(x)]
+    counts = [x.step for x in states] + [x for x in jax.tree.leaves(master) if _is_count(x)]
+    return functools.reduce(jnp.maximum, counts, jnp.uint32(0))
+
+
+def _counted_from(steps: UInt32[Array, ""], state: MixedPrecisionState) -> MixedPrecisionState:
+    """Continues the counts at `steps`: equal random words would round the same way twice."""
+
+    def with_steps(x: Any) -> Any:
+        return x._replace(step=steps) if is_compact(x) else x
+
+    return state._replace(
+        inner=jax.tree.map(with_steps, state.inner, is_leaf=is_compact),
+        master=jax.tree.map(lambda x: steps if _is_count(x) else x, state.master),
+    )
+
+
+def _has_master(param: Any, kept: Any) -> bool:
+    """Whether the state holds more of a param than its 16 bits."""
+    return not is_narrow(param.dtype) or not (is_masked(kept) or _is_count(kept))
+
+
+def _check_not_widened(params: PyTree, old: PyTree, live: PyTree, new: PyTree) -> None:
+    """Raises ValueError if a master would start with only the bits of a narrow param."""
+
+    def is_widened(param: Any, before: Any, after: Any, kept: Any) -> bool:
+        return _has_master(after, kept) and not _has_master(param, before)
+
+    widened = jax.tree.leaves(jax.tree.map(is_widened, params, old, live, new))
+    if any(widened):
+        name = leaf_names(params)[widened.index(True)]
+        raise ValueError(
+            f"params, leaf {name!r}, is narrow, and the state has no master of it: the new one "
+            "would begin with what rounding has left. Read the masters with the optimizer that "
+            "wrote them; or, if there are none, give widen_params=True"
+        )
+
+
+def _inner_like(like: Any, inner: Any) -> Any:
+    """Stores the state of the inner optimizer in the form of `like`."""
+    if _stored_alike(inner, like):  # do not round at random once more
+        return inner
+    expanded, wanted = expanded_state(inner), jax.eval_shape(expanded_state, like)
+    check_like(
+        expanded,
+        wanted,
+        name="the state of the optimizer",
+        like_name="that of tx",
+        advice="The optimizer inside of tx must be the one that made the state.",
+    )
+
+    def cast(x: Any, y: Any) -> Any:
+        return cast_floating(jnp.asarray(x), y.dtype) if is_floating(y) else jnp.asarray(x)
+
+    return stored_like(like, jax.tree.map(cast, expanded, wanted))
+
+
+def _stored_alike(a: Any, b: Any) -> bool:
+    leaves = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=False)
+    return same_structure(a, b) and all(
+        jnp.shape(x) == jnp.shape(y) and jnp.result_type(x) == jnp.result_type(y) for x, y in leaves
+    )
+
+
+def _scale_after(old: LossScaleState, new: LossScaleState, tx: MixedPrecision) -> LossScaleState:
+    if not isinstance(tx.loss_scale, DynamicLossScale):
+        return new
+    return jax.tree.map(lambda a, b: jnp.where(old.scale == 1, b, a), old, new)

@@ -1,0 +1,146 @@
+"""Finds the params that an optimizer never moves, from its program: they need no masters."""
+
+import contextlib
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import PyTree
+
+from jaxmp._jaxpr import compat
+from jaxmp._jaxpr.dataflow import AnySite, Question, nested, propagate
+from jaxmp._numerics.dtypes import at_least_float32, is_inexact, is_narrow
+from jaxmp._numerics.tree import leaf_names
+
+# Operations whose result is zero if all array operands are zero ...
+_KEEP_ZERO = frozenset(
+    {"add", "add_any", "sub", "neg", "sign", "abs", "sqrt", "convert_element_type", "copy"}
+    | {"copy_p", "broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "slice"}
+    | {"rev", "concatenate", "reduce_sum", "reduce_precision"}
+)
+# ... and if the first operand is. (A product is zero if an array operand is; a literal factor of
+# zero may be a learning rate that Python will change.)
+_FIRST_ZERO = frozenset({"div"})
+
+
+def moved_by(inner: optax.GradientTransformation, params: PyTree) -> PyTree:
+    """Returns for each leaf of the params whether an optimizer ever moves it.
+
+    `optax.set_to_zero` on some params (LoRA, a frozen backbone) makes their updates zero for any
+    gradients. This function follows zeros through the program of one update, also through the
+    branches of `MultiSteps` and `apply_if_finite`.
+
+    Args:
+      inner: the optimizer. If it cannot be traced here, without its own arguments or outside of its
+        mesh, it counts as moving all floats, which costs memory but not correctness, and no
+        integers, which have no gradients. `check_rests` checks this in each step.
+      params: a tree of arrays.
+
+    Returns:
+      A tree of bools with the structure of the params.
+
+    >>> transforms = {"train": optax.sgd(0.1), "freeze": optax.set_to_zero()}
+    >>> inner = optax.multi_transform(transforms, {"head": "train", "base": "freeze"})
+    >>> moved_by(inner, {"head": jnp.bfloat16(1), "base": jnp.bfloat16(1)})
+    {'base': False, 'head': True}
+    """
+    if all(
+        jnp.issubdtype(x.dtype, jnp.inexact) and not is_narrow(x.dtype) for x in _leaves(params)
+    ):
+        return jax.tree.map(lambda _: True, params)  # no masters anyway
+    wide = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, gradient_dtype(p.dtype)), params)
+    values = jax.tree.map(
+        lambda p: jax.ShapeDtypeStruct(p.shape, at_least_float32(p.dtype)), params
+    )
+
+    def with_loss(grads: PyTree, state: Any, params: PyTree, loss: Any) -> Any:
+        return inner.update(grads, state, params, value=loss)
+
+    # The state is an argument too: a schedule that begins at zero does not stay there. So is the
+    # loss, which a train step passes and some optimizers require.
+    loss = jax.ShapeDtypeStruct((), jnp.float32)
+    for update, more in ((with_loss, (loss,)), (inner.update, ())):
+        with contextlib.suppress(Exception):  # any exception: the optimizer is the user's
+            zeros = _zero_updates(update, wide, jax.eval_shape(inner.init, values), values, *more)
+            return jax.tree.map(lambda zero: not zero, zeros)
+    return jax.tree.map(is_inexact, params)
+
+
+def gradient_dtype(dtype: Any) -> Any:
+    """Returns the gradient dtype that an optimizer sees: float32 for integers, which have none."""
+    return at_least_float32(dtype) if jnp.issubdtype(dtype, jnp.inexact) else jnp.float32
+
+
+def check_rests(
+    inner: Any,
+    given: tuple[PyTree, PyTree, PyTree],
+    extra: dict[str, Any],
+    updates: PyTree,
+    moved: PyTree,
+) -> None:
+    """Raises ValueError if the optimizer moves a param that it was found never to move.
+
+    The optimizer may depend on an argument, or on Python state that has changed. The param has no
+    master, so that it would lose small updates; an integer param would lose all.
+
+    Args:
+      inner: the optimizer.
+      given: the gradients, state and params that the optimizer was given.
+      extra: the further arguments that it was given.
+      updates: the updates that it returned.
+      moved: the result of `moved_by`.
+    """
+    if all(_leaves(moved)):
+        return
+    if any(map(compat.is_traced, _leaves((given, updates)))):
+        rests = _leaves(_zero_updates(functools.partial(inner.update, **extra), *given))
+    else:
+        pairs = zip(_leaves(updates), _leaves(moved), strict=True)
+        rests = [not moves and not np.any(u) for u, moves in pairs]
+    for i, (moves, at_rest) in enumerate(zip(_leaves(moved), rests, strict=True)):
+        if not moves and not at_rest:
+            raise ValueError(
+                f"the optimizer moves {leaf_names(moved)[i]!r} now, but did not when its state was "
+                "made, so that there is no master for it. Make the masters anew: "
+                "state._replace(master=tx.init(params).master), with the tx that moves it. If the "
+                "param holds integers, it has no gradient: freeze it, with optax.set_to_zero as "
+                "the last that it passes through"
+            )
+
+
+def _leaves(tree: PyTree) -> list[Any]:
+    return jax.tree.leaves(tree)
+
+
+def _zero_updates(update: Callable[..., tuple[PyTree, Any]], *args: Any) -> PyTree:
+    """Returns for each update of an optimizer whether it is zero for any input."""
+    closed, updates = jax.make_jaxpr(lambda *args: update(*args)[0], return_shape=True)(*args)
+    zeros = propagate(nested(closed), [False] * len(closed.in_avals), _IS_ZERO)
+    return jax.tree.unflatten(jax.tree.structure(updates), zeros)
+
+
+def _made(site: AnySite, zero: Sequence[bool]) -> list[bool]:
+    """Returns which results of an operation are zero, given which operands are zero."""
+    name, atoms = site.equation.primitive.name, site.equation.invars
+    if name == "mul":
+        made = any(x for x, atom in zip(zero, atoms, strict=True) if not hasattr(atom, "val"))
+    elif name == "select_n":
+        made = all(zero[1:])
+    elif name in _KEEP_ZERO:
+        made = all(zero)
+    else:
+        made = name in _FIRST_ZERO and zero[0]
+    return [made] * len(site.equation.outvars)
+
+
+_IS_ZERO = Question(
+    nothing=False,
+    join=operator.and_,
+    rule=_made,
+    literal=lambda atom: bool(np.ndim(atom.val) == 0 and atom.val == 0),
+)

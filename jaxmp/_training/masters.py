@@ -1,0 +1,134 @@
+"""The float32 masters of all params: the params themselves, or what is kept beside them."""
+
+import dataclasses
+import functools
+import zlib
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Int32, PyTree
+
+from jaxmp._numerics.dtypes import at_least_float32, is_floating, is_narrow
+from jaxmp._numerics.rounding import round_finite
+from jaxmp._numerics.tree import leaf_names, widen
+from jaxmp._training.master_storages import STORAGES, MasterStorage, NoMaster, StoredParam
+
+
+class LiveAndMaster(NamedTuple):
+    """Live params, and what is kept beside them, in the same structure."""
+
+    params: PyTree
+    master: PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class Masters:
+    """The masters of a tree of params. A float32 (or wider) leaf is its own master.
+
+    `master` has the structure of the params, with `optax.MaskedNode()` where nothing is kept.
+
+    Args:
+      name: how the master of a narrow param is kept, a key of `STORAGES`.
+    """
+
+    name: str
+
+    @property
+    def storage(self) -> MasterStorage:
+        """How the master of a narrow param is kept."""
+        return STORAGES[self.name]
+
+    def kind(self, params: PyTree) -> dict[str, Int32[Array, ""]] | Int32[Array, ""]:
+        """Returns an entry whose name says how the params and masters are stored.
+
+        Args:
+          params: the live params, or a tree with their dtypes.
+
+        Returns:
+          The number of params, under a name made of their dtypes and, if there are masters, of how
+          these are kept. Without params, the number alone: optax's tools pass a placeholder instead
+          of params, and its state must fit the state of any params.
+
+        >>> Masters("remainder").kind({"w": jnp.bfloat16(0)})
+        {'bfloat16-remainder': Array(1, dtype=int32)}
+        """
+        dtypes = [x.dtype for x in jax.tree.leaves(params)]
+        count = jnp.int32(len(dtypes))
+        parts = sorted({dtype.name for dtype in dtypes})
+        if any(map(is_narrow, dtypes)):
+            parts.append(self.name)
+        if len(set(dtypes)) > 1:  # add which param has which dtype
+            order = " ".join(dtype.name for dtype in dtypes)
+            parts.append(f"{zlib.crc32(order.encode()):08x}")
+        return {"-".join(parts): count} if dtypes else count
+
+    def first(self, values: PyTree, params: PyTree, moved: PyTree) -> LiveAndMaster:
+        """Returns live params and what is kept, for masters that start as `values`.
+
+        Args:
+          values: the first masters, rounded or not.
+          params: a tree with the dtypes of the live params.
+          moved: for each leaf whether the optimizer ever moves it; if not, it needs no master.
+        """
+        names = jax.tree.unflatten(jax.tree.structure(params), leaf_names(params))
+
+        def first(value: Any, param: Any, moves: bool, name: str) -> StoredParam:
+            if not is_narrow(param.dtype) or not is_floating(value):
+                return StoredParam(value.astype(param.dtype), optax.MaskedNode())
+            storage = self.storage if moves else NoMaster()
+            try:
+                wide = value.astype(at_least_float32(param.dtype))
+                return storage.first(wide, param.dtype)
+            except TypeError as error:
+                raise TypeError(f"params, leaf {name!r}, {error}") from None
+
+        return _transposed(jax.tree.map(first, values, params, moved, names))
+
+    @functools.partial(jax.jit, static_argnums=0, inline=True)
+    def load(self, params: PyTree, master: PyTree) -> PyTree:
+        """Returns the float32 masters, which follow params that were set from outside."""
+
+        def load(param: Any, kept: Any) -> Any:
+            return widen(param) if is_masked(kept) else self.storage.load(param, kept)
+
+        return jax.tree.map(load, params, master)
+
+    @functools.partial(jax.jit, static_argnums=0, inline=True)
+    def store(self, values: PyTree, params: PyTree, master: PyTree) -> LiveAndMaster:
+        """Returns params, in their old dtypes, and what is kept for the new masters."""
+
+        def store(value: Any, param: Any, kept: Any, number: int) -> StoredParam:
+            if is_masked(kept):
+                return StoredParam(round_like(value, param), kept)
+            return self.storage.store(value, param.dtype, kept, number)
+
+        leaves, structure = jax.tree.flatten(params)
+        numbers = jax.tree.unflatten(structure, range(len(leaves)))
+        return _transposed(jax.tree.map(store, values, params, master, numbers))
+
+
+def _transposed(stored: PyTree) -> LiveAndMaster:
+    def each(field: str) -> PyTree:
+        def is_stored(x: Any) -> bool:
+            return isinstance(x, StoredParam)
+
+        return jax.tree.map(lambda x: getattr(x, field), stored, is_leaf=is_stored)
+
+    return LiveAndMaster(each("param"), each("master"))
+
+
+def is_masked(x: Any) -> bool:
+    """Whether nothing is kept beside a param."""
+    return isinstance(x, optax.MaskedNode)
+
+
+def round_like(values: PyTree, params: PyTree) -> PyTree:
+    """Casts values to the dtypes of params; values beyond a narrow dtype become its largest."""
+
+    def round_leaf(value: Any, param: Any) -> Any:
+        narrow = is_narrow(param.dtype) and is_floating(value)
+        return round_finite(value, param.dtype) if narrow else value.astype(param.dtype)
+
+    return jax.tree.map(round_leaf, values, params)

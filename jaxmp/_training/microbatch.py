@@ -1,0 +1,147 @@
+"""Gradient accumulation: evaluates the batch part by part, and sums in float32."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, PyTree
+
+from jaxmp._numerics.dtypes import at_least_float32
+from jaxmp._numerics.tree import leaf_names, split_floats
+
+
+class Evaluation(NamedTuple):
+    """One evaluation of a loss and its gradient: what a microbatch contributes.
+
+    Attributes:
+      loss: the unscaled loss, times the weight of the microbatch.
+      grads: the unscaled gradients of this loss, float32 or wider.
+      aux: whatever else the loss function returned.
+    """
+
+    loss: Float[Array, ""]
+    grads: PyTree
+    aux: Any
+
+
+def check_microbatches(count: Any) -> None:
+    """Raises ValueError unless `count` is a whole number of at least 1."""
+    if isinstance(count, bool) or not isinstance(count, (int, np.integer)) or count < 1:
+        raise ValueError(f"microbatches must be a whole number of at least 1, got {count!r}")
+
+
+def split_batch(batch: PyTree, count: int, *, whole: PyTree = None) -> PyTree:
+    """Gives every leaf a leading axis of microbatches.
+
+    Microbatch `i` takes the examples `i, i + count, ...`. Contiguous blocks would put each
+    microbatch on a few of the devices over which the batch is sharded, and move it there.
+
+    Args:
+      batch: arrays with a leading batch axis, of one length; typed PRNG keys without one are
+        split.
+      count: how many microbatches.
+      whole: arguments that every microbatch gets unchanged; they must not look like a part of the
+        batch.
+
+    Returns:
+      The tree with leaves of shape `(count, batch / count, ...)`, and keys of shape `(count,)`.
+
+    Raises:
+      ValueError: if a leaf has no batch axis or another length, or cannot be divided; names the
+        leaf.
+
+    >>> split_batch(jnp.arange(6), 2)
+    Array([[0, 2, 4],
+           [1, 3, 5]], dtype=int32)
+    """
+    leaves, treedef = jax.tree.flatten(batch)
+    names = leaf_names(batch)
+    examples = _examples(list(zip(names, leaves, strict=True)))
+    for name, x in zip(leaf_names(whole), jax.tree.leaves(whole), strict=True):
+        if examples is not None and jnp.shape(x)[:1] == (examples,):
+            raise ValueError(
+                f"keyword argument {name!r} has {examples} examples like the batch, but keyword "
+                "arguments are not split into microbatches. Pass it by position, or let the loss "
+                "function close over it if it is no part of the batch"
+            )
+    if examples is not None and examples % count:
+        raise ValueError(
+            f"the batch has {examples} examples, which {count} microbatches do not divide. Use a "
+            f"batch size that is a multiple of {count}"
+        )
+    return jax.tree.unflatten(treedef, [_split_leaf(x, count) for x in leaves])
+
+
+def _is_key(x: Any) -> bool:
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _examples(leaves: list[tuple[str, Any]]) -> int | None:
+    """Returns how many examples all leaves of a batch hold; None if there are only PRNG keys."""
+    first: tuple[str, int] | None = None
+    for name, x in leaves:
+        if _is_key(x) and x.shape == ():
+            continue
+        if jnp.ndim(x) == 0:
+            raise ValueError(
+                f"batch leaf {name!r} is a scalar and has no examples to split into microbatches. "
+                "Give each example its own, jnp.full(examples, x), or, in value_and_grad, leave "
+                "its argument out of batch_argnums"
+            )
+        examples = jnp.shape(x)[0]
+        if first is not None and examples != first[1]:
+            raise ValueError(
+                f"batch leaves {first[0]!r} and {name!r} have {first[1]} and {examples} examples: "
+                "only arrays with one and the same leading batch axis can be split into "
+                "microbatches. Give each example its own of the others, or, in value_and_grad, "
+                "leave their argument out of batch_argnums (a PRNG key must be a typed one, "
+                "jax.random.key)"
+            )
+        first = first or (name, examples)
+    return None if first is None else first[1]
+
+
+def _split_leaf(x: Any, count: int) -> Array:
+    if _is_key(x) and x.shape == ():
+        return jax.random.split(x, count)
+    shape = jnp.shape(x)
+    strided = jnp.reshape(x, (shape[0] // count, count, *shape[1:]))
+    return jnp.swapaxes(strided, 0, 1)
+
+
+def sum_over_microbatches(
+    evaluate: Callable[[Any, Any], tuple[Any, Evaluation]],
+    carry: Any,
+    params: PyTree,
+    microbatches: PyTree,
+) -> tuple[Any, Evaluation]:
+    """Runs `evaluate` over the microbatches in a `lax.scan`, so that it is traced once.
+
+    Args:
+      evaluate: `(carry, microbatch) -> (carry, evaluation)`; it applies the weights of the
+        evaluations itself.
+      carry: what passes from one microbatch to the next, such as batch statistics.
+      params: a tree with the shapes and shardings of the gradients. Gradients are summed in
+        float32, since a bfloat16 sum stops growing at 256 terms.
+      microbatches: a tree whose leaves have a leading axis of microbatches.
+
+    Returns:
+      The last carry, and the evaluation with loss and gradients summed and `aux` stacked.
+    """
+
+    floats, merged = split_floats(params)
+
+    def body(state: tuple[Any, list[Any]], part: Any) -> tuple[Any, Any]:
+        carry, total = state
+        carry, (loss, grads, aux) = evaluate(carry, part)
+        return (carry, [x + y for x, y in zip(total, split_floats(grads)[0], strict=True)]), (
+            loss,
+            aux,
+        )
+
+    zeros = [jnp.zeros_like(p, dtype=at_least_float32(jnp.result_type(p))) for p in floats]
+    (carry, total), (losses, aux) = jax.lax.scan(body, (carry, zeros), microbatches)
+    nothing = jax.tree.map(lambda p: np.zeros(jnp.shape(p), jax.dtypes.float0), params)
+    return carry, Evaluation(jnp.sum(losses), merged(total, nothing), aux)

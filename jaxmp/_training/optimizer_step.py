@@ -1,0 +1,393 @@
+"""One step of the optimizer, taken or skipped, over params, masters and inner state."""
+
+import contextlib
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Bool, Int32, PyTree
+
+from jaxmp._jaxpr.cpu_compiler import warn_of_cpu_compiler
+from jaxmp._mesh.placement import placed_beside
+from jaxmp._numerics.dtypes import DType, is_inexact, is_narrow
+from jaxmp._numerics.loss_scale import LossScale, LossScaleState
+from jaxmp._numerics.rounding import widen_rounded
+from jaxmp._numerics.tree import (
+    all_finite,
+    check_arrays,
+    check_flag,
+    check_like,
+    leaf_names,
+    same_structure,
+    strong,
+    widen,
+)
+from jaxmp._training.compact_state import Moments, compacted, expanded_state, next_like
+from jaxmp._training.frozen import check_rests, gradient_dtype, moved_by
+from jaxmp._training.master_storages import same_bits
+from jaxmp._training.masters import Masters, is_masked
+from jaxmp._training.skipping import Skip, step_if
+
+
+class MixedPrecisionState(NamedTuple):
+    """The state of `mixed_precision`: a pytree of arrays.
+
+    Attributes:
+      inner: the state of the wrapped optimizer, in float32 or as `compact_state` stores it.
+      master: what is kept beside the live params; `optax.MaskedNode()` for float32 params,
+        which are their own masters.
+      loss_scale: the scale for the next loss.
+      grads_finite: whether the last step was taken: its gradients were finite, and so was
+        everything else that was tested. Always true with `skip="none"`, which tests nothing.
+      skipped: how many steps were skipped so far.
+      consecutive_skips: how many steps were skipped since the last step that was taken.
+      kind: one entry whose name says how params and masters are stored, such as
+        `bfloat16-remainder`. Checkpoints are restored by name, and arrays of another dtype are
+        silently cast; but a checkpoint of another kind lacks this name.
+    """
+
+    inner: Any
+    master: PyTree
+    loss_scale: LossScaleState
+    grads_finite: Bool[Array, ""]
+    skipped: Int32[Array, ""]
+    consecutive_skips: Int32[Array, ""]
+    kind: Any
+
+
+class _Stepped(NamedTuple):
+    """The values that a step changes: params (or ingredients of updates), masters, inner state."""
+
+    output: PyTree
+    master: PyTree
+    inner: Any
+
+
+class _Expected(NamedTuple):
+    """The state that params determine: which of them move, masters, the inner state if known."""
+
+    moved: PyTree
+    master: PyTree
+    inner: Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False)  # hashable, whatever config the user has written
+class Algorithm:
+    """The arguments of `mixed_precision`: the inner optimizer, its storage and its skips.
+
+    Attributes:
+      inner: the optimizer, which sees only float32.
+      moments: the dtype in which its state is stored.
+      loss_scale: the config of the loss scale.
+      masters: how masters are kept.
+      skip: how a step is skipped.
+      computed_in: the dtypes that the policies compute in.
+    """
+
+    inner: optax.GradientTransformationExtraArgs
+    moments: Moments
+    loss_scale: LossScale
+    masters: Masters
+    skip: Skip
+    computed_in: frozenset[DType]
+    _kept: dict[Any, _Expected] = dataclasses.field(default_factory=dict, repr=False)
+
+    def init(self, params: PyTree, values: PyTree) -> tuple[PyTree, MixedPrecisionState]:
+        """Returns live params like `params`, and the state, for masters that begin as `values`."""
+        check_arrays(params, "params")
+        params, values = strong(params), strong(values)
+        moved = self._expected(params, anew=True).moved
+        _check_moved(params, moved)
+        params, master = self.masters.first(values, params, moved)
+        state = MixedPrecisionState(
+            inner=strong(self._first_inner(params, master)),
+            master=master,
+            loss_scale=self.loss_scale.init(),
+            grads_finite=jnp.array(True),
+            skipped=jnp.int32(0),
+            consecutive_skips=jnp.int32(0),
+            kind=self.masters.kind(params),
+        )
+        state = placed_beside(params, state)
+        warn_of_cpu_compiler(self.computed_in, state)
+        return params, state
+
+    def step(
+        self,
+        grads: PyTree,
+        state: MixedPrecisionState,
+        params: PyTree,
+        finite: Bool[Array, ""] | None,
+        extra: dict[str, Any],
+        *,
+        as_updates: bool,
+    ) -> tuple[PyTree, MixedPrecisionState]:
+        """Returns the new params, or the updates that lead to them, and the new state.
+
+        Args:
+          grads: unscaled gradients.
+          state: the state.
+          params: the live params.
+          finite: whether to take the step, in place of a test of the gradients.
+          extra: further arguments of the inner optimizer.
+          as_updates: whether to return updates.
+        """
+        moved = self._check(grads, state, params)
+        params, grads = strong(params), strong(grads)
+
+        def take(now: _Stepped) -> _Stepped:
+            # Widened inside the branch, as operands of a branch have to be stored.
+            wide = jax.tree.map(_wide_gradient, grads, params)
+            # Read the params that the new params overwrite: others would be copied.
+            old = params if as_updates else now.output
+            values = self.masters.load(old, now.master)
+            before = now.inner if self.moments == "float32" else expanded_state(now.inner)
+            updates, inner = self.inner.update(wide, before, values, **extra)
+            check_rests(self.inner, (wide, before, values), extra, updates, moved)
+            inner = _like_before(inner, before)
+            values = jax.tree.map(_stepped, values, updates, moved)
+            new = self.masters.store(values, old, now.master)
+            output = jax.tree.map(lambda o, n, moves: n if moves else o, old, new.params, moved)
+            output = _ingredients(old, output, updates, moved) if as_updates else output
+            if self.moments != "float32":
+                inner = next_like(now.inner, inner, _made_with_params(new.params, new.master))
+            return _Stepped(output, new.master, inner)
+
+        if self.skip == "none":
+            finite = jnp.array(True)
+        else:
+            finite = all_finite(grads) if finite is None else finite
+            check_flag(finite, "finite")
+            finite = jnp.asarray(finite)
+            _check_agreed(finite, state)
+        output = _no_ingredients(params) if as_updates else params
+        after = step_if(finite, take, _Stepped(output, state.master, state.inner), self.skip)
+        output = _updates(params, after.output, finite) if as_updates else after.output
+        count = _counted_at_once if _has_hash(self.loss_scale) else _next_counts
+        counts = count(self.loss_scale, state, finite)
+        return output, counts._replace(inner=after.inner, master=after.master)
+
+    def _first_inner(self, params: PyTree, master: PyTree) -> Any:
+        return compacted(self.inner.init(self.masters.load(params, master)), self.moments)
+
+    def _expected(self, params: PyTree, *, anew: bool = False) -> _Expected:
+        """Returns the parts of a state that params like these determine.
+
+        They are found when a state is made, and cached, as each step asks for them.
+        """
+        leaves, treedef = jax.tree.flatten(params)
+        kinds = tuple((jnp.shape(x), _dtype_or_none(x)) for x in leaves)
+        if anew or (treedef, kinds) not in self._kept:
+            like = jax.tree.unflatten(treedef, [jax.ShapeDtypeStruct(*kind) for kind in kinds])
+            moved = moved_by(self.inner, like)
+            live, master = jax.eval_shape(lambda p: self.masters.first(p, p, moved), like)
+            inner = None
+            with contextlib.suppress(Exception):  # any exception: the optimizer is the user's
+                inner = jax.eval_shape(self._first_inner, live, master)
+            self._kept[treedef, kinds] = _Expected(moved, master, inner)
+        return self._kept[treedef, kinds]
+
+    def _check(self, grads: PyTree, state: MixedPrecisionState, params: PyTree) -> PyTree:
+        """Raises if the arguments do not fit together; returns which params the optimizer moves."""
+        if params is None:
+            raise ValueError(
+                "mixed_precision needs the params to update: call tx.update(grads, state, params)"
+            )
+        if not isinstance(state, MixedPrecisionState):
+            raise TypeError(
+                f"the state must be the MixedPrecisionState that tx.init returned, got "
+                f"{type(state).__name__}"
+            )
+        check_like(
+            grads,
+            params,
+            name="gradients",
+            like_name="params",
+            advice="Differentiate with respect to the params that the optimizer updates.",
+        )
+        _check_gradients(grads, params)
+        moved, master, inner = self._expected(params)
+        if difference := _first_difference(state.master, master):
+            raise ValueError(
+                "the params do not match the optimizer state: their structure, shapes or dtypes "
+                f"are not those that tx.init saw. Masters now: {difference}. Cast params before "
+                "tx.init (or let tx.init_params do it) and keep their dtypes. A state that was "
+                "saved under another policy, or with another master=..., becomes one of this "
+                "optimizer by jaxmp.convert_state(state, tx). Where other params were "
+                "frozen before, make the masters anew: "
+                "state._replace(master=tx.init(params).master)"
+            )
+        if inner is not None and (difference := _first_difference(state.inner, inner)):
+            raise ValueError(
+                "the state is that of another optimizer, or its moments are stored otherwise: "
+                f"{difference}. If only moments=... differs, convert it: "
+                "jaxmp.convert_state(state, tx)"
+            )
+        return moved
+
+
+def _next_counts(
+    loss_scale: LossScale, state: MixedPrecisionState, finite: Bool[Array, ""]
+) -> MixedPrecisionState:
+    """Returns the state with the loss scale and the counts after a step."""
+    return state._replace(
+        loss_scale=loss_scale.adjust(state.loss_scale, finite),
+        grads_finite=finite,
+        skipped=state.skipped + (~finite).astype(jnp.int32),
+        consecutive_skips=jnp.where(finite, 0, state.consecutive_skips + 1),
+    )
+
+
+_counted_at_once = jax.jit(_next_counts, static_argnums=0, inline=True)
+
+
+def _has_hash(config: LossScale) -> bool:
+    try:
+        hash(config)
+    except TypeError:  # a user's class
+        return False
+    return True
+
+
+def _first_difference(given: PyTree, wanted: PyTree) -> str:
+    """Describes the first leaf of another shape or dtype, or the leaves if structures differ.
+
+    Scalars may have any dtype: users set learning rates.
+    """
+    if not same_structure(given, wanted):
+        return f"{_summary(given)}; wanted: {_summary(wanted)}"
+    leaves = zip(jax.tree.leaves(given), jax.tree.leaves(wanted), strict=True)
+    for i, (x, y) in enumerate(leaves):
+        if jnp.shape(x) != jnp.shape(y) or (jnp.ndim(x) and x.dtype != y.dtype):
+            return f"{leaf_names(given)[i]} {_shape_and_dtype(x)}; wanted: {_shape_and_dtype(y)}"
+    return ""
+
+
+def _dtype_or_none(x: Any) -> Any:
+    return jax.dtypes.canonicalize_dtype(jnp.result_type(x))
+
+
+def _check_moved(params: PyTree, moved: PyTree) -> None:
+    leaves = zip(jax.tree.leaves(params), jax.tree.leaves(moved), strict=True)
+    for i, (x, moves) in enumerate(leaves):
+        if moves and not is_inexact(x):
+            raise TypeError(
+                f"params, leaf {leaf_names(params)[i]!r}, is {x.dtype}, and the optimizer moves "
+                "it, or may: only floating leaves have gradients and masters. Freeze it (optax."
+                "multi_transform with optax.set_to_zero, outside of what looks at all params, as "
+                "optax.ema does), convert it to a float, or keep counters, "
+                "keys and tables of integers in another argument"
+            )
+
+
+def _check_gradients(grads: PyTree, params: PyTree) -> None:
+    for i, (g, p) in enumerate(zip(jax.tree.leaves(grads), jax.tree.leaves(params), strict=True)):
+        given = jnp.result_type(g)
+        if jnp.issubdtype(given, jnp.complexfloating) and not jnp.iscomplexobj(p):
+            raise TypeError(
+                f"gradients leaf {leaf_names(grads)[i]!r} is complex, but its param is real"
+            )
+        if is_inexact(p) and not jnp.issubdtype(given, jnp.inexact):
+            raise TypeError(
+                f"gradients, leaf {leaf_names(grads)[i]!r}, is {given}, but its param is {p.dtype}"
+            )
+
+
+def _wide_gradient(grad: Any, param: Any) -> Any:
+    """Returns a gradient in float32 or wider; zero for a frozen table of integers."""
+    dtype = gradient_dtype(param.dtype)
+    return jnp.asarray(grad, dtype) if is_inexact(param) else jnp.zeros_like(param, dtype)
+
+
+def _stepped(value: Any, update: Any, moves: bool) -> Any:
+    return optax.apply_updates(value, update) if moves else value
+
+
+def _made_with_params(params: PyTree, master: PyTree) -> list[Any]:
+    """Returns an array made in the same pass as each param: its master, or else the param itself.
+
+    One of the two, as the TPU compiler makes both at once only if just one is waited for.
+    """
+    kept = jax.tree.leaves(master, is_leaf=is_masked)
+    pairs = zip(jax.tree.leaves(params), kept, strict=True)
+    return [p if is_masked(k) or k.shape != p.shape else k for p, k in pairs]
+
+
+# For a narrow param a step yields the new param rather than its update: the update is the
+# difference of two rounded params.
+def _ingredients(params: PyTree, new_params: PyTree, updates: PyTree, moved: PyTree) -> PyTree:
+    def ingredient(p: Any, new: Any, u: Any, moves: bool) -> Any:
+        if is_narrow(p.dtype):
+            return new
+        return jnp.asarray(u, p.dtype) if moves else _nothing(p)
+
+    return jax.tree.map(ingredient, params, new_params, updates, moved)
+
+
+@functools.partial(jax.jit, inline=True)
+def _no_ingredients(params: PyTree) -> PyTree:
+    return jax.tree.map(_nothing, params)
+
+
+def _nothing(param: Any) -> Any:
+    # Minus zero, as x + -0.0 is x for every x, while -0.0 + 0.0 is +0.0.
+    zero = complex(-0.0, -0.0) if jnp.iscomplexobj(param) else -0.0
+    return jnp.full_like(param, zero if is_inexact(param) else 0)
+
+
+def _check_agreed(finite: Bool[Array, ""], state: MixedPrecisionState) -> None:
+    """Raises in a `shard_map` if devices that share the counts of the state decide separately."""
+    apart = jax.typeof(finite).mat.varying - jax.typeof(state.skipped).mat.varying
+    if apart:
+        axes = ", ".join(map(repr, sorted(apart)))
+        raise ValueError(
+            f"whether to take the step differs between the devices of mesh axis {axes}, each of "
+            "which knows only its own gradients: some would skip a step that others take. Give "
+            "finite=jaxmp.sharding.all_finite(grads), on which all agree; or, if each trains a "
+            "model of its own, a state that varies: jax.lax.pcast(state, axis, to='varying')"
+        )
+
+
+@functools.partial(jax.jit, inline=True)
+def _updates(params: PyTree, ingredients: PyTree, finite: Bool[Array, ""]) -> PyTree:
+    def update(p: Any, x: Any) -> Any:
+        if not is_narrow(p.dtype):
+            return x
+        # The difference of infinite params is NaN, also where nothing changes.
+        return jnp.where(finite & ~same_bits(x, p), widen_rounded(x) - widen(p), -0.0)
+
+    return jax.tree.map(update, params, ingredients)
+
+
+def _like_before(inner: Any, before: Any) -> Any:
+    """Returns the inner state with strong types; raises if a dtype or a shape changed."""
+    inner = strong(inner)
+    check_like(
+        inner,
+        before,
+        name="the new state of the inner optimizer",
+        like_name="the old one",
+        advice="An optimizer must keep the structure of its state: this one does not, or the state "
+        "that it was given is another one than tx.init makes.",
+    )
+    leaves = zip(jax.tree.leaves(inner), jax.tree.leaves(before), strict=True)
+    for i, (new, old) in enumerate(leaves):
+        if jnp.result_type(new) != jnp.result_type(old):
+            raise TypeError(
+                f"the inner optimizer changed the dtype of its state {leaf_names(inner)[i]!r} from "
+                f"{jnp.result_type(old)} to {jnp.result_type(new)}"
+            )
+    return inner
+
+
+def _summary(tree: PyTree) -> str:
+    leaves = list(zip(leaf_names(tree), jax.tree.leaves(tree), strict=True))
+    shown = [f"{name} {_shape_and_dtype(x)}" for name, x in leaves[:4]]
+    return ", ".join(shown + ["..."] * (len(leaves) > 4)) or "none"
+
+
+def _shape_and_dtype(x: Any) -> str:
+    return f"{getattr(x, 'dtype', type(x).__name__)}{list(jnp.shape(x))}"

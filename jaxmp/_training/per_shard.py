@@ -1,0 +1,203 @@
+"""Computes the gradients of each device's part of the batch, and sums them in float32.
+
+Under `jit` a gradient is that of the whole batch, and the partitioner adds up its parts in the
+dtype of the product. A `vmap` over parts makes the parts visible, so that jaxmp decides how to sum
+them.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
+from jaxtyping import Array, PyTree
+
+from jaxmp._mesh.device_sums import Axis, wire_of
+from jaxmp._mesh.specs import axes_of_spec, check_rank, flat_specs
+from jaxmp._numerics.dtypes import parse_dtype
+from jaxmp._numerics.tree import cast_floating, check_differentiable, leaf_names, strong, widen
+from jaxmp._training.batch_parts import Shards, shards_of
+from jaxmp._training.gradients import (
+    LossScaleLike,
+    as_loss_scale_state,
+    batch_positions,
+    check_positions,
+    scaled_evaluation,
+)
+from jaxmp._training.microbatch import (
+    Evaluation,
+    check_microbatches,
+    split_batch,
+    sum_over_microbatches,
+)
+
+
+def per_shard(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    mesh: Mesh | AbstractMesh,
+    axis: Axis = "data",
+    specs: PyTree = None,
+    dtype: Any = None,
+    comm_dtype: Any = None,
+    loss_scale: LossScaleLike = None,
+    microbatches: int = 1,
+    batch_argnums: int | Sequence[int] | None = None,
+) -> Callable[..., Any]:
+    """Differentiates the mean of the devices' own losses; reduces once, in float32.
+
+    Use it under `jit` with sharded arrays, not in a `shard_map`, like
+    `jaxmp.value_and_grad(..., reduce_dtype=jnp.float32)`. Unlike that function, it can send
+    gradients in 16 bits and still add them up in float32, and reduce once for all microbatches. The
+    cost: each device holds its gradients whole until they are summed, so that this saves no memory
+    for gradients as FSDP does.
+
+    `fun` sees one device's part of the batch, and knows nothing of the others:
+
+    - A masked mean is a mean of means. For the mean over all examples, divide by the mean of the
+      counts, `lax.pmean(count, axis)`; the axis has a name in `fun`.
+    - Batch statistics are those of the part, unless they are computed with `lax.pmean`.
+    - A typed PRNG key in the batch is split, so that each part has its own dropout. A key that
+      `fun` closes over is the same in all parts: use
+      `jax.random.fold_in(key, lax.axis_index(axis))`.
+    - A sharding constraint in `fun` cannot name the axis.
+
+    Args:
+      fun: a function that returns a scalar float loss, or `(loss, aux)`.
+      argnums: which positional arguments to differentiate: trees of floats.
+      has_aux: whether `fun` returns `(loss, aux)`.
+      mesh: the mesh; the axes named here have type Auto.
+      axis: the mesh axis, or axes, over which the batch is split. Only a single axis has a name in
+        `fun`.
+      specs: the `PartitionSpec` of each param, or a prefix of that tree (a tuple of such trees for
+        several `argnums`). Params that are sharded along `axis` are gathered before `fun`, and
+        their gradients are returned as shards. Needed for such params and for tensor parallelism;
+        without it, gradients are replicated, or sharded as the partitioner chooses.
+      dtype: the dtype to which params are cast before they are gathered; by default `fun` casts.
+      comm_dtype: bfloat16 sends gradients in bfloat16: half the bytes. It uses an all-to-all before
+        the sum and, unless the result stays in shards, an all-gather after it. Gradients are added
+        up in float32; replicated ones are rounded to bfloat16 once.
+      loss_scale: `opt_state.loss_scale`, a number, or None for no scaling.
+      microbatches: evaluate each device's part in this many parts, one after the other.
+      batch_argnums: the positional arguments to split; by default all that are not in `argnums`.
+        The first dimension of each array in them is split into as many blocks as the mesh has
+        devices along `axis`.
+
+    Returns:
+      A function with the arguments of `fun` that returns `(loss, grads)`, or
+      `((loss, aux), grads)`, as `jaxmp.value_and_grad` does. The loss is the mean of the losses.
+      Each leaf of `aux` gains a leading axis of devices, and one of microbatches if there are
+      several.
+
+    Raises:
+      TypeError: if a leaf to differentiate is not a float, or the loss is not a float scalar.
+      ValueError: for a mesh or an axis that does not fit, in a `shard_map`, or for a batch that
+        the devices do not divide.
+
+    >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    >>> loss_fn = lambda w, x: jnp.mean(jnp.square(x @ w).astype(jnp.float32))
+    >>> step = jax.jit(per_shard(loss_fn, mesh=mesh, dtype="bfloat16"))
+    >>> loss, grad = step(jnp.ones(2), jnp.eye(2, dtype=jnp.bfloat16))
+    >>> float(loss), grad
+    (1.0, Array([1., 1.], dtype=float32))
+    """
+    positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    state = as_loss_scale_state(loss_scale)
+    check_microbatches(microbatches)
+    shards = shards_of(mesh, axis)
+    wire = wire_of(comm_dtype, 1)  # 1, as the loss of a part is divided already
+    compute = None if dtype is None else parse_dtype(dtype)
+
+    @functools.wraps(fun)
+    def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
+        shards.check_auto()
+        wrt = check_positions(positions, len(args), "argnums")
+        for i in wrt:
+            check_differentiable(args[i], f"argument {i}")
+        split = batch_positions(batch_argnums, wrt, len(args))
+        params = tuple(args[i] for i in wrt)
+        layout = _layout(specs, params[0] if isinstance(argnums, int) else params, shards)
+        leaves, treedef = jax.tree.flatten(strong(params))
+        leaves = leaves if compute is None else cast_floating(leaves, compute)
+        params = jax.tree.unflatten(treedef, map(shards.gather, leaves, layout))
+        given = shards.split({i: args[i] for i in split}, kwargs)
+        given |= dict(zip(wrt, params, strict=True))
+
+        def transform(scaled: Callable[..., Any], **_: Any) -> Callable[..., Any]:
+            local = _local(scaled, wrt, split, microbatches)
+
+            def gradient(*args: Any) -> Any:
+                in_axes = [0 if i in split else None for i in range(len(args))]
+                with _explained(shards.axes):
+                    parts, losses, aux = shards.vmap(local, in_axes)(*args)
+                parts, treedef = jax.tree.flatten(parts)
+                sums = [shards.sum(x, s, wire) for x, s in zip(parts, layout, strict=True)]
+                return jax.tree.unflatten(treedef, sums), (jnp.sum(losses), aux)
+
+            return gradient
+
+        call = functools.partial(fun, **kwargs)
+        weight = 1.0 / (shards.size * microbatches)
+        evaluate = scaled_evaluation(call, wrt, has_aux, state, weight, transform)
+        loss, grads, aux = evaluate(*[given.get(i, arg) for i, arg in enumerate(args)])
+        grads = grads[0] if isinstance(argnums, int) else grads
+        return ((loss, aux), grads) if has_aux else (loss, grads)
+
+    return value_and_grad_fun
+
+
+def _local(
+    scaled: Callable[..., Any], wrt: tuple[int, ...], split: tuple[int, ...], microbatches: int
+) -> Callable[..., tuple[Any, Array, Any]]:
+    """Returns a function that computes gradients, loss and aux of one part of the batch."""
+    gradient = jax.grad(scaled, argnums=wrt, has_aux=True)
+
+    def run(*args: Any) -> tuple[Any, Array, Any]:
+        if microbatches == 1:
+            grads, (loss, aux) = gradient(*args)
+            return grads, loss, aux
+
+        def evaluate_part(carry: None, part: dict[int, Any]) -> tuple[None, Evaluation]:
+            grads, (loss, aux) = gradient(*[part.get(i, arg) for i, arg in enumerate(args)])
+            return carry, Evaluation(loss, widen(grads), aux)
+
+        batch = split_batch({i: args[i] for i in split}, microbatches)
+        params = tuple(args[i] for i in wrt)
+        _, (loss, grads, aux) = sum_over_microbatches(evaluate_part, None, params, batch)
+        return grads, loss, aux
+
+    return run
+
+
+def _layout(specs: PyTree, params: PyTree, shards: Shards) -> list[Any]:
+    """Returns the spec of each leaf, or None for each leaf without specs."""
+    if specs is None:
+        return [None] * len(jax.tree.leaves(params))
+    found = flat_specs(specs, params)
+    for name, x, spec in zip(leaf_names(params), jax.tree.leaves(params), found, strict=True):
+        check_rank(name, jnp.ndim(x), spec)
+        if unknown := axes_of_spec(spec) - set(shards.mesh.axis_names):
+            raise ValueError(
+                f"the {spec} of params leaf {name!r} names {sorted(unknown)}, but the mesh has "
+                f"{list(shards.mesh.axis_names)}"
+            )
+    return found
+
+
+@contextmanager
+def _explained(axes: tuple[str, ...]) -> Iterator[None]:
+    """Explains JAX's error about a `vmap` argument that the user did not give."""
+    try:
+        yield
+    except ValueError as error:
+        if "spmd_axis_name" in str(error):
+            error.add_note(
+                f"In per_shard the loss function sees one device's part of the batch, which is "
+                f"placed along {axes} already: leave these axes out of its sharding constraints."
+            )
+        raise

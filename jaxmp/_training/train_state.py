@@ -1,0 +1,236 @@
+"""The train state: everything that training carries, as one pytree."""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, PyTree
+
+from jaxmp._mesh.placement import placed_beside
+from jaxmp._numerics.dtypes import is_floating, suggestion
+from jaxmp._numerics.loss_scale import LossScaleState
+from jaxmp._numerics.tree import (
+    all_finite,
+    cast_floating,
+    check_arrays,
+    check_like,
+    copied,
+    leaf_names,
+    select,
+    stays_finite,
+)
+from jaxmp._training.optimizer import MixedPrecision
+
+# Arguments of methods that also take collections by keyword: no collection has these names.
+_RESERVED = ("batch", "cast_params", "cls", "extra", "finite", "grads", "self")
+
+
+def _is_data(field: Any) -> bool:
+    """Whether a field holds arrays."""
+    return not field.metadata.get("static", not field.metadata.get("pytree_node", True))
+
+
+@functools.cache
+def _as_pytree(cls: Any) -> None:
+    """Registers a train state, or a subclass that has not registered itself."""
+    fields = [field for field in dataclasses.fields(cls) if field.init]
+    data = [field.name for field in fields if _is_data(field)]
+    static = [field.name for field in fields if not _is_data(field)]
+    with contextlib.suppress(ValueError):  # it is registered
+        jax.tree_util.register_dataclass(cls, data_fields=data, meta_fields=static)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """Everything that training carries: a pytree of arrays. Make one with `create`.
+
+    Read a collection such as `batch_stats=...` as `state.batch_stats`. A skipped step does not
+    change collections or anything else: otherwise one overflowed batch would leave infinite batch
+    statistics in the model for ever. A subclass is a pytree too. If it is a keyword-only dataclass,
+    its further fields are data, and `create` takes them by name.
+
+    Attributes:
+      step: how many steps were taken (int32 scalar); skipped ones do not count.
+      params: the live params.
+      opt_state: the `MixedPrecisionState` of `tx`.
+      collections: a dictionary of further state of the model.
+      tx: the optimizer (static).
+    """
+
+    # JAX and orbax also build trees of shardings, names and None with this class, so that nothing
+    # here may require arrays.
+    step: Any
+    params: PyTree
+    opt_state: Any
+    collections: Any
+    # Marked as in dataclasses of JAX, and of Flax: this field holds no arrays.
+    tx: MixedPrecision = dataclasses.field(metadata={"static": True, "pytree_node": False})
+
+    def __new__(cls, *_: Any, **__: Any) -> "TrainState":
+        _as_pytree(cls)  # type: ignore[arg-type]  # classes are hashable
+        return object.__new__(cls)
+
+    @classmethod
+    def create(
+        cls, *, params: PyTree, tx: MixedPrecision, cast_params: bool = True, **collections: PyTree
+    ) -> "TrainState":
+        """Makes a state at step 0.
+
+        Args:
+          params: a tree of arrays, usually float32. The live params are cast to the policy's
+            `param_dtype`; the masters keep the given values. Integer params are allowed if the
+            optimizer freezes them. The state has its own buffers, so that it may be donated to a
+            step while `params` stay usable.
+          tx: what `mixed_precision` returned.
+          cast_params: False leaves the dtypes of the params unchanged, for models that choose the
+            dtype of each param themselves.
+          **collections: mutable state of the model by name, `batch_stats=...` or `rng=key`, and
+            the further fields of a subclass.
+
+        Returns:
+          The state.
+
+        Raises:
+          TypeError: if `tx` is not wrapped in `mixed_precision`, or a collection holds anything but
+            arrays.
+          ValueError: if a collection has a name that `TrainState` uses itself.
+        """
+        if not isinstance(tx, MixedPrecision):
+            raise TypeError(
+                f"tx must be jaxmp.mixed_precision(optimizer, policy), got {type(tx).__name__}"
+            )
+        known = {field.name: field for field in dataclasses.fields(cls)}
+        own = set(known) - {field.name for field in dataclasses.fields(TrainState)}
+        fields = {name: collections.pop(name) for name in own & set(collections)}
+        arrays = {name: value for name, value in fields.items() if _is_data(known[name])}
+        if clash := sorted({*dir(cls), *known, *_RESERVED} & set(collections)):
+            raise ValueError(
+                f"collections cannot be called {clash}: TrainState uses such a name itself"
+            )
+        for name, value in (collections | arrays).items():
+            _check_collection(name, value)
+        check_arrays(params, "params")
+        params = copied(params)
+        params, opt_state = tx.init_params(params) if cast_params else (params, tx.init(params))
+        state = cls(
+            step=jnp.int32(0),
+            params=params,
+            opt_state=copied(opt_state),
+            collections=copied(collections),
+            tx=tx,
+            **(fields | copied(arrays)),
+        )
+        return placed_beside(params, state)
+
+    @property
+    def loss_scale(self) -> LossScaleState:
+        """The loss scale for the next loss."""
+        return self.opt_state.loss_scale
+
+    def __getattr__(self, name: str) -> PyTree:
+        collections = self.__dict__.get("collections")
+        if isinstance(collections, Mapping) and name in collections:
+            return collections[name]
+        raise AttributeError(f"TrainState has no field or collection {name!r}")
+
+    def replace(self, **changes: Any) -> "TrainState":
+        """Returns a copy with other fields or collections, by name.
+
+        Args:
+          **changes: new values. Unlike in `apply_gradients`, nothing is checked or skipped.
+
+        Returns:
+          The changed state.
+        """
+        collections = {k: v for k, v in changes.items() if k in self.collections}
+        fields = {k: v for k, v in changes.items() if k not in collections}
+        fields["collections"] = fields.get("collections", self.collections) | collections
+        return dataclasses.replace(self, **fields)
+
+    def apply_gradients(
+        self,
+        grads: PyTree,
+        extra: dict[str, Any] | None = None,
+        *,
+        finite: Bool[Array, ""] | None = None,
+        **collections: PyTree,
+    ) -> "TrainState":
+        """Returns the state after one optimizer step, taken or skipped.
+
+        A step is skipped if a gradient is not finite, or if a number in a collection was finite
+        and no longer is: batch statistics can overflow in a batch whose gradients vanish. (Not
+        with an optimizer that never skips.)
+
+        Args:
+          grads: unscaled gradients, as `jaxmp.value_and_grad` returns them.
+          extra: further arguments for the inner optimizer's update, such as `{"value": loss}`.
+          finite: whether to take the step, in place of this test. Inside `shard_map` it must be the
+            same on all devices.
+          **collections: new values of collections; the others do not change.
+
+        Returns:
+          The next state. After a skip, only its loss scale and its counts of skipped steps
+          differ.
+
+        Raises:
+          ValueError: for a collection that the state does not have, or whose structure changed.
+        """
+        new_collections = updated_collections(self.collections, collections)
+        if finite is None:
+            finite = all_finite(grads) & stays_finite(new_collections, self.collections)
+        params, opt_state = self.tx.apply_gradients(
+            grads, self.opt_state, self.params, finite=finite, **(extra or {})
+        )
+        finite = opt_state.grads_finite
+        return dataclasses.replace(
+            self,
+            step=self.step + finite.astype(jnp.int32),
+            params=params,
+            opt_state=opt_state,
+            collections=select(finite, new_collections, self.collections),
+        )
+
+
+def _check_collection(name: str, value: PyTree) -> None:
+    for i, leaf in enumerate(jax.tree.leaves(value)):
+        dtype = getattr(leaf, "dtype", None)
+        if not isinstance(leaf, (int, float, complex)) and not _is_numeric(dtype):
+            raise TypeError(
+                f"{name} must be a tree of arrays, but its leaf {leaf_names(value)[i]!r} is a "
+                f"{type(leaf).__name__}. TrainState keeps no functions and no text: let the loss "
+                "function close over them, as over model.apply"
+            )
+
+
+def _is_numeric(dtype: Any) -> bool:
+    return dtype is not None and getattr(dtype, "kind", None) not in ("O", "S", "U")
+
+
+def updated_collections(old: dict[str, PyTree], changed: dict[str, PyTree]) -> dict[str, PyTree]:
+    """Returns the collections with new values, in the old dtypes: a step must keep its types."""
+    for name, new in changed.items():
+        if name not in old:
+            near = suggestion(name, list(old))
+            raise ValueError(
+                f"the state has no collection {name!r}.{near} It has: {', '.join(old) or 'none'}. "
+                "Give it to TrainState.create"
+            )
+        check_like(
+            new,
+            old[name],
+            name=f"collection {name!r}",
+            like_name="the old one",
+            advice="A step must keep the structure of a collection.",
+        )
+
+    def cast_like(x: Any, y: Any) -> Any:
+        return cast_floating(jnp.asarray(x), y.dtype) if is_floating(y) else x
+
+    return old | {name: jax.tree.map(cast_like, new, old[name]) for name, new in changed.items()}
+
+
+_as_pytree(TrainState)

@@ -1,0 +1,347 @@
+"""The jitted train step, assembled from gradients, loss scale, optimizer and state."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import jmp
+import optax
+from jaxtyping import PyTree
+
+from jaxmp._autocast.api import autocast
+from jaxmp._float32_reduction.api import GradientReduction, check_fsdp, gradient_reduction
+from jaxmp._jaxpr import compat
+from jaxmp._mesh.fsdp import FSDP
+from jaxmp._numerics.dtypes import is_floating
+from jaxmp._numerics.loss_scale import NoLossScale
+from jaxmp._numerics.tree import all_finite, cast_floating, split_floats, stays_finite
+from jaxmp._policies.policy import Policy, get_policy
+from jaxmp._policies.policy_rules import PolicyRules
+from jaxmp._policies.presets import all_policies, dtypes_of
+from jaxmp._recompute.api import Recompute, recompute as lean
+from jaxmp._training.gradients import scaled_evaluation
+from jaxmp._training.microbatch import (
+    Evaluation,
+    check_microbatches,
+    split_batch,
+    sum_over_microbatches,
+)
+from jaxmp._training.optimizer import MixedPrecision
+from jaxmp._training.progress import warn_of_foreign_scale
+from jaxmp._training.train_state import TrainState, updated_collections
+
+Metrics = dict[str, Any]
+Cast = Literal["products", "all"]
+
+
+def make_train_step(
+    loss_fn: Callable[..., Any],
+    policy: str | jmp.Policy | None = None,
+    *,
+    has_aux: bool = False,
+    microbatches: int = 1,
+    cast: Cast = "products",
+    cast_batch: bool = True,
+    extra_args: Callable[..., Mapping[str, Any]] | None = None,
+    donate: bool = True,
+    fsdp: FSDP | None = None,
+    shardings: PyTree | None = None,
+    recompute: Recompute = "never",
+) -> "TrainStep":
+    """Makes a jitted train step: cast, scale, differentiate, unscale, update or skip.
+
+    Args:
+      loss_fn: `loss_fn(params, batch) -> loss`, a float scalar. If the state has collections it
+        is called as `loss_fn(params, batch, **collections)` and returns `(loss, collections)`,
+        a dictionary with the new values of those that changed.
+      policy: the policy in whose compute dtype `loss_fn` runs, as `cast` says. None leaves the
+        dtypes to the model, as for Flax modules with their own `dtype`. The compute dtype must be
+        the one for which the optimizer was wrapped, since that determined the loss scale.
+      has_aux: whether `loss_fn` also returns `aux`: `(loss, aux)`, or `(loss, collections, aux)`.
+        The step returns it as `metrics["aux"]`, with a leading axis of microbatches if there are
+        several.
+      microbatches: evaluate the batch in this many parts and average in float32, for a loss that
+        is a mean over the batch; collections pass from one part to the next.
+      cast: `"products"` puts `loss_fn` under `jaxmp.autocast`: matrix products, convolutions and
+        kernels (`kernels="low"`) read 16 bits. Everything else in the batch, such as labels near
+        1000, class ids and time stamps, keeps every bit. So do collections: if one holds a teacher,
+        its kernels read float32 where its biases reach them. `"all"` casts all floating params and
+        the whole batch, labels too, before `loss_fn` sees them, as jmp does.
+      cast_batch: with `cast="all"`, whether the batch is cast too. Give False if the batch has
+        float targets that must not be rounded, and cast the inputs in `loss_fn`.
+      extra_args: `extra_args(state, batch, loss)` returns further keyword arguments for the update
+        of the inner optimizer, such as `{"grad_fn": ...}` for `optax.contrib.sam`. Optimizers that
+        take `value` get `value=loss`.
+      donate: whether to reuse the buffers of the old state for the new one. After a step the old
+        state is gone and must not be read. Give False where it may be read, as in a notebook.
+      fsdp: a `jaxmp.sharding.FSDP` with the shardings of the params, if they are split to save
+        memory.
+      shardings: the shardings of the state, from `jaxmp.sharding.state_shardings`, which the new
+        state then keeps. Without them the partitioner may move the state, which copies it once and
+        compiles the next step anew.
+      recompute: `"auto"` or `"always"` keeps fewer residuals, and recomputes cheap ones in the
+        backward pass; see `jaxmp.recompute`. For layers in a scan, use `"auto"`.
+
+    Returns:
+      A jitted `step(state, batch) -> (state, metrics)`, which can be lowered and traced like a
+      function from `jax.jit`. It skips the step if the loss, a gradient or the norm of the
+      gradients is not finite. The metrics are arrays, and cost no synchronisation unless they are
+      read: `loss` and `grad_norm` (float32, unscaled, before any clipping), `grads_finite`,
+      `loss_scale` (the scale of this step), `skipped` and `consecutive_skips`. Do not use it in a
+      `shard_map`, where each device has its own loss: use `value_and_grad` and
+      `state.apply_gradients(grads, finite=...)` there.
+
+    Raises:
+      ValueError: if the policy computes in float8, `microbatches` is not a positive number, or
+        `cast` is unknown.
+      TypeError: if `policy` is rules, which belong to a model, or `fsdp` has another type.
+
+    >>> import jaxmp
+    >>> tx = jaxmp.mixed_precision(optax.sgd(0.5), "mixed_bfloat16")
+    >>> state = TrainState.create(params={"w": jnp.ones(2)}, tx=tx)
+    >>> step = make_train_step(lambda p, x: jnp.mean((x @ p["w"]) ** 2), "mixed_bfloat16")
+    >>> state, metrics = step(state, jnp.eye(2))
+    >>> state.params["w"], float(metrics["loss"])
+    (Array([0.5, 0.5], dtype=float32), 1.0)
+    """
+    policy = _one_policy(policy)
+    check_fsdp(fsdp)
+    check_microbatches(microbatches)
+    if cast not in get_args(Cast):
+        raise ValueError(f"cast must be 'products' or 'all', got {cast!r}")
+    lowered = lean(_lowered(loss_fn, policy, cast, cast_batch), recompute)
+
+    def loss_and_rest(params: PyTree, batch: PyTree, collections: dict[str, PyTree]) -> Any:
+        out = lowered(params, batch, **collections)
+        loss, changed, aux = _unpack(out, bool(collections), has_aux)
+        return loss, (updated_collections(collections, changed), aux)
+
+    def train_step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+        _check_state(state, batch)
+        _check_same_dtypes(policy, state.tx.policy)
+        _check_shardings(shardings, state)
+        evaluate = scaled_evaluation(
+            loss_and_rest,
+            (0,),
+            True,
+            None if _has_forgotten_scale(state.tx) else state.loss_scale,
+            1.0 / microbatches,
+            reduction=_reduction(state.tx.rules, fsdp),
+        )
+
+        def evaluate_part(collections: Any, part: PyTree) -> tuple[Any, Evaluation]:
+            loss, (grads,), (collections, aux) = evaluate(state.params, part, collections)
+            return collections, Evaluation(loss, grads, aux)
+
+        if microbatches == 1:
+            collections, (loss, grads, aux) = evaluate_part(state.collections, batch)
+        else:
+            parts = split_batch(batch, microbatches)
+            collections, (loss, grads, aux) = sum_over_microbatches(
+                evaluate_part, state.collections, state.params, parts
+            )
+        norm = optax.tree.norm(split_floats(grads)[0])
+        finite = all_finite((loss, norm, grads)) & stays_finite(collections, state.collections)
+        extra = {} if extra_args is None else dict(extra_args(state, batch, loss))
+        new = _updated(state, grads, loss, extra, finite, collections)
+        metrics = {"loss": loss, "grad_norm": norm} | _metrics(state, new)
+        return new, metrics | ({"aux": aux} if has_aux else {})
+
+    placed = None if shardings is None else (shardings, None)
+    donated = (0,) if donate else ()
+    return TrainStep(jax.jit(train_step, donate_argnums=donated, out_shardings=placed))
+
+
+class TrainStep:
+    """A jitted step that checks the state it is called with, as `make_train_step` returns it.
+
+    It has all attributes of a jitted function, such as `lower` and `trace`.
+    """
+
+    def __init__(self, jitted: jax.stages.Wrapped) -> None:
+        self._jitted = jitted
+        self._called = False
+
+    def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+        """Runs one step; see `make_train_step`."""
+        _check_state(state, batch)
+        if not compat.is_traced(state.step):
+            _check_alive(state)
+            if not self._called:
+                warn_of_foreign_scale(state)
+                self._called = True
+        return self._jitted(state, batch)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_jitted":  # of an unfinished instance, such as a copy in the making
+            raise AttributeError(name)
+        return getattr(self._jitted, name)
+
+
+def _check_alive(state: TrainState) -> None:
+    arrays = (x for x in jax.tree.leaves(state) if isinstance(x, jax.Array))
+    if any(x.is_deleted() for x in arrays):
+        raise ValueError(
+            "this state was donated to an earlier step, which wrote the next one over it. Go on "
+            "with the state that the step returned, `state, metrics = step(state, batch)`, or "
+            "keep old states with make_train_step(..., donate=False)"
+        )
+
+
+def _check_state(state: Any, batch: Any) -> None:
+    if not isinstance(state, TrainState):
+        kind = f"{type(state).__module__.partition('.')[0]}.{type(state).__qualname__}"
+        raise TypeError(
+            f"a step is called as step(state, batch) with a jaxmp.TrainState, got {kind}"
+            f"{': the arguments are swapped' if isinstance(batch, TrainState) else ''}. Make one "
+            "with jaxmp.TrainState.create(params=..., tx=...). Flax's TrainState takes the same "
+            "tx in a step of your own: jaxmp.value_and_grad with "
+            "loss_scale=state.opt_state.loss_scale, then state.apply_gradients(grads=grads)"
+        )
+
+
+def _lowered(
+    loss_fn: Callable[..., Any], policy: Policy | None, cast: Cast, cast_batch: bool
+) -> Callable[..., Any]:
+    """Returns the loss function in the compute dtype of a policy."""
+    if policy is None:
+        return loss_fn
+    compute = policy.compute_dtype
+    wide = compute if compute.itemsize >= 4 else jnp.dtype(jnp.float32)
+
+    def all_cast(params: PyTree, batch: PyTree, **collections: PyTree) -> Any:
+        batch = cast_floating(batch, compute) if cast_batch else batch
+        return loss_fn(cast_floating(params, compute), batch, **collections)
+
+    # Autocast makes float32 products narrow, but does not make narrow ones wider.
+    def no_narrower(x: Any) -> Any:
+        narrow = is_floating(x) and x.dtype.itemsize < wide.itemsize and x.dtype != compute
+        return cast_floating(x, wide) if narrow else x
+
+    products = autocast(loss_fn, policy, kernels="low") if compute.itemsize < 4 else loss_fn
+
+    def products_cast(params: PyTree, batch: PyTree, **collections: PyTree) -> Any:
+        params, batch = jax.tree.map(no_narrower, (params, batch))
+        return products(params, batch, **collections)
+
+    return all_cast if cast == "all" else products_cast
+
+
+def _updated(
+    state: TrainState,
+    grads: PyTree,
+    loss: Any,
+    extra: dict[str, Any],
+    finite: Any,
+    collections: dict[str, PyTree],
+) -> TrainState:
+    """Returns the next state; passes the loss to the optimizer if it takes one."""
+    with_value = {"value": loss} | extra
+    try:
+        return state.apply_gradients(grads, with_value, finite=finite, **collections)
+    except TypeError as error:
+        # optax's chains take any argument, and pass it to parts that do not.
+        if "value" in extra or "unexpected keyword argument 'value'" not in str(error):
+            raise
+    return state.apply_gradients(grads, extra, finite=finite, **collections)
+
+
+def _has_forgotten_scale(tx: MixedPrecision) -> bool:
+    """Whether the optimizer has no loss scale because its policy does not name float16."""
+    unscaled = isinstance(tx.loss_scale, NoLossScale)
+    return unscaled and jnp.dtype(jnp.float16) not in dtypes_of(tx.rules)
+
+
+def _metrics(old: TrainState, new: TrainState) -> Metrics:
+    """Returns the metrics of a step."""
+    return {
+        "grads_finite": new.opt_state.grads_finite,
+        "loss_scale": old.loss_scale.scale,
+        "skipped": new.opt_state.skipped,
+        "consecutive_skips": new.opt_state.consecutive_skips,
+    }
+
+
+def _reduction(rules: PolicyRules, fsdp: FSDP | None) -> GradientReduction | None:
+    """Returns how to reduce gradients under rules: in the widest dtype that any policy asks for.
+
+    There is nothing to do if all policies compute in 32 bits or more.
+    """
+    narrow = [policy for policy in all_policies(rules) if policy.compute_dtype.itemsize < 4]
+    if not narrow:
+        return gradient_reduction(None, fsdp)
+    widest = max((policy.reduce_dtype for policy in narrow), key=lambda dtype: dtype.itemsize)
+    return gradient_reduction(jnp.float32 if widest.itemsize > 4 else widest, fsdp)
+
+
+def _one_policy(policy: Any) -> Policy | None:
+    """Returns the policy to which a step casts all params; raises if a plain cast is not enough."""
+    if isinstance(policy, PolicyRules) or (isinstance(policy, str) and policy.strip() == "O2"):
+        raise TypeError(
+            "make_train_step casts all params to one dtype, which is not what rules ('O2' is some) "
+            "ask for. Put the model under them with jaxmp.linen.apply_policy or "
+            "jaxmp.nnx.apply_policy, and give make_train_step no policy"
+        )
+    policy = None if policy is None else get_policy(policy)
+    if policy is not None and policy.compute_dtype.itemsize == 1:
+        raise ValueError(
+            f"make_train_step cannot compute in {policy.compute_dtype}: a plain cast to float8 "
+            "loses small gradients. Use 'mixed_bfloat16'"
+        )
+    return policy
+
+
+def _check_same_dtypes(policy: Policy | None, wrapped: Policy) -> None:
+    if policy is not None and policy.compute_dtype != wrapped.compute_dtype:
+        raise ValueError(
+            f"the train step computes in {policy.compute_dtype}, but the optimizer was wrapped for "
+            f"{wrapped.compute_dtype}, and its loss scale chosen for that. Give make_train_step "
+            "and mixed_precision the same policy"
+        )
+    if policy is not None and policy.reduce_dtype != wrapped.reduce_dtype:
+        raise ValueError(
+            f"the train step reduces gradients in {policy.reduce_dtype}, but the optimizer was "
+            f"wrapped for {wrapped.reduce_dtype}. Give both the same policy"
+        )
+
+
+def _check_shardings(shardings: PyTree, state: TrainState) -> None:
+    """Raises before JAX does, whose error would name `pjit out_shardings` and types of nodes."""
+
+    def is_one(x: Any) -> bool:
+        return x is None or isinstance(x, (jax.P, jax.sharding.Sharding))
+
+    if isinstance(shardings, TrainState) and shardings.tx != state.tx:
+        raise ValueError(
+            "the shardings were made of a state with another optimizer: make both states with the "
+            "same tx, which jaxmp.mixed_precision returned once"
+        )
+    try:
+        jax.tree.broadcast(shardings, state, is_leaf=is_one)
+    except ValueError as error:
+        said = f": {error}" if isinstance(shardings, TrainState) else ""
+        raise ValueError(
+            "shardings must be those of the whole state, jaxmp.sharding.state_shardings(state, "
+            f"params), or a prefix of such a tree, got a {type(shardings).__name__} (those of the "
+            f"params alone belong into fsdp=FSDP(shardings=...)){said}"
+        ) from None
+
+
+def _unpack(out: Any, has_collections: bool, has_aux: bool) -> tuple[Any, dict[str, Any], Any]:
+    form = ["loss", *["collections"] * has_collections, *["aux"] * has_aux]
+    parts = (out,) if len(form) == 1 else out
+    if not isinstance(parts, tuple) or len(parts) != len(form) or isinstance(parts[0], tuple):
+        returned = f"a tuple of {len(out)}" if isinstance(out, tuple) else f"a {type(out).__name__}"
+        hint = "" if has_aux else ". For another output beside it, give has_aux=True"
+        raise TypeError(
+            f"the loss function must return ({', '.join(form)}) here, got {returned}{hint}"
+        )
+    loss, *rest = parts
+    changed = rest[0] if has_collections else {}
+    if not isinstance(changed, Mapping):
+        raise TypeError(
+            f"the collections that the loss function returns must be a dictionary by name, got "
+            f"{type(changed).__name__}"
+        )
+    return loss, dict(changed), rest[-1] if has_aux else None

@@ -1,0 +1,397 @@
+"""Autocast inside of jit, scan, while, and cond."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxmp
+from tests.support.autocast_checks import BF16, BOTH, LOW, UNIT, W, X, check, error, rows
+from tests.support.dots import count_dots, equations
+
+pytestmark = pytest.mark.jax
+
+both = pytest.mark.parametrize("policy", BOTH)
+
+
+def layer(x: Any, w: Any) -> Any:
+    return jnp.tanh(x @ w)
+
+
+@both
+def test_jit_inside(policy: str) -> None:
+    jitted = jax.jit(layer)
+    check(lambda x, w: jitted(jitted(x, w), w), X, W, policy=policy, dots={"low": 2})
+
+
+def test_a_shared_jitted_function_stays_one() -> None:
+    jitted = jax.jit(layer)
+    fast = jaxmp.autocast(lambda x, w: [x := jitted(x, w) for _ in range(8)][-1], BF16)
+    text = jax.jit(fast).lower(X, W).as_text()
+    assert text.count("dot_general") <= 2  # once for a float32 operand, once for a 16-bit one
+
+
+def test_a_jitted_function_is_one_however_its_argument_was_made() -> None:
+    jitted = jax.jit(layer)
+
+    def f(x: Any, w: Any) -> Any:
+        h = x @ w
+        return [jitted(each, w) for each in (h, -h, jnp.tanh(h), h + 1, h + jnp.exp(h), h * h)]
+
+    text = jax.jit(jaxmp.autocast(f, BF16)).lower(X, W).as_text()
+    assert text.count("func.func private @layer") == 1
+
+
+def test_jit_with_static_arguments_and_keywords() -> None:
+    @functools.partial(jax.jit, static_argnames=("n", "act"))
+    def power(x: Any, w: Any, *, n: int, act: str) -> Any:
+        for _ in range(n):
+            x = getattr(jnp, act)(x @ w)
+        return x
+
+    check(lambda x, w: power(x, w, n=3, act="sin"), X, W, dots={"low": 3})
+
+
+def test_jit_with_donation_inside() -> None:
+    step = jax.jit(layer, donate_argnums=0)
+    check(lambda x, w: step(x @ w, w), X, W, dots={"low": 2})
+
+
+def test_jit_with_shardings_inside() -> None:
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.NamedSharding(mesh, jax.P("d"))
+    whole = jax.sharding.NamedSharding(mesh, jax.P())
+    step = jax.jit(layer, in_shardings=(spec, whole), out_shardings=spec)
+    out = check(lambda x, w: step(x @ w, w), X, W, dots={"low": 2})
+    assert out.sharding.spec == jax.P("d")
+
+
+def test_jit_that_is_inlined_or_nested() -> None:
+    inner = jax.jit(lambda x: jax.nn.gelu(x) * 0.5, inline=True)
+    outer = jax.jit(lambda x, w: inner(jax.jit(jnp.sin)(x @ w)) @ w)
+    check(outer, X, W, dots={"low": 2})
+
+
+@both
+def test_scan_of_a_matmul(policy: str) -> None:
+    def f(x: Any, w: Any) -> Any:
+        return lax.scan(lambda c, _: (layer(c, w), c.sum()), x, None, length=3)
+
+    check(f, X, W, policy=policy, dots={"low": 1}, roundings=12)
+
+
+@both
+def test_scan_over_layers(policy: str) -> None:
+    def f(x: Any, ws: Any) -> Any:
+        return lax.scan(lambda c, w: (c + layer(c, w), None), x @ ws[0], ws)[0]
+
+    ws = jnp.stack([W] * 3)
+    check(f, X, ws, policy=policy, dots={"low": 2}, roundings=12)
+    # Activations are carried in 16 bits.
+    jaxpr = jax.make_jaxpr(jaxmp.autocast(f, policy))(X, ws)
+    (scan,) = (e for e in equations(jaxpr) if e.primitive.name == "scan")
+    assert [str(v.aval.dtype) for v in scan.outvars] == [LOW[policy]]
+
+
+@both
+@pytest.mark.parametrize("count", [300, 1000, 5000])
+def test_scan_with_a_float32_accumulator(policy: str, count: int) -> None:
+    def f(x: Any, w: Any) -> Any:
+        ones = x @ w  # all ones, in 16 bits
+
+        def body(total: Any, _: Any) -> Any:
+            return total + ones.sum() / ones.size, None
+
+        return lax.scan(body, jnp.zeros(()), None, length=count)[0]
+
+    out = jaxmp.autocast(f, policy)(jnp.eye(16), jnp.ones((16, 16)))
+    assert out == count
+
+
+@both
+def test_scan_adds_up_16_bit_values_in_float32(policy: str) -> None:
+    def f(x: Any, w: Any) -> Any:
+        def body(total: Any, row: Any) -> Any:
+            return total + row @ w, None
+
+        return lax.scan(body, jnp.zeros(16), x)[0]
+
+    x = jnp.ones((3000, 16)) / 16
+    out = jaxmp.autocast(f, policy)(x, jnp.ones((16, 16)))
+    np.testing.assert_array_equal(out, np.full(16, 3000.0))
+    low = LOW[policy]
+    total = lax.fori_loop(0, 3000, lambda i, c: c + jnp.ones((), low), jnp.zeros((), low))
+    assert float(total) < 3000  # what 16 bits would have made of it
+
+
+def test_scan_reversed_and_unrolled() -> None:
+    def f(x: Any, ws: Any) -> Any:
+        return lax.scan(lambda c, w: (layer(c, w), c), x, ws, reverse=True, unroll=2)
+
+    check(f, X, jnp.stack([W, W * 0.5, W * 2]), roundings=12)
+
+
+def test_scan_over_integers() -> None:
+    def f(x: Any, w: Any) -> Any:
+        def body(c: Any, i: Any) -> Any:
+            return c + (x @ w)[i], i * 2
+
+        return lax.scan(body, jnp.zeros(16), jnp.array([0, 3, 1], jnp.int32))
+
+    check(f, X, W, dots={"low": 1})
+
+
+def test_nested_scans_with_mixed_carries() -> None:
+    def f(x: Any, w: Any) -> Any:
+        def outer(carry: Any, row: Any) -> Any:
+            h, total, n, seen = carry
+
+            def inner(c: Any, _: Any) -> Any:
+                return layer(c, w), c.mean()
+
+            h, means = lax.scan(inner, h, None, length=2)
+            carry = (h, total + means.sum(), n + 1, seen | (h > 0.5).any())
+            return carry, (h * row[0], n)
+
+        start = (x @ w, jnp.zeros(()), jnp.zeros((), jnp.int32), jnp.zeros((), bool))
+        return lax.scan(outer, start, x)
+
+    check(f, X, W, dots={"low": 2}, roundings=24)
+
+
+def test_scan_with_weak_and_python_carries() -> None:
+    def f(x: Any, w: Any) -> Any:
+        return lax.scan(lambda c, r: ((c[0] + (r @ w).sum(), c[1] + 1), c[1]), (0.0, 0), x)
+
+    check(f, X, W, dots={"low": 1})
+
+
+def test_scan_of_length_zero() -> None:
+    def f(x: Any, w: Any) -> Any:
+        return lax.scan(lambda c, r: (c @ w, r @ w), x, jnp.zeros((0, 4, 16)))
+
+    out = check(f, X, W)
+    assert out[1].shape == (0, 4, 16)
+
+
+def test_scan_that_swaps_its_carries() -> None:
+    def f(x: Any, w: Any) -> Any:
+        def body(c: Any, _: Any) -> Any:
+            a, b, _ = c
+            return (b, a @ w, a), None
+
+        return lax.scan(body, (x @ w, jnp.zeros((4, 16)), x), None, length=5)[0]
+
+    check(f, X, W, dots={"low": 2}, roundings=16)
+
+
+def test_scan_whose_carry_is_a_param_that_is_updated() -> None:
+    def f(x: Any, w: Any) -> Any:
+        def body(w: Any, row: Any) -> Any:
+            return w - 1e-5 * (row[:, None] * (row @ w)[None]), None
+
+        return lax.scan(body, w, x)[0]
+
+    # The updates are far below the last digit of 16-bit params.
+    got, want = jaxmp.autocast(f, BF16)(X, W), f(X, W)
+    assert error(got - W, want - W) < 16 * UNIT[BF16]
+    assert error((W - (want - W)).astype(jnp.bfloat16).astype(jnp.float32) - W, want - W) > 1
+
+
+@both
+def test_while_and_fori(policy: str) -> None:
+    def loop(x: Any, w: Any) -> Any:
+        return lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, layer(c[1], w)), (0, x))[1]
+
+    check(loop, X, W, policy=policy, dots={"low": 1}, argnums=(), roundings=12)
+    check(
+        lambda x, w: lax.fori_loop(0, 3, lambda i, c: layer(c, w), x @ w),
+        X,
+        W,
+        policy=policy,
+        dots={"low": 2},
+        roundings=12,
+    )
+
+
+def test_while_with_products_in_its_condition() -> None:
+    def f(x: Any, w: Any) -> Any:
+        def more(c: Any) -> Any:
+            return ((c[1] @ w).sum() < 1e3) & (c[0] < 4)
+
+        return lax.while_loop(more, lambda c: (c[0] + 1, c[1] @ w + 1.0), (0, x))
+
+    check(f, X, W, dots={"low": 2}, argnums=(), roundings=16)
+
+
+def test_while_inside_scan_and_cond_inside_while() -> None:
+    def f(x: Any, w: Any) -> Any:
+        def body(h: Any, n: Any) -> Any:
+            def turn(c: Any) -> Any:
+                i, h = c
+                return i + 1, lax.cond(i % 2 == 0, lambda h: layer(h, w), lambda h: h * 0.5, h)
+
+            return lax.while_loop(lambda c: c[0] < n, turn, (jnp.int32(0), h))[1], h[0, 0]
+
+        return lax.scan(body, x @ w, jnp.array([1, 2, 3], jnp.int32))
+
+    check(f, X, W, dots={"low": 2}, argnums=(), roundings=24)
+
+
+def test_fori_with_a_traced_bound() -> None:
+    def f(x: Any, w: Any, n: Any) -> Any:
+        return lax.fori_loop(0, n, lambda i, c: c + layer(c, w), x)
+
+    check(f, X, W, jnp.int32(3), dots={"low": 1}, argnums=(), roundings=12)
+
+
+@both
+def test_cond(policy: str) -> None:
+    def f(x: Any, w: Any) -> Any:
+        return lax.cond(x[0, 0] > 0, lambda x: layer(x, w), lambda x: x * 2, x)
+
+    for sign in (1, -1):
+        check(f, X.at[0, 0].set(sign), W, policy=policy, dots={"low": 1})
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_switch_whose_branches_differ_in_dtype(index: int) -> None:
+    def f(i: Any, x: Any, w: Any) -> Any:
+        h = x @ w
+        branches = [
+            lambda h: h @ w,
+            lambda h: jnp.exp(-(h**2)),
+            lambda h: jnp.zeros_like(h),
+            lambda h: w[:4],
+        ]
+        return lax.switch(i, branches, h)
+
+    check(f, jnp.int32(index), X, W, dots={"low": 2})
+
+
+def test_cond_of_a_literal_that_16_bits_cannot_hold() -> None:
+    def f(p: Any, x: Any, w: Any) -> Any:
+        least = jnp.finfo(jnp.float32).min
+        y = lax.cond(p, lambda h: h, lambda h: jnp.full_like(h, least), x @ w)
+        return y
+
+    for policy in BOTH:
+        check(f, jnp.bool_(False), X, W, policy=policy, argnums=())
+
+
+def test_cond_with_integers_and_no_operands() -> None:
+    def f(p: Any, x: Any, w: Any) -> Any:
+        h = x @ w
+        return lax.cond(p, lambda: (h.sum(), 1, h > 0), lambda: (h.max(), 2, h < 0))
+
+    check(f, jnp.bool_(True), X, W, dots={"low": 1}, argnums=())
+
+
+def test_platform_dependent() -> None:
+    def f(x: Any, w: Any) -> Any:
+        return lax.platform_dependent(x, cpu=lambda x: x @ w, default=lambda x: (x @ w) * 1.0)
+
+    check(f, X, W, dots={"low": 2})
+
+
+@pytest.mark.slow
+def test_map_reduce_and_associative_scan() -> None:
+    check(lambda x, w: lax.map(lambda r: layer(r, w), x), X, W, dots={"low": 1})
+    check(lambda x, w: lax.map(lambda r: layer(r, w), x, batch_size=2), X, W, dots={"low": 1})
+    check(lambda x, w: lax.associative_scan(jnp.add, x @ w), X, W, dots={"low": 1})
+
+    def matmuls(ws: Any) -> Any:
+        return lax.associative_scan(lambda a, b: jnp.einsum("nij,njk->nik", a, b), ws)
+
+    check(matmuls, jnp.stack([W] * 4), roundings=16)
+    assert set(count_dots(jaxmp.autocast(matmuls, BF16), jnp.stack([W] * 4))) == {"bfloat16"}
+
+    def gated(x: Any, w: Any) -> Any:  # a linear recurrence, as in state space models
+        a, b = jax.nn.sigmoid(x @ w), x @ w
+
+        def combine(a: Any, b: Any) -> Any:
+            return a[0] * b[0], b[0] * a[1] + b[1]
+
+        return lax.associative_scan(combine, (a, b))[1]
+
+    check(gated, rows(64, 16), W, dots={"low": 2}, roundings=24)
+
+
+def test_kv_cache_in_a_while_loop() -> None:
+    def f(x: Any, w: Any) -> Any:
+        cache = jnp.zeros((8, 16))
+
+        def step(carry: Any) -> Any:
+            i, h, cache = carry
+            cache = lax.dynamic_update_slice(cache, (h @ w)[None], (i, 0))
+            scores = jnp.where(jnp.arange(8) <= i, cache @ h, -jnp.inf)
+            return i + 1, jax.nn.softmax(scores) @ cache, cache
+
+        return lax.while_loop(lambda c: c[0] < 6, step, (0, x[0], cache))
+
+    check(f, X, W, dots={"low": 3}, argnums=(), roundings=32)
+
+
+def test_kv_cache_keeps_the_dtype_it_was_made_in() -> None:
+    def f(cache: Any, x: Any, w: Any) -> Any:
+        return lax.dynamic_update_slice(cache, (x @ w).astype(cache.dtype), (2, 0))
+
+    for dtype in (jnp.float32, jnp.bfloat16):
+        fast = jaxmp.autocast(f, BF16)
+        out = fast(jnp.full((8, 16), 1.001, dtype), X, W)
+        assert out.dtype == dtype
+        np.testing.assert_array_equal(out[0], jnp.full(16, 1.001, dtype))
+    assert count_dots(fast, jnp.zeros((8, 16)), X, W) == {"bfloat16": 1}
+
+
+def test_loops_and_branches_that_take_python_bools() -> None:
+    """A bool that is a literal has no dtype of its own."""
+
+    def loop(x: Any, w: Any) -> Any:
+        def turn(c: Any) -> Any:
+            return c[1].sum() < -1e9, c[1] @ w
+
+        return lax.while_loop(lambda c: c[0], turn, (True, x))[1]
+
+    def branch(x: Any, w: Any) -> Any:
+        return lax.cond(
+            x.sum() > -1e9, lambda x, b: jnp.where(b, x @ w, x), lambda x, b: x, x, True
+        )
+
+    def scanned(x: Any, w: Any) -> Any:
+        def body(c: Any, row: Any) -> Any:
+            return (c[0] & (row.sum() > 0), c[1] + row @ w), c[0]
+
+        return lax.scan(body, (True, jnp.zeros(16)), x)
+
+    check(loop, X, W, dots={"low": 1}, argnums=())
+    check(branch, X, W, dots={"low": 1})
+    check(scanned, X, W, dots={"low": 1}, roundings=12)
+
+
+@both
+def test_scan_that_begins_its_sum_with_the_first_term(policy: str) -> None:
+    """What is carried is 16-bit at the start, as a residual stream is; but this is a sum."""
+
+    def f(x: Any, w: Any) -> Any:
+        return lax.scan(lambda total, row: (total + row @ w, None), x[0] @ w, x[1:])[0]
+
+    out = jaxmp.autocast(f, policy)(jnp.full((3001, 1, 2), 0.5), jnp.ones((2, 1)))
+    np.testing.assert_array_equal(out, [[3001.0]])
+
+
+@pytest.mark.parametrize("differentiated", [False, True])
+def test_with_jit_disabled(differentiated: bool) -> None:
+    def f(x: Any, w: Any) -> Any:
+        return lax.scan(lambda c, _: (jax.nn.relu(c @ w), None), x, None, length=2)[0].sum()
+
+    def both_ways(fun: Any) -> Any:
+        return jax.grad(fun, (0, 1)) if differentiated else fun
+
+    with jax.disable_jit():
+        got = both_ways(jaxmp.autocast(f, BF16))(X, W)
+    assert error(got, both_ways(jaxmp.autocast(f, BF16))(X, W)) < UNIT[BF16]

@@ -1,0 +1,409 @@
+"""Autocast and functions with derivatives of their own; autocast under every transformation."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxmp
+from tests.support.autocast_checks import (
+    BF16,
+    BOTH,
+    UNIT,
+    W,
+    X,
+    check,
+    error,
+    rows,
+    scalar,
+    weights,
+)
+from tests.support.dots import count_dots
+
+pytestmark = pytest.mark.jax
+
+both = pytest.mark.parametrize("policy", BOTH)
+
+
+def layer(x: Any, w: Any) -> Any:
+    return jnp.tanh(x @ w)
+
+
+def loss(x: Any, w: Any) -> Any:
+    return jnp.mean(layer(layer(x, w), w) ** 2)
+
+
+# --- custom_jvp -------------------------------------------------------------------------------
+
+
+@both
+def test_relu_and_its_kin(policy: str) -> None:
+    for act in (jax.nn.relu, jax.nn.relu6, jax.nn.silu, jax.nn.gelu, jax.nn.leaky_relu):
+        check(lambda x, w, act=act: act(x @ w) @ w, X, W, policy=policy, dots={"low": 2})
+
+
+def test_custom_jvp_with_a_product_in_its_rule() -> None:
+    @jax.custom_jvp
+    def f(x: Any, w: Any) -> Any:
+        return jnp.sin(x @ w)
+
+    @f.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        (x, w), (dx, dw) = primals, tangents
+        return f(x, w), 2 * jnp.cos(x @ w) * (dx @ w + x @ dw)  # twice too much, so one sees it
+
+    check(f, X, W, dots={"low": 1}, grad_roundings=24)
+
+
+def test_custom_jvp_with_integers_and_several_outputs() -> None:
+    @jax.custom_jvp
+    def f(x: Any, n: Any, w: Any) -> Any:
+        return jnp.sin(x @ w) * n.astype(jnp.float32), n + 1, x.sum()
+
+    @f.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        (x, n, w), (dx, _, dw) = primals, tangents
+        out = f(x, n, w)
+        zero = np.zeros((), jax.dtypes.float0)
+        return out, (jnp.cos(x @ w) * (dx @ w + x @ dw) * 3.0, zero, dx.sum())
+
+    check(f, X, jnp.int32(3), W, dots={"low": 1}, grad_roundings=24)
+    check(lambda x, w: f(x @ w, jnp.int32(3), w), X, W, dots={"low": 2}, grad_roundings=24)
+
+
+def test_custom_jvp_with_nondiff_argnums_and_closures() -> None:
+    @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+    def apply(fun: Any, x: Any) -> Any:
+        return fun(x)
+
+    @apply.defjvp
+    def _(fun: Any, primals: Any, tangents: Any) -> Any:
+        out, dot = jax.jvp(fun, primals, tangents)
+        return out, 0.5 * dot
+
+    check(lambda x: apply(jnp.sin, x @ W), X, dots={"low": 1})
+
+
+@pytest.mark.slow
+def test_custom_jvp_in_scan_remat_vmap_and_second_derivatives() -> None:
+    def f(x: Any, ws: Any) -> Any:
+        body = jax.checkpoint(lambda c, w: (jax.nn.relu(c @ w) + jax.nn.softplus(c), None))
+        return lax.scan(body, x, ws)[0]
+
+    ws = jnp.stack([W] * 2)
+    check(f, X, ws, roundings=16)
+    check(lambda xs, ws: jax.vmap(f, (0, None))(xs, ws), X.reshape(2, 2, 16), ws, roundings=16)
+    fast = jaxmp.autocast(lambda v: jnp.sum(jax.nn.softplus(v @ W) ** 2), BF16)
+    plain = lambda v: jnp.sum(jax.nn.softplus(v @ W) ** 2)  # noqa: E731
+    assert error(jax.hessian(fast)(X[0]), jax.hessian(plain)(X[0])) < 32 * UNIT[BF16]
+
+
+def test_custom_jvp_of_float64_and_complex_numbers() -> None:
+    with jax.enable_x64(True):
+        x = jnp.linspace(-1.5, 2.0, 6, dtype=jnp.float64)
+
+        def f(x: Any, w: Any) -> Any:
+            return jax.nn.relu(x).sum() + jnp.sum(jax.nn.relu(w @ w).astype(jnp.float64))
+
+        fast = jaxmp.autocast(f, BF16)
+        grads = jax.grad(fast, argnums=(0, 1))(x, W)
+        assert [g.dtype for g in grads] == [jnp.float64, jnp.float32]
+        np.testing.assert_array_equal(grads[0], (x > 0).astype(jnp.float64))
+
+    @jax.custom_jvp
+    def twice(z: Any) -> Any:
+        return z * 2
+
+    twice.defjvp(lambda p, t: (twice(*p), t[0] * 2))
+    z = lax.complex(X[0], X[1])
+    g = jax.grad(lambda z: jnp.abs(jaxmp.autocast(twice, BF16)(z)).sum())(z)
+    np.testing.assert_allclose(g, jax.grad(lambda z: jnp.abs(twice(z)).sum())(z))
+
+
+# --- custom_vjp -------------------------------------------------------------------------------
+
+# That it is said is tested in test_autocast_left_alone.
+left_alone = pytest.mark.filterwarnings("ignore:autocast leaves .* of the FLOPs")
+
+
+@jax.custom_vjp
+def tripled(x: Any, w: Any) -> Any:
+    """A product whose gradient is three times too large, so that one sees which rule ran."""
+    return x @ w
+
+
+tripled.defvjp(lambda x, w: (x @ w, (x, w)), lambda r, g: (3 * g @ r[1].T, 3 * r[0].T @ g))
+
+
+@left_alone
+@both
+def test_custom_vjp_is_left_alone(policy: str) -> None:
+    check(lambda x, w: tripled(x @ w, w), X, W, policy=policy, dots={"low": 1, "float32": 1})
+    fast = jaxmp.autocast(lambda x, w: tripled(x, w), policy)
+    np.testing.assert_array_equal(fast(X, W), X @ W)
+
+
+@both
+def test_custom_vjp_entered(policy: str) -> None:
+    def f(x: Any, w: Any) -> Any:
+        return tripled(tripled(x, w), w)
+
+    check(f, X, W, policy=policy, enter_custom_vjp=True, dots={"low": 2}, grad_dots={"low": 6})
+    fast = jaxmp.autocast(f, policy, enter_custom_vjp=True)
+    assert count_dots(jax.vmap(fast, (0, None)), X[None], W) == count_dots(fast, X, W)
+
+
+def test_custom_vjp_with_integer_residuals_and_nondiff_arguments() -> None:
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+    def lookup(x: Any, rows: Any, scale: float) -> Any:
+        return x[rows] * scale
+
+    def forward(x: Any, rows: Any, scale: float) -> Any:
+        return lookup(x, rows, scale), (rows, x.shape[0])
+
+    def backward(scale: float, residuals: Any, g: Any) -> Any:
+        rows, n = residuals
+        return jnp.zeros((n, g.shape[1])).at[rows].add(g * scale), None
+
+    lookup.defvjp(forward, backward)
+
+    def f(x: Any, w: Any, rows: Any) -> Any:
+        return lookup(x @ w, rows, 2.0) @ w
+
+    rows_ = jnp.array([0, 0, 3, 1], jnp.int32)
+    for enter in (False, True):
+        check(f, X, W, rows_, dots={"low": 2}, enter_custom_vjp=enter)
+
+
+@left_alone
+@pytest.mark.parametrize("enter", [False, True])
+def test_custom_vjp_in_scan_checkpoint_and_vmap(enter: bool) -> None:
+    def f(x: Any, ws: Any) -> Any:
+        body = jax.checkpoint(lambda c, w: (jnp.tanh(tripled(c, w)), None))
+        return lax.scan(body, x, ws)[0]
+
+    ws = jnp.stack([W] * 2)
+    check(f, X, ws, roundings=12, enter_custom_vjp=enter)
+
+    def mapped(xs: Any, ws: Any) -> Any:
+        return jax.vmap(f, (0, None))(xs, ws)
+
+    check(mapped, X.reshape(2, 2, 16), ws, roundings=12, enter_custom_vjp=enter)
+
+
+def test_custom_vjp_that_clips_its_gradient() -> None:
+    @jax.custom_vjp
+    def clipped(x: Any) -> Any:
+        return x
+
+    clipped.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.5, 0.5),))
+    for enter in (False, True):
+        check(lambda x, w: clipped(x @ w) @ w, X, W, dots={"low": 2}, enter_custom_vjp=enter)
+
+
+@pytest.mark.parametrize("enter", [False, True])
+@pytest.mark.parametrize("kind", [np.asarray, jnp.asarray])
+def test_custom_vjp_that_holds_an_array(kind: Any, enter: bool) -> None:
+    table = kind(np.linspace(1, 2, 64, dtype=np.float32).reshape(4, 16))
+
+    @jax.custom_vjp
+    def f(x: Any) -> Any:
+        return x * table
+
+    f.defvjp(lambda x: (f(x), None), lambda _, g: (3 * g * table,))
+    check(lambda x, w: f(x @ w), X, W, dots={"low": 1}, enter_custom_vjp=enter)
+
+
+@left_alone
+@pytest.mark.parametrize("enter", [False, True])
+def test_custom_vjp_with_loops_and_converted_closures(enter: bool) -> None:
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+    def apply(fun: Any, x: Any, *consts: Any) -> Any:
+        return lax.fori_loop(0, 2, lambda i, c: fun(c, *consts), x)
+
+    def backward(fun: Any, residuals: Any, g: Any) -> Any:
+        x, consts = residuals
+        _, pull = jax.vjp(lambda x, *consts: fun(fun(x, *consts), *consts), x, *consts)
+        return pull(g)
+
+    apply.defvjp(lambda fun, x, *consts: (apply(fun, x, *consts), (x, consts)), backward)
+
+    def f(x: Any, w: Any) -> Any:
+        fun, consts = jax.closure_convert(lambda x: jnp.tanh(x @ w), x)
+        return apply(fun, x, *consts)
+
+    check(f, X, W, enter_custom_vjp=enter, roundings=12, grad_roundings=24)
+
+
+def test_custom_jvp_with_symbolic_zeros() -> None:
+    @jax.custom_jvp
+    def f(x: Any, y: Any) -> Any:
+        return x * y
+
+    def rule(primals: Any, tangents: Any) -> Any:
+        (x, y), (dx, dy) = primals, tangents
+        known = [not isinstance(t, jax.custom_derivatives.SymbolicZero) for t in (dx, dy)]
+        return x * y, (dx * y if known[0] else 0.0 * x) + (2.0 * x * dy if known[1] else 0.0 * y)
+
+    f.defjvp(rule, symbolic_zeros=True)
+    check(lambda x, w: f(x @ w, x), X, W, dots={"low": 1})
+
+
+def test_straight_through_and_stop_gradient() -> None:
+    def f(x: Any, w: Any) -> Any:
+        h = x @ w
+        return h + lax.stop_gradient(jnp.round(h * 4) / 4 - h)
+
+    fast = jaxmp.autocast(f, BF16)
+    got = jax.grad(lambda w: fast(X, w).sum())(W)
+    assert error(got, jax.grad(lambda w: (X @ w).sum())(W)) < 4 * UNIT[BF16]
+    stopped = jaxmp.autocast(lambda x, w: (lax.stop_gradient(x @ w) * x).sum(), BF16)
+    assert not np.any(jax.grad(stopped, argnums=1)(X, W))
+
+
+def test_custom_vmap() -> None:
+    seen = []
+
+    @jax.custom_batching.custom_vmap
+    def f(x: Any, w: Any) -> Any:
+        return x @ w
+
+    @f.def_vmap
+    def _(size: int, batched: Any, x: Any, w: Any) -> Any:
+        seen.append(size)
+        return jnp.einsum("bij,jk->bik", x, w), True
+
+    def g(x: Any, w: Any) -> Any:
+        return f(jnp.tanh(x @ w), w)
+
+    check(g, X, W, dots={"low": 2}, argnums=())
+    fast = jaxmp.autocast(lambda xs, w: jax.vmap(g, (0, None))(xs, w), BF16)
+    xs = X.reshape(2, 2, 16)
+    assert error(fast(xs, W), jax.vmap(g, (0, None))(xs, W)) < 8 * UNIT[BF16]
+    outside = jax.vmap(jaxmp.autocast(g, BF16), (0, None))(xs, W)
+    assert error(outside, jax.vmap(g, (0, None))(xs, W)) < 8 * UNIT[BF16]
+    assert seen
+
+
+def test_linear_solves_and_roots() -> None:
+    def solve(x: Any, w: Any) -> Any:
+        return lax.custom_linear_solve(
+            lambda v: v * 3.0, x @ w, solve=lambda matvec, b: b / 3.0, symmetric=True
+        )
+
+    check(solve, X, W, dots={"low": 1})
+
+    def root(x: Any, w: Any) -> Any:
+        target = jnp.sum((x @ w) ** 2)
+        return lax.custom_root(
+            lambda y: y**2 - target,
+            jnp.float32(1.0),
+            lambda f, y: lax.fori_loop(0, 20, lambda i, y: y - f(y) / (2 * y), y),
+            lambda g, y: y / g(1.0),
+        )
+
+    check(root, X, W, dots={"low": 1})
+
+
+# --- orders of transformations ------------------------------------------------------------------
+
+TRANSFORMS = {
+    "grad(autocast)": lambda cast: jax.grad(cast(loss), (0, 1)),
+    "autocast(grad)": lambda cast: cast(jax.grad(loss, (0, 1))),
+    "jit(grad(jit(autocast)))": lambda cast: jax.jit(jax.grad(jax.jit(cast(loss)), (0, 1))),
+    "value_and_grad": lambda cast: jax.value_and_grad(cast(loss), (0, 1)),
+    "vmap(autocast)": lambda cast: jax.vmap(cast(layer), (0, None)),
+    "autocast(vmap)": lambda cast: cast(jax.vmap(layer, (0, None))),
+    "vmap both, out 1": lambda cast: jax.vmap(cast(layer), (1, None), 1),
+    "vmap(grad(autocast))": lambda cast: jax.vmap(jax.grad(cast(loss), (0, 1)), (0, None)),
+    "grad(vmap(autocast))": lambda cast: jax.grad(
+        lambda x, w: jax.vmap(cast(loss), (0, None))(x, w).sum(), (0, 1)
+    ),
+    "jvp": lambda cast: lambda x, w: jax.jvp(cast(layer), (x, w), (x, w)),
+    "autocast(jvp)": lambda cast: cast(lambda x, w: jax.jvp(layer, (x, w), (x, w))),
+    "vjp": lambda cast: lambda x, w: jax.vjp(cast(layer), x, w)[1](x),
+    "autocast(vjp)": lambda cast: cast(lambda x, w: jax.vjp(layer, x, w)[1](x)),
+    "linearize": lambda cast: lambda x, w: jax.linearize(cast(layer), x, w)[1](x, w),
+    "linear_transpose": lambda cast: lambda x, w: jax.linear_transpose(cast(lambda x: x @ w), x)(x),
+    "jacfwd": lambda cast: lambda x, w: jax.jacfwd(lambda w: cast(loss)(x, w))(w),
+    "jacrev": lambda cast: lambda x, w: jax.jacrev(lambda x: cast(layer)(x, w))(x[:1]),
+    "forward over reverse": lambda cast: (
+        lambda x, w: jax.jvp(jax.grad(cast(loss), 1), (x, w), (x, w))[1]
+    ),
+    "reverse over reverse": lambda cast: jax.grad(
+        lambda x, w: (jax.grad(cast(loss), 1)(x, w) ** 2).sum(), (0, 1)
+    ),
+    "autocast(hessian product)": lambda cast: cast(
+        lambda x, w: jax.jvp(jax.grad(loss, 1), (x, w), (x, w))[1]
+    ),
+    "grad in scan": lambda cast: cast(
+        lambda x, w: lax.scan(lambda w, x: (w - 0.1 * jax.grad(loss, 1)(x, w), None), w, x[None])
+    ),
+    "grad of autocast in scan": lambda cast: (
+        lambda x, w: lax.scan(
+            lambda w, x: (w - 0.1 * jax.grad(cast(loss), 1)(x, w), None), w, x[None]
+        )
+    ),
+    "checkpoint(autocast)": lambda cast: jax.grad(jax.checkpoint(cast(loss)), (0, 1)),
+    "autocast(autocast)": lambda cast: jax.grad(cast(cast(loss)), (0, 1)),
+    "eval_shape": lambda cast: lambda x, w: jnp.zeros(jax.eval_shape(cast(layer), x, w).shape),
+}
+
+
+@both
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transformations(name: str, policy: str) -> None:
+    transform = TRANSFORMS[name]
+    x = X.reshape(4, 1, 16) if "vmap" in name else X
+    x = jnp.swapaxes(x, 0, 1) if "out 1" in name else x
+    fast = transform(lambda fun: jaxmp.autocast(fun, policy))
+    want = jax.jit(transform(lambda fun: fun))(x, W)
+    got = fast(x, W)
+    assert error(got, want) < 32 * UNIT[policy]
+    assert [g.dtype for g in jax.tree.leaves(got)] == [g.dtype for g in jax.tree.leaves(want)]
+    if name != "eval_shape":
+        assert "float32" not in count_dots(fast, x, W)
+        assert error(got, want) > 0  # it did run in 16 bits
+
+
+def test_gradient_of_a_closed_over_param() -> None:
+    def f(w: Any) -> Any:
+        return jaxmp.autocast(lambda x: jnp.sum(layer(x, w) ** 2), BF16)(X)
+
+    assert error(jax.grad(f)(W), jax.grad(lambda w: jnp.sum(layer(X, w) ** 2))(W)) < 0.03
+    assert jax.jit(jax.grad(f))(W).dtype == jnp.float32
+
+
+def test_gradients_of_params_keep_float32() -> None:
+    """The product for a param's gradient has a float32 result: it is no multiple of 2**-8."""
+
+    def f(w: Any) -> Any:
+        return jnp.sum((X @ w) * jnp.linspace(0, 1, 16)[None])
+
+    got = jax.grad(jaxmp.autocast(f, BF16))(W)
+    assert np.any(got != got.astype(jnp.bfloat16).astype(jnp.float32))
+    rounded = jax.grad(lambda w: jnp.sum(X.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)))(W)
+    np.testing.assert_array_equal(rounded, rounded.astype(jnp.bfloat16).astype(jnp.float32))
+
+
+def test_meta_learning_step() -> None:
+    def outer(w: Any, x: Any) -> Any:
+        inner = w - 0.1 * jax.grad(lambda w: jnp.mean(layer(x, w) ** 2))(w)
+        return jnp.mean(layer(x, inner) ** 2)
+
+    check(outer, W, X, roundings=8, grad_roundings=32)
+
+
+def test_jacobian_of_a_network_by_vmap_of_jvp() -> None:
+    def net(x: Any) -> Any:
+        return jnp.tanh(x @ W) @ weights(16, 3, seed=2)
+
+    def divergence(x: Any) -> Any:
+        return jnp.trace(jax.jacfwd(net)(x)[:, :3])
+
+    check(jax.vmap(divergence), rows(5, 16), roundings=16, grad_roundings=32)
+    assert scalar(net)(X)[0].shape == ()

@@ -1,0 +1,200 @@
+"""What autocast keeps for the backward pass, what it casts, and the state of nnx modules."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn, nnx
+from jax import lax
+
+import jaxmp
+from tests.support.autocast_checks import BF16, BOTH, LOW, UNIT, W, X, error, rows, weights
+from tests.support.dots import count_dots, equations
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+both = pytest.mark.parametrize("policy", BOTH)
+
+
+def kept(fun: Any, params: Any, x: Any) -> dict[str, int]:
+    """How many bytes of activations are kept for the backward pass, by dtype."""
+    closed = jax.make_jaxpr(lambda p: jax.tree.leaves(jax.vjp(lambda p: fun(p, x), p)[1]))(params)
+    given = {id(v) for v in closed.jaxpr.invars}
+    found: dict[str, int] = {}
+    seen = set()
+    for v in closed.jaxpr.outvars:
+        if id(v) not in given and id(v) not in seen and getattr(v.aval, "shape", ()):
+            seen.add(id(v))
+            if jnp.issubdtype(v.aval.dtype, jnp.floating) and v.aval.shape[0] == x.shape[0]:
+                size = v.aval.size * v.aval.dtype.itemsize
+                found[str(v.aval.dtype)] = found.get(str(v.aval.dtype), 0) + size
+    return found
+
+
+def block(p: dict[str, Any], x: Any) -> Any:
+    """A transformer's: norm, a product with a bias, gelu, a product, a residual."""
+    for _ in range(2):
+        mean = x.mean(-1, keepdims=True)
+        var = jnp.square(x).mean(-1, keepdims=True) - jnp.square(mean)
+        h = (x - mean) * lax.rsqrt(var + 1e-6) * p["scale"] + p["bias"]
+        h = jax.nn.gelu(h @ p["up"] + p["b"])
+        x = x + (h @ p["down"] + p["bias"])
+    return x
+
+
+def params() -> dict[str, Any]:
+    return {
+        "scale": jnp.ones(16), "bias": jnp.zeros(16), "b": jnp.zeros(64), "embed": W,
+        "up": weights(16, 64, seed=5), "down": weights(64, 16, seed=6),
+    }  # fmt: skip
+
+
+@both
+def test_activations_are_kept_in_16_bits(policy: str) -> None:
+    def f(p: Any, x: Any) -> Any:
+        return jnp.mean(block(p, x @ p["embed"]) ** 2)
+
+    x = rows(32, 16)
+    plain, low = kept(f, params(), x), kept(jaxmp.autocast(f, policy), params(), x)
+    assert set(plain) == {"float32"}
+    assert low[LOW[policy]] >= 0.5 * sum(low.values())
+    # What a norm keeps is float32; the wide activations of the products are not.
+    assert sum(low.values()) < 0.75 * sum(plain.values())
+
+
+def test_the_residual_stream_stays_in_16_bits() -> None:
+    def f(p: Any, x: Any) -> Any:
+        return block(p, x @ p["embed"])
+
+    fast = jaxmp.autocast(f, BF16, output="computed")
+    assert jax.eval_shape(fast, params(), rows(32, 16)).dtype == jnp.bfloat16
+    # Whatever the batch: a bias is one by where it comes from, not by its shape.
+    assert jax.eval_shape(fast, params(), rows(1, 16)).dtype == jnp.bfloat16
+    shapes = jax.eval_shape(fast, params(), jnp.zeros((1, 1, 16)))
+    assert shapes.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("bias", [(16,), (1, 16), (1, 1, 16), ()])
+def test_a_bias_does_not_widen(bias: tuple[int, ...]) -> None:
+    def f(x: Any, w: Any, b: Any) -> Any:
+        return jax.nn.relu(x @ w + b)
+
+    fast = jaxmp.autocast(f, BF16, output="computed")
+    assert fast(rows(2, 4, 16), W, jnp.ones(bias)).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_embeddings_positions_and_dropout_do_not_widen(size: int) -> None:
+    def f(p: Any, tokens: Any, key: Any) -> Any:
+        h = p["table"][tokens] + p["positions"][: tokens.shape[1]]
+        keep = jax.random.bernoulli(key, 0.9, h.shape)
+        h = jnp.where(keep, h / 0.9, 0.0)
+        return h + jnp.tanh(h @ p["w"])
+
+    p = {"table": rows(8, 16), "positions": rows(6, 16), "w": W}
+    tokens = jnp.zeros((size, 6), jnp.int32)
+    fast = jaxmp.autocast(f, BF16, output="computed")
+    assert fast(p, tokens, jax.random.key(0)).dtype == jnp.bfloat16
+
+
+def test_converts_are_few() -> None:
+    """A cast for each weight, bias and scale, and around each norm: no chains of them."""
+
+    def f(p: Any, x: Any) -> Any:
+        return block(p, x @ p["embed"])
+
+    jaxpr = jax.make_jaxpr(jaxmp.autocast(f, BF16))(params(), rows(32, 16))
+    casts = [e for e in equations(jaxpr) if e.primitive.name == "convert_element_type"]
+    makers = {id(e.outvars[0]): e for e in equations(jaxpr)}
+    for cast in casts:
+        made_by = makers.get(id(cast.invars[0]))
+        assert made_by is None or made_by.primitive.name != "convert_element_type"
+    assert len(casts) <= 36
+
+
+@both
+def test_batch_statistics_of_nnx(policy: str) -> None:
+    def model() -> Any:
+        rngs = nnx.Rngs(0)
+        return nnx.Sequential(
+            nnx.Linear(16, 16, rngs=rngs), nnx.BatchNorm(16, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+        )
+
+    a, b = model(), model()
+    x = rows(8, 16)
+    fast = jaxmp.nnx.autocast(lambda m, x: m(x), policy)
+    for _ in range(2):
+        got, want = fast(a, x), b(x)
+        np.testing.assert_array_equal(got == 0, want == 0)  # the same dropout, a new one each time
+        assert error(got, want) < 8 * UNIT[policy]
+    statistics = [nnx.state(m, nnx.BatchStat) for m in (a, b)]
+    assert error(*statistics) < 2 * UNIT[policy]
+    assert not np.array_equal(a.layers[1].mean.get_value(), np.zeros(16))
+
+
+def test_nnx_value_and_grad() -> None:
+    model = nnx.Sequential(
+        nnx.Linear(16, 16, rngs=nnx.Rngs(0)), nnx.BatchNorm(16, rngs=nnx.Rngs(0))
+    )
+    other = nnx.clone(model)
+    x = rows(8, 16)
+    loss = lambda m, x: jnp.mean(jnp.tanh(m(x)) ** 2)  # noqa: E731
+    value, grads = nnx.jit(nnx.value_and_grad(jaxmp.nnx.autocast(loss, BF16)))(model, x)
+    want, want_grads = nnx.value_and_grad(loss)(other, x)
+    assert error(value, want) < 4 * UNIT[BF16]
+    # The bias before a batch norm has no gradient: what is left of it is rounding.
+    one, two = (g["layers"][0]["kernel"].get_value() for g in (grads, want_grads))
+    assert error(one, two) < 16 * UNIT[BF16]
+
+
+def test_nnx_state_is_not_lost_silently() -> None:
+    model = nnx.BatchNorm(16, rngs=nnx.Rngs(0))
+    with pytest.raises(Exception, match=r"jaxmp\.nnx\.autocast|trace level") as info:
+        jaxmp.autocast(lambda m, x: m(x), BF16)(model, X)
+    said = str(info.value) + " ".join(getattr(info.value, "__notes__", ()))
+    assert "jaxmp.nnx.autocast" in said
+    with pytest.raises(Exception, match=r"trace level|autocast") as info:
+        jaxmp.autocast(lambda x: model(x), BF16)(X)
+    said = str(info.value) + " ".join(getattr(info.value, "__notes__", ()))
+    assert "jaxmp.nnx.autocast" in said
+
+
+def test_arguments_that_are_changed_in_place() -> None:
+    def f(tree: Any, x: Any) -> Any:
+        tree["seen"] = x.sum()
+        return x * 2
+
+    for run in (jaxmp.autocast(f, BF16), jax.jit(jaxmp.autocast(f, BF16))):
+        with pytest.raises(TypeError, match="in place"):
+            run({"seen": jnp.zeros(())}, X)
+
+
+def test_a_linen_train_step() -> None:
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any, train: bool) -> Any:
+            x = nn.BatchNorm(use_running_average=not train)(nn.Dense(16)(x))
+            x = nn.Dropout(0.3, deterministic=not train)(nn.relu(x))
+            return nn.Dense(3)(x)
+
+    net = Net()
+    variables = net.init(jax.random.key(0), X, False)
+
+    def loss(p: Any, stats: Any, x: Any, key: Any) -> Any:
+        out, new = net.apply(
+            {"params": p, "batch_stats": stats}, x, True,
+            mutable=["batch_stats"], rngs={"dropout": key},
+        )  # fmt: skip
+        return jnp.mean(out**2), new
+
+    args = (variables["params"], variables["batch_stats"], rows(64, 16), jax.random.key(1))
+    fast = functools.partial(jax.value_and_grad, has_aux=True)(jaxmp.autocast(loss, BF16))
+    (value, new), grads = jax.jit(fast)(*args)
+    (want, plain), want_grads = jax.value_and_grad(loss, has_aux=True)(*args)
+    assert error(value, want) < 4 * UNIT[BF16]
+    assert error(new, plain) < 4 * UNIT[BF16]
+    for layer in ("Dense_1", "BatchNorm_0"):
+        assert error(grads[layer], want_grads[layer]) < 24 * UNIT[BF16]
+    assert set(count_dots(fast, *args)) == {"bfloat16"}

@@ -1,0 +1,300 @@
+"""Rows of an argument are exact until they meet activations: embeddings, phases, targets."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxmp
+from tests.support.autocast_checks import BF16, BOTH, LOW, UNIT, W, X, check, error, rows
+from tests.support.dots import equations
+
+both = pytest.mark.parametrize("policy", BOTH)
+PHASES = np.outer(np.arange(2048), 100.0 ** (-np.arange(8) / 8)).astype(np.float32)
+AT = jnp.array([3, 700, 1501, 2047])
+
+
+def rotated(x: Any, w: Any, phases: Any) -> Any:
+    a, b = jnp.split(x @ w, 2, axis=-1)
+    phases = jnp.broadcast_to(phases, a.shape)
+    cos, sin = jnp.cos(phases), jnp.sin(phases)
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], -1)
+
+
+def rotated_and_scaled(x: Any, w: Any, phases: Any) -> Any:
+    """A product with an activation reads them as well."""
+    h = (x @ w)[:, : phases.shape[-1]]
+    return jnp.concatenate([h * phases / 2048, jnp.cos(phases)], -1)
+
+
+def rotated_and_added(x: Any, w: Any, phases: Any) -> Any:
+    """They are added to an activation as well, and scaled before their cosine is taken."""
+    h = (x @ w)[:, : phases.shape[-1]]
+    return jnp.concatenate([(h + phases) / 2048, jnp.sin(1.5 * phases) * h], -1)
+
+
+def added_and_reshaped(x: Any, w: Any, phases: Any) -> Any:
+    h = (x @ w)[:, : phases.shape[-1]]
+    angles = phases.reshape(2, 2, -1)
+    return jnp.concatenate([(h + phases) / 2048, jnp.cos(angles).reshape(h.shape)], -1)
+
+
+def through_scan(x: Any, w: Any, phases: Any) -> Any:
+    def body(carry: Any, _: Any) -> Any:
+        h, phases = carry
+        return (rotated(h, w, phases), phases), None
+
+    return lax.scan(body, (x, phases), None, length=2)[0][0]
+
+
+def scanned(x: Any, w: Any, phases: Any) -> Any:
+    return lax.scan(lambda c, row: (c, rotated(row[0], w, row[1])), 0.0, (x, phases))[1]
+
+
+def mapped(x: Any, w: Any, phases: Any) -> Any:
+    return rotated(x, w, lax.map(lambda i: phases[i], jnp.arange(4)))
+
+
+def one_by_one(x: Any, w: Any, phases: Any) -> Any:
+    def body(carry: Any, i: Any) -> Any:
+        return phases[i], rotated(x, w, carry)
+
+    return lax.scan(body, phases[0], jnp.arange(4))[1]
+
+
+WAYS = {
+    "checkpoint": jax.checkpoint(rotated),
+    "checkpoint, scaled": jax.checkpoint(rotated_and_scaled),
+    "checkpoint, added": jax.checkpoint(rotated_and_added),
+    "checkpoint, added and reshaped": jax.checkpoint(added_and_reshaped),
+    "checkpoint of checkpoint": jax.checkpoint(jax.checkpoint(rotated)),
+    "carry": through_scan,
+    "carry of a checkpoint": jax.checkpoint(through_scan),
+    "scanned": scanned,
+    "results of a scan": mapped,
+    "carry of rows": one_by_one,
+    "jit": jax.jit(rotated),
+}
+
+
+@both
+@pytest.mark.parametrize("name", WAYS)
+def test_phases_by_position(name: str, policy: str) -> None:
+    def f(x: Any, w: Any, table: Any) -> Any:
+        return WAYS[name](x, w, table[AT])
+
+    check(f, X, W, jnp.asarray(PHASES), policy=policy, roundings=24, argnums=(0, 1))
+    # In 16 bits the last of them is off by more than a radian.
+    assert np.abs(PHASES[2047] - PHASES[2047].astype(jnp.bfloat16).astype(np.float32)).max() > 0.5
+
+
+def test_targets_that_are_looked_up() -> None:
+    y = 1000 + rows(8)
+
+    def loss(x: Any, w: Any, y: Any, i: Any) -> Any:
+        part = jax.checkpoint(lambda x, w, y: jnp.mean(((x @ w)[:, 0] + 1000.0 - y) ** 2))
+        return part(x, w, y[i])
+
+    i = jnp.array([5, 2, 7, 0])
+    assert error(jaxmp.autocast(loss, BF16)(X, W, y, i), loss(X, W, y, i)) < 8 * UNIT[BF16]
+
+
+@both
+def test_a_stream_that_begins_as_an_embedding(policy: str) -> None:
+    """A scan over layers carries it in 16 bits from the start."""
+
+    def f(table: Any, w: Any, i: Any) -> Any:
+        body = jax.checkpoint(lambda h, w: (h + jnp.tanh(h @ w), None))
+        return lax.scan(body, table[i], w)[0]
+
+    args = rows(32, 16), jnp.stack([W, W]), jnp.arange(4)
+    closed = jax.make_jaxpr(jaxmp.autocast(f, policy))(*args)
+    scan = next(e for e in equations(closed) if e.primitive.name == "scan")
+    assert [str(v.aval.dtype) for v in scan.outvars] == [LOW[policy]]
+    check(f, *args, policy=policy, roundings=16)
+
+
+@both
+def test_a_checkpoint_keeps_an_embedding_as_it_is(policy: str) -> None:
+    """In float32, since it may be read exactly. The layers after the first find 16 bits."""
+
+    def f(table: Any, w: Any, i: Any) -> Any:
+        x = table[i]
+        for _ in range(3):
+            x = jax.checkpoint(lambda h: h + jnp.tanh(h @ w))(x)
+        return x
+
+    args = rows(32, 16), W, jnp.arange(4)
+    closed = jax.make_jaxpr(jaxmp.autocast(f, policy))(*args)
+    kept = [e for e in equations(closed) if e.primitive.name in ("remat2", "checkpoint")]
+    dtypes = [str(v.aval.dtype) for e in kept for v in e.invars if v.aval.shape == (4, 16)]
+    assert dtypes == ["float32", LOW[policy], LOW[policy]]
+    check(f, *args, policy=policy, roundings=16)
+
+
+POSITIONS = 300.3 + np.arange(32)[:, None] + np.linspace(0, 1, 16)
+READS = {
+    "as an integer": lambda p: (p.astype(jnp.int32) % 7).astype(jnp.float32),
+    "by floor": lambda p: p - jnp.floor(p),
+    "by differences": lambda p: p[1:] - p[:-1],
+    "from an origin": lambda p: jnp.tanh(p - 302.0),
+    "by order": lambda p: jnp.diff(jnp.sort(p, axis=0), axis=0),
+    "by a comparison": lambda p: jnp.where(p > 302.45, 1.0, 0.0),
+    "between points": lambda p: jnp.interp(p, jnp.linspace(300, 335, 50), jnp.arange(50.0) % 7),
+    "by cosine in a jit": lambda p: jax.jit(lambda p: jnp.cos(p) @ jnp.eye(16))(p),
+    "by cosine in a branch": lambda p: lax.cond(p[0, 0] > 0, jnp.cos, jnp.sin, p),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_positions_that_are_added_and_read_exactly(name: str) -> None:
+    """As a layer does that moves points: `x + f(x)` in a checkpoint, and differences of points."""
+
+    def f(table: Any, w: Any, i: Any) -> Any:
+        def layer(p: Any) -> tuple[Any, Any]:
+            read = READS[name](p)
+            return p + jnp.tanh(p @ w), read
+
+        return jax.checkpoint(layer)(table[i])[1]
+
+    args = jnp.asarray(POSITIONS, jnp.float32), W / 300, jnp.arange(4)
+    assert error(jaxmp.autocast(f, BF16)(*args), f(*args)) < 4 * UNIT[BF16]
+    low = args[0].astype(jnp.bfloat16).astype(jnp.float32)
+    assert error(f(low, *args[1:]), f(*args)) > 0.1  # positive control
+
+
+def test_coordinates_that_are_moved_in_a_checkpoint() -> None:
+    """A grid and an offset that a network gives; what is there is looked up between two points."""
+
+    def f(x: Any, w: Any, offset: Any, features: Any) -> Any:
+        def step(at: Any, h: Any) -> tuple[Any, Any]:
+            left = at.astype(jnp.int32)
+            part = at - left.astype(jnp.float32)
+            found = features[left] * (1 - part) + features[left + 1] * part
+            return at + (h @ offset)[:, 0], found
+
+        h = jnp.tanh(x @ w)
+        return jax.checkpoint(step)((h @ offset)[:, 0] + jnp.arange(256.0), h)
+
+    args = rows(256, 16), W, jnp.abs(rows(16, 1)) / 8, rows(300)
+    _, got = jaxmp.autocast(f, BF16)(*args)
+    _, want = f(*args)
+    assert error(got, want) < 8 * UNIT[BF16]
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint], ids=["", "checkpoint"])
+def test_phases_with_a_learned_frequency(wrap: Any) -> None:
+    """Or of times that were normalized: float32 for a moment, read by a sine to its last bit."""
+
+    def learned(x: Any, w: Any, times: Any, scale: Any) -> Any:
+        return x @ w + jnp.sin(jnp.outer(times[AT % 64], jnp.exp(scale))) @ w
+
+    def normalized(x: Any, w: Any, times: Any, scale: Any) -> Any:
+        t = times[AT % 64]
+        t = (t - jnp.mean(t)) / jnp.std(t)
+        return x @ w + jnp.sin(jnp.outer(t, 100 * scale)) @ w
+
+    args = X, W, jnp.linspace(0, 50, 64), jnp.linspace(0, 4, 16)
+    for f in (learned, normalized):
+        assert error(jaxmp.autocast(wrap(f), BF16)(*args), f(*args)) < 8 * UNIT[BF16]
+
+
+def test_the_halves_of_a_row_in_a_checkpoint() -> None:
+    def f(y: Any, i: Any) -> Any:
+        def halves(y: Any) -> Any:
+            high = y.astype(jnp.bfloat16)
+            return high, (y - high.astype(jnp.float32)).astype(jnp.bfloat16)
+
+        return jax.checkpoint(halves)(y[i])
+
+    args = rows(8, 4), jnp.arange(4)
+    for got, want in zip(jaxmp.autocast(f, BF16)(*args), f(*args), strict=True):
+        np.testing.assert_array_equal(got, want)
+        assert np.any(np.asarray(want) != 0)
+
+
+def normed(x: Any) -> Any:
+    return x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+
+
+TRUTH = np.arange(4)[:, None] < 3
+MASK = jnp.array([[1], [1], [1], [0]])
+BLOCKS = {
+    "masked": lambda x, w: x + jnp.where(TRUTH, jnp.tanh(normed(x) @ w), 0),
+    "times a mask": lambda x, w: x + jnp.tanh(normed(x) @ w) * MASK.astype(jnp.float32),
+    "masked at its end": lambda x, w: (
+        (x + jnp.tanh(normed(x) @ w)) * (MASK > 0).astype(jnp.int32).astype(jnp.float32)
+    ),
+    "with noise": lambda x, w: (
+        x + jnp.tanh(normed(x) @ w) * (1 + jax.random.uniform(jax.random.key(0), x.shape))
+    ),
+    "by position": lambda x, w: x + (normed(x) @ w) / (1 + jnp.arange(16.0)).reshape(1, 16),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_checkpoints_one_by_one_keep_16_bits(name: str) -> None:
+    """Also where numbers of no activation scale what is added to the stream."""
+
+    def f(table: Any, w: Any, i: Any) -> Any:
+        x = table[i]
+        for _ in range(3):
+            x = jax.checkpoint(BLOCKS[name])(x, w)
+        return x
+
+    args = rows(32, 16), W, jnp.arange(4)
+    closed = jax.make_jaxpr(jaxmp.autocast(f, BF16))(*args)
+    kept = [e for e in equations(closed) if e.primitive.name in ("remat2", "checkpoint")]
+    dtypes = [str(v.aval.dtype) for e in kept for v in e.invars if v.aval.shape == (4, 16)]
+    assert dtypes == ["float32", "bfloat16", "bfloat16"]
+    check(f, *args, roundings=16)
+
+
+def test_carries_that_depend_on_a_stream() -> None:
+    """The layer before it, which is only handed on, and two streams that change places."""
+
+    def before(table: Any, w: Any, i: Any) -> Any:
+        e = table[i]
+        body = lambda c, w: ((c[0] + jnp.tanh(c[0] @ w), c[0]), None)  # noqa: E731
+        return lax.scan(body, (e, e @ w[0]), w)[0]
+
+    def swapped(table: Any, w: Any, i: Any) -> Any:
+        e = table[i]
+        body = lambda c, w: ((c[1], c[0] + jnp.tanh(c[1] @ w)), None)  # noqa: E731
+        return lax.scan(body, (e @ w[0], e), w)[0]
+
+    args = rows(32, 16), jnp.stack([W, W, W]), jnp.arange(4)
+    for f, dtypes in ((before, ["bfloat16", "float32"]), (swapped, ["bfloat16"] * 2)):
+        closed = jax.make_jaxpr(jaxmp.autocast(f, BF16))(*args)
+        scan = next(e for e in equations(closed) if e.primitive.name == "scan")
+        assert [str(v.aval.dtype) for v in scan.outvars] == dtypes, f.__name__
+        check(f, *args, roundings=24)
+
+
+def test_a_stream_that_adds_up_embeddings() -> None:
+    def f(table: Any, w: Any, i: Any) -> Any:
+        return lax.scan(lambda c, i: (c + table[i] @ w, None), table[0], i)[0]
+
+    table, i = jnp.ones((4, 16)), jnp.zeros(1000, jnp.int32)
+    out = jaxmp.autocast(f, BF16)(table, jnp.ones((16, 16)) / 16, i)
+    np.testing.assert_array_equal(out, np.full(16, 1001.0))
+
+
+def test_rows_that_a_carry_goes_on_with() -> None:
+    """It begins as an activation, and then holds the phases of the next token: float32, as `h`."""
+
+    def f(x: Any, w: Any, phases: Any) -> Any:
+        def body(carry: Any, i: Any) -> Any:
+            h, angles = carry
+            return (jnp.tanh(h @ w) * jnp.concatenate([jnp.cos(angles)] * 2, -1), phases[i]), h
+
+        return lax.scan(body, (x @ w, (x @ w)[:, :8]), jnp.stack([AT, AT - 1, AT - 2]))[1]
+
+    args = X, W, jnp.asarray(PHASES)
+    closed = jax.make_jaxpr(jaxmp.autocast(f, BF16))(*args)
+    scan = next(e for e in equations(closed) if e.primitive.name == "scan")
+    assert [str(v.aval.dtype) for v in scan.outvars] == ["float32"] * 3
+    check(f, *args, roundings=24, argnums=(0, 1))

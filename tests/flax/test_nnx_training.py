@@ -1,0 +1,307 @@
+"""Gradients of live nnx modules, and steps that are skipped without a trace."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxmp
+from tests.support.bits import tree_bits
+
+pytestmark = [
+    pytest.mark.jax,
+    pytest.mark.annotations,
+    pytest.mark.usefixtures("standard_promotion"),
+]
+
+X = jax.random.normal(jax.random.key(1), (8, 4))
+
+
+class Net(nnx.Module):
+    """Batch statistics, dropout keys and params."""
+
+    def __init__(self, dtype: Any = None, rate: float = 0.0) -> None:
+        rngs = nnx.Rngs(0)
+        self.first = nnx.Linear(4, 6, dtype=dtype, rngs=rngs)
+        self.norm = nnx.BatchNorm(6, dtype=dtype, rngs=rngs)
+        self.dropout = nnx.Dropout(rate, rngs=rngs)
+        self.second = nnx.Linear(6, 1, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.second(self.dropout(nnx.relu(self.norm(self.first(x)))))
+
+
+def loss_fn(model: Net, x: jax.Array) -> jax.Array:
+    return jnp.mean((model(x).astype(jnp.float32) - 1.0) ** 2)
+
+
+def bits_of(*modules: Any) -> Any:
+    return [tree_bits(nnx.as_pure(nnx.state(module))) for module in modules]
+
+
+def test_loss_gradients_and_state_are_those_of_nnx() -> None:
+    ours, theirs = Net(), Net()
+    loss, grads = jaxmp.nnx.value_and_grad(loss_fn, loss_scale=2.0**10)(ours, X)
+    expected_loss, expected = nnx.value_and_grad(loss_fn)(theirs, X)
+    assert float(loss) == float(expected_loss)
+    assert jax.tree.structure(grads) == jax.tree.structure(expected)
+    assert tree_bits(grads) == tree_bits(expected)
+    assert bits_of(ours) == bits_of(theirs) != bits_of(Net())
+
+
+def test_narrow_params_have_float32_gradients() -> None:
+    model = jaxmp.nnx.apply_policy(Net(), "bfloat16")
+    grads = jaxmp.nnx.value_and_grad(loss_fn)(model, X)[1]
+    assert {g.dtype.name for g in jax.tree.leaves(grads)} == {"float32"}
+
+
+def test_argnums_aux_and_keyword_arguments() -> None:
+    first, second = Net(), Net(rate=0.5)
+
+    def both(a: Net, x: jax.Array, *, b: Net, weight: float) -> Any:
+        return loss_fn(a, x) + weight * loss_fn(b, x), {"mean": x.mean()}
+
+    (loss, aux), grads = jaxmp.nnx.value_and_grad(both, has_aux=True)(
+        first, X, b=second, weight=2.0
+    )
+    assert set(aux) == {"mean"}
+    assert set(nnx.to_pure_dict(grads)) == {"first", "norm", "second"}
+    assert bits_of(second) != bits_of(Net(rate=0.5))  # its statistics and dropout moved
+    (loss_2, grads_2) = jaxmp.nnx.value_and_grad(
+        lambda a, b, x: loss_fn(a, x) + loss_fn(b, x), argnums=(0, nnx.DiffState(1, nnx.BatchStat))
+    )(Net(), Net(), X)
+    assert isinstance(grads_2, tuple)
+    assert set(nnx.to_pure_dict(grads_2[1])) == {"norm"}
+    assert np.isfinite([float(loss), float(loss_2)]).all()
+    with pytest.raises(ValueError, match="argnums contains 3"):
+        jaxmp.nnx.value_and_grad(loss_fn, argnums=3)(Net(), X)
+
+
+@pytest.mark.parametrize("bad", [jnp.inf, jnp.nan])
+def test_a_non_finite_batch_changes_no_variable(bad: float) -> None:
+    model = Net(rate=0.5)
+    before = bits_of(model)
+    loss, grads = jaxmp.nnx.value_and_grad(loss_fn)(model, X.at[3].set(bad))
+    assert not jnp.isfinite(loss)
+    assert not jaxmp.all_finite(grads)
+    assert bits_of(model) == before
+    # Positive control: plain nnx is poisoned for ever.
+    nnx.value_and_grad(loss_fn)(model, X.at[3].set(bad))
+    assert not np.isfinite(model.norm.mean[...]).any()
+
+
+def test_statistics_alone_can_stop_a_step() -> None:
+    class Statistic(nnx.Module):
+        def __init__(self) -> None:
+            self.weight = nnx.Param(jnp.float32(1.0))
+            self.largest = nnx.BatchStat(jnp.float16(0.0))
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            self.largest[...] = jnp.max(x).astype(jnp.float16)
+            return self.weight * jnp.mean(jnp.tanh(x))
+
+    model = Statistic()
+    loss, grads = jaxmp.nnx.value_and_grad(lambda m, x: m(x))(model, X + 1e6)
+    assert jnp.isfinite(loss)
+    assert jnp.isnan(grads["weight"][...])
+    assert model.largest[...] == 0.0
+    optimizer = jaxmp.nnx.Optimizer(model, jaxmp.mixed_precision(optax.sgd(1.0), "float32"))
+    assert not optimizer.update(model, grads)
+    assert model.weight[...] == 1.0
+
+
+def test_microbatches_are_the_full_batch() -> None:
+    # Without batch statistics, a mean over parts is the mean over the whole.
+    model = nnx.Sequential(nnx.Linear(4, 6, rngs=nnx.Rngs(0)), nnx.Linear(6, 1, rngs=nnx.Rngs(0)))
+    whole = jaxmp.nnx.value_and_grad(loss_fn)(model, X)
+    parts = jaxmp.nnx.value_and_grad(loss_fn, microbatches=4)(model, X)
+    np.testing.assert_allclose(parts[0], whole[0], rtol=1e-6)
+    assert jax.tree.structure(parts[1]) == jax.tree.structure(whole[1])
+    for a, b in zip(jax.tree.leaves(parts[1]), jax.tree.leaves(whole[1]), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_microbatches_hand_their_state_on() -> None:
+    model, by_hand = Net(rate=0.5), Net(rate=0.5)
+    rngs = nnx.Rngs(3)
+
+    def noisy(model: Net, x: jax.Array, rngs: nnx.Rngs) -> Any:
+        return loss_fn(model, x + rngs.normal(x.shape)), x.sum()
+
+    (loss, aux), grads = jaxmp.nnx.value_and_grad(
+        noisy, has_aux=True, microbatches=2, loss_scale=64.0
+    )(model, X, rngs)
+    rngs_by_hand = nnx.Rngs(3)
+    evaluations = [
+        jaxmp.nnx.value_and_grad(noisy, has_aux=True)(by_hand, x, rngs_by_hand)
+        for x in (X[::2], X[1::2])
+    ]
+    np.testing.assert_allclose(loss, np.mean([float(e[0][0]) for e in evaluations]), rtol=1e-5)
+    np.testing.assert_allclose(aux, [e[0][1] for e in evaluations], rtol=1e-5)
+    mean = jax.tree.map(lambda a, b: (a + b) / 2, evaluations[0][1], evaluations[1][1])
+    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(mean), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+    for a, b in zip(
+        jax.tree.leaves(nnx.state((model, rngs), nnx.Not(nnx.RngKey))),
+        jax.tree.leaves(nnx.state((by_hand, rngs_by_hand), nnx.Not(nnx.RngKey))),
+        strict=True,
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+def test_a_bad_microbatch_changes_no_variable() -> None:
+    model = Net(rate=0.5)
+    before = bits_of(model)
+    _, grads = jaxmp.nnx.value_and_grad(loss_fn, microbatches=4)(model, X.at[3].set(jnp.inf))
+    assert not jaxmp.all_finite(grads)
+    assert bits_of(model) == before
+
+
+def test_new_variables() -> None:
+    class Remembering(Net):
+        def __call__(self, x: jax.Array) -> jax.Array:
+            self.seen = nnx.Intermediate(x)
+            return super().__call__(x)
+
+    model = Remembering()
+    jaxmp.nnx.value_and_grad(loss_fn)(model, X)
+    assert model.seen[...].shape == X.shape
+    with pytest.raises(ValueError, match="adds or removes variables of a module"):
+        jaxmp.nnx.value_and_grad(loss_fn, microbatches=2)(Remembering(), X)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("policy", ["mixed_float16", "float16", "O2"])
+def test_a_skipped_step_changes_nothing(policy: str, microbatches: int) -> None:
+    model = jaxmp.nnx.apply_policy(Net(rate=0.2), policy)
+    optimizer = jaxmp.nnx.Optimizer(model, jaxmp.mixed_precision(optax.adam(1e-2), policy))
+    traces = []
+
+    @nnx.jit
+    def train_step(model: Net, optimizer: Any, x: jax.Array) -> Any:
+        traces.append(1)
+        loss, grads = jaxmp.nnx.value_and_grad(
+            loss_fn, loss_scale=optimizer.loss_scale, microbatches=microbatches
+        )(model, x)
+        return loss, optimizer.update(model, grads, value=loss)
+
+    assert train_step(model, optimizer, X)[1]
+    before = bits_of(model)
+    inner = tree_bits(nnx.as_pure(optimizer.opt_state.inner))
+    master = tree_bits(nnx.as_pure(optimizer.opt_state.master))
+    assert not train_step(model, optimizer, X * 1e6)[1]
+    assert bits_of(model) == before
+    assert tree_bits(nnx.as_pure(optimizer.opt_state.inner)) == inner
+    assert tree_bits(nnx.as_pure(optimizer.opt_state.master)) == master
+    assert int(optimizer.step[...]) == 1
+    assert float(optimizer.loss_scale.scale) == 2.0**15
+    assert train_step(model, optimizer, X)[1]
+    assert bits_of(model) != before
+    assert int(optimizer.step[...]) == 2
+    assert len(traces) == 1
+    jaxmp.check_progress(optimizer)
+
+
+def test_plain_flax_is_poisoned() -> None:
+    """The positive control of the test above: the same fault, with nnx.Optimizer alone."""
+    model = Net(dtype=jnp.float16)
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+    _, grads = nnx.value_and_grad(loss_fn)(model, X * 1e6)
+    optimizer.update(model, grads)
+    assert not np.isfinite(model.norm.var[...]).any()
+    assert not np.isfinite(model.first.kernel[...]).any()
+    assert int(optimizer.step[...]) == 1
+
+
+def test_params_are_the_rounded_masters() -> None:
+    model = jaxmp.nnx.apply_policy(Net(), "bfloat16")
+    tx = jaxmp.mixed_precision(optax.adam(1e-3), "bfloat16")
+    optimizer = jaxmp.nnx.Optimizer(model, tx)
+    for _ in range(3):
+        optimizer.update(model, jaxmp.nnx.value_and_grad(loss_fn)(model, X)[1])
+    masters = nnx.as_pure(optimizer.opt_state.master)
+    live = nnx.as_pure(nnx.state(model, nnx.Param))
+    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), masters)
+    assert list(tree_bits(live).values()) == list(tree_bits(rounded).values())
+
+
+def test_training_follows_the_functional_path() -> None:
+    model = Net()
+    tx = jaxmp.mixed_precision(optax.adam(1e-2), "float32")
+    optimizer = jaxmp.nnx.Optimizer(model, tx)
+    graphdef, params, rest = nnx.split(Net(), nnx.Param, ...)
+    state = jaxmp.TrainState.create(params=params, tx=tx, rest=rest)
+
+    def functional(params: Any, x: jax.Array, rest: Any) -> Any:
+        merged = nnx.merge(graphdef, params, rest, copy=True)
+        return loss_fn(merged, x), {"rest": nnx.state(merged, nnx.Not(nnx.Param))}
+
+    step = jaxmp.make_train_step(functional)
+    live_step = nnx.jit(
+        lambda m, o, x: o.update(
+            m, jaxmp.nnx.value_and_grad(loss_fn, loss_scale=o.loss_scale)(m, x)[1]
+        )
+    )
+    for _ in range(3):
+        live_step(model, optimizer, X)
+        state, _ = step(state, X)
+    for a, b in zip(
+        jax.tree.leaves(nnx.state(model, nnx.Param)), jax.tree.leaves(state.params), strict=True
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+    for a, b in zip(
+        jax.tree.leaves(nnx.state(model, nnx.BatchStat)),
+        jax.tree.leaves(nnx.filter_state(state.rest, nnx.BatchStat)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+@pytest.mark.parametrize("optimizer", [jaxmp.nnx.Optimizer, nnx.Optimizer])
+@pytest.mark.parametrize(
+    ("master", "moments"),
+    [("remainder", "float32"), ("kahan", "bfloat16"), ("remainder8", "int8"),
+     ("stochastic", "int8")],
+)  # fmt: skip
+def test_compact_state(optimizer: Any, master: Any, moments: Any) -> None:
+    """As in a functional step; Flax takes apart and puts together what is stored in each."""
+    tx = jaxmp.mixed_precision(optax.adamw(1e-2), "bfloat16", master=master, moments=moments)
+    model = nnx.Linear(64, 128, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
+    x = jnp.ones((4, 64), jnp.bfloat16)
+
+    def loss_fn(model: nnx.Linear) -> jax.Array:
+        return jnp.mean(model(x).astype(jnp.float32) ** 2)
+
+    params, before = nnx.as_pure(nnx.state(model)), float(loss_fn(model))
+    state = tx.init(params)
+    training = optimizer(model, tx, wrt=nnx.Param)
+    step = nnx.jit(lambda model, training, grads: training.update(model, grads))
+    for _ in range(4):
+        grads = jaxmp.nnx.value_and_grad(loss_fn)(model)[1]
+        params, state = jax.jit(tx.apply_gradients)(nnx.as_pure(grads), state, params)
+        step(model, training, grads)
+    assert tree_bits(nnx.as_pure(training.opt_state.kind)) == tree_bits(state.kind)
+    trained = nnx.as_pure(nnx.state(model))
+    if optimizer is nnx.Optimizer:  # adds updates, which are differences
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2**-6), trained, params)
+    else:
+        assert tree_bits(trained) == tree_bits(params)
+        assert tree_bits(nnx.as_pure(training.opt_state)) == tree_bits(state)
+    assert float(loss_fn(model)) < before
+
+
+def test_float16_modules_without_a_scale_are_warned_of() -> None:
+    """Forgetting `loss_scale=` makes float16 gradients zero, and nothing else says so."""
+    model = jaxmp.nnx.apply_policy(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), "mixed_float16")
+    block = nnx.Dict(layer=model)
+
+    def loss(block: Any, x: Any) -> Any:
+        return block["layer"](x).astype(jnp.float32).sum()
+
+    with pytest.warns(UserWarning, match="gradients of 'layer' pass through float16 without a los"):
+        jaxmp.nnx.value_and_grad(loss)(block, jnp.ones((1, 2)))
+    jaxmp.nnx.value_and_grad(loss, loss_scale=1.0)(block, jnp.ones((1, 2)))  # said to be meant

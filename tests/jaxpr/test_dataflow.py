@@ -1,0 +1,146 @@
+"""Facts go through every operation that contains programs as values do."""
+
+import collections
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec as P
+
+from jaxmp._jaxpr.dataflow import NONE, Labels, Question, made_of, nested, propagate
+
+pytestmark = pytest.mark.jax
+
+MESH = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,))
+
+
+def both(f: Callable[..., Any]) -> Callable[..., Any]:
+    """Of x, y and z: one result of x and y, one of z."""
+    return lambda x, y, z: (f(x) + y, 2 * z)
+
+
+def swapped(x: Any, y: Any, z: Any) -> Any:
+    """What enters the first carry reaches the last one in the third turn, and no sooner."""
+    return lax.fori_loop(0, 3, lambda i, c: (c[0] + 1, c[0] + c[1], c[1] + c[2]), (x, y, z))
+
+
+def scanned(x: Any, y: Any, z: Any) -> Any:
+    def turn(carry: Any, row: Any) -> Any:
+        a, b = carry
+        return (a, a + b), (b * row, row)
+
+    return lax.scan(turn, (x[0], y[0]), z)
+
+
+def chosen(x: Any, y: Any, z: Any) -> Any:
+    return lax.cond(jnp.isnan(x[0] - x[0]) | (x[0] > 0), lambda: (y, z), lambda: (y, y + z))
+
+
+@jax.custom_vjp
+def with_own_gradient(x: Any) -> Any:
+    return jnp.sin(x)
+
+
+with_own_gradient.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g,))
+
+PROGRAMS: dict[str, Callable[..., Any]] = {
+    "plain": both(jnp.sin),
+    "jit": both(jax.jit(jnp.sin)),
+    "a jit in a jit": both(jax.jit(lambda x: jax.jit(jnp.sin)(x) * 2)),
+    "checkpoint": both(jax.checkpoint(jnp.sin)),
+    "custom_jvp": both(jax.nn.relu),
+    "custom_vjp": both(with_own_gradient),
+    "while": swapped,
+    "scan": scanned,
+    "shard_map": jax.jit(
+        jax.shard_map(
+            both(jnp.sin), mesh=MESH, in_specs=(P("d"), P("d"), P("d")), out_specs=(P("d"), P("d"))
+        )
+    ),
+    "linear solve": lambda x, y, z: (
+        lax.custom_linear_solve(lambda v: v * 2, x + y, lambda _, b: b / 2, symmetric=True),
+        z,
+    ),
+}
+ARGUMENTS = tuple(jnp.linspace(0.1, 0.4 + i, 4) for i in range(3))
+
+
+def labels_of(fun: Callable[..., Any], given: Sequence[Labels]) -> list[Labels]:
+    closed = jax.make_jaxpr(fun)(*ARGUMENTS)
+    union = lambda equation, found: NONE.union(*found)  # noqa: E731
+    return made_of(closed, given, union, lambda aval: True)
+
+
+def reached_by_nan(fun: Callable[..., Any]) -> list[set[int]]:
+    """From which arguments each result is computed, as a NaN in one of them shows."""
+    found: list[set[int]] = [set() for _ in jax.tree.leaves(jax.eval_shape(fun, *ARGUMENTS))]
+    for i in range(len(ARGUMENTS)):
+        args = [jnp.full(4, jnp.nan) if i == j else x for j, x in enumerate(ARGUMENTS)]
+        for result, reached in zip(jax.tree.leaves(fun(*args)), found, strict=True):
+            if np.isnan(result).any():
+                reached.add(i)
+    return found
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_labels_go_where_values_go(name: str) -> None:
+    made = labels_of(PROGRAMS[name], [frozenset({i}) for i in range(3)])
+    assert list(map(set, made)) == reached_by_nan(PROGRAMS[name])
+
+
+def test_a_branch_joins_what_either_makes() -> None:
+    """What decides between branches is no part of what they make."""
+    made = labels_of(chosen, [frozenset({i}) for i in range(3)])
+    assert made == [{1}, {1, 2}]
+
+
+def test_a_function_is_followed_once_for_each_way_that_it_is_called() -> None:
+    """Else 2 ** 12 calls of the innermost function would each be followed."""
+    f: Callable[[Any], Any] = jnp.sin
+    for _ in range(12):
+        f = jax.jit(lambda x, f=f: f(f(x)))
+    runs: collections.Counter[str] = collections.Counter()
+
+    def rule(equation: Any, found: Sequence[Labels]) -> Labels:
+        runs[equation.primitive.name] += 1
+        return NONE.union(*found)
+
+    closed = jax.make_jaxpr(f)(jnp.float32(1))
+    assert made_of(closed, [frozenset({"x"})], rule, lambda aval: True) == [{"x"}]
+    assert runs["sin"] == 2  # those of the innermost function
+
+
+def test_a_question_may_forget_literals_and_types() -> None:
+    """Zeros through a loop, as `_training.frozen` asks: all of what is joined must be zero."""
+    is_zero: Question[bool] = Question(
+        nothing=False,
+        join=lambda a, b: a and b,
+        rule=lambda site, found: [all(found)] * len(site.equation.outvars),
+        literal=lambda atom: bool(np.all(atom.val == 0)),
+        keep=lambda aval, fact: fact and jnp.issubdtype(aval.dtype, jnp.floating),
+    )
+
+    def ask(fun: Callable[..., Any], given: list[bool]) -> list[bool]:
+        closed = jax.make_jaxpr(fun)(*ARGUMENTS[: len(given)])
+        return propagate(nested(closed), given, is_zero)
+
+    turn = lambda c, _: ((c[0] + c[1], c[1]), None)  # noqa: E731
+    loop = lambda x, y: lax.scan(turn, (x, y), None, length=3)[0]  # noqa: E731
+    assert ask(loop, [True, True]) == [True, True]
+    assert ask(loop, [True, False]) == [False, False]
+    assert ask(loop, [False, True]) == [False, True]
+    assert ask(lambda x: (x * 0.0, x.astype(int)), [True]) == [True, False]
+
+
+def test_what_joins_is_the_same_in_any_order() -> None:
+    """A fixpoint must not depend on the order of the branches."""
+    swap = lambda f, g: lambda x, y, z: lax.switch(0, [f, g, f], x, y, z)  # noqa: E731
+    first, second = (lambda x, y, z: x + y), (lambda x, y, z: z)
+    given = [frozenset({i}) for i in range(3)]
+    assert labels_of(swap(first, second), given) == labels_of(swap(second, first), given)
+    assert functools.reduce(frozenset.union, labels_of(swap(first, second), given)) == {0, 1, 2}

@@ -1,0 +1,49 @@
+"""Every Python block of README and docs runs, each page in one namespace from top to bottom."""
+
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.annotations
+
+ROOT = pathlib.Path(__file__).parents[2]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def run(page: pathlib.Path) -> None:
+    text = page.read_text()
+    namespace: dict[str, object] = {}
+    blocks = list(BLOCK.finditer(text))
+    assert blocks, "a page without code would pass in silence"
+    for match in blocks:
+        line = text[: match.start(1)].count("\n")
+        code = compile("\n" * line + match.group(1), str(page), "exec")
+        exec(code, namespace)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_code_runs(page: pathlib.Path) -> None:
+    run(page)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["README.md", "docs/distributed.md"])
+def test_code_about_devices_runs_on_one(page: str) -> None:
+    code = (
+        "import pathlib, sys, jax; from tests.package.test_docs import run; "
+        "assert jax.device_count() == 1; run(pathlib.Path(sys.argv[1]))"
+    )
+    # All but the one warning that pyproject.toml expects on some jaxlibs.
+    strict = ["-W", "error", "-W", "ignore:the CPU compiler of jaxlib"]
+    subprocess.run([sys.executable, *strict, "-c", code, page], cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_lead_somewhere(page: pathlib.Path) -> None:
+    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
+        assert (page.parent / target).exists(), target

@@ -1,0 +1,66 @@
+"""Every test that `.ci/run` leaves to `make full` has its turn: the eighths are a partition."""
+
+import collections
+import itertools
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.eighths import EIGHTHS, eighth_of
+
+ROOT = pathlib.Path(__file__).parents[2]
+MANY = """
+import pytest
+
+@pytest.mark.parametrize("i", range(3))
+def test_first(i): pass
+
+@pytest.mark.other
+@pytest.mark.parametrize("i", range(40))
+def test_other(i): pass
+"""
+
+
+def collected(file: pathlib.Path, *options: str) -> list[str]:
+    """The names of the tests that pytest would run."""
+    quiet = ["-c", "/dev/null", "--noconftest", "-p", "no:cacheprovider", "--collect-only", "-q"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "tests.support.eighths",
+        *quiet,
+        *options,
+        str(file),
+    ]
+    alone = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
+    run = subprocess.run(command, cwd=ROOT, env=alone, check=True, capture_output=True, text=True)
+    return [line for line in run.stdout.splitlines() if "::" in line]
+
+
+def test_each_test_that_is_not_selected_has_its_turn(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "test_many.py"
+    file.write_text(MANY)
+    everything, selected = collected(file), collected(file, "-m", "not other")
+    assert (len(everything), len(selected)) == (43, 3)
+    runs = [collected(file, "-m", "not other", f"--eighth={i}") for i in range(EIGHTHS)]
+    times = collections.Counter(itertools.chain(*runs))
+    assert times == {name: EIGHTHS if name in selected else 1 for name in everything}
+    assert max(map(len, runs)) < 20
+
+
+def test_eighths_are_of_a_like_size() -> None:
+    names = [f"tests/test_{file}.py::test_{i}[{i % 7}-x]" for file in "abcd" for i in range(200)]
+    sizes = collections.Counter(map(eighth_of, names))
+    assert sorted(sizes) == list(range(EIGHTHS))
+    assert max(sizes.values()) < 1.5 * len(names) / EIGHTHS
+
+
+def test_a_number_beyond_the_eighths_is_refused(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(subprocess.CalledProcessError) as error:
+        collected(tmp_path, "--eighth=8")
+    assert "invalid choice: 8" in error.value.stderr

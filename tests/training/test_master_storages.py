@@ -1,0 +1,250 @@
+"""Masters in fewer bytes: what each storage promises, bit for bit, over steps and skips."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+
+import jaxmp
+from jaxmp._training.master_storages import STORAGES, half_unit
+from tests.support.bits import tree_bits
+from tests.support.recorded import load_arrays, load_json
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax needs it
+
+SHAPE = (64, 128)
+NARROW = [name for name in STORAGES if name != "float32"]
+
+
+def normal(seed: int, scale: float = 1.0) -> Any:
+    values = np.random.default_rng(seed).standard_normal(SHAPE) * scale
+    return jnp.asarray(values, jnp.float32)
+
+
+def trained(
+    tx: Any, steps: int = 20, param: Any = None, *, compiled: bool = True
+) -> jaxmp.TrainState:
+    state = jaxmp.TrainState.create(params={"w": normal(0) if param is None else param}, tx=tx)
+    step: Any = jaxmp.TrainState.apply_gradients
+    step = jax.jit(step) if compiled else step
+    for i in range(steps):
+        state = step(state, {"w": normal(i + 1)})
+    return state
+
+
+def halves(name: str, policy: str = "bfloat16", **options: Any) -> jaxmp.MixedPrecision:
+    return jaxmp.mixed_precision(optax.adamw(1e-3), policy, master=name, **options)  # type: ignore[arg-type]
+
+
+def master_of(state: jaxmp.TrainState, inner: Any = None) -> Any:
+    """The float32 masters, by way of another storage."""
+    tx = jaxmp.mixed_precision(inner or optax.adamw(1e-3), "bfloat16")
+    return jaxmp.convert_state(state, tx, widen_params=True).opt_state.master["w"]
+
+
+def test_remainders_train_as_float32_masters_do() -> None:
+    """To the bit. One operation at a time: compilers contract sums with products as they like."""
+    copies, remainders = (
+        trained(halves(name), compiled=False) for name in ("float32", "remainder")
+    )
+    np.testing.assert_array_equal(copies.opt_state.master["w"], master_of(remainders))
+    assert tree_bits(copies.opt_state.inner) == tree_bits(remainders.opt_state.inner)
+    assert tree_bits(copies.params) == tree_bits(remainders.params)
+
+
+def test_remainders_train_to_the_bit_through_ties() -> None:
+    """Against NumPy: gradient descent whose masters are often exactly between two params."""
+    inner = optax.sgd(2.0**-9)
+    tx = jaxmp.mixed_precision(inner, "bfloat16", master="remainder")
+    grads = np.random.default_rng(0).integers(-2, 3, (30, *SHAPE)).astype(np.float32)
+    state = jaxmp.TrainState.create(params={"w": jnp.ones(SHAPE)}, tx=tx)
+    master, ties = np.ones(SHAPE, np.float32), 0
+    for grad in grads:
+        state = state.apply_gradients({"w": jnp.asarray(grad)})
+        master = master - np.float32(2.0**-9) * grad
+        bits = master.view(np.uint32)
+        ties += np.sum((bits & 0xFFFF) == 0x8000)
+        expected = ((bits + 0x8000) >> 16).astype(np.uint16)
+        np.testing.assert_array_equal(np.asarray(state.params["w"]).view(np.uint16), expected)
+    assert ties > 1000
+    np.testing.assert_array_equal(master_of(state, inner), master)
+
+
+@pytest.mark.parametrize("name", ["remainder8", "kahan"])
+def test_masters_of_fewer_bits_stay_near(name: str) -> None:
+    exact = trained(halves("float32")).opt_state.master["w"]
+    apart = np.mean(np.abs(master_of(trained(halves(name))) - exact))
+    lost = trained(halves("none")).params["w"].astype(jnp.float32)
+    assert apart < 2.0**-16 * np.mean(np.abs(exact)) + 1e-5
+    assert np.mean(np.abs(lost - exact)) > 50 * apart  # positive control
+
+
+def test_stochastic_params_follow_in_the_mean() -> None:
+    """Steps of a thousandth of a param's unit, where to nearest nothing would ever move."""
+    tx = jaxmp.mixed_precision(optax.sgd(1.0), "bfloat16", master="stochastic")
+    state = jaxmp.TrainState.create(params={"w": jnp.ones(SHAPE)}, tx=tx)
+    step = jax.jit(lambda state, grads: state.apply_gradients(grads))
+    grads = {"w": jnp.full(SHAPE, -(2.0**-7) / 1000)}
+    for _ in range(1000):
+        state = step(state, grads)
+    moved = np.mean(np.asarray(state.params["w"], np.float64) - 1) / 2.0**-7
+    assert abs(moved - 1) < 5 / np.sqrt(state.params["w"].size)
+
+
+@pytest.mark.parametrize("name", NARROW)
+@pytest.mark.parametrize("skip", ["auto", "cond", "select"])
+def test_a_skipped_step_leaves_every_bit(name: str, skip: Any) -> None:
+    state = trained(halves(name, skip=skip), steps=3)
+    before = tree_bits((state.params, state.opt_state.master, state.opt_state.inner))
+    step = jax.jit(lambda state, grads: state.apply_gradients(grads))
+    state = step(state, {"w": normal(9).at[3, 4].set(jnp.nan)})
+    assert tree_bits((state.params, state.opt_state.master, state.opt_state.inner)) == before
+    assert int(state.opt_state.skipped) == 1
+
+
+@pytest.mark.parametrize("name", STORAGES)
+@pytest.mark.parametrize("value", [0.0, -0.0, 1e-30, 7.0, 1e30])
+def test_params_that_are_set_are_followed(name: str, value: float) -> None:
+    """Whatever was kept beside the old ones: with no gradient, what was set stays as it is."""
+    tx = jaxmp.mixed_precision(optax.sgd(1e-3), "bfloat16", master=name)  # type: ignore[arg-type]
+    state = trained(tx)
+    wanted = jnp.full(SHAPE, value, jnp.bfloat16)
+    state = state.replace(params={"w": wanted})
+    for _ in range(3):
+        state = jax.jit(lambda s: s.apply_gradients({"w": jnp.zeros(SHAPE)}))(state)
+    got = np.asarray(state.params["w"], np.float64)
+    np.testing.assert_array_equal(got, np.asarray(wanted, np.float64))
+
+
+@pytest.mark.parametrize("name", ["remainder", "remainder8", "kahan"])
+def test_the_rest_of_a_param_that_is_set_stays_within_half_a_unit(name: str) -> None:
+    """No bit tells that a param was set: the master is within its rounding, and no further."""
+    state = trained(halves(name))
+    wanted = normal(50).astype(jnp.bfloat16)
+    state = state.replace(params={"w": wanted})
+    apart = np.abs(master_of(state) - wanted.astype(jnp.float32))
+    assert np.all(apart <= half_unit(wanted))
+
+
+@pytest.mark.parametrize(("name", "most"), [("float32", 2**-11), ("kahan", 2**-11),
+                                            ("stochastic", 2**-6), ("none", 2**-6)])  # fmt: skip
+def test_float16_params(name: str, most: float) -> None:
+    """20 steps of 2**-12 and a half: params of float16 between 1 and 2 have units of 2**-10."""
+    inner = optax.sgd(1.0)
+    tx = jaxmp.mixed_precision(inner, "float16", master=name, loss_scale=jaxmp.NoLossScale())  # type: ignore[arg-type]
+    start = 1.5 + jnp.abs(normal(0, 0.1))
+    state = jaxmp.TrainState.create(params={"w": start}, tx=tx)
+    for _ in range(20):
+        state = state.apply_gradients({"w": jnp.full(SHAPE, -1.5 * 2.0**-12)})
+    assert state.params["w"].dtype == jnp.float16
+    error = np.abs(np.asarray(state.params["w"], np.float64) - np.asarray(start + 30 * 2.0**-12))
+    assert np.max(error) <= 1.01 * most
+    moved = 0.0 if name == "none" else 30 * 2.0**-12
+    mean = np.mean(np.asarray(state.params["w"], np.float64) - np.asarray(start))
+    assert abs(mean - moved) < 2.0**-13
+
+
+@pytest.mark.parametrize("name", ["remainder", "remainder8"])
+def test_remainders_complete_bfloat16_alone(name: str) -> None:
+    tx = halves(name, "float16")
+    with pytest.raises(TypeError, match=r"params, leaf 'w', is float16, and a remainder completes"):
+        jaxmp.TrainState.create(params={"w": jnp.ones(SHAPE)}, tx=tx)
+
+
+def test_float32_params_are_their_own_masters() -> None:
+    for name in STORAGES:
+        state = trained(halves(name, "mixed_bfloat16"))
+        assert jax.tree.leaves(state.opt_state.master) == []
+        exact = trained(halves("float32", "mixed_bfloat16"))
+        assert tree_bits(state.params) == tree_bits(exact.params)
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_updates_lead_to_the_same_params(name: str) -> None:
+    """`tx.update` and `optax.apply_updates`, as in a loop of the user's own."""
+    tx = halves(name)
+    params = {"w": normal(0).astype(jnp.bfloat16)}
+    state = by_state = tx.init(params)
+    exact = params
+    for i in range(5):
+        grads = {"w": normal(i + 1)}
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        exact, by_state = tx.apply_gradients(grads, by_state, exact)
+    apart = np.asarray(params["w"], np.float64) - np.asarray(exact["w"], np.float64)
+    assert np.mean(apart != 0) < 1e-3
+    assert tree_bits(state.inner) == tree_bits(by_state.inner)
+
+
+def test_the_same_on_any_mesh() -> None:
+    """Random rounding too: the words depend on the place in the whole array."""
+    mesh = jax.make_mesh((8,), ("data",), (jax.sharding.AxisType.Auto,))
+    for name in STORAGES:
+        alone = trained(halves(name), steps=5)
+        w = jax.device_put(normal(0), jax.NamedSharding(mesh, jax.P("data")))
+        sharded = trained(halves(name), steps=5, param=w)
+        assert tree_bits(alone.params) == tree_bits(sharded.params), name
+
+
+@pytest.mark.parametrize("moments", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("name", STORAGES)
+def test_under_strict_promotion(name: Any, moments: Any) -> None:
+    inner = optax.sgd(0.125, momentum=0.5)
+    with jax.numpy_dtype_promotion("strict"):
+        tx = jaxmp.mixed_precision(inner, "bfloat16", master=name, moments=moments)
+        trained(tx, steps=2)
+
+
+def test_a_step_traces_once() -> None:
+    for name in STORAGES:
+        state, traces = jaxmp.TrainState.create(params={"w": normal(0)}, tx=halves(name)), []
+
+        @jax.jit
+        def step(state: Any, grads: Any, traces: list[int] = traces) -> Any:
+            traces.append(1)
+            return state.apply_gradients(grads)
+
+        for i in range(3):
+            state = step(state, {"w": normal(i)})
+        assert len(traces) == 1, name
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+def test_kahan_is_as_near_as_torch_optimi(optimizer: str) -> None:
+    """The recorded runs are all in bfloat16, moments too: ours may only be nearer to float32."""
+    runs = [r for r in load_json("kahan_traces.json")["runs"] if r["optimizer"] == optimizer]
+    with_sum, without = (next(r for r in runs if r["kahan"] is kahan) for kahan in (True, False))
+    grads = load_arrays("kahan_grads.npz")["grads_bf16_bits"].view(ml_dtypes.bfloat16)
+    grads = grads.astype(np.float32)
+    options = with_sum["kwargs"]
+    inner = optax.sgd(options["lr"])
+    if optimizer == "AdamW":
+        betas = options["betas"]
+        inner = optax.adamw(options["lr"], *betas, eps=options["eps"],
+                            weight_decay=options["weight_decay"])  # fmt: skip
+    start = {"w": jnp.asarray(with_sum["w0"], jnp.float32)}
+
+    def errors(master: Any) -> dict[int, float]:
+        exact, params = start, jax.tree.map(lambda x: x.astype(jnp.bfloat16), start)
+        tx = jaxmp.mixed_precision(inner, "bfloat16", master=master)
+        exact_state, state, found = inner.init(exact), tx.init(params), {}
+        update = jax.jit(inner.update)
+        step = jax.jit(tx.apply_gradients)
+        for t, grad in enumerate(grads):
+            updates, exact_state = update({"w": grad}, exact_state, exact)
+            exact = optax.apply_updates(exact, updates)
+            params, state = step({"w": grad}, state, params)
+            apart = params["w"].astype(jnp.float32) - exact["w"]
+            found[t] = float(jnp.mean(jnp.abs(apart)))
+        return found
+
+    ours, lost = errors("kahan"), errors("none")
+    for kahan, naive in zip(with_sum["trace"], without["trace"], strict=True):
+        assert ours[kahan["t"]] <= 1.25 * kahan["mean_abs_err_vs_f32"]
+        if kahan["t"] > 100:  # positive control, ours and theirs
+            assert lost[kahan["t"]] > 4 * ours[kahan["t"]]
+            assert naive["mean_abs_err_vs_f32"] > 4 * kahan["mean_abs_err_vs_f32"]
