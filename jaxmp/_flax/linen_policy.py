@@ -265,8 +265,7 @@ def _under(cls: Any, rules: PolicyRules, strict: bool, before: Any) -> Any:
 
     def reduce_ex(self: nn.Module, protocol: Any) -> Any:
         reduced = super(under, self).__reduce_ex__(protocol)
-        # Pickle finds classes by name. The name finds a decorated class itself; for apply_policy
-        # it finds the plain class.
+        # Pickle finds classes by name: a decorated class, or, for apply_policy, the plain one.
         found: Any = sys.modules.get(cls.__module__)
         for name in cls.__qualname__.split("."):
             found = getattr(found, name, None)
