@@ -38,12 +38,12 @@ def apply_policy(
 
     A module with a `dtype` computes in the compute dtype of its policy. Params are made in
     `param_dtype`: the values of a float32 `init`, rounded. Results of the model are cast to the
-    output dtype of its policy, and so are values that pass from modules under one rule to modules
-    under another. A module without a `dtype` is left alone, unless a rule names it: then its
-    floating inputs are cast to the compute dtype. Batch statistics stay float32. A class within
-    the model that has its own rules (`with_policy`) keeps them. A warning reports the share of
-    params that no policy reaches, because their module has no `dtype`, when the model is first
-    initialised or applied.
+    output dtype of its policy. If a module inside it has another policy than its caller, the
+    module's results are cast to the output dtype of the module's own policy. A module without a
+    `dtype` is left alone, unless a rule names it: then its floating inputs are cast to the compute
+    dtype. Batch statistics stay float32. A class within the model that has its own rules
+    (`with_policy`) keeps them. A warning reports the share of params that no policy reaches,
+    because their module has no `dtype`, when the model is first initialised or applied.
 
     Args:
       module: a module that is not part of another one yet, or is being assigned in `setup`.

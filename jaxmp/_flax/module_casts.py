@@ -369,8 +369,8 @@ def warn_unreached(
 
     Args:
       model: the model.
-      unreached: the size of the own params of each unreached module, by path.
-      params: the size of all params.
+      unreached: the number of elements in the own params of each unreached module, by path.
+      params: the number of elements in all params.
       again: whether to repeat a warning that was given for this class before.
     """
     count = sum(unreached.values())

@@ -16,7 +16,7 @@ class Row:
       param: the dtypes of the module's own params.
       compute: the module's `dtype`: empty if it has none, "from inputs" if it is None.
       output: the dtypes of its result; empty if unknown.
-      params: the size of its own params.
+      params: the number of elements in its own params.
       reached: false if a policy cannot set the dtype in which the module uses its params: the
         module has no `dtype`, and its params are wider than the compute dtype.
     """
@@ -42,12 +42,12 @@ class Summary:
 
     @property
     def params(self) -> int:
-        """The size of all params."""
+        """The number of elements in all params."""
         return sum(row.params for row in self.rows)
 
     @property
     def unreached(self) -> int:
-        """The size of the params that no policy reaches."""
+        """The number of elements in the params that no policy reaches."""
         return sum(row.params for row in self.rows if not row.reached)
 
     def __rich__(self) -> Any:

@@ -20,7 +20,7 @@ Axis = str | Sequence[str]
 
 @dataclasses.dataclass(frozen=True)
 class Wire:
-    """A 16-bit format for numbers that devices send to each other and add up in float32.
+    """A 16-bit format for numbers that devices send, and add up in float32 or in 16 bits.
 
     Attributes:
       dtype: the dtype in which numbers are sent.

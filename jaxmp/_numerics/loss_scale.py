@@ -71,7 +71,7 @@ class LossScaleState(NamedTuple):
                 return grad
             grad = jnp.asarray(grad)
             grad = grad.astype(at_least_float32(grad.dtype))
-            # In the gradient's dtype: a float32 inverse would round a float64 gradient to float32.
+            # In the gradient's precision: with a float32 inverse, float64 gradients lose theirs.
             divisor = scale.astype(jnp.finfo(grad.dtype).dtype)
             inverse = jnp.where(huge, 4.0 / divisor, 1.0 / divisor)
             return jnp.where(huge, grad / 4, grad) * inverse.astype(grad.dtype)

@@ -80,8 +80,8 @@ def round_by_words(
     """Rounds up where the fraction and a random word together reach one.
 
     The fraction is the part of `x` below the dtype's last place, in 32 bits. These hold it exactly
-    down to 2**-9 of the smallest subnormal number. All arithmetic is on integers, as compilers may
-    round floats in other ways, and devices may flush them to zero.
+    down to 2**-9 of the smallest subnormal number. The rounding is done on integers, as compilers
+    may round floats in other ways, and devices may flush them to zero.
 
     Args:
       x: float32.

@@ -101,9 +101,9 @@ def keep_float32(
     Args:
       policy: the policy of the rest.
       *families: `NORMS`, `HEADS`, `ROUTERS`, `ROTARY`, or your own `Family`.
-      output_dtype: the dtype that these modules return. Flax's layers with `dtype=float32` return
-        float32. The compute dtype of the policy halves what the modules keep for the backward pass,
-        and loses no more than the cast of the next layer would.
+      output_dtype: the dtype that these modules return. With float32 they do what Flax's layers do
+        with `dtype=float32`. With the compute dtype of the policy they keep half as much for the
+        backward pass, and lose no more than the cast of the next layer would.
 
     Returns:
       The rules.

@@ -231,7 +231,7 @@ def _gradient(
     has_aux: Literal[True],
     scaled: bool = True,
 ) -> Callable[..., Any]:
-    """Differentiates like `jax.grad`; warns of float16 in the backward pass, skips integers."""
+    """Differentiates like `jax.grad`; skips integers, and warns of float16 if not `scaled`."""
 
     def gradient(*args: Any) -> Any:
         wrt = tuple(args[i] for i in argnums)

@@ -179,7 +179,7 @@ class Algorithm:
         They are found when a state is made, and cached, as each step asks for them.
         """
         leaves, treedef = jax.tree.flatten(params)
-        kinds = tuple((jnp.shape(x), _dtype_or_none(x)) for x in leaves)
+        kinds = tuple((jnp.shape(x), _canonical_dtype(x)) for x in leaves)
         if anew or (treedef, kinds) not in self._kept:
             like = jax.tree.unflatten(treedef, [jax.ShapeDtypeStruct(*kind) for kind in kinds])
             moved = moved_by(self.inner, like)
@@ -266,7 +266,7 @@ def _first_difference(given: PyTree, wanted: PyTree) -> str:
     return ""
 
 
-def _dtype_or_none(x: Any) -> Any:
+def _canonical_dtype(x: Any) -> Any:
     return jax.dtypes.canonicalize_dtype(jnp.result_type(x))
 
 

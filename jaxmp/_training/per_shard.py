@@ -51,11 +51,11 @@ def per_shard(
 ) -> Callable[..., Any]:
     """Differentiates the mean of the devices' own losses; reduces once, in float32.
 
-    Use it under `jit` with sharded arrays, not in a `shard_map`, like
-    `jaxmp.value_and_grad(..., reduce_dtype=jnp.float32)`. Unlike that function, it can send
-    gradients in 16 bits and still add them up in float32, and reduce once for all microbatches. The
-    cost: each device holds its gradients whole until they are summed, so that this saves no memory
-    for gradients as FSDP does.
+    Like `jaxmp.value_and_grad(..., reduce_dtype=jnp.float32)`, this is for `jit` with sharded
+    arrays, and not for a `shard_map`. Unlike that function, it can send gradients in 16 bits and
+    still add them up in float32, and reduce once for all microbatches. The cost: each device holds
+    its gradients whole until they are summed, so that this saves no memory for gradients as FSDP
+    does.
 
     `fun` sees one device's part of the batch, and knows nothing of the others:
 
@@ -81,7 +81,7 @@ def per_shard(
       dtype: the dtype to which params are cast before they are gathered; by default `fun` casts.
       comm_dtype: bfloat16 sends gradients in bfloat16: half the bytes. It uses an all-to-all before
         the sum and, unless the result stays in shards, an all-gather after it. Gradients are added
-        up in float32; replicated ones are rounded to bfloat16 once.
+        up in float32; sums that are replicated are rounded to bfloat16 once more after the sum.
       loss_scale: `opt_state.loss_scale`, a number, or None for no scaling.
       microbatches: evaluate each device's part in this many parts, one after the other.
       batch_argnums: the positional arguments to split; by default all that are not in `argnums`.

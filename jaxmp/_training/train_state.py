@@ -48,10 +48,10 @@ def _as_pytree(cls: Any) -> None:
 class TrainState:
     """Everything that training carries: a pytree of arrays. Make one with `create`.
 
-    Read a collection such as `batch_stats=...` as `state.batch_stats`. A skipped step does not
-    change collections or anything else: otherwise one overflowed batch would leave infinite batch
-    statistics in the model for ever. A subclass is a pytree too. If it is a keyword-only dataclass,
-    its further fields are data, and `create` takes them by name.
+    Read a collection such as `batch_stats=...` as `state.batch_stats`. A skipped step changes only
+    the loss scale and the counts of skips, and no collection: otherwise one overflowed batch would
+    leave infinite batch statistics in the model for ever. A subclass is a pytree too. If it is a
+    keyword-only dataclass, its further fields are data, and `create` takes them by name.
 
     Attributes:
       step: how many steps were taken (int32 scalar); skipped ones do not count.

@@ -95,7 +95,7 @@ def make_train_step(
     Raises:
       ValueError: if the policy computes in float8, `microbatches` is not a positive number, or
         `cast` is unknown.
-      TypeError: if `policy` is rules, which belong to a model, or `fsdp` has another type.
+      TypeError: if `policy` is rules, which belong to a model, or `fsdp` is not an `FSDP`.
 
     >>> import jaxmp
     >>> tx = jaxmp.mixed_precision(optax.sgd(0.5), "mixed_bfloat16")
@@ -264,9 +264,9 @@ def _metrics(old: TrainState, new: TrainState) -> Metrics:
 
 
 def _reduction(rules: PolicyRules, fsdp: FSDP | None) -> GradientReduction | None:
-    """Returns how to reduce gradients under rules: in the widest dtype that any policy asks for.
+    """Returns how to reduce gradients under rules: in the widest dtype asked for, at most float32.
 
-    There is nothing to do if all policies compute in 32 bits or more.
+    Only policies that compute in fewer than 32 bits count. If there are none, only `fsdp` matters.
     """
     narrow = [policy for policy in all_policies(rules) if policy.compute_dtype.itemsize < 4]
     if not narrow:

@@ -93,7 +93,7 @@ def test_loss_and_gradients(author: Author, name: str) -> None:
 ROUNDED = {"block of params", "softplus of params"}
 
 
-# The others are looked at when their params are split, in test_reduction_fsdp.py.
+# The others are looked at when their params are split, in test_fsdp.py.
 @cases({AT_USE: COMPILED, AUTOCAST: {"dense"}}, {AT_USE: SUMMED, AUTOCAST: MADE_OF_PARAMS})
 def test_sums_over_devices(author: Author, name: str) -> None:
     model = MODELS[name]
