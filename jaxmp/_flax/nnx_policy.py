@@ -60,9 +60,10 @@ def apply_policy(
     cast to the param dtype. Results of the model are cast to the output dtype of its policy. If a
     module inside it has another policy than its caller, the module's results are cast to the output
     dtype of the module's own policy. A module without a `dtype` is left alone, unless a rule names
-    it: then its floating inputs are cast to the compute dtype. These casts are around `__call__`; other methods are not cast. Batch statistics,
-    RNG state and all variables other than `nnx.Param`s stay unchanged. A warning reports the share
-    of params that no policy reaches, because their module has no `dtype`.
+    it: then its floating inputs are cast to the compute dtype. These casts are around `__call__`;
+    other methods are not cast. Batch statistics, RNG state and all variables other than
+    `nnx.Param`s stay unchanged. A warning reports the share of params that no policy reaches,
+    because their module has no `dtype`.
 
     Args:
       model: an nnx module, real or abstract. It is changed in place; if an argument is wrong,

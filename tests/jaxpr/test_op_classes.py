@@ -38,8 +38,8 @@ def check_complete(names: Iterable[str], classes: dict[str, OpClass]) -> None:
     if new:
         pytest.fail(
             f"jax {jax.__version__} has primitives that jaxmp/_jaxpr/op_classes.py has no class "
-            f"for: {', '.join(new)}. Until they are in its table they run as they were traced. Read "
-            "what each does, and add it to the line of its like; to ALONE if in doubt"
+            f"for: {', '.join(new)}. Until they are in its table they run as they were traced. "
+            "Read what each does, and add it to the line of its like; to ALONE if in doubt"
         )
 
 
