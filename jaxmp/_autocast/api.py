@@ -61,7 +61,7 @@ def autocast(
         dtype is not used: params keep the dtypes that the caller gives them.
       lower: primitives (`"tanh"`) or jitted functions (`"silu"`) to run in the compute dtype.
       float32: primitives or jitted functions to run in float32.
-      promote: primitives or jitted functions to run in the dtype of their operands.
+      promote: primitives or jitted functions to follow their operands, as `add` does.
       output: the dtype of the results: `"traced"` as without autocast, `"policy"` for the policy's
         output dtype, `"computed"` without a last cast.
       enter_custom_vjp: whether to rewrite functions with a `jax.custom_vjp` too, forward and
@@ -71,7 +71,8 @@ def autocast(
         kernels from a second trace. That trace casts the arguments that products read, but not
         labels or time stamps. The first argument of the function counts as the params. A
         `custom_vjp` without a product or another kernel inside stays as it is, and so does a
-        solver. Kernels that only one of the two traces has stay too, with a warning.
+        solver. Kernels that the two traces do not have in common stay too, with a warning; all stay
+        if the second trace fails or has another number of kernels.
       recompute: `"auto"` or `"always"` keeps less for the backward pass, and computes cheap values
         again; see `jaxmp.recompute`.
 

@@ -222,7 +222,7 @@ def cond(evaluate: Evaluate, equation: core.JaxprEqn, values: list[Value]) -> li
 def _in_forms(
     program: Any, results: Sequence[Traits], forms: Sequence[Traits]
 ) -> Callable[..., Any]:
-    """Returns a function that runs a program and converts its results to other forms."""
+    """Returns a function that runs a program and converts its results to other traits."""
     run = core.jaxpr_as_fun(program)
 
     def function(*arrays: Any) -> list[Any]:

@@ -145,7 +145,7 @@ def traits_of(value: Value) -> Traits:
 
 
 def common_traits(forms: Sequence[Traits]) -> Traits:
-    """Returns the traits of a value that comes in one of several forms."""
+    """Returns the traits of a value with one of several sets of traits."""
     met = any(form.met for form in forms)
     if met or not any(form.of_params for form in forms):
         fixed = all(form.fixed for form in forms)
@@ -167,7 +167,7 @@ def common_traits(forms: Sequence[Traits]) -> Traits:
 
 
 def with_traits(value: Value, form: Traits) -> Value:
-    """Converts a value to a form that it shares with others."""
+    """Converts a value to the traits that it shares with others."""
     if not form.of_params:
         return Value(value.used(), fixed=form.fixed, met=form.met)
     value = value if value.of_params else like_param(value.array)

@@ -188,7 +188,8 @@ def copies(body: Body, given: Sequence[bool]) -> list[bool]:
       given: for each argument, whether copies of it count.
 
     Returns:
-      For each result, whether it was made from the given arguments by casts and moves alone.
+      For each result, whether it was made from the given arguments (at least one) by casts and
+      moves alone; constants of the program may be among them.
     """
     made = [_Made.COPY if asked else _Made.OTHER for asked in given]
     question = Question(nothing=_Made.NUMBERS, join=max, rule=_made_by)

@@ -1,7 +1,7 @@
 """The differences between the versions of JAX that jaxmp supports, and nothing else.
 
 The structure of a jaxpr is public (`jax.extend.core`); the names of its equations' params are not.
-This file reads every name of a param that jaxmp relies on, and `tests/test_compat.py` says which
+`tests/jaxpr/test_compat.py` lists the names that jaxmp reads, here and elsewhere, and says which
 name a new JAX has changed.
 """
 

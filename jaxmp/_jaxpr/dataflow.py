@@ -15,6 +15,7 @@ from jax.extend import core
 
 from jaxmp._jaxpr.compat import open_jaxpr, scan_counts
 from jaxmp._jaxpr.flops import programs_inside
+from jaxmp._jaxpr.op_classes import CLASSES, OpClass
 
 Fact = TypeVar("Fact")
 Labels = frozenset[Hashable]
@@ -103,7 +104,13 @@ def made_of(
         rule=lambda site, found: [rule(site.equation, found)] * len(site.equation.outvars),
         keep=lambda aval, labels: labels if can_have(aval) else NONE,
     )
-    return propagate(nested(jaxpr), given, question)
+    return propagate(Nested(open_jaxpr(jaxpr), _inside_control_flow), given, question)
+
+
+def _inside_control_flow(equation: core.JaxprEqn) -> list[Any]:
+    """Returns the programs of control flow; kernels and solvers count as one operation."""
+    is_control = CLASSES.get(equation.primitive.name) is OpClass.CONTROL
+    return programs_inside(equation) if is_control else []
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -111,10 +118,11 @@ class Nested:
     """A program whose calls of one function share the body of that function."""
 
     jaxpr: core.Jaxpr
+    inside: Callable[[Any], list[Any]] = programs_inside
 
     @functools.cached_property
     def sites(self) -> list["NestedSite"]:
-        return [NestedSite(equation, self._bodies) for equation in self.jaxpr.eqns]
+        return [NestedSite(equation, self.inside, self._bodies) for equation in self.jaxpr.eqns]
 
     # The bodies made so far, by the id of their jaxprs.
     _bodies: dict[int, "Nested"] = dataclasses.field(default_factory=dict)
@@ -125,12 +133,15 @@ class NestedSite:
     """An equation of a `Nested` program."""
 
     equation: core.JaxprEqn
+    inside: Callable[[Any], list[Any]]
     _bodies: dict[int, Nested]
 
     @functools.cached_property
     def bodies(self) -> list[Nested]:
-        inside = programs_inside(self.equation)
-        return [self._bodies.setdefault(id(each), Nested(each, self._bodies)) for each in inside]
+        return [
+            self._bodies.setdefault(id(each), Nested(each, self.inside, self._bodies))
+            for each in self.inside(self.equation)
+        ]
 
 
 def nested(jaxpr: Any) -> Nested:
@@ -198,7 +209,8 @@ class _Propagation(Generic[Fact]):
             made = self.run(body, operands)
             carry = self._joined(operands[begin:end], made[:count])
             if carry == operands[begin:end]:
-                return [*carry, *made[count:]]
+                # Only a scan without turns returns what it was given.
+                return made if site.equation.params["length"] else [*carry, *made[count:]]
             operands = [*operands[:begin], *carry, *operands[end:]]
 
     def _while(self, site: AnySite, operands: list[Fact]) -> list[Fact]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxmp._jaxpr.compat import sub_jaxprs
+from jaxmp._jaxpr.compat import open_jaxpr, sub_jaxprs
 
 PRODUCTS = (
     *("dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot"),
@@ -25,7 +25,7 @@ def programs_inside(equation: Any) -> list[Any]:
     if name in OPAQUE or name in _COMBINERS or name.startswith("scatter"):
         return []
     if name == "custom_linear_solve":  # its other programs are for derivatives
-        return [equation.params["jaxprs"].solve]
+        return [open_jaxpr(equation.params["jaxprs"].solve)]
     found = sub_jaxprs(equation)
     if name.startswith(("custom_jvp_call", "custom_vjp_call")):
         return found[:1]  # not the rules, which run only in derivatives

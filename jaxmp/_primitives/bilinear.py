@@ -136,7 +136,7 @@ class BilinearMap:
         return self._cached((returned, dtypes, dtype), make)
 
     def batched(self, axes: _Axes, other_axes: _Axes, size: int) -> "BilinearMap":
-        """Returns the form of `size` products; the axis of an unbatched operand is None."""
+        """Returns the map of `size` products; the axis of an unbatched operand is None."""
 
         def make() -> BilinearMap:
             def shape(old: tuple[int, ...], axis: int | None) -> tuple[int, ...]:
@@ -162,7 +162,7 @@ class BilinearMap:
         return self._cached((axes, other_axes, size), make)
 
     def gathering(self, gathers: Gathers) -> "BilinearMap":
-        """Returns the form of the same product of operands that are gathered first."""
+        """Returns the map of the same product of operands that are gathered first."""
 
         def make() -> BilinearMap:
             given = {RESULT: function_of(self.float32_map(RESULT))}
@@ -181,7 +181,7 @@ def bilinear_map(
     avals: tuple[tuple[tuple[int, ...], Any], ...],
     gathers: Gathers = NO_GATHERS,
 ) -> BilinearMap:
-    """Returns the form of a product: one object for equal products, so that jit caches find it."""
+    """Returns the map of a product: one object for equal products, so that jit caches find it."""
 
     def function(*operands: Any) -> Any:
         wide = {**dict(params), "preferred_element_type": np.dtype(np.float32)}

@@ -229,7 +229,7 @@ def _at_axis(x: Any, now: int | None, axis: int | None, size: int) -> Any:
 def _batch(
     form: BilinearMap, returned: int, wide: tuple[bool, bool], args: Any, axes: Any, out: int
 ) -> tuple[BilinearMap, list[Any]]:
-    """Returns the batched form and its operands, for a result whose batch axis is `out`."""
+    """Returns the batched map and its operands, for a result whose batch axis is `out`."""
     operands, others, sources = _split(args, wide)
     now, other_axes, source_axes = _split(axes, wide)
     size = next(x.shape[a] for x, a in zip(args, axes, strict=True) if a is not None)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, PyTree
 
 from jaxmp._float32_reduction.api import Reduction, gradient_reduction
 from jaxmp._jaxpr import compat
-from jaxmp._jaxpr.dataflow import Question, nested, propagate
+from jaxmp._jaxpr.dataflow import AnySite, Question, nested, propagate
 from jaxmp._mesh.fsdp import FSDP
 from jaxmp._numerics.dtypes import at_least_float32, is_inexact
 from jaxmp._numerics.loss_scale import LossScaleState, StaticLossScale
@@ -294,12 +294,13 @@ def _leads_through_float16(jaxpr: Any) -> bool:
         found |= of_gradient and getattr(aval, "dtype", None) == _FLOAT16
         return of_gradient
 
-    question = Question(
-        nothing=False,
-        join=operator.or_,
-        rule=lambda site, given: [any(given)] * len(site.equation.outvars),
-        keep=keep,
-    )
+    def rule(site: AnySite, given: Sequence[bool]) -> list[bool]:
+        nonlocal found
+        # Gradients are not followed inside kernels: any float16 in there counts.
+        found |= any(given) and any(map(_makes_float16, compat.sub_jaxprs(site.equation)))
+        return [any(given)] * len(site.equation.outvars)
+
+    question = Question(nothing=False, join=operator.or_, rule=rule, keep=keep)
     program = nested(jaxpr)
     given = [i == 0 for i in range(len(program.jaxpr.invars))]
     propagate(program, given, question)

@@ -140,7 +140,7 @@ READ = [
     Read("jit", "donated_invars", tuple_of(is_a(bool)), (COMPAT,)),
     Read("jit", "compiler_options_kvs", is_a(tuple), (COMPAT,)),
     Read("scan", "jaxpr", is_jaxpr, (CONTROL, SUMS, AGAIN)),
-    Read("scan", "length", is_a(int), (WALK, LEFT)),
+    Read("scan", "length", is_a(int), (WALK, LEFT, DATAFLOW)),
     Read("while", "cond_jaxpr", is_jaxpr, (CONTROL, KERNELS)),
     Read("while", "body_jaxpr", is_jaxpr, (CONTROL, SUMS, KERNELS)),
     Read("while", "cond_nconsts", is_a(int), (CONTROL, DATAFLOW, SUMS, KERNELS)),

@@ -57,6 +57,7 @@ PROGRAMS: dict[str, Callable[..., Any]] = {
     "custom_vjp": both(with_own_gradient),
     "while": swapped,
     "scan": scanned,
+    "a scan that forgets": lambda x, y, z: lax.scan(lambda c, row: (row, c), x[0], y)[0] + z,
     "shard_map": jax.jit(
         jax.shard_map(
             both(jnp.sin), mesh=MESH, in_specs=(P("d"), P("d"), P("d")), out_specs=(P("d"), P("d"))

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import pallas as pl
 
 import jaxmp
 from tests.support.references import mlp_loss_and_grads
@@ -205,6 +206,26 @@ def test_float16_inside_of_a_custom_vjp_is_warned_of() -> None:
     for around in (lambda f: f, jax.checkpoint):
         with pytest.warns(UserWarning, match="pass through float16 without a loss scale"):
             jax.jit(jaxmp.grad(around(lambda w, x: jnp.mean(product(x, w)))))(w, x)
+
+
+def test_float16_inside_of_a_kernel_of_the_backward_pass_is_warned_of() -> None:
+    """Its operands and results are float32; only its program shows what it computes in."""
+
+    def kernel(kept: Any, given: Any, made: Any) -> None:
+        low = given[...].astype(jnp.float16)
+        made[...] = (low * kept[...].astype(jnp.float16)).astype(jnp.float32)
+
+    @jax.custom_vjp
+    def scaled(x: Any) -> Any:
+        return 2 * x
+
+    def backward(kept: Any, g: Any) -> Any:
+        like = jax.ShapeDtypeStruct(g.shape, g.dtype)
+        return (pl.pallas_call(kernel, out_shape=like, interpret=True)(kept, g),)
+
+    scaled.defvjp(lambda x: (2 * x, (2 * jnp.ones_like(x)).astype(jnp.float16)), backward)
+    with pytest.warns(UserWarning, match="pass through float16 without a loss scale"):
+        jaxmp.grad(lambda x: jnp.sum(scaled(x)))(jnp.ones(8))
 
 
 @pytest.mark.parametrize("kept", [jnp.float16, jnp.float32])
