@@ -158,7 +158,7 @@ def _phases(seconds: dict[str, float]) -> Iterator[None]:
         return call
 
     parts = [
-        (tracing, "traced", "trace"),
+        (tracing, "trace_call", "trace"),
         (api, "read", "plan"),
         (api, "plan", "plan"),
     ]

@@ -194,6 +194,7 @@ def _rewritten(
     regions = Regions(settings.policy)
     context = Call(regions, settings.lists, settings.enter_custom_vjp, plan_control, kernels)
     arguments = [initial(program.avals[i]) for i in program.inputs]
+    # The results are cast to float32 at the end, so the last operation may compute in it.
     results_in: ResultsIn = "low" if settings.output == "computed" else "either"
     planned = plan(program, arguments, context, results_in=results_in)
     for name in settings.lists.unused(context.seen):
@@ -220,6 +221,8 @@ def _rewritten(
 
 def _of_first_argument(static: Static, count: int) -> set[int]:
     """Returns the numbers of the arrays in the first argument of a call."""
+    # A program does not say which arguments are params. Loss functions take them first. The weights
+    # of a teacher in a later argument count as data.
     marks = [object() for _ in range(count)]
     args, kwargs = combine(static, marks)
     first = {id(leaf) for leaf in jax.tree.leaves(next(iter((*args, *kwargs.values())), None))}

@@ -4,18 +4,19 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jax import lax
 from jax.extend import core
 
-from jaxmp._autocast.custom_derivatives import custom_jvp, custom_vjp
+from jaxmp._autocast.custom_derivatives import as_state, plan_custom_jvp, plan_custom_vjp
 from jaxmp._autocast.kinds import FLOAT32, Kind, State, combined, entering, joined_state
 from jaxmp._autocast.layers import through_layers
 from jaxmp._autocast.plan import AllIn, Call, Plan, ResultsIn, is_backward, plan
 from jaxmp._autocast.regions import Region
-from jaxmp._autocast.run import run_plan, traced_plan
+from jaxmp._autocast.run import run_plan
 from jaxmp._autocast.steps import States, Step, alone, initial
 from jaxmp._jaxpr import compat
-from jaxmp._jaxpr.program import JITS, Op, read
+from jaxmp._jaxpr.op_classes import CHECKPOINTS, JITS
+from jaxmp._jaxpr.program import Op, read
+from jaxmp._jaxpr.rebind import arguments_of, rebind, scan_again
 from jaxmp._numerics.dtypes import DType
 from jaxmp._primitives.float32_sums import accumulator, is_half_array
 from jaxmp._primitives.gradient_of import gradient_of
@@ -65,12 +66,9 @@ def _plan_jit(op: Op, states: States, context: Call, results_in: ResultsIn = "lo
     if not changes(inner) and _as_traced(op, inner):
         return _unchanged(op, states, inner)
 
-    def bind(op: Op, values: list[Any]) -> list[Any]:
-        new = _traced_once(context, inner, values)
-        return compat.bind(op.equation, values, jaxpr=new)
-
     again = functools.partial(_plan_jit, op, states, context, "float32")
-    return Step(op, in_dtypes(states), inner.results, run=bind, widened=again)
+    run = _around(context, [inner])
+    return Step(op, in_dtypes(states), inner.results, run=run, widened=again)
 
 
 def _as_traced(op: Op, inner: Plan) -> bool:
@@ -86,25 +84,46 @@ def _unchanged(op: Op, states: States, inner: Plan) -> Step:
     return step
 
 
-def _traced_once(context: Call, inner: Plan, values: Sequence[Any]) -> Any:
+def _around(
+    context: Call, plans: Sequence[Plan], outs: Sequence[States | None] = (None,)
+) -> Callable[[Op, list[Any]], list[Any]]:
+    """Returns a function that runs an operation again around planned programs.
+
+    Args:
+      context: the context of the whole call.
+      plans: the plans of its programs.
+      outs: for each program the states of its results, if these are cast to them, so that none is
+        weakly typed.
+    """
+    makers = [
+        functools.partial(_traced, context, each, out)
+        for each, out in zip(plans, outs, strict=True)
+    ]
+    return lambda op, values: rebind(op.equation, values, makers)
+
+
+def _traced(context: Call, inner: Plan, out: States | None, avals: list[Any]) -> Any:
     """Returns the jaxpr of a plan. Calls that are alike share it, so that it is compiled once."""
-    key = ("jaxpr", id(inner), *map(compat.type_of, values))
+    key = ("jaxpr", id(inner), tuple(avals), None if out is None else tuple(out))
     if key not in context.memo:
-        context.memo[key] = traced_plan(inner, values)
+
+        def body(*args: Any) -> list[Any]:
+            made = run_plan(inner, args)
+            return made if out is None else list(map(as_state, made, out))
+
+        context.memo[key] = compat.trace(body, avals)
     return context.memo[key]
 
 
-def _remat(
+def _plan_body(
     op: Op, states: States, context: Call, region: Region, results_in: ResultsIn = "low"
 ) -> Step:
+    """Plans a checkpoint or a `shard_map`, which run one program once."""
     inner = planned(op.params["jaxpr"], states, context, op, results_in)
 
-    def bind(op: Op, values: list[Any]) -> list[Any]:
-        new = compat.without_consts(_traced_once(context, inner, values))
-        return compat.bind(op.equation, values, jaxpr=new)
-
-    again = functools.partial(_remat, op, states, context, region, "float32")
-    return Step(op, in_dtypes(states), inner.results, run=bind, widened=again)
+    again = functools.partial(_plan_body, op, states, context, region, "float32")
+    run = _around(context, [inner])
+    return Step(op, in_dtypes(states), inner.results, run=run, widened=again)
 
 
 def _plan_scan(op: Op, states: States, context: Call, region: Region) -> Step:
@@ -113,15 +132,15 @@ def _plan_scan(op: Op, states: States, context: Call, region: Region) -> Step:
     inner, inside = _settled(op, "jaxpr", states, op.in_avals, carry, context, region)
     out = [*map(_after, inside[carry]), *map(_after, inner.results[carries:])]
 
-    def bind(op: Op, values: list[Any]) -> list[Any]:
-        avals = [compat.type_of(v) for v in values]
-        avals[consts + carries :] = [compat.unstacked(aval) for aval in avals[consts + carries :]]
-        new = _traced_as(context, inner, avals, out)
+    def run(op: Op, values: list[Any]) -> list[Any]:
+        # The transpose of a scan adds the gradients of its constants turn by turn, in their dtype.
+        # In bfloat16 the sum of equal terms stops at 256 of them.
         if not any(map(is_half_array, values[:consts])):
-            return compat.bind(op.equation, values, jaxpr=new)
-        return _summing_scan(op.params, new, values)
+            return _around(context, [inner], [out])(op, values)
+        (avals,) = arguments_of(op.equation, list(map(compat.type_of, values)))
+        return _summing_scan(op.params, _traced(context, inner, out, avals), values)
 
-    return Step(op, in_dtypes(inside), out, run=bind)
+    return Step(op, in_dtypes(inside), out, run=run)
 
 
 def _summing_scan(params: dict[str, Any], body: Any, values: list[Any]) -> list[Any]:
@@ -139,9 +158,7 @@ def _summing_scan(params: dict[str, Any], body: Any, values: list[Any]) -> list[
         made = run_body(*given, *carry, *xs)
         return made[:carries], made[carries:]
 
-    names = {"length", "reverse", "unroll", "_split_transpose"}.intersection(params)
-    options = {name: params[name] for name in names}
-    carry, ys = lax.scan(turn, values[consts:end], values[end:], **options)
+    carry, ys = scan_again(params, turn, values[consts:end], values[end:])
     return [*carry, *ys]
 
 
@@ -164,6 +181,7 @@ def _settled(
     layers = frozenset() if region.exact else through_layers(op, body, carry, states)
     inside = [state and entering(state) for state in states]
     for i, aval in enumerate(avals[carry], carry.start):
+        # A scan keeps the dtype of its carry, and here the program chose 16 bits.
         if inside[i] is not None and aval.dtype != FLOAT32:
             inside[i] = State(Kind.LOW, aval.dtype)
     count = len(read(program).outputs)
@@ -189,6 +207,7 @@ def _next_carry(begin: State, end: State, low: DType, through_layers: bool) -> S
         return combined([begin, end], low)
     if through_layers and Kind.FIRM not in kinds:
         return State(Kind.HIGH, FLOAT32) if kinds == {Kind.HIGH} else State(Kind.LOW, low)
+    # In 16 bits, 300 small steps of an ODE solver add up to nothing.
     return State(Kind.FIRM, FLOAT32, carried=not through_layers)
 
 
@@ -197,21 +216,6 @@ def _after(state: State | None) -> State | None:
     if state is not None and state.carried:
         return State(Kind.HIGH, FLOAT32)
     return state and entering(state)
-
-
-def _traced_as(context: Call, inner: Plan, avals: list[Any], out: States) -> Any:
-    """Returns the jaxpr of a plan with results in given dtypes, not weakly typed."""
-    key = ("body", id(inner), tuple(avals), tuple(out))
-    if key not in context.memo:
-
-        def body(*args: Any) -> list[Any]:
-            return [
-                made if state is None else lax.convert_element_type(made, state.dtype)
-                for made, state in zip(run_plan(inner, args), out, strict=True)
-            ]
-
-        context.memo[key] = compat.trace(body, avals)
-    return context.memo[key]
 
 
 def _while(op: Op, states: States, context: Call, region: Region) -> Step:
@@ -224,14 +228,8 @@ def _while(op: Op, states: States, context: Call, region: Region) -> Step:
     condition = planned(params["cond_jaxpr"], tested, context, op)
     out = inside[carry]
 
-    def bind(op: Op, values: list[Any]) -> list[Any]:
-        avals = [compat.type_of(v) for v in values]
-        of_carry = avals[test + consts :]
-        new = _traced_as(context, inner, avals[test:], out)
-        check = _traced_as(context, condition, [*avals[:test], *of_carry], condition.results)
-        return compat.bind(op.equation, values, body_jaxpr=new, cond_jaxpr=check)
-
-    return Step(op, in_dtypes([*states[:test], *inside]), [*map(_after, out)], run=bind)
+    run = _around(context, [condition, inner], [condition.results, out])
+    return Step(op, in_dtypes([*states[:test], *inside]), [*map(_after, out)], run=run)
 
 
 def _plan_cond(
@@ -244,64 +242,34 @@ def _plan_cond(
         floats = [state for state in results if state is not None]
         out.append(joined_state(floats, region.low) if len(floats) == len(results) else None)
 
-    def bind(op: Op, values: list[Any]) -> list[Any]:
-        avals = [compat.type_of(v) for v in values[1:]]
-        new = tuple(_traced_as(context, each, avals, out) for each in plans)
-        return compat.bind(op.equation, values, branches=new)
-
     again = functools.partial(_plan_cond, op, states, context, region, "float32")
-    return Step(op, in_dtypes(states), out, run=bind, widened=again)
+    run = _around(context, plans, [out] * len(plans))
+    return Step(op, in_dtypes(states), out, run=run, widened=again)
 
 
-def _plan_shard_map(
-    op: Op, states: States, context: Call, region: Region, results_in: ResultsIn = "low"
-) -> Step:
-    params = op.params
-    inner = planned(params["jaxpr"], states, context, op, results_in)
-
-    def bind(op: Op, values: list[Any]) -> list[Any]:
-        mapped = compat.shard_map(params, lambda *args: tuple(run_plan(inner, args)))
-        return list(mapped(*values))
-
-    again = functools.partial(_plan_shard_map, op, states, context, region, "float32")
-    return Step(op, in_dtypes(states), inner.results, run=bind, widened=again)
-
-
-def _same_signature(name: str) -> Callable[[Op, States, Call, Region], Step]:
-    """Returns a planner for an operation that must keep the dtypes of its operands and results."""
-
-    def plan_it(op: Op, states: States, context: Call, region: Region) -> Step:
-        body = op.params[name]
-        step = alone(op, states)
-        inside = [state and initial(aval) for state, aval in zip(states, op.in_avals, strict=True)]
-        inner = planned(body, inside, context, op)
-        out = [initial(aval) for aval in op.out_avals]
-        step.results = [
-            State(Kind.HIGH, FLOAT32) if state and found and found.kind is not Kind.WEAK else state
-            for state, found in zip(step.results, inner.results, strict=True)
-        ]
-
-        def bind(op: Op, values: list[Any]) -> list[Any]:
-            avals = [compat.type_of(v) for v in values]
-            new = _traced_as(context, inner, avals, out)
-            return compat.bind(op.equation, values, **{name: new})
-
-        step.run = bind
-        return step
-
-    return plan_it
+def _plan_call(op: Op, states: States, context: Call, region: Region) -> Step:
+    """Plans an operation that must keep the dtypes of its operands and results."""
+    # The rule of a `custom_vmap` was written for the dtypes of the trace.
+    (body,) = compat.bodies_of(op.equation)
+    step = alone(op, states)
+    inside = [state and initial(aval) for state, aval in zip(states, op.in_avals, strict=True)]
+    inner = planned(body, inside, context, op)
+    step.results = [
+        State(Kind.HIGH, FLOAT32) if state and found and found.kind is not Kind.WEAK else state
+        for state, found in zip(step.results, inner.results, strict=True)
+    ]
+    step.run = _around(context, [inner], [list(map(initial, op.out_avals))])
+    return step
 
 
 _PLANNERS: dict[str, Callable[[Op, States, Call, Region], Step]] = {
-    "remat2": _remat,
-    "checkpoint": _remat,
+    **dict.fromkeys(CHECKPOINTS | {"shard_map"}, _plan_body),
     "scan": _plan_scan,
     "while": _while,
     "cond": _plan_cond,
-    "shard_map": _plan_shard_map,
-    "custom_jvp_call": custom_jvp,
-    "custom_vjp_call": custom_vjp,
-    "custom_vmap_call": _same_signature("call"),
-    "closed_call": _same_signature("call_jaxpr"),
-    "core_call": _same_signature("call_jaxpr"),
+    "custom_jvp_call": plan_custom_jvp,
+    "custom_vjp_call": plan_custom_vjp,
+    "custom_vmap_call": _plan_call,
+    "closed_call": _plan_call,
+    "core_call": _plan_call,
 }

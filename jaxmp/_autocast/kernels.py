@@ -56,6 +56,7 @@ def low_kernels(
     taken: Taken = {}
     reasons: dict[str, None] = {}
     for dtype in dict.fromkeys(x.region.low for x in kernels if not x.region.exact):
+        # A cast of all arguments would round labels: near 1,000, bfloat16 rounds to multiples of 4.
         leaves = _read_by_products(closed, weights)
         avals = [
             aval.update(dtype=dtype, weak_type=False) if i in leaves else aval
@@ -69,6 +70,7 @@ def low_kernels(
             reasons[f"the function fails with them ({type(error).__name__}: {text})"] = None
             continue
         others = list(_kernels(compat.open_jaxpr(low), (), names, regions))
+        # Only their order tells which kernels of the two programs belong together.
         if len(others) != len(kernels):
             reasons[f"it calls {len(others)} kernels with them, and {len(kernels)} without"] = None
             continue
@@ -76,8 +78,9 @@ def low_kernels(
         reasons |= _take(taken, [pair for pair in pairs if pair[0].region.low == dtype])
     if reasons:
         warn(
-            "kernels='low' traces the function a second time, with 16-bit arguments, and takes its "
-            f"kernels from there. Some stay as they were traced, since {'; '.join(reasons)}"
+            "kernels='low' takes kernels from a second trace of the function. Some kernels stay as "
+            "they were traced, because the second trace has 16-bit arguments, and "
+            f"{'; '.join(reasons)}"
         )
     return taken
 
@@ -106,6 +109,8 @@ def _take(taken: Taken, pairs: Sequence[tuple[_Kernel, _Kernel]]) -> dict[str, N
         old, new = kernel.equation, other.equation
         if _signature(old) != _signature(new):
             refused[id(old)] = f"{kernel.path} has other operands or results with them"
+        # JAX traces a jitted function once, so that one equation may stand for several calls. In
+        # the second trace, their kernels may have different dtypes.
         elif _dtypes_of_operands(taken.setdefault(id(old), (old, new))[1]) != _dtypes_of_operands(
             new
         ):
@@ -149,6 +154,8 @@ def _read_by_products(closed: core.ClosedJaxpr, weights: set[int]) -> set[Hashab
         if _multiplies(equation):
             read.update(origin - _PRODUCT)
             return _PRODUCT
+        # Data that joins the result of a product is a label or a time stamp. A param that joins
+        # there is a bias.
         return (origin & weights) | _PRODUCT if origin >= _PRODUCT else origin
 
     begin = (i if aval.dtype == FLOAT32 else None for i, aval in enumerate(closed.in_avals))
@@ -173,6 +180,8 @@ def _multiplies(equation: core.JaxprEqn) -> bool:
 def _is_made_for_16_bits(kernel: core.JaxprEqn) -> bool:
     """Whether a kernel multiplies or is code of another compiler, and is not a solver."""
     inside = list(_with_all_inside(kernel))
+    # Kernels without a product are norms and losses. In float16 a norm gave NaN, and a loss gave
+    # infinity.
     worth = (CONTRACTIONS | KERNELS) - {"custom_vjp_call"}
     return any(each.primitive.name in worth for each in inside) and not any(map(_converges, inside))
 
@@ -185,6 +194,8 @@ def _converges(equation: core.JaxprEqn) -> bool:
     condition, body = map(compat.open_jaxpr, (params["cond_jaxpr"], params["body_jaxpr"]))
     tested = condition.invars[params["cond_nconsts"] :]
     carried = body.invars[params["body_nconsts"] :]
+    # In 16 bits the error of a solver may stay above its bound, and its loop does not end. A float
+    # that no turn changes is a limit, not an error.
     read = {id(atom) for eqn in condition.eqns for atom in eqn.invars}
     read |= set(map(id, condition.outvars))
     return any(

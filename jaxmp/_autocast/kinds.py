@@ -41,8 +41,8 @@ class State(NamedTuple):
       kind: its origin.
       dtype: its dtype in the new program.
       value: the number, for a literal.
-      laid: whether it was laid out to meet a larger value (a bias, a statistic) or looked up in a
-        table (an embedding). Such a value counts as smaller than the values that it meets.
+      smaller: whether it counts as smaller than the values that it meets: it was laid out to meet
+        them (a bias, a statistic), or looked up in a table (an embedding).
       fixed: whether it depends on no float argument: positions, masks, noise.
       carried: whether it is firm because a loop carries it, and so is not a weight.
       stored: how compilers store it, if it has 16 bits.
@@ -51,7 +51,7 @@ class State(NamedTuple):
     kind: Kind
     dtype: DType
     value: float | None = None
-    laid: bool = False
+    smaller: bool = False
     fixed: bool = False
     carried: bool = False
     stored: Stored = Stored.NOT
@@ -78,7 +78,7 @@ def combined(
     """Returns the state of an elementwise operation's result; LOW means that it runs in 16 bits.
 
     Args:
-      states: the states of the operands. An operand smaller than the result counts as laid out.
+      states: the states of the operands. An operand smaller than the result counts as such.
       low: the 16-bit dtype.
       adds: whether it adds or subtracts.
       chooses: whether it selects one operand or the other.
@@ -89,27 +89,31 @@ def combined(
     'LOW'
     >>> combined([low, weak], low.dtype, adds=True).kind.name
     'FIRM'
-    >>> combined([low, weak._replace(laid=True)], low.dtype, adds=True).kind.name
+    >>> combined([low, weak._replace(smaller=True)], low.dtype, adds=True).kind.name
     'LOW'
     """
     kinds = {state.kind for state in states}
     # Masks, noise and numbers say nothing about the size of the other operands.
     arrays = [state for state in states if not state.fixed] or states
-    laid = all(state.laid for state in arrays)
+    smaller = all(state.smaller for state in arrays)
     if kinds <= {Kind.WEAK}:
-        return State(Kind.WEAK, FLOAT32, laid=laid, fixed=all(state.fixed for state in states))
+        return State(
+            Kind.WEAK, FLOAT32, smaller=smaller, fixed=all(state.fixed for state in states)
+        )
     if Kind.FIRM in kinds:
         return State(Kind.FIRM, FLOAT32, carried=any(state.carried for state in states))
-    own = {state.kind for state in arrays if laid or not state.laid}
-    updated = [state for state in states if state.kind is Kind.WEAK and not state.laid]
+    own = {state.kind for state in arrays if smaller or not state.smaller}
+    updated = [state for state in states if state.kind is Kind.WEAK and not state.smaller]
     if (adds and updated) or (chooses and any(not state.fixed for state in updated)):
         return State(Kind.FIRM, FLOAT32)  # w - rate * gradient: 16 bits would lose the update
-    if not laid and Kind.WEAK in own and Kind.LOW not in own:
+    if not smaller and Kind.WEAK in own and Kind.LOW not in own:
         return State(Kind.FIRM, FLOAT32)  # w / sigma with sigma from a product, x * exp(s)
     if Kind.LOW not in own:
-        return State(Kind.HIGH, FLOAT32, laid=laid)
-    if any(state.kind is Kind.HIGH and state.laid for state in states):
+        return State(Kind.HIGH, FLOAT32, smaller=smaller)
+    if any(state.kind is Kind.HIGH and state.smaller for state in states):
         return State(Kind.LOW, FLOAT32)  # a statistic lifts the value that it scales
+    # A norm stays lifted from its first to its last operation. Then `relu(norm(h))` is 16 bits, as
+    # in models that cast by hand. float16 with bfloat16 gives float32, as in JAX.
     narrow = {state.dtype for state in states if state.kind is Kind.LOW} - {FLOAT32}
     if len(narrow) > 1 or (not narrow and scales):
         return State(Kind.LOW, FLOAT32)
@@ -127,6 +131,7 @@ def joined_state(states: Collection[State], low: DType) -> State:
     """Returns the state of a value that is one of several, as the result of branches."""
     begun = [entering(state) for state in states]
     made = begun[0] if len(set(begun)) == 1 else combined(begun, low, chooses=True)
+    # A branch may return a number that 16 bits lose, such as -1e9 in float16.
     if made.kind is Kind.LOW and not all(fits(state.value, made.dtype) for state in states):
         return State(Kind.FIRM, FLOAT32)
     return made

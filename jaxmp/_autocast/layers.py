@@ -9,8 +9,9 @@ from jaxmp._autocast.kinds import is_weight
 from jaxmp._autocast.steps import States
 from jaxmp._jaxpr import compat
 from jaxmp._jaxpr.dataflow import NONE, Labels, made_of
+from jaxmp._jaxpr.derivatives import has_tangent
 from jaxmp._jaxpr.op_classes import CONTRACTIONS
-from jaxmp._jaxpr.program import Op, has_tangent
+from jaxmp._jaxpr.program import Op
 
 
 class _MadeOf(enum.Enum):
@@ -25,6 +26,9 @@ class _MadeOf(enum.Enum):
 _TURN, _TOUCHED = "turn", "touched"
 
 
+# This is a heuristic, as a jaxpr does not say which loop runs over layers. It separates scans over
+# stacked weights (Flax, Equinox, hand-written GPTs) and `fori_loop` with sliced weights from the
+# recurrences of tests/autocast/test_recurrence.py: solvers, RNNs, linear attention.
 def through_layers(op: Op, body: str, carry: slice, states: States) -> frozenset[int]:
     """Returns the carries that are multiplied by different weights in each turn.
 
@@ -46,10 +50,13 @@ def through_layers(op: Op, body: str, carry: slice, states: States) -> frozenset
     for i, (var, state) in enumerate(zip(jaxpr.invars, states, strict=True)):
         if carry.start <= i < carry.stop and has_tangent(var.aval):
             given.append(frozenset({(_MadeOf.OF, i - carry.start)}))
+        # The keys and values of a linear attention are others in each turn, too. A product made
+        # them, so they are not weights, and their sum is a recurrence.
         elif state is not None and not is_weight(state):
             given.append(frozenset({_TOUCHED}))
         else:
             given.append(frozenset({_TURN}) if i >= carry.start else NONE)
+    # One turn is not enough: two streams may change places in each turn.
     while True:
         made = made_of(jaxpr, given, _rule, lambda aval: True)[: carry.stop - carry.start]
         turned = [a | b for a, b in zip(given[carry], made, strict=True)]

@@ -11,17 +11,17 @@ from jaxmp._autocast.plan import Call, Plan
 from jaxmp._autocast.regions import scopes
 from jaxmp._autocast.rules import asks_for_precision
 from jaxmp._autocast.steps import Step
-from jaxmp._jaxpr.flops import PRODUCTS, product_flops, programs_inside
-from jaxmp._jaxpr.op_classes import OpClass
+from jaxmp._jaxpr.flops import product_flops, programs_inside
+from jaxmp._jaxpr.op_classes import PRODUCTS, OpClass
 from jaxmp._numerics.dtypes import DType
 from jaxmp._numerics.user_warnings import warn
 
 _LOW = "in 16 bits"
 _IN_CUSTOM_VJP = (
-    "inside of a jax.custom_vjp, which autocast leaves alone, as its gradient belongs to what it "
-    "computes; such are kernels, and the loops of Equinox and diffrax. Give jaxmp.autocast "
-    "enter_custom_vjp=True; for a train step, make_train_step(jaxmp.autocast(loss_fn, policy, "
-    "enter_custom_vjp=True))"
+    "inside of a jax.custom_vjp, which autocast leaves alone, as its author wrote its gradient for "
+    "this computation. Kernels and the loops of Equinox and diffrax are such functions. Give "
+    "jaxmp.autocast enter_custom_vjp=True; for a train step, "
+    "make_train_step(jaxmp.autocast(loss_fn, policy, enter_custom_vjp=True))"
 )
 _PRECISE = "asked for by jax.default_matmul_precision. Leave it out where 16 bits will do"
 _KEPT = (
@@ -52,8 +52,7 @@ def warn_if_most_is_left(planned: Plan, context: Call, told: list[str]) -> None:
     told.append(
         f"autocast leaves {100 * left / total:.0f} % of the FLOPs of products in float32: "
         + " ".join(reasons)
-        + " jaxmp.audit has their lines; jaxmp.full_precision around them says that they are meant "
-        "to be so"
+        + " jaxmp.audit has their lines. If float32 is meant, put jaxmp.full_precision around them"
     )
     warn(told[0])
 
@@ -80,6 +79,8 @@ def _of_step(step: Step, context: Call) -> _Flops:
         return collections.Counter()
     reason = _KEPT
     if asks_for_precision(op.params.get("precision")):
+        # The program looks the same, whether the product or the option asked for precision. An
+        # option of the whole process may be forgotten.
         if jax.config.jax_default_matmul_precision is None:  # type: ignore[attr-defined]
             return collections.Counter()
         reason = _PRECISE
@@ -126,6 +127,7 @@ def _times_run(equation: Any, found: list[_Flops]) -> _Flops:
     name = equation.primitive.name
     if name == "cond":
         return max(found, key=lambda flops: flops.total())
+    # The turns of a `while` are not known: its body counts once.
     times = equation.params["length"] if name == "scan" else 1
     return collections.Counter({reason: times * n for reason, n in _added(found).items()})
 

@@ -19,8 +19,8 @@ from jaxmp._autocast.regions import Regions, scopes
 from jaxmp._autocast.rules import RULES, adapted, convert, has_own_program
 from jaxmp._autocast.steps import States, Step, alone, has_foreign_floats, initial, literal
 from jaxmp._jaxpr.compat import function_name
-from jaxmp._jaxpr.op_classes import CONTRACTIONS, OpClass, OpLists
-from jaxmp._jaxpr.program import JITS, Op, Program
+from jaxmp._jaxpr.op_classes import CONTRACTIONS, JITS, OpClass, OpLists
+from jaxmp._jaxpr.program import Op, Program
 
 ResultsIn = Literal["low", "either", "float32"]
 AllIn = ResultsIn | tuple[ResultsIn, ...]
@@ -112,6 +112,8 @@ def plan(program: Program, arguments: States, context: Call, *, results_in: AllI
     for number, _ in program.consts:
         known[number] = initial(program.avals[number])
     # For each value, whether a backward pass made it. Not tracked inside a backward program.
+    # Shapes do not tell: under `vmap`, MAML adds a batched update to a param, and a layer adds a
+    # bias to a batch, with the same two shapes.
     pulled = [False] * len(program.avals)
     within = any(map(is_backward, context.stacks))
 
@@ -129,7 +131,8 @@ def plan(program: Program, arguments: States, context: Call, *, results_in: AllI
         step = _step(op, [state_of(atom, inside) for atom in op.inputs], context)
         if op.name == "broadcast_in_dim" and multiplied.issuperset(op.outputs):
             # These are the weights of an ensemble, and not a bias.
-            step.results = [state and state._replace(laid=False) for state in step.results]
+            # As biases, they would be updated in 16 bits when the ensemble trains.
+            step.results = [state and state._replace(smaller=False) for state in step.results]
         for number, state in zip(op.outputs, step.results, strict=True):
             known[number], pulled[number] = state, inside
         steps.append(step)
@@ -188,6 +191,8 @@ def _look_ahead(program: Program, steps: list[Step], results_in: AllIn) -> None:
         }
         for name in ("low", "either", "float32")
     )
+    # In `log(1 - sigmoid(h))` only the logarithm reads the difference. Nothing is left of it if the
+    # sigmoid was rounded to 16 bits.
     for step in reversed(steps):
         made = set(step.op.outputs)
         is_low = any(state is not None and state.dtype != FLOAT32 for state in step.results)

@@ -10,11 +10,9 @@ from jaxmp._autocast.kinds import FLOAT32, Kind
 from jaxmp._autocast.plan import Plan
 from jaxmp._autocast.steps import Step
 from jaxmp._jaxpr import compat
+from jaxmp._jaxpr.op_classes import REARRANGES
 from jaxmp._numerics.dtypes import DType
 from jaxmp._primitives.mixed_product import product
-
-# A cast goes before these, so that a parameter and its transpose share one cast.
-_REARRANGES = frozenset({"transpose", "reshape", "squeeze", "expand_dims", "rev"})
 
 
 def run_plan(plan: Plan, arguments: Sequence[Any]) -> list[Any]:
@@ -102,6 +100,7 @@ class _Values:
             source = self.read(maker.op.inputs[0], want)
             (moved,) = compat.bind(maker.op.equation, [source])
             return moved
+        # The transpose of this broadcast sums the gradient of a bias, here still in float32.
         if laid_out is not None and value.shape != laid_out:
             dims = tuple(range(len(laid_out) - len(value.shape), len(laid_out)))
             value = lax.broadcast_in_dim(value, laid_out, dims)
@@ -118,12 +117,7 @@ class _Values:
             # A cast to fewer bits and back is a rounding that the program asked for.
             widened = self.known[op.outputs[0]].dtype.itemsize > want.itemsize
             return value if widened and getattr(value, "dtype", None) == want else None
-        if state is None or state.kind is not Kind.WEAK or state.laid:
+        if state is None or state.kind is not Kind.WEAK or state.smaller:
             return None
-        return value if op.name in _REARRANGES else None
-
-
-def traced_plan(plan: Plan, arguments: Sequence[Any]) -> Any:
-    """Returns the jaxpr of a plan, for arguments of these types."""
-    avals = [compat.type_of(x) for x in arguments]
-    return compat.trace(lambda *args: run_plan(plan, args), avals)
+        # The cast goes before, so that a parameter and its transpose share one cast.
+        return value if op.name in REARRANGES else None

@@ -64,7 +64,7 @@ def literal(atom: core.Literal) -> State | None:
     if not is_castable(aval):
         return None
     value = None if aval.shape else float(atom.val)
-    return literal_state(value)._replace(laid=not aval.shape)
+    return literal_state(value)._replace(smaller=not aval.shape)
 
 
 def has_foreign_floats(op: Op) -> bool:
@@ -93,6 +93,8 @@ def wanting(states: States, dtype: DType) -> list[DType | None]:
 def alone(op: Op, states: States, exact: Kind = Kind.HIGH) -> Step:
     """Plans an operation as it was traced; results of values that are not weak are `exact`."""
     wide = in_float32(known(states))
+    # The result of a kernel is not an argument. If it were WEAK, a sum with it would be an update,
+    # and the stream after a first kernel would be float32.
     multiplies = op.name in CONTRACTIONS | KERNELS and not wide.fixed
     if multiplies or exact is Kind.FIRM or has_foreign_floats(op) or op.name.endswith("_callback"):
         wide = State(exact, FLOAT32)

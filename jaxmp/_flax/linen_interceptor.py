@@ -226,8 +226,8 @@ class _Session:
                     self.rules.decide(f"{unseen}{rest}", module).policy
                 ):
                     raise ValueError(
-                        f"{unseen!r} was traced as one with {twin!r}, as nn.jit does with modules "
-                        f"of one class, but the rules give {path!r} another policy than "
+                        f"{unseen!r} was traced as one with {twin!r}: nn.jit traces modules of one "
+                        f"class only once. But the rules give {path!r} another policy than "
                         f"'{unseen}{rest}'. Give both the same policy, or use nn.remat or no "
                         "transform in place of nn.jit"
                     )

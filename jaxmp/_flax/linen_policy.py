@@ -307,8 +307,8 @@ class _Hinting:
             name = type(self).__name__
             warn_once(
                 f"{name} is a subclass of {classes[decorated].__name__}, which with_policy puts "
-                f"under rules, and overrides {', '.join(lost)}: what it overrides is not under "
-                f"them. Decorate {name} too",
+                f"under rules, and overrides {', '.join(lost)}: these methods are not under the "
+                f"rules. Decorate {name} too",
                 type(self),
             )
 

@@ -297,14 +297,14 @@ def check_result(promise: Promise, given: PyTree, out: PyTree) -> None:
 
 def _complain(promise: Promise, dtype: DType) -> None:
     asked, shown = promise.dtypes[0], promise.path or "(root)"
-    why = "its code does not go by the dtype that it is told"
+    why = "its code ignores the 'dtype' that it is given"
     if promise.own_dtype is not None:
         why = f"its dtype, {promise.own_dtype!r}, is no float dtype of JAX's, and stays as it is"
     text = (
-        f"{promise.type.__name__} at {shown!r} returns {dtype}, but a rule has it compute in "
-        f"{asked}: {why}. Let it cast its inputs and params to its 'dtype' (None, or one of JAX's) "
-        "where they are used, and return the result uncast, since the policy casts what leaves; or "
-        f"leave it alone with the rule ({promise.path or '/'!r}, None) before the others"
+        f"{promise.type.__name__} at {shown!r} returns {dtype}, but a rule asks it to compute in "
+        f"{asked}: {why}. Cast its inputs and params to its 'dtype' (None, or a dtype of JAX) "
+        "where they are used. Do not cast the result, as the policy does that. Or leave the module "
+        f"alone with the rule ({promise.path or '/'!r}, None) before the others"
     )
     if promise.strict:
         raise ValueError(text)
@@ -381,11 +381,10 @@ def warn_unreached(
     more = f" and {len(largest) - 4} more" if len(largest) > 4 else ""
     warn_once(
         f"the policy does not reach {count / params:.0%} of the params ({count:,} of {params:,}): "
-        f"those that are the own params of {shown}{more}. These modules have no 'dtype' that would "
-        "say in what to compute: unless they cast their params themselves, products run in the "
-        "dtype of these. Give them one (in linen a field) and cast params to it where they are "
-        "used, or leave them alone with "
-        f"the rule ({largest[0] or '/'!r}, None) before the others",
+        f"these are own params of {shown}{more}. These modules have no 'dtype' for the policy to "
+        "set. Unless they cast their params themselves, their products run in the dtype of the "
+        "params. Give them a 'dtype' (in linen a field) and cast params to it where they are used, "
+        f"or leave them alone with the rule ({largest[0] or '/'!r}, None) before the others",
         type(model),
         again=again,
     )

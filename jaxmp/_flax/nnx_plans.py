@@ -171,7 +171,7 @@ def check_shared_params(plans: list[ModulePlan]) -> None:
             path, theirs = owners.setdefault(id(variable), (plan.path, stored))
             if stored != theirs:
                 raise ValueError(
-                    f"{path!r} and {plan.path!r} share a param, which the rules would have in "
+                    f"{path!r} and {plan.path!r} share a param, but the rules store it in "
                     f"{theirs[0]} for one and in {stored[0]} for the other. Give both policies "
-                    "with the same params"
+                    "with the same params dtype"
                 )

@@ -264,7 +264,7 @@ def _apply_plan(plan: ModulePlan, originals: dict[int, tuple[Any, ...]]) -> None
     if is_flax_layer(module) and casts == Casts(output=policy.compute_dtype):
         casts = Casts()  # the layer returns the compute dtype anyway
     kept = tuple(originals[id(variable)] for variable in params)
-    plain = _plain(type(module))
+    plain = vars(type(module)).get("_jaxmp_plain", type(module))
     placed = _Placed(casts, plan.promise, policy, plain, dtypes, kept)
     if takes_dtype(module):
         # These two write the normalised weight back into their inner layer, so their dtype is a
@@ -299,10 +299,6 @@ def _restore(module: Any) -> None:
             cast = [x if dtype is None else cast_floating(x, dtype) for x, dtype in pairs]
             variable.set_raw_value(jax.tree.unflatten(treedef, cast))
     object.__delattr__(module, "_jaxmp")
-
-
-def _plain(cls: Any) -> Any:
-    return vars(cls).get("_jaxmp_plain", cls)
 
 
 @functools.lru_cache(maxsize=512)

@@ -9,32 +9,22 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, PyTree
 
-from jaxmp._flax.nnx_modules import is_node, transformed
-from jaxmp._flax.nnx_reduction import nnx_reduction
+from jaxmp._flax.nnx_modules import call_pure, is_node, pure, transformed
+from jaxmp._float32_reduction.api import GradientReduction, gradient_reduction, reduced_in_float32
 from jaxmp._mesh.fsdp import FSDP
 from jaxmp._mesh.placement import placed_beside
 from jaxmp._numerics.dtypes import is_floating
 from jaxmp._numerics.loss_scale import LossScaleState
 from jaxmp._numerics.tree import all_finite, cast_floating, same_structure, select, stays_finite
 from jaxmp._recompute.api import Recompute, check_recompute, recompute as recompute_function
-from jaxmp._training.gradients import (
-    LossScaleLike,
-    as_loss_scale_state,
-    batch_positions,
-    check_positions,
-    scaled_evaluation,
-    warn_of_float16,
-)
-from jaxmp._training.microbatch import (
-    Evaluation,
-    check_microbatches,
-    split_batch,
-    sum_over_microbatches,
-)
+from jaxmp._training.gradient_options import GradientOptions, LossScaleLike, check_positions
+from jaxmp._training.gradients import scaled_evaluation, warn_of_float16
+from jaxmp._training.microbatch import Evaluation, sum_over_microbatches
 from jaxmp._training.optimizer import MixedPrecision
 
 # Always use graph mode, whatever the context says: arguments may share modules.
 _grad = functools.partial(nnx.grad, graph=True, graph_updates=True)
+_REDUCTION = "jaxmp.reduction"
 
 Argnums = int | nnx.DiffState | Sequence[int | nnx.DiffState]
 
@@ -96,15 +86,21 @@ def value_and_grad(
     >>> grads["bias"].get_value()
     Array([4.], dtype=float32)
     """
-    given = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
-    scale = as_loss_scale_state(loss_scale)
-    check_microbatches(microbatches)
+    several = isinstance(argnums, Sequence)
+    options = GradientOptions(
+        argnums=argnums,
+        several=several,
+        has_aux=has_aux,
+        loss_scale=loss_scale,
+        microbatches=microbatches,
+        batch_argnums=batch_argnums,
+        reduction=_module_reduction(reduce_dtype, fsdp, several),
+    )
     check_recompute(recompute)
-    reduction = nnx_reduction(reduce_dtype, fsdp, several=isinstance(argnums, Sequence))
 
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
         count, names = len(args), tuple(kwargs)
-        wrt = tuple(_diff_state(x, count) for x in given)
+        wrt = tuple(_diff_state(x, count) for x in options.argnums)
 
         def call(*args: Any) -> Any:
             return loss_fn(*args[:count], **dict(zip(names, args[count:], strict=True)))
@@ -114,26 +110,54 @@ def value_and_grad(
             call = transformed(call, lean, "jaxmp.recompute")
         # Pass keyword arguments by position, so that modules among them can change too.
         everything = (*args, *kwargs.values())
-        weight = 1.0 / microbatches
-        evaluate = scaled_evaluation(call, wrt, has_aux, scale, weight, _grad, reduction)
+        evaluate = scaled_evaluation(call, wrt, options, _grad)
         state = _State(everything)
-        if scale is None:
+        if options.loss_scale is None:
             _warn_of_float16(everything)
         if microbatches == 1:
             loss, grads, aux = evaluate(*everything)
         else:
-            positions = tuple(x.argnum for x in wrt)
-            arrays = [i for i in range(count) if i not in positions and not _holds_state(args[i])]
-            chosen = arrays if batch_argnums is None else batch_argnums
-            batch = {i: args[i] for i in batch_positions(chosen, positions, count)}
-            whole = {name: x for name, x in kwargs.items() if not _holds_state(x)}
-            parts = split_batch(batch, microbatches, whole=whole)
-            loss, grads, aux = _over_microbatches(evaluate, wrt, everything, parts)
-        grads = state.keep_unless_finite(loss, grads)
-        grads = grads if isinstance(argnums, Sequence) else grads[0]
-        return ((loss, aux), grads) if has_aux else (loss, grads)
+            loss, grads, aux = _over_microbatches(evaluate, wrt, options, args, kwargs)
+        return options.result(Evaluation(loss, state.keep_unless_finite(loss, grads), aux))
 
     return value_and_grad_fun
+
+
+class _ModuleReduction(GradientReduction):
+    """A `GradientReduction` for functions of modules."""
+
+    def rewrite(
+        self, fun: Callable[..., Any], args: Sequence[Any], argnums: Sequence[Any]
+    ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Rewrites a function of modules so that gradients of its params are reduced this way."""
+        pure_fun = pure(fun, _REDUCTION)
+        filters = [(x.argnum, nnx.filterlib.to_predicate(x.filter)) for x in argnums]
+
+        def is_wanted(path: Any, value: Any) -> bool:
+            return any(path[0] == i and is_in(path[1:], value) for i, is_in in filters)
+
+        def of_params(graphdef: Any, params: Any, rest: Any) -> Any:
+            return pure_fun(graphdef, nnx.merge_state(params, rest))
+
+        def rewritten(graphdef: Any, state: Any) -> Any:
+            self.check(state)
+            params, rest = nnx.split_state(state, is_wanted, ...)
+            # The params of each argument, in the structure of their gradients.
+            own = [nnx.State(params.raw_mapping.get(x.argnum, {})) for x in argnums]
+            layouts = self.layouts(own)
+            call, given = reduced_in_float32(of_params, (graphdef, params, rest), (1,), layouts)
+            return call(*given)
+
+        return lambda *nodes: call_pure(rewritten, _REDUCTION, nodes), tuple(args)
+
+
+def _module_reduction(
+    reduce_dtype: Any, fsdp: FSDP | None, several: bool
+) -> _ModuleReduction | None:
+    if fsdp is not None and several:
+        raise ValueError("fsdp is for the params of one module: give argnums as one number")
+    reduction = gradient_reduction(reduce_dtype, fsdp)
+    return None if reduction is None else _ModuleReduction(*reduction)
 
 
 def _warn_of_float16(args: tuple[Any, ...]) -> None:
@@ -294,11 +318,15 @@ def _diff_state(argnum: int | nnx.DiffState, count: int) -> nnx.DiffState:
 def _over_microbatches(
     evaluate: Callable[..., Evaluation],
     wrt: tuple[nnx.DiffState, ...],
+    options: GradientOptions,
     args: tuple[Any, ...],
-    parts: dict[int, Any],
+    kwargs: dict[str, Any],
 ) -> Evaluation:
     """Scans over the parts of the batch; carries variables from each part to the next."""
-    whole = {i: arg for i, arg in enumerate(args) if i not in parts}
+    batch = options.batch(args, [x.argnum for x in wrt], _holds_state)
+    arrays = {name: x for name, x in kwargs.items() if not _holds_state(x)}
+    args = (*args, *kwargs.values())
+    whole = {i: arg for i, arg in enumerate(args) if i not in batch}
     graphdef, state = nnx.split(whole, graph=True)
     leaves, treedef = jax.tree.flatten(state)
     structure: Any = treedef
@@ -312,14 +340,13 @@ def _over_microbatches(
         new, new_treedef = jax.tree.flatten(nnx.state(nodes, graph=True))
         if new_treedef != structure:
             raise ValueError(
-                "the loss function adds or removes variables of a module, which "
-                "cannot be handed from one microbatch to the next. Use microbatches=1, or "
-                "return them as aux"
+                "the loss function adds or removes variables of a module. Such variables cannot "
+                "pass from one microbatch to the next. Use microbatches=1, or return them as aux"
             )
         return [_like(x, y) for x, y in zip(new, carry, strict=True)], Evaluation(loss, grads, aux)
 
     carry, (loss, grads, aux) = sum_over_microbatches(
-        evaluate_part, leaves, _trained(wrt, args), parts
+        evaluate_part, leaves, _trained(wrt, args), batch, options.microbatches, arrays
     )
     nnx.update(whole, jax.tree.unflatten(treedef, carry))
     return Evaluation(loss, jax.tree.unflatten(gradient_trees[0], grads), aux)

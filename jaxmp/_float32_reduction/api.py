@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from jaxmp._float32_reduction.rules import evaluate
-from jaxmp._float32_reduction.values import FLOAT32, Value, is_half, may_be_param
+from jaxmp._float32_reduction.values import FLOAT32, Origin, Value, is_half, may_be_param
 from jaxmp._jaxpr.tracing import combine, partition, trace_call
 from jaxmp._mesh.device_sums import varying_is_tracked
 from jaxmp._mesh.fsdp import FSDP
@@ -87,19 +87,17 @@ def check_no_local_gradients() -> None:
 def check_no_explicit_axes(args: Any) -> None:
     """Raises NotImplementedError for arrays that are sharded over explicit mesh axes."""
     for leaf in jax.tree.leaves(args):
-        if isinstance(leaf, jax.Array) and (axes := _explicit_axes(leaf)):
+        axes = axes_of_spec(jax.typeof(leaf).sharding.spec) if isinstance(leaf, jax.Array) else ()
+        if axes:
             raise NotImplementedError(
-                f"reduce_dtype with arrays that are sharded over explicit mesh axes ({axes}). Use "
+                "reduce_dtype with arrays that are sharded over explicit mesh axes "
+                f"({', '.join(sorted(axes))}). Use "
                 "a mesh with automatic ones: jax.make_mesh(shape, names, "
                 "axis_types=(jax.sharding.AxisType.Auto,) * len(names)). Or leave reduce_dtype "
                 "out (for make_train_step: reduce=bfloat16 in the policy), and give "
                 "params to jax.reshard(param, P(reduced={'data'})) before they are cast: their "
                 "gradients are summed in float32, where JAX has rules for what is in between"
             )
-
-
-def _explicit_axes(array: jax.Array) -> str:
-    return ", ".join(sorted(axes_of_spec(jax.typeof(array).sharding.spec)))
 
 
 def gradient_reduction(
@@ -170,13 +168,11 @@ def reduced_in_float32(
         made = evaluate(closed.jaxpr, closed.consts, values)
         return combine(returned, [value.bare() for value in made])
 
-    wide = tuple(_widened_params(x) if i in argnums else x for i, x in enumerate(args))
-    return rewritten, wide
-
-
-def _widened_params(params: Any) -> Any:
-    """Casts 16-bit params to float32; other params, of 8 bits say, are not summed here."""
-    return jax.tree.map(lambda x: x.astype(FLOAT32) if is_half(x) else x, params)
+    # Gradients of other params, of 8 bits say, are not summed here.
+    wide = list(args)
+    for i in argnums:
+        wide[i] = jax.tree.map(lambda x: x.astype(FLOAT32) if is_half(x) else x, args[i])
+    return rewritten, tuple(wide)
 
 
 def _marks(
@@ -200,4 +196,4 @@ def _marks(
 
 def _param(array: Any, wide: Any, layout: Layout | None) -> Value:
     exact = array.dtype == FLOAT32
-    return Value(wide if exact else array, wide, layout)
+    return Value(wide if exact else array, wide, layout, Origin.WEIGHT)

@@ -11,19 +11,27 @@ from jax import lax
 from jax.extend import core
 
 from jaxmp._float32_reduction.values import (
+    FLOAT32,
+    Origin,
     Traits,
     Value,
     common_traits,
     flat,
     is_float,
+    may_be_param,
     unflat,
     with_traits,
 )
-from jaxmp._jaxpr import compat
+from jaxmp._float32_reduction.weights import calls_back
+from jaxmp._jaxpr import compat, rebind
+from jaxmp._jaxpr.dataflow import NONE, Labels, made_of
+from jaxmp._jaxpr.op_classes import CHECKPOINTS, JITS
 from jaxmp._mesh.layout import stacked_layout, unstacked_layout
 from jaxmp._numerics.user_warnings import warn
-from jaxmp._primitives.mixed_product import varying_as
+from jaxmp._primitives.mixed_product import varying_as, varying_axes
 
+_OF_PARAMS: Labels = frozenset({"params"})
+_OF_DATA: Labels = frozenset({"data"})
 Evaluate = Callable[[Any, Sequence[Any], Sequence[Value]], list[Value]]
 
 
@@ -68,7 +76,7 @@ class _Results:
 _JITTED: weakref.WeakKeyDictionary[Any, dict[Any, Callable[..., Any]]] = weakref.WeakKeyDictionary()
 
 
-def jit(evaluate: Evaluate, equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
+def jit_rule(evaluate: Evaluate, equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
     params = equation.params
     if not compat.is_plain_jit(params):
         return _pinned_jit(evaluate, equation, values)
@@ -101,16 +109,14 @@ def _pinned_jit(evaluate: Evaluate, equation: core.JaxprEqn, values: list[Value]
 
 def _pinned(values: Sequence[Value], shardings: Sequence[Any]) -> list[Value]:
     return [
-        value if value.of_params else value._replace(array=_pin(value.array, sharding))
+        value
+        if value.of_params or sharding is None
+        else value._replace(array=lax.with_sharding_constraint(value.array, sharding))
         for value, sharding in zip(values, shardings, strict=True)
     ]
 
 
-def _pin(x: Any, sharding: Any) -> Any:
-    return x if sharding is None else lax.with_sharding_constraint(x, sharding)
-
-
-def remat(evaluate: Evaluate, equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
+def remat_rule(evaluate: Evaluate, equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
     params = equation.params
     arrays, forms = flat([_gathered_again(value, True) for value in values])
     body = BodyOfArrays(evaluate, params["jaxpr"], forms)
@@ -129,7 +135,7 @@ def _gathered_again(value: Value, recomputed: bool) -> Value:
     return value._replace(layout=value.layout._replace(recomputed=recomputed))
 
 
-def scan(evaluate: Evaluate, equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
+def scan_rule(evaluate: Evaluate, equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
     params = equation.params
     closed = params["jaxpr"]
     jaxpr = compat.open_jaxpr(closed)
@@ -147,29 +153,57 @@ def scan(evaluate: Evaluate, equation: core.JaxprEqn, values: list[Value]) -> li
     kept_stacks = [
         passes.get(var) if isinstance(var, core.Var) else None for var in jaxpr.outvars[carries:]
     ]
+    carry_forms = _without(kept_carries, _carry_traits(jaxpr, values, slice(consts, end)))
     xs, forms = flat([value._replace(layout=unstacked_layout(value.layout)) for value in stacks])
     returned: tuple[Traits, ...] = ()
 
     def step(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
         nonlocal returned
-        given = _filled(kept_carries, map(_carried, carry))
+        given = _filled(kept_carries, unflat(carry, carry_forms))
         inside = [*values[:consts], *given, *unflat(xs, forms)]
         made = evaluate(jaxpr, compat.consts_of(closed), inside)
         ys = _without(kept_stacks, made[carries:])
-        arrays, returned = flat([Value(y.used()) if y.rows else y for y in ys])
-        return [value.bare() for value in _without(kept_carries, made[:carries])], arrays
+        arrays, returned = flat([Value(y.used()) if y.origin is Origin.ROWS else y for y in ys])
+        return _in_traits(_without(kept_carries, made[:carries]), carry_forms), arrays
 
-    init = [value.used() for value in _without(kept_carries, carried)]
-    names = {"length", "reverse", "unroll", "_split_transpose"}.intersection(params)
-    options = {name: params[name] for name in names}
-    carry, ys = lax.scan(step, init, xs, **options)
+    begun = _without(kept_carries, carried)
+    init = _in_traits([value.whole() for value in begun], carry_forms)
+    carry, ys = rebind.scan_again(params, step, init, xs)
     made = unflat(ys, [form._replace(layout=stacked_layout(form.layout)) for form in returned])
-    return [*_filled(kept_carries, map(_carried, carry)), *_filled(kept_stacks, made)]
+    after = unflat(carry, carry_forms)
+    return [*_filled(kept_carries, after), *_filled(kept_stacks, made)]
 
 
-def _carried(x: Any) -> Value:
-    """Wraps a value that a loop carries and changes. Floats are activations, keys are not."""
-    return Value(x, met=is_float(x))
+def _carry_traits(jaxpr: core.Jaxpr, values: Sequence[Value], carry: slice) -> list[Traits]:
+    """Returns the traits of what a loop carries: a weight if each turn makes it of weights.
+
+    Other floats are activations: also a weight to which each turn adds data.
+    """
+    made_from = {Origin.NUMBER: NONE, Origin.WEIGHT: _OF_PARAMS, Origin.REPEATED: _OF_PARAMS}
+    given = [made_from.get(value.origin, _OF_DATA) for value in values]
+    while True:
+        made = made_of(jaxpr, given, _labelled, lambda _: True)
+        turned = [a | b for a, b in zip(given[carry], made, strict=False)]
+        if turned == given[carry]:
+            return [_carried(*each) for each in zip(values[carry], turned, strict=True)]
+        given[carry] = turned
+
+
+def _labelled(equation: core.JaxprEqn, found: Sequence[Labels]) -> Labels:
+    return NONE.union(*found, _OF_DATA if calls_back(equation) else NONE)
+
+
+def _carried(value: Value, labels: Labels) -> Traits:
+    if labels == NONE:
+        return Traits(exact=False, origin=Origin.NUMBER)
+    if labels == _OF_PARAMS and may_be_param(value.array):
+        return Traits(value.array.dtype == FLOAT32, origin=max(Origin.WEIGHT, value.origin))
+    return Traits(exact=False, origin=Origin.ACTIVATION if is_float(value.array) else Origin.DATA)
+
+
+def _in_traits(values: Sequence[Value], forms: Sequence[Traits]) -> list[Any]:
+    """Returns the arrays of values in other traits."""
+    return flat(list(map(with_traits, values, forms)))[0]
 
 
 def _whole_along_the_loop(value: Value) -> Value:
@@ -186,7 +220,7 @@ def _whole_along_the_loop(value: Value) -> Value:
     return value.in_place()
 
 
-def _without(kept: Sequence[Value | None], values: Sequence[Value]) -> list[Value]:
+def _without(kept: Sequence[Value | None], values: Sequence[Any]) -> list[Any]:
     """Returns the values at the places where `kept` is None."""
     return [value for value, other in zip(values, kept, strict=True) if other is None]
 
@@ -197,7 +231,7 @@ def _filled(kept: Sequence[Value | None], values: Iterable[Value]) -> list[Value
     return [next(rest) if value is None else value for value in kept]
 
 
-def cond(evaluate: Evaluate, equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
+def cond_rule(evaluate: Evaluate, equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
     index = values[0].used()
     # In a shard_map, devices may take different branches: a branch must not sum over devices.
     arrays, given = flat([value.varying_as(index) for value in values[1:]])
@@ -205,14 +239,15 @@ def cond(evaluate: Evaluate, equation: core.JaxprEqn, values: list[Value]) -> li
     bodies = [BodyOfArrays(evaluate, branch, given) for branch in equation.params["branches"]]
     branches = [compat.trace(body, avals) for body in bodies]
     forms = [common_traits(each) for each in zip(*(body.results for body in bodies), strict=True)]
-    if not values[0].fixed:
-        forms = [form._replace(fixed=False) for form in forms]
+    if values[0].origin is not Origin.NUMBER:
+        chosen = Origin.DATA
+        forms = [form._replace(origin=max(form.origin, chosen)) for form in forms]
     if not all(_have_traits(body.results, forms) for body in bodies):
         branches = [
             compat.trace(_in_forms(branch, body.results, forms), avals)
             for branch, body in zip(branches, bodies, strict=True)
         ]
-    if len({_varying(branch.out_avals) for branch in branches}) > 1:
+    if len({tuple(x.mat.varying for x in branch.out_avals) for branch in branches}) > 1:
         likes = list(zip(*(branch.out_avals for branch in branches), strict=True))
         branches = [compat.trace(_varying_as(branch, likes), avals) for branch in branches]
     made = compat.bind(equation, [index, *arrays], branches=tuple(branches))
@@ -226,13 +261,9 @@ def _in_forms(
     run = core.jaxpr_as_fun(program)
 
     def function(*arrays: Any) -> list[Any]:
-        return flat(list(map(with_traits, unflat(run(*arrays), results), forms)))[0]
+        return _in_traits(unflat(run(*arrays), results), forms)
 
     return function
-
-
-def _varying(avals: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(aval.mat.varying for aval in avals)
 
 
 def _varying_as(program: Any, likes: Sequence[Sequence[Any]]) -> Callable[..., Any]:
@@ -253,11 +284,32 @@ def _have_traits(results: Sequence[Traits], forms: Sequence[Traits]) -> bool:
     return all(x == form for x, form in each if x.of_params or form.of_params)
 
 
-RULES: dict[str, Callable[[Evaluate, core.JaxprEqn, list[Value]], list[Value]]] = {
-    "jit": jit,
-    "pjit": jit,
-    "remat2": remat,
-    "checkpoint": remat,
-    "scan": scan,
-    "cond": cond,
+def shard_map_rule(evaluate: Evaluate, equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
+    """Maps the program with float32 gradients: what the devices' gradients are summed in, too."""
+    jaxpr = equation.params["jaxpr"]
+    given = [flat([value.whole()]) for value in values]
+    forms: list[Traits] = []
+
+    def local(*pairs: list[Any]) -> tuple[list[Any], ...]:
+        each = [unflat(pair, form)[0] for pair, (_, form) in zip(pairs, given, strict=True)]
+        made = evaluate(jaxpr, compat.consts_of(jaxpr), each)
+        made = [x if _varies_alike(x) else Value(x.used(), origin=Origin.ACTIVATION) for x in made]
+        forms[:] = [flat([x])[1][0] for x in made]
+        return tuple(flat([x])[0] for x in made)
+
+    # A spec is that of both arrays of a param.
+    out = compat.shard_map_again(equation.params, local)(*(pair for pair, _ in given))
+    return unflat([x for pair in out for x in pair], forms)
+
+
+def _varies_alike(value: Value) -> bool:
+    return not value.of_params or varying_axes(value.array) == varying_axes(value.wide)
+
+
+RULES: dict[str, Callable[[Evaluate, core.JaxprEqn, list[Value]], list[Value] | None]] = {
+    **dict.fromkeys(JITS, jit_rule),
+    **dict.fromkeys(CHECKPOINTS, remat_rule),
+    "scan": scan_rule,
+    "cond": cond_rule,
+    "shard_map": shard_map_rule,
 }

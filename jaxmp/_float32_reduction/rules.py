@@ -11,12 +11,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import lax
 from jax.extend import core
 
-from jaxmp._float32_reduction.control_flow import RULES as CONTROL_FLOW
+from jaxmp._float32_reduction.control_flow import RULES as PROGRAMS
+from jaxmp._float32_reduction.custom_derivatives import custom_jvp_rule, custom_vjp_rule
 from jaxmp._float32_reduction.values import (
     FLOAT32,
+    Origin,
     Value,
     flat,
     is_float,
@@ -29,33 +30,33 @@ from jaxmp._float32_reduction.values import (
 from jaxmp._float32_reduction.weights import (
     adjusts,
     aval_of,
-    compared,
+    common_layout,
     is_arrangement,
-    known_of,
     of_params_only,
+    origin_of,
     without_data,
+    without_gradient,
     without_params,
 )
 from jaxmp._jaxpr import compat
-from jaxmp._jaxpr.op_classes import ARRANGEMENTS, CLASSES, CONTRACTIONS, OpClass
+from jaxmp._jaxpr.op_classes import (
+    ADDS,
+    CLASSES,
+    CONTRACTIONS,
+    LINEAR_MOVES,
+    MIXED_SHAPES,
+    MULTIPLIES,
+    REPEATS,
+    SCALES,
+    OpClass,
+)
 from jaxmp._mesh.layout import moved
 from jaxmp._primitives.bilinear import Gather
 from jaxmp._primitives.float32_sums import gather, gathers
-from jaxmp._primitives.gradient_of import gradient_of
 from jaxmp._primitives.mixed_product import held, product, varying_alike, varying_axes
 
 Rule = Callable[[core.JaxprEqn, list[Value]], list[Value] | None]
 
-# These only move their first operand, and are linear in it. Other operands are integers.
-_MOVES = frozenset(
-    {"reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "rev", "slice"}
-    | {"dynamic_slice", "gather", "split", "tile", "unstack", "copy", "copy_p"}
-    | {"sharding_constraint", "pcast"}
-)
-_REPEATS = frozenset({"broadcast_in_dim", "tile"})
-_MULTIPLIES = frozenset({*CONTRACTIONS, "held", "float32_gradient"})
-# Their operands may differ in shape from the result without being broadcast.
-_MIXED_SHAPES = frozenset({*ARRANGEMENTS, "clamp", "select_n"})
 # Smooth functions, which can be evaluated in any float dtype.
 _ELEMENTWISE = frozenset({OpClass.PROMOTE, OpClass.FLOAT32, OpClass.RANGE})
 _ARITHMETIC = _ELEMENTWISE | {OpClass.SUM}
@@ -75,11 +76,11 @@ def evaluate(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Value]) -> l
     env: dict[Any, Value] = {}
     env.update(zip(jaxpr.invars, arguments, strict=True))
     for var, x in zip(jaxpr.constvars, consts, strict=True):
-        env[var] = Value(x, fixed=isinstance(x, np.ndarray))
+        env[var] = _number(x) if isinstance(x, np.ndarray) else Value(x)
     for equation in jaxpr.eqns:
         source = equation.source_info
         with compat.where(equation, source.name_stack, source.traceback):
-            if equation.primitive.name in _MULTIPLIES:
+            if equation.primitive.name in MULTIPLIES:
                 _gather_once(equation, env)
             values = [_read(atom, env) for atom in equation.invars]
             made = _evaluated(equation, values)
@@ -89,12 +90,19 @@ def evaluate(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Value]) -> l
 
 def _returned(atom: Any, env: dict[Any, Value]) -> Value:
     """Reads a result of the program; a literal becomes an array."""
-    is_number = isinstance(atom, core.Literal)
-    return Value(compat.number(atom), fixed=True) if is_number else env[atom]
+    return _number(compat.number(atom)) if isinstance(atom, core.Literal) else env[atom]
 
 
 def _read(atom: Any, env: dict[Any, Value]) -> Value:
-    return Value(atom.val, fixed=True) if isinstance(atom, core.Literal) else env[atom]
+    return _number(atom.val) if isinstance(atom, core.Literal) else env[atom]
+
+
+def _number(x: Any) -> Value:
+    return Value(x, origin=Origin.NUMBER)
+
+
+def _activation(x: Any) -> Value:
+    return Value(x, origin=Origin.ACTIVATION)
 
 
 def _gather_once(equation: core.JaxprEqn, env: dict[Any, Value]) -> None:
@@ -109,7 +117,7 @@ def _evaluated(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
     if jax.sharding.get_abstract_mesh().manual_axes:
         values = _varying_as_traced(equation, values)
     name = equation.primitive.name
-    entered = name == "pvary" or (name in CONTROL_FLOW and gathers(equation))
+    entered = name == "pvary" or (name in PROGRAMS and gathers(equation))
     if not any(value.of_params for value in values) and not entered:
         bind = gather if name == "gather" else compat.bind
         found = bind(equation, _arrays_of(values))
@@ -120,7 +128,7 @@ def _evaluated(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
     if alone and is_arrangement(equation):
         # Put together where they lie, parts of params would move from device to device.
         values = [value.in_place() for value in values]
-    elif not alone and like_params and name not in ("mul", "div"):
+    elif not alone and like_params and name not in SCALES:
         # An added value may be an activation, which is not laid out as the params are. A factor is
         # more likely a mask or a scale.
         values = [value.in_place() for value in values]
@@ -158,12 +166,12 @@ def _used(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
     """Runs an operation in which params meet activations."""
     name = equation.primitive.name
     shape: Any = getattr(aval_of(equation), "shape", None)
-    spreads = CLASSES.get(name) in _ELEMENTWISE and name not in _MIXED_SHAPES
+    spreads = CLASSES.get(name) in _ELEMENTWISE and name not in MIXED_SHAPES
     if not (spreads and any(v.of_params and v.array.shape != shape for v in values)):
         # A program inside takes operands as it was traced, and makes them vary itself.
         others = [] if compat.sub_jaxprs(equation) else _floats(values)
         made = compat.bind(equation, [value.used(others) for value in values])
-        return [Value(x, met=True) for x in made]
+        return list(map(_activation, made))
 
     # A bias may have dimensions of size 1: its gradient is a sum over them.
     arrays, forms = flat(values)
@@ -174,18 +182,18 @@ def _used(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
         return compat.bind(equation, [v.spread(shape).used(others) for v in inside])
 
     # A product keeps its operands for its derivative: the scale, and not its broadcast copy.
-    keeps = name not in ("add", "sub")
+    keeps = name not in ADDS
     made = jax.checkpoint(spread, prevent_cse=False)(*arrays) if keeps else spread(*arrays)
-    return [Value(x, met=True) for x in made]
+    return list(map(_activation, made))
 
 
 def _made_of_params(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
     """Runs an operation on params alone; its results are like params."""
-    known = known_of(equation, values)
+    origin, layout = origin_of(equation, values), common_layout(equation, values)
     made: list[Value] = []
     for x in compat.bind(equation, [value.bare() for value in values]):
         is_one = may_be_param(x) and not compat.is_ref(x)
-        made.append(like_param(x)._replace(**known) if is_one else compared(x, values))
+        made.append(like_param(x, origin, layout) if is_one else without_gradient(x, values))
     return made
 
 
@@ -206,16 +214,18 @@ def _move(equation: core.JaxprEqn, values: list[Value]) -> list[Value] | None:
     if layout is None and value.layout is not None:
         value = value.in_place()
     rest = _arrays_of(values[1:])
-    rows = value.rows or (name == "gather" and not all(other.fixed for other in values[1:]))
 
     def bind(x: Any) -> list[Any]:
         return compat.bind(equation, [x, *rest])
 
     arrays = bind(value.array)
     wides = arrays if value.exact else bind(value.wide)
-    repeated = value.repeated or (name in _REPEATS and arrays[0].size > value.array.size)
-    value = value._replace(layout=layout, rows=rows, repeated=repeated)
-    return [value._replace(array=x, wide=wide) for x, wide in zip(arrays, wides, strict=True)]
+    origin = value.origin
+    if name in REPEATS and arrays[0].size > value.array.size:
+        origin = max(origin, Origin.REPEATED)
+    if name == "gather" and any(other.origin is not Origin.NUMBER for other in values[1:]):
+        origin = Origin.ROWS
+    return [Value(x, wide, layout, origin) for x, wide in zip(arrays, wides, strict=True)]
 
 
 def _arithmetic(equation: core.JaxprEqn, values: list[Value]) -> list[Value] | None:
@@ -228,19 +238,10 @@ def _arithmetic(equation: core.JaxprEqn, values: list[Value]) -> list[Value] | N
         return None
     arrays = compat.bind(equation, _arrays_of(values))
     if not all(map(is_half, arrays)):
-        return None if any(map(is_float, arrays)) else [compared(x, values) for x in arrays]
-    wides = compat.bind(equation, [_widened_value(value) for value in values])
-    known = known_of(equation, values)
-    return [Value(x, wide, **known) for x, wide in zip(arrays, wides, strict=True)]
-
-
-def _widened_value(value: Value) -> Any:
-    """Casts the computed value to float32 for its derivative; the wide array may differ."""
-    x = value.array
-    if not is_float(x):
-        return x
-    widened = lax.convert_element_type(x, FLOAT32)
-    return gradient_of(widened, value.wide) if value.of_params else widened
+        return None if any(map(is_float, arrays)) else [without_gradient(x, values) for x in arrays]
+    wides = compat.bind(equation, [value.in_float32() for value in values])
+    origin, layout = origin_of(equation, values), common_layout(equation, values)
+    return [Value(x, wide, layout, origin) for x, wide in zip(arrays, wides, strict=True)]
 
 
 def _contraction(equation: core.JaxprEqn, values: list[Value]) -> list[Value] | None:
@@ -254,7 +255,7 @@ def _contraction(equation: core.JaxprEqn, values: list[Value]) -> list[Value] | 
     operands, sources, gathers = zip(*both, strict=True)
     arrays = [*operands, *_arrays_of(rest)]
     result = product(equation.primitive, params, arrays, sources, gathers)
-    return [like_param(result) if without_data(values) else Value(result, met=True)]
+    return [like_param(result) if without_data(values) else _activation(result)]
 
 
 def _is_ours(operands: Sequence[Value]) -> bool:
@@ -293,7 +294,7 @@ def _float32_gradient(equation: core.JaxprEqn, values: list[Value]) -> list[Valu
         changed["form"] = form.gathering(tuple(gathers))
     (made,) = compat.bind(equation, arrays, **changed)
     alone = without_data([*values[1:3], *values[end:]])
-    return [like_param(made) if alone else Value(made, met=True)]
+    return [like_param(made) if alone else _activation(made)]
 
 
 def _source_of(value: Value, gather: Gather) -> Any:
@@ -331,10 +332,7 @@ def _barrier(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
     ]
 
 
-def _control(name: str) -> Rule:
-    return functools.partial(CONTROL_FLOW[name], evaluate)
-
-
+_CONTROL_FLOW = PROGRAMS | {"custom_jvp_call": custom_jvp_rule, "custom_vjp_call": custom_vjp_rule}
 RULES: dict[str, Rule] = {
     "convert_element_type": _convert,
     "held": _held,
@@ -342,7 +340,7 @@ RULES: dict[str, Rule] = {
     "name": _keep_name,
     "pvary": _vary,
     "optimization_barrier": _barrier,
-    **dict.fromkeys(_MOVES, _move),
+    **dict.fromkeys(LINEAR_MOVES, _move),
     **dict.fromkeys(CONTRACTIONS, _contraction),
-    **{name: _control(name) for name in CONTROL_FLOW},
+    **{name: functools.partial(rule, evaluate) for name, rule in _CONTROL_FLOW.items()},
 }

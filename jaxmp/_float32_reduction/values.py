@@ -17,45 +17,40 @@ FLOAT32 = jnp.dtype(jnp.float32)
 HALVES = frozenset(map(jnp.dtype, (jnp.bfloat16, jnp.float16)))
 
 
-class Laid(enum.IntEnum):
-    """The strongest thing that data has done to a weight."""
+class Origin(enum.IntEnum):
+    """What a value is made of. The order is that of `max`, where several values meet."""
 
-    NOTHING = 0
-    SCALED = 1  # a mask, a temperature, a norm
-    ADDED = 2  # noise, frozen numbers
+    NUMBER = 0  # the program's own numbers, NumPy arrays among them, and comparisons of params
+    DATA = 1  # other arguments, JAX arrays that the loss closes over, and what is made of them
+    ACTIVATION = 2  # params and data; all values up to here have no float32 array
+    WEIGHT = 3  # params alone, and numbers
+    SCALED = 4  # a weight times a mask, a temperature, a norm
+    ADDED = 5  # a weight plus noise or frozen weights
+    REPEATED = 6  # a param that was laid out along other axes: a bias
+    ROWS = 7  # numbers of a param that data chose: rows that were looked up
 
 
 class Value(NamedTuple):
     """A value of the program.
 
-    A value made of params alone has two arrays: the one that the program computes, and the float32
-    array that its gradient is for. They are the same array if the program computes in float32.
+    A value made of params has two arrays: the one that the program computes, and the float32 array
+    that its gradient is for. They are the same array if the program computes in float32.
 
     Attributes:
       array: the array, as the program computes it.
       wide: the array that its gradient goes to; None for values that are not made of params.
       layout: its layout on the devices, if it is gathered where it is used.
-      rows: whether data chose among params, or their positions: rows that were looked up.
-      laid: the kind of data that was laid over it.
-      repeated: whether it repeats the numbers of a param: a bias, broadcast along rows.
-      fixed: whether it depends on no data: a number of the program, or a comparison of params.
-        NumPy arrays that a function closes over count as fixed; JAX arrays do not, as they may be a
-        batch.
-      met: whether it is an activation, in which params have met data.
+      origin: what it is made of.
     """
 
     array: Any
     wide: Any = None
     layout: Layout | None = None
-    rows: bool = False
-    laid: Laid = Laid.NOTHING
-    repeated: bool = False
-    fixed: bool = False
-    met: bool = False
+    origin: Origin = Origin.DATA
 
     @property
     def of_params(self) -> bool:
-        return self.wide is not None
+        return self.origin >= Origin.WEIGHT
 
     @property
     def exact(self) -> bool:
@@ -68,7 +63,7 @@ class Value(NamedTuple):
         In a `shard_map` the array is made to vary over the devices as the other arrays do before it
         is narrowed. So the sum over devices that this adds to its gradient is in float32.
         """
-        if self.wide is None:
+        if not self.of_params:
             return self.array
         value = self.in_place()
         array, wide, *_ = varying_alike([value.array, value.wide, *others])
@@ -76,7 +71,14 @@ class Value(NamedTuple):
 
     def bare(self) -> Any:
         """Returns the array without a gather, with a float32 gradient."""
-        return self.array if self.wide is None or self.exact else gradient_of(*self[:2])
+        return self.array if not self.of_params or self.exact else gradient_of(*self[:2])
+
+    def in_float32(self) -> Any:
+        """Returns the computed array in float32, for its derivative; the wide array may differ."""
+        if not is_float(self.array):
+            return self.array
+        x = lax.convert_element_type(self.array, FLOAT32)
+        return gradient_of(x, self.wide) if self.of_params else x
 
     def low(self) -> Any:
         """Returns the array in the dtype in which it is gathered."""
@@ -104,9 +106,19 @@ class Value(NamedTuple):
         whole = lax.convert_element_type(gathered(self.low(), ends), self.array.dtype)
         return self._replace(array=held(whole), wide=gathered(self.wide, ends), layout=None)
 
+    def whole(self) -> "Value":
+        """Returns the gathered value for another program.
+
+        Its wide array begins as a copy, so that it need not be gathered as well.
+        """
+        if self.layout is None:
+            return self
+        value = self.in_place()
+        return value._replace(wide=value.in_float32())
+
     def varying_as(self, like: Any) -> "Value":
         """Makes a param in a `shard_map` vary over the mesh axes over which an array varies."""
-        if self.wide is None:
+        if not self.of_params:
             return self
         array = varying_as(self.array, like)
         wide = array if self.exact else varying_as(self.wide, like)
@@ -119,62 +131,56 @@ class Value(NamedTuple):
         dims = tuple(range(len(shape) - self.array.ndim, len(shape)))
         array = lax.broadcast_in_dim(self.array, shape, dims)
         wide = array if self.exact else lax.broadcast_in_dim(self.wide, shape, dims)
-        return self._replace(array=array, wide=wide, layout=None, repeated=True)
+        return Value(array, wide, None, max(self.origin, Origin.REPEATED))
 
 
 class Traits(NamedTuple):
     """The facts about a value without its arrays; fields as in `Value`, in the same order."""
 
-    of_params: bool
     exact: bool
     layout: Layout | None = None
-    rows: bool = False
-    laid: Laid = Laid.NOTHING
-    repeated: bool = False
-    fixed: bool = False
-    met: bool = False
+    origin: Origin = Origin.DATA
+
+    @property
+    def of_params(self) -> bool:
+        return self.origin >= Origin.WEIGHT
 
 
-def like_param(x: Any) -> Value:
+def like_param(x: Any, origin: Origin = Origin.WEIGHT, layout: Layout | None = None) -> Value:
     """Wraps a value made of params; a 16-bit gradient is summed first, then rounded."""
-    return Value(held(x), widened(x)) if is_half(x) else Value(x, x)
-
-
-def traits_of(value: Value) -> Traits:
-    return Traits(value.of_params, value.exact, *value[2:])
+    pair = (held(x), widened(x)) if is_half(x) else (x, x)
+    return Value(*pair, layout, origin)
 
 
 def common_traits(forms: Sequence[Traits]) -> Traits:
     """Returns the traits of a value with one of several sets of traits."""
-    met = any(form.met for form in forms)
-    if met or not any(form.of_params for form in forms):
-        fixed = all(form.fixed for form in forms)
-        return Traits(of_params=False, exact=False, fixed=fixed, met=met)
+    params = [form for form in forms if form.of_params]
+    other = max((form.origin for form in forms if not form.of_params), default=Origin.NUMBER)
+    if other is Origin.ACTIVATION or not params:
+        return Traits(exact=False, origin=other)
     layouts = {form.layout for form in forms}
     layout = layouts.pop() if len(layouts) == 1 else None
-    laid = [form.laid for form in forms]
-    if not all(form.of_params or form.fixed for form in forms):
-        laid.append(Laid.ADDED)
+    origins = [form.origin for form in params]
     return Traits(
-        of_params=True,
         # A value that is gathered to match comes in two arrays.
         exact=all(form.exact and form.layout == layout for form in forms),
         layout=layout,
-        rows=any(form.rows for form in forms),
-        laid=max(laid),
-        repeated=any(form.repeated for form in forms),
+        origin=max([*origins, Origin.ADDED] if other is Origin.DATA else origins),
     )
 
 
 def with_traits(value: Value, form: Traits) -> Value:
     """Converts a value to the traits that it shares with others."""
     if not form.of_params:
-        return Value(value.used(), fixed=form.fixed, met=form.met)
+        return Value(value.used(), origin=form.origin)
     value = value if value.of_params else like_param(value.array)
     value = value if value.layout == form.layout else value.in_place()
     if value.exact and not form.exact:
         value = value._replace(array=held(value.array), wide=widened(value.wide))
-    return value._replace(rows=form.rows, laid=form.laid, repeated=form.repeated)
+    if form.exact and not value.exact:
+        x = value.bare()
+        value = value._replace(array=x, wide=x)
+    return value._replace(origin=form.origin)
 
 
 def widened(x: Any) -> Any:
@@ -189,7 +195,12 @@ def flat(values: Sequence[Value]) -> tuple[list[Any], tuple[Traits, ...]]:
         arrays.append(value.array)
         if value.of_params and not value.exact:
             arrays.append(value.wide)
-    return arrays, tuple(map(traits_of, values))
+    return arrays, tuple(Traits(value.exact, *value[2:]) for value in values)
+
+
+def count_of(form: Traits) -> int:
+    """Returns the number of arrays of a value with these traits."""
+    return 2 if form.of_params and not form.exact else 1
 
 
 def unflat(arrays: Sequence[Any], forms: Sequence[Traits]) -> list[Value]:
@@ -198,8 +209,8 @@ def unflat(arrays: Sequence[Any], forms: Sequence[Traits]) -> list[Value]:
     values = []
     for form in forms:
         array = next(given)
-        wide = None if not form.of_params else array if form.exact else next(given)
-        values.append(Value(array, wide, *form[2:]))
+        wide = next(given) if count_of(form) > 1 else array if form.of_params else None
+        values.append(Value(array, wide, *form[1:]))
     return values
 
 

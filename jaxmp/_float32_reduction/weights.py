@@ -1,9 +1,9 @@
-"""Tells weights from activations.
+"""Tells weights from activations, by what a value is made of.
 
 The gradient of a weight is a sum over the batch, the gradient of an activation is not. A program
 does not say which is which. Here a value made of params alone counts as a weight. It stays a weight
-where data is laid over it without changing its shape: a mask, noise, frozen numbers. Any other
-operation of a weight with data gives activations.
+where data is laid over it at its own shape: a mask, noise, frozen numbers. Any other operation of a
+weight with data gives activations.
 """
 
 from collections.abc import Sequence
@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 from jax.extend import core
 
-from jaxmp._float32_reduction.values import Laid, Value, is_float
+from jaxmp._float32_reduction.values import Origin, Value, is_float, like_param, may_be_param
 from jaxmp._jaxpr import compat
-from jaxmp._jaxpr.op_classes import ARRANGEMENTS, CLASSES, OpClass
+from jaxmp._jaxpr.op_classes import ARRANGEMENTS, CLASSES, LAID_ADDED, LAID_SCALED, OpClass
 
-_SCALES = frozenset({"mul", "div", "pow", "clamp", "select_n"})
-_ADDS = frozenset({"add", "add_any", "sub", "max", "min"})
+_LAID_OVER = (Origin.SCALED, Origin.ADDED)
 
 
 def aval_of(equation: core.JaxprEqn) -> Any:
@@ -34,9 +33,21 @@ def is_arrangement(equation: core.JaxprEqn) -> bool:
 def of_params_only(values: Sequence[Value]) -> bool:
     """Whether all values are params or numbers of the program; data may be laid over them."""
     return all(
-        not value.rows if value.of_params else value.fixed or not is_float(value.array)
+        value.origin is not Origin.ROWS
+        if value.of_params
+        else value.origin is Origin.NUMBER or not is_float(value.array)
         for value in values
     )
+
+
+def is_alone(value: Value) -> bool:
+    """Whether a value is made of params and the program's own numbers alone."""
+    return value.origin in (Origin.NUMBER, Origin.WEIGHT, Origin.REPEATED)
+
+
+def meet_data(values: Sequence[Value]) -> bool:
+    """Whether there is data among the operands, integers too."""
+    return any(value.origin in (Origin.DATA, Origin.ACTIVATION) for value in values)
 
 
 def without_data(operands: Sequence[Value]) -> bool:
@@ -44,7 +55,7 @@ def without_data(operands: Sequence[Value]) -> bool:
 
     It is not if data was laid over an operand, which may be the activations of one example.
     """
-    return of_params_only(operands) and not any(value.laid for value in operands)
+    return of_params_only(operands) and not any(value.origin in _LAID_OVER for value in operands)
 
 
 def adjusts(equation: core.JaxprEqn, values: Sequence[Value]) -> bool:
@@ -55,42 +66,48 @@ def adjusts(equation: core.JaxprEqn, values: Sequence[Value]) -> bool:
     which now meets activations of its shape, is a stream of activations.
     """
     shape = getattr(aval_of(equation), "shape", None)
-    own = [value for value in values if value.of_params and not (value.rows or value.repeated)]
-    streams = [np.shape(value.array) for value in values if value.met and is_float(value.array)]
+    own = [value for value in values if value.origin in (Origin.WEIGHT, *_LAID_OVER)]
+    made = [value.array for value in values if value.origin is Origin.ACTIVATION]
+    streams = [np.shape(x) for x in made if is_float(x)]
     if is_arrangement(equation):
         return not streams and any(np.size(value.array) > 1 for value in own)
-    if equation.primitive.name not in _SCALES | _ADDS:
+    if equation.primitive.name not in LAID_SCALED | LAID_ADDED:
         return False
-    if shape in streams and any(value.laid is Laid.ADDED for value in values):
+    if shape in streams and any(value.origin is Origin.ADDED for value in values):
         return False
     return any(value.array.shape == shape for value in own)
 
 
-def known_of(equation: core.JaxprEqn, values: Sequence[Value]) -> dict[str, Any]:
-    """Returns the fields of results that are weights, apart from their arrays."""
+def met(results: Sequence[Any], values: Sequence[Value]) -> list[Value]:
+    """Wraps the results of a program inside an operation, in which params have met data."""
+    chosen = of_params_only(values)  # integers have chosen rows
+    return [
+        like_param(x, Origin.ROWS)
+        if chosen and may_be_param(x)
+        else Value(x, origin=Origin.ACTIVATION)
+        for x in results
+    ]
+
+
+def origin_of(equation: core.JaxprEqn, values: Sequence[Value]) -> Origin:
+    """Returns the origin of results that are weights."""
     params = [value for value in values if value.of_params]
-    laid = [value.laid for value in params]
-    rows = any(value.rows for value in params)
-    data = [value for value in values if not (value.of_params or value.fixed)]
+    data = [value for value in values if meet_data([value])]
     if is_arrangement(equation):  # integers say where to write, and choose nothing
         data = [value for value in data if is_float(value.array)]
-    if data:
-        if adjusts(equation, values):
-            laid.append(Laid.SCALED if equation.primitive.name in _SCALES else Laid.ADDED)
-        else:
-            rows = True
-    return {
-        "layout": _common_layout(equation, values),
-        "rows": rows,
-        "laid": max(laid),
-        "repeated": all(value.repeated or not np.shape(value.array) for value in params),
-    }
+    if data and not adjusts(equation, values):
+        return Origin.ROWS
+    laid = Origin.SCALED if equation.primitive.name in LAID_SCALED else Origin.ADDED
+    # A bias that is laid out along a weight is a part of the weight.
+    arrays = [value for value in params if np.shape(value.array)] or params
+    own = [value.origin for value in arrays if value.origin is not Origin.REPEATED]
+    return max([*own, laid] if data else own, default=Origin.REPEATED)
 
 
-def compared(x: Any, values: Sequence[Value]) -> Value:
-    """Wraps a result without a gradient: which params are large, or how they are ordered."""
-    data = any(value.rows or value.laid if value.of_params else not value.fixed for value in values)
-    return Value(x, fixed=not (data or is_float(x)))
+def without_gradient(x: Any, values: Sequence[Value]) -> Value:
+    """Wraps a result that says which params are large, or how they are ordered."""
+    data = is_float(x) or not all(map(is_alone, values))
+    return Value(x, origin=Origin.DATA if data else Origin.NUMBER)
 
 
 def without_params(x: Any, equation: core.JaxprEqn, values: Sequence[Value]) -> Value:
@@ -99,19 +116,19 @@ def without_params(x: Any, equation: core.JaxprEqn, values: Sequence[Value]) -> 
     A mutable reference counts as an activation: its contents are unknown.
     """
     if compat.is_ref(x):
-        return Value(x, met=True)
-    fixed = all(value.fixed for value in values) and not _calls_back(equation)
-    return Value(x, fixed=fixed, met=any(value.met for value in values))
+        return Value(x, origin=Origin.ACTIVATION)
+    least = Origin.DATA if calls_back(equation) else Origin.NUMBER
+    return Value(x, origin=max([least, *(value.origin for value in values)]))
 
 
-def _calls_back(equation: core.JaxprEqn) -> bool:
+def calls_back(equation: core.JaxprEqn) -> bool:
     """Whether an equation asks Python for numbers, which are data even without operands."""
     return "callback" in equation.primitive.name or any(
-        _calls_back(inner) for program in compat.sub_jaxprs(equation) for inner in program.eqns
+        calls_back(inner) for program in compat.sub_jaxprs(equation) for inner in program.eqns
     )
 
 
-def _common_layout(equation: core.JaxprEqn, values: Sequence[Value]) -> Any:
+def common_layout(equation: core.JaxprEqn, values: Sequence[Value]) -> Any:
     """Returns the layout of results that have the shape of their operands, or None."""
     layouts = {value.layout for value in values if value.of_params and np.shape(value.array)}
     shapes = {np.shape(value.array) for value in values if is_float(value.array)} - {()}

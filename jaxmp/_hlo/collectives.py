@@ -19,6 +19,7 @@ _REDUCERS = {
     **{"and": "and", "or": "or", "xor": "xor"},
 }
 # Opcodes in a reducing computation that do not reduce.
+# The promotion of 16-bit sums adds converts, and the TPU compiler adds reduce-precision.
 _NO_REDUCERS = ("parameter", "convert", "copy", "bitcast", "constant", "reduce-precision")
 
 

@@ -275,10 +275,12 @@ class OnDevices:
         if value is None or depth == 0:
             return None
         at = self.flow.source(value).instruction
+        # Devices are numbered partition by partition. `jax.jit` makes a single replica of them.
+        partitions = self.flow.module.partitions
         if at.opcode == "partition-id":
-            return [device]
+            return [device % partitions]
         if at.opcode == "replica-id":
-            return [0]
+            return [device // partitions]
         if at.opcode == "constant":
             return _constant(at.argument)
         if at.opcode not in (*_BINARY, "broadcast", "compare", "select", "clamp", "dynamic-slice"):

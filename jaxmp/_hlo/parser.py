@@ -117,13 +117,14 @@ class Module:
       text: the program as the compiler prints it.
 
     Attributes:
-      devices: how many devices the program runs on.
+      devices: how many devices the program runs on: replicas of so many partitions each.
+      partitions: how many devices share one replica.
       computations: the computations by name.
       callers: for each computation, the instructions that run it.
     """
 
     def __init__(self, text: str) -> None:
-        self.devices = 1
+        self.devices = self.partitions = 1
         self.computations: dict[str, Computation] = {}
         self.callers: dict[str, list[Instruction]] = {}
         self._tables: dict[str, dict[int, str]] = {}
@@ -149,8 +150,9 @@ class Module:
                     if is_root:
                         current.root.append(made)
             elif line.startswith("HloModule"):
-                for number in re.findall(r"(?:replica_count|num_partitions)=(\d+)", line):
-                    self.devices *= int(number)
+                counts = dict(re.findall(r"\b(replica_count|num_partitions)=(\d+)", line))
+                self.partitions = int(counts.get("num_partitions", 1))
+                self.devices = self.partitions * int(counts.get("replica_count", 1))
             elif found := _COMPUTATION.match(line):
                 current = Computation(found.group(2), found.group(1) is not None, {}, [])
                 self.computations[current.name] = current
@@ -180,6 +182,7 @@ class Module:
 
     def _stack(self, number: int) -> list[Frame]:
         frames: list[Frame] = []
+        # The bound ends circles: an outermost frame may name itself as its parent.
         while number in self._stack_frames and len(frames) < 100:
             location, number = self._stack_frames[number]
             fields = _numbered_fields(self._tables.get("FileLocations", {}).get(location, ""))

@@ -29,6 +29,7 @@ from jaxmp._inspect.rows import (
 from jaxmp._inspect.summarize import Tally
 from jaxmp._inspect.unseen import PARTITIONER, are_sharded, hiding, unseen_in
 from jaxmp._inspect.upcasts import mark_upcasts
+from jaxmp._jaxpr.op_classes import CHECKPOINTS
 
 __all__ = [
     "Arrays",
@@ -100,7 +101,7 @@ def audit(fn: Callable[..., Any], *args: Any, compiled: Any = False, **kwargs: A
         program = collectives(compiled)
     body = walk(jaxpr)
     tally = Tally(body.all_sites(), mark_upcasts(body))
-    recomputes = any(site.name in ("remat2", "checkpoint") for site in tally.sites)
+    recomputes = any(site.name in CHECKPOINTS for site in tally.sites)
     kept, reason, both = _residuals(fn, args, kwargs, result, recomputes)
     is_partitioned_later = program is None and are_sharded(arrays, tally.sites)
     unpartitioned = (PARTITIONER,) if is_partitioned_later else ()

@@ -99,6 +99,7 @@ def _product_errors(report: Any, names: list[str], share: float) -> list[str]:
         return [f"products: the program has none, so none in {allowed}."]
     found = report.share(*names)
     others = [row for row in report.product_lines if not set(row.operands) <= set(names)]
+    # 1e-9 allows for the rounding of the quotient.
     if not others or (found >= share - 1e-9 and share < 1):
         return []
     offenders = [
@@ -206,8 +207,8 @@ def _unseen_errors(report: Any, allowed: Collection[str]) -> list[str]:
         return []
     names = tuple(dict.fromkeys(row.name for row in found))
     return [
-        "unseen: what these multiply is not counted, nor in which dtype. If that is fine, name "
-        f"them: allow_unseen={names}.",
+        "unseen: what these multiply is not counted, and its dtype is not known. If that is fine, "
+        f"name them: allow_unseen={names}.",
         *_by_line((row, str(row.count), f"{row.name} of {', '.join(row.dtypes)}") for row in found),
     ]
 
@@ -225,8 +226,8 @@ def _loops(report: Any, names: list[str], share: float, allowed: Collection[str]
     if share == 1 or not found:
         return []
     return [
-        "unseen: how often these loops run is not known, and so not the share. If it is fine to "
-        "count them once: allow_unseen='while'.",
+        "unseen: how often these loops run is not known, so the share is not known either. If it "
+        "is fine to count each loop once: allow_unseen='while'.",
         *_by_line((row, str(row.count), f"while of {', '.join(row.dtypes)}") for row in found),
     ]
 
@@ -288,6 +289,7 @@ def narrow_sums(report: Any, name: str, over: str) -> list[str]:
 def no_sums(report: Any, over: str) -> list[str]:
     """Returns an error line if the program contains no array sums to check."""
     sums = [row for row in report if row.sums]
+    # Sums of scalars are those of a loss. A check that sees no gradient must not pass.
     if any(row.elements > row.arrays for row in sums):
         return []
     found = "only sums of scalars, such as that of a loss," if sums else "no sum of floats"
@@ -295,8 +297,8 @@ def no_sums(report: Any, over: str) -> list[str]:
     there = f" Over it go: {', '.join(kinds)}." if kinds else ""
     if any(row.kind == "all-to-all" for row in report):
         there += (
-            " What devices exchange by all-to-all and then add up, each its own part, is no "
-            "such sum: jaxmp.sharding.per_shard with comm_dtype works so, in float32."
+            " An all-to-all is not a sum, even if each device adds up the parts that it receives: "
+            "jaxmp.sharding.per_shard with comm_dtype does that, in float32."
         )
     return [
         f"the {report.origin} has {found} over {over}, so this check sees nothing: give a "

@@ -49,7 +49,8 @@ def source_of(program: Any, args: Any, kwargs: Any) -> Source:
     is_lowered = hasattr(program, "as_text") and hasattr(program, "compile")
     if (isinstance(program, str) or is_compiled or is_lowered) and (args or kwargs):
         raise ValueError(
-            f"arguments go with a function; this {type(program).__name__} was made for its own"
+            f"arguments go with a function; this {type(program).__name__} was made for arguments "
+            "of its own already. Leave them out"
         )
     if isinstance(program, str):
         return Source(_checked_text(program), "given program", ())
@@ -72,10 +73,12 @@ def _checked_text(text: str) -> str:
         return text
     if text.lstrip().startswith(("module", "#")):
         raise ValueError(
-            "this text is of a program before it is compiled, where the collectives of sharded "
-            "arrays do not exist yet: give what `lower` returns itself"
+            "this text is of a program before it is compiled: it does not have the collectives of "
+            "sharded arrays yet. Give the object that `lower` returns, not its text"
         )
-    raise ValueError("this text is not of a compiled program, as `compiled.as_text()` has it")
+    raise ValueError(
+        "this text is not of a compiled program. Give the text that `compiled.as_text()` returns"
+    )
 
 
 def _lowered_program(fn: Any, args: Any, kwargs: Any) -> Any:
@@ -154,7 +157,9 @@ def _partitioned(lowered: Any) -> tuple[Source, str]:
             for path in sorted(pathlib.Path(folder).glob(pattern), reverse=True):
                 text = path.read_text()
                 return Source(text, "program after partitioning", _meshes(compiled)), platform
-    raise RuntimeError("XLA wrote no program after partitioning; is XLA_FLAGS in its way?")
+    raise RuntimeError(
+        "XLA wrote no program after partitioning. Options in XLA_FLAGS may prevent it: unset them"
+    )
 
 
 def _shardings(compiled: Any) -> Iterator[Any]:

@@ -89,6 +89,7 @@ def kind_of(file: str) -> str:
     if file.startswith(_folders(_LIBRARIES)):
         return "library"
     python = sysconfig.get_path("stdlib") + os.sep
+    # site-packages and dist-packages are inside of the folder of the standard library.
     if file.startswith(python) and "-packages" not in file[len(python) :].partition(os.sep)[0]:
         return "python"
     return "user"

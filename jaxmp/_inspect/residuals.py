@@ -13,11 +13,8 @@ from jaxmp._inspect.lines import Lines, module_path, scopes_of
 from jaxmp._inspect.rows import Residual
 from jaxmp._inspect.summarize import branch_text, nbytes_of
 from jaxmp._jaxpr.dataflow import Question, propagate
+from jaxmp._jaxpr.op_classes import CALLS, SAME_NUMBERS
 from jaxmp._numerics.dtypes import is_floating
-
-# Calls, which return arrays of the enclosing program without copying them.
-_CALLS = ("jit", "pjit", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call")
-
 
 Kind = Literal["activations", "params"]
 
@@ -91,6 +88,7 @@ def _residual_rows(body: Body, params: int) -> tuple[Residual, ...]:
     seen: set[Any] = set()
     for atom, is_copy in zip(body.jaxpr.outvars, copies(body, is_param), strict=True):
         origin = _origin(atom, producers)
+        # Arguments are in memory anyway, whatever the backward pass keeps.
         if isinstance(origin, core.Literal) or atom in seen or origin in given:
             continue
         seen.add(atom)
@@ -121,7 +119,7 @@ def _origin(atom: Any, producers: _Producers) -> Any:
     """Returns the argument that a call merely passes through, or else the array itself."""
     while not isinstance(atom, core.Literal) and atom in producers:
         site, i = producers[atom]
-        if site.name not in _CALLS or len(site.bodies) != 1:
+        if site.name not in CALLS or len(site.bodies) != 1:
             return atom
         jaxpr = site.bodies[0].jaxpr
         inner = _origin(jaxpr.outvars[i], _producers(site.bodies[0]))
@@ -159,19 +157,6 @@ def _is_filler(site: Site) -> bool:
     )
 
 
-# Primitives that leave the numbers unchanged. Gather is excluded: its rows are activations.
-_MOVES = frozenset(
-    (
-        *("convert_element_type", "reduce_precision", "copy", "copy_p", "held", "name"),
-        *("stop_gradient", "optimization_barrier", "reshape", "transpose", "squeeze", "rev"),
-        *("expand_dims", "slice", "dynamic_slice", "split", "concatenate", "stack", "unstack"),
-        *("broadcast_in_dim", "sharding_constraint", "layout_constraint", "reshard", "mesh_cast"),
-        *("device_put", "all_gather", "all_gather_invariant", "all_gather_reduced", "pvary"),
-        *("pcast", "reduced_vary_cast"),
-    )
-)
-
-
 class _Made(enum.IntEnum):
     """The origin of a value. If a value has several possible origins, the greatest holds."""
 
@@ -201,7 +186,7 @@ def _made_by(site: Site, operands: Sequence[_Made]) -> list[_Made]:
     count = len(equation.outvars)
     if site.name == "optimization_barrier":
         return list(operands)
-    if site.name not in _MOVES:
+    if site.name not in SAME_NUMBERS:
         return [_Made.OTHER if equation.invars else _Made.NUMBERS] * count
     floats = [
         made for atom, made in zip(equation.invars, operands, strict=True) if is_floating(atom.aval)

@@ -22,17 +22,9 @@ from jaxmp._inspect.rows import (
     Work,
 )
 from jaxmp._inspect.upcasts import is_narrow_aval, is_wide, widens_inside
-from jaxmp._jaxpr.flops import PRODUCTS
-from jaxmp._jaxpr.op_classes import CLASSES, OpClass
+from jaxmp._jaxpr.op_classes import CLASSES, COLLECTIVES, PRODUCTS, OpClass
 
 _Key = TypeVar("_Key", bound=Hashable)
-
-_COLLECTIVES = (
-    *("psum", "psum_invariant", "unreduced_psum", "pmax", "pmin", "unreduced_pmax"),
-    *("unreduced_pmin", "all_gather", "all_gather_invariant", "all_gather_reduced"),
-    *("reduce_scatter", "unreduced_reduce_scatter", "all_to_all", "ragged_all_to_all"),
-    *("ppermute", "pbroadcast", "pbroadcast_dynamic", "psend"),
-)
 
 
 class Where(NamedTuple):
@@ -318,7 +310,7 @@ def nbytes_of(array: Any) -> int:
 
 def _mesh_axes(site: Site) -> tuple[str, ...]:
     """Returns the mesh axes of a collective; none for other equations or for vmap axes."""
-    if site.name.removesuffix("_start") not in _COLLECTIVES:
+    if site.name.removesuffix("_start") not in COLLECTIVES:
         return ()
     params = site.equation.params
     axes = params.get("axes", params.get("axis_name", ()))

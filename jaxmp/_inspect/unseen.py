@@ -8,24 +8,26 @@ import jax.numpy as jnp
 
 from jaxmp._inspect.equations import Site
 from jaxmp._inspect.rows import Unseen
-from jaxmp._jaxpr.flops import OPAQUE, PRODUCTS
-from jaxmp._jaxpr.op_classes import CLASSES, OpClass
+from jaxmp._jaxpr.op_classes import (
+    CLASSES,
+    FOREIGN_CALLS,
+    LINEAR_ALGEBRA,
+    OPAQUE,
+    PRODUCTS,
+    OpClass,
+)
 
-_FOREIGN = ("ffi_call", "custom_call", "triton_kernel_call", "cudnn_fusion", "call_exported")
+# Parts of names: libraries add primitives of these kinds.
 _KERNELS = ("dot_product_attention", "mosaic_gpu", "wgmma")
 _CALLBACKS = ("callback", "debug_print", "outside_call")
-_ALGEBRA = (
-    *("fft", "lu", "cholesky", "cholesky_update", "qr", "ormqr", "eig", "eigh", "svd", "schur"),
-    *("triangular_solve", "householder_product", "tridiagonal", "tridiagonal_solve", "hessenberg"),
-    *("geqrf", "geqp3", "symmetric_product"),
-)
 # Primitives that an audit understands fully: their dtypes say everything.
-_KNOWN = {*CLASSES, *PRODUCTS, "convert_element_type"} - {"call_hi_primitive"}
+# A `call_hi_primitive` runs a primitive of another library.
+_KNOWN = {*CLASSES, "convert_element_type"} - {"call_hi_primitive"}
 
 
 def _is_foreign(site: Site) -> bool:
     """Whether it is an operation of another library without a program to look into."""
-    if site.name in _FOREIGN:
+    if site.name in FOREIGN_CALLS:
         return True
     holds_programs = CLASSES.get(site.name) is OpClass.CONTROL
     return not site.bodies and (site.name not in _KNOWN or holds_programs)
@@ -35,6 +37,10 @@ def _is_callback(site: Site) -> bool:
     return any(part in site.name for part in _CALLBACKS)
 
 
+def _is_algebra(site: Site) -> bool:
+    return site.name in LINEAR_ALGEBRA or site.name == "fft"
+
+
 def _is_kernel(site: Site) -> bool:
     return site.name in OPAQUE or site.name.startswith(_KERNELS)
 
@@ -42,7 +48,7 @@ def _is_kernel(site: Site) -> bool:
 _INSIDE: tuple[tuple[Callable[[Site], bool], str, str], ...] = (
     (_is_kernel, "kernels", "what they multiply"),
     (_is_callback, "callbacks", "what the host does"),
-    (lambda site: site.name in _ALGEBRA, "linear algebra", "what it multiplies"),
+    (_is_algebra, "linear algebra", "what it multiplies"),
     (_is_foreign, "foreign calls", "what they do"),
 )
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxmp._inspect.equations import Body, Site
 from jaxmp._jaxpr.dataflow import Question, propagate
-from jaxmp._jaxpr.flops import PRODUCTS
+from jaxmp._jaxpr.op_classes import PRODUCTS
 
 
 def mark_upcasts(body: Body) -> list[Site]:

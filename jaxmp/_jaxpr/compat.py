@@ -43,15 +43,23 @@ def consts_of(jaxpr: Any) -> list[Any]:
 
 def holds_arrays(jaxpr: Any) -> bool:
     """Whether a program holds arrays that are not its arguments, at any depth."""
-    inner = (value for e in open_jaxpr(jaxpr).eqns for value in _programs(e.params))
+    inner = (each for equation in open_jaxpr(jaxpr).eqns for each in bodies_of(equation))
     return bool(consts_of(jaxpr)) or any(map(holds_arrays, inner))
 
 
-def _programs(params: dict[str, Any]) -> Iterator[Any]:
-    for param in params.values():
-        for value in param if isinstance(param, (tuple, list)) else (param,):
-            if isinstance(value, (core.Jaxpr, core.ClosedJaxpr)):
-                yield value
+def programs_of(param: Any) -> list[Any]:
+    """Returns the programs that a param of an equation is, or lists."""
+    values = param if isinstance(param, (tuple, list)) else (param,)
+    return [value for value in values if isinstance(value, (core.Jaxpr, core.ClosedJaxpr))]
+
+
+def with_programs(param: Any, programs: Iterator[core.ClosedJaxpr]) -> Any:
+    """Returns a param of an equation with other programs, closed or open as it has them."""
+    if isinstance(param, (tuple, list)):
+        return type(param)(with_programs(value, programs) for value in param)
+    if isinstance(param, core.ClosedJaxpr):
+        return next(programs)
+    return without_consts(next(programs)) if isinstance(param, core.Jaxpr) else param
 
 
 def bind(equation: core.JaxprEqn, values: Sequence[Any], **changed: Any) -> list[Any]:
@@ -91,6 +99,7 @@ def where(equation: core.JaxprEqn, stack: Any, traceback: Any) -> Iterator[None]
 
 def is_plain_jit(params: dict[str, Any]) -> bool:
     """Whether a jit asks for no shardings, layouts, donation or compiler options."""
+    # The class of an unspecified sharding is private in JAX, so that its name is compared.
     unsharded = (
         type(sharding).__name__ == "UnspecifiedValue"
         for sharding in (*params["in_shardings"], *params["out_shardings"])
@@ -113,9 +122,14 @@ def jit_shardings(params: dict[str, Any]) -> tuple[list[Any], list[Any]]:
     return given(params["in_shardings"]), given(params["out_shardings"])
 
 
+def bodies_of(equation: core.JaxprEqn) -> list[Any]:
+    """Returns the programs in the params of an equation, in order, closed or open."""
+    return [value for param in equation.params.values() for value in programs_of(param)]
+
+
 def sub_jaxprs(equation: core.JaxprEqn) -> list[core.Jaxpr]:
-    """Returns the programs in the params of an equation, in order, also in tuples and lists."""
-    return [open_jaxpr(value) for value in _programs(equation.params)]
+    """Returns the programs in the params of an equation, in order, as open jaxprs."""
+    return list(map(open_jaxpr, bodies_of(equation)))
 
 
 def linear_program(backward: Any) -> core.Jaxpr:
@@ -151,12 +165,13 @@ def number(literal: core.Literal, dtype: Any = None) -> jax.Array:
     return jnp.asarray(value, dtype)
 
 
-def shard_map(params: dict[str, Any], fun: Callable[..., Any]) -> Callable[..., Any]:
+def shard_map_again(params: dict[str, Any], fun: Callable[..., Any]) -> Callable[..., Any]:
     """Maps another function over devices as an equation maps its program.
 
     Args:
       params: the params of the equation.
-      fun: a function of arrays. It returns a tuple of as many arrays as the program.
+      fun: a function of as many arguments as the program has, which returns a tuple of as many
+        results. Each may be several arrays.
     """
     return jax.shard_map(
         fun,
@@ -180,6 +195,8 @@ def is_ref(value: Any) -> bool:
 
 def is_of_jax_nn(jaxpr: Any) -> bool:
     """Whether a jitted function is from `jax.nn`, and not another of the same name."""
+    # A user's own `silu` is another function. Of its module, a jaxpr keeps only the path of the
+    # file.
     info = open_jaxpr(jaxpr).debug_info
     return "jax/_src/nn/functions.py" in str(getattr(info, "func_src_info", "")).replace("\\", "/")
 

@@ -193,6 +193,8 @@ class _Propagation(Generic[Fact]):
             return self._while(site, operands)
         if name == "cond":
             return functools.reduce(self._joined, (self.run(each, operands[1:]) for each in bodies))
+        # A program with as many arguments and results as its equation is that of a call. For
+        # others, such as linear solves, it is not known which operand is which argument.
         counts = len(operands), len(site.equation.outvars)
         if [(len(each.jaxpr.invars), len(each.jaxpr.outvars)) for each in bodies] == [counts]:
             return self.run(bodies[0], operands)

@@ -7,27 +7,18 @@ from typing import Any
 import numpy as np
 
 from jaxmp._jaxpr.compat import open_jaxpr, sub_jaxprs
-
-PRODUCTS = (
-    *("dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot"),
-    *("scaled_dot", "scaled_matmul", "scaled_matmul_wrapper"),
-)
-
-# Programs inside kernels are not looked into.
-OPAQUE = ("pallas_call", "core_map", "mpmd_map", "tpu_custom_call")
-# Their programs combine two numbers, and do not run on arrays.
-_COMBINERS = ("reduce", "reduce_window", "select_and_scatter", "select_and_gather_add")
+from jaxmp._jaxpr.op_classes import COMBINERS, CUSTOM_DERIVATIVES, OPAQUE, PRODUCTS
 
 
 def programs_inside(equation: Any) -> list[Any]:
     """Returns the open jaxprs that run inside an equation; of a `cond`, all branches."""
     name = equation.primitive.name
-    if name in OPAQUE or name in _COMBINERS or name.startswith("scatter"):
+    if name in OPAQUE or name in COMBINERS or name.startswith("scatter"):
         return []
     if name == "custom_linear_solve":  # its other programs are for derivatives
         return [open_jaxpr(equation.params["jaxprs"].solve)]
     found = sub_jaxprs(equation)
-    if name.startswith(("custom_jvp_call", "custom_vjp_call")):
+    if name in CUSTOM_DERIVATIVES:
         return found[:1]  # not the rules, which run only in derivatives
     return found
 

@@ -1,7 +1,8 @@
-"""Tables of JAX's operations: the precision of each, and what it costs to run it twice.
+"""Tables of JAX's operations: the precision of each, what it costs to run it twice, and sets.
 
 Every primitive of JAX is listed here; a test names the primitives that a new JAX adds. The classes
-are those of `torch.autocast` on CUDA, but for the differences that docs/autocast.md explains.
+are those of `torch.autocast` on CUDA, but for the differences that docs/autocast.md explains. No
+other file of the package lists primitives; a test checks that too.
 """
 
 import dataclasses
@@ -23,6 +24,45 @@ class OpClass(enum.Enum):
     ALONE = "left as it was traced: exact bits, linear algebra, kernels, callbacks"
 
 
+# Names that stand in more than one list below.
+_COLLECTIVE_SUMS = (
+    "psum psum2 psum_invariant reduce_scatter unreduced_psum unreduced_reduce_scatter"
+)
+_TRANSFERS = (
+    "all_gather all_gather_invariant all_gather_reduced all_to_all ragged_all_to_all ppermute "
+    "pbroadcast pbroadcast_dynamic unreduced_pmax unreduced_pmin pmax pmin"
+)
+_REDUCED_CASTS = (
+    "preduced reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast vary_unreduced_cast_p"
+)
+_PLACEMENTS = (
+    "sharding_constraint layout_constraint relayout reshard mesh_cast device_put "
+    "with_memory_space_constraint"
+)
+_SPECIAL_FUNCTIONS = (
+    "lgamma digamma polygamma igamma igammac igamma_grad_a random_gamma_grad zeta "
+    "bessel_i0e bessel_i1e regularized_incomplete_beta"
+)
+_LINEAR_ALGEBRA = (
+    "cholesky cholesky_update eig eigh hessenberg householder_product lu qr ormqr geqrf geqp3 "
+    "schur svd symmetric_product triangular_solve tridiagonal tridiagonal_solve"
+)
+_SCALED_PRODUCTS = "scaled_dot scaled_matmul scaled_matmul_wrapper"
+_WITH_FUNCTIONS = (
+    "linear_call custom_lin call_hi_primitive composite pallas_call mpmd_map ffi_call "
+    "run_state run_scoped core_map custom_partitioning masked_load masked_swap "
+    "dot_product_attention_fwd_wrapper dot_product_attention_bwd_wrapper"
+)
+_OUTSIDE = (
+    "debug_callback debug_print pure_callback io_callback inspect_sharding infeed outfeed "
+    "check xla_metadata_call xla_metadata_value"
+)
+_IN_PLACE = (
+    "get swap addupdate accum_grad_in_ref new_ref empty_ref free_ref freeze get_global box_get "
+    "box_set get_variable set_variable new_variable host_local_array_to_global_array "
+    "global_array_to_host_local_array new_box new_log log_extend log_read create_token "
+    "after_all dce_sink"
+)
 # A comment before each line gives the reason.
 _TABLE: dict[OpClass, tuple[str, ...]] = {
     OpClass.LOWER: (
@@ -37,8 +77,7 @@ _TABLE: dict[OpClass, tuple[str, ...]] = {
         # Their slopes are unbounded near the ends of their domain.
         "asin acos erf_inv",
         # Special functions: sums of many terms.
-        "lgamma digamma polygamma igamma igammac igamma_grad_a random_gamma_grad zeta "
-        "bessel_i0e bessel_i1e regularized_incomplete_beta",
+        _SPECIAL_FUNCTIONS,
         # The error of a running sum grows with its length.
         "cumsum cumprod cumlogsumexp",
         # A remainder cancels.
@@ -50,26 +89,26 @@ _TABLE: dict[OpClass, tuple[str, ...]] = {
         # A sum of exponentials is taken relative to the largest.
         "reduce_max reduce_min",
         # Over devices too.
-        "psum psum2 psum_invariant reduce_scatter unreduced_psum unreduced_reduce_scatter",
+        _COLLECTIVE_SUMS,
     ),
+    # Squares leave the range of float16 at 256.
     OpClass.RANGE: ("integer_pow square",),
     OpClass.PROMOTE: (
+        # The error of one such operation is about that of its operands.
         "add sub mul div neg add_any",
         "max min abs sign clamp select_n",
         "sqrt tanh logistic erf erfc atan atan2 asinh acosh atanh",
+        # They round nothing: comparisons, and operands side by side.
         "eq ne lt le gt ge eq_to lt_to le_to is_finite",
         "concatenate pad stack tie",
     ),
     OpClass.MOVE: (
+        # They round nothing.
         "reshape transpose squeeze expand_dims broadcast_in_dim rev slice dynamic_slice gather "
         "split unstack tile copy copy_p stop_gradient optimization_barrier name stage",
         "argmax argmin cummax cummin reduce_window_max reduce_window_min sort top_k",
-        "sharding_constraint layout_constraint relayout reshard mesh_cast device_put "
-        "with_memory_space_constraint",
-        "all_gather all_gather_invariant all_gather_reduced all_to_all ppermute pbroadcast "
-        "pbroadcast_dynamic unreduced_pmax unreduced_pmin pmax pmin pvary pcast preduced "
-        "ragged_all_to_all reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast "
-        "vary_unreduced_cast_p",
+        # Collectives send 16 bits. A value is widened after it was sent.
+        *(_PLACEMENTS, _TRANSFERS, _REDUCED_CASTS, "pvary pcast"),
     ),
     OpClass.UPDATE: (
         "dynamic_update_slice scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max",
@@ -89,25 +128,15 @@ _TABLE: dict[OpClass, tuple[str, ...]] = {
         # Complex numbers and transforms.
         "complex real imag conj fft",
         # Linear algebra: backward-stable only in full precision.
-        "cholesky cholesky_update eig eigh hessenberg householder_product lu "
-        "lu_pivots_to_permutation qr ormqr geqrf geqp3 schur svd symmetric_product "
-        "triangular_solve tridiagonal tridiagonal_solve custom_linear_solve linear_solve",
+        *(_LINEAR_ALGEBRA, "lu_pivots_to_permutation custom_linear_solve linear_solve"),
         # They contain functions, which no table can know.
         "reduce reduce_window select_and_scatter select_and_scatter_add select_and_gather_add "
-        "linear_call custom_lin call_hi_primitive composite pallas_call mpmd_map ffi_call "
-        "run_state run_scoped core_map custom_partitioning masked_load masked_swap approx_top_k "
-        "scaled_dot scaled_matmul scaled_matmul_wrapper dot_product_attention_fwd_wrapper "
-        "dot_product_attention_bwd_wrapper",
+        "approx_top_k",
+        *(_WITH_FUNCTIONS, _SCALED_PRODUCTS),
         # Primitives that jaxmp itself adds.
         "float32_gradient gradient_of low_precision_product held",
-        # Effects outside of the program.
-        "debug_callback debug_print pure_callback io_callback inspect_sharding infeed outfeed "
-        "check xla_metadata_call xla_metadata_value",
-        # Memory that is written in place, effects, positions.
-        "get swap addupdate accum_grad_in_ref new_ref empty_ref free_ref freeze get_global box_get "
-        "box_set get_variable set_variable new_variable host_local_array_to_global_array "
-        "global_array_to_host_local_array new_box new_log log_extend log_read create_token "
-        "after_all axis_index axis_size platform_index dce_sink",
+        # Effects outside of the program, memory that is written in place, positions.
+        *(_OUTSIDE, _IN_PLACE, "axis_index axis_size platform_index"),
     ),
 }
 CLASSES: dict[str, OpClass] = {
@@ -135,12 +164,7 @@ _COSTS: dict[Cost, tuple[str, ...]] = {
         # random access to tables,
         "gather scatter-add scatter-sub",
         # transfers between devices or memories.
-        "psum psum2 psum_invariant reduce_scatter unreduced_psum unreduced_reduce_scatter "
-        "sharding_constraint layout_constraint relayout reshard mesh_cast device_put "
-        "with_memory_space_constraint optimization_barrier "
-        "all_gather all_gather_invariant all_gather_reduced all_to_all ppermute pbroadcast "
-        "pbroadcast_dynamic unreduced_pmax unreduced_pmin pmax pmin preduced ragged_all_to_all "
-        "reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast vary_unreduced_cast_p",
+        *(_COLLECTIVE_SUMS, _PLACEMENTS, "optimization_barrier", _TRANSFERS, _REDUCED_CASTS),
         # Integers, which have no derivative.
         "random_bits random_seed random_split random_fold_in random_clone rng_bit_generator "
         "rng_uniform threefry2x32 lu_pivots_to_permutation",
@@ -148,26 +172,14 @@ _COSTS: dict[Cost, tuple[str, ...]] = {
     Cost.APART: (
         # Their derivatives ask for permutations, or for results.
         "sort top_k approx_top_k cumprod cumlogsumexp cummax cummin reduce_prod "
-        "scatter scatter-mul scatter-min scatter-max reduce_window reduce "
-        "cholesky cholesky_update eig eigh hessenberg householder_product lu qr ormqr geqrf geqp3 "
-        "schur svd symmetric_product triangular_solve tridiagonal tridiagonal_solve "
-        "custom_linear_solve linear_solve",
+        "scatter scatter-mul scatter-min scatter-max reduce_window reduce",
+        *(_LINEAR_ALGEBRA, "custom_linear_solve linear_solve"),
         # Sums of many terms.
-        "lgamma digamma polygamma igamma igammac igamma_grad_a random_gamma_grad random_gamma zeta "
-        "bessel_i0e bessel_i1e regularized_incomplete_beta erf_inv polynomial",
+        *(_SPECIAL_FUNCTIONS, "random_gamma erf_inv polynomial"),
         # Programs, kernels and functions that no table can know.
-        *_TABLE[OpClass.CONTROL],
-        "linear_call custom_lin call_hi_primitive composite pallas_call mpmd_map ffi_call "
-        "run_state run_scoped core_map custom_partitioning masked_load masked_swap "
-        "scaled_dot scaled_matmul scaled_matmul_wrapper dot_product_attention_fwd_wrapper "
-        "dot_product_attention_bwd_wrapper",
+        *(*_TABLE[OpClass.CONTROL], _WITH_FUNCTIONS, _SCALED_PRODUCTS),
         # Effects outside of the program, and memory that is written in place.
-        "debug_callback debug_print pure_callback io_callback inspect_sharding infeed outfeed "
-        "check xla_metadata_call xla_metadata_value "
-        "get swap addupdate accum_grad_in_ref new_ref empty_ref free_ref freeze get_global box_get "
-        "box_set get_variable set_variable new_variable host_local_array_to_global_array "
-        "global_array_to_host_local_array new_box new_log log_extend log_read create_token "
-        "after_all dce_sink",
+        *(_OUTSIDE, _IN_PLACE),
     ),
 }
 COSTS: dict[str, Cost] = dict.fromkeys([*CLASSES, "convert_element_type"], Cost.CHEAP) | {
@@ -177,15 +189,126 @@ COSTS: dict[str, Cost] = dict.fromkeys([*CLASSES, "convert_element_type"], Cost.
 _FUNCTIONS: dict[str, OpClass] = {
     "log_ndtr": OpClass.FLOAT32,  # its derivative is an exponential of it
 }
-CONTRACTIONS = frozenset(_TABLE[OpClass.LOWER][0].split())
+
+
+def _listed(*lines: str) -> frozenset[str]:
+    return frozenset(name for line in lines for name in line.split())
+
+
+# Products, and kernels.
+
+# Products that autocast runs in 16 bits.
+CONTRACTIONS = _listed(*_TABLE[OpClass.LOWER])
+# All products, also those of scaled operands, which autocast leaves alone.
+PRODUCTS = CONTRACTIONS | _listed(_SCALED_PRODUCTS)
+# Products, and what jaxmp puts around their operands: a param is gathered once for all of them.
+MULTIPLIES = CONTRACTIONS | _listed("held float32_gradient")
 # Their authors made them for the dtypes of their operands.
-KERNELS = frozenset(
-    {"custom_vjp_call", "pallas_call", "mpmd_map", "ffi_call", "composite", "custom_partitioning"}
-    | {"call_hi_primitive", "core_map", "run_state", "linear_call"}
-    | {"dot_product_attention_fwd_wrapper", "scaled_matmul_wrapper"}
+KERNELS = _listed(
+    "custom_vjp_call pallas_call mpmd_map ffi_call composite custom_partitioning",
+    "call_hi_primitive core_map run_state linear_call",
+    "dot_product_attention_fwd_wrapper scaled_matmul_wrapper",
 )
+# Kernels with a program that runs on blocks: nobody looks into it.
+OPAQUE = _listed("pallas_call core_map mpmd_map tpu_custom_call")
+# Calls into code that another library or compiler made.
+FOREIGN_CALLS = _listed("ffi_call custom_call triton_kernel_call cudnn_fusion call_exported")
+# Factorizations and solvers. They multiply matrices, out of sight.
+LINEAR_ALGEBRA = _listed(_LINEAR_ALGEBRA)
+
+# Calls, and operations with a program.
+
+# JAX's jit: `pjit` until 0.7.
+JITS = _listed("jit pjit")
+# `jax.checkpoint`, by its names in several versions of JAX.
+CHECKPOINTS = _listed("remat2 checkpoint")
+# Functions whose author wrote their derivative.
+CUSTOM_DERIVATIVES = _listed("custom_jvp_call custom_vjp_call")
+# Control flow with a backward pass, which `while` has not.
+SCANS_AND_BRANCHES = _listed("scan cond")
+# They run one program once, and return its results as they are.
+CALLS = JITS | CHECKPOINTS | CUSTOM_DERIVATIVES
+# Their program combines two numbers, and does not run on arrays. So do scatters.
+COMBINERS = _listed("reduce reduce_window select_and_scatter select_and_gather_add")
+# A helper such as `jnp.where` may hold these in spite of their class.
+IN_HELPERS = JITS | _listed("custom_jvp_call convert_element_type iota and or not")
+# Operations over mesh axes. Casts between kinds of variation are none: they send nothing.
+COLLECTIVES = _listed(_COLLECTIVE_SUMS, _TRANSFERS, "psend")
+
+# Moves of data.
+
+# Add or remove dimensions.
+RESHAPES = _listed("reshape squeeze expand_dims")
+# Hold each number of the operand once.
+REARRANGES = RESHAPES | _listed("transpose rev")
+# Hold each number once or more.
+REPEATS = _listed("broadcast_in_dim tile")
+# Parts, copies and rearrangements of one array, or the array along new dimensions. The sets below
+# add what is special to them.
+PLAIN_MOVES = REARRANGES | _listed("slice dynamic_slice split unstack copy copy_p broadcast_in_dim")
+# Linear in their first operand, and move it. Other operands are integers.
+LINEAR_MOVES = (PLAIN_MOVES | REPEATS) | _listed(
+    "gather sharding_constraint pcast all_gather all_gather_invariant",
+    "ppermute all_to_all",
+)
+# Moves that run in float32 if only float32 operations read their results. Collectives are not among
+# them: they carry 16 bits.
+WIDENED = PLAIN_MOVES | REPEATS | _listed("gather stop_gradient name")
+# Leave the numbers unchanged, up to rounding. Gather is excluded: its rows are activations. A tiled
+# array is as large as an activation, too.
+SAME_NUMBERS = PLAIN_MOVES | _listed(
+    "convert_element_type reduce_precision held name stop_gradient concatenate stack",
+    "sharding_constraint layout_constraint reshard mesh_cast device_put",
+    "all_gather all_gather_invariant all_gather_reduced pvary pcast reduced_vary_cast",
+)
+# Cut a layer's params out of a stack, at places that are known before the program runs.
+VIEWS = _listed("slice squeeze reshape unstack split")
+# Each dimension of the result comes from the one at its place: whole, in part, or reversed.
+SAME_DIMENSIONS = _listed("slice dynamic_slice rev optimization_barrier copy copy_p name")
 # They put operands side by side, so that the result has another shape than the operands.
-ARRANGEMENTS = frozenset({"concatenate", "pad", "stack", "tie"})
+ARRANGEMENTS = _listed("concatenate pad stack tie")
+
+# Arithmetic.
+
+# A sum or a difference of two. JAX adds gradients by `add_any`.
+ADDS = _listed("add add_any sub")
+# A product or a quotient of two.
+SCALES = _listed("mul div")
+# The operations of a norm after its statistics, and whole powers, which are products.
+ARITHMETIC = ADDS | SCALES | _listed("neg integer_pow square")
+# Lay a mask over an array. Its numbers, such as -1e9, may be too large for 16 bits.
+MASKS = _listed("add sub mul select_n")
+# Lay data over a param as a factor, a bound or a choice ...
+LAID_SCALED = SCALES | _listed("pow clamp select_n")
+# ... and as a summand, or as what the param is compared with.
+LAID_ADDED = ADDS | _listed("max min")
+# Their operands may differ in shape from the result without being broadcast.
+MIXED_SHAPES = ARRANGEMENTS | _listed("clamp select_n")
+# Scatters that combine the new values with the old.
+ACCUMULATES = _listed("scatter-add scatter-sub scatter-mul")
+# Many numbers make one, which may be a statistic. Products are left out: they never run again.
+REDUCTIONS = _listed(
+    "reduce_sum reduce_max reduce_min reduce_and reduce_or reduce_xor argmax argmin"
+)
+# Linear in every operand, so that their derivatives ask for no operand. Gathers are left out: they
+# are dear.
+LINEAR = (PLAIN_MOVES | ADDS) | _listed(
+    "neg convert_element_type reduce_sum real imag concatenate pad name pvary pcast",
+    "float32_gradient sharding_constraint reshard",
+)
+# What may lie between a gradient and the product that it comes from: moves, elementwise operations
+# and sums.
+AFTER_PRODUCTS = (PLAIN_MOVES | _listed(*_TABLE[OpClass.PROMOTE])) | _listed(
+    "convert_element_type gather dynamic_update_slice scatter-add reduce_sum cumsum",
+    "psum psum_invariant pvary pcast sharding_constraint optimization_barrier",
+)
+# The identity on the first operand.
+IDENTITIES = _listed("held name gradient_of float32_gradient")
+# Zero if all array operands are zero. Of such operations, those that optimizers use.
+KEEPS_ZERO = (REARRANGES | ADDS) | _listed(
+    "neg sign abs sqrt convert_element_type copy copy_p broadcast_in_dim slice concatenate",
+    "reduce_sum reduce_precision",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,7 +371,7 @@ def op_lists(
             if CLASSES.get(name) in (OpClass.CONTROL, OpClass.ALONE):
                 raise ValueError(
                     f"{name!r} cannot be in {key}: autocast does not choose its dtype. "
-                    f"It is one of those of which the table says: {CLASSES[name].value}"
+                    f"The table of operations says of it: {CLASSES[name].value}"
                 )
             if given.get(name, classes[key]) is not classes[key]:
                 raise ValueError(f"{name!r} is in two of the lists lower, float32, promote")

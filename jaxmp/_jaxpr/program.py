@@ -4,25 +4,21 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 from jax.extend import core
 
 from jaxmp._jaxpr.compat import (
-    bind,
     consts_of,
     holds_arrays,
     is_of_jax_nn,
     is_plain_jit,
     open_jaxpr,
-    trace,
 )
-from jaxmp._jaxpr.op_classes import CLASSES, OpClass
+from jaxmp._jaxpr.op_classes import CLASSES, IN_HELPERS, JITS, OpClass
 
-# The names of JAX's jit primitive: `pjit` until 0.7.
-JITS = ("jit", "pjit")
+# The plan must see what reads the result of a helper: with helpers as calls, losses of logits were
+# computed in 16 bits. Helpers of jax.nn and jax.numpy have up to 42 equations (`nanpercentile`, jax
+# 0.10). Larger functions stay calls, so that they are compiled once.
 _LARGEST_HELPER = 100  # equations
-_SIMPLE = frozenset({*JITS, "custom_jvp_call", "convert_element_type", "iota", "and", "or", "not"})
 
 
 class Op(NamedTuple):
@@ -111,50 +107,6 @@ def without_dead_code(program: Program) -> Program:
     return program._replace(ops=tuple(reversed(ops)))
 
 
-def has_tangent(value: Any) -> bool:
-    """Whether a value can be differentiated: float64 and complex numbers too."""
-    return hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.inexact)
-
-
-def differentiable(equation: core.JaxprEqn) -> list[int]:
-    """Returns the arguments with tangents of a function with its own derivative rule.
-
-    Arrays that the function holds are not among them; these come first in the operands.
-    """
-    held = equation.params["num_consts"]
-    avals = [atom.aval for atom in equation.invars]
-    return [i for i, aval in enumerate(avals) if i >= held and has_tangent(aval)]
-
-
-def derivative_of(equation: core.JaxprEqn) -> Any:
-    """Traces the derivative rule of a `jax.custom_jvp` call.
-
-    Args:
-      equation: the call.
-
-    Returns:
-      A jaxpr that takes the arguments, and the tangents of those that have some. It returns the
-      results and their tangents.
-    """
-    avals = [atom.aval for atom in equation.invars]
-    floats = differentiable(equation)
-
-    def derivative(*args: Any) -> list[Any]:
-        primals, tangents = list(args[: len(avals)]), args[len(avals) :]
-
-        def of_floats(*given: Any) -> list[Any]:
-            values = list(primals)
-            for i, value in zip(floats, given, strict=True):
-                values[i] = value
-            return bind(equation, values)
-
-        out, dots = jax.jvp(of_floats, [primals[i] for i in floats], list(tangents))
-        made = zip(dots, equation.outvars, strict=True)
-        return [*out, *(dot for dot, result in made if has_tangent(result.aval))]
-
-    return trace(derivative, [*avals, *(avals[i] for i in floats)])
-
-
 class _Reader:
     def __init__(self, inline: Callable[[core.JaxprEqn], bool]) -> None:
         self.inline = inline
@@ -205,7 +157,7 @@ def _is_helper(equation: core.JaxprEqn) -> bool:
 
 
 def _is_simple(name: str) -> bool:
-    if name in _SIMPLE:
+    if name in IN_HELPERS:
         return True
     return CLASSES.get(name) not in (None, OpClass.CONTROL, OpClass.ALONE, OpClass.LOWER)
 

@@ -22,6 +22,7 @@ def names_in(stack: str) -> tuple[str, ...]:
         is_wrapped = name != scope
         if is_wrapped:
             name = name.rstrip(")")
+        # JAX repeats the model in the scopes of a checkpoint: "transpose(jvp(LM))/jvp(LM)".
         if name not in _NO_MODULE and not (is_wrapped and names[-1:] == [name]):
             names.append(name)
     return tuple(names)

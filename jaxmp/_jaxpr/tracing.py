@@ -126,9 +126,10 @@ def _check_unchanged(before: list[Any], objects: list[Any]) -> None:
     )
     if not same:
         raise TypeError(
-            "the function changes its arguments in place, which would be lost: it runs on copies. "
-            "For nnx modules with state (BatchNorm, Dropout, caches), use jaxmp.nnx.autocast and "
-            "jaxmp.nnx.value_and_grad, which take the changes back; for others, return what is new"
+            "the function changes its arguments in place. It runs on copies, so that the changes "
+            "would be lost. For nnx modules with state (BatchNorm, Dropout, caches), use "
+            "jaxmp.nnx.autocast and jaxmp.nnx.value_and_grad, which take the changes back. For "
+            "other objects, return the new values"
         )
 
 
@@ -194,6 +195,7 @@ def rewriting(
             try:
                 return compiled(static, arrays, False)
             except _Captured:
+                # Its arrays may be others at the next call, so each call traces the function again.
                 captures = True
         return rewritten(static, arrays, True)
 
@@ -218,10 +220,10 @@ def _check_no_linen_state(call: list[Any], name: str, advice: str) -> None:
         scope = value.scope if isinstance(value, linen.Module) else None
         if scope is not None and scope.mutable:
             raise ValueError(
-                f"{name} cannot go around {type(value).__name__}, which the function closes over "
-                "or is given, within the linen module that calls it: the variables that it makes "
-                f"or changes would be lost. {advice}. If the function only reads an attribute, "
-                "such as self.width, read it before"
+                f"inside of a linen module, {name} cannot go around {type(value).__name__}, which "
+                "the function holds or is given: the variables that it makes or changes would be "
+                f"lost. {advice}. If the function only reads an attribute, such as self.width, "
+                "read it before"
             )
 
 

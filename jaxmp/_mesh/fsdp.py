@@ -62,9 +62,9 @@ class FSDP:
         if missing := [axis for axis in self.axes if axis not in split]:
             raise ValueError(
                 f"no param is split over the mesh axis {missing[0]!r}; the shardings use "
-                f"{sorted(split) or 'none'}. Give the axis that saves memory. fully_sharded leaves "
-                "params of fewer than min_size elements whole. Or leave fsdp out: without it "
-                "gradients are reduced in float32 too"
+                f"{sorted(split) or 'none'}. Give the axis over which params are split to save "
+                "memory. fully_sharded leaves params of fewer than min_size elements whole. Or "
+                "leave fsdp out: without it gradients are reduced in float32 too"
             )
         if self.gather_dtype is not None:
             dtype = parse_dtype(self.gather_dtype)
@@ -236,12 +236,13 @@ def _left_whole(params: Sequence[str], axes: Sequence[str], parts: int) -> str:
     more = f" and {len(params) - 3} more" if len(params) > 3 else ""
     return (
         f"the {parts} devices along {' and '.join(map(repr, axes))} divide no free dimension of "
-        f"{', '.join(params[:3])}{more}, so that it is not split over them, nor is its state. "
-        "Pad a dimension to a multiple, or raise min_size if it is to stay so"
+        f"{', '.join(params[:3])}{more}, so that it is not split over them, and neither is its "
+        f"state. Pad a dimension to a multiple of {parts}, or raise min_size to leave it whole"
     )
 
 
 def _largest(shape: tuple[int, ...], entries: list[Any], parts: int) -> list[int]:
     """Returns the best dimension to split as a list, which is empty if there is none."""
     free = [i for i, size in enumerate(shape) if entries[i] is None and size % parts == 0]
+    # A scan over layers would gather all layers at once if their dimension were split.
     return sorted(free, key=lambda i: (i == 0 and len(shape) > 2, -shape[i], -i))[:1]

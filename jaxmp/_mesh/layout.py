@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from jaxmp._jaxpr.op_classes import RESHAPES, SAME_DIMENSIONS
 from jaxmp._mesh.specs import named_axes
 from jaxmp._numerics.dtypes import DType
 
@@ -77,11 +78,11 @@ def moved(layout: Layout | None, equation: Any) -> Layout | None:
     axes = layout.axes
     if name == "transpose":
         return layout.with_axes([axes[i] for i in params["permutation"]])
-    if name in ("slice", "dynamic_slice", "rev", "optimization_barrier", "copy", "copy_p", "name"):
+    if name in SAME_DIMENSIONS:
         touched = [i for i in range(len(before)) if before[i] != after[i]]
         touched += params["dimensions"] if name == "rev" else ()
         return None if any(layout.axes[i] for i in touched) else layout
-    if name in ("reshape", "squeeze", "expand_dims"):
+    if name in RESHAPES:
         return _layout_after_reshape(layout, before, after)
     return None
 

@@ -57,8 +57,7 @@ def split_float32(x: Float32[Array, "*shape"], *, low_bits: int = 16) -> SplitFl
     x = jnp.asarray(x)
     if x.dtype != jnp.float32:
         raise TypeError(
-            f"split_float32 splits float32, got {x.dtype}. A float16 has other exponents than a "
-            "float32, so that no 16 bits complete it; widen narrower floats first"
+            f"split_float32 splits float32, got {x.dtype}. Cast narrower floats to float32 first"
         )
     if low_bits not in _LOW_BITS:
         raise ValueError(f"low_bits must be 16 or 8, got {low_bits!r}")

@@ -202,6 +202,8 @@ def gathered(x: Any, gather: Gather) -> Any:
     """
     if gather is None:
         return x
+    # One constraint is not enough: the partitioner moves it back through the cast, and gathers
+    # float32 (see jax issue 23543).
     for sharding in gather:
         x = lax.with_sharding_constraint(x, sharding)
     return x

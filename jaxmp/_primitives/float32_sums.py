@@ -37,6 +37,8 @@ def gather(equation: core.JaxprEqn, values: Sequence[Any]) -> list[Any]:
     if not is_half_array(values[0]):
         return compat.bind(equation, values)
 
+    # A `custom_vjp` would have no forward mode. JAX transposes this rule to a scatter-add in
+    # float32.
     @jax.custom_jvp
     def gathered(array: Any, *indices: Any) -> Any:
         return compat.bind(equation, [array, *indices])[0]

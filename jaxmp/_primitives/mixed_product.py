@@ -37,6 +37,9 @@ from jaxmp._primitives.bilinear import (
     slots,
 )
 
+# These are primitives, as `jax.custom_vjp` has no forward mode, and `linear_call` has no rule for
+# `vmap` (jax 0.10 and 0.12).
+
 # The identity on the operands of the product itself, without a derivative: jax.lax.stop_gradient
 # with a transpose.
 _held_p = Primitive("held")
@@ -292,8 +295,8 @@ def _result_aval(like: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     """Returns the type of an array that varies over the mesh axes of `like`."""
     if any(axis is not None for axis in like.sharding.spec):
         raise NotImplementedError(
-            "float32 gradients of products whose operands have an explicit sharding. Use a mesh "
-            "with AxisType.Auto, or leave reduce_dtype out (for make_train_step and autocast: "
+            "products of operands with an explicit sharding cannot have float32 gradients. Use a "
+            "mesh with AxisType.Auto, or leave reduce_dtype out (for make_train_step and autocast: "
             "reduce=bfloat16 in the policy) and give params to "
             "jax.reshard(param, P(reduced={'data'})) before they are cast"
         )

@@ -11,7 +11,6 @@ from jaxmp._jaxpr import compat
 from jaxmp._jaxpr.op_classes import COSTS
 from jaxmp._jaxpr.tracing import Static, combine, partition, rewriting
 from jaxmp._numerics.user_warnings import warn
-from jaxmp._recompute.control_flow import RULES
 from jaxmp._recompute.run import Settings, run_in_pieces
 from jaxmp._recompute.storage import names_of
 
@@ -64,7 +63,7 @@ def recompute(
         return fun
 
     def rewrite(closed: Any, static: Static, arrays: list[Any]) -> list[Any]:
-        context = Settings(mode == "always", names, RULES)
+        context = Settings(mode == "always", names)
         for name in sorted(names.difference(COSTS, _names_in(closed)) if names else ()):
             warn(
                 f"{name!r} is in dear, but is neither a primitive nor a function with jax.jit or "

@@ -7,11 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend import core
 
-from jaxmp._jaxpr.op_classes import Cost
+from jaxmp._jaxpr.op_classes import VIEWS, Cost
 from jaxmp._jaxpr.program import Op, Program
 from jaxmp._recompute.storage import Analysis, Storage, numbers
-
-_VIEWS = frozenset({"slice", "squeeze", "reshape", "unstack", "split"})
 
 
 class Piece(NamedTuple):
@@ -45,6 +43,8 @@ def divided(
         that the layers of a stack are alike.
     """
     analysis = Analysis(program, dear)
+    # Products that wait for each other are in different pieces. Both pieces may need the same
+    # value, and only the pieces show it.
     while True:
         storage = analysis.storage()
         pieces = list(_Division(program, storage, views).pieces())
@@ -85,11 +85,13 @@ class _Division:
 
     def _views(self, known: set[int]) -> Iterator[int]:
         for i, op in enumerate(self.program.ops):
-            if op.name in _VIEWS and known.issuperset(numbers(op.inputs)):
+            if op.name in VIEWS and known.issuperset(numbers(op.inputs)):
                 known.update(op.outputs)
                 yield i
 
     def pieces(self) -> Iterator[Piece]:
+        # Outside of the pieces, slices of stacked weights leave equal layers alike: 20 layers are
+        # traced as 2 pieces.
         for i in self.views:
             yield self._alone(i)
         roots = self._roots()

@@ -1,6 +1,7 @@
 """Runs a program again, with each piece in a checkpoint that keeps the planned values."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -9,13 +10,17 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
 from jaxmp._jaxpr import compat
+from jaxmp._jaxpr.op_classes import JITS, SCANS_AND_BRANCHES
 from jaxmp._jaxpr.program import Op, Program, read, without_dead_code
+from jaxmp._jaxpr.rebind import rebind
 from jaxmp._recompute.pieces import Piece, divided, key_of
 from jaxmp._recompute.storage import Storage, names_of
 
 # The name of values that are kept within a piece.
 STORED = "jaxmp.stored"
-Rule = Callable[["Settings", Op, list[Any]], list[Any]]
+# Operations whose programs run in pieces too. The user's own checkpoints stay as they are, and so
+# do functions with their own derivative. A `while` keeps nothing: it has no backward pass.
+_ENTERED = JITS | SCANS_AND_BRANCHES | {"shard_map"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,13 +30,11 @@ class Settings:
     Attributes:
       barriers: whether the compiler may not merge values that are computed twice.
       dear: names of primitives and jitted functions that are never computed again.
-      rules: the rules for operations that contain programs.
       memo: the plans and jaxprs made so far.
     """
 
     barriers: bool
     dear: frozenset[str]
-    rules: dict[str, Rule]
     memo: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -83,6 +86,7 @@ def _run_piece(context: Settings, plan: _Divided, piece: Piece, given: list[Any]
     ops = [plan.program.ops[i] for i in piece.ops]
     if not piece.recomputes:
         return _run_divided(context, plan, piece, [op.stack for op in ops], given)
+    # Equal layers differ in their outer scopes only. Reports need the inner ones.
     depth = _shared_depth([op.stack for op in ops])
     inner = [_without_outer(op.stack, depth) for op in ops]
     key = context.barriers, *key_of(piece, plan.program, plan.storage, inner)
@@ -123,8 +127,24 @@ def _operand(values: dict[int, Any], atom: Any) -> Any:
 
 
 def _run_op(context: Settings, op: Op, inputs: list[Any]) -> list[Any]:
-    rule = context.rules.get(op.name)
-    return compat.bind(op.equation, inputs) if rule is None else rule(context, op, inputs)
+    if op.name not in _ENTERED or not _is_open(op.equation, context.dear):
+        return compat.bind(op.equation, inputs)
+    # The two passes of a loop are two programs, which a compiler cannot merge: no barriers.
+    inside = dataclasses.replace(context, barriers=False) if op.name == "scan" else context
+    programs = compat.bodies_of(op.equation)
+    makers = [functools.partial(_traced_in_pieces, inside, program) for program in programs]
+    # The pieces inside keep arguments for the backward pass, so that none may be donated.
+    kept = {"donated_invars": (False,) * len(inputs)} if op.name in JITS else {}
+    return rebind(op.equation, inputs, makers, **kept)
+
+
+def _traced_in_pieces(context: Settings, program: Any, avals: list[Any]) -> Any:
+    """Returns the program in pieces, with the same arguments and results; made once per program."""
+    key = ("traced", id(program), context.barriers)
+    if key not in context.memo:
+        made = compat.trace(lambda *args: run_in_pieces(context, program, args), avals)
+        context.memo[key] = made, program
+    return context.memo[key][0]
 
 
 def _shared_depth(stacks: Sequence[Any]) -> int:

@@ -20,26 +20,17 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from jaxmp._jaxpr.compat import function_name, is_of_jax_nn, open_jaxpr
-from jaxmp._jaxpr.op_classes import COSTS, Cost
-from jaxmp._jaxpr.program import JITS, Op, Program, derivative_of
+from jaxmp._jaxpr.derivatives import derivative_of
+from jaxmp._jaxpr.op_classes import COSTS, JITS, LINEAR, REDUCTIONS, Cost
+from jaxmp._jaxpr.program import Op, Program
 
 # Values before the first dear operation are computed again in each region, unless a chain of more
 # operations than this leads to them.
 _LONGEST_UNTOUCHED = 64
 # A reduction makes a statistic if it shrinks its operand by this factor or more.
+# A kept statistic costs at most a sixteenth of its operand. If it were not kept, a norm of a 16-bit
+# stream would keep a second wide array, and capped logits would be kept twice.
 _STATISTIC = 16
-_REDUCTIONS = frozenset(
-    {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_xor"}
-    | {"argmax", "argmin"}
-)
-# Linear in every operand, so that their derivatives ask for no operand.
-_LINEAR = frozenset(
-    {"add", "sub", "neg", "add_any", "convert_element_type", "reduce_sum", "real", "imag", "copy"}
-    | {"reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "rev", "slice"}
-    | {"split", "unstack", "dynamic_slice"}
-    | {"concatenate", "pad", "copy_p", "name", "pvary", "pcast", "float32_gradient"}
-    | {"sharding_constraint", "reshard"}
-)
 
 
 class Storage(NamedTuple):
@@ -78,6 +69,7 @@ def _cost_with_rule(equation: core.JaxprEqn, dear: Collection[str]) -> Cost:
     cost = cost_of(equation, dear)
     if equation.primitive.name != "custom_jvp_call" or cost is Cost.APART:
         return cost
+    # The derivative of a cheap function may hold a product, which would run twice.
     try:
         return _cost_within(derivative_of(equation), dear)
     except Exception:  # any error: a rule may refuse to be differentiated
@@ -170,7 +162,7 @@ class Analysis:
         return inert
 
     def _is_linear(self, op: Op) -> bool:
-        if op.name in _LINEAR:
+        if op.name in LINEAR:
             return True
         variables = list(numbers(op.inputs))
         if op.name == "mul":
@@ -197,8 +189,11 @@ class Analysis:
         for i, op in enumerate(self.program.ops):
             if op.name != "gather" or self.costs[i] is Cost.APART:
                 continue
+            # A lookup in a table of params makes activations. They are kept.
             if op.inputs[0] not in self.touched:
                 continue
+            # Otherwise a pick of the labels' logits keeps a second copy of all logits, if these are
+            # capped as in Gemma.
             if self._is_small(op) or op.inputs[0] in picked:
                 found.add(i)
                 picked.update(op.outputs)
@@ -211,7 +206,7 @@ class Analysis:
 
     def _statistics(self) -> Iterator[int]:
         for i, op in enumerate(self.program.ops):
-            if i in self.picks or (op.name in _REDUCTIONS and self._is_small(op)):
+            if i in self.picks or (op.name in REDUCTIONS and self._is_small(op)):
                 yield from op.outputs
 
     def _sunk(self) -> set[int]:
@@ -242,7 +237,7 @@ class Analysis:
         """Whether an operation is the only reader of a value, and no derivative asks for it."""
         if len(self.readers[number]) > 1 or cost is Cost.APART or len(op.outputs) != 1:
             return False
-        if cost is Cost.DEAR and op.name not in _LINEAR:
+        if cost is Cost.DEAR and op.name not in LINEAR:
             return False
         # Integers and masks have no derivative, whatever they are made of. But the derivative of a
         # choice asks for its mask.
@@ -280,6 +275,7 @@ class Analysis:
         same = {number: number for number in range(len(self.program.avals))}
         for op, linear in zip(self.program.ops, self.linear, strict=True):
             variables = list(numbers(op.inputs))
+            # Under autocast, products read their operands through `held`.
             if len(variables) == 1 and (linear or op.name == "held"):
                 before, after = (self.program.avals[i] for i in (variables[0], op.outputs[0]))
                 if math.prod(before.shape) == math.prod(after.shape):
@@ -289,6 +285,7 @@ class Analysis:
     def keep(self, number: int) -> None:
         """Stores a value that several regions read, or the narrowest with the same numbers."""
         narrowest = number
+        # A norm reads the stream through a cast to float32. The 16-bit stream is half as large.
         while (before := self._before(narrowest)) is not None:
             if before in self.stored:  # a cast or a slice of it is enough
                 return

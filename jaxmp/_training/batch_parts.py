@@ -182,7 +182,7 @@ def _check_divides(batch: PyTree, shards: Shards) -> set[int]:
         raise ValueError(
             f"batch leaves {name!r} and {other!r} have {size} and {other_size} examples: only "
             "arrays with one and the same leading batch axis can be split over the devices. Give "
-            "each example its own of the others, or leave their argument out of batch_argnums (a "
-            "PRNG key must be a typed one, jax.random.key)"
+            "each example its own copy of the others, or leave their argument out of "
+            "batch_argnums (a PRNG key must be a typed one, jax.random.key)"
         )
     return set(examples)

@@ -151,8 +151,8 @@ def _check_not_widened(params: PyTree, old: PyTree, live: PyTree, new: PyTree) -
     if any(widened):
         name = leaf_names(params)[widened.index(True)]
         raise ValueError(
-            f"params, leaf {name!r}, is narrow, and the state has no master of it: the new one "
-            "would begin with what rounding has left. Read the masters with the optimizer that "
+            f"params, leaf {name!r}, is narrow, and the state has no master of it: a new master "
+            "would lack the bits that rounding removed. Read the masters with the optimizer that "
             "wrote them; or, if there are none, give widen_params=True"
         )
 
@@ -186,4 +186,6 @@ def _stored_alike(a: Any, b: Any) -> bool:
 def _scale_after(old: LossScaleState, new: LossScaleState, tx: MixedPrecision) -> LossScaleState:
     if not isinstance(tx.loss_scale, DynamicLossScale):
         return new
+    # A scale of 1 is that of a policy without scaling. From there, small float16 gradients are lost
+    # until the scale has grown.
     return jax.tree.map(lambda a, b: jnp.where(old.scale == 1, b, a), old, new)

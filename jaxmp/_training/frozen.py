@@ -14,18 +14,9 @@ from jaxtyping import PyTree
 
 from jaxmp._jaxpr import compat
 from jaxmp._jaxpr.dataflow import AnySite, Question, nested, propagate
+from jaxmp._jaxpr.op_classes import KEEPS_ZERO
 from jaxmp._numerics.dtypes import at_least_float32, is_inexact, is_narrow
 from jaxmp._numerics.tree import leaf_names
-
-# Operations whose result is zero if all array operands are zero ...
-_KEEP_ZERO = frozenset(
-    {"add", "add_any", "sub", "neg", "sign", "abs", "sqrt", "convert_element_type", "copy"}
-    | {"copy_p", "broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "slice"}
-    | {"rev", "concatenate", "reduce_sum", "reduce_precision"}
-)
-# ... and if the first operand is. (A product is zero if an array operand is; a literal factor of
-# zero may be a learning rate that Python will change.)
-_FIRST_ZERO = frozenset({"div"})
 
 
 def moved_by(inner: optax.GradientTransformation, params: PyTree) -> PyTree:
@@ -97,6 +88,8 @@ def check_rests(
     """
     if all(_leaves(moved)):
         return
+    # Traced updates have no values, so their program is read. Outside of `jit`, only the values
+    # show a rate that Python sets.
     if any(map(compat.is_traced, _leaves((given, updates)))):
         rests = _leaves(_zero_updates(functools.partial(inner.update, **extra), *given))
     else:
@@ -108,8 +101,8 @@ def check_rests(
                 f"the optimizer moves {leaf_names(moved)[i]!r} now, but did not when its state was "
                 "made, so that there is no master for it. Make the masters anew: "
                 "state._replace(master=tx.init(params).master), with the tx that moves it. If the "
-                "param holds integers, it has no gradient: freeze it, with optax.set_to_zero as "
-                "the last that it passes through"
+                "param holds integers, it has no gradient: freeze it by optax.set_to_zero, as the "
+                "last transformation of its updates"
             )
 
 
@@ -127,14 +120,14 @@ def _zero_updates(update: Callable[..., tuple[PyTree, Any]], *args: Any) -> PyTr
 def _made(site: AnySite, zero: Sequence[bool]) -> list[bool]:
     """Returns which results of an operation are zero, given which operands are zero."""
     name, atoms = site.equation.primitive.name, site.equation.invars
-    if name == "mul":
+    if name == "mul":  # a literal factor of zero may be a learning rate that Python will change
         made = any(x for x, atom in zip(zero, atoms, strict=True) if not hasattr(atom, "val"))
     elif name == "select_n":
         made = all(zero[1:])
-    elif name in _KEEP_ZERO:
+    elif name in KEEPS_ZERO:
         made = all(zero)
     else:
-        made = name in _FIRST_ZERO and zero[0]
+        made = name == "div" and zero[0]
     return [made] * len(site.equation.outvars)
 
 

@@ -10,23 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from jaxmp._float32_reduction.api import Reduction, gradient_reduction
+from jaxmp._float32_reduction.api import gradient_reduction
 from jaxmp._jaxpr import compat
 from jaxmp._jaxpr.dataflow import AnySite, Question, nested, propagate
 from jaxmp._mesh.fsdp import FSDP
-from jaxmp._numerics.dtypes import at_least_float32, is_inexact
-from jaxmp._numerics.loss_scale import LossScaleState, StaticLossScale
+from jaxmp._numerics.dtypes import at_least_float32
 from jaxmp._numerics.tree import check_arrays, check_differentiable, leaf_names, split_floats, widen
 from jaxmp._numerics.user_warnings import warn
 from jaxmp._recompute.api import Recompute, recompute as lean
-from jaxmp._training.microbatch import (
-    Evaluation,
-    check_microbatches,
-    split_batch,
-    sum_over_microbatches,
-)
-
-LossScaleLike = LossScaleState | Float[Array, ""] | float | None
+from jaxmp._training.gradient_options import GradientOptions, LossScaleLike
+from jaxmp._training.microbatch import Evaluation
 
 
 def value_and_grad(
@@ -95,36 +88,25 @@ def value_and_grad(
     >>> loss, grad
     (Array(14., dtype=float32), Array(14., dtype=float32))
     """
-    positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    state = as_loss_scale_state(loss_scale)
-    check_microbatches(microbatches)
-    reduction = gradient_reduction(reduce_dtype, fsdp, several=not isinstance(argnums, int))
+    several = not isinstance(argnums, int)
+    options = GradientOptions(
+        argnums=argnums,
+        several=several,
+        has_aux=has_aux,
+        loss_scale=loss_scale,
+        microbatches=microbatches,
+        batch_argnums=batch_argnums,
+        reduction=gradient_reduction(reduce_dtype, fsdp, several),
+    )
     fun = lean(fun, recompute)
 
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
-        wrt = check_positions(positions, len(args), "argnums")
+        wrt = options.positions(len(args))
         for i in wrt:
             _check_has_floats(args[i], f"argument {i}")
-
-        def evaluate(*args: Any) -> Evaluation:
-            call = functools.partial(fun, **kwargs)
-            weight = 1.0 / microbatches
-            return scaled_evaluation(call, wrt, has_aux, state, weight, reduction=reduction)(*args)
-
-        if microbatches == 1:
-            loss, grads, aux = evaluate(*args)
-        else:
-            split = batch_positions(batch_argnums, wrt, len(args))
-
-            def evaluate_part(carry: None, part: dict[int, Any]) -> tuple[None, Evaluation]:
-                return carry, evaluate(*[part.get(i, arg) for i, arg in enumerate(args)])
-
-            batch = split_batch({i: args[i] for i in split}, microbatches, whole=kwargs)
-            params = tuple(args[i] for i in wrt)
-            _, (loss, grads, aux) = sum_over_microbatches(evaluate_part, None, params, batch)
-        grads = grads[0] if isinstance(argnums, int) else grads
-        return ((loss, aux), grads) if has_aux else (loss, grads)
+        evaluate = scaled_evaluation(functools.partial(fun, **kwargs), wrt, options)
+        return options.result(options.over_microbatches(evaluate, args, wrt, whole=kwargs))
 
     return value_and_grad_fun
 
@@ -183,18 +165,16 @@ def grad(
 def scaled_evaluation(
     fun: Callable[..., Any],
     argnums: tuple[Any, ...],
-    has_aux: bool,
-    state: LossScaleState | None,
-    weight: float,
+    options: GradientOptions,
     transform: Callable[..., Any] | None = None,
-    reduction: Reduction | None = None,
 ) -> Callable[..., Evaluation]:
-    """Evaluates loss and gradient under a scale; returns both unscaled and times `weight`.
+    """Evaluates loss and gradient under a scale; returns both unscaled and times their weight.
 
     The weight of a microbatch multiplies the scaled loss, not the gradients: then the low-precision
-    gradients inside the model are as large as with the full batch. `transform` replaces `jax.grad`
-    where arguments are not plain trees. `reduction` says how gradients are summed over devices.
+    gradients inside the model are as large as with the full batch. `argnums` are positions, or what
+    `transform` takes for them. It replaces `jax.grad` where arguments are not plain trees.
     """
+    has_aux, state, reduction = options.has_aux, options.loss_scale, options.reduction
 
     # JAX names the function in errors.
     @functools.wraps(fun, assigned=("__name__", "__qualname__"), updated=())
@@ -207,15 +187,15 @@ def scaled_evaluation(
         loss, aux = out if has_aux else (out, None)
         loss = _check_loss(loss, has_aux)
         loss = loss.astype(at_least_float32(loss.dtype))
-        if weight != 1.0:
-            loss = loss * jnp.asarray(weight, loss.dtype)
+        if options.weight != 1.0:
+            loss = loss * jnp.asarray(options.weight, loss.dtype)
         return (loss if state is None else state.scale_loss(loss)), (loss, aux)
 
     def evaluate(*args: Any) -> Evaluation:
         call: Callable[..., Any] = scaled
         if reduction is not None:
             call, args = reduction.rewrite(scaled, args, argnums)
-        differentiated = transform or (_gradient if state is not None else _unscaled_gradient)
+        differentiated = transform or functools.partial(_gradient, scaled=state is not None)
         grads, (loss, aux) = differentiated(call, argnums=argnums, has_aux=True)(*args)
         if reduction is not None:
             grads = reduction.constrain(grads)
@@ -229,7 +209,7 @@ def _gradient(
     *,
     argnums: tuple[int, ...],
     has_aux: Literal[True],
-    scaled: bool = True,
+    scaled: bool,
 ) -> Callable[..., Any]:
     """Differentiates like `jax.grad`; skips integers, and warns of float16 if not `scaled`."""
 
@@ -249,9 +229,6 @@ def _gradient(
         return merged(grads, nothing), aux
 
     return gradient
-
-
-_unscaled_gradient = functools.partial(_gradient, scaled=False)
 
 
 def _warn_of_float16_products(backward: Any, loss: Any, wrt: tuple[PyTree, ...]) -> None:
@@ -309,11 +286,12 @@ def _leads_through_float16(jaxpr: Any) -> bool:
 
 def warn_of_float16(names: list[str]) -> None:
     """Warns that gradients of the named params are computed in float16 without a scale."""
+    # 6e-8 is the smallest number above zero in float16.
     shown = ", ".join(map(repr, names[:3])) + ", ..." * (len(names) > 3)
     of = f" of {shown}" if names[0] not in ("", "(root)") else ""
     warn(
-        f"gradients{of} pass through float16 without a loss scale: what is smaller than "
-        "6e-8 becomes zero, and training may stand still. Give value_and_grad "
+        f"gradients{of} pass through float16 without a loss scale: numbers smaller than "
+        "6e-8 become zero, and training may stand still. Give value_and_grad "
         "loss_scale=opt_state.loss_scale (or loss_scale=1.0, if none is wanted)"
     )
 
@@ -330,46 +308,8 @@ def _check_loss(loss: Any, has_aux: bool) -> Float[Array, ""]:
     return jnp.asarray(loss)
 
 
-def as_loss_scale_state(loss_scale: LossScaleLike) -> LossScaleState | None:
-    if loss_scale is None or isinstance(loss_scale, LossScaleState):
-        return loss_scale
-    if isinstance(loss_scale, (int, float)) and not isinstance(loss_scale, bool):
-        return StaticLossScale(loss_scale).init()
-    if isinstance(loss_scale, (jax.Array, np.ndarray, np.generic)) and (
-        loss_scale.shape == () and is_inexact(loss_scale)
-    ):
-        return StaticLossScale(1.0).init()._replace(scale=jnp.asarray(loss_scale, jnp.float32))
-    raise TypeError(
-        "loss_scale must be the state of a loss scale, such as opt_state.loss_scale or "
-        f"config.init(), a float scalar or None; got {type(loss_scale).__name__}"
-    )
-
-
 def _check_has_floats(arg: PyTree, name: str) -> None:
     """Raises TypeError if an argument holds anything but numbers, or no floats to differentiate."""
     check_arrays(arg, name)
     if not split_floats(arg)[0] and jax.tree.leaves(arg):
         check_differentiable(arg, name)
-
-
-def check_positions(positions: tuple[int, ...], count: int, name: str) -> tuple[int, ...]:
-    for i in positions:
-        if not -count <= i < count:
-            raise ValueError(f"{name} contains {i}, but only {count} positional arguments came")
-    return tuple(i % count for i in positions)
-
-
-def batch_positions(
-    batch_argnums: int | Sequence[int] | None, wrt: tuple[int, ...], count: int
-) -> tuple[int, ...]:
-    if batch_argnums is None:
-        batch_argnums = [i for i in range(count) if i not in wrt]
-    given = (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums)
-    positions = check_positions(given, count, "batch_argnums")
-    if both := sorted(set(positions) & set(wrt)):
-        raise ValueError(f"arguments {both} are in both argnums and batch_argnums")
-    if not positions:
-        raise ValueError(
-            "microbatches needs a positional batch argument to split; got only those in argnums"
-        )
-    return positions

@@ -149,6 +149,7 @@ class KahanSum:
     def load(self, param: Float[Array, "..."], kept: Any) -> Float32[Array, "..."]:
         """Adds the error to the param, unless rounding cannot have made such an error."""
         value, error = widen(param), widen(kept)
+        # A larger error belongs to another param: this one was set from outside.
         return jnp.where(jnp.abs(error) <= half_unit(param), value + error, value)
 
     def store(
@@ -165,6 +166,8 @@ def half_unit(param: Float[Array, "*shape"]) -> Float32[Array, "*shape"]:
     Array([0.00390625, 0.00390625, 0.0078125 ], dtype=float32)
     """
     info = jnp.finfo(param.dtype)
+    # With its exponent bits alone, a float32 is the power of two at or below it. Subnormal numbers
+    # have the unit of the smallest normal number.
     bits = jax.lax.bitcast_convert_type(widen(param), jnp.int32)
     power = jax.lax.bitcast_convert_type(bits & 0x7F800000, jnp.float32)
     return jnp.maximum(power, float(info.tiny)) * 2.0 ** -(info.nmant + 1)

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from jaxmp._numerics.dtypes import at_least_float32
-from jaxmp._numerics.tree import leaf_names, split_floats
+from jaxmp._numerics.tree import leaf_names, split_floats, widen
 
 
 class Evaluation(NamedTuple):
@@ -95,9 +95,9 @@ def _examples(leaves: list[tuple[str, Any]]) -> int | None:
             raise ValueError(
                 f"batch leaves {first[0]!r} and {name!r} have {first[1]} and {examples} examples: "
                 "only arrays with one and the same leading batch axis can be split into "
-                "microbatches. Give each example its own of the others, or, in value_and_grad, "
-                "leave their argument out of batch_argnums (a PRNG key must be a typed one, "
-                "jax.random.key)"
+                "microbatches. Give each example its own copy of the others, or, in "
+                "value_and_grad, leave their argument out of batch_argnums (a PRNG key must be a "
+                "typed one, jax.random.key)"
             )
         first = first or (name, examples)
     return None if first is None else first[1]
@@ -115,9 +115,11 @@ def sum_over_microbatches(
     evaluate: Callable[[Any, Any], tuple[Any, Evaluation]],
     carry: Any,
     params: PyTree,
-    microbatches: PyTree,
+    batch: PyTree,
+    count: int,
+    whole: PyTree = None,
 ) -> tuple[Any, Evaluation]:
-    """Runs `evaluate` over the microbatches in a `lax.scan`, so that it is traced once.
+    """Evaluates the batch at once, or each microbatch in a `lax.scan`, which is traced once.
 
     Args:
       evaluate: `(carry, microbatch) -> (carry, evaluation)`; it applies the weights of the
@@ -125,23 +127,27 @@ def sum_over_microbatches(
       carry: what passes from one microbatch to the next, such as batch statistics.
       params: a tree with the shapes and shardings of the gradients. Gradients are summed in
         float32, since a bfloat16 sum stops growing at 256 terms.
-      microbatches: a tree whose leaves have a leading axis of microbatches.
+      batch: what to split; see `split_batch`.
+      count: how many microbatches.
+      whole: arguments that every microbatch gets unchanged.
 
     Returns:
-      The last carry, and the evaluation with loss and gradients summed and `aux` stacked.
+      The last carry, and the evaluation with loss and gradients summed and, if there are several
+      microbatches, `aux` stacked.
     """
-
+    if count == 1:
+        return evaluate(carry, batch)
+    parts = split_batch(batch, count, whole=whole)
     floats, merged = split_floats(params)
 
     def body(state: tuple[Any, list[Any]], part: Any) -> tuple[Any, Any]:
         carry, total = state
         carry, (loss, grads, aux) = evaluate(carry, part)
-        return (carry, [x + y for x, y in zip(total, split_floats(grads)[0], strict=True)]), (
-            loss,
-            aux,
-        )
+        wide = widen(split_floats(grads)[0])
+        return (carry, [x + y for x, y in zip(total, wide, strict=True)]), (loss, aux)
 
+    # `zeros_like` keeps the sharding of a param. Other zeros would be whole on each device.
     zeros = [jnp.zeros_like(p, dtype=at_least_float32(jnp.result_type(p))) for p in floats]
-    (carry, total), (losses, aux) = jax.lax.scan(body, (carry, zeros), microbatches)
+    (carry, total), (losses, aux) = jax.lax.scan(body, (carry, zeros), parts)
     nothing = jax.tree.map(lambda p: np.zeros(jnp.shape(p), jax.dtypes.float0), params)
     return carry, Evaluation(jnp.sum(losses), merged(total, nothing), aux)

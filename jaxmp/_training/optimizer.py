@@ -213,16 +213,12 @@ def mixed_precision(
             "a dynamic loss scale finds its value by overflowing, and skip='none' would apply the "
             "overflowed gradients. Use another skip, or a static loss scale"
         )
-    masters, computed = Masters(master), frozenset(dtypes_of(rules))
-    inner = _as_transformation(inner, moments)
-    algorithm = Algorithm(inner, moments, config, masters, skip, computed)
-    return MixedPrecision(algorithm, rules)
-
-
-def _as_transformation(inner: Any, moments: Moments) -> optax.GradientTransformationExtraArgs:
     if isinstance(inner, MixedPrecision):
         raise TypeError("the optimizer is wrapped in mixed_precision already; wrap it once")
-    return checked_optimizer(inner, moments)
+    inner = checked_optimizer(inner, moments)
+    masters, computed = Masters(master), frozenset(dtypes_of(rules))
+    algorithm = Algorithm(inner, moments, config, masters, skip, computed)
+    return MixedPrecision(algorithm, rules)
 
 
 def refuse_to_be_wrapped() -> None:

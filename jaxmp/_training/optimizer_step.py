@@ -150,6 +150,7 @@ class Algorithm:
             inner = _like_before(inner, before)
             values = jax.tree.map(_stepped, values, updates, moved)
             new = self.masters.store(values, old, now.master)
+            # A frozen param keeps every bit, also of minus zero and of the infinities in a mask.
             output = jax.tree.map(lambda o, n, moves: n if moves else o, old, new.params, moved)
             output = _ingredients(old, output, updates, moved) if as_updates else output
             if self.moments != "float32":
@@ -241,6 +242,7 @@ def _next_counts(
     )
 
 
+# Outside of `jit`, this is one compiled call, and not one for each operation.
 _counted_at_once = jax.jit(_next_counts, static_argnums=0, inline=True)
 
 
@@ -370,8 +372,8 @@ def _like_before(inner: Any, before: Any) -> Any:
         before,
         name="the new state of the inner optimizer",
         like_name="the old one",
-        advice="An optimizer must keep the structure of its state: this one does not, or the state "
-        "that it was given is another one than tx.init makes.",
+        advice="An optimizer must keep the structure of its state. Either this one does not, or "
+        "the state that it was given is not one that tx.init made.",
     )
     leaves = zip(jax.tree.leaves(inner), jax.tree.leaves(before), strict=True)
     for i, (new, old) in enumerate(leaves):

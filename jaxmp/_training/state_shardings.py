@@ -81,6 +81,7 @@ def state_shardings(state: Any, params: PyTree, shardings: PyTree = None) -> PyT
             return CodedState(codes, tuple(scales), step)
         shape = jnp.shape(x)
         found = _sharding_like(path, shape, known)
+        # Counters and factored moments are small enough for every device.
         if found is None and math.prod(shape) > largest:
             leftover.append(f"{jax.tree_util.keystr(path, simple=True, separator='/')} {shape}")
         return replicated if found is None else found

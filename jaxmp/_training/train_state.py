@@ -181,6 +181,8 @@ class TrainState:
         """
         new_collections = updated_collections(self.collections, collections)
         if finite is None:
+            # A float16 variance of 300s is infinite and its inverse is zero, and so are all
+            # gradients: they alone do not show the overflow.
             finite = all_finite(grads) & stays_finite(new_collections, self.collections)
         params, opt_state = self.tx.apply_gradients(
             grads, self.opt_state, self.params, finite=finite, **(extra or {})
@@ -198,16 +200,13 @@ class TrainState:
 def _check_collection(name: str, value: PyTree) -> None:
     for i, leaf in enumerate(jax.tree.leaves(value)):
         dtype = getattr(leaf, "dtype", None)
-        if not isinstance(leaf, (int, float, complex)) and not _is_numeric(dtype):
+        numeric = dtype is not None and getattr(dtype, "kind", None) not in ("O", "S", "U")
+        if not isinstance(leaf, (int, float, complex)) and not numeric:
             raise TypeError(
                 f"{name} must be a tree of arrays, but its leaf {leaf_names(value)[i]!r} is a "
                 f"{type(leaf).__name__}. TrainState keeps no functions and no text: let the loss "
                 "function close over them, as over model.apply"
             )
-
-
-def _is_numeric(dtype: Any) -> bool:
-    return dtype is not None and getattr(dtype, "kind", None) not in ("O", "S", "U")
 
 
 def updated_collections(old: dict[str, PyTree], changed: dict[str, PyTree]) -> dict[str, PyTree]:

@@ -20,13 +20,9 @@ from jaxmp._policies.policy import Policy, get_policy
 from jaxmp._policies.policy_rules import PolicyRules
 from jaxmp._policies.presets import all_policies, dtypes_of
 from jaxmp._recompute.api import Recompute, recompute as lean
+from jaxmp._training.gradient_options import GradientOptions
 from jaxmp._training.gradients import scaled_evaluation
-from jaxmp._training.microbatch import (
-    Evaluation,
-    check_microbatches,
-    split_batch,
-    sum_over_microbatches,
-)
+from jaxmp._training.microbatch import Evaluation, check_microbatches, sum_over_microbatches
 from jaxmp._training.optimizer import MixedPrecision
 from jaxmp._training.progress import warn_of_foreign_scale
 from jaxmp._training.train_state import TrainState, updated_collections
@@ -121,27 +117,24 @@ def make_train_step(
         _check_state(state, batch)
         _check_same_dtypes(policy, state.tx.policy)
         _check_shardings(shardings, state)
-        evaluate = scaled_evaluation(
-            loss_and_rest,
-            (0,),
-            True,
-            None if _has_forgotten_scale(state.tx) else state.loss_scale,
-            1.0 / microbatches,
+        options = GradientOptions(
+            has_aux=True,
+            loss_scale=None if _has_forgotten_scale(state.tx) else state.loss_scale,
+            microbatches=microbatches,
             reduction=_reduction(state.tx.rules, fsdp),
         )
+        evaluate = scaled_evaluation(loss_and_rest, (0,), options)
 
         def evaluate_part(collections: Any, part: PyTree) -> tuple[Any, Evaluation]:
             loss, (grads,), (collections, aux) = evaluate(state.params, part, collections)
             return collections, Evaluation(loss, grads, aux)
 
-        if microbatches == 1:
-            collections, (loss, grads, aux) = evaluate_part(state.collections, batch)
-        else:
-            parts = split_batch(batch, microbatches)
-            collections, (loss, grads, aux) = sum_over_microbatches(
-                evaluate_part, state.collections, state.params, parts
-            )
+        collections, (loss, grads, aux) = sum_over_microbatches(
+            evaluate_part, state.collections, state.params, batch, microbatches
+        )
         norm = optax.tree.norm(split_floats(grads)[0])
+        # Finite gradients may have an infinite norm, and Adam's squares of them overflow. An
+        # infinite loss destroys the state of optimizers that read it.
         finite = all_finite((loss, norm, grads)) & stays_finite(collections, state.collections)
         extra = {} if extra_args is None else dict(extra_args(state, batch, loss))
         new = _updated(state, grads, loss, extra, finite, collections)

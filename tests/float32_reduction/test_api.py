@@ -328,24 +328,6 @@ def test_an_overflow_is_seen() -> None:
     assert not np.all(np.isfinite(grads["w"]))
 
 
-def test_custom_vjp_is_opaque() -> None:
-    """Its rule computes the gradients of params, in the dtype that it does that in."""
-
-    @jax.custom_vjp
-    def dot(x: Any, w: Any) -> Any:
-        return x @ w
-
-    dot.defvjp(lambda x, w: (x @ w, (x, w)), lambda kept, ct: (ct @ kept[1].T, kept[0].T @ ct))
-
-    def opaque(params: Tree, x: Any) -> Any:
-        return jnp.mean(dot(x.astype(BF16), params["w"].astype(BF16)).astype(F32) ** 2)
-
-    loss, grads = reduced(opaque)(init(), data())
-    plain_loss, plain = jax.value_and_grad(opaque)(init(), data())
-    np.testing.assert_array_equal(loss, plain_loss)
-    np.testing.assert_allclose(grads["w"], plain["w"], rtol=1e-2, atol=1e-6)
-
-
 ALGORITHM = lax.DotAlgorithmPreset.BF16_BF16_F32
 
 

@@ -35,7 +35,6 @@ QUICK = {
     AUTOCAST: {"dense", "scan remat"},
 }
 FAULTS = {
-    (AT_USE, "custom jvp"): "a custom derivative rule is not looked into",
     (AT_USE, "per example branch"): "gathered in float32",
 }
 # What is made of params before it is gathered: in float32, or by moving parts of params about.

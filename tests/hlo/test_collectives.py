@@ -515,6 +515,15 @@ def test_what_several_devices_may_have_is_summed(line: str, instead: str) -> Non
     assert only(*[instead if each == line else each for each in PICK]).reducer == "add"
 
 
+@pytest.mark.parametrize(("direction", "want"), [("EQ", "select"), ("GE", "add")])
+def test_replicas_have_numbers_of_their_own(direction: str, want: str) -> None:
+    lines = [each.replace("partition-id", "replica-id").replace("EQ", direction) for each in PICK]
+    body = "\n".join(f"  {line}" for line in lines)
+    text = f"HloModule t, replica_count=8\n{ADD}\nENTRY %main () -> () {{\n{body}\n}}\n"
+    (found,) = read_program(text).transfers
+    assert found.reducer == want
+
+
 def test_padding_does_not_count() -> None:
     padded = (
         "%x = bf16[7] parameter(0)",

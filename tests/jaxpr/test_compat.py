@@ -29,12 +29,14 @@ PACKAGE = pathlib.Path(__file__).parents[2] / "jaxmp"
 COMPAT, FLOPS, PROGRAM = "_jaxpr/compat.py", "_jaxpr/flops.py", "_jaxpr/program.py"
 DATAFLOW = "_jaxpr/dataflow.py"
 OPERATIONS, CONTROL, FLOW = "_autocast/rules.py", "_autocast/control_flow.py", "_autocast/plan.py"
-RULES, SUMS = "_autocast/custom_derivatives.py", "_autocast/layers.py"
+RULES = "_autocast/custom_derivatives.py"
 LEFT, KERNELS = "_autocast/left_alone.py", "_autocast/kernels.py"
 WALK, TALLY = "_inspect/equations.py", "_inspect/summarize.py"
 BRANCHES, UNSEEN = "_inspect/branches.py", "_inspect/unseen.py"
-AGAIN, STORAGE = "_recompute/control_flow.py", "_recompute/storage.py"
-IN_PIECES = "_recompute/run.py"
+STORAGE, REBIND = "_recompute/storage.py", "_jaxpr/rebind.py"
+DERIVATIVES = "_jaxpr/derivatives.py"
+REDUCED, SUMMED = "_float32_reduction/control_flow.py", "_float32_reduction/backward.py"
+REDUCTION = "_float32_reduction/rules.py"
 
 X = jnp.ones((4, 4))
 MESH = Mesh(np.array(jax.devices()[:2]), ("devices",))
@@ -131,29 +133,33 @@ class Read(NamedTuple):
 
 
 READ = [
-    Read("jit", "jaxpr", is_jaxpr, (CONTROL, PROGRAM, SUMS, AGAIN, STORAGE)),
-    Read("jit", "name", is_a(str), (PROGRAM, FLOW, AGAIN, STORAGE, IN_PIECES)),
+    Read("jit", "jaxpr", is_jaxpr, (CONTROL, PROGRAM, REDUCED, STORAGE)),
+    Read("jit", "name", is_a(str), (PROGRAM, FLOW, REDUCED, STORAGE)),
+    # A truth value, or in newer versions an enum of such: handed on as it is.
+    Read("jit", "inline", lambda value: value is not None, (REDUCED,)),
     Read("jit", "in_shardings", is_a(tuple), (COMPAT,)),
     Read("jit", "out_shardings", is_a(tuple), (COMPAT,)),
     Read("jit", "in_layouts", is_a(tuple), (COMPAT,)),
     Read("jit", "out_layouts", is_a(tuple), (COMPAT,)),
     Read("jit", "donated_invars", tuple_of(is_a(bool)), (COMPAT,)),
     Read("jit", "compiler_options_kvs", is_a(tuple), (COMPAT,)),
-    Read("scan", "jaxpr", is_jaxpr, (CONTROL, SUMS, AGAIN)),
+    Read("scan", "jaxpr", is_jaxpr, (CONTROL, REDUCED)),
     Read("scan", "length", is_a(int), (WALK, LEFT, DATAFLOW)),
-    Read("while", "cond_jaxpr", is_jaxpr, (CONTROL, KERNELS)),
-    Read("while", "body_jaxpr", is_jaxpr, (CONTROL, SUMS, KERNELS)),
-    Read("while", "cond_nconsts", is_a(int), (CONTROL, DATAFLOW, SUMS, KERNELS)),
-    Read("while", "body_nconsts", is_a(int), (CONTROL, DATAFLOW, SUMS, KERNELS)),
-    Read("cond", "branches", tuple_of(is_jaxpr), (CONTROL, SUMS, BRANCHES, AGAIN)),
+    Read("while", "cond_jaxpr", is_jaxpr, (CONTROL, KERNELS, SUMMED)),
+    Read("while", "body_jaxpr", is_jaxpr, (KERNELS,)),
+    Read("while", "cond_nconsts", is_a(int), (CONTROL, DATAFLOW, REBIND, KERNELS)),
+    Read("while", "body_nconsts", is_a(int), (CONTROL, DATAFLOW, REBIND, KERNELS, SUMMED)),
+    Read("cond", "branches", tuple_of(is_jaxpr), (CONTROL, REBIND, REDUCED, BRANCHES)),
     # Bound again as it is, and so not closed.
-    Read("remat2", "jaxpr", is_a(core.Jaxpr), (CONTROL, SUMS)),
-    Read("custom_jvp_call", "call_jaxpr", is_jaxpr, (RULES, SUMS, STORAGE)),
-    Read("custom_jvp_call", "num_consts", is_a(int), (PROGRAM,)),
-    Read("custom_vjp_call", "num_consts", is_a(int), (PROGRAM,)),
-    Read("custom_vjp_call", "call_jaxpr", is_jaxpr, (RULES, SUMS)),
-    Read("custom_vmap_call", "call", is_jaxpr, (CONTROL,)),
-    Read("shard_map", "jaxpr", is_jaxpr, (CONTROL, SUMS, AGAIN)),
+    Read("remat2", "jaxpr", is_a(core.Jaxpr), (CONTROL, REDUCED)),
+    Read("remat2", "differentiated", is_a(bool), (REDUCED,)),
+    Read("remat2", "prevent_cse", is_a(bool), (REDUCED,)),
+    Read("remat2", "policy", lambda value: value is None or callable(value), (REDUCED,)),
+    Read("custom_jvp_call", "call_jaxpr", is_jaxpr, (RULES, STORAGE)),
+    Read("custom_jvp_call", "num_consts", is_a(int), (DERIVATIVES,)),
+    Read("custom_vjp_call", "num_consts", is_a(int), (DERIVATIVES,)),
+    Read("custom_vjp_call", "call_jaxpr", is_jaxpr, (RULES,)),
+    Read("shard_map", "jaxpr", is_jaxpr, (CONTROL, REDUCED)),
     Read("shard_map", "mesh", has("axis_names"), (COMPAT,)),
     Read("shard_map", "in_specs", tuple_of(is_a(PartitionSpec)), (COMPAT,)),
     Read("shard_map", "out_specs", tuple_of(is_a(PartitionSpec)), (COMPAT,)),
@@ -180,14 +186,20 @@ READ = [
         (FLOPS,),
     ),
     Read("scatter-add", "update_jaxpr", is_a(core.Jaxpr), (OPERATIONS,)),
+    *(
+        Read("scatter-add", name, lambda value: value is not None, (SUMMED,))
+        for name in ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
+    ),
     Read("sharding_constraint", "sharding", has("num_devices"), (UNSEEN,)),
-    Read("integer_pow", "y", is_a(int), (OPERATIONS,)),
-    Read("convert_element_type", "new_dtype", is_dtype, (OPERATIONS,)),
-    Read("psum_invariant", "axes", is_a(tuple), (TALLY,)),
+    Read("convert_element_type", "new_dtype", is_dtype, (OPERATIONS, REDUCTION)),
+    Read("psum_invariant", "axes", is_a(tuple), (TALLY, REDUCTION)),
     Read("all_gather", "axis_name", is_a(tuple, str), (TALLY,)),
 ]
 # Read where it is there: no primitive that is tested here needs to have it.
-OPTIONAL = {(OPERATIONS, "out_dtype"), (BRANCHES, "branches_platforms")}
+OPTIONAL = {(file, "out_dtype") for file in (OPERATIONS, REDUCTION)}
+OPTIONAL |= {(BRANCHES, "branches_platforms")}
+# Of primitives that jaxmp itself adds.
+OWN = {(REDUCTION, "form"), (REDUCTION, "wide")}
 # Told apart by version, in `scan_counts`, which has a test of its own.
 BY_VERSION = {(COMPAT, "ft_in"), (COMPAT, "num_consts"), (COMPAT, "num_carry")}
 
@@ -257,15 +269,24 @@ def _params_read(path: pathlib.Path) -> Iterator[str]:
 
 def unchecked(folder: pathlib.Path) -> set[tuple[str, str]]:
     """Params that the code reads and no test here knows: pairs of a file and a name."""
-    folders = ("_jaxpr", "_autocast", "_inspect", "_recompute")
+    folders = ("_jaxpr", "_autocast", "_inspect", "_recompute", "_float32_reduction")
     files = [path for each in folders for path in folder.glob(f"{each}/*.py")]
-    known = {(file, read.param) for read in READ for file in read.files} | OPTIONAL | BY_VERSION
+    known = (
+        {(file, read.param) for read in READ for file in read.files} | OPTIONAL | OWN | BY_VERSION
+    )
     return {
         (str(path.relative_to(folder)), name)
         for path in files
         # The example in audit's docstring has params of its own.
         for name in _params_read(path)
     } - known
+
+
+@pytest.mark.parametrize("read", READ, ids=lambda read: f"{read.primitive}-{read.param}")
+def test_a_checked_param_is_read(read: Read) -> None:
+    for file in read.files:
+        names = set(_params_read(PACKAGE / file))
+        assert read.param in names or file == SUMMED, f"{file} no longer reads {read.param}"
 
 
 def test_every_param_that_the_code_reads_is_checked(tmp_path: pathlib.Path) -> None:
@@ -275,6 +296,13 @@ def test_every_param_that_the_code_reads_is_checked(tmp_path: pathlib.Path) -> N
     (tmp_path / COMPAT).write_text('a = params["length"]')
     (tmp_path / OPERATIONS).write_text('b = op.params.get("new_dtype"), op.params["sharding"]')
     assert unchecked(tmp_path) == {(COMPAT, "length"), (OPERATIONS, "sharding")}
+
+
+def test_the_programs_of_a_loop_come_in_order() -> None:
+    """The condition of a `while` before its body, as those who bind it again expect."""
+    loop = equation("while")
+    names = [id(loop.params[name]) for name in ("cond_jaxpr", "body_jaxpr")]
+    assert [id(program) for program in compat.bodies_of(loop)] == names
 
 
 def test_scan_counts() -> None:

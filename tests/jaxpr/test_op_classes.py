@@ -12,7 +12,16 @@ from jax.extend.core import Primitive, primitives
 from jax.interpreters import ad
 
 import jaxmp
-from jaxmp._jaxpr.op_classes import _TABLE, CLASSES, CONTRACTIONS, OpClass, OpLists, op_lists
+from jaxmp._jaxpr import op_classes
+from jaxmp._jaxpr.op_classes import (
+    _TABLE,
+    CLASSES,
+    CONTRACTIONS,
+    COSTS,
+    OpClass,
+    OpLists,
+    op_lists,
+)
 from tests.support.dots import count_dots, equations
 
 pytestmark = [pytest.mark.jax, pytest.mark.annotations]
@@ -73,6 +82,12 @@ def test_no_name_is_in_the_table_twice() -> None:
 
 def test_the_other_lists_are_of_the_table() -> None:
     assert {CLASSES[name] for name in CONTRACTIONS} == {OpClass.LOWER}
+    sets = {key: value for key, value in vars(op_classes).items() if isinstance(value, frozenset)}
+    assert "CONTRACTIONS" in sets
+    # Primitives without derivatives, and those of other libraries, are in no class.
+    unlisted = {"psend", "tpu_custom_call", *op_classes.FOREIGN_CALLS}
+    unknown = {key: value - COSTS.keys() - unlisted for key, value in sets.items()}
+    assert not any(unknown.values()), unknown
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -1,12 +1,15 @@
 """The shape of the code: imports point down, private JAX stays private, import is light."""
 
 import ast
+import collections
 import graphlib
 import pathlib
 import subprocess
 import sys
 
 import pytest
+
+from jaxmp._jaxpr.op_classes import COSTS
 
 PACKAGE = pathlib.Path(__file__).parents[2] / "jaxmp"
 
@@ -29,6 +32,8 @@ FOLDERS = (
 FACADES = ("__init__", "linen", "nnx", "rules", "sharding")
 # The adapters are the only ones that know Flax, and tables the only ones that draw.
 MAY_IMPORT = {"_flax": {"flax", "rich"}, "_inspect": {"rich"}}
+# The only file that lists primitives. Rules, which a dict holds by name, stand where they are.
+TABLE_OF_PRIMITIVES = "_jaxpr.op_classes"
 # A module is written "_autocast.plan", and a folder itself "_autocast.__init__".
 MODULES = sorted(
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts) for path in PACKAGE.rglob("*.py")
@@ -135,6 +140,76 @@ def test_files_and_functions_stay_small(module: str) -> None:
             doc = ast.get_docstring(node)
             lines = node.end_lineno - node.lineno - (doc.count("\n") + 1 if doc else 0)
             assert lines <= 60, node.name
+
+
+# Public twins: what linen, nnx and `shard_map` have of their own.
+TWINS = {"all_finite", "apply_policy", "autocast", "remove_policy", "summary", "value_and_grad"}
+
+
+def definitions(source: str) -> set[str]:
+    nodes = ast.parse(source).body
+    return {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+
+
+def test_no_name_stands_in_two_files() -> None:
+    """Who searches for a name finds one definition."""
+    found = [definitions(source_of(module)) for module in MODULES]
+    counts = collections.Counter(name for names in found for name in names)
+    assert {name for name, count in counts.items() if count > 1} == TWINS
+
+
+def lists_of_primitives(source: str) -> list[list[str]]:
+    """The lists in a source that hold nothing but names of primitives, two or more.
+
+    Single names may be English words: "name", "copy", "not".
+    """
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        values = []
+        if isinstance(node, ast.Set | ast.Tuple | ast.List):
+            values = [each.value for each in node.elts if isinstance(each, ast.Constant)]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            values = node.value.split()
+        if len(values) > 1 and COSTS.keys() >= set(values):
+            found.append(values)
+    return found
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_only_the_table_lists_primitives(module: str) -> None:
+    if module != TABLE_OF_PRIMITIVES:
+        found = lists_of_primitives(source_of(module))
+        assert found == [], f"give {found} a name in jaxmp/_jaxpr/op_classes.py, and import it"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "ADDS = {'add', 'sub'}",
+        "ADDS = frozenset(('add', 'sub'))",
+        "ADDS = frozenset('add sub'.split())",
+        "ADDS = {*OTHERS, 'add', 'sub'}",
+        "adds = name in ('add', 'sub')",
+        "RULES = dict.fromkeys(['add', 'sub'], rule)",
+    ],
+)
+def test_the_check_sees_a_list_of_primitives(source: str) -> None:
+    assert lists_of_primitives(source) == [["add", "sub"]]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "adds = name == 'add'",
+        "ADD = frozenset({'add'})",
+        "RULES = {'add': add, 'sub': sub}",
+        "KINDS = ('add', 'maximum')",
+        "SIZES = (1, 2)",
+        "def add(x):\n    'add one'",
+    ],
+)
+def test_the_check_lets_other_things_pass(source: str) -> None:
+    assert lists_of_primitives(source) == []
 
 
 def imported_by(statement: str) -> set[str]:

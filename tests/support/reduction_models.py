@@ -445,6 +445,92 @@ def custom_jvp(p: Params, b: Batch, c: Any) -> Any:
     return end(prelu(b.x, c(p["s"])))
 
 
+@jax.custom_jvp
+def tanh_dense(x: Any, w: Any) -> Any:
+    return jnp.tanh(x @ w)
+
+
+@tanh_dense.defjvp
+def _tanh_dense_jvp(primals: Any, tangents: Any) -> Any:
+    (x, w), (dx, dw) = primals, tangents
+    y = tanh_dense(x, w)
+    return y, (1 - y * y) * (dx @ w + x @ dw)
+
+
+@model(w=(16, 16))
+def custom_jvp_of_a_product(p: Params, b: Batch, c: Any) -> Any:
+    return end(tanh_dense(b.x, c(p["w"])))
+
+
+@jax.custom_vjp
+def relu_dense(x: Any, w: Any, b: Any) -> Any:
+    return jax.nn.relu(x @ w + b)
+
+
+def _relu_dense_back(kept: Any, ct: Any) -> Any:
+    x, w, y = kept
+    ct = jnp.where(y > 0, ct, 0)
+    return ct @ w.T, x.T @ ct, jnp.sum(ct, axis=0)
+
+
+relu_dense.defvjp(lambda x, w, b: ((y := relu_dense(x, w, b)), (x, w, y)), _relu_dense_back)
+
+
+@model(w=(16, 16), b=(16,))
+def custom_vjp(p: Params, b: Batch, c: Any) -> Any:
+    return end(relu_dense(b.x, c(p["w"]), c(p["b"])))
+
+
+@jax.custom_vjp
+def chunked_head(x: Any, w: Any) -> Any:
+    return jnp.mean((x @ w).astype(F32) ** 2)
+
+
+def _chunked_head_back(kept: Any, ct: Any) -> Any:
+    """Goes through the batch in parts, as fused losses do, and adds up the gradient of weights."""
+    x, w = kept
+    parts = x.reshape(BATCH // 8, 8, -1).swapaxes(0, 1)
+
+    def body(dw: Any, part: Any) -> tuple[Any, Any]:
+        scale = 2 * ct / (BATCH * w.shape[1])
+        logits = ((part @ w).astype(F32) * scale).astype(w.dtype)
+        return dw + part.T @ logits, logits @ w.T
+
+    dw, dx = lax.scan(body, jnp.zeros_like(w), parts)
+    return dx.swapaxes(0, 1).reshape(x.shape), dw
+
+
+chunked_head.defvjp(lambda x, w: (chunked_head(x, w), (x, w)), _chunked_head_back)
+
+
+@model(w=(16, 24))
+def custom_vjp_in_parts(p: Params, b: Batch, c: Any) -> Any:
+    return chunked_head(b.x, c(p["w"]))
+
+
+@jax.custom_vjp
+def lookup(table: Any, tokens: Any) -> Any:
+    return table[tokens]
+
+
+lookup.defvjp(
+    lambda table, tokens: (table[tokens], (table, tokens)),
+    lambda kept, ct: (jnp.zeros_like(kept[0]).at[kept[1]].add(ct), None),
+)
+
+
+@model(t=(32, 16))
+def custom_vjp_of_a_lookup(p: Params, b: Batch, c: Any) -> Any:
+    return end(lookup(c(p["t"]), b.tokens))
+
+
+@model(w=(16, 16))
+def orthogonalized(p: Params, b: Batch, c: Any) -> Any:
+    w = c(p["w"]) / 4
+    w = lax.fori_loop(0, 4, lambda _, w: 1.5 * w - 0.5 * w @ w.T @ w, w)
+    return end(b.x @ w)
+
+
 @model(w=(16, 48), o=(16, 16))
 def attention(p: Params, b: Batch, c: Any) -> Any:
     x = b.x.reshape(8, 8, 16)

@@ -1,0 +1,89 @@
+"""Rules for functions with derivatives of their own, `jax.custom_jvp` and `jax.custom_vjp`.
+
+Params are used by the function as it was traced. Its derivative rule runs again, with sums of
+gradients in float32.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core
+
+from jaxmp._float32_reduction.backward import summed_in_float32
+from jaxmp._float32_reduction.control_flow import Evaluate
+from jaxmp._float32_reduction.values import Origin, Traits, Value, count_of, flat, unflat
+from jaxmp._float32_reduction.weights import meet_data, met
+from jaxmp._jaxpr import compat
+from jaxmp._jaxpr.derivatives import Behind, with_derivative, with_passes
+from jaxmp._primitives.mixed_product import varying_as
+
+
+def custom_jvp_rule(
+    evaluate: Evaluate, equation: core.JaxprEqn, values: list[Value]
+) -> list[Value] | None:
+    """Runs the function as it is, and its derivative with float32 gradients.
+
+    The derivative is linear in the tangents. So it is its own derivative, and that one has float32
+    sums where tangents of params come in as params do.
+    """
+    if not meet_data(values):
+        return None
+    arrays, forms = flat([value.whole() for value in values])
+
+    def primal(*arrays: Any) -> list[Any]:
+        return compat.bind(equation, [value.used() for value in unflat(arrays, forms)])
+
+    def derivative(
+        program: core.ClosedJaxpr, by: Sequence[int], arrays: Sequence[Any], tangents: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        given = unflat(arrays, forms)
+
+        def along(*tangents: Any) -> list[Any]:
+            moved = [_tangent(given[i], x) for i, x in zip(by, tangents, strict=True)]
+            made = evaluate(program.jaxpr, program.consts, [*given, *moved])
+            return [value.used() for value in made[len(equation.outvars) :]]
+
+        nowhere = [varying_as(jnp.zeros_like(x), x) for x in tangents]
+        return call(*arrays), jax.jvp(along, nowhere, tangents)[1]
+
+    call = with_derivative(equation, _places(forms), primal, derivative)
+    return met(call(*arrays), values)
+
+
+def _places(forms: Sequence[Traits]) -> list[int]:
+    """Returns for each value the number of its last array: the gradient of a param is for that."""
+    return [end - 1 for end in itertools.accumulate(map(count_of, forms))]
+
+
+def _tangent(value: Value, tangent: Any) -> Value:
+    if not value.of_params:
+        return Value(tangent, origin=Origin.ACTIVATION)
+    if value.exact:
+        return Value(tangent, tangent, origin=Origin.WEIGHT)
+    narrow = lax.convert_element_type(tangent, value.array.dtype)
+    return Value(narrow, tangent, origin=Origin.WEIGHT)
+
+
+def custom_vjp_rule(
+    evaluate: Evaluate, equation: core.JaxprEqn, values: list[Value]
+) -> list[Value] | None:
+    """Runs the function and its forward pass as they are; its backward pass sums in float32."""
+    if not meet_data(values):
+        return None
+    arrays, forms = flat([value.whole() for value in values])
+
+    def primal(*arrays: Any) -> list[Any]:
+        return compat.bind(equation, [value.used() for value in unflat(arrays, forms)])
+
+    def ahead(jaxpr: Any, arrays: list[Any]) -> tuple[list[Any], Behind]:
+        operands = [value.used() for value in unflat(arrays, forms)]
+        return core.jaxpr_as_fun(jaxpr)(*operands), behind
+
+    def behind(program: core.ClosedJaxpr, by: Sequence[int], given: list[Any]) -> list[Any]:
+        return summed_in_float32(program, given, [forms[i].of_params for i in by])
+
+    return met(with_passes(equation, _places(forms), primal, ahead)(*arrays), values)
