@@ -11,12 +11,7 @@ from jaxmp._autocast.plan import Call, ResultsIn, plan
 from jaxmp._autocast.regions import Region
 from jaxmp._autocast.run import run_plan
 from jaxmp._autocast.steps import States, Step, alone
-from jaxmp._jaxpr.derivatives import (
-    Behind,
-    has_tangent,
-    with_derivative,
-    with_passes,
-)
+from jaxmp._jaxpr.derivatives import Behind, has_tangent, with_derivative, with_passes
 from jaxmp._jaxpr.program import Op, read
 
 

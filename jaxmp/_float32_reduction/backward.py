@@ -13,17 +13,9 @@ from jax.extend import core
 
 from jaxmp._float32_reduction.values import FLOAT32, is_half, may_be_param
 from jaxmp._jaxpr import compat
-from jaxmp._jaxpr.op_classes import (
-    AFTER_PRODUCTS,
-    CHECKPOINTS,
-    CONTRACTIONS,
-    IDENTITIES,
-    JITS,
-    SCANS_AND_BRANCHES,
-)
+from jaxmp._jaxpr.op_classes import AFTER_PRODUCTS, CONTRACTIONS, CONTROL_FLOW, IDENTITIES
 from jaxmp._jaxpr.rebind import Make, rebind
 
-_ENTERED = JITS | CHECKPOINTS | SCANS_AND_BRANCHES | {"while"} | {"shard_map"}
 _Wanted = tuple[bool, ...]
 
 
@@ -79,7 +71,7 @@ class _Summed:
         name, params = equation.primitive.name, equation.params
         if not any(wanted):
             return compat.bind(equation, values)
-        if name in _ENTERED:
+        if name in CONTROL_FLOW:
             turned = self.turned(equation, wanted)
             makers = [self.maker(each, turned) for each in compat.bodies_of(equation)]
             if name == "while":  # its condition is one truth value
@@ -118,7 +110,7 @@ class _Summed:
         nothing = [False] * len(equation.invars)
         if any(wanted) and name in IDENTITIES:
             return [may_be_param(equation.invars[0].aval), *nothing[1:]]
-        if not any(wanted) or name not in _ENTERED:
+        if not any(wanted) or name not in CONTROL_FLOW:
             return nothing
         turned, bodies = self.turned(equation, wanted), compat.sub_jaxprs(equation)
         if carry := _carry_of(equation):

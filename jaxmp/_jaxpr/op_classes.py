@@ -224,8 +224,8 @@ JITS = _listed("jit pjit")
 CHECKPOINTS = _listed("remat2 checkpoint")
 # Functions whose author wrote their derivative.
 CUSTOM_DERIVATIVES = _listed("custom_jvp_call custom_vjp_call")
-# Control flow with a backward pass, which `while` has not.
-SCANS_AND_BRANCHES = _listed("scan cond")
+# Control flow that can run again around other programs.
+CONTROL_FLOW = JITS | CHECKPOINTS | _listed("scan while cond shard_map")
 # They run one program once, and return its results as they are.
 CALLS = JITS | CHECKPOINTS | CUSTOM_DERIVATIVES
 # Their program combines two numbers, and does not run on arrays. So do scatters.

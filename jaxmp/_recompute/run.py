@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
 from jaxmp._jaxpr import compat
-from jaxmp._jaxpr.op_classes import JITS, SCANS_AND_BRANCHES
+from jaxmp._jaxpr.op_classes import CHECKPOINTS, CONTROL_FLOW, JITS
 from jaxmp._jaxpr.program import Op, Program, read, without_dead_code
 from jaxmp._jaxpr.rebind import rebind
 from jaxmp._recompute.pieces import Piece, divided, key_of
@@ -20,7 +20,7 @@ from jaxmp._recompute.storage import Storage, names_of
 STORED = "jaxmp.stored"
 # Operations whose programs run in pieces too. The user's own checkpoints stay as they are, and so
 # do functions with their own derivative. A `while` keeps nothing: it has no backward pass.
-_ENTERED = JITS | SCANS_AND_BRANCHES | {"shard_map"}
+_ENTERED = CONTROL_FLOW - CHECKPOINTS - {"while"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -170,6 +170,10 @@ def lists_of_primitives(source: str) -> list[list[str]]:
             values = [each.value for each in node.elts if isinstance(each, ast.Constant)]
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             values = node.value.split()
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
+            sets = [each for each in ast.walk(node) if isinstance(each, ast.Set)]
+            single = [each.elts[0] for each in sets if len(each.elts) == 1]
+            values = sorted(each.value for each in single if isinstance(each, ast.Constant))
         if len(values) > 1 and COSTS.keys() >= set(values):
             found.append(values)
     return found
@@ -191,6 +195,7 @@ def test_only_the_table_lists_primitives(module: str) -> None:
         "ADDS = {*OTHERS, 'add', 'sub'}",
         "adds = name in ('add', 'sub')",
         "RULES = dict.fromkeys(['add', 'sub'], rule)",
+        "ADDS = OTHERS | {'add'} | {'sub'}",
     ],
 )
 def test_the_check_sees_a_list_of_primitives(source: str) -> None:
