@@ -79,9 +79,10 @@ class _Summed:
             return rebind(equation, values, makers)
         if name == "convert_element_type" and may_be_param(values[0]):
             return values
-        if name == "scatter-add":  # its own function adds in the dtype of the trace
+        if name.startswith("scatter"):  # its own function has the dtype of the trace
+            scatter = lax.scatter if name == "scatter" else lax.scatter_add
             names = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
-            return [lax.scatter_add(*values, **{name: params[name] for name in names})]
+            return [scatter(*values, **{name: params[name] for name in names})]
         if name in CONTRACTIONS and is_half(equation.outvars[0].aval):
             return compat.bind(equation, values, preferred_element_type=FLOAT32)
         return compat.bind(equation, values)

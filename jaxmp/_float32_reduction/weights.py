@@ -17,6 +17,7 @@ from jaxmp._jaxpr import compat
 from jaxmp._jaxpr.op_classes import ARRANGEMENTS, CLASSES, LAID_ADDED, LAID_SCALED, OpClass
 
 _LAID_OVER = (Origin.SCALED, Origin.ADDED)
+_OF_DATA = (Origin.DATA, Origin.ACTIVATION, Origin.ROWS)
 
 
 def aval_of(equation: core.JaxprEqn) -> Any:
@@ -46,8 +47,8 @@ def is_alone(value: Value) -> bool:
 
 
 def meet_data(values: Sequence[Value]) -> bool:
-    """Whether there is data among the operands, integers too."""
-    return any(value.origin in (Origin.DATA, Origin.ACTIVATION) for value in values)
+    """Whether there is data among the operands: integers too, and rows that data chose."""
+    return any(value.origin in _OF_DATA for value in values)
 
 
 def without_data(operands: Sequence[Value]) -> bool:

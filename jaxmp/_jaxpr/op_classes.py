@@ -298,9 +298,9 @@ LINEAR = (PLAIN_MOVES | ADDS) | _listed(
 )
 # What may lie between a gradient and the product that it comes from: moves, elementwise operations
 # and sums.
-AFTER_PRODUCTS = (PLAIN_MOVES | _listed(*_TABLE[OpClass.PROMOTE])) | _listed(
-    "convert_element_type gather dynamic_update_slice scatter-add reduce_sum cumsum",
-    "psum psum_invariant pvary pcast sharding_constraint optimization_barrier",
+AFTER_PRODUCTS = (LINEAR_MOVES | _listed(*_TABLE[OpClass.PROMOTE])) | _listed(
+    "convert_element_type dynamic_update_slice scatter scatter-add reduce_sum cumsum",
+    "psum psum_invariant reduce_scatter pvary optimization_barrier",
 )
 # The identity on the first operand.
 IDENTITIES = _listed("held name gradient_of float32_gradient")
