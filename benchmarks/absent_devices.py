@@ -7,10 +7,13 @@ import os
 import pathlib
 from typing import Any, Literal
 
+import jax
 from jax.experimental import topologies
 
 Platform = Literal["gpu", "tpu"]
 PLATFORMS: tuple[Platform, ...] = ("gpu", "tpu")
+# How much time a TPU's compiler takes for a good program.
+EFFORTS = ("default", "least")
 
 # libtpu asks the cloud's metadata server unless it is told what it would answer.
 _LIBTPU = {
@@ -32,3 +35,13 @@ def absent_devices(platform: Platform) -> Any:
     return topologies.get_topology_desc(
         platform="cuda", topology_name="h100", topology="1x1x8", target_config=_H100.read_text()
     ).devices
+
+
+def compiler_options(platform: str, effort: str) -> dict[str, Any]:
+    """Compiler options for one of `EFFORTS`; compilers for other platforms than TPUs have none."""
+    if platform != "tpu" or effort == "default":
+        return {}
+    # jax 0.12 replaced the scale from -1 to 1 by levels, and refuses the old name.
+    if hasattr(jax.config, "jax_exec_time_optimization_effort"):
+        return {"exec_time_optimization_effort": -1.0}
+    return {"optimization_level": "O0"}

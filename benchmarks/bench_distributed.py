@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from absent_devices import PLATFORMS, absent_devices
+from absent_devices import EFFORTS, PLATFORMS, absent_devices, compiler_options
 from compiled_flops import compiled_flops
 from jaxtyping import Array, PyTree
 from measurement import RESULTS, Column, Report, Row
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
             command=" ".join(["python benchmarks/bench_distributed.py", *argv]),
             columns=_COLUMNS,
             rows=found,
-            assumptions=_ASSUMPTIONS,
+            assumptions=[*_ASSUMPTIONS, f"Effort of a TPU's compiler: {args.effort}."],
         )
         report.show()
         if not args.no_write:
@@ -119,12 +119,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--context", type=int, default=512)
     add("--batch", type=int, default=32, help="sequences, on all devices together")
     add("--min-size", type=int, default=2**16, help="params with fewer elements are not split")
-    add(
-        "--effort",
-        type=float,
-        default=0.0,
-        help="of a TPU's compiler: -1 is the fastest (jax 0.10)",
-    )
+    add("--effort", choices=EFFORTS, default="default", help="of a TPU's compiler")
     add("--no-write", action="store_true", help="print only, write no files")
     add("--results", type=pathlib.Path, default=RESULTS, help="where to write")
     add("--quick", action="store_true", help="a tiny model, whose memory says nothing")
@@ -182,9 +177,7 @@ class _Case:
         sizes = args.layers, args.width, args.heads, args.vocab, args.context
         self.model = ShardedLM(*sizes, remat=remat)
         self.mode = mode
-        is_tpu = devices[0].platform == "tpu"
-        effort = {"exec_time_optimization_effort": args.effort}
-        self.options: dict[str, Any] = effort if args.effort and is_tpu else {}
+        self.options = compiler_options(devices[0].platform, args.effort)
         self.shapes = self.model.params()
         self.placement = place(mode, self.shapes, devices, args.min_size)
         shape = (args.batch, args.context)

@@ -25,7 +25,7 @@ from typing import Any, Literal
 import flax_gpt
 import jax
 import recompute_times
-from absent_devices import PLATFORMS, absent_devices
+from absent_devices import EFFORTS, PLATFORMS, absent_devices, compiler_options
 from compiled_products import all_product_flops, estimated_cycles
 from measurement import Column, Report, Row, add_common_arguments
 from stacked_models import MODELS, Sizes
@@ -177,7 +177,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--models", type=listed, default=list(MODELS), help="with commas between them")
     add("--loops", type=listed, default=["scan", "unrolled"])
     add("--contenders", type=listed, default=_ALL, help=", ".join(_ALL))
-    add("--effort", choices=["default", "least"], default="default", help="of a TPU's compiler")
+    add("--effort", choices=EFFORTS, default="default", help="of a TPU's compiler")
     add("--quick", action="store_true", help="tiny models, whose memory says nothing")
     add_common_arguments(parser, repeats=10, steps=2)
     args = parser.parse_args(argv)
@@ -262,7 +262,7 @@ def _cost(loss: Callable[..., Any], arguments: Any, device: Any, effort: str) ->
     is_tpu = device.platform == "tpu"
     begin = time.perf_counter()
     try:
-        compiled = lowered.compile(_least() if is_tpu and effort == "least" else {})
+        compiled = lowered.compile(compiler_options(device.platform, effort))
     except jax.errors.JaxRuntimeError as error:
         needed = re.search(r"[Uu]sed ([\d.]+)G of [\d.]+G|required.*?\(([\d.]+)G\)", str(error))
         if needed is None:
@@ -282,13 +282,6 @@ def _cost(loss: Callable[..., Any], arguments: Any, device: Any, effort: str) ->
 
 def _placed(sharding: Any, x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-
-def _least() -> dict[str, Any]:
-    """Newer versions of JAX know levels alone."""
-    if hasattr(jax.config, "jax_exec_time_optimization_effort"):
-        return {"exec_time_optimization_effort": -1.0}
-    return {"optimization_level": "O0"}
 
 
 def _ratios(row: Row, base: Row | None, name: str) -> Row:

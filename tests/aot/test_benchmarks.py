@@ -33,6 +33,20 @@ def test_distributed(gpu: Compiler) -> None:
     assert by["shard_map, comm bf16"]["sums_ratio"] == pytest.approx(1, rel=0.05)
 
 
+@pytest.mark.jax
+def test_the_least_effort_is_one_that_a_compiler_for_tpus_knows(tpu: Compiler) -> None:
+    """Its option has another name since jax 0.12, and an unknown one is an error."""
+    options = importlib.import_module("absent_devices").compiler_options
+    on_one = jax.sharding.SingleDeviceSharding(tpu.devices[0])
+    x = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16, sharding=on_one)
+    lowered = jax.jit(lambda x: jnp.tanh(x @ x)).lower(x)
+    assert options("tpu", "default") == options("gpu", "least") == {}
+    assert len(options("tpu", "least")) == 1
+    assert lowered.compile(options("tpu", "least")).cost_analysis()["flops"] > 2 * 256**3
+    with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
+        lowered.compile({"optimization_zeal": -1.0})  # positive control
+
+
 def test_skipping(gpu: Compiler) -> None:
     bench: Any = importlib.import_module("bench_skipping")
     tiny = ["--layers", "8", "--width", "512", "--devices", "8", "--paths", "step"]

@@ -193,7 +193,7 @@ def test_a_train_step_with_a_shard_map(policy: str, set_mesh: bool) -> None:
 
 
 def test_a_sum_of_weights_that_the_loss_asks_for_keeps_its_dtype() -> None:
-    """The loss keeps its bits, the gradient is float32; who checks the sums has to name this one."""
+    """The loss keeps its bits and its gradient is float32; who checks sums names this one."""
 
     def averaged(w: Any, x: Any) -> Any:
         return dense(lax.pmean(w[0], "data"), x)
