@@ -39,8 +39,8 @@ class GradientReduction(NamedTuple):
     fsdp: FSDP | None = None
     several: bool = False
 
-    def layouts(self, params: Sequence[PyTree]) -> list[Layout] | None:
-        """Returns the layout of each leaf of the params."""
+    def layouts(self, params: Sequence[PyTree]) -> list[Layout | None] | None:
+        """Returns the layout of each leaf of the params; None for those that are not gathered."""
         if self.fsdp is None:
             return None
         return self.fsdp.layouts(tuple(params) if self.several else params[0])

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from jaxmp._mesh.specs import axes_of_spec, check_rank, flat_specs, named_axes
 from jaxmp._numerics.dtypes import parse_dtype
 from jaxmp._numerics.tree import leaf_names
 from jaxmp._numerics.user_warnings import warn
+from jaxmp._policies.patterns import Pattern, check_pattern, is_about_paths, matches, pattern_text
 
 _LARGE = 2**12  # elements; gathers of smaller params cost more time than they save memory
 
@@ -38,11 +39,18 @@ class FSDP:
       gather_dtype: the widest dtype in which params are gathered (FSDP2's `param_dtype`). Params
         that the model uses in a wider dtype are cast to it first. By default, each param is
         gathered in the dtype in which the model uses it.
+      gather: which params are gathered, as a dictionary such as `{"experts": False}`, or as pairs.
+        By default all are. Of a param that is not, the partitioner chooses what moves, the param or
+        what it is multiplied with: cheaper where a device has few examples for it, as of one expert
+        among many, or none, as in `a @ b` of LoRA. Its gradient is summed in float32 all the same.
+        Patterns are those of `PolicyRules` about paths, in the tree of params. The first one that
+        matches the path of a param, or of what the param is in, decides.
 
     Raises:
-      TypeError: if a leaf of `shardings` is not a `NamedSharding`.
-      ValueError: if no param is split over `axis`, the mesh has other axis types, or params cannot
-        be gathered in `gather_dtype`.
+      TypeError: if a leaf of `shardings` is not a `NamedSharding`, or `gather` is no such
+        dictionary.
+      ValueError: if no param is split over `axis`, the mesh has other axis types, params cannot be
+        gathered in `gather_dtype`, or a pattern of `gather` decides nothing.
 
     >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
     >>> fsdp = FSDP(shardings={"w": NamedSharding(mesh, PartitionSpec("data"))}, axis="data")
@@ -53,6 +61,7 @@ class FSDP:
     shardings: PyTree
     axis: str | Sequence[str] = "data"
     gather_dtype: Any = None
+    gather: Any = ()
 
     def __post_init__(self) -> None:
         split: set[str] = set()
@@ -74,6 +83,8 @@ class FSDP:
                     f"without a scale; got {dtype.name}"
                 )
             object.__setattr__(self, "gather_dtype", dtype)
+        object.__setattr__(self, "gather", _gather_rules(self.gather))
+        _check_all_decide(self.gather, leaf_names(self.shardings))
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -84,14 +95,14 @@ class FSDP:
     def _leaves(self) -> list[Any]:
         return jax.tree.leaves(self.shardings)
 
-    def layouts(self, params: PyTree) -> list[Layout]:
+    def layouts(self, params: PyTree) -> list[Layout | None]:
         """Returns the layout of each leaf of the params.
 
         Args:
           params: a tree with the structure of `shardings`.
 
         Returns:
-          One layout for each leaf.
+          One layout for each leaf; None for a param that is not gathered.
 
         Raises:
           ValueError: if the structures differ, or a sharding does not fit its param.
@@ -102,10 +113,14 @@ class FSDP:
                 "fsdp.shardings must have the structure of the params, one NamedSharding for each: "
                 f"{_differing_leaves(self.shardings, params)}"
             )
-        found = []
+        found: list[Layout | None] = []
         leaves = zip(leaf_names(params), jax.tree.leaves(params), self._leaves, strict=True)
         for name, leaf, sharding in leaves:
             _check_fits(name, jnp.shape(leaf), sharding)
+            rule = _deciding(self.gather, name)
+            if rule is not None and not self.gather[rule][1]:
+                found.append(None)
+                continue
             found.append(
                 layout_of(sharding, jnp.ndim(leaf), frozenset(self.axes), self.gather_dtype)
             )
@@ -135,6 +150,47 @@ def _check_sharding(name: str, sharding: Any) -> None:
         raise ValueError(
             f"fsdp needs a mesh whose axes are AxisType.Auto, got {sharding.mesh.axis_types}: "
             "jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(names))"
+        )
+
+
+def _gather_rules(given: Any) -> tuple[tuple[Pattern, bool], ...]:
+    """Returns the pairs of pattern and choice, if they are valid."""
+    rules = given.items() if isinstance(given, Mapping) else given
+    if isinstance(rules, (str, bool)) or not all(
+        isinstance(rule, tuple) and len(rule) == 2 and isinstance(rule[1], bool) for rule in rules
+    ):
+        raise TypeError(
+            "gather must say by path which params are gathered, as in {'experts': False}, got "
+            f"{given!r}"
+        )
+    for pattern, _ in rules:
+        if not is_about_paths(check_pattern(pattern)):
+            raise TypeError(
+                "gather takes patterns of paths, such as 'experts' or 're:.*/lora_[ab]', as params "
+                f"are arrays without a class; got {pattern_text(pattern)!r}"
+            )
+    return tuple(rules)
+
+
+def _deciding(rules: Sequence[tuple[Pattern, bool]], name: str) -> int | None:
+    """Returns which rule decides about a param: the first for it, or for what it is in."""
+    parts = name.split("/")
+    paths = ["/".join(parts[:end]) for end in range(len(parts) + 1)]
+    for i, (pattern, _) in enumerate(rules):
+        if any(matches(pattern, path, None) for path in paths):
+            return i
+    return None
+
+
+def _check_all_decide(rules: Sequence[tuple[Pattern, bool]], names: Sequence[str]) -> None:
+    """Raises ValueError for a pattern that matches no param, or only those of earlier ones."""
+    used = {_deciding(rules, name) for name in names}
+    if unused := [pattern_text(rule[0]) for i, rule in enumerate(rules) if i not in used]:
+        more = ", ..." if len(names) > 8 else ""
+        raise ValueError(
+            f"gather has patterns that decide nothing: {', '.join(map(repr, unused))}. The params "
+            f"are {', '.join(map(repr, names[:8]))}{more}. Correct the pattern, or remove it; of "
+            "several that match a param, the first decides"
         )
 
 

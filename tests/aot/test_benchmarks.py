@@ -33,6 +33,19 @@ def test_distributed(gpu: Compiler) -> None:
     assert by["shard_map, comm bf16"]["sums_ratio"] == pytest.approx(1, rel=0.05)
 
 
+@pytest.mark.exhaustive
+def test_gather(gpu: Compiler) -> None:
+    """Experts that are not gathered are computed once, and merged weights too."""
+    bench: Any = importlib.import_module("bench_gather")
+    tiny = ["--tokens", "64", "--width", "64", "--experts", "8", "--no-write"]
+    rows = bench.main(["--platforms", gpu.platform, *tiny])
+    by = {(row["model"], row["by"].partition("=")[0]): row for row in rows}
+    for model in ("experts", "LoRA"):
+        assert by[model, "gather all"]["flops_ratio"] > 1.4
+        assert by[model, "gather"]["flops_ratio"] == pytest.approx(1, abs=0.05)
+        assert by[model, "gather"]["gathers"] < by[model, "gather all"]["gathers"] / 2
+
+
 @pytest.mark.jax
 def test_the_least_effort_is_one_that_a_compiler_for_tpus_knows(tpu: Compiler) -> None:
     """Its option has another name since jax 0.12, and an unknown one is an error."""
