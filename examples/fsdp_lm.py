@@ -10,11 +10,16 @@ Where there are only CPUs, eight devices are simulated. As a job of two processe
 
     python examples/fsdp_lm.py --coordinator localhost:9876 --processes 2 --process-id 0 &
     python examples/fsdp_lm.py --coordinator localhost:9876 --processes 2 --process-id 1
+
+With `--checkpoints runs/fsdp` the state is saved every few steps. A run that was killed goes on
+with `--resume`: on as many processes to the same bits, and on other numbers of devices or in
+another mode too, where sums have another order.
 """
 
 import argparse
 import functools
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -23,11 +28,13 @@ import optax
 from flax import nnx
 from jax import Array
 from language_model import GPT, Corpus, Size, make_loss, precision_rules
+from lm_checkpoints import Checkpoints
 from lm_sharding import MODES, Placement, place
 
 import jaxmp
 from jaxmp.sharding import per_shard, state_shardings
 
+History = dict[str, list[float]]
 POLICIES = ("mixed_bfloat16", "mixed_float16", "bfloat16", "float32")
 
 
@@ -51,6 +58,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--width", type=int, default=256, help="size of the residual stream")
     add("--heads", type=int, default=8, help="attention heads")
     add("--lr", type=float, default=1e-3, help="learning rate")
+    add("--checkpoints", type=Path, help="folder for checkpoints, which every process can see")
+    add("--checkpoint-every", type=int, default=20, help="steps between two checkpoints")
+    add("--resume", action="store_true", help="go on from the latest checkpoint, if there is one")
     add("--coordinator", help="address of process 0, in a job of several processes")
     add("--processes", type=int, default=1, help="how many processes the job has")
     add("--process-id", type=int, default=0, help="which of them this is")
@@ -59,6 +69,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--comm-dtype needs --mode per-shard")
     if settings.plain and settings.mode == "per-shard":
         parser.error("--mode per-shard is not plain JAX")
+    if settings.resume and not settings.checkpoints:
+        parser.error("--resume needs --checkpoints")
+    if settings.checkpoint_every < 1:
+        parser.error("--checkpoint-every must be at least 1")
     if settings.processes > 1 and not settings.coordinator:
         parser.error("--processes needs --coordinator")
     return settings
@@ -112,6 +126,63 @@ def make_step(
     return step
 
 
+def open_checkpoints(settings: argparse.Namespace, corpus: Corpus) -> Checkpoints | None:
+    """The checkpoints of this run, or None if there are to be none."""
+    if not settings.checkpoints:
+        return None
+    decisive = ("policy", "batch_size", "context", "layers", "width", "heads", "lr")
+    recipe = {name: getattr(settings, name) for name in decisive} | {"corpus": corpus.digest}
+    checkpoints = Checkpoints(settings.checkpoints, recipe)
+    if checkpoints.latest is not None and not settings.resume:
+        raise SystemExit(
+            f"{settings.checkpoints} has a checkpoint of {checkpoints.latest} steps: go on from it "
+            "with --resume, or choose another folder"
+        )
+    return checkpoints
+
+
+def start_state(
+    create: Callable[[], jaxmp.TrainState], shardings: Any, checkpoints: Checkpoints | None
+) -> tuple[jaxmp.TrainState, History]:
+    """A new state, or that of the latest checkpoint; and the losses and norms so far.
+
+    Each device makes or reads its own part: a large model is on none of them as a whole.
+    """
+    if checkpoints is None or checkpoints.latest is None:
+        return jax.jit(create, out_shardings=shardings)(), {"loss": [], "grad_norm": []}
+    like = jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        jax.eval_shape(create),
+        shardings,
+    )
+    return checkpoints.restore(like)
+
+
+def train(
+    step: Callable[..., Any],
+    state: jaxmp.TrainState,
+    batch: Callable[[int], Array],
+    history: History,
+    checkpoints: Checkpoints | None,
+    settings: argparse.Namespace,
+    show: Callable[..., None],
+) -> None:
+    """Takes the steps that are left, and adds to the history what became of them."""
+    pending: list[dict[str, Array]] = []
+    for i in range(len(history["loss"]), settings.steps):
+        state, metrics = step(state, batch(i))
+        pending.append(metrics)
+        last = i == settings.steps - 1
+        if i % 10 == 0 or last:
+            show(f"step {i:4}  loss {metrics['loss']:.4f}  grad norm {metrics['grad_norm']:.4f}")
+        if last or (checkpoints and (i + 1) % settings.checkpoint_every == 0):
+            for name, values in history.items():  # here the host waits for the devices
+                values += [float(one[name]) for one in pending]
+            pending.clear()
+            if checkpoints:
+                checkpoints.save(i + 1, state, history)
+
+
 class Result(NamedTuple):
     """What `main` found.
 
@@ -142,11 +213,11 @@ def main(argv: Sequence[str] | None = None) -> Result:
         _, params = make_model(settings, corpus.vocab_size)
         return jaxmp.TrainState.create(params=params, tx=tx)
 
-    # Each device makes its own part of the state: a large model is on none of them as a whole.
     graphdef, shapes = jax.eval_shape(lambda: make_model(settings, corpus.vocab_size))
     placed = place(settings.mode, shapes)
     shardings = state_shardings(jax.eval_shape(create), shapes, placed.params)
-    state = jax.jit(create, out_shardings=shardings)()
+    checkpoints = open_checkpoints(settings, corpus)
+    state, history = start_state(create, shardings, checkpoints)
     step = make_step(settings, make_loss(graphdef), placed, shardings)
 
     def batch(i: int) -> Array:
@@ -164,14 +235,10 @@ def main(argv: Sequence[str] | None = None) -> Result:
     if settings.check and placed.batch_axes:
         jaxmp.assert_reduced_in(step, "float32", state, batch(0), axis=placed.batch_axes)
 
-    history = []
-    for i in range(settings.steps):
-        state, metrics = step(state, batch(i))
-        history.append(metrics)
-        if i % 10 == 0 or i == settings.steps - 1:
-            show(f"step {i:4}  loss {metrics['loss']:.4f}  grad norm {metrics['grad_norm']:.4f}")
-    loss, grad_norm = ([float(x[name]) for x in history] for name in ("loss", "grad_norm"))
-    return Result(collectives, on_device, in_all, loss, grad_norm)
+    if history["loss"]:
+        show(f"goes on after step {len(history['loss']) - 1} of {settings.checkpoints}")
+    train(step, state, batch, history, checkpoints, settings, show)
+    return Result(collectives, on_device, in_all, history["loss"], history["grad_norm"])
 
 
 if __name__ == "__main__":

@@ -25,10 +25,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 from flax import nnx
 from jax import Array
 from language_model import GPT, Corpus, Size, make_loss, precision_rules
+from lm_checkpoints import Checkpoints
 from lm_report import Earlier, draw, make_table, show_progress
 from rich.console import Console
 
@@ -158,47 +158,6 @@ class History:
         return f"loss {self.loss[-1]:.3f}{val}{scale}{skips}"
 
 
-class Checkpoints:
-    """State and history of one policy on disk, under the number of the iteration.
-
-    Orbax writes to a temporary folder and renames it when all is there, so a process that is
-    killed in the middle of a save leaves the checkpoint before it as the latest.
-    """
-
-    def __init__(self, name: str, settings: Settings, corpus: Corpus) -> None:
-        self.recipe = settings.recipe() | {"corpus": corpus.digest}
-        self.folder = settings.out / "checkpoints" / name
-        if not settings.resume:
-            shutil.rmtree(self.folder, ignore_errors=True)
-        options = ocp.CheckpointManagerOptions(
-            preservation_policy=ocp.checkpoint_managers.LatestN(2),
-            cleanup_tmp_directories=True,
-            enable_async_checkpointing=False,
-        )
-        self.manager = ocp.CheckpointManager(self.folder.resolve(), options=options)
-
-    def save(self, iteration: int, state: jaxmp.TrainState, history: History) -> None:
-        """Writes everything that the iterations after this one depend on."""
-        record = {"recipe": self.recipe, "history": dataclasses.asdict(history)}
-        items = {"state": ocp.args.StandardSave(state), "record": ocp.args.JsonSave(record)}
-        self.manager.save(iteration, args=ocp.args.Composite(**items))
-
-    def restore(self, state: jaxmp.TrainState) -> tuple[jaxmp.TrainState, History]:
-        """The latest checkpoint in the layout of `state`; `state` itself if there is none."""
-        iteration = self.manager.latest_step()
-        if iteration is None:
-            return state, History()
-        items = {"state": ocp.args.StandardRestore(state), "record": ocp.args.JsonRestore()}
-        found = self.manager.restore(iteration, args=ocp.args.Composite(**items))
-        then = found.record["recipe"]
-        if changed := [key for key, value in self.recipe.items() if then.get(key) != value]:
-            raise SystemExit(
-                f"cannot resume {self.folder}: it was made with other settings: "
-                + ", ".join(f"{key} {then.get(key)}, not {self.recipe[key]}" for key in changed)
-            )
-        return found.state, History(**found.record["history"])
-
-
 def train(
     name: str, settings: Settings, corpus: Corpus, report: Callable[[int, str], None]
 ) -> tuple[jaxmp.TrainState, History]:
@@ -206,8 +165,13 @@ def train(
     state, loss_fn = _start(name, settings, corpus)
     history, checkpoints = History(), None
     if settings.checkpoint_every:
-        checkpoints = Checkpoints(name, settings, corpus)
-        state, history = checkpoints.restore(state)
+        folder = settings.out / "checkpoints" / name
+        if not settings.resume:
+            shutil.rmtree(folder, ignore_errors=True)
+        checkpoints = Checkpoints(folder, settings.recipe() | {"corpus": corpus.digest})
+        if checkpoints.latest is not None:
+            state, saved = checkpoints.restore(state)
+            history = History(**saved)
     if history.loss:
         report(len(history.loss), history.describe())
     return _iterate(state, history, loss_fn, settings, corpus, checkpoints, report)
@@ -262,7 +226,7 @@ def _iterate(
             history.val_loss.append(float(evaluate(state.params, held_out)))
             jaxmp.check_progress(state, history.loss[-1])
         if checkpoints and settings.due(i, settings.checkpoint_every):
-            checkpoints.save(i, state, history)
+            checkpoints.save(i, state, dataclasses.asdict(history))
         report(i, history.describe())
         started = time.perf_counter()
     return state, history
