@@ -49,7 +49,8 @@ def assert_reduced_in(
         in tensor parallelism.
       activations: one or several patterns such as `"expert*"` that name the sums of activations:
         the name of a linen module, a `jax.named_scope`, a primitive (`"scatter-add"`), or a
-        function or file in the reported line; or `"forward"` for the forward pass.
+        function or file in the reported line; or `"forward"` for the forward pass (which JAX does
+        not tell from the backward pass in a `shard_map`).
       **kwargs: keyword arguments of the function.
 
     Raises:

@@ -1,6 +1,7 @@
-"""Training with `jax.distributed` on two and four processes: the same bits as on one.
+"""Training with `jax.distributed` on two and four processes: the bits of one, where sums are exact.
 
-How jobs of several processes are run, and which bits can be compared: `tests/multiprocess`.
+A sum of two numbers has one order; for four, models are chosen whose sums float32 holds exactly.
+How jobs of several processes are run, and which bits can be compared: `tests/support/multiprocess`.
 """
 
 import signal
