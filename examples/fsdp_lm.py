@@ -58,7 +58,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--width", type=int, default=256, help="size of the residual stream")
     add("--heads", type=int, default=8, help="attention heads")
     add("--lr", type=float, default=1e-3, help="learning rate")
-    add("--checkpoints", type=Path, help="folder for checkpoints, which every process can see")
+    add("--checkpoints", metavar="FOLDER", type=Path, help="write checkpoints there")
     add("--checkpoint-every", type=int, default=20, help="steps between two checkpoints")
     add("--resume", action="store_true", help="go on from the latest checkpoint, if there is one")
     add("--coordinator", help="address of process 0, in a job of several processes")

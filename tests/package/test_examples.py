@@ -1,11 +1,9 @@
 """The scripts in examples/ do what the README says of them."""
 
-import functools
 import importlib
 import io
 import json
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -23,7 +21,6 @@ from rich.console import Console
 import jaxmp
 from tests.support.bits import tree_bits
 from tests.support.dots import count_dots
-from tests.support.multiprocess.launcher import retry_ports
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = [
@@ -31,11 +28,6 @@ SMALL = [
     *("--eval-every", "7", "--checkpoint-every", "4", "--growth-interval", "2", "--no-plot"),
 ]
 PRECISIONS = ["float32", "mixed_bfloat16", "mixed_float16"]
-SPREAD = [
-    *("--steps", "3", "--layers", "1", "--width", "64"),
-    *("--batch-size", "16", "--context", "16"),
-]
-NARROW = ("bfloat16", "float16")
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
@@ -269,184 +261,3 @@ def test_resume_refuses_other_settings(tmp_path: Path) -> None:
     train_lm.main(arguments)
     with pytest.raises(SystemExit, match=r"lr 0\.003, not 0\.1"):
         train_lm.main([*arguments, "--lr", "0.1", "--resume"])
-
-
-@functools.cache
-def spread(arguments: str) -> Any:
-    """What `fsdp_lm.py` found, which is slow to compile."""
-    return importlib.import_module("fsdp_lm").main([*SPREAD, *arguments.split()])
-
-
-def over_batch(result: Any) -> Any:
-    """What a step of it sends over the axes that share out the batch."""
-    axes = [axis for axis, _ in result.collectives.mesh_axes if axis != "model"]
-    return result.collectives.select(axis=axes)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        "--mode fsdp --check",
-        "--mode fsdp+tp",
-        *(
-            pytest.param(arguments, marks=pytest.mark.exhaustive)
-            for arguments in (
-                "--mode tp",
-                "--mode hsdp",
-                "--mode per-shard --comm-dtype bfloat16",
-                "--mode fsdp --policy mixed_float16 --microbatches 2",
-                "--mode fsdp --policy bfloat16",
-            )
-        ),
-    ],
-)
-def test_a_model_learns_the_same_however_it_is_spread(arguments: str) -> None:
-    result, reference = spread(arguments), spread("--mode ddp")
-    assert result.loss == pytest.approx(reference.loss, rel=1e-3)
-    assert result.grad_norm == pytest.approx(reference.grad_norm, rel=2e-2)
-    # Positive control: three steps move both far more.
-    assert reference.loss[-1] < 0.95 * reference.loss[0]
-    assert min(reference.grad_norm) < 0.9 * max(reference.grad_norm)
-    assert over_batch(result).bytes(dtype=NARROW, reducer="add") == 0
-    assert (result.bytes_on_device < result.bytes_in_all) == ("per-shard" not in arguments)
-
-
-@pytest.mark.slow
-def test_what_devices_send_each_other() -> None:
-    example = importlib.import_module("language_model")
-    kernels = 64 * (3 * 64 + 64 + 4 * 64 + 4 * 64)  # of the block
-    head = 64 * example.Corpus.load().vocab_size  # computes in float32
-    ddp = over_batch(spread("--mode ddp"))
-    assert ddp.bytes(dtype="float32", reducer="add") > 4 * (kernels + head)
-    assert ddp.bytes(dtype=NARROW) == 0
-    fsdp = over_batch(spread("--mode fsdp --check"))
-    # Gathered once for the model, and once more for its gradients; but the embedding is a lookup.
-    assert fsdp.bytes("all-gather", "bfloat16") == 2 * (2 * kernels + head)
-    # The head is float32 by the model's own choice, and nothing else is.
-    assert fsdp.bytes("all-gather", "float32") in (4 * head, 2 * 4 * head)
-    per_shard = over_batch(spread("--mode per-shard --comm-dtype bfloat16"))
-    assert per_shard.bytes("all-to-all", "bfloat16") > 2 * (kernels + head)
-    # Positive control: in plain JAX sums are narrow, and `--check` says so.
-    with pytest.raises(jaxmp.AuditError, match=r"bfloat16  all-reduce over data .*language_model"):
-        spread("--mode ddp --plain --check")
-
-
-@pytest.mark.slow
-def test_two_processes_learn_what_one_does(tmp_path: Path) -> None:
-    def commands(port: int) -> list[list[str]]:
-        job = ["--coordinator", f"localhost:{port}", "--processes", "2", *SPREAD]
-        script = ["env", "JAX_PLATFORMS=cpu", sys.executable, str(EXAMPLES / "fsdp_lm.py")]
-        return [[*script, *job, "--process-id", str(i)] for i in range(2)]
-
-    first, second = retry_ports(commands, folder=tmp_path, timeout=300)
-    assert (first.returncode, second.returncode) == (0, 0), first.output + second.output
-    assert "loss" not in second.output
-    losses = [float(x) for x in re.findall(r"loss (\S+)", first.output)]
-    loss = spread("--mode fsdp --check").loss
-    assert losses == pytest.approx([loss[0], loss[-1]], abs=1e-3)
-    assert "8 data" in first.output
-
-
-# Runs the script that follows, until a file turns up.
-KILLED = """
-import os, pathlib, runpy, signal, sys, threading, time
-
-def watch(folder, pattern):
-    while not any(pathlib.Path(folder).glob(pattern)):
-        time.sleep(0.001)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-threading.Thread(target=watch, args=sys.argv[1:3], daemon=True).start()
-sys.argv = sys.argv[3:]
-sys.path.insert(0, str(pathlib.Path(sys.argv[0]).parent))
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
-def job(
-    folder: Path, processes: int, *arguments: str, until: str | None = None
-) -> tuple[list[int], str]:
-    """Runs `fsdp_lm.py` with checkpoints in a folder; process 1 is killed `until` a file is there.
-
-    Returns:
-      How each process ended, and what all of them wrote.
-    """
-
-    def commands(port: int) -> list[list[str]]:
-        job = ["--coordinator", f"localhost:{port}", "--processes", str(processes), *SPREAD]
-        job += ["--checkpoints", str(folder), "--checkpoint-every", "2", "--steps", "7", *arguments]
-        script = [str(EXAMPLES / "fsdp_lm.py"), *job]
-        python = [["env", "JAX_PLATFORMS=cpu", sys.executable] for _ in range(processes)]
-        if until:
-            python[1] += ["-c", KILLED, str(folder), until]
-        return [[*each, *script, "--process-id", str(i)] for i, each in enumerate(python)]
-
-    logs = folder.with_suffix(".logs")
-    logs.mkdir(exist_ok=True)
-    exits = retry_ports(commands, folder=logs, timeout=400)
-    return [each.returncode for each in exits], "".join(each.output for each in exits)
-
-
-def saved_losses(folder: Path, steps: int) -> list[float]:
-    return json.loads((folder / str(steps) / "record" / "metadata").read_text())["history"]["loss"]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.slow
-def test_a_killed_job_goes_on_with_the_same_or_other_processes(tmp_path: Path) -> None:
-    """One of four is killed while the third checkpoint is written: the second is the last."""
-    whole, killed, fewer = (tmp_path / name for name in ("whole", "killed", "fewer"))
-    codes, output = job(whole, 4)
-    assert codes == [0] * 4, output
-    expected = saved_losses(whole, 7)
-    assert len(set(expected)) == 7
-
-    codes, output = job(killed, 4, until="6.orbax-checkpoint-tmp*")
-    assert codes[1] == -signal.SIGKILL, output
-    assert {path.name for path in killed.iterdir() if path.name.isdigit()} == {"2", "4"}
-    assert saved_losses(killed, 4) == expected[:4]
-    shutil.copytree(killed, fewer)
-
-    codes, output = job(killed, 4, "--resume")
-    assert codes == [0] * 4, output
-    assert "goes on after step 3" in output
-    assert saved_losses(killed, 7) == expected
-
-    # Four processes of two devices, then two of four; and another way to spread the model.
-    codes, output = job(fewer, 2, "--resume", "--mode", "hsdp")
-    assert codes == [0] * 2, output
-    assert saved_losses(fewer, 7)[:4] == expected[:4]
-    assert saved_losses(fewer, 7) == pytest.approx(expected, rel=1e-3)
-
-
-@pytest.mark.slow
-def test_a_resumed_run_in_one_process(tmp_path: Path) -> None:
-    """It ends with the losses of one that was left alone, and says what it cannot go on from."""
-    main = importlib.import_module("fsdp_lm").main
-    run = [*SPREAD, "--checkpoints", str(tmp_path / "run")]
-    main([*run, "--steps", "2"])
-    with pytest.raises(SystemExit, match=r"has a checkpoint of 2 steps: .* --resume"):
-        main(run)
-    with pytest.raises(SystemExit, match=r"other settings: lr 0\.001, not 0\.1"):
-        main([*run, "--resume", "--lr", "0.1"])
-    assert main([*run, "--resume"]).loss == spread("--mode fsdp --check").loss
-    assert main([*run, "--resume"]).loss == spread("--mode fsdp --check").loss  # nothing is left
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--resume"], "needs --checkpoints"),
-        (["--checkpoint-every", "0"], "must be at least 1"),
-        (["--comm-dtype", "bfloat16"], "needs --mode per-shard"),
-        (["--mode", "per-shard", "--plain"], "is not plain JAX"),
-        (["--processes", "2"], "needs --coordinator"),
-    ],
-)
-def test_settings_that_mean_nothing_are_refused(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        importlib.import_module("fsdp_lm").main(arguments)
-    assert message in capsys.readouterr().err
