@@ -19,7 +19,7 @@ from jaxmp._autocast.steps import HALVES, initial
 from jaxmp._jaxpr.cpu_compiler import warn_of_cpu_compiler
 from jaxmp._jaxpr.op_classes import OpLists, op_lists
 from jaxmp._jaxpr.program import read
-from jaxmp._jaxpr.tracing import Static, combine, partition, rewriting, trace_call
+from jaxmp._jaxpr.tracing import Static, Traced, combine, partition, rewriting
 from jaxmp._numerics.user_warnings import warn
 from jaxmp._policies.patterns import is_about_paths
 from jaxmp._policies.policy import Policy, get_policy
@@ -150,13 +150,14 @@ def _wrapped(fun: Callable[..., Any], settings: _Settings) -> Callable[..., Any]
     told: list[str] = []
     computed_in = dtypes_of(get_rules(settings.policy))
 
-    def rewrite(closed: Any, static: Static, arrays: list[Any]) -> list[Any]:
+    def rewrite(traced: Traced, static: Static, arrays: list[Any]) -> list[Any]:
+        closed = traced.closed
         kernels: Taken = {}
         if settings.kernels == "low":
             kernels = low_kernels(
                 closed,
                 Regions(settings.policy),
-                lambda avals: trace_call(fun, static, avals)[0],
+                traced.for_dtypes,
                 weights=_of_first_argument(static, len(arrays)),
                 enter_custom_vjp=settings.enter_custom_vjp,
             )

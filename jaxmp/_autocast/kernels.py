@@ -47,7 +47,7 @@ def low_kernels(
     Args:
       closed: the function, traced in float32.
       regions: the policy of each scope. Kernels in float32 regions stay as they were traced.
-      trace: traces the function for other abstract arguments.
+      trace: traces the function for arguments of other dtypes.
       weights: the numbers of the arguments that are params, and not data.
       enter_custom_vjp: whether `custom_vjp` functions are rewritten, and so are not kernels.
     """
@@ -58,13 +58,10 @@ def low_kernels(
     for dtype in dict.fromkeys(x.region.low for x in kernels if not x.region.exact):
         # A cast of all arguments would round labels: near 1,000, bfloat16 rounds to multiples of 4.
         leaves = _read_by_products(closed, weights)
-        avals = [
-            aval.update(dtype=dtype, weak_type=False) if i in leaves else aval
-            for i, aval in enumerate(closed.in_avals)
-        ]
+        dtypes = [dtype if i in leaves else aval.dtype for i, aval in enumerate(closed.in_avals)]
         try:
             with jax.numpy_dtype_promotion("standard"):  # labels stay float32 beside predictions
-                low = trace(avals)
+                low = trace(dtypes)
         except Exception as error:  # any error: the function was not written for 16-bit arguments
             text = str(error).partition("\n")[0]
             reasons[f"the function fails with them ({type(error).__name__}: {text})"] = None

@@ -140,7 +140,7 @@ class _ModuleReduction(GradientReduction):
             return pure_fun(graphdef, nnx.merge_state(params, rest))
 
         def rewritten(graphdef: Any, state: Any) -> Any:
-            self.check(state)
+            self.check()
             params, rest = nnx.split_state(state, is_wanted, ...)
             # The params of each argument, in the structure of their gradients.
             own = [nnx.State(params.raw_mapping.get(x.argnum, {})) for x in argnums]

@@ -13,7 +13,6 @@ from jaxmp._jaxpr.tracing import combine, partition, trace_call
 from jaxmp._mesh.device_sums import varying_is_tracked
 from jaxmp._mesh.fsdp import FSDP
 from jaxmp._mesh.layout import Layout
-from jaxmp._mesh.specs import axes_of_spec
 from jaxmp._numerics.dtypes import parse_dtype
 
 
@@ -45,10 +44,9 @@ class GradientReduction(NamedTuple):
             return None
         return self.fsdp.layouts(tuple(params) if self.several else params[0])
 
-    def check(self, args: PyTree) -> None:
-        """Raises an error if the gradients of a function of these arrays would not be global."""
+    def check(self) -> None:
+        """Raises an error if the gradients of a function would not be global here."""
         check_no_local_gradients()
-        check_no_explicit_axes(args)
         manual = jax.sharding.get_abstract_mesh().manual_axes
         if self.fsdp is not None and set(self.fsdp.axes).intersection(manual):
             raise ValueError(
@@ -60,7 +58,7 @@ class GradientReduction(NamedTuple):
         self, fun: Callable[..., Any], args: Sequence[Any], argnums: Sequence[int]
     ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """Returns the function and its arguments, rewritten to sum gradients in float32."""
-        self.check(args)
+        self.check()
         layouts = self.layouts([args[i] for i in argnums])
         return reduced_in_float32(fun, args, argnums, layouts)
 
@@ -82,22 +80,6 @@ def check_no_local_gradients() -> None:
             "reduce_dtype out and give the gradients to jaxmp.sharding.reduce_gradients. "
             "jax.pmap is such a shard_map: use jax.jit with sharded arrays"
         )
-
-
-def check_no_explicit_axes(args: Any) -> None:
-    """Raises NotImplementedError for arrays that are sharded over explicit mesh axes."""
-    for leaf in jax.tree.leaves(args):
-        axes = axes_of_spec(jax.typeof(leaf).sharding.spec) if isinstance(leaf, jax.Array) else ()
-        if axes:
-            raise NotImplementedError(
-                "reduce_dtype with arrays that are sharded over explicit mesh axes "
-                f"({', '.join(sorted(axes))}). Use "
-                "a mesh with automatic ones: jax.make_mesh(shape, names, "
-                "axis_types=(jax.sharding.AxisType.Auto,) * len(names)). Or leave reduce_dtype "
-                "out (for make_train_step: reduce=bfloat16 in the policy), and give "
-                "params to jax.reshard(param, P(reduced={'data'})) before they are cast: their "
-                "gradients are summed in float32, where JAX has rules for what is in between"
-            )
 
 
 def gradient_reduction(
@@ -156,17 +138,20 @@ def reduced_in_float32(
     # NumPy arrays are not traced: a program may depend on masks and lengths, and return 64-bit
     # numbers.
     static, arrays = partition((args, {}), numpy=False)
-    closed, returned = trace_call(fun, static, arrays, as_jit=True, numpy=False)
+    traced = trace_call(fun, static, arrays, as_jit=True, numpy=False)
+    closed = traced.closed
     marks = _marks(args, argnums, layouts)
+
+    def of_arrays(*both: Any) -> list[Any]:
+        values = [
+            Value(y) if mark is None else _param(x, y, mark[0])
+            for x, y, mark in zip(both[: len(arrays)], both[len(arrays) :], marks, strict=True)
+        ]
+        return [value.bare() for value in evaluate(closed.jaxpr, closed.consts, values)]
 
     def rewritten(*wide: Any) -> Any:
         _, wides = partition(wide, numpy=False)
-        values = [
-            Value(y) if mark is None else _param(x, y, mark[0])
-            for x, y, mark in zip(arrays, wides, marks, strict=True)
-        ]
-        made = evaluate(closed.jaxpr, closed.consts, values)
-        return combine(returned, [value.bare() for value in made])
+        return combine(traced.returned, traced.axes.run(of_arrays, [*arrays, *wides]))
 
     # Gradients of other params, of 8 bits say, are not summed here.
     wide = list(args)

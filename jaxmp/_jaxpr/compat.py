@@ -83,17 +83,22 @@ def without_consts(closed: core.ClosedJaxpr) -> core.Jaxpr:
 
 
 @contextlib.contextmanager
-def where(equation: core.JaxprEqn, stack: Any, traceback: Any) -> Iterator[None]:
+def where(
+    equation: core.JaxprEqn, stack: Any, traceback: Any, *, mesh: bool = True
+) -> Iterator[None]:
     """Gives new equations the context of an equation, and these scopes and source lines.
 
     Args:
       equation: the equation.
       stack: its scopes, inside the scopes that are open here.
       traceback: the source lines that asked for it.
+      mesh: whether they also run on its mesh, and not on the mesh that holds here.
     """
     here = source_info_util.current_name_stack() + stack
     source = source_info_util.user_context(traceback, name_stack=here)
-    with source, equation.ctx.manager:
+    current = jax.sharding.get_abstract_mesh()
+    kept = contextlib.nullcontext() if mesh else jax.sharding.use_abstract_mesh(current)
+    with source, equation.ctx.manager, kept:
         yield
 
 

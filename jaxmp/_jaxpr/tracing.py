@@ -4,13 +4,14 @@ import dataclasses
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jaxmp._jaxpr import compat
+from jaxmp._jaxpr.explicit_axes import Axes, on_automatic_axes
 
 # Kinds of NumPy dtypes that JAX has no arrays of: objects, text, dates.
 _NO_NUMBERS = "OSUMm"
@@ -65,8 +66,9 @@ def trace_call(
     *,
     as_jit: bool = False,
     numpy: bool = True,
-) -> tuple[Any, Static]:
-    """Returns the jaxpr of a call, and the static part of its results.
+    explicit: bool = False,
+) -> "Traced":
+    """Traces a call, for automatic mesh axes.
 
     Args:
       fun: a function.
@@ -75,6 +77,7 @@ def trace_call(
       as_jit: whether dictionaries and lists among the arguments may be changed, as under `jax.jit`
         and `jax.grad`, which give a function copies of them.
       numpy: whether NumPy arrays among the results are arrays of the program too.
+      explicit: whether explicit mesh axes stay explicit.
 
     Raises:
       TypeError: if the function changes its arguments, and the change would be lost.
@@ -91,12 +94,42 @@ def trace_call(
         found[:] = [returned]
         return results
 
-    try:
+    def trace(arrays: Sequence[Any]) -> tuple[Any, Static]:
         return compat.trace(of_arrays, arrays), found[0]
+
+    def traced(arrays: Sequence[Any]) -> "Traced":
+        made = (*trace(arrays), Axes(None)) if explicit else on_automatic_axes(trace, arrays)
+        return Traced(*made, traced, [compat.type_of(x) for x in arrays])
+
+    try:
+        return traced(arrays)
     except Exception as error:
         if note := _NOTES.get(type(error).__name__):
             error.add_note(note)
         raise
+
+
+class Traced(NamedTuple):
+    """A traced call.
+
+    Attributes:
+      closed: its jaxpr, for automatic mesh axes.
+      returned: the static part of its results.
+      axes: the explicit mesh axes that it was called on.
+      trace: traces the function again, for other arrays or types.
+      types: the types of its arrays, on explicit axes.
+    """
+
+    closed: Any
+    returned: Static
+    axes: Axes
+    trace: "Callable[[Sequence[Any]], Traced]"
+    types: list[Any]
+
+    def for_dtypes(self, dtypes: Sequence[Any]) -> Any:
+        """Returns the jaxpr of the call for arrays of other dtypes."""
+        given = zip(self.types, dtypes, strict=True)
+        return self.trace([aval.update(dtype=dtype) for aval, dtype in given]).closed
 
 
 # Flax's errors, by name: Flax is not imported here.
@@ -147,7 +180,7 @@ class Returned:
     static: Static
 
 
-Rewrite = Callable[[Any, Static, list[Any]], list[Any]]
+Rewrite = Callable[[Traced, Static, list[Any]], list[Any]]
 
 
 class _Captured(Exception):
@@ -155,7 +188,13 @@ class _Captured(Exception):
 
 
 def rewriting(
-    fun: Callable[..., Any], rewrite: Rewrite, name: str, advice: str, *, as_jit: bool = False
+    fun: Callable[..., Any],
+    rewrite: Rewrite,
+    name: str,
+    advice: str,
+    *,
+    as_jit: bool = False,
+    explicit: bool = False,
 ) -> Callable[[Static, list[Any]], Returned]:
     """Returns a function that traces, rewrites and runs `fun` at each call.
 
@@ -164,11 +203,12 @@ def rewriting(
 
     Args:
       fun: the function.
-      rewrite: computes the arrays that the function returns. It is given the jaxpr, the static part
-        of the arguments, and their arrays.
+      rewrite: computes the arrays that the function returns. It is given the traced call, the
+        static part of the arguments, and their arrays.
       name: the name of the transformation.
       advice: what to do instead within a linen module.
       as_jit: whether dictionaries and lists among the arguments may be changed: see `trace_call`.
+      explicit: whether explicit mesh axes stay explicit.
 
     Returns:
       A function of the two parts that `partition` makes of `(args, kwargs)`. It raises ValueError
@@ -176,10 +216,14 @@ def rewriting(
     """
 
     def rewritten(static: Static, arrays: list[Any], may_capture: bool) -> Returned:
-        closed, returned = trace_call(fun, static, arrays, as_jit=as_jit)
-        if not may_capture and compat.holds_arrays(closed):
+        traced = trace_call(fun, static, arrays, as_jit=as_jit, explicit=explicit)
+        if not may_capture and compat.holds_arrays(traced.closed):
             raise _Captured
-        return Returned(rewrite(closed, static, arrays), returned)
+
+        def run(*arrays: Any) -> list[Any]:
+            return rewrite(traced, static, list(arrays))
+
+        return Returned(traced.axes.run(run, arrays), traced.returned)
 
     rewritten.__name__ = rewritten.__qualname__ = getattr(fun, "__name__", name)
     compiled = jax.jit(rewritten, static_argnums=(0, 2))

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from jaxmp._jaxpr.explicit_axes import placed
 from jaxmp._mesh.layout import Layout, layout_of
 from jaxmp._mesh.specs import axes_of_spec, check_rank, flat_specs, named_axes
 from jaxmp._numerics.dtypes import parse_dtype
@@ -32,8 +33,8 @@ class FSDP:
     reduce-scatter.
 
     Attributes:
-      shardings: a tree with one `NamedSharding` for each param; the axes of their mesh are
-        `AxisType.Auto`. Do not split the dimension that a `lax.scan` runs over.
+      shardings: a tree with one `NamedSharding` for each param. Do not split the dimension that a
+        `lax.scan` runs over.
       axis: the mesh axis, or axes, over which params are split to save memory. Do not list axes of
         tensor parallelism: dimensions that these split stay split.
       gather_dtype: the widest dtype in which params are gathered (FSDP2's `param_dtype`). Params
@@ -52,7 +53,7 @@ class FSDP:
       ValueError: if no param is split over `axis`, the mesh has other axis types, params cannot be
         gathered in `gather_dtype`, or a pattern of `gather` decides nothing.
 
-    >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+    >>> mesh = jax.make_mesh((1,), ("data",))
     >>> fsdp = FSDP(shardings={"w": NamedSharding(mesh, PartitionSpec("data"))}, axis="data")
     >>> fsdp.axes
     ('data',)
@@ -128,7 +129,7 @@ class FSDP:
 
     def constrain(self, tree: PyTree) -> PyTree:
         """Constrains gradients or params to the shardings in which params are stored."""
-        return jax.tree.map(jax.lax.with_sharding_constraint, tree, self.shardings)
+        return jax.tree.map(placed, tree, self.shardings)
 
 
 def _axis_names(axis: str | Sequence[str]) -> tuple[str, ...]:
@@ -145,11 +146,10 @@ def _check_sharding(name: str, sharding: Any) -> None:
             f"fsdp.shardings must be NamedShardings, got a {type(sharding).__name__} for {name!r}. "
             "jaxmp.sharding.fully_sharded(params, mesh) makes them"
         )
-    kinds = getattr(sharding.mesh, "axis_types", ())
-    if any(kind is not AxisType.Auto for kind in kinds):
+    if AxisType.Manual in sharding.mesh.axis_types:
         raise ValueError(
-            f"fsdp needs a mesh whose axes are AxisType.Auto, got {sharding.mesh.axis_types}: "
-            "jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(names))"
+            f"fsdp needs a mesh of automatic or explicit axes, got {sharding.mesh.axis_types}. In "
+            "a jax.shard_map params are gathered with jaxmp.sharding.gather_params"
         )
 
 
@@ -252,7 +252,7 @@ def fully_sharded(
     Raises:
       ValueError: if the mesh has no such axis, or a spec of the base does not fit its param.
 
-    >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+    >>> mesh = jax.make_mesh((1,), ("data",))
     >>> params = {"w": jax.ShapeDtypeStruct((64, 128), "float32"), "b": jnp.zeros(128)}
     >>> {name: x.spec for name, x in fully_sharded(params, mesh).items()}
     {'b': P(), 'w': P(None, 'data')}

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from jaxmp._jaxpr.explicit_axes import automatic
 from jaxmp._jaxpr.op_classes import RESHAPES, SAME_DIMENSIONS
 from jaxmp._mesh.specs import named_axes
 from jaxmp._numerics.dtypes import DType
@@ -59,7 +60,9 @@ class Layout(NamedTuple):
 def layout_of(sharding: NamedSharding, ndim: int, gather: frozenset[str], dtype: Any) -> Layout:
     """Returns the layout of an array of `ndim` dimensions."""
     spec = (*sharding.spec, *[None] * (ndim - len(sharding.spec)))
-    return Layout(sharding.mesh, tuple(named_axes(entry) for entry in spec), gather, dtype)
+    return Layout(
+        automatic(sharding.mesh), tuple(named_axes(entry) for entry in spec), gather, dtype
+    )
 
 
 def _sharding(mesh: Mesh | AbstractMesh, axes: Any) -> NamedSharding:

@@ -9,7 +9,7 @@ import jax.numpy as jnp  # noqa: F401 (for the doctest)
 
 from jaxmp._jaxpr import compat
 from jaxmp._jaxpr.op_classes import COSTS
-from jaxmp._jaxpr.tracing import Static, combine, partition, rewriting
+from jaxmp._jaxpr.tracing import Static, Traced, combine, partition, rewriting
 from jaxmp._numerics.user_warnings import warn
 from jaxmp._recompute.run import Settings, run_in_pieces
 from jaxmp._recompute.storage import names_of
@@ -62,7 +62,8 @@ def recompute(
     if check_recompute(mode) == "never":
         return fun
 
-    def rewrite(closed: Any, static: Static, arrays: list[Any]) -> list[Any]:
+    def rewrite(traced: Traced, static: Static, arrays: list[Any]) -> list[Any]:
+        closed = traced.closed
         context = Settings(mode == "always", names)
         for name in sorted(names.difference(COSTS, _names_in(closed)) if names else ()):
             warn(
@@ -71,7 +72,8 @@ def recompute(
             )
         return run_in_pieces(context, closed, arrays)
 
-    call = rewriting(fun, rewrite, "recompute", "Put it around model.apply", as_jit=True)
+    advice = "Put it around model.apply"
+    call = rewriting(fun, rewrite, "recompute", advice, as_jit=True, explicit=True)
 
     @functools.wraps(fun, updated=())
     def recompute_fun(*args: Any, **kwargs: Any) -> Any:

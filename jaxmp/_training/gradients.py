@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, PyTree
 from jaxmp._float32_reduction.api import gradient_reduction
 from jaxmp._jaxpr import compat
 from jaxmp._jaxpr.dataflow import AnySite, Question, nested, propagate
+from jaxmp._jaxpr.explicit_axes import on_current_axes
 from jaxmp._mesh.fsdp import FSDP
 from jaxmp._numerics.dtypes import at_least_float32
 from jaxmp._numerics.tree import check_arrays, check_differentiable, leaf_names, split_floats, widen
@@ -189,7 +190,9 @@ def scaled_evaluation(
         loss = loss.astype(at_least_float32(loss.dtype))
         if options.weight != 1.0:
             loss = loss * jnp.asarray(options.weight, loss.dtype)
-        return (loss if state is None else state.scale_loss(loss)), (loss, aux)
+        if state is None:
+            return loss, (loss, aux)
+        return jax.tree.map(on_current_axes, state).scale_loss(loss), (loss, aux)
 
     def evaluate(*args: Any) -> Evaluation:
         call: Callable[..., Any] = scaled

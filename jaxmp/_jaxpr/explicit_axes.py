@@ -1,0 +1,275 @@
+"""Runs functions of arrays on explicit mesh axes with these axes automatic.
+
+JAX makes meshes with explicit axes unless told otherwise. There the type of each array says how it
+is sharded, and an operation without a rule for shardings is an error. A rewritten function runs on
+automatic axes inside: the partitioner chooses, and arrays come out in the shardings of their types.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+from jax.extend import core
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxmp._jaxpr import compat
+from jaxmp._jaxpr.derivatives import Behind, with_derivative, with_passes
+from jaxmp._jaxpr.op_classes import CONTROL_FLOW
+from jaxmp._jaxpr.rebind import rebind
+from jaxmp._numerics.user_warnings import warn
+
+_ANY = PartitionSpec.UNCONSTRAINED
+
+
+class Axes(NamedTuple):
+    """The explicit axes that a function is called on, and how its results lie on them.
+
+    Attributes:
+      mesh: the mesh of its arguments; None if no axis of it is explicit.
+      specs: the spec of each result.
+    """
+
+    mesh: AbstractMesh | None
+    specs: tuple[PartitionSpec, ...] = ()
+
+    def run(self, function: Callable[..., list[Any]], arrays: Sequence[Any]) -> list[Any]:
+        """Calls a function of arrays, on automatic axes; its results lie as `specs` says."""
+        if self.mesh is None:
+            return function(*arrays)
+        with jax.sharding.use_abstract_mesh(self.mesh):
+            inside = jax.sharding.auto_axes(
+                lambda *arrays: list(function(*arrays)), out_sharding=list(self.specs)
+            )
+            return list(inside(*arrays))
+
+
+def explicit_mesh(arrays: Iterable[Any]) -> AbstractMesh | None:
+    """Returns the mesh of arrays, or else of the context, if any axis of it is explicit."""
+    types = (jax.typeof(x) for x in arrays if isinstance(x, jax.Array))
+    meshes = [aval.sharding.mesh for aval in types]
+    for mesh in (*meshes, jax.sharding.get_abstract_mesh()):
+        if mesh.explicit_axes:
+            return mesh
+    return None
+
+
+def automatic(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
+    """Returns the mesh with automatic axes in place of explicit ones."""
+    types = mesh.axis_types
+    if AxisType.Explicit not in types:
+        return mesh
+    free = tuple(AxisType.Auto if kind is AxisType.Explicit else kind for kind in types)
+    return mesh.abstract_mesh.update(axis_types=free)
+
+
+def placed(x: Any, sharding: NamedSharding) -> Any:
+    """Constrains an array to a sharding, on axes of either kind."""
+    axes = set(sharding.mesh.explicit_axes)
+    if not axes:
+        return lax.with_sharding_constraint(x, sharding)
+    free = _only(sharding.spec, set(sharding.mesh.axis_names) - axes)
+    if any(free):
+        x = lax.with_sharding_constraint(x, NamedSharding(sharding.mesh, PartitionSpec(*free)))
+    return jax.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*_only(sharding.spec, axes))))
+
+
+def _only(spec: Iterable[Any], axes: set[str], other: Any = None) -> list[Any]:
+    """Returns the entries of a spec with these axes alone, and `other` where none is left."""
+    named = [() if e in (None, _ANY) else (e,) if isinstance(e, str) else e for e in spec]
+    left = [tuple(name for name in each if name in axes) for each in named]
+    return [each[0] if len(each) == 1 else each or other for each in left]
+
+
+def on_current_axes(x: Any) -> Any:
+    """Returns an array that a function holds, on automatic axes if the function runs on them."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if not isinstance(x, jax.Array) or mesh.explicit_axes or explicit_mesh([x]) is None:
+        return x
+    return jax.reshard(x, _free_spec(jax.typeof(x).sharding.spec, mesh))
+
+
+# Traces a function for arrays or types, to a program and whatever else the caller needs.
+Trace = Callable[[Sequence[Any]], tuple[core.ClosedJaxpr, Any]]
+
+
+def on_automatic_axes(trace: Trace, arrays: Sequence[Any]) -> tuple[core.ClosedJaxpr, Any, Axes]:
+    """Traces a function to a program for automatic axes.
+
+    The function is traced as it is called, on explicit axes. Shardings that it asks for by
+    `jax.reshard` or `out_sharding` become constraints, and the types of its results say how they
+    lie. Where JAX has no rule for shardings, the function is traced on automatic axes instead.
+
+    Args:
+      trace: traces the function.
+      arrays: its arguments, arrays or types.
+
+    Returns:
+      The program, what else `trace` returns, and the axes.
+
+    Raises:
+      Exception: what JAX raises on explicit axes, if the function cannot be traced on either kind.
+    """
+    mesh = explicit_mesh(arrays)
+    if mesh is None:
+        return *trace(arrays), Axes(None)
+    inside = automatic(mesh)
+    free = [_freed(compat.type_of(x), inside) for x in arrays]
+    try:
+        with jax.sharding.use_abstract_mesh(mesh):
+            closed, rest = trace(arrays)
+    except Exception as refused:  # JAX has several errors for shardings
+        with jax.sharding.use_abstract_mesh(inside):
+            try:
+                closed, rest = trace(free)
+            except Exception as other:  # the first one is about the mesh that the user made
+                refused.add_note(f"On automatic mesh axes: {type(other).__name__}: {other}")
+                raise refused from None
+        _warn_of_whole_results(closed, refused)
+        return closed, rest, Axes(mesh, tuple(PartitionSpec() for _ in closed.out_avals))
+    with jax.sharding.use_abstract_mesh(inside):
+        program = compat.trace(functools.partial(_evaluate, closed.jaxpr, closed.consts), free)
+    return program, rest, Axes(mesh, tuple(aval.sharding.spec for aval in closed.out_avals))
+
+
+def _freed(aval: Any, mesh: AbstractMesh) -> Any:
+    """Returns a type without what it says about explicit axes."""
+    return aval.update(sharding=NamedSharding(mesh, _free_spec(aval.sharding.spec, mesh)))
+
+
+def _free_spec(spec: Any, mesh: AbstractMesh) -> PartitionSpec:
+    return PartitionSpec(*_only(spec, set(mesh.explicit_axes)))
+
+
+def _warn_of_whole_results(closed: core.ClosedJaxpr, refused: Exception) -> None:
+    """Warns that large results come back whole on each device."""
+    large = [aval.str_short() for aval in closed.out_avals if math.prod(aval.shape) > 1]
+    if large:
+        reason = str(refused).partition("\n")[0]
+        warn(
+            f"results come back whole on each device: {', '.join(large[:3])}"
+            f"{', ...' if len(large) > 3 else ''}. Their sharding is not known, since JAX has no "
+            f"rule for an operation on explicit mesh axes ({type(refused).__name__}: {reason}). "
+            "Give that operation its out_sharding, or leave out results that are not needed"
+        )
+
+
+class _Later(NamedTuple):
+    """An array that is to be resharded, but not before a cast that makes it narrower."""
+
+    array: Any
+    sharding: NamedSharding
+
+
+def _evaluate(jaxpr: core.Jaxpr, consts: Sequence[Any], *arrays: Any) -> list[Any]:
+    """Runs a program that was traced on explicit axes on automatic ones."""
+    env: dict[Any, Any] = dict(zip(jaxpr.invars, arrays, strict=True))
+    env.update(zip(jaxpr.constvars, map(on_current_axes, consts), strict=True))
+
+    def read(atom: Any) -> Any:
+        if isinstance(atom, core.Literal):
+            return atom.val
+        if isinstance(env[atom], _Later):
+            env[atom] = _constrained(*env[atom])
+        return env[atom]
+
+    for equation in jaxpr.eqns:
+        source = equation.source_info
+        with compat.where(equation, source.name_stack, source.traceback, mesh=False):
+            later = [env.get(x) for x in equation.invars if not isinstance(x, core.Literal)]
+            if _narrows(equation) and isinstance(later[0], _Later):
+                # A cast commutes with a reshard. First the cast: a gather then carries 16 bits.
+                (made,) = compat.bind(equation, [later[0].array])
+                env[equation.outvars[0]] = later[0]._replace(array=made)
+                continue
+            results = _run(equation, [read(atom) for atom in equation.invars])
+        env.update(zip(equation.outvars, results, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _narrows(equation: core.JaxprEqn) -> bool:
+    if equation.primitive.name != "convert_element_type":
+        return False
+    (given,), (made,) = equation.invars, equation.outvars
+    return made.aval.dtype.itemsize < given.aval.dtype.itemsize
+
+
+def _run(equation: core.JaxprEqn, values: list[Any]) -> list[Any]:
+    name = equation.primitive.name
+    if name == "reshard":
+        return [_Later(values[0], equation.outvars[0].aval.sharding)]
+    if name in CONTROL_FLOW:
+        makers = [functools.partial(_traced, body) for body in compat.bodies_of(equation)]
+        return rebind(_on_automatic_mesh(equation), values, makers)
+    if name == "custom_jvp_call":
+        return _with_derivative(equation)(*values)
+    if name == "custom_vjp_call":
+        return _with_passes(equation)(*values)
+    asked = [key for key in ("out_sharding", "sharding") if equation.params.get(key) is not None]
+    made = compat.bind(_on_automatic_mesh(equation), values, **dict.fromkeys(asked))
+    if not asked:
+        return made
+    shardings = [var.aval.sharding for var in equation.outvars]
+    return [
+        _constrained(x, sharding) if any(sharding.spec) else x
+        for x, sharding in zip(made, shardings, strict=True)
+    ]
+
+
+def _constrained(x: Any, sharding: NamedSharding) -> Any:
+    """Constrains what a sharding on explicit axes says; other axes are left to the partitioner."""
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = set(sharding.mesh.explicit_axes) & set(mesh.auto_axes)
+    whole = set(mesh.auto_axes) <= axes
+    spec = _only(sharding.spec, axes, None if whole else _ANY)
+    if not spec or not axes or all(entry is _ANY for entry in spec):
+        return x
+    return lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*spec)))
+
+
+def _traced(body: Any, avals: list[Any]) -> core.ClosedJaxpr:
+    jaxpr, consts = compat.open_jaxpr(body), compat.consts_of(body)
+    return compat.trace(functools.partial(_evaluate, jaxpr, consts), avals)
+
+
+def _on_automatic_mesh(equation: core.JaxprEqn) -> core.JaxprEqn:
+    """Returns the equation with meshes in its params that have no explicit axes."""
+
+    def freed(param: Any) -> Any:
+        if isinstance(param, (Mesh, AbstractMesh)):
+            return automatic(param)
+        if isinstance(param, NamedSharding):
+            return NamedSharding(automatic(param.mesh), param.spec)
+        return type(param)(map(freed, param)) if type(param) in (tuple, list) else param
+
+    params = {name: freed(param) for name, param in equation.params.items()}
+    return equation.replace(params=params)
+
+
+def _with_derivative(equation: core.JaxprEqn) -> Callable[..., list[Any]]:
+    count = len(equation.outvars)
+
+    def derivative(
+        program: core.ClosedJaxpr, by: Sequence[int], arrays: Sequence[Any], tangents: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        made = _evaluate(program.jaxpr, program.consts, *arrays, *tangents)
+        return made[:count], made[count:]
+
+    return with_derivative(equation, range(len(equation.invars)), _primal(equation), derivative)
+
+
+def _with_passes(equation: core.JaxprEqn) -> Callable[..., list[Any]]:
+    def behind(program: core.ClosedJaxpr, by: Sequence[int], given: list[Any]) -> list[Any]:
+        return _evaluate(program.jaxpr, program.consts, *given)
+
+    def ahead(jaxpr: core.ClosedJaxpr, arrays: list[Any]) -> tuple[list[Any], Behind]:
+        return _evaluate(jaxpr.jaxpr, jaxpr.consts, *arrays), behind
+
+    return with_passes(equation, range(len(equation.invars)), _primal(equation), ahead)
+
+
+def _primal(equation: core.JaxprEqn) -> Callable[..., list[Any]]:
+    body = equation.params["call_jaxpr"]
+    return functools.partial(_evaluate, compat.open_jaxpr(body), compat.consts_of(body))
