@@ -304,6 +304,16 @@ def _source_of(value: Value, gather: Gather) -> Any:
     return value.wide if gather else value.in_place().wide
 
 
+def _constraint(equation: core.JaxprEqn, values: list[Value]) -> list[Value] | None:
+    """Places a value; its gradient lies as its param does, and is not gathered for this."""
+    (value,) = values
+    if not value.of_params:
+        return None
+    value = value.whole()
+    (array,) = compat.bind(equation, [value.array])
+    return [value._replace(array=array, wide=array if value.exact else value.wide)]
+
+
 def _keep_name(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
     (value,) = values
     (array,) = compat.bind(equation, [value.array])
@@ -342,5 +352,6 @@ RULES: dict[str, Rule] = {
     "optimization_barrier": _barrier,
     **dict.fromkeys(LINEAR_MOVES, _move),
     **dict.fromkeys(CONTRACTIONS, _contraction),
+    "sharding_constraint": _constraint,
     **{name: functools.partial(rule, evaluate) for name, rule in _CONTROL_FLOW.items()},
 }

@@ -75,6 +75,16 @@ def trace(fun: Callable[..., Any], avals: Sequence[Any]) -> core.ClosedJaxpr:
         return jax.make_jaxpr(fun)(*avals)
 
 
+def trace_on_mesh(fun: Callable[..., Any], avals: Sequence[Any]) -> core.ClosedJaxpr:
+    """Traces a function as `trace` does, on the mesh of explicit axes that the types are on."""
+    meshes = [aval.sharding.mesh for aval in avals if hasattr(aval, "sharding")]
+    explicit = next((mesh for mesh in meshes if mesh.explicit_axes), None)
+    if explicit is None:
+        return trace(fun, avals)
+    with jax.sharding.use_abstract_mesh(explicit):
+        return trace(fun, avals)
+
+
 def without_consts(closed: core.ClosedJaxpr) -> core.Jaxpr:
     """Returns the open jaxpr of a closed one without constants, for params that hold open ones."""
     if consts_of(closed):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jaxmp._jaxpr.compat import bind, trace
+from jaxmp._jaxpr.compat import bind, trace_on_mesh
 
 _SymbolicZero = jax.custom_derivatives.SymbolicZero
 
@@ -57,7 +57,7 @@ def derivative_of(equation: core.JaxprEqn, by: Sequence[int] | None = None) -> c
         made = zip(dots, equation.outvars, strict=True)
         return [*out, *(dot for dot, result in made if has_tangent(result.aval))]
 
-    return trace(derivative, [*avals, *(avals[i] for i in floats)])
+    return trace_on_mesh(derivative, [*avals, *(avals[i] for i in floats)])
 
 
 def zero_tangent(primal: Any) -> Any:
@@ -153,7 +153,7 @@ def with_passes(
         jaxpr, pulled, residuals = _pulled_back(equation, by)
         made, behind = ahead(jaxpr, [each.value for each in given])
         avals = [*residuals, *(equation.outvars[i].aval for i in made_floats)]
-        backward = _Backward(trace(pulled, avals), by, behind, len(given))
+        backward = _Backward(trace_on_mesh(pulled, avals), by, behind, len(given))
         return made[:count], (backward, made[count:])
 
     def back(kept: tuple[_Backward, list[Any]], cotangents: list[Any]) -> tuple[Any, ...]:
@@ -197,7 +197,7 @@ def _pulled_back(
         found[:] = [tree, [jax.typeof(r) for r in residuals]]
         return [*out, *residuals]
 
-    jaxpr = trace(of_floats, [atom.aval for atom in equation.invars])
+    jaxpr = trace_on_mesh(of_floats, [atom.aval for atom in equation.invars])
     tree, residual_avals = found
 
     def pulled(*flat: Any) -> list[Any]:

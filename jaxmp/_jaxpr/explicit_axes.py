@@ -6,7 +6,6 @@ automatic axes inside: the partitioner chooses, and arrays come out in the shard
 """
 
 import functools
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -91,6 +90,14 @@ def on_current_axes(x: Any) -> Any:
     return jax.reshard(x, _free_spec(jax.typeof(x).sharding.spec, mesh))
 
 
+def on_axes_of(x: Any, like: Any) -> Any:
+    """Returns an array on the explicit axes of another one: as it lies where its type says so."""
+    sharding = jax.typeof(like).sharding
+    if not sharding.mesh.explicit_axes or jax.typeof(x).sharding == sharding:
+        return x
+    return jax.reshard(x, sharding)
+
+
 # Traces a function for arrays or types, to a program and whatever else the caller needs.
 Trace = Callable[[Sequence[Any]], tuple[core.ClosedJaxpr, Any]]
 
@@ -125,10 +132,12 @@ def on_automatic_axes(trace: Trace, arrays: Sequence[Any]) -> tuple[core.ClosedJ
             try:
                 closed, rest = trace(free)
             except Exception as other:  # the first one is about the mesh that the user made
-                refused.add_note(f"On automatic mesh axes: {type(other).__name__}: {other}")
+                refused.add_note(
+                    f"On automatic mesh axes it fails too: {type(other).__name__}: {other}\n"
+                    "Arrays that the function closes over stay on explicit axes: make them arguments"
+                )
                 raise refused from None
-        _warn_of_whole_results(closed, refused)
-        return closed, rest, Axes(mesh, tuple(PartitionSpec() for _ in closed.out_avals))
+        return closed, rest, Axes(mesh, _specs_without_rules(closed, arrays, refused))
     with jax.sharding.use_abstract_mesh(inside):
         program = compat.trace(functools.partial(_evaluate, closed.jaxpr, closed.consts), free)
     return program, rest, Axes(mesh, tuple(aval.sharding.spec for aval in closed.out_avals))
@@ -143,17 +152,35 @@ def _free_spec(spec: Any, mesh: AbstractMesh) -> PartitionSpec:
     return PartitionSpec(*_only(spec, set(mesh.explicit_axes)))
 
 
-def _warn_of_whole_results(closed: core.ClosedJaxpr, refused: Exception) -> None:
-    """Warns that large results come back whole on each device."""
-    large = [aval.str_short() for aval in closed.out_avals if math.prod(aval.shape) > 1]
+# Elements of a result that every device may hold whole without a word: statistics, losses.
+_LARGE = 2**16
+
+
+def _specs_without_rules(
+    closed: core.ClosedJaxpr, arrays: Sequence[Any], refused: Exception
+) -> tuple[PartitionSpec, ...]:
+    """Returns the specs of results, where JAX has none: arguments lie as they came, others whole.
+
+    Warns of other results that are large.
+    """
+    jaxpr = closed.jaxpr
+    types = [compat.type_of(x).sharding.spec for x in arrays]
+    known = dict(zip(jaxpr.invars, types, strict=True))
+    large = [
+        x.aval.str_short()
+        for x in jaxpr.outvars
+        if not isinstance(x, core.Literal) and x not in known and x.aval.size > _LARGE
+    ]
     if large:
         reason = str(refused).partition("\n")[0]
         warn(
             f"results come back whole on each device: {', '.join(large[:3])}"
-            f"{', ...' if len(large) > 3 else ''}. Their sharding is not known, since JAX has no "
+            f"{', ...' if len(large) > 3 else ''}. How they lie is not known, since JAX has no "
             f"rule for an operation on explicit mesh axes ({type(refused).__name__}: {reason}). "
             "Give that operation its out_sharding, or leave out results that are not needed"
         )
+    found = (None if isinstance(x, core.Literal) else known.get(x) for x in jaxpr.outvars)
+    return tuple(PartitionSpec() if spec is None else spec for spec in found)
 
 
 class _Later(NamedTuple):

@@ -1,6 +1,6 @@
 """The jitted train step, assembled from gradients, loss scale, optimizer and state."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import jax
@@ -12,6 +12,7 @@ from jaxtyping import PyTree
 from jaxmp._autocast.api import autocast
 from jaxmp._float32_reduction.api import GradientReduction, check_fsdp, gradient_reduction
 from jaxmp._jaxpr import compat
+from jaxmp._jaxpr.explicit_axes import explicit_mesh, on_axes_of
 from jaxmp._mesh.fsdp import FSDP
 from jaxmp._numerics.dtypes import is_floating
 from jaxmp._numerics.loss_scale import NoLossScale
@@ -121,13 +122,13 @@ def make_train_step(
             has_aux=True,
             loss_scale=None if _has_forgotten_scale(state.tx) else state.loss_scale,
             microbatches=microbatches,
-            reduction=_reduction(state.tx.rules, fsdp),
+            reduction=_reduction(state.tx.rules, fsdp, jax.tree.leaves((state.params, batch))),
         )
         evaluate = scaled_evaluation(loss_and_rest, (0,), options)
 
         def evaluate_part(collections: Any, part: PyTree) -> tuple[Any, Evaluation]:
-            loss, (grads,), (collections, aux) = evaluate(state.params, part, collections)
-            return collections, Evaluation(loss, grads, aux)
+            loss, (grads,), (new, aux) = evaluate(state.params, part, collections)
+            return jax.tree.map(on_axes_of, new, collections), Evaluation(loss, grads, aux)
 
         collections, (loss, grads, aux) = sum_over_microbatches(
             evaluate_part, state.collections, state.params, batch, microbatches
@@ -256,14 +257,19 @@ def _metrics(old: TrainState, new: TrainState) -> Metrics:
     }
 
 
-def _reduction(rules: PolicyRules, fsdp: FSDP | None) -> GradientReduction | None:
+def _reduction(
+    rules: PolicyRules, fsdp: FSDP | None, arrays: Sequence[Any]
+) -> GradientReduction | None:
     """Returns how to reduce gradients under rules: in the widest dtype asked for, at most float32.
 
-    Only policies that compute in fewer than 32 bits count. If there are none, only `fsdp` matters.
+    Only policies that compute in fewer than 32 bits count. If there are none, there is nothing to
+    do but for `fsdp`, and for explicit mesh axes: a loss function that runs on them under other
+    policies must run under float32 too.
     """
     narrow = [policy for policy in all_policies(rules) if policy.compute_dtype.itemsize < 4]
     if not narrow:
-        return gradient_reduction(None, fsdp)
+        wide = jnp.float32 if explicit_mesh(arrays) is not None else None
+        return gradient_reduction(wide, fsdp)
     widest = max((policy.reduce_dtype for policy in narrow), key=lambda dtype: dtype.itemsize)
     return gradient_reduction(jnp.float32 if widest.itemsize > 4 else widest, fsdp)
 
