@@ -15,8 +15,9 @@ from jax.extend import core
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxmp._jaxpr import compat
+from jaxmp._jaxpr.dataflow import Labels, made_of
 from jaxmp._jaxpr.derivatives import Behind, with_derivative, with_passes
-from jaxmp._jaxpr.op_classes import CONTROL_FLOW
+from jaxmp._jaxpr.op_classes import CONTROL_FLOW, IDENTITIES
 from jaxmp._jaxpr.rebind import rebind
 from jaxmp._numerics.user_warnings import warn
 
@@ -35,14 +36,23 @@ class Axes(NamedTuple):
     specs: tuple[PartitionSpec, ...] = ()
 
     def run(self, function: Callable[..., list[Any]], arrays: Sequence[Any]) -> list[Any]:
-        """Calls a function of arrays, on automatic axes; its results lie as `specs` says."""
+        """Calls a function of arrays, on automatic axes; its results lie as `specs` says.
+
+        Results that are arguments come back as they were given.
+        """
         if self.mesh is None:
             return function(*arrays)
+        kept: dict[int, Any] = {}
+
+        def inside(*given: Any) -> list[Any]:
+            made = list(function(*given))
+            outside = {id(x): array for x, array in zip(given, arrays, strict=True)}
+            kept.update((i, outside[id(x)]) for i, x in enumerate(made) if id(x) in outside)
+            return made
+
         with jax.sharding.use_abstract_mesh(self.mesh):
-            inside = jax.sharding.auto_axes(
-                lambda *arrays: list(function(*arrays)), out_sharding=list(self.specs)
-            )
-            return list(inside(*arrays))
+            made = jax.sharding.auto_axes(inside, out_sharding=list(self.specs))(*arrays)
+        return [kept.get(i, x) for i, x in enumerate(made)]
 
 
 def explicit_mesh(arrays: Iterable[Any]) -> AbstractMesh | None:
@@ -55,7 +65,7 @@ def explicit_mesh(arrays: Iterable[Any]) -> AbstractMesh | None:
     return None
 
 
-def automatic(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
+def automatic(mesh: Any) -> Any:
     """Returns the mesh with automatic axes in place of explicit ones."""
     types = mesh.axis_types
     if AxisType.Explicit not in types:
@@ -133,8 +143,8 @@ def on_automatic_axes(trace: Trace, arrays: Sequence[Any]) -> tuple[core.ClosedJ
                 closed, rest = trace(free)
             except Exception as other:  # the first one is about the mesh that the user made
                 refused.add_note(
-                    f"On automatic mesh axes it fails too: {type(other).__name__}: {other}\n"
-                    "Arrays that the function closes over stay on explicit axes: make them arguments"
+                    f"On automatic mesh axes it fails too: {type(other).__name__}: {other}\nArrays "
+                    "that the function closes over stay on explicit axes: make them arguments"
                 )
                 raise refused from None
         return closed, rest, Axes(mesh, _specs_without_rules(closed, arrays, refused))
@@ -163,14 +173,15 @@ def _specs_without_rules(
 
     Warns of other results that are large.
     """
-    jaxpr = closed.jaxpr
-    types = [compat.type_of(x).sharding.spec for x in arrays]
-    known = dict(zip(jaxpr.invars, types, strict=True))
-    large = [
-        x.aval.str_short()
-        for x in jaxpr.outvars
-        if not isinstance(x, core.Literal) and x not in known and x.aval.size > _LARGE
-    ]
+    types = [compat.type_of(x) for x in arrays]
+    labels = made_of(closed, [frozenset({i}) for i in range(len(types))], _same, lambda aval: True)
+    found: list[Any] = [None] * len(labels)
+    for i, (same, aval) in enumerate(zip(labels, closed.out_avals, strict=True)):
+        given = [types[j] for j in same if isinstance(j, int)]
+        if len(same) == 1 and given and given[0].shape == aval.shape:
+            found[i] = given[0].sharding.spec
+    avals = zip(closed.out_avals, found, strict=True)
+    large = [x.str_short() for x, spec in avals if spec is None and x.size > _LARGE]
     if large:
         reason = str(refused).partition("\n")[0]
         warn(
@@ -179,8 +190,15 @@ def _specs_without_rules(
             f"rule for an operation on explicit mesh axes ({type(refused).__name__}: {reason}). "
             "Give that operation its out_sharding, or leave out results that are not needed"
         )
-    found = (None if isinstance(x, core.Literal) else known.get(x) for x in jaxpr.outvars)
     return tuple(PartitionSpec() if spec is None else spec for spec in found)
+
+
+_NEW: Labels = frozenset({"new"})
+
+
+def _same(equation: core.JaxprEqn, labels: Sequence[Labels]) -> Labels:
+    """Returns the argument whose numbers a result has."""
+    return labels[0] if equation.primitive.name in IDENTITIES else _NEW
 
 
 class _Later(NamedTuple):
@@ -219,14 +237,15 @@ def _evaluate(jaxpr: core.Jaxpr, consts: Sequence[Any], *arrays: Any) -> list[An
 def _narrows(equation: core.JaxprEqn) -> bool:
     if equation.primitive.name != "convert_element_type":
         return False
-    (given,), (made,) = equation.invars, equation.outvars
-    return made.aval.dtype.itemsize < given.aval.dtype.itemsize
+    given: Any = equation.invars[0].aval
+    return bool(equation.params["new_dtype"].itemsize < given.dtype.itemsize)
 
 
 def _run(equation: core.JaxprEqn, values: list[Any]) -> list[Any]:
     name = equation.primitive.name
+    made_of: list[Any] = [var.aval for var in equation.outvars]
     if name == "reshard":
-        return [_Later(values[0], equation.outvars[0].aval.sharding)]
+        return [_Later(values[0], made_of[0].sharding)]
     if name in CONTROL_FLOW:
         makers = [functools.partial(_traced, body) for body in compat.bodies_of(equation)]
         return rebind(_on_automatic_mesh(equation), values, makers)
@@ -238,10 +257,9 @@ def _run(equation: core.JaxprEqn, values: list[Any]) -> list[Any]:
     made = compat.bind(_on_automatic_mesh(equation), values, **dict.fromkeys(asked))
     if not asked:
         return made
-    shardings = [var.aval.sharding for var in equation.outvars]
     return [
-        _constrained(x, sharding) if any(sharding.spec) else x
-        for x, sharding in zip(made, shardings, strict=True)
+        _constrained(x, aval.sharding) if any(aval.sharding.spec) else x
+        for x, aval in zip(made, made_of, strict=True)
     ]
 
 

@@ -98,8 +98,10 @@ def trace_call(
         return compat.trace(of_arrays, arrays), found[0]
 
     def traced(arrays: Sequence[Any]) -> "Traced":
-        made = (*trace(arrays), Axes(None)) if explicit else on_automatic_axes(trace, arrays)
-        return Traced(*made, traced, [compat.type_of(x) for x in arrays])
+        types = [compat.type_of(x) for x in arrays]
+        if explicit:
+            return Traced(*trace(arrays), Axes(None), traced, types)
+        return Traced(*on_automatic_axes(trace, arrays), traced, types)
 
     try:
         return traced(arrays)

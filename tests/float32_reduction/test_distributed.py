@@ -15,7 +15,7 @@ import jaxmp
 import jaxmp.linen
 from jaxmp.sharding import FSDP, fully_sharded, state_shardings
 from tests.support import sharded_models as models
-from tests.support.reduction_matrix import Case, cases, check, collectives_of, landing
+from tests.support.reduction_matrix import Case, cases, check, check_alike, collectives_of, landing
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -37,6 +37,19 @@ def test_fully_sharded_by_hand() -> None:
 @pytest.mark.parametrize(("author", "mode", "remat"), cases(0))
 def test_every_mode(author: models.Author, mode: models.Mode, remat: bool) -> None:
     verify(author, mode, remat)
+
+
+def explicit_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> Mesh:
+    return jax.make_mesh(shape, names, axis_types=(AxisType.Explicit,) * len(shape))
+
+
+@pytest.mark.slow
+@pytest.mark.jax
+@pytest.mark.parametrize(("author", "mode", "remat"), cases(1))
+def test_every_mode_on_explicit_axes(author: models.Author, mode: models.Mode, remat: bool) -> None:
+    """A mesh as JAX makes it has the same collectives as one of automatic axes."""
+    case = Case(author, mode, remat, explicit_mesh)
+    check_alike(case, Case(author, mode, remat, make_mesh), collectives_of(case))
 
 
 @pytest.mark.parametrize("shift", range(3))
