@@ -56,9 +56,9 @@ class Axes(NamedTuple):
 
 
 def explicit_mesh(arrays: Iterable[Any]) -> AbstractMesh | None:
-    """Returns the mesh of arrays, or else of the context, if any axis of it is explicit."""
-    types = (jax.typeof(x) for x in arrays if isinstance(x, jax.Array))
-    meshes = [aval.sharding.mesh for aval in types]
+    """Returns the mesh of arrays or types, or of the context, if any axis of it is explicit."""
+    types = [compat.aval_of(x) for x in arrays]
+    meshes = [aval.sharding.mesh for aval in types if hasattr(aval, "sharding")]
     for mesh in (*meshes, jax.sharding.get_abstract_mesh()):
         if mesh.explicit_axes:
             return mesh
@@ -85,9 +85,10 @@ def placed(x: Any, sharding: NamedSharding) -> Any:
     return jax.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*_only(sharding.spec, axes))))
 
 
-def _only(spec: Iterable[Any], axes: set[str], other: Any = None) -> list[Any]:
+def _only(spec: PartitionSpec, axes: set[str], other: Any = None) -> list[Any]:
     """Returns the entries of a spec with these axes alone, and `other` where none is left."""
-    named = [() if e in (None, _ANY) else (e,) if isinstance(e, str) else e for e in spec]
+    entries = spec.partitions
+    named = [() if e in (None, _ANY) else (e,) if isinstance(e, str) else e for e in entries]
     left = [tuple(name for name in each if name in axes) for each in named]
     return [each[0] if len(each) == 1 else each or other for each in left]
 
@@ -133,7 +134,7 @@ def on_automatic_axes(trace: Trace, arrays: Sequence[Any]) -> tuple[core.ClosedJ
     if mesh is None:
         return *trace(arrays), Axes(None)
     inside = automatic(mesh)
-    free = [_freed(compat.type_of(x), inside) for x in arrays]
+    free = [_freed(compat.aval_of(x), inside) for x in arrays]
     try:
         with jax.sharding.use_abstract_mesh(mesh):
             closed, rest = trace(arrays)
@@ -173,7 +174,7 @@ def _specs_without_rules(
 
     Warns of other results that are large.
     """
-    types = [compat.type_of(x) for x in arrays]
+    types = [compat.aval_of(x) for x in arrays]
     labels = made_of(closed, [frozenset({i}) for i in range(len(types))], _same, lambda aval: True)
     found: list[Any] = [None] * len(labels)
     for i, (same, aval) in enumerate(zip(labels, closed.out_avals, strict=True)):
@@ -258,7 +259,7 @@ def _run(equation: core.JaxprEqn, values: list[Any]) -> list[Any]:
     if not asked:
         return made
     return [
-        _constrained(x, aval.sharding) if any(aval.sharding.spec) else x
+        _constrained(x, aval.sharding) if any(aval.sharding.spec.partitions) else x
         for x, aval in zip(made, made_of, strict=True)
     ]
 

@@ -98,7 +98,7 @@ def trace_call(
         return compat.trace(of_arrays, arrays), found[0]
 
     def traced(arrays: Sequence[Any]) -> "Traced":
-        types = [compat.type_of(x) for x in arrays]
+        types = [compat.aval_of(x) for x in arrays]
         if explicit:
             return Traced(*trace(arrays), Axes(None), traced, types)
         return Traced(*on_automatic_axes(trace, arrays), traced, types)
@@ -131,7 +131,8 @@ class Traced(NamedTuple):
     def for_dtypes(self, dtypes: Sequence[Any]) -> Any:
         """Returns the jaxpr of the call for arrays of other dtypes."""
         given = zip(self.types, dtypes, strict=True)
-        return self.trace([aval.update(dtype=dtype) for aval, dtype in given]).closed
+        other = [x if x.dtype == d else x.update(dtype=d, weak_type=False) for x, d in given]
+        return self.trace(other).closed
 
 
 # Flax's errors, by name: Flax is not imported here.
