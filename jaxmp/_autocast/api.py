@@ -24,6 +24,7 @@ from jaxmp._numerics.user_warnings import warn
 from jaxmp._policies.patterns import is_about_paths
 from jaxmp._policies.policy import Policy, get_policy
 from jaxmp._policies.policy_rules import PolicyRules
+from jaxmp._policies.precision import asking, is_algorithm, precision_of
 from jaxmp._policies.presets import dtypes_of, get_rules
 from jaxmp._recompute.api import Recompute, recompute as lean
 
@@ -55,10 +56,11 @@ def autocast(
 
     Args:
       fun: a function of pytrees that `jax.make_jaxpr` can trace.
-      policy: a policy or its name, with a 16-bit compute dtype (float32 leaves the function as it
-        is); or rules over the scopes in the function: module names in linen, `jax.named_scope`
-        anywhere. A rule holds for everything inside the innermost scope that it matches. The param
-        dtype is not used: params keep the dtypes that the caller gives them.
+      policy: a policy or its name, with a 16-bit compute dtype. A float32 policy leaves the
+        function as it is, and its products ask for the policy's `precision`. Or rules over the
+        scopes in the function: module names in linen, `jax.named_scope` anywhere. A rule holds for
+        everything inside the innermost scope that it matches. The param dtype is not used: params
+        keep the dtypes that the caller gives them.
       lower: primitives (`"tanh"`) or jitted functions (`"silu"`) to run in the compute dtype.
       float32: primitives or jitted functions to run in float32.
       promote: primitives or jitted functions to follow their operands, as `add` does.
@@ -102,22 +104,31 @@ def autocast(
     if not callable(fun):
         raise TypeError(f"autocast takes a function, got {type(fun).__name__}")
     if isinstance(settings.policy, Policy) and region_of(settings.policy).exact:
+        precision = settings.policy.precision
         # Nothing to rewrite, and nothing for an outer autocast.
-        return lean(full_precision(fun), recompute)
+        if not is_algorithm(precision):
+            return lean(_as_written(fun, precision), recompute)
     return lean(_wrapped(fun, settings), recompute)
 
 
 def full_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Marks a function that autocast leaves as it was written, wherever it is called.
+    """Runs a function as it was written, with float32 products that are float32 on every device.
 
-    The mark stays on the operations, also inside `jit`, `scan` and `checkpoint`, and in the
-    gradient. Outside of autocast it does nothing.
+    On a TPU a plain float32 product is one of bfloat16, and on a GPU one of TF32. In this function
+    products ask for HIGHEST, forward and backward, unless they name a precision themselves or
+    `jax_default_matmul_precision` is set. Products in 16 bits do not change. Autocast leaves the
+    function alone, wherever it is called: the mark stays on the operations, also inside `jit`,
+    `scan` and `checkpoint`, and in the gradient. The backward pass of a `jax.custom_vjp`, and the
+    rule of a `jax.custom_jvp`, are traced later: write `precision=` in their products.
 
     Args:
       fun: any function.
 
     Returns:
-      The marked function. Its arguments reach it in the dtypes that they have without autocast.
+      The function. Its arguments reach it in the dtypes that they have without autocast.
+
+    Raises:
+      TypeError: if `fun` is not callable.
 
     >>> exact = full_precision(lambda x, w: x @ w)
     >>> f = autocast(lambda x, w: exact(x, w), "mixed_bfloat16")
@@ -127,15 +138,17 @@ def full_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
     if not callable(fun):
         raise TypeError(f"full_precision takes a function, got {type(fun).__name__}")
 
-    return _scoped(fun, EXACT)
+    return _as_written(fun, None)
 
 
-def _scoped(fun: Callable[..., Any], name: str) -> Callable[..., Any]:
-    def scoped(*args: Any, **kwargs: Any) -> Any:
-        with jax.named_scope(name):
+def _as_written(fun: Callable[..., Any], precision: str | None) -> Callable[..., Any]:
+    """Marks a function for autocast; its products ask for the precision of a policy."""
+
+    def as_written(*args: Any, **kwargs: Any) -> Any:
+        with jax.named_scope(EXACT), asking(precision_of(precision)):
             return fun(*args, **kwargs)
 
-    return functools.wraps(fun, updated=())(scoped)
+    return functools.wraps(fun, updated=())(as_written)
 
 
 class _Settings(NamedTuple):
@@ -168,7 +181,8 @@ def _wrapped(fun: Callable[..., Any], settings: _Settings) -> Callable[..., Any]
     @functools.wraps(fun, updated=())
     def autocast_fun(*args: Any, **kwargs: Any) -> Any:
         static, arrays = partition((args, kwargs))
-        with jax.named_scope(DONE):
+        # What an exact part around this one asks for does not hold in here.
+        with jax.named_scope(DONE), asking(None):
             out = call(static, arrays)
         warn_of_cpu_compiler(computed_in, out.arrays)
         return combine(out.static, out.arrays)

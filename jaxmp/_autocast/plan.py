@@ -15,8 +15,8 @@ from jax.extend import core
 
 from jaxmp._autocast.kernels import Taken, taken_step
 from jaxmp._autocast.kinds import FLOAT32, Kind, State
-from jaxmp._autocast.regions import Regions, scopes
-from jaxmp._autocast.rules import RULES, adapted, convert, has_own_program
+from jaxmp._autocast.regions import Region, Regions, scopes
+from jaxmp._autocast.rules import RULES, adapted, asking_for, convert, has_own_program
 from jaxmp._autocast.steps import States, Step, alone, has_foreign_floats, initial, literal
 from jaxmp._jaxpr.compat import function_name
 from jaxmp._jaxpr.op_classes import CONTRACTIONS, JITS, OpClass, OpLists
@@ -160,6 +160,12 @@ def _step(op: Op, states: States, context: Call) -> Step:
     functions = (*context.functions, *op.functions)
     context.seen.update((op.name, *functions))
     op_class = context.lists.of(op.name, functions)
+    return asking_for(_in_region(op, states, context, region, op_class), region.precision)
+
+
+def _in_region(
+    op: Op, states: States, context: Call, region: Region, op_class: OpClass | None
+) -> Step:
     # Scopes inside a loop may have another policy than the scopes around it.
     if region.sealed or (region.exact and op_class is not OpClass.CONTROL):
         return alone(op, states, exact=region.result)

@@ -9,8 +9,10 @@ from jaxmp._jaxpr.scopes import names_in
 from jaxmp._numerics.dtypes import DType
 from jaxmp._policies.policy import Policy, get_policy, short_name
 from jaxmp._policies.policy_rules import PolicyRules
+from jaxmp._policies.precision import precision_of
 
-# Operations in these scopes stay as traced. Scopes survive jit, scan, remat and differentiation.
+# Operations in these scopes stay as traced, with the precision that they were traced with. Scopes
+# survive jit, scan, remat and differentiation.
 EXACT = "jaxmp.full_precision"
 DONE = "jaxmp.autocast"
 # The rest of the name of such a scope is the policy that holds in it.
@@ -25,12 +27,14 @@ class Region(NamedTuple):
       float32_gradients: whether gradients of parameters come out of products in float32.
       result: the kind of floats that leave an exact region.
       sealed: whether nothing inside may change, whatever the scopes inside say.
+      precision: what products in float32 ask for, unless they say it themselves; None for nothing.
     """
 
     low: DType
     float32_gradients: bool = True
     result: Kind = Kind.FIRM
     sealed: bool = False
+    precision: str | None = None
 
     @property
     def exact(self) -> bool:
@@ -40,9 +44,13 @@ class Region(NamedTuple):
 
 def region_of(policy: Policy | None) -> Region:
     """Returns the region of a policy; None leaves operations as traced."""
-    if policy is None or policy.compute_dtype.itemsize >= FLOAT32.itemsize:
+    if policy is None:
         return Region(FLOAT32)
-    return Region(policy.compute_dtype, policy.reduce_dtype.itemsize >= FLOAT32.itemsize)
+    precision = precision_of(policy.precision)
+    if policy.compute_dtype.itemsize >= FLOAT32.itemsize:
+        return Region(FLOAT32, precision=precision)
+    wide = policy.reduce_dtype.itemsize >= FLOAT32.itemsize
+    return Region(policy.compute_dtype, wide, precision=precision)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -41,6 +41,7 @@ from jaxmp._jaxpr.op_classes import (
     ARRANGEMENTS,
     CLASSES,
     CONTRACTIONS,
+    CONVOLUTIONS,
     MASKS,
     REPEATS,
     RESHAPES,
@@ -50,6 +51,7 @@ from jaxmp._jaxpr.op_classes import (
 )
 from jaxmp._jaxpr.program import Op
 from jaxmp._numerics.dtypes import DType
+from jaxmp._policies.precision import as_param, is_own
 from jaxmp._primitives.float32_sums import gather
 
 
@@ -312,6 +314,18 @@ def asks_for_precision(precision: Any) -> bool:
     if isinstance(precision, (tuple, list)):
         return any(asks_for_precision(each) for each in precision)
     return precision is not lax.Precision.DEFAULT
+
+
+def asking_for(step: Step, precision: str | None) -> Step:
+    """Lets a product that runs in float32 ask for a precision, unless it says one itself."""
+    op = step.op
+    if precision is None or op.name not in CONTRACTIONS or is_own(op.params.get("precision")):
+        return step
+    reads = zip(step.wants[:2], op.in_avals, strict=False)
+    if any((want or aval.dtype) == FLOAT32 for want, aval in reads):
+        each = as_param(precision, convolves=op.name in CONVOLUTIONS)
+        step.params["precision"] = (each, each) if isinstance(each, lax.Precision) else each
+    return step
 
 
 RULES: dict[OpClass, Callable[[Op, States, Region], Step]] = {

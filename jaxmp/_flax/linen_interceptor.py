@@ -11,6 +11,7 @@ import jax
 from flax import linen as nn
 from jaxtyping import PyTree
 
+from jaxmp._flax.layer_precision import layer_precision
 from jaxmp._flax.module_casts import (
     Casts,
     ModulePolicy,
@@ -364,6 +365,8 @@ def _set_dtypes(module: nn.Module, decision: Decision) -> None:
         wide = at_least_float32(policy.param_dtype)
         dtype = layer_dtype(wide if makes_weights else policy.compute_dtype, module.dtype)
         object.__setattr__(module, "dtype", dtype)
+        if any(field.name == "precision" for field in dataclasses.fields(module)):
+            object.__setattr__(module, "precision", layer_precision(module, policy))
     before = getattr(module, "param_dtype", _MISSING)
     if takes_float_dtype(before):
         # Params are drawn in float32 and rounded by _round_new_params. So all policies start from

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from jaxmp._flax.layer_precision import computes_in_float32, exactly
 from jaxmp._numerics.dtypes import DType, is_floating
 from jaxmp._numerics.tree import cast_floating, same_structure
 from jaxmp._numerics.user_warnings import warn_once
@@ -25,12 +26,14 @@ class ModulePolicy(NamedTuple):
       caller: the decision for the calling module; None if the call comes from outside the model.
       takes_dtype: whether the module has a `dtype`, and so casts its inputs and params itself.
       recurrent: whether it takes and returns a carry, like recurrent cells.
+      by_field: whether its products take their precision from its `precision` alone.
     """
 
     decision: Decision
     caller: Decision | None
     takes_dtype: bool
     recurrent: bool
+    by_field: bool = False
 
 
 class Casts(NamedTuple):
@@ -40,11 +43,13 @@ class Casts(NamedTuple):
       inputs: the dtype to cast floating arguments to.
       output: the dtype to cast the result to.
       recurrent: whether the call takes and returns a carry, which keeps its dtype.
+      exact: the policy whose precision the products in the call ask for.
     """
 
     inputs: DType | None = None
     output: DType | None = None
     recurrent: bool = False
+    exact: Policy | None = None
 
     def __bool__(self) -> bool:
         return any(self)
@@ -69,11 +74,15 @@ def casts_around(region: ModulePolicy) -> Casts:
     policy = region.decision.policy
     if policy is None:
         return Casts()
+    named = region.decision.rule is not None
+    # The products that a module writes itself are the policy's, if that reaches it.
+    reached = computes_in_float32(policy) and (named or region.takes_dtype)
+    exact = policy if reached and not region.by_field else None
     if region.caller is None or region.caller.policy != policy:
-        named = region.decision.rule is not None
         inputs = policy.compute_dtype if named and not region.takes_dtype else None
-        return Casts(inputs, policy.output_dtype, region.recurrent)
-    return Casts(None, policy.compute_dtype if region.recurrent else None, region.recurrent)
+        return Casts(inputs, policy.output_dtype, region.recurrent, exact)
+    output = policy.compute_dtype if region.recurrent else None
+    return Casts(None, output, region.recurrent, exact)
 
 
 def module_rules(rules: Any) -> PolicyRules:
@@ -142,6 +151,8 @@ def call_with_casts(
             is_leaf=is_opaque,
         )
 
+    if casts.exact is not None:
+        call = exactly(call, casts.exact)
     if not casts.recurrent:
         args, kwargs = cast((args, kwargs), casts.inputs)
         return cast(call(*args, **kwargs), casts.output)

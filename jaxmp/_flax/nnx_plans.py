@@ -60,7 +60,8 @@ def make_plans(model: Any, rules: PolicyRules, strict: bool) -> list[ModulePlan]
         if is_flax_layer(module):
             layers.add(path)
         recurrent = isinstance(module, nnx.RNNCellBase)
-        region = ModulePolicy(decision, caller, takes_dtype(module), recurrent)
+        by_field = _multiplies_by_field(module)
+        region = ModulePolicy(decision, caller, takes_dtype(module), recurrent, by_field)
         casts = casts_around(region) if is_called(module) else Casts()
         plan = ModulePlan(path, module, decision, casts)
         first = plans.setdefault(id(module), plan)
@@ -72,7 +73,7 @@ def make_plans(model: Any, rules: PolicyRules, strict: bool) -> list[ModulePlan]
             )
         # If callers need different casts around a shared module, no cast is right for all of them.
         if first.casts != casts:
-            plans[id(module)] = first._replace(casts=Casts(recurrent=recurrent))
+            plans[id(module)] = first._replace(casts=Casts(recurrent=recurrent, exact=casts.exact))
         regions[id(module)] = region
     called = {
         path: decisions[path].policy
@@ -83,6 +84,12 @@ def make_plans(model: Any, rules: PolicyRules, strict: bool) -> list[ModulePlan]
         plan._replace(promise=_promise(plan, regions[id(plan.module)], called, strict))
         for plan in plans.values()
     ]
+
+
+def _multiplies_by_field(module: Any) -> bool:
+    """Whether this is a layer of Flax whose products all take its `precision`."""
+    # Flax's attention has layers inside, and hands its precision to these alone.
+    return is_from_flax(module) and "precision" in vars(module) and len(modules(module)) == 1
 
 
 def _promise(

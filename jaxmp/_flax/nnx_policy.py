@@ -9,6 +9,7 @@ import jax
 import jmp
 from flax import nnx
 
+from jaxmp._flax.layer_precision import layer_precision
 from jaxmp._flax.module_casts import (
     Casts,
     Promise,
@@ -194,7 +195,7 @@ class _Placed:
     promise: Promise | None
     policy: Policy
     plain: type
-    dtypes: tuple[tuple[str, Any], ...]
+    before: tuple[tuple[str, Any], ...]
     params: tuple[tuple[Any, ...], ...]
 
 
@@ -209,7 +210,7 @@ class _Snapshot(NamedTuple):
     @classmethod
     def of(cls, module: Any) -> "_Snapshot":
         """Takes a snapshot of a module."""
-        names = ("dtype", "param_dtype", "_jaxmp")
+        names = (*_SET_BY_POLICY, "_jaxmp")
         attributes = {name: vars(module)[name] for name in names if name in vars(module)}
         values = [(variable, variable.get_raw_value()) for variable in own_params(module)]
         return cls(module, type(module), attributes, values)
@@ -224,6 +225,9 @@ class _Snapshot(NamedTuple):
         for variable, value in self.values:
             variable.set_raw_value(value)
 
+
+# The attributes of a module that a policy may set.
+_SET_BY_POLICY = ("dtype", "param_dtype", "precision")
 
 # Bypasses nnx's own __setattr__, which would keep the names in the module's list of attributes
 # forever. A model whose policy was removed must equal one that never had a policy.
@@ -258,20 +262,22 @@ def _apply_plan(plan: ModulePlan, originals: dict[int, tuple[Any, ...]]) -> None
     if policy is None:
         return
     own, params, casts = vars(module), own_params(module), plan.casts
-    dtypes = tuple((name, own[name]) for name in ("dtype", "param_dtype") if name in own)
-    if not (dtypes or held_params(module) or casts or plan.promise):
+    before = tuple((name, own[name]) for name in _SET_BY_POLICY if name in own)
+    if not (before or held_params(module) or casts or plan.promise):
         return
     if is_flax_layer(module) and casts == Casts(output=policy.compute_dtype):
         casts = Casts()  # the layer returns the compute dtype anyway
     kept = tuple(originals[id(variable)] for variable in params)
     plain = vars(type(module)).get("_jaxmp_plain", type(module))
-    placed = _Placed(casts, plan.promise, policy, plain, dtypes, kept)
+    placed = _Placed(casts, plan.promise, policy, plain, before, kept)
     if takes_dtype(module):
         # These two write the normalised weight back into their inner layer, so their dtype is a
         # storage dtype.
         stores = isinstance(module, (nnx.SpectralNorm, nnx.WeightNorm))
         dtype = policy.param_dtype if stores else policy.compute_dtype
         module.dtype = layer_dtype(dtype, module.dtype)
+        if "precision" in own:
+            module.precision = layer_precision(module, policy)
     if "param_dtype" in own and takes_float_dtype(module.param_dtype):
         module.param_dtype = layer_dtype(policy.param_dtype, module.param_dtype)
     for variable in params:
@@ -290,8 +296,8 @@ def _restore(module: Any) -> None:
     if placed is None:
         return
     _set(module, "__class__", placed.plain)
-    for name, dtype in placed.dtypes:
-        setattr(module, name, dtype)
+    for name, value in placed.before:
+        setattr(module, name, value)
     for variable, dtypes in zip(own_params(module), placed.params, strict=False):
         leaves, treedef = jax.tree.flatten(variable.get_raw_value())
         if len(leaves) == len(dtypes):

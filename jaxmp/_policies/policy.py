@@ -1,4 +1,4 @@
-"""Policies: the dtypes of params, of the computation, of the output and of reduced gradients."""
+"""Policies: dtypes of params, computation, output and reductions, precision of float32 products."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -9,15 +9,17 @@ from jaxtyping import PyTree
 
 from jaxmp._numerics.dtypes import DType, at_least_float32, parse_dtype, suggestion
 from jaxmp._numerics.tree import cast_floating
+from jaxmp._policies.precision import parse_precision
 
 _KEYS = {"params": "p", "compute": "c", "output": "o", "reduce": "r"}
+_PRECISION = "precision"
 
 
 @dataclasses.dataclass(frozen=True, repr=False, init=False)
 class Policy(jmp.Policy):
-    """A `jmp.Policy` that also says in which dtype gradients are reduced.
+    """A `jmp.Policy` that also says how gradients are reduced and how precise float32 products are.
 
-    It is a value: immutable, hashable, compared by its dtypes, and `get_policy(str(policy))`
+    It is a value: immutable, hashable, compared by its fields, and `get_policy(str(policy))`
     gives it back. It is accepted wherever jmp's policies are.
 
     Args:
@@ -27,11 +29,17 @@ class Policy(jmp.Policy):
       reduce_dtype: dtype in which gradients are to be summed over devices; by default the
         widest of float32, the param and the compute dtype. `make_train_step` and `autocast` use it;
         `value_and_grad` has an argument of that name.
+      precision: the precision of the policy's float32 products, and of its float32 parts. None
+        means HIGHEST, which is float32 on every device, unless `jax_default_matmul_precision` is
+        set: then that holds. `"tensorfloat32"` or `"high"` is faster: TF32 on a GPU, three passes
+        of bfloat16 on a TPU. Also `"default"`, `"highest"`, the name of a
+        `jax.lax.DotAlgorithmPreset`, or JAX's object for one of these. Products in 16 bits do not
+        change. docs/precision.md has what each is on which device.
 
-    Each may be given as any dtype or name that `get_policy` knows.
+    Each dtype may be given as any dtype or name that `get_policy` knows.
 
     Raises:
-      ValueError: for a name or dtype that is not a float.
+      ValueError: for a name or dtype that is not a float, or an unknown precision.
 
     >>> policy = Policy("float32", "bf16", "f32")
     >>> str(policy)
@@ -42,9 +50,15 @@ class Policy(jmp.Policy):
     """
 
     reduce_dtype: DType
+    precision: str | None
 
     def __init__(
-        self, param_dtype: Any, compute_dtype: Any, output_dtype: Any, reduce_dtype: Any = None
+        self,
+        param_dtype: Any,
+        compute_dtype: Any,
+        output_dtype: Any,
+        reduce_dtype: Any = None,
+        precision: Any = None,
     ) -> None:
         dtypes = [parse_dtype(dtype) for dtype in (param_dtype, compute_dtype, output_dtype)]
         if reduce_dtype is None:
@@ -52,8 +66,9 @@ class Policy(jmp.Policy):
             dtypes.append(widest)
         else:
             dtypes.append(parse_dtype(reduce_dtype))
-        for field, dtype in zip(dataclasses.fields(self), dtypes, strict=True):
-            object.__setattr__(self, field.name, dtype)
+        values = (*dtypes, parse_precision(precision))
+        for field, value in zip(dataclasses.fields(self), values, strict=True):
+            object.__setattr__(self, field.name, value)
 
     def cast_to_param(self, x: PyTree) -> PyTree:
         """Casts the floating leaves of a tree to `param_dtype`; other leaves pass."""
@@ -69,11 +84,13 @@ class Policy(jmp.Policy):
 
     def with_output_dtype(self, output_dtype: Any) -> "Policy":
         """Returns the same policy with another output dtype."""
-        return Policy(self.param_dtype, self.compute_dtype, output_dtype, self.reduce_dtype)
+        params, compute = self.param_dtype, self.compute_dtype
+        return Policy(params, compute, output_dtype, self.reduce_dtype, self.precision)
 
     def __str__(self) -> str:
         dtypes = (self.param_dtype, self.compute_dtype, self.output_dtype, self.reduce_dtype)
-        return ",".join(f"{key}={dtype}" for key, dtype in zip(_KEYS, dtypes, strict=True))
+        pairs = [f"{key}={dtype}" for key, dtype in zip(_KEYS, dtypes, strict=True)]
+        return ",".join(pairs + ([f"{_PRECISION}={self.precision}"] if self.precision else []))
 
     def __repr__(self) -> str:
         return f"Policy({str(self)!r})"
@@ -120,10 +137,11 @@ def get_policy(policy: str | jmp.Policy) -> Policy:
     add its float32 norms. For all of apex's O3, also give `master="none"` and
     `loss_scale=NoLossScale()` to `mixed_precision`, and `cast="all"` to `make_train_step`.
 
-    Strings of dtypes are jmp's, with blanks allowed and a fourth key: `params` or `p`,
-    `compute` or `c`, `output` or `o`, `reduce` or `r`. As in jmp, params default to float32,
-    compute follows params and **output follows compute**; reduce is float32 (float64 where the
-    params or the compute dtype are). A lone dtype name sets all three.
+    Strings of dtypes are jmp's, with blanks allowed and two more keys: `params` or `p`,
+    `compute` or `c`, `output` or `o`, `reduce` or `r`, and `precision`, that of float32 products:
+    see `Policy`. As in jmp, params default to float32, compute follows params and **output follows
+    compute**; reduce is float32 (float64 where the params or the compute dtype are). A lone dtype
+    name sets all three.
 
     Args:
       policy: a preset, a string such as `"p=f32, c=bf16, o=f32"`, or a policy, jmp's included.
@@ -139,6 +157,8 @@ def get_policy(policy: str | jmp.Policy) -> Policy:
     dtype(bfloat16)
     >>> get_policy("c=f16") == get_policy("params=float32,compute=float16,output=float16")
     True
+    >>> get_policy("precision=tensorfloat32").precision  # float32 otherwise
+    'tensorfloat32'
     """
     if isinstance(policy, Policy):
         return policy
@@ -196,7 +216,8 @@ def short_name(policy: Policy) -> str:
 
 def _parse_pairs(text: str) -> Policy:
     long_keys = {short: key for key, short in _KEYS.items()} | {key: key for key in _KEYS}
-    given: dict[str, DType] = {}
+    long_keys[_PRECISION] = _PRECISION
+    given: dict[str, str] = {}
     for part in text.split(","):
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals or not key or not value:
@@ -205,12 +226,12 @@ def _parse_pairs(text: str) -> Policy:
             near = suggestion(key, list(long_keys))
             raise ValueError(
                 f"unknown key {key!r} in policy {text!r}.{near} Valid keys: "
-                "params (p), compute (c), output (o), reduce (r)"
+                "params (p), compute (c), output (o), reduce (r), precision"
             )
         if long_keys[key] in given:
             raise ValueError(f"key {long_keys[key]!r} is given twice in policy {text!r}")
-        given[long_keys[key]] = parse_dtype(value)
-    params = given.get("params", parse_dtype("float32"))
+        given[long_keys[key]] = value
+    params = given.get("params", "float32")
     compute = given.get("compute", params)
     output = given.get("output", compute)
-    return Policy(params, compute, output, given.get("reduce"))
+    return Policy(params, compute, output, given.get("reduce"), given.get(_PRECISION))

@@ -204,16 +204,19 @@ def _lowered(
     compute = policy.compute_dtype
     wide = compute if compute.itemsize >= 4 else jnp.dtype(jnp.float32)
 
+    # A float32 loss runs as written, and its products ask for the precision of the policy.
+    written = autocast(loss_fn, policy) if compute.itemsize >= 4 else loss_fn
+
     def all_cast(params: PyTree, batch: PyTree, **collections: PyTree) -> Any:
         batch = cast_floating(batch, compute) if cast_batch else batch
-        return loss_fn(cast_floating(params, compute), batch, **collections)
+        return written(cast_floating(params, compute), batch, **collections)
 
     # Autocast makes float32 products narrow, but does not make narrow ones wider.
     def no_narrower(x: Any) -> Any:
         narrow = is_floating(x) and x.dtype.itemsize < wide.itemsize and x.dtype != compute
         return cast_floating(x, wide) if narrow else x
 
-    products = autocast(loss_fn, policy, kernels="low") if compute.itemsize < 4 else loss_fn
+    products = autocast(loss_fn, policy, kernels="low") if compute.itemsize < 4 else written
 
     def products_cast(params: PyTree, batch: PyTree, **collections: PyTree) -> Any:
         params, batch = jax.tree.map(no_narrower, (params, batch))

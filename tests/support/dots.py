@@ -28,3 +28,18 @@ def count_dots(function: Callable[..., Any], *args: Any) -> dict[str, int]:
             operands = [str(variable.aval.dtype) for variable in equation.invars[:2]]
             found[",".join(dict.fromkeys(operands))] += 1
     return dict(found)
+
+
+def precisions(function: Callable[..., Any], *args: Any) -> list[tuple[str, str]]:
+    """The dtype of the operands of each product, and the precision that it asks for.
+
+    `"none"` where it asks for nothing, `"high"` where both of its operands are to be HIGH.
+    """
+    found = []
+    for equation in equations(jax.make_jaxpr(function)(*args)):
+        if equation.primitive.name in (*PRODUCTS, "ragged_dot_general"):
+            asked = equation.params["precision"]
+            names = {each.name for each in (asked if isinstance(asked, tuple) else [asked]) if each}
+            dtypes = {str(variable.aval.dtype) for variable in equation.invars[:2]}
+            found.append((",".join(sorted(dtypes)), ",".join(names).lower() or "none"))
+    return found

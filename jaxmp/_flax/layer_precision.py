@@ -1,0 +1,39 @@
+"""The precision of the float32 products of Flax modules: by their field, and around their calls."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from jaxmp._policies.policy import Policy
+from jaxmp._policies.precision import as_param, asking, precision_of
+
+
+def computes_in_float32(policy: Policy) -> bool:
+    """Whether the products of a policy are float32, or wider."""
+    return policy.compute_dtype.itemsize >= 4
+
+
+def layer_precision(module: Any, policy: Policy) -> Any:
+    """Returns the `precision` of a layer under a policy: its own, or that of its float32 products.
+
+    >>> import types
+    >>> from jaxmp import get_policy
+    >>> layer = types.SimpleNamespace(precision=None)
+    >>> layer_precision(layer, get_policy("float32")), layer_precision(layer, get_policy("bf16"))
+    (Precision.HIGHEST, None)
+    """
+    precision = precision_of(policy.precision)
+    if module.precision is not None or precision is None or not computes_in_float32(policy):
+        return module.precision
+    return as_param(precision, convolves=hasattr(module, "kernel_size"))
+
+
+def exactly(call: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
+    """Returns a function whose float32 products ask for the precision of a policy."""
+
+    @functools.wraps(call, updated=())
+    def asks(*args: Any, **kwargs: Any) -> Any:
+        with asking(precision_of(policy.precision)):
+            return call(*args, **kwargs)
+
+    return asks

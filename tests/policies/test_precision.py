@@ -1,0 +1,117 @@
+"""The precision of float32 products in a policy: spellings are one value, others are refused."""
+
+import dataclasses
+import pickle
+from typing import Any
+
+import jax
+import jmp
+import pytest
+from jax import lax
+
+import jaxmp
+from jaxmp._policies.precision import (
+    asking,
+    meaning_of,
+    name_of_param,
+    precision_of,
+    users_option,
+)
+
+pytestmark = [pytest.mark.annotations, pytest.mark.jax]
+F32 = "params=float32,compute=float32,output=float32,reduce=float32"
+CANONICAL = {
+    None: None,
+    "default": "default",
+    " High ": "high",
+    "HIGHEST": "highest",
+    "TensorFloat32": "tensorfloat32",
+    lax.Precision.DEFAULT: "default",
+    lax.Precision.HIGH: "high",
+    lax.Precision.HIGHEST: "highest",
+    "bf16_bf16_f32_x3": "BF16_BF16_F32_X3",
+    "TF32_TF32_F32": "TF32_TF32_F32",
+    lax.DotAlgorithmPreset.DEFAULT: "default",
+    lax.DotAlgorithmPreset.BF16_BF16_F32_X6: "BF16_BF16_F32_X6",
+    lax.DotAlgorithmPreset.F32_F32_F32: "F32_F32_F32",
+}
+
+
+@pytest.mark.parametrize(("given", "name"), CANONICAL.items(), ids=map(str, CANONICAL))
+def test_every_spelling_is_one_value(given: Any, name: str | None) -> None:
+    policy = jaxmp.Policy("float32", "float32", "float32", precision=given)
+    assert policy.precision == name
+    assert str(policy) == F32 + (f",precision={name}" if name else "")
+    again = jaxmp.get_policy(str(policy))
+    assert again == policy
+    assert hash(again) == hash(policy)
+    assert eval(repr(policy).replace("Policy", "jaxmp.get_policy", 1)) == policy
+    assert pickle.loads(pickle.dumps(policy)) == policy
+    assert dataclasses.replace(policy) == policy
+    assert isinstance(policy, jmp.Policy)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("hihg", "unknown precision of float32 products 'hihg'. Did you mean 'high'?"),
+        ("TF32_TF32", "Did you mean 'TF32_TF32_F32'?"),
+        ("float32", "'float32'. Did you mean 'highest'?"),
+        ("bfloat16", "'bfloat16'. Did you mean 'default'?"),
+        (2, "'2'. Valid: default, high, highest, tensorfloat32, or an algorithm"),
+        (lax.DotAlgorithmPreset.F16_F16_F32, "algorithm for float32 operands: BF16_BF16_F32, BF"),
+        ("", "unknown precision of float32 products ''"),
+    ],
+)
+def test_others_are_refused(given: Any, told: str) -> None:
+    with pytest.raises(ValueError, match="precision") as error:
+        jaxmp.Policy("float32", "float32", "float32", precision=given)
+    assert told in str(error.value)
+
+
+def test_in_strings_and_rules() -> None:
+    """The fifth key goes with the others; rules print and read it, as configs do."""
+    policy = jaxmp.get_policy("precision = high, c=bf16, o=f32")
+    assert policy == jaxmp.Policy("float32", "bfloat16", "float32", precision="high")
+    assert policy != jaxmp.get_policy("mixed_bfloat16")
+    assert policy.with_output_dtype("bfloat16").precision == "high"
+    rules = jaxmp.PolicyRules({"head": "precision=tensorfloat32"}, default="mixed_bfloat16")
+    assert f"{F32},precision=tensorfloat32" in str(rules)
+    assert eval(repr(rules), {"PolicyRules": jaxmp.PolicyRules}) == rules
+    assert jaxmp.PolicyRules.from_json('{"rules": {"head": "precision=high"}}').rules[0][1] == (
+        jaxmp.get_policy("precision=high")
+    )
+    with pytest.raises(ValueError, match=r"'precison'.* Did you mean 'precision'\?.*, precision"):
+        jaxmp.get_policy("precison=high")
+    with pytest.raises(ValueError, match="'precision' is given twice"):
+        jaxmp.get_policy("precision=high,precision=high")
+
+
+def test_policies_of_jmp_have_none() -> None:
+    theirs = jmp.get_policy("params=float32,compute=bfloat16,output=float32")
+    assert jaxmp.get_policy(theirs) == jaxmp.get_policy("mixed_bfloat16")
+    assert jaxmp.get_policy(theirs).precision is None
+
+
+def test_the_option_of_the_user_is_told_from_what_is_asked() -> None:
+    assert (users_option(), precision_of(None), precision_of("high")) == (None, "highest", "high")
+    with asking("highest"):
+        assert jax.config.jax_default_matmul_precision == "highest"  # type: ignore[attr-defined]
+        assert (users_option(), precision_of(None)) == (None, "highest")
+        with asking(None):
+            assert jax.config.jax_default_matmul_precision is None  # type: ignore[attr-defined]
+        with jax.default_matmul_precision("high"):
+            assert (users_option(), precision_of(None)) == ("high", None)
+    with jax.default_matmul_precision("high"), asking("highest"), asking("default"):
+        assert (users_option(), precision_of(None), precision_of("high")) == ("high", None, "high")
+        with asking(None):
+            assert jax.config.jax_default_matmul_precision == "high"  # type: ignore[attr-defined]
+
+
+def test_names_of_what_a_product_asks_for() -> None:
+    high, highest = lax.Precision.HIGH, lax.Precision.HIGHEST
+    assert name_of_param((highest, high)) == "high"
+    assert name_of_param(None) == name_of_param(lax.DotAlgorithmPreset.DEFAULT) == "default"
+    assert name_of_param(lax.DotAlgorithmPreset.F64_F64_F64) == "F64_F64_F64"
+    assert meaning_of("F64_F64_F64").tpu == "F64_F64_F64"
+    assert meaning_of("tensorfloat32") == meaning_of("high")
