@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from jaxmp._numerics.dtypes import parse_dtype
+from jaxmp._policies.precision import meaning_of, parse_precision
 
 _LISTED = 10
 
@@ -23,13 +24,16 @@ def check_report(
     residual_bytes: int | None,
     kept: Mapping[Any, int] | None,
     reduced_in: Any,
+    precision: Any,
     allow_unseen: Any,
 ) -> None:
     """Implements `AuditReport.check`."""
-    if all(each is None for each in (products, upcasts, residual_bytes, kept, reduced_in)):
+    given = (products, upcasts, residual_bytes, kept, reduced_in, precision)
+    if all(each is None for each in given):
         hint = " share goes with products" if share is not None else ""
         raise ValueError(
-            "nothing to check: give products, upcasts, residual_bytes, kept or reduced_in." + hint
+            "nothing to check: give products, precision, upcasts, residual_bytes, kept or "
+            "reduced_in." + hint
         )
     problems: list[str] = []
     allowed = _checked_allowed(allow_unseen)
@@ -39,13 +43,15 @@ def check_report(
         problems += _loops(report, names, least, allowed)
     elif share is not None:
         raise ValueError("share is about products: give products='bfloat16' too")
+    if precision is not None:
+        problems += _precision_errors(report, _checked_precision(precision))
     if upcasts is not None:
         problems += _upcast_errors(report, _checked_limit(upcasts, "upcasts"))
     if residual_bytes is not None:
         problems += _residual_errors(report, _checked_limit(residual_bytes, "residual_bytes"))
     if kept is not None:
         problems += _kept(report, _checked_kept(kept))
-    if products is not None or upcasts is not None:
+    if any(each is not None for each in (products, upcasts, precision)):
         problems += _unseen_errors(report, allowed)
     if reduced_in is not None:
         problems += _sums(report, any_dtype_name(reduced_in))
@@ -110,6 +116,40 @@ def _product_errors(report: Any, names: list[str], share: float) -> list[str]:
     return [
         f"products: {_percent(found)} of their FLOPs have operands in {allowed}{where}, wanted "
         f"at least {100 * share:.1f} %. The others:",
+        *_by_line(offenders),
+    ]
+
+
+def _checked_precision(precision: Any) -> str:
+    name = parse_precision(precision)
+    if name not in ("high", "highest"):
+        raise ValueError(
+            f"precision is the least that float32 products may ask for, 'high' or 'highest', got "
+            f"{precision!r}"
+        )
+    return name
+
+
+def _precision_errors(report: Any, least: str) -> list[str]:
+    """Reports float32 products that are less than float32, or than HIGH, on some device."""
+    wide = [row for row in report.product_lines if row.precision]
+    if not wide:
+        return [f"precision: the program has no float32 product, so none that asks for {least}."]
+    rank = meaning_of(least).rank
+    less = [row for row in wide if meaning_of(row.precision).rank < rank]
+    if not less:
+        return []
+    offenders = [
+        (
+            row,
+            f"{100 * row.share:.1f} %",
+            " x ".join(row.operands) + f", {row.precision}: {row.tpu} on a TPU, {row.gpu} on a GPU",
+        )
+        for row in less
+    ]
+    return [
+        f"precision: float32 products should ask for {least}, these ask for less. A float32 policy "
+        f"or rule, jaxmp.full_precision around them, or precision={least!r} in them does it:",
         *_by_line(offenders),
     ]
 

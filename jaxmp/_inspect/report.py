@@ -31,7 +31,8 @@ class AuditReport:
     so FLOPs are those of the branches that have the most.
 
     Attributes:
-      products: matrix products and convolutions by dtype, most FLOPs first.
+      products: matrix products and convolutions by dtype, most FLOPs first. Those of float32 say
+        what they are on a TPU and on a GPU.
       product_lines: the same by line of the user's code.
       upcasts: casts from floats of fewer than 32 bits to wider ones, by line. Upcasts that make
         products wide come first, by the FLOPs of these products; then the rest by size. If several
@@ -152,13 +153,14 @@ class AuditReport:
         residual_bytes: int | None = None,
         kept: Mapping[Any, int] | None = None,
         reduced_in: Any = None,
+        precision: Any = None,
         allow_unseen: Any = (),
     ) -> "AuditReport":
         """Raises if the program does not meet the given expectations. Use it in your tests.
 
         It checks each branch of a conditional, but cannot see into kernels, foreign calls,
-        callbacks and linear algebra. If the program has such parts, a check of `products` or
-        `upcasts` fails unless `allow_unseen` names them.
+        callbacks and linear algebra. If the program has such parts, a check of `products`,
+        `precision` or `upcasts` fails unless `allow_unseen` names them.
 
         Args:
           products: the dtype, or a tuple of dtypes, that both operands of products should have.
@@ -171,6 +173,8 @@ class AuditReport:
           reduced_in: the dtype of every sum of floats over devices. To see the sums that the
             partitioner inserts, pass `compiled=True` to `audit`. The check then uses the sums of
             the compiled program, which may also be wider.
+          precision: the least that every product of float32 operands must ask for: `"highest"`,
+            which is float32 on every device, or `"high"`. Other products do not matter.
           allow_unseen: a name from `report.unseen_lines`, such as `"pallas_call"`, or a tuple of
             names, that may stay unseen; True for all. `"while"` matters if `share` is below 1 and
             depends on how often a loop runs; `"partitioner"` if `reduced_in` is checked for sharded
@@ -192,6 +196,7 @@ class AuditReport:
             residual_bytes=residual_bytes,
             kept=kept,
             reduced_in=reduced_in,
+            precision=precision,
             allow_unseen=allow_unseen,
         )
         return self

@@ -4,13 +4,14 @@ import dataclasses
 from typing import Literal
 
 from jaxmp._inspect.branches import Choice
+from jaxmp._policies.precision import meaning_of
 
 Direction = Literal["forward", "backward", "recomputed", ""]
 
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """The matrix products and convolutions of the same dtypes.
+    """The matrix products and convolutions of the same dtypes and precision.
 
     Of branches that exclude each other, `flops` counts those with the most FLOPs. So the shares of
     two rows can add up to more than 1.
@@ -22,6 +23,8 @@ class Product:
       runs: how often they run: a scan repeats its body.
       flops: the FLOPs of all runs, two for each multiply-add.
       share: the share of the FLOPs of the program, from 0 to 1.
+      precision: what a product with a float32 operand asks for, as the program was traced, by the
+        names of `Policy.precision`: `"default"` if nothing. `""` for all other products.
     """
 
     operands: tuple[str, str]
@@ -30,11 +33,22 @@ class Product:
     runs: int
     flops: int
     share: float
+    precision: str
+
+    @property
+    def tpu(self) -> str:
+        """How a TPU multiplies float32 here, from one pass of bfloat16, `"bf16 x 1"`, to six."""
+        return meaning_of(self.precision).tpu if self.precision else ""
+
+    @property
+    def gpu(self) -> str:
+        """How a GPU since Ampere multiplies float32 here: `"TF32"`, `"float32"`, ..."""
+        return meaning_of(self.precision).gpu if self.precision else ""
 
 
 @dataclasses.dataclass(frozen=True)
 class ProductLine(Product):
-    """The products of the same dtypes in one line of the user's code.
+    """The products of the same dtypes and precision in one line of the user's code.
 
     Attributes:
       line: `"file.py:12 (function)"`, the innermost line outside of JAX, Flax and optax.

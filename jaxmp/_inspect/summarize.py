@@ -23,6 +23,7 @@ from jaxmp._inspect.rows import (
 )
 from jaxmp._inspect.upcasts import is_narrow_aval, is_wide, widens_inside
 from jaxmp._jaxpr.op_classes import CLASSES, COLLECTIVES, PRODUCTS, OpClass
+from jaxmp._policies.precision import name_of_param
 
 _Key = TypeVar("_Key", bound=Hashable)
 
@@ -51,27 +52,37 @@ class Tally:
         self._where: dict[Site, Where] = {}
 
     def products(self) -> tuple[Product, ...]:
-        """Returns products by dtypes, most FLOPs first."""
-        groups = _grouped(self._products(), _product_dtypes)
+        """Returns products by dtypes and precision, most FLOPs first."""
+        groups = _grouped(self._products(), lambda site: (_product_dtypes(site), _precision(site)))
         rows = [
-            Product(operands=operands, result=result, **_counts(sites), **self._flops(sites))
-            for (operands, result), sites in groups.items()
+            Product(
+                operands=operands,
+                result=result,
+                precision=precision,
+                **_counts(sites),
+                **self._flops(sites),
+            )
+            for ((operands, result), precision), sites in groups.items()
         ]
         return tuple(sorted(rows, key=lambda row: -row.flops))
 
     def product_lines(self) -> tuple[ProductLine, ...]:
-        """Returns products by dtypes and line, most FLOPs first."""
-        groups = _grouped(self._products(), lambda site: (_product_dtypes(site), self.where(site)))
+        """Returns products by dtypes, precision and line, most FLOPs first."""
+        groups = _grouped(
+            self._products(),
+            lambda site: (_product_dtypes(site), _precision(site), self.where(site)),
+        )
         rows = [
             ProductLine(
                 operands=operands,
                 result=result,
+                precision=precision,
                 **_counts(sites),
                 **self._flops(sites),
                 **where._asdict(),
                 branch=branch_text(sites),
             )
-            for ((operands, result), where), sites in groups.items()
+            for ((operands, result), precision, where), sites in groups.items()
         ]
         return tuple(sorted(rows, key=lambda row: -row.flops))
 
@@ -287,6 +298,13 @@ def _product_dtypes(site: Site) -> tuple[tuple[str, str], str]:
     return (_dtype_of_variable(left), _dtype_of_variable(right)), _dtype_of_variable(
         site.equation.outvars[0]
     )
+
+
+def _precision(site: Site) -> str:
+    """Returns the precision that a float32 product asks for; empty for other products."""
+    if "float32" not in _product_dtypes(site)[0]:
+        return ""
+    return name_of_param(site.equation.params.get("precision"))
 
 
 def _dtype_of_variable(variable: Any) -> str:

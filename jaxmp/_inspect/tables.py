@@ -8,6 +8,7 @@ from rich.table import Table
 
 _SHOWN = 12
 _PLACE = "line, module, pass"
+_DEVICES = "on TPU / GPU"
 
 
 def tables(report: Any) -> Group:
@@ -96,6 +97,7 @@ def _products_table(report: Any) -> Any:
         (
             " x ".join(row.operands),
             row.result,
+            _on_devices(row),
             flops_text(row.flops),
             f"{100 * row.share:.1f} %",
             str(row.count),
@@ -104,7 +106,9 @@ def _products_table(report: Any) -> Any:
         for row in report.products
     ]
     title = f"Products: {flops_text(report.flops)}FLOP"
-    return _table(title, ["operands", "result", ">FLOP", ">share", ">count", ">runs"], rows)
+    return _table(
+        title, ["operands", "result", _DEVICES, ">FLOP", ">share", ">count", ">runs"], rows
+    )
 
 
 def _wide_products(report: Any) -> Any:
@@ -117,14 +121,20 @@ def _wide_products(report: Any) -> Any:
             _line_and_module(row),
             " x ".join(row.operands),
             row.result,
+            _on_devices(row),
             f"{100 * row.share:.1f} %",
             str(row.count),
             str(row.runs),
         )
         for row in wide
     ]
-    columns = [_PLACE, "operands", "result", ">share", ">count", ">runs"]
+    columns = [_PLACE, "operands", "result", _DEVICES, ">share", ">count", ">runs"]
     return _table("Products with an operand of 32 bits or more", columns, rows)
+
+
+def _on_devices(row: Any) -> str:
+    """Formats what a float32 product is on a TPU and on a GPU; empty for other products."""
+    return f"{row.tpu} / {row.gpu}" if row.precision else ""
 
 
 def _is_wide(dtype: str) -> bool:

@@ -141,7 +141,10 @@ def test_many_offenders_are_cut_short() -> None:
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ({}, "nothing to check: give products, upcasts, residual_bytes, kept or reduced_in."),
+        (
+            {},
+            "nothing to check: give products, precision, upcasts, residual_bytes, kept or reduced",
+        ),
         ({"share": 0.5}, "share goes with products"),
         ({"upcasts": 1, "share": 0.5}, "share is about products: give products='bfloat16' too"),
         ({"products": "bfloat61"}, r"unknown dtype 'bfloat61'\. Did you mean 'bfloat16'\?"),
@@ -174,18 +177,18 @@ def test_integer_products_can_be_allowed() -> None:
 
 PRINTED = """\
 Products: 1.28 kFLOP
-┏━━━━━━━━━━━━━━━━━━━━━┳━━━━━━━━━━┳━━━━━━━━┳━━━━━━━━┳━━━━━━━┓
-┃ operands            ┃ result   ┃   FLOP ┃  share ┃ count ┃
-┡━━━━━━━━━━━━━━━━━━━━━╇━━━━━━━━━━╇━━━━━━━━╇━━━━━━━━╇━━━━━━━┩
-│ bfloat16 x bfloat16 │ bfloat16 │ 1.02 k │ 80.0 % │     1 │
-│ float32 x float32   │ float32  │   256  │ 20.0 % │     1 │
-└─────────────────────┴──────────┴────────┴────────┴───────┘
+┏━━━━━━━━━━━━━━━━━━━━━┳━━━━━━━━━━┳━━━━━━━━━━━━━━━━━┳━━━━━━━━┳━━━━━━━━┳━━━━━━━┓
+┃ operands            ┃ result   ┃ on TPU / GPU    ┃   FLOP ┃  share ┃ count ┃
+┡━━━━━━━━━━━━━━━━━━━━━╇━━━━━━━━━━╇━━━━━━━━━━━━━━━━━╇━━━━━━━━╇━━━━━━━━╇━━━━━━━┩
+│ bfloat16 x bfloat16 │ bfloat16 │                 │ 1.02 k │ 80.0 % │     1 │
+│ float32 x float32   │ float32  │ bf16 x 1 / TF32 │   256  │ 20.0 % │     1 │
+└─────────────────────┴──────────┴─────────────────┴────────┴────────┴───────┘
 Products with an operand of 32 bits or more
-┏━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━┳━━━━━━━━━━━━━━━━━━━┳━━━━━━━━━┳━━━━━━━━┳━━━━━━━┓
-┃ line, module, pass              ┃ operands          ┃ result  ┃  share ┃ count ┃
-┡━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━╇━━━━━━━━━━━━━━━━━━━╇━━━━━━━━━╇━━━━━━━━╇━━━━━━━┩
-│ test_report.py:00 (loss)        │ float32 x float32 │ float32 │ 20.0 % │     1 │
-└─────────────────────────────────┴───────────────────┴─────────┴────────┴───────┘
+┏━━━━━━━━━━━━━━━━━━━━━━━━━━┳━━━━━━━━━━━━━━━━━━━┳━━━━━━━━━┳━━━━━━━━━━━━━━━━━┳━━━━━━━━┳━━━━━━━┓
+┃ line, module, pass       ┃ operands          ┃ result  ┃ on TPU / GPU    ┃  share ┃ count ┃
+┡━━━━━━━━━━━━━━━━━━━━━━━━━━╇━━━━━━━━━━━━━━━━━━━╇━━━━━━━━━╇━━━━━━━━━━━━━━━━━╇━━━━━━━━╇━━━━━━━┩
+│ test_report.py:00 (loss) │ float32 x float32 │ float32 │ bf16 x 1 / TF32 │ 20.0 % │     1 │
+└──────────────────────────┴───────────────────┴─────────┴─────────────────┴────────┴───────┘
 """
 
 
