@@ -24,7 +24,7 @@ from jaxmp._numerics.user_warnings import warn
 from jaxmp._policies.patterns import is_about_paths
 from jaxmp._policies.policy import Policy, get_policy
 from jaxmp._policies.policy_rules import PolicyRules
-from jaxmp._policies.precision import asking, is_algorithm, precision_of
+from jaxmp._policies.precision import asking, precision_of
 from jaxmp._policies.presets import dtypes_of, get_rules
 from jaxmp._recompute.api import Recompute, recompute as lean
 
@@ -67,7 +67,8 @@ def autocast(
       output: the dtype of the results: `"traced"` as without autocast, `"policy"` for the policy's
         output dtype, `"computed"` without a last cast.
       enter_custom_vjp: whether to rewrite functions with a `jax.custom_vjp` too, forward and
-        backward. Otherwise they run as traced, with casts around them.
+        backward. Otherwise they run as traced, with casts around them; in float32 parts, only the
+        precision of their products is set.
       kernels: the precision of kernels behind `jax.custom_vjp`, Pallas and the like: `"traced"` as
         without autocast, `"low"` as if arguments had been cast to 16 bits. `"low"` takes the
         kernels from a second trace. That trace casts the arguments that products read, but not
@@ -103,11 +104,6 @@ def autocast(
     )
     if not callable(fun):
         raise TypeError(f"autocast takes a function, got {type(fun).__name__}")
-    if isinstance(settings.policy, Policy) and region_of(settings.policy).exact:
-        precision = settings.policy.precision
-        # Nothing to rewrite, and nothing for an outer autocast.
-        if not is_algorithm(precision):
-            return lean(_as_written(fun, precision), recompute)
     return lean(_wrapped(fun, settings), recompute)
 
 
@@ -118,8 +114,10 @@ def full_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
     products ask for HIGHEST, forward and backward, unless they name a precision themselves or
     `jax_default_matmul_precision` is set. Products in 16 bits do not change. Autocast leaves the
     function alone, wherever it is called: the mark stays on the operations, also inside `jit`,
-    `scan` and `checkpoint`, and in the gradient. The backward pass of a `jax.custom_vjp`, and the
-    rule of a `jax.custom_jvp`, are traced later: write `precision=` in their products.
+    `scan` and `checkpoint`, and in the gradient. JAX traces the backward pass of a
+    `jax.custom_vjp`, and often the rule of a `jax.custom_jvp`, later: write `precision=` in their
+    products, or use `autocast(fun, "float32")`, which reaches them. On a TPU, the compiler refuses
+    HIGHEST for 16-bit products in Pallas kernels and in `ragged_dot`: leave these out.
 
     Args:
       fun: any function.
@@ -138,17 +136,11 @@ def full_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
     if not callable(fun):
         raise TypeError(f"full_precision takes a function, got {type(fun).__name__}")
 
-    return _as_written(fun, None)
-
-
-def _as_written(fun: Callable[..., Any], precision: str | None) -> Callable[..., Any]:
-    """Marks a function for autocast; its products ask for the precision of a policy."""
-
-    def as_written(*args: Any, **kwargs: Any) -> Any:
-        with jax.named_scope(EXACT), asking(precision_of(precision)):
+    def exact(*args: Any, **kwargs: Any) -> Any:
+        with jax.named_scope(EXACT), asking(precision_of(None)):
             return fun(*args, **kwargs)
 
-    return functools.wraps(fun, updated=())(as_written)
+    return functools.wraps(fun, updated=())(exact)
 
 
 class _Settings(NamedTuple):
@@ -162,6 +154,8 @@ class _Settings(NamedTuple):
 def _wrapped(fun: Callable[..., Any], settings: _Settings) -> Callable[..., Any]:
     told: list[str] = []
     computed_in = dtypes_of(get_rules(settings.policy))
+    is_exact = isinstance(settings.policy, Policy) and region_of(settings.policy).exact
+    scope = EXACT if is_exact else DONE  # nothing for an outer autocast
 
     def rewrite(traced: Traced, static: Static, arrays: list[Any]) -> list[Any]:
         closed = traced.closed
@@ -182,7 +176,7 @@ def _wrapped(fun: Callable[..., Any], settings: _Settings) -> Callable[..., Any]
     def autocast_fun(*args: Any, **kwargs: Any) -> Any:
         static, arrays = partition((args, kwargs))
         # What an exact part around this one asks for does not hold in here.
-        with jax.named_scope(DONE), asking(None):
+        with jax.named_scope(scope), asking(None):
             out = call(static, arrays)
         warn_of_cpu_compiler(computed_in, out.arrays)
         return combine(out.static, out.arrays)

@@ -5,13 +5,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from jax import lax
+from jax.extend import core
 
 from jaxmp._autocast.kinds import FLOAT32, State
 from jaxmp._autocast.plan import Call, ResultsIn, plan
 from jaxmp._autocast.regions import Region
 from jaxmp._autocast.run import run_plan
 from jaxmp._autocast.steps import States, Step, alone
+from jaxmp._jaxpr import compat
 from jaxmp._jaxpr.derivatives import Behind, has_tangent, with_derivative, with_passes
+from jaxmp._jaxpr.op_classes import CONTRACTIONS, KERNELS
 from jaxmp._jaxpr.program import Op, read
 
 
@@ -56,9 +59,21 @@ def as_state(value: Any, state: State | None) -> Any:
 
 def plan_custom_vjp(op: Op, states: States, context: Call, region: Region) -> Step:
     """Leaves the function as it was traced, since its gradient belongs to that computation."""
-    if context.enter_custom_vjp:
+    # In float32 parts no dtype changes, only what its products ask for.
+    asks = region.exact and region.precision is not None and _multiplies_itself(op.equation)
+    if context.enter_custom_vjp or asks:
         return _enter_custom_vjp(op, states, context)
     return alone(op, states)
+
+
+def _multiplies_itself(equation: core.JaxprEqn) -> bool:
+    """Whether there is a product in a function, outside of the kernels that it calls."""
+    return any(
+        each.primitive.name in CONTRACTIONS
+        or (each.primitive.name not in KERNELS and _multiplies_itself(each))
+        for jaxpr in compat.sub_jaxprs(equation)
+        for each in jaxpr.eqns
+    )
 
 
 def _enter_custom_vjp(op: Op, states: States, context: Call) -> Step:

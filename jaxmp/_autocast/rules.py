@@ -41,12 +41,12 @@ from jaxmp._jaxpr.op_classes import (
     ARRANGEMENTS,
     CLASSES,
     CONTRACTIONS,
-    CONVOLUTIONS,
     MASKS,
     REPEATS,
     RESHAPES,
     SCALES,
     WIDENED,
+    WITHOUT_ALGORITHMS,
     OpClass,
 )
 from jaxmp._jaxpr.program import Op
@@ -323,7 +323,7 @@ def asking_for(step: Step, precision: str | None) -> Step:
         return step
     reads = zip(step.wants[:2], op.in_avals, strict=False)
     if any((want or aval.dtype) == FLOAT32 for want, aval in reads):
-        each = as_param(precision, convolves=op.name in CONVOLUTIONS)
+        each = as_param(precision, algorithms=op.name not in WITHOUT_ALGORITHMS)
         step.params["precision"] = (each, each) if isinstance(each, lax.Precision) else each
     return step
 

@@ -25,7 +25,7 @@ def layer_precision(module: Any, policy: Policy) -> Any:
     precision = precision_of(policy.precision)
     if module.precision is not None or precision is None or not computes_in_float32(policy):
         return module.precision
-    return as_param(precision, convolves=hasattr(module, "kernel_size"))
+    return as_param(precision, algorithms=not hasattr(module, "kernel_size"))
 
 
 def exactly(call: Callable[..., Any], policy: Policy) -> Callable[..., Any]:

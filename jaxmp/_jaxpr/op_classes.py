@@ -199,8 +199,8 @@ def _listed(*lines: str) -> frozenset[str]:
 
 # Products that autocast runs in 16 bits.
 CONTRACTIONS = _listed(*_TABLE[OpClass.LOWER])
-# For these JAX has levels of precision, but no algorithms.
-CONVOLUTIONS = _listed("conv_general_dilated")
+# For these JAX has levels of precision, but its compilers drop an algorithm without a word.
+WITHOUT_ALGORITHMS = _listed("conv_general_dilated ragged_dot ragged_dot_general")
 # All products, also those of scaled operands, which autocast leaves alone.
 PRODUCTS = CONTRACTIONS | _listed(_SCALED_PRODUCTS)
 # Products, and what jaxmp puts around their operands: a param is gathered once for all of them.

@@ -139,14 +139,14 @@ def asking(precision: str | None) -> Iterator[None]:
         yield
 
 
-def as_param(precision: str, *, convolves: bool = False) -> Any:
-    """Returns a precision as JAX's operations take it; HIGHEST for an algorithm of a convolution.
+def as_param(precision: str, *, algorithms: bool = True) -> Any:
+    """Returns a precision as JAX's operations take it; HIGHEST for an algorithm if it takes none.
 
     >>> as_param("tensorfloat32"), as_param("F32_F32_F32")
     (Precision.HIGH, DotAlgorithmPreset.F32_F32_F32)
     """
     if is_algorithm(precision):
-        return lax.Precision.HIGHEST if convolves else lax.DotAlgorithmPreset[precision]
+        return lax.DotAlgorithmPreset[precision] if algorithms else lax.Precision.HIGHEST
     return lax.Precision[_ALIASES.get(precision, precision).upper()]
 
 

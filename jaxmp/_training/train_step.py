@@ -204,8 +204,9 @@ def _lowered(
     compute = policy.compute_dtype
     wide = compute if compute.itemsize >= 4 else jnp.dtype(jnp.float32)
 
-    # A float32 loss runs as written, and its products ask for the precision of the policy.
-    written = autocast(loss_fn, policy) if compute.itemsize >= 4 else loss_fn
+    # In a float32 loss, only the precision of its products is set.
+    rewritten = autocast(loss_fn, policy, kernels="low")
+    written = rewritten if compute.itemsize >= 4 else loss_fn
 
     def all_cast(params: PyTree, batch: PyTree, **collections: PyTree) -> Any:
         batch = cast_floating(batch, compute) if cast_batch else batch
@@ -216,11 +217,9 @@ def _lowered(
         narrow = is_floating(x) and x.dtype.itemsize < wide.itemsize and x.dtype != compute
         return cast_floating(x, wide) if narrow else x
 
-    products = autocast(loss_fn, policy, kernels="low") if compute.itemsize < 4 else written
-
     def products_cast(params: PyTree, batch: PyTree, **collections: PyTree) -> Any:
         params, batch = jax.tree.map(no_narrower, (params, batch))
-        return products(params, batch, **collections)
+        return rewritten(params, batch, **collections)
 
     return all_cast if cast == "all" else products_cast
 

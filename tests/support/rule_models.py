@@ -45,6 +45,20 @@ RULES = {
 }
 
 
+def head_precision(dtype: Any) -> Any:
+    """What an author asks for whose head is float32 on every device."""
+    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
+
+
+def linen_head(dtype: Any) -> Any:
+    return nn.Dense(VOCAB, dtype=dtype, precision=head_precision(dtype), name="head")
+
+
+def nnx_head(width: int, dtype: Any, rngs: nnx.Rngs) -> Any:
+    precision = head_precision(dtype)
+    return nnx.Linear(width, VOCAB, dtype=dtype, precision=precision, rngs=rngs)
+
+
 def attend(qkv: jax.Array) -> jax.Array:
     """Causal attention; the softmax in float32, as one has it in every precision."""
     q, k, v = jnp.moveaxis(qkv, -3, 0)
@@ -114,7 +128,7 @@ class LinenGPT(nn.Module):
             for i in range(self.layers):
                 x, _ = block(name=f"block_{i}")(x)
         x = nn.LayerNorm(dtype=self.norm_dtype, name="norm_out")(x)
-        return nn.Dense(VOCAB, dtype=self.head_dtype, name="head")(x)
+        return linen_head(self.head_dtype)(x)
 
 
 class LinenResidual(nn.Module):
@@ -152,7 +166,7 @@ class LinenResNet(nn.Module):
             x = Residual(width, self.dtype, self.norm_dtype, name=f"residual_{i}")(x)
         norm = nn.BatchNorm(use_running_average=False, momentum=0.9, dtype=self.norm_dtype)
         x = nn.relu(norm(x)).mean((1, 2))
-        return nn.Dense(VOCAB, dtype=self.head_dtype, name="head")(x)
+        return linen_head(self.head_dtype)(x)
 
 
 class NnxAttention(nnx.Module):
@@ -212,7 +226,7 @@ class NnxGPT(nnx.Module):
         else:
             self.blocks = nnx.List([make(rngs) for _ in range(layers)])
         self.norm_out = nnx.LayerNorm(WIDTH, dtype=norm_dtype, rngs=rngs)
-        self.head = nnx.Linear(WIDTH, VOCAB, dtype=head_dtype, rngs=rngs)
+        self.head = nnx_head(WIDTH, head_dtype, rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         x = self.tokens(tokens) + self.positions(jnp.arange(tokens.shape[1])[None])
@@ -262,7 +276,7 @@ class NnxResNet(nnx.Module):
             [NnxResidual(*pair, dtype, norm_dtype, rngs) for pair in itertools.pairwise(widths)]
         )
         self.norm = nnx.BatchNorm(STAGES[-1], momentum=0.9, dtype=norm_dtype, rngs=rngs)
-        self.head = nnx.Linear(STAGES[-1], VOCAB, dtype=head_dtype, rngs=rngs)
+        self.head = nnx_head(STAGES[-1], head_dtype, rngs)
 
     def __call__(self, images: jax.Array) -> jax.Array:
         x = self.stem(images)
