@@ -98,6 +98,9 @@ def keep_float32(
 ) -> PolicyRules:
     """Makes rules that run families of modules in float32, and everything else under one policy.
 
+    Their products are float32 on TPUs and GPUs too, which takes six passes of bfloat16 on a TPU; or
+    they have the precision of the policy, if it says one: see docs/precision.md.
+
     Args:
       policy: the policy of the rest.
       *families: `NORMS`, `HEADS`, `ROUTERS`, `ROTARY`, or your own `Family`.
@@ -123,8 +126,9 @@ def keep_float32(
                 f"keep_float32 takes families such as jaxmp.rules.NORMS, got {family!r}. For a "
                 "pattern of your own write PolicyRules([(pattern, 'float32')], default=policy)"
             )
-    kept = get_policy("float32").with_output_dtype(output_dtype)
-    return PolicyRules([(family, kept) for family in families], default=get_policy(policy))
+    rest = get_policy(policy)
+    kept = Policy("float32", "float32", output_dtype, precision=rest.precision)
+    return PolicyRules([(family, kept) for family in families], default=rest)
 
 
 def keep_norms_float32(policy: str | jmp.Policy, *, output_dtype: Any = "float32") -> PolicyRules:

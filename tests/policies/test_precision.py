@@ -87,6 +87,15 @@ def test_in_strings_and_rules() -> None:
         jaxmp.get_policy("precision=high,precision=high")
 
 
+def test_what_is_kept_in_float32_has_the_precision_of_the_policy() -> None:
+    rules = jaxmp.rules.keep_float32("c=bf16,precision=high", jaxmp.rules.HEADS)
+    kept = rules.resolve("head")
+    assert kept is not None
+    assert (kept.compute_dtype.name, kept.precision) == ("float32", "high")
+    rules = jaxmp.rules.keep_norms_float32("mixed_bfloat16")
+    assert rules.resolve("norm") == jaxmp.get_policy("float32")
+
+
 def test_policies_of_jmp_have_none() -> None:
     theirs = jmp.get_policy("params=float32,compute=bfloat16,output=float32")
     assert jaxmp.get_policy(theirs) == jaxmp.get_policy("mixed_bfloat16")
