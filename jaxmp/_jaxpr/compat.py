@@ -158,7 +158,7 @@ def type_of(value: Any) -> Any:
     return aval.update(weak_type=False) if getattr(aval, "weak_type", False) else aval
 
 
-def aval_of(value: Any) -> Any:
+def type_or_given(value: Any) -> Any:
     """Returns the aval of a value, which may be one already; a weak type stays weak."""
     is_aval = hasattr(value, "weak_type") and not isinstance(value, jax.Array)
     return value if is_aval else jax.typeof(value)

@@ -57,7 +57,7 @@ class Axes(NamedTuple):
 
 def explicit_mesh(arrays: Iterable[Any]) -> AbstractMesh | None:
     """Returns the mesh of arrays or types, or of the context, if any axis of it is explicit."""
-    types = [compat.aval_of(x) for x in arrays]
+    types = [compat.type_or_given(x) for x in arrays]
     meshes = [aval.sharding.mesh for aval in types if hasattr(aval, "sharding")]
     for mesh in (*meshes, jax.sharding.get_abstract_mesh()):
         if mesh.explicit_axes:
@@ -134,7 +134,7 @@ def on_automatic_axes(trace: Trace, arrays: Sequence[Any]) -> tuple[core.ClosedJ
     if mesh is None:
         return *trace(arrays), Axes(None)
     inside = automatic(mesh)
-    free = [_freed(compat.aval_of(x), inside) for x in arrays]
+    free = [_freed(compat.type_or_given(x), inside) for x in arrays]
     try:
         with jax.sharding.use_abstract_mesh(mesh):
             closed, rest = trace(arrays)
@@ -174,7 +174,7 @@ def _specs_without_rules(
 
     Warns of other results that are large.
     """
-    types = [compat.aval_of(x) for x in arrays]
+    types = [compat.type_or_given(x) for x in arrays]
     labels = made_of(closed, [frozenset({i}) for i in range(len(types))], _same, lambda aval: True)
     found: list[Any] = [None] * len(labels)
     for i, (same, aval) in enumerate(zip(labels, closed.out_avals, strict=True)):
@@ -248,7 +248,7 @@ def _run(equation: core.JaxprEqn, values: list[Any]) -> list[Any]:
     if name == "reshard":
         return [_Later(values[0], made_of[0].sharding)]
     if name in CONTROL_FLOW:
-        makers = [functools.partial(_traced, body) for body in compat.bodies_of(equation)]
+        makers = [functools.partial(_freed_program, body) for body in compat.bodies_of(equation)]
         return rebind(_on_automatic_mesh(equation), values, makers)
     if name == "custom_jvp_call":
         return _with_derivative(equation)(*values)
@@ -275,7 +275,7 @@ def _constrained(x: Any, sharding: NamedSharding) -> Any:
     return lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*spec)))
 
 
-def _traced(body: Any, avals: list[Any]) -> core.ClosedJaxpr:
+def _freed_program(body: Any, avals: list[Any]) -> core.ClosedJaxpr:
     jaxpr, consts = compat.open_jaxpr(body), compat.consts_of(body)
     return compat.trace(functools.partial(_evaluate, jaxpr, consts), avals)
 

@@ -98,7 +98,7 @@ def trace_call(
         return compat.trace(of_arrays, arrays), found[0]
 
     def traced(arrays: Sequence[Any]) -> "Traced":
-        types = [compat.aval_of(x) for x in arrays]
+        types = [compat.type_or_given(x) for x in arrays]
         if explicit:
             return Traced(*trace(arrays), Axes(None), traced, types)
         return Traced(*on_automatic_axes(trace, arrays), traced, types)
