@@ -29,14 +29,14 @@ class Axes(NamedTuple):
 
     Attributes:
       mesh: the mesh of its arguments; None if no axis of it is explicit.
-      specs: the spec of each result.
+      specs: the spec of each result, or of the arrays in it.
     """
 
     mesh: AbstractMesh | None
-    specs: tuple[PartitionSpec, ...] = ()
+    specs: tuple[Any, ...] = ()
 
     def run(self, function: Callable[..., list[Any]], arrays: Sequence[Any]) -> list[Any]:
-        """Calls a function of arrays, on automatic axes; its results lie as `specs` says.
+        """Calls a function of arrays or trees, on automatic axes; results lie as `specs` says.
 
         Results that are arguments come back as they were given.
         """
@@ -96,7 +96,8 @@ def _only(spec: PartitionSpec, axes: set[str], other: Any = None) -> list[Any]:
 def on_current_axes(x: Any) -> Any:
     """Returns an array that a function holds, on automatic axes if the function runs on them."""
     mesh = jax.sharding.get_abstract_mesh()
-    if not isinstance(x, jax.Array) or mesh.explicit_axes or explicit_mesh([x]) is None:
+    inside = mesh.auto_axes and not mesh.explicit_axes
+    if not inside or not isinstance(x, jax.Array) or not jax.typeof(x).sharding.mesh.explicit_axes:
         return x
     return jax.reshard(x, _free_spec(jax.typeof(x).sharding.spec, mesh))
 

@@ -295,10 +295,8 @@ def _result_aval(like: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     """Returns the type of an array that varies over the mesh axes of `like`."""
     if any(axis is not None for axis in like.sharding.spec):
         raise NotImplementedError(
-            "products of operands with an explicit sharding cannot have float32 gradients. Use a "
-            "mesh with AxisType.Auto, or leave reduce_dtype out (for make_train_step and autocast: "
-            "reduce=bfloat16 in the policy) and give params to "
-            "jax.reshard(param, P(reduced={'data'})) before they are cast"
+            "products of operands with an explicit sharding cannot have float32 gradients by "
+            "themselves: call what was rewritten on automatic axes, by jax.sharding.auto_axes"
         )
     spec = jax.sharding.PartitionSpec(*[None] * len(shape))
     sharding = jax.sharding.NamedSharding(like.sharding.mesh, spec)

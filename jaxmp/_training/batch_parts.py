@@ -16,6 +16,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jaxtyping import Array, PyTree
 
+from jaxmp._jaxpr.explicit_axes import automatic
 from jaxmp._mesh.device_sums import Axis, Wire
 from jaxmp._mesh.specs import axes_of_spec, named_axes, without_axes
 from jaxmp._numerics.tree import leaf_names, widen
@@ -143,12 +144,12 @@ def shards_of(mesh: Any, axis: Axis) -> Shards:
             f"axis must be one or more different axes of the mesh, which has "
             f"{list(mesh.axis_names)}; got {axis!r}"
         )
-    if other := {a: types[a].name for a in axes if types[a] != AxisType.Auto}:
+    if manual := [name for name in axes if types[name] is AxisType.Manual]:
         raise ValueError(
-            f"per_shard needs mesh axes of type Auto, got {other}. Make the mesh with "
-            "jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto, ...))"
+            f"per_shard needs automatic or explicit mesh axes, got manual ones ({manual}). In a "
+            "jax.shard_map use jaxmp.sharding.gather_params or reduce_gradients"
         )
-    return Shards(mesh, axes)
+    return Shards(automatic(mesh), axes)
 
 
 def _is_single_key(x: Any) -> bool:

@@ -190,9 +190,8 @@ def scaled_evaluation(
         loss = loss.astype(at_least_float32(loss.dtype))
         if options.weight != 1.0:
             loss = loss * jnp.asarray(options.weight, loss.dtype)
-        if state is None:
-            return loss, (loss, aux)
-        return jax.tree.map(on_current_axes, state).scale_loss(loss), (loss, aux)
+        scale = jax.tree.map(on_current_axes, state)
+        return (loss if scale is None else scale.scale_loss(loss)), (loss, aux)
 
     def evaluate(*args: Any) -> Evaluation:
         call: Callable[..., Any] = scaled
@@ -202,7 +201,8 @@ def scaled_evaluation(
         grads, (loss, aux) = differentiated(call, argnums=argnums, has_aux=True)(*args)
         if reduction is not None:
             grads = reduction.constrain(grads)
-        return Evaluation(loss, widen(grads) if state is None else state.unscale(grads), aux)
+        scale = jax.tree.map(on_current_axes, state)
+        return Evaluation(loss, widen(grads) if scale is None else scale.unscale(grads), aux)
 
     return evaluate
 

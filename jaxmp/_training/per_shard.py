@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
+from jaxmp._jaxpr.explicit_axes import Axes, explicit_mesh
 from jaxmp._mesh.device_sums import Axis, wire_of
 from jaxmp._mesh.specs import axes_of_spec, check_rank, flat_specs
 from jaxmp._numerics.dtypes import parse_dtype
@@ -109,9 +110,7 @@ def per_shard(
     wire = wire_of(comm_dtype, 1)  # 1, as the loss of a part is divided already
     compute = None if dtype is None else parse_dtype(dtype)
 
-    @functools.wraps(fun)
-    def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
-        shards.check_auto()
+    def on_automatic_axes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         wrt = options.positions(len(args))
         for i in wrt:
             check_differentiable(args[i], f"argument {i}")
@@ -137,7 +136,15 @@ def per_shard(
             return gradient
 
         evaluate = scaled_evaluation(functools.partial(fun, **kwargs), wrt, options, transform)
-        return options.result(evaluate(*[given.get(i, arg) for i, arg in enumerate(args)]))
+        return list(options.result(evaluate(*[given.get(i, arg) for i, arg in enumerate(args)])))
+
+    @functools.wraps(fun)
+    def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
+        shards.check_auto()
+        params = [args[i] for i in options.positions(len(args))]
+        lie = options.one_or_all(jax.tree.map(lambda x: jax.typeof(x).sharding.spec, params))
+        axes = Axes(explicit_mesh(jax.tree.leaves((args, kwargs))), (jax.P(), lie))
+        return tuple(axes.run(lambda *both: on_automatic_axes(*both), [args, kwargs]))
 
     return value_and_grad_fun
 

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxmp
 import jaxmp.nnx
-from jaxmp.sharding import FSDP, fully_sharded, state_shardings
+from jaxmp.sharding import FSDP, fully_sharded, per_shard, state_shardings
 from tests.support import sharding_words as words
 from tests.support.reduction_checks import (
     HALVES,
@@ -194,6 +194,29 @@ def test_shardings_that_a_loss_asks_for(name: str, split: bool) -> None:
     if split:
         assert gathers(before, "float32") > 0 == gathers(after, "float32"), after
         assert 0 < gathers(after, HALVES) <= gathers(before, "float32") / 2
+
+
+@pytest.mark.parametrize("mode", ["dp", "fsdp"])
+def test_per_shard(mode: str) -> None:
+    """A loss scale and params that lie on explicit axes, and a loss that plain JAX refuses."""
+    found = []
+    for kind in (AUTO, EXPLICIT):
+        params, batch, _ = place(mode, kind)
+        mesh = params["up"].sharding.mesh
+        specs = jax.tree.map(lambda x: x.sharding.spec, params)
+        scale = jaxmp.DynamicLossScale(init_scale=8.0).init()
+        scale = jax.device_put(scale, NamedSharding(mesh, P()))
+
+        def gradient(
+            params: Any, batch: Any, scale: Any, mesh: Any = mesh, specs: Any = specs
+        ) -> Any:
+            options = {"microbatches": 2, "comm_dtype": "bfloat16", "loss_scale": scale}
+            return per_shard(cast_loss, mesh=mesh, specs=specs, **options)(params, batch)
+
+        found.append(exactly(gradient)(params, batch, scale))
+    check_equal(*found)
+    for name, grad in found[1][1].items():
+        assert jax.typeof(grad).sharding == jax.typeof(params[name]).sharding
 
 
 def test_derivatives_of_what_runs_on_automatic_axes() -> None:
