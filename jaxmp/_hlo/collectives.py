@@ -8,6 +8,7 @@ from typing import NamedTuple
 from jaxmp._hlo.dataflow import Flow, HloValue, OnDevices
 from jaxmp._hlo.parser import Array, Frame, Instruction, Module, Shape, arrays_in, read_shape
 from jaxmp._hlo.replica_groups import Groups, read_groups
+from jaxmp._hlo.slices import Exchange, Slices
 
 KINDS = (
     *("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute"),
@@ -37,7 +38,9 @@ class Transfer:
       bytes: the size of these elements.
       runs: how often the collective runs; loops of unknown length count once.
       is_exact: whether no loop of unknown length encloses the collective.
-      groups: the positions in the device assignment that communicate with each other.
+      groups: the devices that communicate with each other, by position in the device assignment;
+        `Exchange` says which ones where there are several TPU slices.
+      between_slices: whether it goes from one TPU slice to another.
       reducer: `"add"`, `"max"`, ...; `"mixed"` for more than one operation; `"select"` for an
         addition in which all but one device contribute zeros; `""` if nothing is reduced.
       op_name: JAX's name of the operation, with its scopes.
@@ -52,6 +55,7 @@ class Transfer:
     runs: int
     is_exact: bool
     groups: Groups
+    between_slices: bool
     reducer: str
     op_name: str
     frames: tuple[Frame, ...]
@@ -61,7 +65,8 @@ class CompiledProgram(NamedTuple):
     """The collectives of a program, read from its text.
 
     Attributes:
-      devices: how many devices the program runs on.
+      devices: how many devices the program runs on; of several TPU slices, the devices of one.
+      slices: how many TPU slices communicate with each other.
       transfers: the collectives, in the order of the text.
       unknown_loops: how many loops around collectives have an unknown length.
       conditionals: how many conditionals have collectives in a branch.
@@ -69,6 +74,7 @@ class CompiledProgram(NamedTuple):
     """
 
     devices: int
+    slices: int
     transfers: tuple[Transfer, ...]
     unknown_loops: int
     conditionals: int
@@ -85,7 +91,7 @@ def read_program(text: str) -> CompiledProgram:
       The collectives and their context.
 
     Raises:
-      ValueError: if the replica groups have an unknown syntax.
+      ValueError: if the replica groups have an unknown syntax, or a collective between slices.
     """
     module = Module(text)
     reader = _TransferReader(module)
@@ -102,6 +108,7 @@ def read_program(text: str) -> CompiledProgram:
     ]
     return CompiledProgram(
         devices=module.devices,
+        slices=reader.slices.count,
         transfers=tuple(reader.transfers),
         unknown_loops=sum(reader.flow.trips(loop) is None for loop in loops),
         conditionals=sum(i.opcode == "conditional" for i in around.values()),
@@ -116,6 +123,7 @@ class _TransferReader:
         self.module = module
         self.flow = Flow(module)
         self.on_devices = OnDevices(self.flow)
+        self.slices = Slices(module)
         self.transfers: list[Transfer] = []
         self.homes: dict[str, None] = {}  # the computations that contain collectives
         self._chains: set[tuple[str, ...]] = set()
@@ -125,19 +133,14 @@ class _TransferReader:
 
         Adds one for each kind, reducer and dtype among its operands.
         """
-        kind = _OPCODES.get(instruction.opcode.removesuffix("-start"))
-        if kind is None or self._is_repeated(instruction):
+        found = self.slices.sent(instruction) or self._within_slice(instruction)
+        if found is None or self._is_repeated(instruction):
             return
         self.homes[instruction.computation] = None
-        groups = read_groups(instruction.structure, self.module.devices)
-        # The operand of a reduce-scatter is larger than its result by this factor.
-        factor = len(groups[0]) if kind == "reduce-scatter" else 1
-        if kind == "all-reduce" and instruction.computation.startswith("all-reduce-scatter"):
-            kind = "reduce-scatter"  # the TPU compiler writes it this way
         runs, is_exact = self.flow.runs(instruction.computation)
         carried: dict[tuple[str, str, str], list[tuple[Array, HloValue | None]]] = {}
         for array, sent in self._parts(instruction):
-            key = (*self._meaning(kind, instruction, sent, groups), array.dtype)
+            key = (*self._meaning(found, sent), array.dtype)
             carried.setdefault(key, []).append((array, sent))
         for (meant, reducer, dtype), parts in carried.items():
             arrays = [array for array, _ in parts]
@@ -147,21 +150,35 @@ class _TransferReader:
                     kind=meant,
                     dtype=dtype,
                     arrays=len(arrays),
-                    elements=factor * sum(array.elements for array in arrays),
-                    bytes=factor * sum(array.bytes for array in arrays),
+                    elements=found.factor * sum(array.elements for array in arrays),
+                    bytes=found.factor * sum(array.bytes for array in arrays),
                     runs=runs,
                     is_exact=is_exact,
-                    groups=groups,
+                    groups=found.groups,
+                    between_slices=found.between_slices,
                     reducer=reducer,
                     op_name=op_name,
                     frames=frames,
                 )
             )
 
+    def _within_slice(self, instruction: Instruction) -> Exchange | None:
+        """Returns what an instruction does, if it is a collective of the devices of one slice."""
+        kind = _OPCODES.get(instruction.opcode.removesuffix("-start"))
+        if kind is None:
+            return None
+        groups = read_groups(instruction.structure, self.module.devices)
+        # The operand of a reduce-scatter is larger than its result by this factor.
+        factor = len(groups[0]) if kind == "reduce-scatter" else 1
+        if kind == "all-reduce" and instruction.computation.startswith("all-reduce-scatter"):
+            kind = "reduce-scatter"  # the TPU compiler writes it this way
+        reducer = self._reducer(instruction) if kind in ("all-reduce", "reduce-scatter") else ""
+        return Exchange(kind, reducer, groups, factor, between_slices=False)
+
     def _parts(self, instruction: Instruction) -> list[tuple[Array, HloValue | None]]:
         """Returns the arrays that a collective carries, each with the source of its operand."""
         arrays = arrays_in(_result(instruction))
-        if len(instruction.operands) != len(arrays):
+        if len(instruction.operands) != len(arrays) and instruction.opcode != "send":
             return [(array, None) for array in arrays]
         return [self._part(instruction, i, array) for i, array in enumerate(arrays)]
 
@@ -177,19 +194,22 @@ class _TransferReader:
                 array = shape
         return array, value and self.flow.source(value)
 
-    def _meaning(
-        self, kind: str, instruction: Instruction, sent: HloValue | None, groups: Groups
-    ) -> tuple[str, str]:
+    def _meaning(self, found: Exchange, sent: HloValue | None) -> tuple[str, str]:
         """Returns the effective kind and reducer of a collective for one of its operands."""
-        if kind not in ("all-reduce", "reduce-scatter"):
-            return kind, ""
-        reducer = self._reducer(instruction)
-        if reducer == "add" and sent is not None:
-            if kind == "all-reduce" and self._is_own_slice(sent, groups):
+        if found.reducer == "add" and sent is not None:
+            everywhere = self._in_all_slices(found)
+            if found.kind == "all-reduce" and self._is_own_slice(sent, everywhere):
                 return "all-gather", ""
-            if self._is_picked(sent, groups):
-                return kind, "select"
-        return kind, reducer
+            if self._is_picked(sent, everywhere):
+                return found.kind, "select"
+        return found.kind, found.reducer
+
+    def _in_all_slices(self, found: Exchange) -> Groups:
+        """Returns the groups of a collective in every slice: each slice does the same."""
+        if found.between_slices:
+            return found.groups
+        starts = range(0, self.slices.count * self.module.devices, self.module.devices)
+        return tuple(tuple(start + i for i in group) for start in starts for group in found.groups)
 
     def _is_repeated(self, instruction: Instruction) -> bool:
         """Whether this is a further step of a collective that was counted already.
@@ -241,6 +261,12 @@ class _TransferReader:
         The partitioner does this to look up numbers in a sharded table, and to take a slice that
         lies on one device. The selects of a lookup are named after it.
         """
+        while sent.instruction.opcode in ("all-reduce", "reduce-scatter"):  # within a slice
+            before = self.flow.operand(sent.instruction)
+            if before is None:
+                return False
+            sent = self.flow.source(before)
+            groups = (tuple(range(self.slices.count * self.module.devices)),)
         select = sent.instruction
         zeros = [self._is_zero(select, i) for i in (1, 2)] if select.opcode == "select" else []
         if not any(zeros):
@@ -268,7 +294,7 @@ class _TransferReader:
         behind = (at.instruction for at in (self.flow.behind(largest) if largest else ()))
         callers = self.module.callers.get(instruction.computation, [])
         inline = [caller for caller in callers if caller.opcode != "while"]
-        is_combined = len(instruction.operands) > 1
+        is_combined = len(instruction.operands) > 1  # or a send, which has no name of its own
         own = (*(sent if is_combined else []), instruction, *inline)
         found = ("", ())
         for at in itertools.chain(own, behind, callers):
@@ -293,9 +319,11 @@ def _result(instruction: Instruction) -> Shape:
     """Returns the shape of the result of a collective or of its `-start` operation.
 
     A start returns `(operands, results, ...)`; only an `all-reduce-start` may return the result
-    directly.
+    directly. A send returns its operand first.
     """
     shape = read_shape(instruction.shape)
+    if instruction.opcode == "send":
+        return shape if isinstance(shape, Array) else shape[0]
     if not instruction.opcode.endswith("-start") or isinstance(shape, Array) or len(shape) < 2:
         return shape
     if instruction.opcode == "all-reduce-start" and isinstance(shape[0], Array):

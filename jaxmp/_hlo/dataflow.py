@@ -281,6 +281,8 @@ class OnDevices:
             return [device % partitions]
         if at.opcode == "replica-id":
             return [device // partitions]
+        if at.opcode == "custom-call" and 'custom_call_target="SliceId"' in at.structure:
+            return [device // partitions]
         if at.opcode == "constant":
             return _constant(at.argument)
         if at.opcode not in (*_BINARY, "broadcast", "compare", "select", "clamp", "dynamic-slice"):

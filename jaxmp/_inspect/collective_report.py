@@ -26,6 +26,7 @@ class CompiledCollective:
         a sharded table: it rounds nothing. `"mixed"` is more than one operation.
       axes: the mesh axes that it goes over; None if no mesh is known.
       group_size: how many devices communicate with each other; two in a permute.
+      between_slices: whether it goes from one TPU slice to another, over the data centre's network.
       line: the line of the user's code.
       path: the module, if the name stack has it.
       direction: as in `ProductLine`.
@@ -45,6 +46,7 @@ class CompiledCollective:
     reducer: str
     axes: tuple[str, ...] | None
     group_size: int
+    between_slices: bool
     line: str
     path: str
     direction: Direction
@@ -95,6 +97,7 @@ class Collectives:
         dtype: Any = None,
         axis: Any = None,
         reducer: Any = None,
+        between_slices: bool | None = None,
     ) -> "Collectives":
         """Returns the report with only some of the rows.
 
@@ -104,6 +107,7 @@ class Collectives:
           axis: a mesh axis, or a tuple of them. Selects collectives over at least one of these
             axes, alone or together with other axes.
           reducer: the reducer, such as `"add"`, or a tuple of them.
+          between_slices: True for what goes from one TPU slice to another, False for the rest.
 
         Returns:
           The report.
@@ -124,6 +128,8 @@ class Collectives:
         if reducer is not None:
             reducers = [_known(name, REDUCERS, "reducer") for name in _several(reducer)]
             tests.append(lambda row: row.reducer in reducers)
+        if between_slices is not None:
+            tests.append(lambda row: row.between_slices == between_slices)
         rows = tuple(row for row in self.rows if all(test(row) for test in tests))
         return dataclasses.replace(self, rows=rows)
 
@@ -133,6 +139,7 @@ class Collectives:
         dtype: Any = None,
         axis: Any = None,
         reducer: Any = None,
+        between_slices: bool | None = None,
     ) -> int:
         """Returns how many bytes all collectives carry, or some of them.
 
@@ -141,6 +148,7 @@ class Collectives:
           dtype: as in `select`.
           axis: as in `select`.
           reducer: as in `select`.
+          between_slices: as in `select`.
 
         Returns:
           The sum of `bytes` of the rows.
@@ -148,7 +156,7 @@ class Collectives:
         Raises:
           ValueError: as `select` does.
         """
-        return sum(row.bytes for row in self.select(kind, dtype, axis, reducer))
+        return sum(row.bytes for row in self.select(kind, dtype, axis, reducer, between_slices))
 
     def _axes(self, axis: Any) -> set[str]:
         if not self.mesh_axes:

@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxmp._hlo.collectives import CompiledProgram, Transfer, read_program
 from jaxmp._hlo.parser import Frame
+from jaxmp._hlo.replica_groups import Groups
 from jaxmp._inspect.collective_report import Collectives, CompiledCollective
 from jaxmp._inspect.compiled import Source, source_of
 from jaxmp._inspect.lines import UNKNOWN, direction, kind_of, line_text, module_path
@@ -62,12 +63,12 @@ def collectives(program: Any, *args: Any, mesh: Any = None, **kwargs: Any) -> Co
     source = source_of(program, args, kwargs)
     read = read_program(source.text)
     found, reason = _mesh(mesh, source, read)
-    axes = _Axes(found)
-    rows = [_row(transfer, axes) for transfer in read.transfers]
+    places = _Places(found, read)
+    rows = [_row(transfer, places) for transfer in read.transfers]
     return Collectives(
         rows=tuple(sorted(rows, key=lambda row: -row.bytes)),
         origin=source.origin,
-        devices=read.devices,
+        devices=places.slices * read.devices,
         mesh_axes=tuple(found.shape.items()) if found is not None else (),
         no_mesh=reason,
         unseen=_unseen_collectives(source, read),
@@ -76,15 +77,12 @@ def collectives(program: Any, *args: Any, mesh: Any = None, **kwargs: Any) -> Co
 
 def _mesh(given: Any, source: Source, read: CompiledProgram) -> tuple[Any, str]:
     """Returns the mesh of a program, or None and the reason."""
-    fitting = [mesh for mesh in source.meshes if mesh.size == read.devices]
+    fitting = [mesh for mesh in source.meshes if _fits(mesh, read)]
     if given is not None:
         if not isinstance(given, (jax.sharding.Mesh, jax.sharding.AbstractMesh)):
             raise ValueError(f"mesh must be a jax.sharding.Mesh, got {type(given).__name__}")
-        if given.size != read.devices:
-            raise ValueError(
-                f"the mesh has {given.size} devices, the program runs on {read.devices}: give the "
-                "mesh that its arguments are sharded over"
-            )
+        if not _fits(given, read):
+            raise ValueError(_misfit(given, read))
         if isinstance(given, jax.sharding.Mesh) and fitting:
             order = [list(mesh.devices.flat) for mesh in fitting]
             if list(given.devices.flat) not in order:
@@ -95,7 +93,7 @@ def _mesh(given: Any, source: Source, read: CompiledProgram) -> tuple[Any, str]:
         return given, ""
     if not fitting:
         current = jax.sharding.get_mesh()
-        if not current.empty and current.size == read.devices:
+        if not current.empty and _fits(current, read):
             return current, ""
         return None, "no argument and no result is sharded over a mesh of all devices"
     if len(fitting) > 1:
@@ -103,15 +101,67 @@ def _mesh(given: Any, source: Source, read: CompiledProgram) -> tuple[Any, str]:
     return fitting[0], ""
 
 
-class _Axes:
-    """The mesh axes along which device groups extend."""
+def _slices(mesh: Any, read: CompiledProgram) -> list[list[tuple[int, int]]]:
+    """Returns the devices of each TPU slice: their positions in the mesh, and their ids."""
+    positions = range(mesh.size)
+    if mesh.size == read.devices or not isinstance(mesh, jax.sharding.Mesh):
+        return [[(position, position) for position in positions]]
+    found: dict[int, list[tuple[int, int]]] = {}
+    for position, device in zip(positions, mesh.devices.flat, strict=True):
+        found.setdefault(getattr(device, "slice_index", 0), []).append((position, device.id))
+    return [found[index] for index in sorted(found)]
 
-    def __init__(self, mesh: Any) -> None:
+
+def _fits(mesh: Any, read: CompiledProgram) -> bool:
+    """Whether a mesh has the devices of a program, whose text is that of one TPU slice."""
+    slices = _slices(mesh, read)
+    return len(slices) >= read.slices and all(len(each) == read.devices for each in slices)
+
+
+def _misfit(mesh: Any, read: CompiledProgram) -> str:
+    if read.slices == 1:
+        return (
+            f"the mesh has {mesh.size} devices, the program runs on {read.devices}: give the mesh "
+            "that its arguments are sharded over"
+        )
+    return (
+        f"the program runs on {read.slices} TPU slices of {read.devices} devices, which "
+        f"{type(mesh).__name__}({dict(mesh.shape)}) does not have: give the jax.sharding.Mesh that "
+        "its arguments are sharded over, since an AbstractMesh does not say which slice a device "
+        "is in"
+    )
+
+
+class _Places:
+    """Where the devices of a program are in a mesh, and along which axes groups of them extend.
+
+    Attributes:
+      slices: how many TPU slices the program runs on.
+    """
+
+    def __init__(self, mesh: Any, read: CompiledProgram) -> None:
         self._names = tuple(mesh.axis_names) if mesh is not None else None
         self._sizes = tuple(mesh.shape.values()) if mesh is not None else ()
-        self._found: dict[Any, tuple[str, ...]] = {}
+        # Without a mesh, slice after slice.
+        starts = range(0, read.slices * read.devices, read.devices)
+        unknown = [[(start + i, i) for i in range(read.devices)] for start in starts]
+        slices = _slices(mesh, read) if mesh is not None else unknown
+        self.slices, self._devices = len(slices), read.devices
+        self._assigned = [position for each in slices for position, _ in each]
+        by_id = [sorted(each, key=lambda device: device[1]) for each in slices]
+        self._by_id = [position for each in by_id for position, _ in each]
+        self._found: dict[Groups, tuple[str, ...]] = {}
 
-    def of(self, groups: tuple[tuple[int, ...], ...]) -> tuple[str, ...] | None:
+    def of(self, transfer: Transfer) -> Groups:
+        """Returns the groups of a transfer, in all slices, as positions in the mesh."""
+        starts = [0] if transfer.between_slices else [n * self._devices for n in range(self.slices)]
+        places = self._by_id if transfer.between_slices else self._assigned
+        return tuple(
+            tuple(places[start + i] for i in group) for start in starts for group in transfer.groups
+        )
+
+    def axes(self, groups: Groups) -> tuple[str, ...] | None:
+        """Returns the mesh axes along which groups extend; None without a mesh."""
         if self._names is None:
             return None
         if groups not in self._found:
@@ -125,7 +175,8 @@ class _Axes:
         return self._found[groups]
 
 
-def _row(transfer: Transfer, axes: _Axes) -> CompiledCollective:
+def _row(transfer: Transfer, places: _Places) -> CompiledCollective:
+    groups = places.of(transfer)
     scopes, _, _ = transfer.op_name.rpartition("/")
     path = "" if ":" in scopes else module_path(scopes)  # combined collectives have several names
     names = [name for name in path.split("/") if not _NO_MODULE.fullmatch(name)]
@@ -133,8 +184,9 @@ def _row(transfer: Transfer, axes: _Axes) -> CompiledCollective:
         kind=transfer.kind,
         dtype=transfer.dtype,
         reducer=transfer.reducer,
-        axes=axes.of(transfer.groups),
-        group_size=max(map(len, transfer.groups), default=1),
+        axes=places.axes(groups),
+        group_size=max(map(len, groups), default=1),
+        between_slices=transfer.between_slices,
         line=_line(transfer.frames),
         path="/".join(names),
         direction=direction(transfer.op_name),  # type: ignore[arg-type]
@@ -144,7 +196,7 @@ def _row(transfer: Transfer, axes: _Axes) -> CompiledCollective:
         size=transfer.bytes,
         runs=transfer.runs,
         bytes=transfer.bytes * transfer.runs,
-        groups=transfer.groups,
+        groups=groups,
     )
 
 

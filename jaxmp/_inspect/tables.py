@@ -60,7 +60,7 @@ def _of_compiled(report: Any) -> tuple[Any, Any]:
     groups: dict[tuple[str, ...], list[Any]] = {}
     for row in report.rows:
         axes = ", ".join(row.axes) if row.axes is not None else ""
-        key = (row.kind, row.reducer, row.dtype, axes, str(row.group_size))
+        key = (_kind(row), row.reducer, row.dtype, axes, str(row.group_size))
         groups.setdefault(key, []).append(row)
     rows = [
         (
@@ -77,7 +77,7 @@ def _of_compiled(report: Any) -> tuple[Any, Any]:
     lines = [
         (
             _line_and_module(row),
-            row.kind,
+            _kind(row),
             row.dtype,
             ", ".join(row.axes or ()),
             bytes_text(row.bytes),
@@ -90,6 +90,10 @@ def _of_compiled(report: Any) -> tuple[Any, Any]:
         _table(title, columns, rows, shown=40),
         _table("Sums over devices in fewer than 32 bits", places, lines),
     )
+
+
+def _kind(row: Any) -> str:
+    return f"{row.kind} between slices" if row.between_slices else row.kind
 
 
 def _products_table(report: Any) -> Any:

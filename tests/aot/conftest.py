@@ -98,9 +98,21 @@ def pod() -> Compiler:
     return _tpu("v5e:8x16")
 
 
-def _tpu(topology_name: str) -> Compiler:
+@pytest.fixture(scope="session")
+def two_slices() -> Compiler:
+    """Compiles for two slices of eight TPUs v5e; the compiler may abort for a part of them."""
+    return _tpu("v5e:2x4", num_slices=2)
+
+
+@pytest.fixture(scope="session")
+def four_slices() -> Compiler:
+    """Compiles for four slices of eight TPUs v5e."""
+    return _tpu("v5e:2x4", num_slices=4)
+
+
+def _tpu(topology_name: str, **options: Any) -> Compiler:
     _required("TPU", _have("libtpu"))
-    topology = topologies.get_topology_desc(platform="tpu", topology_name=topology_name)
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=topology_name, **options)
     return Compiler("tpu", tuple(topology.devices))
 
 

@@ -370,6 +370,26 @@ def test_meshes_that_are_not_the_programs() -> None:
         jaxmp.collectives(product, *args, mesh=("data",))
 
 
+def test_slices_without_a_mesh() -> None:
+    """The text alone has no axes; a mesh of other devices is refused with what would fit."""
+    sends = (
+        "%send = (bf16[8], u32[], token[]) send(%p, %t), channel_id=2, is_host_transfer=true, "
+        'frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",'
+        '_xla_megascale_reduce_operation="SUM",_xla_megascale_target="{1,2}x{0:3}",'
+        '_xla_megascale_transfer_type="ALL_REDUCE"}'
+    )
+    text = f"HloModule f, num_partitions=4\n\nENTRY %main () -> () {{\n  {sends}\n}}\n"
+    report = jaxmp.collectives(text)
+    (row,) = report
+    assert (report.devices, row.axes, row.between_slices) == (8, None, True)
+    assert row.groups == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert report.bytes(between_slices=True) == 16
+    assert report.bytes(between_slices=False) == 0
+    assert "all-reduce between slices" in str(report)
+    with pytest.raises(ValueError, match="the program runs on 2 TPU slices of 4 devices, which Me"):
+        jaxmp.collectives(text, mesh=mesh_of(8))
+
+
 def test_two_meshes_are_none() -> None:
     w, _ = product_arguments(mesh_of(8))
     _, x = product_arguments(mesh_of(4, 2))
@@ -416,7 +436,7 @@ def test_reports_are_values(low: jaxmp.Collectives) -> None:
         low.rows = ()  # type: ignore[misc]
     for row in low:
         assert isinstance(row, CompiledCollective)
-        plain = (int, str, tuple, type(None))
+        plain = (int, bool, str, tuple, type(None))
         assert all(type(value) in plain for value in vars(row).values())
     assert [row.bytes for row in low] == sorted((row.bytes for row in low), reverse=True)
 
