@@ -51,8 +51,8 @@ from jaxmp._jaxpr.op_classes import (
     OpClass,
 )
 from jaxmp._mesh.layout import moved
-from jaxmp._primitives.bilinear import Gather
 from jaxmp._primitives.float32_sums import gather, gathers
+from jaxmp._primitives.gathering import Gather
 from jaxmp._primitives.mixed_product import held, product, varying_alike, varying_axes
 
 Rule = Callable[[core.JaxprEqn, list[Value]], list[Value] | None]
@@ -90,7 +90,13 @@ def evaluate(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Value]) -> l
 
 def _returned(atom: Any, env: dict[Any, Value]) -> Value:
     """Reads a result of the program; a literal becomes an array."""
-    return _number(compat.number(atom)) if isinstance(atom, core.Literal) else env[atom]
+    if isinstance(atom, core.Literal):
+        return _number(compat.number(atom))
+    return _outside_of_products(env[atom])
+
+
+def _outside_of_products(value: Value) -> Value:
+    return value.in_place() if value.is_gathered else value
 
 
 def _read(atom: Any, env: dict[Any, Value]) -> Value:
@@ -110,13 +116,15 @@ def _gather_once(equation: core.JaxprEqn, env: dict[Any, Value]) -> None:
     for atom in equation.invars:
         value = _read(atom, env)
         if value.layout is not None and value.layout.recomputed and is_half(value.array):
-            env[atom] = value.in_place()
+            env[atom] = value.for_products()
 
 
 def _evaluated(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
     if jax.sharding.get_abstract_mesh().manual_axes:
         values = _varying_as_traced(equation, values)
     name = equation.primitive.name
+    if name not in MULTIPLIES:
+        values = list(map(_outside_of_products, values))
     entered = name == "pvary" or (name in PROGRAMS and gathers(equation))
     if not any(value.of_params for value in values) and not entered:
         bind = gather if name == "gather" else compat.bind
@@ -136,6 +144,7 @@ def _evaluated(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
         rule = _arithmetic
     made = None if rule is None else rule(equation, values)
     if made is None:
+        values = list(map(_outside_of_products, values))
         made = (_made_of_params if like_params else _used)(equation, values)
     return made
 
@@ -297,7 +306,7 @@ def _float32_gradient(equation: core.JaxprEqn, values: list[Value]) -> list[Valu
     return [like_param(made) if alone else _activation(made)]
 
 
-def _source_of(value: Value, gather: Gather) -> Any:
+def _source_of(value: Value, gather: Gather | None) -> Any:
     """Returns the source of an operand; gathered, unless the product gathers it."""
     if not value.of_params:
         return value.array

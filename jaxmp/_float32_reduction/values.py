@@ -9,7 +9,7 @@ from jax import lax
 
 from jaxmp._mesh.layout import Layout
 from jaxmp._numerics.dtypes import DType
-from jaxmp._primitives.bilinear import Gather, gathered
+from jaxmp._primitives.gathering import Gather, gathered
 from jaxmp._primitives.gradient_of import gradient_of
 from jaxmp._primitives.mixed_product import held, varying_alike, varying_as
 
@@ -57,6 +57,11 @@ class Value(NamedTuple):
         """Whether the gradient is for the array itself."""
         return self.array is self.wide
 
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the array is gathered for products, and the gradient is not yet scattered."""
+        return self.layout is not None and self.layout.gathered
+
     def used(self, others: Sequence[Any] = ()) -> Any:
         """Returns the array for an operation on activations: gathered, with a float32 gradient.
 
@@ -87,12 +92,21 @@ class Value(NamedTuple):
             return self.array
         return lax.convert_element_type(self.array, dtype)
 
-    def product_operand(self) -> tuple[Any, Any, Gather]:
+    def product_operand(self) -> tuple[Any, Any, Gather | None]:
         """Returns the array for a product, the source of its gradient, and its gather."""
-        if self.layout is None or self.layout.recomputed:
-            value = self.in_place()
-            return value.array, value.wide, None
-        return self.array, self.wide, self.layout.ends
+        if self.layout is None:
+            return self.array, self.wide, None
+        value = self.for_products() if self.layout.recomputed else self
+        gather = Gather(*self.layout.ends, here=not value.is_gathered)
+        return value.array, value.wide, gather
+
+    def for_products(self) -> "Value":
+        """Returns the value with its array gathered; each product scatters its gradient."""
+        if self.layout is None or self.is_gathered:
+            return self
+        gather = Gather(*self.layout.ends)
+        whole = held(lax.convert_element_type(gathered(self.low(), gather), self.array.dtype))
+        return self._replace(array=whole, layout=self.layout._replace(gathered=True))
 
     def in_place(self) -> "Value":
         """Returns the gathered value.
@@ -102,9 +116,8 @@ class Value(NamedTuple):
         """
         if self.layout is None:
             return self
-        ends = self.layout.ends
-        whole = lax.convert_element_type(gathered(self.low(), ends), self.array.dtype)
-        return self._replace(array=held(whole), wide=gathered(self.wide, ends), layout=None)
+        wide = gathered(self.wide, Gather(*self.layout.ends))
+        return self.for_products()._replace(wide=wide, layout=None)
 
     def whole(self) -> "Value":
         """Returns the gathered value for another program.

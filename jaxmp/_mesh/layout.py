@@ -25,6 +25,8 @@ class Layout(NamedTuple):
         it is used.
       recomputed: whether the backward pass recomputes the gathered array and then frees it, as in a
         checkpoint. Elsewhere the array is freed after use, and gathered again.
+      gathered: whether the array is gathered already, for products; its gradient is not scattered
+        yet.
     """
 
     mesh: Mesh | AbstractMesh
@@ -32,6 +34,7 @@ class Layout(NamedTuple):
     gather: frozenset[str]
     dtype: DType | None = None
     recomputed: bool = False
+    gathered: bool = False
 
     @property
     def stored(self) -> NamedSharding:

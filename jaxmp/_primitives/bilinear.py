@@ -13,18 +13,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Primitive, jaxpr_as_fun
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmp._numerics.dtypes import DType
+from jaxmp._primitives.gathering import (
+    Gather,
+    gathered,
+    pinned_operands,
+    scattered,
+    with_batch_axis,
+)
 
 # A bilinear map has three roles: two operands and the result. Its transpose with respect to an
 # operand exchanges that operand and the result, so that repeated transposition gives only three
 # maps. A map is named by the role that it returns.
 RESULT = 2
 _Axes = tuple[int | None, ...]
-# The shardings of an operand before and after it is gathered; None if it is not gathered.
-Gather = tuple[NamedSharding, NamedSharding] | None
-Gathers = tuple[Gather, ...]
+# How each operand is gathered; None if it is not.
+Gathers = tuple[Gather | None, ...]
 NO_GATHERS: Gathers = (None, None)
 
 
@@ -97,18 +102,33 @@ class BilinearMap:
         (out,) = jax.linear_transpose(function, self._struct(returned))(known[source])
         return out
 
-    def operands(self, returned: int, given: Sequence[Any]) -> list[Any]:
-        """Returns the operands for the multiplication: in the compute dtype, and gathered."""
-        gathers = (*self.gathers, None)
-        return [
-            gathered(cast(x, self.compute), gathers[role])
-            for x, role in zip(given, slots(returned), strict=True)
-        ]
+    def multiplied(
+        self, returned: int, args: Sequence[Any], dtype: Any, *, exact: bool = False
+    ) -> Any:
+        """Makes a role from the two others, and the integer operands.
 
-    def result(self, returned: int, made: Any) -> Any:
-        """Returns a result in its sharding: the gradient of an operand is scattered."""
-        gather = (*self.gathers, None)[returned]
-        return made if gather is None else gathered(made, gather[::-1])
+        Operands are cast and gathered, and the gradient of an operand is scattered.
+
+        Args:
+          returned: the role to make.
+          args: the operands.
+          dtype: the dtype of the result.
+          exact: whether to multiply the 16-bit numbers as float32.
+        """
+        gathers = (*self.gathers, None)
+        operands = [
+            gathered(cast(x, self.compute), gathers[role])
+            for x, role in zip(args[:2], slots(returned), strict=True)
+        ]
+        widest = max(dtype, self.compute, key=lambda x: np.dtype(x).itemsize)
+        if exact:
+            operands, widest = [cast(x, np.float32) for x in operands], np.float32
+        others = args[2 : 2 + len(self.others)]
+        jaxpr = self.float32_map(returned)
+        made, is_open = _evaluated_map(
+            jaxpr, [*operands, *others], self.primitive, widest, gathers[returned]
+        )
+        return scattered(cast(made, dtype), gathers[returned], is_summed_whole=not is_open)
 
     def realized(self, returned: int, dtypes: tuple[Any, ...], dtype: Any) -> Any:
         """Returns the jaxpr that multiplies in 16 bits.
@@ -120,12 +140,7 @@ class BilinearMap:
         """
 
         def function(*args: Any) -> Any:
-            args = args[: 2 + len(self.others)]
-            operands = self.operands(returned, args[:2])
-            jaxpr = self.float32_map(returned)
-            widest = max(dtype, self.compute, key=lambda x: np.dtype(x).itemsize)
-            made = _evaluated_map(jaxpr, [*operands, *args[2:]], self.primitive, widest)
-            return self.result(returned, cast(made, dtype))
+            return self.multiplied(returned, args, dtype)
 
         def make() -> Any:
             roles = slots(returned)
@@ -156,7 +171,7 @@ class BilinearMap:
                 for role in range(3)
                 if axes[role] is not None
             }
-            gathers = tuple(map(_batched_gather, self.gathers, axes[:RESULT]))
+            gathers = tuple(map(with_batch_axis, self.gathers, axes[:RESULT]))
             return BilinearMap(self.primitive, self.compute, shapes, others, given, gathers)
 
         return self._cached((axes, other_axes, size), make)
@@ -195,32 +210,6 @@ def bilinear_map(
     return BilinearMap(primitive, compute, shapes, others, {RESULT: function}, gathers)
 
 
-def gathered(x: Any, gather: Gather) -> Any:
-    """Gathers an array that is split over devices; the shardings before and after are pinned.
-
-    Otherwise the partitioner would gather the array before its cast, in the wider dtype.
-    """
-    if gather is None:
-        return x
-    # One constraint is not enough: the partitioner moves it back through the cast, and gathers
-    # float32 (see jax issue 23543).
-    for sharding in gather:
-        x = lax.with_sharding_constraint(x, sharding)
-    return x
-
-
-def _batched_gather(gather: Gather, axis: int | None) -> Gather:
-    if gather is None or axis is None:
-        return gather
-    stored, whole = (_with_dimension(sharding, axis) for sharding in gather)
-    return stored, whole
-
-
-def _with_dimension(sharding: NamedSharding, axis: int) -> NamedSharding:
-    spec = (*sharding.spec, *[None] * (axis - len(sharding.spec)))
-    return NamedSharding(sharding.mesh, PartitionSpec(*spec[:axis], None, *spec[axis:]))
-
-
 def no_mesh() -> Any:
     """Hides the mesh of the first caller from traces that are cached."""
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
@@ -234,17 +223,26 @@ def cast(x: Any, dtype: Any) -> Any:
     return lax.convert_element_type(x, dtype)
 
 
-def _evaluated_map(jaxpr: Any, args: Sequence[Any], product: Primitive, dtype: Any) -> Any:
+def _evaluated_map(
+    jaxpr: Any, args: Sequence[Any], product: Primitive, dtype: Any, gather: Gather | None
+) -> tuple[Any, bool]:
     """Runs a float32 jaxpr of one product on narrow operands, with a product that returns `dtype`.
 
     Around the product there are only moves, reshapes and sums: they take any dtype.
+
+    Returns:
+      The result, and whether it can be scattered while it is summed.
     """
     env = dict(zip(jaxpr.jaxpr.invars, args, strict=True))
-    for equation in jaxpr.jaxpr.eqns:
+    is_open = False
+    for i, equation in enumerate(jaxpr.jaxpr.eqns):
         operands = [env[x] for x in equation.invars]
         params = equation.params
         if equation.primitive is product:
             params = {**params, "preferred_element_type": np.dtype(dtype)}
+            pinned = pinned_operands(operands, equation, jaxpr.jaxpr.eqns[i + 1 :], gather)
+            is_open = pinned is not None
+            operands = pinned or operands
         (variable,) = equation.outvars
         env[variable] = equation.primitive.bind(*operands, **params)
-    return env[jaxpr.jaxpr.outvars[0]]
+    return env[jaxpr.jaxpr.outvars[0]], is_open

@@ -30,12 +30,11 @@ from jaxmp._primitives.bilinear import (
     BilinearMap,
     Gathers,
     bilinear_map,
-    cast,
     function_of,
-    gathered,
     no_mesh,
     slots,
 )
+from jaxmp._primitives.gathering import gathered
 
 # These are primitives, as `jax.custom_vjp` has no forward mode, and `linear_call` has no rule for
 # `vmap` (jax 0.10 and 0.12).
@@ -336,9 +335,7 @@ def _lower_on_cpu(
         return _lowering_rule(ctx, function_of(jaxpr), args, jaxpr)
 
     def function(*args: Any) -> Any:
-        operands = [cast(x, np.float32) for x in form.operands(returned, args[:2])]
-        others = args[2 : 2 + len(form.others)]
-        return form.result(returned, function_of(form.float32_map(returned))(*operands, *others))
+        return form.multiplied(returned, args, np.float32, exact=True)
 
     return _lowering_rule(ctx, function, args, jaxpr)
 

@@ -176,6 +176,53 @@ def test_two_mesh_axes(name: str, layout: str) -> None:
         assert grad.sharding.is_equivalent_to(shardings[key], grad.ndim), key
 
 
+@pytest.mark.parametrize("name", ["matmul", "scan", "scan remat"])
+def test_replicas_sum_parts_of_gradients(name: str) -> None:
+    """Gradients are scattered within a replica; plain JAX sums them whole over all devices."""
+    model = MODELS[name]
+    loss_fn, params = AT_USE.loss(model.loss), params_of(model)
+    shardings = fully_sharded(params, GRID, "model", min_size=64)
+    split = jax.device_put(params, shardings)
+    examples = split_over(batch(), ("data", "model"), mesh=GRID)
+    pin = jax.lax.with_sharding_constraint
+
+    def plain(params: Any, examples: Any) -> Any:
+        loss, grads = jax.value_and_grad(loss_fn)(params, examples)
+        return loss, pin(pin(grads, sharding(mesh=GRID)), shardings)
+
+    # Biases and scales are small, and whole on each device.
+    parts = sum(x.size for x in params.values() if x.size >= 64) // GRID.shape["model"]
+    for fun, whole in ((reduced(loss_fn, shardings, axis="model"), False), (plain, True)):
+        report = jaxmp.collectives(fun, split, examples)
+        rows = [row for row in report.select("all-reduce", axis="data") if row.elements >= 64]
+        summed = sum(row.elements * row.runs for row in rows)
+        assert {row.axes for row in rows} == {("data", "model") if whole else ("data",)}, report
+        assert summed == parts * (GRID.shape["model"] if whole else 1), report
+
+
+def test_operands_of_gradients_are_not_split() -> None:
+    """Operands that nothing else places stay with their examples: here one-hot rows."""
+
+    def loss(params: Any, tokens: Any) -> Any:
+        x = jax.nn.one_hot(tokens, 32, dtype=BF16)  # time comes first
+        for w in params:
+            x = jnp.einsum("tbd,df->tbf", x, w.astype(BF16))
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    params = [jnp.ones((32, 16)) / 32, jnp.ones((16, 32)) / 16]
+    shardings = fully_sharded(params, GRID, "model", min_size=16)
+    tokens = jnp.arange(64).reshape(4, 16) % 32
+    split = jax.device_put(tokens, sharding(None, ("data", "model"), mesh=GRID))
+    args = jax.device_put(params, shardings), split
+    report = jaxmp.collectives(reduced(loss, shardings, axis="model"), *args)
+    assert reshards(report) == 0, report
+    over_all = [row for row in report.select("all-reduce", axis="model") if "data" in row.axes]
+    assert [row.elements for row in over_all] == [1], report  # the loss
+    got = compiled(reduced(loss, shardings, axis="model"))(*args)
+    want = compiled(reduced(loss))(params, tokens)
+    assert relative_error(got[1], want[1]) < 1e-5
+
+
 def test_a_split_loop_dimension_is_gathered_first() -> None:
     loss_fn, params, examples = scan_case()
     params = {key: jnp.concatenate([x, x, x[:2]]) for key, x in params.items()}

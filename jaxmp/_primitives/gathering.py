@@ -1,0 +1,112 @@
+"""Gathers the operands of a product, and scatters their gradients.
+
+The sum that makes a gradient goes over all devices that have a part of the batch, and devices of
+several replicas store the same part of a param. If a gradient were pinned whole after its product,
+they would sum all of it and drop most. So it is pinned as it is stored: it is scattered within a
+replica, and replicas sum parts. Where the scattered dimensions come from, operands of the product
+are pinned, too, to keep the partitioner from splitting those instead.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+_OPEN = PartitionSpec.UNCONSTRAINED
+
+
+class Gather(NamedTuple):
+    """How an operand is gathered, and its gradient scattered.
+
+    Attributes:
+      stored: the sharding of the operand before it is gathered.
+      whole: its sharding afterwards.
+      here: whether the product gathers it, and its derivatives gather it again. Otherwise the
+        operand is whole already, and only its gradient is scattered.
+    """
+
+    stored: NamedSharding
+    whole: NamedSharding
+    here: bool = True
+
+
+def gathered(x: Any, gather: Gather | None) -> Any:
+    """Gathers an array that is split over devices; the shardings before and after are pinned.
+
+    Otherwise the partitioner would gather the array before its cast, in the wider dtype.
+    """
+    if gather is None or not gather.here:
+        return x
+    # One constraint is not enough: the partitioner moves it back through the cast, and gathers
+    # float32 (see jax issue 23543).
+    return _constrained(_constrained(x, gather.stored), gather.whole)
+
+
+def scattered(x: Any, gather: Gather | None, *, is_summed_whole: bool) -> Any:
+    """Scatters the gradient of a gathered operand."""
+    if gather is None:
+        return x
+    return _constrained(_constrained(x, gather.whole if is_summed_whole else None), gather.stored)
+
+
+def with_batch_axis(gather: Gather | None, axis: int | None) -> Gather | None:
+    """Returns the gather of an operand that has one more dimension, or none if it has not."""
+    if gather is None or axis is None:
+        return gather
+    stored, whole = (_with_dimension(sharding, axis) for sharding in gather[:2])
+    return Gather(stored, whole, gather.here)
+
+
+def _with_dimension(sharding: NamedSharding, axis: int) -> NamedSharding:
+    spec = (*sharding.spec, *[None] * (axis - len(sharding.spec)))
+    return NamedSharding(sharding.mesh, PartitionSpec(*spec[:axis], None, *spec[axis:]))
+
+
+def _constrained(x: Any, sharding: NamedSharding | None) -> Any:
+    return x if sharding is None else lax.with_sharding_constraint(x, sharding)
+
+
+def pinned_operands(
+    operands: Sequence[Any], equation: Any, after: Sequence[Any], gather: Gather | None
+) -> list[Any] | None:
+    """Pins the operands of a product whose result is the gradient of a gathered operand.
+
+    Args:
+      operands: the two operands.
+      equation: the product.
+      after: the equations after it.
+      gather: how the gathered operand lies.
+
+    Returns:
+      The operands, with the dimensions that are scattered later as they are in the whole gradient.
+      None if this is not a matrix product, which is only transposed afterwards, or if what is
+      scattered is a batch dimension of it.
+    """
+    transposed = all(each.primitive.name == "transpose" for each in after)
+    if gather is None or equation.primitive.name != "dot_general" or not transposed:
+        return None
+    ndim = len(equation.outvars[0].aval.shape)
+    stored, whole = (_entries(sharding, ndim) for sharding in gather[:2])
+    pins = [b if a != b else _OPEN for a, b in zip(stored, whole, strict=True)]
+    for each in reversed(after):
+        before: list[Any] = [_OPEN] * ndim
+        for pin, dimension in zip(pins, each.params["permutation"], strict=True):
+            before[dimension] = pin
+        pins = before
+    (contracted, batch) = equation.params["dimension_numbers"]
+    if any(pin is not _OPEN for pin in pins[: len(batch[0])]):
+        return None
+    rest = iter(pins[len(batch[0]) :])
+    pinned = []
+    for x, summed, shared in zip(operands, contracted, batch, strict=True):
+        taken = {*summed, *shared}
+        spec = [_OPEN if i in taken else next(rest) for i in range(x.ndim)]
+        is_open = all(entry is _OPEN for entry in spec)
+        sharding = NamedSharding(gather.whole.mesh, PartitionSpec(*spec))
+        pinned.append(_constrained(x, None if is_open else sharding))
+    return pinned
+
+
+def _entries(sharding: NamedSharding, ndim: int) -> list[Any]:
+    return [*sharding.spec, *[None] * (ndim - len(sharding.spec))]
