@@ -28,13 +28,22 @@ _H100 = pathlib.Path(__file__).parents[1] / "tests" / "aot" / "h100.txtpb"
 
 def absent_devices(platform: Platform) -> Any:
     """Eight devices of a platform: TPUs v5e in two rows of four, or H100s of one machine."""
-    if platform == "tpu":
-        for name, value in _LIBTPU.items():
-            os.environ.setdefault(name, value)
-        return topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices
-    return topologies.get_topology_desc(
-        platform="cuda", topology_name="h100", topology="1x1x8", target_config=_H100.read_text()
-    ).devices
+    return absent_pod("v5e:2x4" if platform == "tpu" else "1x1x8")
+
+
+def absent_pod(topology: str, slices: int = 1) -> Any:
+    """The devices of a pod: TPUs like "v5e:8x16", in slices; or hosts of H100s like "1x8x8"."""
+    if ":" not in topology:
+        return topologies.get_topology_desc(
+            platform="cuda",
+            topology_name="h100",
+            topology=topology,
+            target_config=_H100.read_text(),
+        ).devices
+    for name, value in _LIBTPU.items():
+        os.environ.setdefault(name, value)
+    several = {"num_slices": slices} if slices > 1 else {}
+    return topologies.get_topology_desc(platform="tpu", topology_name=topology, **several).devices
 
 
 def compiler_options(platform: str, effort: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import optax
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from jaxtyping import Array, Float, PyTree
 
@@ -164,6 +165,28 @@ def place(mode: Mode, params: PyTree, devices: Any, min_size: int) -> Placement:
     """
     shape, names = _MESHES[mode]
     mesh = jax.make_mesh(shape, names, (AxisType.Auto,) * len(shape), devices=devices)
+    return place_on(mesh, mode, params, min_size)
+
+
+def pod_mesh(devices: Any, slices: int, model: int) -> Mesh:
+    """The mesh of a pod; params are replicated over its slices.
+
+    Args:
+      devices: all devices.
+      slices: how many slices they are in.
+      model: how many devices share a sequence.
+    """
+    names = ("replica", "data", "model")
+    within = (1, len(devices) // slices // model, model)
+    types = (AxisType.Auto,) * 3
+    if slices == 1:
+        return jax.make_mesh(within, names, types, devices=devices)
+    placed = mesh_utils.create_hybrid_device_mesh(within, (slices, 1, 1), devices=devices)
+    return Mesh(placed, names, axis_types=types)
+
+
+def place_on(mesh: Mesh, mode: str, params: PyTree, min_size: int) -> Placement:
+    """The placement of a model's params on a mesh; arguments as for `place`."""
     split = _SPLIT if "tp" in mode else {}
 
     def base(path: Any, _: Any) -> NamedSharding:
@@ -177,5 +200,5 @@ def place(mode: Mode, params: PyTree, devices: Any, min_size: int) -> Placement:
     if mode in ("fsdp", "fsdp+tp", "hsdp"):
         stored = fully_sharded(params, mesh, "data", base=tensor_parallel, min_size=min_size)
     used = jax.tree.map_with_path(without_layers, tensor_parallel)
-    over = ("replica", "data") if mode == "hsdp" else "data"
+    over = ("replica", "data") if "replica" in mesh.shape else "data"
     return Placement(mesh, stored, used, NamedSharding(mesh, P(over)))

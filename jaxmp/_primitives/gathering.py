@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxmp._mesh.specs import axes_of_spec
+
 _OPEN = PartitionSpec.UNCONSTRAINED
 
 
@@ -29,6 +31,12 @@ class Gather(NamedTuple):
     stored: NamedSharding
     whole: NamedSharding
     here: bool = True
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether several devices store the same part of the operand."""
+        mesh, used = self.stored.mesh, axes_of_spec(self.stored.spec)
+        return any(size > 1 and axis not in used for axis, size in mesh.shape.items())
 
 
 def gathered(x: Any, gather: Gather | None) -> Any:
@@ -80,11 +88,13 @@ def pinned_operands(
 
     Returns:
       The operands, with the dimensions that are scattered later as they are in the whole gradient.
-      None if this is not a matrix product, which is only transposed afterwards, or if what is
-      scattered is a batch dimension of it.
+      None if there are no replicas, if this is not a matrix product, which is only transposed
+      afterwards, or if what is scattered is a batch dimension of it. Without replicas, scattering
+      early gains nothing, and the TPU compiler may send partial sums from device to device.
     """
     transposed = all(each.primitive.name == "transpose" for each in after)
-    if gather is None or equation.primitive.name != "dot_general" or not transposed:
+    is_matrix_product = equation.primitive.name == "dot_general" and transposed
+    if gather is None or not gather.has_replicas or not is_matrix_product:
         return None
     ndim = len(equation.outvars[0].aval.shape)
     stored, whole = (_entries(sharding, ndim) for sharding in gather[:2])
