@@ -73,4 +73,5 @@ def make_mesh(mode: str) -> Mesh:
         "fsdp+tp": {"data": devices // 2, "model": 2},
         "hsdp": {"replica": 2, "data": devices // 2},
     }.get(mode, {"data": devices})
+    # For --plain: plain JAX has no rule for a lookup of tokens on explicit axes. jaxmp needs none.
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * len(sizes))

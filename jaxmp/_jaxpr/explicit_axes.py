@@ -219,7 +219,7 @@ def _evaluate(jaxpr: core.Jaxpr, consts: Sequence[Any], *arrays: Any) -> list[An
         if isinstance(atom, core.Literal):
             return atom.val
         if isinstance(env[atom], _Later):
-            env[atom] = _constrained(*env[atom])
+            env[atom] = _as_asked(*env[atom])
         return env[atom]
 
     for equation in jaxpr.eqns:
@@ -260,12 +260,12 @@ def _run(equation: core.JaxprEqn, values: list[Any]) -> list[Any]:
     if not asked:
         return made
     return [
-        _constrained(x, aval.sharding) if any(aval.sharding.spec.partitions) else x
+        _as_asked(x, aval.sharding) if any(aval.sharding.spec.partitions) else x
         for x, aval in zip(made, made_of, strict=True)
     ]
 
 
-def _constrained(x: Any, sharding: NamedSharding) -> Any:
+def _as_asked(x: Any, sharding: NamedSharding) -> Any:
     """Constrains what a sharding on explicit axes says; other axes are left to the partitioner."""
     mesh = jax.sharding.get_abstract_mesh()
     axes = set(sharding.mesh.explicit_axes) & set(mesh.auto_axes)

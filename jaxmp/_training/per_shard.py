@@ -140,13 +140,20 @@ def per_shard(
 
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
-        shards.check_auto()
-        params = [args[i] for i in options.positions(len(args))]
-        lie = options.one_or_all(jax.tree.map(lambda x: jax.typeof(x).sharding.spec, params))
-        axes = Axes(explicit_mesh(jax.tree.leaves((args, kwargs))), (jax.P(), lie))
-        return tuple(axes.run(lambda *both: on_automatic_axes(*both), [args, kwargs]))
+        return tuple(_axes_of(shards, options, args, kwargs).run(on_automatic_axes, [args, kwargs]))
 
     return value_and_grad_fun
+
+
+def _axes_of(
+    shards: Shards, options: GradientOptions, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Axes:
+    """Returns the explicit axes of a call, on which gradients lie as their params do."""
+    shards.check_auto()
+    params = [args[i] for i in options.positions(len(args))]
+    specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, params)
+    mesh = explicit_mesh(jax.tree.leaves((args, kwargs)))
+    return Axes(mesh, (jax.P(), options.one_or_all(specs)))
 
 
 def _local(
