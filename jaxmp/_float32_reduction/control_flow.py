@@ -25,6 +25,7 @@ from jaxmp._float32_reduction.values import (
 from jaxmp._float32_reduction.weights import calls_back
 from jaxmp._jaxpr import compat, rebind
 from jaxmp._jaxpr.dataflow import NONE, Labels, made_of
+from jaxmp._jaxpr.explicit_axes import free_sharding
 from jaxmp._jaxpr.op_classes import CHECKPOINTS, JITS
 from jaxmp._mesh.layout import stacked_layout, unstacked_layout
 from jaxmp._numerics.user_warnings import warn
@@ -111,7 +112,9 @@ def _pinned(values: Sequence[Value], shardings: Sequence[Any]) -> list[Value]:
     return [
         value
         if value.of_params or sharding is None
-        else value._replace(array=lax.with_sharding_constraint(value.array, sharding))
+        else value._replace(
+            array=lax.with_sharding_constraint(value.array, free_sharding(sharding))
+        )
         for value, sharding in zip(values, shardings, strict=True)
     ]
 

@@ -51,8 +51,17 @@ class Axes(NamedTuple):
             return made
 
         with jax.sharding.use_abstract_mesh(self.mesh):
-            made = jax.sharding.auto_axes(inside, out_sharding=list(self.specs))(*arrays)
+            axes = tuple(self.mesh.explicit_axes)  # others may be those of a shard_map
+            freed = jax.sharding.auto_axes(inside, axes=axes, out_sharding=list(self.specs))
+            made = freed(*arrays)
         return [kept.get(i, x) for i, x in enumerate(made)]
+
+
+def named_axes(entry: Any) -> tuple[str, ...]:
+    """Returns the mesh axes that one entry of a spec names, major to minor."""
+    if entry is None or entry is _ANY:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def explicit_mesh(arrays: Iterable[Any]) -> AbstractMesh | None:
@@ -74,6 +83,13 @@ def automatic(mesh: Any) -> Any:
     return mesh.abstract_mesh.update(axis_types=free)
 
 
+def free_sharding(sharding: Any) -> Any:
+    """Returns a sharding on the mesh with automatic axes in place of explicit ones."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    return NamedSharding(automatic(sharding.mesh), sharding.spec)
+
+
 def placed(x: Any, sharding: NamedSharding) -> Any:
     """Constrains an array to a sharding, on axes of either kind."""
     axes = set(sharding.mesh.explicit_axes)
@@ -87,9 +103,7 @@ def placed(x: Any, sharding: NamedSharding) -> Any:
 
 def _only(spec: PartitionSpec, axes: set[str], other: Any = None) -> list[Any]:
     """Returns the entries of a spec with these axes alone, and `other` where none is left."""
-    entries = spec.partitions
-    named = [() if e in (None, _ANY) else (e,) if isinstance(e, str) else e for e in entries]
-    left = [tuple(name for name in each if name in axes) for each in named]
+    left = [tuple(name for name in named_axes(entry) if name in axes) for entry in spec.partitions]
     return [each[0] if len(each) == 1 else each or other for each in left]
 
 
@@ -137,22 +151,38 @@ def on_automatic_axes(trace: Trace, arrays: Sequence[Any]) -> tuple[core.ClosedJ
     inside = automatic(mesh)
     free = [_freed(compat.type_or_given(x), inside) for x in arrays]
     try:
-        with jax.sharding.use_abstract_mesh(mesh):
+        with jax.sharding.use_abstract_mesh(mesh), _TRACED_EXPLICITLY(True):
             closed, rest = trace(arrays)
-    except Exception as refused:  # JAX has several errors for shardings
         with jax.sharding.use_abstract_mesh(inside):
-            try:
-                closed, rest = trace(free)
-            except Exception as other:  # the first one is about the mesh that the user made
+            program = compat.trace(functools.partial(_evaluate, closed.jaxpr, closed.consts), free)
+    except Exception as refused:  # JAX has several errors for shardings
+        # Of a function in a function, the outer one is traced again: its results are fewer.
+        if _TRACED_EXPLICITLY.value:
+            raise
+        program, rest = _traced_without_rules(trace, free, inside, refused)
+        return program, rest, Axes(mesh, _specs_without_rules(program, arrays, refused))
+    return program, rest, Axes(mesh, tuple(aval.sharding.spec for aval in closed.out_avals))
+
+
+# Whether a function is traced on explicit axes by `on_automatic_axes`. A part of the key of every
+# trace cache.
+_TRACED_EXPLICITLY: Any = jax.make_user_context(default_value=False)
+
+
+def _traced_without_rules(
+    trace: Trace, free: Sequence[Any], mesh: AbstractMesh, refused: Exception
+) -> tuple[core.ClosedJaxpr, Any]:
+    """Traces a function on automatic axes, if JAX refuses it on explicit ones."""
+    with jax.sharding.use_abstract_mesh(mesh):
+        try:
+            return trace(free)
+        except Exception as error:
+            if (type(error), str(error)) != (type(refused), str(refused)):
                 refused.add_note(
-                    f"On automatic mesh axes it fails too: {type(other).__name__}: {other}\nArrays "
+                    f"On automatic mesh axes it fails too: {type(error).__name__}: {error}\nArrays "
                     "that the function closes over stay on explicit axes: make them arguments"
                 )
-                raise refused from None
-        return closed, rest, Axes(mesh, _specs_without_rules(closed, arrays, refused))
-    with jax.sharding.use_abstract_mesh(inside):
-        program = compat.trace(functools.partial(_evaluate, closed.jaxpr, closed.consts), free)
-    return program, rest, Axes(mesh, tuple(aval.sharding.spec for aval in closed.out_avals))
+            raise refused from None  # the first error is about the mesh that the user made
 
 
 def _freed(aval: Any, mesh: AbstractMesh) -> Any:
@@ -255,8 +285,14 @@ def _run(equation: core.JaxprEqn, values: list[Any]) -> list[Any]:
         return _with_derivative(equation)(*values)
     if name == "custom_vjp_call":
         return _with_passes(equation)(*values)
+    if any(var.aval.sharding.mesh.explicit_axes for var in _inner_arguments(equation)):
+        # Inside, shardings may be asked for; the function may do without them on automatic axes.
+        raise NotImplementedError(f"{name} on explicit mesh axes, with a program inside")
+    if name == "sharding_constraint":
+        return [_constrained_alike(equation, values[0])]
     asked = [key for key in ("out_sharding", "sharding") if equation.params.get(key) is not None]
-    made = compat.bind(_on_automatic_mesh(equation), values, **dict.fromkeys(asked))
+    unasked = equation.replace(params=equation.params | dict.fromkeys(asked))
+    made = compat.bind(_on_automatic_mesh(unasked), values)
     if not asked:
         return made
     return [
@@ -276,6 +312,36 @@ def _as_asked(x: Any, sharding: NamedSharding) -> Any:
     return lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*spec)))
 
 
+def _inner_arguments(equation: core.JaxprEqn) -> list[Any]:
+    """Returns the arguments of the programs in an equation that have a sharding."""
+    inner = [var for jaxpr in compat.sub_jaxprs(equation) for var in jaxpr.invars]
+    return [var for var in inner if hasattr(var.aval, "sharding")]
+
+
+def _constrained_alike(equation: core.JaxprEqn, x: Any) -> Any:
+    """Constrains automatic axes as an equation does, and explicit ones as its type says."""
+    asked, given = equation.params["sharding"], _type_of(equation)
+    mesh = jax.sharding.get_abstract_mesh()
+    if not isinstance(asked, NamedSharding):
+        return compat.bind(equation, [x])[0]
+    entries = zip(
+        _entries_of(asked.spec, x.ndim), _entries_of(given.sharding.spec, x.ndim), strict=True
+    )
+    spec = [
+        free if free is _ANY or not named else (*named_axes(named), *named_axes(free))
+        for free, named in entries
+    ]
+    return lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*spec)))
+
+
+def _type_of(equation: core.JaxprEqn) -> Any:
+    return equation.outvars[0].aval
+
+
+def _entries_of(spec: PartitionSpec, ndim: int) -> list[Any]:
+    return [*spec.partitions, *[None] * (ndim - len(spec.partitions))]
+
+
 def _freed_program(body: Any, avals: list[Any]) -> core.ClosedJaxpr:
     jaxpr, consts = compat.open_jaxpr(body), compat.consts_of(body)
     return compat.trace(functools.partial(_evaluate, jaxpr, consts), avals)
@@ -287,9 +353,9 @@ def _on_automatic_mesh(equation: core.JaxprEqn) -> core.JaxprEqn:
     def freed(param: Any) -> Any:
         if isinstance(param, (Mesh, AbstractMesh)):
             return automatic(param)
-        if isinstance(param, NamedSharding):
-            return NamedSharding(automatic(param.mesh), param.spec)
-        return type(param)(map(freed, param)) if type(param) in (tuple, list) else param
+        if type(param) in (tuple, list):
+            return type(param)(map(freed, param))
+        return free_sharding(param)
 
     params = {name: freed(param) for name, param in equation.params.items()}
     return equation.replace(params=params)

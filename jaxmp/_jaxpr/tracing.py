@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.extend import core
 
 from jaxmp._jaxpr import compat
-from jaxmp._jaxpr.explicit_axes import Axes, on_automatic_axes
+from jaxmp._jaxpr.explicit_axes import Axes, explicit_mesh, on_automatic_axes
 
 # Kinds of NumPy dtypes that JAX has no arrays of: objects, text, dates.
 _NO_NUMBERS = "OSUMm"
@@ -245,6 +246,21 @@ def rewriting(
                 # Its arrays may be others at the next call, so each call traces the function again.
                 captures = True
         return rewritten(static, arrays, True)
+
+    return call
+
+
+def on_automatic_axes_inside(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function, run on automatic axes where it is called on explicit ones."""
+
+    @functools.wraps(fun)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        static, arrays = partition((args, kwargs), numpy=False)
+        if explicit_mesh(arrays) is None:
+            return fun(*args, **kwargs)
+        traced = trace_call(fun, static, arrays, as_jit=True, numpy=False)
+        made = traced.axes.run(core.jaxpr_as_fun(traced.closed), arrays)
+        return combine(traced.returned, made)
 
     return call
 

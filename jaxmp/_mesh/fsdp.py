@@ -11,9 +11,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from jaxmp._jaxpr.explicit_axes import placed
+from jaxmp._jaxpr.explicit_axes import named_axes, placed
 from jaxmp._mesh.layout import Layout, layout_of
-from jaxmp._mesh.specs import axes_of_spec, check_rank, flat_specs, named_axes
+from jaxmp._mesh.specs import axes_of_spec, check_rank, flat_specs
 from jaxmp._numerics.dtypes import parse_dtype
 from jaxmp._numerics.tree import leaf_names
 from jaxmp._numerics.user_warnings import warn

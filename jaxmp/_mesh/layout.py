@@ -5,9 +5,8 @@ from typing import Any, NamedTuple
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from jaxmp._jaxpr.explicit_axes import automatic
+from jaxmp._jaxpr.explicit_axes import automatic, named_axes
 from jaxmp._jaxpr.op_classes import RESHAPES, SAME_DIMENSIONS
-from jaxmp._mesh.specs import named_axes
 from jaxmp._numerics.dtypes import DType
 
 # For each dimension, the mesh axes that split it.

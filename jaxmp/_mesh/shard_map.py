@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, PyTree
 
+from jaxmp._jaxpr.explicit_axes import named_axes
 from jaxmp._mesh.device_sums import (
     Axis,
     Wire,
@@ -27,7 +28,7 @@ from jaxmp._mesh.device_sums import (
     varying_is_tracked,
     wire_of,
 )
-from jaxmp._mesh.specs import check_rank, flat_specs, named_axes
+from jaxmp._mesh.specs import check_rank, flat_specs
 from jaxmp._numerics import tree as trees
 from jaxmp._numerics.dtypes import DType, is_inexact, is_narrow, parse_dtype
 from jaxmp._numerics.tree import check_differentiable, leaf_names

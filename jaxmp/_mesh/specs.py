@@ -7,6 +7,8 @@ import jax
 from jax.sharding import NamedSharding
 from jaxtyping import PyTree
 
+from jaxmp._jaxpr.explicit_axes import named_axes
+
 
 def flat_specs(specs: PyTree, params: PyTree, name: str = "specs") -> list[Any]:
     """Returns the spec of each leaf, from a tree of specs or shardings or a prefix of one.
@@ -38,13 +40,6 @@ def flat_specs(specs: PyTree, params: PyTree, name: str = "specs") -> list[Any]:
     if wrong := [s for s in found if not isinstance(s, jax.P | None)]:
         raise ValueError(f"{name} must be PartitionSpecs, got a {type(wrong[0]).__name__}")
     return [jax.P() if spec is None else spec for spec in found]
-
-
-def named_axes(entry: Any) -> tuple[str, ...]:
-    """Returns the mesh axes that one entry of a spec names, major to minor."""
-    if entry is None or entry is jax.P.UNCONSTRAINED:
-        return ()
-    return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def axes_of_spec(spec: Iterable[Any]) -> set[str]:

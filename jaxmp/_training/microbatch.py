@@ -1,5 +1,6 @@
 """Gradient accumulation: evaluates the batch part by part, and sums in float32."""
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
+from jaxmp._jaxpr.explicit_axes import named_axes
 from jaxmp._numerics.dtypes import at_least_float32
 from jaxmp._numerics.tree import leaf_names, split_floats, widen
 
@@ -107,8 +109,22 @@ def _split_leaf(x: Any, count: int) -> Array:
     if _is_key(x) and x.shape == ():
         return jax.random.split(x, count)
     shape = jnp.shape(x)
+    _check_share(x, count)
     strided = jnp.reshape(x, (shape[0] // count, count, *shape[1:]))
     return jnp.swapaxes(strided, 0, 1)
+
+
+def _check_share(x: Any, count: int) -> None:
+    """Raises ValueError if explicit mesh axes leave no room for the parts of a batch."""
+    sharding = jax.typeof(x).sharding
+    entry = sharding.spec.partitions[0] if sharding.spec.partitions else None
+    share = x.shape[0] // math.prod(sharding.mesh.shape[name] for name in named_axes(entry))
+    if share % count:
+        raise ValueError(
+            f"each device has {share} examples, which {count} microbatches do not divide. On "
+            "explicit mesh axes a batch is not moved: use a larger batch, fewer microbatches, or a "
+            "mesh of jax.sharding.AxisType.Auto, where the batch is moved"
+        )
 
 
 def sum_over_microbatches(

@@ -11,6 +11,7 @@ import optax
 from jaxtyping import Array, Bool, Int32, PyTree
 
 from jaxmp._jaxpr.cpu_compiler import warn_of_cpu_compiler
+from jaxmp._jaxpr.explicit_axes import Axes, explicit_mesh, on_current_axes
 from jaxmp._mesh.placement import placed_beside
 from jaxmp._numerics.dtypes import DType, is_inexact, is_narrow
 from jaxmp._numerics.loss_scale import LossScale, LossScaleState
@@ -136,6 +137,29 @@ class Algorithm:
           as_updates: whether to return updates.
         """
         moved = self._check(grads, state, params)
+        lie = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, (params, state))
+        axes = Axes(explicit_mesh(jax.tree.leaves((params, state))), lie)
+
+        def stepped(grads: PyTree, state: MixedPrecisionState, params: PyTree) -> list[Any]:
+            test, more = jax.tree.map(on_current_axes, (finite, extra))
+            step = self._stepped(grads, state, params, test, more, moved, as_updates=as_updates)
+            return list(step)
+
+        output, after = axes.run(stepped, [grads, state, params])
+        return output, after
+
+    def _stepped(
+        self,
+        grads: PyTree,
+        state: MixedPrecisionState,
+        params: PyTree,
+        finite: Bool[Array, ""] | None,
+        extra: dict[str, Any],
+        moved: PyTree,
+        *,
+        as_updates: bool,
+    ) -> tuple[PyTree, MixedPrecisionState]:
+        """Returns what `step` does, on automatic mesh axes; `moved` says which params may move."""
         params, grads = strong(params), strong(grads)
 
         def take(now: _Stepped) -> _Stepped:

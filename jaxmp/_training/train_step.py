@@ -1,6 +1,6 @@
 """The jitted train step, assembled from gradients, loss scale, optimizer and state."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
 import jax
@@ -12,7 +12,8 @@ from jaxtyping import PyTree
 from jaxmp._autocast.api import autocast
 from jaxmp._float32_reduction.api import GradientReduction, check_fsdp, gradient_reduction
 from jaxmp._jaxpr import compat
-from jaxmp._jaxpr.explicit_axes import explicit_mesh, on_axes_of
+from jaxmp._jaxpr.explicit_axes import on_axes_of
+from jaxmp._jaxpr.tracing import on_automatic_axes_inside
 from jaxmp._mesh.fsdp import FSDP
 from jaxmp._numerics.dtypes import is_floating
 from jaxmp._numerics.loss_scale import NoLossScale
@@ -122,9 +123,12 @@ def make_train_step(
             has_aux=True,
             loss_scale=None if _has_forgotten_scale(state.tx) else state.loss_scale,
             microbatches=microbatches,
-            reduction=_reduction(state.tx.rules, fsdp, jax.tree.leaves((state.params, batch))),
+            reduction=_reduction(state.tx.rules, fsdp),
         )
-        evaluate = scaled_evaluation(loss_and_rest, (0,), options)
+        # What runs under one policy runs under all: a reduction is on automatic axes by itself.
+        reduced = options.reduction is not None
+        free = loss_and_rest if reduced else on_automatic_axes_inside(loss_and_rest)
+        evaluate = scaled_evaluation(free, (0,), options)
 
         def evaluate_part(collections: Any, part: PyTree) -> tuple[Any, Evaluation]:
             loss, (grads,), (new, aux) = evaluate(state.params, part, collections)
@@ -259,19 +263,14 @@ def _metrics(old: TrainState, new: TrainState) -> Metrics:
     }
 
 
-def _reduction(
-    rules: PolicyRules, fsdp: FSDP | None, arrays: Sequence[Any]
-) -> GradientReduction | None:
+def _reduction(rules: PolicyRules, fsdp: FSDP | None) -> GradientReduction | None:
     """Returns how to reduce gradients under rules: in the widest dtype asked for, at most float32.
 
-    Only policies that compute in fewer than 32 bits count. If there are none, there is nothing to
-    do but for `fsdp`, and for explicit mesh axes: a loss function that runs on them under other
-    policies must run under float32 too.
+    Only policies that compute in fewer than 32 bits count. If there are none, only `fsdp` matters.
     """
     narrow = [policy for policy in all_policies(rules) if policy.compute_dtype.itemsize < 4]
     if not narrow:
-        wide = jnp.float32 if explicit_mesh(arrays) is not None else None
-        return gradient_reduction(wide, fsdp)
+        return gradient_reduction(None, fsdp)
     widest = max((policy.reduce_dtype for policy in narrow), key=lambda dtype: dtype.itemsize)
     return gradient_reduction(jnp.float32 if widest.itemsize > 4 else widest, fsdp)
 

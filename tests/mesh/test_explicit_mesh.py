@@ -24,6 +24,7 @@ from tests.support.reduction_checks import (
     relative_error,
     representable,
 )
+from tests.support.reduction_matrix import traffic
 
 pytestmark = [pytest.mark.jax, pytest.mark.usefixtures("standard_promotion")]
 
@@ -219,6 +220,162 @@ def test_per_shard(mode: str) -> None:
         assert jax.typeof(grad).sharding == jax.typeof(params[name]).sharding
 
 
+@pytest.mark.parametrize("name", words.BODIES)
+def test_autocast_within_a_reduction(name: str) -> None:
+    """The constraints of the one are a part of the program that the other rewrites."""
+    params, x, _ = params_of_words(fsdp=False)
+    fast = jaxmp.autocast(words.loss_of(name), "mixed_bfloat16")
+    gradient = jaxmp.value_and_grad(fast, reduce_dtype="float32")
+    with jax.set_mesh(MESH):
+        report = jaxmp.collectives(gradient, params, x)
+        value, _ = jax.jit(gradient)(params, x)
+        wanted = jax.jit(words.loss_of(name))(params, x)
+    assert narrow_sums(report) == 0
+    np.testing.assert_allclose(value, wanted, rtol=0.02)
+
+
+def labels_loss(params: Any, batch: Any) -> Any:
+    x, labels = batch
+    kept = jnp.where(x > -1.0, x, 0.0)  # JAX lays out the number as x is
+    logits = kept @ params[0]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def test_operations_for_which_jax_says_shardings_itself() -> None:
+    params, x, _ = params_of_words(fsdp=False)
+    labels = jax.device_put(np.arange(words.EXAMPLES) % words.WIDTH, x.sharding)
+    tx = jaxmp.mixed_precision(optax.sgd(0.1), "mixed_bfloat16")
+    state = jaxmp.TrainState.create(params=params, tx=tx)
+    step = jaxmp.make_train_step(labels_loss, "mixed_bfloat16", donate=False)
+    _, metrics = step(state, (x, labels))
+    wanted = labels_loss(*jax.device_get((params, (x, labels))))
+    np.testing.assert_allclose(metrics["loss"], wanted, rtol=0.01)
+
+
+def test_a_constraint_on_the_automatic_axis() -> None:
+    """It says nothing of the explicit axis, along which its operand stays split."""
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(EXPLICIT, AUTO))
+    w = jax.device_put(np.ones((32, 32), "f"), NamedSharding(mesh, P(None, "model")))
+    x = jax.device_put(np.ones((16, 32), "f"), NamedSharding(mesh, P("data")))
+
+    def loss(w: Any, x: Any) -> Any:
+        h = jax.lax.with_sharding_constraint(jnp.tanh(x @ w), P(None, "model"))
+        return jnp.mean(h**2)
+
+    with jax.set_mesh(mesh):
+        plain, ours = (
+            jaxmp.collectives(fun, w, x)
+            for fun in (jax.grad(loss), jaxmp.grad(loss, reduce_dtype="float32"))
+        )
+    assert traffic(ours) == traffic(plain)
+
+
+def test_autocast_around_a_part_of_the_loss() -> None:
+    """The part that JAX refuses is traced with the whole loss, whose result is a number."""
+    fast = jaxmp.autocast(outputs, "mixed_bfloat16")
+
+    def loss(params: Any, batch: Any) -> Any:
+        return jnp.mean((fast(params, batch[0]) - batch[1]) ** 2)
+
+    shardings = place("fsdp", AUTO)[2].shardings, place("fsdp", EXPLICIT)[2].shardings
+    reports = []
+    for kind, each in zip((AUTO, EXPLICIT), shardings, strict=True):
+        gradient = jaxmp.value_and_grad(loss, fsdp=FSDP(shardings=each))
+        reports.append(traffic(jaxmp.collectives(gradient, *place("fsdp", kind)[:2])))
+    assert reports[0] == reports[1]
+
+
+def test_in_a_shard_map_over_some_axes() -> None:
+    found = []
+    for kind in (AUTO, EXPLICIT):
+        mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
+        w = jax.device_put(np.ones((32, 32), "f"), NamedSharding(mesh, P(None, "model")))
+        x = jax.device_put(np.ones((16, 32), "f") / 32, NamedSharding(mesh, P("data")))
+
+        @functools.partial(
+            jax.shard_map,
+            mesh=mesh,
+            axis_names={"data"},
+            in_specs=(P(), P("data")),
+            out_specs=(P(), P()),
+        )
+        def step(w: Any, x: Any) -> Any:
+            fast = jaxmp.autocast(lambda w, x: jnp.mean((x @ w) ** 2), "mixed_bfloat16")
+            value, grads = jaxmp.value_and_grad(fast, reduce_dtype="float32")(w, x)
+            return jax.lax.pmean(value, "data"), grads
+
+        found.append(exactly(step)(w, x))
+    check_equal(*found)
+
+
+def solved(w: Any, x: Any) -> Any:
+    matrix = w @ w.T + jnp.eye(words.WIDTH)
+
+    def solve(_: Any, b: Any) -> Any:
+        return jnp.linalg.solve(matrix, b)
+
+    made = jax.lax.custom_linear_solve(lambda b: matrix @ b, x.mean(0), solve, solve)
+    return jnp.sum(made**2)
+
+
+def test_programs_that_are_not_rewritten() -> None:
+    """A solver holds programs of its own types: the loss is traced on automatic axes instead."""
+    params, x, _ = params_of_words(fsdp=False)
+    gradient = jaxmp.value_and_grad(solved, reduce_dtype="float32")
+    wanted = jax.value_and_grad(solved)(*jax.device_get((params[0], x)))
+    for made, other in zip(jax.jit(gradient)(params[0], x), wanted, strict=True):
+        assert relative_error(made, other) < 1e-5
+
+
+def test_unreduced_sums() -> None:
+    """A sum that is left to be made is made."""
+    params, x, _ = params_of_words(fsdp=False)
+
+    def loss(w: Any, x: Any) -> Any:
+        parts = jnp.einsum("bi,bj->ij", x, x @ w, out_sharding=P(unreduced={"data"}))
+        return jnp.mean(jax.reshard(parts, P(None, None)) ** 2)
+
+    with jax.set_mesh(MESH):
+        wanted = jax.jit(loss)(params[0], x)
+        value, _ = jax.jit(jaxmp.value_and_grad(loss, reduce_dtype="float32"))(params[0], x)
+    np.testing.assert_allclose(value, wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize("reduce", ["float32", "bfloat16"])
+@pytest.mark.parametrize("cast", ["products", "all"])
+def test_a_loss_runs_whatever_its_sums_are(reduce: str, cast: Any) -> None:
+    policy = f"params=float32,compute=bfloat16,output=float32,reduce={reduce}"
+    params, batch, _ = place("dp", EXPLICIT)
+    tx = jaxmp.mixed_precision(optax.sgd(0.1), policy)
+    state = jaxmp.TrainState.create(params=params, tx=tx)
+    step = jaxmp.make_train_step(loss_fn, policy, cast=cast, cast_batch=False)
+    assert np.isfinite(step(state, batch)[1]["loss"])
+
+
+def test_optimizers_that_plain_jax_refuses() -> None:
+    """Muon multiplies moments, which are split on both sides."""
+    found = []
+    for kind in (AUTO, EXPLICIT):
+        params, batch, fsdp = place("fsdp", kind)
+        tx = jaxmp.mixed_precision(optax.contrib.muon(1e-2), "mixed_bfloat16")
+        state = jaxmp.TrainState.create(params=params, tx=tx)
+        step = jaxmp.make_train_step(loss_fn, "mixed_bfloat16", fsdp=fsdp)
+        losses = []
+        for _ in range(3):
+            state, metrics = step(state, batch)
+            losses.append(float(metrics["loss"]))
+        found.append(losses)
+    np.testing.assert_allclose(*found, rtol=1e-5)
+
+
+def test_microbatches_that_would_move_the_batch() -> None:
+    params, batch, _ = place("dp", EXPLICIT)
+    gradient = jaxmp.value_and_grad(loss_fn, microbatches=4, reduce_dtype="float32")
+    says = "each device has 2 examples, which 4 microbatches do not divide.*fewer microbatches"
+    with pytest.raises(ValueError, match=says):
+        gradient(params, batch)
+
+
 def test_derivatives_of_what_runs_on_automatic_axes() -> None:
     """Forward, second and mapped derivatives, compiled or not, and types that say how they lie."""
     params, x, _ = params_of_words(fsdp=False)
@@ -288,6 +445,9 @@ def test_an_error_of_the_loss_is_its_own() -> None:
     gradient = jaxmp.value_and_grad(lambda w, x: jnp.mean(x @ w[:3]), reduce_dtype="float32")
     with pytest.raises(TypeError, match="contracting"):
         gradient(params[0], x)
+    with pytest.raises(KeyError, match="other") as error:
+        jaxmp.grad(lambda w, x: jnp.sum(w["other"]), reduce_dtype="float32")({"w": params[0]}, x)
+    assert not any("automatic mesh axes" in note for note in getattr(error.value, "__notes__", ()))
 
 
 class Net(nnx.Module):
