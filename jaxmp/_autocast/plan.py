@@ -166,8 +166,10 @@ def _step(op: Op, states: States, context: Call) -> Step:
 def _in_region(
     op: Op, states: States, context: Call, region: Region, op_class: OpClass | None
 ) -> Step:
+    if region.sealed:
+        return _sealed(op, states, context, region, op_class)
     # Scopes inside a loop may have another policy than the scopes around it.
-    if region.sealed or (region.exact and op_class is not OpClass.CONTROL):
+    if region.exact and op_class is not OpClass.CONTROL:
         return alone(op, states, exact=region.result)
     if id(op.equation) in context.kernels and not region.exact:
         return taken_step(op, states, context.kernels[id(op.equation)][1])
@@ -180,6 +182,18 @@ def _in_region(
     if not any(states):
         return alone(op, states)
     return adapted(RULES[op_class](op, states, region))
+
+
+def _sealed(
+    op: Op, states: States, context: Call, region: Region, op_class: OpClass | None
+) -> Step:
+    """Plans an operation of which no dtype may change, but what the products inside ask for."""
+    step = alone(op, states, exact=region.result)
+    if op_class is OpClass.CONTROL and region.precision is not None:
+        as_traced = [initial(aval) for aval in op.in_avals]
+        inside = context.control(op, as_traced, context, region)
+        step.run, step.params = inside.run, inside.params
+    return step
 
 
 def _look_ahead(program: Program, steps: list[Step], results_in: AllIn) -> None:

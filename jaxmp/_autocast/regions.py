@@ -11,8 +11,9 @@ from jaxmp._policies.policy import Policy, get_policy, short_name
 from jaxmp._policies.policy_rules import PolicyRules
 from jaxmp._policies.precision import precision_of
 
-# Operations in these scopes stay as traced, with the precision that they were traced with. Scopes
-# survive jit, scan, remat and differentiation.
+# Operations in these scopes stay as traced. In EXACT, products that ask for nothing ask for
+# float32: JAX traces derivative rules later, when what holds around a function no longer does. In
+# DONE, an inner autocast has decided. Scopes survive jit, scan, remat and differentiation.
 EXACT = "jaxmp.full_precision"
 DONE = "jaxmp.autocast"
 # The rest of the name of such a scope is the policy that holds in it.
@@ -26,7 +27,7 @@ class Region(NamedTuple):
       low: the dtype of products; float32 if the operation runs as traced.
       float32_gradients: whether gradients of parameters come out of products in float32.
       result: the kind of floats that leave an exact region.
-      sealed: whether nothing inside may change, whatever the scopes inside say.
+      sealed: whether no dtype inside may change, whatever the scopes inside say.
       precision: what products in float32 ask for, unless they say it themselves; None for nothing.
     """
 
@@ -88,10 +89,10 @@ class Regions:
     def of(self, names: tuple[str, ...]) -> Region:
         """Returns the region of an operation that was traced in these scopes."""
         if names not in self._known:
-            if EXACT in names:
-                self._known[names] = Region(FLOAT32, sealed=True)
-            elif DONE in names:
-                self._known[names] = Region(FLOAT32, result=Kind.HIGH, sealed=True)
+            if marks := [name for name in names if name in (EXACT, DONE)]:
+                kind = Kind.FIRM if EXACT in marks else Kind.HIGH
+                asked = precision_of(None) if marks[-1] == EXACT else None
+                self._known[names] = Region(FLOAT32, result=kind, sealed=True, precision=asked)
             elif told := [name for name in names if name.startswith(POLICY)]:
                 text = told[-1].removeprefix(POLICY)
                 self._known[names] = region_of(None if text == "none" else get_policy(text))
@@ -103,7 +104,7 @@ class Regions:
         """Returns the scopes among `names` that can decide the policy inside."""
         if self._by_name:
             return names
-        return tuple(name for name in names if name.startswith(POLICY))
+        return tuple(name for name in names if name.startswith((POLICY, EXACT, DONE)))
 
     def visited(self) -> set[str]:
         """Returns the paths of all scopes that were looked up, and of the scopes around them."""

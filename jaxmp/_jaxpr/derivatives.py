@@ -1,8 +1,12 @@
-"""The programs of functions with derivatives of their own: `jax.custom_jvp`, `jax.custom_vjp`."""
+"""The programs of functions with derivatives of their own: `jax.custom_jvp`, `jax.custom_vjp`.
+
+The products of a derivative ask for the precision that those of its function ask for, unless they
+say one themselves, as JAX has it for transposes.
+"""
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -10,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jaxmp._jaxpr.compat import bind, trace_on_mesh
+from jaxmp._jaxpr.compat import bind, sub_jaxprs, trace_on_mesh
+from jaxmp._jaxpr.op_classes import CONTRACTIONS, OPAQUE
 
 _SymbolicZero = jax.custom_derivatives.SymbolicZero
 
@@ -28,6 +33,32 @@ def differentiable(equation: core.JaxprEqn) -> list[int]:
     held = equation.params["num_consts"]
     avals = [atom.aval for atom in equation.invars]
     return [i for i, aval in enumerate(avals) if i >= held and has_tangent(aval)]
+
+
+def _asked_in(equation: core.JaxprEqn) -> Iterator[Any]:
+    """Yields what the float32 products in a function ask for, outside of opaque kernels."""
+    for each in (each for jaxpr in sub_jaxprs(equation) for each in jaxpr.eqns):
+        if each.primitive.name in CONTRACTIONS:
+            operands: list[Any] = [atom.aval for atom in each.invars[:2]]
+            if any(aval.dtype == jnp.float32 for aval in operands):
+                asked = each.params["precision"]
+                yield from asked if isinstance(asked, tuple) else (asked,)
+        elif each.primitive.name not in OPAQUE:
+            yield from _asked_in(each)
+
+
+def _trace(
+    equation: core.JaxprEqn, fun: Callable[..., Any], avals: Sequence[Any]
+) -> core.ClosedJaxpr:
+    """Traces a derivative of a call; its products ask for what all those of the call ask for."""
+    asked = set(_asked_in(equation))
+    one = asked.pop() if len(asked) == 1 else None
+    if not isinstance(one, (jax.lax.Precision, jax.lax.DotAlgorithmPreset)):
+        return trace_on_mesh(fun, avals)
+    # An algorithm as an option would hold for 16-bit products too.
+    level = one.name.lower() if one.name in jax.lax.Precision.__members__ else "highest"
+    with jax.default_matmul_precision(level):
+        return trace_on_mesh(fun, avals)
 
 
 def derivative_of(equation: core.JaxprEqn, by: Sequence[int] | None = None) -> core.ClosedJaxpr:
@@ -57,7 +88,7 @@ def derivative_of(equation: core.JaxprEqn, by: Sequence[int] | None = None) -> c
         made = zip(dots, equation.outvars, strict=True)
         return [*out, *(dot for dot, result in made if has_tangent(result.aval))]
 
-    return trace_on_mesh(derivative, [*avals, *(avals[i] for i in floats)])
+    return _trace(equation, derivative, [*avals, *(avals[i] for i in floats)])
 
 
 def zero_tangent(primal: Any) -> Any:
@@ -153,7 +184,7 @@ def with_passes(
         jaxpr, pulled, residuals = _pulled_back(equation, by)
         made, behind = ahead(jaxpr, [each.value for each in given])
         avals = [*residuals, *(equation.outvars[i].aval for i in made_floats)]
-        backward = _Backward(trace_on_mesh(pulled, avals), by, behind, len(given))
+        backward = _Backward(_trace(equation, pulled, avals), by, behind, len(given))
         return made[:count], (backward, made[count:])
 
     def back(kept: tuple[_Backward, list[Any]], cotangents: list[Any]) -> tuple[Any, ...]:
@@ -197,7 +228,7 @@ def _pulled_back(
         found[:] = [tree, [jax.typeof(r) for r in residuals]]
         return [*out, *residuals]
 
-    jaxpr = trace_on_mesh(of_floats, [atom.aval for atom in equation.invars])
+    jaxpr = _trace(equation, of_floats, [atom.aval for atom in equation.invars])
     tree, residual_avals = found
 
     def pulled(*flat: Any) -> list[Any]:
