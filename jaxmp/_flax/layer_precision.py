@@ -29,11 +29,15 @@ def layer_precision(module: Any, policy: Policy) -> Any:
 
 
 def exactly(call: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
-    """Returns a function whose float32 products ask for the precision of a policy."""
+    """Returns a function whose products ask for what a policy says, whatever its caller asks for.
+
+    Under a policy in 16 bits that is the option of the user.
+    """
 
     @functools.wraps(call, updated=())
     def asks(*args: Any, **kwargs: Any) -> Any:
-        with asking(precision_of(policy.precision)):
+        precision = precision_of(policy.precision) if computes_in_float32(policy) else None
+        with asking(precision):
             return call(*args, **kwargs)
 
     return asks

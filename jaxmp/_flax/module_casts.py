@@ -43,7 +43,7 @@ class Casts(NamedTuple):
       inputs: the dtype to cast floating arguments to.
       output: the dtype to cast the result to.
       recurrent: whether the call takes and returns a carry, which keeps its dtype.
-      exact: the policy whose precision the products in the call ask for.
+      exact: the policy whose precision the products in the call are told to ask for.
     """
 
     inputs: DType | None = None
@@ -75,14 +75,21 @@ def casts_around(region: ModulePolicy) -> Casts:
     if policy is None:
         return Casts()
     named = region.decision.rule is not None
-    # The products that a module writes itself are the policy's, if that reaches it.
-    reached = computes_in_float32(policy) and (named or region.takes_dtype)
-    exact = policy if reached and not region.by_field else None
+    exact = policy if _asks(region) else None
     if region.caller is None or region.caller.policy != policy:
         inputs = policy.compute_dtype if named and not region.takes_dtype else None
         return Casts(inputs, policy.output_dtype, region.recurrent, exact)
     output = policy.compute_dtype if region.recurrent else None
     return Casts(None, output, region.recurrent, exact)
+
+
+def _asks(region: ModulePolicy) -> bool:
+    """Whether products in a call must be told what they ask for: in float32, and below float32."""
+    policy, caller = region.decision.policy, region.caller and region.caller.policy
+    if policy is None or computes_in_float32(policy):
+        return policy is not None and not region.by_field
+    # A TPU refuses what float32 products around the call ask for in a 16-bit `ragged_dot`.
+    return caller is not None and computes_in_float32(caller)
 
 
 def module_rules(rules: Any) -> PolicyRules:

@@ -73,7 +73,8 @@ def make_plans(model: Any, rules: PolicyRules, strict: bool) -> list[ModulePlan]
             )
         # If callers need different casts around a shared module, no cast is right for all of them.
         if first.casts != casts:
-            plans[id(module)] = first._replace(casts=Casts(recurrent=recurrent, exact=casts.exact))
+            exact = first.casts.exact or casts.exact
+            plans[id(module)] = first._replace(casts=Casts(recurrent=recurrent, exact=exact))
         regions[id(module)] = region
     called = {
         path: decisions[path].policy

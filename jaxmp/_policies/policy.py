@@ -141,7 +141,8 @@ def get_policy(policy: str | jmp.Policy) -> Policy:
     `compute` or `c`, `output` or `o`, `reduce` or `r`, and `precision`, that of float32 products:
     see `Policy`. As in jmp, params default to float32, compute follows params and **output follows
     compute**; reduce is float32 (float64 where the params or the compute dtype are). A lone dtype
-    name sets all three.
+    name sets all three. A dtype, `mixed_bfloat16` or `mixed_float16` may also come first, and keys
+    after it then say what differs: `"mixed_bfloat16,precision=high"`.
 
     Args:
       policy: a preset, a string such as `"p=f32, c=bf16, o=f32"`, or a policy, jmp's included.
@@ -157,7 +158,7 @@ def get_policy(policy: str | jmp.Policy) -> Policy:
     dtype(bfloat16)
     >>> get_policy("c=f16") == get_policy("params=float32,compute=float16,output=float16")
     True
-    >>> get_policy("precision=tensorfloat32").precision  # float32 otherwise
+    >>> get_policy("float32,precision=tensorfloat32").precision
     'tensorfloat32'
     """
     if isinstance(policy, Policy):
@@ -167,12 +168,13 @@ def get_policy(policy: str | jmp.Policy) -> Policy:
     if not isinstance(policy, str):
         raise TypeError(f"policy must be a string or a Policy, got {_what_was_given(policy)}")
     name = policy.strip()
-    if name in _NOT_YET:
-        raise ValueError(f"policy {name!r} is not in this version of jaxmp: {_NOT_YET[name]}.")
+    first = name.partition(",")[0].strip()
+    if first in _NOT_YET:
+        raise ValueError(f"policy {first!r} is not in this version of jaxmp: {_NOT_YET[first]}.")
     if name in _PRESETS:
-        return _parse_pairs(_PRESETS[name])
+        return _from_pairs(_pairs_in(_PRESETS[name]))
     if "=" in name:
-        return _parse_pairs(name)
+        return _from_pairs(_pairs_in(name))
     try:
         dtype = parse_dtype(name)
     except ValueError:
@@ -214,11 +216,14 @@ def short_name(policy: Policy) -> str:
     return str(policy)
 
 
-def _parse_pairs(text: str) -> Policy:
+def _pairs_in(text: str) -> dict[str, str]:
+    """Returns the keys and values in a policy's text; those of a name at its start come first."""
     long_keys = {short: key for key, short in _KEYS.items()} | {key: key for key in _KEYS}
     long_keys[_PRECISION] = _PRECISION
+    first, _, rest = text.partition(",")
+    base = {} if "=" in first else _pairs_of_name(first.strip(), text)
     given: dict[str, str] = {}
-    for part in text.split(","):
+    for part in (rest if base else text).split(","):
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals or not key or not value:
             raise ValueError(f"cannot read {part.strip()!r} in policy {text!r}: expected key=dtype")
@@ -231,6 +236,26 @@ def _parse_pairs(text: str) -> Policy:
         if long_keys[key] in given:
             raise ValueError(f"key {long_keys[key]!r} is given twice in policy {text!r}")
         given[long_keys[key]] = value
+    return base | given
+
+
+def _pairs_of_name(name: str, text: str) -> dict[str, str]:
+    """Returns the keys and values that the name at the start of a policy's text stands for."""
+    if name.startswith("mixed_") and name in _PRESETS:
+        return _pairs_in(_PRESETS[name])
+    try:
+        return dict.fromkeys(("params", "compute", "output"), parse_dtype(name).name)
+    except ValueError:
+        # O1 and O2 are more than dtypes.
+        mixed = [preset for preset in _PRESETS if preset.startswith("mixed_")]
+        near = suggestion(name, mixed)
+        raise ValueError(
+            f"cannot read {name!r} in policy {text!r}: expected key=dtype.{near} Only the name of "
+            f"a dtype, {' or '.join(mixed)} may come before the keys"
+        ) from None
+
+
+def _from_pairs(given: dict[str, str]) -> Policy:
     params = given.get("params", "float32")
     compute = given.get("compute", params)
     output = given.get("output", compute)

@@ -72,7 +72,7 @@ def parse_precision(value: Any) -> str | None:
         if text.upper() in _ALGORITHMS:
             return text.upper()
     given = str(text)
-    level = _ALIASES.get(given.lower())
+    level = (_ALIASES | {"tf32": "tensorfloat32"}).get(given.lower())
     near = f" Did you mean {level!r}?" if level else ""
     near = near or suggestion(given.lower(), list(_NAMES))
     near = near or suggestion(given.upper(), list(_ALGORITHMS))
@@ -176,7 +176,10 @@ def meaning_of(name: str) -> Meaning:
 
 
 def is_own(param: Any) -> bool:
-    """Whether a product was given a precision where it stands, and not by the user's option."""
+    """Whether a product asks for something else than the user's option.
+
+    One that was given the same precision where it stands cannot be told from one that was not.
+    """
     option = users_option()
     return param is not None and (
         option is None or name_of_param(param) != _ALIASES.get(option, option)

@@ -194,7 +194,7 @@ def test_one_trace_in_and_out_of_full_precision() -> None:
     own.defjvp(lambda primals, tangents: (primals[0], shared(tangents[0], primals[1])))
 
     def both(x: Any, w: Any) -> Any:
-        exact = jaxmp.full_precision(jax.checkpoint(own))
+        exact = jax.checkpoint(jaxmp.full_precision(own))
         return jax.jvp(exact, (x, w), (x, w))[1] + shared(x, w)
 
     assert precisions(both, X, W) == [PLAIN] * 2  # control

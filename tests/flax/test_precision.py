@@ -141,6 +141,109 @@ def test_a_head_by_rule(name: str) -> None:
         assert set(precisions(plain, params, X)) == {PLAIN}
 
 
+@pytest.mark.parametrize("name", [*linen_heads(), *nnx_heads()])
+def test_every_module_under_float32_as_the_default(name: str) -> None:
+    """Those without a `dtype` too, which multiply params of their own, and no rule names."""
+    gradient, params = gradient_of(name, "float32")
+    assert set(precisions(gradient, params, X)) == {EXACT}
+    if "own dtype" not in name:
+        plain, params = gradient_of(name, None)  # control
+        assert set(precisions(plain, params, X)) == {PLAIN}
+
+
+class LinenRouted(nn.Module):
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        kernel = self.param("kernel", nn.initializers.ones, (1, 8, 8))
+        groups = jnp.array([len(x)])
+        return lax.ragged_dot(x.astype(self.dtype), kernel.astype(self.dtype), groups)
+
+
+class LinenBlock(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return LinenRouted(name="routed")(x) @ self.param("own", nn.initializers.ones, (8, 8))
+
+
+class LinenNested(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return LinenBlock(name="block")(x)
+
+
+class NNXRouted(nnx.Module):
+    dtype: Any
+
+    def __init__(self) -> None:
+        self.dtype = None
+        self.kernel = nnx.Param(jnp.ones((1, 8, 8)))
+
+    def __call__(self, x: Any) -> Any:
+        kernel, groups = self.kernel[...].astype(self.dtype), jnp.array([len(x)])
+        return lax.ragged_dot(x.astype(self.dtype), kernel, groups)
+
+
+class NNXBlock(nnx.Module):
+    def __init__(self) -> None:
+        self.routed = NNXRouted()
+        self.own = nnx.Param(jnp.ones((8, 8)))
+
+    def __call__(self, x: Any) -> Any:
+        return self.routed(x) @ self.own[...]
+
+
+class NNXNested(nnx.Module):
+    def __init__(self) -> None:
+        self.block = NNXBlock()
+
+    def __call__(self, x: Any) -> Any:
+        return self.block(x)
+
+
+def products_under(model: Any, rules: Any, x: Any) -> list[tuple[str, str]]:
+    """The products of a model under rules, for params that are not made."""
+    if isinstance(model, nnx.Module):
+        graphdef, state = nnx.split(jaxmp.nnx.apply_policy(model, rules))
+        return precisions(lambda state, x: nnx.merge(graphdef, state)(x), state, x)
+    model = jaxmp.linen.apply_policy(model, rules)
+    return precisions(model.apply, jax.eval_shape(model.init, jax.random.key(0), x), x)
+
+
+@pytest.mark.parametrize("make", [LinenNested, NNXNested])
+def test_16_bits_below_float32_ask_for_nothing(make: Callable[[], Any]) -> None:
+    """A TPU refuses HIGHEST for a 16-bit `ragged_dot`; the option of the user holds there."""
+    low = {"block/routed": "mixed_bfloat16"}
+    rules = jaxmp.PolicyRules({**low, "block": "float32"}, default="mixed_bfloat16")
+    assert products_under(make(), rules, X) == [LOW, EXACT]
+    assert products_under(make(), jaxmp.PolicyRules(low, default="float32"), X) == [LOW, EXACT]
+    with jax.default_matmul_precision("high"):
+        found = products_under(make(), rules, X)
+    assert found == [("bfloat16", "high"), ("float32", "high")]
+
+
+def rnns() -> dict[str, Any]:
+    rngs = nnx.Rngs(0)
+    return {
+        "linen": nn.RNN(nn.LSTMCell(8, name="cell")),
+        "linen optimized": nn.RNN(nn.OptimizedLSTMCell(8, name="cell")),
+        "nnx": nnx.RNN(nnx.LSTMCell(8, 8, rngs=rngs)),
+        "nnx gru": nnx.RNN(nnx.GRUCell(8, 8, rngs=rngs)),
+    }
+
+
+@pytest.mark.parametrize("name", rnns())
+@pytest.mark.parametrize("cell", ["float32", "mixed_bfloat16"])
+def test_cells_ask_by_their_own_policy(name: str, cell: str) -> None:
+    """Both in a loop in float32: by the rule of the loop, and by a rule of their own."""
+    asked = set(products_under(rnns()[name], "float32", jnp.ones((2, 4, 8))))
+    assert asked == {EXACT}
+    rules = jaxmp.PolicyRules({"cell": cell}, default="float32")
+    found = products_under(rnns()[name], rules, jnp.ones((2, 4, 8)))
+    assert set(found) == ({EXACT} if cell == "float32" else {LOW})
+
+
 @pytest.mark.parametrize("name", ["linen dense", "nnx linear", "linen attention", "nnx attention"])
 @pytest.mark.parametrize(
     "policy", ["float32", "high", "tensorfloat32", "BF16_BF16_F32_X3", "default"]

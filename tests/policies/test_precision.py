@@ -58,6 +58,7 @@ def test_every_spelling_is_one_value(given: Any, name: str | None) -> None:
         ("TF32_TF32", "Did you mean 'TF32_TF32_F32'?"),
         ("float32", "'float32'. Did you mean 'highest'?"),
         ("bfloat16", "'bfloat16'. Did you mean 'default'?"),
+        ("tf32", "'tf32'. Did you mean 'tensorfloat32'?"),
         (2, "'2'. Valid: default, high, highest, tensorfloat32, or an algorithm"),
         (lax.DotAlgorithmPreset.F16_F16_F32, "algorithm for float32 operands: BF16_BF16_F32, BF"),
         ("", "unknown precision of float32 products ''"),
@@ -85,6 +86,45 @@ def test_in_strings_and_rules() -> None:
         jaxmp.get_policy("precison=high")
     with pytest.raises(ValueError, match="'precision' is given twice"):
         jaxmp.get_policy("precision=high,precision=high")
+
+
+@pytest.mark.parametrize(
+    ("text", "pairs"),
+    [
+        ("float32,precision=high", "p=f32,c=f32,o=f32,precision=high"),
+        ("f32, precision = TensorFloat32", "precision=tensorfloat32"),
+        ("mixed_bfloat16,precision=high", "p=f32,c=bf16,o=f32,precision=high"),
+        ("mixed_float16,reduce=f16", "p=f32,c=f16,o=f32,r=f16"),
+        ("bfloat16,p=f32", "p=f32,c=bf16,o=bf16"),
+        ("float32,o=bf16,precision=BF16_BF16_F32_X3", "o=bf16,c=f32,precision=BF16_BF16_F32_X3"),
+        ("mixed_bfloat16,p=f64", "p=f64,c=bf16,o=f32,r=f64"),
+    ],
+)
+def test_a_name_may_come_before_the_keys(text: str, pairs: str) -> None:
+    """The keys say what differs from it; the policy is the value that all keys together name."""
+    policy = jaxmp.get_policy(text)
+    assert policy == jaxmp.get_policy(pairs)
+    assert jaxmp.get_policy(str(policy)) == policy
+    assert jaxmp.PolicyRules(default=text) == jaxmp.PolicyRules(default=policy)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("mixed_bfloat,precision=high", "Did you mean 'mixed_bfloat16'? Only the name of a dtype,"),
+        # Levels of apex are more than dtypes.
+        ("O2,precision=high", "cannot read 'O2' in policy 'O2,precision=high': expected key=dtype"),
+        ("precision=high,float32", "cannot read 'float32' in policy"),
+        ("float32,bfloat16,p=f32", "cannot read 'bfloat16' in policy"),
+        ("float32,precision=high,precision=high", "'precision' is given twice"),
+        ("mixed_float8,precision=high", "'mixed_float8' is not in this version"),
+        ("float32,", "unknown policy 'float32,'"),
+    ],
+)
+def test_other_names_before_keys_are_refused(text: str, told: str) -> None:
+    with pytest.raises(ValueError, match="policy") as error:
+        jaxmp.get_policy(text)
+    assert told in str(error.value)
 
 
 def test_what_is_kept_in_float32_has_the_precision_of_the_policy() -> None:
