@@ -115,9 +115,10 @@ def full_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
     `jax_default_matmul_precision` is set. Products in 16 bits do not change. Autocast leaves the
     function alone, wherever it is called: the mark stays on the operations, also inside `jit`,
     `scan` and `checkpoint`, and in the gradient. JAX traces the backward pass of a
-    `jax.custom_vjp`, and often the rule of a `jax.custom_jvp`, later: write `precision=` in their
-    products, or use `autocast(fun, "float32")`, which reaches them. On a TPU, the compiler refuses
-    HIGHEST for 16-bit products in Pallas kernels and in `ragged_dot`: leave these out.
+    `jax.custom_vjp`, and often the rule of a `jax.custom_jvp`, later. In `autocast` and in train
+    steps they ask all the same; under `jax.grad` alone, write `precision=` in their products. On a
+    TPU, the compiler refuses HIGHEST for 16-bit products in Pallas kernels and in `ragged_dot`:
+    leave these out.
 
     Args:
       fun: any function.

@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
+from jaxmp._autocast.regions import Regions
 from tests.support.autocast_checks import BF16, W, X
 from tests.support.dots import precisions
 
@@ -189,7 +190,7 @@ def test_an_autocast_in_full_precision_keeps_its_rules() -> None:
 
 def test_one_trace_in_and_out_of_full_precision() -> None:
     """A rule is traced as code outside is, and so shares jitted functions with it, but no plan."""
-    shared = jax.jit(dot)
+    shared = jax.jit(lambda x, w: lax.scan(lambda c, _: (c @ w, None), x, length=1)[0])
     own = jax.custom_jvp(lambda x, w: x)
     own.defjvp(lambda primals, tangents: (primals[0], shared(tangents[0], primals[1])))
 
@@ -199,6 +200,15 @@ def test_one_trace_in_and_out_of_full_precision() -> None:
 
     assert precisions(both, X, W) == [PLAIN] * 2  # control
     assert precisions(jaxmp.autocast(both, BF16), X, W) == [EXACT, ("bfloat16", "none")]
+
+
+def test_parts_of_full_precision_share_no_plan_with_others() -> None:
+    """The same program may run in both: the scopes that tell them apart are in the plan's key."""
+    regions = Regions(jaxmp.get_policy(BF16))
+    within, around = ("block", "jaxmp.full_precision", "dot"), ("block", "dot")
+    assert regions.deciding(within) != regions.deciding(around)
+    assert regions.of(within).precision == "highest"
+    assert regions.of(("jaxmp.full_precision", "jaxmp.autocast")).precision is None
 
 
 @pytest.mark.parametrize("way", WAYS)
