@@ -393,13 +393,19 @@ def test_nnx_says_what_fsdp_cannot_do() -> None:
         mapped(state, images())
 
 
-def test_nnx_refuses_explicit_meshes() -> None:
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
-    x = jax.device_put(images(), NamedSharding(mesh, P("data")))
-    ours = jaxmp.nnx.value_and_grad(nnx_loss, reduce_dtype="float32")
-    says = r"explicit mesh axes \(data\).*AxisType\.Auto,\).*policy.*P\(reduced=\{'data'\}\)"
-    with jax.set_mesh(mesh), pytest.raises(NotImplementedError, match=says):
-        ours(nnx_model("net", "by hand"), x)
+def test_explicit_meshes() -> None:
+    """The same as on automatic axes, for a model with its statistics."""
+    found = []
+    for kind in (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit):
+        mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+        x = jax.device_put(images(), NamedSharding(mesh, P("data")))
+        ours = jaxmp.nnx.value_and_grad(nnx_loss, reduce_dtype="float32")
+        model = nnx_model("net", "by hand")
+        nnx.update(model, jax.device_put(nnx.state(model), NamedSharding(mesh, P())))
+        with jax.set_mesh(mesh):
+            loss, grads = ours(model, x)
+        found.append((loss, nnx.to_pure_dict(grads)))
+    assert relative_error(*found) < 1e-6
 
 
 def test_the_gradients_of_a_model_without_rounding_are_what_they_were() -> None:

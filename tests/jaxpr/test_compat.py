@@ -190,7 +190,7 @@ READ = [
         Read("scatter-add", name, lambda value: value is not None, (SUMMED,))
         for name in ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
     ),
-    Read("sharding_constraint", "sharding", has("num_devices"), (UNSEEN,)),
+    Read("sharding_constraint", "sharding", has("num_devices"), (UNSEEN, EXPLICIT)),
     Read("convert_element_type", "new_dtype", is_dtype, (OPERATIONS, REDUCTION, EXPLICIT)),
     Read("psum_invariant", "axes", is_a(tuple), (TALLY, REDUCTION)),
     Read("all_gather", "axis_name", is_a(tuple, str), (TALLY,)),
