@@ -130,7 +130,8 @@ def open_checkpoints(settings: argparse.Namespace, corpus: Corpus) -> Checkpoint
     """The checkpoints of this run, or None if there are to be none."""
     if not settings.checkpoints:
         return None
-    decisive = ("policy", "batch_size", "context", "layers", "width", "heads", "lr")
+    decisive = ["policy", "batch_size", "context", "layers", "width", "heads", "lr"]
+    decisive += ["plain", "comm_dtype", "microbatches"]  # the ways to sum
     recipe = {name: getattr(settings, name) for name in decisive} | {"corpus": corpus.digest}
     checkpoints = Checkpoints(settings.checkpoints, recipe)
     if checkpoints.latest is not None and not settings.resume:
@@ -235,8 +236,10 @@ def main(argv: Sequence[str] | None = None) -> Result:
     if settings.check and placed.batch_axes:
         jaxmp.assert_reduced_in(step, "float32", state, batch(0), axis=placed.batch_axes)
 
-    if history["loss"]:
-        show(f"goes on after step {len(history['loss']) - 1} of {settings.checkpoints}")
+    if done := len(history["loss"]):
+        show(f"goes on after step {done - 1} of {settings.checkpoints}")
+        if done >= settings.steps:
+            show(f"nothing to do: it has {done} steps behind it, of {settings.steps}")
     train(step, state, batch, history, checkpoints, settings, show)
     return Result(collectives, on_device, in_all, history["loss"], history["grad_norm"])
 

@@ -200,7 +200,7 @@ class _TransferReader:
             everywhere = self._in_all_slices(found)
             if found.kind == "all-reduce" and self._is_own_slice(sent, everywhere):
                 return "all-gather", ""
-            if self._is_picked(sent, everywhere):
+            if self._is_picked(sent, everywhere, found.between_slices):
                 return found.kind, "select"
         return found.kind, found.reducer
 
@@ -255,13 +255,14 @@ class _TransferReader:
         found = [self.on_devices.numbers(index, group) for group in groups]
         return all(each is not None and len(set(each)) == len(each) for each in found)
 
-    def _is_picked(self, sent: HloValue, groups: Groups) -> bool:
+    def _is_picked(self, sent: HloValue, groups: Groups, between_slices: bool) -> bool:
         """Whether all but one device contribute zeros, so that the sum rounds nothing.
 
         The partitioner does this to look up numbers in a sharded table, and to take a slice that
         lies on one device. The selects of a lookup are named after it.
         """
-        while sent.instruction.opcode in ("all-reduce", "reduce-scatter"):  # within a slice
+        # What slices send each other, they have picked among their own devices before.
+        while between_slices and sent.instruction.opcode in ("all-reduce", "reduce-scatter"):
             before = self.flow.operand(sent.instruction)
             if before is None:
                 return False

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -155,13 +155,15 @@ def _check_sharding(name: str, sharding: Any) -> None:
 
 def _gather_rules(given: Any) -> tuple[tuple[Pattern, bool], ...]:
     """Returns the pairs of pattern and choice, if they are valid."""
-    rules = given.items() if isinstance(given, Mapping) else given
-    if isinstance(rules, (str, bool)) or not all(
+    rules: tuple[Any, ...] = tuple(
+        given.items() if isinstance(given, Mapping) else _listed_rules(given)
+    )
+    if not all(
         isinstance(rule, tuple) and len(rule) == 2 and isinstance(rule[1], bool) for rule in rules
     ):
         raise TypeError(
-            "gather must say by path which params are gathered, as in {'experts': False}, got "
-            f"{given!r}"
+            "gather must say by path which params are gathered, as in {'experts': False} or "
+            f"[('experts', False)], got {given!r}"
         )
     for pattern, _ in rules:
         if not is_about_paths(check_pattern(pattern)):
@@ -169,7 +171,12 @@ def _gather_rules(given: Any) -> tuple[tuple[Pattern, bool], ...]:
                 "gather takes patterns of paths, such as 'experts' or 're:.*/lora_[ab]', as params "
                 f"are arrays without a class; got {pattern_text(pattern)!r}"
             )
-    return tuple(rules)
+    return rules
+
+
+def _listed_rules(given: Any) -> Iterable[Any]:
+    """Returns what is given, if it can be a list of pairs; else a list that holds no pair."""
+    return given if isinstance(given, Iterable) and not isinstance(given, str) else [given]
 
 
 def _deciding(rules: Sequence[tuple[Pattern, bool]], name: str) -> int | None:

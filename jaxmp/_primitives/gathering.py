@@ -59,7 +59,7 @@ def scattered(x: Any, gather: Gather | None, *, is_summed_whole: bool) -> Any:
 
 
 def with_batch_axis(gather: Gather | None, axis: int | None) -> Gather | None:
-    """Returns the gather of an operand that has one more dimension, or none if it has not."""
+    """Returns the gather of an operand with one more dimension, which is whole, if it has one."""
     if gather is None or axis is None:
         return gather
     stored, whole = (_with_dimension(sharding, axis) for sharding in gather[:2])

@@ -117,6 +117,7 @@ def left(gather: Any, tree: Any = None, names: list[str] = NAMES) -> list[str]:
         ({"layer": False}, NAMES[1:3]),
         ({"up": False, "head": True}, NAMES[2:3]),
         ([("up", True), ("experts", False)], NAMES[1:2]),
+        (iter([("experts", False)]), NAMES[1:3]),
         ({"/experts": False}, "decide nothing: '/experts'"),
         ({"re:.*/(up|down)": False}, NAMES[1:3]),
         ({re.compile("r.*"): False}, NAMES[3:]),
@@ -146,7 +147,9 @@ def test_paths_of_modules() -> None:
 @pytest.mark.parametrize(
     ("gather", "says"),
     [
-        (False, r"gather must say by path .* \{'experts': False\}, got False"),
+        (5, r"gather must say by path .* or \[\('experts', False\)\], got 5"),
+        (None, r"gather must say by path .*, got None"),
+        (False, r"gather must say by path .* \{'experts': False\} .*, got False"),
         ("experts", "got 'experts'"),
         (["experts"], r"got \['experts'\]"),
         ({"experts": "no"}, r"got \{'experts': 'no'\}"),

@@ -515,6 +515,15 @@ def test_what_several_devices_may_have_is_summed(line: str, instead: str) -> Non
     assert only(*[instead if each == line else each for each in PICK]).reducer == "add"
 
 
+def test_a_sum_of_what_was_looked_up_is_a_sum() -> None:
+    """Rows of a table that one axis splits, summed over another: different rows are added."""
+    put = PICK[7] + ', metadata={op_name="jit(f)/gather"}'
+    inner = "%a = bf16[8] all-reduce(%put), replica_groups={{0,1},{2,3},{4,5},{6,7}}, to_apply=%add"
+    outer = "%r = bf16[8] all-reduce(%a), replica_groups={{0,2,4,6},{1,3,5,7}}, to_apply=%add"
+    read = program(*PICK[:7], put, inner, outer)
+    assert [each.reducer for each in read.transfers] == ["select", "add"]
+
+
 @pytest.mark.parametrize(("direction", "want"), [("EQ", "select"), ("GE", "add")])
 def test_replicas_have_numbers_of_their_own(direction: str, want: str) -> None:
     lines = [each.replace("partition-id", "replica-id").replace("EQ", direction) for each in PICK]
