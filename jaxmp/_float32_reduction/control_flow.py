@@ -25,7 +25,7 @@ from jaxmp._float32_reduction.values import (
 from jaxmp._float32_reduction.weights import calls_back
 from jaxmp._jaxpr import compat, rebind
 from jaxmp._jaxpr.dataflow import NONE, Labels, made_of
-from jaxmp._jaxpr.explicit_axes import free_sharding
+from jaxmp._jaxpr.mesh_axes import free_sharding
 from jaxmp._jaxpr.op_classes import CHECKPOINTS, JITS
 from jaxmp._mesh.layout import stacked_layout, unstacked_layout
 from jaxmp._numerics.user_warnings import warn

@@ -6,22 +6,19 @@ automatic axes inside: the partitioner chooses, and arrays come out in the shard
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax import lax
 from jax.extend import core
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from jaxmp._jaxpr import compat
 from jaxmp._jaxpr.dataflow import Labels, made_of
-from jaxmp._jaxpr.derivatives import Behind, with_derivative, with_passes
-from jaxmp._jaxpr.op_classes import CONTROL_FLOW, IDENTITIES
-from jaxmp._jaxpr.rebind import rebind
+from jaxmp._jaxpr.freed import run_freed
+from jaxmp._jaxpr.mesh_axes import automatic, explicit_mesh, free_spec
+from jaxmp._jaxpr.op_classes import IDENTITIES
 from jaxmp._numerics.user_warnings import warn
-
-_ANY = PartitionSpec.UNCONSTRAINED
 
 
 class Axes(NamedTuple):
@@ -57,74 +54,6 @@ class Axes(NamedTuple):
         return [kept.get(i, x) for i, x in enumerate(made)]
 
 
-def named_axes(entry: Any) -> tuple[str, ...]:
-    """Returns the mesh axes that one entry of a spec names, major to minor."""
-    if entry is None or entry is _ANY:
-        return ()
-    return (entry,) if isinstance(entry, str) else tuple(entry)
-
-
-def explicit_mesh(arrays: Iterable[Any]) -> AbstractMesh | None:
-    """Returns the mesh of arrays or types, or of the context, if any axis of it is explicit."""
-    types = [compat.type_or_given(x) for x in arrays]
-    meshes = [aval.sharding.mesh for aval in types if hasattr(aval, "sharding")]
-    for mesh in (*meshes, jax.sharding.get_abstract_mesh()):
-        if mesh.explicit_axes:
-            return mesh
-    return None
-
-
-def automatic(mesh: Any) -> Any:
-    """Returns the mesh with automatic axes in place of explicit ones."""
-    types = mesh.axis_types
-    if AxisType.Explicit not in types:
-        return mesh
-    free = tuple(AxisType.Auto if kind is AxisType.Explicit else kind for kind in types)
-    return mesh.abstract_mesh.update(axis_types=free)
-
-
-def free_sharding(sharding: Any) -> Any:
-    """Returns a sharding on the mesh with automatic axes in place of explicit ones."""
-    if not isinstance(sharding, NamedSharding):
-        return sharding
-    return NamedSharding(automatic(sharding.mesh), sharding.spec)
-
-
-def placed(x: Any, sharding: NamedSharding) -> Any:
-    """Constrains an array to a sharding, on axes of either kind."""
-    axes = set(sharding.mesh.explicit_axes)
-    if not axes:
-        return lax.with_sharding_constraint(x, sharding)
-    free = _only(sharding.spec, set(sharding.mesh.axis_names) - axes)
-    if any(free):
-        x = lax.with_sharding_constraint(x, NamedSharding(sharding.mesh, PartitionSpec(*free)))
-    return jax.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*_only(sharding.spec, axes))))
-
-
-def _only(spec: PartitionSpec, axes: set[str], other: Any = None) -> list[Any]:
-    """Returns the entries of a spec with these axes alone, and `other` where none is left."""
-    left = [tuple(name for name in named_axes(entry) if name in axes) for entry in spec.partitions]
-    return [each[0] if len(each) == 1 else each or other for each in left]
-
-
-def on_current_axes(x: Any) -> Any:
-    """Returns an array that a function holds, on automatic axes if the function runs on them."""
-    mesh = jax.sharding.get_abstract_mesh()
-    inside = mesh.auto_axes and not mesh.explicit_axes
-    if not inside or not isinstance(x, jax.Array) or not jax.typeof(x).sharding.mesh.explicit_axes:
-        return x
-    return jax.reshard(x, _free_spec(jax.typeof(x).sharding.spec, mesh))
-
-
-def on_axes_of(x: Any, like: Any) -> Any:
-    """Returns an array on the explicit axes of another one: as it lies where its type says so."""
-    sharding = jax.typeof(like).sharding
-    if not sharding.mesh.explicit_axes or jax.typeof(x).sharding == sharding:
-        return x
-    return jax.reshard(x, sharding)
-
-
-# Traces a function for arrays or types, to a program and whatever else the caller needs.
 Trace = Callable[[Sequence[Any]], tuple[core.ClosedJaxpr, Any]]
 
 
@@ -154,7 +83,7 @@ def on_automatic_axes(trace: Trace, arrays: Sequence[Any]) -> tuple[core.ClosedJ
         with jax.sharding.use_abstract_mesh(mesh), _TRACED_EXPLICITLY(True):
             closed, rest = trace(arrays)
         with jax.sharding.use_abstract_mesh(inside):
-            program = compat.trace(functools.partial(_evaluate, closed.jaxpr, closed.consts), free)
+            program = compat.trace(functools.partial(run_freed, closed.jaxpr, closed.consts), free)
     except Exception as refused:  # JAX has several errors for shardings
         # Of a function in a function, the outer one is traced again: its results are fewer.
         if _TRACED_EXPLICITLY.value:
@@ -187,11 +116,7 @@ def _traced_without_rules(
 
 def _freed(aval: Any, mesh: AbstractMesh) -> Any:
     """Returns a type without what it says about explicit axes."""
-    return aval.update(sharding=NamedSharding(mesh, _free_spec(aval.sharding.spec, mesh)))
-
-
-def _free_spec(spec: Any, mesh: AbstractMesh) -> PartitionSpec:
-    return PartitionSpec(*_only(spec, set(mesh.explicit_axes)))
+    return aval.update(sharding=NamedSharding(mesh, free_spec(aval.sharding.spec, mesh)))
 
 
 # Elements of a result that every device may hold whole without a word: statistics, losses.
@@ -231,158 +156,3 @@ _NEW: Labels = frozenset({"new"})
 def _same(equation: core.JaxprEqn, labels: Sequence[Labels]) -> Labels:
     """Returns the argument whose numbers a result has."""
     return labels[0] if equation.primitive.name in IDENTITIES else _NEW
-
-
-class _Later(NamedTuple):
-    """An array that is to be resharded, but not before a cast that makes it narrower."""
-
-    array: Any
-    sharding: NamedSharding
-
-
-def _evaluate(jaxpr: core.Jaxpr, consts: Sequence[Any], *arrays: Any) -> list[Any]:
-    """Runs a program that was traced on explicit axes on automatic ones."""
-    env: dict[Any, Any] = dict(zip(jaxpr.invars, arrays, strict=True))
-    env.update(zip(jaxpr.constvars, map(on_current_axes, consts), strict=True))
-
-    def read(atom: Any) -> Any:
-        if isinstance(atom, core.Literal):
-            return atom.val
-        if isinstance(env[atom], _Later):
-            env[atom] = _as_asked(*env[atom])
-        return env[atom]
-
-    for equation in jaxpr.eqns:
-        source = equation.source_info
-        with compat.where(equation, source.name_stack, source.traceback, mesh=False):
-            later = [env.get(x) for x in equation.invars if not isinstance(x, core.Literal)]
-            if _narrows(equation) and isinstance(later[0], _Later):
-                # A cast commutes with a reshard. First the cast: a gather then carries 16 bits.
-                (made,) = compat.bind(equation, [later[0].array])
-                env[equation.outvars[0]] = later[0]._replace(array=made)
-                continue
-            results = _run(equation, [read(atom) for atom in equation.invars])
-        env.update(zip(equation.outvars, results, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
-
-
-def _narrows(equation: core.JaxprEqn) -> bool:
-    if equation.primitive.name != "convert_element_type":
-        return False
-    given: Any = equation.invars[0].aval
-    return bool(equation.params["new_dtype"].itemsize < given.dtype.itemsize)
-
-
-def _run(equation: core.JaxprEqn, values: list[Any]) -> list[Any]:
-    name = equation.primitive.name
-    made_of: list[Any] = [var.aval for var in equation.outvars]
-    if name == "reshard":
-        return [_Later(values[0], made_of[0].sharding)]
-    if name in CONTROL_FLOW:
-        makers = [functools.partial(_freed_program, body) for body in compat.bodies_of(equation)]
-        return rebind(_on_automatic_mesh(equation), values, makers)
-    if name == "custom_jvp_call":
-        return _with_derivative(equation)(*values)
-    if name == "custom_vjp_call":
-        return _with_passes(equation)(*values)
-    if any(var.aval.sharding.mesh.explicit_axes for var in _inner_arguments(equation)):
-        # Inside, shardings may be asked for; the function may do without them on automatic axes.
-        raise NotImplementedError(f"{name} on explicit mesh axes, with a program inside")
-    if name == "sharding_constraint":
-        return [_constrained_alike(equation, values[0])]
-    asked = [key for key in ("out_sharding", "sharding") if equation.params.get(key) is not None]
-    unasked = equation.replace(params=equation.params | dict.fromkeys(asked))
-    made = compat.bind(_on_automatic_mesh(unasked), values)
-    if not asked:
-        return made
-    return [
-        _as_asked(x, aval.sharding) if any(aval.sharding.spec.partitions) else x
-        for x, aval in zip(made, made_of, strict=True)
-    ]
-
-
-def _as_asked(x: Any, sharding: NamedSharding) -> Any:
-    """Constrains what a sharding on explicit axes says; other axes are left to the partitioner."""
-    mesh = jax.sharding.get_abstract_mesh()
-    axes = set(sharding.mesh.explicit_axes) & set(mesh.auto_axes)
-    whole = set(mesh.auto_axes) <= axes
-    spec = _only(sharding.spec, axes, None if whole else _ANY)
-    if not spec or not axes or all(entry is _ANY for entry in spec):
-        return x
-    return lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*spec)))
-
-
-def _inner_arguments(equation: core.JaxprEqn) -> list[Any]:
-    """Returns the arguments of the programs in an equation that have a sharding."""
-    inner = [var for jaxpr in compat.sub_jaxprs(equation) for var in jaxpr.invars]
-    return [var for var in inner if hasattr(var.aval, "sharding")]
-
-
-def _constrained_alike(equation: core.JaxprEqn, x: Any) -> Any:
-    """Constrains automatic axes as an equation does, and explicit ones as its type says."""
-    asked, given = equation.params["sharding"], _type_of(equation)
-    mesh = jax.sharding.get_abstract_mesh()
-    if not isinstance(asked, NamedSharding):
-        return compat.bind(equation, [x])[0]
-    entries = zip(
-        _entries_of(asked.spec, x.ndim), _entries_of(given.sharding.spec, x.ndim), strict=True
-    )
-    spec = [
-        free if free is _ANY or not named else (*named_axes(named), *named_axes(free))
-        for free, named in entries
-    ]
-    return lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*spec)))
-
-
-def _type_of(equation: core.JaxprEqn) -> Any:
-    return equation.outvars[0].aval
-
-
-def _entries_of(spec: PartitionSpec, ndim: int) -> list[Any]:
-    return [*spec.partitions, *[None] * (ndim - len(spec.partitions))]
-
-
-def _freed_program(body: Any, avals: list[Any]) -> core.ClosedJaxpr:
-    jaxpr, consts = compat.open_jaxpr(body), compat.consts_of(body)
-    return compat.trace(functools.partial(_evaluate, jaxpr, consts), avals)
-
-
-def _on_automatic_mesh(equation: core.JaxprEqn) -> core.JaxprEqn:
-    """Returns the equation with meshes in its params that have no explicit axes."""
-
-    def freed(param: Any) -> Any:
-        if isinstance(param, (Mesh, AbstractMesh)):
-            return automatic(param)
-        if type(param) in (tuple, list):
-            return type(param)(map(freed, param))
-        return free_sharding(param)
-
-    params = {name: freed(param) for name, param in equation.params.items()}
-    return equation.replace(params=params)
-
-
-def _with_derivative(equation: core.JaxprEqn) -> Callable[..., list[Any]]:
-    count = len(equation.outvars)
-
-    def derivative(
-        program: core.ClosedJaxpr, by: Sequence[int], arrays: Sequence[Any], tangents: list[Any]
-    ) -> tuple[list[Any], list[Any]]:
-        made = _evaluate(program.jaxpr, program.consts, *arrays, *tangents)
-        return made[:count], made[count:]
-
-    return with_derivative(equation, range(len(equation.invars)), _primal(equation), derivative)
-
-
-def _with_passes(equation: core.JaxprEqn) -> Callable[..., list[Any]]:
-    def behind(program: core.ClosedJaxpr, by: Sequence[int], given: list[Any]) -> list[Any]:
-        return _evaluate(program.jaxpr, program.consts, *given)
-
-    def ahead(jaxpr: core.ClosedJaxpr, arrays: list[Any]) -> tuple[list[Any], Behind]:
-        return _evaluate(jaxpr.jaxpr, jaxpr.consts, *arrays), behind
-
-    return with_passes(equation, range(len(equation.invars)), _primal(equation), ahead)
-
-
-def _primal(equation: core.JaxprEqn) -> Callable[..., list[Any]]:
-    body = equation.params["call_jaxpr"]
-    return functools.partial(_evaluate, compat.open_jaxpr(body), compat.consts_of(body))

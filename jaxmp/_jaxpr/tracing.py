@@ -12,7 +12,8 @@ import numpy as np
 from jax.extend import core
 
 from jaxmp._jaxpr import compat
-from jaxmp._jaxpr.explicit_axes import Axes, explicit_mesh, on_automatic_axes
+from jaxmp._jaxpr.explicit_axes import Axes, on_automatic_axes
+from jaxmp._jaxpr.mesh_axes import explicit_mesh
 
 # Kinds of NumPy dtypes that JAX has no arrays of: objects, text, dates.
 _NO_NUMBERS = "OSUMm"

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from jaxmp._jaxpr.explicit_axes import named_axes, placed
+from jaxmp._jaxpr.mesh_axes import named_axes, placed
 from jaxmp._mesh.layout import Layout, layout_of
 from jaxmp._mesh.specs import axes_of_spec, check_rank, flat_specs
 from jaxmp._numerics.dtypes import parse_dtype

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from jaxmp._jaxpr.explicit_axes import automatic, named_axes
+from jaxmp._jaxpr.mesh_axes import automatic, named_axes
 from jaxmp._jaxpr.op_classes import RESHAPES, SAME_DIMENSIONS
 from jaxmp._numerics.dtypes import DType
 

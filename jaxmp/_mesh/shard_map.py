@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, PyTree
 
-from jaxmp._jaxpr.explicit_axes import named_axes
+from jaxmp._jaxpr.mesh_axes import named_axes
 from jaxmp._mesh.device_sums import (
     Axis,
     Wire,

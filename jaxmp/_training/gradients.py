@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, PyTree
 from jaxmp._float32_reduction.api import gradient_reduction
 from jaxmp._jaxpr import compat
 from jaxmp._jaxpr.dataflow import AnySite, Question, nested, propagate
-from jaxmp._jaxpr.explicit_axes import on_current_axes
+from jaxmp._jaxpr.mesh_axes import on_current_axes
 from jaxmp._mesh.fsdp import FSDP
 from jaxmp._numerics.dtypes import at_least_float32
 from jaxmp._numerics.tree import check_arrays, check_differentiable, leaf_names, split_floats, widen

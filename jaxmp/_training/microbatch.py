@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from jaxmp._jaxpr.explicit_axes import named_axes
+from jaxmp._jaxpr.mesh_axes import named_axes
 from jaxmp._numerics.dtypes import at_least_float32
 from jaxmp._numerics.tree import leaf_names, split_floats, widen
 

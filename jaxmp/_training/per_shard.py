@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
-from jaxmp._jaxpr.explicit_axes import Axes, explicit_mesh
+from jaxmp._jaxpr.explicit_axes import Axes
+from jaxmp._jaxpr.mesh_axes import explicit_mesh
 from jaxmp._mesh.device_sums import Axis, wire_of
 from jaxmp._mesh.specs import axes_of_spec, check_rank, flat_specs
 from jaxmp._numerics.dtypes import parse_dtype

@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 from jaxmp._autocast.api import autocast
 from jaxmp._float32_reduction.api import GradientReduction, check_fsdp, gradient_reduction
 from jaxmp._jaxpr import compat
-from jaxmp._jaxpr.explicit_axes import on_axes_of
+from jaxmp._jaxpr.mesh_axes import on_axes_of
 from jaxmp._jaxpr.tracing import on_automatic_axes_inside
 from jaxmp._mesh.fsdp import FSDP
 from jaxmp._numerics.dtypes import is_floating

@@ -36,7 +36,7 @@ BRANCHES, UNSEEN = "_inspect/branches.py", "_inspect/unseen.py"
 STORAGE, REBIND = "_recompute/storage.py", "_jaxpr/rebind.py"
 DERIVATIVES = "_jaxpr/derivatives.py"
 REDUCED, SUMMED = "_float32_reduction/control_flow.py", "_float32_reduction/backward.py"
-REDUCTION, EXPLICIT = "_float32_reduction/rules.py", "_jaxpr/explicit_axes.py"
+REDUCTION, FREED = "_float32_reduction/rules.py", "_jaxpr/freed.py"
 
 X = jnp.ones((4, 4))
 MESH = Mesh(np.array(jax.devices()[:2]), ("devices",))
@@ -155,10 +155,10 @@ READ = [
     Read("remat2", "differentiated", is_a(bool), (REDUCED,)),
     Read("remat2", "prevent_cse", is_a(bool), (REDUCED,)),
     Read("remat2", "policy", lambda value: value is None or callable(value), (REDUCED,)),
-    Read("custom_jvp_call", "call_jaxpr", is_jaxpr, (RULES, STORAGE, EXPLICIT)),
+    Read("custom_jvp_call", "call_jaxpr", is_jaxpr, (RULES, STORAGE, FREED)),
     Read("custom_jvp_call", "num_consts", is_a(int), (DERIVATIVES,)),
     Read("custom_vjp_call", "num_consts", is_a(int), (DERIVATIVES,)),
-    Read("custom_vjp_call", "call_jaxpr", is_jaxpr, (RULES, EXPLICIT)),
+    Read("custom_vjp_call", "call_jaxpr", is_jaxpr, (RULES, FREED)),
     Read("shard_map", "jaxpr", is_jaxpr, (CONTROL, REDUCED)),
     Read("shard_map", "mesh", has("axis_names"), (COMPAT,)),
     Read("shard_map", "in_specs", tuple_of(is_a(PartitionSpec)), (COMPAT,)),
@@ -190,8 +190,8 @@ READ = [
         Read("scatter-add", name, lambda value: value is not None, (SUMMED,))
         for name in ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
     ),
-    Read("sharding_constraint", "sharding", has("num_devices"), (UNSEEN, EXPLICIT)),
-    Read("convert_element_type", "new_dtype", is_dtype, (OPERATIONS, REDUCTION, EXPLICIT)),
+    Read("sharding_constraint", "sharding", has("num_devices"), (UNSEEN, FREED)),
+    Read("convert_element_type", "new_dtype", is_dtype, (OPERATIONS, REDUCTION, FREED)),
     Read("psum_invariant", "axes", is_a(tuple), (TALLY, REDUCTION)),
     Read("all_gather", "axis_name", is_a(tuple, str), (TALLY,)),
 ]
