@@ -168,7 +168,12 @@ def instructions(gpu: Compiler, folder: pathlib.Path, precision: str, dtype: Any
     return collections.Counter(tensor_core or "float32" for tensor_core, _ in found)
 
 
-# Newer compilers than that of jax 0.10 dump no machine code.
+dumps_machine_code = pytest.mark.skipif(
+    jax.__version_info__ >= (0, 11), reason="newer compilers than that of jax 0.10 dump none"
+)
+
+
+@dumps_machine_code
 @pytest.mark.parametrize(
     ("precision", "multiplied", "times"),
     [
@@ -190,6 +195,7 @@ def test_instructions_on_a_gpu(
     assert times is None or found[multiplied] % times == 0
 
 
+@dumps_machine_code
 def test_16_bit_operands_feel_no_level_on_a_gpu(gpu: Compiler, tmp_path: pathlib.Path) -> None:
     """And HIGH is TF32 or float32 there, as the kernel has it: HIGHEST alone is float32."""
     assert set(instructions(gpu, tmp_path / "wide", "high", jnp.float32)) <= {"tf32", "float32"}

@@ -26,7 +26,7 @@ from tests.support.reduction_checks import (
 )
 from tests.support.reduction_matrix import traffic
 
-pytestmark = [pytest.mark.jax, pytest.mark.usefixtures("standard_promotion")]
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 MESH = words.MESH
@@ -95,6 +95,7 @@ def check_equal(tree: Any, other: Any) -> None:
     jax.tree.map(np.testing.assert_array_equal, tree, other)
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("loss", [cast_loss, jaxmp.autocast(loss_fn, "mixed_bfloat16")])
 @pytest.mark.parametrize("mode", MODES)
 def test_gradients_are_those_of_automatic_axes(mode: str, loss: Any) -> None:
@@ -112,6 +113,7 @@ def test_gradients_are_those_of_automatic_axes(mode: str, loss: Any) -> None:
     check_equal(*found)
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("types", [(EXPLICIT, AUTO), (AUTO, EXPLICIT)])
 @pytest.mark.parametrize("mode", ["tp", "fsdp+tp"])
 def test_meshes_of_both_kinds_of_axes(mode: str, types: Any) -> None:
@@ -175,6 +177,7 @@ def params_of_words(fsdp: bool) -> tuple[Any, Any, FSDP | None]:
     return placed, batch, FSDP(shardings=shardings) if fsdp else None
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 @pytest.mark.parametrize("name", words.BODIES)
 def test_shardings_that_a_loss_asks_for(name: str, split: bool) -> None:
@@ -241,6 +244,7 @@ def labels_loss(params: Any, batch: Any) -> Any:
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
+@pytest.mark.jax
 def test_operations_for_which_jax_says_shardings_itself() -> None:
     params, x, _ = params_of_words(fsdp=False)
     labels = jax.device_put(np.arange(words.EXAMPLES) % words.WIDTH, x.sharding)
@@ -252,6 +256,7 @@ def test_operations_for_which_jax_says_shardings_itself() -> None:
     np.testing.assert_allclose(metrics["loss"], wanted, rtol=0.01)
 
 
+@pytest.mark.jax
 def test_a_constraint_on_the_automatic_axis() -> None:
     """It says nothing of the explicit axis, along which its operand stays split."""
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(EXPLICIT, AUTO))
@@ -270,6 +275,7 @@ def test_a_constraint_on_the_automatic_axis() -> None:
     assert traffic(ours) == traffic(plain)
 
 
+@pytest.mark.jax
 def test_autocast_around_a_part_of_the_loss() -> None:
     """The part that JAX refuses is traced with the whole loss, whose result is a number."""
     fast = jaxmp.autocast(outputs, "mixed_bfloat16")
@@ -285,6 +291,7 @@ def test_autocast_around_a_part_of_the_loss() -> None:
     assert reports[0] == reports[1]
 
 
+@pytest.mark.jax
 def test_in_a_shard_map_over_some_axes() -> None:
     found = []
     for kind in (AUTO, EXPLICIT):
@@ -318,6 +325,7 @@ def solved(w: Any, x: Any) -> Any:
     return jnp.sum(made**2)
 
 
+@pytest.mark.jax
 def test_programs_that_are_not_rewritten() -> None:
     """A solver holds programs of its own types: the loss is traced on automatic axes instead."""
     params, x, _ = params_of_words(fsdp=False)
@@ -327,6 +335,7 @@ def test_programs_that_are_not_rewritten() -> None:
         assert relative_error(made, other) < 1e-5
 
 
+@pytest.mark.jax
 def test_unreduced_sums() -> None:
     """A sum that is left to be made is made."""
     params, x, _ = params_of_words(fsdp=False)
@@ -376,6 +385,7 @@ def test_microbatches_that_would_move_the_batch() -> None:
         gradient(params, batch)
 
 
+@pytest.mark.jax
 def test_derivatives_of_what_runs_on_automatic_axes() -> None:
     """Forward, second and mapped derivatives, compiled or not, and types that say how they lie."""
     params, x, _ = params_of_words(fsdp=False)
@@ -408,6 +418,7 @@ def test_results_of_autocast_lie_as_their_types_say() -> None:
         assert jax.typeof(call(params[0], x)).sharding.spec == P("data", None)
 
 
+@pytest.mark.jax
 def test_results_whose_sharding_jax_does_not_know() -> None:
     """They come back whole: small ones without a word, large ones with a warning."""
     params, batch, fsdp = place("fsdp", EXPLICIT)
@@ -464,6 +475,7 @@ class Net(nnx.Module):
         return self.down(self.drop(nnx.relu(self.norm(self.up(self.table(tokens))))))
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 def test_nnx_modules(split: bool) -> None:
     """Losses, statistics and params as on automatic axes; params stay split."""
@@ -514,6 +526,7 @@ class Linen(nn.Module):
         return nn.Dense(WIDTH, dtype=jnp.bfloat16)(nn.relu(nn.Dense(HIDDEN, dtype=jnp.bfloat16)(h)))
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("statistics", [P(), P("data")], ids=["whole", "split"])
 def test_collections_keep_their_place(statistics: P) -> None:
     """Also if JAX does not know how the new ones lie: the next step is not traced anew."""
@@ -544,6 +557,7 @@ def test_collections_keep_their_place(statistics: P) -> None:
     assert mean.sharding.is_equivalent_to(NamedSharding(MESH, statistics), 1)
 
 
+@pytest.mark.jax
 def test_a_kernel_has_its_second_trace() -> None:
     """`kernels="low"` traces once more with other dtypes, here on explicit axes too."""
 
@@ -585,6 +599,7 @@ def plain_inputs() -> Any:
     return [jax.device_put(tree, sharding) for tree, sharding in zip(trees, place, strict=True)]
 
 
+@pytest.mark.jax
 @pytest.mark.parametrize("reduced", [True, False])
 def test_params_that_are_reduced_before_they_are_cast(reduced: bool) -> None:
     """The gradients of the others are summed in bfloat16, the positive control."""
