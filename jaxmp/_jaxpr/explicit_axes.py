@@ -54,6 +54,7 @@ class Axes(NamedTuple):
         return [kept.get(i, x) for i, x in enumerate(made)]
 
 
+# Traces a function for arrays or types, to a program and whatever else the caller needs.
 Trace = Callable[[Sequence[Any]], tuple[core.ClosedJaxpr, Any]]
 
 

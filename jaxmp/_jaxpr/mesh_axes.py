@@ -21,7 +21,7 @@ def named_axes(entry: Any) -> tuple[str, ...]:
 
 def explicit_mesh(arrays: Iterable[Any]) -> AbstractMesh | None:
     """Returns the mesh of arrays or types, or of the context, if any axis of it is explicit."""
-    types = [compat.type_or_given(x) for x in arrays]
+    types = [compat.type_or_given(x) for x in arrays if hasattr(x, "dtype")]
     meshes = [aval.sharding.mesh for aval in types if hasattr(aval, "sharding")]
     for mesh in (*meshes, jax.sharding.get_abstract_mesh()):
         if mesh.explicit_axes:
@@ -79,9 +79,6 @@ def on_axes_of(x: Any, like: Any) -> Any:
     if not sharding.mesh.explicit_axes or jax.typeof(x).sharding == sharding:
         return x
     return jax.reshard(x, sharding)
-
-
-# Traces a function for arrays or types, to a program and whatever else the caller needs.
 
 
 def free_spec(spec: Any, mesh: AbstractMesh) -> PartitionSpec:

@@ -138,15 +138,16 @@ class Algorithm:
           as_updates: whether to return updates.
         """
         moved = self._check(grads, state, params)
+        mesh = explicit_mesh(jax.tree.leaves((params, state)))
+        if mesh is None:
+            return self._stepped(grads, state, params, finite, extra, moved, as_updates)
         lie = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, (params, state))
-        axes = Axes(explicit_mesh(jax.tree.leaves((params, state))), lie)
 
         def stepped(grads: PyTree, state: MixedPrecisionState, params: PyTree) -> list[Any]:
             test, more = jax.tree.map(on_current_axes, (finite, extra))
-            step = self._stepped(grads, state, params, test, more, moved, as_updates=as_updates)
-            return list(step)
+            return list(self._stepped(grads, state, params, test, more, moved, as_updates))
 
-        output, after = axes.run(stepped, [grads, state, params])
+        output, after = Axes(mesh, lie).run(stepped, [grads, state, params])
         return output, after
 
     def _stepped(
@@ -157,7 +158,6 @@ class Algorithm:
         finite: Bool[Array, ""] | None,
         extra: dict[str, Any],
         moved: PyTree,
-        *,
         as_updates: bool,
     ) -> tuple[PyTree, MixedPrecisionState]:
         """Returns what `step` does, on automatic mesh axes; `moved` says which params may move."""
