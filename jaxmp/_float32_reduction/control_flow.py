@@ -29,7 +29,7 @@ from jaxmp._jaxpr.mesh_axes import free_sharding
 from jaxmp._jaxpr.op_classes import CHECKPOINTS, JITS
 from jaxmp._mesh.layout import stacked_layout, unstacked_layout
 from jaxmp._numerics.user_warnings import warn
-from jaxmp._primitives.mixed_product import varying_as, varying_axes
+from jaxmp._primitives.varying import varying_as, varying_axes
 
 _OF_PARAMS: Labels = frozenset({"params"})
 _OF_DATA: Labels = frozenset({"data"})

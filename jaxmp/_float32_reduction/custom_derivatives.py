@@ -19,7 +19,7 @@ from jaxmp._float32_reduction.values import Origin, Traits, Value, count_of, fla
 from jaxmp._float32_reduction.weights import meet_data, met
 from jaxmp._jaxpr import compat
 from jaxmp._jaxpr.derivatives import Behind, with_derivative, with_passes
-from jaxmp._primitives.mixed_product import varying_as
+from jaxmp._primitives.varying import varying_as
 
 
 def custom_jvp_rule(

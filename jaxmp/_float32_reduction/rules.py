@@ -53,7 +53,9 @@ from jaxmp._jaxpr.op_classes import (
 from jaxmp._mesh.layout import moved
 from jaxmp._primitives.float32_sums import gather, gathers
 from jaxmp._primitives.gathering import Gather
-from jaxmp._primitives.mixed_product import held, product, varying_alike, varying_axes
+from jaxmp._primitives.mixed_product import held, product, with_derivatives
+from jaxmp._primitives.operands import Operand, operands_of
+from jaxmp._primitives.varying import varying_alike, varying_axes
 
 Rule = Callable[[core.JaxprEqn, list[Value]], list[Value] | None]
 
@@ -286,23 +288,19 @@ def _float32_gradient(equation: core.JaxprEqn, values: list[Value]) -> list[Valu
 
     An operand that was computed from params gets its source here; autocast knows of none.
     """
-    form, wide = equation.params["form"], equation.params["wide"]
-    end = len(values) - sum(wide)
-    given = iter(values[end:])
-    arrays, sources, gathers = [values[0].used()], [], []
-    for value, has_source in zip(values[1:3], wide, strict=True):
-        operand, source, gather = value.product_operand()
-        if has_source:
-            source = _source_of(next(given), gather)
-        arrays.append(operand)
-        sources.append(source)
+    form, kept = equation.params["form"], equation.params["kept"]
+    given, others = operands_of(values[1:], kept)
+    operands, gathers = [], []
+    for each in given:
+        operand, source, gather = each.value.product_operand()
+        if each.source is not None:
+            source = _source_of(each.source, gather)
+        scale = None if each.scale is None else each.scale.array
+        operands.append(Operand(operand, scale, source))
         gathers.append(gather)
-    arrays += _arrays_of(values[3:end]) + [source for source in sources if source is not None]
-    changed = {"wide": tuple(source is not None for source in sources)}
-    if any(gathers):
-        changed["form"] = form.gathering(tuple(gathers))
-    (made,) = compat.bind(equation, arrays, **changed)
-    alone = without_data([*values[1:3], *values[end:]])
+    form = form.gathering(tuple(gathers)) if any(gathers) else form
+    made = with_derivatives(values[0].used(), form, operands, _arrays_of(others))
+    alone = without_data(values[1:])
     return [like_param(made) if alone else _activation(made)]
 
 

@@ -11,7 +11,8 @@ from jaxmp._mesh.layout import Layout
 from jaxmp._numerics.dtypes import DType
 from jaxmp._primitives.gathering import Gather, gathered
 from jaxmp._primitives.gradient_of import gradient_of
-from jaxmp._primitives.mixed_product import held, varying_alike, varying_as
+from jaxmp._primitives.mixed_product import held
+from jaxmp._primitives.varying import varying_alike, varying_as
 
 FLOAT32 = jnp.dtype(jnp.float32)
 HALVES = frozenset(map(jnp.dtype, (jnp.bfloat16, jnp.float16)))

@@ -22,6 +22,7 @@ from jaxmp._primitives.gathering import (
     scattered,
     with_batch_axis,
 )
+from jaxmp._primitives.operands import Operand, operands_of
 
 # A bilinear map has three roles: two operands and the result. Its transpose with respect to an
 # operand exchanges that operand and the result, so that repeated transposition gives only three
@@ -103,7 +104,13 @@ class BilinearMap:
         return out
 
     def multiplied(
-        self, returned: int, args: Sequence[Any], dtype: Any, *, exact: bool = False
+        self,
+        returned: int,
+        operands: Sequence[Operand],
+        others: Sequence[Any],
+        dtype: Any,
+        *,
+        exact: bool = False,
     ) -> Any:
         """Makes a role from the two others, and the integer operands.
 
@@ -111,44 +118,44 @@ class BilinearMap:
 
         Args:
           returned: the role to make.
-          args: the operands.
+          operands: the operands.
+          others: the integer operands.
           dtype: the dtype of the result.
           exact: whether to multiply the 16-bit numbers as float32.
         """
         gathers = (*self.gathers, None)
-        operands = [
-            gathered(cast(x, self.compute), gathers[role])
-            for x, role in zip(args[:2], slots(returned), strict=True)
+        arrays = [
+            gathered(cast(x.value, self.compute), gathers[role])
+            for x, role in zip(operands, slots(returned), strict=True)
         ]
         widest = max(dtype, self.compute, key=lambda x: np.dtype(x).itemsize)
         if exact:
-            operands, widest = [cast(x, np.float32) for x in operands], np.float32
-        others = args[2 : 2 + len(self.others)]
+            arrays, widest = [cast(x, np.float32) for x in arrays], np.float32
         jaxpr = self.float32_map(returned)
         made, is_open = _evaluated_map(
-            jaxpr, [*operands, *others], self.primitive, widest, gathers[returned]
+            jaxpr, [*arrays, *others], self.primitive, widest, gathers[returned]
         )
         return scattered(cast(made, dtype), gathers[returned], is_summed_whole=not is_open)
 
-    def realized(self, returned: int, dtypes: tuple[Any, ...], dtype: Any) -> Any:
-        """Returns the jaxpr that multiplies in 16 bits.
+    def realized(
+        self, returned: int, kept: Any, avals: tuple[tuple[Any, Any], ...], dtype: Any
+    ) -> Any:
+        """Returns the jaxpr that multiplies in 16 bits, or in float8.
 
         Args:
           returned: the role to make.
-          dtypes: the dtypes of the two operands, then of the float32 source of each, or None.
+          kept: the facts about the two operands.
+          avals: the shapes and dtypes of all arrays of the equation.
           dtype: the dtype of the result.
         """
 
         def function(*args: Any) -> Any:
-            return self.multiplied(returned, args, dtype)
+            return self.multiplied(returned, *operands_of(args, kept), dtype)
 
         def make() -> Any:
-            roles = slots(returned)
-            structs = [self._struct(roles[i], dtypes[i]) for i in range(2)]
-            sources = [self._struct(roles[i], dtypes[2 + i]) for i in range(2) if dtypes[2 + i]]
-            return jax.make_jaxpr(function)(*structs, *self.others, *sources)
+            return jax.make_jaxpr(function)(*[jax.ShapeDtypeStruct(*aval) for aval in avals])
 
-        return self._cached((returned, dtypes, dtype), make)
+        return self._cached((returned, kept, avals, dtype), make)
 
     def batched(self, axes: _Axes, other_axes: _Axes, size: int) -> "BilinearMap":
         """Returns the map of `size` products; the axis of an unbatched operand is None."""
@@ -172,7 +179,7 @@ class BilinearMap:
                 if axes[role] is not None
             }
             gathers = tuple(map(with_batch_axis, self.gathers, axes[:RESULT]))
-            return BilinearMap(self.primitive, self.compute, shapes, others, given, gathers)
+            return self._made(shapes, others, given, gathers, axes)
 
         return self._cached((axes, other_axes, size), make)
 
@@ -181,11 +188,16 @@ class BilinearMap:
 
         def make() -> BilinearMap:
             given = {RESULT: function_of(self.float32_map(RESULT))}
-            return BilinearMap(
-                self.primitive, self.compute, self.shapes, self.others, given, gathers
-            )
+            return self._made(self.shapes, self.others, given, gathers)
 
         return self._cached(("gathering", gathers), make)
+
+    def _made(
+        self, shapes: Any, others: Any, given: Any, gathers: Gathers, axes: _Axes = ()
+    ) -> "BilinearMap":
+        """Returns a map like this one; `axes` are the axes that its roles have in addition."""
+        del axes
+        return BilinearMap(self.primitive, self.compute, shapes, others, given, gathers)
 
 
 @functools.lru_cache(maxsize=1024)

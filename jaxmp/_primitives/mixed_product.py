@@ -35,6 +35,8 @@ from jaxmp._primitives.bilinear import (
     slots,
 )
 from jaxmp._primitives.gathering import gathered
+from jaxmp._primitives.operands import Operand, flat_operands, operands_of, place_of_linear
+from jaxmp._primitives.varying import result_aval, varying_alike
 
 # These are primitives, as `jax.custom_vjp` has no forward mode, and `linear_call` has no rule for
 # `vmap` (jax 0.10 and 0.12).
@@ -42,9 +44,10 @@ from jaxmp._primitives.gathering import gathered
 # The identity on the operands of the product itself, without a derivative: jax.lax.stop_gradient
 # with a transpose.
 _held_p = Primitive("held")
-# Operands: the result of the product, its operands, the float32 sources of operands that have one.
+# Operands: the result of the product, its operands, the scales of operands in float8, the sources
+# of operands that have one.
 _attach_p = Primitive("float32_gradient")
-# Operands: the two operands of the product, integer operands, and float32 sources where there are
+# Operands: the two operands of the product, integer operands, scales and sources where there are
 # some. The sources do not change the value; they say where second derivatives go.
 _bilinear_p = Primitive("low_precision_product")
 
@@ -84,7 +87,6 @@ def product(
     Raises:
       NotImplementedError: on differentiation, for operands sharded over explicit mesh axes.
     """
-    has = tuple(source is not None for source in wide)
     arrays = varying_alike([*operands, *(x for x in wide if x is not None)])
     operands, sources = arrays[: len(operands)], arrays[len(operands) :]
     if not sources:
@@ -101,72 +103,74 @@ def product(
         tuple((x.shape, x.dtype) for x in operands),
         gathers,
     )
+    rest = iter(sources)
+    both = [
+        Operand(x, source=None if source is None else next(rest))
+        for x, source in zip(operands, wide, strict=False)
+    ]
     # The operands are not held here, so that a loop keeps no copy of them.
-    return _attach_p.bind(out, *operands, *sources, form=form, wide=has)
+    return with_derivatives(out, form, both, operands[2:])
+
+
+def with_derivatives(
+    out: Any, form: BilinearMap, operands: Sequence[Operand], others: Sequence[Any] = ()
+) -> Any:
+    """Returns the result of a product, with the derivatives of a bilinear map.
+
+    Args:
+      out: the result, without derivatives.
+      form: the product.
+      operands: its operands.
+      others: its integer operands.
+    """
+    arrays, kept = flat_operands(operands, others)
+    return _attach_p.bind(out, *arrays, form=form, kept=kept)
 
 
 def _bilinear(
-    form: BilinearMap, returned: int, dtype: Any, operands: Any, others: Any, sources: Any
+    form: BilinearMap, returned: int, dtype: Any, operands: Sequence[Operand], others: Any
 ) -> Any:
-    """Binds the map from two roles to the third; a source is None if an operand has none."""
-    dtypes = tuple(x if x is None else x.dtype for x in (*operands, *sources))
+    """Binds the map from two roles to the third."""
+    arrays, kept = flat_operands(operands, others)
     return _bilinear_p.bind(
-        *operands,
-        *others,
-        *(x for x in sources if x is not None),
-        jaxpr=form.realized(returned, dtypes, dtype),
+        *arrays,
+        jaxpr=form.realized(returned, kept, tuple((x.shape, x.dtype) for x in arrays), dtype),
         form=form,
         returned=returned,
-        wide=tuple(x is not None for x in sources),
+        kept=kept,
         dtype=np.dtype(dtype),
     )
 
 
-def _split(args: Sequence[Any], wide: tuple[bool, bool]) -> tuple[list[Any], list[Any], list[Any]]:
-    """Splits arguments into the two operands, the integer ones, and the source of each, or None."""
-    end = len(args) - sum(wide)
-    rest = iter(args[end:])
-    return list(args[:2]), list(args[2:end]), [next(rest) if has else None for has in wide]
-
-
 def _tangents(
-    form: BilinearMap,
-    returned: int,
-    dtype: Any,
-    wide: tuple[bool, bool],
-    primals: Any,
-    tangents: Any,
+    form: BilinearMap, returned: int, dtype: Any, kept: Any, primals: Any, tangents: Any
 ) -> list[Any]:
     """Returns the derivative by each operand, or by its source if it has one; without zeros."""
-    operands, others, sources = _split(primals, wide)
-    operand_tangents, _, source_tangents = _split(tangents, wide)
+    operands, others = operands_of(primals, kept)
+    along, _ = operands_of(tangents, kept)
     terms = []
     for i in range(2):
-        tangent = source_tangents[i] if wide[i] else operand_tangents[i]
-        if isinstance(tangent, ad.Zero):
+        if isinstance(along[i].linear, ad.Zero):
             continue
-        into, along = list(operands), list(sources)
-        into[i], along[i] = tangent, None
-        terms.append(_bilinear(form, returned, dtype, into, others, along))
+        into = list(operands)
+        into[i] = Operand(along[i].linear, derivative=True)
+        terms.append(_bilinear(form, returned, dtype, into, others))
     return terms
 
 
-def _cotangents(
-    form: BilinearMap, returned: int, wide: tuple[bool, bool], ct: Any, args: Any
-) -> Any:
+def _cotangents(form: BilinearMap, returned: int, kept: Any, ct: Any, args: Any) -> Any:
     """Returns the transpose by the one operand that is linear, or by its source."""
-    operands, others, sources = _split(args, wide)
-    linear = [x if x is not None else operands[i] for i, x in enumerate(sources)]
-    unknown = [i for i in range(2) if ad.is_undefined_primal(linear[i])]
+    operands, others = operands_of(args, kept)
+    unknown = [i for i in range(2) if ad.is_undefined_primal(operands[i].linear)]
     if len(unknown) != 1:
         raise TypeError(f"a product of {form} is linear in one operand, not in both at once")
     (i,) = unknown
     roles = slots(returned)
-    of = {role: (operands[j], sources[j]) for j, role in enumerate(roles)} | {returned: (ct, None)}
-    operands, sources = map(list, zip(*(of[role] for role in slots(roles[i])), strict=True))
-    result = _bilinear(form, roles[i], linear[i].aval.dtype, operands, others, sources)
+    of = dict(zip(roles, operands, strict=True)) | {returned: Operand(ct, derivative=True)}
+    into = [of[role] for role in slots(roles[i])]
     found: list[Any] = [None] * len(args)
-    found[len(args) - sum(wide[i:]) if wide[i] else i] = result
+    dtype = operands[i].linear.aval.dtype
+    found[place_of_linear(i, len(args), kept)] = _bilinear(form, roles[i], dtype, into, others)
     return found
 
 
@@ -174,53 +178,44 @@ def _zero(primal: Any) -> Any:
     return ad.Zero(jax.typeof(primal).to_tangent_aval())
 
 
-def _attach_jvp(primals: Any, tangents: Any, *, form: BilinearMap, wide: tuple[bool, bool]) -> Any:
-    out = _attach_p.bind(*primals, form=form, wide=wide)
-    terms = _tangents(form, RESULT, out.dtype, wide, primals[1:], tangents[1:])
+def _attach_jvp(primals: Any, tangents: Any, *, form: BilinearMap, kept: Any) -> Any:
+    out = _attach_p.bind(*primals, form=form, kept=kept)
+    terms = _tangents(form, RESULT, out.dtype, kept, primals[1:], tangents[1:])
     return out, functools.reduce(ad.add_tangents, terms, tangents[0])
 
 
-def _attach_transpose(ct: Any, *args: Any, form: BilinearMap, wide: tuple[bool, bool]) -> Any:
+def _attach_transpose(ct: Any, *args: Any, form: BilinearMap, kept: Any) -> Any:
     if isinstance(ct, ad.Zero):
         return [None] * len(args)
     if not any(map(ad.is_undefined_primal, args[1:])):
         return [ct, *[None] * (len(args) - 1)]
     # The result also depends on the linear operand through the held product, but that part has no
     # derivative: the other primitive has all of it.
-    return [None, *_cotangents(form, RESULT, wide, ct, args[1:])]
+    return [None, *_cotangents(form, RESULT, kept, ct, args[1:])]
 
 
 def _bilinear_jvp(
-    primals: Any,
-    tangents: Any,
-    *,
-    jaxpr: Any,
-    form: BilinearMap,
-    returned: int,
-    wide: Any,
-    dtype: Any,
+    primals: Any, tangents: Any, *, form: BilinearMap, returned: int, kept: Any, **params: Any
 ) -> Any:
-    out = _bilinear_p.bind(
-        *primals, jaxpr=jaxpr, form=form, returned=returned, wide=wide, dtype=dtype
-    )
-    terms = _tangents(form, returned, dtype, wide, primals, tangents)
+    out = _bilinear_p.bind(*primals, form=form, returned=returned, kept=kept, **params)
+    terms = _tangents(form, returned, params["dtype"], kept, primals, tangents)
     if not terms:
         return out, _zero(out)
     return out, functools.reduce(ad.add_tangents, terms)
 
 
 def _bilinear_transpose(
-    ct: Any, *args: Any, jaxpr: Any, form: BilinearMap, returned: int, wide: Any, dtype: Any
+    ct: Any, *args: Any, form: BilinearMap, returned: int, kept: Any, **params: Any
 ) -> Any:
-    del jaxpr, dtype
+    del params
     if isinstance(ct, ad.Zero):
         return [None] * len(args)
-    return _cotangents(form, returned, wide, ct, args)
+    return _cotangents(form, returned, kept, ct, args)
 
 
 def _at_axis(x: Any, now: int | None, axis: int | None, size: int) -> Any:
-    """Moves the batch axis of an array, or makes one."""
-    if axis is None or now == axis:
+    """Moves the batch axis of an array, or makes one; None stays None."""
+    if x is None or axis is None or now == axis:
         return x
     if now is not None:
         return jnp.moveaxis(x, now, axis)
@@ -229,82 +224,52 @@ def _at_axis(x: Any, now: int | None, axis: int | None, size: int) -> Any:
 
 
 def _batch(
-    form: BilinearMap, returned: int, wide: tuple[bool, bool], args: Any, axes: Any, out: int
-) -> tuple[BilinearMap, list[Any]]:
+    form: BilinearMap, returned: int, kept: Any, args: Any, axes: Any, out: int
+) -> tuple[BilinearMap, list[Operand], list[Any]]:
     """Returns the batched map and its operands, for a result whose batch axis is `out`."""
-    operands, others, sources = _split(args, wide)
-    now, other_axes, source_axes = _split(axes, wide)
+    operands, others = operands_of(args, kept)
+    now, other_axes = operands_of(axes, kept)
     size = next(x.shape[a] for x, a in zip(args, axes, strict=True) if a is not None)
     if others:  # JAX's rule for ragged_dot wants everything batched, along the first axis
         want: list[Any] = [0, 0]
         others = [_at_axis(x, a, 0, size) for x, a in zip(others, other_axes, strict=True)]
         other_axes = [0] * len(others)
     else:
-        want = [a if a is not None else b for a, b in zip(now, source_axes, strict=True)]
+        want = [each.value if each.value is not None else each.linear for each in now]
         if want == [None, None]:
             want = [0, None]
-    operands = [_at_axis(operands[i], now[i], want[i], size) for i in range(2)]
-    sources = [_at_axis(sources[i], source_axes[i], want[i], size) for i in range(2) if wide[i]]
+    moved = []
+    for operand, at, axis in zip(operands, now, want, strict=True):
+        arrays = zip(operand[:3], at[:3], strict=True)
+        value, scale, source = (_at_axis(x, a, axis, size) for x, a in arrays)
+        moved.append(Operand(value, scale, source, operand.derivative))
     by_role = {returned: out, **dict(zip(slots(returned), want, strict=True))}
     new = form.batched(tuple(by_role[i] for i in range(3)), tuple(other_axes), size)
-    return new, [*operands, *others, *sources]
+    return new, moved, others
 
 
-def _attach_batch(args: Any, axes: Any, *, form: BilinearMap, wide: tuple[bool, bool]) -> Any:
+def _attach_batch(args: Any, axes: Any, *, form: BilinearMap, kept: Any) -> Any:
     size = next(x.shape[a] for x, a in zip(args, axes, strict=True) if a is not None)
-    out = 0 if axes[0] is None or len(args) - sum(wide) > 3 else axes[0]
+    (*_, others), out = operands_of(args[1:], kept), axes[0]
+    out = 0 if out is None or others else out
     result = _at_axis(args[0], axes[0], out, size)
     if all(axis is None for axis in axes[1:]):
         args, axes = [args[0], _at_axis(args[1], None, 0, size), *args[2:]], [out, 0, *axes[2:]]
-    form, rest = _batch(form, RESULT, wide, args[1:], axes[1:], out)
-    return _attach_p.bind(result, *rest, form=form, wide=wide), out
+    form, operands, others = _batch(form, RESULT, kept, args[1:], axes[1:], out)
+    return with_derivatives(result, form, operands, others), out
 
 
 def _bilinear_batch(
-    args: Any, axes: Any, *, jaxpr: Any, form: BilinearMap, returned: int, wide: Any, dtype: Any
+    args: Any, axes: Any, *, jaxpr: Any, form: BilinearMap, returned: int, kept: Any, dtype: Any
 ) -> Any:
     del jaxpr
-    form, args = _batch(form, returned, wide, args, axes, 0)
-    operands, others, sources = _split(args, wide)
-    return _bilinear(form, returned, dtype, operands, others, sources), 0
-
-
-def varying_alike(arrays: Sequence[Any]) -> list[Any]:
-    """Makes arrays in a `shard_map` vary over all mesh axes that any of them varies over.
-
-    If that changes a float32 source, its gradient gets a float32 sum over devices.
-    """
-    return [functools.reduce(varying_as, arrays, x) for x in arrays]
-
-
-def varying_as(x: Any, like: Any) -> Any:
-    """Makes an array in a `shard_map` vary over the mesh axes of another array, too."""
-    missing = varying_axes(like) - varying_axes(x)
-    return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
-
-
-def varying_axes(x: Any) -> frozenset[str]:
-    """Returns the mesh axes over which an array or abstract value varies in a `shard_map`."""
-    mat = getattr(x, "mat", None) or getattr(jax.typeof(x), "mat", None)
-    varying: frozenset[str] = frozenset() if mat is None else mat.varying
-    return varying
-
-
-def _result_aval(like: Any, shape: tuple[int, ...], dtype: Any) -> Any:
-    """Returns the type of an array that varies over the mesh axes of `like`."""
-    if any(axis is not None for axis in like.sharding.spec):
-        raise NotImplementedError(
-            "products of operands with an explicit sharding cannot have float32 gradients by "
-            "themselves: call what was rewritten on automatic axes, by jax.sharding.auto_axes"
-        )
-    spec = jax.sharding.PartitionSpec(*[None] * len(shape))
-    sharding = jax.sharding.NamedSharding(like.sharding.mesh, spec)
-    return like.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
+    form, operands, others = _batch(form, returned, kept, args, axes, 0)
+    return _bilinear(form, returned, dtype, operands, others), 0
 
 
 def _bilinear_aval(lhs: Any, rhs: Any, *rest: Any, form: BilinearMap, **params: Any) -> Any:
     varying = max((lhs, rhs), key=lambda x: len(x.mat.varying))
-    return _result_aval(varying, form.shapes[params["returned"]], params["dtype"])
+    return result_aval(varying, form.shapes[params["returned"]], params["dtype"])
 
 
 @functools.lru_cache(maxsize=4096)
@@ -323,19 +288,24 @@ def _lower_realized(ctx: Any, *args: Any, jaxpr: Any, **params: Any) -> Any:
 
 
 def _lower_on_cpu(
-    ctx: Any, *args: Any, jaxpr: Any, form: BilinearMap, returned: int, dtype: Any, **params: Any
+    ctx: Any,
+    *args: Any,
+    jaxpr: Any,
+    form: BilinearMap,
+    returned: int,
+    kept: Any,
+    dtype: Any,
 ) -> Any:
     """Lowers products with float32 results to float32 operands: many 16-bit ones fail on CPU.
 
     The error is "Unsupported element type for DotThunk", for some only after partitioning. Products
     of 16-bit numbers are exact in float32, so that only the speed differs.
     """
-    del params
     if dtype != np.float32:
         return _lowering_rule(ctx, function_of(jaxpr), args, jaxpr)
 
     def function(*args: Any) -> Any:
-        return form.multiplied(returned, args, np.float32, exact=True)
+        return form.multiplied(returned, *operands_of(args, kept), np.float32, exact=True)
 
     return _lowering_rule(ctx, function, args, jaxpr)
 

@@ -199,7 +199,7 @@ READ = [
 OPTIONAL = {(file, "out_dtype") for file in (OPERATIONS, REDUCTION)}
 OPTIONAL |= {(BRANCHES, "branches_platforms")}
 # Of primitives that jaxmp itself adds.
-OWN = {(REDUCTION, "form"), (REDUCTION, "wide")}
+OWN = {(REDUCTION, "form"), (REDUCTION, "kept")}
 # Told apart by version, in `scan_counts`, which has a test of its own.
 BY_VERSION = {(COMPAT, "ft_in"), (COMPAT, "num_consts"), (COMPAT, "num_carry")}
 

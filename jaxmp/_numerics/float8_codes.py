@@ -1,0 +1,160 @@
+"""Numbers in float8: codes of 8 bits, and a scale that brings an array into their range.
+
+float8 has two or three bits of mantissa and a range of 2**-9 to 448 (e4m3fn), or 2**-16 to 57344
+(e5m2). Gradients of 1e-6 would become zero. So an array is multiplied by a scale before it is
+rounded, and a product of such arrays is divided by both scales.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Float32
+
+from jaxmp._numerics.dtypes import DType
+
+# As in torchao. An array of zeros gets a finite scale, and codes that are zero.
+_LEAST_AMAX = 1e-12
+_EXPONENT = np.int32(-(2**23))  # the sign and the exponent of a float32
+_BLOCK = 128
+
+
+class Coded(NamedTuple):
+    """An array in float8.
+
+    Attributes:
+      codes: `round(x * scale)`, in a float8 dtype and the shape of `x`.
+      scale: float32; 1 along the axes that share a scale.
+    """
+
+    codes: Array
+    scale: Float32[Array, "..."]
+
+
+def scale_of(
+    amax: Float32[Array, "*shape"], dtype: DType, *, power_of_two: bool = True
+) -> Float32[Array, "*shape"]:
+    """Returns the scale that brings numbers up to `amax` into the range of a float8 dtype.
+
+    A power of two moves the exponent only: then rounding to float8 is the one rounding, and a
+    product is scaled back exactly in bfloat16.
+
+    Args:
+      amax: the largest magnitudes, float32.
+      dtype: the float8 dtype.
+      power_of_two: whether to round the scale down to a power of two.
+
+    Returns:
+      The scales, float32. NaN where `amax` is infinite or NaN, so that all of a product becomes
+      NaN, and a loss scale or `grads_finite` sees the overflow.
+
+    >>> scale_of(jnp.float32([448, 100, jnp.inf]), jnp.dtype("float8_e4m3fn"))
+    Array([ 1.,  4., nan], dtype=float32)
+    """
+    largest = float(jnp.finfo(dtype).max)
+    # Float32 of the exact quotient; 1e-12 itself is no float32.
+    scale = jnp.where(amax > _LEAST_AMAX, largest / amax, np.float32(largest / _LEAST_AMAX))
+    if power_of_two:
+        bits = lax.bitcast_convert_type(scale, jnp.int32) & _EXPONENT
+        scale = lax.bitcast_convert_type(bits, jnp.float32)
+    return jnp.where(jnp.isfinite(amax), scale, jnp.float32(jnp.nan))
+
+
+def largest_magnitude(x: Float[Array, "..."], axes: tuple[int, ...]) -> Float32[Array, "..."]:
+    """Returns the largest magnitude along some axes, which stay with size 1.
+
+    >>> largest_magnitude(jnp.array([[1, -3], [2, 0]], jnp.bfloat16), (1,))
+    Array([[3.],
+           [2.]], dtype=float32)
+    """
+    return jnp.max(jnp.abs(x), axis=axes, keepdims=True, initial=0).astype(jnp.float32)
+
+
+def codes_of(
+    x: Float[Array, "*shape"], scale: Float32[Array, "..."], dtype: DType
+) -> Float[Array, "*shape"]:
+    """Rounds numbers times their scale to float8, once, to the nearest.
+
+    Args:
+      x: the numbers, of any float dtype up to float32.
+      scale: float32, broadcast against `x`.
+      dtype: the float8 dtype.
+
+    Returns:
+      The codes. Finite numbers out of range become the largest one: a scale from an earlier step
+      may be too large.
+
+    >>> codes_of(jnp.float32([0.3, 500, jnp.nan]), jnp.float32(1), jnp.dtype("float8_e4m3fn"))
+    Array([0.3125, 448, nan], dtype=float8_e4m3fn)
+    """
+    largest = float(jnp.finfo(dtype).max)
+    scaled = x.astype(jnp.float32) * scale
+    return jnp.clip(scaled, -largest, largest).astype(dtype)
+
+
+def encoded(
+    x: Float[Array, "*shape"], dtype: DType, axes: tuple[int, ...], *, power_of_two: bool = True
+) -> Coded:
+    """Returns an array in float8, with one scale for all numbers along some axes.
+
+    Args:
+      x: the array, of any float dtype up to float32.
+      dtype: the float8 dtype.
+      axes: the axes that share a scale.
+      power_of_two: whether scales are powers of two.
+
+    Returns:
+      The codes and the scales.
+
+    >>> encoded(jnp.float32([[1, 2], [30, 40]]), jnp.dtype("float8_e4m3fn"), (1,)).scale.ravel()
+    Array([128.,   8.], dtype=float32)
+    """
+    scale = scale_of(largest_magnitude(x, axes), dtype, power_of_two=power_of_two)
+    return Coded(codes_of(x, scale, dtype), scale)
+
+
+def encoded_in_blocks(
+    x: Float[Array, "*shape"], dtype: DType, axes: tuple[int, ...], *, power_of_two: bool = True
+) -> Coded:
+    """Returns an array in float8, with a scale for each block of 128 numbers along some axes.
+
+    Args:
+      x: the array, of any float dtype up to float32.
+      dtype: the float8 dtype.
+      axes: the axes that are cut into blocks; one axis gives blocks of 1 x 128, two give
+        128 x 128. The last block may be smaller.
+      power_of_two: whether scales are powers of two.
+
+    Returns:
+      The codes, and the scale of each number.
+
+    >>> x = jnp.ones((2, 200)).at[0, 0].set(448)
+    >>> encoded_in_blocks(x, jnp.dtype("float8_e4m3fn"), (1,)).scale[:, ::128]
+    Array([[  1., 256.],
+           [256., 256.]], dtype=float32)
+    """
+    shape: list[int] = []
+    inner: list[int] = []
+    padding = []
+    for axis, size in enumerate(x.shape):
+        blocks = math.ceil(size / _BLOCK) if axis in axes else 0
+        padding.append((0, blocks * _BLOCK - size if blocks else 0))
+        if blocks:
+            inner.append(len(shape) + 1)
+        shape += [blocks, _BLOCK] if blocks else [size]
+    amax = largest_magnitude(jnp.pad(x, padding).reshape(shape), tuple(inner))
+    scale = jnp.broadcast_to(scale_of(amax, dtype, power_of_two=power_of_two), shape)
+    padded = [size + more for size, (_, more) in zip(x.shape, padding, strict=True)]
+    scale = scale.reshape(padded)[tuple(slice(size) for size in x.shape)]
+    return Coded(codes_of(x, scale, dtype), scale)
+
+
+def decoded(coded: Coded, dtype: Any) -> Array:
+    """Returns the numbers that codes stand for: exact in bfloat16 if scales are powers of two.
+
+    >>> decoded(encoded(jnp.float32([0.3, 5]), jnp.dtype("float8_e4m3fn"), (0,)), jnp.bfloat16)
+    Array([0.3125, 5], dtype=bfloat16)
+    """
+    return coded.codes.astype(dtype) * (1 / coded.scale).astype(dtype)

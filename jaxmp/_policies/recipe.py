@@ -1,0 +1,188 @@
+"""Recipes: how products with params are multiplied in float8."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from jaxmp._numerics.dtypes import DType, parse_dtype, suggestion
+
+Granularity = Literal["tensor", "row", "block"]
+Minimum = Literal["auto"] | None
+
+_E4M3, _E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
+_FLOAT8 = (_E4M3, _E5M2)
+_BFLOAT16: Literal["bfloat16"] = "bfloat16"
+# Tensor cores and the shapes that XLA's float8 products take without padding.
+_MULTIPLE = 16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class Recipe:
+    """How products with params are multiplied in float8: formats, scales, and which products.
+
+    A float8 product rounds both operands to 8 bits. A scale brings each into the range of the
+    format first. What shares a scale decides what an outlier costs. docs/float8.md says which
+    recipe pays where.
+
+    | name | scales | the gradient of the weight | meant for |
+    |---|---|---|---|
+    | `tensorwise` | one for each array | in float8 | speed |
+    | `rowwise` | one for each row, along the summed axis | in float8 | peers' name; outliers of tokens spoil gradients |
+    | `rowwise_hp` | as `rowwise`; weights by array in the backward pass | in bfloat16 | activations with outliers |
+    | `blockwise` | 1 x 128 for activations, 128 x 128 for weights | in float8 | trying it: XLA has no such kernel, so it is rounded to float8 and multiplied in bfloat16 |
+
+    Args:
+      granularity: `"tensor"`, `"row"` or `"block"`: what shares a scale.
+      forward: the dtype of activations and weights, `"float8_e4m3fn"` or `"float8_e5m2"`.
+      gradient: the dtype of derivatives.
+      power_of_two: whether scales are rounded down to powers of two. Without, a result is scaled
+        in float32, which costs a pass over it.
+      weight_gradient: `"float8"`, or `"bfloat16"` for gradients of weights without float8.
+      minimum: `"auto"` leaves out products that are slower in float8 on a GPU: for tensors those
+        with K <= 4096 and N <= 1024, for rows those with N <= 2048, or K <= 1024, or N <= 4096 and
+        K <= 2048 (K is summed, N is the weight's other size). On other devices, and for None,
+        there is no threshold. Sizes that are no multiples of 16 are always left out.
+
+    Raises:
+      ValueError: for an unknown value.
+
+    >>> Recipe()
+    Recipe('tensorwise')
+    >>> get_recipe("rowwise_hp").weight_gradient
+    'bfloat16'
+    """
+
+    granularity: Granularity = "tensor"
+    forward: DType = _E4M3
+    gradient: DType = _E5M2
+    power_of_two: bool = True
+    weight_gradient: Literal["float8", "bfloat16"] = "float8"
+    minimum: Minimum = "auto"
+
+    def __post_init__(self) -> None:
+        for name, valid in _CHOICES.items():
+            if (value := getattr(self, name)) not in valid:
+                choices = ", ".join(map(repr, valid))
+                raise ValueError(f"{name} of a float8 recipe must be {choices}; got {value!r}")
+        for name in ("forward", "gradient"):
+            dtype = parse_dtype(getattr(self, name))
+            if dtype not in _FLOAT8:
+                raise ValueError(
+                    f"{name} of a float8 recipe must be float8_e4m3fn or float8_e5m2, "
+                    f"got {dtype.name}"
+                )
+            object.__setattr__(self, name, dtype)
+
+    @property
+    def keeps_codes(self) -> bool:
+        """Whether the backward pass reads the codes of the forward pass: 1 byte for each number."""
+        return self.granularity == "tensor" and self.weight_gradient == "float8"
+
+    def why_not(self, rows: int, summed: int, columns: int) -> str | None:
+        """Returns why a product of these sizes is left out; None if it is not.
+
+        Args:
+          rows: the size of the operand that is no weight, without what is summed (M).
+          summed: the size of what is summed (K).
+          columns: the size of the weight, without what is summed (N).
+
+        >>> Recipe().why_not(4096, 512, 50257)
+        'N = 50257 is no multiple of 16'
+        """
+        sizes = {"K": summed, "N": columns}
+        for name, size in sizes.items():
+            if size % _MULTIPLE:
+                return f"{name} = {size} is no multiple of {_MULTIPLE}"
+        if rows == 1:
+            return "M = 1: one row is read, not multiplied"
+        if self.minimum == "auto" and jax.default_backend() == "gpu" and self._is_slow(**sizes):
+            return f"K = {summed}, N = {columns} is slower in float8"
+        return None
+
+    def _is_slow(self, K: int, N: int) -> bool:
+        # The thresholds of torchao's filter, for one H100.
+        if self.granularity == "tensor":
+            return K <= 4096 and N <= 1024
+        return N <= 2048 or K <= 1024 or (N <= 4096 and K <= 2048)
+
+    def __str__(self) -> str:
+        fields = [field.name for field in dataclasses.fields(self)]
+
+        def differing(base: "Recipe") -> list[str]:
+            return [name for name in fields if getattr(self, name) != getattr(base, name)]
+
+        name, base = min(_RECIPES.items(), key=lambda item: len(differing(item[1])))
+        return ":".join([name, *(f"{key}={_text(getattr(self, key))}" for key in differing(base))])
+
+    def __repr__(self) -> str:
+        return f"Recipe({str(self)!r})"
+
+
+_CHOICES: Mapping[str, tuple[Any, ...]] = {
+    "granularity": ("tensor", "row", "block"),
+    "power_of_two": (True, False),
+    "weight_gradient": ("float8", _BFLOAT16),
+    "minimum": ("auto", None),
+}
+_RECIPES: Mapping[str, Recipe] = {
+    "tensorwise": Recipe(),
+    "rowwise": Recipe(granularity="row", gradient=_E4M3),
+    "rowwise_hp": Recipe(granularity="row", gradient=_E4M3, weight_gradient=_BFLOAT16),
+    "blockwise": Recipe(granularity="block", gradient=_E4M3),
+}
+# Names that users will try, and why they are not here.
+_NOT_HERE: Mapping[str, str] = {
+    name: f"{name} needs blocks of {block} numbers, and JAX multiplies those in bfloat16 on every "
+    "device: lax.scaled_dot has no derivative, and jax.nn.scaled_matmul decodes its operands "
+    "first. It would be slower than bfloat16 and less exact"
+    for name, block in (("mxfp8", 32), ("mxfp4", 32), ("nvfp4", 16))
+}
+
+
+def _text(value: Any) -> str:
+    return value.name if isinstance(value, DType) else str(value).lower()
+
+
+def get_recipe(recipe: str | Recipe | None) -> Recipe | None:
+    """Returns a recipe for its name, with what differs behind colons; None for no float8.
+
+    Args:
+      recipe: a recipe, its name, or a text such as `"rowwise:gradient=float8_e5m2"`.
+
+    Returns:
+      The recipe.
+
+    Raises:
+      ValueError: for an unknown name or field, or a format that JAX does not multiply.
+      TypeError: for anything else.
+
+    >>> get_recipe("tensorwise:minimum=none").minimum is None
+    True
+    """
+    if recipe is None or isinstance(recipe, Recipe):
+        return recipe
+    if not isinstance(recipe, str):
+        raise TypeError(
+            f"products must be a jaxmp.float8.Recipe or its name, got {type(recipe).__name__}"
+        )
+    name, *changes = (part.strip() for part in recipe.split(":"))
+    if name.lower() in _NOT_HERE:
+        raise ValueError(f"{_NOT_HERE[name.lower()]}. Use one of: {', '.join(_RECIPES)}")
+    if name not in _RECIPES:
+        near = suggestion(name, list(_RECIPES))
+        raise ValueError(f"unknown float8 recipe {name!r}.{near} Valid: {', '.join(_RECIPES)}")
+    given: dict[str, Any] = {}
+    fields = [field.name for field in dataclasses.fields(Recipe)]
+    for change in changes:
+        key, equals, value = (piece.strip() for piece in change.partition("="))
+        if not equals or key not in fields or key in given:
+            near = suggestion(key, fields)
+            raise ValueError(
+                f"cannot read {change!r} in recipe {recipe!r}: expected one field=value of "
+                f"{', '.join(fields)}.{near}"
+            )
+        given[key] = {"none": None, "true": True, "false": False}.get(value.lower(), value)
+    return dataclasses.replace(_RECIPES[name], **given)

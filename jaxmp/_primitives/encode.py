@@ -1,0 +1,83 @@
+"""The rounding of an operand to float8, as one equation that has no derivative.
+
+It compiles to ordinary operations, so that compilers fuse them, and share those of one array.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from jaxmp._numerics.dtypes import DType
+from jaxmp._numerics.float8_codes import Coded, encoded, encoded_in_blocks
+from jaxmp._primitives.varying import result_aval
+
+# Operand: an array. Results: its codes, and their scales.
+_encode_p = Primitive("float8_encode")
+_encode_p.multiple_results = True
+
+
+def encode(
+    x: Any, dtype: DType, axes: tuple[int, ...], *, power_of_two: bool, in_blocks: bool = False
+) -> Coded:
+    """Rounds an array to float8, without a derivative.
+
+    Args:
+      x: the array, of any float dtype up to float32.
+      dtype: the float8 dtype.
+      axes: the axes that share a scale, or are cut into blocks that do.
+      power_of_two: whether scales are powers of two.
+      in_blocks: whether each block of 128 numbers has its own scale.
+
+    Returns:
+      The codes and the scales. Under `vmap`, each array of the batch has its own scale; in a
+      `shard_map`, each shard.
+    """
+    return Coded(
+        *_encode_p.bind(
+            x, dtype=np.dtype(dtype), axes=axes, power_of_two=power_of_two, in_blocks=in_blocks
+        )
+    )
+
+
+def _encoded(x: Any, *, in_blocks: bool, dtype: DType, axes: Any, power_of_two: bool) -> Coded:
+    function = encoded_in_blocks if in_blocks else encoded
+    return function(x, dtype, axes, power_of_two=power_of_two)
+
+
+def _avals(x: Any, *, dtype: DType, axes: Any, in_blocks: bool, **params: Any) -> list[Any]:
+    shape = x.shape
+    if not in_blocks:
+        shape = tuple(1 if i in axes else size for i, size in enumerate(shape))
+    return [result_aval(x, x.shape, dtype), result_aval(x, shape, jnp.float32)]
+
+
+def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    out = _encode_p.bind(*primals, **params)
+    return out, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in out]
+
+
+def _batched(args: Any, batch_axes: Any, *, axes: Any, **params: Any) -> Any:
+    x = jnp.moveaxis(args[0], batch_axes[0], 0)
+    return _encode_p.bind(x, axes=tuple(axis + 1 for axis in axes), **params), [0, 0]
+
+
+@functools.lru_cache(maxsize=4096)
+def _compiled(params: tuple[tuple[str, Any], ...]) -> Any:
+    return jax.jit(functools.partial(_encode_p.bind, **dict(params)))
+
+
+def _impl(x: Any, **params: Any) -> Any:
+    with jax.disable_jit(False):  # where jit is disabled, this would call itself
+        return _compiled(tuple(params.items()))(x)
+
+
+_encode_p.def_impl(_impl)
+_encode_p.def_abstract_eval(_avals)
+ad.primitive_jvps[_encode_p] = _jvp
+batching.primitive_batchers[_encode_p] = _batched
+mlir.register_lowering(_encode_p, mlir.lower_fun(_encoded, multiple_results=True))

@@ -1,0 +1,258 @@
+"""Products in float8: their forward pass, and the bilinear map of their derivatives."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxmp._numerics.dtypes import DType
+from jaxmp._numerics.float8_codes import Coded, decoded
+from jaxmp._policies.recipe import Recipe
+from jaxmp._primitives.bilinear import (
+    RESULT,
+    BilinearMap,
+    Gathers,
+    bilinear_map,
+    cast,
+    function_of,
+    slots,
+)
+from jaxmp._primitives.encode import encode
+from jaxmp._primitives.gathering import gathered, pinned_operands, scattered
+from jaxmp._primitives.mixed_product import held, with_derivatives
+from jaxmp._primitives.operands import Operand
+from jaxmp._primitives.varying import varying_alike
+
+# Each axis of an operand or result is of one group: summed, of the left or right operand alone,
+# shared by both, or added by `vmap`.
+_SUMMED, _LEFT, _RIGHT, _SHARED, _MAPPED = "summed", "left", "right", "shared", "mapped"
+_Groups = tuple[tuple[str, ...], ...]
+# The group that a map sums, by the role that it returns.
+_SUMMED_BY = (_RIGHT, _LEFT, _SUMMED)
+_FAST, _EXACT = (lax.Precision.DEFAULT,) * 2, (lax.Precision.HIGHEST,) * 2
+
+
+def float8_product(
+    params: Mapping[str, Any], lhs: Any, rhs: Any, recipe: Recipe, parameter: int
+) -> Any:
+    """Binds a product in float8, with its derivatives.
+
+    The backward pass multiplies in float8 too, as the recipe says. The forward product is an
+    ordinary equation, which checkpoint policies and audits recognise.
+
+    Args:
+      params: the params of a `dot_general`; `preferred_element_type` is the dtype of the result.
+      lhs: the left operand, of 16 or 32 bits. Its gradient has its dtype.
+      rhs: the right operand.
+      recipe: the recipe.
+      parameter: which operand is the weight, 0 or 1.
+
+    Returns:
+      The product.
+    """
+    operands = varying_alike([lhs, rhs])
+    dtype = np.dtype(params["preferred_element_type"])
+    form = float8_map(
+        tuple(sorted(params.items())),
+        tuple((x.shape, np.dtype(x.dtype)) for x in operands),
+        dtype,
+        recipe,
+        parameter,
+    )
+    coded = [form.encode(i, x, RESULT) for i, x in enumerate(operands)]
+    shown = [Coded(held(x.codes), x.scale) for x in coded]
+    numbers = params["dimension_numbers"]
+    out = form.product(shown, numbers, dtype, _FAST, exact=dtype == np.float32)
+    kept = [Operand(x) for x in operands]
+    if recipe.keeps_codes:
+        kept = [Operand(x.codes, x.scale, y) for x, y in zip(coded, operands, strict=True)]
+    return with_derivatives(out, form, kept)
+
+
+class Float8Map(BilinearMap):
+    """A product in float8 for given shapes: the maps from any two of its roles to the third.
+
+    Attributes:
+      recipe: the recipe.
+      parameter: the role of the weight.
+      groups: for each role, the group of each axis.
+    """
+
+    def __init__(self, *args: Any, recipe: Recipe, parameter: int, groups: _Groups) -> None:
+        super().__init__(*args)
+        self.recipe = recipe
+        self.parameter = parameter
+        self.groups = groups
+
+    def multiplied(
+        self,
+        returned: int,
+        operands: Sequence[Operand],
+        others: Sequence[Any],
+        dtype: Any,
+        *,
+        exact: bool = False,
+    ) -> Any:
+        """Makes a role from the two others; see `BilinearMap`."""
+        if returned == self.parameter and self.recipe.weight_gradient != "float8":
+            return super().multiplied(returned, operands, others, dtype, exact=exact)
+        gathers = (*self.gathers, None)
+        coded = []
+        for operand, role in zip(operands, slots(returned), strict=True):
+            x, scale, _, derivative = operand
+            if scale is None:
+                x, scale = self.encode(role, x, returned, derivative=derivative)
+            coded.append(Coded(gathered(x, gathers[role]), scale))
+        jaxpr = self.float32_map(returned).jaxpr
+        env: dict[Any, Any] = dict(zip(jaxpr.invars, coded, strict=True))
+        is_open = False
+        for i, equation in enumerate(jaxpr.eqns):
+            values = [env[x] for x in equation.invars]
+            if equation.primitive is self.primitive:
+                codes = [x.codes for x in values]
+                pinned = pinned_operands(codes, equation, jaxpr.eqns[i + 1 :], gathers[returned])
+                is_open = pinned is not None
+                values = [Coded(x, y.scale) for x, y in zip(pinned or codes, values, strict=True)]
+                numbers = equation.params["dimension_numbers"]
+                made = self.product(values, numbers, dtype, _EXACT, exact=exact)
+            else:
+                made = _moved(equation, values)
+            env[equation.outvars[0]] = made
+        made = cast(env[jaxpr.outvars[0]], dtype)
+        return scattered(made, gathers[returned], is_summed_whole=not is_open)
+
+    def product(
+        self,
+        operands: Sequence[Coded],
+        dimension_numbers: Any,
+        dtype: Any,
+        precision: Any,
+        *,
+        exact: bool,
+    ) -> Any:
+        """Multiplies two arrays in float8.
+
+        Args:
+          operands: the arrays.
+          dimension_numbers: those of the `dot_general`.
+          dtype: the dtype of the result.
+          precision: the precision of the product.
+          exact: whether to multiply decoded numbers as float32: a CPU has no product of 16-bit
+            numbers with a float32 result.
+        """
+        powers = self.recipe.power_of_two
+        bind = functools.partial(lax.dot_general, dimension_numbers=dimension_numbers)
+        summed = zip(operands, dimension_numbers[0], strict=True)
+        if any(x.scale.shape[i] != 1 for x, axes in summed for i in axes):
+            # Scales that differ along a sum cannot come out of it.
+            narrow = jnp.bfloat16 if powers and not exact else jnp.float32
+            numbers = [decoded(x, narrow) for x in operands]
+            highest = None if powers else _EXACT  # powers of two leave bfloat16's bits
+            return cast(bind(*numbers, precision=highest, preferred_element_type=dtype), dtype)
+        # Powers of two scale bfloat16 exactly, and compilers fold one scalar into the product. In
+        # float16, sums of codes would overflow.
+        wide = dtype if powers and dtype != jnp.float16 else np.dtype(np.float32)
+        codes = [x.codes for x in operands]
+        out = bind(*codes, precision=precision, preferred_element_type=wide)
+        return cast(out * cast(_inverse(operands, dimension_numbers, out.ndim), wide), dtype)
+
+    def encode(self, role: int, x: Any, returned: int, *, derivative: bool = False) -> Coded:
+        """Rounds an operand of one of the maps to float8.
+
+        Args:
+          role: the role of the operand.
+          x: the operand.
+          returned: the role that the map returns.
+          derivative: whether the operand is a tangent or a cotangent.
+        """
+        axes, in_blocks = self._axes(role, returned)
+        dtype = self.recipe.gradient if derivative else self.recipe.forward
+        exact = self.recipe.power_of_two
+        return encode(x, dtype, axes, power_of_two=exact, in_blocks=in_blocks)
+
+    def _axes(self, role: int, returned: int) -> tuple[tuple[int, ...], bool]:
+        """Returns the axes of an operand that share scales, and whether blocks of them do."""
+        groups, granularity = self.groups[role], self.recipe.granularity
+        summed = tuple(i for i, group in enumerate(groups) if group == _SUMMED_BY[returned])
+        # As in torchao's recipe: in the backward pass, a weight that is not transposed by rows.
+        is_weight = role == self.parameter and returned != RESULT
+        if granularity == "tensor" or (is_weight and self.recipe.weight_gradient != "float8"):
+            return tuple(i for i, group in enumerate(groups) if group != _MAPPED), False
+        if granularity == "row":
+            return summed, False
+        if role != self.parameter:
+            return summed[-1:], True
+        last = {group: i for i, group in enumerate(groups) if group not in (_SHARED, _MAPPED)}
+        return tuple(last.values()), True
+
+    def _made(
+        self, shapes: Any, others: Any, given: Any, gathers: Gathers, axes: Any = ()
+    ) -> "Float8Map":
+        groups = tuple(
+            each if axis is None else (*each[:axis], _MAPPED, *each[axis:])
+            for each, axis in zip(self.groups, axes or (None,) * len(self.groups), strict=True)
+        )
+        args = (self.primitive, self.compute, shapes, others, given, gathers)
+        return Float8Map(*args, recipe=self.recipe, parameter=self.parameter, groups=groups)
+
+
+@functools.lru_cache(maxsize=1024)
+def float8_map(
+    params: tuple[tuple[str, Any], ...],
+    avals: tuple[tuple[tuple[int, ...], Any], ...],
+    compute: DType,
+    recipe: Recipe,
+    parameter: int,
+) -> Float8Map:
+    """Returns the map of a product: one object for equal products, so that jit caches find it."""
+    given = bilinear_map(lax.dot_general_p, params, compute, avals)
+    summed, shared = dict(params)["dimension_numbers"]
+    ndims = [len(shape) for shape, _ in avals]
+    sides = [
+        tuple(
+            _SUMMED if i in summed[side] else _SHARED if i in shared[side] else own
+            for i in range(ndims[side])
+        )
+        for side, own in enumerate((_LEFT, _RIGHT))
+    ]
+    result = (
+        *[_SHARED] * len(shared[0]),
+        *[group for groups in sides for group in groups if group in (_LEFT, _RIGHT)],
+    )
+    maps = {RESULT: function_of(given.float32_map(RESULT))}
+    args = (given.primitive, compute, given.shapes, given.others, maps)
+    return Float8Map(*args, recipe=recipe, parameter=parameter, groups=(*sides, result))
+
+
+def _inverse(operands: Sequence[Coded], dimension_numbers: Any, ndim: int) -> Any:
+    """Returns what a product of codes is multiplied by: float32, broadcast against the result."""
+    inverses = [1 / x.scale for x in operands]
+    if all(x.size == 1 for x in inverses):
+        # One scalar: of two, compilers fold only one into the product.
+        return inverses[0].reshape(()) * inverses[1].reshape(())
+    contracted, shared = dimension_numbers
+    free = [
+        [i for i in range(x.ndim) if i not in (*summed, *batch)]
+        for x, summed, batch in zip(inverses, contracted, shared, strict=True)
+    ]
+    found = []
+    for side, x in enumerate(inverses):
+        batch = [x.shape[i] for i in shared[side]]
+        own = [x.shape[i] for i in free[side]]
+        ones = [1] * (ndim - len(batch) - len(own))
+        moved = x.transpose([*shared[side], *free[side], *contracted[side]])
+        found.append(moved.reshape([*batch, *ones, *own] if side else [*batch, *own, *ones]))
+    return found[0] * found[1]
+
+
+def _moved(equation: Any, values: Sequence[Any]) -> Any:
+    """Runs an equation around a product on an array, or on codes and their scales alike."""
+    (value,) = values
+    if not isinstance(value, Coded):
+        return equation.primitive.bind(value, **equation.params)
+    if equation.primitive is not lax.transpose_p:
+        raise NotImplementedError(f"float8 operands cannot go through {equation.primitive}")
+    return Coded(*(equation.primitive.bind(x, **equation.params) for x in value))

@@ -1,0 +1,76 @@
+"""The operands of a product, and the arrays of an equation that holds them."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+
+class Operand(NamedTuple):
+    """One operand of a product.
+
+    Attributes:
+      value: the array that is multiplied.
+      scale: the float32 scale of float8 codes; None for other arrays.
+      source: the wider array that the value was rounded from, if its gradient goes there.
+      derivative: whether it is a tangent or a cotangent.
+    """
+
+    value: Any
+    scale: Any = None
+    source: Any = None
+    derivative: bool = False
+
+    @property
+    def linear(self) -> Any:
+        """The array to which the gradient of the operand goes."""
+        return self.value if self.source is None else self.source
+
+    @property
+    def kept(self) -> "Kept":
+        return Kept(self.scale is not None, self.source is not None, self.derivative)
+
+
+class Kept(NamedTuple):
+    """The facts about an operand without its arrays; attributes as in `Operand`."""
+
+    scaled: bool
+    wide: bool
+    derivative: bool
+
+
+def flat_operands(operands: Sequence[Operand], others: Sequence[Any]) -> tuple[list[Any], Any]:
+    """Returns the arrays of two operands for an equation, and the facts to rebuild them.
+
+    Args:
+      operands: the two operands.
+      others: integer operands of the product.
+
+    >>> flat_operands([Operand("x"), Operand("codes", "scale", "w")], [])[0]
+    ['x', 'codes', 'scale', 'w']
+    """
+    values, scales, sources, _ = zip(*operands, strict=True)
+    arrays = [*values, *others, *(x for x in (*scales, *sources) if x is not None)]
+    return arrays, tuple(operand.kept for operand in operands)
+
+
+def operands_of(args: Sequence[Any], kept: Sequence[Kept]) -> tuple[list[Operand], list[Any]]:
+    """Rebuilds operands from arrays, or from anything that stands for them.
+
+    >>> operands_of(["x", "w16", "w"], [Kept(False, False, False), Kept(False, True, False)])[0][1]
+    Operand(value='w16', scale=None, source='w', derivative=False)
+    """
+    end = len(args) - sum(each.scaled + each.wide for each in kept)
+    rest = iter(args[end:])
+    scales = [next(rest) if each.scaled else None for each in kept]
+    sources = [next(rest) if each.wide else None for each in kept]
+    marks = [each.derivative for each in kept]
+    operands = map(Operand, args[: len(kept)], scales, sources, marks)
+    return list(operands), list(args[len(kept) : end])
+
+
+def place_of_linear(i: int, count: int, kept: Sequence[Kept]) -> int:
+    """Returns where among `count` arrays the one is to which the gradient of an operand goes.
+
+    >>> place_of_linear(0, 3, [Kept(False, True, False), Kept(False, False, False)])
+    2
+    """
+    return count - sum(each.wide for each in kept[i:]) if kept[i].wide else i
