@@ -1,6 +1,7 @@
 """Ready-made rules: the parts of a model that everyone keeps in float32, found by their names."""
 
 from jaxmp._policies.presets import (
+    EMBEDDINGS as EMBEDDINGS,
     HEADS as HEADS,
     NORMS as NORMS,
     ROTARY as ROTARY,

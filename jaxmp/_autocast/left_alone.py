@@ -84,6 +84,8 @@ def _of_step(step: Step, context: Call) -> _Flops:
         if jax.config.jax_default_matmul_precision is None:  # type: ignore[attr-defined]
             return collections.Counter()
         reason = _PRECISE
+    if step.float8 is not None:
+        return collections.Counter({_LOW: product_flops(op.equation)})
     wants = zip(step.wants[:2], op.in_avals, strict=False)
     dtypes = [want or aval.dtype for want, aval in wants]
     return _of_product(op.equation, dtypes, names, context, reason)

@@ -1,7 +1,6 @@
 """Finds the policy of an operation by the scopes that it was traced in."""
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jaxmp._autocast.kinds import FLOAT32, Kind
@@ -10,6 +9,8 @@ from jaxmp._numerics.dtypes import DType
 from jaxmp._policies.policy import Policy, get_policy, short_name
 from jaxmp._policies.policy_rules import PolicyRules
 from jaxmp._policies.precision import precision_of
+from jaxmp._policies.presets import family_left_out
+from jaxmp._policies.recipe import Recipe
 
 # Operations in these scopes stay as traced. In EXACT, products that ask for nothing ask for
 # float32: JAX traces derivative rules later, when what holds around a function no longer does. In
@@ -29,6 +30,8 @@ class Region(NamedTuple):
       result: the kind of floats that leave an exact region.
       sealed: whether no dtype inside may change, whatever the scopes inside say.
       precision: what products in float32 ask for, unless they say it themselves; None for nothing.
+      products: the float8 recipe of products with params, or None.
+      left_out: why there is no recipe, for a family of modules that is left out of float8.
     """
 
     low: DType
@@ -36,6 +39,8 @@ class Region(NamedTuple):
     result: Kind = Kind.FIRM
     sealed: bool = False
     precision: str | None = None
+    products: Recipe | None = None
+    left_out: str | None = None
 
     @property
     def exact(self) -> bool:
@@ -51,7 +56,7 @@ def region_of(policy: Policy | None) -> Region:
     if policy.compute_dtype.itemsize >= FLOAT32.itemsize:
         return Region(FLOAT32, precision=precision)
     wide = policy.reduce_dtype.itemsize >= FLOAT32.itemsize
-    return Region(policy.compute_dtype, wide, precision=precision)
+    return Region(policy.compute_dtype, wide, precision=precision, products=policy.products)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -78,12 +83,8 @@ class Regions:
 
     def __init__(self, policy: Policy | PolicyRules) -> None:
         self._by_name = isinstance(policy, PolicyRules)
-        self._decide: Callable[[tuple[str, ...]], Region]
-        if isinstance(policy, PolicyRules):
-            self._decide = functools.partial(_by_rules, policy)
-        else:
-            region = region_of(policy)
-            self._decide = lambda names: region
+        rules = policy if isinstance(policy, PolicyRules) else PolicyRules(default=policy)
+        self._decide = functools.partial(_by_rules, rules)
         self._known: dict[tuple[str, ...], Region] = {}
 
     def of(self, names: tuple[str, ...]) -> Region:
@@ -104,7 +105,8 @@ class Regions:
         """Returns the scopes among `names` that can decide the policy inside."""
         if self._by_name:
             return names
-        return tuple(name for name in names if name.startswith((POLICY, EXACT, DONE)))
+        marks = (POLICY, EXACT, DONE)
+        return tuple(name for name in names if name.startswith(marks) or family_left_out(name))
 
     def visited(self) -> set[str]:
         """Returns the paths of all scopes that were looked up, and of the scopes around them."""
@@ -117,10 +119,15 @@ class Regions:
 
 
 def _by_rules(rules: PolicyRules, names: tuple[str, ...]) -> Region:
-    """Returns the region of the innermost scope with a rule; the first scope may be the model's."""
+    """Returns the region of the innermost scope with a rule; the first scope may be the model's.
+
+    Where no rule decides, heads, embeddings and routers are left out of float8.
+    """
     for end in range(len(names), 0, -1):
         for start in (0, 1):
             decision = rules.decide("/".join(names[start:end]))
             if decision.rule is not None and start < end:
                 return region_of(decision.policy)
-    return region_of(rules.default)
+    region = region_of(rules.default)
+    family = None if region.products is None else family_left_out("/".join(names))
+    return region if family is None else region._replace(products=None, left_out=family)

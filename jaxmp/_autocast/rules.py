@@ -52,6 +52,7 @@ from jaxmp._jaxpr.op_classes import (
 from jaxmp._jaxpr.program import Op
 from jaxmp._numerics.dtypes import DType
 from jaxmp._policies.precision import as_param, is_own
+from jaxmp._primitives.float8_dot import why_not_float8
 from jaxmp._primitives.float32_sums import gather
 
 
@@ -289,13 +290,34 @@ def plan_product(op: Op, states: States, region: Region) -> Step:
         return step
     sources = tuple(region.float32_gradients and is_weight(state) for state in operands)
     stored = Stored.AS_IT_IS if any(map(is_weight, operands)) else Stored.AS_SCORES
-    return Step(
+    step = Step(
         op,
         [region.low, region.low, *[None] * (len(states) - 2)],
         [State(Kind.LOW, region.low, stored=stored)],
         params={"preferred_element_type": region.low},
         sources=sources,
     )
+    return _in_float8(step, operands, region)
+
+
+def _in_float8(step: Step, operands: list[State], region: Region) -> Step:
+    """Gives a product with a weight the recipe of its region, or the reason why it gets none."""
+    weights = [i for i, state in enumerate(operands) if is_weight(state)]
+    if not weights or (region.products is None and region.left_out is None):
+        return step
+    op, parameter = step.op, weights[-1]
+    if region.products is None:
+        step.not_float8 = region.left_out
+    elif op.name != "dot_general":
+        step.not_float8 = op.name
+    else:
+        reason = why_not_float8(op.params, op.in_avals, region.products, parameter)
+        step.not_float8 = reason
+        step.float8 = (region.products, parameter) if reason is None else None
+    if step.float8 is not None:
+        # Weights are rounded to float8 once, and not to 16 bits before.
+        step.wants = [FLOAT32 if i in weights else want for i, want in enumerate(step.wants)]
+    return step
 
 
 def _adds_nothing_up(op: Op, operands: list[State]) -> bool:
@@ -320,6 +342,8 @@ def asking_for(step: Step, precision: str | None) -> Step:
     """Lets a product that runs in float32 ask for a precision, unless it says one itself."""
     op = step.op
     if precision is None or op.name not in CONTRACTIONS or is_own(op.params.get("precision")):
+        return step
+    if step.float8 is not None:
         return step
     reads = zip(step.wants[:2], op.in_avals, strict=False)
     if any((want or aval.dtype) == FLOAT32 for want, aval in reads):

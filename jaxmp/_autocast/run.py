@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 from jax import lax
 from jax.extend import core
 
@@ -11,7 +12,9 @@ from jaxmp._autocast.plan import Plan
 from jaxmp._autocast.steps import Step
 from jaxmp._jaxpr import compat
 from jaxmp._jaxpr.op_classes import REARRANGES
+from jaxmp._jaxpr.scopes import NOT_FLOAT8
 from jaxmp._numerics.dtypes import DType
+from jaxmp._primitives.float8_product import float8_product
 from jaxmp._primitives.mixed_product import product
 
 
@@ -39,6 +42,12 @@ def run_plan(plan: Plan, arguments: Sequence[Any]) -> list[Any]:
 
 def _run_step(step: Step, values: "_Values") -> list[Any]:
     op = step.op
+    if step.float8 is not None:
+        lhs, rhs = (values.read(atom, w) for atom, w in zip(op.inputs, step.wants, strict=True))
+        return [float8_product({**op.params, **step.params}, lhs, rhs, *step.float8)]
+    if step.not_float8 is not None:
+        with jax.named_scope(NOT_FLOAT8 + step.not_float8):
+            return [_run_product(step, values)]
     if any(step.sources):
         return [_run_product(step, values)]
     inputs = []

@@ -11,6 +11,7 @@ from jaxmp._autocast.kinds import FLOAT32, Kind, State, in_float32, literal_stat
 from jaxmp._jaxpr.op_classes import CONTRACTIONS, KERNELS
 from jaxmp._jaxpr.program import Op
 from jaxmp._numerics.dtypes import DType
+from jaxmp._policies.recipe import Recipe
 
 States = Sequence[State | None]
 HALVES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
@@ -32,6 +33,8 @@ class Step:
       sources: for a product, which operands are roundings of a float32 source.
       lays_out: which inputs are broadcast to the shape of the result before they are cast, so that
         their gradients are added up in float32.
+      float8: for a product in float8, the recipe and which operand is the weight.
+      not_float8: why a product with a weight is left out of float8.
     """
 
     op: Op
@@ -43,6 +46,8 @@ class Step:
     run: Callable[..., list[Any]] | None = None
     sources: tuple[bool, ...] = ()
     lays_out: tuple[bool, ...] = ()
+    float8: tuple[Recipe, int] | None = None
+    not_float8: str | None = None
 
 
 def is_castable(aval: Any) -> bool:

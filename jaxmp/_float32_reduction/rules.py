@@ -54,7 +54,7 @@ from jaxmp._mesh.layout import moved
 from jaxmp._primitives.float32_sums import gather, gathers
 from jaxmp._primitives.gathering import Gather
 from jaxmp._primitives.mixed_product import held, product, with_derivatives
-from jaxmp._primitives.operands import Operand, operands_of
+from jaxmp._primitives.operands import ProductOperand, operands_of
 from jaxmp._primitives.varying import varying_alike, varying_axes
 
 Rule = Callable[[core.JaxprEqn, list[Value]], list[Value] | None]
@@ -296,7 +296,7 @@ def _float32_gradient(equation: core.JaxprEqn, values: list[Value]) -> list[Valu
         if each.source is not None:
             source = _source_of(each.source, gather)
         scale = None if each.scale is None else each.scale.array
-        operands.append(Operand(operand, scale, source))
+        operands.append(ProductOperand(operand, scale, source))
         gathers.append(gather)
     form = form.gathering(tuple(gathers)) if any(gathers) else form
     made = with_derivatives(values[0].used(), form, operands, _arrays_of(others))

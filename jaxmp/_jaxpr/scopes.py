@@ -3,6 +3,9 @@
 import functools
 import re
 
+# The rest of the name of such a scope says why the product in it is left out of float8.
+NOT_FLOAT8 = "jaxmp.not_float8:"
+
 _WRAPPER = re.compile(r"[A-Za-z_]+\(")
 _CALL = re.compile(r"p?jit\([^()]*\)")
 # JAX's names for programs that it makes of a module; they are not names of modules.

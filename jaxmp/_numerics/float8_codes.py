@@ -72,7 +72,7 @@ def largest_magnitude(x: Float[Array, "..."], axes: tuple[int, ...]) -> Float32[
     return jnp.max(jnp.abs(x), axis=axes, keepdims=True, initial=0).astype(jnp.float32)
 
 
-def codes_of(
+def rounded_to_codes(
     x: Float[Array, "*shape"], scale: Float32[Array, "..."], dtype: DType
 ) -> Float[Array, "*shape"]:
     """Rounds numbers times their scale to float8, once, to the nearest.
@@ -86,7 +86,8 @@ def codes_of(
       The codes. Finite numbers out of range become the largest one: a scale from an earlier step
       may be too large.
 
-    >>> codes_of(jnp.float32([0.3, 500, jnp.nan]), jnp.float32(1), jnp.dtype("float8_e4m3fn"))
+    >>> x, e4m3 = jnp.float32([0.3, 500, jnp.nan]), jnp.dtype("float8_e4m3fn")
+    >>> rounded_to_codes(x, jnp.float32(1), e4m3)
     Array([0.3125, 448, nan], dtype=float8_e4m3fn)
     """
     largest = float(jnp.finfo(dtype).max)
@@ -112,7 +113,7 @@ def encoded(
     Array([128.,   8.], dtype=float32)
     """
     scale = scale_of(largest_magnitude(x, axes), dtype, power_of_two=power_of_two)
-    return Coded(codes_of(x, scale, dtype), scale)
+    return Coded(rounded_to_codes(x, scale, dtype), scale)
 
 
 def encoded_in_blocks(
@@ -148,7 +149,7 @@ def encoded_in_blocks(
     scale = jnp.broadcast_to(scale_of(amax, dtype, power_of_two=power_of_two), shape)
     padded = [size + more for size, (_, more) in zip(x.shape, padding, strict=True)]
     scale = scale.reshape(padded)[tuple(slice(size) for size in x.shape)]
-    return Coded(codes_of(x, scale, dtype), scale)
+    return Coded(rounded_to_codes(x, scale, dtype), scale)
 
 
 def decoded(coded: Coded, dtype: Any) -> Array:

@@ -1,4 +1,4 @@
-"""Policies: dtypes of params, computation, output and reductions, precision of float32 products."""
+"""Policies: dtypes of params, computation, output and reductions, and how products are run."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -10,9 +10,10 @@ from jaxtyping import PyTree
 from jaxmp._numerics.dtypes import DType, at_least_float32, parse_dtype, suggestion
 from jaxmp._numerics.tree import cast_floating
 from jaxmp._policies.precision import parse_precision
+from jaxmp._policies.recipe import Recipe, get_recipe
 
 _KEYS = {"params": "p", "compute": "c", "output": "o", "reduce": "r"}
-_PRECISION = "precision"
+_PRECISION, _PRODUCTS = "precision", "products"
 
 
 @dataclasses.dataclass(frozen=True, repr=False, init=False)
@@ -35,11 +36,15 @@ class Policy(jmp.Policy):
         of bfloat16 on a TPU. Also `"default"`, `"highest"`, the name of a
         `jax.lax.DotAlgorithmPreset`, or JAX's object for one of these. Products in 16 bits do not
         change. docs/precision.md has what each is on which device.
+      products: how products with params are multiplied in float8: a `jaxmp.float8.Recipe` or its
+        name. None means the compute dtype. What is around them does not change. docs/float8.md
+        says which products are meant.
 
     Each dtype may be given as any dtype or name that `get_policy` knows.
 
     Raises:
-      ValueError: for a name or dtype that is not a float, or an unknown precision.
+      ValueError: for a name or dtype that is not a float, an unknown precision or recipe, or
+        products in float8 under a compute dtype of more than 16 bits.
 
     >>> policy = Policy("float32", "bf16", "f32")
     >>> str(policy)
@@ -51,6 +56,7 @@ class Policy(jmp.Policy):
 
     reduce_dtype: DType
     precision: str | None
+    products: Recipe | None
 
     def __init__(
         self,
@@ -59,6 +65,7 @@ class Policy(jmp.Policy):
         output_dtype: Any,
         reduce_dtype: Any = None,
         precision: Any = None,
+        products: Any = None,
     ) -> None:
         dtypes = [parse_dtype(dtype) for dtype in (param_dtype, compute_dtype, output_dtype)]
         if reduce_dtype is None:
@@ -66,7 +73,13 @@ class Policy(jmp.Policy):
             dtypes.append(widest)
         else:
             dtypes.append(parse_dtype(reduce_dtype))
-        values = (*dtypes, parse_precision(precision))
+        recipe = get_recipe(products)
+        if recipe is not None and dtypes[1].itemsize != 2:
+            raise ValueError(
+                f"products in float8 ({recipe}) need a compute dtype of 16 bits for all that is "
+                f"around them, got {dtypes[1].name}. Use 'mixed_float8', or compute=bfloat16"
+            )
+        values = (*dtypes, parse_precision(precision), recipe)
         for field, value in zip(dataclasses.fields(self), values, strict=True):
             object.__setattr__(self, field.name, value)
 
@@ -84,13 +97,23 @@ class Policy(jmp.Policy):
 
     def with_output_dtype(self, output_dtype: Any) -> "Policy":
         """Returns the same policy with another output dtype."""
-        params, compute = self.param_dtype, self.compute_dtype
-        return Policy(params, compute, output_dtype, self.reduce_dtype, self.precision)
+        return self._changed(2, output_dtype)
+
+    def with_products(self, products: Any) -> "Policy":
+        """Returns the same policy with another recipe for products; None for no float8."""
+        return self._changed(5, products)
+
+    def _changed(self, place: int, value: Any) -> "Policy":
+        values = [getattr(self, field.name) for field in dataclasses.fields(self)]
+        values[place] = value
+        params, compute, output, *rest = values
+        return Policy(params, compute, output, *rest)
 
     def __str__(self) -> str:
         dtypes = (self.param_dtype, self.compute_dtype, self.output_dtype, self.reduce_dtype)
         pairs = [f"{key}={dtype}" for key, dtype in zip(_KEYS, dtypes, strict=True)]
-        return ",".join(pairs + ([f"{_PRECISION}={self.precision}"] if self.precision else []))
+        options = {_PRECISION: self.precision, _PRODUCTS: self.products}
+        return ",".join(pairs + [f"{key}={value}" for key, value in options.items() if value])
 
     def __repr__(self) -> str:
         return f"Policy({str(self)!r})"
@@ -99,19 +122,13 @@ class Policy(jmp.Policy):
 _PRESETS: Mapping[str, str] = {
     "mixed_bfloat16": "params=float32,compute=bfloat16,output=float32",
     "mixed_float16": "params=float32,compute=float16,output=float32",
+    "mixed_float8": "params=float32,compute=bfloat16,output=float32,products=tensorwise",
     "O0": "params=float32,compute=float32,output=float32",
     # The dtypes of operations, not of arrays: see jaxmp.autocast.
     "O1": "params=float32,compute=float16,output=float32",
     # O2 differs from O3 by norms in float32: see jaxmp.rules.get_rules.
     "O2": "params=float16,compute=float16,output=float32",
     "O3": "params=float16,compute=float16,output=float32",
-}
-
-# Names that users will try, but that this version does not support. An approximation would train
-# another model than the user asked for.
-_NOT_YET: Mapping[str, str] = {
-    "mixed_float8": "it needs scaled float8 matmuls, because casting to float8 without scales "
-    "loses small gradients. Use 'mixed_bfloat16'",
 }
 
 
@@ -125,24 +142,26 @@ def get_policy(policy: str | jmp.Policy) -> Policy:
     | `mixed_float16` | float32 | float16 | float32 | older GPUs; needs loss scaling |
     | `bfloat16` | bfloat16 | bfloat16 | bfloat16 | least memory; masters are float32 |
     | `float16` | float16 | float16 | float16 | the same in float16; needs loss scaling |
-    | `mixed_float8` | - | - | - | an error in this version: needs scaled float8 matmuls |
+    | `mixed_float8` | float32 | bfloat16 | float32 | large layers on H100 and later, TPU 7x |
     | `O0` | float32 | float32 | float32 | apex's O0 |
     | `O1` | float32 | float16 | float32 | apex's O1, for `jaxmp.autocast` |
     | `O2` | float16 | float16 | float32 | apex's O2, on a Flax module with norms in float32 |
     | `O3` | float16 | float16 | float32 | apex's O3, which also has no masters and scale 1 |
 
-    All of them ask for float32 reductions. O1 has the dtypes of `mixed_float16`, and chooses one
-    for each operation: `jaxmp.autocast(loss_fn, "O1")`, as `make_train_step` does under every
-    policy. O2 is more than one policy: `jaxmp.linen.apply_policy` and `jaxmp.nnx.apply_policy`
-    add its float32 norms. For all of apex's O3, also give `master="none"` and
-    `loss_scale=NoLossScale()` to `mixed_precision`, and `cast="all"` to `make_train_step`.
+    All of them ask for float32 reductions. `mixed_float8` is `mixed_bfloat16` with
+    `products=tensorwise`: products of layers with their weights in float8. O1 has the dtypes of
+    `mixed_float16`, and chooses one for each operation: `jaxmp.autocast(loss_fn, "O1")`, as
+    `make_train_step` does under every policy. O2 is more than one policy:
+    `jaxmp.linen.apply_policy` and `jaxmp.nnx.apply_policy` add its float32 norms. For all of apex's
+    O3, also give `master="none"` and `loss_scale=NoLossScale()` to `mixed_precision`, and
+    `cast="all"` to `make_train_step`.
 
-    Strings of dtypes are jmp's, with blanks allowed and two more keys: `params` or `p`,
-    `compute` or `c`, `output` or `o`, `reduce` or `r`, and `precision`, that of float32 products:
-    see `Policy`. As in jmp, params default to float32, compute follows params and **output follows
-    compute**; reduce is float32 (float64 where the params or the compute dtype are). A lone dtype
-    name sets all three. A dtype, `mixed_bfloat16` or `mixed_float16` may also come first, and keys
-    after it then say what differs: `"mixed_bfloat16,precision=high"`.
+    Strings of dtypes are jmp's, with blanks allowed and more keys: `params` or `p`, `compute` or
+    `c`, `output` or `o`, `reduce` or `r`, `precision`, that of float32 products, and `products`, a
+    float8 recipe: see `Policy`. As in jmp, params default to float32, compute follows params and
+    **output follows compute**; reduce is float32 (float64 where the params or the compute dtype
+    are). A lone dtype name sets all three. A dtype, or a name that begins with `mixed_`, may also
+    come first, and keys after it then say what differs: `"mixed_bfloat16,precision=high"`.
 
     Args:
       policy: a preset, a string such as `"p=f32, c=bf16, o=f32"`, or a policy, jmp's included.
@@ -151,7 +170,7 @@ def get_policy(policy: str | jmp.Policy) -> Policy:
       The policy.
 
     Raises:
-      ValueError: for an unknown name or key, a key twice, or a preset this version lacks.
+      ValueError: for an unknown name or key, or a key twice.
       TypeError: for anything else, such as a dtype, which does not say what it applies to.
 
     >>> get_policy("mixed_bfloat16").compute_dtype
@@ -168,9 +187,6 @@ def get_policy(policy: str | jmp.Policy) -> Policy:
     if not isinstance(policy, str):
         raise TypeError(f"policy must be a string or a Policy, got {_what_was_given(policy)}")
     name = policy.strip()
-    first = name.partition(",")[0].strip()
-    if first in _NOT_YET:
-        raise ValueError(f"policy {first!r} is not in this version of jaxmp: {_NOT_YET[first]}.")
     if name in _PRESETS:
         return _from_pairs(_pairs_in(_PRESETS[name]))
     if "=" in name:
@@ -179,7 +195,7 @@ def get_policy(policy: str | jmp.Policy) -> Policy:
         dtype = parse_dtype(name)
     except ValueError:
         valid = ["float32", "bfloat16", "float16", *_PRESETS]
-        near = suggestion(name, [*valid, *_NOT_YET])
+        near = suggestion(name, valid)
         raise ValueError(
             f"unknown policy {name!r}.{near} Valid: {', '.join(valid)}, any other dtype name such "
             "as 'f64', or a string such as 'params=float32,compute=bfloat16,output=float32'."
@@ -210,7 +226,8 @@ def short_name(policy: Policy) -> str:
     >>> short_name(get_policy("p=f32,c=bf16,o=f32")), short_name(get_policy("p=f32,c=bf16"))
     ('mixed_bfloat16', 'params=float32,compute=bfloat16,output=bfloat16,reduce=float32')
     """
-    for name in ("float32", "bfloat16", "float16", "mixed_bfloat16", "mixed_float16"):
+    mixed = [name for name in _PRESETS if name.startswith("mixed_")]
+    for name in ("float32", "bfloat16", "float16", *mixed):
         if policy == get_policy(name):
             return name
     return str(policy)
@@ -219,7 +236,7 @@ def short_name(policy: Policy) -> str:
 def _pairs_in(text: str) -> dict[str, str]:
     """Returns the keys and values in a policy's text; those of a name at its start come first."""
     long_keys = {short: key for key, short in _KEYS.items()} | {key: key for key in _KEYS}
-    long_keys[_PRECISION] = _PRECISION
+    long_keys |= {key: key for key in (_PRECISION, _PRODUCTS)}
     first, _, rest = text.partition(",")
     base = {} if "=" in first else _pairs_of_name(first.strip(), text)
     given: dict[str, str] = {}
@@ -231,7 +248,7 @@ def _pairs_in(text: str) -> dict[str, str]:
             near = suggestion(key, list(long_keys))
             raise ValueError(
                 f"unknown key {key!r} in policy {text!r}.{near} Valid keys: "
-                "params (p), compute (c), output (o), reduce (r), precision"
+                "params (p), compute (c), output (o), reduce (r), precision, products"
             )
         if long_keys[key] in given:
             raise ValueError(f"key {long_keys[key]!r} is given twice in policy {text!r}")
@@ -259,4 +276,7 @@ def _from_pairs(given: dict[str, str]) -> Policy:
     params = given.get("params", "float32")
     compute = given.get("compute", params)
     output = given.get("output", compute)
-    return Policy(params, compute, output, given.get("reduce"), given.get(_PRECISION))
+    products = given.get(_PRODUCTS)
+    if products is not None and products.lower() == "none":
+        products = None
+    return Policy(params, compute, output, given.get("reduce"), given.get(_PRECISION), products)

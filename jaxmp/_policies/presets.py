@@ -85,6 +85,11 @@ ROUTERS = Family(
     ),
     types=("*Router", "RouterWeights", "*MoEGate", "GateLogit"),
 )
+EMBEDDINGS = Family(
+    name="embeddings",
+    paths=("*embed*", "*Embed*", "wte", "wte.*"),
+    types=("Embed", "Embedding"),
+)
 ROTARY = Family(
     name="rotary",
     paths=("rope", "rotary", "rotary_emb*", "rope_emb*", "rope_2d"),
@@ -103,7 +108,7 @@ def keep_float32(
 
     Args:
       policy: the policy of the rest.
-      *families: `NORMS`, `HEADS`, `ROUTERS`, `ROTARY`, or your own `Family`.
+      *families: `NORMS`, `HEADS`, `ROUTERS`, `EMBEDDINGS`, `ROTARY`, or your own `Family`.
       output_dtype: the dtype that these modules return. With float32 they do what Flax's layers do
         with `dtype=float32`. With the compute dtype of the policy they keep half as much for the
         backward pass, and lose no more than the cast of the next layer would.
@@ -152,6 +157,29 @@ def keep_norms_float32(policy: str | jmp.Policy, *, output_dtype: Any = "float32
     ['float32', 'float16']
     """
     return keep_float32(policy, NORMS, output_dtype=output_dtype)
+
+
+# What is common practice to leave out of float8: an error of 5 % in a logit or in the choice of an
+# expert is not averaged over anything.
+_NOT_IN_FLOAT8 = (HEADS, EMBEDDINGS, ROUTERS)
+
+
+def family_left_out(path: str, module: Any = None) -> str | None:
+    """Returns the family of a module that is left out of float8; None if there is none.
+
+    Args:
+      path: the path of the module; the modules around it count, too.
+      module: the module, if at hand.
+
+    >>> family_left_out("decoder/lm_head/dense"), family_left_out("decoder/mlp")
+    ('heads', None)
+    """
+    names = path.split("/")
+    for family in _NOT_IN_FLOAT8:
+        around = ("/".join(names[:end]) for end in range(1, len(names)))
+        if family(path, module) or any(map(family, around)):
+            return family.name
+    return None
 
 
 def get_rules(rules: str | jmp.Policy | PolicyRules) -> PolicyRules:

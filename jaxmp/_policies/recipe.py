@@ -27,12 +27,15 @@ class Recipe:
     format first. What shares a scale decides what an outlier costs. docs/float8.md says which
     recipe pays where.
 
-    | name | scales | the gradient of the weight | meant for |
-    |---|---|---|---|
-    | `tensorwise` | one for each array | in float8 | speed |
-    | `rowwise` | one for each row, along the summed axis | in float8 | peers' name; outliers of tokens spoil gradients |
-    | `rowwise_hp` | as `rowwise`; weights by array in the backward pass | in bfloat16 | activations with outliers |
-    | `blockwise` | 1 x 128 for activations, 128 x 128 for weights | in float8 | trying it: XLA has no such kernel, so it is rounded to float8 and multiplied in bfloat16 |
+    | name | one scale for | gradients of weights |
+    |---|---|---|
+    | `tensorwise` | each array | in float8 |
+    | `rowwise` | each row along what is summed | in float8 |
+    | `rowwise_hp` | the same; in the backward pass, each weight | in bfloat16 |
+    | `blockwise` | 1 x 128 numbers; of weights, 128 x 128 | in float8 |
+
+    XLA has no kernel for blocks: `blockwise` rounds to float8 and multiplies in bfloat16, which
+    shows what the recipe does to a model, but is slower than bfloat16.
 
     Args:
       granularity: `"tensor"`, `"row"` or `"block"`: what shares a scale.
@@ -115,7 +118,9 @@ class Recipe:
             return [name for name in fields if getattr(self, name) != getattr(base, name)]
 
         name, base = min(_RECIPES.items(), key=lambda item: len(differing(item[1])))
-        return ":".join([name, *(f"{key}={_text(getattr(self, key))}" for key in differing(base))])
+        return ":".join(
+            [name, *(f"{key}={_field_text(getattr(self, key))}" for key in differing(base))]
+        )
 
     def __repr__(self) -> str:
         return f"Recipe({str(self)!r})"
@@ -142,7 +147,7 @@ _NOT_HERE: Mapping[str, str] = {
 }
 
 
-def _text(value: Any) -> str:
+def _field_text(value: Any) -> str:
     return value.name if isinstance(value, DType) else str(value).lower()
 
 

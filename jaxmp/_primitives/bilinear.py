@@ -22,7 +22,7 @@ from jaxmp._primitives.gathering import (
     scattered,
     with_batch_axis,
 )
-from jaxmp._primitives.operands import Operand, operands_of
+from jaxmp._primitives.operands import ProductOperand, operands_of
 
 # A bilinear map has three roles: two operands and the result. Its transpose with respect to an
 # operand exchanges that operand and the result, so that repeated transposition gives only three
@@ -106,7 +106,7 @@ class BilinearMap:
     def multiplied(
         self,
         returned: int,
-        operands: Sequence[Operand],
+        operands: Sequence[ProductOperand],
         others: Sequence[Any],
         dtype: Any,
         *,

@@ -20,10 +20,10 @@ from jaxmp._primitives.bilinear import (
     function_of,
     slots,
 )
-from jaxmp._primitives.encode import encode
+from jaxmp._primitives.float8_encode import float8_encode
 from jaxmp._primitives.gathering import gathered, pinned_operands, scattered
 from jaxmp._primitives.mixed_product import held, with_derivatives
-from jaxmp._primitives.operands import Operand
+from jaxmp._primitives.operands import ProductOperand
 from jaxmp._primitives.varying import varying_alike
 
 # Each axis of an operand or result is of one group: summed, of the left or right operand alone,
@@ -66,9 +66,9 @@ def float8_product(
     shown = [Coded(held(x.codes), x.scale) for x in coded]
     numbers = params["dimension_numbers"]
     out = form.product(shown, numbers, dtype, _FAST, exact=dtype == np.float32)
-    kept = [Operand(x) for x in operands]
+    kept = [ProductOperand(x) for x in operands]
     if recipe.keeps_codes:
-        kept = [Operand(x.codes, x.scale, y) for x, y in zip(coded, operands, strict=True)]
+        kept = [ProductOperand(x.codes, x.scale, y) for x, y in zip(coded, operands, strict=True)]
     return with_derivatives(out, form, kept)
 
 
@@ -90,7 +90,7 @@ class Float8Map(BilinearMap):
     def multiplied(
         self,
         returned: int,
-        operands: Sequence[Operand],
+        operands: Sequence[ProductOperand],
         others: Sequence[Any],
         dtype: Any,
         *,
@@ -171,7 +171,7 @@ class Float8Map(BilinearMap):
         axes, in_blocks = self._axes(role, returned)
         dtype = self.recipe.gradient if derivative else self.recipe.forward
         exact = self.recipe.power_of_two
-        return encode(x, dtype, axes, power_of_two=exact, in_blocks=in_blocks)
+        return float8_encode(x, dtype, axes, power_of_two=exact, in_blocks=in_blocks)
 
     def _axes(self, role: int, returned: int) -> tuple[tuple[int, ...], bool]:
         """Returns the axes of an operand that share scales, and whether blocks of them do."""

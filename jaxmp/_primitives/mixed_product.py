@@ -35,7 +35,7 @@ from jaxmp._primitives.bilinear import (
     slots,
 )
 from jaxmp._primitives.gathering import gathered
-from jaxmp._primitives.operands import Operand, flat_operands, operands_of, place_of_linear
+from jaxmp._primitives.operands import ProductOperand, flat_operands, operands_of, place_of_linear
 from jaxmp._primitives.varying import result_aval, varying_alike
 
 # These are primitives, as `jax.custom_vjp` has no forward mode, and `linear_call` has no rule for
@@ -105,7 +105,7 @@ def product(
     )
     rest = iter(sources)
     both = [
-        Operand(x, source=None if source is None else next(rest))
+        ProductOperand(x, source=None if source is None else next(rest))
         for x, source in zip(operands, wide, strict=False)
     ]
     # The operands are not held here, so that a loop keeps no copy of them.
@@ -113,7 +113,7 @@ def product(
 
 
 def with_derivatives(
-    out: Any, form: BilinearMap, operands: Sequence[Operand], others: Sequence[Any] = ()
+    out: Any, form: BilinearMap, operands: Sequence[ProductOperand], others: Sequence[Any] = ()
 ) -> Any:
     """Returns the result of a product, with the derivatives of a bilinear map.
 
@@ -128,7 +128,7 @@ def with_derivatives(
 
 
 def _bilinear(
-    form: BilinearMap, returned: int, dtype: Any, operands: Sequence[Operand], others: Any
+    form: BilinearMap, returned: int, dtype: Any, operands: Sequence[ProductOperand], others: Any
 ) -> Any:
     """Binds the map from two roles to the third."""
     arrays, kept = flat_operands(operands, others)
@@ -153,7 +153,7 @@ def _tangents(
         if isinstance(along[i].linear, ad.Zero):
             continue
         into = list(operands)
-        into[i] = Operand(along[i].linear, derivative=True)
+        into[i] = ProductOperand(along[i].linear, derivative=True)
         terms.append(_bilinear(form, returned, dtype, into, others))
     return terms
 
@@ -166,7 +166,7 @@ def _cotangents(form: BilinearMap, returned: int, kept: Any, ct: Any, args: Any)
         raise TypeError(f"a product of {form} is linear in one operand, not in both at once")
     (i,) = unknown
     roles = slots(returned)
-    of = dict(zip(roles, operands, strict=True)) | {returned: Operand(ct, derivative=True)}
+    of = dict(zip(roles, operands, strict=True)) | {returned: ProductOperand(ct, derivative=True)}
     into = [of[role] for role in slots(roles[i])]
     found: list[Any] = [None] * len(args)
     dtype = operands[i].linear.aval.dtype
@@ -225,7 +225,7 @@ def _at_axis(x: Any, now: int | None, axis: int | None, size: int) -> Any:
 
 def _batch(
     form: BilinearMap, returned: int, kept: Any, args: Any, axes: Any, out: int
-) -> tuple[BilinearMap, list[Operand], list[Any]]:
+) -> tuple[BilinearMap, list[ProductOperand], list[Any]]:
     """Returns the batched map and its operands, for a result whose batch axis is `out`."""
     operands, others = operands_of(args, kept)
     now, other_axes = operands_of(axes, kept)
@@ -242,7 +242,7 @@ def _batch(
     for operand, at, axis in zip(operands, now, want, strict=True):
         arrays = zip(operand[:3], at[:3], strict=True)
         value, scale, source = (_at_axis(x, a, axis, size) for x, a in arrays)
-        moved.append(Operand(value, scale, source, operand.derivative))
+        moved.append(ProductOperand(value, scale, source, operand.derivative))
     by_role = {returned: out, **dict(zip(slots(returned), want, strict=True))}
     new = form.batched(tuple(by_role[i] for i in range(3)), tuple(other_axes), size)
     return new, moved, others

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 
-class Operand(NamedTuple):
+class ProductOperand(NamedTuple):
     """One operand of a product.
 
     Attributes:
@@ -30,21 +30,23 @@ class Operand(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """The facts about an operand without its arrays; attributes as in `Operand`."""
+    """The facts about an operand without its arrays; attributes as in `ProductOperand`."""
 
     scaled: bool
     wide: bool
     derivative: bool
 
 
-def flat_operands(operands: Sequence[Operand], others: Sequence[Any]) -> tuple[list[Any], Any]:
+def flat_operands(
+    operands: Sequence[ProductOperand], others: Sequence[Any]
+) -> tuple[list[Any], Any]:
     """Returns the arrays of two operands for an equation, and the facts to rebuild them.
 
     Args:
       operands: the two operands.
       others: integer operands of the product.
 
-    >>> flat_operands([Operand("x"), Operand("codes", "scale", "w")], [])[0]
+    >>> flat_operands([ProductOperand("x"), ProductOperand("codes", "scale", "w")], [])[0]
     ['x', 'codes', 'scale', 'w']
     """
     values, scales, sources, _ = zip(*operands, strict=True)
@@ -52,18 +54,20 @@ def flat_operands(operands: Sequence[Operand], others: Sequence[Any]) -> tuple[l
     return arrays, tuple(operand.kept for operand in operands)
 
 
-def operands_of(args: Sequence[Any], kept: Sequence[Kept]) -> tuple[list[Operand], list[Any]]:
+def operands_of(
+    args: Sequence[Any], kept: Sequence[Kept]
+) -> tuple[list[ProductOperand], list[Any]]:
     """Rebuilds operands from arrays, or from anything that stands for them.
 
     >>> operands_of(["x", "w16", "w"], [Kept(False, False, False), Kept(False, True, False)])[0][1]
-    Operand(value='w16', scale=None, source='w', derivative=False)
+    ProductOperand(value='w16', scale=None, source='w', derivative=False)
     """
     end = len(args) - sum(each.scaled + each.wide for each in kept)
     rest = iter(args[end:])
     scales = [next(rest) if each.scaled else None for each in kept]
     sources = [next(rest) if each.wide else None for each in kept]
     marks = [each.derivative for each in kept]
-    operands = map(Operand, args[: len(kept)], scales, sources, marks)
+    operands = map(ProductOperand, args[: len(kept)], scales, sources, marks)
     return list(operands), list(args[len(kept) : end])
 
 

@@ -29,7 +29,7 @@ FOLDERS = (
     "_flax",
     "_inspect",
 )
-FACADES = ("__init__", "linen", "nnx", "rules", "sharding")
+FACADES = ("__init__", "float8", "linen", "nnx", "rules", "sharding")
 # The adapters are the only ones that know Flax, and tables the only ones that draw.
 MAY_IMPORT = {"_flax": {"flax", "rich"}, "_inspect": {"rich"}}
 # The only file that lists primitives. Rules, which a dict holds by name, stand where they are.

@@ -55,8 +55,8 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     # policies
     ("policy name", lambda: jaxmp.get_policy("mixed_bfloat15"), ValueError,
      "unknown policy 'mixed_bfloat15'. Did you mean 'mixed_bfloat16'? Valid: float32, bfloat16, "
-     "float16, mixed_bfloat16, mixed_float16, O0, O1, O2, O3, any other dtype name such as 'f64', "
-     "or a string such as 'params=float32,compute=bfloat16,output=float32'."),
+     "float16, mixed_bfloat16, mixed_float16, mixed_float8, O0, O1, O2, O3, any other dtype name "
+     "such as 'f64', or a string such as 'params=float32,compute=bfloat16,output=float32'."),
     ("policy type", lambda: jaxmp.get_policy(3), TypeError,
      "policy must be a string or a Policy, got int"),
     ("dtype name", lambda: jaxmp.get_policy("c=bfloat61"), ValueError,
@@ -77,8 +77,26 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ("trailing comma", lambda: jaxmp.get_policy("c=bf16,"), ValueError,
      "cannot read '' in policy 'c=bf16,': expected key=dtype"),
     ("no value", lambda: jaxmp.get_policy("c="), ValueError, "cannot read 'c='"),
-    ("float8 preset", lambda: jaxmp.get_policy("mixed_float8"), ValueError,
-     "policy 'mixed_float8' is not in this version of jaxmp: it needs scaled float8 matmuls"),
+    ("float8 recipe", lambda: jaxmp.get_policy("mixed_float8,products=tensorwize"), ValueError,
+     "unknown float8 recipe 'tensorwize'. Did you mean 'tensorwise'? Valid: tensorwise, rowwise, "
+     "rowwise_hp, blockwise"),
+    ("float8 recipe type", lambda: jaxmp.Policy("f32", "bf16", "f32", products=8), TypeError,
+     "products must be a jaxmp.float8.Recipe or its name, got int"),
+    ("float8 recipe field", lambda: jaxmp.float8.get_recipe("rowwise:gradiant=e5m2"), ValueError,
+     "cannot read 'gradiant=e5m2' in recipe 'rowwise:gradiant=e5m2': expected one field=value of "
+     "granularity, forward, gradient, power_of_two, weight_gradient, minimum. Did you mean "
+     "'gradient'?"),
+    ("float8 granularity", lambda: jaxmp.float8.Recipe(granularity="channel"), ValueError,
+     "granularity of a float8 recipe must be 'tensor', 'row', 'block'; got 'channel'"),
+    ("float8 format", lambda: jaxmp.float8.Recipe(forward="bf16"), ValueError,
+     "forward of a float8 recipe must be float8_e4m3fn or float8_e5m2, got bfloat16"),
+    ("MX formats", lambda: jaxmp.get_policy("mixed_bfloat16,products=mxfp8"), ValueError,
+     "mxfp8 needs blocks of 32 numbers, and JAX multiplies those in bfloat16 on every device"),
+    ("float8 in float32", lambda: jaxmp.get_policy("float32,products=tensorwise"), ValueError,
+     "products in float8 (tensorwise) need a compute dtype of 16 bits for all that is around them, "
+     "got float32. Use 'mixed_float8', or compute=bfloat16"),
+    ("float8 parameter", lambda: jaxmp.float8.dot_general(1, 2, None, parameter=2), ValueError,
+     "parameter must be 0 (lhs) or 1 (rhs), got 2"),
     ("O1", lambda: jaxmp.linen.with_policy("O1"), ValueError, "jaxmp.autocast(loss_fn, 'O1')"),
     # loss scales
     ("scale zero", lambda: jaxmp.StaticLossScale(0.0), ValueError,

@@ -52,6 +52,7 @@ NAMES = [
     "value_and_grad",
 ]
 NAMES_IN = {
+    jaxmp.float8: ["Recipe", "dot_general", "get_recipe"],
     jaxmp.rules: [
         "Family",
         "all_policies",
@@ -100,7 +101,9 @@ def test_names_of_modules(module: types.ModuleType) -> None:
         for name, value in vars(module).items()
         if not name.startswith("_") and str(getattr(value, "__module__", "")).startswith("jaxmp._")
     ]
-    families = ["HEADS", "NORMS", "ROTARY", "ROUTERS"] if module is jaxmp.rules else []
+    families = (
+        ["EMBEDDINGS", "HEADS", "NORMS", "ROTARY", "ROUTERS"] if module is jaxmp.rules else []
+    )
     assert sorted(own) == sorted([*NAMES_IN[module], *families])
 
 

@@ -16,12 +16,12 @@ from jaxmp._numerics.dtypes import DType
 from jaxmp._numerics.float8_codes import Coded, encoded, encoded_in_blocks
 from jaxmp._primitives.varying import result_aval
 
-# Operand: an array. Results: its codes, and their scales.
+# ProductOperand: an array. Results: its codes, and their scales.
 _encode_p = Primitive("float8_encode")
 _encode_p.multiple_results = True
 
 
-def encode(
+def float8_encode(
     x: Any, dtype: DType, axes: tuple[int, ...], *, power_of_two: bool, in_blocks: bool = False
 ) -> Coded:
     """Rounds an array to float8, without a derivative.
@@ -56,7 +56,7 @@ def _avals(x: Any, *, dtype: DType, axes: Any, in_blocks: bool, **params: Any) -
     return [result_aval(x, x.shape, dtype), result_aval(x, shape, jnp.float32)]
 
 
-def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+def _encode_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     out = _encode_p.bind(*primals, **params)
     return out, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in out]
 
@@ -78,6 +78,6 @@ def _impl(x: Any, **params: Any) -> Any:
 
 _encode_p.def_impl(_impl)
 _encode_p.def_abstract_eval(_avals)
-ad.primitive_jvps[_encode_p] = _jvp
+ad.primitive_jvps[_encode_p] = _encode_jvp
 batching.primitive_batchers[_encode_p] = _batched
 mlir.register_lowering(_encode_p, mlir.lower_fun(_encoded, multiple_results=True))
