@@ -74,7 +74,8 @@ class GPT:
         x = params["embedding"][inputs] + params["position"]
         x, _ = jax.lax.scan(jax.checkpoint(block) if self.remat else block, x, params["blocks"])
         x = _rms_norm(x, params["norm_out"])
-        logits = (x @ params["embedding"].T).astype(jnp.float32)
+        with jax.named_scope("head"):  # by this name, rules find it
+            logits = (x @ params["embedding"].T).astype(jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
     def _block(self, x: Array, weights: PyTree) -> Array:
