@@ -283,6 +283,13 @@ def _held(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
     return [Value(*compat.bind(equation, [value.in_place().array]))]
 
 
+def _float8_encode(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
+    """Rounds a param to float8 where it lies, so that its codes are gathered."""
+    (value,) = values
+    codes, scale = compat.bind(equation, [value.array])
+    return [value._replace(array=codes), without_gradient(scale, values)]
+
+
 def _float32_gradient(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
     """Binds the `float32_gradient` of autocast again, with its params gathered.
 
@@ -353,6 +360,7 @@ _CONTROL_FLOW = PROGRAMS | {"custom_jvp_call": custom_jvp_rule, "custom_vjp_call
 RULES: dict[str, Rule] = {
     "convert_element_type": _convert,
     "held": _held,
+    "float8_encode": _float8_encode,
     "float32_gradient": _float32_gradient,
     "name": _keep_name,
     "pvary": _vary,

@@ -237,3 +237,8 @@ def function_name(equation: core.JaxprEqn) -> str:
         info = getattr(jaxpr, "debug_info", None)
         return str(getattr(info, "func_name", equation.primitive.name))
     return equation.primitive.name
+
+
+def is_for_one_device(ctx: Any) -> bool:
+    """Whether a program is lowered for one device, by the context of a lowering rule."""
+    return getattr(ctx.module_context.axis_context, "num_devices", None) == 1

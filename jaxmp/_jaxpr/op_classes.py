@@ -204,7 +204,7 @@ WITHOUT_ALGORITHMS = _listed("conv_general_dilated ragged_dot ragged_dot_general
 # All products, also those of scaled operands, which autocast leaves alone.
 PRODUCTS = CONTRACTIONS | _listed(_SCALED_PRODUCTS)
 # Products, and what jaxmp puts around their operands: a param is gathered once for all of them.
-MULTIPLIES = CONTRACTIONS | _listed("held float32_gradient")
+MULTIPLIES = CONTRACTIONS | _listed("held float8_encode float32_gradient")
 # Their authors made them for the dtypes of their operands.
 KERNELS = _listed(
     "custom_vjp_call pallas_call mpmd_map ffi_call composite custom_partitioning",

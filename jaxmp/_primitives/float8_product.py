@@ -65,7 +65,7 @@ def float8_product(
     coded = [form.encode(i, x, RESULT) for i, x in enumerate(operands)]
     shown = [Coded(held(x.codes), x.scale) for x in coded]
     numbers = params["dimension_numbers"]
-    out = form.product(shown, numbers, dtype, _FAST, exact=dtype == np.float32)
+    out = _scaled_back(form.product(shown, numbers, dtype, _FAST, exact=dtype == np.float32), dtype)
     kept = [ProductOperand(x) for x in operands]
     if recipe.keeps_codes:
         kept = [ProductOperand(x.codes, x.scale, y) for x, y in zip(coded, operands, strict=True)]
@@ -121,8 +121,11 @@ class Float8Map(BilinearMap):
             else:
                 made = _moved(equation, values)
             env[equation.outvars[0]] = made
-        made = cast(env[jaxpr.outvars[0]], dtype)
-        return scattered(made, gathers[returned], is_summed_whole=not is_open)
+        made = env[jaxpr.outvars[0]]
+        out = made.codes if isinstance(made, Coded) else made
+        # Compilers sum and scatter at once only if nothing lies in between: scales come last.
+        out = scattered(out, gathers[returned], is_summed_whole=not is_open)
+        return _scaled_back(made._replace(codes=out) if isinstance(made, Coded) else out, dtype)
 
     def product(
         self,
@@ -133,7 +136,7 @@ class Float8Map(BilinearMap):
         *,
         exact: bool,
     ) -> Any:
-        """Multiplies two arrays in float8.
+        """Multiplies two arrays in float8; the scales of the result still have to be taken off.
 
         Args:
           operands: the arrays.
@@ -142,6 +145,9 @@ class Float8Map(BilinearMap):
           precision: the precision of the product.
           exact: whether to multiply decoded numbers as float32: a CPU has no product of 16-bit
             numbers with a float32 result.
+
+        Returns:
+          The result with its scales, or the result alone if scales were taken off before.
         """
         powers = self.recipe.power_of_two
         bind = functools.partial(lax.dot_general, dimension_numbers=dimension_numbers)
@@ -157,7 +163,7 @@ class Float8Map(BilinearMap):
         wide = dtype if powers and dtype != jnp.float16 else np.dtype(np.float32)
         codes = [x.codes for x in operands]
         out = bind(*codes, precision=precision, preferred_element_type=wide)
-        return cast(out * cast(_inverse(operands, dimension_numbers, out.ndim), wide), dtype)
+        return Coded(out, _scale_of_product(operands, dimension_numbers, out.ndim))
 
     def encode(self, role: int, x: Any, returned: int, *, derivative: bool = False) -> Coded:
         """Rounds an operand of one of the maps to float8.
@@ -171,7 +177,9 @@ class Float8Map(BilinearMap):
         axes, in_blocks = self._axes(role, returned)
         dtype = self.recipe.gradient if derivative else self.recipe.forward
         exact = self.recipe.power_of_two
-        return float8_encode(x, dtype, axes, power_of_two=exact, in_blocks=in_blocks)
+        is_weight = role == self.parameter and not derivative
+        params = {"power_of_two": exact, "in_blocks": in_blocks, "is_weight": is_weight}
+        return float8_encode(x, dtype, axes, **params)
 
     def _axes(self, role: int, returned: int) -> tuple[tuple[int, ...], bool]:
         """Returns the axes of an operand that share scales, and whether blocks of them do."""
@@ -227,25 +235,28 @@ def float8_map(
     return Float8Map(*args, recipe=recipe, parameter=parameter, groups=(*sides, result))
 
 
-def _inverse(operands: Sequence[Coded], dimension_numbers: Any, ndim: int) -> Any:
-    """Returns what a product of codes is multiplied by: float32, broadcast against the result."""
-    inverses = [1 / x.scale for x in operands]
-    if all(x.size == 1 for x in inverses):
-        # One scalar: of two, compilers fold only one into the product.
-        return inverses[0].reshape(()) * inverses[1].reshape(())
+def _scale_of_product(operands: Sequence[Coded], dimension_numbers: Any, ndim: int) -> Any:
+    """Returns the scale of a product of codes: float32, broadcast against the result."""
     contracted, shared = dimension_numbers
-    free = [
-        [i for i in range(x.ndim) if i not in (*summed, *batch)]
-        for x, summed, batch in zip(inverses, contracted, shared, strict=True)
-    ]
     found = []
-    for side, x in enumerate(inverses):
-        batch = [x.shape[i] for i in shared[side]]
-        own = [x.shape[i] for i in free[side]]
+    for side, (_, scale) in enumerate(operands):
+        taken = (*shared[side], *contracted[side])
+        free = [i for i in range(scale.ndim) if i not in taken]
+        batch, own = ([scale.shape[i] for i in axes] for axes in (shared[side], free))
         ones = [1] * (ndim - len(batch) - len(own))
-        moved = x.transpose([*shared[side], *free[side], *contracted[side]])
+        moved = scale.transpose([*shared[side], *free, *contracted[side]])
         found.append(moved.reshape([*batch, *ones, *own] if side else [*batch, *own, *ones]))
     return found[0] * found[1]
+
+
+def _scaled_back(product: Any, dtype: DType) -> Any:
+    """Takes the scale off a product of codes."""
+    if not isinstance(product, Coded):
+        return product
+    out, scale = product
+    # Of a scalar, compilers fold one multiplication into the product, and not two.
+    inverse = 1 / (scale.reshape(()) if scale.size == 1 else scale)
+    return cast(out * cast(inverse, out.dtype), dtype)
 
 
 def _moved(equation: Any, values: Sequence[Any]) -> Any:
