@@ -134,8 +134,9 @@ def _plan_scan(op: Op, states: States, context: Call, region: Region) -> Step:
 
     def run(op: Op, values: list[Any]) -> list[Any]:
         # The transpose of a scan adds the gradients of its constants turn by turn, in their dtype.
-        # In bfloat16 the sum of equal terms stops at 256 of them.
-        if not any(map(is_half_array, values[:consts])):
+        # In bfloat16 the sum of equal terms stops at 256 of them. A part that keeps its dtypes
+        # keeps such sums.
+        if region.sealed or not any(map(is_half_array, values[:consts])):
             return _around(context, [inner], [out])(op, values)
         (avals,) = arguments_of(op.equation, list(map(compat.type_of, values)))
         return _summing_scan(op.params, _traced(context, inner, out, avals), values)

@@ -1,7 +1,7 @@
 """The programs of functions with derivatives of their own: `jax.custom_jvp`, `jax.custom_vjp`.
 
-The products of a derivative ask for the precision that those of its function ask for, unless they
-say one themselves, as JAX has it for transposes.
+The float32 products of a derivative ask for the precision that those of its function ask for,
+unless they say one themselves, as JAX has it for transposes.
 """
 
 import dataclasses
@@ -14,8 +14,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jaxmp._jaxpr.compat import bind, sub_jaxprs, trace_on_mesh
+from jaxmp._jaxpr.compat import (
+    bind,
+    bodies_of,
+    consts_of,
+    open_jaxpr,
+    programs_of,
+    sub_jaxprs,
+    trace_on_mesh,
+    with_programs,
+)
 from jaxmp._jaxpr.op_classes import CONTRACTIONS, OPAQUE
+from jaxmp._policies.precision import is_own, name_of_param
 
 _SymbolicZero = jax.custom_derivatives.SymbolicZero
 
@@ -35,14 +45,19 @@ def differentiable(equation: core.JaxprEqn) -> list[int]:
     return [i for i, aval in enumerate(avals) if i >= held and has_tangent(aval)]
 
 
+def _multiplies_float32(equation: core.JaxprEqn) -> bool:
+    operands: list[Any] = [atom.aval for atom in equation.invars[:2]]
+    return equation.primitive.name in CONTRACTIONS and any(
+        aval.dtype == jnp.float32 for aval in operands
+    )
+
+
 def _asked_in(equation: core.JaxprEqn) -> Iterator[Any]:
     """Yields what the float32 products in a function ask for, outside of opaque kernels."""
     for each in (each for jaxpr in sub_jaxprs(equation) for each in jaxpr.eqns):
-        if each.primitive.name in CONTRACTIONS:
-            operands: list[Any] = [atom.aval for atom in each.invars[:2]]
-            if any(aval.dtype == jnp.float32 for aval in operands):
-                asked = each.params["precision"]
-                yield from asked if isinstance(asked, tuple) else (asked,)
+        if _multiplies_float32(each):
+            asked = each.params["precision"]
+            yield from asked if isinstance(asked, tuple) else (asked,)
         elif each.primitive.name not in OPAQUE:
             yield from _asked_in(each)
 
@@ -50,15 +65,38 @@ def _asked_in(equation: core.JaxprEqn) -> Iterator[Any]:
 def _trace(
     equation: core.JaxprEqn, fun: Callable[..., Any], avals: Sequence[Any]
 ) -> core.ClosedJaxpr:
-    """Traces a derivative of a call; its products ask for what all those of the call ask for."""
+    """Traces a derivative of a call; its float32 products ask for what all those of it ask for."""
+    program = trace_on_mesh(fun, avals)
     asked = set(_asked_in(equation))
     one = asked.pop() if len(asked) == 1 else None
-    if not isinstance(one, (jax.lax.Precision, jax.lax.DotAlgorithmPreset)):
-        return trace_on_mesh(fun, avals)
-    # An algorithm as an option would hold for 16-bit products too.
-    level = one.name.lower() if one.name in jax.lax.Precision.__members__ else "highest"
-    with jax.default_matmul_precision(level):
-        return trace_on_mesh(fun, avals)
+    if not is_own(one):
+        return program
+    levels = jax.lax.Precision.__members__
+    level = levels.get(name_of_param(one).upper(), jax.lax.Precision.HIGHEST)  # for an algorithm
+    return _asking(program, level, {})
+
+
+def _asking(program: Any, level: jax.lax.Precision, known: dict[int, Any]) -> core.ClosedJaxpr:
+    """Returns a program whose float32 products ask for a level, unless they say one themselves."""
+
+    def told(equation: core.JaxprEqn) -> core.JaxprEqn:
+        if _multiplies_float32(equation) and not is_own(equation.params["precision"]):
+            return equation.replace(params=equation.params | {"precision": (level, level)})
+        if equation.primitive.name in OPAQUE or not bodies_of(equation):
+            return equation
+        programs = iter([_asking(body, level, known) for body in bodies_of(equation)])
+        params = {
+            name: with_programs(param, programs)
+            for name, param in equation.params.items()
+            if programs_of(param)
+        }
+        return equation.replace(params=equation.params | params)
+
+    if id(program) not in known:  # calls of one function share its program still
+        jaxpr = open_jaxpr(program)
+        again = jaxpr.replace(eqns=list(map(told, jaxpr.eqns)))
+        known[id(program)] = core.ClosedJaxpr(again, consts_of(program))
+    return known[id(program)]
 
 
 def derivative_of(equation: core.JaxprEqn, by: Sequence[int] | None = None) -> core.ClosedJaxpr:

@@ -181,6 +181,60 @@ def test_derivatives_ask_for_what_their_functions_ask_for() -> None:
     assert found(asking_for("highest"), "high") == [("float32", "high")] * 2
 
 
+def test_derivatives_ask_for_float32_products_alone() -> None:
+    """A TPU refuses HIGHEST for a 16-bit `ragged_dot`. A scatter and a scan hold programs, too."""
+    half, groups = jnp.bfloat16, jnp.array([len(X)])
+
+    def routed(x: Any, w: Any) -> Any:
+        return lax.ragged_dot(x.astype(half), w.astype(half)[None], groups).astype(x.dtype)
+
+    def forward(x: Any, w: Any) -> Any:
+        return jnp.matmul(x, w, precision="highest") + routed(x, w)
+
+    def backward(kept: Any, g: Any) -> Any:
+        x, w = kept
+        by_w, _ = lax.scan(lambda c, _: (c + x.T @ g, None), jnp.zeros_like(w), length=1)
+        return routed(g, w.T).at[0].add(1.0), by_w
+
+    fun = jax.custom_vjp(forward)
+    fun.defvjp(lambda x, w: (forward(x, w), (x, w)), backward)
+    asked = [EXACT, ("bfloat16", "none")]
+    assert precisions(reduced(fun), X, W) == asked * 2
+    found = precisions(gradient(jaxmp.autocast(fun, "float32")), X, W)
+    assert found == asked * 2
+
+
+def test_full_precision_in_a_derivative_is_float32() -> None:
+    """Also where the function itself asks for less."""
+    exact = jaxmp.full_precision(dot)
+    fun = jax.custom_vjp(lambda x, w: jnp.matmul(x, w, precision="default"))
+    fun.defvjp(lambda x, w: (fun(x, w), (x, w)), lambda kept, g: (exact(g, kept[1].T), kept[1]))
+    assert precisions(gradient(fun), X, W) == [("float32", "default"), EXACT]  # control
+    assert precisions(gradient(jaxmp.autocast(fun, "float32")), X, W)[-1] == EXACT
+    assert precisions(reduced(fun), X, W)[-1] == EXACT
+
+
+def test_derivatives_keep_an_algorithm_that_is_the_option() -> None:
+    algorithm = "BF16_BF16_F32_X3"
+    with jax.default_matmul_precision(algorithm):
+        assert precisions(reduced(own_passes), X, W) == [("float32", algorithm.lower())] * 3
+        high = jaxmp.autocast(own_passes, "float32,precision=high")
+        assert precisions(gradient(high), X, W) == [("float32", "high")] * 3
+
+
+def test_full_precision_keeps_the_sums_of_a_scan_over_16_bits() -> None:
+    """Autocast asks in the loop, and does not sum the gradients of its constants in float32."""
+
+    @jaxmp.full_precision
+    def fun(x: Any, w: Any) -> Any:
+        half = w.astype(jnp.bfloat16)
+        step = lambda c, row: (c + (row.astype(half.dtype) @ half).astype(x.dtype), None)  # noqa: E731
+        return lax.scan(step, jnp.zeros_like(w[0]), jnp.tile(x, (100, 1)))[0]
+
+    ours, plain = gradient(jaxmp.autocast(fun, BF16))(X, W), gradient(fun)(X, W)
+    jax.tree.map(np.testing.assert_array_equal, ours, plain)
+
+
 def test_an_autocast_in_full_precision_keeps_its_rules() -> None:
     """An outer autocast asks in the parts of `full_precision`, but not in an autocast inside."""
     inner = jaxmp.autocast(own_passes, jaxmp.PolicyRules(default=None))
