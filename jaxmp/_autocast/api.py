@@ -20,11 +20,11 @@ from jaxmp._jaxpr.cpu_compiler import warn_of_cpu_compiler
 from jaxmp._jaxpr.op_classes import OpLists, op_lists
 from jaxmp._jaxpr.program import read
 from jaxmp._jaxpr.tracing import Static, Traced, combine, partition, rewriting
+from jaxmp._numerics.precision import asking, precision_of
 from jaxmp._numerics.user_warnings import warn
 from jaxmp._policies.patterns import is_about_paths
 from jaxmp._policies.policy import Policy, get_policy
 from jaxmp._policies.policy_rules import PolicyRules
-from jaxmp._policies.precision import asking, precision_of
 from jaxmp._policies.presets import dtypes_of, get_rules
 from jaxmp._recompute.api import Recompute, recompute as lean
 

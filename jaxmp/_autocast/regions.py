@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 from jaxmp._autocast.kinds import FLOAT32, Kind
 from jaxmp._jaxpr.scopes import names_in
 from jaxmp._numerics.dtypes import DType
+from jaxmp._numerics.precision import precision_of
 from jaxmp._policies.policy import Policy, get_policy, short_name
 from jaxmp._policies.policy_rules import PolicyRules
-from jaxmp._policies.precision import precision_of
 from jaxmp._policies.presets import family_left_out
 from jaxmp._policies.recipe import Recipe
 

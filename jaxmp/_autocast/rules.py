@@ -51,7 +51,7 @@ from jaxmp._jaxpr.op_classes import (
 )
 from jaxmp._jaxpr.program import Op
 from jaxmp._numerics.dtypes import DType
-from jaxmp._policies.precision import as_param, is_own
+from jaxmp._numerics.precision import as_param, is_own
 from jaxmp._primitives.float8_dot import why_not_float8
 from jaxmp._primitives.float32_sums import gather
 

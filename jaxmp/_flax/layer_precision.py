@@ -4,8 +4,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from jaxmp._numerics.precision import as_param, asking, precision_of
 from jaxmp._policies.policy import Policy
-from jaxmp._policies.precision import as_param, asking, precision_of
 
 
 def computes_in_float32(policy: Policy) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from jaxmp._numerics.dtypes import parse_dtype
-from jaxmp._policies.precision import meaning_of, parse_precision
+from jaxmp._numerics.precision import meaning_of, parse_precision
 
 _LISTED = 10
 

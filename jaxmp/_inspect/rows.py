@@ -4,7 +4,7 @@ import dataclasses
 from typing import Literal
 
 from jaxmp._inspect.branches import Choice
-from jaxmp._policies.precision import meaning_of
+from jaxmp._numerics.precision import meaning_of
 
 Direction = Literal["forward", "backward", "recomputed", ""]
 

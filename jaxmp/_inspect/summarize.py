@@ -23,7 +23,7 @@ from jaxmp._inspect.rows import (
 )
 from jaxmp._inspect.upcasts import is_narrow_aval, is_wide, widens_inside
 from jaxmp._jaxpr.op_classes import CLASSES, COLLECTIVES, PRODUCTS, OpClass
-from jaxmp._policies.precision import name_of_param
+from jaxmp._numerics.precision import name_of_param
 
 _Key = TypeVar("_Key", bound=Hashable)
 

@@ -25,7 +25,7 @@ from jaxmp._jaxpr.compat import (
     with_programs,
 )
 from jaxmp._jaxpr.op_classes import CONTRACTIONS, OPAQUE
-from jaxmp._policies.precision import is_own, name_of_param
+from jaxmp._numerics.precision import is_own, name_of_param
 
 _SymbolicZero = jax.custom_derivatives.SymbolicZero
 

@@ -8,8 +8,8 @@ import jmp
 from jaxtyping import PyTree
 
 from jaxmp._numerics.dtypes import DType, at_least_float32, parse_dtype, suggestion
+from jaxmp._numerics.precision import parse_precision
 from jaxmp._numerics.tree import cast_floating
-from jaxmp._policies.precision import parse_precision
 from jaxmp._policies.recipe import Recipe, get_recipe
 
 _KEYS = {"params": "p", "compute": "c", "output": "o", "reduce": "r"}

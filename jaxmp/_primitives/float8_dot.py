@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxmp._jaxpr.scopes import NOT_FLOAT8
-from jaxmp._policies.precision import is_own
+from jaxmp._numerics.precision import is_own
 from jaxmp._policies.recipe import Recipe, get_recipe
 from jaxmp._primitives.float8_product import float8_product
 from jaxmp._primitives.mixed_product import product

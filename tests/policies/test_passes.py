@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 
 import jaxmp
-from jaxmp._policies.precision import meaning_of, name_of_param
+from jaxmp._numerics.precision import meaning_of, name_of_param
 from tests.support.dots import precisions
 
 SIZE = 512

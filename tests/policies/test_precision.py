@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 import jaxmp
-from jaxmp._policies.precision import (
+from jaxmp._numerics.precision import (
     asking,
     meaning_of,
     name_of_param,
