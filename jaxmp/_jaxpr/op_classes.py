@@ -195,6 +195,9 @@ def _listed(*lines: str) -> frozenset[str]:
     return frozenset(name for line in lines for name in line.split())
 
 
+# Run before a loop that would run them again on the same arrays: they read much, and keep little.
+HOISTED = _listed("float8_encode")
+
 # Products, and kernels.
 
 # Products that autocast runs in 16 bits.

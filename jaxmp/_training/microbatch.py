@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
+from jaxmp._jaxpr.hoist import with_hoisted
 from jaxmp._jaxpr.mesh_axes import named_axes
 from jaxmp._numerics.dtypes import at_least_float32
 from jaxmp._numerics.tree import leaf_names, split_floats, widen
@@ -164,6 +165,11 @@ def sum_over_microbatches(
 
     # `zeros_like` keeps the sharding of a param. Other zeros would be whole on each device.
     zeros = [jnp.zeros_like(p, dtype=at_least_float32(jnp.result_type(p))) for p in floats]
-    (carry, total), (losses, aux) = jax.lax.scan(body, (carry, zeros), parts)
+
+    def loop(begun: Any, parts: PyTree) -> Any:
+        return jax.lax.scan(body, begun, parts)
+
+    # A weight is rounded to float8 once for all parts.
+    (carry, total), (losses, aux) = with_hoisted(loop)((carry, zeros), parts)
     nothing = jax.tree.map(lambda p: np.zeros(jnp.shape(p), jax.dtypes.float0), params)
     return carry, Evaluation(jnp.sum(losses), merged(total, nothing), aux)
