@@ -249,7 +249,7 @@ def _scale_of_product(operands: Sequence[Coded], dimension_numbers: Any, ndim: i
     return found[0] * found[1]
 
 
-def _scaled_back(product: Any, dtype: DType) -> Any:
+def _scaled_back(product: Any, dtype: Any) -> Any:
     """Takes the scale off a product of codes."""
     if not isinstance(product, Coded):
         return product
