@@ -3,6 +3,7 @@
 Install the extra `aot` for the compilers: libtpu, and the CUDA plugin of the jax in use.
 """
 
+import importlib.util
 import os
 import pathlib
 from typing import Any, Literal
@@ -23,7 +24,7 @@ _LIBTPU = {
     "TPU_WORKER_ID": "0",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-_H100 = pathlib.Path(__file__).parents[1] / "tests" / "aot" / "h100.txtpb"
+_TARGETS = pathlib.Path(__file__).parents[1] / "tests" / "aot"
 
 
 def absent_devices(platform: Platform) -> Any:
@@ -34,16 +35,29 @@ def absent_devices(platform: Platform) -> Any:
 def absent_pod(topology: str, slices: int = 1) -> Any:
     """The devices of a pod: TPUs like "v5e:8x16", in slices; or hosts of H100s like "1x8x8"."""
     if ":" not in topology:
-        return topologies.get_topology_desc(
-            platform="cuda",
-            topology_name="h100",
-            topology=topology,
-            target_config=_H100.read_text(),
-        ).devices
+        return absent_gpus(gpu_target("h100"), topology)
     for name, value in _LIBTPU.items():
         os.environ.setdefault(name, value)
     several = {"num_slices": slices} if slices > 1 else {}
     return topologies.get_topology_desc(platform="tpu", topology_name=topology, **several).devices
+
+
+def absent_gpus(target: str, topology: str = "1x1x8") -> Any:
+    """GPUs that are as `target` says, eight of one machine unless the topology says otherwise."""
+    return topologies.get_topology_desc(
+        platform="cuda", topology_name="gpus", topology=topology, target_config=target
+    ).devices
+
+
+def gpu_target(name: str) -> str:
+    """What a compiler is told of an "h100" or a "b200", with the CUDA version of the plugin in use.
+
+    Where no version is named, the compiler takes CUDA for too old for float8. It then multiplies
+    16-bit copies of float8 operands, and says nothing.
+    """
+    newer = importlib.util.find_spec("jax_cuda13_plugin") is not None
+    text = (_TARGETS / f"{name}.txtpb").read_text()
+    return text.replace("CUDA_VERSION", "13.0.0" if newer else "12.8.0")
 
 
 def compiler_options(platform: str, effort: str) -> dict[str, Any]:

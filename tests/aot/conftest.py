@@ -1,4 +1,4 @@
-"""Compilers for devices that are not here: TPU v5e through libtpu, H100 through the CUDA plugin.
+"""Compilers for devices that are not here: TPUs through libtpu, GPUs through the CUDA plugin.
 
 `make aot` installs them and sets JAXMP_AOT. Without it these tests are skipped, and say so: other
 tests run with compiler flags of their own, which these compilers would read.
@@ -8,36 +8,25 @@ import dataclasses
 import importlib.util
 import math
 import os
-import pathlib
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import pytest
-from jax.experimental import topologies
 
-# libtpu asks the cloud's metadata server unless it is told what it would answer.
-os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
-os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-os.environ.setdefault("TPU_WORKER_ID", "0")
-os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # one process of pytest-xdist each
+from benchmarks.absent_devices import absent_gpus, absent_pod, compiler_options, gpu_target
 
 # What the second stack compiles for, too.
 GPU = pytest.param("gpu", marks=pytest.mark.jax)
-# Newer versions of JAX know levels alone.
-_LEAST_EFFORT: dict[str, Any] = (
-    {"exec_time_optimization_effort": -1.0}
-    if hasattr(jax.config, "jax_exec_time_optimization_effort")
-    else {"optimization_level": "O0"}
-)
-H100 = (pathlib.Path(__file__).parent / "h100.txtpb").read_text()
 
 
 @dataclasses.dataclass(frozen=True)
 class Compiler:
     """Compiles for one device of a platform: `compiler(fun, *abstract_args, donate=())`.
 
-    With `quickly`, at the lowest effort: for what is compared with another program made so.
+    With `quickly`, at the lowest effort: for what is compared with another program made so. With
+    the compiler's own `options`, if there are any.
     For several devices: `lower(fun, *abstract_args)` with shardings on a `mesh`.
     """
 
@@ -55,14 +44,19 @@ class Compiler:
         return jax.jit(fun, **jit_options).lower(*args)
 
     def __call__(
-        self, fun: Any, *args: Any, donate: tuple[int, ...] = (), quickly: bool = False
+        self,
+        fun: Any,
+        *args: Any,
+        donate: tuple[int, ...] = (),
+        quickly: bool = False,
+        options: Mapping[str, Any] = MappingProxyType({}),
     ) -> Any:
         sharding = jax.sharding.SingleDeviceSharding(self.devices[0])
         abstract = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args
         )
-        options = _LEAST_EFFORT if quickly and self.platform == "tpu" else {}
-        return jax.jit(fun, donate_argnums=donate).lower(*abstract).compile(options)
+        effort = compiler_options(self.platform, "least" if quickly else "default")
+        return jax.jit(fun, donate_argnums=donate).lower(*abstract).compile({**effort, **options})
 
 
 def _have(*modules: str) -> bool:
@@ -76,44 +70,58 @@ def _required(platform: str, installed: bool) -> None:
         pytest.fail(f"no compiler for {platform}: install jaxmp[aot]")
 
 
+def compiler_for_gpus(target: str) -> Compiler:
+    """Compiles for GPUs that are as `target` says, one or a mesh of up to eight."""
+    _required("CUDA", _have("jax_cuda12_plugin", "jax_cuda13_plugin"))
+    return Compiler("gpu", tuple(absent_gpus(target)))
+
+
+def compiler_for_tpus(topology: str, slices: int = 1) -> Compiler:
+    """Compiles for one TPU of a topology, or for a mesh of them."""
+    _required("TPU", _have("libtpu"))
+    return Compiler("tpu", tuple(absent_pod(topology, slices)))
+
+
 @pytest.fixture(scope="session")
 def gpu() -> Compiler:
     """Compiles for one H100, or for a mesh of up to eight."""
-    _required("CUDA", _have("jax_cuda12_plugin", "jax_cuda13_plugin"))
-    topology = topologies.get_topology_desc(
-        platform="cuda", topology_name="h100", topology="1x1x8", target_config=H100
-    )
-    return Compiler("gpu", tuple(topology.devices))
+    return compiler_for_gpus(gpu_target("h100"))
+
+
+@pytest.fixture(scope="session")
+def b200() -> Compiler:
+    """Compiles for one B200, or for a mesh of up to eight."""
+    return compiler_for_gpus(gpu_target("b200"))
 
 
 @pytest.fixture(scope="session")
 def tpu() -> Compiler:
     """Compiles for one TPU v5e, or for a mesh of up to eight."""
-    return _tpu("v5e:2x4")
+    return compiler_for_tpus("v5e:2x4")
+
+
+@pytest.fixture(scope="session")
+def tpu7x() -> Compiler:
+    """Compiles for one TPU 7x, or for a mesh of up to eight: each of the four chips is two."""
+    return compiler_for_tpus("tpu7x:2x2x1")
 
 
 @pytest.fixture(scope="session")
 def pod() -> Compiler:
     """Compiles for a mesh of up to 128 TPUs v5e."""
-    return _tpu("v5e:8x16")
+    return compiler_for_tpus("v5e:8x16")
 
 
 @pytest.fixture(scope="session")
 def two_slices() -> Compiler:
     """Compiles for two slices of eight TPUs v5e; the compiler may abort for a part of them."""
-    return _tpu("v5e:2x4", num_slices=2)
+    return compiler_for_tpus("v5e:2x4", slices=2)
 
 
 @pytest.fixture(scope="session")
 def four_slices() -> Compiler:
     """Compiles for four slices of eight TPUs v5e."""
-    return _tpu("v5e:2x4", num_slices=4)
-
-
-def _tpu(topology_name: str, **options: Any) -> Compiler:
-    _required("TPU", _have("libtpu"))
-    topology = topologies.get_topology_desc(platform="tpu", topology_name=topology_name, **options)
-    return Compiler("tpu", tuple(topology.devices))
+    return compiler_for_tpus("v5e:2x4", slices=4)
 
 
 @pytest.fixture(params=[GPU, "tpu"])

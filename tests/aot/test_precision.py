@@ -14,6 +14,7 @@ from flax import linen as nn, nnx
 
 import jaxmp
 from tests.aot.conftest import Compiler
+from tests.support.compiled import cycles
 
 ALGORITHMS = ("BF16_BF16_F32", "BF16_BF16_F32_X3", "BF16_BF16_F32_X6")
 HEAD = jaxmp.PolicyRules({"head": "float32"}, default="mixed_bfloat16")
@@ -121,10 +122,6 @@ def test_forward_and_both_backward_products(compiler: Compiler, name: str) -> No
     assert {each[1:] for each in control} == {("", "")}  # plain JAX asks for nothing
 
 
-def cycles(program: Any) -> int:
-    return sum(map(int, re.findall(r'"estimated_cycles":"(\d+)"', program.as_text())))
-
-
 def test_passes_on_a_tpu(tpu: Compiler) -> None:
     """1, 3 and 6 passes of bfloat16, by the compiler's own estimate; 16-bit operands feel none."""
     big = abstract(4096, 4096)
@@ -134,7 +131,7 @@ def test_passes_on_a_tpu(tpu: Compiler) -> None:
             with jax.default_matmul_precision(precision):
                 return x @ w
 
-        return cycles(tpu(fun, *[abstract(*big.shape, dtype=dtype)] * 2))
+        return cycles(tpu(fun, *[abstract(*big.shape, dtype=dtype)] * 2).as_text())
 
     one = estimated("default")
     for precision, passes in (

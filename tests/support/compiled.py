@@ -1,0 +1,31 @@
+"""What the text of a compiled program says about its products."""
+
+import re
+
+from jaxmp._hlo.parser import Instruction, Module
+
+# A call of cuBLAS that multiplies float8 operands as they are.
+_FLOAT8_CALL = 'custom_call_target="__cublas$lt$matmul$f8"'
+
+
+def float8_calls(text: str) -> list[Instruction]:
+    """The calls that multiply in float8, on a GPU; each body of a loop once.
+
+    A fusion with float8 operands is none: its kernel may widen them before it multiplies. So tests
+    compile with `WITHOUT_TRITON`.
+    """
+    return [
+        instruction
+        for computation in Module(text).computations.values()
+        for instruction in computation.instructions.values()
+        if instruction.opcode == "custom-call" and _FLOAT8_CALL in instruction.structure
+    ]
+
+
+# Compiler options with which a GPU's matrix products are calls of cuBLAS.
+WITHOUT_TRITON = {"xla_gpu_enable_triton_gemm": False}
+
+
+def cycles(text: str) -> int:
+    """How long a TPU's compiler expects the program to take, with each body of a loop once."""
+    return sum(map(int, re.findall(r'"estimated_cycles":"(\d+)"', text)))
