@@ -39,7 +39,7 @@ class Recipe:
 
     Args:
       granularity: `"tensor"`, `"row"` or `"block"`: what shares a scale.
-      forward: the dtype of activations and weights, `"float8_e4m3fn"` or `"float8_e5m2"`.
+      forward: the dtype of activations and weights, float8_e4m3fn or float8_e5m2, or its name.
       gradient: the dtype of derivatives.
       power_of_two: whether scales are rounded down to powers of two. Without, a result is scaled
         in float32, which costs a pass over it.
@@ -59,8 +59,8 @@ class Recipe:
     """
 
     granularity: Granularity = "tensor"
-    forward: DType = _E4M3
-    gradient: DType = _E5M2
+    forward: Any = _E4M3
+    gradient: Any = _E5M2
     power_of_two: bool = True
     weight_gradient: Literal["float8", "bfloat16"] = "float8"
     minimum: Minimum = "auto"

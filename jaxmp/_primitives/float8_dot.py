@@ -1,5 +1,6 @@
 """Which products run in float8, and the function that hand-written code and Flax layers call."""
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Num
 
 from jaxmp._jaxpr.scopes import NOT_FLOAT8
 from jaxmp._numerics.precision import is_own
 from jaxmp._policies.recipe import Recipe, get_recipe
+from jaxmp._primitives.bilinear import no_mesh
 from jaxmp._primitives.float8_product import float8_product
 from jaxmp._primitives.mixed_product import product
 
@@ -20,8 +22,8 @@ _FLOATS = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
 
 
 def dot_general(
-    lhs: Float[Array, "..."],
-    rhs: Float[Array, "..."],
+    lhs: Num[Array, "..."],
+    rhs: Num[Array, "..."],
     dimension_numbers: Any,
     precision: Any = None,
     preferred_element_type: Any = None,
@@ -29,7 +31,7 @@ def dot_general(
     out_sharding: Any = None,
     recipe: str | Recipe | None = "tensorwise",
     parameter: int = 1,
-) -> Float[Array, "..."]:
+) -> Num[Array, "..."]:
     """Multiplies by a weight in float8, forward and backward; in place of `jax.lax.dot_general`.
 
     For hand-written code, and for the `dot_general=` of layers. `jaxmp.autocast` and the policies
@@ -63,7 +65,10 @@ def dot_general(
     activation, weight = (lhs, rhs) if parameter else (rhs, lhs)
     params = {
         "dimension_numbers": _canonical(dimension_numbers),
-        "precision": precision,
+        "precision": _precision_param(
+            tuple(precision) if isinstance(precision, list) else precision,
+            jax.config.jax_default_matmul_precision,  # type: ignore[attr-defined]
+        ),
         "preferred_element_type": np.dtype(preferred_element_type or activation.dtype),
         "out_sharding": out_sharding,
     }
@@ -85,6 +90,21 @@ def dot_general(
 def _canonical(dimension_numbers: Any) -> Any:
     """Returns dimension numbers as tuples of integers, as the primitive has them."""
     return tuple(tuple(tuple(map(int, axes)) for axes in pair) for pair in dimension_numbers)
+
+
+@functools.lru_cache(maxsize=64)
+def _precision_param(precision: Any, option: Any) -> Any:
+    """Returns a precision as the primitive has it: no string, and no None where an option is set.
+
+    Args:
+      precision: what was given.
+      option: `jax_default_matmul_precision`, a key of the cache.
+    """
+    del option
+    number = jax.ShapeDtypeStruct((1, 1), jnp.float32)
+    with no_mesh():
+        jaxpr = jax.make_jaxpr(functools.partial(lax.dot, precision=precision))(number, number)
+    return jaxpr.eqns[0].params["precision"]
 
 
 def why_not_float8(

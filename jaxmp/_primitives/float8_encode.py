@@ -16,6 +16,7 @@ from jax.interpreters import ad, batching, mlir
 from jaxmp._jaxpr import compat
 from jaxmp._numerics.dtypes import DType
 from jaxmp._numerics.float8_codes import Coded, encoded, encoded_in_blocks
+from jaxmp._primitives.checkpoints import never_saved
 from jaxmp._primitives.varying import result_aval
 
 # ProductOperand: an array. Results: its codes, and their scales.
@@ -102,7 +103,10 @@ def _impl(x: Any, **params: Any) -> Any:
 _encode_p.def_impl(_impl)
 _encode_p.def_abstract_eval(_avals)
 ad.primitive_jvps[_encode_p] = _encode_jvp
+# For `jax.linear_transpose`: the product has the derivative, as that of a held operand.
+ad.primitive_transposes[_encode_p] = lambda cts, x, **params: [None]
 batching.primitive_batchers[_encode_p] = _batched
+never_saved(_encode_p)
 mlir.register_lowering(_encode_p, mlir.lower_fun(_encoded, multiple_results=True))
 for _platform in ("cuda", "rocm"):
     mlir.register_lowering(_encode_p, _lower_on_gpu, platform=_platform)

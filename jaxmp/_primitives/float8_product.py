@@ -154,10 +154,12 @@ class Float8Map(BilinearMap):
         summed = zip(operands, dimension_numbers[0], strict=True)
         if any(x.scale.shape[i] != 1 for x, axes in summed for i in axes):
             # Scales that differ along a sum cannot come out of it.
-            narrow = jnp.bfloat16 if powers and not exact else jnp.float32
-            numbers = [decoded(x, narrow) for x in operands]
+            is_narrow = powers and not exact and dtype != jnp.float16
+            numbers = [decoded(x, jnp.bfloat16 if is_narrow else jnp.float32) for x in operands]
             highest = None if powers else _EXACT  # powers of two leave bfloat16's bits
-            return cast(bind(*numbers, precision=highest, preferred_element_type=dtype), dtype)
+            # A product of bfloat16 numbers rounds to bfloat16 before it rounds to float16.
+            wide = dtype if is_narrow else np.dtype(np.float32)
+            return cast(bind(*numbers, precision=highest, preferred_element_type=wide), dtype)
         # Powers of two scale bfloat16 exactly, and compilers fold one scalar into the product. In
         # float16, sums of codes would overflow.
         wide = dtype if powers and dtype != jnp.float16 else np.dtype(np.float32)

@@ -34,6 +34,7 @@ from jaxmp._primitives.bilinear import (
     no_mesh,
     slots,
 )
+from jaxmp._primitives.checkpoints import never_saved
 from jaxmp._primitives.gathering import gathered
 from jaxmp._primitives.operands import ProductOperand, flat_operands, operands_of, place_of_linear
 from jaxmp._primitives.varying import result_aval, varying_alike
@@ -322,6 +323,7 @@ _held_p.def_abstract_eval(lambda x: x)
 ad.primitive_jvps[_held_p] = lambda primals, tangents: (_held_p.bind(*primals), _zero(*primals))
 ad.primitive_transposes[_held_p] = lambda ct, x: [None]
 batching.primitive_batchers[_held_p] = lambda args, axes: (_held_p.bind(*args), axes[0])
+never_saved(_held_p)
 mlir.register_lowering(_held_p, lambda ctx, x: [x])
 
 _attach_p.def_impl(lambda out, *rest, **params: out)

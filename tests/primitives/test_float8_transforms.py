@@ -1,0 +1,401 @@
+"""Products in float8 under JAX's transformations, and on several devices."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import jaxmp
+from tests.support.dots import equations
+from tests.support.float8_references import error
+
+pytestmark = [pytest.mark.annotations, pytest.mark.jax]
+
+RECIPES = ["tensorwise", "rowwise", "rowwise_hp", "blockwise"]
+each_recipe = pytest.mark.parametrize("recipe", RECIPES)
+NUMBERS = (((1,), (0,)), ((), ()))
+
+
+def dot(recipe: str | None, parameter: int = 1) -> Callable[[Any, Any], Any]:
+    return functools.partial(
+        jaxmp.float8.dot_general, dimension_numbers=NUMBERS, recipe=recipe, parameter=parameter
+    )
+
+
+def draw(*shapes: tuple[int, ...], seed: int = 0) -> list[Any]:
+    """Normal numbers: the first array in bfloat16, others in float32."""
+    random = np.random.default_rng(seed)
+    arrays = [random.normal(size=shape) / 4 for shape in shapes]
+    return [jnp.asarray(x, "float32" if i else "bfloat16") for i, x in enumerate(arrays)]
+
+
+X, W = draw((24, 32), (32, 48))
+V = (jnp.roll(X, 1, axis=0), jnp.roll(W, 2, axis=1))
+
+
+def loss(recipe: str | None) -> Callable[[Any, Any], Any]:
+    """Something with second derivatives by both operands."""
+    return lambda x, w: jnp.sum(jnp.sin(dot(recipe)(x, w).astype(jnp.float32)))
+
+
+def loss32(x: Any, w: Any) -> Any:
+    return jnp.sum(jnp.sin(x.astype(jnp.float32) @ w))
+
+
+def same(got: Any, want: Any) -> None:
+    """Equal trees, bit for bit."""
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+
+
+@each_recipe
+def test_forward_mode(recipe: str) -> None:
+    """`jvp` and `linearize` are derivatives, which no `custom_vjp` has; 12 % is two roundings."""
+    y, t = jax.jvp(dot(recipe), (X, W), V)
+    full = lambda x, w: x.astype(jnp.float32) @ w  # noqa: E731
+    y32, t32 = jax.jvp(full, (X, W), V)
+    assert (y.dtype, t.dtype) == (jnp.bfloat16, jnp.bfloat16)
+    same(y, dot(recipe)(X, W))
+    assert error(y, y32) < 0.06
+    assert 1e-3 < error(t, t32) < 0.12
+    same(jax.linearize(dot(recipe), X, W)[1](*V), t)
+    for i in range(2):
+        only = tuple(v if i == j else jnp.zeros_like(v) for j, v in enumerate(V))
+        assert error(jax.jvp(dot(recipe), (X, W), only)[1], jax.jvp(full, (X, W), only)[1]) < 0.12
+
+
+def forward_over_reverse(f: Any, v: Any) -> Any:
+    return jax.jvp(jax.grad(f, (0, 1)), (X, W), v)[1]
+
+
+def reverse_over_reverse(f: Any, v: Any) -> Any:
+    def along(x: Any, w: Any) -> Any:
+        found = jax.grad(f, (0, 1))(x, w)
+        return sum(
+            jnp.vdot(g.astype(jnp.float32), a.astype(jnp.float32))
+            for g, a in zip(found, v, strict=True)
+        )
+
+    return jax.grad(along, (0, 1))(X, W)
+
+
+@each_recipe
+@pytest.mark.parametrize("mode", [forward_over_reverse, reverse_over_reverse])
+def test_second_derivatives(recipe: str, mode: Any) -> None:
+    """With the mixed ones, against those of float32."""
+    zero = jax.tree.map(jnp.zeros_like, V)
+    for direction in (V, (V[0], zero[1]), (zero[0], V[1])):
+        got, want = (jax.jit(functools.partial(mode, f))(direction) for f in (loss(recipe), loss32))
+        assert [a.dtype for a in got] == [jnp.bfloat16, jnp.float32]
+        assert max(map(error, got, want)) < 0.12
+
+
+def test_linear_transpose() -> None:
+    ct = jnp.ones((24, 48), jnp.bfloat16)
+    (dw,) = jax.linear_transpose(lambda w: dot("tensorwise")(X, w), W)(ct)
+    (dx,) = jax.linear_transpose(lambda x: dot("tensorwise")(x, W), X)(ct)
+    same([dx, dw], jax.vjp(dot("tensorwise"), X, W)[1](ct))
+
+
+AXES = {"both": (0, 0), "x": (0, None), "w": (None, 0), "last axes": (-1, -1)}
+
+
+@each_recipe
+@pytest.mark.parametrize("name", AXES)
+def test_vmap_is_a_loop(recipe: str, name: str) -> None:
+    """To the bit, forward and gradients: each element of the batch has its own scales."""
+    axes = AXES[name]
+    sizes = (1.0, 2.0**-10, 2.0**6)
+    ct = draw((24, 48), seed=3)[0]
+    batches = [
+        a if axis is None else jnp.stack([a * s for s in sizes], axis)
+        for a, axis in zip((X, W), axes, strict=True)
+    ]
+
+    def run(x: Any, w: Any) -> Any:
+        y, pull = jax.vjp(dot(recipe), x, w)
+        return y, *pull(ct)
+
+    got = jax.vmap(run, axes)(*batches)
+    for i in range(3):
+        each = [
+            b if axis is None else b.take(i, axis) for b, axis in zip(batches, axes, strict=True)
+        ]
+        same([a[i] for a in got], run(*each))
+
+
+@each_recipe
+def test_gradients_of_vmap(recipe: str) -> None:
+    """Gradients of what is shared add up; those of each element are their own."""
+    xs = jnp.stack([X, X * 2**-8, X * 2**4])
+
+    def total(xs: Any, w: Any) -> Any:
+        return jnp.sum(jax.vmap(loss(recipe), (0, None))(xs, w))
+
+    dxs, dw = jax.grad(total, (0, 1))(xs, W)
+    each = [jax.grad(loss(recipe), (0, 1))(x, W) for x in xs]
+    same(dxs, jnp.stack([dx for dx, _ in each]))
+    assert error(dw, sum(dw for _, dw in each)) < 1e-6
+    twice = jax.vmap(jax.vmap(dot(recipe), (None, 0)), (0, None))(xs, jnp.stack([W, W * 3]))
+    assert twice.shape == (3, 2, 24, 48)
+    same(twice[1, 1], dot(recipe)(xs[1], W * 3))
+
+
+SQUARE = draw((24, 32), (3, 32, 32), seed=1)
+
+
+def same_but_for_sums(recipe: str, got: Any, want: Any) -> None:
+    """Equal bits; but where gradients of weights are in bfloat16, fusions change its roundings."""
+    if recipe == "rowwise_hp":
+        assert error(got[-1], want[-1]) < 1e-2
+        got, want = got[:-1], want[:-1]
+    same(got, want)
+
+
+def layers(recipe: str, x: Any, ws: Any) -> Any:
+    """Three layers, with functions between them that compilers fuse with what is around them."""
+    for w, function in zip(ws, (jnp.sin, jnp.tanh, jax.nn.gelu), strict=True):
+        x = function(dot(recipe)(x, w))
+    return x
+
+
+def gradients(f: Any) -> Callable[[Any, Any], Any]:
+    def run(x: Any, ws: Any) -> Any:
+        y, pull = jax.vjp(f, x, ws)
+        return y, *pull(jnp.ones_like(y))
+
+    return run
+
+
+@each_recipe
+def test_scan_is_a_loop(recipe: str) -> None:
+    """To the bit, as scales and codes depend on nothing but an array."""
+    x, ws = SQUARE
+
+    def scanned(x: Any, ws: Any) -> Any:
+        return lax.scan(lambda c, w: (jnp.tanh(dot(recipe)(c, w)), None), x, ws)[0]
+
+    def unrolled(x: Any, ws: Any) -> Any:
+        for w in ws:
+            x = jnp.tanh(dot(recipe)(x, w))
+        return x
+
+    got, want = (jax.jit(gradients(f))(x, ws) for f in (scanned, unrolled))
+    assert [str(a.dtype) for a in got] == ["bfloat16", "bfloat16", "float32"]
+    same_but_for_sums(recipe, got, want)
+
+
+@each_recipe
+@pytest.mark.parametrize("policy", ["nothing_saveable", "dots_saveable", "everything_saveable"])
+def test_checkpoint_changes_no_bit(recipe: str, policy: str) -> None:
+    """What is computed again is the same: scales depend on nothing but the array."""
+    x, ws = SQUARE
+    chain = functools.partial(layers, recipe)
+    remat = jax.checkpoint(chain, policy=getattr(jax.checkpoint_policies, policy))
+    got, want = (jax.jit(gradients(f))(x, ws) for f in (remat, chain))
+    same_but_for_sums(recipe, got, want)
+
+
+def test_checkpoint_policies_see_the_product() -> None:
+    """The forward product is an ordinary one, of float8: policies save it, and do not repeat it."""
+    x, ws = SQUARE
+
+    def chain(x: Any, ws: Any) -> Any:
+        for w in ws:
+            x = jnp.sin(dot("tensorwise")(x, w))
+        return jnp.sum(x.astype(jnp.float32))
+
+    def count(f: Any) -> int:
+        found = equations(jax.make_jaxpr(jax.grad(f, (0, 1)))(x, ws))
+        names = [
+            e.primitive.name for e in found if e.invars and e.invars[0].aval.dtype.itemsize == 1
+        ]
+        return names.count("dot_general")
+
+    saveable = jax.checkpoint_policies.dots_saveable
+    assert count(chain) == 3 + 2 * 3
+    assert count(jax.checkpoint(chain)) == 3 + 2 * 3 + 3
+    assert count(jax.checkpoint(chain, policy=saveable)) == 3 + 2 * 3
+
+
+def kept_bytes(f: Any, *args: Any) -> int:
+    """Temporaries of a compiled gradient: what a loop keeps for its backward pass, above all."""
+    return jax.jit(jax.grad(f, (0, 1))).lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+
+def test_a_loop_keeps_one_byte_for_each_number() -> None:
+    """Of 40 layers it stacks the codes of what each reads, not what they were rounded from."""
+    steps, size = 40, 256
+    x, ws = draw((size, 64), (steps, 64, 64))
+
+    def chain(recipe: str | None) -> Any:
+        def run(x: Any, ws: Any) -> Any:
+            body = lambda c, w: (dot(recipe)(c, w), None)  # noqa: E731
+            return jnp.sum(lax.scan(body, x, ws)[0].astype(jnp.float32))
+
+        return run
+
+    found = {recipe: kept_bytes(chain(recipe), x, ws) for recipe in ("tensorwise", "rowwise")}
+    stacked = steps * size * 64
+    assert found["rowwise"] > 2 * stacked  # control: bfloat16
+    assert found["tensorwise"] < found["rowwise"] - 0.5 * stacked
+
+
+@each_recipe
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_jit_changes_no_bit(recipe: str, dtype: str) -> None:
+    """What is rounded to float8 is what the program says, and not what a fusion has before it.
+
+    The compiler leaves out a rounding to bfloat16 where `tanh` and the next cast are fused.
+    """
+    x, ws = SQUARE
+    run = gradients(functools.partial(layers, recipe))
+    got, want = jax.jit(run)(x.astype(dtype), ws), run(x.astype(dtype), ws)
+    if dtype == "bfloat16":
+        same_but_for_sums(recipe, got, want)
+    else:  # functions of float32 differ in their last digits, so that a code may move
+        assert max(map(error, got, want)) < 1e-2
+
+
+def mesh() -> Any:
+    return jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+
+def exact_operands() -> tuple[Any, Any, Any]:
+    """Integers that stay exact in every sum, and one outlier in x and in the cotangent.
+
+    The outlier takes the scale of the whole array: small odd numbers become even ones. With a scale
+    of their own, as a shard without the outlier has, they would stay.
+    """
+    random = np.random.default_rng(0)
+    x = random.integers(-15, 16, (64, 32)).astype(np.float32)
+    w = random.integers(-3, 4, (32, 16)).astype(np.float32)
+    ct = random.integers(-15, 16, (64, 16)).astype(np.float32)
+    # Alone in its row and column, so that no sum has it beside small numbers.
+    x[5], x[:, 7], ct[42], ct[:, 3] = 0, 0, 0, 0
+    x[5, 7] = ct[42, 3] = 2.0**19
+    return jnp.asarray(x, "bfloat16"), jnp.asarray(w), jnp.asarray(ct, "bfloat16")
+
+
+def pass_of(recipe: str) -> Callable[..., Any]:
+    """The loss, the result and both gradients."""
+
+    def run(x: Any, w: Any, ct: Any) -> Any:
+        y, pull = jax.vjp(dot(recipe), x, w)
+        signs = jnp.where(jnp.arange(y.shape[1]) % 2 == 0, 1.0, -1.0)
+        inner = jnp.where(jnp.abs(y.astype(jnp.float32)) < 2**14, y.astype(jnp.float32), 0)
+        return jnp.sum(inner * signs[None]), y, *pull(ct)
+
+    return run
+
+
+# Derivatives in e4m3, whose range is narrow enough that a scale matters for these integers.
+MESH_RECIPES = ["tensorwise:gradient=float8_e4m3fn", "rowwise", "rowwise_hp"]
+SHARDINGS = {
+    "data": (P("data"), P(), P("data")),
+    "weights stored in parts": (P("data"), P("data"), P("data")),
+    "columns": (P(), P(None, "data"), P(None, "data")),
+    "sums": (P(None, "data"), P("data"), P()),
+}
+
+
+@pytest.mark.parametrize("recipe", MESH_RECIPES)
+@pytest.mark.parametrize("name", SHARDINGS)
+def test_sharded_arrays_give_the_bits_of_one_device(recipe: str, name: str) -> None:
+    """Under `jit` a scale is that of the whole array, wherever its parts lie.
+
+    Loss, result and gradients: sums of these integers are exact in any order, so that nothing but
+    scales and codes can differ.
+    """
+    args = exact_operands()
+    placed = [
+        jax.device_put(x, NamedSharding(mesh(), spec))
+        for x, spec in zip(args, SHARDINGS[name], strict=True)
+    ]
+    run = jax.jit(pass_of(recipe))
+    want, got = run(*args), run(*placed)
+    same(got, want)
+    same(run(*(jnp.array(x) for x in args)), want)
+    assert all(np.asarray(a, np.float32).any() for a in want)
+
+
+def test_scales_of_shards_would_give_other_bits() -> None:
+    """Positive control: in a `shard_map` each shard has its scales, and these operands show it."""
+    args = exact_operands()
+    recipe = MESH_RECIPES[0]
+    specs = (P("data"), P(), P("data"))
+    outs = (P(), P("data"), P("data"), P())
+
+    def local(x: Any, w: Any, ct: Any) -> Any:
+        total, y, dx, dw = pass_of(recipe)(x, w, ct)
+        return lax.psum(total, "data"), y, dx, lax.psum(dw, "data")
+
+    sharded = jax.shard_map(local, mesh=mesh(), in_specs=specs, out_specs=outs, check_vma=False)
+    got, whole = jax.jit(sharded)(*args), jax.jit(pass_of(recipe))(*args)
+    for a, b in zip(got, whole, strict=True):
+        assert not np.array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+    parts = [
+        pass_of(recipe)(x, args[1], ct)
+        for x, ct in zip(jnp.split(args[0], 8), jnp.split(args[2], 8), strict=True)
+    ]
+    totals, ys, dxs, dws = zip(*parts, strict=True)
+    same(got, (sum(totals), jnp.concatenate(ys), jnp.concatenate(dxs), sum(dws)))
+
+
+def weighted(recipe: str) -> Callable[[Any, Any], Any]:
+    """A loss whose derivative does not depend on the result, whose roundings differ."""
+    ct = draw((24, 48), seed=3)[0].astype(jnp.float32)
+    return lambda x, w: jnp.vdot(dot(recipe)(x, w).astype(jnp.float32), ct)
+
+
+@each_recipe
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map(recipe: str, check_vma: bool) -> None:
+    """The gradient of the weight is the float32 sum of what shards give, each with its scales."""
+    x = jnp.concatenate([X * 2**i for i in range(8)])
+
+    def local(x: Any, w: Any) -> Any:
+        if check_vma:
+            return jax.grad(lambda w: lax.psum(weighted(recipe)(x, w), "data"))(w)
+        return lax.psum(jax.grad(weighted(recipe), 1)(x, w), "data")
+
+    specs = {"in_specs": (P("data"), P()), "out_specs": P(), "check_vma": check_vma}
+    got = jax.jit(jax.shard_map(local, mesh=mesh(), **specs))(x, W)
+    want = sum(jax.grad(weighted(recipe), 1)(part, W) for part in jnp.split(x, 8))
+    assert got.dtype == jnp.float32
+    assert error(got, want) < 1e-6
+    found = [
+        e
+        for e in equations(jax.make_jaxpr(jax.shard_map(local, mesh=mesh(), **specs))(x, W))
+        if "psum" in e.primitive.name
+    ]
+    assert {str(v.aval.dtype) for e in found for v in e.invars if v.aval.ndim > 1} == {"float32"}
+
+
+def test_gradients_outside_of_a_shard_map() -> None:
+    x = jnp.concatenate([X * 2**i for i in range(8)])
+
+    def total(w: Any, x: Any) -> Any:
+        local = lambda w, x: lax.psum(weighted("tensorwise")(x, w), "data")  # noqa: E731
+        return jax.shard_map(local, mesh=mesh(), in_specs=(P(), P("data")), out_specs=P())(w, x)
+
+    want = sum(jax.grad(weighted("tensorwise"), 1)(part, W) for part in jnp.split(x, 8))
+    assert error(jax.grad(total)(W, x), want) < 1e-6
+    assert error(jax.jit(jax.grad(total))(W, x), want) < 1e-6
+
+
+def test_explicit_sharding_is_refused() -> None:
+    explicit = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(explicit):
+        x = jax.device_put(X, NamedSharding(explicit, P("data")))
+        with pytest.raises(
+            NotImplementedError, match=r"automatic axes, by jax\.sharding\.auto_axes"
+        ):
+            jax.jit(dot("tensorwise"))(x, W)

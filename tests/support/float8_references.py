@@ -1,0 +1,129 @@
+"""Products in float8 in NumPy float64, from the definition: scales, codes, products, gradients."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+import jaxmp
+
+# Bits of mantissa, least exponent of normal numbers, largest number.
+FORMATS = {"float8_e4m3fn": (3, -6, 448.0), "float8_e5m2": (2, -14, 57344.0)}
+LEAST_AMAX = 1e-12
+BLOCK = 128
+
+
+def rounded(x: Any, form: str) -> np.ndarray:
+    """Numbers rounded to float8, to nearest even, as float64; out of range is the largest."""
+    mantissa, least, largest = FORMATS[form]
+    x = np.clip(np.asarray(x, np.float64), -largest, largest)
+    exponent = np.maximum(np.frexp(x)[1] - 1, least)
+    step = np.ldexp(1.0, exponent - mantissa)
+    return np.rint(x / step) * step  # dividing by a power of two is exact
+
+
+def scale(amax: Any, form: str, power_of_two: bool) -> np.ndarray:
+    """Float32 scales, as float64; NaN where the largest magnitude is not finite."""
+    amax = np.asarray(amax, np.float64)
+    with np.errstate(all="ignore"):
+        # A float64 quotient of float32 numbers, rounded again, is the float32 quotient.
+        found = (FORMATS[form][2] / np.maximum(amax, LEAST_AMAX)).astype(np.float32)
+    found = found.astype(np.float64)
+    if power_of_two:
+        found = np.ldexp(0.5, np.frexp(found)[1])
+    return np.where(np.isfinite(amax), found, np.nan)
+
+
+def amax_of(x: np.ndarray, axes: tuple[int, ...], in_blocks: bool) -> np.ndarray:
+    """The largest magnitude of what shares a scale with each number."""
+    if not in_blocks:
+        return np.broadcast_to(np.abs(x).max(axis=axes, keepdims=True), x.shape)
+    out = np.empty_like(x)
+    starts = [range(0, n, BLOCK) if i in axes else [0] for i, n in enumerate(x.shape)]
+    for corner in np.stack(np.meshgrid(*starts, indexing="ij"), -1).reshape(-1, x.ndim):
+        block = tuple(
+            slice(at, at + BLOCK) if i in axes else slice(None) for i, at in enumerate(corner)
+        )
+        own = tuple(axes)
+        out[block] = np.abs(x[block]).max(axis=own, keepdims=True)
+    return out
+
+
+def coded(
+    x: Any, form: str, axes: tuple[int, ...], *, power_of_two: bool = True, in_blocks: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """The codes and the scale of each number, as float64."""
+    x = np.asarray(x, np.float64)
+    scales = scale(amax_of(x, axes, in_blocks), form, power_of_two)
+    # The number that is rounded is a float32.
+    scaled = (x * scales).astype(np.float32)
+    return rounded(scaled, form), scales
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A product in einsum's letters, `"mk,kn->mn"`, and which operand is the weight."""
+
+    spec: str
+    recipe: jaxmp.float8.Recipe
+    parameter: int = 1
+
+    def letters(self) -> list[str]:
+        lhs, rest = self.spec.split(",")
+        return [lhs, *rest.split("->")]
+
+    def numbers(self) -> Any:
+        """The dimension numbers of its `dot_general`."""
+        lhs, rhs, out = self.letters()
+        pairs = []
+        for kind in (
+            [c for c in lhs if c in rhs and c not in out],
+            [c for c in lhs if c in rhs and c in out],
+        ):
+            pairs.append(tuple(tuple(side.index(c) for c in kind) for side in (lhs, rhs)))
+        return tuple(pairs)
+
+    def decoded(self, role: int, x: Any, returned: int) -> np.ndarray:
+        """What an operand (0, 1; 2 is the cotangent) is multiplied as, in one of the maps."""
+        recipe, letters = self.recipe, self.letters()
+        own = letters[role]
+        others = next(letters[i] for i in range(3) if i not in (role, returned))
+        summed = tuple(i for i, c in enumerate(own) if c in others and c not in letters[returned])
+        axes, in_blocks = summed, False
+        narrow = recipe.weight_gradient == "bfloat16"
+        if returned == self.parameter and narrow:
+            return np.asarray(x, np.float64)
+        if recipe.granularity == "tensor" or (role == self.parameter and narrow and returned != 2):
+            axes = tuple(range(len(own)))
+        elif recipe.granularity == "block":
+            axes, in_blocks = summed[-1:], True
+            if role == self.parameter:
+                free = [
+                    i for i, c in enumerate(own) if (c in letters[1 - role]) + (c in letters[2]) < 2
+                ]
+                by = {own[i] in letters[1 - role]: i for i in free}
+                axes = tuple(by.values())
+        form = recipe.gradient if role == 2 else recipe.forward
+        codes, scales = coded(
+            x, form.name, axes, power_of_two=recipe.power_of_two, in_blocks=in_blocks
+        )
+        return codes / scales
+
+    def result(self, lhs: Any, rhs: Any) -> np.ndarray:
+        """The product."""
+        return np.einsum(self.spec, self.decoded(0, lhs, 2), self.decoded(1, rhs, 2))
+
+    def gradients(self, lhs: Any, rhs: Any, ct: Any) -> tuple[np.ndarray, np.ndarray]:
+        """The gradients by both operands."""
+        a, b, out = self.letters()
+        by_lhs = np.einsum(f"{out},{b}->{a}", self.decoded(2, ct, 0), self.decoded(1, rhs, 0))
+        by_rhs = np.einsum(f"{a},{out}->{b}", self.decoded(0, lhs, 1), self.decoded(2, ct, 1))
+        return by_lhs, by_rhs
+
+
+def error(got: Any, want: Any) -> float:
+    """The norm of the difference, relative to that of what is wanted; inf for NaN."""
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    assert got.shape == want.shape
+    found = float(np.linalg.norm(got - want) / max(float(np.linalg.norm(want)), 1e-300))
+    return np.inf if np.isnan(found) else found
