@@ -6,12 +6,13 @@ vector memory, and from one layout into another inside of a kernel, for traffic.
 
 import math
 import re
+from typing import NamedTuple
 
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%(\S+) \(.*?^\}", re.MULTILINE | re.DOTALL)
 _INSTRUCTION = re.compile(r"^ +(?:ROOT )?%(\S+) = (\(.*?\)|\S+) ([\w-]+)\((.*)$", re.MULTILINE)
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\](\{[^}]*\})?")
 _BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "f16": 2, "bf16": 2, "f32": 4}
-_BYTES |= {"s32": 4, "u32": 4, "s64": 8, "u64": 8, "f64": 8}
+_BYTES |= {"s32": 4, "u32": 4, "s64": 8, "u64": 8, "f64": 8, "f8e4m3fn": 1, "f8e5m2": 1}
 # What moves nothing by itself: names for what is there, and the ends of copies.
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "copy-done"}
 _FREE |= {"slice-done", "async-done", "all-reduce-done", "after-all", "partition-id"}
@@ -36,6 +37,45 @@ def traffic(program: str) -> int:
     bodies = {found[1]: found[0] for found in _COMPUTATION.finditer(program)}
     entry = next(name for name, text in bodies.items() if text.startswith("ENTRY"))
     return _of(entry, bodies)
+
+
+class Beside(NamedTuple):
+    """What a program for a GPU without loops does beside its matrix products.
+
+    Attributes:
+      bytes: what its other kernels read and write.
+      launches: how many of them there are.
+      products: what the products themselves read and write, without work space.
+    """
+
+    bytes: int
+    launches: int
+    products: int
+
+
+def beside_products(program: str) -> Beside:
+    """Splits the traffic of a program: calls of cuBLAS, and the rest.
+
+    Args:
+      program: the text of a program that was compiled for a GPU without Triton's products.
+
+    Returns:
+      Both parts.
+    """
+    bodies = {found[1]: found[0] for found in _COMPUTATION.finditer(program)}
+    (entry,) = (text for text in bodies.values() if text.startswith("ENTRY"))
+    sizes: dict[str, int] = {}
+    moved, launches, products = 0, 0, 0
+    for name, shape, operation, rest in _INSTRUCTION.findall(entry):
+        sizes[name] = _size(shape)
+        operands = re.findall(r"%([^ ,)]+)", rest[: rest.index(")")])
+        total = sizes[name] + sum(sizes[operand] for operand in operands)
+        if "__cublas" in rest:
+            work_space = [_size(found[0]) for found in _ARRAY.finditer(shape) if found[1] == "s8"]
+            products += total - sum(work_space)
+        elif operation not in _FREE:
+            moved, launches = moved + total, launches + 1
+    return Beside(moved, launches, products)
 
 
 def _of(computation: str, bodies: dict[str, str]) -> int:

@@ -1,0 +1,175 @@
+"""What a compiler for GPUs makes of float8 products: calls, copies, collectives, memory.
+
+Without Triton, so that products are calls of cuBLAS whose names say in which dtype they multiply.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import jaxmp
+from benchmarks.compiled_traffic import beside_products
+from benchmarks.gpt import GPT
+from jaxmp._inspect.collective_report import CompiledCollective
+from tests.aot.conftest import Compiler
+from tests.support.compiled import WITHOUT_TRITON, float8_calls
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+FLOAT32 = "float32"
+LAYERS, WIDTH = 2, 256
+# Each block has four products with weights, in the body of one loop.
+PRODUCTS = 4
+
+
+def policy(recipe: str | None) -> str:
+    return "mixed_bfloat16" + (f",products={recipe}" if recipe else "")
+
+
+def gpt(*, remat: bool = False, context: int = 128) -> GPT:
+    return GPT(layers=LAYERS, width=WIDTH, heads=4, vocab=512, context=context, remat=remat)
+
+
+def gradient(model: GPT, recipe: str | None, **options: Any) -> Any:
+    fast = jaxmp.autocast(model.loss, policy(recipe))
+    return jaxmp.value_and_grad(fast, reduce_dtype=FLOAT32, **options)
+
+
+def abstract_tokens(model: GPT, examples: int = 8) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((examples, model.context + 1), jnp.int32)
+
+
+def compiled(compiler: Compiler, model: GPT, recipe: str | None) -> Any:
+    params = jax.eval_shape(model.init)
+    fun = gradient(model, recipe)
+    return compiler(fun, params, abstract_tokens(model), options=WITHOUT_TRITON)
+
+
+@pytest.mark.jax
+@pytest.mark.parametrize(
+    ("recipe", "calls"),
+    [
+        (None, 0),
+        ("tensorwise", 3 * PRODUCTS),
+        ("rowwise", 3 * PRODUCTS),
+        ("rowwise_hp", 2 * PRODUCTS),  # gradients of weights are products in bfloat16
+        ("blockwise", 0),  # an emulation, and the docs say so
+    ],
+)
+def test_every_chosen_product_is_one_call(gpu: Compiler, recipe: str | None, calls: int) -> None:
+    """In a scan over layers; scores, the head and the embedding are left out."""
+    assert len(float8_calls(compiled(gpu, gpt(), recipe).as_text())) == calls
+
+
+def test_a_checkpoint_multiplies_forward_again_in_float8(gpu: Compiler) -> None:
+    """All but the last product of a block, whose result nobody asks for."""
+    text = compiled(gpu, gpt(remat=True), "tensorwise").as_text()
+    assert len(float8_calls(text)) == 3 * PRODUCTS + PRODUCTS - 1
+
+
+# One layer, x[4096, 2048] @ w[2048, 8192]: megabytes and launches beside its three products, in
+# docs/float8.md.
+BESIDE = {
+    None: (101, 1),
+    "tensorwise": (420, 12),
+    "rowwise": (873, 18),
+    "rowwise_hp": (613, 14),
+    "blockwise": (599, 14),
+}
+
+
+@pytest.mark.parametrize("recipe", BESIDE)
+def test_the_passes_beside_the_products(gpu: Compiler, recipe: str | None) -> None:
+    """More means that a cast or a maximum is no longer fused, or a scale no longer folded."""
+    contracted = (((1,), (0,)), ((), ()))
+
+    def layer(x: Any, w: Any, g: Any) -> Any:
+        def product(x: Any, w: Any) -> Any:
+            return jaxmp.float8.dot_general(x, w, contracted, recipe=recipe)
+
+        y, backward = jax.vjp(product, x, w)
+        return y, backward(g)
+
+    shapes = {(4096, 2048): jnp.bfloat16, (2048, 8192): jnp.float32, (4096, 8192): jnp.bfloat16}
+    args = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes.items()]
+    beside = beside_products(gpu(layer, *args, options=WITHOUT_TRITON).as_text())
+    megabytes, launches = BESIDE[recipe]
+    assert beside.bytes / 1e6 <= 1.1 * megabytes
+    assert beside.launches <= 1.1 * launches
+    # Operands of one byte: 268 MB, where bfloat16 moves 386.
+    in_float8 = {"tensorwise": 3, "rowwise": 3, "rowwise_hp": 2}.get(str(recipe), 0)
+    assert beside.products / 1e6 == pytest.approx({3: 268, 2: 310, 0: 386}[in_float8], rel=0.02)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_hp"])
+def test_memory_of_a_scanned_checkpointed_model(gpu: Compiler, recipe: str) -> None:
+    """At most 1.05 of bfloat16. A stack of float32 weights in a second layout would be 1.19."""
+    model = GPT(layers=4, width=1024, heads=16, vocab=4096, context=256, remat=True)
+
+    def temporaries(recipe: str | None) -> int:
+        args = jax.eval_shape(model.init), abstract_tokens(model, 32)
+        program = gpu(gradient(model, recipe), *args, options=WITHOUT_TRITON)
+        return int(program.memory_analysis().temp_size_in_bytes)
+
+    assert temporaries(recipe) <= 1.05 * temporaries(None)
+
+
+def sharded(gpu: Compiler, model: GPT, recipe: str | None, layers: int) -> list[CompiledCollective]:
+    """The collectives of a step under FSDP on eight devices; `layers` 0 for a scan."""
+    mesh = gpu.mesh((8,), ("data",))
+
+    def place(x: Any) -> Any:
+        spec = P(*[None] * (x.ndim - 1), "data") if x.ndim > 1 else P()
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+    params = jax.tree.map(place, jax.eval_shape(model.init))
+    loss = model.loss
+    if layers:
+        shapes = params["blocks"]
+        params["blocks"] = [
+            jax.tree.map(lambda x: place(jax.ShapeDtypeStruct(x.shape[1:], x.dtype)), shapes)
+            for _ in range(layers)
+        ]
+
+        def loss(params: Any, tokens: Any) -> Any:
+            x = params["embedding"][tokens[:, :-1]] + params["position"]
+            for block in params["blocks"]:
+                x = model._block(x, block)
+            return jnp.mean(x**2)
+
+    layout = jax.tree.map(lambda x: x.sharding, params)
+    fsdp = jaxmp.sharding.FSDP(shardings=layout, axis="data")
+    fast = jaxmp.autocast(loss, policy(recipe))
+    fun = jaxmp.value_and_grad(fast, reduce_dtype=FLOAT32, fsdp=fsdp)
+    tokens = jax.ShapeDtypeStruct(
+        abstract_tokens(model, 32).shape, jnp.int32, sharding=NamedSharding(mesh, P("data"))
+    )
+    program = gpu.lower(fun, params, tokens).compile(WITHOUT_TRITON)
+    return list(jaxmp.collectives(program).rows)
+
+
+@pytest.mark.jax
+@pytest.mark.parametrize("layers", [0, LAYERS], ids=["scanned", "unrolled"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_hp", None])
+def test_fsdp_gathers_codes_and_sums_float32(
+    gpu: Compiler, recipe: str | None, layers: int
+) -> None:
+    """Each weight is gathered twice, a byte for each number; no gradient is summed in 16 bits."""
+    rows = sharded(gpu, gpt(), recipe, layers)
+    weights = LAYERS * 12 * WIDTH**2
+
+    def total(kind: str, dtype: str) -> int:
+        found = [row for row in rows if (row.kind, row.dtype) == (kind, dtype)]
+        return sum(row.bytes for row in found)
+
+    codes = total("all-gather", "float8_e4m3fn")
+    assert codes == (2 * weights if recipe else 0)
+    assert total("all-gather", "bfloat16") < weights or recipe is None
+    summed = total("reduce-scatter", FLOAT32)
+    assert summed >= 4 * weights
+    assert not [row for row in rows if row.reducer == "add" and row.dtype == "bfloat16"]
+    # No gradient of a weight is summed whole: only those of norms are.
+    assert total("all-reduce", FLOAT32) < 0.05 * 4 * weights
