@@ -12,6 +12,13 @@ from flax import linen as nn
 from jaxtyping import PyTree
 
 from jaxmp._flax.layer_precision import layer_precision
+from jaxmp._flax.layer_products import (
+    family_of,
+    has_float8,
+    own_products,
+    product_attributes,
+    warn_of_own_products,
+)
 from jaxmp._flax.module_casts import (
     Casts,
     ModulePolicy,
@@ -80,6 +87,8 @@ class _Session:
       jitted: whether nn.jit made the class of any called module.
       scanned: the classes that nn.scan repeats.
       unreached: the names of params that no policy reaches, by the path of their module.
+      families: why each called module is left out of float8, if it is, by its path.
+      own_products: what of a layer's products its author wrote, by the path of the layer.
     """
 
     def __init__(
@@ -93,6 +102,8 @@ class _Session:
         self.jitted = False
         self.scanned: set[type] = set()
         self.unreached: dict[str, list[str]] = {}
+        self.families: dict[str, str | None] = {}
+        self.own_products: dict[str, str] = {}
 
     def intercept(self, next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
         module, name = context.module, context.method_name
@@ -131,7 +142,9 @@ class _Session:
         decision = decide(self.rules, path, module, caller and caller.decision, in_layer=in_layer)
         self.seen.setdefault(path, module)
         self.used.add(decision.rule)
-        _set_dtypes(module, decision)
+        if has_float8(self.rules):
+            self._note_products(path, module, decision)
+        _set_dtypes(module, decision, self.families.get(path))
         is_setup = context.method_name == "setup"
         is_cell = isinstance(module, nn.RNNCellBase) or type(module) in self.scanned
         region = ModulePolicy(
@@ -164,6 +177,12 @@ class _Session:
         if not within:
             self._check_followed(module, made)
         return self._as_part(path, out)
+
+    def _note_products(self, path: str, module: nn.Module, decision: Decision) -> None:
+        """Notes whether a module is left out of float8, or multiplies as its author wrote."""
+        family = self.families[path] = family_of(path, module, decision, self.families)
+        if own := own_products(path, module, decision, family, strict=self.strict):
+            self.own_products[path] = own
 
     def _check_followed(self, module: nn.Module, call: _Call) -> None:
         """Reports a module that did not compute as the rules say; runs after its call."""
@@ -204,8 +223,9 @@ class _Session:
         self.rules.warn_unused(self.seen, used=self.used, strict=strict)
 
     def warn(self, variables: Mapping[str, Any], *, again: bool) -> None:
-        """Warns of params that no policy reaches, and of the fault of the CPU compiler."""
+        """Warns of what no policy reaches, and of the fault of the CPU compiler."""
         warn_of_cpu_compiler(dtypes_of(self.rules), variables)
+        warn_of_own_products(self.module, self.own_products, again=again)
         if not self.unreached:
             return
         params = variables.get("params", {})
@@ -223,15 +243,18 @@ class _Session:
         for unseen in self._unseen(params, ""):
             for path, module in list(self.seen.items()):
                 twin, rest = self._twin(path, unseen, params)
-                if twin and self.rules.decide(path, module).policy != (
-                    self.rules.decide(f"{unseen}{rest}", module).policy
-                ):
+                if twin and self._asked(path, module) != self._asked(f"{unseen}{rest}", module):
                     raise ValueError(
                         f"{unseen!r} was traced as one with {twin!r}: nn.jit traces modules of one "
                         f"class only once. But the rules give {path!r} another policy than "
-                        f"'{unseen}{rest}'. Give both the same policy, or use nn.remat or no "
-                        "transform in place of nn.jit"
+                        f"'{unseen}{rest}', or leave one of them out of float8. Give both the same "
+                        "policy, or use nn.remat or no transform in place of nn.jit"
                     )
+
+    def _asked(self, path: str, module: nn.Module) -> Any:
+        decision = self.rules.decide(path, module)
+        left_out = has_float8(self.rules) and family_of(path, module, decision, {})
+        return decision.policy, left_out
 
     def _unseen(self, params: Any, path: str) -> list[str]:
         """Returns the topmost modules with params whose calls came from a cached trace."""
@@ -354,7 +377,7 @@ def _is_flax_layer(module: nn.Module) -> bool:
     )
 
 
-def _set_dtypes(module: nn.Module, decision: Decision) -> None:
+def _set_dtypes(module: nn.Module, decision: Decision, left_out: str | None) -> None:
     """Sets the dtypes of a bound module; the copy lives only for this call of init or apply."""
     policy = decision.policy
     if policy is None:
@@ -367,6 +390,8 @@ def _set_dtypes(module: nn.Module, decision: Decision) -> None:
         object.__setattr__(module, "dtype", dtype)
         if any(field.name == "precision" for field in dataclasses.fields(module)):
             object.__setattr__(module, "precision", layer_precision(module, policy))
+        for name, value in product_attributes(module, policy, left_out).items():
+            object.__setattr__(module, name, value)
     before = getattr(module, "param_dtype", _MISSING)
     if takes_float_dtype(before):
         # Params are drawn in float32 and rounded by _round_new_params. So all policies start from

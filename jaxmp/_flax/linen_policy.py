@@ -11,6 +11,7 @@ import jax
 import jmp
 from flax import linen as nn
 
+from jaxmp._flax.layer_products import float8_text
 from jaxmp._flax.linen_interceptor import (
     is_other_model,
     is_reached,
@@ -360,7 +361,8 @@ def _compute_text(module: nn.Module) -> str:
     if not linen_takes_dtype(module):
         return ""
     dtype = getattr(module, "dtype", None)
-    return "from inputs" if dtype is None else jax.numpy.dtype(dtype).name
+    text = "from inputs" if dtype is None else jax.numpy.dtype(dtype).name
+    return text + float8_text(module, params_of_linen(module).get("kernel"))
 
 
 def _not_a_module(given: Any) -> str:

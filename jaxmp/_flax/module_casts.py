@@ -76,7 +76,9 @@ def casts_around(region: ModulePolicy) -> Casts:
         return Casts()
     named = region.decision.rule is not None
     exact = policy if _asks(region) else None
-    if region.caller is None or region.caller.policy != policy:
+    caller = region.caller and region.caller.policy
+    # How a caller multiplies is no reason to cast what it is given.
+    if caller is None or caller.with_products(None) != policy.with_products(None):
         inputs = policy.compute_dtype if named and not region.takes_dtype else None
         return Casts(inputs, policy.output_dtype, region.recurrent, exact)
     output = policy.compute_dtype if region.recurrent else None
@@ -216,12 +218,13 @@ def takes_float_dtype(dtype: Any) -> bool:
 
 
 def check_computable(rules: PolicyRules) -> None:
-    """Raises ValueError for rules that compute in float8, which no layer supports yet."""
+    """Raises ValueError for rules whose compute dtype is float8, which no layer supports."""
     for policy in all_policies(rules):
         if policy.compute_dtype.itemsize == 1:
             raise ValueError(
-                f"no layer can compute in {policy.compute_dtype} yet (policy {str(policy)!r}): a "
-                "plain cast to float8 loses small values. Use 'mixed_bfloat16'"
+                f"no layer can compute in {policy.compute_dtype} (policy {str(policy)!r}): a "
+                "plain cast to float8 loses small values. Use 'mixed_float8', which scales what it "
+                "rounds"
             )
 
 

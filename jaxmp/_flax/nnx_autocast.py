@@ -13,6 +13,7 @@ from flax import nnx
 from jaxmp._autocast.api import Output, autocast as autocast_function
 from jaxmp._flax.nnx_modules import call_pure, pure
 from jaxmp._flax.nnx_scopes import scoped, unused_rules
+from jaxmp._policies.policy import get_policy
 from jaxmp._policies.policy_rules import PolicyRules
 from jaxmp._recompute.api import Recompute
 
@@ -62,6 +63,8 @@ def autocast(
     if isinstance(policy, PolicyRules):
         # The patterns match modules; the scopes of the modules will carry the decisions.
         rules, policy = policy, PolicyRules(default=policy.default)
+    elif get_policy(policy).products is not None:
+        rules = PolicyRules(default=policy)  # heads are left out of float8 by their names
     owner, function = _module_of(fun)
 
     def call(args: Any, kwargs: Any) -> Any:

@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 from flax import nnx
 
+from jaxmp._flax.layer_products import family_of, has_float8, own_products
 from jaxmp._flax.module_casts import (
     Casts,
     ModulePolicy,
@@ -33,13 +34,14 @@ from jaxmp._policies.policy_rules import Decision, PolicyRules
 
 
 class ModulePlan(NamedTuple):
-    """The policy, casts and promise of a module."""
+    """The policy, casts and promise of a module, and why it is left out of float8, if it is."""
 
     path: str
     module: Any
     decision: Decision
     casts: Casts
     promise: Promise | None = None
+    left_out: str | None = None
 
 
 def make_plans(model: Any, rules: PolicyRules, strict: bool) -> list[ModulePlan]:
@@ -53,6 +55,8 @@ def make_plans(model: Any, rules: PolicyRules, strict: bool) -> list[ModulePlan]
     layers: set[str] = set()
     regions: dict[int, ModulePolicy] = {}
     plans: dict[int, ModulePlan] = {}
+    families: dict[str, str | None] = {}
+    float8 = has_float8(rules)
     for path, module, parent in modules_with_paths(model):
         caller = None if parent is None else decisions[parent]
         decision = _decide(rules, path, module, caller, in_layer=parent in layers)
@@ -63,7 +67,8 @@ def make_plans(model: Any, rules: PolicyRules, strict: bool) -> list[ModulePlan]
         by_field = _multiplies_by_field(module)
         region = ModulePolicy(decision, caller, takes_dtype(module), recurrent, by_field)
         casts = casts_around(region) if is_called(module) else Casts()
-        plan = ModulePlan(path, module, decision, casts)
+        family = families[path] = family_of(path, module, decision, families) if float8 else None
+        plan = ModulePlan(path, module, decision, casts, left_out=family)
         first = plans.setdefault(id(module), plan)
         if first.decision.policy != decision.policy:
             raise ValueError(
@@ -75,6 +80,8 @@ def make_plans(model: Any, rules: PolicyRules, strict: bool) -> list[ModulePlan]
         if first.casts != casts:
             exact = first.casts.exact or casts.exact
             plans[id(module)] = first._replace(casts=Casts(recurrent=recurrent, exact=exact))
+        if first.left_out is None:
+            plans[id(module)] = plans[id(module)]._replace(left_out=family)
         regions[id(module)] = region
     called = {
         path: decisions[path].policy
@@ -97,7 +104,7 @@ def _promise(
     plan: ModulePlan, region: ModulePolicy, called: dict[str, Policy | None], strict: bool
 ) -> Promise | None:
     """Returns the promise of a module; None if a submodule without policy may return any dtype."""
-    path, module, _, casts, _ = plan
+    path, module, _, casts, *_ = plan
     if is_from_flax(module) or not is_called(module):
         return None
     prefix = f"{path}/" if path else ""
@@ -137,7 +144,7 @@ def check_reached(plans: list[ModulePlan], strict: bool) -> list[Any]:
       ValueError: if `may_refuse` says that it is an error for one of the modules.
     """
     found: dict[str, Any] = {}
-    for path, module, decision, _, _ in plans:
+    for path, module, decision, *_ in plans:
         policy = decision.policy
         if policy is None or not unreached(module, policy):
             continue
@@ -166,6 +173,19 @@ def _decide(
             "into the bridge: nnx.bridge.ToNNX(jaxmp.linen.apply_policy(module, rules), ...)"
         )
     return Decision(None, None)  # all attributes of the bridge are variables of the linen module
+
+
+def products_of_authors(plans: list[ModulePlan], strict: bool) -> dict[str, str]:
+    """Returns what authors wrote of the products that policies put in float8, by path.
+
+    Raises:
+      ValueError: as `own_products` does.
+    """
+    own = {
+        path: own_products(path, module, decision, left_out, strict=strict)
+        for path, module, decision, _, _, left_out in plans
+    }
+    return {path: what for path, what in own.items() if what is not None}
 
 
 def check_shared_params(plans: list[ModulePlan]) -> None:

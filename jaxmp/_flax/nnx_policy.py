@@ -10,6 +10,7 @@ import jmp
 from flax import nnx
 
 from jaxmp._flax.layer_precision import layer_precision
+from jaxmp._flax.layer_products import float8_text, product_attributes, warn_of_own_products
 from jaxmp._flax.module_casts import (
     Casts,
     Promise,
@@ -37,6 +38,7 @@ from jaxmp._flax.nnx_plans import (
     check_reached,
     check_shared_params,
     make_plans,
+    products_of_authors,
     unreached,
 )
 from jaxmp._flax.summary import Row, Summary, dtype_text
@@ -108,6 +110,7 @@ def apply_policy(
         originals = _param_dtypes(plans)
         for plan in plans:
             _apply_plan(plan, originals)
+        warn_of_own_products(model, products_of_authors(plans, strict))
         warn_of_cpu_compiler(dtypes_of(rules), [snapshot.values for snapshot in before])
         for module in check_reached(plans, strict):  # reported, so no second report by promise
             _set(module, "_jaxmp", dataclasses.replace(vars(module)["_jaxmp"], promise=None))
@@ -173,6 +176,7 @@ def summary(model: Any) -> Summary:
         if takes_dtype(module):
             compute = "from inputs" if module.dtype is None else jax.numpy.dtype(module.dtype).name
             output = "" if module.dtype is None else compute
+            compute += float8_text(module, vars(module).get("kernel"))
         placed = vars(module).get("_jaxmp")
         if placed is not None and placed.casts.output is not None:
             output = placed.casts.output.name
@@ -227,7 +231,8 @@ class _Snapshot(NamedTuple):
 
 
 # The attributes of a module that a policy may set.
-_SET_BY_POLICY = ("dtype", "param_dtype", "precision")
+_DTYPES, _PRODUCTS = ("dtype", "param_dtype", "precision"), ("dot_general", "promote_dtype")
+_SET_BY_POLICY = (*_DTYPES, *_PRODUCTS)
 
 # Bypasses nnx's own __setattr__, which would keep the names in the module's list of attributes
 # forever. A model whose policy was removed must equal one that never had a policy.
@@ -262,7 +267,8 @@ def _apply_plan(plan: ModulePlan, originals: dict[int, tuple[Any, ...]]) -> None
     if policy is None:
         return
     own, params, casts = vars(module), own_params(module), plan.casts
-    before = tuple((name, own[name]) for name in _SET_BY_POLICY if name in own)
+    products = product_attributes(module, policy, plan.left_out) if takes_dtype(module) else {}
+    before = tuple((name, own[name]) for name in (*_DTYPES, *products) if name in own)
     if not (before or held_params(module) or casts or plan.promise):
         return
     if is_flax_layer(module) and casts == Casts(output=policy.compute_dtype):
@@ -278,6 +284,8 @@ def _apply_plan(plan: ModulePlan, originals: dict[int, tuple[Any, ...]]) -> None
         module.dtype = layer_dtype(dtype, module.dtype)
         if "precision" in own:
             module.precision = layer_precision(module, policy)
+        for name, value in products.items():
+            setattr(module, name, value)
     if "param_dtype" in own and takes_float_dtype(module.param_dtype):
         module.param_dtype = layer_dtype(policy.param_dtype, module.param_dtype)
     for variable in params:

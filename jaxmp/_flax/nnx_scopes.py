@@ -18,6 +18,7 @@ import jax
 from flax import nnx
 
 from jaxmp._autocast.regions import policy_scope
+from jaxmp._flax.layer_products import family_of, has_float8
 from jaxmp._flax.module_casts import decide
 from jaxmp._flax.nnx_modules import is_flax_layer, is_node, modules, modules_with_paths
 from jaxmp._policies.policy_rules import Decision, PolicyRules
@@ -80,20 +81,26 @@ def unused_rules(tree: Any, rules: PolicyRules) -> None:
 def _scopes(root: Any, rules: PolicyRules) -> list[tuple[Any, _Scope]]:
     decisions: dict[str, Decision] = {}
     layers: set[str] = set()
+    families: dict[str, str | None] = {}
+    float8 = has_float8(rules)
     found: dict[int, tuple[Any, _Scope, str]] = {}
     for path, module, parent in modules_with_paths(root):
         caller = None if parent is None else decisions[parent]
         decision = decide(rules, path, module, caller, in_layer=parent in layers)
         decisions[path] = decision
         layers |= {path} if is_flax_layer(module) else set()
-        policy = policy_scope(decision.policy)
-        scope = _Scope(tuple(path.split("/")) if path else (), policy, type(module))
+        policy = decision.policy
+        scope = _Scope(tuple(path.split("/")) if path else (), policy_scope(policy), type(module))
         _, first, there = found.setdefault(id(module), (module, scope, path))
-        if first.policy != policy:
+        if decisions[there].policy != policy:
             raise ValueError(
                 f"{type(module).__name__} is one module at two places, {there!r} and {path!r}, "
                 "and the rules give them different policies. Give both the same policy"
             )
+        families[path] = family_of(path, module, decision, families) if float8 else None
+        if policy is not None and families[path] is not None:
+            scope = dataclasses.replace(first, policy=policy_scope(policy.with_products(None)))
+            found[id(module)] = module, scope, there
     return [(module, scope) for module, scope, _ in found.values()]
 
 

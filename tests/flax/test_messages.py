@@ -205,11 +205,11 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
      "jaxmp.nnx works on nnx modules, got NoneType"),
     # policies that cannot be honoured
     ("linen float8", lambda: jaxmp.linen.apply_policy(LinenNet(), "p=f32,c=e4m3fn"), ValueError,
-     "no layer can compute in float8_e4m3fn yet (policy 'params=float32,compute=float8_e4m3fn,"),
+     "no layer can compute in float8_e4m3fn (policy 'params=float32,compute=float8_e4m3fn,"),
     ("decorator float8", lambda: jaxmp.linen.with_policy({"a": "c=e5m2"}), TypeError,
      "rules must be jaxmp.PolicyRules"),
     ("nnx float8", lambda: jaxmp.nnx.apply_policy(NnxNet(), PolicyRules({"dense": "c=e5m2"})),
-     ValueError, "plain cast to float8 loses small values. Use 'mixed_bfloat16'"),
+     ValueError, "plain cast to float8 loses small values. Use 'mixed_float8'"),
     ("linen leaf", lambda: linen_init(LinenNet(), NAMED), ValueError, f"Linen{CANNOT}"),
     ("nnx leaf", lambda: jaxmp.nnx.apply_policy(NnxNet(), NAMED), ValueError, f"Nnx{CANNOT}"),
     ("linen root leaf", lambda: linen_init(LinenScale(), "mixed_float16"), ValueError,
