@@ -225,29 +225,6 @@ def test_checkpoint_policies_see_the_product() -> None:
     assert count(jax.checkpoint(chain, policy=saveable)) == 3 + 2 * 3
 
 
-def kept_bytes(f: Any, *args: Any) -> int:
-    """Temporaries of a compiled gradient: what a loop keeps for its backward pass, above all."""
-    return jax.jit(jax.grad(f, (0, 1))).lower(*args).compile().memory_analysis().temp_size_in_bytes
-
-
-def test_a_loop_keeps_one_byte_for_each_number() -> None:
-    """Of 40 layers it stacks the codes of what each reads, not what they were rounded from."""
-    steps, size = 40, 256
-    x, ws = draw((size, 64), (steps, 64, 64))
-
-    def chain(recipe: str | None) -> Any:
-        def run(x: Any, ws: Any) -> Any:
-            body = lambda c, w: (dot(recipe)(c, w), None)  # noqa: E731
-            return jnp.sum(lax.scan(body, x, ws)[0].astype(jnp.float32))
-
-        return run
-
-    found = {recipe: kept_bytes(chain(recipe), x, ws) for recipe in ("tensorwise", "rowwise")}
-    stacked = steps * size * 64
-    assert found["rowwise"] > 2 * stacked  # control: bfloat16
-    assert found["tensorwise"] < found["rowwise"] - 0.5 * stacked
-
-
 @each_recipe
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_jit_changes_no_bit(recipe: str, dtype: str) -> None:
