@@ -57,7 +57,7 @@ def gpu_target(name: str) -> str:
     """
     newer = importlib.util.find_spec("jax_cuda13_plugin") is not None
     text = (_TARGETS / f"{name}.txtpb").read_text()
-    return text.replace("CUDA_VERSION", "13.0.0" if newer else "12.8.0")
+    return text.replace("12.8.0", "13.0.0") if newer else text
 
 
 def compiler_options(platform: str, effort: str) -> dict[str, Any]:
