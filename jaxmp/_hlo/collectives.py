@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from jaxmp._hlo.dataflow import Flow, HloValue, OnDevices
 from jaxmp._hlo.parser import Array, Frame, Instruction, Module, Shape, arrays_in, read_shape
+from jaxmp._hlo.products import HloFloat8Product, float8_products
 from jaxmp._hlo.replica_groups import Groups, read_groups
 from jaxmp._hlo.slices import Exchange, Slices
 
@@ -62,7 +63,7 @@ class Transfer:
 
 
 class CompiledProgram(NamedTuple):
-    """The collectives of a program, read from its text.
+    """The collectives and float8 products of a program, read from its text.
 
     Attributes:
       devices: how many devices the program runs on; of several TPU slices, the devices of one.
@@ -71,6 +72,7 @@ class CompiledProgram(NamedTuple):
       unknown_loops: how many loops around collectives have an unknown length.
       conditionals: how many conditionals have collectives in a branch.
       sends: how many sends to other devices the program has besides the collectives.
+      float8: the products with float8 operands, in the order of the text.
     """
 
     devices: int
@@ -79,6 +81,7 @@ class CompiledProgram(NamedTuple):
     unknown_loops: int
     conditionals: int
     sends: int
+    float8: tuple[HloFloat8Product, ...]
 
 
 def read_program(text: str) -> CompiledProgram:
@@ -113,6 +116,7 @@ def read_program(text: str) -> CompiledProgram:
         unknown_loops=sum(reader.flow.trips(loop) is None for loop in loops),
         conditionals=sum(i.opcode == "conditional" for i in around.values()),
         sends=len(sends),
+        float8=tuple(float8_products(reader.flow)) if "f8e" in text else (),
     )
 
 

@@ -72,12 +72,18 @@ class Flow:
         Returns:
           The value where the trail ends, usually the one that was computed.
         """
-        for _ in range(_STEPS):
-            before = self._step(value, leave_loops)
-            if before is None:
-                break
-            value = before
+        for last in self.trail(value, leave_loops=leave_loops):
+            value = last
         return value
+
+    def trail(self, value: HloValue, *, leave_loops: bool = True) -> Iterator[HloValue]:
+        """Yields a value, and then what `source` goes back through, up to where it ends."""
+        at: HloValue | None = value
+        for _ in range(_STEPS):
+            if at is None:
+                return
+            yield at
+            at = self._step(at, leave_loops)
 
     def _step(self, value: HloValue, leave_loops: bool) -> HloValue | None:
         instruction, element = value

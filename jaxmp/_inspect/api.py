@@ -10,6 +10,7 @@ from jaxmp._inspect.checks import AuditError
 from jaxmp._inspect.collective_report import Collectives, CompiledCollective
 from jaxmp._inspect.collectives import collectives
 from jaxmp._inspect.compiled import closed_over, is_array
+from jaxmp._inspect.decoded import is_float8
 from jaxmp._inspect.equations import walk
 from jaxmp._inspect.reduced import assert_reduced_in
 from jaxmp._inspect.report import AuditReport
@@ -19,6 +20,7 @@ from jaxmp._inspect.rows import (
     Collective,
     Convert,
     Equations,
+    LeftOut,
     Product,
     ProductLine,
     Recomputed,
@@ -28,7 +30,6 @@ from jaxmp._inspect.rows import (
 )
 from jaxmp._inspect.summarize import Tally
 from jaxmp._inspect.unseen import PARTITIONER, are_sharded, hiding, unseen_in
-from jaxmp._inspect.upcasts import mark_upcasts
 from jaxmp._jaxpr.op_classes import CHECKPOINTS
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "CompiledCollective",
     "Convert",
     "Equations",
+    "LeftOut",
     "Product",
     "ProductLine",
     "Recomputed",
@@ -64,15 +66,15 @@ def audit(fn: Callable[..., Any], *args: Any, compiled: Any = False, **kwargs: A
       fn: any function that can be traced: a loss, a train step, `model.apply`; jitted or not.
       *args: its arguments. Arrays may be `jax.ShapeDtypeStruct`. Other values are passed to `fn`
         unchanged.
-      compiled: whether to compile the function too and report its collectives; or the result of
-        `lower` or `compile` of the jitted function. See `collectives`.
+      compiled: whether to compile the function too and report its collectives and float8 products;
+        or the result of `lower` or `compile` of the jitted function. See `collectives`.
       **kwargs: its keyword arguments.
 
     Returns:
       The report. Print it, look into it, or `check` it. It has `residuals` if the function is a
       loss: if it returns a float scalar, or a pair that starts with one. The gradient is with
-      respect to all floats of the first argument. A loss is traced twice, and a third time with
-      its gradient if it has checkpoints.
+      respect to all floats of the first argument. A loss is traced twice and its backward pass
+      once, and both together once more if it has checkpoints.
 
     Raises:
       TypeError: if `fn` is not callable, or if JAX cannot trace it with these arguments.
@@ -100,7 +102,7 @@ def audit(fn: Callable[..., Any], *args: Any, compiled: Any = False, **kwargs: A
     elif compiled is not None and compiled is not False:
         program = collectives(compiled)
     body = walk(jaxpr)
-    tally = Tally(body.all_sites(), mark_upcasts(body))
+    tally = Tally(body)
     recomputes = any(site.name in CHECKPOINTS for site in tally.sites)
     kept, reason, both = _residuals(fn, args, kwargs, result, recomputes)
     is_partitioned_later = program is None and are_sharded(arrays, tally.sites)
@@ -108,18 +110,30 @@ def audit(fn: Callable[..., Any], *args: Any, compiled: Any = False, **kwargs: A
     return AuditReport(
         products=tally.products(),
         product_lines=tally.product_lines(),
+        left_out=tally.left_out(),
         upcasts=tally.upcasts(),
         converts=tally.converts(),
         residuals=kept,
         no_residuals=reason,
-        recomputed=(tally if both is None else Tally(both.all_sites(), [])).recomputed(),
+        recomputed=(tally if both is None else Tally(both)).recomputed(),
         arrays=argument_rows(fn, args, kwargs) + result_rows(result),
         collectives=tally.collectives(),
         equations=tally.equations(),
-        unseen=unseen_in(tally.sites, is_compiled=program is not None),
+        unseen=unseen_in(tally.sites, is_compiled=program is not None) + _lost(tally, program),
         unseen_lines=tally.unseen(hiding(tally.sites)) + unpartitioned,
         work=tally.work(),
         compiled=program,
+    )
+
+
+def _lost(tally: Tally, program: Collectives | None) -> tuple[str, ...]:
+    """Returns a sentence if float8 operands of the traced program are not in the compiled one."""
+    dtypes = {dtype for row in tally.products() for dtype in (*row.operands, *row.rounded_to)}
+    if program is None or program.float8_products or not any(map(is_float8, dtypes)):
+        return ()
+    return (
+        f"Where the float8 operands are: no product of the {program.origin} has one. Its compiler "
+        "widened them, and may have dropped the rounding to float8, too.",
     )
 
 

@@ -1,14 +1,19 @@
 """Compares a report with the expectations of a test."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
 
+from jaxmp._inspect.decoded import FLOAT8, are_among
+from jaxmp._inspect.offenders import (
+    by_line,
+    compiled_float8_errors,
+    operands_and_result,
+    reason_text,
+)
 from jaxmp._numerics.dtypes import parse_dtype
 from jaxmp._numerics.precision import meaning_of, parse_precision
-
-_LISTED = 10
 
 
 class AuditError(AssertionError):
@@ -41,6 +46,9 @@ def check_report(
         names, least = _dtype_names(products), _checked_share(share)
         problems += _product_errors(report, names, least)
         problems += _loops(report, names, least, allowed)
+        if any(name.startswith(FLOAT8) for name in names):
+            fusions = allowed is _ALL or "fusion" in allowed
+            problems += compiled_float8_errors(report, fusions)
     elif share is not None:
         raise ValueError("share is about products: give products='bfloat16' too")
     if precision is not None:
@@ -78,11 +86,20 @@ def any_dtype_name(dtype: Any) -> str:
         return other.name
 
 
+def product_dtype(dtype: Any) -> str:
+    """Returns the name of a dtype of products; `"float8"` stands for each of its formats.
+
+    >>> product_dtype("bf16"), product_dtype("float8")
+    ('bfloat16', 'float8')
+    """
+    return FLOAT8 if isinstance(dtype, str) and dtype == FLOAT8 else any_dtype_name(dtype)
+
+
 def _dtype_names(dtypes: Any) -> list[str]:
     given = dtypes if isinstance(dtypes, (tuple, list, set, frozenset)) else (dtypes,)
     if not given:
         raise ValueError("products must name at least one dtype, such as 'bfloat16'")
-    return [any_dtype_name(dtype) for dtype in given]
+    return [product_dtype(dtype) for dtype in given]
 
 
 def _checked_share(share: float | None) -> float:
@@ -104,19 +121,23 @@ def _product_errors(report: Any, names: list[str], share: float) -> list[str]:
     if not report.flops:
         return [f"products: the program has none, so none in {allowed}."]
     found = report.share(*names)
-    others = [row for row in report.product_lines if not set(row.operands) <= set(names)]
+    others = [row for row in report.product_lines if not are_among(row.operands, names)]
     # 1e-9 allows for the rounding of the quotient.
     if not others or (found >= share - 1e-9 and share < 1):
         return []
     offenders = [
-        (row, f"{100 * row.share:.1f} %", " x ".join(row.operands) + f" -> {row.result}")
+        (
+            row,
+            f"{100 * row.share:.1f} %",
+            operands_and_result(row) + reason_text(row, names),
+        )
         for row in others
     ]
     where = " where these branches run" if any(row.branch for row in others) else ""
     return [
         f"products: {_percent(found)} of their FLOPs have operands in {allowed}{where}, wanted "
         f"at least {100 * share:.1f} %. The others:",
-        *_by_line(offenders),
+        *by_line(offenders),
     ]
 
 
@@ -150,7 +171,7 @@ def _precision_errors(report: Any, least: str) -> list[str]:
     return [
         f"precision: float32 products should ask for {least}, these ask for less. A float32 policy "
         f"or rule, jaxmp.full_precision around them, or precision={least!r} in them does it:",
-        *_by_line(offenders),
+        *by_line(offenders),
     ]
 
 
@@ -169,7 +190,7 @@ def _upcast_errors(report: Any, limit: int) -> list[str]:
     ]
     return [
         f"upcasts: {len(found)} make products wide, allowed are {limit}:",
-        *_by_line(offenders),
+        *by_line(offenders),
     ]
 
 
@@ -185,7 +206,7 @@ def _residual_errors(report: Any, limit: int) -> list[str]:
     which = f", {copied:,} of them copies of params" if copied else ""
     return [
         f"residual_bytes: {found:,} are kept for the backward pass{which}, allowed are {limit:,}:",
-        *_by_line(offenders),
+        *by_line(offenders),
     ]
 
 
@@ -212,7 +233,7 @@ def _kept(report: Any, limits: dict[str, int]) -> list[str]:
             problems += [
                 f"kept: {found:,} bytes of {dtype} are kept for the backward pass, allowed are "
                 f"{limit:,}:",
-                *_by_line(rows),
+                *by_line(rows),
             ]
     return problems
 
@@ -249,7 +270,7 @@ def _unseen_errors(report: Any, allowed: Collection[str]) -> list[str]:
     return [
         "unseen: what these multiply is not counted, and its dtype is not known. If that is fine, "
         f"name them: allow_unseen={names}.",
-        *_by_line((row, str(row.count), f"{row.name} of {', '.join(row.dtypes)}") for row in found),
+        *by_line((row, str(row.count), f"{row.name} of {', '.join(row.dtypes)}") for row in found),
     ]
 
 
@@ -261,14 +282,14 @@ def _loops(report: Any, names: list[str], share: float, allowed: Collection[str]
     found = [
         row
         for row in _not_allowed(report, allowed)
-        if row.name == "while" and not set(row.dtypes) <= set(names)
+        if row.name == "while" and not are_among(row.dtypes, names)
     ]
     if share == 1 or not found:
         return []
     return [
         "unseen: how often these loops run is not known, so the share is not known either. If it "
         "is fine to count each loop once: allow_unseen='while'.",
-        *_by_line((row, str(row.count), f"while of {', '.join(row.dtypes)}") for row in found),
+        *by_line((row, str(row.count), f"while of {', '.join(row.dtypes)}") for row in found),
     ]
 
 
@@ -300,7 +321,7 @@ def _sums(report: Any, name: str) -> list[str]:
     ]
     if not wrong:
         return []
-    return [f"reduced_in: sums over devices should carry {name}, these do not:", *_by_line(wrong)]
+    return [f"reduced_in: sums over devices should carry {name}, these do not:", *by_line(wrong)]
 
 
 def narrow_sums(report: Any, name: str, over: str) -> list[str]:
@@ -322,7 +343,7 @@ def narrow_sums(report: Any, name: str, over: str) -> list[str]:
         return []
     return [
         f"sums over {over} should carry {name} or wider, these do not:",
-        *_by_line((row, f"{row.bytes:,} bytes", _described(row)) for row in narrow),
+        *by_line((row, f"{row.bytes:,} bytes", _described(row)) for row in narrow),
     ]
 
 
@@ -354,14 +375,3 @@ def _bits_of_number(row: Any) -> int:
 def _described(row: Any) -> str:
     over = f"over {', '.join(row.axes)}" if row.axes else f"of {row.group_size} devices"
     return f"{row.dtype}  {row.kind} {over}"
-
-
-def _by_line(offenders: Iterable[tuple[Any, str, str]]) -> list[str]:
-    """Formats offenders as error lines; each has its row, the amount and a description."""
-    rows = list(offenders)
-    shown = []
-    for row, amount, what in rows[:_LISTED]:
-        places = [row.line, *(getattr(row, name, "") for name in ("path", "direction", "branch"))]
-        shown.append(f"  {amount}  {what}  at {', '.join(place for place in places if place)}")
-    more = len(rows) - len(shown)
-    return shown + ([f"  and {more} more"] if more else [])

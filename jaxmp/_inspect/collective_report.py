@@ -66,6 +66,33 @@ class CompiledCollective:
 
 
 @dataclasses.dataclass(frozen=True)
+class CompiledProduct:
+    """The products of a compiled program in one line that have float8 operands, or had.
+
+    Attributes:
+      operands: the dtypes of the operands; those that were widened, before that.
+      result: the dtype of the result.
+      ran: how they run. `"float8"`: by cuBLAS's float8 product. `"float8 operands"`: as the device
+        multiplies them, which of TPUs is float8 from 7x on. `"widened to bfloat16"`: as products
+        of 16 bits. `"not known"`: in a fusion, whose kernel may widen its operands.
+      line: the line of the user's code.
+      path: the module, if the name stack has it.
+      direction: as in `ProductLine`.
+      count: how many there are.
+      runs: how often they run. A loop of unknown length counts once.
+    """
+
+    operands: tuple[str, str]
+    result: str
+    ran: str
+    line: str
+    path: str
+    direction: Direction
+    count: int
+    runs: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Collectives:
     """The collectives of a compiled program. The report prints as tables and iterates by row.
 
@@ -76,6 +103,7 @@ class Collectives:
       mesh_axes: names and sizes of the mesh axes, if a mesh is known.
       no_mesh: why no mesh is known.
       unseen: the parts of the program that this report does not show.
+      float8_products: the products with float8 operands, by line.
     """
 
     rows: tuple[CompiledCollective, ...]
@@ -84,6 +112,7 @@ class Collectives:
     mesh_axes: tuple[tuple[str, int], ...]
     no_mesh: str
     unseen: tuple[str, ...]
+    float8_products: tuple[CompiledProduct, ...] = ()
 
     def __iter__(self) -> Iterator[CompiledCollective]:
         return iter(self.rows)

@@ -1,7 +1,7 @@
 """Reports the data and the mesh axes of the collectives of a compiled program."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -9,10 +9,12 @@ import numpy as np
 
 from jaxmp._hlo.collectives import CompiledProgram, Transfer, read_program
 from jaxmp._hlo.parser import Frame
+from jaxmp._hlo.products import HAS_OPERANDS, NOT_KNOWN, HloFloat8Product
 from jaxmp._hlo.replica_groups import Groups
-from jaxmp._inspect.collective_report import Collectives, CompiledCollective
+from jaxmp._inspect.collective_report import Collectives, CompiledCollective, CompiledProduct
 from jaxmp._inspect.compiled import Source, source_of
 from jaxmp._inspect.lines import UNKNOWN, direction, kind_of, line_text, module_path
+from jaxmp._jaxpr.scopes import without_reason
 
 # Names that JAX puts into the scopes of compiled programs, and that are not modules.
 _NO_MODULE = re.compile(r"closed_call|eval_jaxpr|while|body|cond|branch_\d+_fun|shard_map|\w+_call")
@@ -72,6 +74,7 @@ def collectives(program: Any, *args: Any, mesh: Any = None, **kwargs: Any) -> Co
         mesh_axes=tuple(found.shape.items()) if found is not None else (),
         no_mesh=reason,
         unseen=_unseen_collectives(source, read),
+        float8_products=_products(read.float8),
     )
 
 
@@ -177,9 +180,6 @@ class _Places:
 
 def _row(transfer: Transfer, places: _Places) -> CompiledCollective:
     groups = places.of(transfer)
-    scopes, _, _ = transfer.op_name.rpartition("/")
-    path = "" if ":" in scopes else module_path(scopes)  # combined collectives have several names
-    names = [name for name in path.split("/") if not _NO_MODULE.fullmatch(name)]
     return CompiledCollective(
         kind=transfer.kind,
         dtype=transfer.dtype,
@@ -188,7 +188,7 @@ def _row(transfer: Transfer, places: _Places) -> CompiledCollective:
         group_size=max(map(len, groups), default=1),
         between_slices=transfer.between_slices,
         line=_line(transfer.frames),
-        path="/".join(names),
+        path=_path(transfer.op_name),
         direction=direction(transfer.op_name),  # type: ignore[arg-type]
         op_name=transfer.op_name,
         arrays=transfer.arrays,
@@ -198,6 +198,33 @@ def _row(transfer: Transfer, places: _Places) -> CompiledCollective:
         bytes=transfer.bytes * transfer.runs,
         groups=groups,
     )
+
+
+def _products(found: Iterable[HloFloat8Product]) -> tuple[CompiledProduct, ...]:
+    groups: dict[Any, list[HloFloat8Product]] = {}
+    for each in found:
+        where = _line(each.frames), _path(each.op_name), direction(each.op_name)
+        groups.setdefault((each.operands, each.result, each.ran, where), []).append(each)
+    return tuple(
+        CompiledProduct(
+            operands=operands,
+            result=result,
+            ran=ran,
+            line=line,
+            path=path,
+            direction=passed,
+            count=len(group),
+            runs=sum(each.runs for each in group),
+        )
+        for (operands, result, ran, (line, path, passed)), group in groups.items()
+    )
+
+
+def _path(op_name: str) -> str:
+    """Returns the module of an operation in a compiled program, by its name."""
+    scopes = without_reason(op_name).rpartition("/")[0]
+    path = "" if ":" in scopes else module_path(scopes)  # combined collectives have several names
+    return "/".join(name for name in path.split("/") if not _NO_MODULE.fullmatch(name))
 
 
 def _line(frames: Sequence[Frame]) -> str:
@@ -227,5 +254,18 @@ def _unseen_collectives(source: Source, read: CompiledProgram) -> tuple[str, ...
         )
     if read.sends:
         sentences.append(f"sends to other devices ({read.sends}): what they carry is not listed.")
+    fused, given = (
+        sum(each.ran == ran for each in read.float8) for ran in (NOT_KNOWN, HAS_OPERANDS)
+    )
+    if fused:
+        sentences.append(
+            f"fusions with products of float8 operands ({fused}): whether their kernels multiply "
+            "float8 or widen it first is not in the program."
+        )
+    if given:
+        sentences.append(
+            f"products of float8 operands ({given}): whether they are multiplied in float8 is the "
+            "device's choice. TPUs before 7x widen the operands inside of the product."
+        )
     sentences.append("What kernels and custom calls send by themselves.")
     return tuple(sentences)

@@ -6,13 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxmp._inspect.branches import Part, least_share, most
-from jaxmp._inspect.checks import any_dtype_name, check_report
+from jaxmp._inspect.checks import check_report, product_dtype
 from jaxmp._inspect.collective_report import Collectives
+from jaxmp._inspect.decoded import are_among
 from jaxmp._inspect.rows import (
     Arrays,
     Collective,
     Convert,
     Equations,
+    LeftOut,
     Product,
     ProductLine,
     Recomputed,
@@ -34,6 +36,7 @@ class AuditReport:
       products: matrix products and convolutions by dtype, most FLOPs first. Those of float32 say
         what they are on a TPU and on a GPU.
       product_lines: the same by line of the user's code.
+      left_out: products that a float8 policy left out of float8, by line, with the reason.
       upcasts: casts from floats of fewer than 32 bits to wider ones, by line. Upcasts that make
         products wide come first, by the FLOPs of these products; then the rest by size. If several
         upcasts feed a product, the first in the program counts as the cause.
@@ -50,11 +53,12 @@ class AuditReport:
       unseen: the parts of the program that this report does not show.
       unseen_lines: equations, by line, that a check cannot see into.
       work: the product FLOPs by dtypes and branches.
-      compiled: the collectives of the compiled program; None if the audit was not asked for them.
+      compiled: the collectives and float8 products of the compiled program; None if the audit was not asked for them.
     """
 
     products: tuple[Product, ...]
     product_lines: tuple[ProductLine, ...]
+    left_out: tuple[LeftOut, ...]
     upcasts: tuple[Upcast, ...]
     converts: tuple[Convert, ...]
     residuals: tuple[Residual, ...] | None
@@ -117,7 +121,7 @@ class AuditReport:
         If the share depends on which branches run, returns the smallest.
 
         Args:
-          *dtypes: names such as `"bfloat16"`, or dtypes.
+          *dtypes: names such as `"bfloat16"`, or dtypes; `"float8"` stands for each of its formats.
 
         Returns:
           A number from 0 to 1; 0 if there are no products.
@@ -125,9 +129,9 @@ class AuditReport:
         Raises:
           ValueError: for an unknown dtype.
         """
-        names = {any_dtype_name(dtype) for dtype in dtypes}
+        names = {product_dtype(dtype) for dtype in dtypes}
         return least_share(
-            Part(row.branches, row.flops * names.issuperset(row.operands), row.flops)
+            Part(row.branches, row.flops * are_among(row.operands, names), row.flops)
             for row in self.work
         )
 
@@ -164,6 +168,9 @@ class AuditReport:
 
         Args:
           products: the dtype, or a tuple of dtypes, that both operands of products should have.
+            `"float8"` stands for each of its formats: give a share with it, as attention and heads
+            have 16 bits. Failures then say of each product why it is not in float8. If the report
+            has the compiled program, none of its products may widen float8 operands either.
           share: the share of the product FLOPs for which this must hold; 1.0 by default.
           upcasts: the largest number of `report.upcasts` that may make products wide, which means
             that their `flops` are not 0.
@@ -176,7 +183,8 @@ class AuditReport:
           precision: the least that every product of float32 operands must ask for: `"highest"`,
             which is float32 on every device, or `"high"`. Other products do not matter.
           allow_unseen: a name from `report.unseen_lines`, such as `"pallas_call"`, or a tuple of
-            names, that may stay unseen; True for all. `"while"` matters if `share` is below 1 and
+            names, that may stay unseen; True for all. `"fusion"` is for fusions of a compiled
+            program that may or may not multiply float8. `"while"` matters if `share` is below 1 and
             depends on how often a loop runs; `"partitioner"` if `reduced_in` is checked for sharded
             arrays without the compiled program.
 

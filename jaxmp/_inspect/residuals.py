@@ -13,6 +13,7 @@ from jaxmp._inspect.lines import Lines, module_path, scopes_of
 from jaxmp._inspect.rows import Residual
 from jaxmp._inspect.summarize import branch_text, nbytes_of
 from jaxmp._jaxpr.dataflow import Question, propagate
+from jaxmp._jaxpr.liveness import arguments_read
 from jaxmp._jaxpr.op_classes import CALLS, SAME_NUMBERS
 from jaxmp._numerics.dtypes import is_floating
 
@@ -38,6 +39,9 @@ def residuals(
 ) -> tuple[tuple[Residual, ...], Body | None]:
     """Lists the arrays kept for the backward pass, by dtype and by the line that computed them.
 
+    An array that is handed on but that the backward pass never reads is not kept: compilers drop
+    it. Such are the wide sources of products, which only second derivatives ask for.
+
     Args:
       loss: `loss(first, rest)`.
       first: the argument whose floats to differentiate with respect to.
@@ -47,7 +51,7 @@ def residuals(
 
     Returns:
       The rows, largest first, without arguments and constants: these are in memory anyway. And
-      the program of both passes; None if the function has no checkpoints and no while loops.
+      the program of both passes; None if the function has no checkpoints.
 
     Raises:
       NoLoss: if the function cannot be differentiated.
@@ -64,32 +68,42 @@ def residuals(
         return jax.vjp(of_floats, [leaves[i] for i in chosen])
 
     try:
-        body = walk(jax.make_jaxpr(lambda *args: pullback(*args)[1])(leaves, rest))
-        both: Body | None = None
+        jaxpr, shapes = jax.make_jaxpr(pullback, return_shape=True)(leaves, rest)
+        body = walk(jaxpr)
         # Only tracing the backward pass reveals that it cannot go through a `while`.
-        if recomputes or any(site.name == "while" for site in body.all_sites()):
+        backward = walk(jax.make_jaxpr(_applied)(*shapes))
+        both: Body | None = None
+        if recomputes:
             both = walk(jax.make_jaxpr(lambda *args: _applied(*pullback(*args)))(leaves, rest))
     except Exception as error:  # anything that a user's function may raise under differentiation
         reason = str(error).partition("\n")[0]
         raise NoLoss(f"it cannot be differentiated: {type(error).__name__}: {reason}") from error
-    return _residual_rows(body, len(leaves)), both
+    read = arguments_read(backward, [True] * len(backward.jaxpr.outvars))
+    return _residual_rows(body, len(leaves), read), both
 
 
 def _applied(value: Any, backward: Any) -> Any:
     return backward(jnp.ones_like(value))
 
 
-def _residual_rows(body: Body, params: int) -> tuple[Residual, ...]:
-    """Returns the rows of a program whose first arguments are the params."""
+def _residual_rows(body: Body, params: int, read: Sequence[bool]) -> tuple[Residual, ...]:
+    """Returns the rows of a program whose first arguments are the params.
+
+    Args:
+      body: the program of a forward pass, which returns a value and all arrays that it hands on.
+      params: how many arguments are params.
+      read: for the value and for each array, whether the backward pass reads it.
+    """
     lines, producers = Lines(), _producers(body)
     given = {*body.jaxpr.invars, *body.jaxpr.constvars}
     is_param = [i < params for i in range(len(body.jaxpr.invars))]
     groups: dict[tuple[str, str, str, str, Kind], list[int]] = {}
     seen: set[Any] = set()
-    for atom, is_copy in zip(body.jaxpr.outvars, copies(body, is_param), strict=True):
+    results = zip(body.jaxpr.outvars, copies(body, is_param), read, strict=True)
+    for atom, is_copy, is_read in results:
         origin = _origin(atom, producers)
         # Arguments are in memory anyway, whatever the backward pass keeps.
-        if isinstance(origin, core.Literal) or atom in seen or origin in given:
+        if not is_read or isinstance(origin, core.Literal) or atom in seen or origin in given:
             continue
         seen.add(atom)
         makers = _innermost_sites(atom, producers)
@@ -186,6 +200,8 @@ def _made_by(site: Site, operands: Sequence[_Made]) -> list[_Made]:
     count = len(equation.outvars)
     if site.name == "optimization_barrier":
         return list(operands)
+    if site.name == "float8_encode":
+        return list(operands) * count
     if site.name not in SAME_NUMBERS:
         return [_Made.OTHER if equation.invars else _Made.NUMBERS] * count
     floats = [

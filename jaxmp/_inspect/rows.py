@@ -25,6 +25,8 @@ class Product:
       share: the share of the FLOPs of the program, from 0 to 1.
       precision: what a product with a float32 operand asks for, as the program was traced, by the
         names of `Policy.precision`: `"default"` if nothing. `""` for all other products.
+      rounded_to: the dtypes of the two operands before they were widened, if one was rounded to
+        float8 and then decoded, as in recipes that emulate float8; `()` for all other products.
     """
 
     operands: tuple[str, str]
@@ -34,6 +36,7 @@ class Product:
     flops: int
     share: float
     precision: str
+    rounded_to: tuple[str, ...]
 
     @property
     def tpu(self) -> str:
@@ -57,11 +60,39 @@ class ProductLine(Product):
         is differentiated.
       branch: the enclosing branch of a `cond` or a `switch`, by index, or several. Branch 0 of a
         `cond` runs if the predicate is False. `""` outside of all branches.
+      not_float8: why a float8 policy left the product out of float8: `"heads"`, `"N = 40 is no
+        multiple of 16"`, ... `""` for all other products.
     """
 
     line: str
     path: str
     direction: Direction
+    branch: str
+    not_float8: str
+
+
+@dataclasses.dataclass(frozen=True)
+class LeftOut:
+    """The products of one line that a float8 policy left out of float8, for one reason.
+
+    Attributes:
+      reason: the reason, as in `ProductLine.not_float8`.
+      line: the line of the user's code.
+      path: the module, if the name stack has it.
+      count: how many equations there are, in all passes.
+      runs: how often they run.
+      flops: the FLOPs of all runs.
+      share: the share of the FLOPs of the program.
+      branch: as in `ProductLine`.
+    """
+
+    reason: str
+    line: str
+    path: str
+    count: int
+    runs: int
+    flops: int
+    share: float
     branch: str
 
 
@@ -111,6 +142,8 @@ class Convert:
       count: how many equations there are.
       runs: how often they run.
       bytes: the size of all their results.
+      amax_bytes: the bytes that casts to float8 read before, for the largest magnitude of what
+        they round; 0 for other casts, which need none.
     """
 
     source: str
@@ -118,6 +151,7 @@ class Convert:
     count: int
     runs: int
     bytes: int
+    amax_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Makes the rows of a report from the equations of a program."""
 
 import collections
+import functools
 import math
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, NamedTuple, TypeVar
@@ -8,12 +9,14 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from jaxmp._inspect.branches import Part, most
-from jaxmp._inspect.equations import Site
+from jaxmp._inspect.decoded import decoded_operands
+from jaxmp._inspect.equations import Body, Site
 from jaxmp._inspect.lines import Lines, direction, module_path, scopes_of
 from jaxmp._inspect.rows import (
     Collective,
     Convert,
     Equations,
+    LeftOut,
     Product,
     ProductLine,
     Recomputed,
@@ -21,8 +24,9 @@ from jaxmp._inspect.rows import (
     Upcast,
     Work,
 )
-from jaxmp._inspect.upcasts import is_narrow_aval, is_wide, widens_inside
-from jaxmp._jaxpr.op_classes import CLASSES, COLLECTIVES, PRODUCTS, OpClass
+from jaxmp._inspect.upcasts import is_narrow_aval, is_wide, mark_upcasts, widens_inside
+from jaxmp._jaxpr.op_classes import CASTS, CLASSES, COLLECTIVES, PRODUCTS, OpClass
+from jaxmp._jaxpr.scopes import why_left_out
 from jaxmp._numerics.precision import name_of_param
 
 _Key = TypeVar("_Key", bound=Hashable)
@@ -36,33 +40,38 @@ class Where(NamedTuple):
     direction: str
 
 
+class _Kind(NamedTuple):
+    """What is alike in the products of a row: attributes as in `Product`."""
+
+    operands: tuple[str, str]
+    result: str
+    precision: str
+    rounded_to: tuple[str, ...]
+
+
 class Tally:
     """A collection of equations that groups them into rows.
 
     Args:
-      sites: all equations.
-      sources: the possible upcasts, from `mark_upcasts`.
+      body: a whole program.
     """
 
-    def __init__(self, sites: Iterable[Site], sources: list[Site]) -> None:
-        self.sites = list(sites)
-        self.sources = sources
+    def __init__(self, body: Body) -> None:
+        self._body = body
+        self.sites = list(body.all_sites())
         self.flops = _flops(self.sites)
         self._lines = Lines()
         self._where: dict[Site, Where] = {}
 
+    @functools.cached_property
+    def _decoded(self) -> dict[Site, tuple[str, ...]]:
+        return decoded_operands(self._body)
+
     def products(self) -> tuple[Product, ...]:
         """Returns products by dtypes and precision, most FLOPs first."""
-        groups = _grouped(self._products(), lambda site: (_product_dtypes(site), _precision(site)))
         rows = [
-            Product(
-                operands=operands,
-                result=result,
-                precision=precision,
-                **_counts(sites),
-                **self._flops(sites),
-            )
-            for ((operands, result), precision), sites in groups.items()
+            Product(**kind._asdict(), **_counts(sites), **self._flops(sites))
+            for kind, sites in _grouped(self._products(), self._kind).items()
         ]
         return tuple(sorted(rows, key=lambda row: -row.flops))
 
@@ -70,21 +79,45 @@ class Tally:
         """Returns products by dtypes, precision and line, most FLOPs first."""
         groups = _grouped(
             self._products(),
-            lambda site: (_product_dtypes(site), _precision(site), self.where(site)),
+            lambda site: (self._kind(site), self.where(site), _why_not_float8(site)),
         )
         rows = [
             ProductLine(
-                operands=operands,
-                result=result,
-                precision=precision,
+                **kind._asdict(),
                 **_counts(sites),
                 **self._flops(sites),
                 **where._asdict(),
                 branch=branch_text(sites),
+                not_float8=reason,
             )
-            for ((operands, result), precision, where), sites in groups.items()
+            for (kind, where, reason), sites in groups.items()
         ]
         return tuple(sorted(rows, key=lambda row: -row.flops))
+
+    def left_out(self) -> tuple[LeftOut, ...]:
+        """Returns products that were left out of float8 by line and reason, most FLOPs first."""
+
+        def key(site: Site) -> tuple[str, str, str]:
+            where = self.where(site)
+            return _why_not_float8(site), where.line, where.path
+
+        rows = [
+            LeftOut(
+                reason=reason,
+                line=line,
+                path=path,
+                **_counts(sites),
+                **self._flops(sites),
+                branch=branch_text(sites),
+            )
+            for (reason, line, path), sites in _grouped(self._products(), key).items()
+            if reason
+        ]
+        return tuple(sorted(rows, key=lambda row: -row.flops))
+
+    def _kind(self, site: Site) -> "_Kind":
+        operands, result = _product_dtypes(site)
+        return _Kind(operands, result, _precision(site), self._decoded.get(site, ()))
 
     def upcasts(self) -> tuple[Upcast, ...]:
         """Returns upcasts by line; first those that make products wide, then the rest by size.
@@ -92,8 +125,9 @@ class Tally:
         If several upcasts feed a product, the first in the program counts as the cause, since the
         others were widened to match it. Upcasts that cause the most FLOPs come first.
         """
+        marked = mark_upcasts(self._body)
         wide = [site for site in self._products() if site.fed_by]
-        sources = [site for site in self.sources if _is_upcast(site, wide)]
+        sources = [site for site in marked if _is_upcast(site, wide)]
 
         def key(site: Site) -> tuple[Where, Any, str, str]:
             kind = "product" if site.name in PRODUCTS else "cast"
@@ -130,12 +164,16 @@ class Tally:
                 site.equation.outvars[0]
             )
 
-        casts = [site for site in self.sites if site.name == "convert_element_type"]
+        casts = [site for site in self.sites if site.name in CASTS]
         rows = [
             Convert(
                 *dtypes,
                 **_counts(sites),
-                bytes=sum(_bytes(s.equation.outvars) * s.runs for s in sites),
+                # Behind the codes of float8 come their scales.
+                bytes=sum(_bytes(s.equation.outvars[:1]) * s.runs for s in sites),
+                amax_bytes=sum(
+                    _bytes(s.equation.invars) * s.runs for s in sites if s.name == "float8_encode"
+                ),
             )
             for dtypes, sites in _grouped(casts, key).items()
             if dtypes[0] != dtypes[1]  # such a cast only makes a weak type strong
@@ -223,6 +261,16 @@ class Tally:
     def _flops(self, sites: Iterable[Site]) -> dict[str, Any]:
         flops = _flops(sites)
         return {"flops": flops, "share": flops / self.flops if self.flops else 0.0}
+
+
+def _why_not_float8(site: Site) -> str:
+    """Returns why a float8 policy or its recipe left a product out; empty for other products."""
+    outer = site.outer.equation.params if site.outer is not None else {}
+    form: Any = outer.get("form")
+    recipe = getattr(form, "recipe", None)
+    if recipe is None or recipe.weight_gradient == "float8" or outer["returned"] != form.parameter:
+        return why_left_out(scopes_of(site))
+    return f"{recipe} has gradients of weights in {recipe.weight_gradient}"
 
 
 def _flops(sites: Iterable[Site]) -> int:

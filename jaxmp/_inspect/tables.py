@@ -23,6 +23,7 @@ def tables(report: Any) -> Group:
     parts = [
         _products_table(report),
         _wide_products(report),
+        _left_out(report),
         _upcasts_table(report),
         _converts(report),
         _residuals_table(report),
@@ -49,14 +50,14 @@ def compiled_tables(report: Any) -> Group:
     """
     drawn = [part for part in _of_compiled(report) if part is not None]
     if not report.rows:
-        drawn = [f"No collectives in the {report.origin}."]
+        drawn.append(f"No collectives in the {report.origin}.")
     if report.rows and report.no_mesh:
         drawn.append(f"No mesh axes: {report.no_mesh}.")
     return Group(*drawn, "Not seen:", _bullets(report.unseen))
 
 
-def _of_compiled(report: Any) -> tuple[Any, Any]:
-    """Returns two tables: all collectives by kind, and the source lines of narrow sums."""
+def _of_compiled(report: Any) -> tuple[Any, ...]:
+    """Returns tables: float8 products, all collectives by kind, source lines of narrow sums."""
     groups: dict[tuple[str, ...], list[Any]] = {}
     for row in report.rows:
         axes = ", ".join(row.axes) if row.axes is not None else ""
@@ -87,9 +88,26 @@ def _of_compiled(report: Any) -> tuple[Any, Any]:
     ]
     places = [_PLACE, "collective", "dtype", "axes", ">bytes", ">runs"]
     return (
+        _compiled_products(report),
         _table(title, columns, rows, shown=40),
         _table("Sums over devices in fewer than 32 bits", places, lines),
     )
+
+
+def _compiled_products(report: Any) -> Any:
+    rows = [
+        (
+            _line_and_module(row),
+            " x ".join(row.operands),
+            row.result,
+            row.ran,
+            str(row.count),
+            str(row.runs),
+        )
+        for row in report.float8_products
+    ]
+    columns = [_PLACE, "operands", "result", "runs in", ">count", ">runs"]
+    return _table(f"Products of float8 operands of the {report.origin}", columns, rows)
 
 
 def _kind(row: Any) -> str:
@@ -100,6 +118,7 @@ def _products_table(report: Any) -> Any:
     rows = [
         (
             " x ".join(row.operands),
+            " x ".join(row.rounded_to),
             row.result,
             _on_devices(row),
             flops_text(row.flops),
@@ -110,9 +129,8 @@ def _products_table(report: Any) -> Any:
         for row in report.products
     ]
     title = f"Products: {flops_text(report.flops)}FLOP"
-    return _table(
-        title, ["operands", "result", _DEVICES, ">FLOP", ">share", ">count", ">runs"], rows
-    )
+    columns = ["operands", "rounded to", "result", _DEVICES, ">FLOP", ">share", ">count", ">runs"]
+    return _table(title, columns, rows)
 
 
 def _wide_products(report: Any) -> Any:
@@ -134,6 +152,22 @@ def _wide_products(report: Any) -> Any:
     ]
     columns = [_PLACE, "operands", "result", _DEVICES, ">share", ">count", ">runs"]
     return _table("Products with an operand of 32 bits or more", columns, rows)
+
+
+def _left_out(report: Any) -> Any:
+    rows = [
+        (
+            _line_and_module(row),
+            row.reason,
+            flops_text(row.flops),
+            f"{100 * row.share:.1f} %",
+            str(row.count),
+            str(row.runs),
+        )
+        for row in report.left_out
+    ]
+    columns = ["line, module", "reason", ">FLOP", ">share", ">count", ">runs"]
+    return _table("Left out of float8", columns, rows)
 
 
 def _on_devices(row: Any) -> str:
@@ -163,10 +197,18 @@ def _upcasts_table(report: Any) -> Any:
 
 def _converts(report: Any) -> Any:
     rows = [
-        (row.source, row.target, bytes_text(row.bytes), str(row.count), str(row.runs))
+        (
+            row.source,
+            row.target,
+            bytes_text(row.bytes),
+            bytes_text(row.amax_bytes) if row.amax_bytes else "",
+            str(row.count),
+            str(row.runs),
+        )
         for row in report.converts
     ]
-    return _table("Casts", ["from", "to", ">bytes", ">count", ">runs"], rows)
+    columns = ["from", "to", ">bytes", ">read before, for amax", ">count", ">runs"]
+    return _table("Casts", columns, rows)
 
 
 def _residuals_table(report: Any) -> Any:

@@ -6,6 +6,7 @@ import re
 # The rest of the name of such a scope says why the product in it is left out of float8.
 NOT_FLOAT8 = "jaxmp.not_float8:"
 
+_REASON = re.compile(re.escape(NOT_FLOAT8) + r"([^/()]*)")
 _WRAPPER = re.compile(r"[A-Za-z_]+\(")
 _CALL = re.compile(r"p?jit\([^()]*\)")
 # JAX's names for programs that it makes of a module; they are not names of modules.
@@ -20,7 +21,8 @@ def names_in(stack: str) -> tuple[str, ...]:
     ('LM', 'Block_0', 'q')
     """
     names: list[str] = []
-    for scope in _CALL.sub("", stack).replace("while/body", "").split("/"):
+    plain = _CALL.sub("", without_reason(stack)).replace("while/body", "")
+    for scope in plain.split("/"):
         name = _WRAPPER.sub("", scope)
         is_wrapped = name != scope
         if is_wrapped:
@@ -29,3 +31,22 @@ def names_in(stack: str) -> tuple[str, ...]:
         if name not in _NO_MODULE and not (is_wrapped and names[-1:] == [name]):
             names.append(name)
     return tuple(names)
+
+
+def why_left_out(stack: str) -> str:
+    """Returns why a product is left out of float8, by its scopes; empty if none says so.
+
+    >>> why_left_out("jvp(LM)/jaxmp.not_float8:N = 40 is no multiple of 16/dot_general")
+    'N = 40 is no multiple of 16'
+    """
+    found = _REASON.findall(stack)
+    return found[-1] if found else ""
+
+
+def without_reason(stack: str) -> str:
+    """Returns scopes without the one that says why a product is left out of float8.
+
+    >>> without_reason("transpose(jvp(LM))/jaxmp.not_float8:heads/dot_general")
+    'transpose(jvp(LM))/dot_general'
+    """
+    return _REASON.sub("", stack).replace("//", "/").rstrip("/")

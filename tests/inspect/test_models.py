@@ -18,7 +18,6 @@ import jaxmp.linen
 from jaxmp._inspect.api import AuditReport, audit
 from jaxmp._inspect.equations import walk
 from jaxmp._inspect.summarize import Tally
-from jaxmp._inspect.upcasts import mark_upcasts
 from tests.support import rule_models
 from tests.support.audit_lines import line_of
 
@@ -262,7 +261,7 @@ def test_the_work_of_an_audit_grows_with_the_program_alone() -> None:
 
         def tallied() -> None:
             body = walk(jaxpr)
-            tally = Tally(body.all_sites(), mark_upcasts(body))
+            tally = Tally(body)
             assert tally.products()
             assert tally.product_lines()
             assert tally.upcasts()
