@@ -53,7 +53,8 @@ class AuditReport:
       unseen: the parts of the program that this report does not show.
       unseen_lines: equations, by line, that a check cannot see into.
       work: the product FLOPs by dtypes and branches.
-      compiled: the collectives and float8 products of the compiled program; None if the audit was not asked for them.
+      compiled: the collectives and float8 products of the compiled program; None if the audit was
+        not asked for them.
     """
 
     products: tuple[Product, ...]
