@@ -14,7 +14,7 @@ from jaxmp._hlo.products import HloFloat8Product
 
 pytestmark = pytest.mark.jax
 
-HLO = pathlib.Path(__file__).parent / "programs"
+HLO = pathlib.Path(__file__).parent / "programs" / "float8"
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 
 
@@ -28,32 +28,32 @@ def rows(name: str) -> set[tuple[tuple[str, str], str, str]]:
 
 def test_calls_of_cublas_are_float8() -> None:
     """Forward and both backward products, of all turns of the loop; not those of the last layer."""
-    assert rows("gpu_float8") == {
+    assert rows("cublas") == {
         ((E4M3, E4M3), "bfloat16", "float8"),
         ((E5M2, E4M3), "bfloat16", "float8"),
         ((E4M3, E5M2), "float32", "float8"),
     }
-    assert [each.runs for each in read("gpu_float8")] == [3, 3, 3]
+    assert [each.runs for each in read("cublas")] == [3, 3, 3]
 
 
 def test_widened_operands_are_seen_behind_casts() -> None:
     """XLA drops the rounding of operands that it made itself; the other operand shows it."""
-    assert rows("gpu_float8_widened") == {
+    assert rows("widened") == {
         (("bfloat16", E4M3), "bfloat16", "widened to bfloat16"),
         ((E4M3, "float16"), "float32", "widened to float16"),
     }
-    assert len(read("gpu_float8_widened")) == 3
+    assert len(read("widened")) == 3
 
 
 def test_fusions_of_a_gpu_may_do_anything() -> None:
     """Kernels for the same text had instructions for float8, or for float16."""
-    found = read("gpu_float8_fusions")
+    found = read("fusions")
     assert len(found) == 3
     assert {each.ran for each in found} == {"not known"}
 
 
 def test_fusions_of_a_tpu_are_its_products() -> None:
-    found = read("tpu_float8")
+    found = read("tpu")
     assert len(found) == 3
     assert {each.ran for each in found} == {"float8 operands"}
 

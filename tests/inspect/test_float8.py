@@ -206,12 +206,12 @@ def compiled(name: str) -> AuditReport:
 def test_the_compiled_program_has_the_last_word() -> None:
     """The traced program is in float8 each time."""
     given: dict[str, Any] = {"products": "float8", "share": 0.5}
-    assert compiled("gpu_float8").check(**given)
-    assert compiled("tpu_float8").check(**given)
-    wide = message(compiled("gpu_float8_widened"), **given)
+    assert compiled("float8/cublas").check(**given)
+    assert compiled("float8/tpu").check(**given)
+    wide = message(compiled("float8/widened"), **given)
     assert wide[1] == "products: the compiler widened float8 operands of these:"
     assert len([line for line in wide if "widened to " in line]) == 3
-    fused = compiled("gpu_float8_fusions")
+    fused = compiled("float8/fusions")
     assert message(fused, **given)[1].startswith("unseen: whether the kernels of these fusions")
     assert fused.check(**given, allow_unseen="fusion") is fused
     none = message(compiled("gpu_every_kind"), **given)
@@ -219,15 +219,15 @@ def test_the_compiled_program_has_the_last_word() -> None:
 
 
 def test_the_compiled_program_prints() -> None:
-    assert "│ float8  │" in str(compiled("gpu_float8"))
-    assert "│ widened to float16  │" in str(compiled("gpu_float8_widened"))
+    assert "│ float8  │" in str(compiled("float8/cublas"))
+    assert "│ widened to float16  │" in str(compiled("float8/widened"))
     assert "fusions with products of float8 operands (3): whether" in str(
-        compiled("gpu_float8_fusions")
+        compiled("float8/fusions")
     )
-    assert "TPUs before 7x widen" in str(compiled("tpu_float8"))
+    assert "TPUs before 7x widen" in str(compiled("float8/tpu"))
     gone = " ".join(str(compiled("gpu_every_kind")).split())
     assert "Where the float8 operands are: no product of the given program has one." in gone
-    assert "Where the float8 operands are" not in str(compiled("gpu_float8"))
+    assert "Where the float8 operands are" not in str(compiled("float8/cublas"))
 
 
 @pytest.mark.usefixtures("unchecked")
