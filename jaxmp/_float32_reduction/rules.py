@@ -285,9 +285,8 @@ def _held(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
 
 def _float8_encode(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
     """Rounds a param to float8 where it lies, so that its codes are gathered."""
-    (value,) = values
-    codes, scale = compat.bind(equation, [value.array])
-    return [value._replace(array=codes), without_gradient(scale, values)]
+    codes, *rest = compat.bind(equation, _arrays_of(values))
+    return [values[0]._replace(array=codes), *(without_gradient(x, values) for x in rest)]
 
 
 def _float32_gradient(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
@@ -302,8 +301,8 @@ def _float32_gradient(equation: core.JaxprEqn, values: list[Value]) -> list[Valu
         operand, source, gather = each.value.product_operand()
         if each.source is not None:
             source = _source_of(each.source, gather)
-        scale = None if each.scale is None else each.scale.array
-        operands.append(ProductOperand(operand, scale, source))
+        scale, expected = (x and x.array for x in (each.scale, each.expected))
+        operands.append(ProductOperand(operand, scale, source, expected=expected))
         gathers.append(gather)
     form = form.gathering(tuple(gathers)) if any(gathers) else form
     made = with_derivatives(values[0].used(), form, operands, _arrays_of(others))

@@ -13,8 +13,8 @@ import jax
 from jax.extend import core
 
 from jaxmp._jaxpr import compat
-from jaxmp._jaxpr.op_classes import CHECKPOINTS, HOISTED, JITS, PLAIN_MOVES
-from jaxmp._jaxpr.rebind import scan_again
+from jaxmp._jaxpr.op_classes import HOISTED, PLAIN_MOVES
+from jaxmp._jaxpr.rebind import call_again, entered, run_by_rule, scan_again
 
 
 class _Made(NamedTuple):
@@ -69,39 +69,12 @@ def _run(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[
         found = _along_a_scan(equation, jaxpr, compat.consts_of(body), known)
         return _again_scan(equation, values, found)
 
-    return _evaluated(jaxpr, consts, args, rule)
-
-
-def _evaluated(
-    jaxpr: core.Jaxpr,
-    consts: Sequence[Any],
-    args: Sequence[Any],
-    rule: Callable[[core.JaxprEqn, list[Any]], list[Any]],
-) -> list[Any]:
-    env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-    env.update(zip(jaxpr.invars, args, strict=True))
-
-    def read(atom: Any) -> Any:
-        return compat.number(atom) if isinstance(atom, core.Literal) else env[atom]
-
-    for equation in jaxpr.eqns:
-        source = equation.source_info
-        with compat.where(equation, source.name_stack, source.traceback):
-            made = rule(equation, [read(atom) for atom in equation.invars])
-        env.update(zip(equation.outvars, made, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
-
-
-def _entered(equation: core.JaxprEqn) -> list[Any]:
-    """Returns the programs of an equation that are searched."""
-    name = equation.primitive.name
-    plain = name in JITS and compat.is_plain_jit(equation.params)
-    return compat.bodies_of(equation) if plain or name in CHECKPOINTS or name == "scan" else []
+    return run_by_rule(jaxpr, consts, args, rule)
 
 
 def _count(equations: Sequence[core.JaxprEqn]) -> int:
     """Returns how many operations may move."""
-    inside = (_count(compat.open_jaxpr(body).eqns) for each in equations for body in _entered(each))
+    inside = (_count(compat.open_jaxpr(body).eqns) for each in equations for body in entered(each))
     return sum(each.primitive.name in HOISTED for each in equations) + sum(inside)
 
 
@@ -130,7 +103,7 @@ def _computed(jaxpr: core.Jaxpr, consts: Sequence[Any], known: Sequence[Any]) ->
                 found |= {number: _Made(made)} if name in HOISTED else {}
             number += name in HOISTED
             continue
-        for body in _entered(equation):
+        for body in entered(equation):
             inner = compat.open_jaxpr(body)
             run = _along_a_scan if name == "scan" else _computed_inside
             within = run(equation, inner, compat.consts_of(body), values)
@@ -188,7 +161,7 @@ def _with_found(
             equation, values, given
         )
 
-    return _evaluated(jaxpr, consts, args, rule)
+    return run_by_rule(jaxpr, consts, args, rule)
 
 
 def _again(equation: core.JaxprEqn, values: Sequence[Any], found: _Found) -> list[Any]:
@@ -200,15 +173,7 @@ def _again(equation: core.JaxprEqn, values: Sequence[Any], found: _Found) -> lis
         given = {i: made._replace(arrays=arrays[i]) for i, made in found.items()}
         return _with_found(compat.open_jaxpr(body), compat.consts_of(body), values, given)
 
-    if equation.primitive.name in JITS:
-        return jax.jit(function, inline=equation.params["inline"])(values, arrays)
-    leaves, structure = jax.tree.flatten((list(values), arrays))
-
-    def of_leaves(*leaves: Any) -> list[Any]:
-        return function(*jax.tree.unflatten(structure, leaves))
-
-    traced = compat.trace(of_leaves, [compat.type_of(x) for x in leaves])
-    return compat.bind(equation, leaves, jaxpr=compat.without_consts(traced))
+    return call_again(equation, values, arrays, function)
 
 
 def _again_scan(equation: core.JaxprEqn, values: Sequence[Any], found: _Found) -> list[Any]:

@@ -134,7 +134,7 @@ _TABLE: dict[OpClass, tuple[str, ...]] = {
         "approx_top_k",
         *(_WITH_FUNCTIONS, _SCALED_PRODUCTS),
         # Primitives that jaxmp itself adds.
-        "float32_gradient gradient_of low_precision_product held float8_encode",
+        "float32_gradient gradient_of low_precision_product held float8_encode probed",
         # Effects outside of the program, memory that is written in place, positions.
         *(_OUTSIDE, _IN_PLACE, "axis_index axis_size platform_index"),
     ),
@@ -157,7 +157,7 @@ _COSTS: dict[Cost, tuple[str, ...]] = {
     Cost.DEAR: (
         # Linear in each operand: products, also those of jaxmp,
         *_TABLE[OpClass.LOWER],
-        "low_precision_product float32_gradient",
+        "low_precision_product float32_gradient probed",
         # running and windowed sums; windowed maxima, whose derivatives go back to the operand,
         "cumsum reduce_window_sum reduce_window_max reduce_window_min select_and_scatter_add "
         "select_and_gather_add fft",
@@ -311,7 +311,7 @@ AFTER_PRODUCTS = (LINEAR_MOVES | _listed(*_TABLE[OpClass.PROMOTE])) | _listed(
     "psum psum_invariant reduce_scatter pvary optimization_barrier",
 )
 # The identity on the first operand.
-IDENTITIES = _listed("held name gradient_of float32_gradient")
+IDENTITIES = _listed("held name gradient_of float32_gradient probed")
 # Zero if all array operands are zero. Of such operations, those that optimizers use.
 KEEPS_ZERO = (REARRANGES | ADDS) | _listed(
     "neg sign abs sqrt convert_element_type copy copy_p broadcast_in_dim slice concatenate",

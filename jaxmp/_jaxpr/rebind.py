@@ -7,10 +7,12 @@ types that reach it.
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 from jax import lax
 from jax.extend import core
 
 from jaxmp._jaxpr import compat
+from jaxmp._jaxpr.op_classes import CHECKPOINTS, JITS
 
 # Makes a program for arguments of these types (avals).
 Make = Callable[[list[Any]], core.ClosedJaxpr]
@@ -78,3 +80,65 @@ def scan_again(
     """
     names = {"length", "reverse", "unroll", "_split_transpose"}.intersection(params)
     return lax.scan(turn, init, stacked, **{name: params[name] for name in names})
+
+
+def run_by_rule(
+    jaxpr: core.Jaxpr,
+    consts: Sequence[Any],
+    args: Sequence[Any],
+    rule: Callable[[core.JaxprEqn, list[Any]], list[Any]],
+) -> list[Any]:
+    """Runs a program; a rule makes the results of each equation from its operands."""
+    env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+    env.update(zip(jaxpr.invars, args, strict=True))
+
+    def read(atom: Any) -> Any:
+        return compat.number(atom) if isinstance(atom, core.Literal) else env[atom]
+
+    for equation in jaxpr.eqns:
+        source = equation.source_info
+        with compat.where(equation, source.name_stack, source.traceback):
+            made = rule(equation, [read(atom) for atom in equation.invars])
+        env.update(zip(equation.outvars, made, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def entered(equation: core.JaxprEqn) -> list[Any]:
+    """Returns the programs of an equation that can run again with arrays from outside.
+
+    Those are the programs of jit, if it asks for nothing, of checkpoint and of scan.
+    """
+    name = equation.primitive.name
+    plain = name in JITS and compat.is_plain_jit(equation.params)
+    return compat.bodies_of(equation) if plain or name in CHECKPOINTS or name == "scan" else []
+
+
+def call_again(
+    equation: core.JaxprEqn,
+    values: Sequence[Any],
+    given: Any,
+    function: Callable[[Sequence[Any], Any], Any],
+) -> Any:
+    """Runs a jit or a checkpoint again around another function.
+
+    Args:
+      equation: the equation.
+      values: its operands.
+      given: a tree of further arrays.
+      function: a function of both, which returns a tree of arrays.
+    """
+    if equation.primitive.name in JITS:
+        # Named, as audits and profiles show it.
+        function.__name__ = function.__qualname__ = equation.params["name"]
+        return jax.jit(function, inline=equation.params["inline"])(list(values), given)
+    leaves, structure = jax.tree.flatten((list(values), given))
+    shapes: list[Any] = []
+
+    def of_leaves(*leaves: Any) -> list[Any]:
+        made, shape = jax.tree.flatten(function(*jax.tree.unflatten(structure, leaves)))
+        shapes[:] = [shape]
+        return made
+
+    traced = compat.trace(of_leaves, [compat.type_of(x) for x in leaves])
+    made = compat.bind(equation, leaves, jaxpr=compat.without_consts(traced))
+    return jax.tree.unflatten(shapes[0], made)

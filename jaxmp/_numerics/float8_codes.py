@@ -127,6 +127,44 @@ def encoded(
     return Coded(rounded_to_codes(x, scale, dtype), scale)
 
 
+def encoded_as_expected(
+    x: Float[Array, "*shape"],
+    dtype: DType,
+    axes: tuple[int, ...],
+    expected: Float32[Array, "..."],
+    *,
+    power_of_two: bool = True,
+) -> tuple[Coded, Float32[Array, "..."]]:
+    """Returns an array in float8 by a scale that is known before, and its largest magnitude.
+
+    Args:
+      x: the array, of any float dtype up to float32.
+      dtype: the float8 dtype.
+      axes: the axes that share a scale.
+      expected: the largest magnitude to expect: one number, or one for each place along the first
+        axes. Where it is zero, nothing is known, and the scale is 1.
+      power_of_two: whether scales are powers of two.
+
+    Returns:
+      The codes and the scales, and the magnitudes that are there, shaped as `expected`. Larger
+      numbers than expected become the largest code, and infinite ones NaN: the scale cannot show
+      an overflow that nobody waited for.
+
+    >>> x, e4m3 = jnp.float32([1, 900, jnp.inf]), jnp.dtype("float8_e4m3fn")
+    >>> coded, largest = encoded_as_expected(x, e4m3, (0,), jnp.float32(448))
+    >>> coded.codes, largest
+    (Array([1, 448, nan], dtype=float8_e4m3fn), Array(inf, dtype=float32))
+    """
+    scale = scale_of(expected, dtype, power_of_two=power_of_two)
+    scale = jnp.where(expected == 0, jnp.float32(1), scale)
+    scale = scale.reshape(*expected.shape, *[1] * (x.ndim - expected.ndim))
+    shape = [1 if i in axes else size for i, size in enumerate(x.shape)]
+    scale = jnp.broadcast_to(scale, shape)
+    visible = jnp.where(jnp.isfinite(x), x, jnp.asarray(jnp.nan, x.dtype))
+    seen = largest_magnitude(x, tuple(range(expected.ndim, x.ndim))).reshape(expected.shape)
+    return Coded(rounded_to_codes(visible, scale, dtype), scale), seen
+
+
 def encoded_in_blocks(
     x: Float[Array, "*shape"], dtype: DType, axes: tuple[int, ...], *, power_of_two: bool = True
 ) -> Coded:

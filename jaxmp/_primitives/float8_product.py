@@ -20,7 +20,7 @@ from jaxmp._primitives.bilinear import (
     function_of,
     slots,
 )
-from jaxmp._primitives.float8_encode import float8_encode
+from jaxmp._primitives.float8_encode import encode_as_expected, float8_encode
 from jaxmp._primitives.gathering import gathered, pinned_operands, scattered
 from jaxmp._primitives.mixed_product import held, with_derivatives
 from jaxmp._primitives.operands import ProductOperand
@@ -62,7 +62,8 @@ def float8_product(
         recipe,
         parameter,
     )
-    coded = [form.encode(i, x, RESULT) for i, x in enumerate(operands)]
+    history = recipe.history if recipe.is_delayed else 0
+    coded = [form.encode(i, x, RESULT, history=history) for i, x in enumerate(operands)]
     shown = [Coded(held(x.codes), x.scale) for x in coded]
     numbers = params["dimension_numbers"]
     out = _scaled_back(form.product(shown, numbers, dtype, _FAST, exact=dtype == np.float32), dtype)
@@ -102,9 +103,9 @@ class Float8Map(BilinearMap):
         gathers = (*self.gathers, None)
         coded = []
         for operand, role in zip(operands, slots(returned), strict=True):
-            x, scale, _, derivative = operand
+            x, scale, _, derivative, expected = operand
             if scale is None:
-                x, scale = self.encode(role, x, returned, derivative=derivative)
+                x, scale = self.encode(role, x, returned, derivative=derivative, expected=expected)
             coded.append(Coded(gathered(x, gathers[role]), scale))
         jaxpr = self.float32_map(returned).jaxpr
         env: dict[Any, Any] = dict(zip(jaxpr.invars, coded, strict=True))
@@ -167,7 +168,16 @@ class Float8Map(BilinearMap):
         out = bind(*codes, precision=precision, preferred_element_type=wide)
         return Coded(out, _scale_of_product(operands, dimension_numbers, out.ndim))
 
-    def encode(self, role: int, x: Any, returned: int, *, derivative: bool = False) -> Coded:
+    def encode(
+        self,
+        role: int,
+        x: Any,
+        returned: int,
+        *,
+        derivative: bool = False,
+        expected: Any = None,
+        history: int = 0,
+    ) -> Coded:
         """Rounds an operand of one of the maps to float8.
 
         Args:
@@ -175,13 +185,17 @@ class Float8Map(BilinearMap):
           x: the operand.
           returned: the role that the map returns.
           derivative: whether the operand is a tangent or a cotangent.
+          expected: the largest magnitude to expect, or None.
+          history: for how many steps its magnitudes are kept, if somebody keeps them.
         """
         axes, in_blocks = self._axes(role, returned)
         dtype = self.recipe.gradient if derivative else self.recipe.forward
         exact = self.recipe.power_of_two
         is_weight = role == self.parameter and not derivative
+        if expected is not None:
+            return encode_as_expected(x, dtype, axes, expected, power_of_two=exact)[0]
         params = {"power_of_two": exact, "in_blocks": in_blocks, "is_weight": is_weight}
-        return float8_encode(x, dtype, axes, **params)
+        return float8_encode(x, dtype, axes, history=history, **params)
 
     def _axes(self, role: int, returned: int) -> tuple[tuple[int, ...], bool]:
         """Returns the axes of an operand that share scales, and whether blocks of them do."""

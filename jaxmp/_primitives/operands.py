@@ -12,12 +12,15 @@ class ProductOperand(NamedTuple):
       scale: the float32 scale of float8 codes; None for other arrays.
       source: the wider array that the value was rounded from, if its gradient goes there.
       derivative: whether it is a tangent or a cotangent.
+      expected: the largest magnitude to expect of the derivative that the operand is, or that it
+        is multiplied with in the backward pass; None for the magnitude that is there.
     """
 
     value: Any
     scale: Any = None
     source: Any = None
     derivative: bool = False
+    expected: Any = None
 
     @property
     def linear(self) -> Any:
@@ -26,7 +29,8 @@ class ProductOperand(NamedTuple):
 
     @property
     def kept(self) -> "Kept":
-        return Kept(self.scale is not None, self.source is not None, self.derivative)
+        scaled, wide, expects = (x is not None for x in (self.scale, self.source, self.expected))
+        return Kept(scaled, wide, expects, self.derivative)
 
 
 class Kept(NamedTuple):
@@ -34,7 +38,8 @@ class Kept(NamedTuple):
 
     scaled: bool
     wide: bool
-    derivative: bool
+    expects: bool
+    derivative: bool = False
 
 
 def flat_operands(
@@ -49,8 +54,9 @@ def flat_operands(
     >>> flat_operands([ProductOperand("x"), ProductOperand("codes", "scale", "w")], [])[0]
     ['x', 'codes', 'scale', 'w']
     """
-    values, scales, sources, _ = zip(*operands, strict=True)
-    arrays = [*values, *others, *(x for x in (*scales, *sources) if x is not None)]
+    values, scales, sources, _, expected = zip(*operands, strict=True)
+    given = (x for x in (*expected, *scales, *sources) if x is not None)
+    arrays = [*values, *others, *given]
     return arrays, tuple(operand.kept for operand in operands)
 
 
@@ -60,14 +66,15 @@ def operands_of(
     """Rebuilds operands from arrays, or from anything that stands for them.
 
     >>> operands_of(["x", "w16", "w"], [Kept(False, False, False), Kept(False, True, False)])[0][1]
-    ProductOperand(value='w16', scale=None, source='w', derivative=False)
+    ProductOperand(value='w16', scale=None, source='w', derivative=False, expected=None)
     """
-    end = len(args) - sum(each.scaled + each.wide for each in kept)
+    end = len(args) - sum(each.scaled + each.wide + each.expects for each in kept)
     rest = iter(args[end:])
+    expected = [next(rest) if each.expects else None for each in kept]
     scales = [next(rest) if each.scaled else None for each in kept]
     sources = [next(rest) if each.wide else None for each in kept]
     marks = [each.derivative for each in kept]
-    operands = map(ProductOperand, args[: len(kept)], scales, sources, marks)
+    operands = map(ProductOperand, args[: len(kept)], scales, sources, marks, expected)
     return list(operands), list(args[len(kept) : end])
 
 

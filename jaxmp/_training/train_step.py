@@ -21,7 +21,9 @@ from jaxmp._numerics.tree import all_finite, cast_floating, split_floats, stays_
 from jaxmp._policies.policy import Policy, get_policy
 from jaxmp._policies.policy_rules import PolicyRules
 from jaxmp._policies.presets import all_policies, dtypes_of
+from jaxmp._primitives.float8_sites import Given
 from jaxmp._recompute.api import Recompute, recompute as lean
+from jaxmp._training.float8_state import Delayed, check_has_state, with_given
 from jaxmp._training.gradient_options import GradientOptions
 from jaxmp._training.gradients import scaled_evaluation
 from jaxmp._training.microbatch import Evaluation, check_microbatches, sum_over_microbatches
@@ -55,7 +57,9 @@ def make_train_step(
         a dictionary with the new values of those that changed.
       policy: the policy in whose compute dtype `loss_fn` runs, as `cast` says. None leaves the
         dtypes to the model, as for Flax modules with their own `dtype`. The compute dtype must be
-        the one for which the optimizer was wrapped, since that determined the loss scale.
+        the one for which the optimizer was wrapped, since that determined the loss scale. A delayed
+        float8 recipe needs the collection `float8_state`, from `jaxmp.float8.init_state`: the step
+        updates it, and `loss_fn` is called without it.
       has_aux: whether `loss_fn` also returns `aux`: `(loss, aux)`, or `(loss, collections, aux)`.
         The step returns it as `metrics["aux"]`, with a leading axis of microbatches if there are
         several.
@@ -108,16 +112,12 @@ def make_train_step(
     check_microbatches(microbatches)
     if cast not in get_args(Cast):
         raise ValueError(f"cast must be 'products' or 'all', got {cast!r}")
-    lowered = lean(_lowered(loss_fn, policy, cast, cast_batch), recompute)
-
-    def loss_and_rest(params: PyTree, batch: PyTree, collections: dict[str, PyTree]) -> Any:
-        out = lowered(params, batch, **collections)
-        loss, changed, aux = _unpack(out, bool(collections), has_aux)
-        return loss, (updated_collections(collections, changed), aux)
+    loss_and_rest = _with_rest(_lowered(loss_fn, policy, cast, cast_batch), has_aux, recompute)
 
     def train_step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         _check_state(state, batch)
         _check_same_dtypes(policy, state.tx.policy)
+        check_has_state([*all_policies(state.tx.rules), policy], state.collections)
         _check_shardings(shardings, state)
         options = GradientOptions(
             has_aux=True,
@@ -125,22 +125,26 @@ def make_train_step(
             microbatches=microbatches,
             reduction=_reduction(state.tx.rules, fsdp),
         )
+        delayed = Delayed.of(state.collections, options)
         # What runs under one policy runs under all: a reduction is on automatic axes by itself.
         reduced = options.reduction is not None
         free = loss_and_rest if reduced else on_automatic_axes_inside(loss_and_rest)
-        evaluate = scaled_evaluation(free, (0,), options)
+        evaluate = scaled_evaluation(free, (0,), options, beside=delayed.beside)
 
         def evaluate_part(collections: Any, part: PyTree) -> tuple[Any, Evaluation]:
-            loss, (grads,), (new, aux) = evaluate(state.params, part, collections)
-            return jax.tree.map(on_axes_of, new, collections), Evaluation(loss, grads, aux)
+            loss, (grads,), found = evaluate(state.params, part, collections, *delayed.arguments)
+            new, aux, seen = delayed.unpacked(found)
+            new = jax.tree.map(on_axes_of, new, collections)
+            return new, Evaluation(loss, grads, (aux, seen))
 
-        collections, (loss, grads, aux) = sum_over_microbatches(
-            evaluate_part, state.collections, state.params, batch, microbatches
+        collections, (loss, grads, (aux, found)) = sum_over_microbatches(
+            evaluate_part, delayed.others, state.params, batch, microbatches
         )
         norm = optax.tree.norm(split_floats(grads)[0])
         # Finite gradients may have an infinite norm, and Adam's squares of them overflow. An
         # infinite loss destroys the state of optimizers that read it.
-        finite = all_finite((loss, norm, grads)) & stays_finite(collections, state.collections)
+        finite = all_finite((loss, norm, grads)) & stays_finite(collections, delayed.others)
+        collections = collections | delayed.updated(found)
         extra = {} if extra_args is None else dict(extra_args(state, batch, loss))
         new = _updated(state, grads, loss, extra, finite, collections)
         metrics = {"loss": loss, "grad_norm": norm} | _metrics(state, new)
@@ -149,6 +153,28 @@ def make_train_step(
     placed = None if shardings is None else (shardings, None)
     donated = (0,) if donate else ()
     return TrainStep(jax.jit(train_step, donate_argnums=donated, out_shardings=placed))
+
+
+def _with_rest(lowered: Callable[..., Any], has_aux: bool, recompute: Recompute) -> Any:
+    """Returns a function of params, batch and collections: the loss, and all that is not it.
+
+    With the two arguments of `Delayed` after them, it returns the magnitudes in float8, too.
+    """
+    current, delayed = lean(lowered, recompute), lean(with_given(lowered), recompute)
+
+    def loss_and_rest(
+        params: PyTree, batch: PyTree, collections: dict[str, PyTree], *float8: Any
+    ) -> Any:
+        if float8:
+            (forward, backward), probes = float8
+            given = Given(forward, backward, probes)
+            out, seen = delayed(given, params, batch, **collections)
+        else:
+            out, seen = current(params, batch, **collections), []
+        loss, changed, aux = _unpack(out, bool(collections), has_aux)
+        return loss, (updated_collections(collections, changed), aux, seen)
+
+    return loss_and_rest
 
 
 class TrainStep:

@@ -134,9 +134,9 @@ class Read(NamedTuple):
 
 READ = [
     Read("jit", "jaxpr", is_jaxpr, (CONTROL, PROGRAM, REDUCED, STORAGE)),
-    Read("jit", "name", is_a(str), (PROGRAM, FLOW, REDUCED, STORAGE)),
+    Read("jit", "name", is_a(str), (PROGRAM, FLOW, REDUCED, STORAGE, REBIND)),
     # A truth value, or in newer versions an enum of such: handed on as it is.
-    Read("jit", "inline", lambda value: value is not None, (REDUCED,)),
+    Read("jit", "inline", lambda value: value is not None, (REDUCED, REBIND)),
     Read("jit", "in_shardings", is_a(tuple), (COMPAT,)),
     Read("jit", "out_shardings", is_a(tuple), (COMPAT,)),
     Read("jit", "in_layouts", is_a(tuple), (COMPAT,)),

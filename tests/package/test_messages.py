@@ -79,13 +79,13 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ("no value", lambda: jaxmp.get_policy("c="), ValueError, "cannot read 'c='"),
     ("float8 recipe", lambda: jaxmp.get_policy("mixed_float8,products=tensorwize"), ValueError,
      "unknown float8 recipe 'tensorwize'. Did you mean 'tensorwise'? Valid: tensorwise, rowwise, "
-     "rowwise_hp, blockwise"),
+     "rowwise_hp, blockwise, delayed"),
     ("float8 recipe type", lambda: jaxmp.Policy("f32", "bf16", "f32", products=8), TypeError,
      "products must be a jaxmp.float8.Recipe or its name, got int"),
     ("float8 recipe field", lambda: jaxmp.float8.get_recipe("rowwise:gradiant=e5m2"), ValueError,
      "cannot read 'gradiant=e5m2' in recipe 'rowwise:gradiant=e5m2': expected one field=value of "
-     "granularity, forward, gradient, power_of_two, weight_gradient, minimum. Did you mean "
-     "'gradient'?"),
+     "granularity, forward, gradient, power_of_two, weight_gradient, minimum, scaling, history. "
+     "Did you mean 'gradient'?"),
     ("float8 granularity", lambda: jaxmp.float8.Recipe(granularity="channel"), ValueError,
      "granularity of a float8 recipe must be 'tensor', 'row', 'block'; got 'channel'"),
     ("float8 format", lambda: jaxmp.float8.Recipe(forward="bf16"), ValueError,

@@ -52,7 +52,16 @@ NAMES = [
     "value_and_grad",
 ]
 NAMES_IN = {
-    jaxmp.float8: ["Recipe", "dot_general", "get_recipe"],
+    jaxmp.float8: [
+        "Float8State",
+        "Recipe",
+        "dot_general",
+        "get_recipe",
+        "init_state",
+        "probes_of",
+        "update",
+        "with_state",
+    ],
     jaxmp.rules: [
         "Family",
         "all_policies",

@@ -1,0 +1,348 @@
+"""What delayed scaling is made of: probes, rounding by a known scale, and both in a product."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec as P
+
+import jaxmp
+from jaxmp._primitives.float8_encode import encode_as_expected
+from jaxmp._primitives.float8_sites import Given, left_out, run_with_scales, sites_of
+from jaxmp._primitives.probed import probed
+from tests.support.bits import tree_bits
+from tests.support.float8_references import rounded, scale
+
+pytestmark = pytest.mark.jax
+
+E4, E5 = "float8_e4m3fn", "float8_e5m2"
+ZERO = jnp.float32(0)
+SLOPES = jnp.float32([[1, -2, 0.5], [3, -5, 4], [0, 0, 0], [7, 1, 2]])
+
+
+def weighted(x: Any, slopes: Any, *probes: Any) -> Any:
+    """A sum whose cotangent is `slopes`, at each of some probes."""
+    return sum((jnp.sum(probed(x, probe) * slopes) for probe in probes), jnp.float32(0))
+
+
+def seen(fun: Any, *probes: Any) -> Any:
+    return jax.grad(fun, argnums=tuple(range(len(probes))))(*probes)
+
+
+# --- probes --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_a_probe_measures_the_cotangent_and_changes_nothing(dtype: Any) -> None:
+    x, slopes = jnp.ones((4, 3), dtype), SLOPES.astype(dtype)
+    plain = jax.value_and_grad(lambda x: jnp.sum(x * slopes))(x)
+
+    def fun(x: Any, probe: Any) -> Any:
+        return jnp.sum(probed(x, probe) * slopes)
+
+    value, (gradient, largest) = jax.jit(jax.value_and_grad(fun, argnums=(0, 1)))(x, ZERO)
+    assert tree_bits((value, gradient)) == tree_bits(plain)
+    assert largest == 7
+    assert largest.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_an_overflow_is_seen(bad: float) -> None:
+    x = jnp.ones((4, 3))
+    (largest,) = seen(functools.partial(weighted, x, SLOPES.at[1, 1].set(bad)), ZERO)
+    assert not np.isfinite(largest)
+
+
+def test_two_uses_have_two_magnitudes() -> None:
+    """JAX adds what two uses of one zero get: 6 of 1 and 5, which the control shows."""
+
+    def fun(first: Any, second: Any) -> Any:
+        x = jnp.ones((2, 3))
+        return weighted(x, jnp.ones((2, 3)), first) + weighted(x, jnp.full((2, 3), -5.0), second)
+
+    assert seen(fun, ZERO, ZERO) == (1, 5)
+    assert jax.grad(lambda probe: fun(probe, probe))(ZERO) == 6
+
+
+def test_a_batch_has_one_magnitude() -> None:
+    """The largest of the four rows, and not the sum of theirs, which a plain zero would get."""
+
+    def fun(probe: Any, touch: Any) -> Any:
+        return jnp.sum(
+            jax.vmap(lambda x, slopes: touch(x, slopes, probe))(jnp.ones((4, 3)), SLOPES)
+        )
+
+    assert jax.grad(fun)(ZERO, weighted) == 7
+    assert jax.grad(fun)(ZERO, lambda x, slopes, probe: jnp.max(jnp.abs(slopes)) * probe) == 14
+    both = jnp.stack([SLOPES, -2 * SLOPES])
+    nested = jax.vmap(jax.vmap(weighted, (0, 0, None)), (0, 0, None))
+    assert jax.grad(lambda probe: jnp.sum(nested(jnp.ones((2, 4, 3)), both, probe)))(ZERO) == 14
+
+
+def test_a_batch_of_probes_has_a_magnitude_each() -> None:
+    def fun(probes: Any) -> Any:
+        return jnp.sum(jax.vmap(weighted)(jnp.ones((4, 3)), SLOPES, probes))
+
+    np.testing.assert_array_equal(jax.grad(fun)(jnp.zeros(4)), [2, 5, 0, 7])
+
+    def shared(probes: Any) -> Any:  # the batch is behind the axis of the probes
+        both = jnp.stack([SLOPES, 2 * SLOPES])
+        return jnp.sum(jax.vmap(weighted, (0, 0, None))(jnp.ones((2, 4, 3)), both, probes))
+
+    np.testing.assert_array_equal(jax.grad(shared)(jnp.zeros(4)), [4, 10, 0, 14])
+
+
+@pytest.mark.parametrize("devices", [4, 8])
+@pytest.mark.parametrize("inside", [False, True])
+def test_devices_have_one_magnitude(devices: int, inside: bool) -> None:
+    """The largest over devices, and not the sum, whether the gradient is taken in or around.
+
+    The control is a plain zero with the same cotangents, which gets the sum over devices.
+    """
+    mesh = jax.make_mesh((devices,), ("data",), axis_types=(AxisType.Auto,))
+    slopes = jnp.tile(SLOPES, (2, 1))
+
+    def local(probe: Any, slopes: Any) -> Any:
+        def fun(probe: Any) -> Any:
+            return jax.lax.psum(weighted(jnp.ones_like(slopes), slopes, probe), "data")
+
+        return jax.grad(fun)(probe) if inside else fun(probe)
+
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+    largest = (mapped if inside else jax.grad(mapped))(ZERO, slopes)
+    assert largest == 7
+
+    def summed(probe: Any, slopes: Any) -> Any:
+        return jax.lax.psum(jnp.max(jnp.abs(slopes)) * probe, "data")
+
+    control = jax.shard_map(summed, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+    assert jax.grad(control)(ZERO, slopes) > 7
+
+
+def test_forward_mode_and_transposition_of_a_probe() -> None:
+    x = jnp.ones((4, 3))
+    value, along = jax.jvp(lambda x: jnp.sum(probed(x, ZERO) * SLOPES), (x,), (2 * x,))
+    assert (value, along) == (jnp.sum(SLOPES), 2 * jnp.sum(SLOPES))
+    second = jax.grad(lambda x: jnp.sum(jax.grad(lambda y: jnp.sum(probed(y, ZERO) ** 3))(x)))(x)
+    np.testing.assert_array_equal(second, 6 * x)
+
+
+def test_a_probe_must_fit() -> None:
+    with pytest.raises(TypeError, match=r"shape \(2,\) does not fit"):
+        probed(jnp.ones((4, 3)), jnp.zeros(2))
+
+
+# --- rounding by a known scale -------------------------------------------------------------------
+
+
+def encode(x: Any, expected: Any, form: str = E4, power_of_two: bool = True) -> Any:
+    return encode_as_expected(
+        x, jnp.dtype(form), tuple(range(x.ndim)), expected, power_of_two=power_of_two
+    )
+
+
+@pytest.mark.parametrize("form", [E4, E5])
+@pytest.mark.parametrize("power_of_two", [True, False])
+@pytest.mark.parametrize("expected", [0.01, 1.0, 37.0, 1e9])
+def test_codes_by_a_known_scale(form: str, power_of_two: bool, expected: float) -> None:
+    """Against NumPy: too large a scale clips, too small a one rounds to fewer bits."""
+    x = np.random.default_rng(0).normal(size=(16, 48)).astype(np.float32)
+    (codes, scales), largest = encode(jnp.asarray(x), jnp.float32(expected), form, power_of_two)
+    wanted = scale(np.float32(expected), form, power_of_two)
+    assert scales.item() == wanted
+    np.testing.assert_array_equal(
+        np.asarray(codes, np.float64), rounded((x * np.float32(wanted)).astype(np.float32), form)
+    )
+    assert largest == np.abs(x).max()
+
+
+def test_what_is_not_finite_stays_visible() -> None:
+    """The scale cannot show it: nobody waits for the magnitude. A clip would make 448 of it."""
+    x = jnp.float32([1, np.inf, -np.inf, np.nan, 1e38])
+    (codes, _), largest = encode(x, jnp.float32(1))
+    np.testing.assert_array_equal(codes.astype(np.float32), [256, np.nan, np.nan, np.nan, 448])
+    assert np.isnan(largest)
+
+
+def test_nothing_expected_is_scaled_by_one() -> None:
+    """A scale for 1e-12 would clip all of an array whose layers before were zero at the start."""
+    (codes, scales), _ = encode(jnp.float32([1, 2]), jnp.float32(0))
+    assert scales.item() == 1
+    np.testing.assert_array_equal(codes.astype(np.float32), [1, 2])
+
+
+def test_a_bad_expectation_gives_nan() -> None:
+    (codes, _), _ = encode(jnp.ones(3), jnp.float32(np.inf))
+    assert np.isnan(codes.astype(np.float32)).all()
+
+
+def test_vmap_of_rounding() -> None:
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 8, 16)), jnp.bfloat16)
+    shared, largest = jax.vmap(encode, (0, None), (0, None))(x, jnp.float32(2))
+    assert largest == jnp.max(jnp.abs(x)).astype(jnp.float32)
+    whole, _ = encode(x, jnp.float32(2))
+    assert tree_bits(shared.codes) == tree_bits(whole.codes)
+    expected = jnp.float32([1, 2, 3, 4])
+    own = jax.vmap(encode)(x, expected)
+    loop = [encode(x[i], expected[i]) for i in range(4)]
+    assert tree_bits(own) == tree_bits(jax.tree.map(lambda *each: jnp.stack(each), *loop))
+
+
+# --- products ------------------------------------------------------------------------------------
+
+NUMBERS = (((1,), (0,)), ((), ()))
+X = jnp.asarray(np.random.default_rng(1).normal(size=(32, 16)), jnp.bfloat16)
+W = jnp.asarray(np.random.default_rng(2).normal(size=(16, 48)), jnp.float32)
+CT = jnp.asarray(np.random.default_rng(3).normal(size=(32, 48)), jnp.bfloat16)
+
+
+def times(x: Any, w: Any, recipe: str = "delayed") -> Any:
+    return jaxmp.float8.dot_general(x, w, NUMBERS, recipe=recipe)
+
+
+def given_scales(fun: Any, *args: Any) -> Any:
+    """A function of what is given and of the arguments of `fun`, which returns what was seen."""
+    closed = jax.make_jaxpr(fun)(*args)
+
+    def run(given: Given, *args: Any) -> Any:
+        (out,), found = run_with_scales(closed.jaxpr, closed.consts, args, given)
+        return out, found
+
+    return run
+
+
+def evaluated(given: Given, x: Any = X, w: Any = W, ct: Any = CT) -> Any:
+    """The product, what was seen, the two gradients, and the gradients of the probes."""
+    run = given_scales(times, x, w)
+
+    @jax.jit
+    def call(x: Any, w: Any, ct: Any) -> Any:
+        def fun(x: Any, w: Any, probes: Any) -> Any:
+            return run(given._replace(probes=probes), x, w)
+
+        out, backward, found = jax.vjp(fun, x, w, given.probes, has_aux=True)
+        return out, found, backward(ct)
+
+    return call(x, w, ct)
+
+
+def largest_of(*arrays: Any) -> list[Any]:
+    return [jnp.max(jnp.abs(x)).astype(jnp.float32) for x in arrays]
+
+
+def test_a_delayed_recipe_without_state_is_current_scaling() -> None:
+    def both(recipe: str) -> Any:
+        return jax.jit(jax.value_and_grad(lambda x, w: jnp.sum(times(x, w, recipe) * CT), (0, 1)))
+
+    assert tree_bits(both("delayed")(X, W)) == tree_bits(both("tensorwise")(X, W))
+
+
+def test_the_magnitudes_that_are_there_give_the_bits_of_current_scaling() -> None:
+    current = evaluated(Given([None, None], [None], [ZERO]))
+    delayed = evaluated(Given(largest_of(X, W), largest_of(CT), [ZERO]))
+    assert tree_bits(delayed) == tree_bits(current)
+    _, found, (_, _, (of_ct,)) = delayed
+    assert [*found, of_ct] == largest_of(X, W, CT)
+
+
+def test_each_given_scale_is_used() -> None:
+    """A product with every scale too large, against NumPy: all three operands are clipped."""
+    given = Given([jnp.float32(0.5), jnp.float32(0.25)], [jnp.float32(0.125)], [ZERO])
+    out, _, (dx, dw, _) = evaluated(given)
+
+    def clipped(x: Any, expected: float, form: str) -> np.ndarray:
+        by = scale(np.float32(expected), form, True)
+        return rounded(np.asarray(x, np.float64) * by, form) / by
+
+    x, w, ct = clipped(X, 0.5, E4), clipped(W, 0.25, E4), clipped(CT, 0.125, E5)
+    assert np.abs(x).max() < 0.9 < np.abs(np.asarray(X, np.float64)).max()
+    np.testing.assert_allclose(np.asarray(out, np.float64), x @ w, rtol=0.01, atol=0.02)
+    np.testing.assert_allclose(np.asarray(dx, np.float64), ct @ w.T, rtol=0.01, atol=0.02)
+    np.testing.assert_allclose(np.asarray(dw, np.float64), x.T @ ct, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("which", ["x", "w", "ct"])
+def test_an_overflow_reaches_the_gradients(which: str) -> None:
+    arrays = {"x": X, "w": W, "ct": CT}
+    broken = arrays | {which: arrays[which].at[3, 5].set(jnp.inf)}
+    given = Given(largest_of(X, W), largest_of(CT), [ZERO])
+    _, found, (dx, dw, (of_ct,)) = evaluated(given, **broken)
+    assert np.isnan(np.asarray(dw)).any() or np.isnan(np.asarray(dx, np.float32)).any()
+    assert not np.isfinite([*found, of_ct]).all()
+
+
+def test_derivatives_of_any_mode_and_order() -> None:
+    """What no state knows, such as tangents, is scaled by the magnitudes that are there."""
+    given = Given(largest_of(X, W), largest_of(CT), [ZERO])
+    run = given_scales(times, X, W)
+
+    def delayed(x: Any, w: Any) -> Any:
+        return run(given, x, w)[0]
+
+    def current(x: Any, w: Any) -> Any:
+        return times(x, w, "tensorwise")
+
+    def derivatives(fun: Any) -> Any:
+        def loss(x: Any, w: Any) -> Any:
+            return jnp.sum((fun(x, w) * CT).astype(jnp.float32))
+
+        def slope(x: Any, w: Any) -> Any:
+            return jnp.sum(jax.grad(loss, argnums=1)(x, w) * W)
+
+        forward = jax.jvp(fun, (X, W), (X, W))[1]
+        over = jax.jvp(lambda w: jax.grad(loss)(X, w), (W,), (W,))[1]
+        return forward, over, jax.grad(slope)(X, W)
+
+    assert tree_bits(derivatives(delayed)) == tree_bits(derivatives(current))
+
+
+def test_vmap_shares_what_is_given() -> None:
+    """A batch has one scale and one magnitude for each operand; a loop has the same codes."""
+    run = given_scales(times, X, W)
+    given = Given(largest_of(X, W), largest_of(CT), [ZERO])
+    xs, cts = jnp.stack([X, X / 4, X / 2]), jnp.stack([CT / 8, CT, CT / 2])
+
+    def gradients(x: Any, ct: Any) -> Any:
+        def fun(x: Any, w: Any, probes: Any) -> Any:
+            return run(given._replace(probes=probes), x, w)
+
+        out, backward, found = jax.vjp(fun, x, W, [ZERO], has_aux=True)
+        return out, found, backward(ct)
+
+    out, found, (dx, dw, _) = jax.vmap(gradients)(xs, cts)
+    assert [x.shape for x in found] == [(3,), (3,)]
+    np.testing.assert_array_equal(found[0], [largest_of(X)[0]] * 3)
+    for i in range(3):
+        one, _, (one_dx, one_dw, _) = gradients(xs[i], cts[i])
+        assert tree_bits((out[i], dx[i], dw[i])) == tree_bits((one, one_dx, one_dw))
+
+
+# --- places in a program -------------------------------------------------------------------------
+
+
+def test_places_are_found_in_jit_checkpoint_and_scan_and_named_elsewhere() -> None:
+    square = jnp.eye(16)
+
+    def deep(x: Any) -> Any:
+        return jax.lax.scan(lambda x, w: (times(x, w), None), x, jnp.ones((3, 16, 16)))[0]
+
+    def fun(x: Any) -> Any:
+        x = jax.jit(times)(x, square)
+        x = jax.checkpoint(times)(x, square)
+        x = jax.lax.scan(lambda x, _: (deep(x), None), x, None, length=2)[0]
+        return jax.lax.cond(x[0, 0] > 0, lambda x: times(x, square), lambda x: x, x)
+
+    equations = jax.make_jaxpr(fun)(X).jaxpr.eqns
+    sites = sites_of(equations)
+    assert [site.stack for site in sites.backward] == [(), (), (2, 3)]
+    assert [site.stack for site in sites.forward] == [(), (), (), (), (2, 3), (2, 3)]
+    assert {site.history for site in sites.forward} == {16}
+    assert set(left_out(equations)) == {"cond"}
+
+
+def test_other_recipes_have_no_places() -> None:
+    closed = jax.make_jaxpr(functools.partial(times, recipe="tensorwise"))(X, W)
+    assert not any(sites_of(closed.jaxpr.eqns))
