@@ -156,7 +156,10 @@ class Float8Map(BilinearMap):
         if any(x.scale.shape[i] != 1 for x, axes in summed for i in axes):
             # Scales that differ along a sum cannot come out of it.
             is_narrow = powers and not exact and dtype != jnp.float16
-            numbers = [decoded(x, jnp.bfloat16 if is_narrow else jnp.float32) for x in operands]
+            narrow = jnp.bfloat16 if is_narrow else jnp.float32
+            # XLA:GPU drops a cast to float8 and back, unless there is a barrier in between.
+            kept = [x._replace(codes=lax.optimization_barrier(x.codes)) for x in operands]
+            numbers = [decoded(x, narrow) for x in kept]
             highest = None if powers else _EXACT  # powers of two leave bfloat16's bits
             # A product of bfloat16 numbers rounds to bfloat16 before it rounds to float16.
             wide = dtype if is_narrow else np.dtype(np.float32)
