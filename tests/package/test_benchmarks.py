@@ -218,3 +218,30 @@ def test_storage_loss() -> None:
     by = {row["master"]: row for row in rows}
     assert by["float32"]["train_gap"] == 0
     assert abs(by["remainder"]["train_gap"]) < 1e-3 < by["none"]["train_gap"]
+
+
+def test_float8() -> None:
+    """What is planted is seen, by recipes and by the control that it is meant for."""
+    bench = importlib.import_module("bench_float8")
+    rows = {(row["case"], row["products"]): row for row in bench.main(["--quick", "--no-write"])}
+    plain, outlier, tokens = bench._CASES
+    losses, weighted = "training", "training, a million tokens"
+    for products in bench._RECIPES:  # in float8, and no worse than that
+        assert 2 < rows[plain, products]["error"] < 10
+        assert rows[tokens, products]["error"] == pytest.approx(rows[plain, products]["error"])
+    # What is planted is an identity, as float32 and bfloat16 show.
+    assert rows[outlier, "float32"]["error"] == pytest.approx(0, abs=1e-3)
+    assert rows[tokens, "float32"]["error"] == pytest.approx(0, abs=1e-3)
+    assert rows[outlier, "bfloat16"]["error"] < 1
+    assert abs(rows[outlier, "rowwise_hp"]["norm_gap"]) < 2
+    for products in ("tensorwise", "rowwise", "blockwise"):
+        assert abs(rows[outlier, products]["norm_gap"]) > 5
+        assert rows[outlier, products]["error"] > 20
+    assert rows[tokens, "no scales"]["error"] > 50
+    for trains in (
+        rows[losses, "tensorwise"],
+        rows[weighted, "tensorwise"],
+        rows["training, 1,024 times the loss", "no scales"],
+    ):
+        assert abs(trains["valid_gap"]) < 1
+    assert rows[weighted, "no scales"]["valid_gap"] > 10
