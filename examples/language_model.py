@@ -128,7 +128,7 @@ def precision_rules(policy: jaxmp.Policy) -> jaxmp.PolicyRules:
     `TrainState.create` makes the live params in `policy.param_dtype` and keeps these as masters.
     Logits stay float32 too, under policies with 16-bit outputs.
     """
-    layers = jaxmp.Policy("float32", policy.compute_dtype, "float32")
+    layers = jaxmp.Policy("float32", policy.compute_dtype, "float32", products=policy.products)
     kept = {
         # A variance is a sum of squares: it overflows in float16 and loses digits in bfloat16.
         "*norm*": "float32",

@@ -115,7 +115,7 @@ def product_attributes(module: Any, policy: Policy, left_out: str | None) -> dic
         return {"dot_general": LayerProducts(None, left_out)}
     promotion = promote_but_kernel if isinstance(module, nn.Module) else promote_all_but_kernel
     attributes: dict[str, Any] = {"promote_dtype": promotion}
-    if not _is_float8(module.dot_general):
+    if not _is_float8_dot(module.dot_general):
         attributes["dot_general"] = LayerProducts(policy.products)
     return attributes
 
@@ -132,7 +132,7 @@ def what_is_own(module: Any) -> str | None:
         return "dot_general_cls"
     product = module.dot_general
     usual = product is None or product is lax.dot_general or isinstance(product, LayerProducts)
-    if not usual and not _is_float8(product):
+    if not usual and not _is_float8_dot(product):
         return "dot_general"
     if all(module.promote_dtype is not each for each in _PROMOTIONS):
         return "promote_dtype"
@@ -140,7 +140,7 @@ def what_is_own(module: Any) -> str | None:
     return "__call__" if _multiplies_in_its_own_way(cls) else None
 
 
-def _is_float8(function: Any) -> bool:
+def _is_float8_dot(function: Any) -> bool:
     """Whether the author of a layer has set `jaxmp.float8.dot_general`, perhaps with a recipe."""
     inner = function.func if isinstance(function, functools.partial) else function
     return inner is dot_general

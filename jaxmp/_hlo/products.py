@@ -54,7 +54,7 @@ def float8_products(flow: Flow) -> Iterator[HloFloat8Product]:
             values = [flow.operand(instruction, i) for i in range(2)]
             now = [_dtype(value) for value in values]
             before = [_narrowest(flow, value, _FACTORS) for value in values]
-            if not any(map(_is_float8, before)):
+            if not any(map(_names_float8, before)):
                 continue
             yield HloFloat8Product(
                 operands=(before[0], before[1]),
@@ -67,7 +67,7 @@ def float8_products(flow: Flow) -> Iterator[HloFloat8Product]:
 
 
 def _ran(flow: Flow, instruction: Instruction, target: str, dtypes: list[str]) -> str:
-    wide = [dtype for dtype in dtypes if not _is_float8(dtype)]
+    wide = [dtype for dtype in dtypes if not _names_float8(dtype)]
     if wide:
         return f"widened to {wide[0]}"
     if target:
@@ -89,11 +89,11 @@ def _narrowest(flow: Flow, value: HloValue | None, factors: int) -> str:
         return ""
     last = value
     for last in flow.trail(value):
-        if _is_float8(dtype := _dtype(last)):
+        if _names_float8(dtype := _dtype(last)):
             return dtype
     if factors and last.instruction.opcode in ("multiply", "divide"):
         for i in range(2):
-            if _is_float8(
+            if _names_float8(
                 dtype := _narrowest(flow, flow.operand(last.instruction, i), factors - 1)
             ):
                 return dtype
@@ -115,5 +115,5 @@ def _first_dtype(shape: Shape) -> str:
     return shape.dtype if isinstance(shape, Array) else ""
 
 
-def _is_float8(dtype: str) -> bool:
+def _names_float8(dtype: str) -> bool:
     return dtype.startswith("float8")

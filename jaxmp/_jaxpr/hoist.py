@@ -17,7 +17,7 @@ from jaxmp._jaxpr.op_classes import HOISTED, PLAIN_MOVES
 from jaxmp._jaxpr.rebind import call_again, entered, run_by_rule, scan_again
 
 
-class _Made(NamedTuple):
+class _Hoisted(NamedTuple):
     """The results of an operation that runs before the loop.
 
     Attributes:
@@ -31,7 +31,7 @@ class _Made(NamedTuple):
 
 
 # By the number of the operation, in the order of the program and of the programs inside.
-_Found = dict[int, _Made]
+_Found = dict[int, _Hoisted]
 
 
 def with_hoisted(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -50,17 +50,17 @@ def with_hoisted(fun: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(*args: Any) -> Any:
         closed, shape = jax.make_jaxpr(fun, return_shape=True)(*args)
-        made = _run(closed.jaxpr, closed.consts, jax.tree.leaves(args))
+        made = _run_hoisted(closed.jaxpr, closed.consts, jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(shape), made)
 
     return call
 
 
-def _run(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+def _run_hoisted(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
     """Runs a program; of its own scans, what is the same in each turn runs before."""
 
     def rule(equation: core.JaxprEqn, values: list[Any]) -> list[Any]:
-        if equation.primitive.name != "scan" or not _count([equation]):
+        if equation.primitive.name != "scan" or not _count_movable([equation]):
             return compat.bind(equation, values)
         consts, _ = compat.scan_counts(equation.params)
         known = [*values[:consts], *[None] * (len(values) - consts)]
@@ -72,9 +72,11 @@ def _run(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[
     return run_by_rule(jaxpr, consts, args, rule)
 
 
-def _count(equations: Sequence[core.JaxprEqn]) -> int:
+def _count_movable(equations: Sequence[core.JaxprEqn]) -> int:
     """Returns how many operations may move."""
-    inside = (_count(compat.open_jaxpr(body).eqns) for each in equations for body in entered(each))
+    inside = (
+        _count_movable(compat.open_jaxpr(body).eqns) for each in equations for body in entered(each)
+    )
     return sum(each.primitive.name in HOISTED for each in equations) + sum(inside)
 
 
@@ -100,7 +102,7 @@ def _computed(jaxpr: core.Jaxpr, consts: Sequence[Any], known: Sequence[Any]) ->
             if ready:
                 made = compat.bind(equation, values)
                 env.update(zip(equation.outvars, made, strict=True))
-                found |= {number: _Made(made)} if name in HOISTED else {}
+                found |= {number: _Hoisted(made)} if name in HOISTED else {}
             number += name in HOISTED
             continue
         for body in entered(equation):
@@ -108,7 +110,7 @@ def _computed(jaxpr: core.Jaxpr, consts: Sequence[Any], known: Sequence[Any]) ->
             run = _along_a_scan if name == "scan" else _computed_inside
             within = run(equation, inner, compat.consts_of(body), values)
             found |= {number + i: each for i, each in within.items()}
-            number += _count(inner.eqns)
+            number += _count_movable(inner.eqns)
     return found
 
 
@@ -127,7 +129,7 @@ def _along_a_scan(
     end = sum(counts)
     fixed = [*values[: counts.consts], *[None] * counts.carry]
     alike = _computed(jaxpr, consts, [*fixed, *[None] * (len(values) - end)])
-    found = {i: _Made(made.arrays, (False, *made.stacked)) for i, made in alike.items()}
+    found = {i: _Hoisted(made.arrays, (False, *made.stacked)) for i, made in alike.items()}
     stacks = [value for value in values[end:] if value is not None]
     within: dict[int, tuple[bool, ...]] = {}
 
@@ -139,7 +141,7 @@ def _along_a_scan(
         return {i: each.arrays for i, each in made.items() if i not in alike}
 
     made = jax.vmap(turn)(stacks) if stacks else {}
-    return found | {i: _Made(x, (True, *within[i])) for i, x in made.items()}
+    return found | {i: _Hoisted(x, (True, *within[i])) for i, x in made.items()}
 
 
 def _with_found(
@@ -150,7 +152,7 @@ def _with_found(
 
     def rule(equation: core.JaxprEqn, values: list[Any]) -> list[Any]:
         nonlocal number
-        first, count = number, _count([equation])
+        first, count = number, _count_movable([equation])
         number += count
         given = {i - first: made for i, made in found.items() if first <= i < first + count}
         if not given:
@@ -184,7 +186,9 @@ def _again_scan(equation: core.JaxprEqn, values: Sequence[Any], found: _Found) -
 
     def turn(carried: list[Any], slices: tuple[list[Any], dict[int, list[Any]]]) -> Any:
         xs, parts = slices
-        given = {i: _Made(parts.get(i, made.arrays), made.stacked[1:]) for i, made in found.items()}
+        given = {
+            i: _Hoisted(parts.get(i, made.arrays), made.stacked[1:]) for i, made in found.items()
+        }
         args = [*values[:consts], *carried, *xs]
         made = _with_found(compat.open_jaxpr(body), compat.consts_of(body), args, given)
         return made[:carry], made[carry:]
