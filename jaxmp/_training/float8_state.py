@@ -99,7 +99,7 @@ def init_state(
         out, seen = with_given(fast)(given, *arguments, **collections)
         return jnp.asarray(out[0] if isinstance(out, tuple) else out, jnp.float32), seen
 
-    probes = [jnp.zeros(site.stack) for site in sites.backward]
+    probes = [jnp.zeros(site.stack, jnp.float32) for site in sites.backward]
     gradient = jax.jit(jax.grad(loss, has_aux=True))
     found, seen = gradient(probes, arguments, collections)
     return update(_empty(sites), seen, found)
@@ -122,7 +122,7 @@ def _check_sites(sites: Float8Sites, without: list[str]) -> None:
 
 def _empty(sites: Float8Sites) -> Float8State:
     def zeros(site: Float8Site) -> Array:
-        return jnp.zeros((*site.stack, site.history))
+        return jnp.zeros((*site.stack, site.history), jnp.float32)
 
     return Float8State(*(tuple(map(zeros, each)) for each in sites))
 
@@ -170,7 +170,7 @@ def probes_of(state: Float8State) -> list[Array]:
     >>> probes_of(Float8State((), (jnp.ones((3, 16)),)))
     [Array([0., 0., 0.], dtype=float32)]
     """
-    return [jnp.zeros(history.shape[:-1]) for history in state.backward]
+    return [jnp.zeros(history.shape[:-1], jnp.float32) for history in state.backward]
 
 
 def expected_of(state: Float8State, scale: Any = 1.0) -> tuple[list[Array], list[Array]]:

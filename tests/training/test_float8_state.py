@@ -135,6 +135,19 @@ def test_the_first_state_holds_the_magnitudes_of_one_evaluation() -> None:
     assert all((history.max(-1) > 0).all() for history in jax.tree.leaves(state))
 
 
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_the_state_is_float32_where_float64_is_enabled(microbatches: int) -> None:
+    """A scale is made of the bits of a float32; the state is the same to the bit."""
+    step = make_step(microbatches=microbatches)
+    narrow, _ = step(new_state(), batch_of())
+    with jax.enable_x64(True):
+        begun = new_state()
+        wide, _ = make_step(microbatches=microbatches)(begun, batch_of())
+    for state in (begun.float8_state, wide.float8_state):
+        assert {x.dtype.name for x in jax.tree.leaves(state)} == {"float32"}
+    assert tree_bits(wide.float8_state) == tree_bits(narrow.float8_state)
+
+
 def test_a_function_without_delayed_products_has_no_state() -> None:
     with pytest.raises(ValueError, match="no product under a delayed float8 recipe, and so no"):
         init(policy=CURRENT)
