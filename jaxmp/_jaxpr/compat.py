@@ -242,3 +242,9 @@ def function_name(equation: core.JaxprEqn) -> str:
 def is_for_one_device(ctx: Any) -> bool:
     """Whether a program is lowered for one device, by the context of a lowering rule."""
     return getattr(ctx.module_context.axis_context, "num_devices", None) == 1
+
+
+def is_for_export(ctx: Any) -> bool:
+    """Whether a program is lowered for `jax.export`, by the context of a lowering rule."""
+    lowering = getattr(ctx.module_context, "lowering_parameters", None)
+    return bool(getattr(lowering, "for_export", False))

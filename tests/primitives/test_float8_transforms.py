@@ -376,3 +376,12 @@ def test_explicit_sharding_is_refused() -> None:
             NotImplementedError, match=r"automatic axes, by jax\.sharding\.auto_axes"
         ):
             jax.jit(dot("tensorwise"))(x, W)
+
+
+def test_programs_for_gpus_are_exported() -> None:
+    """`jax.export` refuses layouts, which a weight has in a program for one GPU."""
+    gradient = jax.jit(jax.grad(weighted("tensorwise")))
+    compiled = gradient.trace(X, W).lower(lowering_platforms=("cuda",)).as_text()
+    assert "LayoutConstraint" in compiled  # the control: without export, it is there
+    exported = jax.export.export(gradient, platforms=["cpu", "cuda", "tpu"])(X, W)
+    np.testing.assert_array_equal(exported.call(X, W), gradient(X, W))
