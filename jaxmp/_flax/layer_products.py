@@ -215,10 +215,11 @@ def float8_text(module: Any, kernel: Any) -> str:
     if recipe is None or not arrays or is_own(getattr(module, "precision", None)):
         return ""
     shape = arrays[0].shape
-    shared = len(tuple(getattr(module, "batch_dims", getattr(module, "batch_axis", ()))))
     axis = getattr(module, "axis", -1)
-    end = shared + (1 if isinstance(axis, int) else len(axis))
-    summed, columns = math.prod(shape[shared:end]), math.prod(shape[end:])
+    features = getattr(module, "features", getattr(module, "out_features", 1))
+    count, own = (1 if isinstance(each, int) else len(each) for each in (axis, features))
+    # Batch dimensions come first, and so do layers that are stacked for a scan.
+    summed, columns = math.prod(shape[-own - count : -own]), math.prod(shape[-own:])
     # How many rows there are is known at a call.
     return "" if recipe.why_not(0, summed, columns) else f", products float8 ({recipe})"
 

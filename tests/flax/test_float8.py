@@ -359,11 +359,24 @@ def test_the_summary_shows_layers_whose_sizes_are_left_out() -> None:
         "precise": nnx.Linear(16, 16, precision=lax.Precision.HIGHEST, rngs=rngs),
         "heads": nnx.LinearGeneral((2, 8), (4, 4), axis=(-2, -1), rngs=rngs),
         "batched": nnx.LinearGeneral(16, 24, batch_axis={0: 4}, rngs=rngs),
+        "experts": nnx.LinearGeneral(16, 32, batch_axis={0: 4}, rngs=rngs),
     }
     model = jaxmp.nnx.apply_policy(nnx.Dict(layers), "mixed_float8")
     rows = {row.path: row.compute for row in jaxmp.nnx.summary(model).rows}
     inside = "bfloat16, products float8 (tensorwise)"
-    assert [rows[name] for name in layers] == ["bfloat16", "bfloat16", inside, "bfloat16"]
+    assert [rows[name] for name in layers] == [*["bfloat16"] * 2, inside, "bfloat16", inside]
+
+
+@pytest.mark.parametrize(("features", "shown"), [(32, ", products float8 (tensorwise)"), (24, "")])
+def test_the_summary_of_stacked_layers_has_the_sizes_of_one(features: int, shown: str) -> None:
+    """Three layers for a scan: the number of layers is no size of a product."""
+
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def layers(key: Any) -> Any:
+        return nnx.Linear(16, features, rngs=nnx.Rngs(params=key))
+
+    model = jaxmp.nnx.apply_policy(layers(jax.random.split(KEY, 3)), "mixed_float8")
+    assert jaxmp.nnx.summary(model).rows[0].compute == f"bfloat16{shown}"
 
 
 def test_the_summary_looks_into_boxes_with_shardings() -> None:
