@@ -23,7 +23,9 @@ def reason_text(row: Any, names: list[str]) -> str:
     """Returns why a product is not in float8, in parentheses, if float8 was asked for."""
     if not any(name.startswith(FLOAT8) for name in names):
         return ""
-    reason = row.not_float8 or "no operand is a param under a float8 policy"
+    reason = row.not_float8 or (
+        "no operand is a param under a float8 policy, or the program itself has both in 16 bits"
+    )
     if row.rounded_to:
         reason = f"rounded to {' x '.join(row.rounded_to)}, and widened before the product"
     return f" ({reason})"
