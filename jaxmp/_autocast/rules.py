@@ -305,8 +305,12 @@ def _in_float8(step: Step, operands: list[State], region: Region) -> Step:
     weights = [i for i, state in enumerate(operands) if is_weight(state)]
     if not weights or (region.products is None and region.left_out is None):
         return step
-    op, parameter = step.op, weights[-1]
-    if region.products is None:
+    # An updated weight is firm, but so is a float32 stream: an argument comes before both.
+    given = [i for i in weights if operands[i].kind is Kind.WEAK]
+    op, parameter = step.op, (given or weights)[-1]
+    if len(weights) == 2 and not given:
+        step.not_float8 = "neither operand is made of arguments alone"
+    elif region.products is None:
         step.not_float8 = region.left_out
     elif op.name != "dot_general":
         step.not_float8 = op.name

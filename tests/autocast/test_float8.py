@@ -114,6 +114,37 @@ def test_what_is_left_out_says_why(name: str) -> None:
     assert {why for _, why in backward} == {reason}
 
 
+def stream(x: Any, w: Any) -> Any:
+    """A stream that begins with an argument is float32, as an updated weight is."""
+    return x + jnp.tanh(x @ w)
+
+
+def test_float32_activations_are_no_weights() -> None:
+    def similarities(x: Any, w: Any) -> Any:
+        h = stream(x, w)
+        return h @ h.T
+
+    reason = "neither operand is made of arguments alone"
+    assert of_autocast(similarities, X, W) == [(E4, ""), (B16, reason)]
+    got, want = (jaxmp.autocast(similarities, policy)(X, W) for policy in (FP8, "mixed_bfloat16"))
+    assert error(got, want) < 0.03
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_of_two_float32_operands_the_argument_is_the_weight(swapped: bool) -> None:
+    """Its gradient is the product that `rowwise_hp` keeps in bfloat16."""
+
+    def last(x: Any, v: Any) -> Any:
+        return jnp.sum((v @ x.T if swapped else x @ v) ** 2)
+
+    def gradients(by: int) -> list[tuple[str, str]]:
+        fun = lambda x, w, v: last(stream(x, w), v)  # noqa: E731
+        fast = jaxmp.autocast(fun, "mixed_float8,products=rowwise_hp")
+        return products(jax.grad(fast, by), X, W, V)
+
+    assert [dtypes for dtypes, _ in gradients(2)] == [E4, E4, B16]
+
+
 def test_products_that_add_nothing_up_are_not() -> None:
     """They are elementwise, and stay as they are under every policy: here, in float32."""
     outer = lambda x, w: (jnp.einsum("i,j->ij", x[:, 0], w[0]), x @ w)  # noqa: E731
@@ -179,7 +210,7 @@ def test_what_is_around_stays_in_16_bits() -> None:
     def elementwise(policy: str) -> list[tuple[str, str]]:
         found = equations(jax.make_jaxpr(jaxmp.autocast(layer, policy))(X, W))
         names = ("add", "tanh", "integer_pow", "mul")
-        shapes = [e for e in found if e.primitive.name in names and e.outvars[0].aval.ndim == 2]
+        shapes = [e for e in found if e.primitive.name in names and e.outvars[0].aval.size > 1]
         return [(e.primitive.name, str(e.outvars[0].aval.dtype)) for e in shapes]
 
     ours, plain = elementwise(FP8), elementwise("mixed_bfloat16")
