@@ -260,9 +260,9 @@ def _check_same_program(given: Given, sites: Float8Sites) -> None:
         )
 
 
-def check_has_state(policies: Iterable[Policy | None], collections: Mapping[str, Any]) -> None:
+def check_has_state(policies: Iterable[Policy], collections: Mapping[str, Any]) -> None:
     """Raises ValueError if a policy is delayed and no collection holds the state."""
-    recipes = [policy.products for policy in policies if policy is not None]
+    recipes = [policy.products for policy in policies]
     if FLOAT8_STATE not in collections and any(x is not None and x.is_delayed for x in recipes):
         raise ValueError(
             "the policy scales float8 products by the magnitudes of earlier steps, and the train "

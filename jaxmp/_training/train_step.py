@@ -117,7 +117,7 @@ def make_train_step(
     def train_step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         _check_state(state, batch)
         _check_same_dtypes(policy, state.tx.policy)
-        check_has_state([*all_policies(state.tx.rules), policy], state.collections)
+        check_has_state([policy] if policy else all_policies(state.tx.rules), state.collections)
         _check_shardings(shardings, state)
         options = GradientOptions(
             has_aux=True,

@@ -569,6 +569,17 @@ def test_eight_devices_have_the_state_of_one(kind: Any, microbatches: int) -> No
         assert a.sharding.is_fully_replicated
 
 
+def test_a_step_of_ones_own_on_explicit_axes() -> None:
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+    params, state, batch = params_of(), init(), batch_of(64)
+    _, _, wanted = jax.jit(own_step)(params, state, batch)
+    given = *jax.device_put((params, state), whole), jax.device_put(batch, split)
+    with jax.set_mesh(mesh):
+        _, _, found = jax.jit(own_step)(*given)
+    assert tree_bits(found) == tree_bits(wanted)
+
+
 def test_fsdp_has_the_state_of_one_device() -> None:
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     alone = new_state(layered)

@@ -1,0 +1,73 @@
+"""What a compiler for GPUs makes of delayed scaling: as many calls and bytes as current scaling."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxmp
+from benchmarks.compiled_traffic import beside_products
+from benchmarks.gpt import GPT
+from tests.aot.conftest import Compiler
+from tests.support.compiled import WITHOUT_TRITON, float8_calls
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+CONTRACTED = (((1,), (0,)), ((), ()))
+
+
+def with_probes(fun: Any, state: Any, *args: Any) -> Any:
+    """The derivative of a function under a state, and the magnitudes for the next one."""
+
+    def scaled(args: Any, probes: Any) -> Any:
+        return jaxmp.float8.with_state(fun, state, probes)(*args)
+
+    out, backward, seen = jax.vjp(scaled, args, jaxmp.float8.probes_of(state), has_aux=True)
+    return out, backward, seen
+
+
+@pytest.mark.jax
+def test_the_passes_beside_a_product(gpu: Compiler) -> None:
+    """One layer, x[4096, 2048] @ w[2048, 8192], as in the test of the other recipes."""
+
+    def product(x: Any, w: Any) -> Any:
+        return jaxmp.float8.dot_general(x, w, CONTRACTED, recipe="delayed")
+
+    def layer(state: Any, x: Any, w: Any, g: Any) -> Any:
+        out, backward, seen = with_probes(product, state, x, w)
+        (grads, found) = backward(g)
+        return out, grads, jaxmp.float8.update(state, seen, found)
+
+    history = jax.ShapeDtypeStruct((16,), jnp.float32)
+    state = jaxmp.float8.Float8State((history, history), (history,))
+    shapes = {(4096, 2048): jnp.bfloat16, (2048, 8192): jnp.float32, (4096, 8192): jnp.bfloat16}
+    args = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes.items()]
+    text = gpu(layer, state, *args, options=WITHOUT_TRITON).as_text()
+    beside = beside_products(text)
+    assert len(float8_calls(text)) == 3
+    # The bytes of current scaling: the magnitudes are read all the same. The update of the state is
+    # six small kernels more.
+    assert beside.bytes / 1e6 <= 1.1 * 420
+    assert beside.launches <= 1.1 * 18
+
+
+@pytest.mark.jax
+def test_every_product_of_a_scanned_model_is_one_call(gpu: Compiler) -> None:
+    model = GPT(layers=2, width=256, heads=4, vocab=512, context=128)
+    tokens = jax.ShapeDtypeStruct((8, 129), jnp.int32)
+    fast = jaxmp.autocast(model.loss, "mixed_bfloat16,products=delayed")
+
+    def gradient(params: Any, state: Any, tokens: Any) -> Any:
+        def loss(params: Any, probes: Any) -> Any:
+            return jaxmp.float8.with_state(fast, state, probes)(params, tokens)
+
+        both = jaxmp.value_and_grad(loss, (0, 1), has_aux=True, reduce_dtype="float32")
+        return both(params, jaxmp.float8.probes_of(state))
+
+    history = jax.ShapeDtypeStruct((2, 16), jnp.float32)
+    state = jaxmp.float8.Float8State((history,) * 8, (history,) * 4)
+    text = gpu(
+        gradient, jax.eval_shape(model.init), state, tokens, options=WITHOUT_TRITON
+    ).as_text()
+    assert len(float8_calls(text)) == 12
