@@ -134,7 +134,8 @@ _TABLE: dict[OpClass, tuple[str, ...]] = {
         "approx_top_k",
         *(_WITH_FUNCTIONS, _SCALED_PRODUCTS),
         # Primitives that jaxmp itself adds.
-        "float32_gradient gradient_of low_precision_product held float8_encode probed",
+        "float32_gradient gradient_of low_precision_product held float8_encode probed "
+        "float8_scale_back",
         # Effects outside of the program, memory that is written in place, positions.
         *(_OUTSIDE, _IN_PLACE, "axis_index axis_size platform_index"),
     ),

@@ -87,7 +87,11 @@ ROUTERS = Family(
 )
 EMBEDDINGS = Family(
     name="embeddings",
-    paths=("*embed*", "*Embed*", "wte", "wte.*"),
+    # Layers that Flax names itself have a number: a whole model may be called SentenceEmbedder.
+    paths=(
+        *("*embed*", "wte", "wte.*", "Embed", "Embedding"),
+        *("*Embed_[0-9]*", "*Embedding_[0-9]*", "*Embeddings_[0-9]*"),
+    ),
     types=("Embed", "Embedding"),
 )
 ROTARY = Family(

@@ -21,6 +21,7 @@ from jaxmp._primitives.bilinear import (
     slots,
 )
 from jaxmp._primitives.float8_encode import encode_as_expected, float8_encode
+from jaxmp._primitives.float8_scale_back import scale_back, without_scale
 from jaxmp._primitives.gathering import gathered, pinned_operands, scattered
 from jaxmp._primitives.mixed_product import held, with_derivatives
 from jaxmp._primitives.operands import ProductOperand
@@ -66,7 +67,8 @@ def float8_product(
     coded = [form.encode(i, x, RESULT, history=history) for i, x in enumerate(operands)]
     shown = [Coded(held(x.codes), x.scale) for x in coded]
     numbers = params["dimension_numbers"]
-    out = _scaled_back(form.product(shown, numbers, dtype, _FAST, exact=dtype == np.float32), dtype)
+    out = form.product(shown, numbers, dtype, _FAST, exact=dtype == np.float32)
+    out = scale_back(*out, dtype) if isinstance(out, Coded) else out
     kept = [ProductOperand(x) for x in operands]
     if recipe.keeps_codes:
         kept = [ProductOperand(x.codes, x.scale, y) for x, y in zip(coded, operands, strict=True)]
@@ -123,10 +125,10 @@ class Float8Map(BilinearMap):
                 made = _moved(equation, values)
             env[equation.outvars[0]] = made
         made = env[jaxpr.outvars[0]]
-        out = made.codes if isinstance(made, Coded) else made
         # Compilers sum and scatter at once only if nothing lies in between: scales come last.
+        out, scale = made if isinstance(made, Coded) else (made, None)
         out = scattered(out, gathers[returned], is_summed_whole=not is_open)
-        return _scaled_back(made._replace(codes=out) if isinstance(made, Coded) else out, dtype)
+        return out if scale is None else without_scale(out, scale, dtype)
 
     def product(
         self,
@@ -266,16 +268,6 @@ def _scale_of_product(operands: Sequence[Coded], dimension_numbers: Any, ndim: i
         moved = scale.transpose([*shared[side], *free, *contracted[side]])
         found.append(moved.reshape([*batch, *ones, *own] if side else [*batch, *own, *ones]))
     return found[0] * found[1]
-
-
-def _scaled_back(product: Any, dtype: Any) -> Any:
-    """Takes the scale off a product of codes."""
-    if not isinstance(product, Coded):
-        return product
-    out, scale = product
-    # Of a scalar, compilers fold one multiplication into the product, and not two.
-    inverse = 1 / (scale.reshape(()) if scale.size == 1 else scale)
-    return cast(out * cast(inverse, out.dtype), dtype)
 
 
 def _moved(equation: Any, values: Sequence[Any]) -> Any:

@@ -28,6 +28,7 @@ pytestmark = pytest.mark.jax
 PACKAGE = pathlib.Path(__file__).parents[2] / "jaxmp"
 COMPAT, FLOPS, PROGRAM = "_jaxpr/compat.py", "_jaxpr/flops.py", "_jaxpr/program.py"
 DATAFLOW = "_jaxpr/dataflow.py"
+LIVENESS = "_jaxpr/liveness.py"
 OPERATIONS, CONTROL, FLOW = "_autocast/rules.py", "_autocast/control_flow.py", "_autocast/plan.py"
 RULES = "_autocast/custom_derivatives.py"
 LEFT, KERNELS = "_autocast/left_alone.py", "_autocast/kernels.py"
@@ -147,8 +148,10 @@ READ = [
     Read("scan", "length", is_a(int), (WALK, LEFT, DATAFLOW)),
     Read("while", "cond_jaxpr", is_jaxpr, (CONTROL, KERNELS, SUMMED)),
     Read("while", "body_jaxpr", is_jaxpr, (KERNELS,)),
-    Read("while", "cond_nconsts", is_a(int), (CONTROL, DATAFLOW, REBIND, KERNELS)),
-    Read("while", "body_nconsts", is_a(int), (CONTROL, DATAFLOW, REBIND, KERNELS, SUMMED)),
+    Read("while", "cond_nconsts", is_a(int), (CONTROL, DATAFLOW, LIVENESS, REBIND, KERNELS)),
+    Read(
+        "while", "body_nconsts", is_a(int), (CONTROL, DATAFLOW, LIVENESS, REBIND, KERNELS, SUMMED)
+    ),
     Read("cond", "branches", tuple_of(is_jaxpr), (CONTROL, REBIND, REDUCED, BRANCHES)),
     # Bound again as it is, and so not closed.
     Read("remat2", "jaxpr", is_a(core.Jaxpr), (CONTROL, REDUCED)),

@@ -104,6 +104,33 @@ def test_linear_transpose() -> None:
     same([dx, dw], jax.vjp(dot("tensorwise"), X, W)[1](ct))
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_hp"])
+def test_a_tangent_in_the_rule_of_a_custom_jvp(recipe: str) -> None:
+    """There the codes and the scale of a tangent both depend on it, and are transposed."""
+
+    @jax.custom_jvp
+    def linear(x: Any, w: Any) -> Any:
+        return dot(recipe)(x, w)
+
+    def rule(primals: Any, tangents: Any) -> Any:
+        (x, w), (dx, dw) = primals, tangents
+        return linear(x, w), dot(recipe)(dx, w) + dot(recipe)(x, dw)
+
+    linear.defjvp(rule)
+
+    def loss(function: Any) -> Any:
+        return lambda x, w: jnp.sum(function(x, w).astype(jnp.float32) ** 2)
+
+    got = jax.jit(jax.grad(loss(linear), (0, 1)))(X, W)
+    want = jax.grad(loss(jnp.matmul), (0, 1))(X.astype(jnp.float32), W)
+    for x, y in zip(got, want, strict=True):
+        assert jnp.linalg.norm(x.astype(jnp.float32) - y) < 0.12 * jnp.linalg.norm(y)
+    (dw,) = jax.linear_transpose(jax.jit(lambda w: dot(recipe)(X, w)), W)(
+        jnp.ones((24, 48), jnp.bfloat16)
+    )
+    assert dw.dtype == jnp.float32
+
+
 AXES = {"both": (0, 0), "x": (0, None), "w": (None, 0), "last axes": (-1, -1)}
 
 
