@@ -48,15 +48,16 @@ def compiled(compiler: Compiler, model: GPT, recipe: str | None) -> Any:
     return compiler(fun, params, abstract_tokens(model), options=WITHOUT_TRITON)
 
 
-@pytest.mark.jax
 @pytest.mark.parametrize(
     ("recipe", "calls"),
     [
-        (None, 0),
-        ("tensorwise", 3 * PRODUCTS),
-        ("rowwise", 3 * PRODUCTS),
+        pytest.param(None, 0, marks=pytest.mark.exhaustive),
+        pytest.param("tensorwise", 3 * PRODUCTS, marks=pytest.mark.jax),
+        pytest.param("rowwise", 3 * PRODUCTS, marks=pytest.mark.exhaustive),
         ("rowwise_hp", 2 * PRODUCTS),  # gradients of weights are products in bfloat16
-        ("blockwise", 0),  # an emulation, and the docs say so
+        pytest.param(
+            "blockwise", 0, marks=pytest.mark.exhaustive
+        ),  # an emulation, and the docs say so
     ],
 )
 def test_every_chosen_product_is_one_call(gpu: Compiler, recipe: str | None, calls: int) -> None:
@@ -115,7 +116,9 @@ def test_the_passes_beside_the_products(gpu: Compiler, recipe: str | None) -> No
     assert beside.products / 1e6 == pytest.approx({3: 268, 2: 310, 0: 386}[in_float8], rel=0.02)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_hp"])
+@pytest.mark.parametrize(
+    "recipe", ["tensorwise", pytest.param("rowwise_hp", marks=pytest.mark.exhaustive)]
+)
 def test_memory_of_a_scanned_checkpointed_model(gpu: Compiler, recipe: str) -> None:
     """At most 1.05 of bfloat16. A stack of float32 weights in a second layout would be 1.19."""
     model = GPT(layers=4, width=1024, heads=16, vocab=4096, context=256, remat=True)
@@ -162,9 +165,17 @@ def sharded(gpu: Compiler, model: GPT, recipe: str | None, layers: int) -> list[
     return list(jaxmp.collectives(program).rows)
 
 
-@pytest.mark.jax
-@pytest.mark.parametrize("layers", [0, LAYERS], ids=["scanned", "unrolled"])
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_hp", None])
+@pytest.mark.parametrize(
+    ("recipe", "layers"),
+    [
+        pytest.param("tensorwise", 0, marks=pytest.mark.jax, id="tensorwise-scanned"),
+        pytest.param("tensorwise", LAYERS, id="tensorwise-unrolled"),
+        pytest.param("rowwise_hp", 0, id="rowwise_hp-scanned"),
+        pytest.param("rowwise_hp", LAYERS, marks=pytest.mark.exhaustive, id="rowwise_hp-unrolled"),
+        pytest.param(None, 0, id="bfloat16-scanned"),
+        pytest.param(None, LAYERS, marks=pytest.mark.exhaustive, id="bfloat16-unrolled"),
+    ],
+)
 def test_fsdp_gathers_codes_and_sums_float32(
     gpu: Compiler, recipe: str | None, layers: int
 ) -> None:

@@ -17,7 +17,7 @@ from jaxmp._primitives.float8_scale_back import without_scale
 from tests.support.dots import equations
 from tests.support.float8_references import Product, error
 
-pytestmark = [pytest.mark.annotations, pytest.mark.jax]
+pytestmark = pytest.mark.annotations
 
 RECIPES = [
     "tensorwise", "rowwise", "rowwise_hp", "blockwise", "tensorwise:power_of_two=false",
