@@ -11,7 +11,7 @@ from jax import lax
 
 from jaxmp._autocast.control_flow import plan_control
 from jaxmp._autocast.kernels import Taken, low_kernels
-from jaxmp._autocast.left_alone import warn_if_most_is_left
+from jaxmp._autocast.left_alone import warn_of_what_is_left
 from jaxmp._autocast.plan import Call, ResultsIn, plan
 from jaxmp._autocast.regions import DONE, EXACT, Regions, region_of
 from jaxmp._autocast.run import run_plan
@@ -214,7 +214,7 @@ def _rewritten(
         )
     if isinstance(settings.policy, PolicyRules):
         settings.policy.warn_unused(dict.fromkeys(regions.visited()), strict=False)
-    warn_if_most_is_left(planned, context, told)
+    warn_of_what_is_left(planned, context, told)
     made = run_plan(planned, arrays)
     if settings.output == "computed":
         return made

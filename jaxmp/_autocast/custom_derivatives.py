@@ -63,7 +63,10 @@ def plan_custom_vjp(op: Op, states: States, context: Call, region: Region) -> St
     asks = region.exact and region.precision is not None and _multiplies_itself(op.equation)
     if context.enter_custom_vjp or asks:
         return _enter_custom_vjp(op, states, context)
-    return alone(op, states)
+    step = alone(op, states)
+    if region.products is not None and _multiplies_itself(op.equation):
+        step.not_float8 = "inside of a jax.custom_vjp"
+    return step
 
 
 def _multiplies_itself(equation: core.JaxprEqn) -> bool:

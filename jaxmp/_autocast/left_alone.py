@@ -1,4 +1,4 @@
-"""Warns if most of a function stays in float32, and says why."""
+"""Warns if most of a function stays in float32, or none of it is in float8, and says why."""
 
 import collections
 from collections.abc import Iterable
@@ -10,13 +10,16 @@ from jaxmp._autocast.kinds import FLOAT32
 from jaxmp._autocast.plan import Call, Plan
 from jaxmp._autocast.regions import scopes
 from jaxmp._autocast.rules import asks_for_precision
-from jaxmp._autocast.steps import Step
+from jaxmp._autocast.steps import HALVES, Step
 from jaxmp._jaxpr.flops import product_flops, programs_inside
 from jaxmp._jaxpr.op_classes import PRODUCTS, OpClass
+from jaxmp._jaxpr.scopes import NOT_FLOAT8
 from jaxmp._numerics.dtypes import DType
 from jaxmp._numerics.user_warnings import warn
 
-_LOW = "in 16 bits"
+# Products run in 16 bits, in float8, in 16 bits though float8 was asked for (the rest of the key is
+# the reason), or in float32 (the key is the reason).
+_LOW, _FLOAT8 = "in 16 bits", "in float8"
 _IN_CUSTOM_VJP = (
     "inside of a jax.custom_vjp, which autocast leaves alone, as its author wrote its gradient for "
     "this computation. Kernels and the loops of Equinox and diffrax are such functions. Give "
@@ -28,13 +31,18 @@ _KEPT = (
     "products of constants or positions, outer ones, or of numbers that 16 bits do not hold. "
     "Weights and data should be arguments of the function"
 )
+_OWN_16_BITS = (
+    "operands have 16 bits in the function itself; store params in float32, or use "
+    "jaxmp.float8.dot_general"
+)
 _Flops = collections.Counter[str]
 
 
-def warn_if_most_is_left(planned: Plan, context: Call, told: list[str]) -> None:
+def warn_of_what_is_left(planned: Plan, context: Call, told: list[str]) -> None:
     """Warns if more than half of the FLOPs of products stay in float32 without a request.
 
     Products that `full_precision`, rules, `float32=` or `precision=` keep in float32 do not count.
+    Warns, too, if a policy asks for products in float8 and none is.
 
     Args:
       planned: the plan of a whole function.
@@ -44,17 +52,26 @@ def warn_if_most_is_left(planned: Plan, context: Call, told: list[str]) -> None:
     if told:
         return
     flops = _of_plan(planned, context)
-    total, left = flops.total(), flops.total() - flops[_LOW]
-    if 2 * left <= total:
-        return
-    del flops[_LOW]
-    reasons = [f"{100 * n / total:.0f} % are {reason}." for reason, n in flops.most_common()]
-    told.append(
-        f"autocast leaves {100 * left / total:.0f} % of the FLOPs of products in float32: "
-        + " ".join(reasons)
-        + " jaxmp.audit has their lines. If float32 is meant, put jaxmp.full_precision around them"
-    )
-    warn(told[0])
+    in_16_bits = {key: n for key, n in flops.items() if key.startswith(NOT_FLOAT8)}
+    in_float32 = flops - collections.Counter({_LOW: flops[_LOW], _FLOAT8: flops[_FLOAT8]})
+    in_float32 -= collections.Counter(in_16_bits)
+    total, left = flops.total(), in_float32.total()
+    if 2 * left > total:
+        told.append(
+            f"autocast leaves {100 * left / total:.0f} % of the FLOPs of products in float32: "
+            + " ".join(f"{100 * n / total:.0f} % are {why}." for why, n in in_float32.most_common())
+            + " jaxmp.audit has their lines. If float32 is meant, put jaxmp.full_precision around "
+            "them"
+        )
+    elif in_16_bits and not flops[_FLOAT8]:
+        reasons = [key.removeprefix(NOT_FLOAT8) for key in in_16_bits]
+        told.append(
+            "a policy asks for products in float8, and autocast finds none to put there: "
+            + "; ".join(reasons)
+            + ". jaxmp.audit has their lines, and docs/float8.md says what is left out, and why"
+        )
+    if told:
+        warn(told[0])
 
 
 def _of_plan(planned: Plan, context: Call) -> _Flops:
@@ -74,7 +91,10 @@ def _of_step(step: Step, context: Call) -> _Flops:
     names = (*context.prefix, *scopes(op.stack))
     if op.name not in PRODUCTS:
         _, runs = context.kernels.get(id(op.equation), (None, op.equation))
-        return _inside(runs, names, context, _reason_of(op.name))
+        found = _inside(runs, names, context, _reason_of(op.name))
+        if step.not_float8 is not None:
+            found[NOT_FLOAT8 + step.not_float8] = found.pop(_LOW, 0)
+        return found
     if context.lists.of(op.name, (*context.functions, *op.functions)) is not OpClass.LOWER:
         return collections.Counter()
     reason = _KEPT
@@ -85,10 +105,19 @@ def _of_step(step: Step, context: Call) -> _Flops:
             return collections.Counter()
         reason = _PRECISE
     if step.float8 is not None:
-        return collections.Counter({_LOW: product_flops(op.equation)})
+        return collections.Counter({_FLOAT8: product_flops(op.equation)})
+    if why := _why_in_16_bits(step, names, context):
+        return collections.Counter({NOT_FLOAT8 + why: product_flops(op.equation)})
     wants = zip(step.wants[:2], op.in_avals, strict=False)
     dtypes = [want or aval.dtype for want, aval in wants]
     return _of_product(op.equation, dtypes, names, context, reason)
+
+
+def _why_in_16_bits(step: Step, names: tuple[str, ...], context: Call) -> str | None:
+    if step.not_float8 is not None or context.regions.of(names).products is None:
+        return step.not_float8
+    is_own = all(aval.dtype in HALVES for aval in step.op.in_avals[:2])
+    return _OWN_16_BITS if is_own else None
 
 
 def _reason_of(name: str) -> str:

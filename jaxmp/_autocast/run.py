@@ -41,13 +41,17 @@ def run_plan(plan: Plan, arguments: Sequence[Any]) -> list[Any]:
 
 
 def _run_step(step: Step, values: "_Values") -> list[Any]:
+    if step.not_float8 is None:
+        return _run_operation(step, values)
+    with jax.named_scope(NOT_FLOAT8 + step.not_float8):
+        return _run_operation(step, values)
+
+
+def _run_operation(step: Step, values: "_Values") -> list[Any]:
     op = step.op
     if step.float8 is not None:
         lhs, rhs = (values.read(atom, w) for atom, w in zip(op.inputs, step.wants, strict=True))
         return [float8_product({**op.params, **step.params}, lhs, rhs, *step.float8)]
-    if step.not_float8 is not None:
-        with jax.named_scope(NOT_FLOAT8 + step.not_float8):
-            return [_run_product(step, values)]
     if any(step.sources):
         return [_run_product(step, values)]
     inputs = []

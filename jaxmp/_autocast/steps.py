@@ -34,7 +34,7 @@ class Step:
       lays_out: which inputs are broadcast to the shape of the result before they are cast, so that
         their gradients are added up in float32.
       float8: for a product in float8, the recipe and which operand is the weight.
-      not_float8: why a product with a weight is left out of float8.
+      not_float8: why a product with a weight, or the products inside, are left out of float8.
     """
 
     op: Op

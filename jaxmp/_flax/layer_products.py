@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -14,16 +13,13 @@ from flax.linen.dtypes import promote_dtype as promote_dtype_of_linen
 from flax.nnx.nn.dtypes import promote_dtype as promote_dtype_of_nnx
 from jax import lax
 
-from jaxmp._jaxpr.scopes import NOT_FLOAT8
 from jaxmp._numerics.precision import is_own
-from jaxmp._numerics.user_warnings import warn_once
 from jaxmp._policies.policy import Policy
-from jaxmp._policies.policy_rules import Decision, PolicyRules
-from jaxmp._policies.presets import all_policies, family_left_out
 from jaxmp._policies.recipe import Recipe
 from jaxmp._primitives.float8_dot import dot_general
 
 _LINEN, _NNX = (nn.Dense, nn.DenseGeneral), (nnx.Linear, nnx.LinearGeneral)
+_LAYERS = (*_LINEN, *_NNX)
 _EINSUMS = (nn.Einsum, nnx.Einsum)
 _USES = frozenset({"dot_general", "super", "__call__"})
 _KEPT_AS_STORED = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -34,15 +30,13 @@ class LayerProducts:
     """A `dot_general` of layers: a value, so that nnx can compare the models that hold it.
 
     Attributes:
-      recipe: how to multiply in float8; None to multiply as JAX does.
-      left_out: why there is no recipe, for audits.
+      recipe: how to multiply in float8.
 
     >>> LayerProducts(Recipe()) == LayerProducts(Recipe())
     True
     """
 
-    recipe: Recipe | None
-    left_out: str | None = None
+    recipe: Recipe
 
     def __call__(
         self,
@@ -55,15 +49,15 @@ class LayerProducts:
         out_sharding: Any = None,
     ) -> Any:
         """Multiplies inputs by a kernel."""
-        asked = {
-            "precision": precision,
-            "preferred_element_type": preferred_element_type,
-            "out_sharding": out_sharding,
-        }
-        if self.recipe is not None:
-            return dot_general(lhs, rhs, dimension_numbers, recipe=self.recipe, **asked)
-        with jax.named_scope(f"{NOT_FLOAT8}{self.left_out}"):
-            return lax.dot_general(lhs, rhs, dimension_numbers, **asked)
+        return dot_general(
+            lhs,
+            rhs,
+            dimension_numbers,
+            precision,
+            preferred_element_type,
+            out_sharding=out_sharding,
+            recipe=self.recipe,
+        )
 
 
 # A kernel that is rounded to the compute dtype and then to float8 gets other codes than one that is
@@ -103,21 +97,25 @@ def product_attributes(module: Any, policy: Policy, left_out: str | None) -> dic
 
     Returns:
       `dot_general` and `promote_dtype`; nothing for other modules, under policies without float8,
-      and for what the author of the layer has set himself.
+      for what is left out, and for what the author of the layer has set himself.
 
     >>> sorted(product_attributes(nn.Dense(16), Policy("f32", "bf16", "f32"), None))
     []
     """
-    is_layer = isinstance(module, (*_LINEN, *_NNX))
-    if policy.products is None or not is_layer or what_is_own(module) is not None:
+    if policy.products is None or left_out is not None:
         return {}
-    if left_out is not None:
-        return {"dot_general": LayerProducts(None, left_out)}
+    if not is_layer(module) or what_is_own(module) is not None:
+        return {}
     promotion = promote_but_kernel if isinstance(module, nn.Module) else promote_all_but_kernel
     attributes: dict[str, Any] = {"promote_dtype": promotion}
     if not _is_float8_dot(module.dot_general):
         attributes["dot_general"] = LayerProducts(policy.products)
     return attributes
+
+
+def is_layer(module: Any) -> bool:
+    """Whether this is a layer with a `dot_general`, which a policy can put in float8."""
+    return isinstance(module, _LAYERS)
 
 
 def what_is_own(module: Any) -> str | None:
@@ -126,7 +124,7 @@ def what_is_own(module: Any) -> str | None:
     >>> what_is_own(nn.Dense(16)), what_is_own(nn.Dense(16, dot_general=max))
     (None, 'dot_general')
     """
-    if not isinstance(module, (*_LINEN, *_NNX)):
+    if not is_layer(module):
         return "einsum" if isinstance(module, _EINSUMS) else None
     if getattr(module, "dot_general_cls", None) is not None:
         return "dot_general_cls"
@@ -153,7 +151,7 @@ def _multiplies_in_its_own_way(cls: type) -> bool:
     Only the names in its code tell. It may also call the method of its base class.
     """
     for base in cls.__mro__:
-        if base in (*_LINEN, *_NNX):
+        if base in _LAYERS:
             break
         method = vars(base).get("__call__")
         if method is None or base.__module__.startswith("flax."):
@@ -164,39 +162,28 @@ def _multiplies_in_its_own_way(cls: type) -> bool:
     return False
 
 
-def has_float8(rules: PolicyRules) -> bool:
-    """Whether a policy in rules asks for products in float8."""
-    return any(policy.products is not None for policy in all_policies(rules))
-
-
-def family_of(
-    path: str, module: Any, decision: Decision, found: Mapping[str, str | None]
-) -> str | None:
-    """Returns the family for which a module is left out of float8; None if it is not.
-
-    What a rule puts in is not left out, and nor is what is in it.
+def why_not_in_float8(module: Any, kernel: Any) -> str | None:
+    """Returns why a layer that was put in float8 is not, as far as its params tell; or None.
 
     Args:
-      path: the path of the module.
-      module: the module.
-      decision: the decision of the rules.
-      found: the results for modules around it, by their paths.
-
-    >>> policy = Policy("f32", "bf16", "f32", products="tensorwise")
-    >>> by_default = Decision(policy, None)
-    >>> family_of("lm_head/Dense_0", None, by_default, {"": None})
-    'heads'
-    >>> family_of("lm_head/Dense_0", None, by_default, {"": None, "lm_head": None}) is None
-    True
+      module: a layer.
+      kernel: its kernel, perhaps in a box with its sharding; None if it is not known.
     """
-    policy, rule = decision
-    if rule is not None and policy is not None and policy.products is not None:
+    if is_own(getattr(module, "precision", None)):
+        return "it asks for a precision"
+    recipe = getattr(module.dot_general, "recipe", None)
+    arrays = jax.tree.leaves(kernel)
+    if recipe is None or not arrays:
         return None
-    names = path.split("/") if path else []
-    outer = [end for end in range(len(names)) if "/".join(names[:end]) in found]
-    start = max(outer, default=0)
-    around = found.get("/".join(names[:start]))
-    return around or family_left_out("/".join(names[start:]), module)
+    shape = arrays[0].shape
+    axis = getattr(module, "axis", -1)
+    features = getattr(module, "features", getattr(module, "out_features", 1))
+    count, own = (1 if isinstance(each, int) else len(each) for each in (axis, features))
+    # Batch dimensions come first, and so do layers that are stacked for a scan.
+    summed, columns = math.prod(shape[-own - count : -own]), math.prod(shape[-own:])
+    # How many rows there are is known at a call.
+    why: str | None = recipe.why_not(0, summed, columns)
+    return why
 
 
 def float8_text(module: Any, kernel: Any) -> str:
@@ -210,67 +197,6 @@ def float8_text(module: Any, kernel: Any) -> str:
       Text with the recipe, or nothing for a module whose products are not in float8.
     """
     products = getattr(module, "dot_general", None)
-    recipe = products.recipe if isinstance(products, LayerProducts) else None
-    arrays = jax.tree.leaves(kernel)
-    if recipe is None or not arrays or is_own(getattr(module, "precision", None)):
+    if not isinstance(products, LayerProducts) or kernel is None:
         return ""
-    shape = arrays[0].shape
-    axis = getattr(module, "axis", -1)
-    features = getattr(module, "features", getattr(module, "out_features", 1))
-    count, own = (1 if isinstance(each, int) else len(each) for each in (axis, features))
-    # Batch dimensions come first, and so do layers that are stacked for a scan.
-    summed, columns = math.prod(shape[-own - count : -own]), math.prod(shape[-own:])
-    # How many rows there are is known at a call.
-    return "" if recipe.why_not(0, summed, columns) else f", products float8 ({recipe})"
-
-
-def own_products(
-    path: str, module: Any, decision: Decision, left_out: str | None, *, strict: bool
-) -> str | None:
-    """Returns what of a layer's products its author wrote, if its policy wants them in float8.
-
-    Args:
-      path: the path of the module.
-      module: the module.
-      decision: the decision of the rules.
-      left_out: why the module is left out of float8, or None.
-      strict: whether it is an error if a rule names the module.
-
-    Raises:
-      ValueError: if it is an error.
-    """
-    policy, rule = decision
-    if policy is None or policy.products is None or left_out is not None:
-        return None
-    own = what_is_own(module)
-    if own is not None and rule is not None and strict:
-        raise ValueError(
-            f"{type(module).__name__} at {path or '(root)'!r} cannot follow its rule into float8: "
-            f"it keeps its own {own}. {_REMEDY}"
-        )
-    return own
-
-
-_REMEDY = (
-    "jaxmp.float8.dot_general as the dot_general of a layer puts it in; or give it a policy "
-    "without products in float8 by a rule"
-)
-
-
-def warn_of_own_products(model: Any, own: Mapping[str, str], *, again: bool = True) -> None:
-    """Warns of layers that are not in float8 because their authors wrote their products.
-
-    Args:
-      model: the model.
-      own: what of each layer is its own, by the path of the layer.
-      again: whether to repeat a warning that was given for this class before.
-    """
-    if not own:
-        return
-    shown = ", ".join(f"{path or '(root)'!r} ({own[path]})" for path in list(own)[:4])
-    more = f" and {len(own) - 4} more" if len(own) > 4 else ""
-    warn_once(
-        f"layers keep products of their own, which are not in float8: {shown}{more}. {_REMEDY}",
-        type(model),
-        again=again,
-    )
+    return "" if why_not_in_float8(module, kernel) else f", products float8 ({products.recipe})"

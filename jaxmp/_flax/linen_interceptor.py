@@ -11,26 +11,24 @@ import jax
 from flax import linen as nn
 from jaxtyping import PyTree
 
+from jaxmp._flax.float8_layers import Float8Layers
 from jaxmp._flax.layer_precision import layer_precision
-from jaxmp._flax.layer_products import (
-    family_of,
-    has_float8,
-    own_products,
-    product_attributes,
-    warn_of_own_products,
-)
+from jaxmp._flax.layer_products import product_attributes
 from jaxmp._flax.module_casts import (
     Casts,
     ModulePolicy,
     call_with_casts,
     casts_around,
-    check_result,
     decide,
     layer_dtype,
+    leaving_out,
+    takes_float_dtype,
+)
+from jaxmp._flax.module_checks import (
+    check_result,
     may_refuse,
     promised,
     refuse,
-    takes_float_dtype,
     too_wide,
     warn_unreached,
 )
@@ -87,8 +85,7 @@ class _Session:
       jitted: whether nn.jit made the class of any called module.
       scanned: the classes that nn.scan repeats.
       unreached: the names of params that no policy reaches, by the path of their module.
-      families: why each called module is left out of float8, if it is, by its path.
-      own_products: what of a layer's products its author wrote, by the path of the layer.
+      float8: which layers are in float8.
     """
 
     def __init__(
@@ -102,8 +99,7 @@ class _Session:
         self.jitted = False
         self.scanned: set[type] = set()
         self.unreached: dict[str, list[str]] = {}
-        self.families: dict[str, str | None] = {}
-        self.own_products: dict[str, str] = {}
+        self.float8 = Float8Layers(rules, strict=strict)
 
     def intercept(self, next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
         module, name = context.module, context.method_name
@@ -142,9 +138,8 @@ class _Session:
         decision = decide(self.rules, path, module, caller and caller.decision, in_layer=in_layer)
         self.seen.setdefault(path, module)
         self.used.add(decision.rule)
-        if has_float8(self.rules):
-            self._note_products(path, module, decision)
-        _set_dtypes(module, decision, self.families.get(path))
+        left_out = self.float8.family(path, module, decision)
+        _set_dtypes(module, decision, left_out)
         is_setup = context.method_name == "setup"
         is_cell = isinstance(module, nn.RNNCellBase) or type(module) in self.scanned
         region = ModulePolicy(
@@ -159,7 +154,8 @@ class _Session:
         # The caller may be another method of the same module.
         within = caller is not None and caller.path == path
         parts = caller.parts if caller is not None and within else {}
-        made = _Call(region, Casts() if is_setup else casts_around(region), parts, creates)
+        casts = leaving_out(casts_around(region), decision.policy, left_out)
+        made = _Call(region, Casts() if is_setup else casts, parts, creates)
 
         def function(*args: Any, **kwargs: Any) -> Any:
             made.given, made.out = (args, kwargs), next_fun(*args, **kwargs)
@@ -174,15 +170,10 @@ class _Session:
             _round_new_params(module, decision, before)
         if is_setup:
             return out
+        self.float8.note(path, module, decision, params_of_linen(module).get("kernel"))
         if not within:
             self._check_followed(module, made)
         return self._as_part(path, out)
-
-    def _note_products(self, path: str, module: nn.Module, decision: Decision) -> None:
-        """Notes whether a module is left out of float8, or multiplies as its author wrote."""
-        family = self.families[path] = family_of(path, module, decision, self.families)
-        if own := own_products(path, module, decision, family, strict=self.strict):
-            self.own_products[path] = own
 
     def _check_followed(self, module: nn.Module, call: _Call) -> None:
         """Reports a module that did not compute as the rules say; runs after its call."""
@@ -222,10 +213,11 @@ class _Session:
         """Warns of rules that decided nothing; runs after an initialisation."""
         self.rules.warn_unused(self.seen, used=self.used, strict=strict)
 
-    def warn(self, variables: Mapping[str, Any], *, again: bool) -> None:
+    def warn(self, variables: Mapping[str, Any], *, whole: bool, again: bool) -> None:
         """Warns of what no policy reaches, and of the fault of the CPU compiler."""
         warn_of_cpu_compiler(dtypes_of(self.rules), variables)
-        warn_of_own_products(self.module, self.own_products, again=again)
+        # A cached trace of nn.jit shows no layers.
+        self.float8.warn(self.module, whole=whole and not self.jitted, again=again)
         if not self.unreached:
             return
         params = variables.get("params", {})
@@ -253,8 +245,8 @@ class _Session:
 
     def _asked(self, path: str, module: nn.Module) -> Any:
         decision = self.rules.decide(path, module)
-        left_out = has_float8(self.rules) and family_of(path, module, decision, {})
-        return decision.policy, left_out
+        alone = Float8Layers(self.rules, strict=False)
+        return decision.policy, alone.family(path, module, decision)
 
     def _unseen(self, params: Any, path: str) -> list[str]:
         """Returns the topmost modules with params whose calls came from a cached trace."""

@@ -240,7 +240,7 @@ def _under(cls: Any, rules: PolicyRules, strict: bool, before: Any) -> Any:
             if active is not None:
                 variables = {"init": out, "apply": args[0] if args else kwargs.get("variables")}
                 active.check_traces(found := variables[name] if name in variables else out[1])
-                active.warn(found, again=name != "apply")
+                active.warn(found, whole=not kwargs.get("method"), again=name != "apply")
                 if name != "apply":
                     active.warn_unused(strict=strict)
             return out
@@ -257,7 +257,7 @@ def _under(cls: Any, rules: PolicyRules, strict: bool, before: Any) -> Any:
                 out = call(*args, **kwargs)
             if active is not None and name == "__call__":
                 active.check_traces(self.variables)
-                active.warn(self.variables, again=self.is_initializing())
+                active.warn(self.variables, whole=True, again=self.is_initializing())
                 if self.is_initializing():
                     active.warn_unused(strict=strict)
             return out

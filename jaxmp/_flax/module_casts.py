@@ -1,8 +1,7 @@
-"""Decides the casts around a module's call under a policy, and checks the dtype of the result."""
+"""Decides the casts around a module's call under a policy, and runs it with them."""
 
-import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +9,9 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jaxmp._flax.layer_precision import computes_in_float32, exactly
+from jaxmp._jaxpr.scopes import NOT_FLOAT8
 from jaxmp._numerics.dtypes import DType, is_floating
 from jaxmp._numerics.tree import cast_floating, same_structure
-from jaxmp._numerics.user_warnings import warn_once
 from jaxmp._policies.policy import Policy
 from jaxmp._policies.policy_rules import Decision, PolicyRules
 from jaxmp._policies.presets import all_policies, get_rules
@@ -44,12 +43,14 @@ class Casts(NamedTuple):
       output: the dtype to cast the result to.
       recurrent: whether the call takes and returns a carry, which keeps its dtype.
       exact: the policy whose precision the products in the call are told to ask for.
+      not_float8: why a policy with products in float8 leaves those in the call out, for audits.
     """
 
     inputs: DType | None = None
     output: DType | None = None
     recurrent: bool = False
     exact: Policy | None = None
+    not_float8: str | None = None
 
     def __bool__(self) -> bool:
         return any(self)
@@ -83,6 +84,19 @@ def casts_around(region: ModulePolicy) -> Casts:
         return Casts(inputs, policy.output_dtype, region.recurrent, exact)
     output = policy.compute_dtype if region.recurrent else None
     return Casts(None, output, region.recurrent, exact)
+
+
+def leaving_out(casts: Casts, policy: Policy | None, family: str | None) -> Casts:
+    """Returns casts that also say why the products in a call are left out of float8, if they are.
+
+    Args:
+      casts: the casts.
+      policy: the policy of the module.
+      family: why it is left out, or None.
+    """
+    if family is None or policy is None or policy.products is None:
+        return casts
+    return casts._replace(not_float8=family)
 
 
 def _asks(region: ModulePolicy) -> bool:
@@ -162,6 +176,8 @@ def call_with_casts(
 
     if casts.exact is not None:
         call = exactly(call, casts.exact)
+    if casts.not_float8 is not None:
+        call = jax.named_scope(NOT_FLOAT8 + casts.not_float8)(call)
     if not casts.recurrent:
         args, kwargs = cast((args, kwargs), casts.inputs)
         return cast(call(*args, **kwargs), casts.output)
@@ -226,186 +242,3 @@ def check_computable(rules: PolicyRules) -> None:
                 "plain cast to float8 loses small values. Use 'mixed_float8', which scales what it "
                 "rounds"
             )
-
-
-@dataclasses.dataclass(frozen=True)
-class Promise:
-    """The dtypes that a module named by a rule may return, if it computes something itself.
-
-    Promises of equal modules at different places are equal, so that nnx traces them only once.
-
-    Attributes:
-      path: the path of the module.
-      type: the class of the module.
-      own_dtype: the `dtype` of the module if a policy cannot set it; otherwise None.
-      dtypes: the compute dtype of its policy, then the dtypes that its submodules return.
-      strict: whether another dtype is an error; otherwise it is a warning, once.
-      by_inputs: whether the policy acts on the module only through casts of its floating inputs.
-    """
-
-    path: str = dataclasses.field(compare=False)
-    type: type
-    own_dtype: Any = dataclasses.field(compare=False)
-    dtypes: tuple[DType, ...]
-    strict: bool
-    by_inputs: bool
-
-
-def promised(
-    region: ModulePolicy,
-    casts: Casts,
-    path: str,
-    module: Any,
-    *,
-    parts: Sequence[Iterable[DType]],
-    has_params: bool,
-    strict: bool,
-) -> Promise | None:
-    """Returns the promise of a module that a rule names and that computes something itself.
-
-    A module computes something itself if it has params of its own; or if it calls no other module,
-    and has a `dtype` or had its inputs cast. A container without params returns the results of its
-    submodules, and a module that only follows its inputs was told no dtype. A model without
-    submodules counts as named by any policy.
-
-    Args:
-      region: the module under its policy.
-      casts: the casts around the call.
-      path: the path of the module.
-      module: the module; not a layer of Flax.
-      parts: the dtypes that each submodule returns, for each submodule that the module calls.
-      has_params: whether the module has floating params of its own.
-      strict: whether another dtype is an error.
-
-    Returns:
-      The promise, or None if the rules expect nothing of the result.
-    """
-    policy, rule = region.decision
-    named = rule is not None or not (path or parts)
-    told = hasattr(module, "dtype") or casts.inputs is not None
-    if policy is None or region.recurrent or not named:
-        return None
-    if not has_params and (parts or not told):
-        return None
-    dtypes = (policy.compute_dtype, *(dtype for part in parts for dtype in part))
-    by_inputs = not has_params and not hasattr(module, "dtype")
-    return Promise(path, type(module), own_dtype(module), dtypes, strict, by_inputs)
-
-
-def check_result(promise: Promise, given: PyTree, out: PyTree) -> None:
-    """Reports results of a module whose dtype is not the one that its rule says.
-
-    A rule that names a module may have no effect: the module may ignore its `dtype`, have a
-    `dtype` with a meaning of its own, or have a dtype written into its code. The dtypes of the
-    results show this. Two kinds of results are skipped: scalars, since sums such as an auxiliary
-    loss are float32 with reason; and arguments that are returned unchanged.
-
-    Args:
-      promise: the promise of the module.
-      given: its arguments, after the input casts.
-      out: its result, before the cast to the output dtype.
-
-    Raises:
-      ValueError: for an array of another dtype, if the promise is strict.
-    """
-    if promise.by_inputs and not any(map(is_floating, jax.tree.leaves(given))):
-        return
-    same = {id(x) for x in jax.tree.leaves(given)}
-    for x in jax.tree.leaves(out):
-        if is_floating(x) and jnp.ndim(x) and id(x) not in same and x.dtype not in promise.dtypes:
-            _complain(promise, x.dtype)
-
-
-def _complain(promise: Promise, dtype: DType) -> None:
-    asked, shown = promise.dtypes[0], promise.path or "(root)"
-    why = "its code ignores the 'dtype' that it is given"
-    if promise.own_dtype is not None:
-        why = f"its dtype, {promise.own_dtype!r}, is no float dtype of JAX's, and stays as it is"
-    text = (
-        f"{promise.type.__name__} at {shown!r} returns {dtype}, but a rule asks it to compute in "
-        f"{asked}: {why}. Cast its inputs and params to its 'dtype' (None, or a dtype of JAX) "
-        "where they are used. Do not cast the result, as the policy does that. Or leave the module "
-        f"alone with the rule ({promise.path or '/'!r}, None) before the others"
-    )
-    if promise.strict:
-        raise ValueError(text)
-    warn_once(text, promise.type)
-
-
-def own_dtype(module: Any) -> Any:
-    """Returns the `dtype` of a module if a policy cannot set it, such as an author's own text.
-
-    >>> import types
-    >>> own_dtype(types.SimpleNamespace(dtype="bf16")), own_dtype(types.SimpleNamespace())
-    ('bf16', None)
-    """
-    dtype = getattr(module, "dtype", None)
-    return None if takes_float_dtype(dtype) else dtype
-
-
-def too_wide(policy: Policy, dtypes: Iterable[DType]) -> list[DType]:
-    """Returns the param dtypes that would make a product wider than the policy's compute dtype.
-
-    >>> from jaxmp import get_policy
-    >>> too_wide(get_policy("mixed_bfloat16"), [jnp.dtype("float32"), jnp.dtype("bfloat16")])
-    [dtype('float32')]
-    """
-    compute = policy.compute_dtype
-    return [dtype for dtype in dtypes if dtype != compute and dtype.itemsize >= compute.itemsize]
-
-
-def may_refuse(decision: Decision, path: str, *, has_children: bool, strict: bool) -> bool:
-    """Whether it is an error that a module cannot compute as a rule says.
-
-    For a module without submodules, it is an error if a rule names the module, or if the module is
-    the whole model. For a module with submodules, which may follow other rules, it is an error only
-    if a strict rule names the module.
-    """
-    named = decision.rule is not None
-    return named and strict if has_children else named or not path
-
-
-def refuse(path: str, module: Any, policy: Policy, param_dtype: DType) -> NoReturn:
-    """Raises ValueError for a module that a rule names and that cannot compute as the rule says.
-
-    Its inputs are cast, but its own code combines them with params of another dtype: the product
-    of a bfloat16 input and a float32 param is float32, and nothing would show it.
-    """
-    has = "no 'dtype' of its own"
-    if own_dtype(module) is not None:
-        has = f"a 'dtype' that is no float dtype of JAX's, {own_dtype(module)!r}, and none"
-    raise ValueError(
-        f"{type(module).__name__} at {path or '(root)'!r} cannot compute in "
-        f"{policy.compute_dtype}: it has {param_dtype} params, and {has} that "
-        "would say to cast them. Give its instances a dtype (in linen a field) and cast params to "
-        "it where they are used, or leave it alone with the rule "
-        f"({path or '/'!r}, None) before the others"
-    )
-
-
-def warn_unreached(
-    model: Any, unreached: Mapping[str, int], params: int, *, again: bool = True
-) -> None:
-    """Warns of the share of a model's params that no policy reaches, if it is 1 % or more.
-
-    Args:
-      model: the model.
-      unreached: the number of elements in the own params of each unreached module, by path.
-      params: the number of elements in all params.
-      again: whether to repeat a warning that was given for this class before.
-    """
-    count = sum(unreached.values())
-    if not count or count < 0.01 * params:
-        return
-    largest = sorted(unreached, key=lambda path: -unreached[path])
-    shown = ", ".join(f"{path or '(root)'!r} ({unreached[path]:,})" for path in largest[:4])
-    more = f" and {len(largest) - 4} more" if len(largest) > 4 else ""
-    warn_once(
-        f"the policy does not reach {count / params:.0%} of the params ({count:,} of {params:,}): "
-        f"these are own params of {shown}{more}. These modules have no 'dtype' for the policy to "
-        "set. Unless they cast their params themselves, their products run in the dtype of the "
-        "params. Give them a 'dtype' (in linen a field) and cast params to it where they are used, "
-        f"or leave them alone with the rule ({largest[0] or '/'!r}, None) before the others",
-        type(model),
-        again=again,
-    )

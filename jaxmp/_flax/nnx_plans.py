@@ -4,13 +4,10 @@ from typing import Any, NamedTuple
 
 from flax import nnx
 
-from jaxmp._flax.layer_products import family_of, has_float8, own_products
-from jaxmp._flax.module_casts import (
-    Casts,
-    ModulePolicy,
+from jaxmp._flax.float8_layers import Float8Layers
+from jaxmp._flax.module_casts import Casts, ModulePolicy, casts_around, decide
+from jaxmp._flax.module_checks import (
     Promise,
-    casts_around,
-    decide,
     may_refuse,
     promised,
     refuse,
@@ -44,7 +41,9 @@ class ModulePlan(NamedTuple):
     left_out: str | None = None
 
 
-def make_plans(model: Any, rules: PolicyRules, strict: bool) -> list[ModulePlan]:
+def make_plans(
+    model: Any, rules: PolicyRules, float8: Float8Layers, strict: bool
+) -> list[ModulePlan]:
     """Plans what to do to each module of a model.
 
     Raises:
@@ -55,8 +54,6 @@ def make_plans(model: Any, rules: PolicyRules, strict: bool) -> list[ModulePlan]
     layers: set[str] = set()
     regions: dict[int, ModulePolicy] = {}
     plans: dict[int, ModulePlan] = {}
-    families: dict[str, str | None] = {}
-    float8 = has_float8(rules)
     for path, module, parent in modules_with_paths(model):
         caller = None if parent is None else decisions[parent]
         decision = _decide(rules, path, module, caller, in_layer=parent in layers)
@@ -67,7 +64,7 @@ def make_plans(model: Any, rules: PolicyRules, strict: bool) -> list[ModulePlan]
         by_field = _multiplies_by_field(module)
         region = ModulePolicy(decision, caller, takes_dtype(module), recurrent, by_field)
         casts = casts_around(region) if is_called(module) else Casts()
-        family = families[path] = family_of(path, module, decision, families) if float8 else None
+        family = float8.family(path, module, decision)
         plan = ModulePlan(path, module, decision, casts, left_out=family)
         first = plans.setdefault(id(module), plan)
         if first.decision.policy != decision.policy:
@@ -173,19 +170,6 @@ def _decide(
             "into the bridge: nnx.bridge.ToNNX(jaxmp.linen.apply_policy(module, rules), ...)"
         )
     return Decision(None, None)  # all attributes of the bridge are variables of the linen module
-
-
-def products_of_authors(plans: list[ModulePlan], strict: bool) -> dict[str, str]:
-    """Returns what authors wrote of the products that policies put in float8, by path.
-
-    Raises:
-      ValueError: as `own_products` does.
-    """
-    own = {
-        path: own_products(path, module, decision, left_out, strict=strict)
-        for path, module, decision, _, _, left_out in plans
-    }
-    return {path: what for path, what in own.items() if what is not None}
 
 
 def check_shared_params(plans: list[ModulePlan]) -> None:

@@ -9,22 +9,24 @@ import jax
 import jmp
 from flax import nnx
 
+from jaxmp._flax.float8_layers import Float8Layers
 from jaxmp._flax.layer_precision import layer_precision
-from jaxmp._flax.layer_products import float8_text, product_attributes, warn_of_own_products
+from jaxmp._flax.layer_products import float8_text, is_layer, product_attributes
 from jaxmp._flax.module_casts import (
     Casts,
-    Promise,
     call_with_casts,
     check_computable,
-    check_result,
     layer_dtype,
+    leaving_out,
     module_rules,
     new_instance,
     takes_float_dtype,
 )
+from jaxmp._flax.module_checks import Promise, check_result
 from jaxmp._flax.nnx_modules import (
     first_paths,
     held_params,
+    is_called,
     is_flax_layer,
     is_node,
     leaves,
@@ -38,7 +40,6 @@ from jaxmp._flax.nnx_plans import (
     check_reached,
     check_shared_params,
     make_plans,
-    products_of_authors,
     unreached,
 )
 from jaxmp._flax.summary import Row, Summary, dtype_text
@@ -102,7 +103,8 @@ def apply_policy(
     try:
         for module in modules(model):
             _restore(module)
-        plans = make_plans(model, rules, strict)
+        float8 = Float8Layers(rules, strict=strict)
+        plans = make_plans(model, rules, float8, strict)
         check_shared_params(plans)
         rules.warn_unused(
             {path: module for path, module, _ in modules_with_paths(model)}, strict=strict
@@ -110,7 +112,10 @@ def apply_policy(
         originals = _param_dtypes(plans)
         for plan in plans:
             _apply_plan(plan, originals)
-        warn_of_own_products(model, products_of_authors(plans, strict))
+        for plan in plans:
+            kernel = vars(plan.module).get("kernel")
+            float8.note(plan.path, plan.module, plan.decision, kernel)
+        float8.warn(model)
         warn_of_cpu_compiler(dtypes_of(rules), [snapshot.values for snapshot in before])
         for module in check_reached(plans, strict):  # reported, so no second report by promise
             _set(module, "_jaxmp", dataclasses.replace(vars(module)["_jaxmp"], promise=None))
@@ -269,10 +274,12 @@ def _apply_plan(plan: ModulePlan, originals: dict[int, tuple[Any, ...]]) -> None
     own, params, casts = vars(module), own_params(module), plan.casts
     products = product_attributes(module, policy, plan.left_out) if takes_dtype(module) else {}
     before = tuple((name, own[name]) for name in (*_DTYPES, *products) if name in own)
-    if not (before or held_params(module) or casts or plan.promise):
-        return
     if is_flax_layer(module) and casts == Casts(output=policy.compute_dtype):
         casts = Casts()  # the layer returns the compute dtype anyway
+    if is_called(module) and (is_layer(module) or not is_flax_layer(module)):
+        casts = leaving_out(casts, policy, plan.left_out)
+    if not (before or held_params(module) or casts or plan.promise):
+        return
     kept = tuple(originals[id(variable)] for variable in params)
     plain = vars(type(module)).get("_jaxmp_plain", type(module))
     placed = _Placed(casts, plan.promise, policy, plain, before, kept)

@@ -18,9 +18,10 @@ import jax
 from flax import nnx
 
 from jaxmp._autocast.regions import policy_scope
-from jaxmp._flax.layer_products import family_of, has_float8
+from jaxmp._flax.float8_layers import Float8Layers
 from jaxmp._flax.module_casts import decide
 from jaxmp._flax.nnx_modules import is_flax_layer, is_node, modules, modules_with_paths
+from jaxmp._jaxpr.scopes import NOT_FLOAT8
 from jaxmp._policies.policy_rules import Decision, PolicyRules
 
 _PATH: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("jaxmp_nnx", default=())
@@ -32,12 +33,12 @@ class _Scope:
 
     Attributes:
       path: the names from the root to the module.
-      policy: the name of the scope for its policy.
+      policies: the names of the scopes for its policy, and for why it is left out of float8.
       plain: the class of the module without scopes.
     """
 
     path: tuple[str, ...]
-    policy: str
+    policies: tuple[str, ...]
     plain: Any
 
 
@@ -81,8 +82,7 @@ def unused_rules(tree: Any, rules: PolicyRules) -> None:
 def _scopes(root: Any, rules: PolicyRules) -> list[tuple[Any, _Scope]]:
     decisions: dict[str, Decision] = {}
     layers: set[str] = set()
-    families: dict[str, str | None] = {}
-    float8 = has_float8(rules)
+    float8 = Float8Layers(rules, strict=False)
     found: dict[int, tuple[Any, _Scope, str]] = {}
     for path, module, parent in modules_with_paths(root):
         caller = None if parent is None else decisions[parent]
@@ -90,16 +90,18 @@ def _scopes(root: Any, rules: PolicyRules) -> list[tuple[Any, _Scope]]:
         decisions[path] = decision
         layers |= {path} if is_flax_layer(module) else set()
         policy = decision.policy
-        scope = _Scope(tuple(path.split("/")) if path else (), policy_scope(policy), type(module))
+        names = tuple(path.split("/")) if path else ()
+        scope = _Scope(names, (policy_scope(policy),), type(module))
         _, first, there = found.setdefault(id(module), (module, scope, path))
         if decisions[there].policy != policy:
             raise ValueError(
                 f"{type(module).__name__} is one module at two places, {there!r} and {path!r}, "
                 "and the rules give them different policies. Give both the same policy"
             )
-        families[path] = family_of(path, module, decision, families) if float8 else None
-        if policy is not None and families[path] is not None:
-            scope = dataclasses.replace(first, policy=policy_scope(policy.with_products(None)))
+        family = float8.family(path, module, decision)
+        if policy is not None and policy.products is not None and family is not None:
+            policies = (policy_scope(policy.with_products(None)), NOT_FLOAT8 + family)
+            scope = dataclasses.replace(first, policies=policies)
             found[id(module)] = module, scope, there
     return [(module, scope) for module, scope, _ in found.values()]
 
@@ -152,9 +154,8 @@ def _method_in_scope(method: Callable[..., Any]) -> Callable[..., Any]:
         below = scope.path[: len(above)] == above
         names = scope.path[len(above) :] if below else scope.path
         with contextlib.ExitStack() as scopes:
-            for name in names:
+            for name in (*names, *scope.policies):
                 scopes.enter_context(jax.named_scope(name))
-            scopes.enter_context(jax.named_scope(scope.policy))
             token = _PATH.set(scope.path)
             try:
                 return method(self, *args, **kwargs)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from jaxmp._inspect.branches import Part, most
-from jaxmp._inspect.decoded import decoded_operands
+from jaxmp._inspect.decoded import FLOAT8, decoded_operands
 from jaxmp._inspect.equations import Body, Site
 from jaxmp._inspect.lines import Lines, direction, module_path, scopes_of
 from jaxmp._inspect.rows import (
@@ -268,6 +268,8 @@ def _why_not_float8(site: Site) -> str:
     outer = site.outer.equation.params if site.outer is not None else {}
     form: Any = outer.get("form")
     recipe = getattr(form, "recipe", None)
+    if any(name.startswith(FLOAT8) for name in _product_dtypes(site)[0]):
+        return ""  # a rule puts it in float8, though the module around it is left out
     if recipe is None or recipe.weight_gradient == "float8" or outer["returned"] != form.parameter:
         return why_left_out(scopes_of(site))
     return f"{recipe} has gradients of weights in {recipe.weight_gradient}"

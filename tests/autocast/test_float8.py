@@ -1,7 +1,9 @@
 """`mixed_float8` through autocast: which products are in float8, which are not, and why."""
 
 import functools
+import re
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -102,14 +104,22 @@ LEFT: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str, str]] = {
 }  # fmt: skip
 
 
+def none_found(reason: str) -> Any:
+    """The warning that no product of a function is in float8; none without a reason."""
+    text = f"asks for products in float8, and autocast finds none to put there: {reason}"
+    return pytest.warns(UserWarning, match=re.escape(text)) if reason else nullcontext()
+
+
 @pytest.mark.parametrize("name", LEFT)
 def test_what_is_left_out_says_why(name: str) -> None:
     """In the scope of the product, where an audit finds it; its derivatives say so too."""
     fun, args, dtype, reason = LEFT[name]
-    found = of_autocast(fun, *args)
+    with none_found(reason):
+        found = of_autocast(fun, *args)
     assert found == [(dtype, reason)]
     total = lambda *args: jnp.sum(jaxmp.autocast(fun, FP8)(*args) ** 2)  # noqa: E731
-    backward = products(jax.grad(total, (0, 1)), *args)
+    with none_found(reason):
+        backward = products(jax.grad(total, (0, 1)), *args)
     assert {each for each, _ in backward} == {dtype}
     assert {why for _, why in backward} == {reason}
 
@@ -154,7 +164,8 @@ def test_products_that_add_nothing_up_are_not() -> None:
 @pytest.mark.parametrize("rows_", [1, 2])
 def test_batches_count_as_rows(rows_: int) -> None:
     """Of (batch, 1, features), all but the features are rows: a step of decoding a batch."""
-    found = of_autocast(dot, rows(rows_, 1, 64), W)
+    with none_found("" if rows_ == 2 else LEFT["M"][3]):
+        found = of_autocast(dot, rows(rows_, 1, 64), W)
     assert found == [(E4, "")] if rows_ == 2 else [(B16, LEFT["M"][3])]
 
 
@@ -297,6 +308,25 @@ def test_recompute_changes_no_bit() -> None:
         assert error(jax.jit(gradient(cast))(X, W), want) < 0.1
 
 
+def test_what_is_inside_of_a_custom_vjp_says_so() -> None:
+    """In both passes; none of it counts as put in float8."""
+    fun = lambda x, w: own(x, w) @ w  # noqa: E731
+    report = jaxmp.audit(jax.grad(lambda *args: jaxmp.autocast(fun, FP8)(*args).sum()), X, W)
+    assert {(row.reason, row.count) for row in report.left_out} == {
+        ("inside of a jax.custom_vjp", 3)
+    }
+    narrow = lambda x, w: own(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16))  # noqa: E731
+    with none_found("inside of a jax.custom_vjp"):
+        jaxmp.autocast(narrow, FP8)(X, W)
+
+
+def test_a_function_of_16_bit_params_says_that_nothing_is_in_float8() -> None:
+    low = W.astype(jnp.bfloat16)
+    with none_found("operands have 16 bits in the function itself; store params in float32"):
+        jaxmp.autocast(lambda x, w: x.astype(w.dtype) @ w, FP8)(X, low)
+    jaxmp.autocast(lambda x, w, v: (x.astype(w.dtype) @ w) @ v, FP8)(X, low, W)  # one is
+
+
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_thresholds_of_a_gpu(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`minimum="auto"` leaves out what is slower there, on a GPU alone; None leaves out nothing."""
@@ -311,16 +341,17 @@ def test_thresholds_of_a_gpu(recipe: str, monkeypatch: pytest.MonkeyPatch) -> No
     def found(minimum: str) -> list[bool]:
         policy = f"mixed_float8,products={recipe}:minimum={minimum}"
         fun = jaxmp.autocast(lambda x, w: x @ w, policy)
-        told = []
+        said = []
         for k, n, _ in shapes[recipe]:
             structs = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((32, k), (k, n))]
             ((dtypes, why),) = products(fun, *structs)
             assert why == ("" if dtypes == E4 else f"K = {k}, N = {n} is slower in float8")
-            told.append(dtypes == E4)
-        return told
+            said.append(dtypes == E4)
+        return said
 
     everything = [True] * len(shapes[recipe])
     assert found("auto") == found("none") == everything
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert found("auto") == [is_faster for *_, is_faster in shapes[recipe]]
+    with none_found(f"K = {shapes[recipe][0][0]}"):
+        assert found("auto") == [is_faster for *_, is_faster in shapes[recipe]]
     assert found("none") == everything

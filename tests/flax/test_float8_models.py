@@ -347,16 +347,19 @@ class NnxWithHead(nnx.Module):
 
 @pytest.mark.parametrize("applied", [False, True])
 @pytest.mark.parametrize(
-    ("rules", "inside"),
+    ("rules", "inside", "left_out"),
     [
-        ("mixed_float8", 1),
-        (PolicyRules({"up": "mixed_bfloat16"}, default="mixed_float8"), 0),
-        (PolicyRules({"head": "mixed_float8"}, default="mixed_bfloat16"), 1),
-        (PolicyRules({"head": "mixed_float8"}, default="mixed_float8"), 2),
+        ("mixed_float8", 1, ["heads"]),
+        (PolicyRules({"up": "mixed_bfloat16"}, default="mixed_float8"), 0, ["heads"]),
+        (PolicyRules({"head": "mixed_float8"}, default="mixed_bfloat16"), 1, []),
+        (PolicyRules({"head": "mixed_float8"}, default="mixed_float8"), 2, []),
     ],
     ids=["name", "none", "head", "both"],
 )
-def test_nnx_autocast_leaves_heads_out_too(rules: Any, inside: int, applied: bool) -> None:
+@pytest.mark.filterwarnings("ignore:a policy asks for products in float8")
+def test_nnx_autocast_leaves_heads_out_too(
+    rules: Any, inside: int, left_out: list[str], applied: bool
+) -> None:
     model = NnxWithHead()
     if applied:
         model = jaxmp.nnx.apply_policy(model, rules)
@@ -367,6 +370,7 @@ def test_nnx_autocast_leaves_heads_out_too(rules: Any, inside: int, applied: boo
 
     found = count_dots(call, params, X)
     assert (found.get(FLOAT8, 0), found.get("bfloat16", 0)) == (inside, 2 - inside)
+    assert [row.reason for row in jaxmp.audit(call, params, X).left_out] == left_out
 
 
 @jaxmp.linen.with_policy("mixed_float8")
@@ -403,3 +407,99 @@ def test_nn_jit_may_not_share_a_trace_between_a_head_and_another_layer() -> None
     rules = PolicyRules({"type:Dense": "mixed_float8"})  # names both
     model = jaxmp.linen.apply_policy(Jitted(), rules)
     assert count_dots(model.apply, model.init(KEY, X), X) == {FLOAT8: 2}
+
+
+class Tied(nn.Module):
+    """A model whose embedding is its head, too, and which multiplies by hand in a router."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        embed = nn.Embed(32, 16)
+        h = nn.Dense(16)(embed(jnp.zeros(x.shape[:1], int)) + x)
+        return embed.attend(Router()(h))
+
+
+class Router(nn.Module):
+    """A hand-written product."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x @ self.param("w", nn.initializers.ones, (16, 16)).astype(x.dtype)
+
+
+class NnxTied(nnx.Module):
+    """The router in nnx."""
+
+    def __init__(self) -> None:
+        self.dense, self.router = nnx.Linear(16, 16, rngs=RNGS), NnxRouter()
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.router(self.dense(x))
+
+
+class NnxRouter(nnx.Module):
+    """A hand-written product."""
+
+    def __init__(self) -> None:
+        self.w = nnx.Param(jnp.ones((16, 16)))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x @ self.w.get_value().astype(x.dtype)
+
+
+@pytest.mark.filterwarnings("ignore:the policy does not reach")
+def test_the_audit_has_rows_of_products_that_no_layer_makes() -> None:
+    model = jaxmp.linen.apply_policy(Tied(), "mixed_float8")
+    params = jax.eval_shape(model.init, KEY, X)
+    found = jaxmp.audit(jax.grad(lambda params, x: model.apply(params, x).sum()), params, X)
+    assert {(row.reason, row.count) for row in found.left_out} == {
+        *(("embeddings", 3), ("routers", 3))
+    }
+    assert {row.path.split("/")[-1].split(".")[0] for row in found.left_out} == {
+        *("Embed_0", "Router_0")
+    }
+    assert found.share("float8") == 3 * 16 / (3 * 16 + 3 * 16 + 3 * 32)
+
+    model = jaxmp.nnx.apply_policy(NnxTied(), "mixed_float8")
+    (row,) = jaxmp.audit(model, X).left_out
+    assert (row.reason, row.count) == ("routers", 1)
+
+
+NONE_FOUND = "a policy asks for products in float8, and no layer of"
+
+
+def test_a_policy_that_puts_nothing_in_float8_says_so() -> None:
+    """On both kinds of models, with the reasons; not where rules leave everything out."""
+    layers = [nn.Dense(10), nn.Dense(16)]
+    model = jaxmp.linen.apply_policy(nn.Sequential(layers), "mixed_float8")
+    why = r"'layers_0' \(N = 10 is no multiple of 16\), 'layers_1' \(K = 10"
+    with pytest.warns(UserWarning, match=f"{NONE_FOUND} Sequential is in float8: {why}"):
+        params = model.init(KEY, X)
+    model.apply(params, X)  # once for each class
+    one = nnx.Sequential(nnx.Linear(16, 10, rngs=RNGS), nnx.Conv(10, 16, (3,), rngs=RNGS))
+    with pytest.warns(UserWarning, match=rf"{NONE_FOUND} Sequential .*: 'layers/0' \(N = 10"):
+        jaxmp.nnx.apply_policy(one, "mixed_float8")
+    with pytest.warns(UserWarning, match=f"{NONE_FOUND} Conv .*: it has no Dense or Linear layer"):
+        jaxmp.nnx.apply_policy(nnx.Conv(3, 3, (3,), rngs=RNGS), "mixed_float8")
+    jaxmp.nnx.apply_policy(one, PolicyRules({"layers/0": "bfloat16"}, default="mixed_float8"))
+
+
+class Encoder(nn.Module):
+    """A model with a method that calls no layer, and a layer that nn.jit traces once."""
+
+    def setup(self) -> None:
+        self.embed, self.mlp = nn.Embed(32, 16), nn.jit(nn.Dense)(16)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.mlp(self.lookup(x) + x)
+
+    def lookup(self, x: jax.Array) -> jax.Array:
+        return self.embed(jnp.zeros(x.shape[:1], int))
+
+
+def test_parts_of_a_model_and_cached_traces_are_no_reason_to_warn() -> None:
+    model = jaxmp.linen.apply_policy(Encoder(), "mixed_float8")
+    params = model.init(KEY, X)
+    for _ in range(2):
+        model.apply(params, X)
+    model.apply(params, X, method="lookup")
