@@ -9,11 +9,11 @@ RUN = $(VENV)/bin/python
 # What compilers for TPUs and GPUs make of programs, without any.
 RUN_AOT = JAXMP_AOT=1 $(AOT)/bin/python -m pytest --jaxtyping-packages= tests/aot
 
-# The tests that run before each change lands: by their marks, and one eighth of all others, from 0
-# to 7.
+# The tests that run before each change lands: by their marks, and one part of all others, from 0/16
+# to 15/16.
 LANDING ?= not exhaustive
-EIGHTH ?= 0
-CHOICE = -m "$(LANDING)" --eighth=$(EIGHTH)
+PART ?= 0/16
+CHOICE = -m "$(LANDING)" --part=$(PART)
 
 .PHONY: environments demo test slow landing landing-aot aot full check lint types bench bench-absent
 

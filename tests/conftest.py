@@ -10,7 +10,7 @@ import pytest
 from jaxlib import version as jaxlib_version
 
 # Hooks of pytest, which finds them here.
-from tests.support.eighths import pytest_addoption, pytest_collection_modifyitems  # noqa: F401
+from tests.support.parts import pytest_addoption, pytest_collection_modifyitems  # noqa: F401
 
 
 def _quick_compilation() -> str:

@@ -122,6 +122,7 @@ def test_forward_and_both_backward_products(compiler: Compiler, name: str) -> No
     assert {each[1:] for each in control} == {("", "")}  # plain JAX asks for nothing
 
 
+@pytest.mark.exhaustive
 def test_passes_on_a_tpu(tpu: Compiler) -> None:
     """1, 3 and 6 passes of bfloat16, by the compiler's own estimate; 16-bit operands feel none."""
     big = abstract(4096, 4096)

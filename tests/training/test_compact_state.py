@@ -117,7 +117,14 @@ def test_a_state_of_bfloat16_params_is_computed_in_float32() -> None:
     assert set(seen) == {"float32"}
 
 
-@pytest.mark.parametrize(("dtype", "most"), [("float32", 0.0), ("bfloat16", 0.02), ("int8", 0.05)])
+@pytest.mark.parametrize(
+    ("dtype", "most"),
+    [
+        pytest.param("float32", 0.0, marks=pytest.mark.exhaustive),
+        pytest.param("bfloat16", 0.02, marks=pytest.mark.exhaustive),
+        ("int8", 0.05),
+    ],
+)
 def test_params_without_gradients_come_to_rest(dtype: Any, most: float) -> None:
     """Rows of rare words: one gradient, then none, beside rows that have one in each step.
 

@@ -1,4 +1,4 @@
-"""Every test that `.ci/run` leaves to `make full` has its turn: the eighths are a partition."""
+"""Every test that `.ci/run` leaves to `make full` has its turn: the parts are a partition."""
 
 import collections
 import itertools
@@ -9,8 +9,9 @@ import sys
 
 import pytest
 
-from tests.support.eighths import EIGHTHS, eighth_of
+from tests.support.parts import part
 
+PARTS = 8
 ROOT = pathlib.Path(__file__).parents[2]
 MANY = """
 import pytest
@@ -32,7 +33,7 @@ def collected(file: pathlib.Path, *options: str) -> list[str]:
         "-m",
         "pytest",
         "-p",
-        "tests.support.eighths",
+        "tests.support.parts",
         *quiet,
         *options,
         str(file),
@@ -47,20 +48,22 @@ def test_each_test_that_is_not_selected_has_its_turn(tmp_path: pathlib.Path) -> 
     file.write_text(MANY)
     everything, selected = collected(file), collected(file, "-m", "not other")
     assert (len(everything), len(selected)) == (43, 3)
-    runs = [collected(file, "-m", "not other", f"--eighth={i}") for i in range(EIGHTHS)]
+    runs = [collected(file, "-m", "not other", f"--part={i}/{PARTS}") for i in range(PARTS)]
     times = collections.Counter(itertools.chain(*runs))
-    assert times == {name: EIGHTHS if name in selected else 1 for name in everything}
+    assert times == {name: PARTS if name in selected else 1 for name in everything}
     assert max(map(len, runs)) < 20
 
 
-def test_eighths_are_of_a_like_size() -> None:
+def test_parts_are_of_a_like_size() -> None:
     names = [f"tests/test_{file}.py::test_{i}[{i % 7}-x]" for file in "abcd" for i in range(200)]
-    sizes = collections.Counter(map(eighth_of, names))
-    assert sorted(sizes) == list(range(EIGHTHS))
-    assert max(sizes.values()) < 1.5 * len(names) / EIGHTHS
+    for count in (PARTS, 32):
+        sizes = [sum(name in part(f"{i}/{count}") for name in names) for i in range(count)]
+        assert sum(sizes) == len(names)
+        assert max(sizes) < 1.6 * len(names) / count
 
 
-def test_a_number_beyond_the_eighths_is_refused(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("text", ["8/8", "-1/8", "1", "0/0"])
+def test_what_is_no_part_is_refused(tmp_path: pathlib.Path, text: str) -> None:
     with pytest.raises(subprocess.CalledProcessError) as error:
-        collected(tmp_path, "--eighth=8")
-    assert "invalid choice: 8" in error.value.stderr
+        collected(tmp_path, f"--part={text}")
+    assert f"invalid part value: '{text}'" in error.value.stderr
