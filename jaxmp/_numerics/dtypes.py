@@ -65,9 +65,11 @@ def parse_dtype(value: Any) -> DType:
             raise ValueError(f"unknown dtype {name!r}.{near} Valid names: {_VALID}")
         return _BY_NAME[name]
     try:
-        dtype = jnp.dtype(value)
+        dtype = None if value is None else jnp.dtype(value)  # NumPy reads None as float64
     except TypeError:
-        raise ValueError(f"{value!r} is not a dtype. Valid names: {_VALID}") from None
+        dtype = None
+    if dtype is None:
+        raise ValueError(f"{value!r} is not a dtype. Valid names: {_VALID}")
     if dtype.name not in _NAMES:
         raise ValueError(
             f"dtype {dtype.name} is not a float that a policy can hold. Valid names: {_VALID}"

@@ -67,6 +67,8 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
      "dtype int32 is not a float that a policy can hold. Valid names: float64"),
     ("not a dtype", lambda: jaxmp.Policy("f32", object(), "f32"), ValueError,
      "is not a dtype. Valid names: float64"),
+    ("no dtype", lambda: jaxmp.Policy("f32", None, "f32"), ValueError,  # NumPy: float64
+     "None is not a dtype. Valid names: float64"),
     ("key", lambda: jaxmp.get_policy("compte=bf16"), ValueError,
      "unknown key 'compte' in policy 'compte=bf16'. Did you mean 'compute'? Valid keys: "
      "params (p), compute (c), output (o), reduce (r)"),
