@@ -121,3 +121,13 @@ def test_traffic_of_branches(tpu: Compiler) -> None:
 
     program = tpu(step, *ARRAYS, donate=(0, 1))
     assert traffic(str(program.as_text())) == pytest.approx((4 + 12) * SIZE, rel=0.01)
+
+
+@pytest.mark.exhaustive
+def test_float8_on_a_tpu(tpu: Compiler) -> None:
+    """At this size, float8 does not pay."""
+    bench: Any = importlib.import_module("bench_float8_tpu")
+    rows = bench.main(["--widths", "256", "--context", "128", "--no-write"])
+    assert [row["products"] for row in rows] == ["bfloat16", "tensorwise", "rowwise_hp", "rowwise"]
+    assert rows[0]["ratio"] == 1
+    assert all(1 < row["ratio"] < 3 for row in rows[1:])
