@@ -150,6 +150,8 @@ def _of_product(
         dtype.itemsize > FLOAT32.itemsize for dtype in dtypes
     ):
         return collections.Counter()
+    if any(dtype.itemsize == 1 for dtype in dtypes):  # layers of Flax under a policy of their own
+        return collections.Counter({_FLOAT8: product_flops(equation)})
     return collections.Counter({reason if FLOAT32 in dtypes else _LOW: product_flops(equation)})
 
 

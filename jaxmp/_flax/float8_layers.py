@@ -24,6 +24,7 @@ class Float8Layers:
     """The layers of a model that rules put in float8, and why others are left out.
 
     Attributes:
+      wanted: whether a policy asks for products in float8.
       families: why each module is left out, if it is for its name, by its path.
       own: what of a layer's products its author wrote, by the path of the layer.
       reasons: why each other layer is left out by its family or its sizes; None for those in
@@ -34,7 +35,7 @@ class Float8Layers:
 
     def __init__(self, rules: PolicyRules, *, strict: bool) -> None:
         self._rules, self._strict = rules, strict
-        self._is_wanted = has_float8(rules)
+        self.wanted = has_float8(rules)
         self.families: dict[str, str | None] = {}
         self.own: dict[str, str] = {}
         self.reasons: dict[str, str | None] = {}
@@ -42,7 +43,7 @@ class Float8Layers:
 
     def family(self, path: str, module: Any, decision: Decision) -> str | None:
         """Returns the family for which a module is left out of float8; None if it is not."""
-        if not self._is_wanted:
+        if not self.wanted:
             return None
         found = self.families[path] = family_of(path, module, decision, self.families)
         return found

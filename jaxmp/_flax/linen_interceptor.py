@@ -170,7 +170,8 @@ class _Session:
             _round_new_params(module, decision, before)
         if is_setup:
             return out
-        self.float8.note(path, module, decision, params_of_linen(module).get("kernel"))
+        if self.float8.wanted:
+            self.float8.note(path, module, decision, params_of_linen(module).get("kernel"))
         if not within:
             self._check_followed(module, made)
         return self._as_part(path, out)

@@ -503,3 +503,25 @@ def test_parts_of_a_model_and_cached_traces_are_no_reason_to_warn() -> None:
     for _ in range(2):
         model.apply(params, X)
     model.apply(params, X, method="lookup")
+
+
+class Attending(nn.Module):
+    """Two layers around an attention, whose scores are products of 16-bit activations."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        h = nn.Dense(64)(x)
+        return nn.Dense(48)(h + nn.MultiHeadDotProductAttention(4)(h, h))
+
+
+def test_autocast_sees_that_layers_are_in_float8_already() -> None:
+    """By the policy of the model, or by their author: no warning that it finds none itself."""
+    model = jaxmp.linen.apply_policy(Attending(), "mixed_float8")
+    params = model.init(KEY, X[None])
+    jaxmp.autocast(model.apply, "mixed_float8")(params, X[None])
+
+    def by_hand(params: Any, x: jax.Array) -> jax.Array:
+        return jaxmp.float8.dot_general(x, params, (((1,), (0,)), ((), ())))
+
+    low = X.astype(jnp.bfloat16)
+    jaxmp.autocast(by_hand, "mixed_float8")(jnp.ones((16, 32), jnp.bfloat16), low)
