@@ -9,7 +9,12 @@ Flax modules under them, and import flax when they are first used.
 import importlib
 import typing
 
-from jaxmp import float8 as float8, rules as rules, sharding as sharding
+from jaxmp import (
+    diagnostics as diagnostics,
+    float8 as float8,
+    rules as rules,
+    sharding as sharding,
+)
 from jaxmp._autocast.api import autocast as autocast, full_precision as full_precision
 from jaxmp._inspect.api import (
     AuditError as AuditError,

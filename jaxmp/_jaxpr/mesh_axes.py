@@ -1,5 +1,6 @@
 """The axes of meshes, explicit and automatic, and how arrays and types lie on them."""
 
+import contextlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -43,6 +44,25 @@ def free_sharding(sharding: Any) -> Any:
     if not isinstance(sharding, NamedSharding):
         return sharding
     return NamedSharding(automatic(sharding.mesh), sharding.spec)
+
+
+def on_automatic_mesh(x: Any) -> Any:
+    """Returns an array where it lies, on a mesh with automatic axes in place of explicit ones."""
+    sharding = getattr(x, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or not explicit_mesh([x]):
+        return x
+    mesh: Any = sharding.mesh
+    kinds = automatic(mesh).axis_types
+    free = jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=kinds)
+    return jax.device_put(x, NamedSharding(free, sharding.spec))
+
+
+def on_automatic_axes_here(arrays: Iterable[Any]) -> Any:
+    """Returns a context in which the explicit axes that arrays lie on are automatic."""
+    mesh = explicit_mesh(arrays)
+    if mesh is None:
+        return contextlib.nullcontext()
+    return jax.sharding.use_abstract_mesh(automatic(mesh))
 
 
 def placed(x: Any, sharding: NamedSharding) -> Any:

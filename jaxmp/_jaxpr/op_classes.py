@@ -241,6 +241,9 @@ IN_HELPERS = JITS | _listed("custom_jvp_call convert_element_type iota and or no
 # Operations over mesh axes. Casts between kinds of variation are none: they send nothing.
 COLLECTIVES = _listed(_COLLECTIVE_SUMS, _TRANSFERS, "psend")
 
+# Change the type of what is local to a device, and nothing else.
+VARYING_CASTS = _listed(_REDUCED_CASTS, "pvary pcast")
+
 # Casts. Those to float8 read an array twice: for its largest magnitude, and to round it.
 CASTS = _listed("convert_element_type float8_encode")
 

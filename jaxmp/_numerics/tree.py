@@ -97,6 +97,28 @@ def _all_finite(floats: list[Any]) -> Bool[Array, ""]:
     return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in wide]))
 
 
+def count_nonfinite(tree: PyTree) -> PyTree:
+    """Counts the numbers of each leaf that are infinite or NaN.
+
+    Args:
+      tree: any pytree; leaves that are not floats count 0.
+
+    Returns:
+      The tree with a uint32 scalar for each leaf.
+
+    >>> count_nonfinite({"w": jnp.array([1.0, jnp.nan]), "step": jnp.int32(3)})
+    {'step': Array(0, dtype=uint32), 'w': Array(1, dtype=uint32)}
+    """
+
+    def count(x: Any) -> Any:
+        if not is_inexact(x):
+            return jnp.uint32(0)
+        wide = widen(x) if jnp.dtype(x.dtype).itemsize == 1 else x
+        return jnp.sum(~jnp.isfinite(wide), dtype=jnp.uint32)
+
+    return jax.tree.map(count, tree)
+
+
 def stays_finite(new: PyTree, old: PyTree) -> Bool[Array, ""]:
     """Whether all numbers that were finite still are; a state may hold infinities.
 

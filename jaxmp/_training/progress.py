@@ -18,7 +18,9 @@ class TrainingStalled(RuntimeError):
     """Too many skipped optimizer steps in a row, which no loss scale will cure."""
 
 
-def check_progress(state: Any, loss: Any = None, *, limit: int = 50) -> None:
+def check_progress(
+    state: Any, loss: Any = None, *, nonfinite: PyTree | None = None, limit: int = 50
+) -> None:
     """Raises if training stands still, or its params are lost.
 
     A loss scale backs off from its ceiling of 2**24 to 1 in 24 skips. Overflows after that do not
@@ -30,6 +32,8 @@ def check_progress(state: Any, loss: Any = None, *, limit: int = 50) -> None:
       state: a `TrainState`, or anything that holds the state of `mixed_precision`: that state
         itself, Flax's `TrainState`, an `nnx.Optimizer`. Params are checked if it has any.
       loss: the last loss, if at hand: it tells a broken forward pass from overflowing gradients.
+      nonfinite: `metrics["nonfinite"]` of the last step, from `make_train_step(...,
+        count_overflows=True)`: the message names the params whose gradients overflow most.
       limit: how many consecutive skips are too many.
 
     Raises:
@@ -64,10 +68,25 @@ def check_progress(state: Any, loss: Any = None, *, limit: int = 50) -> None:
                 "whether the params still are finite"
             )
         if skips >= limit:
-            raise TrainingStalled(_stalled(opt_state, skips, broken, params))
+            worst = _worst(nonfinite)
+            raise TrainingStalled(_stalled(opt_state, skips, broken, params, worst))
 
 
-def _stalled(opt_state: MixedPrecisionState, skips: int, broken: bool, params: list[PyTree]) -> str:
+def _worst(nonfinite: PyTree | None) -> str:
+    """Names the gradients with the most numbers that are not finite."""
+    counts = [int(x) for x in jax.tree.leaves(nonfinite)]
+    named = [
+        (count, name) for count, name in zip(counts, leaf_names(nonfinite), strict=True) if count
+    ]
+    named.sort(key=lambda each: -each[0])
+    shown = ", ".join(f"{name!r} ({count:,})" for count, name in named[:3])
+    more = f" and {len(named) - 3} more" if len(named) > 3 else ""
+    return f"Numbers that are not finite in gradients: {shown}{more}. " if named else ""
+
+
+def _stalled(
+    opt_state: MixedPrecisionState, skips: int, broken: bool, params: list[PyTree], worst: str
+) -> str:
     scale = float(np.min(opt_state.loss_scale.scale))
     first = (
         "The loss itself is not finite: the forward pass overflows or divides by zero"
@@ -75,14 +94,16 @@ def _stalled(opt_state: MixedPrecisionState, skips: int, broken: bool, params: l
         else "If the loss itself is infinite or NaN, the forward pass is broken"
     )
     infinite = _bad_leaves(params, 1).rpartition(" ")[0]
+    known = (f"Params are not finite: {infinite}. " if infinite else "") + worst
     return (
         f"{skips} optimizer steps in a row were skipped, because their gradients (or loss, or "
         f"batch statistics) were not finite; the loss scale is {scale:g}. No loss scale cures "
-        f"this. {f'Params are not finite: {infinite}. ' if infinite else ''}{first}; look for "
+        f"this. {known}{first}; look for "
         "inputs and activations beyond 65504 in float16 (cast='all' rounds the whole batch, labels "
         "too), log or sqrt of zero, statistics that overflow, and bad input data. A model "
         "pretrained in bfloat16 often overflows float16: use 'mixed_bfloat16'. Otherwise lower the "
-        "learning rate, or warm it up for longer."
+        "learning rate, or warm it up for longer. jaxmp.diagnostics.find_overflow(loss_fn, params, "
+        "batch, ...) names the first operation that overflows"
     )
 
 

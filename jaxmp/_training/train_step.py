@@ -17,7 +17,13 @@ from jaxmp._jaxpr.tracing import on_automatic_axes_inside
 from jaxmp._mesh.fsdp import FSDP
 from jaxmp._numerics.dtypes import is_floating
 from jaxmp._numerics.loss_scale import NoLossScale
-from jaxmp._numerics.tree import all_finite, cast_floating, split_floats, stays_finite
+from jaxmp._numerics.tree import (
+    all_finite,
+    cast_floating,
+    count_nonfinite,
+    split_floats,
+    stays_finite,
+)
 from jaxmp._policies.policy import Policy, get_policy
 from jaxmp._policies.policy_rules import PolicyRules
 from jaxmp._policies.presets import all_policies, dtypes_of
@@ -48,6 +54,7 @@ def make_train_step(
     fsdp: FSDP | None = None,
     shardings: PyTree | None = None,
     recompute: Recompute = "never",
+    count_overflows: bool = False,
 ) -> "TrainStep":
     """Makes a jitted train step: cast, scale, differentiate, unscale, update or skip.
 
@@ -84,6 +91,9 @@ def make_train_step(
         compiles the next step anew.
       recompute: `"auto"` or `"always"` keeps fewer residuals, and recomputes cheap ones in the
         backward pass; see `jaxmp.recompute`. For layers in a scan, use `"auto"`.
+      count_overflows: whether `metrics["nonfinite"]` says how many numbers of each gradient are
+        infinite or NaN, in the structure of the params, uint32. They are counted in skipped steps
+        alone. `check_progress` and `jaxmp.diagnostics.overflow_report` name the params.
 
     Returns:
       A jitted `step(state, batch) -> (state, metrics)`, which can be lowered and traced like a
@@ -148,6 +158,8 @@ def make_train_step(
         extra = {} if extra_args is None else dict(extra_args(state, batch, loss))
         new = _updated(state, grads, loss, extra, finite, collections)
         metrics = {"loss": loss, "grad_norm": norm} | _metrics(state, new)
+        if count_overflows:
+            metrics["nonfinite"] = _counted(grads, finite)
         return new, metrics | ({"aux": aux} if has_aux else {})
 
     placed = None if shardings is None else (shardings, None)
@@ -287,6 +299,15 @@ def _metrics(old: TrainState, new: TrainState) -> Metrics:
         "skipped": new.opt_state.skipped,
         "consecutive_skips": new.opt_state.consecutive_skips,
     }
+
+
+def _counted(grads: PyTree, finite: Any) -> PyTree:
+    """Returns how many numbers of each gradient are not finite; zeros where the step is taken."""
+
+    def none(grads: PyTree) -> PyTree:
+        return jax.tree.map(lambda _: jnp.uint32(0), grads)
+
+    return jax.lax.cond(finite, none, count_nonfinite, grads)
 
 
 def _reduction(rules: PolicyRules, fsdp: FSDP | None) -> GradientReduction | None:

@@ -365,3 +365,9 @@ def test_check_progress() -> None:
         jaxmp.check_progress(ensemble)
     with pytest.raises(jaxmp.TrainingStalled, match="7 optimizer steps"):
         jaxmp.check_progress(stalled(skips=7), limit=5)
+    counts = {"a": 7, "b": {"w": 12000, "v": 0}, "c": 1, "d": 3, "e": 2}
+    with pytest.raises(
+        jaxmp.TrainingStalled,
+        match=r"gradients: 'b/w' \(12,000\), 'a' \(7\), 'd' \(3\) and 2 more\. If the loss",
+    ):
+        jaxmp.check_progress(stalled(), nonfinite=jax.tree.map(jnp.uint32, counts))

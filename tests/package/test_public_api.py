@@ -52,6 +52,14 @@ NAMES = [
     "value_and_grad",
 ]
 NAMES_IN = {
+    jaxmp.diagnostics: [
+        "LeafRange",
+        "Operand",
+        "Overflow",
+        "OverflowReport",
+        "find_overflow",
+        "overflow_report",
+    ],
     jaxmp.float8: [
         "Float8State",
         "Recipe",

@@ -1,7 +1,6 @@
 """Optimizer steps outside of `jit`: nothing is compiled anew, and nothing grows."""
 
 import gc
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -13,24 +12,9 @@ from flax import nnx
 import jaxmp
 import jaxmp.nnx
 from tests.support.bits import tree_bits
+from tests.support.compilations import Count
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
-
-Count = Callable[[], int]
-
-
-@pytest.fixture
-def compilations() -> Iterator[Count]:
-    """How many programs XLA has compiled since the test began."""
-    count = 0
-
-    def listen(name: str, *_: Any, **__: Any) -> None:
-        nonlocal count
-        count += "backend_compile" in name
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield lambda: count
-    jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def params() -> dict[str, Any]:

@@ -1,0 +1,12 @@
+"""Tools for a run that goes wrong: which operation overflows, and in which gradients it shows."""
+
+from jaxmp._diagnostics.find_overflow import (
+    Operand as Operand,
+    Overflow as Overflow,
+    find_overflow as find_overflow,
+)
+from jaxmp._diagnostics.overflow_report import (
+    LeafRange as LeafRange,
+    OverflowReport as OverflowReport,
+    overflow_report as overflow_report,
+)

@@ -1,0 +1,383 @@
+"""The first operation that overflows is named, wherever it is; each site is planted by hand."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import jaxmp
+import jaxmp.linen
+import jaxmp.nnx
+from jaxmp._diagnostics.find_overflow import Overflow, find_overflow
+from tests.support.audit_lines import line_of
+
+pytestmark = [pytest.mark.jax, pytest.mark.usefixtures("standard_promotion")]
+
+N = 8
+X = jnp.full((N, N), 0.5)
+PARAMS = {"first": jnp.full((N, N), 0.25), "second": jnp.full((N, N), 0.25)}
+F16 = jnp.float16
+
+
+def blow_up(x: jax.Array) -> jax.Array:
+    """2**15 times 0.5 fits float16, and four times that does not."""
+    x = x * jnp.asarray(2.0**15, x.dtype)
+    return x * jnp.asarray(4.0, x.dtype)  # planted
+
+
+def layer(x: jax.Array, w: jax.Array) -> jax.Array:
+    return jnp.tanh(x.astype(F16) @ w.astype(F16))
+
+
+def end(x: jax.Array) -> jax.Array:
+    return jnp.mean(x.astype(jnp.float32))
+
+
+@jax.custom_vjp
+def steep(x: jax.Array) -> jax.Array:
+    """Its derivative overflows, which its author wrote."""
+    return x
+
+
+def steep_forward(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return x, x
+
+
+def steep_backward(x: jax.Array, g: jax.Array) -> tuple[jax.Array]:
+    big = jnp.full_like(g, 2.0**15)
+    return (big * big,)
+
+
+steep.defvjp(steep_forward, steep_backward)
+
+
+def in_forward(p: Any, x: Any) -> Any:
+    return end(blow_up(layer(x, p["first"])))
+
+
+def in_a_jit(p: Any, x: Any) -> Any:
+    return end(jax.jit(blow_up)(layer(x, p["first"])))
+
+
+def in_a_scan(p: Any, x: Any) -> Any:
+    """In the second of three layers."""
+
+    def body(x: Any, both: Any) -> Any:
+        w, factor = both
+        x = layer(x, w) + factor
+        return jnp.where(factor > 0, blow_up(x), x), None
+
+    stacked = (jnp.stack([p["first"]] * 3), jnp.array([0.0, 1.0, 0.0], F16))
+    return end(lax.scan(body, x.astype(F16), stacked)[0])
+
+
+def in_a_nested_scan(p: Any, x: Any) -> Any:
+    def outer(x: Any, row: Any) -> Any:
+        def inner(x: Any, here: Any) -> Any:
+            return jnp.where(here, blow_up(x), layer(x, p["first"])), None
+
+        return lax.scan(inner, x, row)[0], None
+
+    marks = jnp.array([[False, False, False], [False, False, True]])
+    return end(lax.scan(outer, x.astype(F16), marks)[0])
+
+
+def in_a_checkpoint(p: Any, x: Any) -> Any:
+    return end(jax.checkpoint(lambda x: blow_up(layer(x, p["first"])))(x))
+
+
+def in_a_branch(p: Any, x: Any) -> Any:
+    h = layer(x, p["first"])
+    return end(lax.cond(jnp.sum(h) > 0, blow_up, lambda x: x, h))
+
+
+def in_a_while(p: Any, x: Any) -> Any:
+    h = layer(x, p["first"])
+    _, big = lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, blow_up(c[1])), (0, h))
+    return end(h) + lax.stop_gradient(end(big))
+
+
+def in_a_custom_jvp(p: Any, x: Any) -> Any:
+    fun = jax.custom_jvp(blow_up)
+    fun.defjvp(lambda primals, tangents: (fun(*primals), tangents[0]))
+    return end(fun(layer(x, p["first"])))
+
+
+def in_a_custom_vjp(p: Any, x: Any) -> Any:
+    return end(steep(layer(x, p["first"])))  # too steep
+
+
+def before_nan(p: Any, x: Any) -> Any:
+    """Infinity minus infinity: NaN comes of it, two operations later."""
+    h = layer(x, p["first"])
+    return end(blow_up(h) - blow_up(2 * h))
+
+
+def in_a_vmap(p: Any, x: Any) -> Any:
+    return jnp.mean(jax.vmap(lambda row: in_forward(p, row[None]))(x))
+
+
+def in_a_shard_map(p: Any, x: Any) -> Any:
+    """On one of eight devices."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+    def local(w: Any, x: Any) -> Any:
+        h = layer(x, w)
+        h = jnp.where(lax.axis_index("data") == 5, blow_up(h), h)
+        return lax.pmean(end(h), "data")
+
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+    return mapped(p["first"], x)
+
+
+def in_a_scan_in_a_shard_map(p: Any, x: Any) -> Any:
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+    def local(w: Any, x: Any) -> Any:
+        def body(h: Any, here: Any) -> Any:
+            return jnp.where(here, blow_up(h), layer(h, w)), None
+
+        h = lax.scan(body, x.astype(F16), jnp.array([False, True]))[0]
+        return lax.psum(end(h), "data")
+
+    specs = {"in_specs": (P(), P("data")), "out_specs": P()}
+    return jax.shard_map(local, mesh=mesh, **specs)(p["first"], x)
+
+
+def on_sharded_arrays(p: Any, x: Any) -> Any:
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    x = lax.with_sharding_constraint(x, NamedSharding(mesh, P("data")))
+    return in_forward(p, x)
+
+
+class Site(NamedTuple):
+    """Where an overflow is planted.
+
+    Attributes:
+      loss: the function.
+      function: the function that the line is in.
+      direction: the pass.
+      turns: of the loops around it.
+      comment: at the end of the line.
+    """
+
+    loss: Callable[..., Any]
+    function: str = "blow_up"
+    direction: str = "forward"
+    turns: tuple[int, ...] = ()
+    comment: str = "planted"
+
+
+SITES = {
+    "forward": Site(in_forward),
+    "jit": Site(in_a_jit),
+    "scan": Site(in_a_scan, turns=(1,)),
+    "nested scan": Site(in_a_nested_scan, turns=(1, 2)),
+    "checkpoint": Site(in_a_checkpoint),
+    "branch": Site(in_a_branch),
+    "while": Site(in_a_while, turns=(0,)),
+    "custom_jvp": Site(in_a_custom_jvp),
+    "custom_vjp": Site(
+        in_a_custom_vjp, function="in_a_custom_vjp", direction="backward", comment="too steep"
+    ),
+    "before NaN": Site(before_nan),
+    "vmap": Site(in_a_vmap),
+    "shard_map": Site(in_a_shard_map),
+    "scan in a shard_map": Site(in_a_scan_in_a_shard_map, turns=(1,)),
+    "sharded arrays": Site(on_sharded_arrays),
+}
+
+
+@pytest.mark.parametrize("name", SITES)
+def test_the_line_is_named(name: str) -> None:
+    site = SITES[name]
+    found = find_overflow(site.loss, PARAMS, X)
+    assert found is not None
+    assert found.line == line_of(site.comment, site.function)
+    assert (found.operation, found.dtype) == ("mul", "float16")
+    assert found.direction == site.direction
+    assert found.turns == site.turns
+    assert found.infinite > 0
+
+
+class Model(nn.Module):
+    """Two layers; the second has large weights."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        h = nn.Dense(N, name="small")(x)
+        large = nn.initializers.constant(2.0**14)
+        return nn.Dense(N, name="large", kernel_init=large)(nn.relu(h) + 1)  # of linen
+
+
+class NnxModel(nnx.Module):
+    """The same in nnx."""
+
+    def __init__(self) -> None:
+        rngs, large = nnx.Rngs(0), nnx.initializers.constant(2.0**14)
+        self.small = nnx.Linear(N, N, rngs=rngs)
+        self.large = nnx.Linear(N, N, kernel_init=large, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.large(nnx.relu(self.small(x)) + 1)  # of nnx
+
+
+def test_layers_of_linen_are_named_by_their_path() -> None:
+    model = jaxmp.linen.apply_policy(Model(), "mixed_float16")
+    params = model.init(jax.random.key(0), X)
+    found = find_overflow(lambda p, x: jnp.mean(model.apply(p, x)), params, X)
+    assert found is not None
+    assert (found.operation, found.path) == ("dot_general", "Model/large")
+    assert found.line == line_of("of linen", "Model.__call__")
+    assert [each.largest for each in found.operands][1] == 2.0**14
+
+
+def test_layers_of_nnx_are_named_by_their_line() -> None:
+    model = jaxmp.nnx.apply_policy(NnxModel(), "mixed_float16")
+    graphdef, params = nnx.split(model)
+    found = find_overflow(lambda p, x: jnp.mean(nnx.merge(graphdef, p)(x)), params, X)
+    assert found is not None
+    assert found.operation == "dot_general"
+    assert found.line == line_of("of nnx", "NnxModel.__call__")
+    assert found.reaches[0] == "loss"
+
+
+def large_product(p: Any, x: Any) -> Any:
+    with jax.named_scope("block"):
+        h = x @ p["first"]
+        return jnp.mean(h @ (p["second"] * 2.0**16))  # in 16 bits
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "compute=float16,products=tensorwise"])
+def test_under_autocast_the_value_overflows_that_is_rounded(policy: str) -> None:
+    """The weight does not fit float16; in float8 it is never float16, and the product is."""
+    if "tensorwise" in policy:
+        policy = "params=float32,output=float32," + policy
+    params = jax.tree.map(lambda x: jnp.tile(x, (2, 2)), PARAMS)
+    found = find_overflow(large_product, params, jnp.tile(X, (2, 2)), policy=policy)
+    assert found is not None
+    assert found.line == line_of("in 16 bits", "large_product")
+    assert found.path == "block"
+    assert found.dtype == "float16"
+
+
+def backward_only(p: Any, x: Any) -> Any:
+    return end(layer(x, p["first"]).astype(F16))  # fine without a scale
+
+
+def test_a_loss_scale_that_is_too_large() -> None:
+    """What overflows is the derivative, where it is cast to 16 bits."""
+    assert find_overflow(backward_only, PARAMS, X) is None
+    found = find_overflow(backward_only, PARAMS, X, loss_scale=2.0**23)
+    assert found is not None
+    assert (found.operation, found.direction) == ("convert_element_type", "backward")
+    assert found.operands[0].largest == 2.0**23 / N**2
+    assert found.reaches == ("first",)
+    assert found.gradients == 2
+
+
+def test_what_is_given_is_not_finite_itself() -> None:
+    params = PARAMS | {"second": PARAMS["second"].at[2, 3].set(jnp.nan)}
+    found = find_overflow(lambda p, x: jnp.sum(x @ p["first"] @ p["second"]), params, X)
+    assert found is not None
+    assert (found.operation, found.line, found.nan) == ("argument", "params/second", 1)
+    assert found.index == (2, 3)
+    assert "params/second was given with 1 NaN of 64 numbers in float32" in str(found)
+    batch = {"x": X, "y": jnp.array([1.0, jnp.inf])}
+    found = find_overflow(lambda p, b: jnp.sum(b["x"] @ p["first"]) * b["y"][1], PARAMS, batch)
+    assert found is not None
+    assert (found.line, found.infinite) == ("batch/y", 1)
+
+
+def test_infinities_that_a_program_uses_do_not_count() -> None:
+    """A mask of -inf, and a logarithm of zero that an exponential takes back."""
+
+    def masked(p: Any, x: Any) -> Any:
+        scores = jnp.where(jnp.tri(N, dtype=bool), x @ p["first"], -jnp.inf)
+        weights = jnp.exp(jnp.log(jax.lax.stop_gradient(jnp.maximum(x - 0.5, 0.0))))
+        return jnp.sum(jax.nn.softmax(scores) @ p["second"]) + jnp.sum(weights)
+
+    assert find_overflow(masked, PARAMS, X) is None
+    found = find_overflow(lambda p, x: masked(p, x) + in_forward(p, x), PARAMS, X)
+    assert found is not None
+    assert found.line == line_of("planted", "blow_up")
+
+
+def test_rows_that_are_masked_whole_are_found() -> None:
+    """Each number of the row is -inf by the program; NaN comes of their difference."""
+
+    def empty(p: Any, x: Any) -> Any:
+        scores = jnp.where(jnp.zeros((N, N), bool), x @ p["first"], -jnp.inf)
+        return jnp.sum(jax.nn.softmax(scores))  # of nothing
+
+    found = find_overflow(empty, PARAMS, X)
+    assert found is not None
+    assert (found.operation, found.nan) == ("sub", N * N)
+    assert found.line == line_of("of nothing", "test_rows_that_are_masked_whole_are_found.empty")
+
+
+def test_collections_and_aux() -> None:
+    def loss(p: Any, x: Any, batch_stats: Any) -> Any:
+        return in_forward(p, x) + batch_stats["mean"], {"aux": 1}
+
+    found = find_overflow(loss, PARAMS, X, has_aux=True, batch_stats={"mean": jnp.nan * X[0, 0]})
+    assert found is not None
+    assert (found.operation, found.line) == ("argument", "batch_stats/mean")
+
+
+def test_it_prints_a_paragraph() -> None:
+    found = find_overflow(in_a_scan, PARAMS, X)
+    assert isinstance(found, Overflow)
+    assert str(found) == (
+        f"mul at {line_of('planted', 'blow_up')}, forward, turn 1 of its loop gives 64 infinite "
+        "of 64 numbers in float16, first at (0, 0), from float16[8, 8] of 6.26e+04 to 6.26e+04 and "
+        "float16[] of 4 to 4. Not finite because of it: 1 of 2 gradients (first)."
+    )
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_loops_run_as_in_jax(reverse: bool) -> None:
+    """The control: without an overflow, one after the other gives what the program gives."""
+    from jaxmp._diagnostics.one_by_one import OneByOne, Value
+
+    def fun(x: jax.Array) -> Any:
+        def turn(c: Any, row: Any) -> Any:
+            c = lax.cond(row[0] > 0.4, jnp.sin, jnp.cos, c + row)
+            return c, (c * 2, row)
+
+        last, stacked = lax.scan(turn, x[0], x, reverse=reverse)
+        most = lax.while_loop(lambda c: c[0] < 5, lambda c: (c[0] + 1, c[1] * 1.5), (0, last))
+        return most, stacked
+
+    x = jnp.linspace(0, 1, 64).reshape(8, 8)
+    closed = jax.make_jaxpr(fun)(x)
+    run = OneByOne(lambda place, operands, results: [None] * len(results), lambda x, notes: None)
+    made = [value.array for value in run.run(closed, [Value(x, None)])]
+    for got, want in zip(made, jax.tree.leaves(fun(x)), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_params_that_are_split_over_devices(kind: AxisType) -> None:
+    """FSDP and a split batch, on meshes with either kind of axes."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+    split = NamedSharding(mesh, P("data"))
+    params, x = jax.device_put((PARAMS, X.at[3, 2].set(1e6)), split)
+
+    def loss(p: Any, x: Any) -> Any:
+        return jnp.mean(jnp.tanh(x @ p["first"]) @ p["second"])  # over devices
+
+    with jax.set_mesh(mesh):
+        assert find_overflow(loss, params, jax.device_put(X, split), policy="mixed_float16") is None
+        found = find_overflow(loss, params, x, policy="mixed_float16")
+    assert found is not None
+    assert (found.operation, found.index) == ("convert_element_type", (3, 2))
+    assert found.line == line_of("over devices", "test_params_that_are_split_over_devices.loss")
+    assert found.reaches == ("first",)
