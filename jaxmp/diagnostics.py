@@ -1,8 +1,8 @@
 """Tools for a run that goes wrong: which operation overflows, and in which gradients it shows."""
 
 from jaxmp._diagnostics.find_overflow import (
-    Operand as Operand,
     Overflow as Overflow,
+    OverflowOperand as OverflowOperand,
     find_overflow as find_overflow,
 )
 from jaxmp._diagnostics.overflow_report import (

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jaxmp._autocast.api import autocast
-from jaxmp._diagnostics.one_by_one import OneByOne, Place, Value
+from jaxmp._diagnostics.one_by_one import OneByOne, Place, RunValue
 from jaxmp._inspect.equations import Site
 from jaxmp._inspect.lines import Lines, direction, module_path, scopes_of
 from jaxmp._jaxpr.mesh_axes import on_automatic_axes_here, on_automatic_mesh
@@ -27,7 +27,7 @@ Pass = Literal["forward", "backward", "recomputed", ""]
 
 
 @dataclasses.dataclass(frozen=True)
-class Operand:
+class OverflowOperand:
     """What an operation read.
 
     Attributes:
@@ -70,7 +70,7 @@ class Overflow:
     path: str
     direction: Pass
     turns: tuple[int, ...]
-    operands: tuple[Operand, ...]
+    operands: tuple[OverflowOperand, ...]
     dtype: str
     shape: tuple[int, ...]
     infinite: int
@@ -151,7 +151,7 @@ def find_overflow(
     static, arrays = partition(((params, *args), kwargs))
     traced = trace_call(gradient, static, arrays)
     search = _Search()
-    named = zip(map(on_automatic_mesh, arrays), _names(static, arrays), strict=True)
+    named = zip(map(on_automatic_mesh, arrays), _argument_names(static, arrays), strict=True)
     with on_automatic_axes_here(arrays):
         given = [search.argument(x, name) for x, name in named]
         made = OneByOne(search.see, search.join).run(traced.closed, given)
@@ -162,7 +162,7 @@ def find_overflow(
     return search.first(results)
 
 
-def _names(static: Static, arrays: list[Any]) -> list[str]:
+def _argument_names(static: Static, arrays: list[Any]) -> list[str]:
     """Returns what to call each array among the arguments."""
     (params, *args), kwargs = combine(static, map(_Leaf, arrays))
     rest = args[0] if len(args) == 1 else args
@@ -206,15 +206,15 @@ class _Search:
         self._events: list[Callable[[tuple[str, ...], int], Overflow]] = []
         self._lines = Lines()
 
-    def argument(self, array: Any, name: str) -> Value:
+    def argument(self, array: Any, name: str) -> RunValue:
         """Returns an argument of the program."""
         severity = _severity(array)
         if not severity:
-            return Value(array, _Note())
-        event = functools.partial(_event, "argument", name, "", "", (), (), _result(array))
-        return Value(array, _Note(severity, self._new(event)))
+            return RunValue(array, _Note())
+        event = functools.partial(_event, "argument", name, "", "", (), (), _result_of(array))
+        return RunValue(array, _Note(severity, self._new(event)))
 
-    def see(self, place: Place, operands: list[Value], results: list[Any]) -> list[_Note]:
+    def see(self, place: Place, operands: list[RunValue], results: list[Any]) -> list[_Note]:
         """Returns what is known of the results of an operation."""
         severities = list(map(_severity, results))
         if not any(severities):
@@ -234,7 +234,7 @@ class _Search:
             frozenset().union(*(note.events for note in known)),
         )
 
-    def first(self, named: dict[str, Value]) -> Overflow | None:
+    def first(self, named: dict[str, RunValue]) -> Overflow | None:
         """Returns the first operation from which a result is not finite; None if all are."""
         notes = {name: self._known(value) for name, value in named.items()}
         bad = {name: note for name, note in notes.items() if note.severity}
@@ -244,7 +244,7 @@ class _Search:
         reached = tuple(name for name, note in bad.items() if begun in note.events)
         return self._events[begun](reached, len(named) - 1)
 
-    def _known(self, value: Value) -> _Note:
+    def _known(self, value: RunValue) -> _Note:
         note: _Note | None = value.note
         return note if note is not None else _Note(_severity(value.array))
 
@@ -252,11 +252,11 @@ class _Search:
         self._events.append(event)
         return frozenset([len(self._events) - 1])
 
-    def _at(self, place: Place, operands: list[Value], worst: Any) -> Any:
-        site: Site | None = None
-        for equation in reversed(place.equations):
-            site = Site(equation, equation.primitive.name, 1, site)
-        assert site is not None
+    def _at(self, place: Place, operands: list[RunValue], worst: Any) -> Any:
+        outer: Site | None = None
+        for equation in reversed(place.equations[1:]):
+            outer = Site(equation, equation.primitive.name, 1, outer)
+        site = Site(place.equations[0], place.equations[0].primitive.name, 1, outer)
         scopes = scopes_of(site)
         return functools.partial(
             _event,
@@ -265,8 +265,8 @@ class _Search:
             module_path(scopes),
             direction(scopes),
             place.turns,
-            tuple(_operand(each.array) for each in operands if is_inexact(each.array)),
-            _result(worst),
+            tuple(_operand_of(each.array) for each in operands if is_inexact(each.array)),
+            _result_of(worst),
         )
 
 
@@ -286,7 +286,7 @@ def _event(
     path: str,
     run: Any,
     turns: tuple[int, ...],
-    operands: tuple[Operand, ...],
+    operands: tuple[OverflowOperand, ...],
     result: _Result,
     reaches: tuple[str, ...],
     gradients: int,
@@ -306,7 +306,7 @@ def _severity_of(x: Any) -> Any:
     return jnp.where(jnp.any(jnp.isnan(x)), 2, jnp.where(jnp.any(jnp.isinf(x)), 1, 0))
 
 
-def _result(array: Any) -> _Result:
+def _result_of(array: Any) -> _Result:
     x = np.asarray(array).astype(np.complex64 if jnp.iscomplexobj(array) else np.float64)
     bad = ~np.isfinite(x)
     index = tuple(int(i) for i in np.argwhere(bad)[0])
@@ -314,11 +314,11 @@ def _result(array: Any) -> _Result:
     return _Result(array.dtype.name, x.shape, int(bad.sum()) - nan, nan, index)
 
 
-def _operand(array: Any) -> Operand:
+def _operand_of(array: Any) -> OverflowOperand:
     x = np.abs(np.asarray(array).astype(np.complex64 if jnp.iscomplexobj(array) else np.float64))
     finite = x[np.isfinite(x)]
     nonzero = finite[finite > 0]
-    return Operand(
+    return OverflowOperand(
         array.dtype.name,
         x.shape,
         float(finite.max(initial=0)),

@@ -31,7 +31,7 @@ class Place(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Value:
+class RunValue:
     """An array of a running program, and what is known of it.
 
     Attributes:
@@ -45,7 +45,7 @@ class Value:
 
 # Called with the place of each operation, its operands and its results; returns the notes of the
 # results.
-Watcher = Callable[[Place, list[Value], list[Any]], list[Any]]
+Watcher = Callable[[Place, list[RunValue], list[Any]], list[Any]]
 # Joins the notes of the parts of an array.
 Join = Callable[[Any, list[Any]], Any]
 
@@ -64,10 +64,10 @@ class OneByOne:
     def run(
         self,
         program: Any,
-        args: Sequence[Value],
+        args: Sequence[RunValue],
         outer: Place = Place((), ()),  # noqa: B008
         over: "Devices | None" = None,
-    ) -> list[Value]:
+    ) -> list[RunValue]:
         """Runs a program and returns its results.
 
         Args:
@@ -79,13 +79,13 @@ class OneByOne:
         jaxpr = compat.open_jaxpr(program)
         last = _last_reads(jaxpr)
         place = over.spread if over else _as_it_is
-        consts = [Value(place(x), None) for x in compat.consts_of(program)]
-        env: dict[Any, Value] = dict(zip(jaxpr.constvars, consts, strict=True))
+        consts = [RunValue(place(x), None) for x in compat.consts_of(program)]
+        env: dict[Any, RunValue] = dict(zip(jaxpr.constvars, consts, strict=True))
         env.update(zip(jaxpr.invars, args, strict=True))
 
-        def read(atom: Any) -> Value:
+        def read(atom: Any) -> RunValue:
             if isinstance(atom, core.Literal):
-                return Value(place(compat.number(atom)), None)
+                return RunValue(place(compat.number(atom)), None)
             return env[atom]
 
         for number, equation in enumerate(jaxpr.eqns):
@@ -96,7 +96,9 @@ class OneByOne:
                 env.pop(variable, None)
         return [read(atom) for atom in jaxpr.outvars]
 
-    def _equation(self, place: Place, operands: list[Value], over: "Devices | None") -> list[Value]:
+    def _equation(
+        self, place: Place, operands: list[RunValue], over: "Devices | None"
+    ) -> list[RunValue]:
         equation = place.equations[0]
         name = equation.primitive.name
         if name in _LOOPS_AND_BRANCHES:
@@ -109,19 +111,21 @@ class OneByOne:
         # The mesh of an operation in a `shard_map` is that of its own mapping here.
         with compat.where(equation, equation.source_info.name_stack, None, mesh=over is None):
             made = over.bind(equation, arrays) if over else compat.bind(equation, arrays)
-        return list(map(Value, made, self._watch(place, operands, made)))
+        return list(map(RunValue, made, self._watch(place, operands, made)))
 
-    def _scan(self, place: Place, operands: list[Value], over: "Devices | None") -> list[Value]:
+    def _scan(
+        self, place: Place, operands: list[RunValue], over: "Devices | None"
+    ) -> list[RunValue]:
         params = place.equations[0].params
         (body,) = compat.bodies_of(place.equations[0])
         consts, count = compat.scan_counts(params)
         fixed, carry = operands[:consts], operands[consts : consts + count]
         stacked, axis = operands[consts + count :], 1 if over else 0
         turns = range(params["length"])
-        rows: list[list[Value]] = []
+        rows: list[list[RunValue]] = []
         for turn in reversed(turns) if params["reverse"] else turns:
             slices = [
-                Value(jax.lax.index_in_dim(x.array, turn, axis, keepdims=False), x.note)
+                RunValue(jax.lax.index_in_dim(x.array, turn, axis, keepdims=False), x.note)
                 for x in stacked
             ]
             made = self.run(body, [*fixed, *carry, *slices], _turn(place, turn), over)
@@ -131,20 +135,22 @@ class OneByOne:
             rows.reverse()
         return [*carry, *self._stacked(rows, place, axis)]
 
-    def _stacked(self, rows: list[list[Value]], place: Place, axis: int) -> list[Value]:
+    def _stacked(self, rows: list[list[RunValue]], place: Place, axis: int) -> list[RunValue]:
         """Stacks what the turns of a loop returned."""
         if not rows:
             avals: list[Any] = [variable.aval for variable in place.equations[0].outvars]
             count = compat.scan_counts(place.equations[0].params).carry
-            return [Value(jnp.zeros(aval.shape, aval.dtype), None) for aval in avals[count:]]
+            return [RunValue(jnp.zeros(aval.shape, aval.dtype), None) for aval in avals[count:]]
         columns = [list(column) for column in zip(*rows, strict=True)]
         found = []
         for column in columns:
             array = jnp.stack([value.array for value in column], axis)
-            found.append(Value(array, self._join(array, [value.note for value in column])))
+            found.append(RunValue(array, self._join(array, [value.note for value in column])))
         return found
 
-    def _while(self, place: Place, operands: list[Value], over: "Devices | None") -> list[Value]:
+    def _while(
+        self, place: Place, operands: list[RunValue], over: "Devices | None"
+    ) -> list[RunValue]:
         params = place.equations[0].params
         tested, consts = params["cond_nconsts"], params["body_nconsts"]
         of_test, of_body = operands[:tested], operands[tested : tested + consts]
@@ -157,28 +163,31 @@ class OneByOne:
             carry = self.run(params["body_jaxpr"], [*of_body, *carry], here, over)
             turn += 1
 
-    def _cond(self, place: Place, operands: list[Value], over: "Devices | None") -> list[Value]:
+    def _cond(
+        self, place: Place, operands: list[RunValue], over: "Devices | None"
+    ) -> list[RunValue]:
         branches = place.equations[0].params["branches"]
         index, *rest = operands
         chosen = int(jnp.clip(jnp.ravel(index.array)[0], 0, len(branches) - 1))
         return self.run(branches[chosen], rest, place, over)
 
-    def _shard_map(self, place: Place, operands: list[Value]) -> list[Value]:
+    def _shard_map(self, place: Place, operands: list[RunValue]) -> list[RunValue]:
         equation = place.equations[0]
         over = Devices(equation.params)
         local = [
-            Value(over.split(x.array, spec), x.note)
+            RunValue(over.split(x.array, spec), x.note)
             for x, spec in zip(operands, equation.params["in_specs"], strict=True)
         ]
         (body,) = compat.bodies_of(equation)
         made = self.run(body, local, place, over)
         specs = equation.params["out_specs"]
         return [
-            Value(over.joined(x.array, spec), x.note) for x, spec in zip(made, specs, strict=True)
+            RunValue(over.joined(x.array, spec), x.note)
+            for x, spec in zip(made, specs, strict=True)
         ]
 
 
-_LOOPS_AND_BRANCHES: dict[str, Callable[..., list[Value]]] = {
+_LOOPS_AND_BRANCHES: dict[str, Callable[..., list[RunValue]]] = {
     "scan": OneByOne._scan,
     "while": OneByOne._while,
     "cond": OneByOne._cond,

@@ -118,10 +118,7 @@ def make_train_step(
     (Array([0.5, 0.5], dtype=float32), 1.0)
     """
     policy = _one_policy(policy)
-    check_fsdp(fsdp)
-    check_microbatches(microbatches)
-    if cast not in get_args(Cast):
-        raise ValueError(f"cast must be 'products' or 'all', got {cast!r}")
+    _check_options(fsdp, microbatches, cast)
     loss_and_rest = _with_rest(_lowered(loss_fn, policy, cast, cast_batch), has_aux, recompute)
 
     def train_step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
@@ -158,13 +155,19 @@ def make_train_step(
         extra = {} if extra_args is None else dict(extra_args(state, batch, loss))
         new = _updated(state, grads, loss, extra, finite, collections)
         metrics = {"loss": loss, "grad_norm": norm} | _metrics(state, new)
-        if count_overflows:
-            metrics["nonfinite"] = _counted(grads, finite)
+        metrics |= _counted(grads, finite) if count_overflows else {}
         return new, metrics | ({"aux": aux} if has_aux else {})
 
     placed = None if shardings is None else (shardings, None)
     donated = (0,) if donate else ()
     return TrainStep(jax.jit(train_step, donate_argnums=donated, out_shardings=placed))
+
+
+def _check_options(fsdp: Any, microbatches: Any, cast: Any) -> None:
+    check_fsdp(fsdp)
+    check_microbatches(microbatches)
+    if cast not in get_args(Cast):
+        raise ValueError(f"cast must be 'products' or 'all', got {cast!r}")
 
 
 def _with_rest(lowered: Callable[..., Any], has_aux: bool, recompute: Recompute) -> Any:
@@ -301,13 +304,13 @@ def _metrics(old: TrainState, new: TrainState) -> Metrics:
     }
 
 
-def _counted(grads: PyTree, finite: Any) -> PyTree:
+def _counted(grads: PyTree, finite: Any) -> Metrics:
     """Returns how many numbers of each gradient are not finite; zeros where the step is taken."""
 
     def none(grads: PyTree) -> PyTree:
         return jax.tree.map(lambda _: jnp.uint32(0), grads)
 
-    return jax.lax.cond(finite, none, count_nonfinite, grads)
+    return {"nonfinite": jax.lax.cond(finite, none, count_nonfinite, grads)}
 
 
 def _reduction(rules: PolicyRules, fsdp: FSDP | None) -> GradientReduction | None:

@@ -345,7 +345,7 @@ def test_it_prints_a_paragraph() -> None:
 @pytest.mark.parametrize("reverse", [False, True])
 def test_loops_run_as_in_jax(reverse: bool) -> None:
     """The control: without an overflow, one after the other gives what the program gives."""
-    from jaxmp._diagnostics.one_by_one import OneByOne, Value
+    from jaxmp._diagnostics.one_by_one import OneByOne, RunValue
 
     def fun(x: jax.Array) -> Any:
         def turn(c: Any, row: Any) -> Any:
@@ -359,7 +359,7 @@ def test_loops_run_as_in_jax(reverse: bool) -> None:
     x = jnp.linspace(0, 1, 64).reshape(8, 8)
     closed = jax.make_jaxpr(fun)(x)
     run = OneByOne(lambda place, operands, results: [None] * len(results), lambda x, notes: None)
-    made = [value.array for value in run.run(closed, [Value(x, None)])]
+    made = [value.array for value in run.run(closed, [RunValue(x, None)])]
     for got, want in zip(made, jax.tree.leaves(fun(x)), strict=True):
         np.testing.assert_array_equal(got, want)
 

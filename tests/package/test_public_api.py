@@ -54,7 +54,7 @@ NAMES = [
 NAMES_IN = {
     jaxmp.diagnostics: [
         "LeafRange",
-        "Operand",
+        "OverflowOperand",
         "Overflow",
         "OverflowReport",
         "find_overflow",
