@@ -10,12 +10,13 @@ from jaxmp._autocast.kinds import FLOAT32
 from jaxmp._autocast.plan import Call, Plan
 from jaxmp._autocast.regions import scopes
 from jaxmp._autocast.rules import asks_for_precision
-from jaxmp._autocast.steps import HALVES, Step
+from jaxmp._autocast.steps import Step
 from jaxmp._jaxpr.flops import product_flops, programs_inside
 from jaxmp._jaxpr.op_classes import PRODUCTS, OpClass
 from jaxmp._jaxpr.scopes import NOT_FLOAT8
 from jaxmp._numerics.dtypes import DType
 from jaxmp._numerics.user_warnings import warn
+from jaxmp._policies.recipe import ONE_ROW
 
 # Products run in 16 bits, in float8, in 16 bits though float8 was asked for (the rest of the key is
 # the reason), or in float32 (the key is the reason).
@@ -30,10 +31,6 @@ _PRECISE = "asked for by jax.default_matmul_precision. Leave it out where 16 bit
 _KEPT = (
     "products of constants or positions, outer ones, or of numbers that 16 bits do not hold. "
     "Weights and data should be arguments of the function"
-)
-_OWN_16_BITS = (
-    "operands have 16 bits in the function itself; store params in float32, or use "
-    "jaxmp.float8.dot_general"
 )
 _Flops = collections.Counter[str]
 
@@ -68,7 +65,8 @@ def warn_of_what_is_left(planned: Plan, context: Call, told: list[str]) -> None:
         told.append(
             "a policy asks for products in float8, and autocast finds none to put there: "
             + "; ".join(reasons)
-            + ". jaxmp.audit has their lines, and docs/float8.md says what is left out, and why"
+            + ". jaxmp.audit has their lines. Weights should be float32 arguments of the function; "
+            "jaxmp.float8.dot_general takes others. docs/float8.md says what is left out, and why"
         )
     if told:
         warn(told[0])
@@ -106,18 +104,13 @@ def _of_step(step: Step, context: Call) -> _Flops:
         reason = _PRECISE
     if step.float8 is not None:
         return collections.Counter({_FLOAT8: product_flops(op.equation)})
-    if why := _why_in_16_bits(step, names, context):
-        return collections.Counter({NOT_FLOAT8 + why: product_flops(op.equation)})
+    if step.not_float8 == ONE_ROW:
+        return collections.Counter()
+    if step.not_float8 is not None:
+        return collections.Counter({NOT_FLOAT8 + step.not_float8: product_flops(op.equation)})
     wants = zip(step.wants[:2], op.in_avals, strict=False)
     dtypes = [want or aval.dtype for want, aval in wants]
     return _of_product(op.equation, dtypes, names, context, reason)
-
-
-def _why_in_16_bits(step: Step, names: tuple[str, ...], context: Call) -> str | None:
-    if step.not_float8 is not None or context.regions.of(names).products is None:
-        return step.not_float8
-    is_own = all(aval.dtype in HALVES for aval in step.op.in_avals[:2])
-    return _OWN_16_BITS if is_own else None
 
 
 def _reason_of(name: str) -> str:
@@ -150,7 +143,9 @@ def _of_product(
         dtype.itemsize > FLOAT32.itemsize for dtype in dtypes
     ):
         return collections.Counter()
-    if any(dtype.itemsize == 1 for dtype in dtypes):  # layers of Flax under a policy of their own
+    if any(
+        dtype.name.startswith("float8") for dtype in dtypes
+    ):  # layers of Flax under a policy of their own
         return collections.Counter({_FLOAT8: product_flops(equation)})
     return collections.Counter({reason if FLOAT32 in dtypes else _LOW: product_flops(equation)})
 

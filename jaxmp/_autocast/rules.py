@@ -261,6 +261,9 @@ def _rule_lower(op: Op, states: States, region: Region) -> Step:
     return Step(op, wanting(states, region.low), results(op, State(Kind.LOW, region.low)))
 
 
+_OWN_16_BITS = "operands have 16 bits in the function itself"
+
+
 def plan_product(op: Op, states: States, region: Region) -> Step:
     """Plans a product: low operands and a low result, unless the program asks for more."""
     params = op.params
@@ -269,8 +272,10 @@ def plan_product(op: Op, states: States, region: Region) -> Step:
     if len(operands) < 2 or asks_for_precision(params.get("precision")):
         return alone(op, states)
     returned = op.out_avals[0].dtype
-    if all(dtype in HALVES for dtype in traced):
-        return alone(op, states)  # the user's own dtypes
+    if all(dtype in HALVES for dtype in traced):  # the user's own dtypes
+        step = alone(op, states)
+        step.not_float8 = _OWN_16_BITS if region.products is not None else None
+        return step
     # The program asked for another dtype by `preferred_element_type`.
     if not {*traced, returned} <= {FLOAT32, region.low}:
         return alone(op, states)

@@ -1,6 +1,7 @@
 """Finds the operation whose value first left the range of its dtype, in loss or gradients."""
 
 import dataclasses
+import enum
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -10,15 +11,19 @@ import jax
 import jax.numpy as jnp
 import jmp
 import numpy as np
+import optax
 from jaxtyping import PyTree
 
 from jaxmp._autocast.api import autocast
 from jaxmp._diagnostics.one_by_one import OneByOne, Place, RunValue
 from jaxmp._inspect.equations import Site
-from jaxmp._inspect.lines import Lines, direction, module_path, scopes_of
+from jaxmp._inspect.lines import UNKNOWN, Lines, direction, module_path, scopes_of
+from jaxmp._jaxpr import compat
 from jaxmp._jaxpr.mesh_axes import on_automatic_axes_here, on_automatic_mesh
+from jaxmp._jaxpr.op_classes import LOGARITHMS
 from jaxmp._jaxpr.tracing import Static, combine, partition, trace_call
 from jaxmp._numerics.dtypes import is_inexact
+from jaxmp._numerics.tree import split_floats
 from jaxmp._policies.policy_rules import PolicyRules
 from jaxmp._training.gradient_options import LossScaleLike
 from jaxmp._training.gradients import value_and_grad
@@ -48,8 +53,8 @@ class Overflow:
     """The operation whose value first left the range of its dtype. It prints as a paragraph.
 
     Attributes:
-      operation: the name of the primitive, such as `"exp"`, or `"argument"` if what was given is
-        not finite itself.
+      operation: the name of the primitive, such as `"exp"`; `"argument"` or `"constant"` if what
+        was given, or a number in the program, is not finite itself.
       line: the line of the user's code; the name of the leaf for an argument.
       path: the module or scope.
       direction: `"forward"`, `"backward"`, `"recomputed"` by a checkpoint, or `""`.
@@ -61,7 +66,8 @@ class Overflow:
       infinite: how many numbers of its result are infinite.
       nan: how many are NaN.
       index: where the first of these is.
-      reaches: which results are not finite because of it: `"loss"` and the names of gradients.
+      reaches: which results are not finite because of it: `"loss"`, the names of gradients,
+        `"norm"` for the norm of all gradients, and `"aux/..."`.
       gradients: how many gradients there are.
     """
 
@@ -83,23 +89,29 @@ class Overflow:
         size = math.prod(self.shape)
         bad = [f"{n:,} {word}" for n, word in ((self.infinite, "infinite"), (self.nan, "NaN")) if n]
         what = f"{' and '.join(bad)} of {size:,} numbers in {self.dtype}"
-        grads = [name for name in self.reaches if name != "loss"]
-        reached = ["the loss"] * ("loss" in self.reaches)
-        if grads:
+        others = [name for name in self.reaches if name in _OTHERS or name.startswith("aux/")]
+        reached = ["the norm of all gradients" if name == "norm" else name for name in others]
+        if grads := [name for name in self.reaches if name not in others]:
             reached.append(f"{len(grads)} of {self.gradients} gradients ({_some(grads)})")
-        tail = f"Not finite because of it: {' and '.join(reached)}."
+        tail = f"Not finite because of it: {', '.join(reached)}."
         if self.operation == "argument":
             return f"{self.line} was given with {what}, first at {self.index}. {tail}"
         where = [self.line, self.path and f"in {self.path}", self.direction and f"{self.direction}"]
         where += [f"turn {', '.join(map(str, self.turns))} of its loop"] * bool(self.turns)
+        at = ", ".join(part for part in where if part)
+        if self.operation == "constant":
+            return (
+                f"a constant of the program, read at {at}, holds {what}, first at {self.index}. "
+                f"{tail}"
+            )
         read = " and ".join(
             f"{each.dtype}{list(each.shape)} of {each.smallest:.3g} to {each.largest:.3g}"
             for each in self.operands
         )
-        return (
-            f"{self.operation} at {', '.join(part for part in where if part)} gives {what}, first "
-            f"at {self.index}, from {read}. {tail}"
-        )
+        return f"{self.operation} at {at} gives {what}, first at {self.index}, from {read}. {tail}"
+
+
+_OTHERS = ("loss", "norm")
 
 
 def find_overflow(
@@ -121,7 +133,8 @@ def find_overflow(
     that step.
 
     An infinity that a program uses, such as -inf for what is masked, does not count where nothing
-    that is not finite comes of it.
+    that is not finite comes of it. -inf from a logarithm, from an argument or written in the
+    program is named only if nothing else was found.
 
     Args:
       loss_fn: `loss_fn(params, *args, **kwargs)`, as given to `make_train_step` or
@@ -131,15 +144,16 @@ def find_overflow(
       policy: the policy of the step, for functions that it puts under autocast. None for models
         that have a policy of their own.
       loss_scale: the scale of the step: `state.loss_scale`, or a number.
-      has_aux: whether `loss_fn` returns `(loss, aux)`.
+      has_aux: whether `loss_fn` returns `(loss, aux)`, such as new batch statistics.
       **kwargs: collections, as the step passes them.
 
     Returns:
-      The operation, with its line, module, pass, what it read and what came of it; None if loss and
-      gradients are finite.
+      The operation, with its line, module, pass, what it read and what came of it; None if loss,
+      gradients, their norm and `aux` are finite.
 
     Raises:
-      TypeError, ValueError: as `jaxmp.autocast` and `jaxmp.value_and_grad` do.
+      TypeError: if it is called under `jit`, or as `jaxmp.value_and_grad` does.
+      ValueError: if the arrays were donated, or as `jaxmp.autocast` does.
 
     >>> params, x = {"w": jnp.full((2, 2), 400.0)}, jnp.full((1, 2), 100.0)
     >>> found = find_overflow(lambda p, x: jnp.sum(x @ p["w"]), params, x, policy="mixed_float16")
@@ -148,18 +162,43 @@ def find_overflow(
     """
     fun = loss_fn if policy is None else autocast(loss_fn, policy)
     gradient = value_and_grad(fun, has_aux=has_aux, loss_scale=loss_scale)
+
+    def evaluate(*args: Any, **kwargs: Any) -> Any:
+        out, gradients = gradient(*args, **kwargs)
+        loss, aux = out if has_aux else (out, ())
+        return loss, gradients, optax.tree.norm(split_floats(gradients)[0]), aux
+
     static, arrays = partition(((params, *args), kwargs))
-    traced = trace_call(gradient, static, arrays)
+    _check_alive(arrays)
+    traced = trace_call(evaluate, static, arrays)
     search = _Search()
     named = zip(map(on_automatic_mesh, arrays), _argument_names(static, arrays), strict=True)
     with on_automatic_axes_here(arrays):
         given = [search.argument(x, name) for x, name in named]
         made = OneByOne(search.see, search.join).run(traced.closed, given)
-    loss, gradients = combine(traced.returned, made)
-    results = {"loss": loss[0] if has_aux else loss}
-    leaves, _ = jax.tree_util.tree_flatten_with_path(gradients)
-    results |= {_path_text(path): value for path, value in leaves}
-    return search.first(results)
+        loss, gradients, norm, aux = combine(traced.returned, made)
+        grads, others = _by_path(gradients, ""), _by_path(aux, "aux/")
+        return search.first({"loss": loss, "norm": norm, **grads, **others}, len(grads))
+
+
+def _check_alive(arrays: list[Any]) -> None:
+    if any(map(compat.is_traced, arrays)):
+        raise TypeError(
+            "find_overflow looks at numbers, and under jit there are none: call it outside, with "
+            "the params and the batch of the step"
+        )
+    if any(isinstance(x, jax.Array) and x.is_deleted() for x in arrays):
+        raise ValueError(
+            "these params were donated to a step, which wrote the next ones over them. Keep a copy "
+            "before the step, or make it with make_train_step(..., donate=False)"
+        )
+
+
+def _by_path(tree: PyTree, prefix: str) -> dict[str, RunValue]:
+    """Returns the arrays of a tree by their paths."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    found = {f"{prefix}{_path_text(path)}": leaf for path, leaf in leaves}
+    return {name: leaf for name, leaf in found.items() if isinstance(leaf, RunValue)}
 
 
 def _argument_names(static: Static, arrays: list[Any]) -> list[str]:
@@ -187,86 +226,125 @@ def _path_text(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
+class _Level(enum.IntEnum):
+    """What in an array is not finite."""
+
+    FINITE = 0
+    MASKED = 1  # -inf alone, as in masks
+    INFINITE = 2
+    NAN = 3
+
+
 class _Note(NamedTuple):
-    """What is known of an array.
+    """What is known of an array, and the numbers of the events that what is not finite is from."""
+
+    level: _Level = _Level.FINITE
+    events: frozenset[int] = frozenset()
+
+
+class _Event(NamedTuple):
+    """Something that is not finite, and began here.
 
     Attributes:
-      severity: 0 if it is finite, 1 if it holds infinities, 2 if it holds NaN.
-      events: the numbers of the operations that what is not finite comes from.
+      rank: 0 if it is a fault, larger if it may be meant: 1 for -inf of a logarithm or given as an
+        argument, 2 for an infinity in the program. The lowest rank is named, and of that the first.
+      report: makes the report, of the results that it reaches and the number of gradients.
     """
 
-    severity: int = 0
-    events: frozenset[int] = frozenset()
+    rank: int
+    report: Callable[[tuple[str, ...], int], Overflow]
 
 
 class _Search:
     """Notes of each array where what is not finite in it began."""
 
     def __init__(self) -> None:
-        self._events: list[Callable[[tuple[str, ...], int], Overflow]] = []
+        self._events: list[_Event] = []
         self._lines = Lines()
 
     def argument(self, array: Any, name: str) -> RunValue:
         """Returns an argument of the program."""
-        severity = _severity(array)
-        if not severity:
+        level = _level(array)
+        if not level:
             return RunValue(array, _Note())
-        event = functools.partial(_event, "argument", name, "", "", (), (), _result_of(array))
-        return RunValue(array, _Note(severity, self._new(event)))
+        report = functools.partial(_report, "argument", name, "", "", (), (), _result_of(array))
+        return RunValue(array, _Note(level, self._new(level is _Level.MASKED, report)))
 
     def see(self, place: Place, operands: list[RunValue], results: list[Any]) -> list[_Note]:
         """Returns what is known of the results of an operation."""
-        severities = list(map(_severity, results))
-        if not any(severities):
+        levels = list(map(_level, results))
+        if not any(levels):
             return [_Note()] * len(results)
-        known = [self._known(operand) for operand in operands]
-        events = frozenset().union(*(note.events for note in known if note.severity))
-        if max(severities) > max((note.severity for note in known), default=0):
-            worst = results[severities.index(max(severities))]
-            events |= self._new(self._at(place, operands, worst))
-        return [_Note(severity, events if severity else frozenset()) for severity in severities]
+        known = [self._known(operand, place) for operand in operands]
+        events = frozenset().union(*(note.events for note in known if note.level))
+        if max(levels) > max((note.level for note in known), default=0):
+            worst = results[levels.index(max(levels))]
+            name = place.equations[0].primitive.name
+            meant = max(levels) is _Level.MASKED and name in LOGARITHMS
+            events |= self._new(meant, self._report_at(name, place, operands, worst))
+        return [_Note(level, events if level else frozenset()) for level in levels]
 
-    def join(self, array: Any, notes: list[_Note | None]) -> _Note:
+    def join(self, array: Any, notes: list[_Note | None]) -> _Note | None:
         """Returns what is known of an array from what is known of its parts."""
         known = [note for note in notes if note is not None]
+        if len(known) < len(notes):  # with a constant, which is looked at where it is read
+            return None
         return _Note(
-            max((note.severity for note in known), default=0),
+            max((note.level for note in known), default=_Level.FINITE),
             frozenset().union(*(note.events for note in known)),
         )
 
-    def first(self, named: dict[str, RunValue]) -> Overflow | None:
+    def first(self, named: dict[str, RunValue], gradients: int) -> Overflow | None:
         """Returns the first operation from which a result is not finite; None if all are."""
-        notes = {name: self._known(value) for name, value in named.items()}
-        bad = {name: note for name, note in notes.items() if note.severity}
+        notes = {name: self._known(value, None) for name, value in named.items()}
+        bad = {name: note for name, note in notes.items() if note.level}
         if not bad:
             return None
-        begun = min(min(note.events) for note in bad.values() if note.events)
+        if any(name not in ("norm", "loss") for name in bad):
+            bad.pop("norm", None)  # it says nothing new
+        # What breaks the loss comes before what breaks a gradient of it.
+        notes = {"loss": bad["loss"]} if "loss" in bad else bad
+        events = frozenset().union(*(note.events for note in notes.values()))
+        begun = min(events, key=lambda number: (self._events[number].rank, number))
         reached = tuple(name for name, note in bad.items() if begun in note.events)
-        return self._events[begun](reached, len(named) - 1)
+        return self._events[begun].report(reached, gradients)
 
-    def _known(self, value: RunValue) -> _Note:
+    def _known(self, value: RunValue, place: Place | None) -> _Note:
+        """Returns what is known of a value; a constant of the program is looked at here."""
         note: _Note | None = value.note
-        return note if note is not None else _Note(_severity(value.array))
+        if note is not None:
+            return note
+        level = _level(value.array)
+        if not level:
+            return _Note()
+        report = self._report_at("constant", place, [], value.array)
+        return _Note(level, self._new(0 if level is _Level.NAN else 2, report))
 
-    def _new(self, event: Any) -> frozenset[int]:
-        self._events.append(event)
+    def _new(self, rank: int, report: Any) -> frozenset[int]:
+        self._events.append(_Event(int(rank), report))
         return frozenset([len(self._events) - 1])
 
-    def _at(self, place: Place, operands: list[RunValue], worst: Any) -> Any:
+    def _report_at(
+        self, name: str, place: Place | None, operands: list[RunValue], worst: Any
+    ) -> Any:
+        if place is None:
+            return functools.partial(_report, name, UNKNOWN, "", "", (), (), _result_of(worst))
         outer: Site | None = None
         for equation in reversed(place.equations[1:]):
             outer = Site(equation, equation.primitive.name, 1, outer)
         site = Site(place.equations[0], place.equations[0].primitive.name, 1, outer)
         scopes = scopes_of(site)
+        device = int(np.argwhere(~np.isfinite(_wide(worst)))[0][0]) if place.mapped else None
+        read = [each.array for each in operands if is_inexact(each.array)]
         return functools.partial(
-            _event,
-            site.name,
+            _report,
+            name,
             self._lines.of(site),
             module_path(scopes),
             direction(scopes),
             place.turns,
-            tuple(_operand_of(each.array) for each in operands if is_inexact(each.array)),
-            _result_of(worst),
+            tuple(_operand_of(array if device is None else array[device]) for array in read),
+            _result_of(worst if device is None else worst[device]),
         )
 
 
@@ -280,7 +358,7 @@ class _Result(NamedTuple):
     first: tuple[int, ...]
 
 
-def _event(
+def _report(
     operation: str,
     line: str,
     path: str,
@@ -296,26 +374,32 @@ def _event(
     )
 
 
-def _severity(array: Any) -> int:
-    """Returns 0 for finite numbers, 1 for infinities among them, 2 for NaN."""
-    return int(_severity_of(array)) if is_inexact(array) else 0
+def _level(array: Any) -> _Level:
+    return _Level(int(_level_of(array))) if is_inexact(array) else _Level.FINITE
 
 
 @jax.jit
-def _severity_of(x: Any) -> Any:
-    return jnp.where(jnp.any(jnp.isnan(x)), 2, jnp.where(jnp.any(jnp.isinf(x)), 1, 0))
+def _level_of(x: Any) -> Any:
+    masked = jnp.where(jnp.any(jnp.isinf(x)), 1, 0)
+    level = masked if jnp.iscomplexobj(x) else jnp.where(jnp.any(jnp.isposinf(x)), 2, masked)
+    return jnp.where(jnp.any(jnp.isnan(x)), 3, level)
+
+
+def _wide(array: Any) -> Any:
+    """Returns numbers of any dtype as NumPy computes with them."""
+    return np.asarray(array).astype(np.complex128 if jnp.iscomplexobj(array) else np.float64)
 
 
 def _result_of(array: Any) -> _Result:
-    x = np.asarray(array).astype(np.complex64 if jnp.iscomplexobj(array) else np.float64)
+    x = _wide(array)
     bad = ~np.isfinite(x)
     index = tuple(int(i) for i in np.argwhere(bad)[0])
-    nan = int(np.isnan(x).sum())
-    return _Result(array.dtype.name, x.shape, int(bad.sum()) - nan, nan, index)
+    infinite = int(np.isinf(x).sum())
+    return _Result(array.dtype.name, x.shape, infinite, int(bad.sum()) - infinite, index)
 
 
 def _operand_of(array: Any) -> OverflowOperand:
-    x = np.abs(np.asarray(array).astype(np.complex64 if jnp.iscomplexobj(array) else np.float64))
+    x = np.abs(_wide(array))
     finite = x[np.isfinite(x)]
     nonzero = finite[finite > 0]
     return OverflowOperand(

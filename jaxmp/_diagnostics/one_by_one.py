@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from jaxmp._jaxpr import compat
-from jaxmp._jaxpr.op_classes import CLASSES, VARYING_CASTS, OpClass
+from jaxmp._jaxpr.mesh_axes import automatic_devices, on_automatic_mesh
+from jaxmp._jaxpr.op_classes import CLASSES, LAYINGS, OpClass
 
 
 class Place(NamedTuple):
@@ -24,10 +25,12 @@ class Place(NamedTuple):
     Attributes:
       equations: the operation, and those around it, innermost first.
       turns: the numbers of the turns of the loops around it, outermost first.
+      mapped: whether it is in a `shard_map`, where arrays have a first axis of devices here.
     """
 
     equations: tuple[core.JaxprEqn, ...]
     turns: tuple[int, ...]
+    mapped: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,7 +82,8 @@ class OneByOne:
         jaxpr = compat.open_jaxpr(program)
         last = _last_reads(jaxpr)
         place = over.spread if over else _as_it_is
-        consts = [RunValue(place(x), None) for x in compat.consts_of(program)]
+        # Constants may have been made on explicit axes, outside of the program.
+        consts = [RunValue(place(on_automatic_mesh(x)), None) for x in compat.consts_of(program)]
         env: dict[Any, RunValue] = dict(zip(jaxpr.constvars, consts, strict=True))
         env.update(zip(jaxpr.invars, args, strict=True))
 
@@ -89,7 +93,7 @@ class OneByOne:
             return env[atom]
 
         for number, equation in enumerate(jaxpr.eqns):
-            here = Place((equation, *outer.equations), outer.turns)
+            here = outer._replace(equations=(equation, *outer.equations))
             operands = [read(atom) for atom in equation.invars]
             env.update(zip(equation.outvars, self._equation(here, operands, over), strict=True))
             for variable in last[number]:
@@ -105,9 +109,22 @@ class OneByOne:
             return _LOOPS_AND_BRANCHES[name](self, place, operands, over)
         if name == "shard_map" and over is None:
             return self._shard_map(place, operands)
-        if CLASSES.get(name) is OpClass.CONTROL and (bodies := compat.bodies_of(equation)):
+        if (
+            name != "shard_map"
+            and CLASSES.get(name) is OpClass.CONTROL
+            and (bodies := compat.bodies_of(equation))
+        ):
             return self.run(bodies[0], operands, place, over)
+        return self._operation(place, operands, over)
+
+    def _operation(
+        self, place: Place, operands: list[RunValue], over: "Devices | None"
+    ) -> list[RunValue]:
+        """Runs an operation as a whole."""
+        equation = place.equations[0]
         arrays = [operand.array for operand in operands]
+        if equation.primitive.name in LAYINGS:
+            return operands[: len(equation.outvars)]
         # The mesh of an operation in a `shard_map` is that of its own mapping here.
         with compat.where(equation, equation.source_info.name_stack, None, mesh=over is None):
             made = over.bind(equation, arrays) if over else compat.bind(equation, arrays)
@@ -133,16 +150,19 @@ class OneByOne:
             rows.append(row)
         if params["reverse"]:
             rows.reverse()
-        return [*carry, *self._stacked(rows, place, axis)]
+        return [*carry, *self._stacked(rows, place, over)]
 
-    def _stacked(self, rows: list[list[RunValue]], place: Place, axis: int) -> list[RunValue]:
+    def _stacked(
+        self, rows: list[list[RunValue]], place: Place, over: "Devices | None"
+    ) -> list[RunValue]:
         """Stacks what the turns of a loop returned."""
         if not rows:
             avals: list[Any] = [variable.aval for variable in place.equations[0].outvars]
             count = compat.scan_counts(place.equations[0].params).carry
-            return [RunValue(jnp.zeros(aval.shape, aval.dtype), None) for aval in avals[count:]]
+            lay = over.spread if over else _as_it_is
+            return [RunValue(lay(jnp.zeros(x.shape, x.dtype)), None) for x in avals[count:]]
         columns = [list(column) for column in zip(*rows, strict=True)]
-        found = []
+        found, axis = [], 1 if over else 0
         for column in columns:
             array = jnp.stack([value.array for value in column], axis)
             found.append(RunValue(array, self._join(array, [value.note for value in column])))
@@ -158,7 +178,9 @@ class OneByOne:
         while True:
             here = _turn(place, turn)
             (go_on,) = self.run(params["cond_jaxpr"], [*of_test, *carry], here, over)
-            if not bool(jnp.any(go_on.array)):
+            if not _same(go_on.array):  # some devices are done: it runs as a whole
+                return self._operation(place, operands, over)
+            if not bool(jnp.ravel(go_on.array)[0]):
                 return carry
             carry = self.run(params["body_jaxpr"], [*of_body, *carry], here, over)
             turn += 1
@@ -168,6 +190,8 @@ class OneByOne:
     ) -> list[RunValue]:
         branches = place.equations[0].params["branches"]
         index, *rest = operands
+        if not _same(index.array):  # devices take different branches: it runs as a whole
+            return self._operation(place, operands, over)
         chosen = int(jnp.clip(jnp.ravel(index.array)[0], 0, len(branches) - 1))
         return self.run(branches[chosen], rest, place, over)
 
@@ -179,7 +203,7 @@ class OneByOne:
             for x, spec in zip(operands, equation.params["in_specs"], strict=True)
         ]
         (body,) = compat.bodies_of(equation)
-        made = self.run(body, local, place, over)
+        made = self.run(body, local, place._replace(mapped=True), over)
         specs = equation.params["out_specs"]
         return [
             RunValue(over.joined(x.array, spec), x.note)
@@ -202,7 +226,7 @@ class Devices:
     """
 
     def __init__(self, params: dict[str, Any]) -> None:
-        self._mesh = params["mesh"]
+        self._mesh = automatic_devices(params["mesh"])
         self._axes = frozenset(params["newly_manual_axes"])
         self._checks = params["check_vma"]
         self._all = jax.P(tuple(name for name in self._mesh.axis_names if name in self._axes))
@@ -221,8 +245,6 @@ class Devices:
 
     def bind(self, equation: core.JaxprEqn, arrays: list[Any]) -> list[Any]:
         """Runs an operation on each device."""
-        if equation.primitive.name in VARYING_CASTS:
-            return arrays
 
         def local(*xs: Any) -> tuple[Any, ...]:
             return tuple(out[None] for out in compat.bind(equation, [x[0] for x in xs]))
@@ -246,6 +268,11 @@ class Devices:
 
 def _turn(place: Place, turn: int) -> Place:
     return place._replace(turns=(*place.turns, turn))
+
+
+def _same(flags: Any) -> bool:
+    """Whether all devices say the same."""
+    return bool(jnp.all(flags == jnp.ravel(flags)[0]))
 
 
 def _as_it_is(value: Any) -> Any:

@@ -98,7 +98,7 @@ def overflow_report(tree: PyTree, *, dtype: Any = None, loss_scale: Any = 1.0) -
       The report. It waits for the device.
 
     Raises:
-      ValueError: for an unknown dtype.
+      ValueError: for an unknown dtype, or a scale that is not positive.
 
     >>> grads = {"w": jnp.array([3.0, -1.0]), "b": jnp.array([jnp.inf, 1e-3])}
     >>> report = overflow_report(grads, dtype="float16", loss_scale=2.0**10)
@@ -107,6 +107,8 @@ def overflow_report(tree: PyTree, *, dtype: Any = None, loss_scale: Any = 1.0) -
     """
     chosen = None if dtype is None else parse_dtype(dtype)
     scale = float(np.max(getattr(loss_scale, "scale", loss_scale)))
+    if not scale > 0:
+        raise ValueError(f"loss_scale must be positive, got {scale:g}")
     named = dict(zip(leaf_names(tree), jax.tree.leaves(tree), strict=True))
     floats = {name: jnp.asarray(x) for name, x in named.items() if is_inexact(x)}
     bad, nan, largest = jax.device_get(_ranges(list(floats.values())))
@@ -125,7 +127,7 @@ def overflow_report(tree: PyTree, *, dtype: Any = None, loss_scale: Any = 1.0) -
 @jax.jit
 def _ranges(floats: list[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
     """Returns of each array how many numbers are not finite, how many NaN, and the largest."""
-    wide = [jnp.abs(widen(x)) for x in floats]
+    wide = [jnp.abs(widen(x)) for x in floats]  # of a complex infinity with NaN, infinity
     nan = [jnp.sum(jnp.isnan(x), dtype=jnp.uint32) for x in wide]
     largest = [jnp.max(jnp.where(jnp.isfinite(x), x, 0), initial=0) for x in wide]
     return count_nonfinite(floats), nan, largest

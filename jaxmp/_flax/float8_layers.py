@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+
 from jaxmp._flax.layer_products import is_layer, what_is_own, why_not_in_float8
 from jaxmp._numerics.user_warnings import warn_once
 from jaxmp._policies.policy_rules import Decision, PolicyRules
@@ -31,6 +33,7 @@ class Float8Layers:
         float8.
       asked: whether a module has a policy with products in float8.
       others: whether a layer has a policy without.
+      multiplies: whether a module with a policy with products has params of two dimensions.
     """
 
     def __init__(self, rules: PolicyRules, *, strict: bool) -> None:
@@ -39,7 +42,7 @@ class Float8Layers:
         self.families: dict[str, str | None] = {}
         self.own: dict[str, str] = {}
         self.reasons: dict[str, str | None] = {}
-        self.asked = self.others = False
+        self.asked = self.others = self.multiplies = False
 
     def family(self, path: str, module: Any, decision: Decision) -> str | None:
         """Returns the family for which a module is left out of float8; None if it is not."""
@@ -48,14 +51,14 @@ class Float8Layers:
         found = self.families[path] = family_of(path, module, decision, self.families)
         return found
 
-    def note(self, path: str, module: Any, decision: Decision, kernel: Any) -> None:
+    def note(self, path: str, module: Any, decision: Decision, params: Mapping[str, Any]) -> None:
         """Notes whether a module is in float8, once it has its params.
 
         Args:
           path: the path of the module.
           module: the module.
           decision: the decision of the rules.
-          kernel: the kernel of a layer, or None.
+          params: its own params, by name.
 
         Raises:
           ValueError: if a strict rule names a layer whose products are its author's.
@@ -65,11 +68,12 @@ class Float8Layers:
             self.others |= is_layer(module) or what_is_own(module) is not None
             return
         self.asked = True
+        self.multiplies |= any(x.ndim > 1 for x in jax.tree.leaves(dict(params)))
         family = self.families.get(path)
         own = what_is_own(module) if family is None else None
         if own is None:
             if is_layer(module):
-                self.reasons[path] = family or why_not_in_float8(module, kernel)
+                self.reasons[path] = family or why_not_in_float8(module, params.get("kernel"))
             return
         if rule is not None and self._strict:
             raise ValueError(
@@ -95,7 +99,7 @@ class Float8Layers:
             )
             return
         # Where rules leave every layer out, the default may well ask for float8.
-        ruled_out = self.others and not self.reasons
+        ruled_out = not self.reasons and (self.others or not self.multiplies)
         if whole and self.asked and not ruled_out and all(self.reasons.values()):
             why = _first_of(self.reasons) if self.reasons else "it has no Dense or Linear layer"
             warn_once(

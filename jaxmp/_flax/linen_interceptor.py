@@ -171,7 +171,7 @@ class _Session:
         if is_setup:
             return out
         if self.float8.wanted:
-            self.float8.note(path, module, decision, params_of_linen(module).get("kernel"))
+            self.float8.note(path, module, decision, params_of_linen(module))
         if not within:
             self._check_followed(module, made)
         return self._as_part(path, out)
@@ -217,11 +217,12 @@ class _Session:
     def warn(self, variables: Mapping[str, Any], *, whole: bool, again: bool) -> None:
         """Warns of what no policy reaches, and of the fault of the CPU compiler."""
         warn_of_cpu_compiler(dtypes_of(self.rules), variables)
-        # A cached trace of nn.jit shows no layers.
-        self.float8.warn(self.module, whole=whole and not self.jitted, again=again)
+        params = variables.get("params", {})
+        # A cached trace of nn.jit shows no layers, and nor does a branch that is not taken.
+        whole = whole and self.float8.wanted and not self._unseen(params, "")
+        self.float8.warn(self.module, whole=whole, again=again)
         if not self.unreached:
             return
-        params = variables.get("params", {})
         counts = {
             path: sum(_size(_at(params, f"{path}/{name}")) for name in names)
             for path, names in self.unreached.items()

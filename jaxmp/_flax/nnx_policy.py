@@ -113,8 +113,12 @@ def apply_policy(
         for plan in plans:
             _apply_plan(plan, originals)
         for plan in plans:
-            kernel = vars(plan.module).get("kernel")
-            float8.note(plan.path, plan.module, plan.decision, kernel)
+            params = {
+                name: variable.get_raw_value()
+                for name, variable in vars(plan.module).items()
+                if isinstance(variable, nnx.Param)
+            }
+            float8.note(plan.path, plan.module, plan.decision, params)
         float8.warn(model)
         warn_of_cpu_compiler(dtypes_of(rules), [snapshot.values for snapshot in before])
         for module in check_reached(plans, strict):  # reported, so no second report by promise

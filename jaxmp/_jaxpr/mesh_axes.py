@@ -51,10 +51,14 @@ def on_automatic_mesh(x: Any) -> Any:
     sharding = getattr(x, "sharding", None)
     if not isinstance(sharding, NamedSharding) or not explicit_mesh([x]):
         return x
-    mesh: Any = sharding.mesh
-    kinds = automatic(mesh).axis_types
-    free = jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=kinds)
-    return jax.device_put(x, NamedSharding(free, sharding.spec))
+    return jax.device_put(x, NamedSharding(automatic_devices(sharding.mesh), sharding.spec))
+
+
+def automatic_devices(mesh: Any) -> Any:
+    """Returns the mesh, with its devices, with automatic axes in place of explicit ones."""
+    if not isinstance(mesh, jax.sharding.Mesh):
+        return automatic(mesh)
+    return jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=automatic(mesh).axis_types)
 
 
 def on_automatic_axes_here(arrays: Iterable[Any]) -> Any:

@@ -241,8 +241,10 @@ IN_HELPERS = JITS | _listed("custom_jvp_call convert_element_type iota and or no
 # Operations over mesh axes. Casts between kinds of variation are none: they send nothing.
 COLLECTIVES = _listed(_COLLECTIVE_SUMS, _TRANSFERS, "psend")
 
-# Change the type of what is local to a device, and nothing else.
-VARYING_CASTS = _listed(_REDUCED_CASTS, "pvary pcast")
+# Of zero they are -inf, as masks are made.
+LOGARITHMS = _listed("log log2 log10")
+# Say how an array lies on devices, or what is known of that, and change no number.
+LAYINGS = _listed(_REDUCED_CASTS, "pvary pcast sharding_constraint reshard mesh_cast")
 
 # Casts. Those to float8 read an array twice: for its largest magnitude, and to round it.
 CASTS = _listed("convert_element_type float8_encode")

@@ -14,6 +14,8 @@ Minimum = Literal["auto"] | None
 
 _E4M3, _E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 _FLOAT8 = (_E4M3, _E5M2)
+# Why a product is left out that a call with more rows may have: it says nothing about the function.
+ONE_ROW = "M = 1: one row is read, not multiplied"
 _BFLOAT16: Literal["bfloat16"] = "bfloat16"
 # Tensor cores and the shapes that XLA's float8 products take without padding.
 _MULTIPLE = 16
@@ -127,7 +129,7 @@ class Recipe:
             if size % _MULTIPLE:
                 return f"{name} = {size} is no multiple of {_MULTIPLE}"
         if rows == 1:
-            return "M = 1: one row is read, not multiplied"
+            return ONE_ROW
         if self.minimum == "auto" and jax.default_backend() == "gpu" and self._is_slow(**sizes):
             return f"K = {summed}, N = {columns} is slower in float8"
         return None

@@ -39,7 +39,7 @@ def check_progress(
     Raises:
       TrainingStalled: after `limit` skips in a row, for params that hold NaN, and for a loss that
         is not finite in a step that was taken. The message names likely causes and remedies.
-      TypeError: if `state` holds no optimizer state of jaxmp.
+      TypeError: if `state` holds no optimizer state of jaxmp, or `nonfinite` is not counts.
 
     Warns:
       UserWarning: if the loss scale is lower than the optimizer of the state can have made it.
@@ -74,7 +74,13 @@ def check_progress(
 
 def _worst(nonfinite: PyTree | None) -> str:
     """Names the gradients with the most numbers that are not finite."""
-    counts = [int(x) for x in jax.tree.leaves(nonfinite)]
+    leaves = jax.tree.leaves(nonfinite)
+    if not all(jnp.issubdtype(jnp.result_type(x), jnp.integer) for x in leaves):
+        raise TypeError(
+            'nonfinite takes the counts in metrics["nonfinite"], which a step has that was made '
+            "with make_train_step(..., count_overflows=True)"
+        )
+    counts = [int(x) for x in leaves]
     named = [
         (count, name) for count, name in zip(counts, leaf_names(nonfinite), strict=True) if count
     ]

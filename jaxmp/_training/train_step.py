@@ -93,7 +93,7 @@ def make_train_step(
         backward pass; see `jaxmp.recompute`. For layers in a scan, use `"auto"`.
       count_overflows: whether `metrics["nonfinite"]` says how many numbers of each gradient are
         infinite or NaN, in the structure of the params, uint32. They are counted in skipped steps
-        alone. `check_progress` and `jaxmp.diagnostics.overflow_report` name the params.
+        alone. `check_progress` names the params with the most.
 
     Returns:
       A jitted `step(state, batch) -> (state, metrics)`, which can be lowered and traced like a

@@ -105,7 +105,9 @@ LEFT: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str, str]] = {
 
 
 def none_found(reason: str) -> Any:
-    """The warning that no product of a function is in float8; none without a reason."""
+    """The warning that no product of a function is in float8, unless another call may have more."""
+    if reason == LEFT["M"][3]:
+        return nullcontext()
     text = f"asks for products in float8, and autocast finds none to put there: {reason}"
     return pytest.warns(UserWarning, match=re.escape(text)) if reason else nullcontext()
 
@@ -164,8 +166,7 @@ def test_products_that_add_nothing_up_are_not() -> None:
 @pytest.mark.parametrize("rows_", [1, 2])
 def test_batches_count_as_rows(rows_: int) -> None:
     """Of (batch, 1, features), all but the features are rows: a step of decoding a batch."""
-    with none_found("" if rows_ == 2 else LEFT["M"][3]):
-        found = of_autocast(dot, rows(rows_, 1, 64), W)
+    found = of_autocast(dot, rows(rows_, 1, 64), W)
     assert found == [(E4, "")] if rows_ == 2 else [(B16, LEFT["M"][3])]
 
 
@@ -322,7 +323,7 @@ def test_what_is_inside_of_a_custom_vjp_says_so() -> None:
 
 def test_a_function_of_16_bit_params_says_that_nothing_is_in_float8() -> None:
     low = W.astype(jnp.bfloat16)
-    with none_found("operands have 16 bits in the function itself; store params in float32"):
+    with none_found("operands have 16 bits in the function itself. jaxmp.audit has"):
         jaxmp.autocast(lambda x, w: x.astype(w.dtype) @ w, FP8)(X, low)
     jaxmp.autocast(lambda x, w, v: (x.astype(w.dtype) @ w) @ v, FP8)(X, low, W)  # one is
 

@@ -381,3 +381,102 @@ def test_params_that_are_split_over_devices(kind: AxisType) -> None:
     assert (found.operation, found.index) == ("convert_element_type", (3, 2))
     assert found.line == line_of("over devices", "test_params_that_are_split_over_devices.loss")
     assert found.reaches == ("first",)
+
+
+def test_beside_infinities_that_are_meant() -> None:
+    """Whether these are written in the program, from a logarithm or given: the cast overflows."""
+    mask = jnp.tri(N)
+
+    def written(p: Any, x: Any) -> Any:
+        s = jnp.where(mask > 0, x @ p["first"] * 2.0**17, -jnp.inf)
+        return jnp.sum(jnp.exp(s.astype(F16)))  # beside
+
+    def of_a_logarithm(p: Any, x: Any) -> Any:
+        s = (x @ p["first"] * 2.0**17).astype(F16)  # before the mask
+        return jnp.sum(jax.nn.softmax(s + jnp.log(mask).astype(F16)))
+
+    def given(p: Any, x: Any, bias: Any) -> Any:
+        s = (x @ p["first"] * 2.0**17 + bias).astype(F16)  # with a bias
+        return jnp.sum(jax.nn.softmax(s))
+
+    for fun, args, comment in (
+        (written, (), "beside"),
+        (of_a_logarithm, (), "before the mask"),
+        (given, (jnp.log(mask),), "with a bias"),
+    ):
+        found = find_overflow(fun, PARAMS, X, *args)
+        assert found is not None
+        assert found.operation == "convert_element_type"
+        name = f"test_beside_infinities_that_are_meant.{fun.__name__}"
+        assert found.line == line_of(comment, name)
+
+
+def test_what_may_be_meant_is_named_if_there_is_nothing_else() -> None:
+    found = find_overflow(lambda p, x: jnp.sum(jnp.log(x @ p["first"] * 0)), PARAMS, X)
+    assert found is not None
+    assert (found.operation, found.reaches[0]) == ("log", "loss")
+    data = X.at[1, 1].set(jnp.nan)
+    found = find_overflow(lambda p: jnp.sum(data @ p["first"]), PARAMS)  # closed over
+    assert found is not None
+    assert (found.operation, found.nan, found.index) == ("constant", 1, (1, 1))
+    assert str(found).startswith("a constant of the program, read at test_find_overflow.py:")
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_devices_that_part_run_as_one_operation(check_vma: bool) -> None:
+    """Each takes its own branch, and turns as often as it has to; none of it may be made up."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+    def mapped(local: Any) -> Any:
+        specs = {"in_specs": (P("data"),), "out_specs": P("data")}
+        fun = jax.shard_map(local, mesh=mesh, check_vma=check_vma, **specs)
+        return lambda p: jnp.sum(lax.stop_gradient(fun(p["first"])))
+
+    def branch(x: Any) -> Any:
+        here = lax.axis_index("data") == 3
+        return lax.cond(here, lambda x: jnp.log(x * 0), lambda x: x, x)
+
+    def loop(x: Any) -> Any:
+        """Device 7 turns seven times; if the first did, it would overflow."""
+        last = lax.axis_index("data").astype(jnp.float32)
+        factor = jnp.where(last == 7, 1.0, 1e12)
+        turns = jnp.where(last == 7, 7.0, 1.0)
+        start = (turns * 0, x * factor * 0 + 1)
+        return lax.while_loop(lambda c: c[0] < turns, lambda c: (c[0] + 1, c[1] * factor), start)[1]
+
+    found = find_overflow(mapped(branch), PARAMS)
+    assert found is not None
+    assert (found.operation, found.shape) == ("cond", (1, N))
+    assert find_overflow(mapped(loop), PARAMS) is None
+
+
+def test_what_else_skips_a_step() -> None:
+    """An infinite norm of finite gradients, and new collections."""
+    found = find_overflow(lambda p: jnp.sum(p["first"]) * 1e20, PARAMS)
+    assert found is not None
+    assert found.reaches == ("norm",)
+    assert "Not finite because of it: the norm of all gradients." in str(found)
+
+    def with_statistics(p: Any, x: Any) -> Any:
+        return jnp.sum(p["first"]), {"mean": jnp.sum(x) / 0}
+
+    found = find_overflow(with_statistics, PARAMS, X, has_aux=True)
+    assert found is not None
+    assert (found.operation, found.reaches) == ("div", ("aux/mean",))
+
+
+def test_messages() -> None:
+    gone = jax.tree.map(jnp.copy, PARAMS)
+    jax.jit(lambda p: jax.tree.map(jnp.sin, p), donate_argnums=0)(gone)
+    with pytest.raises(ValueError, match="these params were donated to a step"):
+        find_overflow(in_forward, gone, X)
+    with pytest.raises(TypeError, match="under jit there are none: call it outside"):
+        jax.jit(lambda p: find_overflow(in_forward, p, X))(PARAMS)
+
+
+def test_an_explicit_mesh_without_a_policy_or_a_context() -> None:
+    mesh = jax.make_mesh((8,), ("data",))
+    params, x = jax.device_put((PARAMS, X), NamedSharding(mesh, P("data")))
+    found = find_overflow(lambda p, x: jnp.sum(x @ p["first"]) / 0, params, x)
+    assert found is not None
+    assert found.operation == "div"

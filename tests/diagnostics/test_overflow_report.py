@@ -44,6 +44,8 @@ def test_a_skipped_step_counts_by_gradient(microbatches: int) -> None:
     assert int(metrics["skipped"]) == 1
     with pytest.raises(jaxmp.TrainingStalled, match=r"in gradients: 'first' \(8\)\. "):
         jaxmp.check_progress(state, nonfinite=metrics["nonfinite"], limit=1)
+    with pytest.raises(TypeError, match=r'nonfinite takes the counts in metrics\["nonfinite"\]'):
+        jaxmp.check_progress(state, nonfinite=metrics, limit=1)
 
 
 def test_counts_on_a_mesh_as_jax_makes_it() -> None:
@@ -107,3 +109,5 @@ def test_headroom_in_another_format_and_under_a_scale() -> None:
     assert "large" in text
     with pytest.raises(ValueError, match="unknown dtype 'flaot16'"):
         overflow_report(grads, dtype="flaot16")
+    with pytest.raises(ValueError, match="loss_scale must be positive, got 0"):
+        overflow_report(grads, loss_scale=0)

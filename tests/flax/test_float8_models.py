@@ -489,9 +489,10 @@ class Encoder(nn.Module):
 
     def setup(self) -> None:
         self.embed, self.mlp = nn.Embed(32, 16), nn.jit(nn.Dense)(16)
+        self.head = nn.Dense(16)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.mlp(self.lookup(x) + x)
+    def __call__(self, x: jax.Array, deep: bool = True) -> jax.Array:
+        return self.head(self.mlp(self.lookup(x) + x) if deep else x)
 
     def lookup(self, x: jax.Array) -> jax.Array:
         return self.embed(jnp.zeros(x.shape[:1], int))
@@ -503,6 +504,9 @@ def test_parts_of_a_model_and_cached_traces_are_no_reason_to_warn() -> None:
     for _ in range(2):
         model.apply(params, X)
     model.apply(params, X, method="lookup")
+    model.apply(params, X, deep=False)  # the head alone
+    norm = jaxmp.linen.apply_policy(nn.LayerNorm(), "mixed_float8")  # nothing to multiply
+    norm.init(KEY, X)
 
 
 class Attending(nn.Module):
