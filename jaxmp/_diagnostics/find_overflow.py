@@ -169,7 +169,7 @@ def find_overflow(
         return loss, gradients, optax.tree.norm(split_floats(gradients)[0]), aux
 
     static, arrays = partition(((params, *args), kwargs))
-    _check_alive(arrays)
+    _check_readable(arrays)
     traced = trace_call(evaluate, static, arrays)
     search = _Search()
     named = zip(map(on_automatic_mesh, arrays), _argument_names(static, arrays), strict=True)
@@ -177,11 +177,11 @@ def find_overflow(
         given = [search.argument(x, name) for x, name in named]
         made = OneByOne(search.see, search.join).run(traced.closed, given)
         loss, gradients, norm, aux = combine(traced.returned, made)
-        grads, others = _by_path(gradients, ""), _by_path(aux, "aux/")
+        grads, others = _named_leaves(gradients, ""), _named_leaves(aux, "aux/")
         return search.first({"loss": loss, "norm": norm, **grads, **others}, len(grads))
 
 
-def _check_alive(arrays: list[Any]) -> None:
+def _check_readable(arrays: list[Any]) -> None:
     if any(map(compat.is_traced, arrays)):
         raise TypeError(
             "find_overflow looks at numbers, and under jit there are none: call it outside, with "
@@ -194,7 +194,7 @@ def _check_alive(arrays: list[Any]) -> None:
         )
 
 
-def _by_path(tree: PyTree, prefix: str) -> dict[str, RunValue]:
+def _named_leaves(tree: PyTree, prefix: str) -> dict[str, RunValue]:
     """Returns the arrays of a tree by their paths."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     found = {f"{prefix}{_path_text(path)}": leaf for path, leaf in leaves}
@@ -334,7 +334,7 @@ class _Search:
             outer = Site(equation, equation.primitive.name, 1, outer)
         site = Site(place.equations[0], place.equations[0].primitive.name, 1, outer)
         scopes = scopes_of(site)
-        device = int(np.argwhere(~np.isfinite(_wide(worst)))[0][0]) if place.mapped else None
+        device = int(np.argwhere(~np.isfinite(_as_numpy(worst)))[0][0]) if place.mapped else None
         read = [each.array for each in operands if is_inexact(each.array)]
         return functools.partial(
             _report,
@@ -385,13 +385,13 @@ def _level_of(x: Any) -> Any:
     return jnp.where(jnp.any(jnp.isnan(x)), 3, level)
 
 
-def _wide(array: Any) -> Any:
+def _as_numpy(array: Any) -> Any:
     """Returns numbers of any dtype as NumPy computes with them."""
     return np.asarray(array).astype(np.complex128 if jnp.iscomplexobj(array) else np.float64)
 
 
 def _result_of(array: Any) -> _Result:
-    x = _wide(array)
+    x = _as_numpy(array)
     bad = ~np.isfinite(x)
     index = tuple(int(i) for i in np.argwhere(bad)[0])
     infinite = int(np.isinf(x).sum())
@@ -399,7 +399,7 @@ def _result_of(array: Any) -> _Result:
 
 
 def _operand_of(array: Any) -> OverflowOperand:
-    x = np.abs(_wide(array))
+    x = np.abs(_as_numpy(array))
     finite = x[np.isfinite(x)]
     nonzero = finite[finite > 0]
     return OverflowOperand(

@@ -178,7 +178,7 @@ class OneByOne:
         while True:
             here = _turn(place, turn)
             (go_on,) = self.run(params["cond_jaxpr"], [*of_test, *carry], here, over)
-            if not _same(go_on.array):  # some devices are done: it runs as a whole
+            if not _devices_agree(go_on.array):  # some devices are done: it runs as a whole
                 return self._operation(place, operands, over)
             if not bool(jnp.ravel(go_on.array)[0]):
                 return carry
@@ -190,7 +190,7 @@ class OneByOne:
     ) -> list[RunValue]:
         branches = place.equations[0].params["branches"]
         index, *rest = operands
-        if not _same(index.array):  # devices take different branches: it runs as a whole
+        if not _devices_agree(index.array):  # devices take different branches: it runs as a whole
             return self._operation(place, operands, over)
         chosen = int(jnp.clip(jnp.ravel(index.array)[0], 0, len(branches) - 1))
         return self.run(branches[chosen], rest, place, over)
@@ -270,7 +270,7 @@ def _turn(place: Place, turn: int) -> Place:
     return place._replace(turns=(*place.turns, turn))
 
 
-def _same(flags: Any) -> bool:
+def _devices_agree(flags: Any) -> bool:
     """Whether all devices say the same."""
     return bool(jnp.all(flags == jnp.ravel(flags)[0]))
 
