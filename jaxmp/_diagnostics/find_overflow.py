@@ -285,14 +285,12 @@ class _Search:
         return [_Note(level, events if level else frozenset()) for level in levels]
 
     def join(self, array: Any, notes: list[_Note | None]) -> _Note | None:
-        """Returns what is known of an array from what is known of its parts."""
+        """Returns what is known of an array from what is known of its parts, or of its whole."""
         known = [note for note in notes if note is not None]
         if len(known) < len(notes):  # with a constant, which is looked at where it is read
             return None
-        return _Note(
-            max((note.level for note in known), default=_Level.FINITE),
-            frozenset().union(*(note.events for note in known)),
-        )
+        events = frozenset().union(*(note.events for note in known))
+        return _Note(level, events) if (level := _level(array)) else _Note()
 
     def first(self, named: dict[str, RunValue], gradients: int) -> Overflow | None:
         """Returns the first operation from which a result is not finite; None if all are."""

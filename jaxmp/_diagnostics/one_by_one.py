@@ -49,7 +49,7 @@ class RunValue:
 # Called with the place of each operation, its operands and its results; returns the notes of the
 # results.
 Watcher = Callable[[Place, list[RunValue], list[Any]], list[Any]]
-# Joins the notes of the parts of an array.
+# Returns the note of an array from those of its parts, or from that of the array it is a part of.
 Join = Callable[[Any, list[Any]], Any]
 
 
@@ -58,7 +58,8 @@ class OneByOne:
 
     Args:
       watch: sees each operation that contains no program.
-      join: returns the note of an array that a loop stacks, from those of its parts.
+      join: returns the note of an array that a loop stacks, from those of its parts, and of what
+        it slices, from that of the whole.
     """
 
     def __init__(self, watch: Watcher, join: Join) -> None:
@@ -141,16 +142,17 @@ class OneByOne:
         turns = range(params["length"])
         rows: list[list[RunValue]] = []
         for turn in reversed(turns) if params["reverse"] else turns:
-            slices = [
-                RunValue(jax.lax.index_in_dim(x.array, turn, axis, keepdims=False), x.note)
-                for x in stacked
-            ]
+            slices = [self._slice(x, turn, axis) for x in stacked]
             made = self.run(body, [*fixed, *carry, *slices], _turn(place, turn), over)
             carry, row = made[:count], made[count:]
             rows.append(row)
         if params["reverse"]:
             rows.reverse()
         return [*carry, *self._stacked(rows, place, over)]
+
+    def _slice(self, value: RunValue, turn: int, axis: int) -> RunValue:
+        array = jax.lax.index_in_dim(value.array, turn, axis, keepdims=False)
+        return RunValue(array, self._join(array, [value.note]))
 
     def _stacked(
         self, rows: list[list[RunValue]], place: Place, over: "Devices | None"

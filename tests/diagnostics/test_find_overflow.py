@@ -480,3 +480,22 @@ def test_an_explicit_mesh_without_a_policy_or_a_context() -> None:
     found = find_overflow(lambda p, x: jnp.sum(x @ p["first"]) / 0, params, x)
     assert found is not None
     assert found.operation == "div"
+
+
+def test_layers_that_are_not_finite_later_do_not_hide_an_overflow_before() -> None:
+    """Params of the last of three layers are NaN, and the first overflows."""
+    stacked = {"w": jnp.stack([PARAMS["first"]] * 3).at[2].set(jnp.nan)}
+
+    def loss(p: Any, x: Any) -> Any:
+        def body(carry: Any, both: Any) -> Any:
+            (x, total), (w, counts) = carry, both
+            h = x @ w
+            term = jnp.where(counts, jnp.mean(w / 0), 0)
+            return (jnp.tanh(h), total + term), None
+
+        counted = jnp.array([True, False, False])
+        return lax.scan(body, (x, 0.0), (p["w"], counted))[0][1]
+
+    found = find_overflow(loss, stacked, X)
+    assert found is not None
+    assert (found.operation, found.turns) == ("div", (0,))
