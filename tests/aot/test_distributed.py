@@ -31,14 +31,14 @@ def verify(compiler: Compiler, author: models.Author, mode: models.Mode, remat: 
 
 
 @pytest.mark.jax
-@pytest.mark.parametrize(("author", "mode", "remat"), cases(1))
+@pytest.mark.parametrize(("author", "mode", "remat"), cases(1, at_most=3))
 def test_every_mode_on_gpus(
     gpu: Compiler, author: models.Author, mode: models.Mode, remat: bool
 ) -> None:
     verify(gpu, author, mode, remat)
 
 
-@pytest.mark.parametrize(("author", "mode", "remat"), cases(2))
+@pytest.mark.parametrize(("author", "mode", "remat"), cases(2, at_most=3))
 def test_every_mode_on_tpus(
     tpu: Compiler, author: models.Author, mode: models.Mode, remat: bool
 ) -> None:
@@ -70,7 +70,7 @@ def test_explicit_axes_on_gpus(
     verify_explicit(gpu, author, mode, remat)
 
 
-@pytest.mark.parametrize(("author", "mode", "remat"), cases(4, at_most=2))
+@pytest.mark.parametrize(("author", "mode", "remat"), cases(4, at_most=1))
 def test_explicit_axes_on_tpus(
     tpu: Compiler, author: models.Author, mode: models.Mode, remat: bool
 ) -> None:

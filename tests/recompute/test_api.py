@@ -173,7 +173,7 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["auto", pytest.param("always", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_is_the_same_function(name: str, mode: str) -> None:
     """Defends the promise: values to the bit, gradients to roundings, and nothing dear twice."""

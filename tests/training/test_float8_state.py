@@ -20,11 +20,7 @@ from jaxmp._jaxpr import compat
 from tests.support.bits import tree_bits
 from tests.support.dots import count_dots
 
-pytestmark = [
-    pytest.mark.annotations,
-    pytest.mark.jax,
-    pytest.mark.usefixtures("standard_promotion"),
-]
+pytestmark = [pytest.mark.annotations, pytest.mark.usefixtures("standard_promotion")]
 POLICY = "mixed_bfloat16,products=delayed:history=3"
 CURRENT = "mixed_bfloat16,products=tensorwise"
 FLOAT16 = "params=float32,compute=float16,output=float32,products=delayed:history=3"
@@ -221,6 +217,7 @@ def test_a_history_forgets() -> None:
     assert state.float8_state.forward[0].max() < 8
 
 
+@pytest.mark.jax
 def test_each_use_of_a_weight_has_its_own_magnitudes() -> None:
     """Cotangents of 1 and 5 for one weight: not 6, which JAX's addition would make of them."""
 
@@ -251,6 +248,7 @@ def test_a_batch_under_vmap_has_one_magnitude() -> None:
 
 
 @pytest.mark.parametrize("policy", [POLICY, FLOAT16])
+@pytest.mark.jax
 def test_microbatches_give_the_largest(policy: str) -> None:
     """The magnitudes of all parts, and not those of the last, which is the smallest here."""
     rows = np.arange(32) % 4
@@ -275,6 +273,7 @@ def linear(params: Any, batch: Any, unrolled: bool = False) -> Any:
     return jnp.sum(x * batch["y"])
 
 
+@pytest.mark.jax
 def test_a_scan_over_layers_has_the_histories_of_the_layers() -> None:
     random = np.random.default_rng(0)
     order = np.stack([np.eye(16)[random.permutation(16)] for _ in range(3)])
@@ -319,6 +318,7 @@ def test_recomputed_steps_give_the_same_bits(recompute: str) -> None:
 @pytest.mark.parametrize("skip", ["cond", "select"])
 @pytest.mark.parametrize("policy", [POLICY, FLOAT16])
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
+@pytest.mark.jax
 def test_a_skipped_step_leaves_the_state_as_it_was(skip: str, policy: str, bad: float) -> None:
     step, state = make_step(policy=policy), new_state(policy=policy, skip=skip)
     state, _ = step(state, batch_of())
@@ -380,6 +380,7 @@ def test_it_trains_like_current_scaling() -> None:
     assert last < 0.7 * np.mean(losses[:5])
 
 
+@pytest.mark.jax
 def test_a_step_is_traced_once() -> None:
     traces = 0
 
@@ -412,6 +413,7 @@ def test_collections_of_the_model_stay_apart() -> None:
         assert not np.array_equal(new.float8_state.forward[1], float8.forward[1])
 
 
+@pytest.mark.jax
 def test_orbax(tmp_path: pathlib.Path) -> None:
     step, state = make_step(), new_state()
     state, _ = step(state, batch_of())
@@ -524,6 +526,7 @@ def test_a_step_of_ones_own() -> None:
 
 
 @pytest.mark.parametrize("devices", [4, 8])
+@pytest.mark.jax
 def test_a_shard_map_has_the_magnitudes_of_the_whole_batch(devices: int) -> None:
     """The largest over the devices; a psum would give several times as much."""
     mesh = jax.make_mesh((devices,), ("data",), axis_types=(AxisType.Auto,))
@@ -551,6 +554,7 @@ def test_a_shard_map_has_the_magnitudes_of_the_whole_batch(devices: int) -> None
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.jax
 def test_eight_devices_have_the_state_of_one(kind: Any, microbatches: int) -> None:
     mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
     sharded = NamedSharding(mesh, P("data"))
