@@ -50,8 +50,9 @@ def warn_of_what_is_left(planned: Plan, context: Call, told: list[str]) -> None:
         return
     flops = _of_plan(planned, context)
     in_16_bits = {key: n for key, n in flops.items() if key.startswith(NOT_FLOAT8)}
-    in_float32 = flops - collections.Counter({_LOW: flops[_LOW], _FLOAT8: flops[_FLOAT8]})
-    in_float32 -= collections.Counter(in_16_bits)
+    in_float32 = flops.copy()
+    for key in (_LOW, _FLOAT8, *in_16_bits):
+        del in_float32[key]
     total, left = flops.total(), in_float32.total()
     if 2 * left > total:
         told.append(
@@ -90,8 +91,8 @@ def _of_step(step: Step, context: Call) -> _Flops:
     if op.name not in PRODUCTS:
         _, runs = context.kernels.get(id(op.equation), (None, op.equation))
         found = _inside(runs, names, context, _reason_of(op.name))
-        if step.not_float8 is not None:
-            found[NOT_FLOAT8 + step.not_float8] = found.pop(_LOW, 0)
+        if step.not_float8 is not None and (low := found.pop(_LOW, 0)):
+            found[NOT_FLOAT8 + step.not_float8] = low
         return found
     if context.lists.of(op.name, (*context.functions, *op.functions)) is not OpClass.LOWER:
         return collections.Counter()
@@ -143,9 +144,8 @@ def _of_product(
         dtype.itemsize > FLOAT32.itemsize for dtype in dtypes
     ):
         return collections.Counter()
-    if any(
-        dtype.name.startswith("float8") for dtype in dtypes
-    ):  # layers of Flax under a policy of their own
+    # Layers of Flax under a policy of their own, and hand-written products.
+    if any(dtype.name.startswith("float8") for dtype in dtypes):
         return collections.Counter({_FLOAT8: product_flops(equation)})
     return collections.Counter({reason if FLOAT32 in dtypes else _LOW: product_flops(equation)})
 

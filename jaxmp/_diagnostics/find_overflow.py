@@ -4,7 +4,7 @@ import dataclasses
 import enum
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -24,6 +24,7 @@ from jaxmp._jaxpr.op_classes import LOGARITHMS
 from jaxmp._jaxpr.tracing import Static, combine, partition, trace_call
 from jaxmp._numerics.dtypes import is_inexact
 from jaxmp._numerics.tree import split_floats
+from jaxmp._numerics.user_warnings import first_few
 from jaxmp._policies.policy_rules import PolicyRules
 from jaxmp._training.gradient_options import LossScaleLike
 from jaxmp._training.gradients import value_and_grad
@@ -92,7 +93,7 @@ class Overflow:
         others = [name for name in self.reaches if name in _OTHERS or name.startswith("aux/")]
         reached = ["the norm of all gradients" if name == "norm" else name for name in others]
         if grads := [name for name in self.reaches if name not in others]:
-            reached.append(f"{len(grads)} of {self.gradients} gradients ({_some(grads)})")
+            reached.append(f"{len(grads)} of {self.gradients} gradients ({first_few(grads)})")
         tail = f"Not finite because of it: {', '.join(reached)}."
         if self.operation == "argument":
             return f"{self.line} was given with {what}, first at {self.index}. {tail}"
@@ -203,23 +204,16 @@ def _named_leaves(tree: PyTree, prefix: str) -> dict[str, RunValue]:
 
 def _argument_names(static: Static, arrays: list[Any]) -> list[str]:
     """Returns what to call each array among the arguments."""
-    (params, *args), kwargs = combine(static, map(_Leaf, arrays))
-    rest = args[0] if len(args) == 1 else args
-    parts = {"params": params, "batch": rest, **kwargs}
+    # One array may be at several places, so that each place has a mark of its own.
+    marks = [object() for _ in arrays]
+    (params, *args), kwargs = combine(static, marks)
+    parts = [("params", params), ("batch", args[0] if len(args) == 1 else args), *kwargs.items()]
     found = {
-        id(leaf.array): f"{name}/{_path_text(path)}".removesuffix("/")
-        for name, part in parts.items()
+        id(leaf): f"{name}/{_path_text(path)}".removesuffix("/")
+        for name, part in parts
         for path, leaf in jax.tree_util.tree_flatten_with_path(part)[0]
-        if isinstance(leaf, _Leaf)
     }
-    return [found[id(x)] for x in arrays]
-
-
-class _Leaf:
-    """An array in a tree."""
-
-    def __init__(self, array: Any) -> None:
-        self.array = array
+    return [found[id(mark)] for mark in marks]
 
 
 def _path_text(path: Any) -> str:
@@ -406,11 +400,3 @@ def _operand_of(array: Any) -> OverflowOperand:
         float(finite.max(initial=0)),
         float(nonzero.min()) if nonzero.size else 0.0,
     )
-
-
-_SHOWN = 3
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more

@@ -33,6 +33,9 @@ class Place(NamedTuple):
     mapped: bool = False
 
 
+_OUTSIDE = Place((), ())
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunValue:
     """An array of a running program, and what is known of it.
@@ -69,7 +72,7 @@ class OneByOne:
         self,
         program: Any,
         args: Sequence[RunValue],
-        outer: Place = Place((), ()),  # noqa: B008
+        outer: Place = _OUTSIDE,
         over: "Devices | None" = None,
     ) -> list[RunValue]:
         """Runs a program and returns its results.

@@ -1,7 +1,6 @@
 """Reports how far each array of a tree is from the end of the range of a dtype."""
 
 import dataclasses
-import io
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -75,11 +74,9 @@ class OverflowReport:
         return table
 
     def __str__(self) -> str:
-        from rich.console import Console
+        from jaxmp._inspect.tables import as_text
 
-        text = io.StringIO()
-        Console(file=text, width=120, color_system=None).print(self)
-        return text.getvalue().rstrip()
+        return as_text(self)
 
 
 def overflow_report(tree: PyTree, *, dtype: Any = None, loss_scale: Any = 1.0) -> OverflowReport:

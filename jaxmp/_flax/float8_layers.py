@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from jaxmp._flax.layer_products import is_layer, what_is_own, why_not_in_float8
-from jaxmp._numerics.user_warnings import warn_once
+from jaxmp._numerics.user_warnings import first_few, warn_once
 from jaxmp._policies.policy_rules import Decision, PolicyRules
 from jaxmp._policies.presets import all_policies, family_left_out
 
@@ -14,7 +14,6 @@ _REMEDY = (
     "jaxmp.float8.dot_general as the dot_general of a layer puts it in; or give it a policy "
     "without products in float8 by a rule"
 )
-_LISTED = 4
 
 
 def has_float8(rules: PolicyRules) -> bool:
@@ -31,18 +30,17 @@ class Float8Layers:
       own: what of a layer's products its author wrote, by the path of the layer.
       reasons: why each other layer is left out by its family or its sizes; None for those in
         float8.
-      asked: whether a module has a policy with products in float8.
       others: whether a layer has a policy without.
       multiplies: whether a module with a policy with products has params of two dimensions.
     """
 
     def __init__(self, rules: PolicyRules, *, strict: bool) -> None:
-        self._rules, self._strict = rules, strict
+        self._strict = strict
         self.wanted = has_float8(rules)
         self.families: dict[str, str | None] = {}
         self.own: dict[str, str] = {}
         self.reasons: dict[str, str | None] = {}
-        self.asked = self.others = self.multiplies = False
+        self.others = self.multiplies = False
 
     def family(self, path: str, module: Any, decision: Decision) -> str | None:
         """Returns the family for which a module is left out of float8; None if it is not."""
@@ -67,7 +65,6 @@ class Float8Layers:
         if policy is None or policy.products is None:
             self.others |= is_layer(module) or what_is_own(module) is not None
             return
-        self.asked = True
         self.multiplies |= any(x.ndim > 1 for x in jax.tree.leaves(dict(params)))
         family = self.families.get(path)
         own = what_is_own(module) if family is None else None
@@ -100,7 +97,7 @@ class Float8Layers:
             return
         # Where rules leave every layer out, the default may well ask for float8.
         ruled_out = not self.reasons and (self.others or not self.multiplies)
-        if whole and self.asked and not ruled_out and all(self.reasons.values()):
+        if whole and not ruled_out and all(self.reasons.values()):
             why = _first_of(self.reasons) if self.reasons else "it has no Dense or Linear layer"
             warn_once(
                 f"a policy asks for products in float8, and no layer of {type(model).__name__} is "
@@ -112,9 +109,7 @@ class Float8Layers:
 
 
 def _first_of(reasons: Mapping[str, str | None]) -> str:
-    shown = ", ".join(f"{path or '(root)'!r} ({reasons[path]})" for path in list(reasons)[:_LISTED])
-    more = len(reasons) - _LISTED
-    return shown + (f" and {more} more" if more > 0 else "")
+    return first_few([f"{path or '(root)'!r} ({why})" for path, why in reasons.items()], 4)
 
 
 def family_of(

@@ -10,7 +10,7 @@ from jaxtyping import PyTree
 
 from jaxmp._flax.module_casts import Casts, ModulePolicy, takes_float_dtype
 from jaxmp._numerics.dtypes import DType, is_floating
-from jaxmp._numerics.user_warnings import warn_once
+from jaxmp._numerics.user_warnings import first_few, warn_once
 from jaxmp._policies.policy import Policy
 from jaxmp._policies.policy_rules import Decision
 
@@ -185,11 +185,10 @@ def warn_unreached(
     if not count or count < 0.01 * params:
         return
     largest = sorted(unreached, key=lambda path: -unreached[path])
-    shown = ", ".join(f"{path or '(root)'!r} ({unreached[path]:,})" for path in largest[:4])
-    more = f" and {len(largest) - 4} more" if len(largest) > 4 else ""
+    shown = first_few([f"{path or '(root)'!r} ({unreached[path]:,})" for path in largest], 4)
     warn_once(
         f"the policy does not reach {count / params:.0%} of the params ({count:,} of {params:,}): "
-        f"these are own params of {shown}{more}. These modules have no 'dtype' for the policy to "
+        f"these are own params of {shown}. These modules have no 'dtype' for the policy to "
         "set. Unless they cast their params themselves, their products run in the dtype of the "
         "params. Give them a 'dtype' (in linen a field) and cast params to it where they are used, "
         f"or leave them alone with the rule ({largest[0] or '/'!r}, None) before the others",

@@ -1,7 +1,6 @@
 """The report on the collectives of a compiled program."""
 
 import dataclasses
-import io
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -199,11 +198,9 @@ class Collectives:
         return compiled_tables(self)
 
     def __str__(self) -> str:
-        from rich.console import Console
+        from jaxmp._inspect.tables import as_text
 
-        text = io.StringIO()
-        Console(file=text, width=120, color_system=None).print(self)
-        return "\n".join(line.rstrip() for line in text.getvalue().splitlines()).rstrip()
+        return as_text(self)
 
 
 def _several(names: Any) -> list[Any]:

@@ -1,7 +1,6 @@
 """The report of an audit: records to inspect, tables to print, and a check for tests."""
 
 import dataclasses
-import io
 from collections.abc import Mapping
 from typing import Any
 
@@ -216,8 +215,6 @@ class AuditReport:
         return tables(self)
 
     def __str__(self) -> str:
-        from rich.console import Console
+        from jaxmp._inspect.tables import as_text
 
-        text = io.StringIO()
-        Console(file=text, width=120, color_system=None).print(self)
-        return "\n".join(line.rstrip() for line in text.getvalue().splitlines()).rstrip()
+        return as_text(self)

@@ -1,14 +1,22 @@
 """Draws a report as tables for a terminal."""
 
+import io
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Group
+from rich.console import Console, Group
 from rich.table import Table
 
 _SHOWN = 12
 _PLACE = "line, module, pass"
 _DEVICES = "on TPU / GPU"
+
+
+def as_text(renderable: Any) -> str:
+    """Returns what rich would draw, as plain text."""
+    text = io.StringIO()
+    Console(file=text, width=120, color_system=None).print(renderable)
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines()).rstrip()
 
 
 def tables(report: Any) -> Group:

@@ -16,7 +16,7 @@ from jaxmp._mesh.layout import Layout, layout_of
 from jaxmp._mesh.specs import axes_of_spec, check_rank, flat_specs
 from jaxmp._numerics.dtypes import parse_dtype
 from jaxmp._numerics.tree import leaf_names
-from jaxmp._numerics.user_warnings import warn
+from jaxmp._numerics.user_warnings import first_few, warn
 from jaxmp._policies.patterns import Pattern, check_pattern, is_about_paths, matches, pattern_text
 
 _LARGE = 2**12  # elements; gathers of smaller params cost more time than they save memory
@@ -296,10 +296,9 @@ def fully_sharded(
 
 
 def _left_whole(params: Sequence[str], axes: Sequence[str], parts: int) -> str:
-    more = f" and {len(params) - 3} more" if len(params) > 3 else ""
     return (
         f"the {parts} devices along {' and '.join(map(repr, axes))} divide no free dimension of "
-        f"{', '.join(params[:3])}{more}, so that it is not split over them, and neither is its "
+        f"{first_few(params)}, so that it is not split over them, and neither is its "
         f"state. Pad a dimension to a multiple of {parts}, or raise min_size to leave it whole"
     )
 

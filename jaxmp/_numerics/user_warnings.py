@@ -3,6 +3,7 @@
 import sys
 import warnings
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 _BETWEEN = frozenset(
@@ -26,6 +27,16 @@ def warn_once(text: str, about: type, *, again: bool = False) -> None:
     if again or text not in said:
         said.add(text)
         warn(text)
+
+
+def first_few(names: Sequence[str], most: int = 3) -> str:
+    """Lists the first names for a message, and how many there are beside them.
+
+    >>> first_few(["a", "b", "c", "d"]), first_few(["a", "b"])
+    ('a, b, c and 1 more', 'a, b')
+    """
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def _is_between(frame: Any) -> bool:

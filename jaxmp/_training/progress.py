@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, PyTree
 from jaxmp._numerics.dtypes import is_inexact
 from jaxmp._numerics.loss_scale import DynamicLossScale
 from jaxmp._numerics.tree import leaf_names
-from jaxmp._numerics.user_warnings import warn
+from jaxmp._numerics.user_warnings import first_few, warn
 from jaxmp._training.optimizer_step import MixedPrecisionState
 
 
@@ -50,6 +50,7 @@ def check_progress(
             f"no state of jaxmp.mixed_precision in this {type(state).__name__}; pass the "
             "TrainState or the optimizer state"
         )
+    _check_counts(nonfinite)
     params = [getattr(state, "params", None), *(opt_state.master for opt_state in found)]
     if lost := _bad_leaves(params, 0):
         raise TrainingStalled(
@@ -72,22 +73,24 @@ def check_progress(
             raise TrainingStalled(_stalled(opt_state, skips, broken, params, worst))
 
 
-def _worst(nonfinite: PyTree | None) -> str:
-    """Names the gradients with the most numbers that are not finite."""
+def _check_counts(nonfinite: PyTree | None) -> None:
     leaves = jax.tree.leaves(nonfinite)
     if not all(jnp.issubdtype(jnp.result_type(x), jnp.integer) for x in leaves):
         raise TypeError(
             'nonfinite takes the counts in metrics["nonfinite"], which a step has that was made '
             "with make_train_step(..., count_overflows=True)"
         )
-    counts = [int(x) for x in leaves]
+
+
+def _worst(nonfinite: PyTree | None) -> str:
+    """Names the gradients with the most numbers that are not finite."""
+    counts = [int(x) for x in jax.tree.leaves(nonfinite)]
     named = [
         (count, name) for count, name in zip(counts, leaf_names(nonfinite), strict=True) if count
     ]
     named.sort(key=lambda each: -each[0])
-    shown = ", ".join(f"{name!r} ({count:,})" for count, name in named[:3])
-    more = f" and {len(named) - 3} more" if len(named) > 3 else ""
-    return f"Numbers that are not finite in gradients: {shown}{more}. " if named else ""
+    shown = first_few([f"{name!r} ({count:,})" for count, name in named])
+    return f"Numbers that are not finite in gradients: {shown}. " if named else ""
 
 
 def _stalled(
@@ -143,8 +146,7 @@ def _bad_leaves(trees: list[PyTree], kind: Literal[0, 1]) -> str:
         flags = np.asarray(_nan_and_infinite(list(floats.values())))[kind] if floats else []
         found = [repr(name) for name, flag in zip(floats, flags, strict=True) if flag]
         if found:
-            more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-            return f"{', '.join(found[:3])}{more} {'is' if len(found) == 1 else 'are'}"
+            return f"{first_few(found)} {'is' if len(found) == 1 else 'are'}"
     return ""
 
 

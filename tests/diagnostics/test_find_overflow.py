@@ -296,6 +296,15 @@ def test_what_is_given_is_not_finite_itself() -> None:
     assert (found.line, found.infinite) == ("batch/y", 1)
 
 
+def test_one_array_at_two_places_has_the_name_of_the_first() -> None:
+    params = PARAMS | {"first": PARAMS["first"].at[0, 0].set(jnp.nan)}
+    found = find_overflow(
+        lambda p, b: jnp.sum(p["first"]) + jnp.sum(b["ema"]["second"]), params, {"ema": params}
+    )
+    assert found is not None
+    assert found.line == "params/first"
+
+
 def test_infinities_that_a_program_uses_do_not_count() -> None:
     """A mask of -inf, and a logarithm of zero that an exponential takes back."""
 

@@ -11,6 +11,7 @@ from jax.sharding import AxisType
 
 import jaxmp
 from jaxmp.diagnostics import overflow_report
+from tests.support.compilations import Count
 
 pytestmark = [
     pytest.mark.annotations,
@@ -45,7 +46,7 @@ def test_a_skipped_step_counts_by_gradient(microbatches: int) -> None:
     with pytest.raises(jaxmp.TrainingStalled, match=r"in gradients: 'first' \(8\)\. "):
         jaxmp.check_progress(state, nonfinite=metrics["nonfinite"], limit=1)
     with pytest.raises(TypeError, match=r'nonfinite takes the counts in metrics\["nonfinite"\]'):
-        jaxmp.check_progress(state, nonfinite=metrics, limit=1)
+        jaxmp.check_progress(state, nonfinite=metrics)  # also where nothing is wrong
 
 
 def test_counts_on_a_mesh_as_jax_makes_it() -> None:
@@ -70,11 +71,14 @@ def test_without_it_the_step_is_the_same_text() -> None:
     assert "nonfinite" not in step(state, GOOD)[1]
 
 
-def test_the_step_compiles_once() -> None:
+def test_the_step_compiles_once(compilations: Count) -> None:
     step, state = step_and_state(count_overflows=True)
+    counts = []
     for x in (GOOD, BAD, GOOD):
         state, _ = step(state, x)
-    assert step._cache_size() == 1
+        counts.append(compilations())
+    assert counts[0] > 0
+    assert counts[1:] == counts[:1] * 2
 
 
 def test_a_report_of_gradients() -> None:
