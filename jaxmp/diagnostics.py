@@ -1,10 +1,7 @@
 """Tools for a run that goes wrong: which operation overflows, and in which gradients it shows."""
 
-from jaxmp._diagnostics.find_overflow import (
-    Overflow as Overflow,
-    OverflowOperand as OverflowOperand,
-    find_overflow as find_overflow,
-)
+from jaxmp._diagnostics.find_overflow import find_overflow as find_overflow
+from jaxmp._diagnostics.overflow import Overflow as Overflow, OverflowOperand as OverflowOperand
 from jaxmp._diagnostics.overflow_report import (
     LeafRange as LeafRange,
     OverflowReport as OverflowReport,

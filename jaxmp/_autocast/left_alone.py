@@ -106,7 +106,7 @@ def _of_step(step: Step, context: Call) -> _Flops:
     if step.float8 is not None:
         return collections.Counter({_FLOAT8: product_flops(op.equation)})
     if step.not_float8 == ONE_ROW:
-        return collections.Counter()
+        return collections.Counter({_LOW: product_flops(op.equation)})
     if step.not_float8 is not None:
         return collections.Counter({NOT_FLOAT8 + step.not_float8: product_flops(op.equation)})
     wants = zip(step.wants[:2], op.in_avals, strict=False)

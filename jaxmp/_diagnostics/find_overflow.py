@@ -1,11 +1,9 @@
 """Finds the operation whose value first left the range of its dtype, in loss or gradients."""
 
-import dataclasses
 import enum
 import functools
-import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +14,7 @@ from jaxtyping import PyTree
 
 from jaxmp._autocast.api import autocast
 from jaxmp._diagnostics.one_by_one import OneByOne, Place, RunValue
+from jaxmp._diagnostics.overflow import Overflow, OverflowOperand
 from jaxmp._inspect.equations import Site
 from jaxmp._inspect.lines import UNKNOWN, Lines, direction, module_path, scopes_of
 from jaxmp._jaxpr import compat
@@ -24,95 +23,9 @@ from jaxmp._jaxpr.op_classes import LOGARITHMS
 from jaxmp._jaxpr.tracing import Static, combine, partition, trace_call
 from jaxmp._numerics.dtypes import is_inexact
 from jaxmp._numerics.tree import split_floats
-from jaxmp._numerics.user_warnings import first_few
 from jaxmp._policies.policy_rules import PolicyRules
 from jaxmp._training.gradient_options import LossScaleLike
 from jaxmp._training.gradients import value_and_grad
-
-Pass = Literal["forward", "backward", "recomputed", ""]
-
-
-@dataclasses.dataclass(frozen=True)
-class OverflowOperand:
-    """What an operation read.
-
-    Attributes:
-      dtype: its dtype.
-      shape: its shape; on one device, in a `shard_map`.
-      largest: the largest magnitude of its finite numbers; 0 if there are none.
-      smallest: the smallest magnitude of those that are not zero; 0 if there are none.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    largest: float
-    smallest: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Overflow:
-    """The operation whose value first left the range of its dtype. It prints as a paragraph.
-
-    Attributes:
-      operation: the name of the primitive, such as `"exp"`; `"argument"` or `"constant"` if what
-        was given, or a number in the program, is not finite itself.
-      line: the line of the user's code; the name of the leaf for an argument.
-      path: the module or scope.
-      direction: `"forward"`, `"backward"`, `"recomputed"` by a checkpoint, or `""`.
-      turns: the numbers of the turns of the loops that it is in, outermost first: for layers in a
-        scan, the layer.
-      operands: what it read.
-      dtype: the dtype of its result.
-      shape: the shape of its result.
-      infinite: how many numbers of its result are infinite.
-      nan: how many are NaN.
-      index: where the first of these is.
-      reaches: which results are not finite because of it: `"loss"`, the names of gradients,
-        `"norm"` for the norm of all gradients, and `"aux/..."`.
-      gradients: how many gradients there are.
-    """
-
-    operation: str
-    line: str
-    path: str
-    direction: Pass
-    turns: tuple[int, ...]
-    operands: tuple[OverflowOperand, ...]
-    dtype: str
-    shape: tuple[int, ...]
-    infinite: int
-    nan: int
-    index: tuple[int, ...]
-    reaches: tuple[str, ...]
-    gradients: int
-
-    def __str__(self) -> str:
-        size = math.prod(self.shape)
-        bad = [f"{n:,} {word}" for n, word in ((self.infinite, "infinite"), (self.nan, "NaN")) if n]
-        what = f"{' and '.join(bad)} of {size:,} numbers in {self.dtype}"
-        others = [name for name in self.reaches if name in _OTHERS or name.startswith("aux/")]
-        reached = ["the norm of all gradients" if name == "norm" else name for name in others]
-        if grads := [name for name in self.reaches if name not in others]:
-            reached.append(f"{len(grads)} of {self.gradients} gradients ({first_few(grads)})")
-        tail = f"Not finite because of it: {', '.join(reached)}."
-        if self.operation == "argument":
-            return f"{self.line} was given with {what}, first at {self.index}. {tail}"
-        where = [self.line, self.path and f"in {self.path}", self.direction and f"{self.direction}"]
-        where += [f"turn {', '.join(map(str, self.turns))} of its loop"] * bool(self.turns)
-        at = ", ".join(part for part in where if part)
-        if self.operation == "constant":
-            return (
-                f"a constant of the program, read at {at}, holds {what}, first at {self.index}. "
-                f"{tail}"
-            )
-        read = " and ".join(
-            f"{each.dtype}{list(each.shape)} of {each.smallest:.3g} to {each.largest:.3g}"
-            for each in self.operands
-        )
-        return f"{self.operation} at {at} gives {what}, first at {self.index}, from {read}. {tail}"
-
-
-_OTHERS = ("loss", "norm")
 
 
 def find_overflow(
@@ -178,8 +91,8 @@ def find_overflow(
         given = [search.argument(x, name) for x, name in named]
         made = OneByOne(search.see, search.join).run(traced.closed, given)
         loss, gradients, norm, aux = combine(traced.returned, made)
-        grads, others = _named_leaves(gradients, ""), _named_leaves(aux, "aux/")
-        return search.first({"loss": loss, "norm": norm, **grads, **others}, len(grads))
+        grads, others = _named_leaves(gradients, "gradients"), _named_leaves(aux, "aux")
+        return search.first([{"loss": loss}, grads, {"norm": norm}, others], len(grads))
 
 
 def _check_readable(arrays: list[Any]) -> None:
@@ -195,11 +108,10 @@ def _check_readable(arrays: list[Any]) -> None:
         )
 
 
-def _named_leaves(tree: PyTree, prefix: str) -> dict[str, RunValue]:
-    """Returns the arrays of a tree by their paths."""
+def _named_leaves(tree: PyTree, name: str) -> dict[str, Any]:
+    """Returns the leaves of a tree by their paths, behind a name."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    found = {f"{prefix}{_path_text(path)}": leaf for path, leaf in leaves}
-    return {name: leaf for name, leaf in found.items() if isinstance(leaf, RunValue)}
+    return {f"{name}/{_path_text(path)}".removesuffix("/"): leaf for path, leaf in leaves}
 
 
 def _argument_names(static: Static, arrays: list[Any]) -> list[str]:
@@ -209,9 +121,7 @@ def _argument_names(static: Static, arrays: list[Any]) -> list[str]:
     (params, *args), kwargs = combine(static, marks)
     parts = [("params", params), ("batch", args[0] if len(args) == 1 else args), *kwargs.items()]
     found = {
-        id(leaf): f"{name}/{_path_text(path)}".removesuffix("/")
-        for name, part in parts
-        for path, leaf in jax.tree_util.tree_flatten_with_path(part)[0]
+        id(leaf): place for name, part in parts for place, leaf in _named_leaves(part, name).items()
     }
     return [found[id(mark)] for mark in marks]
 
@@ -271,7 +181,12 @@ class _Search:
             return [_Note()] * len(results)
         known = [self._known(operand, place) for operand in operands]
         events = frozenset().union(*(note.events for note in known if note.level))
-        if max(levels) > max((note.level for note in known), default=0):
+        before = max((note.level for note in known), default=_Level.FINITE)
+        if max(levels) > before and (
+            before is not _Level.MASKED
+            or max(levels) is _Level.NAN
+            or _is_beside(results, operands)
+        ):
             worst = results[levels.index(max(levels))]
             name = place.equations[0].primitive.name
             meant = max(levels) is _Level.MASKED and name in LOGARITHMS
@@ -281,24 +196,34 @@ class _Search:
     def join(self, array: Any, notes: list[_Note | None]) -> _Note | None:
         """Returns what is known of an array from what is known of its parts, or of its whole."""
         known = [note for note in notes if note is not None]
-        if len(known) < len(notes):  # with a constant, which is looked at where it is read
+        if not known:  # constants, which are looked at where they are read
             return None
         events = frozenset().union(*(note.events for note in known))
         return _Note(level, events) if (level := _level(array)) else _Note()
 
-    def first(self, named: dict[str, RunValue], gradients: int) -> Overflow | None:
-        """Returns the first operation from which a result is not finite; None if all are."""
-        notes = {name: self._known(value, None) for name, value in named.items()}
-        bad = {name: note for name, note in notes.items() if note.level}
-        if not bad:
+    def first(self, groups: list[dict[str, Any]], gradients: int) -> Overflow | None:
+        """Returns the first operation from which a result is not finite; None if all are.
+
+        Args:
+          groups: results by name. What breaks a result of an earlier group comes first: of the
+            loss, of the gradients, of their norm.
+          gradients: how many gradients there are.
+        """
+        found = []
+        for group in groups:
+            values = {name: x for name, x in group.items() if isinstance(x, RunValue)}
+            notes = {name: self._known(value, None) for name, value in values.items()}
+            found.append({name: note for name, note in notes.items() if note.level})
+        bad = next((group for group in found if group), None)
+        if bad is None:
             return None
-        if any(name not in ("norm", "loss") for name in bad):
-            bad.pop("norm", None)  # it says nothing new
-        # What breaks the loss comes before what breaks a gradient of it.
-        notes = {"loss": bad["loss"]} if "loss" in bad else bad
-        events = frozenset().union(*(note.events for note in notes.values()))
+        events = frozenset().union(*(note.events for note in bad.values()))
         begun = min(events, key=lambda number: (self._events[number].rank, number))
-        reached = tuple(name for name, note in bad.items() if begun in note.events)
+        _, grads, norm, _ = found
+        if grads:
+            norm.clear()  # it says nothing new
+        everything = [pair for group in found for pair in group.items()]
+        reached = tuple(name for name, note in everything if begun in note.events)
         return self._events[begun].report(reached, gradients)
 
     def _known(self, value: RunValue, place: Place | None) -> _Note:
@@ -372,9 +297,27 @@ def _level(array: Any) -> _Level:
 
 @jax.jit
 def _level_of(x: Any) -> Any:
-    masked = jnp.where(jnp.any(jnp.isinf(x)), 1, 0)
-    level = masked if jnp.iscomplexobj(x) else jnp.where(jnp.any(jnp.isposinf(x)), 2, masked)
+    infinite = jnp.isinf(x) if jnp.iscomplexobj(x) else jnp.isposinf(x)
+    level = jnp.where(jnp.any(infinite), 2, jnp.where(jnp.any(jnp.isinf(x)), 1, 0))
     return jnp.where(jnp.any(jnp.isnan(x)), 3, level)
+
+
+def _is_beside(results: list[Any], operands: list[RunValue]) -> bool:
+    """Whether results are not finite where operands are: in other places, not with another sign."""
+    read = [_as_numpy(each.array) for each in operands if is_inexact(each.array)]
+    broken = [~np.isfinite(x) for x in read if not np.isfinite(x).all()]
+    for result in filter(is_inexact, results):
+        bad = ~np.isfinite(_as_numpy(result))
+        same = [np.broadcast_to(x, bad.shape) for x in broken if _broadcasts(x.shape, bad.shape)]
+        if len(same) == len(broken) and (bad & ~np.any(same, axis=0)).any():
+            return True
+    return False
+
+
+def _broadcasts(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
+    return len(shape) == len(target) and all(
+        n in (1, m) for n, m in zip(shape, target, strict=True)
+    )
 
 
 def _as_numpy(array: Any) -> Any:

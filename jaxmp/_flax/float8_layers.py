@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxmp._flax.layer_products import is_layer, what_is_own, why_not_in_float8
 from jaxmp._numerics.user_warnings import first_few, warn_once
@@ -65,7 +66,7 @@ class Float8Layers:
         if policy is None or policy.products is None:
             self.others |= is_layer(module) or what_is_own(module) is not None
             return
-        self.multiplies |= any(x.ndim > 1 for x in jax.tree.leaves(dict(params)))
+        self.multiplies |= any(jnp.ndim(x) > 1 for x in jax.tree.leaves(dict(params)))
         family = self.families.get(path)
         own = what_is_own(module) if family is None else None
         if own is None:

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import jaxmp
 import jaxmp.linen
 import jaxmp.nnx
-from jaxmp._diagnostics.find_overflow import Overflow, find_overflow
+from jaxmp.diagnostics import Overflow, find_overflow
 from tests.support.audit_lines import line_of
 
 pytestmark = [pytest.mark.jax, pytest.mark.usefixtures("standard_promotion")]
@@ -279,7 +279,7 @@ def test_a_loss_scale_that_is_too_large() -> None:
     assert found is not None
     assert (found.operation, found.direction) == ("convert_element_type", "backward")
     assert found.operands[0].largest == 2.0**23 / N**2
-    assert found.reaches == ("first",)
+    assert found.reaches == ("gradients/first",)
     assert found.gradients == 2
 
 
@@ -389,7 +389,7 @@ def test_params_that_are_split_over_devices(kind: AxisType) -> None:
     assert found is not None
     assert (found.operation, found.index) == ("convert_element_type", (3, 2))
     assert found.line == line_of("over devices", "test_params_that_are_split_over_devices.loss")
-    assert found.reaches == ("first",)
+    assert found.reaches == ("gradients/first",)
 
 
 def test_beside_infinities_that_are_meant() -> None:
@@ -508,3 +508,33 @@ def test_layers_that_are_not_finite_later_do_not_hide_an_overflow_before() -> No
     found = find_overflow(loss, stacked, X)
     assert found is not None
     assert (found.operation, found.turns) == ("div", (0,))
+
+
+def test_a_logarithm_of_zero_keeps_its_name_whatever_its_sign() -> None:
+    """A cross-entropy is minus a logarithm; a -inf that was given is squared."""
+    found = find_overflow(lambda p, x: -jnp.mean(jnp.log(x @ p["first"] * 0)), PARAMS, X)  # zero
+    assert found is not None
+    assert (found.operation, found.reaches[0]) == ("log", "loss")
+    batch = X.at[2, 2].set(-jnp.inf)
+    found = find_overflow(lambda p, x: jnp.mean((x - p["first"]) ** 2), PARAMS, batch)
+    assert found is not None
+    assert (found.operation, found.line) == ("argument", "batch")
+
+
+def test_results_have_their_own_names() -> None:
+    """Params may be called as results are, and an aux that is not finite hides nothing."""
+    params = {"norm": PARAMS["first"], "loss": PARAMS["second"], "aux": PARAMS["first"]}
+
+    def loss(p: Any, x: Any) -> Any:
+        total = end(blow_up(layer(x, p["norm"]))) + jnp.sum(p["loss"]) + jnp.sum(p["aux"])
+        return total, jnp.sum(x) / 0
+
+    found = find_overflow(loss, params, X, has_aux=True)
+    assert found is not None
+    assert found.line == line_of("planted", "blow_up")
+    assert found.reaches == ("loss",) or "gradients/norm" in found.reaches
+    assert found.gradients == 3
+    steep_loss = lambda p, x: (end(steep(layer(x, p["norm"]))), jnp.sum(x) / 0)  # noqa: E731
+    found = find_overflow(steep_loss, params, X, has_aux=True)
+    assert found is not None
+    assert (found.operation, found.reaches) == ("mul", ("gradients/norm",))

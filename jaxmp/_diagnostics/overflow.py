@@ -1,0 +1,91 @@
+"""What is said of an operation whose value left the range of its dtype."""
+
+import dataclasses
+import math
+from typing import Literal
+
+from jaxmp._numerics.user_warnings import first_few
+
+Pass = Literal["forward", "backward", "recomputed", ""]
+
+
+@dataclasses.dataclass(frozen=True)
+class OverflowOperand:
+    """What an operation read.
+
+    Attributes:
+      dtype: its dtype.
+      shape: its shape; on one device, in a `shard_map`.
+      largest: the largest magnitude of its finite numbers; 0 if there are none.
+      smallest: the smallest magnitude of those that are not zero; 0 if there are none.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    largest: float
+    smallest: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Overflow:
+    """The operation whose value first left the range of its dtype. It prints as a paragraph.
+
+    Attributes:
+      operation: the name of the primitive, such as `"exp"`; `"argument"` or `"constant"` if what
+        was given, or a number in the program, is not finite itself.
+      line: the line of the user's code; the name of the leaf for an argument.
+      path: the module or scope.
+      direction: `"forward"`, `"backward"`, `"recomputed"` by a checkpoint, or `""`.
+      turns: the numbers of the turns of the loops that it is in, outermost first: for layers in a
+        scan, the layer.
+      operands: what it read.
+      dtype: the dtype of its result.
+      shape: the shape of its result.
+      infinite: how many numbers of its result are infinite.
+      nan: how many are NaN.
+      index: where the first of these is.
+      reaches: which results are not finite because of it: `"loss"`, `"gradients/..."`, `"norm"`
+        for the norm of all gradients, and `"aux/..."`.
+      gradients: how many gradients there are.
+    """
+
+    operation: str
+    line: str
+    path: str
+    direction: Pass
+    turns: tuple[int, ...]
+    operands: tuple[OverflowOperand, ...]
+    dtype: str
+    shape: tuple[int, ...]
+    infinite: int
+    nan: int
+    index: tuple[int, ...]
+    reaches: tuple[str, ...]
+    gradients: int
+
+    def __str__(self) -> str:
+        size = math.prod(self.shape)
+        bad = [f"{n:,} {word}" for n, word in ((self.infinite, "infinite"), (self.nan, "NaN")) if n]
+        what = f"{' and '.join(bad)} of {size:,} numbers in {self.dtype}"
+        grads = [name for name in self.reaches if name.startswith("gradients")]
+        others = [name for name in self.reaches if name not in grads]
+        reached = ["the norm of all gradients" if name == "norm" else name for name in others]
+        if grads:
+            names = first_few([name.removeprefix("gradients/") for name in grads])
+            reached.append(f"{len(grads)} of {self.gradients} gradients ({names})")
+        tail = f"Not finite because of it: {', '.join(reached)}."
+        if self.operation == "argument":
+            return f"{self.line} was given with {what}, first at {self.index}. {tail}"
+        where = [self.line, self.path and f"in {self.path}", self.direction and f"{self.direction}"]
+        where += [f"turn {', '.join(map(str, self.turns))} of its loop"] * bool(self.turns)
+        at = ", ".join(part for part in where if part)
+        if self.operation == "constant":
+            return (
+                f"a constant of the program, read at {at}, holds {what}, first at {self.index}. "
+                f"{tail}"
+            )
+        read = " and ".join(
+            f"{each.dtype}{list(each.shape)} of {each.smallest:.3g} to {each.largest:.3g}"
+            for each in self.operands
+        )
+        return f"{self.operation} at {at} gives {what}, first at {self.index}, from {read}. {tail}"
