@@ -1,0 +1,145 @@
+"""What compilers make of a language model in float8: cycles, memory, and what the backward keeps.
+
+Nothing runs: libtpu or the CUDA plugin (the extra `aot`) compiles loss and gradients of a GPT, its
+layers in a scan, with checkpoints and without, for a device that is not here. A TPU 7x multiplies
+float8 twice as fast as bfloat16, and so does an H100.
+
+    python benchmarks/bench_float8_compiled.py --device tpu7x
+    python benchmarks/bench_float8_compiled.py --device h100 --layers 12 --batches 1 2 8
+"""
+
+import argparse
+import itertools
+import json
+import pathlib
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from absent_devices import absent_gpus, absent_pod, gpu_target
+from gpt import GPT
+from measurement import RESULTS, Column, Report, Row
+
+import jaxmp
+
+_RECIPES = ("none", "tensorwise", "rowwise_hp", "rowwise", "blockwise")
+_TOPOLOGIES = {"tpu7x": "tpu7x:2x2x1", "v5e": "v5e:2x4"}
+# Products of a GPU are calls of cuBLAS, as in the tests: their names say what they multiply.
+_GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
+# What the compiler writes where it has no estimate.
+_UNKNOWN = 2**62
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_COMPARED = ("cycles", "temp", "peak", "residuals")
+_COLUMNS = (
+    Column("width", "width", "d"),
+    Column("layers", "layers", "d"),
+    Column("tokens", "tokens", "d"),
+    Column("remat", "checkpoints"),
+    Column("products", "products"),
+    Column("cycles", "million cycles", ".2f"),
+    Column("cycles_ratio", "over bfloat16", ".2f"),
+    Column("temp", "temporary MB", ".0f"),
+    Column("temp_ratio", "over bfloat16", ".2f"),
+    Column("peak", "in all MB", ".0f"),
+    Column("peak_ratio", "over bfloat16", ".2f"),
+    Column("residuals", "kept for the backward pass, MB", ".1f"),
+    Column("residuals_ratio", "over bfloat16", ".2f"),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> list[Row]:
+    """Runs the benchmark with these arguments; returns the rows of its table."""
+    argv = sys.argv[1:] if argv is None else argv
+    args = _parse(argv)
+    rows: list[Row] = []
+    for width, batch, remat in itertools.product(args.widths, args.batches, args.checkpoints):
+        model = GPT(
+            layers=args.layers,
+            width=width,
+            heads=width // args.head,
+            vocab=args.vocab,
+            context=args.context,
+            remat=remat == "yes",
+        )
+        found: list[Row] = []
+        for products in args.products:
+            found.append(_row(model, batch, products, args.device))
+            for name in _COMPARED:
+                first, this = found[0][name], found[-1][name]
+                found[-1][f"{name}_ratio"] = this / first if first and this is not None else None
+            print(json.dumps(found[-1]), file=sys.stderr, flush=True)
+        rows += found
+    report = Report(
+        name=f"float8-{args.device}",
+        title=f"A language model in float8, compiled for {args.device}",
+        command=" ".join(["python benchmarks/bench_float8_compiled.py", *argv]),
+        columns=_COLUMNS,
+        rows=rows,
+        assumptions=[
+            "Compiled, not run; the hardware above only did the compiling. Cycles are a TPU's "
+            "compiler's own estimates, with the body of a scan once; copies of which it gives none "
+            "are left out.",
+            "In all: arguments (float32 params), results (float32 gradients) and temporaries. Kept "
+            "for the backward pass: the residuals that `jaxmp.audit` counts.",
+            f"Heads of {args.head}, a vocabulary of {args.vocab}, sequences of {args.context}, "
+            "plain attention.",
+        ],
+    )
+    report.show()
+    if not args.no_write:
+        print(f"wrote {report.write(args.results)}")
+    return rows
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="A language model in float8 on an absent device.")
+    add = parser.add_argument
+    add("--device", choices=(*_TOPOLOGIES, "h100", "b200"), default="tpu7x")
+    add("--products", nargs="+", choices=_RECIPES, default=_RECIPES)
+    add("--widths", nargs="+", type=int, default=(1024, 2048, 4096), help="multiples of --head")
+    add("--batches", nargs="+", type=int, default=(8,), help="sequences")
+    add("--checkpoints", nargs="+", choices=("yes", "no"), default=("yes",))
+    add("--layers", type=int, default=2)
+    add("--context", type=int, default=1024, help="tokens of a sequence")
+    add("--head", type=int, default=128, help="width of an attention head")
+    add("--vocab", type=int, default=512)
+    add("--no-write", action="store_true", help="print only, write no files")
+    add("--results", type=pathlib.Path, default=RESULTS, help="where to write")
+    return parser.parse_args(argv)
+
+
+def _row(model: GPT, batch: int, products: str, device: str) -> Row:
+    is_tpu = device in _TOPOLOGIES
+    devices = absent_pod(_TOPOLOGIES[device]) if is_tpu else absent_gpus(gpu_target(device))
+    on_one = jax.sharding.SingleDeviceSharding(devices[0])
+    tokens = jax.ShapeDtypeStruct((batch, model.context + 1), jnp.int32)
+    args = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_one),
+        (jax.eval_shape(model.init), tokens),
+    )
+    policy = "mixed_bfloat16" if products == "none" else f"mixed_float8,products={products}"
+    loss = jaxmp.autocast(model.loss, policy)
+    gradient = jax.jit(jaxmp.value_and_grad(loss, reduce_dtype="float32"))
+    compiled = gradient.lower(*args).compile({} if is_tpu else _GPU_OPTIONS)
+    memory: Any = compiled.memory_analysis()
+    sizes = [memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes]
+    cycles = map(int, _CYCLES.findall(compiled.as_text() or ""))
+    kept = jaxmp.audit(loss, *args).residuals or ()
+    return {
+        "width": model.width,
+        "layers": model.layers,
+        "tokens": batch * model.context,
+        "remat": "yes" if model.remat else "no",
+        "products": "bfloat16" if products == "none" else products,
+        "cycles": sum(n for n in cycles if n < _UNKNOWN) / 1e6 if is_tpu else None,
+        "temp": sizes[-1] / 1e6,
+        "peak": sum(sizes) / 1e6,
+        "residuals": sum(row.bytes for row in kept) / 1e6,
+    }
+
+
+if __name__ == "__main__":
+    main()
