@@ -54,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     """Runs the benchmark with these arguments; returns the rows of its table."""
     argv = sys.argv[1:] if argv is None else argv
     args = _parse(argv)
+    jax.config.update("jax_platforms", "cpu")  # what traces
     rows: list[Row] = []
     for width, batch, remat in itertools.product(args.widths, args.batches, args.checkpoints):
         model = GPT(
