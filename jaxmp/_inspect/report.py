@@ -211,6 +211,14 @@ class AuditReport:
         )
         return self
 
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the report as dictionaries, lists and numbers, as for JSON.
+
+        Returns:
+          All attributes by name, and `flops`.
+        """
+        return {"flops": self.flops, **dataclasses.asdict(self)}
+
     def to_html(self, path: str | os.PathLike[str] | None = None, *, title: str = "Audit") -> str:
         """Returns the report as an HTML page, and writes it to a file if asked to.
 

@@ -1,0 +1,85 @@
+"""`jaxmp doctor`: what this machine has, which format to train in, and what to mend."""
+
+import argparse
+from typing import Any
+
+from jaxmp._command.doctor import DTYPES, diagnose
+from jaxmp._command.machine import Machine, remarks, settings, this_machine, versions
+from jaxmp._command.output import print_report
+from jaxmp._command.program import UsageError, load_program
+from jaxmp._command.rates import Rate, measured_rates
+from jaxmp._command.shapes import ProductShape, parse_shapes, shapes_in
+from jaxmp._planning.devices import Device, find_device
+
+_DESCRIPTION = """Says what this machine has: versions, devices, which dtypes they multiply and how
+fast, and the settings that change dtypes. Then which format to train in, and why; and for sizes of
+products, what to pad and whether float8 pays. Exit code 1 if JAX has no device, or a compiler that
+computes wrongly."""
+
+
+def add_doctor(commands: Any, shared: argparse.ArgumentParser) -> None:
+    """Adds the command to the parser."""
+    one = commands.add_parser(
+        "doctor",
+        parents=[shared],
+        help="devices, dtypes, settings, and the format to train in",
+        description=_DESCRIPTION,
+    )
+    one.add_argument(
+        "--shapes",
+        nargs="+",
+        default=[],
+        metavar="MxKxN",
+        help="sizes of products, rows x summed x columns, such as 4096x1024x50257; or "
+        "package.module:factory, for all products of a program",
+    )
+    one.add_argument(
+        "--device", help="advise for this device, such as h100 or v5e, not for this one"
+    )
+    one.add_argument("--no-measure", action="store_true", help="measure no products")
+    one.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    asked = _device(arguments.device) if arguments.device else None
+    machine, no_machine = _machine()
+    device = asked or (machine.known if machine is not None else None)
+    kind = asked.name if asked else machine.kind if machine else "this machine"
+    found = settings()
+    report = diagnose(
+        machine=machine,
+        no_machine=no_machine,
+        device=device,
+        kind=kind,
+        versions=versions(),
+        settings=found,
+        remarks=remarks(found, machine),
+        rates=[] if machine is None or asked or arguments.no_measure else _rates(machine),
+        shapes=[shape for text in arguments.shapes for shape in _shapes(text)],
+    )
+    print_report(report, arguments.json)
+    return 0 if machine is not None and not machine.sums_wrongly else 1
+
+
+def _device(name: str) -> Device:
+    try:
+        return find_device(name)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def _machine() -> tuple[Machine | None, str]:
+    try:
+        return this_machine(), ""
+    except RuntimeError as error:  # JAX's way to say that a backend does not start
+        return None, str(error).partition("\n")[0]
+
+
+def _rates(machine: Machine) -> list[Rate]:
+    # Float8 that is widened is not worth a measurement; 16 bits are, as on a CPU.
+    dtypes = [d for d in DTYPES if not d.startswith("float8") or machine.multiplies(d)]
+    return measured_rates(dtypes)
+
+
+def _shapes(text: str) -> list[ProductShape]:
+    return shapes_in(load_program(text)) if ":" in text else parse_shapes([text])

@@ -1,0 +1,91 @@
+"""Measures how fast a device multiplies matrices, by dtype."""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+# Large enough to fill a device; a CPU needs a second for less.
+_SIZES = {"cpu": 1024}
+_SIZE = 8192
+
+
+class Rate(NamedTuple):
+    """How fast a device multiplied square matrices.
+
+    Attributes:
+      dtype: the dtype of both operands.
+      precision: `"highest"` for exact float32 products, otherwise `""`.
+      size: the number of rows, and of columns.
+      seconds: the time of one product, the median of several rounds.
+    """
+
+    dtype: str
+    precision: str
+    size: int
+    seconds: float
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations in a second."""
+        return 2 * self.size**3 / self.seconds
+
+
+def measured_rates(
+    dtypes: list[str],
+    *,
+    size: int | None = None,
+    rounds: int = 5,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[Rate]:
+    """Measures products on the default device, float32 also at the precision `"highest"`.
+
+    Each product is compiled and run once before. A round queues several and waits for the last, so
+    that starting them costs no time of the device.
+
+    Args:
+      dtypes: names of dtypes; products of 16 and 8 bits have bfloat16 or float16 results.
+      size: of the square matrices; by default 8192, and 1024 on a CPU.
+      rounds: how many rounds there are.
+      clock: the clock, in seconds.
+
+    Returns:
+      A rate for each dtype.
+    """
+    n = size or _SIZES.get(jax.default_backend(), _SIZE)
+    kinds = [(dtype, "") for dtype in dtypes]
+    if "float32" in dtypes:
+        kinds.insert(dtypes.index("float32") + 1, ("float32", "highest"))
+    return [
+        Rate(dtype, precision, n, _seconds(dtype, precision, n, rounds, clock))
+        for dtype, precision in kinds
+    ]
+
+
+def _seconds(dtype: str, precision: str, n: int, rounds: int, clock: Callable[[], float]) -> float:
+    result = jnp.bfloat16 if dtype.startswith("float8") else jnp.dtype(dtype)
+
+    @jax.jit
+    def multiply(a: Any, b: Any) -> Any:
+        # Rows by rows: float8 products of GPUs want both operands along the sum.
+        numbers = (((1,), (1,)), ((), ()))
+        return lax.dot_general(
+            a, b, numbers, precision=precision or None, preferred_element_type=result
+        )
+
+    keys = jax.random.split(jax.random.key(0))
+    a, b = (jax.random.normal(key, (n, n)).astype(dtype) for key in keys)
+    start = clock()
+    jax.block_until_ready(multiply(a, b))
+    jax.block_until_ready(multiply(a, b))
+    count = 10 if clock() - start < 60 and jax.default_backend() != "cpu" else 2
+    times = []
+    for _ in range(rounds):
+        start = clock()
+        jax.block_until_ready([multiply(a, b) for _ in range(count)][-1])
+        times.append((clock() - start) / count)
+    return statistics.median(times)
