@@ -39,10 +39,10 @@ def add_audit(commands: Any, shared: argparse.ArgumentParser) -> None:
         help="fail with exit code 1 unless this holds, such as products=bfloat16,upcasts=0; the "
         f"names are {', '.join(_CHECKS)}, as in AuditReport.check",
     )
-    one.set_defaults(run=_run)
+    one.set_defaults(run=_run_audit)
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _run_audit(arguments: argparse.Namespace) -> int:
     checks = parse_checks(arguments.check)
     program = load_program(arguments.program)
     report = audit(program.fn, *program.args, compiled=arguments.compiled, **program.kwargs)
@@ -61,24 +61,24 @@ def _run(arguments: argparse.Namespace) -> int:
     return 1 if failure else 0
 
 
-def _names(text: str) -> tuple[str, ...]:
+def _comma_separated(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def _bytes_by_dtype(text: str) -> dict[str, int]:
-    pairs = [pair.partition(":") for pair in _names(text)]
+    pairs = [pair.partition(":") for pair in _comma_separated(text)]
     return {dtype: int(number) for dtype, _, number in pairs}
 
 
 _CHECKS: dict[str, Callable[[str], Any]] = {
-    "products": _names,
+    "products": _comma_separated,
     "share": float,
     "upcasts": int,
     "residual_bytes": int,
     "kept": _bytes_by_dtype,
     "reduced_in": str,
     "precision": str,
-    "allow_unseen": _names,
+    "allow_unseen": _comma_separated,
 }
 
 

@@ -17,7 +17,7 @@ from jaxmp._planning.devices import Device
 DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn")
 
 
-class Choice(NamedTuple):
+class FormatChoice(NamedTuple):
     """The format to train in.
 
     Attributes:
@@ -57,7 +57,7 @@ class DoctorReport:
     kind: str
     multiplies: dict[str, bool | None]
     rates: tuple[Rate, ...]
-    choice: Choice
+    choice: FormatChoice
     settings: dict[str, str]
     remarks: tuple[str, ...]
     shapes: tuple[ProductShape, ...]
@@ -74,7 +74,7 @@ class DoctorReport:
         }
 
     def __rich__(self) -> Any:
-        return Group(*_parts(self))
+        return Group(*_report_parts(self))
 
     def __str__(self) -> str:
         return as_text(self)
@@ -105,7 +105,7 @@ def diagnose(
       rates: what was measured.
       shapes: the products that the user asked about.
     """
-    multiplies = {dtype: _multiplies(device, machine, dtype) for dtype in DTYPES}
+    multiplies = {dtype: _is_native(device, machine, dtype) for dtype in DTYPES}
     has_float8 = multiplies["float8_e4m3fn"]
     estimates = estimate_float8(shapes, device) if device is not None and has_float8 else []
     speeds = {rate.dtype: rate.flops for rate in rates if not rate.precision}
@@ -127,13 +127,15 @@ def diagnose(
     )
 
 
-def _multiplies(device: Device | None, machine: Machine | None, dtype: str) -> bool | None:
+def _is_native(device: Device | None, machine: Machine | None, dtype: str) -> bool | None:
     if device is not None:
         return device.peaks.native(dtype)
     return machine.multiplies(dtype) if machine is not None else None
 
 
-def choose(multiplies: Mapping[str, bool | None], kind: str, rates: Mapping[str, float]) -> Choice:
+def choose(
+    multiplies: Mapping[str, bool | None], kind: str, rates: Mapping[str, float]
+) -> FormatChoice:
     """Returns the format to train in: bfloat16 if the device multiplies it, else float16.
 
     Args:
@@ -151,9 +153,9 @@ def choose(multiplies: Mapping[str, bool | None], kind: str, rates: Mapping[str,
                 "float16 is as fast and has 3 bits more, but overflows beyond 65504: mixed_float16 "
                 "comes with a dynamic loss scale."
             )
-        return Choice("mixed_bfloat16", tuple(reasons))
+        return FormatChoice("mixed_bfloat16", tuple(reasons))
     if multiplies["float16"]:
-        return Choice(
+        return FormatChoice(
             "mixed_float16",
             (
                 f"{kind} multiplies float16, but not bfloat16, which would be widened to float32.",
@@ -167,22 +169,22 @@ def choose(multiplies: Mapping[str, bool | None], kind: str, rates: Mapping[str,
 _WORTH = 1.2
 
 
-def _by_measurement(kind: str, rates: Mapping[str, float]) -> Choice:
+def _by_measurement(kind: str, rates: Mapping[str, float]) -> FormatChoice:
     unknown = f"What {kind} multiplies without widening it is not known."
     other = (
         "To prepare for an accelerator on this machine, train in its format, mixed_bfloat16: the "
         "numbers are alike, the speed is not. `--device h100` advises for an H100."
     )
     if not rates:
-        return Choice("float32", (unknown, "Nothing was measured.", other))
+        return FormatChoice("float32", (unknown, "Nothing was measured.", other))
     faster = rates["bfloat16"] / rates["float32"]
     measured = f"Measured here, bfloat16 has {faster:.2g} times the speed of float32."
     if faster >= _WORTH:
-        return Choice("mixed_bfloat16", (unknown, measured))
-    return Choice("float32", (unknown, measured, other))
+        return FormatChoice("mixed_bfloat16", (unknown, measured))
+    return FormatChoice("float32", (unknown, measured, other))
 
 
-def _parts(report: DoctorReport) -> Iterator[Any]:
+def _report_parts(report: DoctorReport) -> Iterator[Any]:
     yield _machine_text(report)
     yield Group(f"Train in {report.choice.policy}:", bullets(report.choice.reasons))
     if report.remarks:

@@ -37,10 +37,10 @@ def add_doctor(commands: Any, shared: argparse.ArgumentParser) -> None:
         "--device", help="advise for this device, such as h100 or v5e, not for this one"
     )
     one.add_argument("--no-measure", action="store_true", help="measure no products")
-    one.set_defaults(run=_run)
+    one.set_defaults(run=_run_doctor)
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _run_doctor(arguments: argparse.Namespace) -> int:
     asked = _device(arguments.device) if arguments.device else None
     machine, no_machine = _machine()
     device = asked or (machine.known if machine is not None else None)
@@ -55,7 +55,7 @@ def _run(arguments: argparse.Namespace) -> int:
         settings=found,
         remarks=remarks(found, machine),
         rates=[] if machine is None or asked or arguments.no_measure else _rates(machine),
-        shapes=[shape for text in arguments.shapes for shape in _shapes(text)],
+        shapes=[shape for text in arguments.shapes for shape in _shapes_named(text)],
     )
     print_report(report, arguments.json)
     return 0 if machine is not None and not machine.sums_wrongly else 1
@@ -81,5 +81,5 @@ def _rates(machine: Machine) -> list[Rate]:
     return measured_rates(dtypes)
 
 
-def _shapes(text: str) -> list[ProductShape]:
+def _shapes_named(text: str) -> list[ProductShape]:
     return shapes_in(load_program(text)) if ":" in text else parse_shapes([text])

@@ -21,7 +21,7 @@ class UsageError(Exception):
     """The command was called in a way that it cannot answer; the text says what to do."""
 
 
-class Program(NamedTuple):
+class NamedProgram(NamedTuple):
     """A function with arguments to call it with.
 
     Attributes:
@@ -37,7 +37,7 @@ class Program(NamedTuple):
     kwargs: dict[str, Any]
 
 
-def load_program(name: str) -> Program:
+def load_program(name: str) -> NamedProgram:
     """Imports a module, calls its factory, and returns the program that it made.
 
     A command line has no place for arrays, so that a function of the user's makes them.
@@ -56,21 +56,21 @@ def load_program(name: str) -> Program:
     place, colon, attribute = name.rpartition(":")
     if not (colon and place and attribute):
         raise UsageError(f"{name!r} names no program. Write {HOW_TO_NAME}")
-    module = _module_of_file(place) if place.endswith(".py") else _module(place)
+    module = _imported_file(place) if place.endswith(".py") else _imported(place)
     factory = getattr(module, attribute, None)
     if factory is None:
         names = [key for key, value in vars(module).items() if callable(value)]
         near = suggestion(attribute, names)
         raise UsageError(f"{place} has no {attribute!r}.{near} It should be a function: {_RESULT}")
     if not callable(factory):
-        raise UsageError(f"{name} is no function but {_described(factory)}. Make it one: {_RESULT}")
+        raise UsageError(f"{name} is no function but {_type_text(factory)}. Make it one: {_RESULT}")
     return _program(name, _called(name, factory))
 
 
 _RESULT = "a factory takes no arguments and returns (fn, args) or (fn, args, kwargs)"
 
 
-def _module(name: str) -> types.ModuleType:
+def _imported(name: str) -> types.ModuleType:
     _search_first(os.getcwd())
     try:
         return importlib.import_module(name)
@@ -84,7 +84,7 @@ def _module(name: str) -> types.ModuleType:
         raise UsageError(_failed(f"importing {name}", error)) from error
 
 
-def _module_of_file(path: str) -> types.ModuleType:
+def _imported_file(path: str) -> types.ModuleType:
     if not os.path.isfile(path):
         raise UsageError(f"there is no file {path!r} in {os.getcwd()}")
     _search_first(os.path.dirname(os.path.abspath(path)))
@@ -128,7 +128,7 @@ def _called(name: str, factory: Callable[..., Any]) -> Any:
         raise UsageError(_failed(f"calling {name}()", error)) from error
 
 
-def _program(name: str, made: Any) -> Program:
+def _program(name: str, made: Any) -> NamedProgram:
     is_program = (
         isinstance(made, (tuple, list))
         and len(made) in (2, 3)
@@ -140,12 +140,12 @@ def _program(name: str, made: Any) -> Program:
         hint = ""
         if isinstance(made, tuple) and made and callable(made[0]):
             hint = ". The arguments stand in a tuple of their own: (fn, (params, batch))"
-        raise UsageError(f"{name}() returned {_described(made)}, but {_RESULT}{hint}")
+        raise UsageError(f"{name}() returned {_type_text(made)}, but {_RESULT}{hint}")
     fn, args, *kwargs = made
-    return Program(name, fn, tuple(args), dict(*kwargs))
+    return NamedProgram(name, fn, tuple(args), dict(*kwargs))
 
 
-def _described(value: Any) -> str:
+def _type_text(value: Any) -> str:
     """Returns the type of a value, and of a tuple those of its parts."""
     if isinstance(value, (tuple, list)):
         parts = [type(each).__name__ for each in value[:5]] + ["..."] * (len(value) > 5)

@@ -12,6 +12,7 @@ from jax import lax
 # Large enough to fill a device; a CPU needs a second for less.
 _SIZES = {"cpu": 1024}
 _SIZE = 8192
+_QUEUED = 4
 
 
 class Rate(NamedTuple):
@@ -48,7 +49,7 @@ def measured_rates(
     that starting them costs no time of the device.
 
     Args:
-      dtypes: names of dtypes; products of 16 and 8 bits have bfloat16 or float16 results.
+      dtypes: names of dtypes.
       size: of the square matrices; by default 8192, and 1024 on a CPU.
       rounds: how many rounds there are.
       clock: the clock, in seconds.
@@ -66,26 +67,34 @@ def measured_rates(
     ]
 
 
-def _seconds(dtype: str, precision: str, n: int, rounds: int, clock: Callable[[], float]) -> float:
-    result = jnp.bfloat16 if dtype.startswith("float8") else jnp.dtype(dtype)
+def timed_product(dtype: str, precision: str, platform: str) -> Any:
+    """Returns the product that is measured: of rows by rows, jitted.
 
-    @jax.jit
+    Float8 products of GPUs want both operands along the sum, and have results of 16 bits. They go
+    to cuBLAS: in a kernel of the compiler's own, operands may be widened, and nothing says so.
+    """
+    is_float8 = dtype.startswith("float8")
+    options = {"xla_gpu_enable_triton_gemm": False} if is_float8 and platform == "gpu" else None
+    result = jnp.bfloat16 if is_float8 else jnp.dtype(dtype)
+    rows_by_rows = (((1,), (1,)), ((), ()))
+
     def multiply(a: Any, b: Any) -> Any:
-        # Rows by rows: float8 products of GPUs want both operands along the sum.
-        numbers = (((1,), (1,)), ((), ()))
         return lax.dot_general(
-            a, b, numbers, precision=precision or None, preferred_element_type=result
+            a, b, rows_by_rows, precision=precision or None, preferred_element_type=result
         )
 
+    return jax.jit(multiply, compiler_options=options)
+
+
+def _seconds(dtype: str, precision: str, n: int, rounds: int, clock: Callable[[], float]) -> float:
+    multiply = timed_product(dtype, precision, jax.default_backend())
     keys = jax.random.split(jax.random.key(0))
     a, b = (jax.random.normal(key, (n, n)).astype(dtype) for key in keys)
-    start = clock()
-    jax.block_until_ready(multiply(a, b))
-    jax.block_until_ready(multiply(a, b))
-    count = 10 if clock() - start < 60 and jax.default_backend() != "cpu" else 2
+    for _ in range(2):  # the first call compiles
+        jax.block_until_ready(multiply(a, b))
     times = []
     for _ in range(rounds):
         start = clock()
-        jax.block_until_ready([multiply(a, b) for _ in range(count)][-1])
-        times.append((clock() - start) / count)
+        jax.block_until_ready([multiply(a, b) for _ in range(_QUEUED)])
+        times.append((clock() - start) / _QUEUED)
     return statistics.median(times)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxmp._command.program import Program, UsageError
+from jaxmp._command.program import NamedProgram, UsageError
 from jaxmp._inspect.compiled import closed_over
 from jaxmp._inspect.equations import walk
 from jaxmp._inspect.lines import Lines, direction, scopes_of
@@ -82,11 +82,12 @@ def parse_shapes(texts: Iterable[str]) -> list[ProductShape]:
                 f"--shapes takes rows x summed x columns of products, such as 4096x1024x50257, or "
                 f"package.module:factory; got {text!r}"
             )
-        found.append(ProductShape(*map(int, sizes.groups())))
+        rows, summed, columns = map(int, sizes.groups())
+        found.append(ProductShape(rows, summed, columns))
     return found
 
 
-def shapes_in(program: Program) -> list[ProductShape]:
+def shapes_in(program: NamedProgram) -> list[ProductShape]:
     """Returns the matrix products of a program by sizes and line, most FLOPs first.
 
     The program is traced, not run. Products of a backward pass are left out: they have the sizes
@@ -149,5 +150,8 @@ def paddings(shapes: Iterable[ProductShape], device: Device | None) -> list[Padd
 
 
 def _wanted(device: Device) -> dict[str, int]:
-    dtypes = ("bfloat16", "float8_e4m3fn")
-    return {name: device.multiple(name) for name in dtypes if device.peaks.native(name)}
+    """Returns the multiples that a device wants, each once, by the widest dtype that wants it."""
+    dtypes = ("bfloat16", "float16", "float8_e4m3fn")
+    native = [dtype for dtype in dtypes if device.peaks.native(dtype)]
+    multiples = {device.multiple(dtype): dtype for dtype in reversed(native)}
+    return {dtype: multiple for multiple, dtype in sorted(multiples.items())}
