@@ -24,7 +24,7 @@ import handwritten
 import jax
 import jax.numpy as jnp
 import optax
-from device_peak import Peak, find_peak, probes
+from device_peak import find_peak, probes
 from measurement import (
     Column,
     Contender,
@@ -39,6 +39,7 @@ from measurement import (
 )
 
 import jaxmp
+from jaxmp._planning.devices import Peaks
 
 _PRESETS: dict[str, dict[str, int]] = {
     "small": {"layers": 4, "width": 256, "heads": 4, "vocab": 4096, "context": 128, "batch": 8},
@@ -206,7 +207,7 @@ def _row(
     memory: Memory,
     model: gpt.GPT,
     batch: int,
-    peak: Peak | None,
+    peak: Peaks | None,
 ) -> Row:
     mine = times[case.name]
     median = statistics.median(mine.seconds)
