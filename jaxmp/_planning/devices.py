@@ -120,19 +120,18 @@ class Device:
         return 128 if self.platform == "tpu" else max(1, 16 // jnp.dtype(dtype).itemsize)
 
 
-_GB = 10**9
 _GIB = 2**30
 
 
 def _gpu(
     name: str, kind: str, memory: float, bandwidth: float, tflops: Peaks, *aliases: str
 ) -> Device:
-    """Gigabytes, gigabytes a second, teraFLOP/s."""
+    """Gibibytes (the "80 GB" of a GPU are 80 GiB), gigabytes a second, teraFLOP/s."""
     return Device(
         name=name,
         platform="gpu",
         kind=kind,
-        memory=int(memory * _GB),
+        memory=int(memory * _GIB),
         bandwidth=bandwidth * 1e9,
         peaks=Peaks(*(1e12 * rate for rate in tflops)),
         launch=2.5e-6,
