@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from absent_devices import PLATFORMS, absent_devices
-from compiled_traffic import traffic
 from jaxtyping import PyTree
 from measurement import RESULTS, Column, Report, Row
 
 import jaxmp
+from jaxmp._hlo.traffic import traffic
+from jaxmp._planning.absent_devices import PLATFORMS, absent_devices
 
 
 class Recipe(NamedTuple):
