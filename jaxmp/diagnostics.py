@@ -7,7 +7,11 @@ from jaxmp._diagnostics.overflow_report import (
     OverflowReport as OverflowReport,
     overflow_report as overflow_report,
 )
-from jaxmp._planning.absent_devices import devices_like as devices_like
+from jaxmp._planning.benchmark import benchmark as benchmark
+from jaxmp._planning.benchmark_report import (
+    BenchmarkReport as BenchmarkReport,
+    PolicyTiming as PolicyTiming,
+)
 from jaxmp._planning.cost import Cost as Cost, KernelCost as KernelCost
 from jaxmp._planning.devices import (
     DEVICES as DEVICES,

@@ -47,7 +47,7 @@ def compile_for(
     def abstract(x: Any) -> Any:
         if not is_array(x):
             return x
-        sharding = getattr(x, "sharding", None)
+        sharding: Any = getattr(x, "sharding", None)
         if mesh is not None and _is_several(sharding):
             target: Any = NamedSharding(mesh, sharding.spec)
         else:  # None lets the compiler choose
@@ -97,7 +97,7 @@ def _absent_mesh(device: Device, leaves: Iterable[Any]) -> Mesh | None:
     """Returns a mesh like that of sharded arrays, of devices that are not here; None for one."""
     meshes: dict[Any, Mesh | AbstractMesh] = {}
     for x in leaves:
-        sharding = getattr(x, "sharding", None)
+        sharding: Any = getattr(x, "sharding", None)
         if _is_several(sharding):
             shape = tuple(sharding.mesh.shape.items())
             meshes.setdefault((shape, sharding.mesh.axis_types), sharding.mesh)
