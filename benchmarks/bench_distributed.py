@@ -23,13 +23,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from absent_devices import EFFORTS, PLATFORMS, absent_devices, compiler_options
 from compiled_flops import compiled_flops
 from jaxtyping import Array, PyTree
 from measurement import RESULTS, Column, Report, Row
 from sharded_lm import MODES, ShardedLM, place
 
 import jaxmp
+from jaxmp._planning.absent_devices import EFFORTS, PLATFORMS, absent_devices, compiler_options
 from jaxmp.sharding import FSDP, gather_params, per_shard
 
 Evaluate = Callable[[PyTree, Any], tuple[Array, PyTree]]

@@ -9,24 +9,21 @@ with checkpoints, for a TPU 7x that is not here. A 7x multiplies float8 twice as
 import argparse
 import json
 import pathlib
-import re
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from absent_devices import absent_pod
 from gpt import GPT
 from measurement import RESULTS, Column, Report, Row
 
 import jaxmp
+from jaxmp._hlo.kernels import estimated_cycles
+from jaxmp._planning.absent_devices import absent_pod
 
 _RECIPES = ("none", "tensorwise", "rowwise_hp", "rowwise")
 _WIDTHS = (1024, 2048, 4096)
-# What the compiler writes where it has no estimate.
-_UNKNOWN = 2**62
-_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _COLUMNS = (
     Column("width", "width", "d"),
     Column("tokens", "tokens", "d"),
@@ -97,12 +94,11 @@ def _row(model: GPT, products: str, topology: str) -> Row:
     gradient = jax.jit(jaxmp.value_and_grad(loss, reduce_dtype="float32"))
     compiled = gradient.lower(*args).compile()
     memory: Any = compiled.memory_analysis()
-    cycles = map(int, _CYCLES.findall(compiled.as_text() or ""))
     return {
         "width": model.width,
         "tokens": 8 * model.context,
         "products": "bfloat16" if products == "none" else products,
-        "cycles": sum(n for n in cycles if n < _UNKNOWN) / 1e6,
+        "cycles": estimated_cycles(compiled.as_text() or "")[0] / 1e6,
         "temp": memory.temp_size_in_bytes / 1e6,
     }
 

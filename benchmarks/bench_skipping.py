@@ -29,11 +29,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from absent_devices import PLATFORMS, absent_devices
 from jaxtyping import Array, PyTree
 from measurement import RESULTS, Column, Report, Row
 
 import jaxmp
+from jaxmp._planning.absent_devices import PLATFORMS, absent_devices
 
 _CONTENDERS = ("none", "select", "cond", "auto", "lax.cond")
 _SIZES = {1: (96, 3328), 8: (128, 8192)}  # layers and width by number of devices

@@ -25,21 +25,18 @@ import jax
 import jax.numpy as jnp
 import optax
 from device_peak import find_peak, probes
-from measurement import (
-    Column,
+from measurement import Column, Report, Row, add_common_arguments
+
+import jaxmp
+from jaxmp._planning.devices import Peaks
+from jaxmp._planning.timing import (
     Contender,
     Measurement,
-    Memory,
-    Report,
-    Row,
-    add_common_arguments,
+    PlannedMemory,
     compile_step,
     spread,
     time_in_turn,
 )
-
-import jaxmp
-from jaxmp._planning.devices import Peaks
 
 _PRESETS: dict[str, dict[str, int]] = {
     "small": {"layers": 4, "width": 256, "heads": 4, "vocab": 4096, "context": 128, "batch": 8},
@@ -204,7 +201,7 @@ def _jaxmp(
 def _row(
     case: _Case,
     times: dict[str, Measurement],
-    memory: Memory,
+    memory: PlannedMemory,
     model: gpt.GPT,
     batch: int,
     peak: Peaks | None,
