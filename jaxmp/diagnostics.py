@@ -1,4 +1,4 @@
-"""Tools for a run that goes wrong: which operation overflows, and in which gradients it shows."""
+"""Tools that answer before and during a run: what it will take, and what goes wrong in it."""
 
 from jaxmp._diagnostics.find_overflow import find_overflow as find_overflow
 from jaxmp._diagnostics.overflow import Overflow as Overflow, OverflowOperand as OverflowOperand
@@ -7,3 +7,5 @@ from jaxmp._diagnostics.overflow_report import (
     OverflowReport as OverflowReport,
     overflow_report as overflow_report,
 )
+from jaxmp._planning.memory_plan import memory_plan as memory_plan
+from jaxmp._planning.memory_rows import MemoryPlan as MemoryPlan, MemoryRow as MemoryRow
