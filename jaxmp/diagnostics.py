@@ -20,3 +20,5 @@ from jaxmp._planning.devices import (
     find_device as find_device,
 )
 from jaxmp._planning.estimate import cost_of as cost_of, estimate as estimate
+from jaxmp._planning.memory_plan import memory_plan as memory_plan
+from jaxmp._planning.memory_rows import MemoryPlan as MemoryPlan, MemoryRow as MemoryRow
