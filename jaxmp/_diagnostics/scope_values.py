@@ -2,7 +2,8 @@
 
 The program runs again, operation by operation, under the trace of the caller, so that it can be
 compiled. A value leaves a scope where an operation outside of it reads it, or where the program
-returns it. Of a scan, what its turns catch is stacked.
+returns it; what is made outside of all scopes leaves none. Of a scan, what its turns catch is
+stacked.
 """
 
 import dataclasses
@@ -18,8 +19,7 @@ from jax.extend import core
 from jaxmp._inspect.equations import Site
 from jaxmp._inspect.lines import Lines, direction, module_path, scopes_of
 from jaxmp._jaxpr import compat
-from jaxmp._jaxpr.flops import programs_inside
-from jaxmp._jaxpr.op_classes import CALLS
+from jaxmp._jaxpr.op_classes import CALLS, CLASSES, OPAQUE, OpClass
 from jaxmp._jaxpr.rebind import scan_again
 from jaxmp._jaxpr.tracing import combine, partition, trace_call
 from jaxmp._numerics.dtypes import is_inexact
@@ -130,7 +130,7 @@ def scope_values(
     ...     return jnp.sum(h)
     >>> caught = jax.jit(scope_values(net))(jnp.ones(3))
     >>> [(value.path, value.operation) for value in caught.values], caught.kept[0].tolist()
-    ([('up', 'mul'), ('', 'reduce_sum')], [2.0, 2.0, 2.0])
+    ([('up', 'mul')], [2.0, 2.0, 2.0])
     """
 
     def caught(*args: Any, **kwargs: Any) -> Caught:
@@ -190,9 +190,10 @@ class _Catcher:
             return compat.number(atom) if isinstance(atom, core.Literal) else env[atom]
 
         for number, (equation, site) in enumerate(zip(jaxpr.eqns, sites, strict=True)):
-            here, source = (*key, number), equation.source_info
+            # What is inside of an equation comes before its results.
+            here, source = (*key, 2 * number + 1), equation.source_info
             with compat.where(equation, source.name_stack, source.traceback):
-                made, inside = self._equation(site, list(map(read, equation.invars)), here)
+                made, inside = self._equation(site, list(map(read, equation.invars)), (*key, 2 * number))
                 found |= inside
                 for i, (variable, value) in enumerate(zip(equation.outvars, made, strict=True)):
                     env[variable] = value
@@ -225,7 +226,7 @@ class _Catcher:
             return self._cond(site, values, key)
         if name in CALLS and programs:
             return self.run(programs[0], values, key, site)
-        if programs_inside(equation):
+        if name in OPAQUE or CLASSES.get(name) is OpClass.CONTROL:
             path = "/".join(scope_of_module(site))
             self.not_entered.append(NotEntered(name, path, self._lines.of(site)))
         return compat.bind(equation, values), {}
@@ -309,6 +310,6 @@ def _leaving(
         if isinstance(atom, core.Literal) or atom not in maker:
             continue
         made = maker[atom]
-        if reader is None or reader[: len(made)] != made:
+        if (made if reader is None else reader[: len(made)] != made):
             found.add(atom)
     return found
