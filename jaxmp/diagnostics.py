@@ -7,3 +7,9 @@ from jaxmp._diagnostics.overflow_report import (
     OverflowReport as OverflowReport,
     overflow_report as overflow_report,
 )
+from jaxmp._diagnostics.sensitivity import sensitivity as sensitivity
+from jaxmp._diagnostics.sensitivity_report import (
+    Errors as Errors,
+    PartSensitivity as PartSensitivity,
+    SensitivityReport as SensitivityReport,
+)
