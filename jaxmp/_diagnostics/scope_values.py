@@ -1,7 +1,6 @@
 """Catches the values that leave each scope of a program: what a module hands to the rest of it.
 
-The program runs again, operation by operation, under the trace of the caller, so that it can be
-compiled. A value leaves a scope where an operation outside of it reads it, or where the program
+The program runs again under the trace of the caller, so that it can be compiled. A value leaves a scope where an operation outside of it reads it, or where the program
 returns it; what is made outside of all scopes leaves none. Of a scan, what its turns catch is
 stacked.
 """
@@ -12,20 +11,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-from jax import lax
+import jax.numpy as jnp  # noqa: F401 (for the doctest)
 from jax.extend import core
 
+from jaxmp._diagnostics.rerun import Key, Rerun
 from jaxmp._inspect.equations import Site
 from jaxmp._inspect.lines import Lines, direction, module_path, scopes_of
-from jaxmp._jaxpr import compat
-from jaxmp._jaxpr.op_classes import CALLS, CLASSES, OPAQUE, OpClass
-from jaxmp._jaxpr.rebind import scan_again
+from jaxmp._jaxpr.op_classes import CLASSES, OPAQUE, OpClass
 from jaxmp._jaxpr.tracing import combine, partition, trace_call
 from jaxmp._numerics.dtypes import is_inexact
 
-# The place of a value: the numbers of the equations around it, of its own, and of the result.
-Key = tuple[int, ...]
 ANCHOR = "name"  # the primitive of `jax.ad_checkpoint.checkpoint_name`
 
 
@@ -164,10 +159,7 @@ def _on_automatic(run: Callable[..., list[Any]], traced: Any, arrays: Sequence[A
         return list(jax.sharding.auto_axes(run, axes=axes, out_sharding=specs)(*arrays))
 
 
-Made = tuple[list[Any], dict[Key, Any]]
-
-
-class _Catcher:
+class _Catcher(Rerun):
     """Runs programs and catches what leaves their scopes."""
 
     def __init__(self, keep: Callable[[Any], Any], scope_of: ScopeOf) -> None:
@@ -176,31 +168,34 @@ class _Catcher:
         self.values: dict[Key, ScopeValue] = {}
         self.not_entered: list[NotEntered] = []
 
-    def run(self, program: Any, args: Sequence[Any], key: Key, outer: Site | None) -> Made:
-        """Runs a program; returns its results, and what was kept by place."""
-        jaxpr = compat.open_jaxpr(program)
-        env: dict[Any, Any] = dict(zip(jaxpr.constvars, compat.consts_of(program), strict=True))
-        env.update(zip(jaxpr.invars, args, strict=True))
-        sites = [Site(each, each.primitive.name, 1, outer) for each in jaxpr.eqns]
+    def operation(self, site: Site, values: list[Any]) -> list[Any]:
+        if site.name in OPAQUE or CLASSES.get(site.name) is OpClass.CONTROL:
+            self._note(site)
+        return super().operation(site, values)
+
+    def keeping(
+        self, jaxpr: core.Jaxpr, sites: Sequence[Site], outer: Site | None
+    ) -> Callable[[int, list[Any], Key], dict[Key, Any]]:
+        if outer is not None and outer.name == "while":
+            self._note(outer)
         scopes = list(map(self._scope_of, sites))
         leaving = _leaving(jaxpr, scopes, None if outer is None else self._scope_of(outer))
-        found: dict[Key, Any] = {}
 
-        def read(atom: Any) -> Any:
-            return compat.number(atom) if isinstance(atom, core.Literal) else env[atom]
+        def keep(number: int, values: list[Any], key: Key) -> dict[Key, Any]:
+            site, found = sites[number], {}
+            for i, (variable, value) in enumerate(
+                zip(site.equation.outvars, values, strict=True)
+            ):
+                if (variable in leaving or site.name == ANCHOR) and is_inexact(value):
+                    found[(*key, i)] = self._keep(value)
+                    self.values[(*key, i)] = self._value(site, scopes[number], value)
+            return found
 
-        for number, (equation, site) in enumerate(zip(jaxpr.eqns, sites, strict=True)):
-            # What is inside of an equation comes before its results.
-            here, source = (*key, 2 * number + 1), equation.source_info
-            with compat.where(equation, source.name_stack, source.traceback):
-                made, inside = self._equation(site, list(map(read, equation.invars)), (*key, 2 * number))
-                found |= inside
-                for i, (variable, value) in enumerate(zip(equation.outvars, made, strict=True)):
-                    env[variable] = value
-                    if (variable in leaving or site.name == ANCHOR) and is_inexact(value):
-                        found[(*here, i)] = self._keep(value)
-                        self.values[(*here, i)] = self._value(site, scopes[number], value)
-        return [read(atom) for atom in jaxpr.outvars], found
+        return keep
+
+    def _note(self, site: Site) -> None:
+        path = "/".join(scope_of_module(site))
+        self.not_entered.append(NotEntered(site.name, path, self._lines.of(site)))
 
     def _value(self, site: Site, scope: tuple[str, ...], value: Any) -> ScopeValue:
         anchor = str(site.equation.params["name"]) if site.name == ANCHOR else ""
@@ -216,62 +211,6 @@ class _Catcher:
             tuple(each.params["length"] for each in around if each.primitive.name == "scan"),
             any(each.primitive.name == "cond" for each in around),
         )
-
-    def _equation(self, site: Site, values: list[Any], key: Key) -> Made:
-        name, equation = site.name, site.equation
-        programs = compat.bodies_of(equation)
-        if name == "scan":
-            return self._scan(site, values, key)
-        if name == "cond":
-            return self._cond(site, values, key)
-        if name in CALLS and programs:
-            return self.run(programs[0], values, key, site)
-        if name in OPAQUE or CLASSES.get(name) is OpClass.CONTROL:
-            path = "/".join(scope_of_module(site))
-            self.not_entered.append(NotEntered(name, path, self._lines.of(site)))
-        return compat.bind(equation, values), {}
-
-    def _scan(self, site: Site, values: list[Any], key: Key) -> Made:
-        params = site.equation.params
-        (body,) = compat.bodies_of(site.equation)
-        consts, count = compat.scan_counts(params)
-        fixed = values[:consts]
-
-        def turn(carry: Any, slices: Any) -> Any:
-            made, found = self.run(body, [*fixed, *carry, *slices], key, site)
-            return made[:count], (made[count:], found)
-
-        carry, stacked = values[consts : consts + count], values[consts + count :]
-        carry, (rows, found) = scan_again(params, turn, carry, stacked)
-        return [*carry, *rows], found
-
-    def _cond(self, site: Site, values: list[Any], key: Key) -> Made:
-        index, *operands = values
-        makers = [
-            lambda args, program=program, i=i: self.run(program, args, (*key, i), site)
-            for i, program in enumerate(site.equation.params["branches"])
-        ]
-        kept: dict[Key, Any] = {}
-        for make in makers:
-            kept |= jax.eval_shape(make, operands)[1]
-        nothing = {place: jnp.zeros(x.shape, x.dtype) for place, x in _flat(kept).items()}
-        structure = jax.tree.structure(kept)
-
-        def branch(make: Any) -> Any:
-            def run(args: list[Any]) -> Any:
-                made, found = make(args)
-                return made, nothing | _flat(found)
-
-            return run
-
-        made, found = lax.switch(index, [branch(make) for make in makers], operands)
-        return made, jax.tree.unflatten(structure, [found[place] for place in _flat(kept)])
-
-
-def _flat(found: dict[Key, Any]) -> dict[Any, Any]:
-    """Returns what was kept leaf by leaf, so that one branch can fill in for another."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(found)
-    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
 
 
 def _around(site: Site) -> list[core.JaxprEqn]:
