@@ -22,3 +22,9 @@ from jaxmp._planning.devices import (
 from jaxmp._planning.estimate import cost_of as cost_of, estimate as estimate
 from jaxmp._planning.memory_plan import memory_plan as memory_plan
 from jaxmp._planning.memory_rows import MemoryPlan as MemoryPlan, MemoryRow as MemoryRow
+from jaxmp._diagnostics.sensitivity import sensitivity as sensitivity
+from jaxmp._diagnostics.sensitivity_report import (
+    Errors as Errors,
+    PartSensitivity as PartSensitivity,
+    SensitivityReport as SensitivityReport,
+)
