@@ -1,4 +1,4 @@
-"""Tools for a run that goes wrong: which operation overflows, and in which gradients it shows."""
+"""Tools to look at a run: what overflows, what is lost to underflow, and metrics for loggers."""
 
 from jaxmp._diagnostics.find_overflow import find_overflow as find_overflow
 from jaxmp._diagnostics.overflow import Overflow as Overflow, OverflowOperand as OverflowOperand
@@ -7,3 +7,9 @@ from jaxmp._diagnostics.overflow_report import (
     OverflowReport as OverflowReport,
     overflow_report as overflow_report,
 )
+from jaxmp._diagnostics.underflow_report import (
+    UnderflowReport as UnderflowReport,
+    UnderflowRow as UnderflowRow,
+    underflow_report as underflow_report,
+)
+from jaxmp._numerics.histograms import Histograms as Histograms, histograms as histograms
