@@ -4,22 +4,14 @@ import dataclasses
 import math
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from jaxmp._diagnostics.counted import check_counted, cumulated, fetched
 from jaxmp._diagnostics.overflow_report import number_of_scale
 from jaxmp._numerics.dtypes import parse_dtype
-from jaxmp._numerics.histograms import (
-    FINITE,
-    INFINITE,
-    LOWER_EDGES,
-    NAN,
-    ZEROS,
-    Histograms,
-    histograms,
-)
+from jaxmp._numerics.histograms import FINITE, INFINITE, NAN, ZEROS, Histograms, histograms
 
 # The recommended scale leaves room for numbers 8 times as large (docs/statistics.md).
 _HEADROOM = 3
@@ -140,7 +132,8 @@ def underflow_report(
     chosen, scale = parse_dtype(dtype), number_of_scale(loss_scale)
     found = tree if isinstance(tree, Histograms) else histograms(tree)
     counts, largest = fetched(found)
-    limits = _limits(chosen)
+    check_counted(counts)
+    limits = limits_of(chosen)
     named = zip(found.names, found.dtypes, strict=True)
     rows = [
         _row(name, kind, counts[i], float(largest[i]), limits, scale)
@@ -152,23 +145,7 @@ def underflow_report(
     return UnderflowReport(tuple(rows), total, chosen.name, scale)
 
 
-def fetched(found: Histograms) -> tuple[Any, Any]:
-    """Returns counts and largest magnitudes on the host, leading axes added up.
-
-    Raises:
-      ValueError: if nothing was counted.
-    """
-    counts, largest = jax.device_get((found.counts, found.largest))
-    if found.names and not counts.any():
-        raise ValueError(
-            "these histograms are empty: in a step of make_train_step(..., histograms_every=n), "
-            "they are counted in the first call and in each n-th call after it"
-        )
-    counts = np.asarray(counts, np.float64).reshape(-1, *counts.shape[-2:]).sum(0)
-    return counts, largest.reshape(-1, largest.shape[-1]).max(0, initial=0)
-
-
-class _Limits(NamedTuple):
+class FormatLimits(NamedTuple):
     """The magnitudes at which a format changes what it does, and its largest exponent.
 
     Attributes:
@@ -184,18 +161,19 @@ class _Limits(NamedTuple):
     exponent: int
 
 
-def _limits(dtype: Any) -> _Limits:
+def limits_of(dtype: Any) -> FormatLimits:
+    """Returns the limits of a floating dtype."""
     info = jnp.finfo(dtype)
     largest, smallest = float(info.max), float(info.smallest_subnormal)
     exponent = math.frexp(largest)[1] - 1
     # Half of the smallest number rounds to zero. The sum of largest and half a place may overflow.
     kept = math.nextafter(smallest / 2, 1)
     ends = largest * (1 + 2.0 ** (exponent - int(info.nmant) - 1) / largest)
-    return _Limits(kept, float(info.smallest_normal) - smallest / 2, ends, exponent)
+    return FormatLimits(kept, float(info.smallest_normal) - smallest / 2, ends, exponent)
 
 
 def _row(
-    name: str, dtype: str, counts: Any, largest: float, limits: _Limits, scale: float
+    name: str, dtype: str, counts: Any, largest: float, limits: FormatLimits, scale: float
 ) -> UnderflowRow:
     zeros, infinite, nan = (round(float(counts[i])) for i in (ZEROS, INFINITE, NAN))
     numbers = counts[FINITE]
@@ -226,11 +204,10 @@ def _row(
 
 
 def _share_below(numbers: Any, largest: float, limit: float) -> float:
-    """Returns the share of numbers below a limit, given their counts between the edges of bins."""
+    """Returns the share of numbers below a limit, given their counts in the finite bins."""
     if limit > largest:
         return 1.0
-    edges = [*np.log2(LOWER_EDGES[LOWER_EDGES <= largest]), math.log2(largest)]
-    below = [*np.cumsum([0.0, *numbers])[: len(edges) - 1], numbers.sum()]
+    edges, below = cumulated(numbers, largest)
     return float(np.interp(math.log2(limit), edges, below)) / float(numbers.sum())
 
 
