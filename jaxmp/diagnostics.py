@@ -1,5 +1,6 @@
 """Tools to look at a run: what overflows, what is lost to underflow, and metrics for loggers."""
 
+from jaxmp._diagnostics.activation_histograms import activation_histograms as activation_histograms
 from jaxmp._diagnostics.find_overflow import find_overflow as find_overflow
 from jaxmp._diagnostics.histogram_plot import plot_histograms as plot_histograms
 from jaxmp._diagnostics.overflow import Overflow as Overflow, OverflowOperand as OverflowOperand

@@ -73,7 +73,7 @@ def _drawn(names: list[str], shares: Any, report: UnderflowReport) -> Any:
     first, last = edges[filled[0]] - 2, edges[filled[-1] + 1] + 2
     # The ends of the range are shown if they are near.
     near = [x for x in marks if first - 12 < x < last + 12]
-    first, last = min(first, *near, first) - 1, max(last, *near, last) + 1
+    first, last = min(first, *(x - 4 for x in near)), max(last, *(x + 4 for x in near))
     axes.set_xlim(first, last)
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.pcolormesh(
@@ -81,7 +81,7 @@ def _drawn(names: list[str], shares: Any, report: UnderflowReport) -> Any:
         np.arange(len(names) + 1) - 0.5,
         np.ma.masked_equal(shares, 0),
         cmap="Blues",
-        vmin=0,
+        vmin=-0.2 * shares.max(),  # the few are seen too
         vmax=shares.max(),
         zorder=2,
     )
@@ -102,7 +102,15 @@ def _drawn(names: list[str], shares: Any, report: UnderflowReport) -> Any:
         )
     times = f" at scale 2**{math.log2(report.scale):g}" if report.scale != 1 else ""
     axes.set_title(f"{report.dtype}{times}", loc="left", color=_INK, fontsize=11, pad=22)
-    axes.annotate("lost", (1.01, 1.0), xycoords="axes fraction", fontsize=8, color=_MUTED)
+    axes.annotate(
+        "lost",
+        (1.01, 1.0),
+        (0, 4),
+        xycoords="axes fraction",
+        textcoords="offset points",
+        fontsize=8,
+        color=_MUTED,
+    )
     return figure
 
 
@@ -131,6 +139,7 @@ def _zones(axes: Any, bounds: list[float]) -> None:
         if begin >= end:
             continue
         axes.axvspan(begin, end, color=color, alpha=0.10, linewidth=0, zorder=1)
+        axes.axvline(end if name != "overflows" else begin, color=color, linewidth=1, zorder=3)
         axes.annotate(
             name,
             ((begin + end) / 2, 1.0),

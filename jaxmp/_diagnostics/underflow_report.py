@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -67,6 +68,7 @@ class UnderflowReport:
 
     def __rich__(self) -> Any:
         from rich.table import Table
+        from rich.text import Text
 
         times = f" after multiplication by {self.scale:g}" if self.scale != 1 else ""
         caption = (
@@ -76,16 +78,14 @@ class UnderflowReport:
             caption += f"\nwhat {' and '.join(narrow)} had lost before is not seen"
         table = Table(caption=caption, caption_justify="left")
         table.add_column("array", overflow="fold")
-        shares = ("flushed", "subnormal", "overflow")
-        for name in ("numbers", "zeros", *shares, "infinite", "NaN", "largest", "scale"):
-            table.add_column("recommended scale" if name == "scale" else name, justify="right")
         total = (self.total,) if len(self.rows) > 1 else ()
+        columns = [column for column in _COLUMNS if column.shown(self.total)]
+        for column in columns:
+            table.add_column(column.title, justify="right")
         for row in (*self.rows, *total):
-            table.add_section() if row is self.total else None
-            counts = [f"{n:,}" if n else "" for n in (row.size, row.zeros)]
-            lost = [f"{100 * getattr(row, name):.2f} %" for name in shares]
-            bad = [f"{n:,}" if n else "" for n in (row.infinite, row.nan)]
-            table.add_row(row.name, *counts, *lost, *bad, f"{row.largest:.3g}", _power(row))
+            if row is self.total:
+                table.add_section()
+            table.add_row(Text(row.name), *(column.text(row) for column in columns))
         return table
 
     def __str__(self) -> str:
@@ -212,8 +212,38 @@ def _share_below(numbers: Any, largest: float, limit: float) -> float:
 
 
 def _has_lost(dtype: str) -> bool:
-    return bool(dtype) and jnp.dtype(dtype).itemsize < 4
+    """Whether one of these dtypes is narrower than float32."""
+    return any(jnp.dtype(name).itemsize < 4 for name in dtype.split(", ") if name)
 
 
-def _power(row: UnderflowRow) -> str:
-    return "" if row.recommended_scale is None else f"2**{round(math.log2(row.recommended_scale))}"
+class _Column(NamedTuple):
+    """A column of the table, which is left out if it is `optional` and all its numbers are 0."""
+
+    title: str
+    of: Callable[[UnderflowRow], Any]
+    form: str
+    optional: bool = False
+
+    def shown(self, total: UnderflowRow) -> bool:
+        return bool(self.of(total)) or not self.optional
+
+    def text(self, row: UnderflowRow) -> str:
+        value = self.of(row)
+        return "" if value is None or (self.optional and not value) else format(value, self.form)
+
+
+_COLUMNS = (
+    _Column("numbers", lambda row: row.size, ","),
+    _Column("zeros", lambda row: row.zeros, ",", True),
+    _Column("flushed", lambda row: row.flushed, ".2%"),
+    _Column("subnormal", lambda row: row.subnormal, ".2%"),
+    _Column("overflow", lambda row: row.overflow, ".2%"),
+    _Column("infinite", lambda row: row.infinite, ",", True),
+    _Column("NaN", lambda row: row.nan, ",", True),
+    _Column("largest", lambda row: row.largest, ".3g"),
+    _Column("recommended scale", lambda row: _power(row.recommended_scale), ""),
+)
+
+
+def _power(scale: float | None) -> str:
+    return "" if scale is None else f"2**{round(math.log2(scale))}"
