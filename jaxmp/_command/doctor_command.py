@@ -3,13 +3,14 @@
 import argparse
 from typing import Any
 
+from jaxmp._command.arguments import device_argument
 from jaxmp._command.doctor import DTYPES, diagnose
 from jaxmp._command.machine import Machine, remarks, settings, this_machine, versions
 from jaxmp._command.output import print_report
-from jaxmp._command.program import UsageError, load_program
+from jaxmp._command.program import load_program
 from jaxmp._command.rates import Rate, measured_rates
 from jaxmp._command.shapes import ProductShape, parse_shapes, shapes_in
-from jaxmp._planning.devices import Device, find_device
+from jaxmp._planning.devices import Device
 
 _DESCRIPTION = """Says what this machine has: versions, devices, which dtypes they multiply and how
 fast, and the settings that change dtypes. Then which format to train in, and why; and for sizes of
@@ -34,14 +35,16 @@ def add_doctor(commands: Any, shared: argparse.ArgumentParser) -> None:
         "package.module:factory, for all products of a program",
     )
     one.add_argument(
-        "--device", help="advise for this device, such as h100 or v5e, not for this one"
+        "--device",
+        type=device_argument,
+        help="advise for this device, such as h100 or v5e, not for this one",
     )
     one.add_argument("--no-measure", action="store_true", help="measure no products")
     one.set_defaults(run=_run_doctor)
 
 
 def _run_doctor(arguments: argparse.Namespace) -> int:
-    asked = _device(arguments.device) if arguments.device else None
+    asked: Device | None = arguments.device
     machine, no_machine = _machine()
     device = asked or (machine.known if machine is not None else None)
     kind = asked.name if asked else machine.kind if machine else "this machine"
@@ -59,13 +62,6 @@ def _run_doctor(arguments: argparse.Namespace) -> int:
     )
     print_report(report, arguments.json)
     return 0 if machine is not None and not machine.sums_wrongly else 1
-
-
-def _device(name: str) -> Device:
-    try:
-        return find_device(name)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
 
 
 def _machine() -> tuple[Machine | None, str]:

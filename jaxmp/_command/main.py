@@ -6,8 +6,12 @@ import sys
 from collections.abc import Sequence
 
 from jaxmp._command.audit_command import add_audit
+from jaxmp._command.bench_command import add_bench
 from jaxmp._command.doctor_command import add_doctor
+from jaxmp._command.estimate_command import add_estimate
+from jaxmp._command.plan_command import add_plan
 from jaxmp._command.program import UsageError
+from jaxmp._command.sensitivity_command import add_sensitivity
 
 _EPILOG = """exit codes: 0 if all is well, 1 if a check failed, 2 if the command was called wrongly
 or the program could not be read.
@@ -29,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
         "--traceback", action="store_true", help="show where an error comes from, for bug reports"
     )
     commands = whole.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for add in (add_doctor, add_audit):
+    for add in (add_doctor, add_plan, add_audit, add_estimate, add_bench, add_sensitivity):
         add(commands, shared)
     return whole
 

@@ -20,7 +20,7 @@ def print_report(report: Any, as_json: bool, **more: Any) -> None:
       **more: what JSON has beside the report's own.
     """
     if as_json:
-        print(json.dumps(_plain(report.as_dict() | more), indent=2, default=str))
+        print(json.dumps(_json_value(report.as_dict() | more), indent=2, default=str))
         return
     if sys.stdout.isatty():
         Console(highlight=False).print(report)
@@ -28,16 +28,16 @@ def print_report(report: Any, as_json: bool, **more: Any) -> None:
         print(as_text(report))
 
 
-def _plain(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
     """Returns what JSON can hold: named fields as dictionaries, and no infinities."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     elif hasattr(value, "_asdict"):
         value = value._asdict()
     if isinstance(value, dict):
-        return {str(key): _plain(each) for key, each in value.items()}
+        return {str(key): _json_value(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
+        return [_json_value(each) for each in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value

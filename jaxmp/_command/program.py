@@ -1,5 +1,6 @@
 """Finds the program that a command is about, by the name that the user gives it."""
 
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -64,7 +65,22 @@ def load_program(name: str) -> NamedProgram:
         raise UsageError(f"{place} has no {attribute!r}.{near} It should be a function: {_RESULT}")
     if not callable(factory):
         raise UsageError(f"{name} is no function but {_type_text(factory)}. Make it one: {_RESULT}")
-    return _program(name, _called(name, factory))
+    return _program(name, _made_by(name, factory))
+
+
+def loss_of(program: NamedProgram) -> tuple[Callable[..., Any], Any, Any]:
+    """Returns the loss function, the params and the batch of a program that is a loss.
+
+    Raises:
+      UsageError: if its arguments are not params and a batch.
+    """
+    if len(program.args) != 2:
+        raise UsageError(
+            f"{program.name}() should return (loss_fn, (params, batch)) here, but it has "
+            f"{len(program.args)} arguments. Put what belongs to the batch into one tree"
+        )
+    fn = functools.partial(program.fn, **program.kwargs) if program.kwargs else program.fn
+    return fn, *program.args
 
 
 _RESULT = "a factory takes no arguments and returns (fn, args) or (fn, args, kwargs)"
@@ -107,7 +123,7 @@ def _search_first(folder: str) -> None:
         sys.path.insert(0, folder)
 
 
-def _called(name: str, factory: Callable[..., Any]) -> Any:
+def _made_by(name: str, factory: Callable[..., Any]) -> Any:
     try:
         needed = [
             parameter.name

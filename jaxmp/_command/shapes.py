@@ -98,13 +98,13 @@ def shapes_in(program: NamedProgram) -> list[ProductShape]:
     runs: dict[ProductShape, int] = {}
     for site in walk(jax.make_jaxpr(call)(arrays)).all_sites():
         if site.name == "dot_general" and direction(scopes_of(site)) != "backward":
-            shape = _shape(site.equation, lines.of(site))
+            shape = _product_shape(site.equation, lines.of(site))
             runs[shape] = runs.get(shape, 0) + site.runs
     found = [shape._replace(runs=times) for shape, times in runs.items()]
     return sorted(found, key=lambda shape: -shape.flops)
 
 
-def _shape(equation: Any, line: str) -> ProductShape:
+def _product_shape(equation: Any, line: str) -> ProductShape:
     (summed, summed_right), (batch, batch_right) = equation.params["dimension_numbers"]
     left, right = (variable.aval.shape for variable in equation.invars[:2])
 

@@ -45,7 +45,7 @@ def page(report: Any, title: str) -> str:
         _totals(report),
         _tree(report),
         *(_table(section) for section in sections(report)),
-        _unseen(report),
+        _not_seen(report),
         tag("script", _file("page.js")),
     )
     return f"<!DOCTYPE html>\n{tag('html', head, body, lang='en')}\n"
@@ -272,7 +272,7 @@ def _coloured(text: str) -> Markup:
     return joined_markup(*parts, text[end:])
 
 
-def _unseen(report: Any) -> Markup:
+def _not_seen(report: Any) -> Markup:
     lines = [
         f"{row.name} at {row.line}" + (f", {row.path}" if row.path else "")
         for row in report.unseen_lines
