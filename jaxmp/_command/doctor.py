@@ -145,7 +145,7 @@ def choose(
     """
     if multiplies["bfloat16"]:
         reasons = [
-            f"{kind} multiplies bfloat16.",
+            f"{kind[:1].upper()}{kind[1:]} multiplies bfloat16.",
             "bfloat16 has the range of float32, so that gradients need no loss scale.",
         ]
         if multiplies["float16"]:
@@ -158,7 +158,7 @@ def choose(
         return FormatChoice(
             "mixed_float16",
             (
-                f"{kind} multiplies float16, but not bfloat16, which would be widened to float32.",
+                f"{kind[:1].upper()}{kind[1:]} multiplies float16, but not bfloat16, which would be widened to float32.",
                 "float16 overflows beyond 65504: mixed_float16 comes with a dynamic loss scale.",
             ),
         )
@@ -210,7 +210,7 @@ def _machine_text(report: DoctorReport) -> str:
         said += f", {bytes_text(machine.memory)} each"
     if machine.compute_capability:
         said += f", compute capability {machine.compute_capability}"
-    if report.kind != machine.kind:
+    if report.kind != machine.name:
         said += f".\nThe advice is for {report.kind}, as asked"
     return f"{said}."
 

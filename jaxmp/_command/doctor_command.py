@@ -47,7 +47,7 @@ def _run_doctor(arguments: argparse.Namespace) -> int:
     asked: Device | None = arguments.device
     machine, no_machine = _machine()
     device = asked or (machine.known if machine is not None else None)
-    kind = asked.name if asked else machine.kind if machine else "this machine"
+    kind = asked.name if asked else machine.name if machine else "this machine"
     found = settings()
     report = diagnose(
         machine=machine,

@@ -100,8 +100,9 @@ def float8_sentences(
       kind: its name.
       estimates: those of the sizes that the user gave.
     """
-    if "MI300" in kind.upper():
-        return [f"{kind} has other formats, e4m3fnuz and e5m2fnuz: not supported. {_WIDER}"]
+    start = kind[:1].upper() + kind[1:]
+    if "MI300" in start:
+        return [f"{start} has other formats, e4m3fnuz and e5m2fnuz: not supported. {_WIDER}"]
     if multiplies is None:
         return [
             f"Whether {kind} multiplies float8 is not known. NVIDIA GPUs do from compute "
@@ -109,9 +110,9 @@ def float8_sentences(
             "the numbers are right, and it is slower."
         ]
     if not multiplies:
-        return [f"{kind} does not multiply float8: it would be converted to more bits. {_WIDER}"]
+        return [f"{start} does not multiply float8: it would be converted to more bits. {_WIDER}"]
     said = [
-        f"{kind} multiplies float8. Each product then differs from its bfloat16 by 4 to 6 %: train "
+        f"{start} multiplies float8. Each product then differs from its bfloat16 by 4 to 6 %: train "
         "both for a while and compare the losses.",
     ]
     if estimates:
@@ -121,7 +122,7 @@ def float8_sentences(
     return [*said, "Is it running in float8? `jaxmp audit PROGRAM --compiled` says so."]
 
 
-_WIDER = "Use mixed_bfloat16."
+_WIDER = "Use the policy named above."
 _BATCH = "a batch of products, as in attention"
 
 

@@ -46,6 +46,11 @@ class Machine:
     sums_wrongly: bool = False
 
     @property
+    def name(self) -> str:
+        """What to call one of them in a sentence."""
+        return "this CPU" if self.platform == "cpu" else self.kind
+
+    @property
     def known(self) -> Device | None:
         """The device in the table of devices; None if the table does not have it."""
         try:
@@ -58,8 +63,11 @@ class Machine:
 
         From the table of devices, and for other NVIDIA GPUs from the compute capability: tensor
         cores multiply float16 from 7.0 on, bfloat16 from 8.0, float8 from 8.9 (NVIDIA, CUDA
-        programming guide, 2025). What a CPU multiplies, measuring tells.
+        programming guide, 2025). CPUs multiply float32 and widen float8; whether they multiply 16
+        bits, measuring tells.
         """
+        if self.platform == "cpu":
+            return {"float32": True, "float8_e4m3fn": False}.get(dtype)
         if self.known is not None:
             return self.known.peaks.native(dtype)
         major, dot, minor = self.compute_capability.partition(".")

@@ -25,7 +25,8 @@ from jaxmp._command.shapes import ProductShape, paddings, parse_shapes, shapes_i
 from jaxmp._planning.devices import DEVICES
 
 
-def machine(kind: str, platform: str = "gpu", capability: str = "", wrong: bool = False) -> Machine:
+def machine(kind: str, capability: str = "", wrong: bool = False) -> Machine:
+    platform = "cpu" if kind == "cpu" else "tpu" if "TPU" in kind else "gpu"
     return Machine(platform, kind, 1, 1, 2**30, capability, "runtime", wrong)
 
 
@@ -34,7 +35,7 @@ def report(at: Machine, shapes: tuple[str, ...] = (), rates: tuple[Rate, ...] = 
         machine=at,
         no_machine="",
         device=at.known,
-        kind=at.kind,
+        kind=at.name,
         versions={"jax": "1"},
         settings={},
         remarks=remarks({}, at),
@@ -57,7 +58,7 @@ def report(at: Machine, shapes: tuple[str, ...] = (), rates: tuple[Rate, ...] = 
         ("NVIDIA RTX PRO 6000 Blackwell", "12.0", "mixed_bfloat16", True),
         ("NVIDIA Tesla P100", "6.0", "float32", False),
         # Nothing is known.
-        ("cpu", "", "float32", None),
+        ("cpu", "", "float32", False),
         ("AMD Instinct MI999", "gfx999", "float32", None),
     ],
 )
@@ -130,7 +131,7 @@ def test_padding_is_said_in_numbers() -> None:
     assert "N: 50257 -> 50264 for bfloat16, +0.01 %" in text
     assert "N: 10 -> 16 for bfloat16, +60 %" in text
     assert "Pad N with columns of zeros" in text
-    assert "All sizes are multiples" in str(report(machine("TPU v5e", "tpu"), ("128x128x128",)))
+    assert "All sizes are multiples" in str(report(machine("TPU v5e"), ("128x128x128",)))
 
 
 def test_a_program_has_its_shapes_by_line() -> None:
@@ -180,7 +181,7 @@ def test_settings_are_read_as_they_are_now() -> None:
 
 
 def test_a_wrong_compiler_is_said() -> None:
-    (said,) = remarks({}, machine("cpu", "cpu", wrong=True))
+    (said,) = remarks({}, machine("cpu", wrong=True))
     assert "sums bfloat16 wrongly" in said
 
 
