@@ -170,7 +170,7 @@ _WORTH = 1.2
 
 
 def _by_measurement(kind: str, rates: Mapping[str, float]) -> FormatChoice:
-    unknown = f"What {kind} multiplies without widening it is not known."
+    unknown = f"Whether {kind} multiplies 16 bits without widening them is not known."
     other = (
         "To prepare for an accelerator on this machine, train in its format, mixed_bfloat16: the "
         "numbers are alike, the speed is not. `--device h100` advises for an H100."
@@ -178,7 +178,7 @@ def _by_measurement(kind: str, rates: Mapping[str, float]) -> FormatChoice:
     if not rates:
         return FormatChoice("float32", (unknown, "Nothing was measured.", other))
     faster = rates["bfloat16"] / rates["float32"]
-    measured = f"Measured here, bfloat16 has {faster:.2g} times the speed of float32."
+    measured = f"Measured here, bfloat16 has {faster:.2f} times the speed of float32."
     if faster >= _WORTH:
         return FormatChoice("mixed_bfloat16", (unknown, measured))
     return FormatChoice("float32", (unknown, measured, other))

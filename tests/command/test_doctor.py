@@ -79,7 +79,7 @@ def test_where_nothing_is_known_the_measurement_decides() -> None:
     slow = choose(nothing, "cpu", {"float32": 100.0, "bfloat16": 60.0})
     fast = choose(nothing, "cpu", {"float32": 100.0, "bfloat16": 200.0})
     assert (slow.policy, fast.policy) == ("float32", "mixed_bfloat16")
-    assert "bfloat16 has 0.6 times the speed of float32" in " ".join(slow.reasons)
+    assert "bfloat16 has 0.60 times the speed of float32" in " ".join(slow.reasons)
 
 
 def test_amd_formats_are_not_these() -> None:
