@@ -179,7 +179,6 @@ def devices_like(device: Device, count: int) -> list[Any]:
       ValueError: if no compiler knows such a device, or so many.
     """
     if device.platform == "tpu":
-        _check_installed(device, "libtpu")
         slices = _TOPOLOGIES.get(device.name, {})
         fitting = [name for size, name in slices.items() if size >= count]
         if not slices:
@@ -187,6 +186,7 @@ def devices_like(device: Device, count: int) -> list[Any]:
                 f"no compiler for {device.name} as JAX sees it comes with jaxmp[aot]. It has those "
                 f"of {', '.join(_TOPOLOGIES)}, and of GPUs"
             )
+        _check_installed(device, "libtpu")
         if not fitting:
             raise ValueError(
                 f"{count} devices are more than a slice of {device.name} that the compiler knows: "
