@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxmp._planning.absent_devices import devices_like, gpu_target
+from jaxmp._planning.absent_devices import absent_devices, gpu_target
 from jaxmp._planning.compile_absent import compile_for
 from jaxmp._planning.devices import DEVICES, find_device
 from jaxmp._planning.estimate import cost_of
@@ -168,7 +168,7 @@ def test_arguments_on_several_meshes_are_refused() -> None:
 def test_more_devices_than_a_slice_has_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     with pytest.raises(ValueError, match=r"100000 devices are more than a slice of v5e"):
-        devices_like(DEVICES["v5e"], 100000)
+        absent_devices(DEVICES["v5e"], 100000)
 
 
 def test_a_target_has_the_numbers_of_its_device() -> None:
