@@ -25,7 +25,7 @@ from measurement import RESULTS, Column, Report, Row
 
 import jaxmp
 from jaxmp._hlo.traffic import traffic
-from jaxmp._planning.absent_devices import PLATFORMS, absent_devices
+from jaxmp._planning.absent_devices import PLATFORMS, eight_devices
 
 
 class Recipe(NamedTuple):
@@ -133,7 +133,7 @@ def _row(platform: Any, count: int, recipe: Recipe, args: argparse.Namespace) ->
         f"w{i}": jax.ShapeDtypeStruct((count * args.width, args.width), jnp.float32)
         for i in range(args.leaves)
     }
-    memory, moved, accessed = _compiled(tx, shapes, absent_devices(platform)[:count])
+    memory, moved, accessed = _compiled(tx, shapes, eight_devices(platform)[:count])
     size = args.leaves * args.width**2
     row["state"] = memory.argument_size_in_bytes / size - _GRADIENT
     row["temp"] = memory.temp_size_in_bytes / size

@@ -31,7 +31,7 @@ from stacked_models import MODELS, Sizes
 import jaxmp
 from jaxmp._hlo.kernels import estimated_cycles
 from jaxmp._hlo.operations import product_flops
-from jaxmp._planning.absent_devices import EFFORTS, PLATFORMS, absent_devices, compiler_options
+from jaxmp._planning.absent_devices import EFFORTS, PLATFORMS, compiler_options, eight_devices
 from jaxmp._recompute.api import Recompute
 
 Author = Literal["by hand", "autocast", "linen", "nnx"]
@@ -214,7 +214,7 @@ def _missed(rows: Sequence[Row]) -> list[str]:
 
 
 def _rows(args: argparse.Namespace) -> Iterator[Row]:
-    device = absent_devices(args.platform)[0]
+    device = eight_devices(args.platform)[0]
     for name, loop in itertools.product(args.models, args.loops):
         found: dict[str, Row] = {}
         for contender in _CONTENDERS[loop]:

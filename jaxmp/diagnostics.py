@@ -9,6 +9,7 @@ from jaxmp._diagnostics.overflow_report import (
     OverflowReport as OverflowReport,
     overflow_report as overflow_report,
 )
+from jaxmp._planning.absent_devices import absent_devices as absent_devices
 from jaxmp._planning.benchmark import benchmark as benchmark
 from jaxmp._planning.benchmark_report import (
     BenchmarkReport as BenchmarkReport,

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 from jax.experimental import topologies
 
-from jaxmp._planning.devices import DEVICES, Device
+from jaxmp._planning.devices import DEVICES, Device, find_device
 
 Platform = Literal["gpu", "tpu"]
 PLATFORMS: tuple[Platform, ...] = ("gpu", "tpu")
@@ -105,7 +105,7 @@ device_description_str: "NVIDIA {name}"
 """
 
 
-def absent_devices(platform: Platform) -> Any:
+def eight_devices(platform: Platform) -> Any:
     """Eight devices of a platform: TPUs v5e in two rows of four, or H100s of one machine."""
     return absent_pod("v5e:2x4" if platform == "tpu" else "1x1x8")
 
@@ -164,11 +164,11 @@ def gpu_target(name: str) -> str:
     )
 
 
-def devices_like(device: Device, count: int) -> list[Any]:
+def absent_devices(kind: Any, count: int) -> list[Any]:
     """Devices of one kind that are not here, to compile for.
 
     Args:
-      device: of which kind.
+      kind: a name such as `"h100"`, or a `Device`.
       count: how many: TPUs of one slice, or GPUs of machines with eight.
 
     Returns:
@@ -178,8 +178,8 @@ def devices_like(device: Device, count: int) -> list[Any]:
       ImportError: if the compiler is not installed.
       ValueError: if no compiler knows such a device, or so many.
     """
+    device = find_device(kind)
     if device.platform == "tpu":
-        _check_installed(device, "libtpu")
         slices = _TOPOLOGIES.get(device.name, {})
         fitting = [name for size, name in slices.items() if size >= count]
         if not slices:
@@ -187,6 +187,7 @@ def devices_like(device: Device, count: int) -> list[Any]:
                 f"no compiler for {device.name} as JAX sees it comes with jaxmp[aot]. It has those "
                 f"of {', '.join(_TOPOLOGIES)}, and of GPUs"
             )
+        _check_installed(device, "libtpu")
         if not fitting:
             raise ValueError(
                 f"{count} devices are more than a slice of {device.name} that the compiler knows: "

@@ -61,8 +61,9 @@ def benchmark(
       TypeError: if params or batch are abstract, since steps run.
       ValueError: if no policy is given, or one twice, or a number is too small.
 
-    >>> loss = lambda params, x: jnp.mean((x @ params["w"]) ** 2)
-    >>> report = benchmark(loss, {"w": jnp.ones((8, 8))}, jnp.ones((4, 8)), rounds=2, steps=1)
+    >>> params, x = {"w": jax.numpy.ones((8, 8))}, jax.numpy.ones((4, 8))
+    >>> loss = lambda params, x: ((x @ params["w"]) ** 2).mean()
+    >>> report = benchmark(loss, params, x, optimizer=optax.sgd(0.1), rounds=2, steps=1)
     >>> [row.policy for row in report.rows], report.rows[0].ratio
     (['float32', 'mixed_bfloat16'], 1.0)
     """

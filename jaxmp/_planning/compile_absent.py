@@ -8,7 +8,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
 
 from jaxmp._inspect.compiled import closed_over, is_array
-from jaxmp._planning.absent_devices import devices_like, is_absent
+from jaxmp._planning.absent_devices import absent_devices, is_absent
 from jaxmp._planning.devices import Device
 
 
@@ -42,7 +42,7 @@ def compile_for(
     """
     leaves = [x for x in jax.tree.leaves((args, kwargs)) if is_array(x)]
     mesh = _absent_mesh(device, leaves)
-    one = None if mesh is not None else SingleDeviceSharding(devices_like(device, 1)[0])
+    one = None if mesh is not None else SingleDeviceSharding(absent_devices(device, 1)[0])
 
     def abstract(x: Any) -> Any:
         if not is_array(x):
@@ -113,6 +113,6 @@ def _absent_mesh(device: Device, leaves: Iterable[Any]) -> Mesh | None:
         if isinstance(mesh, Mesh) and is_absent(mesh.devices.flat[0]):
             return mesh
         names, sizes = zip(*shape, strict=True)
-        devices = devices_like(device, mesh.size)
+        devices = absent_devices(device, mesh.size)
         return jax.make_mesh(sizes, names, axis_types=types, devices=devices)
     return None
