@@ -11,7 +11,7 @@ from typing import Any
 from jax.sharding import NamedSharding
 
 from jaxmp._jaxpr.mesh_axes import named_axes
-from jaxmp._jaxpr.op_classes import RESHAPES
+from jaxmp._jaxpr.op_classes import IDENTITIES, RESHAPES
 
 # For each dimension of an array, the mesh axes that split it.
 Split = tuple[frozenset[str], ...]
@@ -60,6 +60,8 @@ def result_splits(equation: Any, operands: Sequence[Split], mesh: Mapping[str, i
     """
     if equation.primitive.name in RESHAPES:
         return [_reshaped(equation, operands[0], mesh)]
+    if equation.primitive.name in IDENTITIES:
+        return list(operands[: len(equation.outvars)])
     rule = _RULES.get(equation.primitive.name, _alike)
     return rule(equation, operands)
 
