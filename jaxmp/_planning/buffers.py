@@ -95,7 +95,7 @@ def _written(sized: SizedProgram, fusion: Fusion) -> set[int]:
 
 
 def _bytes_to_read(sized: SizedProgram) -> dict[int, int]:
-    """Returns the bytes that are read for each value; for casts and repeats those of the operand."""
+    """Returns the bytes read for each value: of a cast or a repeated array, its operand's."""
     reading: dict[int, int] = {v: sized.bytes_of(v) for v in sized.program.inputs}
     for op in sized.program.ops:
         operands = sum(reading.get(v, sized.bytes_of(v)) for v in sized.operands(op))
