@@ -85,7 +85,7 @@ def placement_of(params: PyTree, shardings: Any, fsdp: FSDP | None, devices: int
         return Placement(jax.tree.broadcast(shardings, params), fsdp)
     if devices == 1:
         return Placement()
-    mesh = AbstractMesh((devices,), ("data",), axis_types=(AxisType.Auto,))
+    mesh: Any = AbstractMesh((devices,), ("data",), axis_types=(AxisType.Auto,))
     split = fully_sharded(params, mesh, "data")
     if not any(axes_of_spec(x.spec) for x in jax.tree.leaves(split)):
         return Placement(split)
