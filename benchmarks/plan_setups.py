@@ -105,9 +105,6 @@ HELD_OUT: dict[str, Callable[[], Setup]] = {
     "vit": functools.partial(
         _stacked, "vit", Sizes(layers=6, width=768, batch=32, length=256), False
     ),
-    "lstm": functools.partial(
-        _stacked, "lstm", Sizes(layers=2, width=1024, batch=64, length=256, classes=8192), True
-    ),
     "moe, scan": functools.partial(
         _stacked, "moe", Sizes(layers=4, width=512, batch=8, length=512, classes=8192), True
     ),

@@ -290,6 +290,8 @@ ADDS = _listed("add add_any sub")
 SCALES = _listed("mul div")
 # The operations of a norm after its statistics, and whole powers, which are products.
 ARITHMETIC = ADDS | SCALES | _listed("neg integer_pow square")
+# The larger or the smaller of two.
+EXTREMES = _listed("max min")
 # Take many instructions for each number, so that compilers rather keep a result than make it twice.
 TRANSCENDENTAL = _listed(
     "exp exp2 expm1 log log1p pow sin cos tan tanh logistic sinh cosh asin acos atan atan2",

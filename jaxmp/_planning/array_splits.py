@@ -11,7 +11,7 @@ from typing import Any
 from jax.sharding import NamedSharding
 
 from jaxmp._jaxpr.mesh_axes import named_axes
-from jaxmp._jaxpr.op_classes import RESHAPES
+from jaxmp._jaxpr.op_classes import IDENTITIES, RESHAPES
 
 # For each dimension of an array, the mesh axes that split it.
 Split = tuple[frozenset[str], ...]
@@ -47,6 +47,11 @@ def joined(some: Split, others: Split) -> Split:
     return tuple(found)
 
 
+def once(split: Split) -> Split:
+    """Returns a split in which each axis splits the first dimension that it is given for."""
+    return joined(split, (WHOLE,) * len(split))
+
+
 def result_splits(equation: Any, operands: Sequence[Split], mesh: Mapping[str, int]) -> list[Split]:
     """Returns how the results of an equation without programs are split.
 
@@ -60,27 +65,27 @@ def result_splits(equation: Any, operands: Sequence[Split], mesh: Mapping[str, i
     """
     if equation.primitive.name in RESHAPES:
         return [_reshaped(equation, operands[0], mesh)]
-    rule = _RULES.get(equation.primitive.name, _alike)
-    return rule(equation, operands)
+    if equation.primitive.name in IDENTITIES:
+        return list(operands[: len(equation.outvars)])
+    rule = _RULES.get(equation.primitive.name)
+    return _alike(equation, operands, mesh) if rule is None else rule(equation, operands)
 
 
 def _shape(variable: Any) -> tuple[int, ...]:
     return tuple(getattr(variable.aval, "shape", ()))
 
 
-def _alike(equation: Any, operands: Sequence[Split]) -> list[Split]:
-    """A dimension is split as in the operands that have one of the same size at its place."""
+def _alike(equation: Any, operands: Sequence[Split], mesh: Mapping[str, int]) -> list[Split]:
+    """A dimension is split as in the operands of the same rank, if the parts divide it."""
     found = []
     for out in equation.outvars:
         shape = _shape(out)
         split: Split = (WHOLE,) * len(shape)
-        for variable, each in zip(equation.invars, operands, strict=True):
-            given = _shape(variable)
-            if len(given) == len(shape):
-                same = [
-                    axes if a == b else WHOLE for axes, a, b in zip(each, given, shape, strict=True)
-                ]
-                split = joined(split, tuple(same))
+        for each in operands:
+            if len(each) == len(shape):
+                sizes = zip(each, shape, strict=True)
+                divided = (axes if n % parts_of((axes,), mesh) == 0 else WHOLE for axes, n in sizes)
+                split = joined(split, tuple(divided))
         found.append(split)
     return found
 
@@ -101,7 +106,7 @@ def _convolution(equation: Any, operands: Sequence[Split]) -> list[Split]:
     split = [WHOLE] * len(numbers.out_spec)
     split[numbers.out_spec[0]] = operands[0][numbers.lhs_spec[0]]
     split[numbers.out_spec[1]] = operands[1][numbers.rhs_spec[0]]
-    return [joined(tuple(split), (WHOLE,) * len(split))]
+    return [once(tuple(split))]
 
 
 def _transpose(equation: Any, operands: Sequence[Split]) -> list[Split]:
@@ -144,21 +149,20 @@ def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int]
     """Returns the smallest runs of dimensions of two shapes that hold the same numbers."""
     groups: list[tuple[list[int], list[int]]] = []
     i = j = 0
-    while i < len(before) or j < len(after):
-        sources, targets = (
-            list(range(i, min(i + 1, len(before)))),
-            list(range(j, min(j + 1, len(after)))),
-        )
-        while math.prod(before[k] for k in sources) != math.prod(after[k] for k in targets):
-            a, b = math.prod(before[k] for k in sources), math.prod(after[k] for k in targets)
+    while i < len(before) and j < len(after):
+        sources, targets = [i], [j]
+        while (a := _size(before, sources)) != (b := _size(after, targets)):
             more, shape = (sources, before) if a < b else (targets, after)
-            following = (more[-1] + 1) if more else (i if more is sources else j)
-            if following >= len(shape):
-                return [*groups, (list(range(i, len(before))), list(range(j, len(after))))]
-            more.append(following)
-        i, j = i + len(sources), j + len(targets)
+            if more[-1] + 1 == len(shape):
+                return groups  # an empty array: nothing follows from its dimensions
+            more.append(more[-1] + 1)
         groups.append((sources, targets))
+        i, j = sources[-1] + 1, targets[-1] + 1
     return groups
+
+
+def _size(shape: Sequence[int], dimensions: Sequence[int]) -> int:
+    return math.prod(shape[i] for i in dimensions)
 
 
 def _constraint(equation: Any, operands: Sequence[Split]) -> list[Split]:
@@ -186,7 +190,7 @@ def _gather(equation: Any, operands: Sequence[Split]) -> list[Split]:
     for i, source in zip(numbers.offset_dims, left, strict=False):
         if shape[i] == given[source]:
             split[i] = table[source]
-    return [joined(tuple(split), (WHOLE,) * len(split))]
+    return [once(tuple(split))]
 
 
 def _scatter(equation: Any, operands: Sequence[Split]) -> list[Split]:

@@ -18,6 +18,7 @@ from jaxmp._jaxpr.op_classes import (
     ARITHMETIC,
     CASTS,
     CONTRACTIONS,
+    EXTREMES,
     REPEATS,
     TRANSCENDENTAL,
 )
@@ -63,8 +64,8 @@ def buffer_sizes(sized: SizedProgram, fusion: Fusion) -> dict[int, int]:
     written -= set(sized.program.inputs)
     sizes = {v: sized.bytes_of(v) for v in written}
     if fusion.excess_precision:
-        for v, copies in _in_float32(sized, written).items():
-            sizes[v] *= copies
+        for v in _in_float32(sized, written):
+            sizes[v] *= 2
     return sizes
 
 
@@ -94,7 +95,7 @@ def _written(sized: SizedProgram, fusion: Fusion) -> set[int]:
 
 
 def _bytes_to_read(sized: SizedProgram) -> dict[int, int]:
-    """Returns the bytes that are read for each value; for casts and repeats those of the operand."""
+    """Returns the bytes read for each value: of a cast or a repeated array, its operand's."""
     reading: dict[int, int] = {v: sized.bytes_of(v) for v in sized.program.inputs}
     for op in sized.program.ops:
         operands = sum(reading.get(v, sized.bytes_of(v)) for v in sized.operands(op))
@@ -146,23 +147,22 @@ def _move_to_readers(sized: SizedProgram, written: set[int]) -> None:
             written.add(last)
 
 
-def _in_float32(sized: SizedProgram, written: set[int]) -> dict[int, int]:
-    """Returns how many times the bytes are that 16-bit values take with excess precision.
-
-    A float32 value takes two times as many, and three where a dear operation also wants 16 bits.
-    """
-    avals, dear, fused = sized.program.avals, set[int](), set[int]()
-    wide: set[int] = set()
+def _in_float32(sized: SizedProgram, written: set[int]) -> set[int]:
+    """Returns the values of 16 bits that are written in float32 for arithmetic that reads them."""
+    avals, arguments = sized.program.avals, set(sized.program.inputs)
+    # Values that are computed in float32, and rounded in the same fusion; what arithmetic reads.
+    wide, read = set[int](), set[int]()
     for op in sized.program.ops:
-        operands = sized.operands(op)
-        if not is_view(op):
-            (dear if is_dear(op) else fused).update(operands)
+        operands, is_arithmetic = sized.operands(op), op.name in ARITHMETIC | EXTREMES
+        if is_arithmetic or op.name in CASTS:
+            read.update(operands)
         if not is_cheap(op) or avals[op.outputs[0]].dtype.itemsize != 2:
             continue
         if op.name in CASTS:
-            unwritten = [v for v in operands if v not in written and v not in sized.program.inputs]
-            if any(avals[v].dtype.itemsize == 4 for v in unwritten):
-                wide.add(op.outputs[0])
-        elif (op.name in ARITHMETIC or op.name in ("max", "min")) and wide.intersection(operands):
+            fused = set(operands) - written - arguments
+            is_wide = any(avals[v].dtype.itemsize == 4 for v in fused)
+        else:
+            is_wide = is_arithmetic and bool(wide.intersection(operands))
+        if is_wide:
             wide.add(op.outputs[0])
-    return {v: 3 if v in dear else 2 for v in wide & written & fused}
+    return wide & written & read

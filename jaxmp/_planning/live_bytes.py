@@ -107,10 +107,9 @@ def _lives(sized: SizedProgram, sizes: dict[int, int]) -> tuple[dict[int, int], 
                 runs = True
         if runs:
             end.update(dict.fromkeys(read, number))
-    last = len(sized.program.ops)
-    for v in sized.program.outputs:
-        if v is not None:
-            end.update(dict.fromkeys(behind.get(sized.root(v), set()), last))
+    for out in sized.program.outputs:
+        if out is not None:
+            end.update(dict.fromkeys(behind.get(sized.root(out), set()), len(sized.program.ops)))
     return begin, end
 
 

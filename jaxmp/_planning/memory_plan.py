@@ -132,10 +132,10 @@ def memory_plan(
     """
     compiler = capacity_of(device).compiler
     tx = _optimizer(optimizer, policy, master, moments)
-    count = _count(params)
+    told, count = _policy_text(policy, optimizer, tx), _count(params)
     _check_asked(count, loss_fn, batch, cast, devices, gradients)
     if count is not None:
-        return _plan_of_count(count, tx, devices, microbatches, gradients, device)
+        return _plan_of_count(count, tx, told, devices, microbatches, gradients, device)
     placement = placement_of(params, shardings, fsdp, devices)
     state = abstract_state(params, tx, collections or {}, placement)
     program, rows = None, _persistent_rows(state)
@@ -154,7 +154,7 @@ def memory_plan(
         rows += _rows({"gradients": _gradient_bytes(state)}, OF_A_STEP)
     size = sum(math.prod(x.shape) for x in jax.tree.leaves(state.params))
     limits = (_NO_ACTIVATIONS,) if program is None else (_ESTIMATED,)
-    return _report(rows, size, placement.devices, tx, device, limits, program)
+    return _report(rows, size, placement.devices, tx, told, device, limits, program)
 
 
 def _optimizer(optimizer: Any, policy: Any, master: Any, moments: Any) -> MixedPrecision:
@@ -219,7 +219,13 @@ def _check_asked(
 
 
 def _plan_of_count(
-    count: int, tx: MixedPrecision, devices: int, microbatches: int, gradients: Any, device: str
+    count: int,
+    tx: MixedPrecision,
+    policy: str,
+    devices: int,
+    microbatches: int,
+    gradients: Any,
+    device: str,
 ) -> MemoryPlan:
     """Plans for the share of one device, as a matrix and a vector for the rest."""
     share = math.ceil(count / devices)
@@ -235,7 +241,7 @@ def _plan_of_count(
     if microbatches > 1:
         step["accumulators"] = share * 4
     rows = _persistent_rows(state) + _rows(step, OF_A_STEP)
-    return _report(rows, count, devices, tx, device, (_NO_ACTIVATIONS,), None)
+    return _report(rows, count, devices, tx, policy, device, (_NO_ACTIVATIONS,), None)
 
 
 def _report(
@@ -243,6 +249,7 @@ def _report(
     size: int,
     devices: int,
     tx: MixedPrecision,
+    policy: str,
     device: str,
     limits: tuple[str, ...],
     program: Program | None,
@@ -251,13 +258,19 @@ def _report(
         rows=tuple(rows),
         params=size,
         devices=devices,
-        policy=str(tx.rules if tx.rules.rules else tx.policy),
+        policy=policy,
         master=tx._algorithm.masters.name,
         moments=tx._algorithm.moments,
         device=device,
         limits=limits,
         program=program,
     )
+
+
+def _policy_text(policy: Any, optimizer: Any, tx: MixedPrecision) -> str:
+    if isinstance(policy, str) and not isinstance(optimizer, MixedPrecision):
+        return policy
+    return str(tx.rules if tx.rules.rules else tx.policy)
 
 
 def _persistent_rows(state: TrainState) -> list[MemoryRow]:
@@ -289,7 +302,7 @@ def _bytes_of_tree(tree: PyTree) -> int:
 
 
 def _bytes_of_leaf(x: Any) -> int:
-    sharding = getattr(x, "sharding", None)
+    sharding: Any = getattr(x, "sharding", None)
     sizes = dict(sharding.mesh.shape) if hasattr(sharding, "mesh") else {}
     return nbytes_on_device(x, split_of(sharding, len(x.shape)), sizes)
 
@@ -303,7 +316,7 @@ def _gradient_bytes(state: TrainState) -> int:
 def _step_rows(program: Program, compiler: str, donate: bool) -> list[MemoryRow]:
     """Returns the rows of what a step holds beside the state, at its peak."""
     arguments = jax.tree.leaves((program.state, program.batch))
-    shardings = [getattr(x, "sharding", None) for x in arguments]
+    shardings: list[Any] = [getattr(x, "sharding", None) for x in arguments]
     mesh = next((dict(x.mesh.shape) for x in shardings if hasattr(x, "mesh")), {})
     splits = [split_of(s, x.ndim) for s, x in zip(shardings, arguments, strict=True)]
     flat = flattened(program.step.trace(program.state, program.batch).jaxpr)

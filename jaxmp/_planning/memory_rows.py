@@ -127,7 +127,7 @@ class MemoryPlan:
         title = f"{self.params:,} params, {self.policy}, on {several}"
         table = Table(title=title, title_justify="left")
         table.add_column("")
-        table.add_column("GB", justify="right")
+        table.add_column(self._unit[0], justify="right")
         table.add_column("bytes a param", justify="right")
         table.add_column("")
         for row in self.rows:
@@ -141,7 +141,11 @@ class MemoryPlan:
 
     def _numbers(self, size: int) -> tuple[str, str]:
         each = self.devices * size / self.params if self.params else 0.0
-        return f"{size / 1e9:,.3f}", f"{each:.2f}"
+        return f"{size / self._unit[1]:,.3f}", f"{each:.2f}"
+
+    @property
+    def _unit(self) -> tuple[str, float]:
+        return ("GB", 1e9) if self.peak >= 1e9 else ("MB", 1e6)
 
     def _sentences(self) -> list[str]:
         room = self.capacity / 1e9

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jaxtyping import PyTree
 
@@ -84,7 +85,7 @@ def placement_of(params: PyTree, shardings: Any, fsdp: FSDP | None, devices: int
         return Placement(jax.tree.broadcast(shardings, params), fsdp)
     if devices == 1:
         return Placement()
-    mesh = AbstractMesh((devices,), ("data",), axis_types=(AxisType.Auto,))
+    mesh: Any = AbstractMesh((devices,), ("data",), axis_types=(AxisType.Auto,))
     split = fully_sharded(params, mesh, "data")
     if not any(axes_of_spec(x.spec) for x in jax.tree.leaves(split)):
         return Placement(split)
@@ -136,29 +137,19 @@ def _placed_batch(batch: PyTree, placement: Placement) -> PyTree:
     mesh = placement.mesh
     if mesh is None:
         return _shapes(batch)
-    axes = _batch_axes(placement)
-    parts = math.prod(mesh.shape[axis] for axis in axes)
 
     def place(name: str, x: Any) -> Any:
-        given = getattr(x, "sharding", None)
-        shape = jax.eval_shape(lambda: x) if not hasattr(x, "shape") else x
+        shape, given = _shape(x), getattr(x, "sharding", None)
         if isinstance(given, NamedSharding):
-            return _placed(x, given)
-        if not shape.shape:
-            return _placed(shape, NamedSharding(mesh, jax.P()))
-        if shape.shape[0] % parts:
-            raise ValueError(
-                f"batch leaf {name!r} has {shape.shape[0]} examples, which the {parts} devices "
-                f"along {', '.join(map(repr, axes))} do not divide. Give the whole batch, or "
-                "jax.ShapeDtypeStruct with a sharding"
-            )
-        return _placed(shape, NamedSharding(mesh, jax.P(axes)))
+            return _placed(shape, given)
+        spec = jax.P(_batch_axes(name, shape, placement)) if shape.shape else jax.P()
+        return _placed(shape, NamedSharding(mesh, spec))
 
     names = jax.tree.unflatten(jax.tree.structure(batch), leaf_names(batch))
     return jax.tree.map(place, names, batch)
 
 
-def _batch_axes(placement: Placement) -> tuple[str, ...]:
+def _batch_axes(name: str, x: Any, placement: Placement) -> tuple[str, ...]:
     """Returns the mesh axes that split the batch: those of FSDP, and those that split no param."""
     leaves = jax.tree.leaves(placement.shardings)
     used = set[str]().union(*(axes_of_spec(x.spec) for x in leaves))
@@ -169,17 +160,24 @@ def _batch_axes(placement: Placement) -> tuple[str, ...]:
             "every mesh axis splits a param, so that none is left for the batch. Give fsdp= with "
             "the axis over which params are gathered, or a batch whose leaves have a sharding"
         )
+    parts = math.prod(placement.mesh.shape[axis] for axis in axes)
+    if x.shape[0] % parts:
+        raise ValueError(
+            f"batch leaf {name!r} has {x.shape[0]} examples, which the {parts} devices along "
+            f"{', '.join(map(repr, axes))} do not divide. Give the batch of all devices, or "
+            "jax.ShapeDtypeStruct with a sharding"
+        )
     return axes
 
 
 def _shapes(tree: PyTree) -> PyTree:
-    return jax.eval_shape(lambda: tree) if not jax.tree.leaves(tree) else jax.tree.map(_shape, tree)
+    return jax.tree.map(_shape, tree)
 
 
-def _shape(x: Any) -> Any:
+def _shape(x: Any) -> jax.ShapeDtypeStruct:
     if hasattr(x, "shape") and hasattr(x, "dtype"):
         return jax.ShapeDtypeStruct(x.shape, x.dtype)
-    return jax.eval_shape(lambda: jax.numpy.asarray(x))
+    return jax.eval_shape(lambda: jnp.asarray(x))
 
 
 def _placed(x: Any, sharding: Any) -> Any:
