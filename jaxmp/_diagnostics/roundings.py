@@ -10,7 +10,6 @@ arguments: one compiled program measures all parts.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
