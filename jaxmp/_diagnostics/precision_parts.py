@@ -1,4 +1,4 @@
-"""Finds the parts of a program that can have a precision of their own, and writes rules for them."""
+"""Finds the parts of a program that can have a precision of their own, and writes their rules."""
 
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence

@@ -1,8 +1,8 @@
 """Catches the values that leave each scope of a program: what a module hands to the rest of it.
 
-The program runs again under the trace of the caller, so that it can be compiled. A value leaves a scope where an operation outside of it reads it, or where the program
-returns it; what is made outside of all scopes leaves none. Of a scan, what its turns catch is
-stacked.
+The program runs again under the trace of the caller, so that it can be compiled. A value leaves a
+scope where an operation outside of it reads it, or where the program returns it; what is made
+outside of all scopes leaves none. Of a scan, what its turns catch is stacked.
 """
 
 import dataclasses

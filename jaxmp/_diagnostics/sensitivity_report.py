@@ -37,10 +37,6 @@ class Errors(NamedTuple):
         return float(found)
 
 
-def _hidden() -> Any:
-    return dataclasses.field(repr=False, compare=False)
-
-
 @dataclasses.dataclass(frozen=True)
 class PartSensitivity:
     """How sensitive one part of a program is.
@@ -80,9 +76,9 @@ class SensitivityReport:
     all_switched: Errors
     loss_scale: float
     evaluations: int
-    _rules: Callable[[Collection[str]], PolicyRules] = _hidden()
-    _estimate: Callable[[Collection[str]], Errors] = _hidden()
-    _measure: Callable[[PolicyRules], Errors] = _hidden()
+    _rules: Callable[[Collection[str]], PolicyRules] = dataclasses.field(repr=False, compare=False)
+    _estimate: Callable[[Collection[str]], Errors] = dataclasses.field(repr=False, compare=False)
+    _measure: Callable[[PolicyRules], Errors] = dataclasses.field(repr=False, compare=False)
 
     def errors(self, rules: PolicyRules) -> Errors:
         """Measures the program under any rules: one evaluation, compiled for them.
