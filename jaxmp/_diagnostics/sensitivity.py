@@ -97,7 +97,7 @@ def sensitivity(
         return parts.rules(lowered, low_policy, high)
 
     everything = rules_of(parts.parts)
-    halves = jnp.float16 in dtypes_of(PolicyRules(default=low_policy))
+    halves = jnp.dtype(jnp.float16) in dtypes_of(PolicyRules(default=low_policy))
     measuring.set_scale(everything, loss_scale or 1.0, find=halves and loss_scale is None)
     switches = Switches(measuring, everything, parts)
     alone = [switches.errors({part}) for part in parts.parts]
