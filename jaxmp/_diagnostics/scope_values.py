@@ -156,7 +156,8 @@ def _on_automatic(run: Callable[..., list[Any]], traced: Any, arrays: Sequence[A
     mesh = traced.axes.mesh
     with jax.sharding.use_abstract_mesh(mesh):
         axes = tuple(mesh.explicit_axes)
-        shape = jax.eval_shape(lambda *xs: run(*xs), *arrays)
+        free = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in traced.closed.in_avals]
+        shape = jax.eval_shape(lambda *xs: run(*xs), *free)
         specs = [*traced.axes.specs, *[jax.P()] * (len(shape) - len(traced.axes.specs))]
         return list(jax.sharding.auto_axes(run, axes=axes, out_sharding=specs)(*arrays))
 

@@ -38,10 +38,12 @@ def test_the_first_module_that_differs_is_named() -> None:
     found = compare(lambda *a: net(*a, fault=1e-3), net, WS, X)
     assert [row.path for row in found.rows] == ["layer_0", "layer_1", "layer_2"]
     assert found.rows[0].ulps == found.rows[0].largest == 0
-    assert found.first is not None and found.first.path == "layer_1"
+    assert found.first is not None
+    assert found.first.path == "layer_1"
     assert found.unmatched == ()
     same = compare(net, net, WS, X)
-    assert same.first is None and same.results[0].ulps == 0
+    assert same.first is None
+    assert same.results[0].ulps == 0
     assert "nothing is further apart" in str(same)
 
 
@@ -122,11 +124,10 @@ def test_it_looks_into_calls_and_branches() -> None:
 
 
 class Net(nn.Module):
-    wide: bool = True
-
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        return nn.Dense(3)(nn.relu(nn.Dense(5)(x)))
+        x = nn.relu(nn.Dense(5)(x))
+        return nn.Dense(3)(x)
 
 
 def test_linen_against_plain_jax() -> None:
@@ -144,7 +145,8 @@ def test_linen_against_plain_jax() -> None:
 
     found = compare(model.apply, plain, params, X)
     assert [row.path for row in found.rows] == ["Net/Dense_0", "Net/Dense_1"]
-    assert found.first is None and found.unmatched == ()
+    assert found.first is None
+    assert found.unmatched == ()
 
 
 def test_nnx_by_scopes_or_by_lines() -> None:
@@ -155,7 +157,8 @@ def test_nnx_by_scopes_or_by_lines() -> None:
         return lambda x: jnp.sum(nnx.merge(graphdef, params)(x) ** 2)
 
     by_line = compare(jaxmp.autocast(run(model), "mixed_bfloat16"), run(model), X)
-    assert by_line.rows and all("test_compare.py:" in row.path for row in by_line.rows)
+    assert by_line.rows
+    assert all("test_compare.py:" in row.path for row in by_line.rows)
     run_named = run(jaxmp.nnx.with_scopes(model))
     by_scope = compare(jaxmp.autocast(run_named, "mixed_bfloat16"), run_named, X)
     assert [row.path for row in by_scope.rows] == ["layers/0", "layers/1"]
@@ -171,7 +174,8 @@ def test_checkpoint_names_match_where_scopes_do_not() -> None:
 
     found = compare(one, two, X)
     assert [row.path for row in found.rows] == ["hidden"]
-    assert found.first is not None and found.first.path == "hidden"
+    assert found.first is not None
+    assert found.first.path == "hidden"
     assert [(x.program, x.path) for x in found.unmatched] == [(1, "mine")]
 
 
@@ -194,7 +198,8 @@ def test_what_cannot_be_matched_is_said() -> None:
     assert {(x.program, x.path) for x in found.unmatched} == {(1, ""), (1, "shape"), (2, "shape")}
     texts = " ".join(x.why for x in found.unmatched)
     assert "nothing is seen inside of this while" in texts
-    assert "float32[8, 4]" in texts and "the other program has [4, 8] here" in texts
+    assert "float32[8, 4]" in texts
+    assert "the other program has [4, 8] here" in texts
 
 
 def test_infinities_of_masks_are_equal_and_others_are_not() -> None:
@@ -205,14 +210,16 @@ def test_infinities_of_masks_are_equal_and_others_are_not() -> None:
 
     assert compare(lambda x: masked(x, 0.0), lambda x: masked(x, 0.0), X).first is None
     broken = compare(lambda x: masked(x, jnp.nan), lambda x: masked(x, 0.0), X)
-    assert broken.first is not None and math.isinf(broken.first.ulps)
+    assert broken.first is not None
+    assert math.isinf(broken.first.ulps)
     assert json.loads(json.dumps(broken.as_dict(), allow_nan=False))["first"]["ulps"] is None
 
 
 def test_other_arguments_for_the_second() -> None:
     """The same sequence in a larger batch."""
     found = compare(net, lambda ws, x: net(ws, x[:4]), WS, X, g_args=(WS, jnp.tile(X, (3, 1))))
-    assert found.first is None and len(found.rows) == 3
+    assert found.first is None
+    assert len(found.rows) == 3
 
 
 def test_two_meshes() -> None:
@@ -268,7 +275,8 @@ def test_log_probabilities_of_results() -> None:
 
     low = jaxmp.autocast(score, "mixed_bfloat16")
     found = compare(low, score, WS, X, log_probs=lambda out: out["log_probs"], band=(0.999, 1.001))
-    assert found.log_probs is not None and found.log_probs.tokens == 4
+    assert found.log_probs is not None
+    assert found.log_probs.tokens == 4
     assert 0 < found.log_probs.outside <= 1
     assert "log-probabilities of 4 tokens" in str(found)
     assert json.loads(json.dumps(found.as_dict()))["log_probs"]["tokens"] == 4

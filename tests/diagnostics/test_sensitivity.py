@@ -303,12 +303,14 @@ def test_the_report_is_plain(small: SensitivityReport) -> None:
     assert found["low"] == "mixed_bfloat16"
     assert found["parts"][0]["alone"]["outputs"] is None
     text = str(small)
-    assert "layer_0" in text and "all low, measured" in text and "50%" in text
+    assert "layer_0" in text
+    assert "all low, measured" in text
+    assert "50%" in text
 
 
 def test_wrong_arguments_are_told(small: SensitivityReport) -> None:
     loss_fn, params = mlp(None, layers=2)
-    with pytest.raises(ValueError, match="'layer_x' matches no scope.*'layer_0', 'layer_1'"):
+    with pytest.raises(ValueError, match=r"'layer_x' matches no scope.*'layer_0', 'layer_1'"):
         sensitivity(loss_fn, params, BATCH, candidates=["layer_x"])
     with pytest.raises(ValueError, match="can match nothing"):
         sensitivity(loss_fn, params, BATCH, candidates=["type:Dense"])
