@@ -3,6 +3,14 @@
 from jaxmp._diagnostics.activation_histograms import activation_histograms as activation_histograms
 from jaxmp._diagnostics.find_overflow import find_overflow as find_overflow
 from jaxmp._diagnostics.histogram_plot import plot_histograms as plot_histograms
+from jaxmp._diagnostics.compare import compare as compare
+from jaxmp._diagnostics.comparison import (
+    Comparison as Comparison,
+    Difference as Difference,
+    Unmatched as Unmatched,
+)
+from jaxmp._diagnostics.find_overflow import find_overflow as find_overflow
+from jaxmp._diagnostics.log_probs import LogProbGap as LogProbGap, log_prob_gap as log_prob_gap
 from jaxmp._diagnostics.overflow import Overflow as Overflow, OverflowOperand as OverflowOperand
 from jaxmp._diagnostics.overflow_report import (
     LeafRange as LeafRange,

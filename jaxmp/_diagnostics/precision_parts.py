@@ -1,8 +1,8 @@
-"""Finds the parts of a program that can have a precision of their own, and writes rules for them."""
+"""Finds the parts of a program that can have a precision of their own, and writes their rules."""
 
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from jax.extend import core
 
@@ -11,7 +11,7 @@ from jaxmp._inspect.equations import Site, walk
 from jaxmp._inspect.lines import scopes_of
 from jaxmp._jaxpr.op_classes import CASTS, IDENTITIES, WIDENED
 from jaxmp._jaxpr.scopes import names_in
-from jaxmp._numerics.dtypes import is_inexact, is_narrow
+from jaxmp._numerics.dtypes import is_inexact
 from jaxmp._policies.patterns import check_pattern, is_about_paths, matches, pattern_text
 from jaxmp._policies.policy import Policy
 from jaxmp._policies.policy_rules import PolicyRules
@@ -41,32 +41,6 @@ class Part:
     flops: int
 
 
-class Group(NamedTuple):
-    """Parts whose scopes begin with the same names, measured as one.
-
-    Attributes:
-      name: what to call it.
-      parts: its parts.
-      depth: how many names they share.
-    """
-
-    name: str
-    parts: tuple[Part, ...]
-    depth: int
-
-    def taken_apart(self) -> "list[Group]":
-        """Returns smaller groups: of parts that share more names."""
-        found: dict[str, list[Part]] = {}
-        for part in self.parts:
-            found.setdefault("/".join(part.name.split("/")[: self.depth + 1]), []).append(part)
-        groups = [
-            Group(f"{name}/**" if len(parts) > 1 else parts[0].name, tuple(parts), self.depth + 1)
-            for name, parts in found.items()
-        ]
-        only = groups[0]
-        return only.taken_apart() if len(groups) == 1 and len(only.parts) > 1 else groups
-
-
 @dataclasses.dataclass(frozen=True)
 class Parts:
     """The parts of a program, and what belongs to each.
@@ -80,13 +54,24 @@ class Parts:
     parts: tuple[Part, ...]
     owners: Mapping[tuple[str, ...], Part | None]
 
+    def owner(self, names: tuple[str, ...]) -> Part | None:
+        """Returns the part of an operation, which may be in a scope without operations of its own.
+
+        Gradients are added up, and casts are, in the scopes around those that compute.
+        """
+        names = tuple(name for name in names if not name.startswith("jaxmp."))
+        for end in range(len(names), -1, -1):
+            if names[:end] in self.owners:
+                return self.owners[names[:end]]
+        return None
+
     def rules(self, low: Collection[Part], policy: Policy, kept: Policy) -> PolicyRules:
         """Returns rules under which these parts compute low, and everything else does not."""
         chosen = {part: _for_part(part, policy) if part in low else kept for part in self.parts}
         outside = [chosen[part] for part in self.parts if part.pattern is None]
         default = outside[0] if outside else kept
         if not outside and None not in self.owners.values():
-            default = policy if 2 * len(low) > len(self.parts) else kept  # nothing follows it
+            default = policy if low else kept  # nothing in this program follows it
         named = [part for part in self.parts if part.pattern is not None]
         needed = {part for part in named if chosen[part] != default}
         # Rules are needed too for parts of the default inside of parts that have another policy.
@@ -160,16 +145,6 @@ def _paths(names: tuple[str, ...]) -> list[str]:
     """Returns the paths of a scope and those around it, innermost first, as autocast tries them."""
     ends = range(len(names), 0, -1)
     return ["/".join(names[start:end]) for end in ends for start in (0, 1) if start < end]
-
-
-def computes_low(closed: Any) -> bool:
-    """Whether a program has values in 16 or 8 bits."""
-    return any(
-        is_inexact(variable.aval) and is_narrow(variable.aval.dtype)
-        for site in walk(closed).all_sites()
-        for variable in site.equation.outvars
-        if hasattr(variable.aval, "dtype")
-    )
 
 
 def _computes(site: Site) -> bool:

@@ -10,7 +10,6 @@ arguments: one compiled program measures all parts.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -133,6 +132,7 @@ def switched(
     Returns:
       Its results, in float32.
 
+    >>> import jax
     >>> program = jax.make_jaxpr(lambda x: x.astype(jnp.bfloat16) + 1)(1.001)
     >>> for flag in (True, False):
     ...     print(switched(program, [1.001], jnp.array([flag]), lambda names: 0)[0])

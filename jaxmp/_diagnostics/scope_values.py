@@ -1,8 +1,8 @@
 """Catches the values that leave each scope of a program: what a module hands to the rest of it.
 
-The program runs again under the trace of the caller, so that it can be compiled. A value leaves a scope where an operation outside of it reads it, or where the program
-returns it; what is made outside of all scopes leaves none. Of a scan, what its turns catch is
-stacked.
+The program runs again under the trace of the caller, so that it can be compiled. A value leaves a
+scope where an operation outside of it reads it, or where the program returns it; what is made
+outside of all scopes leaves none. Of a scan, what its turns catch is stacked.
 """
 
 import dataclasses
@@ -37,6 +37,7 @@ class ScopeValue(NamedTuple):
       dtype: its dtype.
       turns: the lengths of the scans around it, outermost first.
       in_branch: whether it is in a branch that may not have been taken; it is then zeros.
+      order: its place in the program, to sort by; None where the number of a turn belongs.
     """
 
     path: str
@@ -48,6 +49,7 @@ class ScopeValue(NamedTuple):
     dtype: str
     turns: tuple[int, ...]
     in_branch: bool
+    order: tuple[int | None, ...]
 
 
 class NotEntered(NamedTuple):
@@ -154,7 +156,8 @@ def _on_automatic(run: Callable[..., list[Any]], traced: Any, arrays: Sequence[A
     mesh = traced.axes.mesh
     with jax.sharding.use_abstract_mesh(mesh):
         axes = tuple(mesh.explicit_axes)
-        shape = jax.eval_shape(lambda *xs: run(*xs), *arrays)
+        free = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in traced.closed.in_avals]
+        shape = jax.eval_shape(lambda *xs: run(*xs), *free)
         specs = [*traced.axes.specs, *[jax.P()] * (len(shape) - len(traced.axes.specs))]
         return list(jax.sharding.auto_axes(run, axes=axes, out_sharding=specs)(*arrays))
 
@@ -183,12 +186,10 @@ class _Catcher(Rerun):
 
         def keep(number: int, values: list[Any], key: Key) -> dict[Key, Any]:
             site, found = sites[number], {}
-            for i, (variable, value) in enumerate(
-                zip(site.equation.outvars, values, strict=True)
-            ):
+            for i, (variable, value) in enumerate(zip(site.equation.outvars, values, strict=True)):
                 if (variable in leaving or site.name == ANCHOR) and is_inexact(value):
                     found[(*key, i)] = self._keep(value)
-                    self.values[(*key, i)] = self._value(site, scopes[number], value)
+                    self.values[(*key, i)] = self._value(site, scopes[number], value, (*key, i))
             return found
 
         return keep
@@ -197,7 +198,7 @@ class _Catcher(Rerun):
         path = "/".join(scope_of_module(site))
         self.not_entered.append(NotEntered(site.name, path, self._lines.of(site)))
 
-    def _value(self, site: Site, scope: tuple[str, ...], value: Any) -> ScopeValue:
+    def _value(self, site: Site, scope: tuple[str, ...], value: Any, key: Key) -> ScopeValue:
         anchor = str(site.equation.params["name"]) if site.name == ANCHOR else ""
         around = _around(site)
         return ScopeValue(
@@ -210,7 +211,21 @@ class _Catcher(Rerun):
             value.dtype.name,
             tuple(each.params["length"] for each in around if each.primitive.name == "scan"),
             any(each.primitive.name == "cond" for each in around),
+            _order(key, around),
         )
+
+
+def _order(key: Key, around: Sequence[core.JaxprEqn]) -> tuple[int | None, ...]:
+    """Returns a place with None where the turns of scans are counted, behind each scan."""
+    order: list[int | None] = []
+    numbers = iter(key)
+    for equation in around:
+        order.append(next(numbers))
+        if equation.primitive.name == "scan":
+            order.append(None)
+        if equation.primitive.name == "cond":
+            order.append(next(numbers))
+    return (*order, *numbers)
 
 
 def _around(site: Site) -> list[core.JaxprEqn]:
@@ -249,6 +264,14 @@ def _leaving(
         if isinstance(atom, core.Literal) or atom not in maker:
             continue
         made = maker[atom]
-        if (made if reader is None else reader[: len(made)] != made):
+        if made if reader is None else reader[: len(made)] != made:
             found.add(atom)
-    return found
+    # A value and its cast are one value.
+    return found - {
+        equation.outvars[0]
+        for equation, scope in zip(jaxpr.eqns, scopes, strict=True)
+        if equation.primitive.name == "convert_element_type"
+        and not isinstance(equation.invars[0], core.Literal)
+        and equation.invars[0] in found
+        and maker[equation.invars[0]] == scope
+    }

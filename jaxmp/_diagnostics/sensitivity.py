@@ -1,11 +1,10 @@
 """Says which part of a program needs more bits: the error that lowering each alone puts on it."""
 
 import contextlib
-import math
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,25 +12,21 @@ import jmp
 from jaxtyping import PyTree
 
 from jaxmp._autocast.api import autocast
-from jaxmp._diagnostics.precision_parts import Group, Part, computes_low, parts_of
+from jaxmp._diagnostics.precision_parts import Part, Parts, parts_of
+from jaxmp._diagnostics.roundings import switched
 from jaxmp._diagnostics.sensitivity_report import (
     Errors,
-    Of,
     PartSensitivity,
     SensitivityReport,
 )
 from jaxmp._jaxpr import compat
-from jaxmp._jaxpr.tracing import combine, partition, trace_call
+from jaxmp._jaxpr.tracing import Traced, combine, partition, trace_call
 from jaxmp._numerics.tree import all_finite, split_floats, widen
 from jaxmp._policies.patterns import Pattern
 from jaxmp._policies.policy import get_policy
 from jaxmp._policies.policy_rules import PolicyRules
 from jaxmp._policies.presets import dtypes_of
 from jaxmp._training.gradients import value_and_grad
-
-# Below this share of the error of all parts together, the errors of parts alone do not explain it:
-# a value is rounded only if both its maker and its reader are low.
-_EXPLAINED = 0.7
 
 
 def sensitivity(
@@ -43,17 +38,15 @@ def sensitivity(
     reference: str | jmp.Policy = "float32",
     loss_scale: float | None = None,
     has_aux: bool = False,
-    max_evaluations: int = 64,
     **kwargs: Any,
 ) -> SensitivityReport:
     """Measures which parts of a program need more bits, and gives rules that keep these.
 
-    Each part is lowered alone, and loss, outputs and gradients are compared with those of the
-    reference. That is one evaluation for each part and two more: the best set of parts to keep,
-    of all sets, would take two to the power of their number. Errors of parts add up like those of
-    independent roundings, so that the parts with the largest errors alone are those to keep. Where
-    they do not add up, since parts round only together, each part is also measured the other way
-    round: it alone is kept.
+    The program in which everything is low is run in float32, with the roundings of one part alone,
+    and its loss, outputs and gradients are compared with those without any. That is one evaluation
+    for each part and four more, of three compiled programs; the best set of parts to keep, of all
+    sets, would take two to the power of their number. Errors of parts add up like those of
+    independent roundings, so that the parts with the largest are those to keep.
 
     A part of a program is a linen module or what is in a `jax.named_scope`, with all layers of a
     scan as one. Operations outside of scopes are a part too.
@@ -70,8 +63,6 @@ def sensitivity(
       loss_scale: the loss scale. None finds one for float16: the largest up to 2**16, in steps of
         16, with finite gradients.
       has_aux: whether `loss_fn` returns `(loss, outputs)`.
-      max_evaluations: how many parts to measure at the most. If there are more, modules are
-        measured as a whole first, and those with the largest errors are taken apart.
       **kwargs: further arguments of `loss_fn`.
 
     Returns:
@@ -90,13 +81,11 @@ def sensitivity(
     >>> params = {"wide": jnp.full((8, 8), 125.01), "out": jnp.eye(8)}
     >>> report = sensitivity(loss_fn, params, jnp.ones((4, 8)))
     >>> report.rows[0].path, report.evaluations
-    ('wide', 4)
+    ('wide', 6)
     >>> print(report.rules(target=0.05))
     /wide      float32
     (default)  mixed_bfloat16
     """
-    if isinstance(max_evaluations, bool) or max_evaluations < 1:
-        raise ValueError(f"max_evaluations must be at least 1, got {max_evaluations!r}")
     if loss_scale is not None and not loss_scale > 0:
         raise ValueError(f"loss_scale must be positive, got {loss_scale!r}")
     loss_fn, params = _of_arrays(loss_fn, params)
@@ -108,90 +97,32 @@ def sensitivity(
         return parts.rules(lowered, low_policy, high)
 
     everything = rules_of(parts.parts)
-    scales = not loss_scale and jnp.float16 in dtypes_of(PolicyRules(default=low_policy))
-    measuring.set_scale(everything, loss_scale or 1.0, find=scales)
-    all_low = measuring.errors(everything)
-    found = _alone(measuring, rules_of, parts.parts, max_evaluations)
-    if not _explain([errors for _, errors in found], all_low):
-        rest = [[x for x in parts.parts if x not in group.parts] for group, _ in found]
-        without = [measuring.errors(rules_of(lowered)) for lowered in rest]
-    else:
-        without = [None] * len(found)
-    rows = [_Row(*pair, other) for pair, other in zip(found, without, strict=True)]
-    ordered = _ordered(rows, all_low, "gradients")
+    halves = jnp.dtype(jnp.float16) in dtypes_of(PolicyRules(default=low_policy))
+    measuring.set_scale(everything, loss_scale or 1.0, find=halves and loss_scale is None)
+    switches = Switches(measuring, everything, parts)
+    alone = [switches.errors({part}) for part in parts.parts]
     flops = sum(part.flops for part in parts.parts) or 1
+    rows = [
+        PartSensitivity(part.name, errors, part.flops / flops)
+        for part, errors in zip(parts.parts, alone, strict=True)
+    ]
+    named = {part.name: part for part in parts.parts}
 
-    def rules_keeping(count: int, of: Of) -> PolicyRules:
-        kept = {x for row in _ordered(rows, all_low, of)[:count] for x in row.group.parts}
-        return rules_of([part for part in parts.parts if part not in kept])
+    def others(kept: Collection[str]) -> list[Part]:
+        return [part for name, part in named.items() if name not in kept]
 
     return SensitivityReport(
-        tuple(row.shown(flops) for row in ordered),
+        tuple(sorted(rows, key=lambda row: row.alone.gradients, reverse=True)),
         low_policy,
         high,
-        all_low,
+        measuring.errors(everything),
+        switches.errors(parts.parts),
         measuring.scale,
         measuring.evaluations,
+        _rules=lambda kept: rules_of(others(kept)),
+        _estimate=lambda kept: switches.errors(others(kept)),
         _measure=measuring.errors,
-        _rules=rules_keeping,
     )
-
-
-class _Row(NamedTuple):
-    group: Group
-    alone: Errors
-    without: Errors | None
-
-    def shown(self, flops: int) -> PartSensitivity:
-        share = sum(part.flops for part in self.group.parts) / flops
-        return PartSensitivity(self.group.name, self.alone, self.without, share)
-
-    def gain(self, all_low: Errors, of: Of) -> float:
-        """Returns how much squared error goes away if it is kept, by the larger of both views."""
-        alone = self.alone.of(of) ** 2
-        if self.without is None:
-            return alone
-        rest = self.without.of(of)
-        if math.isinf(rest):
-            return alone
-        return max(alone, all_low.of(of) ** 2 - rest**2)
-
-
-def _ordered(rows: list[_Row], all_low: Errors, of: Of) -> list[_Row]:
-    return sorted(rows, key=lambda row: row.gain(all_low, of), reverse=True)
-
-
-def _explain(alone: list[Errors], all_low: Errors) -> bool:
-    """Whether the errors of parts alone add up to the error of all parts."""
-    total = math.sqrt(sum(errors.gradients**2 for errors in alone))
-    return total >= _EXPLAINED * all_low.gradients
-
-
-def _alone(
-    measuring: "Measuring",
-    rules_of: Callable[[Collection[Part]], PolicyRules],
-    parts: tuple[Part, ...],
-    limit: int,
-) -> list[tuple[Group, Errors]]:
-    """Measures parts alone; if there are too many, groups of them, and takes the worst apart."""
-
-    def measured(groups: list[Group]) -> list[tuple[Group, Errors]]:
-        return [(group, measuring.errors(rules_of(group.parts))) for group in groups]
-
-    if len(parts) <= limit:
-        return measured([Group(part.name, (part,), 0) for part in parts])
-    found = measured(Group("", parts, 0).taken_apart())
-    count = len(found)
-    while True:
-        several = [pair for pair in found if len(pair[0].parts) > 1]
-        if not several:
-            return found
-        worst = max(several, key=lambda pair: pair[1].gradients)
-        smaller = worst[0].taken_apart()
-        if count + len(smaller) > limit:
-            return found
-        count += len(smaller)
-        found = [pair for pair in found if pair is not worst] + measured(smaller)
 
 
 class Measuring:
@@ -215,7 +146,6 @@ class Measuring:
                 "params and a batch"
             )
         self.program = trace_call(loss_fn, self._static, self._arrays).closed
-        self._always_low = computes_low(self.program)
         self._known: dict[PolicyRules, Errors] = {}
         self.evaluations = 0
         self.scale = 1.0
@@ -242,20 +172,17 @@ class Measuring:
     def errors(self, rules: PolicyRules) -> Errors:
         """Returns the errors of the loss under rules; each rules are evaluated once."""
         if rules not in self._known:
-            if self._always_low or self._lowers(rules):
-                self._known[rules] = self._compared(self._evaluated(self._compiled(rules)))
-            else:
-                self._known[rules] = self._compared(self._reference)
+            self._known[rules] = self._compared(self._evaluated(self._compiled(rules)))
         return self._known[rules]
 
-    def _lowers(self, rules: PolicyRules) -> bool:
-        """Whether anything is low under rules; if nothing is, no evaluation is needed."""
+    def gradient_program(self, rules: PolicyRules) -> tuple[Traced, list[Any]]:
+        """Returns the program of loss, outputs and gradients under rules, and its arguments."""
+        arrays = [jnp.float32(self.scale), *self._arrays]
+        static, leaves = partition((tuple(arrays), {}))
         with _quiet():
-            fun = autocast(self._loss_fn, rules)
-            return computes_low(trace_call(fun, self._static, self._arrays).closed)
+            return trace_call(self._function(rules), static, leaves), arrays
 
-    def _compiled(self, rules: PolicyRules) -> Callable[..., Any]:
-        @jax.jit
+    def _function(self, rules: PolicyRules) -> Callable[..., Any]:
         def run(scale: Any, *arrays: Any) -> Any:
             args, kwargs = combine(self._static, arrays)
             fun = autocast(self._loss_fn, rules)
@@ -266,14 +193,64 @@ class Measuring:
 
         return run
 
+    def _compiled(self, rules: PolicyRules) -> Callable[..., Any]:
+        return jax.jit(self._function(rules))
+
     def _evaluated(self, run: Callable[..., Any]) -> Any:
         self.evaluations += 1
         with _quiet():
             return run(jnp.float32(self.scale), *self._arrays)
 
     def _compared(self, made: Any) -> Errors:
-        loss, outputs, gradients = (float(x) for x in _relative(made, self._reference))
-        return Errors(loss, outputs if self._reference[1] else None, gradients)
+        return compared(made, self._reference)
+
+
+class Switches:
+    """The program in which everything is low, with the roundings of parts switched on and off.
+
+    Args:
+      measuring: evaluates the loss; counts evaluations.
+      rules: rules under which all parts are low.
+      parts: the parts.
+    """
+
+    def __init__(self, measuring: Measuring, rules: PolicyRules, parts: Parts) -> None:
+        traced, self._arrays = measuring.gradient_program(rules)
+        numbers = {part: i for i, part in enumerate(parts.parts)}
+        self._numbers, self._measuring = numbers, measuring
+
+        def part_of(names: tuple[str, ...]) -> int | None:
+            owner = parts.owner(names)
+            return None if owner is None else numbers[owner]
+
+        @jax.jit
+        def run(flags: Any, *arrays: Any) -> Any:
+            def on_axes(*arrays: Any) -> list[Any]:
+                return switched(traced.closed, arrays, flags, part_of)
+
+            return combine(traced.returned, traced.axes.run(on_axes, arrays))
+
+        self._run = run
+        self._without = self._made(())
+        self._known: dict[frozenset[Part], Errors] = {}
+
+    def errors(self, low: Collection[Part]) -> Errors:
+        """Returns the errors with the roundings of some parts; relative to those of none."""
+        key = frozenset(low)
+        if key not in self._known:
+            self._known[key] = compared(self._made(key), self._without)
+        return self._known[key]
+
+    def _made(self, low: Collection[Part]) -> Any:
+        self._measuring.evaluations += 1
+        flags = jnp.array([part in low for part in self._numbers])
+        return self._run(flags, *self._arrays)
+
+
+def compared(made: Any, reference: Any) -> Errors:
+    """Returns the errors of loss, outputs and gradients."""
+    loss, outputs, gradients = (float(x) for x in _relative(made, reference))
+    return Errors(loss, outputs if reference[1] else None, gradients)
 
 
 @contextlib.contextmanager

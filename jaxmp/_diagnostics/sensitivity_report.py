@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Literal, NamedTuple
 
 from jaxmp._policies.policy import Policy, short_name
@@ -43,14 +43,12 @@ class PartSensitivity:
 
     Attributes:
       path: the scope, or the pattern that was given.
-      alone: the errors of the program in which this part alone is low.
-      without: the errors of the program in which all but this part is low; None if not measured.
+      alone: the errors that the roundings of this part alone make.
       flops: the share of this part in the FLOPs of the forward pass.
     """
 
     path: str
     alone: Errors
-    without: Errors | None
     flops: float
 
 
@@ -61,10 +59,12 @@ class SensitivityReport:
     It holds the function and its arguments, to measure the rules that it gives.
 
     Attributes:
-      rows: one for each part.
+      rows: one for each part, those with the largest error of gradients first.
       low: the policy that was tried.
       reference: the policy that errors are relative to.
       all_low: the errors of the program in which all parts are low.
+      all_switched: the same with all roundings switched on in float32, as the rows were measured.
+        It differs where arithmetic in 16 bits is more than arithmetic in float32 and a rounding.
       loss_scale: the loss scale that was used.
       evaluations: how many evaluations of loss and gradients the table took.
     """
@@ -73,10 +73,12 @@ class SensitivityReport:
     low: Policy
     reference: Policy
     all_low: Errors
+    all_switched: Errors
     loss_scale: float
     evaluations: int
+    _rules: Callable[[Collection[str]], PolicyRules] = dataclasses.field(repr=False, compare=False)
+    _estimate: Callable[[Collection[str]], Errors] = dataclasses.field(repr=False, compare=False)
     _measure: Callable[[PolicyRules], Errors] = dataclasses.field(repr=False, compare=False)
-    _rules: Callable[[int, Of], PolicyRules] = dataclasses.field(repr=False, compare=False)
 
     def errors(self, rules: PolicyRules) -> Errors:
         """Measures the program under any rules: one evaluation, compiled for them.
@@ -104,14 +106,14 @@ class SensitivityReport:
         """
         if isinstance(count, bool) or not 0 <= count <= len(self.rows):
             raise ValueError(f"count must be from 0 to {len(self.rows)}, got {count!r}")
-        self.all_low.of(_checked(of))
-        return self._rules(count, of)
+        return self._rules(self._first(count, of))
 
     def rules(self, target: float = 0.01, of: Of = "gradients") -> PolicyRules:
-        """Returns rules that reach a target, and keep as few parts as this order of them allows.
+        """Returns rules that reach a target, and keep as few parts as the order of them allows.
 
-        The rules are measured: what is returned has met the target on the batch of the report. It
-        takes about log2(number of parts) further evaluations.
+        How many are needed is estimated by switches, and then measured: the program under these
+        rules has met the target, for the batch of the report. That takes one more compilation, and
+        more where the estimate was not enough.
 
         Args:
           target: the largest relative error, 0.01 for one percent.
@@ -125,23 +127,30 @@ class SensitivityReport:
         """
         if not target > 0:
             raise ValueError(f"target must be a positive relative error, got {target!r}")
-        _checked(of)
+        if self.all_low.of(_checked(of)) <= target:
+            return self.keep(0, of)
 
-        def reaches(count: int) -> bool:
-            return self._measure(self._rules(count, of)).of(of) <= target
+        def estimated(count: int) -> bool:
+            return self._estimate(self._first(count, of)).of(of) <= target
 
-        if self.all_low.of(of) <= target:
-            return self._rules(0, of)
-        fails, meets = 0, len(self.rows)
-        if not reaches(meets):
+        def measured(count: int) -> bool:
+            return self._measure(self.keep(count, of)).of(of) <= target
+
+        everything = len(self.rows)
+        count = _least(estimated, 0, everything)
+        if measured(count):
+            return self.keep(count, of)
+        if count == everything or not measured(everything):
             raise ValueError(
-                f"with all {meets} parts kept, the error of {of} is still above {target:g}: what is "
-                "low lies outside of them. Name more parts, or leave candidates out"
+                f"with all {everything} parts kept, the error of {of} is still above {target:g}: "
+                "what is low lies outside of them. Name more parts, or leave candidates out"
             )
-        while meets - fails > 1:
-            middle = (fails + meets) // 2
-            fails, meets = (fails, middle) if reaches(middle) else (middle, meets)
-        return self._rules(meets, of)
+        return self.keep(_least(measured, count, everything), of)
+
+    def _first(self, count: int, of: Of) -> list[str]:
+        _checked(of)
+        ordered = sorted(self.rows, key=lambda row: row.alone.of(of), reverse=True)
+        return [row.path for row in ordered[:count]]
 
     def as_dict(self) -> dict[str, Any]:
         """Returns plain numbers and text, as json.dumps takes them; None for what is not finite."""
@@ -149,15 +158,11 @@ class SensitivityReport:
             "low": short_name(self.low),
             "reference": short_name(self.reference),
             "all_low": _plain(self.all_low),
+            "all_switched": _plain(self.all_switched),
             "loss_scale": self.loss_scale,
             "evaluations": self.evaluations,
             "parts": [
-                {
-                    "path": row.path,
-                    "alone": _plain(row.alone),
-                    "without": None if row.without is None else _plain(row.without),
-                    "flops": row.flops,
-                }
+                {"path": row.path, "alone": _plain(row.alone), "flops": row.flops}
                 for row in self.rows
             ],
         }
@@ -165,29 +170,37 @@ class SensitivityReport:
     def __rich__(self) -> Any:
         from rich.table import Table
 
-        low = short_name(self.low)
-        total = ", ".join(f"{n} {_percent(e)}" for n, e in zip(OF, self.all_low, strict=True) if e)
+        shown = [name for name, each in zip(OF, self.all_low, strict=True) if each is not None]
         caption = (
-            f"relative errors against {short_name(self.reference)}, with one part in {low}. All "
-            f"parts in {low}: {total or 'none'}. {self.evaluations} evaluations"
+            f"errors relative to {short_name(self.reference)} from the roundings of one part in "
+            f"{short_name(self.low)}; {self.evaluations} evaluations"
         )
         table = Table(caption=caption, caption_justify="left")
         table.add_column("part", overflow="fold")
-        shown = [name for name, each in zip(OF, self.all_low, strict=True) if each is not None]
-        both = any(row.without is not None for row in self.rows)
-        for name in [*shown, *(["gradients without it"] if both else []), "FLOPs"]:
+        for name in [*shown, "FLOPs"]:
             table.add_column(name, justify="right")
         for row in self.rows:
             cells = [_percent(getattr(row.alone, name)) for name in shown]
-            if both:
-                cells.append(_percent(row.without and row.without.gradients))
             table.add_row(row.path, *cells, f"{row.flops:.0%}" if row.flops else "")
+        table.add_section()
+        cells = [_percent(getattr(self.all_switched, name)) for name in shown]
+        table.add_row("all of them", *cells, "")
+        cells = [_percent(getattr(self.all_low, name)) for name in shown]
+        table.add_row("all low, measured", *cells, "")
         return table
 
     def __str__(self) -> str:
         from jaxmp._inspect.tables import as_text
 
         return as_text(self)
+
+
+def _least(holds: Callable[[int], bool], fails: int, meets: int) -> int:
+    """Returns a count at which a condition holds, between one where it fails and one where not."""
+    while meets - fails > 1:
+        middle = (fails + meets) // 2
+        fails, meets = (fails, middle) if holds(middle) else (middle, meets)
+    return meets
 
 
 def _checked(of: str) -> str:
