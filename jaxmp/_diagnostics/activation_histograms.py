@@ -18,8 +18,13 @@ from jaxmp._jaxpr.op_classes import CLASSES, OpClass
 from jaxmp._jaxpr.rebind import call_again, entered, run_by_rule, scan_again
 from jaxmp._jaxpr.tracing import partition, trace_call
 from jaxmp._numerics.dtypes import is_inexact
-from jaxmp._numerics.histograms import BINS, Histograms, histogram_of
-from jaxmp._numerics.tree import check_flag
+from jaxmp._numerics.histograms import (
+    BINS,
+    Histograms,
+    counted_when,
+    histogram_of,
+    zeros_as,
+)
 from jaxmp._policies.policy_rules import PolicyRules
 from jaxmp._primitives.varying import varying_axes
 
@@ -86,14 +91,7 @@ def activation_histograms(
     def run(arrays: list[Any]) -> list[Any]:
         return on_axes.run(count, arrays)
 
-    if when is None:
-        counts, largest = run(arrays)
-    else:
-        check_flag(when, "when")
-        shapes = jax.eval_shape(run, arrays)
-        counts, largest = jax.lax.cond(
-            when, run, lambda _: [jnp.zeros(x.shape, x.dtype) for x in shapes], arrays
-        )
+    counts, largest = run(arrays) if when is None else counted_when(when, run, arrays)
     return Histograms(counts, largest, *taps.names_and_dtypes())
 
 
@@ -253,7 +251,7 @@ class _Taps:
             return core.jaxpr_as_fun(jaxpr)(*of_test, *state[0])[0]
 
         carry = operands[tested + consts :]
-        none = _none_of(jax.eval_shape(body, carry)[1])
+        _, none = zeros_as(body, carry)
         results, records = jax.lax.while_loop(goes_on, turn, (carry, none))
         return results, records
 
@@ -266,7 +264,7 @@ class _Taps:
         branches = list(map(branch, site.equation.params["branches"]))
         none: _Records = {}
         for each in branches:
-            none |= _none_of(jax.eval_shape(each, *rest)[1])
+            none |= zeros_as(each, *rest)[1]
 
         def with_all(each: Callable[..., Any]) -> Callable[..., Any]:
             def run(*values: Any) -> Any:
@@ -303,11 +301,6 @@ _LOOPS_AND_MAPS: dict[str, Callable[..., tuple[list[Any], _Records]]] = {
 def _add(records: _Records, others: _Records) -> None:
     for name, record in others.items():
         records[name] = records[name] + record if name in records else record
-
-
-def _none_of(records: _Records) -> _Records:
-    """Returns records of these shapes in which nothing is counted."""
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), records)
 
 
 def _over_devices(record: _Record, axes: frozenset[str], params: dict[str, Any]) -> _Record:

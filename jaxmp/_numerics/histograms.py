@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -85,8 +86,7 @@ def histograms(tree: PyTree, *, when: Any = None) -> Histograms:
     if when is None:
         counts, largest = _counted(list(floats.values()))
     else:
-        check_flag(when, "when")
-        counts, largest = jax.lax.cond(when, _counted, _nothing, list(floats.values()))
+        counts, largest = counted_when(when, _counted, list(floats.values()))
     return Histograms(counts, largest, tuple(floats), tuple(x.dtype.name for x in floats.values()))
 
 
@@ -98,8 +98,24 @@ def _counted(arrays: list[Any]) -> tuple[Any, Any]:
     return jnp.stack(counts), jnp.stack(largest)
 
 
-def _nothing(arrays: list[Any]) -> tuple[Any, Any]:
-    return jnp.zeros((len(arrays), BINS)), jnp.zeros(len(arrays))
+def counted_when(when: Any, count: Callable[[Any], Any], given: Any) -> Any:
+    """Runs a function where a flag of the program is true; elsewhere its results are zeros.
+
+    Args:
+      when: a boolean scalar.
+      count: a function of one tree of arrays.
+      given: the tree.
+
+    Raises:
+      TypeError: if `when` is not a boolean scalar.
+    """
+    check_flag(when, "when")
+    return jax.lax.cond(when, count, lambda given: zeros_as(count, given), given)
+
+
+def zeros_as(count: Callable[..., Any], *given: Any) -> Any:
+    """Returns zeros like the results of a function, which vary over devices as those do."""
+    return jax.tree.map(jnp.zeros_like, jax.eval_shape(count, *given))
 
 
 def histogram_of(x: Any) -> tuple[Float32[Array, "bins"], Float32[Array, ""]]:
