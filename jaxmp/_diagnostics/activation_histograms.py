@@ -195,14 +195,22 @@ class _Taps:
         """Returns the modules around an equation, outermost first; else its line."""
         if site is None:
             return ()
-        modules = module_path(scopes_of(site))
-        return tuple(modules.split("/")) if modules else (self._lines.of(site),)
+        if modules := module_path(scopes_of(site)):
+            return tuple(modules.split("/"))
+        line = self._lines.of(site)
+        # What a function makes is of its own lines. Those of a helper of JAX are the caller's.
+        inside = [
+            Site(equation, equation.primitive.name, 1, site)
+            for body in _bodies(site)
+            for equation in compat.open_jaxpr(body).eqns
+        ]
+        return () if inside and line not in map(self._lines.of, inside) else (line,)
 
     def _equation(self, site: Site, operands: list[Any]) -> tuple[list[Any], _Records]:
         if site.name in _LOOPS_AND_MAPS:
             return _LOOPS_AND_MAPS[site.name](self, site, operands)
-        bodies = compat.bodies_of(site.equation)
-        if not bodies or CLASSES.get(site.name) is not OpClass.CONTROL:
+        bodies = _bodies(site)
+        if not bodies:
             return compat.bind(site.equation, operands), {}
         if not entered(site.equation):
             return self.run(bodies[0], operands, site)
@@ -296,6 +304,12 @@ _LOOPS_AND_MAPS: dict[str, Callable[..., tuple[list[Any], _Records]]] = {
     "cond": _Taps._cond,
     "shard_map": _Taps._shard_map,
 }
+
+
+def _bodies(site: Site) -> list[Any]:
+    """Returns the programs inside of control flow; kernels and solvers count as one operation."""
+    is_control = CLASSES.get(site.name) is OpClass.CONTROL
+    return compat.bodies_of(site.equation) if is_control else []
 
 
 def _add(records: _Records, others: _Records) -> None:

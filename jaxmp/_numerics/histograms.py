@@ -39,16 +39,16 @@ class Histograms:
     of `counts` and maxima of `largest`.
 
     Attributes:
-      counts: numbers per array and bin. The bins: zeros; three below 2**-80, which part at 2**-134
-        and 2**-126; one for each power of two from 2**-80 to 2**40; one beyond; infinities; NaN.
-        float32 holds them exactly up to 2**24, then to seven digits.
-      largest: the largest finite magnitude of each array.
+      counts: float32 of shape (..., arrays, 128), numbers per array and bin. The bins: zeros; three
+        below 2**-80, which part at 2**-134 and 2**-126; one for each power of two from 2**-80 to
+        2**40; one beyond; infinities; NaN. Counts are exact up to 2**24, then to seven digits.
+      largest: float32 of shape (..., arrays), the largest finite magnitude of each array.
       names: the names of the arrays.
       dtypes: the dtypes that they had.
     """
 
-    counts: Float32[Array, "*steps arrays bins"]
-    largest: Float32[Array, "*steps arrays"]
+    counts: Any
+    largest: Any
     names: tuple[str, ...]
     dtypes: tuple[str, ...]
 

@@ -31,8 +31,12 @@ FOLDERS = (
     "_diagnostics",
 )
 FACADES = ("__init__", "diagnostics", "float8", "linen", "nnx", "rules", "sharding")
-# The adapters are the only ones that know Flax, and tables the only ones that draw.
-MAY_IMPORT = {"_flax": {"flax", "rich"}, "_inspect": {"rich"}, "_diagnostics": {"rich"}}
+# The adapters are the only ones that know Flax, and reports the only ones that draw.
+MAY_IMPORT = {
+    "_flax": {"flax", "rich"},
+    "_inspect": {"rich"},
+    "_diagnostics": {"matplotlib", "rich"},
+}
 # The only file that lists primitives. Rules, which a dict holds by name, stand where they are.
 TABLE_OF_PRIMITIVES = "_jaxpr.op_classes"
 # A module is written "_autocast.plan", and a folder itself "_autocast.__init__".
