@@ -12,7 +12,7 @@ from jax.extend import core
 
 from jaxmp._autocast.api import autocast
 from jaxmp._inspect.equations import Site
-from jaxmp._inspect.lines import Lines, module_path, scopes_of
+from jaxmp._inspect.lines import Lines, direction, module_path, scopes_of
 from jaxmp._jaxpr import compat
 from jaxmp._jaxpr.op_classes import CLASSES, OpClass
 from jaxmp._jaxpr.rebind import call_again, entered, run_by_rule, scan_again
@@ -47,6 +47,10 @@ def activation_histograms(
 
     It looks into `jit`, `scan`, `while`, `cond`, `checkpoint`, functions with derivatives of their
     own and `shard_map`. It may be called under `jit`, where nothing waits for the host.
+
+    Of a function that computes gradients, such as `jax.grad(loss_fn)`, what the backward pass of a
+    module hands on has a row of its own, `"layer (backward)"`: the cotangents of its inputs, and
+    the gradients of its params.
 
     Values in 16 bits have lost already what their dtype cannot hold. To ask what float16 would
     lose, run the function in float32: without a policy.
@@ -171,22 +175,25 @@ class _Taps:
 
     def _left(self, jaxpr: core.Jaxpr, outer: Site | None) -> dict[Any, list[str]]:
         """Returns the names of the modules that each value leaves, by variable."""
-        paths: dict[Any, tuple[str, ...]] = {}
+        made: dict[Any, tuple[tuple[str, ...], str]] = {}
         left: dict[Any, dict[str, None]] = {}
 
         def read(atom: Any, reader: tuple[str, ...]) -> None:
-            if not isinstance(atom, core.Literal) and atom in paths:
-                path = paths[atom]
+            if not isinstance(atom, core.Literal) and atom in made:
+                path, ending = made[atom]
                 shared = _shared(path, reader)
                 names = ("/".join(path[:end]) for end in range(shared + 1, len(path) + 1))
-                left.setdefault(atom, {}).update(dict.fromkeys(names))
+                left.setdefault(atom, {}).update((name + ending, None) for name in names)
 
         for equation in jaxpr.eqns:
-            path = self._path(Site(equation, equation.primitive.name, 1, outer))
+            site = Site(equation, equation.primitive.name, 1, outer)
+            path, run = self._path(site), direction(scopes_of(site))
             for atom in equation.invars:
                 read(atom, path)
-            counted = (x for x in equation.outvars if is_inexact(x.aval) and x.aval.size)
-            paths.update(dict.fromkeys(counted, path))
+            if run != "recomputed":  # it was counted when it was computed first
+                counted = (x for x in equation.outvars if is_inexact(x.aval) and x.aval.size)
+                ending = " (backward)" if run == "backward" else ""
+                made.update(dict.fromkeys(counted, (path, ending)))
         for atom in jaxpr.outvars:
             read(atom, self._path(outer))
         return {variable: list(names) for variable, names in left.items() if names}

@@ -206,6 +206,26 @@ def test_modules_of_nnx() -> None:
     check(found, found.names[-1], nnx.merge(graphdef, params)(X))
 
 
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint], ids=["plain", "checkpoint"])
+def test_the_backward_pass_has_rows_of_its_own(wrap: Any) -> None:
+    """Cotangents and gradients; what is computed again for it does not count twice."""
+
+    def loss_fn(w: Any, x: Any) -> Any:
+        for i in range(2):
+            with jax.named_scope(f"layer_{i}"):
+                x = wrap(lambda w, x: jnp.sin(x @ w))(w[f"{i}"], x)
+        return jnp.sum(x**2)
+
+    w = {"0": WEIGHTS[0], "1": WEIGHTS[1]}
+    found = activation_histograms(jax.grad(loss_fn), w, X)
+    first = jnp.sin(X @ w["0"])
+    grads = jax.grad(loss_fn)(w, X)
+    (cotangent,) = jax.grad(lambda x: jnp.sum(jnp.sin(x @ w["1"]) ** 2), argnums=(0,))(first)
+    check(found, "layer_0", first)
+    check(found, "layer_1 (backward)", cotangent, grads["1"])
+    check(found, "layer_0 (backward)", grads["0"])
+
+
 def test_under_jit_every_so_many_steps() -> None:
     @jax.jit
     def step(i: Any, w: Any, x: Any) -> Any:
