@@ -12,14 +12,19 @@ from jax.extend import core
 
 from jaxmp._autocast.api import autocast
 from jaxmp._inspect.equations import Site
-from jaxmp._inspect.lines import Lines, module_path, scopes_of
+from jaxmp._inspect.lines import Lines, direction, module_path, scopes_of
 from jaxmp._jaxpr import compat
 from jaxmp._jaxpr.op_classes import CLASSES, OpClass
 from jaxmp._jaxpr.rebind import call_again, entered, run_by_rule, scan_again
 from jaxmp._jaxpr.tracing import partition, trace_call
 from jaxmp._numerics.dtypes import is_inexact
-from jaxmp._numerics.histograms import BINS, Histograms, histogram_of
-from jaxmp._numerics.tree import check_flag
+from jaxmp._numerics.histograms import (
+    BINS,
+    Histograms,
+    counted_when,
+    histogram_of,
+    zeros_as,
+)
 from jaxmp._policies.policy_rules import PolicyRules
 from jaxmp._primitives.varying import varying_axes
 
@@ -42,6 +47,10 @@ def activation_histograms(
 
     It looks into `jit`, `scan`, `while`, `cond`, `checkpoint`, functions with derivatives of their
     own and `shard_map`. It may be called under `jit`, where nothing waits for the host.
+
+    Of a function that computes gradients, such as `jax.grad(loss_fn)`, what the backward pass of a
+    module hands on has a row of its own, `"layer (backward)"`: the cotangents of its inputs, and
+    the gradients of its params.
 
     Values in 16 bits have lost already what their dtype cannot hold. To ask what float16 would
     lose, run the function in float32: without a policy.
@@ -86,14 +95,7 @@ def activation_histograms(
     def run(arrays: list[Any]) -> list[Any]:
         return on_axes.run(count, arrays)
 
-    if when is None:
-        counts, largest = run(arrays)
-    else:
-        check_flag(when, "when")
-        shapes = jax.eval_shape(run, arrays)
-        counts, largest = jax.lax.cond(
-            when, run, lambda _: [jnp.zeros(x.shape, x.dtype) for x in shapes], arrays
-        )
+    counts, largest = run(arrays) if when is None else counted_when(when, run, arrays)
     return Histograms(counts, largest, *taps.names_and_dtypes())
 
 
@@ -173,22 +175,25 @@ class _Taps:
 
     def _left(self, jaxpr: core.Jaxpr, outer: Site | None) -> dict[Any, list[str]]:
         """Returns the names of the modules that each value leaves, by variable."""
-        paths: dict[Any, tuple[str, ...]] = {}
+        made: dict[Any, tuple[tuple[str, ...], str]] = {}
         left: dict[Any, dict[str, None]] = {}
 
         def read(atom: Any, reader: tuple[str, ...]) -> None:
-            if not isinstance(atom, core.Literal) and atom in paths:
-                path = paths[atom]
+            if not isinstance(atom, core.Literal) and atom in made:
+                path, ending = made[atom]
                 shared = _shared(path, reader)
                 names = ("/".join(path[:end]) for end in range(shared + 1, len(path) + 1))
-                left.setdefault(atom, {}).update(dict.fromkeys(names))
+                left.setdefault(atom, {}).update((name + ending, None) for name in names)
 
         for equation in jaxpr.eqns:
-            path = self._path(Site(equation, equation.primitive.name, 1, outer))
+            site = Site(equation, equation.primitive.name, 1, outer)
+            path, run = self._path(site), direction(scopes_of(site))
             for atom in equation.invars:
                 read(atom, path)
-            counted = (x for x in equation.outvars if is_inexact(x.aval) and x.aval.size)
-            paths.update(dict.fromkeys(counted, path))
+            if run != "recomputed":  # it was counted when it was computed first
+                counted = (x for x in equation.outvars if is_inexact(x.aval) and x.aval.size)
+                ending = " (backward)" if run == "backward" else ""
+                made.update(dict.fromkeys(counted, (path, ending)))
         for atom in jaxpr.outvars:
             read(atom, self._path(outer))
         return {variable: list(names) for variable, names in left.items() if names}
@@ -197,14 +202,22 @@ class _Taps:
         """Returns the modules around an equation, outermost first; else its line."""
         if site is None:
             return ()
-        modules = module_path(scopes_of(site))
-        return tuple(modules.split("/")) if modules else (self._lines.of(site),)
+        if modules := module_path(scopes_of(site)):
+            return tuple(modules.split("/"))
+        line = self._lines.of(site)
+        # What a function makes is of its own lines. Those of a helper of JAX are the caller's.
+        inside = [
+            Site(equation, equation.primitive.name, 1, site)
+            for body in _bodies(site)
+            for equation in compat.open_jaxpr(body).eqns
+        ]
+        return () if inside and line not in map(self._lines.of, inside) else (line,)
 
     def _equation(self, site: Site, operands: list[Any]) -> tuple[list[Any], _Records]:
         if site.name in _LOOPS_AND_MAPS:
             return _LOOPS_AND_MAPS[site.name](self, site, operands)
-        bodies = compat.bodies_of(site.equation)
-        if not bodies or CLASSES.get(site.name) is not OpClass.CONTROL:
+        bodies = _bodies(site)
+        if not bodies:
             return compat.bind(site.equation, operands), {}
         if not entered(site.equation):
             return self.run(bodies[0], operands, site)
@@ -253,7 +266,7 @@ class _Taps:
             return core.jaxpr_as_fun(jaxpr)(*of_test, *state[0])[0]
 
         carry = operands[tested + consts :]
-        none = _none_of(jax.eval_shape(body, carry)[1])
+        _, none = zeros_as(body, carry)
         results, records = jax.lax.while_loop(goes_on, turn, (carry, none))
         return results, records
 
@@ -266,7 +279,7 @@ class _Taps:
         branches = list(map(branch, site.equation.params["branches"]))
         none: _Records = {}
         for each in branches:
-            none |= _none_of(jax.eval_shape(each, *rest)[1])
+            none |= zeros_as(each, *rest)[1]
 
         def with_all(each: Callable[..., Any]) -> Callable[..., Any]:
             def run(*values: Any) -> Any:
@@ -300,14 +313,15 @@ _LOOPS_AND_MAPS: dict[str, Callable[..., tuple[list[Any], _Records]]] = {
 }
 
 
+def _bodies(site: Site) -> list[Any]:
+    """Returns the programs inside of control flow; kernels and solvers count as one operation."""
+    is_control = CLASSES.get(site.name) is OpClass.CONTROL
+    return compat.bodies_of(site.equation) if is_control else []
+
+
 def _add(records: _Records, others: _Records) -> None:
     for name, record in others.items():
         records[name] = records[name] + record if name in records else record
-
-
-def _none_of(records: _Records) -> _Records:
-    """Returns records of these shapes in which nothing is counted."""
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), records)
 
 
 def _over_devices(record: _Record, axes: frozenset[str], params: dict[str, Any]) -> _Record:

@@ -15,9 +15,9 @@ def fetched(found: Histograms) -> tuple[Any, Any]:
       float64 arrays: counts per array and bin, and one magnitude per array.
     """
     counts, largest = jax.device_get((found.counts, found.largest))
-    counts = np.asarray(counts, np.float64).reshape(-1, *counts.shape[-2:]).sum(0)
-    largest = np.asarray(largest, np.float64).reshape(-1, largest.shape[-1]).max(0, initial=0)
-    return counts, largest
+    steps = tuple(range(largest.ndim - 1))
+    counts = np.asarray(counts, np.float64).sum(steps)
+    return counts, np.asarray(largest, np.float64).max(steps, initial=0)
 
 
 def check_counted(counts: Any) -> None:

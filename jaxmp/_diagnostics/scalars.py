@@ -93,7 +93,7 @@ class ScalarLog:
         """
         numbers = _numbers(metrics)
         for x in jax.tree.leaves(numbers):
-            if isinstance(x, jax.Array):
+            if hasattr(x, "copy_to_host_async"):
                 x.copy_to_host_async()
         self._waiting.append((step, numbers))
         while self._waiting and (len(self._waiting) > self._most or self._has_arrived()):
@@ -117,7 +117,7 @@ class ScalarLog:
 
     def _has_arrived(self) -> bool:
         leaves = jax.tree.leaves(self._waiting[0][1])
-        return all(x.is_ready() for x in leaves if isinstance(x, jax.Array))
+        return all(x.is_ready() for x in leaves if hasattr(x, "is_ready"))
 
     def _write_oldest(self) -> None:
         step, numbers = self._waiting.popleft()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -38,16 +39,16 @@ class Histograms:
     of `counts` and maxima of `largest`.
 
     Attributes:
-      counts: numbers per array and bin. The bins: zeros; three below 2**-80, which part at 2**-134
-        and 2**-126; one for each power of two from 2**-80 to 2**40; one beyond; infinities; NaN.
-        float32 holds them exactly up to 2**24, then to seven digits.
-      largest: the largest finite magnitude of each array.
+      counts: float32 of shape (..., arrays, 128), numbers per array and bin. The bins: zeros; three
+        below 2**-80, which part at 2**-134 and 2**-126; one for each power of two from 2**-80 to
+        2**40; one beyond; infinities; NaN. Counts are exact up to 2**24, then to seven digits.
+      largest: float32 of shape (..., arrays), the largest finite magnitude of each array.
       names: the names of the arrays.
       dtypes: the dtypes that they had.
     """
 
-    counts: Float32[Array, "*steps arrays bins"]
-    largest: Float32[Array, "*steps arrays"]
+    counts: Any
+    largest: Any
     names: tuple[str, ...]
     dtypes: tuple[str, ...]
 
@@ -85,8 +86,7 @@ def histograms(tree: PyTree, *, when: Any = None) -> Histograms:
     if when is None:
         counts, largest = _counted(list(floats.values()))
     else:
-        check_flag(when, "when")
-        counts, largest = jax.lax.cond(when, _counted, _nothing, list(floats.values()))
+        counts, largest = counted_when(when, _counted, list(floats.values()))
     return Histograms(counts, largest, tuple(floats), tuple(x.dtype.name for x in floats.values()))
 
 
@@ -98,8 +98,24 @@ def _counted(arrays: list[Any]) -> tuple[Any, Any]:
     return jnp.stack(counts), jnp.stack(largest)
 
 
-def _nothing(arrays: list[Any]) -> tuple[Any, Any]:
-    return jnp.zeros((len(arrays), BINS)), jnp.zeros(len(arrays))
+def counted_when(when: Any, count: Callable[[Any], Any], given: Any) -> Any:
+    """Runs a function where a flag of the program is true; elsewhere its results are zeros.
+
+    Args:
+      when: a boolean scalar.
+      count: a function of one tree of arrays.
+      given: the tree.
+
+    Raises:
+      TypeError: if `when` is not a boolean scalar.
+    """
+    check_flag(when, "when")
+    return jax.lax.cond(when, count, lambda given: zeros_as(count, given), given)
+
+
+def zeros_as(count: Callable[..., Any], *given: Any) -> Any:
+    """Returns zeros like the results of a function, which vary over devices as those do."""
+    return jax.tree.map(jnp.zeros_like, jax.eval_shape(count, *given))
 
 
 def histogram_of(x: Any) -> tuple[Float32[Array, "bins"], Float32[Array, ""]]:
