@@ -143,9 +143,10 @@ def choose(
       kind: the device's name.
       rates: the measured FLOP/s by dtype, which decide if nothing is known.
     """
+    start = kind[:1].upper() + kind[1:]
     if multiplies["bfloat16"]:
         reasons = [
-            f"{kind[:1].upper()}{kind[1:]} multiplies bfloat16.",
+            f"{start} multiplies bfloat16.",
             "bfloat16 has the range of float32, so that gradients need no loss scale.",
         ]
         if multiplies["float16"]:
@@ -158,7 +159,7 @@ def choose(
         return FormatChoice(
             "mixed_float16",
             (
-                f"{kind[:1].upper()}{kind[1:]} multiplies float16, but not bfloat16, which would be widened to float32.",
+                f"{start} multiplies float16, but not bfloat16, which would be widened.",
                 "float16 overflows beyond 65504: mixed_float16 comes with a dynamic loss scale.",
             ),
         )

@@ -112,8 +112,8 @@ def float8_sentences(
     if not multiplies:
         return [f"{start} does not multiply float8: it would be converted to more bits. {_WIDER}"]
     said = [
-        f"{start} multiplies float8. Each product then differs from its bfloat16 by 4 to 6 %: train "
-        "both for a while and compare the losses.",
+        f"{start} multiplies float8. Each product then differs from its bfloat16 by 4 to 6 %: "
+        "train both for a while and compare the losses.",
     ]
     if estimates:
         said += _about(estimates)

@@ -65,7 +65,7 @@ def load_program(name: str) -> NamedProgram:
         raise UsageError(f"{place} has no {attribute!r}.{near} It should be a function: {_RESULT}")
     if not callable(factory):
         raise UsageError(f"{name} is no function but {_type_text(factory)}. Make it one: {_RESULT}")
-    return _program(name, _made_by(name, factory))
+    return _program(name, _call_factory(name, factory))
 
 
 def loss_of(program: NamedProgram) -> tuple[Callable[..., Any], Any, Any]:
@@ -123,7 +123,7 @@ def _search_first(folder: str) -> None:
         sys.path.insert(0, folder)
 
 
-def _made_by(name: str, factory: Callable[..., Any]) -> Any:
+def _call_factory(name: str, factory: Callable[..., Any]) -> Any:
     try:
         needed = [
             parameter.name

@@ -35,7 +35,9 @@ def add_sensitivity(commands: Any, shared: argparse.ArgumentParser) -> None:
         metavar="PATTERN",
         help="the parts to try, as in PolicyRules, such as '*/norm*'; by default every scope",
     )
-    one.add_argument("--max-evaluations", type=int, default=64, metavar="N", help="%(default)s")
+    one.add_argument(
+        "--loss-scale", type=positive_argument, help="by default one is found for float16"
+    )
     one.add_argument("--has-aux", action="store_true", help="the loss returns (loss, outputs)")
     one.add_argument(
         "--target",
@@ -61,7 +63,7 @@ def _run_sensitivity(arguments: argparse.Namespace) -> int:
         reference=arguments.reference,
         candidates=arguments.candidates,
         has_aux=arguments.has_aux,
-        max_evaluations=arguments.max_evaluations,
+        loss_scale=arguments.loss_scale,
         **program.kwargs,
     )
     rules, failure = None, ""

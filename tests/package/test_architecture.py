@@ -33,11 +33,11 @@ FOLDERS = (
     "_command",
 )
 FACADES = ("__init__", "__main__", "diagnostics", "float8", "linen", "nnx", "rules", "sharding")
-# The adapters are the only ones that know Flax, and tables the only ones that draw.
+# The adapters are the only ones that know Flax, and reports the only ones that draw.
 MAY_IMPORT = {
     "_flax": {"flax", "rich"},
     "_inspect": {"rich"},
-    "_diagnostics": {"rich"},
+    "_diagnostics": {"matplotlib", "rich"},
     "_planning": {"rich", "matplotlib"},
     "_command": {"rich"},
 }
