@@ -2,11 +2,10 @@
 
 import argparse
 import re
-import sys
 from collections.abc import Callable
 from typing import Any
 
-from jaxmp._command.output import print_report
+from jaxmp._command.output import Answer
 from jaxmp._command.program import HOW_TO_NAME, UsageError, load_program
 from jaxmp._inspect.api import AuditError, audit
 from jaxmp._numerics.dtypes import suggestion
@@ -42,7 +41,7 @@ def add_audit(commands: Any, shared: argparse.ArgumentParser) -> None:
     one.set_defaults(run=_run_audit)
 
 
-def _run_audit(arguments: argparse.Namespace) -> int:
+def _run_audit(arguments: argparse.Namespace) -> Answer:
     checks = parse_checks(arguments.check)
     program = load_program(arguments.program)
     report = audit(program.fn, *program.args, compiled=arguments.compiled, **program.kwargs)
@@ -55,10 +54,7 @@ def _run_audit(arguments: argparse.Namespace) -> int:
     if arguments.html:
         report.to_html(arguments.html, title=program.name)
     more = {"check": {"passed": not failure, "message": failure}} if checks else {}
-    print_report(report, arguments.json, **more)
-    if failure:
-        print(failure, file=sys.stderr)
-    return 1 if failure else 0
+    return Answer(report, failure, more=more)
 
 
 def _comma_separated(text: str) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from jaxmp._command.output import print_report
+from jaxmp._command.output import Answer
 from jaxmp._command.program import HOW_TO_NAME, load_program, loss_of
 from jaxmp._planning.benchmark import POLICIES, benchmark
 
@@ -36,7 +36,7 @@ def add_bench(commands: Any, shared: argparse.ArgumentParser) -> None:
     one.set_defaults(run=_run_bench)
 
 
-def _run_bench(arguments: argparse.Namespace) -> int:
+def _run_bench(arguments: argparse.Namespace) -> Answer:
     loss_fn, params, batch = loss_of(load_program(arguments.program))
     report = benchmark(
         loss_fn,
@@ -50,5 +50,4 @@ def _run_bench(arguments: argparse.Namespace) -> int:
     )
     if arguments.plot:
         report.plot(arguments.plot)
-    print_report(report, arguments.json)
-    return 0
+    return Answer(report)

@@ -5,8 +5,8 @@ from typing import Any
 
 from jaxmp._command.arguments import device_argument
 from jaxmp._command.doctor import DTYPES, diagnose
-from jaxmp._command.machine import Machine, remarks, settings, this_machine, versions
-from jaxmp._command.output import print_report
+from jaxmp._command.machine import WRONG_SUMS, Machine, remarks, settings, this_machine, versions
+from jaxmp._command.output import Answer
 from jaxmp._command.program import load_program
 from jaxmp._command.rates import Rate, measured_rates
 from jaxmp._command.shapes import ProductShape, parse_shapes, shapes_in
@@ -43,7 +43,7 @@ def add_doctor(commands: Any, shared: argparse.ArgumentParser) -> None:
     one.set_defaults(run=_run_doctor)
 
 
-def _run_doctor(arguments: argparse.Namespace) -> int:
+def _run_doctor(arguments: argparse.Namespace) -> Answer:
     asked: Device | None = arguments.device
     machine, no_machine = _machine()
     device = asked or (machine.known if machine is not None else None)
@@ -60,8 +60,9 @@ def _run_doctor(arguments: argparse.Namespace) -> int:
         rates=[] if machine is None or asked or arguments.no_measure else _rates(machine),
         shapes=[shape for text in arguments.shapes for shape in _shapes_named(text)],
     )
-    print_report(report, arguments.json)
-    return 0 if machine is not None and not machine.sums_wrongly else 1
+    if machine is None:
+        return Answer(report, f"JAX has no device: {no_machine}")
+    return Answer(report, WRONG_SUMS if machine.sums_wrongly else "")
 
 
 def _machine() -> tuple[Machine | None, str]:

@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 from jaxmp._command.arguments import device_argument
-from jaxmp._command.output import print_report
+from jaxmp._command.output import Answer
 from jaxmp._command.program import HOW_TO_NAME, load_program
 from jaxmp._planning.devices import DEVICES
 from jaxmp._planning.estimate import estimate
@@ -40,7 +40,7 @@ def add_estimate(commands: Any, shared: argparse.ArgumentParser) -> None:
     one.set_defaults(run=_run_estimate)
 
 
-def _run_estimate(arguments: argparse.Namespace) -> int:
+def _run_estimate(arguments: argparse.Namespace) -> Answer:
     program = load_program(arguments.program)
     cost = estimate(
         program.fn,
@@ -49,5 +49,4 @@ def _run_estimate(arguments: argparse.Namespace) -> int:
         donate=tuple(arguments.donate),
         **program.kwargs,
     )
-    print_report(cost, arguments.json)
-    return 0
+    return Answer(cost)

@@ -146,13 +146,13 @@ def remarks(found: Mapping[str, str], machine: Machine | None) -> list[str]:
     flags = found.get("XLA_FLAGS", "") + " " + found.get("LIBTPU_INIT_ARGS", "")
     said += [f"{flag} in XLA_FLAGS: {text}" for flag, text in _FLAGS.items() if flag in flags]
     if machine is not None and machine.sums_wrongly:
-        said.append(_WRONG_SUMS)
+        said.append(WRONG_SUMS)
     if machine is not None and machine.platform == "cpu":
         said += [text for file, text in _UNUSED.items() if os.path.exists(file)]
     return said
 
 
-_WRONG_SUMS = (
+WRONG_SUMS = (
     "The CPU compiler of this jaxlib sums bfloat16 wrongly: train in float32 on this CPU, or "
     "install jax and jaxlib 0.11.1 or earlier. GPUs and TPUs have other compilers."
 )

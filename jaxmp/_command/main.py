@@ -1,6 +1,7 @@
 """The `jaxmp` command: reads its arguments, runs one command, and answers with an exit code."""
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from jaxmp._command.audit_command import add_audit
 from jaxmp._command.bench_command import add_bench
 from jaxmp._command.doctor_command import add_doctor
 from jaxmp._command.estimate_command import add_estimate
+from jaxmp._command.output import print_answer
 from jaxmp._command.plan_command import add_plan
 from jaxmp._command.program import UsageError
 from jaxmp._command.sensitivity_command import add_sensitivity
@@ -53,7 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = parser().parse_args(argv)
     try:
-        return int(arguments.run(arguments))
+        # What the user's program prints is not part of the answer, which may be JSON.
+        with contextlib.redirect_stdout(sys.stderr):
+            answer = arguments.run(arguments)
+        return print_answer(answer, arguments.json)
     except BrokenPipeError:  # as in `jaxmp audit ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -1,10 +1,9 @@
 """`jaxmp plan`: how much memory training takes on each device."""
 
 import argparse
-import sys
 from typing import Any, get_args
 
-from jaxmp._command.output import print_report
+from jaxmp._command.output import Answer
 from jaxmp._command.program import HOW_TO_NAME, load_program, loss_of
 from jaxmp._planning.memory_plan import memory_plan
 from jaxmp._recompute.api import Recompute
@@ -39,7 +38,7 @@ def add_plan(commands: Any, shared: argparse.ArgumentParser) -> None:
     one.set_defaults(run=_run_plan)
 
 
-def _run_plan(arguments: argparse.Namespace) -> int:
+def _run_plan(arguments: argparse.Namespace) -> Answer:
     options: dict[str, Any] = {"gradients": arguments.gradients}
     params: Any = arguments.what
     if ":" in arguments.what:
@@ -61,10 +60,5 @@ def _run_plan(arguments: argparse.Namespace) -> int:
         device=arguments.device,
         **options,
     )
-    print_report(plan, arguments.json)
-    if not plan.fits():
-        print(
-            f"it does not fit: {plan.peak:,} bytes on a device of {plan.capacity:,}",
-            file=sys.stderr,
-        )
-    return 0 if plan.fits() else 1
+    missing = f"it does not fit: {plan.peak:,} bytes on a device of {plan.capacity:,}"
+    return Answer(plan, "" if plan.fits() else missing)

@@ -1,11 +1,10 @@
 """`jaxmp sensitivity`: which parts of a program need more bits."""
 
 import argparse
-import sys
 from typing import Any
 
 from jaxmp._command.arguments import positive_argument
-from jaxmp._command.output import print_report
+from jaxmp._command.output import Answer
 from jaxmp._command.program import HOW_TO_NAME, load_program
 from jaxmp._diagnostics.sensitivity import sensitivity
 from jaxmp._policies.patterns import pattern_text
@@ -54,7 +53,7 @@ def add_sensitivity(commands: Any, shared: argparse.ArgumentParser) -> None:
     one.set_defaults(run=_run_sensitivity)
 
 
-def _run_sensitivity(arguments: argparse.Namespace) -> int:
+def _run_sensitivity(arguments: argparse.Namespace) -> Answer:
     program = load_program(arguments.program)
     report = sensitivity(
         program.fn,
@@ -66,20 +65,15 @@ def _run_sensitivity(arguments: argparse.Namespace) -> int:
         loss_scale=arguments.loss_scale,
         **program.kwargs,
     )
-    rules, failure = None, ""
-    if arguments.target is not None:
-        try:
-            rules = report.rules(arguments.target, arguments.of)
-        except ValueError as error:  # no rules reach it
-            failure = str(error)
-    more: dict[str, Any] = {}
-    if arguments.target is not None:
-        pairs = rules.rules if rules is not None else ()
-        more = {"rules": [[pattern_text(pattern), str(policy)] for pattern, policy in pairs]}
-        more |= {"default": str(rules.default) if rules is not None else None, "message": failure}
-    print_report(report, arguments.json, **more)
-    if rules is not None and not arguments.json:
-        print(f"\nRules with an error of {arguments.of} up to {arguments.target:g}:\n{rules}")
-    if failure:
-        print(failure, file=sys.stderr)
-    return 1 if failure else 0
+    if arguments.target is None:
+        return Answer(report)
+    try:
+        rules = report.rules(arguments.target, arguments.of)
+    except ValueError as error:  # no rules reach it
+        return Answer(report, str(error), more={"rules": None})
+    pairs = [[pattern_text(pattern), str(policy)] for pattern, policy in rules.rules]
+    return Answer(
+        report,
+        below=f"Rules with an error of {arguments.of} up to {arguments.target:g}:\n{rules}",
+        more={"rules": pairs, "default": str(rules.default)},
+    )

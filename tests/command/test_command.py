@@ -78,6 +78,17 @@ def test_audit_as_json_is_the_report(program: str, capsys: Captured) -> None:
     assert found["check"]["passed"] is False
 
 
+def test_what_a_program_prints_is_not_part_of_the_answer(program: str, capsys: Captured) -> None:
+    path = pathlib.Path(program.partition(":")[0])
+    path.write_text(
+        "print('loading')\n" + path.read_text().replace("    x =", "    print('in')\n    x =")
+    )
+    assert main(["audit", program, "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["flops"] == 1280
+    assert err.startswith("loading\nin\n")
+
+
 def test_audit_writes_a_page(program: str, tmp_path: pathlib.Path, capsys: Captured) -> None:
     assert main(["audit", program, "--html", str(tmp_path / "page.html")]) == 0
     text = (tmp_path / "page.html").read_text("utf-8")

@@ -220,7 +220,9 @@ def test_without_a_device_the_code_is_1(
 
     monkeypatch.setattr("jaxmp._command.doctor_command.this_machine", fails)
     assert main(["doctor"]) == 1
-    assert "JAX has no device: Unable to initialize" in capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert "JAX has no device: Unable to initialize" in out
+    assert "JAX has no device: Unable to initialize" in err
 
 
 def test_the_command_advises_for_absent_devices(capsys: pytest.CaptureFixture[str]) -> None:
