@@ -7,7 +7,7 @@ from jaxmp._command.arguments import device_argument
 from jaxmp._command.doctor import DTYPES, diagnose
 from jaxmp._command.machine import WRONG_SUMS, Machine, remarks, settings, this_machine, versions
 from jaxmp._command.output import Answer
-from jaxmp._command.program import load_program
+from jaxmp._command.program import UsageError, load_program
 from jaxmp._command.rates import Rate, measured_rates
 from jaxmp._command.shapes import ProductShape, parse_shapes, shapes_in
 from jaxmp._planning.devices import Device
@@ -48,15 +48,15 @@ def _run_doctor(arguments: argparse.Namespace) -> Answer:
     machine, no_machine = _machine()
     device = asked or (machine.known if machine is not None else None)
     kind = asked.name if asked else machine.name if machine else "this machine"
-    found = settings()
+    found, installed = settings(), versions()
     report = diagnose(
         machine=machine,
         no_machine=no_machine,
         device=device,
         kind=kind,
-        versions=versions(),
+        versions=installed,
         settings=found,
-        remarks=remarks(found, machine),
+        remarks=remarks(found, machine, installed),
         rates=[] if machine is None or asked or arguments.no_measure else _rates(machine),
         shapes=[shape for text in arguments.shapes for shape in _shapes_named(text)],
     )
@@ -79,4 +79,9 @@ def _rates(machine: Machine) -> list[Rate]:
 
 
 def _shapes_named(text: str) -> list[ProductShape]:
-    return shapes_in(load_program(text)) if ":" in text else parse_shapes([text])
+    if ":" not in text:
+        return parse_shapes([text])
+    found = shapes_in(load_program(text))
+    if not found:
+        raise UsageError(f"the program {text} has no products of matrices")
+    return found

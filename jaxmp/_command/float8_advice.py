@@ -122,6 +122,8 @@ def float8_sentences(
     return [*said, "Is it running in float8? `jaxmp audit PROGRAM --compiled` says so."]
 
 
+# Below this estimate, a measurement might as well say the opposite.
+_WORTH_IT = 1.05
 _WIDER = "Use the policy named above."
 _BATCH = "a batch of products, as in attention"
 
@@ -136,4 +138,6 @@ def _about(estimates: Sequence[Float8Estimate]) -> list[str]:
             f"Estimated, not measured: {layers:.2f} times the speed of bfloat16 in these products, "
             f"and {step_speedup(layers):.2f} of a step that spends a third of its time elsewhere."
         )
+        if layers < _WORTH_IT:
+            said.append("For these sizes float8 does not pay: stay with 16 bits.")
     return said

@@ -4,7 +4,7 @@ import dataclasses
 import importlib.metadata
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -131,12 +131,15 @@ def settings(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     return found | {name: environment[name] for name in _VARIABLES if environment.get(name)}
 
 
-def remarks(found: Mapping[str, str], machine: Machine | None) -> list[str]:
+def remarks(
+    found: Mapping[str, str], machine: Machine | None, installed: Collection[str] = ()
+) -> list[str]:
     """Returns a sentence for each setting that changes what a program computes.
 
     Args:
       found: the settings.
       machine: the devices; None if there are none.
+      installed: the names of the packages.
     """
     said = [
         text
@@ -149,6 +152,12 @@ def remarks(found: Mapping[str, str], machine: Machine | None) -> list[str]:
         said.append(WRONG_SUMS)
     if machine is not None and machine.platform == "cpu":
         said += [text for file, text in _UNUSED.items() if os.path.exists(file)]
+        said += [
+            f"{name} is installed, and JAX runs on the CPU: the device or its driver is missing "
+            "(JAX says more on stderr as it starts), or JAX_PLATFORMS is set."
+            for name in _PLUGINS
+            if name in installed and not name.startswith("nvidia-")
+        ]
     return said
 
 

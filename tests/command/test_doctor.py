@@ -2,7 +2,9 @@
 
 import itertools
 import json
+import pathlib
 import re
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -178,6 +180,28 @@ def test_settings_are_read_as_they_are_now() -> None:
     assert found["jax_default_matmul_precision"] == "highest"
     assert found["XLA_FLAGS"] == "--x"
     assert "PATH" not in found
+
+
+def test_a_plugin_without_its_device_is_said() -> None:
+    (said,) = remarks({}, machine("cpu"), {"jax", "jax-cuda13-plugin"})
+    assert said.startswith("jax-cuda13-plugin is installed, and JAX runs on the CPU")
+    assert remarks({}, machine("NVIDIA H100"), {"jax-cuda13-plugin"}) == []
+
+
+def test_float8_that_does_not_pay_is_said() -> None:
+    small = str(report(machine("TPU7x"), ("4x16x16",)))
+    large = str(report(machine("TPU7x"), ("16384x8192x8192",)))
+    assert "float8 does not pay: stay with 16 bits" in small
+    assert "does not pay" not in large
+
+
+def test_a_program_without_products_has_no_shapes(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "sine.py").write_text("import math\ndef program():\n    return abs, (-1.0,)\n")
+    assert main(["doctor", "--no-measure", "--shapes", f"{tmp_path}/sine.py:program"]) == 2
+    assert "sine.py:program has no products of matrices" in capsys.readouterr().err
 
 
 def test_a_wrong_compiler_is_said() -> None:
