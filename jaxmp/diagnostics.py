@@ -20,4 +20,4 @@ from jaxmp._planning.devices import (
     Peaks as Peaks,
     find_device as find_device,
 )
-from jaxmp._planning.estimate import cost_of as cost_of, estimate as estimate
+from jaxmp._planning.estimate import estimate as estimate, read_cost as read_cost
