@@ -13,7 +13,7 @@ from jaxmp._planning.benchmark_report import (
     BenchmarkReport as BenchmarkReport,
     PolicyTiming as PolicyTiming,
 )
-from jaxmp._planning.cost import Cost as Cost, KernelCost as KernelCost
+from jaxmp._planning.cost import CostEstimate as CostEstimate, KernelCost as KernelCost
 from jaxmp._planning.devices import (
     DEVICES as DEVICES,
     Device as Device,

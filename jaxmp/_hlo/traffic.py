@@ -22,7 +22,7 @@ _LIBRARY = ('"__cublas', '"__cudnn')
 _DEPTH = 8
 
 
-class _Placed(NamedTuple):
+class _ArrayAt(NamedTuple):
     """An array of a shape.
 
     Attributes:
@@ -37,15 +37,15 @@ class _Placed(NamedTuple):
     is_far: bool
 
 
-_Measure = Callable[[_Placed], int]
+_Measure = Callable[[_ArrayAt], int]
 
 
-def _far(array: _Placed) -> int:
+def _far(array: _ArrayAt) -> int:
     """The bytes of an array in device memory."""
     return array.bytes if array.is_far else 0
 
 
-def _elements(array: _Placed) -> int:
+def _elements(array: _ArrayAt) -> int:
     return array.elements
 
 
@@ -93,7 +93,7 @@ class Traffic:
         return total
 
     def _written(
-        self, instruction: Instruction, results: list[_Placed], measure: _Measure
+        self, instruction: Instruction, results: list[_ArrayAt], measure: _Measure
     ) -> float:
         if any(library in instruction.structure for library in _LIBRARY) and len(results) > 1:
             results = [each for each in results if each.dtype not in ("int8", "uint8")]
@@ -102,7 +102,7 @@ class Traffic:
             shares = [1.0] * len(results)
         return sum(measure(each) * share for each, share in zip(results, shares, strict=True))
 
-    def _operand(self, user: Instruction, operand: Operand) -> list[_Placed]:
+    def _operand(self, user: Instruction, operand: Operand) -> list[_ArrayAt]:
         found = self._module.find(user.computation, operand.name)
         arrays = _arrays(found.shape) if found else []
         if operand.element is not None and operand.element < len(arrays):
@@ -188,7 +188,7 @@ def traffic(text: str) -> float:
     return sum(kernel.times * moved.bytes(kernel.instruction) for kernel in kernels)
 
 
-def _arrays(shape: str) -> list[_Placed]:
+def _arrays(shape: str) -> list[_ArrayAt]:
     """Reads the arrays of a shape with where they lie.
 
     >>> _arrays("(f32[2,64]{1,0:T(8,128)}, bf16[16]{0:T(1024)S(1)})")[0].bytes
@@ -197,11 +197,11 @@ def _arrays(shape: str) -> list[_Placed]:
     return [_placed(*found) for found in _ARRAY.findall(shape)]
 
 
-def _placed(short: str, lengths: str, layout: str) -> _Placed:
+def _placed(short: str, lengths: str, layout: str) -> _ArrayAt:
     sizes = [int(n) for n in lengths.split(",") if n]
     dtype = dtype_of_hlo(short)
     padded = Array(dtype, math.prod(_whole_tiles(sizes, layout)))
-    return _Placed(dtype, math.prod(sizes), padded.bytes, "S(" not in layout)
+    return _ArrayAt(dtype, math.prod(sizes), padded.bytes, "S(" not in layout)
 
 
 def _whole_tiles(sizes: list[int], layout: str) -> list[int]:

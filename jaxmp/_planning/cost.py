@@ -43,7 +43,7 @@ class KernelCost:
 
 
 @dataclasses.dataclass(frozen=True)
-class Cost:
+class CostEstimate:
     """What a program is estimated to cost on each of its devices. Prints as tables.
 
     Attributes:
@@ -100,7 +100,8 @@ class Cost:
         # Compilers are not devices, and a reader of numbers forgets it.
         title = f"An estimate for {self.device}"
         title += f", each of {self.devices} devices" if self.devices > 1 else ""
-        return Group(self._summary(title), self._lines(), "Not seen:", *_bullets(self.unseen))
+        unseen = [f" - {sentence}" for sentence in self.unseen]
+        return Group(self._summary(title), self._lines(), "Not seen:", *unseen)
 
     def __str__(self) -> str:
         from jaxmp._inspect.tables import as_text
@@ -166,10 +167,6 @@ class Cost:
                 str(sum(row.times for row in rows)),
             )
         return table
-
-
-def _bullets(sentences: tuple[str, ...]) -> list[str]:
-    return [f" - {sentence}" for sentence in sentences]
 
 
 def seconds_text(seconds: float) -> str:

@@ -7,7 +7,7 @@ from jaxmp._hlo.collectives import read_program
 from jaxmp._hlo.parser import Module
 from jaxmp._inspect.lines import direction, line_of_frames, path_of_operation
 from jaxmp._planning.compile_absent import compile_for
-from jaxmp._planning.cost import Cost, KernelCost
+from jaxmp._planning.cost import CostEstimate, KernelCost
 from jaxmp._planning.devices import Device, find_device
 from jaxmp._planning.roofline import KernelTime, Roofline
 
@@ -19,7 +19,7 @@ def estimate(
     donate: int | Sequence[int] = (),
     compiler_options: Mapping[str, Any] | None = None,
     **kwargs: Any,
-) -> Cost:
+) -> CostEstimate:
     """Estimates what a function costs on a device that need not be here.
 
     A device is dear to wait for, and a program can be read without one: compilers for absent TPUs
@@ -62,7 +62,7 @@ def estimate(
     return read_cost(compiled.as_text(), target, compiled.memory_analysis())
 
 
-def read_cost(text: str, device: Device, memory: Any = None) -> Cost:
+def read_cost(text: str, device: Device, memory: Any = None) -> CostEstimate:
     """Reads what a compiled program costs.
 
     Args:
@@ -85,7 +85,7 @@ def read_cost(text: str, device: Device, memory: Any = None) -> Cost:
     carried: dict[str, int] = {}
     for each in transfers:
         carried[each.kind] = carried.get(each.kind, 0) + each.bytes * each.runs
-    return Cost(
+    return CostEstimate(
         device=device.name,
         devices=module.devices,
         seconds=roofline.seconds,

@@ -54,7 +54,7 @@ NAMES = [
 NAMES_IN = {
     jaxmp.diagnostics: [
         "BenchmarkReport",
-        "Cost",
+        "CostEstimate",
         "Device",
         "KernelCost",
         "LeafRange",
