@@ -18,7 +18,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from gpt import GPT
 from jax import lax
 from measurement import RESULTS, Column, Report, Row
 
@@ -130,31 +129,48 @@ def abstract(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def _gpt(part: int, **options: Any) -> GPT:
-    sizes = {"layers": 2, "width": 512 // part, "heads": 4 // part, "vocab": 2048 // part}
-    return GPT(**{**sizes, "context": 512 // part, **options})
+def _layers(part: int, dtype: Any = jnp.bfloat16, count: int = 1) -> tuple[Any, Any]:
+    """Feed-forward layers of a transformer: their params and their input."""
+    width = 1024 // part
+    weights = {
+        "scale": abstract(width, dtype=dtype),
+        "up": abstract(width, 4 * width, dtype=dtype),
+        "down": abstract(4 * width, width, dtype=dtype),
+    }
+    return [weights] * count, abstract(4096, width, dtype=dtype)
 
 
-def _gradients(model: GPT, policy: str, batch: int = 4) -> tuple[Callable[..., Any], Any]:
-    gradients = jaxmp.value_and_grad(jaxmp.autocast(model.loss, policy))
-    tokens = abstract(batch, model.context + 1, dtype=jnp.int32)
-    return gradients, (jax.eval_shape(model.init), tokens)
+def _layer(x: Any, weights: Any) -> Any:
+    wide = x.astype(jnp.float32)
+    normal = wide * lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + 1e-6)
+    hidden = jax.nn.gelu((normal * weights["scale"]).astype(x.dtype) @ weights["up"])
+    return x + hidden @ weights["down"]
+
+
+def _loss(layer: Callable[..., Any] = _layer) -> Callable[..., Any]:
+    def loss(params: Any, x: Any) -> Any:
+        for weights in params:
+            x = layer(x, weights)
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    return loss
 
 
 def _dtypes(part: int) -> Pair:
-    model = _gpt(part)
+    gradients = jax.grad(_loss(), (0, 1))
     return Pair(
-        "dtype of a language model's products",
-        ("bfloat16", *_gradients(model, "mixed_bfloat16")),
-        ("float32", *_gradients(model, "float32")),
+        "dtype of a layer and its gradients",
+        ("bfloat16", gradients, _layers(part)),
+        ("float32", gradients, _layers(part, jnp.float32)),
     )
 
 
 def _recomputation(part: int) -> Pair:
+    args = _layers(part, count=2)
     return Pair(
-        "checkpoints around the blocks",
-        ("without", *_gradients(_gpt(part), "mixed_bfloat16")),
-        ("with", *_gradients(_gpt(part, remat=True), "mixed_bfloat16")),
+        "checkpoints around layers",
+        ("without", jax.grad(_loss()), args),
+        ("with", jax.grad(_loss(jax.checkpoint(_layer))), args),
     )
 
 
@@ -182,18 +198,13 @@ def _fusion(part: int) -> Pair:
 
 
 def _microbatches(part: int) -> Pair:
-    model = _gpt(part)
-    tx = jaxmp.mixed_precision(optax.adamw(1e-3), "mixed_bfloat16")
-
-    def start() -> Any:
-        return jaxmp.TrainState.create(params=model.init(), tx=tx)
-
-    tokens = abstract(4, model.context + 1, dtype=jnp.int32)
-    args = (jax.eval_shape(start), tokens)
+    params, x = _layers(part, jnp.float32)
+    tx = jaxmp.mixed_precision(optax.sgd(1e-3, momentum=0.9), "mixed_bfloat16")
+    state = jax.eval_shape(lambda params: jaxmp.TrainState.create(params=params, tx=tx), params)
     whole, split = (
-        jaxmp.make_train_step(model.loss, "mixed_bfloat16", microbatches=n) for n in (1, 4)
+        jaxmp.make_train_step(_loss(), "mixed_bfloat16", microbatches=n) for n in (1, 8)
     )
-    return Pair("parts of a batch of 4", ("one", whole, args), ("four", split, args))
+    return Pair("parts of a batch", ("one", whole, (state, x)), ("eight", split, (state, x)))
 
 
 def _loops(part: int) -> Pair:
@@ -290,17 +301,22 @@ def _convolutions(part: int) -> Pair:
 
 
 def _heads(part: int) -> Pair:
-    """As many operations in the products, but scores are twice as many."""
-    return Pair(
-        "heads of a language model",
-        ("4", *_gradients(_gpt(part), "mixed_bfloat16")),
-        ("8", *_gradients(_gpt(part, heads=8 // part), "mixed_bfloat16")),
-    )
+    """As many operations in fewer or more heads; scores are more in the second."""
+    length, width = 2048 // part, 1024 // part
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+    def program(heads: int) -> Program:
+        args = (abstract(1, length, heads, width // heads),) * 3
+        return str(heads), attend, args
+
+    return Pair("heads of attention", program(8 // part), program(16 // part))
 
 
 def _lookup(part: int) -> Pair:
     """Rows of a table, taken or multiplied out with ones and zeros."""
-    rows, width, tokens = 8192 // part, 1024, 8192
+    rows, width, tokens = 2048 // part, 1024, 8192
 
     def taken(table: Any, ids: Any) -> Any:
         return jnp.take(table, ids, axis=0)

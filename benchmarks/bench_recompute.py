@@ -30,7 +30,7 @@ from stacked_models import MODELS, Sizes
 
 import jaxmp
 from jaxmp._hlo.kernels import estimated_cycles
-from jaxmp._hlo.operations import product_flops
+from jaxmp._hlo.operations import hlo_product_flops
 from jaxmp._planning.absent_devices import EFFORTS, PLATFORMS, compiler_options, eight_devices
 from jaxmp._recompute.api import Recompute
 
@@ -273,7 +273,7 @@ def _cost(loss: Callable[..., Any], arguments: Any, device: Any, effort: str) ->
     memory: Any = compiled.memory_analysis()
     text = str(compiled.as_text())
     row: Row = {"temp": memory.temp_size_in_bytes / 1e6, "seconds": seconds}
-    row["products"] = sum(product_flops(text).values()) / 1e9
+    row["products"] = sum(hlo_product_flops(text).values()) / 1e9
     if is_tpu:
         row["cycles"], row["turns"] = (cycles / 1e6 for cycles in estimated_cycles(text))
     if cost := compiled.cost_analysis():

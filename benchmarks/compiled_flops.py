@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxmp._hlo.operations import product_flops
+from jaxmp._hlo.operations import hlo_product_flops
 
 
 def compiled_flops(compiled: Any) -> float:
@@ -12,4 +12,6 @@ def compiled_flops(compiled: Any) -> float:
     has none: there two for each multiply-add of a matrix product, times the turns of its loop.
     """
     cost = compiled.cost_analysis()
-    return float(cost["flops"]) if cost else sum(product_flops(str(compiled.as_text())).values())
+    return (
+        float(cost["flops"]) if cost else sum(hlo_product_flops(str(compiled.as_text())).values())
+    )

@@ -35,7 +35,7 @@ from jaxmp._planning.benchmark_report import (
     BenchmarkReport as BenchmarkReport,
     PolicyTiming as PolicyTiming,
 )
-from jaxmp._planning.cost import Cost as Cost, KernelCost as KernelCost
+from jaxmp._planning.cost import CostEstimate as CostEstimate, KernelCost as KernelCost
 from jaxmp._planning.devices import (
     DEVICES as DEVICES,
     Device as Device,
@@ -45,3 +45,4 @@ from jaxmp._planning.devices import (
 from jaxmp._planning.estimate import cost_of as cost_of, estimate as estimate
 from jaxmp._planning.memory_plan import memory_plan as memory_plan
 from jaxmp._planning.memory_rows import MemoryPlan as MemoryPlan, MemoryRow as MemoryRow
+from jaxmp._planning.estimate import estimate as estimate, read_cost as read_cost

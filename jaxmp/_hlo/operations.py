@@ -47,22 +47,22 @@ def products_of(module: Module, kernel: Instruction) -> list[HloProduct]:
     Raises:
       ValueError: if the text of a product cannot be read.
     """
-    return list(_products(module, kernel))
+    return list(_products_inside(module, kernel))
 
 
-def _products(module: Module, instruction: Instruction) -> Iterator[HloProduct]:
+def _products_inside(module: Module, instruction: Instruction) -> Iterator[HloProduct]:
     if instruction.opcode in _INSIDE:
         for name in instruction.called:
             found = module.computations.get(name)
             for each in found.instructions.values() if found else ():
-                yield from _products(module, each)
+                yield from _products_inside(module, each)
     elif instruction.opcode in ("dot", "scaled-dot") or '"__cublas' in instruction.structure:
-        yield _product(module, instruction, _of_dot(module, instruction))
+        yield _read_product(module, instruction, _of_dot(module, instruction))
     elif instruction.opcode == "convolution" or '"__cudnn$conv' in instruction.structure:
-        yield _product(module, instruction, _of_convolution(module, instruction))
+        yield _read_product(module, instruction, _of_convolution(module, instruction))
 
 
-def product_flops(text: str) -> dict[str, float]:
+def hlo_product_flops(text: str) -> dict[str, float]:
     """The operations of the products of a program by the dtype of their operands.
 
     Loops count with all their turns; of a conditional the branch with most operations counts.
@@ -87,7 +87,7 @@ def product_flops(text: str) -> dict[str, float]:
     return dict(total)
 
 
-def _product(module: Module, instruction: Instruction, flops: float) -> HloProduct:
+def _read_product(module: Module, instruction: Instruction, flops: float) -> HloProduct:
     found = [_array(module, instruction, i)[0] for i in range(2)]
     dtype = max(found, key=bits)
     precision = _PRECISION.search(instruction.attributes)
@@ -131,7 +131,7 @@ def _of_convolution(module: Module, convolution: Instruction) -> float:
     sides = _sides(module, convolution)
     left, kernel, out = (dict(zip(labels[i + 1], sides[i], strict=True)) for i in range(3))
     pairs = math.prod(
-        _pairs(left[place], out[place], *_window(convolution, int(place)))
+        _meeting_pairs(left[place], out[place], *_window(convolution, int(place)))
         for place in filter(str.isdigit, labels[1])
     )
     return 2.0 * out["b"] * out["f"] * kernel["i"] * pairs
@@ -166,7 +166,9 @@ def _window(convolution: Instruction, place: int) -> tuple[int, int, int, int, i
 
 
 @functools.lru_cache(maxsize=4096)
-def _pairs(left: int, out: int, size: int, stride: int, before: int, gaps: int, spread: int) -> int:
+def _meeting_pairs(
+    left: int, out: int, size: int, stride: int, before: int, gaps: int, spread: int
+) -> int:
     """How many pairs of a place in the result and one in the window meet an element."""
     at = np.arange(out)[:, None] * stride + np.arange(size) * spread - before
     return int(np.sum((at >= 0) & (at < (left - 1) * gaps + 1) & (at % gaps == 0)))

@@ -6,6 +6,7 @@ vector memory, and from one layout into another inside of a kernel, for traffic.
 
 import math
 import re
+from collections.abc import Callable
 from typing import NamedTuple
 
 from jaxmp._hlo.kernels import Schedule, does_work
@@ -21,7 +22,7 @@ _LIBRARY = ('"__cublas', '"__cudnn')
 _DEPTH = 8
 
 
-class _Placed(NamedTuple):
+class _ArrayAt(NamedTuple):
     """An array of a shape.
 
     Attributes:
@@ -35,9 +36,17 @@ class _Placed(NamedTuple):
     bytes: int
     is_far: bool
 
-    @property
-    def far_bytes(self) -> int:
-        return self.bytes if self.is_far else 0
+
+_Measure = Callable[[_ArrayAt], int]
+
+
+def _far(array: _ArrayAt) -> int:
+    """The bytes of an array in device memory."""
+    return array.bytes if array.is_far else 0
+
+
+def _elements(array: _ArrayAt) -> int:
+    return array.elements
 
 
 class Traffic:
@@ -64,27 +73,36 @@ class Traffic:
             whole, part = results[0], results[1]
             return float(part.bytes * (whole.is_far + part.is_far))
         if instruction.opcode in ("copy-start", "collective-permute-start"):  # (to, from, ...)
-            return float(sum(each.far_bytes for each in results[:2]))
+            return float(sum(_far(each) for each in results[:2]))
         if instruction.opcode.endswith("-start") and instruction.shape.startswith("(("):
-            return float(sum(each.far_bytes for each in results))  # ((operands), results)
-        return self._read(instruction) + self._written(instruction, results)
+            return float(sum(_far(each) for each in results))  # ((operands), results)
+        return self._read(instruction, _far) + self._written(instruction, results, _far)
 
-    def _read(self, instruction: Instruction) -> float:
+    def elements(self, instruction: Instruction) -> float:
+        """Returns how many numbers one run takes in and puts out, in any memory."""
+        if not does_work(instruction):
+            return 0.0
+        results = _arrays(instruction.shape)
+        return self._read(instruction, _elements) + self._written(instruction, results, _elements)
+
+    def _read(self, instruction: Instruction, measure: _Measure) -> float:
         total = 0.0
         for position, operand in enumerate(instruction.operands):
-            size = sum(each.far_bytes for each in self._operand(instruction, operand))
+            size = sum(map(measure, self._operand(instruction, operand)))
             total += size * self._share_read(instruction, position) if size else 0.0
         return total
 
-    def _written(self, instruction: Instruction, results: list[_Placed]) -> float:
+    def _written(
+        self, instruction: Instruction, results: list[_ArrayAt], measure: _Measure
+    ) -> float:
         if any(library in instruction.structure for library in _LIBRARY) and len(results) > 1:
             results = [each for each in results if each.dtype not in ("int8", "uint8")]
         shares = self._shares_written(instruction, _DEPTH)
         if len(shares) != len(results):
             shares = [1.0] * len(results)
-        return sum(each.far_bytes * share for each, share in zip(results, shares, strict=True))
+        return sum(measure(each) * share for each, share in zip(results, shares, strict=True))
 
-    def _operand(self, user: Instruction, operand: Operand) -> list[_Placed]:
+    def _operand(self, user: Instruction, operand: Operand) -> list[_ArrayAt]:
         found = self._module.find(user.computation, operand.name)
         arrays = _arrays(found.shape) if found else []
         if operand.element is not None and operand.element < len(arrays):
@@ -170,7 +188,7 @@ def traffic(text: str) -> float:
     return sum(kernel.times * moved.bytes(kernel.instruction) for kernel in kernels)
 
 
-def _arrays(shape: str) -> list[_Placed]:
+def _arrays(shape: str) -> list[_ArrayAt]:
     """Reads the arrays of a shape with where they lie.
 
     >>> _arrays("(f32[2,64]{1,0:T(8,128)}, bf16[16]{0:T(1024)S(1)})")[0].bytes
@@ -179,14 +197,14 @@ def _arrays(shape: str) -> list[_Placed]:
     return [_placed(*found) for found in _ARRAY.findall(shape)]
 
 
-def _placed(short: str, lengths: str, layout: str) -> _Placed:
+def _placed(short: str, lengths: str, layout: str) -> _ArrayAt:
     sizes = [int(n) for n in lengths.split(",") if n]
     dtype = dtype_of_hlo(short)
-    padded = Array(dtype, math.prod(_padded(sizes, layout)))
-    return _Placed(dtype, math.prod(sizes), padded.bytes, "S(" not in layout)
+    padded = Array(dtype, math.prod(_whole_tiles(sizes, layout)))
+    return _ArrayAt(dtype, math.prod(sizes), padded.bytes, "S(" not in layout)
 
 
-def _padded(sizes: list[int], layout: str) -> list[int]:
+def _whole_tiles(sizes: list[int], layout: str) -> list[int]:
     """Rounds sizes up to whole tiles: `{1,0:T(8,128)}` has the least dimension first."""
     tile = _TILE.search(layout)
     order = layout.partition(":")[0]

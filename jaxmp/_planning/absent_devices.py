@@ -177,6 +177,11 @@ def absent_devices(kind: Any, count: int) -> list[Any]:
     Raises:
       ImportError: if the compiler is not installed.
       ValueError: if no compiler knows such a device, or so many.
+
+    >>> absent_devices("mi300x", 8)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+        ...
+    ValueError: no compiler for mi300x comes with jaxmp[aot]. It has those of TPUs and of ...
     """
     device = find_device(kind)
     if device.platform == "tpu":

@@ -68,17 +68,17 @@ def benchmark(
     (['float32', 'mixed_bfloat16'], 1.0)
     """
     _check(params, batch, policies, rounds, steps, step_options)
-    names = [_name(policy) for policy in policies]
+    names = [_policy_name(policy) for policy in policies]
     if len(set(names)) < len(names):
         raise ValueError(f"every policy is timed once, got {', '.join(names)}")
     compiled = [
-        _compiled(name, policy, loss_fn, params, batch, optimizer, step_options)
+        _compiled_step(name, policy, loss_fn, params, batch, optimizer, step_options)
         for name, policy in zip(names, policies, strict=True)
     ]
     times = time_in_turn(compiled, batch, rounds=rounds, steps=steps)
     first = times[names[0]]
     return BenchmarkReport(
-        rows=tuple(_row(each, times[each.contender.name], first) for each in compiled),
+        rows=tuple(_timing_row(each, times[each.contender.name], first) for each in compiled),
         hardware=describe_hardware(),
         platform=jax.devices()[0].platform,
         rounds=rounds,
@@ -105,11 +105,11 @@ def _check(
         raise ValueError("donate is not an option here: every step donates its state")
 
 
-def _name(policy: Any) -> str:
+def _policy_name(policy: Any) -> str:
     return policy if isinstance(policy, str) else str(get_policy(policy))
 
 
-def _compiled(
+def _compiled_step(
     name: str,
     policy: Any,
     loss_fn: Callable[..., Any],
@@ -132,7 +132,7 @@ def _compiled(
         raise
 
 
-def _row(compiled: CompiledStep, mine: Measurement, first: Measurement) -> PolicyTiming:
+def _timing_row(compiled: CompiledStep, mine: Measurement, first: Measurement) -> PolicyTiming:
     return PolicyTiming(
         policy=compiled.contender.name,
         seconds=tuple(mine.seconds),

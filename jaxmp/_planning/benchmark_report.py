@@ -5,7 +5,6 @@ import os
 import statistics
 from typing import Any
 
-from jaxmp._inspect.tables import as_text, bytes_text
 from jaxmp._planning.cost import seconds_text
 
 _ON_CPU = (
@@ -116,6 +115,8 @@ class BenchmarkReport:
         from rich.console import Group
         from rich.table import Table
 
+        from jaxmp._inspect.tables import bytes_text
+
         title = f"A train step on {self.hardware}"
         table = Table(title=title, title_justify="left")
         table.add_column("policy", overflow="fold")
@@ -139,6 +140,8 @@ class BenchmarkReport:
         return Group(table, *(f" - {note}" for note in self.notes))
 
     def __str__(self) -> str:
+        from jaxmp._inspect.tables import as_text
+
         return as_text(self)
 
     def plot(self, path: str | os.PathLike[str]) -> None:

@@ -77,15 +77,15 @@ def _lower(fn: Any, args: Any, kwargs: Any, donate: Any, one: Any) -> Any:
         # Without an argument nothing would say which device to compile for.
         unused = jax.ShapeDtypeStruct((), "float32", sharding=one)
         return jax.jit(lambda _: fn(*args, **kwargs)).lower(unused)
-    if hasattr(fn, "lower") and not _positions(donate):
+    if hasattr(fn, "lower") and not _donated(donate):
         return fn.lower(*args, **kwargs)
-    if _positions(donate):
-        return jax.jit(fn, donate_argnums=_positions(donate)).lower(*args, **kwargs)
+    if _donated(donate):
+        return jax.jit(fn, donate_argnums=_donated(donate)).lower(*args, **kwargs)
     arrays, call = closed_over(fn, args, kwargs)
     return jax.jit(call).lower(arrays)
 
 
-def _positions(donate: int | Sequence[int]) -> tuple[int, ...]:
+def _donated(donate: int | Sequence[int]) -> tuple[int, ...]:
     return (donate,) if isinstance(donate, int) else tuple(donate)
 
 

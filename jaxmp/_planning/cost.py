@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Any
 
-from jaxmp._inspect.tables import as_text, bytes_text, flops_text
 from jaxmp._planning.devices import DEVICES
 
 _SHOWN = 12
@@ -26,8 +25,8 @@ class KernelCost:
       bytes: what it reads from and writes to device memory.
       seconds: how long it takes at least.
       cycles: what a TPU's compiler expects; 0 on GPUs, and where it says nothing.
-      bound: what `seconds` is for: `"compute"`, `"memory"`, `"launch"`, or `"beside"` for copies
-        beside other work and `"transfer"` for collectives, which have none.
+      bound: what `seconds` is for: `"compute"`, `"memory"`, `"vector"` or `"launch"`; `"beside"`
+        for copies beside other work and `"transfer"` for collectives, which have none.
     """
 
     name: str
@@ -44,7 +43,7 @@ class KernelCost:
 
 
 @dataclasses.dataclass(frozen=True)
-class Cost:
+class CostEstimate:
     """What a program is estimated to cost on each of its devices. Prints as tables.
 
     Attributes:
@@ -85,8 +84,8 @@ class Cost:
 
     @property
     def bound(self) -> dict[str, float]:
-        """Seconds by what bounds the kernels: compute, memory, launch."""
-        found = dict.fromkeys(("compute", "memory", "launch"), 0.0)
+        """Seconds by what bounds the kernels: compute, memory, vector units, launch."""
+        found = dict.fromkeys(("compute", "memory", "vector", "launch"), 0.0)
         for row in self.rows:
             found[row.bound] = found.get(row.bound, 0.0) + row.seconds
         return {name: seconds for name, seconds in found.items() if seconds}
@@ -101,13 +100,18 @@ class Cost:
         # Compilers are not devices, and a reader of numbers forgets it.
         title = f"An estimate for {self.device}"
         title += f", each of {self.devices} devices" if self.devices > 1 else ""
-        return Group(self._summary(title), self._lines(), "Not seen:", *_bullets(self.unseen))
+        unseen = [f" - {sentence}" for sentence in self.unseen]
+        return Group(self._summary(title), self._lines(), "Not seen:", *unseen)
 
     def __str__(self) -> str:
+        from jaxmp._inspect.tables import as_text
+
         return as_text(self)
 
     def _summary(self, title: str) -> Any:
         from rich.table import Table
+
+        from jaxmp._inspect.tables import bytes_text, flops_text
 
         table = Table(title=title, title_justify="left", show_header=False)
         table.add_column()
@@ -132,6 +136,8 @@ class Cost:
 
     def _lines(self) -> Any:
         from rich.table import Table
+
+        from jaxmp._inspect.tables import bytes_text, flops_text
 
         groups: dict[tuple[str, str, str], list[KernelCost]] = {}
         for row in self.rows:
@@ -161,10 +167,6 @@ class Cost:
                 str(sum(row.times for row in rows)),
             )
         return table
-
-
-def _bullets(sentences: tuple[str, ...]) -> list[str]:
-    return [f" - {sentence}" for sentence in sentences]
 
 
 def seconds_text(seconds: float) -> str:

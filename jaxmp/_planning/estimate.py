@@ -7,7 +7,7 @@ from jaxmp._hlo.collectives import read_program
 from jaxmp._hlo.parser import Module
 from jaxmp._inspect.lines import direction, line_of_frames, path_of_operation
 from jaxmp._planning.compile_absent import compile_for
-from jaxmp._planning.cost import Cost, KernelCost
+from jaxmp._planning.cost import CostEstimate, KernelCost
 from jaxmp._planning.devices import Device, find_device
 from jaxmp._planning.roofline import KernelTime, Roofline
 
@@ -19,7 +19,7 @@ def estimate(
     donate: int | Sequence[int] = (),
     compiler_options: Mapping[str, Any] | None = None,
     **kwargs: Any,
-) -> Cost:
+) -> CostEstimate:
     """Estimates what a function costs on a device that need not be here.
 
     A device is dear to wait for, and a program can be read without one: compilers for absent TPUs
@@ -49,13 +49,20 @@ def estimate(
       ImportError: if the compiler for the device is not installed.
       ValueError: if there is no such device, no compiler for it, or arguments lie on several
         meshes.
+
+    >>> import jax
+    >>> x = jax.ShapeDtypeStruct((512, 512), "bfloat16")
+    >>> estimate(lambda x: x @ x, x, device="abacus")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+        ...
+    ValueError: no data of a device 'abacus'. Known are ...
     """
     target = find_device(device)
     compiled = compile_for(target, step, args, kwargs, donate=donate, options=compiler_options)
-    return cost_of(compiled.as_text(), target, compiled.memory_analysis())
+    return read_cost(compiled.as_text(), target, compiled.memory_analysis())
 
 
-def cost_of(text: str, device: Device, memory: Any = None) -> Cost:
+def read_cost(text: str, device: Device, memory: Any = None) -> CostEstimate:
     """Reads what a compiled program costs.
 
     Args:
@@ -65,15 +72,20 @@ def cost_of(text: str, device: Device, memory: Any = None) -> Cost:
 
     Returns:
       The cost.
+
+    >>> import jax
+    >>> program = jax.jit(lambda x: x @ x).lower(jax.numpy.ones((64, 64))).compile()
+    >>> read_cost(program.as_text(), find_device("h100")).flops
+    {'float32': 524288.0}
     """
     module = Module(text)
     roofline = Roofline(module, device)
-    rows = tuple(_row(module, each) for each in roofline.kernels)
+    rows = tuple(_kernel_row(module, each) for each in roofline.kernels)
     transfers = read_program(text).transfers
     carried: dict[str, int] = {}
     for each in transfers:
         carried[each.kind] = carried.get(each.kind, 0) + each.bytes * each.runs
-    return Cost(
+    return CostEstimate(
         device=device.name,
         devices=module.devices,
         seconds=roofline.seconds,
@@ -90,7 +102,7 @@ def cost_of(text: str, device: Device, memory: Any = None) -> Cost:
     )
 
 
-def _row(module: Module, time: KernelTime) -> KernelCost:
+def _kernel_row(module: Module, time: KernelTime) -> KernelCost:
     instruction, times = time.kernel
     widest = max(time.products, key=lambda each: each.flops, default=None)
     return KernelCost(
@@ -124,5 +136,8 @@ def _unseen(roofline: Roofline, has_transfers: bool, device: Device) -> list[str
         named = ", ".join(calls)
         found.append(f"What kernels from elsewhere compute: of {named} only the bytes count.")
     if device.platform == "tpu":
-        found.append("Vector units: exponentials and casts count by the bytes that they move.")
+        found.append(
+            "Which operations vector units do: they take a number in and out in the same time for "
+            "an addition and for an exponential. That time is fitted to the compiler's cycles."
+        )
     return found

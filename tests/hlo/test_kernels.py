@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxmp._hlo.kernels import Schedule, estimated_cycles
-from jaxmp._hlo.operations import product_flops, products_of
+from jaxmp._hlo.operations import hlo_product_flops, products_of
 from jaxmp._hlo.parser import Instruction, Module
 from jaxmp._hlo.traffic import Traffic, traffic
 
@@ -87,7 +87,7 @@ def test_a_loop_counts_with_its_turns() -> None:
         ("y", 5),
         ("new", 5),
     ]
-    assert product_flops(LOOP) == {"float32": 5 * 2 * 64**3}
+    assert hlo_product_flops(LOOP) == {"float32": 5 * 2 * 64**3}
 
 
 def test_a_loop_touches_one_layer_of_a_stack_in_each_turn() -> None:
@@ -193,7 +193,7 @@ def test_the_wider_operand_says_the_dtype() -> None:
         "%b = bf16[8,4]{1,0} parameter(1)",
         "ROOT %y = f32[8,8]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={1}",
     )
-    assert product_flops(text) == {"bfloat16": 2.0 * 8 * 8 * 4}
+    assert hlo_product_flops(text) == {"bfloat16": 2.0 * 8 * 8 * 4}
 
 
 def test_cycles_count_with_the_turns_of_loops() -> None:
@@ -223,13 +223,13 @@ def test_products_of_a_compiled_program() -> None:
     x, kernel = jnp.ones((2, 5, 5, 4)), jnp.ones((3, 3, 4, 4))
     text = str(jax.jit(convolved).lower(x, kernel).compile().as_text())
     each = 2 * 2 * 4 * 4  # two images, one place
-    assert product_flops(text) == {"float32": each * (3 * 13**2 + 5**2)}
+    assert hlo_product_flops(text) == {"float32": each * (3 * 13**2 + 5**2)}
 
 
 def test_a_product_that_cannot_be_read_is_an_error() -> None:
     text = entry("%a = f32[8,4]{1,0} parameter(0)", "ROOT %y = f32[8,8]{1,0} dot(%a, %a)")
     with pytest.raises(ValueError, match="no product that can be read: y"):
-        product_flops(text)
+        hlo_product_flops(text)
 
 
 def test_a_gather_reads_the_rows_that_it_takes() -> None:

@@ -53,12 +53,23 @@ NAMES = [
 ]
 NAMES_IN = {
     jaxmp.diagnostics: [
+        "BenchmarkReport",
+        "CostEstimate",
+        "Device",
+        "KernelCost",
         "LeafRange",
         "OverflowOperand",
         "Overflow",
         "OverflowReport",
+        "Peaks",
+        "PolicyTiming",
+        "absent_devices",
+        "benchmark",
+        "estimate",
+        "find_device",
         "find_overflow",
         "overflow_report",
+        "read_cost",
     ],
     jaxmp.float8: [
         "Float8State",
