@@ -54,10 +54,13 @@ NAMES = [
 NAMES_IN = {
     jaxmp.diagnostics: [
         "LeafRange",
-        "OverflowOperand",
+        "MemoryPlan",
+        "MemoryRow",
         "Overflow",
+        "OverflowOperand",
         "OverflowReport",
         "find_overflow",
+        "memory_plan",
         "overflow_report",
     ],
     jaxmp.float8: [
