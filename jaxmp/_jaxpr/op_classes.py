@@ -311,6 +311,8 @@ ACCUMULATES = _listed("scatter-add scatter-sub scatter-mul")
 REDUCTIONS = _listed(
     "reduce_sum reduce_max reduce_min reduce_and reduce_or reduce_xor argmax argmin"
 )
+# Read a few numbers of a large operand, which a compiler need not make whole for them.
+PICKS = _listed("gather")
 # Linear in every operand, so that their derivatives ask for no operand. Gathers are left out: they
 # are dear.
 LINEAR = (PLAIN_MOVES | ADDS) | _listed(

@@ -64,14 +64,14 @@ def result_splits(equation: Any, operands: Sequence[Split], mesh: Mapping[str, i
       One split for each result.
     """
     if equation.primitive.name in RESHAPES:
-        return [_reshaped(equation, operands[0], mesh)]
+        return [_split_of_reshaped(equation, operands[0], mesh)]
     if equation.primitive.name in IDENTITIES:
         return list(operands[: len(equation.outvars)])
     rule = _RULES.get(equation.primitive.name)
     return _alike(equation, operands, mesh) if rule is None else rule(equation, operands)
 
 
-def _shape(variable: Any) -> tuple[int, ...]:
+def _shape_of(variable: Any) -> tuple[int, ...]:
     return tuple(getattr(variable.aval, "shape", ()))
 
 
@@ -79,7 +79,7 @@ def _alike(equation: Any, operands: Sequence[Split], mesh: Mapping[str, int]) ->
     """A dimension is split as in the operands of the same rank, if the parts divide it."""
     found = []
     for out in equation.outvars:
-        shape = _shape(out)
+        shape = _shape_of(out)
         split: Split = (WHOLE,) * len(shape)
         for each in operands:
             if len(each) == len(shape):
@@ -101,7 +101,7 @@ def _dot(equation: Any, operands: Sequence[Split]) -> list[Split]:
     ]
 
 
-def _convolution(equation: Any, operands: Sequence[Split]) -> list[Split]:
+def _split_of_convolution(equation: Any, operands: Sequence[Split]) -> list[Split]:
     numbers = equation.params["dimension_numbers"]
     split = [WHOLE] * len(numbers.out_spec)
     split[numbers.out_spec[0]] = operands[0][numbers.lhs_spec[0]]
@@ -114,7 +114,7 @@ def _transpose(equation: Any, operands: Sequence[Split]) -> list[Split]:
 
 
 def _broadcast(equation: Any, operands: Sequence[Split]) -> list[Split]:
-    given, shape = _shape(equation.invars[0]), _shape(equation.outvars[0])
+    given, shape = _shape_of(equation.invars[0]), _shape_of(equation.outvars[0])
     split = [WHOLE] * len(shape)
     for i, dimension in enumerate(equation.params["broadcast_dimensions"]):
         if given[i] == shape[dimension]:
@@ -128,9 +128,9 @@ def _reduce(equation: Any, operands: Sequence[Split]) -> list[Split]:
     return [kept] * len(equation.outvars)
 
 
-def _reshaped(equation: Any, given: Split, mesh: Mapping[str, int]) -> Split:
+def _split_of_reshaped(equation: Any, given: Split, mesh: Mapping[str, int]) -> Split:
     """Dimensions that are merged or cut hand on the split of the first, if it divides the new."""
-    before, after = _shape(equation.invars[0]), _shape(equation.outvars[0])
+    before, after = _shape_of(equation.invars[0]), _shape_of(equation.outvars[0])
     split = [WHOLE] * len(after)
     for sources, targets in _groups(before, after):
         large = [i for i in targets if after[i] > 1]
@@ -151,7 +151,7 @@ def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int]
     i = j = 0
     while i < len(before) and j < len(after):
         sources, targets = [i], [j]
-        while (a := _size(before, sources)) != (b := _size(after, targets)):
+        while (a := _size_of(before, sources)) != (b := _size_of(after, targets)):
             more, shape = (sources, before) if a < b else (targets, after)
             if more[-1] + 1 == len(shape):
                 return groups  # an empty array: nothing follows from its dimensions
@@ -161,11 +161,11 @@ def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int]
     return groups
 
 
-def _size(shape: Sequence[int], dimensions: Sequence[int]) -> int:
+def _size_of(shape: Sequence[int], dimensions: Sequence[int]) -> int:
     return math.prod(shape[i] for i in dimensions)
 
 
-def _constraint(equation: Any, operands: Sequence[Split]) -> list[Split]:
+def _constrained_split(equation: Any, operands: Sequence[Split]) -> list[Split]:
     asked = equation.params.get("sharding", equation.params.get("dst_sharding"))
     aval = equation.outvars[0].aval
     if not isinstance(asked, NamedSharding):
@@ -179,14 +179,14 @@ def _gather(equation: Any, operands: Sequence[Split]) -> list[Split]:
     """Rows are split as what picks them; what is taken whole stays as it was."""
     numbers = equation.params["dimension_numbers"]
     table, indices = operands[:2]
-    shape = _shape(equation.outvars[0])
+    shape = _shape_of(equation.outvars[0])
     split = [WHOLE] * len(shape)
     picked = [i for i in range(len(shape)) if i not in numbers.offset_dims]
     for i, axes in zip(picked, indices[:-1], strict=False):
         split[i] = axes
     gone = {*numbers.collapsed_slice_dims, *getattr(numbers, "operand_batching_dims", ())}
     left = [i for i in range(len(table)) if i not in gone]
-    given = _shape(equation.invars[0])
+    given = _shape_of(equation.invars[0])
     for i, source in zip(numbers.offset_dims, left, strict=False):
         if shape[i] == given[source]:
             split[i] = table[source]
@@ -197,7 +197,7 @@ def _scatter(equation: Any, operands: Sequence[Split]) -> list[Split]:
     """The array is split as what is written into it, where that has whole rows or batches."""
     numbers = equation.params["dimension_numbers"]
     array, indices, updates = operands[:3]
-    given, written = _shape(equation.invars[0]), _shape(equation.invars[2])
+    given, written = _shape_of(equation.invars[0]), _shape_of(equation.invars[2])
     split = [WHOLE] * len(array)
     batch = tuple(getattr(numbers, "operand_batching_dims", ()))
     for i, source in zip(batch, getattr(numbers, "scatter_indices_batching_dims", ()), strict=True):
@@ -217,11 +217,11 @@ def _identity(equation: Any, operands: Sequence[Split]) -> list[Split]:
 _Rule = Callable[[Any, Sequence[Split]], list[Split]]
 _RULES: dict[str, _Rule] = {
     "dot_general": _dot,
-    "conv_general_dilated": _convolution,
+    "conv_general_dilated": _split_of_convolution,
     "transpose": _transpose,
     "broadcast_in_dim": _broadcast,
-    "sharding_constraint": _constraint,
-    "reshard": _constraint,
+    "sharding_constraint": _constrained_split,
+    "reshard": _constrained_split,
     "gather": _gather,
     "scatter": _scatter,
     "scatter-add": _scatter,

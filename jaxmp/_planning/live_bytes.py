@@ -66,7 +66,7 @@ def most_live(sized: SizedProgram, fusion: Fusion, free: Sequence[bool] = ()) ->
             if v in live:
                 live.remove(v)
                 now -= sizes[v]
-    kinds = _kinds(sized, {v: sizes[v] for v in at_most}, end)
+    kinds = _kinds_of(sized, {v: sizes[v] for v in at_most}, end)
     return Live(most, kinds + inside.kinds)
 
 
@@ -113,7 +113,7 @@ def _lives(sized: SizedProgram, sizes: dict[int, int]) -> tuple[dict[int, int], 
     return begin, end
 
 
-def _kinds(
+def _kinds_of(
     sized: SizedProgram, sizes: dict[int, int], end: dict[int, int]
 ) -> collections.Counter[str]:
     """Says of buffers what they are, by the transformations that their operations were made by."""

@@ -23,7 +23,7 @@ from jaxmp._planning.live_bytes import most_live
 from jaxmp._planning.memory_rows import OF_A_STEP, PERSISTENT, MemoryPlan, MemoryRow
 from jaxmp._planning.planned_step import (
     Placement,
-    Program,
+    PlannedStep,
     abstract_state,
     placement_of,
     planned_step,
@@ -132,7 +132,7 @@ def memory_plan(
     """
     compiler = capacity_of(device).compiler
     tx = _optimizer(optimizer, policy, master, moments)
-    told, count = _policy_text(policy, optimizer, tx), _count(params)
+    told, count = _policy_as_text(policy, optimizer, tx), _number_of_params(params)
     _check_asked(count, loss_fn, batch, cast, devices, gradients)
     if count is not None:
         return _plan_of_count(count, tx, told, devices, microbatches, gradients, device)
@@ -154,7 +154,7 @@ def memory_plan(
         rows += _rows({"gradients": _gradient_bytes(state)}, OF_A_STEP)
     size = sum(math.prod(x.shape) for x in jax.tree.leaves(state.params))
     limits = (_NO_ACTIVATIONS,) if program is None else (_ESTIMATED,)
-    return _report(rows, size, placement.devices, tx, told, device, limits, program)
+    return _made_plan(rows, size, placement.devices, tx, told, device, limits, program)
 
 
 def _optimizer(optimizer: Any, policy: Any, master: Any, moments: Any) -> MixedPrecision:
@@ -180,7 +180,7 @@ def _named_optimizer(name: str) -> Any:
     return made
 
 
-def _count(params: Any) -> int | None:
+def _number_of_params(params: Any) -> int | None:
     """Returns a number of params that was given in their place; None for params."""
     if isinstance(params, str):
         found = re.fullmatch(r"\s*([\d_,]*\.?\d+(?:e\d+)?)\s*([kmbt]?)\s*", params.lower())
@@ -241,10 +241,10 @@ def _plan_of_count(
     if microbatches > 1:
         step["accumulators"] = share * 4
     rows = _persistent_rows(state) + _rows(step, OF_A_STEP)
-    return _report(rows, count, devices, tx, policy, device, (_NO_ACTIVATIONS,), None)
+    return _made_plan(rows, count, devices, tx, policy, device, (_NO_ACTIVATIONS,), None)
 
 
-def _report(
+def _made_plan(
     rows: list[MemoryRow],
     size: int,
     devices: int,
@@ -252,7 +252,7 @@ def _report(
     policy: str,
     device: str,
     limits: tuple[str, ...],
-    program: Program | None,
+    program: PlannedStep | None,
 ) -> MemoryPlan:
     return MemoryPlan(
         rows=tuple(rows),
@@ -267,7 +267,7 @@ def _report(
     )
 
 
-def _policy_text(policy: Any, optimizer: Any, tx: MixedPrecision) -> str:
+def _policy_as_text(policy: Any, optimizer: Any, tx: MixedPrecision) -> str:
     if isinstance(policy, str) and not isinstance(optimizer, MixedPrecision):
         return policy
     return str(tx.rules if tx.rules.rules else tx.policy)
@@ -288,7 +288,7 @@ def _persistent_rows(state: TrainState) -> list[MemoryRow]:
 
 
 def _rows(sizes: Mapping[str, int], order: tuple[str, ...]) -> list[MemoryRow]:
-    exact = {*PERSISTENT, "batch"}
+    exact = {*PERSISTENT, "batch", "results"}
     return [
         MemoryRow(name, sizes[name], name in PERSISTENT, name in exact)
         for name in order
@@ -313,16 +313,19 @@ def _gradient_bytes(state: TrainState) -> int:
     return sum(_bytes_of_leaf(x) * max(4, x.dtype.itemsize) // x.dtype.itemsize for x in leaves)
 
 
-def _step_rows(program: Program, compiler: str, donate: bool) -> list[MemoryRow]:
+def _step_rows(program: PlannedStep, compiler: str, donate: bool) -> list[MemoryRow]:
     """Returns the rows of what a step holds beside the state, at its peak."""
     arguments = jax.tree.leaves((program.state, program.batch))
     shardings: list[Any] = [getattr(x, "sharding", None) for x in arguments]
     mesh = next((dict(x.mesh.shape) for x in shardings if hasattr(x, "mesh")), {})
     splits = [split_of(s, x.ndim) for s, x in zip(shardings, arguments, strict=True)]
     flat = flattened(program.step.trace(program.state, program.batch).jaxpr)
-    held = len(jax.tree.leaves(program.state)) if donate else 0
-    free = [i < held for i in range(len(flat.outputs))]
-    live = most_live(SizedProgram(flat, splits, mesh), FUSIONS[compiler], free)
+    sized = SizedProgram(flat, splits, mesh)
+    # Results have room of their own all the time, or replace arguments.
+    live = most_live(sized, FUSIONS[compiler], [True] * len(flat.outputs))
+    replaced = len(jax.tree.leaves(program.state)) if donate else 0
+    beside = [v for v in flat.outputs[replaced:] if v is not None]
     sizes: Counter[str] = Counter(live.kinds)
     sizes["batch"] = _bytes_of_tree(program.batch)
+    sizes["results"] = sum(map(sized.bytes_of, beside))
     return _rows(sizes, OF_A_STEP)

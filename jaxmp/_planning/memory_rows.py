@@ -7,7 +7,7 @@ from jaxmp._planning.capacities import capacity_of
 
 # What lives between steps, and what a step adds, in the order of the table.
 PERSISTENT = ("params", "masters", "moments", "collections", "counters")
-OF_A_STEP = ("batch", "gradients", "accumulators", "activations", "temporaries")
+OF_A_STEP = ("batch", "results", "gradients", "accumulators", "activations", "temporaries")
 _MEANING = {
     "params": "live params, in the dtypes of the policy",
     "masters": "what is kept beside params of 16 bits",
@@ -15,6 +15,7 @@ _MEANING = {
     "collections": "batch statistics, keys and the like",
     "counters": "steps, skips and the loss scale",
     "batch": "the batch of one step",
+    "results": "metrics, aux, and a new state beside the old one",
     "gradients": "gradients of params",
     "accumulators": "sums of gradients over microbatches",
     "activations": "what the forward pass keeps for the backward pass",
@@ -27,8 +28,8 @@ class MemoryRow:
     """Bytes that one device needs for one purpose, at the peak.
 
     Attributes:
-      name: one of "params", "masters", "moments", "collections", "counters", "batch", "gradients",
-        "accumulators", "activations", "temporaries".
+      name: one of "params", "masters", "moments", "collections", "counters", "batch", "results",
+        "gradients", "accumulators", "activations", "temporaries".
       bytes: of one device, the one that holds most.
       is_persistent: whether it lives between steps.
       is_exact: whether it is counted, from shapes and dtypes; if not, it is an estimate.

@@ -41,7 +41,7 @@ class Placement(NamedTuple):
         return 1 if self.mesh is None else int(self.mesh.size)
 
 
-class Program(NamedTuple):
+class PlannedStep(NamedTuple):
     """A jitted step and its abstract arguments.
 
     Attributes:
@@ -97,7 +97,9 @@ def abstract_state(
 ) -> TrainState:
     """Returns the state that training starts with, from shapes alone: with shardings on a mesh."""
     create = functools.partial(TrainState.create, tx=tx)
-    state = jax.eval_shape(create, params=_shapes(params), **_shapes(dict(collections)))
+    state = jax.eval_shape(
+        create, params=_abstract_tree(params), **_abstract_tree(dict(collections))
+    )
     if placement.mesh is None:
         return state
     placed = state_shardings(state, state.params, placement.shardings)
@@ -111,7 +113,7 @@ def planned_step(
     policy: Any,
     placement: Placement,
     options: Mapping[str, Any],
-) -> Program:
+) -> PlannedStep:
     """Makes a train step for an abstract state.
 
     Args:
@@ -129,17 +131,17 @@ def planned_step(
     if placement.mesh is not None:
         shardings = jax.tree.map(lambda x: x.sharding, state)
     step = make_train_step(loss_fn, policy, fsdp=placement.fsdp, shardings=shardings, **options)
-    return Program(step, state, _placed_batch(batch, placement))
+    return PlannedStep(step, state, _placed_batch(batch, placement))
 
 
 def _placed_batch(batch: PyTree, placement: Placement) -> PyTree:
     """Returns the abstract batch: split as it is, or over the axes that split examples."""
     mesh = placement.mesh
     if mesh is None:
-        return _shapes(batch)
+        return _abstract_tree(batch)
 
     def place(name: str, x: Any) -> Any:
-        shape, given = _shape(x), getattr(x, "sharding", None)
+        shape, given = _abstract(x), getattr(x, "sharding", None)
         if isinstance(given, NamedSharding):
             return _placed(shape, given)
         spec = jax.P(_batch_axes(name, shape, placement)) if shape.shape else jax.P()
@@ -170,11 +172,11 @@ def _batch_axes(name: str, x: Any, placement: Placement) -> tuple[str, ...]:
     return axes
 
 
-def _shapes(tree: PyTree) -> PyTree:
-    return jax.tree.map(_shape, tree)
+def _abstract_tree(tree: PyTree) -> PyTree:
+    return jax.tree.map(_abstract, tree)
 
 
-def _shape(x: Any) -> jax.ShapeDtypeStruct:
+def _abstract(x: Any) -> jax.ShapeDtypeStruct:
     if hasattr(x, "shape") and hasattr(x, "dtype"):
         return jax.ShapeDtypeStruct(x.shape, x.dtype)
     return jax.eval_shape(lambda: jnp.asarray(x))

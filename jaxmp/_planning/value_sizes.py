@@ -10,6 +10,7 @@ from jaxmp._jaxpr.op_classes import (
     COSTS,
     IDENTITIES,
     LAYINGS,
+    PICKS,
     REARRANGES,
     REDUCTIONS,
     Cost,
@@ -19,8 +20,6 @@ from jaxmp._planning.flat_program import FlatOp, FlatProgram
 
 # Change how an array is seen or laid out, or say what is known of it: a product reads it as it is.
 _VIEWS = REARRANGES | IDENTITIES | LAYINGS | {"optimization_barrier"}
-# They read few numbers of large operands, or make one number of many.
-_SUMS = REDUCTIONS | {"gather", "reduce_prod"}
 
 
 def is_view(op: FlatOp) -> bool:
@@ -30,7 +29,7 @@ def is_view(op: FlatOp) -> bool:
 
 def is_sum(op: FlatOp) -> bool:
     """Whether an operation writes a small result, and computes its operands while it reads them."""
-    return op.name in _SUMS
+    return op.name in REDUCTIONS or op.name in PICKS
 
 
 def is_cheap(op: FlatOp) -> bool:
