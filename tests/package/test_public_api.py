@@ -53,12 +53,22 @@ NAMES = [
 ]
 NAMES_IN = {
     jaxmp.diagnostics: [
+        "Comparison",
+        "Difference",
+        "Errors",
         "LeafRange",
-        "OverflowOperand",
+        "LogProbGap",
         "Overflow",
+        "OverflowOperand",
         "OverflowReport",
+        "PartSensitivity",
+        "SensitivityReport",
+        "Unmatched",
+        "compare",
         "find_overflow",
+        "log_prob_gap",
         "overflow_report",
+        "sensitivity",
     ],
     jaxmp.float8: [
         "Float8State",
@@ -95,6 +105,7 @@ NAMES_IN = {
         "remove_policy",
         "summary",
         "value_and_grad",
+        "with_scopes",
     ],
 }
 
