@@ -85,10 +85,10 @@ def compare(
         raise TypeError(
             "compare looks at numbers, and under jit there are none: call it outside of jit"
         )
-    theirs = args if g_args is None else tuple(g_args)
-    one, two = _caught(f, args, by or "scope"), _caught(g, theirs, by or "scope")
+    given = args if g_args is None else tuple(g_args)
+    one, two = _caught(f, args, by or "scope"), _caught(g, given, by or "scope")
     if by is None and not (one.values and two.values):
-        one, two = _caught(f, args, "line"), _caught(g, theirs, "line")
+        one, two = _caught(f, args, "line"), _caught(g, given, "line")
     pairs, unmatched = _matched(one, two)
     ours, theirs = _leaves(one.out), _leaves(two.out)
     unit = _coarsest([one, two], [*ours.values(), *theirs.values()])
@@ -174,8 +174,8 @@ def _aligned(
     ours: list[_Value], theirs: list[_Value]
 ) -> tuple[list[tuple[_Value, _Value]], list[Unmatched]]:
     """Pairs values of one name in their order, leaving out those whose shapes have no partner."""
-    shapes = [[(x.about.shape, x.about.turns) for x in side] for side in (ours, theirs)]
-    blocks = difflib.SequenceMatcher(None, *shapes, autojunk=False).get_matching_blocks()
+    a, b = ([(x.about.shape, x.about.turns) for x in side] for side in (ours, theirs))
+    blocks = difflib.SequenceMatcher(None, a, b, autojunk=False).get_matching_blocks()
     pairs = [
         (ours[block.a + i], theirs[block.b + i]) for block in blocks for i in range(block.size)
     ]
