@@ -38,8 +38,9 @@ def compare(
     """Says where two programs of one function part: under two policies, on two meshes, two codes.
 
     Both run once, compiled, and hand out the values that leave their modules. These are matched by
-    the path of the module and their order, and compared in units of the last place of the coarser
-    dtype. A difference of one unit is a rounding; where it jumps, the programs do different things.
+    the path of the module and their order, and compared in units of the last place of the coarsest
+    dtype among them. A difference of one unit is a rounding; where it jumps, the programs do
+    different things.
 
     Args:
       f: a function.
@@ -73,8 +74,8 @@ def compare(
     >>> found = compare(autocast(net, "mixed_bfloat16"), net, w, x)
     >>> [(row.path, row.dtypes) for row in found.rows]
     [('up', ('bfloat16', 'float32')), ('down', ('float32', 'float32'))]
-    >>> found.first.path
-    'down'
+    >>> found.unit, found.first, 0 < found.results[0].ulps < 1
+    ('bfloat16', None, True)
     """
     if by not in (None, "scope", "line"):
         raise ValueError(f"by must be 'scope', 'line' or None, got {by!r}")
@@ -84,20 +85,22 @@ def compare(
         raise TypeError(
             "compare looks at numbers, and under jit there are none: call it outside of jit"
         )
-    theirs = args if g_args is None else tuple(g_args)
-    one, two = _caught(f, args, by or "scope"), _caught(g, theirs, by or "scope")
+    given = args if g_args is None else tuple(g_args)
+    one, two = _caught(f, args, by or "scope"), _caught(g, given, by or "scope")
     if by is None and not (one.values and two.values):
-        one, two = _caught(f, args, "line"), _caught(g, theirs, "line")
+        one, two = _caught(f, args, "line"), _caught(g, given, "line")
     pairs, unmatched = _matched(one, two)
-    rows = [row for pair in pairs for row in _differences(*pair)]
+    ours, theirs = _leaves(one.out), _leaves(two.out)
+    unit = _coarsest([one, two], [*ours.values(), *theirs.values()])
+    rows = [row for pair in pairs for row in _differences(*pair, unit)]
     rows.sort(key=lambda pair: pair[0])
-    results, others = _results(one.out, two.out)
+    results, others = _results(ours, theirs, unit)
     gap = None
     if log_probs is not None:
         gap = log_prob_gap(log_probs(one.out), log_probs(two.out), band=band)
-    return Comparison(
-        tuple(row for _, row in rows), results, (*unmatched, *others), float(tolerance), gap
-    )
+    values = tuple(row for _, row in rows)
+    alone = (*unmatched, *others)
+    return Comparison(values, results, alone, unit, float(tolerance), gap)
 
 
 def _caught(fun: Callable[..., Any], args: Sequence[Any], by: By) -> Caught:
@@ -171,8 +174,8 @@ def _aligned(
     ours: list[_Value], theirs: list[_Value]
 ) -> tuple[list[tuple[_Value, _Value]], list[Unmatched]]:
     """Pairs values of one name in their order, leaving out those whose shapes have no partner."""
-    shapes = [[(x.about.shape, x.about.turns) for x in side] for side in (ours, theirs)]
-    blocks = difflib.SequenceMatcher(None, *shapes, autojunk=False).get_matching_blocks()
+    a, b = ([(x.about.shape, x.about.turns) for x in side] for side in (ours, theirs))
+    blocks = difflib.SequenceMatcher(None, a, b, autojunk=False).get_matching_blocks()
     pairs = [
         (ours[block.a + i], theirs[block.b + i]) for block in blocks for i in range(block.size)
     ]
@@ -195,7 +198,14 @@ def _why(value: _Value, others: list[_Value]) -> str:
     return f"{form}; the other program has " + (f"{shapes} here" if shapes else "nothing here")
 
 
-def _differences(ours: _Value, theirs: _Value) -> list[tuple[Any, Difference]]:
+def _coarsest(both: list[Caught], results: list[Any]) -> str:
+    """Returns the float dtype with the fewest bits among all values of two programs."""
+    names = {value.dtype for caught in both for value in caught.values}
+    names |= {x.dtype.name for x in results} or {"float32"}
+    return max(sorted(names), key=lambda name: float(jnp.finfo(name).eps))
+
+
+def _differences(ours: _Value, theirs: _Value, unit: str) -> list[tuple[Any, Difference]]:
     """Returns a row for each turn of the loops around a value, and what to sort it by."""
     about = ours.about
     a, b = _numbers(ours.array), _numbers(theirs.array)
@@ -212,13 +222,13 @@ def _differences(ours: _Value, theirs: _Value) -> list[tuple[Any, Difference]]:
             tuple(map(int, turns)),
             about.shape,
             dtypes,
-            *_apart(a[turns], b[turns], dtypes),
+            *_apart(a[turns], b[turns], unit),
         )
         rows.append((order, row))
     return rows
 
 
-def _apart(a: Any, b: Any, dtypes: tuple[str, str]) -> tuple[float, float, float]:
+def _apart(a: Any, b: Any, dtype: str) -> tuple[float, float, float]:
     """Returns how far numbers are apart: rms and largest in units of the last place, relative."""
     same = (a == b) | (np.isnan(a) & np.isnan(b))  # infinities of masks are equal
     finite = np.isfinite(a) & np.isfinite(b)
@@ -228,9 +238,8 @@ def _apart(a: Any, b: Any, dtypes: tuple[str, str]) -> tuple[float, float, float
     size = _rms(np.where(finite, b, 0))
     if not off.any():
         return 0.0, 0.0, 0.0
-    eps = max(float(jnp.finfo(dtype).eps) for dtype in dtypes)
-    smallest = max(float(jnp.finfo(dtype).tiny) for dtype in dtypes)
-    unit = eps * 2.0 ** np.floor(np.log2(max(size, smallest)))
+    info = jnp.finfo(dtype)
+    unit = float(info.eps) * 2.0 ** np.floor(np.log2(max(size, float(info.tiny))))
     relative = _rms(off) / size if size else float("inf")
     return float(_rms(off) / unit), float(off.max() / unit), float(relative)
 
@@ -244,9 +253,10 @@ def _numbers(array: Any) -> Any:
     return host.astype(np.complex128 if jnp.iscomplexobj(array) else np.float64)
 
 
-def _results(one: Any, two: Any) -> tuple[tuple[Difference, ...], list[Unmatched]]:
+def _results(
+    ours: dict[str, Any], theirs: dict[str, Any], unit: str
+) -> tuple[tuple[Difference, ...], list[Unmatched]]:
     """Compares the results of two programs, by their paths."""
-    ours, theirs = _leaves(one), _leaves(two)
     rows, alone = [], []
     for path in dict.fromkeys([*ours, *theirs]):
         a, b = ours.get(path), theirs.get(path)
@@ -256,7 +266,7 @@ def _results(one: Any, two: Any) -> tuple[tuple[Difference, ...], list[Unmatched
             alone.append(Unmatched(2 if a is None else 1, path, "", why))
             continue
         dtypes = (a.dtype.name, b.dtype.name)
-        apart = _apart(_numbers(a), _numbers(b), dtypes)
+        apart = _apart(_numbers(a), _numbers(b), unit)
         rows.append(Difference(path, 0, "", "", (), tuple(a.shape), dtypes, *apart))
     return tuple(rows), alone
 

@@ -21,8 +21,8 @@ class Difference:
       turns: the numbers of the turns of the scans around it: the layer, for scanned layers.
       shape: its shape.
       dtypes: its dtypes in both programs.
-      ulps: the root mean square of the difference, in units of the last place of the coarser dtype
-        at the root mean square of the value. Infinite if only one program is finite somewhere.
+      ulps: the root mean square of the difference, in units of the last place at the root mean
+        square of the value. Infinite if only one program is finite somewhere.
       largest: the largest difference, in these units.
       relative: the norm of the difference, divided by that of the value in the second program.
     """
@@ -63,13 +63,15 @@ class Comparison:
       rows: the values that leave scopes, in the order of the first program.
       results: the results.
       unmatched: what was not compared.
-      tolerance: how many units of the last place (`ulps`) do not count.
+      unit: the coarsest dtype among the values, whose units of the last place are counted.
+      tolerance: how many of these units (`ulps`) do not count.
       log_probs: how far log-probabilities are apart; None if none were asked for.
     """
 
     rows: tuple[Difference, ...]
     results: tuple[Difference, ...]
     unmatched: tuple[Unmatched, ...]
+    unit: str
     tolerance: float
     log_probs: LogProbGap | None
 
@@ -88,6 +90,7 @@ class Comparison:
             "rows": [plain(row) for row in self.rows],
             "results": [plain(row) for row in self.results],
             "unmatched": [each._asdict() for each in self.unmatched],
+            "unit": self.unit,
             "tolerance": self.tolerance,
             "first": None if self.first is None else plain(self.first),
             "log_probs": None if self.log_probs is None else dataclasses.asdict(self.log_probs),
@@ -118,10 +121,11 @@ class Comparison:
 
     def _caption(self) -> str:
         if self.first is None:
-            return f"nothing is further apart than {self.tolerance:g} units of the last place"
+            return f"nothing is further apart than {self.tolerance:g} ulps of {self.unit}"
+        line = f", {self.first.line}" if self.first.line else ""
         return (
-            f"first further apart than {self.tolerance:g} units of the last place: "
-            f"{_name(self.first)}, {self.first.line}"
+            f"first further apart than {self.tolerance:g} ulps of {self.unit}: "
+            f"{_name(self.first)}{line}"
         )
 
     def __str__(self) -> str:

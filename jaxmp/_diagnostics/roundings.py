@@ -105,11 +105,21 @@ def _as(value: Any, aval: Any) -> Any:
 
 def _in_float32(params: dict[str, Any]) -> dict[str, Any]:
     """Returns the params of an equation that say a narrow dtype, with float32 instead."""
-    return {
-        name: _FLOAT32
-        for name, value in params.items()
-        if isinstance(value, np.dtype) and is_narrow(value)
-    }
+    changed: dict[str, Any] = {}
+    for name, value in params.items():
+        if isinstance(value, np.dtype) and is_narrow(value):
+            changed[name] = _FLOAT32
+        if programs := compat.programs_of(value):  # how a scatter or a reduction joins two numbers
+            changed[name] = compat.with_programs(value, map(_program_in_float32, programs))
+    return changed
+
+
+def _program_in_float32(program: Any) -> Any:
+    def run(*args: Any) -> list[Any]:
+        return Switched(lambda names: None).run(program, args, (), None)[0]
+
+    avals: list[Any] = [variable.aval for variable in compat.open_jaxpr(program).invars]
+    return compat.trace(run, [x.update(dtype=_FLOAT32) if _is_low(x) else x for x in avals])
 
 
 def _rounded(x: Any, dtype: DType, on: Any) -> Any:

@@ -266,12 +266,18 @@ def _leaving(
         made = maker[atom]
         if made if reader is None else reader[: len(made)] != made:
             found.add(atom)
-    # A value and its cast are one value.
     return found - {
         equation.outvars[0]
         for equation, scope in zip(jaxpr.eqns, scopes, strict=True)
         if equation.primitive.name == "convert_element_type"
-        and not isinstance(equation.invars[0], core.Literal)
-        and equation.invars[0] in found
-        and maker[equation.invars[0]] == scope
+        and _is_said_already(equation.invars[0], scope, maker, found)
     }
+
+
+def _is_said_already(
+    source: Any, scope: tuple[str, ...], maker: dict[Any, tuple[str, ...]], found: set[Any]
+) -> bool:
+    """Whether a cast of a value is no further value: of one from outside, or of one that leaves."""
+    if isinstance(source, core.Literal):
+        return True
+    return maker.get(source) != scope or source in found

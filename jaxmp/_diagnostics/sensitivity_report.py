@@ -127,7 +127,8 @@ class SensitivityReport:
         """
         if not target > 0:
             raise ValueError(f"target must be a positive relative error, got {target!r}")
-        if self.all_low.of(_checked(of)) <= target:
+        _check(of)
+        if self.all_low.of(of) <= target:
             return self.keep(0, of)
 
         def estimated(count: int) -> bool:
@@ -148,7 +149,7 @@ class SensitivityReport:
         return self.keep(_least(measured, count, everything), of)
 
     def _first(self, count: int, of: Of) -> list[str]:
-        _checked(of)
+        _check(of)
         ordered = sorted(self.rows, key=lambda row: row.alone.of(of), reverse=True)
         return [row.path for row in ordered[:count]]
 
@@ -203,10 +204,9 @@ def _least(holds: Callable[[int], bool], fails: int, meets: int) -> int:
     return meets
 
 
-def _checked(of: str) -> str:
+def _check(of: str) -> None:
     if of not in OF:
         raise ValueError(f"of must be 'loss', 'outputs' or 'gradients', got {of!r}")
-    return of
 
 
 def _plain(errors: Errors) -> dict[str, float | None]:

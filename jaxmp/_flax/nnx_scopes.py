@@ -106,7 +106,8 @@ def with_plain_params(loss_fn: Callable[..., Any], model: Any) -> tuple[Callable
       loss_fn: `loss_fn(model, *args, **kwargs)`. Its changes of the model are lost.
       model: the model, which stays as it is. In the new loss its modules are named by scopes.
     """
-    graphdef, params, others = nnx.split(with_scopes(nnx.clone(model)), nnx.Param, ...)
+    graphdef, *states = nnx.split(with_scopes(nnx.clone(model)), nnx.Param, ...)
+    params, others = states
 
     @functools.wraps(loss_fn)
     def of_params(params: Any, *args: Any, **kwargs: Any) -> Any:

@@ -198,6 +198,14 @@ def test_storage_loss() -> None:
     assert abs(by["remainder"]["train_gap"]) < 1e-3 < by["none"]["train_gap"]
 
 
+def test_mismatch() -> None:
+    bench = importlib.import_module("bench_mismatch")
+    tiny = ["--steps", "5", "--width", "32", "--layers", "1", "--context", "16", "--windows", "8"]
+    rows = {(row["compute"], row["logits"]): row for row in bench.main([*tiny, "--no-write"])}
+    assert rows["float32", "float32"]["rms"] < 1e-5
+    assert rows["bfloat16", "bfloat16"]["rms"] > 4 * rows["float16", "float16"]["rms"] > 0
+
+
 def test_float8() -> None:
     """What is planted is seen, by recipes and by the control that it is meant for."""
     bench = importlib.import_module("bench_float8")
