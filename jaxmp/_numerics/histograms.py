@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -155,23 +156,35 @@ def _bin_of(bits: Any) -> Any:
     return number
 
 
+# Sums that are taken together: XLA makes one loop over the array of them, which reads it once.
+_TOGETHER = 16
+
+
 def _compared(number: Any) -> Float32[Array, "bins"]:
     """Counts bins by comparing each number with each bin, which TPUs and GPUs do in registers.
 
-    A scatter would add one number after the other there.
+    A scatter would add one number after the other there. Comparisons with all bins at once take a
+    TPU v5e six times as long, by the estimates of its compiler.
     """
     # A sum over min(number, k) grows from one k to the next by the numbers that are above: two
     # operations for each bin, and exact where uint32 overflows.
-    parts = tuple(range(1, number.ndim + 1))
+    axes = tuple(range(number.ndim))
     if number.size >= 2**32:  # too many for one count
-        parts = parts[1:]
-    bins = jnp.arange(BINS + 1, dtype=jnp.uint32).reshape(-1, *[1] * number.ndim)
-    sums = jnp.sum(jnp.minimum(number.astype(jnp.uint32)[None], bins), parts, dtype=jnp.uint32)
+        axes = axes[1:]
+    small = number.astype(jnp.uint8)
+
+    def sums_from(first: Any) -> Any:
+        wide = small.astype(jnp.uint32)
+        bins = [first + np.uint32(i) for i in range(_TOGETHER)]
+        return jnp.stack([jnp.sum(jnp.minimum(wide, k), axes, dtype=jnp.uint32) for k in bins])
+
+    sums = jax.lax.map(sums_from, jnp.arange(0, BINS, _TOGETHER, dtype=jnp.uint32))
+    sums = sums.reshape(BINS, *sums.shape[2:])
     reached = sums[1:] - sums[:-1]  # how many are in a bin above each
-    whole = np.uint32(np.prod([number.shape[i - 1] for i in parts], dtype=np.int64))
-    counts = jnp.concatenate([jnp.full_like(reached[:1], whole), reached[:-1]]) - reached
-    counts = counts.astype(jnp.float32)
-    return jnp.sum(counts, tuple(range(1, counts.ndim)))
+    whole = np.uint32(math.prod(number.shape[i] for i in axes) % 2**32)
+    first, last = jnp.full_like(reached[:1], whole), jnp.zeros_like(reached[:1])
+    counts = jnp.concatenate([first, reached]) - jnp.concatenate([reached, last])
+    return jnp.sum(counts.astype(jnp.float32), tuple(range(1, counts.ndim)))
 
 
 def _scattered(number: Any) -> Float32[Array, "bins"]:

@@ -106,7 +106,7 @@ def test_the_largest_number_decides_whether_anything_overflows(dtype: str) -> No
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=30))
+@given(st.lists(st.integers(0, 2**32 - 1), min_size=30, max_size=30))
 def test_any_bits_land_in_their_bin(patterns: list[int]) -> None:
     """Zeros, subnormal numbers, infinities and NaN among them; both ways of counting agree."""
     bits = np.array(patterns + [0, 1, 2**15, 2**23 - 1, 0x7F800000, 0xFF800000, 0x7FC00000])
@@ -292,7 +292,8 @@ def flops(fun: Any, *args: Any) -> float:
 def test_every_100_calls_cost_less_than_1_percent_of_the_operations() -> None:
     """On 64 rows. By comparisons, as TPUs and GPUs count: a CPU counts with fewer operations.
 
-    XLA counts the operations; those of the histogram are divided by the 100 calls they serve.
+    XLA counts the operations, and of a loop those of one turn: a histogram has eight. Its
+    operations are divided by the 100 calls that it serves.
     """
     width = 128
     params = {"up": jnp.ones((width, 4 * width)), "down": jnp.ones((4 * width, width))}
@@ -301,14 +302,16 @@ def test_every_100_calls_cost_less_than_1_percent_of_the_operations() -> None:
     step = jaxmp.make_train_step(loss_fn, F16, donate=False)
     whole = step.lower(state, jnp.ones((64, width))).compile().cost_analysis()["flops"]
 
-    def compare(grads: Any) -> Any:
-        bits = [jax.lax.bitcast_convert_type(x, jnp.uint32) for x in jax.tree.leaves(grads)]
-        return [_compared(_bin_of(x)) for x in bits]
+    def bins(grads: Any) -> Any:
+        leaves = jax.tree.leaves(grads)
+        return [_bin_of(jax.lax.bitcast_convert_type(x, jnp.uint32)) for x in leaves]
 
-    by_comparison = flops(compare, params)
-    assert by_comparison > 254 * 2 * 4 * width**2  # it is counted: two for each bin and number
+    once = flops(bins, params)
+    turn = flops(lambda grads: list(map(_compared, bins(grads))), params) - once
+    by_comparison, numbers = once + 8 * turn, 2 * 4 * width**2
+    assert by_comparison > 2 * 128 * numbers  # it is counted: two for each bin and number
     assert by_comparison / 100 < 0.01 * whole
-    assert flops(histograms, params) < by_comparison  # here, by scatters
+    assert flops(histograms, params) < 40 * numbers  # here, by scatters
 
 
 def test_a_plot_shows_each_array(tmp_path: Any) -> None:
