@@ -42,7 +42,9 @@ from jaxmp._planning.devices import (
     Peaks as Peaks,
     find_device as find_device,
 )
-from jaxmp._planning.estimate import cost_of as cost_of, estimate as estimate
+from jaxmp._planning.estimate import (
+    estimate as estimate,
+    read_cost as read_cost,
+)
 from jaxmp._planning.memory_plan import memory_plan as memory_plan
 from jaxmp._planning.memory_rows import MemoryPlan as MemoryPlan, MemoryRow as MemoryRow
-from jaxmp._planning.estimate import estimate as estimate, read_cost as read_cost
