@@ -128,7 +128,7 @@ _GIB = 2**30
 
 
 def _gpu(
-    name: str, kind: str, memory: float, bandwidth: float, tflops: Peaks, *aliases: str
+    name: str, kind: str, memory: float | int, bandwidth: float | int, tflops: Peaks, *aliases: str
 ) -> Device:
     """Gibibytes (the "80 GB" of a GPU are 80 GiB), gigabytes a second, teraFLOP/s."""
     return Device(
@@ -146,11 +146,11 @@ def _gpu(
 def _tpu(
     name: str,
     kind: str,
-    memory: float,
-    bandwidth: float,
-    tflops: float,
+    memory: float | int,
+    bandwidth: float | int,
+    tflops: float | int,
     more: Peaks,
-    vector: float,
+    vector: float | int,
     *alias: str,
 ) -> Device:
     """Gibibytes, gigabytes a second, teraFLOP/s in bfloat16, multiples of that, giganumbers/s.
