@@ -23,13 +23,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from absent_devices import EFFORTS, PLATFORMS, absent_devices, compiler_options
 from compiled_flops import compiled_flops
 from jaxtyping import Array, PyTree
 from measurement import RESULTS, Column, Report, Row
 from sharded_lm import MODES, ShardedLM, place
 
 import jaxmp
+from jaxmp._planning.absent_devices import EFFORTS, PLATFORMS, compiler_options, eight_devices
 from jaxmp.sharding import FSDP, gather_params, per_shard
 
 Evaluate = Callable[[PyTree, Any], tuple[Array, PyTree]]
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
 
 
 def _rows(platform: Any, args: argparse.Namespace) -> list[Row]:
-    devices = absent_devices(platform)
+    devices = eight_devices(platform)
     rows = []
     for remat in (True, False):
         for mode in args.modes:

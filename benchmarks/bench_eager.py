@@ -16,20 +16,17 @@ import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import PyTree
-from measurement import (
-    Column,
+from measurement import Column, Report, Row, add_common_arguments
+
+import jaxmp
+from jaxmp._planning.timing import (
     CompiledStep,
     Contender,
-    Memory,
     Metrics,
-    Report,
-    Row,
-    add_common_arguments,
+    PlannedMemory,
     spread,
     time_in_turn,
 )
-
-import jaxmp
 
 _BASELINE = "optax, float32"
 _POLICIES = ("float32", "bfloat16", "float16")
@@ -98,7 +95,8 @@ def _contender(name: str, tx: optax.GradientTransformation, params: PyTree) -> C
         return (optax.apply_updates(params, updates), opt_state), {}
 
     contender = Contender(name, lambda: (params, tx.init(params)), step)
-    return CompiledStep(contender, step, Memory(0, 0, 0, 0))  # as it is: nothing is compiled
+    # As it is: nothing is compiled.
+    return CompiledStep(contender, step, PlannedMemory(0, 0, 0, 0))
 
 
 if __name__ == "__main__":

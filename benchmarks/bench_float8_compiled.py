@@ -12,26 +12,22 @@ import argparse
 import itertools
 import json
 import pathlib
-import re
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from absent_devices import absent_gpus, absent_pod, gpu_target
 from gpt import GPT
 from measurement import RESULTS, Column, Report, Row
 
 import jaxmp
+from jaxmp._hlo.kernels import estimated_cycles
+from jaxmp.diagnostics import absent_devices, find_device
 
 _RECIPES = ("none", "tensorwise", "rowwise_hp", "rowwise", "blockwise")
-_TOPOLOGIES = {"tpu7x": "tpu7x:2x2x1", "v5e": "v5e:2x4"}
 # Products of a GPU are calls of cuBLAS, as in the tests: their names say what they multiply.
 _GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
-# What the compiler writes where it has no estimate.
-_UNKNOWN = 2**62
-_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _COMPARED = ("cycles", "temp", "peak", "residuals")
 _COLUMNS = (
     Column("width", "width", "d"),
@@ -54,7 +50,6 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     """Runs the benchmark with these arguments; returns the rows of its table."""
     argv = sys.argv[1:] if argv is None else argv
     args = _parse(argv)
-    jax.config.update("jax_platforms", "cpu")  # what traces
     rows: list[Row] = []
     for width, batch, remat in itertools.product(args.widths, args.batches, args.checkpoints):
         model = GPT(
@@ -98,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="A language model in float8 on an absent device.")
     add = parser.add_argument
-    add("--device", choices=(*_TOPOLOGIES, "h100", "b200"), default="tpu7x")
+    add("--device", default="tpu7x", help="such as h100; see jaxmp.diagnostics.DEVICES")
     add("--products", nargs="+", choices=_RECIPES, default=_RECIPES)
     add("--widths", nargs="+", type=int, default=(1024, 2048, 4096), help="multiples of --head")
     add("--batches", nargs="+", type=int, default=(8,), help="sequences")
@@ -113,9 +108,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _row(model: GPT, batch: int, products: str, device: str) -> Row:
-    is_tpu = device in _TOPOLOGIES
-    devices = absent_pod(_TOPOLOGIES[device]) if is_tpu else absent_gpus(gpu_target(device))
-    on_one = jax.sharding.SingleDeviceSharding(devices[0])
+    is_tpu = find_device(device).platform == "tpu"
+    on_one = jax.sharding.SingleDeviceSharding(absent_devices(device, 1)[0])
     tokens = jax.ShapeDtypeStruct((batch, model.context + 1), jnp.int32)
     args = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_one),
@@ -127,7 +121,6 @@ def _row(model: GPT, batch: int, products: str, device: str) -> Row:
     compiled = gradient.lower(*args).compile({} if is_tpu else _GPU_OPTIONS)
     memory: Any = compiled.memory_analysis()
     sizes = [memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes]
-    cycles = map(int, _CYCLES.findall(compiled.as_text() or ""))
     kept = jaxmp.audit(loss, *args).residuals or ()
     return {
         "width": model.width,
@@ -135,7 +128,7 @@ def _row(model: GPT, batch: int, products: str, device: str) -> Row:
         "tokens": batch * model.context,
         "remat": "yes" if model.remat else "no",
         "products": "bfloat16" if products == "none" else products,
-        "cycles": sum(n for n in cycles if n < _UNKNOWN) / 1e6 if is_tpu else None,
+        "cycles": estimated_cycles(compiled.as_text() or "")[0] / 1e6 if is_tpu else None,
         "temp": sizes[-1] / 1e6,
         "peak": sum(sizes) / 1e6,
         "residuals": sum(row.bytes for row in kept) / 1e6,

@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absent_devices import PLATFORMS, absent_devices
 from compiled_flops import compiled_flops
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from jaxtyping import Array, Float, PyTree
 from measurement import RESULTS, Column, Report, Row
 
 import jaxmp
+from jaxmp._planning.absent_devices import PLATFORMS, eight_devices
 from jaxmp.sharding import FSDP, fully_sharded
 
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     args = _parse(argv)
     rows = []
     for platform in args.platforms:
-        mesh = Mesh(np.array(absent_devices(platform)[:8]), ("data",), axis_types=(AxisType.Auto,))
+        mesh = Mesh(np.array(eight_devices(platform)[:8]), ("data",), axis_types=(AxisType.Auto,))
         for name, model in _models(args.width, args.experts).items():
             for tokens in args.tokens:
                 for row in _rows(model, mesh, tokens):

@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from absent_devices import PLATFORMS, absent_devices
-from compiled_traffic import traffic
 from jaxtyping import PyTree
 from measurement import RESULTS, Column, Report, Row
 
 import jaxmp
+from jaxmp._hlo.traffic import traffic
+from jaxmp._planning.absent_devices import PLATFORMS, eight_devices
 
 
 class Recipe(NamedTuple):
@@ -133,7 +133,7 @@ def _row(platform: Any, count: int, recipe: Recipe, args: argparse.Namespace) ->
         f"w{i}": jax.ShapeDtypeStruct((count * args.width, args.width), jnp.float32)
         for i in range(args.leaves)
     }
-    memory, moved, accessed = _compiled(tx, shapes, absent_devices(platform)[:count])
+    memory, moved, accessed = _compiled(tx, shapes, eight_devices(platform)[:count])
     size = args.leaves * args.width**2
     row["state"] = memory.argument_size_in_bytes / size - _GRADIENT
     row["temp"] = memory.temp_size_in_bytes / size
@@ -156,7 +156,7 @@ def _live(tx: jaxmp.MixedPrecision) -> float:
     return sum(x.nbytes for x in arrays) / sum(x.size for x in params.values())
 
 
-def _compiled(tx: jaxmp.MixedPrecision, shapes: PyTree, devices: Any) -> tuple[Any, int, Any]:
+def _compiled(tx: jaxmp.MixedPrecision, shapes: PyTree, devices: Any) -> tuple[Any, float, Any]:
     """What the compiler says of memory; bytes that are read and written, by us and by it."""
     types = (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((len(devices),), ("data",), types, devices=devices)

@@ -39,21 +39,18 @@ import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, PyTree
-from measurement import (
-    Column,
+from measurement import Column, Report, Row, add_common_arguments
+
+import jaxmp
+from jaxmp._planning.timing import (
     Contender,
     Measurement,
-    Memory,
     Metrics,
-    Report,
-    Row,
-    add_common_arguments,
+    PlannedMemory,
     compile_step,
     spread,
     time_in_turn,
 )
-
-import jaxmp
 
 Path = Literal["apply_gradients", "update", "make_train_step"]
 Skip = Literal["cond", "select", "none"]
@@ -164,7 +161,7 @@ def _measure(model: str, args: argparse.Namespace) -> list[Row]:
     return list(rows.values())
 
 
-def _bytes_per_parameter(memory: Memory, parameters: int) -> Row:
+def _bytes_per_parameter(memory: PlannedMemory, parameters: int) -> Row:
     parts = memory._asdict() | {"peak": memory.peak}
     return {part: size / parameters for part, size in parts.items()}
 

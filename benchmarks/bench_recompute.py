@@ -25,12 +25,13 @@ from typing import Any, Literal
 import flax_gpt
 import jax
 import recompute_times
-from absent_devices import EFFORTS, PLATFORMS, absent_devices, compiler_options
-from compiled_products import all_product_flops, estimated_cycles
 from measurement import Column, Report, Row, add_common_arguments
 from stacked_models import MODELS, Sizes
 
 import jaxmp
+from jaxmp._hlo.kernels import estimated_cycles
+from jaxmp._hlo.operations import hlo_product_flops
+from jaxmp._planning.absent_devices import EFFORTS, PLATFORMS, compiler_options, eight_devices
 from jaxmp._recompute.api import Recompute
 
 Author = Literal["by hand", "autocast", "linen", "nnx"]
@@ -213,7 +214,7 @@ def _missed(rows: Sequence[Row]) -> list[str]:
 
 
 def _rows(args: argparse.Namespace) -> Iterator[Row]:
-    device = absent_devices(args.platform)[0]
+    device = eight_devices(args.platform)[0]
     for name, loop in itertools.product(args.models, args.loops):
         found: dict[str, Row] = {}
         for contender in _CONTENDERS[loop]:
@@ -272,7 +273,7 @@ def _cost(loss: Callable[..., Any], arguments: Any, device: Any, effort: str) ->
     memory: Any = compiled.memory_analysis()
     text = str(compiled.as_text())
     row: Row = {"temp": memory.temp_size_in_bytes / 1e6, "seconds": seconds}
-    row["products"] = all_product_flops(text) / 1e9
+    row["products"] = sum(hlo_product_flops(text).values()) / 1e9
     if is_tpu:
         row["cycles"], row["turns"] = (cycles / 1e6 for cycles in estimated_cycles(text))
     if cost := compiled.cost_analysis():

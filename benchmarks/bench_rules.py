@@ -30,11 +30,12 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from measurement import Column, Measurement, Report, Row, add_common_arguments, spread
+from measurement import Column, Report, Row, add_common_arguments
 
 import jaxmp
 import jaxmp.linen
 import jaxmp.nnx
+from jaxmp._planning.timing import Measurement, spread
 
 Flax = Literal["linen", "nnx"]
 Stack = Literal["one by one", "scan"]

@@ -29,11 +29,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from absent_devices import PLATFORMS, absent_devices
 from jaxtyping import Array, PyTree
 from measurement import RESULTS, Column, Report, Row
 
 import jaxmp
+from jaxmp._planning.absent_devices import PLATFORMS, eight_devices
 
 _CONTENDERS = ("none", "select", "cond", "auto", "lax.cond")
 _SIZES = {1: (96, 3328), 8: (128, 8192)}  # layers and width by number of devices
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     args = _parse(argv)
     rows = []
     for platform in args.platforms:
-        devices = absent_devices(platform)
+        devices = eight_devices(platform)
         for path in args.paths:
             for policy in args.policies:
                 for count in args.devices:

@@ -24,21 +24,19 @@ import handwritten
 import jax
 import jax.numpy as jnp
 import optax
-from device_peak import Peak, find_peak, probes
-from measurement import (
-    Column,
+from device_peak import find_peak, probes
+from measurement import Column, Report, Row, add_common_arguments
+
+import jaxmp
+from jaxmp._planning.devices import Peaks
+from jaxmp._planning.timing import (
     Contender,
     Measurement,
-    Memory,
-    Report,
-    Row,
-    add_common_arguments,
+    PlannedMemory,
     compile_step,
     spread,
     time_in_turn,
 )
-
-import jaxmp
 
 _PRESETS: dict[str, dict[str, int]] = {
     "small": {"layers": 4, "width": 256, "heads": 4, "vocab": 4096, "context": 128, "batch": 8},
@@ -203,10 +201,10 @@ def _jaxmp(
 def _row(
     case: _Case,
     times: dict[str, Measurement],
-    memory: Memory,
+    memory: PlannedMemory,
     model: gpt.GPT,
     batch: int,
-    peak: Peak | None,
+    peak: Peaks | None,
 ) -> Row:
     mine = times[case.name]
     median = statistics.median(mine.seconds)

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import jmp
 import optax
 from jaxtyping import Array, DTypeLike, PyTree
-from measurement import Metrics
+
+from jaxmp._planning.timing import Metrics
 
 LossFn = Callable[[PyTree, PyTree], Array]
 Init = Callable[[], PyTree]

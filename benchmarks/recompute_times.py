@@ -12,20 +12,18 @@ from typing import Any
 
 import jax
 from bench_rules import _alternating as alternating, _timed as timed
-from measurement import (
-    Column,
+from measurement import Column, Report, Row
+from stacked_models import GPT, Sizes
+
+import jaxmp
+from jaxmp._planning.timing import (
     CompiledStep,
     Contender,
     Measurement,
-    Report,
-    Row,
     compile_step,
     spread,
     time_in_turn,
 )
-from stacked_models import GPT, Sizes
-
-import jaxmp
 from jaxmp._recompute.api import Recompute
 
 _STEP = Sizes(4, 256, 4, 128, heads=4, classes=1024)

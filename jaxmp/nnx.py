@@ -6,4 +6,5 @@ from jaxmp._flax.nnx_policy import (
     remove_policy as remove_policy,
     summary as summary,
 )
+from jaxmp._flax.nnx_scopes import with_scopes as with_scopes
 from jaxmp._flax.nnx_training import Optimizer as Optimizer, value_and_grad as value_and_grad

@@ -103,9 +103,7 @@ def overflow_report(tree: PyTree, *, dtype: Any = None, loss_scale: Any = 1.0) -
     [('b', 1, 0.0010000000474974513, 16.0), ('w', 0, 3.0, 4.4)]
     """
     chosen = None if dtype is None else parse_dtype(dtype)
-    scale = float(np.max(getattr(loss_scale, "scale", loss_scale)))
-    if not scale > 0:
-        raise ValueError(f"loss_scale must be positive, got {scale:g}")
+    scale = number_of_scale(loss_scale)
     named = dict(zip(leaf_names(tree), jax.tree.leaves(tree), strict=True))
     floats = {name: jnp.asarray(x) for name, x in named.items() if is_inexact(x)}
     bad, nan, largest = jax.device_get(_ranges(list(floats.values())))
@@ -119,6 +117,18 @@ def overflow_report(tree: PyTree, *, dtype: Any = None, loss_scale: Any = 1.0) -
         rows.append(LeafRange(name, x.dtype.name, x.size, infinite, int(is_nan), most, room))
     rows.sort(key=lambda row: (not (row.infinite or row.nan), row.headroom))
     return OverflowReport(tuple(rows), "" if chosen is None else chosen.name, scale)
+
+
+def number_of_scale(loss_scale: Any) -> float:
+    """Returns the number of a loss scale, or of its state; of several, the largest.
+
+    Raises:
+      ValueError: if it is not positive, or not finite.
+    """
+    scale = float(np.max(getattr(loss_scale, "scale", loss_scale)))
+    if not 0 < scale < math.inf:
+        raise ValueError(f"loss_scale must be positive, got {scale:g}")
+    return scale
 
 
 @jax.jit

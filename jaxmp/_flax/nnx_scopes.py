@@ -12,7 +12,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from flax import nnx
@@ -20,10 +20,11 @@ from flax import nnx
 from jaxmp._autocast.regions import policy_scope
 from jaxmp._flax.float8_layers import Float8Layers
 from jaxmp._flax.module_casts import decide
-from jaxmp._flax.nnx_modules import is_flax_layer, is_node, modules, modules_with_paths
+from jaxmp._flax.nnx_modules import first_paths, is_flax_layer, is_node, modules, modules_with_paths
 from jaxmp._jaxpr.scopes import NOT_FLOAT8
 from jaxmp._policies.policy_rules import Decision, PolicyRules
 
+ModelT = TypeVar("ModelT")
 _PATH: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("jaxmp_nnx", default=())
 
 
@@ -65,6 +66,54 @@ def scoped(tree: Any, rules: PolicyRules) -> Iterator[None]:
     finally:
         for module in changed:
             _leave(module)
+
+
+def with_scopes(model: ModelT) -> ModelT:
+    """Names the modules of an nnx model, as linen names its own: by scopes around their methods.
+
+    Then rules of `jaxmp.autocast` find the modules by path, and `audit`, `find_overflow`,
+    `sensitivity` and `compare` name them, also in a loss that merges the model:
+    `graphdef, params = nnx.split(jaxmp.nnx.with_scopes(model))`.
+
+    Args:
+      model: an nnx module. It is changed in place: its modules become instances of subclasses with
+        the same names.
+
+    Returns:
+      The model.
+
+    Raises:
+      TypeError: if `model` is not an nnx module.
+
+    >>> model = with_scopes(nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0))))
+    >>> program = jax.make_jaxpr(model)(jax.numpy.ones((1, 2)))
+    >>> program.eqns[-1].source_info.name_stack
+    NameStack(stack=(Scope(name='layers'), Scope(name='0')))
+    """
+    if not isinstance(model, nnx.Module):
+        raise TypeError(f"with_scopes takes an nnx module, got {type(model).__name__}")
+    for path, module in first_paths(model).values():
+        if "_jaxmp_scope" not in vars(module):
+            names = tuple(path.split("/")) if path else ()
+            _enter(module, _Scope(names, (), type(module)))
+    return model
+
+
+def with_plain_params(loss_fn: Callable[..., Any], model: Any) -> tuple[Callable[..., Any], Any]:
+    """Returns a loss of plain params for a loss of a live model, and the params.
+
+    Args:
+      loss_fn: `loss_fn(model, *args, **kwargs)`. Its changes of the model are lost.
+      model: the model, which stays as it is. In the new loss its modules are named by scopes.
+    """
+    graphdef, *states = nnx.split(with_scopes(nnx.clone(model)), nnx.Param, ...)
+    params, others = states
+
+    @functools.wraps(loss_fn)
+    def of_params(params: Any, *args: Any, **kwargs: Any) -> Any:
+        return loss_fn(nnx.merge(graphdef, params, others, copy=True), *args, **kwargs)
+
+    return of_params, params
 
 
 def unused_rules(tree: Any, rules: PolicyRules) -> None:

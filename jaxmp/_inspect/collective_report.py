@@ -193,7 +193,7 @@ class Collectives:
         return {_known(name, names, "mesh axis") for name in _several(axis)}
 
     def __rich__(self) -> Any:
-        from jaxmp._inspect.tables import compiled_tables
+        from jaxmp._inspect.sections import compiled_tables
 
         return compiled_tables(self)
 

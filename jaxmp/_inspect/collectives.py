@@ -1,23 +1,17 @@
 """Reports the data and the mesh axes of the collectives of a compiled program."""
 
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxmp._hlo.collectives import CompiledProgram, Transfer, read_program
-from jaxmp._hlo.parser import Frame
 from jaxmp._hlo.products import HAS_OPERANDS, NOT_KNOWN, HloFloat8Product
 from jaxmp._hlo.replica_groups import Groups
 from jaxmp._inspect.collective_report import Collectives, CompiledCollective, CompiledProduct
 from jaxmp._inspect.compiled import Source, source_of
-from jaxmp._inspect.lines import UNKNOWN, direction, kind_of, line_text, module_path
-from jaxmp._jaxpr.scopes import without_reason
-
-# Names that JAX puts into the scopes of compiled programs, and that are not modules.
-_NO_MODULE = re.compile(r"closed_call|eval_jaxpr|while|body|cond|branch_\d+_fun|shard_map|\w+_call")
+from jaxmp._inspect.lines import direction, line_of_frames, path_of_operation
 
 
 def collectives(program: Any, *args: Any, mesh: Any = None, **kwargs: Any) -> Collectives:
@@ -187,8 +181,8 @@ def _row(transfer: Transfer, places: _Places) -> CompiledCollective:
         axes=places.axes(groups),
         group_size=max(map(len, groups), default=1),
         between_slices=transfer.between_slices,
-        line=_line(transfer.frames),
-        path=_path(transfer.op_name),
+        line=line_of_frames(transfer.frames),
+        path=path_of_operation(transfer.op_name),
         direction=direction(transfer.op_name),  # type: ignore[arg-type]
         op_name=transfer.op_name,
         arrays=transfer.arrays,
@@ -203,7 +197,11 @@ def _row(transfer: Transfer, places: _Places) -> CompiledCollective:
 def _products(found: Iterable[HloFloat8Product]) -> tuple[CompiledProduct, ...]:
     groups: dict[Any, list[HloFloat8Product]] = {}
     for each in found:
-        where = _line(each.frames), _path(each.op_name), direction(each.op_name)
+        where = (
+            line_of_frames(each.frames),
+            path_of_operation(each.op_name),
+            direction(each.op_name),
+        )
         groups.setdefault((each.operands, each.result, each.ran, where), []).append(each)
     return tuple(
         CompiledProduct(
@@ -218,22 +216,6 @@ def _products(found: Iterable[HloFloat8Product]) -> tuple[CompiledProduct, ...]:
         )
         for (operands, result, ran, (line, path, passed)), group in groups.items()
     )
-
-
-def _path(op_name: str) -> str:
-    """Returns the module of an operation in a compiled program, by its name."""
-    scopes = without_reason(op_name).rpartition("/")[0]
-    path = "" if ":" in scopes else module_path(scopes)  # combined collectives have several names
-    return "/".join(name for name in path.split("/") if not _NO_MODULE.fullmatch(name))
-
-
-def _line(frames: Sequence[Frame]) -> str:
-    """Returns the innermost line of the user's code, or else of a library."""
-    for wanted in ("user", "library"):
-        for frame in frames:
-            if kind_of(frame.file) == wanted:
-                return line_text(frame.file, frame.line, frame.function)
-    return UNKNOWN
 
 
 def _unseen_collectives(source: Source, read: CompiledProgram) -> tuple[str, ...]:

@@ -3,11 +3,14 @@
 import functools
 import importlib.util
 import os
+import re
 import sysconfig
+from collections.abc import Sequence
 from typing import Any
 
+from jaxmp._hlo.parser import Frame
 from jaxmp._inspect.equations import Site
-from jaxmp._jaxpr.scopes import names_in
+from jaxmp._jaxpr.scopes import names_in, without_reason
 
 # Lines in these libraries do not help a user; the line that called them does. JAX could exclude
 # such files by itself, but for the whole process, including its error messages.
@@ -16,6 +19,8 @@ _LIBRARIES = (
     *("jaxtyping", "beartype"),
 )
 UNKNOWN = "(unknown)"
+# Names that JAX puts into the scopes of compiled programs, and that are not modules.
+_NO_MODULE = re.compile(r"closed_call|eval_jaxpr|while|body|cond|branch_\d+_fun|shard_map|\w+_call")
 
 
 class Lines:
@@ -142,3 +147,23 @@ def direction(scopes: str) -> str:
     if "transpose(" in scopes:
         return "backward"
     return "forward" if "jvp(" in scopes else ""
+
+
+def line_of_frames(frames: Sequence[Frame]) -> str:
+    """Returns the innermost line of the user's code, or else of a library."""
+    for wanted in ("user", "library"):
+        for frame in frames:
+            if kind_of(frame.file) == wanted:
+                return line_text(frame.file, frame.line, frame.function)
+    return UNKNOWN
+
+
+def path_of_operation(op_name: str) -> str:
+    """Returns the module of an operation in a compiled program, by its name.
+
+    >>> path_of_operation("jit(step)/jvp(LM)/while/body/closed_call/Block_0/q/dot_general")
+    'LM/Block_0/q'
+    """
+    scopes = without_reason(op_name).rpartition("/")[0]
+    path = "" if ":" in scopes else module_path(scopes)  # combined collectives have several names
+    return "/".join(name for name in path.split("/") if not _NO_MODULE.fullmatch(name))

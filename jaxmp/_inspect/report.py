@@ -1,6 +1,8 @@
 """The report of an audit: records to inspect, tables to print, and a check for tests."""
 
 import dataclasses
+import os
+import pathlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -209,8 +211,44 @@ class AuditReport:
         )
         return self
 
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the report as dictionaries, lists and numbers, as for JSON.
+
+        Returns:
+          All attributes by name, and `flops`.
+        """
+        return {"flops": self.flops, **dataclasses.asdict(self)}
+
+    def to_html(self, path: str | os.PathLike[str] | None = None, *, title: str = "Audit") -> str:
+        """Returns the report as an HTML page, and writes it to a file if asked to.
+
+        The page has what the tables have, with all rows, and the modules as a tree: which share of
+        the FLOPs each has in which dtype, its upcasts, and what it keeps for the backward pass. It
+        loads nothing, so it can be sent, kept with a run, and opened without a network.
+
+        Args:
+          path: the file to write, such as `"audit.html"`; None for none.
+          title: the heading of the page, such as the name of the program.
+
+        Returns:
+          The page.
+
+        >>> import jax
+        >>> import jaxmp
+        >>> report = jaxmp.audit(lambda x: x @ x, jax.ShapeDtypeStruct((4, 4), "bfloat16"))
+        >>> page = report.to_html(title="a square")
+        >>> "<title>a square</title>" in page
+        True
+        """
+        from jaxmp._inspect.page import page
+
+        text = page(self, title)
+        if path is not None:
+            pathlib.Path(path).write_text(text, encoding="utf-8")
+        return text
+
     def __rich__(self) -> Any:
-        from jaxmp._inspect.tables import tables
+        from jaxmp._inspect.sections import tables
 
         return tables(self)
 

@@ -226,13 +226,13 @@ def split_floats(tree: PyTree) -> tuple[list[Any], Callable[[Sequence[Any], PyTr
     return [x for x, mine in zip(leaves, has_gradient, strict=True) if mine], merged
 
 
-def leaf_names(tree: PyTree) -> list[str]:
+def leaf_names(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
     """Returns `"decoder/layer_0/kernel"` for each leaf, in the order of `jax.tree.leaves`.
 
     >>> leaf_names({"layer": [1, {"w": 2}]})
     ['layer/0', 'layer/1/w']
     """
-    paths, _ = jax.tree_util.tree_flatten_with_path(tree)
+    paths, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
     return [jax.tree_util.keystr(path, simple=True, separator="/") or "(root)" for path, _ in paths]
 
 

@@ -113,13 +113,16 @@ class Recipe:
         """Whether the backward pass reads the codes of the forward pass: 1 byte for each number."""
         return self.granularity == "tensor" and self.weight_gradient == "float8"
 
-    def why_not(self, rows: int, summed: int, columns: int) -> str | None:
+    def why_not(
+        self, rows: int, summed: int, columns: int, platform: str | None = None
+    ) -> str | None:
         """Returns why a product of these sizes is left out; None if it is not.
 
         Args:
           rows: the size of the operand that is no weight, without what is summed (M).
           summed: the size of what is summed (K).
           columns: the size of the weight, without what is summed (N).
+          platform: `"gpu"`, `"tpu"` or `"cpu"`; by default that of this process.
 
         >>> Recipe().why_not(4096, 512, 50257)
         'N = 50257 is no multiple of 16'
@@ -130,7 +133,8 @@ class Recipe:
                 return f"{name} = {size} is no multiple of {_MULTIPLE}"
         if rows == 1:
             return ONE_ROW
-        if self.minimum == "auto" and jax.default_backend() == "gpu" and self._is_slow(**sizes):
+        is_gpu = (platform or jax.default_backend()) == "gpu"
+        if self.minimum == "auto" and is_gpu and self._is_slow(**sizes):
             return f"K = {summed}, N = {columns} is slower in float8"
         return None
 

@@ -20,7 +20,6 @@ from jaxmp._numerics.loss_scale import NoLossScale
 from jaxmp._numerics.tree import (
     all_finite,
     cast_floating,
-    count_nonfinite,
     split_floats,
     stays_finite,
 )
@@ -35,9 +34,15 @@ from jaxmp._training.gradients import scaled_evaluation
 from jaxmp._training.microbatch import Evaluation, check_microbatches, sum_over_microbatches
 from jaxmp._training.optimizer import MixedPrecision
 from jaxmp._training.progress import warn_of_foreign_scale
+from jaxmp._training.step_metrics import (
+    Metrics,
+    check_histograms_every,
+    gradient_histograms,
+    overflow_counts,
+    step_metrics,
+)
 from jaxmp._training.train_state import TrainState, updated_collections
 
-Metrics = dict[str, Any]
 Cast = Literal["products", "all"]
 
 
@@ -55,6 +60,7 @@ def make_train_step(
     shardings: PyTree | None = None,
     recompute: Recompute = "never",
     count_overflows: bool = False,
+    histograms_every: int | None = None,
 ) -> "TrainStep":
     """Makes a jitted train step: cast, scale, differentiate, unscale, update or skip.
 
@@ -94,6 +100,9 @@ def make_train_step(
       count_overflows: whether `metrics["nonfinite"]` says how many numbers of each gradient are
         infinite or NaN, in the structure of the params, uint32. They are counted in skipped steps
         alone. `check_progress` names the params with the most.
+      histograms_every: every how many calls `metrics["histograms"]` has the histograms of the
+        gradients, float32 and unscaled, of the first call on. It is a
+        `jaxmp.diagnostics.Histograms`, all zero in the calls between.
 
     Returns:
       A jitted `step(state, batch) -> (state, metrics)`, which can be lowered and traced like a
@@ -105,8 +114,8 @@ def make_train_step(
       `state.apply_gradients(grads, finite=...)` there.
 
     Raises:
-      ValueError: if the policy computes in float8, `microbatches` is not a positive number, or
-        `cast` is unknown.
+      ValueError: if the policy computes in float8, `microbatches` or `histograms_every` is not a
+        positive number, or `cast` is unknown.
       TypeError: if `policy` is rules, which belong to a model, or `fsdp` is not an `FSDP`.
 
     >>> import jaxmp
@@ -119,6 +128,7 @@ def make_train_step(
     """
     policy = _one_policy(policy)
     _check_options(fsdp, microbatches, cast)
+    check_histograms_every(histograms_every)
     loss_and_rest = _with_rest(_lowered(loss_fn, policy, cast, cast_batch), has_aux, recompute)
 
     def train_step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
@@ -154,8 +164,9 @@ def make_train_step(
         collections = collections | delayed.updated(found)
         extra = {} if extra_args is None else dict(extra_args(state, batch, loss))
         new = _updated(state, grads, loss, extra, finite, collections)
-        metrics = {"loss": loss, "grad_norm": norm} | _metrics(state, new)
-        metrics |= _counted(grads, finite) if count_overflows else {}
+        metrics = {"loss": loss, "grad_norm": norm} | step_metrics(state, new)
+        metrics |= overflow_counts(grads, finite) if count_overflows else {}
+        metrics |= gradient_histograms(grads, state, histograms_every) if histograms_every else {}
         return new, metrics | ({"aux": aux} if has_aux else {})
 
     placed = None if shardings is None else (shardings, None)
@@ -292,25 +303,6 @@ def _has_forgotten_scale(tx: MixedPrecision) -> bool:
     """Whether the optimizer has no loss scale because its policy does not name float16."""
     unscaled = isinstance(tx.loss_scale, NoLossScale)
     return unscaled and jnp.dtype(jnp.float16) not in dtypes_of(tx.rules)
-
-
-def _metrics(old: TrainState, new: TrainState) -> Metrics:
-    """Returns the metrics of a step."""
-    return {
-        "grads_finite": new.opt_state.grads_finite,
-        "loss_scale": old.loss_scale.scale,
-        "skipped": new.opt_state.skipped,
-        "consecutive_skips": new.opt_state.consecutive_skips,
-    }
-
-
-def _counted(grads: PyTree, finite: Any) -> Metrics:
-    """Returns how many numbers of each gradient are not finite; zeros where the step is taken."""
-
-    def none(grads: PyTree) -> PyTree:
-        return jax.tree.map(lambda _: jnp.uint32(0), grads)
-
-    return {"nonfinite": jax.lax.cond(finite, none, count_nonfinite, grads)}
 
 
 def _reduction(rules: PolicyRules, fsdp: FSDP | None) -> GradientReduction | None:

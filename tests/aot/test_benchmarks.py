@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxmp._hlo.traffic import traffic
+from jaxmp._planning.absent_devices import compiler_options
 from tests.aot.conftest import Compiler
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -49,13 +51,12 @@ def test_gather(gpu: Compiler) -> None:
 @pytest.mark.jax
 def test_the_least_effort_is_one_that_a_compiler_for_tpus_knows(tpu: Compiler) -> None:
     """Its option has another name since jax 0.12, and an unknown one is an error."""
-    options = importlib.import_module("absent_devices").compiler_options
     on_one = jax.sharding.SingleDeviceSharding(tpu.devices[0])
     x = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16, sharding=on_one)
     lowered = jax.jit(lambda x: jnp.tanh(x @ x)).lower(x)
-    assert options("tpu", "default") == options("gpu", "least") == {}
-    assert len(options("tpu", "least")) == 1
-    assert lowered.compile(options("tpu", "least")).cost_analysis()["flops"] > 2 * 256**3
+    assert compiler_options("tpu", "default") == compiler_options("gpu", "least") == {}
+    assert len(compiler_options("tpu", "least")) == 1
+    assert lowered.compile(compiler_options("tpu", "least")).cost_analysis()["flops"] > 2 * 256**3
     with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
         lowered.compile({"optimization_zeal": -1.0})  # positive control
 
@@ -104,14 +105,12 @@ ARRAYS = [jax.ShapeDtypeStruct((8192, 8192), dtype) for dtype in (jnp.float32, j
 
 def test_traffic(compiler: Compiler) -> None:
     """Bytes that can be counted by hand."""
-    traffic: Any = importlib.import_module("compiled_traffic").traffic
     program = compiler(lambda x, y: (x * 2.0, y + 1), *ARRAYS, donate=(0, 1))
     assert traffic(str(program.as_text())) == pytest.approx(12 * SIZE, rel=0.01)
 
 
 def test_traffic_of_branches(tpu: Compiler) -> None:
     """The one that moves most counts. What decides between them reads an array before."""
-    traffic: Any = importlib.import_module("compiled_traffic").traffic
 
     def step(x: jax.Array, y: jax.Array) -> Any:
         def taken(x: jax.Array, y: jax.Array) -> Any:

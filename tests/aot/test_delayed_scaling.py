@@ -7,10 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 import jaxmp
-from benchmarks.compiled_traffic import beside_products
 from benchmarks.gpt import GPT
 from tests.aot.conftest import Compiler
-from tests.support.compiled import WITHOUT_TRITON, float8_calls
+from tests.support.compiled import WITHOUT_TRITON, beside_products, float8_calls
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 

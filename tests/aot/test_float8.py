@@ -11,11 +11,10 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jaxmp
-from benchmarks.compiled_traffic import beside_products
 from benchmarks.gpt import GPT
 from jaxmp._inspect.collective_report import CompiledCollective
 from tests.aot.conftest import Compiler
-from tests.support.compiled import WITHOUT_TRITON, float8_calls
+from tests.support.compiled import WITHOUT_TRITON, beside_products, float8_calls
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 

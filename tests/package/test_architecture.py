@@ -29,10 +29,18 @@ FOLDERS = (
     "_flax",
     "_inspect",
     "_diagnostics",
+    "_planning",
+    "_command",
 )
-FACADES = ("__init__", "diagnostics", "float8", "linen", "nnx", "rules", "sharding")
-# The adapters are the only ones that know Flax, and tables the only ones that draw.
-MAY_IMPORT = {"_flax": {"flax", "rich"}, "_inspect": {"rich"}, "_diagnostics": {"rich"}}
+FACADES = ("__init__", "__main__", "diagnostics", "float8", "linen", "nnx", "rules", "sharding")
+# The adapters are the only ones that know Flax, and reports the only ones that draw.
+MAY_IMPORT = {
+    "_flax": {"flax", "rich"},
+    "_inspect": {"rich"},
+    "_diagnostics": {"matplotlib", "rich"},
+    "_planning": {"rich", "matplotlib"},
+    "_command": {"rich"},
+}
 # The only file that lists primitives. Rules, which a dict holds by name, stand where they are.
 TABLE_OF_PRIMITIVES = "_jaxpr.op_classes"
 # A module is written "_autocast.plan", and a folder itself "_autocast.__init__".
@@ -106,6 +114,8 @@ def test_facades_only_hand_on(module: str) -> None:
     allowed = (ast.Import, ast.ImportFrom, ast.Expr)
     if module == "__init__":
         allowed += (ast.If, ast.FunctionDef, ast.Assign)  # __getattr__, __dir__, __version__
+    if module == "__main__":
+        allowed += (ast.If,)  # it runs as a script, and not as it is imported
     body = ast.parse(source_of(module)).body
     assert all(isinstance(node, allowed) for node in body)
 

@@ -172,28 +172,6 @@ def test_recompute_keeps_less_than_casts_by_hand() -> None:
     assert math.exp(sum(logs) / len(logs)) < 0.45
 
 
-def test_stacked_products() -> None:
-    """Products count as often as they run, and convolutions without what is padded."""
-    products: Any = importlib.import_module("compiled_products")
-
-    def convolved(x: jax.Array, kernel: jax.Array) -> jax.Array:
-        layout = ("NHWC", "HWIO", "NHWC")
-        y, _ = jax.lax.scan(
-            lambda x, w: (
-                jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=layout),
-                None,
-            ),
-            x,
-            jnp.stack([kernel] * 3),
-        )
-        return jnp.einsum("bhwc,cd->bhwd", y, kernel[0, 0])
-
-    x, kernel = jnp.ones((2, 5, 5, 4)), jnp.ones((3, 3, 4, 4))
-    text = jax.jit(convolved).lower(x, kernel).compile().as_text()
-    each = 2 * 2 * 4 * 4  # two images, one place
-    assert products.all_product_flops(text) == each * (3 * 13**2 + 5**2)
-
-
 def test_recompute_times() -> None:
     bench = importlib.import_module("bench_recompute")
     rows = bench.main(["--platform", "cpu", "--quick", "--repeats", "2", "--no-write"])
@@ -218,6 +196,14 @@ def test_storage_loss() -> None:
     by = {row["master"]: row for row in rows}
     assert by["float32"]["train_gap"] == 0
     assert abs(by["remainder"]["train_gap"]) < 1e-3 < by["none"]["train_gap"]
+
+
+def test_mismatch() -> None:
+    bench = importlib.import_module("bench_mismatch")
+    tiny = ["--steps", "5", "--width", "32", "--layers", "1", "--context", "16", "--windows", "8"]
+    rows = {(row["compute"], row["logits"]): row for row in bench.main([*tiny, "--no-write"])}
+    assert rows["float32", "float32"]["rms"] < 1e-5
+    assert rows["bfloat16", "bfloat16"]["rms"] > 4 * rows["float16", "float16"]["rms"] > 0
 
 
 def test_float8() -> None:

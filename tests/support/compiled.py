@@ -1,8 +1,11 @@
 """What the text of a compiled program says about its products."""
 
 import re
+from typing import NamedTuple
 
+from jaxmp._hlo.kernels import Schedule
 from jaxmp._hlo.parser import Instruction, Module
+from jaxmp._hlo.traffic import Traffic
 
 # A call of cuBLAS that multiplies float8 operands as they are.
 _FLOAT8_CALL = 'custom_call_target="__cublas$lt$matmul$f8"'
@@ -29,3 +32,32 @@ WITHOUT_TRITON = {"xla_gpu_enable_triton_gemm": False}
 def cycles(text: str) -> int:
     """How long a TPU's compiler expects the program to take, with each body of a loop once."""
     return sum(map(int, re.findall(r'"estimated_cycles":"(\d+)"', text)))
+
+
+class Beside(NamedTuple):
+    """What a program for a GPU does beside its matrix products.
+
+    Attributes:
+      bytes: what its other kernels read and write.
+      launches: how many of them there are.
+      products: what the products themselves read and write, without work space.
+    """
+
+    bytes: int
+    launches: int
+    products: int
+
+
+def beside_products(program: str) -> Beside:
+    """Splits the traffic of a program that was compiled `WITHOUT_TRITON`: calls of cuBLAS, and the
+    rest."""
+    module = Module(program)
+    traffic = Traffic(module)
+    moved, launches, products = 0.0, 0, 0.0
+    for instruction, times in Schedule(module, traffic.bytes).kernels():
+        total = times * traffic.bytes(instruction)
+        if "__cublas" in instruction.structure:
+            products += total
+        else:
+            moved, launches = moved + total, launches + times
+    return Beside(round(moved), launches, round(products))

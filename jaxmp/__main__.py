@@ -1,0 +1,8 @@
+"""`python -m jaxmp` is the `jaxmp` command."""
+
+import sys
+
+from jaxmp._command.main import main as main
+
+if __name__ == "__main__":
+    sys.exit(main())

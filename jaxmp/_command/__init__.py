@@ -1,0 +1,1 @@
+"""The `jaxmp` command: what the library answers, on a command line."""

@@ -1,0 +1,174 @@
+"""Finds the program that a command is about, by the name that the user gives it."""
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from jaxmp._numerics.dtypes import suggestion
+
+HOW_TO_NAME = (
+    "package.module:factory or path/to/file.py:factory, where factory() returns (fn, args) or "
+    "(fn, args, kwargs)"
+)
+
+
+class UsageError(Exception):
+    """The command was called in a way that it cannot answer; the text says what to do."""
+
+
+class NamedProgram(NamedTuple):
+    """A function with arguments to call it with.
+
+    Attributes:
+      name: the name that the user gave.
+      fn: the function.
+      args: its arguments; arrays may be `jax.ShapeDtypeStruct`.
+      kwargs: its keyword arguments.
+    """
+
+    name: str
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def load_program(name: str) -> NamedProgram:
+    """Imports a module, calls its factory, and returns the program that it made.
+
+    A command line has no place for arrays, so that a function of the user's makes them.
+
+    Args:
+      name: `"package.module:factory"`, found as `python -m` finds modules: in the current folder
+        first; or `"path/to/file.py:factory"`, imported as `python file.py` would.
+
+    Returns:
+      The program.
+
+    Raises:
+      UsageError: if there is no such module or function, if it fails, or if it returns something
+        else than `(fn, args)` or `(fn, args, kwargs)`.
+    """
+    place, colon, attribute = name.rpartition(":")
+    if not (colon and place and attribute):
+        raise UsageError(f"{name!r} names no program. Write {HOW_TO_NAME}")
+    module = _imported_file(place) if place.endswith(".py") else _imported(place)
+    factory = getattr(module, attribute, None)
+    if factory is None:
+        names = [key for key, value in vars(module).items() if callable(value)]
+        near = suggestion(attribute, names)
+        raise UsageError(f"{place} has no {attribute!r}.{near} It should be a function: {_RESULT}")
+    if not callable(factory):
+        raise UsageError(f"{name} is no function but {_type_text(factory)}. Make it one: {_RESULT}")
+    return _program(name, _call_factory(name, factory))
+
+
+def loss_of(program: NamedProgram) -> tuple[Callable[..., Any], Any, Any]:
+    """Returns the loss function, the params and the batch of a program that is a loss.
+
+    Raises:
+      UsageError: if its arguments are not params and a batch.
+    """
+    if len(program.args) != 2:
+        raise UsageError(
+            f"{program.name}() should return (loss_fn, (params, batch)) here, but it has "
+            f"{len(program.args)} arguments. Put what belongs to the batch into one tree"
+        )
+    fn = functools.partial(program.fn, **program.kwargs) if program.kwargs else program.fn
+    return fn, *program.args
+
+
+_RESULT = "a factory takes no arguments and returns (fn, args) or (fn, args, kwargs)"
+
+
+def _imported(name: str) -> types.ModuleType:
+    _search_first(os.getcwd())
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name and (name == error.name or name.startswith(f"{error.name}.")):
+            raise UsageError(
+                f"there is no module {error.name!r}, neither installed nor in {os.getcwd()}"
+            ) from error
+        raise UsageError(_failed(f"importing {name}", error)) from error
+    except Exception as error:  # anything that a module of the user may raise
+        raise UsageError(_failed(f"importing {name}", error)) from error
+
+
+def _imported_file(path: str) -> types.ModuleType:
+    if not os.path.isfile(path):
+        raise UsageError(f"there is no file {path!r} in {os.getcwd()}")
+    _search_first(os.path.dirname(os.path.abspath(path)))
+    # Under a name of its own: a file may be called as an installed package is.
+    name = f"_program_{os.path.basename(path).removesuffix('.py')}"
+    spec = importlib.util.spec_from_file_location(name, os.path.abspath(path))
+    if spec is None or spec.loader is None:
+        raise UsageError(f"{path!r} cannot be imported")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # anything that a module of the user may raise
+        raise UsageError(_failed(f"importing {path}", error)) from error
+    return module
+
+
+def _search_first(folder: str) -> None:
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+
+
+def _call_factory(name: str, factory: Callable[..., Any]) -> Any:
+    try:
+        needed = [
+            parameter.name
+            for parameter in inspect.signature(factory).parameters.values()
+            if parameter.default is parameter.empty
+            and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        ]
+    except (TypeError, ValueError):  # a callable without a signature that Python knows
+        needed = []
+    if needed:
+        raise UsageError(
+            f"{name} wants arguments ({', '.join(needed)}), but {_RESULT}. If it is the function "
+            "itself, write a factory that returns it with its arguments"
+        )
+    try:
+        return factory()
+    except Exception as error:  # anything that a function of the user may raise
+        raise UsageError(_failed(f"calling {name}()", error)) from error
+
+
+def _program(name: str, made: Any) -> NamedProgram:
+    is_program = (
+        isinstance(made, (tuple, list))
+        and len(made) in (2, 3)
+        and callable(made[0])
+        and isinstance(made[1], (tuple, list))
+        and all(isinstance(kwargs, dict) for kwargs in made[2:])
+    )
+    if not is_program:
+        hint = ""
+        if isinstance(made, tuple) and made and callable(made[0]):
+            hint = ". The arguments stand in a tuple of their own: (fn, (params, batch))"
+        raise UsageError(f"{name}() returned {_type_text(made)}, but {_RESULT}{hint}")
+    fn, args, *kwargs = made
+    return NamedProgram(name, fn, tuple(args), dict(*kwargs))
+
+
+def _type_text(value: Any) -> str:
+    """Returns the type of a value, and of a tuple those of its parts."""
+    if isinstance(value, (tuple, list)):
+        parts = [type(each).__name__ for each in value[:5]] + ["..."] * (len(value) > 5)
+        return f"a {type(value).__name__} ({', '.join(parts)})"
+    return f"{'None' if value is None else type(value).__name__}"
+
+
+def _failed(what: str, error: Exception) -> str:
+    first = str(error).strip().partition("\n")[0]
+    return f"{what} failed: {type(error).__name__}: {first}"

@@ -1,0 +1,285 @@
+"""Runs two programs of one function side by side, and says where they part."""
+
+import collections
+import difflib
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmp._diagnostics.comparison import Comparison, Difference, Unmatched
+from jaxmp._diagnostics.log_probs import log_prob_gap
+from jaxmp._diagnostics.scope_values import (
+    Caught,
+    ScopeValue,
+    by_line,
+    scope_of_module,
+    scope_values,
+)
+from jaxmp._jaxpr import compat
+from jaxmp._jaxpr.tracing import combine, partition
+from jaxmp._numerics.dtypes import is_inexact
+
+By = Literal["scope", "line"]
+
+
+def compare(
+    f: Callable[..., Any],
+    g: Callable[..., Any],
+    *args: Any,
+    g_args: Sequence[Any] | None = None,
+    by: By | None = None,
+    tolerance: float = 1.0,
+    log_probs: Callable[[Any], Any] | None = None,
+    band: tuple[float, float] = (0.5, 2.0),
+) -> Comparison:
+    """Says where two programs of one function part: under two policies, on two meshes, two codes.
+
+    Both run once, compiled, and hand out the values that leave their modules. These are matched by
+    the path of the module and their order, and compared in units of the last place of the coarsest
+    dtype among them. A difference of one unit is a rounding; where it jumps, the programs do
+    different things.
+
+    Args:
+      f: a function.
+      g: the same function in another way; where dtypes are the same, the reference.
+      *args: their arguments.
+      g_args: the arguments of `g`, if they are others: sharded otherwise, or padded.
+      by: how to name values: by `"scope"` (linen modules, `jax.named_scope`,
+        `jaxmp.nnx.with_scopes`), or by the `"line"` of the code that makes them. None takes scopes
+        where both programs have some. Values named by `jax.ad_checkpoint.checkpoint_name` are
+        matched by these names.
+      tolerance: what `first` looks for: a root mean square difference above this many units of the
+        last place.
+      log_probs: takes the result of a function, and returns the log-probability of each token; then
+        the gap is reported too.
+      band: see `jaxmp.diagnostics.log_prob_gap`.
+
+    Returns:
+      The comparison: `rows`, `results`, `first`, `unmatched`, `log_probs`.
+
+    Raises:
+      TypeError: if it is called under `jit`.
+      ValueError: for an unknown option.
+
+    >>> def net(w, x):
+    ...     with jax.named_scope("up"):
+    ...         h = jnp.tanh(x @ w)
+    ...     with jax.named_scope("down"):
+    ...         return jnp.sum(h @ w)
+    >>> from jaxmp import autocast
+    >>> w, x = jnp.full((4, 4), 0.3), jnp.ones((2, 4))
+    >>> found = compare(autocast(net, "mixed_bfloat16"), net, w, x)
+    >>> [(row.path, row.dtypes) for row in found.rows]
+    [('up', ('bfloat16', 'float32')), ('down', ('float32', 'float32'))]
+    >>> found.unit, found.first, 0 < found.results[0].ulps < 1
+    ('bfloat16', None, True)
+    """
+    if by not in (None, "scope", "line"):
+        raise ValueError(f"by must be 'scope', 'line' or None, got {by!r}")
+    if not tolerance >= 0:
+        raise ValueError(f"tolerance must be at least 0, got {tolerance!r}")
+    if any(map(compat.is_traced, jax.tree.leaves((args, g_args)))):
+        raise TypeError(
+            "compare looks at numbers, and under jit there are none: call it outside of jit"
+        )
+    given = args if g_args is None else tuple(g_args)
+    one, two = _caught(f, args, by or "scope"), _caught(g, given, by or "scope")
+    if by is None and not (one.values and two.values):
+        one, two = _caught(f, args, "line"), _caught(g, given, "line")
+    pairs, unmatched = _matched(one, two)
+    ours, theirs = _leaves(one.out), _leaves(two.out)
+    unit = _coarsest([one, two], [*ours.values(), *theirs.values()])
+    rows = [row for pair in pairs for row in _differences(*pair, unit)]
+    rows.sort(key=lambda pair: pair[0])
+    results, others = _results(ours, theirs, unit)
+    gap = None
+    if log_probs is not None:
+        gap = log_prob_gap(log_probs(one.out), log_probs(two.out), band=band)
+    values = tuple(row for _, row in rows)
+    alone = (*unmatched, *others)
+    return Comparison(values, results, alone, unit, float(tolerance), gap)
+
+
+def _caught(fun: Callable[..., Any], args: Sequence[Any], by: By) -> Caught:
+    """Runs a function, compiled, with the values that leave its scopes."""
+    static, arrays = partition(tuple(args))
+    catching = scope_values(fun, scope_of=scope_of_module if by == "scope" else by_line())
+    returned: list[Any] = []
+
+    @jax.jit
+    def run(*arrays: Any) -> Any:
+        caught = catching(*combine(static, arrays))
+        rest, results = partition(caught.out)
+        returned[:] = [rest, caught.values, caught.not_entered]
+        return results, caught.kept
+
+    results, kept = run(*arrays)
+    rest, values, not_entered = returned
+    return Caught(combine(rest, results), kept, values, not_entered)
+
+
+class _Value(NamedTuple):
+    """A value, where it is, and which of its scope it is."""
+
+    about: ScopeValue
+    array: Any
+    number: int
+
+
+# Values of one name are matched in their order: of a path and a direction, or of an anchor.
+_Name = tuple[str, str]
+
+
+def _named(caught: Caught, path: Callable[[str], str]) -> dict[_Name, list[_Value]]:
+    found: dict[_Name, list[_Value]] = collections.defaultdict(list)
+    for about, array in zip(caught.values, caught.kept, strict=True):
+        name = about.anchor or path(about.path)
+        group = found[("anchor" if about.anchor else about.direction, name)]
+        group.append(_Value(about, array, len(group)))
+    return found
+
+
+def _matched(one: Caught, two: Caught) -> tuple[list[tuple[_Value, _Value]], list[Unmatched]]:
+    """Pairs the values of two programs; the rest is listed."""
+    ways = [(a, b) for a in (_whole, _without_root) for b in (_whole, _without_root)]
+    named = [(_named(one, a), _named(two, b)) for a, b in ways]
+    # One program may have the name of the model in front of all paths.
+    first, second = max(named, key=lambda both: len(both[0].keys() & both[1].keys()))
+    pairs: list[tuple[_Value, _Value]] = []
+    alone: list[Unmatched] = [
+        Unmatched(i, x.path, x.line, f"nothing is seen inside of this {x.operation}")
+        for i, caught in ((1, one), (2, two))
+        for x in caught.not_entered
+    ]
+    for name in dict.fromkeys([*first, *second]):
+        ours, theirs = first.get(name, []), second.get(name, [])
+        matched, rest = _aligned(ours, theirs)
+        pairs += matched
+        alone += rest
+    return pairs, alone
+
+
+def _whole(path: str) -> str:
+    return path
+
+
+def _without_root(path: str) -> str:
+    return path.partition("/")[2] or path
+
+
+def _aligned(
+    ours: list[_Value], theirs: list[_Value]
+) -> tuple[list[tuple[_Value, _Value]], list[Unmatched]]:
+    """Pairs values of one name in their order, leaving out those whose shapes have no partner."""
+    a, b = ([(x.about.shape, x.about.turns) for x in side] for side in (ours, theirs))
+    blocks = difflib.SequenceMatcher(None, a, b, autojunk=False).get_matching_blocks()
+    pairs = [
+        (ours[block.a + i], theirs[block.b + i]) for block in blocks for i in range(block.size)
+    ]
+    paired = {id(x) for pair in pairs for x in pair}
+    sides = ((1, ours, theirs), (2, theirs, ours))
+    rest = [
+        Unmatched(program, value.about.path, value.about.line, _why(value, other))
+        for program, side, other in sides
+        for value in side
+        if id(value) not in paired
+    ]
+    return pairs, rest
+
+
+def _why(value: _Value, others: list[_Value]) -> str:
+    form = f"{value.about.dtype}{list(value.about.shape)} from {value.about.operation}"
+    if value.about.turns:
+        form += f", in scans of {', '.join(map(str, value.about.turns))} turns"
+    shapes = ", ".join(dict.fromkeys(str(list(x.about.shape)) for x in others))
+    return f"{form}; the other program has " + (f"{shapes} here" if shapes else "nothing here")
+
+
+def _coarsest(both: list[Caught], results: list[Any]) -> str:
+    """Returns the float dtype with the fewest bits among all values of two programs."""
+    names = {value.dtype for caught in both for value in caught.values}
+    names |= {x.dtype.name for x in results} or {"float32"}
+    return max(sorted(names), key=lambda name: float(jnp.finfo(name).eps))
+
+
+def _differences(ours: _Value, theirs: _Value, unit: str) -> list[tuple[Any, Difference]]:
+    """Returns a row for each turn of the loops around a value, and what to sort it by."""
+    about = ours.about
+    a, b = _numbers(ours.array), _numbers(theirs.array)
+    dtypes = (about.dtype, theirs.about.dtype)
+    rows = []
+    for turns in np.ndindex(*about.turns):
+        numbers = iter(turns)
+        order = [next(numbers) if x is None else x for x in about.order]
+        row = Difference(
+            about.anchor or about.path,
+            ours.number,
+            about.direction,
+            about.line,
+            tuple(map(int, turns)),
+            about.shape,
+            dtypes,
+            *_apart(a[turns], b[turns], unit),
+        )
+        rows.append((order, row))
+    return rows
+
+
+def _apart(a: Any, b: Any, dtype: str) -> tuple[float, float, float]:
+    """Returns how far numbers are apart: rms and largest in units of the last place, relative."""
+    same = (a == b) | (np.isnan(a) & np.isnan(b))  # infinities of masks are equal
+    finite = np.isfinite(a) & np.isfinite(b)
+    if not (same | finite).all():
+        return float("inf"), float("inf"), float("inf")
+    off = np.abs(np.where(same, 0, np.where(finite, a, 0) - np.where(finite, b, 0)))
+    size = _rms(np.where(finite, b, 0))
+    if not off.any():
+        return 0.0, 0.0, 0.0
+    info = jnp.finfo(dtype)
+    unit = float(info.eps) * 2.0 ** np.floor(np.log2(max(size, float(info.tiny))))
+    relative = _rms(off) / size if size else float("inf")
+    return float(_rms(off) / unit), float(off.max() / unit), float(relative)
+
+
+def _rms(x: Any) -> float:
+    return float(np.sqrt(np.mean(np.abs(x) ** 2))) if x.size else 0.0
+
+
+def _numbers(array: Any) -> Any:
+    host = np.asarray(jax.device_get(array))
+    return host.astype(np.complex128 if jnp.iscomplexobj(array) else np.float64)
+
+
+def _results(
+    ours: dict[str, Any], theirs: dict[str, Any], unit: str
+) -> tuple[tuple[Difference, ...], list[Unmatched]]:
+    """Compares the results of two programs, by their paths."""
+    rows, alone = [], []
+    for path in dict.fromkeys([*ours, *theirs]):
+        a, b = ours.get(path), theirs.get(path)
+        if a is None or b is None or a.shape != b.shape:
+            has = [None if x is None else list(x.shape) for x in (a, b)]
+            why = f"the results have {has[0] or 'nothing'} and {has[1] or 'nothing'} here"
+            alone.append(Unmatched(2 if a is None else 1, path, "", why))
+            continue
+        dtypes = (a.dtype.name, b.dtype.name)
+        apart = _apart(_numbers(a), _numbers(b), unit)
+        rows.append(Difference(path, 0, "", "", (), tuple(a.shape), dtypes, *apart))
+    return tuple(rows), alone
+
+
+def _leaves(tree: Any) -> dict[str, Any]:
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    named = {
+        "/".join(["result", *filter(None, [_text(path)])]): jnp.asarray(leaf)
+        for path, leaf in leaves
+        if is_inexact(leaf) or isinstance(leaf, (float, complex))
+    }
+    return named
+
+
+def _text(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")

@@ -1,0 +1,44 @@
+"""Histograms on the host: their counts, and how many numbers are below a magnitude."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmp._numerics.histograms import LOWER_EDGES, Histograms
+
+
+def fetched(found: Histograms) -> tuple[Any, Any]:
+    """Returns counts and largest magnitudes of histograms, those of several steps added up.
+
+    Returns:
+      float64 arrays: counts per array and bin, and one magnitude per array.
+    """
+    counts, largest = jax.device_get((found.counts, found.largest))
+    steps = tuple(range(largest.ndim - 1))
+    counts = np.asarray(counts, np.float64).sum(steps)
+    return counts, np.asarray(largest, np.float64).max(steps, initial=0)
+
+
+def check_counted(counts: Any) -> None:
+    """Raises ValueError for histograms of arrays in which nothing was counted."""
+    if len(counts) and not counts.any():
+        raise ValueError(
+            "these histograms are empty. A step of make_train_step(..., histograms_every=n) counts "
+            "in its first call, and in each n-th call after it"
+        )
+
+
+def cumulated(numbers: Any, largest: float) -> tuple[list[float], list[float]]:
+    """Returns points of the distribution of the finite magnitudes of an array.
+
+    Args:
+      numbers: how many numbers are in each finite bin.
+      largest: the largest magnitude.
+
+    Returns:
+      Base-2 logarithms of magnitudes, and how many numbers are below each; the last point is the
+      largest magnitude, with all of them.
+    """
+    edges = [*np.log2(LOWER_EDGES[LOWER_EDGES <= largest]), np.log2(largest)]
+    return edges, [*np.cumsum([0.0, *numbers])[: len(edges) - 1], float(numbers.sum())]

@@ -1,0 +1,152 @@
+"""Runs a program again under the trace of the caller, with each operation at its place known.
+
+Unlike `one_by_one`, nothing runs at once: what comes out can be compiled. The classes here and
+there differ in what they do at an operation; loops, branches and calls are followed here.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core
+
+from jaxmp._inspect.equations import Site
+from jaxmp._jaxpr import compat
+from jaxmp._jaxpr.op_classes import CALLS
+from jaxmp._jaxpr.rebind import scan_again
+
+# The place of a value: the numbers of the equations around it, of its own, and of the result.
+Key = tuple[int, ...]
+# The results of a program, and what was kept of the values in it.
+Made = tuple[list[Any], dict[Key, Any]]
+
+
+class Rerun:
+    """Runs a program again. Subclasses say what an operation does, and what is kept of values."""
+
+    def run(self, program: Any, args: Sequence[Any], key: Key, outer: Site | None) -> Made:
+        """Runs a program.
+
+        Args:
+          program: a jaxpr, closed or open.
+          args: its arguments.
+          key: the place of the equation that it is in.
+          outer: that equation; None for the whole program.
+
+        Returns:
+          Its results, and what was kept, by place.
+        """
+        jaxpr = compat.open_jaxpr(program)
+        consts = map(self.given, compat.consts_of(program))
+        env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+        env.update(zip(jaxpr.invars, args, strict=True))
+        sites = [Site(each, each.primitive.name, 1, outer) for each in jaxpr.eqns]
+        keep = self.keeping(jaxpr, sites, outer)
+        found: dict[Key, Any] = {}
+
+        def read(atom: Any) -> Any:
+            if isinstance(atom, core.Literal):
+                return self.given(compat.number(atom))
+            return env[atom]
+
+        for number, (equation, site) in enumerate(zip(jaxpr.eqns, sites, strict=True)):
+            source = equation.source_info
+            with compat.where(equation, source.name_stack, source.traceback):
+                operands = list(map(read, equation.invars))
+                made, inside = self._equation(site, operands, (*key, 2 * number))
+                env.update(zip(equation.outvars, made, strict=True))
+                # What is inside of an equation comes before its results.
+                found |= inside | keep(number, made, (*key, 2 * number + 1))
+        return [read(atom) for atom in jaxpr.outvars], found
+
+    def given(self, value: Any) -> Any:
+        """Returns a constant of the program as it is in the new one."""
+        return value
+
+    def operation(self, site: Site, values: list[Any]) -> list[Any]:
+        """Runs an equation without looking into it."""
+        return compat.bind(site.equation, values)
+
+    def keeping(
+        self, jaxpr: core.Jaxpr, sites: Sequence[Site], outer: Site | None
+    ) -> Callable[[int, list[Any], Key], dict[Key, Any]]:
+        """Returns what says, by the number of an equation, what to keep of its results."""
+        return lambda number, values, key: {}
+
+    def program_of_call(self, site: Site) -> Any:
+        """Returns the program that an equation runs once; None if it is no call."""
+        programs = compat.bodies_of(site.equation)
+        return programs[0] if site.name in CALLS and programs else None
+
+    def _equation(self, site: Site, values: list[Any], key: Key) -> Made:
+        if site.name in _FOLLOWED:
+            return _FOLLOWED[site.name](self, site, values, key)
+        if (program := self.program_of_call(site)) is not None:
+            return self.run(program, values, key, site)
+        return self.operation(site, values), {}
+
+    def _scan(self, site: Site, values: list[Any], key: Key) -> Made:
+        params = site.equation.params
+        (body,) = compat.bodies_of(site.equation)
+        consts, count = compat.scan_counts(params)
+        fixed = values[:consts]
+
+        def turn(carry: Any, slices: Any) -> Any:
+            made, found = self.run(body, [*fixed, *carry, *slices], key, site)
+            return made[:count], (made[count:], found)
+
+        carry, stacked = values[consts : consts + count], values[consts + count :]
+        carry, (rows, found) = scan_again(params, turn, carry, stacked)
+        return [*carry, *rows], found
+
+    def _while(self, site: Site, values: list[Any], key: Key) -> Made:
+        """Runs a while loop again; nothing is kept of its turns, whose number is not known."""
+        params = site.equation.params
+        tested, consts = params["cond_nconsts"], params["body_nconsts"]
+        of_test, of_body = values[:tested], values[tested : tested + consts]
+
+        def goes_on(carry: list[Any]) -> Any:
+            return self.run(params["cond_jaxpr"], [*of_test, *carry], key, site)[0][0]
+
+        def turn(carry: list[Any]) -> list[Any]:
+            return self.run(params["body_jaxpr"], [*of_body, *carry], key, site)[0]
+
+        return lax.while_loop(goes_on, turn, values[tested + consts :]), {}
+
+    def _cond(self, site: Site, values: list[Any], key: Key) -> Made:
+        """Runs a conditional again; what a branch that was not taken would keep is zeros."""
+        index, *operands = values
+        makers = [
+            lambda args, program=program, i=i: self.run(program, args, (*key, i), site)
+            for i, program in enumerate(site.equation.params["branches"])
+        ]
+        kept: dict[Key, Any] = {}
+        for make in makers:
+            kept |= jax.eval_shape(make, operands)[1]
+        nothing = {place: jnp.zeros(x.shape, x.dtype) for place, x in _flat(kept).items()}
+
+        def branch(make: Any) -> Any:
+            def run(args: list[Any]) -> Any:
+                made, found = make(args)
+                return made, nothing | _flat(found)
+
+            return run
+
+        made, found = lax.switch(index, [branch(make) for make in makers], operands)
+        leaves = [found[place] for place in _flat(kept)]
+        return made, jax.tree.unflatten(jax.tree.structure(kept), leaves)
+
+
+_FOLLOWED: dict[str, Callable[..., Made]] = {
+    "scan": Rerun._scan,
+    "while": Rerun._while,
+    "cond": Rerun._cond,
+}
+
+
+def _flat(found: dict[Key, Any]) -> dict[Any, Any]:
+    """Returns what was kept leaf by leaf, so that one branch can fill in for another."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(found)
+    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}

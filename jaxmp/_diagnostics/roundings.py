@@ -1,0 +1,157 @@
+"""Runs a low-precision program in float32, with the roundings of each part switched on or off.
+
+A module that is lowered alone by rules is not the module of the program in which everything is
+low: what reaches it is float32 then, and much of what it computes stays float32. So the program in
+which everything is low runs here as it is, forward and backward, but on float32 arrays. Where it
+rounds, it rounds only if the part that the operation is in is switched on. The switches are
+arguments: one compiled program measures all parts.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxmp._diagnostics.rerun import Rerun
+from jaxmp._inspect.equations import Site
+from jaxmp._inspect.lines import scopes_of
+from jaxmp._jaxpr import compat
+from jaxmp._jaxpr.op_classes import (
+    CLASSES,
+    CONTRACTIONS,
+    FOREIGN_CALLS,
+    IDENTITIES,
+    OPAQUE,
+    OpClass,
+)
+from jaxmp._jaxpr.scopes import names_in
+from jaxmp._numerics.dtypes import DType, is_inexact, is_narrow
+from jaxmp._numerics.rounding import widen_rounded
+
+_FLOAT32 = np.dtype(np.float32)
+_EXACT = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
+
+
+class Switched(Rerun):
+    """Runs a program in float32, with roundings where they are switched on.
+
+    Args:
+      on: whether the roundings of an operation are on, by its scopes: an array of one bool, or None
+        for never.
+    """
+
+    def __init__(self, on: Callable[[tuple[str, ...]], Any]) -> None:
+        self._on = on
+
+    def given(self, value: Any) -> Any:
+        return _wide(value)
+
+    def program_of_call(self, site: Site) -> Any:
+        if site.name == "low_precision_product":
+            return site.equation.params["jaxpr"]
+        return super().program_of_call(site)
+
+    def operation(self, site: Site, values: list[Any]) -> list[Any]:
+        equation = site.equation
+        avals: list[Any] = [variable.aval for variable in equation.outvars]
+        if site.name in IDENTITIES:
+            return values[:1]
+        if not any(map(_is_low, [*avals, *(atom.aval for atom in equation.invars)])):
+            return compat.bind(equation, values)
+        if _is_of_its_own(site.name):
+            given = zip(values, equation.invars, strict=True)
+            return list(map(_wide, compat.bind(equation, [_as(x, v.aval) for x, v in given])))
+        on = self._on(names_in(scopes_of(site)))
+        if site.name == "float8_encode":
+            return self._encoded(site, values, on)
+        exact = {"precision": _EXACT} if site.name in CONTRACTIONS else {}
+        made = compat.bind(equation, values, **_in_float32(equation.params), **exact)
+        return [
+            _rounded(x, aval.dtype, on) if _is_low(aval) else x
+            for x, aval in zip(made, avals, strict=True)
+        ]
+
+    def _encoded(self, site: Site, values: list[Any], on: Any) -> list[Any]:
+        """Returns codes that are rounded or not, and the scales that make them."""
+        codes, scale, *rest = compat.bind(site.equation, values)
+        exact = jnp.asarray(values[0] * scale, _FLOAT32)
+        wide = widen_rounded(codes)
+        return [exact if on is None else jnp.where(on, wide, exact), scale, *rest]
+
+
+def _is_of_its_own(name: str) -> bool:
+    """Whether an operation is made for its dtypes, so that it runs as it is."""
+    return (
+        name in OPAQUE | FOREIGN_CALLS
+        or name == "bitcast_convert_type"
+        or CLASSES.get(name) is OpClass.CONTROL
+    )
+
+
+def _is_low(aval: Any) -> bool:
+    return is_inexact(aval) and is_narrow(aval.dtype)
+
+
+def _wide(value: Any) -> Any:
+    return lax.convert_element_type(value, _FLOAT32) if _is_low(value) else value
+
+
+def _as(value: Any, aval: Any) -> Any:
+    """Returns a value in the dtype that the program has it in."""
+    return lax.convert_element_type(value, aval.dtype) if _is_low(aval) else value
+
+
+def _in_float32(params: dict[str, Any]) -> dict[str, Any]:
+    """Returns the params of an equation that say a narrow dtype, with float32 instead."""
+    changed: dict[str, Any] = {}
+    for name, value in params.items():
+        if isinstance(value, np.dtype) and is_narrow(value):
+            changed[name] = _FLOAT32
+        if programs := compat.programs_of(value):  # how a scatter or a reduction joins two numbers
+            changed[name] = compat.with_programs(value, map(_program_in_float32, programs))
+    return changed
+
+
+def _program_in_float32(program: Any) -> Any:
+    def run(*args: Any) -> list[Any]:
+        return Switched(lambda names: None).run(program, args, (), None)[0]
+
+    avals: list[Any] = [variable.aval for variable in compat.open_jaxpr(program).invars]
+    return compat.trace(run, [x.update(dtype=_FLOAT32) if _is_low(x) else x for x in avals])
+
+
+def _rounded(x: Any, dtype: DType, on: Any) -> Any:
+    if on is None:
+        return x
+    return jnp.where(on, widen_rounded(lax.convert_element_type(x, dtype)), x)
+
+
+def switched(
+    closed: Any, arrays: Sequence[Any], flags: Any, part_of: Callable[[tuple[str, ...]], int | None]
+) -> list[Any]:
+    """Runs a program with the roundings of some parts.
+
+    Args:
+      closed: the program in which everything is low.
+      arrays: its arguments.
+      flags: for each part, whether it rounds: an array of bools.
+      part_of: the number of the part that a scope is in, or None.
+
+    Returns:
+      Its results, in float32.
+
+    >>> import jax
+    >>> program = jax.make_jaxpr(lambda x: x.astype(jnp.bfloat16) + 1)(1.001)
+    >>> for flag in (True, False):
+    ...     print(switched(program, [1.001], jnp.array([flag]), lambda names: 0)[0])
+    2.0
+    2.001
+    """
+
+    def on(names: tuple[str, ...]) -> Any:
+        number = part_of(names)
+        return None if number is None else flags[number]
+
+    return Switched(on).run(closed, list(map(_wide, arrays)), (), None)[0]

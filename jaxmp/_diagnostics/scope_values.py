@@ -1,0 +1,283 @@
+"""Catches the values that leave each scope of a program: what a module hands to the rest of it.
+
+The program runs again under the trace of the caller, so that it can be compiled. A value leaves a
+scope where an operation outside of it reads it, or where the program returns it; what is made
+outside of all scopes leaves none. Of a scan, what its turns catch is stacked.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp  # noqa: F401 (for the doctest)
+from jax.extend import core
+
+from jaxmp._diagnostics.rerun import Key, Rerun
+from jaxmp._inspect.equations import Site
+from jaxmp._inspect.lines import Lines, direction, module_path, scopes_of
+from jaxmp._jaxpr.op_classes import CLASSES, OPAQUE, OpClass
+from jaxmp._jaxpr.tracing import combine, partition, trace_call
+from jaxmp._numerics.dtypes import is_inexact
+
+ANCHOR = "name"  # the primitive of `jax.ad_checkpoint.checkpoint_name`
+
+
+class ScopeValue(NamedTuple):
+    """A value that leaves a scope.
+
+    Attributes:
+      path: the scope, names joined by `/`; `""` is outside of all scopes.
+      anchor: the name that `checkpoint_name` gave it, or `""`.
+      direction: `"forward"`, `"backward"`, `"recomputed"`, or `""` without gradients.
+      operation: what made it.
+      line: the line of the user's code.
+      shape: its shape in one turn of the loops around it.
+      dtype: its dtype.
+      turns: the lengths of the scans around it, outermost first.
+      in_branch: whether it is in a branch that may not have been taken; it is then zeros.
+      order: its place in the program, to sort by; None where the number of a turn belongs.
+    """
+
+    path: str
+    anchor: str
+    direction: str
+    operation: str
+    line: str
+    shape: tuple[int, ...]
+    dtype: str
+    turns: tuple[int, ...]
+    in_branch: bool
+    order: tuple[int | None, ...]
+
+
+class NotEntered(NamedTuple):
+    """An operation with programs inside of which nothing is caught.
+
+    Attributes:
+      operation: its name.
+      path: its scope.
+      line: the line of the user's code.
+    """
+
+    operation: str
+    path: str
+    line: str
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["out", "kept"],
+    meta_fields=["values", "not_entered"],
+)
+@dataclasses.dataclass(frozen=True)
+class Caught:
+    """What a function returned, and the values that left its scopes. A jitted function returns it.
+
+    Attributes:
+      out: the results of the function; for those that are not arrays, see `scope_values`.
+      kept: of each value, what was kept of it; stacked along first axes for the scans around it.
+      values: what each of them is, in the order of the program.
+      not_entered: the operations inside of which nothing was caught.
+    """
+
+    out: Any
+    kept: tuple[Any, ...]
+    values: tuple[ScopeValue, ...]
+    not_entered: tuple[NotEntered, ...]
+
+
+# Says in which scope an equation is; `scope_of_module` or `scope_of_line`.
+ScopeOf = Callable[[Site], tuple[str, ...]]
+
+
+def scope_of_module(site: Site) -> tuple[str, ...]:
+    """Returns the names of the modules and named scopes around an equation."""
+    path = module_path(scopes_of(site))
+    return tuple(path.split("/")) if path else ()
+
+
+def by_line() -> ScopeOf:
+    """Returns a function that takes the line of the user's code for the scope of an equation."""
+    lines = Lines()
+    return lambda site: (lines.of(site),)
+
+
+def scope_values(
+    fun: Callable[..., Any],
+    keep: Callable[[Any], Any] = lambda value: value,
+    scope_of: ScopeOf = scope_of_module,
+) -> Callable[..., Caught]:
+    """Returns the function together with the values that leave its scopes.
+
+    Args:
+      fun: a function of pytrees.
+      keep: what to keep of each value, such as a histogram of it: a function of an array, which
+        returns arrays. In a scan it runs in each turn.
+      scope_of: what the scope of an equation is.
+
+    Returns:
+      A function with the arguments of `fun`, which may be jitted. It looks into jit, scan, cond,
+      checkpoint, and functions with derivatives of their own; not into while and shard_map.
+
+    >>> def net(x):
+    ...     with jax.named_scope("up"):
+    ...         h = 2 * x
+    ...     return jnp.sum(h)
+    >>> caught = jax.jit(scope_values(net))(jnp.ones(3))
+    >>> [(value.path, value.operation) for value in caught.values], caught.kept[0].tolist()
+    ([('up', 'mul')], [2.0, 2.0, 2.0])
+    """
+
+    def caught(*args: Any, **kwargs: Any) -> Caught:
+        static, arrays = partition((args, kwargs))
+        traced = trace_call(fun, static, arrays)
+        catcher = _Catcher(keep, scope_of)
+        order: list[Key] = []
+
+        def run(*given: Any) -> list[Any]:
+            made, found = catcher.run(traced.closed, given, (), None)
+            order[:] = sorted(found)
+            return [*made, *(found[key] for key in order)]
+
+        axes = traced.axes
+        made = axes.run(run, arrays) if axes.mesh is None else _on_automatic(run, traced, arrays)
+        count = len(made) - len(order)
+        values = tuple(catcher.values[key] for key in order)
+        out = combine(traced.returned, made[:count])
+        return Caught(out, tuple(made[count:]), values, tuple(dict.fromkeys(catcher.not_entered)))
+
+    return caught
+
+
+def _on_automatic(run: Callable[..., list[Any]], traced: Any, arrays: Sequence[Any]) -> list[Any]:
+    """Runs on automatic mesh axes, where results beyond those of the program have no spec."""
+    mesh = traced.axes.mesh
+    with jax.sharding.use_abstract_mesh(mesh):
+        axes = tuple(mesh.explicit_axes)
+        free = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in traced.closed.in_avals]
+        shape = jax.eval_shape(lambda *xs: run(*xs), *free)
+        specs = [*traced.axes.specs, *[jax.P()] * (len(shape) - len(traced.axes.specs))]
+        return list(jax.sharding.auto_axes(run, axes=axes, out_sharding=specs)(*arrays))
+
+
+class _Catcher(Rerun):
+    """Runs programs and catches what leaves their scopes."""
+
+    def __init__(self, keep: Callable[[Any], Any], scope_of: ScopeOf) -> None:
+        self._keep, self._scope_of = keep, scope_of
+        self._lines = Lines()
+        self.values: dict[Key, ScopeValue] = {}
+        self.not_entered: list[NotEntered] = []
+
+    def operation(self, site: Site, values: list[Any]) -> list[Any]:
+        if site.name in OPAQUE or CLASSES.get(site.name) is OpClass.CONTROL:
+            self._note(site)
+        return super().operation(site, values)
+
+    def keeping(
+        self, jaxpr: core.Jaxpr, sites: Sequence[Site], outer: Site | None
+    ) -> Callable[[int, list[Any], Key], dict[Key, Any]]:
+        if outer is not None and outer.name == "while":
+            self._note(outer)
+        scopes = list(map(self._scope_of, sites))
+        leaving = _leaving(jaxpr, scopes, None if outer is None else self._scope_of(outer))
+
+        def keep(number: int, values: list[Any], key: Key) -> dict[Key, Any]:
+            site, found = sites[number], {}
+            for i, (variable, value) in enumerate(zip(site.equation.outvars, values, strict=True)):
+                if (variable in leaving or site.name == ANCHOR) and is_inexact(value):
+                    found[(*key, i)] = self._keep(value)
+                    self.values[(*key, i)] = self._value(site, scopes[number], value, (*key, i))
+            return found
+
+        return keep
+
+    def _note(self, site: Site) -> None:
+        path = "/".join(scope_of_module(site))
+        self.not_entered.append(NotEntered(site.name, path, self._lines.of(site)))
+
+    def _value(self, site: Site, scope: tuple[str, ...], value: Any, key: Key) -> ScopeValue:
+        anchor = str(site.equation.params["name"]) if site.name == ANCHOR else ""
+        around = _around(site)
+        return ScopeValue(
+            "/".join(scope),
+            anchor,
+            direction(scopes_of(site)),
+            site.name,
+            self._lines.of(site),
+            tuple(value.shape),
+            value.dtype.name,
+            tuple(each.params["length"] for each in around if each.primitive.name == "scan"),
+            any(each.primitive.name == "cond" for each in around),
+            _order(key, around),
+        )
+
+
+def _order(key: Key, around: Sequence[core.JaxprEqn]) -> tuple[int | None, ...]:
+    """Returns a place with None where the turns of scans are counted, behind each scan."""
+    order: list[int | None] = []
+    numbers = iter(key)
+    for equation in around:
+        order.append(next(numbers))
+        if equation.primitive.name == "scan":
+            order.append(None)
+        if equation.primitive.name == "cond":
+            order.append(next(numbers))
+    return (*order, *numbers)
+
+
+def _around(site: Site) -> list[core.JaxprEqn]:
+    """Returns the equations around an equation, outermost first."""
+    found, at = [], site.outer
+    while at is not None:
+        found.append(at.equation)
+        at = at.outer
+    return found[::-1]
+
+
+def _leaving(
+    jaxpr: core.Jaxpr, scopes: Sequence[tuple[str, ...]], outer: tuple[str, ...] | None
+) -> set[Any]:
+    """Returns the variables that leave the scope of their equation.
+
+    Args:
+      jaxpr: the program.
+      scopes: the scope of each equation.
+      outer: the scope of the equation that the program is in; None for the whole program.
+    """
+    maker = {
+        variable: scope
+        for equation, scope in zip(jaxpr.eqns, scopes, strict=True)
+        for variable in equation.outvars
+    }
+    reads: list[tuple[Any, tuple[str, ...] | None]] = [
+        (atom, scope)
+        for equation, scope in zip(jaxpr.eqns, scopes, strict=True)
+        for atom in equation.invars
+    ]
+    # A program inside of an equation hands its results to the scope of that equation.
+    reads += [(atom, outer) for atom in jaxpr.outvars]
+    found = set()
+    for atom, reader in reads:
+        if isinstance(atom, core.Literal) or atom not in maker:
+            continue
+        made = maker[atom]
+        if made if reader is None else reader[: len(made)] != made:
+            found.add(atom)
+    return found - {
+        equation.outvars[0]
+        for equation, scope in zip(jaxpr.eqns, scopes, strict=True)
+        if equation.primitive.name == "convert_element_type"
+        and _is_said_already(equation.invars[0], scope, maker, found)
+    }
+
+
+def _is_said_already(
+    source: Any, scope: tuple[str, ...], maker: dict[Any, tuple[str, ...]], found: set[Any]
+) -> bool:
+    """Whether a cast of a value is no further value: of one from outside, or of one that leaves."""
+    if isinstance(source, core.Literal):
+        return True
+    return maker.get(source) != scope or source in found

@@ -1,0 +1,168 @@
+"""Which values of a program are written to memory, and which are computed where they are read.
+
+Four rules stand for what compilers do when they fuse:
+
+1. Cheap operations (elementwise ones, casts, masks) are fused into what reads them, and write
+   nothing. Products, loops and other dear operations write their results, and so do reductions.
+2. Dear operations read operands from memory, so that cheap ones are written for them. TPUs compute
+   operands of products while they read them; and they fuse a product with the cheap operations
+   that alone read its result.
+3. A cheap value is written where many read it: where that moves fewer bytes than each of them
+   reading what it is made of. On GPUs also where it takes more time to compute than to read.
+4. On GPUs, what was cast from float32 within a fusion is kept in float32 for cheap operations.
+"""
+
+import dataclasses
+
+from jaxmp._jaxpr.op_classes import (
+    ARITHMETIC,
+    CASTS,
+    CONTRACTIONS,
+    EXTREMES,
+    REPEATS,
+    TRANSCENDENTAL,
+)
+from jaxmp._planning.flat_program import FlatOp
+from jaxmp._planning.value_sizes import SizedProgram, is_cheap, is_dear, is_view
+
+# An H100 moves as many bytes in the time that a transcendental function takes for one number.
+_BYTES_OF_WORK = 5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fusion:
+    """How a compiler fuses.
+
+    Attributes:
+      into_products: whether products compute operands while they read them, and are fused with the
+        operations that alone read their results.
+      keeps_work: whether what takes long to compute is written, if several operations read it.
+      excess_precision: whether casts down are left out between fused operations.
+    """
+
+    into_products: bool
+    keeps_work: bool
+    excess_precision: bool
+
+
+FUSIONS = {
+    "gpu": Fusion(into_products=False, keeps_work=True, excess_precision=True),
+    "tpu": Fusion(into_products=True, keeps_work=False, excess_precision=False),
+}
+
+
+def buffer_sizes(sized: SizedProgram, fusion: Fusion) -> dict[int, int]:
+    """Returns the bytes of each value that is written to memory, without the arguments.
+
+    Args:
+      sized: the program.
+      fusion: how the compiler fuses.
+    """
+    written = _written(sized, fusion)
+    if fusion.into_products:
+        _move_to_readers(sized, written)
+    written -= set(sized.program.inputs)
+    sizes = {v: sized.bytes_of(v) for v in written}
+    if fusion.excess_precision:
+        for v in _in_float32(sized, written):
+            sizes[v] *= 2
+    return sizes
+
+
+def _written(sized: SizedProgram, fusion: Fusion) -> set[int]:
+    """Returns what is written to memory, from the last operation to the first."""
+    written = {sized.root(v) for v in sized.program.outputs if v is not None}
+    # The operations that read a value, directly or through others that are fused.
+    readers: dict[int, set[int]] = {}
+    reading = _bytes_to_read(sized)
+    for number, op in reversed(list(enumerate(sized.program.ops))):
+        if not sized.starts_anew(op):
+            continue
+        through = {number}
+        if not is_cheap(op) and not is_view(op):
+            written.update(op.outputs)
+        elif op.outputs[0] not in written:
+            found = readers.get(op.outputs[0], set())
+            if is_cheap(op) and _pays(sized, op, len(found), reading, fusion):
+                written.add(op.outputs[0])
+            else:
+                through = found
+        for v in sized.operands(op):
+            readers.setdefault(v, set()).update(through)
+        if is_dear(op) and not (fusion.into_products and op.name in CONTRACTIONS):
+            written.update(sized.operands(op))
+    return written
+
+
+def _bytes_to_read(sized: SizedProgram) -> dict[int, int]:
+    """Returns the bytes read for each value: of a cast or a repeated array, its operand's."""
+    reading: dict[int, int] = {v: sized.bytes_of(v) for v in sized.program.inputs}
+    for op in sized.program.ops:
+        operands = sum(reading.get(v, sized.bytes_of(v)) for v in sized.operands(op))
+        passes = op.name in CASTS or op.name in REPEATS or is_view(op)
+        for v in op.outputs:
+            size = sized.bytes_of(v)
+            reading[v] = min(size, operands) if passes or v in sized.plain else size
+    return reading
+
+
+def _pays(
+    sized: SizedProgram, op: FlatOp, readers: int, reading: dict[int, int], fusion: Fusion
+) -> bool:
+    """Whether it costs less to write a cheap value than to compute it for each reader (rule 3)."""
+    (out,) = op.outputs[:1]
+    size, operands = sized.bytes_of(out), sum(reading[v] for v in sized.operands(op))
+    if readers * operands > operands + size + readers * size:
+        return True
+    dtype = sized.program.avals[out].dtype
+    work = _BYTES_OF_WORK * size // dtype.itemsize if op.name in TRANSCENDENTAL else 0
+    return fusion.keeps_work and (readers - 1) * work > readers * size
+
+
+def _move_to_readers(sized: SizedProgram, written: set[int]) -> None:
+    """Writes, in place of the result of a product, what is fused with it (rule 2)."""
+    readers: dict[int, list[FlatOp]] = {}
+    for op in sized.program.ops:
+        if sized.starts_anew(op):
+            for v in sized.operands(op):
+                readers.setdefault(v, []).append(op)
+    results = {sized.root(v) for v in sized.program.outputs if v is not None}
+    avals = sized.program.avals
+    for op in sized.program.ops:
+        if op.name not in CONTRACTIONS:
+            continue
+        v = last = op.outputs[0]
+        while v not in results and len(readers.get(v, ())) == 1 and is_cheap(readers[v][0]):
+            (reader,) = readers[v]
+            if avals[reader.outputs[0]].shape != avals[v].shape:
+                break
+            v = reader.outputs[0]
+            # A cast at the end is left to those who read it: it may be to more bytes.
+            if reader.name not in CASTS or v in written:
+                last = v
+            if v in written:
+                break
+        if last != op.outputs[0]:
+            written.discard(op.outputs[0])
+            written.add(last)
+
+
+def _in_float32(sized: SizedProgram, written: set[int]) -> set[int]:
+    """Returns the values of 16 bits that are written in float32 for arithmetic that reads them."""
+    avals, arguments = sized.program.avals, set(sized.program.inputs)
+    # Values that are computed in float32, and rounded in the same fusion; what arithmetic reads.
+    wide, read = set[int](), set[int]()
+    for op in sized.program.ops:
+        operands, is_arithmetic = sized.operands(op), op.name in ARITHMETIC | EXTREMES
+        if is_arithmetic or op.name in CASTS:
+            read.update(operands)
+        if not is_cheap(op) or avals[op.outputs[0]].dtype.itemsize != 2:
+            continue
+        if op.name in CASTS:
+            fused = set(operands) - written - arguments
+            is_wide = any(avals[v].dtype.itemsize == 4 for v in fused)
+        else:
+            is_wide = is_arithmetic and bool(wide.intersection(operands))
+        if is_wide:
+            wide.add(op.outputs[0])
+    return wide & written & read

@@ -1,0 +1,331 @@
+"""`memory_plan`: what training takes on each device, before it runs."""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import jmp
+import optax
+import optax.contrib
+from jaxtyping import PyTree
+
+from jaxmp._mesh.fsdp import FSDP
+from jaxmp._numerics.dtypes import is_floating, parse_dtype
+from jaxmp._planning.array_splits import split_of
+from jaxmp._planning.buffers import FUSIONS
+from jaxmp._planning.capacities import capacity_of
+from jaxmp._planning.flat_program import flattened
+from jaxmp._planning.live_bytes import most_live
+from jaxmp._planning.memory_rows import OF_A_STEP, PERSISTENT, MemoryPlan, MemoryRow
+from jaxmp._planning.planned_step import (
+    Placement,
+    PlannedStep,
+    abstract_state,
+    placement_of,
+    planned_step,
+)
+from jaxmp._planning.value_sizes import SizedProgram, nbytes_on_device
+from jaxmp._policies.policy_rules import PolicyRules
+from jaxmp._recompute.api import Recompute
+from jaxmp._training.compact_state import Moments
+from jaxmp._training.optimizer import MixedPrecision, mixed_precision
+from jaxmp._training.train_state import TrainState
+
+Cast = Literal["products", "all", "none"]
+
+_ROW = 1024  # numbers in a row of the matrix that stands for a count of params
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+_NO_ACTIVATIONS = (
+    "Not counted: activations and temporaries of a step. Give params, loss_fn= and batch=."
+)
+_ESTIMATED = (
+    "Activations, gradients and temporaries are estimated at the peak, from the traced program: "
+    "within 10 % of the compiler's peak on most models (docs/memory.md)."
+)
+
+
+def memory_plan(
+    params: PyTree | float | str,
+    policy: str | jmp.Policy | PolicyRules = "mixed_bfloat16",
+    *,
+    optimizer: optax.GradientTransformation | optax.MultiSteps | MixedPrecision | str = "adamw",
+    master: Literal["float32", "remainder", "remainder8", "kahan", "stochastic", "none"] = (
+        "float32"
+    ),
+    moments: Moments = "float32",
+    loss_fn: Callable[..., Any] | None = None,
+    batch: PyTree | None = None,
+    collections: Mapping[str, PyTree] | None = None,
+    has_aux: bool = False,
+    microbatches: int = 1,
+    cast: Cast = "products",
+    recompute: Recompute = "never",
+    devices: int = 1,
+    shardings: PyTree | None = None,
+    fsdp: FSDP | None = None,
+    donate: bool = True,
+    gradients: Any = None,
+    device: str = "h100",
+) -> MemoryPlan:
+    """Plans the bytes that training takes on each device, without compiling or running anything.
+
+    "Does it fit" is asked before there are devices to try it on. What lives between steps is
+    counted: from the state that the optimizer makes for these params, by shapes and shardings, so
+    that it is exact for any optax optimizer and any storage. What a step needs beside it is
+    estimated, from the traced step: see docs/memory.md for the rules, and for how near they come
+    to the compilers for an H100 and a TPU v5e.
+
+    Args:
+      params: the params: arrays, or `jax.ShapeDtypeStruct` as from `jax.eval_shape`, of any tree.
+        Or how many there are, as a number or a text such as `"8B"`; then only what lives between
+        steps, and gradients, can be planned.
+      policy: the policy or the rules, as for `mixed_precision`.
+      optimizer: an optax optimizer; or the name of one in `optax`, such as `"adamw"` or `"sgd"`,
+        with its defaults. What `mixed_precision` returned is taken as it is, with its own policy,
+        `master` and `moments`.
+      master: how masters of narrow params are kept, as for `mixed_precision`.
+      moments: how the state of the optimizer is kept, as for `mixed_precision`.
+      loss_fn: the loss function, as for `make_train_step`.
+      batch: the batch of one step on all devices: arrays or `jax.ShapeDtypeStruct`. On a mesh, a
+        leaf without a sharding is split along its first dimension: over the axes of `fsdp`, and
+        those that split no param.
+      collections: mutable collections of the state, by name.
+      has_aux: whether `loss_fn` returns more, as for `make_train_step`.
+      microbatches: in how many parts the batch is evaluated.
+      cast: how the step puts `loss_fn` under the policy, as for `make_train_step`; `"none"` for
+        models that cast by themselves, as those with rules always do.
+      recompute: as for `make_train_step`.
+      devices: how many devices share params and state, where no shardings are given: by
+        `fully_sharded`. A number of params is divided by it.
+      shardings: the `NamedSharding` of each param, or a prefix of that tree. By default those that
+        the params have. The mesh may be a `jax.sharding.AbstractMesh`.
+      fsdp: the `FSDP` of the step.
+      donate: whether the step may write the new state over the old one.
+      gradients: the dtype of gradients for a number of params; float32 if None, as jaxmp's are.
+      device: the kind of device, `"h100"` or `"v5e"`: how much memory it has, and whose compiler
+        fuses the step.
+
+    Returns:
+      The plan. Print it, or read `plan.persistent`, `plan.peak`, `plan.bytes_of("moments")` and
+      `plan.fits()`; `plan.as_dict()` is for `json.dumps`.
+
+    Raises:
+      ValueError: for an unknown device or optimizer, a loss without a batch, a number of params
+        with a loss, or shardings that do not fit.
+      TypeError: if the number of params is none.
+
+    >>> plan = memory_plan("8B", "bfloat16", master="remainder", devices=8)
+    >>> plan.bytes_of("params"), plan.bytes_of("masters"), plan.bytes_of("moments")
+    (2000000000, 2000000000, 8000000000)
+    >>> params = {"w": jax.ShapeDtypeStruct((512, 512), jnp.float32)}
+    >>> plan = memory_plan(
+    ...     params,
+    ...     loss_fn=lambda params, x: jnp.mean((x @ params["w"]) ** 2),
+    ...     batch=jax.ShapeDtypeStruct((64, 512), jnp.float32),
+    ... )
+    >>> plan.persistent // 512**2, plan.fits("v5e")
+    (12, True)
+    """
+    compiler = capacity_of(device).compiler
+    tx = _optimizer(optimizer, policy, master, moments)
+    told, count = _policy_as_text(policy, optimizer, tx), _number_of_params(params)
+    _check_asked(count, loss_fn, batch, cast, devices, gradients)
+    if count is not None:
+        return _plan_of_count(count, tx, told, devices, microbatches, gradients, device)
+    placement = placement_of(params, shardings, fsdp, devices)
+    state = abstract_state(params, tx, collections or {}, placement)
+    program, rows = None, _persistent_rows(state)
+    if loss_fn is not None:
+        options: dict[str, Any] = {
+            "has_aux": has_aux,
+            "microbatches": microbatches,
+            "donate": donate,
+            "recompute": recompute,
+        }
+        step_policy = None if cast == "none" or tx.rules.rules else tx.policy
+        options |= {} if step_policy is None else {"cast": cast}
+        program = planned_step(loss_fn, state, batch, step_policy, placement, options)
+        rows += _step_rows(program, compiler, donate)
+    else:
+        rows += _rows({"gradients": _gradient_bytes(state)}, OF_A_STEP)
+    size = sum(math.prod(x.shape) for x in jax.tree.leaves(state.params))
+    limits = (_NO_ACTIVATIONS,) if program is None else (_ESTIMATED,)
+    return _made_plan(rows, size, placement.devices, tx, told, device, limits, program)
+
+
+def _optimizer(optimizer: Any, policy: Any, master: Any, moments: Any) -> MixedPrecision:
+    if isinstance(optimizer, MixedPrecision):
+        return optimizer
+    if isinstance(optimizer, str):
+        optimizer = _named_optimizer(optimizer)
+    return mixed_precision(optimizer, policy, master=master, moments=moments)
+
+
+def _named_optimizer(name: str) -> Any:
+    """Returns an optimizer of optax by its name, with its defaults."""
+    make = getattr(optax, name, None) or getattr(optax.contrib, name, None)
+    try:
+        made = make(learning_rate=1e-3) if callable(make) else None
+    except TypeError:
+        made = None
+    if not isinstance(made, optax.GradientTransformation):
+        raise ValueError(
+            f"{name!r} is no optimizer of optax that takes a learning rate alone. Give one such as "
+            "'adamw', 'sgd' or 'lion', or the optimizer itself: optax.sgd(0.1, momentum=0.9)"
+        )
+    return made
+
+
+def _number_of_params(params: Any) -> int | None:
+    """Returns a number of params that was given in their place; None for params."""
+    if isinstance(params, str):
+        found = re.fullmatch(r"\s*([\d_,]*\.?\d+(?:e\d+)?)\s*([kmbt]?)\s*", params.lower())
+        if not found:
+            raise ValueError(
+                f"params as a text are a number such as '8B' or '350M', got {params!r}"
+            )
+        number = found[1].replace(",", "").replace("_", "")
+        params = float(number) * _UNITS[found[2]]
+    if isinstance(params, bool) or not isinstance(params, (int, float)):
+        return None
+    if not (math.isfinite(params) and params >= 1):
+        raise ValueError(f"the number of params must be positive, got {params!r}")
+    return round(params)
+
+
+def _check_asked(
+    count: int | None, loss_fn: Any, batch: Any, cast: Any, devices: Any, gradients: Any
+) -> None:
+    if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
+        raise ValueError(f"devices must be a positive number, got {devices!r}")
+    if cast not in ("products", "all", "none"):
+        raise ValueError(f"cast must be 'products', 'all' or 'none', got {cast!r}")
+    if (loss_fn is None) != (batch is None):
+        raise ValueError(
+            "loss_fn and batch go together: activations are planned from both. Give "
+            "jax.ShapeDtypeStruct for a batch that is not there yet"
+        )
+    if count is not None and loss_fn is not None:
+        raise ValueError(
+            "a loss function needs params, and a number of them is none. Give their shapes: "
+            "jax.eval_shape(init, ...)"
+        )
+    if count is None and gradients is not None:
+        raise ValueError("the dtype of gradients is that of the program; leave out gradients=")
+
+
+def _plan_of_count(
+    count: int,
+    tx: MixedPrecision,
+    policy: str,
+    devices: int,
+    microbatches: int,
+    gradients: Any,
+    device: str,
+) -> MemoryPlan:
+    """Plans for the share of one device, as a matrix and a vector for the rest."""
+    share = math.ceil(count / devices)
+    sizes = {"matrix": (share // _ROW, _ROW), "rest": (share % _ROW,)}
+    params = {
+        name: jax.ShapeDtypeStruct(shape, jnp.float32)
+        for name, shape in sizes.items()
+        if math.prod(shape)
+    }
+    state = abstract_state(params, tx, {}, Placement())
+    dtype = jnp.dtype(jnp.float32) if gradients is None else parse_dtype(gradients)
+    step = {"gradients": share * dtype.itemsize}
+    if microbatches > 1:
+        step["accumulators"] = share * 4
+    rows = _persistent_rows(state) + _rows(step, OF_A_STEP)
+    return _made_plan(rows, count, devices, tx, policy, device, (_NO_ACTIVATIONS,), None)
+
+
+def _made_plan(
+    rows: list[MemoryRow],
+    size: int,
+    devices: int,
+    tx: MixedPrecision,
+    policy: str,
+    device: str,
+    limits: tuple[str, ...],
+    program: PlannedStep | None,
+) -> MemoryPlan:
+    return MemoryPlan(
+        rows=tuple(rows),
+        params=size,
+        devices=devices,
+        policy=policy,
+        master=tx._algorithm.masters.name,
+        moments=tx._algorithm.moments,
+        device=device,
+        limits=limits,
+        program=program,
+    )
+
+
+def _policy_as_text(policy: Any, optimizer: Any, tx: MixedPrecision) -> str:
+    if isinstance(policy, str) and not isinstance(optimizer, MixedPrecision):
+        return policy
+    return str(tx.rules if tx.rules.rules else tx.policy)
+
+
+def _persistent_rows(state: TrainState) -> list[MemoryRow]:
+    """Returns the rows of a state, by its parts."""
+    opt_state = state.opt_state
+    parts = {
+        "params": state.params,
+        "masters": opt_state.master,
+        "moments": [x for x in jax.tree.leaves(opt_state.inner) if x.ndim],
+        "collections": state.collections,
+    }
+    sizes = {name: _bytes_of_tree(part) for name, part in parts.items()}
+    sizes["counters"] = _bytes_of_tree(state) - sum(sizes.values())
+    return _rows(sizes, PERSISTENT)
+
+
+def _rows(sizes: Mapping[str, int], order: tuple[str, ...]) -> list[MemoryRow]:
+    exact = {*PERSISTENT, "batch", "results"}
+    return [
+        MemoryRow(name, sizes[name], name in PERSISTENT, name in exact)
+        for name in order
+        if sizes.get(name)
+    ]
+
+
+def _bytes_of_tree(tree: PyTree) -> int:
+    """Returns the bytes of all arrays of a tree on one device."""
+    return sum(_bytes_of_leaf(x) for x in jax.tree.leaves(tree))
+
+
+def _bytes_of_leaf(x: Any) -> int:
+    sharding: Any = getattr(x, "sharding", None)
+    sizes = dict(sharding.mesh.shape) if hasattr(sharding, "mesh") else {}
+    return nbytes_on_device(x, split_of(sharding, len(x.shape)), sizes)
+
+
+def _gradient_bytes(state: TrainState) -> int:
+    """Returns the bytes of float32 gradients."""
+    leaves = [x for x in jax.tree.leaves(state.params) if is_floating(x)]
+    return sum(_bytes_of_leaf(x) * max(4, x.dtype.itemsize) // x.dtype.itemsize for x in leaves)
+
+
+def _step_rows(program: PlannedStep, compiler: str, donate: bool) -> list[MemoryRow]:
+    """Returns the rows of what a step holds beside the state, at its peak."""
+    arguments = jax.tree.leaves((program.state, program.batch))
+    shardings: list[Any] = [getattr(x, "sharding", None) for x in arguments]
+    mesh = next((dict(x.mesh.shape) for x in shardings if hasattr(x, "mesh")), {})
+    splits = [split_of(s, x.ndim) for s, x in zip(shardings, arguments, strict=True)]
+    flat = flattened(program.step.trace(program.state, program.batch).jaxpr)
+    sized = SizedProgram(flat, splits, mesh)
+    # Results have room of their own all the time, or replace arguments.
+    live = most_live(sized, FUSIONS[compiler], [True] * len(flat.outputs))
+    replaced = len(jax.tree.leaves(program.state)) if donate else 0
+    beside = [v for v in flat.outputs[replaced:] if v is not None]
+    sizes: Counter[str] = Counter(live.kinds)
+    sizes["batch"] = _bytes_of_tree(program.batch)
+    sizes["results"] = sum(map(sized.bytes_of, beside))
+    return _rows(sizes, OF_A_STEP)

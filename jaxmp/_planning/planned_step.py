@@ -1,0 +1,186 @@
+"""A train step with abstract arguments, placed on a mesh: the program whose memory is planned."""
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jaxtyping import PyTree
+
+from jaxmp._mesh.fsdp import FSDP, fully_sharded
+from jaxmp._mesh.specs import axes_of_spec
+from jaxmp._numerics.tree import leaf_names
+from jaxmp._training.optimizer import MixedPrecision
+from jaxmp._training.state_shardings import state_shardings
+from jaxmp._training.train_state import TrainState
+from jaxmp._training.train_step import TrainStep, make_train_step
+
+
+class Placement(NamedTuple):
+    """Where the params lie.
+
+    Attributes:
+      shardings: of each param; None on one device.
+      fsdp: how params are gathered, if they are.
+    """
+
+    shardings: PyTree | None = None
+    fsdp: FSDP | None = None
+
+    @property
+    def mesh(self) -> Any:
+        """The mesh of the shardings; None on one device."""
+        leaves = jax.tree.leaves(self.shardings)
+        return leaves[0].mesh if leaves else None
+
+    @property
+    def devices(self) -> int:
+        return 1 if self.mesh is None else int(self.mesh.size)
+
+
+class PlannedStep(NamedTuple):
+    """A jitted step and its abstract arguments.
+
+    Attributes:
+      step: the step.
+      state: the abstract state, with shardings.
+      batch: the abstract batch, with shardings.
+    """
+
+    step: TrainStep
+    state: TrainState
+    batch: PyTree
+
+    def lower(self) -> Any:
+        """Lowers the step, for the devices that its arguments' shardings are on."""
+        return self.step.lower(self.state, self.batch)
+
+
+def placement_of(params: PyTree, shardings: Any, fsdp: FSDP | None, devices: int) -> Placement:
+    """Returns where params lie: as asked for, as they lie already, or split over `devices`.
+
+    Args:
+      params: the params, abstract or not.
+      shardings: a `NamedSharding` for each, or a prefix of that tree, or None.
+      fsdp: how they are gathered, or None.
+      devices: over how many devices to split them, where no shardings are given.
+
+    Raises:
+      ValueError: if both shardings and several devices are given.
+    """
+    if fsdp is not None and shardings is None:
+        shardings = fsdp.shardings
+    if shardings is None:
+        found = [getattr(x, "sharding", None) for x in jax.tree.leaves(params)]
+        if found and all(isinstance(x, NamedSharding) for x in found):
+            shardings = jax.tree.unflatten(jax.tree.structure(params), found)
+    if shardings is not None:
+        if devices != 1:
+            raise ValueError(
+                f"the shardings name their devices; leave out devices={devices}, or the shardings"
+            )
+        return Placement(jax.tree.broadcast(shardings, params), fsdp)
+    if devices == 1:
+        return Placement()
+    mesh: Any = AbstractMesh((devices,), ("data",), axis_types=(AxisType.Auto,))
+    split = fully_sharded(params, mesh, "data")
+    if not any(axes_of_spec(x.spec) for x in jax.tree.leaves(split)):
+        return Placement(split)
+    return Placement(split, FSDP(shardings=split, axis="data"))
+
+
+def abstract_state(
+    params: PyTree, tx: MixedPrecision, collections: Mapping[str, PyTree], placement: Placement
+) -> TrainState:
+    """Returns the state that training starts with, from shapes alone: with shardings on a mesh."""
+    create = functools.partial(TrainState.create, tx=tx)
+    state = jax.eval_shape(
+        create, params=_abstract_tree(params), **_abstract_tree(dict(collections))
+    )
+    if placement.mesh is None:
+        return state
+    placed = state_shardings(state, state.params, placement.shardings)
+    return jax.tree.map(_placed, state, placed)
+
+
+def planned_step(
+    loss_fn: Callable[..., Any],
+    state: TrainState,
+    batch: PyTree,
+    policy: Any,
+    placement: Placement,
+    options: Mapping[str, Any],
+) -> PlannedStep:
+    """Makes a train step for an abstract state.
+
+    Args:
+      loss_fn: the loss function.
+      state: the abstract state.
+      batch: the whole batch, abstract or not.
+      policy: the policy of the step; None if the model has one of its own.
+      placement: where the params lie.
+      options: further arguments of `make_train_step`.
+
+    Raises:
+      ValueError: if the batch cannot be split over the mesh.
+    """
+    shardings = None
+    if placement.mesh is not None:
+        shardings = jax.tree.map(lambda x: x.sharding, state)
+    step = make_train_step(loss_fn, policy, fsdp=placement.fsdp, shardings=shardings, **options)
+    return PlannedStep(step, state, _placed_batch(batch, placement))
+
+
+def _placed_batch(batch: PyTree, placement: Placement) -> PyTree:
+    """Returns the abstract batch: split as it is, or over the axes that split examples."""
+    mesh = placement.mesh
+    if mesh is None:
+        return _abstract_tree(batch)
+
+    def place(name: str, x: Any) -> Any:
+        shape, given = _abstract(x), getattr(x, "sharding", None)
+        if isinstance(given, NamedSharding):
+            return _placed(shape, given)
+        spec = jax.P(_batch_axes(name, shape, placement)) if shape.shape else jax.P()
+        return _placed(shape, NamedSharding(mesh, spec))
+
+    names = jax.tree.unflatten(jax.tree.structure(batch), leaf_names(batch))
+    return jax.tree.map(place, names, batch)
+
+
+def _batch_axes(name: str, x: Any, placement: Placement) -> tuple[str, ...]:
+    """Returns the mesh axes that split the batch: those of FSDP, and those that split no param."""
+    leaves = jax.tree.leaves(placement.shardings)
+    used = set[str]().union(*(axes_of_spec(x.spec) for x in leaves))
+    gathered = placement.fsdp.axes if placement.fsdp is not None else ()
+    axes = tuple(x for x in placement.mesh.axis_names if x not in used or x in gathered)
+    if not axes:
+        raise ValueError(
+            "every mesh axis splits a param, so that none is left for the batch. Give fsdp= with "
+            "the axis over which params are gathered, or a batch whose leaves have a sharding"
+        )
+    parts = math.prod(placement.mesh.shape[axis] for axis in axes)
+    if x.shape[0] % parts:
+        raise ValueError(
+            f"batch leaf {name!r} has {x.shape[0]} examples, which the {parts} devices along "
+            f"{', '.join(map(repr, axes))} do not divide. Give the batch of all devices, or "
+            "jax.ShapeDtypeStruct with a sharding"
+        )
+    return axes
+
+
+def _abstract_tree(tree: PyTree) -> PyTree:
+    return jax.tree.map(_abstract, tree)
+
+
+def _abstract(x: Any) -> jax.ShapeDtypeStruct:
+    if hasattr(x, "shape") and hasattr(x, "dtype"):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return jax.eval_shape(lambda: jnp.asarray(x))
+
+
+def _placed(x: Any, sharding: Any) -> Any:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)

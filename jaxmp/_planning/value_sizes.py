@@ -1,0 +1,199 @@
+"""The bytes of every value of a program on one device: how each is split over the mesh."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxmp._jaxpr.compat import scan_counts
+from jaxmp._jaxpr.mesh_axes import named_axes
+from jaxmp._jaxpr.op_classes import (
+    COSTS,
+    IDENTITIES,
+    LAYINGS,
+    PICKS,
+    REARRANGES,
+    REDUCTIONS,
+    Cost,
+)
+from jaxmp._planning.array_splits import WHOLE, Split, joined, parts_of, result_splits
+from jaxmp._planning.flat_program import FlatOp, FlatProgram
+
+# Change how an array is seen or laid out, or say what is known of it: a product reads it as it is.
+_VIEWS = REARRANGES | IDENTITIES | LAYINGS | {"optimization_barrier"}
+
+
+def is_view(op: FlatOp) -> bool:
+    """Whether the result of an operation is its first operand, seen in another way."""
+    return op.name in _VIEWS
+
+
+def is_sum(op: FlatOp) -> bool:
+    """Whether an operation writes a small result, and computes its operands while it reads them."""
+    return op.name in REDUCTIONS or op.name in PICKS
+
+
+def is_cheap(op: FlatOp) -> bool:
+    """Whether an operation can be fused into those that read its result."""
+    return COSTS.get(op.name) is Cost.CHEAP and not is_view(op) and not is_sum(op)
+
+
+def is_dear(op: FlatOp) -> bool:
+    """Whether an operation is a kernel of its own: a product, a loop, a sort."""
+    return not (is_view(op) or is_sum(op) or is_cheap(op))
+
+
+class SizedProgram:
+    """A program, and how its values are split over a mesh.
+
+    Attributes:
+      program: the program.
+      mesh: the sizes of the mesh axes.
+      splits: how each value is split.
+      plain: values that are made of no array, such as zeros: they lie where they are read.
+      inner: the programs inside of an operation, by its number.
+    """
+
+    def __init__(
+        self,
+        program: FlatProgram,
+        given: Sequence[Split],
+        mesh: Mapping[str, int],
+        plain: Sequence[bool] = (),
+    ) -> None:
+        """Follows the splits of the arguments through the program.
+
+        Args:
+          program: the program.
+          given: how each argument is split.
+          mesh: the sizes of the mesh axes.
+          plain: for each argument, whether it is made of no array.
+        """
+        self.program, self.mesh = program, mesh
+        self.splits: dict[int, Split] = dict(zip(program.inputs, given, strict=True))
+        self.plain = {v for v, is_plain in zip(program.inputs, plain, strict=False) if is_plain}
+        self.inner: dict[int, list[SizedProgram]] = {}
+        self._roots: dict[int, int] = {}
+        for number, op in enumerate(program.ops):
+            made = self._inside(number, op) if op.bodies else self._results(op)
+            self.splits.update(zip(op.outputs, made, strict=True))
+            self._lay_plain(op)
+            self._see_through(op)
+
+    def bytes_of(self, v: int) -> int:
+        """Returns the bytes of a value on one device."""
+        return nbytes_on_device(self.program.avals[v], self.splits.get(v, ()), self.mesh)
+
+    def root(self, v: int) -> int:
+        """Returns the value that this one is a view of."""
+        return self._roots.get(v, v)
+
+    def operands(self, op: FlatOp) -> list[int]:
+        """Returns the values that an operation reads, views as what they are views of."""
+        return list(dict.fromkeys(self.root(v) for v in op.inputs if v is not None))
+
+    def starts_anew(self, op: FlatOp) -> bool:
+        """Whether an operation makes values of its own, and no view of another."""
+        return any(self.root(v) == v for v in op.outputs) or not op.outputs
+
+    @property
+    def results(self) -> list[Split]:
+        """How each result is split."""
+        return [self.splits.get(v, ()) if v is not None else () for v in self.program.outputs]
+
+    def _given(self, op: FlatOp) -> list[Split]:
+        shapes = [getattr(variable.aval, "ndim", 0) for variable in op.equation.invars]
+        whole = [(WHOLE,) * ndim for ndim in shapes]
+        return [
+            each if v is None else self.splits.get(v, each)
+            for v, each in zip(op.inputs, whole, strict=True)
+        ]
+
+    def _results(self, op: FlatOp) -> list[Split]:
+        return result_splits(op.equation, self._given(op), self.mesh)
+
+    def _lay_plain(self, op: FlatOp) -> None:
+        """Splits what is made of no array as what is made of it."""
+        known = all(v is None or v in self.plain for v in op.inputs)
+        if known and not is_dear(op):
+            self.plain.update(op.outputs)
+            return
+        for v in op.inputs:
+            for out in op.outputs:
+                if v is None or v not in self.plain or any(self.splits[v]):
+                    continue
+                if self.program.avals[v].shape == getattr(self.program.avals[out], "shape", None):
+                    self.splits[v] = self.splits[out]
+
+    def _see_through(self, op: FlatOp) -> None:
+        if is_view(op):
+            for v, out in zip(op.inputs, op.outputs, strict=False):
+                if v is not None and self.bytes_of(v) == self.bytes_of(out):
+                    self._roots[out] = self.root(v)
+
+    def _inside(self, number: int, op: FlatOp) -> list[Split]:
+        given, plain = self._given(op), [v in self.plain for v in op.inputs]
+        if op.name == "scan":
+            return self._scan(number, op, given, plain)
+        if op.name == "while":
+            return self._while(number, op, given)
+        if op.name == "cond":
+            self.inner[number] = [SizedProgram(body, given[1:], self.mesh) for body in op.bodies]
+            results = [body.results for body in self.inner[number]]
+            return [_either(each) for each in zip(*results, strict=True)]
+        # A `shard_map`: its arrays are those of one device.
+        (body,) = op.bodies
+        whole = [(WHOLE,) * getattr(body.avals[v], "ndim", 0) for v in body.inputs]
+        self.inner[number] = [SizedProgram(body, whole, {})]
+        specs = zip(op.equation.params["out_specs"], op.equation.outvars, strict=True)
+        return [_split_by(spec, getattr(v.aval, "ndim", 0)) for spec, v in specs]
+
+    def _scan(self, number: int, op: FlatOp, given: list[Split], plain: list[bool]) -> list[Split]:
+        begin, count = scan_counts(op.equation.params)
+        carry, each = given[begin : begin + count], [split[1:] for split in given[begin + count :]]
+        while True:
+            body = SizedProgram(op.bodies[0], [*given[:begin], *carry, *each], self.mesh, plain)
+            turned = [_either(pair) for pair in zip(carry, body.results, strict=False)]
+            if turned == carry:
+                break
+            carry = turned
+        self.inner[number] = [body]
+        for v, inside in zip(op.inputs[:begin], body.program.inputs, strict=False):
+            if v in self.plain:
+                self.splits[v] = body.splits[inside]
+        return [*carry, *((WHOLE, *split) for split in body.results[count:])]
+
+    def _while(self, number: int, op: FlatOp, given: list[Split]) -> list[Split]:
+        params = op.equation.params
+        tested = params["cond_nconsts"]
+        begin = tested + params["body_nconsts"]
+        carry = given[begin:]
+        while True:
+            body = SizedProgram(op.bodies[1], [*given[tested:begin], *carry], self.mesh)
+            turned = [_either(pair) for pair in zip(carry, body.results, strict=True)]
+            if turned == carry:
+                break
+            carry = turned
+        self.inner[number] = [body]
+        return carry
+
+
+def nbytes_on_device(aval: Any, split: Split, mesh: Mapping[str, int]) -> int:
+    """Returns the bytes of an array that is split so; 0 for what is no array."""
+    if not (hasattr(aval, "shape") and hasattr(aval, "dtype")):
+        return 0
+    # A key of random numbers has a dtype of its own, of as many bytes as its words.
+    return math.ceil(math.prod(aval.shape) * aval.dtype.itemsize / parts_of(split, mesh))
+
+
+def _either(splits: Sequence[Split]) -> Split:
+    """Returns the split of a value that comes from one of several places; () says nothing."""
+    known = [split for split in splits if split]
+    found = known[0] if known else ()
+    for other in known[1:]:
+        found = joined(found, other)
+    return found
+
+
+def _split_by(spec: Any, ndim: int) -> Split:
+    entries = [frozenset(named_axes(entry)) for entry in spec]
+    return (*entries, *[WHOLE] * (ndim - len(entries)))

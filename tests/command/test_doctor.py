@@ -1,0 +1,258 @@
+"""What `jaxmp doctor` says follows from facts: devices, settings, sizes of products."""
+
+import itertools
+import json
+import pathlib
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxmp._command.doctor import DoctorReport, choose, diagnose
+from jaxmp._command.float8_advice import (
+    estimate_float8,
+    float8_sentences,
+    step_speedup,
+    total_speedup,
+)
+from jaxmp._command.machine import Machine, remarks, settings, this_machine, versions
+from jaxmp._command.main import main
+from jaxmp._command.program import NamedProgram
+from jaxmp._command.rates import Rate, measured_rates
+from jaxmp._command.shapes import ProductShape, paddings, parse_shapes, shapes_in
+from jaxmp._planning.devices import DEVICES
+
+
+def machine(kind: str, capability: str = "", wrong: bool = False) -> Machine:
+    platform = "cpu" if kind == "cpu" else "tpu" if "TPU" in kind else "gpu"
+    return Machine(platform, kind, 1, 1, 2**30, capability, "runtime", wrong)
+
+
+def report(at: Machine, shapes: tuple[str, ...] = (), rates: tuple[Rate, ...] = ()) -> DoctorReport:
+    return diagnose(
+        machine=at,
+        no_machine="",
+        device=at.known,
+        kind=at.name,
+        versions={"jax": "1"},
+        settings={},
+        remarks=remarks({}, at),
+        rates=rates,
+        shapes=parse_shapes(shapes),
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "capability", "policy", "float8"),
+    [
+        ("NVIDIA H100 80GB HBM3", "9.0", "mixed_bfloat16", True),
+        ("NVIDIA A100-SXM4-80GB", "8.0", "mixed_bfloat16", False),
+        ("Tesla V100-SXM2-16GB", "7.0", "mixed_float16", False),
+        ("TPU v5 lite", "", "mixed_bfloat16", False),
+        ("TPU7x", "", "mixed_bfloat16", True),
+        # Not in the table: the compute capability says it.
+        ("NVIDIA GeForce RTX 3090", "8.6", "mixed_bfloat16", False),
+        ("NVIDIA GeForce RTX 2080 Ti", "7.5", "mixed_float16", False),
+        ("NVIDIA RTX PRO 6000 Blackwell", "12.0", "mixed_bfloat16", True),
+        ("NVIDIA Tesla P100", "6.0", "float32", False),
+        # Nothing is known.
+        ("cpu", "", "float32", False),
+        ("AMD Instinct MI999", "gfx999", "float32", None),
+    ],
+)
+def test_the_format_follows_from_what_the_device_multiplies(
+    kind: str, capability: str, policy: str, float8: bool | None
+) -> None:
+    found = report(machine(kind, capability=capability))
+    assert found.choice.policy == policy
+    assert found.multiplies["float8_e4m3fn"] is float8
+    text = str(found)
+    assert f"Train in {policy}:" in text
+    wanted = {True: "multiplies float8. Each", False: "does not multiply float8", None: "not known"}
+    assert wanted[float8] in text.partition("Float8:")[2]
+
+
+def test_where_nothing_is_known_the_measurement_decides() -> None:
+    nothing = dict.fromkeys(["float32", "float16", "bfloat16", "float8_e4m3fn"])
+    slow = choose(nothing, "cpu", {"float32": 100.0, "bfloat16": 60.0})
+    fast = choose(nothing, "cpu", {"float32": 100.0, "bfloat16": 200.0})
+    assert (slow.policy, fast.policy) == ("float32", "mixed_bfloat16")
+    assert "bfloat16 has 0.60 times the speed of float32" in " ".join(slow.reasons)
+
+
+def test_amd_formats_are_not_these() -> None:
+    assert "e4m3fnuz" in float8_sentences(False, "AMD Instinct MI300X", [])[0]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "h100", "h200"),
+    [
+        ("4096x1024x4096", 0.88, 0.96),
+        ("16384x2048x2048", 1.11, 1.21),
+        ("16384x4096x4096", 1.35, 1.43),
+        ("16384x4096x14336", 1.46, 1.52),
+        ("16384x8192x8192", 1.50, 1.55),
+    ],
+)
+def test_estimates_are_those_of_the_page_on_float8(sizes: str, h100: float, h200: float) -> None:
+    """The table under "When it pays" was computed from the bytes of compiled programs."""
+    for name, expected in (("h100", h100), ("h200", h200)):
+        (found,) = estimate_float8(parse_shapes([sizes]), DEVICES[name])
+        assert found.bfloat16 / found.float8 == pytest.approx(expected, abs=0.03)
+
+
+def test_what_is_left_out_of_float8_is_no_faster() -> None:
+    large, small = parse_shapes(["16384x8192x8192", "16384x1024x1024"])
+    both = estimate_float8([large, small], DEVICES["h100"])
+    assert [each.left_out for each in both] == ["", "K = 1024, N = 1024 is slower in float8"]
+    assert both[1].speedup == 1.0
+    assert 1 < total_speedup(both) < both[0].speedup
+    heads = ProductShape(4096, 64, 4096, batch=32)
+    assert "attention" in estimate_float8([heads], DEVICES["h100"])[0].left_out
+    assert step_speedup(2.0, 0.5) == pytest.approx(4 / 3)  # Amdahl: 1 / (1/2 + 1/4)
+
+
+def test_sizes_that_are_padded_are_found() -> None:
+    shapes = parse_shapes(["4096x1024x50257", "63x1000x1024", "64x1024x512"])
+    found = [(p.name, p.size, p.padded) for p in paddings(shapes, DEVICES["a100"])]
+    assert found == [("N", 50257, 50264)]
+    found = [(p.name, p.multiple, p.padded) for p in paddings(shapes, DEVICES["h100"])]
+    assert found == [("N", 8, 50264), ("N", 16, 50272), ("K", 16, 1008)]
+    found = [(p.name, p.padded) for p in paddings(shapes, DEVICES["v5e"])]
+    assert found == [("N", 50304), ("K", 1024)]
+    assert {p.multiple for p in paddings(shapes, None)} == {8, 16, 128}
+    assert paddings(parse_shapes(["64x1x7", "1x999x7"]), DEVICES["h100"]) == []
+
+
+def test_padding_is_said_in_numbers() -> None:
+    text = str(report(machine("NVIDIA H100 80GB HBM3"), ("4096x1024x50257", "64x256x10")))
+    assert "N: 50257 -> 50264 for bfloat16, +0.01 %" in text
+    assert "N: 10 -> 16 for bfloat16, +60 %" in text
+    assert "Pad N with columns of zeros" in text
+    assert "All sizes are multiples" in str(report(machine("TPU v5e"), ("128x128x128",)))
+
+
+def test_a_program_has_its_shapes_by_line() -> None:
+    def loss(weights: Any, x: Any) -> Any:
+        def layer(x: Any, w: Any) -> Any:
+            return jnp.tanh(x @ w), None
+
+        x, _ = jax.lax.scan(layer, x, weights)
+        return jnp.einsum("bqd,bkd->bqk", x, x).sum()
+
+    weights, x = jax.ShapeDtypeStruct((5, 8, 8), "float32"), jnp.zeros((2, 4, 8))
+    found = shapes_in(NamedProgram("it", jax.grad(loss), (weights, x), {}))
+    sizes = [(each.rows, each.summed, each.columns, each.runs, each.batch) for each in found]
+    assert sizes == [(8, 8, 8, 5, 1), (4, 8, 4, 1, 2)]
+    assert all(re.match(r"test_doctor\.py:\d+ ", each.line) for each in found)
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ({"jax_enable_x64": "True"}, "jax_enable_x64 is on"),
+        ({"jax_numpy_dtype_promotion": "strict"}, "promotion is strict"),
+        ({"jax_default_matmul_precision": "highest"}, "products of float32 operands"),
+        ({"jax_debug_nans": "True"}, "a loss scale expects overflows"),
+        ({"NVIDIA_TF32_OVERRIDE": "0"}, "cuBLAS multiplies float32 exactly"),
+        ({"XLA_FLAGS": "--a=b --xla_gpu_autotune_level=0"}, "kernels are not tried out"),
+    ],
+)
+def test_settings_that_change_dtypes_are_remarked_on(found: dict[str, str], said: str) -> None:
+    (only,) = remarks(found, machine("NVIDIA H100"))
+    assert said in only
+
+
+def test_usual_settings_need_no_remark() -> None:
+    usual = {"jax_enable_x64": "False", "jax_numpy_dtype_promotion": "standard"}
+    assert remarks(usual, machine("NVIDIA H100")) == []
+    assert remarks({}, None) == []
+
+
+def test_settings_are_read_as_they_are_now() -> None:
+    with jax.numpy_dtype_promotion("strict"), jax.default_matmul_precision("highest"):
+        found = settings({"XLA_FLAGS": "--x", "PATH": "/bin"})
+    assert found["jax_numpy_dtype_promotion"] == "strict"
+    assert found["jax_default_matmul_precision"] == "highest"
+    assert found["XLA_FLAGS"] == "--x"
+    assert "PATH" not in found
+
+
+def test_a_plugin_without_its_device_is_said() -> None:
+    (said,) = remarks({}, machine("cpu"), {"jax", "jax-cuda13-plugin"})
+    assert said.startswith("jax-cuda13-plugin is installed, and JAX runs on the CPU")
+    assert remarks({}, machine("NVIDIA H100"), {"jax-cuda13-plugin"}) == []
+
+
+def test_float8_that_does_not_pay_is_said() -> None:
+    small = str(report(machine("TPU7x"), ("4x16x16",)))
+    large = str(report(machine("TPU7x"), ("16384x8192x8192",)))
+    assert "float8 does not pay: stay with 16 bits" in small
+    assert "does not pay" not in large
+
+
+def test_a_program_without_products_has_no_shapes(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "sine.py").write_text("import math\ndef program():\n    return abs, (-1.0,)\n")
+    assert main(["doctor", "--no-measure", "--shapes", f"{tmp_path}/sine.py:program"]) == 2
+    assert "sine.py:program has no products of matrices" in capsys.readouterr().err
+
+
+def test_a_wrong_compiler_is_said() -> None:
+    (said,) = remarks({}, machine("cpu", wrong=True))
+    assert "sums bfloat16 wrongly" in said
+
+
+def test_this_machine_and_its_versions() -> None:
+    here = this_machine()
+    assert (here.platform, here.devices) == ("cpu", jax.device_count())
+    assert versions()["jax"] == jax.__version__
+
+
+def test_rates_are_medians_of_rounds() -> None:
+    ticks: Iterator[float] = iter([0.0, 4.0, 10.0, 18.0, 30.0, 38.0])  # rounds of 4, 8 and 8 s
+    (rate,) = measured_rates(["bfloat16"], size=8, rounds=3, clock=lambda: next(ticks))
+    assert rate == Rate("bfloat16", "", 8, 2.0)  # four products in a round
+    assert rate.flops == 2 * 8**3 / 2.0
+
+
+def test_float32_is_measured_exact_too() -> None:
+    ticks = itertools.count()
+    found = measured_rates(["float32", "float16"], size=8, rounds=1, clock=lambda: next(ticks))
+    kinds = [(rate.dtype, rate.precision) for rate in found]
+    assert kinds == [("float32", ""), ("float32", "highest"), ("float16", "")]
+
+
+def test_measured_rates_stand_beside_those_of_the_sheet() -> None:
+    rate = Rate("bfloat16", "", 8192, 2 * 8192**3 / 494.7e12)
+    text = str(report(machine("NVIDIA H100 80GB HBM3"), rates=(rate,)))
+    row = next(line for line in text.splitlines() if "│ bfloat16" in line)
+    assert "989 TFLOP/s │ 495 TFLOP/s │    50 %" in row
+
+
+def test_without_a_device_the_code_is_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails() -> Machine:
+        raise RuntimeError("Unable to initialize backend 'tpu'")
+
+    monkeypatch.setattr("jaxmp._command.doctor_command.this_machine", fails)
+    assert main(["doctor"]) == 1
+    out, err = capsys.readouterr()
+    assert "JAX has no device: Unable to initialize" in out
+    assert "JAX has no device: Unable to initialize" in err
+
+
+def test_the_command_advises_for_absent_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    wanted = 1 if this_machine().sums_wrongly else 0
+    assert main(["doctor", "--device", "v100", "--json", "--shapes", "64x64x63"]) == wanted
+    found = json.loads(capsys.readouterr().out)
+    assert found["choice"]["policy"] == "mixed_float16"
+    assert found["rates"] == []
+    assert found["paddings"][0]["padded"] == 64

@@ -1,0 +1,172 @@
+"""`jaxmp plan`, `bench`, `sensitivity` and `estimate`: what they hand on, and their exit codes."""
+
+import dataclasses
+import json
+import pathlib
+import sys
+import textwrap
+from typing import Any
+
+import pytest
+
+from jaxmp._command.main import main
+from jaxmp._diagnostics.sensitivity_report import SensitivityReport
+from jaxmp._planning.devices import DEVICES
+from jaxmp._policies.policy import get_policy
+
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def module(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    """A file with losses, whose first part needs more bits than the second."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    path = tmp_path / "train.py"
+    path.write_text(
+        textwrap.dedent("""
+            import jax
+            import jax.numpy as jnp
+
+            def loss_fn(params, x, power=2):
+                with jax.named_scope("wide"):
+                    h = x @ params["wide"] - 1000.0
+                with jax.named_scope("out"):
+                    return jnp.mean((h @ params["out"]) ** power)
+
+            def loss():
+                params = {"wide": jnp.full((8, 8), 125.01), "out": jnp.eye(8)}
+                return loss_fn, (params, jnp.ones((4, 8))), {"power": 2}
+
+            def one_argument():
+                return loss_fn, (loss()[1][0],)
+
+            def abstract():
+                return loss_fn, jax.eval_shape(lambda: loss()[1])
+        """)
+    )
+    return path
+
+
+def test_plan_of_a_number_of_params(capsys: Captured) -> None:
+    """8e9 params in 2 + 2 + 8 bytes over 8 devices, and float32 gradients."""
+    how = ["--policy", "bfloat16", "--master", "remainder", "--devices", "8"]
+    assert main(["plan", "8B", *how, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    sizes = {row["name"]: row["bytes"] for row in plan["rows"]}
+    assert (sizes["params"], sizes["masters"], sizes["moments"]) == (2e9, 2e9, 8e9)
+    assert sizes["gradients"] == 4e9
+
+
+def test_a_plan_that_does_not_fit_has_code_1(capsys: Captured) -> None:
+    assert main(["plan", "70B", "--device", "v5e"]) == 1
+    out, err = capsys.readouterr()
+    assert "70,000,000,000 params" in out
+    assert err.startswith("it does not fit: ")
+
+
+def test_plan_of_a_loss(module: pathlib.Path, capsys: Captured) -> None:
+    assert main(["plan", f"{module}:loss", "--optimizer", "sgd", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["params"] == 2 * 8 * 8
+    assert plan["is_complete"] is True
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["plan", "8X"], "params as a text are a number such as '8B'"),
+        (
+            ["plan", "{module}:one_argument"],
+            "should return (loss_fn, (params, batch)) here, but it",
+        ),
+        (["plan", "8B", "--optimizer", "adamx"], "'adamx' is no optimizer of optax"),
+        (["bench", "{module}:one_argument"], "but it has 1 arguments"),
+        (["bench", "{module}:abstract"], "params must be arrays, since steps run"),
+        (["bench", "{module}:loss", "--policies", "mixed_bfloat17"], "mixed_bfloat16"),
+        (["sensitivity", "{module}:loss", "--low", "mixed_bfloat17"], "mixed_bfloat16"),
+    ],
+)
+def test_wrong_use_of_losses_has_code_2(
+    module: pathlib.Path, arguments: list[str], said: str, capsys: Captured
+) -> None:
+    assert main([text.format(module=module) for text in arguments]) == 2
+    out, err = capsys.readouterr()
+    assert said in err
+    assert out == ""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["estimate", "a:b"],
+        ["estimate", "a:b", "--device", "h1000"],
+        ["sensitivity", "a:b", "--target", "0"],
+        ["sensitivity", "a:b", "--target", "small"],
+        ["plan", "8B", "--master", "float64"],
+    ],
+)
+def test_options_that_make_no_sense_have_code_2(arguments: list[str], capsys: Captured) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert f"jaxmp {arguments[0]}: error: " in capsys.readouterr().err
+
+
+@dataclasses.dataclass
+class Told:
+    """A report that says with what it was asked for."""
+
+    args: Any
+    kwargs: Any
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"args": len(self.args), "device": self.kwargs["device"].name, **self.kwargs}
+
+
+def test_estimate_hands_on_the_program_and_the_device(
+    module: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.setattr(
+        "jaxmp._command.estimate_command.estimate", lambda fn, *args, **kw: Told(args, kw)
+    )
+    assert main(["estimate", f"{module}:loss", "--device", "v5e", "--donate", "0", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["args"] == 2
+    assert told["device"]["name"] == DEVICES["v5e"].name
+    assert told["donate"] == [0]
+    assert told["power"] == 2
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("standard_promotion")
+def test_bench_times_the_policies(module: pathlib.Path, capsys: Captured) -> None:
+    plot = module.with_name("bench.png")
+    how = ["--rounds", "2", "--steps", "1", "--policies", "float32", "bfloat16"]
+    assert main(["bench", f"{module}:loss", *how, "--plot", str(plot), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["policy"] for row in rows] == ["float32", "bfloat16"]
+    assert all(len(row["seconds"]) == 2 for row in rows)
+    assert plot.stat().st_size > 1000
+
+
+@pytest.mark.exhaustive
+def test_sensitivity_finds_rules(module: pathlib.Path, capsys: Captured) -> None:
+    assert main(["sensitivity", f"{module}:loss", "--target", "0.05"]) == 0
+    assert "Rules with an error of gradients up to 0.05:" in capsys.readouterr().out
+    assert main(["sensitivity", f"{module}:loss", "--target", "0.05", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    policies = {"/wide": found["default"], "/out": found["default"], **dict(found["rules"])}
+    assert get_policy(policies["/wide"]).compute_dtype == "float32"
+    assert get_policy(policies["/out"]).compute_dtype == "bfloat16"
+
+
+@pytest.mark.exhaustive
+def test_a_target_that_no_rules_reach_has_code_1(
+    module: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    def rules(self: SensitivityReport, target: float, of: str) -> Any:
+        raise ValueError(f"with all 2 parts kept, the error of {of} is still above {target:g}")
+
+    monkeypatch.setattr(SensitivityReport, "rules", rules)
+    assert main(["sensitivity", f"{module}:loss", "--target", "1e-9", "--of", "loss"]) == 1
+    assert "the error of loss is still above 1e-09" in capsys.readouterr().err

@@ -1,0 +1,332 @@
+"""Sensitivity finds the part that needs more bits, and its rules do what the report says."""
+
+import itertools
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxmp
+import jaxmp.nnx
+from jaxmp.diagnostics import SensitivityReport, sensitivity
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+WIDTH = 16
+OFFSET = 200.0  # bfloat16 has steps of 1 there
+
+
+def plant(x: jax.Array, planted: bool) -> jax.Array:
+    """Adds and takes off a large number: the identity, but for roundings."""
+    return (x + OFFSET) * 1.0 - OFFSET if planted else x
+
+
+def weights(count: int, seed: int = 0) -> list[jax.Array]:
+    keys = jax.random.split(jax.random.key(seed), count)
+    return [jax.random.normal(key, (WIDTH, WIDTH)) / 4 for key in keys]
+
+
+BATCH = {
+    "x": jax.random.normal(jax.random.key(1), (32, WIDTH)),
+    "y": jax.random.normal(jax.random.key(2), (32, WIDTH)),
+}
+
+
+def squares(z: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
+    return jnp.mean((z - batch["y"]) ** 2)
+
+
+def mlp(planted: int | None, layers: int = 4) -> tuple[Callable[..., Any], Any]:
+    """Plain JAX with named scopes."""
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        h = batch["x"]
+        for i, w in enumerate(params):
+            with jax.named_scope(f"layer_{i}"):
+                h = jnp.tanh(plant(h @ w, i == planted))
+        return squares(h, batch)
+
+    return loss_fn, weights(layers)
+
+
+class Mixer(nn.Module):
+    planted: bool = False
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        h = nn.Dense(2 * WIDTH)(nn.LayerNorm()(x))
+        return x + nn.Dense(WIDTH)(jnp.tanh(plant(h, self.planted)))
+
+
+class Net(nn.Module):
+    planted: int | None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for i in range(2):
+            x = Mixer(i == self.planted)(x)
+        return nn.Dense(WIDTH)(x)
+
+
+def linen(planted: int | None) -> tuple[Callable[..., Any], Any]:
+    net = Net(planted)
+    params = net.init(jax.random.key(0), BATCH["x"])
+    return lambda params, batch: squares(net.apply(params, batch["x"]), batch), params
+
+
+class NnxBlock(nnx.Module):
+    def __init__(self, planted: bool, rngs: nnx.Rngs) -> None:
+        self.planted = planted
+        self.up = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
+        self.down = nnx.Linear(2 * WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + self.down(jnp.tanh(plant(self.up(x), self.planted)))
+
+
+class NnxNet(nnx.Module):
+    def __init__(self, planted: int | None, rngs: nnx.Rngs) -> None:
+        self.blocks = nnx.List([NnxBlock(i == planted, rngs) for i in range(2)])
+        self.head = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def live(planted: int | None) -> tuple[Callable[..., Any], Any]:
+    """A live nnx model is the params."""
+    return lambda model, batch: squares(model(batch["x"]), batch), NnxNet(planted, nnx.Rngs(0))
+
+
+def merged(planted: int | None) -> tuple[Callable[..., Any], Any]:
+    """The loss merges an nnx model whose modules were given scopes."""
+    graphdef, params = nnx.split(jaxmp.nnx.with_scopes(NnxNet(planted, nnx.Rngs(0))))
+    return lambda params, batch: squares(nnx.merge(graphdef, params)(batch["x"]), batch), params
+
+
+def scanned(planted: int | None) -> tuple[Callable[..., Any], Any]:
+    """Layers in a rematerialized scan are one part; the parts in the layer are others."""
+
+    def block(h: jax.Array, ws: Any) -> Any:
+        with jax.named_scope("attend"):
+            h = h + jnp.tanh(h @ ws["a"])
+        with jax.named_scope("mlp"):
+            return h + jnp.tanh(plant(h @ ws["b"], planted == 1)), None
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        with jax.named_scope("embed"):  # a stream that begins with data would stay float32
+            h = batch["x"] @ params["embed"]
+        with jax.named_scope("layers"):
+            h, _ = jax.lax.scan(jax.checkpoint(block), h, params["stack"])
+        with jax.named_scope("head"):
+            h = h @ params["head"]
+        return squares(h, batch)
+
+    a, b = (jnp.stack(weights(3, seed)) for seed in (0, 1))
+    embed, head = weights(2, 5)
+    return loss_fn, {"stack": {"a": a, "b": b}, "embed": embed, "head": head}
+
+
+@pytest.mark.jax
+@pytest.mark.parametrize(
+    ("make", "path"),
+    [
+        (mlp, "layer_1"),
+        (scanned, "layers/mlp"),
+        pytest.param(linen, "Net/Mixer_1", marks=pytest.mark.exhaustive),
+        pytest.param(live, "blocks/1", marks=pytest.mark.exhaustive),
+        pytest.param(merged, "blocks/1", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_the_planted_part_is_first_and_kept(make: Any, path: str) -> None:
+    """Without the fault, the same part is like the others: the positive control."""
+    loss_fn, params = make(1)
+    report = sensitivity(loss_fn, params, BATCH)
+    assert report.rows[0].path == path
+    assert report.rows[0].alone.gradients > 5 * report.rows[1].alone.gradients
+    rules = report.rules(target=0.1)
+    assert report.all_low.gradients > 0.1 >= report.errors(rules).gradients
+    assert f"/{path}" in [pattern for pattern, _ in rules.rules]
+    sound, params = make(None)
+    before = {row.path: row.alone.gradients for row in sensitivity(sound, params, BATCH).rows}
+    assert before[path] < report.rows[0].alone.gradients / 5
+
+
+def gradients(loss_fn: Any, rules: Any, params: Any) -> np.ndarray:
+    fun = jaxmp.autocast(loss_fn, rules)
+    found = jaxmp.value_and_grad(fun)(params, BATCH)[1]
+    return np.concatenate([np.ravel(x).astype(np.float64) for x in jax.tree.leaves(found)])
+
+
+def test_the_rules_meet_the_target_outside_of_the_report() -> None:
+    """NumPy measures what `jaxmp.autocast` does under the rules."""
+    loss_fn, params = mlp(2)
+    report = sensitivity(loss_fn, params, BATCH)
+    for target in (0.1, 0.007):
+        rules = report.rules(target)
+        exact = gradients(loss_fn, "float32", params)
+        off = gradients(loss_fn, rules, params) - exact
+        error = float(np.linalg.norm(off) / np.linalg.norm(exact))
+        assert error <= target
+        assert error == pytest.approx(report.errors(rules).gradients, rel=0.2)
+
+
+def test_switched_roundings_are_those_of_the_program() -> None:
+    """All roundings switched on in float32 make the error of the 16-bit program."""
+    report = sensitivity(*mlp(None), BATCH)
+    assert report.all_switched.gradients == pytest.approx(report.all_low.gradients, rel=0.2)
+    squared = sum(row.alone.gradients**2 for row in report.rows)
+    assert math.sqrt(squared) == pytest.approx(report.all_low.gradients, rel=0.4)
+    assert report.evaluations == len(report.rows) + 4
+
+
+@pytest.mark.exhaustive
+def test_nine_tenths_of_the_exhaustive_search_with_a_tenth_of_its_evaluations() -> None:
+    """Of all sets of k parts, the best one to keep, against the k parts that rank first.
+
+    The loss is measured under real rules for every set.
+    """
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        h = batch["x"]
+        for i, w in enumerate(params):
+            with jax.named_scope(f"layer_{i}"):
+                y = h @ w
+                h = jnp.tanh((y + 8.0 * i) * 1.0 - 8.0 * i)  # each layer loses more than the last
+        return squares(h, batch)
+
+    params, k = weights(9), 4
+    report = sensitivity(loss_fn, params, BATCH)
+    names = [row.path for row in report.rows]
+    best = math.inf
+    sets = list(itertools.combinations(names, k))
+    for kept in sets:
+        rules = jaxmp.PolicyRules(
+            [(f"/{name}", "float32") for name in kept if name.startswith("layer")],
+            default="mixed_bfloat16",
+        )
+        best = min(best, report.errors(rules).gradients)
+    ours = report.errors(report.keep(k)).gradients
+    reduction = (report.all_low.gradients - ours) / (report.all_low.gradients - best)
+    assert reduction >= 0.9
+    assert report.evaluations <= len(sets) / 10
+
+
+@pytest.mark.exhaustive
+def test_overflow_in_float16_ranks_first() -> None:
+    def loss_fn(params: Any, batch: Any) -> Any:
+        with jax.named_scope("huge"):
+            h = (batch["x"] @ (params[0] * 1e5)) / 1e5
+        with jax.named_scope("plain"):
+            h = jnp.tanh(h @ params[1])
+        return squares(h, batch)
+
+    report = sensitivity(loss_fn, weights(2), BATCH, low="mixed_float16")
+    assert report.rows[0].path == "huge"
+    assert math.isinf(report.rows[0].alone.gradients)
+    assert report.as_dict()["parts"][0]["alone"]["gradients"] is None
+    assert "not finite" in str(report)
+    assert report.errors(report.rules(0.05)).gradients <= 0.05
+
+
+def test_small_gradients_in_float16_are_scaled() -> None:
+    """A scale is found; the scale 1 is the positive control: gradients underflow."""
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        with jax.named_scope("layer"):
+            return 1e-6 * jnp.sum((batch["x"] @ params) ** 2 / 32)
+
+    w = weights(1)[0]
+    found = sensitivity(loss_fn, w, BATCH, low="mixed_float16")
+    plain = sensitivity(loss_fn, w, BATCH, low="mixed_float16", loss_scale=1.0)
+    assert found.loss_scale == 2.0**16
+    assert found.all_low.gradients < 0.01 < plain.all_low.gradients
+
+
+@pytest.mark.exhaustive
+def test_float8() -> None:
+    """Codes of float8 are switched too; the planted outlier wastes the range of its product."""
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        with jax.named_scope("outlier"):
+            h = jnp.concatenate([batch["x"][:, :-1], 3e4 + 0 * batch["x"][:, -1:]], 1)
+            h = jnp.tanh(h @ params[0].at[-1].multiply(1e-5))
+        with jax.named_scope("plain"):
+            h = h @ params[1]
+        return squares(h, batch)
+
+    report = sensitivity(loss_fn, weights(2), BATCH, low="mixed_float8")
+    assert report.rows[0].path == "outlier"
+    assert report.all_switched.gradients == pytest.approx(report.all_low.gradients, rel=0.3)
+    assert report.rows[1].alone.gradients > 0.01  # a float8 rounding, not a bfloat16 one
+    assert report.errors(report.rules(0.1)).gradients <= 0.1
+
+
+def test_candidates_are_parts_and_the_rest_stays_high() -> None:
+    loss_fn, params = mlp(1)
+    report = sensitivity(loss_fn, params, BATCH, candidates=["layer_[01]", "layer_2"])
+    assert [row.path for row in report.rows] == ["layer_[01]", "layer_2"]
+    rules = report.keep(1)
+    assert rules.resolve("layer_2").compute_dtype == jnp.bfloat16
+    assert rules.resolve("layer_3").compute_dtype == jnp.float32
+    assert report.errors(report.keep(2)).gradients == 0
+
+
+def test_outputs_are_measured() -> None:
+    loss_fn, params = mlp(None, layers=2)
+
+    def with_outputs(params: Any, batch: Any) -> Any:
+        return loss_fn(params, batch), {"logits": batch["x"] @ params[0], "count": 3}
+
+    report = sensitivity(with_outputs, params, BATCH, has_aux=True)
+    assert 1e-4 < report.all_low.outputs < 0.01
+    assert report.errors(report.rules(1e-9, of="outputs")).outputs <= 1e-9
+
+
+@pytest.fixture(scope="module")
+def small() -> SensitivityReport:
+    return sensitivity(*mlp(None, layers=2), BATCH)
+
+
+def test_the_report_is_plain(small: SensitivityReport) -> None:
+    found = json.loads(json.dumps(small.as_dict(), allow_nan=False))
+    assert [part["path"] for part in found["parts"]] == [row.path for row in small.rows]
+    assert found["low"] == "mixed_bfloat16"
+    assert found["parts"][0]["alone"]["outputs"] is None
+    text = str(small)
+    assert "layer_0" in text
+    assert "all low, measured" in text
+    assert "50%" in text
+
+
+def test_wrong_arguments_are_told(small: SensitivityReport) -> None:
+    loss_fn, params = mlp(None, layers=2)
+    with pytest.raises(ValueError, match=r"'layer_x' matches no scope.*'layer_0', 'layer_1'"):
+        sensitivity(loss_fn, params, BATCH, candidates=["layer_x"])
+    with pytest.raises(ValueError, match="can match nothing"):
+        sensitivity(loss_fn, params, BATCH, candidates=["type:Dense"])
+    with pytest.raises(ValueError, match="nothing in this program has a name"):
+        sensitivity(lambda w, b: squares(b["x"] @ w, b), params[0], BATCH)
+    with pytest.raises(TypeError, match="under jit there are none"):
+        jax.jit(lambda p: sensitivity(loss_fn, p, BATCH).evaluations)(params)
+    with pytest.raises(ValueError, match="not finite in the reference"):
+        sensitivity(loss_fn, [w / 0.0 for w in params], BATCH)
+    with pytest.raises(ValueError, match="loss_scale must be positive"):
+        sensitivity(loss_fn, params, BATCH, loss_scale=-1.0)
+    with pytest.raises(ValueError, match="target must be a positive"):
+        small.rules(0)
+    with pytest.raises(ValueError, match="there are no outputs"):
+        small.rules(0.1, of="outputs")
+    with pytest.raises(ValueError, match="of must be"):
+        small.rules(0.1, of="weights")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="count must be from 0 to 3"):
+        small.keep(4)

@@ -1,0 +1,212 @@
+"""The parts of a plan: programs made flat, splits over a mesh, buffers and how long they live."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+from jaxmp._planning.array_splits import split_of
+from jaxmp._planning.buffers import FUSIONS, buffer_sizes
+from jaxmp._planning.flat_program import FlatProgram, flattened
+from jaxmp._planning.live_bytes import Live, most_live
+from jaxmp._planning.value_sizes import SizedProgram
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+KB = 1024
+X = jax.ShapeDtypeStruct((16, 16), jnp.float32)  # 1 kB
+GPU, TPU = FUSIONS["gpu"], FUSIONS["tpu"]
+
+
+def flat(fun: Callable[..., Any], *args: Any) -> FlatProgram:
+    return flattened(jax.make_jaxpr(fun)(*args))
+
+
+def sized(fun: Callable[..., Any], *args: Any) -> SizedProgram:
+    whole = [(frozenset[str](),) * x.ndim for x in jax.tree.leaves(args)]
+    return SizedProgram(flat(fun, *args), whole, {})
+
+
+def held(fun: Callable[..., Any], *args: Any, fusion: Any = GPU) -> float:
+    return most_live(sized(fun, *args), fusion).total / KB
+
+
+@jax.custom_vjp
+def squared(x: Any) -> Any:
+    return x * x
+
+
+squared.defvjp(lambda x: (x * x, x), lambda x, g: (2 * g * x,))
+
+
+def test_calls_become_their_operations() -> None:
+    def fun(x: Any) -> Any:
+        return jax.jit(jax.checkpoint(jnp.sin))(x) + squared(jax.nn.relu(x))
+
+    assert [op.name for op in flat(fun, X).ops] == ["sin", "max", "mul", "add"]
+
+
+def test_a_function_that_is_called_twice_is_two() -> None:
+    inner = jax.jit(lambda x: jnp.sin(x) * 2)
+    ops = flat(lambda x: inner(inner(x)), X).ops
+    assert [op.name for op in ops] == ["sin", "mul", "sin", "mul"]
+    assert ops[2].inputs == ops[1].outputs
+
+
+def test_what_nobody_reads_is_left_out_of_loops_too() -> None:
+    def turn(carry: Any, x: Any) -> Any:
+        unread, read = carry
+        return (unread @ unread, read + x), (jnp.exp(x), jnp.sin(x))
+
+    def fun(x: Any, xs: Any) -> Any:
+        (_, read), (_, stacked) = jax.lax.scan(turn, (x, x), xs)
+        return read, stacked
+
+    xs = jax.ShapeDtypeStruct((5, 16, 16), jnp.float32)
+    (loop,) = flat(fun, X, xs).ops
+    assert [op.name for op in loop.bodies[0].ops] == ["add", "sin"]
+    assert loop.inputs[0] is None
+
+
+# What is split over the axes "a" (4) and "b" (2): arguments with specs.
+CASES: dict[str, tuple[Callable[..., Any], list[tuple[tuple[int, ...], P]]]] = {
+    "elementwise": (lambda x, y: x * y + 1, [((8, 8), P("a")), ((8, 8), P("a"))]),
+    "product": (lambda x, y: x @ y, [((8, 16), P("a")), ((16, 8), P(None, "b"))]),
+    "contraction": (lambda x, y: x @ y, [((8, 16), P(None, "a")), ((16, 8), P("a"))]),
+    "batched": (
+        lambda x, y: jnp.einsum("bqd,bkd->bqk", x, y),
+        [((8, 4, 4), P("a", "b")), ((8, 4, 4), P("a"))],
+    ),
+    "sum": (lambda x: x.sum(0), [((8, 8), P("a", "b"))]),
+    "transpose": (lambda x: x.T, [((8, 16), P("a", "b"))]),
+    "broadcast": (lambda x: jnp.broadcast_to(x[None], (3, 8, 8)), [((8, 8), P("a", "b"))]),
+    "merge": (lambda x: x.reshape(32, 8), [((8, 4, 8), P("a", None, "b"))]),
+    "cut": (lambda x: x.reshape(8, 4, 4), [((8, 16), P("a", "b"))]),
+    "lookup": (lambda t, i: t[i], [((64, 8), P(None, "b")), ((8, 4), P("a"))]),
+    "parts": (lambda x: jnp.split(x, 2, axis=1)[0], [((8, 16), P("a"))]),
+    "convolution": (
+        lambda x, k: jax.lax.conv_general_dilated(
+            x, k, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        ),
+        [((8, 4, 4, 2), P("a")), ((3, 3, 2, 8), P(None, None, None, "b"))],
+    ),
+    "loop": (
+        lambda x, w: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), x), x, w),
+        [((8, 8), P("a")), ((3, 8, 8), P())],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_results_are_split_as_the_partitioner_splits_them(name: str) -> None:
+    fun, arguments = CASES[name]
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    args = [
+        jax.ShapeDtypeStruct(
+            shape,
+            jnp.int32 if name == "lookup" and i else jnp.float32,
+            sharding=NamedSharding(mesh, spec),
+        )
+        for i, (shape, spec) in enumerate(arguments)
+    ]
+    compiled = jax.jit(fun).lower(*args).compile()
+    wanted = [
+        math.prod(sharding.shard_shape(x.shape))
+        for sharding, x in zip(
+            jax.tree.leaves(compiled.output_shardings),
+            jax.tree.leaves(jax.eval_shape(fun, *args)),
+            strict=True,
+        )
+    ]
+    program = flat(fun, *args)
+    found = SizedProgram(program, [split_of(x.sharding, x.ndim) for x in args], dict(mesh.shape))
+    assert [found.bytes_of(v) // 4 for v in program.outputs if v is not None] == wanted
+
+
+def test_elementwise_operations_between_products_are_one_buffer() -> None:
+    def fun(x: Any) -> Any:
+        return jnp.sin(jnp.cos(x @ x) + 1) @ x
+
+    # On a GPU the product, what is made of it in its place, and the result; a TPU fuses it.
+    assert held(fun, X) == 2
+    assert held(fun, X, fusion=TPU) == 2
+
+
+def test_a_buffer_lives_until_it_is_read_for_the_last_time() -> None:
+    def fun(x: Any) -> Any:
+        a = x @ x
+        b = a @ x
+        c = b @ x
+        return a @ c  # `a` is still there when c is made, and b is not when this is
+
+    assert held(fun, X) == 3
+    assert held(lambda x: ((x @ x) @ x) @ x, X) == 2
+
+
+@pytest.mark.parametrize(("readers", "is_written"), [(2, False), (3, False), (4, True)])
+def test_a_sum_of_two_is_written_where_many_read_it(readers: int, is_written: bool) -> None:
+    """Each reader would read two arrays: 2n, beside 2 + 1 to write it and n to read it."""
+
+    def fun(x: Any) -> Any:
+        both = (x @ x) + (x @ (2 * x))
+        return [jnp.sum(both * i) for i in range(2, readers + 2)]
+
+    program = sized(fun, X)
+    (add,) = (op for op in program.program.ops if op.name == "add")
+    assert (add.outputs[0] in buffer_sizes(program, GPU)) == is_written
+
+
+def test_what_takes_long_to_compute_is_written_on_gpus() -> None:
+    def fun(x: Any) -> Any:
+        narrow = jnp.tanh((x @ x).astype(jnp.bfloat16))
+        return [jnp.sum(narrow, 0), jnp.sum(narrow * narrow, 0)]
+
+    program = sized(fun, X)
+    (tanh,) = (op for op in program.program.ops if op.name == "tanh")
+    assert tanh.outputs[0] in buffer_sizes(program, GPU)
+    assert tanh.outputs[0] not in buffer_sizes(program, dataclasses.replace(GPU, keeps_work=False))
+
+
+def test_a_loop_holds_what_it_stacks_and_one_turn() -> None:
+    def turn(x: Any, _: Any) -> Any:
+        inside = jnp.concatenate([x, x, x]) @ x  # 3 kB, from 3 kB
+        return inside[:16], inside
+
+    live = most_live(sized(lambda x: jax.lax.scan(turn, x, None, length=5), X), GPU)
+    # The carry, five times 3 kB, and in a turn the concatenation; its product is in the stack.
+    assert live.total / KB == pytest.approx(1 + 15 + 3, abs=0.1)
+
+
+def test_what_replaces_arguments_takes_no_room() -> None:
+    program = sized(lambda x: (x @ x) * 2, X)
+    assert most_live(program, GPU, [True]) == Live(KB, {"temporaries": KB})
+    assert most_live(program, GPU, [False]).total == KB  # in the place of the product
+    donated = sized(lambda x: x * 2, X)
+    assert most_live(donated, GPU, [True]).total == 0
+    assert most_live(donated, GPU, [False]).total == KB
+
+
+def test_branches_count_as_the_largest() -> None:
+    def fun(p: Any, x: Any) -> Any:
+        return jax.lax.cond(p, lambda x: ((x @ x) @ x) @ x, lambda x: x, x)
+
+    assert held(fun, jax.ShapeDtypeStruct((), bool), X) == pytest.approx(1 + 2, abs=1)
+
+
+def test_a_shard_map_holds_the_arrays_of_one_device() -> None:
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=P("a"), out_specs=P("a"))
+    def fun(x: Any) -> Any:
+        return (x @ x.T) @ x
+
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=NamedSharding(mesh, P("a")))
+    program = SizedProgram(flat(fun, x), [split_of(x.sharding, 2)], dict(mesh.shape))
+    # A quarter of 16 kB as the result, and inside of it 16 x 16 numbers.
+    assert most_live(program, GPU).total / KB == pytest.approx(4 + 1, abs=0.1)
