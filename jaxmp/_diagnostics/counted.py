@@ -40,5 +40,5 @@ def cumulated(numbers: Any, largest: float) -> tuple[list[float], list[float]]:
       Base-2 logarithms of magnitudes, and how many numbers are below each; the last point is the
       largest magnitude, with all of them.
     """
-    edges = [*np.log2(LOWER_EDGES[LOWER_EDGES <= largest]), np.log2(largest)]
+    edges = [*np.log2(LOWER_EDGES[largest >= LOWER_EDGES]), np.log2(largest)]
     return edges, [*np.cumsum([0.0, *numbers])[: len(edges) - 1], float(numbers.sum())]

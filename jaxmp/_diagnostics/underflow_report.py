@@ -136,11 +136,11 @@ def underflow_report(
     limits = limits_of(chosen)
     named = zip(found.names, found.dtypes, strict=True)
     rows = [
-        _row(name, kind, counts[i], float(largest[i]), limits, scale)
+        _lost_of(name, kind, counts[i], float(largest[i]), limits, scale)
         for i, (name, kind) in enumerate(named)
     ]
     most = float(largest.max(initial=0))
-    total = _row("all", "", counts.sum(0), most, limits, scale)
+    total = _lost_of("all", "", counts.sum(0), most, limits, scale)
     rows.sort(key=lambda row: (-row.overflow, -row.flushed, -row.subnormal))
     return UnderflowReport(tuple(rows), total, chosen.name, scale)
 
@@ -172,7 +172,7 @@ def limits_of(dtype: Any) -> FormatLimits:
     return FormatLimits(kept, float(info.smallest_normal) - smallest / 2, ends, exponent)
 
 
-def _row(
+def _lost_of(
     name: str, dtype: str, counts: Any, largest: float, limits: FormatLimits, scale: float
 ) -> UnderflowRow:
     zeros, infinite, nan = (round(float(counts[i])) for i in (ZEROS, INFINITE, NAN))

@@ -94,7 +94,10 @@ def test_layers_in_a_scan(by_turn: bool) -> None:
         check(found, "layer/product", *values[::2])
         check(found, "layer", *values[1::2])
         return
-    assert found.names == (*(f"layer/product[{i}]" for i in range(3)), *map("layer[{}]".format, range(3)))
+    assert found.names == (
+        *(f"layer/product[{i}]" for i in range(3)),
+        *map("layer[{}]".format, range(3)),
+    )
     for turn in range(3):
         check(found, f"layer/product[{turn}]", values[2 * turn])
         check(found, f"layer[{turn}]", values[2 * turn + 1])
@@ -193,8 +196,13 @@ def test_modules_of_linen_under_a_policy() -> None:
     model = Model()
     params = model.init(jax.random.key(0), X)
     found = activation_histograms(lambda p, x: jnp.sum(model.apply(p, x)), params, X)
-    check(found, "Model/inner", model.apply(params, X, capture_intermediates=True)[1][
-        "intermediates"]["inner"]["__call__"][0])
+    check(
+        found,
+        "Model/inner",
+        model.apply(params, X, capture_intermediates=True)[1]["intermediates"]["inner"]["__call__"][
+            0
+        ],
+    )
     low = activation_histograms(model.apply, params, X, policy="mixed_float16")
     assert low.dtypes[low.names.index("Model/inner")] == "float16"
     assert "what float16 had lost before is not seen" in str(underflow_report(low))
@@ -254,6 +262,4 @@ def test_an_underflow_shows_in_the_module_where_it_begins() -> None:
 
 def test_a_function_without_floats_has_no_rows() -> None:
     assert activation_histograms(lambda n: n + 1, jnp.int32(1)).counts.shape == (0, 128)
-    assert jaxmp.diagnostics.underflow_report(
-        activation_histograms(lambda x: x, X)
-    ).rows == ()
+    assert jaxmp.diagnostics.underflow_report(activation_histograms(lambda x: x, X)).rows == ()

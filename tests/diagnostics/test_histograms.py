@@ -109,7 +109,7 @@ def test_the_largest_number_decides_whether_anything_overflows(dtype: str) -> No
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=30, max_size=30))
 def test_any_bits_land_in_their_bin(patterns: list[int]) -> None:
     """Zeros, subnormal numbers, infinities and NaN among them; both ways of counting agree."""
-    bits = np.array(patterns + [0, 1, 2**15, 2**23 - 1, 0x7F800000, 0xFF800000, 0x7FC00000])
+    bits = np.array([*patterns, 0, 1, 2**15, 2**23 - 1, 0x7F800000, 0xFF800000, 0x7FC00000])
     x = np.abs(bits.astype(np.uint32).view(np.float32)).astype(np.float64)
     edges = [0, 2.0**-149, 2.0**-134, 2.0**-126, *(2.0**k for k in range(-80, 42)), np.inf]
     bins = np.where(np.isnan(x), 127, np.searchsorted(edges, x, side="right") - 1)
@@ -268,6 +268,21 @@ def test_a_step_counts_every_so_many_calls(microbatches: int, compilations: Coun
     assert int(state.skipped if hasattr(state, "skipped") else metrics["skipped"]) == 2
     for mine, theirs in zip(jax.tree.leaves(state), jax.tree.leaves(twin), strict=True):
         assert np.array_equal(mine, theirs)
+
+
+def test_a_step_on_a_mesh_as_jax_makes_it() -> None:
+    """Explicit axes: the counts are whole, and the state stays where it is."""
+    mesh = jax.make_mesh((8,), ("data",))
+    x = jnp.asarray(RNG.normal(size=(8, 16)), jnp.float32)
+    step, state = step_and_state(histograms_every=1)
+    expected = step(state, x)[1]["histograms"]
+    with jax.set_mesh(mesh):
+        step, state = step_and_state(histograms_every=1)
+        state = jax.device_put(state, jax.P())
+        _, metrics = step(state, jax.device_put(x, jax.P("data")))
+    assert metrics["histograms"].counts.sum() == 16 * 8 + 8 * 2
+    difference = metrics["histograms"].counts - expected.counts
+    assert jnp.abs(difference).sum() <= 4  # sums over devices round otherwise
 
 
 def test_without_it_the_step_is_the_same_text() -> None:

@@ -53,12 +53,21 @@ NAMES = [
 ]
 NAMES_IN = {
     jaxmp.diagnostics: [
+        "Histograms",
         "LeafRange",
-        "OverflowOperand",
         "Overflow",
+        "OverflowOperand",
         "OverflowReport",
+        "ScalarLog",
+        "UnderflowReport",
+        "UnderflowRow",
+        "activation_histograms",
         "find_overflow",
+        "histograms",
         "overflow_report",
+        "plot_histograms",
+        "scalars",
+        "underflow_report",
     ],
     jaxmp.float8: [
         "Float8State",
