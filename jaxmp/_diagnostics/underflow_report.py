@@ -121,6 +121,7 @@ def underflow_report(
     Raises:
       ValueError: for an unknown dtype, a scale that is not positive, or histograms of a step in
         which nothing was counted.
+      TypeError: if it is called under `jit`, where there are no numbers.
 
     >>> grads = {"w": jnp.array([1e-9, 1e-6, 1e-3, 0.0])}
     >>> report = underflow_report(grads, dtype="float16", loss_scale=1.0)
