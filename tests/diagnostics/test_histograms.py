@@ -190,7 +190,7 @@ def test_faults_of_the_caller() -> None:
         underflow_report(x, dtype="flaot16")
     with pytest.raises(ValueError, match="loss_scale must be positive, got 0"):
         underflow_report(x, loss_scale=0)
-    with pytest.raises(TypeError, match="under jit there are none: return jaxmp.diagnostics.hist"):
+    with pytest.raises(TypeError, match="under jit there are none: return jaxmp"):
         jax.jit(underflow_report)(x)
     with pytest.raises(TypeError, match="when must be a boolean scalar"):
         histograms(x, when=3)
@@ -206,6 +206,10 @@ def test_on_eight_devices_numbers_stay_where_they_are() -> None:
             placed = jax.device_put(x, jax.NamedSharding(mesh, jax.P("data")))
             compiled = jax.jit(lambda x: histograms({"x": x})).lower(placed).compile()
             assert np.array_equal(compiled(placed).counts, histograms({"x": x}).counts)
+            # As TPUs and GPUs count.
+            bits = jax.lax.bitcast_convert_type(placed, jnp.uint32) & np.uint32(0x7FFFFFFF)
+            compared = jax.jit(lambda bits: _compared(_bin_of(bits)))(bits)
+            assert np.array_equal(compared, compiled(placed).counts[0])
         text = compiled.as_text()
         assert text.count(" all-reduce(") + text.count(" all-reduce-start(") >= 1
         assert "all-gather" not in text
