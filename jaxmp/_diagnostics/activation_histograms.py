@@ -42,8 +42,8 @@ def activation_histograms(
     The gradients of params say that a layer loses numbers; the activations say where they begin to
     be lost. This runs the function once, and counts each value that is made in a module and read
     outside of it, for the module and for each module around it that the value leaves. Modules are
-    those of Flax, and the scopes of `jax.named_scope`. Outside of all modules, each source line
-    counts as one: it hands on what another line reads.
+    those of Flax linen, and the scopes of `jax.named_scope`. Outside of all modules, each source
+    line counts as one: it hands on what another line reads.
 
     It looks into `jit`, `scan`, `while`, `cond`, `checkpoint`, functions with derivatives of their
     own and `shard_map`. It may be called under `jit`, where nothing waits for the host.
@@ -181,7 +181,7 @@ class _Taps:
         def read(atom: Any, reader: tuple[str, ...]) -> None:
             if not isinstance(atom, core.Literal) and atom in made:
                 path, ending = made[atom]
-                shared = _shared(path, reader)
+                shared = _common_length(path, reader)
                 names = ("/".join(path[:end]) for end in range(shared + 1, len(path) + 1))
                 left.setdefault(atom, {}).update((name + ending, None) for name in names)
 
@@ -191,7 +191,7 @@ class _Taps:
             for atom in equation.invars:
                 read(atom, path)
             if run != "recomputed":  # it was counted when it was computed first
-                counted = (x for x in equation.outvars if is_inexact(x.aval) and x.aval.size)
+                counted = filter(_has_floats, equation.outvars)
                 ending = " (backward)" if run == "backward" else ""
                 made.update(dict.fromkeys(counted, (path, ending)))
         for atom in jaxpr.outvars:
@@ -319,6 +319,10 @@ def _bodies(site: Site) -> list[Any]:
     return compat.bodies_of(site.equation) if is_control else []
 
 
+def _has_floats(variable: Any) -> bool:
+    return is_inexact(variable.aval) and variable.aval.size > 0
+
+
 def _add(records: _Records, others: _Records) -> None:
     for name, record in others.items():
         records[name] = records[name] + record if name in records else record
@@ -332,7 +336,7 @@ def _over_devices(record: _Record, axes: frozenset[str], params: dict[str, Any])
     return _Record(jax.lax.psum(record.counts, over), jax.lax.pmax(record.largest, over))
 
 
-def _shared(path: tuple[str, ...], other: tuple[str, ...]) -> int:
+def _common_length(path: tuple[str, ...], other: tuple[str, ...]) -> int:
     """Returns how many outer modules two paths share."""
     same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(path, other, strict=False))
     return sum(1 for _ in same)

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxmp._jaxpr import compat
 from jaxmp._numerics.histograms import LOWER_EDGES, Histograms
 
 
@@ -13,7 +14,15 @@ def fetched(found: Histograms) -> tuple[Any, Any]:
 
     Returns:
       float64 arrays: counts per array and bin, and one magnitude per array.
+
+    Raises:
+      TypeError: under `jit`.
     """
+    if compat.is_traced(found.counts):
+        raise TypeError(
+            "reports and plots of histograms look at numbers, and under jit there are none: return "
+            "jaxmp.diagnostics.histograms(tree) from the jitted function, and report it outside"
+        )
     counts, largest = jax.device_get((found.counts, found.largest))
     steps = tuple(range(largest.ndim - 1))
     counts = np.asarray(counts, np.float64).sum(steps)
@@ -40,5 +49,5 @@ def cumulated(numbers: Any, largest: float) -> tuple[list[float], list[float]]:
       Base-2 logarithms of magnitudes, and how many numbers are below each; the last point is the
       largest magnitude, with all of them.
     """
-    edges = [*np.log2(LOWER_EDGES[LOWER_EDGES <= largest]), np.log2(largest)]
+    edges = [*np.log2(LOWER_EDGES[largest >= LOWER_EDGES]), np.log2(largest)]
     return edges, [*np.cumsum([0.0, *numbers])[: len(edges) - 1], float(numbers.sum())]

@@ -42,6 +42,10 @@ def plot_histograms(
     Raises:
       ImportError: without matplotlib.
       ValueError: as `underflow_report` does, and if no array has a number that is not zero.
+
+    >>> figure = plot_histograms({"w": np.array([1e-3, 0.5])}, loss_scale=2.0**10)
+    >>> figure.axes[0].get_title(loc="left")
+    'float16 at scale 2**10'
     """
     found = tree if isinstance(tree, Histograms) else histograms(tree)
     report = underflow_report(found, dtype=dtype, loss_scale=loss_scale)
@@ -65,8 +69,7 @@ def _chosen(names: tuple[str, ...], report: UnderflowReport, most: int) -> list[
 
 def _drawn(names: list[str], shares: Any, report: UnderflowReport) -> Any:
     figure, axes = _figure(len(names))
-    edges = np.log2(LOWER_EDGES)
-    edges = np.append(edges, 128.0)
+    edges = np.append(np.log2(LOWER_EDGES), 128.0)
     filled = np.flatnonzero(shares.any(0))
     limits = limits_of(parse_dtype(report.dtype))
     marks = [math.log2(x / report.scale) for x in (limits.kept, limits.normal, limits.ends)]

@@ -41,7 +41,7 @@ def scalars(metrics: PyTree, *, prefix: str = "") -> dict[str, Scalar]:
     >>> scalars(metrics, prefix="train/")
     {'train/loss': 0.5, 'train/nonfinite/w': 3}
     """
-    numbers = _numbers(metrics)
+    numbers = _to_fetch(metrics)
     if any(map(compat.is_traced, jax.tree.leaves(numbers))):
         raise TypeError(
             "scalars gives Python numbers, and under jit there are none: return the metrics from "
@@ -91,7 +91,7 @@ class ScalarLog:
           step: the number of the step, a Python number: the counter of a state is an array.
           metrics: a tree of arrays, which may not be donated.
         """
-        numbers = _numbers(metrics)
+        numbers = _to_fetch(metrics)
         for x in jax.tree.leaves(numbers):
             if hasattr(x, "copy_to_host_async"):
                 x.copy_to_host_async()
@@ -124,7 +124,7 @@ class ScalarLog:
         self._write(step, _flat(jax.device_get(numbers), self._prefix))
 
 
-def _numbers(metrics: PyTree) -> dict[str, Any]:
+def _to_fetch(metrics: PyTree) -> dict[str, Any]:
     """Returns single numbers and histograms by path: all that is fetched from the device."""
 
     def is_whole(x: Any) -> bool:

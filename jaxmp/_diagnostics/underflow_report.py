@@ -121,6 +121,7 @@ def underflow_report(
     Raises:
       ValueError: for an unknown dtype, a scale that is not positive, or histograms of a step in
         which nothing was counted.
+      TypeError: if it is called under `jit`, where there are no numbers.
 
     >>> grads = {"w": jnp.array([1e-9, 1e-6, 1e-3, 0.0])}
     >>> report = underflow_report(grads, dtype="float16", loss_scale=1.0)
@@ -136,11 +137,11 @@ def underflow_report(
     limits = limits_of(chosen)
     named = zip(found.names, found.dtypes, strict=True)
     rows = [
-        _row(name, kind, counts[i], float(largest[i]), limits, scale)
+        _lost_of(name, kind, counts[i], float(largest[i]), limits, scale)
         for i, (name, kind) in enumerate(named)
     ]
     most = float(largest.max(initial=0))
-    total = _row("all", "", counts.sum(0), most, limits, scale)
+    total = _lost_of("all", "", counts.sum(0), most, limits, scale)
     rows.sort(key=lambda row: (-row.overflow, -row.flushed, -row.subnormal))
     return UnderflowReport(tuple(rows), total, chosen.name, scale)
 
@@ -172,7 +173,7 @@ def limits_of(dtype: Any) -> FormatLimits:
     return FormatLimits(kept, float(info.smallest_normal) - smallest / 2, ends, exponent)
 
 
-def _row(
+def _lost_of(
     name: str, dtype: str, counts: Any, largest: float, limits: FormatLimits, scale: float
 ) -> UnderflowRow:
     zeros, infinite, nan = (round(float(counts[i])) for i in (ZEROS, INFINITE, NAN))

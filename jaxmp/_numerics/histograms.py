@@ -119,7 +119,7 @@ def zeros_as(count: Callable[..., Any], *given: Any) -> Any:
     return jax.tree.map(jnp.zeros_like, jax.eval_shape(count, *given))
 
 
-def histogram_of(x: Any) -> tuple[Float32[Array, "bins"], Float32[Array, ""]]:
+def histogram_of(x: Any) -> tuple[Float32[Array, "128"], Float32[Array, ""]]:
     """Returns the counts and the largest magnitude of one array of floats."""
     if jnp.iscomplexobj(x):
         x = jnp.stack([x.real, x.imag])
@@ -160,7 +160,7 @@ def _bin_of(bits: Any) -> Any:
 _TOGETHER = 16
 
 
-def _compared(number: Any) -> Float32[Array, "bins"]:
+def _compared(number: Any) -> Float32[Array, "128"]:
     """Counts bins by comparing each number with each bin, which TPUs and GPUs do in registers.
 
     A scatter would add one number after the other there. Comparisons with all bins at once take a
@@ -187,9 +187,9 @@ def _compared(number: Any) -> Float32[Array, "bins"]:
     return jnp.sum(counts.astype(jnp.float32), tuple(range(1, counts.ndim)))
 
 
-def _scattered(number: Any) -> Float32[Array, "bins"]:
+def _scattered(number: Any) -> Float32[Array, "128"]:
     """Counts bins one number after the other, as a CPU does best."""
     explicit = jax.typeof(number).sharding.mesh.explicit_axes
-    placed = {"out_sharding": jax.P(None)} if explicit else {}
-    counts = jnp.zeros(BINS, jnp.uint32).at[number].add(jnp.uint32(1), **placed)
+    whole = jax.P(None) if explicit else None
+    counts = jnp.zeros(BINS, jnp.uint32).at[number].add(jnp.uint32(1), out_sharding=whole)
     return counts.astype(jnp.float32)

@@ -29,31 +29,33 @@ def step_metrics(old: TrainState, new: TrainState) -> Metrics:
     }
 
 
-def overflow_counts(grads: PyTree, finite: Any) -> Metrics:
-    """Returns how many numbers of each gradient are not finite; zeros where the step is taken.
+def gradient_metrics(
+    grads: PyTree, finite: Any, state: TrainState, counts: bool, every: int | None
+) -> Metrics:
+    """Returns what a step says of its gradients, as far as it is asked for.
 
     Args:
       grads: the gradients.
       finite: whether the step is taken.
+      state: the state that the step was given.
+      counts: whether to count the numbers that are not finite, in skipped steps.
+      every: every how many calls to make histograms; None for never.
     """
+    nonfinite = {"nonfinite": _overflow_counts(grads, finite)} if counts else {}
+    if every is None:
+        return nonfinite
+    # Skipped calls count too: each call of a series of skips would count its gradients otherwise.
+    calls = state.step + state.opt_state.skipped
+    return nonfinite | {"histograms": histograms(grads, when=calls % every == 0)}
+
+
+def _overflow_counts(grads: PyTree, finite: Any) -> PyTree:
+    """Returns how many numbers of each gradient are not finite; zeros where the step is taken."""
 
     def none(grads: PyTree) -> PyTree:
         return jax.tree.map(lambda _: jnp.uint32(0), grads)
 
-    return {"nonfinite": jax.lax.cond(finite, none, count_nonfinite, grads)}
-
-
-def gradient_histograms(grads: PyTree, state: TrainState, every: int) -> Metrics:
-    """Returns the histograms of the gradients in every so manieth call; zeros in the others.
-
-    Args:
-      grads: the gradients.
-      state: the state that the step was given, which knows how many calls there were: those that
-        were skipped count too, or each call of a series of skips would count its gradients.
-      every: the number of calls from one to the next.
-    """
-    calls = state.step + state.opt_state.skipped
-    return {"histograms": histograms(grads, when=calls % every == 0)}
+    return jax.lax.cond(finite, none, count_nonfinite, grads)
 
 
 def check_histograms_every(every: Any) -> None:

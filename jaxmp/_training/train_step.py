@@ -37,8 +37,7 @@ from jaxmp._training.progress import warn_of_foreign_scale
 from jaxmp._training.step_metrics import (
     Metrics,
     check_histograms_every,
-    gradient_histograms,
-    overflow_counts,
+    gradient_metrics,
     step_metrics,
 )
 from jaxmp._training.train_state import TrainState, updated_collections
@@ -127,8 +126,7 @@ def make_train_step(
     (Array([0.5, 0.5], dtype=float32), 1.0)
     """
     policy = _one_policy(policy)
-    _check_options(fsdp, microbatches, cast)
-    check_histograms_every(histograms_every)
+    _check_options(fsdp, microbatches, cast, histograms_every)
     loss_and_rest = _with_rest(_lowered(loss_fn, policy, cast, cast_batch), has_aux, recompute)
 
     def train_step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
@@ -165,8 +163,7 @@ def make_train_step(
         extra = {} if extra_args is None else dict(extra_args(state, batch, loss))
         new = _updated(state, grads, loss, extra, finite, collections)
         metrics = {"loss": loss, "grad_norm": norm} | step_metrics(state, new)
-        metrics |= overflow_counts(grads, finite) if count_overflows else {}
-        metrics |= gradient_histograms(grads, state, histograms_every) if histograms_every else {}
+        metrics |= gradient_metrics(grads, finite, state, count_overflows, histograms_every)
         return new, metrics | ({"aux": aux} if has_aux else {})
 
     placed = None if shardings is None else (shardings, None)
@@ -174,9 +171,10 @@ def make_train_step(
     return TrainStep(jax.jit(train_step, donate_argnums=donated, out_shardings=placed))
 
 
-def _check_options(fsdp: Any, microbatches: Any, cast: Any) -> None:
+def _check_options(fsdp: Any, microbatches: Any, cast: Any, histograms_every: Any) -> None:
     check_fsdp(fsdp)
     check_microbatches(microbatches)
+    check_histograms_every(histograms_every)
     if cast not in get_args(Cast):
         raise ValueError(f"cast must be 'products' or 'all', got {cast!r}")
 

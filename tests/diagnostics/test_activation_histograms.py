@@ -18,6 +18,7 @@ pytestmark = [
     pytest.mark.jax,
     pytest.mark.usefixtures("standard_promotion"),
 ]
+MORE = pytest.mark.exhaustive
 RNG = np.random.default_rng(0)
 N, WIDTH = 6, 4
 X = jnp.asarray(RNG.normal(size=(N, WIDTH)), jnp.float32)
@@ -62,7 +63,9 @@ def with_shardings(fun: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "call", [lambda f: f, jax.jit, jax.checkpoint, with_shardings], ids=lambda f: f.__name__
+    "call",
+    [pytest.param(lambda f: f, marks=MORE), jax.jit, jax.checkpoint, with_shardings],
+    ids=["inline", "jit", "checkpoint", "shardings"],
 )
 def test_a_module_and_the_one_around_it(call: Any) -> None:
     """A value counts for the modules that it leaves: `h` for the product alone."""
@@ -94,12 +97,16 @@ def test_layers_in_a_scan(by_turn: bool) -> None:
         check(found, "layer/product", *values[::2])
         check(found, "layer", *values[1::2])
         return
-    assert found.names == (*(f"layer/product[{i}]" for i in range(3)), *map("layer[{}]".format, range(3)))
+    assert found.names == (
+        *(f"layer/product[{i}]" for i in range(3)),
+        *map("layer[{}]".format, range(3)),
+    )
     for turn in range(3):
         check(found, f"layer/product[{turn}]", values[2 * turn])
         check(found, f"layer[{turn}]", values[2 * turn + 1])
 
 
+@pytest.mark.exhaustive
 def test_a_scan_in_a_scan_has_two_numbers() -> None:
     def twice(w: Any, x: Any) -> Any:
         return jax.lax.scan(lambda x, _: (scanned(w, x), None), x, length=2)[0]
@@ -120,7 +127,7 @@ def test_a_loop_adds_its_turns() -> None:
     check(found, "layer", *outputs_of_layers()[1::2])
 
 
-@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("index", [0, pytest.param(1, marks=MORE)])
 def test_of_a_branch_the_one_that_is_taken(index: int) -> None:
     def branches(i: Any, x: Any) -> Any:
         def first(x: Any) -> Any:
@@ -143,7 +150,7 @@ def test_a_function_with_a_derivative_of_its_own() -> None:
     check(activation_histograms(lambda x: doubled(x) + 1, X), "inside", 2 * X)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=MORE)])
 def test_on_devices_each_number_counts_once(check_vma: bool) -> None:
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
 
@@ -158,7 +165,9 @@ def test_on_devices_each_number_counts_once(check_vma: bool) -> None:
     check(activation_histograms(mapped, X), "rows", 2 * X)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(AxisType.Auto, marks=MORE), AxisType.Explicit], ids=["auto", "explicit"]
+)
 def test_sharded_arguments(kind: AxisType) -> None:
     mesh = jax.make_mesh((2,), ("data",), axis_types=(kind,))
     with jax.set_mesh(mesh):
@@ -193,8 +202,13 @@ def test_modules_of_linen_under_a_policy() -> None:
     model = Model()
     params = model.init(jax.random.key(0), X)
     found = activation_histograms(lambda p, x: jnp.sum(model.apply(p, x)), params, X)
-    check(found, "Model/inner", model.apply(params, X, capture_intermediates=True)[1][
-        "intermediates"]["inner"]["__call__"][0])
+    check(
+        found,
+        "Model/inner",
+        model.apply(params, X, capture_intermediates=True)[1]["intermediates"]["inner"]["__call__"][
+            0
+        ],
+    )
     low = activation_histograms(model.apply, params, X, policy="mixed_float16")
     assert low.dtypes[low.names.index("Model/inner")] == "float16"
     assert "what float16 had lost before is not seen" in str(underflow_report(low))
@@ -206,7 +220,11 @@ def test_modules_of_nnx() -> None:
     check(found, found.names[-1], nnx.merge(graphdef, params)(X))
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint], ids=["plain", "checkpoint"])
+@pytest.mark.parametrize(
+    "wrap",
+    [pytest.param(lambda f: f, marks=MORE), jax.checkpoint],
+    ids=["plain", "checkpoint"],
+)
 def test_the_backward_pass_has_rows_of_its_own(wrap: Any) -> None:
     """Cotangents and gradients; what is computed again for it does not count twice."""
 
@@ -254,6 +272,4 @@ def test_an_underflow_shows_in_the_module_where_it_begins() -> None:
 
 def test_a_function_without_floats_has_no_rows() -> None:
     assert activation_histograms(lambda n: n + 1, jnp.int32(1)).counts.shape == (0, 128)
-    assert jaxmp.diagnostics.underflow_report(
-        activation_histograms(lambda x: x, X)
-    ).rows == ()
+    assert jaxmp.diagnostics.underflow_report(activation_histograms(lambda x: x, X)).rows == ()
