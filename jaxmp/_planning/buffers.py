@@ -82,7 +82,7 @@ def _written(sized: SizedProgram, fusion: Fusion) -> set[int]:
             continue
         through = {number}
         if not is_cheap(op) and not is_view(op):
-            written.update(op.outputs)
+            written.update(v for v in op.outputs if v in readers)
         elif op.outputs[0] not in written:
             found = readers.get(op.outputs[0], set())
             if is_cheap(op) and _pays(sized, op, len(found), reading, fusion):

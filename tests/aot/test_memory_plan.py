@@ -13,8 +13,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("standard_promotion")]
 
 MODELS = ("mlp", "gpt, scan", "linen gpt", "resnet")
 SPREADS = ("single", "fsdp", "fsdp+tp")
-# The rules do not hold for them, as docs/memory.md says: on several GPUs XLA keeps float32 copies of
-# what batch norms make; it gathers split channels for each convolution, and pads them on TPUs.
+# The rules do not hold for them, as docs/memory.md says: on several GPUs XLA keeps float32 copies
+# of what batch norms make; it gathers split channels for each convolution, and pads them on TPUs.
 NOT_PLANNED = {
     ("resnet", "fsdp", "gpu"),
     ("resnet", "fsdp+tp", "gpu"),
