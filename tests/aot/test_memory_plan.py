@@ -13,8 +13,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("standard_promotion")]
 
 MODELS = ("mlp", "gpt, scan", "linen gpt", "resnet")
 SPREADS = ("single", "fsdp", "fsdp+tp")
-# The rules do not hold for them, as docs/memory.md says: on several GPUs a compiler keeps float32
-# copies of what a batch norm makes, and channels that are split are gathered again for each filter.
+# The rules do not hold for them, as docs/memory.md says: on several GPUs XLA keeps float32 copies
+# of what batch norms make; it gathers split channels for each convolution, and pads them on TPUs.
 NOT_PLANNED = {
     ("resnet", "fsdp", "gpu"),
     ("resnet", "fsdp+tp", "gpu"),
@@ -34,8 +34,9 @@ def verify(model: str, spread: str, platform: str) -> None:
     if platform == "gpu":
         # The step never reads whether the last gradients were finite: one byte.
         assert row["state_off"] == 1
-    else:  # arrays are padded to tiles
-        assert -0.1 * row["state"] * 1e6 - 3e6 < row["state_off"] <= 1
+    else:  # arrays are padded to tiles, and small filters to many times their size
+        assert row["state_off"] <= 1
+        assert model == "resnet" or -row["state_off"] < 1e-3 * row["state"] * 1e6
     is_near = abs(row["error"]) < 10
     assert is_near == ((model, spread, platform) not in NOT_PLANNED)
 

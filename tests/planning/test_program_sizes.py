@@ -183,6 +183,13 @@ def test_a_loop_holds_what_it_stacks_and_one_turn() -> None:
     assert live.total / KB == pytest.approx(1 + 15 + 3, abs=0.1)
 
 
+def test_what_a_loop_stacks_for_nobody_takes_no_room() -> None:
+    def fun(x: Any) -> Any:
+        return jax.lax.scan(lambda x, _: (x @ x, x), x, None, length=50)[0]
+
+    assert held(fun, X) < 4
+
+
 def test_what_replaces_arguments_takes_no_room() -> None:
     program = sized(lambda x: (x @ x) * 2, X)
     assert most_live(program, GPU, [True]) == Live(KB, {"temporaries": KB})
