@@ -20,12 +20,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from absent_devices import PLATFORMS, Platform, absent_devices
 from jax.sharding import NamedSharding, PartitionSpec as P
 from measurement import RESULTS, Column, Report, Row
 from plan_setups import DESIGNED_ON, SETUPS, SPREADS, mesh_of, shardings_of
 
 import jaxmp
+from jaxmp._planning.absent_devices import PLATFORMS, Platform, eight_devices
 from jaxmp.diagnostics import MemoryPlan
 from jaxmp.sharding import FSDP
 
@@ -131,7 +131,7 @@ def compared(model: str, spread: str, platform: Platform, said: Row | None = Non
 def planned(model: str, spread: str, platform: Platform) -> MemoryPlan:
     """The plan of a set-up on devices that are not here."""
     setup = SETUPS[model]()
-    mesh = mesh_of(spread, absent_devices(platform))
+    mesh = mesh_of(spread, eight_devices(platform))
     placed = shardings_of(setup.params, mesh)
     over = NamedSharding(mesh, P("data"))
     batch = jax.tree.map(

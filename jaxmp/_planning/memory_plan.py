@@ -17,7 +17,7 @@ from jaxmp._mesh.fsdp import FSDP
 from jaxmp._numerics.dtypes import is_floating, parse_dtype
 from jaxmp._planning.array_splits import split_of
 from jaxmp._planning.buffers import FUSIONS
-from jaxmp._planning.capacities import capacity_of
+from jaxmp._planning.devices import find_device
 from jaxmp._planning.flat_program import flattened
 from jaxmp._planning.live_bytes import most_live
 from jaxmp._planning.memory_rows import OF_A_STEP, PERSISTENT, MemoryPlan, MemoryRow
@@ -130,7 +130,7 @@ def memory_plan(
     >>> plan.persistent // 512**2, plan.fits("v5e")
     (12, True)
     """
-    compiler = capacity_of(device).compiler
+    compiler = find_device(device).platform
     tx = _optimizer(optimizer, policy, master, moments)
     told, count = _policy_as_text(policy, optimizer, tx), _number_of_params(params)
     _check_asked(count, loss_fn, batch, cast, devices, gradients)

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from jaxmp._planning.capacities import capacity_of
+from jaxmp._planning.devices import find_device
 
 # What lives between steps, and what a step adds, in the order of the table.
 PERSISTENT = ("params", "masters", "moments", "collections", "counters")
@@ -81,7 +81,7 @@ class MemoryPlan:
     @property
     def capacity(self) -> int:
         """The memory of the device, by datasheet."""
-        return capacity_of(self.device).bytes
+        return find_device(self.device).memory
 
     @property
     def is_complete(self) -> bool:
@@ -104,7 +104,7 @@ class MemoryPlan:
         Args:
           device: the kind of device, such as `"h200"`.
         """
-        return self.peak <= capacity_of(self.device if device is None else device).bytes
+        return self.peak <= find_device(self.device if device is None else device).memory
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the plan as dictionaries, lists, numbers and texts, for `json.dumps`."""
@@ -149,11 +149,11 @@ class MemoryPlan:
         return ("GB", 1e9) if self.peak >= 1e9 else ("MB", 1e6)
 
     def _sentences(self) -> list[str]:
-        room = self.capacity / 1e9
+        room = self.capacity / 2**30
         share = self.peak / self.capacity
-        fits = f"{share:.0%} of the {room:.0f} GB of one {self.device}."
+        fits = f"{share:.0%} of the {room:.0f} GiB of one {self.device}."
         if not self.fits():
-            fits = f"{share:.1f} times the {room:.0f} GB of one {self.device}: it does not fit."
+            fits = f"{share:.1f} times the {room:.0f} GiB of one {self.device}: it does not fit."
         return [fits, *self.limits]
 
     def __str__(self) -> str:
