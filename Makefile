@@ -66,6 +66,7 @@ bench-absent: $(AOT)/.compilers
 	$(AOT)/bin/python benchmarks/bench_gather.py
 	$(AOT)/bin/python benchmarks/bench_float8_tpu.py
 	$(AOT)/bin/python benchmarks/bench_pods.py
+	$(AOT)/bin/python benchmarks/bench_estimate.py
 	$(AOT)/bin/python benchmarks/bench_recompute.py --platform gpu
 	$(AOT)/bin/python benchmarks/bench_recompute.py --platform tpu --effort least
 
