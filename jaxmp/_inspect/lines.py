@@ -164,6 +164,7 @@ def path_of_operation(op_name: str) -> str:
     >>> path_of_operation("jit(step)/jvp(LM)/while/body/closed_call/Block_0/q/dot_general")
     'LM/Block_0/q'
     """
-    scopes = without_reason(op_name).rpartition("/")[0]
+    # Fused operations may have the names of several; the first stands for all.
+    scopes = without_reason(op_name.partition(";")[0]).rpartition("/")[0]
     path = "" if ":" in scopes else module_path(scopes)  # combined collectives have several names
     return "/".join(name for name in path.split("/") if not _NO_MODULE.fullmatch(name))

@@ -11,6 +11,9 @@ from jaxmp._inspect.compiled import closed_over, is_array
 from jaxmp._planning.absent_devices import absent_devices, is_absent
 from jaxmp._planning.devices import Device
 
+# What JAX says where a function names another mesh than its arguments have.
+_OTHER_MESH = ("incompatible devices", "should match the mesh")
+
 
 def compile_for(
     device: Device,
@@ -63,7 +66,7 @@ def compile_for(
         with context:
             return _lower(fn, args, kwargs, donate, one).compile(dict(options or {}))
     except ValueError as error:
-        if "incompatible devices" not in str(error):
+        if not any(words in str(error) for words in _OTHER_MESH):
             raise
         raise ValueError(
             "the function names a mesh of devices that are here. Make that mesh of "

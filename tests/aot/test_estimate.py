@@ -145,7 +145,7 @@ def test_the_faster_program_by_cycles_is_the_faster_by_roofline(
         if pair.name in ("moments of AdamW", "attention"):
             row = bench.compared(pair, "v5e")
             assert row["agree"] == "yes", row
-            assert row["cycles_ratio"] > 1.1
+            assert abs(row["cycles_ratio"] - 1) > 0.1
 
 
 @pytest.mark.exhaustive
