@@ -14,7 +14,7 @@ from jaxmp._diagnostics.log_probs import log_prob_gap
 from jaxmp._diagnostics.scope_values import (
     Caught,
     ScopeValue,
-    by_line,
+    scope_of_line,
     scope_of_module,
     scope_values,
 )
@@ -90,7 +90,7 @@ def compare(
     if by is None and not (one.values and two.values):
         one, two = _caught(f, args, "line"), _caught(g, given, "line")
     pairs, unmatched = _matched(one, two)
-    ours, theirs = _leaves(one.out), _leaves(two.out)
+    ours, theirs = _result_leaves(one.out), _result_leaves(two.out)
     unit = _coarsest([one, two], [*ours.values(), *theirs.values()])
     rows = [row for pair in pairs for row in _differences(*pair, unit)]
     rows.sort(key=lambda pair: pair[0])
@@ -106,7 +106,7 @@ def compare(
 def _caught(fun: Callable[..., Any], args: Sequence[Any], by: By) -> Caught:
     """Runs a function, compiled, with the values that leave its scopes."""
     static, arrays = partition(tuple(args))
-    catching = scope_values(fun, scope_of=scope_of_module if by == "scope" else by_line())
+    catching = scope_values(fun, scope_of=scope_of_module if by == "scope" else scope_of_line())
     returned: list[Any] = []
 
     @jax.jit
@@ -133,7 +133,7 @@ class _Value(NamedTuple):
 _Name = tuple[str, str]
 
 
-def _named(caught: Caught, path: Callable[[str], str]) -> dict[_Name, list[_Value]]:
+def _by_name(caught: Caught, path: Callable[[str], str]) -> dict[_Name, list[_Value]]:
     found: dict[_Name, list[_Value]] = collections.defaultdict(list)
     for about, array in zip(caught.values, caught.kept, strict=True):
         name = about.anchor or path(about.path)
@@ -145,7 +145,7 @@ def _named(caught: Caught, path: Callable[[str], str]) -> dict[_Name, list[_Valu
 def _matched(one: Caught, two: Caught) -> tuple[list[tuple[_Value, _Value]], list[Unmatched]]:
     """Pairs the values of two programs; the rest is listed."""
     ways = [(a, b) for a in (_whole, _without_root) for b in (_whole, _without_root)]
-    named = [(_named(one, a), _named(two, b)) for a, b in ways]
+    named = [(_by_name(one, a), _by_name(two, b)) for a, b in ways]
     # One program may have the name of the model in front of all paths.
     first, second = max(named, key=lambda both: len(both[0].keys() & both[1].keys()))
     pairs: list[tuple[_Value, _Value]] = []
@@ -208,7 +208,7 @@ def _coarsest(both: list[Caught], results: list[Any]) -> str:
 def _differences(ours: _Value, theirs: _Value, unit: str) -> list[tuple[Any, Difference]]:
     """Returns a row for each turn of the loops around a value, and what to sort it by."""
     about = ours.about
-    a, b = _numbers(ours.array), _numbers(theirs.array)
+    a, b = _on_host(ours.array), _on_host(theirs.array)
     dtypes = (about.dtype, theirs.about.dtype)
     rows = []
     for turns in np.ndindex(*about.turns):
@@ -248,7 +248,7 @@ def _rms(x: Any) -> float:
     return float(np.sqrt(np.mean(np.abs(x) ** 2))) if x.size else 0.0
 
 
-def _numbers(array: Any) -> Any:
+def _on_host(array: Any) -> Any:
     host = np.asarray(jax.device_get(array))
     return host.astype(np.complex128 if jnp.iscomplexobj(array) else np.float64)
 
@@ -266,20 +266,17 @@ def _results(
             alone.append(Unmatched(2 if a is None else 1, path, "", why))
             continue
         dtypes = (a.dtype.name, b.dtype.name)
-        apart = _apart(_numbers(a), _numbers(b), unit)
+        apart = _apart(_on_host(a), _on_host(b), unit)
         rows.append(Difference(path, 0, "", "", (), tuple(a.shape), dtypes, *apart))
     return tuple(rows), alone
 
 
-def _leaves(tree: Any) -> dict[str, Any]:
+def _result_leaves(tree: Any) -> dict[str, Any]:
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    named = {
-        "/".join(["result", *filter(None, [_text(path)])]): jnp.asarray(leaf)
+    return {
+        f"result/{jax.tree_util.keystr(path, simple=True, separator='/')}".rstrip("/"): jnp.asarray(
+            leaf
+        )
         for path, leaf in leaves
         if is_inexact(leaf) or isinstance(leaf, (float, complex))
     }
-    return named
-
-
-def _text(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/")

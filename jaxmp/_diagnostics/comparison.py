@@ -125,7 +125,7 @@ class Comparison:
         line = f", {self.first.line}" if self.first.line else ""
         return (
             f"first further apart than {self.tolerance:g} ulps of {self.unit}: "
-            f"{_name(self.first)}{line}"
+            f"{_title(self.first)}{line}"
         )
 
     def __str__(self) -> str:
@@ -134,7 +134,7 @@ class Comparison:
         return as_text(self)
 
 
-def _name(row: Difference) -> str:
+def _title(row: Difference) -> str:
     turn = f" turn {', '.join(map(str, row.turns))}" if row.turns else ""
     number = f" #{row.number}" if row.number else ""
     return f"{row.path}{number}{turn}" + (f" ({row.direction})" if row.direction else "")
@@ -144,7 +144,7 @@ def _cells(row: Difference) -> list[str]:
     same = len(set(row.dtypes)) == 1
     dtypes = row.dtypes[0] if same else " / ".join(row.dtypes)
     numbers = [f"{row.ulps:.2g}", f"{row.largest:.2g}", f"{row.relative:.1e}"]
-    return [_name(row), str(list(row.shape)), dtypes, *numbers]
+    return [_title(row), str(list(row.shape)), dtypes, *numbers]
 
 
 def _finite(value: Any) -> Any:

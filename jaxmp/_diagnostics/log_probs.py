@@ -72,7 +72,9 @@ def log_prob_gap(
     >>> gap.mean, gap.outside, gap.k1
     (0.5, 0.5, -0.5)
     """
-    ours, theirs = (_numbers(x, name) for x, name in ((trainer, "trainer"), (sampler, "sampler")))
+    ours, theirs = (
+        _log_probabilities(x, name) for x, name in ((trainer, "trainer"), (sampler, "sampler"))
+    )
     counted = np.ones(ours.shape, bool) if mask is None else np.asarray(mask, bool)
     if not ours.shape == theirs.shape == counted.shape:
         raise ValueError(
@@ -99,7 +101,7 @@ def log_prob_gap(
     )
 
 
-def _numbers(values: Any, name: str) -> Any:
+def _log_probabilities(values: Any, name: str) -> Any:
     found = np.asarray(values).astype(np.float64)
     if not np.isfinite(found).all():
         raise ValueError(

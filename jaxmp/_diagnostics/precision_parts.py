@@ -26,7 +26,7 @@ NO_SCOPES = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class PrecisionPart:
     """A part of a program to which rules can give a precision.
 
     Attributes:
@@ -51,10 +51,10 @@ class Parts:
         autocast knows them; None where no part has it.
     """
 
-    parts: tuple[Part, ...]
-    owners: Mapping[tuple[str, ...], Part | None]
+    parts: tuple[PrecisionPart, ...]
+    owners: Mapping[tuple[str, ...], PrecisionPart | None]
 
-    def owner(self, names: tuple[str, ...]) -> Part | None:
+    def owner(self, names: tuple[str, ...]) -> PrecisionPart | None:
         """Returns the part of an operation, which may be in a scope without operations of its own.
 
         Gradients are added up, and casts are, in the scopes around those that compute.
@@ -65,7 +65,7 @@ class Parts:
                 return self.owners[names[:end]]
         return None
 
-    def rules(self, low: Collection[Part], policy: Policy, kept: Policy) -> PolicyRules:
+    def rules(self, low: Collection[PrecisionPart], policy: Policy, kept: Policy) -> PolicyRules:
         """Returns rules under which these parts compute low, and everything else does not."""
         chosen = {part: _for_part(part, policy) if part in low else kept for part in self.parts}
         outside = [chosen[part] for part in self.parts if part.pattern is None]
@@ -84,13 +84,17 @@ class Parts:
         return self._written(named, needed, chosen, default)
 
     def _written(
-        self, named: list[Part], needed: set[Part], chosen: dict[Part, Policy], default: Policy
+        self,
+        named: list[PrecisionPart],
+        needed: set[PrecisionPart],
+        chosen: dict[PrecisionPart, Policy],
+        default: Policy,
     ) -> PolicyRules:
         pairs = [(part.pattern, chosen[part]) for part in named if part in needed]
         return PolicyRules(pairs, default)
 
 
-def _for_part(part: Part, policy: Policy) -> Policy:
+def _for_part(part: PrecisionPart, policy: Policy) -> Policy:
     """Returns the policy of a part; heads and their like stay out of float8, as by default."""
     left_out = policy.products is not None and family_left_out(part.name)
     return policy.with_products(None) if left_out else policy
@@ -121,18 +125,22 @@ def parts_of(closed: Any, patterns: Iterable[Any] | None) -> Parts:
             flops[names] = flops.get(names, 0) + site.flops * site.runs
     if patterns is None:
         parts = {
-            names: Part("/".join(names) or OUTSIDE, _exactly(names) if names else None, count)
+            names: PrecisionPart(
+                "/".join(names) or OUTSIDE, _exactly(names) if names else None, count
+            )
             for names, count in flops.items()
         }
         if all(part.pattern is None for part in parts.values()):
             raise ValueError(NO_SCOPES)
         return Parts(tuple(parts.values()), parts)
-    checked = tuple(_named(pattern, flops) for pattern in patterns)
+    checked = tuple(_part_of_pattern(pattern, flops) for pattern in patterns)
     regions = PolicyRules([(part.pattern, None) for part in checked])
     return Parts(checked, {names: _owner(regions, checked, names) for names in flops})
 
 
-def _owner(rules: PolicyRules, parts: Sequence[Part], names: tuple[str, ...]) -> Part | None:
+def _owner(
+    rules: PolicyRules, parts: Sequence[PrecisionPart], names: tuple[str, ...]
+) -> PrecisionPart | None:
     """Returns the part that a scope is in: by the innermost scope that a pattern matches."""
     for path in _paths(names):
         decided = rules.decide(path).rule
@@ -153,10 +161,10 @@ def _computes(site: Site) -> bool:
         return False
     made = [variable.aval for variable in site.equation.outvars]
     read = [x.aval for x in site.equation.invars if not isinstance(x, core.Literal)]
-    return any(map(_is_float, made)) and any(map(_is_float, read))
+    return any(map(_has_floats, made)) and any(map(_has_floats, read))
 
 
-def _is_float(aval: Any) -> bool:
+def _has_floats(aval: Any) -> bool:
     return hasattr(aval, "dtype") and is_inexact(aval)
 
 
@@ -170,7 +178,7 @@ def _exactly(names: Sequence[str]) -> str:
     return "/" + "/".join(quoted)
 
 
-def _named(pattern: Any, flops: dict[tuple[str, ...], int]) -> Part:
+def _part_of_pattern(pattern: Any, flops: dict[tuple[str, ...], int]) -> PrecisionPart:
     checked = check_pattern(pattern)
     if not is_about_paths(checked):
         raise ValueError(
@@ -186,4 +194,4 @@ def _named(pattern: Any, flops: dict[tuple[str, ...], int]) -> Part:
             if known
             else NO_SCOPES
         )
-    return Part(pattern_text(checked), checked, sum(flops[names] for names in inside))
+    return PrecisionPart(pattern_text(checked), checked, sum(flops[names] for names in inside))

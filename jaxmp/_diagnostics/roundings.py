@@ -46,7 +46,7 @@ class Switched(Rerun):
         self._on = on
 
     def given(self, value: Any) -> Any:
-        return _wide(value)
+        return _to_float32(value)
 
     def program_of_call(self, site: Site) -> Any:
         if site.name == "low_precision_product":
@@ -62,7 +62,7 @@ class Switched(Rerun):
             return compat.bind(equation, values)
         if _is_of_its_own(site.name):
             given = zip(values, equation.invars, strict=True)
-            return list(map(_wide, compat.bind(equation, [_as(x, v.aval) for x, v in given])))
+            return list(map(_to_float32, compat.bind(equation, [_as(x, v.aval) for x, v in given])))
         on = self._on(names_in(scopes_of(site)))
         if site.name == "float8_encode":
             return self._encoded(site, values, on)
@@ -94,7 +94,7 @@ def _is_low(aval: Any) -> bool:
     return is_inexact(aval) and is_narrow(aval.dtype)
 
 
-def _wide(value: Any) -> Any:
+def _to_float32(value: Any) -> Any:
     return lax.convert_element_type(value, _FLOAT32) if _is_low(value) else value
 
 
@@ -154,4 +154,4 @@ def switched(
         number = part_of(names)
         return None if number is None else flags[number]
 
-    return Switched(on).run(closed, list(map(_wide, arrays)), (), None)[0]
+    return Switched(on).run(closed, list(map(_to_float32, arrays)), (), None)[0]

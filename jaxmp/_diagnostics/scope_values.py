@@ -98,7 +98,7 @@ def scope_of_module(site: Site) -> tuple[str, ...]:
     return tuple(path.split("/")) if path else ()
 
 
-def by_line() -> ScopeOf:
+def scope_of_line() -> ScopeOf:
     """Returns a function that takes the line of the user's code for the scope of an equation."""
     lines = Lines()
     return lambda site: (lines.of(site),)
@@ -200,7 +200,7 @@ class _Catcher(Rerun):
 
     def _value(self, site: Site, scope: tuple[str, ...], value: Any, key: Key) -> ScopeValue:
         anchor = str(site.equation.params["name"]) if site.name == ANCHOR else ""
-        around = _around(site)
+        around = _equations_around(site)
         return ScopeValue(
             "/".join(scope),
             anchor,
@@ -228,7 +228,7 @@ def _order(key: Key, around: Sequence[core.JaxprEqn]) -> tuple[int | None, ...]:
     return (*order, *numbers)
 
 
-def _around(site: Site) -> list[core.JaxprEqn]:
+def _equations_around(site: Site) -> list[core.JaxprEqn]:
     """Returns the equations around an equation, outermost first."""
     found, at = [], site.outer
     while at is not None:

@@ -12,7 +12,7 @@ import jmp
 from jaxtyping import PyTree
 
 from jaxmp._autocast.api import autocast
-from jaxmp._diagnostics.precision_parts import Part, Parts, parts_of
+from jaxmp._diagnostics.precision_parts import Parts, PrecisionPart, parts_of
 from jaxmp._diagnostics.roundings import switched
 from jaxmp._diagnostics.sensitivity_report import (
     Errors,
@@ -93,7 +93,7 @@ def sensitivity(
     measuring = Measuring(loss_fn, ((params, *args), kwargs), has_aux, PolicyRules(default=high))
     parts = parts_of(measuring.program, candidates)
 
-    def rules_of(lowered: Collection[Part]) -> PolicyRules:
+    def rules_of(lowered: Collection[PrecisionPart]) -> PolicyRules:
         return parts.rules(lowered, low_policy, high)
 
     everything = rules_of(parts.parts)
@@ -108,7 +108,7 @@ def sensitivity(
     ]
     named = {part.name: part for part in parts.parts}
 
-    def others(kept: Collection[str]) -> list[Part]:
+    def others(kept: Collection[str]) -> list[PrecisionPart]:
         return [part for name, part in named.items() if name not in kept]
 
     return SensitivityReport(
@@ -232,16 +232,16 @@ class Switches:
 
         self._run = run
         self._without = self._made(())
-        self._known: dict[frozenset[Part], Errors] = {}
+        self._known: dict[frozenset[PrecisionPart], Errors] = {}
 
-    def errors(self, low: Collection[Part]) -> Errors:
+    def errors(self, low: Collection[PrecisionPart]) -> Errors:
         """Returns the errors with the roundings of some parts; relative to those of none."""
         key = frozenset(low)
         if key not in self._known:
             self._known[key] = compared(self._made(key), self._without)
         return self._known[key]
 
-    def _made(self, low: Collection[Part]) -> Any:
+    def _made(self, low: Collection[PrecisionPart]) -> Any:
         self._measuring.evaluations += 1
         flags = jnp.array([part in low for part in self._numbers])
         return self._run(flags, *self._arrays)

@@ -99,7 +99,7 @@ class SensitivityReport:
           of: whose error says which are the most sensitive.
 
         Returns:
-          Rules for `jaxmp.autocast` and `jaxmp.make_train_step`.
+          Rules for `jaxmp.autocast`.
 
         Raises:
           ValueError: for a count that is negative or larger than the number of parts.
@@ -120,7 +120,7 @@ class SensitivityReport:
           of: the error: of the `"loss"`, the `"outputs"`, or the `"gradients"`.
 
         Returns:
-          Rules for `jaxmp.autocast` and `jaxmp.make_train_step`.
+          Rules for `jaxmp.autocast`.
 
         Raises:
           ValueError: for a target that is not positive, or that no rules reach.
@@ -181,12 +181,12 @@ class SensitivityReport:
         for name in [*shown, "FLOPs"]:
             table.add_column(name, justify="right")
         for row in self.rows:
-            cells = [_percent(getattr(row.alone, name)) for name in shown]
+            cells = [_in_percent(getattr(row.alone, name)) for name in shown]
             table.add_row(row.path, *cells, f"{row.flops:.0%}" if row.flops else "")
         table.add_section()
-        cells = [_percent(getattr(self.all_switched, name)) for name in shown]
+        cells = [_in_percent(getattr(self.all_switched, name)) for name in shown]
         table.add_row("all of them", *cells, "")
-        cells = [_percent(getattr(self.all_low, name)) for name in shown]
+        cells = [_in_percent(getattr(self.all_low, name)) for name in shown]
         table.add_row("all low, measured", *cells, "")
         return table
 
@@ -214,7 +214,7 @@ def _plain(errors: Errors) -> dict[str, float | None]:
     return dict(zip(OF, finite, strict=True))
 
 
-def _percent(error: float | None) -> str:
+def _in_percent(error: float | None) -> str:
     if not error:
         return ""
     return f"{100 * error:.2g} %" if math.isfinite(error) else "not finite"
