@@ -47,7 +47,7 @@ def scalars(metrics: PyTree, *, prefix: str = "") -> dict[str, Scalar]:
             "scalars gives Python numbers, and under jit there are none: return the metrics from "
             "the jitted function, and call it outside"
         )
-    return _flat(jax.device_get(numbers), prefix)
+    return _flat_scalars(jax.device_get(numbers), prefix)
 
 
 class ScalarLog:
@@ -121,7 +121,7 @@ class ScalarLog:
 
     def _write_oldest(self) -> None:
         step, numbers = self._waiting.popleft()
-        self._write(step, _flat(jax.device_get(numbers), self._prefix))
+        self._write(step, _flat_scalars(jax.device_get(numbers), self._prefix))
 
 
 def _to_fetch(metrics: PyTree) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def _is_one_number(x: Any) -> bool:
     return any(jax.numpy.issubdtype(dtype, kind) for kind in kinds)
 
 
-def _flat(numbers: dict[str, Any], prefix: str) -> dict[str, Scalar]:
+def _flat_scalars(numbers: dict[str, Any], prefix: str) -> dict[str, Scalar]:
     flat: dict[str, Scalar] = {}
     for name, x in numbers.items():
         if isinstance(x, Histograms):

@@ -31,7 +31,7 @@ def split_of(sharding: Any, ndim: int) -> Split:
     return (*entries, *[WHOLE] * (ndim - len(entries)))
 
 
-def parts_of(split: Split, sizes: Mapping[str, int]) -> int:
+def pieces_of(split: Split, sizes: Mapping[str, int]) -> int:
     """Returns into how many parts an array is split, on a mesh with these axes."""
     return math.prod(sizes.get(axis, 1) for axes in split for axis in axes)
 
@@ -84,7 +84,7 @@ def _alike(equation: Any, operands: Sequence[Split], mesh: Mapping[str, int]) ->
         for each in operands:
             if len(each) == len(shape):
                 sizes = zip(each, shape, strict=True)
-                divided = (axes if n % parts_of((axes,), mesh) == 0 else WHOLE for axes, n in sizes)
+                divided = (a if n % pieces_of((a,), mesh) == 0 else WHOLE for a, n in sizes)
                 split = joined(split, tuple(divided))
         found.append(split)
     return found
@@ -139,7 +139,7 @@ def _split_of_reshaped(equation: Any, given: Split, mesh: Mapping[str, int]) -> 
             for i, each in zip(large, axes, strict=True):
                 split[i] = each
         elif large and axes:
-            parts = parts_of((axes[0],), mesh)
+            parts = pieces_of((axes[0],), mesh)
             divided = [i for i in large if after[i] % parts == 0]
             split[(divided or large)[0]] = axes[0]
     return tuple(split)

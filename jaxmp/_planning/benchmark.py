@@ -67,7 +67,7 @@ def benchmark(
     >>> [row.policy for row in report.rows], report.rows[0].ratio
     (['float32', 'mixed_bfloat16'], 1.0)
     """
-    _check(params, batch, policies, rounds, steps, step_options)
+    _check_benchmark(params, batch, policies, rounds, steps, step_options)
     names = [_policy_name(policy) for policy in policies]
     if len(set(names)) < len(names):
         raise ValueError(f"every policy is timed once, got {', '.join(names)}")
@@ -86,7 +86,7 @@ def benchmark(
     )
 
 
-def _check(
+def _check_benchmark(
     params: Any, batch: Any, policies: Sequence[Any], rounds: int, steps: int, options: Any
 ) -> None:
     if isinstance(policies, str) or not policies:

@@ -66,7 +66,7 @@ def buffer_sizes(sized: SizedProgram, fusion: Fusion) -> dict[int, int]:
     written -= set(sized.program.inputs)
     sizes = {v: sized.bytes_of(v) for v in written}
     if fusion.excess_precision:
-        for v in _in_float32(sized, written):
+        for v in _written_in_float32(sized, written):
             sizes[v] *= 2
     return sizes
 
@@ -149,7 +149,7 @@ def _move_to_readers(sized: SizedProgram, written: set[int]) -> None:
             written.add(last)
 
 
-def _in_float32(sized: SizedProgram, written: set[int]) -> set[int]:
+def _written_in_float32(sized: SizedProgram, written: set[int]) -> set[int]:
     """Returns the values of 16 bits that are written in float32 for arithmetic that reads them."""
     avals, arguments = sized.program.avals, set(sized.program.inputs)
     # Values that are computed in float32, and rounded in the same fusion; what arithmetic reads.

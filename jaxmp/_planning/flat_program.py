@@ -66,11 +66,11 @@ def flattened(jaxpr: Any) -> FlatProgram:
     >>> [op.name for op in program.ops]
     ['mul']
     """
-    program = _flat(open_jaxpr(jaxpr), "")
+    program = _flattened_program(open_jaxpr(jaxpr), "")
     return pruned(program, [True] * len(program.outputs))[0]
 
 
-def _flat(jaxpr: core.Jaxpr, outer: str) -> FlatProgram:
+def _flattened_program(jaxpr: core.Jaxpr, outer: str) -> FlatProgram:
     program = FlatProgram([], (), (), {})
     known: dict[Any, int | None] = {}
 
@@ -88,7 +88,7 @@ def _flat(jaxpr: core.Jaxpr, outer: str) -> FlatProgram:
             operands = tuple(look_up(atom) for atom in equation.invars)
             body = _called(equation)
             if body is None:
-                bodies = tuple(_flat(each, scope) for each in _programs(equation))
+                bodies = tuple(_flattened_program(each, scope) for each in _programs(equation))
                 results = tuple(map(number, equation.outvars))
                 name = equation.primitive.name
                 program.ops.append(FlatOp(name, equation, operands, results, scope, bodies))

@@ -103,7 +103,7 @@ def abstract_state(
     if placement.mesh is None:
         return state
     placed = state_shardings(state, state.params, placement.shardings)
-    return jax.tree.map(_placed, state, placed)
+    return jax.tree.map(_with_sharding, state, placed)
 
 
 def planned_step(
@@ -143,9 +143,9 @@ def _placed_batch(batch: PyTree, placement: Placement) -> PyTree:
     def place(name: str, x: Any) -> Any:
         shape, given = _abstract(x), getattr(x, "sharding", None)
         if isinstance(given, NamedSharding):
-            return _placed(shape, given)
+            return _with_sharding(shape, given)
         spec = jax.P(_batch_axes(name, shape, placement)) if shape.shape else jax.P()
-        return _placed(shape, NamedSharding(mesh, spec))
+        return _with_sharding(shape, NamedSharding(mesh, spec))
 
     names = jax.tree.unflatten(jax.tree.structure(batch), leaf_names(batch))
     return jax.tree.map(place, names, batch)
@@ -182,5 +182,5 @@ def _abstract(x: Any) -> jax.ShapeDtypeStruct:
     return jax.eval_shape(lambda: jnp.asarray(x))
 
 
-def _placed(x: Any, sharding: Any) -> Any:
+def _with_sharding(x: Any, sharding: Any) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)

@@ -15,7 +15,7 @@ from jaxmp._jaxpr.op_classes import (
     REDUCTIONS,
     Cost,
 )
-from jaxmp._planning.array_splits import WHOLE, Split, joined, parts_of, result_splits
+from jaxmp._planning.array_splits import WHOLE, Split, joined, pieces_of, result_splits
 from jaxmp._planning.flat_program import FlatOp, FlatProgram
 
 # Change how an array is seen or laid out, or say what is known of it: a product reads it as it is.
@@ -182,7 +182,7 @@ def nbytes_on_device(aval: Any, split: Split, mesh: Mapping[str, int]) -> int:
     if not (hasattr(aval, "shape") and hasattr(aval, "dtype")):
         return 0
     # A key of random numbers has a dtype of its own, of as many bytes as its words.
-    return math.ceil(math.prod(aval.shape) * aval.dtype.itemsize / parts_of(split, mesh))
+    return math.ceil(math.prod(aval.shape) * aval.dtype.itemsize / pieces_of(split, mesh))
 
 
 def _either(splits: Sequence[Split]) -> Split:
