@@ -125,17 +125,17 @@ class Rerun:
         kept: dict[Key, Any] = {}
         for make in makers:
             kept |= jax.eval_shape(make, operands)[1]
-        nothing = {place: jnp.zeros(x.shape, x.dtype) for place, x in _flat(kept).items()}
+        nothing = {place: jnp.zeros(x.shape, x.dtype) for place, x in _leaf_by_leaf(kept).items()}
 
         def branch(make: Any) -> Any:
             def run(args: list[Any]) -> Any:
                 made, found = make(args)
-                return made, nothing | _flat(found)
+                return made, nothing | _leaf_by_leaf(found)
 
             return run
 
         made, found = lax.switch(index, [branch(make) for make in makers], operands)
-        leaves = [found[place] for place in _flat(kept)]
+        leaves = [found[place] for place in _leaf_by_leaf(kept)]
         return made, jax.tree.unflatten(jax.tree.structure(kept), leaves)
 
 
@@ -146,7 +146,7 @@ _FOLLOWED: dict[str, Callable[..., Made]] = {
 }
 
 
-def _flat(found: dict[Key, Any]) -> dict[Any, Any]:
+def _leaf_by_leaf(found: dict[Key, Any]) -> dict[Any, Any]:
     """Returns what was kept leaf by leaf, so that one branch can fill in for another."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(found)
     return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}

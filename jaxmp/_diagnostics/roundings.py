@@ -67,7 +67,7 @@ class Switched(Rerun):
         if site.name == "float8_encode":
             return self._encoded(site, values, on)
         exact = {"precision": _EXACT} if site.name in CONTRACTIONS else {}
-        made = compat.bind(equation, values, **_in_float32(equation.params), **exact)
+        made = compat.bind(equation, values, **_params_in_float32(equation.params), **exact)
         return [
             _rounded(x, aval.dtype, on) if _is_low(aval) else x
             for x, aval in zip(made, avals, strict=True)
@@ -103,7 +103,7 @@ def _as(value: Any, aval: Any) -> Any:
     return lax.convert_element_type(value, aval.dtype) if _is_low(aval) else value
 
 
-def _in_float32(params: dict[str, Any]) -> dict[str, Any]:
+def _params_in_float32(params: dict[str, Any]) -> dict[str, Any]:
     """Returns the params of an equation that say a narrow dtype, with float32 instead."""
     changed: dict[str, Any] = {}
     for name, value in params.items():
