@@ -191,7 +191,7 @@ class _Taps:
             for atom in equation.invars:
                 read(atom, path)
             if run != "recomputed":  # it was counted when it was computed first
-                counted = filter(_has_numbers, equation.outvars)
+                counted = filter(_is_counted, equation.outvars)
                 ending = " (backward)" if run == "backward" else ""
                 made.update(dict.fromkeys(counted, (path, ending)))
         for atom in jaxpr.outvars:
@@ -319,7 +319,7 @@ def _bodies(site: Site) -> list[Any]:
     return compat.bodies_of(site.equation) if is_control else []
 
 
-def _has_numbers(variable: Any) -> bool:
+def _is_counted(variable: Any) -> bool:
     return is_inexact(variable.aval) and variable.aval.size > 0
 
 

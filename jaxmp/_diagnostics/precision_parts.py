@@ -108,7 +108,7 @@ def _decides_otherwise(found: Region, wanted: Region) -> bool:
     )
 
 
-def parts_of(closed: Any, patterns: Iterable[Any] | None) -> Parts:
+def precision_parts_of(closed: Any, patterns: Iterable[Any] | None) -> Parts:
     """Returns the parts of a program.
 
     Args:
@@ -161,10 +161,10 @@ def _computes(site: Site) -> bool:
         return False
     made = [variable.aval for variable in site.equation.outvars]
     read = [x.aval for x in site.equation.invars if not isinstance(x, core.Literal)]
-    return any(map(_has_floats, made)) and any(map(_has_floats, read))
+    return any(map(_is_of_floats, made)) and any(map(_is_of_floats, read))
 
 
-def _has_floats(aval: Any) -> bool:
+def _is_of_floats(aval: Any) -> bool:
     return hasattr(aval, "dtype") and is_inexact(aval)
 
 

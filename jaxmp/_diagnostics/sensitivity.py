@@ -12,7 +12,7 @@ import jmp
 from jaxtyping import PyTree
 
 from jaxmp._autocast.api import autocast
-from jaxmp._diagnostics.precision_parts import Parts, PrecisionPart, parts_of
+from jaxmp._diagnostics.precision_parts import Parts, PrecisionPart, precision_parts_of
 from jaxmp._diagnostics.roundings import switched
 from jaxmp._diagnostics.sensitivity_report import (
     Errors,
@@ -91,7 +91,7 @@ def sensitivity(
     loss_fn, params = _of_arrays(loss_fn, params)
     low_policy, high = get_policy(low), get_policy(reference)
     measuring = Measuring(loss_fn, ((params, *args), kwargs), has_aux, PolicyRules(default=high))
-    parts = parts_of(measuring.program, candidates)
+    parts = precision_parts_of(measuring.program, candidates)
 
     def rules_of(lowered: Collection[PrecisionPart]) -> PolicyRules:
         return parts.rules(lowered, low_policy, high)

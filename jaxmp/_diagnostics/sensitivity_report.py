@@ -127,7 +127,7 @@ class SensitivityReport:
         """
         if not target > 0:
             raise ValueError(f"target must be a positive relative error, got {target!r}")
-        _check_quantity(of)
+        _check_of(of)
         if self.all_low.of(of) <= target:
             return self.keep(0, of)
 
@@ -149,7 +149,7 @@ class SensitivityReport:
         return self.keep(_least(measured, count, everything), of)
 
     def _first(self, count: int, of: Of) -> list[str]:
-        _check_quantity(of)
+        _check_of(of)
         ordered = sorted(self.rows, key=lambda row: row.alone.of(of), reverse=True)
         return [row.path for row in ordered[:count]]
 
@@ -204,7 +204,7 @@ def _least(holds: Callable[[int], bool], fails: int, meets: int) -> int:
     return meets
 
 
-def _check_quantity(of: str) -> None:
+def _check_of(of: str) -> None:
     if of not in OF:
         raise ValueError(f"of must be 'loss', 'outputs' or 'gradients', got {of!r}")
 
