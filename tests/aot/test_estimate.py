@@ -137,6 +137,7 @@ def _pairs(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("bench_estimate")
 
 
+@pytest.mark.usefixtures("standard_promotion")
 def test_the_faster_program_by_cycles_is_the_faster_by_roofline(
     tpu: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,6 +151,7 @@ def test_the_faster_program_by_cycles_is_the_faster_by_roofline(
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
+@pytest.mark.usefixtures("standard_promotion")
 def test_nine_of_ten_pairs_rank_as_the_compiler_ranks_them(
     tpu: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
