@@ -31,9 +31,9 @@ def compare(
     *args: Any,
     g_args: Sequence[Any] | None = None,
     by: By | None = None,
-    tolerance: float = 1.0,
+    tolerance: float | int = 1.0,
     log_probs: Callable[[Any], Any] | None = None,
-    band: tuple[float, float] = (0.5, 2.0),
+    band: tuple[float | int, float | int] = (0.5, 2.0),
 ) -> Comparison:
     """Says where two programs of one function part: under two policies, on two meshes, two codes.
 

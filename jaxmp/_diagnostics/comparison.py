@@ -72,7 +72,7 @@ class Comparison:
     results: tuple[Difference, ...]
     unmatched: tuple[Unmatched, ...]
     unit: str
-    tolerance: float
+    tolerance: float | int
     log_probs: LogProbGap | None
 
     @property

@@ -28,7 +28,7 @@ class LogProbGap:
     rms: float
     largest: float
     outside: float
-    band: tuple[float, float]
+    band: tuple[float | int, float | int]
     k1: float
     k3: float
     tokens: int
@@ -47,7 +47,7 @@ def log_prob_gap(
     sampler: ArrayLike,
     *,
     mask: ArrayLike | None = None,
-    band: tuple[float, float] = (0.5, 2.0),
+    band: tuple[float | int, float | int] = (0.5, 2.0),
 ) -> LogProbGap:
     """Compares the log-probabilities that two programs give to the same tokens.
 

@@ -36,7 +36,7 @@ def sensitivity(
     low: str | jmp.Policy = "mixed_bfloat16",
     candidates: Iterable[Pattern] | None = None,
     reference: str | jmp.Policy = "float32",
-    loss_scale: float | None = None,
+    loss_scale: float | int | None = None,
     has_aux: bool = False,
     **kwargs: Any,
 ) -> SensitivityReport:

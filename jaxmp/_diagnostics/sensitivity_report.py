@@ -108,7 +108,7 @@ class SensitivityReport:
             raise ValueError(f"count must be from 0 to {len(self.rows)}, got {count!r}")
         return self._rules(self._first(count, of))
 
-    def rules(self, target: float = 0.01, of: Of = "gradients") -> PolicyRules:
+    def rules(self, target: float | int = 0.01, of: Of = "gradients") -> PolicyRules:
         """Returns rules that reach a target, and keep as few parts as the order of them allows.
 
         How many are needed is estimated by switches, and then measured: the program under these

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from jaxmp._jaxpr.mesh_axes import named_axes, placed
@@ -229,7 +229,7 @@ def _check_fits(name: str, shape: tuple[int, ...], sharding: NamedSharding) -> N
 
 def fully_sharded(
     params: PyTree,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     axis: str | Sequence[str] = "data",
     *,
     base: PyTree | None = None,
