@@ -25,7 +25,7 @@ demo: $(VENV)/.installed
 
 # Tests and doctests, without those that take long.
 test: $(VENV)/.installed
-	$(RUN) -m pytest -m "not slow"
+	$(RUN) -m pytest -m "not slow and not exhaustive"
 
 slow: $(VENV)/.installed
 	$(RUN) -m pytest -m "slow and not exhaustive"
