@@ -11,7 +11,7 @@ import numpy as np
 from jaxmp._autocast.api import autocast
 from jaxmp._diagnostics.scope_values import Caught, ScopeOf, scope_of_module, scope_values
 from jaxmp._inspect.equations import Site
-from jaxmp._inspect.lines import Lines
+from jaxmp._inspect.lines import UNKNOWN, Lines
 from jaxmp._jaxpr import compat
 from jaxmp._jaxpr.op_classes import CLASSES, OpClass
 from jaxmp._jaxpr.tracing import combine, partition
@@ -104,7 +104,8 @@ def _scope_or_line() -> ScopeOf:
             for body in (compat.bodies_of(site.equation) if is_control else ())
             for equation in compat.open_jaxpr(body).eqns
         ]
-        return () if inside and line not in map(lines.of, inside) else (line,)
+        of_helper = inside and line not in map(lines.of, inside)
+        return () if of_helper or line == UNKNOWN else (line,)
 
     return scope_of
 
@@ -114,24 +115,25 @@ def _by_name(caught: Caught, by_turn: bool) -> Histograms:
     dtypes: dict[str, set[str]] = {}
     added: list[tuple[int, str]] = []  # a row of all that was counted, and the name it counts for
     counts, largest, row = [jnp.zeros((0, BINS))], [jnp.zeros(0)], 0
-    for about, (of_bins, most) in zip(caught.values, caught.kept, strict=True):
+    for about, kept in zip(caught.values, caught.kept, strict=True):
         if about.direction == "recomputed":  # it was counted when it was computed first
             continue
+        counts.append(kept[0].reshape(-1, BINS))
+        largest.append(kept[1].ravel())
         ending = " (backward)" if about.direction == "backward" else ""
-        counts.append(of_bins.reshape(-1, BINS))
-        largest.append(most.reshape(-1))
         for turns in np.ndindex(*about.turns):
             turn = "".join(f"[{i}]" for i in turns) if by_turn else ""
-            for module in about.left:
-                dtypes.setdefault(module + ending + turn, set()).add(about.dtype)
-                added.append((row, module + ending + turn))
+            names = [module + ending + turn for module in about.left]
+            added += [(row, name) for name in names]
             row += 1
-    names = list(dtypes)
-    of_row = np.array([row for row, _ in added], int)
-    of_name = np.array([names.index(name) for _, name in added], int)
+            for name in names:
+                dtypes.setdefault(name, set()).add(about.dtype)
+    numbers = {name: i for i, name in enumerate(dtypes)}
+    rows = np.array([row for row, _ in added], int)
+    at = np.array([numbers[name] for _, name in added], int)
     return Histograms(
-        jnp.zeros((len(names), BINS)).at[of_name].add(jnp.concatenate(counts)[of_row]),
-        jnp.zeros(len(names)).at[of_name].max(jnp.concatenate(largest)[of_row]),
-        tuple(names),
+        jnp.zeros((len(numbers), BINS)).at[at].add(jnp.concatenate(counts)[rows]),
+        jnp.zeros(len(numbers)).at[at].max(jnp.concatenate(largest)[rows]),
+        tuple(dtypes),
         tuple(", ".join(sorted(found)) for found in dtypes.values()),
     )

@@ -89,7 +89,8 @@ def kind_of(file: str) -> str:
     """Returns whose file it is: `"user"`, `"library"`, `"jax"` or `"python"`."""
     if file.startswith(("<frozen", "<@beartype")):
         return "python"
-    if file.startswith(_folders(("jax", "jaxlib"))):
+    # What traces programs is as JAX is: what it hands in is the user's, or made by JAX.
+    if file.startswith(_folders(("jax", "jaxlib", "jaxmp._jaxpr"))):
         return "jax"
     if file.startswith(_folders(_LIBRARIES)):
         return "library"
