@@ -117,21 +117,20 @@ class Rerun:
         tested, consts = params["cond_nconsts"], params["body_nconsts"]
         of_test, of_body = values[:tested], values[tested : tested + consts]
 
-        def goes_on(state: tuple[list[Any], Any]) -> Any:
+        def goes_on(state: Made) -> Any:
             program = params["cond_jaxpr"]
             return self.run(program, [*of_test, *state[0]], (*key, -1), site)[0][0]
 
-        def turn(carry: list[Any]) -> Made:
+        def once(carry: list[Any]) -> Made:
             made, found = self.run(params["body_jaxpr"], [*of_body, *carry], key, site)
-            return made, found if self.join else {}
+            return made, {} if self.join is None else found
 
-        def joined(state: Made) -> Made:
-            made, found = turn(state[0])
-            both = jax.tree.map(lambda *pair: jnp.stack(pair), state[1], found)
-            return made, {place: self.join(each) for place, each in both.items() if self.join}
+        def turn(state: Made) -> Made:
+            made, found = once(state[0])
+            return made, self._joined(jax.tree.map(lambda *x: jnp.stack(x), state[1], found))
 
         carry = values[tested + consts :]
-        return lax.while_loop(goes_on, joined, (carry, zeros_as(turn, carry)[1]))
+        return lax.while_loop(goes_on, turn, (carry, zeros_as(once, carry)[1]))
 
     def _cond(self, site: Site, values: list[Any], key: Key) -> Made:
         """Runs a conditional again; what a branch that was not taken would keep is zeros."""
@@ -140,21 +139,18 @@ class Rerun:
             lambda args, program=program, i=i: self.run(program, args, (*key, i), site)
             for i, program in enumerate(site.equation.params["branches"])
         ]
-        kept: dict[Key, Any] = {}
+        nothing: dict[Key, Any] = {}
         for make in makers:
-            kept |= zeros_as(make, operands)[1]
-        nothing = _leaf_by_leaf(kept)
+            nothing |= zeros_as(make, operands)[1]
 
         def branch(make: Any) -> Any:
-            def run(args: list[Any]) -> Any:
+            def run(args: list[Any]) -> Made:
                 made, found = make(args)
-                return made, nothing | _leaf_by_leaf(found)
+                return made, nothing | found
 
             return run
 
-        made, found = lax.switch(index, [branch(make) for make in makers], operands)
-        leaves = [found[place] for place in nothing]
-        return made, jax.tree.unflatten(jax.tree.structure(kept), leaves)
+        return lax.switch(index, [branch(make) for make in makers], operands)
 
     def _shard_map(self, site: Site, values: list[Any], key: Key) -> Made:
         """Runs a program on each device again, and joins what they keep."""
@@ -170,7 +166,10 @@ class Rerun:
 
         mapped = params | {"out_specs": (*params["out_specs"], jax.P(axes))}
         *made, found = compat.shard_map_again(mapped, local)(*values)
-        return made, {place: self.join(each) for place, each in found.items()}
+        return made, self._joined(found)
+
+    def _joined(self, found: dict[Key, Any]) -> dict[Key, Any]:
+        return {} if self.join is None else {key: self.join(kept) for key, kept in found.items()}
 
 
 _FOLLOWED: dict[str, Callable[..., Made]] = {
@@ -187,9 +186,3 @@ def _of_device(x: Any, axes: tuple[str, ...], checked: bool) -> Any:
     for axis in same:
         x = jnp.where(lax.axis_index(axis) == 0, x, jnp.zeros_like(x))
     return x[None]
-
-
-def _leaf_by_leaf(found: dict[Key, Any]) -> dict[Any, Any]:
-    """Returns what was kept leaf by leaf, so that one branch can fill in for another."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(found)
-    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}

@@ -201,10 +201,8 @@ class _Catcher(Rerun):
             for i, (variable, value) in enumerate(zip(site.equation.outvars, values, strict=True)):
                 if (variable in leaving or site.name == ANCHOR) and is_inexact(value):
                     found[(*key, i)] = self._keep(value)
-                    scope, shared = scopes[number], leaving.get(variable, len(scopes[number]))
-                    left = ["/".join(scope[:n]) for n in range(shared + 1, len(scope) + 1)]
-                    about = self._value(site, scope, tuple(left), value, (*key, i))
-                    self.values[(*key, i)] = about
+                    scope, stays = scopes[number], leaving.get(variable, len(scopes[number]))
+                    self.values[(*key, i)] = self._value(site, scope, stays, value, (*key, i))
             return found
 
         return keep
@@ -214,13 +212,13 @@ class _Catcher(Rerun):
         self.not_entered.append(NotEntered(site.name, path, self._lines.of(site)))
 
     def _value(
-        self, site: Site, scope: tuple[str, ...], left: tuple[str, ...], value: Any, key: Key
+        self, site: Site, scope: tuple[str, ...], stays: int, value: Any, key: Key
     ) -> ScopeValue:
         anchor = str(site.equation.params["name"]) if site.name == ANCHOR else ""
         around = _equations_around(site)
         return ScopeValue(
             "/".join(scope),
-            left,
+            tuple("/".join(scope[:n]) for n in range(stays + 1, len(scope) + 1)),
             anchor,
             direction(scopes_of(site)),
             site.name,
