@@ -32,8 +32,9 @@ def activation_histograms(
     The gradients of params say that a layer loses numbers; the activations say where they begin to
     be lost. This runs the function once, and counts each value that is made in a module and read
     outside of it, for the module and for each module around it that the value leaves. Modules are
-    those of Flax linen, and the scopes of `jax.named_scope`. Outside of all modules, each source
-    line counts as one: it hands on what another line reads.
+    those of Flax linen, those of nnx after `jaxmp.nnx.with_scopes(model)`, and the scopes of
+    `jax.named_scope`. Outside of all, each source line counts as one: it hands on what another
+    line reads.
 
     It looks into `jit`, `scan`, `while`, `cond`, `checkpoint`, functions with derivatives of their
     own and `shard_map`. It may be called under `jit`, where nothing waits for the host.

@@ -276,8 +276,6 @@ SITES = {
     "scan in a shard_map": Site(in_a_scan_in_a_shard_map, turns=(1,)),
     "sharded arrays": Site(on_sharded_arrays),
     "backward in a scan": BACKWARD._replace(loss=backward_in_a_scan, turns=(1,)),
-}
-MORE_SITES = {
     "backward in a checkpoint": BACKWARD._replace(loss=backward_in_a_checkpoint),
     "backward in a branch": BACKWARD._replace(loss=backward_in_a_branch),
     "backward in a jit in a vmap": BACKWARD._replace(loss=backward_in_a_jit_in_a_vmap),
@@ -293,12 +291,15 @@ MORE_SITES = {
     "scanned linen": Site(in_scanned_linen_layers, turns=(1,)),
     "rematted nnx": Site(in_rematted_nnx),
 }
-ALL = [*SITES, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in MORE_SITES)]
+FIRST = ("forward", "scan", "checkpoint", "branch", "custom_vjp", "shard_map", "backward in a scan")
+MORE = pytest.mark.exhaustive
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(
+    "name", [*FIRST, *(pytest.param(name, marks=MORE) for name in SITES if name not in FIRST)]
+)
 def test_the_line_is_named(name: str) -> None:
-    site = (SITES | MORE_SITES)[name]
+    site = SITES[name]
     found = find_overflow(site.loss, PARAMS, X)
     assert found is not None
     assert found.line == line_of(site.comment, site.function)
@@ -356,7 +357,10 @@ def large_product(p: Any, x: Any) -> Any:
         return jnp.mean(h @ (p["second"] * 2.0**16))  # in 16 bits
 
 
-@pytest.mark.parametrize("policy", ["mixed_float16", "compute=float16,products=tensorwise"])
+@pytest.mark.parametrize(
+    "policy",
+    ["mixed_float16", pytest.param("compute=float16,products=tensorwise", marks=MORE)],
+)
 def test_under_autocast_the_value_overflows_that_is_rounded(policy: str) -> None:
     """The weight does not fit float16; in float8 it is never float16, and the product is."""
     if "tensorwise" in policy:
@@ -397,6 +401,7 @@ def test_what_is_given_is_not_finite_itself() -> None:
     assert (found.line, found.infinite) == ("batch/y", 1)
 
 
+@pytest.mark.exhaustive
 def test_one_array_at_two_places_has_the_name_of_the_first() -> None:
     params = PARAMS | {"first": PARAMS["first"].at[0, 0].set(jnp.nan)}
     found = find_overflow(
@@ -452,7 +457,7 @@ def test_it_prints_a_paragraph() -> None:
     )
 
 
-@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("reverse", [pytest.param(False, marks=MORE), True])
 def test_loops_run_as_in_jax(reverse: bool) -> None:
     """The control: without an overflow, one after the other gives what the program gives."""
     from jaxmp._diagnostics.one_by_one import OneByOne, RunValue
@@ -474,6 +479,7 @@ def test_loops_run_as_in_jax(reverse: bool) -> None:
         np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_params_that_are_split_over_devices(kind: AxisType) -> None:
     """FSDP and a split batch, on meshes with either kind of axes."""
@@ -493,6 +499,7 @@ def test_params_that_are_split_over_devices(kind: AxisType) -> None:
     assert found.reaches == ("gradients/first",)
 
 
+@pytest.mark.exhaustive
 def test_beside_infinities_that_are_meant() -> None:
     """Whether these are written in the program, from a logarithm or given: the cast overflows."""
     mask = jnp.tri(N)
@@ -532,6 +539,7 @@ def test_what_may_be_meant_is_named_if_there_is_nothing_else() -> None:
     assert str(found).startswith("a constant of the program, read at test_find_overflow.py:")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_devices_that_part_run_as_one_operation(check_vma: bool) -> None:
     """Each takes its own branch, and turns as often as it has to; none of it may be made up."""
@@ -584,6 +592,7 @@ def test_messages() -> None:
         jax.jit(lambda p: find_overflow(in_forward, p, X))(PARAMS)
 
 
+@pytest.mark.exhaustive
 def test_an_explicit_mesh_without_a_policy_or_a_context() -> None:
     mesh = jax.make_mesh((8,), ("data",))
     params, x = jax.device_put((PARAMS, X), NamedSharding(mesh, P("data")))
@@ -592,6 +601,7 @@ def test_an_explicit_mesh_without_a_policy_or_a_context() -> None:
     assert found.operation == "div"
 
 
+@pytest.mark.exhaustive
 def test_layers_that_are_not_finite_later_do_not_hide_an_overflow_before() -> None:
     """Params of the last of three layers are NaN, and the first overflows."""
     stacked = {"w": jnp.stack([PARAMS["first"]] * 3).at[2].set(jnp.nan)}
