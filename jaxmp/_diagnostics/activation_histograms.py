@@ -78,7 +78,7 @@ def activation_histograms(
     @jax.jit
     def run(arrays: list[Any]) -> Histograms:
         args, kwargs = combine(static, arrays)
-        return _by_name(catching(*args, **kwargs), by_turn)
+        return _rows_by_name(catching(*args, **kwargs), by_turn)
 
     found: Histograms = run(arrays) if when is None else counted_when(when, run, arrays)
     return found
@@ -111,7 +111,7 @@ def _scope_or_line() -> ScopeOf:
     return scope_of
 
 
-def _by_name(caught: Caught, by_turn: bool) -> Histograms:
+def _rows_by_name(caught: Caught, by_turn: bool) -> Histograms:
     """Adds up what was counted for each module, each direction, and each turn if asked for."""
     dtypes: dict[str, set[str]] = {}
     added: list[tuple[int, str]] = []  # a row of all that was counted, and the name it counts for
