@@ -59,6 +59,7 @@ class OverflowReport:
 
     def __rich__(self) -> Any:
         from rich.table import Table
+        from rich.text import Text
 
         times = f" after multiplication by {self.scale:g}" if self.scale != 1 else ""
         caption = f"headroom in {self.dtype or 'the dtype of each array'}{times}, powers of two"
@@ -70,7 +71,7 @@ class OverflowReport:
         for row in self.rows:
             counts = [f"{n:,}" if n else "" for n in (row.size, row.infinite, row.nan)]
             room = "" if math.isinf(row.headroom) else f"{row.headroom:.1f}"
-            table.add_row(row.name, row.dtype, *counts, f"{row.largest:.3g}", room)
+            table.add_row(Text(row.name), row.dtype, *counts, f"{row.largest:.3g}", room)
         return table
 
     def __str__(self) -> str:

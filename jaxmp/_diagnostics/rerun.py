@@ -16,6 +16,8 @@ from jaxmp._inspect.equations import Site
 from jaxmp._jaxpr import compat
 from jaxmp._jaxpr.op_classes import CALLS
 from jaxmp._jaxpr.rebind import scan_again
+from jaxmp._numerics.histograms import zeros_as
+from jaxmp._primitives.varying import varying_axes
 
 # The place of a value: the numbers of the equations around it, of its own, and of the result.
 Key = tuple[int, ...]
@@ -24,7 +26,15 @@ Made = tuple[list[Any], dict[Key, Any]]
 
 
 class Rerun:
-    """Runs a program again. Subclasses say what an operation does, and what is kept of values."""
+    """Runs a program again. Subclasses say what an operation does, and what is kept of values.
+
+    Attributes:
+      join: makes one of what turns or devices kept, which is stacked along first axes of all
+        arrays; zeros stand for nothing. Without it, nothing is kept in a `while`, and a
+        `shard_map` is an operation.
+    """
+
+    join: Callable[[Any], Any] | None = None
 
     def run(self, program: Any, args: Sequence[Any], key: Key, outer: Site | None) -> Made:
         """Runs a program.
@@ -102,18 +112,25 @@ class Rerun:
         return [*carry, *rows], found
 
     def _while(self, site: Site, values: list[Any], key: Key) -> Made:
-        """Runs a while loop again; nothing is kept of its turns, whose number is not known."""
+        """Runs a while loop again; what its turns keep is joined, as their number is not known."""
         params = site.equation.params
         tested, consts = params["cond_nconsts"], params["body_nconsts"]
         of_test, of_body = values[:tested], values[tested : tested + consts]
 
-        def goes_on(carry: list[Any]) -> Any:
-            return self.run(params["cond_jaxpr"], [*of_test, *carry], key, site)[0][0]
+        def goes_on(state: Made) -> Any:
+            program = params["cond_jaxpr"]
+            return self.run(program, [*of_test, *state[0]], (*key, -1), site)[0][0]
 
-        def turn(carry: list[Any]) -> list[Any]:
-            return self.run(params["body_jaxpr"], [*of_body, *carry], key, site)[0]
+        def once(carry: list[Any]) -> Made:
+            made, found = self.run(params["body_jaxpr"], [*of_body, *carry], key, site)
+            return made, {} if self.join is None else found
 
-        return lax.while_loop(goes_on, turn, values[tested + consts :]), {}
+        def turn(state: Made) -> Made:
+            made, found = once(state[0])
+            return made, self._joined(jax.tree.map(lambda *x: jnp.stack(x), state[1], found))
+
+        carry = values[tested + consts :]
+        return lax.while_loop(goes_on, turn, (carry, zeros_as(once, carry)[1]))
 
     def _cond(self, site: Site, values: list[Any], key: Key) -> Made:
         """Runs a conditional again; what a branch that was not taken would keep is zeros."""
@@ -122,31 +139,50 @@ class Rerun:
             lambda args, program=program, i=i: self.run(program, args, (*key, i), site)
             for i, program in enumerate(site.equation.params["branches"])
         ]
-        kept: dict[Key, Any] = {}
+        nothing: dict[Key, Any] = {}
         for make in makers:
-            kept |= jax.eval_shape(make, operands)[1]
-        nothing = {place: jnp.zeros(x.shape, x.dtype) for place, x in _leaf_by_leaf(kept).items()}
+            nothing |= zeros_as(make, operands)[1]
 
         def branch(make: Any) -> Any:
-            def run(args: list[Any]) -> Any:
+            def run(args: list[Any]) -> Made:
                 made, found = make(args)
-                return made, nothing | _leaf_by_leaf(found)
+                return made, nothing | found
 
             return run
 
-        made, found = lax.switch(index, [branch(make) for make in makers], operands)
-        leaves = [found[place] for place in _leaf_by_leaf(kept)]
-        return made, jax.tree.unflatten(jax.tree.structure(kept), leaves)
+        return lax.switch(index, [branch(make) for make in makers], operands)
+
+    def _shard_map(self, site: Site, values: list[Any], key: Key) -> Made:
+        """Runs a program on each device again, and joins what they keep."""
+        if self.join is None:
+            return self.operation(site, values), {}
+        params = site.equation.params
+        (body,) = compat.bodies_of(site.equation)
+        axes = tuple(sorted(params["newly_manual_axes"]))
+
+        def local(*args: Any) -> tuple[Any, ...]:
+            made, found = self.run(body, args, key, site)
+            return (*made, jax.tree.map(lambda x: _of_device(x, axes, params["check_vma"]), found))
+
+        mapped = params | {"out_specs": (*params["out_specs"], jax.P(axes))}
+        *made, found = compat.shard_map_again(mapped, local)(*values)
+        return made, self._joined(found)
+
+    def _joined(self, found: dict[Key, Any]) -> dict[Key, Any]:
+        return {} if self.join is None else {key: self.join(kept) for key, kept in found.items()}
 
 
 _FOLLOWED: dict[str, Callable[..., Made]] = {
     "scan": Rerun._scan,
     "while": Rerun._while,
     "cond": Rerun._cond,
+    "shard_map": Rerun._shard_map,
 }
 
 
-def _leaf_by_leaf(found: dict[Key, Any]) -> dict[Any, Any]:
-    """Returns what was kept leaf by leaf, so that one branch can fill in for another."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(found)
-    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+def _of_device(x: Any, axes: tuple[str, ...], checked: bool) -> Any:
+    """Returns an array as a part of one over devices; zeros where another device has the same."""
+    same = [axis for axis in axes if checked and axis not in varying_axes(x)]
+    for axis in same:
+        x = jnp.where(lax.axis_index(axis) == 0, x, jnp.zeros_like(x))
+    return x[None]

@@ -7,7 +7,8 @@ outside of all scopes leaves none. Of a scan, what its turns catch is stacked.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +30,7 @@ class ScopeValue(NamedTuple):
 
     Attributes:
       path: the scope, names joined by `/`; `""` is outside of all scopes.
+      left: the scopes that it leaves, outermost first: its own, and some around that one.
       anchor: the name that `checkpoint_name` gave it, or `""`.
       direction: `"forward"`, `"backward"`, `"recomputed"`, or `""` without gradients.
       operation: what made it.
@@ -41,6 +43,7 @@ class ScopeValue(NamedTuple):
     """
 
     path: str
+    left: tuple[str, ...]
     anchor: str
     direction: str
     operation: str
@@ -108,6 +111,7 @@ def scope_values(
     fun: Callable[..., Any],
     keep: Callable[[Any], Any] = lambda value: value,
     scope_of: ScopeOf = scope_of_module,
+    join: Callable[[Any], Any] | None = None,
 ) -> Callable[..., Caught]:
     """Returns the function together with the values that leave its scopes.
 
@@ -116,10 +120,13 @@ def scope_values(
       keep: what to keep of each value, such as a histogram of it: a function of an array, which
         returns arrays. In a scan it runs in each turn.
       scope_of: what the scope of an equation is.
+      join: makes one of what was kept in several turns or on several devices, stacked along a first
+        axis; zeros stand for nothing.
 
     Returns:
       A function with the arguments of `fun`, which may be jitted. It looks into jit, scan, cond,
-      checkpoint, and functions with derivatives of their own; not into while and shard_map.
+      checkpoint, and functions with derivatives of their own; with `join` also into while and
+      shard_map.
 
     >>> def net(x):
     ...     with jax.named_scope("up"):
@@ -133,7 +140,7 @@ def scope_values(
     def caught(*args: Any, **kwargs: Any) -> Caught:
         static, arrays = partition((args, kwargs))
         traced = trace_call(fun, static, arrays)
-        catcher = _Catcher(keep, scope_of)
+        catcher = _Catcher(keep, scope_of, join)
         order: list[Key] = []
 
         def run(*given: Any) -> list[Any]:
@@ -165,8 +172,13 @@ def _on_automatic(run: Callable[..., list[Any]], traced: Any, arrays: Sequence[A
 class _Catcher(Rerun):
     """Runs programs and catches what leaves their scopes."""
 
-    def __init__(self, keep: Callable[[Any], Any], scope_of: ScopeOf) -> None:
-        self._keep, self._scope_of = keep, scope_of
+    def __init__(
+        self,
+        keep: Callable[[Any], Any],
+        scope_of: ScopeOf,
+        join: Callable[[Any], Any] | None,
+    ) -> None:
+        self._keep, self._scope_of, self.join = keep, scope_of, join
         self._lines = Lines()
         self.values: dict[Key, ScopeValue] = {}
         self.not_entered: list[NotEntered] = []
@@ -179,17 +191,18 @@ class _Catcher(Rerun):
     def keeping(
         self, jaxpr: core.Jaxpr, sites: Sequence[Site], outer: Site | None
     ) -> Callable[[int, list[Any], Key], dict[Key, Any]]:
-        if outer is not None and outer.name == "while":
+        if outer is not None and outer.name == "while" and not self.join:
             self._note(outer)
         scopes = list(map(self._scope_of, sites))
-        leaving = _leaving(jaxpr, scopes, None if outer is None else self._scope_of(outer))
+        leaving = _leaving(jaxpr, scopes, () if outer is None else self._scope_of(outer))
 
         def keep(number: int, values: list[Any], key: Key) -> dict[Key, Any]:
             site, found = sites[number], {}
             for i, (variable, value) in enumerate(zip(site.equation.outvars, values, strict=True)):
                 if (variable in leaving or site.name == ANCHOR) and is_inexact(value):
                     found[(*key, i)] = self._keep(value)
-                    self.values[(*key, i)] = self._value(site, scopes[number], value, (*key, i))
+                    scope, stays = scopes[number], leaving.get(variable, len(scopes[number]))
+                    self.values[(*key, i)] = self._value(site, scope, stays, value, (*key, i))
             return found
 
         return keep
@@ -198,11 +211,14 @@ class _Catcher(Rerun):
         path = "/".join(scope_of_module(site))
         self.not_entered.append(NotEntered(site.name, path, self._lines.of(site)))
 
-    def _value(self, site: Site, scope: tuple[str, ...], value: Any, key: Key) -> ScopeValue:
+    def _value(
+        self, site: Site, scope: tuple[str, ...], stays: int, value: Any, key: Key
+    ) -> ScopeValue:
         anchor = str(site.equation.params["name"]) if site.name == ANCHOR else ""
         around = _equations_around(site)
         return ScopeValue(
             "/".join(scope),
+            tuple("/".join(scope[:n]) for n in range(stays + 1, len(scope) + 1)),
             anchor,
             direction(scopes_of(site)),
             site.name,
@@ -238,44 +254,46 @@ def _equations_around(site: Site) -> list[core.JaxprEqn]:
 
 
 def _leaving(
-    jaxpr: core.Jaxpr, scopes: Sequence[tuple[str, ...]], outer: tuple[str, ...] | None
-) -> set[Any]:
-    """Returns the variables that leave the scope of their equation.
+    jaxpr: core.Jaxpr, scopes: Sequence[tuple[str, ...]], outer: tuple[str, ...]
+) -> dict[Any, int]:
+    """Returns the variables that leave the scope of their equation, and how many they stay in.
 
     Args:
       jaxpr: the program.
       scopes: the scope of each equation.
-      outer: the scope of the equation that the program is in; None for the whole program.
+      outer: the scope of the equation that the program is in.
     """
     maker = {
         variable: scope
         for equation, scope in zip(jaxpr.eqns, scopes, strict=True)
         for variable in equation.outvars
     }
-    reads: list[tuple[Any, tuple[str, ...] | None]] = [
+    reads = [
         (atom, scope)
         for equation, scope in zip(jaxpr.eqns, scopes, strict=True)
         for atom in equation.invars
     ]
     # A program inside of an equation hands its results to the scope of that equation.
     reads += [(atom, outer) for atom in jaxpr.outvars]
-    found = set()
+    found: dict[Any, int] = {}
     for atom, reader in reads:
         if isinstance(atom, core.Literal) or atom not in maker:
             continue
         made = maker[atom]
-        if made if reader is None else reader[: len(made)] != made:
-            found.add(atom)
-    return found - {
+        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(made, reader, strict=False))
+        if (shared := len(list(same))) < len(made):
+            found[atom] = min(shared, found.get(atom, shared))
+    said = {
         equation.outvars[0]
         for equation, scope in zip(jaxpr.eqns, scopes, strict=True)
         if equation.primitive.name == "convert_element_type"
         and _is_said_already(equation.invars[0], scope, maker, found)
     }
+    return {variable: shared for variable, shared in found.items() if variable not in said}
 
 
 def _is_said_already(
-    source: Any, scope: tuple[str, ...], maker: dict[Any, tuple[str, ...]], found: set[Any]
+    source: Any, scope: tuple[str, ...], maker: dict[Any, tuple[str, ...]], found: Container[Any]
 ) -> bool:
     """Whether a cast of a value is no further value: of one from outside, or of one that leaves."""
     if isinstance(source, core.Literal):

@@ -14,10 +14,9 @@ from jaxmp._jaxpr.scopes import names_in, without_reason
 
 # Lines in these libraries do not help a user; the line that called them does. JAX could exclude
 # such files by itself, but for the whole process, including its error messages.
-_LIBRARIES = (
-    *("jaxmp", "flax", "optax", "chex", "jmp", "haiku", "equinox", "qwix", "einops"),
-    *("jaxtyping", "beartype"),
-)
+_LIBRARIES = ("jaxmp", "flax", "optax", "chex", "jmp", "haiku", "equinox", "qwix", "einops")
+# These call functions of others, and make nothing themselves.
+_CALLERS = ("jax", "jaxlib", "jaxmp._jaxpr", "jaxtyping", "beartype")
 UNKNOWN = "(unknown)"
 # Names that JAX puts into the scopes of compiled programs, and that are not modules.
 _NO_MODULE = re.compile(r"closed_call|eval_jaxpr|while|body|cond|branch_\d+_fun|shard_map|\w+_call")
@@ -86,10 +85,10 @@ def line_text(file: str, line: int, function: str) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def kind_of(file: str) -> str:
-    """Returns whose file it is: `"user"`, `"library"`, `"jax"` or `"python"`."""
+    """Returns whose file it is: `"user"`, `"library"`, `"jax"` (or what calls) or `"python"`."""
     if file.startswith(("<frozen", "<@beartype")):
         return "python"
-    if file.startswith(_folders(("jax", "jaxlib"))):
+    if file.startswith(_folders(_CALLERS)):
         return "jax"
     if file.startswith(_folders(_LIBRARIES)):
         return "library"

@@ -64,8 +64,11 @@ def with_shardings(fun: Any) -> Any:
 
 @pytest.mark.parametrize(
     "call",
-    [pytest.param(lambda f: f, marks=MORE), jax.jit, jax.checkpoint, with_shardings],
-    ids=["inline", "jit", "checkpoint", "shardings"],
+    [
+        *(pytest.param(f, marks=MORE) for f in (lambda f: f, jax.checkpoint, with_shardings)),
+        jax.jit,
+    ],
+    ids=["inline", "checkpoint", "shardings", "jit"],
 )
 def test_a_module_and_the_one_around_it(call: Any) -> None:
     """A value counts for the modules that it leaves: `h` for the product alone."""
@@ -88,7 +91,7 @@ def outputs_of_layers() -> list[Any]:
     return values
 
 
-@pytest.mark.parametrize("by_turn", [False, True])
+@pytest.mark.parametrize("by_turn", [pytest.param(False, marks=MORE), True])
 def test_layers_in_a_scan(by_turn: bool) -> None:
     found = activation_histograms(scanned, WEIGHTS, X, by_turn=by_turn)
     values = outputs_of_layers()
@@ -104,6 +107,24 @@ def test_layers_in_a_scan(by_turn: bool) -> None:
     for turn in range(3):
         check(found, f"layer/product[{turn}]", values[2 * turn])
         check(found, f"layer[{turn}]", values[2 * turn + 1])
+
+
+@pytest.mark.exhaustive
+def test_scans_of_other_lengths_share_the_rows_of_their_turns() -> None:
+    def twice(w: Any, x: Any) -> Any:
+        return scanned(w, x) + scanned(w[:2], x)
+
+    found = activation_histograms(twice, WEIGHTS, X, by_turn=True)
+    values = outputs_of_layers()[1::2]
+    check(found, "layer[1]", values[1], values[1])
+    check(found, "layer[2]", values[2])
+
+
+def test_what_jax_adds_under_vmap_has_no_row() -> None:
+    """It turns the axes of the result, outside of the module and of all lines."""
+    found = activation_histograms(jax.vmap(layer, (0, None)), WEIGHTS, X)
+    assert found.names == ("layer/product", "layer")
+    check(found, "layer", *(jnp.sin(X @ w) for w in WEIGHTS))
 
 
 @pytest.mark.exhaustive
@@ -150,6 +171,32 @@ def test_a_function_with_a_derivative_of_its_own() -> None:
     check(activation_histograms(lambda x: doubled(x) + 1, X), "inside", 2 * X)
 
 
+@pytest.mark.exhaustive
+def test_loops_and_branches_on_devices() -> None:
+    """What devices share counts once, and each device its own turns."""
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+    def local(x: Any, b: Any) -> Any:
+        with jax.named_scope("shared"):
+            b = 2 * b
+
+        def turn(state: Any) -> Any:
+            with jax.named_scope("turn"):
+                return state[0] + 1, state[1] * 0.5
+
+        turns = 1 + jax.lax.axis_index("data")
+        x = jax.lax.while_loop(lambda state: state[0] < turns, turn, (0, x))[1]
+        return jax.lax.cond(turns > 1, doubled, lambda x: x, x) + b
+
+    specs = (jax.P("data"), jax.P())
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=jax.P("data"))
+    found = activation_histograms(mapped, X, WEIGHTS[0, 0])
+    check(found, "shared", 2 * WEIGHTS[0, 0])
+    first, second = X[: N // 2], X[N // 2 :]
+    check(found, "turn", first / 2, second / 2, second / 4)
+    check(found, "inside", second / 2)
+
+
 @pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=MORE)])
 def test_on_devices_each_number_counts_once(check_vma: bool) -> None:
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
@@ -165,9 +212,8 @@ def test_on_devices_each_number_counts_once(check_vma: bool) -> None:
     check(activation_histograms(mapped, X), "rows", 2 * X)
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(AxisType.Auto, marks=MORE), AxisType.Explicit], ids=["auto", "explicit"]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_sharded_arguments(kind: AxisType) -> None:
     mesh = jax.make_mesh((2,), ("data",), axis_types=(kind,))
     with jax.set_mesh(mesh):

@@ -157,6 +157,85 @@ def on_sharded_arrays(p: Any, x: Any) -> Any:
     return in_forward(p, x)
 
 
+def call_steep(x: jax.Array) -> jax.Array:
+    return steep(x)  # steep call
+
+
+def backward_in_a_scan(p: Any, x: Any) -> Any:
+    """In the second of three layers."""
+
+    def body(x: Any, here: Any) -> Any:
+        return lax.cond(here, call_steep, lambda x: x, layer(x, p["first"])), None
+
+    return end(lax.scan(body, x.astype(F16), jnp.array([False, True, False]))[0])
+
+
+def backward_in_a_checkpoint(p: Any, x: Any) -> Any:
+    return end(jax.checkpoint(lambda w, x: call_steep(layer(x, w)))(p["first"], x))
+
+
+def backward_in_a_branch(p: Any, x: Any) -> Any:
+    h = layer(x, p["first"])
+    return end(lax.cond(jnp.sum(h) > 0, call_steep, lambda x: x, h))
+
+
+def backward_in_a_jit_in_a_vmap(p: Any, x: Any) -> Any:
+    rows = jax.vmap(jax.jit(lambda row: call_steep(layer(row[None], p["first"]))))
+    return end(rows(x))
+
+
+def backward_in_a_shard_map(p: Any, x: Any) -> Any:
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+    def local(w: Any, x: Any) -> Any:
+        return lax.pmean(end(call_steep(layer(x, w))), "data")
+
+    specs = {"in_specs": (P(), P("data")), "out_specs": P()}
+    return jax.shard_map(local, mesh=mesh, **specs)(p["first"], x)
+
+
+def loss_under_autocast(p: Any, x: Any) -> Any:
+    def body(x: Any, factor: Any) -> Any:
+        return jnp.tanh(x @ (p["first"] * factor)), None  # cast by autocast
+
+    factors = jnp.array([1.0, 1.0, 2.0**20])
+    return jnp.mean(lax.scan(jax.checkpoint(body), x, factors)[0])
+
+
+def in_a_scan_under_autocast(p: Any, x: Any) -> Any:
+    return jaxmp.autocast(loss_under_autocast, "mixed_float16")(p, x)
+
+
+class Block(nn.Module):
+    """A layer that large inputs break."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, factor: jax.Array) -> Any:
+        return blow_up(nn.Dense(N)(x)) * factor.astype(x.dtype) + x, None
+
+
+def in_scanned_linen_layers(p: Any, x: Any) -> Any:
+    layers = nn.scan(
+        nn.remat(Block), variable_axes={"params": 0}, split_rngs={"params": True}, length=2
+    )()
+    w = jnp.tile(p["first"], (2, 1, 1)) * jnp.array([0.1, 1.0]).reshape(2, 1, 1)
+    variables = {"params": {"Dense_0": {"kernel": w, "bias": jnp.zeros((2, N))}}}
+    model = jaxmp.linen.apply_policy(layers, "mixed_float16")
+    return jnp.mean(model.apply(variables, x, jnp.array([2.0**-15, 1.0]))[0].astype(jnp.float32))
+
+
+def in_rematted_nnx(p: Any, x: Any) -> Any:
+    model = jaxmp.nnx.apply_policy(nnx.Linear(N, N, rngs=nnx.Rngs(0)), "mixed_float16")
+    graphdef, _ = nnx.split(model)
+    state = nnx.State({"kernel": nnx.Param(p["first"]), "bias": nnx.Param(jnp.zeros(N))})
+
+    @jax.checkpoint
+    def run(state: Any, x: Any) -> Any:
+        return blow_up(nnx.merge(graphdef, state)(x).astype(F16))
+
+    return end(run(state, x))
+
+
 class Site(NamedTuple):
     """Where an overflow is planted.
 
@@ -166,6 +245,7 @@ class Site(NamedTuple):
       direction: the pass.
       turns: of the loops around it.
       comment: at the end of the line.
+      operation: what overflows.
     """
 
     loss: Callable[..., Any]
@@ -173,7 +253,10 @@ class Site(NamedTuple):
     direction: str = "forward"
     turns: tuple[int, ...] = ()
     comment: str = "planted"
+    operation: str = "mul"
 
+
+BACKWARD = Site(in_forward, "call_steep", "backward", comment="steep call")
 
 SITES = {
     "forward": Site(in_forward),
@@ -192,16 +275,35 @@ SITES = {
     "shard_map": Site(in_a_shard_map),
     "scan in a shard_map": Site(in_a_scan_in_a_shard_map, turns=(1,)),
     "sharded arrays": Site(on_sharded_arrays),
+    "backward in a scan": BACKWARD._replace(loss=backward_in_a_scan, turns=(1,)),
+    "backward in a checkpoint": BACKWARD._replace(loss=backward_in_a_checkpoint),
+    "backward in a branch": BACKWARD._replace(loss=backward_in_a_branch),
+    "backward in a jit in a vmap": BACKWARD._replace(loss=backward_in_a_jit_in_a_vmap),
+    "backward in a shard_map": BACKWARD._replace(loss=backward_in_a_shard_map),
+    "scan under autocast": Site(
+        in_a_scan_under_autocast,
+        function="loss_under_autocast.body",
+        turns=(2,),
+        direction="recomputed",  # tanh hides it in the forward pass
+        comment="cast by autocast",
+        operation="convert_element_type",
+    ),
+    "scanned linen": Site(in_scanned_linen_layers, turns=(1,)),
+    "rematted nnx": Site(in_rematted_nnx),
 }
+FIRST = ("forward", "scan", "checkpoint", "branch", "custom_vjp", "shard_map", "backward in a scan")
+MORE = pytest.mark.exhaustive
 
 
-@pytest.mark.parametrize("name", SITES)
+@pytest.mark.parametrize(
+    "name", [*FIRST, *(pytest.param(name, marks=MORE) for name in SITES if name not in FIRST)]
+)
 def test_the_line_is_named(name: str) -> None:
     site = SITES[name]
     found = find_overflow(site.loss, PARAMS, X)
     assert found is not None
     assert found.line == line_of(site.comment, site.function)
-    assert (found.operation, found.dtype) == ("mul", "float16")
+    assert (found.operation, found.dtype) == (site.operation, "float16")
     assert found.direction == site.direction
     assert found.turns == site.turns
     assert found.infinite > 0
@@ -255,7 +357,10 @@ def large_product(p: Any, x: Any) -> Any:
         return jnp.mean(h @ (p["second"] * 2.0**16))  # in 16 bits
 
 
-@pytest.mark.parametrize("policy", ["mixed_float16", "compute=float16,products=tensorwise"])
+@pytest.mark.parametrize(
+    "policy",
+    ["mixed_float16", pytest.param("compute=float16,products=tensorwise", marks=MORE)],
+)
 def test_under_autocast_the_value_overflows_that_is_rounded(policy: str) -> None:
     """The weight does not fit float16; in float8 it is never float16, and the product is."""
     if "tensorwise" in policy:
@@ -296,6 +401,7 @@ def test_what_is_given_is_not_finite_itself() -> None:
     assert (found.line, found.infinite) == ("batch/y", 1)
 
 
+@pytest.mark.exhaustive
 def test_one_array_at_two_places_has_the_name_of_the_first() -> None:
     params = PARAMS | {"first": PARAMS["first"].at[0, 0].set(jnp.nan)}
     found = find_overflow(
@@ -351,7 +457,7 @@ def test_it_prints_a_paragraph() -> None:
     )
 
 
-@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("reverse", [pytest.param(False, marks=MORE), True])
 def test_loops_run_as_in_jax(reverse: bool) -> None:
     """The control: without an overflow, one after the other gives what the program gives."""
     from jaxmp._diagnostics.one_by_one import OneByOne, RunValue
@@ -373,6 +479,7 @@ def test_loops_run_as_in_jax(reverse: bool) -> None:
         np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_params_that_are_split_over_devices(kind: AxisType) -> None:
     """FSDP and a split batch, on meshes with either kind of axes."""
@@ -392,6 +499,7 @@ def test_params_that_are_split_over_devices(kind: AxisType) -> None:
     assert found.reaches == ("gradients/first",)
 
 
+@pytest.mark.exhaustive
 def test_beside_infinities_that_are_meant() -> None:
     """Whether these are written in the program, from a logarithm or given: the cast overflows."""
     mask = jnp.tri(N)
@@ -431,6 +539,7 @@ def test_what_may_be_meant_is_named_if_there_is_nothing_else() -> None:
     assert str(found).startswith("a constant of the program, read at test_find_overflow.py:")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_devices_that_part_run_as_one_operation(check_vma: bool) -> None:
     """Each takes its own branch, and turns as often as it has to; none of it may be made up."""
@@ -483,6 +592,7 @@ def test_messages() -> None:
         jax.jit(lambda p: find_overflow(in_forward, p, X))(PARAMS)
 
 
+@pytest.mark.exhaustive
 def test_an_explicit_mesh_without_a_policy_or_a_context() -> None:
     mesh = jax.make_mesh((8,), ("data",))
     params, x = jax.device_put((PARAMS, X), NamedSharding(mesh, P("data")))
@@ -491,6 +601,7 @@ def test_an_explicit_mesh_without_a_policy_or_a_context() -> None:
     assert found.operation == "div"
 
 
+@pytest.mark.exhaustive
 def test_layers_that_are_not_finite_later_do_not_hide_an_overflow_before() -> None:
     """Params of the last of three layers are NaN, and the first overflows."""
     stacked = {"w": jnp.stack([PARAMS["first"]] * 3).at[2].set(jnp.nan)}

@@ -35,7 +35,7 @@ def step_and_state(**options: Any) -> Any:
     return jaxmp.make_train_step(loss_fn, F16, **options), state
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_a_skipped_step_counts_by_gradient(microbatches: int) -> None:
     step, state = step_and_state(count_overflows=True, microbatches=microbatches)
     state, metrics = step(state, GOOD)
@@ -49,6 +49,7 @@ def test_a_skipped_step_counts_by_gradient(microbatches: int) -> None:
         jaxmp.check_progress(state, nonfinite=metrics)  # also where nothing is wrong
 
 
+@pytest.mark.exhaustive
 def test_counts_on_a_mesh_as_jax_makes_it() -> None:
     """Explicit axes: the counts are whole, and the state stays where it is."""
     mesh = jax.make_mesh((8,), ("data",))
@@ -95,6 +96,7 @@ def test_a_report_of_gradients() -> None:
     assert (rows["b/w"].infinite, rows["b/w"].nan, rows["b/w"].largest) == (2, 1, 2.0)
     assert rows["codes"].nan == 1
     assert [row.name for row in report.overflowing] == ["codes", "b/w"]
+    assert "b[bold]" in str(overflow_report({"b[bold]": jnp.ones(2)}))
     assert rows["a"].headroom == pytest.approx(np.log2(np.finfo(np.float32).max / 3))
     assert rows["zeros"].headroom == np.inf
 

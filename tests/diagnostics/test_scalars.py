@@ -123,12 +123,15 @@ def test_a_log_keeps_so_many_steps() -> None:
 
 
 def test_a_log_of_a_run() -> None:
-    step, state = step_and_state()
+    """The zeros of the calls that count nothing are not written."""
+    step, state = step_and_state(histograms_every=3)
     written: dict[int, Any] = {}
     with ScalarLog(written.__setitem__, prefix="train/") as log:
         for i in range(4):
             state, metrics = step(state, jnp.eye(4))
             log(i, metrics)
     assert list(written) == [0, 1, 2, 3]
+    counted = [any("histograms" in name for name in values) for values in written.values()]
+    assert counted == [True, False, False, True]
     assert written[0]["train/loss"] == 1.0
     assert written[3]["train/loss"] < written[0]["train/loss"]
