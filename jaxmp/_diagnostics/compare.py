@@ -284,16 +284,14 @@ def _result_leaves(tree: Any) -> dict[str, Any]:
     return {
         f"result/{jax.tree_util.keystr(path, simple=True, separator='/')}".rstrip("/"): array
         for path, leaf in leaves
-        if (array := _numbers(leaf)) is not None
+        if (array := _as_numbers(leaf)) is not None
     }
 
 
-def _numbers(leaf: Any) -> Any:
+def _as_numbers(leaf: Any) -> Any:
     """Returns an array of numbers or bools; None for what has none, such as text and keys."""
     if isinstance(leaf, (bool, int, float, complex)):
         return jnp.asarray(leaf)
-    dtype = getattr(leaf, "dtype", None)
-    counted = (
-        any(jnp.issubdtype(dtype, kind) for kind in (jnp.number, jnp.bool_)) if dtype else False
-    )
-    return jnp.asarray(leaf) if counted else None
+    counted = (jnp.number, jnp.bool_)
+    is_array = hasattr(leaf, "dtype") and any(jnp.issubdtype(leaf.dtype, x) for x in counted)
+    return jnp.asarray(leaf) if is_array else None

@@ -141,7 +141,7 @@ def scanned(planted: int | None) -> tuple[Callable[..., Any], Any]:
     ("make", "path"),
     [
         (mlp, "layer_1"),
-        (scanned, "layers/mlp"),
+        pytest.param(scanned, "layers/mlp", marks=pytest.mark.exhaustive),
         pytest.param(linen, "Net/Mixer_1", marks=pytest.mark.exhaustive),
         pytest.param(live, "blocks/1", marks=pytest.mark.exhaustive),
         pytest.param(merged, "blocks/1", marks=pytest.mark.exhaustive),
@@ -235,6 +235,7 @@ def test_overflow_in_float16_ranks_first() -> None:
     assert report.errors(report.rules(0.05)).gradients <= 0.05
 
 
+@pytest.mark.exhaustive
 def test_small_gradients_in_float16_are_scaled() -> None:
     """A scale is found; the scale 1 is the positive control: gradients underflow."""
 
@@ -278,6 +279,7 @@ def test_candidates_are_parts_and_the_rest_stays_high() -> None:
     assert report.errors(report.keep(2)).gradients == 0
 
 
+@pytest.mark.exhaustive
 def test_outputs_are_measured() -> None:
     loss_fn, params = mlp(None, layers=2)
 
