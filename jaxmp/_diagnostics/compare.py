@@ -18,6 +18,7 @@ from jaxmp._diagnostics.scope_values import (
     scope_of_module,
     scope_values,
 )
+from jaxmp._inspect.equations import walk
 from jaxmp._jaxpr import compat
 from jaxmp._jaxpr.tracing import combine, partition
 from jaxmp._numerics.dtypes import is_inexact
@@ -86,12 +87,13 @@ def compare(
             "compare looks at numbers, and under jit there are none: call it outside of jit"
         )
     given = args if g_args is None else tuple(g_args)
-    one, two = _caught(f, args, by or "scope"), _caught(g, given, by or "scope")
+    widths: set[str] = set()
+    one, two = (_caught(*each, by or "scope", widths) for each in ((f, args), (g, given)))
     if by is None and not (one.values and two.values):
-        one, two = _caught(f, args, "line"), _caught(g, given, "line")
+        one, two = (_caught(*each, "line", widths) for each in ((f, args), (g, given)))
     pairs, unmatched = _matched(one, two)
     ours, theirs = _result_leaves(one.out), _result_leaves(two.out)
-    unit = _coarsest([one, two], [*ours.values(), *theirs.values()])
+    unit = _coarsest(widths)
     rows = [row for pair in pairs for row in _differences(*pair, unit)]
     rows.sort(key=lambda pair: pair[0])
     results, others = _results(ours, theirs, unit)
@@ -103,8 +105,12 @@ def compare(
     return Comparison(values, results, alone, unit, float(tolerance), gap)
 
 
-def _caught(fun: Callable[..., Any], args: Sequence[Any], by: By) -> Caught:
-    """Runs a function, compiled, with the values that leave its scopes."""
+def _caught(fun: Callable[..., Any], args: Sequence[Any], by: By, dtypes: set[str]) -> Caught:
+    """Runs a function, compiled, with the values that leave its scopes.
+
+    It adds the float dtypes of the program to `dtypes`: a program may round inside of a scope, and
+    hand out float32.
+    """
     static, arrays = partition(tuple(args))
     catching = scope_values(fun, scope_of=scope_of_module if by == "scope" else scope_of_line())
     returned: list[Any] = []
@@ -116,7 +122,10 @@ def _caught(fun: Callable[..., Any], args: Sequence[Any], by: By) -> Caught:
         returned[:] = [rest, caught.values, caught.not_entered]
         return results, caught.kept
 
-    results, kept = run(*arrays)
+    traced = run.trace(*arrays)
+    made = (x.aval for site in walk(traced.jaxpr).all_sites() for x in site.equation.outvars)
+    dtypes |= {aval.dtype.name for aval in made if is_inexact(aval)}
+    results, kept = traced.lower().compile()(*arrays)
     rest, values, not_entered = returned
     return Caught(combine(rest, results), kept, values, not_entered)
 
@@ -198,11 +207,9 @@ def _why(value: _Value, others: list[_Value]) -> str:
     return f"{form}; the other program has " + (f"{shapes} here" if shapes else "nothing here")
 
 
-def _coarsest(both: list[Caught], results: list[Any]) -> str:
-    """Returns the float dtype with the fewest bits among all values of two programs."""
-    names = {value.dtype for caught in both for value in caught.values}
-    names |= {x.dtype.name for x in results} or {"float32"}
-    return max(sorted(names), key=lambda name: float(jnp.finfo(name).eps))
+def _coarsest(dtypes: set[str]) -> str:
+    """Returns the float dtype with the fewest bits."""
+    return max(sorted(dtypes | {"float32"}), key=lambda name: float(jnp.finfo(name).eps))
 
 
 def _differences(ours: _Value, theirs: _Value, unit: str) -> list[tuple[Any, Difference]]:
@@ -231,17 +238,16 @@ def _differences(ours: _Value, theirs: _Value, unit: str) -> list[tuple[Any, Dif
 def _apart(a: Any, b: Any, dtype: str) -> tuple[float, float, float]:
     """Returns how far numbers are apart: rms and largest in units of the last place, relative."""
     same = (a == b) | (np.isnan(a) & np.isnan(b))  # infinities of masks are equal
+    if same.all():
+        return 0.0, 0.0, 0.0
     finite = np.isfinite(a) & np.isfinite(b)
-    if not (same | finite).all():
+    size = _rms(np.where(finite, b, 0))
+    if not (same | finite).all() or not size or a.dtype.kind in "biu":
         return float("inf"), float("inf"), float("inf")
     off = np.abs(np.where(same, 0, np.where(finite, a, 0) - np.where(finite, b, 0)))
-    size = _rms(np.where(finite, b, 0))
-    if not off.any():
-        return 0.0, 0.0, 0.0
     info = jnp.finfo(dtype)
     unit = float(info.eps) * 2.0 ** np.floor(np.log2(max(size, float(info.tiny))))
-    relative = _rms(off) / size if size else float("inf")
-    return float(_rms(off) / unit), float(off.max() / unit), float(relative)
+    return float(_rms(off) / unit), float(off.max() / unit), float(_rms(off) / size)
 
 
 def _rms(x: Any) -> float:
@@ -250,6 +256,8 @@ def _rms(x: Any) -> float:
 
 def _on_host(array: Any) -> Any:
     host = np.asarray(jax.device_get(array))
+    if host.dtype.kind in "biu":
+        return host
     return host.astype(np.complex128 if jnp.iscomplexobj(array) else np.float64)
 
 
@@ -274,9 +282,16 @@ def _results(
 def _result_leaves(tree: Any) -> dict[str, Any]:
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {
-        f"result/{jax.tree_util.keystr(path, simple=True, separator='/')}".rstrip("/"): jnp.asarray(
-            leaf
-        )
+        f"result/{jax.tree_util.keystr(path, simple=True, separator='/')}".rstrip("/"): array
         for path, leaf in leaves
-        if is_inexact(leaf) or isinstance(leaf, (float, complex))
+        if (array := _as_numbers(leaf)) is not None
     }
+
+
+def _as_numbers(leaf: Any) -> Any:
+    """Returns an array of numbers or bools; None for what has none, such as text and keys."""
+    if isinstance(leaf, (bool, int, float, complex)):
+        return jnp.asarray(leaf)
+    counted = (jnp.number, jnp.bool_)
+    is_array = hasattr(leaf, "dtype") and any(jnp.issubdtype(leaf.dtype, x) for x in counted)
+    return jnp.asarray(leaf) if is_array else None

@@ -22,7 +22,8 @@ class Difference:
       shape: its shape.
       dtypes: its dtypes in both programs.
       ulps: the root mean square of the difference, in units of the last place at the root mean
-        square of the value. Infinite if only one program is finite somewhere.
+        square of the value. Infinite if only one program is finite somewhere, if the value of the
+        second is zero everywhere, and for integers that differ.
       largest: the largest difference, in these units.
       relative: the norm of the difference, divided by that of the value in the second program.
     """
@@ -63,7 +64,7 @@ class Comparison:
       rows: the values that leave scopes, in the order of the first program.
       results: the results.
       unmatched: what was not compared.
-      unit: the coarsest dtype among the values, whose units of the last place are counted.
+      unit: the coarsest float dtype in both programs, whose units of the last place are counted.
       tolerance: how many of these units (`ulps`) do not count.
       log_probs: how far log-probabilities are apart; None if none were asked for.
     """
@@ -83,7 +84,7 @@ class Comparison:
     def as_dict(self) -> dict[str, Any]:
         """Returns plain numbers and text, as json.dumps takes them; None for what is infinite."""
 
-        def plain(row: Difference) -> dict[str, Any]:
+        def plain(row: Difference | LogProbGap) -> dict[str, Any]:
             return {name: _finite(value) for name, value in dataclasses.asdict(row).items()}
 
         return {
@@ -93,7 +94,7 @@ class Comparison:
             "unit": self.unit,
             "tolerance": self.tolerance,
             "first": None if self.first is None else plain(self.first),
-            "log_probs": None if self.log_probs is None else dataclasses.asdict(self.log_probs),
+            "log_probs": None if self.log_probs is None else plain(self.log_probs),
         }
 
     def __rich__(self) -> Any:

@@ -87,7 +87,8 @@ def log_prob_gap(
     if not counted.any():
         raise ValueError("no token to compare: the mask is false everywhere, or there are none")
     log_ratio = (ours - theirs)[counted]
-    ratio = np.exp(log_ratio)
+    with np.errstate(over="ignore"):  # probabilities may be apart by more than float64 holds
+        ratio, more = np.exp(log_ratio), np.expm1(log_ratio)
     size = np.abs(log_ratio)
     return LogProbGap(
         float(size.mean()),
@@ -96,7 +97,7 @@ def log_prob_gap(
         float(np.mean((ratio < low) | (ratio > high))),
         (float(low), float(high)),
         float(-log_ratio.mean()),
-        float(np.mean(np.expm1(log_ratio) - log_ratio)),
+        float(np.mean(more - log_ratio)),
         int(log_ratio.size),
     )
 

@@ -9,9 +9,10 @@ from jax.extend import core
 from jaxmp._autocast.regions import Region, Regions, region_of
 from jaxmp._inspect.equations import Site, walk
 from jaxmp._inspect.lines import scopes_of
-from jaxmp._jaxpr.op_classes import CASTS, IDENTITIES, WIDENED
+from jaxmp._jaxpr.op_classes import CASTS, CONTRACTIONS, IDENTITIES, WIDENED
 from jaxmp._jaxpr.scopes import names_in
-from jaxmp._numerics.dtypes import is_inexact
+from jaxmp._numerics.dtypes import is_inexact, is_narrow
+from jaxmp._numerics.user_warnings import first_few, warn
 from jaxmp._policies.patterns import check_pattern, is_about_paths, matches, pattern_text
 from jaxmp._policies.policy import Policy
 from jaxmp._policies.policy_rules import PolicyRules
@@ -117,12 +118,24 @@ def precision_parts_of(closed: Any, patterns: Iterable[Any] | None) -> Parts:
 
     Raises:
       ValueError: for a pattern that matches no scope of the program, or can match none.
+      TypeError: for one pattern in place of a list.
     """
+    if isinstance(patterns, str):
+        raise TypeError(f"candidates must be a list of patterns, got {patterns!r}: [{patterns!r}]")
     flops: dict[tuple[str, ...], int] = {}
+    already: dict[str, None] = {}
     for site in walk(closed).all_sites():
         names = names_in(scopes_of(site))
+        if site.name in CONTRACTIONS and any(is_narrow(x.aval.dtype) for x in site.equation.invars):
+            already["/".join(names) or OUTSIDE] = None
         if not any(name.startswith("jaxmp.") for name in names) and _computes(site):
             flops[names] = flops.get(names, 0) + site.flops * site.runs
+    if already:
+        warn(
+            f"loss_fn has products in 16 bits or fewer without a policy of sensitivity, in "
+            f"{first_few(list(already))}. They are in the reference too, and rules cannot change "
+            "them: give params and inputs in float32, and take other policies off"
+        )
     if patterns is None:
         parts = {
             names: PrecisionPart(

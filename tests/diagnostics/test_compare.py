@@ -66,6 +66,29 @@ def scoped(x: jax.Array, dtype: Any) -> jax.Array:
     return y.astype(jnp.float32).sum()
 
 
+def test_units_are_those_of_a_dtype_inside_of_a_scope() -> None:
+    """What is rounded in a scope may leave it in float32."""
+
+    def rounded(x: jax.Array, dtype: Any) -> jax.Array:
+        with jax.named_scope("layer"):
+            return jnp.sin((3 * x.astype(dtype)).astype(jnp.float32))
+
+    found = compare(lambda x: rounded(x, jnp.bfloat16), lambda x: rounded(x, jnp.float32), X)
+    assert found.rows[0].dtypes == ("float32", "float32")
+    assert found.unit == "bfloat16"
+    assert found.first is None or found.first.ulps < 10
+
+
+def test_integers_and_zeros_that_differ_are_infinitely_apart() -> None:
+    """Token 5000 is not near token 5001."""
+    made = {"token": jnp.array([5000]), "mask": jnp.array([True]), "zero": jnp.ones(2), "n": 3}
+    other = made | {"token": jnp.array([5001]), "zero": jnp.zeros(2)}
+    found = compare(lambda: made, lambda: other)
+    apart = {row.path: row.ulps for row in found.results}
+    infinite = {"result/token": math.inf, "result/zero": math.inf}
+    assert apart == {"result/mask": 0, "result/n": 0} | infinite
+
+
 def test_scanned_layers_part_at_their_turn() -> None:
     def stack(ws: jax.Array, x: jax.Array, fault: float) -> jax.Array:
         def layer(h: jax.Array, pair: Any) -> Any:
@@ -267,6 +290,13 @@ def test_the_gap_of_log_probabilities() -> None:
     assert gap.outside == pytest.approx(np.mean((ratio < 0.8) | (ratio > 1.25)))
     assert gap.k1 == pytest.approx(-np.mean(np.log(ratio)))
     assert gap.k3 == pytest.approx(np.mean(ratio - 1 - np.log(ratio)))
+
+
+def test_probabilities_far_apart_are_plain_numbers() -> None:
+    found = compare(lambda: -jnp.ones(3), lambda: -900 * jnp.ones(3), log_probs=lambda x: x)
+    assert found.log_probs is not None
+    assert math.isinf(found.log_probs.k3)
+    assert json.loads(json.dumps(found.as_dict(), allow_nan=False))["log_probs"]["k3"] is None
 
 
 def test_log_probabilities_of_results() -> None:

@@ -141,7 +141,7 @@ def scanned(planted: int | None) -> tuple[Callable[..., Any], Any]:
     ("make", "path"),
     [
         (mlp, "layer_1"),
-        (scanned, "layers/mlp"),
+        pytest.param(scanned, "layers/mlp", marks=pytest.mark.exhaustive),
         pytest.param(linen, "Net/Mixer_1", marks=pytest.mark.exhaustive),
         pytest.param(live, "blocks/1", marks=pytest.mark.exhaustive),
         pytest.param(merged, "blocks/1", marks=pytest.mark.exhaustive),
@@ -235,6 +235,7 @@ def test_overflow_in_float16_ranks_first() -> None:
     assert report.errors(report.rules(0.05)).gradients <= 0.05
 
 
+@pytest.mark.exhaustive
 def test_small_gradients_in_float16_are_scaled() -> None:
     """A scale is found; the scale 1 is the positive control: gradients underflow."""
 
@@ -278,6 +279,7 @@ def test_candidates_are_parts_and_the_rest_stays_high() -> None:
     assert report.errors(report.keep(2)).gradients == 0
 
 
+@pytest.mark.exhaustive
 def test_outputs_are_measured() -> None:
     loss_fn, params = mlp(None, layers=2)
 
@@ -287,6 +289,31 @@ def test_outputs_are_measured() -> None:
     report = sensitivity(with_outputs, params, BATCH, has_aux=True)
     assert 1e-4 < report.all_low.outputs < 0.01
     assert report.errors(report.rules(1e-9, of="outputs")).outputs <= 1e-9
+
+
+def test_products_that_are_low_already_are_told() -> None:
+    """They are in the reference too, so that the report cannot speak of them."""
+    w = weights(1)[0]
+
+    def loss_fn(w: Any, batch: Any) -> Any:
+        with jax.named_scope("half"):
+            return squares(batch["x"].astype(jnp.bfloat16) @ w.astype(jnp.bfloat16), batch)
+
+    with pytest.warns(UserWarning, match="in half. They are in the reference too"):
+        sensitivity(loss_fn, w, BATCH)
+
+
+@pytest.mark.exhaustive
+def test_sharded_on_explicit_axes() -> None:
+    """The numbers are those of one device."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    loss_fn, params = mlp(1)
+    with jax.set_mesh(mesh):
+        batch = jax.device_put(BATCH, jax.P("data"))
+        found = sensitivity(loss_fn, jax.device_put(params, jax.P()), batch)
+    alone = sensitivity(loss_fn, params, BATCH)
+    assert found.rows[0].path == alone.rows[0].path == "layer_1"
+    assert found.all_low.gradients == pytest.approx(alone.all_low.gradients, rel=0.05)
 
 
 @pytest.fixture(scope="module")
@@ -309,6 +336,8 @@ def test_wrong_arguments_are_told(small: SensitivityReport) -> None:
     loss_fn, params = mlp(None, layers=2)
     with pytest.raises(ValueError, match=r"'layer_x' matches no scope.*'layer_0', 'layer_1'"):
         sensitivity(loss_fn, params, BATCH, candidates=["layer_x"])
+    with pytest.raises(TypeError, match="must be a list of patterns, got 'layer_0'"):
+        sensitivity(loss_fn, params, BATCH, candidates="layer_0")
     with pytest.raises(ValueError, match="can match nothing"):
         sensitivity(loss_fn, params, BATCH, candidates=["type:Dense"])
     with pytest.raises(ValueError, match="nothing in this program has a name"):
