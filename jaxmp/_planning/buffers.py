@@ -79,7 +79,7 @@ def _written(sized: SizedProgram, fusion: Fusion) -> set[int]:
     written = {sized.root(v) for v in sized.program.outputs if v is not None}
     # The kernels that read a value, directly or through operations that are fused.
     readers: dict[int, set[Any]] = {}
-    reading, kernels = _bytes_to_read(sized), _kernels(sized)
+    reading, kernels = _bytes_to_read(sized), _kernel_of_each(sized)
     for number, op in reversed(list(enumerate(sized.program.ops))):
         if not sized.starts_anew(op):
             continue
@@ -99,7 +99,7 @@ def _written(sized: SizedProgram, fusion: Fusion) -> set[int]:
     return written
 
 
-def _kernels(sized: SizedProgram) -> list[Any]:
+def _kernel_of_each(sized: SizedProgram) -> list[Any]:
     """Returns for each operation what tells its kernel apart from others with the same operand.
 
     Cheap operations of one shape are one kernel, which may write several results, if no path from

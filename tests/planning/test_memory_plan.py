@@ -312,7 +312,7 @@ def test_what_is_asked_wrongly(arguments: dict[str, Any], message: str) -> None:
     "master", ["kahan", pytest.param("remainder", marks=pytest.mark.exhaustive)]
 )
 def test_an_update_of_narrow_params_holds_nothing_between(master: Any) -> None:
-    """Compilers make new params, masters and moments in one kernel: the peak is state and gradients."""
+    """Compilers make params, masters and moments in one kernel, from state and gradients."""
     plan = memory_plan(**abstract_mlp(rows=16, width=256), policy="bfloat16", master=master)
     whole = plan.persistent + plan.bytes_of("batch") + 4 * plan.params
     assert plan.peak < 1.1 * whole
