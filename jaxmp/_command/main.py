@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     shared.add_argument(
         "--traceback", action="store_true", help="show where an error comes from, for bug reports"
     )
-    commands = whole.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands = whole.add_subparsers(dest="command", required=True)
     for add in (add_doctor, add_plan, add_audit, add_estimate, add_bench, add_sensitivity):
         add(commands, shared)
     return whole

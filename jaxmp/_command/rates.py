@@ -45,8 +45,8 @@ def measured_rates(
 ) -> list[Rate]:
     """Measures products on the default device, float32 also at the precision `"highest"`.
 
-    Each product is compiled and run once before. A round queues several and waits for the last, so
-    that starting them costs no time of the device.
+    Each product is compiled and run before. A round queues several of each dtype and waits for the
+    last, so that starting them costs no time of the device.
 
     Args:
       dtypes: names of dtypes.
@@ -61,10 +61,11 @@ def measured_rates(
     kinds = [(dtype, "") for dtype in dtypes]
     if "float32" in dtypes:
         kinds.insert(dtypes.index("float32") + 1, ("float32", "highest"))
-    return [
-        Rate(dtype, precision, n, _seconds(dtype, precision, n, rounds, clock))
-        for dtype, precision in kinds
-    ]
+    products = [_started_product(*kind, n) for kind in kinds]
+    # In turns, so that what else the machine does slows all of them alike.
+    times = [[_seconds(product, clock) for product in products] for _ in range(rounds)]
+    medians = map(statistics.median, zip(*times, strict=True))
+    return [Rate(*kind, n, seconds) for kind, seconds in zip(kinds, medians, strict=True)]
 
 
 def timed_product(dtype: str, precision: str, platform: str) -> Any:
@@ -86,15 +87,17 @@ def timed_product(dtype: str, precision: str, platform: str) -> Any:
     return jax.jit(multiply, compiler_options=options)
 
 
-def _seconds(dtype: str, precision: str, n: int, rounds: int, clock: Callable[[], float]) -> float:
+def _started_product(dtype: str, precision: str, n: int) -> Callable[[], Any]:
+    """Returns a product without arguments that has been compiled and run."""
     multiply = timed_product(dtype, precision, jax.default_backend())
     keys = jax.random.split(jax.random.key(0))
     a, b = (jax.random.normal(key, (n, n)).astype(dtype) for key in keys)
     for _ in range(2):  # the first call compiles
         jax.block_until_ready(multiply(a, b))
-    times = []
-    for _ in range(rounds):
-        start = clock()
-        jax.block_until_ready([multiply(a, b) for _ in range(_QUEUED)])
-        times.append((clock() - start) / _QUEUED)
-    return statistics.median(times)
+    return lambda: multiply(a, b)
+
+
+def _seconds(product: Callable[[], Any], clock: Callable[[], float]) -> float:
+    start = clock()
+    jax.block_until_ready([product() for _ in range(_QUEUED)])
+    return (clock() - start) / _QUEUED

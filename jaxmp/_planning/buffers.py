@@ -1,6 +1,6 @@
 """Which values of a program are written to memory, and which are computed where they are read.
 
-Four rules stand for what compilers do when they fuse:
+Five rules stand for what compilers do when they fuse:
 
 1. Cheap operations (elementwise ones, casts, masks) are fused into what reads them, and write
    nothing. Products, loops and other dear operations write their results, and so do reductions.
@@ -9,10 +9,13 @@ Four rules stand for what compilers do when they fuse:
    that alone read its result.
 3. A cheap value is written where many read it: where that moves fewer bytes than each of them
    reading what it is made of. On GPUs also where it takes more time to compute than to read.
-4. On GPUs, what was cast from float32 within a fusion is kept in float32 for cheap operations.
+4. Cheap operations of one shape that wait for the same products are one kernel, which may write
+   several results: those that read one value count as one reader.
+5. On GPUs, what was cast from float32 within a fusion is kept in float32 for cheap operations.
 """
 
 import dataclasses
+from typing import Any
 
 from jaxmp._jaxpr.op_classes import (
     ARITHMETIC,
@@ -74,13 +77,13 @@ def buffer_sizes(sized: SizedProgram, fusion: Fusion) -> dict[int, int]:
 def _written(sized: SizedProgram, fusion: Fusion) -> set[int]:
     """Returns what is written to memory, from the last operation to the first."""
     written = {sized.root(v) for v in sized.program.outputs if v is not None}
-    # The operations that read a value, directly or through others that are fused.
-    readers: dict[int, set[int]] = {}
-    reading = _bytes_to_read(sized)
+    # The kernels that read a value, directly or through operations that are fused.
+    readers: dict[int, set[Any]] = {}
+    reading, kernels = _bytes_to_read(sized), _kernel_of_each(sized)
     for number, op in reversed(list(enumerate(sized.program.ops))):
         if not sized.starts_anew(op):
             continue
-        through = {number}
+        through = {kernels[number]}
         if not is_cheap(op) and not is_view(op):
             written.update(v for v in op.outputs if v in readers)
         elif op.outputs[0] not in written:
@@ -94,6 +97,23 @@ def _written(sized: SizedProgram, fusion: Fusion) -> set[int]:
         if is_dear(op) and not (fusion.into_products and op.name in CONTRACTIONS):
             written.update(sized.operands(op))
     return written
+
+
+def _kernel_of_each(sized: SizedProgram) -> list[Any]:
+    """Returns for each operation what tells its kernel apart from others with the same operand.
+
+    Cheap operations of one shape are one kernel, which may write several results, if no path from
+    one to the other leaves it: if as many other operations come before both.
+    """
+    before: dict[int, int] = {}
+    found: list[Any] = []
+    for number, op in enumerate(sized.program.ops):
+        depth = max((before.get(v, 0) for v in sized.operands(op)), default=0)
+        fused = is_cheap(op)
+        found.append((depth, sized.program.avals[op.outputs[0]].shape) if fused else number)
+        for v in op.outputs:
+            before[sized.root(v)] = depth + (not (fused or is_view(op)))
+    return found
 
 
 def _bytes_to_read(sized: SizedProgram) -> dict[int, int]:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import jmp
+import numpy as np
 import optax
 import optax.contrib
 from jaxtyping import PyTree
@@ -102,7 +103,8 @@ def memory_plan(
       devices: how many devices share params and state, where no shardings are given: by
         `fully_sharded`. A number of params is divided by it.
       shardings: the `NamedSharding` of each param, or a prefix of that tree. By default those that
-        the params have. The mesh may be a `jax.sharding.AbstractMesh`.
+        the params have. A param without one is whole on each device. The mesh may be a
+        `jax.sharding.AbstractMesh`.
       fsdp: the `FSDP` of the step.
       donate: whether the step may write the new state over the old one.
       gradients: the dtype of gradients for a number of params; float32 if None, as jaxmp's are.
@@ -190,6 +192,8 @@ def _number_of_params(params: Any) -> int | None:
             )
         number = found[1].replace(",", "").replace("_", "")
         params = float(number) * _UNITS[found[2]]
+    if isinstance(params, np.number):
+        params = params.item()
     if isinstance(params, bool) or not isinstance(params, (int, float)):
         return None
     if not (math.isfinite(params) and params >= 1):

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, SingleDeviceSharding
 from jaxtyping import PyTree
 
 from jaxmp._mesh.fsdp import FSDP, fully_sharded
@@ -64,25 +64,27 @@ def placement_of(params: PyTree, shardings: Any, fsdp: FSDP | None, devices: int
 
     Args:
       params: the params, abstract or not.
-      shardings: a `NamedSharding` for each, or a prefix of that tree, or None.
+      shardings: a `NamedSharding` for each, or a prefix of that tree, or None. A param without one
+        is whole on each device.
       fsdp: how they are gathered, or None.
       devices: over how many devices to split them, where no shardings are given.
 
     Raises:
-      ValueError: if both shardings and several devices are given.
+      ValueError: if both shardings and several devices are given, or something else than a
+        `NamedSharding`.
     """
-    if fsdp is not None and shardings is None:
+    if shardings is None and fsdp is not None:
         shardings = fsdp.shardings
     if shardings is None:
-        found = [getattr(x, "sharding", None) for x in jax.tree.leaves(params)]
-        if found and all(isinstance(x, NamedSharding) for x in found):
-            shardings = jax.tree.unflatten(jax.tree.structure(params), found)
+        found = jax.tree.map(lambda x: getattr(x, "sharding", None), params)
+        if any(isinstance(x, NamedSharding) for x in jax.tree.leaves(found)):
+            shardings = found
     if shardings is not None:
         if devices != 1:
             raise ValueError(
                 f"the shardings name their devices; leave out devices={devices}, or the shardings"
             )
-        return Placement(jax.tree.broadcast(shardings, params), fsdp)
+        return Placement(_sharding_of_each(params, shardings), fsdp)
     if devices == 1:
         return Placement()
     mesh: Any = AbstractMesh((devices,), ("data",), axis_types=(AxisType.Auto,))
@@ -90,6 +92,22 @@ def placement_of(params: PyTree, shardings: Any, fsdp: FSDP | None, devices: int
     if not any(axes_of_spec(x.spec) for x in jax.tree.leaves(split)):
         return Placement(split)
     return Placement(split, FSDP(shardings=split, axis="data"))
+
+
+def _sharding_of_each(params: PyTree, shardings: PyTree) -> PyTree:
+    """Returns a `NamedSharding` for each param: where none is given, it is whole on each device."""
+    each = jax.tree.broadcast(shardings, params, is_leaf=lambda x: x is None)
+    given = [x for x in jax.tree.leaves(each) if not isinstance(x, SingleDeviceSharding)]
+    wrong = next((x for x in given if not isinstance(x, NamedSharding)), None)
+    if wrong is not None or not given:
+        raise ValueError(
+            f"shardings must be a NamedSharding for each param, or None for what is whole on each "
+            f"device, got {wrong!r}. Write NamedSharding(mesh, spec)"
+        )
+    whole = NamedSharding(given[0].mesh, jax.P())
+    return jax.tree.map(
+        lambda x: x if isinstance(x, NamedSharding) else whole, each, is_leaf=lambda x: x is None
+    )
 
 
 def abstract_state(

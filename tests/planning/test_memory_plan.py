@@ -308,6 +308,31 @@ def test_what_is_asked_wrongly(arguments: dict[str, Any], message: str) -> None:
         memory_plan(**arguments)
 
 
+@pytest.mark.parametrize(
+    "master", ["kahan", pytest.param("remainder", marks=pytest.mark.exhaustive)]
+)
+def test_an_update_of_narrow_params_holds_nothing_between(master: Any) -> None:
+    """Compilers make params, masters and moments in one kernel, from state and gradients."""
+    plan = memory_plan(**abstract_mlp(rows=16, width=256), policy="bfloat16", master=master)
+    whole = plan.persistent + plan.bytes_of("batch") + 4 * plan.params
+    assert plan.peak < 1.1 * whole
+
+
+def test_a_param_without_a_sharding_is_whole_on_each_device() -> None:
+    mesh = AbstractMesh((8,), ("model",), axis_types=(AxisType.Auto,))
+    over = NamedSharding(mesh, P("model"))
+    a, b = (jax.ShapeDtypeStruct((64, 64), jnp.float32),) * 2
+    said = memory_plan({"a": a, "b": b}, shardings={"a": over, "b": None})
+    placed = jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=over)
+    found = memory_plan({"a": placed, "b": b})
+    one = 4 * 64 * 64
+    assert said.bytes_of("params") == found.bytes_of("params") == one // 8 + one
+    assert said.devices == found.devices == 8
+    for wrong in (P("model"), {"a": None, "b": None}):
+        with pytest.raises(ValueError, match="must be a NamedSharding for each param"):
+            memory_plan({"a": a, "b": b}, shardings=wrong)
+
+
 def test_shardings_that_leave_no_axis_for_the_batch() -> None:
     mesh = AbstractMesh((8,), ("model",), axis_types=(AxisType.Auto,))
     over = NamedSharding(mesh, P("model"))

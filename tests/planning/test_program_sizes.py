@@ -162,6 +162,29 @@ def test_a_sum_of_two_is_written_where_many_read_it(readers: int, is_written: bo
     assert (add.outputs[0] in buffer_sizes(program, GPU)) == is_written
 
 
+def test_results_of_one_kernel_share_what_they_are_made_of() -> None:
+    """An update writes moments and params at once; what a product stands between is computed twice.
+
+    Both functions have four results, made of the same sum of two arrays.
+    """
+
+    def update(x: Any, y: Any) -> Any:
+        both = x + y
+        return [both * i for i in range(2, 6)]
+
+    def apart(x: Any, y: Any) -> Any:
+        both = x + y
+        found = [both * 2]
+        for i in range(3, 6):
+            found.append(both * i + found[-1] @ x)
+        return found
+
+    for fun, is_written in ((update, False), (apart, True)):
+        program = sized(fun, X, X)
+        add = next(op for op in program.program.ops if op.name == "add")
+        assert (add.outputs[0] in buffer_sizes(program, GPU)) == is_written
+
+
 def test_what_takes_long_to_compute_is_written_on_gpus() -> None:
     def fun(x: Any) -> Any:
         narrow = jnp.tanh((x @ x).astype(jnp.bfloat16))
