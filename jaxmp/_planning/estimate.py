@@ -29,7 +29,7 @@ def estimate(
     data sheet, plus what it takes to launch it: the roofline model (Williams, Waterman and
     Patterson, 2009). For a TPU the compiler's own estimate in cycles stands beside it.
 
-    It is an estimate, and a low one: kernels reach 40 to 90 % of these rates. It serves to compare
+    It is an estimate, and a low one: kernels reach part of these rates. It serves to compare
     programs with each other, and to see what bounds them.
 
     Args:
