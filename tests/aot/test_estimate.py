@@ -106,6 +106,15 @@ def test_a_function_may_name_a_mesh_of_absent_devices_but_not_of_those_here(gpu:
         estimate(mean, x, device="h100")
 
 
+def test_a_callback_to_python_is_refused(gpu: Compiler) -> None:
+    def told(x: Any) -> Any:
+        jax.debug.print("{}", x[0, 0])
+        return x + 1
+
+    with pytest.raises(ValueError, match=r"calls back to Python, as jax\.debug\.print does"):
+        estimate(told, MATRIX, device="h100")
+
+
 @pytest.mark.jax
 def test_what_steps_take(gpu: Compiler) -> None:
     """Keys, numbers and texts among arguments; none at all; donated ones."""
