@@ -17,16 +17,11 @@ Program = tuple[str, Callable[..., Any], tuple[Any, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """Two programs that one may have to choose between: `(name, function, abstract arguments)`.
-
-    Attributes:
-      held_out: whether the rate of vector units was chosen without the pair.
-    """
+    """Two programs that one may have to choose between: `(name, function, abstract arguments)`."""
 
     name: str
     first: Program
     second: Program
-    held_out: bool = True
 
 
 def abstract(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
@@ -210,9 +205,6 @@ def _lookup(part: int) -> Pair:
     return Pair("an embedding", ("gathered", taken, args), ("multiplied", multiplied, args))
 
 
-# The pairs below were written before any of them was compiled, and nothing was fitted to them.
-
-
 def _norm(part: int) -> Pair:
     def norm(x: Any, scale: Any) -> Any:
         wide = x.astype(jnp.float32)
@@ -377,11 +369,26 @@ def _experts(part: int) -> Pair:
 
 
 def pairs(small: bool = False) -> list[Pair]:
-    """The pairs, those that are held out last."""
+    """The pairs."""
     part = 4 if small else 1
-    known = (_recomputation, _fusion, _microbatches, _loops, _attention, _optimizer_state)
-    known += (_convolutions, _lookup)
-    held_out = (_norm, _passes, _adapter, _vocabulary, _decoding, _gate, _separable)
-    held_out += (_running_sum, _optimizers, _experts)
-    found = [dataclasses.replace(make(part), held_out=False) for make in known]
-    return found + [make(part) for make in held_out]
+    return [
+        _recomputation(part),
+        _fusion(part),
+        _microbatches(part),
+        _loops(part),
+        _attention(part),
+        _optimizer_state(part),
+        _convolutions(part),
+        _lookup(part),
+        # From here on, pairs were written down before any of them was compiled.
+        _norm(part),
+        _passes(part),
+        _adapter(part),
+        _vocabulary(part),
+        _decoding(part),
+        _gate(part),
+        _separable(part),
+        _running_sum(part),
+        _optimizers(part),
+        _experts(part),
+    ]

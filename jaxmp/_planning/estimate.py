@@ -137,7 +137,7 @@ def _unseen(roofline: Roofline, has_transfers: bool, device: Device) -> list[str
         found.append(f"What kernels from elsewhere compute: of {named} only the bytes count.")
     if device.platform == "tpu":
         found.append(
-            "Which operations vector units do: they take a number in and out in the same time for "
-            "an addition and for an exponential. That time is fitted to the compiler's cycles."
+            "What vector units take for numbers in near memory: only products and device memory "
+            "count. The compiler's cycles have it."
         )
     return found
