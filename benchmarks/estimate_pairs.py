@@ -243,8 +243,12 @@ def _adapter(part: int) -> Pair:
     def apart(x: Any, w: Any, a: Any, b: Any) -> Any:
         return x @ w + (x @ a) @ b
 
-    args = (abstract(2048, width), abstract(width, width))
-    args += (abstract(width, rank), abstract(rank, width))
+    args = (
+        abstract(2048, width),
+        abstract(width, width),
+        abstract(width, rank),
+        abstract(rank, width),
+    )
     return Pair("a low-rank adapter", ("merged", merged, args), ("apart", apart, args))
 
 
@@ -363,8 +367,12 @@ def _experts(part: int) -> Pair:
         hidden = jax.nn.relu(jnp.einsum("egd,edf->egf", x.reshape(experts, -1, width), up))
         return jnp.einsum("egf,efd->egd", hidden, down).reshape(x.shape) * gate[:, :1]
 
-    args = (abstract(4096, width), abstract(experts, width, 4 * width))
-    args += (abstract(experts, 4 * width, width), abstract(4096, experts))
+    args = (
+        abstract(4096, width),
+        abstract(experts, width, 4 * width),
+        abstract(experts, 4 * width, width),
+        abstract(4096, experts),
+    )
     return Pair("experts", ("dense", dense, args), ("sent", sent, args))
 
 
