@@ -6,7 +6,6 @@ vector memory, and from one layout into another inside of a kernel, for traffic.
 
 import math
 import re
-from collections.abc import Callable
 from typing import NamedTuple
 
 from jaxmp._hlo.kernels import Schedule, does_work
@@ -37,16 +36,9 @@ class _ArrayAt(NamedTuple):
     is_far: bool
 
 
-_Measure = Callable[[_ArrayAt], int]
-
-
 def _far(array: _ArrayAt) -> int:
     """The bytes of an array in device memory."""
     return array.bytes if array.is_far else 0
-
-
-def _elements(array: _ArrayAt) -> int:
-    return array.elements
 
 
 class Traffic:
@@ -76,31 +68,22 @@ class Traffic:
             return float(sum(_far(each) for each in results[:2]))
         if instruction.opcode.endswith("-start") and instruction.shape.startswith("(("):
             return float(sum(_far(each) for each in results))  # ((operands), results)
-        return self._read(instruction, _far) + self._written(instruction, results, _far)
+        return self._read(instruction) + self._written(instruction, results)
 
-    def elements(self, instruction: Instruction) -> float:
-        """Returns how many numbers one run takes in and puts out, in any memory."""
-        if not does_work(instruction):
-            return 0.0
-        results = _arrays(instruction.shape)
-        return self._read(instruction, _elements) + self._written(instruction, results, _elements)
-
-    def _read(self, instruction: Instruction, measure: _Measure) -> float:
+    def _read(self, instruction: Instruction) -> float:
         total = 0.0
         for position, operand in enumerate(instruction.operands):
-            size = sum(map(measure, self._operand(instruction, operand)))
+            size = sum(map(_far, self._operand(instruction, operand)))
             total += size * self._share_read(instruction, position) if size else 0.0
         return total
 
-    def _written(
-        self, instruction: Instruction, results: list[_ArrayAt], measure: _Measure
-    ) -> float:
+    def _written(self, instruction: Instruction, results: list[_ArrayAt]) -> float:
         if any(library in instruction.structure for library in _LIBRARY) and len(results) > 1:
             results = [each for each in results if each.dtype not in ("int8", "uint8")]
         shares = self._shares_written(instruction, _DEPTH)
         if len(shares) != len(results):
             shares = [1.0] * len(results)
-        return sum(measure(each) * share for each, share in zip(results, shares, strict=True))
+        return sum(_far(each) * share for each, share in zip(results, shares, strict=True))
 
     def _operand(self, user: Instruction, operand: Operand) -> list[_ArrayAt]:
         found = self._module.find(user.computation, operand.name)

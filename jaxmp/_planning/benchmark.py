@@ -59,7 +59,8 @@ def benchmark(
 
     Raises:
       TypeError: if params or batch are abstract, since steps run.
-      ValueError: if no policy is given, or one twice, or a number is too small.
+      ValueError: if no policy is given, or one twice, a number is too small, or `params` is None
+        and there are options for a step that is made elsewhere.
 
     >>> params, x = {"w": jax.numpy.ones((8, 8))}, jax.numpy.ones((4, 8))
     >>> loss = lambda params, x: ((x @ params["w"]) ** 2).mean()
@@ -67,7 +68,8 @@ def benchmark(
     >>> [row.policy for row in report.rows], report.rows[0].ratio
     (['float32', 'mixed_bfloat16'], 1.0)
     """
-    _check_benchmark(params, batch, policies, rounds, steps, step_options)
+    options = {**step_options, **({"optimizer": optimizer} if optimizer is not None else {})}
+    _check_benchmark(params, batch, policies, rounds, steps, options)
     names = [_policy_name(policy) for policy in policies]
     if len(set(names)) < len(names):
         raise ValueError(f"every policy is timed once, got {', '.join(names)}")
@@ -103,6 +105,11 @@ def _check_benchmark(
             )
     if "donate" in options:
         raise ValueError("donate is not an option here: every step donates its state")
+    if params is None and options:
+        raise ValueError(
+            f"without params, the function of a policy makes the step: {', '.join(options)} would "
+            "change nothing. Give what they say to the step that it returns"
+        )
 
 
 def _policy_name(policy: Any) -> str:

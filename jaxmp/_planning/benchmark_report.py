@@ -85,8 +85,8 @@ class BenchmarkReport:
         found = [turns]
         if same:
             found.append(
-                f"Not every round agrees whether {', '.join(same)} is faster or slower than "
-                f"{self.rows[0].policy}: more rounds, or a quieter machine, would tell."
+                f"Rounds disagree on what is faster than {self.rows[0].policy} and what is slower: "
+                f"{', '.join(same)}. More rounds, or a quieter machine, would tell."
             )
         if skipped := [row.policy for row in self.rows if row.metrics.get("skipped", 0)]:
             found.append(
@@ -122,7 +122,7 @@ class BenchmarkReport:
         table.add_column("policy", overflow="fold")
         over = f"over {self.rows[0].policy}"
         for name in ("median", "min", "max", over, "compile", "memory", "loss"):
-            table.add_column(name, justify="right", no_wrap=name != over)
+            table.add_column(name, justify="right", no_wrap=name != over, overflow="fold")
         for row in self.rows:
             times = [
                 seconds_text(each) for each in (row.median, min(row.seconds), max(row.seconds))
@@ -175,7 +175,7 @@ class BenchmarkReport:
                 va="center",
             )
         times.set_xlim(0, 1.2 * max(1e3 * max(row.seconds) for row in self.rows))
-        times.set_xlabel("ms a step: median, and every round")
+        times.set_xlabel("ms a step: median, every round; x: over the first")
         times.invert_yaxis()
         self._draw_memory(memory, names)
         figure.suptitle(f"A train step on {self.hardware}", fontsize=11)

@@ -11,8 +11,21 @@ from jaxmp._inspect.compiled import closed_over, is_array
 from jaxmp._planning.absent_devices import absent_devices, is_absent
 from jaxmp._planning.devices import Device
 
-# What JAX says where a function names another mesh than its arguments have.
-_OTHER_MESH = ("incompatible devices", "should match the mesh")
+_OTHER_MESH = (
+    "the function names a mesh of devices that are here. Make that mesh of "
+    "jaxmp.diagnostics.absent_devices({device!r}, count), or use the specs of its sharding "
+    "constraints alone"
+)
+_CALLBACK = (
+    "the function calls back to Python, as jax.debug.print does, and JAX compiles that only where "
+    "{device} is. Leave it out of what is compiled"
+)
+# What to do, by what JAX says of a function that it cannot compile for absent devices.
+_ADVICE = {
+    "incompatible devices": _OTHER_MESH,
+    "should match the mesh": _OTHER_MESH,
+    "Unknown backend": _CALLBACK,
+}
 
 
 def compile_for(
@@ -41,7 +54,7 @@ def compile_for(
     Raises:
       ImportError: if the compiler is not installed.
       ValueError: if arguments lie on meshes of several shapes, or the function has a mesh of its
-        own devices.
+        own devices, or calls back to Python.
     """
     leaves = [x for x in jax.tree.leaves((args, kwargs)) if is_array(x)]
     mesh = _absent_mesh(device, leaves)
@@ -65,14 +78,11 @@ def compile_for(
     try:
         with context:
             return _lower(fn, args, kwargs, donate, one).compile(dict(options or {}))
-    except ValueError as error:
-        if not any(words in str(error) for words in _OTHER_MESH):
-            raise
-        raise ValueError(
-            "the function names a mesh of devices that are here. Make that mesh of "
-            f"jaxmp.diagnostics.absent_devices({device.name!r}, count), or use the specs of its "
-            "sharding constraints alone"
-        ) from error
+    except (ValueError, RuntimeError) as error:
+        for words, advice in _ADVICE.items():
+            if words in str(error):
+                raise ValueError(advice.format(device=device.name)) from error
+        raise
 
 
 def _lower(fn: Any, args: Any, kwargs: Any, donate: Any, one: Any) -> Any:

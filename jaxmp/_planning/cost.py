@@ -25,8 +25,8 @@ class KernelCost:
       bytes: what it reads from and writes to device memory.
       seconds: how long it takes at least.
       cycles: what a TPU's compiler expects; 0 on GPUs, and where it says nothing.
-      bound: what `seconds` is for: `"compute"`, `"memory"`, `"vector"` or `"launch"`; `"beside"`
-        for copies beside other work and `"transfer"` for collectives, which have none.
+      bound: what `seconds` is for: `"compute"`, `"memory"` or `"launch"`; `"beside"` for copies
+        beside other work and `"transfer"` for collectives, which have none.
     """
 
     name: str
@@ -84,8 +84,8 @@ class CostEstimate:
 
     @property
     def bound(self) -> dict[str, float]:
-        """Seconds by what bounds the kernels: compute, memory, vector units, launch."""
-        found = dict.fromkeys(("compute", "memory", "vector", "launch"), 0.0)
+        """Seconds by what bounds the kernels: compute, memory, launch."""
+        found = dict.fromkeys(("compute", "memory", "launch"), 0.0)
         for row in self.rows:
             found[row.bound] = found.get(row.bound, 0.0) + row.seconds
         return {name: seconds for name, seconds in found.items() if seconds}

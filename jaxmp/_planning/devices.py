@@ -4,7 +4,6 @@ A sheet states the best that the hardware can do. Programs reach part of it.
 """
 
 import dataclasses
-import math
 import re
 from typing import Any, NamedTuple
 
@@ -57,7 +56,8 @@ class Peaks(NamedTuple):
 
         Args:
           dtype: of the operands, of the wider one if they differ.
-          precision: `"highest"` for exact float32 products; by default JAX's default.
+          precision: `"highest"` for exact float32 products, `"high"` for three passes of bfloat16
+            on TPUs; by default JAX's default.
 
         >>> peaks = DEVICES["v5e"].peaks
         >>> peaks.of("float8_e4m3fn") == peaks.of("bfloat16") == peaks.of("float32")
@@ -75,6 +75,8 @@ class Peaks(NamedTuple):
         return self.float32
 
     def _by_dtype(self, name: str, precision: str | None = None) -> float:
+        if name == "float32" and precision == "high" and self.tensorfloat32 == self.bfloat16:
+            return 2 * self.float32  # three passes of bfloat16 instead of six
         if name == "float32":
             return self.float32 if precision in _EXACT else self.tensorfloat32
         if name in _FLOAT8:
@@ -94,8 +96,6 @@ class Device:
       bandwidth: bytes a second between that memory and the chip.
       peaks: its matrix products.
       launch: seconds that starting one kernel takes at least.
-      vector: how many numbers a second its vector units take in and put out, where that and not
-        bandwidth may bound a kernel: on TPUs, whose compiler keeps arrays in a near memory.
       aliases: other names.
     """
 
@@ -106,7 +106,6 @@ class Device:
     bandwidth: float
     peaks: Peaks
     launch: float
-    vector: float = math.inf
     aliases: tuple[str, ...] = ()
 
     def multiple(self, dtype: DTypeLike) -> int:
@@ -150,15 +149,12 @@ def _tpu(
     bandwidth: float | int,
     tflops: float | int,
     more: Peaks,
-    vector: float | int,
     *alias: str,
 ) -> Device:
-    """Gibibytes, gigabytes a second, teraFLOP/s in bfloat16, multiples of that, giganumbers/s.
+    """Gibibytes, gigabytes a second, teraFLOP/s in bfloat16, multiples of that.
 
     A TPU multiplies float32 in passes of bfloat16: one by default, six for exact products. It runs
-    a program as a whole, so that a kernel starts almost at once. No sheet has the rate of vector
-    units: that of a v5e is a register of 1,024 numbers in four cycles of 1.5 GHz, which fits what
-    its compiler expects; those of others have the ratios that their compilers give to one kernel.
+    a program as a whole, so that a kernel starts almost at once.
     """
     return Device(
         name=name,
@@ -168,7 +164,6 @@ def _tpu(
         bandwidth=bandwidth * 1e9,
         peaks=Peaks(*(1e12 * tflops * rate for rate in more)),
         launch=0.5e-6,
-        vector=1e9 * vector,
         aliases=alias,
     )
 
@@ -206,22 +201,12 @@ _TABLE = (
     # AMD MI300X data sheet, 2023. Its float8 is e4m3fnuz, which is another dtype.
     _gpu("mi300x", r"MI300X", 192, 5300, Peaks(163.4, 163.4, 1307.4, 1307.4, 0, 2614.9, 163.4)),
     # Google Cloud TPU system architecture pages, 2021 to 2025. Halves of a chip, where JAX has two.
-    _tpu("v3", r"TPU v3", 16, 450, 61.5, _BFLOAT16, 256, "tpuv3"),
-    _tpu("v4", r"TPU v4", 32, 1200, 275, _BFLOAT16, 560, "tpuv4"),
-    _tpu("v5e", r"TPU v5 ?(lite|e)", 16, 819, 197, _BFLOAT16_INT8, 400, "tpuv5e", "v5litepod"),
-    _tpu("v5p", r"TPU v5p?", 95, 2765, 459, _BFLOAT16_INT8, 1080, "tpuv5p"),
-    _tpu("v6e", r"TPU v6( lite|e)?", 32, 1640, 918, _BFLOAT16_INT8, 930, "tpuv6e", "trillium"),
-    _tpu(
-        "7x",
-        r"TPU ?v?7x?",
-        96,
-        3690,
-        1153.5,
-        Peaks(1 / 6, 1, 1, float8=2),
-        1550,
-        "tpu7x",
-        "ironwood",
-    ),
+    _tpu("v3", r"TPU v3", 16, 450, 61.5, _BFLOAT16, "tpuv3"),
+    _tpu("v4", r"TPU v4", 32, 1200, 275, _BFLOAT16, "tpuv4"),
+    _tpu("v5e", r"TPU v5 ?(lite|e)", 16, 819, 197, _BFLOAT16_INT8, "tpuv5e", "v5litepod"),
+    _tpu("v5p", r"TPU v5p?", 95, 2765, 459, _BFLOAT16_INT8, "tpuv5p"),
+    _tpu("v6e", r"TPU v6( lite|e)?", 32, 1640, 918, _BFLOAT16_INT8, "tpuv6e", "trillium"),
+    _tpu("7x", r"TPU ?v?7x?", 96, 3690, 1153.5, _BFLOAT16_FLOAT8, "tpu7x", "ironwood"),
 )
 
 # Every device that is known, by its name.

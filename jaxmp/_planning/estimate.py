@@ -29,7 +29,7 @@ def estimate(
     data sheet, plus what it takes to launch it: the roofline model (Williams, Waterman and
     Patterson, 2009). For a TPU the compiler's own estimate in cycles stands beside it.
 
-    It is an estimate, and a low one: kernels reach 40 to 90 % of these rates. It serves to compare
+    It is an estimate, and a low one: kernels reach part of these rates. It serves to compare
     programs with each other, and to see what bounds them.
 
     Args:
@@ -137,7 +137,7 @@ def _unseen(roofline: Roofline, has_transfers: bool, device: Device) -> list[str
         found.append(f"What kernels from elsewhere compute: of {named} only the bytes count.")
     if device.platform == "tpu":
         found.append(
-            "Which operations vector units do: they take a number in and out in the same time for "
-            "an addition and for an exponential. That time is fitted to the compiler's cycles."
+            "What vector units take for numbers in near memory: only products and device memory "
+            "count. The compiler's cycles have it."
         )
     return found

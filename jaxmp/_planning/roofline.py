@@ -1,9 +1,7 @@
 """Estimates how long the kernels of a compiled program take at least: the roofline model.
 
 A kernel takes as long as its products at the device's peak, or as its bytes at the bandwidth of
-device memory, whichever is longer (Williams, Waterman and Patterson, "Roofline", 2009). On a TPU
-there is a third roof: what it takes in and puts out, from any memory, at the rate of its vector
-units. Small programs stay in its near memory, where bytes cost next to nothing.
+device memory, whichever is longer (Williams, Waterman and Patterson, "Roofline", 2009).
 """
 
 import collections
@@ -35,9 +33,8 @@ class KernelTime(NamedTuple):
       products: the products of one run.
       bytes: what one run moves through device memory.
       seconds: how long one run takes at least.
-      bound: what that is for: `"compute"`, `"memory"`, `"vector"` or `"launch"`; `"beside"` for
-        copies that run beside other work, and `"transfer"` for collectives, both of no time of
-        their own.
+      bound: what that is for: `"compute"`, `"memory"` or `"launch"`; `"beside"` for copies that
+        run beside other work, and `"transfer"` for collectives, both of no time of their own.
       cycles: what a TPU's compiler expects of one run, or 0.
     """
 
@@ -120,11 +117,7 @@ class Roofline:
             return KernelTime(alone, products, moved, 0.0, "beside", cycles)
         peaks = self._device.peaks
         compute = sum(each.flops / peaks.of(each.dtype, each.precision) for each in products)
-        roofs = {
-            "compute": compute,
-            "memory": moved / self._device.bandwidth,
-            "vector": self._traffic.elements(instruction) / self._device.vector,
-        }
+        roofs = {"compute": compute, "memory": moved / self._device.bandwidth}
         longest = max(roofs, key=lambda roof: roofs[roof])
         launch = self._device.launch
         bound = longest if roofs[longest] > launch else "launch"

@@ -1,19 +1,19 @@
 """Estimates of programs that compilers for absent devices make."""
 
 import importlib
+import re
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-import jaxmp
 from jaxmp.diagnostics import absent_devices, estimate, find_device
 from tests.aot.conftest import Compiler
 
+ROOT = Path(__file__).parents[2]
 N = 2048
 MATRIX = jax.ShapeDtypeStruct((N, N), jnp.bfloat16)
 
@@ -38,7 +38,7 @@ def test_operations_of_a_loop(device: str, gpu: Compiler, tpu: Compiler) -> None
 def test_cycles_are_of_the_order_of_the_roofline(tpu: Compiler) -> None:
     """A product keeps a v5e busy: its clock is 1.5 GHz (Austin et al., "Scaling", 2025)."""
     cost = estimate(
-        jnp.matmul, *[jax.ShapeDtypeStruct((8192, 8192), jnp.bfloat16)] * 2, device="v5e"
+        jnp.matmul, *[jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)] * 2, device="v5e"
     )
     assert cost.cycles is not None
     assert cost.cycles / 1.5e9 == pytest.approx(cost.seconds, rel=0.25)
@@ -106,17 +106,18 @@ def test_a_function_may_name_a_mesh_of_absent_devices_but_not_of_those_here(gpu:
         estimate(mean, x, device="h100")
 
 
+def test_a_callback_to_python_is_refused(gpu: Compiler) -> None:
+    def told(x: Any) -> Any:
+        jax.debug.print("{}", x[0, 0])
+        return x + 1
+
+    with pytest.raises(ValueError, match=r"calls back to Python, as jax\.debug\.print does"):
+        estimate(told, MATRIX, device="h100")
+
+
 @pytest.mark.jax
 def test_what_steps_take(gpu: Compiler) -> None:
-    """A train step with its state; keys, numbers and texts among arguments; none at all."""
-    tx = jaxmp.mixed_precision(optax.sgd(0.1), "mixed_float16")
-    state = jax.eval_shape(
-        lambda: jaxmp.TrainState.create(params={"w": jnp.ones((256, 256))}, tx=tx)
-    )
-    step = jaxmp.make_train_step(lambda p, x: jnp.mean((x @ p["w"]) ** 2), "mixed_float16")
-    cost = estimate(step, state, jnp.ones((64, 256)), device="h100")
-    assert cost.aliased >= 4 * 256**2  # it donates its state
-    assert cost.flops["float16"] == 2 * 2 * 64 * 256**2
+    """Keys, numbers and texts among arguments; none at all; donated ones."""
 
     def drawn(key: Any, size: int, mode: str, *, scale: float) -> Any:
         assert mode == "normal"
@@ -133,8 +134,30 @@ def test_what_steps_take(gpu: Compiler) -> None:
 
 
 def _pairs(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
     return importlib.import_module("bench_estimate")
+
+
+QUICK = ("layer norm, computed in float32", "an optimizer")
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_the_estimate_that_the_docs_show(gpu: Compiler, capsys: pytest.CaptureFixture[str]) -> None:
+    """A train step of abstract arrays: the code of the page prints what the page shows."""
+    page = (ROOT / "docs" / "cost.md").read_text()
+    model, call, shown = re.findall(r"^```\w*\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[:3]
+    namespace: dict[str, Any] = {}
+    for code in (model, call):
+        exec(compile(code, "net.py", "exec"), namespace)
+    printed = capsys.readouterr().out
+    # Compilers fuse as their version does: what the model has is the same under each.
+    same = ("An estimate for h100", "products of bfloat16", "net.py:18 (loss_fn.layer)")
+    for words in same:
+        (wanted, *_), (got, *_) = (
+            [line.split()[:4] for line in text.splitlines() if words in line]
+            for text in (shown, printed)
+        )
+        assert wanted == got
 
 
 @pytest.mark.usefixtures("standard_promotion")
@@ -142,11 +165,9 @@ def test_the_faster_program_by_cycles_is_the_faster_by_roofline(
     tpu: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = _pairs(monkeypatch)
-    for pair in bench.pairs(small=True):
-        if pair.name in ("moments of AdamW", "attention"):
-            row = bench.compared(pair, "v5e")
-            assert row["agree"] == "yes", row
-            assert abs(row["cycles_ratio"] - 1) > 0.1
+    chosen = [pair for pair in bench.pairs(small=True) if pair.name in QUICK]
+    rows = [bench.compared(pair, "v5e") for pair in chosen]
+    assert [row["agree"] for row in rows] == ["yes"] * len(QUICK), rows
 
 
 @pytest.mark.exhaustive
@@ -156,5 +177,6 @@ def test_nine_of_ten_pairs_rank_as_the_compiler_ranks_them(
     tpu: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = _pairs(monkeypatch).main(["--no-write"])
-    assert len(rows) == 10
-    assert sum(row["agree"] == "yes" for row in rows) >= 9
+    clear = [row["agree"] for row in rows if row["agree"] != "alike"]
+    assert len(clear) > 10
+    assert clear.count("yes") >= 0.9 * len(clear)

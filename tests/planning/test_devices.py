@@ -82,6 +82,12 @@ def test_what_a_device_does_not_multiply_runs_wider() -> None:
     assert DEVICES["l4"].peaks.native("float8_e5m2") is True
 
 
+def test_three_passes_of_a_tpu_take_three_times_as_long() -> None:
+    v5e, h100 = DEVICES["v5e"].peaks, DEVICES["h100"].peaks
+    assert v5e.of("float32", "high") == pytest.approx(v5e.bfloat16 / 3)
+    assert h100.of("float32", "high") == h100.tensorfloat32  # a GPU has no such passes
+
+
 def test_multiples() -> None:
     assert [DEVICES["h100"].multiple(d) for d in ("float32", "float16", "float8_e5m2")] == [
         4,
