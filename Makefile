@@ -9,11 +9,11 @@ RUN = $(VENV)/bin/python
 # What compilers for TPUs and GPUs make of programs, without any.
 RUN_AOT = JAXMP_AOT=1 $(AOT)/bin/python -m pytest --jaxtyping-packages= tests/aot
 
-# The tests that run before each change lands: by their marks, and one part of all others, from 0/24
-# to 23/24.
+# The tests that run before each change lands: by their marks, and one part of all others, from 0/48
+# to 47/48.
 LANDING ?= not exhaustive
-PART ?= 0/24
-CHOICE = -m "$(LANDING)" --part=$(PART)
+PART ?= 0/48
+CHOICE = -m "$(LANDING)" --part=$(PART) --durations=40
 
 .PHONY: environments demo test slow landing landing-aot aot full check lint types bench bench-absent
 

@@ -68,7 +68,7 @@ def log_prob_gap(
       ValueError: for shapes that differ, a mask without tokens, numbers that are not finite or
         above zero, or a band that does not hold 1.
 
-    >>> gap = log_prob_gap([-1.0, -2.0], [-1.0, -3.0])
+    >>> gap = log_prob_gap(np.array([-1.0, -2.0]), np.array([-1.0, -3.0]))
     >>> gap.mean, gap.outside, gap.k1
     (0.5, 0.5, -0.5)
     """

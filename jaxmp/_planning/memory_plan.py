@@ -126,11 +126,12 @@ def memory_plan(
     >>> params = {"w": jax.ShapeDtypeStruct((512, 512), jnp.float32)}
     >>> plan = memory_plan(
     ...     params,
+    ...     optimizer="sgd",
     ...     loss_fn=lambda params, x: jnp.mean((x @ params["w"]) ** 2),
     ...     batch=jax.ShapeDtypeStruct((64, 512), jnp.float32),
     ... )
     >>> plan.persistent // 512**2, plan.fits("v5e")
-    (12, True)
+    (4, True)
     """
     compiler = find_device(device).platform
     tx = _optimizer(optimizer, policy, master, moments)
