@@ -14,6 +14,7 @@ import jaxmp
 from jaxmp.diagnostics import activation_histograms, histograms, underflow_report
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.annotations,
     pytest.mark.jax,
     pytest.mark.usefixtures("standard_promotion"),

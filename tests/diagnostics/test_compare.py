@@ -17,7 +17,7 @@ import jaxmp.nnx
 from jaxmp._diagnostics.scope_values import scope_values
 from jaxmp.diagnostics import compare, log_prob_gap
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("standard_promotion")]
 
 X = jax.random.normal(jax.random.key(0), (4, 8))
 WS = [jax.random.normal(key, (8, 8)) / 3 for key in jax.random.split(jax.random.key(1), 3)]

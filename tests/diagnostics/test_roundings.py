@@ -12,7 +12,7 @@ from jax import lax
 import jaxmp
 from jaxmp._diagnostics.roundings import switched
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("standard_promotion")]
 
 W = jax.random.normal(jax.random.key(0), (16, 16)) / 4
 X = jax.random.normal(jax.random.key(1), (8, 16))

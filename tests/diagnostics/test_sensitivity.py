@@ -17,7 +17,7 @@ import jaxmp
 import jaxmp.nnx
 from jaxmp.diagnostics import SensitivityReport, sensitivity
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("standard_promotion")]
 
 WIDTH = 16
 OFFSET = 200.0  # bfloat16 has steps of 1 there

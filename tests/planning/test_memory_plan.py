@@ -15,7 +15,7 @@ import jaxmp
 from jaxmp.diagnostics import MemoryPlan, memory_plan
 from jaxmp.sharding import FSDP, fully_sharded, state_shardings
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("standard_promotion")]
 
 MASTERS = ("float32", "remainder", "remainder8", "kahan", "stochastic", "none")
 MOMENTS = ("float32", "bfloat16", "int8")
