@@ -9,11 +9,12 @@ RUN = $(VENV)/bin/python
 # What compilers for TPUs and GPUs make of programs, without any.
 RUN_AOT = JAXMP_AOT=1 $(AOT)/bin/python -m pytest --jaxtyping-packages= tests/aot
 
-# The tests that run before each change lands: by their marks, and one part of all others, from 0/48
-# to 47/48.
+# The tests that run before each change lands: by their marks, at most so many cases of each, and one
+# part of all others, from 0/48 to 47/48.
 LANDING ?= not exhaustive
+CASES ?= 4
 PART ?= 0/48
-CHOICE = -m "$(LANDING)" --part=$(PART) --durations=40
+CHOICE = -m "$(LANDING)" --cases=$(CASES) --part=$(PART) --durations=40
 
 .PHONY: environments demo test slow landing landing-aot aot full check lint types bench bench-absent
 
@@ -23,9 +24,9 @@ environments: $(VENV)/.installed $(AOT)/.compilers
 demo: $(VENV)/.installed
 	$(RUN) examples/train_lm.py --out runs/demo
 
-# Tests and doctests, without those that take long.
+# Tests and doctests, without those that take long, and with few cases of each.
 test: $(VENV)/.installed
-	$(RUN) -m pytest -m "not slow and not exhaustive"
+	$(RUN) -m pytest -m "not slow and not exhaustive" --cases=$(CASES)
 
 slow: $(VENV)/.installed
 	$(RUN) -m pytest -m "slow and not exhaustive"

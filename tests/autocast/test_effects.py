@@ -241,7 +241,7 @@ def test_source_lines_and_name_stacks() -> None:
         assert line is not None
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_no_tracer_leaks() -> None:
     def f(x: Any, ws: Any) -> Any:
         return lax.scan(jax.checkpoint(lambda c, w: (jax.nn.relu(c @ w), None)), x, ws)[0].sum()

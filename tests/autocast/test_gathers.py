@@ -133,6 +133,7 @@ def test_messages_that_are_summed_at_their_receivers() -> None:
 
 
 @pytest.mark.parametrize("name", ["index", "repeat", "map"])
+@pytest.mark.slow
 def test_all_other_derivatives(name: str) -> None:
     """Forward mode, second derivatives, vmap, and all of it without jit."""
     read, at = (READS | LOOPS)[name], jnp.asarray(np.arange(EDGES, dtype=np.int32) % NODES)

@@ -494,6 +494,7 @@ FIELDS: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("name", FIELDS)
+@pytest.mark.slow
 def test_a_solver_is_exact(name: str) -> None:
     """It goes on until its errors are small, which in 16 bits may never be: it did not end."""
     field = FIELDS[name]

@@ -237,6 +237,7 @@ def linen_loss(model: nn.Module) -> Any:
     return lambda variables, x: jnp.mean(jnp.square(model.apply(variables, x)))
 
 
+@pytest.mark.slow
 def test_linen_scans_and_remat_keep_float8() -> None:
     def gradient(scan: bool, remat: bool) -> tuple[dict[str, int], Any]:
         model = jaxmp.linen.apply_policy(LinenStack(scan, remat), "mixed_float8")

@@ -93,6 +93,7 @@ def check(net: nn.Module) -> None:
 
 @pytest.mark.parametrize("block", [Gain, Residual])
 @pytest.mark.parametrize("how", ARRANGEMENTS)
+@pytest.mark.slow
 def test_a_block_that_is_scanned(how: str, block: Any) -> None:
     check(Net(ARRANGEMENTS[how](block)))
 

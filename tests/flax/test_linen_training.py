@@ -54,6 +54,7 @@ def loss_of(model: nn.Module) -> Any:
         pytest.param("O2", marks=[pytest.mark.slow, pytest.mark.exhaustive]),
     ],
 )
+@pytest.mark.slow
 def test_a_skipped_step_changes_nothing(policy: str, microbatches: int) -> None:
     model = jaxmp.linen.apply_policy(Net(), policy)
     variables = jax.jit(model.init)(KEY, X)

@@ -74,6 +74,7 @@ def out_of(model: Any, *args: Any) -> Any:
     return jax.eval_shape(lambda s, *a: nnx.merge(graphdef, s)(*a), state, *args or (X,))
 
 
+@pytest.mark.slow
 def test_a_whole_model() -> None:
     model = Net(nnx.Rngs(0))
     before = tree_bits(nnx.as_pure(nnx.state(model)))
@@ -194,7 +195,7 @@ def test_a_named_module_without_dtype_has_its_inputs_and_output_cast() -> None:
     assert named["same"] is model.other  # a module that passes through is no tree of arrays
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_recurrent_cells_return_their_compute_dtype_and_keep_their_carry() -> None:
     for kind in (nnx.LSTMCell, nnx.OptimizedLSTMCell, nnx.GRUCell, nnx.SimpleCell):
         model = nnx.Sequential(

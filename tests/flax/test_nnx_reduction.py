@@ -393,6 +393,7 @@ def test_nnx_says_what_fsdp_cannot_do() -> None:
         mapped(state, images())
 
 
+@pytest.mark.slow
 def test_explicit_meshes() -> None:
     """The same as on automatic axes, for a model with its statistics."""
     found = []

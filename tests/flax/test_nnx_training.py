@@ -267,6 +267,7 @@ def test_training_follows_the_functional_path() -> None:
     [("remainder", "float32"), ("kahan", "bfloat16"), ("remainder8", "int8"),
      ("stochastic", "int8")],
 )  # fmt: skip
+@pytest.mark.slow
 def test_compact_state(optimizer: Any, master: Any, moments: Any) -> None:
     """As in a functional step; Flax takes apart and puts together what is stored in each."""
     tx = jaxmp.mixed_precision(optax.adamw(1e-2), "bfloat16", master=master, moments=moments)

@@ -85,6 +85,7 @@ def casts(report: AuditReport) -> int:
 
 
 @on_every_model
+@pytest.mark.slow
 def test_the_same_products_as_by_hand(flax: Flax, kind: Kind, stack: Stack) -> None:
     model = flax, kind, stack
     want = program(*model, "by hand", "value_and_grad").report.products
@@ -104,6 +105,7 @@ def test_the_same_products_as_by_hand(flax: Flax, kind: Kind, stack: Stack) -> N
 
 
 @on_every_model
+@pytest.mark.slow
 def test_backward_keeps_no_more_than_by_hand(flax: Flax, kind: Kind, stack: Stack) -> None:
     by_hand, under_rules, plain = (
         program(flax, kind, stack, author, "loss").report.residual_bytes

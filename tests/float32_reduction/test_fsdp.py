@@ -177,6 +177,7 @@ def test_two_mesh_axes(name: str, layout: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["matmul", "scan", "scan remat"])
+@pytest.mark.slow
 def test_replicas_sum_parts_of_gradients(name: str) -> None:
     """Gradients are scattered within a replica; plain JAX sums them whole over all devices."""
     model = MODELS[name]

@@ -57,6 +57,7 @@ def flops(fun: Any, *args: Any) -> float:
     return jax.jit(fun).lower(*args).compile().cost_analysis()["flops"]
 
 
+@pytest.mark.slow
 def test_experts_that_are_not_gathered_are_computed_once() -> None:
     """Gathered, each device computes all experts on the tokens of all; the gradients agree."""
     shardings = fully_sharded(params(), MESH, min_size=1024)

@@ -247,6 +247,7 @@ def random_parts(rng: random.Random, path: tuple[Choice, ...], ids: Any) -> list
     return parts
 
 
+@pytest.mark.slow
 def test_sums_over_branches_against_all_of_their_combinations() -> None:
     """A reference that tries every way in which a program can run."""
     rng = random.Random(0)

@@ -129,6 +129,7 @@ def test_meshes_of_both_kinds_of_axes(mode: str, types: Any) -> None:
 
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16", "bfloat16"])
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.slow
 def test_steps_are_those_of_automatic_axes(mode: str, policy: str) -> None:
     """Also under float32, which must run what the others run. Later steps are not traced anew."""
     traces, found = 0, []

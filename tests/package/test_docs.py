@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.annotations
+pytestmark = [pytest.mark.annotations, pytest.mark.every_case]
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])

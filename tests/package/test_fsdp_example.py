@@ -91,7 +91,7 @@ def test_what_devices_send_each_other() -> None:
         spread("--mode ddp --plain --check")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_processes_learn_what_one_does(tmp_path: Path) -> None:
     def commands(port: int) -> list[list[str]]:
         job = ["--coordinator", f"localhost:{port}", "--processes", "2", *SPREAD]

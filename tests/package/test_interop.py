@@ -139,6 +139,7 @@ def through_make_train_step(policy: str) -> list[float]:
         ),
     ],
 )
+@pytest.mark.slow
 def test_the_same_losses(policy: str) -> None:
     want = through_optax(policy)
     clean = [loss for i, loss in enumerate(want) if i not in (5, 6, 13)]

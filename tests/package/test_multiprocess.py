@@ -215,6 +215,7 @@ def test_every_process_sees_that_training_stalls(processes: int, one: Any, job: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.exhaustive
 def test_a_checkpoint_of_four_processes_restored_on_fewer(
     processes: int, one: Any, job: Any, folder: Path
 ) -> None:

@@ -1,4 +1,7 @@
-"""Every test that `.ci/run` leaves to `make full` has its turn: the parts are a partition."""
+"""Every test that `.ci/run` leaves to `make full` has its turn: the parts are a partition.
+
+Of a test of many cases some run each time, and every value of every parameter is in one of them.
+"""
 
 import collections
 import itertools
@@ -9,7 +12,7 @@ import sys
 
 import pytest
 
-from tests.support.parts import part
+from tests.support.parts import chosen_cases, part
 
 PARTS = 8
 ROOT = pathlib.Path(__file__).parents[2]
@@ -52,6 +55,35 @@ def test_each_test_that_is_not_selected_has_its_turn(tmp_path: pathlib.Path) -> 
     times = collections.Counter(itertools.chain(*runs))
     assert times == {name: PARTS if name in selected else 1 for name in everything}
     assert max(map(len, runs)) < 20
+
+
+def test_cases_that_are_not_chosen_have_their_turn_too(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "test_many.py"
+    file.write_text(MANY)
+    few = collected(file, "-m", "not other", "--cases=2")
+    assert len(few) == 2
+    runs = [
+        collected(file, "-m", "not other", "--cases=2", f"--part={i}/{PARTS}") for i in range(PARTS)
+    ]
+    times = collections.Counter(itertools.chain(*runs))
+    assert times == {name: PARTS if name in few else 1 for name in collected(file)}
+
+
+def test_every_case_runs_where_that_is_asked_for(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "test_many.py"
+    file.write_text(MANY.replace("mark.other", "mark.every_case"))
+    assert len(collected(file, "--cases=2")) == 2 + 40
+
+
+def test_each_value_of_each_parameter_is_in_a_case_that_is_chosen() -> None:
+    product = itertools.product(range(4), "abc", [True, False])
+    cases = {str(case): set(enumerate(case)) for case in product}
+    chosen = chosen_cases(cases, 9)
+    assert len(chosen) < 7
+    assert set().union(*(cases[name] for name in chosen)) == set().union(*cases.values())
+    assert chosen_cases(dict(reversed(cases.items())), 9) == chosen
+    assert chosen_cases(cases, 2) == chosen[:2]
+    assert chosen_cases({"alone": set()}, 1) == ["alone"]
 
 
 def test_parts_are_of_a_like_size() -> None:

@@ -97,6 +97,7 @@ def test_a_batch_of_probes_has_a_magnitude_each() -> None:
 
 @pytest.mark.parametrize("devices", [4, 8])
 @pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.slow
 def test_devices_have_one_magnitude(devices: int, inside: bool) -> None:
     """The largest over devices, and not the sum, whether the gradient is taken in or around.
 

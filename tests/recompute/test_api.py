@@ -268,6 +268,7 @@ def test_the_stream_of_layers_is_kept_once() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.slow
 def test_under_transformations(mode: Any) -> None:
     """vmap, jvp, second derivatives, linearize, and a scan over steps with donated arguments."""
     lean = jaxmp.recompute(scanned, mode)
@@ -397,6 +398,7 @@ class Block(nn.Module):
         return x + nn.Dropout(0.5, deterministic=not train)(nn.Dense(16)(nn.gelu(y)))
 
 
+@pytest.mark.slow
 def test_a_linen_model_with_state() -> None:
     model = Block()
     variables = model.init(jax.random.key(0), X, False)
@@ -791,6 +793,7 @@ def test_in_a_train_step_of_a_live_module() -> None:
 
 
 @pytest.mark.parametrize("author", ["cast", "autocast"])
+@pytest.mark.slow
 def test_sums_and_gathers_over_devices_are_the_same(author: str) -> None:
     """FSDP in a scan: nothing is gathered a third time, nothing is summed in other dtypes."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -119,6 +119,7 @@ def check(program: Program, results: int, mode: Any) -> None:
 
 @hypothesis.settings(max_examples=25)
 @hypothesis.given(programs, st.integers(1, 3), st.sampled_from(MODES))
+@pytest.mark.slow
 def test_random_programs(program: Program, results: int, mode: Any) -> None:
     check(program, results, mode)
 

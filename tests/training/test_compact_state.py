@@ -277,6 +277,7 @@ def test_state_shardings() -> None:
 @pytest.mark.parametrize(
     "spec", [jax.P("data"), pytest.param(jax.P(None, "data"), marks=pytest.mark.exhaustive)]
 )
+@pytest.mark.slow
 def test_the_same_on_any_mesh(dtype: Any, axes: Any, spec: jax.P) -> None:
     """Where devices have whole blocks, and where they have not."""
     tx = jaxmp.mixed_precision(optax.adam(1e-3), "mixed_bfloat16", moments=dtype)

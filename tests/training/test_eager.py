@@ -27,6 +27,7 @@ def grads(value: float) -> dict[str, Any]:
 
 @pytest.mark.parametrize("policy", ["bfloat16", "float16"])
 @pytest.mark.parametrize("skip", ["auto", "cond", "select"])
+@pytest.mark.slow
 def test_eager_updates_compile_nothing(compilations: Count, skip: Any, policy: str) -> None:
     """A branch of `lax.cond` is another function at each call: 200 times slower than optax."""
     tx = jaxmp.mixed_precision(optax.adam(1e-2), policy, skip=skip)

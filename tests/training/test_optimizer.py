@@ -272,7 +272,7 @@ def test_weights_crossing_zero(dtype: str) -> None:
     np.testing.assert_array_equal(np.asarray(exact["w"], np.float32), want)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_donated_trees_of_mixed_dtypes() -> None:
     """No buffer is in the state twice, so everything can be donated, for every optimizer."""
     for name, make in OPTIMIZERS.items():
