@@ -7,11 +7,18 @@ from typing import Any, NamedTuple
 from rich.console import Group
 
 from jaxmp._command.float8_advice import Float8Estimate, estimate_float8, float8_sentences
-from jaxmp._command.machine import Machine
-from jaxmp._command.rates import Rate
-from jaxmp._command.shapes import Padding, ProductShape, paddings
+from jaxmp._command.machine import (
+    WRONG_SUMS,
+    Machine,
+    remarks,
+    settings,
+    this_machine,
+    versions,
+)
+from jaxmp._command.rates import Rate, measured_rates
+from jaxmp._command.shapes import Padding, ProductShape, paddings, parse_shapes
 from jaxmp._inspect.tables import Section, as_text, bullets, bytes_text, drawn, flops_text
-from jaxmp._planning.devices import Device
+from jaxmp._planning.devices import Device, find_device
 
 # From the widest to the narrowest.
 DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn")
@@ -65,6 +72,13 @@ class DoctorReport:
     estimates: tuple[Float8Estimate, ...]
     float8: tuple[str, ...]
 
+    @property
+    def failure(self) -> str:
+        """Why nothing can be trained here: no device, or a wrong compiler; `""` if it can."""
+        if self.machine is None:
+            return f"JAX has no device: {self.no_machine}"
+        return WRONG_SUMS if self.machine.sums_wrongly else ""
+
     def as_dict(self) -> dict[str, Any]:
         """Returns the report as dictionaries, lists and numbers, as for JSON."""
         return dataclasses.asdict(self) | {
@@ -80,15 +94,47 @@ class DoctorReport:
         return as_text(self)
 
 
+def look_over(
+    *, device: str | None = None, shapes: Sequence[str] = (), no_measure: bool = False
+) -> DoctorReport:
+    """Looks this machine over, and advises for it.
+
+    Args:
+      device: the name of another device to advise for; nothing is measured then.
+      shapes: what `parse_shapes` reads.
+      no_measure: whether to measure nothing on this machine either.
+
+    Raises:
+      UsageError: if shapes cannot be read.
+    """
+    try:
+        machine, no_machine = this_machine(), ""
+    except RuntimeError as error:  # JAX's way to say that a backend does not start
+        machine, no_machine = None, str(error).partition("\n")[0]
+    rates: list[Rate] = []
+    if not (machine is None or device or no_measure):
+        # Float8 that is widened is not worth a measurement; 16 bits are, as on a CPU.
+        rates = measured_rates(
+            [name for name in DTYPES if name[:6] != "float8" or machine.multiplies(name)]
+        )
+    return diagnose(
+        machine,
+        no_machine=no_machine,
+        asked=find_device(device) if device else None,
+        versions=versions(),
+        settings=settings(),
+        rates=rates,
+        shapes=parse_shapes(shapes),
+    )
+
+
 def diagnose(
-    *,
     machine: Machine | None,
-    no_machine: str,
-    device: Device | None,
-    kind: str,
-    versions: dict[str, str],
-    settings: dict[str, str],
-    remarks: Sequence[str],
+    *,
+    no_machine: str = "",
+    asked: Device | None = None,
+    versions: Mapping[str, str],
+    settings: Mapping[str, str],
     rates: Sequence[Rate],
     shapes: Sequence[ProductShape],
 ) -> DoctorReport:
@@ -97,20 +143,20 @@ def diagnose(
     Args:
       machine: the devices of this process; None if there are none.
       no_machine: why there are none.
-      device: the device to advise for; None if the table of devices does not have it.
-      kind: its name.
+      asked: the device to advise for; None for that of the machine.
       versions: of the packages.
       settings: those in force.
-      remarks: what to say of them.
       rates: what was measured.
       shapes: the products that the user asked about.
     """
+    device = asked or (machine.known if machine is not None else None)
+    kind = asked.name if asked else machine.name if machine else "this machine"
     multiplies = {dtype: _is_native(device, machine, dtype) for dtype in DTYPES}
     has_float8 = multiplies["float8_e4m3fn"]
     estimates = estimate_float8(shapes, device) if device is not None and has_float8 else []
     speeds = {rate.dtype: rate.flops for rate in rates if not rate.precision}
     return DoctorReport(
-        versions=versions,
+        versions=dict(versions),
         machine=machine,
         no_machine=no_machine,
         device=device,
@@ -118,8 +164,8 @@ def diagnose(
         multiplies=multiplies,
         rates=tuple(rates),
         choice=choose(multiplies, kind, speeds),
-        settings=settings,
-        remarks=tuple(remarks),
+        settings=dict(settings),
+        remarks=tuple(remarks(settings, machine, versions)),
         shapes=tuple(shapes),
         paddings=tuple(paddings(shapes, device)),
         estimates=tuple(estimates),
@@ -203,7 +249,7 @@ def _report_parts(report: DoctorReport) -> Iterator[Any]:
 def _machine_text(report: DoctorReport) -> str:
     machine = report.machine
     if machine is None:
-        return f"JAX has no device: {report.no_machine}"
+        return report.failure
     said = f"JAX runs on {machine.devices} x {machine.kind} ({machine.platform})"
     if machine.processes > 1:
         said += f", in {machine.processes} processes"

@@ -34,13 +34,9 @@ def machine(kind: str, capability: str = "", wrong: bool = False) -> Machine:
 
 def report(at: Machine, shapes: tuple[str, ...] = (), rates: tuple[Rate, ...] = ()) -> DoctorReport:
     return diagnose(
-        machine=at,
-        no_machine="",
-        device=at.known,
-        kind=at.name,
+        at,
         versions={"jax": "1"},
         settings={},
-        remarks=remarks({}, at),
         rates=rates,
         shapes=parse_shapes(shapes),
     )
@@ -242,7 +238,7 @@ def test_without_a_device_the_code_is_1(
     def fails() -> Machine:
         raise RuntimeError("Unable to initialize backend 'tpu'")
 
-    monkeypatch.setattr("jaxmp._command.doctor_command.this_machine", fails)
+    monkeypatch.setattr("jaxmp._command.doctor.this_machine", fails)
     assert main(["doctor"]) == 1
     out, err = capsys.readouterr()
     assert "JAX has no device: Unable to initialize" in out

@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from jaxmp._inspect.tables import as_text
-
 
 class Answer(NamedTuple):
     """What a command found out.
@@ -33,10 +31,12 @@ def print_answer(answer: Answer, as_json: bool) -> int:
     """Prints an answer, as tables or as JSON, and returns the exit code: 1 if a check failed."""
     if as_json:
         print(json.dumps(_json_value({**answer.report.as_dict(), **answer.more}), indent=2))
-    elif sys.stdout.isatty():
-        Console(highlight=False).print(answer.report)
-    else:  # no width to fit, no colours
-        print(as_text(answer.report))
+    else:  # a file has no width to fit
+        width = None if sys.stdout.isatty() else 120
+        console = Console(highlight=False, width=width)
+        with console.capture() as drawn:
+            console.print(answer.report)
+        print("\n".join(line.rstrip() for line in drawn.get().splitlines()))
     if answer.below and not as_json:
         print(f"\n{answer.below}")
     if answer.failure:
