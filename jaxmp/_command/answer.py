@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
+from jaxmp._inspect.tables import as_text
+
 
 class Answer(NamedTuple):
     """What a command found out.
@@ -33,10 +35,7 @@ def print_answer(answer: Answer, as_json: bool) -> int:
         print(json.dumps(_json_value({**answer.report.as_dict(), **answer.more}), indent=2))
     else:  # a file has no width to fit
         width = None if sys.stdout.isatty() else 120
-        console = Console(highlight=False, width=width)
-        with console.capture() as drawn:
-            console.print(answer.report)
-        print("\n".join(line.rstrip() for line in drawn.get().splitlines()))
+        print(as_text(answer.report, Console(highlight=False, width=width)))
     if answer.below and not as_json:
         print(f"\n{answer.below}")
     if answer.failure:
