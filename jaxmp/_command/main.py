@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import os
 import sys
-import traceback
 from collections.abc import Sequence
 
 from jaxmp._command.answer import print_answer
@@ -85,8 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _message(error: Exception) -> str:
-    """Returns what an error says, with its notes; and its kind, if it is not the command's own."""
+    """Returns what an error says, and its kind and the way to its place if it is not our own."""
     if isinstance(error, UsageError):
         return str(error)
-    said = "".join(traceback.format_exception_only(error)).strip()
-    return f"{said}\n(--traceback shows where)"
+    return f"{type(error).__name__}: {error}\n(--traceback shows where)"

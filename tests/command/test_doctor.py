@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxmp._command.doctor import DoctorReport, choose, diagnose
+from jaxmp._command.doctor import DoctorReport, choose
 from jaxmp._command.float8_advice import (
     estimate_float8,
     float8_sentences,
@@ -33,13 +33,7 @@ def machine(kind: str, capability: str = "", wrong: bool = False) -> Machine:
 
 
 def report(at: Machine, shapes: tuple[str, ...] = (), rates: tuple[Rate, ...] = ()) -> DoctorReport:
-    return diagnose(
-        at,
-        versions={"jax": "1"},
-        settings={},
-        rates=rates,
-        shapes=parse_shapes(shapes),
-    )
+    return DoctorReport(at, "", None, {"jax": "1"}, {}, rates, parse_shapes(shapes))
 
 
 @pytest.mark.parametrize(
