@@ -7,11 +7,18 @@ from typing import Any, NamedTuple
 from rich.console import Group
 
 from jaxmp._command.float8_advice import Float8Estimate, estimate_float8, float8_sentences
-from jaxmp._command.machine import Machine
-from jaxmp._command.rates import Rate
-from jaxmp._command.shapes import Padding, ProductShape, paddings
+from jaxmp._command.machine import (
+    WRONG_SUMS,
+    Machine,
+    remarks,
+    settings,
+    this_machine,
+    versions,
+)
+from jaxmp._command.rates import Rate, measured_rates
+from jaxmp._command.shapes import Padding, ProductShape, paddings, parse_shapes
 from jaxmp._inspect.tables import Section, as_text, bullets, bytes_text, drawn, flops_text
-from jaxmp._planning.devices import Device
+from jaxmp._planning.devices import Device, find_device
 
 # From the widest to the narrowest.
 DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn")
@@ -31,43 +38,86 @@ class FormatChoice(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class DoctorReport:
-    """What a machine has, and what to do with it.
+    """What a machine has; and, as follows from that, what to do with it.
 
     Attributes:
-      versions: of Python and the packages, by name.
       machine: the devices of this process; None if JAX could not start them.
       no_machine: why there are none.
-      device: the device that the advice is for; None if the table of devices does not have it.
-      kind: its name.
-      multiplies: whether it multiplies each dtype without widening it; None if it is not known.
+      asked: the device to advise for; None for that of the machine.
+      versions: of Python and the packages, by name.
+      settings: those of JAX and the compiler that are in force.
       rates: the measured products; empty if nothing was measured.
-      choice: the format to train in.
-      settings: the settings of JAX and the compiler that are in force.
-      remarks: a sentence for each setting that changes what is computed.
       shapes: the products that the user asked about.
-      paddings: their sizes that the device pads.
-      estimates: what float8 would do for them, on a device that multiplies it.
-      float8: whether float8 pays, in sentences.
     """
 
-    versions: dict[str, str]
     machine: Machine | None
     no_machine: str
-    device: Device | None
-    kind: str
-    multiplies: dict[str, bool | None]
-    rates: tuple[Rate, ...]
-    choice: FormatChoice
-    settings: dict[str, str]
-    remarks: tuple[str, ...]
-    shapes: tuple[ProductShape, ...]
-    paddings: tuple[Padding, ...]
-    estimates: tuple[Float8Estimate, ...]
-    float8: tuple[str, ...]
+    asked: Device | None
+    versions: Mapping[str, str]
+    settings: Mapping[str, str]
+    rates: Sequence[Rate]
+    shapes: Sequence[ProductShape]
+
+    @property
+    def device(self) -> Device | None:
+        """The device that the advice is for; None if the table of devices does not have it."""
+        return self.asked or (self.machine.known if self.machine is not None else None)
+
+    @property
+    def kind(self) -> str:
+        """Its name."""
+        named = self.asked or self.machine
+        return named.name if named is not None else "this machine"
+
+    @property
+    def multiplies(self) -> dict[str, bool | None]:
+        """Whether it multiplies each dtype without widening it; None if it is not known."""
+        if self.device is not None:
+            return {dtype: self.device.peaks.native(dtype) for dtype in DTYPES}
+        here = self.machine
+        return {dtype: None if here is None else here.multiplies(dtype) for dtype in DTYPES}
+
+    @property
+    def choice(self) -> FormatChoice:
+        """The format to train in."""
+        speeds = {rate.dtype: rate.flops for rate in self.rates if not rate.precision}
+        return choose(self.multiplies, self.kind, speeds)
+
+    @property
+    def remarks(self) -> list[str]:
+        """A sentence for each setting that changes what is computed."""
+        return remarks(self.settings, self.machine, self.versions)
+
+    @property
+    def paddings(self) -> list[Padding]:
+        """The sizes that the device pads."""
+        return paddings(self.shapes, self.device)
+
+    @property
+    def estimates(self) -> list[Float8Estimate]:
+        """What float8 would do for these products, on a device that multiplies it."""
+        if self.device is None or not self.multiplies["float8_e4m3fn"]:
+            return []
+        return estimate_float8(self.shapes, self.device)
+
+    @property
+    def float8(self) -> list[str]:
+        """Whether float8 pays, in sentences."""
+        return float8_sentences(self.multiplies["float8_e4m3fn"], self.kind, self.estimates)
+
+    @property
+    def failure(self) -> str:
+        """Why nothing can be trained here: no device, or a wrong compiler; `""` if it can."""
+        if self.machine is None:
+            return f"JAX has no device: {self.no_machine}"
+        return WRONG_SUMS if self.machine.sums_wrongly else ""
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the report as dictionaries, lists and numbers, as for JSON."""
-        return dataclasses.asdict(self) | {
+        """Returns the facts and the advice by name, for `print_answer` to write."""
+        names = ("device", "kind", "multiplies", "choice", "remarks", "float8")
+        return {
+            **vars(self),
+            **{name: getattr(self, name) for name in names},
             "rates": [{**rate._asdict(), "flops": rate.flops} for rate in self.rates],
             "paddings": [{**each._asdict(), "padded": each.padded} for each in self.paddings],
             "estimates": [{**each._asdict(), "speedup": each.speedup} for each in self.estimates],
@@ -80,57 +130,32 @@ class DoctorReport:
         return as_text(self)
 
 
-def diagnose(
-    *,
-    machine: Machine | None,
-    no_machine: str,
-    device: Device | None,
-    kind: str,
-    versions: dict[str, str],
-    settings: dict[str, str],
-    remarks: Sequence[str],
-    rates: Sequence[Rate],
-    shapes: Sequence[ProductShape],
+def look_over(
+    *, device: str | None = None, shapes: Sequence[str] = (), no_measure: bool = False
 ) -> DoctorReport:
-    """Puts a report together from facts, with the advice that follows from them.
+    """Looks this machine over, and advises for it.
 
     Args:
-      machine: the devices of this process; None if there are none.
-      no_machine: why there are none.
-      device: the device to advise for; None if the table of devices does not have it.
-      kind: its name.
-      versions: of the packages.
-      settings: those in force.
-      remarks: what to say of them.
-      rates: what was measured.
-      shapes: the products that the user asked about.
+      device: the name of another device to advise for; nothing is measured then.
+      shapes: what `parse_shapes` reads.
+      no_measure: whether to measure nothing on this machine either.
+
+    Raises:
+      UsageError: if shapes cannot be read.
     """
-    multiplies = {dtype: _is_native(device, machine, dtype) for dtype in DTYPES}
-    has_float8 = multiplies["float8_e4m3fn"]
-    estimates = estimate_float8(shapes, device) if device is not None and has_float8 else []
-    speeds = {rate.dtype: rate.flops for rate in rates if not rate.precision}
-    return DoctorReport(
-        versions=versions,
-        machine=machine,
-        no_machine=no_machine,
-        device=device,
-        kind=kind,
-        multiplies=multiplies,
-        rates=tuple(rates),
-        choice=choose(multiplies, kind, speeds),
-        settings=settings,
-        remarks=tuple(remarks),
-        shapes=tuple(shapes),
-        paddings=tuple(paddings(shapes, device)),
-        estimates=tuple(estimates),
-        float8=tuple(float8_sentences(has_float8, kind, estimates)),
-    )
-
-
-def _is_native(device: Device | None, machine: Machine | None, dtype: str) -> bool | None:
-    if device is not None:
-        return device.peaks.native(dtype)
-    return machine.multiplies(dtype) if machine is not None else None
+    try:
+        machine, no_machine = this_machine(), ""
+    except RuntimeError as error:  # JAX's way to say that a backend does not start
+        machine, no_machine = None, str(error).partition("\n")[0]
+    products = parse_shapes(shapes)
+    rates: list[Rate] = []
+    if not (machine is None or device or no_measure):
+        # Float8 that is widened is not worth a measurement; 16 bits are, as on a CPU.
+        rates = measured_rates(
+            [name for name in DTYPES if name[:6] != "float8" or machine.multiplies(name)]
+        )
+    asked = find_device(device) if device else None
+    return DoctorReport(machine, no_machine, asked, versions(), settings(), rates, products)
 
 
 def choose(
@@ -203,7 +228,7 @@ def _report_parts(report: DoctorReport) -> Iterator[Any]:
 def _machine_text(report: DoctorReport) -> str:
     machine = report.machine
     if machine is None:
-        return f"JAX has no device: {report.no_machine}"
+        return report.failure
     said = f"JAX runs on {machine.devices} x {machine.kind} ({machine.platform})"
     if machine.processes > 1:
         said += f", in {machine.processes} processes"

@@ -106,12 +106,18 @@ def versions() -> dict[str, str]:
     """Returns the version of Python and of each package that decides what is computed."""
     found = {"python": platform.python_version()}
     for name in (*_PACKAGES, *_PLUGINS):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            if name in _PACKAGES:
-                found[name] = "not installed as a package"
+        version = version_of(name)
+        if version or name in _PACKAGES:
+            found[name] = version or "not installed as a package"
     return found
+
+
+def version_of(package: str) -> str:
+    """Returns the version of an installed package; `""` if it is not."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 _OPTIONS = (

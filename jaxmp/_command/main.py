@@ -6,14 +6,10 @@ import os
 import sys
 from collections.abc import Sequence
 
-from jaxmp._command.audit_command import add_audit
-from jaxmp._command.bench_command import add_bench
-from jaxmp._command.doctor_command import add_doctor
-from jaxmp._command.estimate_command import add_estimate
-from jaxmp._command.output import print_answer
-from jaxmp._command.plan_command import add_plan
-from jaxmp._command.program import UsageError
-from jaxmp._command.sensitivity_command import add_sensitivity
+from jaxmp._command.answer import print_answer
+from jaxmp._command.commands import COMMANDS
+from jaxmp._command.machine import version_of
+from jaxmp._command.program import UsageError, load_program
 
 _EPILOG = """exit codes: 0 if all is well, 1 if a check failed, 2 if the command was called wrongly
 or the program could not be read.
@@ -29,14 +25,22 @@ def parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    whole.add_argument("--version", action="version", version=f"jaxmp {version_of('jaxmp')}")
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--json", action="store_true", help="print JSON in place of tables")
     shared.add_argument(
         "--traceback", action="store_true", help="show where an error comes from, for bug reports"
     )
-    commands = whole.add_subparsers(dest="command", required=True)
-    for add in (add_doctor, add_plan, add_audit, add_estimate, add_bench, add_sensitivity):
-        add(commands, shared)
+    commands = whole.add_subparsers(dest="command", metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        one = commands.add_parser(
+            name, parents=[shared], help=command.about, description=command.description
+        )
+        for argument, options in command.arguments.items():
+            one.add_argument(argument, **options)
+        # What comes first: options that take several values would take it for one of them.
+        first = [word["metavar"] for key, word in command.arguments.items() if key[0] != "-"]
+        one.usage = " ".join([one.prog, *first, "[options]"])
     return whole
 
 
@@ -48,23 +52,39 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
       The exit code: 0 if all is well, 1 if a check failed, 2 for wrong use or for a program that
-      could not be read.
+      could not be read, 130 if the user stopped it.
 
     Raises:
       SystemExit: for `--help`, and for arguments that the parser does not know, with code 2.
     """
-    arguments = parser().parse_args(argv)
+    whole = parser()
+    values = vars(whole.parse_args(argv))
+    name = values.pop("command")
+    if name is None:
+        whole.print_help(sys.stderr)
+        return 2
+    as_json, raises = values.pop("json"), values.pop("traceback")
     try:
         # What the user's program prints is not part of the answer, which may be JSON.
         with contextlib.redirect_stdout(sys.stderr):
-            answer = arguments.run(arguments)
-        return print_answer(answer, arguments.json)
+            if "program" in values:
+                values["program"] = load_program(values["program"])
+            answer = COMMANDS[name].answer(**values)
+        return print_answer(answer, as_json)
     except BrokenPipeError:  # as in `jaxmp audit ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except Exception as error:  # whatever the user's program raises ends in one line
-        if arguments.traceback:
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:  # whatever the user's program raises ends in a message
+        if raises:
             raise
-        kind = "" if isinstance(error, UsageError) else f"{type(error).__name__}: "
-        print(f"jaxmp {arguments.command}: {kind}{error}", file=sys.stderr)
+        print(f"jaxmp {name}: {_message(error)}", file=sys.stderr)
         return 2
+
+
+def _message(error: Exception) -> str:
+    """Returns what an error says, and its kind and the way to its place if it is not our own."""
+    if isinstance(error, UsageError):
+        return str(error)
+    return f"{type(error).__name__}: {error}\n(--traceback shows where)"

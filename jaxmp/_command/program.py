@@ -1,5 +1,6 @@
 """Finds the program that a command is about, by the name that the user gives it."""
 
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -7,7 +8,7 @@ import inspect
 import os
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from jaxmp._numerics.dtypes import suggestion
@@ -88,16 +89,15 @@ _RESULT = "a factory takes no arguments and returns (fn, args) or (fn, args, kwa
 
 def _imported(name: str) -> types.ModuleType:
     _search_first(os.getcwd())
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name and (name == error.name or name.startswith(f"{error.name}.")):
-            raise UsageError(
-                f"there is no module {error.name!r}, neither installed nor in {os.getcwd()}"
-            ) from error
-        raise UsageError(_failed(f"importing {name}", error)) from error
-    except Exception as error:  # anything that a module of the user may raise
-        raise UsageError(_failed(f"importing {name}", error)) from error
+    with _users_code(f"importing {name}"):
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name and (name == error.name or name.startswith(f"{error.name}.")):
+                raise UsageError(
+                    f"there is no module {error.name!r}, neither installed nor in {os.getcwd()}"
+                ) from error
+            raise
 
 
 def _imported_file(path: str) -> types.ModuleType:
@@ -111,11 +111,29 @@ def _imported_file(path: str) -> types.ModuleType:
         raise UsageError(f"{path!r} cannot be imported")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    try:
+    with _users_code(f"importing {path}"):
         spec.loader.exec_module(module)
-    except Exception as error:  # anything that a module of the user may raise
-        raise UsageError(_failed(f"importing {path}", error)) from error
     return module
+
+
+@contextlib.contextmanager
+def _users_code(doing: str) -> Iterator[None]:
+    """Runs code of the user: without the arguments of this command, and none of its errors pass.
+
+    Scripts read `sys.argv` as they are imported, and end the process if they find `--json` there.
+    """
+    arguments, sys.argv = sys.argv, sys.argv[:1]
+    try:
+        yield
+    except UsageError:
+        raise
+    except (Exception, SystemExit) as error:
+        first = str(error).strip().partition("\n")[0]
+        raise UsageError(
+            f"{doing} failed: {type(error).__name__}: {first} (--traceback shows where)"
+        ) from error
+    finally:
+        sys.argv = arguments
 
 
 def _search_first(folder: str) -> None:
@@ -138,10 +156,8 @@ def _call_factory(name: str, factory: Callable[..., Any]) -> Any:
             f"{name} wants arguments ({', '.join(needed)}), but {_RESULT}. If it is the function "
             "itself, write a factory that returns it with its arguments"
         )
-    try:
+    with _users_code(f"calling {name}()"):
         return factory()
-    except Exception as error:  # anything that a function of the user may raise
-        raise UsageError(_failed(f"calling {name}()", error)) from error
 
 
 def _program(name: str, made: Any) -> NamedProgram:
@@ -167,8 +183,3 @@ def _type_text(value: Any) -> str:
         parts = [type(each).__name__ for each in value[:5]] + ["..."] * (len(value) > 5)
         return f"a {type(value).__name__} ({', '.join(parts)})"
     return f"{'None' if value is None else type(value).__name__}"
-
-
-def _failed(what: str, error: Exception) -> str:
-    first = str(error).strip().partition("\n")[0]
-    return f"{what} failed: {type(error).__name__}: {first}"

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxmp._command.program import NamedProgram, UsageError
+from jaxmp._command.program import NamedProgram, UsageError, load_program
 from jaxmp._inspect.compiled import closed_over
 from jaxmp._inspect.equations import walk
 from jaxmp._inspect.lines import Lines, direction, scopes_of
@@ -66,7 +66,7 @@ class Padding(NamedTuple):
 
 
 def parse_shapes(texts: Iterable[str]) -> list[ProductShape]:
-    """Reads sizes M x K x N of products, such as `"4096x1024x50257"`.
+    """Reads products: M x K x N, such as `"4096x1024x50257"`, or programs for all of theirs.
 
     Raises:
       UsageError: for anything else.
@@ -76,6 +76,9 @@ def parse_shapes(texts: Iterable[str]) -> list[ProductShape]:
     """
     found = []
     for text in texts:
+        if ":" in text:
+            found += shapes_in(load_program(text))
+            continue
         sizes = re.fullmatch(r"(\d+)[x*,](\d+)[x*,](\d+)", text.lower().replace(" ", ""))
         if sizes is None or "0" in sizes.groups():
             raise UsageError(
@@ -92,6 +95,9 @@ def shapes_in(program: NamedProgram) -> list[ProductShape]:
 
     The program is traced, not run. Products of a backward pass are left out: they have the sizes
     of the forward pass in another order.
+
+    Raises:
+      UsageError: if there are none.
     """
     arrays, call = closed_over(program.fn, program.args, program.kwargs)
     lines = Lines()
@@ -100,6 +106,8 @@ def shapes_in(program: NamedProgram) -> list[ProductShape]:
         if site.name == "dot_general" and direction(scopes_of(site)) != "backward":
             shape = _product_shape(site.equation, lines.of(site))
             runs[shape] = runs.get(shape, 0) + site.runs
+    if not runs:
+        raise UsageError(f"the program {program.name} has no products of matrices")
     found = [shape._replace(runs=times) for shape, times in runs.items()]
     return sorted(found, key=lambda shape: -shape.flops)
 

@@ -167,7 +167,7 @@ def _tree(report: Any) -> Markup:
         "p",
         tag("button", "open all", type="button", data_open="yes"),
         " ",
-        tag("button", "close all", type="button", data_open=""),
+        tag("button", "close all", type="button", data_open="no"),
         class_="buttons",
     )
     return tag(

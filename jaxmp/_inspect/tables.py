@@ -5,14 +5,24 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 
-def as_text(renderable: Any) -> str:
-    """Returns what rich would draw, as plain text."""
-    text = io.StringIO()
-    Console(file=text, width=120, color_system=None).print(renderable)
-    return "\n".join(line.rstrip() for line in text.getvalue().splitlines()).rstrip()
+def as_text(renderable: Any, console: Console | None = None) -> str:
+    """Returns what rich would draw, as text.
+
+    Args:
+      renderable: what to draw.
+      console: where, by default 120 columns without colours. Where it is too narrow for words and
+        numbers, lines get longer than it is: rich would cut digits and units off.
+    """
+    console = console or Console(file=io.StringIO(), width=120, color_system=None)
+    unlimited = console.options.update(max_width=10_000)
+    console.width = max(console.width, Measurement.get(console, unlimited, renderable).minimum)
+    with console.capture() as captured:
+        console.print(renderable)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines()).rstrip()
 
 
 class Section(NamedTuple):

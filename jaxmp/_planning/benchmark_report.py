@@ -113,31 +113,27 @@ class BenchmarkReport:
 
     def __rich__(self) -> Any:
         from rich.console import Group
-        from rich.table import Table
 
-        from jaxmp._inspect.tables import bytes_text
+        from jaxmp._inspect.tables import Section, bullets, bytes_text, drawn
 
-        title = f"A train step on {self.hardware}"
-        table = Table(title=title, title_justify="left")
-        table.add_column("policy", overflow="fold")
-        over = f"over {self.rows[0].policy}"
-        for name in ("median", "min", "max", over, "compile", "memory", "loss"):
-            table.add_column(name, justify="right", no_wrap=name != over, overflow="fold")
+        rows = []
         for row in self.rows:
-            times = [
-                seconds_text(each) for each in (row.median, min(row.seconds), max(row.seconds))
-            ]
             ratio = f"{row.ratio:.2f} ({min(row.ratios):.2f} to {max(row.ratios):.2f})"
             loss = row.metrics.get("loss")
-            table.add_row(
-                row.policy,
-                *times,
-                ratio if row is not self.rows[0] else "1",
-                seconds_text(row.trace_seconds + row.compile_seconds),
-                bytes_text(row.peak_bytes),
-                "" if loss is None else f"{loss:.5g}",
+            rows.append(
+                (
+                    row.policy,
+                    *map(seconds_text, (row.median, min(row.seconds), max(row.seconds))),
+                    ratio if row is not self.rows[0] else "1",
+                    seconds_text(row.trace_seconds + row.compile_seconds),
+                    bytes_text(row.peak_bytes),
+                    "" if loss is None else f"{loss:.5g}",
+                )
             )
-        return Group(table, *(f" - {note}" for note in self.notes))
+        columns = ["policy", ">median", ">min", ">max", f"over {self.rows[0].policy}"]
+        columns += [">compile", ">memory", ">loss"]
+        title = f"A train step on {self.hardware}"
+        return Group(drawn(Section(title, columns, rows, len(rows))), bullets(self.notes))
 
     def __str__(self) -> str:
         from jaxmp._inspect.tables import as_text

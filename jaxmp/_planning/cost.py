@@ -5,8 +5,6 @@ from typing import Any
 
 from jaxmp._planning.devices import DEVICES
 
-_SHOWN = 12
-
 
 @dataclasses.dataclass(frozen=True)
 class KernelCost:
@@ -97,22 +95,23 @@ class CostEstimate:
     def __rich__(self) -> Any:
         from rich.console import Group
 
-        # Compilers are not devices, and a reader of numbers forgets it.
-        title = f"An estimate for {self.device}"
-        title += f", each of {self.devices} devices" if self.devices > 1 else ""
-        unseen = [f" - {sentence}" for sentence in self.unseen]
-        return Group(self._summary(title), self._lines(), "Not seen:", *unseen)
+        from jaxmp._inspect.tables import bullets, drawn
+
+        return Group(self._summary(), drawn(self._lines()), "Not seen:", bullets(self.unseen))
 
     def __str__(self) -> str:
         from jaxmp._inspect.tables import as_text
 
         return as_text(self)
 
-    def _summary(self, title: str) -> Any:
+    def _summary(self) -> Any:
         from rich.table import Table
 
         from jaxmp._inspect.tables import bytes_text, flops_text
 
+        # Compilers are not devices, and a reader of numbers forgets it.
+        title = f"An estimate for {self.device}"
+        title += f", each of {self.devices} devices" if self.devices > 1 else ""
         table = Table(title=title, title_justify="left", show_header=False)
         table.add_column()
         table.add_column(justify="right", no_wrap=True)
@@ -135,29 +134,19 @@ class CostEstimate:
         return table
 
     def _lines(self) -> Any:
-        from rich.table import Table
+        from jaxmp._inspect.sections import place_text
+        from jaxmp._inspect.tables import Section, bytes_text, flops_text
 
-        from jaxmp._inspect.tables import bytes_text, flops_text
-
-        groups: dict[tuple[str, str, str], list[KernelCost]] = {}
+        groups: dict[str, list[KernelCost]] = {}
         for row in self.rows:
-            groups.setdefault((row.line, row.path, row.direction), []).append(row)
-        most = sorted(groups.items(), key=lambda item: -sum(row.seconds for row in item[1]))
-        more = len(most) - _SHOWN
-        caption = f"and {more} more lines" if more > 0 else None
-        table = Table(
-            title="By line", title_justify="left", caption=caption, caption_justify="left"
-        )
-        table.add_column("line, module, pass", overflow="fold")
-        table.add_column("bound by")
-        for name in ("time", "share", "FLOP", "traffic", "kernels", "runs"):
-            table.add_column(name, justify="right", no_wrap=True)
+            groups.setdefault(place_text(row), []).append(row)
         total = sum(row.seconds for row in self.rows) or 1.0
-        for (line, path, direction), rows in most[:_SHOWN]:
+        lines = []
+        for place, rows in groups.items():
             seconds = sum(row.seconds for row in rows)
             flops, moved = sum(row.flops for row in rows), sum(row.bytes for row in rows)
-            table.add_row(
-                "\n".join(filter(None, (line, ", ".join(filter(None, (path, direction)))))),
+            texts = (
+                place,
                 max(rows, key=lambda row: row.seconds).bound,
                 seconds_text(seconds),
                 f"{seconds / total:.1%}",
@@ -166,7 +155,10 @@ class CostEstimate:
                 str(len(rows)),
                 str(sum(row.times for row in rows)),
             )
-        return table
+            lines.append((seconds, texts))
+        columns = ["line, module, pass", "bound by", ">time", ">share", ">FLOP", ">traffic"]
+        ordered = sorted(lines, key=lambda line: -line[0])
+        return Section("By line", [*columns, ">kernels", ">runs"], [texts for _, texts in ordered])
 
 
 def seconds_text(seconds: float) -> str:

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import pathlib
 import re
 import subprocess
@@ -12,7 +13,9 @@ from typing import Any
 
 import pytest
 
-from jaxmp._command.audit_command import parse_checks
+from jaxmp._command.checks import parse_checks
+from jaxmp._command.commands import COMMANDS
+from jaxmp._command.machine import version_of
 from jaxmp._command.main import main
 from jaxmp._command.program import UsageError
 
@@ -105,7 +108,10 @@ def test_audit_compiles_if_asked_to(program: str, capsys: Captured) -> None:
     [
         (["audit", "nowhere:program"], "jaxmp audit: there is no module 'nowhere', n"),
         (["audit", "{program}", "--check", "product=f32"], "cannot read --check 'product=f32'"),
-        (["audit", "{program}", "--check", "upcasts=few"], "--check upcasts cannot be 'few': in"),
+        (
+            ["audit", "{program}", "--check", "kept=bfloat16"],
+            "--check kept cannot be 'bfloat16'. Write it as in kept=bfloat16:4096",
+        ),
         (
             ["audit", "{program}", "--check", "share=0.5"],
             "jaxmp audit: ValueError: nothing to check",
@@ -133,7 +139,7 @@ def test_a_traceback_can_be_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["audit"], ["adit"], ["doctor", "--jsn"], ["doctor", "--device", "h1000"]]
+    "arguments", [["audit"], ["adit"], ["doctor", "--jsn"], ["doctor", "--device", "h1000"]]
 )
 def test_arguments_that_do_not_exist_have_code_2(arguments: list[str], capsys: Captured) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -142,12 +148,68 @@ def test_arguments_that_do_not_exist_have_code_2(arguments: list[str], capsys: C
     assert capsys.readouterr().err.startswith("usage: jaxmp")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["doctor", "--help"], ["audit", "--help"]])
-def test_help_is_code_0(arguments: list[str], capsys: Captured) -> None:
+def test_without_a_command_all_are_listed_and_the_code_is_2(capsys: Captured) -> None:
+    """As ruff does: a script that forgot the command stops, a reader sees what there is."""
+    assert main([]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    for name, command in COMMANDS.items():
+        assert re.search(rf"{name}\s+{re.escape(command.about)}", err)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_names_every_argument_with_what_has_to_come_first(name: str, capsys: Captured) -> None:
     with pytest.raises(SystemExit) as caught:
-        main(arguments)
+        main([name, "--help"])
     assert caught.value.code == 0
-    assert len(capsys.readouterr().out) > 300
+    said = capsys.readouterr().out
+    first = "" if name == "doctor" else " WHAT" if name == "plan" else " PROGRAM"
+    assert said.startswith(f"usage: jaxmp {name}{first} [options]\n")
+    for argument in (*COMMANDS[name].arguments, "--json", "--traceback"):
+        assert (argument if argument.startswith("-") else argument.upper()) in said
+
+
+def test_the_version_is_that_of_the_package(capsys: Captured) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"jaxmp {version_of('jaxmp')}\n"
+
+
+def test_a_user_who_stops_it_gets_no_traceback(
+    program: str, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    def stopped(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("jaxmp._command.main.load_program", stopped)
+    assert main(["audit", program]) == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_an_error_has_its_kind_and_the_way_to_its_place(
+    program: str, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    def fails(name: str) -> None:
+        raise KeyError("low")
+
+    monkeypatch.setattr("jaxmp._command.main.load_program", fails)
+    assert main(["audit", program]) == 2
+    assert capsys.readouterr().err == ("jaxmp audit: KeyError: 'low'\n(--traceback shows where)\n")
+
+
+def test_a_pipe_that_knows_ascii_alone_gets_tables_of_it(program: str) -> None:
+    """As on Windows, where pipes have no box characters."""
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxmp", "audit", program],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.isascii()
+    assert "| bfloat16 x bfloat16 " in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxmp._command.doctor import DoctorReport, choose, diagnose
+from jaxmp._command.doctor import DoctorReport, choose
 from jaxmp._command.float8_advice import (
     estimate_float8,
     float8_sentences,
@@ -33,17 +33,7 @@ def machine(kind: str, capability: str = "", wrong: bool = False) -> Machine:
 
 
 def report(at: Machine, shapes: tuple[str, ...] = (), rates: tuple[Rate, ...] = ()) -> DoctorReport:
-    return diagnose(
-        machine=at,
-        no_machine="",
-        device=at.known,
-        kind=at.name,
-        versions={"jax": "1"},
-        settings={},
-        remarks=remarks({}, at),
-        rates=rates,
-        shapes=parse_shapes(shapes),
-    )
+    return DoctorReport(at, "", None, {"jax": "1"}, {}, rates, parse_shapes(shapes))
 
 
 @pytest.mark.parametrize(
@@ -242,7 +232,7 @@ def test_without_a_device_the_code_is_1(
     def fails() -> Machine:
         raise RuntimeError("Unable to initialize backend 'tpu'")
 
-    monkeypatch.setattr("jaxmp._command.doctor_command.this_machine", fails)
+    monkeypatch.setattr("jaxmp._command.doctor.this_machine", fails)
     assert main(["doctor"]) == 1
     out, err = capsys.readouterr()
     assert "JAX has no device: Unable to initialize" in out

@@ -52,6 +52,13 @@ MODULE = textwrap.dedent("""
 
     def broken():
         raise RuntimeError("no data here\\nsecond line")
+
+    def ended():
+        raise SystemExit("usage: train.py")
+
+    def arguments():
+        import sys
+        return abs, sys.argv[1:]
 """)
 
 
@@ -97,8 +104,9 @@ FACTORY = "a factory takes no arguments and returns (fn, args) or (fn, args, kwa
         ("ours.programs:several", "The arguments stand in a tuple of their own: (fn, (params, "),
         (
             "ours.programs:broken",
-            "calling ours.programs:broken() failed: RuntimeError: no data here",
+            "calling ours.programs:broken() failed: RuntimeError: no data here (--traceback shows",
         ),
+        ("ours.programs:ended", "calling ours.programs:ended() failed: SystemExit: usage: train"),
     ],
 )
 def test_wrong_names_and_results_are_explained(folder: pathlib.Path, name: str, said: str) -> None:
@@ -106,6 +114,14 @@ def test_wrong_names_and_results_are_explained(folder: pathlib.Path, name: str, 
         load_program(name)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_script_does_not_see_the_arguments_of_the_command(
+    folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["jaxmp", "audit", "ours.programs:arguments", "--json"])
+    assert load_program("ours.programs:arguments").args == ()
+    assert sys.argv[1] == "audit"
 
 
 @pytest.mark.parametrize("place", ["faulty", "faulty.py"])

@@ -99,6 +99,12 @@ def test_it_has_the_numbers_of_the_report(page: Page, report: AuditReport) -> No
     assert all(sentence in page.said for sentence in report.unseen)
 
 
+def test_the_script_finds_both_buttons(page: Page) -> None:
+    """An attribute without a value is not written, and "close all" did nothing."""
+    buttons = [attributes for tag, attributes in page.tags if tag == "button"]
+    assert [button.get("data-open") for button in buttons] == ["yes", "no"]
+
+
 def find(node: ModuleNode, *names: str) -> ModuleNode:
     return find(node.inside[names[0]], *names[1:]) if names else node
 

@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from rich.console import Console
 
+from jaxmp._inspect.tables import as_text
 from jaxmp._planning.benchmark_report import BenchmarkReport, PolicyTiming
 from jaxmp._planning.timing import Measurement
 from jaxmp.diagnostics import benchmark
@@ -114,6 +116,14 @@ def test_the_report_says_what_a_reader_must_know() -> None:
     assert "says nothing about an accelerator" in " ".join(str(made("cpu")).split())
     read = json.loads(json.dumps(made().as_dict()))
     assert [row["ratio"] for row in read["rows"]] == [1.0, 0.5, 1.0]
+
+
+@pytest.mark.parametrize("width", [20, 60, 80])
+def test_no_terminal_is_too_narrow_for_a_number(width: int) -> None:
+    """Rich would cut "500 ms" to "500", and names to nothing."""
+    text = as_text(made(), Console(width=width))
+    for words in ("fast", "500 ms", "2.20 s", "3.00 MiB", "1.26"):
+        assert words in text
 
 
 def test_a_picture_is_drawn(tmp_path: pathlib.Path) -> None:

@@ -33,10 +33,9 @@ def print_answer(answer: Answer, as_json: bool) -> int:
     """Prints an answer, as tables or as JSON, and returns the exit code: 1 if a check failed."""
     if as_json:
         print(json.dumps(_json_value({**answer.report.as_dict(), **answer.more}), indent=2))
-    elif sys.stdout.isatty():
-        Console(highlight=False).print(answer.report)
-    else:  # no width to fit, no colours
-        print(as_text(answer.report))
+    else:  # a file has no width to fit
+        width = None if sys.stdout.isatty() else 120
+        print(as_text(answer.report, Console(highlight=False, width=width)))
     if answer.below and not as_json:
         print(f"\n{answer.below}")
     if answer.failure:

@@ -1,0 +1,281 @@
+"""The commands: what each takes on a command line, and what it answers.
+
+An argument here is the argument of the function behind the command, under the same name. What the
+user gives is handed on as it is, so that the function says what is wrong with it.
+"""
+
+import argparse
+from collections.abc import Callable
+from typing import Any, NamedTuple, get_args
+
+from jaxmp._command.answer import Answer
+from jaxmp._command.checks import CHECKS, parse_checks
+from jaxmp._command.doctor import look_over
+from jaxmp._command.program import HOW_TO_NAME, NamedProgram, load_program, loss_of
+from jaxmp._diagnostics.sensitivity import sensitivity
+from jaxmp._inspect.api import AuditError, audit
+from jaxmp._planning.benchmark import POLICIES, benchmark
+from jaxmp._planning.devices import DEVICES, find_device
+from jaxmp._planning.estimate import estimate
+from jaxmp._planning.memory_plan import memory_plan
+from jaxmp._policies.patterns import pattern_text
+from jaxmp._recompute.api import Recompute
+from jaxmp._training.compact_state import Moments
+
+
+class Command(NamedTuple):
+    """One command.
+
+    Attributes:
+      answer: called with the arguments by name; a `program` is loaded before.
+      about: what it answers, in a line.
+      description: the same at more length.
+      arguments: what `ArgumentParser.add_argument` takes, by the name of the argument.
+    """
+
+    answer: Callable[..., Answer]
+    about: str
+    description: str
+    arguments: dict[str, dict[str, Any]]
+
+
+def device_argument(text: str) -> str:
+    """Reads the name of a device.
+
+    Raises:
+      ArgumentTypeError: if the table of devices does not have it.
+
+    >>> device_argument("H100")
+    'h100'
+    """
+    try:
+        return find_device(text).name
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def positive_argument(text: str) -> float:
+    """Reads a positive number.
+
+    Raises:
+      ArgumentTypeError: for anything else.
+
+    >>> positive_argument("1e-2")
+    0.01
+    """
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not number > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
+    return number
+
+
+def _answer_doctor(**options: Any) -> Answer:
+    report = look_over(**options)
+    return Answer(report, report.failure)
+
+
+def _answer_plan(what: str, **options: Any) -> Answer:
+    params: Any = what
+    if ":" in what:
+        options["loss_fn"], params, options["batch"] = loss_of(load_program(what))
+    plan = memory_plan(params, **options)
+    missing = f"it does not fit: {plan.peak:,} bytes on a device of {plan.capacity:,}"
+    return Answer(plan, "" if plan.fits() else missing)
+
+
+def _answer_audit(
+    program: NamedProgram, check: list[str], html: str | None, compiled: bool
+) -> Answer:
+    checks = parse_checks(check)
+    report = audit(program.fn, *program.args, compiled=compiled, **program.kwargs)
+    failure = ""
+    try:
+        if checks:
+            report.check(**checks)
+    except AuditError as error:
+        failure = str(error)
+    if html:
+        report.to_html(html, title=program.name)
+    more = {"check": {"passed": not failure, "message": failure}} if checks else {}
+    return Answer(report, failure, more=more)
+
+
+def _answer_estimate(program: NamedProgram, **options: Any) -> Answer:
+    return Answer(estimate(program.fn, *program.args, **options, **program.kwargs))
+
+
+def _answer_bench(program: NamedProgram, plot: str | None, **options: Any) -> Answer:
+    report = benchmark(*loss_of(program), **options)
+    if plot:
+        report.plot(plot)
+    return Answer(report)
+
+
+def _answer_sensitivity(
+    program: NamedProgram, target: float | None, of: Any, **options: Any
+) -> Answer:
+    report = sensitivity(*loss_of(program), **options)
+    if target is None:
+        return Answer(report)
+    try:
+        rules = report.rules(target, of)
+    except ValueError as error:  # no rules reach it
+        return Answer(report, str(error), more={"rules": None})
+    pairs = [[pattern_text(pattern), str(policy)] for pattern, policy in rules.rules]
+    return Answer(
+        report,
+        below=f"Rules with an error of {of} up to {target:g}:\n{rules}",
+        more={"rules": pairs, "default": str(rules.default)},
+    )
+
+
+def _option(said: str, default: Any = None, **more: Any) -> dict[str, Any]:
+    by_default = " ".join(default) if isinstance(default, (list, tuple)) else default
+    said += f"; by default {by_default}" if by_default else ""
+    return {"help": said, "default": default, **more}
+
+
+def _flag(said: str) -> dict[str, Any]:
+    return {"help": said, "action": "store_true"}
+
+
+_PROGRAM = {"metavar": "PROGRAM", "help": f"such as train.py:step: {HOW_TO_NAME}"}
+_LOSS = {
+    "metavar": "PROGRAM",
+    "help": f"such as train.py:loss: {HOW_TO_NAME}, here (loss_fn, (params, batch)), with real "
+    "arrays and without a policy of its own",
+}
+_MASTERS = ("float32", "remainder", "remainder8", "kahan", "stochastic", "none")
+_HAS_AUX = _flag("the loss returns (loss, more)")
+_MICROBATCHES = _option("parts of a batch, one after the other", 1, type=int, metavar="N")
+
+COMMANDS = {
+    "doctor": Command(
+        _answer_doctor,
+        "devices, dtypes, settings, and the format to train in",
+        "Says what this machine has: versions, devices, which dtypes they multiply and how fast, "
+        "and the settings that change dtypes. Then which format to train in, and why; and for "
+        "sizes of products, what to pad and whether float8 pays. Exit code 1 if JAX has no device, "
+        "or a compiler that computes wrongly.",
+        {
+            "--shapes": _option(
+                "sizes of products, rows x summed x columns, such as 4096x1024x50257; or a "
+                "program, for all of its products",
+                [],
+                nargs="+",
+                metavar="MxKxN",
+            ),
+            "--device": _option("advise for this one, such as h100 or v5e", type=device_argument),
+            "--no-measure": _flag("measure no products"),
+        },
+    ),
+    "plan": Command(
+        _answer_plan,
+        "how much memory training takes on each device",
+        "Plans the bytes that training takes on each device: params, masters, moments, gradients, "
+        "and with a loss function also activations. Nothing is compiled or run. Exit code 1 if it "
+        "does not fit the device.",
+        {
+            "what": {
+                "metavar": "WHAT",
+                "help": "a number of params, such as 8B or 350M; or a loss, such as train.py:loss: "
+                f"{HOW_TO_NAME}, here (loss_fn, (params, batch))",
+            },
+            "--policy": _option("the policy", "mixed_bfloat16"),
+            "--optimizer": _option("a name in optax", "adamw"),
+            "--master": _option("how masters are kept", "float32", choices=_MASTERS),
+            "--moments": _option("how moments are kept", "float32", choices=get_args(Moments)),
+            "--gradients": _option("of gradients, for a number of params", metavar="DTYPE"),
+            "--microbatches": _MICROBATCHES,
+            "--recompute": _option("of the forward pass", "never", choices=get_args(Recompute)),
+            "--devices": _option("how many share params and state", 1, type=int, metavar="N"),
+            "--device": _option("such as h100 or v5e", "h100", type=device_argument),
+            "--has-aux": _HAS_AUX,
+        },
+    ),
+    "audit": Command(
+        _answer_audit,
+        "what runs in which dtype, and where upcasts come from",
+        "Traces a program, without running it, and reports what runs in which dtype: the FLOPs of "
+        "products, upcasts by line, casts, and what is kept for the backward pass.",
+        {
+            "program": _PROGRAM,
+            "--html": _option("write the report as a page, too", metavar="PATH"),
+            "--compiled": _flag("compile it here, too: collectives and float8 products"),
+            "--check": _option(
+                "fail with exit code 1 unless this holds, as AuditReport.check says: "
+                + ", ".join(f"{name}={example}" for name, (_, example) in CHECKS.items()),
+                [],
+                action="append",
+                metavar="NAME=VALUE[,...]",
+            ),
+        },
+    ),
+    "estimate": Command(
+        _answer_estimate,
+        "what a program costs on a device that need not be here",
+        "Compiles a program for a device that need not be here, and estimates its time from the "
+        "operations and bytes of each kernel (roofline). It is an estimate, to compare programs. "
+        "The compilers come with `pip install 'jaxmp[aot]'`.",
+        {
+            "program": _PROGRAM,
+            "--device": _option(
+                f"one of {', '.join(DEVICES)}, if there is a compiler",
+                type=device_argument,
+                required=True,
+            ),
+            "--donate": _option(
+                "arguments whose memory the results may take, such as 0 for a train state",
+                [],
+                type=int,
+                nargs="+",
+                metavar="POSITION",
+            ),
+        },
+    ),
+    "bench": Command(
+        _answer_bench,
+        "how fast a model trains under several policies",
+        "Trains a model for a few steps under several policies, in turn, and reports time and "
+        "memory.",
+        {
+            "program": _LOSS,
+            "--policies": _option("ratios are of the first", POLICIES, nargs="+", metavar="POLICY"),
+            "--rounds": _option("turns of each", 5, type=int, metavar="N"),
+            "--steps": _option("of a turn", 5, type=int, metavar="N"),
+            "--microbatches": _MICROBATCHES,
+            "--has-aux": _HAS_AUX,
+            "--plot": _option("draw the report, too, such as bench.png", metavar="PATH"),
+        },
+    ),
+    "sensitivity": Command(
+        _answer_sensitivity,
+        "which parts of a program need more bits",
+        "Lowers each part of a program alone, and reports the error that this puts on the loss and "
+        "the gradients. With --target, it finds the rules that stay below an error and keep as few "
+        "parts high as they can; exit code 1 if none do.",
+        {
+            "program": _LOSS,
+            "--low": _option("the policy to try", "mixed_bfloat16"),
+            "--reference": _option("errors are relative to it", "float32"),
+            "--candidates": _option(
+                "parts to try, as in PolicyRules: '*/norm*'; by default every scope",
+                nargs="+",
+                metavar="PATTERN",
+            ),
+            "--loss-scale": _option("by default one is found for float16", type=positive_argument),
+            "--has-aux": _HAS_AUX,
+            "--target": _option(
+                "find rules below it, such as 0.01", type=positive_argument, metavar="ERROR"
+            ),
+            "--of": _option(
+                "whose error the target is for",
+                "gradients",
+                choices=("loss", "outputs", "gradients"),
+            ),
+        },
+    ),
+}
