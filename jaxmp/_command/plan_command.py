@@ -11,8 +11,8 @@ from jaxmp._training.compact_state import Moments
 
 _DESCRIPTION = f"""Plans the bytes that training takes on each device: params, masters, moments,
 gradients, and with a loss function also activations. WHAT is a number of params, such as 8B or
-350M; or a loss, named as {HOW_TO_NAME}, here (loss_fn, (params, batch)). Nothing is compiled or
-run. Exit code 1 if it does not fit the device."""
+350M; or a loss, named as {HOW_TO_NAME}, here (loss_fn, (params, batch)). Nothing runs, and
+nothing is compiled unless asked for. Exit code 1 if it does not fit the device."""
 _MASTERS = ("float32", "remainder", "remainder8", "kahan", "stochastic", "none")
 
 
@@ -35,6 +35,11 @@ def add_plan(commands: Any, shared: argparse.ArgumentParser) -> None:
     one.add_argument("--devices", type=int, default=1, help="how many share params and state")
     one.add_argument("--device", default="h100", help="such as h100 or v5e; by default %(default)s")
     one.add_argument("--has-aux", action="store_true", help="the loss returns (loss, more)")
+    one.add_argument(
+        "--compiled",
+        action="store_true",
+        help="compile the step for the device, which need not be here, for the compiler's peak",
+    )
     one.set_defaults(run=_run_plan)
 
 
@@ -58,6 +63,7 @@ def _run_plan(arguments: argparse.Namespace) -> Answer:
         microbatches=arguments.microbatches,
         devices=arguments.devices,
         device=arguments.device,
+        compiled=arguments.compiled,
         **options,
     )
     missing = f"it does not fit: {plan.peak:,} bytes on a device of {plan.capacity:,}"
