@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -41,6 +40,8 @@ Cast = Literal["products", "all", "none"]
 
 _ROW = 1024  # numbers in a row of the matrix that stands for a count of params
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+# What JAX calls the platforms that it lowers for.
+_LOWERED_FOR = {"gpu": "cuda", "tpu": "tpu"}
 _NO_ACTIVATIONS = (
     "Not counted: activations and temporaries of a step. Give params, loss_fn= and batch=."
 )
@@ -318,7 +319,7 @@ def _persistent_rows(state: TrainState) -> list[MemoryRow]:
 
 
 def _rows(sizes: Mapping[str, int], order: tuple[str, ...]) -> list[MemoryRow]:
-    exact = {*PERSISTENT, "batch", "results", "compiled"}
+    exact = {*PERSISTENT, "batch", "compiled"}
     return [
         MemoryRow(name, sizes[name], name in PERSISTENT, name in exact)
         for name in order
@@ -361,13 +362,8 @@ def _estimated_rows(program: PlannedStep, compiler: str, donate: bool) -> list[M
     shardings: list[Any] = [getattr(x, "sharding", None) for x in arguments]
     mesh = next((dict(x.mesh.shape) for x in shardings if hasattr(x, "mesh")), {})
     splits = [split_of(s, x.ndim) for s, x in zip(shardings, arguments, strict=True)]
-    flat = flattened(program.step.trace(program.state, program.batch).jaxpr)
+    flat = flattened(program.step.trace(program.state, program.batch).jaxpr, _LOWERED_FOR[compiler])
     sized = SizedProgram(flat, splits, mesh)
-    # Results have room of their own all the time, or replace arguments.
-    live = most_live(sized, FUSIONS[compiler], [True] * len(flat.outputs))
     replaced = len(jax.tree.leaves(program.state)) if donate else 0
-    beside = [v for v in flat.outputs[replaced:] if v is not None]
-    sizes: Counter[str] = Counter(live.kinds)
-    sizes["batch"] = _bytes_of_tree(program.batch)
-    sizes["results"] = sum(map(sized.bytes_of, beside))
-    return _rows(sizes, OF_A_STEP)
+    live = most_live(sized, FUSIONS[compiler], range(replaced))
+    return _rows({**live.kinds, "batch": _bytes_of_tree(program.batch)}, OF_A_STEP)
