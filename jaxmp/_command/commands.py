@@ -176,8 +176,8 @@ COMMANDS = {
         _answer_plan,
         "how much memory training takes on each device",
         "Plans the bytes that training takes on each device: params, masters, moments, gradients, "
-        "and with a loss function also activations. Nothing is compiled or run. Exit code 1 if it "
-        "does not fit the device.",
+        "and with a loss function also activations. Nothing runs, and nothing is compiled unless "
+        "asked for. Exit code 1 if it does not fit the device.",
         {
             "what": {
                 "metavar": "WHAT",
@@ -194,6 +194,9 @@ COMMANDS = {
             "--devices": _option("how many share params and state", 1, type=int, metavar="N"),
             "--device": _option("such as h100 or v5e", "h100", type=device_argument),
             "--has-aux": _HAS_AUX,
+            "--compiled": _flag(
+                "compile the step for the device, which need not be here, for the compiler's peak"
+            ),
         },
     ),
     "audit": Command(

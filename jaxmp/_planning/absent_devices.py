@@ -217,8 +217,8 @@ def is_absent(device: Any) -> bool:
 def _check_installed(device: Device, *modules: str) -> None:
     if not any(importlib.util.find_spec(module) for module in modules):
         raise ImportError(
-            f"the compiler for {device.name} is not installed, and an estimate reads what it "
-            "makes. Install it with: pip install 'jaxmp[aot]'"
+            f"the compiler for {device.name} is not installed. Install it with: "
+            "pip install 'jaxmp[aot]'"
         )
 
 

@@ -36,23 +36,44 @@ _BYTES_OF_WORK = 5
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fusion:
-    """How a compiler fuses.
+    """How a compiler fuses, and lays arrays into memory.
 
     Attributes:
       into_products: whether products compute operands while they read them, and are fused with the
         operations that alone read their results.
       keeps_work: whether what takes long to compute is written, if several operations read it.
       excess_precision: whether casts down are left out between fused operations.
+      pads_to_tiles: whether arrays fill whole tiles in memory.
+      frees_early: whether what frees at least as much as it writes runs at once, and not where it
+        was traced.
+      shares_results: whether other arrays lie where results will, before these are written.
     """
 
     into_products: bool
     keeps_work: bool
     excess_precision: bool
+    pads_to_tiles: bool
+    frees_early: bool
+    shares_results: bool
 
 
 FUSIONS = {
-    "gpu": Fusion(into_products=False, keeps_work=True, excess_precision=True),
-    "tpu": Fusion(into_products=True, keeps_work=False, excess_precision=False),
+    "gpu": Fusion(
+        into_products=False,
+        keeps_work=True,
+        excess_precision=True,
+        pads_to_tiles=False,
+        frees_early=False,
+        shares_results=True,
+    ),
+    "tpu": Fusion(
+        into_products=True,
+        keeps_work=False,
+        excess_precision=False,
+        pads_to_tiles=True,
+        frees_early=True,
+        shares_results=False,
+    ),
 }
 
 
@@ -67,7 +88,8 @@ def buffer_sizes(sized: SizedProgram, fusion: Fusion) -> dict[int, int]:
     if fusion.into_products:
         _move_to_readers(sized, written)
     written -= set(sized.program.inputs)
-    sizes = {v: sized.bytes_of(v) for v in written}
+    size_of = sized.tiled_bytes_of if fusion.pads_to_tiles else sized.bytes_of
+    sizes = {v: size_of(v) for v in written}
     if fusion.excess_precision:
         for v in _written_in_float32(sized, written):
             sizes[v] *= 2

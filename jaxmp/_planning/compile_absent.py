@@ -20,11 +20,16 @@ _CALLBACK = (
     "the function calls back to Python, as jax.debug.print does, and JAX compiles that only where "
     "{device} is. Leave it out of what is compiled"
 )
+_TOO_LARGE = (
+    "it does not fit one {device}, and the compiler makes no such program: {said} Use more "
+    "devices, or smaller batches"
+)
 # What to do, by what JAX says of a function that it cannot compile for absent devices.
 _ADVICE = {
     "incompatible devices": _OTHER_MESH,
     "should match the mesh": _OTHER_MESH,
     "Unknown backend": _CALLBACK,
+    "RESOURCE_EXHAUSTED": _TOO_LARGE,
 }
 
 
@@ -53,8 +58,8 @@ def compile_for(
 
     Raises:
       ImportError: if the compiler is not installed.
-      ValueError: if arguments lie on meshes of several shapes, or the function has a mesh of its
-        own devices, or calls back to Python.
+      ValueError: if arguments lie on meshes of several shapes, the function has a mesh of its own
+        devices or calls back to Python, or a TPU's compiler finds that it does not fit.
     """
     leaves = [x for x in jax.tree.leaves((args, kwargs)) if is_array(x)]
     mesh = _absent_mesh(device, leaves)
@@ -81,7 +86,7 @@ def compile_for(
     except (ValueError, RuntimeError) as error:
         for words, advice in _ADVICE.items():
             if words in str(error):
-                raise ValueError(advice.format(device=device.name)) from error
+                raise ValueError(advice.format(device=device.name, said=error)) from error
         raise
 
 

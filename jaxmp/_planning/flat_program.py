@@ -52,25 +52,28 @@ class FlatProgram:
     avals: dict[int, Any]
 
 
-def flattened(jaxpr: Any) -> FlatProgram:
+def flattened(jaxpr: Any, platform: str) -> FlatProgram:
     """Reads a program: calls, checkpoints and functions with derivatives become their operations.
 
     Args:
       jaxpr: an open or closed jaxpr.
+      platform: what it is compiled for, such as `"cuda"`: of `jax.lax.platform_dependent`, one
+        branch is a part of the program.
 
     Returns:
       The program, without operations whose results nobody reads.
 
     >>> import jax
-    >>> program = flattened(jax.make_jaxpr(jax.jit(lambda x, y: (2 * x, 3 * y)[0]))(1.0, 2.0))
+    >>> fun = jax.jit(lambda x, y: (2 * x, 3 * y)[0])
+    >>> program = flattened(jax.make_jaxpr(fun)(1.0, 2.0), "tpu")
     >>> [op.name for op in program.ops]
     ['mul']
     """
-    program = _flattened_program(open_jaxpr(jaxpr), "")
+    program = _flattened_program(open_jaxpr(jaxpr), "", platform)
     return pruned(program, [True] * len(program.outputs))[0]
 
 
-def _flattened_program(jaxpr: core.Jaxpr, outer: str) -> FlatProgram:
+def _flattened_program(jaxpr: core.Jaxpr, outer: str, platform: str) -> FlatProgram:
     program = FlatProgram([], (), (), {})
     known: dict[Any, int | None] = {}
 
@@ -86,14 +89,16 @@ def _flattened_program(jaxpr: core.Jaxpr, outer: str) -> FlatProgram:
         for equation in inner.eqns:
             scope = f"{around}/{equation.source_info.name_stack}"
             operands = tuple(look_up(atom) for atom in equation.invars)
-            body = _called(equation)
+            body = _called(equation, platform)
             if body is None:
-                bodies = tuple(_flattened_program(each, scope) for each in _programs(equation))
+                inside = _programs(equation)
+                bodies = tuple(_flattened_program(each, scope, platform) for each in inside)
                 results = tuple(map(number, equation.outvars))
                 name = equation.primitive.name
                 program.ops.append(FlatOp(name, equation, operands, results, scope, bodies))
                 continue
-            known.update(zip(body.invars, operands, strict=True))
+            # The first operand of a conditional says which branch it is.
+            known.update(zip(body.invars, operands[-len(body.invars) :], strict=True))
             for constant in body.constvars:
                 number(constant)
             inline(body, scope)
@@ -112,14 +117,26 @@ def _programs(equation: core.JaxprEqn) -> list[core.Jaxpr]:
     return programs_inside(equation) if equation.primitive.name in _APART else []
 
 
-def _called(equation: core.JaxprEqn) -> core.Jaxpr | None:
+def _called(equation: core.JaxprEqn, platform: str) -> core.Jaxpr | None:
     """Returns the program that an equation runs once on its operands, if it does no more."""
+    if equation.primitive.name == "cond":
+        branch = _known_branch(equation, platform)
+        return None if branch is None else programs_inside(equation)[branch]
     if equation.primitive.name in _APART:
         return None
     programs = programs_inside(equation)
     counts = len(equation.invars), len(equation.outvars)
     fits = [(len(each.invars), len(each.outvars)) for each in programs] == [counts]
     return programs[0] if fits else None
+
+
+def _known_branch(equation: core.JaxprEqn, platform: str) -> int | None:
+    """Returns which branch a conditional takes, if that is known before it runs."""
+    for branch, platforms in enumerate(equation.params.get("branches_platforms") or ()):
+        if platforms is None or platform in platforms:
+            return branch
+    index = equation.invars[0]
+    return int(index.val) if isinstance(index, core.Literal) else None
 
 
 def pruned(program: FlatProgram, wanted: Sequence[bool]) -> tuple[FlatProgram, list[bool]]:

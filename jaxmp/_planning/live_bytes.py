@@ -1,17 +1,22 @@
 """The most bytes that a program holds at one time on one device, found without compiling it.
 
-A buffer lives from the operation that writes it to the last one that reads it, in the order of the
-program. What an elementwise operation or an update writes takes over the buffer of an operand that
-is read for the last time. A loop holds its operands, all that it stacks, and one turn.
+A buffer lives from the operation that writes it to the last one that reads it. What an elementwise
+operation or an update writes takes over the buffer of an operand that is read for the last time,
+and a loop its carry's. A loop holds its operands, all that it stacks, and one turn. Results have
+room all the time, unless they replace arguments.
 """
 
-import collections
-from collections.abc import Sequence
+import bisect
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from jaxmp._jaxpr.compat import scan_counts
 from jaxmp._jaxpr.op_classes import CLASSES, OpClass
 from jaxmp._planning.buffers import Fusion, buffer_sizes
 from jaxmp._planning.flat_program import FlatOp
+from jaxmp._planning.schedule import Run, memory_order
 from jaxmp._planning.value_sizes import SizedProgram, is_cheap, is_view
 
 
@@ -20,111 +25,123 @@ class Live(NamedTuple):
 
     Attributes:
       total: bytes.
-      kinds: the same, by what it is: "activations", "gradients", "accumulators", "temporaries".
+      kinds: the same, by what it is: "results", "activations", "gradients", "accumulators" or
+        "temporaries".
     """
 
     total: int
-    kinds: collections.Counter[str]
+    kinds: Counter[str]
 
 
-def most_live(sized: SizedProgram, fusion: Fusion, free: Sequence[bool] = ()) -> Live:
+def most_live(sized: SizedProgram, fusion: Fusion, replacing: Iterable[int] = ()) -> Live:
     """Finds the time when a program holds the most bytes.
 
     Args:
       sized: the program, with the sizes of its values.
       fusion: how the compiler fuses.
-      free: for each result, whether it takes no room: it replaces an argument, or its room is
-        counted elsewhere.
+      replacing: the places of results that take no room: they replace arguments, or are written to
+        where there is room already.
 
     Returns:
       What it then holds, its results included and its arguments not.
     """
     sizes = buffer_sizes(sized, fusion)
-    for v, is_free in zip(sized.program.outputs, free, strict=False):
-        if v is not None and is_free:
-            sizes[sized.root(v)] = 0
-    begin, end = _lives(sized, sizes)
-    starts, stops = collections.defaultdict(list), collections.defaultdict(list)
-    for v in sizes:
-        if v in begin:
-            starts[begin[v]].append(v)
-            stops[end[v]].append(v)
-    ops, live, now = sized.program.ops, set[int](), 0
-    most, at_most, inside = 0, set[int](), Live(0, collections.Counter())
-    for number, op in enumerate(ops):
-        for v in starts[number]:
-            reused = _reused(op, v, sizes, stops[number], live)
-            if reused is not None:
-                live.remove(reused)
-                now -= sizes[reused]
+    places = {i: sized.root(v) for i, v in enumerate(sized.program.outputs) if v is not None}
+    sizes |= {places[i]: 0 for i in replacing if i in places}
+    results = set(places.values()) & set(sizes)
+    runs, kept = _runs(sized, sizes)
+    order = memory_order(runs, sizes, kept) if fusion.frees_early else runs
+    unwritten, most, at_most, beside = set(results), 0, set[int](), Counter[str]()
+    for run, live in _moments(sized, order, sizes, kept):
+        unwritten -= run.writes
+        room = sum(sizes[v] for v in unwritten)
+        if room and fusion.shares_results:
+            room -= _fitting((sizes[v] for v in unwritten), (sizes[v] for v in live - results))
+        turn = _one_turn(sized, run.number, fusion)
+        total = sum(sizes[v] for v in live) + room + turn.total
+        if total > most:
+            most, at_most, beside = total, set(live), turn.kinds + Counter(results=room)
+    last = {v: run.number for run in runs for v in (*run.writes, *run.reads)}
+    last |= dict.fromkeys(kept, len(sized.program.ops))
+    return Live(most, beside + _kinds_of(sized, {v: sizes[v] for v in at_most}, last))
+
+
+def _moments(
+    sized: SizedProgram, order: Sequence[Run], sizes: Mapping[int, int], kept: set[int]
+) -> Iterator[tuple[Run, set[int]]]:
+    """Runs the operations in this order: yields each with the buffers that are there meanwhile."""
+    end = {v: at for at, run in enumerate(order) for v in (*run.writes, *run.reads)}
+    end |= dict.fromkeys(kept & set(end), len(order))
+    stops = defaultdict(set)
+    for v, at in end.items():
+        stops[at].add(v)
+    live = set[int]()
+    for at, run in enumerate(order):
+        op = sized.program.ops[run.number]
+        for v in run.writes:
+            ending = stops[at] & live - run.writes
+            if _is_in_place(op, v):
+                live -= set(itertools.islice((u for u in ending if sizes[u] == sizes[v]), 1))
             live.add(v)
-            now += sizes[v]
-        turn = _one_turn(sized, number, fusion)
-        if now + turn.total > most:
-            most, at_most, inside = now + turn.total, set(live), turn
-        for v in stops[number]:
-            if v in live:
-                live.remove(v)
-                now -= sizes[v]
-    kinds = _kinds_of(sized, {v: sizes[v] for v in at_most}, end)
-    return Live(most, kinds + inside.kinds)
+        yield run, live
+        live -= stops[at]
+
+
+def _fitting(rooms: Iterable[int], sizes: Iterable[int]) -> int:
+    """Returns the bytes of the arrays that lie in rooms: in each the largest that fits."""
+    waiting, found = sorted(sizes), 0
+    for room in sorted(rooms):
+        fits = bisect.bisect_right(waiting, room)
+        found += waiting.pop(fits - 1) if fits else 0
+    return found
 
 
 def _one_turn(sized: SizedProgram, number: int, fusion: Fusion) -> Live:
     """Returns what the programs inside of an operation hold: the largest of them."""
-    none = Live(0, collections.Counter())
+    none = Live(0, Counter())
     inner = sized.inner.get(number, ())
     # Their results are written to where the operation's own results are.
-    found = [most_live(each, fusion, [True] * len(each.program.outputs)) for each in inner]
+    found = [most_live(each, fusion, range(len(each.program.outputs))) for each in inner]
     return max(found, key=lambda live: live.total, default=none)
 
 
-def _reused(
-    op: FlatOp, v: int, sizes: dict[int, int], ending: list[int], live: set[int]
-) -> int | None:
-    """Returns the buffer that the result of an operation takes over, if there is one."""
-    if not is_cheap(op) and CLASSES.get(op.name) is not OpClass.UPDATE:
-        return None
-    fits = (u for u in ending if u in live and u != v and sizes[u] == sizes[v])
-    return next(fits, None)
+def _is_in_place(op: FlatOp, v: int) -> bool:
+    """Whether a result may take over the buffer of an operand that is read for the last time."""
+    if op.name == "scan":
+        return op.outputs.index(v) < scan_counts(op.equation.params).carry
+    return is_cheap(op) or CLASSES.get(op.name) is OpClass.UPDATE or op.name == "while"
 
 
-def _lives(sized: SizedProgram, sizes: dict[int, int]) -> tuple[dict[int, int], dict[int, int]]:
-    """Returns the numbers of the operations that write each buffer first and read it last."""
-    begin: dict[int, int] = {}
-    end: dict[int, int] = {}
+def _runs(sized: SizedProgram, sizes: Mapping[int, int]) -> tuple[list[Run], set[int]]:
+    """Returns the operations that run, as traced, and the buffers that are read after them."""
+    runs: list[Run] = []
     # The buffers that are read for each value: of a value that is not written, several.
-    behind: dict[int, set[int]] = {}
+    behind: dict[int, frozenset[int]] = {}
     for number, op in enumerate(sized.program.ops):
         if not sized.starts_anew(op):
             continue
-        read = set[int]().union(*(behind.get(v, set()) for v in sized.operands(op)))
-        runs = not (is_cheap(op) or is_view(op))
-        for v in op.outputs:
-            behind[v] = {v} if v in sizes else read
-            if v in sizes:
-                begin[v] = end[v] = number
-                runs = True
-        if runs:
-            end.update(dict.fromkeys(read, number))
-    for out in sized.program.outputs:
-        if out is not None:
-            end.update(dict.fromkeys(behind.get(sized.root(out), set()), len(sized.program.ops)))
-    return begin, end
+        read = frozenset[int]().union(*(behind.get(v, ()) for v in sized.operands(op)))
+        written = frozenset(v for v in op.outputs if v in sizes)
+        behind |= {v: frozenset({v}) if v in written else read for v in op.outputs}
+        if written or not (is_cheap(op) or is_view(op)):
+            runs.append(Run(number, read, written))
+    results = [sized.root(v) for v in sized.program.outputs if v is not None]
+    return runs, set[int]().union(*(behind.get(v, ()) for v in results))
 
 
-def _kinds_of(
-    sized: SizedProgram, sizes: dict[int, int], end: dict[int, int]
-) -> collections.Counter[str]:
+def _kinds_of(sized: SizedProgram, sizes: dict[int, int], end: dict[int, int]) -> Counter[str]:
     """Says of buffers what they are, by the transformations that their operations were made by."""
     ops = sized.program.ops
     makers = {v: op for op in ops for v in op.outputs}
+    results = {sized.root(v) for v in sized.program.outputs if v is not None}
     backward = [number for number, op in enumerate(ops) if "transpose(" in op.scope]
     passed = max(backward, default=0)
-    kinds: collections.Counter[str] = collections.Counter()
+    kinds: Counter[str] = Counter()
     for v, size in sizes.items():
         op = makers[v]
-        if "transpose(" in op.scope:
+        if v in results:
+            kind = "results"
+        elif "transpose(" in op.scope:
             kind = "gradients" if end[v] > passed else "temporaries"
         elif "jvp(" in op.scope:
             kind = "activations"

@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -18,7 +17,8 @@ from jaxmp._mesh.fsdp import FSDP
 from jaxmp._numerics.dtypes import is_floating, parse_dtype
 from jaxmp._planning.array_splits import split_of
 from jaxmp._planning.buffers import FUSIONS
-from jaxmp._planning.devices import find_device
+from jaxmp._planning.compile_absent import compile_for
+from jaxmp._planning.devices import Device, find_device
 from jaxmp._planning.flat_program import flattened
 from jaxmp._planning.live_bytes import most_live
 from jaxmp._planning.memory_rows import OF_A_STEP, PERSISTENT, MemoryPlan, MemoryRow
@@ -40,6 +40,8 @@ Cast = Literal["products", "all", "none"]
 
 _ROW = 1024  # numbers in a row of the matrix that stands for a count of params
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+# What JAX calls the platforms that it lowers for.
+_LOWERED_FOR = {"gpu": "cuda", "tpu": "tpu"}
 _NO_ACTIVATIONS = (
     "Not counted: activations and temporaries of a step. Give params, loss_fn= and batch=."
 )
@@ -47,6 +49,7 @@ _ESTIMATED = (
     "Activations, gradients and temporaries are estimated at the peak, from the traced program: "
     "within 10 % of the compiler's peak on most models (docs/memory.md)."
 )
+_COMPILED = "The peak is that of the compiler, which compiled the step for this device."
 
 
 def memory_plan(
@@ -71,14 +74,16 @@ def memory_plan(
     donate: bool = True,
     gradients: Any = None,
     device: str = "h100",
+    compiled: bool = False,
 ) -> MemoryPlan:
-    """Plans the bytes that training takes on each device, without compiling or running anything.
+    """Plans the bytes that training takes on each device, which need not be there.
 
     "Does it fit" is asked before there are devices to try it on. What lives between steps is
     counted: from the state that the optimizer makes for these params, by shapes and shardings, so
     that it is exact for any optax optimizer and any storage. What a step needs beside it is
-    estimated, from the traced step: see docs/memory.md for the rules, and for how near they come
-    to the compilers for an H100 and a TPU v5e.
+    estimated, from the traced step, in seconds: see docs/memory.md for the rules, and for how near
+    they come to the compilers for an H100 and a TPU v5e. With `compiled=True` the compiler for the
+    device says it, in minutes.
 
     Args:
       params: the params: arrays, or `jax.ShapeDtypeStruct` as from `jax.eval_shape`, of any tree.
@@ -110,14 +115,18 @@ def memory_plan(
       gradients: the dtype of gradients for a number of params; float32 if None, as jaxmp's are.
       device: the kind of device, `"h100"` or `"v5e"`: how much memory it has, and whose compiler
         fuses the step.
+      compiled: whether to compile the step for `device`, by the compiler that comes with
+        `jaxmp[aot]`, and to take the compiler's peak in place of the estimate. Nothing runs.
 
     Returns:
       The plan. Print it, or read `plan.persistent`, `plan.peak`, `plan.bytes_of("moments")` and
       `plan.fits()`; `plan.as_dict()` is for `json.dumps`.
 
     Raises:
+      ImportError: if the step is to be compiled, and the compiler is not installed.
       ValueError: for an unknown device or optimizer, a loss without a batch, a number of params
-        with a loss, or shardings that do not fit.
+        with a loss, shardings that do not fit, or nothing to compile; and for a compiled step that
+        a TPU has no memory for, with the compiler's number.
       TypeError: if the number of params is none.
 
     >>> plan = memory_plan("8B", "bfloat16", master="remainder", devices=8)
@@ -133,15 +142,17 @@ def memory_plan(
     >>> plan.persistent // 512**2, plan.fits("v5e")
     (4, True)
     """
-    compiler = find_device(device).platform
+    target = find_device(device)
     tx = _optimizer(optimizer, policy, master, moments)
     told, count = _policy_as_text(policy, optimizer, tx), _number_of_params(params)
-    _check_asked(count, loss_fn, batch, cast, devices, gradients)
+    _check_asked(count, loss_fn, batch, cast, devices, gradients, compiled)
     if count is not None:
         return _plan_of_count(count, tx, told, devices, microbatches, gradients, device)
     placement = placement_of(params, shardings, fsdp, devices)
+    if compiled:
+        placement = placement.without_devices()
     state = abstract_state(params, tx, collections or {}, placement)
-    program, rows = None, _persistent_rows(state)
+    program, rows, limit = None, _persistent_rows(state), _NO_ACTIVATIONS
     if loss_fn is not None:
         options: dict[str, Any] = {
             "has_aux": has_aux,
@@ -152,12 +163,16 @@ def memory_plan(
         step_policy = None if cast == "none" or tx.rules.rules else tx.policy
         options |= {} if step_policy is None else {"cast": cast}
         program = planned_step(loss_fn, state, batch, step_policy, placement, options)
-        rows += _step_rows(program, compiler, donate)
+        if compiled:
+            rows += _compiled_rows(program, target, rows)
+            limit = _COMPILED
+        else:
+            rows += _estimated_rows(program, target.platform, donate)
+            limit = _ESTIMATED
     else:
         rows += _rows({"gradients": _gradient_bytes(state)}, OF_A_STEP)
     size = sum(math.prod(x.shape) for x in jax.tree.leaves(state.params))
-    limits = (_NO_ACTIVATIONS,) if program is None else (_ESTIMATED,)
-    return _made_plan(rows, size, placement.devices, tx, told, device, limits, program)
+    return _made_plan(rows, size, placement.devices, tx, told, device, (limit,), program)
 
 
 def _optimizer(optimizer: Any, policy: Any, master: Any, moments: Any) -> MixedPrecision:
@@ -203,7 +218,13 @@ def _number_of_params(params: Any) -> int | None:
 
 
 def _check_asked(
-    count: int | None, loss_fn: Any, batch: Any, cast: Any, devices: Any, gradients: Any
+    count: int | None,
+    loss_fn: Any,
+    batch: Any,
+    cast: Any,
+    devices: Any,
+    gradients: Any,
+    compiled: bool,
 ) -> None:
     if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
         raise ValueError(f"devices must be a positive number, got {devices!r}")
@@ -218,6 +239,11 @@ def _check_asked(
         raise ValueError(
             "a loss function needs params, and a number of them is none. Give their shapes: "
             "jax.eval_shape(init, ...)"
+        )
+    if compiled and loss_fn is None:
+        raise ValueError(
+            "compiled=True compiles a step, and there is none without a loss. Give loss_fn= and "
+            "batch="
         )
     if count is None and gradients is not None:
         raise ValueError("the dtype of gradients is that of the program; leave out gradients=")
@@ -293,7 +319,7 @@ def _persistent_rows(state: TrainState) -> list[MemoryRow]:
 
 
 def _rows(sizes: Mapping[str, int], order: tuple[str, ...]) -> list[MemoryRow]:
-    exact = {*PERSISTENT, "batch", "results"}
+    exact = {*PERSISTENT, "batch", "compiled"}
     return [
         MemoryRow(name, sizes[name], name in PERSISTENT, name in exact)
         for name in order
@@ -318,19 +344,26 @@ def _gradient_bytes(state: TrainState) -> int:
     return sum(_bytes_of_leaf(x) * max(4, x.dtype.itemsize) // x.dtype.itemsize for x in leaves)
 
 
-def _step_rows(program: PlannedStep, compiler: str, donate: bool) -> list[MemoryRow]:
+def _compiled_rows(
+    program: PlannedStep, device: Device, persistent: list[MemoryRow]
+) -> list[MemoryRow]:
+    """Returns the rows of what a step holds beside the state, as its compiler says."""
+    arguments = (program.state, program.batch)
+    memory = compile_for(device, program.step, arguments, {}).memory_analysis()
+    batch = _bytes_of_tree(program.batch)
+    # What a step never reads is none of its arguments, and lies there all the same.
+    beside = memory.peak_memory_in_bytes - sum(row.bytes for row in persistent) - batch
+    return _rows({"batch": batch, "compiled": max(0, beside)}, OF_A_STEP)
+
+
+def _estimated_rows(program: PlannedStep, compiler: str, donate: bool) -> list[MemoryRow]:
     """Returns the rows of what a step holds beside the state, at its peak."""
     arguments = jax.tree.leaves((program.state, program.batch))
     shardings: list[Any] = [getattr(x, "sharding", None) for x in arguments]
     mesh = next((dict(x.mesh.shape) for x in shardings if hasattr(x, "mesh")), {})
     splits = [split_of(s, x.ndim) for s, x in zip(shardings, arguments, strict=True)]
-    flat = flattened(program.step.trace(program.state, program.batch).jaxpr)
+    flat = flattened(program.step.trace(program.state, program.batch).jaxpr, _LOWERED_FOR[compiler])
     sized = SizedProgram(flat, splits, mesh)
-    # Results have room of their own all the time, or replace arguments.
-    live = most_live(sized, FUSIONS[compiler], [True] * len(flat.outputs))
     replaced = len(jax.tree.leaves(program.state)) if donate else 0
-    beside = [v for v in flat.outputs[replaced:] if v is not None]
-    sizes: Counter[str] = Counter(live.kinds)
-    sizes["batch"] = _bytes_of_tree(program.batch)
-    sizes["results"] = sum(map(sized.bytes_of, beside))
-    return _rows(sizes, OF_A_STEP)
+    live = most_live(sized, FUSIONS[compiler], range(replaced))
+    return _rows({**live.kinds, "batch": _bytes_of_tree(program.batch)}, OF_A_STEP)

@@ -7,7 +7,15 @@ from jaxmp._planning.devices import find_device
 
 # What lives between steps, and what a step adds, in the order of the table.
 PERSISTENT = ("params", "masters", "moments", "collections", "counters")
-OF_A_STEP = ("batch", "results", "gradients", "accumulators", "activations", "temporaries")
+OF_A_STEP = (
+    "batch",
+    "results",
+    "gradients",
+    "accumulators",
+    "activations",
+    "temporaries",
+    "compiled",
+)
 _MEANING = {
     "params": "live params, in the dtypes of the policy",
     "masters": "what is kept beside params of 16 bits",
@@ -20,6 +28,7 @@ _MEANING = {
     "accumulators": "sums of gradients over microbatches",
     "activations": "what the forward pass keeps for the backward pass",
     "temporaries": "what is in use at the peak for a short time",
+    "compiled": "all else that the compiled step holds at its peak",
 }
 
 
@@ -29,7 +38,7 @@ class MemoryRow:
 
     Attributes:
       name: one of "params", "masters", "moments", "collections", "counters", "batch", "results",
-        "gradients", "accumulators", "activations", "temporaries".
+        "gradients", "accumulators", "activations", "temporaries", "compiled".
       bytes: of one device, the one that holds most.
       is_persistent: whether it lives between steps.
       is_exact: whether it is counted, from shapes and dtypes; if not, it is an estimate.

@@ -1,5 +1,6 @@
 """A train step with abstract arguments, placed on a mesh: the program whose memory is planned."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
@@ -39,6 +40,15 @@ class Placement(NamedTuple):
     @property
     def devices(self) -> int:
         return 1 if self.mesh is None else int(self.mesh.size)
+
+    def without_devices(self) -> "Placement":
+        """The same on a mesh that names no devices, so that a step can be compiled for others."""
+
+        def freed(tree: PyTree) -> PyTree:
+            return jax.tree.map(lambda x: NamedSharding(x.mesh.abstract_mesh, x.spec), tree)
+
+        fsdp = self.fsdp and dataclasses.replace(self.fsdp, shardings=freed(self.fsdp.shardings))
+        return Placement(freed(self.shardings), fsdp)
 
 
 class PlannedStep(NamedTuple):

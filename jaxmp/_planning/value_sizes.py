@@ -1,5 +1,6 @@
 """The bytes of every value of a program on one device: how each is split over the mesh."""
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -82,6 +83,15 @@ class SizedProgram:
     def bytes_of(self, v: int) -> int:
         """Returns the bytes of a value on one device."""
         return nbytes_on_device(self.program.avals[v], self.splits.get(v, ()), self.mesh)
+
+    def tiled_bytes_of(self, v: int) -> int:
+        """Returns the bytes of a value on a device that pads arrays to tiles, as TPUs do."""
+        aval, split = self.program.avals[v], self.splits.get(v, ())
+        if not split:  # of one number, or no array
+            return self.bytes_of(v)
+        parts = [pieces_of((axes,), self.mesh) for axes in split]
+        shape = [math.ceil(n / of) for n, of in zip(aval.shape, parts, strict=True)]
+        return tiled_nbytes(shape, aval.dtype.itemsize)
 
     def root(self, v: int) -> int:
         """Returns the value that this one is a view of."""
@@ -183,6 +193,38 @@ def nbytes_on_device(aval: Any, split: Split, mesh: Mapping[str, int]) -> int:
         return 0
     # A key of random numbers has a dtype of its own, of as many bytes as its words.
     return math.ceil(math.prod(aval.shape) * aval.dtype.itemsize / pieces_of(split, mesh))
+
+
+def tiled_nbytes(shape: Sequence[int], itemsize: int) -> int:
+    """Returns the bytes of an array in the memory of a TPU, in the layout that pads least.
+
+    Its two minor dimensions fill tiles of 8 x 128 words of 32 bits, or of 1, 2 or 4 x 128 where the
+    array has no more rows; shorter numbers lie side by side in a word. Compilers choose which
+    dimensions are the minor ones.
+
+    Args:
+      shape: the shape of the array on one device.
+      itemsize: the bytes of a number.
+
+    >>> tiled_nbytes((56, 56, 64), 4) // (56 * 56 * 64)  # 64 numbers fill half a tile
+    8
+    >>> tiled_nbytes((1024, 16, 16), 4) // (1024 * 16 * 16)  # the first dimension becomes the minor
+    4
+    """
+    size = math.prod(shape)
+    if len(shape) < 2 or not size:
+        return size * itemsize
+    rows = 8 * max(1, 4 // itemsize)
+
+    def tiled(a: int, b: int) -> int:
+        height = min(rows, 2 ** (a - 1).bit_length())
+        return size // (a * b) * _rounded_up(a, height) * _rounded_up(b, 128)
+
+    return itemsize * min(tiled(a, b) for a, b in itertools.permutations(shape, 2))
+
+
+def _rounded_up(n: int, unit: int) -> int:
+    return -(-n // unit) * unit
 
 
 def _either(splits: Sequence[Split]) -> Split:

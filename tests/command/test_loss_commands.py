@@ -1,6 +1,7 @@
 """`jaxmp plan`, `bench`, `sensitivity` and `estimate`: what they hand on, and their exit codes."""
 
 import dataclasses
+import importlib.util
 import json
 import pathlib
 import sys
@@ -70,6 +71,19 @@ def test_plan_of_a_loss(module: pathlib.Path, capsys: Captured) -> None:
     assert plan["is_complete"] is True
 
 
+def test_plan_hands_on_what_is_asked(
+    module: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    """Compilers for absent devices are not installed here, or must not be waited for."""
+    hidden = ("libtpu", "jax_cuda12_plugin", "jax_cuda13_plugin")
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name in hidden else found(name)
+    )
+    assert main(["plan", f"{module}:loss", "--compiled", "--device", "v5e"]) == 2
+    assert "the compiler for v5e is not installed" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -79,6 +93,7 @@ def test_plan_of_a_loss(module: pathlib.Path, capsys: Captured) -> None:
             "should return (loss_fn, (params, batch)) here, but it",
         ),
         (["plan", "8B", "--optimizer", "adamx"], "'adamx' is no optimizer of optax"),
+        (["plan", "8B", "--compiled"], "compiled=True compiles a step, and there is none"),
         (["bench", "{module}:one_argument"], "but it has 1 arguments"),
         (["bench", "{module}:abstract"], "params must be arrays, since steps run"),
         (["bench", "{module}:loss", "--policies", "mixed_bfloat17"], "mixed_bfloat16"),

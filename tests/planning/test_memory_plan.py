@@ -1,6 +1,7 @@
 """The memory planner: what lives between steps is exact, and what a step needs is explained."""
 
 import functools
+import importlib.util
 import json
 import math
 from typing import Any
@@ -198,9 +199,12 @@ def test_what_saves_memory_is_seen() -> None:
     assert fused.bytes_of("activations") < 0.7 * plan.bytes_of("activations")
     wide = memory_plan(**arguments, policy="float32")
     assert wide.bytes_of("activations") > 1.3 * plan.bytes_of("activations")
-    kept = memory_plan(**arguments, donate=False)
-    assert kept.bytes_of("results") - plan.bytes_of("results") == plan.persistent
-    assert kept.peak == plan.peak + plan.persistent
+    # A new state has room beside the old one. On GPUs other arrays lie there before it is written.
+    for device, least in {"h100": 0.5, "v5e": 0.999}.items():
+        donated, kept = (
+            memory_plan(**arguments, device=device, donate=is_so) for is_so in (True, False)
+        )
+        assert least <= (kept.peak - donated.peak) / donated.persistent <= 1
 
 
 def scanned(params: Any, x: Any, *, block: Any = lambda x, w: (jnp.tanh(x @ w), None)) -> jax.Array:
@@ -240,8 +244,10 @@ def test_a_mesh_with_two_axes_and_real_devices() -> None:
     assert plan.devices == 8
     assert plan.bytes_of("params") == 4 * plan.params // 8
     # The hidden layers are split over both axes, and what lies between them over one.
-    kept = 2 * 4096 // 4 * 4 * (128 + 3 * 512 // 2)
-    assert kept <= plan.bytes_of("activations") <= 1.15 * kept
+    hidden = 2 * 4096 // 4 * 512 // 2
+    kept = 2 * 4096 // 4 * 4 * 128 + 4 * 3 * hidden
+    # At the peak the backward pass no longer needs the last of the hidden ones.
+    assert kept - hidden <= plan.bytes_of("activations") <= 1.15 * kept
     compiled = plan.program.lower().compile().memory_analysis()
     # The CPU's compiler agrees on the arguments, but for a flag that the step never reads.
     assert compiled.argument_size_in_bytes == plan.persistent + plan.bytes_of("batch") - 1
@@ -299,6 +305,8 @@ def test_a_plan_is_json_and_a_table() -> None:
         ({"params": 8e9, "loss_fn": mlp, "batch": 0}, "a number of them is none"),
         ({"params": {}, "loss_fn": mlp}, "loss_fn and batch go together"),
         ({"params": {}, "gradients": "bfloat16"}, "leave out gradients"),
+        ({"params": {}, "compiled": True}, "there is none without a loss"),
+        ({"params": 8e9, "compiled": True}, "there is none without a loss"),
         ({"params": 8e9, "cast": "some"}, "cast must be"),
         ({**abstract_mlp(rows=12), "devices": 8}, "12 examples, which the 8 devices"),
     ],
@@ -344,6 +352,16 @@ def test_shardings_that_leave_no_axis_for_the_batch() -> None:
     placed = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=NamedSharding(mesh, P()))
     plan = memory_plan(w, loss_fn=lambda w, x: jnp.sum(x @ w), batch=placed, shardings=over)
     assert plan.bytes_of("params") == 4 * 64 * 64 // 8
+
+
+def test_a_compiler_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, hidden = importlib.util.find_spec, ("libtpu", "jax_cuda12_plugin", "jax_cuda13_plugin")
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name in hidden else found(name)
+    )
+    for device in ("h100", "v5e"):
+        with pytest.raises(ImportError, match=rf"for {device} is not.*pip install 'jaxmp\[aot\]'"):
+            memory_plan(**abstract_mlp(rows=16), device=device, compiled=True)
 
 
 def test_rows_have_names() -> None:
