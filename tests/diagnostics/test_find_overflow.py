@@ -474,7 +474,7 @@ def test_loops_run_as_in_jax(reverse: bool) -> None:
     x = jnp.linspace(0, 1, 64).reshape(8, 8)
     closed = jax.make_jaxpr(fun)(x)
     run = OneByOne(lambda place, operands, results: [None] * len(results), lambda x, notes: None)
-    made = [value.array for value in run.run(closed, [RunValue(x, None)])]
+    made = [value.array for value in run.run(closed, [RunValue(x, None)], (), None)[0]]
     for got, want in zip(made, jax.tree.leaves(fun(x)), strict=True):
         np.testing.assert_array_equal(got, want)
 
