@@ -13,6 +13,7 @@ import optax
 from jaxtyping import PyTree
 
 from jaxmp._autocast.api import autocast
+from jaxmp._diagnostics.inputs import check_numbers
 from jaxmp._diagnostics.one_by_one import OneByOne, Place, RunValue
 from jaxmp._diagnostics.overflow import Overflow, OverflowOperand
 from jaxmp._inspect.lines import UNKNOWN, Lines, direction, module_path, scopes_of
@@ -65,7 +66,7 @@ def find_overflow(
       gradients, their norm and `aux` are finite.
 
     Raises:
-      TypeError: if it is called under `jit`, or as `jaxmp.value_and_grad` does.
+      TypeError: for arrays without numbers, as under `jit`, or as `jaxmp.value_and_grad` does.
       ValueError: if the arrays were donated, or as `jaxmp.autocast` does.
 
     >>> params, x = {"w": jnp.full((2, 2), 400.0)}, jnp.full((1, 2), 100.0)
@@ -81,8 +82,9 @@ def find_overflow(
         loss, aux = out if has_aux else (out, ())
         return loss, gradients, optax.tree.norm(split_floats(gradients)[0]), aux
 
-    static, arrays = partition(((params, *args), kwargs))
-    _check_readable(arrays)
+    call = ((params, *args), kwargs)
+    check_numbers(call, "find_overflow")
+    static, arrays = partition(call)
     traced = trace_call(evaluate, static, arrays)
     search = _Search()
     given = [on_automatic_mesh(jnp.asarray(x)) for x in arrays]
@@ -93,19 +95,6 @@ def find_overflow(
         loss, gradients, norm, aux = combine(traced.returned, made)
         grads, others = _named_leaves(gradients, "gradients"), _named_leaves(aux, "aux")
         return search.first([{"loss": loss}, grads, {"norm": norm}, others], len(grads))
-
-
-def _check_readable(arrays: list[Any]) -> None:
-    if any(map(compat.is_traced, arrays)):
-        raise TypeError(
-            "find_overflow looks at numbers, and under jit there are none: call it outside, with "
-            "the params and the batch of the step"
-        )
-    if any(isinstance(x, jax.Array) and x.is_deleted() for x in arrays):
-        raise ValueError(
-            "these params were donated to a step, which wrote the next ones over them. Keep a copy "
-            "before the step, or make it with make_train_step(..., donate=False)"
-        )
 
 
 def _named_leaves(tree: PyTree, name: str) -> dict[str, Any]:
