@@ -124,19 +124,27 @@ class OneByOne(Rerun):
         while True:
             test = [*of_test, *carry]
             (go_on,) = self._in_turn(turn, params["cond_jaxpr"], test, key, site)
-            if not _devices_agree(go_on.array):  # some devices are done: it runs as a whole
-                return self.operation(site, values), {}
-            if not bool(jnp.ravel(go_on.array)[0]):
+            if not jnp.any(go_on.array):
                 return carry, {}
-            carry = self._in_turn(turn, params["body_jaxpr"], [*of_body, *carry], key, site)
+            made = self._in_turn(turn, params["body_jaxpr"], [*of_body, *carry], key, site)
+            carry = [self._where(go_on.array, *pair) for pair in zip(made, carry, strict=True)]
             turn += 1
+
+    def _where(self, flags: Any, new: RunValue, old: RunValue) -> RunValue:
+        """Returns a carry in which devices, or the elements of a `vmap`, keep it once done."""
+        if jnp.all(flags):
+            return new
+        flags = jnp.expand_dims(flags, range(flags.ndim, new.array.ndim))
+        array = jnp.where(flags, new.array, old.array)
+        return RunValue(array, self._of_parts(array, [new.note, old.note]))
 
     def cond(self, site: Site, values: list[Any], key: Key) -> Made:
         branches = site.equation.params["branches"]
         index, *rest = values
-        if not _devices_agree(index.array):  # devices take different branches: it runs as a whole
+        first = jnp.ravel(index.array)[0]
+        if jnp.any(index.array != first):  # devices take different branches: it runs as a whole
             return self.operation(site, values), {}
-        chosen = int(jnp.clip(jnp.ravel(index.array)[0], 0, len(branches) - 1))
+        chosen = int(jnp.clip(first, 0, len(branches) - 1))
         return self.run(branches[chosen], rest, key, site)
 
     def shard_map(self, site: Site, values: list[Any], key: Key) -> Made:
@@ -220,8 +228,3 @@ class Devices:
             check_vma=checks,
         )
         return jax.jit(mapped)
-
-
-def _devices_agree(flags: Any) -> bool:
-    """Whether all devices say the same."""
-    return bool(jnp.all(flags == jnp.ravel(flags)[0]))
