@@ -281,10 +281,10 @@ def _report(
 
 
 def _level(array: Any) -> _Level:
-    return _Level(int(_level_of(_read(array)))) if is_inexact(array) else _Level.FINITE
+    return _Level(int(_level_of(_contents(array)))) if is_inexact(array) else _Level.FINITE
 
 
-def _read(array: Any) -> Any:
+def _contents(array: Any) -> Any:
     """Returns an array, or what a mutable reference to one holds."""
     return array[...] if compat.is_ref(array) else array
 
@@ -316,7 +316,9 @@ def _broadcasts(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
 
 def _as_numpy(array: Any) -> Any:
     """Returns numbers of any dtype as NumPy computes with them."""
-    return np.asarray(_read(array)).astype(np.complex128 if jnp.iscomplexobj(array) else np.float64)
+    return np.asarray(_contents(array)).astype(
+        np.complex128 if jnp.iscomplexobj(array) else np.float64
+    )
 
 
 def _result_of(array: Any) -> _Result:
