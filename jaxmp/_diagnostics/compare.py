@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp._diagnostics.comparison import Comparison, Difference, Unmatched
+from jaxmp._diagnostics.inputs import check_numbers
 from jaxmp._diagnostics.log_probs import log_prob_gap
 from jaxmp._diagnostics.scope_values import (
     Caught,
@@ -19,7 +20,6 @@ from jaxmp._diagnostics.scope_values import (
     scope_values,
 )
 from jaxmp._inspect.equations import walk
-from jaxmp._jaxpr import compat
 from jaxmp._jaxpr.tracing import combine, partition
 from jaxmp._numerics.dtypes import is_inexact
 
@@ -62,7 +62,7 @@ def compare(
       The comparison: `rows`, `results`, `first`, `unmatched`, `log_probs`.
 
     Raises:
-      TypeError: if it is called under `jit`.
+      TypeError: for arrays without numbers, as under `jit`.
       ValueError: for an unknown option.
 
     >>> def net(w, x):
@@ -82,10 +82,7 @@ def compare(
         raise ValueError(f"by must be 'scope', 'line' or None, got {by!r}")
     if not tolerance >= 0:
         raise ValueError(f"tolerance must be at least 0, got {tolerance!r}")
-    if any(map(compat.is_traced, jax.tree.leaves((args, g_args)))):
-        raise TypeError(
-            "compare looks at numbers, and under jit there are none: call it outside of jit"
-        )
+    check_numbers((args, g_args), "compare")
     given = args if g_args is None else tuple(g_args)
     widths: set[str] = set()
     one, two = (_caught(*each, by or "scope", widths) for each in ((f, args), (g, given)))

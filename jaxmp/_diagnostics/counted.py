@@ -5,7 +5,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmp._jaxpr import compat
 from jaxmp._numerics.histograms import LOWER_EDGES, Histograms
 
 
@@ -14,15 +13,7 @@ def fetched(found: Histograms) -> tuple[Any, Any]:
 
     Returns:
       float64 arrays: counts per array and bin, and one magnitude per array.
-
-    Raises:
-      TypeError: under `jit`.
     """
-    if compat.is_traced(found.counts):
-        raise TypeError(
-            "reports and plots of histograms look at numbers, and under jit there are none: return "
-            "jaxmp.diagnostics.histograms(tree) from the jitted function, and report it outside"
-        )
     counts, largest = jax.device_get((found.counts, found.largest))
     steps = tuple(range(largest.ndim - 1))
     counts = np.asarray(counts, np.float64).sum(steps)

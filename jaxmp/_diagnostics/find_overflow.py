@@ -13,9 +13,9 @@ import optax
 from jaxtyping import PyTree
 
 from jaxmp._autocast.api import autocast
+from jaxmp._diagnostics.inputs import check_numbers
 from jaxmp._diagnostics.one_by_one import OneByOne, Place, RunValue
 from jaxmp._diagnostics.overflow import Overflow, OverflowOperand
-from jaxmp._inspect.equations import Site
 from jaxmp._inspect.lines import UNKNOWN, Lines, direction, module_path, scopes_of
 from jaxmp._jaxpr import compat
 from jaxmp._jaxpr.mesh_axes import on_automatic_axes_here, on_automatic_mesh
@@ -66,7 +66,7 @@ def find_overflow(
       gradients, their norm and `aux` are finite.
 
     Raises:
-      TypeError: if it is called under `jit`, or as `jaxmp.value_and_grad` does.
+      TypeError: for arrays without numbers, as under `jit`, or as `jaxmp.value_and_grad` does.
       ValueError: if the arrays were donated, or as `jaxmp.autocast` does.
 
     >>> params, x = {"w": jnp.full((2, 2), 400.0)}, jnp.full((1, 2), 100.0)
@@ -82,30 +82,19 @@ def find_overflow(
         loss, aux = out if has_aux else (out, ())
         return loss, gradients, optax.tree.norm(split_floats(gradients)[0]), aux
 
-    static, arrays = partition(((params, *args), kwargs))
-    _check_readable(arrays)
+    call = ((params, *args), kwargs)
+    check_numbers(call, "find_overflow")
+    static, arrays = partition(call)
     traced = trace_call(evaluate, static, arrays)
     search = _Search()
-    named = zip(map(on_automatic_mesh, arrays), _argument_names(static, arrays), strict=True)
+    given = [on_automatic_mesh(jnp.asarray(x)) for x in arrays]
+    named = zip(given, _argument_names(static, arrays), strict=True)
     with on_automatic_axes_here(arrays):
-        given = [search.argument(x, name) for x, name in named]
-        made = OneByOne(search.see, search.join).run(traced.closed, given)
+        values = [search.argument(x, name) for x, name in named]
+        made, _ = OneByOne(search.see, search.join).run(traced.closed, values, (), None)
         loss, gradients, norm, aux = combine(traced.returned, made)
         grads, others = _named_leaves(gradients, "gradients"), _named_leaves(aux, "aux")
         return search.first([{"loss": loss}, grads, {"norm": norm}, others], len(grads))
-
-
-def _check_readable(arrays: list[Any]) -> None:
-    if any(map(compat.is_traced, arrays)):
-        raise TypeError(
-            "find_overflow looks at numbers, and under jit there are none: call it outside, with "
-            "the params and the batch of the step"
-        )
-    if any(isinstance(x, jax.Array) and x.is_deleted() for x in arrays):
-        raise ValueError(
-            "these params were donated to a step, which wrote the next ones over them. Keep a copy "
-            "before the step, or make it with make_train_step(..., donate=False)"
-        )
 
 
 def _named_leaves(tree: PyTree, name: str) -> dict[str, Any]:
@@ -176,22 +165,26 @@ class _Search:
 
     def see(self, place: Place, operands: list[RunValue], results: list[Any]) -> list[_Note]:
         """Returns what is known of the results of an operation."""
-        levels = list(map(_level, results))
-        if not any(levels):
-            return [_Note()] * len(results)
-        known = [self._known(operand, place) for operand in operands]
-        events = frozenset().union(*(note.events for note in known if note.level))
-        before = max((note.level for note in known), default=_Level.FINITE)
-        if max(levels) > before and (
-            before is not _Level.MASKED
-            or max(levels) is _Level.NAN
-            or _is_beside(results, operands)
-        ):
-            worst = results[levels.index(max(levels))]
-            name = place.equations[0].primitive.name
-            meant = max(levels) is _Level.MASKED and name in LOGARITHMS
-            events |= self._new(meant, self._report_at(name, place, operands, worst))
-        return [_Note(level, events if level else frozenset()) for level in levels]
+        written = [each for each in operands if compat.is_ref(each.array)]
+        made = [*results, *(each.array for each in written)]
+        levels = list(map(_level, made))
+        notes = [_Note()] * len(made)
+        if any(levels):
+            known = [self._known(operand, place) for operand in operands]
+            events = frozenset().union(*(note.events for note in known if note.level))
+            before = max((note.level for note in known), default=_Level.FINITE)
+            if max(levels) > before and (
+                not before
+                or (before is _Level.MASKED and max(levels) is _Level.NAN)
+                or _is_beside(made, operands)
+            ):
+                worst = made[levels.index(max(levels))]
+                meant = max(levels) is _Level.MASKED and place.site.name in LOGARITHMS
+                events |= self._new(meant, self._report_at(place.site.name, place, operands, worst))
+            notes = [_Note(level, events if level else frozenset()) for level in levels]
+        for each, note in zip(written, notes[len(results) :], strict=True):
+            each.note = note
+        return notes[: len(results)]
 
     def join(self, array: Any, notes: list[_Note | None]) -> _Note | None:
         """Returns what is known of an array from what is known of its parts, or of its whole."""
@@ -246,17 +239,13 @@ class _Search:
     ) -> Any:
         if place is None:
             return functools.partial(_report, name, UNKNOWN, "", "", (), (), _result_of(worst))
-        outer: Site | None = None
-        for equation in reversed(place.equations[1:]):
-            outer = Site(equation, equation.primitive.name, 1, outer)
-        site = Site(place.equations[0], place.equations[0].primitive.name, 1, outer)
-        scopes = scopes_of(site)
+        scopes = scopes_of(place.site)
         device = int(np.argwhere(~np.isfinite(_as_numpy(worst)))[0][0]) if place.mapped else None
         read = [each.array for each in operands if is_inexact(each.array)]
         return functools.partial(
             _report,
             name,
-            self._lines.of(site),
+            self._lines.of(place.site),
             module_path(scopes),
             direction(scopes),
             place.turns,
@@ -292,7 +281,12 @@ def _report(
 
 
 def _level(array: Any) -> _Level:
-    return _Level(int(_level_of(array))) if is_inexact(array) else _Level.FINITE
+    return _Level(int(_level_of(_contents(array)))) if is_inexact(array) else _Level.FINITE
+
+
+def _contents(array: Any) -> Any:
+    """Returns an array, or what a mutable reference to one holds."""
+    return array[...] if compat.is_ref(array) else array
 
 
 @jax.jit
@@ -322,7 +316,9 @@ def _broadcasts(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
 
 def _as_numpy(array: Any) -> Any:
     """Returns numbers of any dtype as NumPy computes with them."""
-    return np.asarray(array).astype(np.complex128 if jnp.iscomplexobj(array) else np.float64)
+    return np.asarray(_contents(array)).astype(
+        np.complex128 if jnp.iscomplexobj(array) else np.float64
+    )
 
 
 def _result_of(array: Any) -> _Result:

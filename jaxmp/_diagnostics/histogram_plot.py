@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jaxmp._diagnostics.counted import fetched
+from jaxmp._diagnostics.inputs import check_numbers
 from jaxmp._diagnostics.underflow_report import UnderflowReport, limits_of, underflow_report
 from jaxmp._numerics.dtypes import parse_dtype
 from jaxmp._numerics.histograms import FINITE, LOWER_EDGES, Histograms, histograms
@@ -47,6 +48,7 @@ def plot_histograms(
     >>> figure.axes[0].get_title(loc="left")
     'float16 at scale 2**10'
     """
+    check_numbers(tree, "plot_histograms")
     found = tree if isinstance(tree, Histograms) else histograms(tree)
     report = underflow_report(found, dtype=dtype, loss_scale=loss_scale)
     counts, largest = fetched(found)

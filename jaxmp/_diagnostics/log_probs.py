@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import ArrayLike
 
+from jaxmp._diagnostics.inputs import check_numbers
+
 
 @dataclasses.dataclass(frozen=True)
 class LogProbGap:
@@ -65,6 +67,7 @@ def log_prob_gap(
       The gap.
 
     Raises:
+      TypeError: for arrays without numbers, as under `jit`.
       ValueError: for shapes that differ, a mask without tokens, numbers that are not finite or
         above zero, or a band that does not hold 1.
 
@@ -72,6 +75,7 @@ def log_prob_gap(
     >>> gap.mean, gap.outside, gap.k1
     (0.5, 0.5, -0.5)
     """
+    check_numbers((trainer, sampler, mask), "log_prob_gap")
     ours, theirs = (
         _log_probabilities(x, name) for x, name in ((trainer, "trainer"), (sampler, "sampler"))
     )

@@ -5,7 +5,7 @@ operation runs alone, in the dtypes of the program. Loops turn in Python, and of
 that is taken runs. A `shard_map` runs too: each local value is one array with an axis of devices.
 """
 
-import collections
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -14,29 +14,28 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from jaxmp._diagnostics.rerun import Key, Made, Rerun
+from jaxmp._inspect.equations import Site
 from jaxmp._jaxpr import compat
 from jaxmp._jaxpr.mesh_axes import automatic_devices, on_automatic_mesh
-from jaxmp._jaxpr.op_classes import CLASSES, LAYINGS, OpClass
+from jaxmp._jaxpr.op_classes import LAYINGS
 
 
 class Place(NamedTuple):
     """The place of an operation in a running program.
 
     Attributes:
-      equations: the operation, and those around it, innermost first.
+      site: the operation, and those around it.
       turns: the numbers of the turns of the loops around it, outermost first.
       mapped: whether it is in a `shard_map`, where arrays have a first axis of devices here.
     """
 
-    equations: tuple[core.JaxprEqn, ...]
+    site: Site
     turns: tuple[int, ...]
-    mapped: bool = False
+    mapped: bool
 
 
-_OUTSIDE = Place((), ())
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class RunValue:
     """An array of a running program, and what is known of it.
 
@@ -56,171 +55,131 @@ Watcher = Callable[[Place, list[RunValue], list[Any]], list[Any]]
 Join = Callable[[Any, list[Any]], Any]
 
 
-class OneByOne:
-    """Runs programs one operation after the other.
+class OneByOne(Rerun):
+    """Runs programs one operation after the other, on instances of `RunValue`.
 
     Args:
       watch: sees each operation that contains no program.
-      join: returns the note of an array that a loop stacks, from those of its parts, and of what
-        it slices, from that of the whole.
+      of_parts: returns the note of an array that a loop stacks, from those of its parts, and of
+        what it slices, from that of the whole.
     """
 
-    def __init__(self, watch: Watcher, join: Join) -> None:
-        self._watch, self._join = watch, join
+    def __init__(self, watch: Watcher, of_parts: Join) -> None:
+        self._watch, self._of_parts = watch, of_parts
+        self._turns: tuple[int, ...] = ()
+        self._over: Devices | None = None
 
-    def run(
-        self,
-        program: Any,
-        args: Sequence[RunValue],
-        outer: Place = _OUTSIDE,
-        over: "Devices | None" = None,
-    ) -> list[RunValue]:
-        """Runs a program and returns its results.
-
-        Args:
-          program: a jaxpr, closed or open.
-          args: its arguments.
-          outer: the operations that it is in.
-          over: the devices over which it is mapped, in a `shard_map`.
-        """
-        jaxpr = compat.open_jaxpr(program)
-        last = _last_reads(jaxpr)
-        place = over.spread if over else _as_it_is
+    def given(self, value: Any) -> RunValue:
         # Constants may have been made on explicit axes, outside of the program.
-        consts = [RunValue(place(on_automatic_mesh(x)), None) for x in compat.consts_of(program)]
-        env: dict[Any, RunValue] = dict(zip(jaxpr.constvars, consts, strict=True))
-        env.update(zip(jaxpr.invars, args, strict=True))
+        return RunValue(self._laid(on_automatic_mesh(value)), None)
 
-        def read(atom: Any) -> RunValue:
-            if isinstance(atom, core.Literal):
-                return RunValue(place(compat.number(atom)), None)
-            return env[atom]
+    def where(self, equation: core.JaxprEqn) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()  # what looks at values is in no program
 
-        for number, equation in enumerate(jaxpr.eqns):
-            here = outer._replace(equations=(equation, *outer.equations))
-            operands = [read(atom) for atom in equation.invars]
-            env.update(zip(equation.outvars, self._equation(here, operands, over), strict=True))
-            for variable in last[number]:
-                env.pop(variable, None)
-        return [read(atom) for atom in jaxpr.outvars]
-
-    def _equation(
-        self, place: Place, operands: list[RunValue], over: "Devices | None"
-    ) -> list[RunValue]:
-        equation = place.equations[0]
-        name = equation.primitive.name
-        if name in _LOOPS_AND_BRANCHES:
-            return _LOOPS_AND_BRANCHES[name](self, place, operands, over)
-        if name == "shard_map" and over is None:
-            return self._shard_map(place, operands)
-        if (
-            name != "shard_map"
-            and CLASSES.get(name) is OpClass.CONTROL
-            and (bodies := compat.bodies_of(equation))
-        ):
-            return self.run(bodies[0], operands, place, over)
-        return self._operation(place, operands, over)
-
-    def _operation(
-        self, place: Place, operands: list[RunValue], over: "Devices | None"
-    ) -> list[RunValue]:
-        """Runs an operation as a whole."""
-        equation = place.equations[0]
-        arrays = [operand.array for operand in operands]
-        if equation.primitive.name in LAYINGS:
-            return operands[: len(equation.outvars)]
+    def operation(self, site: Site, values: list[Any]) -> list[Any]:
+        equation, over = site.equation, self._over
+        if site.name in LAYINGS:
+            return values[: len(equation.outvars)]
+        arrays = [value.array for value in values]
         # The mesh of an operation in a `shard_map` is that of its own mapping here.
         with compat.where(equation, equation.source_info.name_stack, None, mesh=over is None):
             made = over.bind(equation, arrays) if over else compat.bind(equation, arrays)
-        return list(map(RunValue, made, self._watch(place, operands, made)))
+        place = Place(site, self._turns, over is not None)
+        return list(map(RunValue, made, self._watch(place, values, made)))
 
-    def _scan(
-        self, place: Place, operands: list[RunValue], over: "Devices | None"
-    ) -> list[RunValue]:
-        params = place.equations[0].params
-        (body,) = compat.bodies_of(place.equations[0])
+    def scan(self, site: Site, values: list[Any], key: Key) -> Made:
+        params = site.equation.params
+        (body,) = compat.bodies_of(site.equation)
         consts, count = compat.scan_counts(params)
-        fixed, carry = operands[:consts], operands[consts : consts + count]
-        stacked, axis = operands[consts + count :], 1 if over else 0
-        turns = range(params["length"])
+        fixed, carry = values[:consts], values[consts : consts + count]
+        stacked, turns = values[consts + count :], range(params["length"])
         rows: list[list[RunValue]] = []
         for turn in reversed(turns) if params["reverse"] else turns:
-            slices = [self._slice(x, turn, axis) for x in stacked]
-            made = self.run(body, [*fixed, *carry, *slices], _turn(place, turn), over)
+            slices = [self._slice(x, turn) for x in stacked]
+            made = self._in_turn(turn, body, [*fixed, *carry, *slices], key, site)
             carry, row = made[:count], made[count:]
             rows.append(row)
         if params["reverse"]:
             rows.reverse()
-        return [*carry, *self._stacked(rows, place, over)]
+        outs: list[Any] = site.equation.outvars[count:]
+        columns = zip(*rows, strict=True) if rows else [[]] * len(outs)
+        return [*carry, *map(self._stacked, columns, [variable.aval for variable in outs])], {}
 
-    def _slice(self, value: RunValue, turn: int, axis: int) -> RunValue:
-        array = jax.lax.index_in_dim(value.array, turn, axis, keepdims=False)
-        return RunValue(array, self._join(array, [value.note]))
+    def _slice(self, value: RunValue, turn: int) -> RunValue:
+        array = jax.lax.index_in_dim(value.array, turn, self._axis, keepdims=False)
+        return RunValue(array, self._of_parts(array, [value.note]))
 
-    def _stacked(
-        self, rows: list[list[RunValue]], place: Place, over: "Devices | None"
-    ) -> list[RunValue]:
-        """Stacks what the turns of a loop returned."""
-        if not rows:
-            avals: list[Any] = [variable.aval for variable in place.equations[0].outvars]
-            count = compat.scan_counts(place.equations[0].params).carry
-            lay = over.spread if over else _as_it_is
-            return [RunValue(lay(jnp.zeros(x.shape, x.dtype)), None) for x in avals[count:]]
-        columns = [list(column) for column in zip(*rows, strict=True)]
-        found, axis = [], 1 if over else 0
-        for column in columns:
-            array = jnp.stack([value.array for value in column], axis)
-            found.append(RunValue(array, self._join(array, [value.note for value in column])))
-        return found
+    def _stacked(self, column: Sequence[RunValue], aval: Any) -> RunValue:
+        """Stacks what the turns of a loop returned, in the type that it has."""
+        if not column:
+            return RunValue(self._laid(jnp.zeros(aval.shape, aval.dtype)), None)
+        array = jnp.stack([value.array for value in column], self._axis)
+        return RunValue(array, self._of_parts(array, [value.note for value in column]))
 
-    def _while(
-        self, place: Place, operands: list[RunValue], over: "Devices | None"
-    ) -> list[RunValue]:
-        params = place.equations[0].params
+    def while_loop(self, site: Site, values: list[Any], key: Key) -> Made:
+        params = site.equation.params
         tested, consts = params["cond_nconsts"], params["body_nconsts"]
-        of_test, of_body = operands[:tested], operands[tested : tested + consts]
-        carry, turn = operands[tested + consts :], 0
+        of_test, of_body = values[:tested], values[tested : tested + consts]
+        carry, turn = values[tested + consts :], 0
         while True:
-            here = _turn(place, turn)
-            (go_on,) = self.run(params["cond_jaxpr"], [*of_test, *carry], here, over)
-            if not _devices_agree(go_on.array):  # some devices are done: it runs as a whole
-                return self._operation(place, operands, over)
-            if not bool(jnp.ravel(go_on.array)[0]):
-                return carry
-            carry = self.run(params["body_jaxpr"], [*of_body, *carry], here, over)
+            test = [*of_test, *carry]
+            (go_on,) = self._in_turn(turn, params["cond_jaxpr"], test, key, site)
+            if not jnp.any(go_on.array):
+                return carry, {}
+            made = self._in_turn(turn, params["body_jaxpr"], [*of_body, *carry], key, site)
+            carry = [self._where(go_on.array, *pair) for pair in zip(made, carry, strict=True)]
             turn += 1
 
-    def _cond(
-        self, place: Place, operands: list[RunValue], over: "Devices | None"
-    ) -> list[RunValue]:
-        branches = place.equations[0].params["branches"]
-        index, *rest = operands
-        if not _devices_agree(index.array):  # devices take different branches: it runs as a whole
-            return self._operation(place, operands, over)
-        chosen = int(jnp.clip(jnp.ravel(index.array)[0], 0, len(branches) - 1))
-        return self.run(branches[chosen], rest, place, over)
+    def _where(self, flags: Any, new: RunValue, old: RunValue) -> RunValue:
+        """Returns a carry in which devices, or the elements of a `vmap`, keep it once done."""
+        if jnp.all(flags):
+            return new
+        flags = jnp.expand_dims(flags, range(flags.ndim, new.array.ndim))
+        array = jnp.where(flags, new.array, old.array)
+        return RunValue(array, self._of_parts(array, [new.note, old.note]))
 
-    def _shard_map(self, place: Place, operands: list[RunValue]) -> list[RunValue]:
-        equation = place.equations[0]
-        over = Devices(equation.params)
+    def cond(self, site: Site, values: list[Any], key: Key) -> Made:
+        branches = site.equation.params["branches"]
+        index, *rest = values
+        first = jnp.ravel(index.array)[0]
+        if jnp.any(index.array != first):  # devices take different branches: it runs as a whole
+            return self.operation(site, values), {}
+        chosen = int(jnp.clip(first, 0, len(branches) - 1))
+        return self.run(branches[chosen], rest, key, site)
+
+    def shard_map(self, site: Site, values: list[Any], key: Key) -> Made:
+        if self._over is not None:
+            return self.operation(site, values), {}
+        params = site.equation.params
+        self._over = over = Devices(params)
         local = [
             RunValue(over.split(x.array, spec), x.note)
-            for x, spec in zip(operands, equation.params["in_specs"], strict=True)
+            for x, spec in zip(values, params["in_specs"], strict=True)
         ]
-        (body,) = compat.bodies_of(equation)
-        made = self.run(body, local, place._replace(mapped=True), over)
-        specs = equation.params["out_specs"]
+        (body,) = compat.bodies_of(site.equation)
+        made, _ = self.run(body, local, key, site)
+        self._over = None
         return [
             RunValue(over.joined(x.array, spec), x.note)
-            for x, spec in zip(made, specs, strict=True)
-        ]
+            for x, spec in zip(made, params["out_specs"], strict=True)
+        ], {}
 
+    def _in_turn(
+        self, turn: int, program: Any, values: list[Any], key: Key, site: Site
+    ) -> list[Any]:
+        around, self._turns = self._turns, (*self._turns, turn)
+        made, _ = self.run(program, values, key, site)
+        self._turns = around
+        return made
 
-_LOOPS_AND_BRANCHES: dict[str, Callable[..., list[RunValue]]] = {
-    "scan": OneByOne._scan,
-    "while": OneByOne._while,
-    "cond": OneByOne._cond,
-}
+    @property
+    def _axis(self) -> int:
+        """The first axis of a value in the program."""
+        return 1 if self._over else 0
+
+    def _laid(self, value: Any) -> Any:
+        """Returns a constant as each device has it."""
+        return self._over.spread(value) if self._over else value
 
 
 class Devices:
@@ -269,28 +228,3 @@ class Devices:
             check_vma=checks,
         )
         return jax.jit(mapped)
-
-
-def _turn(place: Place, turn: int) -> Place:
-    return place._replace(turns=(*place.turns, turn))
-
-
-def _devices_agree(flags: Any) -> bool:
-    """Whether all devices say the same."""
-    return bool(jnp.all(flags == jnp.ravel(flags)[0]))
-
-
-def _as_it_is(value: Any) -> Any:
-    return value
-
-
-def _last_reads(jaxpr: core.Jaxpr) -> dict[int, list[Any]]:
-    """Returns by the number of each equation the variables that nothing reads after it."""
-    seen: set[Any] = {atom for atom in jaxpr.outvars if not isinstance(atom, core.Literal)}
-    last: dict[int, list[Any]] = collections.defaultdict(list)
-    for number, equation in reversed(list(enumerate(jaxpr.eqns))):
-        for atom in (*equation.invars, *equation.outvars):
-            if not isinstance(atom, core.Literal) and atom not in seen:
-                seen.add(atom)
-                last[number].append(atom)
-    return last

@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import PyTree
 
+from jaxmp._diagnostics.inputs import check_numbers, number_of_scale
 from jaxmp._numerics.dtypes import is_inexact, parse_dtype
 from jaxmp._numerics.tree import count_nonfinite, leaf_names, widen
 
@@ -97,6 +97,7 @@ def overflow_report(tree: PyTree, *, dtype: Any = None, loss_scale: Any = 1.0) -
 
     Raises:
       ValueError: for an unknown dtype, or a scale that is not positive.
+      TypeError: for arrays without numbers, as under `jit`, or a scale that is no number.
 
     >>> grads = {"w": jnp.array([3.0, -1.0]), "b": jnp.array([jnp.inf, 1e-3])}
     >>> report = overflow_report(grads, dtype="float16", loss_scale=2.0**10)
@@ -105,6 +106,7 @@ def overflow_report(tree: PyTree, *, dtype: Any = None, loss_scale: Any = 1.0) -
     """
     chosen = None if dtype is None else parse_dtype(dtype)
     scale = number_of_scale(loss_scale)
+    check_numbers(tree, "overflow_report")
     named = dict(zip(leaf_names(tree), jax.tree.leaves(tree), strict=True))
     floats = {name: jnp.asarray(x) for name, x in named.items() if is_inexact(x)}
     bad, nan, largest = jax.device_get(_ranges(list(floats.values())))
@@ -118,18 +120,6 @@ def overflow_report(tree: PyTree, *, dtype: Any = None, loss_scale: Any = 1.0) -
         rows.append(LeafRange(name, x.dtype.name, x.size, infinite, int(is_nan), most, room))
     rows.sort(key=lambda row: (not (row.infinite or row.nan), row.headroom))
     return OverflowReport(tuple(rows), "" if chosen is None else chosen.name, scale)
-
-
-def number_of_scale(loss_scale: Any) -> float:
-    """Returns the number of a loss scale, or of its state; of several, the largest.
-
-    Raises:
-      ValueError: if it is not positive, or not finite.
-    """
-    scale = float(np.max(getattr(loss_scale, "scale", loss_scale)))
-    if not 0 < scale < math.inf:
-        raise ValueError(f"loss_scale must be positive, got {scale:g}")
-    return scale
 
 
 @jax.jit

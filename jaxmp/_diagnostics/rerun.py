@@ -1,9 +1,11 @@
-"""Runs a program again under the trace of the caller, with each operation at its place known.
+"""Runs a program again, with each operation at its place known.
 
-Unlike `one_by_one`, nothing runs at once: what comes out can be compiled. The classes here and
-there differ in what they do at an operation; loops, branches and calls are followed here.
+Under the trace of the caller nothing runs at once: what comes out can be compiled. Subclasses
+differ in what they do at an operation; `one_by_one` also turns loops in Python.
 """
 
+import collections
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +16,7 @@ from jax.extend import core
 
 from jaxmp._inspect.equations import Site
 from jaxmp._jaxpr import compat
-from jaxmp._jaxpr.op_classes import CALLS
+from jaxmp._jaxpr.op_classes import CLASSES, OpClass
 from jaxmp._jaxpr.rebind import scan_again
 from jaxmp._numerics.histograms import zeros_as
 from jaxmp._primitives.varying import varying_axes
@@ -52,6 +54,7 @@ class Rerun:
         consts = map(self.given, compat.consts_of(program))
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
         env.update(zip(jaxpr.invars, args, strict=True))
+        last = _last_reads(jaxpr)
         sites = [Site(each, each.primitive.name, 1, outer) for each in jaxpr.eqns]
         keep = self.keeping(jaxpr, sites, outer)
         found: dict[Key, Any] = {}
@@ -62,18 +65,24 @@ class Rerun:
             return env[atom]
 
         for number, (equation, site) in enumerate(zip(jaxpr.eqns, sites, strict=True)):
-            source = equation.source_info
-            with compat.where(equation, source.name_stack, source.traceback):
+            with self.where(equation):
                 operands = list(map(read, equation.invars))
                 made, inside = self._equation(site, operands, (*key, 2 * number))
                 env.update(zip(equation.outvars, made, strict=True))
                 # What is inside of an equation comes before its results.
                 found |= inside | keep(number, made, (*key, 2 * number + 1))
+            for variable in last[number]:
+                env.pop(variable, None)
         return [read(atom) for atom in jaxpr.outvars], found
 
     def given(self, value: Any) -> Any:
         """Returns a constant of the program as it is in the new one."""
         return value
+
+    def where(self, equation: core.JaxprEqn) -> contextlib.AbstractContextManager[None]:
+        """Returns the context that an equation runs in."""
+        source = equation.source_info
+        return compat.where(equation, source.name_stack, source.traceback)
 
     def operation(self, site: Site, values: list[Any]) -> list[Any]:
         """Runs an equation without looking into it."""
@@ -88,16 +97,23 @@ class Rerun:
     def program_of_call(self, site: Site) -> Any:
         """Returns the program that an equation runs once; None if it is no call."""
         programs = compat.bodies_of(site.equation)
-        return programs[0] if site.name in CALLS and programs else None
+        return programs[0] if CLASSES.get(site.name) is OpClass.CONTROL and programs else None
 
     def _equation(self, site: Site, values: list[Any], key: Key) -> Made:
-        if site.name in _FOLLOWED:
-            return _FOLLOWED[site.name](self, site, values, key)
+        followed = {
+            "scan": self.scan,
+            "while": self.while_loop,
+            "cond": self.cond,
+            "shard_map": self.shard_map,
+        }
+        if site.name in followed:
+            return followed[site.name](site, values, key)
         if (program := self.program_of_call(site)) is not None:
             return self.run(program, values, key, site)
         return self.operation(site, values), {}
 
-    def _scan(self, site: Site, values: list[Any], key: Key) -> Made:
+    def scan(self, site: Site, values: list[Any], key: Key) -> Made:
+        """Runs a scan again; what its turns keep is stacked."""
         params = site.equation.params
         (body,) = compat.bodies_of(site.equation)
         consts, count = compat.scan_counts(params)
@@ -111,7 +127,7 @@ class Rerun:
         carry, (rows, found) = scan_again(params, turn, carry, stacked)
         return [*carry, *rows], found
 
-    def _while(self, site: Site, values: list[Any], key: Key) -> Made:
+    def while_loop(self, site: Site, values: list[Any], key: Key) -> Made:
         """Runs a while loop again; what its turns keep is joined, as their number is not known."""
         params = site.equation.params
         tested, consts = params["cond_nconsts"], params["body_nconsts"]
@@ -132,7 +148,7 @@ class Rerun:
         carry = values[tested + consts :]
         return lax.while_loop(goes_on, turn, (carry, zeros_as(once, carry)[1]))
 
-    def _cond(self, site: Site, values: list[Any], key: Key) -> Made:
+    def cond(self, site: Site, values: list[Any], key: Key) -> Made:
         """Runs a conditional again; what a branch that was not taken would keep is zeros."""
         index, *operands = values
         makers = [
@@ -152,7 +168,7 @@ class Rerun:
 
         return lax.switch(index, [branch(make) for make in makers], operands)
 
-    def _shard_map(self, site: Site, values: list[Any], key: Key) -> Made:
+    def shard_map(self, site: Site, values: list[Any], key: Key) -> Made:
         """Runs a program on each device again, and joins what they keep."""
         if self.join is None:
             return self.operation(site, values), {}
@@ -172,12 +188,16 @@ class Rerun:
         return {} if self.join is None else {key: self.join(kept) for key, kept in found.items()}
 
 
-_FOLLOWED: dict[str, Callable[..., Made]] = {
-    "scan": Rerun._scan,
-    "while": Rerun._while,
-    "cond": Rerun._cond,
-    "shard_map": Rerun._shard_map,
-}
+def _last_reads(jaxpr: core.Jaxpr) -> dict[int, list[Any]]:
+    """Returns by the number of each equation the variables that nothing reads after it."""
+    seen: set[Any] = {atom for atom in jaxpr.outvars if not isinstance(atom, core.Literal)}
+    last: dict[int, list[Any]] = collections.defaultdict(list)
+    for number, equation in reversed(list(enumerate(jaxpr.eqns))):
+        for atom in (*equation.invars, *equation.outvars):
+            if not isinstance(atom, core.Literal) and atom not in seen:
+                seen.add(atom)
+                last[number].append(atom)
+    return last
 
 
 def _of_device(x: Any, axes: tuple[str, ...], checked: bool) -> Any:

@@ -66,7 +66,13 @@ class Switched(Rerun):
         on = self._on(names_in(scopes_of(site)))
         if site.name == "float8_encode":
             return self._encoded(site, values, on)
-        exact = {"precision": _EXACT} if site.name in CONTRACTIONS else {}
+        exact: dict[str, Any] = {}
+        if site.name in CONTRACTIONS:
+            # A part that is low rounds what its products read, also where the part that made it is
+            # not: under rules too.
+            exact = {"precision": _EXACT}
+            read = zip(values, equation.invars, strict=True)
+            values = [_rounded(x, v.aval.dtype, on) if _is_low(v.aval) else x for x, v in read]
         made = compat.bind(equation, values, **_params_in_float32(equation.params), **exact)
         return [
             _rounded(x, aval.dtype, on) if _is_low(aval) else x

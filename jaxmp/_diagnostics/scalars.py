@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jaxmp._diagnostics.counted import cumulated, fetched
-from jaxmp._jaxpr import compat
+from jaxmp._diagnostics.inputs import check_numbers
 from jaxmp._numerics.histograms import FINITE, ZEROS, Histograms
 from jaxmp._numerics.tree import leaf_names
 
@@ -34,20 +34,14 @@ def scalars(metrics: PyTree, *, prefix: str = "") -> dict[str, Scalar]:
       The numbers, by the paths of their leaves.
 
     Raises:
-      TypeError: if it is called under `jit`, where there are no numbers.
+      TypeError: for arrays without numbers, as under `jit`.
 
     >>> import jax.numpy as jnp
     >>> metrics = {"loss": jnp.float32(0.5), "nonfinite": {"w": jnp.uint32(3)}, "text": "a"}
     >>> scalars(metrics, prefix="train/")
     {'train/loss': 0.5, 'train/nonfinite/w': 3}
     """
-    numbers = _to_fetch(metrics)
-    if any(map(compat.is_traced, jax.tree.leaves(numbers))):
-        raise TypeError(
-            "scalars gives Python numbers, and under jit there are none: return the metrics from "
-            "the jitted function, and call it outside"
-        )
-    return _flat_scalars(jax.device_get(numbers), prefix)
+    return _flat_scalars(jax.device_get(_to_fetch(metrics)), prefix)
 
 
 class ScalarLog:
@@ -135,6 +129,7 @@ def _to_fetch(metrics: PyTree) -> dict[str, Any]:
     for name, x in zip(leaf_names(metrics, is_leaf=is_whole), leaves, strict=True):
         if isinstance(x, (Histograms, bool, int, float)) or _is_one_number(x):
             found[name] = x
+    check_numbers(found, "scalars")
     return found
 
 

@@ -18,6 +18,7 @@ from jax.extend import core
 from jaxmp._diagnostics.rerun import Key, Rerun
 from jaxmp._inspect.equations import Site
 from jaxmp._inspect.lines import Lines, direction, module_path, scopes_of
+from jaxmp._jaxpr import compat
 from jaxmp._jaxpr.op_classes import CLASSES, OPAQUE, OpClass
 from jaxmp._jaxpr.tracing import combine, partition, trace_call
 from jaxmp._numerics.dtypes import is_inexact
@@ -199,7 +200,9 @@ class _Catcher(Rerun):
         def keep(number: int, values: list[Any], key: Key) -> dict[Key, Any]:
             site, found = sites[number], {}
             for i, (variable, value) in enumerate(zip(site.equation.outvars, values, strict=True)):
-                if (variable in leaving or site.name == ANCHOR) and is_inexact(value):
+                if not is_inexact(value) or compat.is_ref(value):
+                    continue
+                if variable in leaving or site.name == ANCHOR:
                     found[(*key, i)] = self._keep(value)
                     scope, stays = scopes[number], leaving.get(variable, len(scopes[number]))
                     self.values[(*key, i)] = self._value(site, scope, stays, value, (*key, i))

@@ -12,6 +12,7 @@ import jmp
 from jaxtyping import PyTree
 
 from jaxmp._autocast.api import autocast
+from jaxmp._diagnostics.inputs import check_numbers, number_of_scale
 from jaxmp._diagnostics.precision_parts import Parts, PrecisionPart, precision_parts_of
 from jaxmp._diagnostics.roundings import switched
 from jaxmp._diagnostics.sensitivity_report import (
@@ -19,13 +20,13 @@ from jaxmp._diagnostics.sensitivity_report import (
     PartSensitivity,
     SensitivityReport,
 )
-from jaxmp._jaxpr import compat
 from jaxmp._jaxpr.tracing import Traced, combine, partition, trace_call
 from jaxmp._numerics.tree import all_finite, split_floats, widen
 from jaxmp._policies.patterns import Pattern
 from jaxmp._policies.policy import get_policy
 from jaxmp._policies.policy_rules import PolicyRules
 from jaxmp._policies.presets import dtypes_of
+from jaxmp._training.gradient_options import LossScaleLike
 from jaxmp._training.gradients import value_and_grad
 
 # The compiler may leave roundings out, and does so differently on each device. Rules that reach a
@@ -40,7 +41,7 @@ def sensitivity(
     low: str | jmp.Policy = "mixed_bfloat16",
     candidates: Iterable[Pattern] | None = None,
     reference: str | jmp.Policy = "float32",
-    loss_scale: float | int | None = None,
+    loss_scale: LossScaleLike = None,
     has_aux: bool = False,
     **kwargs: Any,
 ) -> SensitivityReport:
@@ -64,8 +65,8 @@ def sensitivity(
       candidates: the patterns of the parts to try, as in `PolicyRules`: each is one part. What
         none of them matches stays in the reference's precision. None tries every scope.
       reference: the policy that errors are relative to.
-      loss_scale: the loss scale. None finds one for float16: the largest up to 2**16, in steps of
-        16, with finite gradients.
+      loss_scale: the loss scale: a number, or `state.loss_scale`. None finds one for float16: the
+        largest up to 2**16, in steps of 16, with finite gradients.
       has_aux: whether `loss_fn` returns `(loss, outputs)`.
       **kwargs: further arguments of `loss_fn`.
 
@@ -75,7 +76,7 @@ def sensitivity(
     Raises:
       ValueError: if nothing in the program has a name, a pattern matches nothing, the reference is
         not finite, or an option is wrong.
-      TypeError: if it is called under `jit`, or `candidates` is one pattern.
+      TypeError: for arrays without numbers, as under `jit`, or if `candidates` is one pattern.
 
     >>> def loss_fn(params, x):
     ...     with jax.named_scope("wide"):
@@ -90,8 +91,7 @@ def sensitivity(
     /wide      float32
     (default)  mixed_bfloat16
     """
-    if loss_scale is not None and not loss_scale > 0:
-        raise ValueError(f"loss_scale must be positive, got {loss_scale!r}")
+    scale = None if loss_scale is None else number_of_scale(loss_scale)
     loss_fn, params = _of_arrays(loss_fn, params)
     low_policy, high = get_policy(low), get_policy(reference)
     measuring = Measuring(loss_fn, ((params, *args), kwargs), has_aux, PolicyRules(default=high))
@@ -102,7 +102,7 @@ def sensitivity(
 
     everything = rules_of(parts.parts)
     halves = jnp.dtype(jnp.float16) in dtypes_of(PolicyRules(default=low_policy))
-    measuring.set_scale(everything, loss_scale or 1.0, find=halves and loss_scale is None)
+    measuring.set_scale(everything, scale or 1.0, find=halves and scale is None)
     switches = Switches(measuring, everything, parts)
     alone = [switches.errors({part}) for part in parts.parts]
     flops = sum(part.flops for part in parts.parts) or 1
@@ -142,13 +142,9 @@ class Measuring:
     def __init__(
         self, loss_fn: Callable[..., Any], call: Any, has_aux: bool, reference: PolicyRules
     ) -> None:
+        check_numbers(call, "sensitivity")
         self._loss_fn, self._has_aux = loss_fn, has_aux
         self._static, self._arrays = partition(call)
-        if any(map(compat.is_traced, self._arrays)):
-            raise TypeError(
-                "sensitivity looks at numbers, and under jit there are none: call it outside, with "
-                "params and a batch"
-            )
         self.program = trace_call(loss_fn, self._static, self._arrays).closed
         self._known: dict[PolicyRules, Errors] = {}
         self.evaluations = 0

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jaxmp._diagnostics.counted import check_counted, cumulated, fetched
-from jaxmp._diagnostics.overflow_report import number_of_scale
+from jaxmp._diagnostics.inputs import check_numbers, number_of_scale
 from jaxmp._numerics.dtypes import parse_dtype
 from jaxmp._numerics.histograms import FINITE, INFINITE, NAN, ZEROS, Histograms, histograms
 
@@ -121,7 +121,7 @@ def underflow_report(
     Raises:
       ValueError: for an unknown dtype, a scale that is not positive, or histograms of a step in
         which nothing was counted.
-      TypeError: if it is called under `jit`, where there are no numbers.
+      TypeError: for arrays without numbers, as under `jit`, or a scale that is no number.
 
     >>> grads = {"w": jnp.array([1e-9, 1e-6, 1e-3, 0.0])}
     >>> report = underflow_report(grads, dtype="float16", loss_scale=1.0)
@@ -131,9 +131,11 @@ def underflow_report(
     True
     """
     chosen, scale = parse_dtype(dtype), number_of_scale(loss_scale)
+    check_numbers(tree, "underflow_report")
     found = tree if isinstance(tree, Histograms) else histograms(tree)
     counts, largest = fetched(found)
-    check_counted(counts)
+    if found is tree:
+        check_counted(counts)
     limits = limits_of(chosen)
     named = zip(found.names, found.dtypes, strict=True)
     rows = [

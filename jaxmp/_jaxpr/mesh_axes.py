@@ -63,10 +63,12 @@ def automatic_devices(mesh: Any) -> Any:
 
 def on_automatic_axes_here(arrays: Iterable[Any]) -> Any:
     """Returns a context in which the explicit axes that arrays lie on are automatic."""
-    mesh = explicit_mesh(arrays)
-    if mesh is None:
-        return contextlib.nullcontext()
-    return jax.sharding.use_abstract_mesh(automatic(mesh))
+    shardings = (getattr(x, "sharding", None) for x in arrays)
+    meshes = [each.mesh for each in shardings if isinstance(each, NamedSharding)]
+    for mesh in (*meshes, jax.sharding.get_mesh()):
+        if mesh.explicit_axes and isinstance(mesh, jax.sharding.Mesh):
+            return jax.set_mesh(automatic_devices(mesh))
+    return contextlib.nullcontext()
 
 
 def placed(x: Any, sharding: NamedSharding) -> Any:

@@ -126,3 +126,26 @@ def test_on_is_low_and_off_is_float32(policy: str, program: Callable[..., Any]) 
     assert error(run(True), exact) == pytest.approx(full, rel=0.5, abs=1e-6)
     if program not in (bits, sharded):  # these run as they are in the low program
         assert error(run(False), exact) < 1e-5
+
+
+@pytest.mark.parametrize("made_low", [False, True])
+def test_a_low_product_rounds_what_it_reads_whoever_made_it(made_low: bool) -> None:
+    """As under rules: a value between two products is rounded if either of them is low."""
+
+    def fun(x: jax.Array, w: jax.Array) -> jax.Array:
+        with jax.named_scope("makes"):
+            h = x @ w
+        with jax.named_scope("reads"):
+            return h @ w
+
+    given = [X.astype(jnp.bfloat16), W.astype(jnp.bfloat16)]
+    on = jnp.array([made_low, not made_low])
+    part_of = lambda names: ("makes", "reads").index(names[-1])  # noqa: E731
+    (found,) = switched(jax.make_jaxpr(fun)(*given), given, on, part_of)
+    x, w = (each.astype(jnp.float32) for each in given)
+
+    def rounded(x: Any) -> Any:
+        return x.astype(jnp.bfloat16).astype(jnp.float32)
+
+    out = jnp.matmul(rounded(jnp.matmul(x, w)), w)
+    np.testing.assert_allclose(found, out if made_low else rounded(out), rtol=1e-6)

@@ -73,11 +73,6 @@ def test_what_is_a_number_and_what_is_not() -> None:
     assert scalars({}) == {}
 
 
-def test_under_jit_there_are_no_numbers() -> None:
-    with pytest.raises(TypeError, match="scalars gives Python numbers, and under jit there are"):
-        jax.jit(lambda x: scalars({"x": x}))(1.0)
-
-
 class Slow:
     """An array that arrives when it is told to."""
 
