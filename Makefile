@@ -16,7 +16,7 @@ CASES ?= 4
 PART ?= 0/48
 CHOICE = -m "$(LANDING)" --cases=$(CASES) --part=$(PART) --durations=40
 
-.PHONY: environments demo test slow landing landing-aot aot full check lint types bench bench-absent
+.PHONY: environments demo test slow landing landing-aot aot full check lint types docs bench bench-absent
 
 environments: $(VENV)/.installed $(AOT)/.compilers
 
@@ -53,6 +53,11 @@ lint: $(VENV)/.installed
 types: $(VENV)/.installed
 	$(RUN) -m mypy
 
+# The site, in docs/_build. Anything that is not right fails it: links, notebooks, public names that
+# the reference does not have.
+docs: $(VENV)/.docs
+	$(RUN) -m sphinx -b html -W --keep-going docs docs/_build
+
 bench: $(VENV)/.installed
 	$(RUN) benchmarks/bench_optimizer.py
 	$(RUN) benchmarks/bench_train_step.py
@@ -74,7 +79,9 @@ bench-absent: $(AOT)/.compilers
 
 $(VENV)/.installed: EXTRAS = test,dev
 $(AOT)/.compilers: EXTRAS = test,aot
-$(VENV)/.installed $(AOT)/.compilers: pyproject.toml
+$(VENV)/.docs: EXTRAS = docs
+$(VENV)/.docs: $(VENV)/.installed
+$(VENV)/.installed $(AOT)/.compilers $(VENV)/.docs: pyproject.toml
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --upgrade pip
 	$(@D)/bin/python -m pip install --quiet --editable '.[$(EXTRAS)]'

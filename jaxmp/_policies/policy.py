@@ -135,18 +135,20 @@ _PRESETS: Mapping[str, str] = {
 def get_policy(policy: str | jmp.Policy) -> Policy:
     """Returns the policy for the name of a preset, a string of dtypes, or another policy.
 
-    | preset | params | compute | output | meant for |
-    |---|---|---|---|---|
-    | `float32` | float32 | float32 | float32 | the reference |
-    | `mixed_bfloat16` | float32 | bfloat16 | float32 | the usual choice on TPU, A100 and later |
-    | `mixed_float16` | float32 | float16 | float32 | older GPUs; needs loss scaling |
-    | `bfloat16` | bfloat16 | bfloat16 | bfloat16 | least memory; masters are float32 |
-    | `float16` | float16 | float16 | float16 | the same in float16; needs loss scaling |
-    | `mixed_float8` | float32 | bfloat16 | float32 | large layers on H100 and later, TPU 7x |
-    | `O0` | float32 | float32 | float32 | apex's O0 |
-    | `O1` | float32 | float16 | float32 | apex's O1, for `jaxmp.autocast` |
-    | `O2` | float16 | float16 | float32 | apex's O2, on a Flax module with norms in float32 |
-    | `O3` | float16 | float16 | float32 | apex's O3, which also has no masters and scale 1 |
+    ================ ======== ======== ======== =================================================
+    preset           params   compute  output   meant for
+    ================ ======== ======== ======== =================================================
+    `float32`        float32  float32  float32  the reference
+    `mixed_bfloat16` float32  bfloat16 float32  the usual choice on TPU, A100 and later
+    `mixed_float16`  float32  float16  float32  older GPUs; needs loss scaling
+    `bfloat16`       bfloat16 bfloat16 bfloat16 least memory; masters are float32
+    `float16`        float16  float16  float16  the same in float16; needs loss scaling
+    `mixed_float8`   float32  bfloat16 float32  large layers on H100 and later, TPU 7x
+    `O0`             float32  float32  float32  apex's O0
+    `O1`             float32  float16  float32  apex's O1, for `jaxmp.autocast`
+    `O2`             float16  float16  float32  apex's O2, on a Flax module with norms in float32
+    `O3`             float16  float16  float32  apex's O3, which also has no masters and scale 1
+    ================ ======== ======== ======== =================================================
 
     All of them ask for float32 reductions. `mixed_float8` is `mixed_bfloat16` with
     `products=tensorwise`: products of layers with their weights in float8. O1 has the dtypes of

@@ -38,15 +38,17 @@ class PolicyRules:
     * a glob over the path of a module, its names from the root joined by `/`. It is matched from
       the right, so that rules still hold when the model becomes a part of another:
 
-      | glob | matches | does not match |
-      |---|---|---|
-      | `head` | `head`, `decoder/head` | `head/dense` |
-      | `*norm*` | `norm`, `encoder/layer_0/norm1` | `norm/dense` |
-      | `*/norm*` | `encoder/layer_0/norm1` | `norm` |
-      | `decoder/**/mlp` | `decoder/mlp`, `decoder/0/block/mlp` | `decoder/mlp/in` |
-      | `decoder/**` | `decoder` and all that is in it | `encoder` |
-      | `/head` | `head` at the root of the model only | `decoder/head` |
-      | `/` | the model itself | |
+      ================ ==================================== ================
+      glob             matches                              does not match
+      ================ ==================================== ================
+      `head`           `head`, `decoder/head`               `head/dense`
+      `*norm*`         `norm`, `encoder/layer_0/norm1`      `norm/dense`
+      `*/norm*`        `encoder/layer_0/norm1`              `norm`
+      `decoder/**/mlp` `decoder/mlp`, `decoder/0/block/mlp` `decoder/mlp/in`
+      `decoder/**`     `decoder` and all that is in it      `encoder`
+      `/head`          `head` at the root of the model only `decoder/head`
+      `/`              the model itself
+      ================ ==================================== ================
 
       `*` and `?` stand for characters within a name, `[ab]` and `[!ab]` for one of a set, `**`
       for any number of names, also none. A module does not hand its policy down to its children:

@@ -29,13 +29,15 @@ class Recipe:
     format first. What shares a scale decides what an outlier costs. docs/float8.md says which
     recipe pays where.
 
-    | name | one scale for | gradients of weights |
-    |---|---|---|
-    | `tensorwise` | each array | in float8 |
-    | `rowwise` | each row along what is summed | in float8 |
-    | `rowwise_hp` | the same; in the backward pass, each weight | in bfloat16 |
-    | `blockwise` | 1 x 128 numbers; of weights, 128 x 128 | in float8 |
-    | `delayed` | each array, from the magnitudes of earlier steps | in float8 |
+    ============ ================================================ ====================
+    name         one scale for                                    gradients of weights
+    ============ ================================================ ====================
+    `tensorwise` each array                                       in float8
+    `rowwise`    each row along what is summed                    in float8
+    `rowwise_hp` the same; in the backward pass, each weight      in bfloat16
+    `blockwise`  1 x 128 numbers; of weights, 128 x 128           in float8
+    `delayed`    each array, from the magnitudes of earlier steps in float8
+    ============ ================================================ ====================
 
     XLA has no kernel for blocks: `blockwise` rounds to float8 and multiplies in bfloat16, which
     shows what the recipe does to a model, but is slower than bfloat16.

@@ -1,0 +1,97 @@
+"""How the site is built: `make docs`. A public name without a place in the reference fails it."""
+
+import importlib
+import pathlib
+import re
+import tomllib
+from collections.abc import Iterator
+from typing import Any
+
+from sphinx.application import Sphinx
+from sphinx.util import logging
+
+import jaxmp
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+SOURCE = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Source"]
+
+project = "jaxmp"
+author = "the jaxmp authors"
+copyright = f"2026, {author}"
+release = version = jaxmp.__version__
+
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.intersphinx",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+    "sphinx_design",
+]
+html_theme = "sphinx_book_theme"
+html_title = "jaxmp"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_theme_options = {"show_toc_level": 2, "home_page_in_toc": True}
+exclude_patterns = ["_build"]
+
+myst_enable_extensions = ["colon_fence", "dollarmath"]
+myst_heading_anchors = 3
+# Text notebooks run when the site is built, once for each version of their text. One that fails
+# fails the build.
+nb_execution_mode = "cache"
+nb_execution_raise_on_error = True
+nb_execution_timeout = 300
+nb_merge_streams = True
+
+# `name` in a docstring is code, and a link where that is the name of something.
+default_role = "py:obj"
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"  # the docstrings say types, with dtypes and shapes
+autosummary_generate = False
+napoleon_use_ivar = True  # attributes are described with their class
+napoleon_use_rtype = False
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+
+MODULES = ["jaxmp", *(f"jaxmp.{n}" for n in ("diagnostics", "float8", "linen", "nnx"))]
+MODULES += ["jaxmp.rules", "jaxmp.sharding"]
+
+
+def public_names() -> Iterator[str]:
+    """The names that the reference has to have."""
+    for name in MODULES:
+        module = importlib.import_module(name)
+        for member in dir(module):
+            full = f"{name}.{member}"
+            if not member.startswith("_") and full not in MODULES:
+                yield full
+
+
+def check_reference(app: Sphinx, env: Any) -> None:
+    """Warns of each public name without a place; the build takes warnings for errors."""
+    placed = set(env.get_domain("py").objects)
+    for name in public_names():
+        if name not in placed:
+            logging.getLogger(__name__).warning("%s is public, and not in the reference", name)
+
+
+def link_to_source(app: Sphinx, page: str, text: list[str]) -> None:
+    """Files that are no pages of the site are linked to where the source is."""
+    outside = r"\]\(\.\./([^)]*)\)"
+    text[0] = re.sub(outside, rf"]({SOURCE}/blob/main/\1)", text[0])
+
+
+def link_to_pages(
+    app: Sphinx, kind: str, name: str, found: Any, options: Any, lines: list[str]
+) -> None:
+    """Docstrings name pages as files, docs/memory.md, which is what a reader of the code has."""
+    lines[:] = [re.sub(r"`*docs/([\w-]+)\.md`*", r":doc:`/\1`", line) for line in lines]
+
+
+def setup(app: Sphinx) -> None:
+    """What sphinx calls."""
+    app.connect("source-read", link_to_source)
+    app.connect("autodoc-process-docstring", link_to_pages)
+    app.connect("env-check-consistency", check_reference)
