@@ -10,23 +10,25 @@ import pytest
 pytestmark = [pytest.mark.annotations, pytest.mark.every_case]
 
 ROOT = pathlib.Path(__file__).parents[2]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def name_of(page: pathlib.Path) -> str:
+    return str(page.relative_to(ROOT))
 
 
 def run(page: pathlib.Path) -> None:
     text = page.read_text()
     namespace: dict[str, object] = {}
-    blocks = list(BLOCK.finditer(text))
-    assert blocks, "a page without code would pass in silence"
-    for match in blocks:
+    for match in BLOCK.finditer(text):
         line = text[: match.start(1)].count("\n")
         code = compile("\n" * line + match.group(1), str(page), "exec")
         exec(code, namespace)
 
 
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", [p for p in PAGES if BLOCK.search(p.read_text())], ids=name_of)
 def test_code_runs(page: pathlib.Path) -> None:
     run(page)
 
@@ -43,7 +45,13 @@ def test_code_about_devices_runs_on_one(page: str) -> None:
     subprocess.run([sys.executable, *strict, "-c", code, page], cwd=ROOT, check=True)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_somewhere(page: pathlib.Path) -> None:
     for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
         assert (page.parent / target).exists(), target
+
+
+def test_claims_name_tests_and_benchmarks_that_are_there() -> None:
+    named = re.findall(r"`((?:tests|benchmarks)/[^`]*)`", (ROOT / "docs/why.md").read_text())
+    assert len(named) > 20
+    assert [path for path in named if not (ROOT / path).exists()] == []

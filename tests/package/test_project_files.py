@@ -1,0 +1,39 @@
+"""Version, source, floors and tools are said in one place; other files repeat what it says."""
+
+import pathlib
+import re
+import tomllib
+
+import jaxmp
+
+ROOT = pathlib.Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def lines(path: str) -> list[str]:
+    return [line.strip() for line in (ROOT / path).read_text().splitlines()]
+
+
+def test_the_citation_has_version_and_source() -> None:
+    said = lines("CITATION.cff")
+    assert f"version: {jaxmp.__version__}" in said
+    assert f"repository-code: {PROJECT['urls']['Source']}" in said
+
+
+def test_the_conda_recipe_has_version_and_floors() -> None:
+    said = lines("conda/recipe.yaml")
+    assert f"version: {jaxmp.__version__}" in said
+    assert f"repository: {PROJECT['urls']['Source']}" in said
+    floors = {line.removeprefix("- ").replace(" ", "") for line in said if " >=" in line}
+    required = {f"python{PROJECT['requires-python']}", *PROJECT["dependencies"]}
+    assert floors - {"hatchling>=1.26"} == required
+
+
+def test_commits_are_linted_with_the_linter_of_make_lint() -> None:
+    (ruff,) = (x for x in PROJECT["optional-dependencies"]["dev"] if x.startswith("ruff=="))
+    assert f"rev: v{ruff.removeprefix('ruff==')}" in lines(".pre-commit-config.yaml")
+
+
+def test_the_newest_version_has_a_section_of_the_changelog() -> None:
+    headings = re.findall(r"^## \[(.*?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[0] in ("Unreleased", jaxmp.__version__)
