@@ -7,7 +7,9 @@ import tomllib
 import jaxmp
 
 ROOT = pathlib.Path(__file__).parents[2]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
+LINK = re.compile(r"\]\(([^)]*)\)")
 
 
 def lines(path: str) -> list[str]:
@@ -25,8 +27,8 @@ def test_the_conda_recipe_has_version_and_floors() -> None:
     assert f"version: {jaxmp.__version__}" in said
     assert f"repository: {PROJECT['urls']['Source']}" in said
     floors = {line.removeprefix("- ").replace(" ", "") for line in said if " >=" in line}
-    required = {f"python{PROJECT['requires-python']}", *PROJECT["dependencies"]}
-    assert floors - {"hatchling>=1.26"} == required
+    python = f"python{PROJECT['requires-python']}"
+    assert floors == {python, *PROJECT["dependencies"], *PYPROJECT["build-system"]["requires"]}
 
 
 def test_commits_are_linted_with_the_linter_of_make_lint() -> None:
@@ -37,3 +39,16 @@ def test_commits_are_linted_with_the_linter_of_make_lint() -> None:
 def test_the_newest_version_has_a_section_of_the_changelog() -> None:
     headings = re.findall(r"^## \[(.*?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert headings[0] in ("Unreleased", jaxmp.__version__)
+
+
+def test_links_of_the_readme_lead_to_the_source_on_a_package_index() -> None:
+    text = (ROOT / "README.md").read_text()
+    before = LINK.findall(text)
+    hook = PYPROJECT["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]
+    for change in hook["substitutions"]:
+        text = re.sub(change["pattern"], change["replacement"], text)
+    after = LINK.findall(text)
+    assert any(link.startswith("docs/") for link in before)
+    assert [link for link in after if not link.startswith(("https://", "#"))] == []
+    assert all(link.startswith(PROJECT["urls"]["Source"]) for link in set(after) - set(before))
+    assert f"]({PROJECT['urls']['Source']}/raw/main/docs/demo.png)" in text
