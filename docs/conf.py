@@ -55,8 +55,8 @@ napoleon_use_rtype = False
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
-MODULES = ["jaxmp", *(f"jaxmp.{n}" for n in ("diagnostics", "float8", "linen", "nnx"))]
-MODULES += ["jaxmp.rules", "jaxmp.sharding"]
+MODULES = ["jaxmp", *(f"jaxmp.{n}" for n in ("diagnostics", "equinox", "float8"))]
+MODULES += [f"jaxmp.{n}" for n in ("linen", "nnx", "rules", "sharding")]
 
 
 def public_names() -> Iterator[str]:

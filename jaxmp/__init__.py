@@ -2,11 +2,12 @@
 
 Low-precision compute, float32 where it matters, and proof of both. Start at `get_policy`,
 `value_and_grad` and `mixed_precision`; `TrainState` and `make_train_step` put them together.
-`PolicyRules` say which part of a model runs in which precision; `jaxmp.linen` and `jaxmp.nnx` put
-Flax modules under them, and import flax when they are first used.
+`PolicyRules` say which part of a model runs in which precision; `jaxmp.linen`, `jaxmp.nnx` and
+`jaxmp.equinox` put modules under them, and import flax or equinox when they are first used.
 """
 
 import importlib
+import importlib.util
 import typing
 
 from jaxmp import (
@@ -60,18 +61,23 @@ from jaxmp._training.train_state import TrainState as TrainState
 from jaxmp._training.train_step import make_train_step as make_train_step
 
 if typing.TYPE_CHECKING:
-    from jaxmp import linen as linen, nnx as nnx
+    from jaxmp import equinox as equinox, linen as linen, nnx as nnx
 
 __version__ = "0.1.0"
 
 
+# The adapters, and what they import when they are first used.
+_ADAPTERS = {"equinox": "equinox", "linen": "flax", "nnx": "flax"}
+
+
 def __dir__() -> list[str]:
-    """What is public: the names above, and the Flax modules that are imported when used."""
+    """What is public: the names above, and the adapters whose library is installed."""
     names = [name for name in globals() if not name.startswith("_")]
-    return sorted({*names, "__version__", "linen", "nnx"} - {"importlib", "typing"})
+    usable = [name for name in _ADAPTERS if importlib.util.find_spec(_ADAPTERS[name])]
+    return sorted({*names, "__version__", *usable} - {"importlib", "typing"})
 
 
 def __getattr__(name: str) -> typing.Any:
-    if name in ("linen", "nnx"):
+    if name in _ADAPTERS:
         return importlib.import_module(f"jaxmp.{name}")
     raise AttributeError(f"module 'jaxmp' has no attribute {name!r}")

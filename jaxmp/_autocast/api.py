@@ -144,6 +144,15 @@ def full_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
     return functools.wraps(fun, updated=())(exact)
 
 
+# Part of what JAX knows a trace by: a function that is traced outside is traced again inside.
+_WITHIN: Any = jax.make_user_context(default_value=False)
+
+
+def within_autocast() -> bool:
+    """Whether the operations that are traced now are those of a function under autocast."""
+    return _WITHIN.value
+
+
 class _Settings(NamedTuple):
     policy: Policy | PolicyRules
     lists: OpLists
@@ -177,7 +186,7 @@ def _wrapped(fun: Callable[..., Any], settings: _Settings) -> Callable[..., Any]
     def autocast_fun(*args: Any, **kwargs: Any) -> Any:
         static, arrays = partition((args, kwargs))
         # What an exact part around this one asks for does not hold in here.
-        with jax.named_scope(scope), asking(None):
+        with jax.named_scope(scope), asking(None), _WITHIN(True):
             out = call(static, arrays)
         warn_of_cpu_compiler(computed_in, out.arrays)
         return combine(out.static, out.arrays)

@@ -13,8 +13,10 @@ from jaxmp._jaxpr.compat import may_sum_bfloat16_wrongly
 from jaxmp._jaxpr.cpu_compiler import sums_wrongly
 from jaxmp._planning.devices import Device, find_device
 
-_PACKAGES = ("jaxmp", "jax", "jaxlib", "flax", "optax", "jmp", "numpy", "ml_dtypes")
-# The compilers and drivers of devices, of which a machine has those that were installed.
+_PACKAGES = ("jaxmp", "jax", "jaxlib", "optax", "jmp", "numpy", "ml_dtypes")
+# The libraries of the adapters, and the compilers and drivers of devices: of these, a machine has
+# those that were installed.
+_ADAPTED = ("flax", "equinox", "dm-haiku")
 _PLUGINS = (
     *("jax-cuda12-plugin", "jax-cuda13-plugin", "jax-rocm7-plugin", "libtpu"),
     *("nvidia-cublas-cu12", "nvidia-cublas", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13"),
@@ -105,7 +107,7 @@ def this_machine() -> Machine:
 def versions() -> dict[str, str]:
     """Returns the version of Python and of each package that decides what is computed."""
     found = {"python": platform.python_version()}
-    for name in (*_PACKAGES, *_PLUGINS):
+    for name in (*_PACKAGES, *_ADAPTED, *_PLUGINS):
         version = version_of(name)
         if version or name in _PACKAGES:
             found[name] = version or "not installed as a package"

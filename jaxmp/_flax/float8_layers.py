@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxmp._flax.layer_products import is_layer, what_is_own, why_not_in_float8
+from jaxmp._modules.decisions import family_of
 from jaxmp._numerics.user_warnings import first_few, warn_once
 from jaxmp._policies.policy_rules import Decision, PolicyRules
-from jaxmp._policies.presets import all_policies, family_left_out
+from jaxmp._policies.presets import all_policies
 
 _REMEDY = (
     "jaxmp.float8.dot_general as the dot_general of a layer puts it in; or give it a policy "
@@ -111,34 +112,3 @@ class Float8Layers:
 
 def _first_of(reasons: Mapping[str, str | None]) -> str:
     return first_few([f"{path or '(root)'!r} ({why})" for path, why in reasons.items()], 4)
-
-
-def family_of(
-    path: str, module: Any, decision: Decision, found: Mapping[str, str | None]
-) -> str | None:
-    """Returns the family for which a module is left out of float8; None if it is not.
-
-    What a rule puts in is not left out, and nor is what is in it.
-
-    Args:
-      path: the path of the module.
-      module: the module.
-      decision: the decision of the rules.
-      found: the results for modules around it, by their paths.
-
-    >>> from jaxmp._policies.policy import Policy
-    >>> policy = Policy("f32", "bf16", "f32", products="tensorwise")
-    >>> by_default = Decision(policy, None)
-    >>> family_of("lm_head/Dense_0", None, by_default, {"": None})
-    'heads'
-    >>> family_of("lm_head/Dense_0", None, by_default, {"": None, "lm_head": None}) is None
-    True
-    """
-    policy, rule = decision
-    if rule is not None and policy is not None and policy.products is not None:
-        return None
-    names = path.split("/") if path else []
-    outer = [end for end in range(len(names)) if "/".join(names[:end]) in found]
-    start = max(outer, default=0)
-    around = found.get("/".join(names[:start]))
-    return around or family_left_out("/".join(names[start:]), module)

@@ -19,7 +19,6 @@ from jaxmp._flax.module_casts import (
     ModulePolicy,
     call_with_casts,
     casts_around,
-    decide,
     layer_dtype,
     leaving_out,
     takes_float_dtype,
@@ -33,6 +32,7 @@ from jaxmp._flax.module_checks import (
     warn_unreached,
 )
 from jaxmp._jaxpr.cpu_compiler import warn_of_cpu_compiler
+from jaxmp._modules.decisions import decide
 from jaxmp._numerics.dtypes import DType, at_least_float32, is_floating, is_narrow
 from jaxmp._numerics.tree import cast_floating
 from jaxmp._policies.policy_rules import Decision, PolicyRules

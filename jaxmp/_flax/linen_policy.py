@@ -19,8 +19,9 @@ from jaxmp._flax.linen_interceptor import (
     params_of_linen,
     session,
 )
-from jaxmp._flax.module_casts import check_computable, module_rules, new_instance
-from jaxmp._flax.summary import Row, Summary, dtype_text
+from jaxmp._modules.decisions import check_computable, module_rules
+from jaxmp._modules.scopes import new_instance
+from jaxmp._modules.summary import Row, Summary, dtype_text
 from jaxmp._numerics.user_warnings import warn_once
 from jaxmp._policies.policy_rules import PolicyRules
 

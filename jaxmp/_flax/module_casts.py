@@ -13,8 +13,7 @@ from jaxmp._jaxpr.scopes import NOT_FLOAT8
 from jaxmp._numerics.dtypes import DType, is_floating
 from jaxmp._numerics.tree import cast_floating, same_structure
 from jaxmp._policies.policy import Policy
-from jaxmp._policies.policy_rules import Decision, PolicyRules
-from jaxmp._policies.presets import all_policies, get_rules
+from jaxmp._policies.policy_rules import Decision
 
 
 class ModulePolicy(NamedTuple):
@@ -108,43 +107,6 @@ def _asks(region: ModulePolicy) -> bool:
     return caller is not None and computes_in_float32(caller)
 
 
-def module_rules(rules: Any) -> PolicyRules:
-    """Converts a name, a policy or rules to rules for modules.
-
-    Raises:
-      ValueError: for `"O1"`, which is about operations.
-      TypeError: for anything else.
-    """
-    if isinstance(rules, str) and rules.strip() == "O1":
-        raise ValueError(
-            "O1 chooses a dtype for each operation, not for each module: use "
-            "jaxmp.autocast(loss_fn, 'O1'), or 'mixed_float16' for modules"
-        )
-    return get_rules(rules)
-
-
-def decide(
-    rules: PolicyRules, path: str, module: Any, caller: Decision | None, *, in_layer: bool
-) -> Decision:
-    """Looks up the rules for a module; layers inside a layer of Flax follow the outer layer.
-
-    For example, a rule about an attention layer also holds for its projections, unless a rule
-    names these: they are an implementation detail of Flax.
-
-    Args:
-      rules: the rules.
-      path: the path of the module.
-      module: the module.
-      caller: the decision for the calling module.
-      in_layer: whether the caller is a layer of Flax that contains this module.
-
-    Returns:
-      The decision.
-    """
-    decision = rules.decide(path, module)
-    return caller if decision.rule is None and in_layer and caller is not None else decision
-
-
 def call_with_casts(
     call: Callable[..., Any],
     casts: Casts,
@@ -212,15 +174,6 @@ def layer_dtype(dtype: DType, before: Any = None) -> Any:
     return dtype.name if isinstance(before, str) else getattr(jnp, dtype.name)
 
 
-def new_instance(make_class: Callable[..., type], *args: Any) -> Any:
-    """Makes an empty instance of a class that was made at run time, for pickle to fill.
-
-    >>> new_instance(lambda name: type(name, (), {}), "Dense").__class__.__name__
-    'Dense'
-    """
-    return object.__new__(make_class(*args))
-
-
 def takes_float_dtype(dtype: Any) -> bool:
     """Whether a layer with this `dtype` computes in floats, or in the dtype of its inputs (None).
 
@@ -231,14 +184,3 @@ def takes_float_dtype(dtype: Any) -> bool:
         return dtype is None or bool(jnp.issubdtype(jnp.dtype(dtype), jnp.floating))
     except TypeError:
         return False
-
-
-def check_computable(rules: PolicyRules) -> None:
-    """Raises ValueError for rules whose compute dtype is float8, which no layer supports."""
-    for policy in all_policies(rules):
-        if policy.compute_dtype.itemsize == 1:
-            raise ValueError(
-                f"no layer can compute in {policy.compute_dtype} (policy {str(policy)!r}): a "
-                "plain cast to float8 loses small values. Use 'mixed_float8', which scales what it "
-                "rounds"
-            )

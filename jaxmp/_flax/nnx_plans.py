@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from flax import nnx
 
 from jaxmp._flax.float8_layers import Float8Layers
-from jaxmp._flax.module_casts import Casts, ModulePolicy, casts_around, decide
+from jaxmp._flax.module_casts import Casts, ModulePolicy, casts_around
 from jaxmp._flax.module_checks import (
     Promise,
     may_refuse,
@@ -25,6 +25,7 @@ from jaxmp._flax.nnx_modules import (
     own_params,
     takes_dtype,
 )
+from jaxmp._modules.decisions import decide
 from jaxmp._numerics.dtypes import is_floating
 from jaxmp._policies.policy import Policy
 from jaxmp._policies.policy_rules import Decision, PolicyRules

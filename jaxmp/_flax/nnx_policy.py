@@ -15,11 +15,8 @@ from jaxmp._flax.layer_products import float8_text, is_layer, product_attributes
 from jaxmp._flax.module_casts import (
     Casts,
     call_with_casts,
-    check_computable,
     layer_dtype,
     leaving_out,
-    module_rules,
-    new_instance,
     takes_float_dtype,
 )
 from jaxmp._flax.module_checks import Promise, check_result
@@ -42,8 +39,10 @@ from jaxmp._flax.nnx_plans import (
     make_plans,
     unreached,
 )
-from jaxmp._flax.summary import Row, Summary, dtype_text
 from jaxmp._jaxpr.cpu_compiler import warn_of_cpu_compiler
+from jaxmp._modules.decisions import check_computable, module_rules
+from jaxmp._modules.scopes import new_instance
+from jaxmp._modules.summary import Row, Summary, dtype_text
 from jaxmp._numerics.tree import cast_floating
 from jaxmp._policies.policy import Policy
 from jaxmp._policies.policy_rules import PolicyRules

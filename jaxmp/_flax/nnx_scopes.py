@@ -6,7 +6,6 @@ remat and differentiation.
 """
 
 import contextlib
-import contextvars
 import dataclasses
 import functools
 import inspect
@@ -17,30 +16,13 @@ from typing import Any, TypeVar
 import jax
 from flax import nnx
 
-from jaxmp._autocast.regions import policy_scope
 from jaxmp._flax.float8_layers import Float8Layers
-from jaxmp._flax.module_casts import decide
 from jaxmp._flax.nnx_modules import first_paths, is_flax_layer, is_node, modules, modules_with_paths
-from jaxmp._jaxpr.scopes import NOT_FLOAT8
+from jaxmp._modules.decisions import decide
+from jaxmp._modules.scopes import Scope, in_scope, path_names, policy_names
 from jaxmp._policies.policy_rules import Decision, PolicyRules
 
 ModelT = TypeVar("ModelT")
-_PATH: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("jaxmp_nnx", default=())
-
-
-@dataclasses.dataclass(frozen=True)
-class _Scope:
-    """The path and the policy of a module.
-
-    Attributes:
-      path: the names from the root to the module.
-      policies: the names of the scopes for its policy, and for why it is left out of float8.
-      plain: the class of the module without scopes.
-    """
-
-    path: tuple[str, ...]
-    policies: tuple[str, ...]
-    plain: Any
 
 
 @contextlib.contextmanager
@@ -94,8 +76,7 @@ def with_scopes(model: ModelT) -> ModelT:
         raise TypeError(f"with_scopes takes an nnx module, got {type(model).__name__}")
     for path, module in first_paths(model).values():
         if "_jaxmp_scope" not in vars(module):
-            names = tuple(path.split("/")) if path else ()
-            _enter(module, _Scope(names, (), type(module)))
+            _enter(module, Scope(path_names(path), (), type(module)))
     return model
 
 
@@ -128,34 +109,32 @@ def unused_rules(tree: Any, rules: PolicyRules) -> None:
     rules.warn_unused(found, strict=False)
 
 
-def _scopes(root: Any, rules: PolicyRules) -> list[tuple[Any, _Scope]]:
+def _scopes(root: Any, rules: PolicyRules) -> list[tuple[Any, Scope]]:
     decisions: dict[str, Decision] = {}
     layers: set[str] = set()
     float8 = Float8Layers(rules, strict=False)
-    found: dict[int, tuple[Any, _Scope, str]] = {}
+    found: dict[int, tuple[Any, Scope, str]] = {}
     for path, module, parent in modules_with_paths(root):
         caller = None if parent is None else decisions[parent]
         decision = decide(rules, path, module, caller, in_layer=parent in layers)
         decisions[path] = decision
         layers |= {path} if is_flax_layer(module) else set()
         policy = decision.policy
-        names = tuple(path.split("/")) if path else ()
-        scope = _Scope(names, (policy_scope(policy),), type(module))
+        family = float8.family(path, module, decision)
+        scope = Scope(path_names(path), policy_names(policy, family), type(module))
         _, first, there = found.setdefault(id(module), (module, scope, path))
         if decisions[there].policy != policy:
             raise ValueError(
                 f"{type(module).__name__} is one module at two places, {there!r} and {path!r}, "
                 "and the rules give them different policies. Give both the same policy"
             )
-        family = float8.family(path, module, decision)
-        if policy is not None and policy.products is not None and family is not None:
-            policies = (policy_scope(policy.with_products(None)), NOT_FLOAT8 + family)
-            scope = dataclasses.replace(first, policies=policies)
-            found[id(module)] = module, scope, there
+        if family is not None:  # left out at one place, it is left out at all
+            left_out = dataclasses.replace(first, policies=scope.policies)
+            found[id(module)] = module, left_out, there
     return [(module, scope) for module, scope, _ in found.values()]
 
 
-def _enter(module: Any, scope: _Scope) -> None:
+def _enter(module: Any, scope: Scope) -> None:
     cls: Any = type(module)
     cls = _scoped_class(cls, not jax.tree_util.all_leaves([module]))
     object.__setattr__(module, "_jaxmp_scope", scope)
@@ -197,18 +176,7 @@ def _method_in_scope(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         scope = vars(self).get("_jaxmp_scope")
-        if scope is None:
+        with contextlib.nullcontext() if scope is None else in_scope(scope):
             return method(self, *args, **kwargs)
-        above = _PATH.get()
-        below = scope.path[: len(above)] == above
-        names = scope.path[len(above) :] if below else scope.path
-        with contextlib.ExitStack() as scopes:
-            for name in (*names, *scope.policies):
-                scopes.enter_context(jax.named_scope(name))
-            token = _PATH.set(scope.path)
-            try:
-                return method(self, *args, **kwargs)
-            finally:
-                _PATH.reset(token)
 
     return call

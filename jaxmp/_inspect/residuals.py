@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from jaxmp._inspect.compiled import is_array
 from jaxmp._inspect.equations import Body, Site, walk
 from jaxmp._inspect.lines import Lines, module_path, scopes_of
 from jaxmp._inspect.rows import Residual
@@ -56,13 +57,16 @@ def residuals(
     Raises:
       NoLoss: if the function cannot be differentiated.
     """
-    leaves, structure = jax.tree.flatten(first)
+    everything, structure = jax.tree.flatten(first)  # an Equinox module has functions in it
+    places = [i for i, leaf in enumerate(everything) if is_array(leaf)]
+    leaves = [everything[i] for i in places]
     chosen = [i for i, leaf in enumerate(leaves) if is_floating(leaf)]
 
     def pullback(leaves: list[Any], rest: Any) -> Any:
         def of_floats(floats: list[Any]) -> Any:
             filled = dict(enumerate(leaves)) | dict(zip(chosen, floats, strict=True))
-            value = loss(jax.tree.unflatten(structure, filled.values()), rest)
+            every = dict(enumerate(everything)) | dict(zip(places, filled.values(), strict=True))
+            value = loss(jax.tree.unflatten(structure, every.values()), rest)
             return value[0] if has_aux else value
 
         return jax.vjp(of_floats, [leaves[i] for i in chosen])

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -155,14 +156,18 @@ def _leaves_of(tree: Any) -> tuple[list[Any], Any]:
     return [a if a is b else None for a, b in zip(leaves, again, strict=True)], structure
 
 
+def _is_unchanged(before: tuple[list[Any], Any], tree: Any) -> bool:
+    try:
+        leaves, structure = _leaves_of(tree)
+    except ValueError:  # a state of Equinox that was used can no longer be read
+        return True
+    pairs = zip(leaves, before[0], strict=False)  # of one length, if of one structure
+    return structure == before[1] and all(a is b for a, b in pairs)
+
+
 def _check_unchanged(before: list[Any], objects: list[Any]) -> None:
     """Raises TypeError if a function has changed its arguments, copies of the caller's."""
-    now = list(map(_leaves_of, objects))
-    same = all(
-        structure == old_structure and all(a is b for a, b in zip(leaves, old_leaves, strict=True))
-        for (old_leaves, old_structure), (leaves, structure) in zip(before, now, strict=True)
-    )
-    if not same:
+    if not all(itertools.starmap(_is_unchanged, zip(before, objects, strict=True))):
         raise TypeError(
             "the function changes its arguments in place. It runs on copies, so that the changes "
             "would be lost. For nnx modules with state (BatchNorm, Dropout, caches), use "

@@ -26,16 +26,30 @@ FOLDERS = (
     "_float32_reduction",
     "_autocast",
     "_training",
+    "_modules",
     "_flax",
+    "_equinox",
     "_inspect",
     "_diagnostics",
     "_planning",
     "_command",
 )
-FACADES = ("__init__", "__main__", "diagnostics", "float8", "linen", "nnx", "rules", "sharding")
-# The adapters are the only ones that know Flax, and reports the only ones that draw.
+FACADES = (
+    "__init__",
+    "__main__",
+    "diagnostics",
+    "equinox",
+    "float8",
+    "linen",
+    "nnx",
+    "rules",
+    "sharding",
+)
+# The adapters are the only ones that know Flax and Equinox, and reports the only ones that draw.
 MAY_IMPORT = {
-    "_flax": {"flax", "rich"},
+    "_modules": {"rich"},
+    "_flax": {"flax"},
+    "_equinox": {"equinox"},
     "_inspect": {"rich"},
     "_diagnostics": {"matplotlib", "rich"},
     "_planning": {"rich", "matplotlib"},
@@ -127,13 +141,13 @@ def test_no_module_imports_what_imports_it() -> None:
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_nothing_private_and_no_flax_below_the_adapters(module: str) -> None:
+def test_nothing_private_and_no_library_of_models_below_the_adapters(module: str) -> None:
     for name in imports_of(module):
         assert "_src" not in name, name
         assert not name.startswith("jax.core"), name
         package = name.partition(".")[0]
         allowed = package in MAY_IMPORT.get(module.partition(".")[0], set())
-        assert package not in ("flax", "matplotlib", "rich") or allowed, name
+        assert package not in ("equinox", "flax", "matplotlib", "rich") or allowed, name
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -153,8 +167,16 @@ def test_files_and_functions_stay_small(module: str) -> None:
             assert lines <= 60, node.name
 
 
-# Public twins: what linen, nnx and `shard_map` have of their own.
-TWINS = {"all_finite", "apply_policy", "autocast", "remove_policy", "summary", "value_and_grad"}
+# Public twins: what linen, nnx, Equinox and `shard_map` have of their own.
+TWINS = {
+    "all_finite",
+    "apply_policy",
+    "autocast",
+    "remove_policy",
+    "summary",
+    "value_and_grad",
+    "with_scopes",
+}
 
 
 def definitions(source: str) -> set[str]:
@@ -236,6 +258,6 @@ def imported_by(statement: str) -> set[str]:
 
 
 def test_import_is_light() -> None:
-    heavy = {"flax", "matplotlib", "rich", "orbax"}
+    heavy = {"equinox", "flax", "matplotlib", "rich", "orbax"}
     assert not heavy & imported_by("import jaxmp")
     assert heavy & imported_by("import flax")  # positive control

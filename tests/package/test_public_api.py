@@ -9,6 +9,7 @@ import jaxtyping
 import pytest
 
 import jaxmp
+import jaxmp.equinox
 import jaxmp.linen
 import jaxmp.nnx
 
@@ -119,6 +120,14 @@ NAMES_IN = {
         "per_shard",
         "reduce_gradients",
         "state_shardings",
+    ],
+    jaxmp.equinox: [
+        "apply_policy",
+        "filter_grad",
+        "filter_value_and_grad",
+        "remove_policy",
+        "summary",
+        "with_scopes",
     ],
     jaxmp.linen: ["apply_policy", "remove_policy", "summary", "with_policy"],
     jaxmp.nnx: [
@@ -246,9 +255,9 @@ def test_states_are_strong_arrays(config: jaxmp.LossScale) -> None:
 
 
 def test_dir_shows_what_is_public() -> None:
-    """Completion in a notebook: the Flax modules too, and no name that Python brought in."""
+    """Completion in a notebook: the adapters too, and no name that Python brought in."""
     shown = dir(jaxmp)
-    assert {"linen", "nnx", "get_policy", "make_train_step"} <= set(shown)
+    assert {"equinox", "linen", "nnx", "get_policy", "make_train_step"} <= set(shown)
     assert not {"importlib", "typing"} & set(shown)
     for name in shown:
         getattr(jaxmp, name)

@@ -1,0 +1,5 @@
+"""Policies and gradients for Equinox modules."""
+
+from jaxmp._modules.extras import require
+
+require("equinox", "jaxmp.equinox needs")

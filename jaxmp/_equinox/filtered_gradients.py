@@ -1,0 +1,133 @@
+"""Gradients of functions of Equinox modules: float arrays are differentiated, the rest is kept."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+
+from jaxmp._autocast.api import autocast
+from jaxmp._equinox.module_policy import has_policy
+from jaxmp._mesh.fsdp import FSDP
+from jaxmp._numerics.tree import leaf_names
+from jaxmp._policies.policy_rules import PolicyRules
+from jaxmp._recompute.api import Recompute
+from jaxmp._training.gradient_options import LossScaleLike
+from jaxmp._training.gradients import value_and_grad
+
+
+def filter_value_and_grad(
+    fun: Callable[..., Any],
+    *,
+    has_aux: bool = False,
+    loss_scale: LossScaleLike = None,
+    microbatches: int = 1,
+    batch_argnums: int | Sequence[int] | None = None,
+    reduce_dtype: Any = None,
+    fsdp: FSDP | None = None,
+    recompute: Recompute = "never",
+) -> Callable[..., Any]:
+    """Differentiates like `equinox.filter_value_and_grad`; loss and gradients are unscaled float32.
+
+    A module holds functions, flags and integers beside its params, which `jax.grad` refuses. This
+    is `jaxmp.value_and_grad` for the floating arrays in the first argument. The rest of that
+    argument is passed on as it is, and has None for a gradient. A model under a policy runs under
+    autocast; what is outside of it, such as the loss, stays as it was written.
+
+    Args:
+      fun: a function of a module, or of any pytree, that returns a scalar float loss, or
+        `(loss, aux)`. `aux` may be a new `equinox.nn.State`.
+      has_aux: whether `fun` returns `(loss, aux)`.
+      loss_scale: the scale to use: `opt_state.loss_scale`, a number, or None for no scaling. Call
+        `filter_value_and_grad` inside the step, with the state of that step.
+      microbatches: evaluate the batch in this many equal parts, one after the other, and average
+        loss and gradients in float32.
+      batch_argnums: the positional arguments to split; by default all but the first. Name those of
+        the batch if another argument is a module or a state.
+      reduce_dtype: the dtype in which gradients are summed, over the batch and over devices.
+      fsdp: how the params are sharded; its shardings have the structure of the gradients.
+      recompute: `"auto"` or `"always"` keeps less for the backward pass, and computes cheap values
+        again; see `jaxmp.recompute`.
+
+    Returns:
+      A function with the arguments of `fun` that returns `(loss, grads)`, or
+      `((loss, aux), grads)`. The gradients have the structure of
+      `equinox.filter(module, equinox.is_inexact_array)`, which is what the optimizer was
+      initialised with.
+
+    Raises:
+      TypeError: if the first argument holds no floating array, or the loss is not a float scalar.
+      ValueError: as `jaxmp.value_and_grad` does.
+
+    >>> import jax.numpy as jnp
+    >>> model = eqx.nn.MLP(2, 1, width_size=4, depth=1, key=jax.random.key(0))
+    >>> loss_fn = lambda model, x: model(x).sum()
+    >>> loss, grads = filter_value_and_grad(loss_fn, loss_scale=1024.0)(model, jnp.ones(2))
+    >>> grads.layers[-1].bias, grads.activation is None
+    (Array([1.], dtype=float32), True)
+    """
+
+    @functools.wraps(fun, updated=())
+    def value_and_grad_fun(model: Any, /, *args: Any, **kwargs: Any) -> Any:
+        params, static = eqx.partition(model, eqx.is_inexact_array)
+        _check_has_params(model, params)
+
+        @functools.wraps(fun, updated=())
+        def of_params(params: Any, *args: Any, **kwargs: Any) -> Any:
+            return fun(eqx.combine(params, static), *args, **kwargs)
+
+        # Autocast around all of it sees the batch. What is in no module stays as it was traced.
+        is_low = has_policy((model, args, kwargs))
+        differentiated = value_and_grad(
+            autocast(of_params, PolicyRules(), kernels="low") if is_low else of_params,
+            has_aux=has_aux,
+            loss_scale=loss_scale,
+            microbatches=microbatches,
+            batch_argnums=batch_argnums,
+            reduce_dtype=reduce_dtype,
+            fsdp=fsdp,
+            recompute=recompute,
+        )
+        return differentiated(params, *args, **kwargs)
+
+    return value_and_grad_fun
+
+
+def filter_grad(fun: Callable[..., Any], *, has_aux: bool = False, **options: Any) -> Any:
+    """Differentiates like `filter_value_and_grad`, but does not return the value; see there.
+
+    Args:
+      fun: a function of a module that returns a scalar float loss, or `(loss, aux)`.
+      has_aux: whether `fun` returns `(loss, aux)`.
+      **options: what `filter_value_and_grad` takes.
+
+    Returns:
+      A function that returns `grads`, or `(grads, aux)`.
+
+    >>> import jax.numpy as jnp
+    >>> layer = eqx.nn.Linear(2, 1, key=jax.random.key(0))
+    >>> filter_grad(lambda layer, x: layer(x).sum(), loss_scale=8.0)(layer, jnp.ones(2)).weight
+    Array([[1., 1.]], dtype=float32)
+    """
+    with_value = filter_value_and_grad(fun, has_aux=has_aux, **options)
+
+    @functools.wraps(fun, updated=())
+    def grad_fun(*args: Any, **kwargs: Any) -> Any:
+        value, grads = with_value(*args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
+
+    return grad_fun
+
+
+def _check_has_params(model: Any, params: Any) -> None:
+    if jax.tree.leaves(params):
+        return
+    held = ", ".join(
+        f"{name} ({type(x).__name__})"
+        for name, x in zip(leaf_names(model), jax.tree.leaves(model), strict=True)
+    )
+    raise TypeError(
+        f"the first argument holds no floating array to differentiate, but {held or 'no leaf'}. "
+        "Give the model first, and static parts after it"
+    )

@@ -1,0 +1,172 @@
+"""Finds the modules in an Equinox module, and rebuilds it with others in their place."""
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+
+from jaxmp._modules.decisions import decide, family_of
+from jaxmp._modules.scopes import new_instance
+from jaxmp._policies.policy_rules import Decision, PolicyRules
+
+
+class Ruling(NamedTuple):
+    """What rules decide about a module, and why it is left out of float8, if it is."""
+
+    module: Any
+    decision: Decision
+    family: str | None
+
+
+def rulings(model: Any, rules: PolicyRules) -> dict[str, Ruling]:
+    """Returns what rules decide about each module in a model by its path, parents first."""
+    found: dict[str, Ruling] = {}
+    families: dict[str, str | None] = {}
+
+    def visit(module: Any, path: str, caller: Decision | None, in_layer: bool) -> None:
+        decision = decide(rules, path, module, caller, in_layer=in_layer)
+        families[path] = family_of(path, module, decision, families)
+        found[path] = Ruling(module, decision, families[path])
+        # Lists and tuples of modules are not called, and nor are some modules.
+        below = decision if has_call(module) or caller is None else caller
+        for name, child in _children(module):
+            inside = is_equinox_layer(module) or (in_layer and not has_call(module))
+            visit(child, f"{path}/{name}" if path else name, below, inside)
+
+    visit(model, "", None, False)
+    return found
+
+
+def is_module(x: Any) -> bool:
+    return isinstance(x, eqx.Module)
+
+
+def has_call(module: Any) -> bool:
+    """Whether a module has a `__call__`."""
+    return any("__call__" in vars(base) for base in type(module).__mro__)
+
+
+def is_equinox_layer(module: Any) -> bool:
+    """Whether a module is a layer of Equinox, whose inner layers Equinox's own code makes."""
+    holds_others = (eqx.nn.Sequential, eqx.nn.Shared)
+    own = any(base.__module__.startswith("equinox.nn.") for base in type(module).__mro__)
+    return own and not isinstance(module, holds_others)
+
+
+def own_leaves(module: Any) -> list[Any]:
+    """Returns the leaves of a module without those of the modules inside of it."""
+    fields = [vars(module)[name] for name in _dynamic(module)]
+    return [x for x in jax.tree.leaves(fields, is_leaf=is_module) if not is_module(x)]
+
+
+def with_own(module: Any, change: Callable[[Any], Any]) -> Any:
+    """Returns a module with its own leaves changed, and the modules inside of it as they are."""
+
+    def changed(value: Any) -> Any:
+        return jax.tree.map(lambda x: x if is_module(x) else change(x), value, is_leaf=is_module)
+
+    own = vars(module)
+    return _instance(type(module), own | {name: changed(own[name]) for name in _dynamic(module)})
+
+
+def rebuilt(model: Any, change: Callable[[str, Any], Any]) -> Any:
+    """Returns a model with `change(path, module)` of each of its modules, from the inside out."""
+
+    def rebuild(module: Any, path: str) -> Any:
+        def inner(name: str, keys: Any, x: Any) -> Any:
+            if not is_module(x):
+                return x
+            names = "/".join(filter(None, (path, name, _key_text(keys))))
+            return rebuild(x, names)
+
+        own = dict(vars(module))
+        for name in _dynamic(module):
+            at = functools.partial(inner, name)
+            own[name] = jax.tree_util.tree_map_with_path(at, own[name], is_leaf=is_module)
+        return change(path, _instance(type(module), own))
+
+    return rebuild(model, "")
+
+
+def mark_of(module: Any) -> Any:
+    """Returns what `with_mark` put on a module, or None."""
+    return vars(module).get("_jaxmp")
+
+
+def with_mark(module: Any, mark: Any) -> Any:
+    """Returns a module that is called as a mark says; None makes it a plain one.
+
+    Args:
+      module: a module with a `__call__`.
+      mark: a static value with a method `call(cls, module, args, kwargs)`.
+    """
+    plain = getattr(type(module), "_jaxmp_plain", type(module))
+    own = {name: value for name, value in vars(module).items() if name != "_jaxmp"}
+    return (
+        _instance(plain, own)
+        if mark is None
+        else _instance(_class_with_mark(plain), own | {"_jaxmp": mark})
+    )
+
+
+def _children(module: Any) -> list[tuple[str, Any]]:
+    own = {name: vars(module)[name] for name in _dynamic(module)}
+    found = [
+        ("/".join(filter(None, (name, _key_text(keys)))), x)
+        for name, value in own.items()
+        for keys, x in jax.tree_util.tree_flatten_with_path(value, is_leaf=is_module)[0]
+    ]
+    return [(name, x) for name, x in found if is_module(x)]
+
+
+def _dynamic(module: Any) -> list[str]:
+    """Returns the names of the fields with leaves, as far as they are set."""
+    fields = type(module).__dataclass_fields__.values()
+    names = [field.name for field in fields if not field.metadata.get("static", False)]
+    return [name for name in names if name in vars(module)]
+
+
+def _key_text(keys: Any) -> str:
+    return jax.tree_util.keystr(keys, simple=True, separator="/")
+
+
+def _instance(cls: Any, attributes: dict[str, Any]) -> Any:
+    """Returns an instance with these attributes, as Equinox does when it unflattens one."""
+    made = object.__new__(cls)
+    for name, value in attributes.items():
+        object.__setattr__(made, name, value)
+    return made
+
+
+@functools.lru_cache(maxsize=512)
+def _class_with_mark(cls: Any) -> Any:
+    """Makes a subclass with the same name whose instances are called as their mark says."""
+
+    @functools.wraps(cls.__call__)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # A new instance from type(module)(...) has no mark.
+        if self._jaxmp is None:
+            return cls.__call__(self, *args, **kwargs)
+        return self._jaxmp.call(cls, self, args, kwargs)
+
+    def reduce_ex(self: Any, protocol: Any) -> Any:
+        # Pickle finds classes by name, and would find the plain class.
+        reduced = super(marked, self).__reduce_ex__(protocol)
+        return (new_instance, (_class_with_mark, cls), *reduced[2:])
+
+    body = {
+        "__call__": call,
+        "__reduce_ex__": reduce_ex,
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "__annotations__": {"_jaxmp": Any},
+        # In the structure of the tree, and not among its leaves.
+        "_jaxmp": eqx.field(static=True, default=None, repr=False),
+        "_jaxmp_plain": cls,
+    }
+    marked = types.new_class(cls.__name__, (cls,), {}, lambda space: space.update(body))
+    return marked

@@ -1,0 +1,1 @@
+"""Rules for the modules of any library: decisions, the scopes that carry them, tables."""

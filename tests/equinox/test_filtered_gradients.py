@@ -1,0 +1,150 @@
+"""Gradients of functions of Equinox modules: what is differentiated, and in which precision."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxmp
+from jaxmp.equinox import filter_grad, filter_value_and_grad
+from tests.equinox.models import Net, NormNet, X, mean_square, plain_params, with_state
+from tests.support.bits import tree_bits
+
+pytestmark = [pytest.mark.jax, pytest.mark.annotations]
+
+
+def test_in_float32_they_are_those_of_equinox() -> None:
+    model, state = eqx.nn.make_with_state(NormNet)()
+    ours = filter_value_and_grad(with_state, has_aux=True, loss_scale=2.0**10)(model, state, X)
+    theirs = eqx.filter_value_and_grad(with_state, has_aux=True)(model, state, X)
+    assert tree_bits(ours) == tree_bits(theirs)
+    assert jax.tree.structure(ours[1]) == jax.tree.structure(theirs[1])
+    grads, new = filter_grad(with_state, has_aux=True)(model, state, X)
+    assert tree_bits((new, grads)) == tree_bits((theirs[0][1], theirs[1]))
+
+
+def test_gradients_fit_the_optimizer() -> None:
+    params = eqx.filter(Net(), eqx.is_inexact_array)
+    assert jax.tree.structure(filter_grad(mean_square)(Net(), X)) == jax.tree.structure(params)
+
+
+def test_narrow_params_have_float32_gradients() -> None:
+    model = jaxmp.equinox.apply_policy(Net(), "bfloat16")
+    loss, grads = filter_value_and_grad(mean_square)(model, X)
+    assert {x.dtype.name for x in jax.tree.leaves((loss, grads))} == {"float32"}
+
+
+def test_integers_keys_and_functions_are_passed_on() -> None:
+    class Model(eqx.Module):
+        weight: jax.Array
+        table: jax.Array
+        mask: tuple[bool, bool]
+        key: jax.Array
+        rate: float
+        activation: Any
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            noise = jax.random.normal(self.key, self.table.shape)
+            return self.activation(self.weight[self.table] * noise * self.rate * x)
+
+    mask = (True, False)
+    model = Model(jnp.ones(3), jnp.array([2, 0]), mask, jax.random.key(3), 0.5, jnp.tanh)
+    grads = filter_grad(lambda model: jnp.sum(model(1.0)))(model)
+    expected = eqx.filter_grad(lambda model: jnp.sum(model(1.0)))(model)
+    assert jax.tree.structure(grads) == jax.tree.structure(expected)
+    np.testing.assert_array_equal(grads.weight, expected.weight)
+    assert grads.weight[2] != 0
+
+
+def test_frozen_parts_are_arguments_of_their_own() -> None:
+    trained = eqx.tree_at(lambda m: m.head, jax.tree.map(lambda _: False, Net()), replace=True)
+    head, rest = eqx.partition(Net(), eqx.tree_at(lambda m: m.head, trained, replace=True))
+
+    def loss_fn(head: Net, rest: Net, x: jax.Array) -> jax.Array:
+        return mean_square(eqx.combine(head, rest), x)
+
+    grads = filter_grad(loss_fn, loss_scale=8.0)(head, rest, X)
+    assert len(jax.tree.leaves(grads)) == 2
+    whole = filter_grad(mean_square)(Net(), X)
+    np.testing.assert_array_equal(grads.head.weight, whole.head.weight)
+
+
+def test_microbatches_and_a_module_beside_the_batch() -> None:
+    teacher = Net()
+
+    def loss_fn(model: Net, teacher: Net, x: jax.Array) -> jax.Array:
+        return jnp.mean((jax.vmap(model)(x) - 2 * jax.vmap(teacher)(x)) ** 2)
+
+    whole = filter_value_and_grad(loss_fn)(Net(), teacher, X)
+    parts = filter_value_and_grad(loss_fn, microbatches=4, batch_argnums=2)(Net(), teacher, X)
+    for x, y in zip(jax.tree.leaves(whole), jax.tree.leaves(parts), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_sums_in_float32_and_recomputing(policy: str) -> None:
+    model = jaxmp.equinox.apply_policy(Net(), policy)
+    plain = filter_grad(mean_square, loss_scale=2.0**10)(model, X)
+    for options in ({"reduce_dtype": "float32"}, {"recompute": "auto"}):
+        grads = filter_grad(mean_square, loss_scale=2.0**10, **options)(model, X)
+        for name, expected in plain_params(plain).items():
+            found = plain_params(grads)[name]
+            scale = jnp.max(jnp.abs(expected))
+            np.testing.assert_allclose(found / scale, expected / scale, atol=2e-2, err_msg=name)
+
+
+def test_gradients_are_true_at_every_growth_of_the_scale() -> None:
+    """mpx unscales with the scale of the next step: every growth halves its gradients."""
+    config = jaxmp.DynamicLossScale(init_scale=4.0, growth_interval=1)
+    scale, expected = config.init(), filter_grad(mean_square)(Net(), X)
+    for _ in range(4):
+        grads = filter_grad(mean_square, loss_scale=scale)(Net(), X)
+        assert tree_bits(grads) == tree_bits(expected)
+        scale = config.adjust(scale, jaxmp.all_finite(grads))
+    assert float(scale.scale) == 64.0
+
+
+def test_one_trace_for_many_steps() -> None:
+    model, traces = jaxmp.equinox.apply_policy(Net(), "mixed_float16"), []
+
+    def loss_fn(model: Net, x: jax.Array) -> jax.Array:
+        traces.append(None)
+        return mean_square(model, x)
+
+    @eqx.filter_jit
+    def step(model: Net, scale: Any, x: jax.Array) -> Net:
+        grads = filter_grad(loss_fn, loss_scale=scale)(model, x)
+        return eqx.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, grads))
+
+    config = jaxmp.DynamicLossScale(growth_interval=1)
+    scale = config.init()
+    model = step(model, scale, X)
+    first = len(traces)
+    for finite in (True, False, True):
+        scale = config.adjust(scale, jnp.array(finite))
+        model = step(model, scale, X)
+    assert len(traces) == first
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "args", "text"),
+    [
+        (mean_square, (eqx.filter(Net(), eqx.is_inexact_array, inverse=True), X), "activation"),
+        (mean_square, (None, X), "holds no floating array to differentiate, but no leaf"),
+        (lambda model, x: jax.vmap(model)(x), (Net(), X), r"float32\[16, 4\]. Take a mean or a"),
+        (lambda model, x: (mean_square(model, x), 1), (Net(), X), "give has_aux=True"),
+    ],
+    ids=["the static part first", "nothing", "no scalar", "aux"],
+)
+def test_errors(loss_fn: Any, args: Any, text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        filter_value_and_grad(loss_fn)(*args)
+
+
+def test_float16_without_a_scale_warns() -> None:
+    model = jaxmp.equinox.apply_policy(Net(), "mixed_float16")
+    with pytest.warns(UserWarning, match="pass through float16 without a loss scale"):
+        filter_grad(mean_square)(model, X)

@@ -1,0 +1,161 @@
+"""Training of Equinox models: steps by hand, train steps, batch statistics, skipped steps."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxmp
+from tests.equinox.models import Net, NormNet, X, mean_square, with_state
+from tests.support.bits import tree_bits
+
+pytestmark = [pytest.mark.jax, pytest.mark.usefixtures("standard_promotion")]
+
+
+def error(model: Any, batch: Any) -> jax.Array:
+    return jnp.mean((jax.vmap(model)(batch[0]).astype(jnp.float32) - batch[1]) ** 2)
+
+
+BATCH = X, jnp.sin(X[:, :4])
+
+
+def losses_by_hand(policy: str, steps: int = 40) -> list[float]:
+    """A loop as one writes it with Equinox, with three lines changed."""
+    model = jaxmp.equinox.apply_policy(Net(), policy)
+    tx = jaxmp.mixed_precision(optax.adam(1e-2), policy)
+    opt_state = tx.init(eqx.filter(model, eqx.is_inexact_array))
+
+    @eqx.filter_jit
+    def step(model: Any, opt_state: Any, batch: Any) -> Any:
+        loss, grads = jaxmp.equinox.filter_value_and_grad(error, loss_scale=opt_state.loss_scale)(
+            model, batch
+        )
+        params = eqx.filter(model, eqx.is_inexact_array)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return eqx.apply_updates(model, updates), opt_state, loss
+
+    losses = []
+    for _ in range(steps):
+        model, opt_state, loss = step(model, opt_state, BATCH)
+        losses.append(float(loss))
+    return losses
+
+
+def test_a_loop_by_hand_follows_float32() -> None:
+    exact = losses_by_hand("float32")
+    assert exact[-1] < 0.3 * exact[0]
+    for policy, tolerance in {"mixed_bfloat16": 0.05, "mixed_float16": 0.01}.items():
+        low = losses_by_hand(policy)
+        assert low != exact
+        np.testing.assert_allclose(low, exact, rtol=tolerance, atol=1e-3)
+
+
+def test_narrow_params_follow_their_masters() -> None:
+    model = jaxmp.equinox.apply_policy(Net(), "bfloat16")
+    tx = jaxmp.mixed_precision(optax.sgd(1e-4), "bfloat16")
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+    opt_state = tx.init(params)
+    for _ in range(3):
+        grads = jaxmp.equinox.filter_grad(error)(eqx.combine(params, static), BATCH)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), opt_state.master)
+        assert tree_bits(rounded) == tree_bits(params)
+
+
+def train_state(policy: str, **options: Any) -> tuple[Any, Any]:
+    """A train state of a model with batch statistics, and its step."""
+    model, statistics = eqx.nn.make_with_state(NormNet)()
+    model = jaxmp.equinox.apply_policy(model, policy)
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+
+    def loss_fn(params: Any, x: jax.Array, statistics: eqx.nn.State) -> Any:
+        loss, statistics = with_state(eqx.combine(params, static), statistics, x)
+        return loss, {"statistics": statistics}
+
+    tx = jaxmp.mixed_precision(optax.adam(1e-2), policy, **options)
+    state = jaxmp.TrainState.create(params=params, tx=tx, statistics=statistics)
+    return state, jaxmp.make_train_step(loss_fn, policy, donate=False)
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16", "bfloat16"])
+def test_train_steps_keep_statistics_in_float32(policy: str) -> None:
+    state, step = train_state(policy)
+    exact, exact_step = train_state("float32")
+    for _ in range(3):
+        state, metrics = step(state, X)
+        exact, exact_metrics = exact_step(exact, X)
+    assert step._cache_size() == 1
+    np.testing.assert_allclose(metrics["loss"], exact_metrics["loss"], rtol=0.05)
+    found = jax.tree.leaves(state.statistics)
+    for x, y in zip(found, jax.tree.leaves(exact.statistics), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_allclose(x, y, atol=0.02)
+    assert int(state.step) == 3
+
+
+def test_an_overflow_changes_nothing() -> None:
+    state, step = train_state("mixed_float16")
+    state, _ = step(state, X)
+    after, metrics = step(state, 1e6 * X)  # too large for float16
+    assert not bool(metrics["grads_finite"])
+    for name in ("params", "statistics", "step"):
+        assert tree_bits(getattr(after, name)) == tree_bits(getattr(state, name)), name
+    assert tree_bits(after.opt_state.inner) == tree_bits(state.opt_state.inner)
+    assert float(after.loss_scale.scale) == float(state.loss_scale.scale) / 2
+    # Positive control: without a skip the statistics are infinite.
+    _, statistics = with_state(
+        jaxmp.equinox.apply_policy(eqx.nn.make_with_state(NormNet)()[0], "mixed_float16"),
+        state.statistics,
+        1e6 * X,
+    )
+    assert not bool(jaxmp.all_finite(statistics))
+
+
+def test_frozen_parts_keep_every_bit() -> None:
+    model = jaxmp.equinox.apply_policy(Net(), "bfloat16")
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+    labels = jax.tree.map(lambda _: "freeze", params)
+    labels = eqx.tree_at(lambda m: m.head, labels, jax.tree.map(lambda _: "train", params.head))
+    inner = optax.multi_transform(
+        {"train": optax.adam(1e-2), "freeze": optax.set_to_zero()}, lambda _: labels
+    )
+    state = jaxmp.TrainState.create(params=params, tx=jaxmp.mixed_precision(inner, "bfloat16"))
+    step = jaxmp.make_train_step(
+        lambda params, batch: error(eqx.combine(params, static), batch), "bfloat16", donate=False
+    )
+    after, _ = step(state, BATCH)
+    assert tree_bits(after.params.inner) == tree_bits(state.params.inner)
+    assert tree_bits(after.params.head) != tree_bits(state.params.head)
+
+
+def test_a_train_step_is_a_loop_by_hand() -> None:
+    model = jaxmp.equinox.apply_policy(Net(), "mixed_bfloat16")
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+    tx = jaxmp.mixed_precision(optax.adam(1e-2), "mixed_bfloat16")
+    state = jaxmp.TrainState.create(params=params, tx=tx)
+    step = jaxmp.make_train_step(
+        lambda params, batch: error(eqx.combine(params, static), batch), donate=False
+    )
+    losses = []
+    for _ in range(5):
+        state, metrics = step(state, BATCH)
+        losses.append(float(metrics["loss"]))
+    np.testing.assert_allclose(losses, losses_by_hand("mixed_bfloat16", 5), rtol=1e-2)
+
+
+def test_rules_for_scopes_find_modules() -> None:
+    rules = jaxmp.PolicyRules({"head": "float32"}, default="mixed_bfloat16")
+    model = jaxmp.equinox.with_scopes(Net())
+    report = jaxmp.audit(jaxmp.autocast(mean_square, rules), model, X)
+    found = {row.path.split("/")[0]: row.operands for row in report.product_lines}
+    assert found == {"inner": ("bfloat16", "bfloat16"), "head": ("float32", "float32")}
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+    parts = jaxmp.diagnostics.sensitivity(
+        lambda params, x: mean_square(eqx.combine(params, static), x), params, X
+    )
+    assert {row.path.split("/")[0] for row in parts.rows} >= {"inner", "head"}
