@@ -1,0 +1,107 @@
+"""Training needs neither Flax nor Equinox; what does says how to install them."""
+
+import subprocess
+import sys
+
+import pytest
+
+# Packages that cannot be found, as if they were not installed.
+BLOCK = """
+import sys
+
+class Without:
+    def __init__(self, finder, packages):
+        self.finder, self.packages = finder, packages
+
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in self.packages:
+            return None
+        return self.finder.find_spec(name, path, target)
+
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
+def block(*packages):
+    sys.meta_path = [Without(finder, packages) for finder in sys.meta_path]
+"""
+TRAIN = """
+import jax, jax.numpy as jnp, optax
+import jaxmp
+
+def loss_fn(params, batch):
+    with jax.named_scope("dense"):
+        y = jnp.tanh(batch["x"] @ params["w"])
+    return jnp.mean((y - batch["y"]) ** 2)
+
+params = {"w": jnp.full((8, 2), 0.1)}
+batch = {"x": jax.random.normal(jax.random.key(0), (16, 8)), "y": jnp.ones((16, 2))}
+for policy in ("mixed_bfloat16", "mixed_float16"):
+    tx = jaxmp.mixed_precision(optax.adamw(1e-2), policy)
+    state = jaxmp.TrainState.create(params=params, tx=tx)
+    step = jaxmp.make_train_step(loss_fn, policy, microbatches=2, recompute="auto")
+    losses = []
+    for _ in range(5):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < losses[0], losses
+    jaxmp.check_progress(state, metrics["loss"])
+fast = jaxmp.autocast(loss_fn, jaxmp.PolicyRules(default="mixed_bfloat16"))
+assert str(jaxmp.audit(fast, params, batch))
+jaxmp.diagnostics.find_overflow(loss_fn, params, batch)
+jaxmp.diagnostics.sensitivity(loss_fn, params, batch)
+from jaxmp._command.main import main
+assert main(["plan", "10M", "--policy", "bfloat16"]) == 0
+assert main(["doctor"]) in (0, 1)  # 1 where it finds a fault, as of the compiler for CPUs
+"""
+
+
+def run(code: str) -> str:
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("prepare", ["block('flax', 'equinox')", ""], ids=["blocked", "installed"])
+def test_training_imports_no_library_of_models(prepare: str) -> None:
+    code = f"{BLOCK}\n{prepare}\n{TRAIN}\nassert not {{'flax', 'equinox'}} & set(sys.modules)"
+    assert "jaxmp" in run(code)
+
+
+@pytest.mark.parametrize(
+    ("statement", "extra", "named"),
+    [
+        ("import jaxmp.linen", "flax", "jaxmp.linen and jaxmp.nnx need flax"),
+        ("from jaxmp import nnx", "flax", "jaxmp.linen and jaxmp.nnx need flax"),
+        ("import jaxmp; jaxmp.nnx.value_and_grad", "flax", "jaxmp.linen and jaxmp.nnx need flax"),
+        ("import jaxmp; jaxmp.equinox.apply_policy", "equinox", "jaxmp.equinox needs equinox"),
+    ],
+)
+def test_errors_name_the_extra(statement: str, extra: str, named: str) -> None:
+    code = f"""{BLOCK}
+block('flax', 'equinox')
+try:
+    {statement}
+except ModuleNotFoundError as error:
+    print(error.name, error, sep=chr(10))
+"""
+    said = f'{named}, which is not installed: pip install "jaxmp[{extra}]"'
+    assert run(code).splitlines() == [extra, said]
+
+
+def test_dir_shows_what_can_be_imported() -> None:
+    code = f"{BLOCK}\nblock('flax')\nimport jaxmp, inspect; print(*dict(inspect.getmembers(jaxmp)))"
+    names = run(code).split()
+    assert {"equinox", "autocast"} <= set(names)
+    assert not {"linen", "nnx"} & set(names)
+
+
+def test_a_fault_inside_the_library_is_its_own() -> None:
+    code = f"""{BLOCK}
+block('msgpack')  # which flax imports
+try:
+    import jaxmp.linen
+except ModuleNotFoundError as error:
+    print(error.name, "jaxmp" in str(error))
+"""
+    assert run(code).split() == ["msgpack", "False"]
