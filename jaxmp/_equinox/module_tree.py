@@ -103,13 +103,11 @@ def with_mark(module: Any, mark: Any) -> Any:
       module: a module with a `__call__`.
       mark: a static value with a method `call(cls, module, args, kwargs)`.
     """
-    plain = getattr(type(module), "_jaxmp_plain", type(module))
+    plain: Any = getattr(type(module), "_jaxmp_plain", type(module))
     own = {name: value for name, value in vars(module).items() if name != "_jaxmp"}
-    return (
-        _instance(plain, own)
-        if mark is None
-        else _instance(_class_with_mark(plain), own | {"_jaxmp": mark})
-    )
+    if mark is None:
+        return _instance(plain, own)
+    return _instance(_class_with_mark(plain), own | {"_jaxmp": mark})
 
 
 def _children(module: Any) -> list[tuple[str, Any]]:
@@ -168,5 +166,5 @@ def _class_with_mark(cls: Any) -> Any:
         "_jaxmp": eqx.field(static=True, default=None, repr=False),
         "_jaxmp_plain": cls,
     }
-    marked = types.new_class(cls.__name__, (cls,), {}, lambda space: space.update(body))
+    marked: Any = types.new_class(cls.__name__, (cls,), {}, lambda space: space.update(body))
     return marked
