@@ -242,12 +242,12 @@ class _Mark:
         return jax.tree.map(cast, out, is_leaf=_is_state)
 
 
-def _called(module: Any, args: Any, kwargs: Any) -> Any:
+def _module_call(module: Any, args: Any, kwargs: Any) -> Any:
     return module(*args, **kwargs)
 
 
 # What is in no module under a policy stays as it was traced.
-_alone = autocast(_called, PolicyRules(), kernels="low")
+_alone = autocast(_module_call, PolicyRules(), kernels="low")
 
 
 def _is_marked(x: Any) -> bool:

@@ -159,3 +159,59 @@ def test_rules_for_scopes_find_modules() -> None:
         lambda params, x: mean_square(eqx.combine(params, static), x), params, X
     )
     assert {row.path.split("/")[0] for row in parts.rows} >= {"inner", "head"}
+
+
+def test_a_step_in_the_form_of_mpx() -> None:
+    """Shardings, a key and a number are arguments of the loss; auxiliary data comes out."""
+    mesh = jax.make_mesh((8,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
+    split = jax.NamedSharding(mesh, jax.P("batch"))
+    whole = jax.NamedSharding(mesh, jax.P())
+
+    def loss_fn(
+        model: Any, batch: Any, split: Any, whole: Any, key: jax.Array, decay: float
+    ) -> tuple[jax.Array, Any]:
+        model, batch = eqx.filter_shard(model, whole), eqx.filter_shard(batch, split)
+        noise = jax.random.normal(key, batch[0].shape) / 100
+        predicted = jax.vmap(model)(batch[0] + noise)
+        norm = sum(jnp.sum(x**2) for x in jax.tree.leaves(eqx.filter(model, eqx.is_array)))
+        return jnp.mean((predicted - batch[1]) ** 2) + decay * norm, {"predicted": predicted}
+
+    def losses(policy: str, filter_value_and_grad: Any, optim: Any, steps: int = 20) -> list[float]:
+        model = Net() if policy == "plain" else jaxmp.equinox.apply_policy(Net(), policy)
+        opt_state = optim.init(eqx.filter(model, eqx.is_inexact_array))
+        traces: list[None] = []
+
+        @eqx.filter_jit
+        def step(model: Any, opt_state: Any, batch: Any, key: jax.Array) -> Any:
+            traces.append(None)
+            (loss, aux), grads = filter_value_and_grad(opt_state)(
+                model, batch, split, whole, key, 1e-4
+            )
+            params = eqx.filter(model, eqx.is_inexact_array)
+            updates, opt_state = optim.update(grads, opt_state, params)
+            model = eqx.filter_shard(eqx.apply_updates(model, updates), whole)
+            return model, eqx.filter_shard(opt_state, whole), loss, aux
+
+        batch = eqx.filter_shard(BATCH, split)
+        model, opt_state = eqx.filter_shard((model, opt_state), whole)
+        found = []
+        for i in range(steps):
+            model, opt_state, loss, aux = step(model, opt_state, batch, jax.random.key(i))
+            found.append(float(loss))
+        assert aux["predicted"].dtype == jnp.float32
+        assert len(traces) == 1
+        return found
+
+    plain = losses(
+        "plain", lambda _: eqx.filter_value_and_grad(loss_fn, has_aux=True), optax.adam(1e-2)
+    )
+    for policy in ("mixed_float16", "mixed_bfloat16"):
+        low = losses(
+            policy,
+            lambda state: jaxmp.equinox.filter_value_and_grad(
+                loss_fn, has_aux=True, loss_scale=state.loss_scale
+            ),
+            jaxmp.mixed_precision(optax.adam(1e-2), policy),
+        )
+        assert low != plain
+        np.testing.assert_allclose(low, plain, rtol=0.05)
