@@ -222,7 +222,7 @@ def _rewritten(
             "function that this function calls"
         )
     if isinstance(settings.policy, PolicyRules):
-        settings.policy.warn_unused(dict.fromkeys(regions.visited()), strict=False)
+        settings.policy.warn_unused(dict.fromkeys(sorted(regions.visited())), strict=False)
     warn_of_what_is_left(planned, context, told)
     made = run_plan(planned, arrays)
     if settings.output == "computed":

@@ -88,7 +88,7 @@ def apply_policy(
     found = rulings(plain, rules)
     rules.warn_unused({path: each.module for path, each in found.items()}, strict=strict)
 
-    dtypes = tuple(x.dtype if is_floating(x) else None for x in jax.tree.leaves(plain))
+    dtypes = tuple(x.dtype for x in filter(is_floating, jax.tree.leaves(plain)))
 
     def under_policy(path: str, module: Any) -> Any:
         _, decision, family = found[path]
@@ -126,12 +126,11 @@ def remove_policy(model: ModelT) -> ModelT:
 
     mark = mark_of(model)
     plain = rebuilt(model, lambda _, module: with_mark(module, None))
-    leaves, treedef = jax.tree.flatten(plain)
-    if mark is None or mark.dtypes is None or len(mark.dtypes) != len(leaves):
+    floats = len(list(filter(is_floating, jax.tree.leaves(plain))))
+    if mark is None or mark.dtypes is None or len(mark.dtypes) != floats:
         return plain
-    pairs = zip(leaves, mark.dtypes, strict=True)
-    leaves = [x if dtype is None else cast_floating(x, dtype) for x, dtype in pairs]
-    return jax.tree.unflatten(treedef, leaves)
+    dtypes = iter(mark.dtypes)
+    return jax.tree.map(lambda x: cast_floating(x, next(dtypes)) if is_floating(x) else x, plain)
 
 
 def with_scopes(model: ModelT) -> ModelT:
@@ -219,7 +218,7 @@ class _Mark:
     scope: Scope = dataclasses.field(compare=False)
     key: tuple[str, ...]
     policy: Policy | None = None
-    dtypes: tuple[DType | None, ...] | None = None
+    dtypes: tuple[DType, ...] | None = None
 
     def call(self, cls: Any, module: Any, args: Any, kwargs: Any) -> Any:
         """Calls a module in its scopes, and the model itself under autocast, if it is not yet."""

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import jaxmp
-from tests.equinox.models import Net, NormNet, X, mean_square, with_state
+from tests.equinox.models import Net, NormNet, X, mean_square, plain_params, with_state
 from tests.support.bits import tree_bits
 
 pytestmark = [pytest.mark.jax, pytest.mark.usefixtures("standard_promotion")]
@@ -215,3 +215,33 @@ def test_a_step_in_the_form_of_mpx() -> None:
         )
         assert low != plain
         np.testing.assert_allclose(low, plain, rtol=0.05)
+
+
+def test_sums_over_devices_are_float32() -> None:
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    model = jaxmp.equinox.apply_policy(Net(), "mixed_bfloat16")
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+    shardings = jaxmp.sharding.fully_sharded(params, mesh, min_size=1)
+    split = jax.device_put(params, shardings)
+    x = jax.device_put(X, jax.NamedSharding(mesh, jax.P("data")))
+    options = {"reduce_dtype": "float32", "fsdp": jaxmp.sharding.FSDP(shardings=shardings)}
+
+    def grads(params: Any, x: jax.Array, **options: Any) -> Any:
+        differentiated = jaxmp.equinox.filter_grad(mean_square, **options)
+        return differentiated(eqx.combine(params, static), x)
+
+    reduced = jax.jit(lambda params, x: grads(params, x, **options))
+    jaxmp.assert_reduced_in(reduced, "float32", split, x, axis="data")
+    for name, found in plain_params(reduced(split, x)).items():
+        np.testing.assert_allclose(found, plain_params(grads(params, X))[name], atol=2e-3)
+    # Positive control: casts of the whole model, as mpx makes them.
+    rest = jaxmp.equinox.remove_policy(static)
+    low = jaxmp.cast_floating(jaxmp.equinox.remove_policy(params), jnp.bfloat16)
+    low = jax.device_put(low, jax.NamedSharding(mesh, jax.P()))
+
+    @jax.jit
+    def cast(low: Any, x: jax.Array) -> Any:
+        return eqx.filter_grad(mean_square)(eqx.combine(low, rest), x.astype(jnp.bfloat16))
+
+    with pytest.raises(jaxmp.AuditError, match="bfloat16"):
+        jaxmp.assert_reduced_in(cast, "float32", low, x)
