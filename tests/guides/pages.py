@@ -25,7 +25,8 @@ import json as _json, importlib.metadata as _metadata, jax as _jax, numpy as _np
 _found = {{"versions": {{name: _metadata.version(name) for name in {distributions!r}}}}}
 _found["losses"] = losses
 _found["scales"] = globals().get("scales", [])
-_found["params"] = [_np.round(_np.asarray({listed}, "f8"), 7).tolist() for leaf in _jax.tree.leaves({params})]
+_leaves = _jax.tree.leaves({params})
+_found["params"] = [_np.round(_np.asarray({listed}, "f8"), 7).tolist() for leaf in _leaves]
 print("REPORT" + _json.dumps(_found))
 """
 
