@@ -79,7 +79,7 @@ def check_reference(app: Sphinx, env: Any) -> None:
 
 def link_to_source(app: Sphinx, page: str, text: list[str]) -> None:
     """Files that are no pages of the site are linked to where the source is."""
-    outside = r"\]\(\.\./([^)]*)\)"
+    outside = rf"\]\((?:\.\./){{{page.count('/') + 1}}}([^)]*)\)"
     text[0] = re.sub(outside, rf"]({SOURCE}/blob/main/\1)", text[0])
 
 

@@ -1,8 +1,8 @@
 """Tables of JAX's operations: the precision of each, what it costs to run it twice, and sets.
 
 Every primitive of JAX is listed here; a test names the primitives that a new JAX adds. The classes
-are those of `torch.autocast` on CUDA, but for the differences that docs/autocast.md explains. No
-other file of the package lists primitives; a test checks that too.
+are those of `torch.autocast` on CUDA, but for what docs/from/torch_amp.md explains. No other file
+of the package lists primitives; a test checks that too.
 """
 
 import dataclasses

@@ -1,0 +1,227 @@
+"""What the guides say is different, where the other package is installed."""
+
+import json
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jmp
+import numpy as np
+import optax
+import pytest
+from flax.training.dynamic_scale import DynamicScale
+from jax.sharding import SingleDeviceSharding
+
+import jaxmp
+from jaxmp._primitives.float8_encode import float8_encode
+from tests.guides.pages import GUIDES, skip_where_absent
+
+pytestmark = [pytest.mark.every_case, pytest.mark.usefixtures("standard_promotion")]
+
+TRANSFORMER_ENGINE = json.loads(
+    (pathlib.Path(__file__).parent / "recorded" / "transformer_engine_scales.json").read_text()
+)
+FORMATS = {448.0: "float8_e4m3fn", 57344.0: "float8_e5m2"}
+FINITE = jnp.bool_(True)
+
+
+# --- jmp ------------------------------------------------------------------------------------------
+
+
+def test_jmp_loses_its_floor_in_jit() -> None:
+    scale = jmp.DynamicLossScale(jnp.float32(8), min_loss_scale=jnp.float32(4))
+    assert jax.jit(lambda scale: scale)(scale).min_loss_scale == 1
+    config = jaxmp.DynamicLossScale(init_scale=8.0, min_scale=4.0)
+    state = config.init()
+    for _ in range(3):
+        state = jax.jit(config.adjust)(state, ~FINITE)
+    assert state.scale == 4
+
+
+def test_jmp_scales_a_float16_loss_in_float16() -> None:
+    assert jnp.isinf(jmp.StaticLossScale(2.0**15).scale(jnp.float16(3)))
+    assert jaxmp.StaticLossScale(2.0**15).init().scale_loss(jnp.float16(3)) == 3 * 2.0**15
+
+
+def test_jmp_unscales_in_float16() -> None:
+    grads = {"w": jnp.float16(1), "steps": jnp.int32(3)}
+    found = jmp.StaticLossScale(jnp.float16(8)).unscale(grads)
+    assert found["w"].dtype == jnp.float16
+    assert jnp.issubdtype(found["steps"].dtype, jnp.floating)
+    found = jaxmp.StaticLossScale(8.0).init().unscale(grads)
+    assert found["w"].dtype == jnp.float32
+    assert found["steps"].dtype == jnp.int32
+
+
+def test_jmp_refuses_a_tree_of_shardings() -> None:
+    sharding = SingleDeviceSharding(jax.devices()[0])
+    scale = jmp.DynamicLossScale(jnp.float32(8))
+    with pytest.raises((TypeError, ValueError, AttributeError, AssertionError)):
+        jax.tree.map(lambda _: sharding, scale)
+    state = jaxmp.DynamicLossScale().init()
+    assert jax.tree.map(lambda _: sharding, state).scale == sharding
+
+
+# --- Flax -----------------------------------------------------------------------------------------
+
+
+def test_flax_grows_one_step_later() -> None:
+    scale, loss = DynamicScale(growth_interval=3), lambda w: w * w
+    grown = []
+    for _ in range(4):
+        scale, *_ = scale.value_and_grad(loss)(jnp.float32(1))
+        grown.append(float(scale.scale))
+    assert grown == [2.0**16] * 3 + [2.0**17]
+    config = jaxmp.DynamicLossScale(growth_interval=4)
+    state = config.init()
+    for want in grown:
+        state = config.adjust(state, FINITE)
+        assert state.scale == want
+
+
+def test_flax_returns_nan_for_a_float16_loss() -> None:
+    def loss_fn(w: Any) -> Any:
+        return w * jnp.float16(3)
+
+    _, _, loss, _ = DynamicScale().value_and_grad(loss_fn)(jnp.float16(1))
+    assert jnp.isnan(loss)
+    loss, _ = jaxmp.value_and_grad(loss_fn, loss_scale=2.0**16)(jnp.float16(1))
+    assert loss == 3
+
+
+def test_flax_compiles_twice() -> None:
+    @jax.jit
+    def step(scale: Any, w: Any) -> Any:
+        return scale.value_and_grad(lambda w: w * w)(w)[0]
+
+    scale = DynamicScale()
+    for _ in range(3):
+        scale = step(scale, jnp.float32(1))
+    assert step._cache_size() == 2
+
+
+def test_flax_keeps_an_infinite_scale_and_refuses_integers() -> None:
+    scale = DynamicScale(scale=jnp.float32(jnp.inf))
+    scale, *_ = scale.value_and_grad(lambda w: w * w)(jnp.float32(1))
+    assert jnp.isinf(scale.scale)
+    params = {"w": jnp.float32(1), "steps": jnp.int32(3)}
+    with pytest.raises(TypeError):
+        DynamicScale().value_and_grad(lambda p: p["w"] ** 2)(params)
+    _, grads = jaxmp.value_and_grad(lambda p: p["w"] ** 2)(params)
+    assert grads["steps"].dtype == jax.dtypes.float0
+
+
+def test_moments_of_a_checkpoint_go_into_the_state() -> None:
+    """What the page about Flax says of checkpoints."""
+    params = {"w": jnp.ones(3)}
+    old = optax.adam(1e-3).update(params, optax.adam(1e-3).init(params))[1]
+    tx = jaxmp.mixed_precision(optax.adam(1e-3), "mixed_float16")
+    state = tx.init(params)._replace(inner=old)
+    _, state = tx.update(params, state, params)
+    assert optax.tree.get(state, "count") == 2
+
+
+# --- Others, where they are installed -------------------------------------------------------------
+
+
+def test_mpx_returns_half_the_gradient() -> None:
+    """The block under "What is different", which asserts it."""
+    skip_where_absent("mixed_precision_for_JAX")
+    (guide,) = (guide for guide in GUIDES if guide.name == "mpx")
+    code = guide.program("Before").partition("losses, scales")[0]
+    exec(code + guide.program("What is different"), {})
+
+
+def test_torch_in_low_precision() -> None:
+    skip_where_absent("torch")
+    import torch
+
+    param = torch.nn.Parameter(torch.zeros(100_000, dtype=torch.float16))
+    param.grad = torch.full_like(param, 300)
+    assert torch.nn.utils.clip_grad_norm_([param], 1.0) == torch.inf
+    assert not param.grad.any()
+    embedding = torch.nn.Embedding(2, 2, dtype=torch.bfloat16)
+    embedding(torch.zeros(5000, dtype=torch.long)).sum().backward()
+    assert (embedding.weight.grad[0] == 256).all()
+
+
+def test_the_scale_of_torch_has_no_floor() -> None:
+    skip_where_absent("torch")
+    import torch
+
+    param = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    scaler = torch.amp.GradScaler("cpu")
+    for factor in [float("inf")] * 145 + [1.0]:
+        optimizer.zero_grad()
+        scaler.scale((param * factor).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert not torch.isfinite(param).any()
+
+
+@pytest.mark.parametrize(
+    ("initial", "grad", "steps", "limit"), [(2.0**15, np.nan, 200, 0.0), (2.0**127, 1.0, 2, np.inf)]
+)
+def test_the_scale_of_keras_has_no_bounds(
+    initial: float, grad: float, steps: int, limit: float
+) -> None:
+    skip_where_absent("keras")
+    import keras
+
+    weight = keras.Variable(np.ones(3, "float32"))
+    optimizer = keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD(0.1), initial_scale=initial, dynamic_growth_steps=1
+    )
+    optimizer.build([weight])
+    names = [variable.path.split("/")[-1] for variable in optimizer.variables]
+    state = [variable.value for variable in optimizer.variables]
+    weights, apply = [weight.value], jax.jit(optimizer.stateless_apply)
+    for _ in range(steps):
+        weights, state = apply(state, [jnp.full(3, grad)], weights)
+    assert state[names.index("dynamic_scale")] == limit
+    assert jnp.isfinite(weights[0]).all()
+    if limit == 0:
+        weights, _ = apply(state, [jnp.zeros(3)], weights)
+        assert jnp.isnan(weights[0]).all()
+
+
+# --- Transformer Engine, restated -----------------------------------------------------------------
+
+
+def test_current_scales_of_transformer_engine() -> None:
+    compared = 0
+    for case in TRANSFORMER_ENGINE["current"]:
+        amax, dtype = float(case["amax"]), np.dtype(FORMATS[case["fp8_max"]])
+        x = jnp.float32([amax, -amax / 2])
+        scale = float(float8_encode(x, dtype, (0,), power_of_two=case["pow2"]).scale[0])
+        if np.isfinite(amax) and amax >= 1e-12:
+            assert scale == case["scale"], case
+            compared += 1
+        elif not np.isfinite(amax):
+            assert case["scale"] == 1
+            assert np.isnan(scale)
+        else:
+            assert np.isfinite(scale)
+    assert compared >= 24
+
+
+@pytest.mark.parametrize("case", TRANSFORMER_ENGINE["delayed"])
+def test_delayed_scales_of_transformer_engine(case: Any) -> None:
+    """The same until an infinity; then theirs stands still until it has left the history."""
+    length = case["history"]
+    seen, scales = zip(*((float(amax), scale) for amax, scale in case["trace"]), strict=True)
+    overflow = seen.index(np.inf)
+    state = jaxmp.float8.Float8State((jnp.zeros(length, jnp.float32),), ())
+    stored: list[float] = []
+    for t, amax in enumerate(seen):
+        state = jaxmp.float8.update(state, [jnp.float32(amax)], [])
+        stored = [amax, *stored][:length] if np.isfinite(amax) else stored
+        largest = np.float32(state.forward[0].max())
+        if max(stored) > 1e-30:  # CPUs flush what is subnormal
+            assert largest == np.float32(max(stored))
+        if t < overflow and largest:
+            assert np.float32(case["fp8_max"]) / largest == scales[t]
+        elif overflow <= t < overflow + length:
+            assert scales[t] == scales[overflow - 1]
