@@ -76,7 +76,7 @@ class Summary:
         from rich.console import Console
 
         text = io.StringIO()
-        Console(file=text, width=120, color_system=None).print(self)
+        Console(file=text, width=120, color_system=None, force_jupyter=False).print(self)
         return text.getvalue().rstrip()
 
 

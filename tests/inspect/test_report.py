@@ -1,5 +1,6 @@
 """What an audit says: its checks, their messages, and the tables that it prints."""
 
+import builtins
 import dataclasses
 import io
 import re
@@ -251,3 +252,15 @@ def test_reports_are_values(report: AuditReport) -> None:
         for row in getattr(report, field.name) or ():
             values = [row] if isinstance(row, str) else vars(row).values()
             assert all(type(value) in plain for value in values)
+
+
+def test_in_a_notebook_a_report_is_text_too(
+    report: AuditReport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = str(report)
+
+    class ZMQInteractiveShell:  # by this name rich knows a notebook, and draws on its page
+        pass
+
+    monkeypatch.setattr(builtins, "get_ipython", ZMQInteractiveShell, raising=False)
+    assert str(report) == expected != ""
