@@ -1,5 +1,6 @@
 """How the site is built: `make docs`. A public name without a place in the reference fails it."""
 
+import hashlib
 import importlib
 import pathlib
 import re
@@ -7,6 +8,7 @@ import tomllib
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 from sphinx.application import Sphinx
 from sphinx.util import logging
 
@@ -38,12 +40,22 @@ exclude_patterns = ["_build"]
 
 myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 3
-# Text notebooks run when the site is built, once for each version of their text. One that fails
-# fails the build.
+
+
+def library_digest() -> str:
+    """The version of the code that notebooks run."""
+    code = (path.read_bytes() for path in sorted((ROOT / "jaxmp").rglob("*.py")))
+    return f"{jax.__version__}-{hashlib.sha256(b''.join(code)).hexdigest()[:12]}"
+
+
+# Text notebooks run when the site is built, once for each version of their text and of the library.
+# One that fails fails the build.
 nb_execution_mode = "cache"
+nb_execution_cache_path = str(ROOT / "docs/_build/notebooks" / library_digest())
 nb_execution_raise_on_error = True
 nb_execution_timeout = 300
 nb_merge_streams = True
+nb_output_stderr = "warn"  # what a notebook warns of fails the build too
 
 # `name` in a docstring is code, and a link where that is the name of something.
 default_role = "py:obj"
