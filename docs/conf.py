@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib
+import os
 import pathlib
 import re
 import tomllib
@@ -56,6 +57,9 @@ nb_execution_raise_on_error = True
 nb_execution_timeout = 300
 nb_merge_streams = True
 nb_output_stderr = "warn"  # what a notebook warns of fails the build too
+# But for what the tests expect on some jaxlibs. Notebooks run on CPUs, wherever the site is built.
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["PYTHONWARNINGS"] = "ignore:the CPU compiler of jaxlib"
 
 # `name` in a docstring is code, and a link where that is the name of something.
 default_role = "py:obj"
