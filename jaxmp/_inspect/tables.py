@@ -18,8 +18,9 @@ def as_text(renderable: Any, console: Console | None = None) -> str:
         numbers, lines get longer than it is: rich would cut digits and units off.
     """
     # Else rich draws on the page of a notebook instead, and the text is empty.
-    plain = {"color_system": None, "force_jupyter": False}
-    console = console or Console(file=io.StringIO(), width=120, **plain)
+    console = console or Console(
+        file=io.StringIO(), width=120, color_system=None, force_jupyter=False
+    )
     unlimited = console.options.update(max_width=10_000)
     console.width = max(console.width, Measurement.get(console, unlimited, renderable).minimum)
     with console.capture() as captured:
