@@ -53,10 +53,10 @@ lint: $(VENV)/.installed
 types: $(VENV)/.installed
 	$(RUN) -m mypy
 
-# The site, in docs/_build/html. Anything that is not right fails it: links, notebooks, public names that
+# The site, in build/site/html. Anything that is not right fails it: links, notebooks, public names that
 # the reference does not have.
 docs: $(VENV)/.docs
-	$(RUN) -m sphinx -b html -W --keep-going docs docs/_build/html
+	$(RUN) -m sphinx -b html -W --keep-going docs build/site/html
 
 bench: $(VENV)/.installed
 	$(RUN) benchmarks/bench_optimizer.py

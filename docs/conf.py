@@ -37,7 +37,7 @@ html_title = "jaxmp"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_theme_options = {"show_toc_level": 2, "home_page_in_toc": True}
-exclude_patterns = ["_build"]
+
 
 myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 3
