@@ -52,7 +52,7 @@ def library_digest() -> str:
 # Text notebooks run when the site is built, once for each version of their text and of the library.
 # One that fails fails the build.
 nb_execution_mode = "cache"
-nb_execution_cache_path = str(ROOT / "docs/_build/notebooks" / library_digest())
+nb_execution_cache_path = str(ROOT / "build/site/notebooks" / library_digest())
 nb_execution_raise_on_error = True
 nb_execution_timeout = 300
 nb_merge_streams = True
