@@ -61,8 +61,8 @@ def check_progress(
     warn_of_foreign_scale(state)
     for opt_state in found:
         skips = int(np.max(opt_state.consecutive_skips))  # the worst member of an ensemble
-        broken = loss is not None and not np.all(np.isfinite(loss))
-        if broken and skips == 0:
+        finite = None if loss is None else bool(np.all(np.isfinite(loss)))
+        if finite is False and skips == 0:
             raise TrainingStalled(
                 "the loss is not finite, and the step was taken all the same: its gradients were "
                 "finite, or skip='none' does not look at them. Check the loss function, and "
@@ -70,7 +70,7 @@ def check_progress(
             )
         if skips >= limit:
             worst = _worst(nonfinite)
-            raise TrainingStalled(_stalled(opt_state, skips, broken, params, worst))
+            raise TrainingStalled(_stalled(opt_state, skips, finite, params, worst))
 
 
 def _check_counts(nonfinite: PyTree | None) -> None:
@@ -94,14 +94,18 @@ def _worst(nonfinite: PyTree | None) -> str:
 
 
 def _stalled(
-    opt_state: MixedPrecisionState, skips: int, broken: bool, params: list[PyTree], worst: str
+    opt_state: MixedPrecisionState,
+    skips: int,
+    finite: bool | None,
+    params: list[PyTree],
+    worst: str,
 ) -> str:
     scale = float(np.min(opt_state.loss_scale.scale))
-    first = (
-        "The loss itself is not finite: the forward pass overflows or divides by zero"
-        if broken
-        else "If the loss itself is infinite or NaN, the forward pass is broken"
-    )
+    first = {
+        True: "The loss is finite: the backward pass overflows or divides by zero",
+        False: "The loss itself is not finite: the forward pass overflows or divides by zero",
+        None: "If the loss itself is infinite or NaN, the forward pass is broken",
+    }[finite]
     infinite = _bad_leaves(params, 1).rpartition(" ")[0]
     known = (f"Params are not finite: {infinite}. " if infinite else "") + worst
     return (

@@ -360,6 +360,8 @@ def test_check_progress() -> None:
         jaxmp.check_progress(stalled())
     with pytest.raises(jaxmp.TrainingStalled, match="The loss itself is not finite"):
         jaxmp.check_progress(stalled().opt_state, loss=jnp.float32(jnp.nan))
+    with pytest.raises(jaxmp.TrainingStalled, match="The loss is finite: the backward pass"):
+        jaxmp.check_progress(stalled(), loss=2.0)
     ensemble = jax.tree.map(lambda x: jnp.stack([x, x]), stalled(skips=60).opt_state)
     with pytest.raises(jaxmp.TrainingStalled, match="60 optimizer steps"):
         jaxmp.check_progress(ensemble)
