@@ -216,7 +216,8 @@ def updated_collections(old: dict[str, PyTree], changed: dict[str, PyTree]) -> d
             near = suggestion(name, list(old))
             raise ValueError(
                 f"the state has no collection {name!r}.{near} It has: {', '.join(old) or 'none'}. "
-                "Give it to TrainState.create"
+                "Give it to TrainState.create, or return it as aux: has_aux=True, (loss, "
+                "collections, aux)"
             )
         check_like(
             new,

@@ -319,7 +319,7 @@ def _one_policy(policy: Any) -> Policy | None:
     """Returns the policy to which a step casts all params; raises if a plain cast is not enough."""
     if isinstance(policy, PolicyRules) or (isinstance(policy, str) and policy.strip() == "O2"):
         raise TypeError(
-            "make_train_step casts all params to one dtype, which is not what rules ('O2' is some) "
+            "make_train_step casts all params to one dtype, which is not what rules (such as 'O2') "
             "ask for. Put the model under them with jaxmp.linen.apply_policy or "
             "jaxmp.nnx.apply_policy, and give make_train_step no policy"
         )

@@ -173,7 +173,7 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
      "rules must be jaxmp.PolicyRules, a policy or its name, got list. Pairs of pattern and "
      "policy go into PolicyRules([...])"),
     ("rules of a step", lambda: jaxmp.make_train_step(lambda p, b: 0.0, NAMED), TypeError,
-     "make_train_step casts all params to one dtype, which is not what rules ('O2' is some) ask"),
+     "make_train_step casts all params to one dtype, which is not what rules (such as 'O2')"),
     ("O2 of a step", lambda: jaxmp.make_train_step(lambda p, b: 0.0, "O2"), TypeError,
      "Put the model under them with jaxmp.linen.apply_policy or jaxmp.nnx.apply_policy, and give "
      "make_train_step no policy"),
