@@ -50,7 +50,7 @@ def value_and_grad(
 
     Args:
       loss_fn: a function of modules and arrays that returns a scalar float loss, or `(loss, aux)`.
-      argnums: which positional arguments to differentiate, with respect to their params, `nnx.Param`; or
+      argnums: which positional arguments to differentiate, by their params, `nnx.Param`; or
         `nnx.DiffState(argnum, filter)` for other variables.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
       loss_scale: the scale to use: `optimizer.loss_scale`, a number, or None for no scaling. With

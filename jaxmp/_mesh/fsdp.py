@@ -247,8 +247,8 @@ def fully_sharded(
       params: a tree of arrays, or of `jax.ShapeDtypeStruct`.
       mesh: the mesh.
       axis: the mesh axis, or axes, to split over.
-      base: existing shardings, or a `PartitionSpec` each, such as those of tensor parallelism: a tree like
-        the params, or a prefix of it. Dimensions that they split are not split again, and params
+      base: existing shardings, or a `PartitionSpec` each, such as those of tensor parallelism: a
+        tree like the params, or a prefix of it. Dimensions that they split are not split again, and params
         that they split over `axis` stay unchanged.
       min_size: params with fewer elements are not split: their gathers would cost more time than
         they save memory.

@@ -296,7 +296,7 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
      "the collections that the loss function returns must be a dictionary by name, got float"),
     ("unknown collection returned",
      lambda: step(lambda p, b, s: (p["b"][0], {"t": 1.0}), collections={"s": 1.0}), ValueError,
-     "the state has no collection 't'. It has: s. Give it to TrainState.create, or return it as aux"),
+     "the state has no collection 't'. It has: s. Give it to TrainState.create, or return it"),
     ("aux of the step", lambda: step(lambda p, b: p["b"][0], has_aux=True), TypeError,
      "the loss function must return (loss, aux) here, got"),
     ("step microbatches", lambda: jaxmp.make_train_step(lambda p, b: 0.0, microbatches=1.5),
