@@ -248,8 +248,8 @@ def fully_sharded(
       mesh: the mesh.
       axis: the mesh axis, or axes, to split over.
       base: existing shardings, or a `PartitionSpec` each, such as those of tensor parallelism: a
-        tree like the params, or a prefix of it. Dimensions that they split are not split again, and params
-        that they split over `axis` stay unchanged.
+        tree like the params, or a prefix of it. Dimensions that they split are not split again, and
+        params that they split over `axis` stay unchanged.
       min_size: params with fewer elements are not split: their gathers would cost more time than
         they save memory.
 

@@ -240,7 +240,8 @@ class Algorithm:
             raise ValueError(
                 "the params do not match the optimizer state: their structure, shapes or dtypes "
                 f"are not those that tx.init saw. Masters now: {difference}. Cast params before "
-                "tx.init (or let tx.init_params do it) and keep their dtypes. A state that was "
+                "tx.init (or let tx.init_params do it) and keep their dtypes, as "
+                "optax.apply_updates does, and equinox.apply_updates does not. A state that was "
                 "saved under another policy, or with another master=..., becomes one of this "
                 "optimizer by jaxmp.convert_state(state, tx). Where other params were "
                 "frozen before, make the masters anew: "
