@@ -10,10 +10,10 @@ RUN = $(VENV)/bin/python
 RUN_AOT = JAXMP_AOT=1 $(AOT)/bin/python -m pytest --jaxtyping-packages= tests/aot
 
 # The tests that run before each change lands: by their marks, at most so many cases of each, and one
-# part of all others, from 0/48 to 47/48.
+# part of all others, from 0/96 to 95/96.
 LANDING ?= not exhaustive
 CASES ?= 4
-PART ?= 0/48
+PART ?= 0/96
 CHOICE = -m "$(LANDING)" --cases=$(CASES) --part=$(PART) --durations=40
 
 .PHONY: environments demo test slow landing landing-aot aot full check lint types docs bench bench-absent

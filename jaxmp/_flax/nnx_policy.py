@@ -60,13 +60,13 @@ def apply_policy(
     the wrong precision. `apply_policy` instead looks up each module's policy by path, and sets it.
 
     A module with a `dtype` computes in the compute dtype of its policy, and its params
-    (`nnx.Param`) are cast to the param dtype. Results of the model are cast to the output dtype of its
-    policy. If a module inside it has another policy than its caller, the module's results are cast
-    to the output dtype of the module's own policy. A module without a `dtype` is left alone, unless
-    a rule names it: then its floating inputs are cast to the compute dtype. These casts are around
-    `__call__`; other methods are not cast. Batch statistics, RNG state and all variables that are
-    no `nnx.Param` stay unchanged. A warning reports the share of params that no policy reaches,
-    because their module has no `dtype`.
+    (`nnx.Param`) are cast to the param dtype. Results of the model are cast to the output dtype of
+    its policy. If a module inside it has another policy than its caller, the module's results are
+    cast to the output dtype of the module's own policy. A module without a `dtype` is left alone,
+    unless a rule names it: then its floating inputs are cast to the compute dtype. These casts are
+    around `__call__`; other methods are not cast. Batch statistics, RNG state and all variables
+    that are no `nnx.Param` stay unchanged. A warning reports the share of params that no policy
+    reaches, because their module has no `dtype`.
 
     Args:
       model: an nnx module, real or abstract. It is changed in place; if an argument is wrong,

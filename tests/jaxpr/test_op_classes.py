@@ -1,6 +1,9 @@
 """The table of operations: complete, without doubles, and what the overrides of a call do to it."""
 
 import collections
+import functools
+import subprocess
+import sys
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
@@ -8,8 +11,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from jax.extend.core import Primitive, primitives
-from jax.interpreters import ad
 
 import jaxmp
 from jaxmp._jaxpr import op_classes
@@ -33,12 +34,25 @@ BF16 = "mixed_bfloat16"
 X = jnp.linspace(0.1, 1.0, 16).reshape(4, 4)
 
 
-def primitives_of_jax() -> set[str]:
-    """The names of all primitives that JAX knows derivatives of, or lists."""
-    import jax.experimental.pallas  # noqa: F401 (brings its primitives)
+PRIMITIVES_OF_JAX = """
+import jax.experimental.pallas
+from jax.extend.core import Primitive, primitives
+from jax.interpreters import ad
 
-    listed = [each for each in vars(primitives).values() if isinstance(each, Primitive)]
-    return {each.name for each in (*listed, *ad.primitive_jvps, *ad.primitive_transposes)}
+listed = [each for each in vars(primitives).values() if isinstance(each, Primitive)]
+print(*{each.name for each in (*listed, *ad.primitive_jvps, *ad.primitive_transposes)})
+"""
+
+
+@functools.cache
+def primitives_of_jax() -> set[str]:
+    """The names of all primitives that JAX knows derivatives of, or lists.
+
+    In a process of their own: other libraries add primitives to JAX's.
+    """
+    command = [sys.executable, "-c", PRIMITIVES_OF_JAX]
+    run = subprocess.run(command, check=True, capture_output=True, text=True)
+    return set(run.stdout.split())
 
 
 def check_complete(names: Iterable[str], classes: dict[str, OpClass]) -> None:
