@@ -219,7 +219,8 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
      "the params do not match the optimizer state: their structure, shapes or dtypes are not "
      "those that tx.init saw. Masters now: none; wanted: b float32[1], w float32[2]. "
      "Cast params before tx.init (or let tx.init_params do it) and keep their dtypes, as "
-     "optax.apply_updates does, and equinox.apply_updates does not. A state that was saved under another policy, or with another master=..., becomes one of this optimizer by "
+     "optax.apply_updates does, and equinox.apply_updates does not. A state that was saved under "
+     "another policy, or with another master=..., becomes one of this optimizer by "
      "jaxmp.convert_state(state, tx). Where other params were frozen before, make the masters "
      "anew: state._replace(master=tx.init(params).master)"),
     ("other moments", lambda: tx(moments="int8").update(PARAMS, tx().init(PARAMS), PARAMS),
