@@ -186,6 +186,8 @@ def summary(model: Any) -> Summary:
         own = [x for x in own_leaves(module) if is_floating(x)]
         mark = mark_of(module)
         policy = None if mark is None else mark.policy
+        if path and policy is None and not own:  # nothing to say of it
+            continue
         compute = "" if policy is None else policy.compute_dtype.name
         output = "" if policy is None or mark.dtypes is None else policy.output_dtype.name
         count = sum(x.size for x in own)

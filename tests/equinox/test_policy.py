@@ -309,6 +309,9 @@ def test_summary() -> None:
         ("head", "Linear", "", "", 68),
     ]
     assert {row.compute for row in jaxmp.equinox.summary(Net()).rows} == {""}
+    # The parts of a norm's state have neither a policy nor params.
+    norm, _ = eqx.nn.make_with_state(eqx.nn.BatchNorm)(4, "batch", mode="batch")
+    assert [row.type for row in jaxmp.equinox.summary(norm).rows] == ["BatchNorm"]
 
 
 def test_rules_that_match_nothing() -> None:
