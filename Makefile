@@ -5,6 +5,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 AOT ?= .venv-aot
+# In an environment of its own: with compilers for GPUs, JAX writes into notebooks that it found none.
+DOCS ?= .venv-docs
 RUN = $(VENV)/bin/python
 # What compilers for TPUs and GPUs make of programs, without any.
 RUN_AOT = JAXMP_AOT=1 $(AOT)/bin/python -m pytest --jaxtyping-packages= tests/aot
@@ -55,8 +57,8 @@ types: $(VENV)/.installed
 
 # The site, in build/site/html. Anything that is not right fails it: links, notebooks, public names that
 # the reference does not have.
-docs: $(VENV)/.docs
-	$(RUN) -m sphinx -b html -W --keep-going docs build/site/html
+docs: $(DOCS)/.docs
+	$(DOCS)/bin/python -m sphinx -b html -W --keep-going docs build/site/html
 
 bench: $(VENV)/.installed
 	$(RUN) benchmarks/bench_optimizer.py
@@ -79,9 +81,8 @@ bench-absent: $(AOT)/.compilers
 
 $(VENV)/.installed: EXTRAS = test,dev
 $(AOT)/.compilers: EXTRAS = test,aot
-$(VENV)/.docs: EXTRAS = docs
-$(VENV)/.docs: $(VENV)/.installed
-$(VENV)/.installed $(AOT)/.compilers $(VENV)/.docs: pyproject.toml
+$(DOCS)/.docs: EXTRAS = docs
+$(VENV)/.installed $(AOT)/.compilers $(DOCS)/.docs: pyproject.toml
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --upgrade pip
 	$(@D)/bin/python -m pip install --quiet --editable '.[$(EXTRAS)]'
