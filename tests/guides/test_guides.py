@@ -45,6 +45,7 @@ def test_every_page_is_compared_or_says_that_it_was_not_run() -> None:
 
 
 @each_guide
+@pytest.mark.slow
 def test_after_comes_to_what_was_before(guide: Guide, folder: pathlib.Path) -> None:
     want, got = before(guide, folder), guide.run_after()
     assert got["scales"] == want["scales"]
@@ -58,6 +59,7 @@ def test_after_comes_to_what_was_before(guide: Guide, folder: pathlib.Path) -> N
 
 
 @each_guide
+@pytest.mark.slow
 def test_the_tolerance_sees_gradients_of_another_size(guide: Guide, folder: pathlib.Path) -> None:
     """Positive control: steps a tenth larger. (Adam, in the page about MaxText, has its own.)"""
     larger = guide.program("After").replace("sgd(0.05", "sgd(0.055").replace("w(1e-2", "w(1.1e-2")

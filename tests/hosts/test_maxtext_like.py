@@ -18,7 +18,7 @@ import jaxmp
 from tests.support.bits import tree_bits
 from tests.support.dots import count_dots
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("standard_promotion")]
 
 CONFIG = {"dtype": "bfloat16", "weight_dtype": "float32", "grad_dtype": "float32"}
 TOKENS = jnp.tile(jnp.arange(13) % 5, (4, 1))
