@@ -243,9 +243,8 @@ class Algorithm:
                 "tx.init (or let tx.init_params do it) and keep their dtypes, as "
                 "optax.apply_updates does, and equinox.apply_updates does not. A state that was "
                 "saved under another policy, or with another master=..., becomes one of this "
-                "optimizer by jaxmp.convert_state(state, tx). Where other params were "
-                "frozen before, make the masters anew: "
-                "state._replace(master=tx.init(params).master)"
+                "optimizer by jaxmp.convert_state(state, tx). Where other params were frozen "
+                "before, make the masters anew: state._replace(master=tx.init(params).master)"
             )
         if inner is not None and (difference := _first_difference(state.inner, inner)):
             raise ValueError(
