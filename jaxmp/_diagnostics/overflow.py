@@ -28,7 +28,7 @@ class OverflowOperand:
 
 @dataclasses.dataclass(frozen=True)
 class Overflow:
-    """The operation whose value first left the range of its dtype. It prints as a paragraph.
+    """The operation whose value first left the range of its dtype. It prints a line for each fact.
 
     Attributes:
       operation: the name of the primitive, such as `"exp"`; `"argument"` or `"constant"` if what
@@ -73,19 +73,18 @@ class Overflow:
         if grads:
             names = first_few([name.removeprefix("gradients/") for name in grads])
             reached.append(f"{len(grads)} of {self.gradients} gradients ({names})")
-        tail = f"Not finite because of it: {', '.join(reached)}."
-        if self.operation == "argument":
-            return f"{self.line} was given with {what}, first at {self.index}. {tail}"
-        where = [self.line, self.path and f"in {self.path}", self.direction and f"{self.direction}"]
+        first = f"{what}, first at {self.index}"
+        where = [self.line, self.path and f"in {self.path}", self.direction]
         where += [f"turn {', '.join(map(str, self.turns))} of its loop"] * bool(self.turns)
-        at = ", ".join(part for part in where if part)
-        if self.operation == "constant":
-            return (
-                f"a constant of the program, read at {at}, holds {what}, first at {self.index}. "
-                f"{tail}"
+        at = f"at: {', '.join(part for part in where if part)}"
+        if self.operation == "argument":
+            lines = [f"{self.line} was given with {first}"]
+        elif self.operation == "constant":
+            lines = [f"a constant of the program holds {first}", f"read {at}"]
+        else:
+            read = (
+                f"from: {each.dtype}{list(each.shape)} of {each.smallest:.3g} to {each.largest:.3g}"
+                for each in self.operands
             )
-        read = " and ".join(
-            f"{each.dtype}{list(each.shape)} of {each.smallest:.3g} to {each.largest:.3g}"
-            for each in self.operands
-        )
-        return f"{self.operation} at {at} gives {what}, first at {self.index}, from {read}. {tail}"
+            lines = [f"{self.operation} gives {first}", at, *read]
+        return "\n  ".join([*lines, f"then not finite: {', '.join(reached)}"])

@@ -489,13 +489,15 @@ def test_collections_and_aux() -> None:
     assert (found.operation, found.line) == ("argument", "batch_stats/mean")
 
 
-def test_it_prints_a_paragraph() -> None:
+def test_it_prints_a_line_for_each_fact() -> None:
     found = find_overflow(in_a_scan, PARAMS, X)
     assert isinstance(found, Overflow)
     assert str(found) == (
-        f"mul at {line_of('planted', 'blow_up')}, forward, turn 1 of its loop gives 64 infinite "
-        "of 64 numbers in float16, first at (0, 0), from float16[8, 8] of 6.26e+04 to 6.26e+04 and "
-        "float16[] of 4 to 4. Not finite because of it: 1 of 2 gradients (first)."
+        "mul gives 64 infinite of 64 numbers in float16, first at (0, 0)\n"
+        f"  at: {line_of('planted', 'blow_up')}, forward, turn 1 of its loop\n"
+        "  from: float16[8, 8] of 6.26e+04 to 6.26e+04\n"
+        "  from: float16[] of 4 to 4\n"
+        "  then not finite: 1 of 2 gradients (first)"
     )
 
 
@@ -587,7 +589,8 @@ def test_what_may_be_meant_is_named_if_there_is_nothing_else() -> None:
     found = find_overflow(lambda p: jnp.sum(data @ p["first"]), PARAMS)  # closed over
     assert found is not None
     assert (found.operation, found.nan, found.index) == ("constant", 1, (1, 1))
-    assert str(found).startswith("a constant of the program, read at test_find_overflow.py:")
+    assert str(found).startswith("a constant of the program holds 1 NaN of 64 numbers in float32")
+    assert "\n  read at: test_find_overflow.py:" in str(found)
 
 
 @pytest.mark.exhaustive
@@ -632,7 +635,7 @@ def test_what_else_skips_a_step() -> None:
     found = find_overflow(lambda p: jnp.sum(p["first"]) * 1e20, PARAMS)
     assert found is not None
     assert found.reaches == ("norm",)
-    assert "Not finite because of it: the norm of all gradients." in str(found)
+    assert "then not finite: the norm of all gradients" in str(found)
 
     def with_statistics(p: Any, x: Any) -> Any:
         return jnp.sum(p["first"]), {"mean": jnp.sum(x) / 0}
