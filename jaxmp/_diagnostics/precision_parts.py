@@ -118,7 +118,7 @@ def precision_parts_of(closed: Any, patterns: Iterable[Any] | None) -> Parts:
       patterns: the patterns of the parts; None for a part for each scope that computes.
 
     Raises:
-      ValueError: for a pattern that matches no scope of the program, or can match none.
+      ValueError: for no pattern, and for one that matches no scope of the program, or can match none.
       TypeError: for one pattern in place of a list.
     """
     if isinstance(patterns, str):
@@ -148,6 +148,8 @@ def precision_parts_of(closed: Any, patterns: Iterable[Any] | None) -> Parts:
             raise ValueError(NO_SCOPES)
         return Parts(tuple(parts.values()), parts)
     checked = tuple(_part_of_pattern(pattern, flops) for pattern in patterns)
+    if not checked:
+        raise ValueError("candidates has no pattern. Give one or more, or None to try every scope")
     regions = PolicyRules([(part.pattern, None) for part in checked])
     return Parts(checked, {names: _owner(regions, checked, names) for names in flops})
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Callable, Collection
 from typing import Any, Literal, NamedTuple
 
@@ -102,9 +103,9 @@ class SensitivityReport:
           Rules for `jaxmp.autocast`.
 
         Raises:
-          ValueError: for a count that is negative or larger than the number of parts.
+          ValueError: for a count that is no number of parts.
         """
-        if isinstance(count, bool) or not 0 <= count <= len(self.rows):
+        if isinstance(count, bool) or count not in range(len(self.rows) + 1):
             raise ValueError(f"count must be from 0 to {len(self.rows)}, got {count!r}")
         return self._rules(self._first(count, of))
 
@@ -125,7 +126,7 @@ class SensitivityReport:
         Raises:
           ValueError: for a target that is not positive, or that no rules reach.
         """
-        if not target > 0:
+        if not (isinstance(target, numbers.Real) and target > 0):
             raise ValueError(f"target must be a positive relative error, got {target!r}")
         _check_of(of)
         if self.all_low.of(of) <= target:

@@ -57,7 +57,7 @@ def recompute(
     True
     """
     if not callable(fun):
-        raise TypeError(f"recompute takes a function, got {type(fun).__name__}")
+        raise TypeError(f"fun must be a function, got {type(fun).__name__}")
     names = _check_names(dear)
     if check_recompute(mode) == "never":
         return fun

@@ -346,8 +346,11 @@ def test_wrong_arguments_are_told(small: SensitivityReport) -> None:
         sensitivity(loss_fn, [w / 0.0 for w in params], BATCH)
     with pytest.raises(TypeError, match="with_scopes takes an nnx module, got list"):
         jaxmp.nnx.with_scopes(params)
-    with pytest.raises(ValueError, match="target must be a positive"):
-        small.rules(0)
+    with pytest.raises(ValueError, match="candidates has no pattern"):
+        sensitivity(loss_fn, params, BATCH, candidates=[])
+    for target in (0, "1%"):
+        with pytest.raises(ValueError, match="target must be a positive"):
+            small.rules(target)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="there are no outputs"):
         small.rules(0.1, of="outputs")
     with pytest.raises(ValueError, match="of must be"):

@@ -663,7 +663,7 @@ def test_in_float16_forward_is_the_same_to_the_bit() -> None:
 @pytest.mark.parametrize(
     ("make", "error_type", "text"),
     [
-        (lambda: jaxmp.recompute(1), TypeError, "recompute takes a function, got int"),
+        (lambda: jaxmp.recompute(1), TypeError, "fun must be a function, got int"),
         (
             lambda: jaxmp.recompute(mlp, "sometimes"),
             ValueError,
