@@ -118,7 +118,7 @@ def precision_parts_of(closed: Any, patterns: Iterable[Any] | None) -> Parts:
       patterns: the patterns of the parts; None for a part for each scope that computes.
 
     Raises:
-      ValueError: for no pattern, and for one that matches no scope of the program, or can match none.
+      ValueError: for no pattern, or one that matches no scope of the program or can match none.
       TypeError: for one pattern in place of a list.
     """
     if isinstance(patterns, str):
