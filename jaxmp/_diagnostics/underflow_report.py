@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
@@ -12,7 +13,15 @@ from jaxtyping import PyTree
 from jaxmp._diagnostics.counted import check_counted, cumulated, fetched
 from jaxmp._diagnostics.inputs import check_numbers, number_of_scale
 from jaxmp._numerics.dtypes import parse_dtype
-from jaxmp._numerics.histograms import FINITE, INFINITE, NAN, ZEROS, Histograms, histograms
+from jaxmp._numerics.histograms import (
+    FINITE,
+    INFINITE,
+    NAN,
+    ZEROS,
+    Histograms,
+    counts_below,
+    histograms,
+)
 
 # The recommended scale leaves room for numbers 8 times as large (docs/statistics.md).
 _HEADROOM = 3
@@ -99,8 +108,8 @@ def underflow_report(
 ) -> UnderflowReport:
     """Reports what share of each array would become zero, subnormal or infinite in a format.
 
-    The histogram of a float32 gradient answers that for all formats and scales: a gradient that
-    becomes zero trains nothing, and no overflow tells of it.
+    A gradient that becomes zero trains nothing, and no overflow tells of it. Of arrays the shares
+    are those of a cast. A histogram answers for all formats and scales, nearly as well.
 
     The recommended scale is 2**(e - 3 - m), with e the exponent of the largest number of the format
     and m that of the largest magnitude: as torch.amp finds it, but for the room that is left.
@@ -112,11 +121,11 @@ def underflow_report(
       loss_scale: what the numbers are multiplied by: a number, or `state.loss_scale`.
 
     Returns:
-      The report. It waits for the device. Numbers between two powers of two are taken to be spread
-      evenly over their logarithms. At scales that are powers of two this matters only for the
-      largest numbers of a format, and for those that round up to its smallest normal one: shares
-      are right to 1e-4 in float16 and bfloat16. In float8, `flushed` is as exact, `subnormal` and
-      `overflow` to about 0.02; where `largest` fits, `overflow` is 0.
+      The report. It waits for the device. In `Histograms`, numbers between two powers of two are
+      taken to be spread evenly over their logarithms. At scales that are powers of two this
+      matters only for the largest numbers of a format, and for those that round up to its smallest
+      normal one: shares are right to 1e-4 in float16 and bfloat16. In float8, `flushed` is as
+      exact, `subnormal` and `overflow` to about 0.02; where `largest` fits, `overflow` is 0.
 
     Raises:
       ValueError: for an unknown dtype, a scale that is not positive, or histograms of a step in
@@ -134,16 +143,17 @@ def underflow_report(
     check_numbers(tree, "underflow_report")
     found = tree if isinstance(tree, Histograms) else histograms(tree)
     counts, largest = fetched(found)
+    limits = limits_of(chosen)
+    at = np.array([limits.kept, limits.normal, limits.ends]) / scale
     if found is tree:
         check_counted(counts)
-    limits = limits_of(chosen)
-    named = zip(found.names, found.dtypes, strict=True)
-    rows = [
-        _lost_of(name, kind, counts[i], float(largest[i]), limits, scale)
-        for i, (name, kind) in enumerate(named)
-    ]
-    most = float(largest.max(initial=0))
-    total = _lost_of("all", "", counts.sum(0), most, limits, scale)
+        below = [_interpolated(*row, at) for row in zip(counts[:, FINITE], largest, strict=True)]
+    else:
+        below = list(jax.device_get(counts_below(tree, _float32_from(at))))
+    columns = zip(found.names, found.dtypes, counts, largest, below, strict=True)
+    rows = [_lost_of(*row, limits.exponent) for row in columns]
+    most = largest.max(initial=0)
+    total = _lost_of("all", "", counts.sum(0), most, sum(below, np.zeros(3)), limits.exponent)
     rows.sort(key=lambda row: (-row.overflow, -row.flushed, -row.subnormal))
     return UnderflowReport(tuple(rows), total, chosen.name, scale)
 
@@ -171,47 +181,52 @@ def limits_of(dtype: Any) -> FormatLimits:
     exponent = math.frexp(largest)[1] - 1
     # Half of the smallest number rounds to zero. The sum of largest and half a place may overflow.
     kept = math.nextafter(smallest / 2, 1)
-    ends = largest * (1 + 2.0 ** (exponent - int(info.nmant) - 1) / largest)
+    ends = largest + 2.0 ** (exponent - int(info.nmant) - 1)
+    with np.errstate(over="ignore"):
+        if np.isfinite(np.float64(ends).astype(dtype).astype(np.float64)):  # the largest is even
+            ends = math.nextafter(ends, math.inf)
     return FormatLimits(kept, float(info.smallest_normal) - smallest / 2, ends, exponent)
 
 
 def _lost_of(
-    name: str, dtype: str, counts: Any, largest: float, limits: FormatLimits, scale: float
+    name: str, dtype: str, counts: Any, largest: Any, below: Any, exponent: int
 ) -> UnderflowRow:
+    """Returns the row of an array, of which so many numbers are below the limits of the format."""
     zeros, infinite, nan = (round(float(counts[i])) for i in (ZEROS, INFINITE, NAN))
-    numbers = counts[FINITE]
-    flushed, below, fits = (
-        _share_below(numbers, largest, at / scale)
-        for at in (limits.kept, limits.normal, limits.ends)
-    )
-    recommended = None
-    if not numbers.any():
-        flushed, below, fits = 0.0, 0.0, 1.0
-    else:
+    flushed, small, fits, recommended = 0.0, 0.0, 1.0, None
+    if numbers := counts[FINITE].sum():
+        flushed, small, fits = (float(n / numbers) for n in below)
         # Formats with the exponents of float32 need no scale.
-        room = limits.exponent - _HEADROOM - (math.frexp(largest)[1] - 1)
-        recommended = 2.0**room if limits.exponent < 127 else 1.0
+        room = exponent - _HEADROOM - (math.frexp(largest)[1] - 1)
+        recommended = 2.0**room if exponent < 127 else 1.0
     return UnderflowRow(
         name,
         dtype,
         round(float(counts.sum())),
         zeros,
         flushed,
-        max(below - flushed, 0.0),
+        max(small - flushed, 0.0),
         1 - fits,
         infinite,
         nan,
-        largest,
+        float(largest),
         recommended,
     )
 
 
-def _share_below(numbers: Any, largest: float, limit: float) -> float:
-    """Returns the share of numbers below a limit, given their counts in the finite bins."""
-    if limit > largest:
-        return 1.0
+def _interpolated(numbers: Any, largest: Any, limits: Any) -> Any:
+    """Returns how many numbers are below limits, given their counts in the finite bins."""
+    if not largest:
+        return np.zeros(len(limits))
     edges, below = cumulated(numbers, largest)
-    return float(np.interp(math.log2(limit), edges, below)) / float(numbers.sum())
+    return np.where(limits > largest, numbers.sum(), np.interp(np.log2(limits), edges, below))
+
+
+def _float32_from(limits: Any) -> Any:
+    """Returns the smallest float32 that are not below."""
+    with np.errstate(over="ignore"):
+        near = limits.astype(np.float32)
+    return np.where(near < limits, np.nextafter(near, np.float32(np.inf)), near)
 
 
 def _has_lost(dtype: str) -> bool:

@@ -121,13 +121,38 @@ def zeros_as(count: Callable[..., Any], *given: Any) -> Any:
 
 def histogram_of(x: Any) -> tuple[Float32[Array, "128"], Float32[Array, ""]]:
     """Returns the counts and the largest magnitude of one array of floats."""
-    if jnp.iscomplexobj(x):
-        x = jnp.stack([x.real, x.imag])
-    bits = jax.lax.bitcast_convert_type(_as_float32(x), jnp.uint32) & jnp.uint32(0x7FFFFFFF)
+    bits = _bits_of(x)
     counts = jax.lax.platform_dependent(_bin_of(bits), cpu=_scattered, default=_compared)
     finite = jnp.where(bits < _INFINITY, bits, 0)
     largest = jnp.max(finite, initial=jnp.uint32(0))
     return counts, jax.lax.bitcast_convert_type(largest, jnp.float32)
+
+
+@jax.jit
+def counts_below(tree: PyTree, limits: Float32[Array, " n"]) -> Float32[Array, "arrays n"]:
+    """Counts the numbers of each array of floats that are not zero, and smaller than some limits.
+
+    Args:
+      tree: the arrays, of which those are counted that `histograms` counts.
+      limits: magnitudes.
+    """
+    ends = jax.lax.bitcast_convert_type(limits, jnp.uint32)
+
+    def below(x: Any) -> Any:
+        bits = _bits_of(x)
+        axes = _counted_axes(bits)
+        counts = [jnp.sum((bits > 0) & (bits < end), axes, dtype=jnp.uint32) for end in ends]
+        return jnp.stack([jnp.sum(count.astype(jnp.float32)) for count in counts])
+
+    found = [below(x) for x in jax.tree.leaves(tree) if is_inexact(x)]
+    return jnp.stack(found) if found else jnp.zeros((0, len(limits)))
+
+
+def _bits_of(x: Any) -> Any:
+    """Returns the bits of magnitudes in float32: their order is that of the magnitudes."""
+    if jnp.iscomplexobj(x):
+        x = jnp.stack([x.real, x.imag])
+    return jax.lax.bitcast_convert_type(_as_float32(x), jnp.uint32) & jnp.uint32(0x7FFFFFFF)
 
 
 def _as_float32(x: Any) -> Any:
@@ -146,7 +171,7 @@ _HALF_OF_BFLOAT16 = np.uint32(0x00008000)  # 2**-134, half of its smallest numbe
 
 def _bin_of(bits: Any) -> Any:
     """Returns the number of the bin of each magnitude, given the bits of a float32."""
-    # The bits of floats that are not negative have the order of the floats, and so have the bins.
+    # Bins have the order of the bits.
     exponent = (bits >> 23).astype(jnp.int32) - 127
     number = jnp.clip(exponent, _LOWEST - 1, _HIGHEST + 1) + (4 - _LOWEST)
     for edge in (np.uint32(1), _HALF_OF_BFLOAT16, _SMALLEST_NORMAL):
@@ -168,9 +193,7 @@ def _compared(number: Any) -> Float32[Array, "128"]:
     """
     # A sum over min(number, k) grows from one k to the next by the numbers that are above: two
     # operations for each bin, and exact where uint32 overflows.
-    axes = tuple(range(number.ndim))
-    if number.size >= 2**32:  # too many for one count
-        axes = axes[1:]
+    axes = _counted_axes(number)
     small = number.astype(jnp.uint8)
 
     def sums_from(first: Any) -> Any:
@@ -185,6 +208,11 @@ def _compared(number: Any) -> Float32[Array, "128"]:
     first, last = jnp.full_like(reached[:1], whole), jnp.zeros_like(reached[:1])
     counts = jnp.concatenate([first, reached]) - jnp.concatenate([reached, last])
     return jnp.sum(counts.astype(jnp.float32), tuple(range(1, counts.ndim)))
+
+
+def _counted_axes(x: Any) -> tuple[int, ...]:
+    """Returns the axes over which a count fits into uint32."""
+    return tuple(range(x.size >= 2**32, x.ndim))
 
 
 def _scattered(number: Any) -> Float32[Array, "128"]:

@@ -80,22 +80,47 @@ def test_shares_are_those_of_a_cast(name: str) -> None:
 
 
 def test_powers_of_two_are_exact_but_for_ties() -> None:
-    """The tie between zero and the smallest number goes to zero where a cast has it."""
+    """A histogram takes the tie between zero and the smallest number for the latter."""
     x = jnp.asarray(ARRAYS["powers of two"], jnp.float32)
     tie = np.count_nonzero(np.asarray(x) == 2.0**-25) / N
     assert tie > 0.01
     expected = shares(x, "float16", 1.0)
-    given = found(underflow_report({"x": x}))
+    given = found(underflow_report(histograms({"x": x})))
     assert given == pytest.approx((expected[0] - tie, expected[1] + tie, expected[2]), abs=1e-4)
-    alone = found(underflow_report({"x": jnp.full(3, 2.0**-25)}))
+    alone = found(underflow_report(histograms({"x": jnp.full(3, 2.0**-25)})))
     assert alone == pytest.approx(shares(np.full(3, 2.0**-25), "float16", 1.0), abs=1e-9)
 
 
 @pytest.mark.parametrize("scale", [3.0, pytest.param(1000.0, marks=MORE)])
 def test_scales_between_powers_of_two(scale: float) -> None:
     x = jnp.asarray(ARRAYS["lognormal"], jnp.float32)
-    given = found(underflow_report({"x": x}, loss_scale=scale))
+    given = found(underflow_report(histograms({"x": x}), loss_scale=scale))
     assert given == pytest.approx(shares(x, "float16", scale), abs=2e-3)
+
+
+@pytest.mark.jax
+@pytest.mark.parametrize("name", ARRAYS)
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_of_arrays_the_shares_are_exact(name: str, dtype: str) -> None:
+    """In every format, at every scale, ties too."""
+    x = np.float32(ARRAYS[name])
+    for scale in (1.0, 3.0, 2.0**-4, 2.0**20, 448 / float(np.abs(x).max())):
+        given = found(underflow_report({"x": x}, dtype=dtype, loss_scale=scale))
+        assert given == pytest.approx(shares(x, dtype, scale), abs=1e-6), scale
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_the_limits_of_formats_are_those_of_casts(dtype: str) -> None:
+    """Each limit is the first number that a cast keeps, keeps as a normal one, or loses."""
+    info = ml_dtypes.finfo(FORMATS[dtype])
+    numbers = [float(info.smallest_subnormal) / 2, float(info.smallest_normal), float(info.max)]
+    if dtype != "bfloat16":
+        numbers += [float(info.smallest_normal - info.smallest_subnormal / 2), 464.0, 65520.0]
+    for x in numbers:
+        near = np.float32([np.nextafter(np.float32(x), np.float32(0)), x, np.nextafter(x, np.inf)])
+        for one in near:
+            given = found(underflow_report({"x": one[None]}, dtype=dtype))
+            assert given == shares(one[None], dtype, 1.0), float(one)
 
 
 @pytest.mark.parametrize(
@@ -232,7 +257,7 @@ def test_vmap_and_scan_give_leading_axes() -> None:
     _, scanned = jax.lax.scan(lambda c, row: (c, histograms({"x": row})), 0, x)
     assert mapped.counts.shape == (4, 1, 128)
     assert np.array_equal(mapped.counts, scanned.counts)
-    assert underflow_report(mapped) == underflow_report({"x": x})
+    assert underflow_report(mapped) == underflow_report(histograms({"x": x}))
 
 
 PARAMS = {"up": jnp.full((16, 8), 0.1), "down": jnp.full((8, 2), 0.1)}
