@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,15 @@ def programs_inside(equation: Any) -> list[Any]:
     if name in CUSTOM_DERIVATIVES:
         return found[:1]  # not the rules, which run only in derivatives
     return found
+
+
+def products_in(jaxpr: Any) -> Iterator[Any]:
+    """Yields the equations of all products in a jaxpr, and in the programs inside."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in PRODUCTS:
+            yield equation
+        for program in programs_inside(equation):
+            yield from products_in(program)
 
 
 def product_flops(equation: Any) -> int:

@@ -12,10 +12,11 @@ from jaxtyping import PyTree
 from jaxmp._autocast.api import autocast
 from jaxmp._float32_reduction.api import GradientReduction, check_fsdp, gradient_reduction
 from jaxmp._jaxpr import compat
+from jaxmp._jaxpr.flops import products_in
 from jaxmp._jaxpr.mesh_axes import on_axes_of
 from jaxmp._jaxpr.tracing import on_automatic_axes_inside
 from jaxmp._mesh.fsdp import FSDP
-from jaxmp._numerics.dtypes import is_floating
+from jaxmp._numerics.dtypes import is_floating, is_narrow
 from jaxmp._numerics.loss_scale import NoLossScale
 from jaxmp._numerics.tree import (
     all_finite,
@@ -23,6 +24,7 @@ from jaxmp._numerics.tree import (
     split_floats,
     stays_finite,
 )
+from jaxmp._numerics.user_warnings import warn
 from jaxmp._policies.policy import Policy, get_policy
 from jaxmp._policies.policy_rules import PolicyRules
 from jaxmp._policies.presets import all_policies, dtypes_of
@@ -117,6 +119,10 @@ def make_train_step(
         positive number, or `cast` is unknown.
       TypeError: if `policy` is rules, which belong to a model, or `fsdp` is not an `FSDP`.
 
+    Warns:
+      UserWarning: in the first step, if the optimizer was wrapped for 16 bits, there is no policy
+        here, and every product is float32: nobody casts.
+
     >>> import jaxmp
     >>> tx = jaxmp.mixed_precision(optax.sgd(0.5), "mixed_bfloat16")
     >>> state = TrainState.create(params={"w": jnp.ones(2)}, tx=tx)
@@ -168,7 +174,8 @@ def make_train_step(
 
     placed = None if shardings is None else (shardings, None)
     donated = (0,) if donate else ()
-    return TrainStep(jax.jit(train_step, donate_argnums=donated, out_shardings=placed))
+    jitted = jax.jit(train_step, donate_argnums=donated, out_shardings=placed)
+    return TrainStep(jitted, model_casts=policy is None)
 
 
 def _check_options(fsdp: Any, microbatches: Any, cast: Any, histograms_every: Any) -> None:
@@ -205,10 +212,15 @@ class TrainStep:
     """A jitted step that checks the state it is called with, as `make_train_step` returns it.
 
     It has all attributes of a jitted function, such as `lower` and `trace`.
+
+    Args:
+      jitted: the step.
+      model_casts: whether the dtypes are left to the model.
     """
 
-    def __init__(self, jitted: jax.stages.Wrapped) -> None:
+    def __init__(self, jitted: jax.stages.Wrapped, *, model_casts: bool) -> None:
         self._jitted = jitted
+        self._model_casts = model_casts
         self._called = False
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
@@ -218,6 +230,8 @@ class TrainStep:
             _check_alive(state)
             if not self._called:
                 warn_of_foreign_scale(state)
+                if self._model_casts:
+                    _warn_if_all_is_wide(state.tx, self._jitted.trace(state, batch).jaxpr)
                 self._called = True
         return self._jitted(state, batch)
 
@@ -225,6 +239,18 @@ class TrainStep:
         if name == "_jitted":  # of an unfinished instance, such as a copy in the making
             raise AttributeError(name)
         return getattr(self._jitted, name)
+
+
+def _warn_if_all_is_wide(tx: MixedPrecision, step: Any) -> None:
+    """Warns if the optimizer was wrapped for 16 bits, and no product of a step reads any."""
+    narrow = {p.compute_dtype.name for p in all_policies(tx.rules) if is_narrow(p.compute_dtype)}
+    products = [[x.aval.dtype for x in product.invars] for product in products_in(step.jaxpr)]
+    if narrow and products and not any(is_narrow(dtype) for read in products for dtype in read):
+        warn(
+            f"the optimizer was wrapped for {' and '.join(sorted(narrow))}, but every product of "
+            "this step is float32: the model does not cast, and make_train_step has no policy. "
+            "Give it one, make_train_step(loss_fn, policy), or put the model under one"
+        )
 
 
 def _check_alive(state: TrainState) -> None:

@@ -209,7 +209,7 @@ def test_replace() -> None:
 
 
 def test_collections_pass_through_microbatches() -> None:
-    step = jaxmp.make_train_step(bn_loss, None, has_aux=True, microbatches=4)
+    step = jaxmp.make_train_step(bn_loss, "mixed_float16", has_aux=True, microbatches=4)
     state, metrics = step(bn_state(), batch())
     mean = np.zeros(3)
     for i in range(4):
@@ -226,6 +226,29 @@ def test_collections_keep_their_dtypes() -> None:
     state = jaxmp.TrainState.create(params=init_params(), tx=tx, stats=jnp.ones(2))
     state, _ = jaxmp.make_train_step(loss, "mixed_bfloat16")(state, batch())
     assert state.stats.dtype == jnp.float32
+
+
+def test_it_warns_if_nobody_casts() -> None:
+    """Without a policy a plain model would silently train in float32."""
+    tx = jaxmp.mixed_precision(optax.sgd(0.1), "mixed_bfloat16")
+    plain = jaxmp.make_train_step(loss_fn, donate=False)
+    state = jaxmp.TrainState.create(params=init_params(), tx=tx)
+    with pytest.warns(UserWarning, match="wrapped for bfloat16, but every product of this step is"):
+        plain(state, batch())
+    plain(state, batch())  # once
+
+    def by_hand(params: Any, batch: Any) -> Any:
+        return loss_fn(jaxmp.get_policy("bfloat16").cast_to_compute(params), batch)
+
+    # Controls: who casts, who wants float32, and who multiplies nothing.
+    for casts in (by_hand, jaxmp.autocast(loss_fn, "mixed_bfloat16")):
+        jaxmp.make_train_step(casts, donate=False)(state, batch())
+    state = jaxmp.TrainState.create(
+        params=init_params(), tx=jaxmp.mixed_precision(optax.sgd(0.1), "float32")
+    )
+    jaxmp.make_train_step(loss_fn)(state, batch())
+    state = jaxmp.TrainState.create(params={"w": jnp.ones(2)}, tx=tx)
+    jaxmp.make_train_step(lambda p, b: jnp.sum(p["w"] * b))(state, jnp.ones(2))
 
 
 def test_the_optimizer_is_given_the_loss() -> None:
