@@ -215,9 +215,7 @@ class Tally:
         again = [
             site
             for site in self.sites
-            if not site.bodies
-            and _operations(site)
-            and self.where(site).direction == "recomputed"
+            if not site.bodies and _operations(site) and self.where(site).direction == "recomputed"
         ]
         groups = _grouped(again, lambda site: (self.where(site).line, self.where(site).path))
         rows = [
