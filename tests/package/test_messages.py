@@ -302,6 +302,8 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
      "the state has no collection 't'. It has: s. Give it to TrainState.create, or return it"),
     ("aux of the step", lambda: step(lambda p, b: p["b"][0], has_aux=True), TypeError,
      "the loss function must return (loss, aux) here, got float32[]"),
+    ("mesh and params swapped", lambda: jaxmp.sharding.fully_sharded("mesh", PARAMS), TypeError,
+     "mesh must be a jax.sharding.Mesh, got a dict"),
     ("step microbatches", lambda: jaxmp.make_train_step(lambda p, b: 0.0, microbatches=1.5),
      ValueError, "microbatches must be a whole number of at least 1, got 1.5"),
     ("nothing to check", lambda: jaxmp.check_progress({"a": 1}), TypeError,
