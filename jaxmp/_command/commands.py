@@ -79,7 +79,7 @@ def _answer_doctor(**options: Any) -> Answer:
 
 def _answer_plan(what: str, **options: Any) -> Answer:
     params: Any = what
-    if ":" in what:
+    if ":" in what or not what.lstrip(".")[:1].isdigit():
         options["loss_fn"], params, options["batch"] = loss_of(load_program(what))
     plan = memory_plan(params, **options)
     missing = f"it does not fit: {plan.peak:,} bytes on a device of {plan.capacity:,}"

@@ -41,6 +41,7 @@ def parser() -> argparse.ArgumentParser:
         # What comes first: options that take several values would take it for one of them.
         first = [word["metavar"] for key, word in command.arguments.items() if key[0] != "-"]
         one.usage = " ".join([one.prog, *first, "[options]"])
+        one.set_defaults(error=one.error)
     return whole
 
 
@@ -58,8 +59,11 @@ def main(argv: Sequence[str] | None = None) -> int:
       SystemExit: for `--help`, and for arguments that the parser does not know, with code 2.
     """
     whole = parser()
-    values = vars(whole.parse_args(argv))
-    name = values.pop("command")
+    known, unknown = whole.parse_known_args(argv)
+    values = vars(known)
+    name, error = values.pop("command"), values.pop("error", whole.error)
+    if unknown:  # `parse_args` would say so with the usage of the whole, not of the command
+        error(f"unrecognized arguments: {' '.join(unknown)}. See its --help")
     if name is None:
         whole.print_help(sys.stderr)
         return 2
@@ -76,10 +80,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except KeyboardInterrupt:
         return 130
-    except Exception as error:  # whatever the user's program raises ends in a message
+    except Exception as raised:  # whatever the user's program raises ends in a message
         if raises:
             raise
-        print(f"jaxmp {name}: {_message(error)}", file=sys.stderr)
+        print(f"jaxmp {name}: {_message(raised)}", file=sys.stderr)
         return 2
 
 

@@ -75,6 +75,11 @@ def loss_of(program: NamedProgram) -> tuple[Callable[..., Any], Any, Any]:
     Raises:
       UsageError: if its arguments are not params and a batch.
     """
+    if program.args and hasattr(program.args[0], "opt_state"):
+        raise UsageError(
+            f"{program.name}() returns a step and its state, but this command makes its own step. "
+            "Write a factory that returns (loss_fn, (params, batch))"
+        )
     if len(program.args) != 2:
         raise UsageError(
             f"{program.name}() should return (loss_fn, (params, batch)) here, but it has "

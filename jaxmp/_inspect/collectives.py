@@ -12,6 +12,7 @@ from jaxmp._hlo.replica_groups import Groups
 from jaxmp._inspect.collective_report import Collectives, CompiledCollective, CompiledProduct
 from jaxmp._inspect.compiled import Source, source_of
 from jaxmp._inspect.lines import direction, line_of_frames, path_of_operation
+from jaxmp._jaxpr.mesh_axes import check_mesh
 
 
 def collectives(program: Any, *args: Any, mesh: Any = None, **kwargs: Any) -> Collectives:
@@ -35,7 +36,7 @@ def collectives(program: Any, *args: Any, mesh: Any = None, **kwargs: Any) -> Co
       program right after partitioning, in which reduce-scatters are still all-reduces.
 
     Raises:
-      TypeError: if `program` is none of these.
+      TypeError: if `program` is none of these, or `mesh` is no mesh.
       ValueError: for a program that was compiled for CPUs, or for a mesh that does not fit it.
 
     >>> import jax.numpy as jnp
@@ -76,8 +77,7 @@ def _mesh(given: Any, source: Source, read: CompiledProgram) -> tuple[Any, str]:
     """Returns the mesh of a program, or None and the reason."""
     fitting = [mesh for mesh in source.meshes if _fits(mesh, read)]
     if given is not None:
-        if not isinstance(given, (jax.sharding.Mesh, jax.sharding.AbstractMesh)):
-            raise ValueError(f"mesh must be a jax.sharding.Mesh, got {type(given).__name__}")
+        check_mesh(given)
         if not _fits(given, read):
             raise ValueError(_misfit(given, read))
         if isinstance(given, jax.sharding.Mesh) and fitting:

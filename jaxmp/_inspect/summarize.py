@@ -211,11 +211,11 @@ class Tally:
         return tuple(sorted(rows, key=lambda row: (-row.count, row.primitive)))
 
     def recomputed(self) -> tuple[Recomputed, ...]:
-        """Returns recomputed equations by line, most operations first."""
+        """Returns recomputed equations by line, most operations first; none that only move."""
         again = [
             site
             for site in self.sites
-            if not site.bodies and self.where(site).direction == "recomputed"
+            if not site.bodies and _operations(site) and self.where(site).direction == "recomputed"
         ]
         groups = _grouped(again, lambda site: (self.where(site).line, self.where(site).path))
         rows = [

@@ -20,6 +20,12 @@ def named_axes(entry: Any) -> tuple[str, ...]:
     return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
+def check_mesh(mesh: Any) -> None:
+    """Raises TypeError for what is no mesh."""
+    if not isinstance(mesh, jax.sharding.Mesh | AbstractMesh):
+        raise TypeError(f"mesh must be a jax.sharding.Mesh, got a {type(mesh).__name__}")
+
+
 def explicit_mesh(arrays: Iterable[Any]) -> AbstractMesh | None:
     """Returns the mesh of arrays or types, or of the context, if any axis of it is explicit."""
     types = [compat.type_or_given(x) for x in arrays if hasattr(x, "dtype")]

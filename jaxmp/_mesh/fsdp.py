@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from jaxmp._jaxpr.mesh_axes import named_axes, placed
+from jaxmp._jaxpr.mesh_axes import check_mesh, named_axes, placed
 from jaxmp._mesh.layout import Layout, layout_of
 from jaxmp._mesh.specs import axes_of_spec, check_rank, flat_specs
 from jaxmp._numerics.dtypes import parse_dtype
@@ -257,6 +257,7 @@ def fully_sharded(
       A tree of `NamedSharding`, for `jax.device_put`, `FSDP` and `state_shardings`.
 
     Raises:
+      TypeError: if `mesh` is no mesh.
       ValueError: if the mesh has no such axis, or a spec of the base does not fit its param.
 
     >>> mesh = jax.make_mesh((1,), ("data",))
@@ -264,6 +265,7 @@ def fully_sharded(
     >>> {name: x.spec for name, x in fully_sharded(params, mesh).items()}
     {'b': P(), 'w': P(None, 'data')}
     """
+    check_mesh(mesh)
     axes = _axis_names(axis)
     if missing := [name for name in axes if name not in mesh.shape]:
         raise ValueError(f"the mesh has no axis {missing[0]!r}; it has {', '.join(mesh.shape)}")

@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jaxtyping import Array, PyTree
 
-from jaxmp._jaxpr.mesh_axes import automatic, named_axes
+from jaxmp._jaxpr.mesh_axes import automatic, check_mesh, named_axes
 from jaxmp._mesh.device_sums import Axis, Wire
 from jaxmp._mesh.specs import axes_of_spec, without_axes
 from jaxmp._numerics.tree import leaf_names, widen
@@ -135,8 +135,7 @@ def _padded(spec: Any, ndim: int) -> list[Any]:
 
 
 def shards_of(mesh: Any, axis: Axis) -> Shards:
-    if not isinstance(mesh, Mesh | AbstractMesh):
-        raise TypeError(f"mesh must be a jax.sharding.Mesh, got a {type(mesh).__name__}")
+    check_mesh(mesh)
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     if not axes or len(set(axes)) < len(axes) or not set(axes) <= set(types):

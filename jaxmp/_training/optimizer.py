@@ -200,6 +200,10 @@ def mixed_precision(
     >>> float(updates["w"]), int(state.skipped)
     (-0.0, 1)
     """
+    # First, as it is the first argument: where the two are swapped, this is what to say.
+    if isinstance(inner, MixedPrecision):
+        raise TypeError("the optimizer is wrapped in mixed_precision already; wrap it once")
+    inner = checked_optimizer(inner, moments)
     rules = get_rules(policy)
     config = choose_loss_scale(loss_scale, dtypes_of(rules))
     if master not in STORAGES:
@@ -213,9 +217,6 @@ def mixed_precision(
             "a dynamic loss scale finds its value by overflowing, and skip='none' would apply the "
             "overflowed gradients. Use another skip, or a static loss scale"
         )
-    if isinstance(inner, MixedPrecision):
-        raise TypeError("the optimizer is wrapped in mixed_precision already; wrap it once")
-    inner = checked_optimizer(inner, moments)
     masters, computed = Masters(master), frozenset(dtypes_of(rules))
     algorithm = Algorithm(inner, moments, config, masters, skip, computed)
     return MixedPrecision(algorithm, rules)

@@ -398,7 +398,8 @@ def _unpack(out: Any, has_collections: bool, has_aux: bool) -> tuple[Any, dict[s
     form = ["loss", *["collections"] * has_collections, *["aux"] * has_aux]
     parts = (out,) if len(form) == 1 else out
     if not isinstance(parts, tuple) or len(parts) != len(form) or isinstance(parts[0], tuple):
-        returned = f"a tuple of {len(out)}" if isinstance(out, tuple) else f"a {type(out).__name__}"
+        kind = jax.typeof(out) if isinstance(out, jax.Array) else f"a {type(out).__name__}"
+        returned = f"a tuple of {len(out)}" if isinstance(out, tuple) else f"{kind}"
         hint = "" if has_aux else ". For another output beside it, give has_aux=True"
         raise TypeError(
             f"the loss function must return ({', '.join(form)}) here, got {returned}{hint}"

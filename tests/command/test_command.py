@@ -139,13 +139,24 @@ def test_a_traceback_can_be_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["audit"], ["adit"], ["doctor", "--jsn"], ["doctor", "--device", "h1000"]]
+    ("arguments", "usage"),
+    [
+        (["audit"], "jaxmp audit PROGRAM"),
+        (["adit"], "jaxmp [-h]"),
+        (["--jsn"], "jaxmp [-h]"),
+        (["doctor", "--jsn"], "jaxmp doctor [options]"),
+        (["bench", "train.py:loss", "--policy", "O0", "--jsn"], "jaxmp bench PROGRAM [options]"),
+        (["doctor", "--device", "h1000"], "jaxmp doctor [options]"),
+    ],
 )
-def test_arguments_that_do_not_exist_have_code_2(arguments: list[str], capsys: Captured) -> None:
+def test_arguments_that_do_not_exist_have_code_2(
+    arguments: list[str], usage: str, capsys: Captured
+) -> None:
+    """The usage is that of the command, which lists its options."""
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2
-    assert capsys.readouterr().err.startswith("usage: jaxmp")
+    assert capsys.readouterr().err.startswith(f"usage: {usage}")
 
 
 def test_without_a_command_all_are_listed_and_the_code_is_2(capsys: Captured) -> None:

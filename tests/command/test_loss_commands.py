@@ -40,6 +40,12 @@ def module(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.P
             def one_argument():
                 return loss_fn, (loss()[1][0],)
 
+            class State:
+                opt_state = None
+
+            def step():
+                return (lambda state, batch: state), (State(), jnp.ones((4, 8)))
+
             def abstract():
                 return loss_fn, jax.eval_shape(lambda: loss()[1])
         """)
@@ -92,6 +98,9 @@ def test_plan_hands_on_what_is_asked(
             ["plan", "{module}:one_argument"],
             "should return (loss_fn, (params, batch)) here, but it",
         ),
+        (["plan", "train.py"], "'train.py' names no program. Write package.module:factory"),
+        (["plan", "{module}:step"], "step() returns a step and its state, but this command makes"),
+        (["bench", "{module}:step"], "Write a factory that returns (loss_fn, (params, batch))"),
         (["plan", "8B", "--optimizer", "adamx"], "'adamx' is no optimizer of optax"),
         (["plan", "8B", "--compiled"], "compiled=True compiles a step, and there is none"),
         (["bench", "{module}:one_argument"], "but it has 1 arguments"),

@@ -560,3 +560,18 @@ def test_a_message_in_a_checkpoint() -> None:
         return jnp.sum(jax.checkpoint(inner)(x) @ w)
 
     assert jaxmp.audit(loss, jnp.eye(4), jnp.ones((2, 4))).recomputed
+
+
+def test_what_only_moves_is_not_computed_again() -> None:
+    """A line of its own for a transpose would say that it costs 0 operations."""
+
+    def loss(w: Any, x: Any) -> Any:
+        def inner(x: Any) -> Any:
+            turned = x.T
+            return jnp.tanh(turned @ w)
+
+        return jnp.sum(jax.checkpoint(inner)(x) @ w)
+
+    rows = jaxmp.audit(loss, jnp.eye(4), jnp.ones((4, 4))).recomputed
+    assert rows
+    assert all(row.operations > 0 for row in rows), rows

@@ -366,7 +366,7 @@ def test_meshes_that_are_not_the_programs() -> None:
     backwards = Mesh(np.asarray(jax.devices()[::-1]), ("data",))
     with pytest.raises(ValueError, match=r"other devices than that .* in another order"):
         jaxmp.collectives(product, *args, mesh=backwards)
-    with pytest.raises(ValueError, match=r"mesh must be a jax\.sharding\.Mesh, got tuple"):
+    with pytest.raises(TypeError, match=r"mesh must be a jax\.sharding\.Mesh, got a tuple"):
         jaxmp.collectives(product, *args, mesh=("data",))
 
 
