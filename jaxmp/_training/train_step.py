@@ -173,8 +173,7 @@ def make_train_step(
         return new, metrics | ({"aux": aux} if has_aux else {})
 
     placed = None if shardings is None else (shardings, None)
-    donated = (0,) if donate else ()
-    jitted = jax.jit(train_step, donate_argnums=donated, out_shardings=placed)
+    jitted = jax.jit(train_step, donate_argnums=(0,) * donate, out_shardings=placed)
     return TrainStep(jitted, model_casts=policy is None)
 
 
@@ -399,7 +398,7 @@ def _unpack(out: Any, has_collections: bool, has_aux: bool) -> tuple[Any, dict[s
     parts = (out,) if len(form) == 1 else out
     if not isinstance(parts, tuple) or len(parts) != len(form) or isinstance(parts[0], tuple):
         kind = jax.typeof(out) if isinstance(out, jax.Array) else f"a {type(out).__name__}"
-        returned = f"a tuple of {len(out)}" if isinstance(out, tuple) else f"{kind}"
+        returned = f"a tuple of {len(out)}" if isinstance(out, tuple) else kind
         hint = "" if has_aux else ". For another output beside it, give has_aux=True"
         raise TypeError(
             f"the loss function must return ({', '.join(form)}) here, got {returned}{hint}"
