@@ -146,7 +146,8 @@ def with_scopes(model: ModelT) -> ModelT:
 
     Then rules of `jaxmp.autocast` find the modules by path, and `audit`, `find_overflow`,
     `sensitivity` and `compare` name them. A model under a policy has names already. Between these
-    names are those that Equinox gives its own layers, such as `eqx.nn.Linear`.
+    names are those that Equinox gives its own layers, such as `eqx.nn.Linear`. Layers with names
+    are not alike: a model that stacks them when it is called cannot have names.
 
     Args:
       model: an Equinox module. It stays as it is.
