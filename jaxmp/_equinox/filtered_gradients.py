@@ -74,7 +74,7 @@ def filter_value_and_grad(
         _check_has_params(model, params)
 
         @functools.wraps(fun, updated=())
-        def of_params(params: Any, *args: Any, **kwargs: Any) -> Any:
+        def of_params(params: Any, /, *args: Any, **kwargs: Any) -> Any:
             return fun(eqx.combine(params, static), *args, **kwargs)
 
         # Autocast around all of it sees the batch. What is in no module stays as it was traced.

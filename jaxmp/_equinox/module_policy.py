@@ -6,6 +6,7 @@ model that is called outside of any autocast puts one around itself.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -28,7 +29,7 @@ from jaxmp._modules.decisions import check_computable, module_rules
 from jaxmp._modules.scopes import Scope, in_scope, path_names, policy_names
 from jaxmp._modules.summary import Row, Summary, dtype_text
 from jaxmp._numerics.dtypes import DType, is_floating
-from jaxmp._numerics.tree import cast_floating
+from jaxmp._numerics.tree import cast_floating, leaf_names
 from jaxmp._policies.policy import Policy
 from jaxmp._policies.policy_rules import PolicyRules
 
@@ -88,12 +89,13 @@ def apply_policy(
     found = rulings(plain, rules)
     rules.warn_unused({path: each.module for path, each in found.items()}, strict=strict)
 
-    dtypes = tuple(x.dtype for x in filter(is_floating, jax.tree.leaves(plain)))
+    leaves = zip(leaf_names(plain), jax.tree.leaves(plain), strict=True)
+    dtypes = tuple((name, x.dtype) for name, x in leaves if is_floating(x))
 
     def under_policy(path: str, module: Any) -> Any:
         _, decision, family = found[path]
         policy = decision.policy
-        if policy is not None:
+        if policy is not None and not isinstance(module, eqx.nn.StateIndex):
             module = with_own(module, lambda x: cast_floating(x, policy.param_dtype))
         if not has_call(module):
             return module
@@ -124,13 +126,19 @@ def remove_policy(model: ModelT) -> ModelT:
     """
     _check_is_equinox(model)
 
-    mark = mark_of(model)
-    plain = rebuilt(model, lambda _, module: with_mark(module, None))
-    floats = len(list(filter(is_floating, jax.tree.leaves(plain))))
-    if mark is None or mark.dtypes is None or len(mark.dtypes) != floats:
-        return plain
-    dtypes = iter(mark.dtypes)
-    return jax.tree.map(lambda x: cast_floating(x, next(dtypes)) if is_floating(x) else x, plain)
+    def plain(_: str, module: Any) -> Any:
+        module, mark = with_mark(module, None), mark_of(module)
+        if mark is None or mark.dtypes is None:
+            return module
+        before, names = dict(mark.dtypes), iter(leaf_names(module))
+
+        def restored(x: Any) -> Any:
+            dtype = before.get(next(names))
+            return x if dtype is None else cast_floating(x, dtype)
+
+        return jax.tree.map(restored, module)
+
+    return rebuilt(model, plain)
 
 
 def with_scopes(model: ModelT) -> ModelT:
@@ -138,7 +146,8 @@ def with_scopes(model: ModelT) -> ModelT:
 
     Then rules of `jaxmp.autocast` find the modules by path, and `audit`, `find_overflow`,
     `sensitivity` and `compare` name them. A model under a policy has names already. Between these
-    names are those that Equinox gives its own layers, such as `eqx.nn.Linear`.
+    names are those that Equinox gives its own layers, such as `eqx.nn.Linear`. Layers with names
+    are not alike: a model that stacks them when it is called cannot have names.
 
     Args:
       model: an Equinox module. It stays as it is.
@@ -196,9 +205,8 @@ def summary(model: Any) -> Summary:
 
 
 def has_policy(tree: Any) -> bool:
-    """Whether a module in a tree is under a policy."""
-    marks = [mark_of(x) for x in jax.tree.leaves(tree, is_leaf=_is_marked) if is_module(x)]
-    return any(mark.policy is not None for mark in marks)
+    """Whether a module in a tree was put under a policy."""
+    return any(map(_is_put, jax.tree.leaves(tree, is_leaf=_is_put)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,13 +222,13 @@ class _Mark:
         their paths: a model may stack them.
       policy: the policy, or None.
       dtypes: for the model that was put under the policy, the dtypes that its floating leaves had
-        before; None for the modules inside of it.
+        before, by their paths; None for the modules inside of it.
     """
 
     scope: Scope = dataclasses.field(compare=False)
     key: tuple[str, ...]
     policy: Policy | None = None
-    dtypes: tuple[DType, ...] | None = None
+    dtypes: tuple[tuple[str, DType], ...] | None = None
 
     def call(self, cls: Any, module: Any, args: Any, kwargs: Any) -> Any:
         """Calls a module in its scopes, and the model itself under autocast, if it is not yet."""
@@ -231,16 +239,12 @@ class _Mark:
             return _alone(module, args, kwargs)
         with in_scope(self.scope):
             # Autocast makes no product wider, and a rule may ask for that.
-            module, args, kwargs = jax.tree.map(_from_16_bits, (module, args, kwargs))
+            module, args, kwargs = _all_but_states(_from_16_bits, (module, args, kwargs))
             out = cls.__call__(module, *args, **kwargs)
         policy = self.policy
         if policy is None:
             return out
-
-        def cast(x: Any) -> Any:
-            return x if _is_state(x) else cast_floating(x, policy.output_dtype)
-
-        return jax.tree.map(cast, out, is_leaf=_is_state)
+        return _all_but_states(lambda x: cast_floating(x, policy.output_dtype), out)
 
 
 def _module_call(module: Any, args: Any, kwargs: Any) -> Any:
@@ -251,12 +255,18 @@ def _module_call(module: Any, args: Any, kwargs: Any) -> Any:
 _alone = autocast(_module_call, PolicyRules(), kernels="low")
 
 
-def _is_marked(x: Any) -> bool:
-    return is_module(x) and mark_of(x) is not None
+def _is_put(x: Any) -> bool:
+    mark = mark_of(x) if is_module(x) else None
+    return mark is not None and mark.dtypes is not None
 
 
-def _is_state(x: Any) -> bool:
-    return isinstance(x, eqx.nn.State)
+def _all_but_states(change: Callable[[Any], Any], tree: Any) -> Any:
+    """Changes the leaves of a tree, except those in an `equinox.nn.State`."""
+
+    def is_state(x: Any) -> bool:
+        return isinstance(x, eqx.nn.State)
+
+    return jax.tree.map(lambda x: x if is_state(x) else change(x), tree, is_leaf=is_state)
 
 
 def _from_16_bits(x: Any) -> Any:

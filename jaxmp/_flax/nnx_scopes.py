@@ -91,7 +91,7 @@ def with_plain_params(loss_fn: Callable[..., Any], model: Any) -> tuple[Callable
     params, others = states
 
     @functools.wraps(loss_fn)
-    def of_params(params: Any, *args: Any, **kwargs: Any) -> Any:
+    def of_params(params: Any, /, *args: Any, **kwargs: Any) -> Any:
         return loss_fn(nnx.merge(graphdef, params, others, copy=True), *args, **kwargs)
 
     return of_params, params

@@ -26,6 +26,12 @@ def test_in_float32_they_are_those_of_equinox() -> None:
     assert tree_bits((new, grads)) == tree_bits((theirs[0][1], theirs[1]))
 
 
+def test_arguments_may_have_any_name() -> None:
+    layer = eqx.nn.Linear(8, 1, key=jax.random.key(0))
+    grads = filter_grad(lambda model, params: jnp.sum(model(params)))(layer, params=X[0])
+    np.testing.assert_array_equal(grads.weight, X[:1])
+
+
 def test_gradients_fit_the_optimizer() -> None:
     params = eqx.filter(Net(), eqx.is_inexact_array)
     assert jax.tree.structure(filter_grad(mean_square)(Net(), X)) == jax.tree.structure(params)

@@ -22,7 +22,7 @@ from tests.equinox.models import (
     with_state,
 )
 from tests.support.bits import tree_bits
-from tests.support.dots import count_dots, precisions
+from tests.support.dots import count_dots, equations, precisions
 
 pytestmark = [pytest.mark.jax, pytest.mark.annotations]
 
@@ -204,6 +204,17 @@ def test_params_have_the_param_dtype() -> None:
     assert {x.dtype.name for x in plain_params(back).values()} == {"float32"}
 
 
+def test_param_dtypes_come_back_whatever_the_tree_has_become() -> None:
+    model = jaxmp.equinox.apply_policy(Net(), "bfloat16")
+    without_bias = eqx.tree_at(lambda m: m.inner.bias, model, replace=None)
+    part = eqx.tree_at(
+        lambda m: m.head, Net(), replace_fn=lambda m: jaxmp.equinox.apply_policy(m, "bfloat16")
+    )
+    for changed in (without_bias, part):
+        arrays = jax.tree.leaves(eqx.filter(jaxmp.equinox.remove_policy(changed), eqx.is_array))
+        assert {x.dtype.name for x in arrays} == {"float32"}
+
+
 def test_again_replaces_and_a_part_has_its_own() -> None:
     model = jaxmp.equinox.apply_policy(Net(), "float32")
     model = jaxmp.equinox.apply_policy(model, "mixed_bfloat16")
@@ -228,6 +239,30 @@ def test_casts_are_the_same_under_autocast_as_in_filter_grad() -> None:
     kept = [jaxmp.audit(loss_fn, model, X).residuals for loss_fn in (mean_square, around)]
     sizes = [sum(row.bytes for row in rows) for rows in kept]
     assert sizes[0] > 1.2 * sizes[1]
+
+
+def test_rules_without_a_default_see_the_batch() -> None:
+    """The model itself is in no rule, and autocast is around the loss all the same."""
+
+    class Outer(eqx.Module):
+        mlp: eqx.nn.MLP
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.mlp(x)
+
+    model = Outer(eqx.nn.MLP(8, 8, 16, 3, key=jax.random.key(0)))
+
+    def results(rules: Any) -> list[str]:
+        params, static = eqx.partition(
+            jaxmp.equinox.apply_policy(model, rules), eqx.is_inexact_array
+        )
+        grads = jaxmp.equinox.filter_grad(mean_square)
+        program = jax.make_jaxpr(lambda params: grads(eqx.combine(params, static), X))(params)
+        dots = [each for each in equations(program) if each.primitive.name == "dot_general"]
+        return [str(each.outvars[0].aval.dtype) for each in dots]
+
+    found = results(jaxmp.PolicyRules({"mlp": "mixed_bfloat16"}))
+    assert sorted(found) == sorted(results("mixed_bfloat16"))
 
 
 def test_one_trace_for_each_policy() -> None:
@@ -273,6 +308,36 @@ def test_inference_mode_keeps_the_policy() -> None:
     model = eqx.nn.inference_mode(jaxmp.equinox.apply_policy(model, "mixed_bfloat16"))
     state = with_state(eqx.nn.inference_mode(model, value=False), state, X)[1]
     assert count_dots(lambda x: model(x, state)[0], X[0]) == {"bfloat16": 2}
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "bfloat16", "float32"])
+def test_states_keep_their_dtypes(policy: str) -> None:
+    """The first one too, if it is made of a model under a policy, and those of 16 bits."""
+
+    class Memory(eqx.Module):
+        index: eqx.nn.StateIndex
+        norm: eqx.nn.BatchNorm
+        linear: eqx.nn.Linear
+
+        def __init__(self) -> None:
+            self.index = eqx.nn.StateIndex(jnp.zeros(8, jnp.bfloat16))
+            self.norm = eqx.nn.BatchNorm(8, "batch", mode="batch")
+            self.linear = eqx.nn.Linear(8, 8, key=jax.random.key(0))
+
+        def __call__(self, x: jax.Array, state: eqx.nn.State) -> tuple[jax.Array, eqx.nn.State]:
+            y, state = self.norm(self.linear(x), state)
+            mean = jax.lax.pmean(y, "batch")
+            return y, state.set(self.index, mean.astype(jnp.bfloat16))
+
+    def dtypes(state: eqx.nn.State) -> list[Any]:
+        return [x.dtype for x in jax.tree.leaves(state)]
+
+    _, plain = eqx.nn.make_with_state(Memory)()
+    model, state = eqx.nn.make_with_state(lambda: jaxmp.equinox.apply_policy(Memory(), policy))()
+    after = eqx.filter_vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(
+        X, state
+    )[1]
+    assert dtypes(state) == dtypes(after) == dtypes(plain)
 
 
 def test_heads_are_left_out_of_float8() -> None:
