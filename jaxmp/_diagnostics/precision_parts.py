@@ -23,7 +23,8 @@ NO_SCOPES = (
     "nothing in this program has a name, so that rules could not tell its parts apart. Name them: "
     "linen modules have names; write jax.named_scope around parts of plain JAX; for nnx, give the "
     "live model as params, or split jaxmp.nnx.with_scopes(model); for Equinox, take the params of "
-    "jaxmp.equinox.with_scopes(model)"
+    "jaxmp.equinox.with_scopes(model). A policy that the model already has hides its parts: "
+    "take it off"
 )
 
 
