@@ -227,8 +227,8 @@ class Optimizer(nnx.Optimizer):
         """
         if isinstance(model, nnx.State):
             raise TypeError(
-                "update takes the model and then its gradients: optimizer.update(model, grads); got "
-                "a State as the model"
+                "update takes the model and then its gradients: optimizer.update(model, grads); "
+                "got a State as the model"
             )
         params = nnx.as_pure(nnx.state(model, self.wrt))
         params, opt_state = self.tx.apply_gradients(
