@@ -221,7 +221,15 @@ class Optimizer(nnx.Optimizer):
 
         Returns:
           Whether the step was taken.
+
+        Raises:
+          TypeError: if `model` is a state, as gradients are: `nnx.update` would write into it.
         """
+        if isinstance(model, nnx.State):
+            raise TypeError(
+                "update takes the model and then its gradients: optimizer.update(model, grads); "
+                "got a State as the model"
+            )
         params = nnx.as_pure(nnx.state(model, self.wrt))
         params, opt_state = self.tx.apply_gradients(
             nnx.as_pure(nnx.state(grads, self.wrt)),

@@ -31,8 +31,13 @@ _VALID = ", ".join([*_NAMES, "half", *(s for short in _NAMES.values() for s in s
 
 
 def suggestion(given: str, valid: list[str]) -> str:
-    """Returns `" Did you mean 'x'?"` for the nearest valid name, or an empty text."""
-    near = difflib.get_close_matches(given, valid, n=1)
+    """Returns `" Did you mean 'x'?"` for the nearest valid name, or an empty text.
+
+    A name with all that was given inside of it is nearest: who writes `"float8"` means
+    `"mixed_float8"` and not `"float32"`, although fewer letters differ from that.
+    """
+    longer = [name for name in valid if len(given) > 2 and given in name]
+    near = sorted(longer, key=len) or difflib.get_close_matches(given, valid, n=1)
     return f" Did you mean {near[0]!r}?" if near else ""
 
 

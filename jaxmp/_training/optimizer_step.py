@@ -303,10 +303,10 @@ def _check_moved(params: PyTree, moved: PyTree) -> None:
         if moves and not is_inexact(x):
             raise TypeError(
                 f"params, leaf {leaf_names(params)[i]!r}, is {x.dtype}, and the optimizer moves "
-                "it, or may: only floating leaves have gradients and masters. Freeze it (optax."
-                "multi_transform with optax.set_to_zero, outside of what looks at all params, as "
-                "optax.ema does), convert it to a float, or keep counters, "
-                "keys and tables of integers in another argument"
+                "it, or may: only floating leaves have gradients and masters. Keep counters, keys "
+                "and tables of integers elsewhere (Equinox: eqx.filter(model, "
+                "eqx.is_inexact_array); nnx: a Variable that is no Param), convert it to a float, "
+                "or freeze it by optax.set_to_zero in an optax.multi_transform around all else"
             )
 
 

@@ -352,7 +352,7 @@ def _one_policy(policy: Any) -> Policy | None:
     if policy is not None and policy.compute_dtype.itemsize == 1:
         raise ValueError(
             f"make_train_step cannot compute in {policy.compute_dtype}: a plain cast to float8 "
-            "loses small gradients. Use 'mixed_bfloat16'"
+            "loses small gradients. Use 'mixed_float8', which scales"
         )
     return policy
 

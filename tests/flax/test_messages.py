@@ -84,6 +84,15 @@ def optimizer(**options: Any) -> Any:
     return jaxmp.nnx.Optimizer(NnxNet(), options.pop("tx"), **options)
 
 
+def gradients_first() -> Any:
+    model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    optimizer = jaxmp.nnx.Optimizer(model, jaxmp.mixed_precision(optax.sgd(0.1), "mixed_float16"))
+    grads = jaxmp.nnx.value_and_grad(lambda m: m(X).mean(), loss_scale=optimizer.loss_scale)(model)[
+        1
+    ]
+    return optimizer.update(grads, model)
+
+
 CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     # patterns and rules
     ("empty glob", lambda: PolicyRules({"": "f32"}), ValueError,
@@ -217,6 +226,9 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ("nnx root leaf", lambda: jaxmp.nnx.apply_policy(NnxScale(), "mixed_float16"), ValueError,
      "NnxScale at '(root)' cannot compute in float16"),
     # training
+    ("gradients before the model", gradients_first, TypeError,
+     "update takes the model and then its gradients: optimizer.update(model, grads); got a State "
+     "as the model"),
     ("optimizer", lambda: optimizer(tx=optax.sgd(0.1)), TypeError,
      "tx must be jaxmp.mixed_precision(optimizer, policy), got GradientTransformationExtraArgs"),
     ("nothing to split",

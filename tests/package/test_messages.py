@@ -57,6 +57,8 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
      "unknown policy 'mixed_bfloat15'. Did you mean 'mixed_bfloat16'? Valid: float32, bfloat16, "
      "float16, mixed_bfloat16, mixed_float16, mixed_float8, O0, O1, O2, O3, any other dtype name "
      "such as 'f64', or a string such as 'params=float32,compute=bfloat16,output=float32'."),
+    ("part of a policy name", lambda: jaxmp.get_policy("float8"), ValueError,
+     "unknown policy 'float8'. Did you mean 'mixed_float8'?"),
     ("policy type", lambda: jaxmp.get_policy(3), TypeError,
      "policy must be a string or a Policy, got int"),
     ("dtype name", lambda: jaxmp.get_policy("c=bfloat61"), ValueError,
@@ -213,9 +215,9 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
      "gradients, leaf 'w', is int32"),
     ("integer params", lambda: tx().init({"a": {"table": jnp.arange(3)}}), TypeError,
      "params, leaf 'a/table', is int32, and the optimizer moves it, or may: only floating leaves "
-     "have gradients and masters. Freeze it (optax.multi_transform with optax.set_to_zero, outside "
-     "of what looks at all params, as optax.ema does), convert it to a float, or keep counters, "
-     "keys and tables of integers in another argument"),
+     "have gradients and masters. Keep counters, keys and tables of integers elsewhere (Equinox: "
+     "eqx.filter(model, eqx.is_inexact_array); nnx: a Variable that is no Param), convert it to a "
+     "float, or freeze it by optax.set_to_zero in an optax.multi_transform around all else"),
     ("params cast after init",
      lambda: update(params=jaxmp.cast_floating(PARAMS, jnp.float16)), ValueError,
      "the params do not match the optimizer state: their structure, shapes or dtypes are not "
@@ -291,7 +293,8 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
      lambda: train_state(stats={"m": 1.0}).apply_gradients(PARAMS, stats={"v": 1.0}), ValueError,
      "collection 'stats' and the old one have different structures; missing: m; left over: v"),
     ("float8 step", lambda: jaxmp.make_train_step(lambda p, b: 0.0, "c=e4m3fn,o=f32"), ValueError,
-     "make_train_step cannot compute in float8_e4m3fn: a plain cast to float8 loses small"),
+     "make_train_step cannot compute in float8_e4m3fn: a plain cast to float8 loses small "
+     "gradients. Use 'mixed_float8', which scales"),
     ("no collections returned", lambda: step(lambda p, b, s: p["b"][0], collections={"s": 1.0}),
      TypeError, "the loss function must return (loss, collections) here, got float32[]. For"),
     ("collections not a dict",
