@@ -7,4 +7,8 @@ from jaxmp._flax.nnx_policy import (
     summary as summary,
 )
 from jaxmp._flax.nnx_scopes import with_scopes as with_scopes
-from jaxmp._flax.nnx_training import Optimizer as Optimizer, value_and_grad as value_and_grad
+from jaxmp._flax.nnx_training import (
+    Optimizer as Optimizer,
+    grad as grad,
+    value_and_grad as value_and_grad,
+)

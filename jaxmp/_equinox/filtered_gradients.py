@@ -14,7 +14,7 @@ from jaxmp._numerics.tree import leaf_names
 from jaxmp._policies.policy_rules import PolicyRules
 from jaxmp._recompute.api import Recompute
 from jaxmp._training.gradient_options import LossScaleLike
-from jaxmp._training.gradients import value_and_grad
+from jaxmp._training.gradients import value_and_grad, without_value
 
 
 def filter_value_and_grad(
@@ -110,14 +110,7 @@ def filter_grad(fun: Callable[..., Any], *, has_aux: bool = False, **options: An
     >>> filter_grad(lambda layer, x: layer(x).sum(), loss_scale=8.0)(layer, jnp.ones(2)).weight
     Array([[1., 1.]], dtype=float32)
     """
-    with_value = filter_value_and_grad(fun, has_aux=has_aux, **options)
-
-    @functools.wraps(fun, updated=())
-    def grad_fun(*args: Any, **kwargs: Any) -> Any:
-        value, grads = with_value(*args, **kwargs)
-        return (grads, value[1]) if has_aux else grads
-
-    return grad_fun
+    return without_value(filter_value_and_grad(fun, has_aux=has_aux, **options), has_aux)
 
 
 def _check_has_params(model: Any, params: Any) -> None:

@@ -18,7 +18,7 @@ from jaxmp._numerics.loss_scale import LossScaleState
 from jaxmp._numerics.tree import all_finite, cast_floating, same_structure, select, stays_finite
 from jaxmp._recompute.api import Recompute, check_recompute, recompute as recompute_function
 from jaxmp._training.gradient_options import GradientOptions, LossScaleLike, check_positions
-from jaxmp._training.gradients import scaled_evaluation, warn_of_float16
+from jaxmp._training.gradients import scaled_evaluation, warn_of_float16, without_value
 from jaxmp._training.microbatch import Evaluation, sum_over_microbatches
 from jaxmp._training.optimizer import MixedPrecision
 
@@ -121,6 +121,28 @@ def value_and_grad(
         return options.result(Evaluation(loss, state.keep_unless_finite(loss, grads), aux))
 
     return value_and_grad_fun
+
+
+def grad(
+    loss_fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False, **options: Any
+) -> Callable[..., Any]:
+    """Differentiates like `value_and_grad`, but does not return the value; see there.
+
+    Args:
+      loss_fn: a function of modules and arrays that returns a scalar float loss, or `(loss, aux)`.
+      argnums: which positional arguments to differentiate.
+      has_aux: whether `loss_fn` returns `(loss, aux)`.
+      **options: what `value_and_grad` takes.
+
+    Returns:
+      A function that returns `grads`, or `(grads, aux)`.
+
+    >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    >>> grads = grad(lambda model, x: model(x).sum(), loss_scale=8.0)(model, jnp.ones((4, 2)))
+    >>> grads["bias"].get_value()
+    Array([4.], dtype=float32)
+    """
+    return without_value(value_and_grad(loss_fn, argnums, has_aux, **options), has_aux)
 
 
 class _ModuleReduction(GradientReduction):

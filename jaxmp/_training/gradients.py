@@ -154,10 +154,15 @@ def grad(
         fsdp=fsdp,
         recompute=recompute,
     )
+    return without_value(with_value, has_aux)
 
-    @functools.wraps(fun)
+
+def without_value(value_and_grad_fun: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
+    """Returns a function that returns the gradients alone, or with what is beside the value."""
+
+    @functools.wraps(value_and_grad_fun, updated=())
     def grad_fun(*args: Any, **kwargs: Any) -> Any:
-        value, grads = with_value(*args, **kwargs)
+        value, grads = value_and_grad_fun(*args, **kwargs)
         return (grads, value[1]) if has_aux else grads
 
     return grad_fun

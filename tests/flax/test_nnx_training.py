@@ -70,6 +70,8 @@ def test_argnums_aux_and_keyword_arguments() -> None:
     )
     assert set(aux) == {"mean"}
     assert set(nnx.to_pure_dict(grads)) == {"first", "norm", "second"}
+    alone, aux_alone = jaxmp.nnx.grad(both, has_aux=True)(Net(), X, b=Net(rate=0.5), weight=2.0)
+    assert (tree_bits(alone), tree_bits(aux_alone)) == (tree_bits(grads), tree_bits(aux))
     assert bits_of(second) != bits_of(Net(rate=0.5))  # its statistics and dropout moved
     (loss_2, grads_2) = jaxmp.nnx.value_and_grad(
         lambda a, b, x: loss_fn(a, x) + loss_fn(b, x), argnums=(0, nnx.DiffState(1, nnx.BatchStat))

@@ -172,6 +172,7 @@ TWINS = {
     "all_finite",
     "apply_policy",
     "autocast",
+    "grad",
     "remove_policy",
     "summary",
     "value_and_grad",

@@ -134,6 +134,7 @@ NAMES_IN = {
         "Optimizer",
         "apply_policy",
         "autocast",
+        "grad",
         "remove_policy",
         "summary",
         "value_and_grad",
