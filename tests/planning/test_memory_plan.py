@@ -294,6 +294,37 @@ def test_a_plan_is_json_and_a_table() -> None:
     assert json.loads(json.dumps(step.as_dict()))["is_complete"]
 
 
+def test_a_plan_says_what_is_planned_badly() -> None:
+    def block(w: Any, x: Any) -> Any:
+        return jnp.tanh(jnp.tanh(x @ w) @ w)
+
+    def kept(w: Any, x: Any) -> Any:
+        return jnp.sum(block(w, x))
+
+    def again(w: Any, x: Any) -> Any:
+        return jnp.sum(jax.checkpoint(block)(w, x))
+
+    def convolved(w: Any, x: Any) -> Any:
+        kernel, images = w[:, :, None, None], x[:, :, None, None]
+        return jnp.sum(jax.lax.conv(images, kernel, (1, 1), "SAME"))
+
+    w = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+
+    def said(loss_fn: Any, **options: Any) -> list[str]:
+        plan = memory_plan(w, loss_fn=loss_fn, batch=w, **options)
+        limits = plan.as_dict()["limits"]
+        assert " ".join(limits) in " ".join(str(plan).split())
+        return limits[1:]
+
+    assert said(kept) == []
+    (sentence,) = said(again)
+    assert "computed again, plans were up to 23 % off: compiled=True" in sentence
+    (sentence,) = said(convolved)
+    assert sentence.startswith("With convolutions,")
+    (sentence,) = said(kept, policy="mixed_float8")
+    assert sentence.startswith("With float8,")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
