@@ -14,6 +14,7 @@ from jaxmp._jaxpr.op_classes import (
     IDENTITIES,
     LAYINGS,
     PICKS,
+    PLACINGS,
     REARRANGES,
     REDUCTIONS,
     Cost,
@@ -23,7 +24,6 @@ from jaxmp._planning.flat_program import FlatOp, FlatProgram
 
 # Change how an array is seen or laid out, or say what is known of it: a product reads it as it is.
 _VIEWS = REARRANGES | IDENTITIES | LAYINGS | {"optimization_barrier"}
-_PLACINGS = {"sharding_constraint", "reshard"}
 
 
 def is_view(op: FlatOp) -> bool:
@@ -115,7 +115,7 @@ class SizedProgram:
     def is_gather(self, op: FlatOp) -> bool:
         """Whether an operation gathers an array from devices: from memory to memory."""
         given = map(self.bytes_of, self.operands(op))
-        return op.name in _PLACINGS and self.bytes_of(op.outputs[0]) > max(given, default=0)
+        return op.name in PLACINGS and self.bytes_of(op.outputs[0]) > max(given, default=0)
 
     @property
     def results(self) -> list[Split]:
