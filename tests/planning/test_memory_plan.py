@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
 
 import jaxmp
+from jaxmp._planning import known_errors
 from jaxmp.diagnostics import MemoryPlan, memory_plan
 from jaxmp.sharding import FSDP, fully_sharded, state_shardings
 
@@ -323,6 +325,23 @@ def test_a_plan_says_what_is_planned_badly() -> None:
     assert sentence.startswith("With convolutions,")
     (sentence,) = said(kept, policy="mixed_float8")
     assert sentence.startswith("With float8,")
+
+
+@pytest.mark.parametrize(
+    ("what", "models"),
+    [
+        ("convolutions", ("resnet", "u-net", "convnext")),
+        ("layers that are computed again", ("gpt, scan, checkpoints",)),
+        ("float8", ("mixed_float8, 512", "mixed_float8, 4096")),
+    ],
+)
+def test_how_far_off_a_plan_says_is_as_measured(what: str, models: tuple[str, ...]) -> None:
+    results = Path(__file__).parents[2] / "benchmarks/results"
+    rows = [
+        row for x in results.glob("memory-plan*.json") for row in json.loads(x.read_text())["rows"]
+    ]
+    measured = max(abs(row["error"]) for row in rows if row["model"] in models)
+    assert known_errors._FARTHEST[what][0] == round(measured)
 
 
 @pytest.mark.parametrize(
