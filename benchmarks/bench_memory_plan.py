@@ -2,6 +2,7 @@
 
 Each set-up is planned by `jaxmp.diagnostics.memory_plan` and compiled for devices that are not
 here; nothing runs. The planner was designed while looking at four models, and not at the others.
+`--options` takes, in place of the models, one MLP with other storages and options, on one device.
 
     state = params, masters, moments and counters of one device: planned, and as compiled
     peak = the most that one device holds in a step: planned, and by the compiler
@@ -22,7 +23,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec as P
 from measurement import RESULTS, Column, Report, Row
-from plan_setups import DESIGNED_ON, SETUPS, SPREADS, mesh_of, shardings_of
+from plan_setups import DESIGNED_ON, OPTIONS, SETUPS, SPREADS, mesh_of, shardings_of
 
 import jaxmp
 from jaxmp._planning.absent_devices import PLATFORMS, Platform, eight_devices
@@ -44,8 +45,8 @@ _COLUMNS = (
     Column("error_allocated", "error, %", "+.1f"),
 )
 _ASSUMPTIONS = (
-    "A step of AdamW with float32 params under mixed_bfloat16, donated; compiled, not run, by the "
-    "hardware above.",
+    "A step of AdamW with float32 params under mixed_bfloat16, donated, unless the row says else; "
+    "compiled, not run, by the hardware above.",
     "Peak is `peak_memory_in_bytes` of the compiler's memory analysis: the most that lives at one "
     "time. Allocated is arguments, results that replace none, and temporaries, with the gaps "
     "between them.",
@@ -63,17 +64,19 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     # Where jax looks for a GPU and finds none, it no longer compiles for one.
     jax.config.update("jax_platforms", "cpu")
     earlier = _earlier(args.compiled)
+    models = args.models or list(OPTIONS if args.options else SETUPS)
+    spreads = args.spreads or (["single"] if args.options else list(SPREADS))
     rows = []
     for platform in args.platforms:
-        for model in args.models:
-            for spread in args.spreads:
+        for model in models:
+            for spread in spreads:
                 key = model, spread, _DEVICES[platform]
                 if args.compiled and key not in earlier:
                     continue
                 rows.append(compared(model, spread, platform, earlier.get(key)))
                 print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     report = Report(
-        name="memory-plan",
+        name="memory-plan-options" if args.options else "memory-plan",
         title="Memory as planned, and as compiled",
         command=" ".join(["python benchmarks/bench_memory_plan.py", *argv]),
         columns=_COLUMNS,
@@ -90,8 +93,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Memory as planned, and as compiled.")
     add = parser.add_argument
     add("--platforms", nargs="+", choices=PLATFORMS, default=list(PLATFORMS))
-    add("--models", nargs="+", choices=SETUPS, default=list(SETUPS))
-    add("--spreads", nargs="+", choices=SPREADS, default=list(SPREADS))
+    add("--models", nargs="+", choices=[*SETUPS, *OPTIONS])
+    add("--spreads", nargs="+", choices=SPREADS)
+    add("--options", action="store_true", help="storages and options, in place of models")
     add("--compiled", type=pathlib.Path, help="an earlier result to read the compilers' part from")
     add("--no-write", action="store_true", help="print only, write no files")
     add("--results", type=pathlib.Path, default=RESULTS, help="where to write")
@@ -130,7 +134,7 @@ def compared(model: str, spread: str, platform: Platform, said: Row | None = Non
 
 def planned(model: str, spread: str, platform: Platform) -> MemoryPlan:
     """The plan of a set-up on devices that are not here."""
-    setup = SETUPS[model]()
+    setup = {**SETUPS, **OPTIONS}[model]()
     mesh = mesh_of(spread, eight_devices(platform))
     placed = shardings_of(setup.params, mesh)
     over = NamedSharding(mesh, P("data"))
@@ -140,14 +144,12 @@ def planned(model: str, spread: str, platform: Platform) -> MemoryPlan:
     )
     return jaxmp.diagnostics.memory_plan(
         setup.params,
-        "mixed_bfloat16",
         loss_fn=setup.loss,
         batch=batch,
-        cast="none" if setup.policy is None else "products",
-        microbatches=setup.microbatches,
         shardings=placed,
         fsdp=FSDP(shardings=placed, axis="data") if mesh.shape["data"] > 1 else None,
         device=_DEVICES[platform],
+        **setup.options,
     )
 
 

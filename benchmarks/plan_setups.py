@@ -5,11 +5,14 @@ The planner was designed on four models. The others were not looked at before it
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
+from convolution_models import convnext_program, unet_program
 from flax_gpt import linen_program, nnx_program
 from gpt import GPT
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
@@ -29,15 +32,13 @@ class Setup(NamedTuple):
       loss: `loss(params, batch)`.
       params: abstract float32 params.
       batch: makes the abstract batch of so many times the examples of one device.
-      policy: of the step; None if the model has one of its own.
-      microbatches: parts of the batch.
+      options: further arguments of `memory_plan`.
     """
 
     loss: Callable[..., Any]
     params: PyTree
     batch: Callable[[int], PyTree]
-    policy: str | None = "mixed_bfloat16"
-    microbatches: int = 1
+    options: Mapping[str, Any] = MappingProxyType({})
 
 
 def _floats(*shape: int) -> jax.ShapeDtypeStruct:
@@ -48,26 +49,25 @@ def _tokens(batch: int, length: int) -> Callable[[int], PyTree]:
     return lambda times: jax.ShapeDtypeStruct((times * batch, length + 1), jnp.int32)
 
 
-def _mlp() -> Setup:
-    width, layers = 2048, 6
+def _mlp(width: int = 2048, layers: int = 6, batch: int = 4096, **options: Any) -> Setup:
     params = {
         f"layer_{i}": {"up": _floats(width, 4 * width), "down": _floats(4 * width, width)}
         for i in range(layers)
     }
 
-    def loss(params: PyTree, batch: Any) -> Any:
-        x, y = batch
+    def loss(params: PyTree, examples: Any) -> Any:
+        x, y = examples
         for layer in params.values():
             x = jax.nn.gelu(x @ layer["up"]) @ layer["down"]
         return jnp.mean((x - y) ** 2)
 
-    return Setup(loss, params, lambda times: (_floats(times * 4096, width),) * 2)
+    return Setup(loss, params, lambda times: (_floats(times * batch, width),) * 2, options)
 
 
 def _gpt(remat: bool = False, microbatches: int = 1) -> Setup:
     model = GPT(layers=6, width=1024, heads=16, vocab=32768, context=1024, remat=remat)
     params, batch = jax.eval_shape(model.init), _tokens(4 * microbatches, model.context)
-    return Setup(model.loss, params, batch, microbatches=microbatches)
+    return Setup(model.loss, params, batch, {"microbatches": microbatches})
 
 
 _TEXT = Sizes(layers=6, width=1024, batch=4, length=1024, heads=16, classes=32768)
@@ -75,7 +75,7 @@ _TEXT = Sizes(layers=6, width=1024, batch=4, length=1024, heads=16, classes=3276
 
 def _flax(program: Any, scan: bool) -> Setup:
     loss, params = program(_TEXT, scan)
-    return Setup(loss, params, _tokens(_TEXT.batch, _TEXT.length), policy=None)
+    return Setup(loss, params, _tokens(_TEXT.batch, _TEXT.length), {"cast": "none"})
 
 
 def _stacked(name: str, sizes: Sizes, scan: bool) -> Setup:
@@ -88,6 +88,21 @@ def _stacked(name: str, sizes: Sizes, scan: bool) -> Setup:
         )
 
     return Setup(model.loss, jax.eval_shape(model.params), batch)
+
+
+def _unet() -> Setup:
+    loss, params = unet_program()
+    return Setup(loss, params, lambda times: (_floats(times * 16, 64, 64, 3),) * 2)
+
+
+def _convnext() -> Setup:
+    loss, params = convnext_program()
+
+    def batch(times: int) -> PyTree:
+        kinds = jax.ShapeDtypeStruct((times * 32,), jnp.int32)
+        return _floats(times * 32, 128, 128, 3), kinds
+
+    return Setup(loss, params, batch)
 
 
 _IMAGES = Sizes(layers=8, width=128, batch=64, length=56)
@@ -105,11 +120,39 @@ HELD_OUT: dict[str, Callable[[], Setup]] = {
     "vit": functools.partial(
         _stacked, "vit", Sizes(layers=6, width=768, batch=32, length=256), False
     ),
+    "u-net": _unet,
+    "convnext": _convnext,
     "moe, scan": functools.partial(
         _stacked, "moe", Sizes(layers=4, width=512, batch=8, length=512, classes=8192), True
     ),
 }
 SETUPS = DESIGNED_ON | HELD_OUT
+
+# Storages and options of an MLP of 25 million params.
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "mixed_bfloat16": {},
+    "float32": {"policy": "float32"},
+    "bfloat16": {"policy": "bfloat16"},
+    "mixed_float16": {"policy": "mixed_float16"},
+    "mixed_float8": {"policy": "mixed_float8"},
+    **{
+        f"master={name}": {"policy": "bfloat16", "master": name}
+        for name in ("remainder", "remainder8", "kahan", "stochastic")
+    },
+    "moments=int8": {"moments": "int8"},
+    "adafactor": {"optimizer": "adafactor"},
+    "muon": {"optimizer": "muon"},
+    "MultiSteps": {"optimizer": optax.MultiSteps(optax.adamw(1e-3), 4)},
+    "microbatches=4": {"microbatches": 4},
+    "recompute=always": {"recompute": "always"},
+    "donate=False": {"donate": False},
+}
+# Of 512 examples, where gradients and state fill memory, and of 4,096, where activations do.
+OPTIONS: dict[str, Callable[[], Setup]] = {
+    f"{name}, {batch}": functools.partial(_mlp, 1024, 3, batch, **options)
+    for name, options in _OPTIONS.items()
+    for batch in (512, 4096)
+}
 
 # What tensor parallelism splits by the ends of a param's path: the dimension, from the end.
 _SPLIT = {

@@ -243,8 +243,10 @@ COLLECTIVES = _listed(_COLLECTIVE_SUMS, _TRANSFERS, "psend")
 
 # Of zero they are -inf, as masks are made.
 LOGARITHMS = _listed("log log2 log10")
-# Say how an array lies on devices, or what is known of that, and change no number.
-LAYINGS = _listed(_REDUCED_CASTS, "pvary pcast sharding_constraint reshard mesh_cast")
+# Say how an array lies on devices, or what is known of that, and change no number. The first two
+# may gather it.
+PLACINGS = _listed("sharding_constraint reshard")
+LAYINGS = PLACINGS | _listed(_REDUCED_CASTS, "pvary pcast mesh_cast")
 
 # Casts. Those to float8 read an array twice: for its largest magnitude, and to round it.
 CASTS = _listed("convert_element_type float8_encode")

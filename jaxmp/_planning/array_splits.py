@@ -4,6 +4,7 @@ A partitioner decides this when it compiles. Here each result takes over what it
 its dimensions, and an explicit constraint overrules that.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -90,23 +91,65 @@ def _alike(equation: Any, operands: Sequence[Split], mesh: Mapping[str, int]) ->
     return found
 
 
-def _dot(equation: Any, operands: Sequence[Split]) -> list[Split]:
-    (left, right), (left_batch, right_batch) = equation.params["dimension_numbers"]
-    a, b = operands[:2]
-    batch = [a[i] | b[j] for i, j in zip(left_batch, right_batch, strict=True)]
-    free_left = [axes for i, axes in enumerate(a) if i not in (*left, *left_batch)]
-    free_right = [axes for i, axes in enumerate(b) if i not in (*right, *right_batch)]
+def read_splits(equation: Any, operands: Sequence[Split], result: Split) -> list[Split]:
+    """Returns how a product reads its operands, if its result is split so.
+
+    An axis splits one dimension of the work. So an operand is gathered over the axes that split a
+    dimension of the result that is not its own; over those of a sum, where both are split or one
+    can be cut, it is not.
+
+    Args:
+      equation: any equation; what is no product reads its operands as they lie.
+      operands: how its operands are split.
+      result: how its result is split.
+    """
+    used = WHOLE.union(*result)
+    positions = _POSITIONS.get(equation.primitive.name)
+    if positions is None:
+        return list(operands)
     return [
-        joined((*batch, *free_left, *free_right), (WHOLE,) * len(equation.outvars[0].aval.shape))
+        tuple(axes & result[at[i]] if i in at else axes - used for i, axes in enumerate(split))
+        for at, split in zip(positions(equation), operands, strict=True)
     ]
 
 
-def _split_of_convolution(equation: Any, operands: Sequence[Split]) -> list[Split]:
-    numbers = equation.params["dimension_numbers"]
-    split = [WHOLE] * len(numbers.out_spec)
-    split[numbers.out_spec[0]] = operands[0][numbers.lhs_spec[0]]
-    split[numbers.out_spec[1]] = operands[1][numbers.rhs_spec[0]]
+def _split_of_product(equation: Any, operands: Sequence[Split]) -> list[Split]:
+    split = [WHOLE] * len(_shape_of(equation.outvars[0]))
+    for at, operand in zip(_POSITIONS[equation.primitive.name](equation), operands, strict=True):
+        for i, place in at.items():
+            split[place] = split[place] or operand[i]
     return [once(tuple(split))]
+
+
+# For each operand of a product, the dimensions of the result that are its own.
+_Positions = tuple[dict[int, int], dict[int, int]]
+
+
+def _positions_of_dot(equation: Any) -> _Positions:
+    summed, batch = equation.params["dimension_numbers"]
+    free = [
+        [i for i in range(variable.aval.ndim) if i not in (*gone, *kept)]
+        for variable, gone, kept in zip(equation.invars, summed, batch, strict=True)
+    ]
+    left = [*batch[0], *free[0]]
+    right = dict(zip(free[1], itertools.count(len(left))))
+    return dict(zip(left, itertools.count())), dict(zip(batch[1], itertools.count())) | right
+
+
+def _positions_of_convolution(equation: Any) -> _Positions:
+    params = equation.params
+    numbers = params["dimension_numbers"]
+    examples, features = numbers.out_spec[:2]
+    left = {numbers.lhs_spec[0]: examples if params["batch_group_count"] == 1 else features}
+    if params["feature_group_count"] > 1:
+        left[numbers.lhs_spec[1]] = features
+    return left, {numbers.rhs_spec[0]: features}
+
+
+_POSITIONS: dict[str, Callable[[Any], _Positions]] = {
+    "dot_general": _positions_of_dot,
+    "conv_general_dilated": _positions_of_convolution,
+}
 
 
 def _transpose(equation: Any, operands: Sequence[Split]) -> list[Split]:
@@ -216,8 +259,8 @@ def _identity(equation: Any, operands: Sequence[Split]) -> list[Split]:
 
 _Rule = Callable[[Any, Sequence[Split]], list[Split]]
 _RULES: dict[str, _Rule] = {
-    "dot_general": _dot,
-    "conv_general_dilated": _split_of_convolution,
+    "dot_general": _split_of_product,
+    "conv_general_dilated": _split_of_product,
     "transpose": _transpose,
     "broadcast_in_dim": _broadcast,
     "sharding_constraint": _constrained_split,

@@ -6,7 +6,8 @@ Five rules stand for what compilers do when they fuse:
    nothing. Products, loops and other dear operations write their results, and so do reductions.
 2. Dear operations read operands from memory, so that cheap ones are written for them. TPUs compute
    operands of products while they read them; and they fuse a product with the cheap operations
-   that alone read its result.
+   that alone read its result. Gathers send what is in memory; on TPUs casts
+   are fused with them.
 3. A cheap value is written where many read it: where that moves fewer bytes than each of them
    reading what it is made of. On GPUs also where it takes more time to compute than to read.
 4. Cheap operations of one shape that wait for the same products are one kernel, which may write
@@ -45,7 +46,7 @@ class Fusion:
       excess_precision: whether casts down are left out between fused operations.
       pads_to_tiles: whether arrays fill whole tiles in memory.
       frees_early: whether what frees at least as much as it writes runs at once, and not where it
-        was traced.
+        was traced. If not, expensive operations wait on several devices.
       shares_results: whether other arrays lie where results will, before these are written.
     """
 
@@ -101,6 +102,7 @@ def _written(sized: SizedProgram, fusion: Fusion) -> set[int]:
     written = {sized.root(v) for v in sized.program.outputs if v is not None}
     # The kernels that read a value, directly or through operations that are fused.
     readers: dict[int, set[Any]] = {}
+    casts = {v for op in sized.program.ops if op.name in CASTS for v in op.outputs}
     reading, kernels = _bytes_to_read(sized), _kernel_of_each(sized)
     for number, op in reversed(list(enumerate(sized.program.ops))):
         if not sized.starts_anew(op):
@@ -118,6 +120,10 @@ def _written(sized: SizedProgram, fusion: Fusion) -> set[int]:
             readers.setdefault(v, set()).update(through)
         if is_dear(op) and not (fusion.into_products and op.name in CONTRACTIONS):
             written.update(sized.operands(op))
+        elif sized.is_gather(op):
+            written.update(
+                v for v in sized.operands(op) if not (fusion.into_products and v in casts)
+            )
     return written
 
 
@@ -198,7 +204,7 @@ def _written_in_float32(sized: SizedProgram, written: set[int]) -> set[int]:
     wide, read = set[int](), set[int]()
     for op in sized.program.ops:
         operands, is_arithmetic = sized.operands(op), op.name in ARITHMETIC | EXTREMES
-        if is_arithmetic or op.name in CASTS:
+        if is_arithmetic or (op.name in CASTS and op.outputs[0] not in written):
             read.update(operands)
         if not is_cheap(op) or avals[op.outputs[0]].dtype.itemsize != 2:
             continue

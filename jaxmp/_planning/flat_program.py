@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 from jax.extend import core
 
 from jaxmp._jaxpr.compat import open_jaxpr, scan_counts
@@ -124,10 +125,26 @@ def _called(equation: core.JaxprEqn, platform: str) -> core.Jaxpr | None:
         return None if branch is None else programs_inside(equation)[branch]
     if equation.primitive.name in _APART:
         return None
+    if equation.primitive.name == "conv_general_dilated" and platform == "cuda":
+        return _float32_convolution(equation)
     programs = programs_inside(equation)
     counts = len(equation.invars), len(equation.outvars)
     fits = [(len(each.invars), len(each.outvars)) for each in programs] == [counts]
     return programs[0] if fits else None
+
+
+def _float32_convolution(equation: core.JaxprEqn) -> core.Jaxpr | None:
+    """Returns a convolution as GPUs compute it: of float32 operands, if its result is float32."""
+    operands: list[Any] = [variable.aval for variable in equation.invars]
+    result: Any = equation.outvars[0].aval
+    if (operands[0].dtype.itemsize, result.dtype.itemsize) != (2, 4):
+        return None
+
+    def convolve(*operands: Any) -> Any:
+        wide = [jax.lax.convert_element_type(x, result.dtype) for x in operands]
+        return equation.primitive.bind(*wide, **equation.params)
+
+    return jax.make_jaxpr(convolve)(*operands).jaxpr
 
 
 def _known_branch(equation: core.JaxprEqn, platform: str) -> int | None:

@@ -8,6 +8,7 @@ room all the time, unless they replace arguments.
 
 import bisect
 import itertools
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -16,8 +17,8 @@ from jaxmp._jaxpr.compat import scan_counts
 from jaxmp._jaxpr.op_classes import CLASSES, OpClass
 from jaxmp._planning.buffers import Fusion, buffer_sizes
 from jaxmp._planning.flat_program import FlatOp
-from jaxmp._planning.schedule import Run, memory_order
-from jaxmp._planning.value_sizes import SizedProgram, is_cheap, is_view
+from jaxmp._planning.schedule import Run, memory_order, waiting_order
+from jaxmp._planning.value_sizes import SizedProgram, is_cheap, is_dear, is_view
 
 
 class Live(NamedTuple):
@@ -50,7 +51,11 @@ def most_live(sized: SizedProgram, fusion: Fusion, replacing: Iterable[int] = ()
     sizes |= {places[i]: 0 for i in replacing if i in places}
     results = set(places.values()) & set(sizes)
     runs, kept = _runs(sized, sizes)
-    order = memory_order(runs, sizes, kept) if fusion.frees_early else runs
+    order = runs
+    if fusion.frees_early:
+        order = memory_order(runs, sizes, kept)
+    elif math.prod(sized.mesh.values()) > 1:
+        order = waiting_order(runs, lambda number: is_dear(sized.program.ops[number]))
     unwritten, most, at_most, beside = set(results), 0, set[int](), Counter[str]()
     for run, live in _moments(sized, order, sizes, kept):
         unwritten -= run.writes

@@ -19,7 +19,8 @@ from jaxmp._planning.array_splits import split_of
 from jaxmp._planning.buffers import FUSIONS
 from jaxmp._planning.compile_absent import compile_for
 from jaxmp._planning.devices import Device, find_device
-from jaxmp._planning.flat_program import flattened
+from jaxmp._planning.flat_program import FlatProgram, flattened
+from jaxmp._planning.known_errors import known_errors
 from jaxmp._planning.live_bytes import most_live
 from jaxmp._planning.memory_rows import OF_A_STEP, PERSISTENT, MemoryPlan, MemoryRow
 from jaxmp._planning.planned_step import (
@@ -152,7 +153,7 @@ def memory_plan(
     if compiled:
         placement = placement.without_devices()
     state = abstract_state(params, tx, collections or {}, placement)
-    program, rows, limit = None, _persistent_rows(state), _NO_ACTIVATIONS
+    program, rows, limits = None, _persistent_rows(state), [_NO_ACTIVATIONS]
     if loss_fn is not None:
         options: dict[str, Any] = {
             "has_aux": has_aux,
@@ -165,14 +166,15 @@ def memory_plan(
         program = planned_step(loss_fn, state, batch, step_policy, placement, options)
         if compiled:
             rows += _compiled_rows(program, target, rows)
-            limit = _COMPILED
+            limits = [_COMPILED]
         else:
-            rows += _estimated_rows(program, target.platform, donate)
-            limit = _ESTIMATED
+            flat = _flat_step(program, target.platform)
+            rows += _estimated_rows(program, flat, target.platform, donate)
+            limits = [_ESTIMATED, *known_errors(flat)]
     else:
         rows += _rows({"gradients": _gradient_bytes(state)}, OF_A_STEP)
     size = sum(math.prod(x.shape) for x in jax.tree.leaves(state.params))
-    return _made_plan(rows, size, placement.devices, tx, told, device, (limit,), program)
+    return _made_plan(rows, size, placement.devices, tx, told, device, tuple(limits), program)
 
 
 def _optimizer(optimizer: Any, policy: Any, master: Any, moments: Any) -> MixedPrecision:
@@ -356,13 +358,19 @@ def _compiled_rows(
     return _rows({"batch": batch, "compiled": max(0, beside)}, OF_A_STEP)
 
 
-def _estimated_rows(program: PlannedStep, compiler: str, donate: bool) -> list[MemoryRow]:
+def _flat_step(program: PlannedStep, compiler: str) -> FlatProgram:
+    traced = program.step.trace(program.state, program.batch)
+    return flattened(traced.jaxpr, _LOWERED_FOR[compiler])
+
+
+def _estimated_rows(
+    program: PlannedStep, flat: FlatProgram, compiler: str, donate: bool
+) -> list[MemoryRow]:
     """Returns the rows of what a step holds beside the state, at its peak."""
     arguments = jax.tree.leaves((program.state, program.batch))
     shardings: list[Any] = [getattr(x, "sharding", None) for x in arguments]
     mesh = next((dict(x.mesh.shape) for x in shardings if hasattr(x, "mesh")), {})
     splits = [split_of(s, x.ndim) for s, x in zip(shardings, arguments, strict=True)]
-    flat = flattened(program.step.trace(program.state, program.batch).jaxpr, _LOWERED_FOR[compiler])
     sized = SizedProgram(flat, splits, mesh)
     replaced = len(jax.tree.leaves(program.state)) if donate else 0
     live = most_live(sized, FUSIONS[compiler], range(replaced))

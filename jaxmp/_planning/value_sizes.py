@@ -1,5 +1,6 @@
 """The bytes of every value of a program on one device: how each is split over the mesh."""
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -8,15 +9,17 @@ from typing import Any
 from jaxmp._jaxpr.compat import scan_counts
 from jaxmp._jaxpr.mesh_axes import named_axes
 from jaxmp._jaxpr.op_classes import (
+    CONTRACTIONS,
     COSTS,
     IDENTITIES,
     LAYINGS,
     PICKS,
+    PLACINGS,
     REARRANGES,
     REDUCTIONS,
     Cost,
 )
-from jaxmp._planning.array_splits import WHOLE, Split, joined, pieces_of, result_splits
+from jaxmp._planning.array_splits import WHOLE, Split, joined, pieces_of, read_splits, result_splits
 from jaxmp._planning.flat_program import FlatOp, FlatProgram
 
 # Change how an array is seen or laid out, or say what is known of it: a product reads it as it is.
@@ -69,12 +72,16 @@ class SizedProgram:
           mesh: the sizes of the mesh axes.
           plain: for each argument, whether it is made of no array.
         """
-        self.program, self.mesh = program, mesh
+        self.program = FlatProgram([], program.inputs, program.outputs, dict(program.avals))
+        self.mesh = mesh
         self.splits: dict[int, Split] = dict(zip(program.inputs, given, strict=True))
         self.plain = {v for v, is_plain in zip(program.inputs, plain, strict=False) if is_plain}
         self.inner: dict[int, list[SizedProgram]] = {}
         self._roots: dict[int, int] = {}
-        for number, op in enumerate(program.ops):
+        for traced in program.ops:
+            op = self._with_gathered(traced)
+            number = len(self.program.ops)
+            self.program.ops.append(op)
             made = self._inside(number, op) if op.bodies else self._results(op)
             self.splits.update(zip(op.outputs, made, strict=True))
             self._lay_plain(op)
@@ -105,6 +112,11 @@ class SizedProgram:
         """Whether an operation makes values of its own, and no view of another."""
         return any(self.root(v) == v for v in op.outputs) or not op.outputs
 
+    def is_gather(self, op: FlatOp) -> bool:
+        """Whether an operation gathers an array from devices: from memory to memory."""
+        given = map(self.bytes_of, self.operands(op))
+        return op.name in PLACINGS and self.bytes_of(op.outputs[0]) > max(given, default=0)
+
     @property
     def results(self) -> list[Split]:
         """How each result is split."""
@@ -120,6 +132,23 @@ class SizedProgram:
 
     def _results(self, op: FlatOp) -> list[Split]:
         return result_splits(op.equation, self._given(op), self.mesh)
+
+    def _with_gathered(self, op: FlatOp) -> FlatOp:
+        """Puts before a product what gathers its operands, where it reads them so."""
+        if op.name not in CONTRACTIONS:
+            return op
+        given = self._given(op)
+        read = read_splits(op.equation, given, self._results(op)[0])
+        inputs = list(op.inputs)
+        for i, (before, after) in enumerate(zip(given, read, strict=True)):
+            v = op.inputs[i]
+            if v is None or pieces_of(before, self.mesh) == pieces_of(after, self.mesh):
+                continue
+            inputs[i] = whole = len(self.program.avals)
+            self.program.avals[whole], self.splits[whole] = self.program.avals[v], after
+            gather = dataclasses.replace(op, name="reshard", inputs=(v,), outputs=(whole,))
+            self.program.ops.append(gather)
+        return dataclasses.replace(op, inputs=tuple(inputs))
 
     def _lay_plain(self, op: FlatOp) -> None:
         """Splits what is made of no array as what is made of it."""

@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
 
 import jaxmp
+from jaxmp._planning import known_errors
 from jaxmp.diagnostics import MemoryPlan, memory_plan
 from jaxmp.sharding import FSDP, fully_sharded, state_shardings
 
@@ -292,6 +294,54 @@ def test_a_plan_is_json_and_a_table() -> None:
     assert plan.fits("h100")
     step = memory_plan(**abstract_mlp())
     assert json.loads(json.dumps(step.as_dict()))["is_complete"]
+
+
+def test_a_plan_says_what_is_planned_badly() -> None:
+    def block(w: Any, x: Any) -> Any:
+        return jnp.tanh(jnp.tanh(x @ w) @ w)
+
+    def kept(w: Any, x: Any) -> Any:
+        return jnp.sum(block(w, x))
+
+    def again(w: Any, x: Any) -> Any:
+        return jnp.sum(jax.checkpoint(block)(w, x))
+
+    def convolved(w: Any, x: Any) -> Any:
+        kernel, images = w[:, :, None, None], x[:, :, None, None]
+        return jnp.sum(jax.lax.conv(images, kernel, (1, 1), "SAME"))
+
+    w = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+
+    def said(loss_fn: Any, **options: Any) -> list[str]:
+        plan = memory_plan(w, loss_fn=loss_fn, batch=w, **options)
+        limits = plan.as_dict()["limits"]
+        assert " ".join(limits) in " ".join(str(plan).split())
+        return limits[1:]
+
+    assert said(kept) == []
+    (sentence,) = said(again)
+    assert "computed again, plans were up to 23 % off: compiled=True" in sentence
+    (sentence,) = said(convolved)
+    assert sentence.startswith("With convolutions,")
+    (sentence,) = said(kept, policy="mixed_float8")
+    assert sentence.startswith("With float8,")
+
+
+@pytest.mark.parametrize(
+    ("what", "models"),
+    [
+        ("convolutions", ("resnet", "u-net", "convnext")),
+        ("layers that are computed again", ("gpt, scan, checkpoints",)),
+        ("float8", ("mixed_float8, 512", "mixed_float8, 4096")),
+    ],
+)
+def test_how_far_off_a_plan_says_is_as_measured(what: str, models: tuple[str, ...]) -> None:
+    results = Path(__file__).parents[2] / "benchmarks/results"
+    rows = [
+        row for x in results.glob("memory-plan*.json") for row in json.loads(x.read_text())["rows"]
+    ]
+    measured = max(abs(row["error"]) for row in rows if row["model"] in models)
+    assert known_errors._FARTHEST[what][0] == round(measured)
 
 
 @pytest.mark.parametrize(

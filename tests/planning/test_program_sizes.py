@@ -16,7 +16,7 @@ from jaxmp._planning.array_splits import split_of
 from jaxmp._planning.buffers import FUSIONS, buffer_sizes
 from jaxmp._planning.flat_program import FlatProgram, flattened
 from jaxmp._planning.live_bytes import Live, most_live
-from jaxmp._planning.schedule import Run, memory_order
+from jaxmp._planning.schedule import Run, memory_order, waiting_order
 from jaxmp._planning.value_sizes import SizedProgram, tiled_nbytes
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -37,6 +37,19 @@ def sized(fun: Callable[..., Any], *args: Any) -> SizedProgram:
 
 def held(fun: Callable[..., Any], *args: Any, fusion: Any = GPU) -> float:
     return most_live(sized(fun, *args), fusion).total / KB
+
+
+def convolved(x: Any, k: Any, groups: int = 1, dtype: Any = None) -> Any:
+    numbers = ("NHWC", "HWIO", "NHWC")
+    return jax.lax.conv_general_dilated(
+        x,
+        k,
+        (1, 1),
+        "SAME",
+        dimension_numbers=numbers,
+        feature_group_count=groups,
+        preferred_element_type=dtype,
+    )
 
 
 @jax.custom_vjp
@@ -106,10 +119,20 @@ CASES: dict[str, tuple[Callable[..., Any], list[tuple[tuple[int, ...], P]]]] = {
     "lookup": (lambda t, i: t[i], [((64, 8), P(None, "b")), ((8, 4), P("a"))]),
     "parts": (lambda x: jnp.split(x, 2, axis=1)[0], [((8, 16), P("a"))]),
     "convolution": (
-        lambda x, k: jax.lax.conv_general_dilated(
-            x, k, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-        ),
+        convolved,
         [((8, 4, 4, 2), P("a")), ((3, 3, 2, 8), P(None, None, None, "b"))],
+    ),
+    "convolution of split channels": (
+        convolved,
+        [((8, 4, 4, 8), P("a", None, None, "b")), ((3, 3, 8, 8), P(None, None, None, "b"))],
+    ),
+    "convolution that sums channels": (
+        convolved,
+        [((8, 4, 4, 8), P("a", None, None, "b")), ((3, 3, 8, 4), P(None, None, "b"))],
+    ),
+    "convolution of each channel": (
+        functools.partial(convolved, groups=8),
+        [((8, 4, 4, 8), P("a", None, None, "b")), ((3, 3, 1, 8), P(None, None, None, "b"))],
     ),
     "loop": (
         lambda x, w: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), x), x, w),
@@ -142,6 +165,23 @@ def test_results_are_split_as_the_partitioner_splits_them(name: str) -> None:
     program = flat(fun, *args)
     found = SizedProgram(program, [split_of(x.sharding, x.ndim) for x in args], dict(mesh.shape))
     assert [found.bytes_of(v) // 4 for v in program.outputs if v is not None] == wanted
+
+
+def test_what_a_product_reads_whole_is_gathered() -> None:
+    """An axis splits one dimension of a product, so that it cannot split the channels of both."""
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    specs = P("a", None, None, "b"), P(None, None, None, "b")
+    args = [
+        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+        for shape, spec in zip([(8, 4, 4, 8), (3, 3, 8, 8)], specs, strict=True)
+    ]
+    text = jax.jit(convolved).lower(*args).compile().as_text()
+    assert "all-gather" in str(text)
+    found = SizedProgram(
+        flat(convolved, *args), [split_of(x.sharding, 4) for x in args], {"a": 4, "b": 2}
+    )
+    gathered = [op for op in found.program.ops if found.is_gather(op)]
+    assert [found.bytes_of(v) for op in gathered for v in op.outputs] == [8 // 4 * 4 * 4 * 8 * 4]
 
 
 def test_elementwise_operations_between_products_are_one_buffer() -> None:
@@ -180,6 +220,50 @@ def test_a_buffer_lives_until_it_is_read_for_the_last_time() -> None:
 
     assert held(fun, X) == 3
     assert held(lambda x: ((x @ x) @ x) @ x, X) == 2
+
+
+def test_a_chain_of_expensive_operations_is_not_kept_waiting() -> None:
+    """Products that only results are made of, as gradients of params, wait until it is done."""
+
+    def fun(x: Any, w: Any) -> Any:
+        apart = []
+        for _ in range(3):
+            x, before = x @ w, x
+            apart.append(before.T @ x)
+        return x, apart
+
+    ops = sized(fun, X, X).program.ops
+    runs = [
+        Run(n, frozenset(filter(None, op.inputs)), frozenset(op.outputs))
+        for n, op in enumerate(ops)
+    ]
+    order = [run.number for run in waiting_order(runs, lambda n: ops[n].name == "dot_general")]
+    products = [n for n, op in enumerate(ops) if op.name == "dot_general"]
+    assert [n for n in order if n in products] == products[::2] + products[1::2]
+    assert sorted(order) == list(range(len(runs)))
+
+
+def test_on_several_devices_operands_of_what_waits_are_held() -> None:
+    def fun(x: Any, w: Any) -> Any:
+        apart = []
+        for _ in range(4):
+            x, before = x @ w, x
+            apart.append((before.T @ x).sum())
+        return apart
+
+    program, whole = flat(fun, X, X), [(frozenset[str](),) * 2] * 2
+    one, several = (most_live(SizedProgram(program, whole, {"a": n}), GPU) for n in (1, 2))
+    assert one.total < 4 * KB < several.total
+
+
+def test_convolutions_of_gpus_to_float32_read_float32() -> None:
+    x, k = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((8, 4, 4, 8), (3, 3, 8, 8)))
+    wide = functools.partial(convolved, dtype=jnp.float32)
+    traced = jax.make_jaxpr(wide)(x, k)
+    names = {p: [op.name for op in flattened(traced, p).ops] for p in ("cuda", "tpu")}
+    assert names["tpu"] == ["conv_general_dilated"]
+    assert names["cuda"] == [*["convert_element_type"] * 2, *names["tpu"]]
+    assert len(flat(convolved, x, k).ops) == 1
 
 
 def test_what_frees_as_much_as_it_writes_runs_at_once() -> None:
