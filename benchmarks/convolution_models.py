@@ -84,7 +84,7 @@ def convnext_program() -> Program:
         "down": _floats(4 * c, c),
         "gain": _floats(c),
     }
-    params = {f"block_{i}": block for i in range(_BLOCKS)}
+    params: dict[str, PyTree] = {f"block_{i}": block for i in range(_BLOCKS)}
     params |= {"stem": _floats(_PATCH, _PATCH, 3, c), "head": _floats(c, _KINDS)}
 
     def loss(params: PyTree, batch: tuple[Array, Array]) -> Float[Array, ""]:

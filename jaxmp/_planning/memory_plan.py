@@ -34,6 +34,7 @@ from jaxmp._planning.value_sizes import SizedProgram, nbytes_on_device
 from jaxmp._policies.policy_rules import PolicyRules
 from jaxmp._recompute.api import Recompute
 from jaxmp._training.compact_state import Moments
+from jaxmp._training.microbatch import check_microbatches
 from jaxmp._training.optimizer import MixedPrecision, mixed_precision
 from jaxmp._training.train_state import TrainState
 
@@ -126,8 +127,8 @@ def memory_plan(
     Raises:
       ImportError: if the step is to be compiled, and the compiler is not installed.
       ValueError: for an unknown device or optimizer, a loss without a batch, a number of params
-        with a loss, shardings that do not fit, or nothing to compile; and for a compiled step that
-        a TPU has no memory for, with the compiler's number.
+        with a loss, shardings that do not fit, or an option of a step without a loss; and for a
+        compiled step that a TPU has no memory for, with the compiler's number.
       TypeError: if the number of params is none.
 
     >>> plan = memory_plan("8B", "bfloat16", master="remainder", devices=8)
@@ -146,7 +147,14 @@ def memory_plan(
     target = find_device(device)
     tx = _optimizer(optimizer, policy, master, moments)
     told, count = _policy_as_text(policy, optimizer, tx), _number_of_params(params)
-    _check_asked(count, loss_fn, batch, cast, devices, gradients, compiled)
+    of_a_step = {
+        "compiled": compiled,
+        "fsdp": fsdp is not None,
+        "has_aux": has_aux,
+        "recompute": recompute != "never",
+    }
+    _check_asked(count, loss_fn, batch, cast, devices, gradients, of_a_step)
+    check_microbatches(microbatches)
     if count is not None:
         return _plan_of_count(count, tx, told, devices, microbatches, gradients, device)
     placement = placement_of(params, shardings, fsdp, devices)
@@ -226,7 +234,7 @@ def _check_asked(
     cast: Any,
     devices: Any,
     gradients: Any,
-    compiled: bool,
+    of_a_step: Mapping[str, bool],
 ) -> None:
     if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
         raise ValueError(f"devices must be a positive number, got {devices!r}")
@@ -242,10 +250,10 @@ def _check_asked(
             "a loss function needs params, and a number of them is none. Give their shapes: "
             "jax.eval_shape(init, ...)"
         )
-    if compiled and loss_fn is None:
+    if loss_fn is None and (asked := [name for name, given in of_a_step.items() if given]):
         raise ValueError(
-            "compiled=True compiles a step, and there is none without a loss. Give loss_fn= and "
-            "batch="
+            f"{' and '.join(asked)} would be of a step, and there is none without a loss and a "
+            "batch: the plan would not change"
         )
     if count is None and gradients is not None:
         raise ValueError("the dtype of gradients is that of the program; leave out gradients=")

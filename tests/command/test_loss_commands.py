@@ -102,7 +102,7 @@ def test_plan_hands_on_what_is_asked(
         (["plan", "{module}:step"], "step() returns a step and its state, but this command makes"),
         (["bench", "{module}:step"], "Write a factory that returns (loss_fn, (params, batch))"),
         (["plan", "8B", "--optimizer", "adamx"], "'adamx' is no optimizer of optax"),
-        (["plan", "8B", "--compiled"], "compiled=True compiles a step, and there is none"),
+        (["plan", "8B", "--compiled"], "compiled would be of a step, and there is none"),
         (["bench", "{module}:one_argument"], "but it has 1 arguments"),
         (["bench", "{module}:abstract"], "params must be arrays, since steps run"),
         (["bench", "{module}:loss", "--policies", "mixed_bfloat17"], "mixed_bfloat16"),
