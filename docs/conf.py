@@ -102,8 +102,12 @@ def link_to_source(app: Sphinx, page: str, text: list[str]) -> None:
 def link_to_pages(
     app: Sphinx, kind: str, name: str, found: Any, options: Any, lines: list[str]
 ) -> None:
-    """Docstrings name pages as files, docs/memory.md, which is what a reader of the code has."""
+    """Docstrings name pages as files, docs/memory.md, which is what a reader of the code has.
+
+    Types of attributes come with the private files that define them, which is what nobody needs.
+    """
     lines[:] = [re.sub(r"`*docs/([\w-]+)\.md`*", r":doc:`/\1`", line) for line in lines]
+    lines[:] = [re.sub(r"\bjaxmp\._[\w.]*\.(\w+)", r"\1", line) for line in lines]
 
 
 def setup(app: Sphinx) -> None:
