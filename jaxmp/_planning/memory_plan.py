@@ -147,8 +147,7 @@ def memory_plan(
     target = find_device(device)
     tx = _optimizer(optimizer, policy, master, moments)
     told, count = _policy_as_text(policy, optimizer, tx), _number_of_params(params)
-    of_a_step = {"compiled": compiled, "fsdp": fsdp is not None, "has_aux": has_aux}
-    of_a_step["recompute"] = recompute != "never"
+    of_a_step = {"compiled": compiled, "has_aux": has_aux, "recompute": recompute != "never"}
     _check_asked(count, loss_fn, batch, cast, devices, gradients, of_a_step)
     check_microbatches(microbatches)
     if count is not None:

@@ -245,6 +245,8 @@ def test_a_mesh_with_two_axes_and_real_devices() -> None:
     plan = memory_plan(**arguments, fsdp=fsdp)
     assert plan.devices == 8
     assert plan.bytes_of("params") == 4 * plan.params // 8
+    alone = memory_plan(arguments["params"], fsdp=fsdp)  # without a loss it says how they are split
+    assert (alone.devices, alone.persistent) == (8, plan.persistent)
     # The hidden layers are split over both axes, and what lies between them over one.
     hidden = 2 * 4096 // 4 * 512 // 2
     kept = 2 * 4096 // 4 * 4 * 128 + 4 * 3 * hidden
