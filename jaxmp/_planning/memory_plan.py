@@ -247,8 +247,8 @@ def _check_asked(
         )
     if loss_fn is None and (asked := [name for name, given in of_a_step.items() if given]):
         raise ValueError(
-            f"{' and '.join(asked)} would be of a step, and there is none without a loss and a "
-            "batch: the plan would not change"
+            f"{' and '.join(asked)} would be of a step, and there is none without a loss. Give "
+            "loss_fn= and batch= too, or leave this out"
         )
     if count is None and gradients is not None:
         raise ValueError("the dtype of gradients is that of the program; leave out gradients=")
