@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 
 from jaxmp._diagnostics.counted import check_counted, cumulated, fetched
 from jaxmp._diagnostics.inputs import check_numbers, number_of_scale
-from jaxmp._numerics.dtypes import parse_dtype
+from jaxmp._numerics.dtypes import is_inexact, parse_dtype
 from jaxmp._numerics.histograms import (
     FINITE,
     INFINITE,
@@ -108,7 +108,7 @@ def underflow_report(
 ) -> UnderflowReport:
     """Reports what share of each array would become zero, subnormal or infinite in a format.
 
-    A gradient that becomes zero trains nothing, and no overflow tells of it. Of arrays the shares
+    A gradient that becomes zero trains nothing, and no overflow tells of it. For arrays the shares
     are those of a cast. A histogram answers for all formats and scales, nearly as well.
 
     The recommended scale is 2**(e - 3 - m), with e the exponent of the largest number of the format
@@ -144,16 +144,18 @@ def underflow_report(
     found = tree if isinstance(tree, Histograms) else histograms(tree)
     counts, largest = fetched(found)
     limits = limits_of(chosen)
-    at = np.array([limits.kept, limits.normal, limits.ends]) / scale
+    ends = (limits.kept, limits.normal, limits.ends, math.inf)
+    at = np.array([limit / scale for limit in ends])
     if found is tree:
         check_counted(counts)
         below = [_interpolated(*row, at) for row in zip(counts[:, FINITE], largest, strict=True)]
     else:
-        below = list(jax.device_get(counts_below(tree, _float32_from(at))))
+        floats = [x for x in jax.tree.leaves(tree) if is_inexact(x)]
+        below = list(jax.device_get(counts_below(floats, _float32_from(at))))
     columns = zip(found.names, found.dtypes, counts, largest, below, strict=True)
     rows = [_lost_of(*row, limits.exponent) for row in columns]
     most = largest.max(initial=0)
-    total = _lost_of("all", "", counts.sum(0), most, sum(below, np.zeros(3)), limits.exponent)
+    total = _lost_of("all", "", counts.sum(0), most, sum(below, np.zeros(4)), limits.exponent)
     rows.sort(key=lambda row: (-row.overflow, -row.flushed, -row.subnormal))
     return UnderflowReport(tuple(rows), total, chosen.name, scale)
 
@@ -191,11 +193,12 @@ def limits_of(dtype: Any) -> FormatLimits:
 def _lost_of(
     name: str, dtype: str, counts: Any, largest: Any, below: Any, exponent: int
 ) -> UnderflowRow:
-    """Returns the row of an array, of which so many numbers are below the limits of the format."""
+    """Returns the row of an array, given how many numbers are below each limit; the last is all."""
     zeros, infinite, nan = (round(float(counts[i])) for i in (ZEROS, INFINITE, NAN))
     flushed, small, fits, recommended = 0.0, 0.0, 1.0, None
-    if numbers := counts[FINITE].sum():
-        flushed, small, fits = (float(n / numbers) for n in below)
+    *lost, numbers = map(float, below)
+    if numbers:
+        flushed, small, fits = (n / numbers for n in lost)
         # Formats with the exponents of float32 need no scale.
         room = exponent - _HEADROOM - (math.frexp(largest)[1] - 1)
         recommended = 2.0**room if exponent < 127 else 1.0

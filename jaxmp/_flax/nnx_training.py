@@ -245,12 +245,12 @@ class Optimizer(nnx.Optimizer):
           Whether the step was taken.
 
         Raises:
-          TypeError: if `model` is a state, as gradients are: `nnx.update` would write into it.
+          TypeError: if `model` and `grads` are swapped: gradients would be written into.
         """
-        if isinstance(model, nnx.State):
+        if isinstance(model, nnx.State) and isinstance(grads, nnx.Module):
             raise TypeError(
                 "update takes the model and then its gradients: optimizer.update(model, grads); "
-                "got a State as the model"
+                "got a State as the model, and a module as its gradients"
             )
         params = nnx.as_pure(nnx.state(model, self.wrt))
         params, opt_state = self.tx.apply_gradients(

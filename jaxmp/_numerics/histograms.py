@@ -129,11 +129,11 @@ def histogram_of(x: Any) -> tuple[Float32[Array, "128"], Float32[Array, ""]]:
 
 
 @jax.jit
-def counts_below(tree: PyTree, limits: Float32[Array, " n"]) -> Float32[Array, "arrays n"]:
-    """Counts the numbers of each array of floats that are not zero, and smaller than some limits.
+def counts_below(arrays: list[Any], limits: Float32[Array, " n"]) -> Float32[Array, "arrays n"]:
+    """Counts the numbers of each array that are not zero, and smaller than some limits.
 
     Args:
-      tree: the arrays, of which those are counted that `histograms` counts.
+      arrays: of floats or complex numbers.
       limits: magnitudes.
     """
     ends = jax.lax.bitcast_convert_type(limits, jnp.uint32)
@@ -144,8 +144,7 @@ def counts_below(tree: PyTree, limits: Float32[Array, " n"]) -> Float32[Array, "
         counts = [jnp.sum((bits > 0) & (bits < end), axes, dtype=jnp.uint32) for end in ends]
         return jnp.stack([jnp.sum(count.astype(jnp.float32)) for count in counts])
 
-    found = [below(x) for x in jax.tree.leaves(tree) if is_inexact(x)]
-    return jnp.stack(found) if found else jnp.zeros((0, len(limits)))
+    return jnp.stack([below(x) for x in arrays]) if arrays else jnp.zeros((0, len(limits)))
 
 
 def _bits_of(x: Any) -> Any:
@@ -217,7 +216,7 @@ def _counted_axes(x: Any) -> tuple[int, ...]:
 
 def _scattered(number: Any) -> Float32[Array, "128"]:
     """Counts bins one number after the other, as a CPU does best."""
-    explicit = jax.typeof(number).sharding.mesh.explicit_axes
-    whole = jax.P(None) if explicit else None
+    mesh = jax.typeof(number).sharding.mesh
+    whole = jax.NamedSharding(mesh, jax.P(None)) if mesh.explicit_axes else None
     counts = jnp.zeros(BINS, jnp.uint32).at[number].add(jnp.uint32(1), out_sharding=whole)
     return counts.astype(jnp.float32)

@@ -107,10 +107,19 @@ def read_splits(equation: Any, operands: Sequence[Split], result: Split) -> list
     positions = _POSITIONS.get(equation.primitive.name)
     if positions is None:
         return list(operands)
+    if _is_computed_whole(equation):
+        return [(WHOLE,) * len(split) for split in operands]
     return [
         tuple(axes & result[at[i]] if i in at else axes - used for i, axes in enumerate(split))
         for at, split in zip(positions(equation), operands, strict=True)
     ]
+
+
+def _is_computed_whole(equation: Any) -> bool:
+    """Whether partitioners leave a product whole: a convolution in groups of several channels."""
+    if equation.params.get("feature_group_count", 1) == 1:
+        return False
+    return _shape_of(equation.invars[1])[equation.params["dimension_numbers"].rhs_spec[1]] > 1
 
 
 def _split_of_product(equation: Any, operands: Sequence[Split]) -> list[Split]:

@@ -147,8 +147,7 @@ def memory_plan(
     target = find_device(device)
     tx = _optimizer(optimizer, policy, master, moments)
     told, count = _policy_as_text(policy, optimizer, tx), _number_of_params(params)
-    of_a_step = {"compiled": compiled, "fsdp": fsdp is not None, "has_aux": has_aux}
-    of_a_step["recompute"] = recompute != "never"
+    of_a_step = {"compiled": compiled, "has_aux": has_aux, "recompute": recompute != "never"}
     _check_asked(count, loss_fn, batch, cast, devices, gradients, of_a_step)
     check_microbatches(microbatches)
     if count is not None:
@@ -248,8 +247,8 @@ def _check_asked(
         )
     if loss_fn is None and (asked := [name for name, given in of_a_step.items() if given]):
         raise ValueError(
-            f"{' and '.join(asked)} would be of a step, and there is none without a loss and a "
-            "batch: the plan would not change"
+            f"{' and '.join(asked)} would be of a step, and there is none without a loss. Give "
+            "loss_fn= and batch= too, or leave this out"
         )
     if count is None and gradients is not None:
         raise ValueError("the dtype of gradients is that of the program; leave out gradients=")

@@ -241,10 +241,10 @@ class TrainStep:
 
 
 def _warn_if_all_is_wide(tx: MixedPrecision, step: Any) -> None:
-    """Warns if the optimizer was wrapped for 16 bits, and no product of a step reads any."""
+    """Warns if the optimizer was wrapped for 16 bits, and all products of a step read more."""
     narrow = {p.compute_dtype.name for p in all_policies(tx.rules) if is_narrow(p.compute_dtype)}
-    products = [[x.aval.dtype for x in product.invars] for product in products_in(step.jaxpr)]
-    if narrow and products and not any(is_narrow(dtype) for read in products for dtype in read):
+    read = {x.aval.dtype for product in products_in(step.jaxpr) for x in product.invars}
+    if narrow and read and all(dtype.itemsize >= 4 for dtype in read):
         warn(
             f"the optimizer was wrapped for {' and '.join(sorted(narrow))}, but every product of "
             "this step is float32: the model does not cast, and make_train_step has no policy. "

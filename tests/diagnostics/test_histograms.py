@@ -136,6 +136,12 @@ def test_the_largest_number_decides_whether_anything_overflows(dtype: str) -> No
     assert (above > 0) == (shares(x, dtype, 2 * fits)[2] > 0)
 
 
+def test_in_large_arrays_nothing_overflows_either() -> None:
+    """More numbers than float32 counts exactly, and another count of those that fit."""
+    x = jnp.where(jnp.arange(2**24 + 5) % 3 == 0, 1.0, 3.0)
+    assert underflow_report({"x": x}).total.overflow == 0
+
+
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=30, max_size=30))
 def test_any_bits_land_in_their_bin(patterns: list[int]) -> None:
@@ -160,10 +166,12 @@ def test_every_kind_of_leaf() -> None:
         "f16": jnp.array([[65504.0, -jnp.inf]], jnp.float16),
         "key": jax.random.key(0),
         "none": None,
+        "number": 3.0,
         "numpy": np.array([2.0**-140, 1e38]),  # float64
         "scalar": jnp.float32(-3.0),
         "step": jnp.int32(3),
         "text": "a",
+        "function": jnp.tanh,
     }
     counted = histograms(tree)
     assert counted.names == ("bf16", "codes", "complex", "empty", "f16", "numpy", "scalar")
@@ -176,6 +184,7 @@ def test_every_kind_of_leaf() -> None:
     assert "what bfloat16 and float16 and float8_e4m3fn had lost before" in str(
         underflow_report(counted)
     )
+    assert underflow_report(tree) == underflow_report(counted)
 
 
 @pytest.mark.parametrize("tree", [{}, None, {"step": jnp.int32(3)}])
@@ -224,8 +233,9 @@ def test_on_eight_devices_numbers_stay_where_they_are() -> None:
     x = jnp.asarray(ARRAYS["lognormal"][: 64 * 1024], jnp.float32).reshape(64, 1024)
     for kind in (AxisType.Auto, AxisType.Explicit):
         mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+        placed = jax.device_put(x, jax.NamedSharding(mesh, jax.P("data")))
+        assert underflow_report({"x": placed}) == underflow_report({"x": x})
         with jax.set_mesh(mesh):
-            placed = jax.device_put(x, jax.NamedSharding(mesh, jax.P("data")))
             compiled = jax.jit(lambda x: histograms({"x": x})).lower(placed).compile()
             assert np.array_equal(compiled(placed).counts, histograms({"x": x}).counts)
             # As TPUs and GPUs count.

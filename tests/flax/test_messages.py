@@ -228,7 +228,7 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     # training
     ("gradients before the model", gradients_first, TypeError,
      "update takes the model and then its gradients: optimizer.update(model, grads); got a State "
-     "as the model"),
+     "as the model, and a module as its gradients"),
     ("optimizer", lambda: optimizer(tx=optax.sgd(0.1)), TypeError,
      "tx must be jaxmp.mixed_precision(optimizer, policy), got GradientTransformationExtraArgs"),
     ("nothing to split",

@@ -263,6 +263,18 @@ def test_training_follows_the_functional_path() -> None:
         np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
+def test_the_model_may_be_a_state() -> None:
+    """As in Flax: a split model trains as a live one does."""
+    model = Net()
+    params = nnx.state(Net(), nnx.Param)
+    grads = jaxmp.nnx.value_and_grad(loss_fn)(Net(), X)[1]
+    for each in (model, params):
+        tx = jaxmp.mixed_precision(optax.sgd(0.1), "float32")
+        assert jaxmp.nnx.Optimizer(each, tx).update(each, grads)
+    assert tree_bits(params) == tree_bits(nnx.state(model, nnx.Param))
+    assert tree_bits(params) != tree_bits(nnx.state(Net(), nnx.Param))
+
+
 @pytest.mark.parametrize("optimizer", [jaxmp.nnx.Optimizer, nnx.Optimizer])
 @pytest.mark.parametrize(
     ("master", "moments"),

@@ -245,6 +245,8 @@ def test_a_mesh_with_two_axes_and_real_devices() -> None:
     plan = memory_plan(**arguments, fsdp=fsdp)
     assert plan.devices == 8
     assert plan.bytes_of("params") == 4 * plan.params // 8
+    alone = memory_plan(arguments["params"], fsdp=fsdp)  # without a loss it says how they are split
+    assert (alone.devices, alone.persistent) == (8, plan.persistent)
     # The hidden layers are split over both axes, and what lies between them over one.
     hidden = 2 * 4096 // 4 * 512 // 2
     kept = 2 * 4096 // 4 * 4 * 128 + 4 * 3 * hidden
@@ -356,7 +358,7 @@ def test_how_far_off_a_plan_says_is_as_measured(what: str, models: tuple[str, ..
         ({"params": {}, "loss_fn": mlp}, "loss_fn and batch go together"),
         ({"params": {}, "gradients": "bfloat16"}, "leave out gradients"),
         ({"params": {}, "compiled": True}, "there is none without a loss"),
-        ({"params": 8e9, "compiled": True}, "compiled would be of a step, and there is none"),
+        ({"params": 8e9, "compiled": True}, "and there is none without a loss. Give loss_fn= and"),
         ({"params": 8e9, "recompute": "auto", "has_aux": True}, "has_aux and recompute would be"),
         ({"params": 8e9, "microbatches": 0}, "microbatches must be a whole number"),
         ({"params": 8e9, "cast": "some"}, "cast must be"),

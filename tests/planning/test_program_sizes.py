@@ -167,21 +167,32 @@ def test_results_are_split_as_the_partitioner_splits_them(name: str) -> None:
     assert [found.bytes_of(v) // 4 for v in program.outputs if v is not None] == wanted
 
 
-def test_what_a_product_reads_whole_is_gathered() -> None:
-    """An axis splits one dimension of a product, so that it cannot split the channels of both."""
+@pytest.mark.parametrize(
+    ("groups", "specs", "examples"),
+    [
+        (1, (P("a", None, None, "b"), P(None, None, None, "b")), 8 // 4),
+        (2, (P("a"), P()), 8),
+        (8, (P("a"), P()), None),
+    ],
+)
+def test_what_a_product_reads_whole_is_gathered(
+    groups: int, specs: Any, examples: int | None
+) -> None:
+    """An axis cannot split the channels of both operands, and none splits groups of channels."""
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
-    specs = P("a", None, None, "b"), P(None, None, None, "b")
+    fun = functools.partial(convolved, groups=groups)
     args = [
         jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
-        for shape, spec in zip([(8, 4, 4, 8), (3, 3, 8, 8)], specs, strict=True)
+        for shape, spec in zip([(8, 4, 4, 8), (3, 3, 8 // groups, 8)], specs, strict=True)
     ]
-    text = jax.jit(convolved).lower(*args).compile().as_text()
-    assert "all-gather" in str(text)
+    text = jax.jit(fun).lower(*args).compile().as_text()
+    assert ("all-gather" in str(text)) == bool(examples)
     found = SizedProgram(
-        flat(convolved, *args), [split_of(x.sharding, 4) for x in args], {"a": 4, "b": 2}
+        flat(fun, *args), [split_of(x.sharding, 4) for x in args], {"a": 4, "b": 2}
     )
     gathered = [op for op in found.program.ops if found.is_gather(op)]
-    assert [found.bytes_of(v) for op in gathered for v in op.outputs] == [8 // 4 * 4 * 4 * 8 * 4]
+    expected = [examples * 4 * 4 * 8 * 4] if examples else []
+    assert [found.bytes_of(v) for op in gathered for v in op.outputs] == expected
 
 
 def test_elementwise_operations_between_products_are_one_buffer() -> None:

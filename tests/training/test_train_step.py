@@ -240,8 +240,13 @@ def test_it_warns_if_nobody_casts() -> None:
     def by_hand(params: Any, batch: Any) -> Any:
         return loss_fn(jaxmp.get_policy("bfloat16").cast_to_compute(params), batch)
 
+    def in_integers(params: Any, batch: Any) -> Any:
+        codes = batch["x"].astype(jnp.int8)
+        scale = sum(map(jnp.sum, jax.tree.leaves(params)))
+        return scale * jnp.mean(jnp.matmul(codes, codes.T, preferred_element_type=jnp.int32))
+
     # Controls: who casts, who wants float32, and who multiplies nothing.
-    for casts in (by_hand, jaxmp.autocast(loss_fn, "mixed_bfloat16")):
+    for casts in (by_hand, in_integers, jaxmp.autocast(loss_fn, "mixed_bfloat16")):
         jaxmp.make_train_step(casts, donate=False)(state, batch())
     state = jaxmp.TrainState.create(
         params=init_params(), tx=jaxmp.mixed_precision(optax.sgd(0.1), "float32")
