@@ -6,8 +6,7 @@ Five rules stand for what compilers do when they fuse:
    nothing. Products, loops and other dear operations write their results, and so do reductions.
 2. Dear operations read operands from memory, so that cheap ones are written for them. TPUs compute
    operands of products while they read them; and they fuse a product with the cheap operations
-   that alone read its result. Gathers send what is in memory; on TPUs casts
-   are fused with them.
+   that alone read its result. Gathers send what is in memory; on TPUs casts are fused with them.
 3. A cheap value is written where many read it: where that moves fewer bytes than each of them
    reading what it is made of. On GPUs also where it takes more time to compute than to read.
 4. Cheap operations of one shape that wait for the same products are one kernel, which may write
