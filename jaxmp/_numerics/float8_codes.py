@@ -55,11 +55,18 @@ def scale_of(
     Array([ 1.,  4., nan], dtype=float32)
     """
     largest = float(jnp.finfo(dtype).max)
-    # Float32 of the exact quotient; 1e-12 itself is no float32.
-    scale = jnp.where(amax > _LEAST_AMAX, largest / amax, np.float32(largest / _LEAST_AMAX))
     if power_of_two:
-        bits = lax.bitcast_convert_type(scale, jnp.int32) & _EXPONENT
+        # GPUs divide float32 up to two units off, which next to a power of two would be a factor of
+        # two. A difference of bits is that of exponents, with a borrow where the mantissa asks.
+        amax_bits, largest_bits, one_bits = (
+            lax.bitcast_convert_type(jnp.float32(x), jnp.int32)
+            for x in (jnp.maximum(amax, np.float32(_LEAST_AMAX)), largest, 1.0)
+        )
+        bits = (largest_bits - amax_bits + one_bits) & _EXPONENT
         scale = lax.bitcast_convert_type(bits, jnp.float32)
+    else:
+        # Float32 of the exact quotient; 1e-12 itself is no float32.
+        scale = jnp.where(amax > _LEAST_AMAX, largest / amax, np.float32(largest / _LEAST_AMAX))
     return jnp.where(jnp.isfinite(amax), scale, jnp.float32(jnp.nan))
 
 
