@@ -1,4 +1,8 @@
-"""What every test runs under: eight CPU devices, strict promotion, rank errors, quick compilers."""
+"""What every test runs under: eight CPU devices, strict promotion, rank errors, quick compilers.
+
+With JAX_PLATFORMS set to an accelerator, tests of the mark `device` run there, with the compilers
+and the devices that users have.
+"""
 
 import os
 from collections.abc import Iterator
@@ -27,12 +31,12 @@ def _quick_compilation() -> str:
 
 # In the environment, for the programs that tests start too: where compilers for TPUs and GPUs are
 # installed, JAX would look for devices of theirs.
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Those compilers read the same flags, and are to do all they can.
-if "JAXMP_AOT" not in os.environ:
-    os.environ.setdefault("XLA_FLAGS", _quick_compilation())
-jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
-jax.config.update("jax_num_cpu_devices", 8)
+if os.environ.setdefault("JAX_PLATFORMS", "cpu") == "cpu":
+    # Those compilers read the same flags, and are to do all they can.
+    if "JAXMP_AOT" not in os.environ:
+        os.environ.setdefault("XLA_FLAGS", _quick_compilation())
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 

@@ -39,6 +39,7 @@ def check_words(bits: Any) -> None:
     assert np.isnan(np.asarray(high, np.float32)[nan]).all()
 
 
+@pytest.mark.device
 def test_equals_transformer_engine() -> None:
     recorded = load_arrays("bf16_remainder.npz")
     bits = recorded["f32_bits"]
@@ -71,6 +72,7 @@ def test_a_plain_cast_would_lose_words() -> None:
     assert np.any(rest != rest.astype(np.int16))
 
 
+@pytest.mark.device
 def test_the_upper_part_is_rounded_to_nearest() -> None:
     bits = np.random.default_rng(0).integers(0, 2**32, 100_000, np.uint32)
     bits = np.concatenate([bits, (bits & 0xFFFF0000) | 0x8000])  # and ties

@@ -56,7 +56,15 @@ def neighbours(x: Any, dtype: Any) -> tuple[Any, Any]:
     return values[at], values[np.minimum(at + 1, len(values) - 1)]
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("bf16", marks=pytest.mark.device),
+        "fp16",
+        pytest.param("e4m3fn", marks=pytest.mark.device),
+        "e5m2",
+    ],
+)
 def test_the_mean_over_all_random_words_is_exact(name: str) -> None:
     """Rounded away from zero by exactly as many words as the fraction asks for: the largest."""
     dtype = FORMATS[name]
@@ -95,6 +103,7 @@ def test_equals_recorded_expectations(name: str) -> None:
                                        atol=2.0**-14)  # fmt: skip
 
 
+@pytest.mark.device
 def test_equals_the_safe_reference_bit_for_bit() -> None:
     recorded = load_arrays("sr_bf16_bits.npz")
     x = recorded["f32_bits"].view(np.float32)

@@ -25,9 +25,17 @@ CASTS = {
     "x": (X, RESULT), "w": (W, RESULT), "g": (RESULT, X),
     "x_dw": (X, W), "w_dx": (W, X), "g_dw": (RESULT, W),
 }  # fmt: skip
-each_case = pytest.mark.parametrize(
-    "case", CASES, ids=lambda case: f"{case['name']}-{case['kind']}"
-)
+# With scales that are powers of two: float32 division on GPUs may be two units off.
+ON_DEVICES = ("c08", "c15")
+
+
+def cases(on_devices: tuple[str, ...] = ()) -> list[Any]:
+    """All cases by name and kind; some of them are for devices too."""
+    marks = dict.fromkeys(on_devices, pytest.mark.device)
+    return [
+        pytest.param(case, id=f"{case['name']}-{case['kind']}", marks=marks.get(case["name"], ()))
+        for case in CASES
+    ]
 
 
 @functools.cache
@@ -55,7 +63,7 @@ def recipe_of(case: Any) -> jaxmp.float8.Recipe:
     return recipe
 
 
-@each_case
+@pytest.mark.parametrize("case", cases(ON_DEVICES))
 def test_scales_and_codes_are_equal(case: Any) -> None:
     """To the bit, for all casts of the forward and the backward pass."""
     x, w, g = arrays_of(case, "x", "w", "g")
@@ -83,7 +91,7 @@ def test_scales_and_codes_are_equal(case: Any) -> None:
     assert compared >= 3 * min(x.size, w.size, g.size)
 
 
-@each_case
+@pytest.mark.parametrize("case", cases())
 def test_results_and_gradients_agree(case: Any) -> None:
     """The norm of the difference is within 2e-4 of the norm: sums in another order, bfloat16."""
     x, w, g = arrays_of(case, "x", "w", "g")

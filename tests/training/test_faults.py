@@ -1,4 +1,4 @@
-"""Fault injection: 2,000 steps with inf and NaN put anywhere at random."""
+"""Fault injection: 2,000 steps with inf and NaN put anywhere at random; on devices 60."""
 
 from typing import Any
 
@@ -58,10 +58,10 @@ def new_state(policy: str, config: Any, skip: Any) -> jaxmp.TrainState:
     return jaxmp.TrainState.create(params=params, tx=tx, stats=stats)
 
 
-def batches() -> Any:
+def batches(steps: int) -> Any:
     """(clean batch, the same batch with a fault or without, whether the fault must be seen)."""
     rng = np.random.default_rng(0)
-    for _ in range(STEPS):
+    for _ in range(steps):
         clean = {
             "x": rng.normal(size=(8, 4)).astype(np.float32),
             "y": rng.normal(size=(8, 2)).astype(np.float32),
@@ -83,8 +83,9 @@ def frozen(state: jaxmp.TrainState) -> Any:
     return state.step, state.params, state.opt_state.master, state.opt_state.inner, state.stats
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("steps", [pytest.param(STEPS, marks=pytest.mark.slow),
+                                   pytest.param(60, marks=pytest.mark.device)])  # fmt: skip
 @pytest.mark.parametrize(
     ("policy", "config", "skip"),
     [
@@ -95,11 +96,11 @@ def frozen(state: jaxmp.TrainState) -> Any:
         ("float16", jaxmp.StaticLossScale(2.0**7), "cond"),
     ],
 )
-def test_faults_leave_no_trace(policy: str, config: Any, skip: Any) -> None:
+def test_faults_leave_no_trace(policy: str, config: Any, skip: Any, steps: int) -> None:
     step = make_step()
     state, clean_state = new_state(policy, config, skip), new_state(policy, config, skip)
     seen: dict[str | None, set[bool]] = {where: set() for where in (*WHERE, None)}
-    for t, (clean, faulty, where) in enumerate(batches()):
+    for t, (clean, faulty, where) in enumerate(batches(steps)):
         before = tree_bits(frozen(state))
         state, _ = step(state, faulty)
         skipped = not state.opt_state.grads_finite
@@ -110,7 +111,7 @@ def test_faults_leave_no_trace(policy: str, config: Any, skip: Any) -> None:
             clean_state, _ = step(clean_state, clean)
             assert tree_bits(frozen(state)) == tree_bits(frozen(clean_state)), (t, where)
     assert seen == {where: {where is not None} for where in (*WHERE, None)}
-    assert int(state.opt_state.skipped) == STEPS - int(state.step)
+    assert int(state.opt_state.skipped) == steps - int(state.step)
     assert int(clean_state.opt_state.skipped) == 0
     assert jaxmp.all_finite(frozen(state))
 
@@ -128,7 +129,7 @@ def test_faults_poison_plain_optax() -> None:
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), stats, opt_state
 
-    for t, (_, faulty, _) in enumerate(batches()):
+    for t, (_, faulty, _) in enumerate(batches(STEPS)):
         params, stats, opt_state = step(params, stats, opt_state, faulty)
         if t == 300:
             break

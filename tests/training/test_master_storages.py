@@ -56,24 +56,40 @@ def test_remainders_train_as_float32_masters_do() -> None:
     assert tree_bits(copies.params) == tree_bits(remainders.params)
 
 
-def test_remainders_train_to_the_bit_through_ties() -> None:
-    """Against NumPy: gradient descent whose masters are often exactly between two params."""
+@pytest.mark.parametrize(
+    ("name", "compiled"),
+    [
+        ("remainder", False),
+        pytest.param("remainder", True, marks=pytest.mark.device),
+        pytest.param("float32", True, marks=pytest.mark.device),
+    ],
+)
+def test_masters_train_to_the_bit_through_ties(name: Any, compiled: bool) -> None:
+    """Against NumPy: gradient descent whose masters are often exactly between two params.
+
+    The rate is a power of two, so that a compiler may contract product and sum.
+    """
     inner = optax.sgd(2.0**-9)
-    tx = jaxmp.mixed_precision(inner, "bfloat16", master="remainder")
+    tx = jaxmp.mixed_precision(inner, "bfloat16", master=name)
+    step: Any = jaxmp.TrainState.apply_gradients
+    step = jax.jit(step) if compiled else step
     grads = np.random.default_rng(0).integers(-2, 3, (30, *SHAPE)).astype(np.float32)
     state = jaxmp.TrainState.create(params={"w": jnp.ones(SHAPE)}, tx=tx)
     master, ties = np.ones(SHAPE, np.float32), 0
     for grad in grads:
-        state = state.apply_gradients({"w": jnp.asarray(grad)})
+        state = step(state, {"w": jnp.asarray(grad)})
         master = master - np.float32(2.0**-9) * grad
         bits = master.view(np.uint32)
         ties += np.sum((bits & 0xFFFF) == 0x8000)
-        expected = ((bits + 0x8000) >> 16).astype(np.uint16)
+        to_even = master.astype(ml_dtypes.bfloat16).view(np.uint16)
+        away = ((bits + 0x8000) >> 16).astype(np.uint16)
+        expected = away if name == "remainder" else to_even
         np.testing.assert_array_equal(np.asarray(state.params["w"]).view(np.uint16), expected)
     assert ties > 1000
     np.testing.assert_array_equal(master_of(state, inner), master)
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("name", ["remainder8", "kahan"])
 def test_masters_of_fewer_bits_stay_near(name: str) -> None:
     exact = trained(halves("float32")).opt_state.master["w"]
@@ -83,6 +99,7 @@ def test_masters_of_fewer_bits_stay_near(name: str) -> None:
     assert np.mean(np.abs(lost - exact)) > 50 * apart  # positive control
 
 
+@pytest.mark.device
 def test_stochastic_params_follow_in_the_mean() -> None:
     """Steps of a thousandth of a param's unit, where to nearest nothing would ever move."""
     tx = jaxmp.mixed_precision(optax.sgd(1.0), "bfloat16", master="stochastic")

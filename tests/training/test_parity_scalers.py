@@ -19,6 +19,9 @@ OTHERS = json.loads((PARITY / "other_scalers.json").read_text())["cases"]
 OPEN = {"min_scale": 2.0**-126, "max_scale": float(np.finfo(np.float32).max)}
 VALUES = {"f": 1.0, "i": np.inf, "-": -np.inf, "n": np.nan}
 
+# Factors that are powers of two, and others, which ask for double precision on the device.
+ON_DEVICES = ("pow2_10", "nonpow2_1")
+
 # Cases that jaxmp refuses although torch runs them, by name: none of those recorded. (torch also
 # takes a negative backoff factor, which turns the scale negative; test_messages has that.)
 REFUSED: set[str] = set()
@@ -27,6 +30,12 @@ REFUSED: set[str] = set()
 def torch_config(case: dict[str, Any]) -> jaxmp.DynamicLossScale:
     keys = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
     return jaxmp.DynamicLossScale(**{key: case[key] for key in keys}, **OPEN)
+
+
+def as_params(cases: list[Any]) -> list[Any]:
+    """Cases by name; some of them are for devices too."""
+    marks = dict.fromkeys(ON_DEVICES, pytest.mark.device)
+    return [pytest.param(c, id=c["name"], marks=marks.get(c["name"], ())) for c in cases]
 
 
 def test_refused_cases_are_exactly_those_listed() -> None:
@@ -74,8 +83,7 @@ def test_gradscaler(case: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    [c for c in GRADSCALER["cases"] if len(c["steps"][0]) == 1 and "set_at" not in c],
-    ids=lambda c: c["name"],
+    as_params([c for c in GRADSCALER["cases"] if len(c["steps"][0]) == 1 and "set_at" not in c]),
 )
 def test_gradscaler_through_the_optimizer(case: dict[str, Any]) -> None:
     """The wrapper moves the scale and skips exactly when torch's scaler does."""

@@ -52,6 +52,7 @@ def test_a_taken_step(skip: Any) -> None:
     assert after["key"] == jax.random.key(7)
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("skip", SKIPS)
 def test_a_skipped_step_keeps_every_bit(skip: Any) -> None:
     """Also those of a negative zero, of a NaN with a payload, and of a key."""
