@@ -71,7 +71,11 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     )
     batch = jax.random.randint(jax.random.key(1), (args.batch, args.context + 1), 0, args.vocab)
     cases, init = _cases(args.policies), jax.jit(model.init)
-    steps = [compile_step(_contender(case, model.loss, init), batch) for case in cases]
+    losses = [model.computing_in(_compute_dtype(case)).loss for case in cases]
+    steps = [
+        compile_step(_contender(case, loss, init), batch)
+        for case, loss in zip(cases, losses, strict=True)
+    ]
     probing = [compile_step(probe, batch) for probe in probes()]
     times = time_in_turn([*steps, *probing], batch, rounds=args.repeats, steps=args.steps)
     peak, peak_source = find_peak(times)
@@ -156,6 +160,10 @@ def _cases(policies: Sequence[str]) -> list[_Case]:
     return cases
 
 
+def _compute_dtype(case: _Case) -> str:
+    return jnp.dtype(jaxmp.get_policy(case.policy).compute_dtype).name
+
+
 def _contender(case: _Case, loss: handwritten.LossFn, init: handwritten.Init) -> Contender:
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4, weight_decay=0.1))
     start, step = (_jaxmp if case.author == "jaxmp" else _by_hand)(case.policy, loss, tx, init)
@@ -209,7 +217,6 @@ def _row(
     mine = times[case.name]
     median = statistics.median(mine.seconds)
     rate = model.flops(batch) / median
-    dtype = jaxmp.get_policy(case.policy).compute_dtype
     float32 = next(iter(times.values()))
     by_hand = times[case.by_hand.name]
     return {
@@ -221,7 +228,7 @@ def _row(
         "over_by_hand": spread(mine.ratios(by_hand)) if case.author == "jaxmp" else None,
         "tokens_per_second": batch * model.context / median,
         "teraflops": rate / 1e12,
-        "share_of_peak": rate / peak.of(dtype, case.precision) if peak else None,
+        "share_of_peak": rate / peak.of(_compute_dtype(case), case.precision) if peak else None,
         "planned_mib": memory.peak / 2**20,
         "device_peak_mib": mine.device_peak / 2**20 if mine.device_peak else None,
         **{f"{part}_bytes": size for part, size in memory._asdict().items()},

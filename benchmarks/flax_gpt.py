@@ -24,9 +24,14 @@ Program = tuple[Callable[..., Array], PyTree]  # a loss, and its abstract params
 _POLICY = "mixed_bfloat16"
 
 
+def linen_module(sizes: Sizes, scan: bool) -> nn.Module:
+    """The module under the policy."""
+    return jaxmp.linen.apply_policy(_LinenGPT(sizes, scan), _POLICY)
+
+
 def linen_program(sizes: Sizes, scan: bool) -> Program:
     """The loss as a function of linen's params."""
-    model = jaxmp.linen.apply_policy(_LinenGPT(sizes, scan), _POLICY)
+    model = linen_module(sizes, scan)
     inputs = jax.ShapeDtypeStruct((sizes.batch, sizes.length), jnp.int32)
     params = jax.eval_shape(model.init, jax.random.key(0), inputs)
 

@@ -26,7 +26,8 @@ class GPT:
       vocab: how many tokens there are.
       context: how many tokens a sequence has.
       remat: recompute each block in the backward pass rather than keep its activations.
-      attention: the implementation of attention in 16 bits; cuDNN has none for float32.
+      attention: the implementation of attention. cuDNN's reads 16 bits, whatever the rest does.
+      kernel_dtype: what it reads.
     """
 
     layers: int
@@ -36,10 +37,17 @@ class GPT:
     context: int
     remat: bool = False
     attention: Attention = "xla"
+    kernel_dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
         if self.width % self.heads:
             raise ValueError(f"{self.heads} heads do not divide the width {self.width}")
+
+    def computing_in(self, dtype: str) -> "GPT":
+        """The same model for a step that computes in `dtype`: cuDNN has no float32 attention."""
+        if jnp.dtype(dtype).itemsize > 2:
+            return dataclasses.replace(self, attention="xla")
+        return dataclasses.replace(self, kernel_dtype=dtype)
 
     def init(self) -> PyTree:
         """float32 params; the blocks are stacked along a leading axis."""
@@ -86,14 +94,14 @@ class GPT:
     def _attend(self, x: Array, weights: PyTree) -> Array:
         head = self.width // self.heads
         qkv = (x @ weights["qkv"]).reshape(*x.shape[:2], 3, self.heads, head)
-        # JAX asks for a float16 product that only GPUs have; others compute in float32 anyway.
-        if x.dtype == jnp.float16 and jax.default_backend() != "gpu":
+        if self.attention == "cudnn":
+            # Under autocast this is traced in float32, which the kernel does not take.
+            qkv = qkv.astype(self.kernel_dtype)
+        elif x.dtype == jnp.float16 and jax.default_backend() != "gpu":
+            # JAX asks for a float16 product that only GPUs have; others compute in float32 anyway.
             qkv = qkv.astype(jnp.float32)
-        mixed = jax.nn.dot_product_attention(
-            *jnp.moveaxis(qkv, 2, 0),
-            is_causal=True,
-            implementation="xla" if qkv.dtype.itemsize > 2 else self.attention,
-        )
+        q, k, v = jnp.moveaxis(qkv, 2, 0)
+        mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=self.attention)
         return mixed.reshape(x.shape).astype(x.dtype) @ weights["attention_out"]
 
     def flops(self, batch: int) -> float:

@@ -7,21 +7,19 @@ import json
 import os
 import pathlib
 import platform
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
 import jax
 from rich.console import Console
 from rich.table import Table
+from tables import Column as Column, Row as Row, markdown_table, slug
 
 from jaxmp._planning.timing import describe_hardware
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "jmp", "jaxmp")
-
-Row = dict[str, Any]
 
 
 def add_common_arguments(parser: argparse.ArgumentParser, *, repeats: int, steps: int) -> None:
@@ -30,20 +28,6 @@ def add_common_arguments(parser: argparse.ArgumentParser, *, repeats: int, steps
     parser.add_argument("--steps", type=int, default=steps, help="steps timed in each turn")
     parser.add_argument("--no-write", action="store_true", help="print only, write no files")
     parser.add_argument("--results", type=pathlib.Path, default=RESULTS, help="where to write")
-
-
-@dataclasses.dataclass(frozen=True)
-class Column:
-    """A column of a report: which entry of a row, its title, and the format if it is a number."""
-
-    key: str
-    title: str
-    format: str = ""
-
-    def cell(self, row: Row) -> str:
-        """The entry as text; a dash where the row has none."""
-        value = row.get(self.key)
-        return "-" if value is None else format(value, self.format)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +78,7 @@ class Report:
             "assumptions": list(self.assumptions),
         }
         folder.mkdir(parents=True, exist_ok=True)
-        stem = f"{self.name}_{_slug(describe_hardware())}_{date}_jax{metadata.version('jax')}"
+        stem = f"{self.name}_{slug(describe_hardware())}_{date}_jax{metadata.version('jax')}"
         path = folder / f"{stem}.md"
         path.write_text(self._markdown(context))
         content = json.dumps(context | {"rows": list(self.rows)}, indent=1)
@@ -113,20 +97,10 @@ class Report:
             f"- Load average at the end, over 1, 5 and 15 minutes: {load} (this run included)",
             f"- Command: `{context['command']}`",
             "",
-            _markdown_line(column.title for column in self.columns),
-            _markdown_line("---:" if column.format else "---" for column in self.columns),
-            *(_markdown_line(column.cell(row) for column in self.columns) for row in self.rows),
+            *markdown_table(self.columns, self.rows),
             "",
             "Assumptions:",
             "",
             *(f"- {assumption}" for assumption in self.assumptions),
         ]
         return "\n".join(lines) + "\n"
-
-
-def _markdown_line(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def _slug(text: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")

@@ -99,16 +99,21 @@ def compile_step(contender: Contender, batch: Any) -> CompiledStep:
         traced = time.perf_counter()
         compiled = lowered.compile()
         ended = time.perf_counter()
-    stats = compiled.memory_analysis()
-    if stats is None:
+    memory = planned_memory(compiled)
+    if memory is None:
         raise RuntimeError(f"{jax.default_backend()} does not tell what memory a program needs")
-    memory = PlannedMemory(
+    return CompiledStep(contender, compiled, memory, traced - began, ended - traced)
+
+
+def planned_memory(compiled: Any) -> PlannedMemory | None:
+    """What the compiler says of a program's memory; None if it does not tell."""
+    stats = compiled.memory_analysis()
+    return stats and PlannedMemory(
         stats.argument_size_in_bytes,
         stats.output_size_in_bytes,
         stats.temp_size_in_bytes,
         stats.alias_size_in_bytes,
     )
-    return CompiledStep(contender, compiled, memory, traced - began, ended - traced)
 
 
 def time_in_turn(
