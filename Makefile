@@ -7,7 +7,11 @@ VENV ?= .venv
 AOT ?= .venv-aot
 # In an environment of its own: with compilers for GPUs, JAX writes into notebooks that it found none.
 DOCS ?= .venv-docs
+# Where an NVIDIA GPU is, an environment of its own with JAX for it.
+GPU := $(shell command -v nvidia-smi)
+DEVICE ?= $(if $(GPU),.venv-device,$(VENV))
 RUN = $(VENV)/bin/python
+comma := ,
 # What compilers for TPUs and GPUs make of programs, without any.
 RUN_AOT = JAXMP_AOT=1 $(AOT)/bin/python -m pytest --jaxtyping-packages= tests/aot
 
@@ -18,7 +22,7 @@ CASES ?= 4
 PART ?= 0/96
 CHOICE = -m "$(LANDING)" --cases=$(CASES) --part=$(PART) --durations=40
 
-.PHONY: environments demo test slow landing landing-aot aot full check lint types docs bench bench-absent
+.PHONY: environments demo test slow landing landing-aot aot full check lint types docs bench bench-absent device
 
 environments: $(VENV)/.installed $(AOT)/.compilers
 
@@ -67,6 +71,10 @@ bench: $(VENV)/.installed
 	$(RUN) benchmarks/bench_rules.py
 	$(RUN) benchmarks/bench_autocast.py
 
+# Ten minutes on a GPU: is it right, is it fast, is it small? ARGS="--small" is a dry run on a CPU.
+device: $(DEVICE)/.device
+	$(DEVICE)/bin/python benchmarks/device.py $(ARGS)
+
 # Benchmarks that compile for TPUs and GPUs which are not there.
 bench-absent: $(AOT)/.compilers
 	$(AOT)/bin/python benchmarks/bench_skipping.py
@@ -82,7 +90,8 @@ bench-absent: $(AOT)/.compilers
 $(VENV)/.installed: EXTRAS = test,dev
 $(AOT)/.compilers: EXTRAS = test,aot
 $(DOCS)/.docs: EXTRAS = docs
-$(VENV)/.installed $(AOT)/.compilers $(DOCS)/.docs: pyproject.toml
+$(DEVICE)/.device: EXTRAS = test$(if $(GPU),$(comma)cuda)
+$(VENV)/.installed $(AOT)/.compilers $(DOCS)/.docs $(DEVICE)/.device: pyproject.toml
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --upgrade pip
 	$(@D)/bin/python -m pip install --quiet --editable '.[$(EXTRAS)]'

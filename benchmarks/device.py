@@ -1,0 +1,231 @@
+"""Is it right, is it fast, is it small? All claims that a device can prove, in ten minutes.
+
+Runs the parts of `on_device` in the order of their worth, each in a process of its own that is
+ended when its time is over, and writes JSON and a page of Markdown after each. It needs no network.
+A part that fails does not stop the next. The exit status is 1 if one did; a claim that is refuted
+is a result.
+
+    make device                                  # makes the environment, too
+    make device ARGS="--small"                   # a dry run at toy sizes, on a CPU
+    python benchmarks/device.py --wheelhouse wheels --results results   # a bare, offline machine
+    python benchmarks/device.py --fill-docs      # the newest results into docs/why.md
+"""
+
+import argparse
+import datetime
+import importlib
+import importlib.util
+import os
+import pathlib
+import platform
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from importlib import metadata
+from typing import Any
+
+from on_device import page
+from on_device.claims import as_rows
+from on_device.parts import PARTS, Part
+from on_device.recorder import Recorder, read_rows
+
+_BENCHMARKS = pathlib.Path(__file__).parent
+_ROOT = _BENCHMARKS.parent
+_RESULTS = _BENCHMARKS / "results"
+_WORK = _ROOT / "build" / "device"
+_DOCS = _ROOT / "docs" / "why.md"
+_PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "libtpu", "flax", "optax")
+_DRIVERS = ("/dev/nvidiactl", "/proc/driver/nvidia")
+_LOG_LINES = 12
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the parts that the arguments say; returns the exit status."""
+    argv = sys.argv[1:] if argv is None else argv
+    args = _parse(argv)
+    if args.part:
+        _run_here(args)
+        return 0
+    if args.fill_docs:
+        _DOCS.write_text(page.filled(_DOCS.read_text(), _RESULTS))
+        return 0
+    return _run_all(args, argv)
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    names = [part.name for part in PARTS]
+    parser = argparse.ArgumentParser(description="Proves or refutes what the site says of devices.")
+    parser.add_argument("--budget", type=float, default=540, metavar="SECONDS", help="of all parts")
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="PART")
+    parser.add_argument("--small", action="store_true", help="toy sizes, for a CPU")
+    parser.add_argument("--results", type=pathlib.Path, help="the folder of the results")
+    parser.add_argument("--wheelhouse", type=pathlib.Path, help="a folder of wheels to install")
+    parser.add_argument("--fill-docs", action="store_true", help="the newest results into the docs")
+    parser.add_argument(
+        "--fail", nargs="+", choices=names, default=[], metavar="PART", help="to see the others run"
+    )
+    parser.add_argument("--part", choices=names, help=argparse.SUPPRESS)
+    parser.add_argument("--rows", type=pathlib.Path, help=argparse.SUPPRESS)
+    parser.add_argument("--deadline", type=float, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.results is None:
+        args.results = _WORK if args.small else _RESULTS
+    return args
+
+
+def _run_here(args: argparse.Namespace) -> None:
+    """The process of one part."""
+    if args.part in args.fail:
+        raise RuntimeError("planted by --fail")
+    part = next(part for part in PARTS if part.name == args.part)
+    recorder = Recorder(args.rows, part.name, args.deadline, args.small)
+    if part.needs and importlib.util.find_spec(part.needs) is None:
+        recorder.record(contender=part.needs, remark=f"skipped: {part.needs} is not installed")
+        return
+    importlib.import_module(f"on_device.{part.name}").run(recorder)
+
+
+def _run_all(args: argparse.Namespace, argv: Sequence[str]) -> int:
+    began = time.time()
+    _WORK.mkdir(parents=True, exist_ok=True)
+    rows = _WORK / "rows.jsonl"
+    rows.unlink(missing_ok=True)
+    environment = _environment(args)
+    parts = [part for part in PARTS if part.name in args.only]
+    shares = sum(part.seconds for part in parts)
+    # The last part, too, must have ended, and its page be written, within the budget.
+    budget, share = args.budget - 5, 0
+    reports: dict[str, Any] = {}
+    for part in parts:
+        share += part.seconds
+        deadline = began + budget * share / shares
+        reports[part.name] = _run_part(part, args, rows, deadline, environment)
+        context = _context(args, argv, rows) | {"parts": reports, "seconds": time.time() - began}
+        path = page.write(args.results, context, read_rows(rows))
+        print(f"{part.name}: {reports[part.name]['status']}", flush=True)
+        print(reports[part.name]["log"], end="", flush=True)
+    print("\n".join(page.verdict_table(context, as_rows(read_rows(rows)))))
+    print(f"wrote {path}, after {time.time() - began:.0f} s")
+    return int(any(report["status"] != "ok" for report in reports.values()))
+
+
+def _environment(args: argparse.Namespace) -> dict[str, str]:
+    """What the processes of the parts get: the way to the packages, and no silent fall-back."""
+    paths = [str(_ROOT), str(_BENCHMARKS), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    if args.wheelhouse:
+        paths.insert(0, _install(args.wheelhouse))
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "PYTHONUNBUFFERED": "1",
+        "JAX_COMPILATION_CACHE_DIR": str(_WORK / "cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "TORCHINDUCTOR_CACHE_DIR": str(_WORK / "inductor"),
+    }
+    environment.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+    # With a GPU that JAX cannot use, it says so; it would compute on the CPU otherwise.
+    if any(path and os.path.exists(path) for path in (shutil.which("nvidia-smi"), *_DRIVERS)):
+        environment.setdefault("JAX_PLATFORMS", "cuda,cpu")
+    elif args.small:
+        environment.setdefault("JAX_PLATFORMS", "cpu")
+    if args.small and environment["JAX_PLATFORMS"] == "cpu":
+        environment.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+    return environment
+
+
+def _install(wheelhouse: pathlib.Path) -> str:
+    target = _WORK / "packages"
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
+    command += ["--upgrade", "--target", str(target), *map(str, sorted(wheelhouse.glob("*.whl")))]
+    subprocess.run(command, check=True)
+    return str(target)
+
+
+def _run_part(
+    part: Part,
+    args: argparse.Namespace,
+    rows: pathlib.Path,
+    deadline: float,
+    environment: dict[str, str],
+) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--part", part.name, "--rows", str(rows)]
+    command += ["--deadline", str(deadline), *["--small"] * args.small]
+    command += ["--fail", *args.fail] if args.fail else []
+    if part.platforms:
+        environment = environment | {"JAX_PLATFORMS": part.platforms}
+    log = _WORK / f"{part.name}.log"
+    began = time.time()
+    with log.open("w") as file:
+        # A session of its own, so that the processes that a part has started end with it.
+        process = subprocess.Popen(
+            command, env=environment, stdout=file, stderr=file, start_new_session=True
+        )
+        try:
+            status = process.wait(timeout=max(1.0, deadline - began))
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            _end(process)
+    text = "out of time" if status is None else "ok" if status == 0 else f"failed: exit {status}"
+    lines = log.read_text(errors="replace").splitlines()[-_LOG_LINES:] if status else []
+    return {
+        "status": text,
+        "seconds": time.time() - began,
+        "log": "".join(line[:300] + "\n" for line in lines),
+    }
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    process.wait()
+
+
+def _context(args: argparse.Namespace, argv: Sequence[str], rows: pathlib.Path) -> dict[str, Any]:
+    machines = [row for row in read_rows(rows) if "machine" in row]
+    device = next((row for row in machines if row["platform"] != "cpu"), (machines or [{}])[0])
+    return {
+        "machine": device.get("machine", "unknown device"),
+        "platform": device.get("platform"),
+        "driver": _driver(),
+        "versions": _versions(),
+        "date": datetime.date.today().isoformat(),
+        "command": " ".join(["python benchmarks/device.py", *_without_paths(argv)]),
+        "small": args.small,
+        "budget": args.budget,
+    }
+
+
+def _without_paths(argv: Sequence[str]) -> list[str]:
+    """Arguments without the folders of a machine, for results that are published."""
+    return [pathlib.Path(text).name if os.sep in text else text for text in argv]
+
+
+def _driver() -> str | None:
+    command = ["nvidia-smi", "--query-gpu=driver_version,memory.total", "--format=csv,noheader"]
+    try:
+        output = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return output.stdout.strip().splitlines()[0]
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for name in (*_PACKAGES, "torch"):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    text = (_ROOT / "jaxmp" / "__init__.py").read_text()
+    version = re.search(r'^__version__ = "(.*)"', text, re.MULTILINE)
+    return versions | {"jaxmp": version[1] if version else "unknown"}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""Float8: a train step of a wide GPT, and single layers as docs/float8.md estimates them."""
+
+import functools
+from typing import Any
+
+import gpt
+import handwritten
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree
+
+import jaxmp
+from jaxmp._planning.timing import Contender
+from on_device import names
+from on_device.gpt import attention, steps_by_hand, with_jaxmp
+from on_device.recorder import Recorder
+from on_device.steps import Case, measure
+
+# M, K, N; speedups for an H100 by docs/float8.md.
+_SHAPES: dict[tuple[int, int, int], dict[str, float]] = {
+    (16384, 4096, 4096): {"tensorwise": 1.35, "rowwise": 1.08, "rowwise_hp": 1.09},
+    (16384, 4096, 14336): {"tensorwise": 1.46, "rowwise": 1.20, "rowwise_hp": 1.15},
+    (16384, 8192, 8192): {"tensorwise": 1.50, "rowwise": 1.29, "rowwise_hp": 1.20},
+    (16384, 2048, 2048): {"tensorwise": 1.11, "rowwise": 0.80, "rowwise_hp": 0.91},
+}
+_SMALL = {(64, 128, 128): {"tensorwise": 1.0}}
+
+
+def run(recorder: Recorder) -> None:
+    """Records a row for each step, and for each layer under each recipe."""
+    if recorder.small:
+        size, sequences = gpt.GPT(layers=2, width=64, heads=2, vocab=256, context=32), 2
+    else:
+        size = gpt.GPT(
+            layers=4, width=4096, heads=32, vocab=32768, context=1024, attention=attention()
+        )
+        sequences = 8
+    # The steps first: they are what a user has. A failure of one is that row's alone.
+    steps = [*step_cases(size, sequences), *layer_cases(_SMALL if recorder.small else _SHAPES)]
+    measure(recorder, steps)
+
+
+def step_cases(size: gpt.GPT, sequences: int) -> list[Case]:
+    """Whole train steps."""
+    init = jax.jit(size.init)
+    tokens = jax.random.randint(jax.random.key(1), (sequences, size.context + 1), 0, size.vocab)
+    by_hand = steps_by_hand(size.loss, init, "bfloat16")
+    case = functools.partial(Case, batch=tokens, flops=size.flops(sequences))
+    cases = [case(Contender(names.WIDE, *by_hand))]
+    for name, policy in {
+        names.WIDE_FLOAT8: "mixed_float8",
+        "jaxmp, autocast, width 4,096": "mixed_bfloat16",
+    }.items():
+        steps = with_jaxmp(size.loss, init, policy)
+        cases.append(case(Contender(name, *steps), facts={"baseline": names.WIDE}))
+    return cases
+
+
+def layer_cases(shapes: dict[tuple[int, int, int], dict[str, float]]) -> list[Case]:
+    """A product with its gradients, under each recipe."""
+    cases = []
+    for (m, k, n), estimates in shapes.items():
+        shape = f"{m:,} x {k:,} x {n:,}"
+        keys = jax.random.split(jax.random.key(0), 3)
+        x, cotangent = (
+            jax.random.normal(key, size, jnp.bfloat16)
+            for key, size in zip(keys[:2], ((m, k), (m, n)), strict=True)
+        )
+        plain = f"bfloat16, {shape}"
+        recipes = {plain: "mixed_bfloat16"} | {
+            f"{recipe}, {shape}": f"mixed_float8,products={recipe}:minimum=none"
+            for recipe in estimates
+        }
+        for name, policy in recipes.items():
+            facts: dict[str, Any] = {"shape": shape}
+            if name != plain:
+                facts |= {"baseline": plain, "estimated": estimates[name.split(",")[0]]}
+            steps = _layer(policy, keys[2], k, n)
+            cases.append(
+                Case(Contender(name, *steps), (x, cotangent), facts, flops=6.0 * m * k * n)
+            )
+    return cases
+
+
+def _layer(policy: str, key: Array, k: int, n: int) -> handwritten.Steps:
+    def start() -> Any:
+        weight = jax.random.normal(key, (k, n)) * k**-0.5
+        return weight, jnp.zeros((k, n))
+
+    def step(state: Any, batch: tuple[Array, Array]) -> tuple[Any, PyTree]:
+        weight, _ = state
+        x, cotangent = batch
+        product = jaxmp.autocast(lambda x, w: x @ w, policy)
+        y, pull = jax.vjp(product, x, weight)
+        dx, dw = pull(cotangent.astype(y.dtype))
+        # All three results are written: `y` and `dx` as metrics, that of the weight as state.
+        return (weight, dw), {"y": y, "dx": dx}
+
+    return handwritten.Steps(start, step)

@@ -1,0 +1,142 @@
+"""Train steps of a GPT: by hand and with jaxmp, with cuDNN's attention and plain."""
+
+import dataclasses
+import functools
+from typing import Any, Literal
+
+import flax_gpt
+import gpt
+import handwritten
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import PyTree
+from stacked_models import Sizes
+
+import jaxmp
+from jaxmp._planning.timing import Contender
+from on_device import names
+from on_device.recorder import Recorder
+from on_device.steps import Case, measure
+
+_SCALE = 2.0**15  # of losses in float16, at the beginning
+
+
+def model(recorder: Recorder) -> gpt.GPT:
+    """The model of this run."""
+    if recorder.small:
+        return gpt.GPT(layers=2, width=64, heads=2, vocab=256, context=32)
+    return gpt.GPT(
+        layers=24, width=1024, heads=16, vocab=50304, context=1024, attention=attention()
+    )
+
+
+def batch_size(recorder: Recorder) -> int:
+    """Sequences of a step."""
+    return 2 if recorder.small else 8
+
+
+def attention() -> gpt.Attention:
+    """The fastest that the device has."""
+    return "cudnn" if jax.default_backend() == "gpu" else "xla"
+
+
+def optimizer() -> optax.GradientTransformation:
+    """What all contenders train with."""
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4, weight_decay=0.1))
+
+
+def with_jaxmp(
+    loss: handwritten.LossFn,
+    init: handwritten.Init,
+    policy: str,
+    *,
+    model_casts: bool = False,
+    recompute: Literal["never", "auto", "always"] = "never",
+    **storage: Any,
+) -> handwritten.Steps:
+    """How to train under a policy; `storage` is for the optimizer."""
+    if policy == "mixed_float16":
+        storage["loss_scale"] = jaxmp.DynamicLossScale(init_scale=_SCALE)
+    tx = jaxmp.mixed_precision(optimizer(), policy, **storage)
+    # The benchmark jits and donates every step itself.
+    step = jaxmp.make_train_step(
+        loss, None if model_casts else policy, donate=False, recompute=recompute
+    )
+    return handwritten.Steps(lambda: jaxmp.TrainState.create(params=init(), tx=tx), step)
+
+
+def steps_by_hand(
+    loss: handwritten.LossFn, init: handwritten.Init, dtype: str
+) -> handwritten.Steps:
+    """How to train with casts inside the loss."""
+    options: dict[str, Any] = {"metrics": handwritten.loss_and_norm}
+    if dtype == "float32":
+        return handwritten.plain(loss, optimizer(), init, **options)
+    options["policy"] = f"params=float32,compute={dtype},output=float32"
+    if dtype == "float16":
+        options["initial_scale"] = _SCALE
+        return handwritten.with_jmp_loss_scale(loss, optimizer(), init, **options)
+    return handwritten.with_jmp(loss, optimizer(), init, **options)
+
+
+def run(recorder: Recorder) -> None:
+    """Records a row for each contender."""
+    size, sequences = model(recorder), batch_size(recorder)
+    tokens = jax.random.randint(jax.random.key(1), (sequences, size.context + 1), 0, size.vocab)
+    work: dict[str, Any] = {"items": sequences * size.context, "unit": "tokens"}
+    case = functools.partial(Case, batch=tokens, flops=size.flops(sequences), **work)
+    measure(recorder, [case(contender=x, facts=facts) for x, facts in contenders(size, sequences)])
+
+
+def contenders(size: gpt.GPT, sequences: int) -> list[tuple[Contender, dict[str, Any]]]:
+    """The contenders with what their rows say, the most worthwhile first."""
+    init = jax.jit(size.init)
+    plain = dataclasses.replace(size, attention="xla")
+
+    def by_hand(name: str, model: gpt.GPT, dtype: str, precision: str | None = None) -> Any:
+        return Contender(name, *steps_by_hand(model.loss, init, dtype), precision)
+
+    def mixed(name: str, model: gpt.GPT, policy: str = "mixed_bfloat16", **options: Any) -> Any:
+        return Contender(name, *with_jaxmp(model.loss, init, policy, **options))
+
+    half = size.computing_in("float16")
+    blocks = dataclasses.replace(size, remat=True)
+    lean: dict[str, Any] = {"master": "remainder", "moments": "int8"}
+    fused = {"attention": size.attention, "baseline": names.BY_HAND}
+    unfused = {"attention": "plain", "baseline": names.BY_HAND_PLAIN}
+    return [
+        (by_hand(names.BY_HAND, size, "bfloat16"), {"attention": size.attention}),
+        (mixed(names.AUTOCAST, size), fused),
+        (mixed(names.RECOMPUTED, size, recompute="auto"), fused),
+        (mixed(names.SMALL_STATE, size, "bfloat16", **lean), fused),
+        (mixed("jaxmp, float16", half, "mixed_float16"), fused),
+        (by_hand(names.BY_HAND_PLAIN, plain, "bfloat16"), {"attention": "plain"}),
+        (mixed("jaxmp, autocast, plain attention", plain), unfused),
+        (
+            mixed(names.RECOMPUTED_PLAIN, plain, recompute="auto"),
+            unfused,
+        ),
+        (by_hand(names.BY_HAND_TF32, plain, "float32", "tensorfloat32"), unfused),
+        (by_hand(names.BY_HAND_FLOAT32, plain, "float32", "highest"), unfused),
+        (_linen(size, sequences), unfused | {"remark": "a GPT of linen's layers"}),
+        (mixed("jaxmp, recompute always", size, recompute="always"), fused),
+        (by_hand("by hand, blocks checkpointed", blocks, "bfloat16"), fused),
+        (mixed("jaxmp, blocks checkpointed", blocks), fused),
+        (by_hand(names.BY_HAND_FLOAT16, half, "float16"), fused),
+        (mixed("jaxmp, float8", size, "mixed_float8"), fused),
+    ]
+
+
+def _linen(size: gpt.GPT, sequences: int) -> Contender:
+    sizes = Sizes(size.layers, size.width, sequences, size.context, size.heads, size.vocab)
+    module = flax_gpt.linen_module(sizes, scan=True)
+    inputs = jnp.zeros((1, size.context), jnp.int32)
+
+    @jax.jit
+    def init() -> PyTree:
+        return module.init(jax.random.key(0), inputs)
+
+    loss, _ = flax_gpt.linen_program(sizes, scan=True)
+    steps = with_jaxmp(loss, init, "mixed_bfloat16", model_casts=True)
+    return Contender("jaxmp, linen under a policy", *steps)

@@ -1,0 +1,110 @@
+"""The optimizer's step alone: bytes in a second by storage, and what tests and skips cost."""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import PyTree
+
+import jaxmp
+from jaxmp._planning.timing import Contender
+from on_device import ceilings, names
+from on_device.gpt import model
+from on_device.recorder import Recorder
+from on_device.steps import Case, measure
+
+OPTAX = "optax, float32"
+
+_STORAGES: tuple[dict[str, str], ...] = (
+    {"master": "float32"},
+    {"master": "remainder"},
+    {"master": "remainder", "moments": "bfloat16"},
+    {"master": "remainder", "moments": "int8"},
+    {"master": "kahan"},
+    {"master": "stochastic", "moments": "int8"},
+)
+
+
+def run(recorder: Recorder) -> None:
+    """Records a row for each contender, and how its bytes compare with those of a copy."""
+    copy, _ = ceilings.copy_bandwidth(recorder.small)
+    init = jax.jit(model(recorder).init)
+    grads = _gradients(init())
+    measure(recorder, cases(init, grads, _overflowing(grads)))
+    for row in recorder.rows(recorder.part):
+        if "median_ms" in row:
+            rate = row["bytes_moved"] / (row["median_ms"] / 1e3)
+            shares = {"gigabytes_per_second": rate / 1e9, "share_of_copy": rate / copy}
+            recorder.record(**{k: v for k, v in row.items() if k != "part"}, **shares)
+
+
+def cases(init: Any, grads: PyTree, overflowing: PyTree) -> list[Case]:
+    """The contenders, the most worthwhile first."""
+    optimizer = optax.adamw(3e-4, weight_decay=0.1)
+    case = functools.partial(_case, init)
+
+    def plain_step(state: Any, grads: PyTree) -> Any:
+        params, opt_state = state
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), {}
+
+    def plain_start() -> Any:
+        params = init()
+        return params, optimizer.init(params)
+
+    def wrapped(policy: str, **options: Any) -> jaxmp.MixedPrecision:
+        return jaxmp.mixed_precision(optimizer, policy, **options)
+
+    contenders = [case(Contender(OPTAX, plain_start, plain_step), grads)]
+    for skip in ("none", "auto", "cond", "select"):
+        tx = wrapped("mixed_bfloat16", skip=skip)
+        name = names.CHECKED.replace("auto", skip)
+        contenders.append(case(_contender(name, tx, init), grads, names.UNCHECKED))
+        if skip in ("cond", "select"):
+            missed = _contender(f"{name}, a skipped step", tx, init)
+            contenders.append(case(missed, overflowing, name))
+    for storage in _STORAGES:
+        name = "jaxmp, bfloat16, " + ", ".join(f"{k} {v}" for k, v in storage.items())
+        contenders.append(case(_contender(name, wrapped("bfloat16", **storage), init), grads))
+    return contenders
+
+
+def _contender(name: str, tx: jaxmp.MixedPrecision, init: Any) -> Contender:
+    def start() -> Any:
+        return tx.init_params(init())
+
+    def step(state: Any, grads: PyTree) -> Any:
+        params, opt_state = state
+        params, opt_state = tx.apply_gradients(grads, opt_state, params)
+        return (params, opt_state), {"skipped": opt_state.skipped}
+
+    return Contender(name, start, step)
+
+
+def _case(init: Any, contender: Contender, grads: PyTree, baseline: str = OPTAX) -> Case:
+    moved = 2 * _nbytes(jax.eval_shape(contender.start)) + _nbytes(grads)
+    params = sum(math.prod(x.shape) for x in jax.tree.leaves(jax.eval_shape(init)))
+    facts: dict[str, Any] = {"bytes_moved": moved, "bytes_per_param": moved / params}
+    if contender.name != OPTAX:
+        facts["baseline"] = baseline
+    return Case(contender, grads, facts)
+
+
+def _nbytes(tree: PyTree) -> int:
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+@jax.jit
+def _gradients(params: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: 1e-3 * jnp.sin(1e3 * x), params)
+
+
+@jax.jit
+def _overflowing(grads: PyTree) -> PyTree:
+    """The same with one infinity, in the last array."""
+    leaves, structure = jax.tree.flatten(grads)
+    leaves[-1] = leaves[-1].at[(0,) * leaves[-1].ndim].set(jnp.inf)
+    return jax.tree.unflatten(structure, leaves)

@@ -1,0 +1,227 @@
+"""Times and peaks of steps that take turns: compiled first, in threads, as far as time allows."""
+
+import concurrent.futures
+import dataclasses
+import math
+import os
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jaxtyping import PyTree
+from tables import Row
+
+from jaxmp._planning.devices import find_device
+from jaxmp._planning.timing import Contender, planned_memory
+from on_device.recorder import Recorder
+
+_ROUNDS = 2
+_COMPILING = 0.55  # of the time of a part; the rest is for running
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A contender in its table.
+
+    Attributes:
+      contender: how it starts, and its step.
+      batch: what the step takes beside the state.
+      facts: entries of its row that are known before: `baseline`, for example.
+      items: how many of `unit` a step takes.
+      unit: tokens or images.
+      flops: floating-point operations that the model needs in a step.
+    """
+
+    contender: Contender
+    batch: PyTree
+    facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    items: int | None = None
+    unit: str = "items"
+    flops: float | None = None
+
+    @property
+    def name(self) -> str:
+        """Of the contender."""
+        return self.contender.name
+
+
+@dataclasses.dataclass
+class _Entry:
+    """A case with its compiled step and what was measured of it."""
+
+    case: Case
+    start: Callable[[], Any]
+    run: Callable[[Any, PyTree], tuple[Any, PyTree]]
+    planned: int | None  # bytes of the compiled peak
+    state: int  # bytes of the state
+    trace_seconds: float
+    compile_seconds: float = 0.0
+    rounds: list[list[float]] = dataclasses.field(default_factory=list)
+    peak: int | None = None
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+def measure(recorder: Recorder, cases: Sequence[Case], *, steps: int = 10) -> None:
+    """Records a row for each case, in the order of the cases as long as there is time.
+
+    A case that raises has a row that says so. What does not fit into the time is skipped, the last
+    cases first.
+
+    Args:
+      recorder: where to, and how long.
+      cases: the contenders, the most worthwhile first.
+      steps: timed steps of each turn.
+    """
+    recorder.record_machine()
+    steps = 2 if recorder.small else steps
+    cases = [
+        dataclasses.replace(case, facts={"order": number, **case.facts})
+        for number, case in enumerate(cases)
+    ]
+    entries = _compiled(recorder, cases)
+    # The high-water mark only rises, so the smallest comes first, and later the last.
+    entries.sort(key=lambda entry: entry.planned or 0)
+    for number in range(_ROUNDS):
+        slowest = 0.0
+        for entry in list(entries if number == 0 else reversed(entries)):
+            if recorder.seconds_left() < 2 + 2 * slowest:
+                if not entry.rounds:
+                    recorder.record(contender=entry.case.name, **entry.case.facts, remark=_LATE)
+                continue
+            began = time.perf_counter()
+            try:
+                _take_turn(entry, steps)
+            except Exception as error:
+                traceback.print_exc()
+                recorder.record_failure(entry.case.name, error, **entry.case.facts)
+                entries.remove(entry)
+                continue
+            recorder.record(**_row(entry))
+            slowest = max(slowest, time.perf_counter() - began)
+
+
+_LATE = "not measured: out of time"
+
+
+def _compiled(recorder: Recorder, cases: Sequence[Case]) -> list[_Entry]:
+    """Lowers one after the other, and compiles several at a time: both in the order of worth."""
+    until = time.time() + _COMPILING * recorder.seconds_left()
+    futures: dict[concurrent.futures.Future[_Entry], Case] = {}
+    pool = concurrent.futures.ThreadPoolExecutor(min(3, os.cpu_count() or 1))
+    for case in cases:
+        if futures and time.time() > until:
+            recorder.record(contender=case.name, **case.facts, remark=_LATE)
+            continue
+        try:
+            future = pool.submit(_compile, *_lower(case))
+        except Exception as error:
+            traceback.print_exc()
+            recorder.record_failure(case.name, error, **case.facts)
+            continue
+        if not futures:
+            # Alone: XLA tunes kernels while it compiles, and what it finds serves all others.
+            concurrent.futures.wait([future], timeout=recorder.seconds_left() - 5)
+        futures[future] = case
+    entries = []
+    for future, case in futures.items():
+        try:
+            entries.append(future.result(timeout=max(0.1, until - time.time())))
+        except concurrent.futures.TimeoutError:
+            recorder.record(contender=case.name, **case.facts, remark=_LATE)
+        except Exception as error:
+            traceback.print_exc()
+            recorder.record_failure(case.name, error, **case.facts)
+    # Compilations in progress would disturb the times of the others.
+    pool.shutdown(wait=True, cancel_futures=True)
+    return entries
+
+
+def _lower(case: Case) -> tuple[Case, Any, Any, float]:
+    began = time.perf_counter()
+    # Jitted, or the state would be made array by array, with more memory than the step takes.
+    start = jax.jit(case.contender.start)
+    with jax.default_matmul_precision(case.contender.precision):
+        step = jax.jit(case.contender.step, donate_argnums=0)
+        lowered = step.lower(start.eval_shape(), case.batch)
+    return case, start.lower(), lowered, time.perf_counter() - began
+
+
+def _compile(case: Case, start: Any, step: Any, trace_seconds: float) -> _Entry:
+    state = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(start.out_info))
+    began = time.perf_counter()
+    compiled = step.compile()
+    seconds = time.perf_counter() - began
+    planned = planned_memory(compiled)
+    peak = planned and planned.peak
+    return _Entry(case, start.compile(), compiled, peak, state, trace_seconds, seconds)
+
+
+def _take_turn(entry: _Entry, steps: int) -> None:
+    state = jax.block_until_ready(entry.start())
+    mark = _high_water()
+    state, metrics = entry.run(state, entry.case.batch)
+    jax.block_until_ready((state, metrics))
+    seconds = []
+    for _ in range(steps):
+        began = time.perf_counter()
+        state, metrics = entry.run(state, entry.case.batch)
+        jax.block_until_ready((state, metrics))
+        seconds.append(time.perf_counter() - began)
+    entry.rounds.append(seconds)
+    entry.metrics = {name: float(x) for name, x in metrics.items() if jax.numpy.ndim(x) == 0}
+    after = _high_water()
+    if mark is not None and after is not None and after > mark:
+        entry.peak = after
+
+
+def _high_water() -> int | None:
+    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+
+
+def _row(entry: _Entry) -> Row:
+    case = entry.case
+    seconds = [second for turn in entry.rounds for second in turn]
+    row = {"contender": case.name, **case.facts} | times(seconds)
+    row |= {
+        "medians_of_rounds_ms": [1e3 * statistics.median(turn) for turn in entry.rounds],
+        "trace_seconds": entry.trace_seconds,
+        "compile_seconds": entry.compile_seconds,
+        "state_bytes": entry.state,
+        "planned_bytes": entry.planned,
+        "peak_bytes": entry.peak,
+        **entry.metrics,
+    }
+    median = statistics.median(seconds)
+    if case.items:
+        row[f"{case.unit}_per_second"] = case.items / median
+    if case.flops:
+        row |= rates(case.flops, median)
+    return row
+
+
+def times(seconds: Sequence[float]) -> Row:
+    """Entries of a row for its times."""
+    return {
+        "median_ms": 1e3 * statistics.median(seconds),
+        "min_ms": 1e3 * min(seconds),
+        "max_ms": 1e3 * max(seconds),
+        "seconds": list(seconds),
+    }
+
+
+def rates(flops: float, seconds: float) -> Row:
+    """Entries of a row for what it computes in a second; the share is of the peak in bfloat16."""
+    row: Row = {"teraflops": flops / seconds / 1e12}
+    peak = peak_of("bfloat16")
+    return row | ({"share_of_peak": flops / seconds / peak} if peak else {})
+
+
+def peak_of(dtype: str, precision: str | None = None) -> float | None:
+    """What the data sheet of this device says, in FLOP/s; None for a device that has none."""
+    try:
+        return find_device(jax.devices()[0]).peaks.of(dtype, precision)
+    except ValueError:
+        return None
