@@ -1,7 +1,6 @@
 """Train steps of a GPT: by hand and with jaxmp, with cuDNN's attention and plain."""
 
 import dataclasses
-import functools
 from typing import Any, Literal
 
 import flax_gpt
@@ -82,49 +81,50 @@ def steps_by_hand(
 
 def run(recorder: Recorder) -> None:
     """Records a row for each contender."""
-    size, sequences = model(recorder), batch_size(recorder)
+    measure(recorder, cases(model(recorder), batch_size(recorder)))
+
+
+def cases(size: gpt.GPT, sequences: int) -> list[Case]:
+    """The contenders, the most worthwhile first."""
     tokens = jax.random.randint(jax.random.key(1), (sequences, size.context + 1), 0, size.vocab)
-    work: dict[str, Any] = {"items": sequences * size.context, "unit": "tokens"}
-    case = functools.partial(Case, batch=tokens, flops=size.flops(sequences), **work)
-    measure(recorder, [case(contender=x, facts=facts) for x, facts in contenders(size, sequences)])
-
-
-def contenders(size: gpt.GPT, sequences: int) -> list[tuple[Contender, dict[str, Any]]]:
-    """The contenders with what their rows say, the most worthwhile first."""
     init = jax.jit(size.init)
     plain = dataclasses.replace(size, attention="xla")
 
-    def by_hand(name: str, model: gpt.GPT, dtype: str, precision: str | None = None) -> Any:
+    def case(contender: Contender, **facts: str) -> Case:
+        items, flops = sequences * size.context, size.flops(sequences)
+        return Case(contender, tokens, facts, items=items, unit="tokens", flops=flops)
+
+    def by_hand(name: str, model: gpt.GPT, dtype: str, precision: str | None = None) -> Contender:
         return Contender(name, *steps_by_hand(model.loss, init, dtype), precision)
 
-    def mixed(name: str, model: gpt.GPT, policy: str = "mixed_bfloat16", **options: Any) -> Any:
+    def mixed(
+        name: str, model: gpt.GPT, policy: str = "mixed_bfloat16", **options: Any
+    ) -> Contender:
         return Contender(name, *with_jaxmp(model.loss, init, policy, **options))
 
     half = size.computing_in("float16")
     blocks = dataclasses.replace(size, remat=True)
-    lean: dict[str, Any] = {"master": "remainder", "moments": "int8"}
+    small_state: dict[str, Any] = {"master": "remainder", "moments": "int8"}
     fused = {"attention": size.attention, "baseline": names.BY_HAND}
     unfused = {"attention": "plain", "baseline": names.BY_HAND_PLAIN}
+    recomputed = mixed(names.RECOMPUTED_PLAIN, plain, recompute="auto")
     return [
-        (by_hand(names.BY_HAND, size, "bfloat16"), {"attention": size.attention}),
-        (mixed(names.AUTOCAST, size), fused),
-        (mixed(names.RECOMPUTED, size, recompute="auto"), fused),
-        (mixed(names.SMALL_STATE, size, "bfloat16", **lean), fused),
-        (mixed("jaxmp, float16", half, "mixed_float16"), fused),
-        (by_hand(names.BY_HAND_PLAIN, plain, "bfloat16"), {"attention": "plain"}),
-        (mixed("jaxmp, autocast, plain attention", plain), unfused),
-        (
-            mixed(names.RECOMPUTED_PLAIN, plain, recompute="auto"),
-            unfused,
-        ),
-        (by_hand(names.BY_HAND_TF32, plain, "float32", "tensorfloat32"), unfused),
-        (by_hand(names.BY_HAND_FLOAT32, plain, "float32", "highest"), unfused),
-        (_linen(size, sequences), unfused | {"remark": "a GPT of linen's layers"}),
-        (mixed("jaxmp, recompute always", size, recompute="always"), fused),
-        (by_hand("by hand, blocks checkpointed", blocks, "bfloat16"), fused),
-        (mixed("jaxmp, blocks checkpointed", blocks), fused),
-        (by_hand(names.BY_HAND_FLOAT16, half, "float16"), fused),
-        (mixed("jaxmp, float8", size, "mixed_float8"), fused),
+        case(by_hand(names.BY_HAND, size, "bfloat16"), attention=size.attention),
+        case(mixed(names.AUTOCAST, size), **fused),
+        case(mixed(names.RECOMPUTED, size, recompute="auto"), **fused),
+        case(mixed(names.SMALL_STATE, size, "bfloat16", **small_state), **fused),
+        case(mixed("jaxmp, float16", half, "mixed_float16"), **fused),
+        case(by_hand(names.BY_HAND_PLAIN, plain, "bfloat16"), attention="plain"),
+        case(mixed("jaxmp, autocast, plain attention", plain), **unfused),
+        case(recomputed, **unfused),
+        case(by_hand(names.BY_HAND_TF32, plain, "float32", "tensorfloat32"), **unfused),
+        case(by_hand(names.BY_HAND_FLOAT32, plain, "float32", "highest"), **unfused),
+        case(_linen(size, sequences), **unfused, remark="a GPT of linen's layers"),
+        case(mixed("jaxmp, recompute always", size, recompute="always"), **fused),
+        case(by_hand("by hand, blocks checkpointed", blocks, "bfloat16"), **fused),
+        case(mixed("jaxmp, blocks checkpointed", blocks), **fused),
+        case(by_hand(names.BY_HAND_FLOAT16, half, "float16"), **fused),
+        case(mixed("jaxmp, float8", size, "mixed_float8"), **fused),
     ]
 
 

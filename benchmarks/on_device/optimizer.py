@@ -14,7 +14,7 @@ from jaxmp._planning.timing import Contender
 from on_device import ceilings, names
 from on_device.gpt import model
 from on_device.recorder import Recorder
-from on_device.steps import Case, measure
+from on_device.steps import Case, measure, nbytes
 
 OPTAX = "optax, float32"
 
@@ -85,16 +85,12 @@ def _contender(name: str, tx: jaxmp.MixedPrecision, init: Any) -> Contender:
 
 
 def _case(init: Any, contender: Contender, grads: PyTree, baseline: str = OPTAX) -> Case:
-    moved = 2 * _nbytes(jax.eval_shape(contender.start)) + _nbytes(grads)
+    moved = 2 * nbytes(jax.eval_shape(contender.start)) + nbytes(grads)
     params = sum(math.prod(x.shape) for x in jax.tree.leaves(jax.eval_shape(init)))
     facts: dict[str, Any] = {"bytes_moved": moved, "bytes_per_param": moved / params}
     if contender.name != OPTAX:
         facts["baseline"] = baseline
     return Case(contender, grads, facts)
-
-
-def _nbytes(tree: PyTree) -> int:
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 @jax.jit

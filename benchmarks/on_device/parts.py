@@ -44,9 +44,9 @@ _REMARK = Column("remark", "")
 _STEP_NOTES = (
     "Times: one step at a time, waited for, in two rounds of ten, in which the contenders take "
     "turns; the first step of a turn is not timed. Least, median and greatest of twenty.",
-    "The allocator's peak is the high-water mark, which cannot be set back: in the first round "
-    "contenders run from the smallest compiled peak to the largest, and one that does not raise "
-    "the mark has none.",
+    "The allocator's peak is its high-water mark, less what other contenders' batches take. The "
+    "mark cannot be set back: in the first round contenders run from the smallest compiled peak to "
+    "the largest, and one that does not raise the mark has none.",
     "Compiled peak: argument + output + temp - alias of `memory_analysis()`.",
 )
 _TRAINING = "Each step clips by the global norm, then AdamW, and returns loss and gradient norm."

@@ -150,18 +150,20 @@ def _lower(case: Case) -> tuple[Case, Any, Any, float]:
 
 
 def _compile(case: Case, start: Any, step: Any, trace_seconds: float) -> _Entry:
-    state = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(start.out_info))
     began = time.perf_counter()
     compiled = step.compile()
     seconds = time.perf_counter() - began
     planned = planned_memory(compiled)
     peak = planned and planned.peak
-    return _Entry(case, start.compile(), compiled, peak, state, trace_seconds, seconds)
+    size = nbytes(start.out_info)
+    return _Entry(case, start.compile(), compiled, peak, size, trace_seconds, seconds)
 
 
 def _take_turn(entry: _Entry, steps: int) -> None:
+    # What others hold is no part of what this step takes: their batches, above all.
+    others = _allocated("bytes_in_use") - nbytes(entry.case.batch)
     state = jax.block_until_ready(entry.start())
-    mark = _high_water()
+    mark = _allocated("peak_bytes_in_use")
     state, metrics = entry.run(state, entry.case.batch)
     jax.block_until_ready((state, metrics))
     seconds = []
@@ -172,13 +174,19 @@ def _take_turn(entry: _Entry, steps: int) -> None:
         seconds.append(time.perf_counter() - began)
     entry.rounds.append(seconds)
     entry.metrics = {name: float(x) for name, x in metrics.items() if jax.numpy.ndim(x) == 0}
-    after = _high_water()
-    if mark is not None and after is not None and after > mark:
-        entry.peak = after
+    after = _allocated("peak_bytes_in_use")
+    if after > mark:
+        entry.peak = after - others
 
 
-def _high_water() -> int | None:
-    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+def _allocated(what: str) -> int:
+    """What the allocator says; 0 on CPUs, whose allocator says nothing."""
+    return (jax.devices()[0].memory_stats() or {}).get(what, 0)
+
+
+def nbytes(tree: PyTree) -> int:
+    """Bytes of all arrays, which may be abstract."""
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def _row(entry: _Entry) -> Row:

@@ -48,6 +48,33 @@ def test_gather(gpu: Compiler) -> None:
         assert by[model, "gather"]["gathers"] < by[model, "gather all"]["gathers"] / 2
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("part", "number"), [
+    *(("gpt", i) for i in range(16)), *(("float8", i) for i in range(3)),
+    *(("vit", i) for i in range(4)), *(("resnet", i) for i in range(4)),
+])  # fmt: skip
+def test_contenders_of_make_device_fit_an_h100(gpu: Compiler, part: str, number: int) -> None:
+    """At full size, with plain attention: more memory than with cuDNN's, which is not here."""
+    vision = importlib.import_module("on_device.vision")
+    model, parts = importlib.import_module("gpt").GPT, importlib.import_module("on_device.gpt")
+    cases: list[Any] = {
+        "gpt": lambda: parts.cases(model(24, 1024, 16, 50304, 1024), 8),
+        "float8": lambda: importlib.import_module("on_device.float8").step_cases(
+            model(4, 4096, 32, 32768, 1024), 8
+        ),
+        "vit": lambda: vision.vit_cases(vision._BASE),
+        "resnet": lambda: vision.resnet_cases({}, 128, 224),
+    }[part]()
+    contender, batch = cases[number].contender, cases[number].batch
+    with jax.default_matmul_precision(contender.precision):
+        step = gpu(contender.step, jax.eval_shape(contender.start), batch, donate=(0,))
+    stats = step.memory_analysis()
+    peak = stats.argument_size_in_bytes + stats.temp_size_in_bytes
+    peak += stats.output_size_in_bytes - stats.alias_size_in_bytes
+    assert 2 * 2**30 < peak < 70 * 2**30
+    assert stats.alias_size_in_bytes > 0.9 * stats.output_size_in_bytes  # the state is donated
+
+
 @pytest.mark.jax
 def test_the_least_effort_is_one_that_a_compiler_for_tpus_knows(tpu: Compiler) -> None:
     """Its option has another name since jax 0.12, and an unknown one is an error."""
