@@ -48,10 +48,15 @@ def test_gather(gpu: Compiler) -> None:
         assert by[model, "gather"]["gathers"] < by[model, "gather all"]["gathers"] / 2
 
 
+VIT = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason="the compiler of jax 0.10 finds no tiles for 25,088 rows"
+)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("part", "number"), [
     *(("gpt", i) for i in range(16)), *(("float8", i) for i in range(3)),
-    *(("vit", i) for i in range(4)), *(("resnet", i) for i in range(4)),
+    *(pytest.param("vit", i, marks=VIT) for i in range(4)), *(("resnet", i) for i in range(4)),
 ])  # fmt: skip
 def test_contenders_of_make_device_fit_an_h100(gpu: Compiler, part: str, number: int) -> None:
     """At full size, with plain attention: more memory than with cuDNN's, which is not here."""
