@@ -2,8 +2,8 @@
 
 Runs the parts of `on_device` in the order of their worth, each in a process of its own that is
 ended when its time is over, and writes JSON and a page of Markdown after each. It needs no network.
-A part that fails does not stop the next. The exit status is 1 if one did; a claim that is refuted
-is a result.
+A part that fails does not stop the next. The exit status is 1 if one did. That a part was ended, or
+a claim refuted, is a result.
 
     make device                                  # makes the environment, too
     make device ARGS="--small"                   # a dry run at toy sizes, on a CPU
@@ -36,11 +36,12 @@ from on_device.recorder import Recorder, read_rows
 _BENCHMARKS = pathlib.Path(__file__).parent
 _ROOT = _BENCHMARKS.parent
 _RESULTS = _BENCHMARKS / "results"
-_WORK = _ROOT / "build" / "device"
+_BUILD = _ROOT / "build" / "device"
 _DOCS = _ROOT / "docs" / "why.md"
 _PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "libtpu", "flax", "optax")
 _DRIVERS = ("/dev/nvidiactl", "/proc/driver/nvidia")
 _LOG_LINES = 12
+_LEAST_SECONDS = 2.0  # that a part needs to begin
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
     if args.part:
         _run_here(args)
-        return 0
+        sys.stdout.flush()
+        os._exit(0)  # a compilation in progress would hold this process
     if args.fill_docs:
         _DOCS.write_text(page.filled(_DOCS.read_text(), _RESULTS))
         return 0
@@ -62,18 +64,24 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--budget", type=float, default=540, metavar="SECONDS", help="of all parts")
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="PART")
     parser.add_argument("--small", action="store_true", help="toy sizes, for a CPU")
-    parser.add_argument("--results", type=pathlib.Path, help="the folder of the results")
+    parser.add_argument(
+        "--results",
+        type=pathlib.Path,
+        help="the folder of the results; by default benchmarks/results, and for some of the parts, "
+        "or toy sizes, that of --work",
+    )
+    parser.add_argument(
+        "--work", type=pathlib.Path, default=_BUILD, help="the folder of logs and caches"
+    )
     parser.add_argument("--wheelhouse", type=pathlib.Path, help="a folder of wheels to install")
     parser.add_argument("--fill-docs", action="store_true", help="the newest results into the docs")
-    parser.add_argument(
-        "--fail", nargs="+", choices=names, default=[], metavar="PART", help="to see the others run"
-    )
+    parser.add_argument("--fail", nargs="+", choices=names, default=[], help=argparse.SUPPRESS)
     parser.add_argument("--part", choices=names, help=argparse.SUPPRESS)
     parser.add_argument("--rows", type=pathlib.Path, help=argparse.SUPPRESS)
     parser.add_argument("--deadline", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.results is None:
-        args.results = _WORK if args.small else _RESULTS
+        args.results = _RESULTS if args.only == names and not args.small else args.work
     return args
 
 
@@ -81,18 +89,16 @@ def _run_here(args: argparse.Namespace) -> None:
     """The process of one part."""
     if args.part in args.fail:
         raise RuntimeError("planted by --fail")
-    part = next(part for part in PARTS if part.name == args.part)
-    recorder = Recorder(args.rows, part.name, args.deadline, args.small)
-    if part.needs and importlib.util.find_spec(part.needs) is None:
-        recorder.record(contender=part.needs, remark=f"skipped: {part.needs} is not installed")
-        return
-    importlib.import_module(f"on_device.{part.name}").run(recorder)
+    module = importlib.import_module(f"on_device.{args.part}")
+    module.run(Recorder(args.rows, args.part, args.deadline, args.small))
 
 
 def _run_all(args: argparse.Namespace, argv: Sequence[str]) -> int:
     began = time.time()
-    _WORK.mkdir(parents=True, exist_ok=True)
-    rows = _WORK / "rows.jsonl"
+    # What ends this process ends the part that runs, too: it would keep the device.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    args.work.mkdir(parents=True, exist_ok=True)
+    rows = args.work / "rows.jsonl"
     rows.unlink(missing_ok=True)
     environment = _environment(args)
     parts = [part for part in PARTS if part.name in args.only]
@@ -100,30 +106,32 @@ def _run_all(args: argparse.Namespace, argv: Sequence[str]) -> int:
     # The last part, too, must have ended, and its page be written, within the budget.
     budget, share = args.budget - 5, 0
     reports: dict[str, Any] = {}
+    gpu, path = _gpu(), None
     for part in parts:
         share += part.seconds
         deadline = began + budget * share / shares
         reports[part.name] = _run_part(part, args, rows, deadline, environment)
-        context = _context(args, argv, rows) | {"parts": reports, "seconds": time.time() - began}
-        path = page.write(args.results, context, read_rows(rows))
+        context = _context(args, argv, rows, gpu)
+        context |= {"parts": reports, "seconds": time.time() - began}
+        path = page.write(args.results, context, read_rows(rows), path)
         print(f"{part.name}: {reports[part.name]['status']}", flush=True)
         print(reports[part.name]["log"], end="", flush=True)
     print("\n".join(page.verdict_table(context, as_rows(read_rows(rows)))))
     print(f"wrote {path}, after {time.time() - began:.0f} s")
-    return int(any(report["status"] != "ok" for report in reports.values()))
+    return int(any(report["status"].startswith("failed") for report in reports.values()))
 
 
 def _environment(args: argparse.Namespace) -> dict[str, str]:
     """What the processes of the parts get: the way to the packages, and no silent fall-back."""
     paths = [str(_ROOT), str(_BENCHMARKS), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     if args.wheelhouse:
-        paths.insert(0, _install(args.wheelhouse))
+        paths.insert(0, _install(args.wheelhouse, args.work / "packages"))
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "PYTHONUNBUFFERED": "1",
-        "JAX_COMPILATION_CACHE_DIR": str(_WORK / "cache"),
+        "JAX_COMPILATION_CACHE_DIR": str(args.work / "cache"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "TORCHINDUCTOR_CACHE_DIR": str(_WORK / "inductor"),
+        "TORCHINDUCTOR_CACHE_DIR": str(args.work / "inductor"),
     }
     environment.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     # With a GPU that JAX cannot use, it says so; it would compute on the CPU otherwise.
@@ -136,10 +144,12 @@ def _environment(args: argparse.Namespace) -> dict[str, str]:
     return environment
 
 
-def _install(wheelhouse: pathlib.Path) -> str:
-    target = _WORK / "packages"
+def _install(wheelhouse: pathlib.Path, target: pathlib.Path) -> str:
+    wheels = sorted(wheelhouse.glob("*.whl"))
+    if not wheels:
+        raise SystemExit(f"--wheelhouse {wheelhouse} has no wheels: give a folder of *.whl files")
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
-    command += ["--upgrade", "--target", str(target), *map(str, sorted(wheelhouse.glob("*.whl")))]
+    command += ["--upgrade", "--target", str(target), *map(str, wheels)]
     subprocess.run(command, check=True)
     return str(target)
 
@@ -156,26 +166,35 @@ def _run_part(
     command += ["--fail", *args.fail] if args.fail else []
     if part.platforms:
         environment = environment | {"JAX_PLATFORMS": part.platforms}
-    log = _WORK / f"{part.name}.log"
+    log = args.work / f"{part.name}.log"
     began = time.time()
+    if deadline - began < _LEAST_SECONDS:
+        return _unrun("not run: out of time")
+    if part.needs and importlib.util.find_spec(part.needs) is None:
+        return _unrun(f"skipped: {part.needs} is not installed")
     with log.open("w") as file:
         # A session of its own, so that the processes that a part has started end with it.
         process = subprocess.Popen(
             command, env=environment, stdout=file, stderr=file, start_new_session=True
         )
         try:
-            status = process.wait(timeout=max(1.0, deadline - began))
+            status = process.wait(timeout=deadline - began)
         except subprocess.TimeoutExpired:
             status = None
         finally:
             _end(process)
-    text = "out of time" if status is None else "ok" if status == 0 else f"failed: exit {status}"
+    text = "ended: out of time" if status is None else "ok"
+    text = f"failed: exit {status}" if status else text
     lines = log.read_text(errors="replace").splitlines()[-_LOG_LINES:] if status else []
     return {
         "status": text,
         "seconds": time.time() - began,
         "log": "".join(line[:300] + "\n" for line in lines),
     }
+
+
+def _unrun(status: str) -> dict[str, Any]:
+    return {"status": status, "seconds": 0.0, "log": ""}
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -186,13 +205,15 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _context(args: argparse.Namespace, argv: Sequence[str], rows: pathlib.Path) -> dict[str, Any]:
+def _context(
+    args: argparse.Namespace, argv: Sequence[str], rows: pathlib.Path, gpu: dict[str, str]
+) -> dict[str, Any]:
     machines = [row for row in read_rows(rows) if "machine" in row]
     device = next((row for row in machines if row["platform"] != "cpu"), (machines or [{}])[0])
     return {
-        "machine": device.get("machine", "unknown device"),
+        "machine": device.get("machine") or gpu.get("name", "unknown device"),
         "platform": device.get("platform"),
-        "driver": _driver(),
+        "driver": gpu.get("driver"),
         "versions": _versions(),
         "date": datetime.date.today().isoformat(),
         "command": " ".join(["python benchmarks/device.py", *_without_paths(argv)]),
@@ -206,13 +227,15 @@ def _without_paths(argv: Sequence[str]) -> list[str]:
     return [pathlib.Path(text).name if os.sep in text else text for text in argv]
 
 
-def _driver() -> str | None:
-    command = ["nvidia-smi", "--query-gpu=driver_version,memory.total", "--format=csv,noheader"]
+def _gpu() -> dict[str, str]:
+    """The name and the driver of the first GPU; nothing where there is none."""
+    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         output = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return output.stdout.strip().splitlines()[0]
+        name, driver = output.stdout.splitlines()[0].split(", ")
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return {}
+    return {"name": name, "driver": driver}
 
 
 def _versions() -> dict[str, str]:

@@ -18,6 +18,7 @@ from on_device import names
 from on_device.recorder import Recorder
 from on_device.steps import Case, measure
 
+_BY_HAND_PLAIN = "by hand, bfloat16, plain attention"
 _SCALE = 2.0**15  # of losses in float16, at the beginning
 
 
@@ -106,7 +107,7 @@ def cases(size: gpt.GPT, sequences: int) -> list[Case]:
     blocks = dataclasses.replace(size, remat=True)
     small_state: dict[str, Any] = {"master": "remainder", "moments": "int8"}
     fused = {"attention": size.attention, "baseline": names.BY_HAND}
-    unfused = {"attention": "plain", "baseline": names.BY_HAND_PLAIN}
+    unfused = {"attention": "plain", "baseline": _BY_HAND_PLAIN}
     recomputed = mixed(names.RECOMPUTED_PLAIN, plain, recompute="auto")
     return [
         case(by_hand(names.BY_HAND, size, "bfloat16"), attention=size.attention),
@@ -114,7 +115,7 @@ def cases(size: gpt.GPT, sequences: int) -> list[Case]:
         case(mixed(names.RECOMPUTED, size, recompute="auto"), **fused),
         case(mixed(names.SMALL_STATE, size, "bfloat16", **small_state), **fused),
         case(mixed("jaxmp, float16", half, "mixed_float16"), **fused),
-        case(by_hand(names.BY_HAND_PLAIN, plain, "bfloat16"), attention="plain"),
+        case(by_hand(_BY_HAND_PLAIN, plain, "bfloat16"), attention="plain"),
         case(mixed("jaxmp, autocast, plain attention", plain), **unfused),
         case(recomputed, **unfused),
         case(by_hand(names.BY_HAND_TF32, plain, "float32", "tensorfloat32"), **unfused),

@@ -62,10 +62,11 @@ def cases(init: Any, grads: PyTree, overflowing: PyTree) -> list[Case]:
     for skip in ("none", "auto", "cond", "select"):
         tx = wrapped("mixed_bfloat16", skip=skip)
         name = names.CHECKED.replace("auto", skip)
-        contenders.append(case(_contender(name, tx, init), grads, names.UNCHECKED))
+        unchecked = OPTAX if skip == "none" else names.CHECKED.replace("auto", "none")
+        contenders.append(case(_contender(name, tx, init), grads, unchecked))
         if skip in ("cond", "select"):
-            missed = _contender(f"{name}, a skipped step", tx, init)
-            contenders.append(case(missed, overflowing, name))
+            skipping = _contender(f"{name}, a skipped step", tx, init)
+            contenders.append(case(skipping, overflowing, name))
     for storage in _STORAGES:
         name = "jaxmp, bfloat16, " + ", ".join(f"{k} {v}" for k, v in storage.items())
         contenders.append(case(_contender(name, wrapped("bfloat16", **storage), init), grads))

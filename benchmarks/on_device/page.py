@@ -12,23 +12,32 @@ from on_device.parts import PARTS
 # Around what `device.py --fill-docs` writes into a page of the site.
 BEGIN, END = "<!-- device: begin -->", "<!-- device: end -->"
 _NONE = (
-    "No result of `make device` on a GPU or a TPU is in "
-    "[`benchmarks/results`](../benchmarks/results) yet: what the site says of them is read from "
+    "No result of `make device` on a GPU is in "
+    "[`benchmarks/results`](../benchmarks/results) yet: what the site says of GPUs is read from "
     "compiled programs. [Run it](CONTRIBUTING.md#on-a-gpu) on yours."
 )
 
 
-def write(folder: pathlib.Path, context: dict[str, Any], rows: list[Row]) -> pathlib.Path:
+def write(
+    folder: pathlib.Path,
+    context: dict[str, Any],
+    rows: list[Row],
+    before: pathlib.Path | None = None,
+) -> pathlib.Path:
     """Writes both files; returns the path of the page.
 
     Args:
       folder: where to.
       context: what a reader needs in order to judge the rows: machine, versions, date, parts.
       rows: of all parts so far.
+      before: the page of the parts before, which this one replaces.
     """
     folder.mkdir(parents=True, exist_ok=True)
     name = ["device", slug(context["machine"]), context["date"], f"jax{context['versions']['jax']}"]
     path = folder / ("_".join(name) + ".md")
+    if before is not None and before != path:  # the device was not known yet
+        before.unlink()
+        before.with_suffix(".json").unlink()
     by_part = claims.as_rows(rows)
     content = context | {"claims": claims.verdicts(context, by_part), "rows": rows}
     path.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n")
@@ -53,8 +62,8 @@ def _page(context: dict[str, Any], rows: claims.Rows) -> list[str]:
         report = context["parts"].get(part.name)
         if report:
             lines += ["", f"## {part.title}", "", f"{report['status']}, {report['seconds']:.0f} s"]
-            shown = rows.get(part.name, {}).values()
-            lines += ["", *markdown_table(part.columns, shown)] if shown else []
+            part_rows = rows.get(part.name, {}).values()
+            lines += ["", *markdown_table(part.columns, part_rows)] if part_rows else []
             lines += ["", *(f"- {note}" for note in part.notes)] if part.notes else []
             if report["log"]:
                 lines += ["", "```", *report["log"].splitlines(), "```"]
@@ -85,8 +94,9 @@ def section(folder: pathlib.Path) -> str:
         f"Measured on one {results['machine']} on {results['date']}, with jax {versions['jax']}"
         + (f" and PyTorch {versions['torch']}" if versions.get("torch") else "")
         + f". Of {len(counts)} claims, {counts.count(claims.HOLDS)} hold, "
-        f"{counts.count(claims.REFUTED)} are refuted, and {counts.count(claims.OPEN)} were not "
-        "measured. All numbers are in [`benchmarks/results`](../benchmarks/results).",
+        f"{counts.count(claims.REFUTED)} are refuted, and "
+        f"{counts.count(claims.NOT_MEASURED)} were not measured. All numbers are in "
+        "[`benchmarks/results`](../benchmarks/results).",
         "",
         *verdict_table(results, rows),
     ]

@@ -30,23 +30,24 @@ class Part:
 
 _NAME = Column("contender", "contender")
 _TIME = (
+    Column("count", "steps", "d"),
     Column("median_ms", "median ms", ".2f"),
     Column("min_ms", "min", ".2f"),
     Column("max_ms", "max", ".2f"),
 )
 _OVER = (Column("baseline", "baseline"), Column("time_over", "time over it", ".3f"))
 _BYTES = (
-    Column("peak_gib", "allocator's peak, GiB", ".2f"),
+    Column("peak", "allocator's peak, GiB"),
     Column("planned_gib", "compiled peak, GiB", ".2f"),
     Column("peak_over", "peak over baseline", ".3f"),
 )
 _REMARK = Column("remark", "")
 _STEP_NOTES = (
-    "Times: one step at a time, waited for, in two rounds of ten, in which the contenders take "
-    "turns; the first step of a turn is not timed. Least, median and greatest of twenty.",
+    "Times: one step at a time, waited for, in two rounds in which the contenders take turns; the "
+    "first step of a turn is not timed. Least, median and greatest of all.",
     "The allocator's peak is its high-water mark, less what other contenders' batches take. The "
     "mark cannot be set back: in the first round contenders run from the smallest compiled peak to "
-    "the largest, and one that does not raise the mark has none.",
+    "the largest, and of one that does not raise the mark it is a bound.",
     "Compiled peak: argument + output + temp - alias of `memory_analysis()`.",
 )
 _TRAINING = "Each step clips by the global norm, then AdamW, and returns loss and gradient norm."
@@ -100,8 +101,8 @@ PARTS = (
             *_STEP_NOTES,
             "MFU: floating-point operations that the model needs (`gpt.FLOPS`), over the device's "
             "dense peak in bfloat16, also for float32 contenders.",
-            "'by hand' casts the params with jmp inside the loss, and checks nothing. jaxmp's "
-            "steps test all gradients, and can skip.",
+            "'by hand' in 16 bits casts the params with jmp inside the loss, and tests gradients "
+            "in float16 alone. jaxmp's steps test all gradients, and can skip.",
         ),
     ),
     Part(
@@ -114,7 +115,7 @@ PARTS = (
             Column("tokens_per_second", "tokens/s", ",.0f"),
             Column("share_of_peak", "MFU", ".1%"),
             *_OVER,
-            Column("peak_gib", "allocator's peak, GiB", ".2f"),
+            Column("peak", "allocator's peak, GiB"),
             Column("loss", "last loss", ".3f"),
             _REMARK,
         ),
@@ -144,7 +145,7 @@ PARTS = (
             _REMARK,
         ),
         notes=(
-            "AdamW on the params of the GPT, with float32 gradients that are given.",
+            "AdamW on the params of the GPT, with float32 gradients.",
             "Bytes a param: state read and written once, gradients read once. No step can move "
             "fewer; what moves more has a smaller share of a copy.",
             *_STEP_NOTES,
@@ -201,7 +202,7 @@ PARTS = (
             Column("plan_gib", "plan, GiB", ".2f"),
             Column("compiled_plan_gib", "compiled=True, GiB", ".2f"),
             Column("planned_gib", "compiled here, GiB", ".2f"),
-            Column("peak_gib", "allocator's peak, GiB", ".2f"),
+            Column("peak", "allocator's peak, GiB"),
             Column("plan_off", "plan, off by", "+.1%"),
             Column("compiled_plan_off", "compiled=True, off by", "+.1%"),
             _REMARK,

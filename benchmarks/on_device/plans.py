@@ -3,13 +3,14 @@
 from typing import Any
 
 import jax
+from tables import Row
 
 from jaxmp.diagnostics import memory_plan
 from on_device import names
 from on_device.gpt import batch_size, model, optimizer
 from on_device.recorder import Recorder
 
-_GIB = 2**30
+_PEAKS = ("peak_bytes", "peak_is_bound", "planned_bytes")
 _STEPS: dict[str, dict[str, Any]] = {
     names.AUTOCAST: {},
     names.RECOMPUTED: {"recompute": "auto"},
@@ -22,21 +23,20 @@ _STEPS: dict[str, dict[str, Any]] = {
 
 
 def run(recorder: Recorder) -> None:
-    """Records a row for each step that the GPT's part has measured, or could have."""
+    """Records a row for each step, also where the GPT's part has not measured it."""
     recorder.record_machine()
-    measured = {row["contender"]: row for row in recorder.rows("gpt") if "contender" in row}
+    gpt_rows = {row["contender"]: row for row in recorder.rows("gpt") if "contender" in row}
     size, sequences = model(recorder), batch_size(recorder)
     params = jax.eval_shape(size.init)
     tokens = jax.ShapeDtypeStruct((sequences, size.context + 1), "int32")
-    rows: dict[str, dict[str, Any]] = {}
+    rows: dict[str, Row] = {}
     # First all estimates, which take seconds, then what the compiler for an H100 says.
-    for compiled in (False, True):
+    for compiled, key in ((False, "plan"), (True, "compiled_plan")):
         for name, options in _STEPS.items():
-            row = rows.setdefault(name, {"contender": name} | _taken(measured.get(name, {})))
-            key = "compiled_plan" if compiled else "plan"
+            gpt_row = gpt_rows.get(name, {})
+            row = rows.setdefault(name, {key: gpt_row.get(key) for key in _PEAKS})
             if recorder.seconds_left() < 8:
-                row["remark"] = "not planned: out of time"
-                recorder.record(**row)
+                recorder.record_late(name, **row)
                 continue
             try:
                 plan = memory_plan(
@@ -49,13 +49,7 @@ def run(recorder: Recorder) -> None:
             except Exception as error:
                 row["remark"] = f"{key}: {type(error).__name__}: {str(error)[:200]}"
             else:
-                row[f"{key}_gib"] = plan.peak / _GIB
-                if peak := row["peak_gib"] or row["planned_gib"]:
-                    row[f"{key}_off"] = plan.peak / _GIB / peak - 1
-            recorder.record(**row)
-
-
-def _taken(row: dict[str, Any]) -> dict[str, Any]:
-    """The bytes of a row of the GPT's part, in GiB."""
-    sizes = {"peak_gib": row.get("peak_bytes"), "planned_gib": row.get("planned_bytes")}
-    return {key: value and value / _GIB for key, value in sizes.items()}
+                row[f"{key}_gib"] = plan.peak / 2**30
+                if peak := row["peak_bytes"] or row["planned_bytes"]:
+                    row[f"{key}_off"] = plan.peak / peak - 1
+            recorder.record(contender=name, **row)

@@ -46,6 +46,10 @@ class Recorder:
         text = f"{type(error).__name__}: {error}"
         self.record(contender=contender, error=text[:500], **row)
 
+    def record_late(self, contender: str, **row: Any) -> None:
+        """Adds the row of a contender for which there was no time."""
+        self.record(contender=contender, remark="not measured: out of time", **row)
+
     def record_machine(self) -> None:
         """Adds what JAX says of the device, for the head of the page.
 

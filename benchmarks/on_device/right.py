@@ -4,6 +4,7 @@ import os
 import pathlib
 from typing import Any
 
+from on_device import names
 from on_device.recorder import Recorder
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -25,7 +26,7 @@ def run(recorder: Recorder) -> None:
     # Annotations are checked elsewhere, and a warning of a driver refutes nothing.
     options = ["-m", "device", "-n", "0", "-W", "default", "--jaxtyping-packages="]
     options += ["-q", "-p", "no:cacheprovider", "--cases=4" if recorder.small else "--tb=short"]
-    status = pytest.main([*options, *files], plugins=[_Recorded(recorder)])
+    status = pytest.main([*options, *files], plugins=[_TestRecorder(recorder)])
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         raise RuntimeError(f"pytest ended with {status!r}")
 
@@ -37,8 +38,8 @@ def marked_files() -> list[pathlib.Path]:
     return sorted(marked, key=lambda path: (worth.get(path.stem, len(worth)), path))
 
 
-class _Recorded:
-    """A plugin of pytest: a row for each test as soon as it has ended."""
+class _TestRecorder:
+    """A plugin of pytest: a row for each test, which says "not run" until the test has ended."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -46,11 +47,9 @@ class _Recorded:
     def pytest_sessionstart(self) -> None:
         self._recorder.record_machine()  # not before the tests have set how many CPUs JAX has
 
-    def pytest_runtest_setup(self, item: Any) -> None:
-        import pytest
-
-        if self._recorder.seconds_left() < 4:
-            pytest.skip("out of time")
+    def pytest_collection_finish(self, session: Any) -> None:
+        for item in session.items:
+            self._recorder.record(contender=item.nodeid, outcome=names.NOT_RUN)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.when != "call" and report.passed:

@@ -61,6 +61,7 @@ class _Entry:
     compile_seconds: float = 0.0
     rounds: list[list[float]] = dataclasses.field(default_factory=list)
     peak: int | None = None
+    is_bound: bool = False  # whether the step may have taken less
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
@@ -89,7 +90,7 @@ def measure(recorder: Recorder, cases: Sequence[Case], *, steps: int = 10) -> No
         for entry in list(entries if number == 0 else reversed(entries)):
             if recorder.seconds_left() < 2 + 2 * slowest:
                 if not entry.rounds:
-                    recorder.record(contender=entry.case.name, **entry.case.facts, remark=_LATE)
+                    recorder.record_late(entry.case.name, **entry.case.facts)
                 continue
             began = time.perf_counter()
             try:
@@ -103,9 +104,6 @@ def measure(recorder: Recorder, cases: Sequence[Case], *, steps: int = 10) -> No
             slowest = max(slowest, time.perf_counter() - began)
 
 
-_LATE = "not measured: out of time"
-
-
 def _compiled(recorder: Recorder, cases: Sequence[Case]) -> list[_Entry]:
     """Lowers one after the other, and compiles several at a time: both in the order of worth."""
     until = time.time() + _COMPILING * recorder.seconds_left()
@@ -113,7 +111,7 @@ def _compiled(recorder: Recorder, cases: Sequence[Case]) -> list[_Entry]:
     pool = concurrent.futures.ThreadPoolExecutor(min(3, os.cpu_count() or 1))
     for case in cases:
         if futures and time.time() > until:
-            recorder.record(contender=case.name, **case.facts, remark=_LATE)
+            recorder.record_late(case.name, **case.facts)
             continue
         try:
             future = pool.submit(_compile, *_lower(case))
@@ -130,12 +128,13 @@ def _compiled(recorder: Recorder, cases: Sequence[Case]) -> list[_Entry]:
         try:
             entries.append(future.result(timeout=max(0.1, until - time.time())))
         except concurrent.futures.TimeoutError:
-            recorder.record(contender=case.name, **case.facts, remark=_LATE)
+            recorder.record_late(case.name, **case.facts)
         except Exception as error:
             traceback.print_exc()
             recorder.record_failure(case.name, error, **case.facts)
-    # Compilations in progress would disturb the times of the others.
-    pool.shutdown(wait=True, cancel_futures=True)
+    pool.shutdown(wait=False, cancel_futures=True)
+    # Compilations in progress would disturb the times of the others, but not as much as no time.
+    concurrent.futures.wait(futures, timeout=recorder.seconds_left() / 4)
     return entries
 
 
@@ -175,8 +174,9 @@ def _take_turn(entry: _Entry, steps: int) -> None:
     entry.rounds.append(seconds)
     entry.metrics = {name: float(x) for name, x in metrics.items() if jax.numpy.ndim(x) == 0}
     after = _allocated("peak_bytes_in_use")
-    if after > mark:
-        entry.peak = after - others
+    if after and entry.peak is None:
+        # A step that does not raise the mark takes no more than that.
+        entry.peak, entry.is_bound = after - others, after == mark
 
 
 def _allocated(what: str) -> int:
@@ -200,6 +200,7 @@ def _row(entry: _Entry) -> Row:
         "state_bytes": entry.state,
         "planned_bytes": entry.planned,
         "peak_bytes": entry.peak,
+        "peak_is_bound": entry.is_bound,
         **entry.metrics,
     }
     median = statistics.median(seconds)
@@ -217,6 +218,7 @@ def times(seconds: Sequence[float]) -> Row:
         "min_ms": 1e3 * min(seconds),
         "max_ms": 1e3 * max(seconds),
         "seconds": list(seconds),
+        "count": len(seconds),
     }
 
 

@@ -13,8 +13,7 @@ import statistics
 import time
 import traceback
 from collections.abc import Iterator
-from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import gpt
 import jax
@@ -27,24 +26,13 @@ from torch.nn import functional as F
 
 from jaxmp._planning.devices import find_device
 from on_device import gpt as jax_part, names
-
-if TYPE_CHECKING:
-    from on_device.recorder import Recorder
+from on_device.recorder import Recorder
 
 SAME = "the same model"
 
 _WARM_UP = 3  # steps that are not timed
 _TOLERANCE = 1e-4  # float32 leaves 2e-6, exact GELU 8e-4, another epsilon 3e-3
 _INITIAL_SCALE = 2.0**15
-_LATE = "not measured: out of time"
-
-
-def torch_version() -> str | None:
-    """The version that is installed, without importing it."""
-    try:
-        return metadata.version("torch")
-    except metadata.PackageNotFoundError:
-        return None
 
 
 class Norm(nn.Module):
@@ -184,22 +172,10 @@ _CONTENDERS = (
 )
 
 
-def run(recorder: "Recorder") -> None:
+def run(recorder: Recorder) -> None:
     """Records a row for the control, and one for each contender."""
     size, batch = jax_part.model(recorder), jax_part.batch_size(recorder)
-    compare(recorder, size, batch, rounds=2, steps=2 if recorder.small else 10)
-
-
-def compare(recorder: "Recorder", size: gpt.GPT, batch: int, *, rounds: int, steps: int) -> None:
-    """As `run`, for a model of this size.
-
-    Args:
-      recorder: where to, and how long.
-      size: of the model.
-      batch: sequences of a step.
-      rounds: turns that JAX's contenders take.
-      steps: timed steps of each turn.
-    """
+    rounds, steps = 2, 2 if recorder.small else 10  # as JAX's contenders
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
         # Small work: on a busy machine threads would only wait for each other.
@@ -213,7 +189,7 @@ def compare(recorder: "Recorder", size: gpt.GPT, batch: int, *, rounds: int, ste
             recorder.record_failure(name, error)
     for contender in _CONTENDERS:
         # Until another takes its place; the process may be ended at any time.
-        recorder.record(**contender.facts, remark=_LATE)
+        recorder.record_late(**contender.facts)
     params = jax.tree.map(np.array, jax.jit(size.init)())
     tokens = _tokens(size, batch).to(device)
     patience = {True: 25.0, False: 10.0}  # a guess of what compiled and eager contenders take
@@ -258,7 +234,6 @@ def same_model(device: torch.device) -> Row:
     )
     ok = distance < _TOLERANCE and abs(loss.item() / float(loss_jax) - 1) < _TOLERANCE
     return {
-        "torch": torch_version(),
         "loss_torch": loss.item(),
         "loss_jax": float(loss_jax),
         "gradient_distance": distance,
@@ -333,7 +308,7 @@ def _measure(
     size: gpt.GPT,
     params: PyTree,
     tokens: Tensor,
-    recorder: "Recorder",
+    recorder: Recorder,
     count: int,
 ) -> Row:
     """Times so many steps, or fewer where time runs out; each is waited for."""
@@ -365,7 +340,7 @@ def _measure(
     timed = seconds[_WARM_UP:]
     median = statistics.median(timed)
     row |= {"median_ms": 1e3 * median, "min_ms": 1e3 * min(timed), "max_ms": 1e3 * max(timed)}
-    row |= {"seconds": timed, "warm_up_seconds": seconds[:_WARM_UP]}
+    row |= {"count": len(timed), "seconds": timed, "warm_up_seconds": seconds[:_WARM_UP]}
     row["attention"] = _attention_kernel(size, tokens, contender.dtype)
     if contender.compiled:
         row |= {"compile_seconds": seconds[0] - median, "graphs": _graphs()}

@@ -56,16 +56,15 @@ def scale_of(
     """
     largest = float(jnp.finfo(dtype).max)
     if power_of_two:
-        # GPUs divide float32 up to two units off, which next to a power of two would be a factor of
-        # two. A difference of bits is that of exponents, with a borrow where the mantissa asks.
-        amax_bits, largest_bits, one_bits = (
-            lax.bitcast_convert_type(jnp.float32(x), jnp.int32)
-            for x in (jnp.maximum(amax, np.float32(_LEAST_AMAX)), largest, 1.0)
-        )
-        bits = (largest_bits - amax_bits + one_bits) & _EXPONENT
+        # GPUs divide float32 with an error of up to two units in the last place, which next to a
+        # power of two would change the scale by a factor of two. So subtract the bits: exponents
+        # subtract, and a larger mantissa of `amax` borrows one.
+        least = jnp.maximum(amax, np.float32(_LEAST_AMAX))
+        quotient = np.float32(largest).view(np.int32) - lax.bitcast_convert_type(least, jnp.int32)
+        bits = (quotient + np.float32(1).view(np.int32)) & _EXPONENT
         scale = lax.bitcast_convert_type(bits, jnp.float32)
     else:
-        # Float32 of the exact quotient; 1e-12 itself is no float32.
+        # The constant is the quotient in float64, rounded once: 1e-12 itself is no float32.
         scale = jnp.where(amax > _LEAST_AMAX, largest / amax, np.float32(largest / _LEAST_AMAX))
     return jnp.where(jnp.isfinite(amax), scale, jnp.float32(jnp.nan))
 
