@@ -24,6 +24,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
@@ -50,8 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
     if args.part:
         _run_here(args)
-        sys.stdout.flush()
-        os._exit(0)  # a compilation in progress would hold this process
+        return 0
     if args.fill_docs:
         _DOCS.write_text(page.filled(_DOCS.read_text(), _RESULTS))
         return 0
@@ -113,7 +113,10 @@ def _run_all(args: argparse.Namespace, argv: Sequence[str]) -> int:
         reports[part.name] = _run_part(part, args, rows, deadline, environment)
         context = _context(args, argv, rows, gpu)
         context |= {"parts": reports, "seconds": time.time() - began}
-        path = page.write(args.results, context, read_rows(rows), path)
+        try:
+            path = page.write(args.results, context, read_rows(rows), path)
+        except Exception:  # of one part; the others are still to come
+            traceback.print_exc()
         print(f"{part.name}: {reports[part.name]['status']}", flush=True)
         print(reports[part.name]["log"], end="", flush=True)
     print("\n".join(page.verdict_table(context, as_rows(read_rows(rows)))))
@@ -185,11 +188,11 @@ def _run_part(
             _end(process)
     text = "ended: out of time" if status is None else "ok"
     text = f"failed: exit {status}" if status else text
-    lines = log.read_text(errors="replace").splitlines()[-_LOG_LINES:] if status else []
+    lines = log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
     return {
         "status": text,
         "seconds": time.time() - began,
-        "log": "".join(line[:300] + "\n" for line in lines),
+        "log": "" if status == 0 else "".join(line[:300] + "\n" for line in lines),
     }
 
 
@@ -251,4 +254,6 @@ def _versions() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    sys.stdout.flush()
+    os._exit(status)  # a compilation in progress would hold the process of a part

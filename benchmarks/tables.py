@@ -19,7 +19,9 @@ class Column:
     def cell(self, row: Mapping[str, Any]) -> str:
         """The entry as text; a dash where the row has none."""
         value = row.get(self.key)
-        return "-" if value is None else format(value, self.format)
+        if value is None:
+            return "-"
+        return value if isinstance(value, str) else format(value, self.format)
 
 
 def markdown_table(columns: Sequence[Column], rows: Iterable[Mapping[str, Any]]) -> list[str]:

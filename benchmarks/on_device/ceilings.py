@@ -10,11 +10,11 @@ import jax.numpy as jnp
 
 from jaxmp._planning.devices import find_device
 from on_device.recorder import Recorder
-from on_device.steps import peak_of
+from on_device.steps import WITHOUT_TRITON, peak_of
 
 _QUEUED = 5
 _ROUNDS = 5
-# What is multiplied, at which precision; float8 needs cuBLAS, as XLA's own kernels may widen it.
+# What is multiplied, at which precision.
 _PRODUCTS = (
     ("bfloat16", None),
     ("float16", None),
@@ -54,24 +54,20 @@ def copy_bandwidth(small: bool) -> tuple[float, float]:
 def _product_row(dtype: str, precision: str | None, small: bool) -> dict[str, Any]:
     size = 256 if small else 8192
     keys = jax.random.split(jax.random.key(0))
-    # Of size one, so that what is multiplied again and again neither grows nor vanishes.
     x, w = (jax.random.normal(key, (size, size)).astype(dtype) for key in keys)
     is_float8 = dtype.startswith("float8")
 
     def product(x: Any) -> Any:
-        result = jax.lax.dot_general(
+        return jax.lax.dot_general(
             x,
             w,
             (((1,), (1,)), ((), ())),  # along the rows of both, as float8 wants it
             precision=precision,
             preferred_element_type=jnp.bfloat16 if is_float8 else None,
         )
-        return result * size**-0.5
 
     on_gpu = jax.default_backend() == "gpu"
-    options: dict[str, str | bool] = {}
-    if is_float8 and on_gpu:
-        options["xla_gpu_enable_triton_gemm"] = False
+    options: Any = WITHOUT_TRITON if is_float8 and on_gpu else None
     compiled = jax.jit(product).lower(x).compile(options)
     seconds = _median_seconds(compiled, x, chained=False)
     rate = 2 * size**3 / seconds

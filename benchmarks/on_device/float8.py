@@ -14,7 +14,7 @@ from jaxmp._planning.timing import Contender
 from on_device import names
 from on_device.gpt import attention, steps_by_hand, with_jaxmp
 from on_device.recorder import Recorder
-from on_device.steps import Case, measure
+from on_device.steps import WITHOUT_TRITON, Case, measure
 
 _WIDE = "by hand, bfloat16, width 4,096"
 
@@ -49,12 +49,13 @@ def step_cases(size: gpt.GPT, sequences: int) -> list[Case]:
     by_hand = steps_by_hand(size.loss, init, "bfloat16")
     case = functools.partial(Case, batch=tokens, flops=size.flops(sequences))
     cases = [case(Contender(_WIDE, *by_hand))]
-    for name, policy in {
-        names.WIDE_FLOAT8: "mixed_float8",
-        "jaxmp, autocast, width 4,096": "mixed_bfloat16",
-    }.items():
-        steps = with_jaxmp(size.loss, init, policy)
-        cases.append(case(Contender(name, *steps), facts={"baseline": _WIDE}))
+    for name, policy, options in (
+        (names.WIDE_FLOAT8, "mixed_float8", {}),
+        (f"{names.WIDE_FLOAT8}, cuBLAS", "mixed_float8", WITHOUT_TRITON),
+        ("jaxmp, autocast, width 4,096", "mixed_bfloat16", {}),
+    ):
+        contender = Contender(name, *with_jaxmp(size.loss, init, policy))
+        cases.append(case(contender, facts={"baseline": _WIDE}, gpu_options=options))
     return cases
 
 
@@ -79,23 +80,27 @@ def layer_cases(shapes: dict[tuple[int, int, int], dict[str, float]]) -> list[Ca
                 facts |= {"baseline": plain, "estimated": estimates[name.split(",")[0]]}
             steps = _layer(policy, keys[2], k, n)
             cases.append(
-                Case(Contender(name, *steps), (x, cotangent), facts, flops=6.0 * m * k * n)
+                Case(
+                    Contender(name, *steps),
+                    (x, cotangent),
+                    facts,
+                    flops=6.0 * m * k * n,
+                    queued=10,
+                    gpu_options=WITHOUT_TRITON,
+                )
             )
     return cases
 
 
 def _layer(policy: str, key: Array, k: int, n: int) -> handwritten.Steps:
-    def start() -> Any:
-        weight = jax.random.normal(key, (k, n)) * k**-0.5
-        return weight, jnp.zeros((k, n))
+    def start() -> Array:
+        return jax.random.normal(key, (k, n)) * k**-0.5
 
-    def step(state: Any, batch: tuple[Array, Array]) -> tuple[Any, PyTree]:
-        weight, _ = state
+    def step(weight: Array, batch: tuple[Array, Array]) -> tuple[Array, PyTree]:
         x, cotangent = batch
         product = jaxmp.autocast(lambda x, w: x @ w, policy)
         y, pull = jax.vjp(product, x, weight)
         dx, dw = pull(cotangent.astype(y.dtype))
-        # All three results are written: `y` and `dx` as metrics, that of the weight as state.
-        return (weight, dw), {"y": y, "dx": dx}
+        return weight, {"y": y, "dx": dx, "dw": dw}
 
     return handwritten.Steps(start, step)

@@ -29,22 +29,17 @@ _STORAGES: tuple[dict[str, str], ...] = (
 
 
 def run(recorder: Recorder) -> None:
-    """Records a row for each contender, and how its bytes compare with those of a copy."""
+    """Records a row for each contender."""
     copy, _ = ceilings.copy_bandwidth(recorder.small)
     init = jax.jit(model(recorder).init)
     grads = _gradients(init())
-    measure(recorder, cases(init, grads, _overflowing(grads)))
-    for row in recorder.rows(recorder.part):
-        if "median_ms" in row:
-            rate = row["bytes_moved"] / (row["median_ms"] / 1e3)
-            shares = {"gigabytes_per_second": rate / 1e9, "share_of_copy": rate / copy}
-            recorder.record(**{k: v for k, v in row.items() if k != "part"}, **shares)
+    measure(recorder, cases(init, grads, _overflowing(grads), copy))
 
 
-def cases(init: Any, grads: PyTree, overflowing: PyTree) -> list[Case]:
-    """The contenders, the most worthwhile first."""
+def cases(init: Any, grads: PyTree, overflowing: PyTree, copy: float) -> list[Case]:
+    """The contenders, the most worthwhile first; `copy` is the bandwidth of one."""
     optimizer = optax.adamw(3e-4, weight_decay=0.1)
-    case = functools.partial(_case, init)
+    case = functools.partial(_case, init, copy)
 
     def plain_step(state: Any, grads: PyTree) -> Any:
         params, opt_state = state
@@ -85,10 +80,13 @@ def _contender(name: str, tx: jaxmp.MixedPrecision, init: Any) -> Contender:
     return Contender(name, start, step)
 
 
-def _case(init: Any, contender: Contender, grads: PyTree, baseline: str = OPTAX) -> Case:
+def _case(
+    init: Any, copy: float, contender: Contender, grads: PyTree, baseline: str = OPTAX
+) -> Case:
     moved = 2 * nbytes(jax.eval_shape(contender.start)) + nbytes(grads)
     params = sum(math.prod(x.shape) for x in jax.tree.leaves(jax.eval_shape(init)))
     facts: dict[str, Any] = {"bytes_moved": moved, "bytes_per_param": moved / params}
+    facts["copy_bytes_per_second"] = copy
     if contender.name != OPTAX:
         facts["baseline"] = baseline
     return Case(contender, grads, facts)

@@ -44,11 +44,11 @@ class Recorder:
     def record_failure(self, contender: str, error: BaseException, **row: Any) -> None:
         """Adds the row of a contender that raised, which does not stop the others."""
         text = f"{type(error).__name__}: {error}"
-        self.record(contender=contender, error=text[:500], **row)
+        self.record(**row | {"contender": contender, "error": " ".join(text.split())[:500]})
 
     def record_late(self, contender: str, **row: Any) -> None:
         """Adds the row of a contender for which there was no time."""
-        self.record(contender=contender, remark="not measured: out of time", **row)
+        self.record(**row | {"contender": contender, "remark": "not measured: out of time"})
 
     def record_machine(self) -> None:
         """Adds what JAX says of the device, for the head of the page.

@@ -25,7 +25,7 @@ def run(recorder: Recorder) -> None:
     os.chdir(ROOT)
     # Annotations are checked elsewhere, and a warning of a driver refutes nothing.
     options = ["-m", "device", "-n", "0", "-W", "default", "--jaxtyping-packages="]
-    options += ["-q", "-p", "no:cacheprovider", "--cases=4" if recorder.small else "--tb=short"]
+    options += ["-q", "-p", "no:cacheprovider", "--tb=short"]
     status = pytest.main([*options, *files], plugins=[_TestRecorder(recorder)])
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         raise RuntimeError(f"pytest ended with {status!r}")

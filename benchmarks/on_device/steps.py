@@ -19,6 +19,10 @@ from jaxmp._planning.timing import Contender, planned_memory
 from on_device.recorder import Recorder
 
 _ROUNDS = 2
+# Marks of kernels in the text of a compiled program.
+_CALLS = {"float8": "$f8", "attention": "fmha", "Triton": "__triton"}
+# Products by cuBLAS: XLA's own kernels may widen float8, and nothing would say so.
+WITHOUT_TRITON = {"xla_gpu_enable_triton_gemm": False}
 _COMPILING = 0.55  # of the time of a part; the rest is for running
 
 
@@ -33,6 +37,8 @@ class Case:
       items: how many of `unit` a step takes.
       unit: tokens or images.
       flops: floating-point operations that the model needs in a step.
+      queued: how many steps run for each time, where one is too short to be timed.
+      gpu_options: of the compiler for GPUs.
     """
 
     contender: Contender
@@ -41,6 +47,8 @@ class Case:
     items: int | None = None
     unit: str = "items"
     flops: float | None = None
+    queued: int = 1
+    gpu_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -56,9 +64,7 @@ class _Entry:
     start: Callable[[], Any]
     run: Callable[[Any, PyTree], tuple[Any, PyTree]]
     planned: int | None  # bytes of the compiled peak
-    state: int  # bytes of the state
-    trace_seconds: float
-    compile_seconds: float = 0.0
+    facts: Row
     rounds: list[list[float]] = dataclasses.field(default_factory=list)
     peak: int | None = None
     is_bound: bool = False  # whether the step may have taken less
@@ -97,7 +103,9 @@ def measure(recorder: Recorder, cases: Sequence[Case], *, steps: int = 10) -> No
                 _take_turn(entry, steps)
             except Exception as error:
                 traceback.print_exc()
-                recorder.record_failure(entry.case.name, error, **entry.case.facts)
+                # With the times of the first round, if it was in the second.
+                row = _row(entry) if entry.rounds else entry.case.facts
+                recorder.record_failure(entry.case.name, error, **row)
                 entries.remove(entry)
                 continue
             recorder.record(**_row(entry))
@@ -108,7 +116,7 @@ def _compiled(recorder: Recorder, cases: Sequence[Case]) -> list[_Entry]:
     """Lowers one after the other, and compiles several at a time: both in the order of worth."""
     until = time.time() + _COMPILING * recorder.seconds_left()
     futures: dict[concurrent.futures.Future[_Entry], Case] = {}
-    pool = concurrent.futures.ThreadPoolExecutor(min(3, os.cpu_count() or 1))
+    pool = concurrent.futures.ThreadPoolExecutor(max(2, min(6, (os.cpu_count() or 1) // 2)))
     for case in cases:
         if futures and time.time() > until:
             recorder.record_late(case.name, **case.facts)
@@ -123,18 +131,20 @@ def _compiled(recorder: Recorder, cases: Sequence[Case]) -> list[_Entry]:
             # Alone: XLA tunes kernels while it compiles, and what it finds serves all others.
             concurrent.futures.wait([future], timeout=recorder.seconds_left() - 5)
         futures[future] = case
+    concurrent.futures.wait(futures, timeout=max(0.1, until - time.time()))
+    pool.shutdown(wait=False, cancel_futures=True)
+    # Compilations in progress would disturb the times of the others, though less than no time.
+    running = [future for future in futures if not future.cancelled()]
+    concurrent.futures.wait(running, timeout=recorder.seconds_left() / 4)
     entries = []
     for future, case in futures.items():
-        try:
-            entries.append(future.result(timeout=max(0.1, until - time.time())))
-        except concurrent.futures.TimeoutError:
+        if future.cancelled() or not future.done():
             recorder.record_late(case.name, **case.facts)
-        except Exception as error:
-            traceback.print_exc()
-            recorder.record_failure(case.name, error, **case.facts)
-    pool.shutdown(wait=False, cancel_futures=True)
-    # Compilations in progress would disturb the times of the others, but not as much as no time.
-    concurrent.futures.wait(futures, timeout=recorder.seconds_left() / 4)
+        elif failure := future.exception():
+            traceback.print_exception(failure)
+            recorder.record_failure(case.name, failure, **case.facts)
+        else:
+            entries.append(future.result())
     return entries
 
 
@@ -150,12 +160,17 @@ def _lower(case: Case) -> tuple[Case, Any, Any, float]:
 
 def _compile(case: Case, start: Any, step: Any, trace_seconds: float) -> _Entry:
     began = time.perf_counter()
-    compiled = step.compile()
-    seconds = time.perf_counter() - began
+    on_gpu = jax.default_backend() == "gpu"
+    compiled = step.compile(dict(case.gpu_options) if on_gpu else None)
+    facts = {
+        "state_bytes": nbytes(start.out_info),
+        "trace_seconds": trace_seconds,
+        "compile_seconds": time.perf_counter() - began,
+    }
+    text = compiled.as_text() or ""
+    facts |= {f"{name} calls": text.count(mark) for name, mark in _CALLS.items()}
     planned = planned_memory(compiled)
-    peak = planned and planned.peak
-    size = nbytes(start.out_info)
-    return _Entry(case, start.compile(), compiled, peak, size, trace_seconds, seconds)
+    return _Entry(case, start.compile(), compiled, planned and planned.peak, facts)
 
 
 def _take_turn(entry: _Entry, steps: int) -> None:
@@ -168,9 +183,11 @@ def _take_turn(entry: _Entry, steps: int) -> None:
     seconds = []
     for _ in range(steps):
         began = time.perf_counter()
-        state, metrics = entry.run(state, entry.case.batch)
+        for _ in range(entry.case.queued):
+            metrics = None  # or the last ones would be alive beside the next
+            state, metrics = entry.run(state, entry.case.batch)
         jax.block_until_ready((state, metrics))
-        seconds.append(time.perf_counter() - began)
+        seconds.append((time.perf_counter() - began) / entry.case.queued)
     entry.rounds.append(seconds)
     entry.metrics = {name: float(x) for name, x in metrics.items() if jax.numpy.ndim(x) == 0}
     after = _allocated("peak_bytes_in_use")
@@ -193,11 +210,8 @@ def _row(entry: _Entry) -> Row:
     case = entry.case
     seconds = [second for turn in entry.rounds for second in turn]
     row = {"contender": case.name, **case.facts} | times(seconds)
-    row |= {
+    row |= entry.facts | {
         "medians_of_rounds_ms": [1e3 * statistics.median(turn) for turn in entry.rounds],
-        "trace_seconds": entry.trace_seconds,
-        "compile_seconds": entry.compile_seconds,
-        "state_bytes": entry.state,
         "planned_bytes": entry.planned,
         "peak_bytes": entry.peak,
         "peak_is_bound": entry.is_bound,

@@ -55,7 +55,7 @@ VIT = pytest.mark.skipif(
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("part", "number"), [
-    *(("gpt", i) for i in range(16)), *(("float8", i) for i in range(3)),
+    *(("gpt", i) for i in range(16)), *(("float8", i) for i in range(4)),
     *(pytest.param("vit", i, marks=VIT) for i in range(4)), *(("resnet", i) for i in range(4)),
 ])  # fmt: skip
 def test_contenders_of_make_device_fit_an_h100(gpu: Compiler, part: str, number: int) -> None:

@@ -1,6 +1,7 @@
 """`make device` on a CPU, at the smallest sizes: every part ends, and what fails stops no other."""
 
 import importlib
+import importlib.util
 import json
 import os
 import pathlib
@@ -10,6 +11,7 @@ import sys
 import time
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -87,9 +89,11 @@ def test_a_part_ends_when_its_time_is_over(tmp_path: pathlib.Path) -> None:
 @pytest.mark.every_case
 def test_every_part_runs_to_its_end(tmp_path: pathlib.Path) -> None:
     status, results, page = run(tmp_path)
-    assert {name: report["status"] for name, report in results["parts"].items()} == {
-        part.name: "ok" for part in module("parts").PARTS
-    }
+    statuses = {name: report["status"] for name, report in results["parts"].items()}
+    if importlib.util.find_spec("torch") is None:
+        assert statuses.pop("torch_gpt") == "skipped: torch is not installed"
+    assert set(statuses.values()) == {"ok"}
+    assert set(results["parts"]) == {part.name for part in module("parts").PARTS}
     assert status == 0
     errors = {row["contender"]: row["error"] for row in results["rows"] if "error" in row}
     assert errors == {}
@@ -126,6 +130,11 @@ def beside(part: str, contender: str, by_hand: dict[str, Any] | None = None, **r
 
 def layer(milliseconds: float, estimate: float) -> dict[str, Any]:
     return {"median_ms": milliseconds, "estimated": estimate, "baseline": "base"}
+
+
+def moves(bytes_moved: int) -> dict[str, Any]:
+    """Bytes in 10 ms, where a copy moves 100."""
+    return {"median_ms": 10.0, "bytes_moved": bytes_moved, "copy_bytes_per_second": 1e4}
 
 
 def outcomes(*texts: str) -> Rows:
@@ -168,11 +177,19 @@ CASES: dict[str, list[tuple[Rows, float | None, str]]] = {
         (beside("gpt", "jaxmp, remainder and int8", peak_bytes=27), 0.9, "holds")
     ],
     "A checked step of the optimizer: time over an unchecked one": [
-        (beside("optimizer", "jaxmp, float32, skip auto", median_ms=12), 1.2, "REFUTED")
+        (beside("optimizer", "jaxmp, float32, skip auto", median_ms=13), 1.3, "REFUTED")
     ],
     "A checked step of the optimizer: share of the bandwidth of a copy": [
-        (beside("optimizer", "jaxmp, float32, skip auto", share_of_copy=0.7), 0.7, "REFUTED"),
-        (beside("optimizer", "jaxmp, float32, skip auto", share_of_copy=0.8), 0.8, "holds"),
+        (
+            rows("optimizer", **{"jaxmp, float32, skip auto": moves(bytes_moved=60)}),
+            0.6,
+            "REFUTED",
+        ),
+        (
+            rows("optimizer", **{"jaxmp, float32, skip auto": moves(bytes_moved=80)}),
+            0.8,
+            "holds",
+        ),
     ],
     "Large layers in float8: least speedup over the estimate": [
         (
@@ -274,6 +291,48 @@ def test_a_peak_is_of_the_contender_that_raises_the_mark(
     assert [len(rows[name]["seconds"]) for name in rows] == [4, 4, 4]
     assert {row["loss"] for row in rows.values()} == {4.0}
     assert [rows[name]["order"] for name in ("large", "small", "middle")] == [0, 1, 2]
+
+
+def test_a_contender_that_raises_stops_no_other(tmp_path: pathlib.Path) -> None:
+    """Nor does one that cannot be traced, or for which there is no time. A NaN spoils no page."""
+    steps, recorder = module("steps"), module("recorder")
+
+    def case(name: str, step: Any, **facts: str) -> Any:
+        return steps.Case(Contender(name, lambda: jnp.ones(4), step), jnp.ones(4), facts)
+
+    def raises(state: Any, batch: Any) -> Any:
+        raise ValueError("two\nlines")
+
+    def fails(state: Any, batch: Any) -> Any:
+        def callback(x: Any) -> Any:
+            raise MemoryError("none left")
+
+        return jax.pure_callback(callback, state, state), {}
+
+    path = tmp_path / "rows.jsonl"
+    writer = recorder.Recorder(path, "gpt", time.time() + 60, small=True)
+    steps.measure(
+        writer,
+        [
+            case("right", lambda state, batch: (state, {"loss": jnp.nan * state[0]})),
+            case("does not trace", raises, remark="a fact"),
+            case("fails", fails),
+        ],
+    )
+    over = recorder.Recorder(path, "gpt", time.time(), small=True)
+    steps.measure(over, [case("late", lambda state, batch: (state, {}), remark="a fact")])
+    rows = {row["contender"]: row for row in writer.rows("gpt") if "contender" in row}
+    assert rows["right"]["median_ms"] > 0
+    assert rows["does not trace"]["error"] == "ValueError: two lines"
+    assert rows["fails"]["error"]
+    context = {"machine": "a card", "date": "today", "versions": {"jax": "1"}, "driver": None}
+    context |= {"small": False, "platform": "gpu", "command": "", "seconds": 1.0}
+    context["parts"] = {"gpt": {"status": "ok", "seconds": 1.0, "log": ""}}
+    page = module("page").write(tmp_path / "out", context, recorder.read_rows(path))
+    text = page.read_text()
+    assert "| nan |" in text
+    assert "| not measured: out of time |" in text
+    assert "| ValueError: two lines |" in text
 
 
 def test_rows_survive_a_process_that_is_ended(tmp_path: pathlib.Path) -> None:
