@@ -60,41 +60,40 @@ def step_cases(size: gpt.GPT, sequences: int) -> list[Case]:
 
 
 def layer_cases(shapes: dict[tuple[int, int, int], dict[str, float]]) -> list[Case]:
-    """A product with its gradients, under each recipe."""
-    cases = []
+    """A product with its gradients, under each recipe; first the recipe that is the default."""
+    cases: dict[str, list[Case]] = {}
     for (m, k, n), estimates in shapes.items():
         shape = f"{m:,} x {k:,} x {n:,}"
-        keys = jax.random.split(jax.random.key(0), 3)
-        x, cotangent = (
-            jax.random.normal(key, size, jnp.bfloat16)
-            for key, size in zip(keys[:2], ((m, k), (m, n)), strict=True)
-        )
         plain = f"bfloat16, {shape}"
-        recipes = {plain: "mixed_bfloat16"} | {
-            f"{recipe}, {shape}": f"mixed_float8,products={recipe}:minimum=none"
-            for recipe in estimates
-        }
-        for name, policy in recipes.items():
-            facts: dict[str, Any] = {"shape": shape}
-            if name != plain:
-                facts |= {"baseline": plain, "estimated": estimates[name.split(",")[0]]}
-            steps = _layer(policy, keys[2], k, n)
-            cases.append(
-                Case(
-                    Contender(name, *steps),
-                    (x, cotangent),
-                    facts,
-                    flops=6.0 * m * k * n,
-                    queued=10,
-                    gpu_options=WITHOUT_TRITON,
-                )
+        batch = _operand_and_cotangent(m, k, n)
+        for recipe in ("bfloat16", *estimates):
+            facts: dict[str, Any] = {}
+            policy = "mixed_bfloat16"
+            if recipe in estimates:
+                facts = {"baseline": plain, "estimated": estimates[recipe]}
+                policy = f"mixed_float8,products={recipe}:minimum=none"
+            case = Case(
+                Contender(f"{recipe}, {shape}", *_layer(policy, k, n)),
+                batch,
+                facts,
+                flops=6.0 * m * k * n,
+                queued=10,
+                gpu_options=WITHOUT_TRITON,
             )
-    return cases
+            cases.setdefault(recipe, []).append(case)
+    return [case for of_recipe in cases.values() for case in of_recipe]
 
 
-def _layer(policy: str, key: Array, k: int, n: int) -> handwritten.Steps:
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _operand_and_cotangent(m: int, k: int, n: int) -> tuple[Array, Array]:
+    keys = jax.random.split(jax.random.key(0))
+    x = jax.random.normal(keys[0], (m, k), jnp.bfloat16)
+    return x, jax.random.normal(keys[1], (m, n), jnp.bfloat16)
+
+
+def _layer(policy: str, k: int, n: int) -> handwritten.Steps:
     def start() -> Array:
-        return jax.random.normal(key, (k, n)) * k**-0.5
+        return jax.random.normal(jax.random.key(1), (k, n)) * k**-0.5
 
     def step(weight: Array, batch: tuple[Array, Array]) -> tuple[Array, PyTree]:
         x, cotangent = batch

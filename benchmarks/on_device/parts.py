@@ -148,6 +148,7 @@ PARTS = (
         ),
         notes=(
             "AdamW on the params of the GPT, with float32 gradients.",
+            "Five steps for each time, as for the copy.",
             "Bytes a param: state read and written once, gradients read once. No step can move "
             "fewer; what moves more has a smaller share of a copy.",
             *_STEP_NOTES,
@@ -156,7 +157,7 @@ PARTS = (
     Part(
         name="float8",
         title="Float8: a train step of width 4,096, and layers",
-        seconds=60,
+        seconds=75,
         columns=(
             _NAME,
             *_TIME,
@@ -182,7 +183,7 @@ PARTS = (
     Part(
         name="vision",
         title="Train steps of ViT-B/16 and ResNet-50",
-        seconds=75,
+        seconds=60,
         columns=(
             _NAME,
             *_TIME,

@@ -68,6 +68,7 @@ class _Entry:
     rounds: list[list[float]] = dataclasses.field(default_factory=list)
     peak: int | None = None
     is_bound: bool = False  # whether the step may have taken less
+    is_disturbed: bool = False  # whether something else was compiled meanwhile
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
@@ -88,7 +89,7 @@ def measure(recorder: Recorder, cases: Sequence[Case], *, steps: int = 10) -> No
         dataclasses.replace(case, facts={"order": number, **case.facts})
         for number, case in enumerate(cases)
     ]
-    entries = _compiled(recorder, cases)
+    entries, running = _compiled(recorder, cases)
     # The high-water mark only rises, so the smallest comes first, and later the last.
     entries.sort(key=lambda entry: entry.planned or 0)
     for number in range(_ROUNDS):
@@ -99,6 +100,7 @@ def measure(recorder: Recorder, cases: Sequence[Case], *, steps: int = 10) -> No
                     recorder.record_late(entry.case.name, **entry.case.facts)
                 continue
             began = time.perf_counter()
+            entry.is_disturbed |= not all(future.done() for future in running)
             try:
                 _take_turn(entry, steps)
             except Exception as error:
@@ -112,40 +114,46 @@ def measure(recorder: Recorder, cases: Sequence[Case], *, steps: int = 10) -> No
             slowest = max(slowest, time.perf_counter() - began)
 
 
-def _compiled(recorder: Recorder, cases: Sequence[Case]) -> list[_Entry]:
-    """Lowers one after the other, and compiles several at a time: both in the order of worth."""
-    until = time.time() + _COMPILING * recorder.seconds_left()
-    futures: dict[concurrent.futures.Future[_Entry], Case] = {}
+_Future = concurrent.futures.Future[_Entry]
+
+
+def _compiled(recorder: Recorder, cases: Sequence[Case]) -> tuple[list[_Entry], list[_Future]]:
+    """Lowers one after the other, and compiles several at a time: both in the order of worth.
+
+    Returns:
+      What is compiled, and the compilations that no more time was left for, which go on.
+    """
+    began = time.time()
+    until = began + _COMPILING * recorder.seconds_left()
+    futures: dict[_Future, Case] = {}
     pool = concurrent.futures.ThreadPoolExecutor(max(2, min(6, (os.cpu_count() or 1) // 2)))
     for case in cases:
         if futures and time.time() > until:
             recorder.record_late(case.name, **case.facts)
             continue
+        # XLA tunes kernels while it compiles. The first program has that time for itself, if it
+        # does not take too much of it, and what is found serves all others.
+        first, alone_until = list(futures)[:1], began + (until - began) / 3
         try:
-            future = pool.submit(_compile, *_lower(case))
+            futures[pool.submit(_compile, first, alone_until, *_lower(case))] = case
         except Exception as error:
             traceback.print_exc()
             recorder.record_failure(case.name, error, **case.facts)
-            continue
-        if not futures:
-            # Alone: XLA tunes kernels while it compiles, and what it finds serves all others.
-            concurrent.futures.wait([future], timeout=recorder.seconds_left() - 5)
-        futures[future] = case
     concurrent.futures.wait(futures, timeout=max(0.1, until - time.time()))
     pool.shutdown(wait=False, cancel_futures=True)
     # Compilations in progress would disturb the times of the others, though less than no time.
-    running = [future for future in futures if not future.cancelled()]
-    concurrent.futures.wait(running, timeout=recorder.seconds_left() / 4)
+    started = [future for future in futures if not future.cancelled()]
+    running = list(concurrent.futures.wait(started, timeout=recorder.seconds_left() / 4).not_done)
     entries = []
     for future, case in futures.items():
-        if future.cancelled() or not future.done():
+        if future.cancelled() or future in running:
             recorder.record_late(case.name, **case.facts)
         elif failure := future.exception():
             traceback.print_exception(failure)
             recorder.record_failure(case.name, failure, **case.facts)
         else:
             entries.append(future.result())
-    return entries
+    return entries, running
 
 
 def _lower(case: Case) -> tuple[Case, Any, Any, float]:
@@ -158,7 +166,15 @@ def _lower(case: Case) -> tuple[Case, Any, Any, float]:
     return case, start.lower(), lowered, time.perf_counter() - began
 
 
-def _compile(case: Case, start: Any, step: Any, trace_seconds: float) -> _Entry:
+def _compile(
+    first: Sequence[_Future],
+    alone_until: float,
+    case: Case,
+    start: Any,
+    step: Any,
+    trace_seconds: float,
+) -> _Entry:
+    concurrent.futures.wait(first, timeout=max(0.0, alone_until - time.time()))
     began = time.perf_counter()
     on_gpu = jax.default_backend() == "gpu"
     compiled = step.compile(dict(case.gpu_options) if on_gpu else None)
@@ -214,9 +230,12 @@ def _row(entry: _Entry) -> Row:
         "medians_of_rounds_ms": [1e3 * statistics.median(turn) for turn in entry.rounds],
         "planned_bytes": entry.planned,
         "peak_bytes": entry.peak,
-        "peak_is_bound": entry.is_bound,
+        # What tunes kernels takes memory, too.
+        "peak_is_bound": entry.is_bound or entry.is_disturbed,
         **entry.metrics,
     }
+    if entry.is_disturbed:
+        row["remark"] = "while another contender was compiled"
     median = statistics.median(seconds)
     if case.items:
         row[f"{case.unit}_per_second"] = case.items / median

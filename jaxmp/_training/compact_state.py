@@ -135,13 +135,14 @@ def compacted(state: PyTree, dtype: Moments, *, min_size: int = 4096) -> PyTree:
     _check_codes(state, coded)
     leaves, structure = jax.tree.flatten(state)
     kinds = [_storage_of(x, coded, min_size) for x in leaves]
-    # Most states begin with zeros, whose codes XLA would compute while it compiles: for 40 s, of a
-    # GPT of 350 M params. What a barrier returns is no constant.
-    one = jax.lax.optimization_barrier(jnp.float32(1))
-    leaves = [
-        x.astype(jnp.float32) * one if kind and compat.is_traced(x) else x
-        for x, kind in zip(leaves, kinds, strict=True)
-    ]
+    if any(map(compat.is_traced, leaves)):
+        # Most states begin with zeros, whose codes XLA would compute while it compiles: for 40 s,
+        # of a GPT of 350 M params. What a barrier returns is no constant.
+        one = jax.lax.optimization_barrier(jnp.float32(1))
+        leaves = [
+            x.astype(jnp.float32) * one if kind else x
+            for x, kind in zip(leaves, kinds, strict=True)
+        ]
     return _stored_state(jax.tree.unflatten(structure, leaves), kinds, coded, jnp.uint32(0))
 
 

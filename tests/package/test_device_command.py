@@ -8,6 +8,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import threading
 import time
 from typing import Any
 
@@ -158,6 +159,11 @@ CASES: dict[str, list[tuple[Rows, float | None, str]]] = {
         (beside("gpt", "jaxmp, autocast", peak_bytes=33), 1.1, "REFUTED"),
         (beside("gpt", "jaxmp, autocast", peak_bytes=30, peak_is_bound=True), 1, "holds"),
         (
+            beside("gpt", "jaxmp, autocast", peak_bytes=33, peak_is_bound=True),
+            1.1,
+            "not measured",
+        ),
+        (
             beside("gpt", "jaxmp, autocast", {"peak_is_bound": True}, peak_bytes=30),
             None,
             "not measured",
@@ -198,7 +204,12 @@ CASES: dict[str, list[tuple[Rows, float | None, str]]] = {
             ),
             1.25 / 1.5,
             "REFUTED",
-        )
+        ),
+        (
+            rows("float8", base={"median_ms": 10}, b=layer(5, 1.5), late={"estimated": 1.5}),
+            None,
+            "not measured",
+        ),
     ],
     "A train step of width 4,096 in float8: speedup over casts by hand": [
         (beside("float8", "jaxmp, float8, width 4,096", median_ms=8), 1.25, "holds")
@@ -291,6 +302,37 @@ def test_a_peak_is_of_the_contender_that_raises_the_mark(
     assert [len(rows[name]["seconds"]) for name in rows] == [4, 4, 4]
     assert {row["loss"] for row in rows.values()} == {4.0}
     assert [rows[name]["order"] for name in ("large", "small", "middle")] == [0, 1, 2]
+
+
+def test_a_first_compilation_that_is_slow_stops_no_other(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others are compiled and measured meanwhile, and their rows say so."""
+    steps, recorder = module("steps"), module("recorder")
+    compile_step, ended = steps._compile, threading.Event()
+
+    def slow(first: Any, alone_until: float, case: Any, *lowered: Any) -> Any:
+        if case.name == "slow":
+            ended.wait(60)
+        return compile_step(first, alone_until, case, *lowered)
+
+    monkeypatch.setattr(steps, "_compile", slow)
+    cases = [
+        steps.Case(
+            Contender(name, lambda: jnp.ones(4), lambda state, batch: (state, {})), jnp.ones(4)
+        )
+        for name in ("slow", "quick")
+    ]
+    writer = recorder.Recorder(tmp_path / "rows.jsonl", "gpt", time.time() + 6, small=True)
+    try:
+        steps.measure(writer, cases)
+    finally:
+        ended.set()
+    rows = {row["contender"]: row for row in writer.rows("gpt") if "contender" in row}
+    assert rows["slow"]["remark"] == "not measured: out of time"
+    assert rows["quick"]["median_ms"] > 0
+    assert rows["quick"]["remark"] == "while another contender was compiled"
+    assert rows["quick"]["peak_is_bound"]
 
 
 def test_a_contender_that_raises_stops_no_other(tmp_path: pathlib.Path) -> None:
