@@ -59,9 +59,10 @@ def scale_of(
         # GPUs divide float32 with an error of up to two units in the last place, which next to a
         # power of two would change the scale by a factor of two. So subtract the bits: exponents
         # subtract, and a larger mantissa of `amax` borrows one.
-        least = jnp.maximum(amax, np.float32(_LEAST_AMAX))
-        quotient = np.float32(largest).view(np.int32) - lax.bitcast_convert_type(least, jnp.int32)
-        bits = (quotient + np.float32(1).view(np.int32)) & _EXPONENT
+        clamped = jnp.maximum(amax, np.float32(_LEAST_AMAX))
+        amax_bits = lax.bitcast_convert_type(clamped, jnp.int32)
+        largest_bits, one_bits = (np.float32(x).view(np.int32) for x in (largest, 1))
+        bits = (largest_bits - amax_bits + one_bits) & _EXPONENT
         scale = lax.bitcast_convert_type(bits, jnp.float32)
     else:
         # The constant is the quotient in float64, rounded once: 1e-12 itself is no float32.
