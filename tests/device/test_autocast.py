@@ -19,7 +19,7 @@ from tests.support.compiled import WITHOUT_TRITON
 from tests.support.devices import needs_bfloat16, on_cpu
 from tests.support.float8_references import error
 
-pytestmark = pytest.mark.device
+pytestmark = [pytest.mark.device, pytest.mark.jax]
 
 LAYERS, WIDTH, HEADS, TOKENS = 3, 64, 4, 32
 # How far two devices, or two orders of the same sums, are apart; a tenth of what TF32 loses.

@@ -12,7 +12,7 @@ from jaxmp._numerics.float8_codes import scale_of
 from jaxmp._numerics.rounding import widen_rounded
 from tests.support.devices import needs_gpu
 
-pytestmark = pytest.mark.device
+pytestmark = [pytest.mark.device, pytest.mark.jax]
 
 X = np.random.default_rng(0).standard_normal((256, 128)).astype(np.float32)
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}

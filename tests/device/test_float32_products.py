@@ -14,7 +14,7 @@ from tests.support.compiled import WITHOUT_TRITON
 from tests.support.devices import needs_gpu
 from tests.support.float8_references import error
 
-pytestmark = pytest.mark.device
+pytestmark = [pytest.mark.device, pytest.mark.jax]
 
 # Float32 sums of 1,024 products are within this. For convolutions cuDNN has algorithms of fewer
 # multiplications, such as Winograd's, that are up to ten times further away. TF32 is beyond both.

@@ -16,7 +16,7 @@ from tests.support.compiled import WITHOUT_TRITON, float8_calls
 from tests.support.devices import needs_gpu
 from tests.support.float8_references import Product, error
 
-pytestmark = pytest.mark.device
+pytestmark = [pytest.mark.device, pytest.mark.jax]
 
 RECIPES = ["tensorwise", "rowwise_hp"]
 # Of the three products of a layer; the gradient of a weight is a product in bfloat16 in one recipe.

@@ -20,7 +20,7 @@ from tests.support.compiled import WITHOUT_TRITON
 from tests.support.devices import needs_gpu
 from tests.support.profiles import Profile, profile, read_profile
 
-pytestmark = pytest.mark.device
+pytestmark = [pytest.mark.device, pytest.mark.jax]
 
 LAYERS, WIDTH, ROWS = 3, 512, 256
 # Compiler options of a GPU with which each kernel is launched by itself, so that a profile names

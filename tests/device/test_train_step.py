@@ -12,7 +12,7 @@ import jaxmp
 from tests.support.bits import tree_bits
 from tests.support.references import dynamic_scale_trace
 
-pytestmark = [pytest.mark.device, pytest.mark.usefixtures("standard_promotion")]
+pytestmark = [pytest.mark.device, pytest.mark.jax, pytest.mark.usefixtures("standard_promotion")]
 
 CONFIG = jaxmp.DynamicLossScale(init_scale=2.0**12, growth_interval=2)
 # Activations of 1e5 are beyond float16, and within float32.
