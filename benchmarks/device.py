@@ -1,4 +1,4 @@
-"""Is it right, is it fast, is it small? All claims that a device can prove, in ten minutes.
+"""Is it right, is it fast, is it small? What the site says and one GPU can show, in ten minutes.
 
 Runs the parts of `on_device` in the order of their worth, each in a process of its own that is
 ended when its time is over, and writes JSON and a page of Markdown after each. It needs no network.

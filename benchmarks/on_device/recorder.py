@@ -30,7 +30,7 @@ class Recorder:
     def record(self, **row: Any) -> None:
         """Adds a row. A later one of the same part and `contender` takes its place."""
         with self.path.open("a") as file:
-            # Half a line, of a process that was ended, would spoil all.
+            # Written at once, so that a process that is ended rarely leaves half a line.
             file.write(json.dumps({"part": self.part} | _plain(row)) + "\n")
 
     def seconds_left(self) -> float:
