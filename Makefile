@@ -22,7 +22,7 @@ CASES ?= 4
 PART ?= 0/96
 CHOICE = -m "$(LANDING)" --cases=$(CASES) --part=$(PART) --durations=40
 
-.PHONY: environments demo test slow landing landing-aot aot full check lint types docs bench bench-absent device
+.PHONY: environments demo test slow landing coming landing-aot aot full check lint types docs bench bench-absent device
 
 environments: $(VENV)/.installed $(AOT)/.compilers
 
@@ -39,6 +39,11 @@ slow: $(VENV)/.installed
 
 landing: $(VENV)/.installed
 	$(RUN) -m pytest $(CHOICE)
+
+# Under the flags of JAX that are to become its defaults.
+coming: $(VENV)/.installed
+	JAX_REMAT3=1 JAX_CUSTOM_VJP3=1 JAX_REMAT_BARRIER_NO_COTANGENTS=1 \
+	$(RUN) -m pytest -m "jax and not slow and not exhaustive" --cases=1
 
 landing-aot: $(AOT)/.compilers
 	$(RUN_AOT) $(CHOICE)

@@ -16,7 +16,7 @@ from jaxmp._autocast.steps import States, Step, alone, initial
 from jaxmp._jaxpr import compat
 from jaxmp._jaxpr.op_classes import CHECKPOINTS, JITS
 from jaxmp._jaxpr.program import Op, read
-from jaxmp._jaxpr.rebind import arguments_of, rebind, scan_again
+from jaxmp._jaxpr.rebind import arguments_of, is_call, rebind, scan_again
 from jaxmp._numerics.dtypes import DType
 from jaxmp._primitives.float32_sums import accumulator, is_half_array
 from jaxmp._primitives.gradient_of import gradient_of
@@ -26,7 +26,7 @@ def plan_control(op: Op, states: States, context: Call, region: Region) -> Step:
     """Plans an operation that contains programs."""
     if op.name in JITS:
         return _plan_jit(op, states, context)
-    planner = _PLANNERS.get(op.name)
+    planner = _PLANNERS.get(op.name, _plan_call if is_call(op.equation) else None)
     return alone(op, states) if planner is None else planner(op, states, context, region)
 
 
@@ -249,8 +249,11 @@ def _plan_cond(
 
 
 def _plan_call(op: Op, states: States, context: Call, region: Region) -> Step:
-    """Plans an operation that must keep the dtypes of its operands and results."""
-    # The rule of a `custom_vmap` was written for the dtypes of the trace.
+    """Plans a call that must keep the dtypes of its operands and results.
+
+    The rule of a `custom_vmap` was written for the dtypes of the trace. Of calls that JAX may
+    bring, nothing is known but their program.
+    """
     (body,) = compat.bodies_of(op.equation)
     step = alone(op, states)
     inside = [state and initial(aval) for state, aval in zip(states, op.in_avals, strict=True)]
@@ -270,7 +273,4 @@ _PLANNERS: dict[str, Callable[[Op, States, Call, Region], Step]] = {
     "cond": _plan_cond,
     "custom_jvp_call": plan_custom_jvp,
     "custom_vjp_call": plan_custom_vjp,
-    "custom_vmap_call": _plan_call,
-    "closed_call": _plan_call,
-    "core_call": _plan_call,
 }

@@ -1,4 +1,4 @@
-"""Warns if most of a function stays in float32, or none of it is in float8, and says why."""
+"""Warns if autocast leaves products as they were traced, or none is in float8, and says why."""
 
 import collections
 from collections.abc import Iterable
@@ -12,7 +12,8 @@ from jaxmp._autocast.regions import scopes
 from jaxmp._autocast.rules import asks_for_precision
 from jaxmp._autocast.steps import Step
 from jaxmp._jaxpr.flops import product_flops, programs_inside
-from jaxmp._jaxpr.op_classes import PRODUCTS, OpClass
+from jaxmp._jaxpr.hi_primitives import unknown_class
+from jaxmp._jaxpr.op_classes import CLASSES, PRODUCTS, OpClass
 from jaxmp._jaxpr.scopes import NOT_FLOAT8
 from jaxmp._numerics.dtypes import DType
 from jaxmp._numerics.user_warnings import warn
@@ -32,6 +33,7 @@ _KEPT = (
     "products of constants or positions, outer ones, or of numbers that 16 bits do not hold. "
     "Weights and data should be arguments of the function"
 )
+_UNKNOWN = "unknown: "  # the rest of the key is the name of the call
 _Flops = collections.Counter[str]
 
 
@@ -39,7 +41,8 @@ def warn_of_what_is_left(planned: Plan, context: Call, told: list[str]) -> None:
     """Warns if more than half of the FLOPs of products stay in float32 without a request.
 
     Products that `full_precision`, rules, `float32=` or `precision=` keep in float32 do not count.
-    Warns, too, if a policy asks for products in float8 and none is.
+    Warns, too, of any product inside a call that jaxmp does not know, and if a policy asks for
+    products in float8 and none is.
 
     Args:
       planned: the plan of a whole function.
@@ -54,7 +57,15 @@ def warn_of_what_is_left(planned: Plan, context: Call, told: list[str]) -> None:
     for key in (_LOW, _FLOAT8, *in_16_bits):
         del in_float32[key]
     total, left = flops.total(), in_float32.total()
-    if 2 * left > total:
+    unknown = [key.removeprefix(_UNKNOWN) for key in in_float32 if key.startswith(_UNKNOWN)]
+    if unknown:
+        told.append(
+            f"autocast does not know {', '.join(unknown)}, and leaves the float32 products inside "
+            "as they were traced. Give jaxmp.autocast enter_custom_vjp=True, which rewrites "
+            "functions with a derivative of their own; or cast to 16 bits what the call is given. "
+            "If float32 is meant, put jaxmp.full_precision around it"
+        )
+    elif 2 * left > total:
         told.append(
             f"autocast leaves {100 * left / total:.0f} % of the FLOPs of products in float32: "
             + " ".join(f"{100 * n / total:.0f} % are {why}." for why, n in in_float32.most_common())
@@ -90,7 +101,7 @@ def _of_step(step: Step, context: Call) -> _Flops:
     names = (*context.prefix, *scopes(op.stack))
     if op.name not in PRODUCTS:
         _, runs = context.kernels.get(id(op.equation), (None, op.equation))
-        found = _inside(runs, names, context, _reason_of(op.name))
+        found = _inside(runs, names, context, _reason_of(runs))
         if step.not_float8 is not None and (low := found.pop(_LOW, 0)):
             found[NOT_FLOAT8 + step.not_float8] = low
         return found
@@ -114,7 +125,10 @@ def _of_step(step: Step, context: Call) -> _Flops:
     return _of_product(op.equation, dtypes, names, context, reason)
 
 
-def _reason_of(name: str) -> str:
+def _reason_of(equation: Any) -> str:
+    name = unknown_class(equation) or equation.primitive.name
+    if name not in CLASSES:
+        return _UNKNOWN + name
     if name.startswith("custom_vjp_call"):
         return _IN_CUSTOM_VJP
     return f"inside of {name}, which autocast leaves alone"

@@ -79,7 +79,7 @@ def evaluate(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Value]) -> l
     env.update(zip(jaxpr.invars, arguments, strict=True))
     for var, x in zip(jaxpr.constvars, consts, strict=True):
         env[var] = _number(x) if isinstance(x, np.ndarray) else Value(x)
-    for equation in jaxpr.eqns:
+    for equation in compat.open_jaxpr(jaxpr).eqns:
         source = equation.source_info
         with compat.where(equation, source.name_stack, source.traceback):
             if equation.primitive.name in MULTIPLIES:

@@ -15,6 +15,8 @@ import jaxlib.version
 import numpy as np
 from jax.extend import core, source_info_util
 
+from jaxmp._jaxpr.hi_primitives import with_calls_shown
+
 
 class ScanCounts(NamedTuple):
     """The numbers of constants and carries of a scan; its other operands are scanned."""
@@ -31,9 +33,16 @@ def scan_counts(params: dict[str, Any]) -> ScanCounts:
     return ScanCounts(params["num_consts"], params["num_carry"])
 
 
-def open_jaxpr(jaxpr: Any) -> core.Jaxpr:
-    """Returns the open jaxpr of a closed one; an open one is returned as it is."""
-    return jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
+def open_jaxpr(jaxpr: Any, *, as_traced: bool = False) -> core.Jaxpr:
+    """Returns the open jaxpr of a closed one; an open one is returned as it is.
+
+    Args:
+      jaxpr: the jaxpr.
+      as_traced: whether calls of objects stay such calls, so that JAX can run the jaxpr as a part
+        of another. Otherwise they are shown as the equations that they stand for.
+    """
+    jaxpr = jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
+    return jaxpr if as_traced else with_calls_shown(jaxpr)
 
 
 def consts_of(jaxpr: Any) -> list[Any]:

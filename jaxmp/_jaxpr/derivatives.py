@@ -93,7 +93,7 @@ def _asking(program: Any, level: jax.lax.Precision, known: dict[int, Any]) -> co
         return equation.replace(params=equation.params | params)
 
     if id(program) not in known:  # calls of one function share its program still
-        jaxpr = open_jaxpr(program)
+        jaxpr = open_jaxpr(program, as_traced=True)
         again = jaxpr.replace(eqns=list(map(told, jaxpr.eqns)))
         known[id(program)] = core.ClosedJaxpr(again, consts_of(program))
     return known[id(program)]

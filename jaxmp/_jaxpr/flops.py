@@ -26,7 +26,7 @@ def programs_inside(equation: Any) -> list[Any]:
 
 def products_in(jaxpr: Any) -> Iterator[Any]:
     """Yields the equations of all products in a jaxpr, and in the programs inside."""
-    for equation in jaxpr.eqns:
+    for equation in open_jaxpr(jaxpr).eqns:
         if equation.primitive.name in PRODUCTS:
             yield equation
         for program in programs_inside(equation):

@@ -46,7 +46,7 @@ def run_freed(jaxpr: core.Jaxpr, consts: Sequence[Any], *arrays: Any) -> list[An
             env[atom] = _as_asked(*env[atom])
         return env[atom]
 
-    for equation in jaxpr.eqns:
+    for equation in compat.open_jaxpr(jaxpr).eqns:
         source = equation.source_info
         with compat.where(equation, source.name_stack, source.traceback, mesh=False):
             later = [env.get(x) for x in equation.invars if not isinstance(x, core.Literal)]

@@ -50,7 +50,7 @@ def with_hoisted(fun: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(*args: Any) -> Any:
         closed, shape = jax.make_jaxpr(fun, return_shape=True)(*args)
-        made = _run_hoisted(closed.jaxpr, closed.consts, jax.tree.leaves(args))
+        made = _run_hoisted(compat.open_jaxpr(closed), closed.consts, jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(shape), made)
 
     return call

@@ -64,6 +64,20 @@ def arguments_of(equation: core.JaxprEqn, avals: list[Any]) -> list[list[Any]]:
     return [avals]
 
 
+def is_call(equation: core.JaxprEqn) -> bool:
+    """Whether an equation has one program, with the types of its operands and results."""
+    if len(programs := compat.sub_jaxprs(equation)) != 1:
+        return False
+    (program,) = programs
+    inside: list[Any] = [*program.invars, *program.outvars]
+    outside: list[Any] = [*equation.invars, *equation.outvars]
+    return [_type(atom) for atom in inside] == [_type(atom) for atom in outside]
+
+
+def _type(atom: Any) -> tuple[Any, Any]:
+    return getattr(atom.aval, "shape", None), getattr(atom.aval, "dtype", None)
+
+
 def scan_again(
     params: dict[str, Any], turn: Callable[[Any, Any], tuple[Any, Any]], init: Any, stacked: Any
 ) -> tuple[Any, Any]:
@@ -95,7 +109,7 @@ def run_by_rule(
     def read(atom: Any) -> Any:
         return compat.number(atom) if isinstance(atom, core.Literal) else env[atom]
 
-    for equation in jaxpr.eqns:
+    for equation in compat.open_jaxpr(jaxpr).eqns:
         source = equation.source_info
         with compat.where(equation, source.name_stack, source.traceback):
             made = rule(equation, [read(atom) for atom in equation.invars])

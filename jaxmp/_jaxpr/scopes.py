@@ -10,7 +10,7 @@ _REASON = re.compile(re.escape(NOT_FLOAT8) + r"([^/()]*)")
 _WRAPPER = re.compile(r"[A-Za-z_]+\(")
 _CALL = re.compile(r"p?jit\([^()]*\)")
 # JAX's names for programs that it makes of a module; they are not names of modules.
-_NO_MODULE = ("", "rematted_computation", "checkpoint")
+_NO_MODULE = ("", "rematted_computation", "checkpoint", "eval_jaxpr")
 
 
 @functools.lru_cache(maxsize=65536)

@@ -15,6 +15,7 @@ import jmp
 from jaxtyping import Array, Float32, PyTree
 
 from jaxmp._autocast.api import autocast
+from jaxmp._jaxpr.compat import open_jaxpr
 from jaxmp._jaxpr.tracing import combine, partition, trace_call
 from jaxmp._numerics.user_warnings import warn
 from jaxmp._policies.policy import Policy
@@ -91,8 +92,9 @@ def init_state(
     arguments = (params, batch)
     static, arrays = partition((arguments, collections), numpy=False)
     closed = trace_call(fast, static, arrays, as_jit=True, numpy=False).closed
-    sites = sites_of(closed.jaxpr.eqns)
-    _check_sites(sites, sorted(set(left_out(closed.jaxpr.eqns))))
+    equations = open_jaxpr(closed).eqns
+    sites = sites_of(equations)
+    _check_sites(sites, sorted(set(left_out(equations))))
 
     def loss(probes: list[Any], arguments: Any, collections: Any) -> Any:
         given = Given([None] * len(sites.forward), [None] * len(probes), probes)
@@ -230,7 +232,7 @@ def with_given(fun: Callable[..., Any]) -> Callable[..., tuple[Any, list[Array]]
         static, arrays = partition((args, kwargs), numpy=False)
         traced = trace_call(fun, static, arrays, as_jit=True, numpy=False)
         closed = traced.closed
-        _check_same_program(given, sites_of(closed.jaxpr.eqns))
+        _check_same_program(given, sites_of(open_jaxpr(closed).eqns))
 
         def run(given: Given, arrays: list[Any]) -> list[Any]:
             made, seen = run_with_scales(closed.jaxpr, closed.consts, arrays, given)

@@ -190,7 +190,7 @@ def test_lines_modules_and_passes() -> None:
     assert (kernel.path, kernel.direction, kernel.runs) == ("Net/blocks/up", "backward", 3)
     assert kernel.line.partition(" ")[0] == line.partition(" ")[0]
     assert (bias.path, bias.elements) == ("Net/blocks/up", 16)
-    assert kernel.op_name.endswith("blocks/up/dot_general")
+    assert kernel.op_name.endswith("/up/dot_general")
 
 
 def test_lookups_in_a_split_table_round_nothing() -> None:

@@ -37,8 +37,11 @@ BRANCHES, UNSEEN = "_inspect/branches.py", "_inspect/unseen.py"
 STORAGE, REBIND = "_recompute/storage.py", "_jaxpr/rebind.py"
 DERIVATIVES = "_jaxpr/derivatives.py"
 REDUCED, SUMMED = "_float32_reduction/control_flow.py", "_float32_reduction/backward.py"
+HI = "_jaxpr/hi_primitives.py"
 REDUCTION, FREED = "_float32_reduction/rules.py", "_jaxpr/freed.py"
 
+# An equation of its own, or a call that is shown as one.
+CHECKPOINT = "checkpoint" if jax.config.jax_remat3 else "remat2"  # type: ignore[attr-defined]
 X = jnp.ones((4, 4))
 MESH = Mesh(np.array(jax.devices()[:2]), ("devices",))
 SPEC = PartitionSpec("devices")
@@ -78,7 +81,7 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "scan": lambda x: lax.scan(lambda c, row: (c @ x + row[:, None], c), x, X)[0],
     "while": lambda x: lax.while_loop(lambda c: jnp.sum(c) < 9, lambda c: c @ x, x),
     "cond": lambda x: lax.cond(jnp.sum(x) > 0, jnp.sin, jnp.cos, x),
-    "remat2": jax.checkpoint(lambda x: x @ x),
+    CHECKPOINT: jax.checkpoint(lambda x: x @ x),
     "custom_jvp_call": jax.nn.relu,
     "custom_vjp_call": own_gradient,
     "custom_vmap_call": own_batching,
@@ -154,10 +157,10 @@ READ = [
     ),
     Read("cond", "branches", tuple_of(is_jaxpr), (CONTROL, REBIND, REDUCED, BRANCHES)),
     # Bound again as it is, and so not closed.
-    Read("remat2", "jaxpr", is_a(core.Jaxpr), (CONTROL, REDUCED)),
-    Read("remat2", "differentiated", is_a(bool), (REDUCED,)),
-    Read("remat2", "prevent_cse", is_a(bool), (REDUCED,)),
-    Read("remat2", "policy", lambda value: value is None or callable(value), (REDUCED,)),
+    Read(CHECKPOINT, "jaxpr", is_a(core.Jaxpr), (CONTROL, REDUCED)),
+    Read(CHECKPOINT, "differentiated", is_a(bool), (REDUCED,)),
+    Read(CHECKPOINT, "prevent_cse", is_a(bool), (REDUCED,)),
+    Read(CHECKPOINT, "policy", lambda value: value is None or callable(value), (REDUCED,)),
     Read("custom_jvp_call", "call_jaxpr", is_jaxpr, (RULES, STORAGE, FREED)),
     Read("custom_jvp_call", "num_consts", is_a(int), (DERIVATIVES,)),
     Read("custom_vjp_call", "num_consts", is_a(int), (DERIVATIVES,)),
@@ -201,8 +204,13 @@ READ = [
 # Read where it is there: no primitive that is tested here needs to have it.
 OPTIONAL = {(file, "out_dtype") for file in (OPERATIONS, REDUCTION)}
 OPTIONAL |= {(BRANCHES, "branches_platforms")}
+OPTIONAL |= {(HI, "_prim"), (HI, "traced"), (HI, "prevent_cse")}
 # Of primitives that jaxmp itself adds.
-OWN = {(REDUCTION, "form"), (REDUCTION, "kept")}
+OWN = {
+    (REDUCTION, "form"),
+    (REDUCTION, "kept"),
+    *((HI, name) for name in ("call", "jaxpr", "name")),
+}
 # Told apart by version, in `scan_counts`, which has a test of its own.
 BY_VERSION = {(COMPAT, "ft_in"), (COMPAT, "num_consts"), (COMPAT, "num_carry")}
 
@@ -342,9 +350,9 @@ def test_an_equation_can_be_bound_again(primitive: str) -> None:
 def test_a_checkpoint_keeps_its_policy() -> None:
     policy = jax.checkpoint_policies.dots_saveable
     fun = jax.checkpoint(lambda x: x @ x, policy=policy, prevent_cse=False)
-    (old,) = (e for e in equations(jax.make_jaxpr(fun)(X)) if e.primitive.name == "remat2")
+    (old,) = (e for e in equations(jax.make_jaxpr(fun)(X)) if e.primitive.name == CHECKPOINT)
     again = jax.make_jaxpr(lambda x: compat.bind(old, [x]))(X)
-    (new,) = (e for e in equations(again) if e.primitive.name == "remat2")
+    (new,) = (e for e in equations(again) if e.primitive.name == CHECKPOINT)
     assert (new.params["policy"], new.params["prevent_cse"]) == (policy, False)
 
 

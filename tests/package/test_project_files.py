@@ -31,6 +31,13 @@ def test_the_conda_recipe_has_version_and_floors() -> None:
     assert floors == {python, *PROJECT["dependencies"], *PYPROJECT["build-system"]["requires"]}
 
 
+def test_the_landing_runs_the_commands_that_readme_names() -> None:
+    said = lines("README.md")
+    assert any(line.startswith("make demo") for line in said)
+    assert any(line.startswith("make test") for line in said)
+    assert 'part "make test" make test "${default[@]}"' in lines(".ci/run")
+
+
 def test_commits_are_linted_with_the_linter_of_make_lint() -> None:
     (ruff,) = (x for x in PROJECT["optional-dependencies"]["dev"] if x.startswith("ruff=="))
     assert f"rev: v{ruff.removeprefix('ruff==')}" in lines(".pre-commit-config.yaml")

@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
 import jaxmp
+from jaxmp._jaxpr import compat
 from jaxmp._primitives.float8_encode import encode_as_expected
 from jaxmp._primitives.float8_sites import Given, left_out, run_with_scales, sites_of
 from jaxmp._primitives.probed import probed
@@ -336,7 +337,7 @@ def test_places_are_found_in_jit_checkpoint_and_scan_and_named_elsewhere() -> No
         x = jax.lax.scan(lambda x, _: (deep(x), None), x, None, length=2)[0]
         return jax.lax.cond(x[0, 0] > 0, lambda x: times(x, square), lambda x: x, x)
 
-    equations = jax.make_jaxpr(fun)(X).jaxpr.eqns
+    equations = compat.open_jaxpr(jax.make_jaxpr(fun)(X)).eqns
     sites = sites_of(equations)
     assert [site.stack for site in sites.backward] == [(), (), (2, 3)]
     assert [site.stack for site in sites.forward] == [(), (), (), (), (2, 3), (2, 3)]

@@ -453,11 +453,12 @@ def test_equal_layers_are_traced_once() -> None:
         return x
 
     program = jax.make_jaxpr(jaxmp.recompute(fun))(X, [W] * 20)
-    pieces = [e.params["jaxpr"] for e in program.eqns if "jaxpr" in e.params]
+    pieces = [e.params["jaxpr"] for e in equations(program) if "jaxpr" in e.params]
     assert len(pieces) >= 20
     assert len({id(piece) for piece in pieces}) <= 4
     sliced = jax.make_jaxpr(jaxmp.recompute(lambda x, w: fun(x, [w[i] for i in range(20)])))
-    pieces = [e.params["jaxpr"] for e in sliced(X, jnp.stack([W] * 20)).eqns if "jaxpr" in e.params]
+    program = sliced(X, jnp.stack([W] * 20))
+    pieces = [e.params["jaxpr"] for e in equations(program) if "jaxpr" in e.params]
     assert len({id(piece) for piece in pieces}) <= 4
 
 

@@ -6,13 +6,14 @@ from typing import Any
 
 import jax
 
+from jaxmp._jaxpr import compat
+
 PRODUCTS = ("dot_general", "conv_general_dilated")
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
     """All equations of a jaxpr, those of scans, checkpoints and nested jits among them."""
-    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    for equation in jaxpr.eqns:
+    for equation in compat.open_jaxpr(jaxpr).eqns:
         yield equation
         for param in equation.params.values():
             for inner in param if isinstance(param, (tuple, list)) else [param]:

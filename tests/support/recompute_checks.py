@@ -65,7 +65,9 @@ def dear_in(closed: Any) -> Mapping[str, int]:
         for inner in compat.sub_jaxprs(op.equation):
             found.update(equation.primitive.name for equation in equations(inner))
         found[op.name] += 1
-    wrappers = ("jit", "pjit", "remat2", "checkpoint", "custom_jvp_call", "closed_call", "cond")
+    wrappers = ["jit", "pjit", "remat2", "checkpoint", "custom_jvp_call", "closed_call", "cond"]
+    if jax.config.jax_remat3:  # type: ignore[attr-defined]
+        wrappers.append("optimization_barrier")  # of a checkpoint, which shows it only then
     return {
         name: count
         for name, count in found.items()
