@@ -281,6 +281,9 @@ def _under(cls: Any, rules: PolicyRules, strict: bool, before: Any) -> Any:
     # A decorated class replaces the original one, also in a registry that its author keeps.
     hook: type = _Hinting if before is None else _Quiet
     under = type(cls)(cls.__name__, (cls,) if issubclass(cls, hook) else (hook, cls), body)
+    # Flax makes an `__init__` for each class. The author may have wrapped that of the first, to set
+    # more than the fields, as diffusers' `flax_register_to_config` does.
+    under.__init__ = (before or cls).__init__
     return under
 
 
@@ -349,7 +352,10 @@ def _rebuild(module: Any, cls: Any) -> Any:
         if field.init and field.name != "parent"
     }
     # In a setup method, a module has a parent before it has a name.
-    return cls(**values, parent=module.parent)
+    rebuilt = cls(**values, parent=module.parent)
+    for name in vars(module).keys() - vars(rebuilt).keys():  # what was set from outside
+        object.__setattr__(rebuilt, name, vars(module)[name])
+    return rebuilt
 
 
 def _checked(rules: str | jmp.Policy | PolicyRules) -> PolicyRules:
