@@ -1,6 +1,7 @@
 """The jitted train step, assembled from gradients, loss scale, optimizer and state."""
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, get_args
 
 import jax
@@ -13,7 +14,7 @@ from jaxmp._autocast.api import autocast
 from jaxmp._float32_reduction.api import GradientReduction, check_fsdp, gradient_reduction
 from jaxmp._jaxpr import compat
 from jaxmp._jaxpr.flops import products_in
-from jaxmp._jaxpr.mesh_axes import on_axes_of
+from jaxmp._jaxpr.mesh_axes import on_axes_of, on_current_axes
 from jaxmp._jaxpr.tracing import on_automatic_axes_inside
 from jaxmp._mesh.fsdp import FSDP
 from jaxmp._numerics.dtypes import is_floating, is_narrow
@@ -21,6 +22,7 @@ from jaxmp._numerics.loss_scale import NoLossScale
 from jaxmp._numerics.tree import (
     all_finite,
     cast_floating,
+    copied,
     split_floats,
     stays_finite,
 )
@@ -88,7 +90,8 @@ def make_train_step(
         float targets that must not be rounded, and cast the inputs in `loss_fn`.
       extra_args: `extra_args(state, batch, loss)` returns further keyword arguments for the update
         of the inner optimizer, such as `{"grad_fn": ...}` for `optax.contrib.sam`. Optimizers that
-        take `value` get `value=loss`.
+        take them get `value=loss`, `grad=` the gradients (float32, unscaled), and `value_fn`, the
+        loss of the batch as a function of float32 params: so `optax.lbfgs()` works as it is.
       donate: whether to reuse the buffers of the old state for the new one. After a step the old
         state is gone and must not be read. Give False where it may be read, as in a notebook.
       fsdp: a `jaxmp.sharding.FSDP` with the shardings of the params, if they are split to save
@@ -152,14 +155,17 @@ def make_train_step(
         free = loss_and_rest if reduced else on_automatic_axes_inside(loss_and_rest)
         evaluate = scaled_evaluation(free, (0,), options, beside=delayed.beside)
 
-        def evaluate_part(collections: Any, part: PyTree) -> tuple[Any, Evaluation]:
-            loss, (grads,), found = evaluate(state.params, part, collections, *delayed.arguments)
-            new, aux, seen = delayed.unpacked(found)
-            new = jax.tree.map(on_axes_of, new, collections)
-            return new, Evaluation(loss, grads, (aux, seen))
+        def evaluate_batch(params: PyTree, batch: PyTree, others: Any) -> tuple[Any, Evaluation]:
+            def evaluate_part(collections: Any, part: PyTree) -> tuple[Any, Evaluation]:
+                loss, (grads,), found = evaluate(params, part, collections, *delayed.arguments)
+                new, aux, seen = delayed.unpacked(found)
+                new = jax.tree.map(on_axes_of, new, collections)
+                return new, Evaluation(loss, grads, (aux, seen))
 
-        collections, (loss, grads, (aux, found)) = sum_over_microbatches(
-            evaluate_part, delayed.others, state.params, batch, microbatches
+            return sum_over_microbatches(evaluate_part, others, params, batch, microbatches)
+
+        collections, (loss, grads, (aux, found)) = evaluate_batch(
+            state.params, batch, delayed.others
         )
         norm = optax.tree.norm(split_floats(grads)[0])
         # Finite gradients may have an infinite norm, and Adam's squares of them overflow. An
@@ -167,14 +173,16 @@ def make_train_step(
         finite = all_finite((loss, norm, grads)) & stays_finite(collections, delayed.others)
         collections = collections | delayed.updated(found)
         extra = {} if extra_args is None else dict(extra_args(state, batch, loss))
-        new = _updated(state, grads, loss, extra, finite, collections)
+        value_fn = _value_fn(evaluate_batch, state.params, batch, delayed.others)
+        offered = {"value": loss, "grad": grads, "value_fn": value_fn} | extra
+        new = _updated(state, grads, offered, set(extra), finite, collections)
         metrics = {"loss": loss, "grad_norm": norm} | step_metrics(state, new)
         metrics |= gradient_metrics(grads, finite, state, count_overflows, histograms_every)
         return new, metrics | ({"aux": aux} if has_aux else {})
 
     placed = None if shardings is None else (shardings, None)
     jitted = jax.jit(train_step, donate_argnums=(0,) * donate, out_shardings=placed)
-    return TrainStep(jitted, model_casts=policy is None)
+    return TrainStep(jitted, model_casts=policy is None, donates=donate)
 
 
 def _check_options(fsdp: Any, microbatches: Any, cast: Any, histograms_every: Any) -> None:
@@ -215,11 +223,13 @@ class TrainStep:
     Args:
       jitted: the step.
       model_casts: whether the dtypes are left to the model.
+      donates: whether the state is donated.
     """
 
-    def __init__(self, jitted: jax.stages.Wrapped, *, model_casts: bool) -> None:
+    def __init__(self, jitted: jax.stages.Wrapped, *, model_casts: bool, donates: bool) -> None:
         self._jitted = jitted
         self._model_casts = model_casts
+        self._donates = donates
         self._called = False
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
@@ -232,7 +242,22 @@ class TrainStep:
                 if self._model_casts:
                     _warn_if_all_is_wide(state.tx, self._jitted.trace(state, batch).jaxpr)
                 self._called = True
+            if self._donates:
+                return self._run_on(_with_own_arrays(state, batch), batch)
         return self._jitted(state, batch)
+
+    def _run_on(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+        try:
+            return self._jitted(state, batch)
+        except (ValueError, jax.errors.JaxRuntimeError) as error:
+            if "donate" not in str(error):
+                raise
+            raise ValueError(
+                "two arrays of the state, or one of it and one of the batch, lie in the same "
+                "memory, which cannot be donated twice. jax.device_put, for one, returns a new "
+                "array in the old memory. Copy one of them first: jax.tree.map(jnp.copy, ...). "
+                "Nothing was computed, and the state is as it was"
+            ) from error
 
     def __getattr__(self, name: str) -> Any:
         if name == "_jitted":  # of an unfinished instance, such as a copy in the making
@@ -260,6 +285,22 @@ def _check_alive(state: TrainState) -> None:
             "with the state that the step returned, `state, metrics = step(state, batch)`, or "
             "keep old states with make_train_step(..., donate=False)"
         )
+
+
+def _with_own_arrays(state: TrainState, batch: PyTree) -> TrainState:
+    """Copies what would be donated twice: an array at two places of the state, or in the batch."""
+    arrays = [id(x) for x in jax.tree.leaves((batch, state)) if isinstance(x, jax.Array)]
+    if len(set(arrays)) == len(arrays):
+        return state
+    seen = set(map(id, jax.tree.leaves(batch)))
+
+    def own(x: Any) -> Any:
+        if not isinstance(x, jax.Array) or id(x) not in seen:
+            seen.add(id(x))
+            return x
+        return copied(x)
+
+    return jax.tree.map(own, state)
 
 
 def _check_state(state: Any, batch: Any) -> None:
@@ -306,20 +347,54 @@ def _lowered(
 def _updated(
     state: TrainState,
     grads: PyTree,
-    loss: Any,
-    extra: dict[str, Any],
+    offered: dict[str, Any],
+    asked: Collection[str],
     finite: Any,
     collections: dict[str, PyTree],
 ) -> TrainState:
-    """Returns the next state; passes the loss to the optimizer if it takes one."""
-    with_value = {"value": loss} | extra
+    """Returns the next state; the optimizer gets what it takes of the arguments that are offered.
+
+    Those that the user asked for it has to take.
+    """
     try:
-        return state.apply_gradients(grads, with_value, finite=finite, **collections)
+        return state.apply_gradients(grads, offered, finite=finite, **collections)
     except TypeError as error:
         # optax's chains take any argument, and pass it to parts that do not.
-        if "value" in extra or "unexpected keyword argument 'value'" not in str(error):
+        refused = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        name = refused and refused[1]
+        if name not in offered or name in asked:
             raise
-    return state.apply_gradients(grads, extra, finite=finite, **collections)
+    rest = {key: value for key, value in offered.items() if key != name}
+    return _updated(state, grads, rest, asked, finite, collections)
+
+
+def _value_fn(
+    evaluate_batch: Callable[..., tuple[Any, Evaluation]], like: PyTree, *rest: PyTree
+) -> Callable[[PyTree], Any]:
+    """Returns the loss of a step as a function of float32 params, with the gradients of a step.
+
+    Optimizers that search along a line evaluate it, and differentiate it. As in a step, params are
+    rounded to the dtypes of the live ones, and gradients are scaled inside and float32 outside.
+    """
+
+    def evaluated(params: PyTree) -> Evaluation:
+        live = jax.tree.map(lambda x, p: jnp.asarray(x, p.dtype), params, like)
+        return evaluate_batch(live, *jax.tree.map(on_current_axes, rest))[1]
+
+    @jax.custom_vjp
+    def value(params: PyTree) -> Any:
+        return evaluated(params).loss
+
+    def forward(params: PyTree) -> tuple[Any, PyTree]:
+        evaluation = evaluated(params)
+        return evaluation.loss, evaluation.grads
+
+    def backward(grads: PyTree, of_value: Any) -> tuple[PyTree]:
+        floats, merged = split_floats(grads)
+        return (merged([of_value * x for x in floats], grads),)
+
+    value.defvjp(forward, backward)
+    return value
 
 
 def _has_forgotten_scale(tx: MixedPrecision) -> bool:

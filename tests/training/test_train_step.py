@@ -539,6 +539,66 @@ def test_a_state_with_donated_params() -> None:
         step(new.replace(params=old.params), batch())
 
 
+def with_target() -> tuple[jaxmp.TrainState, Any]:
+    """A state with a second network, which the loss reads and does not change."""
+
+    def loss(params: Any, batch: Any, target: Any) -> Any:
+        out = batch["x"] @ (params["w"] + 0.1 * target["w"]) + params["b"]
+        return jnp.mean((out - batch["y"]) ** 2), {}
+
+    state = jaxmp.TrainState.create(params=init_params(), tx=make().tx, target=init_params())
+    return state, jaxmp.make_train_step(loss, "mixed_float16")
+
+
+def test_an_array_at_two_places_of_a_state_is_donated_once() -> None:
+    """A hard update, and tied params: the second place gets a copy."""
+    state, step = with_target()
+    state, _ = step(state, batch())
+    tied = state.replace(target=state.params)
+    apart = state.replace(target=jax.tree.map(jnp.copy, state.params))
+    kept = jax.tree.map(jnp.copy, apart)
+    got, want = step(tied, batch())[0], step(kept, batch())[0]
+    assert tree_bits(got) == tree_bits(want)
+    assert step._cache_size() == 1  # the copy compiles nothing anew
+    assert all(x.is_deleted() for x in jax.tree.leaves(tied.params))  # given away all the same
+    # And the next step goes on.
+    step(got, batch())
+
+
+def test_an_array_of_the_batch_in_the_state() -> None:
+    """A replay buffer, or a learned input; the batch stays as it is."""
+    state, step = with_target()
+    data = jax.tree.map(jnp.asarray, batch())
+    beside = {**data, "old": state.params["w"]}
+    step(state, beside)
+    assert not any(x.is_deleted() for x in jax.tree.leaves(beside))
+
+
+def test_a_sharded_array_at_two_places_keeps_its_sharding() -> None:
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    state, step = with_target()
+    split = jax.NamedSharding(mesh, jax.P(None, "data"))
+    params = jax.device_put(state.params, {"w": split, "b": jax.NamedSharding(mesh, jax.P())})
+    state = jaxmp.TrainState.create(params=params, tx=state.tx, target=params)
+    state, _ = step(state.replace(target=state.params), batch())
+    assert state.target["w"].sharding.is_equivalent_to(split, 2)
+
+
+def test_two_arrays_in_one_memory() -> None:
+    """`jax.device_put` makes such ones. Nothing is lost, and the message says what to do."""
+    state, step = with_target()
+    same = jax.tree.map(lambda x: jax.device_put(x, x.sharding), state.params)
+    with pytest.raises(ValueError, match=r"lie in the same memory.*jax.tree.map\(jnp.copy"):
+        step(state.replace(target=same), batch())
+    step(state, batch())
+
+
+def test_other_errors_of_a_step_stay() -> None:
+    _, step = with_target()
+    with pytest.raises(TypeError, match="dot_general requires"):
+        step(with_target()[0], batch() | {"x": np.ones((8, 5), np.float32)})
+
+
 def test_a_state_of_another_policy_is_warned_of() -> None:
     """From bfloat16 to float16 the scale came back as 1: small gradients vanish for long."""
     bfloat16, float16 = make("mixed_bfloat16", loss_scale="auto"), make(loss_scale="auto")
