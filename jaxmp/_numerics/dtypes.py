@@ -3,6 +3,7 @@
 import difflib
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import jmp
 import numpy as np
@@ -90,6 +91,11 @@ def is_floating(x: Any) -> bool:
 def is_inexact(x: Any) -> bool:
     """Whether `x` has a real or complex floating dtype, so that it can be differentiated."""
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def is_key(x: Any) -> bool:
+    """Whether `x` holds typed PRNG keys."""
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def at_least_float32(dtype: Any) -> DType:

@@ -19,6 +19,7 @@ from jaxtyping import Array, PyTree
 from jaxmp._jaxpr.mesh_axes import automatic, check_mesh, named_axes
 from jaxmp._mesh.device_sums import Axis, Wire
 from jaxmp._mesh.specs import axes_of_spec, without_axes
+from jaxmp._numerics.dtypes import is_key
 from jaxmp._numerics.tree import leaf_names, widen
 
 _ANY = jax.P.UNCONSTRAINED
@@ -153,7 +154,7 @@ def shards_of(mesh: Any, axis: Axis) -> Shards:
 
 def _is_single_key(x: Any) -> bool:
     """Whether this is one typed PRNG key, not a batch of keys."""
-    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key) and x.shape == ()
+    return is_key(x) and x.shape == ()
 
 
 def _check_divides(batch: PyTree, shards: Shards) -> set[int]:

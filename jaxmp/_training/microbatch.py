@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, PyTree
 
 from jaxmp._jaxpr.hoist import with_hoisted
 from jaxmp._jaxpr.mesh_axes import named_axes
-from jaxmp._numerics.dtypes import at_least_float32
+from jaxmp._numerics.dtypes import at_least_float32, is_key
 from jaxmp._numerics.tree import leaf_names, split_floats, widen
 
 
@@ -77,15 +77,11 @@ def split_batch(batch: PyTree, count: int, *, whole: PyTree = None) -> PyTree:
     return jax.tree.unflatten(treedef, [_split_leaf(x, count) for x in leaves])
 
 
-def _is_key(x: Any) -> bool:
-    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
 def _examples(leaves: list[tuple[str, Any]]) -> int | None:
     """Returns how many examples all leaves of a batch hold; None if there are only PRNG keys."""
     first: tuple[str, int] | None = None
     for name, x in leaves:
-        if _is_key(x) and x.shape == ():
+        if is_key(x) and x.shape == ():
             continue
         if jnp.ndim(x) == 0:
             raise ValueError(
@@ -107,7 +103,7 @@ def _examples(leaves: list[tuple[str, Any]]) -> int | None:
 
 
 def _split_leaf(x: Any, count: int) -> Array:
-    if _is_key(x) and x.shape == ():
+    if is_key(x) and x.shape == ():
         return jax.random.split(x, count)
     shape = jnp.shape(x)
     _check_share(x, count)

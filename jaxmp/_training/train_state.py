@@ -23,6 +23,7 @@ from jaxmp._numerics.tree import (
     select,
     stays_finite,
 )
+from jaxmp._training import flax_serialization
 from jaxmp._training.optimizer import MixedPrecision
 
 # Arguments of methods that also take collections by keyword: no collection has these names.
@@ -72,6 +73,7 @@ class TrainState:
 
     def __new__(cls, *_: Any, **__: Any) -> "TrainState":
         _as_pytree(cls)  # type: ignore[arg-type]  # classes are hashable
+        flax_serialization.register(cls)
         return object.__new__(cls)
 
     @classmethod

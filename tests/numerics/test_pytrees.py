@@ -1,10 +1,14 @@
 """Every state goes through JAX's trees, orbax, flax.serialization, pickle and sharding trees."""
 
+import dataclasses
+import functools
 import pathlib
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import flax.serialization
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,19 +23,75 @@ from tests.support.cases import OPTIMIZERS, mixed_tree
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
-def states() -> dict[str, Any]:
-    tx = jaxmp.mixed_precision(optax.chain(optax.clip(1.0), optax.adamw(1e-3)), "float16")
-    params = mixed_tree("float16")
-    return {
-        "loss_scale": jaxmp.DynamicLossScale(min_scale=2.0).init(),
-        "optimizer": tx.init(params),
-        "train": jaxmp.TrainState.create(params=params, tx=tx, batch_stats={"m": jnp.ones(2)}),
-    }
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WithAverage(jaxmp.TrainState):
+    """A subclass, as users write it."""
+
+    average: Any
+    name: str = dataclasses.field(metadata={"static": True})
 
 
-@pytest.mark.parametrize("name", states())
+def optimizer(policy: str = "float16", **options: Any) -> jaxmp.MixedPrecision:
+    inner = optax.chain(optax.clip(1.0), optax.adamw(1e-3))
+    return jaxmp.mixed_precision(inner, policy, **options)
+
+
+# Numbers of which no two are alike, and an array that is stored in blocks.
+LARGE = {"w": jnp.sin(jnp.arange(64 * 128.0)).reshape(64, 128), "b": jnp.cos(jnp.arange(4.0))}
+
+
+def stepped(tx: jaxmp.MixedPrecision, **collections: Any) -> jaxmp.TrainState:
+    state = jaxmp.TrainState.create(params=LARGE, tx=tx, **collections)
+    return state.apply_gradients(jax.tree.map(lambda p: jnp.sin(9 * p).astype(jnp.float32), LARGE))
+
+
+def float8_state() -> jaxmp.TrainState:
+    policy = "mixed_bfloat16,products=delayed:history=4"
+    loss = lambda params, x: jnp.mean((x @ params["w"]) ** 2)  # noqa: E731
+    scales = jaxmp.float8.init_state(loss, policy, LARGE, jnp.ones((16, 64)))
+    return stepped(optimizer(policy), float8_state=scales)
+
+
+STATES: dict[str, Callable[[], Any]] = {
+    "loss_scale": lambda: jaxmp.DynamicLossScale(min_scale=2.0).init(),
+    "optimizer": lambda: optimizer().init(mixed_tree("float16")),
+    "train": lambda: jaxmp.TrainState.create(
+        params=mixed_tree("float16"), tx=optimizer(), batch_stats={"m": jnp.ones(2)}
+    ),
+    "key": lambda: stepped(optimizer(), rng=jax.random.key(7), others=[jax.random.key(8)] * 2),
+    "float8": float8_state,
+    "subclass": lambda: WithAverage.create(
+        params=LARGE, tx=optimizer(), average=[LARGE["b"]], name="run"
+    ),
+    "multi_steps": lambda: stepped(
+        jaxmp.mixed_precision(optax.MultiSteps(optax.adam(1e-2), 2), "bfloat16")
+    ),
+    "injected": lambda: stepped(
+        jaxmp.mixed_precision(optax.inject_hyperparams(optax.adam)(1e-2), "float32")
+    ),
+} | {
+    f"{master}, {moments}": lambda m=master, n=moments: stepped(
+        optimizer("bfloat16", master=m, moments=n)
+    )
+    for master, moments in [
+        ("float32", "bfloat16"),
+        ("remainder", "int8"),
+        ("remainder8", "float32"),
+        ("kahan", "float32"),
+        ("stochastic", "int8"),
+        ("none", "float32"),
+    ]
+}  # fmt: skip
+
+
+@functools.cache
+def state_of(name: str) -> Any:
+    return STATES[name]()
+
+
+@pytest.mark.parametrize("name", STATES)
 def test_round_trips(name: str) -> None:
-    state = states()[name]
+    state = state_of(name)
     leaves, treedef = jax.tree.flatten(state)
     assert tree_bits(jax.tree.unflatten(treedef, leaves)) == tree_bits(state)
     assert tree_bits(jax.jit(lambda s: s)(state)) == tree_bits(state)
@@ -42,13 +102,13 @@ def test_round_trips(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["loss_scale", "optimizer"])
 def test_pickle(name: str) -> None:
-    state = states()[name]
+    state = state_of(name)
     assert tree_bits(pickle.loads(pickle.dumps(state))) == tree_bits(state)
 
 
-@pytest.mark.parametrize("name", states())
+@pytest.mark.parametrize("name", STATES)
 def test_orbax(name: str, tmp_path: pathlib.Path) -> None:
-    state = states()[name]
+    state = state_of(name)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", state)
         checkpointer.wait_until_finished()
@@ -58,12 +118,84 @@ def test_orbax(name: str, tmp_path: pathlib.Path) -> None:
     assert type(restored) is type(state)
 
 
-@pytest.mark.parametrize("name", ["loss_scale", "optimizer"])
+@flax.struct.dataclass
+class Run:
+    """A class of the user's, of which a state is a part."""
+
+    state: Any
+    epoch: Any
+
+
+def blank(tree: Any) -> Any:
+    """A tree of the same structure and types without its numbers."""
+
+    def other(x: Any) -> Any:
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jax.random.clone(jax.random.split(x, 1)[0])
+        return jnp.zeros_like(x)
+
+    return jax.tree.map(other, tree)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("name", STATES)
 def test_flax_serialization(name: str) -> None:
-    state = states()[name]
-    blank = jax.tree.map(jnp.zeros_like, state)
-    restored = flax.serialization.from_bytes(blank, flax.serialization.to_bytes(state))
-    assert tree_bits(restored) == tree_bits(state)
+    """Alone and inside of other trees; into a state, and into the types of one."""
+    state = state_of(name)
+    whole = {"alone": state, "inside": {"runs": [Run(state, jnp.int32(3))]}}
+    for tree in whole.values():
+        written = flax.serialization.to_bytes(tree)
+        restored = flax.serialization.from_bytes(blank(tree), written)
+        assert tree_bits(restored) == tree_bits(tree)
+        assert jax.tree.structure(restored) == jax.tree.structure(tree)
+    words = flax.serialization.to_state_dict(state)
+    if isinstance(state, jaxmp.TrainState):
+        assert set(words) >= {"step", "params", "opt_state"}
+        abstract = flax.serialization.from_state_dict(jax.eval_shape(lambda: state), words)
+        assert tree_bits(abstract) == tree_bits(state)
+
+
+def test_a_restored_state_trains_on() -> None:
+    """Its arrays are NumPy's: the step compiles once for both."""
+    tx = optimizer("mixed_float16")
+    step = jaxmp.make_train_step(lambda p, x: jnp.mean((x @ p["w"]) ** 2), "mixed_float16")
+    state = jaxmp.TrainState.create(params=LARGE, tx=tx)
+    written = flax.serialization.to_bytes(state)
+    restored = flax.serialization.from_bytes(blank(state), written)
+    a, b = step(restored, jnp.ones((4, 64))), step(state, jnp.ones((4, 64)))
+    assert tree_bits(a) == tree_bits(b)
+    assert step._cache_size() <= 2
+
+
+def other_params(state: Any) -> Any:
+    return state.replace(params=jax.tree.map(lambda x: x[:2], state.params))
+
+
+@pytest.mark.parametrize(
+    ("other", "text"),
+    [
+        (lambda: stepped(optimizer("mixed_bfloat16")), "missing: opt_state/kind/float32"),
+        (lambda: stepped(optimizer("bfloat16", master="kahan")), "kind/bfloat16-kahan"),
+        (lambda: stepped(optimizer("bfloat16", moments="int8")), "missing: opt_state/inner/codes"),
+        (lambda: stepped(optimizer("bfloat16"), rng=jax.random.key(0)), "collections/rng"),
+        (lambda: other_params(stepped(optimizer("bfloat16"))), r"params/b' has shape \(4,\)"),
+    ],
+    ids=["policy", "storage", "moments", "collection", "shape"],
+)  # fmt: skip
+def test_flax_refuses_another_state(other: Any, text: str) -> None:
+    """By the name of what differs: else arrays of other dtypes would be taken without a word."""
+    saved = flax.serialization.to_state_dict(stepped(optimizer("bfloat16")))
+    with pytest.raises(ValueError, match=text) as error:
+        flax.serialization.from_state_dict(other(), saved)
+    assert "jaxmp.convert_state(state, tx)" in str(error.value)
+
+
+def test_flax_refuses_another_dtype() -> None:
+    state = stepped(optimizer("mixed_bfloat16"))
+    saved = flax.serialization.to_state_dict(state)
+    saved["params"]["w"] = saved["params"]["w"].astype(jnp.bfloat16)
+    with pytest.raises(ValueError, match="has bfloat16 at 'params/w', and this one float32"):
+        flax.serialization.from_state_dict(state, saved)
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon", "schedule_free_adamw", "multi_steps", "clip"])

@@ -68,6 +68,23 @@ def test_training_imports_no_library_of_models(prepare: str) -> None:
     assert "jaxmp" in run(code)
 
 
+FLAX_AFTER_JAXMP = """
+import jax, jax.numpy as jnp, optax
+import jaxmp
+
+tx = jaxmp.mixed_precision(optax.adam(0.1), "bfloat16")
+state = jaxmp.TrainState.create(params={"w": jnp.ones(3)}, tx=tx)
+import flax.serialization
+state = jax.jit(lambda s: s.apply_gradients({"w": jnp.ones(3)}))(state)
+assert set(flax.serialization.to_state_dict(state)) >= {"step", "params", "opt_state"}
+print(len(flax.serialization.to_bytes(state)))
+"""
+
+
+def test_flax_learns_of_states_that_are_made_after_it() -> None:
+    assert int(run(FLAX_AFTER_JAXMP)) > 100
+
+
 @pytest.mark.parametrize(
     ("statement", "extra", "named"),
     [
