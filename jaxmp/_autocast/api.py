@@ -224,6 +224,9 @@ def _rewritten(
     if isinstance(settings.policy, PolicyRules):
         settings.policy.warn_unused(dict.fromkeys(sorted(regions.visited())), strict=False)
     warn_of_what_is_left(planned, context, told)
+    if context.unscaled and _UNSCALED not in told:
+        told.append(_UNSCALED)
+        warn(_UNSCALED)
     made = run_plan(planned, arrays)
     if settings.output == "computed":
         return made
@@ -236,6 +239,14 @@ def _rewritten(
             value if dtype in (None, value.dtype) else lax.convert_element_type(value, dtype)
         )
     return out
+
+
+_UNSCALED = (
+    "a gradient inside of this function is computed in float16 without a loss scale: that of the "
+    "outer loss does not reach it, and numbers smaller than 6e-8 become zero. Give it one of its "
+    "own: jaxmp.grad(inner_loss, loss_scale=2.0**14) in place of jax.grad (loss_scale=1.0, if none "
+    "is wanted)"
+)
 
 
 def _of_first_argument(static: Static, count: int) -> set[int]:

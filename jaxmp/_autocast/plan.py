@@ -11,14 +11,15 @@ import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
+import jax.numpy as jnp
 from jax.extend import core
 
 from jaxmp._autocast.kernels import Taken, taken_step
 from jaxmp._autocast.kinds import FLOAT32, Kind, State
-from jaxmp._autocast.regions import Region, Regions, scopes
+from jaxmp._autocast.regions import SCALED, Region, Regions, scopes
 from jaxmp._autocast.rules import RULES, adapted, asking_for, convert, has_own_program
 from jaxmp._autocast.steps import States, Step, alone, has_foreign_floats, initial, literal
-from jaxmp._jaxpr.compat import function_name
+from jaxmp._jaxpr.compat import bodies_of, function_name
 from jaxmp._jaxpr.op_classes import CONTRACTIONS, JITS, OpClass, OpLists
 from jaxmp._jaxpr.program import Op, Program
 
@@ -55,6 +56,7 @@ class Call:
       stacks: the same scopes as name stacks, which also hold the transformations.
       functions: the jitted functions around that program.
       seen: the names of all primitives and jitted functions found so far.
+      unscaled: the float16 products found so far in backward passes without a loss scale.
       memo: the plans and jaxprs made so far.
       plans: by the id of an operation, the operation and the plans of its inner programs.
     """
@@ -68,6 +70,7 @@ class Call:
     stacks: tuple[Any, ...] = ()
     functions: tuple[str, ...] = ()
     seen: set[str] = dataclasses.field(default_factory=set)
+    unscaled: list[Op] = dataclasses.field(default_factory=list)
     memo: dict[Any, Any] = dataclasses.field(default_factory=dict)
     plans: dict[int, tuple[Op, dict[int, Plan]]] = dataclasses.field(default_factory=dict)
 
@@ -129,6 +132,8 @@ def plan(program: Program, arguments: States, context: Call, *, results_in: AllI
     for op in program.ops:
         inside = not within and is_backward(op.stack)
         step = _step(op, [state_of(atom, inside) for atom in op.inputs], context)
+        if (inside or within) and _is_unscaled(step, context):
+            context.unscaled.append(op)
         if op.name == "broadcast_in_dim" and multiplied.issuperset(op.outputs):
             # These are the weights of an ensemble, and not a bias.
             # As biases, they would be updated in 16 bits when the ensemble trains.
@@ -141,6 +146,17 @@ def plan(program: Program, arguments: States, context: Call, *, results_in: AllI
         for number, state in zip(step.op.outputs, step.results, strict=True):
             known[number] = state
     return Plan(program, steps, [state_of(atom, inside=False) for atom in program.outputs])
+
+
+def _is_unscaled(step: Step, context: Call) -> bool:
+    """Whether an operation of a backward pass is a float16 product without a loss scale."""
+    op = step.op
+    if op.name not in CONTRACTIONS or _FLOAT16 not in step.wants:
+        return False
+    return SCALED not in (*context.prefix, *scopes(op.stack))
+
+
+_FLOAT16 = jnp.dtype(jnp.float16)
 
 
 def _multiplied(program: Program) -> set[int]:
@@ -176,6 +192,8 @@ def _in_region(
     if op.name == "convert_element_type":
         return convert(op, states)
     if op_class is OpClass.CONTROL:
+        return context.control(op, states, context, region)
+    if op_class is None and bodies_of(op.equation):
         return context.control(op, states, context, region)
     if op_class in (None, OpClass.ALONE) or has_own_program(op) or has_foreign_floats(op):
         return alone(op, states)

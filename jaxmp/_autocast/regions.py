@@ -17,6 +17,8 @@ from jaxmp._policies.recipe import Recipe
 # DONE, an inner autocast has decided. Scopes survive jit, scan, remat and differentiation.
 EXACT = "jaxmp.full_precision"
 DONE = "jaxmp.autocast"
+# A gradient with a loss scale of its own, inside of a function under autocast.
+SCALED = "jaxmp.scaled"
 # The rest of the name of such a scope is the policy that holds in it.
 POLICY = "jaxmp.policy:"
 
@@ -89,6 +91,8 @@ class Regions:
 
     def of(self, names: tuple[str, ...]) -> Region:
         """Returns the region of an operation that was traced in these scopes."""
+        if SCALED in names:  # decides nothing
+            return self.of(tuple(name for name in names if name != SCALED))
         if names not in self._known:
             if marks := [name for name in names if name in (EXACT, DONE)]:
                 kind = Kind.FIRM if EXACT in marks else Kind.HIGH

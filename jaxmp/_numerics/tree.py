@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, PyTree
 
-from jaxmp._numerics.dtypes import DType, at_least_float32, is_floating, is_inexact
+from jaxmp._numerics.dtypes import DType, at_least_float32, is_floating, is_inexact, is_key
 
 
 def cast_floating(tree: PyTree, dtype: Any) -> PyTree:
@@ -61,7 +61,7 @@ def strong(tree: PyTree) -> PyTree:
         if not isinstance(x, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):
             return x
         x = jnp.asarray(x)
-        weak = not jnp.issubdtype(x.dtype, jax.dtypes.prng_key) and x.weak_type
+        weak = not is_key(x) and x.weak_type
         return jax.lax.convert_element_type(x, x.dtype) if weak else x
 
     return jax.tree.map(strengthen, tree)
@@ -95,6 +95,16 @@ def _all_finite(floats: list[Any]) -> Bool[Array, ""]:
     # Not every backend has is_finite for 8-bit floats; float32 holds them all exactly.
     wide = [widen(x) if jnp.dtype(x.dtype).itemsize == 1 else x for x in floats]
     return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in wide]))
+
+
+def all_zero(tree: PyTree) -> Bool[Array, ""]:
+    """Whether all floats of a tree are zero, and there are some.
+
+    >>> bool(all_zero([jnp.zeros(3), jnp.zeros(2)])), bool(all_zero([jnp.zeros(3), jnp.ones(2)]))
+    (True, False)
+    """
+    floats = [x for x in map(_as_array, jax.tree.leaves(tree)) if is_inexact(x)]
+    return jnp.all(jnp.stack([jnp.all(x == 0) for x in floats])) if floats else jnp.array(False)
 
 
 def count_nonfinite(tree: PyTree) -> PyTree:

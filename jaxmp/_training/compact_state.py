@@ -1,5 +1,6 @@
 """Stores the state of any optax optimizer in 16 or 8 bits; the optimizer sees float32."""
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -10,8 +11,11 @@ import optax
 from jaxtyping import Array, PyTree, UInt32
 
 from jaxmp._jaxpr import compat
+from jaxmp._jaxpr.dataflow import NONE, made_of
 from jaxmp._numerics.block_codes import Codes, block_of, codes_of, decode, scales_of
 from jaxmp._numerics.stochastic import hashed_words, round_by_words
+from jaxmp._numerics.tree import leaf_names
+from jaxmp._numerics.user_warnings import first_few, warn
 
 Moments = Literal["float32", "bfloat16", "int8"]
 # Gives states other random words than params.
@@ -89,6 +93,7 @@ def compact_state(
         return inner
 
     def init(params: PyTree) -> RoundedState | CodedState:
+        warn_of_coded_params(inner, params, dtype, min_size=min_size)
         return compacted(inner.init(params), dtype, min_size=min_size)
 
     def update(
@@ -144,6 +149,32 @@ def compacted(state: PyTree, dtype: Moments, *, min_size: int = 4096) -> PyTree:
             for x, kind in zip(leaves, kinds, strict=True)
         ]
     return _stored_state(jax.tree.unflatten(structure, leaves), kinds, coded, jnp.uint32(0))
+
+
+def warn_of_coded_params(
+    inner: optax.GradientTransformation, params: PyTree, dtype: Moments, *, min_size: int = 4096
+) -> None:
+    """Warns if `"int8"` would store what an optimizer copies from the params into its state."""
+    if dtype != "int8":
+        return
+    coded: list[str] = []
+    with contextlib.suppress(Exception):  # any exception: the optimizer is the user's
+        closed, state = jax.make_jaxpr(inner.init, return_shape=True)(params)
+        copies = made_of(
+            closed,
+            [frozenset({"params"})] * len(closed.in_avals),
+            lambda equation, found: NONE.union(*found),
+            lambda aval: True,
+        )
+        leaves = zip(leaf_names(state), jax.tree.leaves(state), copies, strict=True)
+        coded = [name for name, x, copied in leaves if copied and _storage_of(x, True, min_size)]
+    if coded:
+        warn(
+            f"the state of this optimizer holds params, or what begins as a copy of them: "
+            f"{first_few(coded)}. 8 bits are for moments: the params of a schedule-free AdamW were "
+            "off by a third. Store the state in 16 bits, by 'bfloat16', or put "
+            "jaxmp.compact_state around the part that has moments"
+        )
 
 
 def is_compact(x: Any) -> bool:

@@ -104,6 +104,7 @@ def _converted(
             grads_finite=old.grads_finite,
             skipped=old.skipped,
             consecutive_skips=old.consecutive_skips,
+            still=old.still,
         )
     return live, placed_beside(live, new)
 

@@ -1,5 +1,6 @@
 """`value_and_grad` and `grad` that scale the loss, unscale the gradients and hide both."""
 
+import contextlib
 import functools
 import operator
 from collections.abc import Callable, Sequence
@@ -10,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
+from jaxmp._autocast.api import within_autocast
+from jaxmp._autocast.regions import SCALED
 from jaxmp._float32_reduction.api import gradient_reduction
 from jaxmp._jaxpr import compat
 from jaxmp._jaxpr.dataflow import AnySite, Question, nested, propagate
@@ -188,7 +191,9 @@ def scaled_evaluation(
     # JAX names the function in errors.
     @functools.wraps(fun, assigned=("__name__", "__qualname__"), updated=())
     def scaled(*args: Any) -> tuple[Any, tuple[Any, Any]]:
-        out = fun(*args)
+        inside = state is not None and within_autocast()
+        with jax.named_scope(SCALED) if inside else contextlib.nullcontext():
+            out = fun(*args)
         if has_aux and not (isinstance(out, tuple) and len(out) == 2):
             raise TypeError(
                 f"with has_aux=True the loss function must return (loss, aux), got {type(out)}"

@@ -15,10 +15,11 @@ from jaxmp._jaxpr.explicit_axes import Axes
 from jaxmp._jaxpr.mesh_axes import explicit_mesh, on_current_axes
 from jaxmp._mesh.placement import placed_beside
 from jaxmp._numerics.dtypes import DType, is_inexact, is_narrow
-from jaxmp._numerics.loss_scale import LossScale, LossScaleState
+from jaxmp._numerics.loss_scale import DynamicLossScale, LossScale, LossScaleState
 from jaxmp._numerics.rounding import widen_rounded
 from jaxmp._numerics.tree import (
     all_finite,
+    all_zero,
     check_arrays,
     check_flag,
     check_like,
@@ -27,7 +28,13 @@ from jaxmp._numerics.tree import (
     strong,
     widen,
 )
-from jaxmp._training.compact_state import Moments, compacted, expanded_state, next_like
+from jaxmp._training.compact_state import (
+    Moments,
+    compacted,
+    expanded_state,
+    next_like,
+    warn_of_coded_params,
+)
 from jaxmp._training.frozen import check_rests, gradient_dtype, moved_by
 from jaxmp._training.master_storages import same_bits
 from jaxmp._training.masters import Masters, is_masked
@@ -46,6 +53,8 @@ class MixedPrecisionState(NamedTuple):
         everything else that was tested. Always true with `skip="none"`, which tests nothing.
       skipped: how many steps were skipped so far.
       consecutive_skips: how many steps were skipped since the last step that was taken.
+      still: how many steps in a row had gradients that are zero in every number. Counted under a
+        dynamic loss scale alone, and not in a `shard_map` whose devices have each its gradients.
       kind: one entry whose name says how params and masters are stored, such as
         `bfloat16-remainder`. Checkpoints are restored by name, and arrays of another dtype are
         silently cast; but a checkpoint of another kind lacks this name.
@@ -57,6 +66,7 @@ class MixedPrecisionState(NamedTuple):
     grads_finite: Bool[Array, ""]
     skipped: Int32[Array, ""]
     consecutive_skips: Int32[Array, ""]
+    still: Int32[Array, ""]
     kind: Any
 
 
@@ -104,6 +114,7 @@ class Algorithm:
         moved = self._expected(params, anew=True).moved
         _check_moved(params, moved)
         params, master = self.masters.first(values, params, moved)
+        warn_of_coded_params(self.inner, self.masters.load(params, master), self.moments)
         state = MixedPrecisionState(
             inner=strong(self._first_inner(params, master)),
             master=master,
@@ -111,6 +122,7 @@ class Algorithm:
             grads_finite=jnp.array(True),
             skipped=jnp.int32(0),
             consecutive_skips=jnp.int32(0),
+            still=jnp.int32(0),
             kind=self.masters.kind(params),
         )
         state = placed_beside(params, state)
@@ -182,6 +194,10 @@ class Algorithm:
                 inner = next_like(now.inner, inner, _made_with_params(new.params, new.master))
             return _Stepped(output, new.master, inner)
 
+        # In a `shard_map`, who says which steps to take may have gradients of one device only.
+        alike = finite is None or not jax.sharding.get_abstract_mesh().manual_axes
+        counts_zeros = alike and isinstance(self.loss_scale, DynamicLossScale)
+        zero = all_zero(grads) if counts_zeros else jnp.array(False)
         if self.skip == "none":
             finite = jnp.array(True)
         else:
@@ -193,7 +209,7 @@ class Algorithm:
         after = step_if(finite, take, _Stepped(output, state.master, state.inner), self.skip)
         output = _updates(params, after.output, finite) if as_updates else after.output
         count = _counted_at_once if _has_hash(self.loss_scale) else _next_counts
-        counts = count(self.loss_scale, state, finite)
+        counts = count(self.loss_scale, state, finite, zero)
         return output, counts._replace(inner=after.inner, master=after.master)
 
     def _first_inner(self, params: PyTree, master: PyTree) -> Any:
@@ -256,7 +272,10 @@ class Algorithm:
 
 
 def _next_counts(
-    loss_scale: LossScale, state: MixedPrecisionState, finite: Bool[Array, ""]
+    loss_scale: LossScale,
+    state: MixedPrecisionState,
+    finite: Bool[Array, ""],
+    zero: Bool[Array, ""],
 ) -> MixedPrecisionState:
     """Returns the state with the loss scale and the counts after a step."""
     return state._replace(
@@ -264,6 +283,7 @@ def _next_counts(
         grads_finite=finite,
         skipped=state.skipped + (~finite).astype(jnp.int32),
         consecutive_skips=jnp.where(finite, 0, state.consecutive_skips + 1),
+        still=jnp.where(finite, jnp.where(zero, state.still + 1, 0), state.still),
     )
 
 

@@ -231,6 +231,7 @@ def test_positions_that_are_arguments_and_time_embeddings(policy: str) -> None:
 
 
 @both
+@pytest.mark.filterwarnings("ignore:a gradient inside of this function")
 def test_weight_update_keeps_its_digits(policy: str) -> None:
     def f(w: Any, x: Any) -> Any:
         return w - 1e-4 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)

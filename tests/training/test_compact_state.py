@@ -305,6 +305,50 @@ def test_the_same_on_any_mesh(dtype: Any, axes: Any, spec: jax.P) -> None:
     assert run(w) == run(jax.device_put(w, sharding))
 
 
+def averaged() -> optax.GradientTransformation:
+    """A user's own: an average of the params beside a momentum."""
+
+    def update(updates: Any, state: Any, params: Any) -> Any:
+        return updates, jax.tree.map(lambda a, p: 0.9 * a + 0.1 * p, state, params)
+
+    copy = optax.GradientTransformation(lambda p: jax.tree.map(jnp.copy, p), update)
+    return optax.chain(optax.sgd(0.1, momentum=0.9), copy)
+
+
+@pytest.mark.parametrize(
+    ("inner", "name"),
+    [
+        (optax.contrib.schedule_free_adamw(1e-3), "z/large"),
+        (optax.contrib.prodigy(), "params0/large"),
+        (averaged(), "1/large"),
+    ],
+    ids=["schedule-free", "prodigy", "average"],
+)
+def test_params_in_8_bits_are_warned_of(inner: Any, name: str) -> None:
+    """The params of a schedule-free AdamW were off by a third."""
+    params = {"large": jnp.ones((64, 128)), "small": jnp.ones(4)}
+    for init in (
+        jaxmp.compact_state(inner, "int8").init,
+        jaxmp.mixed_precision(inner, "bfloat16", moments="int8").init,
+        jax.jit(jaxmp.mixed_precision(inner, "mixed_bfloat16", moments="int8").init),
+    ):
+        with pytest.warns(UserWarning, match=f"holds params, or what begins as a copy.*: {name}"):
+            init(params)
+    jaxmp.compact_state(inner, "bfloat16").init(params)  # no warning
+    jaxmp.compact_state(inner, "int8").init({"small": jnp.ones(4)})  # stays float32
+
+
+def test_moments_in_8_bits_are_not_warned_of() -> None:
+    params = {"large": jnp.ones((64, 128))}
+    decayed = optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1, momentum=0.9))
+    for inner in (optax.adamw(1e-3), optax.contrib.muon(1e-2), decayed):
+        jaxmp.mixed_precision(inner, "bfloat16", moments="int8").init(params)
+    around_moments = optax.contrib.schedule_free(
+        jaxmp.compact_state(optax.adam(1e-3), "int8"), 1e-3, 0.9
+    )
+    jaxmp.mixed_precision(around_moments, "bfloat16").init(params)
+
+
 @pytest.mark.parametrize(
     ("make", "error", "text"),
     [

@@ -1,6 +1,7 @@
 """The optimizer wrapper: masters, skips, and everything of optax inside it."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -270,6 +271,69 @@ def test_weights_crossing_zero(dtype: str) -> None:
     assert np.all(np.abs(got - want) <= 2.0**-24 * np.abs(start))
     exact, _ = tx.apply_gradients(grads, tx.init(params), params)
     np.testing.assert_array_equal(np.asarray(exact["w"], np.float32), want)
+
+
+VANISHING = 1e-10  # of a loss, whose float16 gradients are zero without a scale
+
+
+def forgotten(inner: Any, loss_scale: Any = "auto") -> tuple[Any, Any, Callable[..., Any]]:
+    """A loop by hand with `jax.grad` in place of `jaxmp.grad`."""
+    params = {"w": jnp.ones((8, 4))}
+    tx = jaxmp.mixed_precision(inner, "mixed_float16", loss_scale=loss_scale)
+    low = jaxmp.autocast(lambda p, x: VANISHING * jnp.mean((x @ p["w"]) ** 2), "mixed_float16")
+    x = jnp.sin(jnp.arange(16 * 8.0)).reshape(16, 8)
+
+    def step(params: Any, state: Any, *, scaled: bool = False) -> Any:
+        gradient = jaxmp.grad(low, loss_scale=state.loss_scale) if scaled else jax.grad(low)
+        return tx.apply_gradients(gradient(params, x), state, params)
+
+    return params, tx.init(params), step
+
+
+@pytest.mark.parametrize("inner", [optax.sgd(0.1), optax.adam(1e-3)], ids=["sgd", "adam"])
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_forgotten_scale_is_seen(inner: Any, jit: bool) -> None:
+    """All gradients are zero, every step is taken, and nothing moves."""
+    params, state, step = forgotten(inner)
+    step, first = (jax.jit(step) if jit else step), params
+    for _ in range(50):
+        params, state = step(params, state)
+        if int(state.still) < 50:
+            jaxmp.check_progress(state)
+    assert tree_bits(params) == tree_bits(first)
+    text = r"in 50 steps in a row every number.*zero.*loss_scale=opt_state.loss_scale"
+    with pytest.raises(jaxmp.TrainingStalled, match=text):
+        jaxmp.check_progress(state)
+    jaxmp.check_progress(state, limit=60)
+
+
+def test_gradients_with_a_scale_move() -> None:
+    params, state, step = forgotten(optax.sgd(0.1))
+    for _ in range(3):
+        params, state = step(params, state)
+    assert int(state.still) == 3
+    infinite = jax.tree.map(lambda p: p * jnp.inf, params)
+    tx = jaxmp.mixed_precision(optax.sgd(0.1), "mixed_float16")
+    _, state = tx.apply_gradients(infinite, state, params)  # skipped, and so no step
+    assert (int(state.still), int(state.skipped)) == (3, 1)
+    _, state = step(params, state, scaled=True)
+    assert int(state.still) == 0
+
+
+def test_without_a_dynamic_scale_zeros_are_no_sign() -> None:
+    """In bfloat16 nobody forgets a scale, and the test would cost a pass over the gradients."""
+    params, state, step = forgotten(optax.sgd(0.1), loss_scale=jaxmp.NoLossScale())
+    for _ in range(3):
+        params, state = step(params, state)
+    assert int(state.still) == 0
+
+
+def test_a_train_state_by_hand_counts_too() -> None:
+    tx = jaxmp.mixed_precision(optax.sgd(0.1), "mixed_float16")
+    state = jaxmp.TrainState.create(params={"w": jnp.ones(3)}, tx=tx, count=jnp.zeros(2))
+    for _ in range(2):
+        state = state.apply_gradients({"w": jnp.zeros(3)}, count=jnp.ones(2))
+    assert int(state.opt_state.still) == 2
 
 
 @pytest.mark.exhaustive
