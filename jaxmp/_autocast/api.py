@@ -175,7 +175,7 @@ def _wrapped(fun: Callable[..., Any], settings: _Settings) -> Callable[..., Any]
                 closed,
                 Regions(settings.policy),
                 traced.for_dtypes,
-                weights=_of_first_argument(static, len(arrays)),
+                weights=_of_first_argument(static),
                 enter_custom_vjp=settings.enter_custom_vjp,
             )
         return _rewritten(closed, arrays, settings, kernels, told)
@@ -249,14 +249,14 @@ _UNSCALED = (
 )
 
 
-def _of_first_argument(static: Static, count: int) -> set[int]:
+def _of_first_argument(static: Static) -> set[int]:
     """Returns the numbers of the arrays in the first argument of a call."""
     # A program does not say which arguments are params. Loss functions take them first. The weights
     # of a teacher in a later argument count as data.
-    marks = [object() for _ in range(count)]
-    args, kwargs = combine(static, marks)
-    first = {id(leaf) for leaf in jax.tree.leaves(next(iter((*args, *kwargs.values())), None))}
-    return {i for i, mark in enumerate(marks) if id(mark) in first}
+    positional, named = static.tree.children()
+    first = [*positional.children(), *named.children()][:1]
+    leaves = sum(each.num_leaves for each in first)
+    return set(range(sum(static.are_arrays[:leaves])))
 
 
 def _output_dtype(policy: Policy | PolicyRules) -> Any:

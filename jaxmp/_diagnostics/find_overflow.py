@@ -105,14 +105,10 @@ def _named_leaves(tree: PyTree, name: str) -> dict[str, Any]:
 
 def _argument_names(static: Static, arrays: list[Any]) -> list[str]:
     """Returns what to call each array among the arguments."""
-    # One array may be at several places, so that each place has a mark of its own.
-    marks = [object() for _ in arrays]
-    (params, *args), kwargs = combine(static, marks)
+    (params, *args), kwargs = combine(static, arrays)
     parts = [("params", params), ("batch", args[0] if len(args) == 1 else args), *kwargs.items()]
-    found = {
-        id(leaf): place for name, part in parts for place, leaf in _named_leaves(part, name).items()
-    }
-    return [found[id(mark)] for mark in marks]
+    names = [place for name, part in parts for place in _named_leaves(part, name)]
+    return [name for name, named in zip(names, static.are_arrays, strict=True) if named]
 
 
 def _path_text(path: Any) -> str:

@@ -34,6 +34,11 @@ class Static:
     # 1, 1.0 and True are equal, but a function may treat each differently.
     key: tuple[Any, ...] = ()
 
+    @property
+    def are_arrays(self) -> list[bool]:
+        """Whether each leaf is an array."""
+        return [leaf is _ARRAY for leaf in self.leaves]
+
 
 _ARRAY: Any = object()
 

@@ -178,3 +178,36 @@ def test_jmp_policies_are_accepted_everywhere() -> None:
     step = jaxmp.make_train_step(lambda p, x: jnp.mean((p["w"] * x).astype(jnp.float32)), policy)
     state, _ = step(state, jnp.ones(2))
     assert int(state.step) == 1
+
+
+@jax.tree_util.register_pytree_node_class
+class Labelled:
+    """A container that looks at its arrays whenever it is built, as those of xarray do."""
+
+    def __init__(self, values: Any) -> None:
+        self.values = values
+        if values.shape[0] != 2:
+            raise ValueError("conflicting sizes")
+
+    def tree_flatten(self) -> Any:
+        return (self.values,), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: Any) -> "Labelled":
+        return cls(*children)
+
+
+def test_containers_that_look_at_shapes() -> None:
+    """GraphCast's batches are such: steps and `find_overflow` put other leaves into them."""
+    params, batch = {"w": jnp.full((4, 4), 1e4)}, Labelled(jnp.full((2, 4), 1e3))
+
+    def loss(params: Any, batch: Any) -> Any:
+        return jnp.mean((batch.values @ params["w"]).astype(jnp.float32)) * 1e-6
+
+    tx = jaxmp.mixed_precision(optax.sgd(0.1), "mixed_bfloat16")
+    state = jaxmp.TrainState.create(params=params, tx=tx)
+    _, metrics = jaxmp.make_train_step(loss, "mixed_bfloat16")(state, batch)
+    np.testing.assert_allclose(metrics["loss"], 40.0, rtol=1e-2)
+    found = jaxmp.diagnostics.find_overflow(loss, params, batch, policy="mixed_float16")
+    assert found is not None
+    assert found.operation == "dot_general"
