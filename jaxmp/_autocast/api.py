@@ -245,7 +245,8 @@ _UNSCALED = (
     "a gradient inside of this function is computed in float16 without a loss scale: that of the "
     "outer loss does not reach it, and numbers smaller than 6e-8 become zero. Give it one of its "
     "own: jaxmp.grad(inner_loss, loss_scale=2.0**14) in place of jax.grad (loss_scale=1.0, if none "
-    "is wanted)"
+    "is wanted). A gradient that is scaled by hand, or a jax.vjp of numbers around 1, is right as "
+    "it is"
 )
 
 

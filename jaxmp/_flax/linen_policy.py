@@ -353,8 +353,10 @@ def _rebuild(module: Any, cls: Any) -> Any:
     }
     # In a setup method, a module has a parent before it has a name.
     rebuilt = cls(**values, parent=module.parent)
-    for name in vars(module).keys() - vars(rebuilt).keys():  # what was set from outside
-        object.__setattr__(rebuilt, name, vars(module)[name])
+    for name in vars(module).keys() - vars(rebuilt).keys():
+        # What was set from outside. What the class itself computes once is of the old module.
+        if not hasattr(type(module), name):
+            object.__setattr__(rebuilt, name, vars(module)[name])
     return rebuilt
 
 

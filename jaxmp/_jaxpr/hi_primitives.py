@@ -86,6 +86,8 @@ _CLASSES: dict[str, tuple[str, Callable[[core.JaxprEqn], dict[str, Any]]]] = {
     "CheckpointNameFwd": ("name", _named_value),
     "CustomJVPTraced": ("custom_jvp_call", _function),
     "CustomVJPTraced": (_CUSTOM_VJP, _function),
+    "CustomRoot": (_CUSTOM_VJP, _function),  # a solver, of jax.lax.custom_root
+    "_RootLinearMap": (_CUSTOM_VJP, _function),  # of its derivative
 }
 _PRIMITIVES = {name: _CallPrimitive(name) for name, _ in _CLASSES.values()}
 # The programs that have been shown. A program is one object still, as caches know it by its id.

@@ -154,24 +154,24 @@ def compacted(state: PyTree, dtype: Moments, *, min_size: int = 4096) -> PyTree:
 def warn_of_coded_params(
     inner: optax.GradientTransformation, params: PyTree, dtype: Moments, *, min_size: int = 4096
 ) -> None:
-    """Warns if `"int8"` would store what an optimizer copies from the params into its state."""
+    """Warns if `"int8"` would store what an optimizer makes of the params in its first state."""
     if dtype != "int8":
         return
     coded: list[str] = []
     with contextlib.suppress(Exception):  # any exception: the optimizer is the user's
         closed, state = jax.make_jaxpr(inner.init, return_shape=True)(params)
-        copies = made_of(
+        labels = made_of(
             closed,
             [frozenset({"params"})] * len(closed.in_avals),
             lambda equation, found: NONE.union(*found),
             lambda aval: True,
         )
-        leaves = zip(leaf_names(state), jax.tree.leaves(state), copies, strict=True)
-        coded = [name for name, x, copied in leaves if copied and _storage_of(x, True, min_size)]
+        leaves = zip(leaf_names(state), jax.tree.leaves(state), labels, strict=True)
+        coded = [name for name, x, label in leaves if label and _storage_of(x, True, min_size)]
     if coded:
         warn(
-            f"the state of this optimizer holds params, or what begins as a copy of them: "
-            f"{first_few(coded)}. 8 bits are for moments: the params of a schedule-free AdamW were "
+            f"the state of this optimizer begins with what is made of params: {first_few(coded)}. "
+            "8 bits are for moments: the params of a schedule-free AdamW were "
             "off by a third. Store the state in 16 bits, by 'bfloat16', or put "
             "jaxmp.compact_state around the part that has moments"
         )

@@ -104,7 +104,7 @@ def _converted(
             grads_finite=old.grads_finite,
             skipped=old.skipped,
             consecutive_skips=old.consecutive_skips,
-            still=old.still,
+            zero_gradients=old.zero_gradients,
         )
     return live, placed_beside(live, new)
 

@@ -53,10 +53,10 @@ def from_state_dict(state: Any, saved: dict[str, Any]) -> Any:
     check_like(saved, wanted, advice=_ADVICE, **names)
     pairs = zip(jax.tree.leaves(saved), jax.tree.leaves(wanted), strict=True)
     for i, (x, y) in enumerate(pairs):
-        if x.dtype != y.dtype:
+        if jnp.result_type(x) != jnp.result_type(y):
             raise ValueError(
-                f"the saved state has {x.dtype} at {leaf_names(wanted)[i]!r}, and this one "
-                f"{y.dtype}. {_ADVICE}"
+                f"the saved state has {jnp.result_type(x)} at {leaf_names(wanted)[i]!r}, and this "
+                f"one {jnp.result_type(y)}. {_ADVICE}"
             )
 
     def leaf(path: tuple[Any, ...], like: Any) -> Any:

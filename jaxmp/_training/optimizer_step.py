@@ -53,8 +53,9 @@ class MixedPrecisionState(NamedTuple):
         everything else that was tested. Always true with `skip="none"`, which tests nothing.
       skipped: how many steps were skipped so far.
       consecutive_skips: how many steps were skipped since the last step that was taken.
-      still: how many steps in a row had gradients that are zero in every number. Counted under a
-        dynamic loss scale alone, and not in a `shard_map` whose devices have each its gradients.
+      zero_gradients: how many steps went by in which every number of the gradients was zero; -1
+        from the first step on that had others. Counted under a dynamic loss scale alone, and not in
+        a `shard_map` whose devices have each its gradients.
       kind: one entry whose name says how params and masters are stored, such as
         `bfloat16-remainder`. Checkpoints are restored by name, and arrays of another dtype are
         silently cast; but a checkpoint of another kind lacks this name.
@@ -66,7 +67,7 @@ class MixedPrecisionState(NamedTuple):
     grads_finite: Bool[Array, ""]
     skipped: Int32[Array, ""]
     consecutive_skips: Int32[Array, ""]
-    still: Int32[Array, ""]
+    zero_gradients: Int32[Array, ""]
     kind: Any
 
 
@@ -114,7 +115,8 @@ class Algorithm:
         moved = self._expected(params, anew=True).moved
         _check_moved(params, moved)
         params, master = self.masters.first(values, params, moved)
-        warn_of_coded_params(self.inner, self.masters.load(params, master), self.moments)
+        values = jax.eval_shape(self.masters.load, params, master)
+        warn_of_coded_params(self.inner, values, self.moments)
         state = MixedPrecisionState(
             inner=strong(self._first_inner(params, master)),
             master=master,
@@ -122,7 +124,7 @@ class Algorithm:
             grads_finite=jnp.array(True),
             skipped=jnp.int32(0),
             consecutive_skips=jnp.int32(0),
-            still=jnp.int32(0),
+            zero_gradients=jnp.int32(0),
             kind=self.masters.kind(params),
         )
         state = placed_beside(params, state)
@@ -194,10 +196,7 @@ class Algorithm:
                 inner = next_like(now.inner, inner, _made_with_params(new.params, new.master))
             return _Stepped(output, new.master, inner)
 
-        # In a `shard_map`, who says which steps to take may have gradients of one device only.
-        alike = finite is None or not jax.sharding.get_abstract_mesh().manual_axes
-        counts_zeros = alike and isinstance(self.loss_scale, DynamicLossScale)
-        zero = all_zero(grads) if counts_zeros else jnp.array(False)
+        zero = self._are_zero(grads, finite)
         if self.skip == "none":
             finite = jnp.array(True)
         else:
@@ -211,6 +210,13 @@ class Algorithm:
         count = _counted_at_once if _has_hash(self.loss_scale) else _next_counts
         counts = count(self.loss_scale, state, finite, zero)
         return output, counts._replace(inner=after.inner, master=after.master)
+
+    def _are_zero(self, grads: PyTree, finite: Bool[Array, ""] | None) -> Bool[Array, ""]:
+        """Whether a step has zero gradients, as where somebody forgot a dynamic loss scale."""
+        # In a `shard_map`, who says which steps to take may have gradients of one device only.
+        alike = finite is None or not jax.sharding.get_abstract_mesh().manual_axes
+        counts = alike and isinstance(self.loss_scale, DynamicLossScale)
+        return all_zero(grads) if counts else jnp.array(False)
 
     def _first_inner(self, params: PyTree, master: PyTree) -> Any:
         return compacted(self.inner.init(self.masters.load(params, master)), self.moments)
@@ -283,7 +289,11 @@ def _next_counts(
         grads_finite=finite,
         skipped=state.skipped + (~finite).astype(jnp.int32),
         consecutive_skips=jnp.where(finite, 0, state.consecutive_skips + 1),
-        still=jnp.where(finite, jnp.where(zero, state.still + 1, 0), state.still),
+        zero_gradients=jnp.where(
+            finite,
+            jnp.where(zero & (state.zero_gradients >= 0), state.zero_gradients + 1, -1),
+            state.zero_gradients,
+        ),
     )
 
 

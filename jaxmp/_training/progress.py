@@ -34,12 +34,13 @@ def check_progress(
       loss: the last loss, if at hand: it tells a broken forward pass from overflowing gradients.
       nonfinite: `metrics["nonfinite"]` of the last step, from `make_train_step(...,
         count_overflows=True)`: the message names the params whose gradients overflow most.
-      limit: how many consecutive skips are too many, or steps of zero gradients.
+      limit: how many consecutive skips are too many, or first steps with zero gradients.
 
     Raises:
-      TrainingStalled: after `limit` skips in a row, or `limit` steps in a row whose gradients are
-        zero in every number; for params that hold NaN, and for a loss that is not finite in a step
-        that was taken. The message names likely causes and remedies.
+      TrainingStalled: after `limit` skips in a row; after `limit` steps, if every number of every
+        gradient was zero so far, under a dynamic loss scale; for params that hold NaN; and for a
+        loss that is not finite in a step that was taken. The message names likely causes and
+        remedies.
       TypeError: if `state` holds no optimizer state of jaxmp, or `nonfinite` is not counts.
 
     Warns:
@@ -72,12 +73,12 @@ def check_progress(
         if skips >= limit:
             worst = _worst(nonfinite)
             raise TrainingStalled(_stalled(opt_state, skips, finite, params, worst))
-        if (still := int(np.max(opt_state.still))) >= limit:
+        if (steps := int(np.max(opt_state.zero_gradients))) >= limit:
             raise TrainingStalled(
-                f"in {still} steps in a row every number of the gradients was zero: nothing moves. "
+                f"in all of {steps} steps every number of the gradients was zero: nothing moved. "
                 "jax.grad does not scale the loss, and float16 makes zero of what is smaller than "
                 "6e-8: take jaxmp.value_and_grad(loss_fn, loss_scale=opt_state.loss_scale). If it "
-                "has the scale, the loss does not depend on the params, or its slope is zero"
+                "has the scale, the loss does not depend on the params"
             )
 
 

@@ -1,7 +1,7 @@
 """The jitted train step, assembled from gradients, loss scale, optimizer and state."""
 
-import re
-from collections.abc import Callable, Collection, Mapping
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import jax
@@ -18,7 +18,7 @@ from jaxmp._jaxpr.mesh_axes import on_axes_of, on_current_axes
 from jaxmp._jaxpr.tracing import on_automatic_axes_inside
 from jaxmp._mesh.fsdp import FSDP
 from jaxmp._numerics.dtypes import is_floating, is_narrow
-from jaxmp._numerics.loss_scale import NoLossScale
+from jaxmp._numerics.loss_scale import LossScaleState, NoLossScale
 from jaxmp._numerics.tree import (
     all_finite,
     cast_floating,
@@ -153,9 +153,13 @@ def make_train_step(
         # What runs under one policy runs under all: a reduction is on automatic axes by itself.
         reduced = options.reduction is not None
         free = loss_and_rest if reduced else on_automatic_axes_inside(loss_and_rest)
-        evaluate = scaled_evaluation(free, (0,), options, beside=delayed.beside)
 
-        def evaluate_batch(params: PyTree, batch: PyTree, others: Any) -> tuple[Any, Evaluation]:
+        def evaluate_batch(
+            params: PyTree, batch: PyTree, others: Any, scale: Any
+        ) -> tuple[Any, Evaluation]:
+            scaled = dataclasses.replace(options, loss_scale=scale)
+            evaluate = scaled_evaluation(free, (0,), scaled, beside=delayed.beside)
+
             def evaluate_part(collections: Any, part: PyTree) -> tuple[Any, Evaluation]:
                 loss, (grads,), found = evaluate(params, part, collections, *delayed.arguments)
                 new, aux, seen = delayed.unpacked(found)
@@ -164,18 +168,18 @@ def make_train_step(
 
             return sum_over_microbatches(evaluate_part, others, params, batch, microbatches)
 
-        collections, (loss, grads, (aux, found)) = evaluate_batch(
-            state.params, batch, delayed.others
-        )
+        given = batch, delayed.others, options.loss_scale
+        collections, (loss, grads, (aux, found)) = evaluate_batch(state.params, *given)
         norm = optax.tree.norm(split_floats(grads)[0])
         # Finite gradients may have an infinite norm, and Adam's squares of them overflow. An
         # infinite loss destroys the state of optimizers that read it.
         finite = all_finite((loss, norm, grads)) & stays_finite(collections, delayed.others)
         collections = collections | delayed.updated(found)
         extra = {} if extra_args is None else dict(extra_args(state, batch, loss))
-        value_fn = _value_fn(evaluate_batch, state.params, batch, delayed.others)
-        offered = {"value": loss, "grad": grads, "value_fn": value_fn} | extra
-        new = _updated(state, grads, offered, set(extra), finite, collections)
+        value_fn = _value_fn(evaluate_batch, state.params, given, Evaluation(loss, grads, ()))
+        all_there_is = {"value": loss, "grad": grads, "value_fn": value_fn}
+        offers = [all_there_is | extra, {"value": loss} | extra, extra]
+        new = _updated(state, grads, offers, finite, collections)
         metrics = {"loss": loss, "grad_norm": norm} | step_metrics(state, new)
         metrics |= gradient_metrics(grads, finite, state, count_overflows, histograms_every)
         return new, metrics | ({"aux": aux} if has_aux else {})
@@ -250,7 +254,7 @@ class TrainStep:
         try:
             return self._jitted(state, batch)
         except (ValueError, jax.errors.JaxRuntimeError) as error:
-            if "donate" not in str(error):
+            if "Execute()" not in str(error) or "donate" not in str(error):
                 raise
             raise ValueError(
                 "two arrays of the state, or one of it and one of the batch, lie in the same "
@@ -289,18 +293,14 @@ def _check_alive(state: TrainState) -> None:
 
 def _with_own_arrays(state: TrainState, batch: PyTree) -> TrainState:
     """Copies what would be donated twice: an array at two places of the state, or in the batch."""
-    arrays = [id(x) for x in jax.tree.leaves((batch, state)) if isinstance(x, jax.Array)]
-    if len(set(arrays)) == len(arrays):
-        return state
     seen = set(map(id, jax.tree.leaves(batch)))
-
-    def own(x: Any) -> Any:
-        if not isinstance(x, jax.Array) or id(x) not in seen:
-            seen.add(id(x))
-            return x
-        return copied(x)
-
-    return jax.tree.map(own, state)
+    leaves, structure = jax.tree.flatten(state)
+    for i, x in enumerate(leaves):
+        if id(x) in seen and isinstance(x, jax.Array):
+            leaves[i] = copied(x)
+        seen.add(id(x))
+    own: TrainState = jax.tree.unflatten(structure, leaves)
+    return own
 
 
 def _check_state(state: Any, batch: Any) -> None:
@@ -347,54 +347,85 @@ def _lowered(
 def _updated(
     state: TrainState,
     grads: PyTree,
-    offered: dict[str, Any],
-    asked: Collection[str],
+    offers: Sequence[dict[str, Any]],
     finite: Any,
     collections: dict[str, PyTree],
 ) -> TrainState:
-    """Returns the next state; the optimizer gets what it takes of the arguments that are offered.
+    """Returns the next state; the optimizer gets the first of the offered arguments that it takes.
 
-    Those that the user asked for it has to take.
+    An optimizer does not say what it takes: optax's chains take anything, and pass it to parts that
+    may not.
     """
+    *better, last = offers
+    first = None
+    for offer in better:
+        try:
+            return state.apply_gradients(grads, offer, finite=finite, **collections)
+        except TypeError as error:
+            first = first or error
     try:
-        return state.apply_gradients(grads, offered, finite=finite, **collections)
+        return state.apply_gradients(grads, last, finite=finite, **collections)
     except TypeError as error:
-        # optax's chains take any argument, and pass it to parts that do not.
-        refused = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-        name = refused and refused[1]
-        if name not in offered or name in asked:
-            raise
-    rest = {key: value for key, value in offered.items() if key != name}
-    return _updated(state, grads, rest, asked, finite, collections)
+        raise error from first
 
 
 def _value_fn(
-    evaluate_batch: Callable[..., tuple[Any, Evaluation]], like: PyTree, *rest: PyTree
+    evaluate_batch: Callable[..., tuple[Any, Evaluation]],
+    params: PyTree,
+    rest: tuple[PyTree, PyTree, LossScaleState | None],
+    here: Evaluation,
 ) -> Callable[[PyTree], Any]:
     """Returns the loss of a step as a function of float32 params, with the gradients of a step.
 
     Optimizers that search along a line evaluate it, and differentiate it. As in a step, params are
     rounded to the dtypes of the live ones, and gradients are scaled inside and float32 outside.
+
+    Args:
+      evaluate_batch: evaluates the loss, of params and the rest.
+      params: the live params.
+      rest: the batch, the collections and the loss scale.
+      here: what that is for these params.
     """
 
-    def evaluated(params: PyTree) -> Evaluation:
-        live = jax.tree.map(lambda x, p: jnp.asarray(x, p.dtype), params, like)
-        return evaluate_batch(live, *jax.tree.map(on_current_axes, rest))[1]
+    def evaluated(wide: PyTree, factor: Any) -> tuple[Any, list[Any]]:
+        live = jax.tree.map(lambda x, p: jnp.asarray(x, p.dtype), wide, params)
+        batch, others, scale = jax.tree.map(on_current_axes, rest)
+        scale = None if scale is None else scale._replace(scale=factor * scale.scale)
+        _, (loss, grads, _) = evaluate_batch(live, batch, others, scale)
+        return loss, split_floats(grads)[0]
 
-    @jax.custom_vjp
-    def value(params: PyTree) -> Any:
-        return evaluated(params).loss
+    def with_slopes(wide: PyTree) -> tuple[Any, list[Any]]:
+        if (begun := rest[2]) is None:
+            return evaluated(wide, 1.0)
 
-    def forward(params: PyTree) -> tuple[Any, PyTree]:
-        evaluation = evaluated(params)
-        return evaluation.loss, evaluation.grads
+        # The scale suits the point where the step is. Elsewhere gradients may be larger.
+        def overflows(turn: Any) -> Any:
+            factor, loss, grads = turn
+            may_fall = factor * begun.scale > 1
+            return (factor > 1) | (may_fall & jnp.isfinite(loss) & ~all_finite(grads))
 
-    def backward(grads: PyTree, of_value: Any) -> tuple[PyTree]:
-        floats, merged = split_floats(grads)
-        return (merged([of_value * x for x in floats], grads),)
+        def lower(turn: Any) -> Any:
+            factor = turn[0] / _BACKOFF
+            return factor, *evaluated(wide, factor)
 
-    value.defvjp(forward, backward)
+        nothing = jax.tree.map(jnp.zeros_like, (here.loss, split_floats(here.grads)[0]))
+        begin = jnp.float32(_BACKOFF), *jax.tree.map(on_current_axes, nothing)
+        return jax.lax.while_loop(overflows, lower, begin)[1:]
+
+    @jax.custom_jvp
+    def value(wide: PyTree) -> Any:
+        return evaluated(wide, 1.0)[0]
+
+    @value.defjvp
+    def _(primals: tuple[PyTree], tangents: tuple[PyTree]) -> tuple[Any, Any]:
+        loss, grads = with_slopes(*primals)
+        dots = zip(grads, split_floats(tangents[0])[0], strict=True)
+        return loss, sum(jnp.vdot(*each) for each in dots)
+
     return value
+
+
+_BACKOFF = 16.0  # by which a loss scale falls that overflows somewhere on a line
 
 
 def _has_forgotten_scale(tx: MixedPrecision) -> bool:

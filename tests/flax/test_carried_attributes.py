@@ -100,6 +100,27 @@ def test_what_is_set_from_outside() -> None:
     check(under)
 
 
+class Cached(nn.Module):
+    """Keeps a compiled function, of itself as it is."""
+
+    @functools.cached_property
+    def compiled(self) -> Any:
+        return jax.jit(self.apply)
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return nn.Dense(6)(x)
+
+
+def test_what_the_class_computes_once_is_computed_anew() -> None:
+    module = Cached()
+    variables = module.init(KEY, X)
+    assert set(count_dots(module.compiled, variables, X)) == {"float32"}
+    under = jaxmp.linen.apply_policy(module, "mixed_bfloat16")
+    assert set(count_dots(under.compiled, variables, X)) == {"bfloat16"}
+    assert set(count_dots(jaxmp.linen.remove_policy(under).compiled, variables, X)) == {"float32"}
+
+
 @keeps_config
 class Found(Net):
     """A class that pickle finds by its name."""

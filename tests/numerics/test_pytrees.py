@@ -167,6 +167,13 @@ def test_a_restored_state_trains_on() -> None:
     assert step._cache_size() <= 2
 
 
+def test_python_numbers_in_a_state() -> None:
+    """As somebody sets them: `state.replace(step=3)`."""
+    state = stepped(optimizer("bfloat16")).replace(step=3)
+    words = flax.serialization.from_bytes(None, flax.serialization.to_bytes(state))
+    assert int(flax.serialization.from_state_dict(state, words).step) == 3
+
+
 def other_params(state: Any) -> Any:
     return state.replace(params=jax.tree.map(lambda x: x[:2], state.params))
 

@@ -332,7 +332,7 @@ def test_params_in_8_bits_are_warned_of(inner: Any, name: str) -> None:
         jaxmp.mixed_precision(inner, "bfloat16", moments="int8").init,
         jax.jit(jaxmp.mixed_precision(inner, "mixed_bfloat16", moments="int8").init),
     ):
-        with pytest.warns(UserWarning, match=f"holds params, or what begins as a copy.*: {name}"):
+        with pytest.warns(UserWarning, match=f"begins with what is made of params: {name}"):
             init(params)
     jaxmp.compact_state(inner, "bfloat16").init(params)  # no warning
     jaxmp.compact_state(inner, "int8").init({"small": jnp.ones(4)})  # stays float32

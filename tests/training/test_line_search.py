@@ -87,6 +87,52 @@ def test_in_every_precision(policy: str, microbatches: int) -> None:
     assert float(metrics["loss"]) < 0.03
 
 
+@pytest.mark.parametrize("name", ["lbfgs", "zoom"])
+def test_a_line_on_which_the_scale_overflows(name: str) -> None:
+    """The scale suits the step's own gradients: at a trial point they may be much larger.
+
+    With that scale alone the search failed, nothing moved, and no step was skipped.
+    """
+    tx = jaxmp.mixed_precision(OPTIMIZERS[name], "mixed_float16")
+    params = {"a": jnp.zeros((8, 16)).at[0].set(0.1), "b": jnp.full((16, 1), 0.1)}
+    state = jaxmp.TrainState.create(params=params, tx=tx)
+    large = lambda p, batch: loss_fn(p, (batch[0], 100 * batch[1]))  # noqa: E731
+    step = jaxmp.make_train_step(large, "mixed_float16")
+    losses = []
+    for _ in range(40):
+        state, metrics = step(state, BATCH)
+        losses.append(float(metrics["loss"]))
+    assert int(metrics["skipped"]) > 0  # control: the scale overflows here
+    assert losses[-1] < 0.3 * losses[0]
+
+
+def test_slopes_along_the_line() -> None:
+    """Forward and backward mode, and second derivatives, as of the loss itself."""
+
+    def update(grads: Any, _: Any, params: Any = None, *, value_fn: Any, **__: Any) -> Any:
+        along = jax.tree.map(jnp.ones_like, params)
+        slope = lambda p: jax.jvp(value_fn, (p,), (along,))[1]  # noqa: E731
+        product = jax.jvp(jax.grad(value_fn), (params,), (along,))[1]
+        return grads, {
+            "slope": slope(params),
+            "curvature": sum(jnp.sum(x) for x in jax.tree.leaves(product)),
+        }
+
+    start = {"slope": jnp.float32(0), "curvature": jnp.float32(0)}
+    tx = jaxmp.mixed_precision(
+        optax.GradientTransformationExtraArgs(lambda _: start, update), "float32"
+    )
+    state = jaxmp.TrainState.create(params=PARAMS, tx=tx)
+    state, _ = jaxmp.make_train_step(loss_fn, "float32")(state, BATCH)
+    along = jax.tree.map(jnp.ones_like, PARAMS)
+    of_loss = lambda p: loss_fn(p, BATCH)  # noqa: E731
+    want = jax.jvp(of_loss, (PARAMS,), (along,))[1]
+    np.testing.assert_allclose(state.opt_state.inner["slope"], want, rtol=1e-4)
+    twice = jax.jvp(jax.grad(of_loss), (PARAMS,), (along,))[1]
+    want = sum(jnp.sum(x) for x in jax.tree.leaves(twice))
+    np.testing.assert_allclose(state.opt_state.inner["curvature"], want, rtol=1e-3)
+
+
 def test_what_the_optimizer_gets() -> None:
     """The loss and the gradients, float32 and unscaled; and a function with the same of both."""
     dtypes: set[str] = set()
@@ -120,6 +166,22 @@ def test_an_optimizer_that_takes_one_of_them() -> None:
     inner = optax.GradientTransformationExtraArgs(lambda _: jnp.float32(0), update)
     state, metrics = trained(jaxmp.mixed_precision(inner, "mixed_bfloat16"), "mixed_bfloat16")
     assert float(state.opt_state.inner) == float(metrics["loss"])
+
+
+@pytest.mark.parametrize("kind", ["another grad", "jitted"])
+def test_optimizers_that_take_what_is_offered_amiss(kind: str) -> None:
+    """They get less: one calls its first argument `grad`, and functions cannot go through `jit`."""
+
+    def named(grad: Any, state: Any, params: Any = None, **_: Any) -> Any:
+        return jax.tree.map(lambda g: -0.1 * g, grad), state
+
+    chain = optax.chain(optax.adam(1e-2), optax.contrib.reduce_on_plateau())
+    inner = {
+        "another grad": optax.GradientTransformationExtraArgs(lambda _: None, named),
+        "jitted": optax.GradientTransformationExtraArgs(chain.init, jax.jit(chain.update)),
+    }[kind]
+    _, metrics = trained(jaxmp.mixed_precision(inner, "mixed_bfloat16"), "mixed_bfloat16")
+    assert float(metrics["loss"]) < float(loss_fn(PARAMS, BATCH))
 
 
 def test_what_the_user_asks_for_has_to_be_taken() -> None:

@@ -298,10 +298,10 @@ def test_a_forgotten_scale_is_seen(inner: Any, jit: bool) -> None:
     step, first = (jax.jit(step) if jit else step), params
     for _ in range(50):
         params, state = step(params, state)
-        if int(state.still) < 50:
+        if int(state.zero_gradients) < 50:
             jaxmp.check_progress(state)
     assert tree_bits(params) == tree_bits(first)
-    text = r"in 50 steps in a row every number.*zero.*loss_scale=opt_state.loss_scale"
+    text = r"in all of 50 steps every number.*zero.*loss_scale=opt_state.loss_scale"
     with pytest.raises(jaxmp.TrainingStalled, match=text):
         jaxmp.check_progress(state)
     jaxmp.check_progress(state, limit=60)
@@ -311,13 +311,16 @@ def test_gradients_with_a_scale_move() -> None:
     params, state, step = forgotten(optax.sgd(0.1))
     for _ in range(3):
         params, state = step(params, state)
-    assert int(state.still) == 3
+    assert int(state.zero_gradients) == 3
     infinite = jax.tree.map(lambda p: p * jnp.inf, params)
     tx = jaxmp.mixed_precision(optax.sgd(0.1), "mixed_float16")
     _, state = tx.apply_gradients(infinite, state, params)  # skipped, and so no step
-    assert (int(state.still), int(state.skipped)) == (3, 1)
-    _, state = step(params, state, scaled=True)
-    assert int(state.still) == 0
+    assert (int(state.zero_gradients), int(state.skipped)) == (3, 1)
+    params, state = step(params, state, scaled=True)
+    assert int(state.zero_gradients) == -1
+    for _ in range(60):  # what has moved may come to rest, as a margin that is satisfied
+        params, state = step(params, state)
+    jaxmp.check_progress(state)
 
 
 def test_without_a_dynamic_scale_zeros_are_no_sign() -> None:
@@ -325,7 +328,7 @@ def test_without_a_dynamic_scale_zeros_are_no_sign() -> None:
     params, state, step = forgotten(optax.sgd(0.1), loss_scale=jaxmp.NoLossScale())
     for _ in range(3):
         params, state = step(params, state)
-    assert int(state.still) == 0
+    assert int(state.zero_gradients) == -1
 
 
 def test_a_train_state_by_hand_counts_too() -> None:
@@ -333,7 +336,7 @@ def test_a_train_state_by_hand_counts_too() -> None:
     state = jaxmp.TrainState.create(params={"w": jnp.ones(3)}, tx=tx, count=jnp.zeros(2))
     for _ in range(2):
         state = state.apply_gradients({"w": jnp.zeros(3)}, count=jnp.ones(2))
-    assert int(state.opt_state.still) == 2
+    assert int(state.opt_state.zero_gradients) == 2
 
 
 @pytest.mark.exhaustive

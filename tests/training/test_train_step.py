@@ -594,6 +594,11 @@ def test_two_arrays_in_one_memory() -> None:
 
 
 def test_other_errors_of_a_step_stay() -> None:
+    def refuses(params: Any, batch: Any) -> Any:
+        raise ValueError("please donate")
+
+    with pytest.raises(ValueError, match="please donate"):
+        jaxmp.make_train_step(refuses, "mixed_float16")(make(), batch())
     _, step = with_target()
     with pytest.raises(TypeError, match="dot_general requires"):
         step(with_target()[0], batch() | {"x": np.ones((8, 5), np.float32)})
