@@ -108,7 +108,12 @@ def _shown(equation: core.JaxprEqn) -> core.JaxprEqn:
     if equation.primitive.name != _CALL or not all(hasattr(atom.aval, "dtype") for atom in atoms):
         return equation  # of other values than arrays, such as variables that are written to
     name, params_of = _CLASSES.get(_class_of(equation), (_CUSTOM_VJP, _function))
-    params = {"call": equation, **params_of(equation)}
+    try:
+        params = {"call": equation, **params_of(equation)}
+    except Exception:  # any exception: an object of another library, which may have no program
+        if _class_of(equation) in _CLASSES:
+            raise
+        return equation
     return equation.replace(primitive=_PRIMITIVES[name], params=params)
 
 

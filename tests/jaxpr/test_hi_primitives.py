@@ -265,8 +265,7 @@ def test_an_unknown_object_in_full_precision_is_meant() -> None:
     assert "float32" in count_dots(jaxmp.autocast(loss, "mixed_bfloat16"), W, X)
 
 
-def test_a_call_of_another_value_than_arrays_stays() -> None:
-    """And what has no float32 product inside is no reason to warn."""
+def test_an_unknown_object_without_products_is_no_reason_to_warn() -> None:
 
     class Shift(_Object):  # type: ignore[misc]
         def __init__(self, x: Any) -> None:
@@ -278,6 +277,25 @@ def test_a_call_of_another_value_than_arrays_stays() -> None:
 
     fast = jaxmp.autocast(lambda x, w: Shift(jax.typeof(x))(x) @ w, "mixed_bfloat16")
     np.testing.assert_allclose(fast(X, W), (X + 1) @ W, rtol=2e-2, atol=2e-2)
+
+
+def test_an_object_without_a_program_stays() -> None:
+    """Its rules may do without: a kernel that only some compilers know."""
+
+    class Opaque(_Object):  # type: ignore[misc]
+        def __init__(self, x: Any) -> None:
+            self.in_avals, self.out_aval, self.params = (x,), x, {}
+            super().__init__()
+
+        def expand(self, x: Any) -> Any:
+            raise NotImplementedError("only on a device of another maker")
+
+    fast = jaxmp.autocast(lambda x, w: Opaque(jax.typeof(x))(x) @ w, "mixed_bfloat16")
+    program = jax.make_jaxpr(fast)(X, W)
+    assert "call_hi_primitive" in [each.primitive.name for each in equations(program)]
+    assert set(count_dots(fast, X, W)) == {"bfloat16"}
+    report = jaxmp.audit(fast, X, W)
+    assert "1 call_hi_primitive" in str(report)
 
 
 def _call_primitive() -> core.Primitive:
