@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, PRNGKeyArray, UInt32
 
-from jaxmp._numerics.dtypes import DType, is_narrow, parse_dtype
+from jaxmp._numerics.dtypes import DType, is_key, is_narrow, parse_dtype
 
 Randomness = Literal["counter", "threefry"]
 
@@ -140,7 +140,7 @@ def _key_words(key: Any) -> list[Array]:
             f"stochastic_round takes a random key, such as jax.random.key(0), got "
             f"{type(key).__name__}"
         )
-    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+    if not is_key(key):
         key = jax.random.wrap_key_data(jnp.asarray(key))
     if key.ndim:
         raise ValueError(f"stochastic_round takes one key, got keys of shape {key.shape}")

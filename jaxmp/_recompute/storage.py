@@ -23,6 +23,7 @@ from jaxmp._jaxpr.compat import function_name, is_of_jax_nn, open_jaxpr
 from jaxmp._jaxpr.derivatives import derivative_of
 from jaxmp._jaxpr.op_classes import COSTS, JITS, LINEAR, REDUCTIONS, Cost
 from jaxmp._jaxpr.program import Op, Program
+from jaxmp._numerics.dtypes import is_key
 
 # Values before the first dear operation are computed again in each region, unless a chain of more
 # operations than this leads to them.
@@ -93,7 +94,7 @@ def names_of(equation: core.JaxprEqn) -> set[str]:
 
 def bytes_of(aval: Any) -> int:
     """Returns the size of a value in bytes; for a key, the size of its numbers."""
-    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+    if is_key(aval):
         aval = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
     return math.prod(aval.shape) * int(aval.dtype.itemsize)
 

@@ -395,21 +395,23 @@ def _value_fn(
         return loss, split_floats(grads)[0]
 
     def with_slopes(wide: PyTree) -> tuple[Any, list[Any]]:
-        if (begun := rest[2]) is None:
+        if rest[2] is None:
             return evaluated(wide, 1.0)
+        scale, before = jax.tree.map(on_current_axes, (rest[2].scale, (here.loss, here.grads)))
 
         # The scale suits the point where the step is. Elsewhere gradients may be larger.
         def overflows(turn: Any) -> Any:
             factor, loss, grads = turn
-            may_fall = factor * begun.scale > 1
+            may_fall = factor * scale > 1
             return (factor > 1) | (may_fall & jnp.isfinite(loss) & ~all_finite(grads))
 
         def lower(turn: Any) -> Any:
             factor = turn[0] / _BACKOFF
             return factor, *evaluated(wide, factor)
 
-        nothing = jax.tree.map(jnp.zeros_like, (here.loss, split_floats(here.grads)[0]))
-        begin = jnp.float32(_BACKOFF), *jax.tree.map(on_current_axes, nothing)
+        # So that the loss is traced once, it is evaluated in the loop alone.
+        nothing = jax.tree.map(jnp.zeros_like, (before[0], split_floats(before[1])[0]))
+        begin = jnp.float32(_BACKOFF), *nothing
         return jax.lax.while_loop(overflows, lower, begin)[1:]
 
     @jax.custom_jvp

@@ -193,17 +193,18 @@ def test_what_the_user_asks_for_has_to_be_taken() -> None:
         trained(tx, "mixed_bfloat16", extra_args=lambda state, batch, loss: {"speed": 1.0})
 
 
-def test_on_a_mesh() -> None:
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_on_a_mesh(policy: str) -> None:
     """Explicit axes too: the search runs on automatic ones, as the optimizer does."""
     losses = []
     for kind in (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit):
         mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
         batch = jax.device_put(BATCH, jax.NamedSharding(mesh, jax.P("data")))
         params = jax.device_put(PARAMS, jax.NamedSharding(mesh, jax.P()))
-        tx = jaxmp.mixed_precision(optax.lbfgs(), "mixed_bfloat16")
+        tx = jaxmp.mixed_precision(optax.lbfgs(), policy)
         with jax.set_mesh(mesh):
             state = jaxmp.TrainState.create(params=params, tx=tx)
-            step = jaxmp.make_train_step(loss_fn, "mixed_bfloat16")
+            step = jaxmp.make_train_step(loss_fn, policy)
             for _ in range(5):
                 state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
