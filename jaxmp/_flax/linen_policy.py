@@ -278,13 +278,19 @@ def _under(cls: Any, rules: PolicyRules, strict: bool, before: Any) -> Any:
     body["__reduce_ex__"] = nn.nowrap(reduce_ex)
     body |= {name: nn.nowrap(at_the_root(name)) for name in ("init_with_output", "init", "apply")}
     body |= {name: nn.nowrap(wherever_it_is(name)) for name in _method_names(cls)}
+    under = _subclass(cls, before, body)
+    return under
+
+
+def _subclass(cls: Any, before: Any, body: dict[str, Any]) -> Any:
+    """Makes a subclass of the same name, which is made of its fields as the author has it."""
     # A decorated class replaces the original one, also in a registry that its author keeps.
     hook: type = _Hinting if before is None else _Quiet
-    under = type(cls)(cls.__name__, (cls,) if issubclass(cls, hook) else (hook, cls), body)
+    made = type(cls)(cls.__name__, (cls,) if issubclass(cls, hook) else (hook, cls), body)
     # Flax makes an `__init__` for each class. The author may have wrapped that of the first, to set
     # more than the fields, as diffusers' `flax_register_to_config` does.
-    under.__init__ = (before or cls).__init__
-    return under
+    made.__init__ = (before or cls).__init__
+    return made
 
 
 class _Quiet:

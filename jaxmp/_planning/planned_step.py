@@ -14,10 +14,11 @@ from jaxtyping import PyTree
 from jaxmp._mesh.fsdp import FSDP, fully_sharded
 from jaxmp._mesh.specs import axes_of_spec
 from jaxmp._numerics.tree import leaf_names
+from jaxmp._training.jitted_step import TrainStep
 from jaxmp._training.optimizer import MixedPrecision
 from jaxmp._training.state_shardings import state_shardings
 from jaxmp._training.train_state import TrainState
-from jaxmp._training.train_step import TrainStep, make_train_step
+from jaxmp._training.train_step import make_train_step
 
 
 class Placement(NamedTuple):

@@ -24,7 +24,6 @@ from jaxmp._numerics.tree import (
     check_flag,
     check_like,
     leaf_names,
-    same_structure,
     strong,
     widen,
 )
@@ -38,6 +37,7 @@ from jaxmp._training.compact_state import (
 from jaxmp._training.frozen import check_rests, gradient_dtype, moved_by
 from jaxmp._training.master_storages import same_bits
 from jaxmp._training.masters import Masters, is_masked
+from jaxmp._training.optimizer_checks import check_gradients, check_moved, first_difference
 from jaxmp._training.skipping import Skip, step_if
 
 
@@ -113,7 +113,7 @@ class Algorithm:
         check_arrays(params, "params")
         params, values = strong(params), strong(values)
         moved = self._expected(params, anew=True).moved
-        _check_moved(params, moved)
+        check_moved(params, moved)
         params, master = self.masters.first(values, params, moved)
         values = jax.eval_shape(self.masters.load, params, master)
         warn_of_coded_params(self.inner, values, self.moments)
@@ -256,9 +256,9 @@ class Algorithm:
             like_name="params",
             advice="Differentiate with respect to the params that the optimizer updates.",
         )
-        _check_gradients(grads, params)
+        check_gradients(grads, params)
         moved, master, inner = self._expected(params)
-        if difference := _first_difference(state.master, master):
+        if difference := first_difference(state.master, master):
             raise ValueError(
                 "the params do not match the optimizer state: their structure, shapes or dtypes "
                 f"are not those that tx.init saw. Masters now: {difference}. Cast params before "
@@ -268,7 +268,7 @@ class Algorithm:
                 "optimizer by jaxmp.convert_state(state, tx). Where other params were frozen "
                 "before, make the masters anew: state._replace(master=tx.init(params).master)"
             )
-        if inner is not None and (difference := _first_difference(state.inner, inner)):
+        if inner is not None and (difference := first_difference(state.inner, inner)):
             raise ValueError(
                 "the state is that of another optimizer, or its moments are stored otherwise: "
                 f"{difference}. If only moments=... differs, convert it: "
@@ -309,48 +309,8 @@ def _has_hash(config: LossScale) -> bool:
     return True
 
 
-def _first_difference(given: PyTree, wanted: PyTree) -> str:
-    """Describes the first leaf of another shape or dtype, or the leaves if structures differ.
-
-    Scalars may have any dtype: users set learning rates.
-    """
-    if not same_structure(given, wanted):
-        return f"{_summary(given)}; wanted: {_summary(wanted)}"
-    leaves = zip(jax.tree.leaves(given), jax.tree.leaves(wanted), strict=True)
-    for i, (x, y) in enumerate(leaves):
-        if jnp.shape(x) != jnp.shape(y) or (jnp.ndim(x) and x.dtype != y.dtype):
-            return f"{leaf_names(given)[i]} {_shape_and_dtype(x)}; wanted: {_shape_and_dtype(y)}"
-    return ""
-
-
 def _canonical_dtype(x: Any) -> Any:
     return jax.dtypes.canonicalize_dtype(jnp.result_type(x))
-
-
-def _check_moved(params: PyTree, moved: PyTree) -> None:
-    leaves = zip(jax.tree.leaves(params), jax.tree.leaves(moved), strict=True)
-    for i, (x, moves) in enumerate(leaves):
-        if moves and not is_inexact(x):
-            raise TypeError(
-                f"params, leaf {leaf_names(params)[i]!r}, is {x.dtype}, and the optimizer moves "
-                "it, or may: only floating leaves have gradients and masters. Keep counters, keys "
-                "and tables of integers elsewhere (Equinox: eqx.filter(model, "
-                "eqx.is_inexact_array); nnx: a Variable that is no Param), convert it to a float, "
-                "or freeze it by optax.set_to_zero in an optax.multi_transform around all else"
-            )
-
-
-def _check_gradients(grads: PyTree, params: PyTree) -> None:
-    for i, (g, p) in enumerate(zip(jax.tree.leaves(grads), jax.tree.leaves(params), strict=True)):
-        given = jnp.result_type(g)
-        if jnp.issubdtype(given, jnp.complexfloating) and not jnp.iscomplexobj(p):
-            raise TypeError(
-                f"gradients leaf {leaf_names(grads)[i]!r} is complex, but its param is real"
-            )
-        if is_inexact(p) and not jnp.issubdtype(given, jnp.inexact):
-            raise TypeError(
-                f"gradients, leaf {leaf_names(grads)[i]!r}, is {given}, but its param is {p.dtype}"
-            )
 
 
 def _wide_gradient(grad: Any, param: Any) -> Any:
@@ -438,13 +398,3 @@ def _like_before(inner: Any, before: Any) -> Any:
                 f"{jnp.result_type(old)} to {jnp.result_type(new)}"
             )
     return inner
-
-
-def _summary(tree: PyTree) -> str:
-    leaves = list(zip(leaf_names(tree), jax.tree.leaves(tree), strict=True))
-    shown = [f"{name} {_shape_and_dtype(x)}" for name, x in leaves[:4]]
-    return ", ".join(shown + ["..."] * (len(leaves) > 4)) or "none"
-
-
-def _shape_and_dtype(x: Any) -> str:
-    return f"{getattr(x, 'dtype', type(x).__name__)}{list(jnp.shape(x))}"

@@ -1,7 +1,7 @@
 """The jitted train step, assembled from gradients, loss scale, optimizer and state."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
 import jax
@@ -12,21 +12,17 @@ from jaxtyping import PyTree
 
 from jaxmp._autocast.api import autocast
 from jaxmp._float32_reduction.api import GradientReduction, check_fsdp, gradient_reduction
-from jaxmp._jaxpr import compat
-from jaxmp._jaxpr.flops import products_in
-from jaxmp._jaxpr.mesh_axes import on_axes_of, on_current_axes
+from jaxmp._jaxpr.mesh_axes import on_axes_of
 from jaxmp._jaxpr.tracing import on_automatic_axes_inside
 from jaxmp._mesh.fsdp import FSDP
-from jaxmp._numerics.dtypes import is_floating, is_narrow
-from jaxmp._numerics.loss_scale import LossScaleState, NoLossScale
+from jaxmp._numerics.dtypes import is_floating
+from jaxmp._numerics.loss_scale import NoLossScale
 from jaxmp._numerics.tree import (
     all_finite,
     cast_floating,
-    copied,
     split_floats,
     stays_finite,
 )
-from jaxmp._numerics.user_warnings import warn
 from jaxmp._policies.policy import Policy, get_policy
 from jaxmp._policies.policy_rules import PolicyRules
 from jaxmp._policies.presets import all_policies, dtypes_of
@@ -35,9 +31,10 @@ from jaxmp._recompute.api import Recompute, recompute as lean
 from jaxmp._training.float8_state import Delayed, check_has_state, with_given
 from jaxmp._training.gradient_options import GradientOptions
 from jaxmp._training.gradients import scaled_evaluation
+from jaxmp._training.jitted_step import TrainStep, check_state
+from jaxmp._training.line_search import stepped_with_first, value_function
 from jaxmp._training.microbatch import Evaluation, check_microbatches, sum_over_microbatches
 from jaxmp._training.optimizer import MixedPrecision
-from jaxmp._training.progress import warn_of_foreign_scale
 from jaxmp._training.step_metrics import (
     Metrics,
     check_histograms_every,
@@ -139,7 +136,7 @@ def make_train_step(
     loss_and_rest = _with_rest(_lowered(loss_fn, policy, cast, cast_batch), has_aux, recompute)
 
     def train_step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
-        _check_state(state, batch)
+        check_state(state, batch)
         _check_same_dtypes(policy, state.tx.policy)
         check_has_state([policy] if policy else all_policies(state.tx.rules), state.collections)
         _check_shardings(shardings, state)
@@ -154,20 +151,7 @@ def make_train_step(
         reduced = options.reduction is not None
         free = loss_and_rest if reduced else on_automatic_axes_inside(loss_and_rest)
 
-        def evaluate_batch(
-            params: PyTree, batch: PyTree, others: Any, scale: Any
-        ) -> tuple[Any, Evaluation]:
-            scaled = dataclasses.replace(options, loss_scale=scale)
-            evaluate = scaled_evaluation(free, (0,), scaled, beside=delayed.beside)
-
-            def evaluate_part(collections: Any, part: PyTree) -> tuple[Any, Evaluation]:
-                loss, (grads,), found = evaluate(params, part, collections, *delayed.arguments)
-                new, aux, seen = delayed.unpacked(found)
-                new = jax.tree.map(on_axes_of, new, collections)
-                return new, Evaluation(loss, grads, (aux, seen))
-
-            return sum_over_microbatches(evaluate_part, others, params, batch, microbatches)
-
+        evaluate_batch = _evaluation_of_batch(free, options, delayed)
         given = batch, delayed.others, options.loss_scale
         collections, (loss, grads, (aux, found)) = evaluate_batch(state.params, *given)
         norm = optax.tree.norm(split_floats(grads)[0])
@@ -176,10 +160,10 @@ def make_train_step(
         finite = all_finite((loss, norm, grads)) & stays_finite(collections, delayed.others)
         collections = collections | delayed.updated(found)
         extra = {} if extra_args is None else dict(extra_args(state, batch, loss))
-        value_fn = _value_fn(evaluate_batch, state.params, given, Evaluation(loss, grads, ()))
+        value_fn = value_function(evaluate_batch, state.params, given, Evaluation(loss, grads, ()))
         all_there_is = {"value": loss, "grad": grads, "value_fn": value_fn}
         offers = [all_there_is | extra, {"value": loss} | extra, extra]
-        new = _updated(state, grads, offers, finite, collections)
+        new = stepped_with_first(state, grads, offers, finite, collections)
         metrics = {"loss": loss, "grad_norm": norm} | step_metrics(state, new)
         metrics |= gradient_metrics(grads, finite, state, count_overflows, histograms_every)
         return new, metrics | ({"aux": aux} if has_aux else {})
@@ -187,6 +171,28 @@ def make_train_step(
     placed = None if shardings is None else (shardings, None)
     jitted = jax.jit(train_step, donate_argnums=(0,) * donate, out_shardings=placed)
     return TrainStep(jitted, model_casts=policy is None, donates=donate)
+
+
+def _evaluation_of_batch(
+    fun: Callable[..., Any], options: GradientOptions, delayed: Delayed
+) -> Callable[[PyTree, PyTree, Any, Any], tuple[Any, Evaluation]]:
+    """Returns a function of params, batch, collections and loss scale; it adds microbatches up."""
+
+    def evaluate_batch(
+        params: PyTree, batch: PyTree, others: Any, scale: Any
+    ) -> tuple[Any, Evaluation]:
+        scaled = dataclasses.replace(options, loss_scale=scale)
+        evaluate = scaled_evaluation(fun, (0,), scaled, beside=delayed.beside)
+
+        def evaluate_part(collections: Any, part: PyTree) -> tuple[Any, Evaluation]:
+            loss, (grads,), found = evaluate(params, part, collections, *delayed.arguments)
+            new, aux, seen = delayed.unpacked(found)
+            new = jax.tree.map(on_axes_of, new, collections)
+            return new, Evaluation(loss, grads, (aux, seen))
+
+        return sum_over_microbatches(evaluate_part, others, params, batch, options.microbatches)
+
+    return evaluate_batch
 
 
 def _check_options(fsdp: Any, microbatches: Any, cast: Any, histograms_every: Any) -> None:
@@ -219,102 +225,6 @@ def _with_rest(lowered: Callable[..., Any], has_aux: bool, recompute: Recompute)
     return loss_and_rest
 
 
-class TrainStep:
-    """A jitted step that checks the state it is called with, as `make_train_step` returns it.
-
-    It has all attributes of a jitted function, such as `lower` and `trace`.
-
-    Args:
-      jitted: the step.
-      model_casts: whether the dtypes are left to the model.
-      donates: whether the state is donated.
-    """
-
-    def __init__(self, jitted: jax.stages.Wrapped, *, model_casts: bool, donates: bool) -> None:
-        self._jitted = jitted
-        self._model_casts = model_casts
-        self._donates = donates
-        self._called = False
-
-    def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
-        """Runs one step; see `make_train_step`."""
-        _check_state(state, batch)
-        if not compat.is_traced(state.step):
-            _check_alive(state)
-            if not self._called:
-                warn_of_foreign_scale(state)
-                if self._model_casts:
-                    _warn_if_all_is_wide(state.tx, self._jitted.trace(state, batch).jaxpr)
-                self._called = True
-            if self._donates:
-                return self._run_on(_with_own_arrays(state, batch), batch)
-        return self._jitted(state, batch)
-
-    def _run_on(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
-        try:
-            return self._jitted(state, batch)
-        except (ValueError, jax.errors.JaxRuntimeError) as error:
-            if "Execute()" not in str(error) or "donate" not in str(error):
-                raise
-            raise ValueError(
-                "two arrays of the state, or one of it and one of the batch, lie in the same "
-                "memory, which cannot be donated twice. jax.device_put, for one, returns a new "
-                "array in the old memory. Copy one of them first: jax.tree.map(jnp.copy, ...). "
-                "Nothing was computed, and the state is as it was"
-            ) from error
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_jitted":  # of an unfinished instance, such as a copy in the making
-            raise AttributeError(name)
-        return getattr(self._jitted, name)
-
-
-def _warn_if_all_is_wide(tx: MixedPrecision, step: Any) -> None:
-    """Warns if the optimizer was wrapped for 16 bits, and all products of a step read more."""
-    narrow = {p.compute_dtype.name for p in all_policies(tx.rules) if is_narrow(p.compute_dtype)}
-    read = {x.aval.dtype for product in products_in(step.jaxpr) for x in product.invars}
-    if narrow and read and all(dtype.itemsize >= 4 for dtype in read):
-        warn(
-            f"the optimizer was wrapped for {' and '.join(sorted(narrow))}, but every product of "
-            "this step is float32: the model does not cast, and make_train_step has no policy. "
-            "Give it one, make_train_step(loss_fn, policy), or put the model under one"
-        )
-
-
-def _check_alive(state: TrainState) -> None:
-    arrays = (x for x in jax.tree.leaves(state) if isinstance(x, jax.Array))
-    if any(x.is_deleted() for x in arrays):
-        raise ValueError(
-            "this state was donated to an earlier step, which wrote the next one over it. Go on "
-            "with the state that the step returned, `state, metrics = step(state, batch)`, or "
-            "keep old states with make_train_step(..., donate=False)"
-        )
-
-
-def _with_own_arrays(state: TrainState, batch: PyTree) -> TrainState:
-    """Copies what would be donated twice: an array at two places of the state, or in the batch."""
-    seen = set(map(id, jax.tree.leaves(batch)))
-    leaves, structure = jax.tree.flatten(state)
-    for i, x in enumerate(leaves):
-        if id(x) in seen and isinstance(x, jax.Array):
-            leaves[i] = copied(x)
-        seen.add(id(x))
-    own: TrainState = jax.tree.unflatten(structure, leaves)
-    return own
-
-
-def _check_state(state: Any, batch: Any) -> None:
-    if not isinstance(state, TrainState):
-        kind = f"{type(state).__module__.partition('.')[0]}.{type(state).__qualname__}"
-        raise TypeError(
-            f"a step is called as step(state, batch) with a jaxmp.TrainState, got {kind}"
-            f"{': the arguments are swapped' if isinstance(batch, TrainState) else ''}. Make one "
-            "with jaxmp.TrainState.create(params=..., tx=...). Flax's TrainState takes the same "
-            "tx in a step of your own: jaxmp.value_and_grad with "
-            "loss_scale=state.opt_state.loss_scale, then state.apply_gradients(grads=grads)"
-        )
-
-
 def _lowered(
     loss_fn: Callable[..., Any], policy: Policy | None, cast: Cast, cast_batch: bool
 ) -> Callable[..., Any]:
@@ -342,92 +252,6 @@ def _lowered(
         return rewritten(params, batch, **collections)
 
     return all_cast if cast == "all" else products_cast
-
-
-def _updated(
-    state: TrainState,
-    grads: PyTree,
-    offers: Sequence[dict[str, Any]],
-    finite: Any,
-    collections: dict[str, PyTree],
-) -> TrainState:
-    """Returns the next state; the optimizer gets the first of the offered arguments that it takes.
-
-    An optimizer does not say what it takes: optax's chains take anything, and pass it to parts that
-    may not.
-    """
-    *better, last = offers
-    first = None
-    for offer in better:
-        try:
-            return state.apply_gradients(grads, offer, finite=finite, **collections)
-        except TypeError as error:
-            first = first or error
-    try:
-        return state.apply_gradients(grads, last, finite=finite, **collections)
-    except TypeError as error:
-        raise error from first
-
-
-def _value_fn(
-    evaluate_batch: Callable[..., tuple[Any, Evaluation]],
-    params: PyTree,
-    rest: tuple[PyTree, PyTree, LossScaleState | None],
-    here: Evaluation,
-) -> Callable[[PyTree], Any]:
-    """Returns the loss of a step as a function of float32 params, with the gradients of a step.
-
-    Optimizers that search along a line evaluate it, and differentiate it. As in a step, params are
-    rounded to the dtypes of the live ones, and gradients are scaled inside and float32 outside.
-
-    Args:
-      evaluate_batch: evaluates the loss, of params and the rest.
-      params: the live params.
-      rest: the batch, the collections and the loss scale.
-      here: what that is for these params.
-    """
-
-    def evaluated(wide: PyTree, factor: Any) -> tuple[Any, list[Any]]:
-        live = jax.tree.map(lambda x, p: jnp.asarray(x, p.dtype), wide, params)
-        batch, others, scale = jax.tree.map(on_current_axes, rest)
-        scale = None if scale is None else scale._replace(scale=factor * scale.scale)
-        _, (loss, grads, _) = evaluate_batch(live, batch, others, scale)
-        return loss, split_floats(grads)[0]
-
-    def with_slopes(wide: PyTree) -> tuple[Any, list[Any]]:
-        if rest[2] is None:
-            return evaluated(wide, 1.0)
-        scale, before = jax.tree.map(on_current_axes, (rest[2].scale, (here.loss, here.grads)))
-
-        # The scale suits the point where the step is. Elsewhere gradients may be larger.
-        def overflows(turn: Any) -> Any:
-            factor, loss, grads = turn
-            may_fall = factor * scale > 1
-            return (factor > 1) | (may_fall & jnp.isfinite(loss) & ~all_finite(grads))
-
-        def lower(turn: Any) -> Any:
-            factor = turn[0] / _BACKOFF
-            return factor, *evaluated(wide, factor)
-
-        # So that the loss is traced once, it is evaluated in the loop alone.
-        nothing = jax.tree.map(jnp.zeros_like, (before[0], split_floats(before[1])[0]))
-        begin = jnp.float32(_BACKOFF), *nothing
-        return jax.lax.while_loop(overflows, lower, begin)[1:]
-
-    @jax.custom_jvp
-    def value(wide: PyTree) -> Any:
-        return evaluated(wide, 1.0)[0]
-
-    @value.defjvp
-    def _(primals: tuple[PyTree], tangents: tuple[PyTree]) -> tuple[Any, Any]:
-        loss, grads = with_slopes(*primals)
-        dots = zip(grads, split_floats(tangents[0])[0], strict=True)
-        return loss, sum(jnp.vdot(*each) for each in dots)
-
-    return value
-
-
-_BACKOFF = 16.0  # by which a loss scale falls that overflows somewhere on a line
 
 
 def _has_forgotten_scale(tx: MixedPrecision) -> bool:

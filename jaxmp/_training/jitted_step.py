@@ -1,0 +1,113 @@
+"""A jitted train step that checks the state it is called with."""
+
+from typing import Any
+
+import jax
+from jaxtyping import PyTree
+
+from jaxmp._jaxpr import compat
+from jaxmp._jaxpr.flops import products_in
+from jaxmp._numerics.dtypes import is_narrow
+from jaxmp._numerics.tree import copied
+from jaxmp._numerics.user_warnings import warn
+from jaxmp._policies.presets import all_policies
+from jaxmp._training.optimizer import MixedPrecision
+from jaxmp._training.progress import warn_of_foreign_scale
+from jaxmp._training.step_metrics import Metrics
+from jaxmp._training.train_state import TrainState
+
+
+class TrainStep:
+    """A jitted step that checks the state it is called with, as `make_train_step` returns it.
+
+    It has all attributes of a jitted function, such as `lower` and `trace`.
+
+    Args:
+      jitted: the step.
+      model_casts: whether the dtypes are left to the model.
+      donates: whether the state is donated.
+    """
+
+    def __init__(self, jitted: jax.stages.Wrapped, *, model_casts: bool, donates: bool) -> None:
+        self._jitted = jitted
+        self._model_casts = model_casts
+        self._donates = donates
+        self._called = False
+
+    def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+        """Runs one step; see `make_train_step`."""
+        check_state(state, batch)
+        if not compat.is_traced(state.step):
+            _check_alive(state)
+            if not self._called:
+                warn_of_foreign_scale(state)
+                if self._model_casts:
+                    _warn_if_all_is_wide(state.tx, self._jitted.trace(state, batch).jaxpr)
+                self._called = True
+            if self._donates:
+                return self._run_on(_with_own_arrays(state, batch), batch)
+        return self._jitted(state, batch)
+
+    def _run_on(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+        try:
+            return self._jitted(state, batch)
+        except (ValueError, jax.errors.JaxRuntimeError) as error:
+            if "Execute()" not in str(error) or "donate" not in str(error):
+                raise
+            raise ValueError(
+                "two arrays of the state, or one of it and one of the batch, lie in the same "
+                "memory, which cannot be donated twice. jax.device_put, for one, returns a new "
+                "array in the old memory. Copy one of them first: jax.tree.map(jnp.copy, ...). "
+                "Nothing was computed, and the state is as it was"
+            ) from error
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_jitted":  # of an unfinished instance, such as a copy in the making
+            raise AttributeError(name)
+        return getattr(self._jitted, name)
+
+
+def _warn_if_all_is_wide(tx: MixedPrecision, step: Any) -> None:
+    """Warns if the optimizer was wrapped for 16 bits, and all products of a step read more."""
+    narrow = {p.compute_dtype.name for p in all_policies(tx.rules) if is_narrow(p.compute_dtype)}
+    read = {x.aval.dtype for product in products_in(step.jaxpr) for x in product.invars}
+    if narrow and read and all(dtype.itemsize >= 4 for dtype in read):
+        warn(
+            f"the optimizer was wrapped for {' and '.join(sorted(narrow))}, but every product of "
+            "this step is float32: the model does not cast, and make_train_step has no policy. "
+            "Give it one, make_train_step(loss_fn, policy), or put the model under one"
+        )
+
+
+def _check_alive(state: TrainState) -> None:
+    arrays = (x for x in jax.tree.leaves(state) if isinstance(x, jax.Array))
+    if any(x.is_deleted() for x in arrays):
+        raise ValueError(
+            "this state was donated to an earlier step, which wrote the next one over it. Go on "
+            "with the state that the step returned, `state, metrics = step(state, batch)`, or "
+            "keep old states with make_train_step(..., donate=False)"
+        )
+
+
+def _with_own_arrays(state: TrainState, batch: PyTree) -> TrainState:
+    """Copies what would be donated twice: an array at two places of the state, or in the batch."""
+    seen = set(map(id, jax.tree.leaves(batch)))
+    leaves, structure = jax.tree.flatten(state)
+    for i, x in enumerate(leaves):
+        if id(x) in seen and isinstance(x, jax.Array):
+            leaves[i] = copied(x)
+        seen.add(id(x))
+    own: TrainState = jax.tree.unflatten(structure, leaves)
+    return own
+
+
+def check_state(state: Any, batch: Any) -> None:
+    if not isinstance(state, TrainState):
+        kind = f"{type(state).__module__.partition('.')[0]}.{type(state).__qualname__}"
+        raise TypeError(
+            f"a step is called as step(state, batch) with a jaxmp.TrainState, got {kind}"
+            f"{': the arguments are swapped' if isinstance(batch, TrainState) else ''}. Make one "
+            "with jaxmp.TrainState.create(params=..., tx=...). Flax's TrainState takes the same "
+            "tx in a step of your own: jaxmp.value_and_grad with "
+            "loss_scale=state.opt_state.loss_scale, then state.apply_gradients(grads=grads)"
+        )
