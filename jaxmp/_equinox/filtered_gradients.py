@@ -80,7 +80,7 @@ def filter_value_and_grad(
         # Autocast around all of it sees the batch. What is in no module stays as it was traced.
         is_low = has_policy((model, args, kwargs))
         differentiated = value_and_grad(
-            autocast(of_params, PolicyRules(), kernels="low") if is_low else of_params,
+            autocast(of_params, PolicyRules()) if is_low else of_params,
             has_aux=has_aux,
             loss_scale=loss_scale,
             microbatches=microbatches,

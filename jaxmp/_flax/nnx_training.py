@@ -158,19 +158,15 @@ class _ModuleReduction(GradientReduction):
         def is_wanted(path: Any, value: Any) -> bool:
             return any(path[0] == i and is_in(path[1:], value) for i, is_in in filters)
 
-        def of_params(graphdef: Any, params: Any, rest: Any) -> Any:
-            return pure_fun(graphdef, nnx.merge_state(params, rest))
-
-        def rewritten(graphdef: Any, state: Any) -> Any:
+        def rewritten(params: Any, others: Any, graphdef: Any) -> Any:
             self.check()
-            params, rest = nnx.split_state(state, is_wanted, ...)
             # The params of each argument, in the structure of their gradients.
             own = [nnx.State(params.raw_mapping.get(x.argnum, {})) for x in argnums]
             layouts = self.layouts(own)
-            call, given = reduced_in_float32(of_params, (graphdef, params, rest), (1,), layouts)
+            call, given = reduced_in_float32(pure_fun, (params, others, graphdef), (0,), layouts)
             return call(*given)
 
-        return lambda *nodes: call_pure(rewritten, _REDUCTION, nodes), tuple(args)
+        return lambda *nodes: call_pure(rewritten, _REDUCTION, nodes, is_wanted), tuple(args)
 
 
 def _module_reduction(

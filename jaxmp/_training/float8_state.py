@@ -88,7 +88,7 @@ def init_state(
     >>> state.forward
     (Array([3., 0.], dtype=float32), Array([1., 0.], dtype=float32))
     """
-    fast = loss_fn if policy is None else autocast(loss_fn, policy, kernels="low")
+    fast = loss_fn if policy is None else autocast(loss_fn, policy)
     arguments = (params, batch)
     static, arrays = partition((arguments, collections), numpy=False)
     closed = trace_call(fast, static, arrays, as_jit=True, numpy=False).closed

@@ -235,7 +235,7 @@ def _lowered(
     wide = compute if compute.itemsize >= 4 else jnp.dtype(jnp.float32)
 
     # In a float32 loss, only the precision of its products is set.
-    rewritten = autocast(loss_fn, policy, kernels="low")
+    rewritten = autocast(loss_fn, policy)
     written = rewritten if compute.itemsize >= 4 else loss_fn
 
     def all_cast(params: PyTree, batch: PyTree, **collections: PyTree) -> Any:

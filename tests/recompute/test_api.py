@@ -668,7 +668,7 @@ def test_in_float16_forward_is_the_same_to_the_bit() -> None:
         (
             lambda: jaxmp.recompute(mlp, "sometimes"),
             ValueError,
-            "recompute must be 'auto', 'always' or 'never', got 'sometimes'",
+            "recompute must be 'auto', 'always', 'loops' or 'never', got 'sometimes'",
         ),
         (lambda: jaxmp.recompute(mlp, dear="tanh"), TypeError, r"Write dear=\['tanh'\]"),
         (lambda: jaxmp.recompute(mlp, dear=[jnp.tanh]), TypeError, "dear must list names"),
@@ -745,7 +745,9 @@ def test_as_an_option(name: str) -> None:
     again = jaxmp.audit(lean, PARAMS, X).recomputed
     assert again
     assert not jaxmp.audit(plain, PARAMS, X).recomputed
-    with pytest.raises(ValueError, match="recompute must be 'auto', 'always' or 'never', got 1"):
+    with pytest.raises(
+        ValueError, match="recompute must be 'auto', 'always', 'loops' or 'never', got 1"
+    ):
         STEPS[name](recompute=1)
 
 
