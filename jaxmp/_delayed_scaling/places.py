@@ -48,7 +48,7 @@ def places_of(equations: Sequence[core.JaxprEqn]) -> Places:
     """Returns the places in equations, and in the programs that can run again inside of them."""
     places, codes = Places([], []), _codes_of_products(equations)
     for equation in equations:
-        counts = _counts(equation, codes)
+        counts = _own_places(equation, codes)
         for into, count in zip(places, counts, strict=True):
             into += [()] * count
         stack = (equation.params["length"],) if equation.primitive.name == "scan" else ()
@@ -102,7 +102,7 @@ class _Run:
         self.seen: list[Any] = []
 
     def rule(self, equation: core.JaxprEqn, values: list[Any]) -> list[Any]:
-        forward, backward = _counts(equation, self.codes)
+        forward, backward = _own_places(equation, self.codes)
         rule: Callable[[core.JaxprEqn, list[Any], Given], _Both]
         if forward or backward:
             rule = _round if forward else _attach
@@ -124,7 +124,7 @@ def _codes_of_products(equations: Sequence[core.JaxprEqn]) -> frozenset[Any]:
     return frozenset(x for each in equations if _attaches(each) for x in each.invars[1:3])
 
 
-def _counts(equation: core.JaxprEqn, codes: frozenset[Any]) -> tuple[int, int]:
+def _own_places(equation: core.JaxprEqn, codes: frozenset[Any]) -> tuple[int, int]:
     """Returns how many operands an equation itself rounds, and how many cotangents."""
     rounds = equation.primitive.name == "float8_encode" and equation.outvars[0] in codes
     return int(rounds), int(_attaches(equation))

@@ -85,8 +85,9 @@ def _encoded(
 ) -> tuple[Any, Any]:
     if not scale:
         return encoded(x, dtype, axes, power_of_two=power_of_two)
+    (known,) = scale
     visible = jnp.where(jnp.isfinite(x), x, jnp.asarray(jnp.nan, x.dtype))
-    return rounded_to_codes(visible, *scale, dtype), largest_magnitude(x, axes)
+    return rounded_to_codes(visible, known, dtype), largest_magnitude(x, axes)
 
 
 def _lower_on_gpu(ctx: Any, x: Any, *scale: Any, is_weight: bool, **params: Any) -> Any:

@@ -51,13 +51,48 @@ def layer(rows: int, summed: int, columns: int) -> tuple[list[Any], Any]:
     return args, jaxmp.float8.Float8State((history, history), (history,))
 
 
+def cycles(compiled: Any) -> int:
+    return estimated_cycles(compiled.as_text())[0]
+
+
+@pytest.mark.parametrize(
+    ("width", "share"),
+    [
+        pytest.param(4096, 0.84, marks=pytest.mark.jax),
+        pytest.param(8192, 0.87, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_layer_takes_fewer_cycles_on_a_tpu(tpu7x: Compiler, width: int, share: float) -> None:
+    """The shares are those of docs/float8.md: each product waits for no maximum."""
+    args, state = layer(8192, width, width)
+    before, after = cycles(tpu7x(current, *args)), cycles(tpu7x(delayed, *args, state))
+    assert after / before == pytest.approx(share, abs=0.02)
+
+
 @pytest.mark.jax
-def test_a_layer_takes_fewer_cycles_on_a_tpu(tpu7x: Compiler) -> None:
-    """1.19 and 1.15 times at widths 4,096 and 8,192, in docs/float8.md."""
-    args, state = layer(8192, 4096, 8192)
-    before, _ = estimated_cycles(tpu7x(current, *args).as_text())
-    after, _ = estimated_cycles(tpu7x(delayed, *args, state).as_text())
-    assert before > 1.08 * after > 0
+def test_an_mlp_block_takes_fewer_cycles_on_a_tpu(tpu7x: Compiler) -> None:
+    """Its neighbours hide more of the maxima; the compiler of jax 0.10 hides less than 0.12."""
+
+    def block(x: Any, up: Any, down: Any) -> Any:
+        return x + (jax.nn.gelu(x @ up) @ down).astype(x.dtype)
+
+    fast = jaxmp.autocast(block, "mixed_float8")
+
+    def current(g: Any, *args: Any) -> Any:
+        out, backward = jax.vjp(fast, *args)
+        return out, backward(g)
+
+    def delayed(state: Any, g: Any, *args: Any) -> Any:
+        out, backward, seen = with_probes(fast, state, *args)
+        grads, of_cotangents = backward(g)
+        return out, grads, jaxmp.float8.update(state, seen, of_cotangents)
+
+    (x, up, _), _ = layer(8192, 4096, 16384)
+    (_, down, g), _ = layer(8192, 16384, 4096)
+    history = jax.ShapeDtypeStruct((16,), jnp.float32)
+    state = jaxmp.float8.Float8State((history,) * 4, (history,) * 2)
+    before = cycles(tpu7x(current, g, x, up, down))
+    assert 0.85 < cycles(tpu7x(delayed, state, g, x, up, down)) / before < 0.95
 
 
 @pytest.mark.jax
