@@ -176,15 +176,12 @@ def scaled_evaluation(
     argnums: tuple[Any, ...],
     options: GradientOptions,
     transform: Callable[..., Any] | None = None,
-    beside: tuple[int, ...] = (),
 ) -> Callable[..., Evaluation]:
     """Evaluates loss and gradient under a scale; returns both unscaled and times their weight.
 
     The weight of a microbatch multiplies the scaled loss, not the gradients: then the low-precision
     gradients inside the model are as large as with the full batch. `argnums` are positions, or what
-    `transform` takes for them. It replaces `jax.grad` where arguments are not plain trees. The
-    arguments `beside` are no params: their gradients are returned as they are, in a tuple with
-    `aux`.
+    `transform` takes for them. It replaces `jax.grad` where arguments are not plain trees.
     """
     has_aux, state, reduction = options.has_aux, options.loss_scale, options.reduction
 
@@ -211,10 +208,7 @@ def scaled_evaluation(
         if reduction is not None:
             call, args = reduction.rewrite(scaled, args, argnums)
         differentiated = transform or functools.partial(_gradient, scaled=state is not None)
-        both = (*argnums, *beside)
-        grads, (loss, aux) = differentiated(call, argnums=both, has_aux=True)(*args)
-        if beside:
-            grads, aux = grads[: len(argnums)], (aux, *grads[len(argnums) :])
+        grads, (loss, aux) = differentiated(call, argnums=argnums, has_aux=True)(*args)
         if reduction is not None:
             grads = reduction.constrain(grads)
         scale = jax.tree.map(on_current_axes, state)

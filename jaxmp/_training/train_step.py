@@ -26,9 +26,7 @@ from jaxmp._numerics.tree import (
 from jaxmp._policies.policy import Policy, get_policy
 from jaxmp._policies.policy_rules import PolicyRules
 from jaxmp._policies.presets import all_policies, dtypes_of
-from jaxmp._primitives.float8_sites import Given
 from jaxmp._recompute.api import Recompute, recompute as lean
-from jaxmp._training.float8_state import Delayed, check_has_state, with_given
 from jaxmp._training.gradient_options import GradientOptions
 from jaxmp._training.gradients import scaled_evaluation
 from jaxmp._training.jitted_step import TrainStep, check_state
@@ -70,9 +68,7 @@ def make_train_step(
         a dictionary with the new values of those that changed.
       policy: the policy in whose compute dtype `loss_fn` runs, as `cast` says. None leaves the
         dtypes to the model, as for Flax modules with their own `dtype`. The compute dtype must be
-        the one for which the optimizer was wrapped, since that determined the loss scale. A delayed
-        float8 recipe needs the collection `float8_state`, from `jaxmp.float8.init_state`: the step
-        updates it, and `loss_fn` is called without it.
+        the one for which the optimizer was wrapped, since that determined the loss scale.
       has_aux: whether `loss_fn` also returns `aux`: `(loss, aux)`, or `(loss, collections, aux)`.
         The step returns it as `metrics["aux"]`, with a leading axis of microbatches if there are
         several.
@@ -133,12 +129,12 @@ def make_train_step(
     """
     policy = _one_policy(policy)
     _check_options(fsdp, microbatches, cast, histograms_every)
-    loss_and_rest = _with_rest(_lowered(loss_fn, policy, cast, cast_batch), has_aux, recompute)
+    lowered = _lowered(loss_fn, policy, cast, cast_batch)
+    loss_and_rest = _with_rest(lean(lowered, recompute), has_aux)
 
     def train_step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         check_state(state, batch)
         _check_same_dtypes(policy, state.tx.policy)
-        check_has_state([policy] if policy else all_policies(state.tx.rules), state.collections)
         _check_shardings(shardings, state)
         options = GradientOptions(
             has_aux=True,
@@ -146,19 +142,17 @@ def make_train_step(
             microbatches=microbatches,
             reduction=_reduction(state.tx.rules, fsdp),
         )
-        delayed = Delayed.of(state.collections, options)
         # What runs under one policy runs under all: a reduction is on automatic axes by itself.
         reduced = options.reduction is not None
         free = loss_and_rest if reduced else on_automatic_axes_inside(loss_and_rest)
 
-        evaluate_batch = _evaluation_of_batch(free, options, delayed)
-        given = batch, delayed.others, options.loss_scale
-        collections, (loss, grads, (aux, found)) = evaluate_batch(state.params, *given)
+        evaluate_batch = _evaluation_of_batch(free, options)
+        given = batch, state.collections, options.loss_scale
+        collections, (loss, grads, aux) = evaluate_batch(state.params, *given)
         norm = optax.tree.norm(split_floats(grads)[0])
         # Finite gradients may have an infinite norm, and Adam's squares of them overflow. An
         # infinite loss destroys the state of optimizers that read it.
-        finite = all_finite((loss, norm, grads)) & stays_finite(collections, delayed.others)
-        collections = collections | delayed.updated(found)
+        finite = all_finite((loss, norm, grads)) & stays_finite(collections, state.collections)
         extra = {} if extra_args is None else dict(extra_args(state, batch, loss))
         value_fn = value_function(evaluate_batch, state.params, given, Evaluation(loss, grads, ()))
         all_there_is = {"value": loss, "grad": grads, "value_fn": value_fn}
@@ -174,23 +168,22 @@ def make_train_step(
 
 
 def _evaluation_of_batch(
-    fun: Callable[..., Any], options: GradientOptions, delayed: Delayed
+    fun: Callable[..., Any], options: GradientOptions
 ) -> Callable[[PyTree, PyTree, Any, Any], tuple[Any, Evaluation]]:
     """Returns a function of params, batch, collections and loss scale; it adds microbatches up."""
 
     def evaluate_batch(
-        params: PyTree, batch: PyTree, others: Any, scale: Any
+        params: PyTree, batch: PyTree, first: Any, scale: Any
     ) -> tuple[Any, Evaluation]:
         scaled = dataclasses.replace(options, loss_scale=scale)
-        evaluate = scaled_evaluation(fun, (0,), scaled, beside=delayed.beside)
+        evaluate = scaled_evaluation(fun, (0,), scaled)
 
         def evaluate_part(collections: Any, part: PyTree) -> tuple[Any, Evaluation]:
-            loss, (grads,), found = evaluate(params, part, collections, *delayed.arguments)
-            new, aux, seen = delayed.unpacked(found)
+            loss, (grads,), (new, aux) = evaluate(params, part, collections)
             new = jax.tree.map(on_axes_of, new, collections)
-            return new, Evaluation(loss, grads, (aux, seen))
+            return new, Evaluation(loss, grads, aux)
 
-        return sum_over_microbatches(evaluate_part, others, params, batch, options.microbatches)
+        return sum_over_microbatches(evaluate_part, first, params, batch, options.microbatches)
 
     return evaluate_batch
 
@@ -203,24 +196,13 @@ def _check_options(fsdp: Any, microbatches: Any, cast: Any, histograms_every: An
         raise ValueError(f"cast must be 'products' or 'all', got {cast!r}")
 
 
-def _with_rest(lowered: Callable[..., Any], has_aux: bool, recompute: Recompute) -> Any:
-    """Returns a function of params, batch and collections: the loss, and all that is not it.
+def _with_rest(lowered: Callable[..., Any], has_aux: bool) -> Any:
+    """Returns a function of params, batch and collections: the loss, and all that is not it."""
 
-    With the two arguments of `Delayed` after them, it returns the magnitudes in float8, too.
-    """
-    current, delayed = lean(lowered, recompute), lean(with_given(lowered), recompute)
-
-    def loss_and_rest(
-        params: PyTree, batch: PyTree, collections: dict[str, PyTree], *float8: Any
-    ) -> Any:
-        if float8:
-            (forward, backward), probes = float8
-            given = Given(forward, backward, probes)
-            out, seen = delayed(given, params, batch, **collections)
-        else:
-            out, seen = current(params, batch, **collections), []
+    def loss_and_rest(params: PyTree, batch: PyTree, collections: dict[str, PyTree]) -> Any:
+        out = lowered(params, batch, **collections)
         loss, changed, aux = _unpack(out, bool(collections), has_aux)
-        return loss, (updated_collections(collections, changed), aux, seen)
+        return loss, (updated_collections(collections, changed), aux)
 
     return loss_and_rest
 

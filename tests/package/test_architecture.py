@@ -33,6 +33,7 @@ FOLDERS = (
     "_diagnostics",
     "_planning",
     "_command",
+    "_delayed_scaling",
 )
 FACADES = (
     "__init__",
@@ -114,6 +115,17 @@ def test_every_module_is_in_a_folder_or_a_facade() -> None:
 @pytest.mark.parametrize("module", MODULES)
 def test_imports_point_down(module: str) -> None:
     assert violations(module, imports_of(module)) == []
+
+
+def test_the_shelf_is_imported_by_its_facade_alone() -> None:
+    """Who does not use delayed scaling meets none of it."""
+    importers = {
+        module
+        for module in MODULES
+        if not module.startswith("_delayed_scaling.")
+        and any(other.startswith("_delayed_scaling.") for other in ours(imports_of(module)))
+    }
+    assert importers == {"float8"}
 
 
 def test_the_check_sees_an_upward_import() -> None:

@@ -83,19 +83,25 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ("no value", lambda: jaxmp.get_policy("c="), ValueError, "cannot read 'c='"),
     ("float8 recipe", lambda: jaxmp.get_policy("mixed_float8,products=tensorwize"), ValueError,
      "unknown float8 recipe 'tensorwize'. Did you mean 'tensorwise'? Valid: tensorwise, rowwise, "
-     "rowwise_hp, blockwise, delayed"),
+     "rowwise_hp"),
     ("float8 recipe type", lambda: jaxmp.Policy("f32", "bf16", "f32", products=8), TypeError,
      "products must be a jaxmp.float8.Recipe or its name, got int"),
     ("float8 recipe field", lambda: jaxmp.float8.get_recipe("rowwise:gradiant=e5m2"), ValueError,
      "cannot read 'gradiant=e5m2' in recipe 'rowwise:gradiant=e5m2': expected one field=value of "
-     "granularity, forward, gradient, power_of_two, weight_gradient, minimum, scaling, history. "
+     "granularity, forward, gradient, power_of_two, weight_gradient, minimum. "
      "Did you mean 'gradient'?"),
     ("float8 granularity", lambda: jaxmp.float8.Recipe(granularity="channel"), ValueError,
-     "granularity of a float8 recipe must be 'tensor', 'row', 'block'; got 'channel'"),
+     "granularity of a float8 recipe must be 'tensor', 'row'; got 'channel'"),
     ("float8 format", lambda: jaxmp.float8.Recipe(forward="bf16"), ValueError,
      "forward of a float8 recipe must be float8_e4m3fn or float8_e5m2, got bfloat16"),
     ("MX formats", lambda: jaxmp.get_policy("mixed_bfloat16,products=mxfp8"), ValueError,
      "mxfp8 needs blocks of 32 numbers, and JAX multiplies those in bfloat16 on every device"),
+    ("float8 in blocks", lambda: jaxmp.get_policy("mixed_float8,products=blockwise"), ValueError,
+     "blockwise would be slower than bfloat16: XLA has no product of blocks with a scale each. For "
+     "activations with outliers take 'rowwise_hp'. Use one of: tensorwise, rowwise, rowwise_hp"),
+    ("float8, delayed", lambda: jaxmp.get_policy("mixed_float8,products=delayed:history=8"),
+     ValueError, "scales from earlier steps need a state, which no recipe has. Take 'tensorwise', "
+     "alone or inside of jaxmp.float8.with_state, which brings such scales. Use one of: tens"),
     ("float8 in float32", lambda: jaxmp.get_policy("float32,products=tensorwise"), ValueError,
      "products in float8 (tensorwise) need a compute dtype of 16 bits for all that is around them, "
      "got float32. Use 'mixed_float8', or compute=bfloat16"),
