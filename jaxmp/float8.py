@@ -1,6 +1,6 @@
 """Products in float8: recipes, the product itself for hand-written code, and delayed scaling."""
 
-from jaxmp._policies.recipe import Recipe as Recipe, get_recipe as get_recipe
+from jaxmp._policies.recipe import Recipe as Recipe
 from jaxmp._primitives.float8_dot import dot_general as dot_general
 from jaxmp._training.float8_state import (
     Float8State as Float8State,

@@ -13,6 +13,7 @@ import pytest
 from jax import lax
 
 import jaxmp
+from jaxmp._numerics.tree import cast_floating
 from jaxmp.sharding import gather_params, reduce_gradients
 from tests.support.dots import equations
 from tests.support.references import mlp_loss_and_grads
@@ -593,7 +594,7 @@ def test_reduce_after_pcast_and_value_and_grad() -> None:
 
     def local(params: Any, x: Any, y: Any) -> Any:
         varying = jax.tree.map(lambda p: lax.pcast(p, "d", to="varying"), params)
-        low = lambda p, x, y: loss_fn(jaxmp.cast_floating(p, jnp.bfloat16), x, y)  # noqa: E731
+        low = lambda p, x, y: loss_fn(cast_floating(p, jnp.bfloat16), x, y)  # noqa: E731
         loss, grads = jaxmp.value_and_grad(low)(varying, x, y)
         return lax.pmean(loss, "d"), reduce_gradients(grads, "d")
 

@@ -9,6 +9,7 @@ import pytest
 import jaxmp
 from jaxmp import PolicyRules, rules as presets
 from jaxmp._policies.patterns import matches
+from jaxmp._policies.presets import get_rules
 
 pytestmark = pytest.mark.annotations
 
@@ -219,10 +220,10 @@ def test_keep_float32() -> None:
 
 
 def test_apex_levels() -> None:
-    o2 = presets.get_rules("O2")
+    o2 = get_rules("O2")
     assert o2.resolve("bn1") == jaxmp.get_policy("p=f32,c=f32,o=f16")
     assert o2.resolve("conv1") == jaxmp.get_policy("p=f16,c=f16,o=f32") == jaxmp.get_policy("O2")
-    o3 = presets.get_rules("O3")
+    o3 = get_rules("O3")
     assert o3.resolve("bn1") == o3.resolve("conv1") == jaxmp.get_policy("O3")
 
 

@@ -17,6 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import jaxmp
 import jaxmp.linen
 from jaxmp._jaxpr import compat
+from jaxmp._policies.recipe import get_recipe
 from tests.support.bits import tree_bits
 from tests.support.dots import count_dots
 
@@ -87,7 +88,7 @@ def magnitudes(state: Any) -> Any:
 
 
 def test_the_recipe_as_text() -> None:
-    recipe = jaxmp.float8.get_recipe("delayed:history=32")
+    recipe = get_recipe("delayed:history=32")
     assert recipe == jaxmp.float8.Recipe(scaling="delayed", history=32)
     assert str(recipe) == "delayed:history=32"
     assert str(jaxmp.float8.Recipe(scaling="delayed")) == "delayed"
@@ -110,7 +111,7 @@ def test_the_recipe_as_text() -> None:
 @pytest.mark.usefixtures("unchecked")
 def test_what_cannot_be_delayed(text: str, error: str) -> None:
     with pytest.raises(ValueError, match=error):
-        jaxmp.float8.get_recipe(text)
+        get_recipe(text)
 
 
 # --- the first state -----------------------------------------------------------------------------
