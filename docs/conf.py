@@ -118,6 +118,7 @@ def link_to_pages(
     """
     lines[:] = [re.sub(r"`*docs/([\w-]+)\.md`*", r":doc:`/\1`", line) for line in lines]
     lines[:] = [re.sub(r"\bjaxmp\._[\w.]*\.(\w+)", r"\1", line) for line in lines]
+    lines[:] = [line.replace("*shape", r"\*shape") for line in lines]
     results = rf"(?<!`)`({'|'.join(RESULTS)})`(?!`)"
     lines[:] = [re.sub(results, r":py:obj:`.\1`", line) for line in lines]
 

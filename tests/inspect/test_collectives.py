@@ -574,20 +574,3 @@ def test_the_audit_can_have_it() -> None:
     text = str(report)
     assert "Collectives of the program after partitioning, whole arrays" in text
     assert "What the compiler does after partitioning" in text
-
-
-def test_the_check_of_the_audit_sees_it() -> None:
-    args = product_arguments(mesh_of(8))
-    fn = jax.grad(product)
-    with pytest.raises(jaxmp.AuditError, match="only in the compiled program: give audit compiled"):
-        jaxmp.audit(fn, *args).check(reduced_in=F32)
-    report = jaxmp.audit(fn, *args, compiled=True)
-    with pytest.raises(jaxmp.AuditError) as caught:
-        report.check(reduced_in=F32)
-    assert str(caught.value).splitlines()[1:] == [
-        "reduced_in: sums over devices should carry float32 or wider, these do not:",
-        "  1,024 bytes  bfloat16  all-reduce over data  at "
-        + line_of("the product", "product")
-        + ", backward",
-    ]
-    assert report.check(reduced_in="bfloat16") is report
