@@ -27,7 +27,7 @@ from plan_setups import DESIGNED_ON, OPTIONS, SETUPS, SPREADS, mesh_of, sharding
 
 import jaxmp
 from jaxmp._planning.absent_devices import PLATFORMS, Platform, eight_devices
-from jaxmp.diagnostics import MemoryPlan
+from jaxmp._planning.memory_rows import MemoryPlan
 from jaxmp.sharding import FSDP
 
 _DEVICES = {"gpu": "h100", "tpu": "v5e"}

@@ -126,8 +126,9 @@ def make_loss(model: Net) -> Callable[..., Any]:
 def make_optimizer(rules: jaxmp.PolicyRules, steps: int) -> jaxmp.MixedPrecision:
     """AdamW with a decaying learning rate, inside the wrapper."""
     inner = optax.adamw(optax.cosine_decay_schedule(LEARNING_RATE, steps))
-    if jnp.dtype(jnp.float16) not in jaxmp.rules.dtypes_of(rules):
-        return jaxmp.mixed_precision(inner, rules)
+    tx = jaxmp.mixed_precision(inner, rules)
+    if isinstance(tx.loss_scale, jaxmp.NoLossScale):  # only float16 needs one
+        return tx
     return jaxmp.mixed_precision(inner, rules, loss_scale=FLOAT16_SCALE)
 
 

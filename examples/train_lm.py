@@ -177,7 +177,7 @@ def train(
     return _iterate(state, history, loss_fn, settings, corpus, checkpoints, report)
 
 
-def audit(name: str, settings: Settings, corpus: Corpus) -> jaxmp.AuditReport:
+def audit(name: str, settings: Settings, corpus: Corpus) -> Any:
     """What a train step of one policy runs in which dtype; nothing is computed."""
     state, loss_fn = _start(name, settings, corpus)
     batch = corpus.batch(settings.seed, 1, size=settings.batch_size, context=settings.context)

@@ -7,5 +7,5 @@ from jaxmp._delayed_scaling.state import (
     update as update,
     with_state as with_state,
 )
-from jaxmp._policies.recipe import Recipe as Recipe, get_recipe as get_recipe
+from jaxmp._policies.recipe import Recipe as Recipe
 from jaxmp._primitives.float8_dot import dot_general as dot_general

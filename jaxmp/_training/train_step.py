@@ -99,7 +99,7 @@ def make_train_step(
         alone. `check_progress` names the params with the most.
       histograms_every: every how many calls `metrics["histograms"]` has the histograms of the
         gradients, float32 and unscaled, of the first call on. It is a
-        `jaxmp.diagnostics.Histograms`, all zero in the calls between.
+        `Histograms`, all zero in the calls between.
 
     Returns:
       A jitted `step(state, batch) -> (state, metrics)`, which can be lowered and traced like a

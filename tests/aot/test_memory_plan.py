@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
-from jaxmp.diagnostics import MemoryPlan, memory_plan
+from jaxmp._planning.memory_rows import MemoryPlan
+from jaxmp.diagnostics import memory_plan
 from jaxmp.sharding import FSDP, fully_sharded
 from tests.aot.conftest import Compiler
 

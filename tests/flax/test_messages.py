@@ -176,7 +176,7 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ("family", lambda: jaxmp.rules.keep_float32("bf16", "norms"), TypeError,
      "keep_float32 takes families such as jaxmp.rules.NORMS, got 'norms'. For a pattern of your "
      "own write PolicyRules([(pattern, 'float32')], default=policy)"),
-    ("get_rules", lambda: jaxmp.rules.get_rules([("a", "f32")]), TypeError,
+    ("rules", lambda: jaxmp.linen.apply_policy(nn.Dense(1), [("a", "f32")]), TypeError,
      "rules must be jaxmp.PolicyRules, a policy or its name, got list. Pairs of pattern and "
      "policy go into PolicyRules([...])"),
     ("rules of a step", lambda: jaxmp.make_train_step(lambda p, b: 0.0, NAMED), TypeError,

@@ -179,9 +179,8 @@ def test_files_and_functions_stay_small(module: str) -> None:
             assert lines <= 60, node.name
 
 
-# Public twins: what linen, nnx, Equinox and `shard_map` have of their own.
+# Public twins: what linen, nnx and Equinox have of their own.
 TWINS = {
-    "all_finite",
     "apply_policy",
     "autocast",
     "grad",

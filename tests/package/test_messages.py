@@ -13,6 +13,8 @@ import optax
 import pytest
 
 import jaxmp
+from jaxmp._numerics.tree import cast_floating
+from jaxmp._policies.recipe import get_recipe
 
 # These cases hand over wrong types on purpose; users have no runtime type checker in between.
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -86,7 +88,7 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
      "rowwise_hp"),
     ("float8 recipe type", lambda: jaxmp.Policy("f32", "bf16", "f32", products=8), TypeError,
      "products must be a jaxmp.float8.Recipe or its name, got int"),
-    ("float8 recipe field", lambda: jaxmp.float8.get_recipe("rowwise:gradiant=e5m2"), ValueError,
+    ("float8 recipe field", lambda: get_recipe("rowwise:gradiant=e5m2"), ValueError,
      "cannot read 'gradiant=e5m2' in recipe 'rowwise:gradiant=e5m2': expected one field=value of "
      "granularity, forward, gradient, power_of_two, weight_gradient, minimum. "
      "Did you mean 'gradient'?"),
@@ -225,7 +227,7 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
      "eqx.filter(model, eqx.is_inexact_array); nnx: a Variable that is no Param), convert it to a "
      "float, or freeze it by optax.set_to_zero in an optax.multi_transform around all else"),
     ("params cast after init",
-     lambda: update(params=jaxmp.cast_floating(PARAMS, jnp.float16)), ValueError,
+     lambda: update(params=cast_floating(PARAMS, jnp.float16)), ValueError,
      "the params do not match the optimizer state: their structure, shapes or dtypes are not "
      "those that tx.init saw. Masters now: none; wanted: b float32[1], w float32[2]. "
      "Cast params before tx.init (or let tx.init_params do it) and keep their dtypes, as "

@@ -15,7 +15,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as
 
 import jaxmp
 from jaxmp._planning import known_errors
-from jaxmp.diagnostics import MemoryPlan, memory_plan
+from jaxmp._planning.memory_rows import MemoryPlan
+from jaxmp.diagnostics import memory_plan
 from jaxmp.sharding import FSDP, fully_sharded, state_shardings
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("standard_promotion")]

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import jaxmp
+from jaxmp._policies.recipe import get_recipe
 from jaxmp._primitives.float8_product import float8_map
 from jaxmp._primitives.float8_scale_back import without_scale
 from tests.support.dots import equations
@@ -46,7 +47,7 @@ each_spec = pytest.mark.parametrize("name", SPECS)
 
 def case_of(name: str, recipe: str) -> tuple[Product, dict[str, int]]:
     spec, sizes, parameter = SPECS[name]
-    found = jaxmp.float8.get_recipe(f"{recipe}:minimum=none")
+    found = get_recipe(f"{recipe}:minimum=none")
     assert found is not None
     return Product(spec, found, parameter), sizes
 
@@ -228,7 +229,7 @@ def test_what_is_left_out_runs_in_16_bits_and_says_why(reason: str) -> None:
     left, right, spec, options, text = LEFT_OUT[reason]
     x = jnp.asarray(np.random.default_rng(0).normal(size=left), jnp.bfloat16)
     w = jnp.ones(right) / 3
-    tensorwise = jaxmp.float8.get_recipe("tensorwise")
+    tensorwise = get_recipe("tensorwise")
     assert tensorwise is not None
     numbers = Product(spec, tensorwise).numbers()
     options = {"recipe": "tensorwise", **options}

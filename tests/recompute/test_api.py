@@ -16,6 +16,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import Mesh, PartitionSpec as P
 
 import jaxmp
+from jaxmp._numerics.tree import cast_floating
 from tests.support.autocast_checks import W, X, compiled, error, rows, weights
 from tests.support.dots import equations
 from tests.support.recompute_checks import (
@@ -809,7 +810,7 @@ def test_sums_and_gathers_over_devices_are_the_same(author: str) -> None:
             return x + (jax.nn.gelu(norm(x) @ each["w"]) @ each["v"]), None
 
         if author == "cast":
-            params, x = jaxmp.cast_floating((params, x), jnp.bfloat16)
+            params, x = cast_floating((params, x), jnp.bfloat16)
         return jnp.mean(lax.scan(layer, x, params)[0].astype(jnp.float32))
 
     def found(recompute: Any) -> Any:
