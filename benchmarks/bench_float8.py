@@ -275,7 +275,7 @@ def _trained(case: str, products: str, weight: float, seeds: int, args: argparse
     scale = jaxmp.StaticLossScale(weight)
     tx = jaxmp.mixed_precision(inner, _policy(products), loss_scale=scale)
     loss_fn = _make_loss(products, args)
-    step = jaxmp.make_train_step(loss_fn)
+    step = jaxmp.make_train_step(loss_fn, "none")
 
     def one(state: Any, batch: Any) -> Any:
         state, metrics = step(state, batch)

@@ -27,7 +27,7 @@ _MIN_SIZE = 2048  # of params that are split
 _ADAMW = optax.adamw(1e-3)
 _STORAGES = ("float32", "remainder", "remainder8", "kahan", "stochastic", "none")
 # What a train step is told of a model that casts by itself.
-MODEL_CASTS: Any = None
+MODEL_CASTS = "none"
 
 
 # ------------------------------------------------------------------------------- eight devices

@@ -149,7 +149,7 @@ def train(precision: str, digits: Digits, *, steps: int, seed: int) -> Run:
     rules = precision_rules(precision)
     model = make_model(rules)
     state = make_state(model, rules, steps=steps, seed=seed)
-    step = jaxmp.make_train_step(make_loss(model))  # no policy: the model casts by itself
+    step = jaxmp.make_train_step(make_loss(model), "none")  # the model casts by itself
     predict = jax.jit(functools.partial(model.apply, train=False))
 
     def test(state: jaxmp.TrainState) -> float:

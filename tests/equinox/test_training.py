@@ -140,7 +140,7 @@ def test_a_train_step_is_a_loop_by_hand() -> None:
     tx = jaxmp.mixed_precision(optax.adam(1e-2), "mixed_bfloat16")
     state = jaxmp.TrainState.create(params=params, tx=tx)
     step = jaxmp.make_train_step(
-        lambda params, batch: error(eqx.combine(params, static), batch), donate=False
+        lambda params, batch: error(eqx.combine(params, static), batch), "none", donate=False
     )
     losses = []
     for _ in range(5):

@@ -45,6 +45,13 @@ def step(fun: Any, **options: Any) -> Any:
     return jaxmp.make_train_step(fun, **options)(train_state(**collections), jnp.ones(3))
 
 
+def float8_step() -> Any:
+    """Of a state that was wrapped for a plain cast to float8."""
+    tx = jaxmp.mixed_precision(optax.sgd(0.1), "c=e4m3fn,o=f32")
+    state = jaxmp.TrainState.create(params=PARAMS, tx=tx)
+    return lambda _, batch: any_step()(state, batch)
+
+
 def any_step() -> Any:
     return jaxmp.make_train_step(lambda p, b: p["b"][0])
 
@@ -275,11 +282,17 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
      "got jaxlib.ArrayImpl: the arguments are swapped. Make one with"),
     ("two policies", lambda: step(lambda p, b: p["b"][0], policy="mixed_bfloat16"), ValueError,
      "the train step computes in bfloat16, but the optimizer was wrapped for float16, and its "
-     "loss scale chosen for that. Give make_train_step and mixed_precision the same policy"),
+     "loss scale chosen for that. Leave the policy of make_train_step out: it is that of the "
+     "optimizer"),
     ("two reductions", lambda: step(
         lambda p, b: p["b"][0], policy="p=f32,c=f16,o=f32,reduce=float16"), ValueError,
-     "the train step reduces gradients in float16, but the optimizer was wrapped for float32. Give "
-     "both the same policy"),
+     "the train step reduces gradients in float16, but the optimizer was wrapped for float32, and "
+     "its loss scale chosen for that. Leave the policy of make_train_step out"),
+    ("other rules", lambda: step(lambda p, b: p["b"][0], policy=jaxmp.PolicyRules([("a", "float32")])),
+     ValueError, "the optimizer was wrapped for another policy than these rules, and its loss "
+     "scale chosen for that. Leave the policy of make_train_step out"),
+    ("not a loss", lambda: jaxmp.make_train_step("mixed_bfloat16"), TypeError,
+     "make_train_step takes a loss function, got str"),
     ("select", lambda: jaxmp.select(jnp.array(True), jnp.float32(1), jnp.float16(1)), TypeError,
      "cannot select between float32 and float16: cast one of them"),
     ("select by a mask", lambda: jaxmp.select(jnp.ones(2, bool), 1.0, 2.0), TypeError,
@@ -300,7 +313,7 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ("collection structure",
      lambda: train_state(stats={"m": 1.0}).apply_gradients(PARAMS, stats={"v": 1.0}), ValueError,
      "collection 'stats' and the old one have different structures; missing: m; left over: v"),
-    ("float8 step", lambda: jaxmp.make_train_step(lambda p, b: 0.0, "c=e4m3fn,o=f32"), ValueError,
+    ("float8 step", lambda: float8_step()(train_state(), 1.0), ValueError,
      "make_train_step cannot compute in float8_e4m3fn: a plain cast to float8 loses small "
      "gradients. Use 'mixed_float8', which scales"),
     ("no collections returned", lambda: step(lambda p, b, s: p["b"][0], collections={"s": 1.0}),
