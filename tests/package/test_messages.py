@@ -288,7 +288,8 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
         lambda p, b: p["b"][0], policy="p=f32,c=f16,o=f32,reduce=float16"), ValueError,
      "the train step reduces gradients in float16, but the optimizer was wrapped for float32, and "
      "its loss scale chosen for that. Leave the policy of make_train_step out"),
-    ("other rules", lambda: step(lambda p, b: p["b"][0], policy=jaxmp.PolicyRules([("a", "float32")])),
+    ("other rules", lambda: step(
+        lambda p, b: p["b"][0], policy=jaxmp.PolicyRules([("a", "float32")])),
      ValueError, "the optimizer was wrapped for another policy than these rules, and its loss "
      "scale chosen for that. Leave the policy of make_train_step out"),
     ("not a loss", lambda: jaxmp.make_train_step("mixed_bfloat16"), TypeError,
