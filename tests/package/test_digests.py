@@ -105,7 +105,7 @@ def test_what_is_no_part_of_a_program_is_not_in_its_text() -> None:
     assert make("one") == make("another")
     assert "sin0:float32[]~ = sin[accuracy=None] in0" in make("one")
     written = text._value({"b": frozenset("xyz"), "a": (make, jnp.dtype("bfloat16"))})
-    assert written == "{a: (<function>, bfloat16), b: {x, y, z}}"
+    assert written == "{'a': (<function>, bfloat16), 'b': {'x', 'y', 'z'}}"
 
 
 def test_the_command_compares(tmp_path: Path) -> None:
