@@ -44,10 +44,10 @@ def delayed(x: Any, w: Any, g: Any, state: Any) -> Any:
 
 def layer(rows: int, summed: int, columns: int) -> tuple[list[Any], Any]:
     """An activation, a weight and a cotangent, and the state."""
-    shapes = {(rows, summed): jnp.bfloat16, (summed, columns): jnp.float32}
-    shapes[rows, columns] = jnp.bfloat16
+    shapes = (rows, summed), (summed, columns), (rows, columns)
+    dtypes = jnp.bfloat16, jnp.float32, jnp.bfloat16
     history = jax.ShapeDtypeStruct((16,), jnp.float32)
-    args = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes.items()]
+    args = list(map(jax.ShapeDtypeStruct, shapes, dtypes))
     return args, jaxmp.float8.Float8State((history, history), (history,))
 
 
