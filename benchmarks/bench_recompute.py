@@ -78,7 +78,7 @@ _POLICIES: dict[str, Callable[..., Any]] = {
     "whole blocks": jax.checkpoint_policies.nothing_saveable,
 }
 _MODES: dict[Loop, tuple[Recompute, ...]] = {
-    "scan": ("never", "auto"),
+    "scan": ("never", "auto", "loops"),
     "unrolled": ("never", "auto", "always"),
 }
 _CONTENDERS: dict[Loop, tuple[Contender, ...]] = {
@@ -118,6 +118,10 @@ _AIMS = (
     _Aim("temp", 0.5, "auto", "scan", "temporaries"),
     _Aim("products", 1.005, "auto", "scan", "products"),
     _Aim("turns", 1.02, "auto", "scan", "cycles"),
+    # What a train step does by default: never more, in nothing.
+    _Aim("temp", 1.0, "loops", "scan", "temporaries"),
+    _Aim("products", 1.0, "loops", "scan", "products"),
+    _Aim("turns", 1.0, "loops", "scan", "cycles"),
     _Aim("temp", 1.01, "auto", "unrolled", "temporaries"),
     _Aim("products", 1.005, "auto", "unrolled", "products"),
     _Aim("turns", 1.01, "auto", "unrolled", "cycles"),
