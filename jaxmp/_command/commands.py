@@ -8,10 +8,19 @@ import argparse
 from collections.abc import Callable
 from typing import Any, NamedTuple, get_args
 
+import optax
+import optax.contrib
+
 from jaxmp._command.answer import Answer
 from jaxmp._command.checks import CHECKS, parse_checks
 from jaxmp._command.doctor import look_over
-from jaxmp._command.program import HOW_TO_NAME, NamedProgram, load_program, loss_of
+from jaxmp._command.program import (
+    HOW_TO_NAME,
+    NamedProgram,
+    UsageError,
+    load_program,
+    loss_of,
+)
 from jaxmp._diagnostics.sensitivity import sensitivity
 from jaxmp._inspect.api import AuditError, audit
 from jaxmp._planning.benchmark import POLICIES, benchmark
@@ -21,6 +30,7 @@ from jaxmp._planning.memory_plan import memory_plan
 from jaxmp._policies.patterns import pattern_text
 from jaxmp._recompute.api import Recompute
 from jaxmp._training.compact_state import Moments
+from jaxmp._training.optimizer import mixed_precision
 
 
 class Command(NamedTuple):
@@ -77,13 +87,35 @@ def _answer_doctor(**options: Any) -> Answer:
     return Answer(report, report.failure)
 
 
-def _answer_plan(what: str, **options: Any) -> Answer:
+def _answer_plan(
+    what: str, policy: str, optimizer: str, master: Any, moments: Any, **options: Any
+) -> Answer:
+    tx = mixed_precision(_named_optimizer(optimizer), policy, master=master, moments=moments)
+    # What was not asked for is as the function has it.
+    options = {name: value for name, value in options.items() if value}
     params: Any = what
     if ":" in what or not what.lstrip(".")[:1].isdigit():
         options["loss_fn"], params, options["batch"] = loss_of(load_program(what))
-    plan = memory_plan(params, **options)
+    plan = memory_plan(params, tx, **options)
     missing = f"it does not fit: {plan.peak:,} bytes on a device of {plan.capacity:,}"
+    if plan.is_refused:
+        missing = plan.limits[0]
     return Answer(plan, "" if plan.fits() else missing)
+
+
+def _named_optimizer(name: str) -> Any:
+    """Returns an optimizer of optax by its name, with its defaults."""
+    make = getattr(optax, name, None) or getattr(optax.contrib, name, None)
+    try:
+        optimizer = make(learning_rate=1e-3) if callable(make) else None
+    except TypeError:
+        optimizer = None
+    if not isinstance(optimizer, optax.GradientTransformation):
+        raise UsageError(
+            f"{name!r} is no optimizer of optax that takes a learning rate alone. Give one such as "
+            "'adamw', 'sgd' or 'lion'"
+        )
+    return optimizer
 
 
 def _answer_audit(
@@ -175,9 +207,9 @@ COMMANDS = {
     "plan": Command(
         _answer_plan,
         "how much memory training takes on each device",
-        "Plans the bytes that training takes on each device: params, masters, moments, gradients, "
-        "and with a loss function also activations. Nothing runs, and nothing is compiled unless "
-        "asked for. Exit code 1 if it does not fit the device.",
+        "Plans the bytes that training takes on each device. What lives between steps is counted. "
+        "With a loss, the step is compiled for the device, which need not be here, and its "
+        "compiler says the peak. Nothing runs. Exit code 1 if it does not fit the device.",
         {
             "what": {
                 "metavar": "WHAT",
@@ -188,15 +220,16 @@ COMMANDS = {
             "--optimizer": _option("a name in optax", "adamw"),
             "--master": _option("how masters are kept", "float32", choices=_MASTERS),
             "--moments": _option("how moments are kept", "float32", choices=get_args(Moments)),
-            "--gradients": _option("of gradients, for a number of params", metavar="DTYPE"),
-            "--microbatches": _MICROBATCHES,
-            "--recompute": _option("of the forward pass", "never", choices=get_args(Recompute)),
-            "--devices": _option("how many share params and state", 1, type=int, metavar="N"),
-            "--device": _option("such as h100 or v5e", "h100", type=device_argument),
-            "--has-aux": _HAS_AUX,
-            "--compiled": _flag(
-                "compile the step for the device, which need not be here, for the compiler's peak"
+            "--microbatches": _option(
+                "parts of a batch, one after the other", type=int, metavar="N"
             ),
+            "--recompute": _option("of the forward pass", choices=get_args(Recompute)),
+            "--devices": _option("how many share params and state", 1, type=int, metavar="N"),
+            "--device": _option(
+                "such as h100 or v5e; by default the one at hand, and h100 on a CPU",
+                type=device_argument,
+            ),
+            "--has-aux": _HAS_AUX,
         },
     ),
     "audit": Command(

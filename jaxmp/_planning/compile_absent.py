@@ -1,4 +1,4 @@
-"""Compiles a function for devices that are not here, for arguments that lie elsewhere."""
+"""Compiles a function for devices that need not be here, for arguments that lie elsewhere."""
 
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,7 +9,16 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
 
 from jaxmp._inspect.compiled import closed_over, is_array
 from jaxmp._planning.absent_devices import absent_devices, is_absent
-from jaxmp._planning.devices import Device
+from jaxmp._planning.devices import Device, is_of_kind
+
+
+class NoCompiler(Exception):
+    """There is no compiler for a device here; the text says why."""
+
+
+class DoesNotFit(Exception):
+    """A compiler made no program, since it would not fit the device; the text says by how much."""
+
 
 _OTHER_MESH = (
     "the function names a mesh of devices that are here. Make that mesh of "
@@ -21,15 +30,14 @@ _CALLBACK = (
     "{device} is. Leave it out of what is compiled"
 )
 _TOO_LARGE = (
-    "it does not fit one {device}, and the compiler makes no such program: {said} Use more "
-    "devices, or smaller batches"
+    "The compiler for {device} made no program, since it would not fit: {said} Use more devices, "
+    "or smaller batches"
 )
 # What to do, by what JAX says of a function that it cannot compile for absent devices.
 _ADVICE = {
     "incompatible devices": _OTHER_MESH,
     "should match the mesh": _OTHER_MESH,
     "Unknown backend": _CALLBACK,
-    "RESOURCE_EXHAUSTED": _TOO_LARGE,
 }
 
 
@@ -57,13 +65,14 @@ def compile_for(
       What `jax.jit(fn).lower(...).compile()` returns.
 
     Raises:
-      ImportError: if the compiler is not installed.
-      ValueError: if arguments lie on meshes of several shapes, the function has a mesh of its own
-        devices or calls back to Python, or a TPU's compiler finds that it does not fit.
+      NoCompiler: if there is none for the device, or not installed.
+      DoesNotFit: if a TPU's compiler finds that it does not fit.
+      ValueError: if arguments lie on meshes of several shapes, or the function has a mesh of its
+        own devices or calls back to Python.
     """
     leaves = [x for x in jax.tree.leaves((args, kwargs)) if is_array(x)]
     mesh = _absent_mesh(device, leaves)
-    one = None if mesh is not None else SingleDeviceSharding(absent_devices(device, 1)[0])
+    one = None if mesh is not None else SingleDeviceSharding(_devices(device, 1)[0])
 
     def abstract(x: Any) -> Any:
         if not is_array(x):
@@ -84,10 +93,23 @@ def compile_for(
         with context:
             return _lower(fn, args, kwargs, donate, one).compile(dict(options or {}))
     except (ValueError, RuntimeError) as error:
+        if "RESOURCE_EXHAUSTED" in str(error):
+            raise DoesNotFit(_TOO_LARGE.format(device=device.name, said=error)) from error
         for words, advice in _ADVICE.items():
             if words in str(error):
-                raise ValueError(advice.format(device=device.name, said=error)) from error
+                raise ValueError(advice.format(device=device.name)) from error
         raise
+
+
+def _devices(device: Device, count: int) -> list[Any]:
+    """Returns devices of a kind: those that are here, if they are enough, or absent ones."""
+    here = [x for x in jax.devices() if is_of_kind(x, device)]
+    if len(here) >= count:
+        return here[:count]
+    try:
+        return absent_devices(device, count)
+    except (ImportError, ValueError) as error:
+        raise NoCompiler(str(error)) from error
 
 
 def _lower(fn: Any, args: Any, kwargs: Any, donate: Any, one: Any) -> Any:
@@ -112,7 +134,7 @@ def _is_several(sharding: Any) -> bool:
 
 
 def _absent_mesh(device: Device, leaves: Iterable[Any]) -> Mesh | None:
-    """Returns a mesh like that of sharded arrays, of devices that are not here; None for one."""
+    """Returns a mesh like that of sharded arrays, of devices to compile for; None for one."""
     meshes: dict[Any, Mesh | AbstractMesh] = {}
     for x in leaves:
         sharding: Any = getattr(x, "sharding", None)
@@ -131,6 +153,6 @@ def _absent_mesh(device: Device, leaves: Iterable[Any]) -> Mesh | None:
         if isinstance(mesh, Mesh) and is_absent(mesh.devices.flat[0]):
             return mesh
         names, sizes = zip(*shape, strict=True)
-        devices = absent_devices(device, mesh.size)
+        devices = _devices(device, mesh.size)
         return jax.make_mesh(sizes, names, axis_types=types, devices=devices)
     return None

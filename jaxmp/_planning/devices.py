@@ -7,6 +7,7 @@ import dataclasses
 import re
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import DTypeLike
 
@@ -245,3 +246,19 @@ def find_device(device: Any) -> Device:
         if re.search(rf"(?<![a-z0-9])({known.kind})(?![a-z0-9])", kind, re.IGNORECASE):
             return known
     raise ValueError(f"no data of a device {kind!r}. Known are {', '.join(DEVICES)}")
+
+
+def is_of_kind(device: Any, kind: Device) -> bool:
+    """Whether a device of JAX is of a kind in the table."""
+    try:
+        return find_device(device) == kind
+    except ValueError:
+        return False
+
+
+def device_at_hand(otherwise: str) -> Device:
+    """Returns the device that JAX computes on; another where the table does not have it."""
+    try:
+        return find_device(jax.devices()[0])
+    except ValueError:
+        return DEVICES[otherwise]

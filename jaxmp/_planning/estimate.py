@@ -6,7 +6,7 @@ from typing import Any
 from jaxmp._hlo.collectives import read_program
 from jaxmp._hlo.parser import Module
 from jaxmp._inspect.lines import direction, line_of_frames, path_of_operation
-from jaxmp._planning.compile_absent import compile_for
+from jaxmp._planning.compile_absent import DoesNotFit, NoCompiler, compile_for
 from jaxmp._planning.cost import CostEstimate, KernelCost
 from jaxmp._planning.devices import Device, find_device
 from jaxmp._planning.roofline import KernelTime, Roofline
@@ -58,7 +58,12 @@ def estimate(
     ValueError: no data of a device 'abacus'. Known are ...
     """
     target = find_device(device)
-    compiled = compile_for(target, step, args, kwargs, donate=donate, options=compiler_options)
+    try:
+        compiled = compile_for(target, step, args, kwargs, donate=donate, options=compiler_options)
+    except NoCompiler as error:
+        raise (error.__cause__ or error) from None
+    except DoesNotFit as error:
+        raise ValueError(str(error)) from error
     return read_cost(compiled.as_text(), target, compiled.memory_analysis())
 
 

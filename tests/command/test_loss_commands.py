@@ -70,24 +70,24 @@ def test_a_plan_that_does_not_fit_has_code_1(capsys: Captured) -> None:
     assert err.startswith("it does not fit: ")
 
 
+@pytest.fixture
+def without_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compilers for absent devices, where they are installed, must not be waited for."""
+    hidden, find = ("libtpu", "jax_cuda12_plugin", "jax_cuda13_plugin"), importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name in hidden else find(name)
+    )
+
+
+@pytest.mark.usefixtures("without_compilers")
 def test_plan_of_a_loss(module: pathlib.Path, capsys: Captured) -> None:
-    assert main(["plan", f"{module}:loss", "--optimizer", "sgd", "--json"]) == 0
+    how = ["--optimizer", "sgd", "--device", "v5e", "--microbatches", "2"]
+    assert main(["plan", f"{module}:loss", *how, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["params"] == 2 * 8 * 8
-    assert plan["is_complete"] is True
-
-
-def test_plan_hands_on_what_is_asked(
-    module: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
-) -> None:
-    """Compilers for absent devices are not installed here, or must not be waited for."""
-    hidden = ("libtpu", "jax_cuda12_plugin", "jax_cuda13_plugin")
-    found = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name in hidden else found(name)
-    )
-    assert main(["plan", f"{module}:loss", "--compiled", "--device", "v5e"]) == 2
-    assert "the compiler for v5e is not installed" in capsys.readouterr().err
+    assert plan["residual_bytes"] > 0
+    assert plan["is_complete"] is False
+    assert "the compiler for v5e is not installed" in plan["limits"][0]
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_plan_hands_on_what_is_asked(
         (["plan", "{module}:step"], "step() returns a step and its state, but this command makes"),
         (["bench", "{module}:step"], "Write a factory that returns (loss_fn, (params, batch))"),
         (["plan", "8B", "--optimizer", "adamx"], "'adamx' is no optimizer of optax"),
-        (["plan", "8B", "--compiled"], "compiled would be of a step, and there is none"),
+        (["plan", "8B", "--microbatches", "2"], "microbatches would be of a step, and there is"),
         (["bench", "{module}:one_argument"], "but it has 1 arguments"),
         (["bench", "{module}:abstract"], "params must be arrays, since steps run"),
         (["bench", "{module}:loss", "--policies", "mixed_bfloat17"], "mixed_bfloat16"),
