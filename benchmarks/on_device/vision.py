@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import optax
 from flax import linen as nn
 from jaxtyping import Array, PyTree
+from lab.timing import Contender
 from stacked_models import Sizes, ViT
 
 import jaxmp
 import jaxmp.linen
-from jaxmp._planning.timing import Contender
 from on_device.gpt import optimizer, steps_by_hand, with_jaxmp
 from on_device.recorder import Recorder
 from on_device.resnet import ResNet

@@ -21,13 +21,10 @@ from jaxmp._command.program import (
     load_program,
     loss_of,
 )
-from jaxmp._diagnostics.sensitivity import sensitivity
 from jaxmp._inspect.api import AuditError, audit
 from jaxmp._planning.benchmark import POLICIES, benchmark
-from jaxmp._planning.devices import DEVICES, find_device
-from jaxmp._planning.estimate import estimate
+from jaxmp._planning.devices import find_device
 from jaxmp._planning.memory_plan import memory_plan
-from jaxmp._policies.patterns import pattern_text
 from jaxmp._recompute.api import Recompute
 from jaxmp._training.compact_state import Moments
 from jaxmp._training.optimizer import mixed_precision
@@ -62,24 +59,6 @@ def device_argument(text: str) -> str:
         return find_device(text).name
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def positive_argument(text: str) -> float:
-    """Reads a positive number.
-
-    Raises:
-      ArgumentTypeError: for anything else.
-
-    >>> positive_argument("1e-2")
-    0.01
-    """
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not number > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
-    return number
 
 
 def _answer_doctor(**options: Any) -> Answer:
@@ -135,33 +114,8 @@ def _answer_audit(
     return Answer(report, failure, more=more)
 
 
-def _answer_estimate(program: NamedProgram, **options: Any) -> Answer:
-    return Answer(estimate(program.fn, *program.args, **options, **program.kwargs))
-
-
-def _answer_bench(program: NamedProgram, plot: str | None, **options: Any) -> Answer:
-    report = benchmark(*loss_of(program), **options)
-    if plot:
-        report.plot(plot)
-    return Answer(report)
-
-
-def _answer_sensitivity(
-    program: NamedProgram, target: float | None, of: Any, **options: Any
-) -> Answer:
-    report = sensitivity(*loss_of(program), **options)
-    if target is None:
-        return Answer(report)
-    try:
-        rules = report.rules(target, of)
-    except ValueError as error:  # no rules reach it
-        return Answer(report, str(error), more={"rules": None})
-    pairs = [[pattern_text(pattern), str(policy)] for pattern, policy in rules.rules]
-    return Answer(
-        report,
-        below=f"Rules with an error of {of} up to {target:g}:\n{rules}",
-        more={"rules": pairs, "default": str(rules.default)},
-    )
+def _answer_bench(program: NamedProgram, **options: Any) -> Answer:
+    return Answer(benchmark(*loss_of(program), **options))
 
 
 def _option(said: str, default: Any = None, **more: Any) -> dict[str, Any]:
@@ -250,28 +204,6 @@ COMMANDS = {
             ),
         },
     ),
-    "estimate": Command(
-        _answer_estimate,
-        "what a program costs on a device that need not be here",
-        "Compiles a program for a device that need not be here, and estimates its time from the "
-        "operations and bytes of each kernel (roofline). It is an estimate, to compare programs. "
-        "The compilers come with `pip install 'jaxmp[aot]'`.",
-        {
-            "program": _PROGRAM,
-            "--device": _option(
-                f"one of {', '.join(DEVICES)}, if there is a compiler",
-                type=device_argument,
-                required=True,
-            ),
-            "--donate": _option(
-                "arguments whose memory the results may take, such as 0 for a train state",
-                [],
-                type=int,
-                nargs="+",
-                metavar="POSITION",
-            ),
-        },
-    ),
     "bench": Command(
         _answer_bench,
         "how fast a model trains under several policies",
@@ -284,34 +216,6 @@ COMMANDS = {
             "--steps": _option("of a turn", 5, type=int, metavar="N"),
             "--microbatches": _MICROBATCHES,
             "--has-aux": _HAS_AUX,
-            "--plot": _option("draw the report, too, such as bench.png", metavar="PATH"),
-        },
-    ),
-    "sensitivity": Command(
-        _answer_sensitivity,
-        "which parts of a program need more bits",
-        "Lowers each part of a program alone, and reports the error that this puts on the loss and "
-        "the gradients. With --target, it finds the rules that stay below an error and keep as few "
-        "parts high as they can; exit code 1 if none do.",
-        {
-            "program": _LOSS,
-            "--low": _option("the policy to try", "mixed_bfloat16"),
-            "--reference": _option("errors are relative to it", "float32"),
-            "--candidates": _option(
-                "parts to try, as in PolicyRules: '*/norm*'; by default every scope",
-                nargs="+",
-                metavar="PATTERN",
-            ),
-            "--loss-scale": _option("by default one is found for float16", type=positive_argument),
-            "--has-aux": _HAS_AUX,
-            "--target": _option(
-                "find rules below it, such as 0.01", type=positive_argument, metavar="ERROR"
-            ),
-            "--of": _option(
-                "whose error the target is for",
-                "gradients",
-                choices=("loss", "outputs", "gradients"),
-            ),
         },
     ),
 }

@@ -11,13 +11,14 @@ import jax.numpy as jnp
 import jmp
 import numpy as np
 import optax
+from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from jaxmp._autocast.api import autocast
 from jaxmp._inspect.api import audit
 from jaxmp._numerics.dtypes import is_floating
 from jaxmp._planning.compile_absent import DoesNotFit, NoCompiler, compile_for
-from jaxmp._planning.devices import Device, device_at_hand, find_device
+from jaxmp._planning.devices import Device, device_at_hand, find_device, is_of_kind
 from jaxmp._planning.memory_rows import OF_A_STEP, PERSISTENT, MemoryPlan, MemoryRow
 from jaxmp._planning.planned_step import (
     Placement,
@@ -103,7 +104,8 @@ def memory_plan(
     if count is not None:
         return _plan_of_count(count, tx, devices, target)
     placement = placement_of(params, shardings, step_options.get("fsdp"), devices)
-    placement = placement.without_devices()
+    if not _is_on(placement.mesh, target):
+        placement = placement.without_devices()
     state = abstract_state(params, tx, collections or {}, placement)
     size = sum(math.prod(x.shape) for x in jax.tree.leaves(state.params))
     rows, gradients = _persistent_rows(state), {"gradients": _gradient_bytes(state)}
@@ -116,7 +118,7 @@ def memory_plan(
     facts["residual_bytes"] = _residual_bytes(loss_fn, program, placement, **options)
     step = {"batch": _bytes_of_tree(program.batch)}
     try:
-        memory = compile_for(target, program.step, (state, program.batch), {}).memory_analysis()
+        memory = compile_for(target, program.step, (state, program.batch)).memory_analysis()
     except (DoesNotFit, NoCompiler) as error:
         rows += _rows(step | gradients, OF_A_STEP)
         limit = _NO_COMPILER.format(reason=error) if isinstance(error, NoCompiler) else str(error)
@@ -179,6 +181,11 @@ def _check_asked(
             f"{' and '.join(options)} would be of a step, and there is none without a loss. Give "
             "loss_fn and batch too, or leave this out"
         )
+
+
+def _is_on(mesh: Any, target: Device) -> bool:
+    """Whether a mesh is of devices that are planned for, here or absent."""
+    return isinstance(mesh, Mesh) and all(is_of_kind(x, target) for x in mesh.devices.flat)
 
 
 def _plan_of_count(count: int, tx: MixedPrecision, devices: int, target: Device) -> MemoryPlan:
@@ -282,6 +289,6 @@ def _residual_bytes(
     part = jax.tree.map(lambda x: abstract(x, microbatches), program.batch)
     context: Any = contextlib.nullcontext()
     if placement.mesh is not None:  # the loss may name its axes
-        context = jax.sharding.use_abstract_mesh(placement.mesh)
+        context = jax.sharding.use_abstract_mesh(placement.mesh.abstract_mesh)
     with context:
         return audit(loss, params, part, collections).residual_bytes

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
 
 import jaxmp
-from jaxmp.diagnostics import MemoryPlan, memory_plan
+from jaxmp.diagnostics import MemoryPlan, absent_devices, memory_plan
 from jaxmp.sharding import FSDP, fully_sharded
 from tests.aot.conftest import Compiler
 
@@ -78,3 +78,42 @@ def test_a_mesh_with_two_axes(gpu: Compiler) -> None:
     assert (plan.devices, plan.bytes_of("params")) == (8, 4 * 512 * 512 // 8)
     assert plan.is_complete
     assert plan.peak < small("h100").peak / 2
+
+
+def mean_over(mesh: Any) -> Any:
+    """A loss that names its mesh, of a param that lies on it."""
+
+    def loss(w: Any, x: Any) -> Any:
+        local = jax.shard_map(
+            lambda w: jax.lax.pmean(jnp.sum(w), "data"),
+            mesh=mesh,
+            in_specs=P("data"),
+            out_specs=P(),
+        )
+        return local(w) * jnp.mean(x)
+
+    return loss
+
+
+def test_a_loss_may_name_a_mesh_of_absent_devices_but_not_of_those_here(gpu: Compiler) -> None:
+    w, x = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((64, 8), (64, 512)))
+
+    def planned(devices: Any) -> MemoryPlan:
+        mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=devices)
+        over = NamedSharding(mesh, P("data"))
+        batch = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=over)
+        return memory_plan(w, "float32", mean_over(mesh), batch, shardings=over, device="h100")
+
+    assert planned(absent_devices("h100", 4)).is_complete
+    with pytest.raises(ValueError, match=r"Make that mesh of jaxmp\.diagnostics\.absent_devices"):
+        planned(jax.devices()[:4])
+
+
+def test_a_callback_to_python_is_refused(gpu: Compiler) -> None:
+    def told(w: Any, x: Any) -> Any:
+        jax.debug.print("{}", x[0, 0])
+        return loss_fn(w, x)
+
+    w, x = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((512, 512), (64, 512)))
+    with pytest.raises(ValueError, match=r"calls back to Python, as jax\.debug\.print does"):
+        memory_plan(w, "mixed_bfloat16", told, x, device="h100")
