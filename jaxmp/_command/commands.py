@@ -142,10 +142,10 @@ COMMANDS = {
     "doctor": Command(
         _answer_doctor,
         "devices, dtypes, settings, and the format to train in",
-        "Says what this machine has: versions, devices, which dtypes they multiply and how fast, "
-        "and the settings that change dtypes. Then which format to train in, and why; and for "
-        "sizes of products, what to pad and whether float8 pays. Exit code 1 if JAX has no device, "
-        "or a compiler that computes wrongly.",
+        "Says what this machine has: versions, devices, which dtypes they multiply, and the "
+        "settings that change dtypes. Then which format to train in, and why; and for sizes of "
+        "products, what to pad. Exit code 1 if JAX has no device, or a compiler that computes "
+        "wrongly.",
         {
             "--shapes": _option(
                 "sizes of products, rows x summed x columns, such as 4096x1024x50257; or a "
@@ -155,7 +155,6 @@ COMMANDS = {
                 metavar="MxKxN",
             ),
             "--device": _option("advise for this one, such as h100 or v5e", type=device_argument),
-            "--no-measure": _flag("measure no products"),
         },
     ),
     "plan": Command(

@@ -119,8 +119,8 @@ def test_audit_compiles_if_asked_to(program: str, capsys: Captured) -> None:
         ),
         (["audit", "{program}", "--html", "/no/such/folder/page.html"], "FileNotFoundError"),
         (["audit", "{untraceable}"], "jaxmp audit: TypeError: "),
-        (["doctor", "--no-measure", "--shapes", "3x4"], "--shapes takes rows x summed x columns"),
-        (["doctor", "--no-measure", "--shapes", "3x0x4"], "got '3x0x4'"),
+        (["doctor", "--shapes", "3x4"], "--shapes takes rows x summed x columns"),
+        (["doctor", "--shapes", "3x0x4"], "got '3x0x4'"),
     ],
 )
 def test_wrong_use_is_one_message_and_code_2(
