@@ -25,7 +25,7 @@ from measurement import RESULTS, Column, Report, Row
 import jaxmp
 from jaxmp.diagnostics import absent_devices, find_device
 
-_RECIPES = ("none", "tensorwise", "rowwise_hp", "rowwise", "blockwise")
+_RECIPES = ("none", "tensorwise", "rowwise_hp", "rowwise")
 # Products of a GPU are calls of cuBLAS, as in the tests: their names say what they multiply.
 _GPU_OPTIONS: dict[str, str | bool] = {"xla_gpu_enable_triton_gemm": False}
 _COMPARED = ("cycles", "temp", "peak", "residuals")

@@ -108,7 +108,7 @@ def _trained(corpus: lm.Corpus, size: lm.Size, args: argparse.Namespace) -> tupl
     inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.99))
     tx = jaxmp.mixed_precision(inner, "float32")
     state = jaxmp.TrainState.create(params=params, tx=tx)
-    step = jaxmp.make_train_step(loss_fn)
+    step = jaxmp.make_train_step(loss_fn, "none")
     for i in range(args.steps):
         state, _ = step(state, corpus.batch(0, i, size=args.batch, context=args.context))
     windows = corpus.validation(windows=args.windows, context=args.context)

@@ -123,7 +123,7 @@ def _trained(master: Any, moments: Any, args: argparse.Namespace) -> tuple[Any, 
         state = jaxmp.TrainState.create(params=params, tx=tx)
         arrays = jax.tree.leaves((state.params, state.opt_state))
         count = sum(x.size for x in jax.tree.leaves(params))
-        step = jaxmp.make_train_step(loss_fn)
+        step = jaxmp.make_train_step(loss_fn, "none")
 
         def several(state: Any, batches: Any, step: Any = step) -> Any:
             def one(state: Any, batch: Any) -> Any:

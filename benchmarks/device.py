@@ -8,6 +8,7 @@ a claim refuted, is a result.
     make device                                  # makes the environment, too
     make device ARGS="--small"                   # a dry run at toy sizes, on a CPU
     python benchmarks/device.py --wheelhouse wheels --results results   # a bare, offline machine
+    python benchmarks/device.py --continue results.json   # what an earlier run had no time for
     python benchmarks/device.py --fill-docs      # the newest results into docs/why.md
 """
 
@@ -15,6 +16,7 @@ import argparse
 import datetime
 import importlib
 import importlib.util
+import json
 import os
 import pathlib
 import platform
@@ -74,6 +76,16 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         "--work", type=pathlib.Path, default=_BUILD, help="the folder of logs and caches"
     )
     parser.add_argument("--wheelhouse", type=pathlib.Path, help="a folder of wheels to install")
+    parser.add_argument(
+        "--continue",
+        dest="earlier",
+        type=pathlib.Path,
+        metavar="RESULTS",
+        help="the JSON of an earlier run on such a device: only what it lacks is measured",
+    )
+    parser.add_argument(
+        "--again", nargs="+", default=[], metavar="TEXT", help="measure these contenders anew"
+    )
     parser.add_argument("--fill-docs", action="store_true", help="the newest results into the docs")
     parser.add_argument("--fail", nargs="+", choices=names, default=[], help=argparse.SUPPRESS)
     parser.add_argument("--part", choices=names, help=argparse.SUPPRESS)
@@ -100,13 +112,13 @@ def _run_all(args: argparse.Namespace, argv: Sequence[str]) -> int:
     args.work.mkdir(parents=True, exist_ok=True)
     rows = args.work / "rows.jsonl"
     rows.unlink(missing_ok=True)
+    gpu, path = _gpu(), None
+    reports = _continue(args, gpu, rows) if args.earlier else {}
     environment = _environment(args)
     parts = [part for part in PARTS if part.name in args.only]
     shares = sum(part.seconds for part in parts)
     # The last part, too, must have ended, and its page be written, within the budget.
     budget, share = args.budget - 5, 0
-    reports: dict[str, Any] = {}
-    gpu, path = _gpu(), None
     for part in parts:
         share += part.seconds
         deadline = began + budget * share / shares
@@ -122,6 +134,21 @@ def _run_all(args: argparse.Namespace, argv: Sequence[str]) -> int:
     print("\n".join(page.verdict_table(context, as_rows(read_rows(rows)))))
     print(f"wrote {path}, after {time.time() - began:.0f} s")
     return int(any(report["status"].startswith("failed") for report in reports.values()))
+
+
+def _continue(args: argparse.Namespace, gpu: dict[str, str], rows: pathlib.Path) -> dict[str, Any]:
+    """Writes the rows of an earlier run; returns what it said of its parts."""
+    results = json.loads(args.earlier.read_text())
+    if gpu and results["machine"] != gpu["name"]:
+        raise SystemExit(
+            f"--continue {args.earlier.name}: those results are of one {results['machine']}, and "
+            f"this is one {gpu['name']}: run all parts here, without --continue"
+        )
+    with rows.open("w") as file:
+        for row in results["rows"]:
+            if not any(text in row.get("contender", "") for text in args.again):
+                file.write(json.dumps(row) + "\n")
+    return dict(results["parts"])
 
 
 def _environment(args: argparse.Namespace) -> dict[str, str]:

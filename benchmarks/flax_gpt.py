@@ -24,14 +24,15 @@ Program = tuple[Callable[..., Array], PyTree]  # a loss, and its abstract params
 _POLICY = "mixed_bfloat16"
 
 
-def linen_module(sizes: Sizes, scan: bool) -> nn.Module:
-    """The module under the policy."""
-    return jaxmp.linen.apply_policy(_LinenGPT(sizes, scan), _POLICY)
+def linen_module(sizes: Sizes, scan: bool, policy: Any = _POLICY) -> nn.Module:
+    """The module under a policy; as it is, for None."""
+    module = _LinenGPT(sizes, scan)
+    return module if policy is None else jaxmp.linen.apply_policy(module, policy)
 
 
-def linen_program(sizes: Sizes, scan: bool) -> Program:
+def linen_program(sizes: Sizes, scan: bool, policy: Any = _POLICY) -> Program:
     """The loss as a function of linen's params."""
-    model = linen_module(sizes, scan)
+    model = linen_module(sizes, scan, policy)
     inputs = jax.ShapeDtypeStruct((sizes.batch, sizes.length), jnp.int32)
     params = jax.eval_shape(model.init, jax.random.key(0), inputs)
 
@@ -41,10 +42,11 @@ def linen_program(sizes: Sizes, scan: bool) -> Program:
     return loss, params
 
 
-def nnx_program(sizes: Sizes, scan: bool) -> Program:
+def nnx_program(sizes: Sizes, scan: bool, policy: Any = _POLICY) -> Program:
     """The loss as a function of the state of an nnx module."""
     model = nnx.eval_shape(lambda: _NnxGPT(sizes, scan))
-    graphdef, params = nnx.split(jaxmp.nnx.apply_policy(model, _POLICY))
+    under = model if policy is None else jaxmp.nnx.apply_policy(model, policy)
+    graphdef, params = nnx.split(under)
 
     def loss(params: PyTree, tokens: Array) -> Array:
         return _cross_entropy(nnx.merge(graphdef, params)(tokens[:, :-1]), tokens)
@@ -52,7 +54,7 @@ def nnx_program(sizes: Sizes, scan: bool) -> Program:
     return loss, params
 
 
-PROGRAMS: dict[str, Callable[[Sizes, bool], Program]] = {
+PROGRAMS: dict[str, Callable[..., Program]] = {
     "linen": linen_program,
     "nnx": nnx_program,
 }

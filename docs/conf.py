@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+from docutils import nodes
+from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.util import logging
 
@@ -75,6 +77,13 @@ MODULES = ["jaxmp", *(f"jaxmp.{n}" for n in ("diagnostics", "equinox", "float8")
 MODULES += [f"jaxmp.{n}" for n in ("linen", "nnx", "rules", "sharding")]
 
 
+# What functions return has a place in the reference, but no public name.
+RESULTS = re.findall(
+    r"autoclass:: jaxmp\._[\w.]+\.(\w+)",
+    "".join(path.read_text() for path in (ROOT / "docs/reference").glob("*.rst")),
+)
+
+
 def public_names() -> Iterator[str]:
     """The names that the reference has to have."""
     for name in MODULES:
@@ -105,13 +114,25 @@ def link_to_pages(
     """Docstrings name pages as files, docs/memory.md, which is what a reader of the code has.
 
     Types of attributes come with the private files that define them, which is what nobody needs.
+    A result is linked to wherever it is.
     """
     lines[:] = [re.sub(r"`*docs/([\w-]+)\.md`*", r":doc:`/\1`", line) for line in lines]
     lines[:] = [re.sub(r"\bjaxmp\._[\w.]*\.(\w+)", r"\1", line) for line in lines]
+    lines[:] = [line.replace("*shape", r"\*shape") for line in lines]
+    results = rf"(?<!`)`({'|'.join(RESULTS)})`(?!`)"
+    lines[:] = [re.sub(results, r":py:obj:`.\1`", line) for line in lines]
+
+
+def hide_private_files(app: Sphinx, domain: str, kind: str, content: nodes.Element) -> None:
+    """Results are shown by their name alone."""
+    for module in list(content.parent.findall(addnodes.desc_addname)):
+        if module.astext().startswith("jaxmp._"):
+            module.parent.remove(module)
 
 
 def setup(app: Sphinx) -> None:
     """What sphinx calls."""
     app.connect("source-read", link_to_source)
     app.connect("autodoc-process-docstring", link_to_pages)
+    app.connect("object-description-transform", hide_private_files)
     app.connect("env-check-consistency", check_reference)

@@ -126,8 +126,9 @@ def make_loss(model: Net) -> Callable[..., Any]:
 def make_optimizer(rules: jaxmp.PolicyRules, steps: int) -> jaxmp.MixedPrecision:
     """AdamW with a decaying learning rate, inside the wrapper."""
     inner = optax.adamw(optax.cosine_decay_schedule(LEARNING_RATE, steps))
-    if jnp.dtype(jnp.float16) not in jaxmp.rules.dtypes_of(rules):
-        return jaxmp.mixed_precision(inner, rules)
+    tx = jaxmp.mixed_precision(inner, rules)
+    if isinstance(tx.loss_scale, jaxmp.NoLossScale):  # only float16 needs one
+        return tx
     return jaxmp.mixed_precision(inner, rules, loss_scale=FLOAT16_SCALE)
 
 
@@ -148,7 +149,7 @@ def train(precision: str, digits: Digits, *, steps: int, seed: int) -> Run:
     rules = precision_rules(precision)
     model = make_model(rules)
     state = make_state(model, rules, steps=steps, seed=seed)
-    step = jaxmp.make_train_step(make_loss(model))  # no policy: the model casts by itself
+    step = jaxmp.make_train_step(make_loss(model), "none")  # the model casts by itself
     predict = jax.jit(functools.partial(model.apply, train=False))
 
     def test(state: jaxmp.TrainState) -> float:

@@ -195,7 +195,7 @@ class Result(NamedTuple):
       grad_norm: the norm of the gradients of each step.
     """
 
-    collectives: jaxmp.Collectives
+    collectives: Any
     bytes_on_device: int
     bytes_in_all: int
     loss: list[float]

@@ -177,11 +177,11 @@ def train(
     return _iterate(state, history, loss_fn, settings, corpus, checkpoints, report)
 
 
-def audit(name: str, settings: Settings, corpus: Corpus) -> jaxmp.AuditReport:
+def audit(name: str, settings: Settings, corpus: Corpus) -> Any:
     """What a train step of one policy runs in which dtype; nothing is computed."""
     state, loss_fn = _start(name, settings, corpus)
     batch = corpus.batch(settings.seed, 1, size=settings.batch_size, context=settings.context)
-    return jaxmp.audit(jaxmp.make_train_step(loss_fn), state, batch)
+    return jaxmp.audit(jaxmp.make_train_step(loss_fn, "none"), state, batch)
 
 
 def _start(
@@ -206,8 +206,8 @@ def _iterate(
     checkpoints: Checkpoints | None,
     report: Callable[[int, str], None],
 ) -> tuple[jaxmp.TrainState, History]:
-    # No policy here: the layers of this model cast by themselves, or autocast does.
-    step = jaxmp.make_train_step(loss_fn)
+    # The layers of this model cast by themselves, or autocast does.
+    step = jaxmp.make_train_step(loss_fn, "none")
     evaluate = jax.jit(loss_fn)
     held_out = corpus.validation(windows=VALIDATION_WINDOWS, context=settings.context)
     periods = (FETCH_EVERY, settings.eval_every, settings.checkpoint_every)

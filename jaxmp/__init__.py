@@ -19,8 +19,6 @@ from jaxmp import (
 from jaxmp._autocast.api import autocast as autocast, full_precision as full_precision
 from jaxmp._inspect.api import (
     AuditError as AuditError,
-    AuditReport as AuditReport,
-    Collectives as Collectives,
     assert_reduced_in as assert_reduced_in,
     audit as audit,
     collectives as collectives,
@@ -36,7 +34,6 @@ from jaxmp._numerics.split import merge_float32 as merge_float32, split_float32 
 from jaxmp._numerics.stochastic import stochastic_round as stochastic_round
 from jaxmp._numerics.tree import (
     all_finite as all_finite,
-    cast_floating as cast_floating,
     select as select,
 )
 from jaxmp._policies.policy import Policy as Policy, get_policy as get_policy

@@ -27,7 +27,6 @@ class Claim:
       least: the least number for which the claim holds.
       most: the greatest.
       format: of the number.
-      is_bound: whether the rows have a number that is at least the true one, which cannot refute.
     """
 
     text: str
@@ -37,7 +36,6 @@ class Claim:
     least: float = -math.inf
     most: float = math.inf
     format: str = ".3f"
-    is_bound: Callable[[Rows], bool] = lambda rows: False
 
     def row(self, rows: Rows, dry_run: bool) -> Row:
         """The claim as a row of a table; a dry run neither bears it out nor refutes it."""
@@ -49,7 +47,7 @@ class Claim:
         elif self.least <= number <= self.most:
             verdict = HOLDS
         else:
-            verdict = NOT_MEASURED if self.is_bound(rows) else REFUTED
+            verdict = REFUTED
         bounds = [f"at least {self.least:g}"] * (self.least > -math.inf)
         bounds += [f"at most {self.most:g}"] * (self.most < math.inf)
         return {
@@ -76,10 +74,6 @@ def _entry(part: str, contender: str, key: str) -> Callable[[Rows], Number]:
     return lambda rows: rows.get(part, {}).get(contender, {}).get(key)
 
 
-def _bound(contender: str) -> Callable[[Rows], bool]:
-    return lambda rows: rows.get("gpt", {}).get(contender, {}).get("peak_is_bound", False)
-
-
 def _failed_tests(rows: Rows) -> Number:
     """How many tests failed; None if none did, but not all have run."""
     outcomes = [row["outcome"] for row in rows.get("right", {}).values()]
@@ -89,18 +83,14 @@ def _failed_tests(rows: Rows) -> Number:
 
 
 def _recomputed_temporaries(rows: Rows) -> Number:
-    """The allocator's peak less the state, over that of casts by hand."""
+    """The compiled peak less the state, over that of casts by hand."""
     steps = rows.get("gpt", {})
     recomputed = steps.get(names.RECOMPUTED_PLAIN, {})
     by_hand = steps.get(recomputed.get("baseline", ""), {})
-    if not (recomputed.get("peak_bytes") and _has_exact_peak(by_hand)):
+    if not all(row.get("planned_bytes") for row in (recomputed, by_hand)):
         return None
-    temporaries = [row["peak_bytes"] - row["state_bytes"] for row in (recomputed, by_hand)]
+    temporaries = [row["planned_bytes"] - row["state_bytes"] for row in (recomputed, by_hand)]
     return temporaries[0] / temporaries[1]
-
-
-def _has_exact_peak(row: Row) -> bool:
-    return bool(row.get("peak_bytes")) and not row.get("peak_is_bound")
 
 
 def _furthest_plan(rows: Rows) -> Number:
@@ -109,7 +99,7 @@ def _furthest_plan(rows: Rows) -> Number:
         abs(row["planned_bytes"] / row["peak_bytes"] - 1)
         for part in ("gpt", "optimizer", "vision")
         for row in rows.get(part, {}).values()
-        if _has_exact_peak(row) and row.get("planned_bytes")
+        if row.get("planned_bytes") and row.get("peak_bytes") and not row.get("peak_is_bound")
     ]
     return max(distances, default=None)
 
@@ -152,7 +142,6 @@ CLAIMS: Sequence[Claim] = (
         page="autocast.md",
         says="the same temporaries",
         measure=_entry("gpt", names.AUTOCAST, "peak_over"),
-        is_bound=_bound(names.AUTOCAST),
         most=1.05,
     ),
     Claim(
@@ -160,7 +149,6 @@ CLAIMS: Sequence[Claim] = (
         page="recompute.md",
         says="0.32",
         measure=_recomputed_temporaries,
-        is_bound=_bound(names.RECOMPUTED_PLAIN),
         most=0.4,
     ),
     Claim(
@@ -175,7 +163,6 @@ CLAIMS: Sequence[Claim] = (
         page="storage.md",
         says="6 bytes a param for 12",
         measure=_entry("gpt", names.SMALL_STATE, "peak_over"),
-        is_bound=_bound(names.SMALL_STATE),
         most=0.95,
     ),
     Claim(
@@ -257,7 +244,7 @@ def _compare(row: Row, baseline: Row) -> None:
         rate = 1e3 * row["bytes_moved"] / row["median_ms"]
         row["gigabytes_per_second"] = rate / 1e9
         row["share_of_copy"] = rate / row["copy_bytes_per_second"]
-    if row.get("peak_bytes") and _has_exact_peak(baseline):
-        row["peak_over"] = row["peak_bytes"] / baseline["peak_bytes"]
+    if row.get("planned_bytes") and baseline.get("planned_bytes"):
+        row["peak_over"] = row["planned_bytes"] / baseline["planned_bytes"]
     if row.get("error"):
         row["remark"] = row["error"]

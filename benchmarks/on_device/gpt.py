@@ -61,7 +61,7 @@ def with_jaxmp(
     tx = jaxmp.mixed_precision(optimizer(), policy, **storage)
     # The benchmark jits and donates every step itself.
     step = jaxmp.make_train_step(
-        loss, None if model_casts else policy, donate=False, recompute=recompute
+        loss, "none" if model_casts else policy, donate=False, recompute=recompute
     )
     return handwritten.Steps(lambda: jaxmp.TrainState.create(params=init(), tx=tx), step)
 

@@ -93,9 +93,9 @@ def section(folder: pathlib.Path) -> str:
     lines = [
         f"Measured on one {results['machine']} on {results['date']}, with jax {versions['jax']}"
         + (f" and PyTorch {versions['torch']}" if versions.get("torch") else "")
-        + f". Of {len(counts)} claims, {counts.count(claims.HOLDS)} hold, "
-        f"{counts.count(claims.REFUTED)} are refuted, and "
-        f"{counts.count(claims.NOT_MEASURED)} were not measured. All numbers are in "
+        + f". {len(counts)} claims: {counts.count(claims.HOLDS)} hold, "
+        f"{counts.count(claims.REFUTED)} refuted, {counts.count(claims.NOT_MEASURED)} not "
+        "measured. All numbers are in "
         "[`benchmarks/results`](../benchmarks/results).",
         "",
         *verdict_table(results, rows),

@@ -39,7 +39,7 @@ _OVER = (Column("baseline", "baseline"), Column("time_over", "time over it", ".3
 _BYTES = (
     Column("peak", "allocator's peak, GiB"),
     Column("planned_gib", "compiled peak, GiB", ".2f"),
-    Column("peak_over", "peak over baseline", ".3f"),
+    Column("peak_over", "compiled peak over baseline", ".3f"),
 )
 _REMARK = Column("remark", "")
 _STEP_NOTES = (

@@ -41,6 +41,11 @@ class Recorder:
         """What was recorded of a part, an earlier one too."""
         return [row for row in read_rows(self.path) if row["part"] == part]
 
+    def has_measured(self, contender: str) -> bool:
+        """Whether this part has a result of a contender, of an earlier run that is continued."""
+        rows = [row for row in self.rows(self.part) if row.get("contender") == contender]
+        return any("median_ms" in row or row.get("outcome") == "passed" for row in rows)
+
     def record_failure(self, contender: str, error: BaseException, **row: Any) -> None:
         """Adds the row of a contender that raised, which does not stop the others."""
         text = f"{type(error).__name__}: {error}"

@@ -27,7 +27,8 @@ def run(recorder: Recorder) -> None:
     options = ["-m", "device", "-n", "0", "-W", "default", "--jaxtyping-packages="]
     options += ["-q", "-p", "no:cacheprovider", "--tb=short"]
     status = pytest.main([*options, *files], plugins=[_TestRecorder(recorder)])
-    if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+    expected = pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED
+    if status not in expected:
         raise RuntimeError(f"pytest ended with {status!r}")
 
 
@@ -46,6 +47,9 @@ class _TestRecorder:
 
     def pytest_sessionstart(self) -> None:
         self._recorder.record_machine()  # not before the tests have set how many CPUs JAX has
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        items[:] = [item for item in items if not self._recorder.has_measured(item.nodeid)]
 
     def pytest_collection_finish(self, session: Any) -> None:
         for item in session.items:

@@ -88,6 +88,7 @@ def measure(recorder: Recorder, cases: Sequence[Case], *, steps: int = 10) -> No
     cases = [
         dataclasses.replace(case, facts={"order": number, **case.facts})
         for number, case in enumerate(cases)
+        if not recorder.has_measured(case.name)
     ]
     entries, running = _compiled(recorder, cases)
     # The high-water mark only rises, so the smallest comes first, and later the last.

@@ -69,7 +69,7 @@ def resnet_cases(stages: dict[str, Any], batch: int, pixels: int) -> list[Case]:
 
     case = functools.partial(Case, batch=(images, kinds), items=batch, unit="images")
     others = {
-        "ResNet-50, jaxmp, linen under a policy": _with_jaxmp(module, init, None),
+        "ResNet-50, jaxmp, linen under a policy": _with_jaxmp(module, init, "none"),
         "ResNet-50, jaxmp, autocast": _with_jaxmp(plain, init, "mixed_bfloat16"),
         "ResNet-50, float32 (TF32)": _by_hand(plain, init),
     }
@@ -108,9 +108,7 @@ def _by_hand(module: nn.Module, init: Callable[[], PyTree]) -> tuple[Any, Any]:
     return start, step
 
 
-def _with_jaxmp(
-    module: nn.Module, init: Callable[[], PyTree], policy: str | None
-) -> tuple[Any, Any]:
+def _with_jaxmp(module: nn.Module, init: Callable[[], PyTree], policy: str) -> tuple[Any, Any]:
     tx = jaxmp.mixed_precision(optimizer(), "mixed_bfloat16")
 
     def start() -> Any:

@@ -41,7 +41,7 @@ def autocast(
     promote: Iterable[str] = (),
     output: Output = "traced",
     enter_custom_vjp: bool = False,
-    kernels: Kernels = "traced",
+    kernels: Kernels = "low",
     recompute: Recompute = "never",
 ) -> Callable[..., Any]:
     """Returns the function in mixed precision: products low, sensitive operations in float32.
@@ -69,13 +69,13 @@ def autocast(
       enter_custom_vjp: whether to rewrite functions with a `jax.custom_vjp` too, forward and
         backward. Otherwise they run as traced, with casts around them; in float32 parts, only the
         precision of their products is set.
-      kernels: the precision of kernels behind `jax.custom_vjp`, Pallas and the like: `"traced"` as
-        without autocast, `"low"` as if arguments had been cast to 16 bits. `"low"` takes the
-        kernels from a second trace. That trace casts the arguments that products read, but not
-        labels or time stamps. The first argument of the function counts as the params. A
-        `custom_vjp` without a product or another kernel inside stays as it is, and so does a
-        solver. Kernels that the two traces do not have in common stay too, with a warning; all stay
-        if the second trace fails or has another number of kernels.
+      kernels: the precision of kernels behind `jax.custom_vjp`, Pallas and the like: `"low"` as if
+        arguments had been cast to 16 bits, `"traced"` as without autocast. `"low"` takes the
+        kernels from a second trace, which a function without any does not need. That trace casts
+        the arguments that products read, but not labels or time stamps. The first argument of the
+        function counts as the params. A `custom_vjp` without a product or another kernel inside
+        stays as it is, and so does a solver. Kernels that the two traces do not have in common stay
+        too, with a warning; all stay if the second trace fails or has another number of kernels.
       recompute: `"auto"` or `"always"` keeps less for the backward pass, and computes cheap values
         again; see `jaxmp.recompute`.
 

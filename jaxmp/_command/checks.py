@@ -24,7 +24,6 @@ CHECKS: dict[str, tuple[Callable[[str], Any], str]] = {
     "upcasts": (int, "0"),
     "residual_bytes": (int, "4096"),
     "kept": (_bytes_by_dtype, "bfloat16:4096"),
-    "reduced_in": (str, "float32"),
     "precision": (str, "highest"),
     "allow_unseen": (_comma_separated, "pallas_call"),
 }

@@ -176,7 +176,9 @@ COMMANDS = {
             "--microbatches": _option(
                 "parts of a batch, one after the other", type=int, metavar="N"
             ),
-            "--recompute": _option("of the forward pass", choices=get_args(Recompute)),
+            "--recompute": _option(
+                "of the forward pass; by default loops", choices=get_args(Recompute)
+            ),
             "--devices": _option("how many share params and state", 1, type=int, metavar="N"),
             "--device": _option(
                 "such as h100 or v5e; by default the one at hand, and h100 on a CPU",

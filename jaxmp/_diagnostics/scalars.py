@@ -1,8 +1,8 @@
 """Metrics as the numbers that loggers take, without waiting for the device."""
 
 import collections
+import contextlib
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -44,7 +44,7 @@ def scalars(metrics: PyTree, *, prefix: str = "") -> dict[str, Scalar]:
     return _flat_scalars(jax.device_get(_to_fetch(metrics)), prefix)
 
 
-class ScalarLog:
+class ScalarLog(contextlib.AbstractContextManager["ScalarLog"]):
     """Hands metrics to a logger once the device has computed them, so that no step waits.
 
     A loop that reads the loss of each step waits for that step before it sends the next, and the
@@ -52,6 +52,15 @@ class ScalarLog:
     and hands them on in order.
 
     Use it as a context, or call `flush` at the end, so that the last ones are written.
+
+    Args:
+      write: called as `write(step, values)` with the number of the step and what `scalars` makes of
+        its metrics, in the thread of the caller.
+      prefix: what each name begins with.
+      most: how many steps may wait to be written; then the oldest is waited for.
+
+    Raises:
+      ValueError: if `most` is not at least 1.
 
     >>> import jax.numpy as jnp
     >>> with ScalarLog(lambda step, values: print(step, values)) as log:
@@ -62,17 +71,6 @@ class ScalarLog:
     def __init__(
         self, write: Callable[[int, dict[str, Scalar]], Any], *, prefix: str = "", most: int = 100
     ) -> None:
-        """Makes a log.
-
-        Args:
-          write: called as `write(step, values)` with the number of the step and what `scalars`
-            makes of its metrics, in the thread of the caller.
-          prefix: what each name begins with.
-          most: how many steps may wait to be written; then the oldest is waited for.
-
-        Raises:
-          ValueError: if `most` is not at least 1.
-        """
         if most < 1:
             raise ValueError(f"most must be at least 1 step, got {most!r}")
         self._write, self._prefix, self._most = write, prefix, most
@@ -90,32 +88,23 @@ class ScalarLog:
             if hasattr(x, "copy_to_host_async"):
                 x.copy_to_host_async()
         self._waiting.append((step, numbers))
-        while self._waiting and (len(self._waiting) > self._most or self._has_arrived()):
-            self._write_oldest()
+        self._write_while(lambda oldest: len(self._waiting) > self._most or _has_arrived(oldest))
 
     def flush(self) -> None:
         """Waits for all metrics, and writes them."""
-        while self._waiting:
-            self._write_oldest()
+        self._write_while(lambda oldest: True)
 
-    def __enter__(self) -> "ScalarLog":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.flush()
 
-    def _has_arrived(self) -> bool:
-        leaves = jax.tree.leaves(self._waiting[0][1])
-        return all(x.is_ready() for x in leaves if hasattr(x, "is_ready"))
+    def _write_while(self, is_wanted: Callable[[Any], bool]) -> None:
+        while self._waiting and is_wanted(self._waiting[0][1]):
+            step, numbers = self._waiting.popleft()
+            self._write(step, _flat_scalars(jax.device_get(numbers), self._prefix))
 
-    def _write_oldest(self) -> None:
-        step, numbers = self._waiting.popleft()
-        self._write(step, _flat_scalars(jax.device_get(numbers), self._prefix))
+
+def _has_arrived(numbers: Any) -> bool:
+    return all(x.is_ready() for x in jax.tree.leaves(numbers) if hasattr(x, "is_ready"))
 
 
 def _to_fetch(metrics: PyTree) -> dict[str, Any]:
@@ -135,10 +124,9 @@ def _to_fetch(metrics: PyTree) -> dict[str, Any]:
 
 def _is_one_number(x: Any) -> bool:
     dtype = getattr(x, "dtype", None)
-    if dtype is None or getattr(x, "size", 0) != 1:
-        return False
     kinds = (np.floating, np.integer, np.bool_)
-    return any(jax.numpy.issubdtype(dtype, kind) for kind in kinds)
+    is_real = dtype is not None and any(jax.numpy.issubdtype(dtype, kind) for kind in kinds)
+    return is_real and getattr(x, "size", 0) == 1
 
 
 def _flat_scalars(numbers: dict[str, Any], prefix: str) -> dict[str, Scalar]:

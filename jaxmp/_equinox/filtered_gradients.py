@@ -1,32 +1,22 @@
 """Gradients of functions of Equinox modules: float arrays are differentiated, the rest is kept."""
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Unpack
 
 import equinox as eqx
 import jax
 
 from jaxmp._autocast.api import autocast
 from jaxmp._equinox.module_policy import has_policy
-from jaxmp._mesh.fsdp import FSDP
 from jaxmp._numerics.tree import leaf_names
 from jaxmp._policies.policy_rules import PolicyRules
-from jaxmp._recompute.api import Recompute
-from jaxmp._training.gradient_options import LossScaleLike
+from jaxmp._training.gradient_options import GradientKeywords
 from jaxmp._training.gradients import value_and_grad, without_value
 
 
 def filter_value_and_grad(
-    fun: Callable[..., Any],
-    *,
-    has_aux: bool = False,
-    loss_scale: LossScaleLike = None,
-    microbatches: int = 1,
-    batch_argnums: int | Sequence[int] | None = None,
-    reduce_dtype: Any = None,
-    fsdp: FSDP | None = None,
-    recompute: Recompute = "never",
+    fun: Callable[..., Any], *, has_aux: bool = False, **options: Unpack[GradientKeywords]
 ) -> Callable[..., Any]:
     """Differentiates like `equinox.filter_value_and_grad`; loss and gradients are unscaled float32.
 
@@ -39,16 +29,10 @@ def filter_value_and_grad(
       fun: a function of a module, or of any pytree, that returns a scalar float loss, or
         `(loss, aux)`. `aux` may be a new `equinox.nn.State`.
       has_aux: whether `fun` returns `(loss, aux)`.
-      loss_scale: the scale to use: `opt_state.loss_scale`, a number, or None for no scaling. Call
-        `filter_value_and_grad` inside the step, with the state of that step.
-      microbatches: evaluate the batch in this many equal parts, one after the other, and average
-        loss and gradients in float32.
-      batch_argnums: the positional arguments to split; by default all but the first. Name those of
-        the batch if another argument is a module or a state.
-      reduce_dtype: the dtype in which gradients are summed, over the batch and over devices.
-      fsdp: how the params are sharded; its shardings have the structure of the gradients.
-      recompute: `"auto"` or `"always"` keeps less for the backward pass, and computes cheap values
-        again; see `jaxmp.recompute`.
+      **options: the keyword arguments of `jaxmp.value_and_grad`. With microbatches all positional
+        arguments but the first are split: name those of the batch by `batch_argnums` if another
+        argument is a module or a state. The shardings of `fsdp` have the structure of the
+        gradients.
 
     Returns:
       A function with the arguments of `fun` that returns `(loss, grads)`, or
@@ -67,6 +51,7 @@ def filter_value_and_grad(
     >>> grads.layers[-1].bias, grads.activation is None
     (Array([1.], dtype=float32), True)
     """
+    value_and_grad(lambda: None, 0, has_aux, **options)  # raises here, not in the first call
 
     @functools.wraps(fun, updated=())
     def value_and_grad_fun(model: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -80,27 +65,25 @@ def filter_value_and_grad(
         # Autocast around all of it sees the batch. What is in no module stays as it was traced.
         is_low = has_policy((model, args, kwargs))
         differentiated = value_and_grad(
-            autocast(of_params, PolicyRules(), kernels="low") if is_low else of_params,
-            has_aux=has_aux,
-            loss_scale=loss_scale,
-            microbatches=microbatches,
-            batch_argnums=batch_argnums,
-            reduce_dtype=reduce_dtype,
-            fsdp=fsdp,
-            recompute=recompute,
+            autocast(of_params, PolicyRules()) if is_low else of_params,
+            0,
+            has_aux,
+            **options,
         )
         return differentiated(params, *args, **kwargs)
 
     return value_and_grad_fun
 
 
-def filter_grad(fun: Callable[..., Any], *, has_aux: bool = False, **options: Any) -> Any:
+def filter_grad(
+    fun: Callable[..., Any], *, has_aux: bool = False, **options: Unpack[GradientKeywords]
+) -> Callable[..., Any]:
     """Differentiates like `filter_value_and_grad`, but does not return the value; see there.
 
     Args:
       fun: a function of a module that returns a scalar float loss, or `(loss, aux)`.
       has_aux: whether `fun` returns `(loss, aux)`.
-      **options: what `filter_value_and_grad` takes.
+      **options: the keyword arguments of `jaxmp.value_and_grad`.
 
     Returns:
       A function that returns `grads`, or `(grads, aux)`.

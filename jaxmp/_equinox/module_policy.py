@@ -252,7 +252,7 @@ def _module_call(module: Any, args: Any, kwargs: Any) -> Any:
 
 
 # What is in no module under a policy stays as it was traced.
-_alone = autocast(_module_call, PolicyRules(), kernels="low")
+_alone = autocast(_module_call, PolicyRules())
 
 
 def _is_put(x: Any) -> bool:

@@ -10,7 +10,7 @@ import jax.numpy as jnp  # noqa: F401 (for the doctest)
 import jmp
 from flax import nnx
 
-from jaxmp._autocast.api import Output, autocast as autocast_function
+from jaxmp._autocast.api import Kernels, Output, autocast as autocast_function
 from jaxmp._flax.nnx_modules import call_pure, pure
 from jaxmp._flax.nnx_scopes import scoped, unused_rules
 from jaxmp._policies.policy import get_policy
@@ -29,6 +29,7 @@ def autocast(
     promote: Iterable[str] = (),
     output: Output = "traced",
     enter_custom_vjp: bool = False,
+    kernels: Kernels = "low",
     recompute: Recompute = "never",
 ) -> Callable[..., Any]:
     """Rewrites a function of live modules like `jaxmp.autocast`, and keeps its changes to modules.
@@ -46,6 +47,7 @@ def autocast(
       promote: primitives or jitted functions that follow the dtypes of their operands.
       output: the dtype of the results: `"traced"`, `"policy"` or `"computed"`.
       enter_custom_vjp: whether to rewrite functions with a `jax.custom_vjp` too.
+      kernels: the precision of kernels: `"low"` or `"traced"`. An `nnx.Param` is a param.
       recompute: what to compute again for the backward pass, as for `jaxmp.recompute`.
 
     Returns:
@@ -87,6 +89,7 @@ def autocast(
         promote=promote,
         output=output,
         enter_custom_vjp=enter_custom_vjp,
+        kernels=kernels,
         recompute=recompute,
     )
 

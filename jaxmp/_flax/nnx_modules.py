@@ -111,13 +111,13 @@ def pure(fun: Callable[..., Any], tag: str, within: Within | None = None) -> Cal
       within: makes the context in which to call `fun` from the nodes.
 
     Returns:
-      A function `(graphdef, state) -> (graphdef, state)`. It takes the nodes before the call, and
-      returns the nodes and the result after it.
+      A function `(params, others, graphdef) -> (graphdef, state)`. It takes the nodes before the
+      call, and returns the nodes and the result after it.
     """
 
-    def pure_fun(graphdef: Any, state: Any) -> Any:
+    def pure_fun(params: Any, others: Any, graphdef: Any) -> Any:
         with nnx.merge_context(tag, True) as context:
-            nodes = context.merge(graphdef, state)
+            nodes = context.merge(graphdef, params, others)
         with contextlib.nullcontext() if within is None else within(nodes):
             out = fun(*nodes)
         with nnx.split_context(tag) as context:
@@ -126,12 +126,24 @@ def pure(fun: Callable[..., Any], tag: str, within: Within | None = None) -> Cal
     return pure_fun
 
 
-def call_pure(pure_fun: Callable[..., Any], tag: str, nodes: tuple[Any, ...]) -> Any:
-    """Calls a function from `pure`, or a rewritten one, and writes changes back to the nodes."""
+def call_pure(
+    pure_fun: Callable[..., Any], tag: str, nodes: tuple[Any, ...], params: Any = nnx.Param
+) -> Any:
+    """Calls a function from `pure`, or a rewritten one, and writes changes back to the nodes.
+
+    Args:
+      pure_fun: the function.
+      tag: as for `pure`.
+      nodes: its nodes.
+      params: which of their variables are its first argument: a filter.
+
+    Returns:
+      The result.
+    """
     with nnx.update_context(tag):
         with nnx.split_context(tag) as context:
-            graphdef, state = context.split(nodes)
-        graphdef, state = pure_fun(graphdef, state)
+            graphdef, first, others = context.split(nodes, params, ...)
+        graphdef, state = pure_fun(first, others, graphdef)
         with nnx.merge_context(tag, False) as context:
             _, out = context.merge(graphdef, state)
     return out

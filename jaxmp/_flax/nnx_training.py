@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,12 @@ from jaxmp._numerics.dtypes import is_floating
 from jaxmp._numerics.loss_scale import LossScaleState
 from jaxmp._numerics.tree import all_finite, cast_floating, same_structure, select, stays_finite
 from jaxmp._recompute.api import Recompute, check_recompute, recompute as recompute_function
-from jaxmp._training.gradient_options import GradientOptions, LossScaleLike, check_positions
+from jaxmp._training.gradient_options import (
+    GradientKeywords,
+    GradientOptions,
+    LossScaleLike,
+    check_positions,
+)
 from jaxmp._training.gradients import scaled_evaluation, warn_of_float16, without_value
 from jaxmp._training.microbatch import Evaluation, sum_over_microbatches
 from jaxmp._training.optimizer import MixedPrecision
@@ -53,19 +58,13 @@ def value_and_grad(
       argnums: which positional arguments to differentiate, by their params, `nnx.Param`; or
         `nnx.DiffState(argnum, filter)` for other variables.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
-      loss_scale: the scale to use: `optimizer.loss_scale`, a number, or None for no scaling. With
-        None, a model that computes in float16 causes a warning; 1.0 avoids it.
-      microbatches: the number of parts in which to evaluate the batch, one after the other. Each
-        part starts with the module state that the previous part left. Loss and gradients are
-        averaged in float32.
+      loss_scale: as for `jaxmp.value_and_grad`; here it is `optimizer.loss_scale`.
+      microbatches: as there. Each part starts with the module state that the part before it left.
       batch_argnums: the positional arguments to split; by default those that are not
         differentiated and hold no modules.
-      reduce_dtype: the dtype in which gradients are summed over devices, as for
-        `jaxmp.value_and_grad`.
-      fsdp: how the params are sharded: `jaxmp.sharding.FSDP`, with shardings in the structure of
-        the gradients, such as `fully_sharded(nnx.state(model, nnx.Param), mesh)`.
-      recompute: `"auto"` or `"always"` keeps less for the backward pass and computes cheap values
-        again; see `jaxmp.recompute`. The function is then traced as under `jax.jit`.
+      reduce_dtype: as there.
+      fsdp: as there, with shardings such as `fully_sharded(nnx.state(model, nnx.Param), mesh)`.
+      recompute: as there.
 
     Returns:
       A function with the arguments of `loss_fn` that returns `(loss, grads)`, or
@@ -124,7 +123,10 @@ def value_and_grad(
 
 
 def grad(
-    loss_fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False, **options: Any
+    loss_fn: Callable[..., Any],
+    argnums: Argnums = 0,
+    has_aux: bool = False,
+    **options: Unpack[GradientKeywords],
 ) -> Callable[..., Any]:
     """Differentiates like `value_and_grad`, but does not return the value; see there.
 
@@ -132,7 +134,7 @@ def grad(
       loss_fn: a function of modules and arrays that returns a scalar float loss, or `(loss, aux)`.
       argnums: which positional arguments to differentiate.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
-      **options: what `value_and_grad` takes.
+      **options: the keyword arguments of `value_and_grad`.
 
     Returns:
       A function that returns `grads`, or `(grads, aux)`.
@@ -158,19 +160,15 @@ class _ModuleReduction(GradientReduction):
         def is_wanted(path: Any, value: Any) -> bool:
             return any(path[0] == i and is_in(path[1:], value) for i, is_in in filters)
 
-        def of_params(graphdef: Any, params: Any, rest: Any) -> Any:
-            return pure_fun(graphdef, nnx.merge_state(params, rest))
-
-        def rewritten(graphdef: Any, state: Any) -> Any:
+        def rewritten(params: Any, others: Any, graphdef: Any) -> Any:
             self.check()
-            params, rest = nnx.split_state(state, is_wanted, ...)
             # The params of each argument, in the structure of their gradients.
             own = [nnx.State(params.raw_mapping.get(x.argnum, {})) for x in argnums]
             layouts = self.layouts(own)
-            call, given = reduced_in_float32(of_params, (graphdef, params, rest), (1,), layouts)
+            call, given = reduced_in_float32(pure_fun, (params, others, graphdef), (0,), layouts)
             return call(*given)
 
-        return lambda *nodes: call_pure(rewritten, _REDUCTION, nodes), tuple(args)
+        return lambda *nodes: call_pure(rewritten, _REDUCTION, nodes, is_wanted), tuple(args)
 
 
 def _module_reduction(

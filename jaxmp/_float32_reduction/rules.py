@@ -301,8 +301,7 @@ def _float32_gradient(equation: core.JaxprEqn, values: list[Value]) -> list[Valu
         operand, source, gather = each.value.product_operand()
         if each.source is not None:
             source = _source_of(each.source, gather)
-        scale, expected = (x and x.array for x in (each.scale, each.expected))
-        operands.append(ProductOperand(operand, scale, source, expected=expected))
+        operands.append(ProductOperand(operand, each.scale and each.scale.array, source))
         gathers.append(gather)
     form = form.gathering(tuple(gathers)) if any(gathers) else form
     made = with_derivatives(values[0].used(), form, operands, _arrays_of(others))

@@ -29,7 +29,7 @@ from jaxmp._inspect.rows import (
     Upcast,
 )
 from jaxmp._inspect.summarize import Tally
-from jaxmp._inspect.unseen import PARTITIONER, are_sharded, hiding, unseen_in
+from jaxmp._inspect.unseen import hiding, unseen_in
 from jaxmp._jaxpr.op_classes import CHECKPOINTS
 
 __all__ = [
@@ -105,8 +105,6 @@ def audit(fn: Callable[..., Any], *args: Any, compiled: Any = False, **kwargs: A
     tally = Tally(body)
     recomputes = any(site.name in CHECKPOINTS for site in tally.sites)
     kept, reason, both = _residuals(fn, args, kwargs, result, recomputes)
-    is_partitioned_later = program is None and are_sharded(arrays, tally.sites)
-    unpartitioned = (PARTITIONER,) if is_partitioned_later else ()
     return AuditReport(
         products=tally.products(),
         product_lines=tally.product_lines(),
@@ -120,7 +118,7 @@ def audit(fn: Callable[..., Any], *args: Any, compiled: Any = False, **kwargs: A
         collectives=tally.collectives(),
         equations=tally.equations(),
         unseen=unseen_in(tally.sites, is_compiled=program is not None) + _lost(tally, program),
-        unseen_lines=tally.unseen(hiding(tally.sites)) + unpartitioned,
+        unseen_lines=tally.unseen(hiding(tally.sites)),
         work=tally.work(),
         compiled=program,
     )

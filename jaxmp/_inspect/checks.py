@@ -28,17 +28,15 @@ def check_report(
     upcasts: int | None,
     residual_bytes: int | None,
     kept: Mapping[Any, int] | None,
-    reduced_in: Any,
     precision: Any,
     allow_unseen: Any,
 ) -> None:
     """Implements `AuditReport.check`."""
-    given = (products, upcasts, residual_bytes, kept, reduced_in, precision)
+    given = (products, upcasts, residual_bytes, kept, precision)
     if all(each is None for each in given):
         hint = " share goes with products" if share is not None else ""
         raise ValueError(
-            "nothing to check: give products, precision, upcasts, residual_bytes, kept or "
-            "reduced_in." + hint
+            "nothing to check: give products, precision, upcasts, residual_bytes or kept." + hint
         )
     problems: list[str] = []
     allowed = _checked_allowed(allow_unseen)
@@ -61,9 +59,6 @@ def check_report(
         problems += _kept(report, _checked_kept(kept))
     if any(each is not None for each in (products, upcasts, precision)):
         problems += _unseen_errors(report, allowed)
-    if reduced_in is not None:
-        problems += _sums(report, any_dtype_name(reduced_in))
-        problems += _partitioner(report, allowed)
     if problems:
         raise AuditError("the audit failed.\n" + "\n".join(problems))
 
@@ -261,9 +256,7 @@ def _not_allowed(report: Any, allowed: Collection[str]) -> list[Any]:
 
 def _unseen_errors(report: Any, allowed: Collection[str]) -> list[str]:
     """Reports kernels and similar equations, which may multiply anything in any dtype."""
-    found = [
-        row for row in _not_allowed(report, allowed) if row.name not in ("while", "partitioner")
-    ]
+    found = [row for row in _not_allowed(report, allowed) if row.name != "while"]
     if not found:
         return []
     names = tuple(dict.fromkeys(row.name for row in found))
@@ -291,87 +284,3 @@ def _loops(report: Any, names: list[str], share: float, allowed: Collection[str]
         "is fine to count each loop once: allow_unseen='while'.",
         *by_line((row, str(row.count), f"while of {', '.join(row.dtypes)}") for row in found),
     ]
-
-
-def _partitioner(report: Any, allowed: Collection[str]) -> list[str]:
-    if not any(row.name == "partitioner" for row in _not_allowed(report, allowed)):
-        return []
-    return [
-        "unseen: arrays are sharded, and the sums that the partitioner inserts for them are only "
-        "in the compiled program: give audit compiled=True. If there are none: "
-        "allow_unseen='partitioner'."
-    ]
-
-
-def _sums(report: Any, name: str) -> list[str]:
-    if report.compiled is not None:
-        first, *others = narrow_sums(report.compiled, name, "devices") or [""]
-        return [f"reduced_in: {first}", *others] if first else []
-    floats = ("float", "bfloat", "complex")
-    sums = [row for row in report.collectives if row.sums and row.dtype.startswith(floats)]
-    if not sums:
-        return [
-            "reduced_in: the program itself asks for no sum of floats over devices. Those that the "
-            "partitioner inserts are only in the compiled program: give audit compiled=True."
-        ]
-    wrong = [
-        (row, row.dtype, f"{row.name} over {', '.join(row.axes)}")
-        for row in sums
-        if row.dtype != name
-    ]
-    if not wrong:
-        return []
-    return [f"reduced_in: sums over devices should carry {name}, these do not:", *by_line(wrong)]
-
-
-def narrow_sums(report: Any, name: str, over: str) -> list[str]:
-    """Returns error lines about narrow or missing sums over devices in a compiled program.
-
-    Args:
-      report: the `Collectives` to check.
-      name: the narrowest dtype that is fine.
-      over: the devices or mesh axes of the sums, in words.
-
-    Returns:
-      The lines; empty if all sums are fine.
-    """
-    if missing := no_sums(report, over):
-        return missing
-    sums = [row for row in report if row.sums]
-    narrow = [row for row in sums if _bits_of_number(row) < 8 * np.dtype(name).itemsize]
-    if not narrow:
-        return []
-    return [
-        f"sums over {over} should carry {name} or wider, these do not:",
-        *by_line((row, f"{row.bytes:,} bytes", _described(row)) for row in narrow),
-    ]
-
-
-def no_sums(report: Any, over: str) -> list[str]:
-    """Returns an error line if the program contains no array sums to check."""
-    sums = [row for row in report if row.sums]
-    # Sums of scalars are those of a loss. A check that sees no gradient must not pass.
-    if any(row.elements > row.arrays for row in sums):
-        return []
-    found = "only sums of scalars, such as that of a loss," if sums else "no sum of floats"
-    kinds = sorted({f"{row.kind} {row.dtype}" for row in report})
-    there = f" Over it go: {', '.join(kinds)}." if kinds else ""
-    if any(row.kind == "all-to-all" for row in report):
-        there += (
-            " An all-to-all is not a sum, even if each device adds up the parts that it receives: "
-            "jaxmp.sharding.per_shard with comm_dtype does that, in float32."
-        )
-    return [
-        f"the {report.origin} has {found} over {over}, so this check sees nothing: give a "
-        "function that computes gradients, and arguments that are sharded as in training." + there
-    ]
-
-
-def _bits_of_number(row: Any) -> int:
-    """Returns the bits of one number; for complex numbers, of the real or imaginary part."""
-    return 8 * row.size // max(1, row.elements) // (2 if row.dtype.startswith("complex") else 1)
-
-
-def _described(row: Any) -> str:
-    over = f"over {', '.join(row.axes)}" if row.axes else f"of {row.group_size} devices"
-    return f"{row.dtype}  {row.kind} {over}"

@@ -6,8 +6,11 @@ import re
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from jaxmp._inspect.checks import AuditError, narrow_sums, no_sums
+import numpy as np
+
+from jaxmp._inspect.checks import AuditError
 from jaxmp._inspect.collectives import collectives
+from jaxmp._inspect.offenders import by_line
 from jaxmp._jaxpr.scopes import names_in
 from jaxmp._numerics.dtypes import parse_dtype
 
@@ -80,7 +83,7 @@ def assert_reduced_in(
     name, named = parse_dtype(dtype).name, _activation_names(activations)
     report = _without_activations(collectives(program, *args, mesh=mesh, **kwargs), named)
     if axis is None:
-        problems = narrow_sums(report, name, "devices")
+        problems = _narrow_sums(report, name, "devices")
     else:
         problems = _over_axes(report, name, (axis,) if isinstance(axis, str) else tuple(axis))
     if problems:
@@ -124,7 +127,60 @@ def _over_axes(report: Any, name: str, axes: tuple[Any, ...]) -> list[str]:
     missing = [
         line
         for axis in several
-        for line in no_sums(report.select(axis=axis), f"the mesh axis {axis!r}")
+        for line in _no_sums(report.select(axis=axis), f"the mesh axis {axis!r}")
     ]
     over = f"the mesh {'axis' if len(axes) == 1 else 'axes'} {', '.join(map(repr, axes))}"
-    return missing or narrow_sums(report.select(axis=axes), name, over)
+    return missing or _narrow_sums(report.select(axis=axes), name, over)
+
+
+def _narrow_sums(report: Any, name: str, over: str) -> list[str]:
+    """Returns error lines about narrow or missing sums over devices in a compiled program.
+
+    Args:
+      report: the `Collectives` to check.
+      name: the narrowest dtype that is fine.
+      over: the devices or mesh axes of the sums, in words.
+
+    Returns:
+      The lines; empty if all sums are fine.
+    """
+    if missing := _no_sums(report, over):
+        return missing
+    sums = [row for row in report if row.sums]
+    narrow = [row for row in sums if _bits_of_number(row) < 8 * np.dtype(name).itemsize]
+    if not narrow:
+        return []
+    return [
+        f"sums over {over} should carry {name} or wider, these do not:",
+        *by_line((row, f"{row.bytes:,} bytes", _described(row)) for row in narrow),
+    ]
+
+
+def _no_sums(report: Any, over: str) -> list[str]:
+    """Returns an error line if the program contains no array sums to check."""
+    sums = [row for row in report if row.sums]
+    # Sums of scalars are those of a loss. A check that sees no gradient must not pass.
+    if any(row.elements > row.arrays for row in sums):
+        return []
+    found = "only sums of scalars, such as that of a loss," if sums else "no sum of floats"
+    kinds = sorted({f"{row.kind} {row.dtype}" for row in report})
+    there = f" Over it go: {', '.join(kinds)}." if kinds else ""
+    if any(row.kind == "all-to-all" for row in report):
+        there += (
+            " An all-to-all is not a sum, even if each device adds up the parts that it receives: "
+            "jaxmp.sharding.per_shard with comm_dtype does that, in float32."
+        )
+    return [
+        f"the {report.origin} has {found} over {over}, so this check sees nothing: give a "
+        "function that computes gradients, and arguments that are sharded as in training." + there
+    ]
+
+
+def _bits_of_number(row: Any) -> int:
+    """Returns the bits of one number; for complex numbers, of the real or imaginary part."""
+    return 8 * row.size // max(1, row.elements) // (2 if row.dtype.startswith("complex") else 1)
+
+
+def _described(row: Any) -> str:
+    over = f"over {', '.join(row.axes)}" if row.axes else f"of {row.group_size} devices"
+    return f"{row.dtype}  {row.kind} {over}"

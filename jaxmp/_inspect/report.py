@@ -158,11 +158,12 @@ class AuditReport:
         upcasts: int | None = None,
         residual_bytes: int | None = None,
         kept: Mapping[Any, int] | None = None,
-        reduced_in: Any = None,
         precision: Any = None,
         allow_unseen: Any = (),
     ) -> "AuditReport":
         """Raises if the program does not meet the given expectations. Use it in your tests.
+
+        What sums over devices carry is checked by `jaxmp.assert_reduced_in`.
 
         It checks each branch of a conditional, but cannot see into kernels, foreign calls,
         callbacks and linear algebra. If the program has such parts, a check of `products`,
@@ -179,16 +180,12 @@ class AuditReport:
           residual_bytes: the most bytes that may be kept for the backward pass.
           kept: the most bytes of activations that may be kept, by dtype, such as
             `{"bfloat16": 2**20, "float32": 4096}`; other dtypes may keep none.
-          reduced_in: the dtype of every sum of floats over devices. To see the sums that the
-            partitioner inserts, pass `compiled=True` to `audit`. The check then uses the sums of
-            the compiled program, which may also be wider.
           precision: the least that every product of float32 operands must ask for: `"highest"`,
             which is float32 on every device, or `"high"`. Other products do not matter.
           allow_unseen: a name from `report.unseen_lines`, such as `"pallas_call"`, or a tuple of
             names, that may stay unseen; True for all. `"fusion"` is for fusions of a compiled
             program that may or may not multiply float8. `"while"` matters if `share` is below 1 and
-            depends on how often a loop runs; `"partitioner"` if `reduced_in` is checked for sharded
-            arrays without the compiled program.
+            depends on how often a loop runs.
 
         Returns:
           The report itself.
@@ -205,7 +202,6 @@ class AuditReport:
             upcasts=upcasts,
             residual_bytes=residual_bytes,
             kept=kept,
-            reduced_in=reduced_in,
             precision=precision,
             allow_unseen=allow_unseen,
         )

@@ -276,9 +276,8 @@ class Unseen:
     """The equations of one line whose inner work the report does not show.
 
     Attributes:
-      name: the primitive: `"pallas_call"`, `"cholesky"`; `"while"` for a loop of unknown length
-        with products; or `"partitioner"`, which will insert collectives for sharded arrays when
-        the program is compiled.
+      name: the primitive: `"pallas_call"`, `"cholesky"`; or `"while"` for a loop of unknown
+        length with products.
       dtypes: the dtypes of the operands; for a while loop, of the operands of its products.
       line: the line of the user's code.
       path: the module, if the name stack has it.

@@ -2,12 +2,10 @@
 
 import collections
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import jax.numpy as jnp
 
 from jaxmp._inspect.equations import Site
-from jaxmp._inspect.rows import Unseen
 from jaxmp._jaxpr.op_classes import (
     CLASSES,
     FOREIGN_CALLS,
@@ -85,18 +83,6 @@ def _has_numbers(site: Site) -> bool:
 
 def _has_product(site: Site) -> bool:
     return any(each.flops for body in site.bodies for each in body.all_sites())
-
-
-def are_sharded(arrays: Iterable[Any], sites: Iterable[Site]) -> bool:
-    """Whether arrays are sharded, so that the partitioner may insert collectives."""
-    given = [getattr(array, "sharding", None) for array in arrays]
-    asked = [site.equation.params["sharding"] for site in sites if site.name == _CONSTRAINT]
-    return any(getattr(sharding, "num_devices", 1) > 1 for sharding in (*given, *asked))
-
-
-_CONSTRAINT = "sharding_constraint"
-# The partitioner has no equation in the program, hence no line.
-PARTITIONER = Unseen("partitioner", (), "", "", "", count=1, branch="")
 
 
 def unseen_in(sites: Iterable[Site], *, is_compiled: bool = False) -> tuple[str, ...]:

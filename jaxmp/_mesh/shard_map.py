@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, PyTree
+from jaxtyping import Array, PyTree
 
 from jaxmp._jaxpr.mesh_axes import named_axes
 from jaxmp._mesh.device_sums import (
@@ -29,7 +29,6 @@ from jaxmp._mesh.device_sums import (
     wire_of,
 )
 from jaxmp._mesh.specs import check_rank, flat_specs
-from jaxmp._numerics import tree as trees
 from jaxmp._numerics.dtypes import DType, is_inexact, is_narrow, parse_dtype
 from jaxmp._numerics.tree import check_differentiable, leaf_names
 
@@ -168,33 +167,6 @@ def reduce_gradients(
         return device_sum(x, axes, wire, over)
 
     return jax.tree.map(reduce, grads)
-
-
-def all_finite(tree: PyTree, axis: Axis | None = None) -> Bool[Array, ""]:
-    """Whether all numbers on all devices are finite; `jaxmp.all_finite` sees only this device's.
-
-    With a local flag, one device skips a step that the others take, and nothing raises: from then
-    on the devices have different params and loss scales.
-
-    Args:
-      tree: any pytree of local arrays.
-      axis: the mesh axes over which to agree; by default all axes of the `shard_map`, as a flag
-        needs that decides whether to take a step.
-
-    Returns:
-      A boolean scalar, the same on all of these devices.
-
-    Raises:
-      ValueError: outside of a `shard_map`.
-
-    >>> x = jnp.array([1.0, jnp.nan])
-    >>> jax.vmap(lambda x: all_finite(x, "data"), axis_name="data")(x)
-    Array([False, False], dtype=bool)
-    """
-    if axis is None:
-        axis = jax.sharding.get_abstract_mesh().manual_axes
-    axes = bound_axes(axis, "all_finite")
-    return lax.pmin(trees.all_finite(tree), axes)
 
 
 @dataclasses.dataclass(frozen=True)

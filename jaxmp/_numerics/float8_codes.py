@@ -5,7 +5,6 @@ float8 has two or three bits of mantissa and a range of 2**-9 to 448 (e4m3fn), o
 rounded, and a product of such arrays is divided by both scales.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -19,7 +18,6 @@ from jaxmp._numerics.rounding import widen_rounded
 # As in torchao. An array of zeros gets a finite scale, and codes that are zero.
 _LEAST_AMAX = 1e-12
 _EXPONENT = np.int32(-(2**23))  # the sign and the exponent of a float32
-_BLOCK = 128
 
 
 class Coded(NamedTuple):
@@ -131,80 +129,6 @@ def encoded(
     Array([128.,   8.], dtype=float32)
     """
     scale = scale_of(largest_magnitude(x, axes), dtype, power_of_two=power_of_two)
-    return Coded(rounded_to_codes(x, scale, dtype), scale)
-
-
-def encoded_as_expected(
-    x: Float[Array, "*shape"],
-    dtype: DType,
-    axes: tuple[int, ...],
-    expected: Float32[Array, "..."],
-    *,
-    power_of_two: bool = True,
-) -> tuple[Coded, Float32[Array, "..."]]:
-    """Returns an array in float8 by a scale that is known before, and its largest magnitude.
-
-    Args:
-      x: the array, of any float dtype up to float32.
-      dtype: the float8 dtype.
-      axes: the axes that share a scale.
-      expected: the largest magnitude to expect: one number, or one for each place along the first
-        axes. Where it is zero, nothing is known, and the scale is 1.
-      power_of_two: whether scales are powers of two.
-
-    Returns:
-      The codes and the scales, and the magnitudes that are there, shaped as `expected`. Larger
-      numbers than expected become the largest code, and infinite ones NaN: the scale cannot show
-      an overflow that nobody waited for.
-
-    >>> x, e4m3 = jnp.float32([1, 900, jnp.inf]), jnp.dtype("float8_e4m3fn")
-    >>> coded, largest = encoded_as_expected(x, e4m3, (0,), jnp.float32(448))
-    >>> coded.codes, largest
-    (Array([1, 448, nan], dtype=float8_e4m3fn), Array(inf, dtype=float32))
-    """
-    scale = scale_of(expected, dtype, power_of_two=power_of_two)
-    scale = jnp.where(expected == 0, jnp.float32(1), scale)
-    scale = scale.reshape(*expected.shape, *[1] * (x.ndim - expected.ndim))
-    shape = [1 if i in axes else size for i, size in enumerate(x.shape)]
-    scale = jnp.broadcast_to(scale, shape)
-    visible = jnp.where(jnp.isfinite(x), x, jnp.asarray(jnp.nan, x.dtype))
-    seen = largest_magnitude(x, tuple(range(expected.ndim, x.ndim))).reshape(expected.shape)
-    return Coded(rounded_to_codes(visible, scale, dtype), scale), seen
-
-
-def encoded_in_blocks(
-    x: Float[Array, "*shape"], dtype: DType, axes: tuple[int, ...], *, power_of_two: bool = True
-) -> Coded:
-    """Returns an array in float8, with a scale for each block of 128 numbers along some axes.
-
-    Args:
-      x: the array, of any float dtype up to float32.
-      dtype: the float8 dtype.
-      axes: the axes that are cut into blocks; one axis gives blocks of 1 x 128, two give
-        128 x 128. The last block may be smaller.
-      power_of_two: whether scales are powers of two.
-
-    Returns:
-      The codes, and the scale of each number.
-
-    >>> x = jnp.ones((2, 200)).at[0, 0].set(448)
-    >>> encoded_in_blocks(x, jnp.dtype("float8_e4m3fn"), (1,)).scale[:, ::128]
-    Array([[  1., 256.],
-           [256., 256.]], dtype=float32)
-    """
-    shape: list[int] = []
-    inner: list[int] = []
-    padding = []
-    for axis, size in enumerate(x.shape):
-        blocks = math.ceil(size / _BLOCK) if axis in axes else 0
-        padding.append((0, blocks * _BLOCK - size if blocks else 0))
-        if blocks:
-            inner.append(len(shape) + 1)
-        shape += [blocks, _BLOCK] if blocks else [size]
-    amax = largest_magnitude(jnp.pad(x, padding).reshape(shape), tuple(inner))
-    scale = jnp.broadcast_to(scale_of(amax, dtype, power_of_two=power_of_two), shape)
-    padded = [size + more for size, (_, more) in zip(x.shape, padding, strict=True)]
-    scale = scale.reshape(padded)[tuple(slice(size) for size in x.shape)]
     return Coded(rounded_to_codes(x, scale, dtype), scale)
 
 

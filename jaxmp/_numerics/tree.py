@@ -75,7 +75,9 @@ def copied(tree: PyTree) -> PyTree:
 def all_finite(tree: PyTree) -> Bool[Array, ""]:
     """Whether no floating or complex number anywhere in the tree is infinite or NaN.
 
-    Each leaf is tested in its own dtype: a norm would overflow on large finite values.
+    Each leaf is tested in its own dtype: a norm would overflow on large finite values. Inside of a
+    `jax.shard_map` it sees the numbers of one device; `jax.lax.pmin(all_finite(grads), axis)` is
+    the same on all devices of the mesh axes, as a flag must be that decides on a step.
 
     Args:
       tree: any pytree; leaves that are not floats are ignored.

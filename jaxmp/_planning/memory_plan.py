@@ -77,8 +77,7 @@ def memory_plan(
       device: the kind of device, such as `"h100"` or `"v5e"`. By default the one at hand; an H100
         where that is a CPU.
       **step_options: options of `make_train_step`, such as `microbatches`, `recompute`, `fsdp` and
-        `has_aux`. Its `policy` is that of `tx` by default, and none under rules: there the model
-        casts.
+        `has_aux`. `policy="none"` is for a model that casts by itself.
 
     Returns:
       The plan. Print it, or read `plan.persistent`, `plan.peak`, `plan.bytes_of("moments")` and
@@ -113,9 +112,8 @@ def memory_plan(
     if loss_fn is None:
         rows += _rows(gradients, OF_A_STEP)
         return MemoryPlan(**facts, rows=tuple(rows), limits=(_NO_STEP,))
-    options = {"policy": None if tx.rules.rules else tx.policy, **step_options}
-    program = planned_step(loss_fn, state, batch, placement, options)
-    facts["residual_bytes"] = _residual_bytes(loss_fn, program, placement, **options)
+    program = planned_step(loss_fn, state, batch, placement, step_options)
+    facts["residual_bytes"] = _residual_bytes(loss_fn, program, placement, **step_options)
     step = {"batch": _bytes_of_tree(program.batch)}
     try:
         memory = compile_for(target, program.step, (state, program.batch)).memory_analysis()
@@ -260,9 +258,9 @@ def _residual_bytes(
     program: PlannedStep,
     placement: Placement,
     *,
-    policy: Any,
+    policy: Any = None,
     microbatches: int = 1,
-    recompute: Any = "never",
+    recompute: Any = "loops",
     cast: str = "products",
     **others: Any,
 ) -> int | None:
@@ -272,10 +270,8 @@ def _residual_bytes(
     """
     if cast == "all":
         return None
-    if policy is None:
-        lowered = with_recompute(loss_fn, recompute)
-    else:
-        lowered = autocast(loss_fn, policy, kernels="low", recompute=recompute)
+    lowered = loss_fn if policy == "none" else autocast(loss_fn, policy or program.state.tx.rules)
+    lowered = with_recompute(lowered, recompute)
 
     def loss(params: PyTree, part: PyTree, collections: PyTree) -> Any:
         result = lowered(params, part, **collections)

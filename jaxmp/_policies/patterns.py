@@ -9,8 +9,8 @@ from typing import Any
 
 Pattern = str | re.Pattern[str] | type | Callable[[str, Any], Any]
 
-# A token of a glob that stands for any number of items; other tokens stand for one item.
-_ANY: Any = object()
+# A set of characters, as in a shell: a bracket that comes first in it belongs to it.
+_SET = re.compile(r"\[((?:!.|[^!])[^]]*)\]", re.DOTALL)
 
 
 def matches(pattern: Pattern, path: str, module: Any) -> bool:
@@ -34,7 +34,7 @@ def matches(pattern: Pattern, path: str, module: Any) -> bool:
             return module is not None and any(fnmatch.fnmatchcase(name, rest) for name in names)
         if kind == "re":
             return re.fullmatch(rest, path) is not None
-        return _tokens_match(_glob(pattern), path.split("/") if path else [], _tokens_match)
+        return _names_match(_glob(pattern), path.split("/") if path else [])
     if isinstance(pattern, re.Pattern):
         return pattern.fullmatch(path) is not None
     if isinstance(pattern, type):
@@ -126,89 +126,66 @@ def pattern_text(pattern: Pattern) -> str:
     return str(name or repr(pattern))
 
 
-def _tokens_match(tokens: Sequence[Any], items: Sequence[Any], fits_one: Any = None) -> bool:
-    """Whether tokens match all items. The time grows with the product of their numbers.
+def _names_match(globs: Sequence[re.Pattern[str] | None], names: Sequence[str]) -> bool:
+    """Whether globs match all names. The time grows with the product of their numbers.
 
-    Only the last `_ANY` met so far is ever extended. The earlier ones took the least that they
-    could, so that no other choice leaves more to the rest. A regular expression would try all
-    choices, and twice as many with every `**`.
+    Only the last `**` met so far is ever extended. The earlier ones took the least that they
+    could, so that no other choice leaves more to the rest. One expression for the whole path would
+    try all choices, and twice as many with every `**`.
 
     Args:
-      tokens: the names of a glob, or the characters of a name.
-      items: the names of a path, or its characters.
-      fits_one: whether a token that is not `_ANY` matches an item; by default, items are
-        characters.
+      globs: an expression for each name, None for `**`.
+      names: the names of a path.
 
     Returns:
-      Whether all items match.
+      Whether all names match.
     """
-    fits_one = fits_one or _fits_character
     i = j = resume_at = 0
     last_any: int | None = None
-    while j < len(items):
-        if i < len(tokens) and tokens[i] is _ANY:
+    while j < len(names):
+        glob = globs[i] if i < len(globs) else None
+        if i < len(globs) and glob is None:
             last_any, resume_at, i = i, j, i + 1
-        elif i < len(tokens) and fits_one(tokens[i], items[j]):
+        elif glob is not None and glob.match(names[j]):
             i, j = i + 1, j + 1
         elif last_any is not None:
             resume_at += 1
             i, j = last_any + 1, resume_at
         else:
             return False
-    return all(token is _ANY for token in tokens[i:])
-
-
-def _fits_character(token: Any, char: str) -> bool:
-    if isinstance(token, re.Pattern):
-        return token.fullmatch(char) is not None
-    return token is None or token == char
+    return all(glob is None for glob in globs[i:])
 
 
 @functools.lru_cache(maxsize=1024)
-def _glob(pattern: str) -> tuple[Any, ...]:
-    """Splits each name of a glob into characters: `_ANY` for stars, None for question marks."""
-    anchored = pattern.startswith("/")
-    names = pattern.removeprefix("/").split("/")
-    if pattern == "/":
-        names = []
-    elif "" in names:
+def _glob(pattern: str) -> tuple[re.Pattern[str] | None, ...]:
+    """Returns an expression for each name of a glob, and None for each `**`."""
+    names = [] if pattern == "/" else pattern.removeprefix("/").split("/")
+    if fault := _fault(pattern, names):
+        raise ValueError(f"{pattern!r} is no valid glob: {fault}")
+    anywhere = [] if pattern.startswith("/") else ["**"]
+    return tuple(
+        None if name == "**" else re.compile(fnmatch.translate(name))
+        for name in (*anywhere, *names)
+    )
+
+
+def _fault(pattern: str, names: Sequence[str]) -> str | None:
+    """Returns what is wrong with a glob. `fnmatch` itself would take it by the letter."""
+    if "" in names:
         what = "is empty" if not pattern else "has an empty name between or after slashes"
-        raise ValueError(
-            f"{pattern!r} is no valid glob: it {what}. Write names joined by single slashes, such "
-            "as 'decoder/**/mlp', or '/' for the model itself"
+        return (
+            f"it {what}. Write names joined by single slashes, such as 'decoder/**/mlp', or '/' "
+            "for the model itself"
         )
-    parts = [_ANY if name == "**" else _name(name, pattern) for name in names]
-    return tuple(parts if anchored else [_ANY, *parts])
-
-
-def _name(name: str, pattern: str) -> tuple[Any, ...]:
-    if "**" in name:
-        raise ValueError(
-            f"{pattern!r} is no valid glob: '**' stands for whole names and must be alone between "
-            "slashes, as in 'decoder/**/mlp'. Within a name write '*'"
-        )
-    out: list[Any] = []
-    i = 0
-    while i < len(name):
-        char = name[i]
-        if char == "[":
-            # As in a shell, a bracket that comes first in a set belongs to it.
-            first = i + 1 + name[i + 1 :].startswith("!")
-            end = name.find("]", first + 1)
-            if end < 0:
-                raise ValueError(f"{pattern!r} is no valid glob: '[' without a closing ']'")
-            out.append(_character_set(name[i + 1 : end], pattern))
-            i = end
-        else:
-            out.append({"*": _ANY, "?": None}.get(char, char))
-        i += 1
-    return tuple(out)
-
-
-def _character_set(text: str, pattern: str) -> re.Pattern[str]:
-    negated, chars = text.startswith("!"), text.removeprefix("!")
-    escaped = re.sub(r"([\\\[\]^&~|])", r"\\\1", chars)
-    try:
-        return re.compile(f"[{'^' if negated else ''}{escaped}]")
-    except re.error:
-        raise ValueError(f"{pattern!r} is no valid glob: [{chars}] is no set") from None
+    for name in names:
+        if "**" in name and name != "**":
+            return (
+                "'**' stands for whole names and must be alone between slashes, as in "
+                "'decoder/**/mlp'. Within a name write '*'"
+            )
+        if "[" in _SET.sub("", name):
+            return "'[' without a closing ']'"
+        for chars in _SET.findall(name):
+            if any(first > last for first, last in re.findall("(.)-(.)", chars.removeprefix("!"))):
+                return f"[{chars.removeprefix('!')}] is no set"
+    return None

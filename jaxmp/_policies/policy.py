@@ -126,7 +126,7 @@ _PRESETS: Mapping[str, str] = {
     "O0": "params=float32,compute=float32,output=float32",
     # The dtypes of operations, not of arrays: see jaxmp.autocast.
     "O1": "params=float32,compute=float16,output=float32",
-    # O2 differs from O3 by norms in float32: see jaxmp.rules.get_rules.
+    # O2 differs from O3 by norms in float32: see presets.get_rules.
     "O2": "params=float16,compute=float16,output=float32",
     "O3": "params=float16,compute=float16,output=float32",
 }

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxmp._numerics.dtypes import DType, parse_dtype, suggestion
 
-Granularity = Literal["tensor", "row", "block"]
+Granularity = Literal["tensor", "row"]
 Minimum = Literal["auto"] | None
 
 _E4M3, _E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
@@ -29,21 +29,16 @@ class Recipe:
     format first. What shares a scale decides what an outlier costs. docs/float8.md says which
     recipe pays where.
 
-    ============ ================================================ ====================
-    name         one scale for                                    gradients of weights
-    ============ ================================================ ====================
-    `tensorwise` each array                                       in float8
-    `rowwise`    each row along what is summed                    in float8
-    `rowwise_hp` the same; in the backward pass, each weight      in bfloat16
-    `blockwise`  1 x 128 numbers; of weights, 128 x 128           in float8
-    `delayed`    each array, from the magnitudes of earlier steps in float8
-    ============ ================================================ ====================
-
-    XLA has no kernel for blocks: `blockwise` rounds to float8 and multiplies in bfloat16, which
-    shows what the recipe does to a model, but is slower than bfloat16.
+    ============ =========================================== ====================
+    name         one scale for                               gradients of weights
+    ============ =========================================== ====================
+    `tensorwise` each array                                  in float8
+    `rowwise`    each row along what is summed               in float8
+    `rowwise_hp` the same; in the backward pass, each weight in bfloat16
+    ============ =========================================== ====================
 
     Args:
-      granularity: `"tensor"`, `"row"` or `"block"`: what shares a scale.
+      granularity: `"tensor"` or `"row"`: what shares a scale.
       forward: the dtype of activations and weights, float8_e4m3fn or float8_e5m2, or its name.
       gradient: the dtype of derivatives.
       power_of_two: whether scales are rounded down to powers of two. Without, a result is scaled
@@ -53,14 +48,9 @@ class Recipe:
         with K <= 4096 and N <= 1024, for rows those with N <= 2048, or K <= 1024, or N <= 4096 and
         K <= 2048 (K is summed, N is the weight's other size). On other devices, and for None,
         there is no threshold. Sizes that are no multiples of 16 are always left out.
-      scaling: `"current"` scales by the largest magnitude of the array itself, `"delayed"` by the
-        largest of the last steps, so that no product waits for one. That needs state: see
-        `jaxmp.float8.init_state`. Where no state is given, a delayed recipe scales by the current
-        magnitudes. Only for one scale per tensor, and weight gradients in float8.
-      history: of how many steps the magnitudes are kept for delayed scaling.
 
     Raises:
-      ValueError: for an unknown value, or one that cannot be delayed.
+      ValueError: for an unknown value.
 
     >>> Recipe()
     Recipe('tensorwise')
@@ -74,8 +64,6 @@ class Recipe:
     power_of_two: bool = True
     weight_gradient: Literal["float8", "bfloat16"] = "float8"
     minimum: Minimum = "auto"
-    scaling: Literal["current", "delayed"] = "current"
-    history: int = 16
 
     def __post_init__(self) -> None:
         for name, valid in _CHOICES.items():
@@ -90,25 +78,6 @@ class Recipe:
                     f"got {dtype.name}"
                 )
             object.__setattr__(self, name, dtype)
-        self._check_delayed()
-
-    def _check_delayed(self) -> None:
-        if isinstance(self.history, bool) or not isinstance(self.history, int) or self.history < 1:
-            raise ValueError(
-                f"history of a float8 recipe must be a whole number of steps, at least 1; got "
-                f"{self.history!r}"
-            )
-        if self.is_delayed and not self.keeps_codes:
-            raise ValueError(
-                "only recipes with one scale for each tensor and weight gradients in float8 can "
-                f"be delayed, got granularity={self.granularity!r} and "
-                f"weight_gradient={self.weight_gradient!r}. Use scaling='current'"
-            )
-
-    @property
-    def is_delayed(self) -> bool:
-        """Whether scales come from the magnitudes of earlier steps."""
-        return self.scaling == "delayed"
 
     @property
     def keeps_codes(self) -> bool:
@@ -162,18 +131,15 @@ class Recipe:
 
 
 _CHOICES: Mapping[str, tuple[Any, ...]] = {
-    "granularity": ("tensor", "row", "block"),
+    "granularity": ("tensor", "row"),
     "power_of_two": (True, False),
     "weight_gradient": ("float8", _BFLOAT16),
     "minimum": ("auto", None),
-    "scaling": ("current", "delayed"),
 }
 _RECIPES: Mapping[str, Recipe] = {
     "tensorwise": Recipe(),
     "rowwise": Recipe(granularity="row", gradient=_E4M3),
     "rowwise_hp": Recipe(granularity="row", gradient=_E4M3, weight_gradient=_BFLOAT16),
-    "blockwise": Recipe(granularity="block", gradient=_E4M3),
-    "delayed": Recipe(scaling="delayed"),
 }
 # Names that users will try, and why they are not here.
 _NOT_HERE: Mapping[str, str] = {
@@ -181,6 +147,11 @@ _NOT_HERE: Mapping[str, str] = {
     "device: lax.scaled_dot has no derivative, and jax.nn.scaled_matmul decodes its operands "
     "first. It would be slower than bfloat16 and less exact"
     for name, block in (("mxfp8", 32), ("mxfp4", 32), ("nvfp4", 16))
+} | {
+    "blockwise": "blockwise would be slower than bfloat16: XLA has no product of blocks with a "
+    "scale each. For activations with outliers take 'rowwise_hp'",
+    "delayed": "scales from earlier steps need a state, which no recipe has. Take 'tensorwise', "
+    "alone or inside of jaxmp.float8.with_state, which brings such scales",
 }
 
 
@@ -206,8 +177,8 @@ def get_recipe(recipe: str | Recipe | None) -> Recipe | None:
 
     >>> get_recipe("tensorwise:minimum=none").minimum is None
     True
-    >>> get_recipe("delayed:history=32")
-    Recipe('delayed:history=32')
+    >>> get_recipe("rowwise_hp:minimum=none")
+    Recipe('rowwise_hp:minimum=none')
     """
     if recipe is None or isinstance(recipe, Recipe):
         return recipe
@@ -231,5 +202,5 @@ def get_recipe(recipe: str | Recipe | None) -> Recipe | None:
                 f"cannot read {change!r} in recipe {recipe!r}: expected one field=value of "
                 f"{', '.join(fields)}.{near}"
             )
-        given[key] = int(value) if value.isdecimal() else _WORDS.get(value.lower(), value)
+        given[key] = _WORDS.get(value.lower(), value)
     return dataclasses.replace(_RECIPES[name], **given)

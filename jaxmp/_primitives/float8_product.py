@@ -20,7 +20,7 @@ from jaxmp._primitives.bilinear import (
     function_of,
     slots,
 )
-from jaxmp._primitives.float8_encode import encode_as_expected, float8_encode
+from jaxmp._primitives.float8_encode import float8_encode
 from jaxmp._primitives.float8_scale_back import scale_back, without_scale
 from jaxmp._primitives.gathering import gathered, pinned_operands, scattered
 from jaxmp._primitives.mixed_product import held, with_derivatives
@@ -63,8 +63,7 @@ def float8_product(
         recipe,
         parameter,
     )
-    history = recipe.history if recipe.is_delayed else 0
-    coded = [form.encode(i, x, RESULT, history=history) for i, x in enumerate(operands)]
+    coded = [form.encode(i, x, RESULT) for i, x in enumerate(operands)]
     shown = [Coded(held(x.codes), x.scale) for x in coded]
     numbers = params["dimension_numbers"]
     out = form.product(shown, numbers, dtype, _FAST, exact=dtype == np.float32)
@@ -105,9 +104,9 @@ class Float8Map(BilinearMap):
         gathers = (*self.gathers, None)
         coded = []
         for operand, role in zip(operands, slots(returned), strict=True):
-            x, scale, _, derivative, expected = operand
+            x, scale, _, derivative = operand
             if scale is None:
-                x, scale = self.encode(role, x, returned, derivative=derivative, expected=expected)
+                x, scale = self.encode(role, x, returned, derivative=derivative)
             coded.append(Coded(gathered(x, gathers[role]), scale))
         jaxpr = self.float32_map(returned).jaxpr
         env: dict[Any, Any] = dict(zip(jaxpr.invars, coded, strict=True))
@@ -173,16 +172,7 @@ class Float8Map(BilinearMap):
         out = bind(*codes, precision=precision, preferred_element_type=wide)
         return Coded(out, _scale_of_product(operands, dimension_numbers, out.ndim))
 
-    def encode(
-        self,
-        role: int,
-        x: Any,
-        returned: int,
-        *,
-        derivative: bool = False,
-        expected: Any = None,
-        history: int = 0,
-    ) -> Coded:
+    def encode(self, role: int, x: Any, returned: int, *, derivative: bool = False) -> Coded:
         """Rounds an operand of one of the maps to float8.
 
         Args:
@@ -190,32 +180,22 @@ class Float8Map(BilinearMap):
           x: the operand.
           returned: the role that the map returns.
           derivative: whether the operand is a tangent or a cotangent.
-          expected: the largest magnitude to expect, or None.
-          history: for how many steps its magnitudes are kept, if somebody keeps them.
         """
-        axes, in_blocks = self._axes(role, returned)
         dtype = self.recipe.gradient if derivative else self.recipe.forward
-        exact = self.recipe.power_of_two
         is_weight = role == self.parameter and not derivative
-        if expected is not None:
-            return encode_as_expected(x, dtype, axes, expected, power_of_two=exact)[0]
-        params = {"power_of_two": exact, "in_blocks": in_blocks, "is_weight": is_weight}
-        return float8_encode(x, dtype, axes, history=history, **params)
+        powers = self.recipe.power_of_two
+        axes = self.axes_of_scale(role, returned)
+        return float8_encode(x, dtype, axes, power_of_two=powers, is_weight=is_weight)
 
-    def _axes(self, role: int, returned: int) -> tuple[tuple[int, ...], bool]:
-        """Returns the axes of an operand that share scales, and whether blocks of them do."""
-        groups, granularity = self.groups[role], self.recipe.granularity
-        summed = tuple(i for i, group in enumerate(groups) if group == _SUMMED_BY[returned])
+    def axes_of_scale(self, role: int, returned: int) -> tuple[int, ...]:
+        """Returns the axes along which an operand of the map that returns a role shares scales."""
+        groups = self.groups[role]
         # As in torchao's recipe: in the backward pass, a weight that is not transposed by rows.
         is_weight = role == self.parameter and returned != RESULT
-        if granularity == "tensor" or (is_weight and self.recipe.weight_gradient != "float8"):
-            return tuple(i for i, group in enumerate(groups) if group != _MAPPED), False
-        if granularity == "row":
-            return summed, False
-        if role != self.parameter:
-            return summed[-1:], True
-        last = {group: i for i, group in enumerate(groups) if group not in (_SHARED, _MAPPED)}
-        return tuple(last.values()), True
+        whole = is_weight and self.recipe.weight_gradient != "float8"
+        if whole or self.recipe.granularity == "tensor":
+            return tuple(i for i, group in enumerate(groups) if group != _MAPPED)
+        return tuple(i for i, group in enumerate(groups) if group == _SUMMED_BY[returned])
 
     def _made(
         self, shapes: Any, others: Any, given: Any, gathers: Gathers, axes: Any = ()

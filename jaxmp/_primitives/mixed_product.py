@@ -45,11 +45,11 @@ from jaxmp._primitives.varying import result_aval, varying_alike
 # The identity on the operands of the product itself, without a derivative: jax.lax.stop_gradient
 # with a transpose.
 _held_p = Primitive("held")
-# Operands: the result of the product, its operands, the magnitudes to expect of its cotangent, the
-# scales of operands in float8, the sources of operands that have one.
+# Operands: the result of the product, its operands, operands without a derivative, the scales of
+# operands in float8, the sources of operands that have one.
 _attach_p = Primitive("float32_gradient")
-# Operands: the two operands of the product, integer operands, expected magnitudes, scales and
-# sources where there are some. The sources do not change the value; they say where second
+# Operands: the two operands of the product, operands without a derivative, scales and sources where
+# there are some. The sources do not change the value; they say where second
 # derivatives go.
 _bilinear_p = Primitive("low_precision_product")
 
@@ -123,7 +123,7 @@ def with_derivatives(
       out: the result, without derivatives.
       form: the product.
       operands: its operands.
-      others: its integer operands.
+      others: its operands without a derivative.
     """
     arrays, kept = flat_operands(operands, others)
     return _attach_p.bind(out, *arrays, form=form, kept=kept)
@@ -167,11 +167,8 @@ def _cotangents(form: BilinearMap, returned: int, kept: Any, ct: Any, args: Any)
     if len(unknown) != 1:
         raise TypeError(f"a product of {form} is linear in one operand, not in both at once")
     (i,) = unknown
-    roles, expected = slots(returned), None
-    if returned == RESULT:  # the other operand knows what to expect of this cotangent
-        expected = operands[1 - i].expected
-        operands[1 - i] = operands[1 - i]._replace(expected=None)
-    into_result = ProductOperand(ct, derivative=True, expected=expected)
+    roles = slots(returned)
+    into_result = ProductOperand(ct, derivative=True)
     of = dict(zip(roles, operands, strict=True)) | {returned: into_result}
     into = [of[role] for role in slots(roles[i])]
     found: list[Any] = [None] * len(args)
@@ -248,10 +245,7 @@ def _batch(
     for operand, at, axis in zip(operands, now, want, strict=True):
         arrays = zip(operand[:3], at[:3], strict=True)
         value, scale, source = (_at_axis(x, a, axis, size) for x, a in arrays)
-        expected = operand.expected
-        if expected is not None and at.expected is not None:  # one scale for all
-            expected = jnp.max(expected, at.expected)
-        moved.append(ProductOperand(value, scale, source, operand.derivative, expected))
+        moved.append(ProductOperand(value, scale, source, operand.derivative))
     by_role = {returned: out, **dict(zip(slots(returned), want, strict=True))}
     new = form.batched(tuple(by_role[i] for i in range(3)), tuple(other_axes), size)
     return new, moved, others

@@ -12,15 +12,12 @@ class ProductOperand(NamedTuple):
       scale: the float32 scale of float8 codes; None for other arrays.
       source: the wider array that the value was rounded from, if its gradient goes there.
       derivative: whether it is a tangent or a cotangent.
-      expected: the largest magnitude to expect of the derivative that the operand is, or that it
-        is multiplied with in the backward pass; None for the magnitude that is there.
     """
 
     value: Any
     scale: Any = None
     source: Any = None
     derivative: bool = False
-    expected: Any = None
 
     @property
     def linear(self) -> Any:
@@ -29,8 +26,7 @@ class ProductOperand(NamedTuple):
 
     @property
     def kept(self) -> "Kept":
-        scaled, wide, expects = (x is not None for x in (self.scale, self.source, self.expected))
-        return Kept(scaled, wide, expects, self.derivative)
+        return Kept(self.scale is not None, self.source is not None, self.derivative)
 
 
 class Kept(NamedTuple):
@@ -38,7 +34,6 @@ class Kept(NamedTuple):
 
     scaled: bool
     wide: bool
-    expects: bool
     derivative: bool = False
 
 
@@ -49,13 +44,13 @@ def flat_operands(
 
     Args:
       operands: the two operands.
-      others: integer operands of the product.
+      others: operands of the product without a derivative.
 
     >>> flat_operands([ProductOperand("x"), ProductOperand("codes", "scale", "w")], [])[0]
     ['x', 'codes', 'scale', 'w']
     """
-    values, scales, sources, _, expected = zip(*operands, strict=True)
-    given = (x for x in (*expected, *scales, *sources) if x is not None)
+    values, scales, sources, _ = zip(*operands, strict=True)
+    given = (x for x in (*scales, *sources) if x is not None)
     arrays = [*values, *others, *given]
     return arrays, tuple(operand.kept for operand in operands)
 
@@ -65,23 +60,22 @@ def operands_of(
 ) -> tuple[list[ProductOperand], list[Any]]:
     """Rebuilds operands from arrays, or from anything that stands for them.
 
-    >>> operands_of(["x", "w16", "w"], [Kept(False, False, False), Kept(False, True, False)])[0][1]
-    ProductOperand(value='w16', scale=None, source='w', derivative=False, expected=None)
+    >>> operands_of(["x", "w16", "w"], [Kept(False, False), Kept(False, True)])[0][1]
+    ProductOperand(value='w16', scale=None, source='w', derivative=False)
     """
-    end = len(args) - sum(each.scaled + each.wide + each.expects for each in kept)
+    end = len(args) - sum(each.scaled + each.wide for each in kept)
     rest = iter(args[end:])
-    expected = [next(rest) if each.expects else None for each in kept]
     scales = [next(rest) if each.scaled else None for each in kept]
     sources = [next(rest) if each.wide else None for each in kept]
     marks = [each.derivative for each in kept]
-    operands = map(ProductOperand, args[: len(kept)], scales, sources, marks, expected)
+    operands = map(ProductOperand, args[: len(kept)], scales, sources, marks)
     return list(operands), list(args[len(kept) : end])
 
 
 def place_of_linear(i: int, count: int, kept: Sequence[Kept]) -> int:
     """Returns where among `count` arrays the one is to which the gradient of an operand goes.
 
-    >>> place_of_linear(0, 3, [Kept(False, True, False), Kept(False, False, False)])
+    >>> place_of_linear(0, 3, [Kept(False, True), Kept(False, False)])
     2
     """
     return count - sum(each.wide for each in kept[i:]) if kept[i].wide else i

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax  # noqa: F401 (for the doctest)
 import jax.numpy as jnp  # noqa: F401 (for the doctest)
@@ -14,7 +14,7 @@ from jaxmp._numerics.user_warnings import warn
 from jaxmp._recompute.run import Settings, run_in_pieces
 from jaxmp._recompute.storage import names_of
 
-Recompute = Literal["auto", "always", "never"]
+Recompute = Literal["auto", "always", "loops", "never"]
 
 
 def recompute(
@@ -36,8 +36,10 @@ def recompute(
     Args:
       fun: a function of pytrees that `jax.make_jaxpr` can trace.
       mode: `"auto"` lets the compiler keep values that it would otherwise compute twice. This saves
-        memory in loops, where the passes are two programs, and costs no time. `"always"` forbids
-        that: it saves memory everywhere, and costs time. `"never"` returns the function.
+        memory in loops, where the passes are two programs, and costs no time. `"loops"` is that
+        inside of `scan` alone, and leaves a program without one to the letter as it is. `"always"`
+        forbids the compiler to keep: it saves memory everywhere, and costs time. `"never"` returns
+        the function.
       dear: names of further primitives (`"tanh"`) and of functions with `jax.jit` or
         `jax.custom_jvp` (`"silu"`, `"jax.nn.silu"`) that are never computed again. A function
         without either, such as `jax.nn.gelu`, has no name in a program: put it into `jax.jit`.
@@ -64,7 +66,7 @@ def recompute(
 
     def rewrite(traced: Traced, static: Static, arrays: list[Any]) -> list[Any]:
         closed = traced.closed
-        context = Settings(mode == "always", names)
+        context = Settings(mode == "always", mode == "loops", names)
         for name in sorted(names.difference(COSTS, _names_in(closed)) if names else ()):
             warn(
                 f"{name!r} is in dear, but is neither a primitive nor a function with jax.jit or "
@@ -89,8 +91,8 @@ def check_recompute(mode: str) -> Recompute:
     Raises:
       ValueError: if it is not.
     """
-    if mode not in ("auto", "always", "never"):
-        raise ValueError(f"recompute must be 'auto', 'always' or 'never', got {mode!r}")
+    if mode not in get_args(Recompute):
+        raise ValueError(f"recompute must be 'auto', 'always', 'loops' or 'never', got {mode!r}")
     return mode  # type: ignore[return-value]
 
 

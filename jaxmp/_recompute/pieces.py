@@ -55,6 +55,13 @@ def divided(
             return storage, pieces
 
 
+def whole(program: Program) -> Piece:
+    """Returns all operations of a program as a piece in which nothing is computed again."""
+    inputs = (*program.inputs, *(number for number, _ in program.consts))
+    outputs = dict.fromkeys(numbers(program.outputs))
+    return Piece(tuple(range(len(program.ops))), inputs, tuple(outputs), recomputes=False)
+
+
 def _shared(program: Program, pieces: Sequence[Piece]) -> Iterator[int]:
     """Yields the values that several pieces make, each for its own operations."""
     makers = collections.Counter(i for piece in pieces for i in piece.ops)

@@ -13,8 +13,8 @@ from jaxmp._jaxpr import compat
 from jaxmp._jaxpr.op_classes import CHECKPOINTS, CONTROL_FLOW, JITS
 from jaxmp._jaxpr.program import Op, Program, read, without_dead_code
 from jaxmp._jaxpr.rebind import rebind
-from jaxmp._recompute.pieces import Piece, divided, key_of
-from jaxmp._recompute.storage import Storage, names_of
+from jaxmp._recompute.pieces import Piece, divided, key_of, whole
+from jaxmp._recompute.storage import NOTHING_STORED, Storage, names_of
 
 # The name of values that are kept within a piece.
 STORED = "jaxmp.stored"
@@ -29,11 +29,13 @@ class Settings:
 
     Attributes:
       barriers: whether the compiler may not merge values that are computed twice.
+      only_loops: whether what is outside of scans stays as it is.
       dear: names of primitives and jitted functions that are never computed again.
       memo: the plans and jaxprs made so far.
     """
 
     barriers: bool
+    only_loops: bool
     dear: frozenset[str]
     memo: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
@@ -65,13 +67,19 @@ def run_in_pieces(context: Settings, closed: Any, arguments: Sequence[Any]) -> l
 
 
 def _planned(context: Settings, closed: Any) -> _Divided:
-    key = ("plan", id(closed), context.barriers)
+    key = ("plan", id(closed), context.barriers, context.only_loops)
     if key not in context.memo:
-        program = without_dead_code(read(closed, lambda each: _is_open(each, context.dear)))
-        storage, pieces = divided(program, context.dear, views=not context.barriers)
         # The jaxpr is kept alive, so that no other one gets its id.
-        context.memo[key] = _Divided(program, storage, pieces), closed
+        context.memo[key] = _plan(context, closed), closed
     return context.memo[key][0]
+
+
+def _plan(context: Settings, closed: Any) -> _Divided:
+    if context.only_loops:
+        program = read(closed, lambda each: False)
+        return _Divided(program, NOTHING_STORED, [whole(program)])
+    program = without_dead_code(read(closed, lambda each: _is_open(each, context.dear)))
+    return _Divided(program, *divided(program, context.dear, views=not context.barriers))
 
 
 def _is_open(equation: core.JaxprEqn, dear: Collection[str]) -> bool:
@@ -127,10 +135,13 @@ def _operand(values: dict[int, Any], atom: Any) -> Any:
 
 
 def _run_op(context: Settings, op: Op, inputs: list[Any]) -> list[Any]:
-    if op.name not in _ENTERED or not _is_open(op.equation, context.dear):
+    is_entered = op.name in _ENTERED and _is_open(op.equation, context.dear)
+    if not is_entered or (context.only_loops and not _has_scan(op.equation)):
         return compat.bind(op.equation, inputs)
-    # The two passes of a loop are two programs, which a compiler cannot merge: no barriers.
-    inside = dataclasses.replace(context, barriers=False) if op.name == "scan" else context
+    inside = context
+    if op.name == "scan":
+        # The two passes of a loop are two programs, which a compiler cannot merge: no barriers.
+        inside = dataclasses.replace(context, barriers=False, only_loops=False)
     programs = compat.bodies_of(op.equation)
     makers = [functools.partial(_traced_in_pieces, inside, program) for program in programs]
     # The pieces inside keep arguments for the backward pass, so that none may be donated.
@@ -138,9 +149,18 @@ def _run_op(context: Settings, op: Op, inputs: list[Any]) -> list[Any]:
     return rebind(op.equation, inputs, makers, **kept)
 
 
+def _has_scan(equation: core.JaxprEqn) -> bool:
+    if equation.primitive.name == "scan":
+        return True
+    inside = (
+        each for jaxpr in compat.bodies_of(equation) for each in compat.open_jaxpr(jaxpr).eqns
+    )
+    return any(each.primitive.name in _ENTERED and _has_scan(each) for each in inside)
+
+
 def _traced_in_pieces(context: Settings, program: Any, avals: list[Any]) -> Any:
     """Returns the program in pieces, with the same arguments and results; made once per program."""
-    key = ("traced", id(program), context.barriers)
+    key = ("traced", id(program), context.barriers, context.only_loops)
     if key not in context.memo:
         made = compat.trace(lambda *args: run_in_pieces(context, program, args), avals)
         context.memo[key] = made, program

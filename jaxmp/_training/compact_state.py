@@ -255,7 +255,9 @@ def _stored_state(
     wide = {i: jnp.asarray(leaves[i], jnp.float32) for i, kind in enumerate(kinds) if kind}
     words = {i: hashed_words(x.shape, [_STREAM, np.uint32(i), step]) for i, x in wide.items()}
     # Codes need the scales, and so a second pass.
-    scales = {i: scales_of(x) for i, x in wide.items() if kinds[i] == "int8"}
+    coded_leaves = [i for i in wide if kinds[i] == "int8"]
+    wide |= {i: _in_a_kernel_before(wide[i]) for i in coded_leaves}
+    scales = {i: scales_of(wide[i]) for i in coded_leaves}
     scales = _not_before(after, scales)
     for i, x in wide.items():
         if i in scales:
@@ -267,6 +269,19 @@ def _stored_state(
         return RoundedState(inner, step)
     beside = tuple(scales.get(i, optax.MaskedNode()) for i in range(len(leaves)))
     return CodedState(inner, beside, step)
+
+
+def _in_a_kernel_before(x: Array) -> Array:
+    """Returns an array that a GPU has to store before it reduces it.
+
+    Otherwise XLA reduces blocks in the kernel that computes moments and params, whose loads then
+    wait for each other: on an H200 it took 1.95 ms for 100 M params, 3.5 times what its bytes take
+    (AdamW, remainders, jax 0.11.2). A TPU would store float32 moments that it need not.
+    """
+    if not compat.is_traced(x):
+        return x
+    barrier = jax.lax.optimization_barrier
+    return jax.lax.platform_dependent(x, cuda=barrier, rocm=barrier, default=lambda x: x)
 
 
 def _not_before(arrays: Sequence[Array], scales: dict[int, Array]) -> dict[int, Array]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +10,24 @@ import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from jaxmp._float32_reduction.api import Reduction
+from jaxmp._mesh.fsdp import FSDP
 from jaxmp._numerics.dtypes import is_inexact
 from jaxmp._numerics.loss_scale import LossScaleState, StaticLossScale
+from jaxmp._recompute.api import Recompute
 from jaxmp._training.microbatch import Evaluation, check_microbatches, sum_over_microbatches
 
 LossScaleLike = LossScaleState | Float[Array, ""] | float | None
+
+
+class GradientKeywords(TypedDict, total=False):
+    """The keyword arguments of `jaxmp.value_and_grad`, which says what they mean."""
+
+    loss_scale: LossScaleLike
+    microbatches: int
+    batch_argnums: int | Sequence[int] | None
+    reduce_dtype: Any
+    fsdp: FSDP | None
+    recompute: Recompute
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

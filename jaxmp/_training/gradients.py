@@ -4,7 +4,7 @@ import contextlib
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from jaxmp._numerics.dtypes import at_least_float32
 from jaxmp._numerics.tree import check_arrays, check_differentiable, leaf_names, split_floats, widen
 from jaxmp._numerics.user_warnings import warn
 from jaxmp._recompute.api import Recompute, recompute as lean
-from jaxmp._training.gradient_options import GradientOptions, LossScaleLike
+from jaxmp._training.gradient_options import GradientKeywords, GradientOptions, LossScaleLike
 from jaxmp._training.microbatch import Evaluation
 
 
@@ -119,13 +119,7 @@ def grad(
     fun: Callable[..., Any],
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
-    *,
-    loss_scale: LossScaleLike = None,
-    microbatches: int = 1,
-    batch_argnums: int | Sequence[int] | None = None,
-    reduce_dtype: Any = None,
-    fsdp: FSDP | None = None,
-    recompute: Recompute = "never",
+    **options: Unpack[GradientKeywords],
 ) -> Callable[..., Any]:
     """Differentiates like `value_and_grad`, but does not return the value; see there.
 
@@ -133,12 +127,7 @@ def grad(
       fun: a function that returns a scalar float loss, or `(loss, aux)`.
       argnums: which positional arguments to differentiate.
       has_aux: whether `fun` returns `(loss, aux)`.
-      loss_scale: `opt_state.loss_scale`, a number, or None.
-      microbatches: how many parts to evaluate the batch in.
-      batch_argnums: the positional arguments to split.
-      reduce_dtype: the dtype in which gradients are summed over devices.
-      fsdp: how the params are sharded.
-      recompute: what the backward pass recomputes.
+      **options: the keyword arguments of `value_and_grad`.
 
     Returns:
       A function that returns `grads`, or `(grads, aux)`.
@@ -146,18 +135,7 @@ def grad(
     >>> grad(lambda w: w**2, loss_scale=8.0)(jnp.bfloat16(3.0))
     Array(6., dtype=float32)
     """
-    with_value = value_and_grad(
-        fun,
-        argnums,
-        has_aux,
-        loss_scale=loss_scale,
-        microbatches=microbatches,
-        batch_argnums=batch_argnums,
-        reduce_dtype=reduce_dtype,
-        fsdp=fsdp,
-        recompute=recompute,
-    )
-    return without_value(with_value, has_aux)
+    return without_value(value_and_grad(fun, argnums, has_aux, **options), has_aux)
 
 
 def without_value(value_and_grad_fun: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
@@ -176,15 +154,12 @@ def scaled_evaluation(
     argnums: tuple[Any, ...],
     options: GradientOptions,
     transform: Callable[..., Any] | None = None,
-    beside: tuple[int, ...] = (),
 ) -> Callable[..., Evaluation]:
     """Evaluates loss and gradient under a scale; returns both unscaled and times their weight.
 
     The weight of a microbatch multiplies the scaled loss, not the gradients: then the low-precision
     gradients inside the model are as large as with the full batch. `argnums` are positions, or what
-    `transform` takes for them. It replaces `jax.grad` where arguments are not plain trees. The
-    arguments `beside` are no params: their gradients are returned as they are, in a tuple with
-    `aux`.
+    `transform` takes for them. It replaces `jax.grad` where arguments are not plain trees.
     """
     has_aux, state, reduction = options.has_aux, options.loss_scale, options.reduction
 
@@ -211,10 +186,7 @@ def scaled_evaluation(
         if reduction is not None:
             call, args = reduction.rewrite(scaled, args, argnums)
         differentiated = transform or functools.partial(_gradient, scaled=state is not None)
-        both = (*argnums, *beside)
-        grads, (loss, aux) = differentiated(call, argnums=both, has_aux=True)(*args)
-        if beside:
-            grads, aux = grads[: len(argnums)], (aux, *grads[len(argnums) :])
+        grads, (loss, aux) = differentiated(call, argnums=argnums, has_aux=True)(*args)
         if reduction is not None:
             grads = reduction.constrain(grads)
         scale = jax.tree.map(on_current_axes, state)

@@ -74,8 +74,8 @@ def _warn_if_all_is_wide(tx: MixedPrecision, step: Any) -> None:
     if narrow and read and all(dtype.itemsize >= 4 for dtype in read):
         warn(
             f"the optimizer was wrapped for {' and '.join(sorted(narrow))}, but every product of "
-            "this step is float32: the model does not cast, and make_train_step has no policy. "
-            "Give it one, make_train_step(loss_fn, policy), or put the model under one"
+            "this step is float32: make_train_step has policy='none', and the model does not cast. "
+            "Leave that policy out, or put the model under one"
         )
 
 

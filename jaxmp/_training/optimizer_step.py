@@ -363,8 +363,9 @@ def _check_agreed(finite: Bool[Array, ""], state: MixedPrecisionState) -> None:
         raise ValueError(
             f"whether to take the step differs between the devices of mesh axis {axes}, each of "
             "which knows only its own gradients: some would skip a step that others take. Give "
-            "finite=jaxmp.sharding.all_finite(grads), on which all agree; or, if each trains a "
-            "model of its own, a state that varies: jax.lax.pcast(state, axis, to='varying')"
+            "finite=jax.lax.pmin(jaxmp.all_finite(grads), axis), on which all agree; or, if each "
+            "trains a model of its own, a state that varies: jax.lax.pcast(state, axis, "
+            "to='varying')"
         )
 
 

@@ -23,12 +23,11 @@ from jaxmp._numerics.tree import (
     split_floats,
     stays_finite,
 )
+from jaxmp._policies.patterns import is_about_paths
 from jaxmp._policies.policy import Policy, get_policy
 from jaxmp._policies.policy_rules import PolicyRules
-from jaxmp._policies.presets import all_policies, dtypes_of
-from jaxmp._primitives.float8_sites import Given
-from jaxmp._recompute.api import Recompute, recompute as lean
-from jaxmp._training.float8_state import Delayed, check_has_state, with_given
+from jaxmp._policies.presets import all_policies, dtypes_of, get_rules
+from jaxmp._recompute.api import Recompute, check_recompute, recompute as lean
 from jaxmp._training.gradient_options import GradientOptions
 from jaxmp._training.gradients import scaled_evaluation
 from jaxmp._training.jitted_step import TrainStep, check_state
@@ -48,7 +47,7 @@ Cast = Literal["products", "all"]
 
 def make_train_step(
     loss_fn: Callable[..., Any],
-    policy: str | jmp.Policy | None = None,
+    policy: str | jmp.Policy | PolicyRules | None = None,
     *,
     has_aux: bool = False,
     microbatches: int = 1,
@@ -58,7 +57,7 @@ def make_train_step(
     donate: bool = True,
     fsdp: FSDP | None = None,
     shardings: PyTree | None = None,
-    recompute: Recompute = "never",
+    recompute: Recompute = "loops",
     count_overflows: bool = False,
     histograms_every: int | None = None,
 ) -> "TrainStep":
@@ -68,18 +67,17 @@ def make_train_step(
       loss_fn: `loss_fn(params, batch) -> loss`, a float scalar. If the state has collections it
         is called as `loss_fn(params, batch, **collections)` and returns `(loss, collections)`,
         a dictionary with the new values of those that changed.
-      policy: the policy in whose compute dtype `loss_fn` runs, as `cast` says. None leaves the
-        dtypes to the model, as for Flax modules with their own `dtype`. The compute dtype must be
-        the one for which the optimizer was wrapped, since that determined the loss scale. A delayed
-        float8 recipe needs the collection `float8_state`, from `jaxmp.float8.init_state`: the step
-        updates it, and `loss_fn` is called without it.
+      policy: by default the policy, or the rules, for which the optimizer of the state was wrapped:
+        `loss_fn` runs under it, as `cast` says. `"none"` leaves the dtypes to a model that casts by
+        itself, as Flax modules under `apply_policy` do. A policy that is given must compute and
+        reduce in the dtypes of that of the optimizer, which determined the loss scale.
       has_aux: whether `loss_fn` also returns `aux`: `(loss, aux)`, or `(loss, collections, aux)`.
         The step returns it as `metrics["aux"]`, with a leading axis of microbatches if there are
         several.
       microbatches: evaluate the batch in this many parts and average in float32, for a loss that
         is a mean over the batch; collections pass from one part to the next.
       cast: `"products"` puts `loss_fn` under `jaxmp.autocast`: matrix products, convolutions and
-        kernels (`kernels="low"`) read 16 bits. Everything else in the batch, such as labels near
+        kernels read 16 bits. Everything else in the batch, such as labels near
         1000, class ids and time stamps, keeps every bit. So do collections: if one holds a teacher,
         its kernels read float32 where its biases reach them. `"all"` casts all floating params and
         the whole batch, labels too, before `loss_fn` sees them, as jmp does.
@@ -96,14 +94,15 @@ def make_train_step(
       shardings: the shardings of the state, from `jaxmp.sharding.state_shardings`, which the new
         state then keeps. Without them the partitioner may move the state, which copies it once and
         compiles the next step anew.
-      recompute: `"auto"` or `"always"` keeps fewer residuals, and recomputes cheap ones in the
-        backward pass; see `jaxmp.recompute`. For layers in a scan, use `"auto"`.
+      recompute: which residuals to recompute in the backward pass instead of keeping them; see
+        `jaxmp.recompute`. By default cheap ones inside of `scan`, as over layers; `"never"` keeps
+        all of them, `"auto"` and `"always"` look outside of loops, too.
       count_overflows: whether `metrics["nonfinite"]` says how many numbers of each gradient are
         infinite or NaN, in the structure of the params, uint32. They are counted in skipped steps
         alone. `check_progress` names the params with the most.
       histograms_every: every how many calls `metrics["histograms"]` has the histograms of the
         gradients, float32 and unscaled, of the first call on. It is a
-        `jaxmp.diagnostics.Histograms`, all zero in the calls between.
+        `Histograms`, all zero in the calls between.
 
     Returns:
       A jitted `step(state, batch) -> (state, metrics)`, which can be lowered and traced like a
@@ -116,51 +115,55 @@ def make_train_step(
 
     Raises:
       ValueError: if the policy computes in float8, `microbatches` or `histograms_every` is not a
-        positive number, or `cast` is unknown.
-      TypeError: if `policy` is rules, which belong to a model, or `fsdp` is not an `FSDP`.
+        positive number, or `cast` or `recompute` is unknown. In the first step, if the policy is
+        not that of the optimizer, or is rules about types of modules, which a function has not.
+      TypeError: if `loss_fn` is not callable, or `fsdp` is not an `FSDP`.
 
     Warns:
-      UserWarning: in the first step, if the optimizer was wrapped for 16 bits, there is no policy
-        here, and every product is float32: nobody casts.
+      UserWarning: in the first step, if the optimizer was wrapped for 16 bits, the policy is
+        `"none"`, and every product is float32: nobody casts.
 
     >>> import jaxmp
     >>> tx = jaxmp.mixed_precision(optax.sgd(0.5), "mixed_bfloat16")
     >>> state = TrainState.create(params={"w": jnp.ones(2)}, tx=tx)
-    >>> step = make_train_step(lambda p, x: jnp.mean((x @ p["w"]) ** 2), "mixed_bfloat16")
+    >>> step = make_train_step(lambda p, x: jnp.mean((x @ p["w"]) ** 2))
     >>> state, metrics = step(state, jnp.eye(2))
     >>> state.params["w"], float(metrics["loss"])
     (Array([0.5, 0.5], dtype=float32), 1.0)
     """
-    policy = _one_policy(policy)
+    if not callable(loss_fn):
+        raise TypeError(f"make_train_step takes a loss function, got {type(loss_fn).__name__}")
+    model_casts = isinstance(policy, str) and policy.strip() == "none"
+    given = None if policy is None or model_casts else get_rules(policy)
     _check_options(fsdp, microbatches, cast, histograms_every)
-    loss_and_rest = _with_rest(_lowered(loss_fn, policy, cast, cast_batch), has_aux, recompute)
+    check_recompute(recompute)
 
     def train_step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         check_state(state, batch)
-        _check_same_dtypes(policy, state.tx.policy)
-        check_has_state([policy] if policy else all_policies(state.tx.rules), state.collections)
         _check_shardings(shardings, state)
+        rules = state.tx.rules if given is None else _checked_rules(given, state.tx)
+        lowered = loss_fn if model_casts else _lowered(loss_fn, rules, cast, cast_batch)
+        loss_and_rest = _with_rest(lean(lowered, recompute), has_aux)
         options = GradientOptions(
             has_aux=True,
             loss_scale=None if _has_forgotten_scale(state.tx) else state.loss_scale,
             microbatches=microbatches,
             reduction=_reduction(state.tx.rules, fsdp),
         )
-        delayed = Delayed.of(state.collections, options)
         # What runs under one policy runs under all: a reduction is on automatic axes by itself.
         reduced = options.reduction is not None
         free = loss_and_rest if reduced else on_automatic_axes_inside(loss_and_rest)
 
-        evaluate_batch = _evaluation_of_batch(free, options, delayed)
-        given = batch, delayed.others, options.loss_scale
-        collections, (loss, grads, (aux, found)) = evaluate_batch(state.params, *given)
+        evaluate_batch = _evaluation_of_batch(free, options)
+        operands = batch, state.collections, options.loss_scale
+        collections, (loss, grads, aux) = evaluate_batch(state.params, *operands)
         norm = optax.tree.norm(split_floats(grads)[0])
         # Finite gradients may have an infinite norm, and Adam's squares of them overflow. An
         # infinite loss destroys the state of optimizers that read it.
-        finite = all_finite((loss, norm, grads)) & stays_finite(collections, delayed.others)
-        collections = collections | delayed.updated(found)
+        finite = all_finite((loss, norm, grads)) & stays_finite(collections, state.collections)
         extra = {} if extra_args is None else dict(extra_args(state, batch, loss))
-        value_fn = value_function(evaluate_batch, state.params, given, Evaluation(loss, grads, ()))
+        value = Evaluation(loss, grads, ())
+        value_fn = value_function(evaluate_batch, state.params, operands, value)
         all_there_is = {"value": loss, "grad": grads, "value_fn": value_fn}
         offers = [all_there_is | extra, {"value": loss} | extra, extra]
         new = stepped_with_first(state, grads, offers, finite, collections)
@@ -170,27 +173,26 @@ def make_train_step(
 
     placed = None if shardings is None else (shardings, None)
     jitted = jax.jit(train_step, donate_argnums=(0,) * donate, out_shardings=placed)
-    return TrainStep(jitted, model_casts=policy is None, donates=donate)
+    return TrainStep(jitted, model_casts=model_casts, donates=donate)
 
 
 def _evaluation_of_batch(
-    fun: Callable[..., Any], options: GradientOptions, delayed: Delayed
+    fun: Callable[..., Any], options: GradientOptions
 ) -> Callable[[PyTree, PyTree, Any, Any], tuple[Any, Evaluation]]:
     """Returns a function of params, batch, collections and loss scale; it adds microbatches up."""
 
     def evaluate_batch(
-        params: PyTree, batch: PyTree, others: Any, scale: Any
+        params: PyTree, batch: PyTree, first: Any, scale: Any
     ) -> tuple[Any, Evaluation]:
         scaled = dataclasses.replace(options, loss_scale=scale)
-        evaluate = scaled_evaluation(fun, (0,), scaled, beside=delayed.beside)
+        evaluate = scaled_evaluation(fun, (0,), scaled)
 
         def evaluate_part(collections: Any, part: PyTree) -> tuple[Any, Evaluation]:
-            loss, (grads,), found = evaluate(params, part, collections, *delayed.arguments)
-            new, aux, seen = delayed.unpacked(found)
+            loss, (grads,), (new, aux) = evaluate(params, part, collections)
             new = jax.tree.map(on_axes_of, new, collections)
-            return new, Evaluation(loss, grads, (aux, seen))
+            return new, Evaluation(loss, grads, aux)
 
-        return sum_over_microbatches(evaluate_part, others, params, batch, options.microbatches)
+        return sum_over_microbatches(evaluate_part, first, params, batch, options.microbatches)
 
     return evaluate_batch
 
@@ -203,55 +205,73 @@ def _check_options(fsdp: Any, microbatches: Any, cast: Any, histograms_every: An
         raise ValueError(f"cast must be 'products' or 'all', got {cast!r}")
 
 
-def _with_rest(lowered: Callable[..., Any], has_aux: bool, recompute: Recompute) -> Any:
-    """Returns a function of params, batch and collections: the loss, and all that is not it.
+def _with_rest(lowered: Callable[..., Any], has_aux: bool) -> Any:
+    """Returns a function of params, batch and collections: the loss, and all that is not it."""
 
-    With the two arguments of `Delayed` after them, it returns the magnitudes in float8, too.
-    """
-    current, delayed = lean(lowered, recompute), lean(with_given(lowered), recompute)
-
-    def loss_and_rest(
-        params: PyTree, batch: PyTree, collections: dict[str, PyTree], *float8: Any
-    ) -> Any:
-        if float8:
-            (forward, backward), probes = float8
-            given = Given(forward, backward, probes)
-            out, seen = delayed(given, params, batch, **collections)
-        else:
-            out, seen = current(params, batch, **collections), []
+    def loss_and_rest(params: PyTree, batch: PyTree, collections: dict[str, PyTree]) -> Any:
+        out = lowered(params, batch, **collections)
         loss, changed, aux = _unpack(out, bool(collections), has_aux)
-        return loss, (updated_collections(collections, changed), aux, seen)
+        return loss, (updated_collections(collections, changed), aux)
 
     return loss_and_rest
 
 
 def _lowered(
-    loss_fn: Callable[..., Any], policy: Policy | None, cast: Cast, cast_batch: bool
+    loss_fn: Callable[..., Any], rules: PolicyRules, cast: Cast, cast_batch: bool
 ) -> Callable[..., Any]:
-    """Returns the loss function in the compute dtype of a policy."""
-    if policy is None:
-        return loss_fn
-    compute = policy.compute_dtype
-    wide = compute if compute.itemsize >= 4 else jnp.dtype(jnp.float32)
-
+    """Returns the loss function under the policy of a step, or under its rules."""
+    policy: Policy | PolicyRules = rules if rules.rules else rules.default or get_policy("float32")
+    computed_in = {each.compute_dtype for each in all_policies(rules)}
+    for compute in computed_in:
+        if compute.itemsize == 1:
+            raise ValueError(
+                f"make_train_step cannot compute in {compute}: a plain cast to float8 loses small "
+                "gradients. Use 'mixed_float8', which scales"
+            )
+    if any(not is_about_paths(pattern) for pattern, _ in rules.rules):
+        raise ValueError(
+            "the optimizer was wrapped for rules about types of modules (as 'O2' has them), which "
+            "a function has not. Put the model under them with jaxmp.linen.apply_policy or "
+            "jaxmp.nnx.apply_policy, and give make_train_step policy='none': the model casts by "
+            "itself"
+        )
     # In a float32 loss, only the precision of its products is set.
-    rewritten = autocast(loss_fn, policy, kernels="low")
-    written = rewritten if compute.itemsize >= 4 else loss_fn
-
-    def all_cast(params: PyTree, batch: PyTree, **collections: PyTree) -> Any:
-        batch = cast_floating(batch, compute) if cast_batch else batch
-        return written(cast_floating(params, compute), batch, **collections)
+    rewritten = autocast(loss_fn, policy)
+    if cast == "all":
+        return _all_cast(loss_fn, rewritten, policy, cast_batch)
+    wide = max([jnp.dtype(jnp.float32), *computed_in], key=lambda dtype: dtype.itemsize)
 
     # Autocast makes float32 products narrow, but does not make narrow ones wider.
     def no_narrower(x: Any) -> Any:
-        narrow = is_floating(x) and x.dtype.itemsize < wide.itemsize and x.dtype != compute
+        narrow = is_floating(x) and x.dtype.itemsize < wide.itemsize and x.dtype not in computed_in
         return cast_floating(x, wide) if narrow else x
 
     def products_cast(params: PyTree, batch: PyTree, **collections: PyTree) -> Any:
         params, batch = jax.tree.map(no_narrower, (params, batch))
         return rewritten(params, batch, **collections)
 
-    return all_cast if cast == "all" else products_cast
+    return products_cast
+
+
+def _all_cast(
+    loss_fn: Callable[..., Any],
+    rewritten: Callable[..., Any],
+    policy: Policy | PolicyRules,
+    cast_batch: bool,
+) -> Callable[..., Any]:
+    if isinstance(policy, PolicyRules):
+        raise ValueError(
+            "cast='all' casts params and batch to one dtype, and the optimizer was wrapped for "
+            "rules, which have several. Use cast='products'"
+        )
+    compute = policy.compute_dtype
+    written = rewritten if compute.itemsize >= 4 else loss_fn
+
+    def all_cast(params: PyTree, batch: PyTree, **collections: PyTree) -> Any:
+        batch = cast_floating(batch, compute) if cast_batch else batch
+        return written(cast_floating(params, compute), batch, **collections)
+
+    return all_cast
 
 
 def _has_forgotten_scale(tx: MixedPrecision) -> bool:
@@ -272,35 +292,29 @@ def _reduction(rules: PolicyRules, fsdp: FSDP | None) -> GradientReduction | Non
     return gradient_reduction(jnp.float32 if widest.itemsize > 4 else widest, fsdp)
 
 
-def _one_policy(policy: Any) -> Policy | None:
-    """Returns the policy to which a step casts all params; raises if a plain cast is not enough."""
-    if isinstance(policy, PolicyRules) or (isinstance(policy, str) and policy.strip() == "O2"):
-        raise TypeError(
-            "make_train_step casts all params to one dtype, which is not what rules (such as 'O2') "
-            "ask for. Put the model under them with jaxmp.linen.apply_policy or "
-            "jaxmp.nnx.apply_policy, and give make_train_step no policy"
-        )
-    policy = None if policy is None else get_policy(policy)
-    if policy is not None and policy.compute_dtype.itemsize == 1:
-        raise ValueError(
-            f"make_train_step cannot compute in {policy.compute_dtype}: a plain cast to float8 "
-            "loses small gradients. Use 'mixed_float8', which scales"
-        )
-    return policy
+def _checked_rules(given: PolicyRules, tx: MixedPrecision) -> PolicyRules:
+    """Returns the rules of a step, if they agree with those of the optimizer.
 
-
-def _check_same_dtypes(policy: Policy | None, wrapped: Policy) -> None:
-    if policy is not None and policy.compute_dtype != wrapped.compute_dtype:
+    A policy agrees in the dtypes that decide the loss scale and the sums of gradients, rules if
+    they are the same.
+    """
+    if given.rules and given != tx.rules:
         raise ValueError(
-            f"the train step computes in {policy.compute_dtype}, but the optimizer was wrapped for "
-            f"{wrapped.compute_dtype}, and its loss scale chosen for that. Give make_train_step "
-            "and mixed_precision the same policy"
+            "the optimizer was wrapped for another policy than these rules, and its loss scale "
+            "chosen for that. Leave the policy of make_train_step out: it is that of the optimizer"
         )
-    if policy is not None and policy.reduce_dtype != wrapped.reduce_dtype:
-        raise ValueError(
-            f"the train step reduces gradients in {policy.reduce_dtype}, but the optimizer was "
-            f"wrapped for {wrapped.reduce_dtype}. Give both the same policy"
-        )
+    step, wrapped = given.default or get_policy("float32"), tx.policy
+    for what, here, there in (
+        ("computes", step.compute_dtype, wrapped.compute_dtype),
+        ("reduces gradients", step.reduce_dtype, wrapped.reduce_dtype),
+    ):
+        if here != there:
+            raise ValueError(
+                f"the train step {what} in {here}, but the optimizer was wrapped for {there}, and "
+                "its loss scale chosen for that. Leave the policy of make_train_step out: it is "
+                "that of the optimizer"
+            )
+    return given
 
 
 def _check_shardings(shardings: PyTree, state: TrainState) -> None:

@@ -54,25 +54,11 @@ def compiled(compiler: Compiler, model: GPT, recipe: str | None) -> Any:
         pytest.param("tensorwise", 3 * PRODUCTS, marks=pytest.mark.jax),
         pytest.param("rowwise", 3 * PRODUCTS, marks=pytest.mark.exhaustive),
         ("rowwise_hp", 2 * PRODUCTS),  # gradients of weights are products in bfloat16
-        pytest.param(
-            "blockwise", 0, marks=pytest.mark.exhaustive
-        ),  # an emulation, and the docs say so
     ],
 )
 def test_every_chosen_product_is_one_call(gpu: Compiler, recipe: str | None, calls: int) -> None:
     """In a scan over layers; scores, the head and the embedding are left out."""
     assert len(float8_calls(compiled(gpu, gpt(), recipe).as_text())) == calls
-
-
-def test_an_emulation_is_rounded_to_float8(gpu: Compiler) -> None:
-    """XLA:GPU takes a cast to float8 and back for excess precision, and drops it (the control)."""
-    x = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
-
-    def cast(x: Any) -> Any:
-        return (2 * x).astype(jnp.float8_e4m3fn).astype(jnp.bfloat16) + 1
-
-    assert "f8e4m3fn" not in gpu(cast, x).as_text()
-    assert compiled(gpu, gpt(), "blockwise").as_text().count("f8e4m3fn[") > 4 * PRODUCTS
 
 
 def test_a_checkpoint_multiplies_forward_again_in_float8(gpu: Compiler) -> None:
@@ -88,7 +74,6 @@ BESIDE = {
     "tensorwise": (420, 12),
     "rowwise": (873, 18),
     "rowwise_hp": (613, 14),
-    "blockwise": (803, 19),
 }
 
 

@@ -10,7 +10,8 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
 
 import jaxmp
-from jaxmp.diagnostics import MemoryPlan, absent_devices, memory_plan
+from jaxmp._planning.memory_rows import MemoryPlan
+from jaxmp.diagnostics import absent_devices, memory_plan
 from jaxmp.sharding import FSDP, fully_sharded
 from tests.aot.conftest import Compiler
 

@@ -188,7 +188,8 @@ RULED: dict[str, tuple[list[Any], Any, dict[str, tuple[str, str]]]] = {
     "float32": ([("up", "float32")], FP8, {"up": (F32, ""), "down": (E4, "")}),
     "left as traced": ([("up", None)], FP8, {"up": (F32, ""), "down": (E4, "")}),
     "another recipe": (
-        [("up", "mixed_float8,products=blockwise")], FP8, {"up": (B16, ""), "down": (E4, "")},
+        [("up", f"{FP8},products=tensorwise:forward=float8_e5m2")], FP8,
+        {"up": (E5, ""), "down": (E4, "")},
     ),
 }  # fmt: skip
 

@@ -9,11 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax import lax
 from jax.experimental import pallas
 from jax.experimental.ode import odeint
 
 import jaxmp
+import jaxmp.nnx
 from tests.support.autocast_checks import BF16, FP16, compiled, rows, weights
 from tests.support.dots import equations
 
@@ -143,7 +145,7 @@ MODELS: dict[str, Callable[..., Any]] = {
 
 
 def low(fun: Callable[..., Any], policy: Any = BF16, **options: Any) -> Callable[..., Any]:
-    return jaxmp.autocast(fun, policy, kernels="low", **options)
+    return jaxmp.autocast(fun, policy, **options)
 
 
 def close(got: Any, want: Any, bound: float = 0.1) -> None:
@@ -182,7 +184,7 @@ def test_kernels_of_pallas() -> None:
     assert ("pallas", "bfloat16") in SEEN
     close(grads, {key: x for key, x in compiled(jax.grad(fun))(PARAMS, BATCH).items() if x.any()})
     assert _operands(jax.make_jaxpr(fast)(PARAMS, BATCH), "pallas_call") == ["bfloat16"]
-    traced = jaxmp.autocast(fun, BF16)
+    traced = jaxmp.autocast(fun, BF16, kernels="traced")
     assert _operands(jax.make_jaxpr(traced)(PARAMS, BATCH), "pallas_call") == ["float32"]  # control
     got = compiled(jax.vmap(fast, (None, 0)))(PARAMS, jax.tree.map(lambda x: x[:, None], BATCH))
     np.testing.assert_allclose(np.mean(got), fun(PARAMS, BATCH), rtol=0.02)
@@ -190,6 +192,29 @@ def test_kernels_of_pallas() -> None:
 
 def _operands(jaxpr: Any, name: str) -> list[str]:
     return [str(e.invars[0].aval.dtype) for e in equations(jaxpr) if e.primitive.name == name]
+
+
+def test_kernels_in_live_modules() -> None:
+    """An `nnx.Param` is a param: a bias behind a product is cast, and a label there is not."""
+
+    class Block(nnx.Module):
+        def __init__(self) -> None:
+            self.q, self.bias = nnx.Param(PARAMS["q"]), nnx.Param(PARAMS["bias"])
+
+        def __call__(self, x: Any, y: Any) -> Any:
+            hidden = tanh_kernel(x @ self.q[...] + self.bias[...])
+            return jnp.mean(tanh_kernel(y) - hidden)
+
+    def operands(**options: Any) -> list[str]:
+        graphdef, state = nnx.split(Block())
+
+        def fun(state: Any, x: Any, y: Any) -> Any:
+            return jaxmp.nnx.autocast(nnx.merge(graphdef, state), BF16, **options)(x, y)
+
+        return _operands(jax.make_jaxpr(fun)(state, BATCH["x"], BATCH["y"]), "pallas_call")
+
+    assert operands() == ["bfloat16", "float32"]
+    assert operands(kernels="traced") == ["float32", "float32"]  # control
 
 
 @jax.custom_vjp
@@ -222,7 +247,7 @@ def test_kernels_in_place_of_all_products() -> None:
 
 
 def test_kernels_that_are_to_stay_exact() -> None:
-    """Under `full_precision` and rules, and without the keyword."""
+    """Under `full_precision`, rules, and with `kernels="traced"`."""
     exact = jaxmp.full_precision(block)
 
     def scoped(params: Any, batch: Any) -> Any:
@@ -234,7 +259,7 @@ def test_kernels_that_are_to_stay_exact() -> None:
     for fun in (
         low(lambda params, batch: jnp.mean((exact(params, batch["x"]) - batch["y"]) ** 2)),
         low(scoped, rules),
-        jaxmp.autocast(model, BF16),
+        jaxmp.autocast(model, BF16, kernels="traced"),
     ):
         SEEN.clear()
         compiled(jax.grad(fun))(PARAMS, BATCH)
@@ -297,7 +322,7 @@ def test_kernels_that_do_not_fit_stay_and_that_is_said(name: str) -> None:
     fun, reason = MISFITS[name]
     with pytest.warns(UserWarning, match=f"kernels='low' .* stay as they were traced, .*{reason}"):
         got = compiled(low(fun))(PARAMS, BATCH)
-    want = compiled(jaxmp.autocast(fun, BF16))(PARAMS, BATCH)
+    want = compiled(jaxmp.autocast(fun, BF16, kernels="traced"))(PARAMS, BATCH)
     np.testing.assert_array_equal(got, want)
 
 

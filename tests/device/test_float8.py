@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import jaxmp
+from jaxmp._policies.recipe import get_recipe
 from tests.support.compiled import WITHOUT_TRITON, float8_calls
 from tests.support.devices import needs_gpu
 from tests.support.float8_references import Product, error
@@ -27,7 +28,7 @@ BOUNDS = (2.0**-8, 2.0**-8, 2e-3)
 
 
 def case_of(recipe: str) -> Product:
-    read = jaxmp.float8.get_recipe(f"{recipe}:minimum=none")
+    read = get_recipe(f"{recipe}:minimum=none")
     assert read is not None
     return Product("mk,kn->mn", read)
 

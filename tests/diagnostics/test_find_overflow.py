@@ -16,7 +16,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import jaxmp
 import jaxmp.linen
 import jaxmp.nnx
-from jaxmp.diagnostics import Overflow, find_overflow
+from jaxmp._diagnostics.overflow import Overflow
+from jaxmp.diagnostics import find_overflow
 from tests.support.audit_lines import line_of
 
 pytestmark = [pytest.mark.jax, pytest.mark.usefixtures("standard_promotion")]

@@ -12,8 +12,8 @@ from hypothesis import given, settings, strategies as st
 from jax.sharding import AxisType
 
 import jaxmp
-from jaxmp._numerics.histograms import _bin_of, _compared, _scattered
-from jaxmp.diagnostics import Histograms, histograms, plot_histograms, underflow_report
+from jaxmp._numerics.histograms import Histograms, _bin_of, _compared, _scattered
+from jaxmp.diagnostics import histograms, plot_histograms, underflow_report
 from tests.support.compilations import Count
 
 pytestmark = [

@@ -154,3 +154,13 @@ def test_float16_without_a_scale_warns() -> None:
     model = jaxmp.equinox.apply_policy(Net(), "mixed_float16")
     with pytest.warns(UserWarning, match="pass through float16 without a loss scale"):
         filter_grad(mean_square)(model, X)
+
+
+@pytest.mark.parametrize("function", [filter_grad, filter_value_and_grad])
+def test_unknown_options_are_named_before_the_first_call(function: Any) -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'scale'"):
+        function(mean_square, scale=2.0)
+    with pytest.raises(TypeError, match="multiple values for argument 'argnums'"):
+        function(mean_square, argnums=1)
+    with pytest.raises(ValueError, match="microbatches"):
+        function(mean_square, microbatches=0)

@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import jaxmp
+from jaxmp._numerics.tree import cast_floating
 from tests.equinox.models import Net, NormNet, X, mean_square, plain_params, with_state
 from tests.support.bits import tree_bits
 
@@ -139,7 +140,7 @@ def test_a_train_step_is_a_loop_by_hand() -> None:
     tx = jaxmp.mixed_precision(optax.adam(1e-2), "mixed_bfloat16")
     state = jaxmp.TrainState.create(params=params, tx=tx)
     step = jaxmp.make_train_step(
-        lambda params, batch: error(eqx.combine(params, static), batch), donate=False
+        lambda params, batch: error(eqx.combine(params, static), batch), "none", donate=False
     )
     losses = []
     for _ in range(5):
@@ -236,7 +237,7 @@ def test_sums_over_devices_are_float32() -> None:
         np.testing.assert_allclose(found, plain_params(grads(params, X))[name], atol=2e-3)
     # Positive control: casts of the whole model, as mpx makes them.
     rest = jaxmp.equinox.remove_policy(static)
-    low = jaxmp.cast_floating(jaxmp.equinox.remove_policy(params), jnp.bfloat16)
+    low = cast_floating(jaxmp.equinox.remove_policy(params), jnp.bfloat16)
     low = jax.device_put(low, jax.NamedSharding(mesh, jax.P()))
 
     @jax.jit

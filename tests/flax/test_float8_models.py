@@ -327,7 +327,7 @@ def test_a_train_step_under_the_same_policy_changes_nothing() -> None:
     tx = jaxmp.mixed_precision(optax.sgd(0.1), "mixed_float8")
     state = jaxmp.TrainState.create(params=params, tx=tx)
     outside = jaxmp.make_train_step(loss_fn, "mixed_float8", donate=False)
-    inside = jaxmp.make_train_step(loss_fn, donate=False)
+    inside = jaxmp.make_train_step(loss_fn, "none", donate=False)
     # The products of the head are in bfloat16, and their gradients are not multiplied again.
     expected = {FLOAT8: 1, BOTH8: 1, "bfloat16": 3}
     assert count_dots(inside, state, X) == count_dots(outside, state, X) == expected

@@ -64,7 +64,7 @@ def test_a_skipped_step_changes_nothing(policy: str, microbatches: int) -> None:
     state = jaxmp.TrainState.create(tx=tx, **variables)
     # What the model made is what is trained: under O2, norms have float32 params.
     assert tree_bits(state.params) == tree_bits(variables["params"])
-    step = jaxmp.make_train_step(loss_of(model), microbatches=microbatches, donate=False)
+    step = jaxmp.make_train_step(loss_of(model), "none", microbatches=microbatches, donate=False)
     good, metrics = step(state, X)
     assert metrics["grads_finite"]
     bad, metrics = step(good, X * 1e30)

@@ -69,6 +69,15 @@ class NnxNet(nnx.Module):
 
 
 NAMED = PolicyRules([("scale", "mixed_bfloat16")])
+
+
+def step_under(rules: Any, **options: Any) -> Any:
+    tx = jaxmp.mixed_precision(optax.sgd(0.1), rules)
+    state = jaxmp.TrainState.create(params={"w": jnp.ones(2)}, tx=tx)
+    step = jaxmp.make_train_step(lambda params, batch: jnp.sum(params["w"]), **options)
+    return step(state, jnp.ones(2))
+
+
 CANNOT = (
     "Scale at 'scale' cannot compute in bfloat16: it has float32 params, and no 'dtype' of its own "
     "that would say to cast them. Give its instances a dtype (in linen a field) and cast params to "
@@ -176,14 +185,16 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ("family", lambda: jaxmp.rules.keep_float32("bf16", "norms"), TypeError,
      "keep_float32 takes families such as jaxmp.rules.NORMS, got 'norms'. For a pattern of your "
      "own write PolicyRules([(pattern, 'float32')], default=policy)"),
-    ("get_rules", lambda: jaxmp.rules.get_rules([("a", "f32")]), TypeError,
+    ("rules", lambda: jaxmp.linen.apply_policy(nn.Dense(1), [("a", "f32")]), TypeError,
      "rules must be jaxmp.PolicyRules, a policy or its name, got list. Pairs of pattern and "
      "policy go into PolicyRules([...])"),
-    ("rules of a step", lambda: jaxmp.make_train_step(lambda p, b: 0.0, NAMED), TypeError,
-     "make_train_step casts all params to one dtype, which is not what rules (such as 'O2')"),
-    ("O2 of a step", lambda: jaxmp.make_train_step(lambda p, b: 0.0, "O2"), TypeError,
-     "Put the model under them with jaxmp.linen.apply_policy or jaxmp.nnx.apply_policy, and give "
-     "make_train_step no policy"),
+    ("O2 of a step", lambda: step_under("O2"), ValueError,
+     "the optimizer was wrapped for rules about types of modules (as 'O2' has them), which a "
+     "function has not. Put the model under them with jaxmp.linen.apply_policy or "
+     "jaxmp.nnx.apply_policy, and give make_train_step policy='none': the model casts by itself"),
+    ("a cast of all under rules", lambda: step_under(NAMED, cast="all"), ValueError,
+     "cast='all' casts params and batch to one dtype, and the optimizer was wrapped for rules, "
+     "which have several. Use cast='products'"),
     # modules
     ("linen class", lambda: jaxmp.linen.apply_policy(nn.Dense, "bf16"), TypeError,
      "jaxmp.linen works on linen modules, got the class Dense. Make a module of it, or decorate "

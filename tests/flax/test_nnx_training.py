@@ -43,6 +43,12 @@ def bits_of(*modules: Any) -> Any:
     return [tree_bits(nnx.as_pure(nnx.state(module))) for module in modules]
 
 
+@pytest.mark.parametrize("function", [jaxmp.nnx.grad, jaxmp.nnx.value_and_grad])
+def test_an_unknown_option_is_named(function: Any) -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'scale'"):
+        function(loss_fn, scale=2.0)
+
+
 def test_loss_gradients_and_state_are_those_of_nnx() -> None:
     ours, theirs = Net(), Net()
     loss, grads = jaxmp.nnx.value_and_grad(loss_fn, loss_scale=2.0**10)(ours, X)

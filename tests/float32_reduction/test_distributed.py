@@ -146,7 +146,7 @@ def test_a_step_goes_by_all_policies_of_rules(default: Any) -> None:
         tx = jaxmp.mixed_precision(optax.sgd(0.1), rules)
         params = model.init(jax.random.key(0), jnp.ones((1, 32)))
         state = jaxmp.TrainState.create(params=params, tx=tx)
-        step = jaxmp.make_train_step(lambda p, x: jnp.mean(model.apply(p, x) ** 2))
+        step = jaxmp.make_train_step(lambda p, x: jnp.mean(model.apply(p, x) ** 2), "none")
         return step, jax.device_put(state, NamedSharding(mesh, P()))
 
     step, state = step_of("mixed_bfloat16")

@@ -16,6 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxmp
 from jaxmp._inspect.api import CompiledCollective
+from jaxmp._inspect.collective_report import Collectives
 from tests.support.audit_lines import line_of
 from tests.support.collective_programs import (
     BF16,
@@ -58,7 +59,7 @@ def product_arguments(mesh: Any) -> tuple[Any, Any]:
 
 
 @pytest.fixture(scope="module")
-def low() -> jaxmp.Collectives:
+def low() -> Collectives:
     """Tensor parallel on 4 x 2 devices, computed in bfloat16."""
     return jaxmp.collectives(step(), *arguments(mesh_of(4, 2), (None, "model"), ("model",)))
 
@@ -86,7 +87,7 @@ def test_the_compiled_program_of_a_cpu_hides_it() -> None:
     assert report.bytes(dtype=F32) == size(GRADIENTS, dtype=F32) + 4
 
 
-def test_axes(low: jaxmp.Collectives) -> None:
+def test_axes(low: Collectives) -> None:
     """Of a layer and of the head a device has half; activations are 16 x 256 and 16 x 512."""
     layers, activations = size(LAYERS * LAYER), size(LAYERS, 16, WIDTH)
     assert carried(low) == {
@@ -138,7 +139,7 @@ def test_fully_sharded_gathers(dtype: Any) -> None:
     assert report.bytes("all-gather") == size(GRADIENTS, dtype=dtype)
 
 
-def test_loops(low: jaxmp.Collectives) -> None:
+def test_loops(low: Collectives) -> None:
     in_layers = [row for row in low if row.size == size(LAYER) // 2]
     assert [(row.runs, row.bytes) for row in in_layers] == [(LAYERS, LAYERS * size(LAYER) // 2)]
     mesh = mesh_of(8)
@@ -410,7 +411,7 @@ def test_two_meshes_are_none() -> None:
         ({"reducer": "sum"}, "unknown reducer 'sum'.* Valid: add, max"),
     ],
 )
-def test_names_that_do_not_exist(low: jaxmp.Collectives, chosen: Any, match: str) -> None:
+def test_names_that_do_not_exist(low: Collectives, chosen: Any, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         low.bytes(**chosen)
 
@@ -418,7 +419,7 @@ def test_names_that_do_not_exist(low: jaxmp.Collectives, chosen: Any, match: str
 # --- the report ---------------------------------------------------------------------------------
 
 
-def test_selecting(low: jaxmp.Collectives) -> None:
+def test_selecting(low: Collectives) -> None:
     assert low.select() == low
     assert len(low.select("all-gather")) == 2
     assert low.bytes(("all-gather", "all-reduce")) == low.bytes() == sum(row.bytes for row in low)
@@ -428,7 +429,7 @@ def test_selecting(low: jaxmp.Collectives) -> None:
     assert low.select("all-reduce").mesh_axes == low.mesh_axes
 
 
-def test_reports_are_values(low: jaxmp.Collectives) -> None:
+def test_reports_are_values(low: Collectives) -> None:
     again = jaxmp.collectives(step(), *arguments(mesh_of(4, 2), (None, "model"), ("model",)))
     assert low == again
     assert hash(low) == hash(again)
@@ -441,7 +442,7 @@ def test_reports_are_values(low: jaxmp.Collectives) -> None:
     assert [row.bytes for row in low] == sorted((row.bytes for row in low), reverse=True)
 
 
-def test_it_prints(low: jaxmp.Collectives) -> None:
+def test_it_prints(low: Collectives) -> None:
     text = str(low)
     assert text.startswith("Collectives of the program after partitioning, whole arrays\n")
     assert "│ all-reduce │ add     │ bfloat16 │ data  │       4 │  448 KiB │     2 │    6 │" in text
@@ -451,7 +452,7 @@ def test_it_prints(low: jaxmp.Collectives) -> None:
 
 
 @pytest.mark.parametrize("width", [100, 120])
-def test_it_fits(low: jaxmp.Collectives, width: int) -> None:
+def test_it_fits(low: Collectives, width: int) -> None:
     from rich.console import Console
 
     console = Console(width=width, record=True, color_system=None, file=io.StringIO())
@@ -573,20 +574,3 @@ def test_the_audit_can_have_it() -> None:
     text = str(report)
     assert "Collectives of the program after partitioning, whole arrays" in text
     assert "What the compiler does after partitioning" in text
-
-
-def test_the_check_of_the_audit_sees_it() -> None:
-    args = product_arguments(mesh_of(8))
-    fn = jax.grad(product)
-    with pytest.raises(jaxmp.AuditError, match="only in the compiled program: give audit compiled"):
-        jaxmp.audit(fn, *args).check(reduced_in=F32)
-    report = jaxmp.audit(fn, *args, compiled=True)
-    with pytest.raises(jaxmp.AuditError) as caught:
-        report.check(reduced_in=F32)
-    assert str(caught.value).splitlines()[1:] == [
-        "reduced_in: sums over devices should carry float32 or wider, these do not:",
-        "  1,024 bytes  bfloat16  all-reduce over data  at "
-        + line_of("the product", "product")
-        + ", backward",
-    ]
-    assert report.check(reduced_in="bfloat16") is report

@@ -195,7 +195,7 @@ def test_a_train_step_is_audited_whole() -> None:
     def loss(params: Any, x: Any) -> Any:
         return jnp.mean(model.apply({"params": params}, x) ** 2)
 
-    step = jaxmp.make_train_step(loss, microbatches=4)
+    step = jaxmp.make_train_step(loss, "none", microbatches=4)
     report = audit(step, state, jax.ShapeDtypeStruct((16, 8), F32))
     assert report.flops == 2 * (2 * 16 * 8 * 4)  # forward, and backward for the kernel
     # The gradient of the kernel leaves its product in float32, to be summed so over devices.

@@ -574,7 +574,7 @@ def test_a_kernel_has_its_second_trace() -> None:
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        fast = jaxmp.autocast(loss, "mixed_bfloat16", kernels="low")
+        fast = jaxmp.autocast(loss, "mixed_bfloat16")
         text = str(jax.make_jaxpr(fast)(params[0], x))
     assert "bf16[64,32] = dot_general" in text
 

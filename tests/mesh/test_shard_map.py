@@ -13,7 +13,8 @@ import pytest
 from jax import lax
 
 import jaxmp
-from jaxmp.sharding import all_finite, gather_params, reduce_gradients
+from jaxmp._numerics.tree import cast_floating
+from jaxmp.sharding import gather_params, reduce_gradients
 from tests.support.dots import equations
 from tests.support.references import mlp_loss_and_grads
 
@@ -407,7 +408,8 @@ def test_with_value_and_grad_and_the_optimizer() -> None:
     def step(params: Any, state: Any, x: Any, y: Any) -> Any:
         fun = jaxmp.value_and_grad(gathered_loss("float16"), loss_scale=state.loss_scale)
         loss, grads = fun(params, x, y)
-        params, state = tx.apply_gradients(grads, state, params, finite=all_finite(grads))
+        finite = lax.pmin(jaxmp.all_finite(grads), "d")
+        params, state = tx.apply_gradients(grads, state, params, finite=finite)
         return params, state, lax.pmean(loss, "d")
 
     run = jax.jit(
@@ -442,7 +444,7 @@ def test_a_decision_of_each_device_is_refused() -> None:
         return tx.apply_gradients(grads, state, params)
 
     specs = {"in_specs": (SPECS, state_specs, P("d"), P("d")), "out_specs": (SPECS, state_specs)}
-    with pytest.raises(ValueError, match=r"mesh axis 'd'.*finite=jaxmp\.sharding\.all_finite"):
+    with pytest.raises(ValueError, match=r"mesh axis 'd'.*finite=jax\.lax\.pmin\(jaxmp"):
         jax.jit(jax.shard_map(step, mesh=MESH, **specs))(params, state, x, y)
 
     def with_states_apart(params: Any, x: Any, y: Any) -> Any:  # a run of its own on each device
@@ -592,7 +594,7 @@ def test_reduce_after_pcast_and_value_and_grad() -> None:
 
     def local(params: Any, x: Any, y: Any) -> Any:
         varying = jax.tree.map(lambda p: lax.pcast(p, "d", to="varying"), params)
-        low = lambda p, x, y: loss_fn(jaxmp.cast_floating(p, jnp.bfloat16), x, y)  # noqa: E731
+        low = lambda p, x, y: loss_fn(cast_floating(p, jnp.bfloat16), x, y)  # noqa: E731
         loss, grads = jaxmp.value_and_grad(low)(varying, x, y)
         return lax.pmean(loss, "d"), reduce_gradients(grads, "d")
 
@@ -625,40 +627,6 @@ def test_several_axes_and_wide_gradients() -> None:
             np.testing.assert_allclose(got, np.full(8, 1 / 3), rtol=1e-15)
 
 
-# --- all_finite --------------------------------------------------------------------------------
-
-
-@vma
-@pytest.mark.parametrize("axis", [None, ("d", "m"), ("m", "d")])
-def test_one_bad_device(check_vma: bool, axis: Any) -> None:
-    def local(tree: Any) -> Any:
-        return all_finite(tree, axis), jaxmp.all_finite(tree)[None]
-
-    run = jax.jit(
-        jax.shard_map(
-            local,
-            mesh=GRID,
-            in_specs=(P(("d", "m")),),
-            out_specs=(P(), P(("d", "m"))),
-            check_vma=check_vma,
-        )
-    )
-    x = jnp.ones((8, 3))
-    assert bool(run({"x": x, "n": jnp.arange(8)})[0])
-    flag, own = run({"x": x.at[5, 1].set(jnp.nan), "n": jnp.arange(8)})
-    assert not flag
-    assert own.sum() == 7  # positive control: seven devices see nothing
-
-
-def test_finite_over_one_axis_and_of_what_is_the_same_everywhere() -> None:
-    def local(x: Any, y: Any) -> Any:
-        return all_finite(x, "d")[None], all_finite(y)
-
-    run = jax.shard_map(local, mesh=GRID, in_specs=(P("d", "m"), P()), out_specs=(P("m"), P()))
-    flags, same = jax.jit(run)(jnp.ones((4, 2)).at[1, 1].set(jnp.inf), jnp.ones(3))
-    assert (list(flags), bool(same)) == ([True, False], True)
-
-
 # --- what is refused ---------------------------------------------------------------------------
 
 
@@ -678,8 +646,8 @@ def test_outside_of_a_shard_map() -> None:
         reduce_gradients(w, "d")  # fmt: skip
     with pytest.raises(ValueError, match=r"jaxmp.value_and_grad and jaxmp.all_finite do the same"):
         jax.jit(lambda w: gather_params(w, P("d"), "d", dtype="bfloat16"))(w)
-    with pytest.raises(ValueError, match=r"all_finite needs the names .* this is no shard_map"):
-        all_finite(w)
+    with pytest.raises(ValueError, match=r"reduce_gradients needs the .* this is no shard_map"):
+        reduce_gradients(w, ())
     refuse(
         lambda w: reduce_gradients(w, "m"), r"'m', which is not bound here \(bound: 'd'\)",
         axis_names={"d"},
@@ -750,9 +718,9 @@ def test_dtypes_that_are_refused() -> None:
 # --- a shard_map over some axes only -----------------------------------------------------------
 
 PARTIAL = """
-import jax, jax.numpy as jnp, numpy as np
+import jax, jax.numpy as jnp, jaxmp, numpy as np
 from jax import lax
-from jaxmp.sharding import all_finite, gather_params, reduce_gradients
+from jaxmp.sharding import gather_params, reduce_gradients
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 P = jax.P
@@ -785,7 +753,8 @@ for check_vma in (True, False):
             if check_vma:
                 w = lax.pcast(w, "d", to="varying")
             grads = jax.grad(lambda w: loss(w.astype(jnp.bfloat16), x))(w)
-            return reduce_gradients(grads, "d", **options), all_finite(grads)
+            finite = lax.pmin(jaxmp.all_finite(grads), "d")
+            return reduce_gradients(grads, "d", **options), finite
         got, finite = run(local, (P(), P("d")), (P(), P()), check_vma)(w, x)
         same(got, 3e-2)
         assert finite

@@ -14,7 +14,6 @@ from hypothesis import given, settings, strategies as st
 from jaxmp._numerics.float8_codes import (
     decoded,
     encoded,
-    encoded_in_blocks,
     largest_magnitude,
     rounded_to_codes,
     scale_of,
@@ -240,25 +239,6 @@ def test_the_largest_magnitude_is_that_of_negative_numbers_too() -> None:
     x = jnp.asarray([[-8, 2], [3, -1]], jnp.bfloat16)
     same(largest_magnitude(x, (0, 1)), [[8]])
     same(largest_magnitude(x, (1,)), [[8], [3]])
-
-
-@pytest.mark.parametrize(
-    "shape", [(128,), (1,), (129,), (300,), (5, 300), (130, 257), (2, 130, 40)]
-)
-@pytest.mark.parametrize("both", [False, True], ids=["1 x 128", "128 x 128"])
-def test_blocks(shape: tuple[int, ...], both: bool) -> None:
-    """The last block may be smaller, and what it is filled up with changes nothing."""
-    axes = (len(shape) - 1,) if not both or len(shape) == 1 else (len(shape) - 2, len(shape) - 1)
-    random = np.random.default_rng(0)
-    x = random.normal(size=shape).astype(np.float32) * 10.0 ** random.uniform(-6, 6, shape)
-    x = x.astype(np.float32)
-    for powers in (True, False):
-        got = encoded_in_blocks(jnp.asarray(x), jnp.dtype(E4M3), axes, power_of_two=powers)
-        codes, scales = coded(x, E4M3, axes, power_of_two=powers, in_blocks=True)
-        same(got.codes, codes)
-        same(got.scale, scales)
-    if x.size > 128:
-        assert len(np.unique(scales)) > 1
 
 
 @given(st.lists(st.floats(-1e4, 1e4, width=32, allow_subnormal=False), min_size=8, max_size=8))

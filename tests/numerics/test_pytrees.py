@@ -46,10 +46,9 @@ def stepped(tx: jaxmp.MixedPrecision, **collections: Any) -> jaxmp.TrainState:
 
 
 def float8_state() -> jaxmp.TrainState:
-    policy = "mixed_bfloat16,products=delayed:history=4"
-    loss = lambda params, x: jnp.mean((x @ params["w"]) ** 2)  # noqa: E731
-    scales = jaxmp.float8.init_state(loss, policy, LARGE, jnp.ones((16, 64)))
-    return stepped(optimizer(policy), float8_state=scales)
+    loss = jaxmp.autocast(lambda params, x: jnp.mean((x @ params["w"]) ** 2), "mixed_float8")
+    scales = jaxmp.float8.init_state(loss, LARGE, jnp.ones((16, 64)), history=4)
+    return stepped(optimizer("mixed_float8"), float8=scales)
 
 
 STATES: dict[str, Callable[[], Any]] = {

@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 from hypothesis.extra import numpy as hnp
 
 import jaxmp
-from jaxmp._numerics.tree import check_like, strong, widen
+from jaxmp._numerics.tree import cast_floating, check_like, strong, widen
 from tests.support.bits import bits, tree_bits
 
 pytestmark = pytest.mark.annotations
@@ -38,7 +38,7 @@ def menagerie() -> dict[str, object]:
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_only_floats_are_cast(dtype: str) -> None:
     tree = menagerie()
-    out = jaxmp.cast_floating(tree, dtype)
+    out = cast_floating(tree, dtype)
     for name, leaf in tree.items():
         assert out[name] is leaf, name
 
@@ -48,7 +48,7 @@ def test_only_floats_are_cast(dtype: str) -> None:
 def test_every_float_is_cast(source: str, dtype: str) -> None:
     x = jnp.asarray([0.0, 1.0, -2.0], source)
     for leaf in (x, np.asarray(x), np.asarray(x)[0], jax.ShapeDtypeStruct((3,), source)):
-        out = jaxmp.cast_floating({"x": leaf}, dtype)["x"]
+        out = cast_floating({"x": leaf}, dtype)["x"]
         assert out.dtype == jnp.dtype(dtype)
         assert out.shape == leaf.shape
         assert isinstance(out, jax.Array | jax.ShapeDtypeStruct)
@@ -56,12 +56,12 @@ def test_every_float_is_cast(source: str, dtype: str) -> None:
 
 def test_a_leaf_of_the_right_dtype_is_not_copied() -> None:
     x = jnp.ones(3)
-    assert jaxmp.cast_floating(x, jnp.float32) is x
+    assert cast_floating(x, jnp.float32) is x
 
 
 def test_weak_types_become_strong() -> None:
     assert jnp.asarray(1.0).weak_type  # positive control
-    assert not jaxmp.cast_floating(jnp.asarray(1.0), jnp.float32).weak_type
+    assert not cast_floating(jnp.asarray(1.0), jnp.float32).weak_type
     state = strong({"count": 0, "lr": 0.1, "x": jnp.asarray(2.0), "name": "adam"})
     assert state["name"] == "adam"
     assert all(not x.weak_type for x in jax.tree.leaves(state) if isinstance(x, jax.Array))
@@ -72,7 +72,7 @@ def test_sharding_is_kept() -> None:
     mesh = jax.make_mesh((8,), ("data",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
     x = jax.device_put(jnp.ones((8, 2)), sharding)
-    out = jaxmp.cast_floating(x, jnp.bfloat16)
+    out = cast_floating(x, jnp.bfloat16)
     assert out.sharding.is_equivalent_to(sharding, x.ndim)
 
 

@@ -33,6 +33,7 @@ FOLDERS = (
     "_diagnostics",
     "_planning",
     "_command",
+    "_delayed_scaling",
 )
 FACADES = (
     "__init__",
@@ -116,6 +117,17 @@ def test_imports_point_down(module: str) -> None:
     assert violations(module, imports_of(module)) == []
 
 
+def test_the_shelf_is_imported_by_its_facade_alone() -> None:
+    """Who does not use delayed scaling meets none of it."""
+    importers = {
+        module
+        for module in MODULES
+        if not module.startswith("_delayed_scaling.")
+        and any(other.startswith("_delayed_scaling.") for other in ours(imports_of(module)))
+    }
+    assert importers == {"float8"}
+
+
 def test_the_check_sees_an_upward_import() -> None:
     upward = {"jaxmp._training.train_step", "jaxmp._numerics.tree"}
     assert violations("_numerics.dtypes", upward) == ["_training.train_step"]
@@ -167,9 +179,8 @@ def test_files_and_functions_stay_small(module: str) -> None:
             assert lines <= 60, node.name
 
 
-# Public twins: what linen, nnx, Equinox and `shard_map` have of their own.
+# Public twins: what linen, nnx and Equinox have of their own.
 TWINS = {
-    "all_finite",
     "apply_policy",
     "autocast",
     "grad",

@@ -220,7 +220,7 @@ def test_float8() -> None:
     assert rows[tokens, "float32"]["error"] == pytest.approx(0, abs=1e-3)
     assert rows[outlier, "bfloat16"]["error"] < 1
     assert abs(rows[outlier, "rowwise_hp"]["norm_gap"]) < 2
-    for products in ("tensorwise", "rowwise", "blockwise"):
+    for products in ("tensorwise", "rowwise"):
         assert abs(rows[outlier, products]["norm_gap"]) > 5
         assert rows[outlier, products]["error"] > 20
     assert rows[tokens, "no scales"]["error"] > 50

@@ -125,7 +125,7 @@ def rows(part: str, **contenders: dict[str, Any]) -> Rows:
 
 def beside(part: str, contender: str, by_hand: dict[str, Any] | None = None, **row: Any) -> Rows:
     """A contender and its baseline, which takes 10 ms and 30 bytes."""
-    base = {"median_ms": 10.0, "peak_bytes": 30, "state_bytes": 10} | (by_hand or {})
+    base = {"median_ms": 10.0, "planned_bytes": 30, "state_bytes": 10} | (by_hand or {})
     return rows(part, base=base, **{contender: row | {"baseline": "base"}})
 
 
@@ -154,24 +154,16 @@ CASES: dict[str, list[tuple[Rows, float | None, str]]] = {
         (beside("gpt", "jaxmp, autocast", median_ms=10.4), 1.04, "holds"),
         (beside("gpt", "jaxmp, autocast", median_ms=11), 1.1, "REFUTED"),
     ],
-    # A bound is enough for "at most", but nothing can be compared with it.
     "A step under autocast: peak over casts by hand": [
-        (beside("gpt", "jaxmp, autocast", peak_bytes=33), 1.1, "REFUTED"),
-        (beside("gpt", "jaxmp, autocast", peak_bytes=30, peak_is_bound=True), 1, "holds"),
-        (
-            beside("gpt", "jaxmp, autocast", peak_bytes=33, peak_is_bound=True),
-            1.1,
-            "not measured",
-        ),
-        (
-            beside("gpt", "jaxmp, autocast", {"peak_is_bound": True}, peak_bytes=30),
-            None,
-            "not measured",
-        ),
+        (beside("gpt", "jaxmp, autocast", planned_bytes=33), 1.1, "REFUTED"),
+        (beside("gpt", "jaxmp, autocast", planned_bytes=30), 1, "holds"),
+        (beside("gpt", "jaxmp, autocast", peak_bytes=30), None, "not measured"),
     ],
     "`recompute` in a scan: temporaries over casts by hand": [
         (
-            beside("gpt", "jaxmp, recompute auto, plain attention", peak_bytes=16, state_bytes=10),
+            beside(
+                "gpt", "jaxmp, recompute auto, plain attention", planned_bytes=16, state_bytes=10
+            ),
             0.3,
             "holds",
         )
@@ -180,7 +172,7 @@ CASES: dict[str, list[tuple[Rows, float | None, str]]] = {
         (beside("gpt", "jaxmp, recompute auto", median_ms=12), 1.2, "REFUTED")
     ],
     "`remainder` with int8 moments: peak over float32 masters by hand": [
-        (beside("gpt", "jaxmp, remainder and int8", peak_bytes=27), 0.9, "holds")
+        (beside("gpt", "jaxmp, remainder and int8", planned_bytes=27), 0.9, "holds")
     ],
     "A checked step of the optimizer: time over an unchecked one": [
         (beside("optimizer", "jaxmp, float32, skip auto", median_ms=13), 1.3, "REFUTED")
@@ -264,6 +256,30 @@ def test_claims(text: str) -> None:
             expected = "not measured" if number is None else "dry run"
             assert claim(measured, context)["verdict"] == expected
     assert claim([], GPU)["verdict"] == "not measured"
+
+
+@pytest.mark.slow
+def test_a_run_is_continued(tmp_path: pathlib.Path) -> None:
+    """What is there is not measured again, but for what is asked for; other devices' is refused."""
+    options = "--only", "optimizer"
+    _, first, _ = run(tmp_path, *options)
+    (path,) = tmp_path.glob("device_*.json")
+    lacking, asked = "jaxmp, float32, skip cond", "jaxmp, bfloat16, master kahan"
+    first["rows"] = [row for row in first["rows"] if row.get("contender") != lacking]
+    earlier = tmp_path / "earlier.json"
+    earlier.write_text(json.dumps(first))
+    path.unlink()
+    _, second, _ = run(tmp_path, *options, "--continue", str(earlier), "--again", "kahan")
+    before, after = contenders(first, "optimizer"), contenders(second, "optimizer")
+    assert set(after) - set(before) == {lacking}
+    assert {name for name in before if before[name] != after[name]} == {asked}
+
+    device = importlib.import_module("device")
+    first["machine"] = "NVIDIA A100"
+    earlier.write_text(json.dumps(first))
+    arguments = device._parse(["--continue", str(earlier)])
+    with pytest.raises(SystemExit, match=r"those results are of one NVIDIA A100, and this is one"):
+        device._continue(arguments, {"name": "NVIDIA H200"}, tmp_path / "rows.jsonl")
 
 
 def test_a_peak_is_of_the_contender_that_raises_the_mark(

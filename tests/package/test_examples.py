@@ -71,7 +71,7 @@ def test_digits_keep_their_batch_statistics_when_a_step_is_skipped() -> None:
     rules, digits = example.precision_rules("mixed_float16"), example.Digits.load()
     model = example.make_model(rules)
     state = example.make_state(model, rules, steps=12, seed=0)
-    step = jaxmp.make_train_step(example.make_loss(model), donate=False)
+    step = jaxmp.make_train_step(example.make_loss(model), "none", donate=False)
     taken = []
     for i in range(12):
         old = state

@@ -120,7 +120,7 @@ def through_make_train_step(policy: str) -> list[float]:
     model, tx = setup(policy)
     graph, params = nnx.split(model)
     state = jaxmp.TrainState.create(params=params, tx=tx, cast_params=False)
-    step = jaxmp.make_train_step(lambda p, batch: mse(nnx.merge(graph, p), batch))
+    step = jaxmp.make_train_step(lambda p, batch: mse(nnx.merge(graph, p), batch), "none")
     losses = []
     for i in range(STEPS):
         state, metrics = step(state, batch(i))

@@ -13,6 +13,8 @@ import optax
 import pytest
 
 import jaxmp
+from jaxmp._numerics.tree import cast_floating
+from jaxmp._policies.recipe import get_recipe
 
 # These cases hand over wrong types on purpose; users have no runtime type checker in between.
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -41,6 +43,13 @@ def train_state(**collections: Any) -> jaxmp.TrainState:
 def step(fun: Any, **options: Any) -> Any:
     collections = options.pop("collections", {})
     return jaxmp.make_train_step(fun, **options)(train_state(**collections), jnp.ones(3))
+
+
+def float8_step() -> Any:
+    """Of a state that was wrapped for a plain cast to float8."""
+    tx = jaxmp.mixed_precision(optax.sgd(0.1), "c=e4m3fn,o=f32")
+    state = jaxmp.TrainState.create(params=PARAMS, tx=tx)
+    return lambda _, batch: any_step()(state, batch)
 
 
 def any_step() -> Any:
@@ -83,19 +92,25 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ("no value", lambda: jaxmp.get_policy("c="), ValueError, "cannot read 'c='"),
     ("float8 recipe", lambda: jaxmp.get_policy("mixed_float8,products=tensorwize"), ValueError,
      "unknown float8 recipe 'tensorwize'. Did you mean 'tensorwise'? Valid: tensorwise, rowwise, "
-     "rowwise_hp, blockwise, delayed"),
+     "rowwise_hp"),
     ("float8 recipe type", lambda: jaxmp.Policy("f32", "bf16", "f32", products=8), TypeError,
      "products must be a jaxmp.float8.Recipe or its name, got int"),
-    ("float8 recipe field", lambda: jaxmp.float8.get_recipe("rowwise:gradiant=e5m2"), ValueError,
+    ("float8 recipe field", lambda: get_recipe("rowwise:gradiant=e5m2"), ValueError,
      "cannot read 'gradiant=e5m2' in recipe 'rowwise:gradiant=e5m2': expected one field=value of "
-     "granularity, forward, gradient, power_of_two, weight_gradient, minimum, scaling, history. "
+     "granularity, forward, gradient, power_of_two, weight_gradient, minimum. "
      "Did you mean 'gradient'?"),
     ("float8 granularity", lambda: jaxmp.float8.Recipe(granularity="channel"), ValueError,
-     "granularity of a float8 recipe must be 'tensor', 'row', 'block'; got 'channel'"),
+     "granularity of a float8 recipe must be 'tensor', 'row'; got 'channel'"),
     ("float8 format", lambda: jaxmp.float8.Recipe(forward="bf16"), ValueError,
      "forward of a float8 recipe must be float8_e4m3fn or float8_e5m2, got bfloat16"),
     ("MX formats", lambda: jaxmp.get_policy("mixed_bfloat16,products=mxfp8"), ValueError,
      "mxfp8 needs blocks of 32 numbers, and JAX multiplies those in bfloat16 on every device"),
+    ("float8 in blocks", lambda: jaxmp.get_policy("mixed_float8,products=blockwise"), ValueError,
+     "blockwise would be slower than bfloat16: XLA has no product of blocks with a scale each. For "
+     "activations with outliers take 'rowwise_hp'. Use one of: tensorwise, rowwise, rowwise_hp"),
+    ("float8, delayed", lambda: jaxmp.get_policy("mixed_float8,products=delayed:history=8"),
+     ValueError, "scales from earlier steps need a state, which no recipe has. Take 'tensorwise', "
+     "alone or inside of jaxmp.float8.with_state, which brings such scales. Use one of: tens"),
     ("float8 in float32", lambda: jaxmp.get_policy("float32,products=tensorwise"), ValueError,
      "products in float8 (tensorwise) need a compute dtype of 16 bits for all that is around them, "
      "got float32. Use 'mixed_float8', or compute=bfloat16"),
@@ -219,7 +234,7 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
      "eqx.filter(model, eqx.is_inexact_array); nnx: a Variable that is no Param), convert it to a "
      "float, or freeze it by optax.set_to_zero in an optax.multi_transform around all else"),
     ("params cast after init",
-     lambda: update(params=jaxmp.cast_floating(PARAMS, jnp.float16)), ValueError,
+     lambda: update(params=cast_floating(PARAMS, jnp.float16)), ValueError,
      "the params do not match the optimizer state: their structure, shapes or dtypes are not "
      "those that tx.init saw. Masters now: none; wanted: b float32[1], w float32[2]. "
      "Cast params before tx.init (or let tx.init_params do it) and keep their dtypes, as "
@@ -267,11 +282,18 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
      "got jaxlib.ArrayImpl: the arguments are swapped. Make one with"),
     ("two policies", lambda: step(lambda p, b: p["b"][0], policy="mixed_bfloat16"), ValueError,
      "the train step computes in bfloat16, but the optimizer was wrapped for float16, and its "
-     "loss scale chosen for that. Give make_train_step and mixed_precision the same policy"),
+     "loss scale chosen for that. Leave the policy of make_train_step out: it is that of the "
+     "optimizer"),
     ("two reductions", lambda: step(
         lambda p, b: p["b"][0], policy="p=f32,c=f16,o=f32,reduce=float16"), ValueError,
-     "the train step reduces gradients in float16, but the optimizer was wrapped for float32. Give "
-     "both the same policy"),
+     "the train step reduces gradients in float16, but the optimizer was wrapped for float32, and "
+     "its loss scale chosen for that. Leave the policy of make_train_step out"),
+    ("other rules", lambda: step(
+        lambda p, b: p["b"][0], policy=jaxmp.PolicyRules([("a", "float32")])),
+     ValueError, "the optimizer was wrapped for another policy than these rules, and its loss "
+     "scale chosen for that. Leave the policy of make_train_step out"),
+    ("not a loss", lambda: jaxmp.make_train_step("mixed_bfloat16"), TypeError,
+     "make_train_step takes a loss function, got str"),
     ("select", lambda: jaxmp.select(jnp.array(True), jnp.float32(1), jnp.float16(1)), TypeError,
      "cannot select between float32 and float16: cast one of them"),
     ("select by a mask", lambda: jaxmp.select(jnp.ones(2, bool), 1.0, 2.0), TypeError,
@@ -292,7 +314,7 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ("collection structure",
      lambda: train_state(stats={"m": 1.0}).apply_gradients(PARAMS, stats={"v": 1.0}), ValueError,
      "collection 'stats' and the old one have different structures; missing: m; left over: v"),
-    ("float8 step", lambda: jaxmp.make_train_step(lambda p, b: 0.0, "c=e4m3fn,o=f32"), ValueError,
+    ("float8 step", lambda: float8_step()(train_state(), 1.0), ValueError,
      "make_train_step cannot compute in float8_e4m3fn: a plain cast to float8 loses small "
      "gradients. Use 'mixed_float8', which scales"),
     ("no collections returned", lambda: step(lambda p, b, s: p["b"][0], collections={"s": 1.0}),

@@ -58,4 +58,3 @@ def test_links_of_the_readme_lead_to_the_source_on_a_package_index() -> None:
     assert any(link.startswith("docs/") for link in before)
     assert [link for link in after if not link.startswith(("https://", "#"))] == []
     assert all(link.startswith(PROJECT["urls"]["Source"]) for link in set(after) - set(before))
-    assert f"]({PROJECT['urls']['Source']}/raw/main/docs/demo.png)" in text

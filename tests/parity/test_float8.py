@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import jaxmp
+from jaxmp._policies.recipe import get_recipe
 from jaxmp._primitives.bilinear import RESULT
 from jaxmp._primitives.float8_product import float8_map
 from tests.support.float8_references import error
@@ -57,7 +58,7 @@ def arrays_of(case: Any, *names: str) -> list[Any]:
 def recipe_of(case: Any) -> jaxmp.float8.Recipe:
     powers = str(case["pow2"]).lower()
     text = f"{RECIPES[case['recipe']]}:minimum=none:power_of_two={powers}"
-    recipe = jaxmp.float8.get_recipe(text.replace(":power_of_two=true", ""))
+    recipe = get_recipe(text.replace(":power_of_two=true", ""))
     assert recipe is not None
     assert recipe.power_of_two == case["pow2"]
     return recipe

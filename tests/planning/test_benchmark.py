@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from jaxmp.diagnostics import BenchmarkReport, PolicyTiming, benchmark
+from jaxmp._planning.benchmark import BenchmarkReport, PolicyTiming, benchmark
 
 PARAMS = {"w": jnp.ones((8, 8)), "count": jnp.zeros((), jnp.int32)}
 BATCH = jnp.ones((4, 8))

@@ -28,7 +28,10 @@ def plain(pattern: str, path: str) -> bool:
             return any(name_matches(glob[1:], name[i:]) for i in range(len(name) + 1))
         if glob[0] == "[":
             chars, rest = glob[1 : glob.index("]")], glob[glob.index("]") + 1 :]
-            wanted = (name[:1] in chars.removeprefix("!")) is not chars.startswith("!")
+            chosen = chars.removeprefix("!")
+            if chosen[1:2] == "-":
+                chosen = "".join(map(chr, range(ord(chosen[0]), ord(chosen[2]) + 1)))
+            wanted = (name[:1] in chosen) is not chars.startswith("!")
             return bool(name) and wanted and name_matches(rest, name[1:])
         return bool(name) and glob[0] in ("?", name[0]) and name_matches(glob[1:], name[1:])
 
@@ -37,9 +40,8 @@ def plain(pattern: str, path: str) -> bool:
     return names_match([*anywhere, *globs], path.split("/") if path else [])
 
 
-one_name = st.lists(
-    st.sampled_from(["a", "b", ".", "*", "?", "[ab]", "[!a]"]), min_size=1, max_size=5
-)
+SETS = ["[ab]", "[!a]", "[b-c]", "[!a-b]"]
+one_name = st.lists(st.sampled_from(["a", "b", ".", "*", "?", *SETS]), min_size=1, max_size=5)
 names = one_name.map("".join).filter(lambda name: "**" not in name) | st.just("**")
 globs = st.tuples(st.sampled_from(["", "/"]), st.lists(names, min_size=1, max_size=5)).map(
     lambda parts: parts[0] + "/".join(parts[1])

@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 import jaxmp
+from jaxmp._policies.recipe import get_recipe
 from jaxmp._primitives.float8_product import float8_map
 from jaxmp._primitives.float8_scale_back import without_scale
 from tests.support.dots import equations
@@ -20,12 +22,12 @@ from tests.support.float8_references import Product, error
 pytestmark = pytest.mark.annotations
 
 RECIPES = [
-    "tensorwise", "rowwise", "rowwise_hp", "blockwise", "tensorwise:power_of_two=false",
-    "rowwise:power_of_two=false", "blockwise:power_of_two=false",
-    "tensorwise:gradient=float8_e4m3fn", "tensorwise:weight_gradient=bfloat16",
+    "tensorwise", "rowwise", "rowwise_hp", "tensorwise:power_of_two=false",
+    "rowwise:power_of_two=false", "tensorwise:gradient=float8_e4m3fn",
+    "tensorwise:weight_gradient=bfloat16",
 ]  # fmt: skip
 each_recipe = pytest.mark.parametrize("recipe", RECIPES)
-MAIN = ["tensorwise", "rowwise", "rowwise_hp", "blockwise"]
+MAIN = ["tensorwise", "rowwise", "rowwise_hp"]
 main_recipes = pytest.mark.parametrize("recipe", MAIN)
 # Einsum's letters, the size of each letter, and which operand is the weight.
 SPECS: dict[str, tuple[str, dict[str, int], int]] = {
@@ -39,14 +41,13 @@ SPECS: dict[str, tuple[str, dict[str, int], int]] = {
     "summed in another order": ("bhtd,dnh->btn", {"b": 3, "t": 8, "h": 3, "d": 16, "n": 32}, 1),
     "experts": ("emk,ekn->emn", {"e": 4, "m": 8, "k": 16, "n": 32}, 1),
     "experts on the left": ("ekn,emk->enm", {"e": 4, "m": 8, "k": 16, "n": 32}, 0),
-    "blocks": ("mk,kn->mn", {"m": 140, "k": 272, "n": 144}, 1),
 }
 each_spec = pytest.mark.parametrize("name", SPECS)
 
 
 def case_of(name: str, recipe: str) -> tuple[Product, dict[str, int]]:
     spec, sizes, parameter = SPECS[name]
-    found = jaxmp.float8.get_recipe(f"{recipe}:minimum=none")
+    found = get_recipe(f"{recipe}:minimum=none")
     assert found is not None
     return Product(spec, found, parameter), sizes
 
@@ -60,13 +61,7 @@ def operands(
     costs the small numbers shows in results, and recipes differ.
     """
     random = np.random.default_rng(0)
-    # Blocks of 128 are large or small as a whole.
-    exponents = {
-        c: random.integers(-spread, spread + 1, n)
-        if n <= 128
-        else np.where(np.arange(n) // 128 % 2, spread, -spread)
-        for c, n in sizes.items()
-    }
+    exponents = {c: random.integers(-spread, spread + 1, n) for c, n in sizes.items()}
     made = []
     seen: set[str] = set()
     for role, letters in enumerate(case.letters()):
@@ -126,14 +121,11 @@ def test_other_dtypes_of_activations(name: str, recipe: str, dtype: str) -> None
 
 def test_the_check_sees_a_wrong_recipe() -> None:
     """Positive control: each recipe differs from each other one by more than the check allows."""
-    for name, made in (("matrix", MAIN[:3]), ("blocks", MAIN)):
-        cases = [case_of(name, recipe)[0] for recipe in made]
-        sizes = SPECS[name][1]
-        lhs, rhs, ct = (np.asarray(x, np.float64) for x in operands(cases[0], sizes))
-        found = [(case.result(lhs, rhs), *case.gradients(lhs, rhs, ct)) for case in cases]
-        for i, one in enumerate(found):
-            for other in found[:i]:
-                assert max(map(error, one, other)) > 1e-2
+    cases = [case_of("matrix", recipe)[0] for recipe in MAIN]
+    lhs, rhs, ct = (np.asarray(x, np.float64) for x in operands(cases[0], SPECS["matrix"][1]))
+    results = [(case.result(lhs, rhs), *case.gradients(lhs, rhs, ct)) for case in cases]
+    for one, other in itertools.combinations(results, 2):
+        assert max(map(error, one, other)) > 1e-2
 
 
 @main_recipes
@@ -237,7 +229,7 @@ def test_what_is_left_out_runs_in_16_bits_and_says_why(reason: str) -> None:
     left, right, spec, options, text = LEFT_OUT[reason]
     x = jnp.asarray(np.random.default_rng(0).normal(size=left), jnp.bfloat16)
     w = jnp.ones(right) / 3
-    tensorwise = jaxmp.float8.get_recipe("tensorwise")
+    tensorwise = get_recipe("tensorwise")
     assert tensorwise is not None
     numbers = Product(spec, tensorwise).numbers()
     options = {"recipe": "tensorwise", **options}
@@ -283,13 +275,13 @@ def test_which_format_and_precision_each_product_has() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_hp", "blockwise"])
+@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_hp"])
 def test_products_of_other_recipes(recipe: str) -> None:
     product, x, w, ct = matrices(recipe)
     found = products_of(lambda x, w, ct: jax.vjp(product, x, w)[1](ct), x, w, ct)
     pairs = collections.Counter(tuple(sorted(each[:2])) for each in found)
     narrow, eight = (B16, B16), (E4, E4)
-    want = {"rowwise": {eight: 3}, "rowwise_hp": {eight: 2, narrow: 1}, "blockwise": {narrow: 3}}
+    want = {"rowwise": {eight: 3}, "rowwise_hp": {eight: 2, narrow: 1}}
     assert pairs == want[recipe]
     assert [each[2] for each in found].count(F32) == 1
 

@@ -16,6 +16,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import Mesh, PartitionSpec as P
 
 import jaxmp
+from jaxmp._numerics.tree import cast_floating
 from tests.support.autocast_checks import W, X, compiled, error, rows, weights
 from tests.support.dots import equations
 from tests.support.recompute_checks import (
@@ -668,7 +669,7 @@ def test_in_float16_forward_is_the_same_to_the_bit() -> None:
         (
             lambda: jaxmp.recompute(mlp, "sometimes"),
             ValueError,
-            "recompute must be 'auto', 'always' or 'never', got 'sometimes'",
+            "recompute must be 'auto', 'always', 'loops' or 'never', got 'sometimes'",
         ),
         (lambda: jaxmp.recompute(mlp, dear="tanh"), TypeError, r"Write dear=\['tanh'\]"),
         (lambda: jaxmp.recompute(mlp, dear=[jnp.tanh]), TypeError, "dear must list names"),
@@ -745,7 +746,9 @@ def test_as_an_option(name: str) -> None:
     again = jaxmp.audit(lean, PARAMS, X).recomputed
     assert again
     assert not jaxmp.audit(plain, PARAMS, X).recomputed
-    with pytest.raises(ValueError, match="recompute must be 'auto', 'always' or 'never', got 1"):
+    with pytest.raises(
+        ValueError, match="recompute must be 'auto', 'always', 'loops' or 'never', got 1"
+    ):
         STEPS[name](recompute=1)
 
 
@@ -807,7 +810,7 @@ def test_sums_and_gathers_over_devices_are_the_same(author: str) -> None:
             return x + (jax.nn.gelu(norm(x) @ each["w"]) @ each["v"]), None
 
         if author == "cast":
-            params, x = jaxmp.cast_floating((params, x), jnp.bfloat16)
+            params, x = cast_floating((params, x), jnp.bfloat16)
         return jnp.mean(lax.scan(layer, x, params)[0].astype(jnp.float32))
 
     def found(recompute: Any) -> Any:

@@ -10,7 +10,6 @@ import jaxmp
 # Bits of mantissa, least exponent of normal numbers, largest number.
 FORMATS = {"float8_e4m3fn": (3, -6, 448.0), "float8_e5m2": (2, -14, 57344.0)}
 LEAST_AMAX = 1e-12
-BLOCK = 128
 
 
 def rounded(x: Any, form: str) -> np.ndarray:
@@ -34,27 +33,13 @@ def scale(amax: Any, form: str, power_of_two: bool) -> np.ndarray:
     return np.where(np.isfinite(amax), found, np.nan)
 
 
-def amax_of(x: np.ndarray, axes: tuple[int, ...], in_blocks: bool) -> np.ndarray:
-    """The largest magnitude of what shares a scale with each number."""
-    if not in_blocks:
-        return np.broadcast_to(np.abs(x).max(axis=axes, keepdims=True), x.shape)
-    out = np.empty_like(x)
-    starts = [range(0, n, BLOCK) if i in axes else [0] for i, n in enumerate(x.shape)]
-    for corner in np.stack(np.meshgrid(*starts, indexing="ij"), -1).reshape(-1, x.ndim):
-        block = tuple(
-            slice(at, at + BLOCK) if i in axes else slice(None) for i, at in enumerate(corner)
-        )
-        own = tuple(axes)
-        out[block] = np.abs(x[block]).max(axis=own, keepdims=True)
-    return out
-
-
 def coded(
-    x: Any, form: str, axes: tuple[int, ...], *, power_of_two: bool = True, in_blocks: bool = False
+    x: Any, form: str, axes: tuple[int, ...], *, power_of_two: bool = True
 ) -> tuple[np.ndarray, np.ndarray]:
     """The codes and the scale of each number, as float64."""
     x = np.asarray(x, np.float64)
-    scales = scale(amax_of(x, axes, in_blocks), form, power_of_two)
+    amax = np.broadcast_to(np.abs(x).max(axis=axes, keepdims=True), x.shape)
+    scales = scale(amax, form, power_of_two)
     # The number that is rounded is a float32.
     scaled = (x * scales).astype(np.float32)
     return rounded(scaled, form), scales
@@ -89,24 +74,14 @@ class Product:
         own = letters[role]
         others = next(letters[i] for i in range(3) if i not in (role, returned))
         summed = tuple(i for i, c in enumerate(own) if c in others and c not in letters[returned])
-        axes, in_blocks = summed, False
+        axes = summed
         narrow = recipe.weight_gradient == "bfloat16"
         if returned == self.parameter and narrow:
             return np.asarray(x, np.float64)
         if recipe.granularity == "tensor" or (role == self.parameter and narrow and returned != 2):
             axes = tuple(range(len(own)))
-        elif recipe.granularity == "block":
-            axes, in_blocks = summed[-1:], True
-            if role == self.parameter:
-                free = [
-                    i for i, c in enumerate(own) if (c in letters[1 - role]) + (c in letters[2]) < 2
-                ]
-                by = {own[i] in letters[1 - role]: i for i in free}
-                axes = tuple(by.values())
         form = recipe.gradient if role == 2 else recipe.forward
-        codes, scales = coded(
-            x, form.name, axes, power_of_two=recipe.power_of_two, in_blocks=in_blocks
-        )
+        codes, scales = coded(x, form.name, axes, power_of_two=recipe.power_of_two)
         return codes / scales
 
     def result(self, lhs: Any, rhs: Any) -> np.ndarray:

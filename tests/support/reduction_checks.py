@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-import jaxmp
+from jaxmp._inspect.collective_report import Collectives
 
 HALVES = ("bfloat16", "float16")
 MESH = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
@@ -43,16 +43,16 @@ def representable(x: Any, dtype: Any) -> float:
     return float(np.mean(np.asarray(jnp.asarray(x).astype(dtype).astype(x.dtype)) == x))
 
 
-def narrow_sums(report: jaxmp.Collectives) -> int:
+def narrow_sums(report: Collectives) -> int:
     """The bytes of what is summed over devices in 16 bits."""
     return report.bytes(reducer="add", dtype=HALVES)
 
 
-def reshards(report: jaxmp.Collectives) -> int:
+def reshards(report: Collectives) -> int:
     """The bytes of what moves from device to device, and is neither a sum nor a gather."""
     return report.bytes(kind=("all-to-all", "collective-permute"))
 
 
-def gathers(report: jaxmp.Collectives, dtype: Any) -> int:
+def gathers(report: Collectives, dtype: Any) -> int:
     """The bytes of what is gathered in one dtype."""
     return report.bytes(kind="all-gather", dtype=dtype)

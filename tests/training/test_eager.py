@@ -11,6 +11,7 @@ from flax import nnx
 
 import jaxmp
 import jaxmp.nnx
+from jaxmp._numerics.tree import cast_floating
 from tests.support.bits import tree_bits
 from tests.support.compilations import Count
 
@@ -31,7 +32,7 @@ def grads(value: float) -> dict[str, Any]:
 def test_eager_updates_compile_nothing(compilations: Count, skip: Any, policy: str) -> None:
     """A branch of `lax.cond` is another function at each call: 200 times slower than optax."""
     tx = jaxmp.mixed_precision(optax.adam(1e-2), policy, skip=skip)
-    now = jaxmp.cast_floating(params(), policy)
+    now = cast_floating(params(), policy)
     state = tx.init(now)
 
     def steps(count: int) -> int:

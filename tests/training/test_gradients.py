@@ -1,5 +1,6 @@
 """Loss and gradients are the true ones, whatever the scale, the dtypes and the microbatches."""
 
+import inspect
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 import jaxmp
+from jaxmp._training.gradient_options import GradientKeywords
 from tests.support.references import mlp_loss_and_grads
 
 pytestmark = pytest.mark.annotations
@@ -286,3 +288,22 @@ def test_float16_data_is_not_warned_of() -> None:
     xs = jnp.ones((2, 2, 3))
     assert np.any(jaxmp.grad(taught)(jnp.ones(3), xs[0]))
     assert np.any(jaxmp.grad(lambda w, xs: lax.map(lambda x: taught(w, x), xs).sum())(xs[0, 0], xs))
+
+
+@pytest.mark.parametrize("function", [jaxmp.grad, jaxmp.value_and_grad])
+def test_an_unknown_option_is_named(function: Any) -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'scale'"):
+        function(loss_fn, scale=2.0)
+
+
+def test_grad_has_the_options_of_value_and_grad() -> None:
+    params_of = inspect.signature(jaxmp.value_and_grad).parameters.values()
+    own = {x.name for x in params_of if x.kind is inspect.Parameter.KEYWORD_ONLY}
+    assert own == set(GradientKeywords.__annotations__)
+    params, batch = mlp(), data()
+    options: Any = {"loss_scale": 2.0**10, "microbatches": 4, "reduce_dtype": jnp.float32}
+    _, grads = jaxmp.value_and_grad(loss_fn, **options)(params, *batch)
+    assert_close(jaxmp.grad(loss_fn, **options)(params, *batch), grads, 0)
+    got = jaxmp.grad(lambda *args: (loss_fn(*args), 1), has_aux=True, **options)(params, *batch)
+    assert_close(got[0], grads, 0)
+    assert got[1].shape == (4,)

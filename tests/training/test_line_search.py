@@ -52,7 +52,7 @@ def trained(tx: Any, policy: str, **options: Any) -> tuple[Any, Any]:
 
 def by_hand(tx: Any, policy: str) -> Any:
     """The loop that users write, with what optax's documentation passes."""
-    low = jaxmp.autocast(loss_fn, policy, kernels="low")
+    low = jaxmp.autocast(loss_fn, policy)
     params, state = PARAMS, tx.init(PARAMS)
     gradient = jaxmp.value_and_grad(low, reduce_dtype="float32")
 

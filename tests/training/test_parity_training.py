@@ -110,7 +110,7 @@ def test_run(trace: dict[str, Any]) -> None:
     tx = jaxmp.mixed_precision(optimizer_of(trace), "float32", loss_scale=config)
     names = list(trace["shapes"])
     state = jaxmp.TrainState.create(params={k: data[f"init_{k}"] for k in names}, tx=tx)
-    step = jaxmp.make_train_step(loss_of(trace), has_aux=True, microbatches=trace["accum"])
+    step = jaxmp.make_train_step(loss_of(trace), "none", has_aux=True, microbatches=trace["accum"])
 
     drift = trace["alt_numerics"]["max_abs_param_diff_per_step"]
     exact = trace["compute_dtype"] == "float32"

@@ -15,6 +15,7 @@ import pytest
 from jax import lax
 
 import jaxmp
+from jaxmp._numerics.tree import cast_floating
 from jaxmp.sharding import per_shard
 from tests.support.references import mlp_loss_and_grads
 from tests.training.test_gradients import assert_close
@@ -50,7 +51,7 @@ def loss_fn(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
 
 def low_loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
     """The same in bfloat16, cast by the model."""
-    return loss_fn(jaxmp.cast_floating(params, jnp.bfloat16), x, y)
+    return loss_fn(cast_floating(params, jnp.bfloat16), x, y)
 
 
 def placed(mesh: Any, specs: Any, params: Any, *batch: Any, over: Any = "data") -> tuple[Any, ...]:

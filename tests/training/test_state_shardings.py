@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import jaxmp
+from jaxmp._numerics.tree import cast_floating
 from jaxmp.sharding import state_shardings
 
 pytestmark = [pytest.mark.annotations, pytest.mark.usefixtures("standard_promotion")]
@@ -141,7 +142,7 @@ def assert_placed(x: Any, sharding: Any) -> None:
 
 def test_masters() -> None:
     tx = jaxmp.mixed_precision(ADAM, "bfloat16")
-    low = jaxmp.cast_floating(sharded_params(), jnp.bfloat16)
+    low = cast_floating(sharded_params(), jnp.bfloat16)
     assert specs(state_shardings(tx, low)) == under("inner/0/mu", "inner/0/nu", "master")
     both = jax.eval_shape(tx.init_params, sharded_params())
     assert specs(state_shardings(both, sharded_params())) == under(
@@ -306,7 +307,7 @@ def test_what_happens_without() -> None:
     """Positive control: jit places zeros whole, on one device or on all; eager code shards them."""
     params = sharded_params()
     tx = jaxmp.mixed_precision(ADAM, "bfloat16")
-    low = jaxmp.cast_floating(params, jnp.bfloat16)
+    low = cast_floating(params, jnp.bfloat16)
     whole = sum(4 * x.size for x in jax.tree.leaves(params))
     jitted = jax.jit(tx.init)(low)
     assert bytes_on_one_device(jitted.inner[0].mu) == whole

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import re
 from typing import Any
 
 import chex
@@ -229,9 +230,9 @@ def test_collections_keep_their_dtypes() -> None:
 
 
 def test_it_warns_if_nobody_casts() -> None:
-    """Without a policy a plain model would silently train in float32."""
+    """With "none" a plain model would silently train in float32."""
     tx = jaxmp.mixed_precision(optax.sgd(0.1), "mixed_bfloat16")
-    plain = jaxmp.make_train_step(loss_fn, donate=False)
+    plain = jaxmp.make_train_step(loss_fn, "none", donate=False)
     state = jaxmp.TrainState.create(params=init_params(), tx=tx)
     with pytest.warns(UserWarning, match="wrapped for bfloat16, but every product of this step is"):
         plain(state, batch())
@@ -247,13 +248,52 @@ def test_it_warns_if_nobody_casts() -> None:
 
     # Controls: who casts, who wants float32, and who multiplies nothing.
     for casts in (by_hand, in_integers, jaxmp.autocast(loss_fn, "mixed_bfloat16")):
-        jaxmp.make_train_step(casts, donate=False)(state, batch())
+        jaxmp.make_train_step(casts, "none", donate=False)(state, batch())
     state = jaxmp.TrainState.create(
         params=init_params(), tx=jaxmp.mixed_precision(optax.sgd(0.1), "float32")
     )
-    jaxmp.make_train_step(loss_fn)(state, batch())
+    jaxmp.make_train_step(loss_fn, "none")(state, batch())
     state = jaxmp.TrainState.create(params={"w": jnp.ones(2)}, tx=tx)
-    jaxmp.make_train_step(lambda p, b: jnp.sum(p["w"] * b))(state, jnp.ones(2))
+    jaxmp.make_train_step(lambda p, b: jnp.sum(p["w"] * b), "none")(state, jnp.ones(2))
+
+
+def text_of(step: Any, state: Any) -> str:
+    return re.sub(r"0x[0-9a-f]+|name=\w+", "", str(step.trace(state, batch()).jaxpr))
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16", "bfloat16"])
+def test_the_policy_is_that_of_the_optimizer(policy: str) -> None:
+    """Said once, it is the program of saying it twice, and of autocast."""
+    state = jaxmp.TrainState.create(
+        params=init_params(), tx=jaxmp.mixed_precision(optax.adam(1e-2), policy)
+    )
+    once = text_of(jaxmp.make_train_step(loss_fn), state)
+    assert once == text_of(jaxmp.make_train_step(loss_fn, policy), state)
+    fast = jaxmp.autocast(loss_fn, policy)
+    assert once == text_of(jaxmp.make_train_step(fast, "none"), state)
+    # Autocast leaves alone what is under one already, and the control sees what is under none.
+    assert once == text_of(jaxmp.make_train_step(fast), state)
+    if policy != "float32":
+        assert once != text_of(jaxmp.make_train_step(loss_fn, "none"), state)
+
+
+def test_rules_are_those_of_the_optimizer() -> None:
+    """Over the scopes of the loss, as `autocast` takes them."""
+
+    def scoped(params: Any, batch: Any) -> Any:
+        with jax.named_scope("exact"):
+            out = batch["x"] @ params["w"]
+        return jnp.mean((out @ params["w"].T) ** 2)
+
+    rules = jaxmp.PolicyRules([("exact", "float32")], default="mixed_bfloat16")
+    tx = jaxmp.mixed_precision(optax.adam(1e-2), rules)
+    state = jaxmp.TrainState.create(params=init_params(), tx=tx)
+    step = jaxmp.make_train_step(scoped)
+    by_hand = jaxmp.make_train_step(jaxmp.autocast(scoped, rules), "none")
+    assert text_of(step, state) == text_of(by_hand, state)
+    assert text_of(step, state) == text_of(jaxmp.make_train_step(scoped, rules), state)
+    products = {row.operands for row in jaxmp.audit(step, state, batch()).products}
+    assert {("float32", "float32"), ("bfloat16", "bfloat16")} <= products
 
 
 def test_the_optimizer_is_given_the_loss() -> None:

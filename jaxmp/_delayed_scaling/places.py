@@ -1,8 +1,8 @@
 """Runs a program with the scales of its float8 products given from outside.
 
-A product under a delayed recipe marks where it rounds: each operand in the forward pass, and the
-cotangent of its result. The places are numbered in the order of the program, through jit,
-checkpoint and scan; one in a scan over layers stands for all layers, along a leading axis.
+A product with one scale for each array rounds each operand in the forward pass, and the cotangent
+of its result. These places are numbered in the order of the program, through jit, checkpoint and
+scan; one in a scan over layers stands for all layers, along a leading axis.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -10,33 +10,24 @@ from typing import Any, NamedTuple
 
 from jax.extend import core
 
+from jaxmp._delayed_scaling.probed import largest_over_devices, probed
+from jaxmp._delayed_scaling.product import attached_by, encoded_by
 from jaxmp._jaxpr import compat
 from jaxmp._jaxpr.rebind import call_again, entered, run_by_rule, scan_again
 from jaxmp._numerics.float8_codes import largest_magnitude
-from jaxmp._primitives.float8_encode import encode_as_expected
 from jaxmp._primitives.float8_product import Float8Map
-from jaxmp._primitives.mixed_product import with_derivatives
-from jaxmp._primitives.operands import operands_of
-from jaxmp._primitives.probed import largest_over_devices, probed
 
 
-class Float8Site(NamedTuple):
-    """A place in a program where a product under a delayed recipe rounds to float8.
+class Places(NamedTuple):
+    """The places of a program where it rounds to float8, each as the lengths of the scans around.
 
     Attributes:
-      history: for how many steps its largest magnitudes are kept.
-      stack: the lengths of the scans that it is in, outermost first.
+      forward: where operands are rounded.
+      backward: where cotangents are.
     """
 
-    history: int
-    stack: tuple[int, ...] = ()
-
-
-class Float8Sites(NamedTuple):
-    """The places of a program where operands are rounded, and where cotangents are."""
-
-    forward: list[Float8Site]
-    backward: list[Float8Site]
+    forward: list[tuple[int, ...]]
+    backward: list[tuple[int, ...]]
 
 
 class Given(NamedTuple):
@@ -53,30 +44,30 @@ class Given(NamedTuple):
     probes: list[Any]
 
 
-def sites_of(equations: Sequence[core.JaxprEqn]) -> Float8Sites:
+def places_of(equations: Sequence[core.JaxprEqn]) -> Places:
     """Returns the places in equations, and in the programs that can run again inside of them."""
-    found = Float8Sites([], [])
+    places, codes = Places([], []), _codes_of_products(equations)
     for equation in equations:
-        if history := _rounds(equation):
-            found.forward.append(Float8Site(history))
-        elif history := _attaches(equation):
-            found.backward.append(Float8Site(history))
+        counts = _own_places(equation, codes)
+        for into, count in zip(places, counts, strict=True):
+            into += [()] * count
         stack = (equation.params["length"],) if equation.primitive.name == "scan" else ()
         for body in entered(equation):
-            for into, inner in zip(found, sites_of(compat.open_jaxpr(body).eqns), strict=True):
-                into += [site._replace(stack=(*stack, *site.stack)) for site in inner]
-    return found
+            inside = places_of(compat.open_jaxpr(body).eqns)
+            for into, inner in zip(places, inside, strict=True):
+                into += [(*stack, *place) for place in inner]
+    return places
 
 
 def left_out(equations: Sequence[core.JaxprEqn]) -> Iterator[str]:
-    """Yields the operations with marked products inside that cannot run again with given scales."""
+    """Yields the operations with products inside that cannot run again with given scales."""
     for equation in equations:
         again = entered(equation)
         for body in compat.bodies_of(equation):
             inner = compat.open_jaxpr(body).eqns
             if again:
                 yield from left_out(inner)
-            elif any(map(_attaches, inner)) or any(sites_of(inner)) or [*left_out(inner)]:
+            elif any(places_of(inner)) or [*left_out(inner)]:
                 yield equation.primitive.name
 
 
@@ -94,75 +85,72 @@ def run_with_scales(
     Returns:
       Its results, and the largest magnitudes of what it rounded in the forward pass.
     """
-    run = _Run(given)
+    run = _Run(given, _codes_of_products(compat.open_jaxpr(jaxpr).eqns))
     return run_by_rule(jaxpr, consts, args, run.rule), run.seen
-
-
-class _Run:
-    """One run of a program: which places are done, and what was seen there."""
-
-    def __init__(self, given: Given) -> None:
-        self.left = given
-        self.seen: list[Any] = []
-
-    def rule(self, equation: core.JaxprEqn, values: list[Any]) -> list[Any]:
-        sites = sites_of([equation])
-        if not any(sites):
-            return compat.bind(equation, values)
-        forward, backward = map(len, sites)
-        counts = (forward, backward, backward)
-        pairs = list(zip(self.left, counts, strict=True))
-        given = Given(*(each[:count] for each, count in pairs))
-        self.left = Given(*(each[count:] for each, count in pairs))
-        made, seen = _rule_of(equation)(equation, values, given)
-        self.seen += seen
-        return made
 
 
 # The results of an equation, and what was seen in it.
 _Both = tuple[list[Any], list[Any]]
 
 
-def _rule_of(equation: core.JaxprEqn) -> Callable[[core.JaxprEqn, list[Any], Given], _Both]:
-    if _rounds(equation):
-        return _round
-    if _attaches(equation):
-        return _attach
-    return _scan if equation.primitive.name == "scan" else _call
+class _Run:
+    """One run of a program: which places are done, and what was seen there."""
+
+    def __init__(self, given: Given, codes: frozenset[Any]) -> None:
+        self.left = given
+        self.codes = codes
+        self.seen: list[Any] = []
+
+    def rule(self, equation: core.JaxprEqn, values: list[Any]) -> list[Any]:
+        forward, backward = _own_places(equation, self.codes)
+        rule: Callable[[core.JaxprEqn, list[Any], Given], _Both]
+        if forward or backward:
+            rule = _round if forward else _attach
+        elif any(inside := places_of([equation])):
+            forward, backward = map(len, inside)
+            rule = _scan if equation.primitive.name == "scan" else _call
+        else:
+            return compat.bind(equation, values)
+        pairs = list(zip(self.left, (forward, backward, backward), strict=True))
+        given = Given(*(each[:count] for each, count in pairs))
+        self.left = Given(*(each[count:] for each, count in pairs))
+        results, seen = rule(equation, values, given)
+        self.seen += seen
+        return results
 
 
-def _rounds(equation: core.JaxprEqn) -> int:
-    """Returns the history of an equation that rounds an operand; 0 for all others."""
-    fresh = equation.primitive.name == "float8_encode" and len(equation.invars) == 1
-    return equation.params["history"] if fresh else 0
+def _codes_of_products(equations: Sequence[core.JaxprEqn]) -> frozenset[Any]:
+    """Returns the variables that hold the codes of operands, for products with places."""
+    return frozenset(x for each in equations if _attaches(each) for x in each.invars[1:3])
 
 
-def _attaches(equation: core.JaxprEqn) -> int:
-    """Returns the history of an equation whose cotangent is rounded; 0 for all others."""
+def _own_places(equation: core.JaxprEqn, codes: frozenset[Any]) -> tuple[int, int]:
+    """Returns how many operands an equation itself rounds, and how many cotangents."""
+    rounds = equation.primitive.name == "float8_encode" and equation.outvars[0] in codes
+    return int(rounds), int(_attaches(equation))
+
+
+def _attaches(equation: core.JaxprEqn) -> bool:
+    """Whether an equation attaches the derivatives of a product with one scale for each array."""
     form = equation.params.get("form") if equation.primitive.name == "float32_gradient" else None
-    if not isinstance(form, Float8Map) or not form.recipe.is_delayed:
-        return 0
-    done = any(each.expects for each in equation.params["kept"])
-    return 0 if done else form.recipe.history
+    return isinstance(form, Float8Map) and form.recipe.keeps_codes
 
 
 def _round(equation: core.JaxprEqn, values: list[Any], given: Given) -> _Both:
     (x,), (expected,) = values, given.forward
-    names = ("dtype", "axes", "power_of_two", "is_weight")
     if expected is None:
         seen = largest_magnitude(x, tuple(range(x.ndim))).reshape(())
         return compat.bind(equation, values), [seen]
-    params = {name: equation.params[name] for name in names}
-    made, seen = encode_as_expected(x, expected=expected, **params)
-    return list(made), [largest_over_devices(seen, expected)]
+    coded, seen = encoded_by(equation, x, expected)
+    return coded, [largest_over_devices(seen, expected)]
 
 
 def _attach(equation: core.JaxprEqn, values: list[Any], given: Given) -> _Both:
     (expected,), (probe,) = given.backward, given.probes
-    form, kept = equation.params["form"], equation.params["kept"]
-    operands, others = operands_of(values[1:], kept)
-    operands = [operand._replace(expected=expected) for operand in operands]
-    out = with_derivatives(values[0], form, operands, others)
+    if expected is None:
+        (out,) = compat.bind(equation, values)
+    else:
+        out = attached_by(equation, values, expected)
     return [out if probe is None else probed(out, probe)], []
 
 
@@ -172,8 +160,8 @@ def _call(equation: core.JaxprEqn, values: list[Any], given: Given) -> _Both:
     def function(values: Sequence[Any], given: Given) -> _Both:
         return run_with_scales(compat.open_jaxpr(body), compat.consts_of(body), values, given)
 
-    made: _Both = call_again(equation, values, given, function)
-    return made
+    both: _Both = call_again(equation, values, given, function)
+    return both
 
 
 def _scan(equation: core.JaxprEqn, values: list[Any], given: Given) -> _Both:
@@ -183,8 +171,8 @@ def _scan(equation: core.JaxprEqn, values: list[Any], given: Given) -> _Both:
     def turn(carried: list[Any], slices: tuple[list[Any], Given]) -> Any:
         xs, part = slices
         args = [*values[:consts], *carried, *xs]
-        made, seen = run_with_scales(compat.open_jaxpr(body), compat.consts_of(body), args, part)
-        return made[:carry], (made[carry:], seen)
+        results, seen = run_with_scales(compat.open_jaxpr(body), compat.consts_of(body), args, part)
+        return results[:carry], (results[carry:], seen)
 
     init, xs = values[consts : consts + carry], values[consts + carry :]
     last, (ys, seen) = scan_again(equation.params, turn, init, (xs, given))

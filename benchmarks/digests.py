@@ -1,0 +1,232 @@
+"""What jaxmp makes of some seventy programs, so that a change can show what it leaves as it was.
+
+For each program, a gradient or a whole train step: the hash of its text, how many equations and
+casts it has, the FLOPs of its products by dtype, the bytes that its backward pass keeps, what its
+collectives carry over eight devices; and of the program that XLA compiles for CPUs, FLOPs, bytes
+accessed and temporary memory. Nothing runs.
+
+The first six are the same on every machine that has this jax, and a test compares them. What XLA
+counts may depend on the CPU. How long a trace takes, in units of the same model without jaxmp,
+depends on everything, and is in a file of its own.
+
+    python benchmarks/digests.py                        # writes benchmarks/results
+    python benchmarks/digests.py --compare              # says what differs from these results
+    python benchmarks/digests.py --texts texts --only gpt-scan-autocast-bfloat16
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+# The package beside this script, and not one that is installed.
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+from digest_functions import FUNCTIONS
+from digest_modules import MODULES
+from digest_program import Program
+from digest_text import count_casts, equations_of, product_flops_by_dtype, sha_of, text_of
+from digest_training import TRAINING
+
+import jaxmp
+
+RESULTS = pathlib.Path(__file__).parent / "results"
+PROGRAMS = {**FUNCTIONS, **MODULES, **TRAINING}
+Digest = dict[str, Any]
+
+_SIXTEEN_BITS = {"bfloat16", "float16"}
+# What does not depend on the machine, and what does.
+TRACED = ("sha", "equations", "casts", "product_flops", "share_16_bit", "kept_bytes")
+PARTITIONED = ("collectives",)
+COMPILED = ("flops", "bytes_accessed", "temp_bytes")
+
+
+def results_file(folder: pathlib.Path = RESULTS) -> pathlib.Path:
+    """Where the digests of this jax are."""
+    return folder / f"digests_jax{jax.__version__}.json"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs with these arguments; returns how many programs differ, of those compared."""
+    args = _parse(sys.argv[1:] if argv is None else argv)
+    names = args.only or sorted(PROGRAMS)
+    if unknown := sorted(set(names) - set(PROGRAMS)):
+        sys.exit(f"no such program: {', '.join(unknown)}. There are {', '.join(sorted(PROGRAMS))}")
+    on_eight_cpus()
+    digests, ratios = {}, {}
+    for name in names:
+        digests[name] = digest(PROGRAMS[name](), _into(args.texts, name))
+        if args.times and not args.compare:
+            ratios[name] = trace_ratio(PROGRAMS[name], args.times)
+        print(json.dumps({name: digests[name]}), flush=True)
+    path = results_file(args.results)
+    if args.compare:
+        return report(read(path), digests, complete=not args.only)
+    if not args.no_write:
+        write(path, digests, keep=bool(args.only))
+        if ratios:
+            write(_times_file(path), ratios, keep=bool(args.only))
+    return 0
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="What jaxmp makes of many programs.")
+    add = parser.add_argument
+    add("--only", nargs="+", metavar="NAME", help="these programs; the results keep the others")
+    add("--texts", type=pathlib.Path, metavar="FOLDER", help="write the text of each program there")
+    add("--compare", action="store_true", help="print what differs from the results; write none")
+    add("--times", type=int, default=3, metavar="N", help="trace each N times for the ratio")
+    add("--no-write", action="store_true", help="print only, write no results")
+    add("--results", type=pathlib.Path, default=RESULTS, help="where the results are")
+    return parser.parse_args(argv)
+
+
+def on_eight_cpus() -> None:
+    """Makes JAX see eight CPU devices, whatever else this machine has."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+
+
+def _into(folder: pathlib.Path | None, name: str) -> pathlib.Path | None:
+    if folder is None:
+        return None
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"{name}.txt"
+
+
+def digest(program: Program, into: pathlib.Path | None = None) -> Digest:
+    """All that is compared of a program; its text goes into the file."""
+    return traced(program, into) | partitioned(program) | compiled(program)
+
+
+def traced(program: Program, into: pathlib.Path | None = None) -> Digest:
+    """What the trace of a program says."""
+    closed = jax.make_jaxpr(program.run)(*program.args)
+    text = text_of(closed)
+    if into is not None:
+        into.write_text(text)
+    flops = product_flops_by_dtype(closed)
+    narrow = sum(n for dtypes, n in flops.items() if {*dtypes.split("+")} <= _SIXTEEN_BITS)
+    kept = None
+    if program.loss is not None:
+        kept = jaxmp.audit(program.loss, *(program.loss_args or program.args)).residual_bytes
+    return {
+        "sha": sha_of(text),
+        "equations": sum(1 for _ in equations_of(closed)),
+        "casts": count_casts(closed),
+        "product_flops": dict(sorted(flops.items())),
+        "share_16_bit": round(narrow / (sum(flops.values()) or 1), 4),
+        "kept_bytes": kept,
+    }
+
+
+def partitioned(program: Program) -> Digest:
+    """The bytes that the collectives of a program carry, by kind and dtype."""
+    if not program.is_sharded:
+        return {"collectives": {}}
+    carried: dict[str, int] = {}
+    for row in jaxmp.collectives(program.run, *program.args):
+        key = " ".join(filter(None, (row.kind, row.reducer, row.dtype)))
+        carried[key] = carried.get(key, 0) + row.bytes
+    return {"collectives": dict(sorted(carried.items()))}
+
+
+def compiled(program: Program) -> Digest:
+    """What XLA says of the program that it compiles for CPUs."""
+    run: Any = program.run
+    result = (run if hasattr(run, "lower") else jax.jit(run)).lower(*program.args).compile()
+    cost: Any = result.cost_analysis()
+    memory: Any = result.memory_analysis()
+    return {
+        "flops": round(cost["flops"]),
+        "bytes_accessed": round(cost["bytes accessed"]),
+        "temp_bytes": memory.temp_size_in_bytes,
+    }
+
+
+def trace_ratio(make: Callable[[], Program], times: int) -> float | None:
+    """How long a trace takes, over that of the same model without jaxmp; None if there is none."""
+    if make().plain is None:
+        return None
+    ratios = []
+    for _ in range(times):
+        program = make()
+        assert program.plain is not None
+        own = _seconds(program.run, program.args)
+        ratios.append(own / _seconds(program.plain, program.plain_args or program.args))
+    return round(statistics.median(ratios), 2)
+
+
+def _seconds(run: Callable[..., Any], args: Iterable[Any]) -> float:
+    jax.clear_caches()
+    start = time.perf_counter()
+    jax.make_jaxpr(run)(*args)
+    return time.perf_counter() - start
+
+
+# --------------------------------------------------------------------------------------- results
+
+
+def read(path: pathlib.Path) -> dict[str, Digest]:
+    """The digests in a file, by the names of the programs; none if there is no file."""
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def write(path: pathlib.Path, digests: Mapping[str, Any], *, keep: bool) -> None:
+    """Writes a file of one line for each program.
+
+    Args:
+      path: the file.
+      digests: what to write, by the names of the programs.
+      keep: whether what the file has of other programs stays.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    both = (read(path) if keep else {}) | dict(digests)
+    lines = (f"{json.dumps(name)}: {json.dumps(both[name])}" for name in sorted(both))
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    print(f"wrote {os.path.relpath(path)}", file=sys.stderr)
+
+
+def _times_file(path: pathlib.Path) -> pathlib.Path:
+    return path.with_name(path.name.replace("digests_", "digests-trace-ratios_"))
+
+
+def differences(before: Digest, now: Digest, fields: Iterable[str]) -> list[str]:
+    """A line for each of these fields in which two digests differ."""
+    return [
+        f"{field}: {before.get(field)} -> {now.get(field)}"
+        for field in fields
+        if before.get(field) != now.get(field)
+    ]
+
+
+def report(before: Mapping[str, Digest], now: Mapping[str, Digest], *, complete: bool) -> int:
+    """Prints what differs between the results and now; returns the number of programs that do.
+
+    Args:
+      before: the results.
+      now: the digests of this run.
+      complete: whether a program of the results that is not in this run is gone.
+    """
+    fields, count = (*TRACED, *PARTITIONED, *COMPILED), 0
+    for name in sorted({*before, *now} if complete else now):
+        if name not in before or name not in now:
+            lines = ["is new" if name in now else "is gone"]
+        else:
+            lines = differences(before[name], now[name], fields)
+        count += bool(lines)
+        for line in lines:
+            print(f"{name}: {line}")
+    print(f"{count} of {len(now)} programs differ")
+    return count
+
+
+if __name__ == "__main__":
+    sys.exit(bool(main()))

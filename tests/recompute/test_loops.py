@@ -1,0 +1,135 @@
+"""`recompute="loops"`: what a scan keeps, and nothing else."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+from tests.support.autocast_checks import compiled, error, rows, weights
+from tests.support.recompute_checks import gradient, kept_bytes
+
+pytestmark = pytest.mark.jax
+
+W, V, X = weights(16, 64, seed=1), weights(64, 16, seed=2), rows(8, 16)
+LAYERS = {"up": jnp.stack([W] * 3), "down": jnp.stack([V] * 3)}
+
+
+def layer(x: Any, w: Any) -> Any:
+    centered = x - x.mean(-1, keepdims=True)
+    normal = centered * lax.rsqrt(jnp.square(centered).mean(-1, keepdims=True) + 1e-6)
+    return x + jax.nn.gelu(normal @ w["up"]) @ w["down"], None
+
+
+def scanned(layers: Any, x: Any) -> Any:
+    return jnp.sum(jnp.square(lax.scan(layer, x, layers)[0]))
+
+
+def unrolled(layers: Any, x: Any) -> Any:
+    for i in range(3):
+        x, _ = layer(x, jax.tree.map(lambda stack, i=i: stack[i], layers))
+    return jnp.sum(jnp.square(x))
+
+
+@jax.custom_vjp
+def clipped(x: Any) -> Any:
+    return x
+
+
+clipped.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -1, 1),))
+
+
+def turned(layers: Any, x: Any) -> Any:
+    """A `while`, whose derivative is asked for forward alone, and what it does not touch."""
+    turns = lax.while_loop(lambda n: n < 3, lambda n: n + 1, 0)
+    return unrolled(layers, x) * turns
+
+
+WITHOUT: dict[str, Callable[..., Any]] = {
+    "layers": unrolled,
+    "jit": jax.jit(unrolled),
+    "jit with a name": lambda layers, x: jax.jit(jax.nn.silu)(unrolled(layers, x)),
+    "checkpoint": jax.checkpoint(unrolled),
+    "cond": lambda layers, x: lax.cond(x[0, 0] > 0, unrolled, lambda *_: 0.0, layers, x),
+    "derivatives of its own": lambda layers, x: unrolled(layers, clipped(jax.nn.relu(x))),
+    "while": turned,
+    "a scan without derivatives": lambda layers, x: unrolled(
+        layers, x + lax.stop_gradient(jax.random.permutation(jax.random.key(0), x))
+    ),
+    "a print": lambda layers, x: (jax.debug.print("x"), unrolled(layers, x))[1],
+    "a checkpoint around a scan": jax.checkpoint(scanned),
+}
+
+
+def text_of(fun: Callable[..., Any]) -> str:
+    text = str(jax.make_jaxpr(jax.grad(fun))(LAYERS, X))
+    return re.sub(r"0x[0-9a-f]+|<lambda>|name=\w+", "", text)
+
+
+@pytest.mark.parametrize("name", WITHOUT)
+def test_a_program_without_loops_stays_to_the_letter(name: str) -> None:
+    fun = WITHOUT[name]
+    assert text_of(jaxmp.recompute(fun, "loops")) == text_of(fun)
+
+
+def test_auto_changes_such_a_program() -> None:
+    """The control of the test above."""
+    assert text_of(jaxmp.recompute(unrolled, "auto")) != text_of(unrolled)
+
+
+def on_devices(fun: Callable[..., Any]) -> Callable[..., Any]:
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def of_shard(layers: Any, x: Any) -> Any:
+        return lax.psum(fun(layers, x), "data")
+
+    return jax.shard_map(of_shard, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+
+
+WITH: dict[str, Callable[..., Any]] = {
+    "scan": scanned,
+    "jit": jax.jit(scanned),
+    "cond": lambda layers, x: lax.cond(x[0, 0] < 100, scanned, lambda *_: 0.0, layers, x),
+    "scan in a scan": lambda layers, x: lax.scan(
+        lambda x, _: (lax.scan(layer, x, layers)[0], None), x, None, length=2
+    )[0].sum(),
+    "vmap": lambda layers, x: jax.vmap(lambda row: scanned(layers, row[None]))(x).sum(),
+    "shard_map": on_devices(scanned),
+}
+
+
+@pytest.mark.parametrize("name", WITH)
+def test_a_scan_keeps_what_auto_keeps(name: str) -> None:
+    """Wherever it stands, with the same gradients; by itself JAX keeps more."""
+    fun = WITH[name]
+    lean, auto = jaxmp.recompute(fun, "loops"), jaxmp.recompute(fun, "auto")
+    got, want = compiled(gradient(lean))(LAYERS, X), compiled(gradient(fun))(LAYERS, X)
+    assert error(got, want) <= 1e-5
+    assert kept_bytes(lean, LAYERS, X) < 0.7 * kept_bytes(fun, LAYERS, X)
+    assert kept_bytes(lean, LAYERS, X) < 1.3 * kept_bytes(auto, LAYERS, X)
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "float32"])
+def test_a_train_step_does_so_by_default(policy: str) -> None:
+    """And does not with `"never"`; without loops both are the same program."""
+    tx = jaxmp.mixed_precision(optax.sgd(0.1), policy)
+    state = jaxmp.TrainState.create(params=LAYERS, tx=tx)
+
+    def step(loss: Any, **options: Any) -> Any:
+        return jaxmp.make_train_step(loss, donate=False, **options)
+
+    assert jaxmp.audit(step(scanned), state, X).recomputed
+    assert not jaxmp.audit(step(scanned, recompute="never"), state, X).recomputed
+    got, want = step(scanned)(state, X), step(scanned, recompute="never")(state, X)
+    assert error(got[0].params, want[0].params) <= 1e-2
+
+    def text(**options: Any) -> str:
+        return re.sub(r"0x[0-9a-f]+", "", str(step(unrolled, **options).trace(state, X).jaxpr))
+
+    assert text() == text(recompute="never")
