@@ -166,6 +166,7 @@ def _many(values: Iterable[str], brackets: str = "()") -> str:
 # How a param is written, by its class; the first that fits. Sets have no order from run to run.
 _WRITERS: tuple[tuple[Any, Callable[[Any], str]], ...] = (
     ((np.ndarray, jax.Array), _array),
+    ((jax.sharding.Mesh, jax.sharding.AbstractMesh), repr),  # which can be called, as decorators
     (np.dtype, lambda x: x.name),
     (enum.Enum, str),
     (type, lambda x: x.__name__),

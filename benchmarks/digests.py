@@ -16,7 +16,6 @@ depends on everything, and is in a file of its own.
 
 import argparse
 import json
-import os
 import pathlib
 import statistics
 import sys
@@ -60,19 +59,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown := sorted(set(names) - set(PROGRAMS)):
         sys.exit(f"no such program: {', '.join(unknown)}. There are {', '.join(sorted(PROGRAMS))}")
     on_eight_cpus()
-    digests, ratios = {}, {}
+    path, now = results_file(args.results), {}
+    writes = not (args.compare or args.no_write)
     for name in names:
-        digests[name] = digest(PROGRAMS[name](), _into(args.texts, name))
-        if args.times and not args.compare:
-            ratios[name] = trace_ratio(PROGRAMS[name], args.times)
-        print(json.dumps({name: digests[name]}), flush=True)
-    path = results_file(args.results)
+        now[name] = digest(PROGRAMS[name](), _into(args.texts, name))
+        print(json.dumps({name: now[name]}), flush=True)
+        if writes:
+            write(path, read(path) | {name: now[name]})
+        if writes and args.times:
+            ratio = trace_ratio(PROGRAMS[name], args.times)
+            write(_times_file(path), read(_times_file(path)) | {name: ratio})
     if args.compare:
-        return report(read(path), digests, complete=not args.only)
-    if not args.no_write:
-        write(path, digests, keep=bool(args.only))
-        if ratios:
-            write(_times_file(path), ratios, keep=bool(args.only))
+        return report(read(path), now, complete=not args.only)
+    if writes and not args.only:
+        write(path, now)  # without programs that are gone
     return 0
 
 
@@ -82,7 +82,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--only", nargs="+", metavar="NAME", help="these programs; the results keep the others")
     add("--texts", type=pathlib.Path, metavar="FOLDER", help="write the text of each program there")
     add("--compare", action="store_true", help="print what differs from the results; write none")
-    add("--times", type=int, default=3, metavar="N", help="trace each N times for the ratio")
+    add("--times", type=int, default=1, metavar="N", help="trace each N times for the ratio")
     add("--no-write", action="store_true", help="print only, write no results")
     add("--results", type=pathlib.Path, default=RESULTS, help="where the results are")
     return parser.parse_args(argv)
@@ -179,19 +179,11 @@ def read(path: pathlib.Path) -> dict[str, Digest]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def write(path: pathlib.Path, digests: Mapping[str, Any], *, keep: bool) -> None:
-    """Writes a file of one line for each program.
-
-    Args:
-      path: the file.
-      digests: what to write, by the names of the programs.
-      keep: whether what the file has of other programs stays.
-    """
+def write(path: pathlib.Path, digests: Mapping[str, Any]) -> None:
+    """Writes a file of one line for each program, by name."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    both = (read(path) if keep else {}) | dict(digests)
-    lines = (f"{json.dumps(name)}: {json.dumps(both[name])}" for name in sorted(both))
+    lines = (f"{json.dumps(name)}: {json.dumps(digests[name])}" for name in sorted(digests))
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-    print(f"wrote {os.path.relpath(path)}", file=sys.stderr)
 
 
 def _times_file(path: pathlib.Path) -> pathlib.Path:
