@@ -38,13 +38,13 @@ from bench_rules import (
 )
 from flax import nnx
 from gpt import GPT
+from lab.timing import Measurement, spread
 from measurement import Column, Report, Row, add_common_arguments
 
 import jaxmp
 import jaxmp.nnx
 from jaxmp._autocast import api
 from jaxmp._jaxpr import tracing
-from jaxmp._planning.timing import Measurement, spread
 
 Library = Literal["linen", "nnx", "plain JAX"]
 Stack = Literal["one by one", "scan"]

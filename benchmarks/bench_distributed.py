@@ -25,11 +25,11 @@ import jax.numpy as jnp
 import optax
 from compiled_flops import compiled_flops
 from jaxtyping import Array, PyTree
+from lab.compilers import EFFORTS, PLATFORMS, compiler_options, eight_devices
 from measurement import RESULTS, Column, Report, Row
 from sharded_lm import MODES, ShardedLM, place
 
 import jaxmp
-from jaxmp._planning.absent_devices import EFFORTS, PLATFORMS, compiler_options, eight_devices
 from jaxmp.sharding import FSDP, gather_params, per_shard
 
 Evaluate = Callable[[PyTree, Any], tuple[Array, PyTree]]

@@ -16,10 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import PyTree
-from measurement import Column, Report, Row, add_common_arguments
-
-import jaxmp
-from jaxmp._planning.timing import (
+from lab.timing import (
     CompiledStep,
     Contender,
     Metrics,
@@ -27,6 +24,9 @@ from jaxmp._planning.timing import (
     spread,
     time_in_turn,
 )
+from measurement import Column, Report, Row, add_common_arguments
+
+import jaxmp
 
 _BASELINE = "optax, float32"
 _POLICIES = ("float32", "bfloat16", "float16")

@@ -19,10 +19,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from gpt import GPT
+from lab.kernels import estimated_cycles
 from measurement import RESULTS, Column, Report, Row
 
 import jaxmp
-from jaxmp._hlo.kernels import estimated_cycles
 from jaxmp.diagnostics import absent_devices, find_device
 
 _RECIPES = ("none", "tensorwise", "rowwise_hp", "rowwise")

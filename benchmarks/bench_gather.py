@@ -22,10 +22,10 @@ import numpy as np
 from compiled_flops import compiled_flops
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from jaxtyping import Array, Float, PyTree
+from lab.compilers import PLATFORMS, eight_devices
 from measurement import RESULTS, Column, Report, Row
 
 import jaxmp
-from jaxmp._planning.absent_devices import PLATFORMS, eight_devices
 from jaxmp.sharding import FSDP, fully_sharded
 
 BF16, F32 = jnp.bfloat16, jnp.float32

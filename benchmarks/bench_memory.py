@@ -21,11 +21,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import PyTree
+from lab.compilers import PLATFORMS, eight_devices
+from lab.traffic import traffic
 from measurement import RESULTS, Column, Report, Row
 
 import jaxmp
-from jaxmp._hlo.traffic import traffic
-from jaxmp._planning.absent_devices import PLATFORMS, eight_devices
 
 
 class Recipe(NamedTuple):

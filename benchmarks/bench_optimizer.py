@@ -39,10 +39,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, PyTree
-from measurement import Column, Report, Row, add_common_arguments
-
-import jaxmp
-from jaxmp._planning.timing import (
+from lab.timing import (
     Contender,
     Measurement,
     Metrics,
@@ -51,6 +48,9 @@ from jaxmp._planning.timing import (
     spread,
     time_in_turn,
 )
+from measurement import Column, Report, Row, add_common_arguments
+
+import jaxmp
 
 Path = Literal["apply_gradients", "update", "make_train_step"]
 Skip = Literal["cond", "select", "none"]

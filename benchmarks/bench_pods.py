@@ -22,11 +22,12 @@ import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import PyTree
+from lab.compilers import compiler_options
 from measurement import RESULTS, Column, Report, Row
 from sharded_lm import ShardedLM, place_on, pod_mesh
 
 import jaxmp
-from jaxmp._planning.absent_devices import absent_pod, compiler_options
+from jaxmp._planning.absent_devices import absent_pod
 from jaxmp.sharding import FSDP
 
 MODEL = ShardedLM(layers=20, width=2048, heads=16, vocab=32768, context=1024, remat=True)

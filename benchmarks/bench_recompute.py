@@ -25,13 +25,13 @@ from typing import Any, Literal
 import flax_gpt
 import jax
 import recompute_times
+from lab.compilers import EFFORTS, PLATFORMS, compiler_options, eight_devices
+from lab.kernels import estimated_cycles
+from lab.operations import hlo_product_flops
 from measurement import Column, Report, Row, add_common_arguments
 from stacked_models import MODELS, Sizes
 
 import jaxmp
-from jaxmp._hlo.kernels import estimated_cycles
-from jaxmp._hlo.operations import hlo_product_flops
-from jaxmp._planning.absent_devices import EFFORTS, PLATFORMS, compiler_options, eight_devices
 from jaxmp._recompute.api import Recompute
 
 Author = Literal["by hand", "autocast", "linen", "nnx"]

@@ -30,12 +30,12 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from lab.timing import Measurement, spread
 from measurement import Column, Report, Row, add_common_arguments
 
 import jaxmp
 import jaxmp.linen
 import jaxmp.nnx
-from jaxmp._planning.timing import Measurement, spread
 
 Flax = Literal["linen", "nnx"]
 Stack = Literal["one by one", "scan"]

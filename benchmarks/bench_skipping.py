@@ -30,10 +30,10 @@ import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, PyTree
+from lab.compilers import PLATFORMS, eight_devices
 from measurement import RESULTS, Column, Report, Row
 
 import jaxmp
-from jaxmp._planning.absent_devices import PLATFORMS, eight_devices
 
 _CONTENDERS = ("none", "select", "cond", "auto", "lax.cond")
 _SIZES = {1: (96, 3328), 8: (128, 8192)}  # layers and width by number of devices

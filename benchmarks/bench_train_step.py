@@ -25,11 +25,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from device_peak import find_peak, probes
-from measurement import Column, Report, Row, add_common_arguments
-
-import jaxmp
-from jaxmp._planning.devices import Peaks
-from jaxmp._planning.timing import (
+from lab.timing import (
     Contender,
     Measurement,
     PlannedMemory,
@@ -37,6 +33,10 @@ from jaxmp._planning.timing import (
     spread,
     time_in_turn,
 )
+from measurement import Column, Report, Row, add_common_arguments
+
+import jaxmp
+from jaxmp._planning.devices import Peaks
 
 _PRESETS: dict[str, dict[str, int]] = {
     "small": {"layers": 4, "width": 256, "heads": 4, "vocab": 4096, "context": 128, "batch": 8},

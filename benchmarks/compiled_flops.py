@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxmp._hlo.operations import hlo_product_flops
+from lab.operations import hlo_product_flops
 
 
 def compiled_flops(compiled: Any) -> float:

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+from lab.timing import Contender, Measurement
 
 from jaxmp._planning.devices import Peaks, find_device
-from jaxmp._planning.timing import Contender, Measurement
 
 # Data sheets of CPUs do not tell. A CPU multiplies matrices in turn with the contenders instead, so
 # that a busy machine slows both.

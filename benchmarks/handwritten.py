@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import jmp
 import optax
 from jaxtyping import Array, DTypeLike, PyTree
-
-from jaxmp._planning.timing import Metrics
+from lab.timing import Metrics
 
 LossFn = Callable[[PyTree, PyTree], Array]
 Init = Callable[[], PyTree]

@@ -12,11 +12,10 @@ from importlib import metadata
 from typing import Any
 
 import jax
+from lab.timing import describe_hardware
 from rich.console import Console
 from rich.table import Table
 from tables import Column as Column, Row as Row, markdown_table, slug
-
-from jaxmp._planning.timing import describe_hardware
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "jmp", "jaxmp")

@@ -12,11 +12,7 @@ from typing import Any
 
 import jax
 from bench_rules import _alternating as alternating, _timed as timed
-from measurement import Column, Report, Row
-from stacked_models import GPT, Sizes
-
-import jaxmp
-from jaxmp._planning.timing import (
+from lab.timing import (
     CompiledStep,
     Contender,
     Measurement,
@@ -24,6 +20,10 @@ from jaxmp._planning.timing import (
     spread,
     time_in_turn,
 )
+from measurement import Column, Report, Row
+from stacked_models import GPT, Sizes
+
+import jaxmp
 from jaxmp._recompute.api import Recompute
 
 _STEP = Sizes(4, 256, 4, 128, heads=4, classes=1024)

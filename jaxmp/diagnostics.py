@@ -16,15 +16,10 @@ from jaxmp._diagnostics.underflow_report import (
 from jaxmp._numerics.histograms import histograms as histograms
 from jaxmp._planning.absent_devices import absent_devices as absent_devices
 from jaxmp._planning.benchmark import benchmark as benchmark
-from jaxmp._planning.cost import CostEstimate as CostEstimate, KernelCost as KernelCost
 from jaxmp._planning.devices import (
     DEVICES as DEVICES,
     Device as Device,
     Peaks as Peaks,
     find_device as find_device,
-)
-from jaxmp._planning.estimate import (
-    estimate as estimate,
-    read_cost as read_cost,
 )
 from jaxmp._planning.memory_plan import memory_plan as memory_plan

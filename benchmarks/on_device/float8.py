@@ -8,9 +8,9 @@ import handwritten
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
+from lab.timing import Contender
 
 import jaxmp
-from jaxmp._planning.timing import Contender
 from on_device import names
 from on_device.gpt import attention, steps_by_hand, with_jaxmp
 from on_device.recorder import Recorder

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import PyTree
+from lab.timing import Contender
 from stacked_models import Sizes
 
 import jaxmp
-from jaxmp._planning.timing import Contender
 from on_device import names
 from on_device.recorder import Recorder
 from on_device.steps import Case, measure

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import PyTree
+from lab.timing import Contender
 
 import jaxmp
-from jaxmp._planning.timing import Contender
 from on_device import ceilings, names
 from on_device.gpt import model
 from on_device.recorder import Recorder

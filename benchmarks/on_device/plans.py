@@ -5,20 +5,19 @@ from typing import Any
 import jax
 from tables import Row
 
+import jaxmp
 from jaxmp.diagnostics import memory_plan
 from on_device import names
 from on_device.gpt import batch_size, model, optimizer
 from on_device.recorder import Recorder
 
 _PEAKS = ("peak_bytes", "peak_is_bound", "planned_bytes")
-_STEPS: dict[str, dict[str, Any]] = {
-    names.AUTOCAST: {},
-    names.RECOMPUTED: {"recompute": "auto"},
-    names.SMALL_STATE: {
-        "policy": "bfloat16",
-        "master": "remainder",
-        "moments": "int8",
-    },
+_WIDE = {"policy": "mixed_bfloat16"}
+# How each step stores its state, and its options.
+_STEPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    names.AUTOCAST: (_WIDE, {}),
+    names.RECOMPUTED: (_WIDE, {"recompute": "auto"}),
+    names.SMALL_STATE: ({"policy": "bfloat16", "master": "remainder", "moments": "int8"}, {}),
 }
 
 
@@ -29,27 +28,19 @@ def run(recorder: Recorder) -> None:
     size, sequences = model(recorder), batch_size(recorder)
     params = jax.eval_shape(size.init)
     tokens = jax.ShapeDtypeStruct((sequences, size.context + 1), "int32")
-    rows: dict[str, Row] = {}
-    # First all estimates, which take seconds, then what the compiler for an H100 says.
-    for compiled, key in ((False, "plan"), (True, "compiled_plan")):
-        for name, options in _STEPS.items():
-            gpt_row = gpt_rows.get(name, {})
-            row = rows.setdefault(name, {key: gpt_row.get(key) for key in _PEAKS})
-            if recorder.seconds_left() < 8:
-                recorder.record_late(name, **row)
-                continue
-            try:
-                plan = memory_plan(
-                    params,
-                    **{"policy": "mixed_bfloat16", "optimizer": optimizer()} | options,
-                    loss_fn=size.loss,
-                    batch=tokens,
-                    compiled=compiled,
-                )
-            except Exception as error:
-                row["remark"] = f"{key}: {type(error).__name__}: {str(error)[:200]}"
-            else:
-                row[f"{key}_gib"] = plan.peak / 2**30
-                if peak := row["peak_bytes"] or row["planned_bytes"]:
-                    row[f"{key}_off"] = plan.peak / peak - 1
-            recorder.record(contender=name, **row)
+    for name, (storage, options) in _STEPS.items():
+        gpt_row = gpt_rows.get(name, {})
+        row: Row = {key: gpt_row.get(key) for key in _PEAKS}
+        if recorder.seconds_left() < 8:
+            recorder.record_late(name, **row)
+            continue
+        tx = jaxmp.mixed_precision(optimizer(), **storage)
+        try:
+            plan = memory_plan(params, tx, size.loss, tokens, **options)
+        except Exception as error:
+            row["remark"] = f"plan: {type(error).__name__}: {str(error)[:200]}"
+        else:
+            row["plan_gib"] = plan.peak / 2**30
+            if peak := row["peak_bytes"] or row["planned_bytes"]:
+                row["plan_off"] = plan.peak / peak - 1
+        recorder.record(contender=name, **row)

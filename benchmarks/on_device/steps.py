@@ -12,10 +12,10 @@ from typing import Any
 
 import jax
 from jaxtyping import PyTree
+from lab.timing import Contender, planned_memory
 from tables import Row
 
 from jaxmp._planning.devices import find_device
-from jaxmp._planning.timing import Contender, planned_memory
 from on_device.recorder import Recorder
 
 _ROUNDS = 2

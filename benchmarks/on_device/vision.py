@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import optax
 from flax import linen as nn
 from jaxtyping import Array, PyTree
+from lab.timing import Contender
 from stacked_models import Sizes, ViT
 
 import jaxmp
 import jaxmp.linen
-from jaxmp._planning.timing import Contender
 from on_device.gpt import optimizer, steps_by_hand, with_jaxmp
 from on_device.recorder import Recorder
 from on_device.resnet import ResNet
@@ -108,9 +108,7 @@ def _by_hand(module: nn.Module, init: Callable[[], PyTree]) -> tuple[Any, Any]:
     return start, step
 
 
-def _with_jaxmp(
-    module: nn.Module, init: Callable[[], PyTree], policy: str
-) -> tuple[Any, Any]:
+def _with_jaxmp(module: nn.Module, init: Callable[[], PyTree], policy: str) -> tuple[Any, Any]:
     tx = jaxmp.mixed_precision(optimizer(), "mixed_bfloat16")
 
     def start() -> Any:

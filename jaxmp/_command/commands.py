@@ -8,19 +8,26 @@ import argparse
 from collections.abc import Callable
 from typing import Any, NamedTuple, get_args
 
+import optax
+import optax.contrib
+
 from jaxmp._command.answer import Answer
 from jaxmp._command.checks import CHECKS, parse_checks
 from jaxmp._command.doctor import look_over
-from jaxmp._command.program import HOW_TO_NAME, NamedProgram, load_program, loss_of
-from jaxmp._diagnostics.sensitivity import sensitivity
+from jaxmp._command.program import (
+    HOW_TO_NAME,
+    NamedProgram,
+    UsageError,
+    load_program,
+    loss_of,
+)
 from jaxmp._inspect.api import AuditError, audit
 from jaxmp._planning.benchmark import POLICIES, benchmark
-from jaxmp._planning.devices import DEVICES, find_device
-from jaxmp._planning.estimate import estimate
+from jaxmp._planning.devices import find_device
 from jaxmp._planning.memory_plan import memory_plan
-from jaxmp._policies.patterns import pattern_text
 from jaxmp._recompute.api import Recompute
 from jaxmp._training.compact_state import Moments
+from jaxmp._training.optimizer import mixed_precision
 
 
 class Command(NamedTuple):
@@ -54,36 +61,40 @@ def device_argument(text: str) -> str:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def positive_argument(text: str) -> float:
-    """Reads a positive number.
-
-    Raises:
-      ArgumentTypeError: for anything else.
-
-    >>> positive_argument("1e-2")
-    0.01
-    """
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not number > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
-    return number
-
-
 def _answer_doctor(**options: Any) -> Answer:
     report = look_over(**options)
     return Answer(report, report.failure)
 
 
-def _answer_plan(what: str, **options: Any) -> Answer:
+def _answer_plan(
+    what: str, policy: str, optimizer: str, master: Any, moments: Any, **options: Any
+) -> Answer:
+    tx = mixed_precision(_named_optimizer(optimizer), policy, master=master, moments=moments)
+    # What was not asked for is as the function has it.
+    options = {name: value for name, value in options.items() if value}
     params: Any = what
     if ":" in what or not what.lstrip(".")[:1].isdigit():
         options["loss_fn"], params, options["batch"] = loss_of(load_program(what))
-    plan = memory_plan(params, **options)
+    plan = memory_plan(params, tx, **options)
     missing = f"it does not fit: {plan.peak:,} bytes on a device of {plan.capacity:,}"
+    if plan.is_refused:
+        missing = plan.limits[0]
     return Answer(plan, "" if plan.fits() else missing)
+
+
+def _named_optimizer(name: str) -> Any:
+    """Returns an optimizer of optax by its name, with its defaults."""
+    make = getattr(optax, name, None) or getattr(optax.contrib, name, None)
+    try:
+        optimizer = make(learning_rate=1e-3) if callable(make) else None
+    except TypeError:
+        optimizer = None
+    if not isinstance(optimizer, optax.GradientTransformation):
+        raise UsageError(
+            f"{name!r} is no optimizer of optax that takes a learning rate alone. Give one such as "
+            "'adamw', 'sgd' or 'lion'"
+        )
+    return optimizer
 
 
 def _answer_audit(
@@ -103,33 +114,8 @@ def _answer_audit(
     return Answer(report, failure, more=more)
 
 
-def _answer_estimate(program: NamedProgram, **options: Any) -> Answer:
-    return Answer(estimate(program.fn, *program.args, **options, **program.kwargs))
-
-
-def _answer_bench(program: NamedProgram, plot: str | None, **options: Any) -> Answer:
-    report = benchmark(*loss_of(program), **options)
-    if plot:
-        report.plot(plot)
-    return Answer(report)
-
-
-def _answer_sensitivity(
-    program: NamedProgram, target: float | None, of: Any, **options: Any
-) -> Answer:
-    report = sensitivity(*loss_of(program), **options)
-    if target is None:
-        return Answer(report)
-    try:
-        rules = report.rules(target, of)
-    except ValueError as error:  # no rules reach it
-        return Answer(report, str(error), more={"rules": None})
-    pairs = [[pattern_text(pattern), str(policy)] for pattern, policy in rules.rules]
-    return Answer(
-        report,
-        below=f"Rules with an error of {of} up to {target:g}:\n{rules}",
-        more={"rules": pairs, "default": str(rules.default)},
-    )
+def _answer_bench(program: NamedProgram, **options: Any) -> Answer:
+    return Answer(benchmark(*loss_of(program), **options))
 
 
 def _option(said: str, default: Any = None, **more: Any) -> dict[str, Any]:
@@ -156,10 +142,10 @@ COMMANDS = {
     "doctor": Command(
         _answer_doctor,
         "devices, dtypes, settings, and the format to train in",
-        "Says what this machine has: versions, devices, which dtypes they multiply and how fast, "
-        "and the settings that change dtypes. Then which format to train in, and why; and for "
-        "sizes of products, what to pad and whether float8 pays. Exit code 1 if JAX has no device, "
-        "or a compiler that computes wrongly.",
+        "Says what this machine has: versions, devices, which dtypes they multiply, and the "
+        "settings that change dtypes. Then which format to train in, and why; and for sizes of "
+        "products, what to pad. Exit code 1 if JAX has no device, or a compiler that computes "
+        "wrongly.",
         {
             "--shapes": _option(
                 "sizes of products, rows x summed x columns, such as 4096x1024x50257; or a "
@@ -169,15 +155,14 @@ COMMANDS = {
                 metavar="MxKxN",
             ),
             "--device": _option("advise for this one, such as h100 or v5e", type=device_argument),
-            "--no-measure": _flag("measure no products"),
         },
     ),
     "plan": Command(
         _answer_plan,
         "how much memory training takes on each device",
-        "Plans the bytes that training takes on each device: params, masters, moments, gradients, "
-        "and with a loss function also activations. Nothing runs, and nothing is compiled unless "
-        "asked for. Exit code 1 if it does not fit the device.",
+        "Plans the bytes that training takes on each device. What lives between steps is counted. "
+        "With a loss, the step is compiled for the device, which need not be here, and its "
+        "compiler says the peak. Nothing runs. Exit code 1 if it does not fit the device.",
         {
             "what": {
                 "metavar": "WHAT",
@@ -188,15 +173,18 @@ COMMANDS = {
             "--optimizer": _option("a name in optax", "adamw"),
             "--master": _option("how masters are kept", "float32", choices=_MASTERS),
             "--moments": _option("how moments are kept", "float32", choices=get_args(Moments)),
-            "--gradients": _option("of gradients, for a number of params", metavar="DTYPE"),
-            "--microbatches": _MICROBATCHES,
-            "--recompute": _option("of the forward pass", "never", choices=get_args(Recompute)),
-            "--devices": _option("how many share params and state", 1, type=int, metavar="N"),
-            "--device": _option("such as h100 or v5e", "h100", type=device_argument),
-            "--has-aux": _HAS_AUX,
-            "--compiled": _flag(
-                "compile the step for the device, which need not be here, for the compiler's peak"
+            "--microbatches": _option(
+                "parts of a batch, one after the other", type=int, metavar="N"
             ),
+            "--recompute": _option(
+                "of the forward pass; by default loops", choices=get_args(Recompute)
+            ),
+            "--devices": _option("how many share params and state", 1, type=int, metavar="N"),
+            "--device": _option(
+                "such as h100 or v5e; by default the one at hand, and h100 on a CPU",
+                type=device_argument,
+            ),
+            "--has-aux": _HAS_AUX,
         },
     ),
     "audit": Command(
@@ -217,28 +205,6 @@ COMMANDS = {
             ),
         },
     ),
-    "estimate": Command(
-        _answer_estimate,
-        "what a program costs on a device that need not be here",
-        "Compiles a program for a device that need not be here, and estimates its time from the "
-        "operations and bytes of each kernel (roofline). It is an estimate, to compare programs. "
-        "The compilers come with `pip install 'jaxmp[aot]'`.",
-        {
-            "program": _PROGRAM,
-            "--device": _option(
-                f"one of {', '.join(DEVICES)}, if there is a compiler",
-                type=device_argument,
-                required=True,
-            ),
-            "--donate": _option(
-                "arguments whose memory the results may take, such as 0 for a train state",
-                [],
-                type=int,
-                nargs="+",
-                metavar="POSITION",
-            ),
-        },
-    ),
     "bench": Command(
         _answer_bench,
         "how fast a model trains under several policies",
@@ -251,34 +217,6 @@ COMMANDS = {
             "--steps": _option("of a turn", 5, type=int, metavar="N"),
             "--microbatches": _MICROBATCHES,
             "--has-aux": _HAS_AUX,
-            "--plot": _option("draw the report, too, such as bench.png", metavar="PATH"),
-        },
-    ),
-    "sensitivity": Command(
-        _answer_sensitivity,
-        "which parts of a program need more bits",
-        "Lowers each part of a program alone, and reports the error that this puts on the loss and "
-        "the gradients. With --target, it finds the rules that stay below an error and keep as few "
-        "parts high as they can; exit code 1 if none do.",
-        {
-            "program": _LOSS,
-            "--low": _option("the policy to try", "mixed_bfloat16"),
-            "--reference": _option("errors are relative to it", "float32"),
-            "--candidates": _option(
-                "parts to try, as in PolicyRules: '*/norm*'; by default every scope",
-                nargs="+",
-                metavar="PATTERN",
-            ),
-            "--loss-scale": _option("by default one is found for float16", type=positive_argument),
-            "--has-aux": _HAS_AUX,
-            "--target": _option(
-                "find rules below it, such as 0.01", type=positive_argument, metavar="ERROR"
-            ),
-            "--of": _option(
-                "whose error the target is for",
-                "gradients",
-                choices=("loss", "outputs", "gradients"),
-            ),
         },
     ),
 }

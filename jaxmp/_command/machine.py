@@ -65,8 +65,7 @@ class Machine:
 
         From the table of devices, and for other NVIDIA GPUs from the compute capability: tensor
         cores multiply float16 from 7.0 on, bfloat16 from 8.0, float8 from 8.9 (NVIDIA, CUDA
-        programming guide, 2025). CPUs multiply float32 and widen float8; whether they multiply 16
-        bits, measuring tells.
+        programming guide, 2025). CPUs multiply float32 and widen float8.
         """
         if self.platform == "cpu":
             return {"float32": True, "float8_e4m3fn": False}.get(dtype)

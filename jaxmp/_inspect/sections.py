@@ -1,6 +1,5 @@
-"""Says what the tables of a report hold, as texts, for a terminal and for a page alike."""
+"""Says what the tables of a report hold, as texts."""
 
-from collections.abc import Iterable
 from typing import Any
 
 from rich.console import Group
@@ -9,16 +8,15 @@ from jaxmp._inspect.tables import Section, bullets, bytes_text, drawn, flops_tex
 
 _PLACE = "line, module, pass"
 _DEVICES = "on TPU / GPU"
-_WIDE = "Products with an operand of 32 bits or more"
 
 
-def sections(report: Any) -> list[Section]:
+def _sections(report: Any) -> list[Section]:
     """Returns the tables of an `AuditReport` that have rows."""
     found = [
         _products_table(report),
-        *([] if _all_wide(report) else [product_section(_WIDE, _wide_lines(report))]),
-        left_out_section(report.left_out),
-        upcast_section(report.upcasts),
+        *([] if _all_wide(report) else [_wide_table(report)]),
+        _left_out_table(report),
+        _upcasts_table(report),
         _converts(report),
         _residuals_table(report),
         _recomputed_table(report),
@@ -29,24 +27,24 @@ def sections(report: Any) -> list[Section]:
     return [section for section in found if section.rows]
 
 
-def unseen_by(report: Any) -> tuple[str, ...]:
-    """Returns all sentences about what an `AuditReport` does not show."""
-    return (*report.unseen, *(report.compiled.unseen if report.compiled is not None else ()))
-
-
-def tables(report: Any) -> Group:
-    """Returns all tables of a report for a terminal, except empty ones.
+def tables(report: Any, with_all_rows: bool = False) -> Group:
+    """Returns all tables of a report, except empty ones.
 
     Args:
       report: an `AuditReport`.
+      with_all_rows: whether tables have all rows, and not only the first.
 
     Returns:
       A renderable for rich.
     """
-    parts: list[Any] = [drawn(section) for section in sections(report)]
+    parts: list[Any] = [
+        drawn(section._replace(shown=len(section.rows)) if with_all_rows else section)
+        for section in _sections(report)
+    ]
     if report.residuals is None:
         parts.append(f"No residuals of a backward pass: {report.no_residuals}.")
-    return Group(*parts, "Not seen:", bullets(unseen_by(report)))
+    unseen = (*report.unseen, *(report.compiled.unseen if report.compiled is not None else ()))
+    return Group(*parts, "Not seen:", bullets(unseen))
 
 
 def compiled_tables(report: Any) -> Group:
@@ -151,8 +149,7 @@ def _all_wide(report: Any) -> bool:
     return len(_wide_lines(report)) == len(report.product_lines)
 
 
-def product_section(title: str, lines: Iterable[Any]) -> Section:
-    """Returns the table of some `ProductLine`s."""
+def _wide_table(report: Any) -> Section:
     rows = [
         (
             place_text(row),
@@ -163,14 +160,13 @@ def product_section(title: str, lines: Iterable[Any]) -> Section:
             str(row.count),
             str(row.runs),
         )
-        for row in lines
+        for row in _wide_lines(report)
     ]
     columns = [_PLACE, "operands", "result", _DEVICES, ">share", ">count", ">runs"]
-    return Section(title, columns, rows)
+    return Section("Products with an operand of 32 bits or more", columns, rows)
 
 
-def left_out_section(lines: Iterable[Any]) -> Section:
-    """Returns the table of some `LeftOut`s."""
+def _left_out_table(report: Any) -> Section:
     rows = [
         (
             place_text(row),
@@ -180,7 +176,7 @@ def left_out_section(lines: Iterable[Any]) -> Section:
             str(row.count),
             str(row.runs),
         )
-        for row in lines
+        for row in report.left_out
     ]
     columns = ["line, module", "reason", ">FLOP", ">share", ">count", ">runs"]
     return Section("Left out of float8", columns, rows)
@@ -195,8 +191,7 @@ def _is_wide(dtype: str) -> bool:
     return dtype.startswith(("float32", "float64", "complex"))
 
 
-def upcast_section(upcasts: Iterable[Any]) -> Section:
-    """Returns the table of some `Upcast`s."""
+def _upcasts_table(report: Any) -> Section:
     rows = [
         (
             place_text(row),
@@ -206,7 +201,7 @@ def upcast_section(upcasts: Iterable[Any]) -> Section:
             str(row.count),
             str(row.runs),
         )
-        for row in upcasts
+        for row in report.upcasts
     ]
     columns = [_PLACE, "cast", ">makes wide", ">bytes", ">count", ">runs"]
     return Section("Upcasts, first those that make products wide", columns, rows)
@@ -234,11 +229,6 @@ def _residuals_table(report: Any) -> Section:
     title = f"Kept for the backward pass: {bytes_text(report.residual_bytes)}"
     if copied := report.param_copy_bytes:
         title += f", of which {bytes_text(copied)} copies of params"
-    return residual_section(title, report.residuals)
-
-
-def residual_section(title: str, residuals: Iterable[Any]) -> Section:
-    """Returns the table of some `Residual`s."""
     rows = [
         (
             place_text(row),
@@ -247,7 +237,7 @@ def residual_section(title: str, residuals: Iterable[Any]) -> Section:
             bytes_text(row.bytes),
             str(row.count),
         )
-        for row in residuals
+        for row in report.residuals
     ]
     return Section(title, [_PLACE, "dtype", "copies of", ">bytes", ">arrays"], rows)
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
+from rich.text import Text
 
 
 def as_text(renderable: Any, console: Console | None = None) -> str:
@@ -26,6 +27,15 @@ def as_text(renderable: Any, console: Console | None = None) -> str:
     with console.capture() as captured:
         console.print(renderable)
     return "\n".join(line.rstrip() for line in captured.get().splitlines()).rstrip()
+
+
+def as_html(renderable: Any, title: str) -> str:
+    """Returns what rich would draw, below a title, as an HTML page that loads nothing."""
+    console = Console(file=io.StringIO(), record=True, width=160, force_jupyter=False)
+    unlimited = console.options.update(max_width=10_000)
+    console.width = max(console.width, Measurement.get(console, unlimited, renderable).minimum)
+    console.print(Text(title, style="bold"), renderable, sep="\n\n")
+    return console.export_html()
 
 
 class Section(NamedTuple):

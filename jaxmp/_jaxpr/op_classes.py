@@ -292,13 +292,6 @@ ADDS = _listed("add add_any sub")
 SCALES = _listed("mul div")
 # The operations of a norm after its statistics, and whole powers, which are products.
 ARITHMETIC = ADDS | SCALES | _listed("neg integer_pow square")
-# The larger or the smaller of two.
-EXTREMES = _listed("max min")
-# Take many instructions for each number, so that compilers rather keep a result than make it twice.
-TRANSCENDENTAL = _listed(
-    "exp exp2 expm1 log log1p pow sin cos tan tanh logistic sinh cosh asin acos atan atan2",
-    "asinh acosh atanh erf erfc cbrt",
-)
 # Lay a mask over an array. Its numbers, such as -1e9, may be too large for 16 bits.
 MASKS = _listed("add sub mul select_n")
 # Lay data over a param as a factor, a bound or a choice ...
@@ -313,8 +306,6 @@ ACCUMULATES = _listed("scatter-add scatter-sub scatter-mul")
 REDUCTIONS = _listed(
     "reduce_sum reduce_max reduce_min reduce_and reduce_or reduce_xor argmax argmin"
 )
-# Read a few numbers of a large operand, which a compiler need not make whole for them.
-PICKS = _listed("gather")
 # Linear in every operand, so that their derivatives ask for no operand. Gathers are left out: they
 # are dear.
 LINEAR = (PLAIN_MOVES | ADDS) | _listed(

@@ -6,17 +6,12 @@ Install the extra `aot` for the compilers: libtpu, and the CUDA plugin of the ja
 import importlib
 import importlib.util
 import os
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import topologies
 
 from jaxmp._planning.devices import DEVICES, Device, find_device
-
-Platform = Literal["gpu", "tpu"]
-PLATFORMS: tuple[Platform, ...] = ("gpu", "tpu")
-# How much time a TPU's compiler takes for a good program.
-EFFORTS = ("default", "least")
 
 # libtpu asks the cloud's metadata server unless it is told what it would answer.
 _LIBTPU = {
@@ -103,11 +98,6 @@ platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 8 }}
 device_description_str: "NVIDIA {name}"
 """
-
-
-def eight_devices(platform: Platform) -> Any:
-    """Eight devices of a platform: TPUs v5e in two rows of four, or H100s of one machine."""
-    return absent_pod("v5e:2x4" if platform == "tpu" else "1x1x8")
 
 
 def absent_pod(topology: str, slices: int = 1) -> Any:
@@ -209,24 +199,9 @@ def absent_devices(kind: Any, count: int) -> list[Any]:
     return list(absent_gpus(gpu_target(device.name), f"1x{machines}x8"))[:count]
 
 
-def is_absent(device: Any) -> bool:
-    """Whether a device of JAX can only be compiled for."""
-    return type(device.client).__name__ == "CompileOnlyPyClient"
-
-
 def _check_installed(device: Device, *modules: str) -> None:
     if not any(importlib.util.find_spec(module) for module in modules):
         raise ImportError(
             f"the compiler for {device.name} is not installed. Install it with: "
             "pip install 'jaxmp[aot]'"
         )
-
-
-def compiler_options(platform: str, effort: str) -> dict[str, Any]:
-    """Compiler options for one of `EFFORTS`; compilers for other platforms than TPUs have none."""
-    if platform != "tpu" or effort == "default":
-        return {}
-    # jax 0.12 replaced the scale from -1 to 1 by levels, and refuses the old name.
-    if hasattr(jax.config, "jax_exec_time_optimization_effort"):
-        return {"exec_time_optimization_effort": -1.0}
-    return {"optimization_level": "O0"}

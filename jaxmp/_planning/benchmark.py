@@ -1,5 +1,9 @@
 """Times the train step of a model under several policies, on the device at hand."""
 
+import dataclasses
+import functools
+import statistics
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -7,21 +11,76 @@ import jax
 import optax
 from jaxtyping import PyTree
 
-from jaxmp._planning.benchmark_report import BenchmarkReport, PolicyTiming
-from jaxmp._planning.timing import (
-    CompiledStep,
-    Contender,
-    Measurement,
-    compile_step,
-    describe_hardware,
-    time_in_turn,
-)
 from jaxmp._policies.policy import get_policy
 from jaxmp._training.optimizer import mixed_precision
 from jaxmp._training.train_state import TrainState
 from jaxmp._training.train_step import make_train_step
 
 POLICIES = ("float32", "mixed_bfloat16")
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyTiming:
+    """The times of one policy.
+
+    Attributes:
+      policy: its name.
+      seconds: of one step, one number for each round.
+      ratios: those over the first policy's, round by round.
+      temporary_bytes: what lives within a step alone, as the compiler planned it.
+      loss: of the last step.
+    """
+
+    policy: str
+    seconds: tuple[float, ...]
+    ratios: tuple[float, ...]
+    temporary_bytes: int
+    loss: float
+
+    @property
+    def ratio(self) -> float:
+        """The median of the ratios: below 1, the policy is faster than the first."""
+        return statistics.median(self.ratios)
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchmarkReport:
+    """Times of a train step under several policies. Prints as a table.
+
+    Attributes:
+      rows: the policies, in the order given; ratios are of the first.
+      device: the device that computed, as JAX calls it.
+    """
+
+    rows: tuple[PolicyTiming, ...]
+    device: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as plain numbers, texts, lists and dictionaries, for JSON."""
+        rows = [{**dataclasses.asdict(row), "ratio": row.ratio} for row in self.rows]
+        return {"device": self.device, "rows": rows}
+
+    def __rich__(self) -> Any:
+        from jaxmp._inspect.tables import Section, bytes_text, drawn
+
+        rows = [
+            (
+                row.policy,
+                *(f"{1e3 * f(row.seconds):.3g}" for f in (statistics.median, min, max)),
+                f"{row.ratio:.2f} ({min(row.ratios):.2f} to {max(row.ratios):.2f})",
+                bytes_text(row.temporary_bytes),
+                f"{row.loss:.5g}",
+            )
+            for row in self.rows
+        ]
+        columns = ["policy", ">median, ms", ">min", ">max", f"over {self.rows[0].policy}"]
+        columns += [">temporaries", ">loss"]
+        return drawn(Section(f"A train step on {self.device}", columns, rows, len(rows)))
+
+    def __str__(self) -> str:
+        from jaxmp._inspect.tables import as_text
+
+        return as_text(self)
 
 
 def benchmark(
@@ -37,30 +96,28 @@ def benchmark(
 ) -> BenchmarkReport:
     """Times a train step under several policies, on the device at hand.
 
-    Whether a precision pays depends on the model, the batch and the device, and is soon measured.
-    Each step is compiled once, with its state donated. Then the policies take turns: in every round
-    each takes one step that is not timed and `steps` that are, so that what disturbs the machine
-    hits all of them. They are compared within the rounds.
+    The policies take turns: in every round each takes one step that is not timed and `steps` that
+    are, so that what disturbs the machine hits all of them. They are compared within the rounds.
+    A CPU says nothing about an accelerator: it mostly computes 16 bits in float32, with casts.
 
     Args:
-      loss_fn: the loss, as `jaxmp.make_train_step` takes it. If `params` is None, a function of a
-        policy that returns `(start, step)`: `start()` makes a fresh state, and
-        `step(state, batch) -> (state, metrics)`.
+      loss_fn: the loss, as `jaxmp.make_train_step` takes it. For steps of your own, with `params`
+        None: a function of a policy that returns `(start, step)`. `start()` makes a fresh state,
+        and `step(state, batch) -> (state, metrics)` has a loss in its metrics.
       params: float32 params; a copy is trained under each policy.
       batch: one batch, for all steps.
       policies: names of policies, or policies; ratios are of the first.
       optimizer: what the optimizer is made of; AdamW by default.
-      rounds: how often each policy takes its turn, 2 or more.
+      rounds: how often each policy takes its turn.
       steps: how many steps of a turn are timed.
       **step_options: options of `jaxmp.make_train_step`, such as `has_aux` and `microbatches`.
 
     Returns:
-      The report. It prints as a table; `report.plot(path)` draws it.
+      The report, which prints as a table.
 
     Raises:
       TypeError: if params or batch are abstract, since steps run.
-      ValueError: if no policy is given, or one twice, a number is too small, or `params` is None
-        and there are options for a step that is made elsewhere.
+      ValueError: if there are no policies, or a number is not positive.
 
     >>> params, x = {"w": jax.numpy.ones((8, 8))}, jax.numpy.ones((4, 8))
     >>> loss = lambda params, x: ((x @ params["w"]) ** 2).mean()
@@ -68,86 +125,48 @@ def benchmark(
     >>> [row.policy for row in report.rows], report.rows[0].ratio
     (['float32', 'mixed_bfloat16'], 1.0)
     """
-    options = {**step_options, **({"optimizer": optimizer} if optimizer is not None else {})}
-    _check_benchmark(params, batch, policies, rounds, steps, options)
-    names = [_policy_name(policy) for policy in policies]
-    if len(set(names)) < len(names):
-        raise ValueError(f"every policy is timed once, got {', '.join(names)}")
-    compiled = [
-        _compiled_step(name, policy, loss_fn, params, batch, optimizer, step_options)
-        for name, policy in zip(names, policies, strict=True)
-    ]
-    times = time_in_turn(compiled, batch, rounds=rounds, steps=steps)
-    first = times[names[0]]
-    return BenchmarkReport(
-        rows=tuple(_timing_row(each, times[each.contender.name], first) for each in compiled),
-        hardware=describe_hardware(),
-        platform=jax.devices()[0].platform,
-        rounds=rounds,
-        steps=steps,
-    )
-
-
-def _check_benchmark(
-    params: Any, batch: Any, policies: Sequence[Any], rounds: int, steps: int, options: Any
-) -> None:
-    if isinstance(policies, str) or not policies:
-        raise ValueError(f"give policies as a sequence of one or more, got {policies!r}")
-    if rounds < 2 or steps < 1:
-        raise ValueError(
-            f"the spread shows in 2 rounds or more of 1 step or more, got {rounds=} and {steps=}"
-        )
-    for name, tree in (("params", params), ("batch", batch)):
-        if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(tree)):
-            raise TypeError(
-                f"{name} must be arrays, since steps run; jaxmp.diagnostics.estimate "
-                "takes abstract ones"
-            )
-    if "donate" in options:
-        raise ValueError("donate is not an option here: every step donates its state")
-    if params is None and options:
-        raise ValueError(
-            f"without params, the function of a policy makes the step: {', '.join(options)} would "
-            "change nothing. Give what they say to the step that it returns"
-        )
-
-
-def _policy_name(policy: Any) -> str:
-    return policy if isinstance(policy, str) else str(get_policy(policy))
-
-
-def _compiled_step(
-    name: str,
-    policy: Any,
-    loss_fn: Callable[..., Any],
-    params: PyTree | None,
-    batch: PyTree,
-    optimizer: optax.GradientTransformation | None,
-    options: dict[str, Any],
-) -> CompiledStep:
-    try:
+    _check_benchmark(params, batch, policies, rounds, steps)
+    starts, programs = [], []
+    for policy in policies:
         if params is None:
             start, step = loss_fn(policy)
+            step = jax.jit(step, donate_argnums=0)
         else:
             tx = mixed_precision(optimizer or optax.adamw(1e-3), policy)
-            # The step is jitted and donated as a whole, with its own state.
-            step = make_train_step(loss_fn, policy, **{**options, "donate": False})
-            start = lambda: TrainState.create(params=params, tx=tx)  # noqa: E731
-        return compile_step(Contender(name, start, step), batch)
-    except Exception as error:
-        error.add_note(f"under the policy {name!r}")
-        raise
+            start = functools.partial(TrainState.create, params=params, tx=tx)
+            step = make_train_step(loss_fn, policy, **step_options)
+        starts.append(start)
+        programs.append(step.lower(jax.eval_shape(start), batch).compile())
+    times: list[list[float]] = [[] for _ in policies]
+    losses = [0.0 for _ in policies]
+    for _ in range(rounds):
+        for i, (start, program) in enumerate(zip(starts, programs, strict=True)):
+            # The first step touches memory that was never used.
+            state, metrics = jax.block_until_ready(program(start(), batch))
+            began = time.perf_counter()
+            for _ in range(steps):
+                state, metrics = program(state, batch)
+            jax.block_until_ready((state, metrics))
+            times[i].append((time.perf_counter() - began) / steps)
+            losses[i] = float(metrics["loss"])
+    rows = [
+        PolicyTiming(
+            policy=policy if isinstance(policy, str) else str(get_policy(policy)),
+            seconds=tuple(seconds),
+            ratios=tuple(a / b for a, b in zip(seconds, times[0], strict=True)),
+            temporary_bytes=program.memory_analysis().temp_size_in_bytes,
+            loss=loss,
+        )
+        for policy, seconds, program, loss in zip(policies, times, programs, losses, strict=True)
+    ]
+    return BenchmarkReport(tuple(rows), jax.devices()[0].device_kind)
 
 
-def _timing_row(compiled: CompiledStep, mine: Measurement, first: Measurement) -> PolicyTiming:
-    return PolicyTiming(
-        policy=compiled.contender.name,
-        seconds=tuple(mine.seconds),
-        ratios=tuple(mine.ratios(first)),
-        trace_seconds=compiled.trace_seconds,
-        compile_seconds=compiled.compile_seconds,
-        peak_bytes=compiled.memory.peak,
-        state_bytes=compiled.memory.alias,
-        temporary_bytes=compiled.memory.temp,
-        metrics=mine.metrics,
-    )
+def _check_benchmark(params: Any, batch: Any, policies: Any, rounds: int, steps: int) -> None:
+    if isinstance(policies, str) or not policies:
+        raise ValueError(f"give policies as a sequence of one or more, got {policies!r}")
+    if rounds < 1 or steps < 1:
+        raise ValueError(f"rounds and steps must be positive, got {rounds=} and {steps=}")
+    for name, tree in (("params", params), ("batch", batch)):
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(tree)):
+            raise TypeError(f"{name} must be arrays, since steps run, and these are abstract")

@@ -7,6 +7,7 @@ import dataclasses
 import re
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import DTypeLike
 
@@ -95,7 +96,6 @@ class Device:
       memory: its memory in bytes, as its maker states it; programs get a few percent less.
       bandwidth: bytes a second between that memory and the chip.
       peaks: its matrix products.
-      launch: seconds that starting one kernel takes at least.
       aliases: other names.
     """
 
@@ -105,7 +105,6 @@ class Device:
     memory: int
     bandwidth: float
     peaks: Peaks
-    launch: float
     aliases: tuple[str, ...] = ()
 
     def multiple(self, dtype: DTypeLike) -> int:
@@ -137,7 +136,6 @@ def _gpu(
         memory=int(memory * _GIB),
         bandwidth=bandwidth * 1e9,
         peaks=Peaks(*(1e12 * rate for rate in tflops)),
-        launch=2.5e-6,
         aliases=aliases,
     )
 
@@ -153,8 +151,7 @@ def _tpu(
 ) -> Device:
     """Gibibytes, gigabytes a second, teraFLOP/s in bfloat16, multiples of that.
 
-    A TPU multiplies float32 in passes of bfloat16: one by default, six for exact products. It runs
-    a program as a whole, so that a kernel starts almost at once.
+    A TPU multiplies float32 in passes of bfloat16: one by default, six for exact products.
     """
     return Device(
         name=name,
@@ -163,7 +160,6 @@ def _tpu(
         memory=int(memory * _GIB),
         bandwidth=bandwidth * 1e9,
         peaks=Peaks(*(1e12 * tflops * rate for rate in more)),
-        launch=0.5e-6,
         aliases=alias,
     )
 
@@ -245,3 +241,19 @@ def find_device(device: Any) -> Device:
         if re.search(rf"(?<![a-z0-9])({known.kind})(?![a-z0-9])", kind, re.IGNORECASE):
             return known
     raise ValueError(f"no data of a device {kind!r}. Known are {', '.join(DEVICES)}")
+
+
+def is_of_kind(device: Any, kind: Device) -> bool:
+    """Whether a device of JAX is of a kind in the table."""
+    try:
+        return find_device(device) == kind
+    except ValueError:
+        return False
+
+
+def device_at_hand(otherwise: str) -> Device:
+    """Returns the device that JAX computes on; another where the table does not have it."""
+    try:
+        return find_device(jax.devices()[0])
+    except ValueError:
+        return DEVICES[otherwise]

@@ -1,27 +1,24 @@
 """`memory_plan`: what training takes on each device, before it runs."""
 
+import contextlib
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import jmp
 import numpy as np
 import optax
-import optax.contrib
+from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from jaxmp._mesh.fsdp import FSDP
-from jaxmp._numerics.dtypes import is_floating, parse_dtype
-from jaxmp._planning.array_splits import split_of
-from jaxmp._planning.buffers import FUSIONS
-from jaxmp._planning.compile_absent import compile_for
-from jaxmp._planning.devices import Device, find_device
-from jaxmp._planning.flat_program import FlatProgram, flattened
-from jaxmp._planning.known_errors import known_errors
-from jaxmp._planning.live_bytes import most_live
+from jaxmp._autocast.api import autocast
+from jaxmp._inspect.api import audit
+from jaxmp._numerics.dtypes import is_floating
+from jaxmp._planning.compile_absent import DoesNotFit, NoCompiler, compile_for
+from jaxmp._planning.devices import Device, device_at_hand, find_device, is_of_kind
 from jaxmp._planning.memory_rows import OF_A_STEP, PERSISTENT, MemoryPlan, MemoryRow
 from jaxmp._planning.planned_step import (
     Placement,
@@ -30,189 +27,128 @@ from jaxmp._planning.planned_step import (
     placement_of,
     planned_step,
 )
-from jaxmp._planning.value_sizes import SizedProgram, nbytes_on_device
 from jaxmp._policies.policy_rules import PolicyRules
-from jaxmp._recompute.api import Recompute
-from jaxmp._training.compact_state import Moments
-from jaxmp._training.microbatch import check_microbatches
+from jaxmp._recompute.api import recompute as with_recompute
 from jaxmp._training.optimizer import MixedPrecision, mixed_precision
 from jaxmp._training.train_state import TrainState
 
-Cast = Literal["products", "all", "none"]
-
 _ROW = 1024  # numbers in a row of the matrix that stands for a count of params
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
-# What JAX calls the platforms that it lowers for.
-_LOWERED_FOR = {"gpu": "cuda", "tpu": "tpu"}
-_NO_ACTIVATIONS = (
-    "Not counted: activations and temporaries of a step. Give params, loss_fn= and batch=."
-)
-_ESTIMATED = (
-    "Activations, gradients and temporaries are estimated at the peak, from the traced program: "
-    "within 10 % of the compiler's peak on most models (docs/memory.md)."
-)
-_COMPILED = "The peak is that of the compiler, which compiled the step for this device."
+_NO_STEP = "Not counted: activations and temporaries. Give params, loss_fn and batch."
+_NO_COMPILER = "Not counted: activations and temporaries, as {reason}"
 
 
 def memory_plan(
     params: PyTree | float | str,
-    policy: str | jmp.Policy | PolicyRules = "mixed_bfloat16",
-    *,
-    optimizer: optax.GradientTransformation | optax.MultiSteps | MixedPrecision | str = "adamw",
-    master: Literal["float32", "remainder", "remainder8", "kahan", "stochastic", "none"] = (
-        "float32"
-    ),
-    moments: Moments = "float32",
+    tx: MixedPrecision | str | jmp.Policy | PolicyRules = "mixed_bfloat16",
     loss_fn: Callable[..., Any] | None = None,
     batch: PyTree | None = None,
+    *,
     collections: Mapping[str, PyTree] | None = None,
-    has_aux: bool = False,
-    microbatches: int = 1,
-    cast: Cast = "products",
-    recompute: Recompute = "never",
     devices: int = 1,
     shardings: PyTree | None = None,
-    fsdp: FSDP | None = None,
-    donate: bool = True,
-    gradients: Any = None,
-    device: str = "h100",
-    compiled: bool = False,
+    device: str | None = None,
+    **step_options: Any,
 ) -> MemoryPlan:
     """Plans the bytes that training takes on each device, which need not be there.
 
-    "Does it fit" is asked before there are devices to try it on. What lives between steps is
-    counted: from the state that the optimizer makes for these params, by shapes and shardings, so
-    that it is exact for any optax optimizer and any storage. What a step needs beside it is
-    estimated, from the traced step, in seconds: see docs/memory.md for the rules, and for how near
-    they come to the compilers for an H100 and a TPU v5e. With `compiled=True` the compiler for the
-    device says it, in minutes.
+    What lives between steps is counted: from the state that the optimizer makes for these params,
+    by shapes and shardings, so that it is exact for any optax optimizer and any storage. With a
+    loss and a batch the step is compiled for the device, and the peak is the compiler's; nothing
+    runs. The compilers for devices that are not here come with `jaxmp[aot]`. Without one, the plan
+    says "at least", and what is missing.
 
     Args:
       params: the params: arrays, or `jax.ShapeDtypeStruct` as from `jax.eval_shape`, of any tree.
         Or how many there are, as a number or a text such as `"8B"`; then only what lives between
         steps, and gradients, can be planned.
-      policy: the policy or the rules, as for `mixed_precision`.
-      optimizer: an optax optimizer; or the name of one in `optax`, such as `"adamw"` or `"sgd"`,
-        with its defaults. What `mixed_precision` returned is taken as it is, with its own policy,
-        `master` and `moments`.
-      master: how masters of narrow params are kept, as for `mixed_precision`.
-      moments: how the state of the optimizer is kept, as for `mixed_precision`.
+      tx: the optimizer, as `mixed_precision` returned it: with its policy, its masters and its
+        moments. A policy or rules stand for AdamW under them.
       loss_fn: the loss function, as for `make_train_step`.
       batch: the batch of one step on all devices: arrays or `jax.ShapeDtypeStruct`. On a mesh, a
         leaf without a sharding is split along its first dimension: over the axes of `fsdp`, and
         those that split no param.
       collections: mutable collections of the state, by name.
-      has_aux: whether `loss_fn` returns more, as for `make_train_step`.
-      microbatches: in how many parts the batch is evaluated.
-      cast: how the step puts `loss_fn` under the policy, as for `make_train_step`; `"none"` for
-        models that cast by themselves, as those with rules always do.
-      recompute: as for `make_train_step`.
       devices: how many devices share params and state, where no shardings are given: by
         `fully_sharded`. A number of params is divided by it.
       shardings: the `NamedSharding` of each param, or a prefix of that tree. By default those that
         the params have. A param without one is whole on each device. The mesh may be a
         `jax.sharding.AbstractMesh`.
-      fsdp: the `FSDP` of the step.
-      donate: whether the step may write the new state over the old one.
-      gradients: the dtype of gradients for a number of params; float32 if None, as jaxmp's are.
-      device: the kind of device, `"h100"` or `"v5e"`: how much memory it has, and whose compiler
-        fuses the step.
-      compiled: whether to compile the step for `device`, by the compiler that comes with
-        `jaxmp[aot]`, and to take the compiler's peak in place of the estimate. Nothing runs.
+      device: the kind of device, such as `"h100"` or `"v5e"`. By default the one at hand; an H100
+        where that is a CPU.
+      **step_options: options of `make_train_step`, such as `microbatches`, `recompute`, `fsdp` and
+        `has_aux`. `policy="none"` is for a model that casts by itself.
 
     Returns:
       The plan. Print it, or read `plan.persistent`, `plan.peak`, `plan.bytes_of("moments")` and
       `plan.fits()`; `plan.as_dict()` is for `json.dumps`.
 
     Raises:
-      ImportError: if the step is to be compiled, and the compiler is not installed.
-      ValueError: for an unknown device or optimizer, a loss without a batch, a number of params
-        with a loss, shardings that do not fit, or an option of a step without a loss; and for a
-        compiled step that a TPU has no memory for, with the compiler's number.
-      TypeError: if the number of params is none.
+      ValueError: for an unknown device, a loss without a batch, a number of params with a loss,
+        shardings that do not fit, an option of a step without a loss, or a loss that names a mesh
+        of other devices.
+      TypeError: if the number of params is none, or `tx` is no optimizer of `mixed_precision`.
 
-    >>> plan = memory_plan("8B", "bfloat16", master="remainder", devices=8)
+    >>> tx = mixed_precision(optax.adamw(1e-3), "bfloat16", master="remainder")
+    >>> plan = memory_plan("8B", tx, devices=8, device="h100")
     >>> plan.bytes_of("params"), plan.bytes_of("masters"), plan.bytes_of("moments")
     (2000000000, 2000000000, 8000000000)
-    >>> params = {"w": jax.ShapeDtypeStruct((512, 512), jnp.float32)}
-    >>> plan = memory_plan(
-    ...     params,
-    ...     optimizer="sgd",
-    ...     loss_fn=lambda params, x: jnp.mean((x @ params["w"]) ** 2),
-    ...     batch=jax.ShapeDtypeStruct((64, 512), jnp.float32),
-    ... )
-    >>> plan.persistent // 512**2, plan.fits("v5e")
-    (4, True)
+    >>> plan.persistent // 10**9, plan.fits("v5e")
+    (12, True)
     """
-    target = find_device(device)
-    tx = _optimizer(optimizer, policy, master, moments)
-    told, count = _policy_as_text(policy, optimizer, tx), _number_of_params(params)
-    of_a_step = {"compiled": compiled, "has_aux": has_aux, "recompute": recompute != "never"}
-    _check_asked(count, loss_fn, batch, cast, devices, gradients, of_a_step)
-    check_microbatches(microbatches)
+    target = device_at_hand("h100") if device is None else find_device(device)
+    tx = _optimizer(tx)
+    count = _number_of_params(params)
+    _check_asked(count, loss_fn, batch, devices, step_options)
     if count is not None:
-        return _plan_of_count(count, tx, told, devices, microbatches, gradients, device)
-    placement = placement_of(params, shardings, fsdp, devices)
-    if compiled:
+        return _plan_of_count(count, tx, devices, target)
+    placement = placement_of(params, shardings, step_options.get("fsdp"), devices)
+    if not _is_on(placement.mesh, target):
         placement = placement.without_devices()
     state = abstract_state(params, tx, collections or {}, placement)
-    program, rows, limits = None, _persistent_rows(state), [_NO_ACTIVATIONS]
-    if loss_fn is not None:
-        options: dict[str, Any] = {
-            "has_aux": has_aux,
-            "microbatches": microbatches,
-            "donate": donate,
-            "recompute": recompute,
-        }
-        step_policy = None if cast == "none" or tx.rules.rules else tx.policy
-        options |= {} if step_policy is None else {"cast": cast}
-        program = planned_step(loss_fn, state, batch, step_policy, placement, options)
-        if compiled:
-            rows += _compiled_rows(program, target, rows)
-            limits = [_COMPILED]
-        else:
-            flat = _flat_step(program, target.platform)
-            rows += _estimated_rows(program, flat, target.platform, donate)
-            limits = [_ESTIMATED, *known_errors(flat)]
-    else:
-        rows += _rows({"gradients": _gradient_bytes(state)}, OF_A_STEP)
     size = sum(math.prod(x.shape) for x in jax.tree.leaves(state.params))
-    return _made_plan(rows, size, placement.devices, tx, told, device, tuple(limits), program)
-
-
-def _optimizer(optimizer: Any, policy: Any, master: Any, moments: Any) -> MixedPrecision:
-    if isinstance(optimizer, MixedPrecision):
-        return optimizer
-    if isinstance(optimizer, str):
-        optimizer = _named_optimizer(optimizer)
-    return mixed_precision(optimizer, policy, master=master, moments=moments)
-
-
-def _named_optimizer(name: str) -> Any:
-    """Returns an optimizer of optax by its name, with its defaults."""
-    make = getattr(optax, name, None) or getattr(optax.contrib, name, None)
+    rows, gradients = _persistent_rows(state), {"gradients": _gradient_bytes(state)}
+    facts = _plan_facts(size, placement.devices, tx, target)
+    if loss_fn is None:
+        rows += _rows(gradients, OF_A_STEP)
+        return MemoryPlan(**facts, rows=tuple(rows), limits=(_NO_STEP,))
+    program = planned_step(loss_fn, state, batch, placement, step_options)
+    facts["residual_bytes"] = _residual_bytes(loss_fn, program, placement, **step_options)
+    step = {"batch": _bytes_of_tree(program.batch)}
     try:
-        made = make(learning_rate=1e-3) if callable(make) else None
-    except TypeError:
-        made = None
-    if not isinstance(made, optax.GradientTransformation):
-        raise ValueError(
-            f"{name!r} is no optimizer of optax that takes a learning rate alone. Give one such as "
-            "'adamw', 'sgd' or 'lion', or the optimizer itself: optax.sgd(0.1, momentum=0.9)"
-        )
-    return made
+        memory = compile_for(target, program.step, (state, program.batch)).memory_analysis()
+    except (DoesNotFit, NoCompiler) as error:
+        rows += _rows(step | gradients, OF_A_STEP)
+        limit = _NO_COMPILER.format(reason=error) if isinstance(error, NoCompiler) else str(error)
+        is_refused = isinstance(error, DoesNotFit)
+        return MemoryPlan(**facts, rows=tuple(rows), limits=(limit,), is_refused=is_refused)
+    # What a step never reads is none of its arguments, and lies there all the same.
+    beside = memory.peak_memory_in_bytes - sum(row.bytes for row in rows) - step["batch"]
+    rows += _rows(step | {"compiled": max(0, beside)}, OF_A_STEP)
+    return MemoryPlan(**facts, rows=tuple(rows), is_complete=True)
+
+
+def _optimizer(tx: Any) -> MixedPrecision:
+    if isinstance(tx, MixedPrecision):
+        return tx
+    if isinstance(tx, (str, jmp.Policy, PolicyRules)):
+        return mixed_precision(optax.adamw(1e-3), tx)
+    raise TypeError(
+        f"tx is what mixed_precision returns, or a policy for AdamW, got a {type(tx).__name__}. "
+        "Write jaxmp.mixed_precision(optimizer, policy)"
+    )
 
 
 def _number_of_params(params: Any) -> int | None:
     """Returns a number of params that was given in their place; None for params."""
     if isinstance(params, str):
-        found = re.fullmatch(r"\s*([\d_,]*\.?\d+(?:e\d+)?)\s*([kmbt]?)\s*", params.lower())
-        if not found:
+        match = re.fullmatch(r"\s*([\d_,]*\.?\d+(?:e\d+)?)\s*([kmbt]?)\s*", params.lower())
+        if not match:
             raise ValueError(
                 f"params as a text are a number such as '8B' or '350M', got {params!r}"
             )
-        number = found[1].replace(",", "").replace("_", "")
-        params = float(number) * _UNITS[found[2]]
+        number = match[1].replace(",", "").replace("_", "")
+        params = float(number) * _UNITS[match[2]]
     if isinstance(params, np.number):
         params = params.item()
     if isinstance(params, bool) or not isinstance(params, (int, float)):
@@ -223,46 +159,34 @@ def _number_of_params(params: Any) -> int | None:
 
 
 def _check_asked(
-    count: int | None,
-    loss_fn: Any,
-    batch: Any,
-    cast: Any,
-    devices: Any,
-    gradients: Any,
-    of_a_step: Mapping[str, bool],
+    count: int | None, loss_fn: Any, batch: Any, devices: Any, step_options: Mapping[str, Any]
 ) -> None:
     if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
         raise ValueError(f"devices must be a positive number, got {devices!r}")
-    if cast not in ("products", "all", "none"):
-        raise ValueError(f"cast must be 'products', 'all' or 'none', got {cast!r}")
     if (loss_fn is None) != (batch is None):
         raise ValueError(
-            "loss_fn and batch go together: activations are planned from both. Give "
-            "jax.ShapeDtypeStruct for a batch that is not there yet"
+            "loss_fn and batch go together: the step is made of both. Give jax.ShapeDtypeStruct "
+            "for a batch that is not there yet"
         )
     if count is not None and loss_fn is not None:
         raise ValueError(
             "a loss function needs params, and a number of them is none. Give their shapes: "
             "jax.eval_shape(init, ...)"
         )
-    if loss_fn is None and (asked := [name for name, given in of_a_step.items() if given]):
+    # How params are gathered also says how they are split.
+    if loss_fn is None and (options := sorted(step_options.keys() - {"fsdp"})):
         raise ValueError(
-            f"{' and '.join(asked)} would be of a step, and there is none without a loss. Give "
-            "loss_fn= and batch= too, or leave this out"
+            f"{' and '.join(options)} would be of a step, and there is none without a loss. Give "
+            "loss_fn and batch too, or leave this out"
         )
-    if count is None and gradients is not None:
-        raise ValueError("the dtype of gradients is that of the program; leave out gradients=")
 
 
-def _plan_of_count(
-    count: int,
-    tx: MixedPrecision,
-    policy: str,
-    devices: int,
-    microbatches: int,
-    gradients: Any,
-    device: str,
-) -> MemoryPlan:
+def _is_on(mesh: Any, target: Device) -> bool:
+    """Whether a mesh is of devices that are planned for, here or absent."""
+    return isinstance(mesh, Mesh) and all(is_of_kind(x, target) for x in mesh.devices.flat)
+
+
+def _plan_of_count(count: int, tx: MixedPrecision, devices: int, target: Device) -> MemoryPlan:
     """Plans for the share of one device, as a matrix and a vector for the rest."""
     share = math.ceil(count / devices)
     sizes = {"matrix": (share // _ROW, _ROW), "rest": (share % _ROW,)}
@@ -272,41 +196,21 @@ def _plan_of_count(
         if math.prod(shape)
     }
     state = abstract_state(params, tx, {}, Placement())
-    dtype = jnp.dtype(jnp.float32) if gradients is None else parse_dtype(gradients)
-    step = {"gradients": share * dtype.itemsize}
-    if microbatches > 1:
-        step["accumulators"] = share * 4
-    rows = _persistent_rows(state) + _rows(step, OF_A_STEP)
-    return _made_plan(rows, count, devices, tx, policy, device, (_NO_ACTIVATIONS,), None)
-
-
-def _made_plan(
-    rows: list[MemoryRow],
-    size: int,
-    devices: int,
-    tx: MixedPrecision,
-    policy: str,
-    device: str,
-    limits: tuple[str, ...],
-    program: PlannedStep | None,
-) -> MemoryPlan:
+    rows = _persistent_rows(state) + _rows({"gradients": share * 4}, OF_A_STEP)
     return MemoryPlan(
-        rows=tuple(rows),
-        params=size,
-        devices=devices,
-        policy=policy,
-        master=tx._algorithm.masters.name,
-        moments=tx._algorithm.moments,
-        device=device,
-        limits=limits,
-        program=program,
+        **_plan_facts(count, devices, tx, target), rows=tuple(rows), limits=(_NO_STEP,)
     )
 
 
-def _policy_as_text(policy: Any, optimizer: Any, tx: MixedPrecision) -> str:
-    if isinstance(policy, str) and not isinstance(optimizer, MixedPrecision):
-        return policy
-    return str(tx.rules if tx.rules.rules else tx.policy)
+def _plan_facts(params: int, devices: int, tx: MixedPrecision, target: Device) -> dict[str, Any]:
+    return {
+        "params": params,
+        "devices": devices,
+        "policy": str(tx.rules if tx.rules.rules else tx.policy),
+        "master": tx._algorithm.masters.name,
+        "moments": tx._algorithm.moments,
+        "device": target.name,
+    }
 
 
 def _persistent_rows(state: TrainState) -> list[MemoryRow]:
@@ -338,9 +242,9 @@ def _bytes_of_tree(tree: PyTree) -> int:
 
 
 def _bytes_of_leaf(x: Any) -> int:
-    sharding: Any = getattr(x, "sharding", None)
-    sizes = dict(sharding.mesh.shape) if hasattr(sharding, "mesh") else {}
-    return nbytes_on_device(x, split_of(sharding, len(x.shape)), sizes)
+    sharding = getattr(x, "sharding", None)
+    shape = x.shape if sharding is None else sharding.shard_shape(x.shape)
+    return math.prod(shape) * x.dtype.itemsize  # a key's dtype counts its words
 
 
 def _gradient_bytes(state: TrainState) -> int:
@@ -349,32 +253,38 @@ def _gradient_bytes(state: TrainState) -> int:
     return sum(_bytes_of_leaf(x) * max(4, x.dtype.itemsize) // x.dtype.itemsize for x in leaves)
 
 
-def _compiled_rows(
-    program: PlannedStep, device: Device, persistent: list[MemoryRow]
-) -> list[MemoryRow]:
-    """Returns the rows of what a step holds beside the state, as its compiler says."""
-    arguments = (program.state, program.batch)
-    memory = compile_for(device, program.step, arguments, {}).memory_analysis()
-    batch = _bytes_of_tree(program.batch)
-    # What a step never reads is none of its arguments, and lies there all the same.
-    beside = memory.peak_memory_in_bytes - sum(row.bytes for row in persistent) - batch
-    return _rows({"batch": batch, "compiled": max(0, beside)}, OF_A_STEP)
+def _residual_bytes(
+    loss_fn: Callable[..., Any],
+    program: PlannedStep,
+    placement: Placement,
+    *,
+    policy: Any = None,
+    microbatches: int = 1,
+    recompute: Any = "loops",
+    cast: str = "products",
+    **others: Any,
+) -> int | None:
+    """Returns the bytes that a batch, or a part of it, keeps for the backward pass, by `audit`.
 
+    None if all params are cast before the loss, which `audit` would not see.
+    """
+    if cast == "all":
+        return None
+    lowered = loss_fn if policy == "none" else autocast(loss_fn, policy or program.state.tx.rules)
+    lowered = with_recompute(lowered, recompute)
 
-def _flat_step(program: PlannedStep, compiler: str) -> FlatProgram:
-    traced = program.step.trace(program.state, program.batch)
-    return flattened(traced.jaxpr, _LOWERED_FOR[compiler])
+    def loss(params: PyTree, part: PyTree, collections: PyTree) -> Any:
+        result = lowered(params, part, **collections)
+        return result[0] if isinstance(result, tuple) else result
 
+    def abstract(x: Any, parts: int = 1) -> Any:
+        shape = (x.shape[0] // parts, *x.shape[1:]) if x.shape else ()
+        return jax.ShapeDtypeStruct(shape, x.dtype)
 
-def _estimated_rows(
-    program: PlannedStep, flat: FlatProgram, compiler: str, donate: bool
-) -> list[MemoryRow]:
-    """Returns the rows of what a step holds beside the state, at its peak."""
-    arguments = jax.tree.leaves((program.state, program.batch))
-    shardings: list[Any] = [getattr(x, "sharding", None) for x in arguments]
-    mesh = next((dict(x.mesh.shape) for x in shardings if hasattr(x, "mesh")), {})
-    splits = [split_of(s, x.ndim) for s, x in zip(shardings, arguments, strict=True)]
-    sized = SizedProgram(flat, splits, mesh)
-    replaced = len(jax.tree.leaves(program.state)) if donate else 0
-    live = most_live(sized, FUSIONS[compiler], range(replaced))
-    return _rows({**live.kinds, "batch": _bytes_of_tree(program.batch)}, OF_A_STEP)
+    params, collections = jax.tree.map(abstract, (program.state.params, program.state.collections))
+    part = jax.tree.map(lambda x: abstract(x, microbatches), program.batch)
+    context: Any = contextlib.nullcontext()
+    if placement.mesh is not None:  # the loss may name its axes
+        context = jax.sharding.use_abstract_mesh(placement.mesh.abstract_mesh)
+    with context:
+        return audit(loss, params, part, collections).residual_bytes

@@ -7,15 +7,7 @@ from jaxmp._planning.devices import find_device
 
 # What lives between steps, and what a step adds, in the order of the table.
 PERSISTENT = ("params", "masters", "moments", "collections", "counters")
-OF_A_STEP = (
-    "batch",
-    "results",
-    "gradients",
-    "accumulators",
-    "activations",
-    "temporaries",
-    "compiled",
-)
+OF_A_STEP = ("batch", "gradients", "compiled")
 _MEANING = {
     "params": "live params, in the dtypes of the policy",
     "masters": "what is kept beside params of 16 bits",
@@ -23,11 +15,7 @@ _MEANING = {
     "collections": "batch statistics, keys and the like",
     "counters": "steps, skips and the loss scale",
     "batch": "the batch of one step",
-    "results": "metrics, aux, and a new state beside the old one",
     "gradients": "gradients of params",
-    "accumulators": "sums of gradients over microbatches",
-    "activations": "what the forward pass keeps for the backward pass",
-    "temporaries": "what is in use at the peak for a short time",
     "compiled": "all else that the compiled step holds at its peak",
 }
 
@@ -37,11 +25,11 @@ class MemoryRow:
     """Bytes that one device needs for one purpose, at the peak.
 
     Attributes:
-      name: one of "params", "masters", "moments", "collections", "counters", "batch", "results",
-        "gradients", "accumulators", "activations", "temporaries", "compiled".
+      name: one of "params", "masters", "moments", "collections", "counters", "batch", "gradients",
+        "compiled".
       bytes: of one device, the one that holds most.
       is_persistent: whether it lives between steps.
-      is_exact: whether it is counted, from shapes and dtypes; if not, it is an estimate.
+      is_exact: whether it is counted, or the compiler's; only gradients are neither.
     """
 
     name: str
@@ -63,8 +51,11 @@ class MemoryPlan:
       moments: how the optimizer's state is stored.
       device: the kind of device, such as `"h100"`.
       limits: sentences about what the plan leaves out.
-      program: the jitted step and its abstract arguments, if a loss function was given:
-        `plan.program.lower().compile().memory_analysis()` asks the compiler.
+      residual_bytes: what the forward pass keeps for the backward pass, as traced and as `audit`
+        counts it: of all devices together, and of one microbatch. None without a loss. Compilers
+        may keep less, and compute some of it again.
+      is_complete: whether the peak is the compiler's, and not only the least that a step needs.
+      is_refused: whether a compiler made no program, since the step does not fit.
     """
 
     rows: tuple[MemoryRow, ...]
@@ -74,8 +65,10 @@ class MemoryPlan:
     master: str
     moments: str
     device: str
-    limits: tuple[str, ...]
-    program: Any = dataclasses.field(default=None, repr=False, compare=False)
+    limits: tuple[str, ...] = ()
+    residual_bytes: int | None = None
+    is_complete: bool = False
+    is_refused: bool = False
 
     @property
     def persistent(self) -> int:
@@ -84,18 +77,13 @@ class MemoryPlan:
 
     @property
     def peak(self) -> int:
-        """The most bytes at one time in a step; without activations if no loss was given."""
+        """The most bytes at one time in a step; the least that it needs if not `is_complete`."""
         return sum(row.bytes for row in self.rows)
 
     @property
     def capacity(self) -> int:
         """The memory of the device, by datasheet."""
         return find_device(self.device).memory
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether activations and temporaries are in the peak."""
-        return self.program is not None
 
     def bytes_of(self, name: str) -> int:
         """Returns the bytes of one row; 0 if the plan has no such row.
@@ -110,10 +98,14 @@ class MemoryPlan:
     def fits(self, device: str | None = None) -> bool:
         """Whether the peak is no more than the memory of a device, by default the plan's own.
 
+        A plan that is not complete fits if the least that it needs does.
+
         Args:
           device: the kind of device, such as `"h200"`.
         """
-        return self.peak <= find_device(self.device if device is None else device).memory
+        other = find_device(self.device if device is None else device)
+        is_refused = self.is_refused and other.name == self.device
+        return not is_refused and self.peak <= other.memory
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the plan as dictionaries, lists, numbers and texts, for `json.dumps`."""
@@ -126,15 +118,17 @@ class MemoryPlan:
             "capacity": self.capacity,
             "fits": self.fits(),
             "is_complete": self.is_complete,
+            "residual_bytes": self.residual_bytes,
             "limits": list(self.limits),
         }
 
     def __rich__(self) -> Any:
         from rich.console import Group
         from rich.table import Table
+        from rich.text import Text
 
         several = f"each of {self.devices} devices" if self.devices > 1 else "one device"
-        title = f"{self.params:,} params, {self.policy}, on {several}"
+        title = f"{self.params:,} params on {several}"
         table = Table(title=title, title_justify="left")
         table.add_column("")
         table.add_column(self._unit[0], justify="right")
@@ -145,9 +139,10 @@ class MemoryPlan:
             table.add_row(row.name, *self._numbers(row.bytes), about + _MEANING[row.name])
         table.add_section()
         table.add_row("persistent", *self._numbers(self.persistent), "lives between steps")
-        what = "the most at one time" if self.is_complete else "the least that a step needs"
-        table.add_row("peak", *self._numbers(self.peak), what)
-        return Group(table, *self._sentences())
+        peak = ("peak", "the most at one time")
+        name, meaning = peak if self.is_complete else ("at least", "the least that a step needs")
+        table.add_row(name, *self._numbers(self.peak), meaning)
+        return Group(table, *map(Text, self._sentences()))
 
     def _numbers(self, size: int) -> tuple[str, str]:
         each = self.devices * size / self.params if self.params else 0.0
@@ -158,12 +153,18 @@ class MemoryPlan:
         return ("GB", 1e9) if self.peak >= 1e9 else ("MB", 1e6)
 
     def _sentences(self) -> list[str]:
-        room = self.capacity / 2**30
+        least = "" if self.is_complete else "at least "
+        room = f"the {self.capacity / 2**30:.0f} GiB of one {self.device}"
         share = self.peak / self.capacity
-        fits = f"{share:.0%} of the {room:.0f} GiB of one {self.device}."
-        if not self.fits():
-            fits = f"{share:.1f} times the {room:.0f} GiB of one {self.device}: it does not fit."
-        return [fits, *self.limits]
+        size = (
+            f"{least}{share:.0%} of {room}." if share <= 1 else f"{least}{share:.1f} times {room}."
+        )
+        sentences = [size[0].upper() + size[1:] + ("" if self.fits() else " It does not fit.")]
+        if self.residual_bytes is not None:
+            number, unit = self.residual_bytes / self._unit[1], self._unit[0]
+            where = ", on all devices together" if self.devices > 1 else ""
+            sentences.append(f"Kept for the backward pass, as traced: {number:,.3f} {unit}{where}.")
+        return [*sentences, *self.limits]
 
     def __str__(self) -> str:
         from jaxmp._inspect.tables import as_text

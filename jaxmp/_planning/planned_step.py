@@ -65,10 +65,6 @@ class PlannedStep(NamedTuple):
     state: TrainState
     batch: PyTree
 
-    def lower(self) -> Any:
-        """Lowers the step, for the devices that its arguments' shardings are on."""
-        return self.step.lower(self.state, self.batch)
-
 
 def placement_of(params: PyTree, shardings: Any, fsdp: FSDP | None, devices: int) -> Placement:
     """Returns where params lie: as asked for, as they lie already, or split over `devices`.
@@ -139,7 +135,6 @@ def planned_step(
     loss_fn: Callable[..., Any],
     state: TrainState,
     batch: PyTree,
-    policy: Any,
     placement: Placement,
     options: Mapping[str, Any],
 ) -> PlannedStep:
@@ -149,9 +144,8 @@ def planned_step(
       loss_fn: the loss function.
       state: the abstract state.
       batch: the whole batch, abstract or not.
-      policy: the policy of the step; None if the model has one of its own.
       placement: where the params lie.
-      options: further arguments of `make_train_step`.
+      options: further arguments of `make_train_step`; its `fsdp` is that of the placement.
 
     Raises:
       ValueError: if the batch cannot be split over the mesh.
@@ -159,7 +153,8 @@ def planned_step(
     shardings = None
     if placement.mesh is not None:
         shardings = jax.tree.map(lambda x: x.sharding, state)
-    step = make_train_step(loss_fn, policy, fsdp=placement.fsdp, shardings=shardings, **options)
+    options = {**options, "fsdp": placement.fsdp, "shardings": shardings}
+    step = make_train_step(loss_fn, **options)
     return PlannedStep(step, state, _placed_batch(batch, placement))
 
 

@@ -15,7 +15,8 @@ from typing import Any
 import jax
 import pytest
 
-from jaxmp._planning.absent_devices import absent_gpus, absent_pod, compiler_options, gpu_target
+from benchmarks.lab.compilers import compiler_options
+from jaxmp._planning.absent_devices import absent_gpus, absent_pod, gpu_target
 
 # What the second stack compiles for, too.
 GPU = pytest.param("gpu", marks=pytest.mark.jax)

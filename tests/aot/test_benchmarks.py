@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxmp._hlo.traffic import traffic
-from jaxmp._planning.absent_devices import compiler_options
+from benchmarks.lab.compilers import compiler_options
+from benchmarks.lab.traffic import traffic
 from tests.aot.conftest import Compiler
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")

@@ -8,7 +8,7 @@ import pytest
 
 import jaxmp
 from benchmarks.gpt import GPT
-from jaxmp._hlo.kernels import estimated_cycles
+from benchmarks.lab.kernels import estimated_cycles
 from tests.aot.conftest import Compiler
 from tests.support.compiled import WITHOUT_TRITON, beside_products, float8_calls
 

@@ -1,5 +1,6 @@
 """The `jaxmp` command as a user calls it: exit codes, tables, JSON, and one line for an error."""
 
+import html
 import importlib
 import json
 import os
@@ -95,7 +96,7 @@ def test_what_a_program_prints_is_not_part_of_the_answer(program: str, capsys: C
 def test_audit_writes_a_page(program: str, tmp_path: pathlib.Path, capsys: Captured) -> None:
     assert main(["audit", program, "--html", str(tmp_path / "page.html")]) == 0
     text = (tmp_path / "page.html").read_text("utf-8")
-    assert f"<h1>{program}</h1>" in text
+    assert html.unescape(text).count(program) == 1
 
 
 def test_audit_compiles_if_asked_to(program: str, capsys: Captured) -> None:
@@ -118,8 +119,8 @@ def test_audit_compiles_if_asked_to(program: str, capsys: Captured) -> None:
         ),
         (["audit", "{program}", "--html", "/no/such/folder/page.html"], "FileNotFoundError"),
         (["audit", "{untraceable}"], "jaxmp audit: TypeError: "),
-        (["doctor", "--no-measure", "--shapes", "3x4"], "--shapes takes rows x summed x columns"),
-        (["doctor", "--no-measure", "--shapes", "3x0x4"], "got '3x0x4'"),
+        (["doctor", "--shapes", "3x4"], "--shapes takes rows x summed x columns"),
+        (["doctor", "--shapes", "3x0x4"], "got '3x0x4'"),
     ],
 )
 def test_wrong_use_is_one_message_and_code_2(

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import jaxmp
-from jaxmp._hlo.kernels import Schedule
-from jaxmp._hlo.operations import hlo_product_flops, products_of
+from benchmarks.lab.kernels import Schedule
+from benchmarks.lab.operations import hlo_product_flops, products_of
 from jaxmp._hlo.parser import Instruction, Module
 from tests.support.compiled import WITHOUT_TRITON
 from tests.support.devices import needs_gpu

@@ -53,7 +53,7 @@ MAY_IMPORT = {
     "_equinox": {"equinox"},
     "_inspect": {"rich"},
     "_diagnostics": {"matplotlib", "rich"},
-    "_planning": {"rich", "matplotlib"},
+    "_planning": {"rich"},
     "_command": {"rich"},
 }
 # The only file that lists primitives. Rules, which a dict holds by name, stand where they are.

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxmp._planning.timing import Contender
+from benchmarks.lab.timing import Contender
 
 ROOT = pathlib.Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"

@@ -55,16 +55,13 @@ NAMES = [
 ]
 NAMES_IN = {
     jaxmp.diagnostics: [
-        "CostEstimate",
         "Device",
-        "KernelCost",
         "Peaks",
         "ScalarLog",
         "absent_devices",
         "activation_histograms",
         "benchmark",
         "compare",
-        "estimate",
         "find_device",
         "find_overflow",
         "histograms",
@@ -72,7 +69,6 @@ NAMES_IN = {
         "memory_plan",
         "overflow_report",
         "plot_histograms",
-        "read_cost",
         "scalars",
         "sensitivity",
         "underflow_report",

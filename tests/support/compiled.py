@@ -3,9 +3,9 @@
 import re
 from typing import NamedTuple
 
-from jaxmp._hlo.kernels import Schedule
+from benchmarks.lab.kernels import Schedule
+from benchmarks.lab.traffic import Traffic
 from jaxmp._hlo.parser import Instruction, Module
-from jaxmp._hlo.traffic import Traffic
 
 # A call of cuBLAS that multiplies float8 operands as they are.
 _FLOAT8_CALL = 'custom_call_target="__cublas$lt$matmul$f8"'

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxmp._hlo.kernels import Schedule, estimated_cycles
-from jaxmp._hlo.operations import hlo_product_flops, products_of
+from benchmarks.lab.kernels import Schedule, estimated_cycles
+from benchmarks.lab.operations import hlo_product_flops, products_of
+from benchmarks.lab.traffic import Traffic, traffic
 from jaxmp._hlo.parser import Instruction, Module
-from jaxmp._hlo.traffic import Traffic, traffic
 
 # A loop of five turns, each of which multiplies, reads one layer of a stack and writes another.
 TURNS = 'backend_config={"known_trip_count":{"n":"5"}}'

@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxmp._hlo.kernels import Schedule
 from jaxmp._hlo.parser import Instruction, Module, bits, dtype_of_hlo
+
+from .kernels import Schedule
 
 _CONTRACTED = re.compile(r'lhs_contracting_dim(?:ension)?s"?[=:][{\[]([\d,"]*)[}\]]')
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")

@@ -1,0 +1,1 @@
+"""What benchmarks measure with: clocks, and readers of what compiled programs run."""
