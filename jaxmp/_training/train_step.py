@@ -42,7 +42,7 @@ from jaxmp._training.step_metrics import (
 )
 from jaxmp._training.train_state import TrainState, updated_collections
 
-Cast = Literal["products", "all"]
+Cast = Literal["products", "params", "all"]
 
 
 def make_train_step(
@@ -52,7 +52,6 @@ def make_train_step(
     has_aux: bool = False,
     microbatches: int = 1,
     cast: Cast = "products",
-    cast_batch: bool = True,
     extra_args: Callable[..., Mapping[str, Any]] | None = None,
     donate: bool = True,
     fsdp: FSDP | None = None,
@@ -80,9 +79,9 @@ def make_train_step(
         kernels read 16 bits. Everything else in the batch, such as labels near
         1000, class ids and time stamps, keeps every bit. So do collections: if one holds a teacher,
         its kernels read float32 where its biases reach them. `"all"` casts all floating params and
-        the whole batch, labels too, before `loss_fn` sees them, as jmp does.
-      cast_batch: with `cast="all"`, whether the batch is cast too. Give False if the batch has
-        float targets that must not be rounded, and cast the inputs in `loss_fn`.
+        the whole batch, labels too, before `loss_fn` sees them, as jmp does. `"params"` casts the
+        params alone, for a batch with float targets that must not be rounded: cast the inputs in
+        `loss_fn`.
       extra_args: `extra_args(state, batch, loss)` returns further keyword arguments for the update
         of the inner optimizer, such as `{"grad_fn": ...}` for `optax.contrib.sam`. Optimizers that
         take them get `value=loss`, `grad=` the gradients (float32, unscaled), and `value_fn`, the
@@ -142,7 +141,7 @@ def make_train_step(
         check_state(state, batch)
         _check_shardings(shardings, state)
         rules = state.tx.rules if given is None else _checked_rules(given, state.tx)
-        lowered = loss_fn if model_casts else _lowered(loss_fn, rules, cast, cast_batch)
+        lowered = loss_fn if model_casts else _lowered(loss_fn, rules, cast)
         loss_and_rest = _with_rest(lean(lowered, recompute), has_aux)
         options = GradientOptions(
             has_aux=True,
@@ -202,7 +201,7 @@ def _check_options(fsdp: Any, microbatches: Any, cast: Any, histograms_every: An
     check_microbatches(microbatches)
     check_histograms_every(histograms_every)
     if cast not in get_args(Cast):
-        raise ValueError(f"cast must be 'products' or 'all', got {cast!r}")
+        raise ValueError(f"cast must be 'products', 'params' or 'all', got {cast!r}")
 
 
 def _with_rest(lowered: Callable[..., Any], has_aux: bool) -> Any:
@@ -216,9 +215,7 @@ def _with_rest(lowered: Callable[..., Any], has_aux: bool) -> Any:
     return loss_and_rest
 
 
-def _lowered(
-    loss_fn: Callable[..., Any], rules: PolicyRules, cast: Cast, cast_batch: bool
-) -> Callable[..., Any]:
+def _lowered(loss_fn: Callable[..., Any], rules: PolicyRules, cast: Cast) -> Callable[..., Any]:
     """Returns the loss function under the policy of a step, or under its rules."""
     policy: Policy | PolicyRules = rules if rules.rules else rules.default or get_policy("float32")
     computed_in = {each.compute_dtype for each in all_policies(rules)}
@@ -237,8 +234,8 @@ def _lowered(
         )
     # In a float32 loss, only the precision of its products is set.
     rewritten = autocast(loss_fn, policy)
-    if cast == "all":
-        return _all_cast(loss_fn, rewritten, policy, cast_batch)
+    if cast != "products":
+        return _cast_before(loss_fn, rewritten, policy, cast)
     wide = max([jnp.dtype(jnp.float32), *computed_in], key=lambda dtype: dtype.itemsize)
 
     # Autocast makes float32 products narrow, but does not make narrow ones wider.
@@ -253,25 +250,25 @@ def _lowered(
     return products_cast
 
 
-def _all_cast(
+def _cast_before(
     loss_fn: Callable[..., Any],
     rewritten: Callable[..., Any],
     policy: Policy | PolicyRules,
-    cast_batch: bool,
+    cast: Cast,
 ) -> Callable[..., Any]:
     if isinstance(policy, PolicyRules):
         raise ValueError(
-            "cast='all' casts params and batch to one dtype, and the optimizer was wrapped for "
-            "rules, which have several. Use cast='products'"
+            f"cast={cast!r} casts to one dtype, and the optimizer was wrapped for rules, which "
+            "have several. Use cast='products'"
         )
     compute = policy.compute_dtype
     written = rewritten if compute.itemsize >= 4 else loss_fn
 
-    def all_cast(params: PyTree, batch: PyTree, **collections: PyTree) -> Any:
-        batch = cast_floating(batch, compute) if cast_batch else batch
+    def cast_first(params: PyTree, batch: PyTree, **collections: PyTree) -> Any:
+        batch = cast_floating(batch, compute) if cast == "all" else batch
         return written(cast_floating(params, compute), batch, **collections)
 
-    return all_cast
+    return cast_first
 
 
 def _has_forgotten_scale(tx: MixedPrecision) -> bool:

@@ -193,8 +193,8 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
      "function has not. Put the model under them with jaxmp.linen.apply_policy or "
      "jaxmp.nnx.apply_policy, and give make_train_step policy='none': the model casts by itself"),
     ("a cast of all under rules", lambda: step_under(NAMED, cast="all"), ValueError,
-     "cast='all' casts params and batch to one dtype, and the optimizer was wrapped for rules, "
-     "which have several. Use cast='products'"),
+     "cast='all' casts to one dtype, and the optimizer was wrapped for rules, which have several. "
+     "Use cast='products'"),
     # modules
     ("linen class", lambda: jaxmp.linen.apply_policy(nn.Dense, "bf16"), TypeError,
      "jaxmp.linen works on linen modules, got the class Dense. Make a module of it, or decorate "

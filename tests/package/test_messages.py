@@ -272,7 +272,7 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
      "init and update of mixed_precision belong together, and cannot be replaced. Change the "
      "optimizer inside: mixed_precision(inner._replace(...), policy)"),
     ("unknown cast", lambda: jaxmp.make_train_step(lambda p, b: 0.0, cast="some"), ValueError,
-     "cast must be 'products' or 'all', got 'some'"),
+     "cast must be 'products', 'params' or 'all', got 'some'"),
     ("flax state", lambda: any_step()(flax_state(), jnp.ones(3)), TypeError,
      "a step is called as step(state, batch) with a jaxmp.TrainState, got flax.TrainState. "
      "Make one with jaxmp.TrainState.create(params=..., tx=...). Flax's TrainState takes the same "

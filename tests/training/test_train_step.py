@@ -96,7 +96,7 @@ def test_the_policy_decides_what_the_loss_sees() -> None:
     for policy, options, want in (
         ("mixed_bfloat16", {}, ("float32", "float32")),
         ("mixed_bfloat16", {"cast": "all"}, ("bfloat16", "bfloat16")),
-        ("mixed_bfloat16", {"cast": "all", "cast_batch": False}, ("bfloat16", "float32")),
+        ("mixed_bfloat16", {"cast": "params"}, ("bfloat16", "float32")),
         (None, {}, ("float32", "float32")),
     ):
         step = jaxmp.make_train_step(spy, policy, **options)
@@ -379,11 +379,11 @@ def test_labels_keep_their_bits(loss: Any, policy: str) -> None:
 
 
 def test_casting_all_rounds_labels() -> None:
-    """Positive control, and what `cast_batch=False` is for."""
+    """Positive control, and what `cast="params"` is for."""
     batch = pressures()
     rounded = trained(batch, upcast_loss, "mixed_bfloat16", cast="all")
     assert abs(rounded[0, 0] - 1) > 0.3
-    kept = trained(batch, upcast_loss, "mixed_bfloat16", cast="all", cast_batch=False)
+    kept = trained(batch, upcast_loss, "mixed_bfloat16", cast="params")
     np.testing.assert_allclose(kept, [[1], [0], [0], [0]], atol=0.02)
 
 
