@@ -70,11 +70,11 @@ def _planned(context: Settings, closed: Any) -> _Divided:
     key = ("plan", id(closed), context.barriers, context.only_loops)
     if key not in context.memo:
         # The jaxpr is kept alive, so that no other one gets its id.
-        context.memo[key] = _plan(context, closed), closed
+        context.memo[key] = _divide(context, closed), closed
     return context.memo[key][0]
 
 
-def _plan(context: Settings, closed: Any) -> _Divided:
+def _divide(context: Settings, closed: Any) -> _Divided:
     if context.only_loops:
         program = read(closed, lambda each: False)
         return _Divided(program, NOTHING_STORED, [whole(program)])

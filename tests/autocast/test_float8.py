@@ -313,13 +313,14 @@ def test_recompute_changes_no_bit() -> None:
 def test_what_is_inside_of_a_custom_vjp_says_so() -> None:
     """In both passes; none of it counts as put in float8."""
     fun = lambda x, w: own(x, w) @ w  # noqa: E731
-    report = jaxmp.audit(jax.grad(lambda *args: jaxmp.autocast(fun, FP8)(*args).sum()), X, W)
+    fast = jaxmp.autocast(fun, FP8, kernels="traced")
+    report = jaxmp.audit(jax.grad(lambda *args: fast(*args).sum()), X, W)
     assert {(row.reason, row.count) for row in report.left_out} == {
         ("inside of a jax.custom_vjp", 3)
     }
     narrow = lambda x, w: own(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16))  # noqa: E731
     with none_found("inside of a jax.custom_vjp"):
-        jaxmp.autocast(narrow, FP8)(X, W)
+        jaxmp.autocast(narrow, FP8, kernels="traced")(X, W)
 
 
 def test_a_function_of_16_bit_params_says_that_nothing_is_in_float8() -> None:

@@ -27,7 +27,7 @@ squared.defvjp(lambda x, w: (squared(x, w), (x, w)), lambda r, g: (g @ r[1].T, r
 
 def said(f: Callable[..., Any], *args: Any, **options: Any) -> list[str]:
     """What autocast warns of in several calls: alone, under jit, vmap and grad, again."""
-    fast = jaxmp.autocast(f, options.pop("policy", BF16), **options)
+    fast = jaxmp.autocast(f, options.pop("policy", BF16), **{"kernels": "traced"} | options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for call in (fast, fast, jax.jit(fast), jax.jit(lambda *args: fast(*args))):
@@ -78,7 +78,7 @@ def test_what_is_inside_of_a_custom_vjp_is_said_once(f: Any) -> None:
 def test_the_share_is_that_of_an_audit() -> None:
     """An independent count, of the program that autocast makes."""
     with pytest.warns(UserWarning, match="autocast leaves 80 % of"):
-        report = jaxmp.audit(jaxmp.autocast(in_a_scan, BF16), X, W)
+        report = jaxmp.audit(jaxmp.autocast(in_a_scan, BF16, kernels="traced"), X, W)
     assert report.share("float32") == pytest.approx(0.8)
 
 

@@ -161,7 +161,7 @@ def test_a_custom_vjp_is_what_it_was(flags: None) -> None:
     def programs() -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what is left in float32
-            left = jaxmp.autocast(loss, "mixed_bfloat16")
+            left = jaxmp.autocast(loss, "mixed_bfloat16", kernels="traced")
             kept = count_dots(jax.grad(left), X)
         entered = jaxmp.autocast(loss, "mixed_bfloat16", enter_custom_vjp=True)
         return kept, count_dots(jax.grad(entered), X)
@@ -244,7 +244,7 @@ def mostly_known(w: Any, x: Any) -> Any:
 
 
 def test_an_unknown_object_is_named() -> None:
-    fast = jaxmp.autocast(mostly_known, "mixed_bfloat16")
+    fast = jaxmp.autocast(mostly_known, "mixed_bfloat16", kernels="traced")
     with pytest.warns(UserWarning, match="does not know TwoProducts, and leaves the float32"):
         assert "float32" in count_dots(jax.grad(fast), W, X)
 
