@@ -125,10 +125,11 @@ def test_memory(gpu: Compiler) -> None:
     )
     for row in rows:
         assert row["state"] == pytest.approx(row["formula"], rel=0.02)
-        assert row["temp"] < 0.3
-        # Codes are made in a second pass, which needs the scales of the first.
-        assert row["traffic_ratio"] == pytest.approx(1, abs=0.02) or row["moments"] == "int8"
-        assert row["traffic_ratio"] < 1.4
+        # Codes need scales first: both moments of the one array lie there in float32 in between.
+        is_coded = row["moments"] == "int8"
+        assert row["temp"] < (8.1 if is_coded else 0.3)
+        assert row["traffic_ratio"] == pytest.approx(1, abs=0.02) or is_coded
+        assert row["traffic_ratio"] < 3.3
 
 
 SIZE = 8192**2  # arrays beyond a TPU's vector memory

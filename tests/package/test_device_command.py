@@ -218,9 +218,9 @@ CASES: dict[str, list[tuple[Rows, float | None, str]]] = {
             "REFUTED",
         )
     ],
-    "The faster of PyTorch's compiled steps: time over autocast's": [
+    "The faster of PyTorch's compiled steps: time over autocast's with `recompute`": [
         (
-            rows("gpt", **{"jaxmp, autocast": {"median_ms": 10}})
+            rows("gpt", **{"jaxmp, recompute auto": {"median_ms": 10}})
             + rows(
                 "torch_gpt",
                 **{
