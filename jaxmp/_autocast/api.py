@@ -26,7 +26,8 @@ from jaxmp._policies.patterns import is_about_paths
 from jaxmp._policies.policy import Policy, get_policy
 from jaxmp._policies.policy_rules import PolicyRules
 from jaxmp._policies.presets import dtypes_of, get_rules
-from jaxmp._recompute.api import Recompute, recompute as lean
+from jaxmp._recompute.api import Recompute, check_recompute, recompute as apply_recompute
+from jaxmp._recompute.run import has_scan
 
 Output = Literal["traced", "policy", "computed"]
 Kernels = Literal["traced", "low"]
@@ -73,9 +74,9 @@ def autocast(
         arguments had been cast to 16 bits, `"traced"` as without autocast. `"low"` takes the
         kernels from a second trace, which a function without any does not need. That trace casts
         the arguments that products read, but not labels or time stamps. The first argument of the
-        function counts as the params. A `custom_vjp` without a product or another kernel inside
-        stays as it is, and so does a solver. Kernels that the two traces do not have in common stay
-        too, with a warning; all stay if the second trace fails or has another number of kernels.
+        function counts as the params. A kernel that shows no product inside stays as it is, and so
+        does a solver. Kernels that the two traces do not have in common stay too, with a warning;
+        all stay if the second trace fails or has another number of kernels.
       recompute: `"auto"` or `"always"` keeps less for the backward pass, and computes cheap values
         again; see `jaxmp.recompute`.
 
@@ -104,7 +105,7 @@ def autocast(
     )
     if not callable(fun):
         raise TypeError(f"autocast takes a function, got {type(fun).__name__}")
-    return lean(_wrapped(fun, settings), recompute)
+    return _wrapped(fun, settings, check_recompute(recompute))
 
 
 def full_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -161,7 +162,9 @@ class _Settings(NamedTuple):
     kernels: Kernels
 
 
-def _wrapped(fun: Callable[..., Any], settings: _Settings) -> Callable[..., Any]:
+def _wrapped(
+    fun: Callable[..., Any], settings: _Settings, recompute: Recompute
+) -> Callable[..., Any]:
     told: list[str] = []
     computed_in = dtypes_of(get_rules(settings.policy))
     is_exact = isinstance(settings.policy, Policy) and region_of(settings.policy).exact
@@ -178,7 +181,13 @@ def _wrapped(fun: Callable[..., Any], settings: _Settings) -> Callable[..., Any]
                 weights=_of_first_argument(static),
                 enter_custom_vjp=settings.enter_custom_vjp,
             )
-        return _rewritten(closed, arrays, settings, kernels, told)
+
+        def run(*arrays: Any) -> list[Any]:
+            return _rewritten(closed, list(arrays), settings, kernels, told)
+
+        # Without a scan that would be one more trace of the same program.
+        same = recompute == "loops" and not has_scan(closed)
+        return run(*arrays) if same else apply_recompute(run, recompute)(*arrays)
 
     call = rewriting(fun, rewrite, "autocast", _IN_A_LINEN_MODULE)
 

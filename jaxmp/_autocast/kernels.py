@@ -3,9 +3,9 @@
 A kernel behind `jax.custom_vjp` or Pallas is made for the dtypes of its operands while the function
 is traced, and that is float32. So the function is traced once more, with the arguments that
 products read cast to 16 bits. The n-th kernel of that program replaces the n-th kernel of this one.
-A `custom_vjp` without a matrix product or another kernel inside, such as a norm or a loss, gains
-nothing from 16 bits and loses range; an iterative solver may not converge in 16 bits. Both stay in
-float32.
+A kernel without a matrix product inside, such as a norm or a loss, gains nothing from 16 bits and
+loses range; an iterative solver may not converge in 16 bits. Both stay in float32. A kernel of
+another compiler does not show what is inside, and counts as one with a product.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -175,12 +175,10 @@ def _multiplies(equation: core.JaxprEqn) -> bool:
 
 
 def _is_made_for_16_bits(kernel: core.JaxprEqn) -> bool:
-    """Whether a kernel multiplies or is code of another compiler, and is not a solver."""
-    inside = list(_with_all_inside(kernel))
-    # Kernels without a product are norms and losses. In float16 a norm gave NaN, and a loss gave
-    # infinity.
-    worth = (CONTRACTIONS | KERNELS) - {"custom_vjp_call"}
-    return any(each.primitive.name in worth for each in inside) and not any(map(_converges, inside))
+    """Whether a kernel multiplies, or may in code of another compiler, and is not a solver."""
+    # Kernels without a product are norms and losses, also Pallas ones. In float16 a norm gave NaN,
+    # and a loss gave infinity; a sum in a Pallas loop was off by a factor of ten.
+    return _multiplies(kernel) and not any(map(_converges, _with_all_inside(kernel)))
 
 
 def _converges(equation: core.JaxprEqn) -> bool:

@@ -136,10 +136,11 @@ def _operand(values: dict[int, Any], atom: Any) -> Any:
 
 def _run_op(context: Settings, op: Op, inputs: list[Any]) -> list[Any]:
     is_entered = op.name in _ENTERED and _is_open(op.equation, context.dear)
-    if not is_entered or (context.only_loops and not _has_scan(op.equation)):
+    is_scan = op.name == "scan"
+    if not is_entered or (context.only_loops and not (is_scan or _holds_scan(op.equation))):
         return compat.bind(op.equation, inputs)
     inside = context
-    if op.name == "scan":
+    if is_scan:
         # The two passes of a loop are two programs, which a compiler cannot merge: no barriers.
         inside = dataclasses.replace(context, barriers=False, only_loops=False)
     programs = compat.bodies_of(op.equation)
@@ -149,13 +150,14 @@ def _run_op(context: Settings, op: Op, inputs: list[Any]) -> list[Any]:
     return rebind(op.equation, inputs, makers, **kept)
 
 
-def _has_scan(equation: core.JaxprEqn) -> bool:
-    if equation.primitive.name == "scan":
-        return True
-    inside = (
-        each for jaxpr in compat.bodies_of(equation) for each in compat.open_jaxpr(jaxpr).eqns
-    )
-    return any(each.primitive.name in _ENTERED and _has_scan(each) for each in inside)
+def has_scan(jaxpr: Any) -> bool:
+    """Whether a program has a scan that would run in pieces."""
+    entered = (x for x in compat.open_jaxpr(jaxpr).eqns if x.primitive.name in _ENTERED)
+    return any(x.primitive.name == "scan" or _holds_scan(x) for x in entered)
+
+
+def _holds_scan(equation: core.JaxprEqn) -> bool:
+    return any(map(has_scan, compat.bodies_of(equation)))
 
 
 def _traced_in_pieces(context: Settings, program: Any, avals: list[Any]) -> Any:

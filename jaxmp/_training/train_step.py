@@ -1,6 +1,7 @@
 """The jitted train step, assembled from gradients, loss scale, optimizer and state."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
@@ -27,7 +28,7 @@ from jaxmp._policies.patterns import is_about_paths
 from jaxmp._policies.policy import Policy, get_policy
 from jaxmp._policies.policy_rules import PolicyRules
 from jaxmp._policies.presets import all_policies, dtypes_of, get_rules
-from jaxmp._recompute.api import Recompute, check_recompute, recompute as lean
+from jaxmp._recompute.api import Recompute, check_recompute, recompute as apply_recompute
 from jaxmp._training.gradient_options import GradientOptions
 from jaxmp._training.gradients import scaled_evaluation
 from jaxmp._training.jitted_step import TrainStep, check_state
@@ -132,7 +133,7 @@ def make_train_step(
     """
     if not callable(loss_fn):
         raise TypeError(f"make_train_step takes a loss function, got {type(loss_fn).__name__}")
-    model_casts = isinstance(policy, str) and policy.strip() == "none"
+    model_casts = isinstance(policy, str) and policy.strip().lower() == "none"
     given = None if policy is None or model_casts else get_rules(policy)
     _check_options(fsdp, microbatches, cast, histograms_every)
     check_recompute(recompute)
@@ -141,8 +142,11 @@ def make_train_step(
         check_state(state, batch)
         _check_shardings(shardings, state)
         rules = state.tx.rules if given is None else _checked_rules(given, state.tx)
-        lowered = loss_fn if model_casts else _lowered(loss_fn, rules, cast)
-        loss_and_rest = _with_rest(lean(lowered, recompute), has_aux)
+        if model_casts:
+            lowered = apply_recompute(loss_fn, recompute)
+        else:
+            lowered = _lowered(loss_fn, rules, cast, recompute)
+        loss_and_rest = _with_rest(lowered, has_aux)
         options = GradientOptions(
             has_aux=True,
             loss_scale=None if _has_forgotten_scale(state.tx) else state.loss_scale,
@@ -215,7 +219,9 @@ def _with_rest(lowered: Callable[..., Any], has_aux: bool) -> Any:
     return loss_and_rest
 
 
-def _lowered(loss_fn: Callable[..., Any], rules: PolicyRules, cast: Cast) -> Callable[..., Any]:
+def _lowered(
+    loss_fn: Callable[..., Any], rules: PolicyRules, cast: Cast, recompute: Recompute
+) -> Callable[..., Any]:
     """Returns the loss function under the policy of a step, or under its rules."""
     policy: Policy | PolicyRules = rules if rules.rules else rules.default or get_policy("float32")
     computed_in = {each.compute_dtype for each in all_policies(rules)}
@@ -232,10 +238,17 @@ def _lowered(loss_fn: Callable[..., Any], rules: PolicyRules, cast: Cast) -> Cal
             "jaxmp.nnx.apply_policy, and give make_train_step policy='none': the model casts by "
             "itself"
         )
+
+    # As under `jit`, a loss may change dictionaries: `labels = batch.pop("labels")`.
+    @functools.wraps(loss_fn, updated=())
+    def of_copies(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = jax.tree.map(lambda x: x, (args, kwargs))
+        return loss_fn(*args, **kwargs)
+
     # In a float32 loss, only the precision of its products is set.
-    rewritten = autocast(loss_fn, policy)
+    rewritten = autocast(of_copies, policy, recompute=recompute)
     if cast != "products":
-        return _cast_before(loss_fn, rewritten, policy, cast)
+        return _cast_before(apply_recompute(loss_fn, recompute), rewritten, policy, cast)
     wide = max([jnp.dtype(jnp.float32), *computed_in], key=lambda dtype: dtype.itemsize)
 
     # Autocast makes float32 products narrow, but does not make narrow ones wider.
