@@ -144,6 +144,11 @@ def _continue(args: argparse.Namespace, gpu: dict[str, str], rows: pathlib.Path)
             f"--continue {args.earlier.name}: those results are of one {results['machine']}, and "
             f"this is one {gpu['name']}: run all parts here, without --continue"
         )
+    if results["small"] != args.small or results["versions"]["jax"] != metadata.version("jax"):
+        raise SystemExit(
+            f"--continue {args.earlier.name}: those results are of jax {results['versions']['jax']}"
+            f"{' at toy sizes' * results['small']}: run all parts, without --continue"
+        )
     with rows.open("w") as file:
         for row in results["rows"]:
             if not any(text in row.get("contender", "") for text in args.again):

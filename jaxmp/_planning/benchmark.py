@@ -11,7 +11,6 @@ import jax
 import optax
 from jaxtyping import PyTree
 
-from jaxmp._policies.policy import get_policy
 from jaxmp._training.optimizer import mixed_precision
 from jaxmp._training.train_state import TrainState
 from jaxmp._training.train_step import make_train_step
@@ -134,7 +133,7 @@ def benchmark(
         else:
             tx = mixed_precision(optimizer or optax.adamw(1e-3), policy)
             start = functools.partial(TrainState.create, params=params, tx=tx)
-            step = make_train_step(loss_fn, policy, **step_options)
+            step = make_train_step(loss_fn, **step_options)
         starts.append(start)
         programs.append(step.lower(jax.eval_shape(start), batch).compile())
     times: list[list[float]] = [[] for _ in policies]
@@ -151,7 +150,7 @@ def benchmark(
             losses[i] = float(metrics["loss"])
     rows = [
         PolicyTiming(
-            policy=policy if isinstance(policy, str) else str(get_policy(policy)),
+            policy=str(policy),
             seconds=tuple(seconds),
             ratios=tuple(a / b for a, b in zip(seconds, times[0], strict=True)),
             temporary_bytes=program.memory_analysis().temp_size_in_bytes,

@@ -14,7 +14,6 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from jaxmp._autocast.api import autocast
 from jaxmp._inspect.api import audit
 from jaxmp._numerics.dtypes import is_floating
 from jaxmp._planning.compile_absent import DoesNotFit, NoCompiler, compile_for
@@ -28,9 +27,9 @@ from jaxmp._planning.planned_step import (
     planned_step,
 )
 from jaxmp._policies.policy_rules import PolicyRules
-from jaxmp._recompute.api import recompute as with_recompute
 from jaxmp._training.optimizer import MixedPrecision, mixed_precision
 from jaxmp._training.train_state import TrainState
+from jaxmp._training.train_step import lowered_loss, rules_of_step
 
 _ROW = 1024  # numbers in a row of the matrix that stands for a count of params
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
@@ -261,17 +260,17 @@ def _residual_bytes(
     policy: Any = None,
     microbatches: int = 1,
     recompute: Any = "loops",
-    cast: str = "products",
+    cast: Any = "products",
     **others: Any,
 ) -> int | None:
     """Returns the bytes that a batch, or a part of it, keeps for the backward pass, by `audit`.
 
     None if all params are cast before the loss, which `audit` would not see.
     """
-    if cast == "all":
+    if cast != "products":
         return None
-    lowered = loss_fn if policy == "none" else autocast(loss_fn, policy or program.state.tx.rules)
-    lowered = with_recompute(lowered, recompute)
+    rules = rules_of_step(policy, program.state.tx)
+    lowered = lowered_loss(loss_fn, rules, cast, recompute)
 
     def loss(params: PyTree, part: PyTree, collections: PyTree) -> Any:
         result = lowered(params, part, **collections)

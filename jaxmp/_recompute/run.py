@@ -6,13 +6,15 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
 from jaxmp._jaxpr import compat
-from jaxmp._jaxpr.op_classes import CHECKPOINTS, CONTROL_FLOW, JITS
+from jaxmp._jaxpr.op_classes import CHECKPOINTS, CONTRACTIONS, CONTROL_FLOW, JITS
 from jaxmp._jaxpr.program import Op, Program, read, without_dead_code
 from jaxmp._jaxpr.rebind import rebind
+from jaxmp._numerics.rounding import widen_rounded
 from jaxmp._recompute.pieces import Piece, divided, key_of, whole
 from jaxmp._recompute.storage import NOTHING_STORED, Storage, names_of
 
@@ -120,14 +122,35 @@ def _run_divided(
     context: Settings, plan: _Divided, piece: Piece, stacks: Sequence[Any], given: Sequence[Any]
 ) -> list[Any]:
     values = dict(zip(piece.inputs, given, strict=True))
+    rounded = values | _as_stored(plan, piece, values)
     for i, stack in zip(piece.ops, stacks, strict=True):
         op = plan.program.ops[i]
         with compat.where(op.equation, stack, op.traceback):
-            made = _run_op(context, op, [_operand(values, atom) for atom in op.inputs])
+            read = values if op.name in CONTRACTIONS else rounded
+            made = _run_op(context, op, [_operand(read, atom) for atom in op.inputs])
             for number, value in zip(op.outputs, made, strict=True):
                 kept = number in plan.storage.statistics and number not in piece.outputs
                 values[number] = checkpoint_name(value, STORED) if kept else value
+                rounded[number] = values[number]
     return [values[number] for number in piece.outputs]
+
+
+def _as_stored(plan: _Divided, piece: Piece, values: dict[int, Any]) -> dict[int, Any]:
+    """Returns the 16-bit values that a piece with statistics reads, rounded in both passes.
+
+    In the forward pass XLA may hand a piece a product before it is rounded. The maximum of such
+    scores, and their sum of exponentials, do not fit the exponentials that the backward pass makes
+    of the stored scores: gradients of a softmax were off by a factor of two (jax 0.10, CPU).
+    """
+    numbers = (number for i in piece.ops for number in plan.program.ops[i].outputs)
+    if not piece.recomputes or plan.storage.statistics.isdisjoint(numbers):
+        return {}
+    halves = {number: x for number, x in values.items() if _is_half(x)}
+    return {number: widen_rounded(x).astype(x.dtype) for number, x in halves.items()}
+
+
+def _is_half(x: Any) -> bool:
+    return jnp.result_type(x) in (jnp.bfloat16, jnp.float16)
 
 
 def _operand(values: dict[int, Any], atom: Any) -> Any:

@@ -133,19 +133,18 @@ def make_train_step(
     """
     if not callable(loss_fn):
         raise TypeError(f"make_train_step takes a loss function, got {type(loss_fn).__name__}")
-    model_casts = isinstance(policy, str) and policy.strip().lower() == "none"
-    given = None if policy is None or model_casts else get_rules(policy)
+    model_casts = _model_casts(policy)
+    if model_casts and cast != "products":
+        raise ValueError(f"cast={cast!r} and policy='none' contradict each other: who casts?")
+    if policy is not None and not model_casts:
+        get_rules(policy)  # an unknown one is an error here, and not in the first step
     _check_options(fsdp, microbatches, cast, histograms_every)
     check_recompute(recompute)
 
     def train_step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         check_state(state, batch)
         _check_shardings(shardings, state)
-        rules = state.tx.rules if given is None else _checked_rules(given, state.tx)
-        if model_casts:
-            lowered = apply_recompute(loss_fn, recompute)
-        else:
-            lowered = _lowered(loss_fn, rules, cast, recompute)
+        lowered = lowered_loss(loss_fn, rules_of_step(policy, state.tx), cast, recompute)
         loss_and_rest = _with_rest(lowered, has_aux)
         options = GradientOptions(
             has_aux=True,
@@ -219,10 +218,12 @@ def _with_rest(lowered: Callable[..., Any], has_aux: bool) -> Any:
     return loss_and_rest
 
 
-def _lowered(
-    loss_fn: Callable[..., Any], rules: PolicyRules, cast: Cast, recompute: Recompute
+def lowered_loss(
+    loss_fn: Callable[..., Any], rules: PolicyRules | None, cast: Cast, recompute: Recompute
 ) -> Callable[..., Any]:
-    """Returns the loss function under the policy of a step, or under its rules."""
+    """Returns the loss function as a step runs it: under rules, or as it is for None."""
+    if rules is None:
+        return apply_recompute(loss_fn, recompute)
     policy: Policy | PolicyRules = rules if rules.rules else rules.default or get_policy("float32")
     computed_in = {each.compute_dtype for each in all_policies(rules)}
     for compute in computed_in:
@@ -249,7 +250,9 @@ def _lowered(
     rewritten = autocast(of_copies, policy, recompute=recompute)
     if cast != "products":
         return _cast_before(apply_recompute(loss_fn, recompute), rewritten, policy, cast)
-    wide = max([jnp.dtype(jnp.float32), *computed_in], key=lambda dtype: dtype.itemsize)
+    # Float64 only where nothing computes in less.
+    least = min(computed_in, key=lambda dtype: dtype.itemsize, default=jnp.dtype(jnp.float32))
+    wide = max(jnp.dtype(jnp.float32), least, key=lambda dtype: dtype.itemsize)
 
     # Autocast makes float32 products narrow, but does not make narrow ones wider.
     def no_narrower(x: Any) -> Any:
@@ -273,6 +276,11 @@ def _cast_before(
         raise ValueError(
             f"cast={cast!r} casts to one dtype, and the optimizer was wrapped for rules, which "
             "have several. Use cast='products'"
+        )
+    if policy.products is not None:
+        raise ValueError(
+            f"cast={cast!r} casts to {policy.compute_dtype}, and this policy has products in "
+            "float8, which only cast='products' makes"
         )
     compute = policy.compute_dtype
     written = rewritten if compute.itemsize >= 4 else loss_fn
@@ -302,16 +310,21 @@ def _reduction(rules: PolicyRules, fsdp: FSDP | None) -> GradientReduction | Non
     return gradient_reduction(jnp.float32 if widest.itemsize > 4 else widest, fsdp)
 
 
-def _checked_rules(given: PolicyRules, tx: MixedPrecision) -> PolicyRules:
-    """Returns the rules of a step, if they agree with those of the optimizer.
+def rules_of_step(policy: Any, tx: MixedPrecision) -> PolicyRules | None:
+    """Returns the rules under which a loss runs; None if the model casts by itself.
 
-    A policy agrees in the dtypes that decide the loss scale and the sums of gradients, rules if
-    they are the same.
+    A policy that is given agrees with that of the optimizer in the dtypes that decide the loss
+    scale and the sums of gradients; rules are the same.
     """
-    if given.rules and given != tx.rules:
+    if _model_casts(policy):
+        return None
+    if policy is None:
+        return tx.rules
+    given = get_rules(policy)
+    if (given.rules or tx.rules.rules) and given != tx.rules:
         raise ValueError(
-            "the optimizer was wrapped for another policy than these rules, and its loss scale "
-            "chosen for that. Leave the policy of make_train_step out: it is that of the optimizer"
+            "the optimizer was wrapped for other rules than those of this step, and its loss scale "
+            "chosen for them. Leave the policy of make_train_step out: it is that of the optimizer"
         )
     step, wrapped = given.default or get_policy("float32"), tx.policy
     for what, here, there in (
@@ -325,6 +338,10 @@ def _checked_rules(given: PolicyRules, tx: MixedPrecision) -> PolicyRules:
                 "that of the optimizer"
             )
     return given
+
+
+def _model_casts(policy: Any) -> bool:
+    return isinstance(policy, str) and policy.strip().lower() == "none"
 
 
 def _check_shardings(shardings: PyTree, state: TrainState) -> None:

@@ -195,6 +195,11 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ("a cast of all under rules", lambda: step_under(NAMED, cast="all"), ValueError,
      "cast='all' casts to one dtype, and the optimizer was wrapped for rules, which have several. "
      "Use cast='products'"),
+    ("a policy for rules", lambda: step_under(NAMED, policy="mixed_bfloat16"), ValueError,
+     "the optimizer was wrapped for other rules than those of this step"),
+    ("float8 by a cast", lambda: step_under("mixed_float8", cast="params"), ValueError,
+     "cast='params' casts to bfloat16, and this policy has products in float8, which only "
+     "cast='products' makes"),
     # modules
     ("linen class", lambda: jaxmp.linen.apply_policy(nn.Dense, "bf16"), TypeError,
      "jaxmp.linen works on linen modules, got the class Dense. Make a module of it, or decorate "

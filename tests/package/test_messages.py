@@ -290,8 +290,10 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
      "its loss scale chosen for that. Leave the policy of make_train_step out"),
     ("other rules", lambda: step(
         lambda p, b: p["b"][0], policy=jaxmp.PolicyRules([("a", "float32")])),
-     ValueError, "the optimizer was wrapped for another policy than these rules, and its loss "
-     "scale chosen for that. Leave the policy of make_train_step out"),
+     ValueError, "the optimizer was wrapped for other rules than those of this step, and its loss "
+     "scale chosen for them. Leave the policy of make_train_step out"),
+    ("who casts", lambda: jaxmp.make_train_step(lambda p, b: 0.0, "none", cast="all"), ValueError,
+     "cast='all' and policy='none' contradict each other: who casts?"),
     ("not a loss", lambda: jaxmp.make_train_step("mixed_bfloat16"), TypeError,
      "make_train_step takes a loss function, got str"),
     ("select", lambda: jaxmp.select(jnp.array(True), jnp.float32(1), jnp.float16(1)), TypeError,
