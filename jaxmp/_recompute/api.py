@@ -27,8 +27,8 @@ def recompute(
     random bits, sorts, running sums, gathers, linear algebra, collectives, loops, kernels,
     functions with a `jax.custom_vjp`. It also keeps values that several of them need, such as the
     stream between layers, and small results of reductions. All other values are computed again from
-    the kept ones. The values of the function and of its gradients stay the same. docs/recompute.md
-    says more; `jaxmp.audit` shows what is kept.
+    the kept ones. The function and its gradients stay the same, up to roundings that XLA leaves out
+    by itself. docs/recompute.md says more; `jaxmp.audit` shows what is kept.
 
     It works inside `jit`, `scan`, `cond` and `shard_map`, for functions made by other
     transformations, and for any dtype. A `jax.checkpoint` in the function stays as it is.

@@ -88,7 +88,9 @@ def gradient(fun: Callable[..., Any]) -> Callable[..., Any]:
 def check(fun: Callable[..., Any], *args: Any, within: float = 2e-6, mode: str = "auto") -> None:
     """Values to the bit, gradients within roundings, and nothing dear twice."""
     lean = jaxmp.recompute(fun, mode)  # type: ignore[arg-type]
-    got, want = compiled(lean)(*args), compiled(fun)(*args)
+    # XLA leaves out some roundings to 16 bits, and others in a program that computes again.
+    options = {"xla_backend_optimization_level": 0, "xla_allow_excess_precision": False}
+    got, want = (jax.jit(f, compiler_options=options)(*args) for f in (lean, fun))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert (a.dtype, a.shape, a.weak_type) == (b.dtype, b.shape, b.weak_type)
         if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
