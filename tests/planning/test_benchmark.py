@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
+from jaxmp import PolicyRules
 from jaxmp._planning.benchmark import BenchmarkReport, PolicyTiming, benchmark
 
 PARAMS = {"w": jnp.ones((8, 8)), "count": jnp.zeros((), jnp.int32)}
@@ -57,6 +58,22 @@ def test_a_model_is_trained_under_each_policy() -> None:
         assert row.loss < start  # it trained
         assert row.temporary_bytes > 0
     assert jnp.all(params["w"] == 1), "a copy is trained"
+
+
+def test_rules_and_a_model_that_casts_are_timed() -> None:
+    """Rules have no name of a policy; "none" is an option of the step, for every policy."""
+
+    def loss(params: Any, x: Any) -> Any:
+        with jax.named_scope("head"):
+            return jnp.mean((x @ params["w"]) ** 2)
+
+    rules = PolicyRules([("head", "float32")], default="mixed_bfloat16")
+    args = loss, {"w": jnp.ones((8, 8))}, jnp.ones((4, 8))
+    options: Any = {"optimizer": optax.sgd(1e-3), "rounds": 1, "steps": 1}
+    report = benchmark(*args, policies=("float32", rules), **options)
+    assert [row.policy for row in report.rows] == ["float32", str(rules)]
+    plain = benchmark(*args, policies=("float32",), policy="none", **options)
+    assert plain.rows[0].loss == report.rows[0].loss
 
 
 def test_ratios_are_of_the_same_round() -> None:

@@ -277,6 +277,22 @@ def test_the_policy_is_that_of_the_optimizer(policy: str) -> None:
         assert once != text_of(jaxmp.make_train_step(loss_fn, "none"), state)
 
 
+def test_a_rule_in_float64_widens_nothing_else() -> None:
+    """It widened params and batch, and all products with them."""
+    rules = jaxmp.PolicyRules([("wide", "float64")], default="mixed_bfloat16")
+    with jax.enable_x64(True):
+        tx = jaxmp.mixed_precision(optax.sgd(0.1), rules)
+        state = jaxmp.TrainState.create(params={"w": jnp.ones((8, 8), jnp.float32)}, tx=tx)
+
+        def loss(params: Any, x: Any) -> Any:
+            with jax.named_scope("wide"):
+                shift = jnp.sum(params["w"])
+            return jnp.mean((x @ params["w"]) ** 2) + shift
+
+        report = jaxmp.audit(jaxmp.make_train_step(loss), state, jnp.ones((4, 8), jnp.float32))
+        assert {row.operands for row in report.products} == {("bfloat16", "bfloat16")}
+
+
 def test_rules_are_those_of_the_optimizer() -> None:
     """Over the scopes of the loss, as `autocast` takes them."""
 
