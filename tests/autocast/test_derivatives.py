@@ -1,5 +1,6 @@
 """Autocast and functions with derivatives of their own; autocast under every transformation."""
 
+import contextlib
 import functools
 from typing import Any
 
@@ -355,6 +356,14 @@ TRANSFORMS = {
 }
 
 
+def gradient_inside(name: str, policy: str) -> Any:
+    """Expects the warning of a float16 gradient without a loss scale where there is one."""
+    inside = ("autocast(grad)", "autocast(vjp)", "autocast(hessian product)", "grad in scan")
+    if policy == "mixed_float16" and name in inside:
+        return pytest.warns(UserWarning, match="computed in float16 without a loss scale")
+    return contextlib.nullcontext()
+
+
 @both
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_transformations(name: str, policy: str) -> None:
@@ -363,7 +372,8 @@ def test_transformations(name: str, policy: str) -> None:
     x = jnp.swapaxes(x, 0, 1) if "out 1" in name else x
     fast = transform(lambda fun: jaxmp.autocast(fun, policy))
     want = jax.jit(transform(lambda fun: fun))(x, W)
-    got = fast(x, W)
+    with gradient_inside(name, policy):
+        got = fast(x, W)
     assert error(got, want) < 32 * UNIT[policy]
     assert [g.dtype for g in jax.tree.leaves(got)] == [g.dtype for g in jax.tree.leaves(want)]
     if name != "eval_shape":
