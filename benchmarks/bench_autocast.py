@@ -44,7 +44,7 @@ from measurement import Column, Report, Row, add_common_arguments
 import jaxmp
 import jaxmp.nnx
 from jaxmp._autocast import api
-from jaxmp._jaxpr import tracing
+from jaxmp._program import tracing
 
 Library = Literal["linen", "nnx", "plain JAX"]
 Stack = Literal["one by one", "scan"]

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jaxmp._jaxpr.flops import product_flops, programs_inside
+from jaxmp._program.flops import product_flops, programs_inside
 
 # What JAX keeps for messages and tools.
 _NAMES = ("name", "debug_info", "fun_name")

@@ -16,16 +16,16 @@ from jaxmp._autocast.plan import Call, ResultsIn, plan
 from jaxmp._autocast.regions import DONE, EXACT, Regions, region_of
 from jaxmp._autocast.run import run_plan
 from jaxmp._autocast.steps import HALVES, initial
-from jaxmp._jaxpr.cpu_compiler import warn_of_cpu_compiler
-from jaxmp._jaxpr.op_classes import OpLists, op_lists
-from jaxmp._jaxpr.program import read
-from jaxmp._jaxpr.tracing import Static, Traced, combine, partition, rewriting
 from jaxmp._numerics.precision import asking, precision_of
 from jaxmp._numerics.user_warnings import warn
 from jaxmp._policies.patterns import is_about_paths
 from jaxmp._policies.policy import Policy, get_policy
 from jaxmp._policies.policy_rules import PolicyRules
 from jaxmp._policies.presets import dtypes_of, get_rules
+from jaxmp._program.cpu_compiler import warn_of_cpu_compiler
+from jaxmp._program.op_classes import OpLists, op_lists
+from jaxmp._program.program import read
+from jaxmp._program.tracing import Static, Traced, combine, partition, rewriting
 from jaxmp._recompute.api import Recompute, check_recompute, recompute as apply_recompute
 from jaxmp._recompute.run import has_scan
 

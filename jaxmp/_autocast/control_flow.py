@@ -13,13 +13,13 @@ from jaxmp._autocast.plan import AllIn, Call, Plan, ResultsIn, is_backward, plan
 from jaxmp._autocast.regions import Region
 from jaxmp._autocast.run import run_plan
 from jaxmp._autocast.steps import States, Step, alone, initial
-from jaxmp._jaxpr import compat
-from jaxmp._jaxpr.op_classes import CHECKPOINTS, JITS
-from jaxmp._jaxpr.program import Op, read
-from jaxmp._jaxpr.rebind import arguments_of, is_call, rebind, scan_again
 from jaxmp._numerics.dtypes import DType
 from jaxmp._primitives.float32_sums import accumulator, is_half_array
 from jaxmp._primitives.gradient_of import gradient_of
+from jaxmp._program import compat
+from jaxmp._program.op_classes import CHECKPOINTS, JITS
+from jaxmp._program.program import Op, read
+from jaxmp._program.rebind import arguments_of, is_call, rebind, scan_again
 
 
 def plan_control(op: Op, states: States, context: Call, region: Region) -> Step:

@@ -12,10 +12,10 @@ from jaxmp._autocast.plan import Call, ResultsIn, plan
 from jaxmp._autocast.regions import Region
 from jaxmp._autocast.run import run_plan
 from jaxmp._autocast.steps import States, Step, alone
-from jaxmp._jaxpr import compat
-from jaxmp._jaxpr.derivatives import Behind, has_tangent, with_derivative, with_passes
-from jaxmp._jaxpr.op_classes import CONTRACTIONS, KERNELS
-from jaxmp._jaxpr.program import Op, read
+from jaxmp._program import compat
+from jaxmp._program.derivatives import Behind, has_tangent, with_derivative, with_passes
+from jaxmp._program.op_classes import CONTRACTIONS, KERNELS
+from jaxmp._program.program import Op, read
 
 
 def plan_custom_jvp(

@@ -18,11 +18,11 @@ from jax.extend import core
 from jaxmp._autocast.kinds import FLOAT32, Kind, State
 from jaxmp._autocast.regions import Region, Regions, scopes
 from jaxmp._autocast.steps import States, Step, alone
-from jaxmp._jaxpr import compat
-from jaxmp._jaxpr.dataflow import NONE, Labels, made_of
-from jaxmp._jaxpr.op_classes import CLASSES, CONTRACTIONS, KERNELS, OpClass
-from jaxmp._jaxpr.program import Op
 from jaxmp._numerics.user_warnings import warn
+from jaxmp._program import compat
+from jaxmp._program.dataflow import NONE, Labels, made_of
+from jaxmp._program.op_classes import CLASSES, CONTRACTIONS, KERNELS, OpClass
+from jaxmp._program.program import Op
 
 # Equations of the first trace, by their id, each with the equation that replaces it.
 Taken = dict[int, tuple[core.JaxprEqn, core.JaxprEqn]]

@@ -7,11 +7,11 @@ from jax.extend import core
 
 from jaxmp._autocast.kinds import is_weight
 from jaxmp._autocast.steps import States
-from jaxmp._jaxpr import compat
-from jaxmp._jaxpr.dataflow import NONE, Labels, made_of
-from jaxmp._jaxpr.derivatives import has_tangent
-from jaxmp._jaxpr.op_classes import CONTRACTIONS
-from jaxmp._jaxpr.program import Op
+from jaxmp._program import compat
+from jaxmp._program.dataflow import NONE, Labels, made_of
+from jaxmp._program.derivatives import has_tangent
+from jaxmp._program.op_classes import CONTRACTIONS
+from jaxmp._program.program import Op
 
 
 class _MadeOf(enum.Enum):

@@ -11,13 +11,13 @@ from jaxmp._autocast.plan import Call, Plan
 from jaxmp._autocast.regions import scopes
 from jaxmp._autocast.rules import asks_for_precision
 from jaxmp._autocast.steps import Step
-from jaxmp._jaxpr.flops import product_flops, programs_inside
-from jaxmp._jaxpr.hi_primitives import unknown_class
-from jaxmp._jaxpr.op_classes import CLASSES, PRODUCTS, OpClass
-from jaxmp._jaxpr.scopes import NOT_FLOAT8
 from jaxmp._numerics.dtypes import DType
 from jaxmp._numerics.user_warnings import warn
 from jaxmp._policies.recipe import ONE_ROW
+from jaxmp._program.flops import product_flops, programs_inside
+from jaxmp._program.hi_primitives import unknown_class
+from jaxmp._program.op_classes import CLASSES, PRODUCTS, OpClass
+from jaxmp._program.scopes import NOT_FLOAT8
 
 # Products run in 16 bits, in float8, in 16 bits though float8 was asked for (the rest of the key is
 # the reason), or in float32 (the key is the reason).

@@ -19,9 +19,9 @@ from jaxmp._autocast.kinds import FLOAT32, Kind, State
 from jaxmp._autocast.regions import SCALED, Region, Regions, scopes
 from jaxmp._autocast.rules import RULES, adapted, asking_for, convert, has_own_program
 from jaxmp._autocast.steps import States, Step, alone, has_foreign_floats, initial, literal
-from jaxmp._jaxpr.compat import bodies_of, function_name
-from jaxmp._jaxpr.op_classes import CONTRACTIONS, JITS, OpClass, OpLists
-from jaxmp._jaxpr.program import Op, Program
+from jaxmp._program.compat import bodies_of, function_name
+from jaxmp._program.op_classes import CONTRACTIONS, JITS, OpClass, OpLists
+from jaxmp._program.program import Op, Program
 
 ResultsIn = Literal["low", "either", "float32"]
 AllIn = ResultsIn | tuple[ResultsIn, ...]

@@ -4,13 +4,13 @@ import functools
 from typing import Any, NamedTuple
 
 from jaxmp._autocast.kinds import FLOAT32, Kind
-from jaxmp._jaxpr.scopes import names_in
 from jaxmp._numerics.dtypes import DType
 from jaxmp._numerics.precision import precision_of
 from jaxmp._policies.policy import Policy, get_policy, short_name
 from jaxmp._policies.policy_rules import PolicyRules
 from jaxmp._policies.presets import family_left_out
 from jaxmp._policies.recipe import Recipe
+from jaxmp._program.scopes import names_in
 
 # Operations in these scopes stay as traced. In EXACT, products that ask for nothing ask for
 # float32: JAX traces derivative rules later, when what holds around a function no longer does. In

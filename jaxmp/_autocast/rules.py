@@ -33,8 +33,12 @@ from jaxmp._autocast.steps import (
     results,
     wanting,
 )
-from jaxmp._jaxpr import compat
-from jaxmp._jaxpr.op_classes import (
+from jaxmp._numerics.dtypes import DType
+from jaxmp._numerics.precision import as_param, is_own
+from jaxmp._primitives.float8_dot import why_not_float8
+from jaxmp._primitives.float32_sums import gather
+from jaxmp._program import compat
+from jaxmp._program.op_classes import (
     ACCUMULATES,
     ADDS,
     ARITHMETIC,
@@ -49,11 +53,7 @@ from jaxmp._jaxpr.op_classes import (
     WITHOUT_ALGORITHMS,
     OpClass,
 )
-from jaxmp._jaxpr.program import Op
-from jaxmp._numerics.dtypes import DType
-from jaxmp._numerics.precision import as_param, is_own
-from jaxmp._primitives.float8_dot import why_not_float8
-from jaxmp._primitives.float32_sums import gather
+from jaxmp._program.program import Op
 
 
 def convert(op: Op, states: States) -> Step:

@@ -10,12 +10,12 @@ from jax.extend import core
 from jaxmp._autocast.kinds import FLOAT32, Kind
 from jaxmp._autocast.plan import Plan
 from jaxmp._autocast.steps import Step
-from jaxmp._jaxpr import compat
-from jaxmp._jaxpr.op_classes import REARRANGES
-from jaxmp._jaxpr.scopes import NOT_FLOAT8
 from jaxmp._numerics.dtypes import DType
 from jaxmp._primitives.float8_product import float8_product
 from jaxmp._primitives.mixed_product import product
+from jaxmp._program import compat
+from jaxmp._program.op_classes import REARRANGES
+from jaxmp._program.scopes import NOT_FLOAT8
 
 
 def run_plan(plan: Plan, arguments: Sequence[Any]) -> list[Any]:

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from jaxmp._autocast.kinds import FLOAT32, Kind, State, in_float32, literal_state
-from jaxmp._jaxpr.op_classes import CONTRACTIONS, KERNELS
-from jaxmp._jaxpr.program import Op
 from jaxmp._numerics.dtypes import DType
 from jaxmp._policies.recipe import Recipe
+from jaxmp._program.op_classes import CONTRACTIONS, KERNELS
+from jaxmp._program.program import Op
 
 States = Sequence[State | None]
 HALVES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))

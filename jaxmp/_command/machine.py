@@ -9,9 +9,9 @@ from typing import Any
 
 import jax
 
-from jaxmp._jaxpr.compat import may_sum_bfloat16_wrongly
-from jaxmp._jaxpr.cpu_compiler import sums_wrongly
 from jaxmp._planning.devices import Device, find_device
+from jaxmp._program.compat import may_sum_bfloat16_wrongly
+from jaxmp._program.cpu_compiler import sums_wrongly
 
 _PACKAGES = ("jaxmp", "jax", "jaxlib", "optax", "jmp", "numpy", "ml_dtypes")
 # The libraries of the adapters, and the compilers and drivers of devices: of these, a machine has

@@ -12,10 +12,10 @@ from jax.extend import core
 
 from jaxmp._delayed_scaling.probed import largest_over_devices, probed
 from jaxmp._delayed_scaling.product import attached_by, encoded_by
-from jaxmp._jaxpr import compat
-from jaxmp._jaxpr.rebind import call_again, entered, run_by_rule, scan_again
 from jaxmp._numerics.float8_codes import largest_magnitude
 from jaxmp._primitives.float8_product import Float8Map
+from jaxmp._program import compat
+from jaxmp._program.rebind import call_again, entered, run_by_rule, scan_again
 
 
 class Places(NamedTuple):

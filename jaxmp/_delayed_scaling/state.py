@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
 from jaxmp._delayed_scaling.places import Given, Places, left_out, places_of, run_with_scales
-from jaxmp._jaxpr.compat import open_jaxpr
-from jaxmp._jaxpr.tracing import combine, partition, trace_call
 from jaxmp._numerics.user_warnings import warn
+from jaxmp._program.compat import open_jaxpr
+from jaxmp._program.tracing import combine, partition, trace_call
 
 
 class Float8State(NamedTuple):

@@ -12,11 +12,11 @@ from jaxmp._autocast.api import autocast
 from jaxmp._diagnostics.scope_values import Caught, ScopeOf, scope_of_module, scope_values
 from jaxmp._inspect.equations import Site
 from jaxmp._inspect.lines import UNKNOWN, Lines
-from jaxmp._jaxpr import compat
-from jaxmp._jaxpr.op_classes import CLASSES, OpClass
-from jaxmp._jaxpr.tracing import combine, partition
 from jaxmp._numerics.histograms import BINS, Histograms, counted_when, histogram_of
 from jaxmp._policies.policy_rules import PolicyRules
+from jaxmp._program import compat
+from jaxmp._program.op_classes import CLASSES, OpClass
+from jaxmp._program.tracing import combine, partition
 
 
 def activation_histograms(

@@ -20,8 +20,8 @@ from jaxmp._diagnostics.scope_values import (
     scope_values,
 )
 from jaxmp._inspect.equations import walk
-from jaxmp._jaxpr.tracing import combine, partition
 from jaxmp._numerics.dtypes import is_inexact
+from jaxmp._program.tracing import combine, partition
 
 By = Literal["scope", "line"]
 

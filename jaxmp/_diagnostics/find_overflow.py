@@ -17,13 +17,13 @@ from jaxmp._diagnostics.inputs import check_numbers
 from jaxmp._diagnostics.one_by_one import OneByOne, Place, RunValue
 from jaxmp._diagnostics.overflow import Overflow, OverflowOperand
 from jaxmp._inspect.lines import UNKNOWN, Lines, direction, module_path, scopes_of
-from jaxmp._jaxpr import compat
-from jaxmp._jaxpr.mesh_axes import on_automatic_axes_here, on_automatic_mesh
-from jaxmp._jaxpr.op_classes import LOGARITHMS
-from jaxmp._jaxpr.tracing import Static, combine, partition, trace_call
 from jaxmp._numerics.dtypes import is_inexact
 from jaxmp._numerics.tree import split_floats
 from jaxmp._policies.policy_rules import PolicyRules
+from jaxmp._program import compat
+from jaxmp._program.mesh_axes import on_automatic_axes_here, on_automatic_mesh
+from jaxmp._program.op_classes import LOGARITHMS
+from jaxmp._program.tracing import Static, combine, partition, trace_call
 from jaxmp._training.gradient_options import LossScaleLike
 from jaxmp._training.gradients import value_and_grad
 

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from jaxmp._jaxpr import compat
+from jaxmp._program import compat
 
 
 def check_numbers(tree: PyTree, tool: str) -> None:

@@ -16,9 +16,9 @@ from jax.extend import core
 
 from jaxmp._diagnostics.rerun import Key, Made, Rerun
 from jaxmp._inspect.equations import Site
-from jaxmp._jaxpr import compat
-from jaxmp._jaxpr.mesh_axes import automatic_devices, on_automatic_mesh
-from jaxmp._jaxpr.op_classes import LAYINGS
+from jaxmp._program import compat
+from jaxmp._program.mesh_axes import automatic_devices, on_automatic_mesh
+from jaxmp._program.op_classes import LAYINGS
 
 
 class Place(NamedTuple):

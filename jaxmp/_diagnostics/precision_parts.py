@@ -9,14 +9,14 @@ from jax.extend import core
 from jaxmp._autocast.regions import Region, Regions, region_of
 from jaxmp._inspect.equations import Site, walk
 from jaxmp._inspect.lines import scopes_of
-from jaxmp._jaxpr.op_classes import CASTS, CONTRACTIONS, IDENTITIES, WIDENED
-from jaxmp._jaxpr.scopes import names_in
 from jaxmp._numerics.dtypes import is_inexact, is_narrow
 from jaxmp._numerics.user_warnings import first_few, warn
 from jaxmp._policies.patterns import check_pattern, is_about_paths, matches, pattern_text
 from jaxmp._policies.policy import Policy
 from jaxmp._policies.policy_rules import PolicyRules
 from jaxmp._policies.presets import family_left_out
+from jaxmp._program.op_classes import CASTS, CONTRACTIONS, IDENTITIES, WIDENED
+from jaxmp._program.scopes import names_in
 
 OUTSIDE = "(outside of all scopes)"
 NO_SCOPES = (

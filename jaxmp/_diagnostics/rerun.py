@@ -15,11 +15,11 @@ from jax import lax
 from jax.extend import core
 
 from jaxmp._inspect.equations import Site
-from jaxmp._jaxpr import compat
-from jaxmp._jaxpr.op_classes import CLASSES, OpClass
-from jaxmp._jaxpr.rebind import scan_again
 from jaxmp._numerics.histograms import zeros_as
 from jaxmp._primitives.varying import varying_axes
+from jaxmp._program import compat
+from jaxmp._program.op_classes import CLASSES, OpClass
+from jaxmp._program.rebind import scan_again
 
 # The place of a value: the numbers of the equations around it, of its own, and of the result.
 Key = tuple[int, ...]

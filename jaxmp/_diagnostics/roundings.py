@@ -17,8 +17,10 @@ from jax import lax
 from jaxmp._diagnostics.rerun import Rerun
 from jaxmp._inspect.equations import Site
 from jaxmp._inspect.lines import scopes_of
-from jaxmp._jaxpr import compat
-from jaxmp._jaxpr.op_classes import (
+from jaxmp._numerics.dtypes import DType, is_inexact, is_narrow
+from jaxmp._numerics.rounding import widen_rounded
+from jaxmp._program import compat
+from jaxmp._program.op_classes import (
     CLASSES,
     CONTRACTIONS,
     FOREIGN_CALLS,
@@ -26,9 +28,7 @@ from jaxmp._jaxpr.op_classes import (
     OPAQUE,
     OpClass,
 )
-from jaxmp._jaxpr.scopes import names_in
-from jaxmp._numerics.dtypes import DType, is_inexact, is_narrow
-from jaxmp._numerics.rounding import widen_rounded
+from jaxmp._program.scopes import names_in
 
 _FLOAT32 = np.dtype(np.float32)
 _EXACT = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)

@@ -18,10 +18,10 @@ from jax.extend import core
 from jaxmp._diagnostics.rerun import Key, Rerun
 from jaxmp._inspect.equations import Site
 from jaxmp._inspect.lines import Lines, direction, module_path, scopes_of
-from jaxmp._jaxpr import compat
-from jaxmp._jaxpr.op_classes import CLASSES, OPAQUE, OpClass
-from jaxmp._jaxpr.tracing import combine, partition, trace_call
 from jaxmp._numerics.dtypes import is_inexact
+from jaxmp._program import compat
+from jaxmp._program.op_classes import CLASSES, OPAQUE, OpClass
+from jaxmp._program.tracing import combine, partition, trace_call
 
 ANCHOR = "name"  # the primitive of `jax.ad_checkpoint.checkpoint_name`
 

@@ -20,12 +20,12 @@ from jaxmp._diagnostics.sensitivity_report import (
     PartSensitivity,
     SensitivityReport,
 )
-from jaxmp._jaxpr.tracing import Traced, combine, partition, trace_call
 from jaxmp._numerics.tree import all_finite, split_floats, widen
 from jaxmp._policies.patterns import Pattern
 from jaxmp._policies.policy import get_policy
 from jaxmp._policies.policy_rules import PolicyRules
 from jaxmp._policies.presets import dtypes_of
+from jaxmp._program.tracing import Traced, combine, partition, trace_call
 from jaxmp._training.gradient_options import LossScaleLike
 from jaxmp._training.gradients import value_and_grad
 

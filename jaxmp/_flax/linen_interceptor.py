@@ -31,12 +31,12 @@ from jaxmp._flax.module_checks import (
     too_wide,
     warn_unreached,
 )
-from jaxmp._jaxpr.cpu_compiler import warn_of_cpu_compiler
 from jaxmp._modules.decisions import decide
 from jaxmp._numerics.dtypes import DType, at_least_float32, is_floating, is_narrow
 from jaxmp._numerics.tree import cast_floating
 from jaxmp._policies.policy_rules import Decision, PolicyRules
 from jaxmp._policies.presets import dtypes_of
+from jaxmp._program.cpu_compiler import warn_of_cpu_compiler
 
 
 class _Frame(NamedTuple):

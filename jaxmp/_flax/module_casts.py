@@ -9,11 +9,11 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jaxmp._flax.layer_precision import computes_in_float32, exactly
-from jaxmp._jaxpr.scopes import NOT_FLOAT8
 from jaxmp._numerics.dtypes import DType, is_floating
 from jaxmp._numerics.tree import cast_floating, same_structure
 from jaxmp._policies.policy import Policy
 from jaxmp._policies.policy_rules import Decision
+from jaxmp._program.scopes import NOT_FLOAT8
 
 
 class ModulePolicy(NamedTuple):

@@ -39,7 +39,6 @@ from jaxmp._flax.nnx_plans import (
     make_plans,
     unreached,
 )
-from jaxmp._jaxpr.cpu_compiler import warn_of_cpu_compiler
 from jaxmp._modules.decisions import check_computable, module_rules
 from jaxmp._modules.scopes import new_instance
 from jaxmp._modules.summary import Row, Summary, dtype_text
@@ -47,6 +46,7 @@ from jaxmp._numerics.tree import cast_floating
 from jaxmp._policies.policy import Policy
 from jaxmp._policies.policy_rules import PolicyRules
 from jaxmp._policies.presets import dtypes_of
+from jaxmp._program.cpu_compiler import warn_of_cpu_compiler
 
 ModelT = TypeVar("ModelT")
 

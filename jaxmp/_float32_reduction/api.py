@@ -9,11 +9,11 @@ from jaxtyping import PyTree
 
 from jaxmp._float32_reduction.rules import evaluate
 from jaxmp._float32_reduction.values import FLOAT32, Origin, Value, is_half, may_be_param
-from jaxmp._jaxpr.tracing import combine, partition, trace_call
 from jaxmp._mesh.device_sums import varying_is_tracked
 from jaxmp._mesh.fsdp import FSDP
 from jaxmp._mesh.layout import Layout
 from jaxmp._numerics.dtypes import parse_dtype
+from jaxmp._program.tracing import combine, partition, trace_call
 
 
 @runtime_checkable

@@ -12,9 +12,9 @@ from jax import lax
 from jax.extend import core
 
 from jaxmp._float32_reduction.values import FLOAT32, is_half, may_be_param
-from jaxmp._jaxpr import compat
-from jaxmp._jaxpr.op_classes import AFTER_PRODUCTS, CONTRACTIONS, CONTROL_FLOW, IDENTITIES
-from jaxmp._jaxpr.rebind import Make, rebind
+from jaxmp._program import compat
+from jaxmp._program.op_classes import AFTER_PRODUCTS, CONTRACTIONS, CONTROL_FLOW, IDENTITIES
+from jaxmp._program.rebind import Make, rebind
 
 _Wanted = tuple[bool, ...]
 

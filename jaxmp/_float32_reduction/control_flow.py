@@ -23,13 +23,13 @@ from jaxmp._float32_reduction.values import (
     with_traits,
 )
 from jaxmp._float32_reduction.weights import calls_back
-from jaxmp._jaxpr import compat, rebind
-from jaxmp._jaxpr.dataflow import NONE, Labels, made_of
-from jaxmp._jaxpr.mesh_axes import free_sharding
-from jaxmp._jaxpr.op_classes import CHECKPOINTS, JITS
 from jaxmp._mesh.layout import stacked_layout, unstacked_layout
 from jaxmp._numerics.user_warnings import warn
 from jaxmp._primitives.varying import varying_as, varying_axes
+from jaxmp._program import compat, rebind
+from jaxmp._program.dataflow import NONE, Labels, made_of
+from jaxmp._program.mesh_axes import free_sharding
+from jaxmp._program.op_classes import CHECKPOINTS, JITS
 
 _OF_PARAMS: Labels = frozenset({"params"})
 _OF_DATA: Labels = frozenset({"data"})

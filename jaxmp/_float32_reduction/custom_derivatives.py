@@ -17,9 +17,9 @@ from jaxmp._float32_reduction.backward import summed_in_float32
 from jaxmp._float32_reduction.control_flow import Evaluate
 from jaxmp._float32_reduction.values import Origin, Traits, Value, count_of, flat, unflat
 from jaxmp._float32_reduction.weights import meet_data, met
-from jaxmp._jaxpr import compat
-from jaxmp._jaxpr.derivatives import Behind, with_derivative, with_passes
 from jaxmp._primitives.varying import varying_as
+from jaxmp._program import compat
+from jaxmp._program.derivatives import Behind, with_derivative, with_passes
 
 
 def custom_jvp_rule(

@@ -38,8 +38,14 @@ from jaxmp._float32_reduction.weights import (
     without_gradient,
     without_params,
 )
-from jaxmp._jaxpr import compat
-from jaxmp._jaxpr.op_classes import (
+from jaxmp._mesh.layout import moved
+from jaxmp._primitives.float32_sums import gather, gathers
+from jaxmp._primitives.gathering import Gather
+from jaxmp._primitives.mixed_product import held, product, with_derivatives
+from jaxmp._primitives.operands import ProductOperand, operands_of
+from jaxmp._primitives.varying import varying_alike, varying_axes
+from jaxmp._program import compat
+from jaxmp._program.op_classes import (
     ADDS,
     CLASSES,
     CONTRACTIONS,
@@ -50,12 +56,6 @@ from jaxmp._jaxpr.op_classes import (
     SCALES,
     OpClass,
 )
-from jaxmp._mesh.layout import moved
-from jaxmp._primitives.float32_sums import gather, gathers
-from jaxmp._primitives.gathering import Gather
-from jaxmp._primitives.mixed_product import held, product, with_derivatives
-from jaxmp._primitives.operands import ProductOperand, operands_of
-from jaxmp._primitives.varying import varying_alike, varying_axes
 
 Rule = Callable[[core.JaxprEqn, list[Value]], list[Value] | None]
 

@@ -13,8 +13,8 @@ import numpy as np
 from jax.extend import core
 
 from jaxmp._float32_reduction.values import Origin, Value, is_float, like_param, may_be_param
-from jaxmp._jaxpr import compat
-from jaxmp._jaxpr.op_classes import ARRANGEMENTS, CLASSES, LAID_ADDED, LAID_SCALED, OpClass
+from jaxmp._program import compat
+from jaxmp._program.op_classes import ARRANGEMENTS, CLASSES, LAID_ADDED, LAID_SCALED, OpClass
 
 _LAID_OVER = (Origin.SCALED, Origin.ADDED)
 _OF_DATA = (Origin.DATA, Origin.ACTIVATION, Origin.ROWS)

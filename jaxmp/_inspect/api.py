@@ -30,7 +30,7 @@ from jaxmp._inspect.rows import (
 )
 from jaxmp._inspect.summarize import Tally
 from jaxmp._inspect.unseen import hiding, unseen_in
-from jaxmp._jaxpr.op_classes import CHECKPOINTS
+from jaxmp._program.op_classes import CHECKPOINTS
 
 __all__ = [
     "Arrays",

@@ -12,7 +12,7 @@ from jaxmp._hlo.replica_groups import Groups
 from jaxmp._inspect.collective_report import Collectives, CompiledCollective, CompiledProduct
 from jaxmp._inspect.compiled import Source, source_of
 from jaxmp._inspect.lines import direction, line_of_frames, path_of_operation
-from jaxmp._jaxpr.mesh_axes import check_mesh
+from jaxmp._program.mesh_axes import check_mesh
 
 
 def collectives(program: Any, *args: Any, mesh: Any = None, **kwargs: Any) -> Collectives:

@@ -9,9 +9,9 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from jaxmp._inspect.equations import Body, Site
-from jaxmp._jaxpr.dataflow import Question, propagate
-from jaxmp._jaxpr.op_classes import IDENTITIES, PRODUCTS, REPEATS, SAME_NUMBERS, SCALES
 from jaxmp._numerics.dtypes import is_floating
+from jaxmp._program.dataflow import Question, propagate
+from jaxmp._program.op_classes import IDENTITIES, PRODUCTS, REPEATS, SAME_NUMBERS, SCALES
 
 # Stands for each of its formats.
 FLOAT8 = "float8"

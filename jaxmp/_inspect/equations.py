@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxmp._inspect.branches import Choice, choices
-from jaxmp._jaxpr.compat import open_jaxpr
-from jaxmp._jaxpr.flops import product_flops, programs_inside
+from jaxmp._program.compat import open_jaxpr
+from jaxmp._program.flops import product_flops, programs_inside
 
 
 @dataclasses.dataclass(eq=False, slots=True)

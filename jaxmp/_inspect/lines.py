@@ -10,13 +10,13 @@ from typing import Any
 
 from jaxmp._hlo.parser import Frame
 from jaxmp._inspect.equations import Site
-from jaxmp._jaxpr.scopes import names_in, without_reason
+from jaxmp._program.scopes import names_in, without_reason
 
 # Lines in these libraries do not help a user; the line that called them does. JAX could exclude
 # such files by itself, but for the whole process, including its error messages.
 _LIBRARIES = ("jaxmp", "flax", "optax", "chex", "jmp", "haiku", "equinox", "qwix", "einops")
 # These call functions of others, and make nothing themselves.
-_CALLERS = ("jax", "jaxlib", "jaxmp._jaxpr", "jaxtyping", "beartype")
+_CALLERS = ("jax", "jaxlib", "jaxmp._program", "jaxtyping", "beartype")
 UNKNOWN = "(unknown)"
 # Names that JAX puts into the scopes of compiled programs, and that are not modules.
 _NO_MODULE = re.compile(r"closed_call|eval_jaxpr|while|body|cond|branch_\d+_fun|shard_map|\w+_call")

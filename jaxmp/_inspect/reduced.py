@@ -11,8 +11,8 @@ import numpy as np
 from jaxmp._inspect.checks import AuditError
 from jaxmp._inspect.collectives import collectives
 from jaxmp._inspect.offenders import by_line
-from jaxmp._jaxpr.scopes import names_in
 from jaxmp._numerics.dtypes import parse_dtype
+from jaxmp._program.scopes import names_in
 
 _HINT = (
     "A program does not say which sums are of activations, which may be narrow, as of experts, "

@@ -13,10 +13,10 @@ from jaxmp._inspect.equations import Body, Site, walk
 from jaxmp._inspect.lines import Lines, module_path, scopes_of
 from jaxmp._inspect.rows import Residual
 from jaxmp._inspect.summarize import branch_text, nbytes_of
-from jaxmp._jaxpr.dataflow import Question, propagate
-from jaxmp._jaxpr.liveness import arguments_read
-from jaxmp._jaxpr.op_classes import CALLS, SAME_NUMBERS
 from jaxmp._numerics.dtypes import is_floating
+from jaxmp._program.dataflow import Question, propagate
+from jaxmp._program.liveness import arguments_read
+from jaxmp._program.op_classes import CALLS, SAME_NUMBERS
 
 Kind = Literal["activations", "params"]
 

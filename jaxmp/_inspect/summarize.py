@@ -25,9 +25,9 @@ from jaxmp._inspect.rows import (
     Work,
 )
 from jaxmp._inspect.upcasts import is_narrow_aval, is_wide, mark_upcasts, widens_inside
-from jaxmp._jaxpr.op_classes import CASTS, CLASSES, COLLECTIVES, PRODUCTS, OpClass
-from jaxmp._jaxpr.scopes import why_left_out
 from jaxmp._numerics.precision import name_of_param
+from jaxmp._program.op_classes import CASTS, CLASSES, COLLECTIVES, PRODUCTS, OpClass
+from jaxmp._program.scopes import why_left_out
 
 _Key = TypeVar("_Key", bound=Hashable)
 

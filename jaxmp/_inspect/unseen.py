@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 import jax.numpy as jnp
 
 from jaxmp._inspect.equations import Site
-from jaxmp._jaxpr.op_classes import (
+from jaxmp._program.op_classes import (
     CLASSES,
     FOREIGN_CALLS,
     LINEAR_ALGEBRA,

@@ -8,8 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxmp._inspect.equations import Body, Site
-from jaxmp._jaxpr.dataflow import Question, propagate
-from jaxmp._jaxpr.op_classes import PRODUCTS
+from jaxmp._program.dataflow import Question, propagate
+from jaxmp._program.op_classes import PRODUCTS
 
 
 def mark_upcasts(body: Body) -> list[Site]:

@@ -11,13 +11,13 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from jaxmp._jaxpr.mesh_axes import check_mesh, named_axes, placed
 from jaxmp._mesh.layout import Layout, layout_of
 from jaxmp._mesh.specs import axes_of_spec, check_rank, flat_specs
 from jaxmp._numerics.dtypes import parse_dtype
 from jaxmp._numerics.tree import leaf_names
 from jaxmp._numerics.user_warnings import first_few, warn
 from jaxmp._policies.patterns import Pattern, check_pattern, is_about_paths, matches, pattern_text
+from jaxmp._program.mesh_axes import check_mesh, named_axes, placed
 
 _LARGE = 2**12  # elements; gathers of smaller params cost more time than they save memory
 

@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from jaxmp._jaxpr.mesh_axes import automatic, named_axes
-from jaxmp._jaxpr.op_classes import RESHAPES, SAME_DIMENSIONS
 from jaxmp._numerics.dtypes import DType
+from jaxmp._program.mesh_axes import automatic, named_axes
+from jaxmp._program.op_classes import RESHAPES, SAME_DIMENSIONS
 
 # For each dimension, the mesh axes that split it.
 Axes = tuple[tuple[str, ...], ...]

@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from jaxmp._jaxpr import compat
+from jaxmp._program import compat
 
 State = TypeVar("State")
 

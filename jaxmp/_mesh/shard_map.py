@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, PyTree
 
-from jaxmp._jaxpr.mesh_axes import named_axes
 from jaxmp._mesh.device_sums import (
     Axis,
     Wire,
@@ -31,6 +30,7 @@ from jaxmp._mesh.device_sums import (
 from jaxmp._mesh.specs import check_rank, flat_specs
 from jaxmp._numerics.dtypes import DType, is_inexact, is_narrow, parse_dtype
 from jaxmp._numerics.tree import check_differentiable, leaf_names
+from jaxmp._program.mesh_axes import named_axes
 
 
 def gather_params(

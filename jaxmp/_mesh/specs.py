@@ -7,7 +7,7 @@ import jax
 from jax.sharding import NamedSharding
 from jaxtyping import PyTree
 
-from jaxmp._jaxpr.mesh_axes import named_axes
+from jaxmp._program.mesh_axes import named_axes
 
 
 def flat_specs(specs: PyTree, params: PyTree, name: str = "specs") -> list[Any]:

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 
 from jaxmp._autocast.regions import policy_scope
-from jaxmp._jaxpr.scopes import NOT_FLOAT8
 from jaxmp._policies.policy import Policy
+from jaxmp._program.scopes import NOT_FLOAT8
 
 _PATH: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("jaxmp_path", default=())
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from jaxmp._jaxpr import compat
+from jaxmp._program import compat
 
 FLOAT32 = jnp.dtype(jnp.float32)
 _HALVES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))

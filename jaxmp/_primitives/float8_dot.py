@@ -11,12 +11,12 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Num
 
-from jaxmp._jaxpr.scopes import NOT_FLOAT8
 from jaxmp._numerics.precision import is_own
 from jaxmp._policies.recipe import Recipe, get_recipe
 from jaxmp._primitives.bilinear import no_mesh
 from jaxmp._primitives.float8_product import float8_product
 from jaxmp._primitives.mixed_product import product
+from jaxmp._program.scopes import NOT_FLOAT8
 
 _FLOATS = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
 

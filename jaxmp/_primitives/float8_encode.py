@@ -13,11 +13,11 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jaxmp._jaxpr import compat
 from jaxmp._numerics.dtypes import DType
 from jaxmp._numerics.float8_codes import Coded, encoded, largest_magnitude, rounded_to_codes
 from jaxmp._primitives.checkpoints import never_saved
 from jaxmp._primitives.varying import result_aval
+from jaxmp._program import compat
 
 # Operands: an array, and its scales where they are known. Results: its codes, and their scales, or
 # in place of known ones the largest magnitudes.

@@ -7,10 +7,10 @@ from typing import Any, Literal, get_args
 import jax  # noqa: F401 (for the doctest)
 import jax.numpy as jnp  # noqa: F401 (for the doctest)
 
-from jaxmp._jaxpr import compat
-from jaxmp._jaxpr.op_classes import COSTS
-from jaxmp._jaxpr.tracing import Static, Traced, combine, partition, rewriting
 from jaxmp._numerics.user_warnings import warn
+from jaxmp._program import compat
+from jaxmp._program.op_classes import COSTS
+from jaxmp._program.tracing import Static, Traced, combine, partition, rewriting
 from jaxmp._recompute.run import Settings, run_in_pieces
 from jaxmp._recompute.storage import names_of
 

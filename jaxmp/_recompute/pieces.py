@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend import core
 
-from jaxmp._jaxpr.op_classes import VIEWS, Cost
-from jaxmp._jaxpr.program import Op, Program
+from jaxmp._program.op_classes import VIEWS, Cost
+from jaxmp._program.program import Op, Program
 from jaxmp._recompute.storage import Analysis, Storage, numbers
 
 

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
-from jaxmp._jaxpr import compat
-from jaxmp._jaxpr.op_classes import CHECKPOINTS, CONTRACTIONS, CONTROL_FLOW, JITS
-from jaxmp._jaxpr.program import Op, Program, read, without_dead_code
-from jaxmp._jaxpr.rebind import rebind
 from jaxmp._numerics.rounding import widen_rounded
+from jaxmp._program import compat
+from jaxmp._program.op_classes import CHECKPOINTS, CONTRACTIONS, CONTROL_FLOW, JITS
+from jaxmp._program.program import Op, Program, read, without_dead_code
+from jaxmp._program.rebind import rebind
 from jaxmp._recompute.pieces import Piece, divided, key_of, whole
 from jaxmp._recompute.storage import NOTHING_STORED, Storage, names_of
 

@@ -19,11 +19,11 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from jaxmp._jaxpr.compat import function_name, is_of_jax_nn, open_jaxpr
-from jaxmp._jaxpr.derivatives import derivative_of
-from jaxmp._jaxpr.op_classes import COSTS, JITS, LINEAR, REDUCTIONS, Cost
-from jaxmp._jaxpr.program import Op, Program
 from jaxmp._numerics.dtypes import is_key
+from jaxmp._program.compat import function_name, is_of_jax_nn, open_jaxpr
+from jaxmp._program.derivatives import derivative_of
+from jaxmp._program.op_classes import COSTS, JITS, LINEAR, REDUCTIONS, Cost
+from jaxmp._program.program import Op, Program
 
 # Values before the first dear operation are computed again in each region, unless a chain of more
 # operations than this leads to them.

@@ -16,11 +16,11 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jaxtyping import Array, PyTree
 
-from jaxmp._jaxpr.mesh_axes import automatic, check_mesh, named_axes
 from jaxmp._mesh.device_sums import Axis, Wire
 from jaxmp._mesh.specs import axes_of_spec, without_axes
 from jaxmp._numerics.dtypes import is_key
 from jaxmp._numerics.tree import leaf_names, widen
+from jaxmp._program.mesh_axes import automatic, check_mesh, named_axes
 
 _ANY = jax.P.UNCONSTRAINED
 

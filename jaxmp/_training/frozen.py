@@ -12,11 +12,11 @@ import numpy as np
 import optax
 from jaxtyping import PyTree
 
-from jaxmp._jaxpr import compat
-from jaxmp._jaxpr.dataflow import AnySite, Question, nested, propagate
-from jaxmp._jaxpr.op_classes import KEEPS_ZERO
 from jaxmp._numerics.dtypes import at_least_float32, is_inexact, is_narrow
 from jaxmp._numerics.tree import leaf_names
+from jaxmp._program import compat
+from jaxmp._program.dataflow import AnySite, Question, nested, propagate
+from jaxmp._program.op_classes import KEEPS_ZERO
 
 
 def moved_by(inner: optax.GradientTransformation, params: PyTree) -> PyTree:

@@ -14,13 +14,13 @@ from jaxtyping import Array, Float, PyTree
 from jaxmp._autocast.api import within_autocast
 from jaxmp._autocast.regions import SCALED
 from jaxmp._float32_reduction.api import gradient_reduction
-from jaxmp._jaxpr import compat
-from jaxmp._jaxpr.dataflow import AnySite, Question, nested, propagate
-from jaxmp._jaxpr.mesh_axes import on_current_axes
 from jaxmp._mesh.fsdp import FSDP
 from jaxmp._numerics.dtypes import at_least_float32
 from jaxmp._numerics.tree import check_arrays, check_differentiable, leaf_names, split_floats, widen
 from jaxmp._numerics.user_warnings import warn
+from jaxmp._program import compat
+from jaxmp._program.dataflow import AnySite, Question, nested, propagate
+from jaxmp._program.mesh_axes import on_current_axes
 from jaxmp._recompute.api import Recompute, recompute as lean
 from jaxmp._training.gradient_options import GradientKeywords, GradientOptions, LossScaleLike
 from jaxmp._training.microbatch import Evaluation

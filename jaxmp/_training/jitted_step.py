@@ -5,12 +5,12 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
-from jaxmp._jaxpr import compat
-from jaxmp._jaxpr.flops import products_in
 from jaxmp._numerics.dtypes import is_narrow
 from jaxmp._numerics.tree import copied
 from jaxmp._numerics.user_warnings import warn
 from jaxmp._policies.presets import all_policies
+from jaxmp._program import compat
+from jaxmp._program.flops import products_in
 from jaxmp._training.optimizer import MixedPrecision
 from jaxmp._training.progress import warn_of_foreign_scale
 from jaxmp._training.step_metrics import Metrics

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from jaxmp._jaxpr.mesh_axes import on_current_axes
 from jaxmp._numerics.loss_scale import LossScaleState
 from jaxmp._numerics.tree import all_finite, split_floats
+from jaxmp._program.mesh_axes import on_current_axes
 from jaxmp._training.microbatch import Evaluation
 from jaxmp._training.train_state import TrainState
 

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from jaxmp._jaxpr.hoist import with_hoisted
-from jaxmp._jaxpr.mesh_axes import named_axes
 from jaxmp._numerics.dtypes import at_least_float32, is_key
 from jaxmp._numerics.tree import leaf_names, split_floats, widen
+from jaxmp._program.hoist import with_hoisted
+from jaxmp._program.mesh_axes import named_axes
 
 
 class Evaluation(NamedTuple):

@@ -10,9 +10,6 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Int32, PyTree
 
-from jaxmp._jaxpr.cpu_compiler import warn_of_cpu_compiler
-from jaxmp._jaxpr.explicit_axes import Axes
-from jaxmp._jaxpr.mesh_axes import explicit_mesh, on_current_axes
 from jaxmp._mesh.placement import placed_beside
 from jaxmp._numerics.dtypes import DType, is_inexact, is_narrow
 from jaxmp._numerics.loss_scale import DynamicLossScale, LossScale, LossScaleState
@@ -27,6 +24,9 @@ from jaxmp._numerics.tree import (
     strong,
     widen,
 )
+from jaxmp._program.cpu_compiler import warn_of_cpu_compiler
+from jaxmp._program.explicit_axes import Axes
+from jaxmp._program.mesh_axes import explicit_mesh, on_current_axes
 from jaxmp._training.compact_state import (
     Moments,
     compacted,

@@ -15,12 +15,12 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
-from jaxmp._jaxpr.explicit_axes import Axes
-from jaxmp._jaxpr.mesh_axes import explicit_mesh
 from jaxmp._mesh.device_sums import Axis, wire_of
 from jaxmp._mesh.specs import axes_of_spec, check_rank, flat_specs
 from jaxmp._numerics.dtypes import parse_dtype
 from jaxmp._numerics.tree import cast_floating, check_differentiable, leaf_names, strong
+from jaxmp._program.explicit_axes import Axes
+from jaxmp._program.mesh_axes import explicit_mesh
 from jaxmp._training.batch_parts import Shards, shards_of
 from jaxmp._training.gradient_options import GradientOptions, LossScaleLike
 from jaxmp._training.gradients import scaled_evaluation

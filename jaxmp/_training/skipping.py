@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-from jaxmp._jaxpr import compat
 from jaxmp._numerics.tree import select
+from jaxmp._program import compat
 
 Skip = Literal["auto", "cond", "select", "none"]
 State = TypeVar("State")

@@ -13,8 +13,6 @@ from jaxtyping import PyTree
 
 from jaxmp._autocast.api import autocast
 from jaxmp._float32_reduction.api import GradientReduction, check_fsdp, gradient_reduction
-from jaxmp._jaxpr.mesh_axes import on_axes_of
-from jaxmp._jaxpr.tracing import on_automatic_axes_inside
 from jaxmp._mesh.fsdp import FSDP
 from jaxmp._numerics.dtypes import is_floating
 from jaxmp._numerics.loss_scale import NoLossScale
@@ -28,6 +26,8 @@ from jaxmp._policies.patterns import is_about_paths
 from jaxmp._policies.policy import Policy, get_policy
 from jaxmp._policies.policy_rules import PolicyRules
 from jaxmp._policies.presets import all_policies, dtypes_of, get_rules
+from jaxmp._program.mesh_axes import on_axes_of
+from jaxmp._program.tracing import on_automatic_axes_inside
 from jaxmp._recompute.api import Recompute, check_recompute, recompute as apply_recompute
 from jaxmp._training.gradient_options import GradientOptions
 from jaxmp._training.gradients import scaled_evaluation

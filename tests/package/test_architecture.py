@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from jaxmp._jaxpr.op_classes import COSTS
+from jaxmp._program.op_classes import COSTS
 
 PACKAGE = pathlib.Path(__file__).parents[2] / "jaxmp"
 
@@ -18,7 +18,7 @@ PACKAGE = pathlib.Path(__file__).parents[2] / "jaxmp"
 FOLDERS = (
     "_numerics",
     "_hlo",
-    "_jaxpr",
+    "_program",
     "_policies",
     "_mesh",
     "_primitives",
@@ -57,7 +57,7 @@ MAY_IMPORT = {
     "_command": {"rich"},
 }
 # The only file that lists primitives. Rules, which a dict holds by name, stand where they are.
-TABLE_OF_PRIMITIVES = "_jaxpr.op_classes"
+TABLE_OF_PRIMITIVES = "_program.op_classes"
 # A module is written "_autocast.plan", and a folder itself "_autocast.__init__".
 MODULES = sorted(
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts) for path in PACKAGE.rglob("*.py")
@@ -228,7 +228,7 @@ def lists_of_primitives(source: str) -> list[list[str]]:
 def test_only_the_table_lists_primitives(module: str) -> None:
     if module != TABLE_OF_PRIMITIVES:
         found = lists_of_primitives(source_of(module))
-        assert found == [], f"give {found} a name in jaxmp/_jaxpr/op_classes.py, and import it"
+        assert found == [], f"give {found} a name in jaxmp/_program/op_classes.py, and import it"
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import pytest
 
-from jaxmp._jaxpr.cpu_compiler import sums_wrongly
+from jaxmp._program.cpu_compiler import sums_wrongly
 
 
 def needs_gpu(reason: str, capability: float = 0.0) -> None:

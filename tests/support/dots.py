@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jaxmp._jaxpr import compat
+from jaxmp._program import compat
 
 PRODUCTS = ("dot_general", "conv_general_dilated")
 

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxmp
-from jaxmp._jaxpr import compat
-from jaxmp._jaxpr.op_classes import COSTS, Cost
-from jaxmp._jaxpr.program import read, without_dead_code
+from jaxmp._program import compat
+from jaxmp._program.op_classes import COSTS, Cost
+from jaxmp._program.program import read, without_dead_code
 from tests.support.autocast_checks import compiled, error, is_float, scalar as scalar_and_results
 from tests.support.dots import equations
 

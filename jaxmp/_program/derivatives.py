@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jaxmp._jaxpr.compat import (
+from jaxmp._numerics.precision import is_own, name_of_param
+from jaxmp._program.compat import (
     bind,
     bodies_of,
     consts_of,
@@ -24,8 +25,7 @@ from jaxmp._jaxpr.compat import (
     trace_on_mesh,
     with_programs,
 )
-from jaxmp._jaxpr.op_classes import CONTRACTIONS, OPAQUE
-from jaxmp._numerics.precision import is_own, name_of_param
+from jaxmp._program.op_classes import CONTRACTIONS, OPAQUE
 
 _SymbolicZero = jax.custom_derivatives.SymbolicZero
 

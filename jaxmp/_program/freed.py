@@ -13,9 +13,9 @@ from jax import lax
 from jax.extend import core
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from jaxmp._jaxpr import compat
-from jaxmp._jaxpr.derivatives import Behind, with_derivative, with_passes
-from jaxmp._jaxpr.mesh_axes import (
+from jaxmp._program import compat
+from jaxmp._program.derivatives import Behind, with_derivative, with_passes
+from jaxmp._program.mesh_axes import (
     ANY,
     automatic,
     free_sharding,
@@ -23,8 +23,8 @@ from jaxmp._jaxpr.mesh_axes import (
     on_current_axes,
     only_axes,
 )
-from jaxmp._jaxpr.op_classes import CONTROL_FLOW
-from jaxmp._jaxpr.rebind import rebind
+from jaxmp._program.op_classes import CONTROL_FLOW
+from jaxmp._program.rebind import rebind
 
 
 class _Later(NamedTuple):

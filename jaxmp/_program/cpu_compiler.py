@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import jaxlib.version
 import numpy as np
 
-from jaxmp._jaxpr.compat import is_traced, may_sum_bfloat16_wrongly
 from jaxmp._numerics.dtypes import DType
 from jaxmp._numerics.user_warnings import warn_once
+from jaxmp._program.compat import is_traced, may_sum_bfloat16_wrongly
 
 
 def warn_of_cpu_compiler(dtypes: Iterable[DType], result: Any) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxmp._jaxpr.compat import open_jaxpr, sub_jaxprs
-from jaxmp._jaxpr.op_classes import COMBINERS, CUSTOM_DERIVATIVES, OPAQUE, PRODUCTS
+from jaxmp._program.compat import open_jaxpr, sub_jaxprs
+from jaxmp._program.op_classes import COMBINERS, CUSTOM_DERIVATIVES, OPAQUE, PRODUCTS
 
 
 def programs_inside(equation: Any) -> list[Any]:

@@ -13,9 +13,9 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from jax.extend import core
 
-from jaxmp._jaxpr.compat import open_jaxpr, scan_counts
-from jaxmp._jaxpr.flops import programs_inside
-from jaxmp._jaxpr.op_classes import CLASSES, OpClass
+from jaxmp._program.compat import open_jaxpr, scan_counts
+from jaxmp._program.flops import programs_inside
+from jaxmp._program.op_classes import CLASSES, OpClass
 
 Fact = TypeVar("Fact")
 Labels = frozenset[Hashable]

@@ -20,25 +20,25 @@ from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxmp._autocast.regions import scopes
-from jaxmp._jaxpr import compat
+from jaxmp._program import compat
 from tests.support.dots import equations
 
 pytestmark = pytest.mark.jax
 
 PACKAGE = pathlib.Path(__file__).parents[2] / "jaxmp"
-COMPAT, FLOPS, PROGRAM = "_jaxpr/compat.py", "_jaxpr/flops.py", "_jaxpr/program.py"
-DATAFLOW = "_jaxpr/dataflow.py"
-LIVENESS = "_jaxpr/liveness.py"
+COMPAT, FLOPS, PROGRAM = "_program/compat.py", "_program/flops.py", "_program/program.py"
+DATAFLOW = "_program/dataflow.py"
+LIVENESS = "_program/liveness.py"
 OPERATIONS, CONTROL, FLOW = "_autocast/rules.py", "_autocast/control_flow.py", "_autocast/plan.py"
 RULES = "_autocast/custom_derivatives.py"
 LEFT, KERNELS = "_autocast/left_alone.py", "_autocast/kernels.py"
 WALK, TALLY = "_inspect/equations.py", "_inspect/summarize.py"
-BRANCHES, UNSEEN = "_inspect/branches.py", "_inspect/unseen.py"
-STORAGE, REBIND = "_recompute/storage.py", "_jaxpr/rebind.py"
-DERIVATIVES = "_jaxpr/derivatives.py"
+BRANCHES = "_inspect/branches.py"
+STORAGE, REBIND = "_recompute/storage.py", "_program/rebind.py"
+DERIVATIVES = "_program/derivatives.py"
 REDUCED, SUMMED = "_float32_reduction/control_flow.py", "_float32_reduction/backward.py"
-HI = "_jaxpr/hi_primitives.py"
-REDUCTION, FREED = "_float32_reduction/rules.py", "_jaxpr/freed.py"
+HI = "_program/hi_primitives.py"
+REDUCTION, FREED = "_float32_reduction/rules.py", "_program/freed.py"
 
 # An equation of its own, or a call that is shown as one.
 CHECKPOINT = "checkpoint" if jax.config.jax_remat3 else "remat2"  # type: ignore[attr-defined]
@@ -196,7 +196,7 @@ READ = [
         Read("scatter-add", name, lambda value: value is not None, (SUMMED,))
         for name in ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
     ),
-    Read("sharding_constraint", "sharding", has("num_devices"), (UNSEEN, FREED)),
+    Read("sharding_constraint", "sharding", has("num_devices"), (FREED,)),
     Read("convert_element_type", "new_dtype", is_dtype, (OPERATIONS, REDUCTION, FREED)),
     Read("psum_invariant", "axes", is_a(tuple), (TALLY, REDUCTION)),
     Read("all_gather", "axis_name", is_a(tuple, str), (TALLY,)),
@@ -225,7 +225,7 @@ def equation(primitive: str) -> Any:
         names.append(found.primitive.name)
     pytest.fail(
         f"jax {jax.__version__} no longer has an equation {primitive!r} where it had one, only "
-        f"{names}: jaxmp/_jaxpr/op_classes.py and what reads its params know it by that name"
+        f"{names}: jaxmp/_program/op_classes.py and what reads its params know it by that name"
     )
 
 
@@ -280,7 +280,7 @@ def _params_read(path: pathlib.Path) -> Iterator[str]:
 
 def unchecked(folder: pathlib.Path) -> set[tuple[str, str]]:
     """Params that the code reads and no test here knows: pairs of a file and a name."""
-    folders = ("_jaxpr", "_autocast", "_inspect", "_recompute", "_float32_reduction")
+    folders = ("_program", "_autocast", "_inspect", "_recompute", "_float32_reduction")
     files = [path for each in folders for path in folder.glob(f"{each}/*.py")]
     known = (
         {(file, read.param) for read in READ for file in read.files} | OPTIONAL | OWN | BY_VERSION
@@ -302,7 +302,7 @@ def test_a_checked_param_is_read(read: Read) -> None:
 
 def test_every_param_that_the_code_reads_is_checked(tmp_path: pathlib.Path) -> None:
     assert not unchecked(PACKAGE)
-    for name in ("_autocast", "_jaxpr"):
+    for name in ("_autocast", "_program"):
         (tmp_path / name).mkdir()
     (tmp_path / COMPAT).write_text('a = params["length"]')
     (tmp_path / OPERATIONS).write_text('b = op.params.get("new_dtype"), op.params["sharding"]')
@@ -326,7 +326,7 @@ def test_scan_counts() -> None:
     except (KeyError, AttributeError, TypeError, ValueError) as error:
         pytest.fail(
             f"jax {jax.__version__} says elsewhere how many constants and carries a scan has, "
-            f"which jaxmp/_jaxpr/compat.py:scan_counts reads ({error!r}). "
+            f"which jaxmp/_program/compat.py:scan_counts reads ({error!r}). "
             f"It has {sorted(found.params)}"
         )
     assert counts == (2, 2)

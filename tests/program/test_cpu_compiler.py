@@ -17,8 +17,8 @@ from flax import linen as nn, nnx
 import jaxmp
 import jaxmp.linen
 import jaxmp.nnx
-from jaxmp._jaxpr import cpu_compiler
 from jaxmp._numerics import user_warnings
+from jaxmp._program import cpu_compiler
 
 PARAMS = {"w": np.ones((4, 2), np.float32)}
 TEXT = "the CPU compiler of jaxlib .* sums bfloat16 wrongly"

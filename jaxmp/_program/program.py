@@ -6,14 +6,14 @@ from typing import Any, NamedTuple
 
 from jax.extend import core
 
-from jaxmp._jaxpr.compat import (
+from jaxmp._program.compat import (
     consts_of,
     holds_arrays,
     is_of_jax_nn,
     is_plain_jit,
     open_jaxpr,
 )
-from jaxmp._jaxpr.op_classes import CLASSES, IN_HELPERS, JITS, OpClass
+from jaxmp._program.op_classes import CLASSES, IN_HELPERS, JITS, OpClass
 
 # The plan must see what reads the result of a helper: with helpers as calls, losses of logits were
 # computed in 16 bits. Helpers of jax.nn and jax.numpy have up to 42 equations (`nanpercentile`, jax

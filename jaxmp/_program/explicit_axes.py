@@ -13,12 +13,12 @@ import jax
 from jax.extend import core
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from jaxmp._jaxpr import compat
-from jaxmp._jaxpr.dataflow import Labels, made_of
-from jaxmp._jaxpr.freed import run_freed
-from jaxmp._jaxpr.mesh_axes import automatic, explicit_mesh, free_spec
-from jaxmp._jaxpr.op_classes import IDENTITIES
 from jaxmp._numerics.user_warnings import warn
+from jaxmp._program import compat
+from jaxmp._program.dataflow import Labels, made_of
+from jaxmp._program.freed import run_freed
+from jaxmp._program.mesh_axes import automatic, explicit_mesh, free_spec
+from jaxmp._program.op_classes import IDENTITIES
 
 
 class Axes(NamedTuple):

@@ -10,8 +10,8 @@ from typing import Any
 
 from jax.extend import core
 
-from jaxmp._jaxpr.compat import scan_counts
-from jaxmp._jaxpr.dataflow import AnyBody, AnySite
+from jaxmp._program.compat import scan_counts
+from jaxmp._program.dataflow import AnyBody, AnySite
 
 
 def arguments_read(body: AnyBody, wanted: Sequence[bool]) -> list[bool]:
@@ -26,7 +26,7 @@ def arguments_read(body: AnyBody, wanted: Sequence[bool]) -> list[bool]:
       their operands. So does every equation with programs that are neither calls nor loops.
 
     >>> import jax
-    >>> from jaxmp._jaxpr.dataflow import nested
+    >>> from jaxmp._program.dataflow import nested
     >>> program = jax.make_jaxpr(jax.jit(lambda x, y: (2 * x, 3 * y)))(1.0, 2.0)
     >>> arguments_read(nested(program), [True, False])
     [True, False]

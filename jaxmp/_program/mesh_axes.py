@@ -8,7 +8,7 @@ import jax
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from jaxmp._jaxpr import compat
+from jaxmp._program import compat
 
 ANY = PartitionSpec.UNCONSTRAINED
 

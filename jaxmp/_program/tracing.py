@@ -12,9 +12,9 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from jaxmp._jaxpr import compat
-from jaxmp._jaxpr.explicit_axes import Axes, on_automatic_axes
-from jaxmp._jaxpr.mesh_axes import explicit_mesh
+from jaxmp._program import compat
+from jaxmp._program.explicit_axes import Axes, on_automatic_axes
+from jaxmp._program.mesh_axes import explicit_mesh
 
 # Kinds of NumPy dtypes that JAX has no arrays of: objects, text, dates.
 _NO_NUMBERS = "OSUMm"

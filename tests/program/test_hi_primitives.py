@@ -21,7 +21,7 @@ from jax.extend import core
 from jax.interpreters import ad, mlir
 
 import jaxmp
-from jaxmp._jaxpr import compat, hi_primitives
+from jaxmp._program import compat, hi_primitives
 from tests.support.bits import tree_bits
 from tests.support.dots import count_dots, equations
 from tests.support.recompute_checks import kept_bytes

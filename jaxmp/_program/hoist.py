@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import core
 
-from jaxmp._jaxpr import compat
-from jaxmp._jaxpr.op_classes import HOISTED, PLAIN_MOVES
-from jaxmp._jaxpr.rebind import call_again, entered, run_by_rule, scan_again
+from jaxmp._program import compat
+from jaxmp._program.op_classes import HOISTED, PLAIN_MOVES
+from jaxmp._program.rebind import call_again, entered, run_by_rule, scan_again
 
 
 class _Hoisted(NamedTuple):

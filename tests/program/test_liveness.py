@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jaxmp._jaxpr.dataflow import nested
-from jaxmp._jaxpr.liveness import arguments_read
+from jaxmp._program.dataflow import nested
+from jaxmp._program.liveness import arguments_read
 
 pytestmark = pytest.mark.jax
 

@@ -13,8 +13,8 @@ import pytest
 from jax import lax
 
 import jaxmp
-from jaxmp._jaxpr import op_classes
-from jaxmp._jaxpr.op_classes import (
+from jaxmp._program import op_classes
+from jaxmp._program.op_classes import (
     _TABLE,
     CLASSES,
     CONTRACTIONS,
@@ -60,7 +60,7 @@ def check_complete(names: Iterable[str], classes: dict[str, OpClass]) -> None:
     new = sorted(set(names) - set(classes) - OWN_RULE)
     if new:
         pytest.fail(
-            f"jax {jax.__version__} has primitives that jaxmp/_jaxpr/op_classes.py has no class "
+            f"jax {jax.__version__} has primitives that jaxmp/_program/op_classes.py has no class "
             f"for: {', '.join(new)}. Until they are in its table they run as they were traced. "
             "Read what each does, and add it to the line of its like; to ALONE if in doubt"
         )

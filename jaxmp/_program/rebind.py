@@ -11,8 +11,8 @@ import jax
 from jax import lax
 from jax.extend import core
 
-from jaxmp._jaxpr import compat
-from jaxmp._jaxpr.op_classes import CHECKPOINTS, JITS
+from jaxmp._program import compat
+from jaxmp._program.op_classes import CHECKPOINTS, JITS
 
 # Makes a program for arguments of these types (avals).
 Make = Callable[[list[Any]], core.ClosedJaxpr]

@@ -1,7 +1,7 @@
 """The differences between the versions of JAX that jaxmp supports, and nothing else.
 
 The structure of a jaxpr is public (`jax.extend.core`); the names of its equations' params are not.
-`tests/jaxpr/test_compat.py` lists the names that jaxmp reads, here and elsewhere, and says which
+`tests/program/test_compat.py` lists the names that jaxmp reads, here and elsewhere, and says which
 name a new JAX has changed.
 """
 
@@ -15,7 +15,7 @@ import jaxlib.version
 import numpy as np
 from jax.extend import core, source_info_util
 
-from jaxmp._jaxpr.hi_primitives import with_calls_shown
+from jaxmp._program.hi_primitives import with_calls_shown
 
 
 class ScanCounts(NamedTuple):

@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
 
-from jaxmp._jaxpr.dataflow import NONE, Labels, Question, made_of, nested, propagate
+from jaxmp._program.dataflow import NONE, Labels, Question, made_of, nested, propagate
 
 pytestmark = pytest.mark.jax
 
