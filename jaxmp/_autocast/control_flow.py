@@ -17,9 +17,10 @@ from jaxmp._numerics.dtypes import DType
 from jaxmp._primitives.float32_sums import accumulator, is_half_array
 from jaxmp._primitives.gradient_of import gradient_of
 from jaxmp._program import compat
+from jaxmp._program.control_flow import is_call, rebind, scan_again
 from jaxmp._program.op_classes import CHECKPOINTS, JITS
-from jaxmp._program.program import Op, read
-from jaxmp._program.rebind import arguments_of, is_call, rebind, scan_again
+from jaxmp._program.program import Op, with_helpers_inlined
+from jaxmp._program.wiring import argument_types
 
 
 def plan_control(op: Op, states: States, context: Call, region: Region) -> Step:
@@ -39,7 +40,10 @@ def planned(jaxpr: Any, states: States, context: Call, op: Op, results_in: AllIn
     key = ("plan", id(jaxpr), tuple(states), names, inside.functions, pulled, results_in)
     if key not in context.memo:
         # The jaxpr is kept alive, so that no other one gets its id.
-        context.memo[key] = plan(read(jaxpr), states, inside, results_in=results_in), jaxpr
+        context.memo[key] = (
+            plan(with_helpers_inlined(jaxpr), states, inside, results_in=results_in),
+            jaxpr,
+        )
     return context.keep(op, jaxpr, context.memo[key][0])
 
 
@@ -138,29 +142,26 @@ def _plan_scan(op: Op, states: States, context: Call, region: Region) -> Step:
         # keeps such sums.
         if region.sealed or not any(map(is_half_array, values[:consts])):
             return _around(context, [inner], [out])(op, values)
-        (avals,) = arguments_of(op.equation, list(map(compat.type_of, values)))
-        return _summing_scan(op.params, _traced(context, inner, out, avals), values)
+        (avals,) = argument_types(op.equation, list(map(compat.type_of, values)))
+        return _summing_scan(op.equation, _traced(context, inner, out, avals), values)
 
     return Step(op, in_dtypes(inside), out, run=run)
 
 
-def _summing_scan(params: dict[str, Any], body: Any, values: list[Any]) -> list[Any]:
+def _summing_scan(equation: core.JaxprEqn, body: Any, values: list[Any]) -> list[Any]:
     """Runs a scan whose turns all read the same 16-bit arrays; sums their gradients in float32."""
-    consts, carries = compat.scan_counts(params)
-    end = consts + carries
+    consts, _ = compat.scan_counts(equation.params)
     sums = [accumulator(x) if is_half_array(x) else None for x in values[:consts]]
     run_body = core.jaxpr_as_fun(body)
 
-    def turn(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+    def turn(arguments: list[Any], _: Any) -> tuple[list[Any], Any]:
         given = [
             x if total is None else gradient_of(x, total)
-            for x, total in zip(values, sums, strict=False)
+            for x, total in zip(arguments, sums, strict=False)
         ]
-        made = run_body(*given, *carry, *xs)
-        return made[:carries], made[carries:]
+        return run_body(*given, *arguments[consts:]), ()
 
-    carry, ys = scan_again(params, turn, values[consts:end], values[end:])
-    return [*carry, *ys]
+    return scan_again(equation, values, turn)[0]
 
 
 def _settled(
@@ -185,7 +186,7 @@ def _settled(
         # A scan keeps the dtype of its carry, and here the program chose 16 bits.
         if inside[i] is not None and aval.dtype != FLOAT32:
             inside[i] = State(Kind.LOW, aval.dtype)
-    count = len(read(program).outputs)
+    count = len(compat.open_jaxpr(program).outvars)
     while True:
         firm = [state is not None and state.kind is Kind.FIRM for state in inside[carry]]
         results_in: list[ResultsIn] = ["float32" if each else "low" for each in firm]

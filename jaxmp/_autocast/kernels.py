@@ -20,7 +20,7 @@ from jaxmp._autocast.regions import Region, Regions, scopes
 from jaxmp._autocast.steps import States, Step, alone
 from jaxmp._numerics.user_warnings import warn
 from jaxmp._program import compat
-from jaxmp._program.dataflow import NONE, Labels, made_of
+from jaxmp._program.facts import NONE, Labels, made_of
 from jaxmp._program.op_classes import CLASSES, CONTRACTIONS, KERNELS, OpClass
 from jaxmp._program.program import Op
 

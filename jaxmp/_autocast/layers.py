@@ -8,8 +8,8 @@ from jax.extend import core
 from jaxmp._autocast.kinds import is_weight
 from jaxmp._autocast.steps import States
 from jaxmp._program import compat
-from jaxmp._program.dataflow import NONE, Labels, made_of
 from jaxmp._program.derivatives import has_tangent
+from jaxmp._program.facts import NONE, Labels, made_of
 from jaxmp._program.op_classes import CONTRACTIONS
 from jaxmp._program.program import Op
 

@@ -9,7 +9,7 @@ import jax
 
 from jaxmp._command.program import NamedProgram, UsageError, load_program
 from jaxmp._inspect.compiled import closed_over
-from jaxmp._inspect.equations import walk
+from jaxmp._inspect.equations import all_sites, walk
 from jaxmp._inspect.lines import Lines, direction, scopes_of
 from jaxmp._planning.devices import Device
 
@@ -102,7 +102,7 @@ def shapes_in(program: NamedProgram) -> list[ProductShape]:
     arrays, call = closed_over(program.fn, program.args, program.kwargs)
     lines = Lines()
     runs: dict[ProductShape, int] = {}
-    for site in walk(jax.make_jaxpr(call)(arrays)).all_sites():
+    for site in all_sites(walk(jax.make_jaxpr(call)(arrays))):
         if site.name == "dot_general" and direction(scopes_of(site)) != "backward":
             shape = _product_shape(site.equation, lines.of(site))
             runs[shape] = runs.get(shape, 0) + site.runs

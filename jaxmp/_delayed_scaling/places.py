@@ -15,7 +15,10 @@ from jaxmp._delayed_scaling.product import attached_by, encoded_by
 from jaxmp._numerics.float8_codes import largest_magnitude
 from jaxmp._primitives.float8_product import Float8Map
 from jaxmp._program import compat
-from jaxmp._program.rebind import call_again, entered, run_by_rule, scan_again
+from jaxmp._program.control_flow import call_again, entered, scan_again
+from jaxmp._program.evaluate import Rules, evaluate
+from jaxmp._program.program import Op, read
+from jaxmp._program.wiring import loop_of
 
 
 class Places(NamedTuple):
@@ -51,7 +54,8 @@ def places_of(equations: Sequence[core.JaxprEqn]) -> Places:
         counts = _own_places(equation, codes)
         for into, count in zip(places, counts, strict=True):
             into += [()] * count
-        stack = (equation.params["length"],) if equation.primitive.name == "scan" else ()
+        loop = loop_of(equation)
+        stack = () if loop is None else (loop.turns,)
         for body in entered(equation):
             inside = places_of(compat.open_jaxpr(body).eqns)
             for into, inner in zip(places, inside, strict=True):
@@ -72,28 +76,27 @@ def left_out(equations: Sequence[core.JaxprEqn]) -> Iterator[str]:
 
 
 def run_with_scales(
-    jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any], given: Given
+    closed: Any, arguments: Sequence[Any], given: Given
 ) -> tuple[list[Any], list[Any]]:
     """Runs a program, with what is given for its places.
 
     Args:
-      jaxpr: the program.
-      consts: its constants.
-      args: its arguments.
+      closed: the program, closed or open.
+      arguments: its arguments.
       given: what is given.
 
     Returns:
       Its results, and the largest magnitudes of what it rounded in the forward pass.
     """
-    run = _Run(given, _codes_of_products(compat.open_jaxpr(jaxpr).eqns))
-    return run_by_rule(jaxpr, consts, args, run.rule), run.seen
+    rules = _WithScales(given, _codes_of_products(compat.open_jaxpr(closed).eqns))
+    return evaluate(read(closed), arguments, rules), rules.seen
 
 
 # The results of an equation, and what was seen in it.
 _Both = tuple[list[Any], list[Any]]
 
 
-class _Run:
+class _WithScales(Rules[Any]):
     """One run of a program: which places are done, and what was seen there."""
 
     def __init__(self, given: Given, codes: frozenset[Any]) -> None:
@@ -101,20 +104,21 @@ class _Run:
         self.codes = codes
         self.seen: list[Any] = []
 
-    def rule(self, equation: core.JaxprEqn, values: list[Any]) -> list[Any]:
+    def operation(self, op: Op, operands: list[Any]) -> list[Any]:
+        equation = op.equation
         forward, backward = _own_places(equation, self.codes)
         rule: Callable[[core.JaxprEqn, list[Any], Given], _Both]
         if forward or backward:
             rule = _round if forward else _attach
         elif any(inside := places_of([equation])):
             forward, backward = map(len, inside)
-            rule = _scan if equation.primitive.name == "scan" else _call
+            rule = _call if loop_of(equation) is None else _scan
         else:
-            return compat.bind(equation, values)
+            return compat.bind(equation, operands)
         pairs = list(zip(self.left, (forward, backward, backward), strict=True))
         given = Given(*(each[:count] for each, count in pairs))
         self.left = Given(*(each[count:] for each, count in pairs))
-        results, seen = rule(equation, values, given)
+        results, seen = rule(equation, operands, given)
         self.seen += seen
         return results
 
@@ -158,7 +162,7 @@ def _call(equation: core.JaxprEqn, values: list[Any], given: Given) -> _Both:
     (body,) = compat.bodies_of(equation)
 
     def function(values: Sequence[Any], given: Given) -> _Both:
-        return run_with_scales(compat.open_jaxpr(body), compat.consts_of(body), values, given)
+        return run_with_scales(body, values, given)
 
     both: _Both = call_again(equation, values, given, function)
     return both
@@ -166,14 +170,4 @@ def _call(equation: core.JaxprEqn, values: list[Any], given: Given) -> _Both:
 
 def _scan(equation: core.JaxprEqn, values: list[Any], given: Given) -> _Both:
     (body,) = compat.bodies_of(equation)
-    consts, carry = compat.scan_counts(equation.params)
-
-    def turn(carried: list[Any], slices: tuple[list[Any], Given]) -> Any:
-        xs, part = slices
-        args = [*values[:consts], *carried, *xs]
-        results, seen = run_with_scales(compat.open_jaxpr(body), compat.consts_of(body), args, part)
-        return results[:carry], (results[carry:], seen)
-
-    init, xs = values[consts : consts + carry], values[consts + carry :]
-    last, (ys, seen) = scan_again(equation.params, turn, init, (xs, given))
-    return [*last, *ys], seen
+    return scan_again(equation, values, lambda *turn: run_with_scales(body, *turn), given)

@@ -190,7 +190,7 @@ def _with_given(fun: Callable[..., Any]) -> Callable[..., tuple[Any, list[Array]
         _check_same_program(given, places_of(open_jaxpr(closed).eqns))
 
         def run(given: Given, arrays: list[Any]) -> list[Any]:
-            results, seen = run_with_scales(closed.jaxpr, closed.consts, arrays, given)
+            results, seen = run_with_scales(closed, arrays, given)
             return [*results, *seen]
 
         specs = (*traced.axes.specs, *[jax.P()] * len(given.forward))

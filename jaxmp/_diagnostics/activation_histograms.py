@@ -10,12 +10,13 @@ import numpy as np
 
 from jaxmp._autocast.api import autocast
 from jaxmp._diagnostics.scope_values import Caught, ScopeOf, scope_of_module, scope_values
-from jaxmp._inspect.equations import Site
+from jaxmp._inspect.equations import Site, site_of
 from jaxmp._inspect.lines import UNKNOWN, Lines
 from jaxmp._numerics.histograms import BINS, Histograms, counted_when, histogram_of
 from jaxmp._policies.policy_rules import PolicyRules
 from jaxmp._program import compat
 from jaxmp._program.op_classes import CLASSES, OpClass
+from jaxmp._program.program import read
 from jaxmp._program.tracing import combine, partition
 
 
@@ -101,9 +102,9 @@ def _scope_or_line() -> ScopeOf:
         # What a function makes is of its own lines. Those of a helper of JAX are the caller's.
         is_control = CLASSES.get(site.name) is OpClass.CONTROL
         inside = [
-            Site(equation, equation.primitive.name, 1, site)
+            site_of(op, site)
             for body in (compat.bodies_of(site.equation) if is_control else ())
-            for equation in compat.open_jaxpr(body).eqns
+            for op in read(body).ops
         ]
         of_helper = inside and line not in map(lines.of, inside)
         return () if of_helper or line == UNKNOWN else (line,)

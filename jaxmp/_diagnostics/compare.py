@@ -19,7 +19,7 @@ from jaxmp._diagnostics.scope_values import (
     scope_of_module,
     scope_values,
 )
-from jaxmp._inspect.equations import walk
+from jaxmp._inspect.equations import all_sites, walk
 from jaxmp._numerics.dtypes import is_inexact
 from jaxmp._program.tracing import combine, partition
 
@@ -120,7 +120,7 @@ def _caught(fun: Callable[..., Any], args: Sequence[Any], by: By, dtypes: set[st
         return results, caught.kept
 
     traced = run.trace(*arrays)
-    made = (x.aval for site in walk(traced.jaxpr).all_sites() for x in site.equation.outvars)
+    made = (x.aval for site in all_sites(walk(traced.jaxpr)) for x in site.equation.outvars)
     dtypes |= {aval.dtype.name for aval in made if is_inexact(aval)}
     results, kept = traced.lower().compile()(*arrays)
     rest, values, not_entered = returned

@@ -7,7 +7,7 @@ from typing import Any
 from jax.extend import core
 
 from jaxmp._autocast.regions import Region, Regions, region_of
-from jaxmp._inspect.equations import Site, walk
+from jaxmp._inspect.equations import Site, all_sites, walk
 from jaxmp._inspect.lines import scopes_of
 from jaxmp._numerics.dtypes import is_inexact, is_narrow
 from jaxmp._numerics.user_warnings import first_few, warn
@@ -126,7 +126,7 @@ def precision_parts_of(closed: Any, patterns: Iterable[Any] | None) -> Parts:
         raise TypeError(f"candidates must be a list of patterns, got {patterns!r}: [{patterns!r}]")
     flops: dict[tuple[str, ...], int] = {}
     already: dict[str, None] = {}
-    for site in walk(closed).all_sites():
+    for site in all_sites(walk(closed)):
         names = names_in(scopes_of(site))
         if site.name in CONTRACTIONS and any(is_narrow(x.aval.dtype) for x in site.equation.invars):
             already["/".join(names) or OUTSIDE] = None

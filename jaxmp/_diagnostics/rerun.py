@@ -14,12 +14,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from jaxmp._inspect.equations import Site
+from jaxmp._inspect.equations import Site, site_of
 from jaxmp._numerics.histograms import zeros_as
 from jaxmp._primitives.varying import varying_axes
 from jaxmp._program import compat
+from jaxmp._program.control_flow import scan_again
 from jaxmp._program.op_classes import CLASSES, OpClass
-from jaxmp._program.rebind import scan_again
+from jaxmp._program.program import read as read_program
 
 # The place of a value: the numbers of the equations around it, of its own, and of the result.
 Key = tuple[int, ...]
@@ -55,7 +56,7 @@ class Rerun:
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
         env.update(zip(jaxpr.invars, args, strict=True))
         last = _last_reads(jaxpr)
-        sites = [Site(each, each.primitive.name, 1, outer) for each in jaxpr.eqns]
+        sites = [site_of(op, outer) for op in read_program(program).ops]
         keep = self.keeping(jaxpr, sites, outer)
         found: dict[Key, Any] = {}
 
@@ -114,18 +115,10 @@ class Rerun:
 
     def scan(self, site: Site, values: list[Any], key: Key) -> Made:
         """Runs a scan again; what its turns keep is stacked."""
-        params = site.equation.params
         (body,) = compat.bodies_of(site.equation)
-        consts, count = compat.scan_counts(params)
-        fixed = values[:consts]
-
-        def turn(carry: Any, slices: Any) -> Any:
-            made, found = self.run(body, [*fixed, *carry, *slices], key, site)
-            return made[:count], (made[count:], found)
-
-        carry, stacked = values[consts : consts + count], values[consts + count :]
-        carry, (rows, found) = scan_again(params, turn, carry, stacked)
-        return [*carry, *rows], found
+        return scan_again(
+            site.equation, values, lambda arguments, _: self.run(body, arguments, key, site)
+        )
 
     def while_loop(self, site: Site, values: list[Any], key: Key) -> Made:
         """Runs a while loop again; what its turns keep is joined, as their number is not known."""

@@ -13,8 +13,8 @@ from jax.extend import core
 
 from jaxmp._float32_reduction.values import FLOAT32, is_half, may_be_param
 from jaxmp._program import compat
+from jaxmp._program.control_flow import Make, rebind
 from jaxmp._program.op_classes import AFTER_PRODUCTS, CONTRACTIONS, CONTROL_FLOW, IDENTITIES
-from jaxmp._program.rebind import Make, rebind
 
 _Wanted = tuple[bool, ...]
 

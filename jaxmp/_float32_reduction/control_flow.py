@@ -26,8 +26,9 @@ from jaxmp._float32_reduction.weights import calls_back
 from jaxmp._mesh.layout import stacked_layout, unstacked_layout
 from jaxmp._numerics.user_warnings import warn
 from jaxmp._primitives.varying import varying_as, varying_axes
-from jaxmp._program import compat, rebind
-from jaxmp._program.dataflow import NONE, Labels, made_of
+from jaxmp._program import compat
+from jaxmp._program.control_flow import scan_with_options
+from jaxmp._program.facts import NONE, Labels, made_of
 from jaxmp._program.mesh_axes import free_sharding
 from jaxmp._program.op_classes import CHECKPOINTS, JITS
 
@@ -171,7 +172,7 @@ def scan_rule(evaluate: Evaluate, equation: core.JaxprEqn, values: list[Value]) 
 
     begun = _without(kept_carries, carried)
     init = _in_traits([value.whole() for value in begun], carry_forms)
-    carry, ys = rebind.scan_again(params, step, init, xs)
+    carry, ys = scan_with_options(params, step, init, xs)
     made = unflat(ys, [form._replace(layout=stacked_layout(form.layout)) for form in returned])
     after = unflat(carry, carry_forms)
     return [*_filled(kept_carries, after), *_filled(kept_stacks, made)]

@@ -8,10 +8,11 @@ import functools
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from jaxmp._inspect.equations import Body, Site
+from jaxmp._inspect.equations import Site
 from jaxmp._numerics.dtypes import is_floating
-from jaxmp._program.dataflow import Question, propagate
+from jaxmp._program.facts import Question, propagate
 from jaxmp._program.op_classes import IDENTITIES, PRODUCTS, REPEATS, SAME_NUMBERS, SCALES
+from jaxmp._program.program import Program
 
 # Stands for each of its formats.
 FLOAT8 = "float8"
@@ -19,14 +20,14 @@ FLOAT8 = "float8"
 _SCALE, _OTHER = "scale", ""
 
 
-def decoded_operands(body: Body) -> dict[Site, tuple[str, ...]]:
+def decoded_operands(program: Program) -> dict[Site, tuple[str, ...]]:
     """Finds the products with an operand that was rounded to float8 and then widened.
 
     Casts, moves and scales may lie in between. A scale is what came with the codes of a rounding,
     or one factor for all numbers.
 
     Args:
-      body: a whole program.
+      program: a whole program, as `walk` returns it.
 
     Returns:
       For each such product, the dtypes of its two operands before they were widened.
@@ -46,7 +47,7 @@ def decoded_operands(body: Body) -> dict[Site, tuple[str, ...]]:
         return _facts(site, facts)
 
     question = Question(_OTHER, _joined, rule, literal=lambda number: _SCALE, keep=_also_by_type)
-    propagate(body, [_OTHER] * len(body.jaxpr.invars), question)
+    propagate(program, [_OTHER] * len(program.inputs), question, lambda site: site.bodies)
     return found
 
 

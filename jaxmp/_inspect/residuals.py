@@ -9,14 +9,15 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from jaxmp._inspect.compiled import is_array
-from jaxmp._inspect.equations import Body, Site, walk
+from jaxmp._inspect.equations import Site, walk
 from jaxmp._inspect.lines import Lines, module_path, scopes_of
 from jaxmp._inspect.rows import Residual
 from jaxmp._inspect.summarize import branch_text, nbytes_of
 from jaxmp._numerics.dtypes import is_floating
-from jaxmp._program.dataflow import Question, propagate
-from jaxmp._program.liveness import arguments_read
+from jaxmp._program.facts import Question, arguments_read, propagate
 from jaxmp._program.op_classes import CALLS, SAME_NUMBERS
+from jaxmp._program.program import Program
+from jaxmp._program.wiring import wiring_of
 
 Kind = Literal["activations", "params"]
 
@@ -37,7 +38,7 @@ def check_loss(result: Any, first: Any) -> None:
 
 def residuals(
     loss: Callable[..., Any], first: Any, rest: Any, has_aux: bool, recomputes: bool
-) -> tuple[tuple[Residual, ...], Body | None]:
+) -> tuple[tuple[Residual, ...], Program | None]:
     """Lists the arrays kept for the backward pass, by dtype and by the line that computed them.
 
     An array that is handed on but that the backward pass never reads is not kept: compilers drop
@@ -76,13 +77,13 @@ def residuals(
         body = walk(jaxpr)
         # Only tracing the backward pass reveals that it cannot go through a `while`.
         backward = walk(jax.make_jaxpr(_applied)(*shapes))
-        both: Body | None = None
+        both: Program | None = None
         if recomputes:
             both = walk(jax.make_jaxpr(lambda *args: _applied(*pullback(*args)))(leaves, rest))
     except Exception as error:  # anything that a user's function may raise under differentiation
         reason = str(error).partition("\n")[0]
         raise NoLoss(f"it cannot be differentiated: {type(error).__name__}: {reason}") from error
-    read = arguments_read(backward, [True] * len(backward.jaxpr.outvars))
+    read = arguments_read(backward, [True] * len(backward.outputs), _bodies)
     return _residual_rows(body, len(leaves), read), both
 
 
@@ -90,20 +91,21 @@ def _applied(value: Any, backward: Any) -> Any:
     return backward(jnp.ones_like(value))
 
 
-def _residual_rows(body: Body, params: int, read: Sequence[bool]) -> tuple[Residual, ...]:
+def _residual_rows(program: Program, params: int, read: Sequence[bool]) -> tuple[Residual, ...]:
     """Returns the rows of a program whose first arguments are the params.
 
     Args:
-      body: the program of a forward pass, which returns a value and all arrays that it hands on.
+      program: a walked forward pass, which returns a value and all arrays that it hands on.
       params: how many arguments are params.
       read: for the value and for each array, whether the backward pass reads it.
     """
-    lines, producers = Lines(), _producers(body)
-    given = {*body.jaxpr.invars, *body.jaxpr.constvars}
-    is_param = [i < params for i in range(len(body.jaxpr.invars))]
+    lines, producers = Lines(), _producers(program)
+    given = {*program.inputs, *(number for number, _ in program.consts)}
+    is_param = [i < params for i in range(len(program.inputs))]
     groups: dict[tuple[str, str, str, str, Kind], list[int]] = {}
     seen: set[Any] = set()
-    results = zip(body.jaxpr.outvars, copies(body, is_param), read, strict=True)
+    outputs: tuple[Any, ...] = program.outputs
+    results = zip(outputs, copies(program, is_param), read, strict=True)
     for atom, is_copy, is_read in results:
         origin = _origin(atom, producers)
         # Arguments are in memory anyway, whatever the backward pass keeps.
@@ -113,8 +115,9 @@ def _residual_rows(body: Body, params: int, read: Sequence[bool]) -> tuple[Resid
         makers = _innermost_sites(atom, producers)
         where = lines.of(makers[0]), module_path(scopes_of(makers[0]))
         kind: Kind = "params" if is_copy else "activations"
-        key = str(atom.aval.dtype), *where, branch_text(makers), kind
-        groups.setdefault(key, []).append(nbytes_of(atom.aval))
+        aval = program.avals[atom]
+        key = str(aval.dtype), *where, branch_text(makers), kind
+        groups.setdefault(key, []).append(nbytes_of(aval))
     rows = [
         Residual(dtype, line, path, len(sizes), sum(sizes), branch, kind)
         for (dtype, line, path, branch, kind), sizes in groups.items()
@@ -122,15 +125,11 @@ def _residual_rows(body: Body, params: int, read: Sequence[bool]) -> tuple[Resid
     return tuple(sorted(rows, key=lambda row: -row.bytes))
 
 
-_Producers = dict[Any, tuple[Site, int]]
+_Producers = dict[Any, tuple[Any, int]]
 
 
-def _producers(body: Body) -> _Producers:
-    return {
-        variable: (site, i)
-        for site in body.sites
-        for i, variable in enumerate(site.equation.outvars)
-    }
+def _producers(program: Program) -> _Producers:
+    return {number: (site, i) for site in program.ops for i, number in enumerate(site.outputs)}
 
 
 def _origin(atom: Any, producers: _Producers) -> Any:
@@ -139,40 +138,45 @@ def _origin(atom: Any, producers: _Producers) -> Any:
         site, i = producers[atom]
         if site.name not in CALLS or len(site.bodies) != 1:
             return atom
-        jaxpr = site.bodies[0].jaxpr
-        inner = _origin(jaxpr.outvars[i], _producers(site.bodies[0]))
+        (body,) = site.bodies
+        inner = _origin(body.outputs[i], _producers(body))
         if isinstance(inner, core.Literal):
             return inner
-        if inner not in jaxpr.invars:
+        if inner not in body.inputs:
             return atom
-        atom = site.equation.invars[jaxpr.invars.index(inner)]
+        atom = site.inputs[body.inputs.index(inner)]
     return atom
 
 
 def _innermost_sites(atom: Any, producers: _Producers) -> list[Site]:
-    """Returns the equations that compute an array, inside of the calls and scans that return it.
+    """Returns the operations that compute an array, inside of the calls and scans that return it.
 
     All branches of a conditional return the same list of arrays. A branch that keeps fewer arrays
     returns fillers for the missing ones, which are left out here.
     """
     site, i = producers[atom]
+    wiring = wiring_of(site.equation)
+    chooses = wiring is not None and wiring.chooses
     found: list[Site] = []
-    for body in site.bodies if len(site.bodies) == 1 or site.name == "cond" else ():
+    for body in site.bodies if len(site.bodies) == 1 or chooses else ():
         inner = _producers(body)
-        results = body.jaxpr.outvars
-        made = results[i] if len(results) == len(site.equation.outvars) else None
+        made = body.outputs[i] if len(body.outputs) == len(site.outputs) else None
         if not isinstance(made, core.Literal) and made in inner:
             found += _innermost_sites(made, inner)
-    if site.name == "cond":
+    if chooses:
         found = [each for each in found if not _is_filler(each)]
     return found or [site]
 
 
 def _is_filler(site: Site) -> bool:
-    """Whether an equation only broadcasts a scalar, as a branch does for a missing array."""
+    """Whether an operation only broadcasts a scalar, as a branch does for a missing array."""
     return site.name.startswith("empty") or (
-        site.name == "broadcast_in_dim" and site.equation.invars[0].aval.shape == ()
+        site.name == "broadcast_in_dim" and site.in_avals[0].shape == ()
     )
+
+
+def _bodies(site: Site) -> Sequence[Program]:
+    return site.bodies
 
 
 class _Made(enum.IntEnum):
@@ -183,11 +187,11 @@ class _Made(enum.IntEnum):
     OTHER = 2
 
 
-def copies(body: Body, given: Sequence[bool]) -> list[bool]:
+def copies(program: Program, given: Sequence[bool]) -> list[bool]:
     """Finds the results of a program that are copies of the given arguments.
 
     Args:
-      body: a program.
+      program: a walked program.
       given: for each argument, whether copies of it count.
 
     Returns:
@@ -196,7 +200,7 @@ def copies(body: Body, given: Sequence[bool]) -> list[bool]:
     """
     made = [_Made.COPY if asked else _Made.OTHER for asked in given]
     question = Question(nothing=_Made.NUMBERS, join=max, rule=_made_by)
-    return [each is _Made.COPY for each in propagate(body, made, question)]
+    return [each is _Made.COPY for each in propagate(program, made, question, _bodies)]
 
 
 def _made_by(site: Site, operands: Sequence[_Made]) -> list[_Made]:

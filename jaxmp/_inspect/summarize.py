@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxmp._inspect.branches import Part, most
 from jaxmp._inspect.decoded import FLOAT8, decoded_operands
-from jaxmp._inspect.equations import Body, Site
+from jaxmp._inspect.equations import Site, all_sites
 from jaxmp._inspect.lines import Lines, direction, module_path, scopes_of
 from jaxmp._inspect.rows import (
     Collective,
@@ -27,6 +27,7 @@ from jaxmp._inspect.rows import (
 from jaxmp._inspect.upcasts import is_narrow_aval, is_wide, mark_upcasts, widens_inside
 from jaxmp._numerics.precision import name_of_param
 from jaxmp._program.op_classes import CASTS, CLASSES, COLLECTIVES, PRODUCTS, OpClass
+from jaxmp._program.program import Program
 from jaxmp._program.scopes import why_left_out
 
 _Key = TypeVar("_Key", bound=Hashable)
@@ -56,16 +57,16 @@ class Tally:
       body: a whole program.
     """
 
-    def __init__(self, body: Body) -> None:
-        self._body = body
-        self.sites = list(body.all_sites())
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self.sites = list(all_sites(program))
         self.flops = _flops(self.sites)
         self._lines = Lines()
         self._where: dict[Site, Where] = {}
 
     @functools.cached_property
     def _decoded(self) -> dict[Site, tuple[str, ...]]:
-        return decoded_operands(self._body)
+        return decoded_operands(self._program)
 
     def products(self) -> tuple[Product, ...]:
         """Returns products by dtypes and precision, most FLOPs first."""
@@ -125,7 +126,7 @@ class Tally:
         If several upcasts feed a product, the first in the program counts as the cause, since the
         others were widened to match it. Upcasts that cause the most FLOPs come first.
         """
-        marked = mark_upcasts(self._body)
+        marked = mark_upcasts(self._program)
         wide = [site for site in self._products() if site.fed_by]
         sources = [site for site in marked if _is_upcast(site, wide)]
 
@@ -291,7 +292,7 @@ def _operations(site: Site) -> int:
 
 def _taken_in(site: Site) -> tuple[str, ...]:
     """Returns the dtypes of the operands; for a while loop, of the operands of its products."""
-    inside = [each for body in site.bodies for each in body.all_sites() if each.name in PRODUCTS]
+    inside = [each for body in site.bodies for each in all_sites(body) if each.name in PRODUCTS]
     names = [name for each in inside for name in _product_dtypes(each)[0]]
     return tuple(
         sorted({*names} if inside else {_dtype_of_variable(v) for v in site.equation.invars})

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 
 import jax.numpy as jnp
 
-from jaxmp._inspect.equations import Site
+from jaxmp._inspect.equations import Site, all_sites
 from jaxmp._program.op_classes import (
     CLASSES,
     FOREIGN_CALLS,
@@ -82,7 +82,7 @@ def _has_numbers(site: Site) -> bool:
 
 
 def _has_product(site: Site) -> bool:
-    return any(each.flops for body in site.bodies for each in body.all_sites())
+    return any(each.flops for body in site.bodies for each in all_sites(body))
 
 
 def unseen_in(sites: Iterable[Site], *, is_compiled: bool = False) -> tuple[str, ...]:

@@ -7,12 +7,13 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxmp._inspect.equations import Body, Site
-from jaxmp._program.dataflow import Question, propagate
+from jaxmp._inspect.equations import Site
+from jaxmp._program.facts import Question, propagate
 from jaxmp._program.op_classes import PRODUCTS
+from jaxmp._program.program import Program
 
 
-def mark_upcasts(body: Body) -> list[Site]:
+def mark_upcasts(program: Program) -> list[Site]:
     """Finds the upcasts of a program, and the products that multiply their results.
 
     A value is wide if it is a float of 32 bits or more, or complex. It comes from an upcast if it
@@ -21,13 +22,13 @@ def mark_upcasts(body: Body) -> list[Site]:
     loss scale or a gradient norm would connect everything with everything.
 
     Args:
-      body: a whole program; `bit` and `fed_by` of its sites are filled in.
+      program: a whole program, as `walk` returns it; `bit` and `fed_by` of its sites are filled in.
 
     Returns:
       The equations that may be upcasts, the first one with bit 1, the second with 2, and so on.
     """
     flow = _Flow()
-    propagate(body, [0] * len(body.jaxpr.invars), flow.question())
+    propagate(program, [0] * len(program.inputs), flow.question(), lambda site: site.bodies)
     return flow.sources
 
 

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from jaxmp._numerics.user_warnings import warn
 from jaxmp._program import compat
-from jaxmp._program.dataflow import Labels, made_of
+from jaxmp._program.facts import Labels, made_of
 from jaxmp._program.freed import run_freed
 from jaxmp._program.mesh_axes import automatic, explicit_mesh, free_spec
 from jaxmp._program.op_classes import IDENTITIES
@@ -84,7 +84,7 @@ def on_automatic_axes(trace: Trace, arrays: Sequence[Any]) -> tuple[core.ClosedJ
         with jax.sharding.use_abstract_mesh(mesh), _TRACED_EXPLICITLY(True):
             closed, rest = trace(arrays)
         with jax.sharding.use_abstract_mesh(inside):
-            program = compat.trace(functools.partial(run_freed, closed.jaxpr, closed.consts), free)
+            program = compat.trace(functools.partial(run_freed, closed), free)
     except Exception as refused:  # JAX has several errors for shardings
         # Of a function in a function, the outer one is traced again: its results are fewer.
         if _TRACED_EXPLICITLY.value:

@@ -4,8 +4,8 @@ What it says about shardings becomes constraints: `jax.reshard`, `out_sharding`,
 the axes that were automatic before.
 """
 
-import functools
-from collections.abc import Callable, Sequence
+import contextlib
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +14,7 @@ from jax.extend import core
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxmp._program import compat
-from jaxmp._program.derivatives import Behind, with_derivative, with_passes
+from jaxmp._program.evaluate import Cells, Rules, evaluate
 from jaxmp._program.mesh_axes import (
     ANY,
     automatic,
@@ -23,8 +23,8 @@ from jaxmp._program.mesh_axes import (
     on_current_axes,
     only_axes,
 )
-from jaxmp._program.op_classes import CONTROL_FLOW
-from jaxmp._program.rebind import rebind
+from jaxmp._program.op_classes import CONTROL_FLOW, CUSTOM_DERIVATIVES
+from jaxmp._program.program import Op, read
 
 
 class _Later(NamedTuple):
@@ -34,65 +34,69 @@ class _Later(NamedTuple):
     sharding: NamedSharding
 
 
-def run_freed(jaxpr: core.Jaxpr, consts: Sequence[Any], *arrays: Any) -> list[Any]:
+def run_freed(closed: core.ClosedJaxpr, *arrays: Any) -> list[Any]:
     """Runs a program that was traced on explicit axes on automatic ones."""
-    env: dict[Any, Any] = dict(zip(jaxpr.invars, arrays, strict=True))
-    env.update(zip(jaxpr.constvars, map(on_current_axes, consts), strict=True))
-
-    def read(atom: Any) -> Any:
-        if isinstance(atom, core.Literal):
-            return atom.val
-        if isinstance(env[atom], _Later):
-            env[atom] = _as_asked(*env[atom])
-        return env[atom]
-
-    for equation in compat.open_jaxpr(jaxpr).eqns:
-        source = equation.source_info
-        with compat.where(equation, source.name_stack, source.traceback, mesh=False):
-            later = [env.get(x) for x in equation.invars if not isinstance(x, core.Literal)]
-            if _narrows(equation) and isinstance(later[0], _Later):
-                # A cast commutes with a reshard. First the cast: a gather then carries 16 bits.
-                (made,) = compat.bind(equation, [later[0].array])
-                env[equation.outvars[0]] = later[0]._replace(array=made)
-                continue
-            results = _run(equation, [read(atom) for atom in equation.invars])
-        env.update(zip(equation.outvars, results, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+    return evaluate(read(closed), arrays, _Freed())
 
 
-def _narrows(equation: core.JaxprEqn) -> bool:
-    if equation.primitive.name != "convert_element_type":
+class _Freed(Rules[Any]):
+    """Runs operations that were traced on explicit axes on automatic ones."""
+
+    def constant(self, value: Any) -> Any:
+        return on_current_axes(value)
+
+    def literal(self, literal: core.Literal) -> Any:
+        return literal.val
+
+    def where(self, op: Op) -> contextlib.AbstractContextManager[None]:
+        return compat.where(op.equation, op.stack, op.traceback, mesh=False)
+
+    def read(self, atom: int | core.Literal, cells: Cells[Any]) -> Any:
+        if not isinstance(atom, core.Literal) and isinstance(cells[atom], _Later):
+            cells[atom] = _as_asked(*cells[atom])
+        return super().read(atom, cells)
+
+    def operands(self, op: Op, cells: Cells[Any]) -> list[Any]:
+        # A cast commutes with a reshard. First the cast: a gather then carries 16 bits.
+        source = op.inputs[0] if op.inputs else None
+        if isinstance(source, int) and isinstance(cells[source], _Later) and _narrows(op):
+            return [cells[source]]
+        return super().operands(op, cells)
+
+    def operation(self, op: Op, operands: list[Any]) -> list[Any]:
+        equation = op.equation
+        avals: list[Any] = op.out_avals
+        if operands and isinstance(operands[0], _Later):
+            (made,) = compat.bind(equation, [operands[0].array])
+            return [operands[0]._replace(array=made)]
+        if op.name == "reshard":
+            return [_Later(operands[0], avals[0].sharding)]
+        if op.name in CONTROL_FLOW:
+            op = dataclasses.replace(op, equation=_on_automatic_mesh(equation))
+            return super().operation(op, operands)
+        if op.name in CUSTOM_DERIVATIVES:
+            return super().operation(op, operands)
+        if any(var.aval.sharding.mesh.explicit_axes for var in _inner_arguments(equation)):
+            # Inside, shardings may be asked for; the function may do without them on automatic
+            # axes.
+            raise NotImplementedError(f"{op.name} on explicit mesh axes, with a program inside")
+        if op.name == "sharding_constraint":
+            return [_constrained_alike(equation, operands[0])]
+        asked = [key for key in ("out_sharding", "sharding") if op.params.get(key) is not None]
+        unasked = equation.replace(params=op.params | dict.fromkeys(asked))
+        made = compat.bind(_on_automatic_mesh(unasked), operands)
+        if not asked:
+            return made
+        return [
+            _as_asked(x, aval.sharding) if any(aval.sharding.spec.partitions) else x
+            for x, aval in zip(made, avals, strict=True)
+        ]
+
+
+def _narrows(op: Op) -> bool:
+    if op.name != "convert_element_type":
         return False
-    given: Any = equation.invars[0].aval
-    return bool(equation.params["new_dtype"].itemsize < given.dtype.itemsize)
-
-
-def _run(equation: core.JaxprEqn, values: list[Any]) -> list[Any]:
-    name = equation.primitive.name
-    made_of: list[Any] = [var.aval for var in equation.outvars]
-    if name == "reshard":
-        return [_Later(values[0], made_of[0].sharding)]
-    if name in CONTROL_FLOW:
-        makers = [functools.partial(_freed_program, body) for body in compat.bodies_of(equation)]
-        return rebind(_on_automatic_mesh(equation), values, makers)
-    if name == "custom_jvp_call":
-        return _with_derivative(equation)(*values)
-    if name == "custom_vjp_call":
-        return _with_passes(equation)(*values)
-    if any(var.aval.sharding.mesh.explicit_axes for var in _inner_arguments(equation)):
-        # Inside, shardings may be asked for; the function may do without them on automatic axes.
-        raise NotImplementedError(f"{name} on explicit mesh axes, with a program inside")
-    if name == "sharding_constraint":
-        return [_constrained_alike(equation, values[0])]
-    asked = [key for key in ("out_sharding", "sharding") if equation.params.get(key) is not None]
-    unasked = equation.replace(params=equation.params | dict.fromkeys(asked))
-    made = compat.bind(_on_automatic_mesh(unasked), values)
-    if not asked:
-        return made
-    return [
-        _as_asked(x, aval.sharding) if any(aval.sharding.spec.partitions) else x
-        for x, aval in zip(made, made_of, strict=True)
-    ]
+    return bool(op.params["new_dtype"].itemsize < op.in_avals[0].dtype.itemsize)
 
 
 def _as_asked(x: Any, sharding: NamedSharding) -> Any:
@@ -136,11 +140,6 @@ def _entries_of(spec: PartitionSpec, ndim: int) -> list[Any]:
     return [*spec.partitions, *[None] * (ndim - len(spec.partitions))]
 
 
-def _freed_program(body: Any, avals: list[Any]) -> core.ClosedJaxpr:
-    jaxpr, consts = compat.open_jaxpr(body), compat.consts_of(body)
-    return compat.trace(functools.partial(run_freed, jaxpr, consts), avals)
-
-
 def _on_automatic_mesh(equation: core.JaxprEqn) -> core.JaxprEqn:
     """Returns the equation with meshes in its params that have no explicit axes."""
 
@@ -153,30 +152,3 @@ def _on_automatic_mesh(equation: core.JaxprEqn) -> core.JaxprEqn:
 
     params = {name: freed(param) for name, param in equation.params.items()}
     return equation.replace(params=params)
-
-
-def _with_derivative(equation: core.JaxprEqn) -> Callable[..., list[Any]]:
-    count = len(equation.outvars)
-
-    def derivative(
-        program: core.ClosedJaxpr, by: Sequence[int], arrays: Sequence[Any], tangents: list[Any]
-    ) -> tuple[list[Any], list[Any]]:
-        made = run_freed(program.jaxpr, program.consts, *arrays, *tangents)
-        return made[:count], made[count:]
-
-    return with_derivative(equation, range(len(equation.invars)), _primal(equation), derivative)
-
-
-def _with_passes(equation: core.JaxprEqn) -> Callable[..., list[Any]]:
-    def behind(program: core.ClosedJaxpr, by: Sequence[int], given: list[Any]) -> list[Any]:
-        return run_freed(program.jaxpr, program.consts, *given)
-
-    def ahead(jaxpr: core.ClosedJaxpr, arrays: list[Any]) -> tuple[list[Any], Behind]:
-        return run_freed(jaxpr.jaxpr, jaxpr.consts, *arrays), behind
-
-    return with_passes(equation, range(len(equation.invars)), _primal(equation), ahead)
-
-
-def _primal(equation: core.JaxprEqn) -> Callable[..., list[Any]]:
-    body = equation.params["call_jaxpr"]
-    return functools.partial(run_freed, compat.open_jaxpr(body), compat.consts_of(body))

@@ -6,6 +6,7 @@ Only operations of `HOISTED` move, with the moves of data before them, so that n
 which was cheap to compute.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,8 +14,11 @@ import jax
 from jax.extend import core
 
 from jaxmp._program import compat
+from jaxmp._program.control_flow import call_again, entered, scan_again
+from jaxmp._program.evaluate import Rules, evaluate
 from jaxmp._program.op_classes import HOISTED, PLAIN_MOVES
-from jaxmp._program.rebind import call_again, entered, run_by_rule, scan_again
+from jaxmp._program.program import Op, read
+from jaxmp._program.wiring import Wiring, loop_of
 
 
 class _Hoisted(NamedTuple):
@@ -31,7 +35,7 @@ class _Hoisted(NamedTuple):
 
 
 # By the number of the operation, in the order of the program and of the programs inside.
-_Found = dict[int, _Hoisted]
+_Ready = dict[int, _Hoisted]
 
 
 def with_hoisted(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -50,26 +54,21 @@ def with_hoisted(fun: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(*args: Any) -> Any:
         closed, shape = jax.make_jaxpr(fun, return_shape=True)(*args)
-        made = _run_hoisted(compat.open_jaxpr(closed), closed.consts, jax.tree.leaves(args))
-        return jax.tree.unflatten(jax.tree.structure(shape), made)
+        results = evaluate(read(closed), jax.tree.leaves(args), _Hoisting())
+        return jax.tree.unflatten(jax.tree.structure(shape), results)
 
     return call
 
 
-def _run_hoisted(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+class _Hoisting(Rules[Any]):
     """Runs a program; of its own scans, what is the same in each turn runs before."""
 
-    def rule(equation: core.JaxprEqn, values: list[Any]) -> list[Any]:
-        if equation.primitive.name != "scan" or not _count_movable([equation]):
-            return compat.bind(equation, values)
-        consts, _ = compat.scan_counts(equation.params)
-        known = [*values[:consts], *[None] * (len(values) - consts)]
-        (body,) = compat.bodies_of(equation)
-        jaxpr = compat.open_jaxpr(body)
-        found = _along_a_scan(equation, jaxpr, compat.consts_of(body), known)
-        return _again_scan(equation, values, found)
-
-    return run_by_rule(jaxpr, consts, args, rule)
+    def operation(self, op: Op, operands: list[Any]) -> list[Any]:
+        loop = loop_of(op.equation)
+        if loop is None or not _count_movable([op.equation]):
+            return compat.bind(op.equation, operands)
+        known = [x if i < loop.carry.start else None for i, x in enumerate(operands)]
+        return _again_scan(op.equation, operands, _along_a_scan(op.equation, loop, known))
 
 
 def _count_movable(equations: Sequence[core.JaxprEqn]) -> int:
@@ -80,120 +79,104 @@ def _count_movable(equations: Sequence[core.JaxprEqn]) -> int:
     return sum(each.primitive.name in HOISTED for each in equations) + sum(inside)
 
 
-def _computed(jaxpr: core.Jaxpr, consts: Sequence[Any], known: Sequence[Any]) -> _Found:
-    """Computes what may move of a program, from those of its arguments that are known.
+class _Computing(Rules[Any]):
+    """Computes what may move of a program, from the values that are known; others are None."""
 
-    Args:
-      jaxpr: the program.
-      consts: its constants.
-      known: its arguments; None for those that are not known.
-    """
-    env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-    env.update(zip(jaxpr.invars, known, strict=True))
-    found: _Found = {}
-    number = 0
-    for equation in jaxpr.eqns:
-        values = [
-            compat.number(atom) if isinstance(atom, core.Literal) else env.get(atom)
-            for atom in equation.invars
-        ]
-        name, ready = equation.primitive.name, all(value is not None for value in values)
-        if name in HOISTED or (name in PLAIN_MOVES and ready):
-            if ready:
-                made = compat.bind(equation, values)
-                env.update(zip(equation.outvars, made, strict=True))
-                found |= {number: _Hoisted(made)} if name in HOISTED else {}
-            number += name in HOISTED
-            continue
-        for body in entered(equation):
-            inner = compat.open_jaxpr(body)
-            run = _along_a_scan if name == "scan" else _computed_inside
-            within = run(equation, inner, compat.consts_of(body), values)
-            found |= {number + i: each for i, each in within.items()}
-            number += _count_movable(inner.eqns)
-    return found
+    def __init__(self) -> None:
+        self.number = 0
+        self.ready: _Ready = {}
+
+    def where(self, op: Op) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def operation(self, op: Op, operands: list[Any]) -> list[Any]:
+        is_ready = all(value is not None for value in operands)
+        if op.name in HOISTED or (op.name in PLAIN_MOVES and is_ready):
+            results = compat.bind(op.equation, operands) if is_ready else [None] * len(op.outputs)
+            if op.name in HOISTED:
+                self.ready |= {self.number: _Hoisted(results)} if is_ready else {}
+                self.number += 1
+            return results
+        loop = loop_of(op.equation)
+        for body in entered(op.equation):
+            inside = (
+                _computed(body, operands)
+                if loop is None
+                else _along_a_scan(op.equation, loop, operands)
+            )
+            self.ready |= {self.number + i: each for i, each in inside.items()}
+            self.number += _count_movable(compat.open_jaxpr(body).eqns)
+        return [None] * len(op.outputs)
 
 
-def _computed_inside(
-    equation: core.JaxprEqn, jaxpr: core.Jaxpr, consts: Sequence[Any], values: Sequence[Any]
-) -> _Found:
-    del equation
-    return _computed(jaxpr, consts, values)
+def _computed(body: Any, known: Sequence[Any]) -> _Ready:
+    """Computes what may move of a program, from those of its arguments that are not None."""
+    rules = _Computing()
+    evaluate(read(body), known, rules)
+    return rules.ready
 
 
-def _along_a_scan(
-    equation: core.JaxprEqn, jaxpr: core.Jaxpr, consts: Sequence[Any], values: Sequence[Any]
-) -> _Found:
+def _along_a_scan(equation: core.JaxprEqn, loop: Wiring, known: Sequence[Any]) -> _Ready:
     """Computes it for all turns of an inner scan, stacked; once where the turns do not differ."""
-    counts = compat.scan_counts(equation.params)
-    end = sum(counts)
-    fixed = [*values[: counts.consts], *[None] * counts.carry]
-    alike = _computed(jaxpr, consts, [*fixed, *[None] * (len(values) - end)])
-    found = {i: _Hoisted(made.arrays, (False, *made.stacked)) for i, made in alike.items()}
-    stacks = [value for value in values[end:] if value is not None]
-    within: dict[int, tuple[bool, ...]] = {}
+    (body,) = compat.bodies_of(equation)
+    fixed = [x if i < loop.carry.start else None for i, x in enumerate(known)]
+    alike = _computed(body, fixed)
+    ready = {i: _Hoisted(each.arrays, (False, *each.stacked)) for i, each in alike.items()}
+    stacks = [known[i] for i in loop.slices if known[i] is not None]
+    stacked: dict[int, tuple[bool, ...]] = {}
 
     def turn(slices: list[Any]) -> dict[int, list[Any]]:
         given = iter(slices)
-        known = [*fixed, *(None if value is None else next(given) for value in values[end:])]
-        made = _computed(jaxpr, consts, known)
-        within.update((i, each.stacked) for i, each in made.items())
-        return {i: each.arrays for i, each in made.items() if i not in alike}
+        arguments = list(fixed)
+        for i in loop.slices:
+            arguments[i] = None if known[i] is None else next(given)
+        each_turn = _computed(body, arguments)
+        stacked.update((i, each.stacked) for i, each in each_turn.items())
+        return {i: each.arrays for i, each in each_turn.items() if i not in alike}
 
-    made = jax.vmap(turn)(stacks) if stacks else {}
-    return found | {i: _Hoisted(x, (True, *within[i])) for i, x in made.items()}
+    of_turns = jax.vmap(turn)(stacks) if stacks else {}
+    return ready | {i: _Hoisted(x, (True, *stacked[i])) for i, x in of_turns.items()}
 
 
-def _with_found(
-    jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any], found: _Found
-) -> list[Any]:
+class _WithReady(Rules[Any]):
     """Runs a program, without what was computed before."""
-    number = 0
 
-    def rule(equation: core.JaxprEqn, values: list[Any]) -> list[Any]:
-        nonlocal number
-        first, count = number, _count_movable([equation])
-        number += count
-        given = {i - first: made for i, made in found.items() if first <= i < first + count}
-        if not given:
-            return compat.bind(equation, values)
-        if equation.primitive.name in HOISTED:
-            return given[0].arrays
-        return (_again_scan if equation.primitive.name == "scan" else _again)(
-            equation, values, given
-        )
+    def __init__(self, ready: _Ready) -> None:
+        self.number, self.ready = 0, ready
 
-    return run_by_rule(jaxpr, consts, args, rule)
+    def operation(self, op: Op, operands: list[Any]) -> list[Any]:
+        first, count = self.number, _count_movable([op.equation])
+        self.number += count
+        ready = {i - first: x for i, x in self.ready.items() if first <= i < first + count}
+        if not ready:
+            return compat.bind(op.equation, operands)
+        if op.name in HOISTED:
+            return ready[0].arrays
+        again = _again if loop_of(op.equation) is None else _again_scan
+        return again(op.equation, operands, ready)
 
 
-def _again(equation: core.JaxprEqn, values: Sequence[Any], found: _Found) -> list[Any]:
+def _again(equation: core.JaxprEqn, operands: Sequence[Any], ready: _Ready) -> list[Any]:
     """Runs a jit or a checkpoint again, with what was computed before as arguments."""
     (body,) = compat.bodies_of(equation)
-    arrays = {i: made.arrays for i, made in found.items()}
 
-    def function(values: Sequence[Any], arrays: dict[int, list[Any]]) -> list[Any]:
-        given = {i: made._replace(arrays=arrays[i]) for i, made in found.items()}
-        return _with_found(compat.open_jaxpr(body), compat.consts_of(body), values, given)
+    def function(operands: Sequence[Any], arrays: dict[int, list[Any]]) -> list[Any]:
+        inside = {i: each._replace(arrays=arrays[i]) for i, each in ready.items()}
+        return evaluate(read(body), operands, _WithReady(inside))
 
-    return call_again(equation, values, arrays, function)
+    arrays = {i: each.arrays for i, each in ready.items()}
+    return list(call_again(equation, operands, arrays, function))
 
 
-def _again_scan(equation: core.JaxprEqn, values: Sequence[Any], found: _Found) -> list[Any]:
+def _again_scan(equation: core.JaxprEqn, operands: Sequence[Any], ready: _Ready) -> list[Any]:
     """Runs a scan again, with what was computed before: stacked, or the same in each turn."""
     (body,) = compat.bodies_of(equation)
-    consts, carry = compat.scan_counts(equation.params)
-    stacks = {i: made.arrays for i, made in found.items() if made.stacked[:1] == (True,)}
+    stacks = {i: each.arrays for i, each in ready.items() if each.stacked[:1] == (True,)}
 
-    def turn(carried: list[Any], slices: tuple[list[Any], dict[int, list[Any]]]) -> Any:
-        xs, parts = slices
-        given = {
-            i: _Hoisted(parts.get(i, made.arrays), made.stacked[1:]) for i, made in found.items()
+    def turn(arguments: list[Any], slices: dict[int, list[Any]]) -> tuple[list[Any], Any]:
+        inside = {
+            i: _Hoisted(slices.get(i, each.arrays), each.stacked[1:]) for i, each in ready.items()
         }
-        args = [*values[:consts], *carried, *xs]
-        made = _with_found(compat.open_jaxpr(body), compat.consts_of(body), args, given)
-        return made[:carry], made[carry:]
+        return evaluate(read(body), arguments, _WithReady(inside)), ()
 
-    end = consts + carry
-    init, xs = list(values[consts:end]), list(values[end:])
-    last, ys = scan_again(equation.params, turn, init, (xs, stacks))
-    return [*last, *ys]
+    return scan_again(equation, operands, turn, stacks)[0]

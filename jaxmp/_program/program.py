@@ -1,5 +1,9 @@
-"""A jaxpr in the form for rewriting: operations over numbered values, jitted functions inlined."""
+"""A jaxpr in the form that jaxmp works on: operations over numbered values.
 
+The programs inside of operations stay jaxprs. They are read when someone looks into them.
+"""
+
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -21,11 +25,13 @@ from jaxmp._program.op_classes import CLASSES, IN_HELPERS, JITS, OpClass
 _LARGEST_HELPER = 100  # equations
 
 
-class Op(NamedTuple):
+@dataclasses.dataclass(eq=False, slots=True)
+class Op:
     """One operation.
 
     Attributes:
       equation: its equation, whose params describe it.
+      number: its number in the program.
       inputs: its operands: numbers of values, and literals.
       outputs: the numbers of the values that it makes.
       stack: its scopes within the program.
@@ -33,12 +39,13 @@ class Op(NamedTuple):
       functions: the jitted functions that were inlined around it, innermost last.
     """
 
-    equation: core.JaxprEqn
+    equation: Any  # a core.JaxprEqn
+    number: int
     inputs: tuple[int | core.Literal, ...]
     outputs: tuple[int, ...]
     stack: Any
     traceback: Any
-    functions: tuple[str, ...]
+    functions: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -75,17 +82,17 @@ class Program(NamedTuple):
     outputs: tuple[int | core.Literal, ...]
 
 
-def read(closed: Any, inline: "Callable[[core.JaxprEqn], bool] | None" = None) -> Program:
-    """Reads the program of a jaxpr, closed or open.
+Inline = Callable[[core.JaxprEqn], bool]
+
+
+def read(closed: Any, inline: Inline | None = None) -> Program:
+    """Reads the program of a jaxpr.
 
     Args:
-      closed: the jaxpr.
-      inline: which jitted functions without shardings are inlined into their caller. None inlines
-        helpers, such as `jnp.where` or `jax.nn.silu`: their treatment may depend on what follows
-        them. Functions that multiply matrices then stay functions, so that layers that share one
-        are still compiled once.
+      closed: the jaxpr, closed or open.
+      inline: which jitted functions without shardings are inlined into their caller; None for none.
     """
-    reader = _Reader(_is_helper if inline is None else inline)
+    reader = _Reader(inline or (lambda equation: False))
     jaxpr = open_jaxpr(closed)
     env: dict[Any, Any] = {}
     inputs = tuple(reader.new(var, env) for var in jaxpr.invars)
@@ -95,6 +102,15 @@ def read(closed: Any, inline: "Callable[[core.JaxprEqn], bool] | None" = None) -
     return Program(
         tuple(reader.ops), tuple(reader.avals), inputs, (*consts, *reader.consts), outputs
     )
+
+
+def with_helpers_inlined(closed: Any) -> Program:
+    """Reads the program of a jaxpr, with helpers such as `jnp.where` and `jax.nn.silu` inlined.
+
+    The treatment of helpers may depend on what follows them. Functions that multiply matrices stay
+    functions, so that layers that share one are still compiled once.
+    """
+    return read(closed, _is_helper)
 
 
 def without_dead_code(program: Program) -> Program:
@@ -108,7 +124,7 @@ def without_dead_code(program: Program) -> Program:
 
 
 class _Reader:
-    def __init__(self, inline: Callable[[core.JaxprEqn], bool]) -> None:
+    def __init__(self, inline: Inline) -> None:
         self.inline = inline
         self.ops: list[Op] = []
         self.avals: list[Any] = []
@@ -138,7 +154,7 @@ class _Reader:
                 body, name = equation.params["jaxpr"], equation.params["name"]
                 of_jax = (f"jax.nn.{name}",) if is_of_jax_nn(body) else ()
                 names = (*functions, name, *of_jax)
-                call = Op(equation, inputs, (), stack, traceback, names)
+                call = Op(equation, len(self.ops), inputs, (), stack, traceback, names)
                 inner: dict[Any, Any] = dict(zip(open_jaxpr(body).invars, inputs, strict=True))
                 self.consts += self.constants(body, inner)
                 self.read(open_jaxpr(body), inner, call)
@@ -146,7 +162,8 @@ class _Reader:
                 env.update(zip(equation.outvars, results, strict=True))
             else:
                 outputs = tuple(self.new(var, env) for var in equation.outvars)
-                self.ops.append(Op(equation, inputs, outputs, stack, traceback, functions))
+                number = len(self.ops)
+                self.ops.append(Op(equation, number, inputs, outputs, stack, traceback, functions))
 
 
 def _is_helper(equation: core.JaxprEqn) -> bool:

@@ -12,9 +12,9 @@ from jax.extend import core
 
 from jaxmp._numerics.rounding import widen_rounded
 from jaxmp._program import compat
+from jaxmp._program.control_flow import rebind
 from jaxmp._program.op_classes import CHECKPOINTS, CONTRACTIONS, CONTROL_FLOW, JITS
 from jaxmp._program.program import Op, Program, read, without_dead_code
-from jaxmp._program.rebind import rebind
 from jaxmp._recompute.pieces import Piece, divided, key_of, whole
 from jaxmp._recompute.storage import NOTHING_STORED, Storage, names_of
 
@@ -78,7 +78,7 @@ def _planned(context: Settings, closed: Any) -> _Divided:
 
 def _divide(context: Settings, closed: Any) -> _Divided:
     if context.only_loops:
-        program = read(closed, lambda each: False)
+        program = read(closed)
         return _Divided(program, NOTHING_STORED, [whole(program)])
     program = without_dead_code(read(closed, lambda each: _is_open(each, context.dear)))
     return _Divided(program, *divided(program, context.dear, views=not context.barriers))

@@ -15,7 +15,7 @@ from jaxmp._numerics.stochastic import hashed_words, round_by_words
 from jaxmp._numerics.tree import leaf_names
 from jaxmp._numerics.user_warnings import first_few, warn
 from jaxmp._program import compat
-from jaxmp._program.dataflow import NONE, made_of
+from jaxmp._program.facts import NONE, made_of
 
 Moments = Literal["float32", "bfloat16", "int8"]
 # Gives states other random words than params.

@@ -15,8 +15,9 @@ from jaxtyping import PyTree
 from jaxmp._numerics.dtypes import at_least_float32, is_inexact, is_narrow
 from jaxmp._numerics.tree import leaf_names
 from jaxmp._program import compat
-from jaxmp._program.dataflow import AnySite, Question, nested, propagate
+from jaxmp._program.facts import Question, propagate
 from jaxmp._program.op_classes import KEEPS_ZERO
+from jaxmp._program.program import Op, read
 
 
 def moved_by(inner: optax.GradientTransformation, params: PyTree) -> PyTree:
@@ -113,13 +114,13 @@ def _leaves(tree: PyTree) -> list[Any]:
 def _zero_updates(update: Callable[..., tuple[PyTree, Any]], *args: Any) -> PyTree:
     """Returns for each update of an optimizer whether it is zero for any input."""
     closed, updates = jax.make_jaxpr(lambda *args: update(*args)[0], return_shape=True)(*args)
-    zeros = propagate(nested(closed), [False] * len(closed.in_avals), _IS_ZERO)
+    zeros = propagate(read(closed), [False] * len(closed.in_avals), _IS_ZERO)
     return jax.tree.unflatten(jax.tree.structure(updates), zeros)
 
 
-def _made(site: AnySite, zero: Sequence[bool]) -> list[bool]:
+def _made(op: Op, zero: Sequence[bool]) -> list[bool]:
     """Returns which results of an operation are zero, given which operands are zero."""
-    name, atoms = site.equation.primitive.name, site.equation.invars
+    name, atoms = op.name, op.inputs
     if name == "mul":  # a literal factor of zero may be a learning rate that Python will change
         made = any(x for x, atom in zip(zero, atoms, strict=True) if not hasattr(atom, "val"))
     elif name == "select_n":
@@ -128,7 +129,7 @@ def _made(site: AnySite, zero: Sequence[bool]) -> list[bool]:
         made = all(zero)
     else:
         made = name == "div" and zero[0]
-    return [made] * len(site.equation.outvars)
+    return [made] * len(op.outputs)
 
 
 _IS_ZERO = Question(

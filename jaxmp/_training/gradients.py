@@ -19,8 +19,9 @@ from jaxmp._numerics.dtypes import at_least_float32
 from jaxmp._numerics.tree import check_arrays, check_differentiable, leaf_names, split_floats, widen
 from jaxmp._numerics.user_warnings import warn
 from jaxmp._program import compat
-from jaxmp._program.dataflow import AnySite, Question, nested, propagate
+from jaxmp._program.facts import Question, propagate
 from jaxmp._program.mesh_axes import on_current_axes
+from jaxmp._program.program import Op, read
 from jaxmp._recompute.api import Recompute, recompute as lean
 from jaxmp._training.gradient_options import GradientKeywords, GradientOptions, LossScaleLike
 from jaxmp._training.microbatch import Evaluation
@@ -262,15 +263,15 @@ def _leads_through_float16(jaxpr: Any) -> bool:
         found |= of_gradient and getattr(aval, "dtype", None) == _FLOAT16
         return of_gradient
 
-    def rule(site: AnySite, given: Sequence[bool]) -> list[bool]:
+    def rule(op: Op, given: Sequence[bool]) -> list[bool]:
         nonlocal found
         # Gradients are not followed inside kernels: any float16 in there counts.
-        found |= any(given) and any(map(_makes_float16, compat.sub_jaxprs(site.equation)))
-        return [any(given)] * len(site.equation.outvars)
+        found |= any(given) and any(map(_makes_float16, compat.sub_jaxprs(op.equation)))
+        return [any(given)] * len(op.outputs)
 
     question = Question(nothing=False, join=operator.or_, rule=rule, keep=keep)
-    program = nested(jaxpr)
-    given = [i == 0 for i in range(len(program.jaxpr.invars))]
+    program = read(jaxpr)
+    given = [i == 0 for i in range(len(program.inputs))]
     propagate(program, given, question)
     return found
 

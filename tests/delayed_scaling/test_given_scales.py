@@ -153,7 +153,7 @@ def given_scales(fun: Any, *args: Any) -> Any:
     closed = jax.make_jaxpr(fun)(*args)
 
     def run(given: Given, *args: Any) -> Any:
-        (out,), found = run_with_scales(closed.jaxpr, closed.consts, args, given)
+        (out,), found = run_with_scales(closed, args, given)
         return out, found
 
     return run

@@ -27,14 +27,13 @@ pytestmark = pytest.mark.jax
 
 PACKAGE = pathlib.Path(__file__).parents[2] / "jaxmp"
 COMPAT, FLOPS, PROGRAM = "_program/compat.py", "_program/flops.py", "_program/program.py"
-DATAFLOW = "_program/dataflow.py"
-LIVENESS = "_program/liveness.py"
+WIRING, EVALUATE = "_program/wiring.py", "_program/evaluate.py"
 OPERATIONS, CONTROL, FLOW = "_autocast/rules.py", "_autocast/control_flow.py", "_autocast/plan.py"
 RULES = "_autocast/custom_derivatives.py"
 LEFT, KERNELS = "_autocast/left_alone.py", "_autocast/kernels.py"
 WALK, TALLY = "_inspect/equations.py", "_inspect/summarize.py"
 BRANCHES = "_inspect/branches.py"
-STORAGE, REBIND = "_recompute/storage.py", "_program/rebind.py"
+STORAGE, AGAIN = "_recompute/storage.py", "_program/control_flow.py"
 DERIVATIVES = "_program/derivatives.py"
 REDUCED, SUMMED = "_float32_reduction/control_flow.py", "_float32_reduction/backward.py"
 HI = "_program/hi_primitives.py"
@@ -138,9 +137,9 @@ class Read(NamedTuple):
 
 READ = [
     Read("jit", "jaxpr", is_jaxpr, (CONTROL, PROGRAM, REDUCED, STORAGE)),
-    Read("jit", "name", is_a(str), (PROGRAM, FLOW, REDUCED, STORAGE, REBIND)),
+    Read("jit", "name", is_a(str), (PROGRAM, FLOW, REDUCED, STORAGE, AGAIN)),
     # A truth value, or in newer versions an enum of such: handed on as it is.
-    Read("jit", "inline", lambda value: value is not None, (REDUCED, REBIND)),
+    Read("jit", "inline", lambda value: value is not None, (REDUCED, AGAIN)),
     Read("jit", "in_shardings", is_a(tuple), (COMPAT,)),
     Read("jit", "out_shardings", is_a(tuple), (COMPAT,)),
     Read("jit", "in_layouts", is_a(tuple), (COMPAT,)),
@@ -148,23 +147,21 @@ READ = [
     Read("jit", "donated_invars", tuple_of(is_a(bool)), (COMPAT,)),
     Read("jit", "compiler_options_kvs", is_a(tuple), (COMPAT,)),
     Read("scan", "jaxpr", is_jaxpr, (CONTROL, REDUCED)),
-    Read("scan", "length", is_a(int), (WALK, LEFT, DATAFLOW)),
+    Read("scan", "length", is_a(int), (LEFT, WIRING)),
     Read("while", "cond_jaxpr", is_jaxpr, (CONTROL, KERNELS, SUMMED)),
     Read("while", "body_jaxpr", is_jaxpr, (KERNELS,)),
-    Read("while", "cond_nconsts", is_a(int), (CONTROL, DATAFLOW, LIVENESS, REBIND, KERNELS)),
-    Read(
-        "while", "body_nconsts", is_a(int), (CONTROL, DATAFLOW, LIVENESS, REBIND, KERNELS, SUMMED)
-    ),
-    Read("cond", "branches", tuple_of(is_jaxpr), (CONTROL, REBIND, REDUCED, BRANCHES)),
+    Read("while", "cond_nconsts", is_a(int), (CONTROL, WIRING, KERNELS)),
+    Read("while", "body_nconsts", is_a(int), (CONTROL, WIRING, KERNELS, SUMMED)),
+    Read("cond", "branches", tuple_of(is_jaxpr), (CONTROL, WIRING, REDUCED, BRANCHES)),
     # Bound again as it is, and so not closed.
     Read(CHECKPOINT, "jaxpr", is_a(core.Jaxpr), (CONTROL, REDUCED)),
     Read(CHECKPOINT, "differentiated", is_a(bool), (REDUCED,)),
     Read(CHECKPOINT, "prevent_cse", is_a(bool), (REDUCED,)),
     Read(CHECKPOINT, "policy", lambda value: value is None or callable(value), (REDUCED,)),
-    Read("custom_jvp_call", "call_jaxpr", is_jaxpr, (RULES, STORAGE, FREED)),
+    Read("custom_jvp_call", "call_jaxpr", is_jaxpr, (RULES, STORAGE, EVALUATE)),
     Read("custom_jvp_call", "num_consts", is_a(int), (DERIVATIVES,)),
     Read("custom_vjp_call", "num_consts", is_a(int), (DERIVATIVES,)),
-    Read("custom_vjp_call", "call_jaxpr", is_jaxpr, (RULES, FREED)),
+    Read("custom_vjp_call", "call_jaxpr", is_jaxpr, (RULES, EVALUATE)),
     Read("shard_map", "jaxpr", is_jaxpr, (CONTROL, REDUCED)),
     Read("shard_map", "mesh", has("axis_names"), (COMPAT,)),
     Read("shard_map", "in_specs", tuple_of(is_a(PartitionSpec)), (COMPAT,)),

@@ -1,7 +1,8 @@
-"""Runs an operation that contains programs again, around other programs.
+"""Runs an operation that contains programs again: around other programs, or around a function.
 
-The operands and results keep their number, and may have other dtypes: each program is made for the
-types that reach it.
+Around programs, operands and results are arrays. Their number stays, and their dtypes may be
+others: each program is made for the types that reach it. Around a function, they are any trees of
+arrays, and there may be more of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from jax.extend import core
 
 from jaxmp._program import compat
 from jaxmp._program.op_classes import CHECKPOINTS, JITS
+from jaxmp._program.wiring import argument_types, loop_of
 
 # Makes a program for arguments of these types (avals).
 Make = Callable[[list[Any]], core.ClosedJaxpr]
@@ -40,7 +42,7 @@ def rebind(
             return tuple(core.jaxpr_as_fun(made)(*args))
 
         return list(compat.shard_map_again(params, local)(*values))
-    avals = arguments_of(equation, [compat.type_of(x) for x in values])
+    avals = argument_types(equation, [compat.type_of(x) for x in values])
     programs = iter([make(each) for make, each in zip(makers, avals, strict=True)])
     new = {
         name: compat.with_programs(param, programs)
@@ -48,20 +50,6 @@ def rebind(
         if compat.programs_of(param)
     }
     return compat.bind(equation, values, **new, **changed)
-
-
-def arguments_of(equation: core.JaxprEqn, avals: list[Any]) -> list[list[Any]]:
-    """Returns the types of the arguments of each program, given those of the operands."""
-    name, params = equation.primitive.name, equation.params
-    if name == "scan":
-        end = sum(compat.scan_counts(params))
-        return [[*avals[:end], *map(compat.unstacked, avals[end:])]]
-    if name == "while":
-        tested, consts = params["cond_nconsts"], params["body_nconsts"]
-        return [[*avals[:tested], *avals[tested + consts :]], avals[tested:]]
-    if name == "cond":
-        return [avals[1:] for _ in params["branches"]]
-    return [avals]
 
 
 def is_call(equation: core.JaxprEqn) -> bool:
@@ -78,43 +66,43 @@ def _type(atom: Any) -> tuple[Any, Any]:
     return getattr(atom.aval, "shape", None), getattr(atom.aval, "dtype", None)
 
 
+# Runs one turn of a scan: from the arguments of its body, and slices of further trees, to the
+# results of the body, and further trees to stack.
+Turn = Callable[[list[Any], Any], tuple[Sequence[Any], Any]]
+
+
 def scan_again(
-    params: dict[str, Any], turn: Callable[[Any, Any], tuple[Any, Any]], init: Any, stacked: Any
-) -> tuple[Any, Any]:
-    """Runs a scan again around another function, with carries and stacks of its own.
+    equation: core.JaxprEqn, operands: Sequence[Any], turn: Turn, along: Any = ()
+) -> tuple[list[Any], Any]:
+    """Runs a scan again around another function.
 
     Args:
-      params: the params of the equation, which say how often and in which order it runs.
-      turn: the function of a carry and of a slice.
-      init: the first carry.
-      stacked: what is sliced.
+      equation: the equation.
+      operands: its operands, or trees in place of them.
+      turn: the function of one turn.
+      along: further trees to slice.
 
     Returns:
-      The last carry, and what the turns return, stacked.
+      Its results, and what the turns return beside them, stacked.
     """
+    consts, carries = compat.scan_counts(equation.params)
+    end = consts + carries
+
+    def one(carry: list[Any], slices: tuple[list[Any], Any]) -> tuple[list[Any], Any]:
+        results, more = turn([*operands[:consts], *carry, *slices[0]], slices[1])
+        return list(results[:carries]), (list(results[carries:]), more)
+
+    init, slices = list(operands[consts:end]), (list(operands[end:]), along)
+    carry, (stacked, more) = scan_with_options(equation.params, one, init, slices)
+    return [*carry, *stacked], more
+
+
+def scan_with_options(
+    params: dict[str, Any], turn: Callable[[Any, Any], tuple[Any, Any]], init: Any, stacked: Any
+) -> tuple[Any, Any]:
+    """Runs `jax.lax.scan` as often and in the order that the params of an equation say."""
     names = {"length", "reverse", "unroll", "_split_transpose"}.intersection(params)
     return lax.scan(turn, init, stacked, **{name: params[name] for name in names})
-
-
-def run_by_rule(
-    jaxpr: core.Jaxpr,
-    consts: Sequence[Any],
-    args: Sequence[Any],
-    rule: Callable[[core.JaxprEqn, list[Any]], list[Any]],
-) -> list[Any]:
-    """Runs a program; a rule makes the results of each equation from its operands."""
-    env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-    env.update(zip(jaxpr.invars, args, strict=True))
-
-    def read(atom: Any) -> Any:
-        return compat.number(atom) if isinstance(atom, core.Literal) else env[atom]
-
-    for equation in compat.open_jaxpr(jaxpr).eqns:
-        source = equation.source_info
-        with compat.where(equation, source.name_stack, source.traceback):
-            made = rule(equation, [read(atom) for atom in equation.invars])
-        env.update(zip(equation.outvars, made, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
 
 
 def entered(equation: core.JaxprEqn) -> list[Any]:
@@ -124,7 +112,8 @@ def entered(equation: core.JaxprEqn) -> list[Any]:
     """
     name = equation.primitive.name
     plain = name in JITS and compat.is_plain_jit(equation.params)
-    return compat.bodies_of(equation) if plain or name in CHECKPOINTS or name == "scan" else []
+    is_one = plain or name in CHECKPOINTS or loop_of(equation) is not None
+    return compat.bodies_of(equation) if is_one else []
 
 
 def call_again(

@@ -8,15 +8,15 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jaxmp._program.dataflow import nested
-from jaxmp._program.liveness import arguments_read
+from jaxmp._program.facts import arguments_read
+from jaxmp._program.program import read
 
 pytestmark = pytest.mark.jax
 
 
-def read(fun: Callable[..., Any], count: int, wanted: list[bool] | None = None) -> list[bool]:
-    program = nested(jax.make_jaxpr(fun)(*(jnp.float32(i) for i in range(count))))
-    return arguments_read(program, wanted or [True] * len(program.jaxpr.outvars))
+def reads(fun: Callable[..., Any], count: int, wanted: list[bool] | None = None) -> list[bool]:
+    program = read(jax.make_jaxpr(fun)(*(jnp.float32(i) for i in range(count))))
+    return arguments_read(program, wanted or [True] * len(program.outputs))
 
 
 def scanned(x: Any, y: Any, z: Any) -> Any:
@@ -55,4 +55,4 @@ def branched(p: Any, x: Any, y: Any, z: Any) -> Any:
     ],
 )
 def test_what_is_read(fun: Any, wanted: list[bool] | None, want: list[bool]) -> None:
-    assert read(fun, len(want), wanted) == want
+    assert reads(fun, len(want), wanted) == want

@@ -12,7 +12,8 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
 
-from jaxmp._program.dataflow import NONE, Labels, Question, made_of, nested, propagate
+from jaxmp._program.facts import NONE, Labels, Question, made_of, propagate
+from jaxmp._program.program import read
 
 pytestmark = pytest.mark.jax
 
@@ -121,14 +122,14 @@ def test_a_question_may_forget_literals_and_types() -> None:
     is_zero: Question[bool] = Question(
         nothing=False,
         join=lambda a, b: a and b,
-        rule=lambda site, found: [all(found)] * len(site.equation.outvars),
+        rule=lambda op, found: [all(found)] * len(op.outputs),
         literal=lambda atom: bool(np.all(atom.val == 0)),
         keep=lambda aval, fact: fact and jnp.issubdtype(aval.dtype, jnp.floating),
     )
 
     def ask(fun: Callable[..., Any], given: list[bool]) -> list[bool]:
         closed = jax.make_jaxpr(fun)(*ARGUMENTS[: len(given)])
-        return propagate(nested(closed), given, is_zero)
+        return propagate(read(closed), given, is_zero)
 
     turn = lambda c, _: ((c[0] + c[1], c[1]), None)  # noqa: E731
     loop = lambda x, y: lax.scan(turn, (x, y), None, length=3)[0]  # noqa: E731

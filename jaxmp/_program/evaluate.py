@@ -1,0 +1,121 @@
+"""The evaluator: runs a program on cells, as a set of rules says.
+
+A cell stands for a value of the program. It may be the array that the program computes, that array
+beside a float32 one, or an array that is not there yet. The rules say what a cell is and how one
+operation runs on cells. Every transformation of jaxmp is such a set of rules; this loop is the only
+one. docs/transformations.md writes one from scratch.
+"""
+
+import contextlib
+import functools
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
+
+from jax.extend import core
+
+from jaxmp._program import compat
+from jaxmp._program.control_flow import rebind
+from jaxmp._program.derivatives import Behind, with_derivative, with_passes
+from jaxmp._program.op_classes import CONTROL_FLOW, CUSTOM_DERIVATIVES
+from jaxmp._program.program import Op, Program, read
+
+Cell = TypeVar("Cell")
+
+
+# The cells of one run of a program, by the numbers of its values.
+Cells = dict[int, Cell]
+
+
+class Rules(Generic[Cell]):
+    """How operations run on cells. As it is, cells are arrays, and all runs as it was traced.
+
+    Control flow runs again around programs that run by the same rules, and so do functions with
+    derivatives of their own, with their derivatives. Rules whose cells are not arrays say
+    themselves how these run.
+    """
+
+    def constant(self, value: Any) -> Cell:
+        """Returns the cell of an array that the program holds."""
+        return value
+
+    def literal(self, literal: core.Literal) -> Cell:
+        """Returns the cell of a number that is written in the program."""
+        return self.constant(compat.number(literal))
+
+    def where(self, op: Op) -> contextlib.AbstractContextManager[None]:
+        """Returns the context in which an operation runs: its scopes, lines and mesh."""
+        return compat.where(op.equation, op.stack, op.traceback)
+
+    def read(self, atom: int | core.Literal, cells: Cells[Cell]) -> Cell:
+        """Returns the cell of an operand."""
+        return self.literal(atom) if isinstance(atom, core.Literal) else cells[atom]
+
+    def operands(self, op: Op, cells: Cells[Cell]) -> list[Cell]:
+        """Returns what an operation reads."""
+        return [self.read(atom, cells) for atom in op.inputs]
+
+    def operation(self, op: Op, operands: list[Cell]) -> list[Cell]:
+        """Returns what an operation makes."""
+        if op.name in CONTROL_FLOW:
+            makers = [
+                functools.partial(self.traced, op, body) for body in compat.bodies_of(op.equation)
+            ]
+            return rebind(op.equation, operands, makers)
+        if op.name in CUSTOM_DERIVATIVES:
+            return self.with_own_derivative(op)(*operands)
+        return compat.bind(op.equation, operands)
+
+    def results(self, program: Program, cells: Cells[Cell]) -> list[Cell]:
+        """Returns what a program returns."""
+        return [self.read(atom, cells) for atom in program.outputs]
+
+    def inside(self, op: Op, body: Any, arguments: Sequence[Cell]) -> list[Cell]:
+        """Runs a program inside of an operation."""
+        return evaluate(read(body), arguments, self)
+
+    def traced(self, op: Op, body: Any, avals: list[Any]) -> core.ClosedJaxpr:
+        """Returns the program inside of an operation as these rules run it on arrays."""
+        return compat.trace(lambda *arrays: self.inside(op, body, arrays), avals)
+
+    def with_own_derivative(self, op: Op) -> Any:
+        """Returns a function with a derivative of its own that runs both by these rules."""
+        count, places = len(op.outputs), range(len(op.inputs))
+
+        def primal(*arrays: Any) -> list[Any]:
+            return self.inside(op, op.params["call_jaxpr"], arrays)
+
+        def derivative(
+            program: Any, by: Sequence[int], arrays: Sequence[Any], tangents: list[Any]
+        ) -> tuple[list[Any], list[Any]]:
+            results = self.inside(op, program, [*arrays, *tangents])
+            return results[:count], results[count:]
+
+        def behind(program: Any, by: Sequence[int], arguments: list[Any]) -> list[Any]:
+            return self.inside(op, program, arguments)
+
+        def ahead(program: Any, arrays: list[Any]) -> tuple[list[Any], Behind]:
+            return self.inside(op, program, arrays), behind
+
+        if op.name == "custom_jvp_call":
+            return with_derivative(op.equation, places, primal, derivative)
+        return with_passes(op.equation, places, primal, ahead)
+
+
+def evaluate(program: Program, arguments: Sequence[Cell], rules: Rules[Cell]) -> list[Cell]:
+    """Runs a program.
+
+    Args:
+      program: the program.
+      arguments: the cells of its arguments.
+      rules: how its operations run.
+
+    Returns:
+      The cells of its results.
+    """
+    cells: Cells[Cell] = dict(zip(program.inputs, arguments, strict=True))
+    cells.update((number, rules.constant(const)) for number, const in program.consts)
+    for op in program.ops:
+        with rules.where(op):
+            results = rules.operation(op, rules.operands(op, cells))
+        cells.update(zip(op.outputs, results, strict=True))
+    return rules.results(program, cells)

@@ -1,0 +1,246 @@
+"""Follows facts about values through a program and the programs inside it.
+
+A question is, for example: what is a value made of, is it zero, which cast does it come from? Each
+question has its own facts, and a rule that makes the facts of results from the facts of operands.
+Facts pass through branches, loops and calls in the same way for all questions; this file does that
+part. `arguments_read` goes the other way, from results to arguments.
+"""
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Generic, TypeVar
+
+from jax.extend import core
+
+from jaxmp._program.flops import programs_inside
+from jaxmp._program.op_classes import CLASSES, OpClass
+from jaxmp._program.program import Op, Program, read
+from jaxmp._program.wiring import Wiring, wiring_of
+
+Fact = TypeVar("Fact")
+Labels = frozenset[Hashable]
+NONE: Labels = frozenset()
+# Returns the programs inside of an operation that are followed.
+Inside = Callable[[Any], Sequence[Program]]
+
+
+def shared_programs(jaxprs_of: Callable[[core.JaxprEqn], list[Any]] = programs_inside) -> Inside:
+    """Returns a function that reads each program inside of operations once.
+
+    Args:
+      jaxprs_of: returns the open jaxprs of an equation that are followed; by default all that run.
+    """
+    programs: dict[int, Program] = {}
+
+    def inside(op: Op) -> list[Program]:
+        jaxprs = jaxprs_of(op.equation)
+        for jaxpr in jaxprs:
+            if id(jaxpr) not in programs:
+                programs[id(jaxpr)] = read(jaxpr)
+        return [programs[id(jaxpr)] for jaxpr in jaxprs]
+
+    return inside
+
+
+@dataclasses.dataclass(frozen=True)
+class Question(Generic[Fact]):
+    """A question about the values of a program.
+
+    Attributes:
+      nothing: the fact of a value of which nothing is known, such as a constant.
+      join: the fact of a value that is one of two: from either branch, or any turn. It must be
+        associative, commutative and idempotent, with no infinite chains, or loops do not end.
+      rule: returns the facts of the results of an operation without programs, given the facts of
+        its operands.
+      literal: the fact of a number that is written in the program; `nothing` if this is None.
+      keep: the part of a fact that a value of an abstract value can have; all if this is None.
+    """
+
+    nothing: Fact
+    join: Callable[[Fact, Fact], Fact]
+    rule: Callable[[Any, Sequence[Fact]], Sequence[Fact]]
+    literal: Callable[[core.Literal], Fact] | None = None
+    keep: Callable[[Any, Fact], Fact] | None = None
+
+
+def propagate(
+    program: Program,
+    facts: Sequence[Fact],
+    question: Question[Fact],
+    inside: Inside | None = None,
+) -> list[Fact]:
+    """Returns the facts of the results of a program.
+
+    Args:
+      program: the program.
+      facts: the facts of its arguments.
+      question: the question.
+      inside: the programs inside of operations. A program is followed once for each set of argument
+        facts, so that calls of one function cost no more than one if they share it: as they do by
+        default.
+
+    Returns:
+      The facts of its results.
+    """
+    return _Propagation(question, inside or shared_programs()).run(program, facts)
+
+
+def made_of(
+    jaxpr: Any,
+    labels: Sequence[Labels],
+    rule: Callable[[core.JaxprEqn, Sequence[Labels]], Labels],
+    can_have: Callable[[Any], bool],
+) -> list[Labels]:
+    """Returns the labels of the results of a program; labels go from operands to results.
+
+    Args:
+      jaxpr: an open or closed jaxpr.
+      labels: the labels of its arguments.
+      rule: returns the labels of the results of an equation without programs, given the labels of
+        its operands.
+      can_have: whether values of this type (an abstract value) can have labels.
+
+    Returns:
+      The labels of its results.
+    """
+    question = Question(
+        nothing=NONE,
+        join=operator.or_,
+        rule=lambda op, operands: [rule(op.equation, operands)] * len(op.outputs),
+        keep=lambda aval, label: label if can_have(aval) else NONE,
+    )
+    return propagate(read(jaxpr), labels, question, shared_programs(_inside_control_flow))
+
+
+def _inside_control_flow(equation: core.JaxprEqn) -> list[Any]:
+    """Returns the programs of control flow; kernels and solvers count as one operation."""
+    is_control = CLASSES.get(equation.primitive.name) is OpClass.CONTROL
+    return programs_inside(equation) if is_control else []
+
+
+class _Propagation(Generic[Fact]):
+    def __init__(self, question: Question[Fact], inside: Inside) -> None:
+        self.question, self.inside = question, inside
+        self.known: dict[Any, list[Fact]] = {}
+
+    def run(self, program: Program, facts: Sequence[Fact]) -> list[Fact]:
+        key = id(program), tuple(facts)
+        if key not in self.known:
+            self.known[key] = self._run(program, facts)
+        return self.known[key]
+
+    def _run(self, program: Program, facts: Sequence[Fact]) -> list[Fact]:
+        nothing, literal = self.question.nothing, self.question.literal
+        known: dict[int, Fact] = dict(zip(program.inputs, facts, strict=True))
+
+        def fact_of(atom: Any) -> Fact:
+            if not isinstance(atom, core.Literal):
+                return self._kept(program.avals[atom], known.get(atom, nothing))
+            return nothing if literal is None else literal(atom)
+
+        for op in program.ops:
+            operands = list(map(fact_of, op.inputs))
+            programs = self.inside(op)
+            results = (
+                self._through(op, programs, operands)
+                if programs
+                else self.question.rule(op, operands)
+            )
+            known.update(zip(op.outputs, results, strict=True))
+        return list(map(fact_of, program.outputs))
+
+    def _kept(self, aval: Any, fact: Fact) -> Fact:
+        keep = self.question.keep
+        return fact if keep is None else keep(aval, fact)
+
+    def _through(self, op: Op, programs: Sequence[Program], operands: list[Fact]) -> Sequence[Fact]:
+        wiring = _wiring(op, programs)
+        if wiring is None:
+            return self._blurred(op, programs, operands)
+        carry = wiring.carry
+        while True:
+            each = zip(programs, wiring.arguments, strict=True)
+            made = [self.run(program, [operands[i] for i in chosen]) for program, chosen in each]
+            results = functools.reduce(self._joined, made[wiring.tests :])
+            before = [operands[i] for i in carry]
+            after = self._joined(before, results[: len(carry)])
+            if after == before:
+                # Only a loop without turns returns what it was given.
+                return results if wiring.turns else [*after, *results[len(carry) :]]
+            operands = [*operands[: carry.start], *after, *operands[carry.stop :]]
+
+    def _joined(self, some: Sequence[Fact], others: Sequence[Fact]) -> list[Fact]:
+        return list(map(self.question.join, some, others))
+
+    def _blurred(self, op: Op, programs: Sequence[Program], operands: list[Fact]) -> list[Fact]:
+        """Joins the facts of all operands, if it is not known which operand goes where."""
+        join = self.question.join
+        fact = functools.reduce(join, operands, self.question.nothing)
+        for program in programs:
+            facts = [self._kept(program.avals[i], fact) for i in program.inputs]
+            fact = functools.reduce(join, self.run(program, facts), fact)
+        return [fact] * len(op.outputs)
+
+
+def _wiring(op: Op, programs: Sequence[Program]) -> Wiring | None:
+    return wiring_of(op.equation, [(len(each.inputs), len(each.outputs)) for each in programs])
+
+
+def arguments_read(
+    program: Program, wanted: Sequence[bool], inside: Inside | None = None
+) -> list[bool]:
+    """Returns which arguments of a program the wanted results depend on.
+
+    An operation may list operands that its own program never reads: the float32 sources of
+    products, which only second derivatives ask for, or what a loop hands on to such an operation.
+    Compilers drop what is not read.
+
+    Args:
+      program: the program.
+      wanted: for each result, whether anyone reads it.
+      inside: the programs inside of operations, as in `propagate`.
+
+    Returns:
+      For each argument, whether it is read. Operations with effects always run, and read all of
+      their operands. So does every operation with programs that are neither calls nor loops.
+
+    >>> import jax
+    >>> closed = jax.make_jaxpr(jax.jit(lambda x, y: (2 * x, 3 * y)))(1.0, 2.0)
+    >>> arguments_read(read(closed), [True, False])
+    [True, False]
+    """
+    inside = inside or shared_programs()
+    reads = _atoms_where(program.outputs, wanted)
+    for op in reversed(program.ops):
+        asked = [number in reads for number in op.outputs]
+        if op.equation.effects or any(asked):
+            reads |= _atoms_where(op.inputs, _operands_read(op, asked, inside))
+    return [number in reads for number in program.inputs]
+
+
+def _atoms_where(atoms: Sequence[Any], chosen: Sequence[bool]) -> set[int]:
+    pairs = zip(atoms, chosen, strict=True)
+    return {atom for atom, is_chosen in pairs if is_chosen and not isinstance(atom, core.Literal)}
+
+
+def _operands_read(op: Op, asked: list[bool], inside: Inside) -> list[bool]:
+    """Returns which operands of an operation are read for the results that are asked for."""
+    programs = inside(op)
+    wiring = _wiring(op, programs) if programs and not op.equation.effects else None
+    if wiring is None:
+        return [True] * len(op.inputs)
+    carry, of_programs = wiring.carry, set().union(*wiring.arguments)
+    while True:
+        # What decides between branches reaches none of them.
+        reads = [i not in of_programs for i in range(len(op.inputs))]
+        for number, (program, chosen) in enumerate(zip(programs, wiring.arguments, strict=True)):
+            wanted = [True] if number < wiring.tests else asked
+            for i, is_read in zip(chosen, arguments_read(program, wanted, inside), strict=True):
+                reads[i] |= is_read
+        # What one turn reads, the turn before has to make.
+        more = [a or reads[i] for a, i in zip(asked, carry, strict=False)]
+        if more == asked[: len(carry)]:
+            return [*reads[: carry.start], *more, *reads[carry.stop :]]
+        asked = [*more, *asked[len(carry) :]]

@@ -1,0 +1,90 @@
+"""How the programs inside of an operation are connected to its operands and results.
+
+This is the one place that knows what the operands of each kind of control flow are. Whatever goes
+through a program, facts or types, forward or backward, follows these wires.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jax.extend import core
+
+from jaxmp._program.compat import scan_counts, sub_jaxprs, unstacked
+
+_NONE = range(0)
+
+
+class Wiring(NamedTuple):
+    """The connections of an operation with programs inside. Operands are named by their numbers.
+
+    Attributes:
+      arguments: for each program, the operands that are its arguments.
+      carry: the operands that a loop replaces after each turn, by the first results of its last
+        program.
+      slices: the operands of which each turn gets one slice. The results of such a loop behind its
+        carry are stacked.
+      loops: whether the programs run turn by turn.
+      turns: how often they run; None if only the run tells.
+      tests: how many of the programs, the first ones, only say whether there is another turn.
+      chooses: whether one of the programs runs, and not all.
+    """
+
+    arguments: tuple[range | tuple[int, ...], ...]
+    carry: range = _NONE
+    slices: range = _NONE
+    loops: bool = False
+    turns: int | None = 1
+    tests: int = 0
+    chooses: bool = False
+
+    @property
+    def known_turns(self) -> int:
+        """How often the programs run, if that is known, and else 1."""
+        return 1 if self.turns is None else self.turns
+
+
+def wiring_of(
+    equation: core.JaxprEqn, counts: Sequence[tuple[int, int]] | None = None
+) -> Wiring | None:
+    """Returns the connections of an equation with the programs inside it.
+
+    Args:
+      equation: the equation.
+      counts: how many arguments and results each of its programs has, if not all programs in its
+        params are meant.
+
+    Returns:
+      The connections; None where it is not known which operand is which argument, as in a linear
+      solve.
+    """
+    name, params, count = equation.primitive.name, equation.params, len(equation.invars)
+    if name == "scan":
+        consts, carries = scan_counts(params)
+        carry = range(consts, consts + carries)
+        slices, turns = range(carry.stop, count), int(params["length"])
+        return Wiring((range(count),), carry, slices, loops=True, turns=turns)
+    if name == "while":
+        tested, begin = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+        carry = range(begin, count)
+        condition = (*range(tested), *carry)
+        body = range(tested, count)
+        return Wiring((condition, body), carry, loops=True, turns=None, tests=1)
+    if name == "cond":
+        return Wiring((range(1, count),) * len(params["branches"]), chooses=True)
+    # A program with as many arguments and results as its equation is that of a call.
+    if counts is None:
+        counts = [(len(each.invars), len(each.outvars)) for each in sub_jaxprs(equation)]
+    return Wiring((range(count),)) if counts == [(count, len(equation.outvars))] else None
+
+
+def loop_of(equation: core.JaxprEqn) -> Wiring | None:
+    """Returns the connections of a loop whose turns are counted; None for other equations."""
+    wiring = wiring_of(equation)
+    return wiring if wiring and wiring.loops and wiring.turns is not None else None
+
+
+def argument_types(equation: core.JaxprEqn, avals: Sequence[Any]) -> list[list[Any]]:
+    """Returns the types of the arguments of each program, given those of the operands."""
+    wiring = wiring_of(equation) or Wiring((range(len(avals)),))
+    given = [unstacked(x) if i in wiring.slices else x for i, x in enumerate(avals)]
+    return [[given[i] for i in arguments] for arguments in wiring.arguments]
