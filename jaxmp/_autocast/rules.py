@@ -324,6 +324,7 @@ def _in_float8(step: Step, operands: list[State], region: Region) -> Step:
         step.not_float8 = reason
         step.float8 = (region.products, parameter) if reason is None else None
     if step.float8 is not None:
+        step.sources = ()
         # Weights are rounded to float8 once, and not to 16 bits before.
         step.wants = [FLOAT32 if i in weights else want for i, want in enumerate(step.wants)]
     return step
