@@ -18,16 +18,19 @@ from jaxmp._primitives.float32_sums import accumulator, is_half_array
 from jaxmp._primitives.gradient_of import gradient_of
 from jaxmp._program import compat
 from jaxmp._program.control_flow import is_call, rebind, scan_again
-from jaxmp._program.op_classes import CHECKPOINTS, JITS
+from jaxmp._program.op_classes import CONTROL_FLOW, JITS
 from jaxmp._program.program import Op, with_helpers_inlined
-from jaxmp._program.wiring import argument_types
+from jaxmp._program.wiring import Wiring, argument_types, wiring_of
 
 
 def plan_control(op: Op, states: States, context: Call, region: Region) -> Step:
     """Plans an operation that contains programs."""
-    if op.name in JITS:
-        return _plan_jit(op, states, context)
-    planner = _PLANNERS.get(op.name, _plan_call if is_call(op.equation) else None)
+    planner = {"custom_jvp_call": plan_custom_jvp, "custom_vjp_call": plan_custom_vjp}.get(op.name)
+    if planner is None and op.name in CONTROL_FLOW:
+        wiring = wiring_of(op.equation) or Wiring(())
+        planner = _plan_choice if wiring.chooses else _plan_loop if wiring.loops else _plan_once
+    if planner is None and is_call(op.equation):
+        planner = _plan_call
     return alone(op, states) if planner is None else planner(op, states, context, region)
 
 
@@ -65,12 +68,17 @@ def in_dtypes(states: States) -> list[DType | None]:
     return [state and state.dtype for state in states]
 
 
-def _plan_jit(op: Op, states: States, context: Call, results_in: ResultsIn = "low") -> Step:
+def _plan_once(
+    op: Op, states: States, context: Call, region: Region, results_in: ResultsIn = "low"
+) -> Step:
+    """Plans a jit, a checkpoint or a `shard_map`, which run one program once."""
     inner = planned(op.params["jaxpr"], states, context, op, results_in)
-    if not changes(inner) and _as_traced(op, inner):
-        return _unchanged(op, states, inner)
+    if op.name in JITS and not changes(inner) and _as_traced(op, inner):
+        step = alone(op, states)
+        step.results = inner.results
+        return step
 
-    again = functools.partial(_plan_jit, op, states, context, "float32")
+    again = functools.partial(_plan_once, op, states, context, region, "float32")
     run = _around(context, [inner])
     return Step(op, in_dtypes(states), inner.results, run=run, widened=again)
 
@@ -79,13 +87,6 @@ def _as_traced(op: Op, inner: Plan) -> bool:
     """Whether all results have their traced dtypes, also arguments that are passed through."""
     made = zip(inner.results, op.out_avals, strict=True)
     return all(state is None or state.dtype == aval.dtype for state, aval in made)
-
-
-def _unchanged(op: Op, states: States, inner: Plan) -> Step:
-    """Plans an operation whose programs need no change."""
-    step = alone(op, states)
-    step.results = inner.results
-    return step
 
 
 def _around(
@@ -119,38 +120,35 @@ def _traced(context: Call, inner: Plan, out: States | None, avals: list[Any]) ->
     return context.memo[key]
 
 
-def _plan_body(
-    op: Op, states: States, context: Call, region: Region, results_in: ResultsIn = "low"
-) -> Step:
-    """Plans a checkpoint or a `shard_map`, which run one program once."""
-    inner = planned(op.params["jaxpr"], states, context, op, results_in)
-
-    again = functools.partial(_plan_body, op, states, context, region, "float32")
-    run = _around(context, [inner])
-    return Step(op, in_dtypes(states), inner.results, run=run, widened=again)
-
-
-def _plan_scan(op: Op, states: States, context: Call, region: Region) -> Step:
-    consts, carries = compat.scan_counts(op.params)
-    carry = slice(consts, consts + carries)
-    inner, inside = _settled(op, "jaxpr", states, op.in_avals, carry, context, region)
-    out = [*map(_after, inside[carry]), *map(_after, inner.results[carries:])]
+def _plan_loop(op: Op, states: States, context: Call, region: Region) -> Step:
+    wiring = wiring_of(op.equation) or Wiring(())
+    carry = wiring.carry
+    tests = compat.bodies_of(op.equation)[: wiring.tests]
+    inner, inside = _settled(op, wiring, states, context, region)
+    last, stacked = inside[carry.start : carry.stop], inner.results[len(carry) :]
+    out = list(map(_after, [*last, *stacked]))
+    conditions = [
+        planned(test, [inside[i] for i in arguments], context, op)
+        for test, arguments in zip(tests, wiring.arguments, strict=False)
+    ]
+    around = _around(context, [*conditions, inner], [*(x.results for x in conditions), out])
 
     def run(op: Op, values: list[Any]) -> list[Any]:
         # The transpose of a scan adds the gradients of its constants turn by turn, in their dtype.
         # In bfloat16 the sum of equal terms stops at 256 of them. A part that keeps its dtypes
-        # keeps such sums.
-        if region.sealed or not any(map(is_half_array, values[:consts])):
-            return _around(context, [inner], [out])(op, values)
+        # keeps such sums. A loop whose turns are not counted has no transpose.
+        sums = wiring.turns is not None and not region.sealed
+        if not sums or not any(map(is_half_array, values[: carry.start])):
+            return around(op, values)
         (avals,) = argument_types(op.equation, list(map(compat.type_of, values)))
-        return _summing_scan(op.equation, _traced(context, inner, out, avals), values)
+        body = _traced(context, inner, out, avals)
+        return _summing_scan(op.equation, carry.start, body, values)
 
     return Step(op, in_dtypes(inside), out, run=run)
 
 
-def _summing_scan(equation: core.JaxprEqn, body: Any, values: list[Any]) -> list[Any]:
+def _summing_scan(equation: core.JaxprEqn, consts: int, body: Any, values: list[Any]) -> list[Any]:
     """Runs a scan whose turns all read the same 16-bit arrays; sums their gradients in float32."""
-    consts, _ = compat.scan_counts(equation.params)
     sums = [accumulator(x) if is_half_array(x) else None for x in values[:consts]]
     run_body = core.jaxpr_as_fun(body)
 
@@ -165,38 +163,33 @@ def _summing_scan(equation: core.JaxprEqn, body: Any, values: list[Any]) -> list
 
 
 def _settled(
-    op: Op,
-    body: str,
-    states: States,
-    avals: Sequence[Any],
-    carry: slice,
-    context: Call,
-    region: Region,
+    op: Op, wiring: Wiring, states: States, context: Call, region: Region
 ) -> tuple[Plan, list[State | None]]:
-    """Returns the plan of a loop's body, and argument states that a turn no longer changes.
+    """Returns the plan of a loop's body, and states of the operands that no turn changes any more.
 
     A carry that no product touches stays as it is. A carry that goes through layers, that is,
     products with different weights in each turn, is 16 bits as without a loop. All other carries
     are firm: a recurrence adds up terms that 16 bits would lose.
     """
-    program = op.params[body]
-    layers = frozenset() if region.exact else through_layers(op, body, carry, states)
+    body, arguments = compat.bodies_of(op.equation)[-1], wiring.arguments[-1]
+    layers = frozenset() if region.exact else through_layers(body, wiring, states)
     inside = [state and entering(state) for state in states]
-    for i, aval in enumerate(avals[carry], carry.start):
+    for i in wiring.carry:
         # A scan keeps the dtype of its carry, and here the program chose 16 bits.
-        if inside[i] is not None and aval.dtype != FLOAT32:
-            inside[i] = State(Kind.LOW, aval.dtype)
-    count = len(compat.open_jaxpr(program).outvars)
+        if inside[i] is not None and op.in_avals[i].dtype != FLOAT32:
+            inside[i] = State(Kind.LOW, op.in_avals[i].dtype)
+    stacked = len(op.outputs) - len(wiring.carry)
     while True:
-        firm = [state is not None and state.kind is Kind.FIRM for state in inside[carry]]
+        carried = inside[wiring.carry.start : wiring.carry.stop]
+        firm = [state is not None and state.kind is Kind.FIRM for state in carried]
         results_in: list[ResultsIn] = ["float32" if each else "low" for each in firm]
-        results_in += ["low"] * (count - len(firm))
-        inner = planned(program, inside, context, op, tuple(results_in))
+        results_in += ["low"] * stacked
+        given = [inside[i] for i in arguments]
+        inner = planned(body, given, context, op, tuple(results_in))
         turned = list(inside)
-        for i, aval in enumerate(avals[carry], carry.start):
-            begin, end = inside[i], inner.results[i - carry.start]
-            if begin is not None and end is not None and aval.dtype == FLOAT32:
-                turned[i] = _next_carry(begin, end, region.low, i - carry.start in layers)
+        for i, begin, end in zip(wiring.carry, carried, inner.results, strict=False):
+            if begin is not None and end is not None and op.in_avals[i].dtype == FLOAT32:
+                turned[i] = _next_carry(begin, end, region.low, i in layers)
         if turned == inside:
             return inner, inside
         inside = turned
@@ -220,31 +213,17 @@ def _after(state: State | None) -> State | None:
     return state and entering(state)
 
 
-def _while(op: Op, states: States, context: Call, region: Region) -> Step:
-    params = op.params
-    test, consts = params["cond_nconsts"], params["body_nconsts"]
-    carry = slice(consts, len(states) - test)
-    avals = op.in_avals[test:]
-    inner, inside = _settled(op, "body_jaxpr", states[test:], avals, carry, context, region)
-    tested = [*states[:test], *inside[carry]]
-    condition = planned(params["cond_jaxpr"], tested, context, op)
-    out = inside[carry]
-
-    run = _around(context, [condition, inner], [condition.results, out])
-    return Step(op, in_dtypes([*states[:test], *inside]), [*map(_after, out)], run=run)
-
-
-def _plan_cond(
+def _plan_choice(
     op: Op, states: States, context: Call, region: Region, results_in: ResultsIn = "low"
 ) -> Step:
-    branches = op.params["branches"]
+    branches = compat.bodies_of(op.equation)
     plans = [planned(branch, states[1:], context, op, results_in) for branch in branches]
     out: list[State | None] = []
     for results in zip(*(each.results for each in plans), strict=True):
         floats = [state for state in results if state is not None]
         out.append(joined_state(floats, region.low) if len(floats) == len(results) else None)
 
-    again = functools.partial(_plan_cond, op, states, context, region, "float32")
+    again = functools.partial(_plan_choice, op, states, context, region, "float32")
     run = _around(context, plans, [out] * len(plans))
     return Step(op, in_dtypes(states), out, run=run, widened=again)
 
@@ -265,13 +244,3 @@ def _plan_call(op: Op, states: States, context: Call, region: Region) -> Step:
     ]
     step.run = _around(context, [inner], [list(map(initial, op.out_avals))])
     return step
-
-
-_PLANNERS: dict[str, Callable[[Op, States, Call, Region], Step]] = {
-    **dict.fromkeys(CHECKPOINTS | {"shard_map"}, _plan_body),
-    "scan": _plan_scan,
-    "while": _while,
-    "cond": _plan_cond,
-    "custom_jvp_call": plan_custom_jvp,
-    "custom_vjp_call": plan_custom_vjp,
-}

@@ -23,6 +23,7 @@ from jaxmp._program import compat
 from jaxmp._program.facts import NONE, Labels, made_of
 from jaxmp._program.op_classes import CLASSES, CONTRACTIONS, KERNELS, OpClass
 from jaxmp._program.program import Op
+from jaxmp._program.wiring import wiring_of
 
 # Equations of the first trace, by their id, each with the equation that replaces it.
 Taken = dict[int, tuple[core.JaxprEqn, core.JaxprEqn]]
@@ -183,12 +184,12 @@ def _is_made_for_16_bits(kernel: core.JaxprEqn) -> bool:
 
 def _converges(equation: core.JaxprEqn) -> bool:
     """Whether this is a solver's loop, which floats or a flag may end. Other loops count turns."""
-    if equation.primitive.name != "while":
+    wiring = wiring_of(equation)
+    if wiring is None or wiring.turns is not None:
         return False
-    params = equation.params
-    condition, body = map(compat.open_jaxpr, (params["cond_jaxpr"], params["body_jaxpr"]))
-    tested = condition.invars[params["cond_nconsts"] :]
-    carried = body.invars[params["body_nconsts"] :]
+    condition, body = compat.sub_jaxprs(equation)
+    count = len(wiring.carry)
+    tested, carried = (each.invars[len(each.invars) - count :] for each in (condition, body))
     # In 16 bits the error of a solver may stay above its bound, and its loop does not end. A float
     # that no turn changes is a limit, not an error.
     read = {id(atom) for eqn in condition.eqns for atom in eqn.invars}

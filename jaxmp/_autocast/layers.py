@@ -2,6 +2,7 @@
 
 import enum
 from collections.abc import Sequence
+from typing import Any
 
 from jax.extend import core
 
@@ -11,7 +12,7 @@ from jaxmp._program import compat
 from jaxmp._program.derivatives import has_tangent
 from jaxmp._program.facts import NONE, Labels, made_of
 from jaxmp._program.op_classes import CONTRACTIONS
-from jaxmp._program.program import Op
+from jaxmp._program.wiring import Wiring
 
 
 class _MadeOf(enum.Enum):
@@ -29,7 +30,7 @@ _TURN, _TOUCHED = "turn", "touched"
 # This is a heuristic, as a jaxpr does not say which loop runs over layers. It separates scans over
 # stacked weights (Flax, Equinox, hand-written GPTs) and `fori_loop` with sliced weights from the
 # recurrences of tests/autocast/test_recurrence.py: solvers, RNNs, linear attention.
-def through_layers(op: Op, body: str, carry: slice, states: States) -> frozenset[int]:
+def through_layers(body: Any, wiring: Wiring, states: States) -> frozenset[int]:
     """Returns the carries that are multiplied by different weights in each turn.
 
     A loop over layers has such carries, whether it scans over the weights or slices them by its
@@ -37,34 +38,35 @@ def through_layers(op: Op, body: str, carry: slice, states: States) -> frozenset
     that is summed beside the layers is a recurrence, too.
 
     Args:
-      op: the loop.
-      body: the name of its body among its params.
-      carry: which arguments of the body are carried.
-      states: the states of the arguments of the body.
+      body: the body of the loop.
+      wiring: what its operands are.
+      states: the states of its operands.
 
     Returns:
-      The numbers of these carries.
+      The numbers of the operands that are such carries.
     """
-    jaxpr = compat.open_jaxpr(op.params[body])
+    jaxpr, arguments, carry = compat.open_jaxpr(body), wiring.arguments[-1], wiring.carry
     given: list[Labels] = []
-    for i, (var, state) in enumerate(zip(jaxpr.invars, states, strict=True)):
-        if carry.start <= i < carry.stop and has_tangent(var.aval):
-            given.append(frozenset({(_MadeOf.OF, i - carry.start)}))
+    for i, var in zip(arguments, jaxpr.invars, strict=True):
+        state = states[i]
+        if i in carry and has_tangent(var.aval):
+            given.append(frozenset({(_MadeOf.OF, i)}))
         # The keys and values of a linear attention are others in each turn, too. A product made
         # them, so they are not weights, and their sum is a recurrence.
         elif state is not None and not is_weight(state):
             given.append(frozenset({_TOUCHED}))
         else:
             given.append(frozenset({_TURN}) if i >= carry.start else NONE)
+    first = arguments.index(carry.start) if carry else 0
     # One turn is not enough: two streams may change places in each turn.
     while True:
-        made = made_of(jaxpr, given, _rule, lambda aval: True)[: carry.stop - carry.start]
-        turned = [a | b for a, b in zip(given[carry], made, strict=True)]
-        if turned == given[carry]:
-            return frozenset(
-                i for i, labels in enumerate(turned) if (_MadeOf.BY_LAYER, i) in labels
-            )
-        given[carry] = turned
+        made = made_of(jaxpr, given, _rule, lambda aval: True)
+        before = given[first : first + len(carry)]
+        turned = [a | b for a, b in zip(before, made, strict=False)]
+        if turned == before:
+            each = zip(carry, turned, strict=True)
+            return frozenset(i for i, labels in each if (_MadeOf.BY_LAYER, i) in labels)
+        given[first : first + len(carry)] = turned
 
 
 def _rule(equation: core.JaxprEqn, found: Sequence[Labels]) -> Labels:

@@ -18,6 +18,7 @@ from jaxmp._program.flops import product_flops, programs_inside
 from jaxmp._program.hi_primitives import unknown_class
 from jaxmp._program.op_classes import CLASSES, PRODUCTS, OpClass
 from jaxmp._program.scopes import NOT_FLOAT8
+from jaxmp._program.wiring import wiring_of
 
 # Products run in 16 bits, in float8, in 16 bits though float8 was asked for (the rest of the key is
 # the reason), or in float32 (the key is the reason).
@@ -166,11 +167,11 @@ def _of_product(
 
 def _times_run(equation: Any, found: list[_Flops]) -> _Flops:
     """Returns the FLOPs that an operation runs of its inner programs; of branches, the largest."""
-    name = equation.primitive.name
-    if name == "cond":
+    wiring = wiring_of(equation)
+    if wiring is not None and wiring.chooses:
         return max(found, key=lambda flops: flops.total())
-    # The turns of a `while` are not known: its body counts once.
-    times = equation.params["length"] if name == "scan" else 1
+    # Where the turns of a loop are not known, its body counts once.
+    times = 1 if wiring is None else wiring.known_turns
     return collections.Counter({reason: times * n for reason, n in _added(found).items()})
 
 

@@ -89,7 +89,7 @@ def read(closed: Any, inline: Inline | None = None) -> Program:
     """Reads the program of a jaxpr.
 
     Args:
-      closed: the jaxpr, closed or open.
+      closed: the jaxpr. An open one has no constants; without these it cannot run.
       inline: which jitted functions without shardings are inlined into their caller; None for none.
     """
     reader = _Reader(inline or (lambda equation: False))
@@ -136,8 +136,8 @@ class _Reader:
         return number
 
     def constants(self, closed: Any, env: dict[Any, Any]) -> list[tuple[int, Any]]:
-        names = open_jaxpr(closed).constvars
-        return [(self.new(v, env), c) for v, c in zip(names, consts_of(closed), strict=True)]
+        numbers = [self.new(var, env) for var in open_jaxpr(closed).constvars]
+        return list(zip(numbers, consts_of(closed), strict=False))
 
     def atom(self, atom: Any, env: dict[Any, Any]) -> Any:
         return atom if isinstance(atom, core.Literal) else env[atom]
