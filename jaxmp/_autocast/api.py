@@ -24,7 +24,6 @@ from jaxmp._policies.policy_rules import PolicyRules
 from jaxmp._policies.presets import dtypes_of, get_rules
 from jaxmp._program.cpu_compiler import warn_of_cpu_compiler
 from jaxmp._program.op_classes import OpLists, op_lists
-from jaxmp._program.program import with_helpers_inlined
 from jaxmp._program.tracing import Static, Traced, combine, partition, rewriting
 from jaxmp._recompute.api import Recompute, check_recompute, recompute as apply_recompute
 from jaxmp._recompute.run import has_scan
@@ -218,13 +217,12 @@ def _rewritten(
     told: list[str],
 ) -> list[Any]:
     """Runs the program in mixed precision and returns its results."""
-    program = with_helpers_inlined(closed)
     regions = Regions(settings.policy)
     context = Call(regions, settings.lists, settings.enter_custom_vjp, plan_control, kernels)
-    arguments = [initial(program.avals[i]) for i in program.inputs]
+    arguments = list(map(initial, closed.in_avals))
     # The results are cast to float32 at the end, so the last operation may compute in it.
     results_in: ResultsIn = "low" if settings.output == "computed" else "either"
-    planned = plan(program, arguments, context, results_in=results_in)
+    planned = plan(closed, arguments, context, results_in=results_in)
     for name in settings.lists.unused(context.seen):
         warn(
             f"{name!r} is in a list of operations, but is neither a primitive nor a jitted "

@@ -19,7 +19,7 @@ from jaxmp._primitives.gradient_of import gradient_of
 from jaxmp._program import compat
 from jaxmp._program.control_flow import is_call, rebind, scan_again
 from jaxmp._program.op_classes import CONTROL_FLOW, JITS
-from jaxmp._program.program import Op, with_helpers_inlined
+from jaxmp._program.program import Op
 from jaxmp._program.wiring import Wiring, argument_types, wiring_of
 
 
@@ -44,7 +44,7 @@ def planned(jaxpr: Any, states: States, context: Call, op: Op, results_in: AllIn
     if key not in context.memo:
         # The jaxpr is kept alive, so that no other one gets its id.
         context.memo[key] = (
-            plan(with_helpers_inlined(jaxpr), states, inside, results_in=results_in),
+            plan(jaxpr, states, inside, results_in=results_in),
             jaxpr,
         )
     return context.keep(op, jaxpr, context.memo[key][0])

@@ -15,7 +15,7 @@ from jaxmp._autocast.steps import States, Step, alone
 from jaxmp._program import compat
 from jaxmp._program.derivatives import Behind, has_tangent, with_derivative, with_passes
 from jaxmp._program.op_classes import CONTRACTIONS, KERNELS
-from jaxmp._program.program import Op, with_helpers_inlined
+from jaxmp._program.program import Op, equations_in
 
 
 def plan_custom_jvp(
@@ -24,9 +24,7 @@ def plan_custom_jvp(
     """Rewrites both the function and its derivative: `relu` is 16-bit for 16-bit operands."""
     body = op.params["call_jaxpr"]
     inside = context.inside(op)
-    inner = context.keep(
-        op, body, plan(with_helpers_inlined(body), states, inside, results_in=results_in)
-    )
+    inner = context.keep(op, body, plan(body, states, inside, results_in=results_in))
     wants = [state and state.dtype for state in states]
 
     count = len(inner.results)
@@ -38,7 +36,7 @@ def plan_custom_jvp(
     ) -> tuple[list[Any], list[Any]]:
         known = [*states, *(states[i] for i in by)]
         made = run_plan(
-            plan(with_helpers_inlined(program), known, inside, results_in=results_in),
+            plan(program, known, inside, results_in=results_in),
             [*arrays, *tangents],
         )
         results = list(map(as_state, made[:count], inner.results))
@@ -74,12 +72,9 @@ def plan_custom_vjp(op: Op, states: States, context: Call, region: Region) -> St
 
 def _multiplies_itself(equation: core.JaxprEqn) -> bool:
     """Whether there is a product in a function, outside of the kernels that it calls."""
-    return any(
-        each.primitive.name in CONTRACTIONS
-        or (each.primitive.name not in KERNELS and _multiplies_itself(each))
-        for jaxpr in compat.sub_jaxprs(equation)
-        for each in jaxpr.eqns
-    )
+    programs = compat.sub_jaxprs(equation)
+    inside = equations_in(programs, lambda each: each.primitive.name not in KERNELS)
+    return any(each.primitive.name in CONTRACTIONS for each in inside)
 
 
 def _enter_custom_vjp(op: Op, states: States, context: Call) -> Step:
@@ -87,15 +82,15 @@ def _enter_custom_vjp(op: Op, states: States, context: Call) -> Step:
     inside = context.inside(op)
     made_floats = [i for i, aval in enumerate(op.out_avals) if has_tangent(aval)]
     body = op.params["call_jaxpr"]
-    primal = context.keep(op, body, plan(with_helpers_inlined(body), states, inside))
+    primal = context.keep(op, body, plan(body, states, inside))
     count = len(primal.results)
 
     def ahead(jaxpr: Any, arrays: list[Any]) -> tuple[list[Any], Behind]:
-        forward = plan(with_helpers_inlined(jaxpr), states, inside)
+        forward = plan(jaxpr, states, inside)
         known = [*forward.results[count:], *(primal.results[i] for i in made_floats)]
 
         def behind(program: Any, by: Sequence[int], given: list[Any]) -> list[Any]:
-            made = run_plan(plan(with_helpers_inlined(program), known, inside), given)
+            made = run_plan(plan(program, known, inside), given)
             return [as_state(x, states[i]) for i, x in zip(by, made, strict=True)]
 
         made = run_plan(forward, arrays)

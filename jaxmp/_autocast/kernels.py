@@ -22,7 +22,7 @@ from jaxmp._numerics.user_warnings import warn
 from jaxmp._program import compat
 from jaxmp._program.facts import NONE, Labels, made_of
 from jaxmp._program.op_classes import CLASSES, CONTRACTIONS, KERNELS, OpClass
-from jaxmp._program.program import Op
+from jaxmp._program.program import Op, equations_in
 from jaxmp._program.wiring import wiring_of
 
 # Equations of the first trace, by their id, each with the equation that replaces it.
@@ -171,7 +171,7 @@ def _multiplies(equation: core.JaxprEqn) -> bool:
     return any(
         each.primitive.name in CONTRACTIONS
         or (each.primitive.name in KERNELS and not compat.sub_jaxprs(each))
-        for each in _with_all_inside(equation)
+        for each in (equation, *equations_in(compat.sub_jaxprs(equation)))
     )
 
 
@@ -179,7 +179,8 @@ def _is_made_for_16_bits(kernel: core.JaxprEqn) -> bool:
     """Whether a kernel multiplies, or may in code of another compiler, and is not a solver."""
     # Kernels without a product are norms and losses, also Pallas ones. In float16 a norm gave NaN,
     # and a loss gave infinity; a sum in a Pallas loop was off by a factor of ten.
-    return _multiplies(kernel) and not any(map(_converges, _with_all_inside(kernel)))
+    inside = equations_in(compat.sub_jaxprs(kernel))
+    return _multiplies(kernel) and not any(map(_converges, (kernel, *inside)))
 
 
 def _converges(equation: core.JaxprEqn) -> bool:
@@ -202,13 +203,6 @@ def _converges(equation: core.JaxprEqn) -> bool:
 
 def _is_flag(atom: Any) -> bool:
     return bool(getattr(atom.aval, "dtype", None) == jnp.bool_)
-
-
-def _with_all_inside(equation: core.JaxprEqn) -> Iterator[core.JaxprEqn]:
-    yield equation
-    for jaxpr in compat.sub_jaxprs(equation):
-        for each in jaxpr.eqns:
-            yield from _with_all_inside(each)
 
 
 def taken_step(op: Op, states: States, low: core.JaxprEqn) -> Step:

@@ -21,7 +21,7 @@ from jaxmp._autocast.rules import RULES, adapted, asking_for, convert, has_own_p
 from jaxmp._autocast.steps import States, Step, alone, has_foreign_floats, initial, literal
 from jaxmp._program.compat import bodies_of, function_name
 from jaxmp._program.op_classes import CONTRACTIONS, JITS, OpClass, OpLists
-from jaxmp._program.program import Op, Program
+from jaxmp._program.program import Op, Program, with_helpers_inlined
 
 ResultsIn = Literal["low", "either", "float32"]
 AllIn = ResultsIn | tuple[ResultsIn, ...]
@@ -96,11 +96,11 @@ class Call:
         )
 
 
-def plan(program: Program, arguments: States, context: Call, *, results_in: AllIn = "low") -> Plan:
+def plan(jaxpr: Any, arguments: States, context: Call, *, results_in: AllIn = "low") -> Plan:
     """Decides in which dtype each operation runs.
 
     Args:
-      program: the program.
+      jaxpr: the program, closed or open.
       arguments: the states of its arguments.
       context: the context of the whole call.
       results_in: how its results, or each of them, are read: `"low"` in 16 bits if they have these,
@@ -109,6 +109,7 @@ def plan(program: Program, arguments: States, context: Call, *, results_in: AllI
     Returns:
       The plan.
     """
+    program = with_helpers_inlined(jaxpr)
     known: list[State | None] = [None] * len(program.avals)
     for number, state in zip(program.inputs, arguments, strict=True):
         known[number] = state

@@ -26,6 +26,7 @@ from jaxmp._program.compat import (
     with_programs,
 )
 from jaxmp._program.op_classes import CONTRACTIONS, OPAQUE
+from jaxmp._program.program import equations_in
 
 _SymbolicZero = jax.custom_derivatives.SymbolicZero
 
@@ -54,12 +55,10 @@ def _multiplies_float32(equation: core.JaxprEqn) -> bool:
 
 def _asked_in(equation: core.JaxprEqn) -> Iterator[Any]:
     """Yields what the float32 products in a function ask for, outside of opaque kernels."""
-    for each in (each for jaxpr in sub_jaxprs(equation) for each in jaxpr.eqns):
+    for each in equations_in(sub_jaxprs(equation), lambda each: each.primitive.name not in OPAQUE):
         if _multiplies_float32(each):
             asked = each.params["precision"]
             yield from asked if isinstance(asked, tuple) else (asked,)
-        elif each.primitive.name not in OPAQUE:
-            yield from _asked_in(each)
 
 
 def _trace(

@@ -5,7 +5,7 @@ The programs inside of operations stay jaxprs. They are read when someone looks 
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from jax.extend import core
@@ -16,6 +16,7 @@ from jaxmp._program.compat import (
     is_of_jax_nn,
     is_plain_jit,
     open_jaxpr,
+    sub_jaxprs,
 )
 from jaxmp._program.op_classes import CLASSES, IN_HELPERS, JITS, OpClass
 
@@ -113,6 +114,21 @@ def with_helpers_inlined(closed: Any) -> Program:
     return read(closed, _is_helper)
 
 
+def equations_in(
+    programs: Iterable[Any], enters: Callable[[core.JaxprEqn], bool] = lambda equation: True
+) -> Iterator[Any]:
+    """Yields the equations of jaxprs, and behind each those inside of it, as far as it is entered.
+
+    Args:
+      programs: the jaxprs, closed or open.
+      enters: whether the programs in the params of an equation count, too.
+    """
+    for equation in (each for program in programs for each in open_jaxpr(program).eqns):
+        yield equation
+        if enters(equation):
+            yield from equations_in(sub_jaxprs(equation), enters)
+
+
 def without_dead_code(program: Program) -> Program:
     """Returns the program without operations that have no effects and no readers."""
     alive, ops = {atom for atom in program.outputs if isinstance(atom, int)}, []
@@ -169,18 +185,12 @@ class _Reader:
 def _is_helper(equation: core.JaxprEqn) -> bool:
     if holds_arrays(equation.params["jaxpr"]):  # a checkpoint around it could not hold them
         return False
-    names = list(itertools.islice(_names(equation.params["jaxpr"]), _LARGEST_HELPER + 1))
-    return len(names) <= _LARGEST_HELPER and all(_is_simple(name) for name in names)
+    inside = equations_in([equation.params["jaxpr"]], lambda each: each.primitive.name in JITS)
+    names = [each.primitive.name for each in itertools.islice(inside, _LARGEST_HELPER + 1)]
+    return len(names) <= _LARGEST_HELPER and all(map(_is_simple, names))
 
 
 def _is_simple(name: str) -> bool:
     if name in IN_HELPERS:
         return True
     return CLASSES.get(name) not in (None, OpClass.CONTROL, OpClass.ALONE, OpClass.LOWER)
-
-
-def _names(jaxpr: Any) -> Iterator[str]:
-    for equation in open_jaxpr(jaxpr).eqns:
-        yield equation.primitive.name
-        if equation.primitive.name in JITS:
-            yield from _names(equation.params["jaxpr"])

@@ -21,7 +21,7 @@ from jaxmp._numerics.user_warnings import warn
 from jaxmp._program import compat
 from jaxmp._program.facts import Question, propagate
 from jaxmp._program.mesh_axes import on_current_axes
-from jaxmp._program.program import Op, read
+from jaxmp._program.program import Op, equations_in, read
 from jaxmp._recompute.api import Recompute, recompute as lean
 from jaxmp._training.gradient_options import GradientKeywords, GradientOptions, LossScaleLike
 from jaxmp._training.microbatch import Evaluation
@@ -227,7 +227,7 @@ def _warn_of_float16_products(backward: Any, loss: Any, wrt: tuple[PyTree, ...])
     # This first test, of residuals and of what a checkpoint recomputes, costs nothing. It does not
     # see casts that only the backward pass of a `custom_vjp` makes.
     kept = {jnp.result_type(x) for x in jax.tree.leaves(backward)}
-    if _FLOAT16 not in kept and not _makes_float16(compat.linear_program(backward)):
+    if _FLOAT16 not in kept and not _make_float16([compat.linear_program(backward)]):
         return
     try:
         closed = jax.make_jaxpr(backward)(jnp.ones_like(loss))
@@ -240,10 +240,9 @@ def _warn_of_float16_products(backward: Any, loss: Any, wrt: tuple[PyTree, ...])
 _FLOAT16 = jnp.dtype(jnp.float16)
 
 
-def _makes_float16(jaxpr: Any) -> bool:
-    made = (getattr(atom.aval, "dtype", None) for eqn in jaxpr.eqns for atom in eqn.outvars)
-    inside = (each for eqn in jaxpr.eqns for each in compat.sub_jaxprs(eqn))
-    return _FLOAT16 in made or any(map(_makes_float16, inside))
+def _make_float16(jaxprs: Sequence[Any]) -> bool:
+    results = (atom for equation in equations_in(jaxprs) for atom in equation.outvars)
+    return any(getattr(atom.aval, "dtype", None) == _FLOAT16 for atom in results)
 
 
 def _leads_through_float16(jaxpr: Any) -> bool:
@@ -266,7 +265,7 @@ def _leads_through_float16(jaxpr: Any) -> bool:
     def rule(op: Op, given: Sequence[bool]) -> list[bool]:
         nonlocal found
         # Gradients are not followed inside kernels: any float16 in there counts.
-        found |= any(given) and any(map(_makes_float16, compat.sub_jaxprs(op.equation)))
+        found |= any(given) and _make_float16(compat.sub_jaxprs(op.equation))
         return [any(given)] * len(op.outputs)
 
     question = Question(nothing=False, join=operator.or_, rule=rule, keep=keep)
