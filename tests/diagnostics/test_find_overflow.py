@@ -506,6 +506,7 @@ def test_it_prints_a_line_for_each_fact() -> None:
 def test_loops_run_as_in_jax(reverse: bool) -> None:
     """The control: without an overflow, one after the other gives what the program gives."""
     from jaxmp._diagnostics.one_by_one import OneByOne, RunValue
+    from jaxmp._program.program import read
 
     def fun(x: jax.Array) -> Any:
         def turn(c: Any, row: Any) -> Any:
@@ -519,7 +520,7 @@ def test_loops_run_as_in_jax(reverse: bool) -> None:
     x = jnp.linspace(0, 1, 64).reshape(8, 8)
     closed = jax.make_jaxpr(fun)(x)
     run = OneByOne(lambda place, operands, results: [None] * len(results), lambda x, notes: None)
-    made = [value.array for value in run.run(closed, [RunValue(x, None)], (), None)[0]]
+    made = [value.array for value in run.run(read(closed), [RunValue(x, None)])]
     for got, want in zip(made, jax.tree.leaves(fun(x)), strict=True):
         np.testing.assert_array_equal(got, want)
 
