@@ -7,6 +7,7 @@ that is taken runs. A `shard_map` runs too: each local value is one array with a
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -127,8 +128,8 @@ class OneByOne(Rerun):
             if not jnp.any(go_on.array):
                 break
             results = rules.inside(site, body, [values[i] for i in of_body])
-            carry = zip(results, values[first:], strict=True)
-            values[first:] = [self._where(go_on.array, new, old) for new, old in carry]
+            chosen = functools.partial(self._where, go_on.array)
+            values[first:] = map(chosen, results, values[first:])
         return values[first:]
 
     def _where(self, flags: Any, new: RunValue, old: RunValue) -> RunValue:
