@@ -229,7 +229,7 @@ class _Catcher(Rerun):
     def _value(
         self, site: Site, scope: tuple[str, ...], stays: int, value: Any, key: Key
     ) -> ScopeValue:
-        anchor = str(site.equation.params["name"]) if site.name == ANCHOR else ""
+        anchor = str(site.params["name"]) if site.name == ANCHOR else ""
         around = _wiring_around(site)
         return ScopeValue(
             "/".join(scope),

@@ -728,3 +728,24 @@ def test_results_have_their_own_names() -> None:
     found = find_overflow(steep_loss, params, X, has_aux=True)
     assert found is not None
     assert (found.operation, found.reaches) == ("mul", ("gradients/norm",))
+
+
+def test_what_nobody_reads_any_more_is_freed() -> None:
+    """Whole models run one operation after the other: a chain needs no more memory at its end."""
+    from jaxmp._diagnostics.one_by_one import OneByOne, RunValue
+    from jaxmp._program.program import read
+
+    def chain(x: jax.Array) -> jax.Array:
+        for _ in range(8):
+            x = jnp.sin(x)
+        return x
+
+    living: list[int] = []
+
+    def watch(place: Any, operands: Any, results: list[Any]) -> list[Any]:
+        living.append(len(jax.live_arrays()))
+        return [None] * len(results)
+
+    closed = jax.make_jaxpr(chain)(X)
+    OneByOne(watch, lambda x, notes: None).run(read(closed), [RunValue(X, None)])
+    assert living[-1] <= living[1]
