@@ -23,6 +23,7 @@ from jaxmp._policies.policy_rules import PolicyRules
 from jaxmp._program import compat
 from jaxmp._program.mesh_axes import on_automatic_axes_here, on_automatic_mesh
 from jaxmp._program.op_classes import LOGARITHMS
+from jaxmp._program.program import read
 from jaxmp._program.tracing import Static, combine, partition, trace_call
 from jaxmp._training.gradient_options import LossScaleLike
 from jaxmp._training.gradients import value_and_grad
@@ -91,8 +92,8 @@ def find_overflow(
     named = zip(given, _argument_names(static, arrays), strict=True)
     with on_automatic_axes_here(arrays):
         values = [search.argument(x, name) for x, name in named]
-        made, _ = OneByOne(search.see, search.join).run(traced.closed, values, (), None)
-        loss, gradients, norm, aux = combine(traced.returned, made)
+        results = OneByOne(search.see, search.join).run(read(traced.closed), values)
+        loss, gradients, norm, aux = combine(traced.returned, results)
         grads, others = _named_leaves(gradients, "gradients"), _named_leaves(aux, "aux")
         return search.first([{"loss": loss}, grads, {"norm": norm}, others], len(grads))
 

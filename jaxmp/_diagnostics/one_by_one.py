@@ -7,6 +7,8 @@ that is taken runs. A `shard_map` runs too: each local value is one array with a
 
 import contextlib
 import dataclasses
+import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -14,11 +16,12 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from jaxmp._diagnostics.rerun import Key, Made, Rerun
+from jaxmp._diagnostics.rerun import Rerun
 from jaxmp._inspect.equations import Site
 from jaxmp._program import compat
 from jaxmp._program.mesh_axes import automatic_devices, on_automatic_mesh
 from jaxmp._program.op_classes import LAYINGS
+from jaxmp._program.program import Op
 
 
 class Place(NamedTuple):
@@ -64,46 +67,45 @@ class OneByOne(Rerun):
         what it slices, from that of the whole.
     """
 
+    forgets = True
+
     def __init__(self, watch: Watcher, of_parts: Join) -> None:
+        super().__init__()
         self._watch, self._of_parts = watch, of_parts
         self._turns: tuple[int, ...] = ()
         self._over: Devices | None = None
 
-    def given(self, value: Any) -> RunValue:
+    def constant(self, value: Any) -> RunValue:
         # Constants may have been made on explicit axes, outside of the program.
         return RunValue(self._laid(on_automatic_mesh(value)), None)
 
-    def where(self, equation: core.JaxprEqn) -> contextlib.AbstractContextManager[None]:
+    def where(self, op: Op) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()  # what looks at values is in no program
 
-    def operation(self, site: Site, values: list[Any]) -> list[Any]:
+    def whole(self, site: Site, operands: list[Any]) -> list[Any]:
         equation, over = site.equation, self._over
         if site.name in LAYINGS:
-            return values[: len(equation.outvars)]
-        arrays = [value.array for value in values]
+            return operands[: len(site.outputs)]
+        arrays = [each.array for each in operands]
         # The mesh of an operation in a `shard_map` is that of its own mapping here.
-        with compat.where(equation, equation.source_info.name_stack, None, mesh=over is None):
-            made = over.bind(equation, arrays) if over else compat.bind(equation, arrays)
+        with compat.where(equation, site.stack, None, mesh=over is None):
+            results = over.bind(equation, arrays) if over else compat.bind(equation, arrays)
         place = Place(site, self._turns, over is not None)
-        return list(map(RunValue, made, self._watch(place, values, made)))
+        return list(map(RunValue, results, self._watch(place, operands, results)))
 
-    def scan(self, site: Site, values: list[Any], key: Key) -> Made:
-        params = site.equation.params
-        (body,) = compat.bodies_of(site.equation)
-        consts, count = compat.scan_counts(params)
-        fixed, carry = values[:consts], values[consts : consts + count]
-        stacked, turns = values[consts + count :], range(params["length"])
-        rows: list[list[RunValue]] = []
-        for turn in reversed(turns) if params["reverse"] else turns:
-            slices = [self._slice(x, turn) for x in stacked]
-            made = self._in_turn(turn, body, [*fixed, *carry, *slices], key, site)
-            carry, row = made[:count], made[count:]
-            rows.append(row)
-        if params["reverse"]:
-            rows.reverse()
-        outs: list[Any] = site.equation.outvars[count:]
-        columns = zip(*rows, strict=True) if rows else [[]] * len(outs)
-        return [*carry, *map(self._stacked, columns, [variable.aval for variable in outs])], {}
+    def scan(self, site: Site, operands: list[Any]) -> list[Any]:
+        wiring, (body,) = site.wiring, compat.bodies_of(site.equation)
+        first, stop = wiring.carry.start, wiring.carry.stop
+        carry, rows = operands[first:stop], {}
+        turns = range(wiring.known_turns)
+        for turn in reversed(turns) if wiring.reverse else turns:
+            slices = [self._slice(operands[i], turn) for i in wiring.slices]
+            arguments = [*operands[:first], *carry, *slices]
+            results = self.but(_turns=(*self._turns, turn)).inside(site, body, arguments)
+            carry, rows[turn] = results[: len(carry)], results[len(carry) :]
+        outs = site.out_avals[len(carry) :]
+        columns = zip(*(rows[turn] for turn in turns), strict=True) if rows else [()] * len(outs)
+        return [*carry, *map(self._stacked, columns, outs)]
 
     def _slice(self, value: RunValue, turn: int) -> RunValue:
         array = jax.lax.index_in_dim(value.array, turn, self._axis, keepdims=False)
@@ -116,19 +118,19 @@ class OneByOne(Rerun):
         array = jnp.stack([value.array for value in column], self._axis)
         return RunValue(array, self._of_parts(array, [value.note for value in column]))
 
-    def while_loop(self, site: Site, values: list[Any], key: Key) -> Made:
-        params = site.equation.params
-        tested, consts = params["cond_nconsts"], params["body_nconsts"]
-        of_test, of_body = values[:tested], values[tested : tested + consts]
-        carry, turn = values[tested + consts :], 0
-        while True:
-            test = [*of_test, *carry]
-            (go_on,) = self._in_turn(turn, params["cond_jaxpr"], test, key, site)
+    def while_loop(self, site: Site, operands: list[Any]) -> list[Any]:
+        test, body = compat.bodies_of(site.equation)
+        of_test, of_body = site.wiring.arguments
+        first, values = site.wiring.carry.start, list(operands)
+        for turn in itertools.count():
+            rules = self.but(_turns=(*self._turns, turn))
+            (go_on,) = rules.inside(site, test, [values[i] for i in of_test])
             if not jnp.any(go_on.array):
-                return carry, {}
-            made = self._in_turn(turn, params["body_jaxpr"], [*of_body, *carry], key, site)
-            carry = [self._where(go_on.array, *pair) for pair in zip(made, carry, strict=True)]
-            turn += 1
+                break
+            results = rules.inside(site, body, [values[i] for i in of_body])
+            chosen = functools.partial(self._where, go_on.array)
+            values[first:] = map(chosen, results, values[first:])
+        return values[first:]
 
     def _where(self, flags: Any, new: RunValue, old: RunValue) -> RunValue:
         """Returns a carry in which devices, or the elements of a `vmap`, keep it once done."""
@@ -138,39 +140,29 @@ class OneByOne(Rerun):
         array = jnp.where(flags, new.array, old.array)
         return RunValue(array, self._of_parts(array, [new.note, old.note]))
 
-    def cond(self, site: Site, values: list[Any], key: Key) -> Made:
-        branches = site.equation.params["branches"]
-        index, *rest = values
+    def cond(self, site: Site, operands: list[Any]) -> list[Any]:
+        branches = compat.bodies_of(site.equation)
+        index, *arguments = operands
         first = jnp.ravel(index.array)[0]
         if jnp.any(index.array != first):  # devices take different branches: it runs as a whole
-            return self.operation(site, values), {}
+            return self.whole(site, operands)
         chosen = int(jnp.clip(first, 0, len(branches) - 1))
-        return self.run(branches[chosen], rest, key, site)
+        return self.inside(site, branches[chosen], arguments)
 
-    def shard_map(self, site: Site, values: list[Any], key: Key) -> Made:
+    def shard_map(self, site: Site, operands: list[Any]) -> list[Any]:
         if self._over is not None:
-            return self.operation(site, values), {}
-        params = site.equation.params
-        self._over = over = Devices(params)
+            return self.whole(site, operands)
+        (body,) = compat.bodies_of(site.equation)
+        over = Devices(site.params)
         local = [
             RunValue(over.split(x.array, spec), x.note)
-            for x, spec in zip(values, params["in_specs"], strict=True)
+            for x, spec in zip(operands, site.params["in_specs"], strict=True)
         ]
-        (body,) = compat.bodies_of(site.equation)
-        made, _ = self.run(body, local, key, site)
-        self._over = None
+        results = self.but(_over=over).inside(site, body, local)
         return [
             RunValue(over.joined(x.array, spec), x.note)
-            for x, spec in zip(made, params["out_specs"], strict=True)
-        ], {}
-
-    def _in_turn(
-        self, turn: int, program: Any, values: list[Any], key: Key, site: Site
-    ) -> list[Any]:
-        around, self._turns = self._turns, (*self._turns, turn)
-        made, _ = self.run(program, values, key, site)
-        self._turns = around
-        return made
+            for x, spec in zip(results, site.params["out_specs"], strict=True)
+        ]
 
     @property
     def _axis(self) -> int:

@@ -17,7 +17,7 @@ from jax import lax
 from jaxmp._diagnostics.rerun import Rerun
 from jaxmp._inspect.equations import Site
 from jaxmp._inspect.lines import scopes_of
-from jaxmp._numerics.dtypes import DType, is_inexact, is_narrow
+from jaxmp._numerics.dtypes import is_inexact, is_narrow
 from jaxmp._numerics.rounding import widen_rounded
 from jaxmp._program import compat
 from jaxmp._program.op_classes import (
@@ -28,6 +28,7 @@ from jaxmp._program.op_classes import (
     OPAQUE,
     OpClass,
 )
+from jaxmp._program.program import read
 from jaxmp._program.scopes import names_in
 
 _FLOAT32 = np.dtype(np.float32)
@@ -43,46 +44,42 @@ class Switched(Rerun):
     """
 
     def __init__(self, on: Callable[[tuple[str, ...]], Any]) -> None:
+        super().__init__()
         self._on = on
 
-    def given(self, value: Any) -> Any:
+    def constant(self, value: Any) -> Any:
         return _to_float32(value)
 
     def program_of_call(self, site: Site) -> Any:
         if site.name == "low_precision_product":
-            return site.equation.params["jaxpr"]
+            return site.params["jaxpr"]
         return super().program_of_call(site)
 
-    def operation(self, site: Site, values: list[Any]) -> list[Any]:
-        equation = site.equation
-        avals: list[Any] = [variable.aval for variable in equation.outvars]
+    def whole(self, site: Site, operands: list[Any]) -> list[Any]:
+        equation, avals = site.equation, site.out_avals
         if site.name in IDENTITIES:
-            return values[:1]
-        if not any(map(_is_low, [*avals, *(atom.aval for atom in equation.invars)])):
-            return compat.bind(equation, values)
+            return operands[:1]
+        if not any(map(_is_low, [*avals, *site.in_avals])):
+            return compat.bind(equation, operands)
         if _is_of_its_own(site.name):
-            given = zip(values, equation.invars, strict=True)
-            return list(map(_to_float32, compat.bind(equation, [_as(x, v.aval) for x, v in given])))
+            as_traced = list(map(_as, operands, site.in_avals))
+            return list(map(_to_float32, compat.bind(equation, as_traced)))
         on = self._on(names_in(scopes_of(site)))
         if site.name == "float8_encode":
-            return self._encoded(site, values, on)
+            return self._encoded(site, operands, on)
         exact: dict[str, Any] = {}
         if site.name in CONTRACTIONS:
             # A part that is low rounds what its products read, also where the part that made it is
             # not: under rules too.
             exact = {"precision": _EXACT}
-            read = zip(values, equation.invars, strict=True)
-            values = [_rounded(x, v.aval.dtype, on) if _is_low(v.aval) else x for x, v in read]
-        made = compat.bind(equation, values, **_params_in_float32(equation.params), **exact)
-        return [
-            _rounded(x, aval.dtype, on) if _is_low(aval) else x
-            for x, aval in zip(made, avals, strict=True)
-        ]
+            operands = _rounded_as(operands, site.in_avals, on)
+        results = compat.bind(equation, operands, **_params_in_float32(site.params), **exact)
+        return _rounded_as(results, avals, on)
 
-    def _encoded(self, site: Site, values: list[Any], on: Any) -> list[Any]:
+    def _encoded(self, site: Site, operands: list[Any], on: Any) -> list[Any]:
         """Returns codes that are rounded or not, and the scales that make them."""
-        codes, scale, *rest = compat.bind(site.equation, values)
-        exact = jnp.asarray(values[0] * scale, _FLOAT32)
+        codes, scale, *rest = compat.bind(site.equation, operands)
+        exact = jnp.asarray(operands[0] * scale, _FLOAT32)
         wide = widen_rounded(codes)
         return [exact if on is None else jnp.where(on, wide, exact), scale, *rest]
 
@@ -121,17 +118,21 @@ def _params_in_float32(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def _program_in_float32(program: Any) -> Any:
-    def run(*args: Any) -> list[Any]:
-        return Switched(lambda names: None).run(program, args, (), None)[0]
+    def run(*arguments: Any) -> list[Any]:
+        return Switched(lambda names: None).run(read(program), arguments)
 
     avals: list[Any] = [variable.aval for variable in compat.open_jaxpr(program).invars]
     return compat.trace(run, [x.update(dtype=_FLOAT32) if _is_low(x) else x for x in avals])
 
 
-def _rounded(x: Any, dtype: DType, on: Any) -> Any:
+def _rounded_as(values: Sequence[Any], avals: Sequence[Any], on: Any) -> list[Any]:
+    """Returns values with the roundings of the dtypes that the program has them in."""
     if on is None:
-        return x
-    return jnp.where(on, widen_rounded(lax.convert_element_type(x, dtype)), x)
+        return list(values)
+    return [
+        jnp.where(on, widen_rounded(_as(x, aval)), x) if _is_low(aval) else x
+        for x, aval in zip(values, avals, strict=True)
+    ]
 
 
 def switched(
@@ -160,4 +161,4 @@ def switched(
         number = part_of(names)
         return None if number is None else flags[number]
 
-    return Switched(on).run(closed, list(map(_to_float32, arrays)), (), None)[0]
+    return Switched(on).run(read(closed), list(map(_to_float32, arrays)))

@@ -8,7 +8,7 @@ outside of all scopes leaves none. Of a scan, what its turns catch is stacked.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,12 +16,14 @@ import jax.numpy as jnp  # noqa: F401 (for the doctest)
 from jax.extend import core
 
 from jaxmp._diagnostics.rerun import Key, Rerun
-from jaxmp._inspect.equations import Site
+from jaxmp._inspect.equations import Site, site_of
 from jaxmp._inspect.lines import Lines, direction, module_path, scopes_of
 from jaxmp._numerics.dtypes import is_inexact
 from jaxmp._program import compat
 from jaxmp._program.op_classes import CLASSES, OPAQUE, OpClass
+from jaxmp._program.program import Op, Program, read
 from jaxmp._program.tracing import combine, partition, trace_call
+from jaxmp._program.wiring import Wiring
 
 ANCHOR = "name"  # the primitive of `jax.ad_checkpoint.checkpoint_name`
 
@@ -145,9 +147,10 @@ def scope_values(
         order: list[Key] = []
 
         def run(*given: Any) -> list[Any]:
-            made, found = catcher.run(traced.closed, given, (), None)
-            order[:] = sorted(found)
-            return [*made, *(found[key] for key in order)]
+            rules = catcher.but(kept={})
+            results = rules.run(read(traced.closed), given)
+            order[:] = sorted(rules.kept)
+            return [*results, *(rules.kept[key] for key in order)]
 
         axes = traced.axes
         made = axes.run(run, arrays) if axes.mesh is None else _on_automatic(run, traced, arrays)
@@ -179,36 +182,45 @@ class _Catcher(Rerun):
         scope_of: ScopeOf,
         join: Callable[[Any], Any] | None,
     ) -> None:
+        super().__init__()
         self._keep, self._scope_of, self.join = keep, scope_of, join
+        self._sites: list[Site] = []
+        self._scopes: list[tuple[str, ...]] = []
+        self._leaving: dict[int, int] = {}
         self._lines = Lines()
         self.values: dict[Key, ScopeValue] = {}
         self.not_entered: list[NotEntered] = []
 
-    def operation(self, site: Site, values: list[Any]) -> list[Any]:
+    def run(self, program: Program, arguments: Any) -> list[Any]:
+        self._sites = [site_of(op, self.outer) for op in program.ops]
+        self._scopes = list(map(self._scope_of, self._sites))
+        outer = () if self.outer is None else self._scope_of(self.outer)
+        self._leaving = _leaving(program, self._scopes, outer)
+        return super().run(program, arguments)
+
+    def operation(self, op: Op, operands: list[Any]) -> list[Any]:
+        results = super().operation(op, operands)
+        site, scope = self._sites[op.number], self._scopes[op.number]
+        for i, (number, value) in enumerate(zip(op.outputs, results, strict=True)):
+            if not is_inexact(value) or compat.is_ref(value):
+                continue
+            if number in self._leaving or op.name == ANCHOR:
+                # What is inside of an operation comes before its results.
+                key = (*self.key, 2 * op.number + 1, i)
+                stays = self._leaving.get(number, len(scope))
+                self.kept[key] = self._keep(value)
+                self.values[key] = self._value(site, scope, stays, value, key)
+        return results
+
+    def whole(self, site: Site, operands: list[Any]) -> list[Any]:
         if site.name in OPAQUE or CLASSES.get(site.name) is OpClass.CONTROL:
             self._note(site)
-        return super().operation(site, values)
+        return super().whole(site, operands)
 
-    def keeping(
-        self, jaxpr: core.Jaxpr, sites: Sequence[Site], outer: Site | None
-    ) -> Callable[[int, list[Any], Key], dict[Key, Any]]:
-        if outer is not None and outer.name == "while" and not self.join:
-            self._note(outer)
-        scopes = list(map(self._scope_of, sites))
-        leaving = _leaving(jaxpr, scopes, () if outer is None else self._scope_of(outer))
-
-        def keep(number: int, values: list[Any], key: Key) -> dict[Key, Any]:
-            site, found = sites[number], {}
-            for i, (variable, value) in enumerate(zip(site.equation.outvars, values, strict=True)):
-                if not is_inexact(value) or compat.is_ref(value):
-                    continue
-                if variable in leaving or site.name == ANCHOR:
-                    found[(*key, i)] = self._keep(value)
-                    scope, stays = scopes[number], leaving.get(variable, len(scopes[number]))
-                    self.values[(*key, i)] = self._value(site, scope, stays, value, (*key, i))
-            return found
-
-        return keep
+    def while_loop(self, site: Site, operands: list[Any]) -> list[Any]:
+        if not self.join:
+            self._note(site)
+        return super().while_loop(site, operands)
 
     def _note(self, site: Site) -> None:
         path = "/".join(scope_of_module(site))
@@ -217,8 +229,8 @@ class _Catcher(Rerun):
     def _value(
         self, site: Site, scope: tuple[str, ...], stays: int, value: Any, key: Key
     ) -> ScopeValue:
-        anchor = str(site.equation.params["name"]) if site.name == ANCHOR else ""
-        around = _equations_around(site)
+        anchor = str(site.params["name"]) if site.name == ANCHOR else ""
+        around = _wiring_around(site)
         return ScopeValue(
             "/".join(scope),
             tuple("/".join(scope[:n]) for n in range(stays + 1, len(scope) + 1)),
@@ -228,77 +240,64 @@ class _Catcher(Rerun):
             self._lines.of(site),
             tuple(value.shape),
             value.dtype.name,
-            tuple(each.params["length"] for each in around if each.primitive.name == "scan"),
-            any(each.primitive.name == "cond" for each in around),
+            tuple(each.known_turns for each in around if each.counted),
+            any(each.chooses for each in around),
             _order(key, around),
         )
 
 
-def _order(key: Key, around: Sequence[core.JaxprEqn]) -> tuple[int | None, ...]:
+def _order(key: Key, around: Sequence[Wiring]) -> tuple[int | None, ...]:
     """Returns a place with None where the turns of scans are counted, behind each scan."""
     order: list[int | None] = []
     numbers = iter(key)
-    for equation in around:
+    for wiring in around:
         order.append(next(numbers))
-        if equation.primitive.name == "scan":
+        if wiring.counted:
             order.append(None)
-        if equation.primitive.name == "cond":
+        if wiring.chooses:
             order.append(next(numbers))
     return (*order, *numbers)
 
 
-def _equations_around(site: Site) -> list[core.JaxprEqn]:
-    """Returns the equations around an equation, outermost first."""
-    found, at = [], site.outer
+def _wiring_around(site: Site) -> list[Wiring]:
+    """Returns the connections of the operations around an operation, outermost first."""
+    around, at = [], site.outer
     while at is not None:
-        found.append(at.equation)
+        around.append(at.wiring)
         at = at.outer
-    return found[::-1]
+    return around[::-1]
 
 
 def _leaving(
-    jaxpr: core.Jaxpr, scopes: Sequence[tuple[str, ...]], outer: tuple[str, ...]
-) -> dict[Any, int]:
-    """Returns the variables that leave the scope of their equation, and how many they stay in.
+    program: Program, scopes: Sequence[tuple[str, ...]], outer: tuple[str, ...]
+) -> dict[int, int]:
+    """Returns the values that leave the scope of their operation, and how many they stay in.
 
     Args:
-      jaxpr: the program.
-      scopes: the scope of each equation.
-      outer: the scope of the equation that the program is in.
+      program: the program.
+      scopes: the scope of each operation.
+      outer: the scope of the operation that the program is in.
     """
-    maker = {
-        variable: scope
-        for equation, scope in zip(jaxpr.eqns, scopes, strict=True)
-        for variable in equation.outvars
-    }
-    reads = [
-        (atom, scope)
-        for equation, scope in zip(jaxpr.eqns, scopes, strict=True)
-        for atom in equation.invars
-    ]
-    # A program inside of an equation hands its results to the scope of that equation.
-    reads += [(atom, outer) for atom in jaxpr.outvars]
-    found: dict[Any, int] = {}
+    scoped = list(zip(program.ops, scopes, strict=True))
+    maker = {number: scope for op, scope in scoped for number in op.outputs}
+    # A program inside of an operation hands its results to the scope of that operation.
+    reads = [(atom, scope) for op, scope in scoped for atom in op.inputs]
+    reads += [(atom, outer) for atom in program.outputs]
+    leaving: dict[int, int] = {}
     for atom, reader in reads:
         if isinstance(atom, core.Literal) or atom not in maker:
             continue
-        made = maker[atom]
-        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(made, reader, strict=False))
-        if (shared := len(list(same))) < len(made):
-            found[atom] = min(shared, found.get(atom, shared))
+        own = maker[atom]
+        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(own, reader, strict=False))
+        if (shared := len(list(same))) < len(own):
+            leaving[atom] = min(shared, leaving.get(atom, shared))
+    casts = {op.outputs[0]: op.inputs[0] for op in program.ops if op.name == "convert_element_type"}
+    # A cast of a value is no further value: of one from outside, or of one that leaves.
     said = {
-        equation.outvars[0]
-        for equation, scope in zip(jaxpr.eqns, scopes, strict=True)
-        if equation.primitive.name == "convert_element_type"
-        and _is_said_already(equation.invars[0], scope, maker, found)
+        number
+        for number, source in casts.items()
+        if isinstance(source, core.Literal)
+        or maker.get(source) != maker[number]
+        or source in leaving
     }
-    return {variable: shared for variable, shared in found.items() if variable not in said}
-
-
-def _is_said_already(
-    source: Any, scope: tuple[str, ...], maker: dict[Any, tuple[str, ...]], found: Container[Any]
-) -> bool:
-    """Whether a cast of a value is no further value: of one from outside, or of one that leaves."""
-    if isinstance(source, core.Literal):
-        return True
-    return maker.get(source) != scope or source in found
+    return {number: shared for number, shared in leaving.items() if number not in said}

@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterable
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+from jaxmp._program.compat import bodies_of
+
 
 class Choice(NamedTuple):
     """One branch of a conditional.
@@ -38,7 +40,7 @@ class Part(NamedTuple):
 def choices(equation: Any, number: int) -> list[Choice]:
     """Returns the branches of a conditional, in order."""
     platforms = equation.params.get("branches_platforms")
-    count = len(equation.params["branches"])
+    count = len(bodies_of(equation))
     names = [f"branch {i} of {count}" for i in range(count)]
     if platforms is not None:
         names = [f"branch for {', '.join(each or ['other platforms'])}" for each in platforms]

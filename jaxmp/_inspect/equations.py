@@ -8,7 +8,7 @@ from typing import Any
 from jaxmp._inspect.branches import Choice, choices
 from jaxmp._program.flops import product_flops, programs_inside
 from jaxmp._program.program import Op, Program, read
-from jaxmp._program.wiring import wiring_of
+from jaxmp._program.wiring import Wiring, wiring_of
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -34,6 +34,11 @@ class Site(Op):
     flops: int = 0
     bit: int = 0
     fed_by: int = 0
+
+    @property
+    def wiring(self) -> Wiring:
+        """How its programs are connected; that of one without programs where it is not known."""
+        return wiring_of(self.equation) or Wiring(())
 
 
 def site_of(op: Op, outer: Site | None) -> Site:
@@ -69,12 +74,11 @@ def _walk(
         programs = programs_inside(equation)
         if not programs:
             continue
-        wiring, inside = wiring_of(equation), [branches] * len(programs)
-        if wiring is not None and wiring.chooses:
+        wiring, inside = site.wiring, [branches] * len(programs)
+        if wiring.chooses:
             inside = [(*branches, choice) for choice in choices(equation, next(conditionals))]
-        times = runs * (1 if wiring is None else wiring.known_turns)
         site.bodies = tuple(
-            _walk(each, times, site, path, conditionals)
+            _walk(each, runs * wiring.known_turns, site, path, conditionals)
             for each, path in zip(programs, inside, strict=True)
         )
     return program._replace(ops=tuple(sites))

@@ -67,7 +67,7 @@ def hiding(sites: Iterable[Site]) -> list[Site]:
 
 
 def _hides(site: Site) -> bool:
-    if site.name == "while":
+    if site.wiring.turns is None:
         return _has_product(site)
     only_looks = _is_callback(site) and not site.equation.outvars
     known = only_looks or site.name == "fft" or not _has_numbers(site)
@@ -108,14 +108,14 @@ def unseen_in(sites: Iterable[Site], *, is_compiled: bool = False) -> tuple[str,
             "In which dtype a product sums up inside is the compiler's choice; a bfloat16 product "
             "is usually summed in float32 and rounded once."
         )
-    if counts["while"]:
+    if loops := sum(site.wiring.turns is None for site in sites):
         sentences.append(
-            f"while loops ({counts['while']}): how often they run is not known; condition and body "
+            f"while loops ({loops}): how often they run is not known; condition and body "
             "are counted once."
         )
-    if counts["cond"]:
+    if conditionals := sum(site.wiring.chooses for site in sites):
         sentences.append(
-            f"branches of cond and switch ({counts['cond']}): which of them runs is not known. All "
+            f"branches of cond and switch ({conditionals}): which of them runs is not known. All "
             "are counted; a number of FLOPs is that of the branches where it is largest."
         )
     kinds = collections.defaultdict[int | None, dict[str, int]](dict)

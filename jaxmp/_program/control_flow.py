@@ -5,6 +5,7 @@ others: each program is made for the types that reach it. Around a function, the
 arrays, and there may be more of them.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,9 +13,10 @@ import jax
 from jax import lax
 from jax.extend import core
 
+from jaxmp._numerics.histograms import zeros_as
 from jaxmp._program import compat
 from jaxmp._program.op_classes import CHECKPOINTS, JITS
-from jaxmp._program.wiring import argument_types, loop_of
+from jaxmp._program.wiring import Wiring, argument_types, loop_of
 
 # Makes a program for arguments of these types (avals).
 Make = Callable[[list[Any]], core.ClosedJaxpr]
@@ -66,8 +68,8 @@ def _type(atom: Any) -> tuple[Any, Any]:
     return getattr(atom.aval, "shape", None), getattr(atom.aval, "dtype", None)
 
 
-# Runs one turn of a scan: from the arguments of its body, and slices of further trees, to the
-# results of the body, and further trees to stack.
+# Runs one turn of a loop: from the arguments of its body, and further trees (of a scan, slices of
+# them), to the results of the body, and further trees (of a scan, to stack).
 Turn = Callable[[list[Any], Any], tuple[Sequence[Any], Any]]
 
 
@@ -95,6 +97,58 @@ def scan_again(
     init, slices = list(operands[consts:end]), (list(operands[end:]), along)
     carry, (stacked, more) = scan_with_options(equation.params, one, init, slices)
     return [*carry, *stacked], more
+
+
+def while_again(
+    wiring: Wiring,
+    operands: Sequence[Any],
+    test: Callable[[list[Any]], Any],
+    turn: Turn,
+    more: Any = (),
+) -> tuple[list[Any], Any]:
+    """Runs a while loop again around other functions.
+
+    Args:
+      wiring: its connections.
+      operands: its operands, or trees in place of them.
+      test: says, from the arguments of its condition, whether there is another turn.
+      turn: the function of one turn, which takes further trees and returns them for the next.
+      more: the further trees of the first turn.
+
+    Returns:
+      Its results, and the further trees after the last turn.
+    """
+
+    def arguments(program: int, carry: list[Any]) -> list[Any]:
+        values = [*operands[: wiring.carry.start], *carry]
+        return [values[i] for i in wiring.arguments[program]]
+
+    def one(state: tuple[list[Any], Any]) -> tuple[list[Any], Any]:
+        results, more = turn(arguments(1, state[0]), state[1])
+        return list(results), more
+
+    init = (list(operands[wiring.carry.start :]), more)
+    return lax.while_loop(lambda state: test(arguments(0, state[0])), one, init)
+
+
+def cond_again(operands: Sequence[Any], branches: Sequence[Callable[[list[Any]], Any]]) -> Any:
+    """Runs a conditional again around other functions.
+
+    Args:
+      operands: its operands, or trees in place of them.
+      branches: return the results of each branch, and a dict of further trees.
+
+    Returns:
+      Its results, and the further trees of all branches: zeros for one that was not taken.
+    """
+    index, *arguments = operands
+    nothing = {key: x for each in branches for key, x in zeros_as(each, arguments)[1].items()}
+
+    def run(branch: Any, arguments: list[Any]) -> Any:
+        results, more = branch(arguments)
+        return results, nothing | more
+
+    return lax.switch(index, [functools.partial(run, each) for each in branches], arguments)
 
 
 def scan_with_options(

@@ -17,7 +17,7 @@ from jaxmp._program import compat
 from jaxmp._program.control_flow import rebind
 from jaxmp._program.derivatives import Behind, with_derivative, with_passes
 from jaxmp._program.op_classes import CONTROL_FLOW, CUSTOM_DERIVATIVES
-from jaxmp._program.program import Op, Program, read
+from jaxmp._program.program import Op, Program, last_reads, read
 
 Cell = TypeVar("Cell")
 
@@ -32,7 +32,12 @@ class Rules(Generic[Cell]):
     Control flow runs again around programs that run by the same rules, and so do functions with
     derivatives of their own, with their derivatives. Rules whose cells are not arrays say
     themselves how these run.
+
+    Attributes:
+      forgets: whether cells are dropped after they are read last, so that their memory is free.
     """
+
+    forgets = False
 
     def constant(self, value: Any) -> Cell:
         """Returns the cell of an array that the program holds."""
@@ -114,8 +119,11 @@ def evaluate(program: Program, arguments: Sequence[Cell], rules: Rules[Cell]) ->
     """
     cells: Cells[Cell] = dict(zip(program.inputs, arguments, strict=True))
     cells.update((number, rules.constant(const)) for number, const in program.consts)
-    for op in program.ops:
+    last = last_reads(program) if rules.forgets else [()] * len(program.ops)
+    for op, unread in zip(program.ops, last, strict=True):
         with rules.where(op):
             results = rules.operation(op, rules.operands(op, cells))
         cells.update(zip(op.outputs, results, strict=True))
+        for number in unread:
+            del cells[number]
     return rules.results(program, cells)

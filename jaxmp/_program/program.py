@@ -139,6 +139,17 @@ def without_dead_code(program: Program) -> Program:
     return program._replace(ops=tuple(reversed(ops)))
 
 
+def last_reads(program: Program) -> list[set[int]]:
+    """Returns, for each operation, the values of it that nothing reads after it."""
+    read_later = {atom for atom in program.outputs if isinstance(atom, int)}
+    last = []
+    for op in reversed(program.ops):
+        values = {atom for atom in (*op.inputs, *op.outputs) if isinstance(atom, int)}
+        last.append(values - read_later)
+        read_later |= values
+    return last[::-1]
+
+
 class _Reader:
     def __init__(self, inline: Inline) -> None:
         self.inline = inline

@@ -24,6 +24,7 @@ class Wiring(NamedTuple):
       slices: the operands of which each turn gets one slice. The results of such a loop behind its
         carry are stacked.
       loops: whether the programs run turn by turn.
+      reverse: whether the first turn gets the last slices.
       turns: how often they run; None if only the run tells.
       tests: how many of the programs, the first ones, only say whether there is another turn.
       chooses: whether one of the programs runs, and not all.
@@ -33,6 +34,7 @@ class Wiring(NamedTuple):
     carry: range = _NONE
     slices: range = _NONE
     loops: bool = False
+    reverse: bool = False
     turns: int | None = 1
     tests: int = 0
     chooses: bool = False
@@ -41,6 +43,11 @@ class Wiring(NamedTuple):
     def known_turns(self) -> int:
         """How often the programs run, if that is known, and else 1."""
         return 1 if self.turns is None else self.turns
+
+    @property
+    def counted(self) -> bool:
+        """Whether the programs run turn by turn, and how often is known."""
+        return self.loops and self.turns is not None
 
 
 def wiring_of(
@@ -62,7 +69,8 @@ def wiring_of(
         consts, carries = scan_counts(params)
         carry = range(consts, consts + carries)
         slices, turns = range(carry.stop, count), int(params["length"])
-        return Wiring((range(count),), carry, slices, loops=True, turns=turns)
+        reverse = bool(params["reverse"])
+        return Wiring((range(count),), carry, slices, loops=True, reverse=reverse, turns=turns)
     if name == "while":
         tested, begin = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
         carry = range(begin, count)
@@ -80,7 +88,7 @@ def wiring_of(
 def loop_of(equation: core.JaxprEqn) -> Wiring | None:
     """Returns the connections of a loop whose turns are counted; None for other equations."""
     wiring = wiring_of(equation)
-    return wiring if wiring and wiring.loops and wiring.turns is not None else None
+    return wiring if wiring and wiring.counted else None
 
 
 def argument_types(equation: core.JaxprEqn, avals: Sequence[Any]) -> list[list[Any]]:

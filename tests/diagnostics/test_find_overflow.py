@@ -506,6 +506,7 @@ def test_it_prints_a_line_for_each_fact() -> None:
 def test_loops_run_as_in_jax(reverse: bool) -> None:
     """The control: without an overflow, one after the other gives what the program gives."""
     from jaxmp._diagnostics.one_by_one import OneByOne, RunValue
+    from jaxmp._program.program import read
 
     def fun(x: jax.Array) -> Any:
         def turn(c: Any, row: Any) -> Any:
@@ -519,7 +520,7 @@ def test_loops_run_as_in_jax(reverse: bool) -> None:
     x = jnp.linspace(0, 1, 64).reshape(8, 8)
     closed = jax.make_jaxpr(fun)(x)
     run = OneByOne(lambda place, operands, results: [None] * len(results), lambda x, notes: None)
-    made = [value.array for value in run.run(closed, [RunValue(x, None)], (), None)[0]]
+    made = [value.array for value in run.run(read(closed), [RunValue(x, None)])]
     for got, want in zip(made, jax.tree.leaves(fun(x)), strict=True):
         np.testing.assert_array_equal(got, want)
 
@@ -727,3 +728,24 @@ def test_results_have_their_own_names() -> None:
     found = find_overflow(steep_loss, params, X, has_aux=True)
     assert found is not None
     assert (found.operation, found.reaches) == ("mul", ("gradients/norm",))
+
+
+def test_what_nobody_reads_any_more_is_freed() -> None:
+    """Whole models run one operation after the other: a chain needs no more memory at its end."""
+    from jaxmp._diagnostics.one_by_one import OneByOne, RunValue
+    from jaxmp._program.program import read
+
+    def chain(x: jax.Array) -> jax.Array:
+        for _ in range(8):
+            x = jnp.sin(x)
+        return x
+
+    living: list[int] = []
+
+    def watch(place: Any, operands: Any, results: list[Any]) -> list[Any]:
+        living.append(len(jax.live_arrays()))
+        return [None] * len(results)
+
+    closed = jax.make_jaxpr(chain)(X)
+    OneByOne(watch, lambda x, notes: None).run(read(closed), [RunValue(X, None)])
+    assert living[-1] <= living[1]
