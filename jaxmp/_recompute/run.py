@@ -2,16 +2,17 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
 from jaxmp._numerics.rounding import widen_rounded
+from jaxmp._primitives.float32_sums import is_half_array
 from jaxmp._program import compat
 from jaxmp._program.evaluate import Cells, Rules, evaluate
 from jaxmp._program.op_classes import CHECKPOINTS, CONTRACTIONS, CONTROL_FLOW, JITS
@@ -89,14 +90,11 @@ def _as_operation(piece: Piece, program: Program, statistics: frozenset[int]) ->
     shared = itertools.takewhile(lambda each: len(set(each)) == 1, scopes)
     depth = len(list(shared)) if piece.recomputes else 0
     inside = tuple(dataclasses.replace(op, stack=op.stack[depth:]) for op in ops)
+    first, inputs, outputs = ops[0], piece.inputs, piece.outputs
+    outer = first.equation, first.number, inputs, outputs, first.stack[:depth], first.traceback
     return _PieceOp(
-        equation=ops[0].equation,
-        number=ops[0].number,
-        inputs=piece.inputs,
-        outputs=piece.outputs,
-        stack=ops[0].stack[:depth],
-        traceback=ops[0].traceback,
-        program=Program(inside, program.avals, piece.inputs, (), piece.outputs),
+        *outer,
+        program=Program(inside, program.avals, inputs, (), outputs),
         statistics=statistics.intersection(number for op in ops for number in op.outputs),
         recomputes=piece.recomputes,
     )
@@ -117,16 +115,14 @@ class _Pieces(Rules[Any]):
             kept = op.statistics.difference(op.outputs)
             return evaluate(op.program, arrays, _Operations(self.settings, kept, rounded))
 
-        def checkpointed() -> Callable[..., list[Any]]:
-            # Operations with effects are pieces of their own, so that no reference or token is in
-            # here.
-            policy = jax.checkpoint_policies.save_only_these_names(STORED)
-            return jax.checkpoint(piece_of, policy=policy, prevent_cse=self.settings.barriers)
-
         if not op.recomputes:
             return piece_of(*operands)
-        key = self.settings.barriers, *key_of(op.program, op.statistics)
-        results: list[Any] = self.settings.once(key, op, checkpointed)(*operands)
+        barriers = self.settings.barriers
+        # Operations with effects are pieces of their own, so that no reference or token is in here.
+        policy = jax.checkpoint_policies.save_only_these_names(STORED)
+        again = functools.partial(jax.checkpoint, piece_of, policy=policy, prevent_cse=barriers)
+        key = barriers, *key_of(op.program, op.statistics)
+        results: list[Any] = self.settings.once(key, op, again)(*operands)
         return results
 
 
@@ -138,12 +134,7 @@ def _as_stored(op: _PieceOp, arguments: Sequence[Any]) -> dict[int, Any]:
     of the stored scores: gradients of a softmax were off by a factor of two (jax 0.10, CPU).
     """
     given = zip(op.program.inputs, arguments, strict=True)
-    halves = {number: x for number, x in given if _is_half(x)}
-    return {number: widen_rounded(x).astype(x.dtype) for number, x in halves.items()}
-
-
-def _is_half(x: Any) -> bool:
-    return jnp.result_type(x) in (jnp.bfloat16, jnp.float16)
+    return {i: widen_rounded(x).astype(x.dtype) for i, x in given if is_half_array(x)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,10 +179,12 @@ class _Operations(Rules[Any]):
             # The two passes of a loop are two programs, which a compiler cannot merge: no barriers.
             inside = dataclasses.replace(inside, barriers=False, only_loops=False)
 
-        def trace() -> core.ClosedJaxpr:
-            return compat.trace(lambda *arrays: run_in_pieces(inside, body, arrays), avals)
-
-        return inside.once((id(body), inside.barriers, inside.only_loops), body, trace)
+        run = functools.partial(run_in_pieces, inside, body)
+        key = id(body), inside.barriers, inside.only_loops
+        made: core.ClosedJaxpr = inside.once(
+            key, body, lambda: compat.trace(lambda *arrays: run(arrays), avals)
+        )
+        return made
 
 
 def _is_entered(equation: core.JaxprEqn) -> bool:
