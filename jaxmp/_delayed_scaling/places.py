@@ -112,7 +112,7 @@ class _WithScales(Rules[Any]):
             rule = _round if forward else _attach
         elif any(inside := places_of([equation])):
             forward, backward = map(len, inside)
-            rule = _inside
+            rule = _run_again
         else:
             return compat.bind(equation, operands)
         pairs = list(zip(self.left, (forward, backward, backward), strict=True))
@@ -158,7 +158,7 @@ def _attach(equation: core.JaxprEqn, values: list[Any], given: Given) -> _Both:
     return [out if probe is None else probed(out, probe)], []
 
 
-def _inside(equation: core.JaxprEqn, values: list[Any], given: Given) -> _Both:
+def _run_again(equation: core.JaxprEqn, values: list[Any], given: Given) -> _Both:
     (body,) = compat.bodies_of(equation)
 
     def function(values: Sequence[Any], given: Given) -> _Both:
