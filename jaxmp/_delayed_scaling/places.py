@@ -112,7 +112,7 @@ class _WithScales(Rules[Any]):
             rule = _round if forward else _attach
         elif any(inside := places_of([equation])):
             forward, backward = map(len, inside)
-            rule = _call if loop_of(equation) is None else _scan
+            rule = _run_again
         else:
             return compat.bind(equation, operands)
         pairs = list(zip(self.left, (forward, backward, backward), strict=True))
@@ -158,16 +158,13 @@ def _attach(equation: core.JaxprEqn, values: list[Any], given: Given) -> _Both:
     return [out if probe is None else probed(out, probe)], []
 
 
-def _call(equation: core.JaxprEqn, values: list[Any], given: Given) -> _Both:
+def _run_again(equation: core.JaxprEqn, values: list[Any], given: Given) -> _Both:
     (body,) = compat.bodies_of(equation)
 
     def function(values: Sequence[Any], given: Given) -> _Both:
         return run_with_scales(body, values, given)
 
+    if loop_of(equation) is not None:
+        return scan_again(equation, values, function, given)
     both: _Both = call_again(equation, values, given, function)
     return both
-
-
-def _scan(equation: core.JaxprEqn, values: list[Any], given: Given) -> _Both:
-    (body,) = compat.bodies_of(equation)
-    return scan_again(equation, values, lambda *turn: run_with_scales(body, *turn), given)

@@ -4,6 +4,8 @@ Batching and transposition are derived from JAX's own rules for the float32 prod
 shape. The derived map then runs in 16 bits.
 """
 
+import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,12 +25,17 @@ from jaxmp._primitives.gathering import (
     with_batch_axis,
 )
 from jaxmp._primitives.operands import ProductOperand, operands_of
+from jaxmp._program import compat
+from jaxmp._program.evaluate import Rules, evaluate
+from jaxmp._program.program import Op, Program, read
 
 # A bilinear map has three roles: two operands and the result. Its transpose with respect to an
 # operand exchanges that operand and the result, so that repeated transposition gives only three
 # maps. A map is named by the role that it returns.
 RESULT = 2
 _Axes = tuple[int | None, ...]
+# An array of a map, or codes in float8 and their scale.
+Cell = tuple[Any, ...]
 # How each operand is gathered; None if it is not.
 Gathers = tuple[Gather | None, ...]
 NO_GATHERS: Gathers = (None, None)
@@ -131,11 +138,21 @@ class BilinearMap:
         widest = max(dtype, self.compute, key=lambda x: np.dtype(x).itemsize)
         if exact:
             arrays, widest = [cast(x, np.float32) for x in arrays], np.float32
-        jaxpr = self.float32_map(returned)
-        made, is_open = _evaluated_map(
-            jaxpr, [*arrays, *others], self.primitive, widest, gathers[returned]
-        )
-        return scattered(cast(made, dtype), gathers[returned], is_summed_whole=not is_open)
+
+        def product(op: Op, cells: list[Cell]) -> Cell:
+            narrow = [array for (array,) in cells]
+            return tuple(compat.bind(op.equation, narrow, preferred_element_type=np.dtype(widest)))
+
+        return self.run(returned, [(x,) for x in (*arrays, *others)], dtype, product)[0]
+
+    def run(self, returned: int, cells: list[Cell], dtype: Any, product: "_Product") -> Cell:
+        """Runs a float32 map on other cells, with another product; scatters what it returns."""
+        program = read(self.float32_map(returned))
+        rules = _Multiplying(program, self.primitive, product, (*self.gathers, None)[returned])
+        ((result, *scales),) = evaluate(program, cells, rules)
+        # Compilers sum and scatter at once only if nothing lies in between: scales come last.
+        result = result if scales else cast(result, dtype)
+        return scattered(result, rules.gather, is_summed_whole=not rules.is_open), *scales
 
     def realized(
         self, returned: int, kept: Any, avals: tuple[tuple[Any, Any], ...], dtype: Any
@@ -235,26 +252,32 @@ def cast(x: Any, dtype: Any) -> Any:
     return lax.convert_element_type(x, dtype)
 
 
-def _evaluated_map(
-    jaxpr: Any, args: Sequence[Any], product: Primitive, dtype: Any, gather: Gather | None
-) -> tuple[Any, bool]:
-    """Runs a float32 jaxpr of one product on narrow operands, with a product that returns `dtype`.
+_Product = Callable[[Op, list[Cell]], Cell]
+
+
+@dataclasses.dataclass
+class _Multiplying(Rules[Cell]):
+    """Runs a float32 map with another product.
 
     Around the product there are only moves, reshapes and sums: they take any dtype.
-
-    Returns:
-      The result, and whether it can be scattered while it is summed.
     """
-    env = dict(zip(jaxpr.jaxpr.invars, args, strict=True))
-    is_open = False
-    for i, equation in enumerate(jaxpr.jaxpr.eqns):
-        operands = [env[x] for x in equation.invars]
-        params = equation.params
-        if equation.primitive is product:
-            params = {**params, "preferred_element_type": np.dtype(dtype)}
-            pinned = pinned_operands(operands, equation, jaxpr.jaxpr.eqns[i + 1 :], gather)
-            is_open = pinned is not None
-            operands = pinned or operands
-        (variable,) = equation.outvars
-        env[variable] = equation.primitive.bind(*operands, **params)
-    return env[jaxpr.jaxpr.outvars[0]], is_open
+
+    program: Program
+    primitive: Primitive
+    product: _Product
+    gather: Gather | None
+    is_open: bool = False  # whether the result can be scattered while it is summed
+
+    def where(self, op: Op) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def operation(self, op: Op, operands: list[Cell]) -> list[Cell]:
+        arrays, *scales = zip(*operands, strict=True)
+        if op.equation.primitive is self.primitive:
+            after = [each.equation for each in self.program.ops[op.number + 1 :]]
+            pinned = pinned_operands(arrays, op.equation, after, self.gather)
+            self.is_open = pinned is not None
+            return [self.product(op, list(zip(pinned or arrays, *scales, strict=True)))]
+        if scales and op.name != "transpose":
+            raise NotImplementedError(f"float8 operands cannot go through {op.name}")
+        return [tuple(compat.bind(op.equation, each)[0] for each in (arrays, *scales))]

@@ -14,6 +14,7 @@ from jaxmp._policies.recipe import Recipe
 from jaxmp._primitives.bilinear import (
     RESULT,
     BilinearMap,
+    Cell,
     Gathers,
     bilinear_map,
     cast,
@@ -22,10 +23,11 @@ from jaxmp._primitives.bilinear import (
 )
 from jaxmp._primitives.float8_encode import float8_encode
 from jaxmp._primitives.float8_scale_back import scale_back, without_scale
-from jaxmp._primitives.gathering import gathered, pinned_operands, scattered
+from jaxmp._primitives.gathering import gathered
 from jaxmp._primitives.mixed_product import held, with_derivatives
 from jaxmp._primitives.operands import ProductOperand
 from jaxmp._primitives.varying import varying_alike
+from jaxmp._program.program import Op
 
 # Each axis of an operand or result is of one group: summed, of the left or right operand alone,
 # shared by both, or added by `vmap`.
@@ -66,8 +68,8 @@ def float8_product(
     coded = [form.encode(i, x, RESULT) for i, x in enumerate(operands)]
     shown = [Coded(held(x.codes), x.scale) for x in coded]
     numbers = params["dimension_numbers"]
-    out = form.product(shown, numbers, dtype, _FAST, exact=dtype == np.float32)
-    out = scale_back(*out, dtype) if isinstance(out, Coded) else out
+    out, *scales = form.product(shown, numbers, dtype, _FAST, exact=dtype == np.float32)
+    out = scale_back(out, scales[0], dtype) if scales else out
     kept = [ProductOperand(x) for x in operands]
     if recipe.keeps_codes:
         kept = [ProductOperand(x.codes, x.scale, y) for x, y in zip(coded, operands, strict=True)]
@@ -102,32 +104,19 @@ class Float8Map(BilinearMap):
         if returned == self.parameter and self.recipe.weight_gradient != "float8":
             return super().multiplied(returned, operands, others, dtype, exact=exact)
         gathers = (*self.gathers, None)
-        coded = []
+        coded: list[Cell] = []
         for operand, role in zip(operands, slots(returned), strict=True):
             x, scale, _, derivative = operand
             if scale is None:
                 x, scale = self.encode(role, x, returned, derivative=derivative)
             coded.append(Coded(gathered(x, gathers[role]), scale))
-        jaxpr = self.float32_map(returned).jaxpr
-        env: dict[Any, Any] = dict(zip(jaxpr.invars, coded, strict=True))
-        is_open = False
-        for i, equation in enumerate(jaxpr.eqns):
-            values = [env[x] for x in equation.invars]
-            if equation.primitive is self.primitive:
-                codes = [x.codes for x in values]
-                pinned = pinned_operands(codes, equation, jaxpr.eqns[i + 1 :], gathers[returned])
-                is_open = pinned is not None
-                values = [Coded(x, y.scale) for x, y in zip(pinned or codes, values, strict=True)]
-                numbers = equation.params["dimension_numbers"]
-                made = self.product(values, numbers, dtype, _EXACT, exact=exact)
-            else:
-                made = _moved(equation, values)
-            env[equation.outvars[0]] = made
-        made = env[jaxpr.outvars[0]]
-        # Compilers sum and scatter at once only if nothing lies in between: scales come last.
-        out, scale = made if isinstance(made, Coded) else (made, None)
-        out = scattered(out, gathers[returned], is_summed_whole=not is_open)
-        return out if scale is None else without_scale(out, scale, dtype)
+
+        def product(op: Op, cells: list[Cell]) -> Cell:
+            each, numbers = [Coded(*cell) for cell in cells], op.params["dimension_numbers"]
+            return self.product(each, numbers, dtype, _EXACT, exact=exact)
+
+        out, *scales = self.run(returned, coded, dtype, product)
+        return without_scale(out, scales[0], dtype) if scales else out
 
     def product(
         self,
@@ -137,7 +126,7 @@ class Float8Map(BilinearMap):
         precision: Any,
         *,
         exact: bool,
-    ) -> Any:
+    ) -> Cell:
         """Multiplies two arrays in float8; the scales of the result still have to be taken off.
 
         Args:
@@ -164,7 +153,8 @@ class Float8Map(BilinearMap):
             highest = None if powers else _EXACT  # powers of two leave bfloat16's bits
             # A product of bfloat16 numbers rounds to bfloat16 before it rounds to float16.
             wide = dtype if is_narrow else np.dtype(np.float32)
-            return cast(bind(*numbers, precision=highest, preferred_element_type=wide), dtype)
+            out = bind(*numbers, precision=highest, preferred_element_type=wide)
+            return (cast(out, dtype),)
         # Powers of two scale bfloat16 exactly, and compilers fold one scalar into the product. In
         # float16, sums of codes would overflow.
         wide = dtype if powers and dtype != jnp.float16 else np.dtype(np.float32)
@@ -248,13 +238,3 @@ def _scale_of_product(operands: Sequence[Coded], dimension_numbers: Any, ndim: i
         moved = scale.transpose([*shared[side], *free, *contracted[side]])
         found.append(moved.reshape([*batch, *ones, *own] if side else [*batch, *own, *ones]))
     return found[0] * found[1]
-
-
-def _moved(equation: Any, values: Sequence[Any]) -> Any:
-    """Runs an equation around a product on an array, or on codes and their scales alike."""
-    (value,) = values
-    if not isinstance(value, Coded):
-        return equation.primitive.bind(value, **equation.params)
-    if equation.primitive is not lax.transpose_p:
-        raise NotImplementedError(f"float8 operands cannot go through {equation.primitive}")
-    return Coded(*(equation.primitive.bind(x, **equation.params) for x in value))

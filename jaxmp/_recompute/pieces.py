@@ -55,13 +55,6 @@ def divided(
             return storage, pieces
 
 
-def whole(program: Program) -> Piece:
-    """Returns all operations of a program as a piece in which nothing is computed again."""
-    inputs = (*program.inputs, *(number for number, _ in program.consts))
-    outputs = dict.fromkeys(numbers(program.outputs))
-    return Piece(tuple(range(len(program.ops))), inputs, tuple(outputs), recomputes=False)
-
-
 def _shared(program: Program, pieces: Sequence[Piece]) -> Iterator[int]:
     """Yields the values that several pieces make, each for its own operations."""
     makers = collections.Counter(i for piece in pieces for i in piece.ops)
@@ -192,31 +185,28 @@ class _Division:
         return Piece((i,), tuple(dict.fromkeys(numbers(op.inputs))), op.outputs, False)
 
 
-def key_of(piece: Piece, program: Program, storage: Storage, stacks: Sequence[Any]) -> Any:
+def key_of(program: Program, statistics: frozenset[int]) -> Any:
     """Returns a key that pieces share if they are alike, such as the pieces of equal layers.
 
     Args:
-      piece: the piece.
-      program: its program, which must live as long as the key is used.
-      storage: the kept values of the program.
-      stacks: the scopes of its operations, inside the scopes that all of them share.
+      program: the program of the piece, which must live as long as the key is used.
+      statistics: the numbers of the statistics that it makes.
     """
-    places: dict[int, int] = {number: place for place, number in enumerate(piece.inputs)}
+    places: dict[int, int] = {number: place for place, number in enumerate(program.inputs)}
     lines = []
-    for i, stack in zip(piece.ops, stacks, strict=True):
-        op = program.ops[i]
+    for op in program.ops:
         reads = tuple(
             _of_literal(atom) if isinstance(atom, core.Literal) else places[atom]
             for atom in op.inputs
         )
         for number in op.outputs:
             places[number] = len(places)
-        kept = tuple(number in storage.statistics for number in op.outputs)
+        kept = tuple(number in statistics for number in op.outputs)
         # The context of an operation counts too: it says where the operation runs, for example.
         context = _hashable(op.equation.ctx)
-        lines.append((op.equation.primitive, _of_params(op), reads, kept, str(stack), context))
-    avals = tuple(program.avals[number] for number in piece.inputs)
-    return tuple(lines), avals, tuple(places[number] for number in piece.outputs)
+        lines.append((op.equation.primitive, _of_params(op), reads, kept, str(op.stack), context))
+    avals = tuple(program.avals[number] for number in program.inputs)
+    return tuple(lines), avals, tuple(places[number] for number in numbers(program.outputs))
 
 
 def _of_literal(literal: core.Literal) -> Any:

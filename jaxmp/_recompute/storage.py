@@ -50,9 +50,6 @@ class Storage(NamedTuple):
     linear: tuple[bool, ...]
 
 
-NOTHING_STORED = Storage((), frozenset(), frozenset(), ())
-
-
 def cost_of(equation: core.JaxprEqn, dear: Collection[str] = ()) -> Cost:
     """Returns the cost of running an operation again, without derivatives."""
     if equation.effects or not names_of(equation).isdisjoint(dear):
