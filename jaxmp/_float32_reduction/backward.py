@@ -61,7 +61,7 @@ class _Summed(Rules[Any]):
         return [number in self.wide for number in op.outputs]
 
     def operands(self, op: Op, cells: Cells[Any]) -> list[Any]:
-        needed = self.demands.operands(op, self.asked(op))
+        needed, _ = self.demands.through(op, self.asked(op))
         return list(map(_as_needed, super().operands(op, cells), op.in_avals, needed))
 
     def results(self, program: Program, cells: Cells[Any]) -> list[Any]:
@@ -76,7 +76,9 @@ class _Summed(Rules[Any]):
             return compat.bind(op.equation, operands)
         if op.name in CONTROL_FLOW:
             _, inside = self.demands.through(op, asked)
-            makers = [functools.partial(_trace, self.demands, *each) for each in inside]
+            rules = [_Summed(self.demands, *each) for each in inside]
+            bodies = zip(rules, compat.bodies_of(op.equation), strict=True)
+            makers = [functools.partial(each.traced, op, body) for each, body in bodies]
             return rebind(op.equation, operands, makers)
         if op.name == "convert_element_type" and may_be_param(operands[0]):
             return operands
@@ -87,13 +89,6 @@ class _Summed(Rules[Any]):
         if op.name in CONTRACTIONS and is_half(op.out_avals[0]):
             return compat.bind(op.equation, operands, preferred_element_type=FLOAT32)
         return compat.bind(op.equation, operands)
-
-
-def _trace(
-    demands: Demands, program: Program, wanted: Sequence[bool], avals: list[Any]
-) -> core.ClosedJaxpr:
-    rules = _Summed(demands, program, wanted)
-    return compat.trace(lambda *arrays: evaluate(program, arrays, rules), avals)
 
 
 def _as_needed(value: Any, aval: Any, in_float32: bool) -> Any:

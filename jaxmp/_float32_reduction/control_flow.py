@@ -43,15 +43,15 @@ def rule_of(op: Op) -> ProgramRule | None:
     if op.name not in CONTROL_FLOW:
         return None
     if op.name in JITS:
-        return _jit if compat.is_plain_jit(op.params) else _pinned_jit
+        return jit_rule if compat.is_plain_jit(op.params) else _pinned_jit
     if op.name in CHECKPOINTS:
-        return _checkpoint
+        return checkpoint_rule
     wiring = wiring_of(op.equation)
     if wiring is not None and wiring.chooses:
-        return _cond
+        return cond_rule
     if wiring is not None and wiring.loops:
-        return None if wiring.turns is None else functools.partial(_scan, wiring)
-    return _shard_map
+        return None if wiring.turns is None else functools.partial(scan_rule, wiring)
+    return shard_map_rule if op.name == "shard_map" else None
 
 
 # The rewritten versions of each jitted function in a program. A layer that is called many times is
@@ -59,7 +59,7 @@ def rule_of(op: Op) -> ProgramRule | None:
 _JITTED: weakref.WeakKeyDictionary[Any, dict[Any, Callable[..., Any]]] = weakref.WeakKeyDictionary()
 
 
-def _jit(rules: Rules[Value], op: Op, values: list[Value]) -> list[Value]:
+def jit_rule(rules: Rules[Value], op: Op, values: list[Value]) -> list[Value]:
     (body,) = compat.bodies_of(op.equation)
     options = op.params["name"], op.params["inline"]
     versions = _JITTED.setdefault(body, {})
@@ -97,7 +97,7 @@ def _pinned(values: Sequence[Value], shardings: Sequence[Any]) -> list[Value]:
     ]
 
 
-def _checkpoint(rules: Rules[Value], op: Op, values: list[Value]) -> list[Value]:
+def checkpoint_rule(rules: Rules[Value], op: Op, values: list[Value]) -> list[Value]:
     (body,), params = compat.bodies_of(op.equation), op.params
 
     def function(values: Sequence[Value], _: Any = None) -> list[Value]:
@@ -118,7 +118,7 @@ def _gathered_again(value: Value, recomputed: bool) -> Value:
     return value._replace(layout=value.layout._replace(recomputed=recomputed))
 
 
-def _scan(loop: Wiring, rules: Rules[Value], op: Op, values: list[Value]) -> list[Value]:
+def scan_rule(loop: Wiring, rules: Rules[Value], op: Op, values: list[Value]) -> list[Value]:
     (body,), end = compat.bodies_of(op.equation), loop.carry.stop
     count, carried = len(loop.carry), values[loop.carry.start : end]
     stacks = [_whole_along_the_loop(value) for value in values[end:]]
@@ -201,7 +201,7 @@ def _whole_along_the_loop(value: Value) -> Value:
     return value.in_place()
 
 
-def _cond(rules: Rules[Value], op: Op, values: list[Value]) -> list[Value]:
+def cond_rule(rules: Rules[Value], op: Op, values: list[Value]) -> list[Value]:
     index = values[0].used()
     # In a shard_map, devices may take different branches: a branch must not sum over devices.
     arrays, structure = jax.tree.flatten([value.varying_as(index) for value in values[1:]])
@@ -254,7 +254,7 @@ def _have_traits(results: Sequence[Value], traits: Sequence[Traits]) -> bool:
     return all(x == form for x, form in each if x.of_params or form.of_params)
 
 
-def _shard_map(rules: Rules[Value], op: Op, values: list[Value]) -> list[Value]:
+def shard_map_rule(rules: Rules[Value], op: Op, values: list[Value]) -> list[Value]:
     """Maps the program with float32 gradients: what the devices' gradients are summed in, too."""
     (body,) = compat.bodies_of(op.equation)
 

@@ -221,7 +221,7 @@ class Demands:
             asked = _atoms_where(program.outputs, wanted)
             for op in reversed(program.ops):
                 results = [number in asked for number in op.outputs]
-                asked |= _atoms_where(op.inputs, self.operands(op, results))
+                asked |= _atoms_where(op.inputs, self.through(op, results)[0])
             self.known[key] = asked
         return self.known[key]
 
@@ -229,10 +229,6 @@ class Demands:
         """Returns whether these results ask for each argument of a program."""
         asked = self.values(program, wanted)
         return [number in asked for number in program.inputs]
-
-    def operands(self, op: Op, wanted: Sequence[bool]) -> Sequence[bool]:
-        """Returns whether these results ask for each operand of an operation."""
-        return self.through(op, wanted)[0]
 
     def through(
         self, op: Op, wanted: Sequence[bool]
