@@ -35,9 +35,7 @@ def custom_jvp_rule(rules: Rules[Value], op: Op, values: list[Value]) -> list[Va
     arrays, structure = jax.tree.flatten(values)
 
     def primal(*arrays: Any) -> list[Any]:
-        return compat.bind(
-            op.equation, [value.used() for value in jax.tree.unflatten(structure, arrays)]
-        )
+        return compat.bind(op.equation, _used_by(structure, arrays))
 
     def derivative(
         program: core.ClosedJaxpr, by: Sequence[int], arrays: Sequence[Any], tangents: list[Any]
@@ -54,6 +52,11 @@ def custom_jvp_rule(rules: Rules[Value], op: Op, values: list[Value]) -> list[Va
 
     call = with_derivative(op.equation, _places(values), primal, derivative)
     return met(call(*arrays), values)
+
+
+def _used_by(structure: Any, arrays: Sequence[Any]) -> list[Any]:
+    """Returns the operands of a function that runs as it was traced."""
+    return [value.used() for value in jax.tree.unflatten(structure, arrays)]
 
 
 def _places(values: Sequence[Value]) -> list[int]:
@@ -76,17 +79,15 @@ def custom_vjp_rule(rules: Rules[Value], op: Op, values: list[Value]) -> list[Va
         return None
     values = [value.whole() for value in values]
     arrays, structure = jax.tree.flatten(values)
+    of_params = [value.of_params for value in values]  # the backward pass may not hold arrays
 
     def primal(*arrays: Any) -> list[Any]:
-        return compat.bind(
-            op.equation, [value.used() for value in jax.tree.unflatten(structure, arrays)]
-        )
+        return compat.bind(op.equation, _used_by(structure, arrays))
 
     def ahead(jaxpr: Any, arrays: list[Any]) -> tuple[list[Any], Behind]:
-        operands = [value.used() for value in jax.tree.unflatten(structure, arrays)]
-        return core.jaxpr_as_fun(jaxpr)(*operands), behind
+        return core.jaxpr_as_fun(jaxpr)(*_used_by(structure, arrays)), behind
 
     def behind(program: core.ClosedJaxpr, by: Sequence[int], given: list[Any]) -> list[Any]:
-        return summed_in_float32(program, given, [values[i].of_params for i in by])
+        return summed_in_float32(program, given, [of_params[i] for i in by])
 
     return met(with_passes(op.equation, _places(values), primal, ahead)(*arrays), values)
