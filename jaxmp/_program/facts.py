@@ -3,7 +3,7 @@
 A question is, for example: what is a value made of, is it zero, which cast does it come from? Each
 question has its own facts, and a rule that makes the facts of results from the facts of operands.
 Facts pass through branches, loops and calls in the same way for all questions; this file does that
-part. `arguments_read` goes the other way, from results to arguments.
+part. `Demands` go the other way, from results to arguments.
 """
 
 import dataclasses
