@@ -107,8 +107,8 @@ def checkpoint_rule(rules: Rules[Value], op: Op, values: list[Value]) -> list[Va
     if params["differentiated"]:  # the backward pass of a gradient within the function
         results = call_again(op.equation, values, None, function)
     else:
-        options = {name: params[name] for name in ("prevent_cse", "policy")}
-        results = jax.checkpoint(function, **options)(values)
+        again = jax.checkpoint(function, prevent_cse=params["prevent_cse"], policy=params["policy"])
+        results = again(values)
     return [_gathered_again(value, False) for value in results]
 
 
