@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from jaxmp._float32_reduction.rules import evaluate
+from jaxmp._float32_reduction.rules import with_float32_gradients
 from jaxmp._float32_reduction.values import FLOAT32, Origin, Value, is_half, may_be_param
 from jaxmp._mesh.device_sums import varying_is_tracked
 from jaxmp._mesh.fsdp import FSDP
@@ -139,7 +139,6 @@ def reduced_in_float32(
     # numbers.
     static, arrays = partition((args, {}), numpy=False)
     traced = trace_call(fun, static, arrays, as_jit=True, numpy=False)
-    closed = traced.closed
     marks = _marks(args, argnums, layouts)
 
     def of_arrays(*both: Any) -> list[Any]:
@@ -147,7 +146,7 @@ def reduced_in_float32(
             Value(y) if mark is None else _param(x, y, mark[0])
             for x, y, mark in zip(both[: len(arrays)], both[len(arrays) :], marks, strict=True)
         ]
-        return [value.bare() for value in evaluate(closed.jaxpr, closed.consts, values)]
+        return [value.bare() for value in with_float32_gradients(traced.closed, values)]
 
     def rewritten(*wide: Any) -> Any:
         _, wides = partition(wide, numpy=False)

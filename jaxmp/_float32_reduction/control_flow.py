@@ -1,6 +1,5 @@
 """Rules for operations that contain programs: params go in, float32 gradients come out."""
 
-import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -16,10 +15,8 @@ from jaxmp._float32_reduction.values import (
     Traits,
     Value,
     common_traits,
-    flat,
     is_float,
     may_be_param,
-    unflat,
     with_traits,
 )
 from jaxmp._float32_reduction.weights import calls_back
@@ -27,86 +24,66 @@ from jaxmp._mesh.layout import stacked_layout, unstacked_layout
 from jaxmp._numerics.user_warnings import warn
 from jaxmp._primitives.varying import varying_as, varying_axes
 from jaxmp._program import compat
-from jaxmp._program.control_flow import scan_with_options
+from jaxmp._program.control_flow import call_again, scan_again
+from jaxmp._program.evaluate import Rules, evaluate
 from jaxmp._program.facts import NONE, Labels, made_of
 from jaxmp._program.mesh_axes import free_sharding
-from jaxmp._program.op_classes import CHECKPOINTS, JITS
+from jaxmp._program.op_classes import CHECKPOINTS, CONTROL_FLOW, JITS
+from jaxmp._program.program import Op, Program, read
+from jaxmp._program.wiring import Wiring, wiring_of
 
 _OF_PARAMS: Labels = frozenset({"params"})
 _OF_DATA: Labels = frozenset({"data"})
-Evaluate = Callable[[Any, Sequence[Any], Sequence[Value]], list[Value]]
+# Runs an operation with programs inside, which run by the same rules.
+ProgramRule = Callable[[Rules[Value], Op, list[Value]], list[Value] | None]
 
 
-class BodyOfArrays:
-    """A program inside an operation, as a function of arrays.
-
-    Args:
-      evaluate: runs a program.
-      jaxpr: the program, closed or open. The caller keeps it alive. This object holds only a weak
-        reference, so that caches for a program are freed with it.
-      forms: the traits of its arguments.
-
-    Attributes:
-      results: the traits of its last results.
-    """
-
-    def __init__(self, evaluate: Evaluate, jaxpr: Any, forms: Sequence[Traits]) -> None:
-        self._evaluate = evaluate
-        self._program = weakref.ref(jaxpr)
-        self._forms = forms
-        self.results: tuple[Traits, ...] = ()
-
-    def __call__(self, *arrays: Any) -> list[Any]:
-        jaxpr = self._program()
-        made = self._evaluate(
-            compat.open_jaxpr(jaxpr), compat.consts_of(jaxpr), unflat(arrays, self._forms)
-        )
-        out, self.results = flat(made)
-        return out
+def rule_of(op: Op) -> ProgramRule | None:
+    """Returns the rule for control flow; None for other operations, and for `while`."""
+    if op.name not in CONTROL_FLOW:
+        return None
+    if op.name in JITS:
+        return jit_rule if compat.is_plain_jit(op.params) else _pinned_jit
+    if op.name in CHECKPOINTS:
+        return checkpoint_rule
+    wiring = wiring_of(op.equation)
+    if wiring is not None and wiring.chooses:
+        return cond_rule
+    if wiring is not None and wiring.loops:
+        return None if wiring.turns is None else functools.partial(scan_rule, wiring)
+    return shard_map_rule if op.name == "shard_map" else None
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Results:
-    """The traits of the results of a jitted function; JAX caches them with its trace."""
-
-    forms: tuple[Traits, ...]
-
-
-# The rewritten versions of each jitted function in a program. A layer that is called many times has
-# one version, which is traced and compiled once.
+# The rewritten versions of each jitted function in a program. A layer that is called many times is
+# traced and compiled once for values of the same traits.
 _JITTED: weakref.WeakKeyDictionary[Any, dict[Any, Callable[..., Any]]] = weakref.WeakKeyDictionary()
 
 
-def jit_rule(evaluate: Evaluate, equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
-    params = equation.params
-    if not compat.is_plain_jit(params):
-        return _pinned_jit(evaluate, equation, values)
-    arrays, forms = flat(values)
-    made = _JITTED.setdefault(params["jaxpr"], {})
-    key = (forms, params["name"], params["inline"])
-    if key not in made:
-        made[key] = _jitted(BodyOfArrays(evaluate, params["jaxpr"], forms), *key[1:])
-    out, results = made[key](*arrays)
-    return unflat(out, results.forms)
+def jit_rule(rules: Rules[Value], op: Op, values: list[Value]) -> list[Value]:
+    (body,) = compat.bodies_of(op.equation)
+    options = op.params["name"], op.params["inline"]
+    versions = _JITTED.setdefault(body, {})
+    if options not in versions:
+        versions[options] = _jitted(rules, body, *options)
+    results: list[Value] = versions[options](values)
+    return results
 
 
-def _jitted(body: BodyOfArrays, name: str, inline: Any) -> Callable[..., Any]:
-    def call(*arrays: Any) -> tuple[list[Any], _Results]:
-        out = body(*arrays)
-        return out, _Results(body.results)
+def _jitted(rules: Rules[Value], body: Any, name: str, inline: Any) -> Callable[..., Any]:
+    program = weakref.ref(body)  # the caller keeps it alive, and caches for it are freed with it
+
+    def call(values: list[Value]) -> list[Value]:
+        return evaluate(read(program()), values, rules)
 
     call.__name__ = call.__qualname__ = name
     return jax.jit(call, inline=inline)
 
 
-def _pinned_jit(evaluate: Evaluate, equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
+def _pinned_jit(rules: Rules[Value], op: Op, values: list[Value]) -> list[Value]:
     """Runs the program of a jit with shardings, between equivalent sharding constraints."""
-    given, wanted = compat.jit_shardings(equation.params)
-    arrays, forms = flat(_pinned(values, given))
-    body = BodyOfArrays(evaluate, equation.params["jaxpr"], forms)
-    made = body(*arrays)
-    return _pinned(unflat(made, body.results), wanted)
+    (body,) = compat.bodies_of(op.equation)
+    before, after = compat.jit_shardings(op.params)
+    return _pinned(rules.inside(op, body, _pinned(values, before)), after)
 
 
 def _pinned(values: Sequence[Value], shardings: Sequence[Any]) -> list[Value]:
@@ -120,17 +97,19 @@ def _pinned(values: Sequence[Value], shardings: Sequence[Any]) -> list[Value]:
     ]
 
 
-def remat_rule(evaluate: Evaluate, equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
-    params = equation.params
-    arrays, forms = flat([_gathered_again(value, True) for value in values])
-    body = BodyOfArrays(evaluate, params["jaxpr"], forms)
+def checkpoint_rule(rules: Rules[Value], op: Op, values: list[Value]) -> list[Value]:
+    (body,), params = compat.bodies_of(op.equation), op.params
+
+    def function(values: Sequence[Value], _: Any = None) -> list[Value]:
+        return rules.inside(op, body, values)
+
+    values = [_gathered_again(value, True) for value in values]
     if params["differentiated"]:  # the backward pass of a gradient within the function
-        traced = compat.trace(body, [compat.type_of(x) for x in arrays])
-        made = compat.bind(equation, arrays, jaxpr=compat.without_consts(traced))
+        results = call_again(op.equation, values, None, function)
     else:
-        again = jax.checkpoint(body, prevent_cse=params["prevent_cse"], policy=params["policy"])
-        made = again(*arrays)
-    return [_gathered_again(value, False) for value in unflat(made, body.results)]
+        again = jax.checkpoint(function, prevent_cse=params["prevent_cse"], policy=params["policy"])
+        results = again(values)
+    return [_gathered_again(value, False) for value in results]
 
 
 def _gathered_again(value: Value, recomputed: bool) -> Value:
@@ -139,58 +118,61 @@ def _gathered_again(value: Value, recomputed: bool) -> Value:
     return value._replace(layout=value.layout._replace(recomputed=recomputed))
 
 
-def scan_rule(evaluate: Evaluate, equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
-    params = equation.params
-    closed = params["jaxpr"]
-    jaxpr = compat.open_jaxpr(closed)
-    consts, carries = compat.scan_counts(params)
-    end = consts + carries
-    carried = values[consts:end]
+def scan_rule(loop: Wiring, rules: Rules[Value], op: Op, values: list[Value]) -> list[Value]:
+    (body,), end = compat.bodies_of(op.equation), loop.carry.stop
+    count, carried = len(loop.carry), values[loop.carry.start : end]
     stacks = [_whole_along_the_loop(value) for value in values[end:]]
-    # Params that a loop passes on unchanged need not be carried,
-    kept_carries = [
-        value if value.of_params and jaxpr.outvars[i] is jaxpr.invars[consts + i] else None
-        for i, value in enumerate(carried)
-    ]
-    # nor stacked again.
-    passes = {var: x for var, x in zip(jaxpr.invars[end:], stacks, strict=True) if x.of_params}
-    kept_stacks = [
-        passes.get(var) if isinstance(var, core.Var) else None for var in jaxpr.outvars[carries:]
-    ]
-    carry_forms = _without(kept_carries, _carry_traits(jaxpr, values, slice(consts, end)))
-    xs, forms = flat([value._replace(layout=unstacked_layout(value.layout)) for value in stacks])
-    returned: tuple[Traits, ...] = ()
+    kept = _passed_on(read(body), loop, [*values[:end], *stacks])
+    traits = _carry_traits(body, values, loop.carry)
 
-    def step(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-        nonlocal returned
-        given = _filled(kept_carries, unflat(carry, carry_forms))
-        inside = [*values[:consts], *given, *unflat(xs, forms)]
-        made = evaluate(jaxpr, compat.consts_of(closed), inside)
-        ys = _without(kept_stacks, made[carries:])
-        arrays, returned = flat([Value(y.used()) if y.origin is Origin.ROWS else y for y in ys])
-        return _in_traits(_without(kept_carries, made[:carries]), carry_forms), arrays
+    def turn(operands: list[Any], _: Any) -> tuple[list[Any], Any]:
+        arguments = [value if x is None else x for x, value in zip(operands, values, strict=True)]
+        results = rules.inside(op, body, arguments)
+        stacked = _unless(kept[count:], _without_rows, results[count:])
+        return [*_unless(kept[:count], with_traits, results[:count], traits), *stacked], ()
 
-    begun = _without(kept_carries, carried)
-    init = _in_traits([value.whole() for value in begun], carry_forms)
-    carry, ys = scan_with_options(params, step, init, xs)
-    made = unflat(ys, [form._replace(layout=stacked_layout(form.layout)) for form in returned])
-    after = unflat(carry, carry_forms)
-    return [*_filled(kept_carries, after), *_filled(kept_stacks, made)]
+    begun = _unless(kept[:count], Value.whole, carried)
+    begun = _unless(kept[:count], with_traits, begun, traits)
+    slices = [value._replace(layout=unstacked_layout(value.layout)) for value in stacks]
+    results, _ = scan_again(op.equation, [*values[: end - count], *begun, *slices], turn)
+    stacked = (x and x._replace(layout=stacked_layout(x.layout)) for x in results[count:])
+    results = [*results[:count], *stacked]
+    return [x if other is None else other for x, other in zip(results, kept, strict=True)]
 
 
-def _carry_traits(jaxpr: core.Jaxpr, values: Sequence[Value], carry: slice) -> list[Traits]:
+def _passed_on(body: Program, loop: Wiring, values: Sequence[Value]) -> list[Value | None]:
+    """Returns the params that a loop passes on unchanged, for each result; None for the others.
+
+    They need not be carried, nor stacked again.
+    """
+    params = {number: i for i, number in enumerate(body.inputs) if values[i].of_params}
+    sources = [params.get(atom) if isinstance(atom, int) else None for atom in body.outputs]
+    places = [*([i] for i in loop.carry), *[loop.slices] * (len(sources) - len(loop.carry))]
+    each = zip(sources, places, strict=True)
+    return [None if i is None or i not in allowed else values[i] for i, allowed in each]
+
+
+def _unless(
+    kept: Sequence[Value | None], function: Callable[..., Value], *values: Iterable[Any]
+) -> list[Any]:
+    """Maps a function over values; gives None for those that are kept."""
+    each = zip(kept, *values, strict=True)
+    return [function(*given) if other is None else None for other, *given in each]
+
+
+def _without_rows(value: Value) -> Value:
+    return Value(value.used()) if value.origin is Origin.ROWS else value
+
+
+def _carry_traits(body: Any, values: Sequence[Value], carry: range) -> list[Traits]:
     """Returns the traits of what a loop carries: a weight if each turn makes it of weights.
 
     Other floats are activations: also a weight to which each turn adds data.
     """
     made_from = {Origin.NUMBER: NONE, Origin.WEIGHT: _OF_PARAMS, Origin.REPEATED: _OF_PARAMS}
-    given = [made_from.get(value.origin, _OF_DATA) for value in values]
-    while True:
-        made = made_of(jaxpr, given, _labelled, lambda _: True)
-        turned = [a | b for a, b in zip(given[carry], made, strict=False)]
-        if turned == given[carry]:
-            return [_carried(*each) for each in zip(values[carry], turned, strict=True)]
-        given[carry] = turned
+    origins = [made_from.get(value.origin, _OF_DATA) for value in values]
+    labels = made_of(body, origins, _labelled, lambda _: True, carry)
+    return list(map(_carried, (values[i] for i in carry), labels))
 
 
 def _labelled(equation: core.JaxprEqn, found: Sequence[Labels]) -> Labels:
@@ -203,11 +185,6 @@ def _carried(value: Value, labels: Labels) -> Traits:
     if labels == _OF_PARAMS and may_be_param(value.array):
         return Traits(value.array.dtype == FLOAT32, origin=max(Origin.WEIGHT, value.origin))
     return Traits(exact=False, origin=Origin.ACTIVATION if is_float(value.array) else Origin.DATA)
-
-
-def _in_traits(values: Sequence[Value], forms: Sequence[Traits]) -> list[Any]:
-    """Returns the arrays of values in other traits."""
-    return flat(list(map(with_traits, values, forms)))[0]
 
 
 def _whole_along_the_loop(value: Value) -> Value:
@@ -224,48 +201,37 @@ def _whole_along_the_loop(value: Value) -> Value:
     return value.in_place()
 
 
-def _without(kept: Sequence[Value | None], values: Sequence[Any]) -> list[Any]:
-    """Returns the values at the places where `kept` is None."""
-    return [value for value, other in zip(values, kept, strict=True) if other is None]
-
-
-def _filled(kept: Sequence[Value | None], values: Iterable[Value]) -> list[Value]:
-    """Inverts `_without`: fills the places where `kept` is None with the values."""
-    rest = iter(values)
-    return [next(rest) if value is None else value for value in kept]
-
-
-def cond_rule(evaluate: Evaluate, equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
+def cond_rule(rules: Rules[Value], op: Op, values: list[Value]) -> list[Value]:
     index = values[0].used()
     # In a shard_map, devices may take different branches: a branch must not sum over devices.
-    arrays, given = flat([value.varying_as(index) for value in values[1:]])
-    avals = [compat.type_of(x) for x in arrays]
-    bodies = [BodyOfArrays(evaluate, branch, given) for branch in equation.params["branches"]]
-    branches = [compat.trace(body, avals) for body in bodies]
-    forms = [common_traits(each) for each in zip(*(body.results for body in bodies), strict=True)]
+    arrays, structure = jax.tree.flatten([value.varying_as(index) for value in values[1:]])
+    types = [compat.type_of(x) for x in arrays]
+    bodies = [functools.partial(rules.inside, op, body) for body in compat.bodies_of(op.equation)]
+    branches = [compat.trace_trees(body, jax.tree.unflatten(structure, types)) for body in bodies]
+    traits = list(map(common_traits, zip(*(results for _, results in branches), strict=True)))
     if values[0].origin is not Origin.NUMBER:
         chosen = Origin.DATA
-        forms = [form._replace(origin=max(form.origin, chosen)) for form in forms]
-    if not all(_have_traits(body.results, forms) for body in bodies):
-        branches = [
-            compat.trace(_in_forms(branch, body.results, forms), avals)
-            for branch, body in zip(branches, bodies, strict=True)
-        ]
-    if len({tuple(x.mat.varying for x in branch.out_avals) for branch in branches}) > 1:
-        likes = list(zip(*(branch.out_avals for branch in branches), strict=True))
-        branches = [compat.trace(_varying_as(branch, likes), avals) for branch in branches]
-    made = compat.bind(equation, [index, *arrays], branches=tuple(branches))
-    return unflat(made, forms)
+        traits = [form._replace(origin=max(form.origin, chosen)) for form in traits]
+    if not all(_have_traits(results, traits) for _, results in branches):
+        branches = [compat.trace_trees(_in_traits(*each, traits), *types) for each in branches]
+    programs = [program for program, _ in branches]
+    if len({tuple(x.mat.varying for x in program.out_avals) for program in programs}) > 1:
+        likes = list(zip(*(program.out_avals for program in programs), strict=True))
+        programs = [compat.trace(_varying_as(program, likes), types) for program in programs]
+    results = compat.bind(op.equation, [index, *arrays], branches=tuple(programs))
+    results = jax.tree.unflatten(jax.tree.structure(branches[0][1]), results)
+    each = zip(results, traits, strict=True)
+    return [value._replace(origin=form.origin) for value, form in each]
 
 
-def _in_forms(
-    program: Any, results: Sequence[Traits], forms: Sequence[Traits]
-) -> Callable[..., Any]:
+def _in_traits(
+    program: Any, results: Sequence[Value], traits: Sequence[Traits]
+) -> Callable[..., list[Value]]:
     """Returns a function that runs a program and converts its results to other traits."""
-    run = core.jaxpr_as_fun(program)
+    run, structure = core.jaxpr_as_fun(program), jax.tree.structure(results)
 
-    def function(*arrays: Any) -> list[Any]:
-        return _in_traits(unflat(run(*arrays), results), forms)
+    def function(*arrays: Any) -> list[Value]:
+        return list(map(with_traits, jax.tree.unflatten(structure, run(*arrays)), traits))
 
     return function
 
@@ -283,37 +249,24 @@ def _varying_as(program: Any, likes: Sequence[Sequence[Any]]) -> Callable[..., A
     return function
 
 
-def _have_traits(results: Sequence[Traits], forms: Sequence[Traits]) -> bool:
-    each = zip(results, forms, strict=True)
+def _have_traits(results: Sequence[Value], traits: Sequence[Traits]) -> bool:
+    each = zip((value.traits for value in results), traits, strict=True)
     return all(x == form for x, form in each if x.of_params or form.of_params)
 
 
-def shard_map_rule(evaluate: Evaluate, equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
+def shard_map_rule(rules: Rules[Value], op: Op, values: list[Value]) -> list[Value]:
     """Maps the program with float32 gradients: what the devices' gradients are summed in, too."""
-    jaxpr = equation.params["jaxpr"]
-    given = [flat([value.whole()]) for value in values]
-    forms: list[Traits] = []
+    (body,) = compat.bodies_of(op.equation)
 
-    def local(*pairs: list[Any]) -> tuple[list[Any], ...]:
-        each = [unflat(pair, form)[0] for pair, (_, form) in zip(pairs, given, strict=True)]
-        made = evaluate(jaxpr, compat.consts_of(jaxpr), each)
-        made = [x if _varies_alike(x) else Value(x.used(), origin=Origin.ACTIVATION) for x in made]
-        forms[:] = [flat([x])[1][0] for x in made]
-        return tuple(flat([x])[0] for x in made)
+    def local(*values: Value) -> tuple[Value, ...]:
+        results = rules.inside(op, body, values)
+        return tuple(
+            x if _varies_alike(x) else Value(x.used(), origin=Origin.ACTIVATION) for x in results
+        )
 
     # A spec is that of both arrays of a param.
-    out = compat.shard_map_again(equation.params, local)(*(pair for pair, _ in given))
-    return unflat([x for pair in out for x in pair], forms)
+    return list(compat.shard_map_again(op.params, local)(*(value.whole() for value in values)))
 
 
 def _varies_alike(value: Value) -> bool:
     return not value.of_params or varying_axes(value.array) == varying_axes(value.wide)
-
-
-RULES: dict[str, Callable[[Evaluate, core.JaxprEqn, list[Value]], list[Value] | None]] = {
-    **dict.fromkeys(JITS, jit_rule),
-    **dict.fromkeys(CHECKPOINTS, remat_rule),
-    "scan": scan_rule,
-    "cond": cond_rule,
-    "shard_map": shard_map_rule,
-}

@@ -14,17 +14,16 @@ from jax import lax
 from jax.extend import core
 
 from jaxmp._float32_reduction.backward import summed_in_float32
-from jaxmp._float32_reduction.control_flow import Evaluate
-from jaxmp._float32_reduction.values import Origin, Traits, Value, count_of, flat, unflat
+from jaxmp._float32_reduction.values import Origin, Value
 from jaxmp._float32_reduction.weights import meet_data, met
 from jaxmp._primitives.varying import varying_as
 from jaxmp._program import compat
 from jaxmp._program.derivatives import Behind, with_derivative, with_passes
+from jaxmp._program.evaluate import Rules
+from jaxmp._program.program import Op
 
 
-def custom_jvp_rule(
-    evaluate: Evaluate, equation: core.JaxprEqn, values: list[Value]
-) -> list[Value] | None:
+def custom_jvp_rule(rules: Rules[Value], op: Op, values: list[Value]) -> list[Value] | None:
     """Runs the function as it is, and its derivative with float32 gradients.
 
     The derivative is linear in the tangents. So it is its own derivative, and that one has float32
@@ -32,31 +31,37 @@ def custom_jvp_rule(
     """
     if not meet_data(values):
         return None
-    arrays, forms = flat([value.whole() for value in values])
+    values = [value.whole() for value in values]
+    arrays, structure = jax.tree.flatten(values)
 
     def primal(*arrays: Any) -> list[Any]:
-        return compat.bind(equation, [value.used() for value in unflat(arrays, forms)])
+        return compat.bind(op.equation, _used_by(structure, arrays))
 
     def derivative(
         program: core.ClosedJaxpr, by: Sequence[int], arrays: Sequence[Any], tangents: list[Any]
     ) -> tuple[list[Any], list[Any]]:
-        given = unflat(arrays, forms)
+        given = jax.tree.unflatten(structure, arrays)
 
         def along(*tangents: Any) -> list[Any]:
             moved = [_tangent(given[i], x) for i, x in zip(by, tangents, strict=True)]
-            made = evaluate(program.jaxpr, program.consts, [*given, *moved])
-            return [value.used() for value in made[len(equation.outvars) :]]
+            results = rules.inside(op, program, [*given, *moved])
+            return [value.used() for value in results[len(op.outputs) :]]
 
         nowhere = [varying_as(jnp.zeros_like(x), x) for x in tangents]
         return call(*arrays), jax.jvp(along, nowhere, tangents)[1]
 
-    call = with_derivative(equation, _places(forms), primal, derivative)
+    call = with_derivative(op.equation, _places(values), primal, derivative)
     return met(call(*arrays), values)
 
 
-def _places(forms: Sequence[Traits]) -> list[int]:
+def _used_by(structure: Any, arrays: Sequence[Any]) -> list[Any]:
+    """Returns the operands of a function that runs as it was traced."""
+    return [value.used() for value in jax.tree.unflatten(structure, arrays)]
+
+
+def _places(values: Sequence[Value]) -> list[int]:
     """Returns for each value the number of its last array: the gradient of a param is for that."""
-    return [end - 1 for end in itertools.accumulate(map(count_of, forms))]
+    return [end - 1 for end in itertools.accumulate(len(jax.tree.leaves(x)) for x in values)]
 
 
 def _tangent(value: Value, tangent: Any) -> Value:
@@ -68,22 +73,21 @@ def _tangent(value: Value, tangent: Any) -> Value:
     return Value(narrow, tangent, origin=Origin.WEIGHT)
 
 
-def custom_vjp_rule(
-    evaluate: Evaluate, equation: core.JaxprEqn, values: list[Value]
-) -> list[Value] | None:
+def custom_vjp_rule(rules: Rules[Value], op: Op, values: list[Value]) -> list[Value] | None:
     """Runs the function and its forward pass as they are; its backward pass sums in float32."""
     if not meet_data(values):
         return None
-    arrays, forms = flat([value.whole() for value in values])
+    values = [value.whole() for value in values]
+    arrays, structure = jax.tree.flatten(values)
+    of_params = [value.of_params for value in values]  # the backward pass may not hold arrays
 
     def primal(*arrays: Any) -> list[Any]:
-        return compat.bind(equation, [value.used() for value in unflat(arrays, forms)])
+        return compat.bind(op.equation, _used_by(structure, arrays))
 
     def ahead(jaxpr: Any, arrays: list[Any]) -> tuple[list[Any], Behind]:
-        operands = [value.used() for value in unflat(arrays, forms)]
-        return core.jaxpr_as_fun(jaxpr)(*operands), behind
+        return core.jaxpr_as_fun(jaxpr)(*_used_by(structure, arrays)), behind
 
     def behind(program: core.ClosedJaxpr, by: Sequence[int], given: list[Any]) -> list[Any]:
-        return summed_in_float32(program, given, [forms[i].of_params for i in by])
+        return summed_in_float32(program, given, [of_params[i] for i in by])
 
-    return met(with_passes(equation, _places(forms), primal, ahead)(*arrays), values)
+    return met(with_passes(op.equation, _places(values), primal, ahead)(*arrays), values)

@@ -5,7 +5,6 @@ derivative only, until it meets activations. There its gradient becomes a sum ov
 over the devices among which the batch is divided.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,19 +12,17 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from jaxmp._float32_reduction.control_flow import RULES as PROGRAMS
+from jaxmp._float32_reduction.control_flow import ProgramRule, rule_of
 from jaxmp._float32_reduction.custom_derivatives import custom_jvp_rule, custom_vjp_rule
 from jaxmp._float32_reduction.values import (
     FLOAT32,
     Origin,
     Value,
-    flat,
     is_float,
     is_half,
     is_short,
     like_param,
     may_be_param,
-    unflat,
 )
 from jaxmp._float32_reduction.weights import (
     adjusts,
@@ -45,6 +42,7 @@ from jaxmp._primitives.mixed_product import held, product, with_derivatives
 from jaxmp._primitives.operands import ProductOperand, operands_of
 from jaxmp._primitives.varying import varying_alike, varying_axes
 from jaxmp._program import compat
+from jaxmp._program.evaluate import Cells, Rules, evaluate
 from jaxmp._program.op_classes import (
     ADDS,
     CLASSES,
@@ -56,6 +54,7 @@ from jaxmp._program.op_classes import (
     SCALES,
     OpClass,
 )
+from jaxmp._program.program import Op, Program, read
 
 Rule = Callable[[core.JaxprEqn, list[Value]], list[Value] | None]
 
@@ -64,45 +63,69 @@ _ELEMENTWISE = frozenset({OpClass.PROMOTE, OpClass.FLOAT32, OpClass.RANGE})
 _ARITHMETIC = _ELEMENTWISE | {OpClass.SUM}
 
 
-def evaluate(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Value]) -> list[Value]:
-    """Runs a program.
-
-    Args:
-      jaxpr: the program, an open jaxpr.
-      consts: its constants.
-      arguments: its arguments.
-
-    Returns:
-      The results; those made of params are marked as such.
-    """
-    env: dict[Any, Value] = {}
-    env.update(zip(jaxpr.invars, arguments, strict=True))
-    for var, x in zip(jaxpr.constvars, consts, strict=True):
-        env[var] = _number(x) if isinstance(x, np.ndarray) else Value(x)
-    for equation in compat.open_jaxpr(jaxpr).eqns:
-        source = equation.source_info
-        with compat.where(equation, source.name_stack, source.traceback):
-            if equation.primitive.name in MULTIPLIES:
-                _gather_once(equation, env)
-            values = [_read(atom, env) for atom in equation.invars]
-            made = _evaluated(equation, values)
-        env.update(zip(equation.outvars, made, strict=True))
-    return [_returned(atom, env) for atom in jaxpr.outvars]
+def with_float32_gradients(closed: core.ClosedJaxpr, arguments: Sequence[Value]) -> list[Value]:
+    """Runs a program; the results that are made of params are marked as such."""
+    return evaluate(read(closed), arguments, _WithFloat32Gradients())
 
 
-def _returned(atom: Any, env: dict[Any, Value]) -> Value:
-    """Reads a result of the program; a literal becomes an array."""
-    if isinstance(atom, core.Literal):
-        return _number(compat.number(atom))
-    return _outside_of_products(env[atom])
+class _WithFloat32Gradients(Rules[Value]):
+    """Computes what was traced; values that are made of params have a float32 array too."""
+
+    def constant(self, value: Any) -> Value:
+        return _number(value) if isinstance(value, np.ndarray) else Value(value)
+
+    def literal(self, literal: core.Literal) -> Value:
+        return _number(literal.val)
+
+    def operands(self, op: Op, cells: Cells[Value]) -> list[Value]:
+        if op.name in MULTIPLIES:
+            cells |= {x: _gathered_once(cells[x]) for x in op.inputs if isinstance(x, int)}
+        return super().operands(op, cells)
+
+    def results(self, program: Program, cells: Cells[Value]) -> list[Value]:
+        return [
+            _number(compat.number(atom))  # an array
+            if isinstance(atom, core.Literal)
+            else _outside_of_products(cells[atom])
+            for atom in program.outputs
+        ]
+
+    def operation(self, op: Op, operands: list[Value]) -> list[Value]:
+        equation, name, values = op.equation, op.name, operands
+        if jax.sharding.get_abstract_mesh().manual_axes:
+            values = _varying_as_traced(equation, values)
+        if name not in MULTIPLIES:
+            values = list(map(_outside_of_products, values))
+        program_rule = rule_of(op)
+        entered = name == "pvary" or (program_rule is not None and gathers(equation))
+        if not any(value.of_params for value in values) and not entered:
+            bind = gather if name == "gather" else compat.bind
+            arrays = bind(equation, _arrays_of(values))
+            return [without_params(x, equation, values) for x in arrays]
+        alone = of_params_only(values)
+        like_params = alone or adjusts(equation, values)
+        if alone and is_arrangement(equation):
+            # Put together where they lie, parts of params would move from device to device.
+            values = [value.in_place() for value in values]
+        elif not alone and like_params and name not in SCALES:
+            # An added value may be an activation, which is not laid out as the params are. A factor
+            # is more likely a mask or a scale.
+            values = [value.in_place() for value in values]
+        rule = RULES.get(name)
+        if rule is None and like_params and CLASSES.get(name) in _ARITHMETIC:
+            rule = _arithmetic
+        program_rule = program_rule or _OWN_DERIVATIVES.get(name)
+        results = rule(equation, values) if rule else None
+        if program_rule is not None:
+            results = program_rule(self, op, values)
+        if results is None:
+            values = list(map(_outside_of_products, values))
+            results = (_made_of_params if like_params else _used)(equation, values)
+        return results
 
 
 def _outside_of_products(value: Value) -> Value:
     return value.in_place() if value.is_gathered else value
-
-
-def _read(atom: Any, env: dict[Any, Value]) -> Value:
-    return _number(atom.val) if isinstance(atom, core.Literal) else env[atom]
 
 
 def _number(x: Any) -> Value:
@@ -113,42 +136,10 @@ def _activation(x: Any) -> Value:
     return Value(x, origin=Origin.ACTIVATION)
 
 
-def _gather_once(equation: core.JaxprEqn, env: dict[Any, Value]) -> None:
-    """Gathers the operands of a product once for all uses, unless they must be freed in between."""
-    for atom in equation.invars:
-        value = _read(atom, env)
-        if value.layout is not None and value.layout.recomputed and is_half(value.array):
-            env[atom] = value.for_products()
-
-
-def _evaluated(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
-    if jax.sharding.get_abstract_mesh().manual_axes:
-        values = _varying_as_traced(equation, values)
-    name = equation.primitive.name
-    if name not in MULTIPLIES:
-        values = list(map(_outside_of_products, values))
-    entered = name == "pvary" or (name in PROGRAMS and gathers(equation))
-    if not any(value.of_params for value in values) and not entered:
-        bind = gather if name == "gather" else compat.bind
-        found = bind(equation, _arrays_of(values))
-        return [without_params(x, equation, values) for x in found]
-    rule = RULES.get(name)
-    alone = of_params_only(values)
-    like_params = alone or adjusts(equation, values)
-    if alone and is_arrangement(equation):
-        # Put together where they lie, parts of params would move from device to device.
-        values = [value.in_place() for value in values]
-    elif not alone and like_params and name not in SCALES:
-        # An added value may be an activation, which is not laid out as the params are. A factor is
-        # more likely a mask or a scale.
-        values = [value.in_place() for value in values]
-    if rule is None and like_params and CLASSES.get(name) in _ARITHMETIC:
-        rule = _arithmetic
-    made = None if rule is None else rule(equation, values)
-    if made is None:
-        values = list(map(_outside_of_products, values))
-        made = (_made_of_params if like_params else _used)(equation, values)
-    return made
+def _gathered_once(value: Value) -> Value:
+    """Gathers an operand of a product once for all uses, unless it must be freed in between."""
+    once = value.layout is not None and value.layout.recomputed and is_half(value.array)
+    return value.for_products() if once else value
 
 
 def _varying_as_traced(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
@@ -185,16 +176,14 @@ def _used(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
         return list(map(_activation, made))
 
     # A bias may have dimensions of size 1: its gradient is a sum over them.
-    arrays, forms = flat(values)
-
-    def spread(*arrays: Any) -> list[Any]:
-        inside = [value.in_place() for value in unflat(arrays, forms)]
+    def spread(values: list[Value]) -> list[Any]:
+        inside = [value.in_place() for value in values]
         others = _floats(inside)
         return compat.bind(equation, [v.spread(shape).used(others) for v in inside])
 
     # A product keeps its operands for its derivative: the scale, and not its broadcast copy.
     keeps = name not in ADDS
-    made = jax.checkpoint(spread, prevent_cse=False)(*arrays) if keeps else spread(*arrays)
+    made = jax.checkpoint(spread, prevent_cse=False)(values) if keeps else spread(values)
     return list(map(_activation, made))
 
 
@@ -354,7 +343,10 @@ def _barrier(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
     ]
 
 
-_CONTROL_FLOW = PROGRAMS | {"custom_jvp_call": custom_jvp_rule, "custom_vjp_call": custom_vjp_rule}
+_OWN_DERIVATIVES: dict[str, ProgramRule] = {
+    "custom_jvp_call": custom_jvp_rule,
+    "custom_vjp_call": custom_vjp_rule,
+}
 RULES: dict[str, Rule] = {
     "convert_element_type": _convert,
     "held": _held,
@@ -366,5 +358,4 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(LINEAR_MOVES, _move),
     **dict.fromkeys(CONTRACTIONS, _contraction),
     "sharding_constraint": _constraint,
-    **{name: functools.partial(rule, evaluate) for name, rule in _CONTROL_FLOW.items()},
 }

@@ -4,6 +4,7 @@ import enum
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -31,8 +32,20 @@ class Origin(enum.IntEnum):
     ROWS = 7  # numbers of a param that data chose: rows that were looked up
 
 
+class Traits(NamedTuple):
+    """The facts about a value without its arrays; fields as in `Value`, in the same order."""
+
+    exact: bool
+    layout: Layout | None = None
+    origin: Origin = Origin.DATA
+
+    @property
+    def of_params(self) -> bool:
+        return self.origin >= Origin.WEIGHT
+
+
 class Value(NamedTuple):
-    """A value of the program.
+    """A value of the program: a tree of one array, or of two.
 
     A value made of params has two arrays: the one that the program computes, and the float32 array
     that its gradient is for. They are the same array if the program computes in float32.
@@ -57,6 +70,10 @@ class Value(NamedTuple):
     def exact(self) -> bool:
         """Whether the gradient is for the array itself."""
         return self.array is self.wide
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(self.exact, self.layout, self.origin)
 
     @property
     def is_gathered(self) -> bool:
@@ -148,16 +165,16 @@ class Value(NamedTuple):
         return Value(array, wide, None, max(self.origin, Origin.REPEATED))
 
 
-class Traits(NamedTuple):
-    """The facts about a value without its arrays; fields as in `Value`, in the same order."""
+def _flatten(value: Value) -> tuple[tuple[Any, ...], Traits]:
+    both = value.of_params and not value.exact
+    return (value.array, value.wide) if both else (value.array,), value.traits
 
-    exact: bool
-    layout: Layout | None = None
-    origin: Origin = Origin.DATA
 
-    @property
-    def of_params(self) -> bool:
-        return self.origin >= Origin.WEIGHT
+def _unflatten(traits: Traits, arrays: Sequence[Any]) -> Value:
+    return Value(arrays[0], arrays[-1] if traits.of_params else None, *traits[1:])
+
+
+jax.tree_util.register_pytree_node(Value, _flatten, _unflatten)
 
 
 def like_param(x: Any, origin: Origin = Origin.WEIGHT, layout: Layout | None = None) -> Value:
@@ -200,32 +217,6 @@ def with_traits(value: Value, form: Traits) -> Value:
 def widened(x: Any) -> Any:
     """Casts a float of fewer bits to float32, to carry its gradient."""
     return lax.convert_element_type(x, FLOAT32) if is_short(x.dtype) else x
-
-
-def flat(values: Sequence[Value]) -> tuple[list[Any], tuple[Traits, ...]]:
-    """Returns the arrays of values, for another program, and the traits to rebuild them there."""
-    arrays: list[Any] = []
-    for value in values:
-        arrays.append(value.array)
-        if value.of_params and not value.exact:
-            arrays.append(value.wide)
-    return arrays, tuple(Traits(value.exact, *value[2:]) for value in values)
-
-
-def count_of(form: Traits) -> int:
-    """Returns the number of arrays of a value with these traits."""
-    return 2 if form.of_params and not form.exact else 1
-
-
-def unflat(arrays: Sequence[Any], forms: Sequence[Traits]) -> list[Value]:
-    """Rebuilds values: the inverse of `flat`."""
-    given = iter(arrays)
-    values = []
-    for form in forms:
-        array = next(given)
-        wide = next(given) if count_of(form) > 1 else array if form.of_params else None
-        values.append(Value(array, wide, *form[1:]))
-    return values
 
 
 def is_half(x: Any) -> bool:

@@ -84,6 +84,12 @@ def trace(fun: Callable[..., Any], avals: Sequence[Any]) -> core.ClosedJaxpr:
         return jax.make_jaxpr(fun)(*avals)
 
 
+def trace_trees(fun: Callable[..., Any], *trees: Any) -> tuple[core.ClosedJaxpr, Any]:
+    """Traces a function of trees of types as `trace` does; returns the tree of its results too."""
+    with source_info_util.reset_name_stack():
+        return cast(Any, jax.make_jaxpr(fun, return_shape=True)(*trees))
+
+
 def trace_on_mesh(fun: Callable[..., Any], avals: Sequence[Any]) -> core.ClosedJaxpr:
     """Traces a function as `trace` does, on the mesh of explicit axes that the types are on."""
     meshes = [aval.sharding.mesh for aval in avals if hasattr(aval, "sharding")]

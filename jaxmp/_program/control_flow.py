@@ -189,13 +189,7 @@ def call_again(
         function.__name__ = function.__qualname__ = equation.params["name"]
         return jax.jit(function, inline=equation.params["inline"])(list(values), given)
     leaves, structure = jax.tree.flatten((list(values), given))
-    shapes: list[Any] = []
-
-    def of_leaves(*leaves: Any) -> list[Any]:
-        made, shape = jax.tree.flatten(function(*jax.tree.unflatten(structure, leaves)))
-        shapes[:] = [shape]
-        return made
-
-    traced = compat.trace(of_leaves, [compat.type_of(x) for x in leaves])
-    made = compat.bind(equation, leaves, jaxpr=compat.without_consts(traced))
-    return jax.tree.unflatten(shapes[0], made)
+    types = jax.tree.unflatten(structure, [compat.type_of(x) for x in leaves])
+    program, shape = compat.trace_trees(function, *types)
+    results = compat.bind(equation, leaves, jaxpr=compat.without_consts(program))
+    return jax.tree.unflatten(jax.tree.structure(shape), results)

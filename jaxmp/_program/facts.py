@@ -3,7 +3,7 @@
 A question is, for example: what is a value made of, is it zero, which cast does it come from? Each
 question has its own facts, and a rule that makes the facts of results from the facts of operands.
 Facts pass through branches, loops and calls in the same way for all questions; this file does that
-part. `arguments_read` goes the other way, from results to arguments.
+part. `Demands` go the other way, from results to arguments.
 """
 
 import dataclasses
@@ -92,6 +92,7 @@ def made_of(
     labels: Sequence[Labels],
     rule: Callable[[core.JaxprEqn, Sequence[Labels]], Labels],
     can_have: Callable[[Any], bool],
+    carry: range = range(0),
 ) -> list[Labels]:
     """Returns the labels of the results of a program; labels go from operands to results.
 
@@ -101,9 +102,10 @@ def made_of(
       rule: returns the labels of the results of an equation without programs, given the labels of
         its operands.
       can_have: whether values of this type (an abstract value) can have labels.
+      carry: the arguments that its first results replace after each turn, if a loop runs it.
 
     Returns:
-      The labels of its results.
+      The labels of its results; of what a loop carries, those of the arguments too.
     """
     question = Question(
         nothing=NONE,
@@ -111,7 +113,8 @@ def made_of(
         rule=lambda op, operands: [rule(op.equation, operands)] * len(op.outputs),
         keep=lambda aval, label: label if can_have(aval) else NONE,
     )
-    return propagate(read(jaxpr), labels, question, shared_programs(_inside_control_flow))
+    turns = _Propagation(question, shared_programs(_inside_control_flow))
+    return turns.along(Wiring((range(len(labels)),), carry, turns=None), [read(jaxpr)], labels)
 
 
 def _inside_control_flow(equation: core.JaxprEqn) -> list[Any]:
@@ -159,6 +162,12 @@ class _Propagation(Generic[Fact]):
         wiring = _wiring(op, programs)
         if wiring is None:
             return self._blurred(op, programs, operands)
+        return self.along(wiring, programs, operands)
+
+    def along(
+        self, wiring: Wiring, programs: Sequence[Program], operands: Sequence[Fact]
+    ) -> list[Fact]:
+        """Returns the facts of the results of programs that are connected in this way."""
         carry = wiring.carry
         while True:
             each = zip(programs, wiring.arguments, strict=True)
@@ -188,6 +197,65 @@ def _wiring(op: Op, programs: Sequence[Program]) -> Wiring | None:
     return wiring_of(op.equation, [(len(each.inputs), len(each.outputs)) for each in programs])
 
 
+# Returns which operands of an operation are asked for, given which of its results are.
+Asks = Callable[[Op, Sequence[bool]], Sequence[bool]]
+
+
+class Demands:
+    """Follows what is asked for from the results of a program back to its arguments.
+
+    Args:
+      rule: returns which operands an operation without programs asks for.
+      inside: the programs inside of operations, as in `propagate`.
+      decisions: whether results also ask for what decides which branch runs, or how often a loop.
+    """
+
+    def __init__(self, rule: Asks, inside: Inside, *, decisions: bool) -> None:
+        self.rule, self.inside, self.decisions = rule, inside, decisions
+        self.known: dict[Any, set[int]] = {}
+
+    def values(self, program: Program, wanted: Sequence[bool]) -> set[int]:
+        """Returns the values of a program that these results ask for."""
+        key = id(program), tuple(wanted)
+        if key not in self.known:
+            asked = _atoms_where(program.outputs, wanted)
+            for op in reversed(program.ops):
+                results = [number in asked for number in op.outputs]
+                asked |= _atoms_where(op.inputs, self.through(op, results)[0])
+            self.known[key] = asked
+        return self.known[key]
+
+    def arguments(self, program: Program, wanted: Sequence[bool]) -> list[bool]:
+        """Returns whether these results ask for each argument of a program."""
+        asked = self.values(program, wanted)
+        return [number in asked for number in program.inputs]
+
+    def through(
+        self, op: Op, wanted: Sequence[bool]
+    ) -> tuple[Sequence[bool], list[tuple[Program, Sequence[bool]]]]:
+        """Returns what is asked for of the operands, and of the results of each program inside."""
+        programs = self.inside(op)
+        wiring = _wiring(op, programs) if programs else None
+        if wiring is None:
+            return self.rule(op, wanted), []
+        if not any(wanted):
+            return [False] * len(op.inputs), []
+        carry, of_programs = wiring.carry, set().union(*wiring.arguments)
+        while True:
+            tests = [[self.decisions]] * wiring.tests
+            asked = list(zip(programs, [*tests, *[wanted] * len(programs)], strict=False))
+            # What decides between branches reaches none of them.
+            reads = [self.decisions and i not in of_programs for i in range(len(op.inputs))]
+            for arguments, each in zip(wiring.arguments, asked, strict=True):
+                for i, is_read in zip(arguments, self.arguments(*each), strict=True):
+                    reads[i] |= is_read
+            # What one turn reads, the turn before has to make.
+            more = [a or reads[i] for a, i in zip(wanted, carry, strict=False)]
+            if more == list(wanted[: len(carry)]):
+                return [*reads[: carry.start], *more, *reads[carry.stop :]], asked
+            wanted = [*more, *wanted[len(carry) :]]
+
+
 def arguments_read(
     program: Program, wanted: Sequence[bool], inside: Inside | None = None
 ) -> list[bool]:
@@ -211,36 +279,17 @@ def arguments_read(
     >>> arguments_read(read(closed), [True, False])
     [True, False]
     """
-    inside = inside or shared_programs()
-    reads = _atoms_where(program.outputs, wanted)
-    for op in reversed(program.ops):
-        asked = [number in reads for number in op.outputs]
-        if op.equation.effects or any(asked):
-            reads |= _atoms_where(op.inputs, _operands_read(op, asked, inside))
-    return [number in reads for number in program.inputs]
+    programs = inside or shared_programs()
+
+    def rule(op: Op, asked: Sequence[bool]) -> list[bool]:
+        return [bool(op.equation.effects) or any(asked)] * len(op.inputs)
+
+    def without_effects(op: Op) -> Sequence[Program]:
+        return [] if op.equation.effects else programs(op)
+
+    return Demands(rule, without_effects, decisions=True).arguments(program, wanted)
 
 
 def _atoms_where(atoms: Sequence[Any], chosen: Sequence[bool]) -> set[int]:
     pairs = zip(atoms, chosen, strict=True)
     return {atom for atom, is_chosen in pairs if is_chosen and not isinstance(atom, core.Literal)}
-
-
-def _operands_read(op: Op, asked: list[bool], inside: Inside) -> list[bool]:
-    """Returns which operands of an operation are read for the results that are asked for."""
-    programs = inside(op)
-    wiring = _wiring(op, programs) if programs and not op.equation.effects else None
-    if wiring is None:
-        return [True] * len(op.inputs)
-    carry, of_programs = wiring.carry, set().union(*wiring.arguments)
-    while True:
-        # What decides between branches reaches none of them.
-        reads = [i not in of_programs for i in range(len(op.inputs))]
-        for number, (program, chosen) in enumerate(zip(programs, wiring.arguments, strict=True)):
-            wanted = [True] if number < wiring.tests else asked
-            for i, is_read in zip(chosen, arguments_read(program, wanted, inside), strict=True):
-                reads[i] |= is_read
-        # What one turn reads, the turn before has to make.
-        more = [a or reads[i] for a, i in zip(asked, carry, strict=False)]
-        if more == asked[: len(carry)]:
-            return [*reads[: carry.start], *more, *reads[carry.stop :]]
-        asked = [*more, *asked[len(carry) :]]
