@@ -153,7 +153,8 @@ def test_stacked_models(name: str) -> None:
     assert 1e-3 < _distance(by_hand, exact) < most
     assert 1e-3 < _distance(autocast, exact) < most
     recomputed = _with_gradient(jaxmp.recompute(make(by_hand=True).loss), *args)
-    assert _distance(recomputed, by_hand) < 0.05
+    # XLA leaves out roundings by itself, others in each of the two: they differ by roundings.
+    assert _distance(recomputed, by_hand) < 1.2 * _distance(by_hand, exact)
 
 
 def test_recompute_keeps_less_than_casts_by_hand() -> None:

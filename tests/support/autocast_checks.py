@@ -1,11 +1,13 @@
 """One check for every construct: autocast gives what float32 gives, to its dtype's roundings."""
 
+import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import jaxmp
 from tests.support.dots import count_dots
@@ -28,6 +30,13 @@ def weights(*shape: int, seed: int = 1) -> jax.Array:
 
 
 X, W = rows(4, 16), weights(16, 16)
+
+
+def gradient_inside(policy: str) -> contextlib.AbstractContextManager[Any]:
+    """Expects the warning of a float16 gradient without a loss scale, inside of a function."""
+    if policy == FP16:
+        return pytest.warns(UserWarning, match="computed in float16 without a loss scale")
+    return contextlib.nullcontext()
 
 
 def compiled(fun: Callable[..., Any]) -> Callable[..., Any]:
