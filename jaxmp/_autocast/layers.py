@@ -58,15 +58,9 @@ def through_layers(body: Any, wiring: Wiring, states: States) -> frozenset[int]:
         else:
             given.append(frozenset({_TURN}) if i >= carry.start else NONE)
     first = arguments.index(carry.start) if carry else 0
-    # One turn is not enough: two streams may change places in each turn.
-    while True:
-        made = made_of(jaxpr, given, _rule, lambda aval: True)
-        before = given[first : first + len(carry)]
-        turned = [a | b for a, b in zip(before, made, strict=False)]
-        if turned == before:
-            each = zip(carry, turned, strict=True)
-            return frozenset(i for i, labels in each if (_MadeOf.BY_LAYER, i) in labels)
-        given[first : first + len(carry)] = turned
+    made = made_of(body, given, _rule, lambda aval: True, range(first, first + len(carry)))
+    each = zip(carry, made, strict=False)
+    return frozenset(i for i, labels in each if (_MadeOf.BY_LAYER, i) in labels)
 
 
 def _rule(equation: core.JaxprEqn, found: Sequence[Labels]) -> Labels:

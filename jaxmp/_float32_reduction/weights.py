@@ -15,6 +15,7 @@ from jax.extend import core
 from jaxmp._float32_reduction.values import Origin, Value, is_float, like_param, may_be_param
 from jaxmp._program import compat
 from jaxmp._program.op_classes import ARRANGEMENTS, CLASSES, LAID_ADDED, LAID_SCALED, OpClass
+from jaxmp._program.program import equations_in
 
 _LAID_OVER = (Origin.SCALED, Origin.ADDED)
 _OF_DATA = (Origin.DATA, Origin.ACTIVATION, Origin.ROWS)
@@ -124,9 +125,8 @@ def without_params(x: Any, equation: core.JaxprEqn, values: Sequence[Value]) -> 
 
 def calls_back(equation: core.JaxprEqn) -> bool:
     """Whether an equation asks Python for numbers, which are data even without operands."""
-    return "callback" in equation.primitive.name or any(
-        calls_back(inner) for program in compat.sub_jaxprs(equation) for inner in program.eqns
-    )
+    inside = equations_in(compat.sub_jaxprs(equation))
+    return any("callback" in each.primitive.name for each in (equation, *inside))
 
 
 def common_layout(equation: core.JaxprEqn, values: Sequence[Value]) -> Any:

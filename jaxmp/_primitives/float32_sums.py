@@ -15,6 +15,7 @@ from jax import lax
 from jax.extend import core
 
 from jaxmp._program import compat
+from jaxmp._program.program import equations_in
 
 FLOAT32 = jnp.dtype(jnp.float32)
 _HALVES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
@@ -56,11 +57,8 @@ def gather(equation: core.JaxprEqn, values: Sequence[Any]) -> list[Any]:
 
 def gathers(equation: core.JaxprEqn) -> bool:
     """Whether a 16-bit array is gathered in the programs of an equation, at any depth."""
-    return any(
-        gathers(inner) or (inner.primitive.name == "gather" and is_half_array(inner.invars[0].aval))
-        for jaxpr in compat.sub_jaxprs(equation)
-        for inner in jaxpr.eqns
-    )
+    inside = equations_in(compat.sub_jaxprs(equation))
+    return any(x.primitive.name == "gather" and is_half_array(x.invars[0].aval) for x in inside)
 
 
 @jax.custom_jvp

@@ -87,15 +87,17 @@ def scan_again(
     Returns:
       Its results, and what the turns return beside them, stacked.
     """
-    consts, carries = compat.scan_counts(equation.params)
-    end = consts + carries
+    wiring = loop_of(equation) or Wiring(())
+    first, end = wiring.carry.start, wiring.carry.stop
 
     def one(carry: list[Any], slices: tuple[list[Any], Any]) -> tuple[list[Any], Any]:
-        results, more = turn([*operands[:consts], *carry, *slices[0]], slices[1])
-        return list(results[:carries]), (list(results[carries:]), more)
+        results, more = turn([*operands[:first], *carry, *slices[0]], slices[1])
+        return list(results[: len(carry)]), (list(results[len(carry) :]), more)
 
-    init, slices = list(operands[consts:end]), (list(operands[end:]), along)
-    carry, (stacked, more) = scan_with_options(equation.params, one, init, slices)
+    names = {"length", "reverse", "unroll", "_split_transpose"}.intersection(equation.params)
+    options = {name: equation.params[name] for name in names}
+    init, slices = list(operands[first:end]), (list(operands[end:]), along)
+    carry, (stacked, more) = lax.scan(one, init, slices, **options)
     return [*carry, *stacked], more
 
 
@@ -149,14 +151,6 @@ def cond_again(operands: Sequence[Any], branches: Sequence[Callable[[list[Any]],
         return results, nothing | more
 
     return lax.switch(index, [functools.partial(run, each) for each in branches], arguments)
-
-
-def scan_with_options(
-    params: dict[str, Any], turn: Callable[[Any, Any], tuple[Any, Any]], init: Any, stacked: Any
-) -> tuple[Any, Any]:
-    """Runs `jax.lax.scan` as often and in the order that the params of an equation say."""
-    names = {"length", "reverse", "unroll", "_split_transpose"}.intersection(params)
-    return lax.scan(turn, init, stacked, **{name: params[name] for name in names})
 
 
 def entered(equation: core.JaxprEqn) -> list[Any]:

@@ -8,8 +8,8 @@ import jax  # noqa: F401 (for the doctest)
 import jax.numpy as jnp  # noqa: F401 (for the doctest)
 
 from jaxmp._numerics.user_warnings import warn
-from jaxmp._program import compat
 from jaxmp._program.op_classes import COSTS
+from jaxmp._program.program import equations_in
 from jaxmp._program.tracing import Static, Traced, combine, partition, rewriting
 from jaxmp._recompute.run import Settings, run_in_pieces
 from jaxmp._recompute.storage import names_of
@@ -113,8 +113,4 @@ def _check_names(names: Iterable[str]) -> frozenset[str]:
 
 def _names_in(jaxpr: Any) -> set[str]:
     """Returns all names by which a user can refer to operations of a program."""
-    found: set[str] = set()
-    for equation in compat.open_jaxpr(jaxpr).eqns:
-        found |= names_of(equation)
-        found = found.union(*map(_names_in, compat.sub_jaxprs(equation)))
-    return found
+    return set().union(*map(names_of, equations_in([jaxpr])))
