@@ -45,7 +45,7 @@ class _Planned(Rules[Any]):
     def where(self, op: Op) -> contextlib.AbstractContextManager[None]:
         reason = self.plan.steps[op.number].not_float8
         around = super().where(op)
-        return around if reason is None else _within(around, NOT_FLOAT8 + reason)
+        return around if reason is None else _in_scope(around, NOT_FLOAT8 + reason)
 
     def operands(self, op: Op, cells: Cells[Any]) -> list[Any]:
         """Returns what an operation reads, and behind that the float32 sources of a product."""
@@ -127,6 +127,6 @@ class _Planned(Rules[Any]):
 
 
 @contextlib.contextmanager
-def _within(around: contextlib.AbstractContextManager[None], scope: str) -> Iterator[None]:
+def _in_scope(around: contextlib.AbstractContextManager[None], scope: str) -> Iterator[None]:
     with around, jax.named_scope(scope):
         yield

@@ -30,8 +30,8 @@ COMPAT, FLOPS, PROGRAM = "_program/compat.py", "_program/flops.py", "_program/pr
 WIRING, EVALUATE = "_program/wiring.py", "_program/evaluate.py"
 OPERATIONS, CONTROL, FLOW = "_autocast/rules.py", "_autocast/control_flow.py", "_autocast/plan.py"
 RULES = "_autocast/custom_derivatives.py"
-LEFT, KERNELS = "_autocast/left_alone.py", "_autocast/kernels.py"
-WALK, TALLY = "_inspect/equations.py", "_inspect/summarize.py"
+LEFT = "_autocast/left_alone.py"
+TALLY = "_inspect/summarize.py"
 BRANCHES = "_inspect/branches.py"
 STORAGE, AGAIN = "_recompute/storage.py", "_program/control_flow.py"
 DERIVATIVES = "_program/derivatives.py"
@@ -136,7 +136,7 @@ class Read(NamedTuple):
 
 
 READ = [
-    Read("jit", "jaxpr", is_jaxpr, (CONTROL, PROGRAM, REDUCED, STORAGE)),
+    Read("jit", "jaxpr", is_jaxpr, (CONTROL, PROGRAM, STORAGE)),
     Read("jit", "name", is_a(str), (PROGRAM, FLOW, REDUCED, STORAGE, AGAIN)),
     # A truth value, or in newer versions an enum of such: handed on as it is.
     Read("jit", "inline", lambda value: value is not None, (REDUCED, AGAIN)),
@@ -146,15 +146,13 @@ READ = [
     Read("jit", "out_layouts", is_a(tuple), (COMPAT,)),
     Read("jit", "donated_invars", tuple_of(is_a(bool)), (COMPAT,)),
     Read("jit", "compiler_options_kvs", is_a(tuple), (COMPAT,)),
-    Read("scan", "jaxpr", is_jaxpr, (CONTROL, REDUCED)),
-    Read("scan", "length", is_a(int), (LEFT, WIRING)),
-    Read("while", "cond_jaxpr", is_jaxpr, (CONTROL, KERNELS, SUMMED)),
-    Read("while", "body_jaxpr", is_jaxpr, (KERNELS,)),
-    Read("while", "cond_nconsts", is_a(int), (CONTROL, WIRING, KERNELS)),
-    Read("while", "body_nconsts", is_a(int), (CONTROL, WIRING, KERNELS, SUMMED)),
-    Read("cond", "branches", tuple_of(is_jaxpr), (CONTROL, WIRING, REDUCED, BRANCHES)),
+    Read("scan", "reverse", is_a(bool), (WIRING,)),
+    Read("scan", "length", is_a(int), (WIRING,)),
+    Read("while", "cond_nconsts", is_a(int), (WIRING,)),
+    Read("while", "body_nconsts", is_a(int), (WIRING,)),
+    Read("cond", "branches", tuple_of(is_jaxpr), (WIRING,)),
     # Bound again as it is, and so not closed.
-    Read(CHECKPOINT, "jaxpr", is_a(core.Jaxpr), (CONTROL, REDUCED)),
+    Read(CHECKPOINT, "jaxpr", is_a(core.Jaxpr), (CONTROL,)),
     Read(CHECKPOINT, "differentiated", is_a(bool), (REDUCED,)),
     Read(CHECKPOINT, "prevent_cse", is_a(bool), (REDUCED,)),
     Read(CHECKPOINT, "policy", lambda value: value is None or callable(value), (REDUCED,)),
@@ -162,7 +160,7 @@ READ = [
     Read("custom_jvp_call", "num_consts", is_a(int), (DERIVATIVES,)),
     Read("custom_vjp_call", "num_consts", is_a(int), (DERIVATIVES,)),
     Read("custom_vjp_call", "call_jaxpr", is_jaxpr, (RULES, EVALUATE)),
-    Read("shard_map", "jaxpr", is_jaxpr, (CONTROL, REDUCED)),
+    Read("shard_map", "jaxpr", is_jaxpr, (CONTROL,)),
     Read("shard_map", "mesh", has("axis_names"), (COMPAT,)),
     Read("shard_map", "in_specs", tuple_of(is_a(PartitionSpec)), (COMPAT,)),
     Read("shard_map", "out_specs", tuple_of(is_a(PartitionSpec)), (COMPAT,)),
