@@ -160,7 +160,6 @@ def _phases(seconds: dict[str, float]) -> Iterator[None]:
 
     parts = [
         (tracing, "trace_call", "trace"),
-        (api, "read", "plan"),
         (api, "plan", "plan"),
     ]
     with contextlib.ExitStack() as stack:
