@@ -15,9 +15,10 @@ from jaxmp._autocast.left_alone import warn_of_what_is_left
 from jaxmp._autocast.plan import Call, ResultsIn, plan
 from jaxmp._autocast.regions import DONE, EXACT, Regions, region_of
 from jaxmp._autocast.run import run_plan
-from jaxmp._autocast.steps import HALVES, initial
+from jaxmp._autocast.steps import initial
+from jaxmp._numerics.dtypes import HALVES
 from jaxmp._numerics.precision import asking, precision_of
-from jaxmp._numerics.user_warnings import warn
+from jaxmp._numerics.user_warnings import check_option, warn
 from jaxmp._policies.patterns import is_about_paths
 from jaxmp._policies.policy import Policy, get_policy
 from jaxmp._policies.policy_rules import PolicyRules
@@ -98,9 +99,9 @@ def autocast(
     settings = _Settings(
         _check_policy(policy),
         op_lists(lower, float32, promote),
-        _check_output(output),
+        check_option("output", output, Output),
         _check_flag(enter_custom_vjp),
-        _check_kernels(kernels),
+        check_option("kernels", kernels, Kernels),
     )
     if not callable(fun):
         raise TypeError(f"autocast takes a function, got {type(fun).__name__}")
@@ -234,17 +235,14 @@ def _rewritten(
     if context.unscaled and _UNSCALED not in told:
         told.append(_UNSCALED)
         warn(_UNSCALED)
-    made = run_plan(planned, arrays)
+    results = run_plan(planned, arrays)
     if settings.output == "computed":
-        return made
+        return results
     out = []
-    for value, aval, state in zip(made, closed.out_avals, planned.results, strict=True):
-        dtype = None if state is None else aval.dtype
-        if state is not None and settings.output == "policy":
-            dtype = _output_dtype(settings.policy)
-        out.append(
-            value if dtype in (None, value.dtype) else lax.convert_element_type(value, dtype)
-        )
+    for x, aval, state in zip(results, closed.out_avals, planned.results, strict=True):
+        dtype = _output_dtype(settings.policy) if settings.output == "policy" else aval.dtype
+        stays = state is None or dtype in (None, x.dtype)
+        out.append(x if stays else lax.convert_element_type(x, dtype))
     return out
 
 
@@ -284,9 +282,9 @@ def _check_policy(policy: Any) -> Policy | PolicyRules:
             if each is not None:
                 _check_compute(each)
         return policy
-    found = get_policy(policy)
-    _check_compute(found)
-    return found
+    one = get_policy(policy)
+    _check_compute(one)
+    return one
 
 
 def _check_compute(policy: Policy) -> None:
@@ -301,15 +299,3 @@ def _check_flag(value: bool) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"enter_custom_vjp must be True or False, got {value!r}")
     return value
-
-
-def _check_kernels(kernels: str) -> Kernels:
-    if kernels not in ("traced", "low"):
-        raise ValueError(f"kernels must be 'traced' or 'low', got {kernels!r}")
-    return kernels  # type: ignore[return-value]
-
-
-def _check_output(output: str) -> Output:
-    if output not in ("traced", "policy", "computed"):
-        raise ValueError(f"output must be 'traced', 'policy' or 'computed', got {output!r}")
-    return output  # type: ignore[return-value]

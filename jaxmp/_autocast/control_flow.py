@@ -12,22 +12,22 @@ from jaxmp._autocast.layers import through_layers
 from jaxmp._autocast.plan import AllIn, Call, Plan, ResultsIn, is_backward, plan
 from jaxmp._autocast.regions import Region
 from jaxmp._autocast.run import run_plan
-from jaxmp._autocast.steps import States, Step, alone, initial
-from jaxmp._numerics.dtypes import DType
-from jaxmp._primitives.float32_sums import accumulator, is_half_array
+from jaxmp._autocast.steps import States, Step, alone, in_dtypes, initial
+from jaxmp._numerics.dtypes import DType, is_half
+from jaxmp._primitives.float32_sums import accumulator
 from jaxmp._primitives.gradient_of import gradient_of
 from jaxmp._program import compat
 from jaxmp._program.control_flow import is_call, rebind, scan_again
 from jaxmp._program.op_classes import CONTROL_FLOW, JITS
 from jaxmp._program.program import Op
-from jaxmp._program.wiring import Wiring, argument_types, wiring_of
+from jaxmp._program.wiring import argument_types
 
 
 def plan_control(op: Op, states: States, context: Call, region: Region) -> Step:
     """Plans an operation that contains programs."""
     planner = {"custom_jvp_call": plan_custom_jvp, "custom_vjp_call": plan_custom_vjp}.get(op.name)
     if planner is None and op.name in CONTROL_FLOW:
-        wiring = wiring_of(op.equation) or Wiring(())
+        wiring = op.wiring
         planner = _plan_choice if wiring.chooses else _plan_loop if wiring.loops else _plan_once
     if planner is None and is_call(op.equation):
         planner = _plan_call
@@ -41,13 +41,8 @@ def planned(jaxpr: Any, states: States, context: Call, op: Op, results_in: AllIn
     states = [state and entering(state) for state in states]
     pulled = any(map(is_backward, inside.stacks))
     key = ("plan", id(jaxpr), tuple(states), names, inside.functions, pulled, results_in)
-    if key not in context.memo:
-        # The jaxpr is kept alive, so that no other one gets its id.
-        context.memo[key] = (
-            plan(jaxpr, states, inside, results_in=results_in),
-            jaxpr,
-        )
-    return context.keep(op, jaxpr, context.memo[key][0])
+    new = functools.partial(plan, jaxpr, states, inside, results_in=results_in)
+    return context.keep(op, jaxpr, context.memo.once(key, jaxpr, new))
 
 
 def changes(plan: Plan) -> bool:
@@ -63,11 +58,6 @@ def changes(plan: Plan) -> bool:
     return False
 
 
-def in_dtypes(states: States) -> list[DType | None]:
-    """Returns the present dtypes of values, as `wants` of a step."""
-    return [state and state.dtype for state in states]
-
-
 def _plan_once(
     op: Op, states: States, context: Call, region: Region, results_in: ResultsIn = "low"
 ) -> Step:
@@ -77,69 +67,64 @@ def _plan_once(
         step = alone(op, states)
         step.results = inner.results
         return step
-
     again = functools.partial(_plan_once, op, states, context, region, "float32")
-    run = _around(context, [inner])
+    run = _around(op, context, [inner])
     return Step(op, in_dtypes(states), inner.results, run=run, widened=again)
 
 
 def _as_traced(op: Op, inner: Plan) -> bool:
     """Whether all results have their traced dtypes, also arguments that are passed through."""
-    made = zip(inner.results, op.out_avals, strict=True)
-    return all(state is None or state.dtype == aval.dtype for state, aval in made)
+    pairs = zip(inner.results, op.out_avals, strict=True)
+    return all(state is None or state.dtype == aval.dtype for state, aval in pairs)
 
 
 def _around(
-    context: Call, plans: Sequence[Plan], outs: Sequence[States | None] = (None,)
-) -> Callable[[Op, list[Any]], list[Any]]:
+    op: Op, context: Call, plans: Sequence[Plan], outs: Sequence[States | None] = (None,)
+) -> Callable[[list[Any]], list[Any]]:
     """Returns a function that runs an operation again around planned programs.
 
     Args:
+      op: the operation.
       context: the context of the whole call.
       plans: the plans of its programs.
       outs: for each program the states of its results, if these are cast to them, so that none is
         weakly typed.
     """
-    makers = [
-        functools.partial(_traced, context, each, out)
-        for each, out in zip(plans, outs, strict=True)
-    ]
-    return lambda op, values: rebind(op.equation, values, makers)
+    pairs = zip(plans, outs, strict=True)
+    makers = [functools.partial(_traced, context, each, out) for each, out in pairs]
+    return lambda values: rebind(op.equation, values, makers)
 
 
 def _traced(context: Call, inner: Plan, out: States | None, avals: list[Any]) -> Any:
     """Returns the jaxpr of a plan. Calls that are alike share it, so that it is compiled once."""
+
+    def body(*args: Any) -> list[Any]:
+        results = run_plan(inner, args)
+        return results if out is None else list(map(as_state, results, out))
+
     key = ("jaxpr", id(inner), tuple(avals), None if out is None else tuple(out))
-    if key not in context.memo:
-
-        def body(*args: Any) -> list[Any]:
-            made = run_plan(inner, args)
-            return made if out is None else list(map(as_state, made, out))
-
-        context.memo[key] = compat.trace(body, avals)
-    return context.memo[key]
+    return context.memo.once(key, inner, lambda: compat.trace(body, avals))
 
 
 def _plan_loop(op: Op, states: States, context: Call, region: Region) -> Step:
-    wiring = wiring_of(op.equation) or Wiring(())
-    carry = wiring.carry
-    tests = compat.bodies_of(op.equation)[: wiring.tests]
-    inner, inside = _settled(op, wiring, states, context, region)
+    wiring = op.wiring
+    carry, tests = wiring.carry, compat.bodies_of(op.equation)[: wiring.tests]
+    inner, inside = _settled(op, states, context, region)
     last, stacked = inside[carry.start : carry.stop], inner.results[len(carry) :]
     out = list(map(_after, [*last, *stacked]))
     conditions = [
         planned(test, [inside[i] for i in arguments], context, op)
         for test, arguments in zip(tests, wiring.arguments, strict=False)
     ]
-    around = _around(context, [*conditions, inner], [*(x.results for x in conditions), out])
+    around = _around(op, context, [*conditions, inner], [*(x.results for x in conditions), out])
 
-    def run(op: Op, values: list[Any]) -> list[Any]:
+    def run(values: list[Any]) -> list[Any]:
         # The transpose of a scan adds the gradients of its constants turn by turn, in their dtype.
         # In bfloat16 the sum of equal terms stops at 256 of them. A part that keeps its dtypes
         # keeps such sums. A loop whose turns are not counted has no transpose.
-        sums = wiring.turns is not None and not region.sealed
-        if not sums or not any(map(is_half_array, values[: carry.start])):
-            return around(op, values)
+        sums = wiring.counted and not region.sealed
+        if not sums or not any(map(is_half, values[: carry.start])):
+            return around(values)
         (avals,) = argument_types(op.equation, list(map(compat.type_of, values)))
         body = _traced(context, inner, out, avals)
         return _summing_scan(op.equation, carry.start, body, values)
@@ -149,21 +134,19 @@ def _plan_loop(op: Op, states: States, context: Call, region: Region) -> Step:
 
 def _summing_scan(equation: core.JaxprEqn, consts: int, body: Any, values: list[Any]) -> list[Any]:
     """Runs a scan whose turns all read the same 16-bit arrays; sums their gradients in float32."""
-    sums = [accumulator(x) if is_half_array(x) else None for x in values[:consts]]
+    sums = [accumulator(x) if is_half(x) else None for x in values[:consts]]
     run_body = core.jaxpr_as_fun(body)
 
     def turn(arguments: list[Any], _: Any) -> tuple[list[Any], Any]:
-        given = [
-            x if total is None else gradient_of(x, total)
-            for x, total in zip(arguments, sums, strict=False)
-        ]
-        return run_body(*given, *arguments[consts:]), ()
+        pairs = zip(arguments, sums, strict=False)
+        shared = [x if total is None else gradient_of(x, total) for x, total in pairs]
+        return run_body(*shared, *arguments[consts:]), ()
 
     return scan_again(equation, values, turn)[0]
 
 
 def _settled(
-    op: Op, wiring: Wiring, states: States, context: Call, region: Region
+    op: Op, states: States, context: Call, region: Region
 ) -> tuple[Plan, list[State | None]]:
     """Returns the plan of a loop's body, and states of the operands that no turn changes any more.
 
@@ -171,21 +154,21 @@ def _settled(
     products with different weights in each turn, is 16 bits as without a loop. All other carries
     are firm: a recurrence adds up terms that 16 bits would lose.
     """
-    body, arguments = compat.bodies_of(op.equation)[-1], wiring.arguments[-1]
-    layers = frozenset() if region.exact else through_layers(body, wiring, states)
+    body, wiring = compat.bodies_of(op.equation)[-1], op.wiring
+    layers = frozenset() if region.exact else through_layers(op, states)
     inside = [state and entering(state) for state in states]
     for i in wiring.carry:
         # A scan keeps the dtype of its carry, and here the program chose 16 bits.
         if inside[i] is not None and op.in_avals[i].dtype != FLOAT32:
             inside[i] = State(Kind.LOW, op.in_avals[i].dtype)
-    stacked = len(op.outputs) - len(wiring.carry)
     while True:
         carried = inside[wiring.carry.start : wiring.carry.stop]
-        firm = [state is not None and state.kind is Kind.FIRM for state in carried]
-        results_in: list[ResultsIn] = ["float32" if each else "low" for each in firm]
-        results_in += ["low"] * stacked
-        given = [inside[i] for i in arguments]
-        inner = planned(body, given, context, op, tuple(results_in))
+        results_in: list[ResultsIn] = ["low"] * len(op.outputs)
+        for i, state in enumerate(carried):
+            if state is not None and state.kind is Kind.FIRM:
+                results_in[i] = "float32"
+        arguments = [inside[i] for i in wiring.arguments[-1]]
+        inner = planned(body, arguments, context, op, tuple(results_in))
         turned = list(inside)
         for i, begin, end in zip(wiring.carry, carried, inner.results, strict=False):
             if begin is not None and end is not None and op.in_avals[i].dtype == FLOAT32:
@@ -222,9 +205,8 @@ def _plan_choice(
     for results in zip(*(each.results for each in plans), strict=True):
         floats = [state for state in results if state is not None]
         out.append(joined_state(floats, region.low) if len(floats) == len(results) else None)
-
     again = functools.partial(_plan_choice, op, states, context, region, "float32")
-    run = _around(context, plans, [out] * len(plans))
+    run = _around(op, context, plans, [out] * len(plans))
     return Step(op, in_dtypes(states), out, run=run, widened=again)
 
 
@@ -239,8 +221,8 @@ def _plan_call(op: Op, states: States, context: Call, region: Region) -> Step:
     inside = [state and initial(aval) for state, aval in zip(states, op.in_avals, strict=True)]
     inner = planned(body, inside, context, op)
     step.results = [
-        State(Kind.HIGH, FLOAT32) if state and found and found.kind is not Kind.WEAK else state
-        for state, found in zip(step.results, inner.results, strict=True)
+        State(Kind.HIGH, FLOAT32) if state and made and made.kind is not Kind.WEAK else state
+        for state, made in zip(step.results, inner.results, strict=True)
     ]
-    step.run = _around(context, [inner], [list(map(initial, op.out_avals))])
+    step.run = _around(op, context, [inner], [list(map(initial, op.out_avals))])
     return step

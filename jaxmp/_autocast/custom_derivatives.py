@@ -11,9 +11,10 @@ from jaxmp._autocast.kinds import FLOAT32, State
 from jaxmp._autocast.plan import Call, ResultsIn, plan
 from jaxmp._autocast.regions import Region
 from jaxmp._autocast.run import run_plan
-from jaxmp._autocast.steps import States, Step, alone
+from jaxmp._autocast.steps import States, Step, alone, in_dtypes
+from jaxmp._numerics.dtypes import is_inexact
 from jaxmp._program import compat
-from jaxmp._program.derivatives import Behind, has_tangent, with_derivative, with_passes
+from jaxmp._program.derivatives import Run, with_derivative, with_passes
 from jaxmp._program.op_classes import CONTRACTIONS, KERNELS
 from jaxmp._program.program import Op, equations_in
 
@@ -25,33 +26,20 @@ def plan_custom_jvp(
     body = op.params["call_jaxpr"]
     inside = context.inside(op)
     inner = context.keep(op, body, plan(body, states, inside, results_in=results_in))
-    wants = [state and state.dtype for state in states]
-
-    count = len(inner.results)
     each = zip(op.out_avals, inner.results, strict=True)
-    floats = [state for aval, state in each if has_tangent(aval)]
+    states_of_results = [*inner.results, *(state for aval, state in each if is_inexact(aval))]
 
-    def derivative(
-        program: Any, by: Sequence[int], arrays: Sequence[Any], tangents: list[Any]
-    ) -> tuple[list[Any], list[Any]]:
+    def derivative(program: Any, by: Sequence[int], arguments: list[Any]) -> list[Any]:
         known = [*states, *(states[i] for i in by)]
-        made = run_plan(
-            plan(program, known, inside, results_in=results_in),
-            [*arrays, *tangents],
-        )
-        results = list(map(as_state, made[:count], inner.results))
-        return results, list(map(as_state, made[count:], floats))
+        results = run_plan(plan(program, known, inside, results_in=results_in), arguments)
+        return list(map(as_state, results, states_of_results))
 
-    places = range(len(states))
-    call = with_derivative(op.equation, places, lambda *args: run_plan(inner, args), derivative)
-
-    def bind(op: Op, values: list[Any]) -> list[Any]:
-        return call(*values)
-
+    call = with_derivative(op.equation, functools.partial(run_plan, inner), derivative)
     # A relu of 16-bit operands is no more exact in float32.
     low = any(state is not None and state.dtype != FLOAT32 for state in states)
     again = functools.partial(plan_custom_jvp, op, states, context, region, "float32")
-    return Step(op, wants, inner.results, run=bind, widened=None if low else again)
+    widened = None if low else again
+    return Step(op, in_dtypes(states), inner.results, run=call, widened=widened)
 
 
 def as_state(value: Any, state: State | None) -> Any:
@@ -80,26 +68,22 @@ def _multiplies_itself(equation: core.JaxprEqn) -> bool:
 def _enter_custom_vjp(op: Op, states: States, context: Call) -> Step:
     """Rewrites the forward and the backward pass, which meet in the residuals."""
     inside = context.inside(op)
-    made_floats = [i for i, aval in enumerate(op.out_avals) if has_tangent(aval)]
     body = op.params["call_jaxpr"]
     primal = context.keep(op, body, plan(body, states, inside))
     count = len(primal.results)
+    each = zip(op.out_avals, primal.results, strict=True)
+    cotangents = [state for aval, state in each if is_inexact(aval)]
 
-    def ahead(jaxpr: Any, arrays: list[Any]) -> tuple[list[Any], Behind]:
+    def ahead(jaxpr: Any, arrays: list[Any]) -> tuple[list[Any], Run]:
         forward = plan(jaxpr, states, inside)
-        known = [*forward.results[count:], *(primal.results[i] for i in made_floats)]
+        known = [*forward.results[count:], *cotangents]
 
-        def behind(program: Any, by: Sequence[int], given: list[Any]) -> list[Any]:
-            made = run_plan(plan(program, known, inside), given)
-            return [as_state(x, states[i]) for i, x in zip(by, made, strict=True)]
+        def behind(program: Any, by: Sequence[int], arguments: list[Any]) -> list[Any]:
+            gradients = run_plan(plan(program, known, inside), arguments)
+            return [as_state(x, states[i]) for i, x in zip(by, gradients, strict=True)]
 
-        made = run_plan(forward, arrays)
-        return [*map(as_state, made[:count], primal.results), *made[count:]], behind
+        results = run_plan(forward, arrays)
+        return [*map(as_state, results, primal.results), *results[count:]], behind
 
-    places = range(len(states))
-    call = with_passes(op.equation, places, lambda *args: run_plan(primal, args), ahead)
-
-    def bind(op: Op, values: list[Any]) -> list[Any]:
-        return call(*values)
-
-    return Step(op, [state and state.dtype for state in states], primal.results, run=bind)
+    call = with_passes(op.equation, functools.partial(run_plan, primal), ahead)
+    return Step(op, in_dtypes(states), primal.results, run=call)

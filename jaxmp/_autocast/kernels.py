@@ -8,6 +8,7 @@ loses range; an iterative solver may not converge in 16 bits. Both stay in float
 another compiler does not show what is inside, and counts as one with a product.
 """
 
+import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -18,6 +19,7 @@ from jax.extend import core
 from jaxmp._autocast.kinds import FLOAT32, Kind, State
 from jaxmp._autocast.regions import Region, Regions, scopes
 from jaxmp._autocast.steps import States, Step, alone
+from jaxmp._numerics.dtypes import is_floating
 from jaxmp._numerics.user_warnings import warn
 from jaxmp._program import compat
 from jaxmp._program.facts import NONE, Labels, made_of
@@ -120,22 +122,13 @@ def _take(taken: Taken, pairs: Sequence[tuple[_Kernel, _Kernel]]) -> dict[str, N
 
 def _signature(equation: core.JaxprEqn) -> Any:
     """Returns what a kernel must share with its replacement: all but the dtypes of its floats."""
-
-    def like(atoms: Sequence[Any]) -> list[Any]:
-        return [
-            (atom.aval.shape, None if _is_float(atom.aval) else atom.aval.dtype) for atom in atoms
-        ]
-
-    return equation.primitive, like(equation.invars), like(equation.outvars)
+    avals: list[Any] = [atom.aval for atom in (*equation.invars, *equation.outvars)]
+    types = [(aval.shape, None if is_floating(aval) else aval.dtype) for aval in avals]
+    return equation.primitive, len(equation.invars), types
 
 
 def _dtypes_of_operands(equation: core.JaxprEqn) -> list[Any]:
     return [cast(Any, atom.aval).dtype for atom in (*equation.invars, *equation.outvars)]
-
-
-def _is_float(aval: Any) -> bool:
-    dtype = getattr(aval, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
 
 
 def _read_by_products(closed: core.ClosedJaxpr, weights: set[int]) -> set[Hashable]:
@@ -147,8 +140,8 @@ def _read_by_products(closed: core.ClosedJaxpr, weights: set[int]) -> set[Hashab
     """
     read: set[Hashable] = set()
 
-    def rule(equation: core.JaxprEqn, found: Sequence[Labels]) -> Labels:
-        origin = NONE.union(*found)
+    def rule(equation: core.JaxprEqn, operands: Sequence[Labels]) -> Labels:
+        origin = NONE.union(*operands)
         if _multiplies(equation):
             read.update(origin - _PRODUCT)
             return _PRODUCT
@@ -156,9 +149,9 @@ def _read_by_products(closed: core.ClosedJaxpr, weights: set[int]) -> set[Hashab
         # there is a bias.
         return (origin & weights) | _PRODUCT if origin >= _PRODUCT else origin
 
-    begin = (i if aval.dtype == FLOAT32 else None for i, aval in enumerate(closed.in_avals))
-    given = [NONE if i is None else frozenset({i}) for i in begin]
-    made_of(closed, given, rule, _is_float)
+    avals = enumerate(closed.in_avals)
+    labels = [frozenset({i}) if aval.dtype == FLOAT32 else NONE for i, aval in avals]
+    made_of(closed, labels, rule, is_floating)
     return read
 
 
@@ -185,18 +178,17 @@ def _is_made_for_16_bits(kernel: core.JaxprEqn) -> bool:
 
 def _converges(equation: core.JaxprEqn) -> bool:
     """Whether this is a solver's loop, which floats or a flag may end. Other loops count turns."""
-    wiring = wiring_of(equation)
-    if wiring is None or wiring.turns is not None:
+    if wiring_of(equation).turns is not None:
         return False
     condition, body = compat.sub_jaxprs(equation)
-    count = len(wiring.carry)
+    count = len(body.outvars)
     tested, carried = (each.invars[len(each.invars) - count :] for each in (condition, body))
     # In 16 bits the error of a solver may stay above its bound, and its loop does not end. A float
     # that no turn changes is a limit, not an error.
     read = {id(atom) for eqn in condition.eqns for atom in eqn.invars}
     read |= set(map(id, condition.outvars))
     return any(
-        id(var) in read and after is not before and (_is_float(var.aval) or _is_flag(var))
+        id(var) in read and after is not before and (is_floating(var.aval) or _is_flag(var))
         for var, before, after in zip(tested, carried, body.outvars, strict=True)
     )
 
@@ -215,5 +207,5 @@ def taken_step(op: Op, states: States, low: core.JaxprEqn) -> Step:
         state and State(Kind.HIGH if aval.dtype == FLOAT32 else Kind.LOW, aval.dtype)
         for state, aval in zip(step.results, makes, strict=True)
     ]
-    step.run = lambda op, values: compat.bind(low, values)
+    step.run = functools.partial(compat.bind, low)
     return step

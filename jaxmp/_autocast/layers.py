@@ -2,17 +2,16 @@
 
 import enum
 from collections.abc import Sequence
-from typing import Any
 
 from jax.extend import core
 
 from jaxmp._autocast.kinds import is_weight
 from jaxmp._autocast.steps import States
+from jaxmp._numerics.dtypes import is_inexact
 from jaxmp._program import compat
-from jaxmp._program.derivatives import has_tangent
 from jaxmp._program.facts import NONE, Labels, made_of
 from jaxmp._program.op_classes import CONTRACTIONS
-from jaxmp._program.wiring import Wiring
+from jaxmp._program.program import Op
 
 
 class _MadeOf(enum.Enum):
@@ -30,54 +29,44 @@ _TURN, _TOUCHED = "turn", "touched"
 # This is a heuristic, as a jaxpr does not say which loop runs over layers. It separates scans over
 # stacked weights (Flax, Equinox, hand-written GPTs) and `fori_loop` with sliced weights from the
 # recurrences of tests/autocast/test_recurrence.py: solvers, RNNs, linear attention.
-def through_layers(body: Any, wiring: Wiring, states: States) -> frozenset[int]:
-    """Returns the carries that are multiplied by different weights in each turn.
+def through_layers(op: Op, states: States) -> frozenset[int]:
+    """Returns the carries of a loop that are multiplied by other weights in each turn.
 
     A loop over layers has such carries, whether it scans over the weights or slices them by its
     counter. A recurrence has the same weights in each turn: a solver, an RNN over time. A carry
     that is summed beside the layers is a recurrence, too.
-
-    Args:
-      body: the body of the loop.
-      wiring: what its operands are.
-      states: the states of its operands.
-
-    Returns:
-      The numbers of the operands that are such carries.
     """
-    jaxpr, arguments, carry = compat.open_jaxpr(body), wiring.arguments[-1], wiring.carry
-    given: list[Labels] = []
-    for i, var in zip(arguments, jaxpr.invars, strict=True):
+    body, arguments, carry = (
+        compat.bodies_of(op.equation)[-1],
+        op.wiring.arguments[-1],
+        op.wiring.carry,
+    )
+    labels: list[Labels] = []
+    for i, var in zip(arguments, compat.open_jaxpr(body).invars, strict=True):
         state = states[i]
-        if i in carry and has_tangent(var.aval):
-            given.append(frozenset({(_MadeOf.OF, i)}))
+        if i in carry and is_inexact(var.aval):
+            labels.append(frozenset({(_MadeOf.OF, i)}))
         # The keys and values of a linear attention are others in each turn, too. A product made
         # them, so they are not weights, and their sum is a recurrence.
         elif state is not None and not is_weight(state):
-            given.append(frozenset({_TOUCHED}))
+            labels.append(frozenset({_TOUCHED}))
         else:
-            given.append(frozenset({_TURN}) if i >= carry.start else NONE)
+            labels.append(frozenset({_TURN}) if i >= carry.start else NONE)
     first = arguments.index(carry.start) if carry else 0
-    made = made_of(body, given, _rule, lambda aval: True, range(first, first + len(carry)))
-    each = zip(carry, made, strict=False)
+    results = made_of(body, labels, _rule, lambda aval: True, range(first, first + len(carry)))
+    each = zip(carry, results, strict=False)
     return frozenset(i for i, labels in each if (_MadeOf.BY_LAYER, i) in labels)
 
 
-def _rule(equation: core.JaxprEqn, found: Sequence[Labels]) -> Labels:
-    labels = NONE.union(*found)
+def _rule(equation: core.JaxprEqn, operands: Sequence[Labels]) -> Labels:
+    labels = NONE.union(*operands)
     if equation.primitive.name not in CONTRACTIONS:
         return labels
-    if all(map(_is_weight, found[:2])):
+    if all(map(_is_weight, operands[:2])):
         return labels  # a merge of weights: a @ b is added to w later
-    layered = (_layered(*operands) for operands in (found[:2], found[1::-1]))
-    return labels.union({_TOUCHED}, *layered)
-
-
-def _layered(carried: Labels, weight: Labels) -> Labels:
-    """Returns the labels that a product adds if its second operand is a weight."""
-    if not _is_weight(weight):
-        return NONE
-    return frozenset((_MadeOf.BY_LAYER, number) for number in _carries(carried))
+    pairs = (operands[:2], operands[1::-1])
+    carried = set().union(*(_carries(one) for one, other in pairs if _is_weight(other)))
+    return labels.union({_TOUCHED}, ((_MadeOf.BY_LAYER, number) for number in carried))
 
 
 def _is_weight(labels: Labels) -> bool:

@@ -45,10 +45,7 @@ def warn_of_what_is_left(planned: Plan, context: Call, told: list[str]) -> None:
     Warns, too, of any product inside a call that jaxmp does not know, and if a policy asks for
     products in float8 and none is.
 
-    Args:
-      planned: the plan of a whole function.
-      context: the context that it was planned in.
-      told: the warnings for this function so far. One is enough; a new one is added to the list.
+    One warning is enough: `told` holds those for this function so far, and gets the new one.
     """
     if told:
         return
@@ -88,10 +85,10 @@ def warn_of_what_is_left(planned: Plan, context: Call, told: list[str]) -> None:
 def _of_plan(planned: Plan, context: Call) -> _Flops:
     """Counts the FLOPs of products in 16 bits, and of products left in float32, by reason."""
     key = ("flops", id(planned), context.regions.deciding(context.prefix), context.functions)
-    if key not in context.memo:
-        context.memo[key] = _added(_of_step(step, context) for step in planned.steps), planned
-    found: _Flops = context.memo[key][0]
-    return found
+    flops: _Flops = context.memo.once(
+        key, planned, lambda: _added(_of_step(step, context) for step in planned.steps)
+    )
+    return flops
 
 
 def _of_step(step: Step, context: Call) -> _Flops:
@@ -102,25 +99,22 @@ def _of_step(step: Step, context: Call) -> _Flops:
     names = (*context.prefix, *scopes(op.stack))
     if op.name not in PRODUCTS:
         _, runs = context.kernels.get(id(op.equation), (None, op.equation))
-        found = _inside(runs, names, context, _reason_of(runs))
-        if step.not_float8 is not None and (low := found.pop(_LOW, 0)):
-            found[NOT_FLOAT8 + step.not_float8] = low
-        return found
+        flops = _flops_as_traced(runs, names, context, _reason_of(runs))
+        if step.not_float8 is not None and (low := flops.pop(_LOW, 0)):
+            flops[NOT_FLOAT8 + step.not_float8] = low
+        return flops
     if context.lists.of(op.name, (*context.functions, *op.functions)) is not OpClass.LOWER:
-        return collections.Counter()
+        return _Flops()
     reason = _KEPT
     if asks_for_precision(op.params.get("precision")):
         # The program looks the same, whether the product or the option asked for precision. An
         # option of the whole process may be forgotten.
         if jax.config.jax_default_matmul_precision is None:  # type: ignore[attr-defined]
-            return collections.Counter()
+            return _Flops()
         reason = _PRECISE
-    if step.float8 is not None:
-        return collections.Counter({_FLOAT8: product_flops(op.equation)})
-    if step.not_float8 == ONE_ROW:
-        return collections.Counter({_LOW: product_flops(op.equation)})
-    if step.not_float8 is not None:
-        return collections.Counter({NOT_FLOAT8 + step.not_float8: product_flops(op.equation)})
+    if step.float8 is not None or step.not_float8 is not None:
+        left_out = _LOW if step.not_float8 == ONE_ROW else f"{NOT_FLOAT8}{step.not_float8}"
+        return _Flops({_FLOAT8 if step.float8 else left_out: product_flops(op.equation)})
     wants = zip(step.wants[:2], op.in_avals, strict=False)
     dtypes = [want or aval.dtype for want, aval in wants]
     return _of_product(op.equation, dtypes, names, context, reason)
@@ -135,48 +129,44 @@ def _reason_of(equation: Any) -> str:
     return f"inside of {name}, which autocast leaves alone"
 
 
-def _inside(equation: Any, names: tuple[str, ...], context: Call, reason: str) -> _Flops:
-    """Counts them for an operation whose inner programs run as they were traced."""
-    programs = [
-        _added(_flops_as_traced(each, names, context, reason) for each in program.eqns)
-        for program in programs_inside(equation)
-    ]
-    return _times_run(equation, programs)
-
-
 def _flops_as_traced(equation: Any, names: tuple[str, ...], context: Call, reason: str) -> _Flops:
-    names = (*names, *scopes(equation.source_info.name_stack))
-    if equation.primitive.name not in PRODUCTS:
-        return _inside(equation, names, context, reason)
-    dtypes = [variable.aval.dtype for variable in equation.invars[:2]]
-    return _of_product(equation, dtypes, names, context, reason)
+    """Counts them for an operation that runs as it was traced, in these scopes."""
+    if equation.primitive.name in PRODUCTS:
+        dtypes = [variable.aval.dtype for variable in equation.invars[:2]]
+        return _of_product(equation, dtypes, names, context, reason)
+
+    def inside(each: Any) -> _Flops:
+        scopes_of_each = (*names, *scopes(each.source_info.name_stack))
+        return _flops_as_traced(each, scopes_of_each, context, reason)
+
+    programs = programs_inside(equation)
+    return _times_run(equation, [_added(map(inside, program.eqns)) for program in programs])
 
 
 def _of_product(
     equation: Any, dtypes: list[DType], names: tuple[str, ...], context: Call, reason: str
 ) -> _Flops:
-    if context.regions.of(names).exact or any(
-        dtype.itemsize > FLOAT32.itemsize for dtype in dtypes
-    ):
-        return collections.Counter()
+    is_wide = any(dtype.itemsize > FLOAT32.itemsize for dtype in dtypes)
+    if is_wide or context.regions.of(names).exact:
+        return _Flops()
     # Layers of Flax under a policy of their own, and hand-written products.
-    if any(dtype.name.startswith("float8") for dtype in dtypes):
-        return collections.Counter({_FLOAT8: product_flops(equation)})
-    return collections.Counter({reason if FLOAT32 in dtypes else _LOW: product_flops(equation)})
+    in_float8 = any(dtype.name.startswith("float8") for dtype in dtypes)
+    key = _FLOAT8 if in_float8 else reason if FLOAT32 in dtypes else _LOW
+    return _Flops({key: product_flops(equation)})
 
 
-def _times_run(equation: Any, found: list[_Flops]) -> _Flops:
-    """Returns the FLOPs that an operation runs of its inner programs; of branches, the largest."""
+def _times_run(equation: Any, programs: list[_Flops]) -> _Flops:
+    """Returns the FLOPs that an operation runs of its programs; of branches, the largest."""
     wiring = wiring_of(equation)
-    if wiring is not None and wiring.chooses:
-        return max(found, key=lambda flops: flops.total())
+    if wiring.chooses:
+        return max(programs, key=lambda flops: flops.total())
     # Where the turns of a loop are not known, its body counts once.
-    times = 1 if wiring is None else wiring.known_turns
-    return collections.Counter({reason: times * n for reason, n in _added(found).items()})
+    total = _added(programs)
+    return _Flops({reason: wiring.known_turns * n for reason, n in total.items()})
 
 
-def _added(found: Iterable[_Flops]) -> _Flops:
-    total: _Flops = collections.Counter()
-    for flops in found:
+def _added(each: Iterable[_Flops]) -> _Flops:
+    total = _Flops()
+    for flops in each:
         total.update(flops)
     return total

@@ -21,7 +21,7 @@ from jaxmp._autocast.rules import RULES, adapted, asking_for, convert, has_own_p
 from jaxmp._autocast.steps import States, Step, alone, has_foreign_floats, initial, literal
 from jaxmp._program.compat import bodies_of, function_name
 from jaxmp._program.op_classes import CONTRACTIONS, JITS, OpClass, OpLists
-from jaxmp._program.program import Op, Program, with_helpers_inlined
+from jaxmp._program.program import Memo, Op, Program, numbers, with_helpers_inlined
 
 ResultsIn = Literal["low", "either", "float32"]
 AllIn = ResultsIn | tuple[ResultsIn, ...]
@@ -71,7 +71,7 @@ class Call:
     functions: tuple[str, ...] = ()
     seen: set[str] = dataclasses.field(default_factory=set)
     unscaled: list[Op] = dataclasses.field(default_factory=list)
-    memo: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    memo: Memo = dataclasses.field(default_factory=Memo)
     plans: dict[int, tuple[Op, dict[int, Plan]]] = dataclasses.field(default_factory=dict)
 
     def keep(self, op: Op, jaxpr: Any, planned: Plan) -> Plan:
@@ -97,17 +97,10 @@ class Call:
 
 
 def plan(jaxpr: Any, arguments: States, context: Call, *, results_in: AllIn = "low") -> Plan:
-    """Decides in which dtype each operation runs.
+    """Decides in which dtype each operation of a program runs.
 
-    Args:
-      jaxpr: the program, closed or open.
-      arguments: the states of its arguments.
-      context: the context of the whole call.
-      results_in: how its results, or each of them, are read: `"low"` in 16 bits if they have these,
-        `"float32"` in float32 only, `"either"` in either dtype, with a cast.
-
-    Returns:
-      The plan.
+    The results, or each of them, are read in 16 bits if they have these (`"low"`), in float32 only
+    (`"float32"`), or in either dtype, with a cast (`"either"`).
     """
     program = with_helpers_inlined(jaxpr)
     known: list[State | None] = [None] * len(program.avals)
@@ -163,7 +156,7 @@ _FLOAT16 = jnp.dtype(jnp.float16)
 def _multiplied(program: Program) -> set[int]:
     """Returns the values that products read."""
     products = (op for op in program.ops if op.name in CONTRACTIONS)
-    return {atom for op in products for atom in op.inputs if isinstance(atom, int)}
+    return {number for op in products for number in numbers(op.inputs)}
 
 
 @functools.lru_cache(maxsize=4096)
@@ -192,9 +185,7 @@ def _in_region(
         return taken_step(op, states, context.kernels[id(op.equation)][1])
     if op.name == "convert_element_type":
         return convert(op, states)
-    if op_class is OpClass.CONTROL:
-        return context.control(op, states, context, region)
-    if op_class is None and bodies_of(op.equation):
+    if op_class is OpClass.CONTROL or (op_class is None and bodies_of(op.equation)):
         return context.control(op, states, context, region)
     if op_class in (None, OpClass.ALONE) or has_own_program(op) or has_foreign_floats(op):
         return alone(op, states)
@@ -222,21 +213,18 @@ def _look_ahead(program: Program, steps: list[Step], results_in: AllIn) -> None:
     """
     if isinstance(results_in, str):
         results_in = (results_in,) * len(program.outputs)
+    pairs = list(zip(program.outputs, results_in, strict=True))
     low, either, wide = (
-        {
-            atom
-            for atom, dtype in zip(program.outputs, results_in, strict=True)
-            if isinstance(atom, int) and dtype == name
-        }
+        set(numbers(atom for atom, dtype in pairs if dtype == name))
         for name in ("low", "either", "float32")
     )
     # In `log(1 - sigmoid(h))` only the logarithm reads the difference. Nothing is left of it if the
     # sigmoid was rounded to 16 bits.
     for step in reversed(steps):
-        made = set(step.op.outputs)
+        results = set(step.op.outputs)
         is_low = any(state is not None and state.dtype != FLOAT32 for state in step.results)
-        if is_low and made & (wide | either) and not made & low:
-            _widen(step, again=bool(made & wide))
+        if is_low and results & (wide | either) and not results & low:
+            _widen(step, again=bool(results & wide))
         is_product = step.op.name in CONTRACTIONS  # a product casts its operands itself
         for atom, want in zip(step.op.inputs, step.wants, strict=True):
             if isinstance(atom, int) and want is not None:

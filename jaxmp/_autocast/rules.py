@@ -1,5 +1,6 @@
 """The rules: what each class of operations does with operands of each kind."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -23,17 +24,16 @@ from jaxmp._autocast.kinds import (
 )
 from jaxmp._autocast.regions import Region
 from jaxmp._autocast.steps import (
-    HALVES,
     States,
     Step,
     alone,
-    is_castable,
+    in_dtypes,
     known,
     literal,
     results,
     wanting,
 )
-from jaxmp._numerics.dtypes import DType
+from jaxmp._numerics.dtypes import HALVES, DType, is_half_or_float32
 from jaxmp._numerics.precision import as_param, is_own
 from jaxmp._primitives.float8_dot import why_not_float8
 from jaxmp._primitives.float32_sums import gather
@@ -61,17 +61,17 @@ def convert(op: Op, states: States) -> Step:
     (state,), (given,) = states, op.in_avals
     target = op.params["new_dtype"]
     made = op.out_avals[0]
-    if state is None or not is_castable(made):
+    if state is None or not is_half_or_float32(made):
         step = alone(op, states)
-        if is_castable(made) and made.dtype == FLOAT32:
+        if is_half_or_float32(made) and made.dtype == FLOAT32:
             step.results = [_of_numbers(op.inputs[0], given)]
         return step
     if target != FLOAT32:
-        return Step(op, [target], [State(Kind.LOW, jnp.dtype(target))], run=_pass_on)
+        return Step(op, [target], [State(Kind.LOW, jnp.dtype(target))], run=list)
     # The program asks for float32, perhaps to add steps that are too small for 16 bits.
     if given.dtype != FLOAT32 and state.kind is Kind.LOW:
-        return Step(op, [FLOAT32], [State(Kind.FIRM, FLOAT32)], run=_pass_on)
-    return Step(op, [None], [state], run=_pass_on)
+        return Step(op, [FLOAT32], [State(Kind.FIRM, FLOAT32)], run=list)
+    return Step(op, [None], [state], run=list)
 
 
 def _of_numbers(atom: int | core.Literal, aval: Any) -> State:
@@ -81,10 +81,6 @@ def _of_numbers(atom: int | core.Literal, aval: Any) -> State:
     if isinstance(atom, core.Literal) and not aval.shape:
         return literal_state(float(atom.val))._replace(smaller=True)  # jnp.where(mask, h, 0)
     return State(Kind.WEAK, FLOAT32, fixed=True)
-
-
-def _pass_on(op: Op, values: list[Any]) -> list[Any]:
-    return values
 
 
 def _float32(op: Op, states: States, region: Region) -> Step:
@@ -104,8 +100,9 @@ def promote(op: Op, states: States, region: Region) -> Step:
     """Plans an elementwise operation: the kinds of its operands decide."""
     if op.params.get("out_dtype") is not None:
         return alone(op, states)
-    if not any(map(is_castable, op.out_avals)):
-        return Step(op, [None] * len(states), [None] * len(op.out_avals), run=_compare)
+    if not any(map(is_half_or_float32, op.out_avals)):
+        run = functools.partial(_compare, op)
+        return Step(op, [None] * len(states), [None] * len(op.out_avals), run=run)
     shape = op.out_avals[0].shape
     smaller = [aval.shape != shape for aval in op.in_avals]
     given = [
@@ -155,14 +152,15 @@ def _stored_of(op: Op, states: States, dtype: DType) -> Stored:
 
 def _compare(op: Op, values: list[Any]) -> list[Any]:
     """Compares operands of one 16-bit dtype in that dtype, and other operands in float32."""
-    pairs = list(zip(op.inputs, values, strict=True))
-    dtypes = {value.dtype for atom, value in pairs if isinstance(atom, int) and is_castable(value)}
-    numbers = [literal(atom) for atom in op.inputs if isinstance(atom, core.Literal)]
+    pairs = zip(op.inputs, values, strict=True)
+    arrays = (value for atom, value in pairs if isinstance(atom, int))
+    dtypes = {value.dtype for value in filter(is_half_or_float32, arrays)}
     (dtype,) = dtypes if len(dtypes) == 1 else (FLOAT32,)
+    numbers = known([literal(atom) for atom in op.inputs if isinstance(atom, core.Literal)])
     # In bfloat16, 1 - 1e-6 is 1, and a comparison with it can have the other result.
-    if not all(fits(state.value, dtype) for state in numbers if state is not None):
+    if not all(fits(state.value, dtype) for state in numbers):
         dtype = FLOAT32
-    values = [lax.convert_element_type(x, dtype) if is_castable(x) else x for x in values]
+    values = [lax.convert_element_type(x, dtype) if is_half_or_float32(x) else x for x in values]
     return compat.bind(op.equation, values)
 
 
@@ -180,22 +178,16 @@ def _in_dtype(op: Op, states: States, made: State, region: Region) -> Step:
 
 
 def _rule_move(op: Op, states: States, region: Region) -> Step:
-    floats = known(states)
-    made = [aval for aval in op.out_avals if is_castable(aval)]
-    pairs = floats if len(floats) == len(made) else floats[:1] * len(made)
-    moved = iter([_state_moved(op, state) for state in pairs])
-    found = [next(moved) if is_castable(aval) else None for aval in op.out_avals]
+    floats, are_floats = known(states), list(map(is_half_or_float32, op.out_avals))
+    count = sum(are_floats)
+    sources = iter(floats if len(floats) == count else floats[:1] * count)
+    moved = [_state_moved(op, next(sources)) if is_float else None for is_float in are_floats]
     # The transpose of a gather adds up in the dtype of the array. In bfloat16, a node of a graph
     # with 4,096 edges lost 88 % of its gradient.
-    run = _run_gather if op.name == "gather" and states[0] is not None else None
-    wants = [state and state.dtype for state in states]
-    results = known(found)
-    low = all(state.dtype != FLOAT32 and state.stored is Stored.NOT for state in results)
-    return Step(op, wants, found, may_widen=low and op.name in WIDENED, run=run)
-
-
-def _run_gather(op: Op, values: list[Any]) -> list[Any]:
-    return gather(op.equation, values)
+    sums = op.name == "gather" and states[0] is not None
+    run = functools.partial(gather, op.equation) if sums else None
+    low = all(each.dtype != FLOAT32 and each.stored is Stored.NOT for each in known(moved))
+    return Step(op, in_dtypes(states), moved, may_widen=low and op.name in WIDENED, run=run)
 
 
 def _state_moved(op: Op, state: State) -> State:

@@ -22,15 +22,7 @@ from jaxmp._program.scopes import NOT_FLOAT8
 
 
 def run_plan(plan: Plan, arguments: Sequence[Any]) -> list[Any]:
-    """Runs a program as planned and returns its results.
-
-    Args:
-      plan: the plan.
-      arguments: its arguments, in the dtypes that it was planned for.
-
-    Returns:
-      The results; floats have the dtypes of `plan.results`.
-    """
+    """Runs a program as planned, on arguments in the dtypes that it was planned for."""
     return evaluate(plan.program, arguments, _Planned(plan))
 
 
@@ -42,10 +34,12 @@ class _Planned(Rules[Any]):
         self.makers = {number: step for step in plan.steps for number in step.op.outputs}
         self.casts: dict[Any, Any] = {}
 
-    def where(self, op: Op) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def where(self, op: Op) -> Iterator[None]:
         reason = self.plan.steps[op.number].not_float8
-        around = super().where(op)
-        return around if reason is None else _in_scope(around, NOT_FLOAT8 + reason)
+        scope = contextlib.nullcontext() if reason is None else jax.named_scope(NOT_FLOAT8 + reason)
+        with super().where(op), scope:
+            yield
 
     def operands(self, op: Op, cells: Cells[Any]) -> list[Any]:
         """Returns what an operation reads, and behind that the float32 sources of a product."""
@@ -69,7 +63,7 @@ class _Planned(Rules[Any]):
             primitive = op.equation.primitive
             return [product(primitive, params, operands[:count], operands[count:])]
         if step.run is not None:
-            return step.run(op, operands)
+            return step.run(operands)
         return compat.bind(op.equation, operands, **step.params)
 
     def results(self, program: Program, cells: Cells[Any]) -> list[Any]:
@@ -112,10 +106,9 @@ class _Planned(Rules[Any]):
     def _source(self, maker: Step, cells: Cells[Any], want: DType) -> Any:
         """Returns an earlier value that a cast can start from, before a move or a cast; or None."""
         op = maker.op
-        source = op.inputs[0] if op.inputs else None
-        if not isinstance(source, int):
+        if not op.inputs or isinstance(op.inputs[0], core.Literal):
             return None
-        value, state = cells[source], maker.results[0]
+        value, state = cells[op.inputs[0]], maker.results[0]
         if op.name == "convert_element_type":
             # A cast to fewer bits and back is a rounding that the program asked for.
             widened = cells[op.outputs[0]].dtype.itemsize > want.itemsize
@@ -124,9 +117,3 @@ class _Planned(Rules[Any]):
             return None
         # The cast goes before, so that a parameter and its transpose share one cast.
         return value if op.name in REARRANGES else None
-
-
-@contextlib.contextmanager
-def _in_scope(around: contextlib.AbstractContextManager[None], scope: str) -> Iterator[None]:
-    with around, jax.named_scope(scope):
-        yield

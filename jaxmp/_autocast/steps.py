@@ -4,17 +4,15 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 from jax.extend import core
 
 from jaxmp._autocast.kinds import FLOAT32, Kind, State, in_float32, literal_state
-from jaxmp._numerics.dtypes import DType
+from jaxmp._numerics.dtypes import DType, is_half_or_float32, is_inexact
 from jaxmp._policies.recipe import Recipe
 from jaxmp._program.op_classes import CONTRACTIONS, KERNELS
 from jaxmp._program.program import Op
 
 States = Sequence[State | None]
-HALVES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
 
 @dataclasses.dataclass
@@ -29,7 +27,7 @@ class Step:
       may_widen: whether it may run in float32, if only float32 operations read it.
       widened: plans an operation with programs inside anew, for results that only float32
         operations read.
-      run: runs it instead of its own primitive, as `run(op, values)`.
+      run: runs it instead of its own primitive, on the values that it reads.
       sources: for a product, which operands are roundings of a float32 source.
       lays_out: which inputs are broadcast to the shape of the result before they are cast, so that
         their gradients are added up in float32.
@@ -43,22 +41,16 @@ class Step:
     params: dict[str, Any] = dataclasses.field(default_factory=dict)
     may_widen: bool = False
     widened: "Callable[[], Step] | None" = None
-    run: Callable[..., list[Any]] | None = None
+    run: Callable[[list[Any]], list[Any]] | None = None
     sources: tuple[bool, ...] = ()
     lays_out: tuple[bool, ...] = ()
     float8: tuple[Recipe, int] | None = None
     not_float8: str | None = None
 
 
-def is_castable(aval: Any) -> bool:
-    """Whether autocast decides about the dtype of a value: float32 and 16-bit floats."""
-    dtype = getattr(aval, "dtype", None)
-    return dtype == FLOAT32 or dtype in HALVES
-
-
 def initial(aval: Any) -> State | None:
     """Returns the state of an argument."""
-    if not is_castable(aval):
+    if not is_half_or_float32(aval):
         return None
     return State(Kind.WEAK if aval.dtype == FLOAT32 else Kind.LOW, aval.dtype)
 
@@ -66,7 +58,7 @@ def initial(aval: Any) -> State | None:
 def literal(atom: core.Literal) -> State | None:
     """Returns the state of a literal."""
     aval: Any = atom.aval
-    if not is_castable(aval):
+    if not is_half_or_float32(aval):
         return None
     value = None if aval.shape else float(atom.val)
     return literal_state(value)._replace(smaller=not aval.shape)
@@ -74,11 +66,8 @@ def literal(atom: core.Literal) -> State | None:
 
 def has_foreign_floats(op: Op) -> bool:
     """Whether an operation has floats that autocast leaves alone: float64, complex, float8."""
-    return any(
-        not is_castable(aval) and jnp.issubdtype(aval.dtype, jnp.inexact)
-        for aval in (*op.in_avals, *op.out_avals)
-        if hasattr(aval, "dtype")
-    )
+    avals = (*op.in_avals, *op.out_avals)
+    return any(is_inexact(aval) and not is_half_or_float32(aval) for aval in avals)
 
 
 def known(states: States) -> list[State]:
@@ -88,11 +77,16 @@ def known(states: States) -> list[State]:
 
 def results(op: Op, state: State) -> list[State | None]:
     """Returns the same state for every float that an operation makes."""
-    return [state if is_castable(aval) else None for aval in op.out_avals]
+    return [state if is_half_or_float32(aval) else None for aval in op.out_avals]
 
 
 def wanting(states: States, dtype: DType) -> list[DType | None]:
     return [None if state is None else dtype for state in states]
+
+
+def in_dtypes(states: States) -> list[DType | None]:
+    """Returns the present dtypes of values, as `wants` of a step."""
+    return [state and state.dtype for state in states]
 
 
 def alone(op: Op, states: States, exact: Kind = Kind.HIGH) -> Step:
@@ -109,7 +103,7 @@ def alone(op: Op, states: States, exact: Kind = Kind.HIGH) -> Step:
     ]
     made = [
         (wide if aval.dtype == FLOAT32 else State(Kind.LOW, aval.dtype))
-        if is_castable(aval)
+        if is_half_or_float32(aval)
         else None
         for aval in op.out_avals
     ]

@@ -57,14 +57,7 @@ class Rerun(Rules[Any]):
         return evaluate(program, arguments, self)
 
     def inside(self, op: Any, body: Any, arguments: Any, *choice: int) -> list[Any]:
-        """Runs a program inside of an operation.
-
-        Args:
-          op: the operation, a site.
-          body: the program.
-          arguments: the cells of its arguments.
-          *choice: which of several programs of the operation it is.
-        """
+        """Runs a program inside of an operation; `choice` says which of several it is."""
         rules = self.but(outer=op, key=(*self.key, 2 * op.number, *choice))
         return rules.run(read(body), arguments)
 

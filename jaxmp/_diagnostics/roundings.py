@@ -13,11 +13,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend import core
 
 from jaxmp._diagnostics.rerun import Rerun
 from jaxmp._inspect.equations import Site
 from jaxmp._inspect.lines import scopes_of
-from jaxmp._numerics.dtypes import is_inexact, is_narrow
+from jaxmp._inspect.upcasts import is_narrow_aval
+from jaxmp._numerics.dtypes import is_narrow
 from jaxmp._numerics.rounding import widen_rounded
 from jaxmp._program import compat
 from jaxmp._program.op_classes import (
@@ -59,7 +61,7 @@ class Switched(Rerun):
         equation, avals = site.equation, site.out_avals
         if site.name in IDENTITIES:
             return operands[:1]
-        if not any(map(_is_low, [*avals, *site.in_avals])):
+        if not any(map(is_narrow_aval, [*avals, *site.in_avals])):
             return compat.bind(equation, operands)
         if _is_of_its_own(site.name):
             as_traced = list(map(_as, operands, site.in_avals))
@@ -73,7 +75,7 @@ class Switched(Rerun):
             # not: under rules too.
             exact = {"precision": _EXACT}
             operands = _rounded_as(operands, site.in_avals, on)
-        results = compat.bind(equation, operands, **_params_in_float32(site.params), **exact)
+        results = compat.bind(equation, operands, **_params_in_float32(equation), **exact)
         return _rounded_as(results, avals, on)
 
     def _encoded(self, site: Site, operands: list[Any], on: Any) -> list[Any]:
@@ -93,28 +95,22 @@ def _is_of_its_own(name: str) -> bool:
     )
 
 
-def _is_low(aval: Any) -> bool:
-    return is_inexact(aval) and is_narrow(aval.dtype)
-
-
 def _to_float32(value: Any) -> Any:
-    return lax.convert_element_type(value, _FLOAT32) if _is_low(value) else value
+    return lax.convert_element_type(value, _FLOAT32) if is_narrow_aval(value) else value
 
 
 def _as(value: Any, aval: Any) -> Any:
     """Returns a value in the dtype that the program has it in."""
-    return lax.convert_element_type(value, aval.dtype) if _is_low(aval) else value
+    return lax.convert_element_type(value, aval.dtype) if is_narrow_aval(aval) else value
 
 
-def _params_in_float32(params: dict[str, Any]) -> dict[str, Any]:
+def _params_in_float32(equation: core.JaxprEqn) -> dict[str, Any]:
     """Returns the params of an equation that say a narrow dtype, with float32 instead."""
-    changed: dict[str, Any] = {}
-    for name, value in params.items():
-        if isinstance(value, np.dtype) and is_narrow(value):
-            changed[name] = _FLOAT32
-        if programs := compat.programs_of(value):  # how a scatter or a reduction joins two numbers
-            changed[name] = compat.with_programs(value, map(_program_in_float32, programs))
-    return changed
+    params = equation.params.items()
+    narrow = [name for name, value in params if isinstance(value, np.dtype) and is_narrow(value)]
+    # Programs say how a scatter or a reduction joins two numbers.
+    programs = map(_program_in_float32, compat.bodies_of(equation))
+    return dict.fromkeys(narrow, _FLOAT32) | compat.params_with(equation, programs)
 
 
 def _program_in_float32(program: Any) -> Any:
@@ -122,7 +118,7 @@ def _program_in_float32(program: Any) -> Any:
         return Switched(lambda names: None).run(read(program), arguments)
 
     avals: list[Any] = [variable.aval for variable in compat.open_jaxpr(program).invars]
-    return compat.trace(run, [x.update(dtype=_FLOAT32) if _is_low(x) else x for x in avals])
+    return compat.trace(run, [x.update(dtype=_FLOAT32) if is_narrow_aval(x) else x for x in avals])
 
 
 def _rounded_as(values: Sequence[Any], avals: Sequence[Any], on: Any) -> list[Any]:
@@ -130,7 +126,7 @@ def _rounded_as(values: Sequence[Any], avals: Sequence[Any], on: Any) -> list[An
     if on is None:
         return list(values)
     return [
-        jnp.where(on, widen_rounded(_as(x, aval)), x) if _is_low(aval) else x
+        jnp.where(on, widen_rounded(_as(x, aval)), x) if is_narrow_aval(aval) else x
         for x, aval in zip(values, avals, strict=True)
     ]
 
@@ -138,16 +134,13 @@ def _rounded_as(values: Sequence[Any], avals: Sequence[Any], on: Any) -> list[An
 def switched(
     closed: Any, arrays: Sequence[Any], flags: Any, part_of: Callable[[tuple[str, ...]], int | None]
 ) -> list[Any]:
-    """Runs a program with the roundings of some parts.
+    """Runs a low program with the roundings of some parts; its results are in float32.
 
     Args:
       closed: the program in which everything is low.
       arrays: its arguments.
       flags: for each part, whether it rounds: an array of bools.
       part_of: the number of the part that a scope is in, or None.
-
-    Returns:
-      Its results, in float32.
 
     >>> import jax
     >>> program = jax.make_jaxpr(lambda x: x.astype(jnp.bfloat16) + 1)(1.001)

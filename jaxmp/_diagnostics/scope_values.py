@@ -8,7 +8,7 @@ outside of all scopes leaves none. Of a scan, what its turns catch is stacked.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -146,18 +146,18 @@ def scope_values(
         catcher = _Catcher(keep, scope_of, join)
         order: list[Key] = []
 
-        def run(*given: Any) -> list[Any]:
+        def run(*arguments: Any) -> list[Any]:
             rules = catcher.but(kept={})
-            results = rules.run(read(traced.closed), given)
+            results = rules.run(read(traced.closed), arguments)
             order[:] = sorted(rules.kept)
             return [*results, *(rules.kept[key] for key in order)]
 
         axes = traced.axes
-        made = axes.run(run, arrays) if axes.mesh is None else _on_automatic(run, traced, arrays)
-        count = len(made) - len(order)
+        both = axes.run(run, arrays) if axes.mesh is None else _on_automatic(run, traced, arrays)
+        count = len(both) - len(order)
         values = tuple(catcher.values[key] for key in order)
-        out = combine(traced.returned, made[:count])
-        return Caught(out, tuple(made[count:]), values, tuple(dict.fromkeys(catcher.not_entered)))
+        out = combine(traced.returned, both[:count])
+        return Caught(out, tuple(both[count:]), values, tuple(dict.fromkeys(catcher.not_entered)))
 
     return caught
 
@@ -230,7 +230,7 @@ class _Catcher(Rerun):
         self, site: Site, scope: tuple[str, ...], stays: int, value: Any, key: Key
     ) -> ScopeValue:
         anchor = str(site.params["name"]) if site.name == ANCHOR else ""
-        around = _wiring_around(site)
+        around = list(_wiring_around(site))[::-1]
         return ScopeValue(
             "/".join(scope),
             tuple("/".join(scope[:n]) for n in range(stays + 1, len(scope) + 1)),
@@ -259,25 +259,17 @@ def _order(key: Key, around: Sequence[Wiring]) -> tuple[int | None, ...]:
     return (*order, *numbers)
 
 
-def _wiring_around(site: Site) -> list[Wiring]:
-    """Returns the connections of the operations around an operation, outermost first."""
-    around, at = [], site.outer
-    while at is not None:
-        around.append(at.wiring)
-        at = at.outer
-    return around[::-1]
+def _wiring_around(site: Site) -> Iterator[Wiring]:
+    """Yields the connections of the operations around an operation, innermost first."""
+    while site.outer is not None:
+        site = site.outer
+        yield site.wiring
 
 
 def _leaving(
     program: Program, scopes: Sequence[tuple[str, ...]], outer: tuple[str, ...]
 ) -> dict[int, int]:
-    """Returns the values that leave the scope of their operation, and how many they stay in.
-
-    Args:
-      program: the program.
-      scopes: the scope of each operation.
-      outer: the scope of the operation that the program is in.
-    """
+    """Returns the values that leave the scope of their operation, and how many they stay in."""
     scoped = list(zip(program.ops, scopes, strict=True))
     maker = {number: scope for op, scope in scoped for number in op.outputs}
     # A program inside of an operation hands its results to the scope of that operation.

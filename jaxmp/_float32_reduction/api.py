@@ -1,5 +1,6 @@
 """How gradients are reduced over devices: the options, and functions with float32 gradients."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -8,11 +9,11 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from jaxmp._float32_reduction.rules import with_float32_gradients
-from jaxmp._float32_reduction.values import FLOAT32, Origin, Value, is_half, may_be_param
+from jaxmp._float32_reduction.values import FLOAT32, Origin, Value
 from jaxmp._mesh.device_sums import varying_is_tracked
 from jaxmp._mesh.fsdp import FSDP
 from jaxmp._mesh.layout import Layout
-from jaxmp._numerics.dtypes import parse_dtype
+from jaxmp._numerics.dtypes import is_half, is_half_or_float32, parse_dtype
 from jaxmp._program.tracing import combine, partition, trace_call
 
 
@@ -143,8 +144,10 @@ def reduced_in_float32(
 
     def of_arrays(*both: Any) -> list[Any]:
         values = [
-            Value(y) if mark is None else _param(x, y, mark[0])
-            for x, y, mark in zip(both[: len(arrays)], both[len(arrays) :], marks, strict=True)
+            Value(wide)
+            if mark is None
+            else Value(wide if x.dtype == FLOAT32 else x, wide, *mark, Origin.WEIGHT)
+            for x, wide, mark in zip(both[: len(arrays)], both[len(arrays) :], marks, strict=True)
         ]
         return [value.bare() for value in with_float32_gradients(traced.closed, values)]
 
@@ -163,21 +166,12 @@ def _marks(
     args: Sequence[Any], argnums: Sequence[int], layouts: Sequence[Layout | None] | None
 ) -> list[tuple[Layout | None] | None]:
     """Returns for each array argument a tuple of its layout if it is a param, else None."""
-    given = None if layouts is None else iter(layouts)
-    marks: dict[int, list[tuple[Layout | None] | None]] = {}
+    left = itertools.repeat(None) if layouts is None else iter(layouts)
+    marks: dict[int, list[tuple[Layout | None] | None]] = {
+        i: [] if i in argnums else [None] * len(partition(arg, numpy=False)[1])
+        for i, arg in enumerate(args)
+    }
     for i in argnums:
-        leaves = jax.tree.leaves(args[i])
-        of_leaves = [None if given is None else next(given) for _ in leaves]
-        marks[i] = [
-            (layout,) if may_be_param(leaf) else None
-            for leaf, layout in zip(leaves, of_leaves, strict=True)
-        ]
-    found: list[tuple[Layout | None] | None] = []
-    for i, arg in enumerate(args):
-        found += marks[i] if i in marks else [None] * len(partition(arg, numpy=False)[1])
-    return found
-
-
-def _param(array: Any, wide: Any, layout: Layout | None) -> Value:
-    exact = array.dtype == FLOAT32
-    return Value(wide if exact else array, wide, layout, Origin.WEIGHT)
+        pairs = [(leaf, next(left)) for leaf in jax.tree.leaves(args[i])]
+        marks[i] = [(layout,) if is_half_or_float32(leaf) else None for leaf, layout in pairs]
+    return list(itertools.chain(*marks.values()))

@@ -11,7 +11,8 @@ from typing import Any
 from jax import lax
 from jax.extend import core
 
-from jaxmp._float32_reduction.values import FLOAT32, is_half, may_be_param
+from jaxmp._float32_reduction.values import FLOAT32
+from jaxmp._numerics.dtypes import is_half, is_half_or_float32
 from jaxmp._program import compat
 from jaxmp._program.control_flow import rebind
 from jaxmp._program.evaluate import Cells, Rules, evaluate
@@ -23,16 +24,7 @@ from jaxmp._program.program import Op, Program, read
 def summed_in_float32(
     program: core.ClosedJaxpr, arguments: Sequence[Any], wanted: Sequence[bool]
 ) -> list[Any]:
-    """Runs a program; wanted results are float32, and so are the sums that they are made by.
-
-    Args:
-      program: the program.
-      arguments: its arguments.
-      wanted: which results are gradients to be summed in float32.
-
-    Returns:
-      The results: float32 if they are wanted and have 16 bits, and in their own dtypes else.
-    """
+    """Runs a program. Wanted 16-bit results are float32, and so are the sums that make them."""
     demands = Demands(_needed, shared_programs(_programs), decisions=False)
     backward = read(program)
     return evaluate(backward, arguments, _Summed(demands, backward, wanted))
@@ -44,7 +36,7 @@ def _programs(equation: core.JaxprEqn) -> list[Any]:
 
 def _needed(op: Op, wanted: Sequence[bool]) -> list[bool]:
     """Returns which operands of an operation are read in float32 for these results."""
-    needed = [any(wanted) and may_be_param(aval) for aval in op.in_avals]
+    needed = [any(wanted) and is_half_or_float32(aval) for aval in op.in_avals]
     if op.name in AFTER_PRODUCTS:
         return needed
     return [is_read and i == 0 and op.name in IDENTITIES for i, is_read in enumerate(needed)]
@@ -80,7 +72,7 @@ class _Summed(Rules[Any]):
             bodies = zip(rules, compat.bodies_of(op.equation), strict=True)
             makers = [functools.partial(each.traced, op, body) for each, body in bodies]
             return rebind(op.equation, operands, makers)
-        if op.name == "convert_element_type" and may_be_param(operands[0]):
+        if op.name == "convert_element_type" and is_half_or_float32(operands[0]):
             return operands
         if op.name.startswith("scatter"):  # its own function has the dtype of the trace
             scatter = lax.scatter if op.name == "scatter" else lax.scatter_add

@@ -15,12 +15,11 @@ from jaxmp._float32_reduction.values import (
     Traits,
     Value,
     common_traits,
-    is_float,
-    may_be_param,
     with_traits,
 )
 from jaxmp._float32_reduction.weights import calls_back
 from jaxmp._mesh.layout import stacked_layout, unstacked_layout
+from jaxmp._numerics.dtypes import is_half_or_float32, is_inexact
 from jaxmp._numerics.user_warnings import warn
 from jaxmp._primitives.varying import varying_as, varying_axes
 from jaxmp._program import compat
@@ -30,7 +29,7 @@ from jaxmp._program.facts import NONE, Labels, made_of
 from jaxmp._program.mesh_axes import free_sharding
 from jaxmp._program.op_classes import CHECKPOINTS, CONTROL_FLOW, JITS
 from jaxmp._program.program import Op, Program, read
-from jaxmp._program.wiring import Wiring, wiring_of
+from jaxmp._program.wiring import Wiring
 
 _OF_PARAMS: Labels = frozenset({"params"})
 _OF_DATA: Labels = frozenset({"data"})
@@ -40,18 +39,15 @@ ProgramRule = Callable[[Rules[Value], Op, list[Value]], list[Value] | None]
 
 def rule_of(op: Op) -> ProgramRule | None:
     """Returns the rule for control flow; None for other operations, and for `while`."""
-    if op.name not in CONTROL_FLOW:
+    if op.name not in CONTROL_FLOW or op.wiring.turns is None:
         return None
     if op.name in JITS:
         return jit_rule if compat.is_plain_jit(op.params) else _pinned_jit
     if op.name in CHECKPOINTS:
         return checkpoint_rule
-    wiring = wiring_of(op.equation)
-    if wiring is not None and wiring.chooses:
-        return cond_rule
-    if wiring is not None and wiring.loops:
-        return None if wiring.turns is None else functools.partial(scan_rule, wiring)
-    return shard_map_rule if op.name == "shard_map" else None
+    if op.name == "shard_map":
+        return shard_map_rule
+    return cond_rule if op.wiring.chooses else scan_rule
 
 
 # The rewritten versions of each jitted function in a program. A layer that is called many times is
@@ -63,20 +59,16 @@ def jit_rule(rules: Rules[Value], op: Op, values: list[Value]) -> list[Value]:
     (body,) = compat.bodies_of(op.equation)
     options = op.params["name"], op.params["inline"]
     versions = _JITTED.setdefault(body, {})
-    if options not in versions:
-        versions[options] = _jitted(rules, body, *options)
-    results: list[Value] = versions[options](values)
-    return results
-
-
-def _jitted(rules: Rules[Value], body: Any, name: str, inline: Any) -> Callable[..., Any]:
     program = weakref.ref(body)  # the caller keeps it alive, and caches for it are freed with it
 
     def call(values: list[Value]) -> list[Value]:
         return evaluate(read(program()), values, rules)
 
-    call.__name__ = call.__qualname__ = name
-    return jax.jit(call, inline=inline)
+    if options not in versions:
+        call.__name__ = call.__qualname__ = op.params["name"]
+        versions[options] = jax.jit(call, inline=op.params["inline"])
+    results: list[Value] = versions[options](values)
+    return results
 
 
 def _pinned_jit(rules: Rules[Value], op: Op, values: list[Value]) -> list[Value]:
@@ -118,8 +110,9 @@ def _gathered_again(value: Value, recomputed: bool) -> Value:
     return value._replace(layout=value.layout._replace(recomputed=recomputed))
 
 
-def scan_rule(loop: Wiring, rules: Rules[Value], op: Op, values: list[Value]) -> list[Value]:
-    (body,), end = compat.bodies_of(op.equation), loop.carry.stop
+def scan_rule(rules: Rules[Value], op: Op, values: list[Value]) -> list[Value]:
+    (body,), loop = compat.bodies_of(op.equation), op.wiring
+    end = loop.carry.stop
     count, carried = len(loop.carry), values[loop.carry.start : end]
     stacks = [_whole_along_the_loop(value) for value in values[end:]]
     kept = _passed_on(read(body), loop, [*values[:end], *stacks])
@@ -157,7 +150,7 @@ def _unless(
 ) -> list[Any]:
     """Maps a function over values; gives None for those that are kept."""
     each = zip(kept, *values, strict=True)
-    return [function(*given) if other is None else None for other, *given in each]
+    return [function(*arguments) if other is None else None for other, *arguments in each]
 
 
 def _without_rows(value: Value) -> Value:
@@ -175,16 +168,16 @@ def _carry_traits(body: Any, values: Sequence[Value], carry: range) -> list[Trai
     return list(map(_carried, (values[i] for i in carry), labels))
 
 
-def _labelled(equation: core.JaxprEqn, found: Sequence[Labels]) -> Labels:
-    return NONE.union(*found, _OF_DATA if calls_back(equation) else NONE)
+def _labelled(equation: core.JaxprEqn, operands: Sequence[Labels]) -> Labels:
+    return NONE.union(*operands, _OF_DATA if calls_back(equation) else NONE)
 
 
 def _carried(value: Value, labels: Labels) -> Traits:
     if labels == NONE:
         return Traits(exact=False, origin=Origin.NUMBER)
-    if labels == _OF_PARAMS and may_be_param(value.array):
+    if labels == _OF_PARAMS and is_half_or_float32(value.array):
         return Traits(value.array.dtype == FLOAT32, origin=max(Origin.WEIGHT, value.origin))
-    return Traits(exact=False, origin=Origin.ACTIVATION if is_float(value.array) else Origin.DATA)
+    return Traits(exact=False, origin=Origin.ACTIVATION if is_inexact(value.array) else Origin.DATA)
 
 
 def _whole_along_the_loop(value: Value) -> Value:
@@ -209,9 +202,8 @@ def cond_rule(rules: Rules[Value], op: Op, values: list[Value]) -> list[Value]:
     bodies = [functools.partial(rules.inside, op, body) for body in compat.bodies_of(op.equation)]
     branches = [compat.trace_trees(body, jax.tree.unflatten(structure, types)) for body in bodies]
     traits = list(map(common_traits, zip(*(results for _, results in branches), strict=True)))
-    if values[0].origin is not Origin.NUMBER:
-        chosen = Origin.DATA
-        traits = [form._replace(origin=max(form.origin, chosen)) for form in traits]
+    least = Origin.NUMBER if values[0].origin is Origin.NUMBER else Origin.DATA
+    traits = [form._replace(origin=max(form.origin, least)) for form in traits]
     if not all(_have_traits(results, traits) for _, results in branches):
         branches = [compat.trace_trees(_in_traits(*each, traits), *types) for each in branches]
     programs = [program for program, _ in branches]
@@ -261,12 +253,11 @@ def shard_map_rule(rules: Rules[Value], op: Op, values: list[Value]) -> list[Val
     def local(*values: Value) -> tuple[Value, ...]:
         results = rules.inside(op, body, values)
         return tuple(
-            x if _varies_alike(x) else Value(x.used(), origin=Origin.ACTIVATION) for x in results
+            Value(x.used(), origin=Origin.ACTIVATION)
+            if x.of_params and varying_axes(x.array) != varying_axes(x.wide)
+            else x
+            for x in results
         )
 
     # A spec is that of both arrays of a param.
     return list(compat.shard_map_again(op.params, local)(*(value.whole() for value in values)))
-
-
-def _varies_alike(value: Value) -> bool:
-    return not value.of_params or varying_axes(value.array) == varying_axes(value.wide)

@@ -18,7 +18,7 @@ from jaxmp._float32_reduction.values import Origin, Value
 from jaxmp._float32_reduction.weights import meet_data, met
 from jaxmp._primitives.varying import varying_as
 from jaxmp._program import compat
-from jaxmp._program.derivatives import Behind, with_derivative, with_passes
+from jaxmp._program.derivatives import Run, with_derivative, with_passes
 from jaxmp._program.evaluate import Rules
 from jaxmp._program.program import Op
 
@@ -34,24 +34,23 @@ def custom_jvp_rule(rules: Rules[Value], op: Op, values: list[Value]) -> list[Va
     values = [value.whole() for value in values]
     arrays, structure = jax.tree.flatten(values)
 
-    def primal(*arrays: Any) -> list[Any]:
+    def primal(arrays: Sequence[Any]) -> list[Any]:
         return compat.bind(op.equation, _used_by(structure, arrays))
 
-    def derivative(
-        program: core.ClosedJaxpr, by: Sequence[int], arrays: Sequence[Any], tangents: list[Any]
-    ) -> tuple[list[Any], list[Any]]:
-        given = jax.tree.unflatten(structure, arrays)
+    def run(program: core.ClosedJaxpr, by: Sequence[int], arguments: list[Any]) -> list[Any]:
+        primals, tangents = arguments[: len(arrays)], arguments[len(arrays) :]
+        operands = jax.tree.unflatten(structure, primals)
 
         def along(*tangents: Any) -> list[Any]:
-            moved = [_tangent(given[i], x) for i, x in zip(by, tangents, strict=True)]
-            results = rules.inside(op, program, [*given, *moved])
+            moved = [_tangent(operands[i], x) for i, x in zip(by, tangents, strict=True)]
+            results = rules.inside(op, program, [*operands, *moved])
             return [value.used() for value in results[len(op.outputs) :]]
 
         nowhere = [varying_as(jnp.zeros_like(x), x) for x in tangents]
-        return call(*arrays), jax.jvp(along, nowhere, tangents)[1]
+        return [*call(primals), *jax.jvp(along, nowhere, tangents)[1]]
 
-    call = with_derivative(op.equation, _places(values), primal, derivative)
-    return met(call(*arrays), values)
+    call = with_derivative(op.equation, primal, run, _places(values))
+    return met(call(arrays), values)
 
 
 def _used_by(structure: Any, arrays: Sequence[Any]) -> list[Any]:
@@ -81,13 +80,13 @@ def custom_vjp_rule(rules: Rules[Value], op: Op, values: list[Value]) -> list[Va
     arrays, structure = jax.tree.flatten(values)
     of_params = [value.of_params for value in values]  # the backward pass may not hold arrays
 
-    def primal(*arrays: Any) -> list[Any]:
+    def primal(arrays: Sequence[Any]) -> list[Any]:
         return compat.bind(op.equation, _used_by(structure, arrays))
 
-    def ahead(jaxpr: Any, arrays: list[Any]) -> tuple[list[Any], Behind]:
-        return core.jaxpr_as_fun(jaxpr)(*_used_by(structure, arrays)), behind
+    def ahead(jaxpr: Any, arrays: list[Any]) -> tuple[list[Any], Run]:
+        return core.jaxpr_as_fun(jaxpr)(*_used_by(structure, arrays)), run
 
-    def behind(program: core.ClosedJaxpr, by: Sequence[int], given: list[Any]) -> list[Any]:
-        return summed_in_float32(program, given, [of_params[i] for i in by])
+    def run(program: core.ClosedJaxpr, by: Sequence[int], arguments: list[Any]) -> list[Any]:
+        return summed_in_float32(program, arguments, [of_params[i] for i in by])
 
-    return met(with_passes(op.equation, _places(values), primal, ahead)(*arrays), values)
+    return met(with_passes(op.equation, primal, ahead, _places(values))(arrays), values)

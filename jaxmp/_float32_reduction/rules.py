@@ -18,11 +18,8 @@ from jaxmp._float32_reduction.values import (
     FLOAT32,
     Origin,
     Value,
-    is_float,
-    is_half,
     is_short,
     like_param,
-    may_be_param,
 )
 from jaxmp._float32_reduction.weights import (
     adjusts,
@@ -36,6 +33,7 @@ from jaxmp._float32_reduction.weights import (
     without_params,
 )
 from jaxmp._mesh.layout import moved
+from jaxmp._numerics.dtypes import is_half, is_half_or_float32, is_inexact
 from jaxmp._primitives.float32_sums import gather, gathers
 from jaxmp._primitives.gathering import Gather
 from jaxmp._primitives.mixed_product import held, product, with_derivatives
@@ -161,7 +159,7 @@ def _arrays_of(values: Sequence[Value]) -> list[Any]:
 
 
 def _floats(values: Sequence[Value]) -> list[Any]:
-    return [value.array for value in values if is_float(value.array)]
+    return [value.array for value in values if is_inexact(value.array)]
 
 
 def _used(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
@@ -172,8 +170,8 @@ def _used(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
     if not (spreads and any(v.of_params and v.array.shape != shape for v in values)):
         # A program inside takes operands as it was traced, and makes them vary itself.
         others = [] if compat.sub_jaxprs(equation) else _floats(values)
-        made = compat.bind(equation, [value.used(others) for value in values])
-        return list(map(_activation, made))
+        results = compat.bind(equation, [value.used(others) for value in values])
+        return list(map(_activation, results))
 
     # A bias may have dimensions of size 1: its gradient is a sum over them.
     def spread(values: list[Value]) -> list[Any]:
@@ -182,19 +180,19 @@ def _used(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
         return compat.bind(equation, [v.spread(shape).used(others) for v in inside])
 
     # A product keeps its operands for its derivative: the scale, and not its broadcast copy.
-    keeps = name not in ADDS
-    made = jax.checkpoint(spread, prevent_cse=False)(values) if keeps else spread(values)
-    return list(map(_activation, made))
+    run = spread if name in ADDS else jax.checkpoint(spread, prevent_cse=False)
+    return list(map(_activation, run(values)))
 
 
 def _made_of_params(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
     """Runs an operation on params alone; its results are like params."""
     origin, layout = origin_of(equation, values), common_layout(equation, values)
-    made: list[Value] = []
-    for x in compat.bind(equation, [value.bare() for value in values]):
-        is_one = may_be_param(x) and not compat.is_ref(x)
-        made.append(like_param(x, origin, layout) if is_one else without_gradient(x, values))
-    return made
+    return [
+        like_param(x, origin, layout)
+        if is_half_or_float32(x) and not compat.is_ref(x)
+        else without_gradient(x, values)
+        for x in compat.bind(equation, [value.bare() for value in values])
+    ]
 
 
 def _convert(equation: core.JaxprEqn, values: list[Value]) -> list[Value] | None:
@@ -214,12 +212,8 @@ def _move(equation: core.JaxprEqn, values: list[Value]) -> list[Value] | None:
     if layout is None and value.layout is not None:
         value = value.in_place()
     rest = _arrays_of(values[1:])
-
-    def bind(x: Any) -> list[Any]:
-        return compat.bind(equation, [x, *rest])
-
-    arrays = bind(value.array)
-    wides = arrays if value.exact else bind(value.wide)
+    arrays = compat.bind(equation, [value.array, *rest])
+    wides = arrays if value.exact else compat.bind(equation, [value.wide, *rest])
     origin = value.origin
     if name in REPEATS and arrays[0].size > value.array.size:
         origin = max(origin, Origin.REPEATED)
@@ -230,30 +224,30 @@ def _move(equation: core.JaxprEqn, values: list[Value]) -> list[Value] | None:
 
 def _arithmetic(equation: core.JaxprEqn, values: list[Value]) -> list[Value] | None:
     """Runs arithmetic on params alone twice: for the value, and in float32 for its gradient."""
-    if not any(is_half(value.array) for value in values):
-        return None
-    if not all(is_half(x) or not is_float(x) for x in _arrays_of(values)):
+    floats = _floats(values)
+    if not floats or not all(map(is_half, floats)):
         return None
     if equation.params.get("out_dtype") is not None:
         return None
     arrays = compat.bind(equation, _arrays_of(values))
     if not all(map(is_half, arrays)):
-        return None if any(map(is_float, arrays)) else [without_gradient(x, values) for x in arrays]
+        return (
+            None if any(map(is_inexact, arrays)) else [without_gradient(x, values) for x in arrays]
+        )
     wides = compat.bind(equation, [value.in_float32() for value in values])
     origin, layout = origin_of(equation, values), common_layout(equation, values)
     return [Value(x, wide, layout, origin) for x, wide in zip(arrays, wides, strict=True)]
 
 
 def _contraction(equation: core.JaxprEqn, values: list[Value]) -> list[Value] | None:
-    lhs, rhs, *rest = values
     dtypes = {x.dtype for x in _arrays_of(values[:2])}
-    made = aval_of(equation).dtype
-    if len(dtypes) != 1 or not _is_ours(values[:2]) or made not in (FLOAT32, *dtypes):
+    dtype = aval_of(equation).dtype
+    if len(dtypes) != 1 or not _is_ours(values[:2]) or dtype not in (FLOAT32, *dtypes):
         return None
-    params = {**equation.params, "preferred_element_type": made}
-    both = [value.product_operand() for value in (lhs, rhs)]
-    operands, sources, gathers = zip(*both, strict=True)
-    arrays = [*operands, *_arrays_of(rest)]
+    params = {**equation.params, "preferred_element_type": dtype}
+    each = (value.product_operand() for value in values[:2])
+    operands, sources, gathers = zip(*each, strict=True)
+    arrays = [*operands, *_arrays_of(values[2:])]
     result = product(equation.primitive, params, arrays, sources, gathers)
     return [like_param(result) if without_data(values) else _activation(result)]
 
@@ -284,18 +278,17 @@ def _float32_gradient(equation: core.JaxprEqn, values: list[Value]) -> list[Valu
     An operand that was computed from params gets its source here; autocast knows of none.
     """
     form, kept = equation.params["form"], equation.params["kept"]
-    given, others = operands_of(values[1:], kept)
+    of_product, others = operands_of(values[1:], kept)
     operands, gathers = [], []
-    for each in given:
+    for each in of_product:
         operand, source, gather = each.value.product_operand()
         if each.source is not None:
             source = _source_of(each.source, gather)
         operands.append(ProductOperand(operand, each.scale and each.scale.array, source))
         gathers.append(gather)
     form = form.gathering(tuple(gathers)) if any(gathers) else form
-    made = with_derivatives(values[0].used(), form, operands, _arrays_of(others))
-    alone = without_data(values[1:])
-    return [like_param(made) if alone else _activation(made)]
+    result = with_derivatives(values[0].used(), form, operands, _arrays_of(others))
+    return [like_param(result) if without_data(values[1:]) else _activation(result)]
 
 
 def _source_of(value: Value, gather: Gather | None) -> Any:
@@ -305,20 +298,16 @@ def _source_of(value: Value, gather: Gather | None) -> Any:
     return value.wide if gather else value.in_place().wide
 
 
+def _pass_on(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
+    """Runs an operation that returns its operands; gradients go past it."""
+    pairs = zip(values, compat.bind(equation, _arrays_of(values)), strict=True)
+    return [value._replace(array=x, wide=x if value.exact else value.wide) for value, x in pairs]
+
+
 def _constraint(equation: core.JaxprEqn, values: list[Value]) -> list[Value] | None:
     """Places a value; its gradient lies as its param does, and is not gathered for this."""
     (value,) = values
-    if not value.of_params:
-        return None
-    value = value.whole()
-    (array,) = compat.bind(equation, [value.array])
-    return [value._replace(array=array, wide=array if value.exact else value.wide)]
-
-
-def _keep_name(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
-    (value,) = values
-    (array,) = compat.bind(equation, [value.array])
-    return [value._replace(array=array, wide=array if value.exact else value.wide)]
+    return _pass_on(equation, [value.whole()]) if value.of_params else None
 
 
 def _vary(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
@@ -335,14 +324,6 @@ def _vary(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
     return [value._replace(array=array, wide=wide)]
 
 
-def _barrier(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
-    arrays = compat.bind(equation, _arrays_of(values))
-    return [
-        value._replace(array=x, wide=x if value.exact else value.wide)
-        for x, value in zip(arrays, values, strict=True)
-    ]
-
-
 _OWN_DERIVATIVES: dict[str, ProgramRule] = {
     "custom_jvp_call": custom_jvp_rule,
     "custom_vjp_call": custom_vjp_rule,
@@ -352,9 +333,9 @@ RULES: dict[str, Rule] = {
     "held": _held,
     "float8_encode": _float8_encode,
     "float32_gradient": _float32_gradient,
-    "name": _keep_name,
+    "name": _pass_on,
     "pvary": _vary,
-    "optimization_barrier": _barrier,
+    "optimization_barrier": _pass_on,
     **dict.fromkeys(LINEAR_MOVES, _move),
     **dict.fromkeys(CONTRACTIONS, _contraction),
     "sharding_constraint": _constraint,

@@ -9,14 +9,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxmp._mesh.layout import Layout
-from jaxmp._numerics.dtypes import DType
+from jaxmp._numerics.dtypes import is_half, is_inexact
 from jaxmp._primitives.gathering import Gather, gathered
 from jaxmp._primitives.gradient_of import gradient_of
 from jaxmp._primitives.mixed_product import held
 from jaxmp._primitives.varying import varying_alike, varying_as
 
 FLOAT32 = jnp.dtype(jnp.float32)
-HALVES = frozenset(map(jnp.dtype, (jnp.bfloat16, jnp.float16)))
 
 
 class Origin(enum.IntEnum):
@@ -98,7 +97,7 @@ class Value(NamedTuple):
 
     def in_float32(self) -> Any:
         """Returns the computed array in float32, for its derivative; the wide array may differ."""
-        if not is_float(self.array):
+        if not is_inexact(self.array):
             return self.array
         x = lax.convert_element_type(self.array, FLOAT32)
         return gradient_of(x, self.wide) if self.of_params else x
@@ -219,20 +218,6 @@ def widened(x: Any) -> Any:
     return lax.convert_element_type(x, FLOAT32) if is_short(x.dtype) else x
 
 
-def is_half(x: Any) -> bool:
-    return getattr(x, "dtype", None) in HALVES
-
-
 def is_short(dtype: Any) -> bool:
     """Whether a dtype is a real float of 32 bits or fewer; the extended dtypes of keys are not."""
     return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= FLOAT32.itemsize
-
-
-def may_be_param(x: Any) -> bool:
-    """Whether a value may be a param: a float of 16 or 32 bits."""
-    return is_half(x) or getattr(x, "dtype", None) == FLOAT32
-
-
-def is_float(x: Any) -> bool:
-    dtype: DType | None = getattr(x, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)

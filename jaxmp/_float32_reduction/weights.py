@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 from jax.extend import core
 
-from jaxmp._float32_reduction.values import Origin, Value, is_float, like_param, may_be_param
+from jaxmp._float32_reduction.values import Origin, Value, like_param
+from jaxmp._numerics.dtypes import is_half_or_float32, is_inexact
 from jaxmp._program import compat
 from jaxmp._program.op_classes import ARRANGEMENTS, CLASSES, LAID_ADDED, LAID_SCALED, OpClass
 from jaxmp._program.program import equations_in
@@ -37,7 +38,7 @@ def of_params_only(values: Sequence[Value]) -> bool:
     return all(
         value.origin is not Origin.ROWS
         if value.of_params
-        else value.origin is Origin.NUMBER or not is_float(value.array)
+        else value.origin is Origin.NUMBER or not is_inexact(value.array)
         for value in values
     )
 
@@ -69,8 +70,8 @@ def adjusts(equation: core.JaxprEqn, values: Sequence[Value]) -> bool:
     """
     shape = getattr(aval_of(equation), "shape", None)
     own = [value for value in values if value.origin in (Origin.WEIGHT, *_LAID_OVER)]
-    made = [value.array for value in values if value.origin is Origin.ACTIVATION]
-    streams = [np.shape(x) for x in made if is_float(x)]
+    activations = [value.array for value in values if value.origin is Origin.ACTIVATION]
+    streams = [np.shape(x) for x in activations if is_inexact(x)]
     if is_arrangement(equation):
         return not streams and any(np.size(value.array) > 1 for value in own)
     if equation.primitive.name not in LAID_SCALED | LAID_ADDED:
@@ -85,7 +86,7 @@ def met(results: Sequence[Any], values: Sequence[Value]) -> list[Value]:
     chosen = of_params_only(values)  # integers have chosen rows
     return [
         like_param(x, Origin.ROWS)
-        if chosen and may_be_param(x)
+        if chosen and is_half_or_float32(x)
         else Value(x, origin=Origin.ACTIVATION)
         for x in results
     ]
@@ -94,9 +95,9 @@ def met(results: Sequence[Any], values: Sequence[Value]) -> list[Value]:
 def origin_of(equation: core.JaxprEqn, values: Sequence[Value]) -> Origin:
     """Returns the origin of results that are weights."""
     params = [value for value in values if value.of_params]
-    data = [value for value in values if meet_data([value])]
+    data = [value for value in values if value.origin in _OF_DATA]
     if is_arrangement(equation):  # integers say where to write, and choose nothing
-        data = [value for value in data if is_float(value.array)]
+        data = [value for value in data if is_inexact(value.array)]
     if data and not adjusts(equation, values):
         return Origin.ROWS
     laid = Origin.SCALED if equation.primitive.name in LAID_SCALED else Origin.ADDED
@@ -108,7 +109,7 @@ def origin_of(equation: core.JaxprEqn, values: Sequence[Value]) -> Origin:
 
 def without_gradient(x: Any, values: Sequence[Value]) -> Value:
     """Wraps a result that says which params are large, or how they are ordered."""
-    data = is_float(x) or not all(map(is_alone, values))
+    data = is_inexact(x) or not all(map(is_alone, values))
     return Value(x, origin=Origin.DATA if data else Origin.NUMBER)
 
 
@@ -132,6 +133,6 @@ def calls_back(equation: core.JaxprEqn) -> bool:
 def common_layout(equation: core.JaxprEqn, values: Sequence[Value]) -> Any:
     """Returns the layout of results that have the shape of their operands, or None."""
     layouts = {value.layout for value in values if value.of_params and np.shape(value.array)}
-    shapes = {np.shape(value.array) for value in values if is_float(value.array)} - {()}
+    shapes = {np.shape(value.array) for value in values if is_inexact(value.array)} - {()}
     results = {var.aval.shape for var in equation.outvars if hasattr(var.aval, "shape")}
     return layouts.pop() if len(layouts) == 1 and shapes == results else None

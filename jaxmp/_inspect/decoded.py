@@ -36,11 +36,9 @@ def decoded_operands(program: Program) -> dict[Site, tuple[str, ...]]:
 
     def rule(site: Site, facts: Sequence[str]) -> Sequence[str]:
         if site.name in PRODUCTS:
-            dtypes = tuple(str(atom.aval.dtype) for atom in site.equation.invars[:2])
-            before = tuple(
-                fact if is_float8(fact) else dtype
-                for fact, dtype in zip(facts[:2], dtypes, strict=True)
-            )
+            dtypes = tuple(str(aval.dtype) for aval in site.in_avals[:2])
+            pairs = zip(facts[:2], dtypes, strict=True)
+            before = tuple(fact if is_float8(fact) else dtype for fact, dtype in pairs)
             found.pop(site, None)  # a loop is asked again with what its turns hand on
             if before != dtypes:
                 found[site] = before
@@ -82,8 +80,7 @@ def _also_by_type(aval: Any, fact: str) -> str:
 
 
 def _facts(site: Site, facts: Sequence[str]) -> Sequence[str]:
-    equation = site.equation
-    count = len(equation.outvars)
+    count = len(site.outputs)
     if site.name == "float8_encode":
         return [_OTHER, _SCALE]  # the codes have a float8 dtype
     if site.name == "optimization_barrier":
@@ -94,7 +91,7 @@ def _facts(site: Site, facts: Sequence[str]) -> Sequence[str]:
         others = [fact for fact in facts if fact != _SCALE]
         return [others[0] if len(others) == 1 else _OTHER if others else _SCALE]
     if site.name in SAME_NUMBERS | REPEATS:
-        pairs = zip(equation.invars, facts, strict=True)
-        floats = [fact for atom, fact in pairs if is_floating(atom.aval)]
+        pairs = zip(site.in_avals, facts, strict=True)
+        floats = [fact for aval, fact in pairs if is_floating(aval)]
         return [functools.reduce(_joined, floats) if floats else _OTHER] * count
     return [_OTHER] * count

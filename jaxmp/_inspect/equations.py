@@ -8,7 +8,6 @@ from typing import Any
 from jaxmp._inspect.branches import Choice, choices
 from jaxmp._program.flops import product_flops, programs_inside
 from jaxmp._program.program import Op, Program, read
-from jaxmp._program.wiring import Wiring, wiring_of
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -35,11 +34,6 @@ class Site(Op):
     bit: int = 0
     fed_by: int = 0
 
-    @property
-    def wiring(self) -> Wiring:
-        """How its programs are connected; that of one without programs where it is not known."""
-        return wiring_of(self.equation) or Wiring(())
-
 
 def site_of(op: Op, outer: Site | None) -> Site:
     """Returns an operation at a place: inside of another one."""
@@ -47,14 +41,9 @@ def site_of(op: Op, outer: Site | None) -> Site:
 
 
 def walk(jaxpr: Any) -> Program:
-    """Reads a program with its operations at their places, including nested ones.
+    """Reads an open or closed jaxpr with its operations, and those inside of them, at their places.
 
-    Args:
-      jaxpr: an open or closed jaxpr.
-
-    Returns:
-      The program, whose operations are sites. It includes every branch of a conditional, and the
-      condition and body of a while loop once each.
+    It includes every branch of a conditional, and the condition and body of a while loop once each.
     """
     return _walk(jaxpr, 1, None, (), itertools.count())
 

@@ -17,7 +17,6 @@ from jaxmp._numerics.dtypes import is_floating
 from jaxmp._program.facts import Question, arguments_read, propagate
 from jaxmp._program.op_classes import CALLS, SAME_NUMBERS
 from jaxmp._program.program import Program
-from jaxmp._program.wiring import wiring_of
 
 Kind = Literal["activations", "params"]
 
@@ -83,7 +82,7 @@ def residuals(
     except Exception as error:  # anything that a user's function may raise under differentiation
         reason = str(error).partition("\n")[0]
         raise NoLoss(f"it cannot be differentiated: {type(error).__name__}: {reason}") from error
-    read = arguments_read(backward, [True] * len(backward.outputs), _bodies)
+    read = arguments_read(backward, [True] * len(backward.outputs), lambda site: site.bodies)
     return _residual_rows(body, len(leaves), read), both
 
 
@@ -92,12 +91,9 @@ def _applied(value: Any, backward: Any) -> Any:
 
 
 def _residual_rows(program: Program, params: int, read: Sequence[bool]) -> tuple[Residual, ...]:
-    """Returns the rows of a program whose first arguments are the params.
+    """Returns the rows of a walked forward pass whose first arguments are the params.
 
-    Args:
-      program: a walked forward pass, which returns a value and all arrays that it hands on.
-      params: how many arguments are params.
-      read: for the value and for each array, whether the backward pass reads it.
+    It returns a value and all arrays that it hands on; `read` says which the backward pass reads.
     """
     lines, producers = Lines(), _producers(program)
     given = {*program.inputs, *(number for number, _ in program.consts)}
@@ -155,17 +151,16 @@ def _innermost_sites(atom: Any, producers: _Producers) -> list[Site]:
     returns fillers for the missing ones, which are left out here.
     """
     site, i = producers[atom]
-    wiring = wiring_of(site.equation)
-    chooses = wiring is not None and wiring.chooses
-    found: list[Site] = []
+    chooses = site.wiring.chooses
+    makers: list[Site] = []
     for body in site.bodies if len(site.bodies) == 1 or chooses else ():
         inner = _producers(body)
         made = body.outputs[i] if len(body.outputs) == len(site.outputs) else None
         if not isinstance(made, core.Literal) and made in inner:
-            found += _innermost_sites(made, inner)
+            makers += _innermost_sites(made, inner)
     if chooses:
-        found = [each for each in found if not _is_filler(each)]
-    return found or [site]
+        makers = [each for each in makers if not _is_filler(each)]
+    return makers or [site]
 
 
 def _is_filler(site: Site) -> bool:
@@ -173,10 +168,6 @@ def _is_filler(site: Site) -> bool:
     return site.name.startswith("empty") or (
         site.name == "broadcast_in_dim" and site.in_avals[0].shape == ()
     )
-
-
-def _bodies(site: Site) -> Sequence[Program]:
-    return site.bodies
 
 
 class _Made(enum.IntEnum):
@@ -188,36 +179,27 @@ class _Made(enum.IntEnum):
 
 
 def copies(program: Program, given: Sequence[bool]) -> list[bool]:
-    """Finds the results of a program that are copies of the given arguments.
+    """Returns whether each result of a walked program is a copy of given arguments.
 
-    Args:
-      program: a walked program.
-      given: for each argument, whether copies of it count.
-
-    Returns:
-      For each result, whether it was made from the given arguments (at least one) by casts and
-      moves alone; constants of the program may be among them.
+    It is made from the given arguments (at least one) by casts and moves alone. Constants of the
+    program may be among them.
     """
-    made = [_Made.COPY if asked else _Made.OTHER for asked in given]
+    made = [_Made.COPY if is_given else _Made.OTHER for is_given in given]
     question = Question(nothing=_Made.NUMBERS, join=max, rule=_made_by)
-    return [each is _Made.COPY for each in propagate(program, made, question, _bodies)]
+    origins = propagate(program, made, question, lambda site: site.bodies)
+    return [origin is _Made.COPY for origin in origins]
 
 
 def _made_by(site: Site, operands: Sequence[_Made]) -> list[_Made]:
-    equation = site.equation
-    count = len(equation.outvars)
+    count = len(site.outputs)
     if site.name == "optimization_barrier":
         return list(operands)
     if site.name == "float8_encode":
         return list(operands) * count
     if site.name not in SAME_NUMBERS:
-        return [_Made.OTHER if equation.invars else _Made.NUMBERS] * count
-    floats = [
-        made for atom, made in zip(equation.invars, operands, strict=True) if is_floating(atom.aval)
-    ]
-    made = max(floats, default=_Made.OTHER)
+        return [_Made.OTHER if site.inputs else _Made.NUMBERS] * count
+    pairs = zip(site.in_avals, operands, strict=True)
+    made = max((origin for aval, origin in pairs if is_floating(aval)), default=_Made.OTHER)
     # A bias broadcast over a batch is as large as an activation, so it counts as one.
-    grows = site.name == "broadcast_in_dim" and (
-        equation.outvars[0].aval.size > equation.invars[0].aval.size
-    )
+    grows = site.name == "broadcast_in_dim" and site.out_avals[0].size > site.in_avals[0].size
     return [_Made.OTHER if grows and made is _Made.COPY else made] * count

@@ -3,9 +3,8 @@
 import collections
 from collections.abc import Callable, Iterable
 
-import jax.numpy as jnp
-
 from jaxmp._inspect.equations import Site, all_sites
+from jaxmp._numerics.dtypes import is_inexact
 from jaxmp._program.op_classes import (
     CLASSES,
     FOREIGN_CALLS,
@@ -76,9 +75,8 @@ def _hides(site: Site) -> bool:
 
 def _has_numbers(site: Site) -> bool:
     """Whether an equation has numbers to multiply; flags and indices do not count."""
-    atoms = (*site.equation.invars, *site.equation.outvars)
-    dtypes = [getattr(atom.aval, "dtype", None) for atom in atoms]
-    return any(dtype is None or jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes)
+    avals = (*site.in_avals, *site.out_avals)
+    return any(is_inexact(aval) or getattr(aval, "dtype", None) is None for aval in avals)
 
 
 def _has_product(site: Site) -> bool:
@@ -88,12 +86,8 @@ def _has_product(site: Site) -> bool:
 def unseen_in(sites: Iterable[Site], *, is_compiled: bool = False) -> tuple[str, ...]:
     """Returns sentences about what the report leaves out.
 
-    Args:
-      sites: all equations.
-      is_compiled: whether the report has the collectives of the compiled program, too.
-
-    Returns:
-      The sentences. Every program that was only traced gets the one about the partitioner.
+    Every program that was only traced gets the one about collectives of the partitioner. If
+    `is_compiled`, the report has these collectives too.
     """
     sites = list(sites)
     counts = collections.Counter(site.name for site in sites)

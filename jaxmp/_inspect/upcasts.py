@@ -5,9 +5,8 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
-
 from jaxmp._inspect.equations import Site
+from jaxmp._numerics.dtypes import is_floating, is_inexact, is_narrow
 from jaxmp._program.facts import Question, propagate
 from jaxmp._program.op_classes import PRODUCTS
 from jaxmp._program.program import Program
@@ -34,23 +33,17 @@ def mark_upcasts(program: Program) -> list[Site]:
 
 def is_wide(aval: Any) -> bool:
     """Whether an abstract value is a float of at least 32 bits, or complex."""
-    dtype = getattr(aval, "dtype", None)
-    if dtype is None:
-        return False
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        return True
-    return bool(jnp.issubdtype(dtype, jnp.floating)) and dtype.itemsize >= 4
+    return is_inexact(aval) and not is_narrow(aval.dtype)
 
 
 def is_narrow_aval(aval: Any) -> bool:
     """Whether an abstract value is a float of fewer than 32 bits."""
-    dtype = getattr(aval, "dtype", None)
-    return dtype is not None and bool(jnp.issubdtype(dtype, jnp.floating)) and dtype.itemsize < 4
+    return is_floating(aval) and is_narrow(aval.dtype)
 
 
 def widens_inside(site: Site) -> bool:
     """Whether a product has both narrow and wide operands, and so widens one of them itself."""
-    left, right = (variable.aval for variable in site.equation.invars[:2])
+    left, right = site.in_avals[:2]
     return (is_narrow_aval(left) and is_wide(right)) or (is_wide(left) and is_narrow_aval(right))
 
 
@@ -64,19 +57,18 @@ class _Flow:
         return Question(nothing=0, join=operator.or_, rule=self._step, keep=self._kept)
 
     def _step(self, site: Site, operands: Sequence[int]) -> list[int]:
-        equation = site.equation
         if site.name in PRODUCTS:
             came_from = self._product(site, operands)
-        elif site.name == "convert_element_type" and is_narrow_aval(equation.invars[0].aval):
-            came_from = self._bit(site) if self._is_wide(equation.outvars[0].aval) else 0
+        elif site.name == "convert_element_type" and is_narrow_aval(site.in_avals[0]):
+            came_from = self._bit(site) if self._is_wide(site.out_avals[0]) else 0
         else:
             came_from = functools.reduce(operator.or_, operands, 0)
-        return [came_from] * len(equation.outvars)
+        return [came_from] * len(site.outputs)
 
     def _product(self, site: Site, operands: Sequence[int]) -> int:
         came_from = operands[0] | operands[1]
-        wide = [self._is_wide(variable.aval) for variable in site.equation.invars[:2]]
-        if widens_inside(site) or (not any(wide) and self._is_wide(site.equation.outvars[0].aval)):
+        wide = list(map(self._is_wide, site.in_avals[:2]))
+        if widens_inside(site) or (not any(wide) and self._is_wide(site.out_avals[0])):
             came_from |= self._bit(site)
         if any(wide):
             site.fed_by |= came_from

@@ -10,6 +10,8 @@ import numpy as np
 
 DType = np.dtype
 
+HALVES = frozenset(map(jnp.dtype, (jnp.bfloat16, jnp.float16)))
+
 # Long name first, then the short ones. jmp's names and PyTorch's are both accepted.
 _NAMES: dict[str, tuple[str, ...]] = {
     "float64": ("f64", "fp64"),
@@ -91,6 +93,16 @@ def is_floating(x: Any) -> bool:
 def is_inexact(x: Any) -> bool:
     """Whether `x` has a real or complex floating dtype, so that it can be differentiated."""
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def is_half(x: Any) -> bool:
+    """Whether `x` has bfloat16 or float16 numbers."""
+    return getattr(x, "dtype", None) in HALVES
+
+
+def is_half_or_float32(x: Any) -> bool:
+    """Whether `x` has the dtypes of models: float32, bfloat16, float16."""
+    return is_half(x) or getattr(x, "dtype", None) == jnp.float32
 
 
 def is_key(x: Any) -> bool:

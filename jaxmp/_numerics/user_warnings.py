@@ -4,7 +4,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 _BETWEEN = frozenset(
     {"beartype", "contextlib", "flax", "functools", "jax", "jaxmp", "jaxtyping", "optax"}
@@ -27,6 +27,14 @@ def warn_once(text: str, about: type, *, again: bool = False) -> None:
     if again or text not in said:
         said.add(text)
         warn(text)
+
+
+def check_option(name: str, value: str, options: Any) -> Any:
+    """Returns an option, and raises ValueError if it is none of a `Literal`."""
+    *others, last = map(repr, get_args(options))
+    if value not in get_args(options):
+        raise ValueError(f"{name} must be {', '.join(others)} or {last}, got {value!r}")
+    return value
 
 
 def first_few(names: Sequence[str], most: int = 3) -> str:

@@ -14,15 +14,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
+from jaxmp._numerics.dtypes import is_half
 from jaxmp._program import compat
 from jaxmp._program.program import equations_in
 
 FLOAT32 = jnp.dtype(jnp.float32)
-_HALVES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
-
-
-def is_half_array(x: Any) -> bool:
-    return getattr(x, "dtype", None) in _HALVES
 
 
 def gather(equation: core.JaxprEqn, values: Sequence[Any]) -> list[Any]:
@@ -35,7 +31,7 @@ def gather(equation: core.JaxprEqn, values: Sequence[Any]) -> list[Any]:
     Returns:
       The gathered values, in the dtype of the array.
     """
-    if not is_half_array(values[0]):
+    if not is_half(values[0]):
         return compat.bind(equation, values)
 
     # A `custom_vjp` would have no forward mode. JAX transposes this rule to a scatter-add in
@@ -58,7 +54,7 @@ def gather(equation: core.JaxprEqn, values: Sequence[Any]) -> list[Any]:
 def gathers(equation: core.JaxprEqn) -> bool:
     """Whether a 16-bit array is gathered in the programs of an equation, at any depth."""
     inside = equations_in(compat.sub_jaxprs(equation))
-    return any(x.primitive.name == "gather" and is_half_array(x.invars[0].aval) for x in inside)
+    return any(x.primitive.name == "gather" and is_half(x.invars[0].aval) for x in inside)
 
 
 @jax.custom_jvp

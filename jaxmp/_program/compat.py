@@ -6,7 +6,7 @@ name a new JAX has changed.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -62,13 +62,18 @@ def programs_of(param: Any) -> list[Any]:
     return [value for value in values if isinstance(value, (core.Jaxpr, core.ClosedJaxpr))]
 
 
-def with_programs(param: Any, programs: Iterator[core.ClosedJaxpr]) -> Any:
-    """Returns a param of an equation with other programs, closed or open as it has them."""
-    if isinstance(param, (tuple, list)):
-        return type(param)(with_programs(value, programs) for value in param)
-    if isinstance(param, core.ClosedJaxpr):
-        return next(programs)
-    return without_consts(next(programs)) if isinstance(param, core.Jaxpr) else param
+def params_with(equation: core.JaxprEqn, programs: Iterable[core.ClosedJaxpr]) -> dict[str, Any]:
+    """Returns the params of an equation that hold programs, with others; open ones stay open."""
+    left = iter(programs)
+
+    def replaced(param: Any) -> Any:
+        if isinstance(param, (tuple, list)):
+            return type(param)(map(replaced, param))
+        if isinstance(param, core.ClosedJaxpr):
+            return next(left)
+        return without_consts(next(left)) if isinstance(param, core.Jaxpr) else param
+
+    return {key: replaced(param) for key, param in equation.params.items() if programs_of(param)}
 
 
 def bind(equation: core.JaxprEqn, values: Sequence[Any], **changed: Any) -> list[Any]:
@@ -122,21 +127,17 @@ def where(
     here = source_info_util.current_name_stack() + stack
     source = source_info_util.user_context(traceback, name_stack=here)
     current = jax.sharding.get_abstract_mesh()
-    kept = contextlib.nullcontext() if mesh else jax.sharding.use_abstract_mesh(current)
-    with source, equation.ctx.manager, kept:
+    stays = contextlib.nullcontext() if mesh else jax.sharding.use_abstract_mesh(current)
+    with source, equation.ctx.manager, stays:
         yield
 
 
 def is_plain_jit(params: dict[str, Any]) -> bool:
     """Whether a jit asks for no shardings, layouts, donation or compiler options."""
-    # The class of an unspecified sharding is private in JAX, so that its name is compared.
-    unsharded = (
-        type(sharding).__name__ == "UnspecifiedValue"
-        for sharding in (*params["in_shardings"], *params["out_shardings"])
-    )
+    shardings = (*params["in_shardings"], *params["out_shardings"])
     layouts = (*params["in_layouts"], *params["out_layouts"])
     return (
-        all(unsharded)
+        all(map(_is_unspecified, shardings))
         and not any(params["donated_invars"])
         and all(layout is None for layout in layouts)
         and not params["compiler_options_kvs"]
@@ -146,10 +147,13 @@ def is_plain_jit(params: dict[str, Any]) -> bool:
 def jit_shardings(params: dict[str, Any]) -> tuple[list[Any], list[Any]]:
     """Returns the shardings that a jit asks for, of operands and of results, or None."""
 
-    def given(shardings: Any) -> list[Any]:
-        return [None if type(x).__name__ == "UnspecifiedValue" else x for x in shardings]
+    both = params["in_shardings"], params["out_shardings"]
+    operands, results = ([None if _is_unspecified(x) else x for x in each] for each in both)
+    return operands, results
 
-    return given(params["in_shardings"]), given(params["out_shardings"])
+
+def _is_unspecified(sharding: Any) -> bool:
+    return type(sharding).__name__ == "UnspecifiedValue"  # a private class
 
 
 def bodies_of(equation: core.JaxprEqn) -> list[Any]:
@@ -185,14 +189,9 @@ def unstacked(aval: Any) -> Any:
 
 
 def number(literal: core.Literal, dtype: Any = None) -> jax.Array:
-    """Returns a literal as an array, as callers expect: a Python `bool` has no dtype.
+    """Returns a literal as an array, by default of its own dtype: a Python `bool` has none.
 
-    Args:
-      literal: the literal, which a program returns instead of a variable.
-      dtype: the dtype of the array; None for the dtype of the trace.
-
-    Returns:
-      An array; weakly typed if the literal was weakly typed and keeps its dtype.
+    The array is weakly typed if the literal was, and keeps its dtype.
     """
     value, aval = np.asarray(literal.val), cast(Any, literal.aval)
     dtype = aval.dtype if dtype is None else dtype
@@ -202,12 +201,9 @@ def number(literal: core.Literal, dtype: Any = None) -> jax.Array:
 
 
 def shard_map_again(params: dict[str, Any], fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Maps another function over devices as an equation maps its program.
+    """Maps another function over devices, as an equation with these params maps its program.
 
-    Args:
-      params: the params of the equation.
-      fun: a function of as many arguments as the program has, which returns a tuple of as many
-        results. Each may be several arrays.
+    It has as many arguments and results as the program. Each may be several arrays.
     """
     return jax.shard_map(
         fun,

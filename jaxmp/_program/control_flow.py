@@ -1,8 +1,8 @@
-"""Runs an operation that contains programs again: around other programs, or around a function.
+"""Runs an operation that contains programs again, around other programs or around a function.
 
-Around programs, operands and results are arrays. Their number stays, and their dtypes may be
-others: each program is made for the types that reach it. Around a function, they are any trees of
-arrays, and there may be more of them.
+Around other programs, an operation has as many operands and results as before, and all are arrays.
+Their dtypes may differ: each program is made for the types that reach it. Around a function,
+operands and results are trees of arrays, and there may be more of them.
 """
 
 import functools
@@ -22,36 +22,18 @@ from jaxmp._program.wiring import Wiring, argument_types, loop_of
 Make = Callable[[list[Any]], core.ClosedJaxpr]
 
 
-def rebind(
-    equation: core.JaxprEqn, values: Sequence[Any], makers: Sequence[Make], **changed: Any
-) -> list[Any]:
-    """Binds an operation again around other programs.
-
-    Args:
-      equation: the equation of jit, checkpoint, scan, while, cond, a plain call or `shard_map`.
-      values: its operands.
-      makers: make its programs, in the order of `compat.sub_jaxprs`.
-      **changed: other params to change.
-
-    Returns:
-      Its results.
-    """
-    params = equation.params
+def rebind(equation: core.JaxprEqn, values: Sequence[Any], makers: Sequence[Make]) -> list[Any]:
+    """Binds control flow or a plain call again around other programs, in their order."""
     if equation.primitive.name == "shard_map":
 
         def local(*args: Any) -> tuple[Any, ...]:
-            made = makers[0]([compat.type_of(x) for x in args])
-            return tuple(core.jaxpr_as_fun(made)(*args))
+            program = makers[0]([compat.type_of(x) for x in args])
+            return tuple(core.jaxpr_as_fun(program)(*args))
 
-        return list(compat.shard_map_again(params, local)(*values))
+        return list(compat.shard_map_again(equation.params, local)(*values))
     avals = argument_types(equation, [compat.type_of(x) for x in values])
-    programs = iter([make(each) for make, each in zip(makers, avals, strict=True)])
-    new = {
-        name: compat.with_programs(param, programs)
-        for name, param in params.items()
-        if compat.programs_of(param)
-    }
-    return compat.bind(equation, values, **new, **changed)
+    programs = [make(each) for make, each in zip(makers, avals, strict=True)]
+    return compat.bind(equation, values, **compat.params_with(equation, programs))
 
 
 def is_call(equation: core.JaxprEqn) -> bool:
@@ -68,24 +50,18 @@ def _type(atom: Any) -> tuple[Any, Any]:
     return getattr(atom.aval, "shape", None), getattr(atom.aval, "dtype", None)
 
 
-# Runs one turn of a loop: from the arguments of its body, and further trees (of a scan, slices of
-# them), to the results of the body, and further trees (of a scan, to stack).
+# Runs one turn of a loop. It takes the arguments of the body, and further trees: of a scan, slices
+# of them. It returns the results of the body, and further trees: of a scan, to be stacked.
 Turn = Callable[[list[Any], Any], tuple[Sequence[Any], Any]]
 
 
 def scan_again(
     equation: core.JaxprEqn, operands: Sequence[Any], turn: Turn, along: Any = ()
 ) -> tuple[list[Any], Any]:
-    """Runs a scan again around another function.
+    """Runs a scan again around another function of one turn; its operands may be trees.
 
-    Args:
-      equation: the equation.
-      operands: its operands, or trees in place of them.
-      turn: the function of one turn.
-      along: further trees to slice.
-
-    Returns:
-      Its results, and what the turns return beside them, stacked.
+    The turns get slices of the trees `along` too. Returned are the results, and what the turns
+    return beside them, stacked.
     """
     wiring = loop_of(equation) or Wiring(())
     first, end = wiring.carry.start, wiring.carry.stop
@@ -108,17 +84,11 @@ def while_again(
     turn: Turn,
     more: Any = (),
 ) -> tuple[list[Any], Any]:
-    """Runs a while loop again around other functions.
+    """Runs a while loop again around other functions; its operands may be trees.
 
-    Args:
-      wiring: its connections.
-      operands: its operands, or trees in place of them.
-      test: says, from the arguments of its condition, whether there is another turn.
-      turn: the function of one turn, which takes further trees and returns them for the next.
-      more: the further trees of the first turn.
-
-    Returns:
-      Its results, and the further trees after the last turn.
+    The test says, from the arguments of the condition, whether there is another turn. A turn takes
+    further trees, at first `more`, and returns them for the next one. Returned are the results, and
+    these trees after the last turn.
     """
 
     def arguments(program: int, carry: list[Any]) -> list[Any]:
@@ -134,14 +104,10 @@ def while_again(
 
 
 def cond_again(operands: Sequence[Any], branches: Sequence[Callable[[list[Any]], Any]]) -> Any:
-    """Runs a conditional again around other functions.
+    """Runs a conditional again around other functions; its operands may be trees.
 
-    Args:
-      operands: its operands, or trees in place of them.
-      branches: return the results of each branch, and a dict of further trees.
-
-    Returns:
-      Its results, and the further trees of all branches: zeros for one that was not taken.
+    A branch returns its results, and a dict of further trees. Returned are the results, and the
+    further trees of all branches: zeros for a branch that was not taken.
     """
     index, *arguments = operands
     nothing = {key: x for each in branches for key, x in zeros_as(each, arguments)[1].items()}
@@ -167,22 +133,15 @@ def entered(equation: core.JaxprEqn) -> list[Any]:
 def call_again(
     equation: core.JaxprEqn,
     values: Sequence[Any],
-    given: Any,
+    more: Any,
     function: Callable[[Sequence[Any], Any], Any],
 ) -> Any:
-    """Runs a jit or a checkpoint again around another function.
-
-    Args:
-      equation: the equation.
-      values: its operands.
-      given: a tree of further arrays.
-      function: a function of both, which returns a tree of arrays.
-    """
+    """Runs a jit or a checkpoint again around a function of its operands and of further arrays."""
     if equation.primitive.name in JITS:
         # Named, as audits and profiles show it.
         function.__name__ = function.__qualname__ = equation.params["name"]
-        return jax.jit(function, inline=equation.params["inline"])(list(values), given)
-    leaves, structure = jax.tree.flatten((list(values), given))
+        return jax.jit(function, inline=equation.params["inline"])(list(values), more)
+    leaves, structure = jax.tree.flatten((list(values), more))
     types = jax.tree.unflatten(structure, [compat.type_of(x) for x in leaves])
     program, shape = compat.trace_trees(function, *types)
     results = compat.bind(equation, leaves, jaxpr=compat.without_consts(program))

@@ -1,9 +1,9 @@
 """The evaluator: runs a program on cells, as a set of rules says.
 
-A cell stands for a value of the program. It may be the array that the program computes, that array
-beside a float32 one, or an array that is not there yet. The rules say what a cell is and how one
-operation runs on cells. Every transformation of jaxmp is such a set of rules; this loop is the only
-one. docs/transformations.md writes one from scratch.
+A cell stands for a value of the program: the array that the program computes, that array beside a
+float32 one, or an array that comes later. The rules say what a cell is, and how one operation runs
+on cells. Every transformation of jaxmp is such a set of rules, and all of them run in this loop.
+docs/transformations.md writes one from scratch.
 """
 
 import contextlib
@@ -15,26 +15,23 @@ from jax.extend import core
 
 from jaxmp._program import compat
 from jaxmp._program.control_flow import rebind
-from jaxmp._program.derivatives import Behind, with_derivative, with_passes
+from jaxmp._program.derivatives import Primal, with_derivative, with_passes
 from jaxmp._program.op_classes import CONTROL_FLOW, CUSTOM_DERIVATIVES
 from jaxmp._program.program import Op, Program, last_reads, read
 
 Cell = TypeVar("Cell")
-
-
 # The cells of one run of a program, by the numbers of its values.
 Cells = dict[int, Cell]
 
 
 class Rules(Generic[Cell]):
-    """How operations run on cells. As it is, cells are arrays, and all runs as it was traced.
+    """How operations run on cells. In this class cells are arrays, and all runs as it was traced.
 
-    Control flow runs again around programs that run by the same rules, and so do functions with
-    derivatives of their own, with their derivatives. Rules whose cells are not arrays say
-    themselves how these run.
+    Control flow runs again around its programs, which run by the same rules. So do functions with
+    derivatives of their own, and their derivatives. Rules whose cells are not arrays override both.
 
     Attributes:
-      forgets: whether cells are dropped after they are read last, so that their memory is free.
+      forgets: whether a cell is dropped once nothing reads it any more, to free its memory.
     """
 
     forgets = False
@@ -56,22 +53,21 @@ class Rules(Generic[Cell]):
         return self.literal(atom) if isinstance(atom, core.Literal) else cells[atom]
 
     def operands(self, op: Op, cells: Cells[Cell]) -> list[Cell]:
-        """Returns what an operation reads."""
+        """Returns the cells that an operation reads."""
         return [self.read(atom, cells) for atom in op.inputs]
 
     def operation(self, op: Op, operands: list[Cell]) -> list[Cell]:
-        """Returns what an operation makes."""
+        """Runs an operation, and returns the cells of its results."""
         if op.name in CONTROL_FLOW:
-            makers = [
-                functools.partial(self.traced, op, body) for body in compat.bodies_of(op.equation)
-            ]
+            bodies = compat.bodies_of(op.equation)
+            makers = [functools.partial(self.traced, op, body) for body in bodies]
             return rebind(op.equation, operands, makers)
         if op.name in CUSTOM_DERIVATIVES:
-            return self.with_own_derivative(op)(*operands)
+            return self.with_own_derivative(op)(operands)
         return compat.bind(op.equation, operands)
 
     def results(self, program: Program, cells: Cells[Cell]) -> list[Cell]:
-        """Returns what a program returns."""
+        """Returns the cells of the results of a program."""
         return [self.read(atom, cells) for atom in program.outputs]
 
     def inside(self, op: Op, body: Any, arguments: Sequence[Cell]) -> list[Cell]:
@@ -79,44 +75,25 @@ class Rules(Generic[Cell]):
         return evaluate(read(body), arguments, self)
 
     def traced(self, op: Op, body: Any, avals: list[Any]) -> core.ClosedJaxpr:
-        """Returns the program inside of an operation as these rules run it on arrays."""
+        """Traces a program inside of an operation, as these rules run it on arrays."""
         return compat.trace(lambda *arrays: self.inside(op, body, arrays), avals)
 
-    def with_own_derivative(self, op: Op) -> Any:
-        """Returns a function with a derivative of its own that runs both by these rules."""
-        count, places = len(op.outputs), range(len(op.inputs))
+    def with_own_derivative(self, op: Op) -> Primal:
+        """Returns a call of a function whose own derivative runs by these rules too."""
+        primal = functools.partial(self.inside, op, op.params["call_jaxpr"])
 
-        def primal(*arrays: Any) -> list[Any]:
-            return self.inside(op, op.params["call_jaxpr"], arrays)
-
-        def derivative(
-            program: Any, by: Sequence[int], arrays: Sequence[Any], tangents: list[Any]
-        ) -> tuple[list[Any], list[Any]]:
-            results = self.inside(op, program, [*arrays, *tangents])
-            return results[:count], results[count:]
-
-        def behind(program: Any, by: Sequence[int], arguments: list[Any]) -> list[Any]:
+        def run(program: Any, by: Sequence[int], arguments: list[Any]) -> list[Any]:
             return self.inside(op, program, arguments)
 
-        def ahead(program: Any, arrays: list[Any]) -> tuple[list[Any], Behind]:
-            return self.inside(op, program, arrays), behind
-
         if op.name == "custom_jvp_call":
-            return with_derivative(op.equation, places, primal, derivative)
-        return with_passes(op.equation, places, primal, ahead)
+            return with_derivative(op.equation, primal, run)
+        return with_passes(
+            op.equation, primal, lambda program, arrays: (run(program, (), arrays), run)
+        )
 
 
 def evaluate(program: Program, arguments: Sequence[Cell], rules: Rules[Cell]) -> list[Cell]:
-    """Runs a program.
-
-    Args:
-      program: the program.
-      arguments: the cells of its arguments.
-      rules: how its operations run.
-
-    Returns:
-      The cells of its results.
-    """
+    """Runs a program as the rules say: from the cells of its arguments to those of its results."""
     cells: Cells[Cell] = dict(zip(program.inputs, arguments, strict=True))
     cells.update((number, rules.constant(const)) for number, const in program.consts)
     last = last_reads(program) if rules.forgets else [()] * len(program.ops)

@@ -39,19 +39,19 @@ class Axes(NamedTuple):
         """
         if self.mesh is None:
             return function(*arrays)
-        kept: dict[int, Any] = {}
+        same: dict[int, Any] = {}
 
-        def inside(*given: Any) -> list[Any]:
-            made = list(function(*given))
-            outside = {id(x): array for x, array in zip(given, arrays, strict=True)}
-            kept.update((i, outside[id(x)]) for i, x in enumerate(made) if id(x) in outside)
-            return made
+        def inside(*arguments: Any) -> list[Any]:
+            results = list(function(*arguments))
+            outside = {id(x): array for x, array in zip(arguments, arrays, strict=True)}
+            same.update((i, outside[id(x)]) for i, x in enumerate(results) if id(x) in outside)
+            return results
 
         with jax.sharding.use_abstract_mesh(self.mesh):
             axes = tuple(self.mesh.explicit_axes)  # others may be those of a shard_map
             freed = jax.sharding.auto_axes(inside, axes=axes, out_sharding=list(self.specs))
-            made = freed(*arrays)
-        return [kept.get(i, x) for i, x in enumerate(made)]
+            results = freed(*arrays)
+        return [same.get(i, x) for i, x in enumerate(results)]
 
 
 # Traces a function for arrays or types, to a program and whatever else the caller needs.
@@ -63,17 +63,10 @@ def on_automatic_axes(trace: Trace, arrays: Sequence[Any]) -> tuple[core.ClosedJ
 
     The function is traced as it is called, on explicit axes. Shardings that it asks for by
     `jax.reshard` or `out_sharding` become constraints, and the types of its results say how they
-    lie. Where JAX has no rule for shardings, the function is traced on automatic axes instead.
+    lie. Where JAX has no rule for shardings, the function is traced on automatic axes instead. If
+    it cannot be traced on either kind, the error is that of the explicit axes.
 
-    Args:
-      trace: traces the function.
-      arrays: its arguments, arrays or types.
-
-    Returns:
-      The program, what else `trace` returns, and the axes.
-
-    Raises:
-      Exception: what JAX raises on explicit axes, if the function cannot be traced on either kind.
+    Returned are the program, what else `trace` returns, and the axes.
     """
     mesh = explicit_mesh(arrays)
     if mesh is None:
@@ -133,13 +126,13 @@ def _specs_without_rules(
     """
     types = [compat.type_or_given(x) for x in arrays]
     labels = made_of(closed, [frozenset({i}) for i in range(len(types))], _same, lambda aval: True)
-    found: list[Any] = [None] * len(labels)
+    specs: list[Any] = [None] * len(labels)
     for i, (same, aval) in enumerate(zip(labels, closed.out_avals, strict=True)):
-        given = [types[j] for j in same if isinstance(j, int)]
-        if len(same) == 1 and given and given[0].shape == aval.shape:
-            found[i] = given[0].sharding.spec
-    avals = zip(closed.out_avals, found, strict=True)
-    large = [x.str_short() for x, spec in avals if spec is None and x.size > _LARGE]
+        sources = [types[j] for j in same if isinstance(j, int)]
+        if len(same) == 1 and sources and sources[0].shape == aval.shape:
+            specs[i] = sources[0].sharding.spec
+    pairs = zip(closed.out_avals, specs, strict=True)
+    large = [x.str_short() for x, spec in pairs if spec is None and x.size > _LARGE]
     if large:
         reason = str(refused).partition("\n")[0]
         warn(
@@ -148,7 +141,7 @@ def _specs_without_rules(
             f"rule for an operation on explicit mesh axes ({type(refused).__name__}: {reason}). "
             "Give that operation its out_sharding, or leave out results that are not needed"
         )
-    return tuple(PartitionSpec() if spec is None else spec for spec in found)
+    return tuple(PartitionSpec() if spec is None else spec for spec in specs)
 
 
 _NEW: Labels = frozenset({"new"})

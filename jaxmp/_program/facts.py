@@ -16,32 +16,24 @@ from jax.extend import core
 
 from jaxmp._program.flops import programs_inside
 from jaxmp._program.op_classes import CLASSES, OpClass
-from jaxmp._program.program import Op, Program, read
+from jaxmp._program.program import Memo, Op, Program, read
 from jaxmp._program.wiring import Wiring, wiring_of
 
 Fact = TypeVar("Fact")
 Labels = frozenset[Hashable]
 NONE: Labels = frozenset()
-# Returns the programs inside of an operation that are followed.
+# Returns the programs inside of an operation that facts go through.
 Inside = Callable[[Any], Sequence[Program]]
 
 
 def shared_programs(jaxprs_of: Callable[[core.JaxprEqn], list[Any]] = programs_inside) -> Inside:
-    """Returns a function that reads each program inside of operations once.
+    """Returns a function that reads each of these programs of operations once."""
+    programs = Memo()
 
-    Args:
-      jaxprs_of: returns the open jaxprs of an equation that are followed; by default all that run.
-    """
-    programs: dict[int, Program] = {}
+    def program_of(jaxpr: Any) -> Program:
+        return programs.once(id(jaxpr), jaxpr, lambda: read(jaxpr))
 
-    def inside(op: Op) -> list[Program]:
-        jaxprs = jaxprs_of(op.equation)
-        for jaxpr in jaxprs:
-            if id(jaxpr) not in programs:
-                programs[id(jaxpr)] = read(jaxpr)
-        return [programs[id(jaxpr)] for jaxpr in jaxprs]
-
-    return inside
+    return lambda op: list(map(program_of, jaxprs_of(op.equation)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,18 +63,11 @@ def propagate(
     question: Question[Fact],
     inside: Inside | None = None,
 ) -> list[Fact]:
-    """Returns the facts of the results of a program.
+    """Returns the facts of the results of a program, given those of its arguments.
 
-    Args:
-      program: the program.
-      facts: the facts of its arguments.
-      question: the question.
-      inside: the programs inside of operations. A program is followed once for each set of argument
-        facts, so that calls of one function cost no more than one if they share it: as they do by
-        default.
-
-    Returns:
-      The facts of its results.
+    A program inside of operations is followed once for each set of argument facts. So calls of one
+    function cost no more than one call if `inside` returns the same program for them, as it does by
+    default.
     """
     return _Propagation(question, inside or shared_programs()).run(program, facts)
 
@@ -94,7 +79,7 @@ def made_of(
     can_have: Callable[[Any], bool],
     carry: range = range(0),
 ) -> list[Labels]:
-    """Returns the labels of the results of a program; labels go from operands to results.
+    """Returns the labels of the results of a program, given those of its arguments.
 
     Args:
       jaxpr: an open or closed jaxpr.
@@ -102,10 +87,8 @@ def made_of(
       rule: returns the labels of the results of an equation without programs, given the labels of
         its operands.
       can_have: whether values of this type (an abstract value) can have labels.
-      carry: the arguments that its first results replace after each turn, if a loop runs it.
-
-    Returns:
-      The labels of its results; of what a loop carries, those of the arguments too.
+      carry: the arguments that its first results replace after each turn, if a loop runs it. These
+        results have the labels of the arguments too.
     """
     question = Question(
         nothing=NONE,
@@ -126,13 +109,11 @@ def _inside_control_flow(equation: core.JaxprEqn) -> list[Any]:
 class _Propagation(Generic[Fact]):
     def __init__(self, question: Question[Fact], inside: Inside) -> None:
         self.question, self.inside = question, inside
-        self.known: dict[Any, list[Fact]] = {}
+        self.known = Memo()
 
     def run(self, program: Program, facts: Sequence[Fact]) -> list[Fact]:
         key = id(program), tuple(facts)
-        if key not in self.known:
-            self.known[key] = self._run(program, facts)
-        return self.known[key]
+        return self.known.once(key, program, lambda: self._run(program, facts))
 
     def _run(self, program: Program, facts: Sequence[Fact]) -> list[Fact]:
         nothing, literal = self.question.nothing, self.question.literal
@@ -145,24 +126,19 @@ class _Propagation(Generic[Fact]):
 
         for op in program.ops:
             operands = list(map(fact_of, op.inputs))
-            programs = self.inside(op)
-            results = (
-                self._through(op, programs, operands)
-                if programs
-                else self.question.rule(op, operands)
-            )
+            results: Sequence[Fact]
+            if not (programs := self.inside(op)):
+                results = self.question.rule(op, operands)
+            elif (wiring := _wiring(op, programs)).arguments:
+                results = self.along(wiring, programs, operands)
+            else:
+                results = self._blurred(op, programs, operands)
             known.update(zip(op.outputs, results, strict=True))
         return list(map(fact_of, program.outputs))
 
     def _kept(self, aval: Any, fact: Fact) -> Fact:
         keep = self.question.keep
         return fact if keep is None else keep(aval, fact)
-
-    def _through(self, op: Op, programs: Sequence[Program], operands: list[Fact]) -> Sequence[Fact]:
-        wiring = _wiring(op, programs)
-        if wiring is None:
-            return self._blurred(op, programs, operands)
-        return self.along(wiring, programs, operands)
 
     def along(
         self, wiring: Wiring, programs: Sequence[Program], operands: Sequence[Fact]
@@ -171,8 +147,8 @@ class _Propagation(Generic[Fact]):
         carry = wiring.carry
         while True:
             each = zip(programs, wiring.arguments, strict=True)
-            made = [self.run(program, [operands[i] for i in chosen]) for program, chosen in each]
-            results = functools.reduce(self._joined, made[wiring.tests :])
+            facts = [self.run(program, [operands[i] for i in among]) for program, among in each]
+            results = functools.reduce(self._joined, facts[wiring.tests :])
             before = [operands[i] for i in carry]
             after = self._joined(before, results[: len(carry)])
             if after == before:
@@ -193,7 +169,7 @@ class _Propagation(Generic[Fact]):
         return [fact] * len(op.outputs)
 
 
-def _wiring(op: Op, programs: Sequence[Program]) -> Wiring | None:
+def _wiring(op: Op, programs: Sequence[Program]) -> Wiring:
     return wiring_of(op.equation, [(len(each.inputs), len(each.outputs)) for each in programs])
 
 
@@ -202,7 +178,7 @@ Asks = Callable[[Op, Sequence[bool]], Sequence[bool]]
 
 
 class Demands:
-    """Follows what is asked for from the results of a program back to its arguments.
+    """Follows demands from the results of a program back to its arguments.
 
     Args:
       rule: returns which operands an operation without programs asks for.
@@ -212,18 +188,19 @@ class Demands:
 
     def __init__(self, rule: Asks, inside: Inside, *, decisions: bool) -> None:
         self.rule, self.inside, self.decisions = rule, inside, decisions
-        self.known: dict[Any, set[int]] = {}
+        self.known = Memo()
 
     def values(self, program: Program, wanted: Sequence[bool]) -> set[int]:
         """Returns the values of a program that these results ask for."""
         key = id(program), tuple(wanted)
-        if key not in self.known:
-            asked = _atoms_where(program.outputs, wanted)
-            for op in reversed(program.ops):
-                results = [number in asked for number in op.outputs]
-                asked |= _atoms_where(op.inputs, self.through(op, results)[0])
-            self.known[key] = asked
-        return self.known[key]
+        return self.known.once(key, program, lambda: self._values(program, wanted))
+
+    def _values(self, program: Program, wanted: Sequence[bool]) -> set[int]:
+        asked = _atoms_where(program.outputs, wanted)
+        for op in reversed(program.ops):
+            results = [number in asked for number in op.outputs]
+            asked |= _atoms_where(op.inputs, self.through(op, results)[0])
+        return asked
 
     def arguments(self, program: Program, wanted: Sequence[bool]) -> list[bool]:
         """Returns whether these results ask for each argument of a program."""
@@ -235,8 +212,8 @@ class Demands:
     ) -> tuple[Sequence[bool], list[tuple[Program, Sequence[bool]]]]:
         """Returns what is asked for of the operands, and of the results of each program inside."""
         programs = self.inside(op)
-        wiring = _wiring(op, programs) if programs else None
-        if wiring is None:
+        wiring = _wiring(op, programs)
+        if not programs or not wiring.arguments:
             return self.rule(op, wanted), []
         if not any(wanted):
             return [False] * len(op.inputs), []
@@ -263,16 +240,8 @@ def arguments_read(
 
     An operation may list operands that its own program never reads: the float32 sources of
     products, which only second derivatives ask for, or what a loop hands on to such an operation.
-    Compilers drop what is not read.
-
-    Args:
-      program: the program.
-      wanted: for each result, whether anyone reads it.
-      inside: the programs inside of operations, as in `propagate`.
-
-    Returns:
-      For each argument, whether it is read. Operations with effects always run, and read all of
-      their operands. So does every operation with programs that are neither calls nor loops.
+    Compilers drop what is not read. Operations with effects always run, and read all of their
+    operands. So does every operation with programs that are neither calls nor loops.
 
     >>> import jax
     >>> closed = jax.make_jaxpr(jax.jit(lambda x, y: (2 * x, 3 * y)))(1.0, 2.0)

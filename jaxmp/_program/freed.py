@@ -6,7 +6,7 @@ the axes that were automatic before.
 
 import contextlib
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 from jax import lax
@@ -67,8 +67,8 @@ class _Freed(Rules[Any]):
         equation = op.equation
         avals: list[Any] = op.out_avals
         if operands and isinstance(operands[0], _Later):
-            (made,) = compat.bind(equation, [operands[0].array])
-            return [operands[0]._replace(array=made)]
+            (array,) = compat.bind(equation, [operands[0].array])
+            return [operands[0]._replace(array=array)]
         if op.name == "reshard":
             return [_Later(operands[0], avals[0].sharding)]
         if op.name in CONTROL_FLOW:
@@ -76,7 +76,8 @@ class _Freed(Rules[Any]):
             return super().operation(op, operands)
         if op.name in CUSTOM_DERIVATIVES:
             return super().operation(op, operands)
-        if any(var.aval.sharding.mesh.explicit_axes for var in _inner_arguments(equation)):
+        inner: list[Any] = [x.aval for each in compat.sub_jaxprs(equation) for x in each.invars]
+        if any(x.sharding.mesh.explicit_axes for x in inner if hasattr(x, "sharding")):
             # Inside, shardings may be asked for; the function may do without them on automatic
             # axes.
             raise NotImplementedError(f"{op.name} on explicit mesh axes, with a program inside")
@@ -84,12 +85,12 @@ class _Freed(Rules[Any]):
             return [_constrained_alike(equation, operands[0])]
         asked = [key for key in ("out_sharding", "sharding") if op.params.get(key) is not None]
         unasked = equation.replace(params=op.params | dict.fromkeys(asked))
-        made = compat.bind(_on_automatic_mesh(unasked), operands)
+        results = compat.bind(_on_automatic_mesh(unasked), operands)
         if not asked:
-            return made
+            return results
         return [
             _as_asked(x, aval.sharding) if any(aval.sharding.spec.partitions) else x
-            for x, aval in zip(made, avals, strict=True)
+            for x, aval in zip(results, avals, strict=True)
         ]
 
 
@@ -110,30 +111,20 @@ def _as_asked(x: Any, sharding: NamedSharding) -> Any:
     return lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*spec)))
 
 
-def _inner_arguments(equation: core.JaxprEqn) -> list[Any]:
-    """Returns the arguments of the programs in an equation that have a sharding."""
-    inner = [var for jaxpr in compat.sub_jaxprs(equation) for var in jaxpr.invars]
-    return [var for var in inner if hasattr(var.aval, "sharding")]
-
-
 def _constrained_alike(equation: core.JaxprEqn, x: Any) -> Any:
     """Constrains automatic axes as an equation does, and explicit ones as its type says."""
-    asked, given = equation.params["sharding"], _type_of(equation)
+    asked, aval = equation.params["sharding"], cast(Any, equation.outvars[0].aval)
     mesh = jax.sharding.get_abstract_mesh()
     if not isinstance(asked, NamedSharding):
         return compat.bind(equation, [x])[0]
     entries = zip(
-        _entries_of(asked.spec, x.ndim), _entries_of(given.sharding.spec, x.ndim), strict=True
+        _entries_of(asked.spec, x.ndim), _entries_of(aval.sharding.spec, x.ndim), strict=True
     )
     spec = [
         free if free is ANY or not named else (*named_axes(named), *named_axes(free))
         for free, named in entries
     ]
     return lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*spec)))
-
-
-def _type_of(equation: core.JaxprEqn) -> Any:
-    return equation.outvars[0].aval
 
 
 def _entries_of(spec: PartitionSpec, ndim: int) -> list[Any]:

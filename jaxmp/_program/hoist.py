@@ -39,13 +39,7 @@ _Ready = dict[int, _Hoisted]
 
 
 def with_hoisted(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function whose scans find ready what is the same in each turn.
-
-    Args:
-      fun: a function of pytrees of arrays.
-
-    Returns:
-      A function of the same results. It traces `fun` once for each call.
+    """Returns a function of pytrees whose scans find ready what is the same in each turn.
 
     >>> import jax.numpy as jnp
     >>> with_hoisted(lambda x: jax.lax.scan(lambda c, y: (c + y, c * y), 0.0, x))(jnp.ones(3))[0]
@@ -73,10 +67,9 @@ class _Hoisting(Rules[Any]):
 
 def _count_movable(equations: Sequence[core.JaxprEqn]) -> int:
     """Returns how many operations may move."""
-    inside = (
-        _count_movable(compat.open_jaxpr(body).eqns) for each in equations for body in entered(each)
-    )
-    return sum(each.primitive.name in HOISTED for each in equations) + sum(inside)
+    bodies = [compat.open_jaxpr(body) for each in equations for body in entered(each)]
+    inside = sum(_count_movable(body.eqns) for body in bodies)
+    return sum(each.primitive.name in HOISTED for each in equations) + inside
 
 
 class _Computing(Rules[Any]):
@@ -126,10 +119,10 @@ def _along_a_scan(equation: core.JaxprEqn, loop: Wiring, known: Sequence[Any]) -
     stacked: dict[int, tuple[bool, ...]] = {}
 
     def turn(slices: list[Any]) -> dict[int, list[Any]]:
-        given = iter(slices)
+        left = iter(slices)
         arguments = list(fixed)
         for i in loop.slices:
-            arguments[i] = None if known[i] is None else next(given)
+            arguments[i] = None if known[i] is None else next(left)
         each_turn = _computed(body, arguments)
         stacked.update((i, each.stacked) for i, each in each_turn.items())
         return {i: each.arrays for i, each in each_turn.items() if i not in alike}

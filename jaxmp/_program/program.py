@@ -19,6 +19,7 @@ from jaxmp._program.compat import (
     sub_jaxprs,
 )
 from jaxmp._program.op_classes import CLASSES, IN_HELPERS, JITS, OpClass
+from jaxmp._program.wiring import Wiring, wiring_of
 
 # The plan must see what reads the result of a helper: with helpers as calls, losses of logits were
 # computed in 16 bits. Helpers of jax.nn and jax.numpy have up to 42 equations (`nanpercentile`, jax
@@ -63,6 +64,11 @@ class Op:
     @property
     def out_avals(self) -> list[Any]:
         return [atom.aval for atom in self.equation.outvars]
+
+    @property
+    def wiring(self) -> Wiring:
+        """How the programs inside of it are connected to its operands and results."""
+        return wiring_of(self.equation)
 
 
 class Program(NamedTuple):
@@ -114,15 +120,28 @@ def with_helpers_inlined(closed: Any) -> Program:
     return read(closed, _is_helper)
 
 
+def numbers(atoms: Iterable[int | core.Literal]) -> Iterator[int]:
+    """Returns the values among operands, without literals."""
+    return (atom for atom in atoms if isinstance(atom, int))
+
+
+class Memo:
+    """Results that are made once for each key."""
+
+    def __init__(self) -> None:
+        self._made: dict[Any, tuple[Any, Any]] = {}
+
+    def once(self, key: Any, alive: Any, make: Callable[[], Any]) -> Any:
+        """Returns the result for a key; what the key names by its id is kept `alive`."""
+        if key not in self._made:
+            self._made[key] = make(), alive
+        return self._made[key][0]
+
+
 def equations_in(
     programs: Iterable[Any], enters: Callable[[core.JaxprEqn], bool] = lambda equation: True
 ) -> Iterator[Any]:
-    """Yields the equations of jaxprs, and behind each those inside of it, as far as it is entered.
-
-    Args:
-      programs: the jaxprs, closed or open.
-      enters: whether the programs in the params of an equation count, too.
-    """
+    """Yields the equations of jaxprs, and behind each those in its params, if it is entered."""
     for equation in (each for program in programs for each in open_jaxpr(program).eqns):
         yield equation
         if enters(equation):
@@ -131,20 +150,20 @@ def equations_in(
 
 def without_dead_code(program: Program) -> Program:
     """Returns the program without operations that have no effects and no readers."""
-    alive, ops = {atom for atom in program.outputs if isinstance(atom, int)}, []
+    alive, ops = set(numbers(program.outputs)), []
     for op in reversed(program.ops):
         if op.equation.effects or not alive.isdisjoint(op.outputs):
-            alive.update(atom for atom in op.inputs if isinstance(atom, int))
+            alive.update(numbers(op.inputs))
             ops.append(op)
     return program._replace(ops=tuple(reversed(ops)))
 
 
 def last_reads(program: Program) -> list[set[int]]:
     """Returns, for each operation, the values of it that nothing reads after it."""
-    read_later = {atom for atom in program.outputs if isinstance(atom, int)}
+    read_later = set(numbers(program.outputs))
     last = []
     for op in reversed(program.ops):
-        values = {atom for atom in (*op.inputs, *op.outputs) if isinstance(atom, int)}
+        values = {*numbers(op.inputs), *op.outputs}
         last.append(values - read_later)
         read_later |= values
     return last[::-1]

@@ -19,15 +19,15 @@ class Wiring(NamedTuple):
 
     Attributes:
       arguments: for each program, the operands that are its arguments.
-      carry: the operands that a loop replaces after each turn, by the first results of its last
-        program.
-      slices: the operands of which each turn gets one slice. The results of such a loop behind its
-        carry are stacked.
+      carry: the operands that a loop replaces after each turn. The first results of its last
+        program replace them.
+      slices: the operands of which each turn gets one slice. A loop with slices stacks its results
+        behind the carry.
       loops: whether the programs run turn by turn.
       reverse: whether the first turn gets the last slices.
-      turns: how often they run; None if only the run tells.
-      tests: how many of the programs, the first ones, only say whether there is another turn.
-      chooses: whether one of the programs runs, and not all.
+      turns: how often they run; None if that is known only when they run.
+      tests: how many of the programs only say whether there is another turn. They come first.
+      chooses: whether only one of the programs runs.
     """
 
     arguments: tuple[range | tuple[int, ...], ...]
@@ -41,7 +41,7 @@ class Wiring(NamedTuple):
 
     @property
     def known_turns(self) -> int:
-        """How often the programs run, if that is known, and else 1."""
+        """How often the programs run; 1 if that is not known."""
         return 1 if self.turns is None else self.turns
 
     @property
@@ -50,9 +50,7 @@ class Wiring(NamedTuple):
         return self.loops and self.turns is not None
 
 
-def wiring_of(
-    equation: core.JaxprEqn, counts: Sequence[tuple[int, int]] | None = None
-) -> Wiring | None:
+def wiring_of(equation: core.JaxprEqn, counts: Sequence[tuple[int, int]] | None = None) -> Wiring:
     """Returns the connections of an equation with the programs inside it.
 
     Args:
@@ -61,8 +59,8 @@ def wiring_of(
         params are meant.
 
     Returns:
-      The connections; None where it is not known which operand is which argument, as in a linear
-      solve.
+      The connections; without arguments where it is not known which operand is which argument, as
+      in a linear solve.
     """
     name, params, count = equation.primitive.name, equation.params, len(equation.invars)
     if name == "scan":
@@ -82,17 +80,18 @@ def wiring_of(
     # A program with as many arguments and results as its equation is that of a call.
     if counts is None:
         counts = [(len(each.invars), len(each.outvars)) for each in sub_jaxprs(equation)]
-    return Wiring((range(count),)) if counts == [(count, len(equation.outvars))] else None
+    is_call = counts == [(count, len(equation.outvars))]
+    return Wiring((range(count),) if is_call else ())
 
 
 def loop_of(equation: core.JaxprEqn) -> Wiring | None:
     """Returns the connections of a loop whose turns are counted; None for other equations."""
     wiring = wiring_of(equation)
-    return wiring if wiring and wiring.counted else None
+    return wiring if wiring.counted else None
 
 
 def argument_types(equation: core.JaxprEqn, avals: Sequence[Any]) -> list[list[Any]]:
     """Returns the types of the arguments of each program, given those of the operands."""
-    wiring = wiring_of(equation) or Wiring((range(len(avals)),))
-    given = [unstacked(x) if i in wiring.slices else x for i, x in enumerate(avals)]
-    return [[given[i] for i in arguments] for arguments in wiring.arguments]
+    wiring = wiring_of(equation)
+    types = [unstacked(x) if i in wiring.slices else x for i, x in enumerate(avals)]
+    return [[types[i] for i in each] for each in wiring.arguments or [range(len(avals))]]

@@ -2,12 +2,12 @@
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax  # noqa: F401 (for the doctest)
 import jax.numpy as jnp  # noqa: F401 (for the doctest)
 
-from jaxmp._numerics.user_warnings import warn
+from jaxmp._numerics.user_warnings import check_option, warn
 from jaxmp._program.op_classes import COSTS
 from jaxmp._program.program import equations_in
 from jaxmp._program.tracing import Static, Traced, combine, partition, rewriting
@@ -86,14 +86,9 @@ def recompute(
 
 
 def check_recompute(mode: str) -> Recompute:
-    """Returns the mode, if it is valid.
-
-    Raises:
-      ValueError: if it is not.
-    """
-    if mode not in get_args(Recompute):
-        raise ValueError(f"recompute must be 'auto', 'always', 'loops' or 'never', got {mode!r}")
-    return mode  # type: ignore[return-value]
+    """Returns the mode, and raises ValueError if there is none of this name."""
+    checked: Recompute = check_option("recompute", mode, Recompute)
+    return checked
 
 
 def _check_names(names: Iterable[str]) -> frozenset[str]:

@@ -8,8 +8,8 @@ import numpy as np
 from jax.extend import core
 
 from jaxmp._program.op_classes import VIEWS, Cost
-from jaxmp._program.program import Op, Program
-from jaxmp._recompute.storage import Analysis, Storage, numbers
+from jaxmp._program.program import Program, numbers
+from jaxmp._recompute.storage import Analysis, Storage
 
 
 class Piece(NamedTuple):
@@ -188,9 +188,7 @@ class _Division:
 def key_of(program: Program, statistics: frozenset[int]) -> Any:
     """Returns a key that pieces share if they are alike, such as the pieces of equal layers.
 
-    Args:
-      program: the program of the piece, which must live as long as the key is used.
-      statistics: the numbers of the statistics that it makes.
+    The program of the piece must live as long as the key is used.
     """
     places: dict[int, int] = {number: place for place, number in enumerate(program.inputs)}
     lines = []
@@ -204,7 +202,8 @@ def key_of(program: Program, statistics: frozenset[int]) -> Any:
         kept = tuple(number in statistics for number in op.outputs)
         # The context of an operation counts too: it says where the operation runs, for example.
         context = _hashable(op.equation.ctx)
-        lines.append((op.equation.primitive, _of_params(op), reads, kept, str(op.stack), context))
+        params = tuple((name, _hashable(value)) for name, value in sorted(op.params.items()))
+        lines.append((op.equation.primitive, params, reads, kept, str(op.stack), context))
     avals = tuple(program.avals[number] for number in program.inputs)
     return tuple(lines), avals, tuple(places[number] for number in numbers(program.outputs))
 
@@ -212,10 +211,6 @@ def key_of(program: Program, statistics: frozenset[int]) -> Any:
 def _of_literal(literal: core.Literal) -> Any:
     value = np.asarray(literal.val)
     return literal.aval, value.dtype.name, value.tobytes()
-
-
-def _of_params(op: Op) -> Any:
-    return tuple((name, _hashable(value)) for name, value in sorted(op.params.items()))
 
 
 def _hashable(value: Any) -> Any:

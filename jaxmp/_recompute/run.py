@@ -4,19 +4,19 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
+from jaxmp._numerics.dtypes import is_half
 from jaxmp._numerics.rounding import widen_rounded
-from jaxmp._primitives.float32_sums import is_half_array
 from jaxmp._program import compat
 from jaxmp._program.evaluate import Cells, Rules, evaluate
 from jaxmp._program.op_classes import CHECKPOINTS, CONTRACTIONS, CONTROL_FLOW, JITS
-from jaxmp._program.program import Op, Program, read, without_dead_code
+from jaxmp._program.program import Memo, Op, Program, read, without_dead_code
 from jaxmp._program.wiring import loop_of, wiring_of
 from jaxmp._recompute.pieces import Piece, divided, key_of
 from jaxmp._recompute.storage import names_of
@@ -33,19 +33,13 @@ class Settings:
       barriers: whether the compiler may not merge values that are computed twice.
       only_loops: whether what is outside of scans stays as it is.
       dear: names of primitives and jitted functions that are never computed again.
-      memo: the pieces and jaxprs made so far, with what their keys name by id, so that it lives.
+      memo: the pieces and jaxprs made so far.
     """
 
     barriers: bool
     only_loops: bool
     dear: frozenset[str]
-    memo: dict[Any, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
-
-    def once(self, key: Any, alive: Any, make: Callable[[], Any]) -> Any:
-        """Returns what is made for a key, made once."""
-        if key not in self.memo:
-            self.memo[key] = make(), alive
-        return self.memo[key][0]
+    memo: Memo = dataclasses.field(default_factory=Memo)
 
 
 @dataclasses.dataclass(eq=False, slots=True, kw_only=True)
@@ -64,13 +58,7 @@ class _PieceOp(Op):
 
 
 def run_in_pieces(settings: Settings, closed: Any, arguments: Sequence[Any]) -> list[Any]:
-    """Runs a program in pieces, and returns its results.
-
-    Args:
-      settings: the settings of this call.
-      closed: the program, closed or open.
-      arguments: its arguments.
-    """
+    """Runs a program, closed or open, in pieces, and returns its results."""
     if settings.only_loops:
         return evaluate(read(closed), arguments, _Operations(settings))
     program = without_dead_code(read(closed, lambda each: _is_open(each, settings.dear)))
@@ -122,7 +110,7 @@ class _Pieces(Rules[Any]):
         policy = jax.checkpoint_policies.save_only_these_names(STORED)
         again = functools.partial(jax.checkpoint, piece_of, policy=policy, prevent_cse=barriers)
         key = barriers, *key_of(op.program, op.statistics)
-        results: list[Any] = self.settings.once(key, op, again)(*operands)
+        results: list[Any] = self.settings.memo.once(key, op, again)(*operands)
         return results
 
 
@@ -133,8 +121,8 @@ def _as_stored(op: _PieceOp, arguments: Sequence[Any]) -> dict[int, Any]:
     scores, and their sum of exponentials, do not fit the exponentials that the backward pass makes
     of the stored scores: gradients of a softmax were off by a factor of two (jax 0.10, CPU).
     """
-    given = zip(op.program.inputs, arguments, strict=True)
-    return {i: widen_rounded(x).astype(x.dtype) for i, x in given if is_half_array(x)}
+    pairs = zip(op.program.inputs, arguments, strict=True)
+    return {i: widen_rounded(x).astype(x.dtype) for i, x in pairs if is_half(x)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,12 +167,12 @@ class _Operations(Rules[Any]):
             # The two passes of a loop are two programs, which a compiler cannot merge: no barriers.
             inside = dataclasses.replace(inside, barriers=False, only_loops=False)
 
-        run = functools.partial(run_in_pieces, inside, body)
+        def run(*arrays: Any) -> list[Any]:
+            return run_in_pieces(inside, body, arrays)
+
         key = id(body), inside.barriers, inside.only_loops
-        made: core.ClosedJaxpr = inside.once(
-            key, body, lambda: compat.trace(lambda *arrays: run(arrays), avals)
-        )
-        return made
+        program: core.ClosedJaxpr = inside.memo.once(key, body, lambda: compat.trace(run, avals))
+        return program
 
 
 def _is_entered(equation: core.JaxprEqn) -> bool:
@@ -193,10 +181,8 @@ def _is_entered(equation: core.JaxprEqn) -> bool:
     The user's own checkpoints stay as they are, and so do functions with their own derivative. A
     loop whose turns are not counted keeps nothing: it has no backward pass.
     """
-    if equation.primitive.name not in CONTROL_FLOW - CHECKPOINTS:
-        return False
-    wiring = wiring_of(equation)
-    return wiring is None or wiring.turns is not None
+    is_entered = equation.primitive.name in CONTROL_FLOW - CHECKPOINTS
+    return is_entered and wiring_of(equation).turns is not None
 
 
 def _holds_scan(equation: core.JaxprEqn) -> bool:

@@ -16,14 +16,13 @@ from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.extend import core
 
-from jaxmp._numerics.dtypes import is_key
+from jaxmp._numerics.dtypes import is_inexact, is_key
 from jaxmp._program.compat import function_name, is_of_jax_nn, open_jaxpr
 from jaxmp._program.derivatives import derivative_of
 from jaxmp._program.op_classes import COSTS, JITS, LINEAR, REDUCTIONS, Cost
-from jaxmp._program.program import Op, Program
+from jaxmp._program.program import Op, Program, numbers
 
 # Values before the first dear operation are computed again in each region, unless a chain of more
 # operations than this leads to them.
@@ -99,18 +98,8 @@ def bytes_of(aval: Any) -> int:
     return math.prod(aval.shape) * int(aval.dtype.itemsize)
 
 
-def numbers(atoms: Collection[Any]) -> Iterator[int]:
-    """Returns the values among the operands of an operation, without literals."""
-    return (atom for atom in atoms if isinstance(atom, int))
-
-
 class Analysis:
-    """The analysis that finds the kept values of a program.
-
-    Args:
-      program: the program, without dead code.
-      dear: names of primitives and of jitted functions that are never to be computed again.
-    """
+    """The analysis that finds the kept values of a program; `dear` names what never runs again."""
 
     def __init__(self, program: Program, dear: Collection[str]) -> None:
         self.program = program
@@ -141,9 +130,7 @@ class Analysis:
         self.stored = self._sunk()
         for op, cost in zip(program.ops, self.costs, strict=True):
             if cost is Cost.APART:
-                self.stored.update(
-                    number for number in numbers(op.inputs) if number in self.made_by
-                )
+                self.stored.update(self.made_by.keys() & set(numbers(op.inputs)))
         self._cut()
 
     def storage(self) -> Storage:
@@ -156,7 +143,7 @@ class Analysis:
     def _without_tangents(self) -> set[int]:
         """Returns the values without tangents: integers, and values made of integers alone."""
         avals = self.program.avals
-        inert = {i for i, aval in enumerate(avals) if not _is_inexact(aval)}
+        inert = {i for i, aval in enumerate(avals) if not is_inexact(aval)}
         for op, cost in zip(self.program.ops, self.costs, strict=True):
             if cost is not Cost.APART and inert.issuperset(numbers(op.inputs)):
                 inert.update(op.outputs)
@@ -186,7 +173,7 @@ class Analysis:
 
     def _picks(self) -> set[int]:
         """Returns the gathers of few computed values, such as the logits of the labels."""
-        found, picked = set[int](), set[int]()
+        gathers, picked = set[int](), set[int]()
         for i, op in enumerate(self.program.ops):
             if op.name != "gather" or self.costs[i] is Cost.APART:
                 continue
@@ -196,9 +183,9 @@ class Analysis:
             # Otherwise a pick of the labels' logits keeps a second copy of all logits, if these are
             # capped as in Gemma.
             if self._is_small(op) or op.inputs[0] in picked:
-                found.add(i)
+                gathers.add(i)
                 picked.update(op.outputs)
-        return found
+        return gathers
 
     def _is_small(self, op: Op) -> bool:
         """Whether the results of an operation are small beside its operands."""
@@ -220,7 +207,7 @@ class Analysis:
         for op, cost in zip(self.program.ops, self.costs, strict=True):
             standing = [i for i in set(numbers(op.inputs)) if i in chosen]
             passed = [i for i in standing if self._passes(op, cost, i)]
-            before = set().union(*(chosen[i] for i in passed)) if passed else set()
+            before = set().union(*(chosen[i] for i in passed))
             if cost is Cost.CHEAP and not passed:
                 continue
             after = sum(map(self.size, op.outputs))
@@ -229,10 +216,9 @@ class Analysis:
                 chosen.update(dict.fromkeys(op.outputs, before))
             else:
                 chosen.update({number: {number} for number in op.outputs})
-            if passed:
-                for i in passed:
-                    del chosen[i]
-        return set().union(*chosen.values()) if chosen else set()
+            for i in passed:
+                del chosen[i]
+        return set().union(*chosen.values())
 
     def _passes(self, op: Op, cost: Cost, number: int) -> bool:
         """Whether an operation is the only reader of a value, and no derivative asks for it."""
@@ -311,8 +297,3 @@ class Analysis:
             if value in self.touched and value not in self.statistics
         }
         return inputs.pop() if len(inputs) == 1 else None
-
-
-def _is_inexact(aval: Any) -> bool:
-    dtype = getattr(aval, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from jaxmp._numerics.tree import (
     split_floats,
     stays_finite,
 )
+from jaxmp._numerics.user_warnings import check_option
 from jaxmp._policies.patterns import is_about_paths
 from jaxmp._policies.policy import Policy, get_policy
 from jaxmp._policies.policy_rules import PolicyRules
@@ -203,8 +204,7 @@ def _check_options(fsdp: Any, microbatches: Any, cast: Any, histograms_every: An
     check_fsdp(fsdp)
     check_microbatches(microbatches)
     check_histograms_every(histograms_every)
-    if cast not in get_args(Cast):
-        raise ValueError(f"cast must be 'products', 'params' or 'all', got {cast!r}")
+    check_option("cast", cast, Cast)
 
 
 def _with_rest(lowered: Callable[..., Any], has_aux: bool) -> Any:
