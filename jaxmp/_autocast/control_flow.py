@@ -48,12 +48,11 @@ def planned(jaxpr: Any, states: States, context: Call, op: Op, results_in: AllIn
 def changes(plan: Plan) -> bool:
     """Whether a plan differs from the program as it was traced."""
     for step in plan.steps:
-        if step.run is not None and any(step.results) and step.op.name != "convert_element_type":
-            return True
-        for aval, want in zip(step.op.in_avals, step.wants, strict=True):
-            if want is not None and want != aval.dtype:
-                return True
-        if step.params or any(step.sources):
+        pairs = zip(step.op.in_avals, step.wants, strict=True)
+        casts = any(want is not None and want != aval.dtype for aval, want in pairs)
+        is_cast = step.op.name == "convert_element_type"
+        runs = step.run is not None and any(step.results) and not is_cast
+        if casts or runs or step.params or any(step.sources):
             return True
     return False
 

@@ -107,13 +107,12 @@ def _take(taken: Taken, pairs: Sequence[tuple[_Kernel, _Kernel]]) -> dict[str, N
     refused: dict[int, str] = {}
     for kernel, other in pairs:
         old, new = kernel.equation, other.equation
+        _, first = taken.setdefault(id(old), (old, new))
         if _signature(old) != _signature(new):
             refused[id(old)] = f"{kernel.path} has other operands or results with them"
         # JAX traces a jitted function once, so that one equation may stand for several calls. In
         # the second trace, their kernels may have different dtypes.
-        elif _dtypes_of_operands(taken.setdefault(id(old), (old, new))[1]) != _dtypes_of_operands(
-            new
-        ):
+        elif _dtypes_of_operands(first) != _dtypes_of_operands(new):
             refused[id(old)] = f"{kernel.path} is traced once for calls with several dtypes"
     for number in refused:
         taken.pop(number, None)

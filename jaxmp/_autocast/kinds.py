@@ -129,12 +129,11 @@ def in_float32(states: Collection[State]) -> State:
 
 def joined_state(states: Collection[State], low: DType) -> State:
     """Returns the state of a value that is one of several, as the result of branches."""
-    begun = [entering(state) for state in states]
-    made = begun[0] if len(set(begun)) == 1 else combined(begun, low, chooses=True)
+    several = [entering(state) for state in states]
+    one = several[0] if len(set(several)) == 1 else combined(several, low, chooses=True)
     # A branch may return a number that 16 bits lose, such as -1e9 in float16.
-    if made.kind is Kind.LOW and not all(fits(state.value, made.dtype) for state in states):
-        return State(Kind.FIRM, FLOAT32)
-    return made
+    loses = one.kind is Kind.LOW and not all(fits(state.value, one.dtype) for state in states)
+    return State(Kind.FIRM, FLOAT32) if loses else one
 
 
 def entering(state: State) -> State:

@@ -77,11 +77,7 @@ def policy_scope(policy: Policy | None) -> str:
 
 
 class Regions:
-    """The policy of each part of a program.
-
-    Args:
-      policy: one policy, or rules over the scopes.
-    """
+    """The policy of each part of a program: one policy, or rules over the scopes."""
 
     def __init__(self, policy: Policy | PolicyRules) -> None:
         self._by_name = isinstance(policy, PolicyRules)
@@ -98,8 +94,8 @@ class Regions:
                 kind = Kind.FIRM if EXACT in marks else Kind.HIGH
                 asked = precision_of(None) if marks[-1] == EXACT else None
                 self._known[names] = Region(FLOAT32, result=kind, sealed=True, precision=asked)
-            elif told := [name for name in names if name.startswith(POLICY)]:
-                text = told[-1].removeprefix(POLICY)
+            elif policies := [name for name in names if name.startswith(POLICY)]:
+                text = policies[-1].removeprefix(POLICY)
                 self._known[names] = region_of(None if text == "none" else get_policy(text))
             else:
                 self._known[names] = self._decide(names)

@@ -58,18 +58,16 @@ from jaxmp._program.program import Op
 
 def convert(op: Op, states: States) -> Step:
     """Plans a cast that the program itself makes; autocast respects it."""
-    (state,), (given,) = states, op.in_avals
-    target = op.params["new_dtype"]
-    made = op.out_avals[0]
-    if state is None or not is_half_or_float32(made):
+    (state,), (aval,), target = states, op.in_avals, op.params["new_dtype"]
+    if state is None or not is_half_or_float32(op.out_avals[0]):
         step = alone(op, states)
-        if is_half_or_float32(made) and made.dtype == FLOAT32:
-            step.results = [_of_numbers(op.inputs[0], given)]
+        if target == FLOAT32:
+            step.results = [_of_numbers(op.inputs[0], aval)]
         return step
     if target != FLOAT32:
         return Step(op, [target], [State(Kind.LOW, jnp.dtype(target))], run=list)
     # The program asks for float32, perhaps to add steps that are too small for 16 bits.
-    if given.dtype != FLOAT32 and state.kind is Kind.LOW:
+    if aval.dtype != FLOAT32 and state.kind is Kind.LOW:
         return Step(op, [FLOAT32], [State(Kind.FIRM, FLOAT32)], run=list)
     return Step(op, [None], [state], run=list)
 
@@ -105,13 +103,13 @@ def promote(op: Op, states: States, region: Region) -> Step:
         return Step(op, [None] * len(states), [None] * len(op.out_avals), run=run)
     shape = op.out_avals[0].shape
     smaller = [aval.shape != shape for aval in op.in_avals]
-    given = [
+    operands = [
         state
         and state._replace(smaller=op.name not in ARRANGEMENTS and (state.smaller or is_smaller))
         for state, is_smaller in zip(states, smaller, strict=True)
     ]
     made = combined(
-        known(given),
+        known(operands),
         region.low,
         adds=op.name in ADDS,
         chooses=op.name == "select_n",

@@ -97,14 +97,7 @@ def alone(op: Op, states: States, exact: Kind = Kind.HIGH) -> Step:
     multiplies = op.name in CONTRACTIONS | KERNELS and not wide.fixed
     if multiplies or exact is Kind.FIRM or has_foreign_floats(op) or op.name.endswith("_callback"):
         wide = State(exact, FLOAT32)
-    wants = [
-        None if state is None else aval.dtype
-        for state, aval in zip(states, op.in_avals, strict=True)
-    ]
-    made = [
-        (wide if aval.dtype == FLOAT32 else State(Kind.LOW, aval.dtype))
-        if is_half_or_float32(aval)
-        else None
-        for aval in op.out_avals
-    ]
-    return Step(op, wants, made)
+    pairs = zip(states, op.in_avals, strict=True)
+    wants = [None if state is None else aval.dtype for state, aval in pairs]
+    made = (initial(aval) for aval in op.out_avals)
+    return Step(op, wants, [wide if each and each.dtype == FLOAT32 else each for each in made])

@@ -194,27 +194,25 @@ class _Search:
     def first(self, groups: list[dict[str, Any]], gradients: int) -> Overflow | None:
         """Returns the first operation from which a result is not finite; None if all are.
 
-        Args:
-          groups: results by name. What breaks a result of an earlier group comes first: of the
-            loss, of the gradients, of their norm.
-          gradients: how many gradients there are.
+        Results are grouped, and have names. What breaks a result of an earlier group comes first:
+        of the loss, of the gradients (which are so many), of their norm.
         """
-        found = []
+        broken = []
         for group in groups:
             values = {name: x for name, x in group.items() if isinstance(x, RunValue)}
             notes = {name: self._known(value, None) for name, value in values.items()}
-            found.append({name: note for name, note in notes.items() if note.level})
-        bad = next((group for group in found if group), None)
-        if bad is None:
+            broken.append({name: note for name, note in notes.items() if note.level})
+        if not any(broken):
             return None
+        bad = next(group for group in broken if group)
         events = frozenset().union(*(note.events for note in bad.values()))
-        begun = min(events, key=lambda number: (self._events[number].rank, number))
-        _, grads, norm, _ = found
+        begin = min(events, key=lambda number: (self._events[number].rank, number))
+        _, grads, norm, _ = broken
         if grads:
             norm.clear()  # it says nothing new
-        everything = [pair for group in found for pair in group.items()]
-        reached = tuple(name for name, note in everything if begun in note.events)
-        return self._events[begun].report(reached, gradients)
+        everything = [pair for group in broken for pair in group.items()]
+        reached = tuple(name for name, note in everything if begin in note.events)
+        return self._events[begin].report(reached, gradients)
 
     def _known(self, value: RunValue, place: Place | None) -> _Note:
         """Returns what is known of a value; a constant of the program is looked at here."""

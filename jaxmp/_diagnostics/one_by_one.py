@@ -171,7 +171,7 @@ class OneByOne(Rerun):
 
     def _laid(self, value: Any) -> Any:
         """Returns a constant as each device has it."""
-        return self._over.spread(value) if self._over else value
+        return self._over.split(value, jax.P()) if self._over else value
 
 
 class Devices:
@@ -194,10 +194,6 @@ class Devices:
     def joined(self, array: Any, spec: Any) -> Any:
         """Returns the array that local results are parts of."""
         return self._mapped(lambda x: x[0], (self._all,), spec)(array)
-
-    def spread(self, value: Any) -> Any:
-        """Returns a constant as each device has it."""
-        return self.split(value, jax.P())
 
     def bind(self, equation: core.JaxprEqn, arrays: list[Any]) -> list[Any]:
         """Runs an operation on each device."""

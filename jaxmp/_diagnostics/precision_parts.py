@@ -103,12 +103,9 @@ def _for_part(part: PrecisionPart, policy: Policy) -> Policy:
     return policy.with_products(None) if left_out else policy
 
 
-def _decides_otherwise(found: Region, wanted: Region) -> bool:
-    return (found.low, found.products, found.precision) != (
-        wanted.low,
-        wanted.products,
-        wanted.precision,
-    )
+def _decides_otherwise(region: Region, wanted: Region) -> bool:
+    one, other = ((each.low, each.products, each.precision) for each in (region, wanted))
+    return one != other
 
 
 def precision_parts_of(closed: Any, patterns: Iterable[Any] | None) -> Parts:
@@ -128,7 +125,7 @@ def precision_parts_of(closed: Any, patterns: Iterable[Any] | None) -> Parts:
     already: dict[str, None] = {}
     for site in all_sites(walk(closed)):
         names = names_in(scopes_of(site))
-        if site.name in CONTRACTIONS and any(is_narrow(x.aval.dtype) for x in site.equation.invars):
+        if site.name in CONTRACTIONS and any(is_narrow(aval.dtype) for aval in site.in_avals):
             already["/".join(names) or OUTSIDE] = None
         if not any(name.startswith("jaxmp.") for name in names) and _computes(site):
             flops[names] = flops.get(names, 0) + site.flops * site.runs
@@ -176,13 +173,8 @@ def _computes(site: Site) -> bool:
     """Whether an equation may round: it computes floats from floats, and is no move."""
     if site.bodies or site.name in IDENTITIES | WIDENED | CASTS:
         return False
-    made = [variable.aval for variable in site.equation.outvars]
-    read = [x.aval for x in site.equation.invars if not isinstance(x, core.Literal)]
-    return any(map(_is_of_floats, made)) and any(map(_is_of_floats, read))
-
-
-def _is_of_floats(aval: Any) -> bool:
-    return hasattr(aval, "dtype") and is_inexact(aval)
+    operands = [x.aval for x in site.equation.invars if not isinstance(x, core.Literal)]
+    return any(map(is_inexact, site.out_avals)) and any(map(is_inexact, operands))
 
 
 def _exactly(names: Sequence[str]) -> str:

@@ -24,7 +24,7 @@ from jaxmp._program.program import Op, Program, read
 # The place of a value: the numbers of the equations around it, of its own, and of the result.
 Key = tuple[int, ...]
 # The results of a program, and what was kept of the values in it.
-Made = tuple[list[Any], dict[Key, Any]]
+Both = tuple[list[Any], dict[Key, Any]]
 
 
 class Rerun(Rules[Any]):
@@ -61,10 +61,10 @@ class Rerun(Rules[Any]):
         rules = self.but(outer=op, key=(*self.key, 2 * op.number, *choice))
         return rules.run(read(body), arguments)
 
-    def collecting(self, site: Site, body: Any, *choice: int) -> Callable[..., Made]:
+    def collecting(self, site: Site, body: Any, *choice: int) -> Callable[..., Both]:
         """Returns a function that runs a program inside, and returns what is kept there too."""
 
-        def run(arguments: Any, _: Any = ()) -> Made:
+        def run(arguments: Any, _: Any = ()) -> Both:
             rules = self.but(kept={})
             return rules.inside(site, body, arguments, *choice), rules.kept
 
@@ -103,11 +103,11 @@ class Rerun(Rules[Any]):
         test, body = compat.bodies_of(site.equation)
         of_test, of_body = self.collecting(site, test, -1), self.collecting(site, body)
 
-        def once(arguments: list[Any]) -> Made:
+        def once(arguments: list[Any]) -> Both:
             results, kept = of_body(arguments)
             return results, {} if self.join is None else kept
 
-        def turn(arguments: list[Any], before: dict[Key, Any]) -> Made:
+        def turn(arguments: list[Any], before: dict[Key, Any]) -> Both:
             results, kept = once(arguments)
             return results, self._joined(jax.tree.map(lambda *x: jnp.stack(x), before, kept))
 
@@ -141,9 +141,9 @@ class Rerun(Rules[Any]):
     def _joined(self, kept: dict[Key, Any]) -> dict[Key, Any]:
         return {} if self.join is None else {key: self.join(each) for key, each in kept.items()}
 
-    def _results_of(self, made: Made) -> list[Any]:
+    def _results_of(self, both: Both) -> list[Any]:
         """Returns the results, and keeps what was kept beside them."""
-        results, kept = made
+        results, kept = both
         self.kept |= kept
         return results
 

@@ -23,22 +23,27 @@ from jaxmp._program.evaluate import Rules
 from jaxmp._program.program import Op
 
 
-def custom_jvp_rule(rules: Rules[Value], op: Op, values: list[Value]) -> list[Value] | None:
-    """Runs the function as it is, and its derivative with float32 gradients.
+def own_derivative_rule(rules: Rules[Value], op: Op, values: list[Value]) -> list[Value] | None:
+    """Runs the function and its forward pass as they are, and its derivative with float32 sums.
 
-    The derivative is linear in the tangents. So it is its own derivative, and that one has float32
-    sums where tangents of params come in as params do.
+    The derivative of a `jax.custom_jvp` is linear in the tangents. So it is its own derivative, and
+    that one has float32 sums where tangents of params come in as params do.
     """
     if not meet_data(values):
         return None
     values = [value.whole() for value in values]
+    of_params = [value.of_params for value in values]  # derivatives may not hold arrays
     arrays, structure = jax.tree.flatten(values)
+    count = len(arrays)
+
+    def used(arrays: Sequence[Any]) -> list[Any]:
+        return [value.used() for value in jax.tree.unflatten(structure, arrays)]
 
     def primal(arrays: Sequence[Any]) -> list[Any]:
-        return compat.bind(op.equation, _used_by(structure, arrays))
+        return compat.bind(op.equation, used(arrays))
 
-    def run(program: core.ClosedJaxpr, by: Sequence[int], arguments: list[Any]) -> list[Any]:
-        primals, tangents = arguments[: len(arrays)], arguments[len(arrays) :]
+    def derivative(program: Any, by: Sequence[int], arguments: list[Any]) -> list[Any]:
+        primals, tangents = arguments[:count], arguments[count:]
         operands = jax.tree.unflatten(structure, primals)
 
         def along(*tangents: Any) -> list[Any]:
@@ -49,18 +54,20 @@ def custom_jvp_rule(rules: Rules[Value], op: Op, values: list[Value]) -> list[Va
         nowhere = [varying_as(jnp.zeros_like(x), x) for x in tangents]
         return [*call(primals), *jax.jvp(along, nowhere, tangents)[1]]
 
-    call = with_derivative(op.equation, primal, run, _places(values))
+    def ahead(program: core.ClosedJaxpr, arrays: list[Any]) -> tuple[list[Any], Run]:
+        return core.jaxpr_as_fun(program)(*used(arrays)), behind
+
+    def behind(program: Any, by: Sequence[int], arguments: list[Any]) -> list[Any]:
+        return summed_in_float32(program, arguments, [of_params[i] for i in by])
+
+    # The gradient of a param is for the last of its arrays.
+    ends = itertools.accumulate(len(jax.tree.leaves(value)) for value in values)
+    places = [end - 1 for end in ends]
+    if op.name == "custom_jvp_call":
+        call = with_derivative(op.equation, primal, derivative, places)
+    else:
+        call = with_passes(op.equation, primal, ahead, places)
     return met(call(arrays), values)
-
-
-def _used_by(structure: Any, arrays: Sequence[Any]) -> list[Any]:
-    """Returns the operands of a function that runs as it was traced."""
-    return [value.used() for value in jax.tree.unflatten(structure, arrays)]
-
-
-def _places(values: Sequence[Value]) -> list[int]:
-    """Returns for each value the number of its last array: the gradient of a param is for that."""
-    return [end - 1 for end in itertools.accumulate(len(jax.tree.leaves(x)) for x in values)]
 
 
 def _tangent(value: Value, tangent: Any) -> Value:
@@ -70,23 +77,3 @@ def _tangent(value: Value, tangent: Any) -> Value:
         return Value(tangent, tangent, origin=Origin.WEIGHT)
     narrow = lax.convert_element_type(tangent, value.array.dtype)
     return Value(narrow, tangent, origin=Origin.WEIGHT)
-
-
-def custom_vjp_rule(rules: Rules[Value], op: Op, values: list[Value]) -> list[Value] | None:
-    """Runs the function and its forward pass as they are; its backward pass sums in float32."""
-    if not meet_data(values):
-        return None
-    values = [value.whole() for value in values]
-    arrays, structure = jax.tree.flatten(values)
-    of_params = [value.of_params for value in values]  # the backward pass may not hold arrays
-
-    def primal(arrays: Sequence[Any]) -> list[Any]:
-        return compat.bind(op.equation, _used_by(structure, arrays))
-
-    def ahead(jaxpr: Any, arrays: list[Any]) -> tuple[list[Any], Run]:
-        return core.jaxpr_as_fun(jaxpr)(*_used_by(structure, arrays)), run
-
-    def run(program: core.ClosedJaxpr, by: Sequence[int], arguments: list[Any]) -> list[Any]:
-        return summed_in_float32(program, arguments, [of_params[i] for i in by])
-
-    return met(with_passes(op.equation, primal, ahead, _places(values))(arrays), values)

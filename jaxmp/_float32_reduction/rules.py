@@ -12,8 +12,8 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from jaxmp._float32_reduction.control_flow import ProgramRule, rule_of
-from jaxmp._float32_reduction.custom_derivatives import custom_jvp_rule, custom_vjp_rule
+from jaxmp._float32_reduction.control_flow import rule_of
+from jaxmp._float32_reduction.custom_derivatives import own_derivative_rule
 from jaxmp._float32_reduction.values import (
     FLOAT32,
     Origin,
@@ -45,6 +45,7 @@ from jaxmp._program.op_classes import (
     ADDS,
     CLASSES,
     CONTRACTIONS,
+    CUSTOM_DERIVATIVES,
     LINEAR_MOVES,
     MIXED_SHAPES,
     MULTIPLIES,
@@ -112,10 +113,12 @@ class _WithFloat32Gradients(Rules[Value]):
         rule = RULES.get(name)
         if rule is None and like_params and CLASSES.get(name) in _ARITHMETIC:
             rule = _arithmetic
-        program_rule = program_rule or _OWN_DERIVATIVES.get(name)
-        results = rule(equation, values) if rule else None
+        if name in CUSTOM_DERIVATIVES:
+            program_rule = own_derivative_rule
         if program_rule is not None:
             results = program_rule(self, op, values)
+        else:
+            results = rule(equation, values) if rule else None
         if results is None:
             values = list(map(_outside_of_products, values))
             results = (_made_of_params if like_params else _used)(equation, values)
@@ -324,10 +327,6 @@ def _vary(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
     return [value._replace(array=array, wide=wide)]
 
 
-_OWN_DERIVATIVES: dict[str, ProgramRule] = {
-    "custom_jvp_call": custom_jvp_rule,
-    "custom_vjp_call": custom_vjp_rule,
-}
 RULES: dict[str, Rule] = {
     "convert_element_type": _convert,
     "held": _held,

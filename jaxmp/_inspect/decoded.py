@@ -26,27 +26,24 @@ def decoded_operands(program: Program) -> dict[Site, tuple[str, ...]]:
     Casts, moves and scales may lie in between. A scale is what came with the codes of a rounding,
     or one factor for all numbers.
 
-    Args:
-      program: a whole program, as `walk` returns it.
-
-    Returns:
-      For each such product, the dtypes of its two operands before they were widened.
+    Returned are, for each such product of a walked program, the dtypes of its two operands before
+    they were widened.
     """
-    found: dict[Site, tuple[str, ...]] = {}
+    products: dict[Site, tuple[str, ...]] = {}
 
     def rule(site: Site, facts: Sequence[str]) -> Sequence[str]:
         if site.name in PRODUCTS:
             dtypes = tuple(str(aval.dtype) for aval in site.in_avals[:2])
             pairs = zip(facts[:2], dtypes, strict=True)
             before = tuple(fact if is_float8(fact) else dtype for fact, dtype in pairs)
-            found.pop(site, None)  # a loop is asked again with what its turns hand on
+            products.pop(site, None)  # a loop is asked again with what its turns hand on
             if before != dtypes:
-                found[site] = before
+                products[site] = before
         return _facts(site, facts)
 
     question = Question(_OTHER, _joined, rule, literal=lambda number: _SCALE, keep=_also_by_type)
     propagate(program, [_OTHER] * len(program.inputs), question, lambda site: site.bodies)
-    return found
+    return products
 
 
 def is_float8(dtype: str) -> bool:

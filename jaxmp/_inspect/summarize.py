@@ -51,11 +51,7 @@ class _Kind(NamedTuple):
 
 
 class Tally:
-    """A collection of equations that groups them into rows.
-
-    Args:
-      body: a whole program.
-    """
+    """The equations of a whole program, grouped into rows."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -132,12 +128,7 @@ class Tally:
 
         def key(site: Site) -> tuple[Where, Any, str, str]:
             kind = "product" if site.name in PRODUCTS else "cast"
-            return (
-                self.where(site),
-                kind,
-                _widened_dtype(site),
-                _dtype_of_variable(site.equation.outvars[0]),
-            )
+            return self.where(site), kind, _widened_dtype(site), _dtype_of(site.out_avals[0])
 
         rows: list[tuple[int, Upcast]] = []
         for (where, kind, source, target), sites in _grouped(sources, key).items():
@@ -148,7 +139,7 @@ class Tally:
                 source=source,
                 target=target,
                 **_counts(sites),
-                bytes=sum(_bytes(site.equation.outvars) * site.runs for site in sites),
+                bytes=sum(_bytes(site.out_avals) * site.runs for site in sites),
                 **self._flops(site for site in wide if site.fed_by & bits),
                 branch=branch_text(sites),
             )
@@ -161,9 +152,7 @@ class Tally:
         """Returns casts by dtypes, largest first."""
 
         def key(site: Site) -> tuple[str, str]:
-            return _dtype_of_variable(site.equation.invars[0]), _dtype_of_variable(
-                site.equation.outvars[0]
-            )
+            return _dtype_of(site.in_avals[0]), _dtype_of(site.out_avals[0])
 
         casts = [site for site in self.sites if site.name in CASTS]
         rows = [
@@ -171,9 +160,9 @@ class Tally:
                 *dtypes,
                 **_counts(sites),
                 # Behind the codes of float8 come their scales.
-                bytes=sum(_bytes(s.equation.outvars[:1]) * s.runs for s in sites),
+                bytes=sum(_bytes(s.out_avals[:1]) * s.runs for s in sites),
                 amax_bytes=sum(
-                    _bytes(s.equation.invars) * s.runs for s in sites if s.name == "float8_encode"
+                    _bytes(s.in_avals) * s.runs for s in sites if s.name == "float8_encode"
                 ),
             )
             for dtypes, sites in _grouped(casts, key).items()
@@ -188,20 +177,20 @@ class Tally:
             axes = _mesh_axes(site)
             if not axes:
                 continue
-            for dtype, variables in _grouped(site.equation.invars, _dtype_of_variable).items():
+            for dtype, avals in _grouped(site.in_avals, _dtype_of).items():
                 key = (site.name, axes, dtype), self.where(site)
-                groups[key].append((site, _bytes(variables)))
+                groups[key].append((site, _bytes(avals)))
         rows = [
             Collective(
                 name=name,
                 axes=axes,
                 dtype=dtype,
                 **where._asdict(),
-                **_counts([site for site, _ in found]),
-                bytes=sum(site.runs * size for site, size in found),
-                branch=branch_text([site for site, _ in found]),
+                **_counts([site for site, _ in pairs]),
+                bytes=sum(site.runs * size for site, size in pairs),
+                branch=branch_text([site for site, _ in pairs]),
             )
-            for ((name, axes, dtype), where), found in groups.items()
+            for ((name, axes, dtype), where), pairs in groups.items()
         ]
         return tuple(sorted(rows, key=lambda row: -row.bytes))
 
@@ -245,8 +234,8 @@ class Tally:
             return site.name, _taken_in(site), self.where(site)
 
         return tuple(
-            Unseen(name, dtypes, **where._asdict(), count=len(found), branch=branch_text(found))
-            for (name, dtypes, where), found in _grouped(sites, key).items()
+            Unseen(name, dtypes, **where._asdict(), count=len(same), branch=branch_text(same))
+            for (name, dtypes, where), same in _grouped(sites, key).items()
         )
 
     def where(self, site: Site) -> Where:
@@ -285,8 +274,7 @@ def _operations(site: Site) -> int:
     """Returns how many operations an equation takes: about one for each number it computes."""
     if site.flops or CLASSES.get(site.name) is OpClass.MOVE:
         return site.flops
-    variables = (*site.equation.invars, *site.equation.outvars)
-    sizes = [math.prod(getattr(variable.aval, "shape", ())) for variable in variables]
+    sizes = [math.prod(getattr(x, "shape", ())) for x in (*site.in_avals, *site.out_avals)]
     return max(sizes, default=0)  # a debug message may have no operands and no results
 
 
@@ -294,9 +282,7 @@ def _taken_in(site: Site) -> tuple[str, ...]:
     """Returns the dtypes of the operands; for a while loop, of the operands of its products."""
     inside = [each for body in site.bodies for each in all_sites(body) if each.name in PRODUCTS]
     names = [name for each in inside for name in _product_dtypes(each)[0]]
-    return tuple(
-        sorted({*names} if inside else {_dtype_of_variable(v) for v in site.equation.invars})
-    )
+    return tuple(sorted({*names} if inside else set(map(_dtype_of, site.in_avals))))
 
 
 _MOST_BRANCHES = 3
@@ -338,17 +324,13 @@ def _first(bits: int) -> int:
 
 def _widened_dtype(site: Site) -> str:
     """Returns the dtype of the operand that is widened."""
-    operands = site.equation.invars[:2] if site.name in PRODUCTS else site.equation.invars[:1]
-    return next(
-        _dtype_of_variable(v) for v in operands if is_narrow_aval(v.aval) or not is_wide(v.aval)
-    )
+    operands = site.in_avals[: 2 if site.name in PRODUCTS else 1]
+    return next(_dtype_of(x) for x in operands if is_narrow_aval(x) or not is_wide(x))
 
 
 def _product_dtypes(site: Site) -> tuple[tuple[str, str], str]:
-    left, right = site.equation.invars[:2]
-    return (_dtype_of_variable(left), _dtype_of_variable(right)), _dtype_of_variable(
-        site.equation.outvars[0]
-    )
+    left, right = map(_dtype_of, site.in_avals[:2])
+    return (left, right), _dtype_of(site.out_avals[0])
 
 
 def _precision(site: Site) -> str:
@@ -358,12 +340,12 @@ def _precision(site: Site) -> str:
     return name_of_param(site.equation.params.get("precision"))
 
 
-def _dtype_of_variable(variable: Any) -> str:
-    return str(getattr(variable.aval, "dtype", "none"))
+def _dtype_of(aval: Any) -> str:
+    return str(getattr(aval, "dtype", "none"))
 
 
-def _bytes(variables: Iterable[Any]) -> int:
-    return sum(nbytes_of(variable.aval) for variable in variables)
+def _bytes(avals: Iterable[Any]) -> int:
+    return sum(map(nbytes_of, avals))
 
 
 def nbytes_of(array: Any) -> int:

@@ -20,11 +20,8 @@ def mark_upcasts(program: Program) -> list[Site]:
     trail. Values of a single number are not followed: they make no product wide, and a loss, a
     loss scale or a gradient norm would connect everything with everything.
 
-    Args:
-      program: a whole program, as `walk` returns it; `bit` and `fed_by` of its sites are filled in.
-
-    Returns:
-      The equations that may be upcasts, the first one with bit 1, the second with 2, and so on.
+    The program is a whole one, as `walk` returns it; `bit` and `fed_by` of its sites are filled in.
+    Returned are the equations that may be upcasts: the first has bit 1, the second 2, and so on.
     """
     flow = _Flow()
     propagate(program, [0] * len(program.inputs), flow.question(), lambda site: site.bodies)

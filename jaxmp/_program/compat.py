@@ -244,10 +244,9 @@ def may_sum_bfloat16_wrongly() -> bool:
 
 def function_name(equation: core.JaxprEqn) -> str:
     """Returns the name of the function that an equation calls, or the name of its primitive."""
-    for jaxpr in sub_jaxprs(equation):
-        info = getattr(jaxpr, "debug_info", None)
-        return str(getattr(info, "func_name", equation.primitive.name))
-    return equation.primitive.name
+    programs = sub_jaxprs(equation)
+    info = getattr(programs[0], "debug_info", None) if programs else None
+    return str(getattr(info, "func_name", equation.primitive.name))
 
 
 def is_for_one_device(ctx: Any) -> bool:

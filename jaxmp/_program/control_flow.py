@@ -16,7 +16,7 @@ from jax.extend import core
 from jaxmp._numerics.histograms import zeros_as
 from jaxmp._program import compat
 from jaxmp._program.op_classes import CHECKPOINTS, JITS
-from jaxmp._program.wiring import Wiring, argument_types, loop_of
+from jaxmp._program.wiring import Wiring, argument_types, loop_of, wiring_of
 
 # Makes a program for arguments of these types (avals).
 Make = Callable[[list[Any]], core.ClosedJaxpr]
@@ -63,7 +63,7 @@ def scan_again(
     The turns get slices of the trees `along` too. Returned are the results, and what the turns
     return beside them, stacked.
     """
-    wiring = loop_of(equation) or Wiring(())
+    wiring = wiring_of(equation)
     first, end = wiring.carry.start, wiring.carry.stop
 
     def one(carry: list[Any], slices: tuple[list[Any], Any]) -> tuple[list[Any], Any]:
@@ -120,9 +120,9 @@ def cond_again(operands: Sequence[Any], branches: Sequence[Callable[[list[Any]],
 
 
 def entered(equation: core.JaxprEqn) -> list[Any]:
-    """Returns the programs of an equation that can run again with arrays from outside.
+    """Returns the program that can run again with more arguments: of a jit, checkpoint or scan.
 
-    Those are the programs of jit, if it asks for nothing, of checkpoint and of scan.
+    A jit that asks for shardings or the like has none, and no other equation has one.
     """
     name = equation.primitive.name
     plain = name in JITS and compat.is_plain_jit(equation.params)
@@ -138,7 +138,7 @@ def call_again(
 ) -> Any:
     """Runs a jit or a checkpoint again around a function of its operands and of further arrays."""
     if equation.primitive.name in JITS:
-        # Named, as audits and profiles show it.
+        # Audits and profiles show its name.
         function.__name__ = function.__qualname__ = equation.params["name"]
         return jax.jit(function, inline=equation.params["inline"])(list(values), more)
     leaves, structure = jax.tree.flatten((list(values), more))

@@ -19,12 +19,8 @@ def warn_of_cpu_compiler(dtypes: Iterable[DType], result: Any) -> None:
     """Warns once if a CPU computes in bfloat16, and its compiler does so wrongly.
 
     No error shows it: sums over rows are wrong and change from call to call, some to NaN. Overflow
-    detection takes the NaN for the user's own.
-
-    Args:
-      dtypes: the dtypes of the computation.
-      result: the result of the computation. Nothing is done if it is traced, or not on a CPU. So no
-        backend is started that the user has not started already.
+    detection takes the NaN for the user's own. Nothing is done if the result is traced, or not on a
+    CPU. So no backend is started that the user has not started already.
     """
     if jnp.dtype(jnp.bfloat16) not in dtypes or not may_sum_bfloat16_wrongly():
         return
@@ -58,5 +54,5 @@ def _probe() -> bool:
     with jax.debug_nans(False), jax.default_device(jax.local_devices(backend="cpu")[0]):
         rows = [jnp.asarray(x, jnp.bfloat16) for x in (a, b)]
         zero = jnp.zeros((), jnp.bfloat16)
-        found = jax.jit(lambda a, b: (jnp.maximum(a, zero) * jnp.maximum(b, zero)).sum(1))(*rows)
-        return not np.array_equal(np.asarray(found, np.float64), expected)
+        sums = jax.jit(lambda a, b: (jnp.maximum(a, zero) * jnp.maximum(b, zero)).sum(1))(*rows)
+        return not np.array_equal(np.asarray(sums, np.float64), expected)

@@ -90,15 +90,10 @@ def _as_function_of(
 
 
 def derivative_of(equation: core.JaxprEqn, by: Sequence[int] | None = None) -> core.ClosedJaxpr:
-    """Traces the derivative rule of a `jax.custom_jvp` call.
+    """Traces the derivative rule of a `jax.custom_jvp` call, by all floats or by these operands.
 
-    Args:
-      equation: the call.
-      by: the operands that have a tangent; by default all that may have one.
-
-    Returns:
-      A jaxpr that takes the operands, and the tangents of some. It returns the results, and the
-      tangents of float results.
+    The program takes the operands, and the tangents of those that it is by. It returns the results,
+    and the tangents of float results.
     """
     avals = [atom.aval for atom in equation.invars]
     floats = _differentiable(equation) if by is None else by
@@ -179,7 +174,8 @@ def with_passes(
         return primal(arrays)
 
     def forward(*arrays: Any) -> Any:
-        at = places or range(len(arrays))
+        operands = range(len(arrays))
+        at = places or operands
         # The function may ask which arguments are differentiated, and refuse some: loops do.
         by = [i for i in _differentiable(equation) if arrays[at[i]].perturbed]
         jaxpr, pulled, residuals = _pulled_back(equation, by)
@@ -187,9 +183,9 @@ def with_passes(
         avals = [*residuals, *(equation.outvars[i].aval for i in floats)]
         program = _trace(equation, pulled, avals)
 
-        def behind(arguments: list[Any]) -> tuple[Any, ...]:
+        def behind(arguments: list[Any]) -> tuple[Any, ...]:  # it may not hold arrays
             gradients = zip((at[i] for i in by), run(program, by, arguments), strict=True)
-            return tuple(map(dict(gradients).get, range(len(arrays))))
+            return tuple(map(dict(gradients).get, operands))
 
         return results[:count], (jax.tree_util.Partial(behind), results[count:])
 
@@ -206,16 +202,11 @@ def with_passes(
 def _pulled_back(
     equation: core.JaxprEqn, by: list[int]
 ) -> tuple[Any, Callable[..., list[Any]], list[Any]]:
-    """Traces both passes of a call of a `jax.custom_vjp` function.
+    """Traces both passes of a call of a `jax.custom_vjp` function, by these operands.
 
-    Args:
-      equation: the call.
-      by: the operands to differentiate by.
-
-    Returns:
-      The jaxpr of the forward pass, from the operands to the results and the residuals; the
-      backward pass, from residuals and the cotangents of float results to gradients; and the types
-      of the residuals.
+    Returned are the program of the forward pass, from the operands to the results and residuals;
+    the backward pass, from residuals and the cotangents of float results to gradients; and the
+    types of the residuals.
     """
     trees: list[Any] = []
 

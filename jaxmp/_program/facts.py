@@ -42,12 +42,13 @@ class Question(Generic[Fact]):
 
     Attributes:
       nothing: the fact of a value of which nothing is known, such as a constant.
-      join: the fact of a value that is one of two: from either branch, or any turn. It must be
-        associative, commutative and idempotent, with no infinite chains, or loops do not end.
+      join: returns the fact of a value that is one of two values: of two branches, or two turns. It
+        must be associative, commutative and idempotent, with no infinite chains, or loops do not
+        end.
       rule: returns the facts of the results of an operation without programs, given the facts of
         its operands.
       literal: the fact of a number that is written in the program; `nothing` if this is None.
-      keep: the part of a fact that a value of an abstract value can have; all if this is None.
+      keep: returns the part of a fact that values of a type can have; all of it if this is None.
     """
 
     nothing: Fact
@@ -183,7 +184,8 @@ class Demands:
     Args:
       rule: returns which operands an operation without programs asks for.
       inside: the programs inside of operations, as in `propagate`.
-      decisions: whether results also ask for what decides which branch runs, or how often a loop.
+      decisions: whether results also ask for what decides which branch runs, and for what ends a
+        loop.
     """
 
     def __init__(self, rule: Asks, inside: Inside, *, decisions: bool) -> None:

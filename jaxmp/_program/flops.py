@@ -18,10 +18,9 @@ def programs_inside(equation: Any) -> list[Any]:
         return []
     if name == "custom_linear_solve":  # its other programs are for derivatives
         return [open_jaxpr(equation.params["jaxprs"].solve)]
-    found = sub_jaxprs(equation)
-    if name in CUSTOM_DERIVATIVES:
-        return found[:1]  # not the rules, which run only in derivatives
-    return found
+    programs = sub_jaxprs(equation)
+    # Not the rules, which run only in derivatives.
+    return programs[:1] if name in CUSTOM_DERIVATIVES else programs
 
 
 def products_in(jaxpr: Any) -> Iterator[Any]:
@@ -36,12 +35,8 @@ def products_in(jaxpr: Any) -> Iterator[Any]:
 def product_flops(equation: Any) -> int:
     """Counts two for each multiply-add, as XLA's cost analysis does; 0 if this is not a product.
 
-    Args:
-      equation: an equation of a jaxpr.
-
-    Returns:
-      The number. Multiplications of a convolution by padding, or by the holes of a dilated input,
-      are not counted. Each row of a ragged product is counted for its own group only.
+    Multiplications of a convolution by padding, or by the holes of a dilated input, do not count.
+    Each row of a ragged product counts for its own group only.
     """
     name = equation.primitive.name
     if name not in PRODUCTS:
@@ -60,8 +55,8 @@ def product_flops(equation: Any) -> int:
     else:
         dimensions, groups = equation.params["dimension_numbers"], ()
     (_, contracted), (_, batch) = dimensions
-    taken = {*contracted, *batch, *groups}
-    columns = math.prod(size for axis, size in enumerate(right) if axis not in taken)
+    others = {*contracted, *batch, *groups}
+    columns = math.prod(size for axis, size in enumerate(right) if axis not in others)
     return 2 * math.prod(left) * columns
 
 

@@ -119,8 +119,7 @@ def _along_a_scan(equation: core.JaxprEqn, loop: Wiring, known: Sequence[Any]) -
     stacked: dict[int, tuple[bool, ...]] = {}
 
     def turn(slices: list[Any]) -> dict[int, list[Any]]:
-        left = iter(slices)
-        arguments = list(fixed)
+        arguments, left = list(fixed), iter(slices)
         for i in loop.slices:
             arguments[i] = None if known[i] is None else next(left)
         each_turn = _computed(body, arguments)

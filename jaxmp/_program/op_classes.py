@@ -368,14 +368,12 @@ def op_lists(
       TypeError: if a list is a string, or holds something that is not a string.
       ValueError: if a name is in two lists, or has no dtype to choose.
     """
-    given: dict[str, OpClass] = {}
-    lists = {"lower": lower, "float32": float32, "promote": promote}
-    classes = {
-        "lower": OpClass.LOWER,
-        "float32": OpClass.FLOAT32,
-        "promote": OpClass.PROMOTE,
-    }
-    for key, names in lists.items():
+    classes: dict[str, OpClass] = {}
+    for key, names, op_class in (
+        ("lower", lower, OpClass.LOWER),
+        ("float32", float32, OpClass.FLOAT32),
+        ("promote", promote, OpClass.PROMOTE),
+    ):
         if isinstance(names, str):
             raise TypeError(f"{key} must be a list of names, got a string. Write {key}=[{names!r}]")
         for name in names:
@@ -389,7 +387,6 @@ def op_lists(
                     f"{name!r} cannot be in {key}: autocast does not choose its dtype. "
                     f"The table of operations says of it: {CLASSES[name].value}"
                 )
-            if given.get(name, classes[key]) is not classes[key]:
+            if classes.setdefault(name, op_class) is not op_class:
                 raise ValueError(f"{name!r} is in two of the lists lower, float32, promote")
-            given[name] = classes[key]
-    return OpLists(tuple(given.items()))
+    return OpLists(tuple(classes.items()))

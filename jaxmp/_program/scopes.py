@@ -39,8 +39,7 @@ def why_left_out(stack: str) -> str:
     >>> why_left_out("jvp(LM)/jaxmp.not_float8:N = 40 is no multiple of 16/dot_general")
     'N = 40 is no multiple of 16'
     """
-    found = _REASON.findall(stack)
-    return found[-1] if found else ""
+    return (_REASON.findall(stack) or [""])[-1]
 
 
 def without_reason(stack: str) -> str:

@@ -62,8 +62,8 @@ def _is_of_numpy(leaf: Any) -> bool:
 
 def combine(static: Static, arrays: Iterable[Any]) -> Any:
     """Rebuilds a tree: the inverse of `partition`."""
-    given = iter(arrays)
-    leaves = [next(given) if leaf is _ARRAY else leaf for leaf in static.leaves]
+    left = iter(arrays)
+    leaves = [next(left) if leaf is _ARRAY else leaf for leaf in static.leaves]
     return jax.tree.unflatten(static.tree, leaves)
 
 
@@ -90,7 +90,7 @@ def trace_call(
     Raises:
       TypeError: if the function changes its arguments, and the change would be lost.
     """
-    found: list[Static] = []
+    last: list[Static] = []
 
     @functools.wraps(fun, assigned=("__name__", "__qualname__"), updated=())
     def of_arrays(*arrays: Any) -> list[Any]:
@@ -99,11 +99,11 @@ def trace_call(
         before = [_leaves_of(each) for each in objects]
         returned, results = partition(fun(*args, **kwargs), numpy=numpy)
         _check_unchanged(before, objects)
-        found[:] = [returned]
+        last[:] = [returned]
         return results
 
     def trace(arrays: Sequence[Any]) -> tuple[Any, Static]:
-        return compat.trace(of_arrays, arrays), found[0]
+        return compat.trace(of_arrays, arrays), last[0]
 
     def traced(arrays: Sequence[Any]) -> "Traced":
         types = [compat.type_or_given(x) for x in arrays]
@@ -138,8 +138,8 @@ class Traced(NamedTuple):
 
     def for_dtypes(self, dtypes: Sequence[Any]) -> Any:
         """Returns the jaxpr of the call for arrays of other dtypes."""
-        given = zip(self.types, dtypes, strict=True)
-        other = [x if x.dtype == d else x.update(dtype=d, weak_type=False) for x, d in given]
+        pairs = zip(self.types, dtypes, strict=True)
+        other = [x if x.dtype == d else x.update(dtype=d, weak_type=False) for x, d in pairs]
         return self.trace(other).closed
 
 
@@ -218,8 +218,8 @@ def rewriting(
 
     Args:
       fun: the function.
-      rewrite: computes the arrays that the function returns. It is given the traced call, the
-        static part of the arguments, and their arrays.
+      rewrite: computes the arrays that the function returns, from the traced call, the static part
+        of the arguments, and their arrays.
       name: the name of the transformation.
       advice: what to do instead within a linen module.
       as_jit: whether dictionaries and lists among the arguments may be changed: see `trace_call`.
@@ -270,8 +270,8 @@ def on_automatic_axes_inside(fun: Callable[..., Any]) -> Callable[..., Any]:
         if explicit_mesh(arrays) is None:
             return fun(*args, **kwargs)
         traced = trace_call(fun, static, arrays, as_jit=True, numpy=False)
-        made = traced.axes.run(core.jaxpr_as_fun(traced.closed), arrays)
-        return combine(traced.returned, made)
+        results = traced.axes.run(core.jaxpr_as_fun(traced.closed), arrays)
+        return combine(traced.returned, results)
 
     return call
 
