@@ -6,7 +6,7 @@ differ in what they do at an operation; `one_by_one` also turns loops in Python.
 
 import copy
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ class Rerun(Rules[Any]):
         self.key: Key = ()
         self.kept: dict[Key, Any] = {}
 
-    def but(self, **attributes: Any) -> Self:
+    def but(self, **attributes: Any) -> Any:
         """Returns these rules with other attributes."""
         rules = copy.copy(self)
         vars(rules).update(attributes)

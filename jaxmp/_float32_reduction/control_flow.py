@@ -197,22 +197,22 @@ def _whole_along_the_loop(value: Value) -> Value:
 def cond_rule(rules: Rules[Value], op: Op, values: list[Value]) -> list[Value]:
     index = values[0].used()
     # In a shard_map, devices may take different branches: a branch must not sum over devices.
-    arrays, structure = jax.tree.flatten([value.varying_as(index) for value in values[1:]])
-    types = [compat.type_of(x) for x in arrays]
+    arguments = [value.varying_as(index) for value in values[1:]]
     bodies = [functools.partial(rules.inside, op, body) for body in compat.bodies_of(op.equation)]
-    branches = [compat.trace_trees(body, jax.tree.unflatten(structure, types)) for body in bodies]
+    branches = [compat.trace_trees(body, arguments) for body in bodies]
+    arrays = jax.tree.leaves(arguments)
+    types = [compat.type_of(x) for x in arrays]
     traits = list(map(common_traits, zip(*(results for _, results in branches), strict=True)))
     least = Origin.NUMBER if values[0].origin is Origin.NUMBER else Origin.DATA
     traits = [form._replace(origin=max(form.origin, least)) for form in traits]
     if not all(_have_traits(results, traits) for _, results in branches):
-        branches = [compat.trace_trees(_in_traits(*each, traits), *types) for each in branches]
+        branches = [compat.trace_trees(_in_traits(*each, traits), *arrays) for each in branches]
     programs = [program for program, _ in branches]
     if len({tuple(x.mat.varying for x in program.out_avals) for program in programs}) > 1:
         likes = list(zip(*(program.out_avals for program in programs), strict=True))
         programs = [compat.trace(_varying_as(program, likes), types) for program in programs]
     results = compat.bind(op.equation, [index, *arrays], branches=tuple(programs))
-    results = jax.tree.unflatten(jax.tree.structure(branches[0][1]), results)
-    each = zip(results, traits, strict=True)
+    each = zip(jax.tree.map(results.__getitem__, branches[0][1]), traits, strict=True)
     return [value._replace(origin=form.origin) for value, form in each]
 
 

@@ -90,9 +90,23 @@ def trace(fun: Callable[..., Any], avals: Sequence[Any]) -> core.ClosedJaxpr:
 
 
 def trace_trees(fun: Callable[..., Any], *trees: Any) -> tuple[core.ClosedJaxpr, Any]:
-    """Traces a function of trees of types as `trace` does; returns the tree of its results too."""
-    with source_info_util.reset_name_stack():
-        return cast(Any, jax.make_jaxpr(fun, return_shape=True)(*trees))
+    """Traces a function of trees of arrays as `trace` does.
+
+    Returns:
+      The program, from the leaves of the trees to those of the results; and the tree of the
+      results, with the number of each.
+    """
+    # Types are no leaves: two equal ones may be one object, and some trees tell arrays by that.
+    leaves, structure = jax.tree.flatten(trees)
+    structures: list[Any] = []
+
+    def of_leaves(*leaves: Any) -> list[Any]:
+        results, of_results = jax.tree.flatten(fun(*jax.tree.unflatten(structure, leaves)))
+        structures[:] = [of_results]
+        return results
+
+    program = trace(of_leaves, list(map(type_of, leaves)))
+    return program, jax.tree.unflatten(structures[0], range(len(program.out_avals)))
 
 
 def trace_on_mesh(fun: Callable[..., Any], avals: Sequence[Any]) -> core.ClosedJaxpr:

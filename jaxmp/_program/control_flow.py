@@ -141,8 +141,8 @@ def call_again(
         # Audits and profiles show its name.
         function.__name__ = function.__qualname__ = equation.params["name"]
         return jax.jit(function, inline=equation.params["inline"])(list(values), more)
-    leaves, structure = jax.tree.flatten((list(values), more))
-    types = jax.tree.unflatten(structure, [compat.type_of(x) for x in leaves])
-    program, shape = compat.trace_trees(function, *types)
+    trees = list(values), more
+    program, numbers = compat.trace_trees(function, *trees)
+    leaves = jax.tree.leaves(trees)
     results = compat.bind(equation, leaves, jaxpr=compat.without_consts(program))
-    return jax.tree.unflatten(jax.tree.structure(shape), results)
+    return jax.tree.map(results.__getitem__, numbers)

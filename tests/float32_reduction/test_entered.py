@@ -480,3 +480,41 @@ def test_a_rule_without_sums_keeps_its_gradients() -> None:
 
     grad = compiled(jaxmp.grad(loss, reduce_dtype="float32"))(b, x)
     np.testing.assert_array_equal(grad, compiled(jax.grad(loss))(b, x))
+
+
+# A param that was rounded and widened again has two arrays of one type: what the program computes,
+# and what its gradient is for.
+def _of_two_arrays(inside: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    return lambda p, x: jnp.sum(inside(x, p.astype(jnp.bfloat16).astype(jnp.float32)))
+
+
+ENTRIES: dict[str, Callable[[Any, Any], Any]] = {
+    "jit": lambda x, w: jax.jit(lambda x, w: x @ w)(x, w),
+    "a jit with shardings": lambda x, w: jax.jit(
+        lambda x, w: x @ w, out_shardings=jax.NamedSharding(DEVICES, P("data"))
+    )(x, w),
+    "checkpoint": lambda x, w: jax.checkpoint(lambda x, w: jnp.sin(x @ w))(x, w),
+    "a checkpoint that is differentiated": lambda x, w: jax.grad(
+        lambda h: jnp.sum(jax.checkpoint(lambda h: jnp.sin(h @ w))(h))
+    )(x),
+    "scan": lambda x, w: lax.scan(lambda h, _: (h @ w, None), x, None, length=2)[0],
+    "cond": lambda x, w: lax.cond(jnp.sum(x) > 0, lambda w: x @ w, lambda w: x, w),
+    "a cond that returns it": lambda x, w: (
+        x @ lax.cond(jnp.sum(x) > 0, lambda w: w, lambda w: w.T, w)
+    ),
+    "shard_map": lambda x, w: jax.shard_map(
+        lambda x, w: x @ w, mesh=DEVICES, in_specs=(P("data"), P()), out_specs=P("data")
+    )(x, w),
+}
+DEVICES = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_a_param_of_two_arrays_of_one_type(name: str) -> None:
+    loss = _of_two_arrays(ENTRIES[name])
+    p, x = jnp.eye(4) * 1.3, jnp.ones((2, 4))
+    value, gradient = jax.jit(jaxmp.value_and_grad(loss, reduce_dtype="float32"))(p, x)
+    want, exact = jax.jit(jax.value_and_grad(loss))(p, x)
+    np.testing.assert_allclose(value, want, rtol=1e-6)
+    # JAX rounds the gradient on its way through bfloat16; here it goes to the float32 array.
+    np.testing.assert_allclose(gradient, exact, rtol=2**-7, atol=1e-6)
