@@ -1,5 +1,8 @@
 """What rules cost before training starts: a GPT under rules beside one annotated by hand.
 
+The rules are applied to the modules, or given to autocast of the model, which finds the same
+modules by their scopes. Autocast traces the model and then rewrites its program, at each trace.
+
 Rules change nothing in the compiled program, as the tests show; what they can cost is Python: when
 a model is made or initialised, when a step is traced, and, in nnx, when a jitted function is called
 with a model. All that is measured for linen and nnx, with the layers one by one and in a scan. The
@@ -8,7 +11,7 @@ model annotated by hand takes part twice, which shows how exact the ratios are.
 Most users trace once, in a fresh process, where everything takes longer than in a warm one:
 `first trace` is measured in a process of its own each time.
 
-    python benchmarks/bench_rules.py    # ten minutes on two CPU cores
+    python benchmarks/bench_rules.py    # a quarter of an hour on two CPU cores
 """
 
 import argparse
@@ -39,7 +42,7 @@ import jaxmp.nnx
 
 Flax = Literal["linen", "nnx"]
 Stack = Literal["one by one", "scan"]
-Author = Literal["by hand", "by hand, again", "rules"]
+Author = Literal["by hand", "by hand, again", "rules", "autocast"]
 
 _WIDTH, _HEADS, _VOCAB, _CONTEXT = 64, 4, 256, 32
 _RULES = jaxmp.PolicyRules([("*norm*", "float32"), ("head", "float32")], "mixed_bfloat16")
@@ -159,6 +162,10 @@ def _attend(qkv: jax.Array) -> jax.Array:
     return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
 
 
+def _same(model: Any) -> Any:
+    return model
+
+
 def _loss(logits: jax.Array, tokens: jax.Array) -> jax.Array:
     targets = jnp.roll(tokens, -1, axis=1)
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
@@ -175,7 +182,7 @@ class _Case:
 
     def make(self) -> Any:
         """The model; one of nnx is abstract, and takes as long as a real one to put under rules."""
-        dtypes = {} if self.author == "rules" else _BY_HAND
+        dtypes = {} if self.author in ("rules", "autocast") else _BY_HAND
         if self.flax == "linen":
             module = _LinenGPT(self.layers, self.stack, **dtypes)
             return jaxmp.linen.apply_policy(module, _RULES) if self.author == "rules" else module
@@ -192,14 +199,17 @@ class _Case:
     def trace(self, model: Any, params: Any) -> None:
         """Traces loss and gradients as nobody has before: the function is a new one."""
         graphdef: Any = nnx.graphdef(model) if self.flax == "nnx" else None
+        low = self.author == "autocast"
+        apply = jaxmp.autocast(model.apply, _RULES) if low and graphdef is None else None
 
         def step(params: Any, tokens: jax.Array) -> Any:
             if self.flax == "nnx":
-                return nnx.value_and_grad(lambda model: _loss(model(tokens), tokens))(
+                cast = functools.partial(jaxmp.nnx.autocast, policy=_RULES) if low else _same
+                return nnx.value_and_grad(lambda model: _loss(cast(model)(tokens), tokens))(
                     nnx.merge(graphdef, params)
                 )
             return jax.value_and_grad(
-                lambda params: _loss(model.apply({"params": params}, tokens), tokens)
+                lambda params: _loss((apply or model.apply)({"params": params}, tokens), tokens)
             )(params)
 
         jax.jit(step).trace(params, _tokens())
@@ -219,7 +229,7 @@ class _Case:
         return call
 
 
-_AUTHORS: tuple[Author, ...] = ("by hand", "by hand, again", "rules")
+_AUTHORS: tuple[Author, ...] = ("by hand", "by hand, again", "rules", "autocast")
 _CALLS = 20
 _DEPTHS = range(0, 136, 4)  # so many frames fill 16 KiB
 _MEASURED = ("trace", "first", "init", "call", "anywhere")

@@ -46,7 +46,20 @@ def is_module(x: Any) -> bool:
 
 def has_call(module: Any) -> bool:
     """Whether a module has a `__call__`."""
-    return any("__call__" in vars(base) for base in type(module).__mro__)
+    return _has_call(type(module))
+
+
+def methods(cls: Any) -> list[str]:
+    """Returns the methods that a policy holds in: the public ones of users, and `__call__`."""
+    names = {
+        name
+        for base in cls.__mro__
+        if base not in eqx.Module.__mro__ and not base.__module__.startswith("equinox.")
+        for name, value in vars(base).items()
+        if callable(value) and hasattr(value, "__get__") and not isinstance(value, staticmethod)
+        if not name.startswith("_") and name not in cls.__dataclass_fields__
+    }
+    return sorted(names | ({"__call__"} if _has_call(cls) else set()))
 
 
 def is_equinox_layer(module: Any) -> bool:
@@ -97,17 +110,21 @@ def mark_of(module: Any) -> Any:
 
 
 def with_mark(module: Any, mark: Any) -> Any:
-    """Returns a module that is called as a mark says; None makes it a plain one.
+    """Returns a module whose `methods` run as a mark says; None makes it a plain one.
 
     Args:
-      module: a module with a `__call__`.
-      mark: a static value with a method `call(cls, module, args, kwargs)`.
+      module: a module.
+      mark: a static value with a method `call(name, method, module, args, kwargs)`.
     """
     plain: Any = getattr(type(module), "_jaxmp_plain", type(module))
     own = {name: value for name, value in vars(module).items() if name != "_jaxmp"}
     if mark is None:
         return _instance(plain, own)
     return _instance(_class_with_mark(plain), own | {"_jaxmp": mark})
+
+
+def _has_call(cls: Any) -> bool:
+    return any("__call__" in vars(base) for base in cls.__mro__)
 
 
 def _children(module: Any) -> list[tuple[str, Any]]:
@@ -141,14 +158,19 @@ def _instance(cls: Any, attributes: dict[str, Any]) -> Any:
 
 @functools.lru_cache(maxsize=512)
 def _class_with_mark(cls: Any) -> Any:
-    """Makes a subclass with the same name whose instances are called as their mark says."""
+    """Makes a subclass with the same name whose methods run as the mark of the instance says."""
 
-    @functools.wraps(cls.__call__)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # A new instance from type(module)(...) has no mark.
-        if self._jaxmp is None:
-            return cls.__call__(self, *args, **kwargs)
-        return self._jaxmp.call(cls, self, args, kwargs)
+    def under_mark(name: str) -> Any:
+        method = getattr(cls, name)
+
+        @functools.wraps(method)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            # A new instance from type(module)(...) has no mark.
+            if self._jaxmp is None:
+                return method(self, *args, **kwargs)
+            return self._jaxmp.call(name, method, self, args, kwargs)
+
+        return call
 
     def reduce_ex(self: Any, protocol: Any) -> Any:
         # Pickle finds classes by name, and would find the plain class.
@@ -156,7 +178,7 @@ def _class_with_mark(cls: Any) -> Any:
         return (new_instance, (_class_with_mark, cls), *reduced[2:])
 
     body = {
-        "__call__": call,
+        **{name: under_mark(name) for name in methods(cls)},
         "__reduce_ex__": reduce_ex,
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,

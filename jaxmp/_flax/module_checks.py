@@ -152,6 +152,12 @@ def may_refuse(decision: Decision, path: str, *, has_children: bool, strict: boo
     return named and strict if has_children else named or not path
 
 
+_AUTOCAST = (
+    "Autocast of the whole model needs no 'dtype': jaxmp.autocast(model.apply, rules) in linen, "
+    "jaxmp.nnx.autocast(model, rules) in nnx"
+)
+
+
 def refuse(path: str, module: Any, policy: Policy, param_dtype: DType) -> NoReturn:
     """Raises ValueError for a module that a rule names and that cannot compute as the rule says.
 
@@ -165,8 +171,8 @@ def refuse(path: str, module: Any, policy: Policy, param_dtype: DType) -> NoRetu
         f"{type(module).__name__} at {path or '(root)'!r} cannot compute in "
         f"{policy.compute_dtype}: it has {param_dtype} params, and {has} that "
         "would say to cast them. Give its instances a dtype (in linen a field) and cast params to "
-        "it where they are used, or leave it alone with the rule "
-        f"({path or '/'!r}, None) before the others"
+        f"it where they are used, or leave it alone with the rule ({path or '/'!r}, None) before "
+        f"the others. {_AUTOCAST}"
     )
 
 
@@ -191,7 +197,8 @@ def warn_unreached(
         f"these are own params of {shown}. These modules have no 'dtype' for the policy to "
         "set. Unless they cast their params themselves, their products run in the dtype of the "
         "params. Give them a 'dtype' (in linen a field) and cast params to it where they are used, "
-        f"or leave them alone with the rule ({largest[0] or '/'!r}, None) before the others",
+        f"or leave them alone with the rule ({largest[0] or '/'!r}, None) before the others. "
+        f"{_AUTOCAST}",
         type(model),
         again=again,
     )

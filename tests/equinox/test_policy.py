@@ -387,13 +387,83 @@ def test_rules_that_match_nothing() -> None:
         jaxmp.equinox.apply_policy(Net(), rules, strict=True)
 
 
+class Methods(eqx.Module):
+    """A model whose loss calls another method, which its own call uses too."""
+
+    hidden: eqx.nn.Linear
+    head: eqx.nn.Linear
+    activation: Any = jax.nn.relu  # a field, and no method
+
+    def __init__(self) -> None:
+        keys = jax.random.split(jax.random.key(0))
+        self.activation = jax.nn.tanh
+        self.hidden = eqx.nn.Linear(8, 16, key=keys[0])
+        self.head = eqx.nn.Linear(16, 4, key=keys[1])
+
+    def activations(self, x: jax.Array) -> jax.Array:
+        return self.activation(self.hidden(x))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.head(self.activations(x))
+
+
+def of_activations(model: Any, x: jax.Array) -> jax.Array:
+    return jnp.mean(jax.vmap(lambda x: model.head(model.activations(x)))(x) ** 2)
+
+
+def test_another_method_is_under_the_policy_within_autocast() -> None:
+    rules = jaxmp.PolicyRules({"head": "float32"}, default="mixed_bfloat16")
+    model = jaxmp.equinox.apply_policy(Methods(), rules)
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+
+    def gradients(loss: Any) -> Any:
+        of_model = jaxmp.equinox.filter_grad(loss)
+        return lambda params: jax.tree.leaves(of_model(eqx.combine(params, static), X))
+
+    by_method, by_call = gradients(of_activations), gradients(mean_square)
+    assert count_dots(by_method, params) == count_dots(by_call, params)
+    assert "bfloat16" in count_dots(by_method, params)
+    assert tree_bits(by_method(params)) == tree_bits(by_call(params))
+
+
+def test_another_method_outside_of_autocast_warns_once() -> None:
+    model = jaxmp.equinox.apply_policy(Methods(), "mixed_bfloat16")
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+    loss = jax.grad(lambda params: of_activations(eqx.combine(params, static), X))
+    text = "is called outside of autocast, where the policy of the model does not hold"
+    with pytest.warns(UserWarning, match=text) as told:
+        jax.tree.map(jnp.add, loss(params), loss(params))
+    names = [str(each.message).split()[0] for each in told]
+    assert names == ["Methods.activations", "Linear.__call__"]  # the head, by itself
+    model.activations(X[0])  # nothing is traced: it may well be no computation
+
+
+class Renamed(Methods):
+    """Its call has another name, and a module is an attribute of the class."""
+
+    identity = eqx.nn.Identity()
+
+    def forward(self, x: jax.Array) -> jax.Array:
+        return self.identity(self.head(self.activations(x)))
+
+    __call__ = forward
+
+
+def test_a_call_under_another_name() -> None:
+    model = jaxmp.equinox.apply_policy(Renamed(), "mixed_bfloat16")
+    assert count_dots(model, X[0]) == {"bfloat16": 2}
+
+
+def test_results_are_cast_where_they_leave_the_model() -> None:
+    model = jaxmp.equinox.apply_policy(Methods(), "params=f32,compute=f32,output=bf16")
+    expected = Methods()(X[0]).astype(jnp.bfloat16)
+    assert tree_bits(model(X[0])) == tree_bits(expected)  # and not between its two methods
+
+
 class Uncalled(eqx.Module):
-    """A module with another method."""
+    """A module without a method."""
 
     x: jax.Array
-
-    def run(self) -> jax.Array:
-        return self.x
 
 
 @pytest.mark.parametrize(

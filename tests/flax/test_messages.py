@@ -81,7 +81,9 @@ def step_under(rules: Any, **options: Any) -> Any:
 CANNOT = (
     "Scale at 'scale' cannot compute in bfloat16: it has float32 params, and no 'dtype' of its own "
     "that would say to cast them. Give its instances a dtype (in linen a field) and cast params to "
-    "it where they are used, or leave it alone with the rule ('scale', None) before the others"
+    "it where they are used, or leave it alone with the rule ('scale', None) before the others. "
+    "Autocast of the whole model needs no 'dtype': jaxmp.autocast(model.apply, rules) in linen, "
+    "jaxmp.nnx.autocast(model, rules) in nnx"
 )
 
 

@@ -351,7 +351,7 @@ def exported_layers(namespaces: Mapping[str, Any]) -> set[str]:
 
 
 def table_lines(cases: list[Case]) -> list[str]:
-    """The table of docs/layers.md, a line for each case, or for two that differ in the API only."""
+    """The table of docs/flax.md, a line for each case, or for two that differ in the API only."""
     apis: dict[tuple[str, ...], list[str]] = {}
     for case in cases:
         name = f"`{case.name}`" + (f", {case.variant}" if case.variant else "")
