@@ -16,9 +16,9 @@ import jmp
 
 from jaxmp._autocast.api import autocast, within_autocast
 from jaxmp._equinox.module_tree import (
+    has_call,
     is_module,
     mark_of,
-    methods,
     own_leaves,
     rebuilt,
     rulings,
@@ -26,7 +26,7 @@ from jaxmp._equinox.module_tree import (
     with_own,
 )
 from jaxmp._modules.decisions import check_computable, module_rules
-from jaxmp._modules.scopes import Scope, in_scope, open_scope, path_names, policy_names
+from jaxmp._modules.scopes import Scope, in_scope, path_names, policy_names
 from jaxmp._modules.summary import Row, Summary, dtype_text
 from jaxmp._numerics.dtypes import DType, is_floating
 from jaxmp._numerics.tree import cast_floating, leaf_names
@@ -54,7 +54,7 @@ def apply_policy(
     both in float32, as it does for updates of params: that is as exact, and takes more memory.
 
     Args:
-      model: an Equinox module. It stays as it is.
+      model: an Equinox module with a `__call__`. It stays as it is.
       rules: rules, a policy, or its name. A module is found by its path of fields, such as
         `layers/0/norm`, by its class, or by a predicate; `jaxmp.PolicyRules` says how.
       strict: whether a rule that matches no module is an error rather than a warning.
@@ -63,13 +63,13 @@ def apply_policy(
       The model under the rules, with the same fields, leaves and paths of leaves, so that
       checkpoints fit both. The floating arrays of each module are cast to the param dtype of its
       policy. Results of the model are cast to the output dtype of its own policy, but not an
-      `equinox.nn.State`: running statistics stay float32. Applying again replaces the rules;
-      `remove_policy` takes them off. The policy holds in the public methods of the model and of
-      the modules inside, within autocast; outside of any, `__call__` of the model itself brings
-      its own, and a warning says so when JAX traces another.
+      `equinox.nn.State`: running statistics stay float32. Only its `__call__` casts, and brings
+      autocast where there is none. Where there is, other public methods are under the policy too;
+      where there is none, a warning says which layer they call. Applying again replaces the rules;
+      `remove_policy` takes them off.
 
     Raises:
-      TypeError: if `model` is no Equinox module, or has no method.
+      TypeError: if `model` is no Equinox module, or cannot be called.
       ValueError: if a policy cannot be honoured, or, with `strict`, a rule matches nothing.
 
     >>> model = eqx.nn.MLP(2, 2, width_size=4, depth=2, key=jax.random.key(0))
@@ -81,9 +81,9 @@ def apply_policy(
     dtype('float32')
     """
     _check_is_equinox(model)
-    if not methods(type(model)):
+    if not has_call(model):
         raise TypeError(
-            f"a policy holds in the methods of a module, and {type(model).__name__} has none. Put "
+            f"a policy holds in the __call__ of a module, and {type(model).__name__} has none. Put "
             "the modules inside of it under a policy, with equinox.tree_at, or your function of it "
             "under jaxmp.autocast"
         )
@@ -101,7 +101,7 @@ def apply_policy(
         policy = decision.policy
         if policy is not None and not isinstance(module, eqx.nn.StateIndex):
             module = with_own(module, lambda x: cast_floating(x, policy.param_dtype))
-        if not methods(type(module)):
+        if not has_call(module):
             return module
         names = policy_names(policy, family)
         scope = Scope(path_names(path), names, type(module))
@@ -171,7 +171,7 @@ def with_scopes(model: ModelT) -> ModelT:
 
     def named(path: str, module: Any) -> Any:
         scope = Scope(path_names(path), (), type(module))
-        return with_mark(module, _Mark(scope, scope.path)) if methods(type(module)) else module
+        return with_mark(module, _Mark(scope, scope.path)) if has_call(module) else module
 
     return rebuilt(remove_policy(model), named)
 
@@ -234,20 +234,16 @@ class _Mark:
     policy: Policy | None = None
     dtypes: tuple[tuple[str, DType], ...] | None = None
 
-    def call(self, name: str, method: Any, module: Any, args: Any, kwargs: Any) -> Any:
-        """Runs a method of a module in its scopes, and the model itself under autocast."""
-        around = open_scope()
-        if around is self.scope:  # called by another method of the module
-            return method(module, *args, **kwargs)
-        is_model = self.dtypes is not None
-        if not within_autocast():
-            if is_model and name == "__call__":
+    def run(self, name: str, method: Any, module: Any, args: Any, kwargs: Any) -> Any:
+        """Runs a method of a module in its scopes, and a call of the model under autocast."""
+        is_call, is_model = name == "__call__", self.dtypes is not None
+        if is_call and not within_autocast():
+            if is_model:
                 return _alone(module, args, kwargs)
-            if self.policy is not None and around is None:
-                _warn_outside(name, module, (args, kwargs))
-            is_model = False
+            if self.policy is not None and any(map(is_traced, jax.tree.leaves((module, args)))):
+                warn_once(_OUTSIDE.format(type(module).__name__), type(module))
         with in_scope(self.scope):
-            if not is_model:
+            if not (is_call and is_model):
                 return method(module, *args, **kwargs)
             # Autocast makes no product wider, and a rule may ask for that.
             module, args, kwargs = _all_but_states(_from_16_bits, (module, args, kwargs))
@@ -258,16 +254,12 @@ class _Mark:
         return _all_but_states(lambda x: cast_floating(x, policy.output_dtype), out)
 
 
-def _warn_outside(name: str, module: Any, arguments: Any) -> None:
-    """Warns of a method that is traced outside of autocast, in which no policy holds."""
-    if any(map(is_traced, jax.tree.leaves(arguments))):
-        warn_once(
-            f"{type(module).__name__}.{name} is called outside of autocast, where the policy of "
-            "the model does not hold: only __call__ of the model itself brings autocast. Use "
-            "jaxmp.equinox.filter_value_and_grad, or put jaxmp.autocast(fun, "
-            "jaxmp.PolicyRules()) around the function that calls it",
-            type(module),
-        )
+_OUTSIDE = (
+    "a {} of a model under a policy is called outside of autocast, where no policy holds: only a "
+    "call of the model itself brings autocast. Differentiate with "
+    "jaxmp.equinox.filter_value_and_grad, or put jaxmp.autocast(fun, jaxmp.PolicyRules()) around "
+    "the function that calls it"
+)
 
 
 def _module_call(module: Any, args: Any, kwargs: Any) -> Any:

@@ -1,6 +1,7 @@
 """Finds the modules in an Equinox module, and rebuilds it with others in their place."""
 
 import functools
+import inspect
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -46,20 +47,22 @@ def is_module(x: Any) -> bool:
 
 def has_call(module: Any) -> bool:
     """Whether a module has a `__call__`."""
-    return _has_call(type(module))
+    return any("__call__" in vars(base) for base in type(module).__mro__)
 
 
-def methods(cls: Any) -> list[str]:
-    """Returns the methods that a policy holds in: the public ones of users, and `__call__`."""
-    names = {
+def methods(cls: Any) -> set[str]:
+    """Returns `__call__` and the public methods of users' classes; those of layers are helpers."""
+    bases = [base for base in cls.__mro__ if base not in eqx.Module.__mro__]
+    own = [base for base in bases if not base.__module__.startswith("equinox.")]
+    names = {name for base in own for name in vars(base) if not name.startswith("_")}
+    values = {name: inspect.getattr_static(cls, name) for name in names}
+    others = (staticmethod, classmethod, property, type)
+    functions = {
         name
-        for base in cls.__mro__
-        if base not in eqx.Module.__mro__ and not base.__module__.startswith("equinox.")
-        for name, value in vars(base).items()
-        if callable(value) and hasattr(value, "__get__") and not isinstance(value, staticmethod)
-        if not name.startswith("_") and name not in cls.__dataclass_fields__
+        for name, value in values.items()
+        if callable(value) and hasattr(value, "__get__") and not isinstance(value, others)
     }
-    return sorted(names | ({"__call__"} if _has_call(cls) else set()))
+    return functions - cls.__dataclass_fields__.keys() | {"__call__"}
 
 
 def is_equinox_layer(module: Any) -> bool:
@@ -113,18 +116,14 @@ def with_mark(module: Any, mark: Any) -> Any:
     """Returns a module whose `methods` run as a mark says; None makes it a plain one.
 
     Args:
-      module: a module.
-      mark: a static value with a method `call(name, method, module, args, kwargs)`.
+      module: a module with a `__call__`.
+      mark: a static value with a method `run(name, method, module, args, kwargs)`.
     """
     plain: Any = getattr(type(module), "_jaxmp_plain", type(module))
     own = {name: value for name, value in vars(module).items() if name != "_jaxmp"}
     if mark is None:
         return _instance(plain, own)
     return _instance(_class_with_mark(plain), own | {"_jaxmp": mark})
-
-
-def _has_call(cls: Any) -> bool:
-    return any("__call__" in vars(base) for base in cls.__mro__)
 
 
 def _children(module: Any) -> list[tuple[str, Any]]:
@@ -168,7 +167,7 @@ def _class_with_mark(cls: Any) -> Any:
             # A new instance from type(module)(...) has no mark.
             if self._jaxmp is None:
                 return method(self, *args, **kwargs)
-            return self._jaxmp.call(name, method, self, args, kwargs)
+            return self._jaxmp.run(name, method, self, args, kwargs)
 
         return call
 

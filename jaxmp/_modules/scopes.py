@@ -12,6 +12,8 @@ from jaxmp._autocast.regions import policy_scope
 from jaxmp._policies.policy import Policy
 from jaxmp._program.scopes import NOT_FLOAT8
 
+_PATH: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("jaxmp_path", default=())
+
 
 @dataclasses.dataclass(frozen=True)
 class Scope:
@@ -26,14 +28,6 @@ class Scope:
     path: tuple[str, ...]
     policies: tuple[str, ...]
     plain: Any
-
-
-_OPEN: contextvars.ContextVar[Scope | None] = contextvars.ContextVar("jaxmp_scope", default=None)
-
-
-def open_scope() -> Scope | None:
-    """Returns the scope of the module that runs, or None outside of modules with scopes."""
-    return _OPEN.get()
 
 
 def path_names(path: str) -> tuple[str, ...]:
@@ -60,18 +54,17 @@ def policy_names(policy: Policy | None, family: str | None) -> tuple[str, ...]:
 @contextlib.contextmanager
 def in_scope(scope: Scope) -> Iterator[None]:
     """Opens the scopes of a module, without the names that are open already."""
-    around = open_scope()
-    above = () if around is None else around.path
+    above = _PATH.get()
     below = scope.path[: len(above)] == above
     names = scope.path[len(above) :] if below else scope.path
     with contextlib.ExitStack() as scopes:
         for name in (*names, *scope.policies):
             scopes.enter_context(jax.named_scope(name))
-        token = _OPEN.set(scope)
+        token = _PATH.set(scope.path)
         try:
             yield
         finally:
-            _OPEN.reset(token)
+            _PATH.reset(token)
 
 
 def new_instance(make_class: Callable[..., type], *args: Any) -> Any:

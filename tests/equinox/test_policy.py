@@ -406,6 +406,13 @@ class Methods(eqx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.head(self.activations(x))
 
+    def twice(self, x: jax.Array) -> jax.Array:
+        return 2 * self(x)
+
+    def collect(self, results: list[Any]) -> Any:
+        results.append(self.head.weight)
+        return self
+
 
 def of_activations(model: Any, x: jax.Array) -> jax.Array:
     return jnp.mean(jax.vmap(lambda x: model.head(model.activations(x)))(x) ** 2)
@@ -430,21 +437,39 @@ def test_another_method_outside_of_autocast_warns_once() -> None:
     model = jaxmp.equinox.apply_policy(Methods(), "mixed_bfloat16")
     params, static = eqx.partition(model, eqx.is_inexact_array)
     loss = jax.grad(lambda params: of_activations(eqx.combine(params, static), X))
-    text = "is called outside of autocast, where the policy of the model does not hold"
-    with pytest.warns(UserWarning, match=text) as told:
+    text = "a Linear of a model under a policy is called outside of autocast, where no policy"
+    with pytest.warns(UserWarning, match=text) as warned:
         jax.tree.map(jnp.add, loss(params), loss(params))
-    names = [str(each.message).split()[0] for each in told]
-    assert names == ["Methods.activations", "Linear.__call__"]  # the head, by itself
-    model.activations(X[0])  # nothing is traced: it may well be no computation
+    assert len(warned) == 1
+    model.activations(X[0])  # nothing is traced
+    jax.jit(lambda x: model.twice(x))(X[0])  # calls the model, which brings autocast
+
+
+def test_only_a_call_of_the_model_casts_and_brings_autocast() -> None:
+    model = jaxmp.equinox.apply_policy(Methods(), "params=bf16,compute=bf16,output=f32")
+    assert count_dots(model.twice, X[0]) == {"bfloat16": 2}
+    results: list[Any] = []
+
+    def within(x: jax.Array) -> jax.Array:
+        assert model.collect(results) is model
+        return x
+
+    jaxmp.autocast(within, jaxmp.PolicyRules())(X)
+    assert [x.dtype for x in results] == [jnp.bfloat16]
 
 
 class Renamed(Methods):
-    """Its call has another name, and a module is an attribute of the class."""
+    """Its call has another name, and what is a method above is none here."""
 
     identity = eqx.nn.Identity()
+    twice = staticmethod(jax.nn.relu)
+
+    @property
+    def collect(self) -> int:
+        return 3
 
     def forward(self, x: jax.Array) -> jax.Array:
-        return self.identity(self.head(self.activations(x)))
+        return self.identity(self.head(self.twice(self.activations(x)))) * self.collect
 
     __call__ = forward
 
@@ -461,9 +486,12 @@ def test_results_are_cast_where_they_leave_the_model() -> None:
 
 
 class Uncalled(eqx.Module):
-    """A module without a method."""
+    """A module with another method."""
 
     x: jax.Array
+
+    def run(self) -> jax.Array:
+        return self.x
 
 
 @pytest.mark.parametrize(
