@@ -162,10 +162,6 @@ def _attend(qkv: jax.Array) -> jax.Array:
     return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
 
 
-def _same(model: Any) -> Any:
-    return model
-
-
 def _loss(logits: jax.Array, tokens: jax.Array) -> jax.Array:
     targets = jnp.roll(tokens, -1, axis=1)
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
@@ -200,16 +196,18 @@ class _Case:
         """Traces loss and gradients as nobody has before: the function is a new one."""
         graphdef: Any = nnx.graphdef(model) if self.flax == "nnx" else None
         low = self.author == "autocast"
-        apply = jaxmp.autocast(model.apply, _RULES) if low and graphdef is None else None
 
         def step(params: Any, tokens: jax.Array) -> Any:
             if self.flax == "nnx":
-                cast = functools.partial(jaxmp.nnx.autocast, policy=_RULES) if low else _same
-                return nnx.value_and_grad(lambda model: _loss(cast(model)(tokens), tokens))(
-                    nnx.merge(graphdef, params)
-                )
+
+                def loss_of(model: Any) -> jax.Array:
+                    call = jaxmp.nnx.autocast(model, _RULES) if low else model
+                    return _loss(call(tokens), tokens)
+
+                return nnx.value_and_grad(loss_of)(nnx.merge(graphdef, params))
+            apply = jaxmp.autocast(model.apply, _RULES) if low else model.apply
             return jax.value_and_grad(
-                lambda params: _loss((apply or model.apply)({"params": params}, tokens), tokens)
+                lambda params: _loss(apply({"params": params}, tokens), tokens)
             )(params)
 
         jax.jit(step).trace(params, _tokens())

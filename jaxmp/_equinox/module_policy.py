@@ -240,7 +240,8 @@ class _Mark:
         if is_call and not within_autocast():
             if is_model:
                 return _alone(module, args, kwargs)
-            if self.policy is not None and any(map(is_traced, jax.tree.leaves((module, args)))):
+            leaves = jax.tree.leaves((module, args, kwargs))
+            if self.policy is not None and any(map(is_traced, leaves)):
                 warn_once(_OUTSIDE.format(type(module).__name__), type(module))
         with in_scope(self.scope):
             if not (is_call and is_model):

@@ -1,7 +1,6 @@
 """Finds the modules in an Equinox module, and rebuilds it with others in their place."""
 
 import functools
-import inspect
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,7 +9,7 @@ import equinox as eqx
 import jax
 
 from jaxmp._modules.decisions import decide, family_of
-from jaxmp._modules.scopes import new_instance
+from jaxmp._modules.scopes import methods_of, new_instance
 from jaxmp._policies.policy_rules import Decision, PolicyRules
 
 
@@ -48,21 +47,6 @@ def is_module(x: Any) -> bool:
 def has_call(module: Any) -> bool:
     """Whether a module has a `__call__`."""
     return any("__call__" in vars(base) for base in type(module).__mro__)
-
-
-def methods(cls: Any) -> set[str]:
-    """Returns `__call__` and the public methods of users' classes; those of layers are helpers."""
-    bases = [base for base in cls.__mro__ if base not in eqx.Module.__mro__]
-    own = [base for base in bases if not base.__module__.startswith("equinox.")]
-    names = {name for base in own for name in vars(base) if not name.startswith("_")}
-    values = {name: inspect.getattr_static(cls, name) for name in names}
-    others = (staticmethod, classmethod, property, type)
-    functions = {
-        name
-        for name, value in values.items()
-        if callable(value) and hasattr(value, "__get__") and not isinstance(value, others)
-    }
-    return functions - cls.__dataclass_fields__.keys() | {"__call__"}
 
 
 def is_equinox_layer(module: Any) -> bool:
@@ -113,7 +97,7 @@ def mark_of(module: Any) -> Any:
 
 
 def with_mark(module: Any, mark: Any) -> Any:
-    """Returns a module whose `methods` run as a mark says; None makes it a plain one.
+    """Returns a module whose public methods run as a mark says; None makes it a plain one.
 
     Args:
       module: a module with a `__call__`.
@@ -171,13 +155,16 @@ def _class_with_mark(cls: Any) -> Any:
 
         return call
 
+    # A function may be the default of a field; a `__call__` may be jitted, and no function.
+    names = {*methods_of(cls, eqx.Module), "__call__"} - cls.__dataclass_fields__.keys()
+
     def reduce_ex(self: Any, protocol: Any) -> Any:
         # Pickle finds classes by name, and would find the plain class.
         reduced = super(marked, self).__reduce_ex__(protocol)
         return (new_instance, (_class_with_mark, cls), *reduced[2:])
 
     body = {
-        **{name: under_mark(name) for name in methods(cls)},
+        **{name: under_mark(name) for name in names},
         "__reduce_ex__": reduce_ex,
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, get_args
 
 _BETWEEN = frozenset(
-    ["beartype", "contextlib", "equinox", "flax", "functools", "jax", "jaxmp", "jaxtyping", "optax"]
+    {"beartype", "contextlib", "equinox", "flax", "functools", "jax", "jaxmp", "jaxtyping", "optax"}
 )
 
 _SAID: weakref.WeakKeyDictionary[type, set[str]] = weakref.WeakKeyDictionary()
