@@ -1,6 +1,6 @@
 """Policies on Equinox modules: each module runs in scopes that say its path and its policy.
 
-A module under a policy is an instance of a subclass with the same name, whose methods open the
+A module under a policy is an instance of a subclass with the same name, whose `__call__` opens the
 scopes; its leaves are the same. Autocast reads the scopes, wherever it is put around the model. A
 model that is called outside of any autocast puts one around itself.
 """
@@ -63,10 +63,9 @@ def apply_policy(
       The model under the rules, with the same fields, leaves and paths of leaves, so that
       checkpoints fit both. The floating arrays of each module are cast to the param dtype of its
       policy. Results of the model are cast to the output dtype of its own policy, but not an
-      `equinox.nn.State`: running statistics stay float32. Only its `__call__` casts, and brings
-      autocast where there is none. Where there is, other public methods are under the policy too;
-      where there is none, a warning says which layer they call. Applying again replaces the rules;
-      `remove_policy` takes them off.
+      `equinox.nn.State`: running statistics stay float32. Only `__call__` is under the policy, of
+      each module, and only that of the model brings autocast: a module that JAX traces outside of
+      any gives a warning. Applying again replaces the rules; `remove_policy` takes them off.
 
     Raises:
       TypeError: if `model` is no Equinox module, or cannot be called.
@@ -234,21 +233,20 @@ class _Mark:
     policy: Policy | None = None
     dtypes: tuple[tuple[str, DType], ...] | None = None
 
-    def run(self, name: str, method: Any, module: Any, args: Any, kwargs: Any) -> Any:
-        """Runs a method of a module in its scopes, and a call of the model under autocast."""
-        is_call, is_model = name == "__call__", self.dtypes is not None
-        if is_call and not within_autocast():
-            if is_model:
-                return _alone(module, args, kwargs)
-            leaves = jax.tree.leaves((module, args, kwargs))
-            if self.policy is not None and any(map(is_traced, leaves)):
+    def call(self, cls: Any, module: Any, args: Any, kwargs: Any) -> Any:
+        """Calls a module in its scopes, and the model itself under autocast, if it is not yet."""
+        if self.dtypes is None:
+            traced = any(map(is_traced, jax.tree.leaves((module, args, kwargs))))
+            if traced and self.policy is not None and not within_autocast():
                 warn_once(_OUTSIDE.format(type(module).__name__), type(module))
+            with in_scope(self.scope):
+                return cls.__call__(module, *args, **kwargs)
+        if not within_autocast():
+            return _alone(module, args, kwargs)
         with in_scope(self.scope):
-            if not (is_call and is_model):
-                return method(module, *args, **kwargs)
             # Autocast makes no product wider, and a rule may ask for that.
             module, args, kwargs = _all_but_states(_from_16_bits, (module, args, kwargs))
-            out = method(module, *args, **kwargs)
+            out = cls.__call__(module, *args, **kwargs)
         policy = self.policy
         if policy is None:
             return out

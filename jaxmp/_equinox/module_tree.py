@@ -9,7 +9,7 @@ import equinox as eqx
 import jax
 
 from jaxmp._modules.decisions import decide, family_of
-from jaxmp._modules.scopes import methods_of, new_instance
+from jaxmp._modules.scopes import new_instance
 from jaxmp._policies.policy_rules import Decision, PolicyRules
 
 
@@ -97,11 +97,11 @@ def mark_of(module: Any) -> Any:
 
 
 def with_mark(module: Any, mark: Any) -> Any:
-    """Returns a module whose public methods run as a mark says; None makes it a plain one.
+    """Returns a module that is called as a mark says; None makes it a plain one.
 
     Args:
       module: a module with a `__call__`.
-      mark: a static value with a method `run(name, method, module, args, kwargs)`.
+      mark: a static value with a method `call(cls, module, args, kwargs)`.
     """
     plain: Any = getattr(type(module), "_jaxmp_plain", type(module))
     own = {name: value for name, value in vars(module).items() if name != "_jaxmp"}
@@ -141,22 +141,14 @@ def _instance(cls: Any, attributes: dict[str, Any]) -> Any:
 
 @functools.lru_cache(maxsize=512)
 def _class_with_mark(cls: Any) -> Any:
-    """Makes a subclass with the same name whose methods run as the mark of the instance says."""
+    """Makes a subclass with the same name whose instances are called as their mark says."""
 
-    def under_mark(name: str) -> Any:
-        method = getattr(cls, name)
-
-        @functools.wraps(method)
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            # A new instance from type(module)(...) has no mark.
-            if self._jaxmp is None:
-                return method(self, *args, **kwargs)
-            return self._jaxmp.run(name, method, self, args, kwargs)
-
-        return call
-
-    # A function may be the default of a field; a `__call__` may be jitted, and no function.
-    names = {*methods_of(cls, eqx.Module), "__call__"} - cls.__dataclass_fields__.keys()
+    @functools.wraps(cls.__call__)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # A new instance from type(module)(...) has no mark.
+        if self._jaxmp is None:
+            return cls.__call__(self, *args, **kwargs)
+        return self._jaxmp.call(cls, self, args, kwargs)
 
     def reduce_ex(self: Any, protocol: Any) -> Any:
         # Pickle finds classes by name, and would find the plain class.
@@ -164,7 +156,7 @@ def _class_with_mark(cls: Any) -> Any:
         return (new_instance, (_class_with_mark, cls), *reduced[2:])
 
     body = {
-        **{name: under_mark(name) for name in names},
+        "__call__": call,
         "__reduce_ex__": reduce_ex,
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,

@@ -8,6 +8,7 @@ remat and differentiation.
 import contextlib
 import dataclasses
 import functools
+import inspect
 import types
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -18,7 +19,7 @@ from flax import nnx
 from jaxmp._flax.float8_layers import Float8Layers
 from jaxmp._flax.nnx_modules import first_paths, is_flax_layer, is_node, modules, modules_with_paths
 from jaxmp._modules.decisions import decide
-from jaxmp._modules.scopes import Scope, in_scope, methods_of, path_names, policy_names
+from jaxmp._modules.scopes import Scope, in_scope, path_names, policy_names
 from jaxmp._policies.policy_rules import Decision, PolicyRules
 
 ModelT = TypeVar("ModelT")
@@ -156,10 +157,19 @@ def _scoped_class(cls: Any, is_pytree: bool) -> Any:
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
     }
-    for name in methods_of(cls, nnx.Module):
-        body[name] = _method_in_scope(getattr(cls, name))
+    for name, method in _methods(cls):
+        body[name] = _method_in_scope(method)
     keywords = {"pytree": is_pytree}
     return types.new_class(cls.__name__, (cls,), keywords, lambda space: space.update(body))
+
+
+def _methods(cls: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Yields the public methods of a class and its `__call__`, without those of `nnx.Module`."""
+    own = [base for base in cls.__mro__ if base not in nnx.Module.__mro__]
+    for name in dict.fromkeys(name for base in own for name in vars(base)):
+        method = inspect.getattr_static(cls, name)
+        if inspect.isfunction(method) and (name == "__call__" or not name.startswith("_")):
+            yield name, method
 
 
 def _method_in_scope(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,7 +3,6 @@
 import contextlib
 import contextvars
 import dataclasses
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -66,21 +65,6 @@ def in_scope(scope: Scope) -> Iterator[None]:
             yield
         finally:
             _PATH.reset(token)
-
-
-def methods_of(cls: type, library: type) -> list[str]:
-    """Returns the public methods of a class and its `__call__`, without those of a library's base.
-
-    >>> methods_of(type("Net", (), {"encode": lambda self: 0, "_cut": lambda self: 0}), object)
-    ['encode']
-    """
-    own = [base for base in cls.__mro__ if base not in library.__mro__]
-    return [
-        name
-        for name in dict.fromkeys(name for base in own for name in vars(base))
-        if inspect.isfunction(inspect.getattr_static(cls, name))
-        and (name == "__call__" or not name.startswith("_"))
-    ]
 
 
 def new_instance(make_class: Callable[..., type], *args: Any) -> Any:

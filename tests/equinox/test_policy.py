@@ -392,16 +392,14 @@ class Methods(eqx.Module):
 
     hidden: eqx.nn.Linear
     head: eqx.nn.Linear
-    activation: Any = jax.nn.relu  # a field, and no method
 
     def __init__(self) -> None:
         keys = jax.random.split(jax.random.key(0))
-        self.activation = jax.nn.tanh
         self.hidden = eqx.nn.Linear(8, 16, key=keys[0])
         self.head = eqx.nn.Linear(16, 4, key=keys[1])
 
     def activations(self, x: jax.Array) -> jax.Array:
-        return self.activation(self.hidden(x))
+        return jnp.tanh(self.hidden(x))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.head(self.activations(x))
@@ -409,80 +407,34 @@ class Methods(eqx.Module):
     def twice(self, x: jax.Array) -> jax.Array:
         return 2 * self(x)
 
-    def collect(self, results: list[Any]) -> Any:
-        results.append(self.head.weight)
-        return self
-
 
 def of_activations(model: Any, x: jax.Array) -> jax.Array:
     return jnp.mean(jax.vmap(lambda x: model.head(model.activations(x)))(x) ** 2)
 
 
-def test_another_method_is_under_the_policy_within_autocast() -> None:
-    rules = jaxmp.PolicyRules({"head": "float32"}, default="mixed_bfloat16")
-    model = jaxmp.equinox.apply_policy(Methods(), rules)
-    params, static = eqx.partition(model, eqx.is_inexact_array)
-
-    def gradients(loss: Any) -> Any:
-        of_model = jaxmp.equinox.filter_grad(loss)
-        return lambda params: jax.tree.leaves(of_model(eqx.combine(params, static), X))
-
-    by_method, by_call = gradients(of_activations), gradients(mean_square)
-    assert count_dots(by_method, params) == count_dots(by_call, params)
-    assert "bfloat16" in count_dots(by_method, params)
-    assert tree_bits(by_method(params)) == tree_bits(by_call(params))
-
-
-def test_another_method_outside_of_autocast_warns_once() -> None:
+def test_modules_are_under_the_policy_wherever_they_are_called_in_autocast() -> None:
     model = jaxmp.equinox.apply_policy(Methods(), "mixed_bfloat16")
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+    of_model = jaxmp.equinox.filter_grad(of_activations)
+
+    def gradients(params: Any) -> Any:
+        return jax.tree.leaves(of_model(eqx.combine(params, static), X))
+
+    assert set(count_dots(gradients, params)) == {"bfloat16"}
+
+
+def test_a_module_that_is_traced_outside_of_autocast_warns_once() -> None:
+    model = jaxmp.equinox.apply_policy(Methods(), "mixed_bfloat16")
+    model.activations(X[0])  # nothing is traced
+    jax.jit(lambda x: model.twice(x))(X[0])  # a call of the model brings autocast
     params, static = eqx.partition(model, eqx.is_inexact_array)
     loss = jax.grad(lambda params: of_activations(eqx.combine(params, static), X))
     text = "a Linear of a model under a policy is called outside of autocast, where no policy"
     with pytest.warns(UserWarning, match=text) as warned:
         jax.tree.map(jnp.add, loss(params), loss(params))
     assert len(warned) == 1
-    model.activations(X[0])  # nothing is traced
-    jax.jit(lambda x: model.twice(x))(X[0])  # calls the model, which brings autocast
-
-
-def test_only_a_call_of_the_model_casts_and_brings_autocast() -> None:
-    model = jaxmp.equinox.apply_policy(Methods(), "params=bf16,compute=bf16,output=f32")
-    assert count_dots(model.twice, X[0]) == {"bfloat16": 2}
-    results: list[Any] = []
-
-    def within(x: jax.Array) -> jax.Array:
-        assert model.collect(results) is model
-        return x
-
-    jaxmp.autocast(within, jaxmp.PolicyRules())(X)
-    assert [x.dtype for x in results] == [jnp.bfloat16]
-
-
-class Renamed(Methods):
-    """Its call has another name, and what is a method above is none here."""
-
-    identity = eqx.nn.Identity()
-    twice = staticmethod(jax.nn.relu)
-
-    @property
-    def collect(self) -> int:
-        return 3
-
-    def forward(self, x: jax.Array) -> jax.Array:
-        return self.identity(self.head(self.twice(self.activations(x)))) * self.collect
-
-    __call__ = forward
-
-
-def test_a_call_under_another_name() -> None:
-    model = jaxmp.equinox.apply_policy(Renamed(), "mixed_bfloat16")
-    assert count_dots(model, X[0]) == {"bfloat16": 2}
-
-
-def test_results_are_cast_where_they_leave_the_model() -> None:
-    model = jaxmp.equinox.apply_policy(Methods(), "params=f32,compute=f32,output=bf16")
-    expected = Methods()(X[0]).astype(jnp.bfloat16)
-    assert tree_bits(model(X[0])) == tree_bits(expected)  # and not between its two methods
+    plain = jaxmp.equinox.with_scopes(Methods())
+    jax.jit(lambda x: plain.activations(x))(X[0])  # no policy, no warning
 
 
 class Uncalled(eqx.Module):
