@@ -27,7 +27,7 @@ from measurement import RESULTS, Column, Report, Row
 from sharded_lm import ShardedLM, place_on, pod_mesh
 
 import jaxmp
-from jaxmp._planning.absent_devices import absent_pod
+from jaxmp._tools.planning.absent_devices import absent_pod
 from jaxmp.sharding import FSDP
 
 MODEL = ShardedLM(layers=20, width=2048, heads=16, vocab=32768, context=1024, remat=True)

@@ -36,7 +36,7 @@ from lab.timing import (
 from measurement import Column, Report, Row, add_common_arguments
 
 import jaxmp
-from jaxmp._planning.devices import Peaks
+from jaxmp._tools.planning.devices import Peaks
 
 _PRESETS: dict[str, dict[str, int]] = {
     "small": {"layers": 4, "width": 256, "heads": 4, "vocab": 4096, "context": 128, "batch": 8},

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from lab.timing import Contender, Measurement
 
-from jaxmp._planning.devices import Peaks, find_device
+from jaxmp._tools.planning.devices import Peaks, find_device
 
 # Data sheets of CPUs do not tell. A CPU multiplies matrices in turn with the contenders instead, so
 # that a busy machine slows both.

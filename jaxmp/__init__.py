@@ -10,19 +10,7 @@ import importlib
 import importlib.util
 import typing
 
-from jaxmp import (
-    diagnostics as diagnostics,
-    float8 as float8,
-    rules as rules,
-    sharding as sharding,
-)
 from jaxmp._autocast.api import autocast as autocast, full_precision as full_precision
-from jaxmp._inspect.api import (
-    AuditError as AuditError,
-    assert_reduced_in as assert_reduced_in,
-    audit as audit,
-    collectives as collectives,
-)
 from jaxmp._numerics.loss_scale import (
     DynamicLossScale as DynamicLossScale,
     LossScale as LossScale,
@@ -58,23 +46,50 @@ from jaxmp._training.train_state import TrainState as TrainState
 from jaxmp._training.train_step import make_train_step as make_train_step
 
 if typing.TYPE_CHECKING:
-    from jaxmp import equinox as equinox, linen as linen, nnx as nnx
+    from jaxmp import (
+        diagnostics as diagnostics,
+        equinox as equinox,
+        float8 as float8,
+        linen as linen,
+        nnx as nnx,
+        rules as rules,
+        sharding as sharding,
+    )
+    from jaxmp._tools.inspect.api import (
+        AuditError as AuditError,
+        assert_reduced_in as assert_reduced_in,
+        audit as audit,
+        collectives as collectives,
+    )
 
 __version__ = "0.1.0"
 
 
-# The adapters, and what they import when they are first used.
-_ADAPTERS = {"equinox": "equinox", "linen": "flax", "nnx": "flax"}
+# What loads when it is first used: modules, each with the library that it needs, and the audits.
+_MODULES = {
+    "diagnostics": "jax",
+    "equinox": "equinox",
+    "float8": "jax",
+    "linen": "flax",
+    "nnx": "flax",
+    "rules": "jax",
+    "sharding": "jax",
+}
+_AUDITS = ("AuditError", "assert_reduced_in", "audit", "collectives")
 
 
 def __dir__() -> list[str]:
-    """What is public: the names above, and the adapters whose library is installed."""
+    """What is public: the names above, and the modules whose library is installed."""
     names = [name for name in globals() if not name.startswith("_")]
-    usable = [name for name in _ADAPTERS if importlib.util.find_spec(_ADAPTERS[name])]
-    return sorted({*names, "__version__", *usable} - {"importlib", "typing"})
+    usable = [name for name, library in _MODULES.items() if importlib.util.find_spec(library)]
+    return sorted({*names, *_AUDITS, "__version__", *usable} - {"importlib", "typing"})
 
 
 def __getattr__(name: str) -> typing.Any:
-    if name in _ADAPTERS:
+    if name in _MODULES:
         return importlib.import_module(f"jaxmp.{name}")
+    if name in _AUDITS:
+        value = getattr(importlib.import_module("jaxmp._tools.inspect.api"), name)
+        globals()[name] = value
+        return value
     raise AttributeError(f"module 'jaxmp' has no attribute {name!r}")

@@ -2,7 +2,7 @@
 
 import sys
 
-from jaxmp._command.main import main as main
+from jaxmp._tools.command.main import main as main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 import jax
 
-from jaxmp._planning.absent_devices import absent_pod
+from jaxmp._tools.planning.absent_devices import absent_pod
 
 Platform = Literal["gpu", "tpu"]
 PLATFORMS: tuple[Platform, ...] = ("gpu", "tpu")

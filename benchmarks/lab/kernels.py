@@ -4,8 +4,8 @@ import re
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from jaxmp._hlo.dataflow import Flow
-from jaxmp._hlo.parser import Instruction, Module
+from jaxmp._tools.hlo.dataflow import Flow
+from jaxmp._tools.hlo.parser import Instruction, Module
 
 # What does no work by itself: names for what is there, the ends of what began before, and the
 # instructions that run other computations, which are walked into.

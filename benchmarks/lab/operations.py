@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxmp._hlo.parser import Instruction, Module, bits, dtype_of_hlo
+from jaxmp._tools.hlo.parser import Instruction, Module, bits, dtype_of_hlo
 
 from .kernels import Schedule
 

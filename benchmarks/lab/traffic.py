@@ -8,7 +8,7 @@ import math
 import re
 from typing import NamedTuple
 
-from jaxmp._hlo.parser import Array, Instruction, Module, Operand, dtype_of_hlo
+from jaxmp._tools.hlo.parser import Array, Instruction, Module, Operand, dtype_of_hlo
 
 from .kernels import Schedule, does_work
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmp._planning.devices import find_device
+from jaxmp._tools.planning.devices import find_device
 from on_device.recorder import Recorder
 from on_device.steps import WITHOUT_TRITON, peak_of
 

@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 from lab.timing import Contender, planned_memory
 from tables import Row
 
-from jaxmp._planning.devices import find_device
+from jaxmp._tools.planning.devices import find_device
 from on_device.recorder import Recorder
 
 _ROUNDS = 2

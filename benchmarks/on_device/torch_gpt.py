@@ -24,7 +24,7 @@ from tables import Row
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from jaxmp._planning.devices import find_device
+from jaxmp._tools.planning.devices import find_device
 from on_device import gpt as jax_part, names
 from on_device.recorder import Recorder
 

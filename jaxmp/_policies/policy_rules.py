@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import tomllib
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -160,6 +159,8 @@ class PolicyRules:
         >>> PolicyRules.from_toml(text)
         PolicyRules([('*norm*', 'float32')], default='mixed_bfloat16')
         """
+        import tomllib  # A third of what the rest of this package takes to import.
+
         return cls.from_dict(tomllib.loads(text))
 
     @classmethod

@@ -16,7 +16,7 @@ import jax
 import pytest
 
 from benchmarks.lab.compilers import compiler_options
-from jaxmp._planning.absent_devices import absent_gpus, absent_pod, gpu_target
+from jaxmp._tools.planning.absent_devices import absent_gpus, absent_pod, gpu_target
 
 # What the second stack compiles for, too.
 GPU = pytest.param("gpu", marks=pytest.mark.jax)

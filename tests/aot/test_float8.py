@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jaxmp
 from benchmarks.gpt import GPT
-from jaxmp._inspect.collective_report import CompiledCollective
+from jaxmp._tools.inspect.collective_report import CompiledCollective
 from tests.aot.conftest import Compiler
 from tests.support.compiled import WITHOUT_TRITON, beside_products, float8_calls
 

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
 
 import jaxmp
-from jaxmp._planning.memory_rows import MemoryPlan
+from jaxmp._tools.planning.memory_rows import MemoryPlan
 from jaxmp.diagnostics import absent_devices, memory_plan
 from jaxmp.sharding import FSDP, fully_sharded
 from tests.aot.conftest import Compiler

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jaxmp._hlo.parser import Instruction, Module
-from jaxmp._planning.absent_devices import gpu_target
+from jaxmp._tools.hlo.parser import Instruction, Module
+from jaxmp._tools.planning.absent_devices import gpu_target
 from tests.aot.conftest import Compiler, compiler_for_gpus
 from tests.support.compiled import WITHOUT_TRITON, cycles, float8_calls
 

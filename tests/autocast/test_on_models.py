@@ -11,7 +11,7 @@ import pytest
 
 import jaxmp
 import jaxmp.nnx
-from jaxmp._inspect.api import AuditReport
+from jaxmp._tools.inspect.api import AuditReport
 from tests.support import rule_models
 from tests.support.rule_models import Flax, Kind, Stack
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from jaxmp._command.checks import parse_checks
-from jaxmp._command.commands import COMMANDS
-from jaxmp._command.machine import version_of
-from jaxmp._command.main import main
-from jaxmp._command.program import UsageError
+from jaxmp._tools.command.checks import parse_checks
+from jaxmp._tools.command.commands import COMMANDS
+from jaxmp._tools.command.machine import version_of
+from jaxmp._tools.command.main import main
+from jaxmp._tools.command.program import UsageError
 
 ROOT = pathlib.Path(__file__).parents[2]
 ESCAPE = "\x1b"
@@ -194,7 +194,7 @@ def test_a_user_who_stops_it_gets_no_traceback(
     def stopped(name: str) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("jaxmp._command.main.load_program", stopped)
+    monkeypatch.setattr("jaxmp._tools.command.main.load_program", stopped)
     assert main(["audit", program]) == 130
     assert capsys.readouterr().err == ""
 
@@ -205,7 +205,7 @@ def test_an_error_has_its_kind_and_the_way_to_its_place(
     def fails(name: str) -> None:
         raise KeyError("low")
 
-    monkeypatch.setattr("jaxmp._command.main.load_program", fails)
+    monkeypatch.setattr("jaxmp._tools.command.main.load_program", fails)
     assert main(["audit", program]) == 2
     assert capsys.readouterr().err == ("jaxmp audit: KeyError: 'low'\n(--traceback shows where)\n")
 
@@ -253,7 +253,7 @@ def test_the_script_of_the_package_is_this_function() -> None:
 def test_it_runs_as_a_process(program: str) -> None:
     """`python -m jaxmp` ends with the code, and `import jaxmp` does not load the command."""
     code = (
-        "import sys, jaxmp; assert not any(m.startswith('jaxmp._command') for m in sys.modules); "
+        "import sys, jaxmp; assert not any(m.startswith('jaxmp._tools.command') for m in sys.modules); "
         "import runpy; runpy.run_module('jaxmp', run_name='__main__')"
     )
     command = [sys.executable, "-c", code, "audit", program, "--check", "upcasts=0"]

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxmp._command.doctor import DoctorReport
-from jaxmp._command.machine import Machine, remarks, settings, this_machine, versions
-from jaxmp._command.main import main
-from jaxmp._command.program import NamedProgram
-from jaxmp._command.shapes import ProductShape, paddings, parse_shapes, shapes_in
-from jaxmp._planning.devices import DEVICES
+from jaxmp._tools.command.doctor import DoctorReport
+from jaxmp._tools.command.machine import Machine, remarks, settings, this_machine, versions
+from jaxmp._tools.command.main import main
+from jaxmp._tools.command.program import NamedProgram
+from jaxmp._tools.command.shapes import ProductShape, paddings, parse_shapes, shapes_in
+from jaxmp._tools.planning.devices import DEVICES
 
 
 def machine(kind: str, capability: str = "", wrong: bool = False) -> Machine:
@@ -170,7 +170,7 @@ def test_without_a_device_the_code_is_1(
     def fails() -> Machine:
         raise RuntimeError("Unable to initialize backend 'tpu'")
 
-    monkeypatch.setattr("jaxmp._command.doctor.this_machine", fails)
+    monkeypatch.setattr("jaxmp._tools.command.doctor.this_machine", fails)
     assert main(["doctor"]) == 1
     out, err = capsys.readouterr()
     assert "JAX has no device: Unable to initialize" in out

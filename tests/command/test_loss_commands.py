@@ -8,7 +8,7 @@ import textwrap
 
 import pytest
 
-from jaxmp._command.main import main
+from jaxmp._tools.command.main import main
 
 Captured = pytest.CaptureFixture[str]
 

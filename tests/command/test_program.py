@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from jaxmp._command.program import UsageError, load_program
+from jaxmp._tools.command.program import UsageError, load_program
 
 
 @pytest.fixture

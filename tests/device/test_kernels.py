@@ -15,7 +15,7 @@ import pytest
 import jaxmp
 from benchmarks.lab.kernels import Schedule
 from benchmarks.lab.operations import hlo_product_flops, products_of
-from jaxmp._hlo.parser import Instruction, Module
+from jaxmp._tools.hlo.parser import Instruction, Module
 from tests.support.compiled import WITHOUT_TRITON
 from tests.support.devices import needs_gpu
 from tests.support.profiles import Profile, profile, read_profile

@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxmp
 import jaxmp.nnx
-from jaxmp._diagnostics.scope_values import scope_values
+from jaxmp._tools.diagnostics.scope_values import scope_values
 from jaxmp.diagnostics import compare, log_prob_gap
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("standard_promotion")]

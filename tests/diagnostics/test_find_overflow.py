@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import jaxmp
 import jaxmp.linen
 import jaxmp.nnx
-from jaxmp._diagnostics.overflow import Overflow
+from jaxmp._tools.diagnostics.overflow import Overflow
 from jaxmp.diagnostics import find_overflow
 from tests.support.audit_lines import line_of
 
@@ -505,8 +505,8 @@ def test_it_prints_a_line_for_each_fact() -> None:
 @pytest.mark.parametrize("reverse", [pytest.param(False, marks=MORE), True])
 def test_loops_run_as_in_jax(reverse: bool) -> None:
     """The control: without an overflow, one after the other gives what the program gives."""
-    from jaxmp._diagnostics.one_by_one import OneByOne, RunValue
     from jaxmp._program.program import read
+    from jaxmp._tools.diagnostics.one_by_one import OneByOne, RunValue
 
     def fun(x: jax.Array) -> Any:
         def turn(c: Any, row: Any) -> Any:
@@ -732,8 +732,8 @@ def test_results_have_their_own_names() -> None:
 
 def test_what_nobody_reads_any_more_is_freed() -> None:
     """Whole models run one operation after the other: a chain needs no more memory at its end."""
-    from jaxmp._diagnostics.one_by_one import OneByOne, RunValue
     from jaxmp._program.program import read
+    from jaxmp._tools.diagnostics.one_by_one import OneByOne, RunValue
 
     def chain(x: jax.Array) -> jax.Array:
         for _ in range(8):

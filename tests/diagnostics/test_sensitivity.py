@@ -15,7 +15,7 @@ from flax import nnx
 
 import jaxmp
 import jaxmp.nnx
-from jaxmp._diagnostics.sensitivity_report import SensitivityReport
+from jaxmp._tools.diagnostics.sensitivity_report import SensitivityReport
 from jaxmp.diagnostics import sensitivity
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("standard_promotion")]

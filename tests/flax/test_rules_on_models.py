@@ -12,7 +12,7 @@ from flax import nnx
 import jaxmp
 import jaxmp.linen
 import jaxmp.nnx
-from jaxmp._inspect.api import AuditReport, audit
+from jaxmp._tools.inspect.api import AuditReport, audit
 from tests.support import rule_models
 from tests.support.bits import tree_bits
 from tests.support.rule_models import Author, Flax, Kind, Stack

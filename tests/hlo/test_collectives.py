@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from jaxmp._hlo.collectives import Transfer, read_program
-from jaxmp._hlo.parser import Array, arrays_in, bits, dtype_of_hlo, read_shape
-from jaxmp._hlo.replica_groups import read_groups
+from jaxmp._tools.hlo.collectives import Transfer, read_program
+from jaxmp._tools.hlo.parser import Array, arrays_in, bits, dtype_of_hlo, read_shape
+from jaxmp._tools.hlo.replica_groups import read_groups
 
 pytestmark = pytest.mark.jax
 

@@ -9,8 +9,8 @@ import pathlib
 
 import pytest
 
-from jaxmp._hlo.collectives import read_program
-from jaxmp._hlo.products import HloFloat8Product
+from jaxmp._tools.hlo.collectives import read_program
+from jaxmp._tools.hlo.products import HloFloat8Product
 
 pytestmark = pytest.mark.jax
 

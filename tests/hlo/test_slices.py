@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from jaxmp._hlo.collectives import Transfer, read_program
+from jaxmp._tools.hlo.collectives import Transfer, read_program
 
 pytestmark = pytest.mark.jax
 

@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 import jaxmp
-from jaxmp._inspect.api import audit
+from jaxmp._tools.inspect.api import audit
 from tests.support.audit_lines import line_of
 
 pytestmark = pytest.mark.annotations

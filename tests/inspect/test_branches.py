@@ -13,8 +13,8 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxmp._inspect.api import AuditError, audit
-from jaxmp._inspect.branches import Choice, Part, least_share, most
+from jaxmp._tools.inspect.api import AuditError, audit
+from jaxmp._tools.inspect.branches import Choice, Part, least_share, most
 from tests.support.audit_lines import line_of
 
 BF16, F32 = jnp.bfloat16, jnp.float32

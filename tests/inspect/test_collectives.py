@@ -15,8 +15,8 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxmp
-from jaxmp._inspect.api import CompiledCollective
-from jaxmp._inspect.collective_report import Collectives
+from jaxmp._tools.inspect.api import CompiledCollective
+from jaxmp._tools.inspect.collective_report import Collectives
 from tests.support.audit_lines import line_of
 from tests.support.collective_programs import (
     BF16,

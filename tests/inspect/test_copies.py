@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 import jaxmp
-from jaxmp._inspect.api import AuditError, audit
+from jaxmp._tools.inspect.api import AuditError, audit
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 PARAMS = {

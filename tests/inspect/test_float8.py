@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 import jaxmp
-from jaxmp._inspect.api import AuditError, AuditReport, audit
-from jaxmp._inspect.collectives import collectives
+from jaxmp._tools.inspect.api import AuditError, AuditReport, audit
+from jaxmp._tools.inspect.collectives import collectives
 from tests.support.audit_lines import line_of
 
 pytestmark = pytest.mark.annotations

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxmp._inspect.api import AuditReport, audit
-from jaxmp._inspect.tables import bytes_text, flops_text
+from jaxmp._tools.inspect.api import AuditReport, audit
+from jaxmp._tools.inspect.tables import bytes_text, flops_text
 
 
 @pytest.fixture

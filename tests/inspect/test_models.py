@@ -15,9 +15,9 @@ from jax.extend import source_info_util
 
 import jaxmp
 import jaxmp.linen
-from jaxmp._inspect.api import AuditReport, audit
-from jaxmp._inspect.equations import walk
-from jaxmp._inspect.summarize import Tally
+from jaxmp._tools.inspect.api import AuditReport, audit
+from jaxmp._tools.inspect.equations import walk
+from jaxmp._tools.inspect.summarize import Tally
 from tests.support import rule_models
 from tests.support.audit_lines import line_of
 

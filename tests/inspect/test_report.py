@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxmp._inspect.api import AuditError, AuditReport, audit
+from jaxmp._tools.inspect.api import AuditError, AuditReport, audit
 from tests.support.audit_lines import line_of
 
 pytestmark = pytest.mark.annotations

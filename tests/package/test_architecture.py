@@ -17,7 +17,6 @@ PACKAGE = pathlib.Path(__file__).parents[2] / "jaxmp"
 # those before it. The facades are above all of them, and hold nothing but imports.
 FOLDERS = (
     "_numerics",
-    "_hlo",
     "_program",
     "_policies",
     "_mesh",
@@ -29,11 +28,12 @@ FOLDERS = (
     "_modules",
     "_flax",
     "_equinox",
-    "_inspect",
-    "_diagnostics",
-    "_planning",
-    "_command",
     "_delayed_scaling",
+    "_tools.hlo",
+    "_tools.inspect",
+    "_tools.diagnostics",
+    "_tools.planning",
+    "_tools.command",
 )
 FACADES = (
     "__init__",
@@ -51,10 +51,10 @@ MAY_IMPORT = {
     "_modules": {"rich"},
     "_flax": {"flax"},
     "_equinox": {"equinox"},
-    "_inspect": {"rich"},
-    "_diagnostics": {"matplotlib", "rich"},
-    "_planning": {"rich"},
-    "_command": {"rich"},
+    "_tools.inspect": {"rich"},
+    "_tools.diagnostics": {"matplotlib", "rich"},
+    "_tools.planning": {"rich"},
+    "_tools.command": {"rich"},
 }
 # The only file that lists primitives. Rules, which a dict holds by name, stand where they are.
 TABLE_OF_PRIMITIVES = "_program.op_classes"
@@ -88,8 +88,13 @@ def ours(imports: set[str]) -> set[str]:
     return (names & set(MODULES)) | {f"{name}.__init__" for name in packages}
 
 
+def folder_of(module: str) -> str:
+    """Its folder as FOLDERS has it; the module itself if it is in none."""
+    return next((folder for folder in FOLDERS if module.startswith(f"{folder}.")), module)
+
+
 def floor_of(module: str) -> int:
-    folder = module.partition(".")[0]
+    folder = folder_of(module)
     return FOLDERS.index(folder) if folder in FOLDERS else len(FOLDERS)
 
 
@@ -108,8 +113,7 @@ def cycle(graph: dict[str, set[str]]) -> list[str]:
 
 
 def test_every_module_is_in_a_folder_or_a_facade() -> None:
-    tops = {module.partition(".")[0] for module in MODULES}
-    assert tops == {*FOLDERS, *FACADES}
+    assert {folder_of(module) for module in MODULES} == {*FOLDERS, *FACADES, "_tools.__init__"}
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -132,9 +136,13 @@ def test_the_check_sees_an_upward_import() -> None:
     upward = {"jaxmp._training.train_step", "jaxmp._numerics.tree"}
     assert violations("_numerics.dtypes", upward) == ["_training.train_step"]
     assert violations("_autocast.plan", {"jaxmp.rules"}) == ["rules"]
+    core_to_tools = {"jaxmp._tools.hlo.parser"}
+    assert violations("_training.train_step", core_to_tools) == ["_tools.hlo.parser"]
 
 
-@pytest.mark.parametrize("module", [*FACADES, *(f"{folder}.__init__" for folder in FOLDERS)])
+@pytest.mark.parametrize(
+    "module", [*FACADES, "_tools.__init__", *(f"{folder}.__init__" for folder in FOLDERS)]
+)
 def test_facades_only_hand_on(module: str) -> None:
     """Who looks for code finds it where it is defined. Flax is imported when it is first used."""
     allowed = (ast.Import, ast.ImportFrom, ast.Expr)
@@ -158,7 +166,7 @@ def test_nothing_private_and_no_library_of_models_below_the_adapters(module: str
         assert "_src" not in name, name
         assert not name.startswith("jax.core"), name
         package = name.partition(".")[0]
-        allowed = package in MAY_IMPORT.get(module.partition(".")[0], set())
+        allowed = package in MAY_IMPORT.get(folder_of(module), set())
         assert package not in ("equinox", "flax", "matplotlib", "rich") or allowed, name
 
 
@@ -270,6 +278,22 @@ def imported_by(statement: str) -> set[str]:
 
 
 def test_import_is_light() -> None:
-    heavy = {"equinox", "flax", "matplotlib", "rich", "orbax"}
+    heavy = {"equinox", "flax", "matplotlib", "rich", "orbax", "tomllib"}
     assert not heavy & imported_by("import jaxmp")
     assert heavy & imported_by("import flax")  # positive control
+
+
+def test_tools_load_when_they_are_first_used() -> None:
+    """Who trains pays for the core alone: each module is some milliseconds of an import."""
+    code = "import sys; {}; print(*(name for name in sys.modules if name.startswith('jaxmp.')))"
+
+    def modules_after(statement: str) -> list[str]:
+        command = [sys.executable, "-c", code.format(statement)]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+
+    core = modules_after("import jaxmp")
+    assert len(core) <= 120
+    assert not [name for name in core if name.startswith(("jaxmp._tools", "jaxmp._delayed"))]
+    # Positive controls: each of the two ways to load.
+    assert "jaxmp._tools.inspect.api" in modules_after("import jaxmp; jaxmp.audit")
+    assert "jaxmp._tools.planning.devices" in modules_after("from jaxmp import diagnostics")

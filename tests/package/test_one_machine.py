@@ -25,9 +25,9 @@ KNOWS_CONTROL_FLOW = {"_program.wiring", "_program.compat", "_program.op_classes
 OF_CONTROL_FLOW = {"scan", "while", "cond", "cond_nconsts", "body_nconsts", "num_carry", "ft_in"}
 # The same words with another meaning.
 OTHERS = {
-    "_hlo.collectives": {"while"},  # an opcode of XLA
-    "_hlo.dataflow": {"while"},
-    "_inspect.checks": {"while"},  # the name of a row of a report
+    "_tools.hlo.collectives": {"while"},  # an opcode of XLA
+    "_tools.hlo.dataflow": {"while"},
+    "_tools.inspect.checks": {"while"},  # the name of a row of a report
     "_training.skipping": {"cond"},  # a way to skip a step
 }
 _LISTS = {"ops", "eqns", "sites", "steps"}

@@ -49,7 +49,7 @@ fast = jaxmp.autocast(loss_fn, jaxmp.PolicyRules(default="mixed_bfloat16"))
 assert str(jaxmp.audit(fast, params, batch))
 jaxmp.diagnostics.find_overflow(loss_fn, params, batch)
 jaxmp.diagnostics.sensitivity(loss_fn, params, batch)
-from jaxmp._command.main import main
+from jaxmp._tools.command.main import main
 assert main(["plan", "10M", "--policy", "bfloat16"]) == 0
 assert main(["doctor"]) in (0, 1)  # 1 where it finds a fault, as of the compiler for CPUs
 """

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from jaxmp import PolicyRules
-from jaxmp._planning.benchmark import BenchmarkReport, PolicyTiming, benchmark
+from jaxmp._tools.planning.benchmark import BenchmarkReport, PolicyTiming, benchmark
 
 PARAMS = {"w": jnp.ones((8, 8)), "count": jnp.zeros((), jnp.int32)}
 BATCH = jnp.ones((4, 8))

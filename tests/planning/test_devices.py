@@ -5,7 +5,7 @@ import types
 import jax
 import pytest
 
-from jaxmp._planning.devices import DEVICES, find_device
+from jaxmp._tools.planning.devices import DEVICES, find_device
 
 # What JAX calls devices, as its users print them.
 KINDS = {

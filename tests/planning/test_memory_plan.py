@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
 
 import jaxmp
-from jaxmp._planning.memory_rows import MemoryPlan
+from jaxmp._tools.planning.memory_rows import MemoryPlan
 from jaxmp.diagnostics import memory_plan
 from jaxmp.sharding import FSDP, fully_sharded, state_shardings
 

@@ -31,8 +31,8 @@ WIRING, EVALUATE = "_program/wiring.py", "_program/evaluate.py"
 OPERATIONS, CONTROL, FLOW = "_autocast/rules.py", "_autocast/control_flow.py", "_autocast/plan.py"
 RULES = "_autocast/custom_derivatives.py"
 LEFT = "_autocast/left_alone.py"
-TALLY = "_inspect/summarize.py"
-BRANCHES = "_inspect/branches.py"
+TALLY = "_tools/inspect/summarize.py"
+BRANCHES = "_tools/inspect/branches.py"
 STORAGE, AGAIN = "_recompute/storage.py", "_program/control_flow.py"
 DERIVATIVES = "_program/derivatives.py"
 REDUCED, SUMMED = "_float32_reduction/control_flow.py", "_float32_reduction/backward.py"
@@ -275,7 +275,7 @@ def _params_read(path: pathlib.Path) -> Iterator[str]:
 
 def unchecked(folder: pathlib.Path) -> set[tuple[str, str]]:
     """Params that the code reads and no test here knows: pairs of a file and a name."""
-    folders = ("_program", "_autocast", "_inspect", "_recompute", "_float32_reduction")
+    folders = ("_program", "_autocast", "_tools/inspect", "_recompute", "_float32_reduction")
     files = [path for each in folders for path in folder.glob(f"{each}/*.py")]
     known = (
         {(file, read.param) for read in READ for file in read.files} | OPTIONAL | OWN | BY_VERSION

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from benchmarks.lab.kernels import Schedule
 from benchmarks.lab.traffic import Traffic
-from jaxmp._hlo.parser import Instruction, Module
+from jaxmp._tools.hlo.parser import Instruction, Module
 
 # A call of cuBLAS that multiplies float8 operands as they are.
 _FLOAT8_CALL = 'custom_call_target="__cublas$lt$matmul$f8"'

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from jaxmp._inspect.collective_report import Collectives
+from jaxmp._tools.inspect.collective_report import Collectives
 
 HALVES = ("bfloat16", "float16")
 MESH = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))

@@ -1,0 +1,222 @@
+"""The commands: what each takes on a command line, and what it answers.
+
+An argument here is the argument of the function behind the command, under the same name. What the
+user gives is handed on as it is, so that the function says what is wrong with it.
+"""
+
+import argparse
+from collections.abc import Callable
+from typing import Any, NamedTuple, get_args
+
+import optax
+import optax.contrib
+
+from jaxmp._recompute.api import Recompute
+from jaxmp._tools.command.answer import Answer
+from jaxmp._tools.command.checks import CHECKS, parse_checks
+from jaxmp._tools.command.doctor import look_over
+from jaxmp._tools.command.program import (
+    HOW_TO_NAME,
+    NamedProgram,
+    UsageError,
+    load_program,
+    loss_of,
+)
+from jaxmp._tools.inspect.api import AuditError, audit
+from jaxmp._tools.planning.benchmark import POLICIES, benchmark
+from jaxmp._tools.planning.devices import find_device
+from jaxmp._tools.planning.memory_plan import memory_plan
+from jaxmp._training.compact_state import Moments
+from jaxmp._training.optimizer import mixed_precision
+
+
+class Command(NamedTuple):
+    """One command.
+
+    Attributes:
+      answer: called with the arguments by name; a `program` is loaded before.
+      about: what it answers, in a line.
+      description: the same at more length.
+      arguments: what `ArgumentParser.add_argument` takes, by the name of the argument.
+    """
+
+    answer: Callable[..., Answer]
+    about: str
+    description: str
+    arguments: dict[str, dict[str, Any]]
+
+
+def device_argument(text: str) -> str:
+    """Reads the name of a device.
+
+    Raises:
+      ArgumentTypeError: if the table of devices does not have it.
+
+    >>> device_argument("H100")
+    'h100'
+    """
+    try:
+        return find_device(text).name
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _answer_doctor(**options: Any) -> Answer:
+    report = look_over(**options)
+    return Answer(report, report.failure)
+
+
+def _answer_plan(
+    what: str, policy: str, optimizer: str, master: Any, moments: Any, **options: Any
+) -> Answer:
+    tx = mixed_precision(_named_optimizer(optimizer), policy, master=master, moments=moments)
+    # What was not asked for is as the function has it.
+    options = {name: value for name, value in options.items() if value}
+    params: Any = what
+    if ":" in what or not what.lstrip(".")[:1].isdigit():
+        options["loss_fn"], params, options["batch"] = loss_of(load_program(what))
+    plan = memory_plan(params, tx, **options)
+    missing = f"it does not fit: {plan.peak:,} bytes on a device of {plan.capacity:,}"
+    if plan.is_refused:
+        missing = plan.limits[0]
+    return Answer(plan, "" if plan.fits() else missing)
+
+
+def _named_optimizer(name: str) -> Any:
+    """Returns an optimizer of optax by its name, with its defaults."""
+    make = getattr(optax, name, None) or getattr(optax.contrib, name, None)
+    try:
+        optimizer = make(learning_rate=1e-3) if callable(make) else None
+    except TypeError:
+        optimizer = None
+    if not isinstance(optimizer, optax.GradientTransformation):
+        raise UsageError(
+            f"{name!r} is no optimizer of optax that takes a learning rate alone. Give one such as "
+            "'adamw', 'sgd' or 'lion'"
+        )
+    return optimizer
+
+
+def _answer_audit(
+    program: NamedProgram, check: list[str], html: str | None, compiled: bool
+) -> Answer:
+    checks = parse_checks(check)
+    report = audit(program.fn, *program.args, compiled=compiled, **program.kwargs)
+    failure = ""
+    try:
+        if checks:
+            report.check(**checks)
+    except AuditError as error:
+        failure = str(error)
+    if html:
+        report.to_html(html, title=program.name)
+    more = {"check": {"passed": not failure, "message": failure}} if checks else {}
+    return Answer(report, failure, more=more)
+
+
+def _answer_bench(program: NamedProgram, **options: Any) -> Answer:
+    return Answer(benchmark(*loss_of(program), **options))
+
+
+def _option(said: str, default: Any = None, **more: Any) -> dict[str, Any]:
+    by_default = " ".join(default) if isinstance(default, (list, tuple)) else default
+    said += f"; by default {by_default}" if by_default else ""
+    return {"help": said, "default": default, **more}
+
+
+def _flag(said: str) -> dict[str, Any]:
+    return {"help": said, "action": "store_true"}
+
+
+_PROGRAM = {"metavar": "PROGRAM", "help": f"such as train.py:step: {HOW_TO_NAME}"}
+_LOSS = {
+    "metavar": "PROGRAM",
+    "help": f"such as train.py:loss: {HOW_TO_NAME}, here (loss_fn, (params, batch)), with real "
+    "arrays and without a policy of its own",
+}
+_MASTERS = ("float32", "remainder", "remainder8", "kahan", "stochastic", "none")
+_HAS_AUX = _flag("the loss returns (loss, more)")
+_MICROBATCHES = _option("parts of a batch, one after the other", 1, type=int, metavar="N")
+
+COMMANDS = {
+    "doctor": Command(
+        _answer_doctor,
+        "devices, dtypes, settings, and the format to train in",
+        "Says what this machine has: versions, devices, which dtypes they multiply, and the "
+        "settings that change dtypes. Then which format to train in, and why; and for sizes of "
+        "products, what to pad. Exit code 1 if JAX has no device, or a compiler that computes "
+        "wrongly.",
+        {
+            "--shapes": _option(
+                "sizes of products, rows x summed x columns, such as 4096x1024x50257; or a "
+                "program, for all of its products",
+                [],
+                nargs="+",
+                metavar="MxKxN",
+            ),
+            "--device": _option("advise for this one, such as h100 or v5e", type=device_argument),
+        },
+    ),
+    "plan": Command(
+        _answer_plan,
+        "how much memory training takes on each device",
+        "Plans the bytes that training takes on each device. What lives between steps is counted. "
+        "With a loss, the step is compiled for the device, which need not be here, and its "
+        "compiler says the peak. Nothing runs. Exit code 1 if it does not fit the device.",
+        {
+            "what": {
+                "metavar": "WHAT",
+                "help": "a number of params, such as 8B or 350M; or a loss, such as train.py:loss: "
+                f"{HOW_TO_NAME}, here (loss_fn, (params, batch))",
+            },
+            "--policy": _option("the policy", "mixed_bfloat16"),
+            "--optimizer": _option("a name in optax", "adamw"),
+            "--master": _option("how masters are kept", "float32", choices=_MASTERS),
+            "--moments": _option("how moments are kept", "float32", choices=get_args(Moments)),
+            "--microbatches": _option(
+                "parts of a batch, one after the other", type=int, metavar="N"
+            ),
+            "--recompute": _option(
+                "of the forward pass; by default loops", choices=get_args(Recompute)
+            ),
+            "--devices": _option("how many share params and state", 1, type=int, metavar="N"),
+            "--device": _option(
+                "such as h100 or v5e; by default the one at hand, and h100 on a CPU",
+                type=device_argument,
+            ),
+            "--has-aux": _HAS_AUX,
+        },
+    ),
+    "audit": Command(
+        _answer_audit,
+        "what runs in which dtype, and where upcasts come from",
+        "Traces a program, without running it, and reports what runs in which dtype: the FLOPs of "
+        "products, upcasts by line, casts, and what is kept for the backward pass.",
+        {
+            "program": _PROGRAM,
+            "--html": _option("write the report as a page, too", metavar="PATH"),
+            "--compiled": _flag("compile it here, too: collectives and float8 products"),
+            "--check": _option(
+                "fail with exit code 1 unless this holds, as AuditReport.check says: "
+                + ", ".join(f"{name}={example}" for name, (_, example) in CHECKS.items()),
+                [],
+                action="append",
+                metavar="NAME=VALUE[,...]",
+            ),
+        },
+    ),
+    "bench": Command(
+        _answer_bench,
+        "how fast a model trains under several policies",
+        "Trains a model for a few steps under several policies, in turn, and reports time and "
+        "memory.",
+        {
+            "program": _LOSS,
+            "--policies": _option("ratios are of the first", POLICIES, nargs="+", metavar="POLICY"),
+            "--rounds": _option("turns of each", 5, type=int, metavar="N"),
+            "--steps": _option("of a turn", 5, type=int, metavar="N"),
+            "--microbatches": _MICROBATCHES,
+            "--has-aux": _HAS_AUX,
+        },
+    ),
+}

@@ -1,0 +1,247 @@
+"""Looks a machine over, and says which format to train in, and why."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from rich.console import Group
+
+from jaxmp._policies.recipe import Recipe
+from jaxmp._tools.command.machine import (
+    WRONG_SUMS,
+    Machine,
+    remarks,
+    settings,
+    this_machine,
+    versions,
+)
+from jaxmp._tools.command.shapes import Padding, ProductShape, paddings, parse_shapes
+from jaxmp._tools.inspect.tables import Section, as_text, bullets, bytes_text, drawn
+from jaxmp._tools.planning.devices import Device, find_device
+
+# From the widest to the narrowest.
+DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn")
+
+
+class FormatChoice(NamedTuple):
+    """The format to train in.
+
+    Attributes:
+      policy: the name of the policy, for `jaxmp.get_policy`.
+      reason: why, in a sentence or two.
+    """
+
+    policy: str
+    reason: str
+
+
+# What to train in on a device, by the first of these dtypes that it multiplies.
+_FORMATS = {
+    "bfloat16": FormatChoice(
+        "mixed_bfloat16",
+        "bfloat16 has the range of float32, so that gradients need no loss scale.",
+    ),
+    "float16": FormatChoice(
+        "mixed_float16",
+        "bfloat16 would be widened. float16 overflows beyond 65504: mixed_float16 comes with a "
+        "dynamic loss scale.",
+    ),
+    "": FormatChoice(
+        "float32",
+        "It is not known to multiply 16 bits without widening them. To prepare for an accelerator, "
+        "train in its format, mixed_bfloat16: the numbers are alike, the speed is not. "
+        "`--device h100` advises for an H100.",
+    ),
+}
+# What to say of float8, by whether a device multiplies it.
+_FLOAT8 = {
+    True: "It multiplies float8: mixed_float8 has one scale for each array. A product then differs "
+    "from its bfloat16 by 4 to 6 %: train both for a while, compare the losses, and time both with "
+    "`jaxmp bench`. `jaxmp audit PROGRAM --compiled` says whether it runs in float8.",
+    False: "It does not multiply float8 of these formats: they would be converted to more bits. "
+    "Use the policy named above.",
+    None: "Whether it multiplies float8 is not known. NVIDIA GPUs do from compute capability 8.9 "
+    "on (L4, H100, B200), and TPUs from 7x.",
+}
+_IN_BATCHES = "a batch of products, as in attention"
+
+
+@dataclasses.dataclass(frozen=True)
+class DoctorReport:
+    """What a machine has; and, as follows from that, what to do with it.
+
+    Attributes:
+      machine: the devices of this process; None if JAX could not start them.
+      no_machine: why there are none.
+      asked: the device to advise for; None for that of the machine.
+      versions: of Python and the packages, by name.
+      settings: those of JAX and the compiler that are in force.
+      shapes: the products that the user asked about.
+    """
+
+    machine: Machine | None
+    no_machine: str
+    asked: Device | None
+    versions: Mapping[str, str]
+    settings: Mapping[str, str]
+    shapes: Sequence[ProductShape]
+
+    @property
+    def device(self) -> Device | None:
+        """The device that the advice is for; None if the table of devices does not have it."""
+        return self.asked or (self.machine.known if self.machine is not None else None)
+
+    @property
+    def kind(self) -> str:
+        """Its name."""
+        named = self.asked or self.machine
+        return named.name if named is not None else "this machine"
+
+    @property
+    def multiplies(self) -> dict[str, bool | None]:
+        """Whether it multiplies each dtype without widening it; None if it is not known."""
+        if self.device is not None:
+            return {dtype: self.device.peaks.native(dtype) for dtype in DTYPES}
+        here = self.machine
+        return {dtype: None if here is None else here.multiplies(dtype) for dtype in DTYPES}
+
+    @property
+    def choice(self) -> FormatChoice:
+        """The format to train in."""
+        return next(
+            choice for dtype, choice in _FORMATS.items() if not dtype or self.multiplies[dtype]
+        )
+
+    @property
+    def remarks(self) -> list[str]:
+        """A sentence for each setting that changes what is computed."""
+        return remarks(self.settings, self.machine, self.versions)
+
+    @property
+    def paddings(self) -> list[Padding]:
+        """The sizes that the device pads."""
+        return paddings(self.shapes, self.device)
+
+    @property
+    def float8(self) -> str:
+        """What float8 is on the device."""
+        return _FLOAT8[self.multiplies["float8_e4m3fn"]]
+
+    def left_out_of_float8(self, shape: ProductShape) -> str:
+        """Why a policy in float8 leaves a product in 16 bits; `""` if it does not."""
+        if self.device is None or not self.multiplies["float8_e4m3fn"]:
+            return ""
+        if shape.batch > 1:
+            return _IN_BATCHES
+        sizes = shape.rows, shape.summed, shape.columns
+        return Recipe().why_not(*sizes, self.device.platform) or ""
+
+    @property
+    def failure(self) -> str:
+        """Why nothing can be trained here: no device, or a wrong compiler; `""` if it can."""
+        if self.machine is None:
+            return f"JAX has no device: {self.no_machine}"
+        return WRONG_SUMS if self.machine.sums_wrongly else ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the facts and the advice by name, for `print_answer` to write."""
+        names = ("device", "kind", "multiplies", "choice", "remarks", "float8")
+        return {
+            **vars(self),
+            **{name: getattr(self, name) for name in names},
+            "paddings": [{**each._asdict(), "padded": each.padded} for each in self.paddings],
+            "left_out_of_float8": list(map(self.left_out_of_float8, self.shapes)),
+        }
+
+    def __rich__(self) -> Any:
+        return Group(*_report_parts(self))
+
+    def __str__(self) -> str:
+        return as_text(self)
+
+
+def look_over(*, device: str | None = None, shapes: Sequence[str] = ()) -> DoctorReport:
+    """Looks this machine over, and advises for it.
+
+    Args:
+      device: the name of another device to advise for.
+      shapes: what `parse_shapes` reads.
+
+    Raises:
+      UsageError: if shapes cannot be read.
+    """
+    try:
+        machine, no_machine = this_machine(), ""
+    except RuntimeError as error:  # JAX's way to say that a backend does not start
+        machine, no_machine = None, str(error).partition("\n")[0]
+    asked = find_device(device) if device else None
+    return DoctorReport(machine, no_machine, asked, versions(), settings(), parse_shapes(shapes))
+
+
+def _report_parts(report: DoctorReport) -> Iterator[Any]:
+    yield _machine_text(report)
+    yield Group(f"Train in {report.choice.policy}:", bullets([report.choice.reason]))
+    if report.remarks:
+        yield Group("Look at this:", bullets(report.remarks))
+    yield drawn(_formats(report))
+    if report.shapes:
+        yield from _shape_parts(report)
+    yield Group("Float8:", bullets([report.float8]))
+    yield drawn(Section("Versions", ("package", "version"), [*report.versions.items()], 40))
+    yield drawn(Section("Settings", ("name", "value"), [*report.settings.items()], 40))
+
+
+def _machine_text(report: DoctorReport) -> str:
+    machine = report.machine
+    if machine is None:
+        return report.failure
+    said = f"JAX runs on {machine.devices} x {machine.kind} ({machine.platform})"
+    if machine.processes > 1:
+        said += f", in {machine.processes} processes"
+    if machine.memory:
+        said += f", {bytes_text(machine.memory)} each"
+    if machine.compute_capability:
+        said += f", compute capability {machine.compute_capability}"
+    if report.kind != machine.name:
+        said += f".\nThe advice is for {report.kind}, as asked"
+    return f"{said}."
+
+
+def _formats(report: DoctorReport) -> Section:
+    """Returns the table of dtypes: whether the device multiplies them."""
+    rows = [(dtype, _NATIVE[native]) for dtype, native in report.multiplies.items()]
+    return Section("Products", ("dtype", "native"), rows)
+
+
+_NATIVE = {True: "yes", False: "no, widened", None: "not known"}
+
+
+def _shape_parts(report: DoctorReport) -> Iterator[Any]:
+    rows = [
+        (
+            str(shape) + (f"\n{shape.line}" if shape.line else ""),
+            "\n".join(_padding_text(each) for each in report.paddings if each.shape == shape),
+            report.left_out_of_float8(shape),
+        )
+        for shape in report.shapes
+    ]
+    yield drawn(Section("Products M x K x N", ("product", "pad", "left out of float8"), rows, 40))
+    if report.paddings:
+        yield bullets(_HOW_TO_PAD)
+    else:
+        yield "All sizes are multiples of what the device wants."
+
+
+def _padding_text(padding: Padding) -> str:
+    more = 100 * (padding.padded / padding.size - 1)
+    return (
+        f"{padding.name}: {padding.size} -> {padding.padded} for {padding.what}, "
+        f"+{more:.{2 if more < 10 else 0}f} %"
+    )
+
+
+_HOW_TO_PAD = (
+    "Pad N with columns of zeros in the weight, and drop the columns of the result: a vocabulary "
+    "gets tokens that never occur, whose logits are set to -1e30 before the softmax.",
+    "Pad K with zeros in both operands: choose the width of the layer before.",
+)

@@ -1,0 +1,229 @@
+"""Reads what a machine has: versions, devices, and the settings that decide dtypes."""
+
+import dataclasses
+import importlib.metadata
+import os
+import platform
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import jax
+
+from jaxmp._program.compat import may_sum_bfloat16_wrongly
+from jaxmp._program.cpu_compiler import sums_wrongly
+from jaxmp._tools.planning.devices import Device, find_device
+
+_PACKAGES = ("jaxmp", "jax", "jaxlib", "optax", "jmp", "numpy", "ml_dtypes")
+# The libraries of the adapters, and the compilers and drivers of devices: of these, a machine has
+# those that were installed.
+_ADAPTED = ("flax", "equinox", "dm-haiku")
+_PLUGINS = (
+    *("jax-cuda12-plugin", "jax-cuda13-plugin", "jax-rocm7-plugin", "libtpu"),
+    *("nvidia-cublas-cu12", "nvidia-cublas", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """The devices that JAX has on a machine.
+
+    Attributes:
+      platform: `"cpu"`, `"gpu"` or `"tpu"`.
+      kind: JAX's name of the device, such as `"NVIDIA H100 80GB HBM3"`.
+      devices: how many there are, those of other processes included.
+      processes: how many processes share them.
+      memory: the bytes that programs can have on one of them; 0 if it does not say.
+      compute_capability: of an NVIDIA GPU, such as `"9.0"`; of an AMD GPU, such as `"gfx942"`.
+      runtime: what the backend says of its version.
+      sums_wrongly: whether it is a CPU whose compiler computes bfloat16 wrongly.
+    """
+
+    platform: str
+    kind: str
+    devices: int
+    processes: int
+    memory: int
+    compute_capability: str
+    runtime: str
+    sums_wrongly: bool = False
+
+    @property
+    def name(self) -> str:
+        """What to call one of them in a sentence."""
+        return "this CPU" if self.platform == "cpu" else self.kind
+
+    @property
+    def known(self) -> Device | None:
+        """The device in the table of devices; None if the table does not have it."""
+        try:
+            return find_device(self.kind)
+        except ValueError:
+            return None
+
+    def multiplies(self, dtype: str) -> bool | None:
+        """Whether products of a dtype run without widening it first; None if it is not known.
+
+        From the table of devices, and for other NVIDIA GPUs from the compute capability: tensor
+        cores multiply float16 from 7.0 on, bfloat16 from 8.0, float8 from 8.9 (NVIDIA, CUDA
+        programming guide, 2025). CPUs multiply float32 and widen float8.
+        """
+        if self.platform == "cpu":
+            return {"float32": True, "float8_e4m3fn": False}.get(dtype)
+        if self.known is not None:
+            return self.known.peaks.native(dtype)
+        major, dot, minor = self.compute_capability.partition(".")
+        if dtype in _CAPABILITIES and dot and (major + minor).isdecimal():
+            return (int(major), int(minor)) >= _CAPABILITIES[dtype]
+        return None
+
+
+_CAPABILITIES = {"float32": (0, 0), "float16": (7, 0), "bfloat16": (8, 0), "float8_e4m3fn": (8, 9)}
+
+
+def this_machine() -> Machine:
+    """Returns the devices of this process.
+
+    Raises:
+      RuntimeError: if JAX cannot start its backend.
+    """
+    first = jax.local_devices()[0]
+    try:
+        memory = (first.memory_stats() or {}).get("bytes_limit", 0)
+    except RuntimeError:  # not every backend has statistics
+        memory = 0
+    return Machine(
+        platform=first.platform,
+        kind=first.device_kind,
+        devices=jax.device_count(),
+        processes=jax.process_count(),
+        memory=int(memory),
+        compute_capability=str(getattr(first, "compute_capability", "") or ""),
+        runtime=str(first.client.platform_version).strip().partition("\n")[0],
+        sums_wrongly=first.platform == "cpu" and may_sum_bfloat16_wrongly() and sums_wrongly(),
+    )
+
+
+def versions() -> dict[str, str]:
+    """Returns the version of Python and of each package that decides what is computed."""
+    found = {"python": platform.python_version()}
+    for name in (*_PACKAGES, *_ADAPTED, *_PLUGINS):
+        version = version_of(name)
+        if version or name in _PACKAGES:
+            found[name] = version or "not installed as a package"
+    return found
+
+
+def version_of(package: str) -> str:
+    """Returns the version of an installed package; `""` if it is not."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+_OPTIONS = (
+    *("jax_default_matmul_precision", "jax_numpy_dtype_promotion", "jax_enable_x64"),
+    *("jax_debug_nans", "jax_disable_jit"),
+)
+_VARIABLES = (
+    *("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE", "TF_CUDNN_DETERMINISTIC"),
+    "JAX_PLATFORMS",
+)
+
+
+def settings(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Returns the settings of JAX, and the variables that are set, which decide dtypes."""
+    options = {name: getattr(jax.config, name, None) for name in _OPTIONS}
+    found = {name: str(value) for name, value in options.items() if value is not None}
+    return found | {name: environment[name] for name in _VARIABLES if environment.get(name)}
+
+
+def remarks(
+    found: Mapping[str, str], machine: Machine | None, installed: Collection[str] = ()
+) -> list[str]:
+    """Returns a sentence for each setting that changes what a program computes.
+
+    Args:
+      found: the settings.
+      machine: the devices; None if there are none.
+      installed: the names of the packages.
+    """
+    said = [
+        text
+        for name, (usual, text) in _REMARKS.items()
+        if name in found and found[name] not in usual
+    ]
+    flags = found.get("XLA_FLAGS", "") + " " + found.get("LIBTPU_INIT_ARGS", "")
+    said += [f"{flag} in XLA_FLAGS: {text}" for flag, text in _FLAGS.items() if flag in flags]
+    if machine is not None and machine.sums_wrongly:
+        said.append(WRONG_SUMS)
+    if machine is not None and machine.platform == "cpu":
+        said += [text for file, text in _UNUSED.items() if os.path.exists(file)]
+        said += [
+            f"{name} is installed, and JAX runs on the CPU: the device or its driver is missing "
+            "(JAX says more on stderr as it starts), or JAX_PLATFORMS is set."
+            for name in _PLUGINS
+            if name in installed and not name.startswith("nvidia-")
+        ]
+    return said
+
+
+WRONG_SUMS = (
+    "The CPU compiler of this jaxlib sums bfloat16 wrongly: train in float32 on this CPU, or "
+    "install jax and jaxlib 0.11.1 or earlier. GPUs and TPUs have other compilers."
+)
+# Files of devices that JAX does not use although they are there.
+_UNUSED = {
+    "/dev/nvidia0": "There is an NVIDIA GPU (/dev/nvidia0), and JAX runs on the CPU: install "
+    "jax[cuda13] or jax[cuda12], or look at JAX_PLATFORMS.",
+    "/dev/accel0": "There is an accelerator (/dev/accel0), and JAX runs on the CPU: install "
+    "jax[tpu], or look at JAX_PLATFORMS.",
+    "/dev/kfd": "There is an AMD GPU (/dev/kfd), and JAX runs on the CPU: install the ROCm plugin "
+    "of jax, or look at JAX_PLATFORMS.",
+}
+# For each setting: the values that need no remark, and the remark.
+_REMARKS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "jax_default_matmul_precision": (
+        ("None", "default"),
+        "jax_default_matmul_precision is set: products of float32 operands that ask for nothing "
+        "use it, in the parts that you left in float32 too. Products of 16 bits stay as they are.",
+    ),
+    "jax_numpy_dtype_promotion": (
+        ("standard",),
+        "jax_numpy_dtype_promotion is strict: bfloat16 + float32 raises in your code. jaxmp itself "
+        "works with it; casts have to be written out.",
+    ),
+    "jax_enable_x64": (
+        ("False",),
+        "jax_enable_x64 is on: new arrays are float64 unless they are given a dtype, and TPUs "
+        "emulate float64. Look for float64 in `jaxmp audit`.",
+    ),
+    "jax_debug_nans": (
+        ("False",),
+        "jax_debug_nans is on: it raises at the first NaN, while a loss scale expects overflows "
+        "and skips them. Use jaxmp.diagnostics.find_overflow in its place.",
+    ),
+    "jax_disable_jit": (
+        ("False",),
+        "jax_disable_jit is on: each operation is compiled by itself, so that casts and products "
+        "are not fused. Measure nothing like this.",
+    ),
+    "NVIDIA_TF32_OVERRIDE": (
+        (),
+        "NVIDIA_TF32_OVERRIDE is set: with 0, cuBLAS multiplies float32 exactly, whatever a "
+        "program asks for, and several times slower.",
+    ),
+}
+_FLAGS = {
+    "xla_force_host_platform_device_count": "the CPU counts as several devices.",
+    "xla_gpu_autotune_level=0": "kernels are not tried out: slow ones may run, and whether a "
+    "fusion multiplies float8 is chosen blindly.",
+    "xla_gpu_enable_triton_gemm=false": "products go to cuBLAS, so that float8 shows as calls.",
+    "xla_allow_excess_precision=false": "roundings between fused operations are kept: closer to "
+    "what is written, and slower.",
+    "xla_disable_hlo_passes": "the compiler leaves passes out, and with them perhaps the float8 or "
+    "16-bit products.",
+    "xla_backend_optimization_level=0": "nothing is optimized. Measure nothing like this.",
+    "xla_cpu_enable_fast_math=true": "the CPU compiler takes NaN and infinity as impossible: "
+    "overflows may pass unseen.",
+}

@@ -1,0 +1,94 @@
+"""The `jaxmp` command: reads its arguments, runs one command, and answers with an exit code."""
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+
+from jaxmp._tools.command.answer import print_answer
+from jaxmp._tools.command.commands import COMMANDS
+from jaxmp._tools.command.machine import version_of
+from jaxmp._tools.command.program import UsageError, load_program
+
+_EPILOG = """exit codes: 0 if all is well, 1 if a check failed, 2 if the command was called wrongly
+or the program could not be read.
+
+`jaxmp COMMAND --help` says what each command takes."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of all commands."""
+    whole = argparse.ArgumentParser(
+        prog="jaxmp",
+        description="Mixed precision for JAX: questions before and during a run.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    whole.add_argument("--version", action="version", version=f"jaxmp {version_of('jaxmp')}")
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument("--json", action="store_true", help="print JSON in place of tables")
+    shared.add_argument(
+        "--traceback", action="store_true", help="show where an error comes from, for bug reports"
+    )
+    commands = whole.add_subparsers(dest="command", metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        one = commands.add_parser(
+            name, parents=[shared], help=command.about, description=command.description
+        )
+        for argument, options in command.arguments.items():
+            one.add_argument(argument, **options)
+        # What comes first: options that take several values would take it for one of them.
+        first = [word["metavar"] for key, word in command.arguments.items() if key[0] != "-"]
+        one.usage = " ".join([one.prog, *first, "[options]"])
+        one.set_defaults(error=one.error)
+    return whole
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command.
+
+    Args:
+      argv: its arguments; by default those of the process.
+
+    Returns:
+      The exit code: 0 if all is well, 1 if a check failed, 2 for wrong use or for a program that
+      could not be read, 130 if the user stopped it.
+
+    Raises:
+      SystemExit: for `--help`, and for arguments that the parser does not know, with code 2.
+    """
+    whole = parser()
+    known, unknown = whole.parse_known_args(argv)
+    values = vars(known)
+    name, error = values.pop("command"), values.pop("error", whole.error)
+    if unknown:  # `parse_args` would say so with the usage of the whole, not of the command
+        error(f"unrecognized arguments: {' '.join(unknown)}. See its --help")
+    if name is None:
+        whole.print_help(sys.stderr)
+        return 2
+    as_json, raises = values.pop("json"), values.pop("traceback")
+    try:
+        # What the user's program prints is not part of the answer, which may be JSON.
+        with contextlib.redirect_stdout(sys.stderr):
+            if "program" in values:
+                values["program"] = load_program(values["program"])
+            answer = COMMANDS[name].answer(**values)
+        return print_answer(answer, as_json)
+    except BrokenPipeError:  # as in `jaxmp audit ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return 130
+    except Exception as raised:  # whatever the user's program raises ends in a message
+        if raises:
+            raise
+        print(f"jaxmp {name}: {_message(raised)}", file=sys.stderr)
+        return 2
+
+
+def _message(error: Exception) -> str:
+    """Returns what an error says, and its kind and the way to its place if it is not our own."""
+    if isinstance(error, UsageError):
+        return str(error)
+    return f"{type(error).__name__}: {error}\n(--traceback shows where)"

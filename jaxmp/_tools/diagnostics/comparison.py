@@ -1,0 +1,152 @@
+"""What `compare` returns: where two programs of one function part, by module."""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+from jaxmp._tools.diagnostics.log_probs import LogProbGap
+
+_MOST_ROWS = 40
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """A value that both programs have, and how far it is apart.
+
+    Attributes:
+      path: the scope that it leaves, or the path of a result.
+      number: which value of this scope it is, from 0.
+      direction: `"forward"`, `"backward"`, `"recomputed"`, or `""` without gradients.
+      line: the line of the first program that makes it.
+      turns: the numbers of the turns of the scans around it: the layer, for scanned layers.
+      shape: its shape.
+      dtypes: its dtypes in both programs.
+      ulps: the root mean square of the difference, in units of the last place at the root mean
+        square of the value. Infinite if only one program is finite somewhere, if the value of the
+        second is zero everywhere, and for integers that differ.
+      largest: the largest difference, in these units.
+      relative: the norm of the difference, divided by that of the value in the second program.
+    """
+
+    path: str
+    number: int
+    direction: str
+    line: str
+    turns: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtypes: tuple[str, str]
+    ulps: float
+    largest: float
+    relative: float
+
+
+class Unmatched(NamedTuple):
+    """A value that only one program has, or an operation inside of which nothing is seen.
+
+    Attributes:
+      program: 1 or 2.
+      path: its scope.
+      line: its line.
+      why: what is known of it.
+    """
+
+    program: int
+    path: str
+    line: str
+    why: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Where two programs part. Prints as a table.
+
+    Attributes:
+      rows: the values that leave scopes, in the order of the first program.
+      results: the results.
+      unmatched: what was not compared.
+      unit: the coarsest float dtype in both programs, whose units of the last place are counted.
+      tolerance: how many of these units (`ulps`) do not count.
+      log_probs: how far log-probabilities are apart; None if none were asked for.
+    """
+
+    rows: tuple[Difference, ...]
+    results: tuple[Difference, ...]
+    unmatched: tuple[Unmatched, ...]
+    unit: str
+    tolerance: float | int
+    log_probs: LogProbGap | None
+
+    @property
+    def first(self) -> Difference | None:
+        """The first value that is further apart than the tolerance; None if there is none."""
+        return next((row for row in (*self.rows, *self.results) if row.ulps > self.tolerance), None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns plain numbers and text, as json.dumps takes them; None for what is infinite."""
+
+        def plain(row: Difference | LogProbGap) -> dict[str, Any]:
+            return {name: _finite(value) for name, value in dataclasses.asdict(row).items()}
+
+        return {
+            "rows": [plain(row) for row in self.rows],
+            "results": [plain(row) for row in self.results],
+            "unmatched": [each._asdict() for each in self.unmatched],
+            "unit": self.unit,
+            "tolerance": self.tolerance,
+            "first": None if self.first is None else plain(self.first),
+            "log_probs": None if self.log_probs is None else plain(self.log_probs),
+        }
+
+    def __rich__(self) -> Any:
+        from rich.console import Group
+        from rich.table import Table
+
+        table = Table(caption=self._caption(), caption_justify="left")
+        table.add_column("value", overflow="fold")
+        table.add_column("shape")
+        table.add_column("dtypes")
+        for name in ("ulps", "largest", "relative"):
+            table.add_column(name, justify="right")
+        for row in self.rows[:_MOST_ROWS]:
+            table.add_row(*_cells(row))
+        if more := len(self.rows) - _MOST_ROWS:
+            table.add_row(f"... {more} more", *[""] * 5) if more > 0 else None
+        table.add_section()
+        for row in self.results[:_MOST_ROWS]:
+            table.add_row(*_cells(row))
+        notes = [
+            f"not compared, program {x.program}: {x.path or x.line}: {x.why}"
+            for x in self.unmatched
+        ]
+        return Group(table, *notes[:_MOST_ROWS], *([str(self.log_probs)] if self.log_probs else []))
+
+    def _caption(self) -> str:
+        if self.first is None:
+            return f"nothing is further apart than {self.tolerance:g} ulps of {self.unit}"
+        line = f", {self.first.line}" if self.first.line else ""
+        return (
+            f"first further apart than {self.tolerance:g} ulps of {self.unit}: "
+            f"{_title(self.first)}{line}"
+        )
+
+    def __str__(self) -> str:
+        from jaxmp._tools.inspect.tables import as_text
+
+        return as_text(self)
+
+
+def _title(row: Difference) -> str:
+    turn = f" turn {', '.join(map(str, row.turns))}" if row.turns else ""
+    number = f" #{row.number}" if row.number else ""
+    return f"{row.path}{number}{turn}" + (f" ({row.direction})" if row.direction else "")
+
+
+def _cells(row: Difference) -> list[str]:
+    same = len(set(row.dtypes)) == 1
+    dtypes = row.dtypes[0] if same else " / ".join(row.dtypes)
+    numbers = [f"{row.ulps:.2g}", f"{row.largest:.2g}", f"{row.relative:.1e}"]
+    return [_title(row), str(list(row.shape)), dtypes, *numbers]
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,157 @@
+"""Runs a low-precision program in float32, with the roundings of each part switched on or off.
+
+A module that is lowered alone by rules is not the module of the program in which everything is
+low: what reaches it is float32 then, and much of what it computes stays float32. So the program in
+which everything is low runs here as it is, forward and backward, but on float32 arrays. Where it
+rounds, it rounds only if the part that the operation is in is switched on. The switches are
+arguments: one compiled program measures all parts.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import core
+
+from jaxmp._numerics.dtypes import is_narrow
+from jaxmp._numerics.rounding import widen_rounded
+from jaxmp._program import compat
+from jaxmp._program.op_classes import (
+    CLASSES,
+    CONTRACTIONS,
+    FOREIGN_CALLS,
+    IDENTITIES,
+    OPAQUE,
+    OpClass,
+)
+from jaxmp._program.program import read
+from jaxmp._program.scopes import names_in
+from jaxmp._tools.diagnostics.rerun import Rerun
+from jaxmp._tools.inspect.equations import Site
+from jaxmp._tools.inspect.lines import scopes_of
+from jaxmp._tools.inspect.upcasts import is_narrow_aval
+
+_FLOAT32 = np.dtype(np.float32)
+_EXACT = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
+
+
+class Switched(Rerun):
+    """Runs a program in float32, with roundings where they are switched on.
+
+    Args:
+      on: whether the roundings of an operation are on, by its scopes: an array of one bool, or None
+        for never.
+    """
+
+    def __init__(self, on: Callable[[tuple[str, ...]], Any]) -> None:
+        super().__init__()
+        self._on = on
+
+    def constant(self, value: Any) -> Any:
+        return _to_float32(value)
+
+    def program_of_call(self, site: Site) -> Any:
+        if site.name == "low_precision_product":
+            return site.params["jaxpr"]
+        return super().program_of_call(site)
+
+    def whole(self, site: Site, operands: list[Any]) -> list[Any]:
+        equation, avals = site.equation, site.out_avals
+        if site.name in IDENTITIES:
+            return operands[:1]
+        if not any(map(is_narrow_aval, [*avals, *site.in_avals])):
+            return compat.bind(equation, operands)
+        if _is_of_its_own(site.name):
+            as_traced = list(map(_as, operands, site.in_avals))
+            return list(map(_to_float32, compat.bind(equation, as_traced)))
+        on = self._on(names_in(scopes_of(site)))
+        if site.name == "float8_encode":
+            return self._encoded(site, operands, on)
+        exact: dict[str, Any] = {}
+        if site.name in CONTRACTIONS:
+            # A part that is low rounds what its products read, also where the part that made it is
+            # not: under rules too.
+            exact = {"precision": _EXACT}
+            operands = _rounded_as(operands, site.in_avals, on)
+        results = compat.bind(equation, operands, **_params_in_float32(equation), **exact)
+        return _rounded_as(results, avals, on)
+
+    def _encoded(self, site: Site, operands: list[Any], on: Any) -> list[Any]:
+        """Returns codes that are rounded or not, and the scales that make them."""
+        codes, scale, *rest = compat.bind(site.equation, operands)
+        exact = jnp.asarray(operands[0] * scale, _FLOAT32)
+        wide = widen_rounded(codes)
+        return [exact if on is None else jnp.where(on, wide, exact), scale, *rest]
+
+
+def _is_of_its_own(name: str) -> bool:
+    """Whether an operation is made for its dtypes, so that it runs as it is."""
+    return (
+        name in OPAQUE | FOREIGN_CALLS
+        or name == "bitcast_convert_type"
+        or CLASSES.get(name) is OpClass.CONTROL
+    )
+
+
+def _to_float32(value: Any) -> Any:
+    return lax.convert_element_type(value, _FLOAT32) if is_narrow_aval(value) else value
+
+
+def _as(value: Any, aval: Any) -> Any:
+    """Returns a value in the dtype that the program has it in."""
+    return lax.convert_element_type(value, aval.dtype) if is_narrow_aval(aval) else value
+
+
+def _params_in_float32(equation: core.JaxprEqn) -> dict[str, Any]:
+    """Returns the params of an equation that say a narrow dtype, with float32 instead."""
+    params = equation.params.items()
+    narrow = [name for name, value in params if isinstance(value, np.dtype) and is_narrow(value)]
+    # Programs say how a scatter or a reduction joins two numbers.
+    programs = map(_program_in_float32, compat.bodies_of(equation))
+    return dict.fromkeys(narrow, _FLOAT32) | compat.params_with(equation, programs)
+
+
+def _program_in_float32(program: Any) -> Any:
+    def run(*arguments: Any) -> list[Any]:
+        return Switched(lambda names: None).run(read(program), arguments)
+
+    avals: list[Any] = [variable.aval for variable in compat.open_jaxpr(program).invars]
+    return compat.trace(run, [x.update(dtype=_FLOAT32) if is_narrow_aval(x) else x for x in avals])
+
+
+def _rounded_as(values: Sequence[Any], avals: Sequence[Any], on: Any) -> list[Any]:
+    """Returns values with the roundings of the dtypes that the program has them in."""
+    if on is None:
+        return list(values)
+    return [
+        jnp.where(on, widen_rounded(_as(x, aval)), x) if is_narrow_aval(aval) else x
+        for x, aval in zip(values, avals, strict=True)
+    ]
+
+
+def switched(
+    closed: Any, arrays: Sequence[Any], flags: Any, part_of: Callable[[tuple[str, ...]], int | None]
+) -> list[Any]:
+    """Runs a low program with the roundings of some parts; its results are in float32.
+
+    Args:
+      closed: the program in which everything is low.
+      arrays: its arguments.
+      flags: for each part, whether it rounds: an array of bools.
+      part_of: the number of the part that a scope is in, or None.
+
+    >>> import jax
+    >>> program = jax.make_jaxpr(lambda x: x.astype(jnp.bfloat16) + 1)(1.001)
+    >>> for flag in (True, False):
+    ...     print(switched(program, [1.001], jnp.array([flag]), lambda names: 0)[0])
+    2.0
+    2.001
+    """
+
+    def on(names: tuple[str, ...]) -> Any:
+        number = part_of(names)
+        return None if number is None else flags[number]
+
+    return Switched(on).run(read(closed), list(map(_to_float32, arrays)))

@@ -1,0 +1,155 @@
+"""Metrics as the numbers that loggers take, without waiting for the device."""
+
+import collections
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+from jaxmp._numerics.histograms import FINITE, ZEROS, Histograms
+from jaxmp._numerics.tree import leaf_names
+from jaxmp._tools.diagnostics.counted import cumulated, fetched
+from jaxmp._tools.diagnostics.inputs import check_numbers
+
+Scalar = int | float
+
+
+def scalars(metrics: PyTree, *, prefix: str = "") -> dict[str, Scalar]:
+    """Returns metrics as a flat dictionary of Python numbers, as loggers take them.
+
+    All arrays are fetched at once; asking each for its number would wait for the device as often.
+    It waits for the step: where that matters, use `ScalarLog`.
+
+    Args:
+      metrics: a tree of arrays, such as the metrics of `make_train_step`. Booleans become 0 and 1.
+        Of `Histograms`, for each array: the base-2 logarithms of the median and of the largest
+        magnitude, and the share of zeros; nothing in calls that counted nothing. Arrays of several
+        numbers, texts and the like have no place on a chart: they are left out.
+      prefix: what each name begins with, such as `"train/"`.
+
+    Returns:
+      The numbers, by the paths of their leaves.
+
+    Raises:
+      TypeError: for arrays without numbers, as under `jit`.
+
+    >>> import jax.numpy as jnp
+    >>> metrics = {"loss": jnp.float32(0.5), "nonfinite": {"w": jnp.uint32(3)}, "text": "a"}
+    >>> scalars(metrics, prefix="train/")
+    {'train/loss': 0.5, 'train/nonfinite/w': 3}
+    """
+    return _flat_scalars(jax.device_get(_to_fetch(metrics)), prefix)
+
+
+class ScalarLog(contextlib.AbstractContextManager["ScalarLog"]):
+    """Hands metrics to a logger once the device has computed them, so that no step waits.
+
+    A loop that reads the loss of each step waits for that step before it sends the next, and the
+    device idles. This keeps metrics until their numbers have arrived, which is a step or two later,
+    and hands them on in order.
+
+    Use it as a context, or call `flush` at the end, so that the last ones are written.
+
+    Args:
+      write: called as `write(step, values)` with the number of the step and what `scalars` makes of
+        its metrics, in the thread of the caller.
+      prefix: what each name begins with.
+      most: how many steps may wait to be written; then the oldest is waited for.
+
+    Raises:
+      ValueError: if `most` is not at least 1.
+
+    >>> import jax.numpy as jnp
+    >>> with ScalarLog(lambda step, values: print(step, values)) as log:
+    ...     log(0, {"loss": jnp.float32(0.5)})
+    0 {'loss': 0.5}
+    """
+
+    def __init__(
+        self, write: Callable[[int, dict[str, Scalar]], Any], *, prefix: str = "", most: int = 100
+    ) -> None:
+        if most < 1:
+            raise ValueError(f"most must be at least 1 step, got {most!r}")
+        self._write, self._prefix, self._most = write, prefix, most
+        self._waiting: collections.deque[tuple[int, Any]] = collections.deque()
+
+    def __call__(self, step: int, metrics: PyTree) -> None:
+        """Takes the metrics of a step, and writes those that have arrived.
+
+        Args:
+          step: the number of the step, a Python number: the counter of a state is an array.
+          metrics: a tree of arrays, which may not be donated.
+        """
+        numbers = _to_fetch(metrics)
+        for x in jax.tree.leaves(numbers):
+            if hasattr(x, "copy_to_host_async"):
+                x.copy_to_host_async()
+        self._waiting.append((step, numbers))
+        self._write_while(lambda oldest: len(self._waiting) > self._most or _has_arrived(oldest))
+
+    def flush(self) -> None:
+        """Waits for all metrics, and writes them."""
+        self._write_while(lambda oldest: True)
+
+    def __exit__(self, *error: object) -> None:
+        self.flush()
+
+    def _write_while(self, is_wanted: Callable[[Any], bool]) -> None:
+        while self._waiting and is_wanted(self._waiting[0][1]):
+            step, numbers = self._waiting.popleft()
+            self._write(step, _flat_scalars(jax.device_get(numbers), self._prefix))
+
+
+def _has_arrived(numbers: Any) -> bool:
+    return all(x.is_ready() for x in jax.tree.leaves(numbers) if hasattr(x, "is_ready"))
+
+
+def _to_fetch(metrics: PyTree) -> dict[str, Any]:
+    """Returns single numbers and histograms by path: all that is fetched from the device."""
+
+    def is_whole(x: Any) -> bool:
+        return isinstance(x, Histograms)
+
+    found = {}
+    leaves = jax.tree.leaves(metrics, is_leaf=is_whole)
+    for name, x in zip(leaf_names(metrics, is_leaf=is_whole), leaves, strict=True):
+        if isinstance(x, (Histograms, bool, int, float)) or _is_one_number(x):
+            found[name] = x
+    check_numbers(found, "scalars")
+    return found
+
+
+def _is_one_number(x: Any) -> bool:
+    dtype = getattr(x, "dtype", None)
+    kinds = (np.floating, np.integer, np.bool_)
+    is_real = dtype is not None and any(jax.numpy.issubdtype(dtype, kind) for kind in kinds)
+    return is_real and getattr(x, "size", 0) == 1
+
+
+def _flat_scalars(numbers: dict[str, Any], prefix: str) -> dict[str, Scalar]:
+    flat: dict[str, Scalar] = {}
+    for name, x in numbers.items():
+        if isinstance(x, Histograms):
+            flat |= {f"{prefix}{name}/{key}": value for key, value in _of_histograms(x).items()}
+        else:
+            value = np.asarray(x).reshape(()).item() if hasattr(x, "dtype") else x
+            flat[prefix + name] = int(value) if isinstance(value, bool) else value
+    return flat
+
+
+def _of_histograms(found: Histograms) -> dict[str, Scalar]:
+    """Returns a few numbers for each array; none where nothing was counted."""
+    counts, largest = fetched(found)
+    flat: dict[str, Scalar] = {}
+    for name, row, most in zip(found.names, counts, largest, strict=True):
+        if row.any():
+            flat[f"{name}/zeros"] = float(row[ZEROS] / row.sum())
+        if most > 0:
+            edges, below = cumulated(row[FINITE], most)
+            median = np.interp(below[-1] / 2, below, edges)
+            flat[f"{name}/log2_median"] = float(median)
+            flat[f"{name}/log2_largest"] = float(np.log2(most))
+    return flat

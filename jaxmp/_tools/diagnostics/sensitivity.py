@@ -1,0 +1,298 @@
+"""Says which part of a program needs more bits: the error that lowering each alone puts on it."""
+
+import contextlib
+import sys
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jmp
+from jaxtyping import PyTree
+
+from jaxmp._autocast.api import autocast
+from jaxmp._numerics.tree import all_finite, split_floats, widen
+from jaxmp._policies.patterns import Pattern
+from jaxmp._policies.policy import get_policy
+from jaxmp._policies.policy_rules import PolicyRules
+from jaxmp._policies.presets import dtypes_of
+from jaxmp._program.tracing import Traced, combine, partition, trace_call
+from jaxmp._tools.diagnostics.inputs import check_numbers, number_of_scale
+from jaxmp._tools.diagnostics.precision_parts import Parts, PrecisionPart, precision_parts_of
+from jaxmp._tools.diagnostics.roundings import switched
+from jaxmp._tools.diagnostics.sensitivity_report import (
+    Errors,
+    PartSensitivity,
+    SensitivityReport,
+)
+from jaxmp._training.gradient_options import LossScaleLike
+from jaxmp._training.gradients import value_and_grad
+
+# The compiler may leave roundings out, and does so differently on each device. Rules that reach a
+# target with all of them reach it without some.
+_AS_WRITTEN = {"xla_allow_excess_precision": False}
+
+
+def sensitivity(
+    loss_fn: Callable[..., Any],
+    params: PyTree,
+    *args: Any,
+    low: str | jmp.Policy = "mixed_bfloat16",
+    candidates: Iterable[Pattern] | None = None,
+    reference: str | jmp.Policy = "float32",
+    loss_scale: LossScaleLike = None,
+    has_aux: bool = False,
+    **kwargs: Any,
+) -> SensitivityReport:
+    """Measures which parts of a program need more bits, and gives rules that keep these.
+
+    The program in which everything is low is run in float32, with the roundings of one part alone,
+    and its loss, outputs and gradients are compared with those without any. That is one evaluation
+    for each part and four more, of three compiled programs; the best set of parts to keep, of all
+    sets, would take two to the power of their number. Errors of parts add up like those of
+    independent roundings, so that the parts with the largest are those to keep.
+
+    A part of a program is a linen module or what is in a `jax.named_scope`, with all layers of a
+    scan as one. Operations outside of scopes are a part too.
+
+    Args:
+      loss_fn: `loss_fn(params, *args, **kwargs)`, as given to `make_train_step`, without a policy
+        of its own. It is put under `jaxmp.autocast`.
+      params: the params, or a live nnx model.
+      *args: the batch, and other arguments.
+      low: the policy to try: `"mixed_bfloat16"`, `"mixed_float16"`, `"mixed_float8"`.
+      candidates: the patterns of the parts to try, as in `PolicyRules`: each is one part. What
+        none of them matches stays in the reference's precision. None tries every scope.
+      reference: the policy that errors are relative to.
+      loss_scale: the loss scale: a number, or `state.loss_scale`. None finds one for float16: the
+        largest up to 2**16, in steps of 16, with finite gradients.
+      has_aux: whether `loss_fn` returns `(loss, outputs)`.
+      **kwargs: further arguments of `loss_fn`.
+
+    Returns:
+      The report: `report.rows`, `report.rules(target=0.01)`, `print(report)`.
+
+    Raises:
+      ValueError: if nothing in the program has a name, a pattern matches nothing, the reference is
+        not finite, or an option is wrong.
+      TypeError: for arrays without numbers, as under `jit`, or if `candidates` is one pattern.
+
+    >>> def loss_fn(params, x):
+    ...     with jax.named_scope("wide"):
+    ...         h = x @ params["wide"] - 1000.0
+    ...     with jax.named_scope("out"):
+    ...         return jnp.mean((h @ params["out"]) ** 2)
+    >>> params = {"wide": jnp.full((8, 8), 125.01), "out": jnp.eye(8)}
+    >>> report = sensitivity(loss_fn, params, jnp.ones((4, 8)))
+    >>> report.rows[0].path, report.evaluations
+    ('wide', 6)
+    >>> print(report.rules(target=0.05))
+    /wide      float32
+    (default)  mixed_bfloat16
+    """
+    scale = None if loss_scale is None else number_of_scale(loss_scale)
+    loss_fn, params = _of_arrays(loss_fn, params)
+    low_policy, high = get_policy(low), get_policy(reference)
+    measuring = Measuring(loss_fn, ((params, *args), kwargs), has_aux, PolicyRules(default=high))
+    parts = precision_parts_of(measuring.program, candidates)
+
+    def rules_of(lowered: Collection[PrecisionPart]) -> PolicyRules:
+        return parts.rules(lowered, low_policy, high)
+
+    everything = rules_of(parts.parts)
+    halves = jnp.dtype(jnp.float16) in dtypes_of(PolicyRules(default=low_policy))
+    measuring.set_scale(everything, scale or 1.0, find=halves and scale is None)
+    switches = Switches(measuring, everything, parts)
+    alone = [switches.errors({part}) for part in parts.parts]
+    flops = sum(part.flops for part in parts.parts) or 1
+    rows = [
+        PartSensitivity(part.name, errors, part.flops / flops)
+        for part, errors in zip(parts.parts, alone, strict=True)
+    ]
+    named = {part.name: part for part in parts.parts}
+
+    def others(kept: Collection[str]) -> list[PrecisionPart]:
+        return [part for name, part in named.items() if name not in kept]
+
+    return SensitivityReport(
+        tuple(sorted(rows, key=lambda row: row.alone.gradients, reverse=True)),
+        low_policy,
+        high,
+        measuring.errors(everything),
+        switches.errors(parts.parts),
+        measuring.scale,
+        measuring.evaluations,
+        _rules=lambda kept: rules_of(others(kept)),
+        _estimate=lambda kept: switches.errors(others(kept)),
+        _measure=measuring.errors,
+    )
+
+
+class Measuring:
+    """Evaluates a loss under rules, and compares it with a reference.
+
+    Args:
+      loss_fn: the loss.
+      call: `(args, kwargs)`, of which the first argument is the params.
+      has_aux: whether it returns outputs beside the loss.
+      reference: the rules of the reference.
+    """
+
+    def __init__(
+        self, loss_fn: Callable[..., Any], call: Any, has_aux: bool, reference: PolicyRules
+    ) -> None:
+        check_numbers(call, "sensitivity")
+        self._loss_fn, self._has_aux = loss_fn, has_aux
+        self._static, self._arrays = partition(call)
+        self.program = trace_call(loss_fn, self._static, self._arrays).closed
+        self._known: dict[PolicyRules, Errors] = {}
+        self.evaluations = 0
+        self.scale = 1.0
+        self._reference = self._evaluated(self._compiled(reference))
+        if not all_finite(self._reference):
+            raise ValueError(
+                "the loss, the outputs or a gradient are not finite in the reference, so that "
+                "nothing can be compared with them. jaxmp.diagnostics.find_overflow names the "
+                "operation"
+            )
+        self._known[reference] = self._compared(self._reference)
+
+    def set_scale(self, rules: PolicyRules, scale: float, *, find: bool) -> None:
+        """Sets the loss scale, or finds the largest at which these rules have finite gradients."""
+        self.scale = 2.0**16 if find else scale
+        run = self._compiled(rules)
+        while True:
+            made = self._evaluated(run)
+            if not find or self.scale == 1 or all_finite(made[2]):
+                break
+            self.scale /= 16
+        self._known[rules] = self._compared(made)
+
+    def errors(self, rules: PolicyRules) -> Errors:
+        """Returns the errors of the loss under rules; each rules are evaluated once."""
+        if rules not in self._known:
+            self._known[rules] = self._compared(self._evaluated(self._compiled(rules)))
+        return self._known[rules]
+
+    def gradient_program(self, rules: PolicyRules) -> tuple[Traced, list[Any]]:
+        """Returns the program of loss, outputs and gradients under rules, and its arguments."""
+        arrays = [jnp.float32(self.scale), *self._arrays]
+        static, leaves = partition((tuple(arrays), {}))
+        with _quiet():
+            return trace_call(self._function(rules), static, leaves), arrays
+
+    def _function(self, rules: PolicyRules) -> Callable[..., Any]:
+        def run(scale: Any, *arrays: Any) -> Any:
+            args, kwargs = combine(self._static, arrays)
+            fun = autocast(self._loss_fn, rules)
+            gradient = value_and_grad(fun, has_aux=self._has_aux, loss_scale=scale)
+            out, gradients = gradient(*args, **kwargs)
+            loss, outputs = out if self._has_aux else (out, ())
+            return tuple(widen(split_floats(tree)[0]) for tree in (loss, outputs, gradients))
+
+        return run
+
+    def _compiled(self, rules: PolicyRules) -> Callable[..., Any]:
+        return jax.jit(self._function(rules), compiler_options=_AS_WRITTEN)
+
+    def _evaluated(self, run: Callable[..., Any]) -> Any:
+        self.evaluations += 1
+        with _quiet():
+            return run(jnp.float32(self.scale), *self._arrays)
+
+    def _compared(self, made: Any) -> Errors:
+        return compared(made, self._reference)
+
+
+class Switches:
+    """The program in which everything is low, with the roundings of parts switched on and off.
+
+    Args:
+      measuring: evaluates the loss; counts evaluations.
+      rules: rules under which all parts are low.
+      parts: the parts.
+    """
+
+    def __init__(self, measuring: Measuring, rules: PolicyRules, parts: Parts) -> None:
+        traced, self._arrays = measuring.gradient_program(rules)
+        numbers = {part: i for i, part in enumerate(parts.parts)}
+        self._numbers, self._measuring = numbers, measuring
+
+        def part_of(names: tuple[str, ...]) -> int | None:
+            owner = parts.owner(names)
+            return None if owner is None else numbers[owner]
+
+        @jax.jit
+        def run(*arrays: Any) -> Any:
+            def on_axes(flags: Any, *arrays: Any) -> list[Any]:
+                return switched(traced.closed, arrays, flags, part_of)
+
+            return combine(traced.returned, traced.axes.run(on_axes, arrays))
+
+        self._run = run
+        self._without = self._made(())
+        self._known: dict[frozenset[PrecisionPart], Errors] = {}
+
+    def errors(self, low: Collection[PrecisionPart]) -> Errors:
+        """Returns the errors with the roundings of some parts; relative to those of none."""
+        key = frozenset(low)
+        if key not in self._known:
+            self._known[key] = compared(self._made(key), self._without)
+        return self._known[key]
+
+    def _made(self, low: Collection[PrecisionPart]) -> Any:
+        self._measuring.evaluations += 1
+        flags = jnp.array([part in low for part in self._numbers])
+        return self._run(flags, *self._arrays)
+
+
+def compared(made: Any, reference: Any) -> Errors:
+    """Returns the errors of loss, outputs and gradients."""
+    loss, outputs, gradients = (float(x) for x in _relative(made, reference))
+    return Errors(loss, outputs if reference[1] else None, gradients)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps warnings back: of rules that lower one part, they say nothing about the user's."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@jax.jit
+def _relative(made: Any, reference: Any) -> list[Any]:
+    return [relative_error(*pair) for pair in zip(made, reference, strict=True)]
+
+
+def relative_error(made: Sequence[Any], reference: Sequence[Any]) -> Any:
+    """Returns the norm of a difference divided by that of the reference, over all arrays together.
+
+    Args:
+      made: arrays.
+      reference: arrays like them, finite.
+
+    Returns:
+      A number: infinite if `made` is not finite, or differs from a reference of zeros.
+    """
+    if not reference:
+        return jnp.zeros(())
+    # Divided by the largest number, so that squares stay in range.
+    largest = jnp.max(jnp.stack([jnp.max(jnp.abs(x), initial=0) for x in reference]))
+    unit = jnp.where(largest > 0, largest, 1)
+    size = sum(jnp.sum(jnp.abs(x / unit) ** 2) for x in reference)
+    pairs = zip(made, reference, strict=True)
+    off = sum(jnp.sum(jnp.abs((x - y) / unit) ** 2) for x, y in pairs)
+    error = jnp.sqrt(off / size)  # 0 / 0 is no error
+    return jnp.where(off == 0, 0.0, jnp.where(jnp.isfinite(error), error, jnp.inf))
+
+
+def _of_arrays(loss_fn: Callable[..., Any], params: PyTree) -> tuple[Callable[..., Any], PyTree]:
+    """Returns a loss of plain arrays and its params, where the params are a live nnx model."""
+    nnx = sys.modules.get("flax.nnx")  # without Flax there are no nnx modules
+    if nnx is None or not isinstance(params, nnx.Module):
+        return loss_fn, params
+    from jaxmp._flax.nnx_scopes import with_plain_params
+
+    return with_plain_params(loss_fn, params)

@@ -1,0 +1,121 @@
+"""Reads what TPU slices send to each other.
+
+Within a slice, devices have collectives. Between slices the TPU compiler writes a pair of `send`
+and `recv` to the host, whose runtime sums or gathers. The number of devices in the header of the
+program is that of one slice.
+"""
+
+import re
+from typing import NamedTuple
+
+from jaxmp._tools.hlo.parser import Instruction, Module
+from jaxmp._tools.hlo.replica_groups import Groups
+
+_KINDS = {
+    "ALL_REDUCE": "all-reduce",
+    "REDUCE_SCATTER": "reduce-scatter",
+    "ALL_GATHER": "all-gather",
+    "ALL_TO_ALL": "all-to-all",
+    "ONE_TO_ONE": "collective-permute",
+}
+_REDUCERS = {"SUM": "add", "MAX": "max", "MIN": "min", "PRODUCT": "mul"}
+_HANDLER = '_xla_host_transfer_handler_name="xla_megascale_runtime"'
+# Devices have ids like 200003: the fourth device of the second slice.
+_SLICE = 100_000
+_EVERY_DEVICE = re.compile(r'_xla_megascale_target="?\{([\d,]+)\}x\{(\d+):(\d+)\}')
+_LISTED = re.compile(r"_xla_megascale_target=\"?\{((?:\{[\d,>-]*\},?)*)\}")
+
+
+class Exchange(NamedTuple):
+    """What an instruction does as a collective.
+
+    Attributes:
+      kind: the kind of collective.
+      reducer: the operation of an all-reduce or a reduce-scatter; empty in other kinds.
+      groups: the devices that communicate with each other. Within a slice, each is its position in
+        the device assignment of that slice, and all slices do the same. Between slices, the devices
+        of the first slice come first, in each slice in the order of their ids.
+      factor: how much larger the whole array is than the one that the instruction shows.
+      between_slices: whether it goes from one slice to another.
+    """
+
+    kind: str
+    reducer: str
+    groups: Groups
+    factor: int
+    between_slices: bool
+
+
+class Slices:
+    """The slices of a program.
+
+    Args:
+      module: the program.
+
+    Attributes:
+      count: how many slices communicate; 1 without any communication between slices.
+
+    Raises:
+      ValueError: if a target has an unknown syntax.
+    """
+
+    def __init__(self, module: Module) -> None:
+        self._devices = module.devices
+        sends = [
+            instruction
+            for computation in module.computations.values()
+            for instruction in computation.instructions.values()
+            if instruction.opcode == "send" and _HANDLER in instruction.structure
+        ]
+        self._ids = {_key(send): _target_ids(send.structure) for send in sends}
+        numbers = {i // _SLICE for ids in self._ids.values() for group in ids for i in group}
+        self._first = min(numbers, default=0) and 1  # compilers count slices from 1
+        self.count = max(numbers, default=0) - self._first + 1
+
+    def sent(self, instruction: Instruction) -> Exchange | None:
+        """Returns what an instruction sends between slices, or None if it sends nothing there.
+
+        Raises:
+          ValueError: if the kind of collective is unknown.
+        """
+        ids = self._ids.get(_key(instruction))
+        if ids is None:
+            return None
+        given = _megascale(instruction.structure, "transfer_type")
+        if given not in _KINDS:
+            raise ValueError(f"unknown kind of collective between slices: {given!r}")
+        operation = _megascale(instruction.structure, "reduce_operation")
+        reducer = _REDUCERS.get(operation, "mixed") if operation else ""
+        groups = tuple(tuple(map(self._position, group)) for group in ids)
+        factor = len(groups[0]) if given == "ALL_GATHER" else 1
+        return Exchange(_KINDS[given], reducer, groups, factor, between_slices=True)
+
+    def _position(self, device: int) -> int:
+        return (device // _SLICE - self._first) * self._devices + device % _SLICE
+
+
+def _key(instruction: Instruction) -> tuple[str, str]:
+    return instruction.computation, instruction.name
+
+
+def _megascale(structure: str, name: str) -> str:
+    found = re.search(rf'_xla_megascale_{name}="(\w+)"', structure)
+    return found.group(1) if found else ""
+
+
+def _target_ids(structure: str) -> Groups:
+    """Parses the groups of device ids.
+
+    Each device with its like in other slices, `{1,2}x{0:7}`; or lists, `{{100000,200000}}`; or
+    pairs, `{{100000->200000}}`.
+    """
+    if found := _EVERY_DEVICE.search(structure):
+        slices, first, last = _ids_in(found.group(1)), int(found.group(2)), int(found.group(3))
+        return tuple(tuple(n * _SLICE + i for n in slices) for i in range(first, last + 1))
+    if found := _LISTED.search(structure):
+        return tuple(tuple(_ids_in(group)) for group in re.findall(r"\{([^}]*)\}", found.group(1)))
+    raise ValueError(f"unknown way of writing the slices of a collective: {structure[:200]}")
+
+
+def _ids_in(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text)]

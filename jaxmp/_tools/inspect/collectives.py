@@ -1,0 +1,253 @@
+"""Reports the data and the mesh axes of the collectives of a compiled program."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmp._program.mesh_axes import check_mesh
+from jaxmp._tools.hlo.collectives import CompiledProgram, Transfer, read_program
+from jaxmp._tools.hlo.products import HAS_OPERANDS, NOT_KNOWN, HloFloat8Product
+from jaxmp._tools.hlo.replica_groups import Groups
+from jaxmp._tools.inspect.collective_report import Collectives, CompiledCollective, CompiledProduct
+from jaxmp._tools.inspect.compiled import Source, source_of
+from jaxmp._tools.inspect.lines import direction, line_of_frames, path_of_operation
+
+
+def collectives(program: Any, *args: Any, mesh: Any = None, **kwargs: Any) -> Collectives:
+    """Reports the data and the mesh axes of the collectives of a compiled program.
+
+    Under `jit` with sharded arrays, the compiler's partitioner inserts the collectives, so no jaxpr
+    shows them. With bfloat16 compute, it also sums gradients over devices in bfloat16, with an
+    error that grows with the number of devices. `collectives` compiles the program, without
+    running it, and reads the result.
+
+    Args:
+      program: a function, jitted or not; the result of `lower` or `compile` of a jitted function;
+        or the text of a compiled program.
+      *args: the arguments of a function. Arrays may be `jax.ShapeDtypeStruct` with a sharding.
+      mesh: the mesh whose axes to report; by default the mesh of the arguments and results.
+      **kwargs: keyword arguments of the function.
+
+    Returns:
+      The report: print it, iterate its rows, or ask it for `bytes`. On TPUs and GPUs it is about
+      the compiled program. XLA widens 16-bit collectives on CPUs, so there the report is about the
+      program right after partitioning, in which reduce-scatters are still all-reduces.
+
+    Raises:
+      TypeError: if `program` is none of these, or `mesh` is no mesh.
+      ValueError: for a program that was compiled for CPUs, or for a mesh that does not fit it.
+
+    >>> import jax.numpy as jnp
+    >>> from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+    >>> devices = jax.device_count()
+    >>> mesh = jax.make_mesh((devices,), ("data",), axis_types=(AxisType.Auto,))
+    >>> def array(*shape, spec):
+    ...     sharding = NamedSharding(mesh, spec)
+    ...     return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+    >>> def loss(w, x):
+    ...     return jnp.sum(jnp.tanh(x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)))
+    >>> args = array(128, 64, spec=P()), array(32, 128, spec=P("data"))
+    >>> report = collectives(jax.grad(loss), *args)
+    >>> {(row.kind, row.reducer, row.dtype, row.axes) for row in report} <= {
+    ...     ("all-reduce", "add", "bfloat16", ("data",))
+    ... }
+    True
+    >>> report.bytes(dtype="bfloat16", reducer="add") == (2 * 128 * 64 if devices > 1 else 0)
+    True
+    """
+    source = source_of(program, args, kwargs)
+    read = read_program(source.text)
+    found, reason = _mesh(mesh, source, read)
+    places = _Places(found, read)
+    rows = [_row(transfer, places) for transfer in read.transfers]
+    return Collectives(
+        rows=tuple(sorted(rows, key=lambda row: -row.bytes)),
+        origin=source.origin,
+        devices=places.slices * read.devices,
+        mesh_axes=tuple(found.shape.items()) if found is not None else (),
+        no_mesh=reason,
+        unseen=_unseen_collectives(source, read),
+        float8_products=_products(read.float8),
+    )
+
+
+def _mesh(given: Any, source: Source, read: CompiledProgram) -> tuple[Any, str]:
+    """Returns the mesh of a program, or None and the reason."""
+    fitting = [mesh for mesh in source.meshes if _fits(mesh, read)]
+    if given is not None:
+        check_mesh(given)
+        if not _fits(given, read):
+            raise ValueError(_misfit(given, read))
+        if isinstance(given, jax.sharding.Mesh) and fitting:
+            order = [list(mesh.devices.flat) for mesh in fitting]
+            if list(given.devices.flat) not in order:
+                raise ValueError(
+                    "the mesh has other devices than that of the program's arguments, or the same "
+                    "in another order"
+                )
+        return given, ""
+    if not fitting:
+        current = jax.sharding.get_mesh()
+        if not current.empty and _fits(current, read):
+            return current, ""
+        return None, "no argument and no result is sharded over a mesh of all devices"
+    if len(fitting) > 1:
+        return None, "arguments and results are sharded over different meshes"
+    return fitting[0], ""
+
+
+def _slices(mesh: Any, read: CompiledProgram) -> list[list[tuple[int, int]]]:
+    """Returns the devices of each TPU slice: their positions in the mesh, and their ids."""
+    positions = range(mesh.size)
+    if mesh.size == read.devices or not isinstance(mesh, jax.sharding.Mesh):
+        return [[(position, position) for position in positions]]
+    found: dict[int, list[tuple[int, int]]] = {}
+    for position, device in zip(positions, mesh.devices.flat, strict=True):
+        found.setdefault(getattr(device, "slice_index", 0), []).append((position, device.id))
+    return [found[index] for index in sorted(found)]
+
+
+def _fits(mesh: Any, read: CompiledProgram) -> bool:
+    """Whether a mesh has the devices of a program, whose text is that of one TPU slice."""
+    slices = _slices(mesh, read)
+    return len(slices) >= read.slices and all(len(each) == read.devices for each in slices)
+
+
+def _misfit(mesh: Any, read: CompiledProgram) -> str:
+    if read.slices == 1:
+        return (
+            f"the mesh has {mesh.size} devices, the program runs on {read.devices}: give the mesh "
+            "that its arguments are sharded over"
+        )
+    return (
+        f"the program runs on {read.slices} TPU slices of {read.devices} devices, which "
+        f"{type(mesh).__name__}({dict(mesh.shape)}) does not have: give the jax.sharding.Mesh that "
+        "its arguments are sharded over, since an AbstractMesh does not say which slice a device "
+        "is in"
+    )
+
+
+class _Places:
+    """Where the devices of a program are in a mesh, and along which axes groups of them extend.
+
+    Attributes:
+      slices: how many TPU slices the program runs on.
+    """
+
+    def __init__(self, mesh: Any, read: CompiledProgram) -> None:
+        self._names = tuple(mesh.axis_names) if mesh is not None else None
+        self._sizes = tuple(mesh.shape.values()) if mesh is not None else ()
+        # Without a mesh, slice after slice.
+        starts = range(0, read.slices * read.devices, read.devices)
+        unknown = [[(start + i, i) for i in range(read.devices)] for start in starts]
+        slices = _slices(mesh, read) if mesh is not None else unknown
+        self.slices, self._devices = len(slices), read.devices
+        self._assigned = [position for each in slices for position, _ in each]
+        by_id = [sorted(each, key=lambda device: device[1]) for each in slices]
+        self._by_id = [position for each in by_id for position, _ in each]
+        self._found: dict[Groups, tuple[str, ...]] = {}
+
+    def of(self, transfer: Transfer) -> Groups:
+        """Returns the groups of a transfer, in all slices, as positions in the mesh."""
+        starts = [0] if transfer.between_slices else [n * self._devices for n in range(self.slices)]
+        places = self._by_id if transfer.between_slices else self._assigned
+        return tuple(
+            tuple(places[start + i] for i in group) for start in starts for group in transfer.groups
+        )
+
+    def axes(self, groups: Groups) -> tuple[str, ...] | None:
+        """Returns the mesh axes along which groups extend; None without a mesh."""
+        if self._names is None:
+            return None
+        if groups not in self._found:
+            moves = np.zeros(len(self._sizes), dtype=bool)
+            for group in groups:
+                places = np.stack(np.unravel_index(np.asarray(group, dtype=int), self._sizes))
+                moves |= np.any(places != places[:, :1], axis=1)
+            self._found[groups] = tuple(
+                name for name, moved in zip(self._names, moves, strict=True) if moved
+            )
+        return self._found[groups]
+
+
+def _row(transfer: Transfer, places: _Places) -> CompiledCollective:
+    groups = places.of(transfer)
+    return CompiledCollective(
+        kind=transfer.kind,
+        dtype=transfer.dtype,
+        reducer=transfer.reducer,
+        axes=places.axes(groups),
+        group_size=max(map(len, groups), default=1),
+        between_slices=transfer.between_slices,
+        line=line_of_frames(transfer.frames),
+        path=path_of_operation(transfer.op_name),
+        direction=direction(transfer.op_name),  # type: ignore[arg-type]
+        op_name=transfer.op_name,
+        arrays=transfer.arrays,
+        elements=transfer.elements,
+        size=transfer.bytes,
+        runs=transfer.runs,
+        bytes=transfer.bytes * transfer.runs,
+        groups=groups,
+    )
+
+
+def _products(found: Iterable[HloFloat8Product]) -> tuple[CompiledProduct, ...]:
+    groups: dict[Any, list[HloFloat8Product]] = {}
+    for each in found:
+        where = (
+            line_of_frames(each.frames),
+            path_of_operation(each.op_name),
+            direction(each.op_name),
+        )
+        groups.setdefault((each.operands, each.result, each.ran, where), []).append(each)
+    return tuple(
+        CompiledProduct(
+            operands=operands,
+            result=result,
+            ran=ran,
+            line=line,
+            path=path,
+            direction=passed,
+            count=len(group),
+            runs=sum(each.runs for each in group),
+        )
+        for (operands, result, ran, (line, path, passed)), group in groups.items()
+    )
+
+
+def _unseen_collectives(source: Source, read: CompiledProgram) -> tuple[str, ...]:
+    sentences = []
+    if source.origin == "program after partitioning":
+        sentences.append(
+            "What the compiler does after partitioning: it may combine, drop or split collectives, "
+            "and makes reduce-scatters of all-reduces."
+        )
+    if read.unknown_loops:
+        sentences.append(
+            f"while loops with collectives ({read.unknown_loops}): how often they run is not "
+            "known; each is counted once."
+        )
+    if read.conditionals:
+        sentences.append(
+            f"conditionals with collectives ({read.conditionals}): every branch is counted."
+        )
+    if read.sends:
+        sentences.append(f"sends to other devices ({read.sends}): what they carry is not listed.")
+    fused, given = (
+        sum(each.ran == ran for each in read.float8) for ran in (NOT_KNOWN, HAS_OPERANDS)
+    )
+    if fused:
+        sentences.append(
+            f"fusions with products of float8 operands ({fused}): whether their kernels multiply "
+            "float8 or widen it first is not in the program."
+        )
+    if given:
+        sentences.append(
+            f"products of float8 operands ({given}): whether they are multiplied in float8 is the "
+            "device's choice. TPUs before 7x widen the operands inside of the product."
+        )
+    sentences.append("What kernels and custom calls send by themselves.")
+    return tuple(sentences)

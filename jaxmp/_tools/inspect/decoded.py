@@ -1,0 +1,94 @@
+"""Finds operands of products that were rounded to float8 and widened again.
+
+Recipes with a scale for each block round to float8 and multiply in 16 bits, as no compiler has a
+kernel for them. The dtypes of such a product do not show it.
+"""
+
+import functools
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+from jaxmp._numerics.dtypes import is_floating
+from jaxmp._program.facts import Question, propagate
+from jaxmp._program.op_classes import IDENTITIES, PRODUCTS, REPEATS, SAME_NUMBERS, SCALES
+from jaxmp._program.program import Program
+from jaxmp._tools.inspect.equations import Site
+
+# Stands for each of its formats.
+FLOAT8 = "float8"
+# The fact about a value is the float8 dtype that it was rounded to, up to a scale; or one of these.
+_SCALE, _OTHER = "scale", ""
+
+
+def decoded_operands(program: Program) -> dict[Site, tuple[str, ...]]:
+    """Finds the products with an operand that was rounded to float8 and then widened.
+
+    Casts, moves and scales may lie in between. A scale is what came with the codes of a rounding,
+    or one factor for all numbers.
+
+    Returned are, for each such product of a walked program, the dtypes of its two operands before
+    they were widened.
+    """
+    products: dict[Site, tuple[str, ...]] = {}
+
+    def rule(site: Site, facts: Sequence[str]) -> Sequence[str]:
+        if site.name in PRODUCTS:
+            dtypes = tuple(str(aval.dtype) for aval in site.in_avals[:2])
+            pairs = zip(facts[:2], dtypes, strict=True)
+            before = tuple(fact if is_float8(fact) else dtype for fact, dtype in pairs)
+            products.pop(site, None)  # a loop is asked again with what its turns hand on
+            if before != dtypes:
+                products[site] = before
+        return _facts(site, facts)
+
+    question = Question(_OTHER, _joined, rule, literal=lambda number: _SCALE, keep=_also_by_type)
+    propagate(program, [_OTHER] * len(program.inputs), question, lambda site: site.bodies)
+    return products
+
+
+def is_float8(dtype: str) -> bool:
+    """Whether a name is that of a float8 dtype.
+
+    >>> is_float8("float8_e5m2"), is_float8("bfloat16")
+    (True, False)
+    """
+    return dtype.startswith(FLOAT8)
+
+
+def are_among(operands: Iterable[str], names: Collection[str]) -> bool:
+    """Whether the dtypes of operands are all among some names.
+
+    >>> are_among(("float8_e4m3fn", "float8_e5m2"), ["float8"])
+    True
+    """
+    return all(dtype in names or (FLOAT8 in names and is_float8(dtype)) for dtype in operands)
+
+
+def _joined(one: str, other: str) -> str:
+    return one if one == other else _OTHER
+
+
+def _also_by_type(aval: Any, fact: str) -> str:
+    """Adds what the type of a value says to the fact about it."""
+    dtype = str(getattr(aval, "dtype", ""))
+    if is_float8(dtype):
+        return dtype
+    return fact or (_SCALE if getattr(aval, "size", 0) == 1 else _OTHER)
+
+
+def _facts(site: Site, facts: Sequence[str]) -> Sequence[str]:
+    count = len(site.outputs)
+    if site.name == "float8_encode":
+        return [_OTHER, _SCALE]  # the codes have a float8 dtype
+    if site.name == "optimization_barrier":
+        return facts
+    if site.name in IDENTITIES:
+        return [facts[0]]
+    if site.name in SCALES:
+        others = [fact for fact in facts if fact != _SCALE]
+        return [others[0] if len(others) == 1 else _OTHER if others else _SCALE]
+    if site.name in SAME_NUMBERS | REPEATS:
+        pairs = zip(site.in_avals, facts, strict=True)
+        floats = [fact for aval, fact in pairs if is_floating(aval)]
+        return [functools.reduce(_joined, floats) if floats else _OTHER] * count
+    return [_OTHER] * count

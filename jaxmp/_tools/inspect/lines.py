@@ -1,0 +1,169 @@
+"""Finds the line of the user's code and the module of the model that an equation comes from."""
+
+import functools
+import importlib.util
+import os
+import re
+import sysconfig
+from collections.abc import Sequence
+from typing import Any
+
+from jaxmp._program.scopes import names_in, without_reason
+from jaxmp._tools.hlo.parser import Frame
+from jaxmp._tools.inspect.equations import Site
+
+# Lines in these libraries do not help a user; the line that called them does. JAX could exclude
+# such files by itself, but for the whole process, including its error messages.
+_LIBRARIES = ("jaxmp", "flax", "optax", "chex", "jmp", "haiku", "equinox", "qwix", "einops")
+# These call functions of others, and make nothing themselves.
+_CALLERS = ("jax", "jaxlib", "jaxmp._program", "jaxtyping", "beartype")
+UNKNOWN = "(unknown)"
+# Names that JAX puts into the scopes of compiled programs, and that are not modules.
+_NO_MODULE = re.compile(r"closed_call|eval_jaxpr|while|body|cond|branch_\d+_fun|shard_map|\w+_call")
+
+
+class Lines:
+    """A finder of source lines that caches the result for each traceback."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, tuple[str, str]] = {}
+
+    def of(self, site: Site) -> str:
+        """Returns the line of an equation as `"file.py:12 (function)"`.
+
+        Args:
+          site: an equation.
+
+        Returns:
+          The innermost line in the user's code, of the equation itself or else of an enclosing
+          equation. If there is none, as for an optimizer that is audited alone, the line in the
+          library.
+        """
+        fallback = ""
+        at: Site | None = site
+        while at is not None:
+            user, library = self._of_traceback(at.equation.source_info.traceback)
+            if user:
+                return user
+            fallback = fallback or library
+            at = at.outer
+        return fallback or UNKNOWN
+
+    def _of_traceback(self, traceback: Any) -> tuple[str, str]:
+        if traceback is None:
+            return "", ""
+        if traceback not in self._known:
+            self._known[traceback] = _innermost(traceback)
+        return self._known[traceback]
+
+
+def _innermost(traceback: Any) -> tuple[str, str]:
+    """Returns the innermost line of the user's code, and of a library other than JAX."""
+    library = ""
+    for frame in traceback.frames:
+        kind = kind_of(frame.file_name)
+        if kind == "user":
+            return _text(frame), library
+        if kind == "library":
+            library = library or _text(frame)
+    return "", library
+
+
+def _text(frame: Any) -> str:
+    return line_text(frame.file_name, frame.line_num, frame.function_name)
+
+
+def line_text(file: str, line: int, function: str) -> str:
+    """Formats a line for reports.
+
+    >>> line_text("/home/me/net.py", 12, "make.<locals>.loss")
+    'net.py:12 (make.loss)'
+    """
+    function = function.replace("<locals>.", "")
+    return f"{os.path.basename(file)}:{line}" + (f" ({function})" if function else "")
+
+
+@functools.lru_cache(maxsize=4096)
+def kind_of(file: str) -> str:
+    """Returns whose file it is: `"user"`, `"library"`, `"jax"` (or what calls) or `"python"`."""
+    if file.startswith(("<frozen", "<@beartype")):
+        return "python"
+    if file.startswith(_folders(_CALLERS)):
+        return "jax"
+    if file.startswith(_folders(_LIBRARIES)):
+        return "library"
+    python = sysconfig.get_path("stdlib") + os.sep
+    # site-packages and dist-packages are inside of the folder of the standard library.
+    if file.startswith(python) and "-packages" not in file[len(python) :].partition(os.sep)[0]:
+        return "python"
+    return "user"
+
+
+@functools.cache
+def _folders(packages: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the folders of packages, without importing them."""
+    specs = [importlib.util.find_spec(package) for package in packages]
+    return tuple(
+        folder.rstrip(os.sep) + os.sep
+        for spec in specs
+        if spec is not None
+        for folder in spec.submodule_search_locations or ()
+    )
+
+
+def scopes_of(site: Site) -> str:
+    """Returns the scopes of an equation and of all enclosing equations, as JAX writes them."""
+    scopes: list[str] = []
+    at: Site | None = site
+    while at is not None:
+        scopes.append(str(at.equation.source_info.name_stack))
+        at = at.outer
+    return "/".join(scope for scope in reversed(scopes) if scope)
+
+
+def module_path(scopes: str) -> str:
+    """Returns the path of the module, without the names that JAX's transformations add.
+
+    >>> module_path("transpose(jvp(LM))/jvp(LM)/rematted_computation/Block_0/q")
+    'LM/Block_0/q'
+    """
+    # Also drop the marks that autocast and full_precision leave.
+    return "/".join(name for name in names_in(scopes) if not name.startswith("jaxmp."))
+
+
+def direction(scopes: str) -> str:
+    """Returns the pass that an equation belongs to, according to its scopes.
+
+    Returns:
+      `"forward"`, `"backward"`, `"recomputed"` (forward operations repeated in the backward pass),
+      or `""` outside of both, as in an optimizer or in a program without gradients.
+
+    >>> direction("transpose(jvp(LM))/Block_0/q"), direction("LM/Block_0/q")
+    ('backward', '')
+    """
+    if "rematted_computation" in scopes:
+        return "recomputed"
+    if "transpose(" in scopes:
+        return "backward"
+    return "forward" if "jvp(" in scopes else ""
+
+
+def line_of_frames(frames: Sequence[Frame]) -> str:
+    """Returns the innermost line of the user's code, or else of a library."""
+    for wanted in ("user", "library"):
+        for frame in frames:
+            if kind_of(frame.file) == wanted:
+                return line_text(frame.file, frame.line, frame.function)
+    return UNKNOWN
+
+
+def path_of_operation(op_name: str) -> str:
+    """Returns the module of an operation in a compiled program, by its name.
+
+    >>> path_of_operation("jit(step)/jvp(LM)/while/body/closed_call/Block_0/q/dot_general")
+    'LM/Block_0/q'
+    """
+    # Fused operations may have the names of several; the first stands for all.
+    scopes = without_reason(op_name.partition(";")[0]).rpartition("/")[0]
+    path = "" if ":" in scopes else module_path(scopes)  # combined collectives have several names
+    return "/".join(name for name in path.split("/") if not _NO_MODULE.fullmatch(name))

@@ -1,0 +1,65 @@
+"""Writes the lines of a failed check: what is wrong, where, and why it is not in float8."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from jaxmp._tools.inspect.decoded import FLOAT8
+
+_LISTED = 10
+
+
+def by_line(offenders: Iterable[tuple[Any, str, str]]) -> list[str]:
+    """Formats offenders as error lines; each has its row, the amount and a description."""
+    rows = list(offenders)
+    shown = []
+    for row, amount, what in rows[:_LISTED]:
+        places = [row.line, *(getattr(row, name, "") for name in ("path", "direction", "branch"))]
+        shown.append(f"  {amount}  {what}  at {', '.join(place for place in places if place)}")
+    more = len(rows) - len(shown)
+    return shown + ([f"  and {more} more"] if more else [])
+
+
+def reason_text(row: Any, names: list[str]) -> str:
+    """Returns why a product is not in float8, in parentheses, if float8 was asked for."""
+    if not any(name.startswith(FLOAT8) for name in names):
+        return ""
+    reason = row.not_float8 or (
+        "no operand is a param under a float8 policy, or the program itself has both in 16 bits"
+    )
+    if row.rounded_to:
+        reason = f"rounded to {' x '.join(row.rounded_to)}, and widened before the product"
+    return f" ({reason})"
+
+
+def compiled_float8_errors(report: Any, fusions: bool) -> list[str]:
+    """Returns error lines about products of the compiled program that are not in float8.
+
+    Args:
+      report: the report of an audit.
+      fusions: whether fusions are fine, of which it is not known.
+    """
+    if report.compiled is None:
+        return []
+    rows = report.compiled.float8_products
+    if not rows:
+        return [f"products: the {report.compiled.origin} has none with float8 operands."]
+    wrong = [row for row in rows if row.ran.startswith("widened")]
+    hidden = [row for row in rows if row.ran == "not known" and not fusions]
+    problems = []
+    if wrong:
+        problems = [
+            "products: the compiler widened float8 operands of these:",
+            *by_line((row, row.ran, operands_and_result(row)) for row in wrong),
+        ]
+    if hidden:
+        problems += [
+            "unseen: whether the kernels of these fusions multiply float8 is not known. If that is "
+            "fine: allow_unseen='fusion'. On an NVIDIA GPU, compile with "
+            "xla_gpu_enable_triton_gemm=False to have calls of cuBLAS, which say it.",
+            *by_line((row, str(row.count), operands_and_result(row)) for row in hidden),
+        ]
+    return problems
+
+
+def operands_and_result(row: Any) -> str:
+    return f"{' x '.join(row.operands)} -> {row.result}"

@@ -1,0 +1,87 @@
+"""Follows wide values from the cast that made them to the products that use them."""
+
+import functools
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+from jaxmp._numerics.dtypes import is_floating, is_inexact, is_narrow
+from jaxmp._program.facts import Question, propagate
+from jaxmp._program.op_classes import PRODUCTS
+from jaxmp._program.program import Program
+from jaxmp._tools.inspect.equations import Site
+
+
+def mark_upcasts(program: Program) -> list[Site]:
+    """Finds the upcasts of a program, and the products that multiply their results.
+
+    A value is wide if it is a float of 32 bits or more, or complex. It comes from an upcast if it
+    was computed from the upcast's result through wide values only: a cast to 16 bits ends the
+    trail. Values of a single number are not followed: they make no product wide, and a loss, a
+    loss scale or a gradient norm would connect everything with everything.
+
+    The program is a whole one, as `walk` returns it; `bit` and `fed_by` of its sites are filled in.
+    Returned are the equations that may be upcasts: the first has bit 1, the second 2, and so on.
+    """
+    flow = _Flow()
+    propagate(program, [0] * len(program.inputs), flow.question(), lambda site: site.bodies)
+    return flow.sources
+
+
+def is_wide(aval: Any) -> bool:
+    """Whether an abstract value is a float of at least 32 bits, or complex."""
+    return is_inexact(aval) and not is_narrow(aval.dtype)
+
+
+def is_narrow_aval(aval: Any) -> bool:
+    """Whether an abstract value is a float of fewer than 32 bits."""
+    return is_floating(aval) and is_narrow(aval.dtype)
+
+
+def widens_inside(site: Site) -> bool:
+    """Whether a product has both narrow and wide operands, and so widens one of them itself."""
+    left, right = site.in_avals[:2]
+    return (is_narrow_aval(left) and is_wide(right)) or (is_wide(left) and is_narrow_aval(right))
+
+
+class _Flow:
+    def __init__(self) -> None:
+        self.sources: list[Site] = []
+        # A cache by dtype, since every variable of the program is checked.
+        self._wide: dict[Any, bool] = {}
+
+    def question(self) -> Question[int]:
+        return Question(nothing=0, join=operator.or_, rule=self._step, keep=self._kept)
+
+    def _step(self, site: Site, operands: Sequence[int]) -> list[int]:
+        if site.name in PRODUCTS:
+            came_from = self._product(site, operands)
+        elif site.name == "convert_element_type" and is_narrow_aval(site.in_avals[0]):
+            came_from = self._bit(site) if self._is_wide(site.out_avals[0]) else 0
+        else:
+            came_from = functools.reduce(operator.or_, operands, 0)
+        return [came_from] * len(site.outputs)
+
+    def _product(self, site: Site, operands: Sequence[int]) -> int:
+        came_from = operands[0] | operands[1]
+        wide = list(map(self._is_wide, site.in_avals[:2]))
+        if widens_inside(site) or (not any(wide) and self._is_wide(site.out_avals[0])):
+            came_from |= self._bit(site)
+        if any(wide):
+            site.fed_by |= came_from
+        return came_from
+
+    def _bit(self, site: Site) -> int:
+        if not site.bit:
+            site.bit = 1 << len(self.sources)
+            self.sources.append(site)
+        return site.bit
+
+    def _kept(self, aval: Any, came_from: int) -> int:
+        return came_from if came_from and self._is_wide(aval) and aval.size > 1 else 0
+
+    def _is_wide(self, aval: Any) -> bool:
+        dtype = getattr(aval, "dtype", None)
+        if dtype not in self._wide:
+            self._wide[dtype] = is_wide(aval)
+        return self._wide[dtype]

@@ -1,0 +1,207 @@
+"""TPUs and GPUs that are not here, to compile for.
+
+Install the extra `aot` for the compilers: libtpu, and the CUDA plugin of the jax in use.
+"""
+
+import importlib
+import importlib.util
+import os
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental import topologies
+
+from jaxmp._tools.planning.devices import DEVICES, Device, find_device
+
+# libtpu asks the cloud's metadata server unless it is told what it would answer.
+_LIBTPU = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+# Slices of each kind of TPU that the compiler knows, by the devices that JAX sees in them.
+_TOPOLOGIES = {
+    "v3": {8: "v3:2x2", 32: "v3:4x4", 128: "v3:8x8", 512: "v3:16x16"},
+    "v5e": {8: "v5e:2x4", 16: "v5e:4x4", 64: "v5e:8x8", 128: "v5e:8x16", 256: "v5e:16x16"},
+    "v5p": {4: "v5p:2x2x1", 8: "v5p:2x2x2", 16: "v5p:2x2x4", 64: "v5p:4x4x4", 256: "v5p:4x8x8"},
+    "v6e": {8: "v6e:2x4", 16: "v6e:4x4", 64: "v6e:8x8", 128: "v6e:8x16", 256: "v6e:16x16"},
+    "7x": {8: "tpu7x:2x2x1", 16: "tpu7x:2x2x2", 32: "tpu7x:2x2x4", 128: "tpu7x:4x4x4"},
+}
+
+
+class _Chip(NamedTuple):
+    """What a compiler is told of a GPU, beside what the table of devices has.
+
+    Attributes:
+      capability: CUDA's compute capability.
+      cores: streaming multiprocessors.
+      shared: bytes of shared memory of each of them; a block gets 1 KiB less.
+      cache: bytes of the second level.
+      clock: GHz.
+      threads: that one multiprocessor holds.
+      fpus: lanes for float32 of each of them.
+    """
+
+    capability: str
+    cores: int
+    shared: int
+    cache: int
+    clock: float
+    threads: int = 2048
+    fpus: int = 128
+
+
+# From NVIDIA's tuning guides and from what the driver tells of such devices.
+_CHIPS = {
+    "t4": _Chip("7.5", 40, 65536, 4194304, 1.59, threads=1024, fpus=64),
+    "a100-40gb": _Chip("8.0", 108, 167936, 41943040, 1.41, fpus=64),
+    "a100": _Chip("8.0", 108, 167936, 41943040, 1.41, fpus=64),
+    "a10g": _Chip("8.6", 80, 102400, 6291456, 1.71, threads=1536),
+    "a10": _Chip("8.6", 72, 102400, 6291456, 1.695, threads=1536),
+    "l4": _Chip("8.9", 58, 102400, 50331648, 2.04, threads=1536),
+    "l40s": _Chip("8.9", 142, 102400, 100663296, 2.52, threads=1536),
+    "rtx4090": _Chip("8.9", 128, 102400, 75497472, 2.52, threads=1536),
+    "h100-pcie": _Chip("9.0", 114, 233472, 52428800, 1.755),
+    "h100-nvl": _Chip("9.0", 132, 233472, 62914560, 1.785),
+    "h100": _Chip("9.0", 132, 233472, 52428800, 1.98),
+    "gh200": _Chip("9.0", 132, 233472, 62914560, 1.98),
+    "h200": _Chip("9.0", 132, 233472, 62914560, 1.98),
+    "b200": _Chip("10.0", 148, 233472, 132644864, 1.965),
+}
+_TARGET = """\
+gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: {shared}
+  shared_memory_per_block_optin: {optin}
+  threads_per_core_limit: {threads}
+  core_count: {cores}
+  fpus_per_core: {fpus}
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: {bandwidth}
+  l2_cache_size: {cache}
+  clock_rate_ghz: {clock}
+  device_memory_size: {memory}
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
+  driver_version: "{cuda}"
+  runtime_version: "{cuda}"
+  compile_time_toolkit_version: "{cuda}"
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 8 }}
+device_description_str: "NVIDIA {name}"
+"""
+
+
+def absent_pod(topology: str, slices: int = 1) -> Any:
+    """The devices of a pod: TPUs like "v5e:8x16", in slices; or hosts of H100s like "1x8x8"."""
+    if ":" not in topology:
+        return absent_gpus(gpu_target("h100"), topology)
+    for name, value in _LIBTPU.items():
+        os.environ.setdefault(name, value)
+    several = {"num_slices": slices} if slices > 1 else {}
+    return topologies.get_topology_desc(platform="tpu", topology_name=topology, **several).devices
+
+
+def absent_gpus(target: str, topology: str = "1x1x8") -> Any:
+    """GPUs that are as `target` says, eight of one machine unless the topology says otherwise."""
+
+    def describe() -> Any:
+        return topologies.get_topology_desc(
+            platform="cuda", topology_name="gpus", topology=topology, target_config=target
+        )
+
+    try:
+        return describe().devices
+    except NotImplementedError:
+        _register_cuda()
+        return describe().devices
+
+
+def _register_cuda() -> None:
+    """Registers the CUDA plugin, which JAX leaves out where it finds no CUDA to run programs."""
+    jax.devices()  # those that are here come first, so that JAX does not try to run CUDA
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    for name in ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"):
+        if importlib.util.find_spec(name):
+            importlib.import_module(name).initialize()
+
+
+def gpu_target(name: str) -> str:
+    """What a compiler is told of a GPU, with the CUDA version of the plugin in use.
+
+    Where no version is named, the compiler takes CUDA for too old for float8. It then multiplies
+    16-bit copies of float8 operands, and says nothing.
+    """
+    device, chip = DEVICES[name], _CHIPS[name]
+    major, _, minor = chip.capability.partition(".")
+    return _TARGET.format(
+        **chip._asdict(),
+        optin=chip.shared - 1024 if chip.capability >= "8" else chip.shared,
+        bandwidth=int(device.bandwidth),
+        memory=device.memory,
+        major=major,
+        minor=minor,
+        cuda="13.0.0" if importlib.util.find_spec("jax_cuda13_plugin") else "12.8.0",
+        name=name.upper(),
+    )
+
+
+def absent_devices(kind: Any, count: int) -> list[Any]:
+    """Devices of one kind that are not here, to compile for.
+
+    Args:
+      kind: a name such as `"h100"`, or a `Device`.
+      count: how many: TPUs of one slice, or GPUs of machines with eight.
+
+    Returns:
+      The devices.
+
+    Raises:
+      ImportError: if the compiler is not installed.
+      ValueError: if no compiler knows such a device, or so many.
+
+    >>> absent_devices("mi300x", 8)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+        ...
+    ValueError: no compiler for mi300x comes with jaxmp[aot]. It has those of TPUs and of ...
+    """
+    device = find_device(kind)
+    if device.platform == "tpu":
+        slices = _TOPOLOGIES.get(device.name, {})
+        fitting = [name for size, name in slices.items() if size >= count]
+        if not slices:
+            raise ValueError(
+                f"no compiler for {device.name} as JAX sees it comes with jaxmp[aot]. It has those "
+                f"of {', '.join(_TOPOLOGIES)}, and of GPUs"
+            )
+        _check_installed(device, "libtpu")
+        if not fitting:
+            raise ValueError(
+                f"{count} devices are more than a slice of {device.name} that the compiler knows: "
+                f"it has up to {max(slices)}"
+            )
+        return list(absent_pod(fitting[0]))[:count]
+    if device.name not in _CHIPS:
+        raise ValueError(
+            f"no compiler for {device.name} comes with jaxmp[aot]. It has those of TPUs and of "
+            f"{', '.join(_CHIPS)}"
+        )
+    _check_installed(device, "jax_cuda12_plugin", "jax_cuda13_plugin")
+    machines = -(-count // 8)
+    return list(absent_gpus(gpu_target(device.name), f"1x{machines}x8"))[:count]
+
+
+def _check_installed(device: Device, *modules: str) -> None:
+    if not any(importlib.util.find_spec(module) for module in modules):
+        raise ImportError(
+            f"the compiler for {device.name} is not installed. Install it with: "
+            "pip install 'jaxmp[aot]'"
+        )
