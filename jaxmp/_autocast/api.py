@@ -10,8 +10,8 @@ import jmp
 from jax import lax
 
 from jaxmp._autocast.control_flow import plan_control
+from jaxmp._autocast.coverage import warn_of_what_is_left
 from jaxmp._autocast.kernels import Taken, low_kernels
-from jaxmp._autocast.left_alone import warn_of_what_is_left
 from jaxmp._autocast.plan import Call, ResultsIn, plan
 from jaxmp._autocast.regions import DONE, EXACT, Regions, region_of
 from jaxmp._autocast.run import run_plan

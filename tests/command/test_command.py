@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from jaxmp._tools.command.checks import parse_checks
-from jaxmp._tools.command.commands import COMMANDS
+from jaxmp._tools.command.commands import COMMANDS, parse_checks
 from jaxmp._tools.command.machine import version_of
 from jaxmp._tools.command.main import main
 from jaxmp._tools.command.program import UsageError
@@ -253,7 +252,8 @@ def test_the_script_of_the_package_is_this_function() -> None:
 def test_it_runs_as_a_process(program: str) -> None:
     """`python -m jaxmp` ends with the code, and `import jaxmp` does not load the command."""
     code = (
-        "import sys, jaxmp; assert not any(m.startswith('jaxmp._tools.command') for m in sys.modules); "
+        "import sys, jaxmp; "
+        "assert not any(name.startswith('jaxmp._tools.command') for name in sys.modules); "
         "import runpy; runpy.run_module('jaxmp', run_name='__main__')"
     )
     command = [sys.executable, "-c", code, "audit", program, "--check", "upcasts=0"]

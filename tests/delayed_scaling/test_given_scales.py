@@ -10,8 +10,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
 import jaxmp
-from jaxmp._delayed_scaling.places import Given, left_out, places_of, run_with_scales
-from jaxmp._delayed_scaling.probed import probed
+from jaxmp._delayed_scaling.places import Given, left_out, places_of, probed, run_with_scales
 from jaxmp._program import compat
 from tests.support.bits import tree_bits
 from tests.support.float8_references import rounded, scale

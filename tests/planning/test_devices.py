@@ -5,6 +5,7 @@ import types
 import jax
 import pytest
 
+from jaxmp._tools.planning.absent_devices import gpu_target
 from jaxmp._tools.planning.devices import DEVICES, find_device
 
 # What JAX calls devices, as its users print them.
@@ -95,3 +96,9 @@ def test_multiples() -> None:
         16,
     ]
     assert DEVICES["v6e"].multiple("bfloat16") == 128
+
+
+@pytest.mark.parametrize(("name", "optin"), [("t4", 65536), ("a100", 166912), ("b200", 232448)])
+def test_a_block_gets_less_shared_memory_from_capability_8_on(name: str, optin: int) -> None:
+    """Compared as text, 10 would be less than 8, and a kernel of a B200 would not fit."""
+    assert f"shared_memory_per_block_optin: {optin}" in gpu_target(name)

@@ -14,8 +14,7 @@ import pytest
 
 import jaxmp
 from jaxmp._policies.recipe import get_recipe
-from jaxmp._primitives.float8_product import float8_map
-from jaxmp._primitives.float8_scale_back import without_scale
+from jaxmp._primitives.float8_product import float8_map, without_scale
 from tests.support.dots import equations
 from tests.support.float8_references import Product, error
 

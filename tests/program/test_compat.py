@@ -29,15 +29,14 @@ PACKAGE = pathlib.Path(__file__).parents[2] / "jaxmp"
 COMPAT, FLOPS, PROGRAM = "_program/compat.py", "_program/flops.py", "_program/program.py"
 WIRING, EVALUATE = "_program/wiring.py", "_program/evaluate.py"
 OPERATIONS, CONTROL, FLOW = "_autocast/rules.py", "_autocast/control_flow.py", "_autocast/plan.py"
-RULES = "_autocast/custom_derivatives.py"
-LEFT = "_autocast/left_alone.py"
+LEFT = "_autocast/coverage.py"
 TALLY = "_tools/inspect/summarize.py"
 BRANCHES = "_tools/inspect/branches.py"
 STORAGE, AGAIN = "_recompute/storage.py", "_program/control_flow.py"
 DERIVATIVES = "_program/derivatives.py"
-REDUCED, SUMMED = "_float32_reduction/control_flow.py", "_float32_reduction/backward.py"
+REDUCED, SUMMED = "_float32_reduction/control_flow.py", "_float32_reduction/custom_derivatives.py"
 HI = "_program/hi_primitives.py"
-REDUCTION, FREED = "_float32_reduction/rules.py", "_program/freed.py"
+REDUCTION, FREED = "_float32_reduction/rules.py", "_program/explicit_axes.py"
 
 # An equation of its own, or a call that is shown as one.
 CHECKPOINT = "checkpoint" if jax.config.jax_remat3 else "remat2"  # type: ignore[attr-defined]
@@ -156,10 +155,10 @@ READ = [
     Read(CHECKPOINT, "differentiated", is_a(bool), (REDUCED,)),
     Read(CHECKPOINT, "prevent_cse", is_a(bool), (REDUCED,)),
     Read(CHECKPOINT, "policy", lambda value: value is None or callable(value), (REDUCED,)),
-    Read("custom_jvp_call", "call_jaxpr", is_jaxpr, (RULES, STORAGE, EVALUATE)),
+    Read("custom_jvp_call", "call_jaxpr", is_jaxpr, (CONTROL, STORAGE, EVALUATE)),
     Read("custom_jvp_call", "num_consts", is_a(int), (DERIVATIVES,)),
     Read("custom_vjp_call", "num_consts", is_a(int), (DERIVATIVES,)),
-    Read("custom_vjp_call", "call_jaxpr", is_jaxpr, (RULES, EVALUATE)),
+    Read("custom_vjp_call", "call_jaxpr", is_jaxpr, (CONTROL, EVALUATE)),
     Read("shard_map", "jaxpr", is_jaxpr, (CONTROL,)),
     Read("shard_map", "mesh", has("axis_names"), (COMPAT,)),
     Read("shard_map", "in_specs", tuple_of(is_a(PartitionSpec)), (COMPAT,)),

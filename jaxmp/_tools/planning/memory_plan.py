@@ -17,7 +17,7 @@ from jaxtyping import PyTree
 from jaxmp._numerics.dtypes import is_floating
 from jaxmp._policies.policy_rules import PolicyRules
 from jaxmp._tools.inspect.api import audit
-from jaxmp._tools.planning.compile_absent import DoesNotFit, NoCompiler, compile_for
+from jaxmp._tools.planning.absent_devices import DoesNotFit, NoCompiler, compile_for
 from jaxmp._tools.planning.devices import Device, device_at_hand, find_device, is_of_kind
 from jaxmp._tools.planning.memory_rows import OF_A_STEP, PERSISTENT, MemoryPlan, MemoryRow
 from jaxmp._tools.planning.planned_step import (
