@@ -1,15 +1,14 @@
-"""What autocast costs: before a step runs, while it runs, and where it is called outside of jit.
+"""The cost of autocast: before a step runs, while it runs, and outside of jit.
 
-The program is traced, planned and run again by JAX's tracers, and what comes out has more
-operations than the float32 program has. Annotating by hand costs the latter too: tracing and
-lowering are therefore compared with the float32 program and with one annotated by hand, for linen
-and nnx, with the layers one by one and in a scan, and for plain JAX. A step and a small function
-are then run. Whatever the others are divided by takes part twice, which shows how exact the ratios
-are.
+JAX's tracers trace, plan and rerun the program, and the result has more operations than the float32
+program. Annotating by hand adds operations too. Tracing and lowering are therefore compared with
+the float32 program and with a hand-annotated one, for linen and nnx, with the layers one by one and
+in a scan, and for plain JAX. Then a step and a small function run. The baseline takes part twice,
+which shows how exact the ratios are.
 
     python benchmarks/bench_autocast.py    # five minutes on two CPU cores
 
-What other libraries cost, `peers_autocast.py` measures where they run.
+`peers_autocast.py` measures the cost of other libraries, in an environment where they run.
 """
 
 import argparse

@@ -1,12 +1,12 @@
-"""What float32 sums of gradients cost on eight devices: operations, memory, bytes on the wire.
+"""The cost of float32 sums of gradients on eight devices: operations, memory, bytes on the wire.
 
 Nothing runs: the compilers of libtpu and of the CUDA plugin (the extra `aot`) compile for devices
-that are not here. The baseline is plain JAX: params cast to bfloat16 in the loss, as jmp has it,
-and where they are split for memory pinned by hand, so that one layer at a time is gathered, in
-bfloat16. jaxmp gets the same loss without these pins.
+that are not present. The baseline is plain JAX: params cast to bfloat16 in the loss, as in jmp.
+Where params are split for memory, constraints pin them so that one layer at a time is gathered, in
+bfloat16. jaxmp gets the same loss without these constraints.
 
-Wire bytes are what a device sends where collectives go around rings of n devices: (n - 1) / n of
-the whole array for a reduce-scatter, an all-gather or an all-to-all, twice that for an all-reduce.
+Wire bytes are what a device sends if collectives go around rings of n devices: (n - 1) / n of the
+whole array for a reduce-scatter, an all-gather or an all-to-all, twice that for an all-reduce.
 
     python benchmarks/bench_distributed.py
 """

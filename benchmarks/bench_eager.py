@@ -1,7 +1,7 @@
-"""What a step of the optimizer costs outside of `jit`, beside plain optax's.
+"""The cost of an optimizer step outside of `jit`, compared with plain optax.
 
-Without `jit` each operation is dispatched on its own: time is a matter of how many there are,
-and of whether any is compiled anew. The arrays are small: nothing but dispatch is measured.
+Without `jit` each operation is dispatched separately. The time depends on the number of operations,
+and on whether any is compiled anew. The arrays are small, so only dispatch is measured.
 
     python benchmarks/bench_eager.py
 """

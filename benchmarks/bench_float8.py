@@ -1,16 +1,16 @@
-"""Whether a language model trains in float8, and what would show if it did not.
+"""Checks that a language model trains in float8, and that a failure would show.
 
-The GPT of `examples/train_lm.py` on Python's own manual. Its losses hardly tell one recipe from
-another. Two things are therefore planted, each an identity in exact arithmetic, and gradients are
-compared, which show at the first step what losses hide:
+The benchmark trains the GPT of `examples/train_lm.py` on Python's own manual. Its losses hardly
+distinguish one recipe from another. So two changes are planted, each an identity in exact
+arithmetic, and gradients are compared, which show at the first step what losses hide:
 
-- an outlier: at the first position of each sequence, what goes into the last product of a block is
-  2**20 times as large, and what comes out is divided again;
+- an outlier: at the first position of each sequence, the input of the last product of a block is
+  2**20 times as large, and its output is divided again;
 - a million tokens: the loss is multiplied by 2**-10, as the mean over 1,024 times as many tokens
   multiplies the derivatives of each, and gradients are divided again.
 
-The control that has to fail is float8 without scales: clipped to the range of the format, and cast.
-That its derivatives underflow is shown by a loss 1,024 times as large, with which it trains.
+The control that must fail is float8 without scales: clipped to the range of the format, and cast.
+It trains with a loss 1,024 times as large, which shows that its derivatives underflow.
 
     python benchmarks/bench_float8.py
 """

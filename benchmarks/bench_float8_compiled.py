@@ -1,8 +1,8 @@
-"""What compilers make of a language model in float8: cycles, memory, and what the backward keeps.
+"""A language model in float8 as compiled: cycles, memory, and bytes kept for the backward pass.
 
 Nothing runs: libtpu or the CUDA plugin (the extra `aot`) compiles loss and gradients of a GPT, its
-layers in a scan, with checkpoints and without, for a device that is not here. A TPU 7x multiplies
-float8 twice as fast as bfloat16, and so does an H100.
+layers in a scan, with checkpoints and without, for a device that is not present. A TPU 7x
+multiplies float8 twice as fast as bfloat16, and so does an H100.
 
     python benchmarks/bench_float8_compiled.py --device tpu7x
     python benchmarks/bench_float8_compiled.py --device h100 --layers 12 --batches 1 2 8

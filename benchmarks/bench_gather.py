@@ -1,10 +1,10 @@
-"""What it costs to gather weights that few examples meet: operations, and bytes between devices.
+"""The cost of gathering weights that few examples meet: operations, and bytes between devices.
 
 Nothing runs: the compilers of libtpu and of the CUDA plugin (the extra `aot`) compile gradients for
-eight devices that are not here. The models are experts, to which tokens are sent with a capacity,
-and layers with LoRA, whose weights are merged before they are used. Compared are plain JAX, where
-the partitioner chooses what moves, FSDP that gathers all weights, and FSDP with `gather=` for the
-weights in question.
+eight devices that are not present. The models are experts, to which tokens are sent with a
+capacity, and layers with LoRA, whose weights are merged before use. The comparison covers plain
+JAX, where the partitioner chooses what moves, FSDP that gathers all weights, and FSDP with
+`gather=` for the weights in question.
 
     python benchmarks/bench_gather.py
 """

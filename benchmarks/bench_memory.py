@@ -1,7 +1,7 @@
-"""What parameters and optimizer state take: every storage, by live arrays and as compiled.
+"""The memory of parameters and optimizer state, for every storage, in live arrays and as compiled.
 
-AdamW with bfloat16 gradients, params and state donated. On a CPU the arrays of a state are counted;
-for an H100 and a TPU v5e (the extra `aot`) the step is compiled for one device, and for eight with
+AdamW with bfloat16 gradients, params and state donated. On a CPU the arrays of a state are counted.
+For an H100 and a TPU v5e (the extra `aot`) the step is compiled for one device, and for eight with
 all arrays sharded over them:
 
     state = what lives between steps, in bytes per parameter, without gradients

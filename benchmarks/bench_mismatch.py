@@ -1,10 +1,10 @@
-"""How far a sampler and a trainer are apart in the log-probabilities of the same tokens.
+"""The gap between a sampler and a trainer in the log-probabilities of the same tokens.
 
-The GPT of `examples/language_model.py` learns Python's own manual. Then text that it was not
-trained on is scored twice with the same params: by the trainer, all tokens of a sequence at once,
-and by a sampler, token by token with a cache of keys and values. In exact arithmetic both are one
-function. verl's issue 6280 has such a table for models on GPUs, where float16 leaves 0.00 to 0.47 %
-of tokens outside of the band and bfloat16 8 to 34 %.
+The GPT of `examples/language_model.py` learns Python's own manual. Then held-out text is scored
+twice with the same params: by the trainer, all tokens of a sequence at once, and by a sampler,
+token by token with a cache of keys and values. In exact arithmetic both are one function. verl's
+issue 6280 has such a table for models on GPUs, where float16 leaves 0.00 to 0.47 % of tokens
+outside of the band and bfloat16 8 to 34 %.
 
     python benchmarks/bench_mismatch.py
 """

@@ -1,4 +1,4 @@
-"""What the optimizer wrapper costs: bytes per parameter, and time, of a whole donated train step.
+"""The cost of the optimizer wrapper: bytes per parameter, and time, of a whole donated train step.
 
 The step trains a multilayer perceptron of square matrices with AdamW on a batch so small that
 activations do not count. The compiler's own plan (`memory_analysis`) says how many bytes the step
@@ -10,19 +10,18 @@ needs for its arguments, outputs and temporaries; an output that reuses its argu
 Persistent state is in `argument`: 12 bytes per parameter for float32 params with Adam's two
 moments, 14 for bfloat16 params with float32 masters. Gradients are in `temp`.
 
-Three things to know before comparing rows:
+Before you compare rows:
 
 * The CPU backend has no 16-bit matrix products. It converts the operands to float32 and rounds
-  the result, so the rows with bfloat16 computation carry float32 copies of weights and gradients
-  in `temp` which an accelerator does not have. Compare these rows with each other, not with
-  float32.
-* With `skip="none"` the compiler may update one matrix while the gradient of the next is still to
-  come, and then holds few gradients at a time. A check of all gradients, like clipping by their
-  global norm, needs all of them before the first update. How much that is depends on the model,
-  so there are two: "list" keeps each matrix as an array of its own, "scan" stacks them and loops
-  with `lax.scan`, as large models do, which makes all gradients live at once in every row.
-* Compilers differ in what they can do in place. What holds for `cond` and `select` on one backend
-  does not hold on another; measure where you train.
+  the result, so rows with bfloat16 computation carry float32 copies of weights and gradients in
+  `temp` that an accelerator does not have. Compare these rows with each other, not with float32.
+* With `skip="none"` the compiler may update one matrix before the next gradient is computed, and
+  then holds few gradients at a time. A check of all gradients, like clipping by their global norm,
+  needs all of them before the first update. The extra memory depends on the model, so there are
+  two: "list" keeps each matrix as an array of its own, "scan" stacks them and loops with
+  `lax.scan`, as large models do, which makes all gradients live at once in every row.
+* Compilers differ in what they can do in place. Results for `cond` and `select` on one backend do
+  not hold on another; measure where you train.
 
     python benchmarks/bench_optimizer.py --layers 32 --width 512
 """

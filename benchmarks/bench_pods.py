@@ -1,9 +1,9 @@
 """A GPT of 1.1 billion params on pods: memory of each device, collectives of each layer.
 
-Nothing runs: a whole step of AdamW is compiled for TPUs v5e or H100s that are not here, from
-shapes alone. Each group of devices that shares a sequence has one of 1,024 tokens, on any number of
-devices. So layers should send the same on all of them, and params and state should take 12 bytes
-for each param, divided by the devices that they are split over.
+Nothing runs: a whole step of AdamW is compiled from shapes alone, for TPUs v5e or H100s that are
+not present. On any number of devices, each group of devices that shares a sequence has one of 1,024
+tokens. So layers should send the same on all of them, and params and state should take 12 bytes for
+each param, divided by the devices that they are split over.
 
     python benchmarks/bench_pods.py
 """

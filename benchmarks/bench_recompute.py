@@ -1,9 +1,9 @@
-"""What `recompute` saves on an H100 and a TPU v5e, as their compilers plan it, and what it costs.
+"""The savings of `recompute` on an H100 and a TPU v5e, as their compilers plan them, and its cost.
 
 Nothing runs there: the compilers of libtpu and of the CUDA plugin (the extra `aot`) compile loss
-and gradients of six models for devices that are not here, with the layers in a scan and one by one.
-The baseline is the model with its casts written by hand; beside it stand what one would write to
-save memory (`jax.checkpoint` around each block) and autocast. A product that is computed twice
+and gradients of six models for devices that are not present, with the layers in a scan and one by
+one. The baseline is the model with hand-written casts. It is compared with the usual way to save
+memory (`jax.checkpoint` around each block) and with autocast. A product that is computed twice
 shows in the count of products, and on TPUs in the time that the compiler expects.
 
     python benchmarks/bench_recompute.py --platform gpu    # or tpu, which takes an hour

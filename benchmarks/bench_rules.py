@@ -1,15 +1,15 @@
-"""What rules cost before training starts: a GPT under rules beside one annotated by hand.
+"""The cost of rules before training starts: a GPT under rules, and one annotated by hand.
 
 The rules are applied to the modules, or given to autocast of the model, which finds the same
 modules by their scopes. Autocast traces the model and then rewrites its program, at each trace.
 
-Rules change nothing in the compiled program, as the tests show; what they can cost is Python: when
-a model is made or initialised, when a step is traced, and, in nnx, when a jitted function is called
-with a model. All that is measured for linen and nnx, with the layers one by one and in a scan. The
-model annotated by hand takes part twice, which shows how exact the ratios are.
+Rules change nothing in the compiled program, as the tests show. They can cost Python time: when a
+model is made or initialized, when a step is traced, and, in nnx, when a jitted function is called
+with a model. The benchmark measures all of these for linen and nnx, with the layers one by one and
+in a scan. The hand-annotated model takes part twice, which shows how exact the ratios are.
 
 Most users trace once, in a fresh process, where everything takes longer than in a warm one:
-`first trace` is measured in a process of its own each time.
+`first trace` is measured in a new process each time.
 
     python benchmarks/bench_rules.py    # a quarter of an hour on two CPU cores
 """

@@ -1,7 +1,7 @@
-"""What skipping a step costs in memory on TPUs and GPUs, as their compilers plan it.
+"""The memory cost of skipping a step on TPUs and GPUs, as their compilers plan it.
 
 Nothing runs: the compilers of libtpu and of the CUDA plugin (the extra `aot`) compile for devices
-that are not here. Each row is one donated program on one device, or on eight with params and
+that are not present. Each row is one donated program on one device, or on eight with params and
 optimizer state sharded over them:
 
     bytes per param = (argument + output + temp - alias) / params of one device
@@ -10,11 +10,11 @@ optimizer state sharded over them:
 bytes of float32 params and moments, or 14 with masters, and 4 of gradients. "train step" is
 `make_train_step` of a scanned model with checkpoints, whose gradients are temporaries.
 
-The skip "lax.cond" is what one would write by hand: a branch around a step that does not skip, and
-in the train step no loss scale, so that nothing is unscaled there.
+The skip "lax.cond" is the usual hand-written one: a branch around a step that does not skip, and in
+the train step no loss scale, so nothing is unscaled there.
 
-A device holds 1.06e9 params. For a TPU that is too many, on purpose: its compiler saves memory
-only where there is too little, and then tells how much it needs at least.
+A device holds 1.06e9 params. That is deliberately too many for a TPU: its compiler saves memory
+only where there is too little, and then reports the minimum that it needs.
 
     python benchmarks/bench_skipping.py --platforms gpu tpu
 """

@@ -1,12 +1,12 @@
-"""Whether a language model learns as well with masters and moments in fewer bytes.
+"""Checks whether a language model learns as well with masters and moments in fewer bytes.
 
-The GPT of `examples/train_lm.py` on Python's own manual, for several seeds, each of which has its
-own weights and batches. A storage passes if its mean loss over the seeds is as near to float32's
-as the means of two such sets of runs are by chance: within two standard errors of their difference,
-2 s sqrt(2 / seeds), where s is the standard deviation over seeds, pooled over all storages but the
-control: that of three float32 runs alone is too uncertain, of validation losses 0.001 where it
-should be 0.004. The positive control is bfloat16 without masters, which has to fail. The model
-computes in bfloat16 under every storage.
+The GPT of `examples/train_lm.py` learns Python's own manual, for several seeds, each with its own
+weights and batches. A storage passes if its mean loss over the seeds is as near to float32's as the
+means of two such sets of runs are by chance: within two standard errors of their difference,
+2 s sqrt(2 / seeds). Here s is the standard deviation over seeds, pooled over all storages but the
+control. The deviation of three float32 runs alone is too uncertain: for validation losses it is
+0.001 where it should be 0.004. The positive control is bfloat16 without masters, which must fail.
+The model computes in bfloat16 under every storage.
 
     python benchmarks/bench_storage_loss.py
 """

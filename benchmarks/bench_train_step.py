@@ -1,10 +1,10 @@
 """The train step of a GPT under each policy: time, memory, and share of the device's peak.
 
-Each policy runs through `jaxmp.make_train_step`, and beside it the step that one would write by
-hand: bare optax for float32; params cast by a jmp policy inside the loss for mixed_bfloat16; the
-same with `jmp.DynamicLossScale`, `jmp.all_finite` and `jmp.select_tree` for mixed_float16;
-float32 masters without any check for bfloat16. All train the same model on the same batch with the
-same optimizer, donate their state, and report loss and gradient norm. They take turns in one run.
+Each policy runs through `jaxmp.make_train_step`, and is compared with a hand-written step: bare
+optax for float32; params cast by a jmp policy inside the loss for mixed_bfloat16; the same with
+`jmp.DynamicLossScale`, `jmp.all_finite` and `jmp.select_tree` for mixed_float16; float32 masters
+without any check for bfloat16. All train the same model on the same batch with the same optimizer,
+donate their state, and report loss and gradient norm. They take turns in one run.
 
 On a GPU, float32 runs with TF32 matrix products and without.
 

@@ -1,4 +1,4 @@
-"""How many floating-point operations a compiled program takes."""
+"""The number of floating-point operations of a compiled program."""
 
 from typing import Any
 

@@ -1,9 +1,9 @@
-"""Is it right, is it fast, is it small? What the site says and one GPU can show, in ten minutes.
+"""Is it right, is it fast, is it small? Tests the site's claims on one GPU, in ten minutes.
 
-Runs the parts of `on_device` in the order of their worth, each in a process of its own that is
-ended when its time is over, and writes JSON and a page of Markdown after each. It needs no network.
-A part that fails does not stop the next. The exit status is 1 if one did. That a part was ended, or
-a claim refuted, is a result.
+Runs the parts of `on_device` in order of importance, each in its own process that ends when its
+time is over, and writes JSON and a page of Markdown after each. It needs no network. A part that
+fails does not stop the next, but the exit status is then 1. A part that ran out of time, or a
+refuted claim, is a result.
 
     make device                                  # makes the environment, too
     make device ARGS="--small"                   # a dry run at toy sizes, on a CPU

@@ -1,4 +1,4 @@
-"""How many floating-point operations a device can do in a second, from a table or measured."""
+"""The peak floating-point operations per second of a device, from a table or measured."""
 
 from collections.abc import Mapping
 

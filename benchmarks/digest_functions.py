@@ -1,4 +1,4 @@
-"""Programs of plain JAX functions for the digests: by hand, under autocast, lean, in float8."""
+"""Programs of plain JAX functions for the digests: hand-written, autocast, lean, in float8."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""A program of the digests, and how a loss becomes one. All arrays are abstract: nothing runs."""
+"""A program of the digests, made from a loss. All arrays are abstract: nothing runs."""
 
 import dataclasses
 import functools

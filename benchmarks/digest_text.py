@@ -1,8 +1,8 @@
-"""A program as a text that two versions of jaxmp can be compared by, and what it counts.
+"""A program as a text for comparing two versions of jaxmp, and its counts.
 
-The text says what runs and nothing else: no addresses, no paths or lines of sources, no names of
-Python functions, no scopes. A value is named after the operation that makes it, and numbered among
-those of the same operation in its body. So one more cast renames other casts, and no other value.
+The text contains only what runs: no addresses, no paths or lines of sources, no names of Python
+functions, no scopes. A value is named after the operation that makes it, and numbered among those
+of the same operation in its body. So one more cast renames other casts, and no other value.
 """
 
 import collections

@@ -1,13 +1,13 @@
-"""What jaxmp makes of some seventy programs, so that a change can show what it leaves as it was.
+"""Digests of about seventy programs that jaxmp makes, to show what a change leaves unchanged.
 
-For each program, a gradient or a whole train step: the hash of its text, how many equations and
-casts it has, the FLOPs of its products by dtype, the bytes that its backward pass keeps, what its
-collectives carry over eight devices; and of the program that XLA compiles for CPUs, FLOPs, bytes
-accessed and temporary memory. Nothing runs.
+For each program, a gradient or a whole train step, a digest has the hash of its text, the number of
+equations and casts, the FLOPs of its products by dtype, the bytes that its backward pass keeps, and
+what its collectives carry over eight devices. For the program that XLA compiles for CPUs, it has
+FLOPs, bytes accessed and temporary memory. Nothing runs.
 
-The first six are the same on every machine that has this jax, and a test compares them. What XLA
-counts may depend on the CPU. How long a trace takes, in units of the same model without jaxmp,
-depends on everything, and is in a file of its own.
+The first six are the same on every machine that has this jax, and a test compares them. XLA's
+counts may depend on the CPU. Tracing time, in units of the same model without jaxmp, depends on
+everything, and has its own file.
 
     python benchmarks/digests.py                        # writes benchmarks/results
     python benchmarks/digests.py --compare              # says what differs from these results

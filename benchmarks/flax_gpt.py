@@ -1,7 +1,7 @@
-"""The GPT of `stacked_models`, of linen's and of nnx's layers, under a policy of jaxmp.
+"""The GPT of `stacked_models`, with the layers of linen and of nnx, under a policy of jaxmp.
 
-What layers of Flax keep for the backward pass is theirs to decide; so a way to keep less has to be
-tried on them as well.
+Layers of Flax decide what they keep for the backward pass, so a way to keep less must be tried on
+them as well.
 """
 
 import functools

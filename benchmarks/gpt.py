@@ -1,7 +1,7 @@
 """A GPT of plain JAX functions: pre-norm blocks in a `lax.scan`, tied embeddings.
 
-It computes in the dtype of its params, except for what needs float32: normalisation, softmax and
-loss. It knows nothing of policies, so that every way to write a train step trains the same model.
+It computes in the dtype of its params, except for what needs float32: normalization, softmax and
+loss. It knows nothing of policies, so every kind of train step trains the same model.
 """
 
 import dataclasses

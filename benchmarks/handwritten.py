@@ -1,4 +1,4 @@
-"""Train steps as people write them without jaxmp: what both benchmarks compare it with.
+"""Train steps as people write them without jaxmp: the baseline of both benchmarks.
 
 `loss_fn(params, batch)` gives a float32 loss; `init()` gives float32 params; `metrics` says what a
 step reports.

@@ -1,4 +1,4 @@
-"""What the benchmarks share: their flags, and reports of their rows with the context."""
+"""Shared parts of the benchmarks: their flags, and reports of their rows with the context."""
 
 import argparse
 import dataclasses

@@ -1,7 +1,7 @@
-"""What tracing costs under other libraries that rewrite functions, on the models of this one.
+"""The tracing cost of other libraries that rewrite functions, on the models of this one.
 
-They need older releases of JAX than jaxmp does, hence an environment of their own, and are compared
-with the float32 program there:
+They need older releases of JAX than jaxmp does, so they run in their own environment and are
+compared with the float32 program there:
 
     python -m venv peers
     peers/bin/pip install grampax jaxamp jax==0.8.2 quax==0.2.1 flax==0.12.2 optax jmp rich

@@ -1,7 +1,7 @@
-"""What `recompute` costs in time on this machine: in a step that runs, and before one does.
+"""The time cost of `recompute` on this machine: while a step runs, and before.
 
-A CPU has neither the memory nor the units of an accelerator; what a step takes here only shows
-whether work is done twice. Tracing takes what it takes everywhere.
+A CPU has neither the memory nor the units of an accelerator, so the time of a step here only shows
+whether work is done twice. Tracing time does not depend on the device.
 """
 
 import argparse

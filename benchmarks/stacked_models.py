@@ -1,9 +1,10 @@
 """Six models of plain JAX functions, whose layers are stacked and run in a scan or one by one.
 
-What a backward pass keeps depends on what a layer is made of, so one model would say little: here
-are two language models, a mixture of experts, a recurrent one, and two that see images. Each is
-float32 throughout, for autocast to lower, or has the casts of mixed bfloat16 written out: operands
-of products and what flows between layers in bfloat16; norms, softmaxes and losses in float32.
+The values that a backward pass keeps depend on the kinds of layers, so one model would tell little.
+There are two language models, a mixture of experts, a recurrent model, and two image models. Each
+is float32 throughout, for autocast to lower, or has the casts of mixed bfloat16 written out:
+operands of products and what flows between layers in bfloat16; norms, softmaxes and losses in
+float32.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Rows of results as tables of Markdown. It needs Python alone."""
+"""Rows of results as tables of Markdown. It needs only Python."""
 
 import dataclasses
 import re

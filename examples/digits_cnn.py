@@ -4,9 +4,9 @@
 
 The network is plain Flax: convolutions, BatchNorm, a dense head, and no dtype anywhere. One call
 puts it under rules. All precisions start from the same params and see the same batches. The
-float16 run starts at a loss scale far too high, so that its first steps overflow and are skipped:
-params, optimizer and batch statistics stay as they were, and the scale is halved. The 1797 images
-of 8 x 8 pixels come with scikit-learn. Arrays are named by their axes: B images of H x W pixels,
+float16 run starts with a loss scale far too high, so its first steps overflow and are skipped:
+params, optimizer and batch statistics do not change, and the scale is halved. The 1797 images of
+8 x 8 pixels come with scikit-learn. Arrays are named by their axes: B images of H x W pixels,
 C channels.
 """
 
@@ -37,7 +37,7 @@ FLOAT16_SCALE = jaxmp.DynamicLossScale(init_scale=2.0**24)
 
 
 class Digits(NamedTuple):
-    """Images from 0 to 1, (N, H, W, 1), with their labels; a fifth of them is held out."""
+    """Images from 0 to 1, (N, H, W, 1), with their labels; a fifth is held out."""
 
     train: tuple[np.ndarray, np.ndarray]
     test: tuple[np.ndarray, np.ndarray]
@@ -67,7 +67,7 @@ class Net(nn.Module):
     @nn.compact
     def __call__(self, x: Array, *, train: bool) -> Array:
         conv = functools.partial(nn.Conv, kernel_size=(3, 3), use_bias=False)
-        # The statistics of the last ten batches: those of the first steps are soon worth nothing.
+        # The statistics of about the last ten batches: those of the first steps are soon outdated.
         norm = functools.partial(nn.BatchNorm, use_running_average=not train, momentum=0.9)
         # Not relu: jaxlib 0.12.0 for CPUs miscompiles two of them before a sum in bfloat16.
         x = nn.silu(norm()(conv(self.width // 2)(x)))  # (B, 8, 8, C / 2)
@@ -77,16 +77,16 @@ class Net(nn.Module):
 
 
 class Run(NamedTuple):
-    """One precision's run.
+    """The run in one precision.
 
     Attributes:
-      before: share of the test images that the untrained network gets right.
-      accuracy: that of the trained one.
+      before: the share of test images that the untrained network gets right.
+      accuracy: the share that the trained network gets right.
       loss: the loss of each step, skipped ones included.
       loss_scale: the loss scale of each step.
-      skipped: how many steps overflowed and were skipped.
-      steps: how many were taken.
-      seconds: how long all of this took, compilation included.
+      skipped: the number of steps that overflowed and were skipped.
+      steps: the number of steps taken.
+      seconds: the time of the run, compilation included.
     """
 
     before: float
@@ -99,9 +99,9 @@ class Run(NamedTuple):
 
 
 def precision_rules(precision: str) -> jaxmp.PolicyRules:
-    """Everything under one policy, but the norms in float32."""
+    """Everything under one policy, except for norms in float32."""
     policy = jaxmp.get_policy(precision)
-    # What norms return is what the backward pass keeps: in the compute dtype, half of it.
+    # The backward pass keeps the results of norms: in the compute dtype they take half the bytes.
     return jaxmp.rules.keep_norms_float32(policy, output_dtype=policy.compute_dtype)
 
 
@@ -133,7 +133,7 @@ def make_optimizer(rules: jaxmp.PolicyRules, steps: int) -> jaxmp.MixedPrecision
 
 
 def make_state(model: Net, rules: jaxmp.PolicyRules, *, steps: int, seed: int) -> jaxmp.TrainState:
-    """The state before the first of so many steps."""
+    """The state before the first of `steps` steps."""
     init = jax.jit(functools.partial(model.init, train=False))  # op by op it takes seconds
     variables = init(jax.random.key(seed), jnp.zeros((1, 8, 8, 1)))
     return jaxmp.TrainState.create(
@@ -144,7 +144,7 @@ def make_state(model: Net, rules: jaxmp.PolicyRules, *, steps: int, seed: int) -
 
 
 def train(precision: str, digits: Digits, *, steps: int, seed: int) -> Run:
-    """Trains in one precision, and tests."""
+    """Trains and tests in one precision."""
     started = time.perf_counter()
     rules = precision_rules(precision)
     model = make_model(rules)
@@ -174,7 +174,7 @@ def train(precision: str, digits: Digits, *, steps: int, seed: int) -> Run:
 
 
 def make_table(runs: dict[str, Run]) -> Table:
-    """The runs side by side, one precision in a row."""
+    """The results of all runs, one in each row."""
     table = Table(
         title="Digits: the same init, the same batches", box=box.SIMPLE_HEAD, pad_edge=False
     )
@@ -196,7 +196,7 @@ def make_table(runs: dict[str, Run]) -> Table:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Run]:
-    """Trains in every precision, prints a table, and returns what is in it."""
+    """Trains in every precision, prints a table, and returns its contents."""
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").partition("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,

@@ -1,19 +1,19 @@
-"""Trains the language model on several devices, and shows what they send each other.
+"""Trains the language model on several devices, and shows which dtypes they send each other.
 
     python examples/fsdp_lm.py --mode fsdp
 
-With bfloat16 compute, plain JAX adds up the gradients of the devices in bfloat16. Here they are
-added up in float32, whichever way the model is spread, and a table that is read from the compiled
-train step proves it. `--plain` shows the same step as plain JAX makes it.
+With bfloat16 compute, plain JAX sums the gradients of the devices in bfloat16. This script sums
+them in float32, for every way to spread the model, and prints a table from the compiled train step
+that proves it. `--plain` shows the same step in plain JAX.
 
-Where there are only CPUs, eight devices are simulated. As a job of two processes:
+If there are only CPUs, eight devices are simulated. As a job of two processes:
 
     python examples/fsdp_lm.py --coordinator localhost:9876 --processes 2 --process-id 0 &
     python examples/fsdp_lm.py --coordinator localhost:9876 --processes 2 --process-id 1
 
-With `--checkpoints runs/fsdp` the state is saved every few steps. A run that was killed goes on
-with `--resume`: on as many processes to the same bits, and on other numbers of devices or in
-another mode too, where sums have another order.
+With `--checkpoints runs/fsdp` the state is saved every few steps. `--resume` continues a run that
+was killed. With the same number of processes it gives the same bits. It also works with other
+numbers of devices or in another mode, where sums have another order.
 """
 
 import argparse
@@ -79,14 +79,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def start(settings: argparse.Namespace) -> None:
-    """Joins the job, if there is one; of CPU devices the whole job gets eight."""
+    """Joins the job, if there is one. On CPUs the whole job gets eight devices."""
     jax.config.update("jax_num_cpu_devices", 8 // settings.processes)
     if settings.coordinator:
         jax.distributed.initialize(settings.coordinator, settings.processes, settings.process_id)
 
 
 def make_model(settings: argparse.Namespace, vocab: int) -> tuple[Any, Any]:
-    """A new model as a graph and its params: the same numbers however they are spread."""
+    """A new model as a graph and its params: the same numbers for every mode."""
     size = Size(
         vocab=vocab,
         context=settings.context,
@@ -103,7 +103,7 @@ def make_model(settings: argparse.Namespace, vocab: int) -> tuple[Any, Any]:
 def make_step(
     settings: argparse.Namespace, loss_fn: Callable[..., Array], placed: Placement, shardings: Any
 ) -> jax.stages.Wrapped:
-    """A train step; the state stays where it lies."""
+    """A train step that keeps the shardings of the state."""
     if settings.mode == "per-shard":
         value_and_grad: Any = functools.partial(
             per_shard, mesh=placed.mesh, comm_dtype=settings.comm_dtype
@@ -127,7 +127,7 @@ def make_step(
 
 
 def open_checkpoints(settings: argparse.Namespace, corpus: Corpus) -> Checkpoints | None:
-    """The checkpoints of this run, or None if there are to be none."""
+    """The checkpoints of this run, or None if it writes none."""
     if not settings.checkpoints:
         return None
     decisive = ["policy", "batch_size", "context", "layers", "width", "heads", "lr"]
@@ -145,9 +145,9 @@ def open_checkpoints(settings: argparse.Namespace, corpus: Corpus) -> Checkpoint
 def start_state(
     create: Callable[[], jaxmp.TrainState], shardings: Any, checkpoints: Checkpoints | None
 ) -> tuple[jaxmp.TrainState, History]:
-    """A new state, or that of the latest checkpoint; and the losses and norms so far.
+    """A new state, or that of the latest checkpoint, with the losses and norms so far.
 
-    Each device makes or reads its own part: a large model is on none of them as a whole.
+    Each device makes or reads its own part: no device holds a large model as a whole.
     """
     if checkpoints is None or checkpoints.latest is None:
         return jax.jit(create, out_shardings=shardings)(), {"loss": [], "grad_norm": []}
@@ -168,7 +168,7 @@ def train(
     settings: argparse.Namespace,
     show: Callable[..., None],
 ) -> None:
-    """Takes the steps that are left, and adds to the history what became of them."""
+    """Takes the remaining steps, and adds their results to the history."""
     pending: list[dict[str, Array]] = []
     for i in range(len(history["loss"]), settings.steps):
         state, metrics = step(state, batch(i))
@@ -185,12 +185,12 @@ def train(
 
 
 class Result(NamedTuple):
-    """What `main` found.
+    """The results of `main`.
 
     Attributes:
       collectives: what the collectives of a train step carry.
-      bytes_on_device: how many bytes of params each device holds, ...
-      bytes_in_all: ... and how many there are.
+      bytes_on_device: the bytes of params that each device holds, ...
+      bytes_in_all: ... and their total.
       loss: the loss of each step.
       grad_norm: the norm of the gradients of each step.
     """
@@ -203,7 +203,7 @@ class Result(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> Result:
-    """Prints how the model lies and what a step sends, and trains."""
+    """Prints how the model is sharded and what a step sends, then trains."""
     settings = parse_args(argv)
     start(settings)
     show = print if jax.process_index() == 0 else lambda *_: None

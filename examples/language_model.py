@@ -1,6 +1,6 @@
 """A small GPT over characters, and the text that it learns: Python's own manual.
 
-The model says nothing of dtypes: `precision_rules` do, for all of its layers. Arrays are named by
+The model mentions no dtypes: `precision_rules` set them for all of its layers. Arrays are named by
 their axes: B sequences of T characters, D features, H heads, V characters in the vocabulary.
 """
 
@@ -23,7 +23,7 @@ import jaxmp
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Text as numbers, the last tenth of it held out."""
+    """Text as numbers, with the last tenth held out."""
 
     train: np.ndarray
     valid: np.ndarray
@@ -35,7 +35,7 @@ class Corpus:
         """Python's own manual, character by character; its text depends on the Python version.
 
         The last tenth, mostly code and tables of methods, is easier than the rest: a validation
-        loss below the train loss is no mistake.
+        loss below the train loss is expected.
         """
         text = "".join(topics[name] for name in sorted(topics))
         index = {char: i for i, char in enumerate(sorted(set(text)))}
@@ -47,22 +47,22 @@ class Corpus:
     def batch(self, seed: int, iteration: int, *, size: int, context: int) -> np.ndarray:
         """Random windows, a pure function of seed and iteration.
 
-        Not of `state.step`, which stands still when a step is skipped: the same batch would come
-        again, and a resumed run could not tell where in the data it was.
+        Not of `state.step`, which does not advance when a step is skipped: the same batch would
+        come again, and a resumed run could not find its place in the data.
         """
         rng = np.random.default_rng((seed, iteration))
         starts = rng.integers(len(self.train) - context, size=size)
         return self.train[starts[:, None] + np.arange(context + 1)]  # (B, T + 1)
 
     def validation(self, *, windows: int, context: int) -> np.ndarray:
-        """Windows spread evenly over the held-out text, always the same."""
+        """The same windows at each call, spread evenly over the held-out text."""
         starts = np.linspace(0, len(self.valid) - context - 1, windows).astype(int)
         return self.valid[starts[:, None] + np.arange(context + 1)]  # (N, T + 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Size:
-    """How large a model is."""
+    """The size of a model."""
 
     vocab: int
     context: int
@@ -88,14 +88,14 @@ class Block(nnx.Module):
         return x + self.mlp_out(jax.nn.gelu(self.mlp_in(self.mlp_norm(x))))  # (B, T, D)
 
     def attention(self, x: Array) -> Array:
-        """Each position looks at itself and those before it."""
+        """Each position attends to itself and those before it."""
         b, t, d = x.shape
         size = d // self.heads
         qkv = self.query_key_value(x).reshape(b, t, 3, self.heads, size)
         q, k, v = (qkv[:, :, i] for i in range(3))  # (B, T, H, D / H) each
         # Scaled before the product, not after it: float16 scores then stay far from 65504.
         q = q * jnp.asarray(1 / math.sqrt(size), q.dtype)
-        # A softmax sums exponentials over all positions: float32, as in every mixed precision.
+        # A softmax sums exponentials over all positions: float32, as is usual in mixed precision.
         scores = jnp.einsum("bthd,bshd->bhts", q, k).astype(jnp.float32)  # (B, H, T, T)
         past = jnp.tril(jnp.ones((1, 1, t, t), bool))
         weights = jax.nn.softmax(jnp.where(past, scores, -jnp.inf)).astype(v.dtype)
@@ -122,17 +122,17 @@ class GPT(nnx.Module):
 
 
 def precision_rules(policy: jaxmp.Policy) -> jaxmp.PolicyRules:
-    """Norms and the head compute in float32, everything else as the policy says.
+    """Norms and the head compute in float32, everything else under the policy.
 
-    Params stay float32 under every policy, so that all start from the same values:
-    `TrainState.create` makes the live params in `policy.param_dtype` and keeps these as masters.
-    Logits stay float32 too, under policies with 16-bit outputs.
+    Params stay float32 under every policy, so all start from the same values: `TrainState.create`
+    makes the live params in `policy.param_dtype` and keeps these as masters. Logits also stay
+    float32 under policies with 16-bit outputs.
     """
     layers = jaxmp.Policy("float32", policy.compute_dtype, "float32", products=policy.products)
     kept = {
         # A variance is a sum of squares: it overflows in float16 and loses digits in bfloat16.
         "*norm*": "float32",
-        # Logits decide the loss, and a bfloat16 logit between 16 and 32 is off by up to 0.06.
+        # The loss depends on logits, and a bfloat16 logit between 16 and 32 is off by up to 0.06.
         "head": "float32",
     }
     return jaxmp.PolicyRules(kept, default=layers)

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: the state, what became of each step, and the settings they depend on."""
+"""Checkpoints of a run: the state, the result of each step, and the settings they depend on."""
 
 from pathlib import Path
 from typing import Any
@@ -9,15 +9,15 @@ import jaxmp
 
 
 class Checkpoints:
-    """The checkpoints in a folder, each under the number of steps that it has behind it.
+    """The checkpoints in a folder, each under the number of its steps.
 
-    Orbax writes to a temporary folder and renames it when all is there, so a process that is
-    killed in the middle of a save leaves the checkpoint before it as the latest. Of several
-    processes each writes what it holds, to a folder that all of them see.
+    Orbax writes to a temporary folder and renames it when it is complete. So if a process is killed
+    in the middle of a save, the checkpoint before it stays the latest. Each of several processes
+    writes its own part, to a folder that all of them see.
 
     Args:
-      folder: where they are.
-      recipe: the settings on which the trained numbers depend: those a resumed run must share.
+      folder: the folder with the checkpoints.
+      recipe: the settings that the trained numbers depend on; a resumed run must share them.
     """
 
     def __init__(self, folder: Path, recipe: dict[str, Any]) -> None:
@@ -31,11 +31,11 @@ class Checkpoints:
 
     @property
     def latest(self) -> int | None:
-        """How many steps the latest one has behind it; None if there is none."""
+        """The number of steps of the latest one; None if there is none."""
         return self.manager.latest_step()
 
     def save(self, steps: int, state: jaxmp.TrainState, history: dict[str, Any]) -> None:
-        """Writes everything that later steps depend on, and what became of the earlier ones."""
+        """Writes everything that later steps depend on, and the results of earlier ones."""
         record = {"recipe": self.recipe, "history": history}
         items = {"state": ocp.args.StandardSave(state), "record": ocp.args.JsonSave(record)}
         self.manager.save(steps, args=ocp.args.Composite(**items))
@@ -44,12 +44,12 @@ class Checkpoints:
         """The latest state and history.
 
         Args:
-          like: a state, or its shapes with shardings: how the restored one is to lie.
+          like: a state, or its shapes with shardings, which the restored state gets.
 
         Raises:
-          SystemExit: if it was made with another recipe.
+          SystemExit: if the checkpoint was made with another recipe.
         """
-        # The settings first: a state of another size would fail with less to say.
+        # The settings first: a state of another size would fail with a less useful message.
         record = self._read(record=ocp.args.JsonRestore()).record
         then = record["recipe"]
         if changed := [key for key, value in self.recipe.items() if then.get(key) != value]:

@@ -1,6 +1,6 @@
-"""What `train_lm.py` shows: how far it is, and in the end a table and a plot of its runs.
+"""The output of `train_lm.py`: its progress, and at the end a table and a plot of its runs.
 
-Where the output is no terminal, a line at every validation stands for the progress bars.
+If the output is not a terminal, a line at every validation replaces the progress bars.
 """
 
 import contextlib
@@ -21,18 +21,18 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-# Says of one run that it has come to an iteration, and how it goes.
+# Reports that a run has reached an iteration, with its status.
 Report = Callable[[int, str], None]
 
 
 @contextlib.contextmanager
 def show_progress(console: Console, steps: int, every: int) -> Iterator[Callable[[str], Report]]:
-    """Progress of runs, one after the other: gives a function that adds a run by its name.
+    """Progress of runs, one after the other: yields a function that adds a run by its name.
 
     Args:
-      console: where it is shown: as bars on a terminal, else as lines.
+      console: the output: bars on a terminal, otherwise lines.
       steps: the iterations of each run.
-      every: the iterations between two lines; 0 for the last alone.
+      every: the iterations between two lines; 0 for only the last.
     """
     if not console.is_terminal:
         yield lambda name: _as_lines(console, name, steps, every)
@@ -64,12 +64,12 @@ def _as_lines(console: Console, name: str, steps: int, every: int) -> Report:
 
 @dataclasses.dataclass(frozen=True)
 class Earlier:
-    """A run of which results or checkpoints are in the folder of the present one.
+    """An earlier run with results or checkpoints in the folder of this one.
 
     Attributes:
-      folder: that folder.
-      when: when it ended, or began if it did not end.
-      val_loss: its last validation losses, by policy; none if it did not end.
+      folder: the folder.
+      when: when the run ended, or began if it did not end.
+      val_loss: its last validation losses, by policy; empty if it did not end.
     """
 
     folder: Path
@@ -87,7 +87,7 @@ class Earlier:
         return None
 
     def describe(self, *, resume: bool) -> str:
-        """Which run it is, and what becomes of it."""
+        """The name of the run, and what happens to it."""
         which = "a run" if self.val_loss else "a run without results"
         fate = "goes on from its checkpoints" if resume else "replaces it"
         return f"{self.folder} has {which} of {self.when:%Y-%m-%d %H:%M}: this one {fate}."
@@ -102,11 +102,11 @@ def _val_losses(results: Path) -> dict[str, float]:
     try:
         return {name: float(r["val_loss"]) for name, r in json.loads(results.read_text()).items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return {}  # none, cut off, or not ours
+        return {}  # missing, cut off, or not ours
 
 
 def make_table(results: dict[str, dict[str, Any]]) -> Table:
-    """The results side by side, one policy in a row."""
+    """The results of all policies, one in each row."""
     count = next(iter(results.values()))["params"]
     title = f"{count:,} params, same init, same batches"
     table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
@@ -138,7 +138,7 @@ def draw(results: dict[str, dict[str, Any]], path: Path) -> None:
         axes: dict[str, Axes] = figure.subplot_mosaic([["loss", "scale"], ["loss", "gap"]])
         for i, (name, run) in enumerate(results.items()):
             color = colors[i % len(colors)]
-            # The first policy is a broad line in the background, on which the others are to lie.
+            # The first policy is a broad line in the background, which the others should cover.
             _draw_loss(axes["loss"], name, run, color, width=1.8 if i else 7.0)
             _draw_scale(axes["scale"], name, run, color)
             _draw_gap(axes["gap"], run, results[first], color, width=2.0 if i else 5.0)

@@ -1,7 +1,7 @@
-"""Which device holds what of the language model, for each way to spread it.
+"""Shardings of the language model over devices, for each way to spread it.
 
-Arrays are split along the axes of a mesh: `data` and `replica` share out the batch, `model` the
-features of a layer. From this the compiler derives what the devices have to send each other.
+Arrays are split along the axes of a mesh: `data` and `replica` split the batch, `model` the
+features of a layer. From this the compiler derives what the devices send each other.
 """
 
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from jaxmp.sharding import FSDP, fully_sharded
 
 MODES = ("ddp", "fsdp", "tp", "fsdp+tp", "hsdp", "per-shard")
 # Tensor parallelism: of two layers, the first has its outputs split and the second its inputs, so
-# that what is between them stays on its device. All other params are whole.
+# the activations between them stay on their device. All other params are whole.
 TENSOR_PARALLEL = {
     "query_key_value/kernel": P(None, "model"),
     "query_key_value/bias": P("model"),
@@ -25,14 +25,14 @@ TENSOR_PARALLEL = {
 
 
 class Placement(NamedTuple):
-    """Where everything lies.
+    """The shardings of everything.
 
     Attributes:
       mesh: the devices.
-      batch_axes: the mesh axes that share out the batch, over which gradients are summed.
-      batch: the sharding of a batch, whose first dimension is that of the examples.
+      batch_axes: the mesh axes that split the batch, over which gradients are summed.
+      batch: the sharding of a batch, whose first dimension counts examples.
       params: the sharding of each param.
-      fsdp: which of it is only to save memory, or None.
+      fsdp: the part of it that only saves memory, or None.
     """
 
     mesh: Mesh
@@ -73,5 +73,5 @@ def make_mesh(mode: str) -> Mesh:
         "fsdp+tp": {"data": devices // 2, "model": 2},
         "hsdp": {"replica": 2, "data": devices // 2},
     }.get(mode, {"data": devices})
-    # For --plain: plain JAX has no rule for a lookup of tokens on explicit axes. jaxmp needs none.
+    # For --plain: plain JAX has no rule for a token lookup on explicit axes. jaxmp needs none.
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * len(sizes))

@@ -1,10 +1,10 @@
-"""A float32 training script, and the same in mixed float16: three lines differ.
+"""A float32 training script, and the same script in mixed float16: three lines differ.
 
     python examples/three_lines.py
 
 `train_float32` is plain Flax and optax. `train_mixed` is its copy with three lines changed: the
-dtype of the layers, the optimizer in a wrapper, and the gradient of a scaled loss (and jaxmp is
-imported). `main` runs both and prints the difference between their sources.
+dtype of the layers, the optimizer in a wrapper, and the gradient of a scaled loss (plus the import
+of jaxmp). `main` runs both and prints the difference between their sources.
 """
 
 import difflib
@@ -94,17 +94,17 @@ def train_mixed(steps: int) -> list[float]:
 
 
 def sources() -> tuple[list[str], list[str]]:
-    """The lines of the two functions, without the line that names them."""
+    """The lines of the two functions, without their `def` lines."""
     before, after = map(inspect.getsource, (train_float32, train_mixed))
     return before.splitlines()[1:], after.splitlines()[1:]
 
 
 class Result(NamedTuple):
-    """What `main` found.
+    """The results of `main`.
 
     Attributes:
       diff: the lines of a unified diff.
-      changed: how many lines differ.
+      changed: the number of lines that differ.
       float32: the loss of each step in float32.
       mixed: the loss of each step in mixed float16.
     """

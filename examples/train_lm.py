@@ -3,11 +3,11 @@
     python examples/train_lm.py --out runs/demo
 
 A character-level transformer of half a million params learns the language reference that ships
-with Python, once for each policy, from the same init and the same batches. The float16 run has an
-impatient loss scale: it doubles every few dozen steps, so that gradients overflow for real, the
-step is skipped, and the scale backs off. `--out` receives `results.json`, `loss.png` and the
-checkpoints. An interrupted run, whatever interrupted it, goes on with `--resume` and ends with the
-same bits as one that was left alone (on a GPU, under XLA_FLAGS=--xla_gpu_deterministic_ops=true).
+with Python, once for each policy, from the same init and the same batches. In the float16 run the
+loss scale doubles every few dozen steps, so gradients really overflow, the step is skipped, and the
+scale backs off. `results.json`, `loss.png` and the checkpoints go to `--out`. `--resume` continues
+an interrupted run, which ends with the same bits as an uninterrupted one (on a GPU, under
+XLA_FLAGS=--xla_gpu_deterministic_ops=true).
 """
 
 import argparse
@@ -34,7 +34,7 @@ from rich.console import Console
 
 import jaxmp
 
-# How many steps are dispatched before the host waits for their metrics.
+# The number of steps dispatched before the host waits for their metrics.
 FETCH_EVERY = 10
 VALIDATION_WINDOWS = 128
 
@@ -66,7 +66,7 @@ class Settings:
     audit: Annotated[bool, "print what the train step of each policy runs in which dtype"] = False
 
     def due(self, iteration: int, every: int) -> bool:
-        """Whether something that happens every so often (0: never), and at the end, happens now."""
+        """Whether something that happens at intervals (0: never) and at the end happens now."""
         return iteration == self.steps or (every > 0 and iteration % every == 0)
 
     def size(self, vocab: int) -> Size:
@@ -80,7 +80,7 @@ class Settings:
         )
 
     def recipe(self) -> dict[str, Any]:
-        """The settings on which the trained bits depend: those a resumed run must share."""
+        """The settings that the trained bits depend on; a resumed run must share them."""
         free = {"out", "policies", "eval_every", "checkpoint_every", "resume", "plot", "audit"}
         return {k: v for k, v in dataclasses.asdict(self).items() if k not in free}
 
@@ -108,7 +108,7 @@ def parse_args(argv: Sequence[str] | None) -> Settings:
 
 
 def make_optimizer(settings: Settings, policy: jaxmp.Policy) -> jaxmp.MixedPrecision:
-    """AdamW with clipping, inside the wrapper: both see unscaled float32 gradients only."""
+    """AdamW with clipping, inside the wrapper: both see only unscaled float32 gradients."""
     warmup = max(1, settings.steps // 10)
     schedule = optax.warmup_cosine_decay_schedule(0.0, settings.lr, warmup, settings.steps + 1)
     inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.99))
@@ -123,7 +123,7 @@ def make_optimizer(settings: Settings, policy: jaxmp.Policy) -> jaxmp.MixedPreci
 
 @dataclasses.dataclass
 class History:
-    """What plot and table tell of the past: lists and numbers, so that JSON holds it exactly."""
+    """The data of plot and table: lists and numbers, which JSON stores exactly."""
 
     loss: list[float] = dataclasses.field(default_factory=list)
     loss_scale: list[float] = dataclasses.field(default_factory=list)
@@ -134,11 +134,11 @@ class History:
     timed_steps: int = 0
 
     def add(self, metrics: Sequence[dict[str, Any]], started: float | None) -> None:
-        """Appends the metrics of some steps; the one place where the host waits for the device.
+        """Appends the metrics of some steps; only here the host waits for the device.
 
         Args:
           metrics: what the steps returned.
-          started: when the first of them was dispatched, or None not to time them.
+          started: when the first of them was dispatched; None omits timing.
         """
         fetched = jax.device_get(metrics)
         if started is not None:
@@ -161,7 +161,7 @@ class History:
 def train(
     name: str, settings: Settings, corpus: Corpus, report: Callable[[int, str], None]
 ) -> tuple[jaxmp.TrainState, History]:
-    """Trains with one policy, from the start or from where its checkpoints end."""
+    """Trains with one policy, from the start or from its latest checkpoint."""
     state, loss_fn = _start(name, settings, corpus)
     history, checkpoints = History(), None
     if settings.checkpoint_every:
@@ -178,7 +178,7 @@ def train(
 
 
 def audit(name: str, settings: Settings, corpus: Corpus) -> Any:
-    """What a train step of one policy runs in which dtype; nothing is computed."""
+    """The dtypes of a train step under one policy; nothing is computed."""
     state, loss_fn = _start(name, settings, corpus)
     batch = corpus.batch(settings.seed, 1, size=settings.batch_size, context=settings.context)
     return jaxmp.audit(jaxmp.make_train_step(loss_fn, "none"), state, batch)
@@ -206,7 +206,7 @@ def _iterate(
     checkpoints: Checkpoints | None,
     report: Callable[[int, str], None],
 ) -> tuple[jaxmp.TrainState, History]:
-    # The layers of this model cast by themselves, or autocast does.
+    # Either the layers of this model cast by themselves, or autocast casts.
     step = jaxmp.make_train_step(loss_fn, "none")
     evaluate = jax.jit(loss_fn)
     held_out = corpus.validation(windows=VALIDATION_WINDOWS, context=settings.context)
@@ -236,7 +236,7 @@ def _iterate(
 
 
 def summarize(state: jaxmp.TrainState, history: History) -> dict[str, Any]:
-    """What is worth knowing about a finished run, ready for JSON."""
+    """The summary of a finished run, ready for JSON."""
     return {
         "train_loss": float(np.mean(history.loss[-50:])),
         "val_loss": history.val_loss[-1],
@@ -263,7 +263,7 @@ def bytes_per_param(state: jaxmp.TrainState) -> dict[str, float]:
 
 
 def digest(state: jaxmp.TrainState) -> str:
-    """A hash of every byte of the state: two runs are the same only if this is."""
+    """A hash of every byte of the state, to compare two runs."""
     hashed = hashlib.sha256()
     for leaf in jax.tree.leaves(state):
         hashed.update(np.asarray(leaf).tobytes())
@@ -271,7 +271,7 @@ def digest(state: jaxmp.TrainState) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
-    """Trains with every policy, and returns what `results.json` then holds."""
+    """Trains with every policy, and returns the contents of `results.json`."""
     settings = parse_args(argv)
     corpus = Corpus.load()
     settings.out.mkdir(parents=True, exist_ok=True)
@@ -299,7 +299,7 @@ def conclude(
     settings: Settings,
     console: Console,
 ) -> None:
-    """Says what came out, beside what came out before, and where it is."""
+    """Prints the results, earlier results, and where they are."""
     console.print(make_table(results))
     lines = [earlier.losses()] if earlier else []
     lines += ["Losses and skips vary a little between machines and versions, speeds between runs."]
