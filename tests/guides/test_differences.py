@@ -126,11 +126,11 @@ def test_moments_of_a_checkpoint_go_into_the_state() -> None:
 
 
 def test_mpx_returns_half_the_gradient() -> None:
-    """The block under "What is different", which asserts it."""
+    """The block under "Differences", which asserts it."""
     skip_where_absent("mixed_precision_for_JAX")
     (guide,) = (guide for guide in GUIDES if guide.name == "mpx")
     code = guide.program("Before").partition("losses, scales")[0]
-    exec(code + guide.program("What is different"), {})
+    exec(code + guide.program("Differences"), {})
 
 
 def test_torch_in_low_precision() -> None:
