@@ -211,6 +211,64 @@ def test_no_name_stands_in_two_files() -> None:
     assert {name for name, count in counts.items() if count > 1} == TWINS
 
 
+# Bodies of fewer nodes are calls that read better than a name would.
+_SMALLEST_BODY = 12
+
+
+class _ByPosition(ast.NodeTransformer):
+    """Names the arguments and locals of a function by the order in which they come."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.names = {name: f"local{i}" for i, name in enumerate(dict.fromkeys(names))}
+
+    def visit_Name(self, node: ast.Name) -> ast.Name:
+        return ast.Name(self.names.get(node.id, node.id), node.ctx)
+
+    def visit_arg(self, node: ast.arg) -> ast.arg:
+        return ast.arg(self.names.get(node.arg, node.arg))
+
+
+def body_of(function: ast.FunctionDef) -> str:
+    """What a function computes: its body without docstring and names; empty if it is small."""
+    statements = function.body[1:] if ast.get_docstring(function) else function.body
+    nodes = [node for statement in statements for node in ast.walk(statement)]
+    if len(nodes) < _SMALLEST_BODY:
+        return ""
+    args = [node.arg for node in ast.walk(function) if isinstance(node, ast.arg)]
+    local = [
+        node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    ]
+    renamed = _ByPosition([*args, *local])
+    # Parsed again, so that the tree of the caller stays as it is.
+    copies = [ast.parse(ast.unparse(statement)) for statement in statements]
+    return "\n".join(ast.unparse(renamed.visit(copy)) for copy in copies)
+
+
+def equal_functions(sources: dict[str, str]) -> list[list[str]]:
+    """Functions of modules whose bodies are equal up to names, in groups."""
+    groups = collections.defaultdict(list)
+    for module, source in sources.items():
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.FunctionDef) and (body := body_of(node)):
+                groups[body].append(f"{module}.{node.name}")
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def test_no_function_stands_twice_under_two_names() -> None:
+    """Who mends one of two would leave the other."""
+    groups = equal_functions({module: source_of(module) for module in MODULES})
+    assert [group for group in groups if {name.split(".")[-1] for name in group} - TWINS] == []
+
+
+def test_the_check_sees_equal_bodies() -> None:
+    first = "def is_float(x):\n    'Whether.'\n    return is_inexact(x.dtype) and x.size > 0"
+    second = "def has_tangent(value):\n    return is_inexact(value.dtype) and value.size > 0"
+    other = "def is_large(x):\n    return is_inexact(x.dtype) and x.size > 1"
+    assert equal_functions({"a": first, "b": second, "c": other}) == [
+        ["a.is_float", "b.has_tangent"]
+    ]
+
+
 def lists_of_primitives(source: str) -> list[list[str]]:
     """The lists in a source that hold nothing but names of primitives, two or more.
 
