@@ -10,6 +10,7 @@ from jaxmp._program.program import Op, Program, read
 from jaxmp._tools.inspect.branches import Choice, choices
 
 
+# Compared by identity: two calls of one function share equations, and have different sites.
 @dataclasses.dataclass(eq=False, slots=True)
 class Site(Op):
     """An operation at one place of the program.
@@ -65,10 +66,11 @@ def _walk(
             continue
         wiring, inside = site.wiring, [branches] * len(programs)
         if wiring.chooses:
+            # Conditionals are numbered, so that two with the same branches are not taken for one.
             inside = [(*branches, choice) for choice in choices(equation, next(conditionals))]
         site.bodies = tuple(
-            _walk(each, runs * wiring.known_turns, site, path, conditionals)
-            for each, path in zip(programs, inside, strict=True)
+            _walk(body, runs * wiring.known_turns, site, path, conditionals)
+            for body, path in zip(programs, inside, strict=True)
         )
     return program._replace(ops=tuple(sites))
 

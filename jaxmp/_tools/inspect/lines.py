@@ -26,7 +26,8 @@ class Lines:
     """A finder of source lines that caches the result for each traceback."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, tuple[str, str]] = {}
+        # JAX shares one traceback among many equations, and its frames are slow to read.
+        self._lines: dict[Any, tuple[str, str]] = {}
 
     def of(self, site: Site) -> str:
         """Returns the line of an equation as `"file.py:12 (function)"`.
@@ -42,35 +43,28 @@ class Lines:
         fallback = ""
         at: Site | None = site
         while at is not None:
-            user, library = self._of_traceback(at.equation.source_info.traceback)
+            traceback = at.equation.source_info.traceback
+            if traceback not in self._lines:
+                self._lines[traceback] = _innermost_lines(traceback)
+            user, library = self._lines[traceback]
             if user:
                 return user
             fallback = fallback or library
             at = at.outer
         return fallback or UNKNOWN
 
-    def _of_traceback(self, traceback: Any) -> tuple[str, str]:
-        if traceback is None:
-            return "", ""
-        if traceback not in self._known:
-            self._known[traceback] = _innermost(traceback)
-        return self._known[traceback]
 
-
-def _innermost(traceback: Any) -> tuple[str, str]:
+def _innermost_lines(traceback: Any) -> tuple[str, str]:
     """Returns the innermost line of the user's code, and of a library other than JAX."""
     library = ""
-    for frame in traceback.frames:
+    for frame in traceback.frames if traceback is not None else ():
         kind = kind_of(frame.file_name)
-        if kind == "user":
-            return _text(frame), library
-        if kind == "library":
-            library = library or _text(frame)
+        if kind == "user" or (kind == "library" and not library):
+            text = line_text(frame.file_name, frame.line_num, frame.function_name)
+            if kind == "user":
+                return text, library
+            library = text
     return "", library
-
-
-def _text(frame: Any) -> str:
-    return line_text(frame.file_name, frame.line_num, frame.function_name)
 
 
 def line_text(file: str, line: int, function: str) -> str:
@@ -101,7 +95,7 @@ def kind_of(file: str) -> str:
 
 @functools.cache
 def _folders(packages: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the folders of packages, without importing them."""
+    # Without importing them: most users have a few of these libraries.
     specs = [importlib.util.find_spec(package) for package in packages]
     return tuple(
         folder.rstrip(os.sep) + os.sep
@@ -150,9 +144,9 @@ def direction(scopes: str) -> str:
 
 def line_of_frames(frames: Sequence[Frame]) -> str:
     """Returns the innermost line of the user's code, or else of a library."""
-    for wanted in ("user", "library"):
+    for kind in ("user", "library"):
         for frame in frames:
-            if kind_of(frame.file) == wanted:
+            if kind_of(frame.file) == kind:
                 return line_text(frame.file, frame.line, frame.function)
     return UNKNOWN
 

@@ -100,11 +100,11 @@ class AuditReport:
         Raises:
           ValueError: if the function is not a loss.
         """
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         for row in self._rows():
             if row.kind == "activations":
-                found[row.dtype] = found.get(row.dtype, 0) + row.bytes
-        return found
+                sizes[row.dtype] = sizes.get(row.dtype, 0) + row.bytes
+        return sizes
 
     @property
     def param_copy_bytes(self) -> int:
@@ -147,8 +147,8 @@ class AuditReport:
         Returns:
           The number.
         """
-        found = [row for row in self.equations if row.primitive == primitive]
-        return sum(row.runs if runs else row.count for row in found)
+        rows = [row for row in self.equations if row.primitive == primitive]
+        return sum(row.runs if runs else row.count for row in rows)
 
     def check(
         self,
