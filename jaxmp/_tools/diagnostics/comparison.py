@@ -47,7 +47,7 @@ class Unmatched(NamedTuple):
       program: 1 or 2.
       path: its scope.
       line: its line.
-      why: what is known of it.
+      why: its dtype, shape and operation, and what the other program has.
     """
 
     program: int
@@ -84,13 +84,20 @@ class Comparison:
     def as_dict(self) -> dict[str, Any]:
         """Returns plain numbers and text, as json.dumps takes them; None for what is infinite."""
 
+        # JSON has no infinity, which json.dumps would write all the same.
         def plain(row: Difference | LogProbGap) -> dict[str, Any]:
-            return {name: _finite(value) for name, value in dataclasses.asdict(row).items()}
+            values = dataclasses.asdict(row)
+            infinite = [
+                name
+                for name, value in values.items()
+                if isinstance(value, float) and not math.isfinite(value)
+            ]
+            return values | dict.fromkeys(infinite)
 
         return {
             "rows": [plain(row) for row in self.rows],
             "results": [plain(row) for row in self.results],
-            "unmatched": [each._asdict() for each in self.unmatched],
+            "unmatched": [value._asdict() for value in self.unmatched],
             "unit": self.unit,
             "tolerance": self.tolerance,
             "first": None if self.first is None else plain(self.first),
@@ -101,7 +108,14 @@ class Comparison:
         from rich.console import Group
         from rich.table import Table
 
-        table = Table(caption=self._caption(), caption_justify="left")
+        caption = f"nothing is further apart than {self.tolerance:g} ulps of {self.unit}"
+        if self.first is not None:
+            line = f", {self.first.line}" if self.first.line else ""
+            caption = (
+                f"first further apart than {self.tolerance:g} ulps of {self.unit}: "
+                f"{_title(self.first)}{line}"
+            )
+        table = Table(caption=caption, caption_justify="left")
         table.add_column("value", overflow="fold")
         table.add_column("shape")
         table.add_column("dtypes")
@@ -120,15 +134,6 @@ class Comparison:
         ]
         return Group(table, *notes[:_MOST_ROWS], *([str(self.log_probs)] if self.log_probs else []))
 
-    def _caption(self) -> str:
-        if self.first is None:
-            return f"nothing is further apart than {self.tolerance:g} ulps of {self.unit}"
-        line = f", {self.first.line}" if self.first.line else ""
-        return (
-            f"first further apart than {self.tolerance:g} ulps of {self.unit}: "
-            f"{_title(self.first)}{line}"
-        )
-
     def __str__(self) -> str:
         from jaxmp._tools.inspect.tables import as_text
 
@@ -146,7 +151,3 @@ def _cells(row: Difference) -> list[str]:
     dtypes = row.dtypes[0] if same else " / ".join(row.dtypes)
     numbers = [f"{row.ulps:.2g}", f"{row.largest:.2g}", f"{row.relative:.1e}"]
     return [_title(row), str(list(row.shape)), dtypes, *numbers]
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,4 +1,4 @@
-"""What the tools that look at numbers may be given."""
+"""Checks the arguments of the tools that look at numbers."""
 
 import math
 from typing import Any
@@ -15,7 +15,7 @@ def check_numbers(tree: PyTree, tool: str) -> None:
 
     Args:
       tree: any tree; leaves that are no arrays are left alone.
-      tool: the name of the function that looks at them.
+      tool: the name of the function, for the message.
 
     Raises:
       TypeError: under `jit`, and for shapes without numbers.
@@ -53,6 +53,7 @@ def number_of_scale(loss_scale: Any) -> float:
       ValueError: if it is not positive, or not finite.
     """
     try:
+        # A state of several steps, as from a scan, has several scales.
         scale = float(np.max(getattr(loss_scale, "scale", loss_scale)))
     except (TypeError, ValueError):
         raise TypeError(

@@ -104,28 +104,30 @@ def overflow_report(tree: PyTree, *, dtype: Any = None, loss_scale: Any = 1.0) -
     >>> [(row.name, row.infinite, row.largest, round(row.headroom, 1)) for row in report.rows]
     [('b', 1, 0.0010000000474974513, 16.0), ('w', 0, 3.0, 4.4)]
     """
-    chosen = None if dtype is None else parse_dtype(dtype)
+    format_dtype = None if dtype is None else parse_dtype(dtype)
     scale = number_of_scale(loss_scale)
     check_numbers(tree, "overflow_report")
-    named = dict(zip(leaf_names(tree), jax.tree.leaves(tree), strict=True))
-    floats = {name: jnp.asarray(x) for name, x in named.items() if is_inexact(x)}
+    leaves = zip(leaf_names(tree), jax.tree.leaves(tree), strict=True)
+    floats = {name: jnp.asarray(x) for name, x in leaves if is_inexact(x)}
+    # One transfer for all arrays: each waits for the device.
     bad, nan, largest = jax.device_get(_ranges(list(floats.values())))
     rows = []
     for (name, x), not_finite, is_nan, most in zip(floats.items(), bad, nan, largest, strict=True):
-        limit = float(jnp.finfo(chosen or x.dtype).max)
+        limit = float(jnp.finfo(format_dtype or x.dtype).max)
         most, room = float(most), math.inf
         if most > 0:
+            # A sum of logarithms: the product of number and scale may overflow float64.
             room = math.log2(limit) - math.log2(most) - math.log2(scale)
         infinite = int(not_finite) - int(is_nan)
         rows.append(LeafRange(name, x.dtype.name, x.size, infinite, int(is_nan), most, room))
     rows.sort(key=lambda row: (not (row.infinite or row.nan), row.headroom))
-    return OverflowReport(tuple(rows), "" if chosen is None else chosen.name, scale)
+    return OverflowReport(tuple(rows), "" if format_dtype is None else format_dtype.name, scale)
 
 
 @jax.jit
 def _ranges(floats: list[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
     """Returns of each array how many numbers are not finite, how many NaN, and the largest."""
-    wide = [jnp.abs(widen(x)) for x in floats]  # of a complex infinity with NaN, infinity
-    nan = [jnp.sum(jnp.isnan(x), dtype=jnp.uint32) for x in wide]
-    largest = [jnp.max(jnp.where(jnp.isfinite(x), x, 0), initial=0) for x in wide]
+    sizes = [jnp.abs(widen(x)) for x in floats]  # of a complex infinity with NaN, infinity
+    nan = [jnp.sum(jnp.isnan(x), dtype=jnp.uint32) for x in sizes]
+    largest = [jnp.max(jnp.where(jnp.isfinite(x), x, 0), initial=0) for x in sizes]
     return count_nonfinite(floats), nan, largest

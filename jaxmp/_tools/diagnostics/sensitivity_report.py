@@ -1,4 +1,4 @@
-"""What lowering each part of a program does to its loss, outputs and gradients."""
+"""The report of `sensitivity`: the errors of loss, outputs and gradients, by part."""
 
 import dataclasses
 import math
@@ -18,8 +18,8 @@ class Errors(NamedTuple):
 
     Attributes:
       loss: the difference of the losses, divided by the size of the reference's.
-      outputs: the norm of the difference of what the function returns beside the loss, divided by
-        the norm of the reference's; None without such outputs.
+      outputs: the norm of the difference of the other results of the function, divided by the norm
+        of the reference's; None without such outputs.
       gradients: the same of all gradients together.
     """
 
@@ -29,13 +29,13 @@ class Errors(NamedTuple):
 
     def of(self, what: Of) -> float:
         """Returns one of them."""
-        found = getattr(self, what)
-        if found is None:
+        error = getattr(self, what)
+        if error is None:
             raise ValueError(
                 "there are no outputs: loss_fn returns a loss alone. Have it return (loss, "
                 "outputs) and say has_aux=True, or choose of='loss' or of='gradients'"
             )
-        return float(found)
+        return float(error)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,16 +138,17 @@ class SensitivityReport:
         def measured(count: int) -> bool:
             return self._measure(self.keep(count, of)).of(of) <= target
 
-        everything = len(self.rows)
-        count = _least(estimated, 0, everything)
+        # An estimate runs a compiled program; rules have to be compiled before they are measured.
+        total = len(self.rows)
+        count = _least_count(estimated, 0, total)
         if measured(count):
             return self.keep(count, of)
-        if count == everything or not measured(everything):
+        if count == total or not measured(total):
             raise ValueError(
-                f"with all {everything} parts kept, the error of {of} is still above {target:g}: "
+                f"with all {total} parts kept, the error of {of} is still above {target:g}: "
                 "what is low lies outside of them. Name more parts, or leave candidates out"
             )
-        return self.keep(_least(measured, count, everything), of)
+        return self.keep(_least_count(measured, count, total), of)
 
     def _first(self, count: int, of: Of) -> list[str]:
         _check_of(of)
@@ -172,22 +173,22 @@ class SensitivityReport:
     def __rich__(self) -> Any:
         from rich.table import Table
 
-        shown = [name for name, each in zip(OF, self.all_low, strict=True) if each is not None]
+        names = [name for name, error in zip(OF, self.all_low, strict=True) if error is not None]
         caption = (
             f"errors relative to {short_name(self.reference)} from the roundings of one part in "
             f"{short_name(self.low)}; {self.evaluations} evaluations"
         )
         table = Table(caption=caption, caption_justify="left")
         table.add_column("part", overflow="fold")
-        for name in [*shown, "FLOPs"]:
+        for name in [*names, "FLOPs"]:
             table.add_column(name, justify="right")
         for row in self.rows:
-            cells = [_in_percent(getattr(row.alone, name)) for name in shown]
+            cells = [_in_percent(getattr(row.alone, name)) for name in names]
             table.add_row(row.path, *cells, f"{row.flops:.0%}" if row.flops else "")
         table.add_section()
-        cells = [_in_percent(getattr(self.all_switched, name)) for name in shown]
+        cells = [_in_percent(getattr(self.all_switched, name)) for name in names]
         table.add_row("all of them", *cells, "")
-        cells = [_in_percent(getattr(self.all_low, name)) for name in shown]
+        cells = [_in_percent(getattr(self.all_low, name)) for name in names]
         table.add_row("all low, measured", *cells, "")
         return table
 
@@ -197,8 +198,10 @@ class SensitivityReport:
         return as_text(self)
 
 
-def _least(holds: Callable[[int], bool], fails: int, meets: int) -> int:
+def _least_count(holds: Callable[[int], bool], fails: int, meets: int) -> int:
     """Returns a count at which a condition holds, between one where it fails and one where not."""
+    # The error need not fall with each part that is kept: the condition holds at the count that is
+    # returned, which need not be the least.
     while meets - fails > 1:
         middle = (fails + meets) // 2
         fails, meets = (fails, middle) if holds(middle) else (middle, meets)

@@ -95,6 +95,7 @@ def audit(fn: Callable[..., Any], *args: Any, compiled: Any = False, **kwargs: A
     """
     if not callable(fn):
         raise TypeError(f"audit takes a function and its arguments, got {type(fn).__name__}")
+    # Abstract arrays and values that are no arrays go together: only arrays are traced.
     arrays, call = closed_over(fn, args, kwargs)
     jaxpr, result = jax.make_jaxpr(call, return_shape=True)(arrays)
     program = None
@@ -159,6 +160,7 @@ _MOST_KEYS = 12
 
 def argument_rows(fn: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Arrays, ...]:
     """Returns the rows of the arguments, named after the function's parameters."""
+    # Named after parameters: "argument 3" of a train step says nothing in a table.
     rows: list[Arrays] = []
     for name, value in _named_arguments(fn, args, kwargs).items():
         rows += _array_rows("argument", name, value)
@@ -168,7 +170,7 @@ def argument_rows(fn: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Array
 def result_rows(result: Any) -> tuple[Arrays, ...]:
     """Returns the rows of the result; a tuple has rows for each item."""
     items = {"result": result}
-    if type(result) is tuple:
+    if type(result) is tuple:  # a NamedTuple is one result, and has fields
         items = {f"result[{i}]": item for i, item in enumerate(result)}
     return tuple(row for name, item in items.items() for row in _array_rows("result", name, item))
 

@@ -15,6 +15,9 @@ from jaxmp._tools.inspect.offenders import (
     reason_text,
 )
 
+# Stands for allow_unseen=True; compared by identity, so that no primitive can have its name.
+_ALL = frozenset({"all"})
+
 
 class AuditError(AssertionError):
     """A program failed `AuditReport.check` or `assert_reduced_in`."""
@@ -40,7 +43,14 @@ def check_report(
             "nothing to check: give products, precision, upcasts, residual_bytes or kept." + hint
         )
     problems: list[str] = []
-    allowed = _checked_allowed(allow_unseen)
+    allowed: Any = (allow_unseen,) if isinstance(allow_unseen, str) else allow_unseen
+    if isinstance(allow_unseen, bool):
+        allowed = _ALL if allow_unseen else ()
+    if not isinstance(allowed, Collection) or not all(isinstance(name, str) for name in allowed):
+        raise ValueError(
+            "allow_unseen is True, or names from report.unseen_lines such as 'pallas_call', got "
+            f"{allow_unseen!r}"
+        )
     if products is not None:
         problems += _product_errors(report, products, share, allowed)
     elif share is not None:
@@ -103,6 +113,8 @@ def _product_errors(
     if isinstance(least, bool) or not isinstance(least, (int, float)) or not 0 < least <= 1:
         raise ValueError(f"share must be a number above 0 and up to 1, got {share!r}")
     problems = _share_errors(report, names, least)
+    # The traced program is half of the answer: loops may run any number of times, and compilers
+    # may widen float8.
     problems += _loop_errors(report, names, least, allowed)
     if any(name.startswith(FLOAT8) for name in names):
         fusions = allowed is _ALL or "fusion" in allowed
@@ -225,21 +237,6 @@ def _activation_errors(report: Any, limits: Any) -> list[str]:
     return problems
 
 
-_ALL = frozenset({"all"})
-
-
-def _checked_allowed(allowed: Any) -> Collection[str]:
-    if isinstance(allowed, bool):
-        return _ALL if allowed else ()
-    names = (allowed,) if isinstance(allowed, str) else allowed
-    if not isinstance(names, Collection) or not all(isinstance(name, str) for name in names):
-        raise ValueError(
-            "allow_unseen is True, or names from report.unseen_lines such as 'pallas_call', got "
-            f"{allowed!r}"
-        )
-    return names
-
-
 def _not_allowed(report: Any, allowed: Collection[str]) -> list[Any]:
     rows = report.unseen_lines
     return [row for row in rows if allowed is not _ALL and row.name not in allowed]
@@ -247,6 +244,7 @@ def _not_allowed(report: Any, allowed: Collection[str]) -> list[Any]:
 
 def _unseen_errors(report: Any, allowed: Collection[str]) -> list[str]:
     """Reports kernels and similar equations, which may multiply anything in any dtype."""
+    # A check that passes says that every product has the dtype, and here it does not know.
     # The products of loops are seen; only how often they run is not. See `_loop_errors`.
     rows = [row for row in _not_allowed(report, allowed) if row.name != "while"]
     if not rows:

@@ -9,6 +9,7 @@ from jaxmp._tools.hlo.collectives import KINDS
 from jaxmp._tools.inspect.checks import any_dtype_name
 from jaxmp._tools.inspect.rows import Direction
 
+# `select` is an addition in which all devices but one contribute zeros.
 REDUCERS = ("add", "max", "min", "mul", "and", "or", "xor", "select", "mixed")
 
 
@@ -60,6 +61,7 @@ class CompiledCollective:
     @property
     def sums(self) -> bool:
         """Whether it adds floats of several devices, so that its dtype decides the rounding."""
+        # Integers, such as counts of tokens, do not round. `mixed` may hide an addition.
         floats = ("float", "bfloat", "complex")
         return self.reducer in ("add", "mixed") and self.dtype.startswith(floats)
 

@@ -99,6 +99,7 @@ def _fitting_mesh(mesh: Any, source: Source, hlo: CompiledProgram) -> tuple[Any,
                 "another order"
             )
         return mesh, ""
+    # The text of a program has no arrays: then the mesh that is set counts.
     if not fitting:
         current = jax.sharding.get_mesh()
         if not current.empty and _fits(current, hlo):
@@ -161,6 +162,7 @@ class _Places:
         """Returns the mesh axes along which groups extend; None without a mesh."""
         if self._names is None:
             return None
+        # A group extends along an axis if the positions of its devices differ there.
         if groups not in self._axes:
             moves = np.zeros(len(self._sizes), dtype=bool)
             for group in groups:
@@ -244,5 +246,6 @@ def _unseen_parts(source: Source, hlo: CompiledProgram) -> tuple[str, ...]:
             f"products of float8 operands ({unfused}): whether they are multiplied in float8 is "
             "the device's choice. TPUs before 7x widen the operands inside of the product."
         )
+    # Always: a kernel may send data by itself, and its text is not part of the program.
     sentences.append("What kernels and custom calls send by themselves.")
     return tuple(sentences)

@@ -61,6 +61,7 @@ def _walk(
     for site in sites:
         equation = site.equation
         site.runs, site.branches, site.flops = runs, branches, product_flops(equation)
+        # Not every program of an equation runs: of a solver only the one that solves counts.
         programs = programs_inside(equation)
         if not programs:
             continue
@@ -69,6 +70,7 @@ def _walk(
             # Conditionals are numbered, so that two with the same branches are not taken for one.
             inside = [(*branches, choice) for choice in choices(equation, next(conditionals))]
         site.bodies = tuple(
+            # The turns of a while loop are not known: they count as one.
             _walk(body, runs * wiring.known_turns, site, path, conditionals)
             for body, path in zip(programs, inside, strict=True)
         )

@@ -17,6 +17,7 @@ from jaxmp._tools.inspect.equations import Site
 _LIBRARIES = ("jaxmp", "flax", "optax", "chex", "jmp", "haiku", "equinox", "qwix", "einops")
 # These call functions of others, and make nothing themselves.
 _CALLERS = ("jax", "jaxlib", "jaxmp._program", "jaxtyping", "beartype")
+# A line for equations without a traceback, such as those that JAX adds under `vmap`.
 UNKNOWN = "(unknown)"
 # Names that JAX puts into the scopes of compiled programs, and that are not modules.
 _NO_MODULE = re.compile(r"closed_call|eval_jaxpr|while|body|cond|branch_\d+_fun|shard_map|\w+_call")
@@ -40,6 +41,8 @@ class Lines:
           equation. If there is none, as for an optimizer that is audited alone, the line in the
           library.
         """
+        # The body of a function that JAX jits and caches, such as `jnp.var`, has the traceback of
+        # its first caller. The enclosing equation has the line of this one.
         fallback = ""
         at: Site | None = site
         while at is not None:
@@ -135,6 +138,7 @@ def direction(scopes: str) -> str:
     >>> direction("transpose(jvp(LM))/Block_0/q"), direction("LM/Block_0/q")
     ('backward', '')
     """
+    # JAX puts the recomputation inside of "transpose(", so it is asked first.
     if "rematted_computation" in scopes:
         return "recomputed"
     if "transpose(" in scopes:

@@ -5,6 +5,7 @@ from typing import Any
 
 from jaxmp._tools.inspect.decoded import FLOAT8
 
+# A failed test is read in a terminal; the report has all rows.
 _MOST_LINES = 10
 
 
@@ -42,6 +43,7 @@ def compiled_float8_errors(report: Any, fusions: bool) -> list[str]:
     if report.compiled is None:
         return []
     rows = report.compiled.float8_products
+    # Without float8 operands there is nothing to widen: the compiler dropped the rounding as well.
     if not rows:
         return [f"products: the {report.compiled.origin} has none with float8 operands."]
     widened = [row for row in rows if row.ran.startswith("widened")]

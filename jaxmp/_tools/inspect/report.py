@@ -88,6 +88,7 @@ class AuditReport:
         """
         return sum(row.bytes for row in self._rows())
 
+    # Of a function that is not a loss 0 bytes would be a wrong answer, and pass a check.
     def _rows(self) -> tuple[Residual, ...]:
         if self.residuals is None:
             raise ValueError(f"the audit has no residuals: {self.no_residuals}")
@@ -132,6 +133,7 @@ class AuditReport:
           ValueError: for an unknown dtype.
         """
         names = {product_dtype(dtype) for dtype in dtypes}
+        # `products` has no branches: which of its FLOPs exclude each other only `work` knows.
         return least_share(
             Part(row.branches, row.flops * are_among(row.operands, names), row.flops)
             for row in self.work
@@ -235,6 +237,7 @@ class AuditReport:
         >>> "a square" in page
         True
         """
+        # Rich is imported here: most audits are checked in a test and never drawn.
         from jaxmp._tools.inspect.sections import tables
         from jaxmp._tools.inspect.tables import as_html
 

@@ -27,6 +27,7 @@ class NoLoss(Exception):
 
 def check_loss(result: Any, first: Any) -> None:
     """Raises `NoLoss` unless a function with this result and first argument is a loss."""
+    # As jax.value_and_grad has it: a scalar, or (scalar, aux).
     is_pair = isinstance(result, tuple) and len(result) == 2
     loss = result[0] if is_pair else result
     if not is_floating(loss) or loss.shape != ():
@@ -73,6 +74,8 @@ def residuals(
         body = walk(jaxpr)
         # Only tracing the backward pass reveals that JAX cannot transpose a `while`.
         backward = walk(jax.make_jaxpr(_applied)(*shapes))
+        # Tracing both passes together doubles the work: only checkpoints need it, whose
+        # recomputation stands between them.
         both: Program | None = None
         if recomputes:
             both = walk(jax.make_jaxpr(lambda *args: _applied(*pullback(*args)))(arrays, others))

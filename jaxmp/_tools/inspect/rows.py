@@ -6,7 +6,10 @@ from typing import Literal
 from jaxmp._numerics.precision import meaning_of
 from jaxmp._tools.inspect.branches import Choice
 
+# `""` outside of a gradient: a program that differentiates nothing has no passes.
 Direction = Literal["forward", "backward", "recomputed", ""]
+
+# Rows are frozen and hold plain values: tests compare reports, and `as_dict` writes them as JSON.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -107,6 +107,7 @@ def tables(report: Any, with_all_rows: bool = False) -> Group:
     Returns:
       A renderable for rich.
     """
+    # A page has room for all rows, a terminal has not.
     parts: list[Any] = [
         drawn(section._replace(most=len(section.rows)) if with_all_rows else section)
         for section in _sections(report)

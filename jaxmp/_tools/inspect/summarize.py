@@ -110,7 +110,7 @@ class Tally:
                 branch=branch_text(sites),
             )
             for (reason, line, path), sites in _grouped(self._products(), key).items()
-            if reason
+            if reason  # both passes are one row: a layer is left out as a whole
         ]
         return tuple(sorted(rows, key=lambda row: -row.flops))
 
@@ -138,7 +138,7 @@ class Tally:
             narrow = next(_dtype_of(x) for x in operands if is_narrow_aval(x) or not is_wide(x))
             return self.where(site), kind, narrow, _dtype_of(site.out_avals[0])
 
-        rows: list[tuple[int, Upcast]] = []
+        rows: list[tuple[tuple[int, int, int], Upcast]] = []
         for (where, kind, source, target), sites in _grouped(sources, key).items():
             bits = sum(site.bit for site in sites)
             upcast = Upcast(
@@ -153,9 +153,12 @@ class Tally:
             )
             # If several upcasts feed a product, the first in the program, the lowest bit, counts as
             # the cause, since the others were widened to match it.
-            causes = (site for site in wide_products if site.fed_by & -site.fed_by & bits)
-            rows.append((_flops(causes), upcast))
-        rows.sort(key=_rank)
+            cause = _flops(site for site in wide_products if site.fed_by & -site.fed_by & bits)
+            # By the FLOPs that they cause, then by those that they share, then by size. The sort
+            # keeps the order of the program among equals.
+            rank = -cause, 0 if cause else -upcast.flops, 0 if upcast.flops else -upcast.bytes
+            rows.append((rank, upcast))
+        rows.sort(key=lambda pair: pair[0])
         return tuple(upcast for _, upcast in rows)
 
     def converts(self) -> tuple[Convert, ...]:
@@ -165,6 +168,7 @@ class Tally:
             return _dtype_of(site.in_avals[0]), _dtype_of(site.out_avals[0])
 
         casts = [site for site in self.sites if site.name in CASTS]
+        # Only a rounding to float8 with a scale from the data reads its operand once more before.
         rows = [
             Convert(
                 *dtypes,
@@ -300,6 +304,7 @@ def _operations(site: Site) -> int:
     return max(sizes, default=0)  # a debug message may have no operands and no results
 
 
+# More names than this make a row of the table unreadable.
 _MOST_BRANCHES = 3
 
 
@@ -329,13 +334,7 @@ def _is_upcast(site: Site, wide_products: list[Site]) -> bool:
     return any(product.fed_by & site.bit for product in wide_products)
 
 
-def _rank(row: tuple[int, Upcast]) -> tuple[int, int, int]:
-    # By the FLOPs that they cause, then by those that they share, then by size. The sort keeps the
-    # order of the program among equals.
-    caused, upcast = row
-    return -caused, 0 if caused else -upcast.flops, 0 if upcast.flops else -upcast.bytes
-
-
+# Behind the operands of a product may come scales or the sizes of groups.
 def _product_dtypes(site: Site) -> tuple[tuple[str, str], str]:
     left, right = map(_dtype_of, site.in_avals[:2])
     return (left, right), _dtype_of(site.out_avals[0])

@@ -75,6 +75,7 @@ def drawn(section: Section) -> Table:
     )
     compact = section.without_empty_columns()
     for column in compact.columns:
+        # A number that is cut or folded reads as another number.
         is_number = column.startswith(">")
         table.add_column(
             column.lstrip(">"),

@@ -56,23 +56,19 @@ class _Flow:
         return Question(nothing=0, join=operator.or_, rule=self._result_bits, keep=self._kept_bits)
 
     def _result_bits(self, site: Site, operands: Sequence[int]) -> list[int]:
-        if site.name in PRODUCTS:
-            came_from = self._product_bits(site, operands)
+        is_product = site.name in PRODUCTS
+        # Behind the two operands of a product come scales, or the sizes of groups.
+        came_from = functools.reduce(operator.or_, operands[:2] if is_product else operands, 0)
+        if is_product:
+            reads_wide = any(map(self._is_wide, site.in_avals[:2]))
+            # A product of 16 bits that returns float32 (`preferred_element_type`) is an upcast too.
+            if widens_inside(site) or (not reads_wide and self._is_wide(site.out_avals[0])):
+                came_from |= self._bit(site)
+            if reads_wide:
+                site.fed_by |= came_from
         elif site.name == "convert_element_type" and is_narrow_aval(site.in_avals[0]):
             came_from = self._bit(site) if self._is_wide(site.out_avals[0]) else 0
-        else:
-            came_from = functools.reduce(operator.or_, operands, 0)
         return [came_from] * len(site.outputs)
-
-    def _product_bits(self, site: Site, operands: Sequence[int]) -> int:
-        came_from = operands[0] | operands[1]
-        reads_wide = any(map(self._is_wide, site.in_avals[:2]))
-        # A product of 16 bits that returns float32, by `preferred_element_type`, is an upcast too.
-        if widens_inside(site) or (not reads_wide and self._is_wide(site.out_avals[0])):
-            came_from |= self._bit(site)
-        if reads_wide:
-            site.fed_by |= came_from
-        return came_from
 
     def _bit(self, site: Site) -> int:
         # A set of upcasts is an int: `propagate` joins such sets for every value of the program.
