@@ -87,6 +87,7 @@ def compare(
     calls = ((f, args), (g, args if g_args is None else tuple(g_args)))
     dtypes: set[str] = set()
     one, two = (_run(*call, by or "scope", dtypes) for call in calls)
+    # If one of the programs has no scopes, nothing would match: lines name the values then.
     if by is None and not (one.values and two.values):
         one, two = (_run(*call, "line", dtypes) for call in calls)
     pairs, unmatched = _pairs(one, two)
@@ -125,6 +126,7 @@ def _run(fun: Callable[..., Any], args: Sequence[Any], by: By, dtypes: set[str])
     return Capture(combine(structure, results), saved, values, not_entered)
 
 
+# Programs are matched by names: by place they would part at the first additional operation.
 class _Value(NamedTuple):
     """A value, its place, and its number among the values of its scope."""
 
@@ -221,7 +223,8 @@ def _differences(ours: _Value, theirs: _Value, unit: str) -> list[tuple[Any, Dif
 
 def _distances(a: Any, b: Any, dtype: str) -> tuple[float, float, float]:
     """Returns `ulps`, `largest` and `relative` of a `Difference`."""
-    same = (a == b) | (np.isnan(a) & np.isnan(b))  # infinities of masks are equal
+    # Infinities of masks are equal, and so is NaN where both programs have it.
+    same = (a == b) | (np.isnan(a) & np.isnan(b))
     if same.all():
         return 0.0, 0.0, 0.0
     finite = np.isfinite(a) & np.isfinite(b)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from jaxmp._tools.diagnostics.log_probs import LogProbGap
 
+# A model has hundreds of values. `first` names the one that matters, and `rows` has all.
 _MOST_ROWS = 40
 
 

@@ -83,6 +83,7 @@ def find_overflow(
         loss, aux = out if has_aux else (out, ())
         return loss, gradients, optax.tree.norm(split_floats(gradients)[0]), aux
 
+    # The norm too: it may overflow where each gradient is finite, and the step is skipped then.
     call = ((params, *args), kwargs)
     check_numbers(call, "find_overflow")
     static, arrays = partition(call)
@@ -94,6 +95,7 @@ def find_overflow(
     # Leaves that are not arrays are no arguments of the program.
     are_arrays = zip(names, static.are_arrays, strict=True)
     names = [name for name, is_array in are_arrays if is_array]
+    # Operations that run alone have no shardings in their types, as explicit mesh axes need.
     operands = [on_automatic_mesh(jnp.asarray(x)) for x in arrays]
     search = _Search()
     with on_automatic_axes_here(arrays):
@@ -149,6 +151,7 @@ class _Search:
 
     def argument(self, array: Any, name: str) -> RunValue:
         """Returns an argument of the program."""
+        # A param that is not finite is a fault of an earlier step: its name is the answer.
         level = _level(array)
         if not level:
             return RunValue(array, _Note())
@@ -205,6 +208,7 @@ class _Search:
             broken.append({name: note for name, note in notes.items() if note.level})
         if not any(broken):
             return None
+        # By rank first: a mask of -inf is written before the overflow of most programs.
         bad = next(group for group in broken if group)
         events = frozenset().union(*(note.events for note in bad.values()))
         begin = min(events, key=lambda number: (self._events[number].rank, number))

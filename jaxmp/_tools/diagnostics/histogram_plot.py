@@ -57,6 +57,7 @@ def plot_histograms(
     rows = [i for i, name in enumerate(tree.names) if name in worst and largest[i] > 0]
     if not rows:
         raise ValueError("there is nothing to draw: no array has a number that is not zero")
+    # Shares of an array: a bias of 64 numbers would be white next to a weight.
     shares = counts[rows][:, FINITE]
     shares = shares / shares.sum(1, keepdims=True)
     figure = _figure([tree.names[i] for i in rows], shares, report)
@@ -71,6 +72,7 @@ def _figure(names: list[str], shares: Any, report: UnderflowReport) -> Any:
     filled = np.flatnonzero(shares.any(0))
     limits = limits_of(parse_dtype(report.dtype))
     marks = [math.log2(x / report.scale) for x in (limits.smallest, limits.normal, limits.ends)]
+    # A margin of two powers of two on both sides.
     first, last = edges[filled[0]] - 2, edges[filled[-1] + 1] + 2
     # The ends of the range are shown if they are near.
     near = [x for x in marks if first - 12 < x < last + 12]

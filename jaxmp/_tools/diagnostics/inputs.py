@@ -27,6 +27,7 @@ def check_numbers(tree: PyTree, tool: str) -> None:
     TypeError: compare looks at numbers, and ShapeDtypeStruct(shape=(2,), dtype=float32) has none: \
 give it arrays, and not what jax.eval_shape returns
     """
+    # Without this the errors come from deep inside of NumPy or JAX, and name no cause.
     for x in jax.tree.leaves(tree):
         if compat.is_traced(x):
             raise TypeError(

@@ -76,6 +76,7 @@ def log_prob_gap(
     (0.5, 0.5, -0.5)
     """
     check_numbers((trainer, sampler, mask), "log_prob_gap")
+    # In float64: the gap of two programs in float32 is of the size of their roundings.
     ours, theirs = (
         _log_probabilities(x, name) for x, name in ((trainer, "trainer"), (sampler, "sampler"))
     )

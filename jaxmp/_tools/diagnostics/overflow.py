@@ -74,6 +74,7 @@ class Overflow:
         if grads:
             names = first_few([name.removeprefix("gradients/") for name in grads])
             results.append(f"{len(grads)} of {self.gradients} gradients ({names})")
+        # One place is enough to print the number, or to find the example of the batch.
         first = f"{share}, first at {self.index}"
         where = [self.line, self.path and f"in {self.path}", self.direction]
         where += [f"turn {', '.join(map(str, self.turns))} of its loop"] * bool(self.turns)

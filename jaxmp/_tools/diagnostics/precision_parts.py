@@ -62,6 +62,7 @@ class Parts:
 
         Gradients are added up, and casts are, in the scopes around those that compute.
         """
+        # jaxmp's own marks are scopes too, and no pattern matches them.
         names = tuple(name for name in names if not name.startswith("jaxmp."))
         for end in range(len(names), -1, -1):
             if names[:end] in self.owners:
@@ -114,6 +115,7 @@ def precision_parts_of(closed: Any, patterns: Iterable[Any] | None) -> Parts:
     narrow: dict[str, None] = {}
     for site in all_sites(walk(closed)):
         names = names_in(scopes_of(site))
+        # Products that are low already are in the reference too: the report cannot speak of them.
         if site.name in CONTRACTIONS and any(is_narrow(aval.dtype) for aval in site.in_avals):
             narrow["/".join(names) or OUTSIDE] = None
         # Only what may round makes a scope a part: it computes floats from floats, and is no move.
@@ -165,6 +167,7 @@ def _exactly(names: Sequence[str]) -> str:
     >>> _exactly(("LM", "blocks[0]"))
     '/LM/blocks[[]0]'
     """
+    # Brackets: fnmatch has no other way to quote "blocks[0]".
     quoted = ("".join(f"[{c}]" if c in "*?[" else c for c in name) for name in names)
     return "/" + "/".join(quoted)
 

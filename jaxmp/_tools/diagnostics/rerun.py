@@ -74,6 +74,7 @@ class Rerun(Rules[Any]):
         return run
 
     def operation(self, op: Op, operands: list[Any]) -> list[Any]:
+        # Loops before calls: a scan has one program inside, as a call has.
         site = site_of(op, self.outer)
         if site.wiring.counted:
             return self.scan(site, operands)
@@ -128,6 +129,7 @@ class Rerun(Rules[Any]):
 
     def shard_map(self, site: Site, operands: list[Any]) -> list[Any]:
         """Runs a program on each device again, and joins what they save."""
+        # What devices save cannot leave it as one array then.
         if self.join is None:
             return self.whole(site, operands)
         (body,) = compat.bodies_of(site.equation)

@@ -34,6 +34,7 @@ from jaxmp._tools.inspect.lines import scopes_of
 from jaxmp._tools.inspect.upcasts import is_narrow_aval
 
 _FLOAT32 = np.dtype(np.float32)
+# By default TPUs round float32 operands to bfloat16: roundings that are switched off would stay.
 _EXACT = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
 
 

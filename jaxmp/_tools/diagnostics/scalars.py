@@ -14,6 +14,7 @@ from jaxmp._numerics.tree import leaf_names
 from jaxmp._tools.diagnostics.histogram_counts import cumulative_counts, fetch_counts
 from jaxmp._tools.diagnostics.inputs import check_numbers
 
+# Python numbers, which every logger takes; many know no arrays.
 Scalar = int | float
 
 

@@ -152,6 +152,7 @@ def scope_values(
             order[:] = sorted(rules.saved)
             return [*results, *(rules.saved[key] for key in order)]
 
+        # `order` and the places are known only after the program ran.
         axes = traced.axes
         both = axes.run(run, arrays) if axes.mesh is None else _on_automatic(run, traced, arrays)
         count = len(both) - len(order)
@@ -192,6 +193,7 @@ class _Catcher(Rerun):
         self.not_entered: list[NotEntered] = []
 
     def run(self, program: Program, arguments: Any) -> list[Any]:
+        # The readers of a value decide which scopes it leaves: they are found before it is computed.
         self._sites = [site_of(op, self.outer) for op in program.ops]
         self._scopes = list(map(self._scope_of, self._sites))
         outer = () if self.outer is None else self._scope_of(self.outer)

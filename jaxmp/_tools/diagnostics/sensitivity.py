@@ -116,6 +116,7 @@ def sensitivity(
     ]
     parts_by_name = {part.name: part for part in parts.parts}
 
+    # The report names parts to keep; rules and switches are about those that are low.
     def others(names: Collection[str]) -> list[PrecisionPart]:
         return [part for name, part in parts_by_name.items() if name not in names]
 
@@ -220,6 +221,7 @@ class Switches:
 
     def __init__(self, measuring: Measuring, rules: PolicyRules, parts: Parts) -> None:
         traced, self._arrays = measuring.gradient_program(rules)
+        # One program for all sets of parts: the switches are its arguments.
         numbers = {part: i for i, part in enumerate(parts.parts)}
         self._numbers, self._measuring = numbers, measuring
 
@@ -284,7 +286,7 @@ def relative_error(arrays: Sequence[Any], reference: Sequence[Any]) -> Any:
     """
     if not reference:
         return jnp.zeros(())
-    # Divided by the largest number, so that squares stay in range.
+    # Divided by the largest number: squares of float32 would leave its range.
     largest = jnp.max(jnp.stack([jnp.max(jnp.abs(x), initial=0) for x in reference]))
     unit = jnp.where(largest > 0, largest, 1)
     size = sum(jnp.sum(jnp.abs(x / unit) ** 2) for x in reference)

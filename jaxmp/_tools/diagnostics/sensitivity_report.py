@@ -129,6 +129,7 @@ class SensitivityReport:
         if not (isinstance(target, numbers.Real) and target > 0):
             raise ValueError(f"target must be a positive relative error, got {target!r}")
         _check_of(of)
+        # The program in which everything is low meets the target: no part has to be kept.
         if self.all_low.of(of) <= target:
             return self.keep(0, of)
 

@@ -208,6 +208,7 @@ def _row_of_array(
     name: str, dtype: str, counts: Any, largest: Any, below: Any, exponent: int
 ) -> UnderflowRow:
     """Returns the row of an array, given how many numbers are below each limit; the last is all."""
+    # Shares are of the finite numbers that are not zero: zeros lose nothing.
     zeros, infinite, nan = (round(float(counts[i])) for i in (ZEROS, INFINITE, NAN))
     flushed, small, fits, recommended = 0.0, 0.0, 1.0, None
     *counts_of_limits, numbers = map(float, below)

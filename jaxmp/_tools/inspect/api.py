@@ -95,7 +95,7 @@ def audit(fn: Callable[..., Any], *args: Any, compiled: Any = False, **kwargs: A
     """
     if not callable(fn):
         raise TypeError(f"audit takes a function and its arguments, got {type(fn).__name__}")
-    # Abstract arrays and values that are no arrays go together: only arrays are traced.
+    # Only arrays are traced. Other values, such as functions and flags, are passed on unchanged.
     arrays, call = closed_over(fn, args, kwargs)
     jaxpr, result = jax.make_jaxpr(call, return_shape=True)(arrays)
     program = None
