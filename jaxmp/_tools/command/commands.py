@@ -144,7 +144,6 @@ def _run_plan(
 
 
 def _optimizer_by_name(name: str) -> Any:
-    """Returns an optimizer of optax by its name, with its defaults."""
     # The learning rate changes no byte of the plan.
     make = getattr(optax, name, None) or getattr(optax.contrib, name, None)
     try:

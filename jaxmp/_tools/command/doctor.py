@@ -16,7 +16,8 @@ from jaxmp._tools.command.machine import (
     versions,
 )
 from jaxmp._tools.command.shapes import Padding, ProductShape, paddings, parse_shapes
-from jaxmp._tools.inspect.tables import Section, as_text, bullets, bytes_text, drawn
+from jaxmp._tools.inspect.table_report import TableReport
+from jaxmp._tools.inspect.tables import Section, bullets, bytes_text, drawn
 from jaxmp._tools.planning.devices import Device, find_device
 
 # From the widest to the narrowest.
@@ -69,7 +70,7 @@ _IN_BATCHES = "a batch of products, as in attention"
 
 
 @dataclasses.dataclass(frozen=True)
-class DoctorReport:
+class DoctorReport(TableReport):
     """The facts of a machine, and the advice that follows from them.
 
     Attributes:
@@ -78,7 +79,7 @@ class DoctorReport:
       asked: the device to advise for; None for that of the machine. A key of the JSON.
       versions: of Python and the packages, by name.
       settings: those of JAX and the compiler that are in force.
-      shapes: the products that the user asked about.
+      shapes: the products from `--shapes`.
     """
 
     machine: Machine | None
@@ -117,7 +118,7 @@ class DoctorReport:
 
     @property
     def remarks(self) -> list[str]:
-        """A sentence for each setting that changes what is computed."""
+        """A sentence for each setting that changes dtypes, results or speed."""
         return remarks(self.settings, self.machine, self.versions)
 
     @property
@@ -159,9 +160,6 @@ class DoctorReport:
     def __rich__(self) -> Any:
         return Group(*_parts(self))
 
-    def __str__(self) -> str:
-        return as_text(self)
-
 
 def diagnose(*, device: str | None = None, shapes: Sequence[str] = ()) -> DoctorReport:
     """Reports on this machine, and advises for it.
@@ -175,7 +173,8 @@ def diagnose(*, device: str | None = None, shapes: Sequence[str] = ()) -> Doctor
     """
     try:
         machine, no_machine = this_machine(), ""
-    except RuntimeError as error:  # JAX's way to say that a backend does not start
+    # JAX raises it if a backend does not start. The report then has the reason, and the settings.
+    except RuntimeError as error:
         machine, no_machine = None, str(error).partition("\n")[0]
     target = find_device(device) if device else None
     return DoctorReport(machine, no_machine, target, versions(), settings(), parse_shapes(shapes))
@@ -221,6 +220,7 @@ def _shape_parts(report: DoctorReport) -> Iterator[Any]:
             f"{size.name}: {size.size} -> {size.padded} for {size.what}, "
             f"+{more:.{2 if more < 10 else 0}f} %"
         )
+    # A row for each product, with or without a size to pad: the last column is about all of them.
     rows = [
         (
             str(shape) + (f"\n{shape.line}" if shape.line else ""),

@@ -103,7 +103,7 @@ def this_machine() -> Machine:
 
 
 def versions() -> dict[str, str]:
-    """Returns the version of Python and of each package that decides what is computed."""
+    """Returns the version of Python and of each package that decides how programs compute."""
     installed = {"python": platform.python_version()}
     for name in (*_PACKAGES, *_ADAPTED, *_PLUGINS):
         version = version_of(name)
@@ -142,7 +142,7 @@ def settings(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
 def remarks(
     values: Mapping[str, str], machine: Machine | None, installed: Collection[str] = ()
 ) -> list[str]:
-    """Returns a sentence for each setting that changes what a program computes.
+    """Returns a sentence for each setting that changes dtypes, results or speed.
 
     Args:
       values: the settings.

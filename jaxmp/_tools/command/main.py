@@ -31,6 +31,7 @@ def parser() -> argparse.ArgumentParser:
     shared.add_argument(
         "--traceback", action="store_true", help="show where an error comes from, for bug reports"
     )
+    # Each command has its own parser, with the usage and the errors of that command.
     commands = whole.add_subparsers(dest="command", metavar="COMMAND")
     for name, command in COMMANDS.items():
         subparser = commands.add_parser(
@@ -62,7 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     namespace, unknown = whole.parse_known_args(argv)
     values = vars(namespace)
     name, error = values.pop("command"), values.pop("error", whole.error)
-    if unknown:  # `parse_args` would say so with the usage of the whole, not of the command
+    # `parse_args` would print the usage of the whole, not of the command.
+    if unknown:
         error(f"unrecognized arguments: {' '.join(unknown)}. See its --help")
     # A script that forgot the command stops, and a reader sees what there is.
     if name is None:

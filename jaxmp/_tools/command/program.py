@@ -52,8 +52,8 @@ def load_program(name: str) -> NamedProgram:
       The program.
 
     Raises:
-      UsageError: if there is no such module or function, if it fails, or if it returns something
-        else than `(fn, args)` or `(fn, args, kwargs)`.
+      UsageError: if there is no such module or function, if it fails, or if its result is neither
+        `(fn, args)` nor `(fn, args, kwargs)`.
     """
     place, colon, attribute = name.rpartition(":")
     if not (colon and place and attribute):
@@ -128,7 +128,7 @@ def _import_file(path: str) -> types.ModuleType:
     if not os.path.isfile(path):
         raise UsageError(f"there is no file {path!r} in {os.getcwd()}")
     _search_first(os.path.dirname(os.path.abspath(path)))
-    # Under a name of its own: a file may be called as an installed package is.
+    # Under a name of its own: a file may have the name of an installed package.
     name = f"_program_{os.path.basename(path).removesuffix('.py')}"
     spec = importlib.util.spec_from_file_location(name, os.path.abspath(path))
     if spec is None or spec.loader is None:

@@ -1,4 +1,4 @@
-"""Histograms of what the modules of a model hand on, counted as the program runs."""
+"""Histograms of the values that the modules of a model hand on, counted as the program runs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -92,7 +92,7 @@ def activation_histograms(
 
 
 def _scope_or_line() -> ScopeOf:
-    """Returns a function that says the modules around an equation; outside of all, its line."""
+    """Returns a function that names the modules around an equation; outside of all, its line."""
     lines = Lines()
 
     def scope_of(site: Site) -> tuple[str, ...]:
@@ -120,7 +120,8 @@ def _rows_by_name(capture: Capture, by_turn: bool) -> Histograms:
     sources: list[tuple[int, str]] = []  # a row of all histograms, and the name it counts for
     counts, largest, row = [jnp.zeros((0, BINS))], [jnp.zeros(0)], 0
     for about, saved in zip(capture.values, capture.saved, strict=True):
-        if about.direction == "recomputed":  # it was counted when it was computed first
+        # It was counted when it was computed first.
+        if about.direction == "recomputed":
             continue
         counts.append(saved[0].reshape(-1, BINS))
         largest.append(saved[1].ravel())

@@ -1,4 +1,4 @@
-"""Runs two programs of one function side by side, and says where they part."""
+"""Runs two programs of one function, and finds the first value in which they differ."""
 
 import collections
 import difflib
@@ -105,6 +105,7 @@ def compare(
 
 def _run(fun: Callable[..., Any], args: Sequence[Any], by: By, dtypes: set[str]) -> Capture:
     """Runs a function, compiled, with the values that leave its scopes; adds to `dtypes`."""
+    # Functions and flags among the arguments are no arguments of the compiled program.
     static, arrays = partition(tuple(args))
     catching = scope_values(fun, scope_of=scope_of_module if by == "scope" else scope_of_line())
     returned: list[Any] = []
@@ -254,7 +255,7 @@ def _on_host(array: Any) -> Any:
 def _compare_results(
     ours: dict[str, Any], theirs: dict[str, Any], unit: str
 ) -> tuple[tuple[Difference, ...], list[Unmatched]]:
-    """Compares the results of two programs, by their paths."""
+    # By their paths: results have names in both programs, whatever their order.
     rows, alone = [], []
     for path in dict.fromkeys([*ours, *theirs]):
         a, b = ours.get(path), theirs.get(path)

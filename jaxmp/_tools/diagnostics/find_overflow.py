@@ -40,16 +40,16 @@ def find_overflow(
 ) -> Overflow | None:
     """Finds why a step is skipped: the first operation whose result is not finite.
 
-    A skipped step says that a gradient is infinite or NaN, and by then every gradient may be. This
+    A step is skipped if a gradient is infinite or NaN, and by then every gradient may be. This
     evaluates loss and gradients once more, one operation after the other, in the dtypes that the
-    step has, and follows what is not finite back to where it began. It looks into `jit`, `scan`,
+    step has, and follows infinities and NaN back to where they began. It looks into `jit`, `scan`,
     `while`, `cond`, `checkpoint`, functions with derivatives of their own and `shard_map`. It runs
     many times slower than a step: call it when something is wrong, with the params and the batch of
     that step.
 
-    An infinity that a program uses, such as -inf for what is masked, does not count where nothing
-    that is not finite comes of it. -inf from a logarithm, from an argument or written in the
-    program is named only if nothing else was found.
+    An infinity that a program uses, such as -inf in a mask, does not count if the results are
+    finite. -inf from a logarithm, from an argument or written in the program is named only if there
+    is no other fault.
 
     Args:
       loss_fn: `loss_fn(params, *args, **kwargs)`, as given to `make_train_step` or
@@ -63,8 +63,8 @@ def find_overflow(
       **kwargs: collections, as the step passes them.
 
     Returns:
-      The operation, with its line, module, pass, what it read and what came of it; None if loss,
-      gradients, their norm and `aux` are finite.
+      The operation, with its line, module, pass, operands and the results that it reaches; None if
+      loss, gradients, their norm and `aux` are finite.
 
     Raises:
       TypeError: for arrays without numbers, as under `jit`, or as `jaxmp.value_and_grad` does.
@@ -92,7 +92,7 @@ def find_overflow(
     (_, *batch), others = combine(static, arrays)
     parts = [("params", params), ("batch", batch[0] if len(batch) == 1 else batch), *others.items()]
     names = [place for name, part in parts for place in _leaves_by_name(part, name)]
-    # Leaves that are not arrays are no arguments of the program.
+    # Other leaves, such as functions, are not arguments of the program.
     are_arrays = zip(names, static.are_arrays, strict=True)
     names = [name for name, is_array in are_arrays if is_array]
     # Operations that run alone have no shardings in their types, as explicit mesh axes need.
@@ -107,7 +107,6 @@ def find_overflow(
 
 
 def _leaves_by_name(tree: PyTree, name: str) -> dict[str, Any]:
-    """Returns the leaves of a tree by their paths, behind a name."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     keystr = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
     return {f"{name}/{keystr(path)}".removesuffix("/"): leaf for path, leaf in leaves}
@@ -143,7 +142,7 @@ class _Event(NamedTuple):
 
 
 class _Search:
-    """Follows what is not finite: each array has a note of the events in which it began."""
+    """Follows infinities and NaN: each array has a note of the events in which they began."""
 
     def __init__(self) -> None:
         self._events: list[_Event] = []
@@ -214,7 +213,7 @@ class _Search:
         begin = min(events, key=lambda number: (self._events[number].rank, number))
         _, grads, norm, _ = broken
         if grads:
-            norm.clear()  # it says nothing new
+            norm.clear()  # it follows from the gradients
         pairs = [pair for group in broken for pair in group.items()]
         reached = tuple(name for name, note in pairs if begin in note.events)
         return self._events[begin].report(reached, gradients)
@@ -257,8 +256,7 @@ class _Search:
 
 
 class _Result(NamedTuple):
-    """The result of an operation, with how many of its numbers are not finite."""
-
+    # Numbers, not the array: many events are never reported, and arrays would stay in memory.
     dtype: str
     shape: tuple[int, ...]
     infinite: int
@@ -287,7 +285,7 @@ def _level(array: Any) -> _Level:
 
 
 def _contents(array: Any) -> Any:
-    """Returns an array, or what a mutable reference to one holds."""
+    # A mutable array (jax.new_ref) is read where it is: its value changes as the program runs.
     return array[...] if compat.is_ref(array) else array
 
 

@@ -1,4 +1,4 @@
-"""Draws histograms of magnitudes, and where the range of a format begins and ends."""
+"""Draws histograms of magnitudes, and the ends of the range of a format."""
 
 import math
 import os
@@ -25,16 +25,17 @@ def plot_histograms(
     loss_scale: Any = 1.0,
     most: int = 40,
 ) -> Any:
-    """Draws the magnitudes of each array over powers of two, and what a format loses of them.
+    """Draws the magnitudes of each array over powers of two, and the losses of a format.
 
-    Each array is a row; the darker, the more of its numbers have this magnitude. What is left of
-    the range of the format at the scale becomes zero or subnormal, what is right of it overflows.
+    Each array is a row; the darker, the more of its numbers have this magnitude. Numbers to the
+    left of the range of the format at the scale become zero or subnormal, those to the right
+    overflow.
 
     Args:
       tree: gradients or other arrays; or `Histograms` of them, such as `metrics["histograms"]`.
       path: where to write the picture, by its suffix as PNG, SVG or PDF. None writes no file.
       dtype: the format whose range is drawn.
-      loss_scale: what the numbers are multiplied by: a number, or `state.loss_scale`.
+      loss_scale: the factor of the numbers: a number, or `state.loss_scale`.
       most: how many rows to draw: those that lose most.
 
     Returns:
@@ -118,6 +119,7 @@ def _figure(names: list[str], shares: Any, report: UnderflowReport) -> Any:
 
 
 def _empty_figure(rows: int) -> tuple[Any, Any]:
+    # An option of the package: training needs no pictures.
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -134,7 +136,7 @@ def _empty_figure(rows: int) -> tuple[Any, Any]:
 
 
 def _tint_zones(axes: Any, bounds: list[float]) -> None:
-    """Tints what is lost: below the first mark, below the second, and above the third."""
+    """Tints the losses: below the first mark, below the second, and above the third."""
     first, smallest, normal, ends, last = bounds
     spans = [(first, smallest), (smallest, normal), (ends, last)]
     for (begin, end), (name, color) in zip(spans, _ZONES.items(), strict=True):

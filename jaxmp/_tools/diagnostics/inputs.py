@@ -14,7 +14,7 @@ def check_numbers(tree: PyTree, tool: str) -> None:
     """Raises unless the arrays of a tree hold numbers.
 
     Args:
-      tree: any tree; leaves that are no arrays are left alone.
+      tree: any tree; leaves that are not arrays pass.
       tool: the name of the function, for the message.
 
     Raises:

@@ -1,4 +1,4 @@
-"""How far the log-probabilities of two programs are apart, as in reinforcement learning."""
+"""Compares the log-probabilities of two programs, as in reinforcement learning."""
 
 import dataclasses
 from typing import Any
@@ -92,7 +92,8 @@ def log_prob_gap(
     if not mask.any():
         raise ValueError("no token to compare: the mask is false everywhere, or there are none")
     log_ratio = (ours - theirs)[mask]
-    with np.errstate(over="ignore"):  # probabilities may be apart by more than float64 holds
+    # Probabilities may be apart by more than float64 holds.
+    with np.errstate(over="ignore"):
         # `ratio - 1` would cancel for ratios near one, and k3 is of the size of that error.
         ratio, ratio_minus_1 = np.exp(log_ratio), np.expm1(log_ratio)
     size = np.abs(log_ratio)

@@ -146,13 +146,15 @@ class OneByOne(Rerun):
         branches = compat.bodies_of(site.equation)
         index, *arguments = operands
         first = jnp.ravel(index.array)[0]
-        if jnp.any(index.array != first):  # devices take different branches: it runs as a whole
+        # Devices take different branches: it runs as a whole.
+        if jnp.any(index.array != first):
             return self.whole(site, operands)
         chosen = int(jnp.clip(first, 0, len(branches) - 1))  # as lax.switch does
         return self.inside(site, branches[chosen], arguments)
 
     def shard_map(self, site: Site, operands: list[Any]) -> list[Any]:
-        if self._over is not None:  # one inside of another: local arrays have one axis of devices
+        # One inside of another: local arrays have one axis of devices, and not two.
+        if self._over is not None:
             return self.whole(site, operands)
         (body,) = compat.bodies_of(site.equation)
         over = Devices(site.params)

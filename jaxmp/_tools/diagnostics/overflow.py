@@ -64,6 +64,7 @@ class Overflow:
     gradients: int
 
     def __str__(self) -> str:
+        # A line for each fact: the numbers, their place, the operands, and the results they reach.
         size = math.prod(self.shape)
         bad = [f"{n:,} {word}" for n, word in ((self.infinite, "infinite"), (self.nan, "NaN")) if n]
         share = f"{' and '.join(bad)} of {size:,} numbers in {self.dtype}"

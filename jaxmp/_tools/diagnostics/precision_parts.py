@@ -34,8 +34,7 @@ class PrecisionPart:
 
     Attributes:
       name: the path of a scope, or the pattern that the user gave.
-      pattern: the pattern of its rule; None for what is outside of all scopes, which follows the
-        default.
+      pattern: the pattern of its rule; None outside of all scopes, where the default holds.
       flops: the FLOPs of its products.
     """
 
@@ -78,8 +77,9 @@ class Parts:
             policies |= {part: without for part in low if family_left_out(part.name)}
         outside = [policies[part] for part in self.parts if part.pattern is None]
         default = outside[0] if outside else high
+        # Nothing in this program follows the default: rules read as the low policy with exceptions.
         if not outside and None not in self.owners.values():
-            default = policy if low else high  # nothing in this program follows it
+            default = policy if low else high
         scopes = [part for part in self.parts if part.pattern is not None]
         ruled = {part for part in scopes if policies[part] != default}
 
@@ -118,7 +118,8 @@ def precision_parts_of(closed: Any, patterns: Iterable[Any] | None) -> Parts:
         # Products that are low already are in the reference too: the report cannot speak of them.
         if site.name in CONTRACTIONS and any(is_narrow(aval.dtype) for aval in site.in_avals):
             narrow["/".join(names) or OUTSIDE] = None
-        # Only what may round makes a scope a part: it computes floats from floats, and is no move.
+        # A scope is a part if an operation in it may round: it computes floats from floats, and
+        # does not only move them.
         moves = site.bodies or site.name in IDENTITIES | WIDENED | CASTS
         operands = [x.aval for x in site.equation.invars if not isinstance(x, core.Literal)]
         is_ours = any(name.startswith("jaxmp.") for name in names)
@@ -156,7 +157,8 @@ def precision_parts_of(closed: Any, patterns: Iterable[Any] | None) -> Parts:
 
 
 def _paths(names: tuple[str, ...]) -> list[str]:
-    """Returns the paths of a scope and those around it, innermost first, as autocast tries them."""
+    # Of a scope and those around it, innermost first, with and without the name of the model: in
+    # the order in which autocast tries them.
     ends = range(len(names), 0, -1)
     return ["/".join(names[start:end]) for end in ends for start in (0, 1) if start < end]
 

@@ -31,9 +31,9 @@ class Rerun(Rules[Any]):
     """Runs a program again. Subclasses say what an operation does, and what to save of values.
 
     Attributes:
-      join: makes one of what turns or devices saved, which is stacked along first axes of all
-        arrays; zeros stand for nothing. Without it, nothing is saved in a `while`, and a
-        `shard_map` is an operation.
+      join: makes one array of those that turns or devices saved, stacked along a first axis; zeros
+        stand for nothing. Without it, nothing is saved in a `while`, and a `shard_map` is an
+        operation.
       outer: the operation that the program is in; None for the whole program.
       key: the place of that operation.
       saved: the arrays that were saved of the values so far, by place.
@@ -64,7 +64,7 @@ class Rerun(Rules[Any]):
         return rules.run(read(body), arguments)
 
     def collecting(self, site: Site, body: Any, *choice: int) -> Callable[..., ResultsAndSaved]:
-        """Returns a function that runs a program inside, and returns what is saved there too."""
+        """Returns a function that runs a program inside, and returns the saved arrays too."""
 
         # Arrays of an inner trace must leave it as its results.
         def run(arguments: Any, _: Any = ()) -> ResultsAndSaved:
@@ -154,7 +154,7 @@ class Rerun(Rules[Any]):
 
 
 def _part_of_device(x: Any, axes: tuple[str, ...], checked: bool) -> Any:
-    """Returns an array as a part of one over devices; zeros where another device has the same."""
+    # Zeros where another device has the same: it counts once.
     # Without `check_vma` JAX does not know which devices have the same: each counts.
     same = [axis for axis in axes if checked and axis not in varying_axes(x)]
     for axis in same:

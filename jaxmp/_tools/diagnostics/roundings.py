@@ -1,10 +1,10 @@
 """Runs a low-precision program in float32, with the roundings of each part switched on or off.
 
 A module that is lowered alone by rules is not the module of the program in which everything is
-low: what reaches it is float32 then, and much of what it computes stays float32. So the program in
-which everything is low runs here as it is, forward and backward, but on float32 arrays. Where it
-rounds, it rounds only if the part that the operation is in is switched on. The switches are
-arguments: one compiled program measures all parts.
+low: its inputs are float32 then, and many of its operations stay in float32. So the program in
+which everything is low runs here unchanged, forward and backward, but on float32 arrays. Where it
+rounds, it rounds only if the part of the operation is switched on. The switches are arguments: one
+compiled program measures all parts.
 """
 
 from collections.abc import Callable, Sequence

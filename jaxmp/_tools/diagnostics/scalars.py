@@ -112,7 +112,7 @@ class ScalarLog(contextlib.AbstractContextManager["ScalarLog"]):
 
 
 def _to_fetch(metrics: PyTree) -> dict[str, Any]:
-    """Returns single numbers and histograms by path: all that is fetch_counts from the device."""
+    """Returns single numbers and histograms by path: all that is fetched from the device."""
 
     def is_histograms(x: Any) -> bool:
         return isinstance(x, Histograms)
@@ -142,7 +142,6 @@ def _flat_scalars(numbers: dict[str, Any], prefix: str) -> dict[str, Scalar]:
 
 
 def _histogram_scalars(histograms: Histograms) -> dict[str, Scalar]:
-    """Returns a few numbers for each array."""
     counts, largest = fetch_counts(histograms)
     flat: dict[str, Scalar] = {}
     for name, row, most in zip(histograms.names, counts, largest, strict=True):

@@ -1,4 +1,4 @@
-"""Catches the values that leave each scope of a program: what a module hands to the rest of it.
+"""Catches the values that leave each scope of a program: those that a module hands on.
 
 The program runs again under the trace of the caller, so that it can be compiled. A value leaves a
 scope if an operation outside of it reads it, or if the program returns it; a value that is computed
@@ -123,8 +123,8 @@ def scope_values(
       keep: a function of an array, which returns the arrays to save, such as a histogram of it. In
         a scan it runs in each turn.
       scope_of: returns the scope of an equation.
-      join: makes one of what was saved in several turns or on several devices, stacked along a
-        first axis; zeros stand for nothing.
+      join: makes one array of those of several turns or devices, stacked along a first axis; zeros
+        stand for nothing.
 
     Returns:
       A function with the arguments of `fun`, which may be jitted. It looks into jit, scan, cond,
@@ -164,7 +164,7 @@ def scope_values(
 
 
 def _on_automatic(run: Callable[..., list[Any]], traced: Any, arrays: Sequence[Any]) -> list[Any]:
-    """Runs on automatic mesh axes, where saved arrays need a spec too."""
+    # Each result has a spec there: the trace has those of the program, and saved arrays are whole.
     mesh = traced.axes.mesh
     with jax.sharding.use_abstract_mesh(mesh):
         axes = tuple(mesh.explicit_axes)
@@ -175,8 +175,6 @@ def _on_automatic(run: Callable[..., list[Any]], traced: Any, arrays: Sequence[A
 
 
 class _Catcher(Rerun):
-    """Runs programs and catches what leaves their scopes."""
-
     def __init__(
         self,
         keep: Callable[[Any], Any],
@@ -193,7 +191,7 @@ class _Catcher(Rerun):
         self.not_entered: list[NotEntered] = []
 
     def run(self, program: Program, arguments: Any) -> list[Any]:
-        # The readers of a value decide which scopes it leaves: they are found before it is computed.
+        # The readers of a value decide which scopes it leaves: they are known before it is.
         self._sites = [site_of(op, self.outer) for op in program.ops]
         self._scopes = list(map(self._scope_of, self._sites))
         outer = () if self.outer is None else self._scope_of(self.outer)

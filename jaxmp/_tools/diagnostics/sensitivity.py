@@ -53,8 +53,8 @@ def sensitivity(
     would take two to the power of their number. Errors of parts add up like those of independent
     roundings, so that the parts with the largest are those to keep.
 
-    A part of a program is a linen module or what is in a `jax.named_scope`, with all layers of a
-    scan as one. Operations outside of scopes are a part too.
+    A part of a program is a linen module or a `jax.named_scope`, with all layers of a scan as one.
+    Operations outside of scopes are a part too.
 
     Args:
       loss_fn: `loss_fn(params, *args, **kwargs)`, as given to `make_train_step`, without a policy
@@ -62,8 +62,8 @@ def sensitivity(
       params: the params, or a live nnx model.
       *args: the batch, and other arguments.
       low: the policy to try: `"mixed_bfloat16"`, `"mixed_float16"`, `"mixed_float8"`.
-      candidates: the patterns of the parts to try, as in `PolicyRules`: each is one part. What
-        none of them matches stays in the reference's precision. None tries every scope.
+      candidates: the patterns of the parts to try, as in `PolicyRules`: each is one part. Other
+        scopes stay in the precision of the reference. None tries every scope.
       reference: the policy that errors are relative to.
       loss_scale: the loss scale: a number, or `state.loss_scale`. None finds one for float16: the
         largest up to 2**16, in steps of 16, with finite gradients.
@@ -292,5 +292,6 @@ def relative_error(arrays: Sequence[Any], reference: Sequence[Any]) -> Any:
     size = sum(jnp.sum(jnp.abs(x / unit) ** 2) for x in reference)
     pairs = zip(arrays, reference, strict=True)
     off = sum(jnp.sum(jnp.abs((x - y) / unit) ** 2) for x, y in pairs)
-    error = jnp.sqrt(off / size)  # 0 / 0 is no error
+    # Of two trees of zeros the quotient is NaN, and the error 0.
+    error = jnp.sqrt(off / size)
     return jnp.where(off == 0, 0.0, jnp.where(jnp.isfinite(error), error, jnp.inf))

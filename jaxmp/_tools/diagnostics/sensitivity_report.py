@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from jaxmp._policies.policy import Policy, short_name
 from jaxmp._policies.policy_rules import PolicyRules
+from jaxmp._tools.inspect.table_report import TableReport
 
 Of = Literal["loss", "outputs", "gradients"]
 OF = ("loss", "outputs", "gradients")
@@ -54,7 +55,7 @@ class PartSensitivity:
 
 
 @dataclasses.dataclass(frozen=True)
-class SensitivityReport:
+class SensitivityReport(TableReport):
     """The sensitivity of each part of a program, the most sensitive first. Prints as a table.
 
     It holds the function and its arguments, to measure the rules that it gives.
@@ -103,7 +104,7 @@ class SensitivityReport:
           Rules for `jaxmp.autocast`.
 
         Raises:
-          ValueError: for a count that is no number of parts.
+          ValueError: for a count below 0 or above the number of parts.
         """
         if isinstance(count, bool) or count not in range(len(self.rows) + 1):
             raise ValueError(f"count must be from 0 to {len(self.rows)}, got {count!r}")
@@ -133,6 +134,7 @@ class SensitivityReport:
         if self.all_low.of(of) <= target:
             return self.keep(0, of)
 
+        # How many parts are needed is estimated by switches, and then measured under rules.
         def estimated(count: int) -> bool:
             return self._estimate(self._first(count, of)).of(of) <= target
 
@@ -157,7 +159,7 @@ class SensitivityReport:
         return [row.path for row in ordered[:count]]
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns plain numbers and text, as json.dumps takes them; None for what is not finite."""
+        """Returns plain numbers and text, as json.dumps takes them; None for infinities and NaN."""
         return {
             "low": short_name(self.low),
             "reference": short_name(self.reference),
@@ -192,11 +194,6 @@ class SensitivityReport:
         cells = [_in_percent(getattr(self.all_low, name)) for name in names]
         table.add_row("all low, measured", *cells, "")
         return table
-
-    def __str__(self) -> str:
-        from jaxmp._tools.inspect.tables import as_text
-
-        return as_text(self)
 
 
 def _least_count(holds: Callable[[int], bool], fails: int, meets: int) -> int:

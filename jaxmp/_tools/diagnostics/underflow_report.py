@@ -26,6 +26,7 @@ from jaxmp._tools.diagnostics.histogram_counts import (
     fetch_counts,
 )
 from jaxmp._tools.diagnostics.inputs import check_numbers, number_of_scale
+from jaxmp._tools.inspect.table_report import TableReport
 
 # The recommended scale leaves room for numbers 8 times as large (docs/statistics.md).
 _HEADROOM = 3
@@ -64,14 +65,14 @@ class UnderflowRow:
 
 
 @dataclasses.dataclass(frozen=True)
-class UnderflowReport:
+class UnderflowReport(TableReport):
     """The losses of all arrays in a format, those that lose most first. Prints as a table.
 
     Attributes:
       rows: one for each array.
       total: all arrays together.
       dtype: the format.
-      scale: what the numbers are multiplied by before.
+      scale: the factor of the numbers.
     """
 
     rows: tuple[UnderflowRow, ...]
@@ -104,11 +105,6 @@ class UnderflowReport:
             table.add_row(Text(row.name), *(column.text(row) for column in columns))
         return table
 
-    def __str__(self) -> str:
-        from jaxmp._tools.inspect.tables import as_text
-
-        return as_text(self)
-
 
 def underflow_report(
     tree: PyTree | Histograms, *, dtype: Any = "float16", loss_scale: Any = 1.0
@@ -125,7 +121,7 @@ def underflow_report(
       tree: gradients or other arrays; or `Histograms` of them, such as `metrics["histograms"]`.
         Histograms with leading axes, of several steps, are added up.
       dtype: the format.
-      loss_scale: what the numbers are multiplied by: a number, or `state.loss_scale`.
+      loss_scale: the factor of the numbers: a number, or `state.loss_scale`.
 
     Returns:
       The report. It waits for the device. In `Histograms`, numbers between two powers of two are
@@ -137,7 +133,7 @@ def underflow_report(
     Raises:
       ValueError: for an unknown dtype, a scale that is not positive, or histograms of a step in
         which nothing was counted.
-      TypeError: for arrays without numbers, as under `jit`, or a scale that is no number.
+      TypeError: for arrays without numbers, as under `jit`, or a scale that is not a number.
 
     >>> grads = {"w": jnp.array([1e-9, 1e-6, 1e-3, 0.0])}
     >>> report = underflow_report(grads, dtype="float16", loss_scale=1.0)
@@ -257,6 +253,7 @@ class _Column(NamedTuple):
         return "" if value is None or (self.optional and not value) else format(value, self.form)
 
 
+# Optional columns are empty in most reports: the table fits a terminal without them.
 _COLUMNS = (
     _Column("numbers", lambda row: row.size, ","),
     _Column("zeros", lambda row: row.zeros, ",", True),

@@ -56,6 +56,7 @@ def most(parts: Iterable[Part]) -> int:
     >>> most(parts)
     6
     """
+    # Of branches that exclude each other the largest counts: their sum would run in no program.
     return _best_sums(list(parts), 0, lambda counted, total: total)[1]
 
 

@@ -83,6 +83,7 @@ def any_dtype_name(dtype: Any) -> str:
             other = np.dtype(dtype)
         except TypeError:
             other = None
+        # Bools, integers and complex numbers are in programs too, though no policy names them.
         if other is None or other.kind not in "biuc":
             raise
         return other.name

@@ -8,6 +8,7 @@ from jaxmp._numerics.dtypes import suggestion
 from jaxmp._tools.hlo.collectives import KINDS
 from jaxmp._tools.inspect.checks import any_dtype_name
 from jaxmp._tools.inspect.rows import Direction
+from jaxmp._tools.inspect.table_report import TableReport
 
 # `select` is an addition in which all devices but one contribute zeros.
 REDUCERS = ("add", "max", "min", "mul", "and", "or", "xor", "select", "mixed")
@@ -94,7 +95,7 @@ class CompiledProduct:
 
 
 @dataclasses.dataclass(frozen=True)
-class Collectives:
+class Collectives(TableReport):
     """The collectives of a compiled program. The report prints as tables and iterates by row.
 
     Attributes:
@@ -196,11 +197,6 @@ class Collectives:
         from jaxmp._tools.inspect.sections import compiled_tables
 
         return compiled_tables(self)
-
-    def __str__(self) -> str:
-        from jaxmp._tools.inspect.tables import as_text
-
-        return as_text(self)
 
 
 def _as_list(names: Any) -> list[Any]:

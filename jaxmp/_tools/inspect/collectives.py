@@ -36,7 +36,7 @@ def collectives(program: Any, *args: Any, mesh: Any = None, **kwargs: Any) -> Co
       program right after partitioning, in which reduce-scatters are still all-reduces.
 
     Raises:
-      TypeError: if `program` is none of these, or `mesh` is no mesh.
+      TypeError: if `program` is none of these, or `mesh` is not a mesh.
       ValueError: for a program that was compiled for CPUs, or for a mesh that does not fit it.
 
     >>> import jax.numpy as jnp

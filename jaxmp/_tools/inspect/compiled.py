@@ -162,6 +162,7 @@ def _shardings(compiled: Any) -> Iterator[Any]:
 
 
 def _platform(compiled: Any) -> str:
+    # A program without arguments and results has no devices.
     for sharding in _shardings(compiled):
         for device in getattr(sharding, "device_set", ()):
             return str(device.platform)
@@ -169,7 +170,7 @@ def _platform(compiled: Any) -> str:
 
 
 def _meshes(compiled: Any) -> tuple[Any, ...]:
-    """Returns the distinct meshes of a program."""
+    # Without repetitions: arguments and results of a step share one or two.
     candidates = [getattr(sharding, "mesh", None) for sharding in _shardings(compiled)]
     meshes = [mesh for mesh in candidates if isinstance(mesh, jax.sharding.Mesh) and not mesh.empty]
     return tuple(dict.fromkeys(meshes))

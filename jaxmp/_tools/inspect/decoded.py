@@ -17,6 +17,7 @@ from jaxmp._tools.inspect.equations import Site
 # Stands for each of its formats.
 FLOAT8 = "float8"
 # The fact about a value is the float8 dtype that it was rounded to, up to a scale; or one of these.
+# So facts are names of dtypes, which a report shows as they are.
 _SCALE, _OTHER = "scale", ""
 
 
@@ -79,8 +80,9 @@ def _typed_fact(aval: Any, fact: str) -> str:
 
 def _result_facts(site: Site, facts: Sequence[str]) -> Sequence[str]:
     count = len(site.outputs)
+    # The codes get their fact from their dtype, in `_typed_fact`.
     if site.name == "float8_encode":
-        return [_OTHER, _SCALE]  # the codes have a float8 dtype
+        return [_OTHER, _SCALE]
     if site.name == "optimization_barrier":
         return facts
     if site.name in IDENTITIES:

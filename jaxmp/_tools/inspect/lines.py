@@ -138,7 +138,7 @@ def direction(scopes: str) -> str:
     >>> direction("transpose(jvp(LM))/Block_0/q"), direction("LM/Block_0/q")
     ('backward', '')
     """
-    # JAX puts the recomputation inside of "transpose(", so it is asked first.
+    # JAX puts "rematted_computation" inside of "transpose(", so that it comes first here.
     if "rematted_computation" in scopes:
         return "recomputed"
     if "transpose(" in scopes:

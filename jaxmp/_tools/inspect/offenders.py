@@ -1,4 +1,4 @@
-"""Writes the lines of a failed check: what is wrong, where, and why it is not in float8."""
+"""Writes the lines of a failed check: the fault, its place, and why it is not in float8."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -145,8 +145,8 @@ class Convert:
       count: how many equations there are.
       runs: how often they run.
       bytes: the size of all their results.
-      amax_bytes: the bytes that casts to float8 read before, for the largest magnitude of what
-        they round; 0 for other casts, which need none.
+      amax_bytes: the bytes that casts to float8 read before, for the largest magnitude of their
+        operand; 0 for other casts.
     """
 
     source: str
@@ -276,7 +276,7 @@ class Equations:
 
 @dataclasses.dataclass(frozen=True)
 class Unseen:
-    """The equations of one line whose inner work the report does not show.
+    """The equations of one line that may hide products.
 
     Attributes:
       name: the primitive: `"pallas_call"`, `"cholesky"`; or `"while"` for a loop of unknown

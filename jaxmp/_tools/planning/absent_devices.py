@@ -250,7 +250,7 @@ def compile_for(device: Device, step: Any, args: Sequence[Any]) -> Any:
     Raises:
       NoCompiler: if there is none for the device, or not installed.
       DoesNotFit: if a TPU's compiler finds that it does not fit.
-      ValueError: if arguments lie on meshes of several shapes, or the function has a mesh of its
+      ValueError: if arguments are on meshes of several shapes, or the function has a mesh of its
         own devices or calls back to Python.
     """
     mesh = _mesh_of_kind(device, jax.tree.leaves(args))

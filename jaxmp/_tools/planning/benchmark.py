@@ -11,6 +11,7 @@ import jax
 import optax
 from jaxtyping import PyTree
 
+from jaxmp._tools.inspect.table_report import TableReport
 from jaxmp._training.optimizer import mixed_precision
 from jaxmp._training.train_state import TrainState
 from jaxmp._training.train_step import make_train_step
@@ -43,7 +44,7 @@ class PolicyTiming:
 
 
 @dataclasses.dataclass(frozen=True)
-class BenchmarkReport:
+class BenchmarkReport(TableReport):
     """Times of a train step under several policies. Prints as a table.
 
     Attributes:
@@ -75,11 +76,6 @@ class BenchmarkReport:
         columns = ["policy", ">median, ms", ">min", ">max", f"over {self.rows[0].policy}"]
         columns += [">temporaries", ">loss"]
         return drawn(Section(f"A train step on {self.device}", columns, rows, len(rows)))
-
-    def __str__(self) -> str:
-        from jaxmp._tools.inspect.tables import as_text
-
-        return as_text(self)
 
 
 def benchmark(
@@ -154,6 +150,7 @@ def benchmark(
                 state, metrics = program(state, batch)
             jax.block_until_ready((state, metrics))
             times[i].append((time.perf_counter() - start_time) / steps)
+            # After the clock has stopped: it waits for the device.
             losses[i] = float(metrics["loss"])
     rows = [
         PolicyTiming(

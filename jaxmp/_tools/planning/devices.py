@@ -18,11 +18,11 @@ _EXACT = ("highest", "float32")
 class Peaks(NamedTuple):
     """How fast a device multiplies matrices, by the dtype of the operands, in FLOP/s.
 
-    Rates are dense, without structured sparsity. Zero says that the device has no such product:
+    Rates are dense, without structured sparsity. Zero means that the device has no such product:
     compilers widen the operands.
 
     Attributes:
-      float32: exact float32, as `precision="highest"` asks for.
+      float32: exact float32, as with `precision="highest"`.
       tensorfloat32: float32 operands at JAX's default precision: TF32 on GPUs since Ampere, one
         pass in bfloat16 on TPUs, exact float32 elsewhere.
       bfloat16: bfloat16 operands.

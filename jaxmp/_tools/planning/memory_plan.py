@@ -86,7 +86,7 @@ def memory_plan(
       ValueError: for an unknown device, a loss without a batch, a number of params with a loss,
         shardings that do not fit, an option of a step without a loss, or a loss that names a mesh
         of other devices.
-      TypeError: if the number of params is none, or `tx` is no optimizer of `mixed_precision`.
+      TypeError: if `tx` is neither an optimizer of `mixed_precision` nor a policy.
 
     >>> tx = mixed_precision(optax.adamw(1e-3), "bfloat16", master="remainder")
     >>> plan = memory_plan("8B", tx, devices=8, device="h100")
@@ -153,6 +153,7 @@ def _number_of_params(params: Any) -> int | None:
             )
         number = match[1].replace(",", "").replace("_", "")
         params = float(number) * _UNITS[match[2]]
+    # np.float32 is a number too, and no float of Python.
     if isinstance(params, np.number):
         params = params.item()
     if isinstance(params, bool) or not isinstance(params, (int, float)):
@@ -177,7 +178,7 @@ def _check_arguments(
             "a loss function needs params, and a number of them is none. Give their shapes: "
             "jax.eval_shape(init, ...)"
         )
-    # How params are gathered also says how they are split.
+    # `fsdp` is also of use without a step: params that it gathers are split between steps.
     if loss_fn is None and (options := sorted(step_options.keys() - {"fsdp"})):
         raise ValueError(
             f"{' and '.join(options)} would be of a step, and there is none without a loss. Give "
@@ -213,8 +214,8 @@ def _plan_facts(params: int, devices: int, tx: MixedPrecision, target: Device) -
 
 
 def _persistent_rows(state: TrainState) -> list[MemoryRow]:
-    """Returns the rows of a state, by its parts."""
-    # Scalars of the optimizer, such as its step, are no moments; they count with the counters.
+    # From the state itself: any optimizer and any storage is counted as it is.
+    # Scalars of the optimizer, such as its step, count with the counters, not with the moments.
     opt_state = state.opt_state
     parts = {
         "params": state.params,

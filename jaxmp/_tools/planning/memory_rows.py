@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from jaxmp._tools.inspect.table_report import TableReport
 from jaxmp._tools.planning.devices import find_device
 
 # The rows of a table, in order: arrays that live between steps, and those that a step adds.
@@ -39,7 +40,7 @@ class MemoryRow:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MemoryPlan:
+class MemoryPlan(TableReport):
     """The memory that training takes on each device. Prints as a table.
 
     Attributes:
@@ -165,8 +166,3 @@ class MemoryPlan:
     @property
     def _unit(self) -> tuple[str, float]:
         return ("GB", 1e9) if self.peak >= 1e9 else ("MB", 1e6)
-
-    def __str__(self) -> str:
-        from jaxmp._tools.inspect.tables import as_text
-
-        return as_text(self)

@@ -1,4 +1,4 @@
-"""A train step with abstract arguments, placed on a mesh: the program whose memory is planned."""
+"""Makes a train step with abstract arguments, placed on a mesh: its memory is planned."""
 
 import dataclasses
 import functools
@@ -148,7 +148,7 @@ def planned_step(
       loss_fn: the loss function.
       state: the abstract state.
       batch: the whole batch, abstract or not.
-      placement: where the params lie.
+      placement: the shardings of the params.
       options: further arguments of `make_train_step`; its `fsdp` is that of the placement.
 
     Raises:
