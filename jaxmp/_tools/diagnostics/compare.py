@@ -90,7 +90,7 @@ def compare(
     # If one of the programs has no scopes, nothing would match: lines name the values then.
     if by is None and not (one.values and two.values):
         one, two = (_run(*call, "line", dtypes) for call in calls)
-    pairs, unmatched = _pairs(one, two)
+    pairs, unmatched = _match_values(one, two)
     # The coarsest dtype, in whose units one rounding is about 1.
     unit = max(sorted(dtypes | {"float32"}), key=lambda name: float(jnp.finfo(name).eps))
     rows = [row for pair in pairs for row in _differences(*pair, unit)]
@@ -149,7 +149,9 @@ def _by_name(capture: Capture, without_root: bool) -> dict[_Name, list[_Value]]:
     return values
 
 
-def _pairs(one: Capture, two: Capture) -> tuple[list[tuple[_Value, _Value]], list[Unmatched]]:
+def _match_values(
+    one: Capture, two: Capture
+) -> tuple[list[tuple[_Value, _Value]], list[Unmatched]]:
     """Pairs the values of two programs, and lists those without a partner."""
     # One program may have the name of the model in front of all paths: linen against plain JAX.
     ways = itertools.product((False, True), repeat=2)

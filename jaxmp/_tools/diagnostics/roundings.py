@@ -51,7 +51,7 @@ class Switched(Rerun):
         self._on = on
 
     def constant(self, value: Any) -> Any:
-        return _to_float32(value)
+        return _in_float32(value)
 
     def program_of_call(self, site: Site) -> Any:
         if site.name == "low_precision_product":
@@ -67,8 +67,8 @@ class Switched(Rerun):
         # Kernels, and the bits of a number, are made for their dtypes: they run as they are.
         is_fixed = site.name in OPAQUE | FOREIGN_CALLS or site.name == "bitcast_convert_type"
         if is_fixed or CLASSES.get(site.name) is OpClass.CONTROL:
-            as_traced = list(map(_as_traced, operands, site.in_avals))
-            return list(map(_to_float32, compat.bind(equation, as_traced)))
+            as_traced = list(map(_in_traced_dtype, operands, site.in_avals))
+            return list(map(_in_float32, compat.bind(equation, as_traced)))
         on = self._on(names_in(scopes_of(site)))
         if site.name == "float8_encode":
             codes, scale, *others = compat.bind(equation, operands)
@@ -88,11 +88,11 @@ class Switched(Rerun):
         return _rounded_as(results, avals, on)
 
 
-def _to_float32(value: Any) -> Any:
+def _in_float32(value: Any) -> Any:
     return lax.convert_element_type(value, _FLOAT32) if is_narrow_aval(value) else value
 
 
-def _as_traced(value: Any, aval: Any) -> Any:
+def _in_traced_dtype(value: Any, aval: Any) -> Any:
     return lax.convert_element_type(value, aval.dtype) if is_narrow_aval(aval) else value
 
 
@@ -119,7 +119,7 @@ def _rounded_as(values: Sequence[Any], avals: Sequence[Any], on: Any) -> list[An
     if on is None:
         return list(values)
     return [
-        jnp.where(on, widen_rounded(_as_traced(x, aval)), x) if is_narrow_aval(aval) else x
+        jnp.where(on, widen_rounded(_in_traced_dtype(x, aval)), x) if is_narrow_aval(aval) else x
         for x, aval in zip(values, avals, strict=True)
     ]
 
@@ -147,4 +147,4 @@ def switched(
         number = part_of(names)
         return None if number is None else flags[number]
 
-    return Switched(on).run(read(closed), list(map(_to_float32, arrays)))
+    return Switched(on).run(read(closed), list(map(_in_float32, arrays)))

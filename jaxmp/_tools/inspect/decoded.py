@@ -43,7 +43,7 @@ def decoded_operands(program: Program) -> dict[Site, tuple[str, ...]]:
                 products[site] = before
         return _result_facts(site, facts)
 
-    question = Question(_OTHER, _joined, rule, literal=lambda number: _SCALE, keep=_typed_fact)
+    question = Question(_OTHER, _common_fact, rule, literal=lambda number: _SCALE, keep=_typed_fact)
     propagate(program, [_OTHER] * len(program.inputs), question, lambda site: site.bodies)
     return products
 
@@ -66,7 +66,7 @@ def are_among(operands: Iterable[str], names: Collection[str]) -> bool:
     return all(dtype in names or (FLOAT8 in names and is_float8(dtype)) for dtype in operands)
 
 
-def _joined(one: str, other: str) -> str:
+def _common_fact(one: str, other: str) -> str:
     return one if one == other else _OTHER
 
 
@@ -95,5 +95,5 @@ def _result_facts(site: Site, facts: Sequence[str]) -> Sequence[str]:
         # Indices and flags say nothing about the numbers that they select.
         pairs = zip(site.in_avals, facts, strict=True)
         floats = [fact for aval, fact in pairs if is_floating(aval)]
-        return [functools.reduce(_joined, floats) if floats else _OTHER] * count
+        return [functools.reduce(_common_fact, floats) if floats else _OTHER] * count
     return [_OTHER] * count

@@ -61,10 +61,10 @@ def _innermost_lines(traceback: Any) -> tuple[str, str]:
     """Returns the innermost line of the user's code, and of a library other than JAX."""
     library = ""
     for frame in traceback.frames if traceback is not None else ():
-        kind = kind_of(frame.file_name)
-        if kind == "user" or (kind == "library" and not library):
+        owner = owner_of_file(frame.file_name)
+        if owner == "user" or (owner == "library" and not library):
             text = line_text(frame.file_name, frame.line_num, frame.function_name)
-            if kind == "user":
+            if owner == "user":
                 return text, library
             library = text
     return "", library
@@ -81,8 +81,8 @@ def line_text(file: str, line: int, function: str) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
-def kind_of(file: str) -> str:
-    """Returns whose file it is: `"user"`, `"library"`, `"jax"` (or what calls) or `"python"`."""
+def owner_of_file(file: str) -> str:
+    """Returns whose file it is: `"user"`, `"library"`, `"jax"` (or a caller) or `"python"`."""
     if file.startswith(("<frozen", "<@beartype")):
         return "python"
     if file.startswith(_folders(_CALLERS)):
@@ -148,9 +148,9 @@ def direction(scopes: str) -> str:
 
 def line_of_frames(frames: Sequence[Frame]) -> str:
     """Returns the innermost line of the user's code, or else of a library."""
-    for kind in ("user", "library"):
+    for owner in ("user", "library"):
         for frame in frames:
-            if kind_of(frame.file) == kind:
+            if owner_of_file(frame.file) == owner:
                 return line_text(frame.file, frame.line, frame.function)
     return UNKNOWN
 

@@ -21,7 +21,7 @@ def as_text(renderable: Any, console: Console | None = None) -> str:
     console = console or Console(
         file=io.StringIO(), width=120, color_system=None, force_jupyter=False
     )
-    _widen(console, renderable)
+    _fit_width(console, renderable)
     with console.capture() as captured:
         console.print(renderable)
     return "\n".join(line.rstrip() for line in captured.get().splitlines()).rstrip()
@@ -30,12 +30,12 @@ def as_text(renderable: Any, console: Console | None = None) -> str:
 def as_html(renderable: Any, title: str) -> str:
     """Returns what rich would draw, below a title, as an HTML page that loads nothing."""
     console = Console(file=io.StringIO(), record=True, width=160, force_jupyter=False)
-    _widen(console, renderable)
+    _fit_width(console, renderable)
     console.print(Text(title, style="bold"), renderable, sep="\n\n")
     return console.export_html()
 
 
-def _widen(console: Console, renderable: Any) -> None:
+def _fit_width(console: Console, renderable: Any) -> None:
     # Where a console is too narrow for words and numbers, rich would cut digits and units off.
     unlimited = console.options.update(max_width=10_000)
     console.width = max(console.width, Measurement.get(console, unlimited, renderable).minimum)
