@@ -190,7 +190,6 @@ _LOSS = {
     "help": f"such as train.py:loss: {HOW_TO_NAME}, here (loss_fn, (params, batch)), with real "
     "arrays and without a policy of its own",
 }
-# In the order of the docs; `mixed_precision` has them as objects too, which a text cannot name.
 _MASTERS = ("float32", "remainder", "remainder8", "kahan", "stochastic", "none")
 _HAS_AUX = _flag("the loss returns (loss, more)")
 _MICROBATCHES = _option("parts of a batch, one after the other", 1, type=int, metavar="N")

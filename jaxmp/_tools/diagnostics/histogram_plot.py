@@ -119,7 +119,7 @@ def _figure(names: list[str], shares: Any, report: UnderflowReport) -> Any:
 
 
 def _empty_figure(rows: int) -> tuple[Any, Any]:
-    # An option of the package: training needs no pictures.
+    # Not a dependency of the package: training needs no pictures.
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

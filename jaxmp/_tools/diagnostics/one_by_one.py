@@ -213,4 +213,4 @@ class Devices:
             axis_names=set(self._axes),
             check_vma=checks,
         )
-        return jax.jit(mapped)  # without jit, JAX runs it device by device
+        return jax.jit(mapped)

@@ -169,7 +169,7 @@ def _exactly(names: Sequence[str]) -> str:
     >>> _exactly(("LM", "blocks[0]"))
     '/LM/blocks[[]0]'
     """
-    # Brackets: fnmatch has no other way to quote "blocks[0]".
+    # Brackets: patterns have no other way to quote "blocks[0]".
     quoted = ("".join(f"[{c}]" if c in "*?[" else c for c in name) for name in names)
     return "/" + "/".join(quoted)
 

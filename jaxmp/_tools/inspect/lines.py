@@ -27,7 +27,7 @@ class Lines:
     """A finder of source lines that caches the result for each traceback."""
 
     def __init__(self) -> None:
-        # JAX shares one traceback among many equations, and its frames are slow to read.
+        # JAX shares one traceback among many equations: its frames are read once.
         self._lines: dict[Any, tuple[str, str]] = {}
 
     def of(self, site: Site) -> str:

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
 
 from jaxmp._tools.planning.devices import DEVICES, Device, find_device, is_of_kind
 
-# Without these, libtpu asks the metadata server of the cloud, and waits where there is none.
+# Without these, libtpu asks the metadata server of the cloud.
 _LIBTPU = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
