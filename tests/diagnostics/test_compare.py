@@ -271,7 +271,7 @@ def test_values_can_be_summarised_in_place_and_under_jit() -> None:
     for w in WS:
         h = np.tanh(h @ np.asarray(w))
         largest.append(np.abs(h).max())
-    np.testing.assert_allclose(caught.kept[0], largest, rtol=1e-5)
+    np.testing.assert_allclose(caught.saved[0], largest, rtol=1e-5)
     np.testing.assert_allclose(caught.out, h, rtol=1e-5, atol=1e-6)
 
 

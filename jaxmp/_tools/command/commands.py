@@ -1,7 +1,7 @@
-"""The commands: what each takes on a command line, and what it answers.
+"""The commands: the arguments of each on a command line, and its function.
 
-An argument here is the argument of the function behind the command, under the same name. What the
-user gives is handed on as it is, so that the function says what is wrong with it.
+An argument here is the argument of the function behind the command, under the same name. Its value
+is passed on unchanged, so that the function raises the error of a wrong one.
 """
 
 import argparse
@@ -14,8 +14,8 @@ import optax.contrib
 
 from jaxmp._numerics.dtypes import suggestion
 from jaxmp._recompute.api import Recompute
-from jaxmp._tools.command.answer import Answer
-from jaxmp._tools.command.doctor import look_over
+from jaxmp._tools.command.doctor import diagnose
+from jaxmp._tools.command.output import Output
 from jaxmp._tools.command.program import (
     HOW_TO_NAME,
     NamedProgram,
@@ -35,18 +35,19 @@ def _comma_separated(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
-def _bytes_by_dtype(text: str) -> dict[str, int]:
-    pairs = [pair.partition(":") for pair in _comma_separated(text)]
-    return {dtype: int(number) for dtype, _, number in pairs}
-
-
-# The arguments of `AuditReport.check`: what reads each, and an example.
+# The arguments of `AuditReport.check`: the parser of each, and an example.
 CHECKS: dict[str, tuple[Callable[[str], Any], str]] = {
     "products": (_comma_separated, "bfloat16,float16"),
     "share": (float, "0.9"),
     "upcasts": (int, "0"),
     "residual_bytes": (int, "4096"),
-    "kept": (_bytes_by_dtype, "bfloat16:4096"),
+    "kept": (
+        lambda text: {
+            dtype: int(number)
+            for dtype, _, number in (pair.partition(":") for pair in _comma_separated(text))
+        },
+        "bfloat16:4096",
+    ),
     "precision": (str, "highest"),
     "allow_unseen": (_comma_separated, "pallas_call"),
 }
@@ -68,37 +69,38 @@ def parse_checks(texts: list[str]) -> dict[str, Any]:
     >>> parse_checks(["products=bfloat16,float16,upcasts=0", "kept=bfloat16:4096"])
     {'products': ('bfloat16', 'float16'), 'upcasts': 0, 'kept': {'bfloat16': 4096}}
     """
-    found: dict[str, Any] = {}
+    checks: dict[str, Any] = {}
     for text in texts:
+        # A comma separates checks only before a name: dtypes have commas between, too.
         for piece in re.split(r",\s*(?=\w+=)", text.strip().rstrip(",")):
             name, equals, value = (part.strip() for part in piece.partition("="))
-            if not equals or name not in CHECKS or name in found:
-                near = suggestion(name, [each for each in CHECKS if each not in found])
+            if not equals or name not in CHECKS or name in checks:
+                near = suggestion(name, [check for check in CHECKS if check not in checks])
                 raise UsageError(
                     f"cannot read --check {piece!r}: expected name=value once for each of "
                     f"{', '.join(CHECKS)}.{near}"
                 )
             read, example = CHECKS[name]
             try:
-                found[name] = read(value)
+                checks[name] = read(value)
             except ValueError as error:
                 raise UsageError(
                     f"--check {name} cannot be {value!r}. Write it as in {name}={example}"
                 ) from error
-    return found
+    return checks
 
 
 class Command(NamedTuple):
     """One command.
 
     Attributes:
-      answer: called with the arguments by name; a `program` is loaded before.
-      about: what it answers, in a line.
+      run: called with the arguments by name; a `program` is loaded before.
+      about: its question, in a line.
       description: the same at more length.
-      arguments: what `ArgumentParser.add_argument` takes, by the name of the argument.
+      arguments: the options of `ArgumentParser.add_argument`, by the name of the argument.
     """
 
-    answer: Callable[..., Answer]
+    run: Callable[..., Output]
     about: str
     description: str
     arguments: dict[str, dict[str, Any]]
@@ -119,29 +121,30 @@ def device_argument(text: str) -> str:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def _answer_doctor(**options: Any) -> Answer:
-    report = look_over(**options)
-    return Answer(report, report.failure)
+def _run_doctor(**options: Any) -> Output:
+    report = diagnose(**options)
+    return Output(report, report.failure)
 
 
-def _answer_plan(
+def _run_plan(
     what: str, policy: str, optimizer: str, master: Any, moments: Any, **options: Any
-) -> Answer:
-    tx = mixed_precision(_named_optimizer(optimizer), policy, master=master, moments=moments)
-    # What was not asked for is as the function has it.
+) -> Output:
+    tx = mixed_precision(_optimizer_by_name(optimizer), policy, master=master, moments=moments)
+    # Options without a value keep the defaults of `memory_plan`.
     options = {name: value for name, value in options.items() if value}
+    # A path may begin with a digit, and a number has no colon.
     params: Any = what
     if ":" in what or not what.lstrip(".")[:1].isdigit():
         options["loss_fn"], params, options["batch"] = loss_of(load_program(what))
     plan = memory_plan(params, tx, **options)
-    missing = f"it does not fit: {plan.peak:,} bytes on a device of {plan.capacity:,}"
+    failure = f"it does not fit: {plan.peak:,} bytes on a device of {plan.capacity:,}"
     if plan.is_refused:
-        missing = plan.limits[0]
-    return Answer(plan, "" if plan.fits() else missing)
+        failure = plan.limits[0]
+    return Output(plan, "" if plan.fits() else failure)
 
 
-def _named_optimizer(name: str) -> Any:
-    """Returns an optimizer of optax by its name, with its defaults."""
+def _optimizer_by_name(name: str) -> Any:
+    # The learning rate changes no byte of the plan.
     make = getattr(optax, name, None) or getattr(optax.contrib, name, None)
     try:
         optimizer = make(learning_rate=1e-3) if callable(make) else None
@@ -155,9 +158,7 @@ def _named_optimizer(name: str) -> Any:
     return optimizer
 
 
-def _answer_audit(
-    program: NamedProgram, check: list[str], html: str | None, compiled: bool
-) -> Answer:
+def _run_audit(program: NamedProgram, check: list[str], html: str | None, compiled: bool) -> Output:
     checks = parse_checks(check)
     report = audit(program.fn, *program.args, compiled=compiled, **program.kwargs)
     failure = ""
@@ -166,24 +167,21 @@ def _answer_audit(
             report.check(**checks)
     except AuditError as error:
         failure = str(error)
+    # A failed check writes its page too: that is when it is read.
     if html:
         report.to_html(html, title=program.name)
     more = {"check": {"passed": not failure, "message": failure}} if checks else {}
-    return Answer(report, failure, more=more)
+    return Output(report, failure, more)
 
 
-def _answer_bench(program: NamedProgram, **options: Any) -> Answer:
-    return Answer(benchmark(*loss_of(program), **options))
-
-
-def _option(said: str, default: Any = None, **more: Any) -> dict[str, Any]:
+def _option(text: str, default: Any = None, **options: Any) -> dict[str, Any]:
     by_default = " ".join(default) if isinstance(default, (list, tuple)) else default
-    said += f"; by default {by_default}" if by_default else ""
-    return {"help": said, "default": default, **more}
+    text += f"; by default {by_default}" if by_default else ""
+    return {"help": text, "default": default, **options}
 
 
-def _flag(said: str) -> dict[str, Any]:
-    return {"help": said, "action": "store_true"}
+def _flag(text: str) -> dict[str, Any]:
+    return {"help": text, "action": "store_true"}
 
 
 _PROGRAM = {"metavar": "PROGRAM", "help": f"such as train.py:step: {HOW_TO_NAME}"}
@@ -198,7 +196,7 @@ _MICROBATCHES = _option("parts of a batch, one after the other", 1, type=int, me
 
 COMMANDS = {
     "doctor": Command(
-        _answer_doctor,
+        _run_doctor,
         "devices, dtypes, settings, and the format to train in",
         "Says what this machine has: versions, devices, which dtypes they multiply, and the "
         "settings that change dtypes. Then which format to train in, and why; and for sizes of "
@@ -216,7 +214,7 @@ COMMANDS = {
         },
     ),
     "plan": Command(
-        _answer_plan,
+        _run_plan,
         "how much memory training takes on each device",
         "Plans the bytes that training takes on each device. What lives between steps is counted. "
         "With a loss, the step is compiled for the device, which need not be here, and its "
@@ -246,7 +244,7 @@ COMMANDS = {
         },
     ),
     "audit": Command(
-        _answer_audit,
+        _run_audit,
         "what runs in which dtype, and where upcasts come from",
         "Traces a program, without running it, and reports what runs in which dtype: the FLOPs of "
         "products, upcasts by line, casts, and what is kept for the backward pass.",
@@ -264,7 +262,7 @@ COMMANDS = {
         },
     ),
     "bench": Command(
-        _answer_bench,
+        lambda program, **options: Output(benchmark(*loss_of(program), **options)),
         "how fast a model trains under several policies",
         "Trains a model for a few steps under several policies, in turn, and reports time and "
         "memory.",

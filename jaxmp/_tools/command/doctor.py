@@ -1,4 +1,4 @@
-"""Looks a machine over, and says which format to train in, and why."""
+"""Reports on a machine: which format to train in there, and why."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +16,8 @@ from jaxmp._tools.command.machine import (
     versions,
 )
 from jaxmp._tools.command.shapes import Padding, ProductShape, paddings, parse_shapes
-from jaxmp._tools.inspect.tables import Section, as_text, bullets, bytes_text, drawn
+from jaxmp._tools.inspect.table_report import TableReport
+from jaxmp._tools.inspect.tables import Section, bullets, bytes_text, drawn
 from jaxmp._tools.planning.devices import Device, find_device
 
 # From the widest to the narrowest.
@@ -35,7 +36,8 @@ class FormatChoice(NamedTuple):
     reason: str
 
 
-# What to train in on a device, by the first of these dtypes that it multiplies.
+# The format for a device, by the first of these dtypes that it multiplies. bfloat16 comes first: it
+# needs no loss scale.
 _FORMATS = {
     "bfloat16": FormatChoice(
         "mixed_bfloat16",
@@ -53,7 +55,7 @@ _FORMATS = {
         "`--device h100` advises for an H100.",
     ),
 }
-# What to say of float8, by whether a device multiplies it.
+# The advice on float8, by whether a device multiplies it.
 _FLOAT8 = {
     True: "It multiplies float8: mixed_float8 has one scale for each array. A product then differs "
     "from its bfloat16 by 4 to 6 %: train both for a while, compare the losses, and time both with "
@@ -63,20 +65,21 @@ _FLOAT8 = {
     None: "Whether it multiplies float8 is not known. NVIDIA GPUs do from compute capability 8.9 "
     "on (L4, H100, B200), and TPUs from 7x.",
 }
+# Float8 policies lower products with params alone.
 _IN_BATCHES = "a batch of products, as in attention"
 
 
 @dataclasses.dataclass(frozen=True)
-class DoctorReport:
-    """What a machine has; and, as follows from that, what to do with it.
+class DoctorReport(TableReport):
+    """The facts of a machine, and the advice that follows from them.
 
     Attributes:
       machine: the devices of this process; None if JAX could not start them.
       no_machine: why there are none.
-      asked: the device to advise for; None for that of the machine.
+      asked: the device to advise for; None for that of the machine. A key of the JSON.
       versions: of Python and the packages, by name.
       settings: those of JAX and the compiler that are in force.
-      shapes: the products that the user asked about.
+      shapes: the products from `--shapes`.
     """
 
     machine: Machine | None
@@ -94,12 +97,13 @@ class DoctorReport:
     @property
     def kind(self) -> str:
         """Its name."""
-        named = self.asked or self.machine
-        return named.name if named is not None else "this machine"
+        device = self.asked or self.machine
+        return device.name if device is not None else "this machine"
 
     @property
     def multiplies(self) -> dict[str, bool | None]:
         """Whether it multiplies each dtype without widening it; None if it is not known."""
+        # The table is more exact than the compute capability, and knows absent devices.
         if self.device is not None:
             return {dtype: self.device.peaks.native(dtype) for dtype in DTYPES}
         here = self.machine
@@ -114,7 +118,7 @@ class DoctorReport:
 
     @property
     def remarks(self) -> list[str]:
-        """A sentence for each setting that changes what is computed."""
+        """A sentence for each setting that changes dtypes, results or speed."""
         return remarks(self.settings, self.machine, self.versions)
 
     @property
@@ -124,7 +128,7 @@ class DoctorReport:
 
     @property
     def float8(self) -> str:
-        """What float8 is on the device."""
+        """Whether the device multiplies float8, and what follows."""
         return _FLOAT8[self.multiplies["float8_e4m3fn"]]
 
     def left_out_of_float8(self, shape: ProductShape) -> str:
@@ -144,46 +148,47 @@ class DoctorReport:
         return WRONG_SUMS if self.machine.sums_wrongly else ""
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the facts and the advice by name, for `print_answer` to write."""
+        """Returns the facts and the advice by name, for `print_output` to write."""
         names = ("device", "kind", "multiplies", "choice", "remarks", "float8")
         return {
             **vars(self),
             **{name: getattr(self, name) for name in names},
-            "paddings": [{**each._asdict(), "padded": each.padded} for each in self.paddings],
+            "paddings": [{**size._asdict(), "padded": size.padded} for size in self.paddings],
             "left_out_of_float8": list(map(self.left_out_of_float8, self.shapes)),
         }
 
     def __rich__(self) -> Any:
-        return Group(*_report_parts(self))
-
-    def __str__(self) -> str:
-        return as_text(self)
+        return Group(*_parts(self))
 
 
-def look_over(*, device: str | None = None, shapes: Sequence[str] = ()) -> DoctorReport:
-    """Looks this machine over, and advises for it.
+def diagnose(*, device: str | None = None, shapes: Sequence[str] = ()) -> DoctorReport:
+    """Reports on this machine, and advises for it.
 
     Args:
       device: the name of another device to advise for.
-      shapes: what `parse_shapes` reads.
+      shapes: texts for `parse_shapes`.
 
     Raises:
       UsageError: if shapes cannot be read.
     """
     try:
         machine, no_machine = this_machine(), ""
-    except RuntimeError as error:  # JAX's way to say that a backend does not start
+    # JAX raises it if a backend does not start. The report then has the reason, and the settings.
+    except RuntimeError as error:
         machine, no_machine = None, str(error).partition("\n")[0]
-    asked = find_device(device) if device else None
-    return DoctorReport(machine, no_machine, asked, versions(), settings(), parse_shapes(shapes))
+    target = find_device(device) if device else None
+    return DoctorReport(machine, no_machine, target, versions(), settings(), parse_shapes(shapes))
 
 
-def _report_parts(report: DoctorReport) -> Iterator[Any]:
+def _parts(report: DoctorReport) -> Iterator[Any]:
+    # First what to do, then why; versions and settings, for bug reports, come last.
     yield _machine_text(report)
     yield Group(f"Train in {report.choice.policy}:", bullets([report.choice.reason]))
     if report.remarks:
         yield Group("Look at this:", bullets(report.remarks))
-    yield drawn(_formats(report))
+    native = {True: "yes", False: "no, widened", None: "not known"}
+    dtypes = [(dtype, native[value]) for dtype, value in report.multiplies.items()]
+    yield drawn(Section("Products", ("dtype", "native"), dtypes))
     if report.shapes:
         yield from _shape_parts(report)
     yield Group("Float8:", bullets([report.float8]))
@@ -195,32 +200,31 @@ def _machine_text(report: DoctorReport) -> str:
     machine = report.machine
     if machine is None:
         return report.failure
-    said = f"JAX runs on {machine.devices} x {machine.kind} ({machine.platform})"
+    text = f"JAX runs on {machine.devices} x {machine.kind} ({machine.platform})"
     if machine.processes > 1:
-        said += f", in {machine.processes} processes"
+        text += f", in {machine.processes} processes"
     if machine.memory:
-        said += f", {bytes_text(machine.memory)} each"
+        text += f", {bytes_text(machine.memory)} each"
     if machine.compute_capability:
-        said += f", compute capability {machine.compute_capability}"
+        text += f", compute capability {machine.compute_capability}"
     if report.kind != machine.name:
-        said += f".\nThe advice is for {report.kind}, as asked"
-    return f"{said}."
-
-
-def _formats(report: DoctorReport) -> Section:
-    """Returns the table of dtypes: whether the device multiplies them."""
-    rows = [(dtype, _NATIVE[native]) for dtype, native in report.multiplies.items()]
-    return Section("Products", ("dtype", "native"), rows)
-
-
-_NATIVE = {True: "yes", False: "no, widened", None: "not known"}
+        text += f".\nThe advice is for {report.kind}, as asked"
+    return f"{text}."
 
 
 def _shape_parts(report: DoctorReport) -> Iterator[Any]:
+    texts: dict[ProductShape, list[str]] = {}
+    for size in report.paddings:
+        more = 100 * (size.padded / size.size - 1)
+        texts.setdefault(size.shape, []).append(
+            f"{size.name}: {size.size} -> {size.padded} for {size.what}, "
+            f"+{more:.{2 if more < 10 else 0}f} %"
+        )
+    # A row for each product, with or without a size to pad: the last column is about all of them.
     rows = [
         (
             str(shape) + (f"\n{shape.line}" if shape.line else ""),
-            "\n".join(_padding_text(each) for each in report.paddings if each.shape == shape),
+            "\n".join(texts.get(shape, [])),
             report.left_out_of_float8(shape),
         )
         for shape in report.shapes
@@ -230,14 +234,6 @@ def _shape_parts(report: DoctorReport) -> Iterator[Any]:
         yield bullets(_HOW_TO_PAD)
     else:
         yield "All sizes are multiples of what the device wants."
-
-
-def _padding_text(padding: Padding) -> str:
-    more = 100 * (padding.padded / padding.size - 1)
-    return (
-        f"{padding.name}: {padding.size} -> {padding.padded} for {padding.what}, "
-        f"+{more:.{2 if more < 10 else 0}f} %"
-    )
 
 
 _HOW_TO_PAD = (

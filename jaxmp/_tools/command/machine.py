@@ -1,4 +1,4 @@
-"""Reads what a machine has: versions, devices, and the settings that decide dtypes."""
+"""Reads the facts of a machine: versions, devices, and the settings that decide dtypes."""
 
 import dataclasses
 import importlib.metadata
@@ -14,8 +14,7 @@ from jaxmp._program.cpu_compiler import sums_wrongly
 from jaxmp._tools.planning.devices import Device, find_device
 
 _PACKAGES = ("jaxmp", "jax", "jaxlib", "optax", "jmp", "numpy", "ml_dtypes")
-# The libraries of the adapters, and the compilers and drivers of devices: of these, a machine has
-# those that were installed.
+# The libraries of the adapters, and the compilers and drivers of devices: listed if installed.
 _ADAPTED = ("flax", "equinox", "dm-haiku")
 _PLUGINS = (
     *("jax-cuda12-plugin", "jax-cuda13-plugin", "jax-rocm7-plugin", "libtpu"),
@@ -32,9 +31,9 @@ class Machine:
       kind: JAX's name of the device, such as `"NVIDIA H100 80GB HBM3"`.
       devices: how many there are, those of other processes included.
       processes: how many processes share them.
-      memory: the bytes that programs can have on one of them; 0 if it does not say.
+      memory: the bytes that programs can have on one of them; 0 if not known.
       compute_capability: of an NVIDIA GPU, such as `"9.0"`; of an AMD GPU, such as `"gfx942"`.
-      runtime: what the backend says of its version.
+      runtime: the version of the backend.
       sums_wrongly: whether it is a CPU whose compiler computes bfloat16 wrongly.
     """
 
@@ -49,7 +48,7 @@ class Machine:
 
     @property
     def name(self) -> str:
-        """What to call one of them in a sentence."""
+        """The name of one of them in a sentence."""
         return "this CPU" if self.platform == "cpu" else self.kind
 
     @property
@@ -61,22 +60,21 @@ class Machine:
             return None
 
     def multiplies(self, dtype: str) -> bool | None:
-        """Whether products of a dtype run without widening it first; None if it is not known.
-
-        From the table of devices, and for other NVIDIA GPUs from the compute capability: tensor
-        cores multiply float16 from 7.0 on, bfloat16 from 8.0, float8 from 8.9 (NVIDIA, CUDA
-        programming guide, 2025). CPUs multiply float32 and widen float8.
-        """
+        """Whether products of a dtype run without widening it first; None if it is not known."""
+        # Some CPUs multiply 16 bits, and JAX does not say which.
         if self.platform == "cpu":
             return {"float32": True, "float8_e4m3fn": False}.get(dtype)
         if self.known is not None:
             return self.known.peaks.native(dtype)
+        # NVIDIA GPUs that are not in the table; "gfx942" of an AMD GPU has no dot.
         major, dot, minor = self.compute_capability.partition(".")
         if dtype in _CAPABILITIES and dot and (major + minor).isdecimal():
             return (int(major), int(minor)) >= _CAPABILITIES[dtype]
         return None
 
 
+# The first compute capability whose tensor cores multiply a dtype: NVIDIA, CUDA programming guide,
+# 2025.
 _CAPABILITIES = {"float32": (0, 0), "float16": (7, 0), "bfloat16": (8, 0), "float8_e4m3fn": (8, 9)}
 
 
@@ -86,7 +84,7 @@ def this_machine() -> Machine:
     Raises:
       RuntimeError: if JAX cannot start its backend.
     """
-    first = jax.local_devices()[0]
+    first = jax.local_devices()[0]  # of this process: others answer no questions
     try:
         memory = (first.memory_stats() or {}).get("bytes_limit", 0)
     except RuntimeError:  # not every backend has statistics
@@ -99,18 +97,19 @@ def this_machine() -> Machine:
         memory=int(memory),
         compute_capability=str(getattr(first, "compute_capability", "") or ""),
         runtime=str(first.client.platform_version).strip().partition("\n")[0],
+        # Compiles a program, and so only where the version is one that may.
         sums_wrongly=first.platform == "cpu" and may_sum_bfloat16_wrongly() and sums_wrongly(),
     )
 
 
 def versions() -> dict[str, str]:
-    """Returns the version of Python and of each package that decides what is computed."""
-    found = {"python": platform.python_version()}
+    """Returns the version of Python and of each package that decides how programs compute."""
+    installed = {"python": platform.python_version()}
     for name in (*_PACKAGES, *_ADAPTED, *_PLUGINS):
         version = version_of(name)
         if version or name in _PACKAGES:
-            found[name] = version or "not installed as a package"
-    return found
+            installed[name] = version or "not installed as a package"
+    return installed
 
 
 def version_of(package: str) -> str:
@@ -121,6 +120,7 @@ def version_of(package: str) -> str:
         return ""
 
 
+# The settings that change dtypes, or how fast and how exactly a program runs.
 _OPTIONS = (
     *("jax_default_matmul_precision", "jax_numpy_dtype_promotion", "jax_enable_x64"),
     *("jax_debug_nans", "jax_disable_jit"),
@@ -133,41 +133,44 @@ _VARIABLES = (
 
 def settings(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Returns the settings of JAX, and the variables that are set, which decide dtypes."""
+    # `getattr`: options come and go with versions of JAX.
     options = {name: getattr(jax.config, name, None) for name in _OPTIONS}
-    found = {name: str(value) for name, value in options.items() if value is not None}
-    return found | {name: environment[name] for name in _VARIABLES if environment.get(name)}
+    values = {name: str(value) for name, value in options.items() if value is not None}
+    return values | {name: environment[name] for name in _VARIABLES if environment.get(name)}
 
 
 def remarks(
-    found: Mapping[str, str], machine: Machine | None, installed: Collection[str] = ()
+    values: Mapping[str, str], machine: Machine | None, installed: Collection[str] = ()
 ) -> list[str]:
-    """Returns a sentence for each setting that changes what a program computes.
+    """Returns a sentence for each setting that changes dtypes, results or speed.
 
     Args:
-      found: the settings.
+      values: the settings.
       machine: the devices; None if there are none.
       installed: the names of the packages.
     """
-    said = [
+    texts = [
         text
         for name, (usual, text) in _REMARKS.items()
-        if name in found and found[name] not in usual
+        if name in values and values[name] not in usual
     ]
-    flags = found.get("XLA_FLAGS", "") + " " + found.get("LIBTPU_INIT_ARGS", "")
-    said += [f"{flag} in XLA_FLAGS: {text}" for flag, text in _FLAGS.items() if flag in flags]
+    flags = values.get("XLA_FLAGS", "") + " " + values.get("LIBTPU_INIT_ARGS", "")
+    texts += [f"{flag} in XLA_FLAGS: {text}" for flag, text in _FLAGS.items() if flag in flags]
     if machine is not None and machine.sums_wrongly:
-        said.append(WRONG_SUMS)
+        texts.append(WRONG_SUMS)
+    # JAX falls back to the CPU, and only warns of it.
     if machine is not None and machine.platform == "cpu":
-        said += [text for file, text in _UNUSED.items() if os.path.exists(file)]
-        said += [
+        texts += [text for file, text in _UNUSED.items() if os.path.exists(file)]
+        texts += [
             f"{name} is installed, and JAX runs on the CPU: the device or its driver is missing "
             "(JAX says more on stderr as it starts), or JAX_PLATFORMS is set."
             for name in _PLUGINS
             if name in installed and not name.startswith("nvidia-")
         ]
-    return said
+    return texts
 
 
+# jaxlib 0.11.2: `jaxmp._program.cpu_compiler` compiles a sum of bfloat16 and looks.
 WRONG_SUMS = (
     "The CPU compiler of this jaxlib sums bfloat16 wrongly: train in float32 on this CPU, or "
     "install jax and jaxlib 0.11.1 or earlier. GPUs and TPUs have other compilers."
@@ -214,6 +217,7 @@ _REMARKS: dict[str, tuple[tuple[Any, ...], str]] = {
         "program asks for, and several times slower.",
     ),
 }
+# Parts of XLA_FLAGS and LIBTPU_INIT_ARGS, with the remark.
 _FLAGS = {
     "xla_force_host_platform_device_count": "the CPU counts as several devices.",
     "xla_gpu_autotune_level=0": "kernels are not tried out: slow ones may run, and whether a "

@@ -1,4 +1,4 @@
-"""The `jaxmp` command: reads its arguments, runs one command, and answers with an exit code."""
+"""The `jaxmp` command: reads its arguments, runs one command, and returns an exit code."""
 
 import argparse
 import contextlib
@@ -6,9 +6,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-from jaxmp._tools.command.answer import print_answer
 from jaxmp._tools.command.commands import COMMANDS
 from jaxmp._tools.command.machine import version_of
+from jaxmp._tools.command.output import print_output
 from jaxmp._tools.command.program import UsageError, load_program
 
 _EPILOG = """exit codes: 0 if all is well, 1 if a check failed, 2 if the command was called wrongly
@@ -31,17 +31,18 @@ def parser() -> argparse.ArgumentParser:
     shared.add_argument(
         "--traceback", action="store_true", help="show where an error comes from, for bug reports"
     )
+    # Each command has its own parser, with the usage and the errors of that command.
     commands = whole.add_subparsers(dest="command", metavar="COMMAND")
     for name, command in COMMANDS.items():
-        one = commands.add_parser(
+        subparser = commands.add_parser(
             name, parents=[shared], help=command.about, description=command.description
         )
         for argument, options in command.arguments.items():
-            one.add_argument(argument, **options)
-        # What comes first: options that take several values would take it for one of them.
+            subparser.add_argument(argument, **options)
+        # Positional arguments come first: an option with several values would take them as its own.
         first = [word["metavar"] for key, word in command.arguments.items() if key[0] != "-"]
-        one.usage = " ".join([one.prog, *first, "[options]"])
-        one.set_defaults(error=one.error)
+        subparser.usage = " ".join([subparser.prog, *first, "[options]"])
+        subparser.set_defaults(error=subparser.error)
     return whole
 
 
@@ -59,23 +60,26 @@ def main(argv: Sequence[str] | None = None) -> int:
       SystemExit: for `--help`, and for arguments that the parser does not know, with code 2.
     """
     whole = parser()
-    known, unknown = whole.parse_known_args(argv)
-    values = vars(known)
+    namespace, unknown = whole.parse_known_args(argv)
+    values = vars(namespace)
     name, error = values.pop("command"), values.pop("error", whole.error)
-    if unknown:  # `parse_args` would say so with the usage of the whole, not of the command
+    # `parse_args` would print the usage of the whole, not of the command.
+    if unknown:
         error(f"unrecognized arguments: {' '.join(unknown)}. See its --help")
+    # A script that forgot the command stops, and a reader sees what there is.
     if name is None:
         whole.print_help(sys.stderr)
         return 2
     as_json, raises = values.pop("json"), values.pop("traceback")
     try:
-        # What the user's program prints is not part of the answer, which may be JSON.
+        # The user's program may print; the output may be JSON.
         with contextlib.redirect_stdout(sys.stderr):
             if "program" in values:
                 values["program"] = load_program(values["program"])
-            answer = COMMANDS[name].answer(**values)
-        return print_answer(answer, as_json)
+            output = COMMANDS[name].run(**values)
+        return print_output(output, as_json)
     except BrokenPipeError:  # as in `jaxmp audit ... | head`
+        # Python flushes stdout as it ends, and would print an error then.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
@@ -83,12 +87,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as raised:  # whatever the user's program raises ends in a message
         if raises:
             raise
-        print(f"jaxmp {name}: {_message(raised)}", file=sys.stderr)
+        message = str(raised)
+        # Our own errors say what to do; of others the user needs the place.
+        if not isinstance(raised, UsageError):
+            message = f"{type(raised).__name__}: {raised}\n(--traceback shows where)"
+        print(f"jaxmp {name}: {message}", file=sys.stderr)
         return 2
-
-
-def _message(error: Exception) -> str:
-    """Returns what an error says, and its kind and the way to its place if it is not our own."""
-    if isinstance(error, UsageError):
-        return str(error)
-    return f"{type(error).__name__}: {error}\n(--traceback shows where)"

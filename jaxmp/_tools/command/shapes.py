@@ -1,4 +1,4 @@
-"""Finds the sizes of products that a device would pad, and says what to pad them to."""
+"""Finds the sizes of products that a device would pad, and the next sizes that fit."""
 
 import math
 import re
@@ -19,9 +19,9 @@ class ProductShape(NamedTuple):
 
     Attributes:
       rows: of the left operand (M).
-      summed: what is summed over (K).
+      summed: of the sum (K).
       columns: of the right operand (N).
-      line: where it stands in the user's code; `""` if it was given on the command line.
+      line: its line in the user's code; `""` if it comes from the command line.
       runs: how often it runs.
       batch: how many products there are side by side, as the heads of attention.
     """
@@ -49,8 +49,8 @@ class Padding(NamedTuple):
       shape: the product.
       name: `"M"`, `"K"` or `"N"`.
       size: the size.
-      what: what wants a multiple.
-      multiple: of what the size should be a multiple.
+      what: the dtype or device that needs a multiple.
+      multiple: the size should be a multiple of this.
     """
 
     shape: ProductShape
@@ -74,10 +74,10 @@ def parse_shapes(texts: Iterable[str]) -> list[ProductShape]:
     >>> parse_shapes(["4096x1024x50257"])[0].columns
     50257
     """
-    found = []
+    shapes = []
     for text in texts:
         if ":" in text:
-            found += shapes_in(load_program(text))
+            shapes += shapes_in(load_program(text))
             continue
         sizes = re.fullmatch(r"(\d+)[x*,](\d+)[x*,](\d+)", text.lower().replace(" ", ""))
         if sizes is None or "0" in sizes.groups():
@@ -85,16 +85,15 @@ def parse_shapes(texts: Iterable[str]) -> list[ProductShape]:
                 f"--shapes takes rows x summed x columns of products, such as 4096x1024x50257, or "
                 f"package.module:factory; got {text!r}"
             )
-        rows, summed, columns = map(int, sizes.groups())
-        found.append(ProductShape(rows, summed, columns))
-    return found
+        rows, inner, columns = map(int, sizes.groups())
+        shapes.append(ProductShape(rows, inner, columns))
+    return shapes
 
 
 def shapes_in(program: NamedProgram) -> list[ProductShape]:
     """Returns the matrix products of a program by sizes and line, most FLOPs first.
 
-    The program is traced, not run. Products of a backward pass are left out: they have the sizes
-    of the forward pass in another order.
+    The program is traced, not run.
 
     Raises:
       UsageError: if there are none.
@@ -102,64 +101,62 @@ def shapes_in(program: NamedProgram) -> list[ProductShape]:
     arrays, call = closed_over(program.fn, program.args, program.kwargs)
     lines = Lines()
     runs: dict[ProductShape, int] = {}
+    # Products of a backward pass have the sizes of the forward pass in another order.
     for site in all_sites(walk(jax.make_jaxpr(call)(arrays))):
         if site.name == "dot_general" and direction(scopes_of(site)) != "backward":
             shape = _product_shape(site.equation, lines.of(site))
             runs[shape] = runs.get(shape, 0) + site.runs
     if not runs:
         raise UsageError(f"the program {program.name} has no products of matrices")
-    found = [shape._replace(runs=times) for shape, times in runs.items()]
-    return sorted(found, key=lambda shape: -shape.flops)
+    shapes = [shape._replace(runs=times) for shape, times in runs.items()]
+    return sorted(shapes, key=lambda shape: -shape.flops)
 
 
 def _product_shape(equation: Any, line: str) -> ProductShape:
-    (summed, summed_right), (batch, batch_right) = equation.params["dimension_numbers"]
+    (inner, inner_right), (batch, batch_right) = equation.params["dimension_numbers"]
     left, right = (variable.aval.shape for variable in equation.invars[:2])
 
     def size(shape: Sequence[int], without: Sequence[int]) -> int:
         return math.prod(n for axis, n in enumerate(shape) if axis not in without)
 
     return ProductShape(
-        rows=size(left, (*summed, *batch)),
-        summed=math.prod(left[axis] for axis in summed),
-        columns=size(right, (*summed_right, *batch_right)),
+        rows=size(left, (*inner, *batch)),
+        summed=math.prod(left[axis] for axis in inner),
+        columns=size(right, (*inner_right, *batch_right)),
         line=line,
         batch=math.prod(left[axis] for axis in batch),
     )
 
 
-# What wants multiples of how much, on a device that the table of devices does not have.
+_DTYPES = ("bfloat16", "float16", "float8_e4m3fn")
+# The multiples for a device that the table of devices does not have.
 _USUAL = {"16 bits on a GPU": 8, "float8 on a GPU": 16, "a TPU": 128}
 
 
 def paddings(shapes: Iterable[ProductShape], device: Device | None) -> list[Padding]:
-    """Finds the sizes that are no multiple of what the device wants.
-
-    What is summed (K) and the columns (N) matter: in every product of a layer, forward and
-    backward, rows of these lengths lie one after the other in memory. The number of rows (M) may
-    be any. Where one of the sizes is 1, nothing is multiplied by matrix units.
+    """Finds the sizes that are not multiples of the numbers that a device needs.
 
     Args:
       shapes: the products.
       device: the device; None for the usual ones.
 
     Returns:
-      What fails, in the order of the products.
+      The sizes to pad, in the order of the products.
     """
-    wanted = _USUAL if device is None else _wanted(device)
+    multiples = _USUAL
+    if device is not None:
+        # Each multiple once, with the widest dtype that needs it.
+        native = [dtype for dtype in _DTYPES if device.peaks.native(dtype)]
+        dtypes = {device.multiple(dtype): dtype for dtype in reversed(native)}
+        multiples = {dtype: multiple for multiple, dtype in sorted(dtypes.items())}
+    # K and N matter: in every product of a layer, forward and backward, rows of these lengths are
+    # one after the other in memory. The number of rows (M) may be any. Where one of the sizes is 1,
+    # nothing is multiplied by matrix units.
     return [
         Padding(shape, name, size, what, multiple)
         for shape in shapes
         if min(shape.rows, shape.summed, shape.columns) > 1
         for name, size in (("K", shape.summed), ("N", shape.columns))
-        for what, multiple in wanted.items()
+        for what, multiple in multiples.items()
         if size % multiple
     ]
-
-
-def _wanted(device: Device) -> dict[str, int]:
-    """Returns the multiples that a device wants, each once, by the widest dtype that wants it."""
-    dtypes = ("bfloat16", "float16", "float8_e4m3fn")
-    native = [dtype for dtype in dtypes if device.peaks.native(dtype)]
-    multiples = {device.multiple(dtype): dtype for dtype in reversed(native)}
-    return {dtype: multiple for multiple, dtype in sorted(multiples.items())}

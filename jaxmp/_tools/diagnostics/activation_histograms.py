@@ -1,4 +1,4 @@
-"""Histograms of what the modules of a model hand on, counted as the program runs."""
+"""Histograms of the values that the modules of a model hand on, counted as the program runs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ from jaxmp._program import compat
 from jaxmp._program.op_classes import CLASSES, OpClass
 from jaxmp._program.program import read
 from jaxmp._program.tracing import combine, partition
-from jaxmp._tools.diagnostics.scope_values import Caught, ScopeOf, scope_of_module, scope_values
+from jaxmp._tools.diagnostics.scope_values import Capture, ScopeOf, scope_of_module, scope_values
 from jaxmp._tools.inspect.equations import Site, site_of
 from jaxmp._tools.inspect.lines import UNKNOWN, Lines
 
@@ -68,74 +68,78 @@ def activation_histograms(
     ...     with jax.named_scope("hidden"):
     ...         h = jnp.tanh(x @ w)
     ...     return jnp.sum(h)
-    >>> found = activation_histograms(mlp, jnp.ones((4, 4)), jnp.ones((2, 4)))
-    >>> found.names[0], float(found.counts[0].sum())
+    >>> activations = activation_histograms(mlp, jnp.ones((4, 4)), jnp.ones((2, 4)))
+    >>> activations.names[0], float(activations.counts[0].sum())
     ('hidden', 8.0)
     """
-    named = fun if policy is None else autocast(fun, policy)
+    fun = fun if policy is None else autocast(fun, policy)
     static, arrays = partition((args, kwargs))
-    catching = scope_values(named, histogram_of, _scope_or_line(), _added_up)
+    # Of several turns or devices, one histogram: their number may not be known.
+    catching = scope_values(
+        fun,
+        histogram_of,
+        _scope_or_line(),
+        join=lambda saved: (saved[0].sum(0), saved[1].max(0, initial=0)),
+    )
 
     @jax.jit
     def run(arrays: list[Any]) -> Histograms:
         args, kwargs = combine(static, arrays)
         return _rows_by_name(catching(*args, **kwargs), by_turn)
 
-    found: Histograms = run(arrays) if when is None else counted_when(when, run, arrays)
-    return found
-
-
-def _added_up(kept: tuple[Any, Any]) -> tuple[Any, Any]:
-    """Returns one histogram of several, along their first axis."""
-    counts, largest = kept
-    return counts.sum(0), largest.max(0, initial=0)
+    result: Histograms = run(arrays) if when is None else counted_when(when, run, arrays)
+    return result
 
 
 def _scope_or_line() -> ScopeOf:
-    """Returns a function that says the modules around an equation; outside of all, its line."""
+    """Returns a function that names the modules around an equation; outside of all, its line."""
     lines = Lines()
 
     def scope_of(site: Site) -> tuple[str, ...]:
         if modules := scope_of_module(site):
             return modules
         line = lines.of(site)
-        # What a function makes is of its own lines. Those of a helper of JAX are the caller's.
+        # A call counts for the lines inside of it, if these are the user's. A helper that JAX jits,
+        # such as `jnp.where`, has no line but that of its caller.
         is_control = CLASSES.get(site.name) is OpClass.CONTROL
-        inside = [
+        inner = [
             site_of(op, site)
             for body in (compat.bodies_of(site.equation) if is_control else ())
             for op in read(body).ops
         ]
-        of_helper = inside and line not in map(lines.of, inside)
-        return () if of_helper or line == UNKNOWN else (line,)
+        has_own_lines = inner and line not in map(lines.of, inner)
+        # What JAX adds under `vmap`, outside of all lines, has no row.
+        return () if has_own_lines or line == UNKNOWN else (line,)
 
     return scope_of
 
 
-def _rows_by_name(caught: Caught, by_turn: bool) -> Histograms:
-    """Adds up what was counted for each module, each direction, and each turn if asked for."""
+def _rows_by_name(capture: Capture, by_turn: bool) -> Histograms:
+    """Adds up histograms for each module, each direction, and each turn if `by_turn`."""
     dtypes: dict[str, set[str]] = {}
-    added: list[tuple[int, str]] = []  # a row of all that was counted, and the name it counts for
+    sources: list[tuple[int, str]] = []  # a row of all histograms, and the name it counts for
     counts, largest, row = [jnp.zeros((0, BINS))], [jnp.zeros(0)], 0
-    for about, kept in zip(caught.values, caught.kept, strict=True):
-        if about.direction == "recomputed":  # it was counted when it was computed first
+    for about, saved in zip(capture.values, capture.saved, strict=True):
+        # It was counted when it was computed first.
+        if about.direction == "recomputed":
             continue
-        counts.append(kept[0].reshape(-1, BINS))
-        largest.append(kept[1].ravel())
+        counts.append(saved[0].reshape(-1, BINS))
+        largest.append(saved[1].ravel())
         ending = " (backward)" if about.direction == "backward" else ""
         for turns in np.ndindex(*about.turns):
             turn = "".join(f"[{i}]" for i in turns) if by_turn else ""
-            names = [module + ending + turn for module in about.left]
-            added += [(row, name) for name in names]
+            names = [module + ending + turn for module in about.scopes]
+            sources += [(row, name) for name in names]
             row += 1
             for name in names:
                 dtypes.setdefault(name, set()).add(about.dtype)
     numbers = {name: i for i, name in enumerate(dtypes)}
-    rows = np.array([row for row, _ in added], int)
-    at = np.array([numbers[name] for _, name in added], int)
+    rows = np.array([row for row, _ in sources], int)
+    at = np.array([numbers[name] for _, name in sources], int)
+    # One scatter for all rows: a program has thousands, and each sum alone would be an equation.
     return Histograms(
         jnp.zeros((len(numbers), BINS)).at[at].add(jnp.concatenate(counts)[rows]),
         jnp.zeros(len(numbers)).at[at].max(jnp.concatenate(largest)[rows]),
         tuple(dtypes),
-        tuple(", ".join(sorted(found)) for found in dtypes.values()),
+        tuple(", ".join(sorted(names)) for names in dtypes.values()),
     )

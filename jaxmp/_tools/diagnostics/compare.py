@@ -1,7 +1,8 @@
-"""Runs two programs of one function side by side, and says where they part."""
+"""Runs two programs of one function, and finds the first value in which they differ."""
 
 import collections
 import difflib
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -15,7 +16,7 @@ from jaxmp._tools.diagnostics.comparison import Comparison, Difference, Unmatche
 from jaxmp._tools.diagnostics.inputs import check_numbers
 from jaxmp._tools.diagnostics.log_probs import log_prob_gap
 from jaxmp._tools.diagnostics.scope_values import (
-    Caught,
+    Capture,
     ScopeValue,
     scope_of_line,
     scope_of_module,
@@ -72,10 +73,10 @@ def compare(
     ...         return jnp.sum(h @ w)
     >>> from jaxmp import autocast
     >>> w, x = jnp.full((4, 4), 0.3), jnp.ones((2, 4))
-    >>> found = compare(autocast(net, "mixed_bfloat16"), net, w, x)
-    >>> [(row.path, row.dtypes) for row in found.rows]
+    >>> comparison = compare(autocast(net, "mixed_bfloat16"), net, w, x)
+    >>> [(row.path, row.dtypes) for row in comparison.rows]
     [('up', ('bfloat16', 'float32')), ('down', ('float32', 'float32'))]
-    >>> found.unit, found.first, 0 < found.results[0].ulps < 1
+    >>> comparison.unit, comparison.first, 0 < comparison.results[0].ulps < 1
     ('bfloat16', None, True)
     """
     if by not in (None, "scope", "line"):
@@ -83,52 +84,52 @@ def compare(
     if not tolerance >= 0:
         raise ValueError(f"tolerance must be at least 0, got {tolerance!r}")
     check_numbers((args, g_args), "compare")
-    given = args if g_args is None else tuple(g_args)
-    widths: set[str] = set()
-    one, two = (_caught(*each, by or "scope", widths) for each in ((f, args), (g, given)))
+    calls = ((f, args), (g, args if g_args is None else tuple(g_args)))
+    dtypes: set[str] = set()
+    one, two = (_run(*call, by or "scope", dtypes) for call in calls)
+    # If one of the programs has no scopes, nothing would match: lines name the values then.
     if by is None and not (one.values and two.values):
-        one, two = (_caught(*each, "line", widths) for each in ((f, args), (g, given)))
-    pairs, unmatched = _matched(one, two)
-    ours, theirs = _result_leaves(one.out), _result_leaves(two.out)
-    unit = _coarsest(widths)
+        one, two = (_run(*call, "line", dtypes) for call in calls)
+    pairs, unmatched = _match_values(one, two)
+    # The coarsest dtype, in whose units one rounding is about 1.
+    unit = max(sorted(dtypes | {"float32"}), key=lambda name: float(jnp.finfo(name).eps))
     rows = [row for pair in pairs for row in _differences(*pair, unit)]
     rows.sort(key=lambda pair: pair[0])
-    results, others = _results(ours, theirs, unit)
+    results, others = _compare_results(_result_leaves(one.out), _result_leaves(two.out), unit)
     gap = None
     if log_probs is not None:
         gap = log_prob_gap(log_probs(one.out), log_probs(two.out), band=band)
     values = tuple(row for _, row in rows)
-    alone = (*unmatched, *others)
-    return Comparison(values, results, alone, unit, float(tolerance), gap)
+    return Comparison(values, results, (*unmatched, *others), unit, float(tolerance), gap)
 
 
-def _caught(fun: Callable[..., Any], args: Sequence[Any], by: By, dtypes: set[str]) -> Caught:
-    """Runs a function, compiled, with the values that leave its scopes.
-
-    It adds the float dtypes of the program to `dtypes`: a program may round inside of a scope, and
-    hand out float32.
-    """
+def _run(fun: Callable[..., Any], args: Sequence[Any], by: By, dtypes: set[str]) -> Capture:
+    """Runs a function, compiled, with the values that leave its scopes; adds to `dtypes`."""
+    # Functions and flags among the arguments are no arguments of the compiled program.
     static, arrays = partition(tuple(args))
     catching = scope_values(fun, scope_of=scope_of_module if by == "scope" else scope_of_line())
     returned: list[Any] = []
 
     @jax.jit
     def run(*arrays: Any) -> Any:
-        caught = catching(*combine(static, arrays))
-        rest, results = partition(caught.out)
-        returned[:] = [rest, caught.values, caught.not_entered]
-        return results, caught.kept
+        capture = catching(*combine(static, arrays))
+        # A result may hold text or functions, which a jitted function cannot return.
+        structure, results = partition(capture.out)
+        returned[:] = [structure, capture.values, capture.not_entered]
+        return results, capture.saved
 
     traced = run.trace(*arrays)
-    made = (x.aval for site in all_sites(walk(traced.jaxpr)) for x in site.equation.outvars)
-    dtypes |= {aval.dtype.name for aval in made if is_inexact(aval)}
-    results, kept = traced.lower().compile()(*arrays)
-    rest, values, not_entered = returned
-    return Caught(combine(rest, results), kept, values, not_entered)
+    # All dtypes of the program: it may round inside of a scope, and hand out float32.
+    avals = (x.aval for site in all_sites(walk(traced.jaxpr)) for x in site.equation.outvars)
+    dtypes |= {aval.dtype.name for aval in avals if is_inexact(aval)}
+    results, saved = traced.lower().compile()(*arrays)
+    structure, values, not_entered = returned
+    return Capture(combine(structure, results), saved, values, not_entered)
 
 
+# Programs are matched by names: by place they would part at the first additional operation.
 class _Value(NamedTuple):
-    """A value, where it is, and which of its scope it is."""
+    """A value, its place, and its number among the values of its scope."""
 
     about: ScopeValue
     array: Any
@@ -139,47 +140,42 @@ class _Value(NamedTuple):
 _Name = tuple[str, str]
 
 
-def _by_name(caught: Caught, path: Callable[[str], str]) -> dict[_Name, list[_Value]]:
-    found: dict[_Name, list[_Value]] = collections.defaultdict(list)
-    for about, array in zip(caught.values, caught.kept, strict=True):
-        name = about.anchor or path(about.path)
-        group = found[("anchor" if about.anchor else about.direction, name)]
-        group.append(_Value(about, array, len(group)))
-    return found
+def _by_name(capture: Capture, without_root: bool) -> dict[_Name, list[_Value]]:
+    values: dict[_Name, list[_Value]] = collections.defaultdict(list)
+    for about, array in zip(capture.values, capture.saved, strict=True):
+        path = (without_root and about.path.partition("/")[2]) or about.path
+        name = ("anchor", about.anchor) if about.anchor else (about.direction, path)
+        values[name].append(_Value(about, array, len(values[name])))
+    return values
 
 
-def _matched(one: Caught, two: Caught) -> tuple[list[tuple[_Value, _Value]], list[Unmatched]]:
-    """Pairs the values of two programs; the rest is listed."""
-    ways = [(a, b) for a in (_whole, _without_root) for b in (_whole, _without_root)]
-    named = [(_by_name(one, a), _by_name(two, b)) for a, b in ways]
-    # One program may have the name of the model in front of all paths.
-    first, second = max(named, key=lambda both: len(both[0].keys() & both[1].keys()))
+def _match_values(
+    one: Capture, two: Capture
+) -> tuple[list[tuple[_Value, _Value]], list[Unmatched]]:
+    """Pairs the values of two programs, and lists those without a partner."""
+    # One program may have the name of the model in front of all paths: linen against plain JAX.
+    ways = itertools.product((False, True), repeat=2)
+    candidates = [(_by_name(one, a), _by_name(two, b)) for a, b in ways]
+    first, second = max(candidates, key=lambda both: len(both[0].keys() & both[1].keys()))
     pairs: list[tuple[_Value, _Value]] = []
     alone: list[Unmatched] = [
         Unmatched(i, x.path, x.line, f"nothing is seen inside of this {x.operation}")
-        for i, caught in ((1, one), (2, two))
-        for x in caught.not_entered
+        for i, capture in ((1, one), (2, two))
+        for x in capture.not_entered
     ]
     for name in dict.fromkeys([*first, *second]):
         ours, theirs = first.get(name, []), second.get(name, [])
-        matched, rest = _aligned(ours, theirs)
-        pairs += matched
-        alone += rest
+        aligned, unmatched = _align(ours, theirs)
+        pairs += aligned
+        alone += unmatched
     return pairs, alone
 
 
-def _whole(path: str) -> str:
-    return path
-
-
-def _without_root(path: str) -> str:
-    return path.partition("/")[2] or path
-
-
-def _aligned(
+def _align(
     ours: list[_Value], theirs: list[_Value]
 ) -> tuple[list[tuple[_Value, _Value]], list[Unmatched]]:
     """Pairs values of one name in their order, leaving out those whose shapes have no partner."""
+    # As a diff of their shapes: one program may have a value more, such as a cast in its module.
     a, b = ([(x.about.shape, x.about.turns) for x in side] for side in (ours, theirs))
     blocks = difflib.SequenceMatcher(None, a, b, autojunk=False).get_matching_blocks()
     pairs = [
@@ -187,16 +183,16 @@ def _aligned(
     ]
     paired = {id(x) for pair in pairs for x in pair}
     sides = ((1, ours, theirs), (2, theirs, ours))
-    rest = [
-        Unmatched(program, value.about.path, value.about.line, _why(value, other))
+    unmatched = [
+        Unmatched(program, value.about.path, value.about.line, _reason(value, other))
         for program, side, other in sides
         for value in side
         if id(value) not in paired
     ]
-    return pairs, rest
+    return pairs, unmatched
 
 
-def _why(value: _Value, others: list[_Value]) -> str:
+def _reason(value: _Value, others: list[_Value]) -> str:
     form = f"{value.about.dtype}{list(value.about.shape)} from {value.about.operation}"
     if value.about.turns:
         form += f", in scans of {', '.join(map(str, value.about.turns))} turns"
@@ -204,18 +200,14 @@ def _why(value: _Value, others: list[_Value]) -> str:
     return f"{form}; the other program has " + (f"{shapes} here" if shapes else "nothing here")
 
 
-def _coarsest(dtypes: set[str]) -> str:
-    """Returns the float dtype with the fewest bits."""
-    return max(sorted(dtypes | {"float32"}), key=lambda name: float(jnp.finfo(name).eps))
-
-
 def _differences(ours: _Value, theirs: _Value, unit: str) -> list[tuple[Any, Difference]]:
-    """Returns a row for each turn of the loops around a value, and what to sort it by."""
+    """Returns a row for each turn of the scans around a value, with the key to sort it by."""
     about = ours.about
     a, b = _on_host(ours.array), _on_host(theirs.array)
     dtypes = (about.dtype, theirs.about.dtype)
     rows = []
     for turns in np.ndindex(*about.turns):
+        # All values of a turn come before those of the next, as a loop computes them.
         numbers = iter(turns)
         order = [next(numbers) if x is None else x for x in about.order]
         row = Difference(
@@ -226,22 +218,25 @@ def _differences(ours: _Value, theirs: _Value, unit: str) -> list[tuple[Any, Dif
             tuple(map(int, turns)),
             about.shape,
             dtypes,
-            *_apart(a[turns], b[turns], unit),
+            *_distances(a[turns], b[turns], unit),
         )
         rows.append((order, row))
     return rows
 
 
-def _apart(a: Any, b: Any, dtype: str) -> tuple[float, float, float]:
-    """Returns how far numbers are apart: rms and largest in units of the last place, relative."""
-    same = (a == b) | (np.isnan(a) & np.isnan(b))  # infinities of masks are equal
+def _distances(a: Any, b: Any, dtype: str) -> tuple[float, float, float]:
+    """Returns `ulps`, `largest` and `relative` of a `Difference`."""
+    # Infinities of masks are equal, and so is NaN where both programs have it.
+    same = (a == b) | (np.isnan(a) & np.isnan(b))
     if same.all():
         return 0.0, 0.0, 0.0
     finite = np.isfinite(a) & np.isfinite(b)
     size = _rms(np.where(finite, b, 0))
+    # Integers that differ are infinitely apart: token 5000 is not near token 5001.
     if not (same | finite).all() or not size or a.dtype.kind in "biu":
         return float("inf"), float("inf"), float("inf")
     off = np.abs(np.where(same, 0, np.where(finite, a, 0) - np.where(finite, b, 0)))
+    # At the root mean square: near zero the units of single numbers would be tiny.
     info = jnp.finfo(dtype)
     unit = float(info.eps) * 2.0 ** np.floor(np.log2(max(size, float(info.tiny))))
     return float(_rms(off) / unit), float(off.max() / unit), float(_rms(off) / size)
@@ -252,43 +247,41 @@ def _rms(x: Any) -> float:
 
 
 def _on_host(array: Any) -> Any:
+    # Differences of 16-bit numbers would be rounded in 16 bits.
     host = np.asarray(jax.device_get(array))
     if host.dtype.kind in "biu":
         return host
     return host.astype(np.complex128 if jnp.iscomplexobj(array) else np.float64)
 
 
-def _results(
+def _compare_results(
     ours: dict[str, Any], theirs: dict[str, Any], unit: str
 ) -> tuple[tuple[Difference, ...], list[Unmatched]]:
-    """Compares the results of two programs, by their paths."""
+    # By their paths: results have names in both programs, whatever their order.
     rows, alone = [], []
     for path in dict.fromkeys([*ours, *theirs]):
         a, b = ours.get(path), theirs.get(path)
         if a is None or b is None or a.shape != b.shape:
             has = [None if x is None else list(x.shape) for x in (a, b)]
-            why = f"the results have {has[0] or 'nothing'} and {has[1] or 'nothing'} here"
-            alone.append(Unmatched(2 if a is None else 1, path, "", why))
+            reason = f"the results have {has[0] or 'nothing'} and {has[1] or 'nothing'} here"
+            alone.append(Unmatched(2 if a is None else 1, path, "", reason))
             continue
         dtypes = (a.dtype.name, b.dtype.name)
-        apart = _apart(_on_host(a), _on_host(b), unit)
-        rows.append(Difference(path, 0, "", "", (), tuple(a.shape), dtypes, *apart))
+        distances = _distances(_on_host(a), _on_host(b), unit)
+        rows.append(Difference(path, 0, "", "", (), tuple(a.shape), dtypes, *distances))
     return tuple(rows), alone
 
 
 def _result_leaves(tree: Any) -> dict[str, Any]:
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {
-        f"result/{jax.tree_util.keystr(path, simple=True, separator='/')}".rstrip("/"): array
-        for path, leaf in leaves
-        if (array := _as_numbers(leaf)) is not None
-    }
-
-
-def _as_numbers(leaf: Any) -> Any:
-    """Returns an array of numbers or bools; None for what has none, such as text and keys."""
-    if isinstance(leaf, (bool, int, float, complex)):
-        return jnp.asarray(leaf)
-    counted = (jnp.number, jnp.bool_)
-    is_array = hasattr(leaf, "dtype") and any(jnp.issubdtype(leaf.dtype, x) for x in counted)
-    return jnp.asarray(leaf) if is_array else None
+    """Returns the arrays of numbers or bools in a result, by path; text and keys have none."""
+    arrays: dict[str, Any] = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        dtype = getattr(leaf, "dtype", None)
+        has_numbers = isinstance(leaf, (bool, int, float, complex)) or (
+            dtype is not None
+            and (jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_))
+        )
+        if has_numbers:
+            name = f"result/{jax.tree_util.keystr(path, simple=True, separator='/')}".rstrip("/")
+            arrays[name] = jnp.asarray(leaf)
+    return arrays

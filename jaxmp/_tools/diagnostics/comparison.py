@@ -1,11 +1,13 @@
-"""What `compare` returns: where two programs of one function part, by module."""
+"""The report of `compare`: the differences of two programs, by module."""
 
 import dataclasses
 import math
 from typing import Any, NamedTuple
 
 from jaxmp._tools.diagnostics.log_probs import LogProbGap
+from jaxmp._tools.inspect.table_report import TableReport
 
+# A model has hundreds of values. `first` names the one that matters, and `rows` has all.
 _MOST_ROWS = 40
 
 
@@ -47,7 +49,7 @@ class Unmatched(NamedTuple):
       program: 1 or 2.
       path: its scope.
       line: its line.
-      why: what is known of it.
+      why: its dtype, shape and operation, and what the other program has.
     """
 
     program: int
@@ -57,16 +59,16 @@ class Unmatched(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Comparison:
+class Comparison(TableReport):
     """Where two programs part. Prints as a table.
 
     Attributes:
       rows: the values that leave scopes, in the order of the first program.
       results: the results.
-      unmatched: what was not compared.
+      unmatched: the values that were not compared.
       unit: the coarsest float dtype in both programs, whose units of the last place are counted.
       tolerance: how many of these units (`ulps`) do not count.
-      log_probs: how far log-probabilities are apart; None if none were asked for.
+      log_probs: how far log-probabilities are apart; None without `log_probs=`.
     """
 
     rows: tuple[Difference, ...]
@@ -82,15 +84,19 @@ class Comparison:
         return next((row for row in (*self.rows, *self.results) if row.ulps > self.tolerance), None)
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns plain numbers and text, as json.dumps takes them; None for what is infinite."""
+        """Returns plain numbers and text, as json.dumps takes them; None for infinities."""
 
+        # JSON has no infinity, which json.dumps would write all the same.
         def plain(row: Difference | LogProbGap) -> dict[str, Any]:
-            return {name: _finite(value) for name, value in dataclasses.asdict(row).items()}
+            return {
+                name: None if isinstance(x, float) and not math.isfinite(x) else x
+                for name, x in dataclasses.asdict(row).items()
+            }
 
         return {
             "rows": [plain(row) for row in self.rows],
             "results": [plain(row) for row in self.results],
-            "unmatched": [each._asdict() for each in self.unmatched],
+            "unmatched": [value._asdict() for value in self.unmatched],
             "unit": self.unit,
             "tolerance": self.tolerance,
             "first": None if self.first is None else plain(self.first),
@@ -101,7 +107,15 @@ class Comparison:
         from rich.console import Group
         from rich.table import Table
 
-        table = Table(caption=self._caption(), caption_justify="left")
+        caption = f"nothing is further apart than {self.tolerance:g} ulps of {self.unit}"
+        if self.first is not None:
+            line = f", {self.first.line}" if self.first.line else ""
+            caption = (
+                f"first further apart than {self.tolerance:g} ulps of {self.unit}: "
+                f"{_title(self.first)}{line}"
+            )
+        table = Table(caption=caption, caption_justify="left")
+        # Folded, not cut: a path may be longer than the terminal is wide.
         table.add_column("value", overflow="fold")
         table.add_column("shape")
         table.add_column("dtypes")
@@ -111,6 +125,7 @@ class Comparison:
             table.add_row(*_cells(row))
         if more := len(self.rows) - _MOST_ROWS:
             table.add_row(f"... {more} more", *[""] * 5) if more > 0 else None
+        # Results are apart: they have no scope, and come last in every program.
         table.add_section()
         for row in self.results[:_MOST_ROWS]:
             table.add_row(*_cells(row))
@@ -119,20 +134,6 @@ class Comparison:
             for x in self.unmatched
         ]
         return Group(table, *notes[:_MOST_ROWS], *([str(self.log_probs)] if self.log_probs else []))
-
-    def _caption(self) -> str:
-        if self.first is None:
-            return f"nothing is further apart than {self.tolerance:g} ulps of {self.unit}"
-        line = f", {self.first.line}" if self.first.line else ""
-        return (
-            f"first further apart than {self.tolerance:g} ulps of {self.unit}: "
-            f"{_title(self.first)}{line}"
-        )
-
-    def __str__(self) -> str:
-        from jaxmp._tools.inspect.tables import as_text
-
-        return as_text(self)
 
 
 def _title(row: Difference) -> str:
@@ -146,7 +147,3 @@ def _cells(row: Difference) -> list[str]:
     dtypes = row.dtypes[0] if same else " / ".join(row.dtypes)
     numbers = [f"{row.ulps:.2g}", f"{row.largest:.2g}", f"{row.relative:.1e}"]
     return [_title(row), str(list(row.shape)), dtypes, *numbers]
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -20,7 +20,7 @@ from jaxmp._program import compat
 from jaxmp._program.mesh_axes import on_automatic_axes_here, on_automatic_mesh
 from jaxmp._program.op_classes import LOGARITHMS
 from jaxmp._program.program import read
-from jaxmp._program.tracing import Static, combine, partition, trace_call
+from jaxmp._program.tracing import combine, partition, trace_call
 from jaxmp._tools.diagnostics.inputs import check_numbers
 from jaxmp._tools.diagnostics.one_by_one import OneByOne, Place, RunValue
 from jaxmp._tools.diagnostics.overflow import Overflow, OverflowOperand
@@ -40,16 +40,16 @@ def find_overflow(
 ) -> Overflow | None:
     """Finds why a step is skipped: the first operation whose result is not finite.
 
-    A skipped step says that a gradient is infinite or NaN, and by then every gradient may be. This
+    A step is skipped if a gradient is infinite or NaN, and by then every gradient may be. This
     evaluates loss and gradients once more, one operation after the other, in the dtypes that the
-    step has, and follows what is not finite back to where it began. It looks into `jit`, `scan`,
+    step has, and follows infinities and NaN back to where they began. It looks into `jit`, `scan`,
     `while`, `cond`, `checkpoint`, functions with derivatives of their own and `shard_map`. It runs
     many times slower than a step: call it when something is wrong, with the params and the batch of
     that step.
 
-    An infinity that a program uses, such as -inf for what is masked, does not count where nothing
-    that is not finite comes of it. -inf from a logarithm, from an argument or written in the
-    program is named only if nothing else was found.
+    An infinity that a program uses, such as -inf in a mask, does not count if the results are
+    finite. -inf from a logarithm, from an argument or written in the program is named only if there
+    is no other fault.
 
     Args:
       loss_fn: `loss_fn(params, *args, **kwargs)`, as given to `make_train_step` or
@@ -63,16 +63,16 @@ def find_overflow(
       **kwargs: collections, as the step passes them.
 
     Returns:
-      The operation, with its line, module, pass, what it read and what came of it; None if loss,
-      gradients, their norm and `aux` are finite.
+      The operation, with its line, module, pass, operands and the results that it reaches; None if
+      loss, gradients, their norm and `aux` are finite.
 
     Raises:
       TypeError: for arrays without numbers, as under `jit`, or as `jaxmp.value_and_grad` does.
       ValueError: if the arrays were donated, or as `jaxmp.autocast` does.
 
     >>> params, x = {"w": jnp.full((2, 2), 400.0)}, jnp.full((1, 2), 100.0)
-    >>> found = find_overflow(lambda p, x: jnp.sum(x @ p["w"]), params, x, policy="mixed_float16")
-    >>> found.operation, found.direction, found.infinite, found.operands[0].largest
+    >>> fault = find_overflow(lambda p, x: jnp.sum(x @ p["w"]), params, x, policy="mixed_float16")
+    >>> fault.operation, fault.direction, fault.infinite, fault.operands[0].largest
     ('dot_general', 'forward', 2, 100.0)
     """
     fun = loss_fn if policy is None else autocast(loss_fn, policy)
@@ -83,41 +83,37 @@ def find_overflow(
         loss, aux = out if has_aux else (out, ())
         return loss, gradients, optax.tree.norm(split_floats(gradients)[0]), aux
 
+    # The norm too: it may overflow where each gradient is finite, and the step is skipped then.
     call = ((params, *args), kwargs)
     check_numbers(call, "find_overflow")
     static, arrays = partition(call)
     traced = trace_call(evaluate, static, arrays)
+    # From `combine`, which sorts keyword arguments as the program has them.
+    (_, *batch), others = combine(static, arrays)
+    parts = [("params", params), ("batch", batch[0] if len(batch) == 1 else batch), *others.items()]
+    names = [place for name, part in parts for place in _leaves_by_name(part, name)]
+    # Other leaves, such as functions, are not arguments of the program.
+    are_arrays = zip(names, static.are_arrays, strict=True)
+    names = [name for name, is_array in are_arrays if is_array]
+    # Operations that run alone have no shardings in their types, as explicit mesh axes need.
+    operands = [on_automatic_mesh(jnp.asarray(x)) for x in arrays]
     search = _Search()
-    given = [on_automatic_mesh(jnp.asarray(x)) for x in arrays]
-    named = zip(given, _argument_names(static, arrays), strict=True)
     with on_automatic_axes_here(arrays):
-        values = [search.argument(x, name) for x, name in named]
+        values = [search.argument(x, name) for x, name in zip(operands, names, strict=True)]
         results = OneByOne(search.see, search.join).run(read(traced.closed), values)
         loss, gradients, norm, aux = combine(traced.returned, results)
-        grads, others = _named_leaves(gradients, "gradients"), _named_leaves(aux, "aux")
-        return search.first([{"loss": loss}, grads, {"norm": norm}, others], len(grads))
+        grads, auxes = _leaves_by_name(gradients, "gradients"), _leaves_by_name(aux, "aux")
+        return search.first([{"loss": loss}, grads, {"norm": norm}, auxes], len(grads))
 
 
-def _named_leaves(tree: PyTree, name: str) -> dict[str, Any]:
-    """Returns the leaves of a tree by their paths, behind a name."""
+def _leaves_by_name(tree: PyTree, name: str) -> dict[str, Any]:
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {f"{name}/{_path_text(path)}".removesuffix("/"): leaf for path, leaf in leaves}
-
-
-def _argument_names(static: Static, arrays: list[Any]) -> list[str]:
-    """Returns what to call each array among the arguments."""
-    (params, *args), kwargs = combine(static, arrays)
-    parts = [("params", params), ("batch", args[0] if len(args) == 1 else args), *kwargs.items()]
-    names = [place for name, part in parts for place in _named_leaves(part, name)]
-    return [name for name, named in zip(names, static.are_arrays, strict=True) if named]
-
-
-def _path_text(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/")
+    keystr = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
+    return {f"{name}/{keystr(path)}".removesuffix("/"): leaf for path, leaf in leaves}
 
 
 class _Level(enum.IntEnum):
-    """What in an array is not finite."""
+    """How bad an array is: the larger, the worse."""
 
     FINITE = 0
     MASKED = 1  # -inf alone, as in masks
@@ -126,7 +122,7 @@ class _Level(enum.IntEnum):
 
 
 class _Note(NamedTuple):
-    """What is known of an array, and the numbers of the events that what is not finite is from."""
+    """How bad an array is, and the numbers of the events that made it so."""
 
     level: _Level = _Level.FINITE
     events: frozenset[int] = frozenset()
@@ -136,9 +132,9 @@ class _Event(NamedTuple):
     """Something that is not finite, and began here.
 
     Attributes:
-      rank: 0 if it is a fault, larger if it may be meant: 1 for -inf of a logarithm or given as an
+      rank: 0 if it is a fault, larger if it may be on purpose: 1 for -inf of a logarithm or of an
         argument, 2 for an infinity in the program. The lowest rank is named, and of that the first.
-      report: makes the report, of the results that it reaches and the number of gradients.
+      report: makes the report, from the results that it reaches and the number of gradients.
     """
 
     rank: int
@@ -146,7 +142,7 @@ class _Event(NamedTuple):
 
 
 class _Search:
-    """Notes of each array where what is not finite in it began."""
+    """Follows infinities and NaN: each array has a note of the events in which they began."""
 
     def __init__(self) -> None:
         self._events: list[_Event] = []
@@ -154,68 +150,76 @@ class _Search:
 
     def argument(self, array: Any, name: str) -> RunValue:
         """Returns an argument of the program."""
+        # A param that is not finite is a fault of an earlier step: its name is the answer.
         level = _level(array)
         if not level:
             return RunValue(array, _Note())
         report = functools.partial(_report, "argument", name, "", "", (), (), _result_of(array))
-        return RunValue(array, _Note(level, self._new(level is _Level.MASKED, report)))
+        return RunValue(array, _Note(level, self._new_event(level is _Level.MASKED, report)))
 
     def see(self, place: Place, operands: list[RunValue], results: list[Any]) -> list[_Note]:
-        """Returns what is known of the results of an operation."""
-        written = [each for each in operands if compat.is_ref(each.array)]
-        made = [*results, *(each.array for each in written)]
-        levels = list(map(_level, made))
-        notes = [_Note()] * len(made)
+        """Returns the notes of the results of an operation."""
+        # An operation may write to arrays: what it leaves in them is a result, too.
+        refs = [operand for operand in operands if compat.is_ref(operand.array)]
+        arrays = [*results, *(ref.array for ref in refs)]
+        levels = list(map(_level, arrays))
+        notes = [_Note()] * len(arrays)
         if any(levels):
-            known = [self._known(operand, place) for operand in operands]
-            events = frozenset().union(*(note.events for note in known if note.level))
-            before = max((note.level for note in known), default=_Level.FINITE)
+            sources = [self._note_of(operand, place) for operand in operands]
+            events = frozenset().union(*(note.events for note in sources if note.level))
+            before = max((note.level for note in sources), default=_Level.FINITE)
+            # A worse result than all operands is an event of its own. With operands that are not
+            # finite it may only hand these on: -inf squared is inf. It began here if numbers are
+            # bad elsewhere than theirs, or if NaN came of masks, as from -inf - -inf.
             if max(levels) > before and (
                 not before
                 or (before is _Level.MASKED and max(levels) is _Level.NAN)
-                or _is_beside(made, operands)
+                or _breaks_other_places(arrays, operands)
             ):
-                worst = made[levels.index(max(levels))]
-                meant = max(levels) is _Level.MASKED and place.site.name in LOGARITHMS
-                events |= self._new(meant, self._report_at(place.site.name, place, operands, worst))
+                worst = arrays[levels.index(max(levels))]
+                # -inf as the logarithm of zero, which an exponential may take back.
+                on_purpose = max(levels) is _Level.MASKED and place.site.name in LOGARITHMS
+                report = self._report_at(place.site.name, place, operands, worst)
+                events |= self._new_event(on_purpose, report)
             notes = [_Note(level, events if level else frozenset()) for level in levels]
-        for each, note in zip(written, notes[len(results) :], strict=True):
-            each.note = note
+        for ref, note in zip(refs, notes[len(results) :], strict=True):
+            ref.note = note
         return notes[: len(results)]
 
     def join(self, array: Any, notes: list[_Note | None]) -> _Note | None:
-        """Returns what is known of an array from what is known of its parts, or of its whole."""
-        known = [note for note in notes if note is not None]
-        if not known:  # constants, which are looked at where they are read
+        """Returns the note of an array from the notes of its parts, or of its whole."""
+        sources = [note for note in notes if note is not None]
+        if not sources:  # constants, which are looked at where they are read
             return None
-        events = frozenset().union(*(note.events for note in known))
+        events = frozenset().union(*(note.events for note in sources))
         return _Note(level, events) if (level := _level(array)) else _Note()
 
     def first(self, groups: list[dict[str, Any]], gradients: int) -> Overflow | None:
         """Returns the first operation from which a result is not finite; None if all are.
 
-        Results are grouped, and have names. What breaks a result of an earlier group comes first:
-        of the loss, of the gradients (which are so many), of their norm.
+        Results are grouped, and have names: loss, gradients, their norm, and `aux`.
         """
+        # What breaks an earlier group comes first: an `aux` that is not finite hides nothing.
         broken = []
         for group in groups:
             values = {name: x for name, x in group.items() if isinstance(x, RunValue)}
-            notes = {name: self._known(value, None) for name, value in values.items()}
+            notes = {name: self._note_of(value, None) for name, value in values.items()}
             broken.append({name: note for name, note in notes.items() if note.level})
         if not any(broken):
             return None
+        # By rank first: a mask of -inf is written before the overflow of most programs.
         bad = next(group for group in broken if group)
         events = frozenset().union(*(note.events for note in bad.values()))
         begin = min(events, key=lambda number: (self._events[number].rank, number))
         _, grads, norm, _ = broken
         if grads:
-            norm.clear()  # it says nothing new
-        everything = [pair for group in broken for pair in group.items()]
-        reached = tuple(name for name, note in everything if begin in note.events)
+            norm.clear()  # it follows from the gradients
+        pairs = [pair for group in broken for pair in group.items()]
+        reached = tuple(name for name, note in pairs if begin in note.events)
         return self._events[begin].report(reached, gradients)
 
-    def _known(self, value: RunValue, place: Place | None) -> _Note:
-        """Returns what is known of a value; a constant of the program is looked at here."""
+    def _note_of(self, value: RunValue, place: Place | None) -> _Note:
+        """Returns the note of a value; a constant of the program gets one where it is read."""
         note: _Note | None = value.note
         if note is not None:
             return note
@@ -223,9 +227,10 @@ class _Search:
         if not level:
             return _Note()
         report = self._report_at("constant", place, [], value.array)
-        return _Note(level, self._new(0 if level is _Level.NAN else 2, report))
+        # Programs write infinities on purpose, as masks and as starts of a maximum. NaN is a fault.
+        return _Note(level, self._new_event(0 if level is _Level.NAN else 2, report))
 
-    def _new(self, rank: int, report: Any) -> frozenset[int]:
+    def _new_event(self, rank: int, report: Any) -> frozenset[int]:
         self._events.append(_Event(int(rank), report))
         return frozenset([len(self._events) - 1])
 
@@ -235,8 +240,9 @@ class _Search:
         if place is None:
             return functools.partial(_report, name, UNKNOWN, "", "", (), (), _result_of(worst))
         scopes = scopes_of(place.site)
+        # In a `shard_map` of the first device on which it is not finite.
         device = int(np.argwhere(~np.isfinite(_as_numpy(worst)))[0][0]) if place.mapped else None
-        read = [each.array for each in operands if is_inexact(each.array)]
+        arrays = [operand.array for operand in operands if is_inexact(operand.array)]
         return functools.partial(
             _report,
             name,
@@ -244,14 +250,13 @@ class _Search:
             module_path(scopes),
             direction(scopes),
             place.turns,
-            tuple(_operand_of(array if device is None else array[device]) for array in read),
+            tuple(_operand_of(array if device is None else array[device]) for array in arrays),
             _result_of(worst if device is None else worst[device]),
         )
 
 
 class _Result(NamedTuple):
-    """The result of an operation: its dtype and shape, and what in it is not finite."""
-
+    # Numbers, not the array: many events are never reported, and arrays would stay in memory.
     dtype: str
     shape: tuple[int, ...]
     infinite: int
@@ -280,10 +285,11 @@ def _level(array: Any) -> _Level:
 
 
 def _contents(array: Any) -> Any:
-    """Returns an array, or what a mutable reference to one holds."""
+    # A mutable array (jax.new_ref) is read where it is: its value changes as the program runs.
     return array[...] if compat.is_ref(array) else array
 
 
+# Compiled, so that one number comes from the device for each array, not four.
 @jax.jit
 def _level_of(x: Any) -> Any:
     infinite = jnp.isinf(x) if jnp.iscomplexobj(x) else jnp.isposinf(x)
@@ -291,26 +297,27 @@ def _level_of(x: Any) -> Any:
     return jnp.where(jnp.any(jnp.isnan(x)), 3, level)
 
 
-def _is_beside(results: list[Any], operands: list[RunValue]) -> bool:
-    """Whether results are not finite where operands are: in other places, not with another sign."""
-    read = [_as_numpy(each.array) for each in operands if is_inexact(each.array)]
-    broken = [~np.isfinite(x) for x in read if not np.isfinite(x).all()]
+def _breaks_other_places(results: list[Any], operands: list[RunValue]) -> bool:
+    """Whether a result is not finite in places where all operands are."""
+    numbers = [_as_numpy(operand.array) for operand in operands if is_inexact(operand.array)]
+    masks = [~np.isfinite(x) for x in numbers if not np.isfinite(x).all()]
     for result in filter(is_inexact, results):
         bad = ~np.isfinite(_as_numpy(result))
-        same = [np.broadcast_to(x, bad.shape) for x in broken if _broadcasts(x.shape, bad.shape)]
-        if len(same) == len(broken) and (bad & ~np.any(same, axis=0)).any():
+        # An operation that moves numbers, such as a product or a transpose, has no same places.
+        if not all(
+            mask.ndim == bad.ndim
+            and all(n in (1, m) for n, m in zip(mask.shape, bad.shape, strict=True))
+            for mask in masks
+        ):
+            continue
+        same = [np.broadcast_to(mask, bad.shape) for mask in masks]
+        if (bad & ~np.any(same, axis=0)).any():
             return True
     return False
 
 
-def _broadcasts(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
-    return len(shape) == len(target) and all(
-        n in (1, m) for n, m in zip(shape, target, strict=True)
-    )
-
-
 def _as_numpy(array: Any) -> Any:
-    """Returns numbers of any dtype as NumPy computes with them."""
+    # NumPy has no functions for bfloat16 and float8.
     return np.asarray(_contents(array)).astype(
         np.complex128 if jnp.iscomplexobj(array) else np.float64
     )

@@ -1,4 +1,4 @@
-"""Draws histograms of magnitudes, and where the range of a format begins and ends."""
+"""Draws histograms of magnitudes, and the ends of the range of a format."""
 
 import math
 import os
@@ -9,7 +9,7 @@ from jaxtyping import PyTree
 
 from jaxmp._numerics.dtypes import parse_dtype
 from jaxmp._numerics.histograms import FINITE, LOWER_EDGES, Histograms, histograms
-from jaxmp._tools.diagnostics.counted import fetched
+from jaxmp._tools.diagnostics.histogram_counts import fetch_counts
 from jaxmp._tools.diagnostics.inputs import check_numbers
 from jaxmp._tools.diagnostics.underflow_report import UnderflowReport, limits_of, underflow_report
 
@@ -25,16 +25,17 @@ def plot_histograms(
     loss_scale: Any = 1.0,
     most: int = 40,
 ) -> Any:
-    """Draws the magnitudes of each array over powers of two, and what a format loses of them.
+    """Draws the magnitudes of each array over powers of two, and the losses of a format.
 
-    Each array is a row; the darker, the more of its numbers have this magnitude. What is left of
-    the range of the format at the scale becomes zero or subnormal, what is right of it overflows.
+    Each array is a row; the darker, the more of its numbers have this magnitude. Numbers to the
+    left of the range of the format at the scale become zero or subnormal, those to the right
+    overflow.
 
     Args:
       tree: gradients or other arrays; or `Histograms` of them, such as `metrics["histograms"]`.
       path: where to write the picture, by its suffix as PNG, SVG or PDF. None writes no file.
       dtype: the format whose range is drawn.
-      loss_scale: what the numbers are multiplied by: a number, or `state.loss_scale`.
+      loss_scale: the factor of the numbers: a number, or `state.loss_scale`.
       most: how many rows to draw: those that lose most.
 
     Returns:
@@ -49,32 +50,30 @@ def plot_histograms(
     'float16 at scale 2**10'
     """
     check_numbers(tree, "plot_histograms")
-    found = tree if isinstance(tree, Histograms) else histograms(tree)
-    report = underflow_report(found, dtype=dtype, loss_scale=loss_scale)
-    counts, largest = fetched(found)
-    rows = [i for i in _chosen(found.names, report, most) if largest[i] > 0]
+    tree = tree if isinstance(tree, Histograms) else histograms(tree)
+    report = underflow_report(tree, dtype=dtype, loss_scale=loss_scale)
+    counts, largest = fetch_counts(tree)
+    # Those that lose most, in the order of the tree: neighbors are layers.
+    worst = {row.name for row in report.rows[:most]}
+    rows = [i for i, name in enumerate(tree.names) if name in worst and largest[i] > 0]
     if not rows:
         raise ValueError("there is nothing to draw: no array has a number that is not zero")
+    # Shares of an array: a bias of 64 numbers would be white next to a weight.
     shares = counts[rows][:, FINITE]
     shares = shares / shares.sum(1, keepdims=True)
-    figure = _drawn([found.names[i] for i in rows], shares, report)
+    figure = _figure([tree.names[i] for i in rows], shares, report)
     if path is not None:
         figure.savefig(path, dpi=160)
     return figure
 
 
-def _chosen(names: tuple[str, ...], report: UnderflowReport, most: int) -> list[int]:
-    """Returns the places of the arrays that lose most, in the order of the tree."""
-    worst = {row.name for row in report.rows[:most]}
-    return [i for i, name in enumerate(names) if name in worst]
-
-
-def _drawn(names: list[str], shares: Any, report: UnderflowReport) -> Any:
-    figure, axes = _figure(len(names))
+def _figure(names: list[str], shares: Any, report: UnderflowReport) -> Any:
+    figure, axes = _empty_figure(len(names))
     edges = np.append(np.log2(LOWER_EDGES), 128.0)
     filled = np.flatnonzero(shares.any(0))
     limits = limits_of(parse_dtype(report.dtype))
-    marks = [math.log2(x / report.scale) for x in (limits.kept, limits.normal, limits.ends)]
+    marks = [math.log2(x / report.scale) for x in (limits.smallest, limits.normal, limits.ends)]
+    # A margin of two powers of two on both sides.
     first, last = edges[filled[0]] - 2, edges[filled[-1] + 1] + 2
     # The ends of the range are shown if they are near.
     near = [x for x in marks if first - 12 < x < last + 12]
@@ -86,23 +85,23 @@ def _drawn(names: list[str], shares: Any, report: UnderflowReport) -> Any:
         np.arange(len(names) + 1) - 0.5,
         np.ma.masked_equal(shares, 0),
         cmap="Blues",
-        vmin=-0.2 * shares.max(),  # the few are seen too
+        vmin=-0.2 * shares.max(),  # so that small shares are not white
         vmax=shares.max(),
         zorder=2,
     )
-    _zones(axes, [first, *marks, last])
+    _tint_zones(axes, [first, *marks, last])
     axes.set_yticks(range(len(names)), names, color=_INK)
     axes.set_xlabel("magnitude, as a power of two", color=_INK)
-    by = {row.name: row for row in report.rows}
+    rows = {row.name: row for row in report.rows}
     for place, name in enumerate(names):
-        lost = 100 * (by[name].flushed + by[name].overflow)
+        percent = 100 * (rows[name].flushed + rows[name].overflow)
         axes.annotate(
-            f"{lost:.1f} %",
+            f"{percent:.1f} %",
             (1.01, place),
             xycoords=("axes fraction", "data"),
             va="center",
             fontsize=8,
-            color=_INK if lost >= 0.05 else _MUTED,
+            color=_INK if percent >= 0.05 else _MUTED,  # what is printed as 0.0 % is gray
             annotation_clip=False,
         )
     times = f" at scale 2**{math.log2(report.scale):g}" if report.scale != 1 else ""
@@ -119,7 +118,8 @@ def _drawn(names: list[str], shares: Any, report: UnderflowReport) -> Any:
     return figure
 
 
-def _figure(rows: int) -> tuple[Any, Any]:
+def _empty_figure(rows: int) -> tuple[Any, Any]:
+    # Not a dependency of the package: training needs no pictures.
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -135,10 +135,10 @@ def _figure(rows: int) -> tuple[Any, Any]:
     return figure, axes
 
 
-def _zones(axes: Any, bounds: list[float]) -> None:
-    """Tints what is lost: below the first mark, below the second, and above the third."""
-    first, kept, normal, ends, last = bounds
-    spans = [(first, kept), (kept, normal), (ends, last)]
+def _tint_zones(axes: Any, bounds: list[float]) -> None:
+    """Tints the losses: below the first mark, below the second, and above the third."""
+    first, smallest, normal, ends, last = bounds
+    spans = [(first, smallest), (smallest, normal), (ends, last)]
     for (begin, end), (name, color) in zip(spans, _ZONES.items(), strict=True):
         begin, end = max(begin, first), min(end, last)
         if begin >= end:

@@ -1,4 +1,4 @@
-"""What the tools that look at numbers may be given."""
+"""Checks the arguments of the tools that look at numbers."""
 
 import math
 from typing import Any
@@ -14,8 +14,8 @@ def check_numbers(tree: PyTree, tool: str) -> None:
     """Raises unless the arrays of a tree hold numbers.
 
     Args:
-      tree: any tree; leaves that are no arrays are left alone.
-      tool: the name of the function that looks at them.
+      tree: any tree; leaves that are not arrays pass.
+      tool: the name of the function, for the message.
 
     Raises:
       TypeError: under `jit`, and for shapes without numbers.
@@ -27,6 +27,7 @@ def check_numbers(tree: PyTree, tool: str) -> None:
     TypeError: compare looks at numbers, and ShapeDtypeStruct(shape=(2,), dtype=float32) has none: \
 give it arrays, and not what jax.eval_shape returns
     """
+    # Without this the errors come from deep inside of NumPy or JAX, and name no cause.
     for x in jax.tree.leaves(tree):
         if compat.is_traced(x):
             raise TypeError(
@@ -53,6 +54,7 @@ def number_of_scale(loss_scale: Any) -> float:
       ValueError: if it is not positive, or not finite.
     """
     try:
+        # A state of several steps, as from a scan, has several scales.
         scale = float(np.max(getattr(loss_scale, "scale", loss_scale)))
     except (TypeError, ValueError):
         raise TypeError(

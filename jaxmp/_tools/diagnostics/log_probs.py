@@ -1,4 +1,4 @@
-"""How far the log-probabilities of two programs are apart, as in reinforcement learning."""
+"""Compares the log-probabilities of two programs, as in reinforcement learning."""
 
 import dataclasses
 from typing import Any
@@ -76,23 +76,26 @@ def log_prob_gap(
     (0.5, 0.5, -0.5)
     """
     check_numbers((trainer, sampler, mask), "log_prob_gap")
+    # In float64: the gap of two programs in float32 is of the size of their roundings.
     ours, theirs = (
         _log_probabilities(x, name) for x, name in ((trainer, "trainer"), (sampler, "sampler"))
     )
-    counted = np.ones(ours.shape, bool) if mask is None else np.asarray(mask, bool)
-    if not ours.shape == theirs.shape == counted.shape:
+    mask = np.ones(ours.shape, bool) if mask is None else np.asarray(mask, bool)
+    if not ours.shape == theirs.shape == mask.shape:
         raise ValueError(
             "trainer, sampler and mask must have one shape, a number for each token; got "
-            f"{ours.shape}, {theirs.shape} and {counted.shape}"
+            f"{ours.shape}, {theirs.shape} and {mask.shape}"
         )
     low, high = band
     if not 0 <= low <= 1 <= high:
         raise ValueError(f"band must hold 1, the ratio of equal probabilities, got {band!r}")
-    if not counted.any():
+    if not mask.any():
         raise ValueError("no token to compare: the mask is false everywhere, or there are none")
-    log_ratio = (ours - theirs)[counted]
-    with np.errstate(over="ignore"):  # probabilities may be apart by more than float64 holds
-        ratio, more = np.exp(log_ratio), np.expm1(log_ratio)
+    log_ratio = (ours - theirs)[mask]
+    # Probabilities may be apart by more than float64 holds.
+    with np.errstate(over="ignore"):
+        # `ratio - 1` would cancel for ratios near one, and k3 is of the size of that error.
+        ratio, ratio_minus_1 = np.exp(log_ratio), np.expm1(log_ratio)
     size = np.abs(log_ratio)
     return LogProbGap(
         float(size.mean()),
@@ -101,18 +104,21 @@ def log_prob_gap(
         float(np.mean((ratio < low) | (ratio > high))),
         (float(low), float(high)),
         float(-log_ratio.mean()),
-        float(np.mean(more - log_ratio)),
+        float(np.mean(ratio_minus_1 - log_ratio)),
         int(log_ratio.size),
     )
 
 
 def _log_probabilities(values: Any, name: str) -> Any:
-    found = np.asarray(values).astype(np.float64)
-    if not np.isfinite(found).all():
+    numbers = np.asarray(values).astype(np.float64)
+    if not np.isfinite(numbers).all():
         raise ValueError(
             f"{name} has log-probabilities that are not finite. Leave padding out by mask, after "
             "jnp.where(mask, values, 0)"
         )
-    if (found > 1e-3).any():
-        raise ValueError(f"{name} has values up to {found.max():g}: log-probabilities are not > 0")
-    return found
+    # A log-softmax in 16 bits may round to just above zero.
+    if (numbers > 1e-3).any():
+        raise ValueError(
+            f"{name} has values up to {numbers.max():g}: log-probabilities are not > 0"
+        )
+    return numbers

@@ -1,8 +1,8 @@
 """Runs a program one operation after the other, so that every value can be looked at.
 
 A compiled program hides its values: they are fused, wider than they are written, or gone. Here each
-operation runs alone, in the dtypes of the program. Loops turn in Python, and of a branch the one
-that is taken runs. A `shard_map` runs too: each local value is one array with an axis of devices.
+operation runs alone, in the dtypes of the program. Loops turn in Python, and of a conditional only
+one branch runs. A `shard_map` runs too: each local value is one array with an axis of devices.
 """
 
 import contextlib
@@ -40,11 +40,12 @@ class Place(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class RunValue:
-    """An array of a running program, and what is known of it.
+    """An array of a running program, and its note.
 
     Attributes:
       array: the array. In a `shard_map`, local arrays one behind the other, along a first axis.
-      note: what the watcher said when it was made, or the notes of what it was made of.
+      note: from the watcher; or, of an array that a loop stacks or slices, from `join`. None for a
+        constant of the program.
     """
 
     array: Any
@@ -54,7 +55,7 @@ class RunValue:
 # Called with the place of each operation, its operands and its results; returns the notes of the
 # results.
 Watcher = Callable[[Place, list[RunValue], list[Any]], list[Any]]
-# Returns the note of an array from those of its parts, or from that of the array it is a part of.
+# Returns the note of an array from those of its parts, or from that of the whole.
 Join = Callable[[Any, list[Any]], Any]
 
 
@@ -63,30 +64,32 @@ class OneByOne(Rerun):
 
     Args:
       watch: sees each operation that contains no program.
-      of_parts: returns the note of an array that a loop stacks, from those of its parts, and of
-        what it slices, from that of the whole.
+      join: returns the note of an array that a loop stacks, from those of its parts, and of an
+        array that it slices, from that of the whole.
     """
 
+    # Frees values after their last use: whole models run like this, and a chain of operations
+    # needs no more memory at its end than at its start.
     forgets = True
 
-    def __init__(self, watch: Watcher, of_parts: Join) -> None:
+    def __init__(self, watch: Watcher, join: Join) -> None:
         super().__init__()
-        self._watch, self._of_parts = watch, of_parts
+        self._watch, self._join = watch, join
         self._turns: tuple[int, ...] = ()
         self._over: Devices | None = None
 
     def constant(self, value: Any) -> RunValue:
         # Constants may have been made on explicit axes, outside of the program.
-        return RunValue(self._laid(on_automatic_mesh(value)), None)
+        return RunValue(self._on_devices(on_automatic_mesh(value)), None)
 
     def where(self, op: Op) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()  # what looks at values is in no program
+        return contextlib.nullcontext()  # the watcher's own operations are in no program
 
     def whole(self, site: Site, operands: list[Any]) -> list[Any]:
         equation, over = site.equation, self._over
         if site.name in LAYINGS:
             return operands[: len(site.outputs)]
-        arrays = [each.array for each in operands]
+        arrays = [operand.array for operand in operands]
         # The mesh of an operation in a `shard_map` is that of its own mapping here.
         with compat.where(equation, site.stack, None, mesh=over is None):
             results = over.bind(equation, arrays) if over else compat.bind(equation, arrays)
@@ -98,58 +101,59 @@ class OneByOne(Rerun):
         first, stop = wiring.carry.start, wiring.carry.stop
         carry, rows = operands[first:stop], {}
         turns = range(wiring.known_turns)
+        axis = 1 if self._over else 0  # behind that of devices
         for turn in reversed(turns) if wiring.reverse else turns:
-            slices = [self._slice(operands[i], turn) for i in wiring.slices]
-            arguments = [*operands[:first], *carry, *slices]
+            arguments = [*operands[:first], *carry]
+            for whole in (operands[i] for i in wiring.slices):
+                array = jax.lax.index_in_dim(whole.array, turn, axis, keepdims=False)
+                arguments.append(RunValue(array, self._join(array, [whole.note])))
             results = self.but(_turns=(*self._turns, turn)).inside(site, body, arguments)
             carry, rows[turn] = results[: len(carry)], results[len(carry) :]
         outs = site.out_avals[len(carry) :]
         columns = zip(*(rows[turn] for turn in turns), strict=True) if rows else [()] * len(outs)
-        return [*carry, *map(self._stacked, columns, outs)]
+        return [*carry, *map(self._stack, columns, outs)]
 
-    def _slice(self, value: RunValue, turn: int) -> RunValue:
-        array = jax.lax.index_in_dim(value.array, turn, self._axis, keepdims=False)
-        return RunValue(array, self._of_parts(array, [value.note]))
-
-    def _stacked(self, column: Sequence[RunValue], aval: Any) -> RunValue:
-        """Stacks what the turns of a loop returned, in the type that it has."""
-        if not column:
-            return RunValue(self._laid(jnp.zeros(aval.shape, aval.dtype)), None)
-        array = jnp.stack([value.array for value in column], self._axis)
-        return RunValue(array, self._of_parts(array, [value.note for value in column]))
+    def _stack(self, column: Sequence[RunValue], aval: Any) -> RunValue:
+        if not column:  # a scan of length 0
+            return RunValue(self._on_devices(jnp.zeros(aval.shape, aval.dtype)), None)
+        array = jnp.stack([value.array for value in column], 1 if self._over else 0)
+        return RunValue(array, self._join(array, [value.note for value in column]))
 
     def while_loop(self, site: Site, operands: list[Any]) -> list[Any]:
         test, body = compat.bodies_of(site.equation)
         of_test, of_body = site.wiring.arguments
         first, values = site.wiring.carry.start, list(operands)
+        # Devices, and the elements of a `vmap`, end at different turns: it turns until all have.
         for turn in itertools.count():
             rules = self.but(_turns=(*self._turns, turn))
             (go_on,) = rules.inside(site, test, [values[i] for i in of_test])
             if not jnp.any(go_on.array):
                 break
             results = rules.inside(site, body, [values[i] for i in of_body])
-            chosen = functools.partial(self._where, go_on.array)
-            values[first:] = map(chosen, results, values[first:])
+            choose = functools.partial(self._choose, go_on.array)
+            values[first:] = map(choose, results, values[first:])
         return values[first:]
 
-    def _where(self, flags: Any, new: RunValue, old: RunValue) -> RunValue:
-        """Returns a carry in which devices, or the elements of a `vmap`, keep it once done."""
+    def _choose(self, flags: Any, new: RunValue, old: RunValue) -> RunValue:
         if jnp.all(flags):
             return new
+        # Those that have ended keep their carry: it may overflow if it turned on.
         flags = jnp.expand_dims(flags, range(flags.ndim, new.array.ndim))
         array = jnp.where(flags, new.array, old.array)
-        return RunValue(array, self._of_parts(array, [new.note, old.note]))
+        return RunValue(array, self._join(array, [new.note, old.note]))
 
     def cond(self, site: Site, operands: list[Any]) -> list[Any]:
         branches = compat.bodies_of(site.equation)
         index, *arguments = operands
         first = jnp.ravel(index.array)[0]
-        if jnp.any(index.array != first):  # devices take different branches: it runs as a whole
+        # Devices take different branches: it runs as a whole.
+        if jnp.any(index.array != first):
             return self.whole(site, operands)
-        chosen = int(jnp.clip(first, 0, len(branches) - 1))
+        chosen = int(jnp.clip(first, 0, len(branches) - 1))  # as lax.switch does
         return self.inside(site, branches[chosen], arguments)
 
     def shard_map(self, site: Site, operands: list[Any]) -> list[Any]:
+        # One inside of another: local arrays have one axis of devices, and not two.
         if self._over is not None:
             return self.whole(site, operands)
         (body,) = compat.bodies_of(site.equation)
@@ -160,17 +164,11 @@ class OneByOne(Rerun):
         ]
         results = self.but(_over=over).inside(site, body, local)
         return [
-            RunValue(over.joined(x.array, spec), x.note)
+            RunValue(over.join(x.array, spec), x.note)
             for x, spec in zip(results, site.params["out_specs"], strict=True)
         ]
 
-    @property
-    def _axis(self) -> int:
-        """The first axis of a value in the program."""
-        return 1 if self._over else 0
-
-    def _laid(self, value: Any) -> Any:
-        """Returns a constant as each device has it."""
+    def _on_devices(self, value: Any) -> Any:
         return self._over.split(value, jax.P()) if self._over else value
 
 
@@ -191,7 +189,7 @@ class Devices:
         """Returns the local arrays of an argument."""
         return self._mapped(lambda x: x[None], (spec,), self._all)(array)
 
-    def joined(self, array: Any, spec: Any) -> Any:
+    def join(self, array: Any, spec: Any) -> Any:
         """Returns the array that local results are parts of."""
         return self._mapped(lambda x: x[0], (self._all,), spec)(array)
 

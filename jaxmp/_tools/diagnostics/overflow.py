@@ -1,4 +1,4 @@
-"""What is said of an operation whose value left the range of its dtype."""
+"""The report on an operation whose value left the range of its dtype."""
 
 import dataclasses
 import math
@@ -11,7 +11,7 @@ Pass = Literal["forward", "backward", "recomputed", ""]
 
 @dataclasses.dataclass(frozen=True)
 class OverflowOperand:
-    """What an operation read.
+    """An operand of an operation.
 
     Attributes:
       dtype: its dtype.
@@ -64,16 +64,19 @@ class Overflow:
     gradients: int
 
     def __str__(self) -> str:
+        # A line for each fact: the numbers, their place, the operands, and the results they reach.
         size = math.prod(self.shape)
         bad = [f"{n:,} {word}" for n, word in ((self.infinite, "infinite"), (self.nan, "NaN")) if n]
-        what = f"{' and '.join(bad)} of {size:,} numbers in {self.dtype}"
+        share = f"{' and '.join(bad)} of {size:,} numbers in {self.dtype}"
         grads = [name for name in self.reaches if name.startswith("gradients")]
         others = [name for name in self.reaches if name not in grads]
-        reached = ["the norm of all gradients" if name == "norm" else name for name in others]
+        results = ["the norm of all gradients" if name == "norm" else name for name in others]
+        # A model has hundreds of gradients, and an overflow in the loss reaches all of them.
         if grads:
             names = first_few([name.removeprefix("gradients/") for name in grads])
-            reached.append(f"{len(grads)} of {self.gradients} gradients ({names})")
-        first = f"{what}, first at {self.index}"
+            results.append(f"{len(grads)} of {self.gradients} gradients ({names})")
+        # One place is enough to print the number, or to find the example of the batch.
+        first = f"{share}, first at {self.index}"
         where = [self.line, self.path and f"in {self.path}", self.direction]
         where += [f"turn {', '.join(map(str, self.turns))} of its loop"] * bool(self.turns)
         at = f"at: {', '.join(part for part in where if part)}"
@@ -83,8 +86,8 @@ class Overflow:
             lines = [f"a constant of the program holds {first}", f"read {at}"]
         else:
             read = (
-                f"from: {each.dtype}{list(each.shape)} of {each.smallest:.3g} to {each.largest:.3g}"
-                for each in self.operands
+                f"from: {x.dtype}{list(x.shape)} of {x.smallest:.3g} to {x.largest:.3g}"
+                for x in self.operands
             )
             lines = [f"{self.operation} gives {first}", at, *read]
-        return "\n  ".join([*lines, f"then not finite: {', '.join(reached)}"])
+        return "\n  ".join([*lines, f"then not finite: {', '.join(results)}"])

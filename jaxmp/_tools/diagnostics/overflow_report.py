@@ -12,6 +12,7 @@ from jaxtyping import PyTree
 from jaxmp._numerics.dtypes import is_inexact, parse_dtype
 from jaxmp._numerics.tree import count_nonfinite, leaf_names, widen
 from jaxmp._tools.diagnostics.inputs import check_numbers, number_of_scale
+from jaxmp._tools.inspect.table_report import TableReport
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,13 +40,13 @@ class LeafRange:
 
 
 @dataclasses.dataclass(frozen=True)
-class OverflowReport:
+class OverflowReport(TableReport):
     """The ranges of all arrays of a tree, those with the least headroom first. Prints as a table.
 
     Attributes:
       rows: one for each array of floats.
       dtype: the format that the headroom is measured in; `""` if it is that of each array.
-      scale: what the numbers are multiplied by before.
+      scale: the factor of the numbers.
     """
 
     rows: tuple[LeafRange, ...]
@@ -74,11 +75,6 @@ class OverflowReport:
             table.add_row(Text(row.name), row.dtype, *counts, f"{row.largest:.3g}", room)
         return table
 
-    def __str__(self) -> str:
-        from jaxmp._tools.inspect.tables import as_text
-
-        return as_text(self)
-
 
 def overflow_report(tree: PyTree, *, dtype: Any = None, loss_scale: Any = 1.0) -> OverflowReport:
     """Reports which arrays are not finite, and how near the others are to an overflow.
@@ -90,42 +86,45 @@ def overflow_report(tree: PyTree, *, dtype: Any = None, loss_scale: Any = 1.0) -
       tree: gradients, params, or any tree of arrays. Leaves that are not floats are left out.
       dtype: the format to measure headroom in, for gradients that were unscaled to float32:
         `"float16"`. By default the dtype of each array.
-      loss_scale: what the numbers were, or will be, multiplied by: a number, or `state.loss_scale`.
+      loss_scale: the factor that the numbers had, or will have: a number, or `state.loss_scale`.
 
     Returns:
       The report. It waits for the device.
 
     Raises:
       ValueError: for an unknown dtype, or a scale that is not positive.
-      TypeError: for arrays without numbers, as under `jit`, or a scale that is no number.
+      TypeError: for arrays without numbers, as under `jit`, or a scale that is not a number.
 
     >>> grads = {"w": jnp.array([3.0, -1.0]), "b": jnp.array([jnp.inf, 1e-3])}
     >>> report = overflow_report(grads, dtype="float16", loss_scale=2.0**10)
     >>> [(row.name, row.infinite, row.largest, round(row.headroom, 1)) for row in report.rows]
     [('b', 1, 0.0010000000474974513, 16.0), ('w', 0, 3.0, 4.4)]
     """
-    chosen = None if dtype is None else parse_dtype(dtype)
+    format_dtype = None if dtype is None else parse_dtype(dtype)
     scale = number_of_scale(loss_scale)
     check_numbers(tree, "overflow_report")
-    named = dict(zip(leaf_names(tree), jax.tree.leaves(tree), strict=True))
-    floats = {name: jnp.asarray(x) for name, x in named.items() if is_inexact(x)}
+    leaves = zip(leaf_names(tree), jax.tree.leaves(tree), strict=True)
+    floats = {name: jnp.asarray(x) for name, x in leaves if is_inexact(x)}
+    # One transfer for all arrays: each waits for the device.
     bad, nan, largest = jax.device_get(_ranges(list(floats.values())))
     rows = []
     for (name, x), not_finite, is_nan, most in zip(floats.items(), bad, nan, largest, strict=True):
-        limit = float(jnp.finfo(chosen or x.dtype).max)
+        limit = float(jnp.finfo(format_dtype or x.dtype).max)
         most, room = float(most), math.inf
         if most > 0:
+            # A sum of logarithms: the product of number and scale may overflow float64.
             room = math.log2(limit) - math.log2(most) - math.log2(scale)
         infinite = int(not_finite) - int(is_nan)
         rows.append(LeafRange(name, x.dtype.name, x.size, infinite, int(is_nan), most, room))
+    # Arrays that are not finite first, then by the room that is left.
     rows.sort(key=lambda row: (not (row.infinite or row.nan), row.headroom))
-    return OverflowReport(tuple(rows), "" if chosen is None else chosen.name, scale)
+    return OverflowReport(tuple(rows), "" if format_dtype is None else format_dtype.name, scale)
 
 
 @jax.jit
 def _ranges(floats: list[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
     """Returns of each array how many numbers are not finite, how many NaN, and the largest."""
-    wide = [jnp.abs(widen(x)) for x in floats]  # of a complex infinity with NaN, infinity
-    nan = [jnp.sum(jnp.isnan(x), dtype=jnp.uint32) for x in wide]
-    largest = [jnp.max(jnp.where(jnp.isfinite(x), x, 0), initial=0) for x in wide]
+    sizes = [jnp.abs(widen(x)) for x in floats]  # of a complex infinity with NaN, infinity
+    nan = [jnp.sum(jnp.isnan(x), dtype=jnp.uint32) for x in sizes]
+    largest = [jnp.max(jnp.where(jnp.isfinite(x), x, 0), initial=0) for x in sizes]
     return count_nonfinite(floats), nan, largest

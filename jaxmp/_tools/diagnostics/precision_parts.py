@@ -6,7 +6,7 @@ from typing import Any
 
 from jax.extend import core
 
-from jaxmp._autocast.regions import Region, Regions, region_of
+from jaxmp._autocast.regions import Regions, region_of
 from jaxmp._numerics.dtypes import is_inexact, is_narrow
 from jaxmp._numerics.user_warnings import first_few, warn
 from jaxmp._policies.patterns import check_pattern, is_about_paths, matches, pattern_text
@@ -15,7 +15,7 @@ from jaxmp._policies.policy_rules import PolicyRules
 from jaxmp._policies.presets import family_left_out
 from jaxmp._program.op_classes import CASTS, CONTRACTIONS, IDENTITIES, WIDENED
 from jaxmp._program.scopes import names_in
-from jaxmp._tools.inspect.equations import Site, all_sites, walk
+from jaxmp._tools.inspect.equations import all_sites, walk
 from jaxmp._tools.inspect.lines import scopes_of
 
 OUTSIDE = "(outside of all scopes)"
@@ -34,8 +34,7 @@ class PrecisionPart:
 
     Attributes:
       name: the path of a scope, or the pattern that the user gave.
-      pattern: the pattern of its rule; None for what is outside of all scopes, which follows the
-        default.
+      pattern: the pattern of its rule; None outside of all scopes, where the default holds.
       flops: the FLOPs of its products.
     """
 
@@ -62,50 +61,41 @@ class Parts:
 
         Gradients are added up, and casts are, in the scopes around those that compute.
         """
+        # jaxmp's own marks are scopes too, and no pattern matches them.
         names = tuple(name for name in names if not name.startswith("jaxmp."))
         for end in range(len(names), -1, -1):
             if names[:end] in self.owners:
                 return self.owners[names[:end]]
         return None
 
-    def rules(self, low: Collection[PrecisionPart], policy: Policy, kept: Policy) -> PolicyRules:
+    def rules(self, low: Collection[PrecisionPart], policy: Policy, high: Policy) -> PolicyRules:
         """Returns rules under which these parts compute low, and everything else does not."""
-        chosen = {part: _for_part(part, policy) if part in low else kept for part in self.parts}
-        outside = [chosen[part] for part in self.parts if part.pattern is None]
-        default = outside[0] if outside else kept
+        policies = dict.fromkeys(self.parts, high) | dict.fromkeys(low, policy)
+        # Heads and their like stay out of float8, as by default.
+        if policy.products is not None:
+            without = policy.with_products(None)
+            policies |= {part: without for part in low if family_left_out(part.name)}
+        outside = [policies[part] for part in self.parts if part.pattern is None]
+        default = outside[0] if outside else high
+        # Nothing in this program follows the default: rules read as the low policy with exceptions.
         if not outside and None not in self.owners.values():
-            default = policy if low else kept  # nothing in this program follows it
-        named = [part for part in self.parts if part.pattern is not None]
-        needed = {part for part in named if chosen[part] != default}
-        # Rules are needed too for parts of the default inside of parts that have another policy.
-        made = self._written(named, needed, chosen, default)
-        regions = Regions(made)
+            default = policy if low else high
+        scopes = [part for part in self.parts if part.pattern is not None]
+        ruled = {part for part in scopes if policies[part] != default}
+
+        def rules_of_parts() -> PolicyRules:
+            pairs = [(part.pattern, policies[part]) for part in scopes if part in ruled]
+            return PolicyRules(pairs, default)
+
+        # Parts with the default's policy inside of parts with another one need rules too.
+        regions = Regions(rules_of_parts())
         for names, owner in self.owners.items():
-            wanted = region_of(kept if owner is None else chosen[owner])
-            if owner is not None and _decides_otherwise(regions.of(names), wanted):
-                needed.add(owner)
-        return self._written(named, needed, chosen, default)
-
-    def _written(
-        self,
-        named: list[PrecisionPart],
-        needed: set[PrecisionPart],
-        chosen: dict[PrecisionPart, Policy],
-        default: Policy,
-    ) -> PolicyRules:
-        pairs = [(part.pattern, chosen[part]) for part in named if part in needed]
-        return PolicyRules(pairs, default)
-
-
-def _for_part(part: PrecisionPart, policy: Policy) -> Policy:
-    """Returns the policy of a part; heads and their like stay out of float8, as by default."""
-    left_out = policy.products is not None and family_left_out(part.name)
-    return policy.with_products(None) if left_out else policy
-
-
-def _decides_otherwise(region: Region, wanted: Region) -> bool:
-    one, other = ((each.low, each.products, each.precision) for each in (region, wanted))
-    return one != other
+            if owner is not None:
+                region, target = regions.of(names), region_of(policies[owner])
+                fields = ("low", "products", "precision")
+                if any(getattr(region, x) != getattr(target, x) for x in fields):
+                    ruled.add(owner)
+        return rules_of_parts()
 
 
 def precision_parts_of(closed: Any, patterns: Iterable[Any] | None) -> Parts:
@@ -122,17 +112,25 @@ def precision_parts_of(closed: Any, patterns: Iterable[Any] | None) -> Parts:
     if isinstance(patterns, str):
         raise TypeError(f"candidates must be a list of patterns, got {patterns!r}: [{patterns!r}]")
     flops: dict[tuple[str, ...], int] = {}
-    already: dict[str, None] = {}
+    narrow: dict[str, None] = {}
     for site in all_sites(walk(closed)):
         names = names_in(scopes_of(site))
+        # Products that are low already are in the reference too: the report cannot speak of them.
         if site.name in CONTRACTIONS and any(is_narrow(aval.dtype) for aval in site.in_avals):
-            already["/".join(names) or OUTSIDE] = None
-        if not any(name.startswith("jaxmp.") for name in names) and _computes(site):
+            narrow["/".join(names) or OUTSIDE] = None
+        # A scope is a part if an operation in it may round: it computes floats from floats, and
+        # does not only move them.
+        moves = site.bodies or site.name in IDENTITIES | WIDENED | CASTS
+        operands = [x.aval for x in site.equation.invars if not isinstance(x, core.Literal)]
+        is_ours = any(name.startswith("jaxmp.") for name in names)
+        if moves or is_ours or not any(map(is_inexact, site.out_avals)):
+            continue
+        if any(map(is_inexact, operands)):
             flops[names] = flops.get(names, 0) + site.flops * site.runs
-    if already:
+    if narrow:
         warn(
             f"loss_fn has products in 16 bits or fewer without a policy of sensitivity, in "
-            f"{first_few(list(already))}. They are in the reference too, and rules cannot change "
+            f"{first_few(list(narrow))}. They are in the reference too, and rules cannot change "
             "them: give params and inputs in float32, and take other policies off"
         )
     if patterns is None:
@@ -145,36 +143,24 @@ def precision_parts_of(closed: Any, patterns: Iterable[Any] | None) -> Parts:
         if all(part.pattern is None for part in parts.values()):
             raise ValueError(NO_SCOPES)
         return Parts(tuple(parts.values()), parts)
-    checked = tuple(_part_of_pattern(pattern, flops) for pattern in patterns)
-    if not checked:
+    parts_of_patterns = tuple(_part_of_pattern(pattern, flops) for pattern in patterns)
+    if not parts_of_patterns:
         raise ValueError("candidates has no pattern. Give one or more, or None to try every scope")
-    regions = PolicyRules([(part.pattern, None) for part in checked])
-    return Parts(checked, {names: _owner(regions, checked, names) for names in flops})
-
-
-def _owner(
-    rules: PolicyRules, parts: Sequence[PrecisionPart], names: tuple[str, ...]
-) -> PrecisionPart | None:
-    """Returns the part that a scope is in: by the innermost scope that a pattern matches."""
-    for path in _paths(names):
-        decided = rules.decide(path).rule
-        if decided is not None:
-            return parts[decided]
-    return None
+    rules = PolicyRules([(part.pattern, None) for part in parts_of_patterns])
+    owners: dict[tuple[str, ...], PrecisionPart | None] = {}
+    for names in flops:
+        # The innermost scope that a pattern matches decides, as under autocast.
+        decisions = (rules.decide(path).rule for path in _paths(names))
+        number = next((rule for rule in decisions if rule is not None), None)
+        owners[names] = None if number is None else parts_of_patterns[number]
+    return Parts(parts_of_patterns, owners)
 
 
 def _paths(names: tuple[str, ...]) -> list[str]:
-    """Returns the paths of a scope and those around it, innermost first, as autocast tries them."""
+    # Of a scope and those around it, innermost first, with and without the name of the model: in
+    # the order in which autocast tries them.
     ends = range(len(names), 0, -1)
     return ["/".join(names[start:end]) for end in ends for start in (0, 1) if start < end]
-
-
-def _computes(site: Site) -> bool:
-    """Whether an equation may round: it computes floats from floats, and is no move."""
-    if site.bodies or site.name in IDENTITIES | WIDENED | CASTS:
-        return False
-    operands = [x.aval for x in site.equation.invars if not isinstance(x, core.Literal)]
-    return any(map(is_inexact, site.out_avals)) and any(map(is_inexact, operands))
 
 
 def _exactly(names: Sequence[str]) -> str:
@@ -183,24 +169,26 @@ def _exactly(names: Sequence[str]) -> str:
     >>> _exactly(("LM", "blocks[0]"))
     '/LM/blocks[[]0]'
     """
+    # Brackets: patterns have no other way to quote "blocks[0]".
     quoted = ("".join(f"[{c}]" if c in "*?[" else c for c in name) for name in names)
     return "/" + "/".join(quoted)
 
 
 def _part_of_pattern(pattern: Any, flops: dict[tuple[str, ...], int]) -> PrecisionPart:
-    checked = check_pattern(pattern)
-    if not is_about_paths(checked):
+    pattern = check_pattern(pattern)
+    text = pattern_text(pattern)
+    if not is_about_paths(pattern):
         raise ValueError(
-            f"autocast knows the names of modules, not the modules: {pattern_text(checked)!r} can "
-            "match nothing. Use a pattern of names, as in '*/attention'"
+            f"autocast knows the names of modules, not the modules: {text!r} can match nothing. "
+            "Use a pattern of names, as in '*/attention'"
         )
-    inside = [names for names in flops if any(matches(checked, p, None) for p in _paths(names))]
-    if not inside:
-        known = sorted("/".join(names) for names in flops if names)
+    scopes = [names for names in flops if any(matches(pattern, p, None) for p in _paths(names))]
+    if not scopes:
+        paths = sorted("/".join(names) for names in flops if names)
         raise ValueError(
-            f"{pattern_text(checked)!r} matches no scope of this program. Its scopes are "
-            f"{', '.join(map(repr, known[:8]))}{', ...' if len(known) > 8 else ''}"
-            if known
+            f"{text!r} matches no scope of this program. Its scopes are "
+            f"{', '.join(map(repr, paths[:8]))}{', ...' if len(paths) > 8 else ''}"
+            if paths
             else NO_SCOPES
         )
-    return PrecisionPart(pattern_text(checked), checked, sum(flops[names] for names in inside))
+    return PrecisionPart(text, pattern, sum(flops[names] for names in scopes))

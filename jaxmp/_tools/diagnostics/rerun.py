@@ -1,7 +1,7 @@
 """Runs a program again, with each operation at its place known.
 
-Under the trace of the caller nothing runs at once: what comes out can be compiled. Subclasses
-differ in what they do at an operation; `one_by_one` also turns loops in Python.
+Under the trace of the caller nothing runs at once: the result can be compiled. Subclasses differ in
+what they do at an operation; `one_by_one` also turns loops in Python.
 """
 
 import copy
@@ -23,20 +23,20 @@ from jaxmp._tools.inspect.equations import Site, site_of
 
 # The place of a value: the numbers of the equations around it, of its own, and of the result.
 Key = tuple[int, ...]
-# The results of a program, and what was kept of the values in it.
-Both = tuple[list[Any], dict[Key, Any]]
+# The results of a program, and the arrays that were saved of the values in it.
+ResultsAndSaved = tuple[list[Any], dict[Key, Any]]
 
 
 class Rerun(Rules[Any]):
-    """Runs a program again. Subclasses say what an operation does, and what is kept of values.
+    """Runs a program again. Subclasses say what an operation does, and what to save of values.
 
     Attributes:
-      join: makes one of what turns or devices kept, which is stacked along first axes of all
-        arrays; zeros stand for nothing. Without it, nothing is kept in a `while`, and a
-        `shard_map` is an operation.
+      join: makes one array of those that turns or devices saved, stacked along a first axis; zeros
+        stand for nothing. Without it, nothing is saved in a `while`, and a `shard_map` is an
+        operation.
       outer: the operation that the program is in; None for the whole program.
       key: the place of that operation.
-      kept: what was kept of the values so far, by place.
+      saved: the arrays that were saved of the values so far, by place.
     """
 
     join: Callable[[Any], Any] | None = None
@@ -44,10 +44,11 @@ class Rerun(Rules[Any]):
     def __init__(self) -> None:
         self.outer: Site | None = None
         self.key: Key = ()
-        self.kept: dict[Key, Any] = {}
+        self.saved: dict[Key, Any] = {}
 
     def but(self, **attributes: Any) -> Any:
         """Returns these rules with other attributes."""
+        # A shallow copy: all programs of a run share the rest, such as the lists of a subclass.
         rules = copy.copy(self)
         vars(rules).update(attributes)
         return rules
@@ -58,19 +59,22 @@ class Rerun(Rules[Any]):
 
     def inside(self, op: Any, body: Any, arguments: Any, *choice: int) -> list[Any]:
         """Runs a program inside of an operation; `choice` says which of several it is."""
+        # Even numbers: the results of the operation itself have odd ones, and come after.
         rules = self.but(outer=op, key=(*self.key, 2 * op.number, *choice))
         return rules.run(read(body), arguments)
 
-    def collecting(self, site: Site, body: Any, *choice: int) -> Callable[..., Both]:
-        """Returns a function that runs a program inside, and returns what is kept there too."""
+    def collecting(self, site: Site, body: Any, *choice: int) -> Callable[..., ResultsAndSaved]:
+        """Returns a function that runs a program inside, and returns the saved arrays too."""
 
-        def run(arguments: Any, _: Any = ()) -> Both:
-            rules = self.but(kept={})
-            return rules.inside(site, body, arguments, *choice), rules.kept
+        # Arrays of an inner trace must leave it as its results.
+        def run(arguments: Any, _: Any = ()) -> ResultsAndSaved:
+            rules = self.but(saved={})
+            return rules.inside(site, body, arguments, *choice), rules.saved
 
         return run
 
     def operation(self, op: Op, operands: list[Any]) -> list[Any]:
+        # Loops before calls: a scan has one program inside, as a call has.
         site = site_of(op, self.outer)
         if site.wiring.counted:
             return self.scan(site, operands)
@@ -89,41 +93,43 @@ class Rerun(Rules[Any]):
         return compat.bind(site.equation, operands)
 
     def program_of_call(self, site: Site) -> Any:
-        """Returns the program that an operation runs once; None if it is no call."""
+        """Returns the program that an operation runs once; None if it is not a call."""
         programs = compat.bodies_of(site.equation)
         return programs[0] if CLASSES.get(site.name) is OpClass.CONTROL and programs else None
 
     def scan(self, site: Site, operands: list[Any]) -> list[Any]:
-        """Runs a scan again; what its turns keep is stacked."""
+        """Runs a scan again; what its turns save is stacked."""
         (body,) = compat.bodies_of(site.equation)
         return self._results_of(scan_again(site.equation, operands, self.collecting(site, body)))
 
     def while_loop(self, site: Site, operands: list[Any]) -> list[Any]:
-        """Runs a while loop again; what its turns keep is joined, as their number is not known."""
+        """Runs a while loop again; what its turns save is joined, as their number is not known."""
         test, body = compat.bodies_of(site.equation)
         of_test, of_body = self.collecting(site, test, -1), self.collecting(site, body)
 
-        def once(arguments: list[Any]) -> Both:
-            results, kept = of_body(arguments)
-            return results, {} if self.join is None else kept
+        def once(arguments: list[Any]) -> ResultsAndSaved:
+            results, saved = of_body(arguments)
+            return results, {} if self.join is None else saved
 
-        def turn(arguments: list[Any], before: dict[Key, Any]) -> Both:
-            results, kept = once(arguments)
-            return results, self._joined(jax.tree.map(lambda *x: jnp.stack(x), before, kept))
+        def turn(arguments: list[Any], before: dict[Key, Any]) -> ResultsAndSaved:
+            results, saved = once(arguments)
+            return results, self._join_all(jax.tree.map(lambda *x: jnp.stack(x), before, saved))
 
+        # A carry has its type from the start: zeros stand for no turn.
         nothing = zeros_as(once, [operands[i] for i in site.wiring.arguments[1]])[1]
         return self._results_of(
             while_again(site.wiring, operands, lambda x: of_test(x)[0][0], turn, nothing)
         )
 
     def cond(self, site: Site, operands: list[Any]) -> list[Any]:
-        """Runs a conditional again; what a branch that was not taken would keep is zeros."""
+        """Runs a conditional again; of a branch that does not run, zeros are saved."""
         bodies = compat.bodies_of(site.equation)
         branches = [self.collecting(site, body, i) for i, body in enumerate(bodies)]
         return self._results_of(cond_again(operands, branches))
 
     def shard_map(self, site: Site, operands: list[Any]) -> list[Any]:
-        """Runs a program on each device again, and joins what they keep."""
+        """Runs a program on each device again, and joins what they save."""
+        # What devices save cannot leave it as one array then.
         if self.join is None:
             return self.whole(site, operands)
         (body,) = compat.bodies_of(site.equation)
@@ -131,25 +137,25 @@ class Rerun(Rules[Any]):
         axes, checked = tuple(sorted(params["newly_manual_axes"])), params["check_vma"]
 
         def local(*arguments: Any) -> tuple[Any, ...]:
-            results, kept = on_device(arguments)
-            return (*results, jax.tree.map(lambda x: _of_device(x, axes, checked), kept))
+            results, saved = on_device(arguments)
+            return (*results, jax.tree.map(lambda x: _part_of_device(x, axes, checked), saved))
 
         mapped = params | {"out_specs": (*params["out_specs"], jax.P(axes))}
-        *results, kept = compat.shard_map_again(mapped, local)(*operands)
-        return self._results_of((results, self._joined(kept)))
+        *results, saved = compat.shard_map_again(mapped, local)(*operands)
+        return self._results_of((results, self._join_all(saved)))
 
-    def _joined(self, kept: dict[Key, Any]) -> dict[Key, Any]:
-        return {} if self.join is None else {key: self.join(each) for key, each in kept.items()}
+    def _join_all(self, saved: dict[Key, Any]) -> dict[Key, Any]:
+        return {} if self.join is None else {key: self.join(x) for key, x in saved.items()}
 
-    def _results_of(self, both: Both) -> list[Any]:
-        """Returns the results, and keeps what was kept beside them."""
-        results, kept = both
-        self.kept |= kept
+    def _results_of(self, pair: ResultsAndSaved) -> list[Any]:
+        results, saved = pair
+        self.saved |= saved
         return results
 
 
-def _of_device(x: Any, axes: tuple[str, ...], checked: bool) -> Any:
-    """Returns an array as a part of one over devices; zeros where another device has the same."""
+def _part_of_device(x: Any, axes: tuple[str, ...], checked: bool) -> Any:
+    # Zeros where another device has the same: it counts once.
+    # Without `check_vma` JAX does not know which devices have the same: each counts.
     same = [axis for axis in axes if checked and axis not in varying_axes(x)]
     for axis in same:
         x = jnp.where(lax.axis_index(axis) == 0, x, jnp.zeros_like(x))

@@ -1,10 +1,10 @@
 """Runs a low-precision program in float32, with the roundings of each part switched on or off.
 
 A module that is lowered alone by rules is not the module of the program in which everything is
-low: what reaches it is float32 then, and much of what it computes stays float32. So the program in
-which everything is low runs here as it is, forward and backward, but on float32 arrays. Where it
-rounds, it rounds only if the part that the operation is in is switched on. The switches are
-arguments: one compiled program measures all parts.
+low: its inputs are float32 then, and many of its operations stay in float32. So the program in
+which everything is low runs here unchanged, forward and backward, but on float32 arrays. Where it
+rounds, it rounds only if the part of the operation is switched on. The switches are arguments: one
+compiled program measures all parts.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,6 +34,7 @@ from jaxmp._tools.inspect.lines import scopes_of
 from jaxmp._tools.inspect.upcasts import is_narrow_aval
 
 _FLOAT32 = np.dtype(np.float32)
+# By default TPUs round float32 operands to bfloat16: roundings that are switched off would stay.
 _EXACT = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
 
 
@@ -50,7 +51,7 @@ class Switched(Rerun):
         self._on = on
 
     def constant(self, value: Any) -> Any:
-        return _to_float32(value)
+        return _in_float32(value)
 
     def program_of_call(self, site: Site) -> Any:
         if site.name == "low_precision_product":
@@ -63,52 +64,43 @@ class Switched(Rerun):
             return operands[:1]
         if not any(map(is_narrow_aval, [*avals, *site.in_avals])):
             return compat.bind(equation, operands)
-        if _is_of_its_own(site.name):
-            as_traced = list(map(_as, operands, site.in_avals))
-            return list(map(_to_float32, compat.bind(equation, as_traced)))
+        # Kernels, and the bits of a number, are made for their dtypes: they run as they are.
+        is_fixed = site.name in OPAQUE | FOREIGN_CALLS or site.name == "bitcast_convert_type"
+        if is_fixed or CLASSES.get(site.name) is OpClass.CONTROL:
+            as_traced = list(map(_in_traced_dtype, operands, site.in_avals))
+            return list(map(_in_float32, compat.bind(equation, as_traced)))
         on = self._on(names_in(scopes_of(site)))
         if site.name == "float8_encode":
-            return self._encoded(site, operands, on)
+            codes, scale, *others = compat.bind(equation, operands)
+            exact_codes = jnp.asarray(operands[0] * scale, _FLOAT32)
+            switched_codes = exact_codes
+            if on is not None:
+                switched_codes = jnp.where(on, widen_rounded(codes), exact_codes)
+            return [switched_codes, scale, *others]
         exact: dict[str, Any] = {}
         if site.name in CONTRACTIONS:
-            # A part that is low rounds what its products read, also where the part that made it is
-            # not: under rules too.
+            # A low part rounds what its products read, even if the part that computed it is not
+            # low: rules do so too. Without this, `sensitivity` chose parts of a transformer that
+            # made the error worse.
             exact = {"precision": _EXACT}
             operands = _rounded_as(operands, site.in_avals, on)
         results = compat.bind(equation, operands, **_params_in_float32(equation), **exact)
         return _rounded_as(results, avals, on)
 
-    def _encoded(self, site: Site, operands: list[Any], on: Any) -> list[Any]:
-        """Returns codes that are rounded or not, and the scales that make them."""
-        codes, scale, *rest = compat.bind(site.equation, operands)
-        exact = jnp.asarray(operands[0] * scale, _FLOAT32)
-        wide = widen_rounded(codes)
-        return [exact if on is None else jnp.where(on, wide, exact), scale, *rest]
 
-
-def _is_of_its_own(name: str) -> bool:
-    """Whether an operation is made for its dtypes, so that it runs as it is."""
-    return (
-        name in OPAQUE | FOREIGN_CALLS
-        or name == "bitcast_convert_type"
-        or CLASSES.get(name) is OpClass.CONTROL
-    )
-
-
-def _to_float32(value: Any) -> Any:
+def _in_float32(value: Any) -> Any:
     return lax.convert_element_type(value, _FLOAT32) if is_narrow_aval(value) else value
 
 
-def _as(value: Any, aval: Any) -> Any:
-    """Returns a value in the dtype that the program has it in."""
+def _in_traced_dtype(value: Any, aval: Any) -> Any:
     return lax.convert_element_type(value, aval.dtype) if is_narrow_aval(aval) else value
 
 
 def _params_in_float32(equation: core.JaxprEqn) -> dict[str, Any]:
-    """Returns the params of an equation that say a narrow dtype, with float32 instead."""
+    """Returns the params of an equation that name a narrow dtype, with float32 instead."""
     params = equation.params.items()
     narrow = [name for name, value in params if isinstance(value, np.dtype) and is_narrow(value)]
-    # Programs say how a scatter or a reduction joins two numbers.
+    # The program by which a scatter or a reduction joins two numbers has dtypes too.
     programs = map(_program_in_float32, compat.bodies_of(equation))
     return dict.fromkeys(narrow, _FLOAT32) | compat.params_with(equation, programs)
 
@@ -123,10 +115,11 @@ def _program_in_float32(program: Any) -> Any:
 
 def _rounded_as(values: Sequence[Any], avals: Sequence[Any], on: Any) -> list[Any]:
     """Returns values with the roundings of the dtypes that the program has them in."""
+    # None: no part has the scope, so that the compiled program needs no switch there.
     if on is None:
         return list(values)
     return [
-        jnp.where(on, widen_rounded(_as(x, aval)), x) if is_narrow_aval(aval) else x
+        jnp.where(on, widen_rounded(_in_traced_dtype(x, aval)), x) if is_narrow_aval(aval) else x
         for x, aval in zip(values, avals, strict=True)
     ]
 
@@ -154,4 +147,4 @@ def switched(
         number = part_of(names)
         return None if number is None else flags[number]
 
-    return Switched(on).run(read(closed), list(map(_to_float32, arrays)))
+    return Switched(on).run(read(closed), list(map(_in_float32, arrays)))

@@ -11,9 +11,10 @@ from jaxtyping import PyTree
 
 from jaxmp._numerics.histograms import FINITE, ZEROS, Histograms
 from jaxmp._numerics.tree import leaf_names
-from jaxmp._tools.diagnostics.counted import cumulated, fetched
+from jaxmp._tools.diagnostics.histogram_counts import cumulative_counts, fetch_counts
 from jaxmp._tools.diagnostics.inputs import check_numbers
 
+# Python numbers, which every logger takes; many know no arrays.
 Scalar = int | float
 
 
@@ -84,11 +85,18 @@ class ScalarLog(contextlib.AbstractContextManager["ScalarLog"]):
           metrics: a tree of arrays, which may not be donated.
         """
         numbers = _to_fetch(metrics)
+        # The copies run while the device computes the next step.
         for x in jax.tree.leaves(numbers):
             if hasattr(x, "copy_to_host_async"):
                 x.copy_to_host_async()
         self._waiting.append((step, numbers))
-        self._write_while(lambda oldest: len(self._waiting) > self._most or _has_arrived(oldest))
+
+        # In order: the metrics of a step wait for those of the step before.
+        def is_due(oldest: Any) -> bool:
+            arrays = [x for x in jax.tree.leaves(oldest) if hasattr(x, "is_ready")]
+            return len(self._waiting) > self._most or all(x.is_ready() for x in arrays)
+
+        self._write_while(is_due)
 
     def flush(self) -> None:
         """Waits for all metrics, and writes them."""
@@ -97,58 +105,51 @@ class ScalarLog(contextlib.AbstractContextManager["ScalarLog"]):
     def __exit__(self, *error: object) -> None:
         self.flush()
 
-    def _write_while(self, is_wanted: Callable[[Any], bool]) -> None:
-        while self._waiting and is_wanted(self._waiting[0][1]):
+    def _write_while(self, is_due: Callable[[Any], bool]) -> None:
+        while self._waiting and is_due(self._waiting[0][1]):
             step, numbers = self._waiting.popleft()
             self._write(step, _flat_scalars(jax.device_get(numbers), self._prefix))
-
-
-def _has_arrived(numbers: Any) -> bool:
-    return all(x.is_ready() for x in jax.tree.leaves(numbers) if hasattr(x, "is_ready"))
 
 
 def _to_fetch(metrics: PyTree) -> dict[str, Any]:
     """Returns single numbers and histograms by path: all that is fetched from the device."""
 
-    def is_whole(x: Any) -> bool:
+    def is_histograms(x: Any) -> bool:
         return isinstance(x, Histograms)
 
-    found = {}
-    leaves = jax.tree.leaves(metrics, is_leaf=is_whole)
-    for name, x in zip(leaf_names(metrics, is_leaf=is_whole), leaves, strict=True):
-        if isinstance(x, (Histograms, bool, int, float)) or _is_one_number(x):
-            found[name] = x
-    check_numbers(found, "scalars")
-    return found
-
-
-def _is_one_number(x: Any) -> bool:
-    dtype = getattr(x, "dtype", None)
-    kinds = (np.floating, np.integer, np.bool_)
-    is_real = dtype is not None and any(jax.numpy.issubdtype(dtype, kind) for kind in kinds)
-    return is_real and getattr(x, "size", 0) == 1
+    numbers = {}
+    leaves = jax.tree.leaves(metrics, is_leaf=is_histograms)
+    for name, x in zip(leaf_names(metrics, is_leaf=is_histograms), leaves, strict=True):
+        dtype = getattr(x, "dtype", None)
+        kinds = (np.floating, np.integer, np.bool_)
+        is_real = dtype is not None and any(jax.numpy.issubdtype(dtype, kind) for kind in kinds)
+        is_number = is_real and getattr(x, "size", 0) == 1
+        if is_number or isinstance(x, (Histograms, bool, int, float)):
+            numbers[name] = x
+    check_numbers(numbers, "scalars")
+    return numbers
 
 
 def _flat_scalars(numbers: dict[str, Any], prefix: str) -> dict[str, Scalar]:
     flat: dict[str, Scalar] = {}
     for name, x in numbers.items():
         if isinstance(x, Histograms):
-            flat |= {f"{prefix}{name}/{key}": value for key, value in _of_histograms(x).items()}
+            flat |= {f"{prefix}{name}/{key}": n for key, n in _histogram_scalars(x).items()}
         else:
             value = np.asarray(x).reshape(()).item() if hasattr(x, "dtype") else x
             flat[prefix + name] = int(value) if isinstance(value, bool) else value
     return flat
 
 
-def _of_histograms(found: Histograms) -> dict[str, Scalar]:
-    """Returns a few numbers for each array; none where nothing was counted."""
-    counts, largest = fetched(found)
+def _histogram_scalars(histograms: Histograms) -> dict[str, Scalar]:
+    counts, largest = fetch_counts(histograms)
     flat: dict[str, Scalar] = {}
-    for name, row, most in zip(found.names, counts, largest, strict=True):
+    for name, row, most in zip(histograms.names, counts, largest, strict=True):
+        # Calls that count nothing have empty histograms, which would be points at zero.
         if row.any():
             flat[f"{name}/zeros"] = float(row[ZEROS] / row.sum())
         if most > 0:
-            edges, below = cumulated(row[FINITE], most)
+            edges, below = cumulative_counts(row[FINITE], most)
             median = np.interp(below[-1] / 2, below, edges)
             flat[f"{name}/log2_median"] = float(median)
             flat[f"{name}/log2_largest"] = float(np.log2(most))

@@ -1,14 +1,14 @@
-"""Catches the values that leave each scope of a program: what a module hands to the rest of it.
+"""Catches the values that leave each scope of a program: those that a module hands on.
 
 The program runs again under the trace of the caller, so that it can be compiled. A value leaves a
-scope where an operation outside of it reads it, or where the program returns it; what is made
-outside of all scopes leaves none. Of a scan, what its turns catch is stacked.
+scope if an operation outside of it reads it, or if the program returns it; a value that is computed
+outside of all scopes leaves none. The values of the turns of a scan are stacked.
 """
 
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -33,10 +33,10 @@ class ScopeValue(NamedTuple):
 
     Attributes:
       path: the scope, names joined by `/`; `""` is outside of all scopes.
-      left: the scopes that it leaves, outermost first: its own, and some around that one.
+      scopes: those that it leaves, outermost first: its own, and some around that one.
       anchor: the name that `checkpoint_name` gave it, or `""`.
       direction: `"forward"`, `"backward"`, `"recomputed"`, or `""` without gradients.
-      operation: what made it.
+      operation: the primitive.
       line: the line of the user's code.
       shape: its shape in one turn of the loops around it.
       dtype: its dtype.
@@ -46,7 +46,7 @@ class ScopeValue(NamedTuple):
     """
 
     path: str
-    left: tuple[str, ...]
+    scopes: tuple[str, ...]
     anchor: str
     direction: str
     operation: str
@@ -74,27 +74,27 @@ class NotEntered(NamedTuple):
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["out", "kept"],
+    data_fields=["out", "saved"],
     meta_fields=["values", "not_entered"],
 )
 @dataclasses.dataclass(frozen=True)
-class Caught:
-    """What a function returned, and the values that left its scopes. A jitted function returns it.
+class Capture:
+    """The results of a function, and the values that left its scopes. A jitted function returns it.
 
     Attributes:
       out: the results of the function; for those that are not arrays, see `scope_values`.
-      kept: of each value, what was kept of it; stacked along first axes for the scans around it.
-      values: what each of them is, in the order of the program.
+      saved: what `keep` returned for each value; stacked along first axes for the scans around it.
+      values: the place of each of them, in the order of the program.
       not_entered: the operations inside of which nothing was caught.
     """
 
     out: Any
-    kept: tuple[Any, ...]
+    saved: tuple[Any, ...]
     values: tuple[ScopeValue, ...]
     not_entered: tuple[NotEntered, ...]
 
 
-# Says in which scope an equation is; `scope_of_module` or `scope_of_line`.
+# Returns the names of the scope of an equation: `scope_of_module`, or what `scope_of_line` returns.
 ScopeOf = Callable[[Site], tuple[str, ...]]
 
 
@@ -115,16 +115,16 @@ def scope_values(
     keep: Callable[[Any], Any] = lambda value: value,
     scope_of: ScopeOf = scope_of_module,
     join: Callable[[Any], Any] | None = None,
-) -> Callable[..., Caught]:
+) -> Callable[..., Capture]:
     """Returns the function together with the values that leave its scopes.
 
     Args:
       fun: a function of pytrees.
-      keep: what to keep of each value, such as a histogram of it: a function of an array, which
-        returns arrays. In a scan it runs in each turn.
-      scope_of: what the scope of an equation is.
-      join: makes one of what was kept in several turns or on several devices, stacked along a first
-        axis; zeros stand for nothing.
+      keep: a function of an array, which returns the arrays to save, such as a histogram of it. In
+        a scan it runs in each turn.
+      scope_of: returns the scope of an equation.
+      join: makes one array of those of several turns or devices, stacked along a first axis; zeros
+        stand for nothing.
 
     Returns:
       A function with the arguments of `fun`, which may be jitted. It looks into jit, scan, cond,
@@ -135,35 +135,36 @@ def scope_values(
     ...     with jax.named_scope("up"):
     ...         h = 2 * x
     ...     return jnp.sum(h)
-    >>> caught = jax.jit(scope_values(net))(jnp.ones(3))
-    >>> [(value.path, value.operation) for value in caught.values], caught.kept[0].tolist()
+    >>> capture = jax.jit(scope_values(net))(jnp.ones(3))
+    >>> [(value.path, value.operation) for value in capture.values], capture.saved[0].tolist()
     ([('up', 'mul')], [2.0, 2.0, 2.0])
     """
 
-    def caught(*args: Any, **kwargs: Any) -> Caught:
+    def catching(*args: Any, **kwargs: Any) -> Capture:
         static, arrays = partition((args, kwargs))
         traced = trace_call(fun, static, arrays)
         catcher = _Catcher(keep, scope_of, join)
         order: list[Key] = []
 
         def run(*arguments: Any) -> list[Any]:
-            rules = catcher.but(kept={})
+            rules = catcher.but(saved={})
             results = rules.run(read(traced.closed), arguments)
-            order[:] = sorted(rules.kept)
-            return [*results, *(rules.kept[key] for key in order)]
+            order[:] = sorted(rules.saved)
+            return [*results, *(rules.saved[key] for key in order)]
 
+        # `order` and the places are known only after the program ran.
         axes = traced.axes
         both = axes.run(run, arrays) if axes.mesh is None else _on_automatic(run, traced, arrays)
         count = len(both) - len(order)
         values = tuple(catcher.values[key] for key in order)
         out = combine(traced.returned, both[:count])
-        return Caught(out, tuple(both[count:]), values, tuple(dict.fromkeys(catcher.not_entered)))
+        return Capture(out, tuple(both[count:]), values, tuple(dict.fromkeys(catcher.not_entered)))
 
-    return caught
+    return catching
 
 
 def _on_automatic(run: Callable[..., list[Any]], traced: Any, arrays: Sequence[Any]) -> list[Any]:
-    """Runs on automatic mesh axes, where results beyond those of the program have no spec."""
+    # Each result has a spec there: the trace has those of the program, and saved arrays are whole.
     mesh = traced.axes.mesh
     with jax.sharding.use_abstract_mesh(mesh):
         axes = tuple(mesh.explicit_axes)
@@ -174,8 +175,6 @@ def _on_automatic(run: Callable[..., list[Any]], traced: Any, arrays: Sequence[A
 
 
 class _Catcher(Rerun):
-    """Runs programs and catches what leaves their scopes."""
-
     def __init__(
         self,
         keep: Callable[[Any], Any],
@@ -192,6 +191,7 @@ class _Catcher(Rerun):
         self.not_entered: list[NotEntered] = []
 
     def run(self, program: Program, arguments: Any) -> list[Any]:
+        # The readers of a value decide which scopes it leaves: they are known before it is.
         self._sites = [site_of(op, self.outer) for op in program.ops]
         self._scopes = list(map(self._scope_of, self._sites))
         outer = () if self.outer is None else self._scope_of(self.outer)
@@ -204,11 +204,12 @@ class _Catcher(Rerun):
         for i, (number, value) in enumerate(zip(op.outputs, results, strict=True)):
             if not is_inexact(value) or compat.is_ref(value):
                 continue
+            # `checkpoint_name` names a value wherever it is: it counts even if it stays inside.
             if number in self._leaving or op.name == ANCHOR:
                 # What is inside of an operation comes before its results.
                 key = (*self.key, 2 * op.number + 1, i)
                 stays = self._leaving.get(number, len(scope))
-                self.kept[key] = self._keep(value)
+                self.saved[key] = self._keep(value)
                 self.values[key] = self._value(site, scope, stays, value, key)
         return results
 
@@ -230,7 +231,11 @@ class _Catcher(Rerun):
         self, site: Site, scope: tuple[str, ...], stays: int, value: Any, key: Key
     ) -> ScopeValue:
         anchor = str(site.params["name"]) if site.name == ANCHOR else ""
-        around = list(_wiring_around(site))[::-1]
+        around: list[Wiring] = []
+        outer = site.outer
+        while outer is not None:
+            around.insert(0, outer.wiring)
+            outer = outer.outer
         return ScopeValue(
             "/".join(scope),
             tuple("/".join(scope[:n]) for n in range(stays + 1, len(scope) + 1)),
@@ -240,14 +245,14 @@ class _Catcher(Rerun):
             self._lines.of(site),
             tuple(value.shape),
             value.dtype.name,
-            tuple(each.known_turns for each in around if each.counted),
-            any(each.chooses for each in around),
+            tuple(wiring.known_turns for wiring in around if wiring.counted),
+            any(wiring.chooses for wiring in around),
             _order(key, around),
         )
 
 
 def _order(key: Key, around: Sequence[Wiring]) -> tuple[int | None, ...]:
-    """Returns a place with None where the turns of scans are counted, behind each scan."""
+    """Returns a place with None for the number of the turn, behind each scan."""
     order: list[int | None] = []
     numbers = iter(key)
     for wiring in around:
@@ -257,13 +262,6 @@ def _order(key: Key, around: Sequence[Wiring]) -> tuple[int | None, ...]:
         if wiring.chooses:
             order.append(next(numbers))
     return (*order, *numbers)
-
-
-def _wiring_around(site: Site) -> Iterator[Wiring]:
-    """Yields the connections of the operations around an operation, innermost first."""
-    while site.outer is not None:
-        site = site.outer
-        yield site.wiring
 
 
 def _leaving(
@@ -283,13 +281,13 @@ def _leaving(
         same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(own, reader, strict=False))
         if (shared := len(list(same))) < len(own):
             leaving[atom] = min(shared, leaving.get(atom, shared))
+    # A cast of a value is not another value: neither of one from outside, nor of one that leaves.
     casts = {op.outputs[0]: op.inputs[0] for op in program.ops if op.name == "convert_element_type"}
-    # A cast of a value is no further value: of one from outside, or of one that leaves.
-    said = {
+    copies = {
         number
         for number, source in casts.items()
         if isinstance(source, core.Literal)
         or maker.get(source) != maker[number]
         or source in leaving
     }
-    return {number: shared for number, shared in leaving.items() if number not in said}
+    return {number: shared for number, shared in leaving.items() if number not in copies}

@@ -1,4 +1,4 @@
-"""Says which part of a program needs more bits: the error that lowering each alone puts on it."""
+"""Says which part of a program needs more bits: the error of lowering each part alone."""
 
 import contextlib
 import sys
@@ -47,14 +47,14 @@ def sensitivity(
 ) -> SensitivityReport:
     """Measures which parts of a program need more bits, and gives rules that keep these.
 
-    The program in which everything is low is run in float32, with the roundings of one part alone,
-    and its loss, outputs and gradients are compared with those without any. That is one evaluation
-    for each part and four more, of three compiled programs; the best set of parts to keep, of all
-    sets, would take two to the power of their number. Errors of parts add up like those of
-    independent roundings, so that the parts with the largest are those to keep.
+    The program in which everything is low runs in float32, with the roundings of one part alone.
+    Its loss, outputs and gradients are compared with those without roundings. That is one
+    evaluation for each part and four more, of three compiled programs; to try all sets of parts
+    would take two to the power of their number. Errors of parts add up like those of independent
+    roundings, so that the parts with the largest are those to keep.
 
-    A part of a program is a linen module or what is in a `jax.named_scope`, with all layers of a
-    scan as one. Operations outside of scopes are a part too.
+    A part of a program is a linen module or a `jax.named_scope`, with all layers of a scan as one.
+    Operations outside of scopes are a part too.
 
     Args:
       loss_fn: `loss_fn(params, *args, **kwargs)`, as given to `make_train_step`, without a policy
@@ -62,8 +62,8 @@ def sensitivity(
       params: the params, or a live nnx model.
       *args: the batch, and other arguments.
       low: the policy to try: `"mixed_bfloat16"`, `"mixed_float16"`, `"mixed_float8"`.
-      candidates: the patterns of the parts to try, as in `PolicyRules`: each is one part. What
-        none of them matches stays in the reference's precision. None tries every scope.
+      candidates: the patterns of the parts to try, as in `PolicyRules`: each is one part. Other
+        scopes stay in the precision of the reference. None tries every scope.
       reference: the policy that errors are relative to.
       loss_scale: the loss scale: a number, or `state.loss_scale`. None finds one for float16: the
         largest up to 2**16, in steps of 16, with finite gradients.
@@ -92,7 +92,11 @@ def sensitivity(
     (default)  mixed_bfloat16
     """
     scale = None if loss_scale is None else number_of_scale(loss_scale)
-    loss_fn, params = _of_arrays(loss_fn, params)
+    nnx = sys.modules.get("flax.nnx")  # without Flax there are no nnx modules
+    if nnx is not None and isinstance(params, nnx.Module):
+        from jaxmp._flax.nnx_scopes import with_plain_params
+
+        loss_fn, params = with_plain_params(loss_fn, params)
     low_policy, high = get_policy(low), get_policy(reference)
     measuring = Measuring(loss_fn, ((params, *args), kwargs), has_aux, PolicyRules(default=high))
     parts = precision_parts_of(measuring.program, candidates)
@@ -101,8 +105,8 @@ def sensitivity(
         return parts.rules(lowered, low_policy, high)
 
     everything = rules_of(parts.parts)
-    halves = jnp.dtype(jnp.float16) in dtypes_of(PolicyRules(default=low_policy))
-    measuring.set_scale(everything, scale or 1.0, find=halves and scale is None)
+    has_float16 = jnp.dtype(jnp.float16) in dtypes_of(PolicyRules(default=low_policy))
+    measuring.set_scale(everything, scale or 1.0, find=has_float16 and scale is None)
     switches = Switches(measuring, everything, parts)
     alone = [switches.errors({part}) for part in parts.parts]
     flops = sum(part.flops for part in parts.parts) or 1
@@ -110,10 +114,11 @@ def sensitivity(
         PartSensitivity(part.name, errors, part.flops / flops)
         for part, errors in zip(parts.parts, alone, strict=True)
     ]
-    named = {part.name: part for part in parts.parts}
+    parts_by_name = {part.name: part for part in parts.parts}
 
-    def others(kept: Collection[str]) -> list[PrecisionPart]:
-        return [part for name, part in named.items() if name not in kept]
+    # The report names parts to keep; rules and switches are about those that are low.
+    def others(names: Collection[str]) -> list[PrecisionPart]:
+        return [part for name, part in parts_by_name.items() if name not in names]
 
     return SensitivityReport(
         tuple(sorted(rows, key=lambda row: row.alone.gradients, reverse=True)),
@@ -123,8 +128,8 @@ def sensitivity(
         switches.errors(parts.parts),
         measuring.scale,
         measuring.evaluations,
-        _rules=lambda kept: rules_of(others(kept)),
-        _estimate=lambda kept: switches.errors(others(kept)),
+        _rules=lambda names: rules_of(others(names)),
+        _estimate=lambda names: switches.errors(others(names)),
         _measure=measuring.errors,
     )
 
@@ -135,7 +140,7 @@ class Measuring:
     Args:
       loss_fn: the loss.
       call: `(args, kwargs)`, of which the first argument is the params.
-      has_aux: whether it returns outputs beside the loss.
+      has_aux: whether it returns outputs with the loss.
       reference: the rules of the reference.
     """
 
@@ -146,34 +151,37 @@ class Measuring:
         self._loss_fn, self._has_aux = loss_fn, has_aux
         self._static, self._arrays = partition(call)
         self.program = trace_call(loss_fn, self._static, self._arrays).closed
-        self._known: dict[PolicyRules, Errors] = {}
+        self._errors: dict[PolicyRules, Errors] = {}
         self.evaluations = 0
         self.scale = 1.0
-        self._reference = self._evaluated(self._compiled(reference))
+        self._reference = self._evaluate(self._compiled(reference))
         if not all_finite(self._reference):
             raise ValueError(
                 "the loss, the outputs or a gradient are not finite in the reference, so that "
                 "nothing can be compared with them. jaxmp.diagnostics.find_overflow names the "
                 "operation"
             )
-        self._known[reference] = self._compared(self._reference)
+        self._errors[reference] = errors_of(self._reference, self._reference)
 
     def set_scale(self, rules: PolicyRules, scale: float, *, find: bool) -> None:
         """Sets the loss scale, or finds the largest at which these rules have finite gradients."""
         self.scale = 2.0**16 if find else scale
+        # The scale is an argument: one compiled program tries all.
         run = self._compiled(rules)
         while True:
-            made = self._evaluated(run)
-            if not find or self.scale == 1 or all_finite(made[2]):
+            results = self._evaluate(run)
+            gradients = results[2]
+            if not find or self.scale == 1 or all_finite(gradients):
                 break
             self.scale /= 16
-        self._known[rules] = self._compared(made)
+        self._errors[rules] = errors_of(results, self._reference)
 
     def errors(self, rules: PolicyRules) -> Errors:
         """Returns the errors of the loss under rules; each rules are evaluated once."""
-        if rules not in self._known:
-            self._known[rules] = self._compared(self._evaluated(self._compiled(rules)))
-        return self._known[rules]
+        if rules not in self._errors:
+            results = self._evaluate(self._compiled(rules))
+            self._errors[rules] = errors_of(results, self._reference)
+        return self._errors[rules]
 
     def gradient_program(self, rules: PolicyRules) -> tuple[Traced, list[Any]]:
         """Returns the program of loss, outputs and gradients under rules, and its arguments."""
@@ -196,13 +204,10 @@ class Measuring:
     def _compiled(self, rules: PolicyRules) -> Callable[..., Any]:
         return jax.jit(self._function(rules), compiler_options=_AS_WRITTEN)
 
-    def _evaluated(self, run: Callable[..., Any]) -> Any:
+    def _evaluate(self, run: Callable[..., Any]) -> Any:
         self.evaluations += 1
         with _quiet():
             return run(jnp.float32(self.scale), *self._arrays)
-
-    def _compared(self, made: Any) -> Errors:
-        return compared(made, self._reference)
 
 
 class Switches:
@@ -216,6 +221,7 @@ class Switches:
 
     def __init__(self, measuring: Measuring, rules: PolicyRules, parts: Parts) -> None:
         traced, self._arrays = measuring.gradient_program(rules)
+        # One program for all sets of parts: the switches are its arguments.
         numbers = {part: i for i, part in enumerate(parts.parts)}
         self._numbers, self._measuring = numbers, measuring
 
@@ -231,68 +237,61 @@ class Switches:
             return combine(traced.returned, traced.axes.run(on_axes, arrays))
 
         self._run = run
-        self._without = self._made(())
-        self._known: dict[frozenset[PrecisionPart], Errors] = {}
+        # The same program without roundings: the reference is another one, whose errors in float32
+        # are its own.
+        self._without_roundings = self._evaluate(())
+        self._errors: dict[frozenset[PrecisionPart], Errors] = {}
 
     def errors(self, low: Collection[PrecisionPart]) -> Errors:
         """Returns the errors with the roundings of some parts; relative to those of none."""
         key = frozenset(low)
-        if key not in self._known:
-            self._known[key] = compared(self._made(key), self._without)
-        return self._known[key]
+        if key not in self._errors:
+            self._errors[key] = errors_of(self._evaluate(key), self._without_roundings)
+        return self._errors[key]
 
-    def _made(self, low: Collection[PrecisionPart]) -> Any:
+    def _evaluate(self, low: Collection[PrecisionPart]) -> Any:
         self._measuring.evaluations += 1
         flags = jnp.array([part in low for part in self._numbers])
         return self._run(flags, *self._arrays)
 
 
-def compared(made: Any, reference: Any) -> Errors:
+def errors_of(results: Any, reference: Any) -> Errors:
     """Returns the errors of loss, outputs and gradients."""
-    loss, outputs, gradients = (float(x) for x in _relative(made, reference))
+    loss, outputs, gradients = (float(x) for x in _relative_errors(results, reference))
     return Errors(loss, outputs if reference[1] else None, gradients)
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps warnings back: of rules that lower one part, they say nothing about the user's."""
+    # The rules are ours: what autocast warns of them, the user did not write.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 @jax.jit
-def _relative(made: Any, reference: Any) -> list[Any]:
-    return [relative_error(*pair) for pair in zip(made, reference, strict=True)]
+def _relative_errors(results: Any, reference: Any) -> list[Any]:
+    return [relative_error(*pair) for pair in zip(results, reference, strict=True)]
 
 
-def relative_error(made: Sequence[Any], reference: Sequence[Any]) -> Any:
+def relative_error(arrays: Sequence[Any], reference: Sequence[Any]) -> Any:
     """Returns the norm of a difference divided by that of the reference, over all arrays together.
 
     Args:
-      made: arrays.
+      arrays: arrays.
       reference: arrays like them, finite.
 
     Returns:
-      A number: infinite if `made` is not finite, or differs from a reference of zeros.
+      A number: infinite if `arrays` are not finite, or differ from a reference of zeros.
     """
     if not reference:
         return jnp.zeros(())
-    # Divided by the largest number, so that squares stay in range.
+    # Divided by the largest number: squares of float32 would leave its range.
     largest = jnp.max(jnp.stack([jnp.max(jnp.abs(x), initial=0) for x in reference]))
     unit = jnp.where(largest > 0, largest, 1)
     size = sum(jnp.sum(jnp.abs(x / unit) ** 2) for x in reference)
-    pairs = zip(made, reference, strict=True)
+    pairs = zip(arrays, reference, strict=True)
     off = sum(jnp.sum(jnp.abs((x - y) / unit) ** 2) for x, y in pairs)
-    error = jnp.sqrt(off / size)  # 0 / 0 is no error
+    # Of two trees of zeros the quotient is NaN, and the error 0.
+    error = jnp.sqrt(off / size)
     return jnp.where(off == 0, 0.0, jnp.where(jnp.isfinite(error), error, jnp.inf))
-
-
-def _of_arrays(loss_fn: Callable[..., Any], params: PyTree) -> tuple[Callable[..., Any], PyTree]:
-    """Returns a loss of plain arrays and its params, where the params are a live nnx model."""
-    nnx = sys.modules.get("flax.nnx")  # without Flax there are no nnx modules
-    if nnx is None or not isinstance(params, nnx.Module):
-        return loss_fn, params
-    from jaxmp._flax.nnx_scopes import with_plain_params
-
-    return with_plain_params(loss_fn, params)

@@ -1,4 +1,4 @@
-"""What lowering each part of a program does to its loss, outputs and gradients."""
+"""The report of `sensitivity`: the errors of loss, outputs and gradients, by part."""
 
 import dataclasses
 import math
@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from jaxmp._policies.policy import Policy, short_name
 from jaxmp._policies.policy_rules import PolicyRules
+from jaxmp._tools.inspect.table_report import TableReport
 
 Of = Literal["loss", "outputs", "gradients"]
 OF = ("loss", "outputs", "gradients")
@@ -18,8 +19,8 @@ class Errors(NamedTuple):
 
     Attributes:
       loss: the difference of the losses, divided by the size of the reference's.
-      outputs: the norm of the difference of what the function returns beside the loss, divided by
-        the norm of the reference's; None without such outputs.
+      outputs: the norm of the difference of the other results of the function, divided by the norm
+        of the reference's; None without such outputs.
       gradients: the same of all gradients together.
     """
 
@@ -29,13 +30,13 @@ class Errors(NamedTuple):
 
     def of(self, what: Of) -> float:
         """Returns one of them."""
-        found = getattr(self, what)
-        if found is None:
+        error = getattr(self, what)
+        if error is None:
             raise ValueError(
                 "there are no outputs: loss_fn returns a loss alone. Have it return (loss, "
                 "outputs) and say has_aux=True, or choose of='loss' or of='gradients'"
             )
-        return float(found)
+        return float(error)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +55,7 @@ class PartSensitivity:
 
 
 @dataclasses.dataclass(frozen=True)
-class SensitivityReport:
+class SensitivityReport(TableReport):
     """The sensitivity of each part of a program, the most sensitive first. Prints as a table.
 
     It holds the function and its arguments, to measure the rules that it gives.
@@ -103,7 +104,7 @@ class SensitivityReport:
           Rules for `jaxmp.autocast`.
 
         Raises:
-          ValueError: for a count that is no number of parts.
+          ValueError: for a count below 0 or above the number of parts.
         """
         if isinstance(count, bool) or count not in range(len(self.rows) + 1):
             raise ValueError(f"count must be from 0 to {len(self.rows)}, got {count!r}")
@@ -129,25 +130,28 @@ class SensitivityReport:
         if not (isinstance(target, numbers.Real) and target > 0):
             raise ValueError(f"target must be a positive relative error, got {target!r}")
         _check_of(of)
+        # The program in which everything is low meets the target: no part has to be kept.
         if self.all_low.of(of) <= target:
             return self.keep(0, of)
 
+        # How many parts are needed is estimated by switches, and then measured under rules.
         def estimated(count: int) -> bool:
             return self._estimate(self._first(count, of)).of(of) <= target
 
         def measured(count: int) -> bool:
             return self._measure(self.keep(count, of)).of(of) <= target
 
-        everything = len(self.rows)
-        count = _least(estimated, 0, everything)
+        # An estimate runs a compiled program; rules have to be compiled before they are measured.
+        total = len(self.rows)
+        count = _least_count(estimated, 0, total)
         if measured(count):
             return self.keep(count, of)
-        if count == everything or not measured(everything):
+        if count == total or not measured(total):
             raise ValueError(
-                f"with all {everything} parts kept, the error of {of} is still above {target:g}: "
+                f"with all {total} parts kept, the error of {of} is still above {target:g}: "
                 "what is low lies outside of them. Name more parts, or leave candidates out"
             )
-        return self.keep(_least(measured, count, everything), of)
+        return self.keep(_least_count(measured, count, total), of)
 
     def _first(self, count: int, of: Of) -> list[str]:
         _check_of(of)
@@ -155,7 +159,7 @@ class SensitivityReport:
         return [row.path for row in ordered[:count]]
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns plain numbers and text, as json.dumps takes them; None for what is not finite."""
+        """Returns plain numbers and text, as json.dumps takes them; None for infinities and NaN."""
         return {
             "low": short_name(self.low),
             "reference": short_name(self.reference),
@@ -172,33 +176,30 @@ class SensitivityReport:
     def __rich__(self) -> Any:
         from rich.table import Table
 
-        shown = [name for name, each in zip(OF, self.all_low, strict=True) if each is not None]
+        names = [name for name, error in zip(OF, self.all_low, strict=True) if error is not None]
         caption = (
             f"errors relative to {short_name(self.reference)} from the roundings of one part in "
             f"{short_name(self.low)}; {self.evaluations} evaluations"
         )
         table = Table(caption=caption, caption_justify="left")
         table.add_column("part", overflow="fold")
-        for name in [*shown, "FLOPs"]:
+        for name in [*names, "FLOPs"]:
             table.add_column(name, justify="right")
         for row in self.rows:
-            cells = [_in_percent(getattr(row.alone, name)) for name in shown]
+            cells = [_in_percent(getattr(row.alone, name)) for name in names]
             table.add_row(row.path, *cells, f"{row.flops:.0%}" if row.flops else "")
         table.add_section()
-        cells = [_in_percent(getattr(self.all_switched, name)) for name in shown]
+        cells = [_in_percent(getattr(self.all_switched, name)) for name in names]
         table.add_row("all of them", *cells, "")
-        cells = [_in_percent(getattr(self.all_low, name)) for name in shown]
+        cells = [_in_percent(getattr(self.all_low, name)) for name in names]
         table.add_row("all low, measured", *cells, "")
         return table
 
-    def __str__(self) -> str:
-        from jaxmp._tools.inspect.tables import as_text
 
-        return as_text(self)
-
-
-def _least(holds: Callable[[int], bool], fails: int, meets: int) -> int:
+def _least_count(holds: Callable[[int], bool], fails: int, meets: int) -> int:
     """Returns a count at which a condition holds, between one where it fails and one where not."""
+    # The error need not fall with each part that is kept: the condition holds at the count that is
+    # returned, which need not be the least.
     while meets - fails > 1:
         middle = (fails + meets) // 2
         fails, meets = (fails, middle) if holds(middle) else (middle, meets)

@@ -20,8 +20,13 @@ from jaxmp._numerics.histograms import (
     counts_below,
     histograms,
 )
-from jaxmp._tools.diagnostics.counted import check_counted, cumulated, fetched
+from jaxmp._tools.diagnostics.histogram_counts import (
+    check_not_empty,
+    cumulative_counts,
+    fetch_counts,
+)
 from jaxmp._tools.diagnostics.inputs import check_numbers, number_of_scale
+from jaxmp._tools.inspect.table_report import TableReport
 
 # The recommended scale leaves room for numbers 8 times as large (docs/statistics.md).
 _HEADROOM = 3
@@ -29,7 +34,7 @@ _HEADROOM = 3
 
 @dataclasses.dataclass(frozen=True)
 class UnderflowRow:
-    """What a format would do to the numbers of one array, or of all.
+    """The losses of one array, or of all, in a format.
 
     Attributes:
       name: the path of the array in its tree, or the module.
@@ -60,14 +65,14 @@ class UnderflowRow:
 
 
 @dataclasses.dataclass(frozen=True)
-class UnderflowReport:
-    """What a format would do to all arrays, those that lose most first. Prints as a table.
+class UnderflowReport(TableReport):
+    """The losses of all arrays in a format, those that lose most first. Prints as a table.
 
     Attributes:
       rows: one for each array.
       total: all arrays together.
       dtype: the format.
-      scale: what the numbers are multiplied by before.
+      scale: the factor of the numbers.
     """
 
     rows: tuple[UnderflowRow, ...]
@@ -83,12 +88,15 @@ class UnderflowReport:
         caption = (
             f"shares of the numbers that are not zero, in {self.dtype}{times}; largest: before"
         )
-        if narrow := sorted({row.dtype for row in self.rows if _has_lost(row.dtype)}):
-            caption += f"\nwhat {' and '.join(narrow)} had lost before is not seen"
+        # Numbers that an array could not hold are zero in it already.
+        narrow = {row.dtype for row in self.rows if row.dtype}
+        narrow = {d for d in narrow if any(jnp.dtype(x).itemsize < 4 for x in d.split(", "))}
+        if narrow:
+            caption += f"\nwhat {' and '.join(sorted(narrow))} had lost before is not seen"
         table = Table(caption=caption, caption_justify="left")
         table.add_column("array", overflow="fold")
         total = (self.total,) if len(self.rows) > 1 else ()
-        columns = [column for column in _COLUMNS if column.shown(self.total)]
+        columns = [column for column in _COLUMNS if column.has_cells(self.total)]
         for column in columns:
             table.add_column(column.title, justify="right")
         for row in (*self.rows, *total):
@@ -97,19 +105,14 @@ class UnderflowReport:
             table.add_row(Text(row.name), *(column.text(row) for column in columns))
         return table
 
-    def __str__(self) -> str:
-        from jaxmp._tools.inspect.tables import as_text
-
-        return as_text(self)
-
 
 def underflow_report(
     tree: PyTree | Histograms, *, dtype: Any = "float16", loss_scale: Any = 1.0
 ) -> UnderflowReport:
     """Reports what share of each array would become zero, subnormal or infinite in a format.
 
-    A gradient that becomes zero trains nothing, and no overflow tells of it. For arrays the shares
-    are those of a cast. A histogram answers for all formats and scales, nearly as well.
+    A gradient that becomes zero trains nothing, and no overflow shows it. For arrays the shares are
+    those of a cast. A histogram answers for all formats and scales, nearly as well.
 
     The recommended scale is 2**(e - 3 - m), with e the exponent of the largest number of the format
     and m that of the largest magnitude: as torch.amp finds it, but for the room that is left.
@@ -118,7 +121,7 @@ def underflow_report(
       tree: gradients or other arrays; or `Histograms` of them, such as `metrics["histograms"]`.
         Histograms with leading axes, of several steps, are added up.
       dtype: the format.
-      loss_scale: what the numbers are multiplied by: a number, or `state.loss_scale`.
+      loss_scale: the factor of the numbers: a number, or `state.loss_scale`.
 
     Returns:
       The report. It waits for the device. In `Histograms`, numbers between two powers of two are
@@ -130,7 +133,7 @@ def underflow_report(
     Raises:
       ValueError: for an unknown dtype, a scale that is not positive, or histograms of a step in
         which nothing was counted.
-      TypeError: for arrays without numbers, as under `jit`, or a scale that is no number.
+      TypeError: for arrays without numbers, as under `jit`, or a scale that is not a number.
 
     >>> grads = {"w": jnp.array([1e-9, 1e-6, 1e-3, 0.0])}
     >>> report = underflow_report(grads, dtype="float16", loss_scale=1.0)
@@ -139,38 +142,44 @@ def underflow_report(
     >>> report.total.recommended_scale == 2.0**22
     True
     """
-    chosen, scale = parse_dtype(dtype), number_of_scale(loss_scale)
+    format_dtype, scale = parse_dtype(dtype), number_of_scale(loss_scale)
     check_numbers(tree, "underflow_report")
-    found = tree if isinstance(tree, Histograms) else histograms(tree)
-    counts, largest = fetched(found)
-    limits = limits_of(chosen)
-    ends = (limits.kept, limits.normal, limits.ends, math.inf)
-    at = np.array([limit / scale for limit in ends])
-    if found is tree:
-        check_counted(counts)
-        below = [_interpolated(*row, at) for row in zip(counts[:, FINITE], largest, strict=True)]
+    bins = tree if isinstance(tree, Histograms) else histograms(tree)
+    counts, largest = fetch_counts(bins)
+    limits = limits_of(format_dtype)
+    # Limits are divided, so that the numbers stay as they are: a product would round them.
+    ends = (limits.smallest, limits.normal, limits.ends, math.inf)
+    bounds = np.array([limit / scale for limit in ends])
+    if bins is tree:
+        check_not_empty(counts)
+        arrays = zip(counts[:, FINITE], largest, strict=True)
+        below = [_counts_below(*array, bounds) for array in arrays]
     else:
+        # Devices compare in float32: the smallest float32 that are not below the bounds.
+        with np.errstate(over="ignore"):
+            near = bounds.astype(np.float32)
+        bounds32 = np.where(near < bounds, np.nextafter(near, np.float32(np.inf)), near)
         floats = [x for x in jax.tree.leaves(tree) if is_inexact(x)]
-        below = list(jax.device_get(counts_below(floats, _float32_from(at))))
-    columns = zip(found.names, found.dtypes, counts, largest, below, strict=True)
-    rows = [_lost_of(*row, limits.exponent) for row in columns]
+        below = list(jax.device_get(counts_below(floats, bounds32)))
+    columns = zip(bins.names, bins.dtypes, counts, largest, below, strict=True)
+    rows = [_row_of_array(*column, limits.exponent) for column in columns]
     most = largest.max(initial=0)
-    total = _lost_of("all", "", counts.sum(0), most, sum(below, np.zeros(4)), limits.exponent)
+    total = _row_of_array("all", "", counts.sum(0), most, sum(below, np.zeros(4)), limits.exponent)
     rows.sort(key=lambda row: (-row.overflow, -row.flushed, -row.subnormal))
-    return UnderflowReport(tuple(rows), total, chosen.name, scale)
+    return UnderflowReport(tuple(rows), total, format_dtype.name, scale)
 
 
 class FormatLimits(NamedTuple):
     """The magnitudes at which a format changes what it does, and its largest exponent.
 
     Attributes:
-      kept: below it numbers become zero: just above half of the smallest number.
+      smallest: below it numbers become zero: just above half of the smallest number.
       normal: below it they are subnormal: numbers just below the smallest normal one round to it.
       ends: from it on they overflow: half a place above the largest number.
       exponent: of the largest number.
     """
 
-    kept: float
+    smallest: float
     normal: float
     ends: float
     exponent: int
@@ -179,26 +188,28 @@ class FormatLimits(NamedTuple):
 def limits_of(dtype: Any) -> FormatLimits:
     """Returns the limits of a floating dtype."""
     info = jnp.finfo(dtype)
-    largest, smallest = float(info.max), float(info.smallest_subnormal)
+    largest, step = float(info.max), float(info.smallest_subnormal)
     exponent = math.frexp(largest)[1] - 1
-    # Half of the smallest number rounds to zero. The sum of largest and half a place may overflow.
-    kept = math.nextafter(smallest / 2, 1)
+    # Half of the smallest number rounds to zero, to the even neighbor.
+    smallest = math.nextafter(step / 2, 1)
     ends = largest + 2.0 ** (exponent - int(info.nmant) - 1)
     with np.errstate(over="ignore"):
-        if np.isfinite(np.float64(ends).astype(dtype).astype(np.float64)):  # the largest is even
+        # Where the largest number is even, as in float8_e4m3fn, half a place above rounds to it.
+        if np.isfinite(np.float64(ends).astype(dtype).astype(np.float64)):
             ends = math.nextafter(ends, math.inf)
-    return FormatLimits(kept, float(info.smallest_normal) - smallest / 2, ends, exponent)
+    return FormatLimits(smallest, float(info.smallest_normal) - step / 2, ends, exponent)
 
 
-def _lost_of(
+def _row_of_array(
     name: str, dtype: str, counts: Any, largest: Any, below: Any, exponent: int
 ) -> UnderflowRow:
     """Returns the row of an array, given how many numbers are below each limit; the last is all."""
+    # Shares are of the finite numbers that are not zero: zeros lose nothing.
     zeros, infinite, nan = (round(float(counts[i])) for i in (ZEROS, INFINITE, NAN))
     flushed, small, fits, recommended = 0.0, 0.0, 1.0, None
-    *lost, numbers = map(float, below)
+    *counts_of_limits, numbers = map(float, below)
     if numbers:
-        flushed, small, fits = (n / numbers for n in lost)
+        flushed, small, fits = (n / numbers for n in counts_of_limits)
         # Formats with the exponents of float32 need no scale.
         room = exponent - _HEADROOM - (math.frexp(largest)[1] - 1)
         recommended = 2.0**room if exponent < 127 else 1.0
@@ -217,24 +228,13 @@ def _lost_of(
     )
 
 
-def _interpolated(numbers: Any, largest: Any, limits: Any) -> Any:
+def _counts_below(numbers: Any, largest: Any, limits: Any) -> Any:
     """Returns how many numbers are below limits, given their counts in the finite bins."""
     if not largest:
         return np.zeros(len(limits))
-    edges, below = cumulated(numbers, largest)
+    edges, below = cumulative_counts(numbers, largest)
+    # Bins end at powers of two, and formats do not: above the largest number nothing overflows.
     return np.where(limits > largest, numbers.sum(), np.interp(np.log2(limits), edges, below))
-
-
-def _float32_from(limits: Any) -> Any:
-    """Returns the smallest float32 that are not below."""
-    with np.errstate(over="ignore"):
-        near = limits.astype(np.float32)
-    return np.where(near < limits, np.nextafter(near, np.float32(np.inf)), near)
-
-
-def _has_lost(dtype: str) -> bool:
-    """Whether one of these dtypes is narrower than float32."""
-    return any(jnp.dtype(name).itemsize < 4 for name in dtype.split(", ") if name)
 
 
 class _Column(NamedTuple):
@@ -245,7 +245,7 @@ class _Column(NamedTuple):
     form: str
     optional: bool = False
 
-    def shown(self, total: UnderflowRow) -> bool:
+    def has_cells(self, total: UnderflowRow) -> bool:
         return bool(self.of(total)) or not self.optional
 
     def text(self, row: UnderflowRow) -> str:
@@ -253,6 +253,7 @@ class _Column(NamedTuple):
         return "" if value is None or (self.optional and not value) else format(value, self.form)
 
 
+# Optional columns are empty in most reports: the table fits a terminal without them.
 _COLUMNS = (
     _Column("numbers", lambda row: row.size, ","),
     _Column("zeros", lambda row: row.zeros, ",", True),
@@ -262,9 +263,9 @@ _COLUMNS = (
     _Column("infinite", lambda row: row.infinite, ",", True),
     _Column("NaN", lambda row: row.nan, ",", True),
     _Column("largest", lambda row: row.largest, ".3g"),
-    _Column("recommended scale", lambda row: _power(row.recommended_scale), ""),
+    _Column(
+        "recommended scale",
+        lambda row: row.recommended_scale and f"2**{round(math.log2(row.recommended_scale))}",
+        "",
+    ),
 )
-
-
-def _power(scale: float | None) -> str:
-    return "" if scale is None else f"2**{round(math.log2(scale))}"

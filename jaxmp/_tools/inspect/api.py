@@ -11,7 +11,7 @@ from jaxmp._program.op_classes import CHECKPOINTS
 from jaxmp._tools.inspect.checks import AuditError
 from jaxmp._tools.inspect.collective_report import Collectives, CompiledCollective
 from jaxmp._tools.inspect.collectives import collectives
-from jaxmp._tools.inspect.compiled import closed_over, is_array
+from jaxmp._tools.inspect.compiled import closed_over
 from jaxmp._tools.inspect.decoded import is_float8
 from jaxmp._tools.inspect.equations import walk
 from jaxmp._tools.inspect.reduced import assert_reduced_in
@@ -95,6 +95,7 @@ def audit(fn: Callable[..., Any], *args: Any, compiled: Any = False, **kwargs: A
     """
     if not callable(fn):
         raise TypeError(f"audit takes a function and its arguments, got {type(fn).__name__}")
+    # Only arrays are traced. Other values, such as functions and flags, are passed on unchanged.
     arrays, call = closed_over(fn, args, kwargs)
     jaxpr, result = jax.make_jaxpr(call, return_shape=True)(arrays)
     program = None
@@ -102,58 +103,55 @@ def audit(fn: Callable[..., Any], *args: Any, compiled: Any = False, **kwargs: A
         program = collectives(fn, *args, **kwargs)
     elif compiled is not None and compiled is not False:
         program = collectives(compiled)
-    body = walk(jaxpr)
-    tally = Tally(body)
+    tally = Tally(walk(jaxpr))
     recomputes = any(site.name in CHECKPOINTS for site in tally.sites)
-    kept, reason, both = _residuals(fn, args, kwargs, result, recomputes)
+    rows, reason, both = _residuals(fn, args, kwargs, result, recomputes)
+    unseen = unseen_in(tally.sites, is_compiled=program is not None)
+    dtypes = {dtype for row in tally.products() for dtype in (*row.operands, *row.rounded_to)}
+    # Compilers widen float8 without a word where the device has no such product.
+    if program is not None and not program.float8_products and any(map(is_float8, dtypes)):
+        unseen += (
+            f"Where the float8 operands are: no product of the {program.origin} has one. Its "
+            "compiler widened them, and may have dropped the rounding to float8, too.",
+        )
     return AuditReport(
         products=tally.products(),
         product_lines=tally.product_lines(),
         left_out=tally.left_out(),
         upcasts=tally.upcasts(),
         converts=tally.converts(),
-        residuals=kept,
+        residuals=rows,
         no_residuals=reason,
+        # Checkpoints of a loss run again in its gradient, which its forward pass does not show.
         recomputed=(tally if both is None else Tally(both)).recomputed(),
         arrays=argument_rows(fn, args, kwargs) + result_rows(result),
         collectives=tally.collectives(),
         equations=tally.equations(),
-        unseen=unseen_in(tally.sites, is_compiled=program is not None) + _lost(tally, program),
+        unseen=unseen,
         unseen_lines=tally.unseen(hiding(tally.sites)),
         work=tally.work(),
         compiled=program,
     )
 
 
-def _lost(tally: Tally, program: Collectives | None) -> tuple[str, ...]:
-    """Returns a sentence if float8 operands of the traced program are not in the compiled one."""
-    dtypes = {dtype for row in tally.products() for dtype in (*row.operands, *row.rounded_to)}
-    if program is None or program.float8_products or not any(map(is_float8, dtypes)):
-        return ()
-    return (
-        f"Where the float8 operands are: no product of the {program.origin} has one. Its compiler "
-        "widened them, and may have dropped the rounding to float8, too.",
-    )
-
-
 def _residuals(
     fn: Any, args: Any, kwargs: Any, result: Any, recomputes: bool
 ) -> tuple[Any, str, Any]:
-    first, rest = (args[0], args[1:]) if args else (None, ())
-    leaves, structure = jax.tree.flatten((rest, kwargs))
-    arrays = [leaf if is_array(leaf) else None for leaf in leaves]
+    """Returns the residuals, why there are none, and the program of both passes."""
+    first = args[0] if args else None
 
-    def loss(first: Any, arrays: list[Any]) -> Any:
-        filled = [x if array is None else array for x, array in zip(leaves, arrays, strict=True)]
-        rest, kwargs = jax.tree.unflatten(structure, filled)
-        return fn(first, *rest, **kwargs)
+    # The first argument stays whole: `residuals` differentiates by its floats.
+    def from_first(*others: Any, **kwargs: Any) -> Callable[[Any], Any]:
+        return lambda first: fn(first, *others, **kwargs)
 
+    arrays, call = closed_over(from_first, args[1:], kwargs)
+    has_aux = isinstance(result, tuple)
     try:
         check_loss(result, first)
-        kept, both = residuals(loss, first, arrays, isinstance(result, tuple), recomputes)
+        rows, both = residuals(lambda x, ys: call(ys)(x), first, arrays, has_aux, recomputes)
     except NoLoss as error:
         return None, str(error), None
-    return kept, "", both
+    return rows, "", both
 
 
 # A dictionary with more keys, such as the params of a hundred blocks, is one row.
@@ -162,6 +160,7 @@ _MOST_KEYS = 12
 
 def argument_rows(fn: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Arrays, ...]:
     """Returns the rows of the arguments, named after the function's parameters."""
+    # Named after parameters: "argument 3" of a train step says nothing in a table.
     rows: list[Arrays] = []
     for name, value in _named_arguments(fn, args, kwargs).items():
         rows += _array_rows("argument", name, value)
@@ -171,7 +170,7 @@ def argument_rows(fn: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Array
 def result_rows(result: Any) -> tuple[Arrays, ...]:
     """Returns the rows of the result; a tuple has rows for each item."""
     items = {"result": result}
-    if type(result) is tuple:
+    if type(result) is tuple:  # a NamedTuple is one result, and has fields
         items = {f"result[{i}]": item for i, item in enumerate(result)}
     return tuple(row for name, item in items.items() for row in _array_rows("result", name, item))
 
@@ -181,21 +180,22 @@ def _named_arguments(fn: Callable[..., Any], args: Any, kwargs: Any) -> dict[str
     try:
         signature = inspect.signature(fn)
         bound = signature.bind(*args, **kwargs).arguments
-    except (TypeError, ValueError):
+    except (TypeError, ValueError):  # a builtin without a signature, or arguments that do not fit
         return numbered
-    named: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, value in bound.items():
         kind = signature.parameters[name].kind
         if kind is inspect.Parameter.VAR_POSITIONAL:
-            named |= {f"{name}[{i}]": item for i, item in enumerate(value)}
+            values |= {f"{name}[{i}]": item for i, item in enumerate(value)}
         elif kind is inspect.Parameter.VAR_KEYWORD:
-            named |= value
+            values |= value
         else:
-            named[name] = value
-    return named
+            values[name] = value
+    return values
 
 
 def _array_rows(role: Literal["argument", "result"], name: str, value: Any) -> Iterator[Arrays]:
+    # Two levels: `state`, and `state.params` and `state.opt_state` of a train state.
     for field, part in _with_fields(name, value, depth=2):
         groups: dict[str, list[Any]] = {}
         for leaf in jax.tree.leaves(part):
@@ -208,15 +208,12 @@ def _array_rows(role: Literal["argument", "result"], name: str, value: Any) -> I
 
 
 def _dtype_in_jax(leaf: Any) -> Any:
-    """Returns the dtype that an array has in JAX, which may turn NumPy's 64 bits into 32."""
+    # A NumPy array of 64 bits has 32 in the program, unless jax_enable_x64 is set.
     return jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
 
 
 def _with_fields(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
-    """Yields a value, or its fields if it is a dictionary, dataclass or NamedTuple.
-
-    The name of a field is like `state.params`.
-    """
+    """Yields a value, or its fields if it is a dictionary, dataclass or NamedTuple."""
     fields: dict[str, Any] = {}
     if depth and hasattr(value, "_fields"):
         fields = {field: getattr(value, field) for field in value._fields}

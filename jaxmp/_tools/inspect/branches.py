@@ -42,8 +42,9 @@ def choices(equation: Any, number: int) -> list[Choice]:
     platforms = equation.params.get("branches_platforms")
     count = len(bodies_of(equation))
     names = [f"branch {i} of {count}" for i in range(count)]
+    # `platform_dependent` is a conditional too; the entry without platforms is its default.
     if platforms is not None:
-        names = [f"branch for {', '.join(each or ['other platforms'])}" for each in platforms]
+        names = [f"branch for {', '.join(names or ['other platforms'])}" for names in platforms]
     return [Choice(number, i, count, name) for i, name in enumerate(names)]
 
 
@@ -55,37 +56,39 @@ def most(parts: Iterable[Part]) -> int:
     >>> most(parts)
     6
     """
-    return _taken(list(parts), 0, lambda counted, total: total)[1]
+    # Of branches that exclude each other the largest counts: their sum would run in no program.
+    return _best_sums(list(parts), 0, lambda counted, total: total)[1]
 
 
 def least_share(parts: Iterable[Part]) -> float:
     """Returns the smallest ratio of counted to total over all choices of branches.
 
-    Returns 0 if the total is 0. The ratio is a quotient of sums, so minimising it in each
-    conditional alone would be wrong. But `share * total - counted`, with the smallest ratio so
-    far as the share, is a sum. The branches that maximise it have a smaller ratio, unless no
-    branches do (Dinkelbach's method).
+    Returns 0 if the total is 0.
 
     >>> left, right = Choice(0, 0, 2, "left"), Choice(0, 1, 2, "right")
     >>> least_share([Part((), 1, 1), Part((left,), 0, 3), Part((right,), 4, 4)])
     0.25
     """
     parts = list(parts)
-    counted, total = _taken(parts, 0, lambda counted, total: total)
+    counted, total = _best_sums(parts, 0, lambda counted, total: total)
     if not total:
         return 0.0
+    # Dinkelbach's method. The ratio is a quotient of sums, so minimizing it in each conditional
+    # alone would be wrong. But `share * total - counted`, with the smallest ratio so far as the
+    # share, is a sum. The branches that maximize it have a smaller ratio, unless no branches do.
     while True:
+        # An exact quotient: rounding would hide a tiny product of another dtype among large ones.
         share = Fraction(counted, total)
 
         def left_over(counted: int, total: int, share: Fraction = share) -> Fraction:
             return share * total - counted
 
-        counted, total = _taken(parts, 0, left_over)
+        counted, total = _best_sums(parts, 0, left_over)
         if left_over(counted, total) <= 0:
             return float(share)
 
 
-def _taken(
+def _best_sums(
     parts: list[Part], depth: int, gain: Callable[[int, int], int | Fraction]
 ) -> tuple[int, int]:
     """Returns counted and total for the branches with the largest gain, a linear function."""
@@ -99,9 +102,10 @@ def _taken(
             choice = part.branches[depth]
             inside.setdefault(choice.conditional, {}).setdefault(choice, []).append(part)
     for branches in inside.values():
-        sums = [_taken(each, depth + 1, gain) for each in branches.values()]
+        sums = [_best_sums(inner, depth + 1, gain) for inner in branches.values()]
+        # A branch without parts may run too.
         if len(sums) < next(iter(branches)).of:
-            sums.append((0, 0))  # a branch with nothing in it
+            sums.append((0, 0))
         best = max(sums, key=lambda pair: gain(*pair))
         counted += best[0]
         total += best[1]

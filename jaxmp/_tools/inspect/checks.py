@@ -15,6 +15,9 @@ from jaxmp._tools.inspect.offenders import (
     reason_text,
 )
 
+# Stands for allow_unseen=True; compared by identity, so that no primitive can have its name.
+_ALL = frozenset({"all"})
+
 
 class AuditError(AssertionError):
     """A program failed `AuditReport.check` or `assert_reduced_in`."""
@@ -32,32 +35,36 @@ def check_report(
     allow_unseen: Any,
 ) -> None:
     """Implements `AuditReport.check`."""
-    given = (products, upcasts, residual_bytes, kept, precision)
-    if all(each is None for each in given):
+    expectations = (products, upcasts, residual_bytes, kept, precision)
+    # A check that passes without checking anything would hide a typo in a test.
+    if all(expectation is None for expectation in expectations):
         hint = " share goes with products" if share is not None else ""
         raise ValueError(
             "nothing to check: give products, precision, upcasts, residual_bytes or kept." + hint
         )
     problems: list[str] = []
-    allowed = _checked_allowed(allow_unseen)
+    allowed: Any = (allow_unseen,) if isinstance(allow_unseen, str) else allow_unseen
+    if isinstance(allow_unseen, bool):
+        allowed = _ALL if allow_unseen else ()
+    if not isinstance(allowed, Collection) or not all(isinstance(name, str) for name in allowed):
+        raise ValueError(
+            "allow_unseen is True, or names from report.unseen_lines such as 'pallas_call', got "
+            f"{allow_unseen!r}"
+        )
     if products is not None:
-        names, least = _dtype_names(products), _checked_share(share)
-        problems += _product_errors(report, names, least)
-        problems += _loops(report, names, least, allowed)
-        if any(name.startswith(FLOAT8) for name in names):
-            fusions = allowed is _ALL or "fusion" in allowed
-            problems += compiled_float8_errors(report, fusions)
+        problems += _product_errors(report, products, share, allowed)
     elif share is not None:
         raise ValueError("share is about products: give products='bfloat16' too")
     if precision is not None:
-        problems += _precision_errors(report, _checked_precision(precision))
+        problems += _precision_errors(report, precision)
     if upcasts is not None:
         problems += _upcast_errors(report, _checked_limit(upcasts, "upcasts"))
     if residual_bytes is not None:
         problems += _residual_errors(report, _checked_limit(residual_bytes, "residual_bytes"))
     if kept is not None:
-        problems += _kept(report, _checked_kept(kept))
-    if any(each is not None for each in (products, upcasts, precision)):
+        problems += _activation_errors(report, kept)
+    # Residuals of kernels are in the program, what kernels multiply is not.
+    if any(expectation is not None for expectation in (products, upcasts, precision)):
         problems += _unseen_errors(report, allowed)
     if problems:
         raise AuditError("the audit failed.\n" + "\n".join(problems))
@@ -76,6 +83,7 @@ def any_dtype_name(dtype: Any) -> str:
             other = np.dtype(dtype)
         except TypeError:
             other = None
+        # Bools, integers and complex numbers are in programs too, though no policy names them.
         if other is None or other.kind not in "biuc":
             raise
         return other.name
@@ -90,35 +98,40 @@ def product_dtype(dtype: Any) -> str:
     return FLOAT8 if isinstance(dtype, str) and dtype == FLOAT8 else any_dtype_name(dtype)
 
 
-def _dtype_names(dtypes: Any) -> list[str]:
-    given = dtypes if isinstance(dtypes, (tuple, list, set, frozenset)) else (dtypes,)
-    if not given:
-        raise ValueError("products must name at least one dtype, such as 'bfloat16'")
-    return [product_dtype(dtype) for dtype in given]
-
-
-def _checked_share(share: float | None) -> float:
-    if share is None:
-        return 1.0
-    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
-        raise ValueError(f"share must be a number above 0 and up to 1, got {share!r}")
-    return share
-
-
 def _checked_limit(limit: Any, name: str) -> int:
     if isinstance(limit, bool) or not isinstance(limit, (int, np.integer)) or limit < 0:
         raise ValueError(f"{name} is the largest number allowed, an int from 0 up, got {limit!r}")
     return int(limit)
 
 
-def _product_errors(report: Any, names: list[str], share: float) -> list[str]:
-    allowed = " or ".join(names)
+def _product_errors(
+    report: Any, dtypes: Any, share: float | None, allowed: Collection[str]
+) -> list[str]:
+    dtypes = dtypes if isinstance(dtypes, (tuple, list, set, frozenset)) else (dtypes,)
+    if not dtypes:
+        raise ValueError("products must name at least one dtype, such as 'bfloat16'")
+    names, least = [product_dtype(dtype) for dtype in dtypes], 1.0 if share is None else share
+    if isinstance(least, bool) or not isinstance(least, (int, float)) or not 0 < least <= 1:
+        raise ValueError(f"share must be a number above 0 and up to 1, got {share!r}")
+    problems = _share_errors(report, names, least)
+    # The traced program is half of the answer: loops may run any number of times, and compilers
+    # may widen float8.
+    problems += _loop_errors(report, names, least, allowed)
+    if any(name.startswith(FLOAT8) for name in names):
+        fusions = allowed is _ALL or "fusion" in allowed
+        problems += compiled_float8_errors(report, fusions)
+    return problems
+
+
+def _share_errors(report: Any, names: list[str], least: float) -> list[str]:
+    choices = " or ".join(names)
     if not report.flops:
-        return [f"products: the program has none, so none in {allowed}."]
-    found = report.share(*names)
+        return [f"products: the program has none, so none in {choices}."]
+    share = report.share(*names)
     others = [row for row in report.product_lines if not are_among(row.operands, names)]
-    # 1e-9 allows for the rounding of the quotient.
-    if not others or (found >= share - 1e-9 and share < 1):
+    # A share of 1 means every product: one in a huge program would be rounded away. Below 1, 1e-9
+    # allows for the rounding of the quotient.
+    if not others or (share >= least - 1e-9 and least < 1):
         return []
     offenders = [
         (
@@ -129,31 +142,29 @@ def _product_errors(report: Any, names: list[str], share: float) -> list[str]:
         for row in others
     ]
     where = " where these branches run" if any(row.branch for row in others) else ""
+    # The share is too small, so it is never printed as 100 %.
     return [
-        f"products: {_percent(found)} of their FLOPs have operands in {allowed}{where}, wanted "
-        f"at least {100 * share:.1f} %. The others:",
+        f"products: {min(100 * share, 99.9):.1f} % of their FLOPs have operands in {choices}"
+        f"{where}, wanted at least {100 * least:.1f} %. The others:",
         *by_line(offenders),
     ]
 
 
-def _checked_precision(precision: Any) -> str:
-    name = parse_precision(precision)
-    if name not in ("high", "highest"):
+def _precision_errors(report: Any, precision: Any) -> list[str]:
+    """Reports float32 products that are less than float32, or than HIGH, on some device."""
+    least = parse_precision(precision)
+    if least not in ("high", "highest"):
         raise ValueError(
             f"precision is the least that float32 products may ask for, 'high' or 'highest', got "
             f"{precision!r}"
         )
-    return name
-
-
-def _precision_errors(report: Any, least: str) -> list[str]:
-    """Reports float32 products that are less than float32, or than HIGH, on some device."""
-    wide = [row for row in report.product_lines if row.precision]
-    if not wide:
+    products = [row for row in report.product_lines if row.precision]
+    # As for `products`: a check of nothing must not pass.
+    if not products:
         return [f"precision: the program has no float32 product, so none that asks for {least}."]
     rank = meaning_of(least).rank
-    less = [row for row in wide if meaning_of(row.precision).rank < rank]
-    if not less:
+    inexact = [row for row in products if meaning_of(row.precision).rank < rank]
+    if not inexact:
         return []
     offenders = [
         (
@@ -161,7 +172,7 @@ def _precision_errors(report: Any, least: str) -> list[str]:
             f"{100 * row.share:.1f} %",
             " x ".join(row.operands) + f", {row.precision}: {row.tpu} on a TPU, {row.gpu} on a GPU",
         )
-        for row in less
+        for row in inexact
     ]
     return [
         f"precision: float32 products should ask for {least}, these ask for less. A float32 policy "
@@ -170,117 +181,97 @@ def _precision_errors(report: Any, least: str) -> list[str]:
     ]
 
 
-def _percent(share: float) -> str:
-    """Formats a share that is too small; never rounds it up to 100 %."""
-    return f"{min(100 * share, 99.9):.1f} %"
-
-
 def _upcast_errors(report: Any, limit: int) -> list[str]:
-    found = [row for row in report.upcasts if row.flops]
-    if len(found) <= limit:
+    # Other upcasts are harmless: a loss and a norm are summed in float32 on purpose.
+    upcasts = [row for row in report.upcasts if row.flops]
+    if len(upcasts) <= limit:
         return []
     offenders = [
         (row, f"{100 * row.share:.1f} % of the FLOPs", f"{row.source} -> {row.target}")
-        for row in found
+        for row in upcasts
     ]
     return [
-        f"upcasts: {len(found)} make products wide, allowed are {limit}:",
+        f"upcasts: {len(upcasts)} make products wide, allowed are {limit}:",
         *by_line(offenders),
     ]
 
 
 def _residual_errors(report: Any, limit: int) -> list[str]:
-    found = report.residual_bytes
-    if found <= limit:
+    total = report.residual_bytes
+    if total <= limit:
         return []
     offenders = [
         (row, f"{row.bytes:,} bytes", row.dtype + (" params" if row.kind == "params" else ""))
         for row in report.residuals
     ]
-    copied = report.param_copy_bytes
-    which = f", {copied:,} of them copies of params" if copied else ""
+    copies = report.param_copy_bytes
+    which = f", {copies:,} of them copies of params" if copies else ""
     return [
-        f"residual_bytes: {found:,} are kept for the backward pass{which}, allowed are {limit:,}:",
+        f"residual_bytes: {total:,} are kept for the backward pass{which}, allowed are {limit:,}:",
         *by_line(offenders),
     ]
 
 
-def _checked_kept(kept: Any) -> dict[str, int]:
-    if not isinstance(kept, Mapping):
+def _activation_errors(report: Any, limits: Any) -> list[str]:
+    if not isinstance(limits, Mapping):
         raise ValueError(
-            f"kept is a number of bytes for each dtype, such as {{'bfloat16': 2**20}}, got {kept!r}"
+            "kept is a number of bytes for each dtype, such as {'bfloat16': 2**20}, got "
+            f"{limits!r}"
         )
-    return {
+    limits = {
         any_dtype_name(dtype): _checked_limit(limit, f"kept[{any_dtype_name(dtype)!r}]")
-        for dtype, limit in kept.items()
+        for dtype, limit in limits.items()
     }
-
-
-def _kept(report: Any, limits: dict[str, int]) -> list[str]:
     problems: list[str] = []
-    for dtype, found in report.kept.items():
-        if found > (limit := limits.get(dtype, 0)):
+    for dtype, size in report.kept.items():
+        if size > (limit := limits.get(dtype, 0)):
             rows = [
                 (row, f"{row.bytes:,} bytes", row.dtype)
                 for row in report.residuals
                 if (row.dtype, row.kind) == (dtype, "activations")
             ]
             problems += [
-                f"kept: {found:,} bytes of {dtype} are kept for the backward pass, allowed are "
+                f"kept: {size:,} bytes of {dtype} are kept for the backward pass, allowed are "
                 f"{limit:,}:",
                 *by_line(rows),
             ]
     return problems
 
 
-_ALL = frozenset({"all"})
-
-
-def _checked_allowed(allowed: Any) -> Collection[str]:
-    """Returns the names that `allow_unseen` allows."""
-    if isinstance(allowed, bool):
-        return _ALL if allowed else ()
-    names = (allowed,) if isinstance(allowed, str) else allowed
-    if not isinstance(names, Collection) or not all(isinstance(name, str) for name in names):
-        raise ValueError(
-            "allow_unseen is True, or names from report.unseen_lines such as 'pallas_call', got "
-            f"{allowed!r}"
-        )
-    return names
-
-
 def _not_allowed(report: Any, allowed: Collection[str]) -> list[Any]:
-    found = report.unseen_lines
-    return [row for row in found if allowed is not _ALL and row.name not in allowed]
+    rows = report.unseen_lines
+    return [row for row in rows if allowed is not _ALL and row.name not in allowed]
 
 
 def _unseen_errors(report: Any, allowed: Collection[str]) -> list[str]:
     """Reports kernels and similar equations, which may multiply anything in any dtype."""
-    found = [row for row in _not_allowed(report, allowed) if row.name != "while"]
-    if not found:
+    # A check that passes says that every product has the dtype, and here it does not know.
+    # The products of loops are seen; only how often they run is not. See `_loop_errors`.
+    rows = [row for row in _not_allowed(report, allowed) if row.name != "while"]
+    if not rows:
         return []
-    names = tuple(dict.fromkeys(row.name for row in found))
+    names = tuple(dict.fromkeys(row.name for row in rows))
     return [
         "unseen: what these multiply is not counted, and its dtype is not known. If that is fine, "
         f"name them: allow_unseen={names}.",
-        *by_line((row, str(row.count), f"{row.name} of {', '.join(row.dtypes)}") for row in found),
+        *by_line((row, str(row.count), f"{row.name} of {', '.join(row.dtypes)}") for row in rows),
     ]
 
 
-def _loops(report: Any, names: list[str], share: float, allowed: Collection[str]) -> list[str]:
-    """Reports loops of unknown length that the share depends on.
-
-    If the share must be 1, it does not matter how often loops run.
-    """
-    found = [
+def _loop_errors(
+    report: Any, names: list[str], least: float, allowed: Collection[str]
+) -> list[str]:
+    """Reports loops of unknown length that the share depends on."""
+    loops = [
         row
         for row in _not_allowed(report, allowed)
         if row.name == "while" and not are_among(row.dtypes, names)
     ]
-    if share == 1 or not found:
+    # If the share must be 1, it does not matter how often loops run.
+    if least == 1 or not loops:
         return []
     return [
         "unseen: how often these loops run is not known, so the share is not known either. If it "
         "is fine to count each loop once: allow_unseen='while'.",
-        *by_line((row, str(row.count), f"while of {', '.join(row.dtypes)}") for row in found),
+        *by_line((row, str(row.count), f"while of {', '.join(row.dtypes)}") for row in loops),
     ]

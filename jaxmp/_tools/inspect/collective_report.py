@@ -8,7 +8,9 @@ from jaxmp._numerics.dtypes import suggestion
 from jaxmp._tools.hlo.collectives import KINDS
 from jaxmp._tools.inspect.checks import any_dtype_name
 from jaxmp._tools.inspect.rows import Direction
+from jaxmp._tools.inspect.table_report import TableReport
 
+# `select` is an addition in which all devices but one contribute zeros.
 REDUCERS = ("add", "max", "min", "mul", "and", "or", "xor", "select", "mixed")
 
 
@@ -60,6 +62,7 @@ class CompiledCollective:
     @property
     def sums(self) -> bool:
         """Whether it adds floats of several devices, so that its dtype decides the rounding."""
+        # Integers, such as counts of tokens, do not round. `mixed` may hide an addition.
         floats = ("float", "bfloat", "complex")
         return self.reducer in ("add", "mixed") and self.dtype.startswith(floats)
 
@@ -92,7 +95,7 @@ class CompiledProduct:
 
 
 @dataclasses.dataclass(frozen=True)
-class Collectives:
+class Collectives(TableReport):
     """The collectives of a compiled program. The report prints as tables and iterates by row.
 
     Attributes:
@@ -145,16 +148,20 @@ class Collectives:
         """
         tests: list[Callable[[CompiledCollective], bool]] = []
         if kind is not None:
-            kinds = [_known(name, KINDS, "kind") for name in _several(kind)]
+            kinds = [_valid_name(name, KINDS, "kind") for name in _as_list(kind)]
             tests.append(lambda row: row.kind in kinds)
         if dtype is not None:
-            dtypes = [any_dtype_name(name) for name in _several(dtype)]
+            dtypes = [any_dtype_name(name) for name in _as_list(dtype)]
             tests.append(lambda row: row.dtype in dtypes)
         if axis is not None:
-            axes = self._axes(axis)
+            # Without this a test that names an axis would pass on a program whose axes are unknown.
+            if not self.mesh_axes:
+                raise ValueError(f"no mesh axis is known: {self.no_mesh}. Give the mesh as mesh=")
+            names = tuple(name for name, _ in self.mesh_axes)
+            axes = {_valid_name(name, names, "mesh axis") for name in _as_list(axis)}
             tests.append(lambda row: bool(axes.intersection(row.axes or ())))
         if reducer is not None:
-            reducers = [_known(name, REDUCERS, "reducer") for name in _several(reducer)]
+            reducers = [_valid_name(name, REDUCERS, "reducer") for name in _as_list(reducer)]
             tests.append(lambda row: row.reducer in reducers)
         if between_slices is not None:
             tests.append(lambda row: row.between_slices == between_slices)
@@ -186,29 +193,18 @@ class Collectives:
         """
         return sum(row.bytes for row in self.select(kind, dtype, axis, reducer, between_slices))
 
-    def _axes(self, axis: Any) -> set[str]:
-        if not self.mesh_axes:
-            raise ValueError(f"no mesh axis is known: {self.no_mesh}. Give the mesh as mesh=")
-        names = tuple(name for name, _ in self.mesh_axes)
-        return {_known(name, names, "mesh axis") for name in _several(axis)}
-
     def __rich__(self) -> Any:
         from jaxmp._tools.inspect.sections import compiled_tables
 
         return compiled_tables(self)
 
-    def __str__(self) -> str:
-        from jaxmp._tools.inspect.tables import as_text
 
-        return as_text(self)
-
-
-def _several(names: Any) -> list[Any]:
+def _as_list(names: Any) -> list[Any]:
     return list(names) if isinstance(names, (tuple, list, set, frozenset)) else [names]
 
 
-def _known(name: Any, valid: Sequence[str], what: str) -> str:
+def _valid_name(name: Any, valid: Sequence[str], noun: str) -> str:
     if name not in valid:
         near = suggestion(str(name), list(valid))
-        raise ValueError(f"unknown {what} {name!r}.{near} Valid: {', '.join(valid)}")
+        raise ValueError(f"unknown {noun} {name!r}.{near} Valid: {', '.join(valid)}")
     return str(name)

@@ -36,7 +36,7 @@ def collectives(program: Any, *args: Any, mesh: Any = None, **kwargs: Any) -> Co
       program right after partitioning, in which reduce-scatters are still all-reduces.
 
     Raises:
-      TypeError: if `program` is none of these, or `mesh` is no mesh.
+      TypeError: if `program` is none of these, or `mesh` is not a mesh.
       ValueError: for a program that was compiled for CPUs, or for a mesh that does not fit it.
 
     >>> import jax.numpy as jnp
@@ -58,39 +58,51 @@ def collectives(program: Any, *args: Any, mesh: Any = None, **kwargs: Any) -> Co
     True
     """
     source = source_of(program, args, kwargs)
-    read = read_program(source.text)
-    found, reason = _mesh(mesh, source, read)
-    places = _Places(found, read)
-    rows = [_row(transfer, places) for transfer in read.transfers]
+    hlo = read_program(source.text)
+    mesh, reason = _fitting_mesh(mesh, source, hlo)
+    places = _Places(mesh, hlo)
+    rows = [_row(transfer, places) for transfer in hlo.transfers]
     return Collectives(
         rows=tuple(sorted(rows, key=lambda row: -row.bytes)),
         origin=source.origin,
-        devices=places.slices * read.devices,
-        mesh_axes=tuple(found.shape.items()) if found is not None else (),
+        devices=places.slices * hlo.devices,
+        mesh_axes=tuple(mesh.shape.items()) if mesh is not None else (),
         no_mesh=reason,
-        unseen=_unseen_collectives(source, read),
-        float8_products=_products(read.float8),
+        unseen=_unseen_parts(source, hlo),
+        float8_products=_float8_rows(hlo.float8),
     )
 
 
-def _mesh(given: Any, source: Source, read: CompiledProgram) -> tuple[Any, str]:
-    """Returns the mesh of a program, or None and the reason."""
-    fitting = [mesh for mesh in source.meshes if _fits(mesh, read)]
-    if given is not None:
-        check_mesh(given)
-        if not _fits(given, read):
-            raise ValueError(_misfit(given, read))
-        if isinstance(given, jax.sharding.Mesh) and fitting:
-            order = [list(mesh.devices.flat) for mesh in fitting]
-            if list(given.devices.flat) not in order:
-                raise ValueError(
-                    "the mesh has other devices than that of the program's arguments, or the same "
-                    "in another order"
-                )
-        return given, ""
+def _fitting_mesh(mesh: Any, source: Source, hlo: CompiledProgram) -> tuple[Any, str]:
+    """Returns the mesh of a program, or None and the reason; `mesh` is the user's, or None."""
+    fitting = [own for own in source.meshes if _fits(own, hlo)]
+    if mesh is not None:
+        check_mesh(mesh)
+        if not _fits(mesh, hlo) and hlo.slices == 1:
+            raise ValueError(
+                f"the mesh has {mesh.size} devices, the program runs on {hlo.devices}: give the "
+                "mesh that its arguments are sharded over"
+            )
+        if not _fits(mesh, hlo):
+            raise ValueError(
+                f"the program runs on {hlo.slices} TPU slices of {hlo.devices} devices, which "
+                f"{type(mesh).__name__}({dict(mesh.shape)}) does not have: give the "
+                "jax.sharding.Mesh that its arguments are sharded over, since an AbstractMesh does "
+                "not say which slice a device is in"
+            )
+        # Groups of a program are positions in its own mesh: in another order axes would be wrong.
+        orders = [list(own.devices.flat) for own in fitting]
+        is_concrete = isinstance(mesh, jax.sharding.Mesh)
+        if is_concrete and orders and list(mesh.devices.flat) not in orders:
+            raise ValueError(
+                "the mesh has other devices than that of the program's arguments, or the same in "
+                "another order"
+            )
+        return mesh, ""
+    # The text of a program has no arrays: then the mesh that is set counts.
     if not fitting:
         current = jax.sharding.get_mesh()
-        if not current.empty and _fits(current, read):
+        if not current.empty and _fits(current, hlo):
             return current, ""
         return None, "no argument and no result is sharded over a mesh of all devices"
     if len(fitting) > 1:
@@ -98,35 +110,22 @@ def _mesh(given: Any, source: Source, read: CompiledProgram) -> tuple[Any, str]:
     return fitting[0], ""
 
 
-def _slices(mesh: Any, read: CompiledProgram) -> list[list[tuple[int, int]]]:
+def _slices(mesh: Any, hlo: CompiledProgram) -> list[list[tuple[int, int]]]:
     """Returns the devices of each TPU slice: their positions in the mesh, and their ids."""
     positions = range(mesh.size)
-    if mesh.size == read.devices or not isinstance(mesh, jax.sharding.Mesh):
+    # An AbstractMesh has no devices, so that it counts as one slice.
+    if mesh.size == hlo.devices or not isinstance(mesh, jax.sharding.Mesh):
         return [[(position, position) for position in positions]]
-    found: dict[int, list[tuple[int, int]]] = {}
+    slices: dict[int, list[tuple[int, int]]] = {}
     for position, device in zip(positions, mesh.devices.flat, strict=True):
-        found.setdefault(getattr(device, "slice_index", 0), []).append((position, device.id))
-    return [found[index] for index in sorted(found)]
+        slices.setdefault(getattr(device, "slice_index", 0), []).append((position, device.id))
+    return [slices[index] for index in sorted(slices)]
 
 
-def _fits(mesh: Any, read: CompiledProgram) -> bool:
+def _fits(mesh: Any, hlo: CompiledProgram) -> bool:
     """Whether a mesh has the devices of a program, whose text is that of one TPU slice."""
-    slices = _slices(mesh, read)
-    return len(slices) >= read.slices and all(len(each) == read.devices for each in slices)
-
-
-def _misfit(mesh: Any, read: CompiledProgram) -> str:
-    if read.slices == 1:
-        return (
-            f"the mesh has {mesh.size} devices, the program runs on {read.devices}: give the mesh "
-            "that its arguments are sharded over"
-        )
-    return (
-        f"the program runs on {read.slices} TPU slices of {read.devices} devices, which "
-        f"{type(mesh).__name__}({dict(mesh.shape)}) does not have: give the jax.sharding.Mesh that "
-        "its arguments are sharded over, since an AbstractMesh does not say which slice a device "
-        "is in"
-    )
+    slices = _slices(mesh, hlo)
+    return len(slices) >= hlo.slices and all(len(devices) == hlo.devices for devices in slices)
 
 
 class _Places:
@@ -136,18 +135,20 @@ class _Places:
       slices: how many TPU slices the program runs on.
     """
 
-    def __init__(self, mesh: Any, read: CompiledProgram) -> None:
+    def __init__(self, mesh: Any, hlo: CompiledProgram) -> None:
         self._names = tuple(mesh.axis_names) if mesh is not None else None
         self._sizes = tuple(mesh.shape.values()) if mesh is not None else ()
         # Without a mesh, slice after slice.
-        starts = range(0, read.slices * read.devices, read.devices)
-        unknown = [[(start + i, i) for i in range(read.devices)] for start in starts]
-        slices = _slices(mesh, read) if mesh is not None else unknown
-        self.slices, self._devices = len(slices), read.devices
-        self._assigned = [position for each in slices for position, _ in each]
-        by_id = [sorted(each, key=lambda device: device[1]) for each in slices]
-        self._by_id = [position for each in by_id for position, _ in each]
-        self._found: dict[Groups, tuple[str, ...]] = {}
+        starts = range(0, hlo.slices * hlo.devices, hlo.devices)
+        unknown = [[(start + i, i) for i in range(hlo.devices)] for start in starts]
+        slices = _slices(mesh, hlo) if mesh is not None else unknown
+        self.slices, self._devices = len(slices), hlo.devices
+        # Groups within a slice count devices as the mesh has them; those between slices by id.
+        self._assigned = [position for devices in slices for position, _ in devices]
+        by_id = [sorted(devices, key=lambda device: device[1]) for devices in slices]
+        self._by_id = [position for devices in by_id for position, _ in devices]
+        # Thousands of transfers share a few groups.
+        self._axes: dict[Groups, tuple[str, ...]] = {}
 
     def of(self, transfer: Transfer) -> Groups:
         """Returns the groups of a transfer, in all slices, as positions in the mesh."""
@@ -161,15 +162,15 @@ class _Places:
         """Returns the mesh axes along which groups extend; None without a mesh."""
         if self._names is None:
             return None
-        if groups not in self._found:
+        # A group extends along an axis if the positions of its devices differ there.
+        if groups not in self._axes:
             moves = np.zeros(len(self._sizes), dtype=bool)
             for group in groups:
                 places = np.stack(np.unravel_index(np.asarray(group, dtype=int), self._sizes))
                 moves |= np.any(places != places[:, :1], axis=1)
-            self._found[groups] = tuple(
-                name for name, moved in zip(self._names, moves, strict=True) if moved
-            )
-        return self._found[groups]
+            pairs = zip(self._names, moves, strict=True)
+            self._axes[groups] = tuple(name for name, is_along in pairs if is_along)
+        return self._axes[groups]
 
 
 def _row(transfer: Transfer, places: _Places) -> CompiledCollective:
@@ -194,15 +195,13 @@ def _row(transfer: Transfer, places: _Places) -> CompiledCollective:
     )
 
 
-def _products(found: Iterable[HloFloat8Product]) -> tuple[CompiledProduct, ...]:
+def _float8_rows(products: Iterable[HloFloat8Product]) -> tuple[CompiledProduct, ...]:
     groups: dict[Any, list[HloFloat8Product]] = {}
-    for each in found:
-        where = (
-            line_of_frames(each.frames),
-            path_of_operation(each.op_name),
-            direction(each.op_name),
-        )
-        groups.setdefault((each.operands, each.result, each.ran, where), []).append(each)
+    for product in products:
+        name = product.op_name
+        where = line_of_frames(product.frames), path_of_operation(name), direction(name)
+        key = product.operands, product.result, product.ran, where
+        groups.setdefault(key, []).append(product)
     return tuple(
         CompiledProduct(
             operands=operands,
@@ -210,44 +209,43 @@ def _products(found: Iterable[HloFloat8Product]) -> tuple[CompiledProduct, ...]:
             ran=ran,
             line=line,
             path=path,
-            direction=passed,
+            direction=direction_name,
             count=len(group),
-            runs=sum(each.runs for each in group),
+            runs=sum(product.runs for product in group),
         )
-        for (operands, result, ran, (line, path, passed)), group in groups.items()
+        for (operands, result, ran, (line, path, direction_name)), group in groups.items()
     )
 
 
-def _unseen_collectives(source: Source, read: CompiledProgram) -> tuple[str, ...]:
+def _unseen_parts(source: Source, hlo: CompiledProgram) -> tuple[str, ...]:
     sentences = []
     if source.origin == "program after partitioning":
         sentences.append(
             "What the compiler does after partitioning: it may combine, drop or split collectives, "
             "and makes reduce-scatters of all-reduces."
         )
-    if read.unknown_loops:
+    if hlo.unknown_loops:
         sentences.append(
-            f"while loops with collectives ({read.unknown_loops}): how often they run is not "
+            f"while loops with collectives ({hlo.unknown_loops}): how often they run is not "
             "known; each is counted once."
         )
-    if read.conditionals:
+    if hlo.conditionals:
         sentences.append(
-            f"conditionals with collectives ({read.conditionals}): every branch is counted."
+            f"conditionals with collectives ({hlo.conditionals}): every branch is counted."
         )
-    if read.sends:
-        sentences.append(f"sends to other devices ({read.sends}): what they carry is not listed.")
-    fused, given = (
-        sum(each.ran == ran for each in read.float8) for ran in (NOT_KNOWN, HAS_OPERANDS)
-    )
-    if fused:
+    if hlo.sends:
+        sentences.append(f"sends to other devices ({hlo.sends}): what they carry is not listed.")
+    runs = [product.ran for product in hlo.float8]
+    if fused := runs.count(NOT_KNOWN):
         sentences.append(
             f"fusions with products of float8 operands ({fused}): whether their kernels multiply "
             "float8 or widen it first is not in the program."
         )
-    if given:
+    if unfused := runs.count(HAS_OPERANDS):
         sentences.append(
-            f"products of float8 operands ({given}): whether they are multiplied in float8 is the "
-            "device's choice. TPUs before 7x widen the operands inside of the product."
+            f"products of float8 operands ({unfused}): whether they are multiplied in float8 is "
+            "the device's choice. TPUs before 7x widen the operands inside of the product."
         )
+    # Always: a kernel may send data by itself, and its text is not part of the program.
     sentences.append("What kernels and custom calls send by themselves.")
     return tuple(sentences)

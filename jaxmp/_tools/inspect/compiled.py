@@ -53,7 +53,18 @@ def source_of(program: Any, args: Any, kwargs: Any) -> Source:
             "of its own already. Leave them out"
         )
     if isinstance(program, str):
-        return Source(_checked_text(program), "given program", ())
+        if "ENTRY" in program or "HloModule" in program:
+            return Source(program, "given program", ())
+        # StableHLO: the partitioner has not run yet.
+        if program.lstrip().startswith(("module", "#")):
+            raise ValueError(
+                "this text is of a program before it is compiled: it does not have the collectives "
+                "of sharded arrays yet. Give the object that `lower` returns, not its text"
+            )
+        raise ValueError(
+            "this text is not of a compiled program. Give the text that `compiled.as_text()` "
+            "returns"
+        )
     if is_compiled:
         if _platform(program) == "cpu":
             raise ValueError(_ON_CPU)
@@ -65,27 +76,10 @@ def source_of(program: Any, args: Any, kwargs: Any) -> Source:
             "give a function and its arguments, what its `lower` or `compile` returns, or the text "
             f"of a compiled program, got {type(program).__name__}"
         )
-    return _compile(_lowered_program(program, args, kwargs))
-
-
-def _checked_text(text: str) -> str:
-    if "ENTRY" in text or "HloModule" in text:
-        return text
-    if text.lstrip().startswith(("module", "#")):
-        raise ValueError(
-            "this text is of a program before it is compiled: it does not have the collectives of "
-            "sharded arrays yet. Give the object that `lower` returns, not its text"
-        )
-    raise ValueError(
-        "this text is not of a compiled program. Give the text that `compiled.as_text()` returns"
-    )
-
-
-def _lowered_program(fn: Any, args: Any, kwargs: Any) -> Any:
-    if hasattr(fn, "lower"):  # a jitted function knows its static arguments
-        return fn.lower(*args, **kwargs)
-    arrays, call = closed_over(fn, args, kwargs)
-    return jax.jit(call).lower(arrays)
+    if hasattr(program, "lower"):  # a jitted function knows its static arguments
+        return _compile(program.lower(*args, **kwargs))
+    arrays, call = closed_over(program, args, kwargs)
+    return _compile(jax.jit(call).lower(arrays))
 
 
 def closed_over(fn: Any, args: Any, kwargs: Any) -> tuple[list[Any], Callable[..., Any]]:
@@ -118,6 +112,7 @@ def is_array(leaf: Any) -> bool:
 
 def _compile(lowered: Any) -> Source:
     """Compiles a lowered program; on CPUs, reads the program after partitioning instead."""
+    # The backend is a guess: a step may be lowered for devices other than the default ones.
     if jax.default_backend() != "cpu":
         compiled = lowered.compile()
         return (
@@ -167,6 +162,7 @@ def _shardings(compiled: Any) -> Iterator[Any]:
 
 
 def _platform(compiled: Any) -> str:
+    # A program without arguments and results has no devices.
     for sharding in _shardings(compiled):
         for device in getattr(sharding, "device_set", ()):
             return str(device.platform)
@@ -174,7 +170,7 @@ def _platform(compiled: Any) -> str:
 
 
 def _meshes(compiled: Any) -> tuple[Any, ...]:
-    """Returns the distinct meshes of a program."""
-    found = [getattr(sharding, "mesh", None) for sharding in _shardings(compiled)]
-    meshes = [mesh for mesh in found if isinstance(mesh, jax.sharding.Mesh) and not mesh.empty]
+    # Without repetitions: arguments and results of a step share one or two.
+    candidates = [getattr(sharding, "mesh", None) for sharding in _shardings(compiled)]
+    meshes = [mesh for mesh in candidates if isinstance(mesh, jax.sharding.Mesh) and not mesh.empty]
     return tuple(dict.fromkeys(meshes))

@@ -17,17 +17,19 @@ from jaxmp._tools.inspect.equations import Site
 # Stands for each of its formats.
 FLOAT8 = "float8"
 # The fact about a value is the float8 dtype that it was rounded to, up to a scale; or one of these.
+# So facts are names of dtypes, which a report shows as they are.
 _SCALE, _OTHER = "scale", ""
 
 
 def decoded_operands(program: Program) -> dict[Site, tuple[str, ...]]:
     """Finds the products with an operand that was rounded to float8 and then widened.
 
-    Casts, moves and scales may lie in between. A scale is what came with the codes of a rounding,
+    Casts, moves and scales may stand in between. A scale is what came with the codes of a rounding,
     or one factor for all numbers.
 
-    Returned are, for each such product of a walked program, the dtypes of its two operands before
-    they were widened.
+    Returns:
+      For each such product of a walked program, the dtypes of its two operands before they were
+      widened.
     """
     products: dict[Site, tuple[str, ...]] = {}
 
@@ -36,12 +38,12 @@ def decoded_operands(program: Program) -> dict[Site, tuple[str, ...]]:
             dtypes = tuple(str(aval.dtype) for aval in site.in_avals[:2])
             pairs = zip(facts[:2], dtypes, strict=True)
             before = tuple(fact if is_float8(fact) else dtype for fact, dtype in pairs)
-            products.pop(site, None)  # a loop is asked again with what its turns hand on
+            products.pop(site, None)  # `propagate` visits a loop again, with the facts of its carry
             if before != dtypes:
                 products[site] = before
-        return _facts(site, facts)
+        return _result_facts(site, facts)
 
-    question = Question(_OTHER, _joined, rule, literal=lambda number: _SCALE, keep=_also_by_type)
+    question = Question(_OTHER, _common_fact, rule, literal=lambda number: _SCALE, keep=_typed_fact)
     propagate(program, [_OTHER] * len(program.inputs), question, lambda site: site.bodies)
     return products
 
@@ -64,31 +66,34 @@ def are_among(operands: Iterable[str], names: Collection[str]) -> bool:
     return all(dtype in names or (FLOAT8 in names and is_float8(dtype)) for dtype in operands)
 
 
-def _joined(one: str, other: str) -> str:
+def _common_fact(one: str, other: str) -> str:
     return one if one == other else _OTHER
 
 
-def _also_by_type(aval: Any, fact: str) -> str:
-    """Adds what the type of a value says to the fact about it."""
+def _typed_fact(aval: Any, fact: str) -> str:
     dtype = str(getattr(aval, "dtype", ""))
+    # The type of codes says more than the operation that made them, such as a user's own cast.
     if is_float8(dtype):
         return dtype
     return fact or (_SCALE if getattr(aval, "size", 0) == 1 else _OTHER)
 
 
-def _facts(site: Site, facts: Sequence[str]) -> Sequence[str]:
+def _result_facts(site: Site, facts: Sequence[str]) -> Sequence[str]:
     count = len(site.outputs)
+    # The codes get their fact from their dtype, in `_typed_fact`.
     if site.name == "float8_encode":
-        return [_OTHER, _SCALE]  # the codes have a float8 dtype
+        return [_OTHER, _SCALE]
     if site.name == "optimization_barrier":
         return facts
     if site.name in IDENTITIES:
         return [facts[0]]
     if site.name in SCALES:
+        # Codes times a scale are codes still; codes times codes, or plus other numbers, are not.
         others = [fact for fact in facts if fact != _SCALE]
         return [others[0] if len(others) == 1 else _OTHER if others else _SCALE]
     if site.name in SAME_NUMBERS | REPEATS:
+        # Indices and flags say nothing about the numbers that they select.
         pairs = zip(site.in_avals, facts, strict=True)
         floats = [fact for aval, fact in pairs if is_floating(aval)]
-        return [functools.reduce(_joined, floats) if floats else _OTHER] * count
+        return [functools.reduce(_common_fact, floats) if floats else _OTHER] * count
     return [_OTHER] * count

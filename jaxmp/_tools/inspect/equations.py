@@ -10,6 +10,7 @@ from jaxmp._program.program import Op, Program, read
 from jaxmp._tools.inspect.branches import Choice, choices
 
 
+# Compared by identity: two calls of one function share equations, and have different sites.
 @dataclasses.dataclass(eq=False, slots=True)
 class Site(Op):
     """An operation at one place of the program.
@@ -60,15 +61,18 @@ def _walk(
     for site in sites:
         equation = site.equation
         site.runs, site.branches, site.flops = runs, branches, product_flops(equation)
+        # Not every program of an equation runs: of a solver only the one that solves counts.
         programs = programs_inside(equation)
         if not programs:
             continue
         wiring, inside = site.wiring, [branches] * len(programs)
         if wiring.chooses:
+            # Conditionals are numbered, so that two with the same branches are not taken for one.
             inside = [(*branches, choice) for choice in choices(equation, next(conditionals))]
         site.bodies = tuple(
-            _walk(each, runs * wiring.known_turns, site, path, conditionals)
-            for each, path in zip(programs, inside, strict=True)
+            # The turns of a while loop are not known: they count as one.
+            _walk(body, runs * wiring.known_turns, site, path, conditionals)
+            for body, path in zip(programs, inside, strict=True)
         )
     return program._replace(ops=tuple(sites))
 

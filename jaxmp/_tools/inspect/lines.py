@@ -17,6 +17,7 @@ from jaxmp._tools.inspect.equations import Site
 _LIBRARIES = ("jaxmp", "flax", "optax", "chex", "jmp", "haiku", "equinox", "qwix", "einops")
 # These call functions of others, and make nothing themselves.
 _CALLERS = ("jax", "jaxlib", "jaxmp._program", "jaxtyping", "beartype")
+# A line for equations without a traceback, such as those that JAX adds under `vmap`.
 UNKNOWN = "(unknown)"
 # Names that JAX puts into the scopes of compiled programs, and that are not modules.
 _NO_MODULE = re.compile(r"closed_call|eval_jaxpr|while|body|cond|branch_\d+_fun|shard_map|\w+_call")
@@ -26,7 +27,8 @@ class Lines:
     """A finder of source lines that caches the result for each traceback."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, tuple[str, str]] = {}
+        # JAX shares one traceback among many equations: its frames are read once.
+        self._lines: dict[Any, tuple[str, str]] = {}
 
     def of(self, site: Site) -> str:
         """Returns the line of an equation as `"file.py:12 (function)"`.
@@ -39,38 +41,33 @@ class Lines:
           equation. If there is none, as for an optimizer that is audited alone, the line in the
           library.
         """
+        # The body of a function that JAX jits and caches, such as `jnp.var`, has the traceback of
+        # its first caller. The enclosing equation has the line of this one.
         fallback = ""
         at: Site | None = site
         while at is not None:
-            user, library = self._of_traceback(at.equation.source_info.traceback)
+            traceback = at.equation.source_info.traceback
+            if traceback not in self._lines:
+                self._lines[traceback] = _innermost_lines(traceback)
+            user, library = self._lines[traceback]
             if user:
                 return user
             fallback = fallback or library
             at = at.outer
         return fallback or UNKNOWN
 
-    def _of_traceback(self, traceback: Any) -> tuple[str, str]:
-        if traceback is None:
-            return "", ""
-        if traceback not in self._known:
-            self._known[traceback] = _innermost(traceback)
-        return self._known[traceback]
 
-
-def _innermost(traceback: Any) -> tuple[str, str]:
+def _innermost_lines(traceback: Any) -> tuple[str, str]:
     """Returns the innermost line of the user's code, and of a library other than JAX."""
     library = ""
-    for frame in traceback.frames:
-        kind = kind_of(frame.file_name)
-        if kind == "user":
-            return _text(frame), library
-        if kind == "library":
-            library = library or _text(frame)
+    for frame in traceback.frames if traceback is not None else ():
+        owner = owner_of_file(frame.file_name)
+        if owner == "user" or (owner == "library" and not library):
+            text = line_text(frame.file_name, frame.line_num, frame.function_name)
+            if owner == "user":
+                return text, library
+            library = text
     return "", library
-
-
-def _text(frame: Any) -> str:
-    return line_text(frame.file_name, frame.line_num, frame.function_name)
 
 
 def line_text(file: str, line: int, function: str) -> str:
@@ -84,8 +81,8 @@ def line_text(file: str, line: int, function: str) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
-def kind_of(file: str) -> str:
-    """Returns whose file it is: `"user"`, `"library"`, `"jax"` (or what calls) or `"python"`."""
+def owner_of_file(file: str) -> str:
+    """Returns whose file it is: `"user"`, `"library"`, `"jax"` (or a caller) or `"python"`."""
     if file.startswith(("<frozen", "<@beartype")):
         return "python"
     if file.startswith(_folders(_CALLERS)):
@@ -101,7 +98,7 @@ def kind_of(file: str) -> str:
 
 @functools.cache
 def _folders(packages: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the folders of packages, without importing them."""
+    # Without importing them: most users have a few of these libraries.
     specs = [importlib.util.find_spec(package) for package in packages]
     return tuple(
         folder.rstrip(os.sep) + os.sep
@@ -141,6 +138,7 @@ def direction(scopes: str) -> str:
     >>> direction("transpose(jvp(LM))/Block_0/q"), direction("LM/Block_0/q")
     ('backward', '')
     """
+    # JAX puts "rematted_computation" inside of "transpose(", so that it comes first here.
     if "rematted_computation" in scopes:
         return "recomputed"
     if "transpose(" in scopes:
@@ -150,9 +148,9 @@ def direction(scopes: str) -> str:
 
 def line_of_frames(frames: Sequence[Frame]) -> str:
     """Returns the innermost line of the user's code, or else of a library."""
-    for wanted in ("user", "library"):
+    for owner in ("user", "library"):
         for frame in frames:
-            if kind_of(frame.file) == wanted:
+            if owner_of_file(frame.file) == owner:
                 return line_text(frame.file, frame.line, frame.function)
     return UNKNOWN
 

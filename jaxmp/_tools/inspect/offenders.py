@@ -1,26 +1,28 @@
-"""Writes the lines of a failed check: what is wrong, where, and why it is not in float8."""
+"""Writes the lines of a failed check: the fault, its place, and why it is not in float8."""
 
 from collections.abc import Iterable
 from typing import Any
 
 from jaxmp._tools.inspect.decoded import FLOAT8
 
-_LISTED = 10
+# A failed test is read in a terminal; the report has all rows.
+_MOST_LINES = 10
 
 
 def by_line(offenders: Iterable[tuple[Any, str, str]]) -> list[str]:
     """Formats offenders as error lines; each has its row, the amount and a description."""
     rows = list(offenders)
-    shown = []
-    for row, amount, what in rows[:_LISTED]:
+    lines = []
+    for row, amount, description in rows[:_MOST_LINES]:
+        # Rows of compiled programs have no branches.
         places = [row.line, *(getattr(row, name, "") for name in ("path", "direction", "branch"))]
-        shown.append(f"  {amount}  {what}  at {', '.join(place for place in places if place)}")
-    more = len(rows) - len(shown)
-    return shown + ([f"  and {more} more"] if more else [])
+        lines.append(f"  {amount}  {description}  at {', '.join(filter(None, places))}")
+    more = len(rows) - len(lines)
+    return lines + ([f"  and {more} more"] if more else [])
 
 
 def reason_text(row: Any, names: list[str]) -> str:
-    """Returns why a product is not in float8, in parentheses, if float8 was asked for."""
+    """Returns why a product is not in float8, in parentheses, if a check is about float8."""
     if not any(name.startswith(FLOAT8) for name in names):
         return ""
     reason = row.not_float8 or (
@@ -36,20 +38,21 @@ def compiled_float8_errors(report: Any, fusions: bool) -> list[str]:
 
     Args:
       report: the report of an audit.
-      fusions: whether fusions are fine, of which it is not known.
+      fusions: whether fusions pass, whose kernels may widen their operands.
     """
     if report.compiled is None:
         return []
     rows = report.compiled.float8_products
+    # Without float8 operands there is nothing to widen: the compiler dropped the rounding as well.
     if not rows:
         return [f"products: the {report.compiled.origin} has none with float8 operands."]
-    wrong = [row for row in rows if row.ran.startswith("widened")]
+    widened = [row for row in rows if row.ran.startswith("widened")]
     hidden = [row for row in rows if row.ran == "not known" and not fusions]
     problems = []
-    if wrong:
+    if widened:
         problems = [
             "products: the compiler widened float8 operands of these:",
-            *by_line((row, row.ran, operands_and_result(row)) for row in wrong),
+            *by_line((row, row.ran, operands_and_result(row)) for row in widened),
         ]
     if hidden:
         problems += [

@@ -3,7 +3,7 @@
 import dataclasses
 import fnmatch
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -80,57 +80,39 @@ def assert_reduced_in(
     >>> "16,384 bytes  bfloat16  all-reduce over data" in says if devices > 1 else True
     True
     """
-    name, named = parse_dtype(dtype).name, _activation_names(activations)
-    report = _without_activations(collectives(program, *args, mesh=mesh, **kwargs), named)
+    name = parse_dtype(dtype).name
+    patterns = (activations,) if isinstance(activations, str) else activations
+    if not isinstance(patterns, Collection) or not all(isinstance(p, str) for p in patterns):
+        raise TypeError(
+            "activations are names of scopes, modules, functions, files, primitives or passes, "
+            f"such as 'experts', got {activations!r}"
+        )
+    report = collectives(program, *args, mesh=mesh, **kwargs)
+    rows = tuple(row for row in report if not (row.sums and _matches_any(row, patterns)))
+    report = dataclasses.replace(report, rows=rows)
     if axis is None:
         problems = _narrow_sums(report, name, "devices")
     else:
-        problems = _over_axes(report, name, (axis,) if isinstance(axis, str) else tuple(axis))
+        axes = (axis,) if isinstance(axis, str) else tuple(axis)
+        sizes = dict(report.mesh_axes)
+        problems = []
+        # Nothing is summed over an axis of one device. Each of the others must have sums: replicas
+        # that read the same examples compute the same, for nothing.
+        for one in [axis for axis in axes if sizes.get(axis) != 1] or axes:
+            problems += _missing_sums(report.select(axis=one), f"the mesh axis {one!r}")
+        over = f"the mesh {'axis' if len(axes) == 1 else 'axes'} {', '.join(map(repr, axes))}"
+        problems = problems or _narrow_sums(report.select(axis=axes), name, over)
     if problems:
         hint = [_HINT] if len(problems) > 1 else []
         raise AuditError("\n".join(problems + hint))
 
 
-def _activation_names(activations: Any) -> Collection[str]:
-    names = (activations,) if isinstance(activations, str) else activations
-    if not isinstance(names, Collection) or not all(isinstance(name, str) for name in names):
-        raise TypeError(
-            "activations are names of scopes, modules, functions, files, primitives or passes, "
-            f"such as 'experts', got {activations!r}"
-        )
-    return names
-
-
-def _without_activations(report: Any, names: Collection[str]) -> Any:
-    """Returns the report without the sums that the caller named as activations."""
-    rows = tuple(row for row in report if not (row.sums and _is_named(row, names)))
-    return dataclasses.replace(report, rows=rows)
-
-
-def _is_named(row: Any, names: Collection[str]) -> bool:
-    return any(fnmatch.fnmatchcase(part, name) for name in names for part in _parts(row))
-
-
-def _parts(row: Any) -> Iterator[str]:
-    """Yields the names that can select a sum: its pass, scopes, primitive, file and functions."""
-    yield row.direction
-    yield from names_in(row.op_name)
+def _matches_any(row: Any, patterns: Collection[str]) -> bool:
+    """Whether a pattern matches the pass, a scope, the primitive, the file or a function."""
     file, _, function = row.line.partition(" (")
-    yield file.partition(":")[0]
-    yield from re.findall(r"[^.()]+", function)
-
-
-def _over_axes(report: Any, name: str, axes: tuple[Any, ...]) -> list[str]:
-    """Returns error lines about the sums over mesh axes; skips axes of a single device."""
-    sizes = dict(report.mesh_axes)
-    several = [axis for axis in axes if sizes.get(axis) != 1] or axes
-    missing = [
-        line
-        for axis in several
-        for line in _no_sums(report.select(axis=axis), f"the mesh axis {axis!r}")
-    ]
-    over = f"the mesh {'axis' if len(axes) == 1 else 'axes'} {', '.join(map(repr, axes))}"
-    return missing or _narrow_sums(report.select(axis=axes), name, over)
+    names = [row.direction, *names_in(row.op_name), file.partition(":")[0]]
+    names += re.findall(r"[^.()]+", function)  # each part of "make.loss"
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns for name in names)
 
 
 def _narrow_sums(report: Any, name: str, over: str) -> list[str]:
@@ -144,25 +126,27 @@ def _narrow_sums(report: Any, name: str, over: str) -> list[str]:
     Returns:
       The lines; empty if all sums are fine.
     """
-    if missing := _no_sums(report, over):
+    if missing := _missing_sums(report, over):
         return missing
-    sums = [row for row in report if row.sums]
-    narrow = [row for row in sums if _bits_of_number(row) < 8 * np.dtype(name).itemsize]
-    if not narrow:
+    offenders = []
+    for row in [row for row in report if row.sums]:
+        # Of a complex number each part is rounded alone.
+        parts = 2 if row.dtype.startswith("complex") else 1
+        if row.size // max(1, row.elements) // parts < np.dtype(name).itemsize:
+            devices = f"over {', '.join(row.axes)}" if row.axes else f"of {row.group_size} devices"
+            offenders.append((row, f"{row.bytes:,} bytes", f"{row.dtype}  {row.kind} {devices}"))
+    if not offenders:
         return []
-    return [
-        f"sums over {over} should carry {name} or wider, these do not:",
-        *by_line((row, f"{row.bytes:,} bytes", _described(row)) for row in narrow),
-    ]
+    return [f"sums over {over} should carry {name} or wider, these do not:", *by_line(offenders)]
 
 
-def _no_sums(report: Any, over: str) -> list[str]:
+def _missing_sums(report: Any, over: str) -> list[str]:
     """Returns an error line if the program contains no array sums to check."""
     sums = [row for row in report if row.sums]
     # Sums of scalars are those of a loss. A check that sees no gradient must not pass.
     if any(row.elements > row.arrays for row in sums):
         return []
-    found = "only sums of scalars, such as that of a loss," if sums else "no sum of floats"
+    content = "only sums of scalars, such as that of a loss," if sums else "no sum of floats"
     kinds = sorted({f"{row.kind} {row.dtype}" for row in report})
     there = f" Over it go: {', '.join(kinds)}." if kinds else ""
     if any(row.kind == "all-to-all" for row in report):
@@ -171,16 +155,6 @@ def _no_sums(report: Any, over: str) -> list[str]:
             "jaxmp.sharding.per_shard with comm_dtype does that, in float32."
         )
     return [
-        f"the {report.origin} has {found} over {over}, so this check sees nothing: give a "
+        f"the {report.origin} has {content} over {over}, so this check sees nothing: give a "
         "function that computes gradients, and arguments that are sharded as in training." + there
     ]
-
-
-def _bits_of_number(row: Any) -> int:
-    """Returns the bits of one number; for complex numbers, of the real or imaginary part."""
-    return 8 * row.size // max(1, row.elements) // (2 if row.dtype.startswith("complex") else 1)
-
-
-def _described(row: Any) -> str:
-    over = f"over {', '.join(row.axes)}" if row.axes else f"of {row.group_size} devices"
-    return f"{row.dtype}  {row.kind} {over}"

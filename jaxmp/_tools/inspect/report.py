@@ -24,10 +24,11 @@ from jaxmp._tools.inspect.rows import (
     Upcast,
     Work,
 )
+from jaxmp._tools.inspect.table_report import TableReport
 
 
 @dataclasses.dataclass(frozen=True)
-class AuditReport:
+class AuditReport(TableReport):
     """The report of an audit. It prints as tables.
 
     It includes all branches of `cond`, `switch` and `platform_dependent`. Only one of them runs,
@@ -54,8 +55,8 @@ class AuditReport:
       unseen: the parts of the program that this report does not show.
       unseen_lines: equations, by line, that a check cannot see into.
       work: the product FLOPs by dtypes and branches.
-      compiled: the collectives and float8 products of the compiled program; None if the audit was
-        not asked for them.
+      compiled: the collectives and float8 products of the compiled program; None without
+        `compiled=`.
     """
 
     products: tuple[Product, ...]
@@ -88,6 +89,7 @@ class AuditReport:
         """
         return sum(row.bytes for row in self._rows())
 
+    # Of a function that is not a loss 0 bytes would be a wrong answer, and pass a check.
     def _rows(self) -> tuple[Residual, ...]:
         if self.residuals is None:
             raise ValueError(f"the audit has no residuals: {self.no_residuals}")
@@ -100,11 +102,11 @@ class AuditReport:
         Raises:
           ValueError: if the function is not a loss.
         """
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         for row in self._rows():
             if row.kind == "activations":
-                found[row.dtype] = found.get(row.dtype, 0) + row.bytes
-        return found
+                sizes[row.dtype] = sizes.get(row.dtype, 0) + row.bytes
+        return sizes
 
     @property
     def param_copy_bytes(self) -> int:
@@ -132,6 +134,7 @@ class AuditReport:
           ValueError: for an unknown dtype.
         """
         names = {product_dtype(dtype) for dtype in dtypes}
+        # `products` has no branches: which of its FLOPs exclude each other only `work` knows.
         return least_share(
             Part(row.branches, row.flops * are_among(row.operands, names), row.flops)
             for row in self.work
@@ -147,8 +150,8 @@ class AuditReport:
         Returns:
           The number.
         """
-        found = [row for row in self.equations if row.primitive == primitive]
-        return sum(row.runs if runs else row.count for row in found)
+        rows = [row for row in self.equations if row.primitive == primitive]
+        return sum(row.runs if runs else row.count for row in rows)
 
     def check(
         self,
@@ -163,7 +166,7 @@ class AuditReport:
     ) -> "AuditReport":
         """Raises if the program does not meet the given expectations. Use it in your tests.
 
-        What sums over devices carry is checked by `jaxmp.assert_reduced_in`.
+        `jaxmp.assert_reduced_in` checks the dtypes of sums over devices.
 
         It checks each branch of a conditional, but cannot see into kernels, foreign calls,
         callbacks and linear algebra. If the program has such parts, a check of `products`,
@@ -213,10 +216,11 @@ class AuditReport:
         Returns:
           All attributes by name, and `flops`.
         """
+        # Properties are not fields, and this one is the first that a reader of the JSON needs.
         return {"flops": self.flops, **dataclasses.asdict(self)}
 
     def to_html(self, path: str | os.PathLike[str] | None = None, *, title: str = "Audit") -> str:
-        """Returns the report as an HTML page, and writes it to a file if asked to.
+        """Returns the report as an HTML page, and writes it to a file if `path` is given.
 
         The page has the tables with all rows. It loads nothing, so it can be sent, kept with a run,
         and opened without a network.
@@ -247,8 +251,3 @@ class AuditReport:
         from jaxmp._tools.inspect.sections import tables
 
         return tables(self)
-
-    def __str__(self) -> str:
-        from jaxmp._tools.inspect.tables import as_text
-
-        return as_text(self)

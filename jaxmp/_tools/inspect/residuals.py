@@ -27,6 +27,7 @@ class NoLoss(Exception):
 
 def check_loss(result: Any, first: Any) -> None:
     """Raises `NoLoss` unless a function with this result and first argument is a loss."""
+    # As jax.value_and_grad has it: a scalar, or (scalar, aux).
     is_pair = isinstance(result, tuple) and len(result) == 2
     loss = result[0] if is_pair else result
     if not is_floating(loss) or loss.shape != ():
@@ -36,17 +37,14 @@ def check_loss(result: Any, first: Any) -> None:
 
 
 def residuals(
-    loss: Callable[..., Any], first: Any, rest: Any, has_aux: bool, recomputes: bool
+    loss: Callable[..., Any], first: Any, others: Any, has_aux: bool, recomputes: bool
 ) -> tuple[tuple[Residual, ...], Program | None]:
     """Lists the arrays kept for the backward pass, by dtype and by the line that computed them.
 
-    An array that is handed on but that the backward pass never reads is not kept: compilers drop
-    it. Such are the wide sources of products, which only second derivatives ask for.
-
     Args:
-      loss: `loss(first, rest)`.
+      loss: `loss(first, others)`.
       first: the argument whose floats to differentiate with respect to.
-      rest: the other arguments.
+      others: the other arguments.
       has_aux: whether the function returns `(loss, aux)`.
       recomputes: whether the function has checkpoints.
 
@@ -57,57 +55,66 @@ def residuals(
     Raises:
       NoLoss: if the function cannot be differentiated.
     """
-    everything, structure = jax.tree.flatten(first)  # an Equinox module has functions in it
-    places = [i for i, leaf in enumerate(everything) if is_array(leaf)]
-    leaves = [everything[i] for i in places]
-    chosen = [i for i, leaf in enumerate(leaves) if is_floating(leaf)]
+    leaves, structure = jax.tree.flatten(first)  # an Equinox module has functions in it
+    places = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
+    arrays = [leaves[i] for i in places]
+    float_places = [i for i, array in enumerate(arrays) if is_floating(array)]
 
-    def pullback(leaves: list[Any], rest: Any) -> Any:
+    def pullback(arrays: list[Any], others: Any) -> Any:
         def of_floats(floats: list[Any]) -> Any:
-            filled = dict(enumerate(leaves)) | dict(zip(chosen, floats, strict=True))
-            every = dict(enumerate(everything)) | dict(zip(places, filled.values(), strict=True))
-            value = loss(jax.tree.unflatten(structure, every.values()), rest)
+            filled = dict(enumerate(arrays)) | dict(zip(float_places, floats, strict=True))
+            whole = dict(enumerate(leaves)) | dict(zip(places, filled.values(), strict=True))
+            value = loss(jax.tree.unflatten(structure, whole.values()), others)
             return value[0] if has_aux else value
 
-        return jax.vjp(of_floats, [leaves[i] for i in chosen])
+        return jax.vjp(of_floats, [arrays[i] for i in float_places])
 
     try:
-        jaxpr, shapes = jax.make_jaxpr(pullback, return_shape=True)(leaves, rest)
+        jaxpr, shapes = jax.make_jaxpr(pullback, return_shape=True)(arrays, others)
         body = walk(jaxpr)
-        # Only tracing the backward pass reveals that it cannot go through a `while`.
+        # Only tracing the backward pass reveals that JAX cannot transpose a `while`.
         backward = walk(jax.make_jaxpr(_applied)(*shapes))
+        # Tracing both passes together doubles the work: only checkpoints need it, whose
+        # recomputation stands between them.
         both: Program | None = None
         if recomputes:
-            both = walk(jax.make_jaxpr(lambda *args: _applied(*pullback(*args)))(leaves, rest))
+            both = walk(jax.make_jaxpr(lambda *args: _applied(*pullback(*args)))(arrays, others))
     except Exception as error:  # anything that a user's function may raise under differentiation
         reason = str(error).partition("\n")[0]
         raise NoLoss(f"it cannot be differentiated: {type(error).__name__}: {reason}") from error
-    read = arguments_read(backward, [True] * len(backward.outputs), lambda site: site.bodies)
-    return _residual_rows(body, len(leaves), read), both
+    # JAX hands on some arrays that the backward pass never reads, and compilers drop these: such as
+    # the wide sources of float8 codes, which only second derivatives need.
+    are_read = arguments_read(backward, [True] * len(backward.outputs), lambda site: site.bodies)
+    return _residual_rows(body, len(arrays), are_read), both
 
 
 def _applied(value: Any, backward: Any) -> Any:
     return backward(jnp.ones_like(value))
 
 
-def _residual_rows(program: Program, params: int, read: Sequence[bool]) -> tuple[Residual, ...]:
+def _residual_rows(program: Program, params: int, are_read: Sequence[bool]) -> tuple[Residual, ...]:
     """Returns the rows of a walked forward pass whose first arguments are the params.
 
-    It returns a value and all arrays that it hands on; `read` says which the backward pass reads.
+    Args:
+      program: it returns a value, and all arrays that it hands on.
+      params: how many of its arguments are params.
+      are_read: which of its results the backward pass reads.
     """
     lines, producers = Lines(), _producers(program)
-    given = {*program.inputs, *(number for number, _ in program.consts)}
+    arguments = {*program.inputs, *(number for number, _ in program.consts)}
     is_param = [i < params for i in range(len(program.inputs))]
     groups: dict[tuple[str, str, str, str, Kind], list[int]] = {}
-    seen: set[Any] = set()
+    counted: set[Any] = set()
     outputs: tuple[Any, ...] = program.outputs
-    results = zip(outputs, copies(program, is_param), read, strict=True)
+    results = zip(outputs, copies(program, is_param), are_read, strict=True)
     for atom, is_copy, is_read in results:
         origin = _origin(atom, producers)
-        # Arguments are in memory anyway, whatever the backward pass keeps.
-        if not is_read or isinstance(origin, core.Literal) or atom in seen or origin in given:
+        # Arguments are in memory anyway, whatever the backward pass keeps. One array may be
+        # returned twice.
+        is_free = isinstance(origin, core.Literal) or origin in arguments or atom in counted
+        if is_free or not is_read:
             continue
-        seen.add(atom)
+        counted.add(atom)
         makers = _innermost_sites(atom, producers)
         where = lines.of(makers[0]), module_path(scopes_of(makers[0]))
         kind: Kind = "params" if is_copy else "activations"
@@ -136,6 +143,7 @@ def _origin(atom: Any, producers: _Producers) -> Any:
             return atom
         (body,) = site.bodies
         inner = _origin(body.outputs[i], _producers(body))
+        # An argument that the call returns unchanged is followed on; anything else is its own.
         if isinstance(inner, core.Literal):
             return inner
         if inner not in body.inputs:
@@ -145,61 +153,59 @@ def _origin(atom: Any, producers: _Producers) -> Any:
 
 
 def _innermost_sites(atom: Any, producers: _Producers) -> list[Site]:
-    """Returns the operations that compute an array, inside of the calls and scans that return it.
-
-    All branches of a conditional return the same list of arrays. A branch that keeps fewer arrays
-    returns fillers for the missing ones, which are left out here.
-    """
+    """Returns the operations that compute an array, inside of calls, scans and conditionals."""
     site, i = producers[atom]
     chooses = site.wiring.chooses
     makers: list[Site] = []
     for body in site.bodies if len(site.bodies) == 1 or chooses else ():
         inner = _producers(body)
-        made = body.outputs[i] if len(body.outputs) == len(site.outputs) else None
-        if not isinstance(made, core.Literal) and made in inner:
-            makers += _innermost_sites(made, inner)
+        result = body.outputs[i] if len(body.outputs) == len(site.outputs) else None
+        if not isinstance(result, core.Literal) and result in inner:
+            makers += _innermost_sites(result, inner)
     if chooses:
-        makers = [each for each in makers if not _is_filler(each)]
+        # All branches return the same list of arrays. One that keeps fewer arrays fills the places
+        # of the missing ones: with empty arrays, or with a scalar that it broadcasts.
+        makers = [
+            maker
+            for maker in makers
+            if not maker.name.startswith("empty")
+            and not (maker.name == "broadcast_in_dim" and maker.in_avals[0].shape == ())
+        ]
     return makers or [site]
 
 
-def _is_filler(site: Site) -> bool:
-    """Whether an operation only broadcasts a scalar, as a branch does for a missing array."""
-    return site.name.startswith("empty") or (
-        site.name == "broadcast_in_dim" and site.in_avals[0].shape == ()
-    )
-
-
-class _Made(enum.IntEnum):
+class _Origin(enum.IntEnum):
     """The origin of a value. If a value has several possible origins, the greatest holds."""
 
     NUMBERS = 0  # constants of the program, such as the fillers that branches return
-    COPY = 1  # made from the given arguments by casts and moves alone
+    COPY = 1  # computed from the params by casts and moves alone
     OTHER = 2
 
 
-def copies(program: Program, given: Sequence[bool]) -> list[bool]:
-    """Returns whether each result of a walked program is a copy of given arguments.
+def copies(program: Program, are_params: Sequence[bool]) -> list[bool]:
+    """Returns whether each result of a walked program is a copy of params.
 
-    It is made from the given arguments (at least one) by casts and moves alone. Constants of the
-    program may be among them.
+    It is computed from params (at least one) by casts and moves alone. Constants of the program may
+    be among them.
     """
-    made = [_Made.COPY if is_given else _Made.OTHER for is_given in given]
-    question = Question(nothing=_Made.NUMBERS, join=max, rule=_made_by)
-    origins = propagate(program, made, question, lambda site: site.bodies)
-    return [origin is _Made.COPY for origin in origins]
+    arguments = [_Origin.COPY if is_param else _Origin.OTHER for is_param in are_params]
+    question = Question(nothing=_Origin.NUMBERS, join=max, rule=_result_origins)
+    origins = propagate(program, arguments, question, lambda site: site.bodies)
+    return [origin is _Origin.COPY for origin in origins]
 
 
-def _made_by(site: Site, operands: Sequence[_Made]) -> list[_Made]:
+def _result_origins(site: Site, operands: Sequence[_Origin]) -> list[_Origin]:
     count = len(site.outputs)
     if site.name == "optimization_barrier":
         return list(operands)
+    # Codes and scale of a param are a float8 copy of it.
     if site.name == "float8_encode":
         return list(operands) * count
     if site.name not in SAME_NUMBERS:
-        return [_Made.OTHER if site.inputs else _Made.NUMBERS] * count
+        return [_Origin.OTHER if site.inputs else _Origin.NUMBERS] * count
+    # The index of a slice may depend on the data: only the numbers count.
     pairs = zip(site.in_avals, operands, strict=True)
-    made = max((origin for aval, origin in pairs if is_floating(aval)), default=_Made.OTHER)
+    origin = max((fact for aval, fact in pairs if is_floating(aval)), default=_Origin.OTHER)
     # A bias broadcast over a batch is as large as an activation, so it counts as one.
     grows = site.name == "broadcast_in_dim" and site.out_avals[0].size > site.in_avals[0].size
-    return [_Made.OTHER if grows and made is _Made.COPY else made] * count
+    return [_Origin.OTHER if grows and origin is _Origin.COPY else origin] * count

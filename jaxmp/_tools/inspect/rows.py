@@ -6,7 +6,10 @@ from typing import Literal
 from jaxmp._numerics.precision import meaning_of
 from jaxmp._tools.inspect.branches import Choice
 
+# `""` outside of a gradient: a program that differentiates nothing has no passes.
 Direction = Literal["forward", "backward", "recomputed", ""]
+
+# Rows are frozen and hold plain values: tests compare reports, and `as_dict` writes them as JSON.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,8 +145,8 @@ class Convert:
       count: how many equations there are.
       runs: how often they run.
       bytes: the size of all their results.
-      amax_bytes: the bytes that casts to float8 read before, for the largest magnitude of what
-        they round; 0 for other casts, which need none.
+      amax_bytes: the bytes that casts to float8 read before, for the largest magnitude of their
+        operand; 0 for other casts.
     """
 
     source: str
@@ -273,7 +276,7 @@ class Equations:
 
 @dataclasses.dataclass(frozen=True)
 class Unseen:
-    """The equations of one line whose inner work the report does not show.
+    """The equations of one line that may hide products.
 
     Attributes:
       name: the primitive: `"pallas_call"`, `"cholesky"`; or `"while"` for a loop of unknown

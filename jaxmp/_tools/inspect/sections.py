@@ -1,30 +1,100 @@
 """Says what the tables of a report hold, as texts."""
 
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from rich.console import Group
 
 from jaxmp._tools.inspect.tables import Section, bullets, bytes_text, drawn, flops_text
 
-_PLACE = "line, module, pass"
-_DEVICES = "on TPU / GPU"
+# A column: its title, in which `>` marks numbers, and the text of its cell in a row.
+_Column = tuple[str, Callable[[Any], str]]
 
 
-def _sections(report: Any) -> list[Section]:
-    """Returns the tables of an `AuditReport` that have rows."""
-    found = [
-        _products_table(report),
-        *([] if _all_wide(report) else [_wide_table(report)]),
-        _left_out_table(report),
-        _upcasts_table(report),
-        _converts(report),
-        _residuals_table(report),
-        _recomputed_table(report),
-        _collectives(report),
-        *(compiled_sections(report.compiled) if report.compiled is not None else ()),
-        _arrays_table(report),
-    ]
-    return [section for section in found if section.rows]
+def place_text(row: Any) -> str:
+    """Formats the line, and below it the module, the pass and the branch, if known."""
+    texts = (getattr(row, name, "") for name in ("path", "direction", "branch"))
+    below = ", ".join(text for text in texts if text)
+    return f"{row.line}\n{below}" if below else row.line
+
+
+def _kind(row: Any) -> str:
+    return f"{row.kind} between slices" if row.between_slices else row.kind
+
+
+def _is_wide(dtype: str) -> bool:
+    return dtype.startswith(("float32", "float64", "complex"))
+
+
+_PLACE: _Column = ("line, module, pass", place_text)
+_OPERANDS: _Column = ("operands", lambda row: " x ".join(row.operands))
+_RESULT: _Column = ("result", lambda row: row.result)
+# Only products of float32 differ between devices, and only they have a precision.
+_DEVICES: _Column = ("on TPU / GPU", lambda row: f"{row.tpu} / {row.gpu}" if row.precision else "")
+_DTYPE: _Column = ("dtype", lambda row: row.dtype)
+_AXES: _Column = ("axes", lambda row: ", ".join(row.axes or ()))
+_FLOP: _Column = (">FLOP", lambda row: flops_text(row.flops))
+_SHARE: _Column = (">share", lambda row: f"{100 * row.share:.1f} %")
+_BYTES: _Column = (">bytes", lambda row: bytes_text(row.bytes))
+_RUNS: _Column = (">runs", lambda row: str(row.runs))
+_COUNTS: tuple[_Column, ...] = ((">count", lambda row: str(row.count)), _RUNS)
+
+
+def _table(title: str, rows: Iterable[Any], *columns: _Column, most: int = 12) -> Section:
+    cells = [tuple(cell(row) for _, cell in columns) for row in rows]
+    return Section(title, [name for name, _ in columns], cells, most)
+
+
+def _sections(report: Any) -> Iterator[Section]:
+    """Yields the tables of an `AuditReport`; some have no rows."""
+    title = f"Products: {flops_text(report.flops)}FLOP"
+    rounded: _Column = ("rounded to", lambda row: " x ".join(row.rounded_to))
+    columns = (_OPERANDS, rounded, _RESULT, _DEVICES, _FLOP, _SHARE, *_COUNTS)
+    yield _table(title, report.products, *columns)
+    wide = [row for row in report.product_lines if any(map(_is_wide, row.operands))]
+    # Of a program in float32 it would list every product: nothing there was meant to be narrow.
+    if len(wide) < len(report.product_lines):
+        title = "Products with an operand of 32 bits or more"
+        yield _table(title, wide, _PLACE, _OPERANDS, _RESULT, _DEVICES, _SHARE, *_COUNTS)
+    columns = (("line, module", place_text), ("reason", lambda row: row.reason), _FLOP, _SHARE)
+    yield _table("Left out of float8", report.left_out, *columns, *_COUNTS)
+    casts: _Column = (
+        "cast",
+        lambda row: (
+            f"{row.source} -> {row.target}" + ("\nin a product" if row.kind == "product" else "")
+        ),
+    )
+    share: _Column = (">makes wide", lambda row: _SHARE[1](row) if row.flops else "")
+    title = "Upcasts, first those that make products wide"
+    yield _table(title, report.upcasts, _PLACE, casts, share, _BYTES, *_COUNTS)
+    amax: _Column = (
+        ">read before, for amax",
+        lambda row: bytes_text(row.amax_bytes) if row.amax_bytes else "",
+    )
+    columns = (("from", lambda row: row.source), ("to", lambda row: row.target), _BYTES, amax)
+    yield _table("Casts", report.converts, *columns, *_COUNTS)
+    if report.residuals is not None:
+        title = f"Kept for the backward pass: {bytes_text(report.residual_bytes)}"
+        if copies := report.param_copy_bytes:
+            title += f", of which {bytes_text(copies)} copies of params"
+        params: _Column = ("copies of", lambda row: "params" if row.kind == "params" else "")
+        columns = (_PLACE, _DTYPE, params, _BYTES, (">arrays", lambda row: str(row.count)))
+        yield _table(title, report.residuals, *columns)
+    total = flops_text(sum(row.operations for row in report.recomputed)).strip()
+    title = f"Computed again for the backward pass: {total} operations"
+    operations: _Column = (">operations", lambda row: flops_text(row.operations))
+    yield _table(title, report.recomputed, _PLACE, operations, *_COUNTS)
+    title = "Collectives in the program, per device"
+    columns = (("collective", lambda row: row.name), _AXES, _DTYPE, _PLACE, _BYTES, _RUNS)
+    yield _table(title, report.collectives, *columns)
+    if report.compiled is not None:
+        yield from compiled_sections(report.compiled)
+    columns = (("", lambda row: row.role), ("name", lambda row: row.name), _DTYPE)
+    leaves: _Column = (">arrays", lambda row: f"{row.leaves:,}")
+    elements: _Column = (">numbers", lambda row: f"{row.elements:,}")
+    yield _table(
+        "Arguments and results", report.arrays, *columns, leaves, elements, _BYTES, most=40
+    )
 
 
 def tables(report: Any, with_all_rows: bool = False) -> Group:
@@ -37,9 +107,11 @@ def tables(report: Any, with_all_rows: bool = False) -> Group:
     Returns:
       A renderable for rich.
     """
+    # A page has room for all rows, a terminal has not.
     parts: list[Any] = [
-        drawn(section._replace(shown=len(section.rows)) if with_all_rows else section)
+        drawn(section._replace(most=len(section.rows)) if with_all_rows else section)
         for section in _sections(report)
+        if section.rows
     ]
     if report.residuals is None:
         parts.append(f"No residuals of a backward pass: {report.no_residuals}.")
@@ -66,10 +138,13 @@ def compiled_tables(report: Any) -> Group:
 
 def compiled_sections(report: Any) -> tuple[Section, ...]:
     """Returns tables: float8 products, all collectives by kind, source lines of narrow sums."""
+    title = f"Products of float8 operands of the {report.origin}"
+    columns = (_PLACE, _OPERANDS, _RESULT, ("runs in", lambda row: row.ran), *_COUNTS)
+    products = _table(title, report.float8_products, *columns)
+    # A model has hundreds of collectives, of a few kinds; by line only the narrow sums matter.
     groups: dict[tuple[str, ...], list[Any]] = {}
     for row in report.rows:
-        axes = ", ".join(row.axes) if row.axes is not None else ""
-        key = (_kind(row), row.reducer, row.dtype, axes, str(row.group_size))
+        key = (_kind(row), row.reducer, row.dtype, _AXES[1](row), str(row.group_size))
         groups.setdefault(key, []).append(row)
     rows = [
         (
@@ -80,212 +155,9 @@ def compiled_sections(report: Any) -> tuple[Section, ...]:
         )
         for key, group in sorted(groups.items(), key=lambda item: -sum(r.bytes for r in item[1]))
     ]
-    columns = ["collective", "reducer", "dtype", "axes", ">devices", ">bytes", ">count", ">runs"]
-    title = f"Collectives of the {report.origin}, whole arrays"
+    names = ["collective", "reducer", "dtype", "axes", ">devices", ">bytes", ">count", ">runs"]
+    collectives = Section(f"Collectives of the {report.origin}, whole arrays", names, rows, 40)
+    title = "Sums over devices in fewer than 32 bits"
     narrow = [row for row in report.rows if row.sums and not _is_wide(row.dtype)]
-    lines = [
-        (
-            place_text(row),
-            _kind(row),
-            row.dtype,
-            ", ".join(row.axes or ()),
-            bytes_text(row.bytes),
-            str(row.runs),
-        )
-        for row in narrow
-    ]
-    places = [_PLACE, "collective", "dtype", "axes", ">bytes", ">runs"]
-    return (
-        _compiled_products(report),
-        Section(title, columns, rows, 40),
-        Section("Sums over devices in fewer than 32 bits", places, lines),
-    )
-
-
-def _compiled_products(report: Any) -> Section:
-    rows = [
-        (
-            place_text(row),
-            " x ".join(row.operands),
-            row.result,
-            row.ran,
-            str(row.count),
-            str(row.runs),
-        )
-        for row in report.float8_products
-    ]
-    columns = [_PLACE, "operands", "result", "runs in", ">count", ">runs"]
-    return Section(f"Products of float8 operands of the {report.origin}", columns, rows)
-
-
-def _kind(row: Any) -> str:
-    return f"{row.kind} between slices" if row.between_slices else row.kind
-
-
-def _products_table(report: Any) -> Section:
-    rows = [
-        (
-            " x ".join(row.operands),
-            " x ".join(row.rounded_to),
-            row.result,
-            _on_devices(row),
-            flops_text(row.flops),
-            f"{100 * row.share:.1f} %",
-            str(row.count),
-            str(row.runs),
-        )
-        for row in report.products
-    ]
-    title = f"Products: {flops_text(report.flops)}FLOP"
-    columns = ["operands", "rounded to", "result", _DEVICES, ">FLOP", ">share", ">count", ">runs"]
-    return Section(title, columns, rows)
-
-
-def _wide_lines(report: Any) -> list[Any]:
-    return [row for row in report.product_lines if any(map(_is_wide, row.operands))]
-
-
-def _all_wide(report: Any) -> bool:
-    return len(_wide_lines(report)) == len(report.product_lines)
-
-
-def _wide_table(report: Any) -> Section:
-    rows = [
-        (
-            place_text(row),
-            " x ".join(row.operands),
-            row.result,
-            _on_devices(row),
-            f"{100 * row.share:.1f} %",
-            str(row.count),
-            str(row.runs),
-        )
-        for row in _wide_lines(report)
-    ]
-    columns = [_PLACE, "operands", "result", _DEVICES, ">share", ">count", ">runs"]
-    return Section("Products with an operand of 32 bits or more", columns, rows)
-
-
-def _left_out_table(report: Any) -> Section:
-    rows = [
-        (
-            place_text(row),
-            row.reason,
-            flops_text(row.flops),
-            f"{100 * row.share:.1f} %",
-            str(row.count),
-            str(row.runs),
-        )
-        for row in report.left_out
-    ]
-    columns = ["line, module", "reason", ">FLOP", ">share", ">count", ">runs"]
-    return Section("Left out of float8", columns, rows)
-
-
-def _on_devices(row: Any) -> str:
-    """Formats what a float32 product is on a TPU and on a GPU; empty for other products."""
-    return f"{row.tpu} / {row.gpu}" if row.precision else ""
-
-
-def _is_wide(dtype: str) -> bool:
-    return dtype.startswith(("float32", "float64", "complex"))
-
-
-def _upcasts_table(report: Any) -> Section:
-    rows = [
-        (
-            place_text(row),
-            f"{row.source} -> {row.target}" + ("\nin a product" if row.kind == "product" else ""),
-            f"{100 * row.share:.1f} %" if row.flops else "",
-            bytes_text(row.bytes),
-            str(row.count),
-            str(row.runs),
-        )
-        for row in report.upcasts
-    ]
-    columns = [_PLACE, "cast", ">makes wide", ">bytes", ">count", ">runs"]
-    return Section("Upcasts, first those that make products wide", columns, rows)
-
-
-def _converts(report: Any) -> Section:
-    rows = [
-        (
-            row.source,
-            row.target,
-            bytes_text(row.bytes),
-            bytes_text(row.amax_bytes) if row.amax_bytes else "",
-            str(row.count),
-            str(row.runs),
-        )
-        for row in report.converts
-    ]
-    columns = ["from", "to", ">bytes", ">read before, for amax", ">count", ">runs"]
-    return Section("Casts", columns, rows)
-
-
-def _residuals_table(report: Any) -> Section:
-    if report.residuals is None:
-        return Section("", (), ())
-    title = f"Kept for the backward pass: {bytes_text(report.residual_bytes)}"
-    if copied := report.param_copy_bytes:
-        title += f", of which {bytes_text(copied)} copies of params"
-    rows = [
-        (
-            place_text(row),
-            row.dtype,
-            "params" if row.kind == "params" else "",
-            bytes_text(row.bytes),
-            str(row.count),
-        )
-        for row in report.residuals
-    ]
-    return Section(title, [_PLACE, "dtype", "copies of", ">bytes", ">arrays"], rows)
-
-
-def _recomputed_table(report: Any) -> Section:
-    rows = [
-        (place_text(row), flops_text(row.operations), str(row.count), str(row.runs))
-        for row in report.recomputed
-    ]
-    total = flops_text(sum(row.operations for row in report.recomputed)).strip()
-    title = f"Computed again for the backward pass: {total} operations"
-    return Section(title, [_PLACE, ">operations", ">count", ">runs"], rows)
-
-
-def _collectives(report: Any) -> Section:
-    rows = [
-        (
-            row.name,
-            ", ".join(row.axes),
-            row.dtype,
-            place_text(row),
-            bytes_text(row.bytes),
-            str(row.runs),
-        )
-        for row in report.collectives
-    ]
-    columns = ["collective", "axes", "dtype", _PLACE, ">bytes", ">runs"]
-    return Section("Collectives in the program, per device", columns, rows)
-
-
-def _arrays_table(report: Any) -> Section:
-    rows = [
-        (
-            row.role,
-            row.name,
-            row.dtype,
-            f"{row.leaves:,}",
-            f"{row.elements:,}",
-            bytes_text(row.bytes),
-        )
-        for row in report.arrays
-    ]
-    columns = ["", "name", "dtype", ">arrays", ">numbers", ">bytes"]
-    return Section("Arguments and results", columns, rows, 40)
-
-
-def place_text(row: Any) -> str:
-    """Formats the line, and below it the module, the pass and the branch, if known."""
-    texts = (getattr(row, name, "") for name in ("path", "direction", "branch"))
-    below = ", ".join(text for text in texts if text)
-    return f"{row.line}\n{below}" if below else row.line
+    columns = (_PLACE, ("collective", _kind), _DTYPE, _AXES, _BYTES, _RUNS)
+    return products, collectives, _table(title, narrow, *columns)

@@ -42,7 +42,7 @@ class Where(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """What is alike in the products of a row: attributes as in `Product`."""
+    """The attributes of `Product` that the products of a row share."""
 
     operands: tuple[str, str]
     result: str
@@ -58,8 +58,10 @@ class Tally:
         self.sites = list(all_sites(program))
         self.flops = _flops(self.sites)
         self._lines = Lines()
+        # Most methods ask for the places of the same sites again.
         self._where: dict[Site, Where] = {}
 
+    # Only for a report with products: it follows every value of the program.
     @functools.cached_property
     def _decoded(self) -> dict[Site, tuple[str, ...]]:
         return decoded_operands(self._program)
@@ -108,29 +110,35 @@ class Tally:
                 branch=branch_text(sites),
             )
             for (reason, line, path), sites in _grouped(self._products(), key).items()
-            if reason
+            if reason  # both passes are one row: a layer is left out as a whole
         ]
         return tuple(sorted(rows, key=lambda row: -row.flops))
 
     def _kind(self, site: Site) -> "_Kind":
         operands, result = _product_dtypes(site)
-        return _Kind(operands, result, _precision(site), self._decoded.get(site, ()))
+        # Devices multiply 16 bits in one way: only float32 has a precision.
+        is_float32 = "float32" in operands
+        precision = name_of_param(site.equation.params.get("precision")) if is_float32 else ""
+        return _Kind(operands, result, precision, self._decoded.get(site, ()))
 
     def upcasts(self) -> tuple[Upcast, ...]:
-        """Returns upcasts by line; first those that make products wide, then the rest by size.
+        """Returns upcasts by line; first those that make products wide, then the others by size.
 
-        If several upcasts feed a product, the first in the program counts as the cause, since the
-        others were widened to match it. Upcasts that cause the most FLOPs come first.
+        Upcasts that cause the most FLOPs come first.
         """
-        marked = mark_upcasts(self._program)
-        wide = [site for site in self._products() if site.fed_by]
-        sources = [site for site in marked if _is_upcast(site, wide)]
+        candidates = mark_upcasts(self._program)
+        wide_products = [site for site in self._products() if site.fed_by]
+        sources = [site for site in candidates if _is_upcast(site, wide_products)]
 
         def key(site: Site) -> tuple[Where, Any, str, str]:
-            kind = "product" if site.name in PRODUCTS else "cast"
-            return self.where(site), kind, _widened_dtype(site), _dtype_of(site.out_avals[0])
+            kind, operands = "cast", site.in_avals[:1]
+            if site.name in PRODUCTS:
+                kind, operands = "product", site.in_avals[:2]
+            # Of a product the operand that it widens.
+            narrow = next(_dtype_of(x) for x in operands if is_narrow_aval(x) or not is_wide(x))
+            return self.where(site), kind, narrow, _dtype_of(site.out_avals[0])
 
-        rows: list[tuple[int, Upcast]] = []
+        rows: list[tuple[tuple[int, int, int], Upcast]] = []
         for (where, kind, source, target), sites in _grouped(sources, key).items():
             bits = sum(site.bit for site in sites)
             upcast = Upcast(
@@ -140,12 +148,17 @@ class Tally:
                 target=target,
                 **_counts(sites),
                 bytes=sum(_bytes(site.out_avals) * site.runs for site in sites),
-                **self._flops(site for site in wide if site.fed_by & bits),
+                **self._flops(site for site in wide_products if site.fed_by & bits),
                 branch=branch_text(sites),
             )
-            caused = _flops(site for site in wide if _first(site.fed_by) & bits)
-            rows.append((caused, upcast))
-        rows.sort(key=_rank)
+            # If several upcasts feed a product, the first in the program, the lowest bit, counts as
+            # the cause, since the others were widened to match it.
+            cause = _flops(site for site in wide_products if site.fed_by & -site.fed_by & bits)
+            # By the FLOPs that they cause, then by those that they share, then by size. The sort
+            # keeps the order of the program among equals.
+            rank = -cause, 0 if cause else -upcast.flops, 0 if upcast.flops else -upcast.bytes
+            rows.append((rank, upcast))
+        rows.sort(key=lambda pair: pair[0])
         return tuple(upcast for _, upcast in rows)
 
     def converts(self) -> tuple[Convert, ...]:
@@ -155,6 +168,7 @@ class Tally:
             return _dtype_of(site.in_avals[0]), _dtype_of(site.out_avals[0])
 
         casts = [site for site in self.sites if site.name in CASTS]
+        # Only a rounding to float8 with a scale from the data reads its operand once more before.
         rows = [
             Convert(
                 *dtypes,
@@ -174,7 +188,13 @@ class Tally:
         """Returns collectives by line, largest first."""
         groups: dict[Any, list[tuple[Site, int]]] = collections.defaultdict(list)
         for site in self.sites:
-            axes = _mesh_axes(site)
+            if site.name.removesuffix("_start") not in COLLECTIVES:
+                continue
+            params = site.equation.params
+            names = params.get("axes", params.get("axis_name", ()))
+            names = names if isinstance(names, tuple) else (names,)
+            # An axis of `vmap` is a number: a sum over it leaves no device.
+            axes = tuple(str(name) for name in names if not isinstance(name, int))
             if not axes:
                 continue
             for dtype, avals in _grouped(site.in_avals, _dtype_of).items():
@@ -202,12 +222,12 @@ class Tally:
 
     def recomputed(self) -> tuple[Recomputed, ...]:
         """Returns recomputed equations by line, most operations first; none that only move."""
-        again = [
+        sites = [
             site
             for site in self.sites
             if not site.bodies and _operations(site) and self.where(site).direction == "recomputed"
         ]
-        groups = _grouped(again, lambda site: (self.where(site).line, self.where(site).path))
+        groups = _grouped(sites, lambda site: (self.where(site).line, self.where(site).path))
         rows = [
             Recomputed(
                 *place,
@@ -231,11 +251,15 @@ class Tally:
         """Returns the rows of unseen equations by primitive, dtypes and line, in program order."""
 
         def key(site: Site) -> tuple[str, tuple[str, ...], Where]:
-            return site.name, _taken_in(site), self.where(site)
+            # Of a while loop, the operands of its products.
+            inner = [op for body in site.bodies for op in all_sites(body) if op.name in PRODUCTS]
+            dtypes = {dtype for op in inner for dtype in _product_dtypes(op)[0]}
+            dtypes = dtypes or set(map(_dtype_of, site.in_avals))
+            return site.name, tuple(sorted(dtypes)), self.where(site)
 
         return tuple(
-            Unseen(name, dtypes, **where._asdict(), count=len(same), branch=branch_text(same))
-            for (name, dtypes, where), same in _grouped(sites, key).items()
+            Unseen(name, dtypes, **where._asdict(), count=len(group), branch=branch_text(group))
+            for (name, dtypes, where), group in _grouped(sites, key).items()
         )
 
     def where(self, site: Site) -> Where:
@@ -255,6 +279,7 @@ class Tally:
 
 def _why_not_float8(site: Site) -> str:
     """Returns why a float8 policy or its recipe left a product out; empty for other products."""
+    # The product of a recipe is the body of a primitive, whose params hold the recipe.
     outer = site.outer.equation.params if site.outer is not None else {}
     form: Any = outer.get("form")
     recipe = getattr(form, "recipe", None)
@@ -272,19 +297,14 @@ def _flops(sites: Iterable[Site]) -> int:
 
 def _operations(site: Site) -> int:
     """Returns how many operations an equation takes: about one for each number it computes."""
+    # A move computes nothing. Its line would only say that it costs 0 operations.
     if site.flops or CLASSES.get(site.name) is OpClass.MOVE:
         return site.flops
     sizes = [math.prod(getattr(x, "shape", ())) for x in (*site.in_avals, *site.out_avals)]
     return max(sizes, default=0)  # a debug message may have no operands and no results
 
 
-def _taken_in(site: Site) -> tuple[str, ...]:
-    """Returns the dtypes of the operands; for a while loop, of the operands of its products."""
-    inside = [each for body in site.bodies for each in all_sites(body) if each.name in PRODUCTS]
-    names = [name for each in inside for name in _product_dtypes(each)[0]]
-    return tuple(sorted({*names} if inside else set(map(_dtype_of, site.in_avals))))
-
-
+# More names than this make a row of the table unreadable.
 _MOST_BRANCHES = 3
 
 
@@ -295,6 +315,7 @@ def branch_text(sites: Iterable[Site]) -> str:
     ''
     """
     paths = dict.fromkeys(site.branches for site in sites)
+    # What also runs outside of a branch is in none.
     if () in paths:
         return ""
     texts = list(dict.fromkeys(" / ".join(choice.name for choice in path) for path in paths))
@@ -302,42 +323,21 @@ def branch_text(sites: Iterable[Site]) -> str:
     return "; ".join(texts[:_MOST_BRANCHES] + ([f"{more} more"] if more > 0 else []))
 
 
-def _is_upcast(site: Site, wide: list[Site]) -> bool:
-    """Whether to report a source; products only if they are the cause of wide products."""
+def _is_upcast(site: Site, wide_products: list[Site]) -> bool:
+    """Whether to report a candidate; products only if they are the cause of wide products."""
     if site.name not in PRODUCTS:
         return True
+    # A wide operand that an upcast made is that upcast's fault, not the product's.
     if widens_inside(site):
         return site.fed_by == site.bit
-    return any(other.fed_by & site.bit for other in wide)
+    # Nothing is lost by a wide result that no product reads.
+    return any(product.fed_by & site.bit for product in wide_products)
 
 
-def _rank(row: tuple[int, Upcast]) -> tuple[int, int, int]:
-    """Returns the sort key of an upcast; the sort keeps program order among equals."""
-    caused, upcast = row
-    return -caused, 0 if caused else -upcast.flops, 0 if upcast.flops else -upcast.bytes
-
-
-def _first(bits: int) -> int:
-    """Returns the lowest bit."""
-    return bits & -bits
-
-
-def _widened_dtype(site: Site) -> str:
-    """Returns the dtype of the operand that is widened."""
-    operands = site.in_avals[: 2 if site.name in PRODUCTS else 1]
-    return next(_dtype_of(x) for x in operands if is_narrow_aval(x) or not is_wide(x))
-
-
+# Behind the operands of a product may come scales or the sizes of groups.
 def _product_dtypes(site: Site) -> tuple[tuple[str, str], str]:
     left, right = map(_dtype_of, site.in_avals[:2])
     return (left, right), _dtype_of(site.out_avals[0])
-
-
-def _precision(site: Site) -> str:
-    """Returns the precision that a float32 product asks for; empty for other products."""
-    if "float32" not in _product_dtypes(site)[0]:
-        return ""
-    return name_of_param(site.equation.params.get("precision"))
 
 
 def _dtype_of(aval: Any) -> str:
@@ -357,17 +357,6 @@ def nbytes_of(array: Any) -> int:
     if not (hasattr(array, "dtype") and hasattr(array, "shape")):
         return 0
     return int(np.prod(array.shape, dtype=np.int64)) * int(array.dtype.itemsize)
-
-
-def _mesh_axes(site: Site) -> tuple[str, ...]:
-    """Returns the mesh axes of a collective; none for other equations or for vmap axes."""
-    if site.name.removesuffix("_start") not in COLLECTIVES:
-        return ()
-    params = site.equation.params
-    axes = params.get("axes", params.get("axis_name", ()))
-    return tuple(
-        str(a) for a in (axes if isinstance(axes, tuple) else (axes,)) if not isinstance(a, int)
-    )
 
 
 def _counts(sites: list[Site]) -> dict[str, Any]:

@@ -14,16 +14,14 @@ def as_text(renderable: Any, console: Console | None = None) -> str:
     """Returns what rich would draw, as text.
 
     Args:
-      renderable: what to draw.
-      console: where, by default 120 columns without colours. Where it is too narrow for words and
-        numbers, lines get longer than it is: rich would cut digits and units off.
+      renderable: a table, or anything else that rich draws.
+      console: its width and colors; by default 120 columns without colors.
     """
     # Else rich draws on the page of a notebook instead, and the text is empty.
     console = console or Console(
         file=io.StringIO(), width=120, color_system=None, force_jupyter=False
     )
-    unlimited = console.options.update(max_width=10_000)
-    console.width = max(console.width, Measurement.get(console, unlimited, renderable).minimum)
+    _fit_width(console, renderable)
     with console.capture() as captured:
         console.print(renderable)
     return "\n".join(line.rstrip() for line in captured.get().splitlines()).rstrip()
@@ -32,46 +30,52 @@ def as_text(renderable: Any, console: Console | None = None) -> str:
 def as_html(renderable: Any, title: str) -> str:
     """Returns what rich would draw, below a title, as an HTML page that loads nothing."""
     console = Console(file=io.StringIO(), record=True, width=160, force_jupyter=False)
-    unlimited = console.options.update(max_width=10_000)
-    console.width = max(console.width, Measurement.get(console, unlimited, renderable).minimum)
+    _fit_width(console, renderable)
     console.print(Text(title, style="bold"), renderable, sep="\n\n")
     return console.export_html()
+
+
+def _fit_width(console: Console, renderable: Any) -> None:
+    # Where a console is too narrow for words and numbers, rich would cut digits and units off.
+    unlimited = console.options.update(max_width=10_000)
+    console.width = max(console.width, Measurement.get(console, unlimited, renderable).minimum)
 
 
 class Section(NamedTuple):
     """One table of a report.
 
     Attributes:
-      title: what it is about.
+      title: the title.
       columns: their names; `>` marks columns of numbers.
       rows: the texts of the cells; the lines of a place are the line, and the module below it.
-      shown: how many rows a terminal shows.
+      most: how many rows a terminal shows.
     """
 
     title: str
     columns: Sequence[str]
     rows: Sequence[tuple[str, ...]]
-    shown: int = 12
+    most: int = 12
 
     def without_empty_columns(self) -> "Section":
         """Returns the table without columns that say nothing: empty, or runs that are counts."""
-        kept = [i for i in range(len(self.columns)) if any(row[i] for row in self.rows)]
+        places = [i for i in range(len(self.columns)) if any(row[i] for row in self.rows)]
         is_counted = tuple(self.columns[-2:]) == (">count", ">runs")
         if is_counted and all(row[-2] == row[-1] for row in self.rows):
-            kept.remove(len(self.columns) - 1)
-        rows = [tuple(row[i] for i in kept) for row in self.rows]
-        return self._replace(columns=[self.columns[i] for i in kept], rows=rows)
+            places.remove(len(self.columns) - 1)
+        rows = [tuple(row[i] for i in places) for row in self.rows]
+        return self._replace(columns=[self.columns[i] for i in places], rows=rows)
 
 
 def drawn(section: Section) -> Table:
     """Returns a table as rich draws it, without empty columns."""
-    more = len(section.rows) - section.shown
+    more = len(section.rows) - section.most
     caption = f"and {more} more rows" if more > 0 else None
     table = Table(
         title=section.title, title_justify="left", caption=caption, caption_justify="left"
     )
     compact = section.without_empty_columns()
     for column in compact.columns:
+        # A number that is cut or folded reads as another number.
         is_number = column.startswith(">")
         table.add_column(
             column.lstrip(">"),
@@ -79,7 +83,7 @@ def drawn(section: Section) -> Table:
             overflow="fold",
             no_wrap=is_number,
         )
-    for row in compact.rows[: section.shown]:
+    for row in compact.rows[: section.most]:
         table.add_row(*row)
     return table
 
@@ -98,7 +102,7 @@ def flops_text(flops: int) -> str:
     >>> flops_text(1_234_567_890), flops_text(42)
     ('1.23 G', '42 ')
     """
-    return _scaled(flops, 1000, ("", "k", "M", "G", "T", "P", "E"))
+    return _three_digits(flops, 1000, ("", "k", "M", "G", "T", "P", "E"))
 
 
 def bytes_text(size: int) -> str:
@@ -107,10 +111,10 @@ def bytes_text(size: int) -> str:
     >>> bytes_text(1536), bytes_text(100)
     ('1.50 KiB', '100 B')
     """
-    return _scaled(size, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
+    return _three_digits(size, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
 
 
-def _scaled(number: int, base: int, units: Sequence[str]) -> str:
+def _three_digits(number: int, base: int, units: Sequence[str]) -> str:
     power, scaled = 0, float(number)
     while scaled >= base and power + 1 < len(units):
         scaled /= base

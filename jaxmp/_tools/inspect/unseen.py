@@ -19,40 +19,42 @@ _KERNELS = ("dot_product_attention", "mosaic_gpu", "wgmma")
 _CALLBACKS = ("callback", "debug_print", "outside_call")
 # Primitives that an audit understands fully: their dtypes say everything.
 # A `call_hi_primitive` runs a primitive of another library.
-_KNOWN = {*CLASSES, "convert_element_type"} - {"call_hi_primitive"}
+_UNDERSTOOD = {*CLASSES, "convert_element_type"} - {"call_hi_primitive"}
 
 
 def _is_foreign(site: Site) -> bool:
     """Whether it is an operation of another library without a program to look into."""
     if site.name in FOREIGN_CALLS:
         return True
+    # Control flow without bodies hides its program: a call of another library.
     holds_programs = CLASSES.get(site.name) is OpClass.CONTROL
-    return not site.bodies and (site.name not in _KNOWN or holds_programs)
+    return not site.bodies and (site.name not in _UNDERSTOOD or holds_programs)
 
 
 def _is_callback(site: Site) -> bool:
     return any(part in site.name for part in _CALLBACKS)
 
 
-def _is_algebra(site: Site) -> bool:
-    return site.name in LINEAR_ALGEBRA or site.name == "fft"
-
-
-def _is_kernel(site: Site) -> bool:
-    return site.name in OPAQUE or site.name.startswith(_KERNELS)
-
-
-_INSIDE: tuple[tuple[Callable[[Site], bool], str, str], ...] = (
-    (_is_kernel, "kernels", "what they multiply"),
+# The first rule that holds names the kind of an equation; the last one catches the unknown.
+_HIDDEN: tuple[tuple[Callable[[Site], bool], str, str], ...] = (
+    (
+        lambda site: site.name in OPAQUE or site.name.startswith(_KERNELS),
+        "kernels",
+        "what they multiply",
+    ),
     (_is_callback, "callbacks", "what the host does"),
-    (_is_algebra, "linear algebra", "what it multiplies"),
+    (
+        lambda site: site.name in LINEAR_ALGEBRA or site.name == "fft",
+        "linear algebra",
+        "what it multiplies",
+    ),
     (_is_foreign, "foreign calls", "what they do"),
 )
 
 
 def _hidden_kind(site: Site) -> int | None:
-    """Returns the index in `_INSIDE` of an equation that an audit cannot look into, or None."""
-    return next((i for i, (belongs, *_) in enumerate(_INSIDE) if belongs(site)), None)
+    """Returns the index in `_HIDDEN` of an equation that an audit cannot look into, or None."""
+    return next((i for i, (belongs, *_) in enumerate(_HIDDEN) if belongs(site)), None)
 
 
 def hiding(sites: Iterable[Site]) -> list[Site]:
@@ -66,28 +68,21 @@ def hiding(sites: Iterable[Site]) -> list[Site]:
 
 
 def _hides(site: Site) -> bool:
+    # A while loop: its products are counted once, however often they run.
     if site.wiring.turns is None:
-        return _has_product(site)
+        return any(inner.flops for body in site.bodies for inner in all_sites(body))
     only_looks = _is_callback(site) and not site.equation.outvars
-    known = only_looks or site.name == "fft" or not _has_numbers(site)
-    return _hidden_kind(site) is not None and not known
-
-
-def _has_numbers(site: Site) -> bool:
-    """Whether an equation has numbers to multiply; flags and indices do not count."""
+    # Flags and indices are no numbers to multiply. A value without a dtype may be anything.
     avals = (*site.in_avals, *site.out_avals)
-    return any(is_inexact(aval) or getattr(aval, "dtype", None) is None for aval in avals)
-
-
-def _has_product(site: Site) -> bool:
-    return any(each.flops for body in site.bodies for each in all_sites(body))
+    has_numbers = any(is_inexact(aval) or getattr(aval, "dtype", None) is None for aval in avals)
+    harmless = only_looks or site.name == "fft" or not has_numbers
+    return _hidden_kind(site) is not None and not harmless
 
 
 def unseen_in(sites: Iterable[Site], *, is_compiled: bool = False) -> tuple[str, ...]:
     """Returns sentences about what the report leaves out.
 
-    Every program that was only traced gets the one about collectives of the partitioner. If
-    `is_compiled`, the report has these collectives too.
+    If `is_compiled`, the report has the collectives of the partitioner too.
     """
     sites = list(sites)
     counts = collections.Counter(site.name for site in sites)
@@ -115,8 +110,8 @@ def unseen_in(sites: Iterable[Site], *, is_compiled: bool = False) -> tuple[str,
     kinds = collections.defaultdict[int | None, dict[str, int]](dict)
     for site in sites:
         kinds[_hidden_kind(site)][site.name] = counts[site.name]
-    for i, (_, what, is_missing) in enumerate(_INSIDE):
-        if found := kinds.get(i):
-            listed = ", ".join(f"{n} {name}" for name, n in sorted(found.items()))
-            sentences.append(f"{what} ({listed}): {is_missing} is not counted.")
+    for i, (_, kind, content) in enumerate(_HIDDEN):
+        if names := kinds.get(i):
+            numbers = ", ".join(f"{n} {name}" for name, n in sorted(names.items()))
+            sentences.append(f"{kind} ({numbers}): {content} is not counted.")
     return tuple(sentences)

@@ -17,11 +17,13 @@ def mark_upcasts(program: Program) -> list[Site]:
 
     A value is wide if it is a float of 32 bits or more, or complex. It comes from an upcast if it
     was computed from the upcast's result through wide values only: a cast to 16 bits ends the
-    trail. Values of a single number are not followed: they make no product wide, and a loss, a
-    loss scale or a gradient norm would connect everything with everything.
+    trail.
 
-    The program is a whole one, as `walk` returns it; `bit` and `fed_by` of its sites are filled in.
-    Returned are the equations that may be upcasts: the first has bit 1, the second 2, and so on.
+    Args:
+      program: a whole one, as `walk` returns it; `bit` and `fed_by` of its sites are filled in.
+
+    Returns:
+      The equations that may be upcasts: the first has bit 1, the second 2, and so on.
     """
     flow = _Flow()
     propagate(program, [0] * len(program.inputs), flow.question(), lambda site: site.bodies)
@@ -51,33 +53,33 @@ class _Flow:
         self._wide: dict[Any, bool] = {}
 
     def question(self) -> Question[int]:
-        return Question(nothing=0, join=operator.or_, rule=self._step, keep=self._kept)
+        return Question(nothing=0, join=operator.or_, rule=self._result_bits, keep=self._kept_bits)
 
-    def _step(self, site: Site, operands: Sequence[int]) -> list[int]:
-        if site.name in PRODUCTS:
-            came_from = self._product(site, operands)
+    def _result_bits(self, site: Site, operands: Sequence[int]) -> list[int]:
+        is_product = site.name in PRODUCTS
+        # Behind the two operands of a product come scales, or the sizes of groups.
+        came_from = functools.reduce(operator.or_, operands[:2] if is_product else operands, 0)
+        if is_product:
+            reads_wide = any(map(self._is_wide, site.in_avals[:2]))
+            # A product of 16 bits that returns float32 (`preferred_element_type`) is an upcast too.
+            if widens_inside(site) or (not reads_wide and self._is_wide(site.out_avals[0])):
+                came_from |= self._bit(site)
+            if reads_wide:
+                site.fed_by |= came_from
         elif site.name == "convert_element_type" and is_narrow_aval(site.in_avals[0]):
             came_from = self._bit(site) if self._is_wide(site.out_avals[0]) else 0
-        else:
-            came_from = functools.reduce(operator.or_, operands, 0)
         return [came_from] * len(site.outputs)
 
-    def _product(self, site: Site, operands: Sequence[int]) -> int:
-        came_from = operands[0] | operands[1]
-        wide = list(map(self._is_wide, site.in_avals[:2]))
-        if widens_inside(site) or (not any(wide) and self._is_wide(site.out_avals[0])):
-            came_from |= self._bit(site)
-        if any(wide):
-            site.fed_by |= came_from
-        return came_from
-
     def _bit(self, site: Site) -> int:
+        # A set of upcasts is an int: `propagate` joins such sets for every value of the program.
         if not site.bit:
             site.bit = 1 << len(self.sources)
             self.sources.append(site)
         return site.bit
 
-    def _kept(self, aval: Any, came_from: int) -> int:
+    def _kept_bits(self, aval: Any, came_from: int) -> int:
+        # A single number makes no product wide, and a loss, a loss scale or a gradient norm would
+        # connect everything with everything.
         return came_from if came_from and self._is_wide(aval) and aval.size > 1 else 0
 
     def _is_wide(self, aval: Any) -> bool:

@@ -1,4 +1,4 @@
-"""TPUs and GPUs that are not here, and steps compiled for them.
+"""Compiles steps for TPUs and GPUs that are not here.
 
 Install the extra `aot` for the compilers: libtpu, and the CUDA plugin of the jax in use.
 """
@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
 
 from jaxmp._tools.planning.devices import DEVICES, Device, find_device, is_of_kind
 
-# libtpu asks the cloud's metadata server unless it is told what it would answer.
+# Without these, libtpu asks the metadata server of the cloud.
 _LIBTPU = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
@@ -35,7 +35,7 @@ _TOPOLOGIES = {
 
 
 class _Chip(NamedTuple):
-    """What a compiler is told of a GPU, beside what the table of devices has.
+    """The data of a GPU that a compiler needs, and that the table of devices does not have.
 
     Attributes:
       capability: CUDA's compute capability.
@@ -56,7 +56,7 @@ class _Chip(NamedTuple):
     fpus: int = 128
 
 
-# From NVIDIA's tuning guides and from what the driver tells of such devices.
+# From NVIDIA's tuning guides, and from the driver of such devices.
 _CHIPS = {
     "t4": _Chip("7.5", 40, 65536, 4194304, 1.59, threads=1024, fpus=64),
     "a100-40gb": _Chip("8.0", 108, 167936, 41943040, 1.41, fpus=64),
@@ -104,61 +104,57 @@ device_description_str: "NVIDIA {name}"
 
 
 def absent_pod(topology: str, slices: int = 1) -> Any:
-    """The devices of a pod: TPUs like "v5e:8x16", in slices; or hosts of H100s like "1x8x8"."""
+    """Returns the devices of a pod: TPUs like "v5e:8x16", in slices; or H100s like "1x8x8"."""
     if ":" not in topology:
         return absent_gpus(gpu_target("h100"), topology)
     for name, value in _LIBTPU.items():
         os.environ.setdefault(name, value)
-    several = {"num_slices": slices} if slices > 1 else {}
-    return topologies.get_topology_desc(platform="tpu", topology_name=topology, **several).devices
+    options = {"num_slices": slices} if slices > 1 else {}
+    return topologies.get_topology_desc(platform="tpu", topology_name=topology, **options).devices
 
 
 def absent_gpus(target: str, topology: str = "1x1x8") -> Any:
-    """GPUs that are as `target` says, eight of one machine unless the topology says otherwise."""
+    """Returns GPUs as in `target`: eight of one machine, or as in the topology."""
 
     def describe() -> Any:
         return topologies.get_topology_desc(
             platform="cuda", topology_name="gpus", topology=topology, target_config=target
         )
 
+    # Only once in a process: then the plugin is there.
     try:
         return describe().devices
     except NotImplementedError:
-        _register_cuda()
+        # JAX leaves the CUDA plugin out where it finds no CUDA to run programs.
+        jax.devices()  # those that are here come first, so that JAX does not try to run CUDA
+        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+        for name in ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"):
+            if importlib.util.find_spec(name):
+                importlib.import_module(name).initialize()
         return describe().devices
 
 
-def _register_cuda() -> None:
-    """Registers the CUDA plugin, which JAX leaves out where it finds no CUDA to run programs."""
-    jax.devices()  # those that are here come first, so that JAX does not try to run CUDA
-    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-    for name in ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"):
-        if importlib.util.find_spec(name):
-            importlib.import_module(name).initialize()
-
-
 def gpu_target(name: str) -> str:
-    """What a compiler is told of a GPU, with the CUDA version of the plugin in use.
-
-    Where no version is named, the compiler takes CUDA for too old for float8. It then multiplies
-    16-bit copies of float8 operands, and says nothing.
-    """
+    """Returns the description of a GPU for its compiler."""
     device, chip = DEVICES[name], _CHIPS[name]
     major, _, minor = chip.capability.partition(".")
     return _TARGET.format(
         **chip._asdict(),
+        # A number: as text, the 10 of a B200 would be less than 8.
         optin=chip.shared - 1024 if int(major) >= 8 else chip.shared,
         bandwidth=int(device.bandwidth),
         memory=device.memory,
         major=major,
         minor=minor,
+        # Of the plugin in use. Without a version, the compiler takes CUDA for too old for float8:
+        # it multiplies 16-bit copies of float8 operands, and says nothing.
         cuda="13.0.0" if importlib.util.find_spec("jax_cuda13_plugin") else "12.8.0",
         name=name.upper(),
     )
 
 
 def absent_devices(kind: Any, count: int) -> list[Any]:
-    """Devices of one kind that are not here, to compile for.
+    """Returns devices of one kind that are not here, to compile for.
 
     Args:
       kind: a name such as `"h100"`, or a `Device`.
@@ -198,7 +194,7 @@ def absent_devices(kind: Any, count: int) -> list[Any]:
             f"{', '.join(_CHIPS)}"
         )
     _check_installed(device, "jax_cuda12_plugin", "jax_cuda13_plugin")
-    machines = -(-count // 8)
+    machines = -(-count // 8)  # with eight GPUs each
     return list(absent_gpus(gpu_target(device.name), f"1x{machines}x8"))[:count]
 
 
@@ -228,10 +224,10 @@ _CALLBACK = (
     "{device} is. Leave it out of what is compiled"
 )
 _TOO_LARGE = (
-    "The compiler for {device} made no program, since it would not fit: {said} Use more devices, "
+    "The compiler for {device} made no program, since it would not fit: {error} Use more devices, "
     "or smaller batches"
 )
-# What to do, by what JAX says of a function that it cannot compile for absent devices.
+# The advice, by words of the error with which JAX refuses to compile for absent devices.
 _ADVICE = {
     "incompatible devices": _OTHER_MESH,
     "should match the mesh": _OTHER_MESH,
@@ -240,10 +236,10 @@ _ADVICE = {
 
 
 def compile_for(device: Device, step: Any, args: Sequence[Any]) -> Any:
-    """Compiles a step for a device, or for as many as its arguments are sharded over.
+    """Compiles a step for a device, or for as many devices as its arguments are sharded over.
 
     Args:
-      device: what to compile for.
+      device: the kind of device.
       step: a jitted function.
       args: its arguments: arrays, or abstract ones. Their shardings are kept, on a mesh of the same
         shape.
@@ -254,7 +250,7 @@ def compile_for(device: Device, step: Any, args: Sequence[Any]) -> Any:
     Raises:
       NoCompiler: if there is none for the device, or not installed.
       DoesNotFit: if a TPU's compiler finds that it does not fit.
-      ValueError: if arguments lie on meshes of several shapes, or the function has a mesh of its
+      ValueError: if arguments are on meshes of several shapes, or the function has a mesh of its
         own devices or calls back to Python.
     """
     mesh = _mesh_of_kind(device, jax.tree.leaves(args))
@@ -266,14 +262,14 @@ def compile_for(device: Device, step: Any, args: Sequence[Any]) -> Any:
             target = NamedSharding(mesh, x.sharding.spec)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=target)
 
-    # A mesh that is set would be one of the devices here.
+    # The caller may have set a mesh of devices that are here.
     context = jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext()
     try:
         with context:
             return step.lower(*jax.tree.map(abstract, tuple(args))).compile()
     except (ValueError, RuntimeError) as error:
         if "RESOURCE_EXHAUSTED" in str(error):
-            raise DoesNotFit(_TOO_LARGE.format(device=device.name, said=error)) from error
+            raise DoesNotFit(_TOO_LARGE.format(device=device.name, error=error)) from error
         for words, advice in _ADVICE.items():
             if words in str(error):
                 raise ValueError(advice.format(device=device.name)) from error
@@ -281,7 +277,7 @@ def compile_for(device: Device, step: Any, args: Sequence[Any]) -> Any:
 
 
 def _devices(device: Device, count: int) -> list[Any]:
-    """Returns devices of a kind: those that are here, if they are enough, or absent ones."""
+    # Those that are here need no extra compiler.
     here = [x for x in jax.devices() if is_of_kind(x, device)]
     if len(here) >= count:
         return here[:count]
@@ -297,11 +293,13 @@ def _is_several(sharding: Any) -> bool:
 
 def _mesh_of_kind(device: Device, leaves: Iterable[Any]) -> Mesh | None:
     """Returns a mesh like that of sharded arrays, of devices to compile for; None for one."""
+    # By shape: arrays of one step may have meshes that differ in their devices alone.
     meshes: dict[Any, Mesh | AbstractMesh] = {}
     for x in leaves:
         if _is_several(x.sharding):
             shape = tuple(x.sharding.mesh.shape.items())
             meshes.setdefault((shape, x.sharding.mesh.axis_types), x.sharding.mesh)
+    # XLA compiles a program for one assignment of devices.
     if len(meshes) > 1:
         shapes = " and ".join(str(dict(shape)) for shape, _ in meshes)
         raise ValueError(f"the arguments lie on several meshes, {shapes}. Give them one")

@@ -11,6 +11,7 @@ import jax
 import optax
 from jaxtyping import PyTree
 
+from jaxmp._tools.inspect.table_report import TableReport
 from jaxmp._training.optimizer import mixed_precision
 from jaxmp._training.train_state import TrainState
 from jaxmp._training.train_step import make_train_step
@@ -26,7 +27,7 @@ class PolicyTiming:
       policy: its name.
       seconds: of one step, one number for each round.
       ratios: those over the first policy's, round by round.
-      temporary_bytes: what lives within a step alone, as the compiler planned it.
+      temporary_bytes: of arrays that live only within a step, as the compiler planned them.
       loss: of the last step.
     """
 
@@ -43,12 +44,12 @@ class PolicyTiming:
 
 
 @dataclasses.dataclass(frozen=True)
-class BenchmarkReport:
+class BenchmarkReport(TableReport):
     """Times of a train step under several policies. Prints as a table.
 
     Attributes:
       rows: the policies, in the order given; ratios are of the first.
-      device: the device that computed, as JAX calls it.
+      device: the device, as JAX calls it.
     """
 
     rows: tuple[PolicyTiming, ...]
@@ -76,11 +77,6 @@ class BenchmarkReport:
         columns += [">temporaries", ">loss"]
         return drawn(Section(f"A train step on {self.device}", columns, rows, len(rows)))
 
-    def __str__(self) -> str:
-        from jaxmp._tools.inspect.tables import as_text
-
-        return as_text(self)
-
 
 def benchmark(
     loss_fn: Callable[..., Any],
@@ -96,7 +92,7 @@ def benchmark(
     """Times a train step under several policies, on the device at hand.
 
     The policies take turns: in every round each takes one step that is not timed and `steps` that
-    are, so that what disturbs the machine hits all of them. They are compared within the rounds.
+    are, so that a disturbance of the machine hits all of them. They are compared within the rounds.
     A CPU says nothing about an accelerator: it mostly computes 16 bits in float32, with casts.
 
     Args:
@@ -106,7 +102,7 @@ def benchmark(
       params: float32 params; a copy is trained under each policy.
       batch: one batch, for all steps.
       policies: names of policies, or policies; ratios are of the first.
-      optimizer: what the optimizer is made of; AdamW by default.
+      optimizer: the optax optimizer; AdamW by default.
       rounds: how often each policy takes its turn.
       steps: how many steps of a turn are timed.
       **step_options: options of `jaxmp.make_train_step`, such as `has_aux` and `microbatches`.
@@ -124,12 +120,19 @@ def benchmark(
     >>> [row.policy for row in report.rows], report.rows[0].ratio
     (['float32', 'mixed_bfloat16'], 1.0)
     """
-    _check_benchmark(params, batch, policies, rounds, steps)
+    if isinstance(policies, str) or not policies:
+        raise ValueError(f"give policies as a sequence of one or more, got {policies!r}")
+    if rounds < 1 or steps < 1:
+        raise ValueError(f"rounds and steps must be positive, got {rounds=} and {steps=}")
+    for name, tree in (("params", params), ("batch", batch)):
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(tree)):
+            raise TypeError(f"{name} must be arrays, since steps run, and these are abstract")
+    # All are compiled before the first round: a compiler would disturb it.
     starts, programs = [], []
     for policy in policies:
         if params is None:
             start, step = loss_fn(policy)
-            step = jax.jit(step, donate_argnums=0)
+            step = jax.jit(step, donate_argnums=0)  # as make_train_step does
         else:
             tx = mixed_precision(optimizer or optax.adamw(1e-3), policy)
             start = functools.partial(TrainState.create, params=params, tx=tx)
@@ -142,16 +145,18 @@ def benchmark(
         for i, (start, program) in enumerate(zip(starts, programs, strict=True)):
             # The first step touches memory that was never used.
             state, metrics = jax.block_until_ready(program(start(), batch))
-            began = time.perf_counter()
+            start_time = time.perf_counter()
             for _ in range(steps):
                 state, metrics = program(state, batch)
             jax.block_until_ready((state, metrics))
-            times[i].append((time.perf_counter() - began) / steps)
+            times[i].append((time.perf_counter() - start_time) / steps)
+            # After the clock has stopped: it waits for the device.
             losses[i] = float(metrics["loss"])
     rows = [
         PolicyTiming(
             policy=str(policy),
             seconds=tuple(seconds),
+            # Within a round: a machine that slows down slows both.
             ratios=tuple(a / b for a, b in zip(seconds, times[0], strict=True)),
             temporary_bytes=program.memory_analysis().temp_size_in_bytes,
             loss=loss,
@@ -159,13 +164,3 @@ def benchmark(
         for policy, seconds, program, loss in zip(policies, times, programs, losses, strict=True)
     ]
     return BenchmarkReport(tuple(rows), jax.devices()[0].device_kind)
-
-
-def _check_benchmark(params: Any, batch: Any, policies: Any, rounds: int, steps: int) -> None:
-    if isinstance(policies, str) or not policies:
-        raise ValueError(f"give policies as a sequence of one or more, got {policies!r}")
-    if rounds < 1 or steps < 1:
-        raise ValueError(f"rounds and steps must be positive, got {rounds=} and {steps=}")
-    for name, tree in (("params", params), ("batch", batch)):
-        if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(tree)):
-            raise TypeError(f"{name} must be arrays, since steps run, and these are abstract")

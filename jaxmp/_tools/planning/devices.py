@@ -1,4 +1,4 @@
-"""What devices multiply, how fast, and how much they hold: one table from their makers' sheets.
+"""The speed and the memory of devices, in one table, from the data sheets of their makers.
 
 A sheet states the best that the hardware can do. Programs reach part of it.
 """
@@ -18,11 +18,11 @@ _EXACT = ("highest", "float32")
 class Peaks(NamedTuple):
     """How fast a device multiplies matrices, by the dtype of the operands, in FLOP/s.
 
-    Rates are dense, without structured sparsity. Zero says that the device has no such product:
+    Rates are dense, without structured sparsity. Zero means that the device has no such product:
     compilers widen the operands.
 
     Attributes:
-      float32: exact float32, as `precision="highest"` asks for.
+      float32: exact float32, as with `precision="highest"`.
       tensorfloat32: float32 operands at JAX's default precision: TF32 on GPUs since Ampere, one
         pass in bfloat16 on TPUs, exact float32 elsewhere.
       bfloat16: bfloat16 operands.
@@ -52,8 +52,8 @@ class Peaks(NamedTuple):
     def of(self, dtype: DTypeLike, precision: str | None = None) -> float:
         """The rate at which products of these operands run, in FLOP/s.
 
-        What a device does not multiply runs as the next wider dtype that it does: float8 as
-        bfloat16, 16 bits as float32. float64 without a rate of its own counts as exact float32.
+        Operands that a device does not multiply are widened to the next dtype that it does: float8
+        to bfloat16, 16 bits to float32. float64 without a rate of its own counts as exact float32.
 
         Args:
           dtype: of the operands, of the wider one if they differ.
@@ -76,6 +76,7 @@ class Peaks(NamedTuple):
         return self.float32
 
     def _by_dtype(self, name: str, precision: str | None = None) -> float:
+        # TPUs, whose default for float32 is one pass of bfloat16.
         if name == "float32" and precision == "high" and self.tensorfloat32 == self.bfloat16:
             return 2 * self.float32  # three passes of bfloat16 instead of six
         if name == "float32":
@@ -108,7 +109,7 @@ class Device:
     aliases: tuple[str, ...] = ()
 
     def multiple(self, dtype: DTypeLike) -> int:
-        """What the sizes of a product should be multiples of, or the rest of a tile is padding.
+        """Returns the number of which sizes of a product should be multiples, or tiles are padded.
 
         For GPUs: 16 bytes, the alignment that tensor cores want of each row (NVIDIA, "Matrix
         multiplication background", 2023), and 16 numbers for float8, without which cuBLAS pads.
@@ -146,8 +147,8 @@ def _tpu(
     memory: float | int,
     bandwidth: float | int,
     tflops: float | int,
-    more: Peaks,
-    *alias: str,
+    factors: Peaks,
+    *aliases: str,
 ) -> Device:
     """Gibibytes, gigabytes a second, teraFLOP/s in bfloat16, multiples of that.
 
@@ -159,11 +160,12 @@ def _tpu(
         kind=kind,
         memory=int(memory * _GIB),
         bandwidth=bandwidth * 1e9,
-        peaks=Peaks(*(1e12 * tflops * rate for rate in more)),
-        aliases=alias,
+        peaks=Peaks(*(1e12 * tflops * factor for factor in factors)),
+        aliases=aliases,
     )
 
 
+# Multiples of the rate in bfloat16: float32, its default, bfloat16 and more.
 _BFLOAT16 = Peaks(1 / 6, 1, 1)
 _BFLOAT16_INT8 = Peaks(1 / 6, 1, 1, int8=2)
 _BFLOAT16_FLOAT8 = Peaks(1 / 6, 1, 1, float8=2)
@@ -205,7 +207,7 @@ _TABLE = (
     _tpu("7x", r"TPU ?v?7x?", 96, 3690, 1153.5, _BFLOAT16_FLOAT8, "tpu7x", "ironwood"),
 )
 
-# Every device that is known, by its name.
+# All devices of the table, by name.
 DEVICES: dict[str, Device] = {device.name: device for device in _TABLE}
 
 
@@ -233,13 +235,14 @@ def find_device(device: Any) -> Device:
         raise TypeError(
             f"give a device's name, such as 'h100', or a device of JAX, got {type(device).__name__}"
         )
-    wanted = re.sub(r"[ _]", "-", kind.strip().lower())
-    for known in _TABLE:
-        if wanted in (known.name, *known.aliases):
-            return known
-    for known in _TABLE:
-        if re.search(rf"(?<![a-z0-9])({known.kind})(?![a-z0-9])", kind, re.IGNORECASE):
-            return known
+    name = re.sub(r"[ _]", "-", kind.strip().lower())
+    for row in _TABLE:
+        if name in (row.name, *row.aliases):
+            return row
+    # JAX's names of devices are like "NVIDIA A100-SXM4-80GB". Whole words: an A100 is not an A10.
+    for row in _TABLE:
+        if re.search(rf"(?<![a-z0-9])({row.kind})(?![a-z0-9])", kind, re.IGNORECASE):
+            return row
     raise ValueError(f"no data of a device {kind!r}. Known are {', '.join(DEVICES)}")
 
 
@@ -253,6 +256,7 @@ def is_of_kind(device: Any, kind: Device) -> bool:
 
 def device_at_hand(otherwise: str) -> Device:
     """Returns the device that JAX computes on; another where the table does not have it."""
+    # The table has no CPUs.
     try:
         return find_device(jax.devices()[0])
     except ValueError:

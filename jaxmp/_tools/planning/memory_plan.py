@@ -1,4 +1,4 @@
-"""`memory_plan`: what training takes on each device, before it runs."""
+"""`memory_plan`: the memory of training on each device, before it runs."""
 
 import contextlib
 import math
@@ -51,7 +51,7 @@ def memory_plan(
 ) -> MemoryPlan:
     """Plans the bytes that training takes on each device, which need not be there.
 
-    What lives between steps is counted: from the state that the optimizer makes for these params,
+    The memory between steps is counted: from the state that the optimizer makes for these params,
     by shapes and shardings, so that it is exact for any optax optimizer and any storage. With a
     loss and a batch the step is compiled for the device, and the peak is the compiler's; nothing
     runs. The compilers for devices that are not here come with `jaxmp[aot]`. Without one, the plan
@@ -86,7 +86,7 @@ def memory_plan(
       ValueError: for an unknown device, a loss without a batch, a number of params with a loss,
         shardings that do not fit, an option of a step without a loss, or a loss that names a mesh
         of other devices.
-      TypeError: if the number of params is none, or `tx` is no optimizer of `mixed_precision`.
+      TypeError: if `tx` is neither an optimizer of `mixed_precision` nor a policy.
 
     >>> tx = mixed_precision(optax.adamw(1e-3), "bfloat16", master="remainder")
     >>> plan = memory_plan("8B", tx, devices=8, device="h100")
@@ -96,46 +96,51 @@ def memory_plan(
     (12, True)
     """
     target = device_at_hand("h100") if device is None else find_device(device)
-    tx = _optimizer(tx)
+    if isinstance(tx, (str, jmp.Policy, PolicyRules)):
+        tx = mixed_precision(optax.adamw(1e-3), tx)
+    if not isinstance(tx, MixedPrecision):
+        raise TypeError(
+            "tx is what mixed_precision returns, or a policy for AdamW, got a "
+            f"{type(tx).__name__}. Write jaxmp.mixed_precision(optimizer, policy)"
+        )
     count = _number_of_params(params)
-    _check_asked(count, loss_fn, batch, devices, step_options)
+    _check_arguments(count, loss_fn, batch, devices, step_options)
     if count is not None:
         return _plan_of_count(count, tx, devices, target)
     placement = placement_of(params, shardings, step_options.get("fsdp"), devices)
-    if not _is_on(placement.mesh, target):
+    mesh = placement.mesh
+    # A mesh of other devices, such as the CPUs here, keeps its shape and loses its devices.
+    if not (isinstance(mesh, Mesh) and all(is_of_kind(x, target) for x in mesh.devices.flat)):
         placement = placement.without_devices()
     state = abstract_state(params, tx, collections or {}, placement)
     size = sum(math.prod(x.shape) for x in jax.tree.leaves(state.params))
-    rows, gradients = _persistent_rows(state), {"gradients": _gradient_bytes(state)}
+    floats = [x for x in jax.tree.leaves(state.params) if is_floating(x)]
+    # Gradients of 16-bit params are float32 (`value_and_grad`).
+    gradient_bytes = sum(
+        _bytes_of_leaf(x) * max(4, x.dtype.itemsize) // x.dtype.itemsize for x in floats
+    )
+    rows, gradients = _persistent_rows(state), {"gradients": gradient_bytes}
     facts = _plan_facts(size, placement.devices, tx, target)
     if loss_fn is None:
         rows += _rows(gradients, OF_A_STEP)
         return MemoryPlan(**facts, rows=tuple(rows), limits=(_NO_STEP,))
+    # The real step, as make_train_step makes it: a model of its memory would be another program.
     program = planned_step(loss_fn, state, batch, placement, step_options)
     facts["residual_bytes"] = _residual_bytes(loss_fn, program, placement, **step_options)
     step = {"batch": _bytes_of_tree(program.batch)}
     try:
         memory = compile_for(target, program.step, (state, program.batch)).memory_analysis()
+    # The compiler of a TPU makes no program that does not fit. What is counted is still right.
     except (DoesNotFit, NoCompiler) as error:
         rows += _rows(step | gradients, OF_A_STEP)
         limit = _NO_COMPILER.format(reason=error) if isinstance(error, NoCompiler) else str(error)
         is_refused = isinstance(error, DoesNotFit)
         return MemoryPlan(**facts, rows=tuple(rows), limits=(limit,), is_refused=is_refused)
-    # What a step never reads is none of its arguments, and lies there all the same.
-    beside = memory.peak_memory_in_bytes - sum(row.bytes for row in rows) - step["batch"]
-    rows += _rows(step | {"compiled": max(0, beside)}, OF_A_STEP)
+    # JAX drops arguments that a step never reads: they are in memory, and not in the peak. So the
+    # difference may be negative.
+    others = memory.peak_memory_in_bytes - sum(row.bytes for row in rows) - step["batch"]
+    rows += _rows(step | {"compiled": max(0, others)}, OF_A_STEP)
     return MemoryPlan(**facts, rows=tuple(rows), is_complete=True)
-
-
-def _optimizer(tx: Any) -> MixedPrecision:
-    if isinstance(tx, MixedPrecision):
-        return tx
-    if isinstance(tx, (str, jmp.Policy, PolicyRules)):
-        return mixed_precision(optax.adamw(1e-3), tx)
-    raise TypeError(
-        f"tx is what mixed_precision returns, or a policy for AdamW, got a {type(tx).__name__}. "
-        "Write jaxmp.mixed_precision(optimizer, policy)"
-    )
 
 
 def _number_of_params(params: Any) -> int | None:
@@ -148,6 +153,7 @@ def _number_of_params(params: Any) -> int | None:
             )
         number = match[1].replace(",", "").replace("_", "")
         params = float(number) * _UNITS[match[2]]
+    # np.float32 is a number too, and no float of Python.
     if isinstance(params, np.number):
         params = params.item()
     if isinstance(params, bool) or not isinstance(params, (int, float)):
@@ -157,7 +163,7 @@ def _number_of_params(params: Any) -> int | None:
     return round(params)
 
 
-def _check_asked(
+def _check_arguments(
     count: int | None, loss_fn: Any, batch: Any, devices: Any, step_options: Mapping[str, Any]
 ) -> None:
     if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
@@ -172,7 +178,7 @@ def _check_asked(
             "a loss function needs params, and a number of them is none. Give their shapes: "
             "jax.eval_shape(init, ...)"
         )
-    # How params are gathered also says how they are split.
+    # `fsdp` is also of use without a step: params that it gathers are split between steps.
     if loss_fn is None and (options := sorted(step_options.keys() - {"fsdp"})):
         raise ValueError(
             f"{' and '.join(options)} would be of a step, and there is none without a loss. Give "
@@ -180,13 +186,8 @@ def _check_asked(
         )
 
 
-def _is_on(mesh: Any, target: Device) -> bool:
-    """Whether a mesh is of devices that are planned for, here or absent."""
-    return isinstance(mesh, Mesh) and all(is_of_kind(x, target) for x in mesh.devices.flat)
-
-
 def _plan_of_count(count: int, tx: MixedPrecision, devices: int, target: Device) -> MemoryPlan:
-    """Plans for the share of one device, as a matrix and a vector for the rest."""
+    # A matrix and a vector: storages of 8 bits leave numbers that fill no row in float32.
     share = math.ceil(count / devices)
     sizes = {"matrix": (share // _ROW, _ROW), "rest": (share % _ROW,)}
     params = {
@@ -213,7 +214,8 @@ def _plan_facts(params: int, devices: int, tx: MixedPrecision, target: Device) -
 
 
 def _persistent_rows(state: TrainState) -> list[MemoryRow]:
-    """Returns the rows of a state, by its parts."""
+    # From the state itself: any optimizer and any storage is counted as it is.
+    # Scalars of the optimizer, such as its step, count with the counters, not with the moments.
     opt_state = state.opt_state
     parts = {
         "params": state.params,
@@ -246,12 +248,6 @@ def _bytes_of_leaf(x: Any) -> int:
     return math.prod(shape) * x.dtype.itemsize  # a key's dtype counts its words
 
 
-def _gradient_bytes(state: TrainState) -> int:
-    """Returns the bytes of float32 gradients."""
-    leaves = [x for x in jax.tree.leaves(state.params) if is_floating(x)]
-    return sum(_bytes_of_leaf(x) * max(4, x.dtype.itemsize) // x.dtype.itemsize for x in leaves)
-
-
 def _residual_bytes(
     loss_fn: Callable[..., Any],
     program: PlannedStep,
@@ -263,10 +259,9 @@ def _residual_bytes(
     cast: Any = "products",
     **others: Any,
 ) -> int | None:
-    """Returns the bytes that a batch, or a part of it, keeps for the backward pass, by `audit`.
-
-    None if all params are cast before the loss, which `audit` would not see.
-    """
+    """Returns the bytes that one microbatch keeps for the backward pass, by `audit`."""
+    # Params that are all cast before the loss are residuals of the cast, which `audit` of the loss
+    # would not see.
     if cast != "products":
         return None
     rules = rules_of_step(policy, program.state.tx)
@@ -285,5 +280,6 @@ def _residual_bytes(
     context: Any = contextlib.nullcontext()
     if placement.mesh is not None:  # the loss may name its axes
         context = jax.sharding.use_abstract_mesh(placement.mesh.abstract_mesh)
+    # Whole arrays: residuals are of all devices together.
     with context:
         return audit(loss, params, part, collections).residual_bytes

@@ -3,9 +3,10 @@
 import dataclasses
 from typing import Any
 
+from jaxmp._tools.inspect.table_report import TableReport
 from jaxmp._tools.planning.devices import find_device
 
-# What lives between steps, and what a step adds, in the order of the table.
+# The rows of a table, in order: arrays that live between steps, and those that a step adds.
 PERSISTENT = ("params", "masters", "moments", "collections", "counters")
 OF_A_STEP = ("batch", "gradients", "compiled")
 _MEANING = {
@@ -29,7 +30,7 @@ class MemoryRow:
         "compiled".
       bytes: of one device, the one that holds most.
       is_persistent: whether it lives between steps.
-      is_exact: whether it is counted, or the compiler's; only gradients are neither.
+      is_exact: whether it is counted, or from the compiler; only gradients are neither.
     """
 
     name: str
@@ -39,11 +40,11 @@ class MemoryRow:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MemoryPlan:
+class MemoryPlan(TableReport):
     """The memory that training takes on each device. Prints as a table.
 
     Attributes:
-      rows: what takes how much, at the peak of a step.
+      rows: the bytes by purpose, at the peak of a step.
       params: how many numbers the params have, on all devices.
       devices: how many devices there are.
       policy: the policy or the rules, as text.
@@ -78,6 +79,7 @@ class MemoryPlan:
     @property
     def peak(self) -> int:
         """The most bytes at one time in a step; the least that it needs if not `is_complete`."""
+        # The row "compiled" is the compiler's peak without the others, so that rows add up to it.
         return sum(row.bytes for row in self.rows)
 
     @property
@@ -104,14 +106,15 @@ class MemoryPlan:
           device: the kind of device, such as `"h200"`.
         """
         other = find_device(self.device if device is None else device)
+        # A compiler speaks for its own device: a larger one may have room.
         is_refused = self.is_refused and other.name == self.device
         return not is_refused and self.peak <= other.memory
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the plan as dictionaries, lists, numbers and texts, for `json.dumps`."""
-        told = ("params", "devices", "policy", "master", "moments", "device")
+        names = ("params", "devices", "policy", "master", "moments", "device")
         return {
-            **{name: getattr(self, name) for name in told},
+            **{name: getattr(self, name) for name in names},
             "rows": [dataclasses.asdict(row) for row in self.rows],
             "persistent": self.persistent,
             "peak": self.peak,
@@ -142,17 +145,6 @@ class MemoryPlan:
         peak = ("peak", "the most at one time")
         name, meaning = peak if self.is_complete else ("at least", "the least that a step needs")
         table.add_row(name, *self._numbers(self.peak), meaning)
-        return Group(table, *map(Text, self._sentences()))
-
-    def _numbers(self, size: int) -> tuple[str, str]:
-        each = self.devices * size / self.params if self.params else 0.0
-        return f"{size / self._unit[1]:,.3f}", f"{each:.2f}"
-
-    @property
-    def _unit(self) -> tuple[str, float]:
-        return ("GB", 1e9) if self.peak >= 1e9 else ("MB", 1e6)
-
-    def _sentences(self) -> list[str]:
         least = "" if self.is_complete else "at least "
         room = f"the {self.capacity / 2**30:.0f} GiB of one {self.device}"
         share = self.peak / self.capacity
@@ -164,9 +156,13 @@ class MemoryPlan:
             number, unit = self.residual_bytes / self._unit[1], self._unit[0]
             where = ", on all devices together" if self.devices > 1 else ""
             sentences.append(f"Kept for the backward pass, as traced: {number:,.3f} {unit}{where}.")
-        return [*sentences, *self.limits]
+        return Group(table, *map(Text, [*sentences, *self.limits]))
 
-    def __str__(self) -> str:
-        from jaxmp._tools.inspect.tables import as_text
+    def _numbers(self, size: int) -> tuple[str, str]:
+        # Of all devices together: a sharded state takes as much for each param as a whole one.
+        bytes_a_param = self.devices * size / self.params if self.params else 0.0
+        return f"{size / self._unit[1]:,.3f}", f"{bytes_a_param:.2f}"
 
-        return as_text(self)
+    @property
+    def _unit(self) -> tuple[str, float]:
+        return ("GB", 1e9) if self.peak >= 1e9 else ("MB", 1e6)

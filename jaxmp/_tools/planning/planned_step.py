@@ -1,4 +1,4 @@
-"""A train step with abstract arguments, placed on a mesh: the program whose memory is planned."""
+"""Makes a train step with abstract arguments, placed on a mesh: its memory is planned."""
 
 import dataclasses
 import functools
@@ -22,7 +22,7 @@ from jaxmp._training.train_step import make_train_step
 
 
 class Placement(NamedTuple):
-    """Where the params lie.
+    """The shardings of the params.
 
     Attributes:
       shardings: of each param; None on one device.
@@ -43,13 +43,15 @@ class Placement(NamedTuple):
         return 1 if self.mesh is None else int(self.mesh.size)
 
     def without_devices(self) -> "Placement":
-        """The same on a mesh that names no devices, so that a step can be compiled for others."""
+        """Returns it on an abstract mesh, so that a step can be compiled for other devices."""
 
-        def freed(tree: PyTree) -> PyTree:
+        def without_devices(tree: PyTree) -> PyTree:
             return jax.tree.map(lambda x: NamedSharding(x.mesh.abstract_mesh, x.spec), tree)
 
-        fsdp = self.fsdp and dataclasses.replace(self.fsdp, shardings=freed(self.fsdp.shardings))
-        return Placement(freed(self.shardings), fsdp)
+        fsdp = self.fsdp and dataclasses.replace(
+            self.fsdp, shardings=without_devices(self.fsdp.shardings)
+        )
+        return Placement(without_devices(self.shardings), fsdp)
 
 
 class PlannedStep(NamedTuple):
@@ -67,7 +69,7 @@ class PlannedStep(NamedTuple):
 
 
 def placement_of(params: PyTree, shardings: Any, fsdp: FSDP | None, devices: int) -> Placement:
-    """Returns where params lie: as asked for, as they lie already, or split over `devices`.
+    """Returns the shardings of params: as given, as they have them, or split over `devices`.
 
     Args:
       params: the params, abstract or not.
@@ -83,37 +85,39 @@ def placement_of(params: PyTree, shardings: Any, fsdp: FSDP | None, devices: int
     if shardings is None and fsdp is not None:
         shardings = fsdp.shardings
     if shardings is None:
-        found = jax.tree.map(lambda x: getattr(x, "sharding", None), params)
-        if any(isinstance(x, NamedSharding) for x in jax.tree.leaves(found)):
-            shardings = found
+        own = jax.tree.map(lambda x: getattr(x, "sharding", None), params)
+        if any(isinstance(x, NamedSharding) for x in jax.tree.leaves(own)):
+            shardings = own
     if shardings is not None:
         if devices != 1:
             raise ValueError(
                 f"the shardings name their devices; leave out devices={devices}, or the shardings"
             )
-        return Placement(_sharding_of_each(params, shardings), fsdp)
+        return Placement(_full_shardings(params, shardings), fsdp)
     if devices == 1:
         return Placement()
     mesh: Any = AbstractMesh((devices,), ("data",), axis_types=(AxisType.Auto,))
     split = fully_sharded(params, mesh, "data")
+    # Params that are all too small to split are whole on each device, and nothing is gathered.
     if not any(axes_of_spec(x.spec) for x in jax.tree.leaves(split)):
         return Placement(split)
     return Placement(split, FSDP(shardings=split, axis="data"))
 
 
-def _sharding_of_each(params: PyTree, shardings: PyTree) -> PyTree:
+def _full_shardings(params: PyTree, shardings: PyTree) -> PyTree:
     """Returns a `NamedSharding` for each param: where none is given, it is whole on each device."""
-    each = jax.tree.broadcast(shardings, params, is_leaf=lambda x: x is None)
-    given = [x for x in jax.tree.leaves(each) if not isinstance(x, SingleDeviceSharding)]
-    wrong = next((x for x in given if not isinstance(x, NamedSharding)), None)
-    if wrong is not None or not given:
+    full = jax.tree.broadcast(shardings, params, is_leaf=lambda x: x is None)
+    # An array that was never placed has a sharding of one device: it counts as none.
+    leaves = [x for x in jax.tree.leaves(full) if not isinstance(x, SingleDeviceSharding)]
+    wrong = next((x for x in leaves if not isinstance(x, NamedSharding)), None)
+    if wrong is not None or not leaves:
         raise ValueError(
             f"shardings must be a NamedSharding for each param, or None for what is whole on each "
             f"device, got {wrong!r}. Write NamedSharding(mesh, spec)"
         )
-    whole = NamedSharding(given[0].mesh, jax.P())
+    whole = NamedSharding(leaves[0].mesh, jax.P())
     return jax.tree.map(
-        lambda x: x if isinstance(x, NamedSharding) else whole, each, is_leaf=lambda x: x is None
+        lambda x: x if isinstance(x, NamedSharding) else whole, full, is_leaf=lambda x: x is None
     )
 
 
@@ -144,7 +148,7 @@ def planned_step(
       loss_fn: the loss function.
       state: the abstract state.
       batch: the whole batch, abstract or not.
-      placement: where the params lie.
+      placement: the shardings of the params.
       options: further arguments of `make_train_step`; its `fsdp` is that of the placement.
 
     Raises:
@@ -155,30 +159,28 @@ def planned_step(
         shardings = jax.tree.map(lambda x: x.sharding, state)
     options = {**options, "fsdp": placement.fsdp, "shardings": shardings}
     step = make_train_step(loss_fn, **options)
-    return PlannedStep(step, state, _placed_batch(batch, placement))
-
-
-def _placed_batch(batch: PyTree, placement: Placement) -> PyTree:
-    """Returns the abstract batch: split as it is, or over the axes that split examples."""
     mesh = placement.mesh
     if mesh is None:
-        return _abstract_tree(batch)
+        return PlannedStep(step, state, _abstract_tree(batch))
 
+    # A scalar, such as a temperature, is whole on each device.
     def place(name: str, x: Any) -> Any:
-        shape, given = _abstract(x), getattr(x, "sharding", None)
-        if isinstance(given, NamedSharding):
-            return _with_sharding(shape, given)
+        shape, sharding = _abstract(x), getattr(x, "sharding", None)
+        if isinstance(sharding, NamedSharding):
+            return _with_sharding(shape, sharding)
         spec = jax.P(_batch_axes(name, shape, placement)) if shape.shape else jax.P()
         return _with_sharding(shape, NamedSharding(mesh, spec))
 
     names = jax.tree.unflatten(jax.tree.structure(batch), leaf_names(batch))
-    return jax.tree.map(place, names, batch)
+    return PlannedStep(step, state, jax.tree.map(place, names, batch))
 
 
 def _batch_axes(name: str, x: Any, placement: Placement) -> tuple[str, ...]:
     """Returns the mesh axes that split the batch: those of FSDP, and those that split no param."""
     leaves = jax.tree.leaves(placement.shardings)
     used = set[str]().union(*(axes_of_spec(x.spec) for x in leaves))
+    # An axis over which params are gathered splits the batch too. Others that split params, as in
+    # tensor parallelism, have the same examples.
     gathered = placement.fsdp.axes if placement.fsdp is not None else ()
     axes = tuple(x for x in placement.mesh.axis_names if x not in used or x in gathered)
     if not axes:

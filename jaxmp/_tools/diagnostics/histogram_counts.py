@@ -8,19 +8,20 @@ import numpy as np
 from jaxmp._numerics.histograms import LOWER_EDGES, Histograms
 
 
-def fetched(found: Histograms) -> tuple[Any, Any]:
+def fetch_counts(histograms: Histograms) -> tuple[Any, Any]:
     """Returns counts and largest magnitudes of histograms, those of several steps added up.
 
     Returns:
       float64 arrays: counts per array and bin, and one magnitude per array.
     """
-    counts, largest = jax.device_get((found.counts, found.largest))
+    counts, largest = jax.device_get((histograms.counts, histograms.largest))
+    # Counts are float32 on the device; sums of steps and shares need more.
     steps = tuple(range(largest.ndim - 1))
     counts = np.asarray(counts, np.float64).sum(steps)
     return counts, np.asarray(largest, np.float64).max(steps, initial=0)
 
 
-def check_counted(counts: Any) -> None:
+def check_not_empty(counts: Any) -> None:
     """Raises ValueError for histograms of arrays in which nothing was counted."""
     if len(counts) and not counts.any():
         raise ValueError(
@@ -29,7 +30,7 @@ def check_counted(counts: Any) -> None:
         )
 
 
-def cumulated(numbers: Any, largest: float) -> tuple[list[float], list[float]]:
+def cumulative_counts(numbers: Any, largest: float) -> tuple[list[float], list[float]]:
     """Returns points of the distribution of the finite magnitudes of an array.
 
     Args:
