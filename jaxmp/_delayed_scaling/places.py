@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Float32
 
 from jaxmp._numerics.dtypes import DType
 from jaxmp._numerics.float8_codes import largest_magnitude, scale_of
-from jaxmp._primitives.bilinear import RESULT, BilinearMap, Gathers, slots
+from jaxmp._primitives.bilinear import RESULT, BilinearMap, Gathers, operand_roles
 from jaxmp._primitives.float8_encode import encode_by_scale
 from jaxmp._primitives.float8_product import Float8Map
 from jaxmp._primitives.mixed_product import with_derivatives
@@ -58,7 +58,7 @@ class DelayedMap(BilinearMap):
         exact: bool = False,
     ) -> Any:
         """Makes a role from the two others; see `BilinearMap`."""
-        pairs = zip(operands, slots(returned), strict=True)
+        pairs = zip(operands, operand_roles(returned), strict=True)
         rounded = [self._rounded(x, role, returned, *others) for x, role in pairs]
         return self.current.multiplied(returned, rounded, (), dtype, exact=exact)
 

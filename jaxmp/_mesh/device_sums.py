@@ -24,8 +24,7 @@ class Wire:
 
     Attributes:
       dtype: the dtype in which numbers are sent.
-      divisor: numbers are divided by this before the cast, and multiplied by it afterwards. DDP's
-        compression hook divides after the cast, too late for numbers that overflow in it.
+      divisor: numbers are divided by this before the cast, and multiplied by it afterwards.
     """
 
     dtype: DType
@@ -38,11 +37,12 @@ class Wire:
 
     def send(self, x: Array) -> Array:
         """Converts numbers to the format in which they are sent."""
-        return (x if self.divisor == 1 else _wide(x) / self.divisor).astype(self.dtype)
+        # DDP's compression hook divides after the cast, too late for numbers that overflow in it.
+        return (x if self.divisor == 1 else _widen(x) / self.divisor).astype(self.dtype)
 
     def receive(self, x: Array) -> Array:
         """Converts received numbers to float32."""
-        return _wide(x) if self.divisor == 1 else _wide(x) * self.divisor
+        return _widen(x) if self.divisor == 1 else _widen(x) * self.divisor
 
 
 def divide_factors(world: int, dtype: Any) -> tuple[int | None, float | None]:
@@ -77,7 +77,7 @@ def sum_dtype(dtype: Any) -> DType:
     return total
 
 
-def _wide(x: Array) -> Array:
+def _widen(x: Array) -> Array:
     return x.astype(at_least_float32(x.dtype))
 
 
@@ -85,12 +85,12 @@ def device_sum(x: Array, axes: tuple[str, ...], wire: Wire | None, over: int) ->
     """Sums over devices in float32 or wider, and divides by `over`."""
     world = axes_size(axes)
     if wire is None or x.dtype.itemsize > 4 or x.size < world:  # too small to scatter
-        return _wide(lax.psum(_wide(x), axes)) / over
+        return _widen(lax.psum(_widen(x), axes)) / over
     shape = x.shape
     # An all-to-all and an all-gather of 16 bits send half the bytes of a float32 sum.
     dims = [d for d in range(x.ndim) if shape[d] % world == 0]
     dim = max(dims, key=lambda d: shape[d], default=0)
-    if not dims:
+    if not dims:  # a scatter needs a dimension that the devices divide
         x = jnp.pad(x.ravel(), (0, -x.size % world))
     part = wire.send(scattered_sum(x, axes, dim, wire) / over)
     # With check_vma=True, the type must say that all devices now have the same sum.
@@ -102,23 +102,23 @@ def device_sum(x: Array, axes: tuple[str, ...], wire: Wire | None, over: int) ->
 def scattered_sum(x: Array, axes: tuple[str, ...], dim: int, wire: Wire | None) -> Array:
     """Sums over devices in float32 or wider; returns this device's part along dimension `dim`."""
     if wire is None or x.dtype.itemsize > 4:
-        return lax.psum_scatter(_wide(x), axes, scatter_dimension=dim, tiled=True)
+        return lax.psum_scatter(_widen(x), axes, scatter_dimension=dim, tiled=True)
     world = axes_size(axes)
     shape = (*x.shape[:dim], world, x.shape[dim] // world, *x.shape[dim + 1 :])
     parts = jnp.moveaxis(wire.send(x).reshape(shape), dim, 0)
-    # `psum_scatter` would add up in the dtype that is sent.
-    # Each device receives its part from every other device, and adds these up itself.
+    # `psum_scatter` would add up in the dtype that is sent. So each device receives its part from
+    # every other device, and adds these up itself.
     return jnp.sum(wire.receive(lax.all_to_all(parts, axes, 0, 0, tiled=True)), 0)
 
 
 def low_precision_sum(x: Array, axes: tuple[str, ...], wire: Wire, over: int) -> Array:
     """Sums over devices in 16 bits, as the caller asked, and divides by `over`."""
-    # In a shard_map over only some axes of a mesh, XLA:CPU aborts the process on a 16-bit sum.
-    # The pass AllReducePromotion does so in jax 0.10 and 0.12.
-    # Elsewhere it sums in float32 and rounds; this always does so on CPUs.
+    # In a shard_map over only some axes of a mesh, XLA:CPU aborts the process on a 16-bit sum (its
+    # pass AllReducePromotion, in jax 0.10 and 0.12). Elsewhere it sums in float32 and rounds; this
+    # always does so on CPUs.
     total = lax.platform_dependent(
         wire.send(x),
-        cpu=lambda low: lax.psum(_wide(low), axes).astype(low.dtype),
+        cpu=lambda low: lax.psum(_widen(low), axes).astype(low.dtype),
         default=lambda low: lax.psum(low, axes),
     )
     return wire.receive(total) / over
@@ -152,4 +152,5 @@ def axes_size(axes: tuple[str, ...]) -> int:
 
 def varying_is_tracked(axes: tuple[str, ...]) -> bool:
     """Whether array types record the mesh axes over which arrays vary (`check_vma=True`)."""
+    # The index along an axis differs from device to device: its type says so if any type does.
     return axes[0] in jax.typeof(lax.axis_index(axes[0])).mat.varying

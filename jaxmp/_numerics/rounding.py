@@ -10,9 +10,6 @@ from jaxmp._numerics.dtypes import DType
 def round_finite(x: Float[Array, "*shape"], dtype: DType) -> Float[Array, "*shape"]:
     """Rounds to a narrower dtype, and keeps finite values finite.
 
-    A float32 master of 70,000 is beyond float16. As an infinite param it would make the next loss
-    NaN, and no update added to it could bring it back.
-
     Args:
       x: an array of a wider dtype.
       dtype: the narrower dtype.
@@ -23,6 +20,8 @@ def round_finite(x: Float[Array, "*shape"], dtype: DType) -> Float[Array, "*shap
     >>> float(round_finite(jnp.float32(7e4), jnp.dtype("float16")))
     65504.0
     """
+    # A float32 master of 70,000 is beyond float16. As an infinite param it would make the next loss
+    # NaN, and no update added to it could bring it back.
     largest = float(jnp.finfo(dtype).max)
     return jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x).astype(dtype)
 

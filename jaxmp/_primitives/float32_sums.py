@@ -43,10 +43,10 @@ def gather(equation: core.JaxprEqn, values: Sequence[Any]) -> list[Any]:
     @gathered.defjvp
     def rule(primals: Any, tangents: Any) -> Any:
         array, *indices = primals
-        wide = lax.convert_element_type(tangents[0], FLOAT32)
+        tangent = lax.convert_element_type(tangents[0], FLOAT32)
         # Values from outside of the array are constants.
-        (moved,) = compat.bind(equation, [wide, *indices], fill_value=0)
-        return gathered(*primals), lax.convert_element_type(moved, array.dtype)
+        (tangent,) = compat.bind(equation, [tangent, *indices], fill_value=0)
+        return gathered(*primals), lax.convert_element_type(tangent, array.dtype)
 
     return [gathered(*values)]
 

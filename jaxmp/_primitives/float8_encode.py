@@ -3,19 +3,22 @@
 It compiles to ordinary operations, so that compilers fuse them, and share those of one array.
 """
 
-import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import batching, mlir
 
 from jaxmp._numerics.dtypes import DType
-from jaxmp._numerics.float8_codes import Coded, encoded, largest_magnitude, rounded_to_codes
-from jaxmp._primitives.checkpoints import never_saved
+from jaxmp._numerics.float8_codes import Coded, encode_float8, largest_magnitude, round_to_codes
+from jaxmp._primitives.primitive_rules import (
+    batch_in_front,
+    compile_alone,
+    never_saved,
+    without_derivative,
+)
 from jaxmp._primitives.varying import result_aval
 from jaxmp._program import compat
 
@@ -71,7 +74,7 @@ def encode_by_scale(
 
     Returns:
       The codes and the scales, and the largest magnitudes in the shape of the scales. Numbers out
-      of range become the largest code, and infinite ones NaN: the scale cannot show them.
+      of range become the largest code, and infinite ones NaN.
     """
     shape = [1 if i in axes else size for i, size in enumerate(x.shape)]
     scales = jnp.broadcast_to(scale.reshape(*scale.shape, *[1] * (x.ndim - scale.ndim)), shape)
@@ -80,14 +83,14 @@ def encode_by_scale(
     return Coded(codes, scales), largest
 
 
-def _encoded(
+def _encode(
     x: Any, *scale: Any, dtype: DType, axes: Any, power_of_two: bool, **_: Any
 ) -> tuple[Any, Any]:
     if not scale:
-        return encoded(x, dtype, axes, power_of_two=power_of_two)
-    (known,) = scale
+        return encode_float8(x, dtype, axes, power_of_two=power_of_two)
+    # Infinite numbers become NaN: the scale, which is from before, cannot show them.
     visible = jnp.where(jnp.isfinite(x), x, jnp.asarray(jnp.nan, x.dtype))
-    return rounded_to_codes(visible, known, dtype), largest_magnitude(x, axes)
+    return round_to_codes(visible, scale[0], dtype), largest_magnitude(x, axes)
 
 
 def _lower_on_gpu(ctx: Any, x: Any, *scale: Any, is_weight: bool, **params: Any) -> Any:
@@ -100,46 +103,28 @@ def _lower_on_gpu(ctx: Any, x: Any, *scale: Any, is_weight: bool, **params: Any)
 
     def function(x: Any, *scale: Any) -> tuple[Any, Any]:
         x = with_layout_constraint(x, Layout(tuple(range(x.ndim)))) if fixed else x
-        return _encoded(x, *scale, **params)
+        return _encode(x, *scale, **params)
 
     return mlir.lower_fun(function, multiple_results=True)(ctx, x, *scale)
 
 
-def _avals(x: Any, *scale: Any, dtype: DType, axes: Any, **params: Any) -> list[Any]:
+def _encode_avals(x: Any, *scale: Any, dtype: DType, axes: Any, **params: Any) -> list[Any]:
     del scale, params
     shape = tuple(1 if i in axes else size for i, size in enumerate(x.shape))
     return [result_aval(x, x.shape, dtype), result_aval(x, shape, jnp.float32)]
 
 
-def _encode_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-    out = _encode_p.bind(*primals, **params)
-    return out, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in out]
-
-
-def _batched(args: Any, batch_axes: Any, *, axes: Any, **params: Any) -> Any:
-    size = next(x.shape[i] for x, i in zip(args, batch_axes, strict=True) if i is not None)
-    args = [batching.bdim_at_front(x, i, size) for x, i in zip(args, batch_axes, strict=True)]
+def _encode_batch(args: Any, batch_axes: Any, *, axes: Any, **params: Any) -> Any:
+    # Each array of the batch has its own scale.
     axes = tuple(axis + 1 for axis in axes)
-    return _encode_p.bind(*args, axes=axes, **params), [0, 0]
+    return _encode_p.bind(*batch_in_front(args, batch_axes), axes=axes, **params), [0, 0]
 
 
-@functools.lru_cache(maxsize=4096)
-def _compiled(params: tuple[tuple[str, Any], ...]) -> Any:
-    return jax.jit(functools.partial(_encode_p.bind, **dict(params)))
-
-
-def _impl(*args: Any, **params: Any) -> Any:
-    with jax.disable_jit(False):  # where jit is disabled, this would call itself
-        return _compiled(tuple(params.items()))(*args)
-
-
-_encode_p.def_impl(_impl)
-_encode_p.def_abstract_eval(_avals)
-ad.primitive_jvps[_encode_p] = _encode_jvp
-# For `jax.linear_transpose`: the product has the derivative, as that of a held operand.
-ad.primitive_transposes[_encode_p] = lambda cts, *args, **params: [None] * len(args)
-batching.primitive_batchers[_encode_p] = _batched
+compile_alone(_encode_p)
+_encode_p.def_abstract_eval(_encode_avals)
+without_derivative(_encode_p)  # the product has it
+batching.primitive_batchers[_encode_p] = _encode_batch
 never_saved(_encode_p)
-mlir.register_lowering(_encode_p, mlir.lower_fun(_encoded, multiple_results=True))
+mlir.register_lowering(_encode_p, mlir.lower_fun(_encode, multiple_results=True))
 for _platform in ("cuda", "rocm"):
     mlir.register_lowering(_encode_p, _lower_on_gpu, platform=_platform)

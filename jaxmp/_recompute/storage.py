@@ -15,10 +15,9 @@ import math
 from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
-import jax
 from jax.extend import core
 
-from jaxmp._numerics.dtypes import is_inexact, is_key
+from jaxmp._numerics.dtypes import is_inexact, nbytes_of
 from jaxmp._program.compat import function_name, is_of_jax_nn, open_jaxpr
 from jaxmp._program.derivatives import derivative_of
 from jaxmp._program.op_classes import COSTS, JITS, LINEAR, REDUCTIONS, Cost
@@ -91,13 +90,6 @@ def names_of(equation: core.JaxprEqn) -> set[str]:
     return {name, function_name(equation)} if name == "custom_jvp_call" else {name}
 
 
-def bytes_of(aval: Any) -> int:
-    """Returns the size of a value in bytes; for a key, the size of its numbers."""
-    if is_key(aval):
-        aval = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
-    return math.prod(aval.shape) * int(aval.dtype.itemsize)
-
-
 class Analysis:
     """The analysis that finds the kept values of a program; `dear` names what never runs again."""
 
@@ -138,7 +130,7 @@ class Analysis:
         return Storage(self.costs, frozenset(self.stored), self.statistics, self.linear)
 
     def size(self, number: int) -> int:
-        return bytes_of(self.program.avals[number])
+        return nbytes_of(self.program.avals[number])
 
     def _without_tangents(self) -> set[int]:
         """Returns the values without tangents: integers, and values made of integers alone."""
