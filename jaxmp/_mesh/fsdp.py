@@ -17,7 +17,7 @@ from jaxmp._numerics.dtypes import parse_dtype
 from jaxmp._numerics.tree import leaf_names
 from jaxmp._numerics.user_warnings import first_few, warn
 from jaxmp._policies.patterns import Pattern, check_pattern, is_about_paths, matches, pattern_text
-from jaxmp._program.mesh_axes import check_mesh, named_axes, placed
+from jaxmp._program.mesh_axes import check_mesh, constrain_to, named_axes
 
 _LARGE = 2**12  # elements; gathers of smaller params cost more time than they save memory
 
@@ -138,7 +138,7 @@ class FSDP:
 
     def constrain(self, tree: PyTree) -> PyTree:
         """Constrains gradients or params to the shardings in which params are stored."""
-        return jax.tree.map(placed, tree, self.shardings)
+        return jax.tree.map(constrain_to, tree, self.shardings)
 
 
 def _axis_names(axis: str | Sequence[str]) -> tuple[str, ...]:

@@ -51,13 +51,13 @@ class Storage(NamedTuple):
 def cost_of(equation: core.JaxprEqn, dear: Collection[str] = ()) -> Cost:
     """Returns the cost of running an operation again, without derivatives."""
     if equation.effects or not names_of(equation).isdisjoint(dear):
-        return Cost.APART
+        return Cost.OPAQUE
     name = equation.primitive.name
     if name in JITS:
         return _cost_within(equation.params["jaxpr"], dear)
     if name == "custom_jvp_call":
         return _cost_within(equation.params["call_jaxpr"], dear)
-    return COSTS.get(name, Cost.APART)
+    return COSTS.get(name, Cost.OPAQUE)
 
 
 def _cost_with_rule(equation: core.JaxprEqn, dear: Collection[str]) -> Cost:
@@ -66,18 +66,18 @@ def _cost_with_rule(equation: core.JaxprEqn, dear: Collection[str]) -> Cost:
     The rule is traced for this, even if nobody differentiates in the end.
     """
     cost = cost_of(equation, dear)
-    if equation.primitive.name != "custom_jvp_call" or cost is Cost.APART:
+    if equation.primitive.name != "custom_jvp_call" or cost is Cost.OPAQUE:
         return cost
     # The derivative of a cheap function may hold a product, which would run twice.
     try:
         return _cost_within(derivative_of(equation), dear)
     except Exception:  # any error: a rule may refuse to be differentiated
-        return Cost.APART
+        return Cost.OPAQUE
 
 
 def _cost_within(jaxpr: Any, dear: Collection[str]) -> Cost:
     costs = {cost_of(equation, dear) for equation in open_jaxpr(jaxpr).eqns}
-    return Cost.CHEAP if costs <= {Cost.CHEAP} else Cost.APART
+    return Cost.CHEAP if costs <= {Cost.CHEAP} else Cost.OPAQUE
 
 
 def names_of(equation: core.JaxprEqn) -> set[str]:
@@ -99,7 +99,7 @@ class Analysis:
         equations = {id(op.equation): op.equation for op in program.ops}
         known = {i: _cost_with_rule(equation, dear) for i, equation in equations.items()}
         self.costs = tuple(
-            Cost.APART if op.name in JITS else known[id(op.equation)] for op in program.ops
+            Cost.OPAQUE if op.name in JITS else known[id(op.equation)] for op in program.ops
         )
         self.made_by: dict[int, int] = {}
         self.readers: dict[int, list[int]] = {}
@@ -121,7 +121,7 @@ class Analysis:
         # ones.
         self.stored = self._sunk()
         for op, cost in zip(program.ops, self.costs, strict=True):
-            if cost is Cost.APART:
+            if cost is Cost.OPAQUE:
                 self.stored.update(self.made_by.keys() & set(numbers(op.inputs)))
         self._cut()
 
@@ -137,7 +137,7 @@ class Analysis:
         avals = self.program.avals
         inert = {i for i, aval in enumerate(avals) if not is_inexact(aval)}
         for op, cost in zip(self.program.ops, self.costs, strict=True):
-            if cost is not Cost.APART and inert.issuperset(numbers(op.inputs)):
+            if cost is not Cost.OPAQUE and inert.issuperset(numbers(op.inputs)):
                 inert.update(op.outputs)
         return inert
 
@@ -167,7 +167,7 @@ class Analysis:
         """Returns the gathers of few computed values, such as the logits of the labels."""
         gathers, picked = set[int](), set[int]()
         for i, op in enumerate(self.program.ops):
-            if op.name != "gather" or self.costs[i] is Cost.APART:
+            if op.name != "gather" or self.costs[i] is Cost.OPAQUE:
                 continue
             # A lookup in a table of params makes activations. They are kept.
             if op.inputs[0] not in self.touched:
@@ -214,9 +214,9 @@ class Analysis:
 
     def _passes(self, op: Op, cost: Cost, number: int) -> bool:
         """Whether an operation is the only reader of a value, and no derivative asks for it."""
-        if len(self.readers[number]) > 1 or cost is Cost.APART or len(op.outputs) != 1:
+        if len(self.readers[number]) > 1 or cost is Cost.OPAQUE or len(op.outputs) != 1:
             return False
-        if cost is Cost.DEAR and op.name not in LINEAR:
+        if cost is Cost.EXPENSIVE and op.name not in LINEAR:
             return False
         # Integers and masks have no derivative, whatever they are made of. But the derivative of a
         # choice asks for its mask.
