@@ -68,6 +68,7 @@ NORMS = Family(
     # These two reparametrise the weights of the layer inside them, and normalise no activation.
     except_types=("SpectralNorm", "WeightNorm"),
 )
+# An error in a logit is not averaged over anything.
 HEADS = Family(
     name="heads",
     paths=(
@@ -76,12 +77,13 @@ HEADS = Family(
         *("qa_outputs", "vocab_projector", "embed_out", "unembed", "score"),
     ),
 )
+# An error in a router chooses other experts.
 ROUTERS = Family(
     name="routers",
     paths=tuple(
         glob
         for name in ("router", "Router", "router_logits", "router_weights")
-        for glob in (name, f"{name}/*")
+        for glob in (name, f"{name}/*")  # many are modules around one dense layer
     ),
     types=("*Router", "RouterWeights", "*MoEGate", "GateLogit"),
 )
@@ -94,6 +96,7 @@ EMBEDDINGS = Family(
     ),
     types=("Embed", "Embedding"),
 )
+# Sines and cosines read the last bits of their phases, which grow with the position.
 ROTARY = Family(
     name="rotary",
     paths=("rope", "rotary", "rotary_emb*", "rope_emb*", "rope_2d"),
@@ -135,9 +138,9 @@ def keep_float32(
                 f"keep_float32 takes families such as jaxmp.rules.NORMS, got {family!r}. For a "
                 "pattern of your own write PolicyRules([(pattern, 'float32')], default=policy)"
             )
-    rest = get_policy(policy)
-    kept = Policy("float32", "float32", output_dtype, precision=rest.precision)
-    return PolicyRules([(family, kept) for family in families], default=rest)
+    default = get_policy(policy)
+    float32 = Policy("float32", "float32", output_dtype, precision=default.precision)
+    return PolicyRules([(family, float32) for family in families], default=default)
 
 
 def keep_norms_float32(policy: str | jmp.Policy, *, output_dtype: Any = "float32") -> PolicyRules:
@@ -163,8 +166,8 @@ def keep_norms_float32(policy: str | jmp.Policy, *, output_dtype: Any = "float32
     return keep_float32(policy, NORMS, output_dtype=output_dtype)
 
 
-# What is common practice to leave out of float8: an error of 5 % in a logit or in the choice of an
-# expert is not averaged over anything.
+# Common practice leaves these out of float8: an error of 5 % in a logit, or in the choice of an
+# expert, is not averaged over anything.
 _NOT_IN_FLOAT8 = (HEADS, EMBEDDINGS, ROUTERS)
 
 
