@@ -46,13 +46,11 @@ class Wire:
 
 
 def divide_factors(world: int, dtype: Any) -> tuple[int | None, float | None]:
-    """Returns what FSDP2 divides by before and after a sum in a dtype: float16 must not overflow.
-
-    Each is about the square root of the number of devices; the first is a power of two. Both are
-    None for dtypes with the range of float32.
-    """
+    """Returns what FSDP2 divides by before and after a sum in float16; None for other dtypes."""
     if jnp.dtype(dtype) != jnp.float16:
         return None, None
+    # float16 must not overflow. Each factor is about the square root of the number of devices; the
+    # first is a power of two. Other dtypes have the range of float32.
     before = 1
     while world % before == 0 and world / before > before:
         before *= 2
@@ -84,13 +82,15 @@ def _widen(x: Array) -> Array:
 def device_sum(x: Array, axes: tuple[str, ...], wire: Wire | None, over: int) -> Array:
     """Sums over devices in float32 or wider, and divides by `over`."""
     world = axes_size(axes)
-    if wire is None or x.dtype.itemsize > 4 or x.size < world:  # too small to scatter
+    # float64 stays as it is: no wire holds it. Nor is a small array worth two collectives.
+    if wire is None or x.dtype.itemsize > 4 or x.size < world:
         return _widen(lax.psum(_widen(x), axes)) / over
     shape = x.shape
     # An all-to-all and an all-gather of 16 bits send half the bytes of a float32 sum.
     dims = [d for d in range(x.ndim) if shape[d] % world == 0]
+    # The largest dimension that the devices divide; else the array is scattered as a padded vector.
     dim = max(dims, key=lambda d: shape[d], default=0)
-    if not dims:  # a scatter needs a dimension that the devices divide
+    if not dims:
         x = jnp.pad(x.ravel(), (0, -x.size % world))
     part = wire.send(scattered_sum(x, axes, dim, wire) / over)
     # With check_vma=True, the type must say that all devices now have the same sum.
@@ -130,7 +130,7 @@ def bound_axes(axis: Axis, caller: str) -> tuple[str, ...]:
     here = jax.sharding.get_abstract_mesh().manual_axes
     for name in axes:
         try:
-            lax.axis_size(name)
+            lax.axis_size(name)  # also of the axes of a `vmap`, which no mesh lists
         except NameError:
             raise ValueError(
                 f"{caller} is for code inside of a jax.shard_map over mesh axis {name!r}, which "

@@ -62,6 +62,7 @@ class Layout(NamedTuple):
 def layout_of(sharding: NamedSharding, ndim: int, gather: frozenset[str], dtype: Any) -> Layout:
     """Returns the layout of an array of `ndim` dimensions."""
     spec = (*sharding.spec, *[None] * (ndim - len(sharding.spec)))
+    # Constraints are for the partitioner, which knows automatic axes only.
     return Layout(
         automatic(sharding.mesh), tuple(named_axes(entry) for entry in spec), gather, dtype
     )

@@ -16,12 +16,8 @@ State = TypeVar("State")
 def placed_beside(params: PyTree, state: State) -> State:
     """Replicates arrays on JAX's default device over the mesh of the params.
 
-    Args:
-      params: the params. If they are traced, or not on a mesh, nothing changes.
-      state: the arrays made beside them. Arrays that the user has put on a device stay there.
-
-    Returns:
-      The state.
+    Arrays that the user has put on a device stay there. If the params are traced, or not on a mesh,
+    nothing changes.
 
     >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
     >>> w = jax.device_put(jnp.ones(4), NamedSharding(mesh, PartitionSpec()))

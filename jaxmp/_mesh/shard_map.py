@@ -155,7 +155,7 @@ def reduce_gradients(
         raise ValueError(
             f"comm_dtype={wire.dtype} is for sums in float32, got dtype={total}. Leave dtype out"
         )
-    _check_local(grads, axes)
+    _check_local(grads, axes)  # a second sum would multiply gradients that are summed already
     count = world if mean else 1
 
     def reduce(x: Any) -> Array:
@@ -193,6 +193,7 @@ class _ParamPlan:
 
 
 def _gather(plan: _ParamPlan, x: Array) -> Array:
+    # The backward pass sums the gradients of replicas. JAX would do so too if they did not vary.
     if plan.sums and plan.tracked:
         x = lax.pcast(x, plan.sums, to="varying")
     x = x.astype(plan.compute)  # before the all-gather, so that devices send 16 bits
@@ -225,6 +226,8 @@ def _plan(name: str, x: Array, spec: Any, axes: tuple[str, ...], compute: DType)
     gathers = []
     for dim, entry in enumerate(spec):
         names = named_axes(entry)
+        # Other axes, such as that of tensor parallelism, stay split. A gather along the last axes
+        # of a dimension joins neighboring shards.
         ours = tuple(a for a in names if a in axes)
         if ours and ours != names[-len(ours) :]:
             raise ValueError(
@@ -239,6 +242,7 @@ def _plan(name: str, x: Array, spec: Any, axes: tuple[str, ...], compute: DType)
     tracked = varying_is_tracked(axes)
     if tracked:
         _check_varying(name, x, spec, gather_axes, sums)
+    # Tables of integers are gathered as they are.
     floating = jnp.issubdtype(x.dtype, jnp.floating)
     return _ParamPlan(
         gathers=tuple(gathers),

@@ -30,6 +30,7 @@ def flat_specs(specs: PyTree, params: PyTree, name: str = "specs") -> list[Any]:
     def spread(spec: Any, part: PyTree) -> None:
         leaf_specs.extend([spec] * len(jax.tree.leaves(part)))
 
+    # A spec stands for the whole part of the params at its place: trees of specs may be prefixes.
     try:
         jax.tree.map(spread, specs, params, is_leaf=is_spec)
     except ValueError as error:

@@ -64,18 +64,11 @@ def blocks_of(shape: tuple[int, ...]) -> tuple[int, ...] | None:
 
 
 def encode(x: Float32[Array, "*shape"], words: UInt32[Array, "*shape"]) -> Codes:
-    """Rounds to 8 bits in blocks, up or down at random, so that the mean is right.
+    """Rounds float32 to 8 bits in blocks, up or down at random, so that the mean is right.
 
     Codes are dense near zero: the fourth roots of their values are evenly spaced. The smallest
     value is 4e-9 of the scale, so that square roots of second moments reach down to 6e-5. Nonzero
     numbers become at least the smallest code, never zero.
-
-    Args:
-      x: float32, in a shape that has blocks (see `block_of`).
-      words: uniform random words.
-
-    Returns:
-      Codes and scales.
 
     Source: Dettmers et al., "8-bit optimizers via block-wise quantization" (2021), for blocks;
     FlashOptim (2026), for codes of roots.
@@ -90,14 +83,7 @@ def encode(x: Float32[Array, "*shape"], words: UInt32[Array, "*shape"]) -> Codes
 
 
 def scales_of(x: Float32[Array, "*shape"]) -> Float32[Array, "*blocks"]:
-    """Returns the largest magnitude of each block.
-
-    Args:
-      x: float32, in a shape that has blocks (see `block_of`).
-
-    Returns:
-      float32, in the shape that `blocks_of` returns.
-    """
+    """Returns the largest magnitude of each block, in the shape that `blocks_of` returns."""
     shape = blocks_of(x.shape)
     if shape is None:
         raise ValueError(f"no blocks in an array of shape {x.shape}")
@@ -109,16 +95,7 @@ def scales_of(x: Float32[Array, "*shape"]) -> Float32[Array, "*blocks"]:
 def codes_of(
     x: Float32[Array, "*shape"], scales: Float32[Array, "*blocks"], words: UInt32[Array, "*shape"]
 ) -> Int8[Array, "*shape"]:
-    """Returns the codes that `encode` makes of numbers whose blocks have these scales.
-
-    Args:
-      x: float32.
-      scales: `scales_of(x)`.
-      words: uniform random words.
-
-    Returns:
-      The codes.
-    """
+    """Returns the codes of numbers whose blocks have these scales, by uniform random words."""
     counts = scales.shape[-2:]
     blocks = _split_blocks(x, counts)
     magnitude = jnp.abs(blocks)
@@ -138,14 +115,7 @@ def codes_of(
 
 
 def decode(x: Codes) -> Float32[Array, "*shape"]:
-    """Returns the numbers that codes stand for.
-
-    Args:
-      x: codes and scales.
-
-    Returns:
-      float32.
-    """
+    """Returns the float32 numbers that codes stand for."""
     root = _split_blocks(x.codes.astype(jnp.float32), x.scales.shape[-2:]) * (1 / _LARGEST)
     scales = jnp.expand_dims(x.scales, _axes_in_block(x.codes.ndim))
     values = jnp.sign(root) * _square(_square(root)) * scales

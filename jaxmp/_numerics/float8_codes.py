@@ -35,15 +35,10 @@ class Coded(NamedTuple):
 def scale_of(
     amax: Float32[Array, "*shape"], dtype: DType, *, power_of_two: bool = True
 ) -> Float32[Array, "*shape"]:
-    """Returns the scale that brings numbers up to `amax` into the range of a float8 dtype.
+    """Returns the float32 scale that brings numbers up to `amax` into the range of a float8 dtype.
 
-    Args:
-      amax: the largest magnitudes, float32.
-      dtype: the float8 dtype.
-      power_of_two: whether to round the scale down to a power of two.
-
-    Returns:
-      The scales, float32; NaN where `amax` is infinite or NaN.
+    Scales are rounded down to powers of two, unless `power_of_two` is false. They are NaN where
+    `amax` is not finite.
 
     >>> scale_of(jnp.float32([448, 100, jnp.inf]), jnp.dtype("float8_e4m3fn"))
     Array([ 1.,  4., nan], dtype=float32)
@@ -104,15 +99,6 @@ def encode_float8(
     x: Float[Array, "*shape"], dtype: DType, axes: tuple[int, ...], *, power_of_two: bool = True
 ) -> Coded:
     """Returns an array in float8, with one scale for all numbers along some axes.
-
-    Args:
-      x: the array, of any float dtype up to float32.
-      dtype: the float8 dtype.
-      axes: the axes that share a scale.
-      power_of_two: whether scales are powers of two.
-
-    Returns:
-      The codes and the scales.
 
     >>> x, e4m3 = jnp.float32([[1, 2], [30, 40]]), jnp.dtype("float8_e4m3fn")
     >>> encode_float8(x, e4m3, (1,)).scale.ravel()

@@ -100,16 +100,7 @@ def _counted(arrays: list[Any]) -> tuple[Any, Any]:
 
 
 def counted_when(when: Any, count: Callable[[Any], Any], tree: Any) -> Any:
-    """Runs a function where a flag of the program is true; elsewhere its results are zeros.
-
-    Args:
-      when: a boolean scalar.
-      count: a function of one tree of arrays.
-      tree: the tree.
-
-    Raises:
-      TypeError: if `when` is not a boolean scalar.
-    """
+    """Returns `count(tree)` where a flag of the program is true; elsewhere, zeros like it."""
     check_flag(when, "when")
     return jax.lax.cond(when, count, lambda tree: zeros_as(count, tree), tree)
 
@@ -132,12 +123,7 @@ def histogram_of(x: Any) -> tuple[Float32[Array, "128"], Float32[Array, ""]]:
 
 @jax.jit
 def counts_below(arrays: list[Any], limits: Float32[Array, " n"]) -> Float32[Array, "arrays n"]:
-    """Counts the numbers of each array that are not zero, and smaller than some limits.
-
-    Args:
-      arrays: of floats or complex numbers.
-      limits: magnitudes.
-    """
+    """Counts the numbers of each array that are not zero, and smaller than some magnitudes."""
     ends = jax.lax.bitcast_convert_type(limits, jnp.uint32)
 
     def below(x: Any) -> Any:

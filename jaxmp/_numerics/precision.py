@@ -106,13 +106,7 @@ def users_option() -> str | None:
 
 
 def precision_of(precision: str | None) -> str | None:
-    """Returns what the float32 products of a policy ask for now.
-
-    Args:
-      precision: the precision in the policy.
-
-    Returns:
-      A canonical name; None if the user's option decides.
+    """Returns the precision of the float32 products of a policy; None if the user's option decides.
 
     >>> precision_of(None), precision_of("high")
     ('highest', 'high')
@@ -126,8 +120,7 @@ def precision_of(precision: str | None) -> str | None:
 def default_precision(precision: str | None) -> Iterator[None]:
     """Gives a precision to the products that are traced in this context and name none themselves.
 
-    Args:
-      precision: a canonical name; None for the user's own option.
+    None stands for the user's own option.
     """
     users = users_option()
     # An algorithm would hold for 16-bit products too, and JAX makes them products of float32.

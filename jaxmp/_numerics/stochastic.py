@@ -77,18 +77,10 @@ def stochastic_round(
 def round_by_words(
     x: Float32[Array, "*shape"], dtype: DType, words: UInt32[Array, "*shape"]
 ) -> Float[Array, "*shape"]:
-    """Rounds up where the fraction and a random word together reach one.
+    """Rounds up where the fraction and a uniform random word together reach one.
 
     The fraction is the part of `x` below the dtype's last place, in 32 bits. These hold it exactly
     down to 2**-9 of the smallest subnormal number.
-
-    Args:
-      x: float32.
-      dtype: a narrower floating dtype.
-      words: uniform random words.
-
-    Returns:
-      The rounded values.
 
     >>> words = jnp.uint32([0, 2**31 - 1, 2**31, 2**32 - 1])
     >>> round_by_words(jnp.full(4, 1.00390625, jnp.float32), jnp.dtype("bfloat16"), words)
@@ -141,18 +133,11 @@ def _key_words(key: Any) -> list[Array]:
 
 
 def hashed_words(shape: tuple[int, ...], seeds: Sequence[Any]) -> UInt32[Array, "..."]:
-    """Returns random words that depend on the position in an array and on a few seeds.
+    """Returns random words that depend on the position in an array and on a few uint32 seeds.
 
     Applies the finalizer of MurmurHash3 (Appleby, 2011) to a sequence whose step and start depend
     on the seeds. Positions are counted in 32 bits. In an array that is sharded under `jit`, they
     are positions in the whole array.
-
-    Args:
-      shape: the shape.
-      seeds: uint32 scalars.
-
-    Returns:
-      The words.
 
     >>> hashed_words((2,), [jnp.uint32(0)])
     Array([ 815897290, 3523111331], dtype=uint32)

@@ -114,13 +114,7 @@ def all_zero(tree: PyTree) -> Bool[Array, ""]:
 
 
 def count_nonfinite(tree: PyTree) -> PyTree:
-    """Counts the numbers of each leaf that are infinite or NaN.
-
-    Args:
-      tree: any pytree; leaves that are not floats count 0.
-
-    Returns:
-      The tree with a uint32 scalar for each leaf.
+    """Counts the numbers of each leaf that are infinite or NaN; other leaves than floats count 0.
 
     >>> count_nonfinite({"w": jnp.array([1.0, jnp.nan]), "step": jnp.int32(3)})
     {'step': Array(0, dtype=uint32), 'w': Array(1, dtype=uint32)}
@@ -259,17 +253,9 @@ def same_structure(a: PyTree, b: PyTree) -> bool:
 
 
 def check_like(tree: PyTree, like: PyTree, *, name: str, like_name: str, advice: str) -> None:
-    """Raises unless two trees have the same structure and their leaves the same shapes.
+    """Raises ValueError unless two trees have the same structure and their leaves the same shapes.
 
-    Args:
-      tree: the tree in question.
-      like: the tree that it must match.
-      name: what to call `tree` in the message.
-      like_name: what to call `like`.
-      advice: what the user should do, a full sentence.
-
-    Raises:
-      ValueError: naming the leaves that are missing, left over or of another shape.
+    The message names the leaves that differ, and ends with `advice`, a full sentence.
     """
     if not same_structure(tree, like):
         names, like_names = leaf_names(tree), leaf_names(like)

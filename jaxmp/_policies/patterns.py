@@ -14,15 +14,9 @@ _SET = re.compile(r"\[((?:!.|[^!])[^]]*)\]", re.DOTALL)
 
 
 def matches(pattern: Pattern, path: str, module: Any) -> bool:
-    """Whether a pattern matches a module.
+    """Whether a pattern, as `check_pattern` returns it, matches a module.
 
-    Args:
-      pattern: a pattern that `check_pattern` returned.
-      path: names joined by `/`, `""` for the root.
-      module: the module, or None if only its path is known.
-
-    Returns:
-      Whether the pattern matches.
+    Its path is names joined by `/`, `""` for the root. The module is None if only that is known.
 
     >>> matches("*norm*", "layer/norm1", None), matches("*norm*", "norm/dense", None)
     (True, False)

@@ -174,9 +174,7 @@ _NOT_IN_FLOAT8 = (HEADS, EMBEDDINGS, ROUTERS)
 def family_left_out(path: str, module: Any = None) -> str | None:
     """Returns the family of a module that is left out of float8; None if there is none.
 
-    Args:
-      path: the path of the module; the modules around it count, too.
-      module: the module, if at hand.
+    The modules around it, by its path, count too.
 
     >>> family_left_out("decoder/lm_head/dense"), family_left_out("decoder/mlp")
     ('heads', None)
@@ -195,9 +193,6 @@ def get_rules(rules: str | jmp.Policy | PolicyRules) -> PolicyRules:
     Args:
       rules: rules; a policy or the text of one, which then holds everywhere; or `"O2"`, apex's
         level of that name: float16 with norms in float32 that return float16.
-
-    Returns:
-      The rules.
 
     Raises:
       TypeError: for anything else.
@@ -222,13 +217,7 @@ def get_rules(rules: str | jmp.Policy | PolicyRules) -> PolicyRules:
 
 
 def all_policies(rules: PolicyRules) -> list[Policy]:
-    """Returns the policies that occur in rules, the default last.
-
-    Args:
-      rules: the rules.
-
-    Returns:
-      The policies, without the entries None, which leave modules alone.
+    """Returns the policies in rules, the default last, without None for modules left alone.
 
     >>> len(all_policies(keep_norms_float32("mixed_bfloat16")))
     2
@@ -239,12 +228,6 @@ def all_policies(rules: PolicyRules) -> list[Policy]:
 
 def dtypes_of(rules: PolicyRules) -> set[DType]:
     """Returns the dtypes in which a model under rules holds params or computes.
-
-    Args:
-      rules: the rules.
-
-    Returns:
-      The dtypes.
 
     >>> sorted(dtype.name for dtype in dtypes_of(keep_norms_float32("mixed_float16")))
     ['float16', 'float32']

@@ -137,8 +137,8 @@ _CHOICES: Mapping[str, tuple[Any, ...]] = {
     "weight_gradient": ("float8", _BFLOAT16),
     "minimum": ("auto", None),
 }
-# Names and formats of torchao. The gradient of a weight is a sum over tokens, where one outlier takes
-# the scale of a feature for all of them. So `rowwise_hp` computes it in bfloat16.
+# Names and formats of torchao. The gradient of a weight is a sum over tokens, where one outlier
+# takes the scale of a feature for all of them. So `rowwise_hp` computes it in bfloat16.
 _RECIPES: Mapping[str, Recipe] = {
     "tensorwise": Recipe(),
     "rowwise": Recipe(granularity="row", gradient=_E4M3),

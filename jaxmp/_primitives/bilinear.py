@@ -118,16 +118,10 @@ class BilinearMap:
         *,
         exact: bool = False,
     ) -> Any:
-        """Makes a role from the two others, and the integer operands.
+        """Makes a role from the two others, and the integer operands, in a dtype.
 
-        Operands are cast and gathered, and the gradient of an operand is scattered.
-
-        Args:
-          result_role: the role to make.
-          operands: the operands.
-          others: the integer operands.
-          dtype: the dtype of the result.
-          exact: whether to multiply the 16-bit numbers as float32.
+        Operands are cast and gathered, and the gradient of an operand is scattered. If `exact`, the
+        16-bit numbers are multiplied as float32.
         """
         gathers = (*self.gathers, None)
         arrays = [
@@ -156,14 +150,7 @@ class BilinearMap:
     def realized(
         self, result_role: int, specs: Any, avals: tuple[tuple[Any, Any], ...], dtype: Any
     ) -> Any:
-        """Returns the jaxpr that multiplies in 16 bits, or in float8.
-
-        Args:
-          result_role: the role to make.
-          specs: the facts about the two operands.
-          avals: the shapes and dtypes of all arrays of the equation.
-          dtype: the dtype of the result.
-        """
+        """Returns the jaxpr that multiplies in 16 bits, or in float8, for arrays of these avals."""
 
         def function(*args: Any) -> Any:
             return self.multiplied(result_role, *operands_of(args, specs), dtype)

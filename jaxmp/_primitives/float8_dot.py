@@ -91,13 +91,9 @@ def dot_general(
 
 @functools.lru_cache(maxsize=64)
 def _precision_param(precision: Any, option: Any) -> Any:
-    """Returns a precision as the primitive has it: no string, and no None where an option is set.
-
-    Args:
-      precision: what was given.
-      option: `jax_default_matmul_precision`, a key of the cache.
-    """
-    del option
+    """Returns a precision as the primitive has it: no string, no None where an option is set."""
+    del option  # `jax_default_matmul_precision`, a key of the cache
+    # As JAX itself makes it of a product: the rules are not public.
     number = jax.ShapeDtypeStruct((1, 1), jnp.float32)
     with no_mesh():
         jaxpr = jax.make_jaxpr(functools.partial(lax.dot, precision=precision))(number, number)
@@ -107,14 +103,7 @@ def _precision_param(precision: Any, option: Any) -> Any:
 def why_not_float8(
     params: Mapping[str, Any], avals: Sequence[Any], recipe: Recipe, parameter: int
 ) -> str | None:
-    """Returns why a product is left out of float8; None if it is not.
-
-    Args:
-      params: the params of its `dot_general`.
-      avals: the shapes and dtypes of its two operands.
-      recipe: the recipe.
-      parameter: which operand is the weight.
-    """
+    """Returns why a product of two such operands is left out of float8; None if it is not."""
     if is_own(params.get("precision")):
         return "it asks for a precision"
     if params.get("out_sharding") is not None:

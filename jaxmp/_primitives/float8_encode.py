@@ -36,18 +36,10 @@ def float8_encode(
     power_of_two: bool,
     is_weight: bool = False,
 ) -> Coded:
-    """Rounds an array to float8, without a derivative.
+    """Rounds an array to float8, without a derivative, with one scale for all numbers along axes.
 
-    Args:
-      x: the array, of any float dtype up to float32.
-      dtype: the float8 dtype.
-      axes: the axes that share a scale.
-      power_of_two: whether scales are powers of two.
-      is_weight: whether it is a weight, which stays as it lies in memory.
-
-    Returns:
-      The codes and the scales. Under `vmap`, each array of the batch has its own scale; in a
-      `shard_map`, each shard.
+    Under `vmap`, each array of the batch has its own scale; in a `shard_map`, each shard. A weight
+    stays as it lies in memory.
     """
     params = {"axes": axes, "power_of_two": power_of_two, "is_weight": is_weight}
     return Coded(*_encode_p.bind(x, dtype=np.dtype(dtype), **params))
@@ -64,17 +56,9 @@ def encode_by_scale(
 ) -> tuple[Coded, Any]:
     """Rounds an array to float8 by a scale that is known before, without a derivative.
 
-    Args:
-      x: the array, of any float dtype up to float32.
-      scale: float32: one number, or one for each place along the first axes.
-      dtype: the float8 dtype.
-      axes: the axes that share a scale.
-      power_of_two: whether scales are powers of two.
-      is_weight: whether it is a weight, which stays as it lies in memory.
-
-    Returns:
-      The codes and the scales, and the largest magnitudes in the shape of the scales. Numbers out
-      of range become the largest code, and infinite ones NaN.
+    The scale is one number, or one for each place along the first axes. Returned are the codes and
+    the scales, and the largest magnitudes in the shape of the scales. Numbers out of range become
+    the largest code, and infinite ones NaN.
     """
     shape = [1 if i in axes else size for i, size in enumerate(x.shape)]
     scales = jnp.broadcast_to(scale.reshape(*scale.shape, *[1] * (x.ndim - scale.ndim)), shape)

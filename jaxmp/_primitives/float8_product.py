@@ -41,12 +41,7 @@ _scale_back_p = Primitive("float8_scale_back")
 
 
 def without_scale(product: Any, scale: Any, dtype: Any) -> Any:
-    """Takes the scale off a product of codes, by ordinary operations.
-
-    Args:
-      product: the product, in bfloat16 or float32.
-      scale: float32, broadcast against the product.
-      dtype: the dtype of the result.
+    """Takes the scale off a product of codes in bfloat16 or float32, by ordinary operations.
 
     >>> import jax.numpy as jnp
     >>> without_scale(jnp.float32([3, 4]), jnp.float32([2]), np.float32)
@@ -215,14 +210,7 @@ class Float8Map(BilinearMap):
         return Coded(out, _scale_of_product(operands, dimension_numbers, out.ndim))
 
     def encode(self, role: int, x: Any, result_role: int, *, derivative: bool = False) -> Coded:
-        """Rounds an operand of one of the maps to float8.
-
-        Args:
-          role: the role of the operand.
-          x: the operand.
-          result_role: the role that the map returns.
-          derivative: whether the operand is a tangent or a cotangent.
-        """
+        """Rounds an operand of the map that returns a role; a tangent is a `derivative`, too."""
         dtype = self.recipe.gradient if derivative else self.recipe.forward
         is_weight = role == self.parameter and not derivative
         powers = self.recipe.power_of_two

@@ -18,14 +18,7 @@ _gradient_of_p = Primitive("gradient_of")
 
 
 def gradient_of(value: Any, source: Any) -> Any:
-    """Returns the value, with the derivative of another array of its shape.
-
-    Args:
-      value: the value to return; no gradient goes to it.
-      source: the array to differentiate instead, of any float dtype.
-
-    Returns:
-      The value.
+    """Returns the value, with the derivative of another array of its shape, of any float dtype.
 
     >>> import jax.numpy as jnp
     >>> w = jnp.float32(1 / 3)

@@ -121,13 +121,9 @@ def with_derivatives(
     operands: Sequence[ProductOperand],
     others: Sequence[Any] = (),
 ) -> Any:
-    """Returns the result of a product, with the derivatives of a bilinear map.
+    """Returns the result of a product with the derivatives of its map.
 
-    Args:
-      out: the result, without derivatives.
-      bilinear: the product.
-      operands: its operands.
-      others: its operands without a derivative.
+    The result has none itself. `others` are operands without a derivative.
     """
     arrays, specs = flat_operands(operands, others)
     return _attach_gradient_p.bind(out, *arrays, form=bilinear, kept=specs)

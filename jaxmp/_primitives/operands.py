@@ -42,11 +42,7 @@ class Kept(NamedTuple):
 def flat_operands(
     operands: Sequence[ProductOperand], others: Sequence[Any]
 ) -> tuple[list[Any], Any]:
-    """Returns the arrays of two operands for an equation, and the facts to rebuild them.
-
-    Args:
-      operands: the two operands.
-      others: operands of the product without a derivative.
+    """Returns the arrays of two operands and others for an equation, and the facts to rebuild them.
 
     >>> flat_operands([ProductOperand("x"), ProductOperand("codes", "scale", "w")], [])[0]
     ['x', 'codes', 'scale', 'w']

@@ -117,7 +117,7 @@ class Analysis:
             Cost.CHEAP if i in self.picks else cost for i, cost in enumerate(self.costs)
         )
         self.statistics = frozenset(self._statistics())
-        # These are stored whatever reads them: results of dear operations, and operands of APART
+        # These are stored whatever reads them: results of dear operations, and operands of OPAQUE
         # ones.
         self.stored = self._sunk()
         for op, cost in zip(program.ops, self.costs, strict=True):
