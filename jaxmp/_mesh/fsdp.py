@@ -42,14 +42,14 @@ class FSDP:
         gathered in the dtype in which the model uses it.
       gather: which params are gathered, as a dictionary such as `{"experts": False}`, or as pairs.
         By default all are. Of a param that is not, the partitioner chooses what moves, the param or
-        what it is multiplied with: cheaper where a device has few examples for it, as of one expert
-        among many, or none, as in `a @ b` of LoRA. Its gradient is summed in float32 all the same.
-        Patterns are those of `PolicyRules` about paths, in the tree of params. The first one that
-        matches the path of a param, or of what the param is in, decides.
+        the data that it multiplies: cheaper where a device has few examples for it, as of one
+        expert among many, or none, as in `a @ b` of LoRA. Its gradient is summed in float32 all the
+        same. Patterns are those of `PolicyRules` about paths, in the tree of params. The first one
+        that matches the path of a param, or of a tree around it, decides.
 
     Raises:
-      TypeError: if a leaf of `shardings` is not a `NamedSharding`, or `gather` is no such
-        dictionary.
+      TypeError: if a leaf of `shardings` is not a `NamedSharding`, or `gather` is not such
+        a dictionary.
       ValueError: if no param is split over `axis`, the mesh has other axis types, params cannot be
         gathered in `gather_dtype`, or a pattern of `gather` decides nothing.
 
@@ -128,7 +128,7 @@ class FSDP:
         leaves = zip(leaf_names(params), jax.tree.leaves(params), self._leaves, strict=True)
         for name, leaf, sharding in leaves:
             _check_fits(name, jnp.shape(leaf), sharding)
-            rule = _deciding(self.gather, name)
+            rule = _deciding_rule(self.gather, name)
             # The partitioner chooses what moves: the param, or the data that it multiplies. With
             # few tokens the data is less: on eight H100, 16 experts of 1024 x 4096 take 5.6 GFLOP
             # for 256 tokens, and 43.2 if they are gathered (docs/distributed.md).
@@ -173,7 +173,7 @@ def _gather_rules(gather: Any) -> tuple[tuple[Pattern, bool], ...]:
     return rules
 
 
-def _deciding(rules: Sequence[tuple[Pattern, bool]], name: str) -> int | None:
+def _deciding_rule(rules: Sequence[tuple[Pattern, bool]], name: str) -> int | None:
     """Returns which rule decides about a param: the first that matches it or a tree around it."""
     parts = name.split("/")
     paths = ["/".join(parts[:end]) for end in range(len(parts) + 1)]
@@ -186,7 +186,7 @@ def _deciding(rules: Sequence[tuple[Pattern, bool]], name: str) -> int | None:
 
 def _check_all_decide(rules: Sequence[tuple[Pattern, bool]], names: Sequence[str]) -> None:
     """Raises ValueError for a pattern that matches no param, or only those of earlier ones."""
-    used = {_deciding(rules, name) for name in names}
+    used = {_deciding_rule(rules, name) for name in names}
     if unused := [pattern_text(rule[0]) for i, rule in enumerate(rules) if i not in used]:
         dots = ", ..." if len(names) > 8 else ""
         raise ValueError(
@@ -252,7 +252,7 @@ def fully_sharded(
       A tree of `NamedSharding`, for `jax.device_put`, `FSDP` and `state_shardings`.
 
     Raises:
-      TypeError: if `mesh` is no mesh.
+      TypeError: if `mesh` is not a mesh.
       ValueError: if the mesh has no such axis, or a spec of the base does not fit its param.
 
     >>> mesh = jax.make_mesh((1,), ("data",))

@@ -1,4 +1,4 @@
-"""Puts arrays that are made beside params on the devices of the params."""
+"""Puts new arrays, such as counters and scales, on the devices of the params."""
 
 from typing import Any, TypeVar
 

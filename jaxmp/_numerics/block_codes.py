@@ -30,7 +30,7 @@ class Codes(NamedTuple):
 def block_of(shape: tuple[int, ...]) -> tuple[int, ...] | None:
     """Returns the size of a block along the last two axes (or the only one); None for no blocks.
 
-    A block has 8 x 128 numbers where these divide the shape. Otherwise it lies in one row: 128
+    A block has 8 x 128 numbers where these divide the shape. Otherwise it is in one row: 128
     numbers if these divide the row, else the whole row. Rows of fewer than 8 numbers have no
     blocks. A block of a vector has 128 numbers.
 

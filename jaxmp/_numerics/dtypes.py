@@ -43,8 +43,8 @@ def suggestion(name: str, valid: list[str]) -> str:
     # A name that contains the whole text comes first: "float32" differs in fewer letters, but who
     # writes "float8" does not mean it.
     longer = [candidate for candidate in valid if len(name) > 2 and name in candidate]
-    near = sorted(longer, key=len) or difflib.get_close_matches(name, valid, n=1)
-    return f" Did you mean {near[0]!r}?" if near else ""
+    candidates = sorted(longer, key=len) or difflib.get_close_matches(name, valid, n=1)
+    return f" Did you mean {candidates[0]!r}?" if candidates else ""
 
 
 def parse_dtype(value: Any) -> DType:
@@ -70,8 +70,8 @@ def parse_dtype(value: Any) -> DType:
         if name == "half":
             return jnp.dtype(jmp.half_dtype())
         if name not in _BY_NAME:
-            near = suggestion(name, [*_BY_NAME, "half"])
-            raise ValueError(f"unknown dtype {name!r}.{near} Valid names: {_VALID}")
+            hint = suggestion(name, [*_BY_NAME, "half"])
+            raise ValueError(f"unknown dtype {name!r}.{hint} Valid names: {_VALID}")
         return _BY_NAME[name]
     try:
         dtype = None if value is None else jnp.dtype(value)  # NumPy reads None as float64

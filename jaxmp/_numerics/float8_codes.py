@@ -56,7 +56,7 @@ def scale_of(
         bits = (largest_bits - amax_bits + one_bits) & _EXPONENT
         scale = lax.bitcast_convert_type(bits, jnp.float32)
     else:
-        # The constant is the quotient in float64, rounded once: 1e-12 itself is no float32.
+        # The constant is the quotient in float64, rounded once: 1e-12 itself is not a float32.
         scale = jnp.where(amax > _LEAST_AMAX, largest / amax, np.float32(largest / _LEAST_AMAX))
     # All of a product becomes NaN, so that a loss scale or `grads_finite` sees the overflow.
     return jnp.where(jnp.isfinite(amax), scale, jnp.float32(jnp.nan))
@@ -91,7 +91,7 @@ def round_to_codes(
     """
     largest = float(jnp.finfo(dtype).max)
     scaled = _to_float32(x) * scale
-    # A scale from an earlier step may be too large: what is out of range becomes the largest code.
+    # A scale from an earlier step may be too large: numbers out of range become the largest code.
     return jnp.clip(scaled, -largest, largest).astype(dtype)
 
 

@@ -16,9 +16,9 @@ from jaxmp._numerics.tree import check_flag, leaf_names
 
 # Each power of two between these has a bin.
 _LOWEST, _HIGHEST = -80, 40
-# The first bin holds zeros. Three more hold what is smaller than the lowest power of two: they part
-# where bfloat16 becomes zero, and where float32 and bfloat16 lose bits. The last three hold what is
-# larger than the highest, infinities, and NaN.
+# The first bin holds zeros. Three more hold numbers below the lowest power of two: they part where
+# bfloat16 becomes zero, and where float32 and bfloat16 lose bits. The last three hold numbers above
+# the highest, infinities, and NaN.
 LOWER_EDGES = np.array(
     [2.0**-149, 2.0**-134, 2.0**-126, *np.exp2(np.arange(_LOWEST, _HIGHEST + 2.0))]
 )
@@ -62,7 +62,7 @@ def histograms(tree: PyTree, *, when: Any = None) -> Histograms:
     their dtype cannot hold: count gradients that are float32, as `jaxmp.value_and_grad` returns
     them.
 
-    Under `jit` nothing waits for the host. Sharded arrays are counted where they lie, and one sum
+    Under `jit` nothing waits for the host. Sharded arrays are counted in place, and one sum
     over devices follows. In a `shard_map`, each device counts its own numbers.
 
     Args:

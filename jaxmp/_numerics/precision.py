@@ -43,7 +43,7 @@ _ALGORITHMS = {
     "TF32_TF32_F32_X3": Meaning(_REFUSED, "TF32 x 3", 1),
     "F32_F32_F32": Meaning(_REFUSED, "float32", 2),
 }
-# JAX's own names for its levels. A policy takes only the one that says what it is.
+# JAX's own names for its levels. A policy takes only `tensorfloat32`.
 _ALIASES = {"bfloat16": "default", "tensorfloat32": "high", "float32": "highest"}
 _NAMES = (*_LEVELS, "tensorfloat32")
 
@@ -73,11 +73,11 @@ def parse_precision(value: Any) -> str | None:
             return text.upper()
     name = str(text)
     level = (_ALIASES | {"tf32": "tensorfloat32"}).get(name.lower())
-    near = f" Did you mean {level!r}?" if level else ""
-    near = near or suggestion(name.lower(), list(_NAMES))
-    near = near or suggestion(name.upper(), list(_ALGORITHMS))
+    hint = f" Did you mean {level!r}?" if level else ""
+    hint = hint or suggestion(name.lower(), list(_NAMES))
+    hint = hint or suggestion(name.upper(), list(_ALGORITHMS))
     raise ValueError(
-        f"unknown precision of float32 products {name!r}.{near} Valid: {', '.join(_NAMES)}, or an "
+        f"unknown precision of float32 products {name!r}.{hint} Valid: {', '.join(_NAMES)}, or an "
         f"algorithm for float32 operands: {', '.join(_ALGORITHMS)}"
     )
 
@@ -99,7 +99,7 @@ _OVERRIDE: Any = jax.make_user_context(default_value=None)
 
 
 def users_option() -> str | None:
-    """Returns `jax_default_matmul_precision` as the user has set it, whatever jaxmp asks for."""
+    """Returns `jax_default_matmul_precision` as the user has set it, without an override."""
     option: str | None = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
     override: _Override | None = _OVERRIDE.value
     return override.users if override is not None and override.option == option else option

@@ -27,7 +27,7 @@ class SplitFloat32(NamedTuple):
 def split_float32(x: Float32[Array, "*shape"], *, low_bits: int = 16) -> SplitFloat32:
     """Splits float32 into a bfloat16 that a model can use, and the rest.
 
-    A float32 master beside a bfloat16 param costs 6 bytes, 2 of them redundant. With 16 low bits,
+    A float32 master and a bfloat16 param take 6 bytes, 2 of them redundant. With 16 low bits,
     both take 4 bytes and nothing is lost: `merge_float32` restores every word. With 8 low bits, the
     master has 24 bits and both take 3 bytes.
 
@@ -70,7 +70,7 @@ def split_float32(x: Float32[Array, "*shape"], *, low_bits: int = 16) -> SplitFl
     # The cast is exact. So would a bit cast to 16 bits be, but TPUs do not fuse it with the
     # operations that read it, which costs a copy.
     high = _float(rounded).astype(jnp.bfloat16)
-    # Computed from `high` rather than beside it, so that a TPU's compiler makes one loop for both,
+    # Computed from `high`, not in parallel, so that a TPU's compiler makes one loop for both,
     # which reads each input once.
     low = jnp.where(_is_nan(bits), 0, bits - _bits(high.astype(jnp.float32)))
     # A compiler may compute x twice, with different last bits: clip, lest the low bits wrap around.

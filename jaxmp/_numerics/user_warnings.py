@@ -14,7 +14,7 @@ _TEXTS: weakref.WeakKeyDictionary[type, set[str]] = weakref.WeakKeyDictionary()
 
 
 def warn(text: str) -> None:
-    """Warns at the user's line, even if transformations of JAX lie between it and jaxmp."""
+    """Warns at the user's line, even if transformations of JAX are in between."""
     frame: Any = sys._getframe()
     level = 1
     # Not `skip_file_prefixes`: it is for Python 3.12 and later, and takes paths of files.

@@ -26,7 +26,7 @@ class Policy(jmp.Policy):
     Args:
       param_dtype: dtype in which the params are stored.
       compute_dtype: dtype of the forward and backward computation.
-      output_dtype: dtype of what the model returns.
+      output_dtype: dtype of the model's results.
       reduce_dtype: dtype in which gradients are to be summed over devices; by default the
         widest of float32, the param and the compute dtype. `make_train_step` and `autocast` use it;
         `value_and_grad` has an argument of that name.
@@ -150,7 +150,7 @@ def get_policy(policy: str | jmp.Policy) -> Policy:
     `O3`             float16  float16  float32  apex's O3, which also has no masters and scale 1
     ================ ======== ======== ======== =================================================
 
-    All of them ask for float32 reductions. `mixed_float8` is `mixed_bfloat16` with
+    All of them reduce in float32. `mixed_float8` is `mixed_bfloat16` with
     `products=tensorwise`: products of layers with their weights in float8. O1 has the dtypes of
     `mixed_float16`, and chooses one for each operation: `jaxmp.autocast(loss_fn, "O1")`, as
     `make_train_step` does under every policy. O2 is more than one policy:
@@ -197,9 +197,9 @@ def get_policy(policy: str | jmp.Policy) -> Policy:
         dtype = parse_dtype(name)
     except ValueError:
         valid = ["float32", "bfloat16", "float16", *_PRESETS]
-        near = suggestion(name, valid)
+        hint = suggestion(name, valid)
         raise ValueError(
-            f"unknown policy {name!r}.{near} Valid: {', '.join(valid)}, any other dtype name such "
+            f"unknown policy {name!r}.{hint} Valid: {', '.join(valid)}, any other dtype name such "
             "as 'f64', or a string such as 'params=float32,compute=bfloat16,output=float32'."
         ) from None
     return Policy(dtype, dtype, dtype)
@@ -248,9 +248,9 @@ def _parse_pairs(text: str) -> dict[str, str]:
         if not equals or not key or not value:
             raise ValueError(f"cannot read {part.strip()!r} in policy {text!r}: expected key=dtype")
         if key not in long_keys:
-            near = suggestion(key, list(long_keys))
+            hint = suggestion(key, list(long_keys))
             raise ValueError(
-                f"unknown key {key!r} in policy {text!r}.{near} Valid keys: "
+                f"unknown key {key!r} in policy {text!r}.{hint} Valid keys: "
                 "params (p), compute (c), output (o), reduce (r), precision, products"
             )
         if long_keys[key] in pairs:
@@ -268,9 +268,9 @@ def _parse_name(name: str, text: str) -> dict[str, str]:
     except ValueError:
         # O1 and O2 are more than dtypes.
         mixed = [preset for preset in _PRESETS if preset.startswith("mixed_")]
-        near = suggestion(name, mixed)
+        hint = suggestion(name, mixed)
         raise ValueError(
-            f"cannot read {name!r} in policy {text!r}: expected key=dtype.{near} Only the name of "
+            f"cannot read {name!r} in policy {text!r}: expected key=dtype.{hint} Only the name of "
             f"a dtype, {' or '.join(mixed)} may come before the keys"
         ) from None
 

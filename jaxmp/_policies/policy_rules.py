@@ -125,9 +125,9 @@ class PolicyRules:
             raise TypeError(f"a config must be a dictionary, got {type(config).__name__}")
         for key in config:
             if key not in ("rules", "default"):
-                near = suggestion(str(key), ["rules", "default"])
+                hint = suggestion(str(key), ["rules", "default"])
                 raise ValueError(
-                    f"unknown key {key!r} in a config of rules.{near} Valid keys: rules, default. "
+                    f"unknown key {key!r} in a config of rules.{hint} Valid keys: rules, default. "
                     "Patterns belong under 'rules'"
                 )
         rules, default = config.get("rules", ()), config.get("default")
@@ -170,7 +170,7 @@ class PolicyRules:
         >>> PolicyRules.from_toml(text)
         PolicyRules([('*norm*', 'float32')], default='mixed_bfloat16')
         """
-        import tomllib  # A third of what the rest of this package takes to import.
+        import tomllib  # Takes a third as long to import as the rest of this package.
 
         return cls.from_dict(tomllib.loads(text))
 
@@ -280,6 +280,7 @@ class PolicyRules:
 
         >>> PolicyRules({"head": "f32"}).warn_unused({"head": None}, strict=True)
         """
+        # Linen's modules exist only while they run; its interceptor notes the rules that decided.
         if used is None:
             unused = self.unused(paths)
         else:
@@ -291,8 +292,8 @@ class PolicyRules:
         texts = []
         for pattern in unused:
             hidden = [path for path, module in paths.items() if matches(pattern, path, module)]
-            why = f" (earlier rules decide {hidden[0]!r} and the like)" if hidden else ""
-            texts.append(f"{pattern_text(pattern)!r}{why}")
+            reason = f" (earlier rules decide {hidden[0]!r} and the like)" if hidden else ""
+            texts.append(f"{pattern_text(pattern)!r}{reason}")
         names = [repr(path) for path in paths if path][:8]
         more = ", ..." if len(paths) > 9 else ""
         is_module = any(module is not None for module in paths.values())
@@ -321,6 +322,7 @@ class PolicyRules:
 
 
 def _check_pairs(rules: Any) -> list[tuple[Any, Any]]:
+    # A name of a policy is iterable too: its letters would be rules.
     if isinstance(rules, str) or not isinstance(rules, Iterable):
         raise TypeError(
             "rules must be (pattern, policy) pairs or a dictionary, got "

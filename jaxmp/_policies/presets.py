@@ -139,6 +139,7 @@ def keep_float32(
                 "pattern of your own write PolicyRules([(pattern, 'float32')], default=policy)"
             )
     default = get_policy(policy)
+    # A policy's precision is that of its float32 products, and these modules are its float32 parts.
     float32 = Policy("float32", "float32", output_dtype, precision=default.precision)
     return PolicyRules([(family, float32) for family in families], default=default)
 
@@ -179,6 +180,7 @@ def family_left_out(path: str, module: Any = None) -> str | None:
     >>> family_left_out("decoder/lm_head/dense"), family_left_out("decoder/mlp")
     ('heads', None)
     """
+    # `lm_head/dense` is in a head. Plain functions have only scopes, which read like such paths.
     names = path.split("/")
     for family in _NOT_IN_FLOAT8:
         around = ("/".join(names[:end]) for end in range(1, len(names)))

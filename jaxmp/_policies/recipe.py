@@ -34,7 +34,7 @@ class Recipe:
     name         one scale for                               gradients of weights
     ============ =========================================== ====================
     `tensorwise` each array                                  in float8
-    `rowwise`    each row along what is summed               in float8
+    `rowwise`    each row along the summed dimension         in float8
     `rowwise_hp` the same; in the backward pass, each weight in bfloat16
     ============ =========================================== ====================
 
@@ -93,9 +93,9 @@ class Recipe:
         """Returns why a product of these sizes is left out; None if it is not.
 
         Args:
-          rows: the size of the operand that is no weight, without what is summed (M).
-          summed: the size of what is summed (K).
-          columns: the size of the weight, without what is summed (N).
+          rows: the size of the other operand, without the summed dimensions (M).
+          summed: the size of the summed dimensions (K).
+          columns: the size of the weight, without the summed dimensions (N).
           platform: `"gpu"`, `"tpu"` or `"cpu"`; by default that of this process.
 
         >>> Recipe().why_not(4096, 512, 50257)
@@ -189,17 +189,17 @@ def get_recipe(recipe: str | Recipe | None) -> Recipe | None:
     if name.lower() in _NOT_HERE:
         raise ValueError(f"{_NOT_HERE[name.lower()]}. Use one of: {', '.join(_RECIPES)}")
     if name not in _RECIPES:
-        near = suggestion(name, list(_RECIPES))
-        raise ValueError(f"unknown float8 recipe {name!r}.{near} Valid: {', '.join(_RECIPES)}")
+        hint = suggestion(name, list(_RECIPES))
+        raise ValueError(f"unknown float8 recipe {name!r}.{hint} Valid: {', '.join(_RECIPES)}")
     values: dict[str, Any] = {}
     fields = [field.name for field in dataclasses.fields(Recipe)]
     for change in parts:
         key, equals, value = (piece.strip() for piece in change.partition("="))
         if not equals or key not in fields or key in values:
-            near = suggestion(key, fields)
+            hint = suggestion(key, fields)
             raise ValueError(
                 f"cannot read {change!r} in recipe {recipe!r}: expected one field=value of "
-                f"{', '.join(fields)}.{near}"
+                f"{', '.join(fields)}.{hint}"
             )
         values[key] = _WORDS.get(value.lower(), value)
     return dataclasses.replace(_RECIPES[name], **values)

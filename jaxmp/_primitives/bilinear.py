@@ -79,7 +79,7 @@ class BilinearMap:
     def __repr__(self) -> str:
         return f"{self.primitive.name}{[list(shape) for shape in self.shapes]}"
 
-    def _cached(self, key: Any, make: Callable[[], Any]) -> Any:
+    def _memoize(self, key: Any, make: Callable[[], Any]) -> Any:
         if key not in self._cache:
             with no_mesh():
                 self._cache[key] = make()
@@ -107,7 +107,7 @@ class BilinearMap:
             function = self._maps.get(result_role, transposed)
             return jax.make_jaxpr(function)(*structs, *self.others)
 
-        return self._cached(result_role, trace)
+        return self._memoize(result_role, trace)
 
     def multiplied(
         self,
@@ -139,11 +139,11 @@ class BilinearMap:
         return self.run(result_role, [(x,) for x in (*arrays, *others)], dtype, multiply)[0]
 
     def run(self, result_role: int, cells: list[Cell], dtype: Any, multiply: "_Multiply") -> Cell:
-        """Runs a float32 map on other cells, with another product; scatters what it returns."""
+        """Runs a float32 map on other cells, with another product; scatters its result."""
         program = read(self.float32_map(result_role))
         rules = _ProductRules(program, self.primitive, multiply, (*self.gathers, None)[result_role])
         ((result, *scales),) = evaluate(program, cells, rules)
-        # Compilers sum and scatter at once only if nothing lies in between: scales come last.
+        # Compilers sum and scatter at once only if no operation is between: scales come last.
         result = result if scales else cast(result, dtype)
         return scattered(result, rules.gather, is_summed_whole=not rules.is_open), *scales
 
@@ -158,7 +158,7 @@ class BilinearMap:
         def trace() -> Any:
             return jax.make_jaxpr(function)(*[jax.ShapeDtypeStruct(*aval) for aval in avals])
 
-        return self._cached((result_role, specs, avals, dtype), trace)
+        return self._memoize((result_role, specs, avals, dtype), trace)
 
     def batched(self, axes: _Axes, other_axes: _Axes, size: int) -> "BilinearMap":
         """Returns the map of `size` products; the axis of an unbatched operand is None."""
@@ -184,7 +184,7 @@ class BilinearMap:
             gathers = tuple(map(with_batch_axis, self.gathers, axes[:RESULT]))
             return self._new_map(shapes, others, maps, gathers, axes)
 
-        return self._cached((axes, other_axes, size), make)
+        return self._memoize((axes, other_axes, size), make)
 
     def gathering(self, gathers: Gathers) -> "BilinearMap":
         """Returns the map of the same product of operands that are gathered first."""
@@ -193,7 +193,7 @@ class BilinearMap:
             maps = {RESULT: function_of(self.float32_map(RESULT))}
             return self._new_map(self.shapes, self.others, maps, gathers)
 
-        return self._cached(("gathering", gathers), make)
+        return self._memoize(("gathering", gathers), make)
 
     def _new_map(
         self, shapes: Any, others: Any, maps: Any, gathers: Gathers, axes: _Axes = ()

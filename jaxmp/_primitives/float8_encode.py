@@ -78,11 +78,11 @@ def _encode(
 
 
 def _lower_on_gpu(ctx: Any, x: Any, *scale: Any, is_weight: bool, **params: Any) -> Any:
-    # Tensor cores of an H100 read float8 operands along what is summed. XLA would transpose a whole
-    # stack of float32 weights for that, before the loop over its layers: 1.19 times the temporaries
-    # of bfloat16 for a GPT in a rematerialized scan (12 layers of width 1024). Fixed here, it
-    # transposes codes. An array on several devices would be gathered for that, and `jax.export`
-    # refuses layouts.
+    # Tensor cores of an H100 read float8 operands along the summed dimension. XLA would transpose a
+    # whole stack of float32 weights for that, before the loop over its layers: 1.19 times the
+    # temporaries of bfloat16 for a GPT in a rematerialized scan (12 layers of width 1024). Fixed
+    # here, it transposes codes. An array on several devices would be gathered for that, and
+    # `jax.export` refuses layouts.
     fixed = is_weight and compat.is_for_one_device(ctx) and not compat.is_for_export(ctx)
 
     def function(x: Any, *scale: Any) -> tuple[Any, Any]:

@@ -80,7 +80,7 @@ def pinned_operands(
       operands: the two operands.
       equation: the product.
       moves: the equations after it.
-      gather: how the gathered operand lies.
+      gather: the shardings of the gathered operand.
 
     Returns:
       The operands, with the dimensions that are scattered later as they are in the whole gradient.

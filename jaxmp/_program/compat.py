@@ -66,14 +66,14 @@ def params_with(equation: core.JaxprEqn, programs: Iterable[core.ClosedJaxpr]) -
     """Returns the params of an equation that hold programs, with others; open ones stay open."""
     replacements = iter(programs)
 
-    def replaced(param: Any) -> Any:
+    def replace(param: Any) -> Any:
         if isinstance(param, (tuple, list)):
-            return type(param)(map(replaced, param))
+            return type(param)(map(replace, param))
         if isinstance(param, core.ClosedJaxpr):
             return next(replacements)
         return without_consts(next(replacements)) if isinstance(param, core.Jaxpr) else param
 
-    return {key: replaced(param) for key, param in equation.params.items() if programs_of(param)}
+    return {key: replace(param) for key, param in equation.params.items() if programs_of(param)}
 
 
 def bind(equation: core.JaxprEqn, values: Sequence[Any], **changed: Any) -> list[Any]:
@@ -135,19 +135,19 @@ def where(
     Args:
       equation: the equation.
       stack: its scopes, inside the scopes that are open here.
-      traceback: the source lines that asked for it.
+      traceback: its source lines.
       mesh: whether they also run on its mesh, and not on the mesh that holds here.
     """
     here = source_info_util.current_name_stack() + stack
     source = source_info_util.user_context(traceback, name_stack=here)
     current = jax.sharding.get_abstract_mesh()
-    stays = contextlib.nullcontext() if mesh else jax.sharding.use_abstract_mesh(current)
-    with source, equation.ctx.manager, stays:
+    mesh_context = contextlib.nullcontext() if mesh else jax.sharding.use_abstract_mesh(current)
+    with source, equation.ctx.manager, mesh_context:
         yield
 
 
 def is_plain_jit(params: dict[str, Any]) -> bool:
-    """Whether a jit asks for no shardings, layouts, donation or compiler options."""
+    """Whether a jit names no shardings, layouts, donation or compiler options."""
     shardings = (*params["in_shardings"], *params["out_shardings"])
     layouts = (*params["in_layouts"], *params["out_layouts"])
     return (
@@ -159,7 +159,7 @@ def is_plain_jit(params: dict[str, Any]) -> bool:
 
 
 def jit_shardings(params: dict[str, Any]) -> tuple[list[Any], list[Any]]:
-    """Returns the shardings that a jit asks for, of operands and of results, or None."""
+    """Returns the shardings that a jit names for operands and results; None for others."""
 
     def shardings(key: str) -> list[Any]:
         return [None if _is_unspecified(x) else x for x in params[key]]

@@ -1,7 +1,7 @@
 """The programs of functions with derivatives of their own: `jax.custom_jvp`, `jax.custom_vjp`.
 
-The float32 products of a derivative ask for the precision that those of its function ask for,
-unless they say one themselves, as JAX has it for transposes.
+The float32 products of a derivative get the precision of those of its function, unless they name
+one themselves, as JAX does for transposes.
 """
 
 import functools
@@ -22,7 +22,7 @@ from jaxmp._program.program import equations_in
 _SymbolicZero = jax.custom_derivatives.SymbolicZero
 
 
-def _differentiable(equation: core.JaxprEqn) -> list[int]:
+def _differentiable_operands(equation: core.JaxprEqn) -> list[int]:
     """Returns the operands that may have a tangent: not the arrays that the function holds."""
     consts = equation.params["num_consts"]  # these come first
     return [i for i, atom in enumerate(equation.invars) if i >= consts and is_inexact(atom.aval)]
@@ -95,7 +95,7 @@ def derivative_of(equation: core.JaxprEqn, by: Sequence[int] | None = None) -> c
     and the tangents of float results.
     """
     avals = [atom.aval for atom in equation.invars]
-    floats = _differentiable(equation) if by is None else by
+    floats = _differentiable_operands(equation) if by is None else by
 
     def derivative(*args: Any) -> list[Any]:
         primals, tangents = args[: len(avals)], args[len(avals) :]
@@ -140,13 +140,13 @@ def with_derivative(
     # The rule may ask which arguments have a tangent, and refuse some.
     @functools.partial(call.defjvp, symbolic_zeros=True)
     def rule(arrays: Sequence[Any], tangents: Sequence[Any]) -> Any:
-        of_operands = [tangents[place] for place in places or range(len(arrays))]
-        floats = _differentiable(equation)
-        by = [i for i in floats if not isinstance(of_operands[i], _SymbolicZero)]
+        operand_tangents = [tangents[place] for place in places or range(len(arrays))]
+        floats = _differentiable_operands(equation)
+        by = [i for i in floats if not isinstance(operand_tangents[i], _SymbolicZero)]
         program = derivative_of(equation, by)
-        both = run(program, by, [*arrays, *(of_operands[i] for i in by)])
-        results = list(both[: len(equation.outvars)])
-        return results, _with_zeros(both[len(results) :], results)
+        outputs = run(program, by, [*arrays, *(operand_tangents[i] for i in by)])
+        results = list(outputs[: len(equation.outvars)])
+        return results, _with_zeros(outputs[len(results) :], results)
 
     return lambda arrays: list(call(*arrays))
 
@@ -178,7 +178,7 @@ def with_passes(
         operands = range(len(arrays))
         array_of = places or operands
         # The function may ask which arguments are differentiated, and refuse some: loops do.
-        by = [i for i in _differentiable(equation) if arrays[array_of[i]].perturbed]
+        by = [i for i in _differentiable_operands(equation) if arrays[array_of[i]].perturbed]
         jaxpr, backward, residuals = _trace_passes(equation, by)
         results, run = run_forward(jaxpr, [array.value for array in arrays])
         avals = [*residuals, *(equation.outvars[i].aval for i in floats)]

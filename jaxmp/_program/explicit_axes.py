@@ -1,6 +1,6 @@
 """Runs functions of arrays on explicit mesh axes with these axes automatic.
 
-JAX makes meshes with explicit axes unless told otherwise. There the type of each array says how it
+JAX makes meshes with explicit axes by default. There the type of each array says how it
 is sharded, and an operation without a rule for shardings is an error. A rewritten function runs on
 automatic axes inside: the partitioner chooses, and arrays come out in the shardings of their types.
 What the program says about shardings becomes constraints: `jax.reshard`, `out_sharding`, and
@@ -150,7 +150,7 @@ def _on_automatic_mesh(equation: core.JaxprEqn) -> core.JaxprEqn:
 
 
 class Axes(NamedTuple):
-    """The explicit axes that a function is called on, and how its results lie on them.
+    """The explicit axes that a function is called on, and the shardings of its results.
 
     Attributes:
       mesh: the mesh of its arguments; None if no axis of it is explicit.
@@ -161,7 +161,7 @@ class Axes(NamedTuple):
     specs: tuple[Any, ...] = ()
 
     def run(self, function: Callable[..., list[Any]], arrays: Sequence[Any]) -> list[Any]:
-        """Calls a function of arrays or trees, on automatic axes; results lie as `specs` says.
+        """Calls a function of arrays or trees, on automatic axes; its results get `specs`.
 
         Results that are arguments come back as they were given.
         """
@@ -189,10 +189,10 @@ Trace = Callable[[Sequence[Any]], tuple[core.ClosedJaxpr, Any]]
 def on_automatic_axes(trace: Trace, arrays: Sequence[Any]) -> tuple[core.ClosedJaxpr, Any, Axes]:
     """Traces a function to a program for automatic axes.
 
-    The function is traced as it is called, on explicit axes. Shardings that it asks for by
-    `jax.reshard` or `out_sharding` become constraints, and the types of its results say how they
-    lie. Where JAX has no rule for shardings, the function is traced on automatic axes instead. If
-    it cannot be traced on either kind, the error is that of the explicit axes.
+    The function is traced as it is called, on explicit axes. Shardings that it names by
+    `jax.reshard` or `out_sharding` become constraints, and the types of its results have their
+    shardings. Where JAX has no rule for shardings, the function is traced on automatic axes
+    instead. If it cannot be traced on either kind, the error is that of the explicit axes.
 
     Returned are the program, what else `trace` returns, and the axes.
     """
@@ -246,7 +246,7 @@ _LARGE = 2**16
 def _specs_without_rules(
     closed: core.ClosedJaxpr, arrays: Sequence[Any], refusal: Exception
 ) -> tuple[PartitionSpec, ...]:
-    """Returns the specs of results, where JAX has none: arguments lie as they came, others whole.
+    """Returns the specs of results, where JAX has none: arguments keep theirs, others are whole.
 
     Warns of other results that are large.
     """

@@ -1,6 +1,6 @@
 """Follows facts about values through a program and the programs inside it.
 
-A question is, for example: what is a value made of, is it zero, which cast does it come from? Each
+Examples of questions: which arguments make a value, is it zero, which cast is it from? Each
 question has its own facts, and a rule that makes the facts of results from the facts of operands.
 Facts pass through branches, loops and calls in the same way for all questions; this file does that
 part. `Demands` go the other way, from results to arguments.
@@ -155,12 +155,12 @@ class _Propagation(Generic[Fact]):
             before = [operands[i] for i in carry]
             after = self._join_all(before, results[: len(carry)])
             if after == before:
-                # Only a loop without turns returns what it was given.
+                # Only a loop without turns returns its operands.
                 return results if wiring.turns else [*after, *results[len(carry) :]]
             operands = [*operands[: carry.start], *after, *operands[carry.stop :]]
 
-    def _join_all(self, some: Sequence[Fact], others: Sequence[Fact]) -> list[Fact]:
-        return list(map(self.question.join, some, others))
+    def _join_all(self, facts: Sequence[Fact], others: Sequence[Fact]) -> list[Fact]:
+        return list(map(self.question.join, facts, others))
 
     def _join_operands(
         self, op: Op, programs: Sequence[Program], operands: list[Fact]
@@ -180,7 +180,7 @@ def _wiring(op: Op, programs: Sequence[Program]) -> Wiring:
     )
 
 
-# Returns which operands of an operation are asked for, given which of its results are.
+# Returns which operands of an operation are needed, given which of its results are.
 DemandRule = Callable[[Op, Sequence[bool]], Sequence[bool]]
 
 
@@ -188,10 +188,9 @@ class Demands:
     """Follows demands from the results of a program back to its arguments.
 
     Args:
-      rule: returns which operands an operation without programs asks for.
+      rule: returns which operands an operation without programs needs.
       inside: the programs inside of operations, as in `propagate`.
-      decisions: whether results also ask for what decides which branch runs, and for what ends a
-        loop.
+      decisions: whether results also need the values that choose a branch or end a loop.
     """
 
     def __init__(self, rule: DemandRule, inside: Inside, *, decisions: bool) -> None:
@@ -199,7 +198,7 @@ class Demands:
         self.memo = Memo()
 
     def values(self, program: Program, demanded: Sequence[bool]) -> set[int]:
-        """Returns the values of a program that these results ask for."""
+        """Returns the values of a program that these results need."""
         key = id(program), tuple(demanded)
         return self.memo.once(key, program, lambda: self._values(program, demanded))
 
@@ -211,14 +210,14 @@ class Demands:
         return values
 
     def arguments(self, program: Program, demanded: Sequence[bool]) -> list[bool]:
-        """Returns whether these results ask for each argument of a program."""
+        """Returns whether these results need each argument of a program."""
         values = self.values(program, demanded)
         return [number in values for number in program.inputs]
 
     def through(
         self, op: Op, demanded: Sequence[bool]
     ) -> tuple[Sequence[bool], list[tuple[Program, Sequence[bool]]]]:
-        """Returns what is asked for of the operands, and of the results of each program inside."""
+        """Returns which operands are needed, and which results of each program inside."""
         programs = self.inside(op)
         wiring = _wiring(op, programs)
         if not programs or not wiring.arguments:
@@ -247,9 +246,9 @@ def arguments_read(
     """Returns which arguments of a program the wanted results depend on.
 
     An operation may list operands that its own program never reads: the float32 sources of
-    products, which only second derivatives ask for, or what a loop hands on to such an operation.
-    Compilers drop what is not read. Operations with effects always run, and read all of their
-    operands. So does every operation with programs that are neither calls nor loops.
+    products, which only second derivatives need, or the operands that a loop hands on to such
+    products. Compilers drop values that nothing reads. Operations with effects always run, and read
+    all of their operands. So does every operation with programs that are neither calls nor loops.
 
     >>> import jax
     >>> closed = jax.make_jaxpr(jax.jit(lambda x, y: (2 * x, 3 * y)))(1.0, 2.0)

@@ -54,7 +54,7 @@ def _named_value(call: core.JaxprEqn) -> dict[str, Any]:
 
 
 def _function(call: core.JaxprEqn) -> dict[str, Any]:
-    """Returns params with the program of a call: what it computes without derivatives."""
+    """Returns params with the program of a call, without its derivatives."""
     callee = call.params["_prim"]
 
     def expanded(*operands: Any) -> list[Any]:

@@ -39,7 +39,7 @@ Invariants = dict[int, Invariant]
 
 
 def with_hoisted(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function of pytrees whose scans find ready what is the same in each turn.
+    """Returns a function of pytrees whose scans get their invariants from outside of the loop.
 
     >>> import jax.numpy as jnp
     >>> with_hoisted(lambda x: jax.lax.scan(lambda c, y: (c + y, c * y), 0.0, x))(jnp.ones(3))[0]
@@ -55,14 +55,14 @@ def with_hoisted(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _HoistRules(Rules[Any]):
-    """Runs a program; of its own scans, what is the same in each turn runs before."""
+    """Runs a program, and the invariants of each of its scans before the scan."""
 
     def operation(self, op: Op, operands: list[Any]) -> list[Any]:
         loop = loop_of(op.equation)
         if loop is None or not _count_hoistable([op.equation]):
             return compat.bind(op.equation, operands)
-        invariants = [x if i < loop.carry.start else None for i, x in enumerate(operands)]
-        return _rerun_scan(op.equation, operands, _evaluate_in_scan(op.equation, loop, invariants))
+        consts = [x if i < loop.carry.start else None for i, x in enumerate(operands)]
+        return _rerun_scan(op.equation, operands, _evaluate_in_scan(op.equation, loop, consts))
 
 
 def _count_hoistable(equations: Sequence[core.JaxprEqn]) -> int:
@@ -73,7 +73,7 @@ def _count_hoistable(equations: Sequence[core.JaxprEqn]) -> int:
 
 
 class _InvariantRules(Rules[Any]):
-    """Computes what may move of a program, from the values that are known; others are None."""
+    """Computes the invariants of a program. Values that vary from turn to turn are None."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -102,14 +102,14 @@ class _InvariantRules(Rules[Any]):
 
 
 def _evaluate_invariants(body: Any, arguments: Sequence[Any]) -> Invariants:
-    """Computes what may move of a program, from those of its arguments that are not None."""
+    """Computes the invariants of a program, from those of its arguments that are not None."""
     rules = _InvariantRules()
     evaluate(read(body), arguments, rules)
     return rules.invariants
 
 
 def _evaluate_in_scan(equation: core.JaxprEqn, loop: Wiring, operands: Sequence[Any]) -> Invariants:
-    """Computes it for all turns of an inner scan, stacked; once where the turns do not differ."""
+    """Computes the invariants of all turns of an inner scan, stacked; once if turns are alike."""
     (body,) = compat.bodies_of(equation)
     fixed = [x if i < loop.carry.start else None for i, x in enumerate(operands)]
     same = _evaluate_invariants(body, fixed)
@@ -125,12 +125,12 @@ def _evaluate_in_scan(equation: core.JaxprEqn, loop: Wiring, operands: Sequence[
         stacked.update((i, x.stacked) for i, x in each_turn.items())
         return {i: x.arrays for i, x in each_turn.items() if i not in same}
 
-    of_turns = jax.vmap(turn)(stacks) if stacks else {}
-    return invariants | {i: Invariant(x, (True, *stacked[i])) for i, x in of_turns.items()}
+    arrays_of_turns = jax.vmap(turn)(stacks) if stacks else {}
+    return invariants | {i: Invariant(x, (True, *stacked[i])) for i, x in arrays_of_turns.items()}
 
 
 class _RerunRules(Rules[Any]):
-    """Runs a program, without what was computed before."""
+    """Runs a program whose invariants are there already."""
 
     def __init__(self, invariants: Invariants) -> None:
         self.number, self.invariants = 0, invariants
@@ -152,7 +152,7 @@ class _RerunRules(Rules[Any]):
 def _rerun_call(
     equation: core.JaxprEqn, operands: Sequence[Any], invariants: Invariants
 ) -> list[Any]:
-    """Runs a jit or a checkpoint again, with what was computed before as arguments."""
+    """Runs a jit or a checkpoint again, with its invariants as arguments."""
     (body,) = compat.bodies_of(equation)
 
     def function(operands: Sequence[Any], arrays: dict[int, list[Any]]) -> list[Any]:
@@ -166,7 +166,7 @@ def _rerun_call(
 def _rerun_scan(
     equation: core.JaxprEqn, operands: Sequence[Any], invariants: Invariants
 ) -> list[Any]:
-    """Runs a scan again, with what was computed before: stacked, or the same in each turn."""
+    """Runs a scan again, with its invariants: stacked, or the same in each turn."""
     (body,) = compat.bodies_of(equation)
     stacks = {i: x.arrays for i, x in invariants.items() if x.stacked[:1] == (True,)}
 

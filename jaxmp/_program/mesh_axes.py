@@ -1,4 +1,4 @@
-"""The axes of meshes, explicit and automatic, and how arrays and types lie on them."""
+"""The axes of meshes, explicit and automatic, and the arrays and types on them."""
 
 import contextlib
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ def named_axes(entry: Any) -> tuple[str, ...]:
 
 
 def check_mesh(mesh: Any) -> None:
-    """Raises TypeError for what is no mesh."""
+    """Raises TypeError unless `mesh` is a mesh."""
     if not isinstance(mesh, jax.sharding.Mesh | AbstractMesh):
         raise TypeError(f"mesh must be a jax.sharding.Mesh, got a {type(mesh).__name__}")
 
@@ -53,7 +53,7 @@ def free_sharding(sharding: Any) -> Any:
 
 
 def on_automatic_mesh(x: Any) -> Any:
-    """Returns an array where it lies, on a mesh with automatic axes in place of explicit ones."""
+    """Returns an array on its own mesh, with automatic axes in place of explicit ones."""
     sharding = getattr(x, "sharding", None)
     if not isinstance(sharding, NamedSharding) or not explicit_mesh([x]):
         return x
@@ -68,7 +68,7 @@ def automatic_devices(mesh: Any) -> Any:
 
 
 def on_automatic_axes_here(arrays: Iterable[Any]) -> Any:
-    """Returns a context in which the explicit axes that arrays lie on are automatic."""
+    """Returns a context in which the explicit axes of arrays are automatic."""
     shardings = (getattr(x, "sharding", None) for x in arrays)
     meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
     for mesh in (*meshes, jax.sharding.get_mesh()):
@@ -110,7 +110,7 @@ def on_current_axes(x: Any) -> Any:
 
 
 def on_axes_of(x: Any, like: Any) -> Any:
-    """Returns an array on the explicit axes of another one: as it lies where its type says so."""
+    """Returns an array in the sharding of another one, if that is on explicit axes."""
     sharding = jax.typeof(like).sharding
     if not sharding.mesh.explicit_axes or jax.typeof(x).sharding == sharding:
         return x

@@ -1,4 +1,4 @@
-"""Tables of JAX's operations: the precision of each, what it costs to run it twice, and sets.
+"""Tables of JAX's operations: the precision of each, the cost to run it twice, and sets.
 
 Every primitive of JAX is listed here; a test names the primitives that a new JAX adds. The classes
 are those of `torch.autocast` on CUDA, but for what docs/from/torch_amp.md explains. No other file
@@ -171,7 +171,7 @@ _COSTS: dict[Cost, tuple[str, ...]] = {
         "rng_uniform threefry2x32 lu_pivots_to_permutation",
     ),
     Cost.OPAQUE: (
-        # Their derivatives ask for permutations, or for results.
+        # Their derivatives need permutations, or results.
         "sort top_k approx_top_k cumprod cumlogsumexp cummax cummin reduce_prod "
         "scatter scatter-mul scatter-min scatter-max reduce_window reduce",
         *(_LINEAR_ALGEBRA, "custom_linear_solve linear_solve"),
@@ -243,8 +243,8 @@ COLLECTIVES = _names_of(_COLLECTIVE_SUMS, _TRANSFERS, "psend")
 
 # Of zero they are -inf, as masks are made.
 LOGARITHMS = _names_of("log log2 log10")
-# Say how an array lies on devices, or what is known of that, and change no number. The first two
-# may gather it.
+# Give an array a sharding, or a type that says more of it, and change no number. The first two may
+# gather it.
 PLACINGS = _names_of("sharding_constraint reshard")
 LAYINGS = PLACINGS | _names_of(_REDUCED_CASTS, "pvary pcast mesh_cast")
 
@@ -260,7 +260,7 @@ REARRANGES = RESHAPES | _names_of("transpose rev")
 # Hold each number once or more.
 REPEATS = _names_of("broadcast_in_dim tile")
 # Parts, copies and rearrangements of one array, or the array along new dimensions. The sets below
-# add what is special to them.
+# add their own.
 PLAIN_MOVES = REARRANGES | _names_of(
     "slice dynamic_slice split unstack copy copy_p broadcast_in_dim"
 )
@@ -308,13 +308,13 @@ ACCUMULATES = _names_of("scatter-add scatter-sub scatter-mul")
 REDUCTIONS = _names_of(
     "reduce_sum reduce_max reduce_min reduce_and reduce_or reduce_xor argmax argmin"
 )
-# Linear in every operand, so that their derivatives ask for no operand. Gathers are left out: they
+# Linear in every operand, so that their derivatives need no operand. Gathers are left out: they
 # are expensive.
 LINEAR = (PLAIN_MOVES | ADDS) | _names_of(
     "neg convert_element_type reduce_sum real imag concatenate pad name pvary pcast",
     "float32_gradient sharding_constraint reshard",
 )
-# What may lie between a gradient and the product that it comes from: moves, elementwise operations
+# Operations between a gradient and the product that it comes from: moves, elementwise operations
 # and sums.
 AFTER_PRODUCTS = (LINEAR_MOVES | _names_of(*_TABLE[OpClass.PROMOTE])) | _names_of(
     "convert_element_type dynamic_update_slice scatter scatter-add reduce_sum cumsum",

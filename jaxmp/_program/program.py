@@ -37,7 +37,7 @@ class Op:
       inputs: its operands: numbers of values, and literals.
       outputs: the numbers of the values that it makes.
       stack: its scopes within the program.
-      traceback: the lines of the user's code that asked for it.
+      traceback: the lines of the user's code for it.
       functions: the jitted functions that were inlined around it, innermost last.
     """
 
