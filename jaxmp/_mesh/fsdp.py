@@ -17,7 +17,7 @@ from jaxmp._numerics.dtypes import parse_dtype
 from jaxmp._numerics.tree import leaf_names
 from jaxmp._numerics.user_warnings import first_few, warn
 from jaxmp._policies.patterns import Pattern, check_pattern, is_about_paths, matches, pattern_text
-from jaxmp._program.mesh_axes import check_mesh, constrain_to, named_axes
+from jaxmp._program.mesh_axes import check_mesh, constrain_to, entries_of, named_axes
 
 _LARGE = 2**12  # elements; gathers of smaller params cost more time than they save memory
 
@@ -276,7 +276,7 @@ def fully_sharded(
                 f"base has {spec} for {name!r}, but the mesh has no axis {unknown[0]!r}; it has "
                 f"{', '.join(mesh.shape)}. flax.linen.logical_to_mesh turns logical names into axes"
             )
-        entries = [*spec, *[None] * (len(shape) - len(spec))]
+        entries = entries_of(spec, len(shape))
         # What `base` splits over these axes already stays as it is.
         if math.prod(shape) >= min_size and not axes_of_spec(spec).intersection(axes):
             dimension = _dimension_to_split(shape, entries, parts)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxmp._numerics.dtypes import DType
-from jaxmp._program.mesh_axes import automatic, named_axes
+from jaxmp._program.mesh_axes import automatic, entries_of, named_axes
 from jaxmp._program.op_classes import RESHAPES, SAME_DIMENSIONS
 
 # For each dimension, the mesh axes that split it.
@@ -61,7 +61,7 @@ class Layout(NamedTuple):
 
 def layout_of(sharding: NamedSharding, ndim: int, gather: frozenset[str], dtype: Any) -> Layout:
     """Returns the layout of an array of `ndim` dimensions."""
-    spec = (*sharding.spec, *[None] * (ndim - len(sharding.spec)))
+    spec = entries_of(sharding.spec, ndim)
     # Constraints are for the partitioner, which knows automatic axes only.
     return Layout(
         automatic(sharding.mesh), tuple(named_axes(entry) for entry in spec), gather, dtype
@@ -100,6 +100,7 @@ def layout_after(layout: Layout | None, equation: Any) -> Layout | None:
 
 def unstacked_layout(layout: Layout | None) -> Layout | None:
     """Returns the layout of one of the arrays that are stacked along the first dimension."""
+    # If devices split the stack itself, each has some of the arrays and none of the others.
     if layout is None or layout.axes[0]:
         return None
     return layout.with_axes(layout.axes[1:])

@@ -54,6 +54,7 @@ def _replicate(x: Any, sharding: NamedSharding) -> Any:
     if sharding.is_fully_addressable:
         return jax.device_put(x, sharding)
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        # NumPy, which the callback below returns, has no arrays of keys.
         data = _replicate(jax.random.key_data(x), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     # Each process has its own copy, which jax.device_put does not accept as part of one array.

@@ -155,7 +155,7 @@ def reduce_gradients(
         raise ValueError(
             f"comm_dtype={wire.dtype} is for sums in float32, got dtype={total}. Leave dtype out"
         )
-    _check_local(grads, axes)  # a second sum would multiply gradients that are summed already
+    _check_local(grads, axes)
     count = world if mean else 1
 
     def reduce(x: Any) -> Array:
@@ -272,8 +272,9 @@ def _check_varying(
 
 
 def _check_local(grads: PyTree, axes: tuple[str, ...]) -> None:
-    if not varying_is_tracked(axes):
+    if not varying_is_tracked(axes):  # with check_vma=False no type says what was summed
         return
+    # A second sum would multiply gradients that are summed already by the number of devices.
     for name, x in zip(leaf_names(grads), jax.tree.leaves(grads), strict=True):
         if same := [a for a in axes if a not in jax.typeof(x).mat.varying]:
             raise ValueError(

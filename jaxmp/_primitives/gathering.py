@@ -14,6 +14,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmp._mesh.specs import axes_of_spec
+from jaxmp._program.mesh_axes import entries_of
 
 _OPEN = PartitionSpec.UNCONSTRAINED
 
@@ -61,7 +62,7 @@ def with_batch_axis(gather: Gather | None, axis: int | None) -> Gather | None:
         return gather
 
     def with_axis(sharding: NamedSharding) -> NamedSharding:
-        spec = (*sharding.spec, *[None] * (axis - len(sharding.spec)))
+        spec = entries_of(sharding.spec, axis)
         return NamedSharding(sharding.mesh, PartitionSpec(*spec[:axis], None, *spec[axis:]))
 
     return Gather(with_axis(gather.stored), with_axis(gather.whole), gather.here)
@@ -94,7 +95,7 @@ def pinned_operands(
     if gather is None or not gather.has_replicas or not is_matrix_product:
         return None
     ndim = len(equation.outvars[0].aval.shape)
-    stored, whole = ([*x.spec, *[None] * (ndim - len(x.spec))] for x in gather[:2])
+    stored, whole = entries_of(gather.stored.spec, ndim), entries_of(gather.whole.spec, ndim)
     pins = [b if a != b else _OPEN for a, b in zip(stored, whole, strict=True)]
     for move in reversed(moves):
         entries: list[Any] = [_OPEN] * ndim

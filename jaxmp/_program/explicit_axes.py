@@ -25,6 +25,7 @@ from jaxmp._program.facts import Labels, made_of
 from jaxmp._program.mesh_axes import (
     ANY,
     automatic,
+    entries_of,
     explicit_mesh,
     free_sharding,
     free_spec,
@@ -122,17 +123,13 @@ def _constrain_like(equation: core.JaxprEqn, x: Any) -> Any:
     if not isinstance(sharding, NamedSharding):
         return compat.bind(equation, [x])[0]
     entries = zip(
-        _entries_of(sharding.spec, x.ndim), _entries_of(aval.sharding.spec, x.ndim), strict=True
+        entries_of(sharding.spec, x.ndim), entries_of(aval.sharding.spec, x.ndim), strict=True
     )
     spec = [
         free if free is ANY or not explicit else (*named_axes(explicit), *named_axes(free))
         for free, explicit in entries
     ]
     return lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*spec)))
-
-
-def _entries_of(spec: PartitionSpec, ndim: int) -> list[Any]:
-    return [*spec.partitions, *[None] * (ndim - len(spec.partitions))]
 
 
 def _on_automatic_mesh(equation: core.JaxprEqn) -> core.JaxprEqn:

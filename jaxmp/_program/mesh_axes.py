@@ -20,6 +20,11 @@ def named_axes(entry: Any) -> tuple[str, ...]:
     return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
+def entries_of(spec: PartitionSpec, ndim: int) -> list[Any]:
+    """Returns the entries of a spec for all dimensions of an array."""
+    return [*spec.partitions, *[None] * (ndim - len(spec.partitions))]
+
+
 def check_mesh(mesh: Any) -> None:
     """Raises TypeError unless `mesh` is a mesh."""
     if not isinstance(mesh, jax.sharding.Mesh | AbstractMesh):
