@@ -38,11 +38,11 @@ class Wire:
     def send(self, x: Array) -> Array:
         """Converts numbers to the format in which they are sent."""
         # DDP's compression hook divides after the cast, too late for numbers that overflow in it.
-        return (x if self.divisor == 1 else _widen(x) / self.divisor).astype(self.dtype)
+        return (x if self.divisor == 1 else _widen_to_sum(x) / self.divisor).astype(self.dtype)
 
     def receive(self, x: Array) -> Array:
         """Converts received numbers to float32."""
-        return _widen(x) if self.divisor == 1 else _widen(x) * self.divisor
+        return _widen_to_sum(x) if self.divisor == 1 else _widen_to_sum(x) * self.divisor
 
 
 def divide_factors(world: int, dtype: Any) -> tuple[int | None, float | None]:
@@ -75,7 +75,7 @@ def sum_dtype(dtype: Any) -> DType:
     return total
 
 
-def _widen(x: Array) -> Array:
+def _widen_to_sum(x: Array) -> Array:
     return x.astype(at_least_float32(x.dtype))
 
 
@@ -84,7 +84,7 @@ def device_sum(x: Array, axes: tuple[str, ...], wire: Wire | None, over: int) ->
     world = axes_size(axes)
     # float64 stays as it is: no wire holds it. Nor is a small array worth two collectives.
     if wire is None or x.dtype.itemsize > 4 or x.size < world:
-        return _widen(lax.psum(_widen(x), axes)) / over
+        return _widen_to_sum(lax.psum(_widen_to_sum(x), axes)) / over
     shape = x.shape
     # An all-to-all and an all-gather of 16 bits send half the bytes of a float32 sum.
     dims = [d for d in range(x.ndim) if shape[d] % world == 0]
@@ -102,7 +102,7 @@ def device_sum(x: Array, axes: tuple[str, ...], wire: Wire | None, over: int) ->
 def scattered_sum(x: Array, axes: tuple[str, ...], dim: int, wire: Wire | None) -> Array:
     """Sums over devices in float32 or wider; returns this device's part along dimension `dim`."""
     if wire is None or x.dtype.itemsize > 4:
-        return lax.psum_scatter(_widen(x), axes, scatter_dimension=dim, tiled=True)
+        return lax.psum_scatter(_widen_to_sum(x), axes, scatter_dimension=dim, tiled=True)
     world = axes_size(axes)
     shape = (*x.shape[:dim], world, x.shape[dim] // world, *x.shape[dim + 1 :])
     parts = jnp.moveaxis(wire.send(x).reshape(shape), dim, 0)
@@ -118,7 +118,7 @@ def low_precision_sum(x: Array, axes: tuple[str, ...], wire: Wire, over: int) ->
     # always does so on CPUs.
     total = lax.platform_dependent(
         wire.send(x),
-        cpu=lambda low: lax.psum(_widen(low), axes).astype(low.dtype),
+        cpu=lambda low: lax.psum(_widen_to_sum(low), axes).astype(low.dtype),
         default=lambda low: lax.psum(low, axes),
     )
     return wire.receive(total) / over

@@ -279,7 +279,7 @@ def fully_sharded(
         entries = entries_of(spec, len(shape))
         # What `base` splits over these axes already stays as it is.
         if math.prod(shape) >= min_size and not axes_of_spec(spec).intersection(axes):
-            dimension = _dimension_to_split(shape, entries, parts)
+            dimension = _largest_free_dimension(shape, entries, parts)
             if dimension is not None:
                 entries[dimension] = axis if isinstance(axis, str) else axes
             split = math.prod(mesh.shape[name] for name in axes_of_spec(spec))
@@ -298,7 +298,7 @@ def fully_sharded(
     return jax.tree.unflatten(structure, shardings)
 
 
-def _dimension_to_split(shape: tuple[int, ...], entries: list[Any], parts: int) -> int | None:
+def _largest_free_dimension(shape: tuple[int, ...], entries: list[Any], parts: int) -> int | None:
     free = [i for i, size in enumerate(shape) if entries[i] is None and size % parts == 0]
     # The largest dimension, the last one among equals. A scan over layers would gather all layers
     # at once if their dimension, the first, were split.

@@ -69,10 +69,10 @@ def largest_magnitude(x: Float[Array, "..."], axes: tuple[int, ...]) -> Float32[
     Array([[3.],
            [2.]], dtype=float32)
     """
-    return jnp.max(jnp.abs(_to_float32(x)), axis=axes, keepdims=True, initial=0)
+    return jnp.max(jnp.abs(_exact_float32(x)), axis=axes, keepdims=True, initial=0)
 
 
-def _to_float32(x: Float[Array, "*shape"]) -> Float32[Array, "*shape"]:
+def _exact_float32(x: Float[Array, "*shape"]) -> Float32[Array, "*shape"]:
     # Codes must not depend on what a compiler fuses. Else an activation could be rounded from
     # float32 in the forward pass, and from bfloat16 where a checkpoint computes it again: 6 % of
     # difference where that moves a code. This costs nothing for bfloat16 only; small float16
@@ -90,7 +90,7 @@ def round_to_codes(
     Array([0.3125, 448, nan], dtype=float8_e4m3fn)
     """
     largest = float(jnp.finfo(dtype).max)
-    scaled = _to_float32(x) * scale
+    scaled = _exact_float32(x) * scale
     # A scale from an earlier step may be too large: numbers out of range become the largest code.
     return jnp.clip(scaled, -largest, largest).astype(dtype)
 
