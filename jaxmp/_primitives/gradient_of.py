@@ -20,7 +20,7 @@ _gradient_of_p = Primitive("gradient_of")
 def gradient_of(value: Any, source: Any) -> Any:
     """Returns the value, with the derivative of another array of its shape, of any float dtype.
 
-    >>> import jax.numpy as jnp
+    >>> import jax, jax.numpy as jnp
     >>> w = jnp.float32(1 / 3)
     >>> jax.grad(lambda w: gradient_of(jnp.bfloat16(0.333), w).astype(jnp.float32))(w)
     Array(1., dtype=float32)
