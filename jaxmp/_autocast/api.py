@@ -17,7 +17,7 @@ from jaxmp._autocast.regions import DONE, EXACT, Regions, region_of
 from jaxmp._autocast.run import run_plan
 from jaxmp._autocast.steps import initial
 from jaxmp._numerics.dtypes import HALVES
-from jaxmp._numerics.precision import asking, precision_of
+from jaxmp._numerics.precision import default_precision, precision_of
 from jaxmp._numerics.user_warnings import check_option, warn
 from jaxmp._policies.patterns import is_about_paths
 from jaxmp._policies.policy import Policy, get_policy
@@ -139,7 +139,7 @@ def full_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
         raise TypeError(f"full_precision takes a function, got {type(fun).__name__}")
 
     def exact(*args: Any, **kwargs: Any) -> Any:
-        with jax.named_scope(EXACT), asking(precision_of(None)):
+        with jax.named_scope(EXACT), default_precision(precision_of(None)):
             return fun(*args, **kwargs)
 
     return functools.wraps(fun, updated=())(exact)
@@ -195,7 +195,7 @@ def _wrapped(
     def autocast_fun(*args: Any, **kwargs: Any) -> Any:
         static, arrays = partition((args, kwargs))
         # What an exact part around this one asks for does not hold in here.
-        with jax.named_scope(scope), asking(None), _WITHIN(True):
+        with jax.named_scope(scope), default_precision(None), _WITHIN(True):
             out = call(static, arrays)
         warn_of_cpu_compiler(computed_in, out.arrays)
         return combine(out.static, out.arrays)

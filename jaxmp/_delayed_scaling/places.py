@@ -22,14 +22,14 @@ from jaxtyping import Array, Float, Float32
 
 from jaxmp._numerics.dtypes import DType
 from jaxmp._numerics.float8_codes import largest_magnitude, scale_of
-from jaxmp._primitives.bilinear import RESULT, BilinearMap, Gathers, slots
+from jaxmp._primitives.bilinear import RESULT, BilinearMap, Gathers, operand_roles
 from jaxmp._primitives.float8_encode import encode_by_scale
 from jaxmp._primitives.float8_product import Float8Map
 from jaxmp._primitives.mixed_product import with_derivatives
 from jaxmp._primitives.operands import ProductOperand, operands_of
 from jaxmp._primitives.varying import varying_axes
 from jaxmp._program import compat
-from jaxmp._program.control_flow import call_again, entered, scan_again
+from jaxmp._program.control_flow import bodies_to_extend, call_again, scan_again
 from jaxmp._program.evaluate import Rules, evaluate
 from jaxmp._program.program import Op, read
 from jaxmp._program.wiring import loop_of
@@ -58,7 +58,7 @@ class DelayedMap(BilinearMap):
         exact: bool = False,
     ) -> Any:
         """Makes a role from the two others; see `BilinearMap`."""
-        pairs = zip(operands, slots(returned), strict=True)
+        pairs = zip(operands, operand_roles(returned), strict=True)
         rounded = [self._rounded(x, role, returned, *others) for x, role in pairs]
         return self.current.multiplied(returned, rounded, (), dtype, exact=exact)
 
@@ -247,7 +247,7 @@ def places_of(equations: Sequence[core.JaxprEqn]) -> Places:
             into += [()] * count
         loop = loop_of(equation)
         stack = () if loop is None else (loop.turns,)
-        for body in entered(equation):
+        for body in bodies_to_extend(equation):
             inside = places_of(compat.open_jaxpr(body).eqns)
             for into, inner in zip(places, inside, strict=True):
                 into += [(*stack, *place) for place in inner]
@@ -257,7 +257,7 @@ def places_of(equations: Sequence[core.JaxprEqn]) -> Places:
 def left_out(equations: Sequence[core.JaxprEqn]) -> Iterator[str]:
     """Yields the operations with products inside that cannot run again with given scales."""
     for equation in equations:
-        again = entered(equation)
+        again = bodies_to_extend(equation)
         for body in compat.bodies_of(equation):
             inner = compat.open_jaxpr(body).eqns
             if again:

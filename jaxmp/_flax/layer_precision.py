@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from jaxmp._numerics.precision import as_param, asking, precision_of
+from jaxmp._numerics.precision import as_param, default_precision, precision_of
 from jaxmp._policies.policy import Policy
 
 
@@ -37,7 +37,7 @@ def exactly(call: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
     @functools.wraps(call, updated=())
     def asks(*args: Any, **kwargs: Any) -> Any:
         precision = precision_of(policy.precision) if computes_in_float32(policy) else None
-        with asking(precision):
+        with default_precision(precision):
             return call(*args, **kwargs)
 
     return asks

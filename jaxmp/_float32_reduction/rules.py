@@ -32,11 +32,11 @@ from jaxmp._float32_reduction.weights import (
     without_gradient,
     without_params,
 )
-from jaxmp._mesh.layout import moved
+from jaxmp._mesh.layout import layout_after
 from jaxmp._numerics.dtypes import is_half, is_half_or_float32, is_inexact
 from jaxmp._primitives.float32_sums import gather, gathers
 from jaxmp._primitives.gathering import Gather
-from jaxmp._primitives.mixed_product import held, product, with_derivatives
+from jaxmp._primitives.mixed_product import detach, product, with_derivatives
 from jaxmp._primitives.operands import ProductOperand, operands_of
 from jaxmp._primitives.varying import varying_alike, varying_axes
 from jaxmp._program import compat
@@ -204,14 +204,14 @@ def _convert(equation: core.JaxprEqn, values: list[Value]) -> list[Value] | None
     if not (is_short(value.array.dtype) and is_short(target)):
         return None
     (array,) = compat.bind(equation, [value.array])
-    return [value._replace(array=array if value.array.dtype == target else held(array))]
+    return [value._replace(array=array if value.array.dtype == target else detach(array))]
 
 
 def _move(equation: core.JaxprEqn, values: list[Value]) -> list[Value] | None:
     name, value = equation.primitive.name, values[0]
     if not value.of_params or any(other.of_params for other in values[1:]):
         return None
-    layout = moved(value.layout, equation)
+    layout = layout_after(value.layout, equation)
     if layout is None and value.layout is not None:
         value = value.in_place()
     rest = _arrays_of(values[1:])

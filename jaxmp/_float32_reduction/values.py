@@ -12,7 +12,7 @@ from jaxmp._mesh.layout import Layout
 from jaxmp._numerics.dtypes import is_half, is_inexact
 from jaxmp._primitives.gathering import Gather, gathered
 from jaxmp._primitives.gradient_of import gradient_of
-from jaxmp._primitives.mixed_product import held
+from jaxmp._primitives.mixed_product import detach
 from jaxmp._primitives.varying import varying_alike, varying_as
 
 FLOAT32 = jnp.dtype(jnp.float32)
@@ -122,7 +122,7 @@ class Value(NamedTuple):
         if self.layout is None or self.is_gathered:
             return self
         gather = Gather(*self.layout.ends)
-        whole = held(lax.convert_element_type(gathered(self.low(), gather), self.array.dtype))
+        whole = detach(lax.convert_element_type(gathered(self.low(), gather), self.array.dtype))
         return self._replace(array=whole, layout=self.layout._replace(gathered=True))
 
     def in_place(self) -> "Value":
@@ -178,7 +178,7 @@ jax.tree_util.register_pytree_node(Value, _flatten, _unflatten)
 
 def like_param(x: Any, origin: Origin = Origin.WEIGHT, layout: Layout | None = None) -> Value:
     """Wraps a value made of params; a 16-bit gradient is summed first, then rounded."""
-    pair = (held(x), widened(x)) if is_half(x) else (x, x)
+    pair = (detach(x), widened(x)) if is_half(x) else (x, x)
     return Value(*pair, layout, origin)
 
 
@@ -206,7 +206,7 @@ def with_traits(value: Value, form: Traits) -> Value:
     value = value if value.of_params else like_param(value.array)
     value = value if value.layout == form.layout else value.in_place()
     if value.exact and not form.exact:
-        value = value._replace(array=held(value.array), wide=widened(value.wide))
+        value = value._replace(array=detach(value.array), wide=widened(value.wide))
     if form.exact and not value.exact:
         x = value.bare()
         value = value._replace(array=x, wide=x)

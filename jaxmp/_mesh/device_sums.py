@@ -24,8 +24,7 @@ class Wire:
 
     Attributes:
       dtype: the dtype in which numbers are sent.
-      divisor: numbers are divided by this before the cast, and multiplied by it afterwards. DDP's
-        compression hook divides after the cast, too late for numbers that overflow in it.
+      divisor: numbers are divided by this before the cast, and multiplied by it afterwards.
     """
 
     dtype: DType
@@ -38,21 +37,20 @@ class Wire:
 
     def send(self, x: Array) -> Array:
         """Converts numbers to the format in which they are sent."""
-        return (x if self.divisor == 1 else _wide(x) / self.divisor).astype(self.dtype)
+        # DDP's compression hook divides after the cast, too late for numbers that overflow in it.
+        return (x if self.divisor == 1 else _widen_to_sum(x) / self.divisor).astype(self.dtype)
 
     def receive(self, x: Array) -> Array:
         """Converts received numbers to float32."""
-        return _wide(x) if self.divisor == 1 else _wide(x) * self.divisor
+        return _widen_to_sum(x) if self.divisor == 1 else _widen_to_sum(x) * self.divisor
 
 
 def divide_factors(world: int, dtype: Any) -> tuple[int | None, float | None]:
-    """Returns what FSDP2 divides by before and after a sum in a dtype: float16 must not overflow.
-
-    Each is about the square root of the number of devices; the first is a power of two. Both are
-    None for dtypes with the range of float32.
-    """
+    """Returns what FSDP2 divides by before and after a sum in float16; None for other dtypes."""
     if jnp.dtype(dtype) != jnp.float16:
         return None, None
+    # float16 must not overflow. Each factor is about the square root of the number of devices; the
+    # first is a power of two. Other dtypes have the range of float32.
     before = 1
     while world % before == 0 and world / before > before:
         before *= 2
@@ -77,18 +75,20 @@ def sum_dtype(dtype: Any) -> DType:
     return total
 
 
-def _wide(x: Array) -> Array:
+def _widen_to_sum(x: Array) -> Array:
     return x.astype(at_least_float32(x.dtype))
 
 
 def device_sum(x: Array, axes: tuple[str, ...], wire: Wire | None, over: int) -> Array:
     """Sums over devices in float32 or wider, and divides by `over`."""
     world = axes_size(axes)
-    if wire is None or x.dtype.itemsize > 4 or x.size < world:  # too small to scatter
-        return _wide(lax.psum(_wide(x), axes)) / over
+    # float64 stays as it is: no wire holds it. Nor is a small array worth two collectives.
+    if wire is None or x.dtype.itemsize > 4 or x.size < world:
+        return _widen_to_sum(lax.psum(_widen_to_sum(x), axes)) / over
     shape = x.shape
     # An all-to-all and an all-gather of 16 bits send half the bytes of a float32 sum.
     dims = [d for d in range(x.ndim) if shape[d] % world == 0]
+    # The largest dimension that the devices divide; else the array is scattered as a padded vector.
     dim = max(dims, key=lambda d: shape[d], default=0)
     if not dims:
         x = jnp.pad(x.ravel(), (0, -x.size % world))
@@ -102,23 +102,23 @@ def device_sum(x: Array, axes: tuple[str, ...], wire: Wire | None, over: int) ->
 def scattered_sum(x: Array, axes: tuple[str, ...], dim: int, wire: Wire | None) -> Array:
     """Sums over devices in float32 or wider; returns this device's part along dimension `dim`."""
     if wire is None or x.dtype.itemsize > 4:
-        return lax.psum_scatter(_wide(x), axes, scatter_dimension=dim, tiled=True)
+        return lax.psum_scatter(_widen_to_sum(x), axes, scatter_dimension=dim, tiled=True)
     world = axes_size(axes)
     shape = (*x.shape[:dim], world, x.shape[dim] // world, *x.shape[dim + 1 :])
     parts = jnp.moveaxis(wire.send(x).reshape(shape), dim, 0)
-    # `psum_scatter` would add up in the dtype that is sent.
-    # Each device receives its part from every other device, and adds these up itself.
+    # `psum_scatter` would add up in the dtype that is sent. So each device receives its part from
+    # every other device, and adds these up itself.
     return jnp.sum(wire.receive(lax.all_to_all(parts, axes, 0, 0, tiled=True)), 0)
 
 
 def low_precision_sum(x: Array, axes: tuple[str, ...], wire: Wire, over: int) -> Array:
     """Sums over devices in 16 bits, as the caller asked, and divides by `over`."""
-    # In a shard_map over only some axes of a mesh, XLA:CPU aborts the process on a 16-bit sum.
-    # The pass AllReducePromotion does so in jax 0.10 and 0.12.
-    # Elsewhere it sums in float32 and rounds; this always does so on CPUs.
+    # In a shard_map over only some axes of a mesh, XLA:CPU aborts the process on a 16-bit sum (its
+    # pass AllReducePromotion, in jax 0.10 and 0.12). Elsewhere it sums in float32 and rounds; this
+    # always does so on CPUs.
     total = lax.platform_dependent(
         wire.send(x),
-        cpu=lambda low: lax.psum(_wide(low), axes).astype(low.dtype),
+        cpu=lambda low: lax.psum(_widen_to_sum(low), axes).astype(low.dtype),
         default=lambda low: lax.psum(low, axes),
     )
     return wire.receive(total) / over
@@ -130,7 +130,7 @@ def bound_axes(axis: Axis, caller: str) -> tuple[str, ...]:
     here = jax.sharding.get_abstract_mesh().manual_axes
     for name in axes:
         try:
-            lax.axis_size(name)
+            lax.axis_size(name)  # also of the axes of a `vmap`, which no mesh lists
         except NameError:
             raise ValueError(
                 f"{caller} is for code inside of a jax.shard_map over mesh axis {name!r}, which "
@@ -152,4 +152,5 @@ def axes_size(axes: tuple[str, ...]) -> int:
 
 def varying_is_tracked(axes: tuple[str, ...]) -> bool:
     """Whether array types record the mesh axes over which arrays vary (`check_vma=True`)."""
+    # The index along an axis differs from device to device: its type says so if any type does.
     return axes[0] in jax.typeof(lax.axis_index(axes[0])).mat.varying

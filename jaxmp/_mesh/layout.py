@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxmp._numerics.dtypes import DType
-from jaxmp._program.mesh_axes import automatic, named_axes
+from jaxmp._program.mesh_axes import automatic, entries_of, named_axes
 from jaxmp._program.op_classes import RESHAPES, SAME_DIMENSIONS
 
 # For each dimension, the mesh axes that split it.
@@ -42,8 +42,8 @@ class Layout(NamedTuple):
     @property
     def whole(self) -> NamedSharding:
         """The sharding of the array where it is used."""
-        kept = (tuple(name for name in each if name not in self.gather) for each in self.axes)
-        return _sharding(self.mesh, kept)
+        axes_left = (tuple(a for a in axes if a not in self.gather) for axes in self.axes)
+        return _sharding(self.mesh, axes_left)
 
     def splits(self, dimension: int) -> bool:
         """Whether a dimension is split over axes that are gathered."""
@@ -61,21 +61,19 @@ class Layout(NamedTuple):
 
 def layout_of(sharding: NamedSharding, ndim: int, gather: frozenset[str], dtype: Any) -> Layout:
     """Returns the layout of an array of `ndim` dimensions."""
-    spec = (*sharding.spec, *[None] * (ndim - len(sharding.spec)))
+    spec = entries_of(sharding.spec, ndim)
+    # Constraints are for the partitioner, which knows automatic axes only.
     return Layout(
         automatic(sharding.mesh), tuple(named_axes(entry) for entry in spec), gather, dtype
     )
 
 
 def _sharding(mesh: Mesh | AbstractMesh, axes: Any) -> NamedSharding:
-    return NamedSharding(mesh, PartitionSpec(*[each or None for each in axes]))
+    return NamedSharding(mesh, PartitionSpec(*[names or None for names in axes]))
 
 
-def moved(layout: Layout | None, equation: Any) -> Layout | None:
-    """Returns the layout after a move of the first operand; None if it must be gathered first.
-
-    Split dimensions must come out unchanged.
-    """
+def layout_after(layout: Layout | None, equation: Any) -> Layout | None:
+    """Returns the layout after a move of the first operand; None if it must be gathered first."""
     if layout is None:
         return None
     name, params = equation.primitive.name, equation.params
@@ -84,27 +82,25 @@ def moved(layout: Layout | None, equation: Any) -> Layout | None:
     if name == "transpose":
         return layout.with_axes([axes[i] for i in params["permutation"]])
     if name in SAME_DIMENSIONS:
-        touched = [i for i in range(len(before)) if before[i] != after[i]]
-        touched += params["dimensions"] if name == "rev" else ()
-        return None if any(layout.axes[i] for i in touched) else layout
-    if name in RESHAPES:
-        return _layout_after_reshape(layout, before, after)
-    return None
-
-
-def _layout_after_reshape(layout: Layout, before: Any, after: Any) -> Layout | None:
-    """Returns the layout if a reshape only adds or removes dimensions of size 1, else None."""
-    kept = [(size, each) for size, each in zip(before, layout.axes, strict=True) if size != 1]
-    if [size for size, _ in kept] != [size for size in after if size != 1]:
+        changed = [i for i in range(len(before)) if before[i] != after[i]]
+        changed += params["dimensions"] if name == "rev" else ()
+        # A device that holds a part of a dimension cannot cut or reverse the whole of it.
+        return None if any(axes[i] for i in changed) else layout
+    if name not in RESHAPES:
         return None
-    if any(each for size, each in zip(before, layout.axes, strict=True) if size == 1):
+    if [size for size in before if size != 1] != [size for size in after if size != 1]:
         return None
-    rest = iter(kept)
-    return layout.with_axes([() if size == 1 else next(rest)[1] for size in after])
+    # Only dimensions of size 1 come or go. If axes split one of them, they would be lost.
+    pairs = list(zip(before, axes, strict=True))
+    if any(names for size, names in pairs if size == 1):
+        return None
+    names_left = iter([names for size, names in pairs if size != 1])
+    return layout.with_axes([() if size == 1 else next(names_left) for size in after])
 
 
 def unstacked_layout(layout: Layout | None) -> Layout | None:
     """Returns the layout of one of the arrays that are stacked along the first dimension."""
+    # If devices split the stack itself, each has some of the arrays and none of the others.
     if layout is None or layout.axes[0]:
         return None
     return layout.with_axes(layout.axes[1:])

@@ -1,4 +1,4 @@
-"""Puts arrays that are made beside params on the devices of the params."""
+"""Puts new arrays, such as counters and scales, on the devices of the params."""
 
 from typing import Any, TypeVar
 
@@ -16,31 +16,32 @@ State = TypeVar("State")
 def placed_beside(params: PyTree, state: State) -> State:
     """Replicates arrays on JAX's default device over the mesh of the params.
 
-    Counters and scales are made on the default device. If they stayed there, the first step would
-    return them on the mesh, and the second step would compile anew. A checkpoint of several
-    processes refuses arrays that are local to each process.
-
-    Args:
-      params: the params. If they are traced, or not on a mesh, nothing changes.
-      state: the arrays made beside them. Arrays that the user has put on a device stay there.
-
-    Returns:
-      The state.
+    Arrays that the user has put on a device stay there. If the params are traced, or not on a mesh,
+    nothing changes.
 
     >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
     >>> w = jax.device_put(jnp.ones(4), NamedSharding(mesh, PartitionSpec()))
     >>> len(placed_beside(w, jnp.zeros(())).devices()) == jax.device_count()
     True
     """
+    # Counters and scales are made on the default device. If they stayed there, the first step would
+    # return them on the mesh, and the second step would compile anew. A checkpoint of several
+    # processes refuses arrays that are local to each process.
     mesh = _mesh_of(params)
     if mesh is None:
         return state
     everywhere = NamedSharding(mesh, PartitionSpec())
-    return jax.tree.map(lambda x: x if _is_placed(x) else _replicated(x, everywhere), state)
+
+    def place(x: Any) -> Any:
+        if not isinstance(x, jax.Array) or compat.is_traced(x) or x.committed:
+            return x
+        return _replicate(x, everywhere)
+
+    return jax.tree.map(place, state)
 
 
 def _mesh_of(params: PyTree) -> Mesh | None:
-    """Returns the mesh of the params, also a mesh of one device, on which programs are tried."""
+    # A mesh of one device counts too: programs are tried on it.
     for leaf in jax.tree.leaves(params):
         if isinstance(leaf, jax.Array) and not compat.is_traced(leaf):
             sharding = leaf.sharding
@@ -49,15 +50,12 @@ def _mesh_of(params: PyTree) -> Mesh | None:
     return None
 
 
-def _is_placed(x: Any) -> bool:
-    return not isinstance(x, jax.Array) or compat.is_traced(x) or x.committed
-
-
-def _replicated(x: Any, sharding: NamedSharding) -> Any:
+def _replicate(x: Any, sharding: NamedSharding) -> Any:
     if sharding.is_fully_addressable:
         return jax.device_put(x, sharding)
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        data = _replicated(jax.random.key_data(x), sharding)
+        # NumPy, which the callback below returns, has no arrays of keys.
+        data = _replicate(jax.random.key_data(x), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     # Each process has its own copy, which jax.device_put does not accept as part of one array.
     values = np.asarray(x)

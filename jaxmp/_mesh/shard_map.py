@@ -44,11 +44,9 @@ def gather_params(
 ) -> PyTree:
     """Gathers float32 shards as params of the compute dtype; sums their gradients in float32.
 
-    Does what FSDP2's `MixedPrecisionPolicy(param_dtype, reduce_dtype=float32)` does. The cast comes
-    before the all-gather, so that devices send 16 bits. The backward pass is a float32
-    reduce-scatter along the gathered dimension, and a float32 sum for replicated params. The
-    transpose that JAX derives would sum in the compute dtype, and not at all for replicated params
-    under `check_vma=False`.
+    Does what FSDP2's `MixedPrecisionPolicy(param_dtype, reduce_dtype=float32)` does. Devices send
+    16 bits. The backward pass is a float32 reduce-scatter along the gathered dimension, and a
+    float32 sum for replicated params.
 
     Call it inside the function that is differentiated. In the body of a scan over layers or of a
     `jax.checkpoint`, only one layer is whole at a time. The differentiated function returns the
@@ -99,13 +97,13 @@ def gather_params(
     wire = wire_of(comm_dtype, axes_size(axes))
     compute = parse_dtype(dtype)
     leaves, treedef = jax.tree.flatten(params)
-    gathered = []
+    results = []
     for name, x, spec in zip(leaf_names(params), leaves, flat_specs(specs, params), strict=True):
         x = jnp.asarray(x)
         plan = _plan(name, x, spec, axes, compute)
         plan = dataclasses.replace(plan, mean=mean, wire=wire)
-        gathered.append(_gathered_param(plan, x) if is_inexact(x) else _gathered(plan, x))
-    return jax.tree.unflatten(treedef, gathered)
+        results.append(_gathered_param(plan, x) if is_inexact(x) else _gather(plan, x))
+    return jax.tree.unflatten(treedef, results)
 
 
 def reduce_gradients(
@@ -158,13 +156,13 @@ def reduce_gradients(
             f"comm_dtype={wire.dtype} is for sums in float32, got dtype={total}. Leave dtype out"
         )
     _check_local(grads, axes)
-    over = world if mean else 1
+    count = world if mean else 1
 
     def reduce(x: Any) -> Array:
         x = jnp.asarray(x)
         if is_narrow(total) and x.dtype.itemsize <= 4:
-            return low_precision_sum(x, axes, Wire.of(total, world), over)
-        return device_sum(x, axes, wire, over)
+            return low_precision_sum(x, axes, Wire.of(total, world), count)
+        return device_sum(x, axes, wire, count)
 
     return jax.tree.map(reduce, grads)
 
@@ -194,10 +192,11 @@ class _ParamPlan:
     wire: Wire | None = None
 
 
-def _gathered(plan: _ParamPlan, x: Array) -> Array:
+def _gather(plan: _ParamPlan, x: Array) -> Array:
+    # The backward pass sums the gradients of replicas. JAX would do so too if they did not vary.
     if plan.sums and plan.tracked:
         x = lax.pcast(x, plan.sums, to="varying")
-    x = x.astype(plan.compute)
+    x = x.astype(plan.compute)  # before the all-gather, so that devices send 16 bits
     for dim, axes in plan.gathers:
         x = lax.all_gather(x, axes, axis=dim, tiled=True)
     return x
@@ -205,32 +204,32 @@ def _gathered(plan: _ParamPlan, x: Array) -> Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gathered_param(plan: _ParamPlan, x: Array) -> Array:
-    return _gathered(plan, x)
+    return _gather(plan, x)
 
 
-def _gather_fwd(plan: _ParamPlan, x: Array) -> tuple[Array, None]:
-    return _gathered(plan, x), None
-
-
-def _gather_bwd(plan: _ParamPlan, _: None, cotangent: Array) -> tuple[Array]:
-    over = plan.world if plan.mean else 1
+def _gather_backward(plan: _ParamPlan, _: None, cotangent: Array) -> tuple[Array]:
+    # The transpose that JAX derives would sum in the compute dtype, and not at all for replicated
+    # params under `check_vma=False`.
+    count = plan.world if plan.mean else 1
     total = cotangent
     for dim, axes in reversed(plan.gathers):
         total = scattered_sum(total, axes, dim, plan.wire)
-    total = device_sum(total, plan.sums, plan.wire, over) if plan.sums else total / over
+    total = device_sum(total, plan.sums, plan.wire, count) if plan.sums else total / count
     return (total.astype(plan.primal),)
 
 
-_gathered_param.defvjp(_gather_fwd, _gather_bwd)
+_gathered_param.defvjp(lambda plan, x: (_gather(plan, x), None), _gather_backward)
 
 
 def _plan(name: str, x: Array, spec: Any, axes: tuple[str, ...], compute: DType) -> _ParamPlan:
     check_rank(name, x.ndim, spec)
     gathers = []
     for dim, entry in enumerate(spec):
-        named = named_axes(entry)
-        ours = tuple(a for a in named if a in axes)
-        if ours and ours != named[-len(ours) :]:
+        names = named_axes(entry)
+        # Other axes, such as that of tensor parallelism, stay split. A gather along the last axes
+        # of a dimension joins neighboring shards.
+        ours = tuple(a for a in names if a in axes)
+        if ours and ours != names[-len(ours) :]:
             raise ValueError(
                 f"params leaf {name!r} cannot be gathered along {ours}: in its {spec} these are "
                 f"not the last axes of dimension {dim}, so that shards are not contiguous. Put "
@@ -238,11 +237,12 @@ def _plan(name: str, x: Array, spec: Any, axes: tuple[str, ...], compute: DType)
             )
         if ours:
             gathers.append((dim, ours))
-    gathered = [a for _, named in gathers for a in named]
-    sums = tuple(a for a in axes if a not in gathered)
+    gather_axes = [a for _, names in gathers for a in names]
+    sums = tuple(a for a in axes if a not in gather_axes)
     tracked = varying_is_tracked(axes)
     if tracked:
-        _check_varying(name, x, spec, gathered, sums)
+        _check_varying(name, x, spec, gather_axes, sums)
+    # Tables of integers are gathered as they are.
     floating = jnp.issubdtype(x.dtype, jnp.floating)
     return _ParamPlan(
         gathers=tuple(gathers),
@@ -272,12 +272,13 @@ def _check_varying(
 
 
 def _check_local(grads: PyTree, axes: tuple[str, ...]) -> None:
-    if not varying_is_tracked(axes):
+    if not varying_is_tracked(axes):  # with check_vma=False no type says what was summed
         return
+    # A second sum would multiply gradients that are summed already by the number of devices.
     for name, x in zip(leaf_names(grads), jax.tree.leaves(grads), strict=True):
-        if done := [a for a in axes if a not in jax.typeof(x).mat.varying]:
+        if same := [a for a in axes if a not in jax.typeof(x).mat.varying]:
             raise ValueError(
-                f"gradients leaf {name!r} is the same on all devices of {done}: it was summed "
+                f"gradients leaf {name!r} is the same on all devices of {same}: it was summed "
                 "already, or is no gradient of a local loss, and a second sum would multiply it. "
                 "jax.grad sums the gradients of params that do not vary over an axis, in the dtype "
                 "to which the loss casts them. Differentiate by "

@@ -25,21 +25,22 @@ def flat_specs(specs: PyTree, params: PyTree, name: str = "specs") -> list[Any]:
     def is_spec(x: Any) -> bool:
         return x is None or isinstance(x, (jax.P, NamedSharding))
 
-    given: list[Any] = []
+    leaf_specs: list[Any] = []
 
     def spread(spec: Any, part: PyTree) -> None:
-        given.extend([spec] * len(jax.tree.leaves(part)))
+        leaf_specs.extend([spec] * len(jax.tree.leaves(part)))
 
+    # A spec stands for the whole part of the params at its place: trees of specs may be prefixes.
     try:
         jax.tree.map(spread, specs, params, is_leaf=is_spec)
     except ValueError as error:
         raise ValueError(
             f"{name} must be a tree of PartitionSpec like the params, or a prefix of it: {error}"
         ) from None
-    found = [getattr(spec, "spec", spec) for spec in given]
-    if wrong := [s for s in found if not isinstance(s, jax.P | None)]:
-        raise ValueError(f"{name} must be PartitionSpecs, got a {type(wrong[0]).__name__}")
-    return [jax.P() if spec is None else spec for spec in found]
+    partition_specs = [getattr(spec, "spec", spec) for spec in leaf_specs]
+    if others := [s for s in partition_specs if not isinstance(s, jax.P | None)]:
+        raise ValueError(f"{name} must be PartitionSpecs, got a {type(others[0]).__name__}")
+    return [jax.P() if spec is None else spec for spec in partition_specs]
 
 
 def axes_of_spec(spec: Iterable[Any]) -> set[str]:
@@ -57,8 +58,8 @@ def without_axes(spec: Iterable[Any], axes: Collection[str]) -> list[Any]:
     def strip(entry: Any) -> Any:
         if not set(named_axes(entry)) & set(axes):
             return entry
-        left = tuple(a for a in named_axes(entry) if a not in axes)
-        return left[0] if len(left) == 1 else left or None
+        names = tuple(a for a in named_axes(entry) if a not in axes)
+        return names[0] if len(names) == 1 else names or None
 
     return [strip(entry) for entry in spec]
 

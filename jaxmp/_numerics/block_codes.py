@@ -30,10 +30,9 @@ class Codes(NamedTuple):
 def block_of(shape: tuple[int, ...]) -> tuple[int, ...] | None:
     """Returns the size of a block along the last two axes (or the only one); None for no blocks.
 
-    A block has 8 x 128 numbers where these divide the shape. Otherwise it lies in one row: 128
+    A block has 8 x 128 numbers where these divide the shape. Otherwise it is in one row: 128
     numbers if these divide the row, else the whole row. Rows of fewer than 8 numbers have no
-    blocks, as a scale would take more than half a byte for each number. A block of a vector has 128
-    numbers. No block holds all rows: one outlier would cost all of them their precision.
+    blocks. A block of a vector has 128 numbers.
 
     >>> block_of((4096, 512)), block_of((103, 65)), block_of((1024,)), block_of((103,))
     ((8, 128), (1, 65), (128,), None)
@@ -45,8 +44,9 @@ def block_of(shape: tuple[int, ...]) -> tuple[int, ...] | None:
         return (_COLUMNS,) if tiled else None
     if tiled and shape[-2] % _ROWS == 0:
         return (_ROWS, _COLUMNS)
-    if shape[-1] < _SHORTEST_ROW:
+    if shape[-1] < _SHORTEST_ROW:  # a scale would take more than half a byte for each number
         return None
+    # No block holds all rows: one outlier would cost all of them their precision.
     return (1, _COLUMNS if tiled else shape[-1])
 
 
@@ -64,22 +64,11 @@ def blocks_of(shape: tuple[int, ...]) -> tuple[int, ...] | None:
 
 
 def encode(x: Float32[Array, "*shape"], words: UInt32[Array, "*shape"]) -> Codes:
-    """Rounds to 8 bits in blocks, up or down at random, so that the mean is right.
+    """Rounds float32 to 8 bits in blocks, up or down at random, so that the mean is right.
 
     Codes are dense near zero: the fourth roots of their values are evenly spaced. The smallest
-    value is 4e-9 of the scale, so that square roots of second moments reach down to 6e-5. Rounded
-    to nearest, a moment that changes by less than half the distance to the next code would not
-    move, and lag behind.
-
-    Nonzero numbers become at least the smallest code, never zero: an optimizer would divide by a
-    second moment of zero.
-
-    Args:
-      x: float32, in a shape that has blocks (see `block_of`).
-      words: uniform random words.
-
-    Returns:
-      Codes and scales.
+    value is 4e-9 of the scale, so that square roots of second moments reach down to 6e-5. Nonzero
+    numbers become at least the smallest code, never zero.
 
     Source: Dettmers et al., "8-bit optimizers via block-wise quantization" (2021), for blocks;
     FlashOptim (2026), for codes of roots.
@@ -94,74 +83,55 @@ def encode(x: Float32[Array, "*shape"], words: UInt32[Array, "*shape"]) -> Codes
 
 
 def scales_of(x: Float32[Array, "*shape"]) -> Float32[Array, "*blocks"]:
-    """Returns the largest magnitude of each block.
-
-    Args:
-      x: float32, in a shape that has blocks (see `block_of`).
-
-    Returns:
-      float32, in the shape that `blocks_of` returns.
-    """
+    """Returns the largest magnitude of each block, in the shape that `blocks_of` returns."""
     shape = blocks_of(x.shape)
     if shape is None:
         raise ValueError(f"no blocks in an array of shape {x.shape}")
     # Compared as integers, NaN is the largest; a maximum of floats may ignore NaN.
-    bits = jax.lax.bitcast_convert_type(jnp.abs(_in_blocks(x, shape[-2:])), jnp.int32)
-    return jax.lax.bitcast_convert_type(jnp.max(bits, _within(x.ndim)), jnp.float32)
+    bits = jax.lax.bitcast_convert_type(jnp.abs(_split_blocks(x, shape[-2:])), jnp.int32)
+    return jax.lax.bitcast_convert_type(jnp.max(bits, _axes_in_block(x.ndim)), jnp.float32)
 
 
 def codes_of(
     x: Float32[Array, "*shape"], scales: Float32[Array, "*blocks"], words: UInt32[Array, "*shape"]
 ) -> Int8[Array, "*shape"]:
-    """Returns the codes that `encode` makes of numbers whose blocks have these scales.
-
-    Args:
-      x: float32.
-      scales: `scales_of(x)`.
-      words: uniform random words.
-
-    Returns:
-      The codes.
-    """
+    """Returns the codes of numbers whose blocks have these scales, by uniform random words."""
     counts = scales.shape[-2:]
-    blocks = _in_blocks(x, counts)
+    blocks = _split_blocks(x, counts)
     magnitude = jnp.abs(blocks)
-    scales = jnp.expand_dims(scales, _within(x.ndim))
+    scales = jnp.expand_dims(scales, _axes_in_block(x.ndim))
+    # A code is a fourth root, so its fourth power lies between those of its neighbors.
     fourth = magnitude / jnp.where(scales > 0, scales, 1) * _LARGEST**4
-    below = jnp.minimum(jnp.floor(jnp.sqrt(jnp.sqrt(fourth))), _LARGEST - 1)
-    lower, upper = _square(_square(below)), _square(_square(below + 1))
-    draw = _in_blocks((words >> 8).astype(jnp.float32) * 2.0**-24, counts)
-    code = jnp.where(draw * (upper - lower) < fourth - lower, below + 1, below)
-    code = jnp.where(magnitude > 0, jnp.maximum(code, 1), 0)
-    codes = (jnp.sign(blocks) * code).astype(jnp.int8)
-    return _reshaped(codes, x.shape, jax.typeof(x).sharding.spec)
+    code_below = jnp.minimum(jnp.floor(jnp.sqrt(jnp.sqrt(fourth))), _LARGEST - 1)
+    lower, upper = _square(_square(code_below)), _square(_square(code_below + 1))
+    # Rounded to nearest, a moment that changes by less than half the distance to the next code
+    # would not move, and lag behind.
+    draw = _split_blocks((words >> 8).astype(jnp.float32) * 2.0**-24, counts)
+    codes = jnp.where(draw * (upper - lower) < fourth - lower, code_below + 1, code_below)
+    # Never zero: an optimizer would divide by a second moment of zero.
+    codes = jnp.where(magnitude > 0, jnp.maximum(codes, 1), 0)
+    codes = (jnp.sign(blocks) * codes).astype(jnp.int8)
+    return _reshape(codes, x.shape, jax.typeof(x).sharding.spec)
 
 
 def decode(x: Codes) -> Float32[Array, "*shape"]:
-    """Returns the numbers that codes stand for.
-
-    Args:
-      x: codes and scales.
-
-    Returns:
-      float32.
-    """
-    root = _in_blocks(x.codes.astype(jnp.float32), x.scales.shape[-2:]) * (1 / _LARGEST)
-    scales = jnp.expand_dims(x.scales, _within(x.codes.ndim))
+    """Returns the float32 numbers that codes stand for."""
+    root = _split_blocks(x.codes.astype(jnp.float32), x.scales.shape[-2:]) * (1 / _LARGEST)
+    scales = jnp.expand_dims(x.scales, _axes_in_block(x.codes.ndim))
     values = jnp.sign(root) * _square(_square(root)) * scales
-    return _reshaped(values, x.codes.shape, jax.typeof(x.codes).sharding.spec)
+    return _reshape(values, x.codes.shape, jax.typeof(x.codes).sharding.spec)
 
 
 def _square(x: Float32[Array, "..."]) -> Float32[Array, "..."]:
     return x * x
 
 
-def _within(ndim: int) -> tuple[int, ...]:
-    """Returns the axes along which the result of `_in_blocks` has the numbers of a block."""
+def _axes_in_block(ndim: int) -> tuple[int, ...]:
+    """Returns the axes along which the result of `_split_blocks` has the numbers of a block."""
     return (-1,) if ndim == 1 else (-3, -1)
 
 
-def _in_blocks(x: Array, counts: tuple[int, ...]) -> Array:
+def _split_blocks(x: Array, counts: tuple[int, ...]) -> Array:
     """Splits each of the last axes in two: the blocks, and the numbers in a block."""
     ndim, first = x.ndim, x.ndim - len(counts)
     sharding = jax.typeof(x).sharding
@@ -171,31 +141,25 @@ def _in_blocks(x: Array, counts: tuple[int, ...]) -> Array:
     for axis, count in enumerate(counts, first):
         shape += [count, x.shape[axis] // count]
         split += [of_blocks[axis], None]
-    return _reshaped(x, tuple(shape), split)
+    return _reshape(x, tuple(shape), split)
 
 
-def _reshaped(x: Array, shape: tuple[int, ...], spec: Any) -> Array:
+def _reshape(x: Array, shape: tuple[int, ...], spec: Any) -> Array:
     """Reshapes an array; on a mesh with explicit axes, the result has the sharding `spec`."""
-    given = jax.typeof(x).sharding
-    explicit = any(spec) or any(given.spec)
-    out = jax.NamedSharding(given.mesh, jax.P(*spec)) if explicit else None
+    sharding = jax.typeof(x).sharding
+    explicit = any(spec) or any(sharding.spec)
+    out = jax.NamedSharding(sharding.mesh, jax.P(*spec)) if explicit else None
     return jax.lax.reshape(x, shape, out_sharding=out)
 
 
 def spec_of_blocks(shape: tuple[int, ...], spec: jax.P, mesh: Any) -> jax.P:
-    """Returns the spec of an array's blocks: that of the array where devices hold whole blocks.
+    """Returns the spec of the blocks of an array; `shape` counts blocks along each axis.
 
-    Args:
-      shape: the number of blocks along each axis.
-      spec: the spec of the array.
-      mesh: the mesh.
-
-    Returns:
-      The spec of the blocks, with as many entries as that of the array.
+    An axis stays split where each device holds whole blocks. There is an entry for each axis.
     """
-    found = []
+    entries = []
     for size, axes in zip(shape, spec, strict=False):
         names = (axes,) if isinstance(axes, str) else axes or ()
         devices = math.prod(mesh.shape[name] for name in names)
-        found.append(axes if size % devices == 0 else None)
-    return jax.P(*found)
+        entries.append(axes if size % devices == 0 else None)
+    return jax.P(*entries)

@@ -1,6 +1,7 @@
 """Names of floating dtypes, and the few predicates on them that jaxmp uses."""
 
 import difflib
+import math
 from typing import Any
 
 import jax
@@ -33,23 +34,21 @@ _BY_NAME: dict[str, DType] = {
 _VALID = ", ".join([*_NAMES, "half", *(s for short in _NAMES.values() for s in short)])
 
 
-def suggestion(given: str, valid: list[str]) -> str:
+def suggestion(name: str, valid: list[str]) -> str:
     """Returns `" Did you mean 'x'?"` for the nearest valid name, or an empty text.
 
-    A name with all that was given inside of it is nearest: who writes `"float8"` means
-    `"mixed_float8"` and not `"float32"`, although fewer letters differ from that.
+    >>> suggestion("float8", ["float32", "mixed_float8"])
+    " Did you mean 'mixed_float8'?"
     """
-    longer = [name for name in valid if len(given) > 2 and given in name]
-    near = sorted(longer, key=len) or difflib.get_close_matches(given, valid, n=1)
-    return f" Did you mean {near[0]!r}?" if near else ""
+    # A name that contains the whole text comes first: "float32" differs in fewer letters, but who
+    # writes "float8" does not mean it.
+    longer = [candidate for candidate in valid if len(name) > 2 and name in candidate]
+    candidates = sorted(longer, key=len) or difflib.get_close_matches(name, valid, n=1)
+    return f" Did you mean {candidates[0]!r}?" if candidates else ""
 
 
 def parse_dtype(value: Any) -> DType:
     """Returns the floating dtype that a name or a dtype-like value stands for.
-
-    One spelling of a dtype per program: `jnp.bfloat16`, `"bf16"` and
-    `jnp.dtype("bfloat16")` compare, hash and print differently in NumPy and JAX, so every dtype
-    that enters jaxmp passes through here once.
 
     Args:
       value: a long or short name (`"bfloat16"`, `"bf16"`, `"float8_e4m3fn"`), `"half"` (jmp's
@@ -64,13 +63,15 @@ def parse_dtype(value: Any) -> DType:
     >>> parse_dtype("bf16").name, parse_dtype(jnp.float16).name
     ('bfloat16', 'float16')
     """
+    # `jnp.bfloat16`, "bf16" and `jnp.dtype("bfloat16")` compare, hash and print differently in
+    # NumPy and JAX. So every dtype that enters jaxmp passes through here once.
     if isinstance(value, str):
         name = value.strip()
         if name == "half":
             return jnp.dtype(jmp.half_dtype())
         if name not in _BY_NAME:
-            near = suggestion(name, [*_BY_NAME, "half"])
-            raise ValueError(f"unknown dtype {name!r}.{near} Valid names: {_VALID}")
+            hint = suggestion(name, [*_BY_NAME, "half"])
+            raise ValueError(f"unknown dtype {name!r}.{hint} Valid names: {_VALID}")
         return _BY_NAME[name]
     try:
         dtype = None if value is None else jnp.dtype(value)  # NumPy reads None as float64
@@ -120,3 +121,15 @@ def is_narrow(dtype: Any) -> bool:
     """Whether a dtype is a float of fewer than 32 bits, which cannot be its own master."""
     dtype = jnp.dtype(dtype)
     return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+
+
+def nbytes_of(x: Any) -> int:
+    """Returns the bytes of an array or a type; of keys, those of their words; 0 for other values.
+
+    >>> nbytes_of(np.zeros((2, 3), np.float32)), nbytes_of(jax.random.key(0)), nbytes_of("text")
+    (24, 8, 0)
+    """
+    if not (hasattr(x, "dtype") and hasattr(x, "shape")):
+        return 0
+    # Not `x.nbytes`, which types lack. The itemsize of a key's dtype counts all words of the key.
+    return math.prod(x.shape) * int(x.dtype.itemsize)

@@ -35,24 +35,17 @@ class Coded(NamedTuple):
 def scale_of(
     amax: Float32[Array, "*shape"], dtype: DType, *, power_of_two: bool = True
 ) -> Float32[Array, "*shape"]:
-    """Returns the scale that brings numbers up to `amax` into the range of a float8 dtype.
+    """Returns the float32 scale that brings numbers up to `amax` into the range of a float8 dtype.
 
-    A power of two moves the exponent only: then rounding to float8 is the one rounding, and a
-    product is scaled back exactly in bfloat16.
-
-    Args:
-      amax: the largest magnitudes, float32.
-      dtype: the float8 dtype.
-      power_of_two: whether to round the scale down to a power of two.
-
-    Returns:
-      The scales, float32. NaN where `amax` is infinite or NaN, so that all of a product becomes
-      NaN, and a loss scale or `grads_finite` sees the overflow.
+    Scales are rounded down to powers of two, unless `power_of_two` is false. They are NaN where
+    `amax` is not finite.
 
     >>> scale_of(jnp.float32([448, 100, jnp.inf]), jnp.dtype("float8_e4m3fn"))
     Array([ 1.,  4., nan], dtype=float32)
     """
     largest = float(jnp.finfo(dtype).max)
+    # A power of two moves the exponent only: then rounding to float8 is the one rounding, and a
+    # product is scaled back exactly in bfloat16.
     if power_of_two:
         # GPUs divide float32 with an error of up to two units in the last place, which next to a
         # power of two would change the scale by a factor of two. So subtract the bits: exponents
@@ -63,8 +56,9 @@ def scale_of(
         bits = (largest_bits - amax_bits + one_bits) & _EXPONENT
         scale = lax.bitcast_convert_type(bits, jnp.float32)
     else:
-        # The constant is the quotient in float64, rounded once: 1e-12 itself is no float32.
+        # The constant is the quotient in float64, rounded once: 1e-12 itself is not a float32.
         scale = jnp.where(amax > _LEAST_AMAX, largest / amax, np.float32(largest / _LEAST_AMAX))
+    # All of a product becomes NaN, so that a loss scale or `grads_finite` sees the overflow.
     return jnp.where(jnp.isfinite(amax), scale, jnp.float32(jnp.nan))
 
 
@@ -75,67 +69,50 @@ def largest_magnitude(x: Float[Array, "..."], axes: tuple[int, ...]) -> Float32[
     Array([[3.],
            [2.]], dtype=float32)
     """
-    return jnp.max(jnp.abs(_widened(x)), axis=axes, keepdims=True, initial=0)
+    return jnp.max(jnp.abs(_exact_float32(x)), axis=axes, keepdims=True, initial=0)
 
 
-def _widened(x: Float[Array, "*shape"]) -> Float32[Array, "*shape"]:
-    """Widens an array to float32, as it is: its codes do not depend on what a compiler fuses.
-
-    Else an activation could be rounded from float32 in the forward pass, and from bfloat16 where a
-    checkpoint computes it again: 6 % of difference where that moves a code.
-    """
-    # Without costs only for bfloat16; small float16 numbers would become zero.
+def _exact_float32(x: Float[Array, "*shape"]) -> Float32[Array, "*shape"]:
+    # Codes must not depend on what a compiler fuses. Else an activation could be rounded from
+    # float32 in the forward pass, and from bfloat16 where a checkpoint computes it again: 6 % of
+    # difference where that moves a code. This costs nothing for bfloat16 only; small float16
+    # numbers would become zero.
     return widen_rounded(x) if x.dtype == jnp.bfloat16 else x.astype(jnp.float32)
 
 
-def rounded_to_codes(
+def round_to_codes(
     x: Float[Array, "*shape"], scale: Float32[Array, "..."], dtype: DType
 ) -> Float[Array, "*shape"]:
-    """Rounds numbers times their scale to float8, once, to the nearest.
-
-    Args:
-      x: the numbers, of any float dtype up to float32.
-      scale: float32, broadcast against `x`.
-      dtype: the float8 dtype.
-
-    Returns:
-      The codes. Finite numbers out of range become the largest one: a scale from an earlier step
-      may be too large.
+    """Rounds numbers, of any float dtype up to float32, times their scale to the nearest float8.
 
     >>> x, e4m3 = jnp.float32([0.3, 500, jnp.nan]), jnp.dtype("float8_e4m3fn")
-    >>> rounded_to_codes(x, jnp.float32(1), e4m3)
+    >>> round_to_codes(x, jnp.float32(1), e4m3)
     Array([0.3125, 448, nan], dtype=float8_e4m3fn)
     """
     largest = float(jnp.finfo(dtype).max)
-    scaled = _widened(x) * scale
+    scaled = _exact_float32(x) * scale
+    # A scale from an earlier step may be too large: numbers out of range become the largest code.
     return jnp.clip(scaled, -largest, largest).astype(dtype)
 
 
-def encoded(
+def encode_float8(
     x: Float[Array, "*shape"], dtype: DType, axes: tuple[int, ...], *, power_of_two: bool = True
 ) -> Coded:
     """Returns an array in float8, with one scale for all numbers along some axes.
 
-    Args:
-      x: the array, of any float dtype up to float32.
-      dtype: the float8 dtype.
-      axes: the axes that share a scale.
-      power_of_two: whether scales are powers of two.
-
-    Returns:
-      The codes and the scales.
-
-    >>> encoded(jnp.float32([[1, 2], [30, 40]]), jnp.dtype("float8_e4m3fn"), (1,)).scale.ravel()
+    >>> x, e4m3 = jnp.float32([[1, 2], [30, 40]]), jnp.dtype("float8_e4m3fn")
+    >>> encode_float8(x, e4m3, (1,)).scale.ravel()
     Array([128.,   8.], dtype=float32)
     """
     scale = scale_of(largest_magnitude(x, axes), dtype, power_of_two=power_of_two)
-    return Coded(rounded_to_codes(x, scale, dtype), scale)
+    return Coded(round_to_codes(x, scale, dtype), scale)
 
 
-def decoded(coded: Coded, dtype: Any) -> Array:
+def decode_float8(coded: Coded, dtype: Any) -> Array:
     """Returns the numbers that codes stand for: exact in bfloat16 if scales are powers of two.
 
-    >>> decoded(encoded(jnp.float32([0.3, 5]), jnp.dtype("float8_e4m3fn"), (0,)), jnp.bfloat16)
+    >>> coded = encode_float8(jnp.float32([0.3, 5]), jnp.dtype("float8_e4m3fn"), (0,))
+    >>> decode_float8(coded, jnp.bfloat16)
     Array([0.3125, 5], dtype=bfloat16)
     """
     return coded.codes.astype(dtype) * (1 / coded.scale).astype(dtype)

@@ -16,9 +16,9 @@ from jaxmp._numerics.tree import check_flag, leaf_names
 
 # Each power of two between these has a bin.
 _LOWEST, _HIGHEST = -80, 40
-# The first bin holds zeros. Three more hold what is smaller than the lowest power of two: they part
-# where bfloat16 becomes zero, and where float32 and bfloat16 lose bits. The last three hold what is
-# larger than the highest, infinities, and NaN.
+# The first bin holds zeros. Three more hold numbers below the lowest power of two: they part where
+# bfloat16 becomes zero, and where float32 and bfloat16 lose bits. The last three hold numbers above
+# the highest, infinities, and NaN.
 LOWER_EDGES = np.array(
     [2.0**-149, 2.0**-134, 2.0**-126, *np.exp2(np.arange(_LOWEST, _HIGHEST + 2.0))]
 )
@@ -62,7 +62,7 @@ def histograms(tree: PyTree, *, when: Any = None) -> Histograms:
     their dtype cannot hold: count gradients that are float32, as `jaxmp.value_and_grad` returns
     them.
 
-    Under `jit` nothing waits for the host. Sharded arrays are counted where they lie, and one sum
+    Under `jit` nothing waits for the host. Sharded arrays are counted in place, and one sum
     over devices follows. In a `shard_map`, each device counts its own numbers.
 
     Args:
@@ -82,8 +82,8 @@ def histograms(tree: PyTree, *, when: Any = None) -> Histograms:
     >>> found.names, found.counts[0, 84:87], float(found.largest[0])
     (('w',), Array([2., 0., 1.], dtype=float32), 4.0)
     """
-    named = zip(leaf_names(tree), jax.tree.leaves(tree), strict=True)
-    floats = {name: x for name, x in named if is_inexact(x)}
+    leaves = zip(leaf_names(tree), jax.tree.leaves(tree), strict=True)
+    floats = {name: x for name, x in leaves if is_inexact(x)}
     if when is None:
         counts, largest = _counted(list(floats.values()))
     else:
@@ -99,30 +99,23 @@ def _counted(arrays: list[Any]) -> tuple[Any, Any]:
     return jnp.stack(counts), jnp.stack(largest)
 
 
-def counted_when(when: Any, count: Callable[[Any], Any], given: Any) -> Any:
-    """Runs a function where a flag of the program is true; elsewhere its results are zeros.
-
-    Args:
-      when: a boolean scalar.
-      count: a function of one tree of arrays.
-      given: the tree.
-
-    Raises:
-      TypeError: if `when` is not a boolean scalar.
-    """
+def counted_when(when: Any, count: Callable[[Any], Any], tree: Any) -> Any:
+    """Returns `count(tree)` where a flag of the program is true; elsewhere, zeros like it."""
     check_flag(when, "when")
-    return jax.lax.cond(when, count, lambda given: zeros_as(count, given), given)
+    return jax.lax.cond(when, count, lambda tree: zeros_as(count, tree), tree)
 
 
-def zeros_as(count: Callable[..., Any], *given: Any) -> Any:
+def zeros_as(count: Callable[..., Any], *trees: Any) -> Any:
     """Returns zeros like the results of a function, which vary over devices as those do."""
-    return jax.tree.map(jnp.zeros_like, jax.eval_shape(count, *given))
+    return jax.tree.map(jnp.zeros_like, jax.eval_shape(count, *trees))
 
 
 def histogram_of(x: Any) -> tuple[Float32[Array, "128"], Float32[Array, ""]]:
     """Returns the counts and the largest magnitude of one array of floats."""
     bits = _bits_of(x)
-    counts = jax.lax.platform_dependent(_bin_of(bits), cpu=_scattered, default=_compared)
+    counts = jax.lax.platform_dependent(
+        _bin_of(bits), cpu=_count_by_scatter, default=_count_by_comparison
+    )
     finite = jnp.where(bits < _INFINITY, bits, 0)
     largest = jnp.max(finite, initial=jnp.uint32(0))
     return counts, jax.lax.bitcast_convert_type(largest, jnp.float32)
@@ -130,17 +123,12 @@ def histogram_of(x: Any) -> tuple[Float32[Array, "128"], Float32[Array, ""]]:
 
 @jax.jit
 def counts_below(arrays: list[Any], limits: Float32[Array, " n"]) -> Float32[Array, "arrays n"]:
-    """Counts the numbers of each array that are not zero, and smaller than some limits.
-
-    Args:
-      arrays: of floats or complex numbers.
-      limits: magnitudes.
-    """
+    """Counts the numbers of each array that are not zero, and smaller than some magnitudes."""
     ends = jax.lax.bitcast_convert_type(limits, jnp.uint32)
 
     def below(x: Any) -> Any:
         bits = _bits_of(x)
-        axes = _counted_axes(bits)
+        axes = _axes_of_count(bits)
         counts = [jnp.sum((bits > 0) & (bits < end), axes, dtype=jnp.uint32) for end in ends]
         return jnp.stack([jnp.sum(count.astype(jnp.float32)) for count in counts])
 
@@ -148,19 +136,16 @@ def counts_below(arrays: list[Any], limits: Float32[Array, " n"]) -> Float32[Arr
 
 
 def _bits_of(x: Any) -> Any:
-    """Returns the bits of magnitudes in float32: their order is that of the magnitudes."""
+    # The bits of nonnegative floats have the order of the floats.
     if jnp.iscomplexobj(x):
         x = jnp.stack([x.real, x.imag])
-    return jax.lax.bitcast_convert_type(_as_float32(x), jnp.uint32) & jnp.uint32(0x7FFFFFFF)
-
-
-def _as_float32(x: Any) -> Any:
-    """Returns floats in float32; of float64, those beyond its range at the ends of it."""
-    if not is_floating(x) or jnp.dtype(x.dtype).itemsize < 8:
-        return jnp.asarray(x, jnp.float32)
-    ends = jnp.finfo(jnp.float32)
-    near = jnp.clip(jnp.abs(x), float(ends.smallest_normal), float(ends.max))
-    return jnp.where(jnp.isfinite(x) & (x != 0), near, x).astype(jnp.float32)
+    if is_floating(x) and jnp.dtype(x.dtype).itemsize >= 8:
+        # float64 beyond the range of float32 must not count as zero or infinite: its ends are near.
+        info = jnp.finfo(jnp.float32)
+        clipped = jnp.clip(jnp.abs(x), float(info.smallest_normal), float(info.max))
+        x = jnp.where(jnp.isfinite(x) & (x != 0), clipped, x)
+    x = jnp.asarray(x, jnp.float32)
+    return jax.lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0x7FFFFFFF)
 
 
 _INFINITY = np.uint32(0x7F800000)
@@ -170,7 +155,6 @@ _HALF_OF_BFLOAT16 = np.uint32(0x00008000)  # 2**-134, half of its smallest numbe
 
 def _bin_of(bits: Any) -> Any:
     """Returns the number of the bin of each magnitude, given the bits of a float32."""
-    # Bins have the order of the bits.
     exponent = (bits >> 23).astype(jnp.int32) - 127
     number = jnp.clip(exponent, _LOWEST - 1, _HIGHEST + 1) + (4 - _LOWEST)
     for edge in (np.uint32(1), _HALF_OF_BFLOAT16, _SMALLEST_NORMAL):
@@ -184,38 +168,36 @@ def _bin_of(bits: Any) -> Any:
 _TOGETHER = 16
 
 
-def _compared(number: Any) -> Float32[Array, "128"]:
-    """Counts bins by comparing each number with each bin, which TPUs and GPUs do in registers.
-
-    A scatter would add one number after the other there. Comparisons with all bins at once take a
-    TPU v5e six times as long, by the estimates of its compiler.
-    """
+def _count_by_comparison(number: Any) -> Float32[Array, "128"]:
+    # TPUs and GPUs compare each number with each bin in registers; a scatter would add one number
+    # after the other there. Comparisons with all bins at once take a TPU v5e six times as long, by
+    # the estimates of its compiler.
     # A sum over min(number, k) grows from one k to the next by the numbers that are above: two
     # operations for each bin, and exact where uint32 overflows.
-    axes = _counted_axes(number)
+    axes = _axes_of_count(number)
     small = number.astype(jnp.uint8)
 
     def sums_from(first: Any) -> Any:
-        wide = small.astype(jnp.uint32)
+        numbers = small.astype(jnp.uint32)
         bins = [first + np.uint32(i) for i in range(_TOGETHER)]
-        return jnp.stack([jnp.sum(jnp.minimum(wide, k), axes, dtype=jnp.uint32) for k in bins])
+        return jnp.stack([jnp.sum(jnp.minimum(numbers, k), axes, dtype=jnp.uint32) for k in bins])
 
     sums = jax.lax.map(sums_from, jnp.arange(0, BINS, _TOGETHER, dtype=jnp.uint32))
     sums = sums.reshape(BINS, *sums.shape[2:])
-    reached = sums[1:] - sums[:-1]  # how many are in a bin above each
+    above = sums[1:] - sums[:-1]  # how many are in a bin above each
     whole = np.uint32(math.prod(number.shape[i] for i in axes) % 2**32)
-    first, last = jnp.full_like(reached[:1], whole), jnp.zeros_like(reached[:1])
-    counts = jnp.concatenate([first, reached]) - jnp.concatenate([reached, last])
+    first, last = jnp.full_like(above[:1], whole), jnp.zeros_like(above[:1])
+    counts = jnp.concatenate([first, above]) - jnp.concatenate([above, last])
     return jnp.sum(counts.astype(jnp.float32), tuple(range(1, counts.ndim)))
 
 
-def _counted_axes(x: Any) -> tuple[int, ...]:
-    """Returns the axes over which a count fits into uint32."""
+def _axes_of_count(x: Any) -> tuple[int, ...]:
+    """Returns the axes over which a count fits into uint32: all but the first of large arrays."""
     return tuple(range(x.size >= 2**32, x.ndim))
 
 
-def _scattered(number: Any) -> Float32[Array, "128"]:
-    """Counts bins one number after the other, as a CPU does best."""
+def _count_by_scatter(number: Any) -> Float32[Array, "128"]:
+    # A CPU does best to count one number after the other.
     mesh = jax.typeof(number).sharding.mesh
     whole = jax.NamedSharding(mesh, jax.P(None)) if mesh.explicit_axes else None
     counts = jnp.zeros(BINS, jnp.uint32).at[number].add(jnp.uint32(1), out_sharding=whole)

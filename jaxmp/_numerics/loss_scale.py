@@ -46,8 +46,8 @@ class LossScaleState(NamedTuple):
         196608.0
         """
         loss = jnp.asarray(loss)
-        wide = loss.astype(at_least_float32(loss.dtype))
-        return wide * jnp.asarray(self.scale, wide.dtype)
+        loss = loss.astype(at_least_float32(loss.dtype))
+        return loss * jnp.asarray(self.scale, loss.dtype)
 
     def unscale(self, grads: PyTree) -> PyTree:
         """Divides gradients by the scale, in float32 (or the gradient's own wider dtype).
@@ -225,11 +225,11 @@ class DynamicLossScale:
         """
         check_flag(grads_finite, "grads_finite")
         state = LossScaleState(*map(jnp.asarray, state))
-        count = state.growth_count + 1
-        grow = grads_finite & (count >= min(self.growth_interval, _LARGEST_COUNT))
-        refill = grads_finite if self.consecutive_hysteresis else grow
-        left = jnp.where(grads_finite, state.hysteresis, state.hysteresis - 1)
-        back_off = ~grads_finite & (left <= 0)
+        streak = state.growth_count + 1
+        grow = grads_finite & (streak >= min(self.growth_interval, _LARGEST_COUNT))
+        forgive = grads_finite if self.consecutive_hysteresis else grow
+        tolerance = jnp.where(grads_finite, state.hysteresis, state.hysteresis - 1)
+        back_off = ~grads_finite & (tolerance <= 0)
 
         grown = _times(state.scale, self.growth_factor)
         # A growth past float32 is refused rather than clipped: the largest float32 is not a power
@@ -240,8 +240,8 @@ class DynamicLossScale:
         return LossScaleState(
             # A scale restored from a run with other bounds is clipped to these.
             scale=jnp.clip(scale, self.min_scale, self.max_scale),
-            growth_count=jnp.where(grads_finite & ~grow, count, 0),
-            hysteresis=jnp.where(refill, _count(self.hysteresis), left),
+            growth_count=jnp.where(grads_finite & ~grow, streak, 0),
+            hysteresis=jnp.where(forgive, _count(self.hysteresis), tolerance),
         )
 
 
@@ -277,12 +277,10 @@ def _check_count(name: str, value: Any) -> int:
 
 
 def _times(scale: Float32[Array, ""], factor: float) -> Float32[Array, ""]:
-    """Returns `scale * factor` as PyTorch computes it: with a double factor, rounded once.
-
-    Rounding a factor such as 1.1 to float32 first gives another scale in a quarter of all steps.
-    """
+    """Returns `scale * factor` as PyTorch computes it: with a double factor, rounded once."""
     if math.frexp(factor)[0] == 0.5:
         return scale * np.float32(factor)  # a power of two: exact, and no float64 on a TPU
+    # Rounding a factor such as 1.1 to float32 first gives another scale in a quarter of all steps.
     with jax.enable_x64(True):
         return (scale.astype(jnp.float64) * jnp.float64(factor)).astype(jnp.float32)
 

@@ -1,6 +1,6 @@
-"""The precision of float32 products: what a policy asks for, and what a device makes of it.
+"""The precision of float32 products: the names of policies, of JAX, and how devices multiply.
 
-A float32 product that asks for nothing is not float32: TPUs multiply bfloat16 roundings of its
+A float32 product without a precision is not float32: TPUs multiply bfloat16 roundings of its
 operands, GPUs since Ampere their TF32 roundings. docs/precision.md has the table.
 """
 
@@ -43,7 +43,7 @@ _ALGORITHMS = {
     "TF32_TF32_F32_X3": Meaning(_REFUSED, "TF32 x 3", 1),
     "F32_F32_F32": Meaning(_REFUSED, "float32", 2),
 }
-# JAX's own names for its levels. A policy takes only the one that says what it is.
+# JAX's own names for its levels. A policy takes only `tensorfloat32`.
 _ALIASES = {"bfloat16": "default", "tensorfloat32": "high", "float32": "highest"}
 _NAMES = (*_LEVELS, "tensorfloat32")
 
@@ -71,13 +71,13 @@ def parse_precision(value: Any) -> str | None:
             return text.lower()
         if text.upper() in _ALGORITHMS:
             return text.upper()
-    given = str(text)
-    level = (_ALIASES | {"tf32": "tensorfloat32"}).get(given.lower())
-    near = f" Did you mean {level!r}?" if level else ""
-    near = near or suggestion(given.lower(), list(_NAMES))
-    near = near or suggestion(given.upper(), list(_ALGORITHMS))
+    name = str(text)
+    level = (_ALIASES | {"tf32": "tensorfloat32"}).get(name.lower())
+    hint = f" Did you mean {level!r}?" if level else ""
+    hint = hint or suggestion(name.lower(), list(_NAMES))
+    hint = hint or suggestion(name.upper(), list(_ALGORITHMS))
     raise ValueError(
-        f"unknown precision of float32 products {given!r}.{near} Valid: {', '.join(_NAMES)}, or an "
+        f"unknown precision of float32 products {name!r}.{hint} Valid: {', '.join(_NAMES)}, or an "
         f"algorithm for float32 operands: {', '.join(_ALGORITHMS)}"
     )
 
@@ -87,32 +87,26 @@ def is_algorithm(precision: str | None) -> bool:
     return precision in _ALGORITHMS
 
 
-class _Asked(NamedTuple):
-    """The option that jaxmp has set, and what the user had set before."""
+class _Override(NamedTuple):
+    """The value of JAX's option that jaxmp has set, and the user's own value."""
 
     option: str
     users: str | None
 
 
 # A part of the key of every trace cache: JAX's option alone does not say who has set it.
-_ASKED: Any = jax.make_user_context(default_value=None)
+_OVERRIDE: Any = jax.make_user_context(default_value=None)
 
 
 def users_option() -> str | None:
-    """Returns `jax_default_matmul_precision` as the user has set it, whatever jaxmp asks for."""
+    """Returns `jax_default_matmul_precision` as the user has set it, without an override."""
     option: str | None = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
-    asked: _Asked | None = _ASKED.value
-    return asked.users if asked is not None and asked.option == option else option
+    override: _Override | None = _OVERRIDE.value
+    return override.users if override is not None and override.option == option else option
 
 
 def precision_of(precision: str | None) -> str | None:
-    """Returns what the float32 products of a policy ask for now.
-
-    Args:
-      precision: the precision in the policy.
-
-    Returns:
-      A canonical name; None if the user's option decides.
+    """Returns the precision of the float32 products of a policy; None if the user's option decides.
 
     >>> precision_of(None), precision_of("high")
     ('highest', 'high')
@@ -123,19 +117,17 @@ def precision_of(precision: str | None) -> str | None:
 
 
 @contextlib.contextmanager
-def asking(precision: str | None) -> Iterator[None]:
-    """Makes products that are traced in here ask for a precision, unless they say one themselves.
+def default_precision(precision: str | None) -> Iterator[None]:
+    """Gives a precision to the products that are traced in this context and name none themselves.
 
-    An algorithm would hold for 16-bit products too, and JAX makes them products of float32. So it
-    is replaced by HIGHEST, which 16-bit products do not feel.
-
-    Args:
-      precision: a canonical name; None for the user's own option.
+    None stands for the user's own option.
     """
     users = users_option()
+    # An algorithm would hold for 16-bit products too, and JAX makes them products of float32.
+    # HIGHEST changes no 16-bit product.
     option = "highest" if is_algorithm(precision) else precision
-    asked = None if option is None else _Asked(option, users)
-    with jax.default_matmul_precision(users if option is None else option), _ASKED(asked):
+    override = None if option is None else _Override(option, users)
+    with jax.default_matmul_precision(users if option is None else option), _OVERRIDE(override):
         yield
 
 
@@ -171,15 +163,13 @@ def meaning_of(name: str) -> Meaning:
     >>> meaning_of("highest").tpu, meaning_of("F64_F64_F64").gpu
     ('bf16 x 6', 'F64_F64_F64')
     """
-    known = _LEVELS | _ALGORITHMS
-    return known.get(_ALIASES.get(name, name), Meaning(name, name, 0))
+    meanings = _LEVELS | _ALGORITHMS
+    return meanings.get(_ALIASES.get(name, name), Meaning(name, name, 0))
 
 
 def is_own(param: Any) -> bool:
-    """Whether a product asks for something else than the user's option.
-
-    One that was given the same precision where it stands cannot be told from one that was not.
-    """
+    """Whether a product has another precision than the user's option gives it."""
+    # A jaxpr does not show whether a product got the same precision from its author.
     option = users_option()
     return param is not None and (
         option is None or name_of_param(param) != _ALIASES.get(option, option)

@@ -27,14 +27,14 @@ class SplitFloat32(NamedTuple):
 def split_float32(x: Float32[Array, "*shape"], *, low_bits: int = 16) -> SplitFloat32:
     """Splits float32 into a bfloat16 that a model can use, and the rest.
 
-    A float32 master beside a bfloat16 param costs 6 bytes, 2 of them redundant. With 16 low bits,
+    A float32 master and a bfloat16 param take 6 bytes, 2 of them redundant. With 16 low bits,
     both take 4 bytes and nothing is lost: `merge_float32` restores every word. With 8 low bits, the
     master has 24 bits and both take 3 bytes.
 
-    Ties round away from zero. They cannot round to even, as an even bfloat16 would stand for 65,537
-    floats. So `high` differs from `x.astype(bfloat16)` for 1 in 131,072 of all words. Values from
-    0x7f7f8000 on (3.396e38) are infinite in `high`, as after a cast, and finite again when merged.
-    A NaN keeps its sign and the upper bits of its payload, so that `high` is a NaN too.
+    Ties round away from zero. So `high` differs from `x.astype(bfloat16)` for 1 in 131,072 of all
+    words. Values from 0x7f7f8000 on (3.396e38) are infinite in `high`, as after a cast, and finite
+    again when merged. A NaN keeps its sign and the upper bits of its payload, so that `high` is a
+    NaN too.
 
     Args:
       x: float32.
@@ -64,17 +64,18 @@ def split_float32(x: Float32[Array, "*shape"], *, low_bits: int = 16) -> SplitFl
     bits = _bits(x)
     if low_bits == 8:
         bits = jnp.where(_is_nan(bits), bits, (bits + 0x80) & -0x100)
-    # For the largest NaNs the sum would wrap around to zero.
+    # Ties cannot round to even, as an even bfloat16 would stand for 65,537 floats, one more than 16
+    # low bits tell apart. For the largest NaNs the sum would wrap around to zero.
     rounded = jnp.where(_is_nan(bits), bits | _QUIET, bits + 0x8000) & _HIGH
     # The cast is exact. So would a bit cast to 16 bits be, but TPUs do not fuse it with the
     # operations that read it, which costs a copy.
     high = _float(rounded).astype(jnp.bfloat16)
-    # Computed from `high` rather than beside it, so that a TPU's compiler makes one loop for both,
+    # Computed from `high`, not in parallel, so that a TPU's compiler makes one loop for both,
     # which reads each input once.
-    rest = jnp.where(_is_nan(bits), 0, bits - _bits(high.astype(jnp.float32)))
-    # A compiler may compute x twice, with different last bits: clip, lest the rest wrap around.
-    rest = jnp.clip(rest, -0x8000, 0x7FFF)
-    return SplitFloat32(high, (rest >> (16 - low_bits)).astype(_LOW_BITS[low_bits]))
+    low = jnp.where(_is_nan(bits), 0, bits - _bits(high.astype(jnp.float32)))
+    # A compiler may compute x twice, with different last bits: clip, lest the low bits wrap around.
+    low = jnp.clip(low, -0x8000, 0x7FFF)
+    return SplitFloat32(high, (low >> (16 - low_bits)).astype(_LOW_BITS[low_bits]))
 
 
 def merge_float32(
@@ -101,8 +102,8 @@ def merge_float32(
             "merge_float32 takes the bfloat16 and the int16 or int8 that split_float32 returned, "
             f"got {high.dtype} and {low.dtype}"
         )
-    rest = low.astype(jnp.int32) << (16 - 8 * low.dtype.itemsize)
-    return _float(_bits(high.astype(jnp.float32)) + rest)
+    offset = low.astype(jnp.int32) << (16 - 8 * low.dtype.itemsize)
+    return _float(_bits(high.astype(jnp.float32)) + offset)
 
 
 def _bits(x: Float32[Array, "*shape"]) -> Int32[Array, "*shape"]:

@@ -77,60 +77,45 @@ def stochastic_round(
 def round_by_words(
     x: Float32[Array, "*shape"], dtype: DType, words: UInt32[Array, "*shape"]
 ) -> Float[Array, "*shape"]:
-    """Rounds up where the fraction and a random word together reach one.
+    """Rounds up where the fraction and a uniform random word together reach one.
 
     The fraction is the part of `x` below the dtype's last place, in 32 bits. These hold it exactly
-    down to 2**-9 of the smallest subnormal number. The rounding is done on integers, as compilers
-    may round floats in other ways, and devices may flush them to zero.
-
-    Args:
-      x: float32.
-      dtype: a narrower floating dtype.
-      words: uniform random words.
-
-    Returns:
-      The rounded values.
+    down to 2**-9 of the smallest subnormal number.
 
     >>> words = jnp.uint32([0, 2**31 - 1, 2**31, 2**32 - 1])
     >>> round_by_words(jnp.full(4, 1.00390625, jnp.float32), jnp.dtype("bfloat16"), words)
     Array([1, 1, 1.00781, 1.00781], dtype=bfloat16)
     """
+    # On integers: compilers may round floats in other ways, and devices may flush them to zero.
     info = jnp.finfo(dtype)
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     sign, magnitude = bits & _SIGN, bits & ~_SIGN
     exponent = magnitude >> 23
-    fraction = magnitude & 0x7FFFFF
-    significand = jnp.where(exponent > 0, fraction | 0x800000, fraction)
+    mantissa = magnitude & 0x7FFFFF
+    significand = jnp.where(exponent > 0, mantissa | 0x800000, mantissa)
     # The exponent of the result, with float32's bias: at least that of subnormal numbers.
     scale = jnp.maximum(exponent, max(int(info.minexp) + 127, 1))
     drop = scale - jnp.maximum(exponent, 1) + (23 - info.nmant)
     rounded = significand >> jnp.minimum(drop, 31)
-    rounded = rounded + (_fraction(significand, drop) + words < words).astype(jnp.uint32)
+    # The lowest `drop` bits as a fraction of 2**32, cut off below the last bit.
+    upper = significand << jnp.minimum(32 - drop, 31)  # where this shift wraps around: `lower`
+    lower = significand >> jnp.minimum(drop - 32, 31)
+    fraction = jnp.where(drop <= 32, upper, lower)
+    rounded = rounded + (fraction + words < words).astype(jnp.uint32)
     if info.nexp == 8:  # the exponents of float32, whose subnormal numbers arithmetic may flush
         value = ((scale - 1) << 23) + (rounded << (23 - info.nmant))
     else:
         unit = _as_float((scale - info.nmant) << 23)
         value = jax.lax.bitcast_convert_type(rounded.astype(jnp.float32) * unit, jnp.uint32)
-    value = jnp.minimum(value, _bits_of_largest(dtype))
+    value = jnp.minimum(value, np.float32(info.max).view(np.uint32))
     return jnp.where(jnp.isfinite(x), _as_float(value | sign), x).astype(dtype)
 
 
 _SIGN = np.uint32(2**31)
 
 
-def _fraction(significand: UInt32[Array, "*shape"], drop: UInt32[Array, "*shape"]) -> Array:
-    """Returns the lowest `drop` bits as a fraction of 2**32, cut off below the last bit."""
-    up = significand << jnp.minimum(32 - drop, 31)  # where this shift wraps around, `down` is used
-    down = significand >> jnp.minimum(drop - 32, 31)
-    return jnp.where(drop <= 32, up, down)
-
-
 def _as_float(bits: UInt32[Array, "*shape"]) -> Float32[Array, "*shape"]:
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
-
-
-def _bits_of_largest(dtype: DType) -> np.uint32:
-    return np.float32(jnp.finfo(dtype).max).view(np.uint32)
 
 
 def _key_words(key: Any) -> list[Array]:
@@ -148,26 +133,19 @@ def _key_words(key: Any) -> list[Array]:
 
 
 def hashed_words(shape: tuple[int, ...], seeds: Sequence[Any]) -> UInt32[Array, "..."]:
-    """Returns random words that depend on the position in an array and on a few seeds.
+    """Returns random words that depend on the position in an array and on a few uint32 seeds.
 
     Applies the finalizer of MurmurHash3 (Appleby, 2011) to a sequence whose step and start depend
     on the seeds. Positions are counted in 32 bits. In an array that is sharded under `jit`, they
     are positions in the whole array.
-
-    Args:
-      shape: the shape.
-      seeds: uint32 scalars.
-
-    Returns:
-      The words.
 
     >>> hashed_words((2,), [jnp.uint32(0)])
     Array([ 815897290, 3523111331], dtype=uint32)
     """
     flip, shift = jnp.uint32(0x9E3779B9), jnp.uint32(0x7F4A7C15)
     for seed in seeds:
-        flip = _mixed(flip ^ jnp.asarray(seed, jnp.uint32))
-        shift = _mixed(shift + flip)
+        flip = _mix(flip ^ jnp.asarray(seed, jnp.uint32))
+        shift = _mix(shift + flip)
     # Multiply by the step first. Plain positions would be equal in all arrays of a shape. The GPU
     # compiler would compute such rows once, and all that reads them, such as the moments of 11 of
     # 16 equal params, in one kernel, apart from the params.
@@ -175,10 +153,10 @@ def hashed_words(shape: tuple[int, ...], seeds: Sequence[Any]) -> UInt32[Array, 
     for axis, size in reversed(list(enumerate(shape))):
         shift = shift + jax.lax.broadcasted_iota(jnp.uint32, shape, axis) * stride
         stride = stride * jnp.uint32(size)
-    return jnp.broadcast_to(_mixed(shift), shape)
+    return jnp.broadcast_to(_mix(shift), shape)
 
 
-def _mixed(word: Any) -> Any:
+def _mix(word: Any) -> Any:
     word = (word ^ (word >> 16)) * np.uint32(0x85EBCA6B)
     word = (word ^ (word >> 13)) * np.uint32(0xC2B2AE35)
     return word ^ (word >> 16)

@@ -9,15 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, PyTree
 
-from jaxmp._numerics.dtypes import DType, at_least_float32, is_floating, is_inexact, is_key
+from jaxmp._numerics.dtypes import at_least_float32, is_floating, is_inexact, is_key
 
 
 def cast_floating(tree: PyTree, dtype: Any) -> PyTree:
     """Casts the floating leaves of a tree, and nothing else.
 
-    Casting every leaf would break other leaves: a bfloat16 step counter stops at 256, and a typed
-    PRNG key raises. Integers, booleans, complex numbers, keys, `None`, float0, strings and Python
-    scalars (which take the dtype of the arrays they meet) pass unchanged.
+    Integers, booleans, complex numbers, keys, `None`, float0, strings and Python scalars (which
+    take the dtype of the arrays they meet) pass unchanged.
 
     Args:
       tree: any pytree; NumPy floats become JAX arrays, `ShapeDtypeStruct` leaves stay abstract.
@@ -30,17 +29,19 @@ def cast_floating(tree: PyTree, dtype: Any) -> PyTree:
     'bfloat16'
     """
     dtype = jnp.dtype(dtype)
-    return jax.tree.map(lambda x: _cast_leaf(x, dtype), tree)
 
+    # A cast of every leaf would break some: a bfloat16 step counter stops at 256, and a typed PRNG
+    # key raises.
+    def cast_leaf(x: Any) -> Any:
+        if isinstance(x, jax.ShapeDtypeStruct) and is_floating(x):
+            return x.update(dtype=dtype)
+        if not isinstance(x, (jax.Array, np.ndarray, np.generic)) or not is_floating(x):
+            return x
+        if isinstance(x, jax.Array) and x.dtype == dtype and not x.weak_type:
+            return x
+        return jnp.asarray(x, dtype)
 
-def _cast_leaf(x: Any, dtype: DType) -> Any:
-    if isinstance(x, jax.ShapeDtypeStruct) and is_floating(x):
-        return x.update(dtype=dtype)
-    if not isinstance(x, (jax.Array, np.ndarray, np.generic)) or not is_floating(x):
-        return x
-    if isinstance(x, jax.Array) and x.dtype == dtype and not x.weak_type:
-        return x
-    return jnp.asarray(x, dtype)
+    return jax.tree.map(cast_leaf, tree)
 
 
 def widen(tree: PyTree) -> PyTree:
@@ -51,12 +52,10 @@ def widen(tree: PyTree) -> PyTree:
 
 
 def strong(tree: PyTree) -> PyTree:
-    """Makes every numeric leaf an array with a named dtype.
+    """Makes every numeric leaf an array with a named dtype."""
 
-    A Python scalar or a weakly typed array in a state changes its type after the first step,
-    which compiles the step a second time.
-    """
-
+    # A Python scalar or a weakly typed array in a state changes its type after the first step,
+    # which compiles the step a second time.
     def strengthen(x: Any) -> Any:
         if not isinstance(x, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):
             return x
@@ -75,9 +74,9 @@ def copied(tree: PyTree) -> PyTree:
 def all_finite(tree: PyTree) -> Bool[Array, ""]:
     """Whether no floating or complex number anywhere in the tree is infinite or NaN.
 
-    Each leaf is tested in its own dtype: a norm would overflow on large finite values. Inside of a
-    `jax.shard_map` it sees the numbers of one device; `jax.lax.pmin(all_finite(grads), axis)` is
-    the same on all devices of the mesh axes, as a flag must be that decides on a step.
+    Each leaf is tested in its own dtype. Inside of a `jax.shard_map` it sees the numbers of one
+    device; `jax.lax.pmin(all_finite(grads), axis)` is the same on all devices of the mesh axes, as
+    a flag must be that decides on a step.
 
     Args:
       tree: any pytree; leaves that are not floats are ignored.
@@ -88,15 +87,20 @@ def all_finite(tree: PyTree) -> Bool[Array, ""]:
     >>> bool(all_finite([jnp.ones(3), jnp.float16(jnp.inf)])), bool(all_finite([1, None]))
     (False, True)
     """
+    # Not by a norm of all leaves: it would overflow on large finite values.
     floats = [x for x in map(_as_array, jax.tree.leaves(tree)) if is_inexact(x)]
     return _all_finite(floats) if floats else jnp.array(True)
 
 
 @functools.partial(jax.jit, inline=True)  # one dispatch where the caller is not compiled
 def _all_finite(floats: list[Any]) -> Bool[Array, ""]:
+    floats = list(map(_widen_float8, floats))
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in floats]))
+
+
+def _widen_float8(x: Any) -> Any:
     # Not every backend has is_finite for 8-bit floats; float32 holds them all exactly.
-    wide = [widen(x) if jnp.dtype(x.dtype).itemsize == 1 else x for x in floats]
-    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in wide]))
+    return widen(x) if jnp.dtype(x.dtype).itemsize == 1 else x
 
 
 def all_zero(tree: PyTree) -> Bool[Array, ""]:
@@ -110,13 +114,7 @@ def all_zero(tree: PyTree) -> Bool[Array, ""]:
 
 
 def count_nonfinite(tree: PyTree) -> PyTree:
-    """Counts the numbers of each leaf that are infinite or NaN.
-
-    Args:
-      tree: any pytree; leaves that are not floats count 0.
-
-    Returns:
-      The tree with a uint32 scalar for each leaf.
+    """Counts the numbers of each leaf that are infinite or NaN; other leaves than floats count 0.
 
     >>> count_nonfinite({"w": jnp.array([1.0, jnp.nan]), "step": jnp.int32(3)})
     {'step': Array(0, dtype=uint32), 'w': Array(1, dtype=uint32)}
@@ -125,8 +123,7 @@ def count_nonfinite(tree: PyTree) -> PyTree:
     def count(x: Any) -> Any:
         if not is_inexact(x):
             return jnp.uint32(0)
-        wide = widen(x) if jnp.dtype(x.dtype).itemsize == 1 else x
-        return jnp.sum(~jnp.isfinite(wide), dtype=jnp.uint32)
+        return jnp.sum(~jnp.isfinite(_widen_float8(x)), dtype=jnp.uint32)
 
     return jax.tree.map(count, tree)
 
@@ -221,21 +218,22 @@ def check_differentiable(tree: PyTree, name: str) -> None:
 def split_floats(tree: PyTree) -> tuple[list[Any], Callable[[Sequence[Any], PyTree], PyTree]]:
     """Returns the leaves that have gradients, and a function that puts new ones in their place.
 
-    >>> floats, merged = split_floats({"table": 3, "w": 1.0})
-    >>> floats, merged([2.0], {"table": 4, "w": None})
+    >>> floats, merge = split_floats({"table": 3, "w": 1.0})
+    >>> floats, merge([2.0], {"table": 4, "w": None})
     ([1.0], {'table': 4, 'w': 2.0})
     """
     leaves, treedef = jax.tree.flatten(tree)
     structure: Any = treedef
     has_gradient = [is_inexact(x) or isinstance(x, (float, complex)) for x in leaves]
 
-    def merged(floats: Sequence[Any], others: PyTree) -> PyTree:
-        new, rest = iter(floats), structure.flatten_up_to(others)
+    def merge(floats: Sequence[Any], others: PyTree) -> PyTree:
+        values, leaves = iter(floats), structure.flatten_up_to(others)
         return structure.unflatten(
-            next(new) if mine else x for mine, x in zip(has_gradient, rest, strict=True)
+            next(values) if is_float else x
+            for is_float, x in zip(has_gradient, leaves, strict=True)
         )
 
-    return [x for x, mine in zip(leaves, has_gradient, strict=True) if mine], merged
+    return [x for x, is_float in zip(leaves, has_gradient, strict=True) if is_float], merge
 
 
 def leaf_names(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
@@ -255,32 +253,24 @@ def same_structure(a: PyTree, b: PyTree) -> bool:
 
 
 def check_like(tree: PyTree, like: PyTree, *, name: str, like_name: str, advice: str) -> None:
-    """Raises unless two trees have the same structure and their leaves the same shapes.
+    """Raises ValueError unless two trees have the same structure and their leaves the same shapes.
 
-    Args:
-      tree: the tree in question.
-      like: the tree that it must match.
-      name: what to call `tree` in the message.
-      like_name: what to call `like`.
-      advice: what the user should do, a full sentence.
-
-    Raises:
-      ValueError: naming the leaves that are missing, left over or of another shape.
+    The message names the leaves that differ, and ends with `advice`, a full sentence.
     """
     if not same_structure(tree, like):
-        mine, theirs = leaf_names(tree), leaf_names(like)
-        missing = [n for n in theirs if n not in set(mine)]
-        extra = [n for n in mine if n not in set(theirs)]
-        what = "".join(
+        names, like_names = leaf_names(tree), leaf_names(like)
+        missing = [n for n in like_names if n not in set(names)]
+        surplus = [n for n in names if n not in set(like_names)]
+        difference = "".join(
             f"; {label}: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
-            for label, names in (("missing", missing), ("left over", extra))
+            for label, names in (("missing", missing), ("left over", surplus))
             if names
         )
-        what = what or (
+        difference = difference or (
             f"; same leaves in other containers: {jax.tree.structure(tree)} against "
             f"{jax.tree.structure(like)}"
         )
-        raise ValueError(f"{name} and {like_name} have different structures{what}. {advice}")
+        raise ValueError(f"{name} and {like_name} have different structures{difference}. {advice}")
     leaves = zip(jax.tree.leaves(tree), jax.tree.leaves(like), strict=True)
     for i, (x, y) in enumerate(leaves):
         if jnp.shape(x) != jnp.shape(y):

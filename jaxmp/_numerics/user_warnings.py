@@ -10,22 +10,24 @@ _BETWEEN = frozenset(
     {"beartype", "contextlib", "equinox", "flax", "functools", "jax", "jaxmp", "jaxtyping", "optax"}
 )
 
-_SAID: weakref.WeakKeyDictionary[type, set[str]] = weakref.WeakKeyDictionary()
+_TEXTS: weakref.WeakKeyDictionary[type, set[str]] = weakref.WeakKeyDictionary()
 
 
 def warn(text: str) -> None:
-    """Warns at the user's line, even if transformations of JAX lie between it and jaxmp."""
-    frame, level = sys._getframe(), 1
-    while _is_between(frame) and frame.f_back is not None:
+    """Warns at the user's line, even if transformations of JAX are in between."""
+    frame: Any = sys._getframe()
+    level = 1
+    # Not `skip_file_prefixes`: it is for Python 3.12 and later, and takes paths of files.
+    while str(frame.f_globals.get("__name__")).partition(".")[0] in _BETWEEN and frame.f_back:
         frame, level = frame.f_back, level + 1
     warnings.warn(text, stacklevel=level)
 
 
 def warn_once(text: str, about: type, *, again: bool = False) -> None:
     """Warns like `warn`, but repeats a text about a class only if `again` is true."""
-    said = _SAID.setdefault(about, set())
-    if again or text not in said:
-        said.add(text)
+    texts = _TEXTS.setdefault(about, set())
+    if again or text not in texts:
+        texts.add(text)
         warn(text)
 
 
@@ -38,14 +40,10 @@ def check_option(name: str, value: str, options: Any) -> Any:
 
 
 def first_few(names: Sequence[str], most: int = 3) -> str:
-    """Lists the first names for a message, and how many there are beside them.
+    """Lists the first names for a message, and the number of the others.
 
     >>> first_few(["a", "b", "c", "d"]), first_few(["a", "b"])
     ('a, b, c and 1 more', 'a, b')
     """
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
-
-
-def _is_between(frame: Any) -> bool:
-    return str(frame.f_globals.get("__name__")).partition(".")[0] in _BETWEEN

@@ -14,27 +14,22 @@ _SET = re.compile(r"\[((?:!.|[^!])[^]]*)\]", re.DOTALL)
 
 
 def matches(pattern: Pattern, path: str, module: Any) -> bool:
-    """Whether a pattern matches a module.
+    """Whether a pattern, as `check_pattern` returns it, matches a module.
 
-    Args:
-      pattern: a pattern that `check_pattern` returned.
-      path: names joined by `/`, `""` for the root.
-      module: the module, or None if only its path is known.
-
-    Returns:
-      Whether the pattern matches.
+    Its path is names joined by `/`, `""` for the root. The module is None if only that is known.
 
     >>> matches("*norm*", "layer/norm1", None), matches("*norm*", "norm/dense", None)
     (True, False)
     """
     if isinstance(pattern, str):
-        kind, _, rest = pattern.partition(":")
+        kind, _, text = pattern.partition(":")
         if kind == "type":
+            # Base classes too: a user's subclass of a norm is a norm.
             names = [base.__name__ for base in type(module).__mro__]
-            return module is not None and any(fnmatch.fnmatchcase(name, rest) for name in names)
+            return module is not None and any(fnmatch.fnmatchcase(name, text) for name in names)
         if kind == "re":
-            return re.fullmatch(rest, path) is not None
-        return _names_match(_glob(pattern), path.split("/") if path else [])
+            return re.fullmatch(text, path) is not None
+        return _names_match(_compile_glob(pattern), path.split("/") if path else [])
     if isinstance(pattern, re.Pattern):
         return pattern.fullmatch(path) is not None
     if isinstance(pattern, type):
@@ -83,7 +78,7 @@ def check_pattern(pattern: Any) -> Pattern:
             except re.error as error:
                 raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
         elif not pattern.startswith("type:"):
-            _glob(pattern)
+            _compile_glob(pattern)
         elif pattern == "type:":
             raise ValueError("'type:' names no class. Write a class name, as in 'type:*Norm'")
         return pattern
@@ -93,7 +88,7 @@ def check_pattern(pattern: Any) -> Pattern:
         return pattern
     if isinstance(pattern, type):
         return pattern
-    if callable(pattern) and not isinstance(pattern, functools.partial) and _takes_two(pattern):
+    if callable(pattern) and not isinstance(pattern, functools.partial) and _is_predicate(pattern):
         return pattern
     raise TypeError(
         "a pattern must be a glob such as '*norm*', a compiled regular expression, a module class "
@@ -101,11 +96,11 @@ def check_pattern(pattern: Any) -> Pattern:
     )
 
 
-def _takes_two(function: Any) -> bool:
-    """Whether a function looks like a predicate; modules are callable too, but with arrays."""
+def _is_predicate(function: Any) -> bool:
+    # Modules of Flax are callable too, but with arrays.
     is_module = any(base.__module__.startswith("flax.") for base in type(function).__mro__)
     try:
-        hash(function)
+        hash(function)  # rules are hashable
         inspect.signature(function).bind("path", None)
     except (TypeError, ValueError):
         return False
@@ -127,19 +122,11 @@ def pattern_text(pattern: Pattern) -> str:
 
 
 def _names_match(globs: Sequence[re.Pattern[str] | None], names: Sequence[str]) -> bool:
-    """Whether globs match all names. The time grows with the product of their numbers.
-
-    Only the last `**` met so far is ever extended. The earlier ones took the least that they
-    could, so that no other choice leaves more to the rest. One expression for the whole path would
-    try all choices, and twice as many with every `**`.
-
-    Args:
-      globs: an expression for each name, None for `**`.
-      names: the names of a path.
-
-    Returns:
-      Whether all names match.
-    """
+    """Whether globs match all names of a path: an expression for each name, None for `**`."""
+    # Only the last `**` so far is ever extended. The earlier ones took the least that they could,
+    # and no other choice leaves more names to the later globs. So the time grows with the product
+    # of both numbers. One expression for the whole path would try all choices, and twice as many
+    # with every `**`.
     i = j = resume_at = 0
     last_any: int | None = None
     while j < len(names):
@@ -157,11 +144,12 @@ def _names_match(globs: Sequence[re.Pattern[str] | None], names: Sequence[str]) 
 
 
 @functools.lru_cache(maxsize=1024)
-def _glob(pattern: str) -> tuple[re.Pattern[str] | None, ...]:
+def _compile_glob(pattern: str) -> tuple[re.Pattern[str] | None, ...]:
     """Returns an expression for each name of a glob, and None for each `**`."""
     names = [] if pattern == "/" else pattern.removeprefix("/").split("/")
-    if fault := _fault(pattern, names):
+    if fault := _fault_of(pattern, names):
         raise ValueError(f"{pattern!r} is no valid glob: {fault}")
+    # Matched from the right, so that rules hold when a model becomes a part of another.
     anywhere = [] if pattern.startswith("/") else ["**"]
     return tuple(
         None if name == "**" else re.compile(fnmatch.translate(name))
@@ -169,12 +157,13 @@ def _glob(pattern: str) -> tuple[re.Pattern[str] | None, ...]:
     )
 
 
-def _fault(pattern: str, names: Sequence[str]) -> str | None:
-    """Returns what is wrong with a glob. `fnmatch` itself would take it by the letter."""
+def _fault_of(pattern: str, names: Sequence[str]) -> str | None:
+    """Returns the fault of an invalid glob."""
+    # `fnmatch` itself would take such a glob by the letter.
     if "" in names:
-        what = "is empty" if not pattern else "has an empty name between or after slashes"
+        defect = "is empty" if not pattern else "has an empty name between or after slashes"
         return (
-            f"it {what}. Write names joined by single slashes, such as 'decoder/**/mlp', or '/' "
+            f"it {defect}. Write names joined by single slashes, such as 'decoder/**/mlp', or '/' "
             "for the model itself"
         )
     for name in names:

@@ -26,7 +26,7 @@ class Policy(jmp.Policy):
     Args:
       param_dtype: dtype in which the params are stored.
       compute_dtype: dtype of the forward and backward computation.
-      output_dtype: dtype of what the model returns.
+      output_dtype: dtype of the model's results.
       reduce_dtype: dtype in which gradients are to be summed over devices; by default the
         widest of float32, the param and the compute dtype. `make_train_step` and `autocast` use it;
         `value_and_grad` has an argument of that name.
@@ -79,6 +79,7 @@ class Policy(jmp.Policy):
                 f"products in float8 ({recipe}) need a compute dtype of 16 bits for all that is "
                 f"around them, got {dtypes[1].name}. Use 'mixed_float8', or compute=bfloat16"
             )
+        # jmp's class is frozen, and its own __init__ takes dtypes as they come.
         values = (*dtypes, parse_precision(precision), recipe)
         for field, value in zip(dataclasses.fields(self), values, strict=True):
             object.__setattr__(self, field.name, value)
@@ -97,17 +98,15 @@ class Policy(jmp.Policy):
 
     def with_output_dtype(self, output_dtype: Any) -> "Policy":
         """Returns the same policy with another output dtype."""
-        return self._changed(2, output_dtype)
+        return self._replace(output_dtype=output_dtype)
 
     def with_products(self, products: Any) -> "Policy":
         """Returns the same policy with another recipe for products; None for no float8."""
-        return self._changed(5, products)
+        return self._replace(products=products)
 
-    def _changed(self, place: int, value: Any) -> "Policy":
-        values = [getattr(self, field.name) for field in dataclasses.fields(self)]
-        values[place] = value
-        params, compute, output, *rest = values
-        return Policy(params, compute, output, *rest)
+    def _replace(self, **changes: Any) -> "Policy":
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return Policy(**(fields | changes))
 
     def __str__(self) -> str:
         dtypes = (self.param_dtype, self.compute_dtype, self.output_dtype, self.reduce_dtype)
@@ -119,6 +118,7 @@ class Policy(jmp.Policy):
         return f"Policy({str(self)!r})"
 
 
+# float32, bfloat16 and float16 are no rows: the name of any dtype is a policy.
 _PRESETS: Mapping[str, str] = {
     "mixed_bfloat16": "params=float32,compute=bfloat16,output=float32",
     "mixed_float16": "params=float32,compute=float16,output=float32",
@@ -150,7 +150,7 @@ def get_policy(policy: str | jmp.Policy) -> Policy:
     `O3`             float16  float16  float32  apex's O3, which also has no masters and scale 1
     ================ ======== ======== ======== =================================================
 
-    All of them ask for float32 reductions. `mixed_float8` is `mixed_bfloat16` with
+    All of them reduce in float32. `mixed_float8` is `mixed_bfloat16` with
     `products=tensorwise`: products of layers with their weights in float8. O1 has the dtypes of
     `mixed_float16`, and chooses one for each operation: `jaxmp.autocast(loss_fn, "O1")`, as
     `make_train_step` does under every policy. O2 is more than one policy:
@@ -184,29 +184,29 @@ def get_policy(policy: str | jmp.Policy) -> Policy:
     """
     if isinstance(policy, Policy):
         return policy
-    if isinstance(policy, jmp.Policy):
+    if isinstance(policy, jmp.Policy):  # which has no dtype of reductions, precision or products
         return Policy(policy.param_dtype, policy.compute_dtype, policy.output_dtype)
     if not isinstance(policy, str):
-        raise TypeError(f"policy must be a string or a Policy, got {_what_was_given(policy)}")
+        raise TypeError(f"policy must be a string or a Policy, got {_describe_other(policy)}")
     name = policy.strip()
     if name in _PRESETS:
-        return _from_pairs(_pairs_in(_PRESETS[name]))
+        return _policy_of_pairs(_parse_pairs(_PRESETS[name]))
     if "=" in name:
-        return _from_pairs(_pairs_in(name))
+        return _policy_of_pairs(_parse_pairs(name))
     try:
         dtype = parse_dtype(name)
     except ValueError:
         valid = ["float32", "bfloat16", "float16", *_PRESETS]
-        near = suggestion(name, valid)
+        hint = suggestion(name, valid)
         raise ValueError(
-            f"unknown policy {name!r}.{near} Valid: {', '.join(valid)}, any other dtype name such "
+            f"unknown policy {name!r}.{hint} Valid: {', '.join(valid)}, any other dtype name such "
             "as 'f64', or a string such as 'params=float32,compute=bfloat16,output=float32'."
         ) from None
     return Policy(dtype, dtype, dtype)
 
 
-def _what_was_given(policy: Any) -> str:
-    """Describes what was given as a policy; for a dtype, also the policies that it may mean."""
+def _describe_other(policy: Any) -> str:
+    """Describes a value that is not a policy; of a dtype, also the policies that it may mean."""
     try:
         dtype = None if policy is None else parse_dtype(policy)
     except ValueError:
@@ -229,56 +229,58 @@ def short_name(policy: Policy) -> str:
     ('mixed_bfloat16', 'params=float32,compute=bfloat16,output=bfloat16,reduce=float32')
     """
     mixed = [name for name in _PRESETS if name.startswith("mixed_")]
+    # Not apex's levels: O0 is float32, and O1 has the dtypes of mixed_float16.
     for name in ("float32", "bfloat16", "float16", *mixed):
         if policy == get_policy(name):
             return name
     return str(policy)
 
 
-def _pairs_in(text: str) -> dict[str, str]:
+def _parse_pairs(text: str) -> dict[str, str]:
     """Returns the keys and values in a policy's text; those of a name at its start come first."""
     long_keys = {short: key for key, short in _KEYS.items()} | {key: key for key in _KEYS}
     long_keys |= {key: key for key in (_PRECISION, _PRODUCTS)}
-    first, _, rest = text.partition(",")
-    base = {} if "=" in first else _pairs_of_name(first.strip(), text)
-    given: dict[str, str] = {}
-    for part in (rest if base else text).split(","):
+    first, _, others = text.partition(",")
+    base = {} if "=" in first else _parse_name(first.strip(), text)
+    pairs: dict[str, str] = {}
+    for part in (others if base else text).split(","):
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals or not key or not value:
             raise ValueError(f"cannot read {part.strip()!r} in policy {text!r}: expected key=dtype")
         if key not in long_keys:
-            near = suggestion(key, list(long_keys))
+            hint = suggestion(key, list(long_keys))
             raise ValueError(
-                f"unknown key {key!r} in policy {text!r}.{near} Valid keys: "
+                f"unknown key {key!r} in policy {text!r}.{hint} Valid keys: "
                 "params (p), compute (c), output (o), reduce (r), precision, products"
             )
-        if long_keys[key] in given:
+        if long_keys[key] in pairs:
             raise ValueError(f"key {long_keys[key]!r} is given twice in policy {text!r}")
-        given[long_keys[key]] = value
-    return base | given
+        pairs[long_keys[key]] = value
+    return base | pairs
 
 
-def _pairs_of_name(name: str, text: str) -> dict[str, str]:
+def _parse_name(name: str, text: str) -> dict[str, str]:
     """Returns the keys and values that the name at the start of a policy's text stands for."""
     if name.startswith("mixed_") and name in _PRESETS:
-        return _pairs_in(_PRESETS[name])
+        return _parse_pairs(_PRESETS[name])
     try:
         return dict.fromkeys(("params", "compute", "output"), parse_dtype(name).name)
     except ValueError:
         # O1 and O2 are more than dtypes.
         mixed = [preset for preset in _PRESETS if preset.startswith("mixed_")]
-        near = suggestion(name, mixed)
+        hint = suggestion(name, mixed)
         raise ValueError(
-            f"cannot read {name!r} in policy {text!r}: expected key=dtype.{near} Only the name of "
+            f"cannot read {name!r} in policy {text!r}: expected key=dtype.{hint} Only the name of "
             f"a dtype, {' or '.join(mixed)} may come before the keys"
         ) from None
 
 
-def _from_pairs(given: dict[str, str]) -> Policy:
-    params = given.get("params", "float32")
-    compute = given.get("compute", params)
-    output = given.get("output", compute)
-    products = given.get(_PRODUCTS)
+def _policy_of_pairs(pairs: dict[str, str]) -> Policy:
+    # The defaults are jmp's: output follows compute.
+    params = pairs.get("params", "float32")
+    compute = pairs.get("compute", params)
+    output = pairs.get("output", compute)
+    products = pairs.get(_PRODUCTS)
     if products is not None and products.lower() == "none":
         products = None
-    return Policy(params, compute, output, given.get("reduce"), given.get(_PRECISION), products)
+    return Policy(params, compute, output, pairs.get("reduce"), pairs.get(_PRECISION), products)

@@ -87,11 +87,20 @@ class PolicyRules:
         rules: Mapping[Any, Any] | Iterable[Any] = (),
         default: str | jmp.Policy | None = None,
     ) -> None:
-        given = list(rules.items() if isinstance(rules, Mapping) else _pairs(rules))
-        pairs = tuple((check_pattern(pattern), _policy(policy)) for pattern, policy in given)
+        items = rules.items() if isinstance(rules, Mapping) else _check_pairs(rules)
+        pairs = tuple((check_pattern(pattern), _policy(policy)) for pattern, policy in items)
         object.__setattr__(self, "rules", pairs)
         object.__setattr__(self, "default", _policy(default))
-        _warn_shadowed([pattern for pattern, _ in pairs])
+        patterns = [pattern for pattern, _ in pairs]
+        for i, pattern in enumerate(patterns):
+            # Rules that can never decide, whatever the model. Families of modules may be missing.
+            hides = [earlier for earlier in patterns[:i] if hides_all_of(earlier, pattern)]
+            if hides and not getattr(pattern, "optional", False):
+                warn(
+                    f"the rule for {pattern_text(pattern)!r} can never hold: the one before it for "
+                    f"{pattern_text(hides[0])!r} decides all that it matches. The first rule that "
+                    "matches decides: put the rule for fewer modules first, or remove one of them"
+                )
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> "PolicyRules":
@@ -116,12 +125,13 @@ class PolicyRules:
             raise TypeError(f"a config must be a dictionary, got {type(config).__name__}")
         for key in config:
             if key not in ("rules", "default"):
-                near = suggestion(str(key), ["rules", "default"])
+                hint = suggestion(str(key), ["rules", "default"])
                 raise ValueError(
-                    f"unknown key {key!r} in a config of rules.{near} Valid keys: rules, default. "
+                    f"unknown key {key!r} in a config of rules.{hint} Valid keys: rules, default. "
                     "Patterns belong under 'rules'"
                 )
         rules, default = config.get("rules", ()), config.get("default")
+        # Checked here, so that an error names the key of the file and not an argument.
         if default is not None and not isinstance(default, (str, jmp.Policy)):
             raise TypeError(f"'default' must be a policy or its name, got {default!r}")
         if not isinstance(rules, (str, Mapping, list, tuple)):
@@ -129,6 +139,7 @@ class PolicyRules:
                 "'rules' must be a table {pattern: policy} or a list of pairs, got "
                 f"{'null' if rules is None else repr(rules)}. Leave the key out for a default alone"
             )
+        # An array of tables in TOML, [[rules]], makes a list of dictionaries.
         if not isinstance(rules, (str, Mapping)):
             rules = [
                 (_entry(rule, "pattern"), _entry(rule, "policy"))
@@ -159,7 +170,7 @@ class PolicyRules:
         >>> PolicyRules.from_toml(text)
         PolicyRules([('*norm*', 'float32')], default='mixed_bfloat16')
         """
-        import tomllib  # A third of what the rest of this package takes to import.
+        import tomllib  # Takes a third as long to import as the rest of this package.
 
         return cls.from_dict(tomllib.loads(text))
 
@@ -179,7 +190,7 @@ class PolicyRules:
         >>> PolicyRules.from_json('{"rules": {"re:.*head": "float32"}}').default is None
         True
         """
-        return cls.from_dict(json.loads(text, object_pairs_hook=_once_each))
+        return cls.from_dict(json.loads(text, object_pairs_hook=_dict_of_unique))
 
     def resolve(self, path: str, module: Any = None) -> Policy | None:
         """Returns the policy of the module at a path.
@@ -244,9 +255,10 @@ class PolicyRules:
         norm  float32   *norm*
         head  bfloat16  (default)
         """
+        texts = {i: pattern_text(pattern) for i, (pattern, _) in enumerate(self.rules)}
         return _columns(
-            (path or "(root)", _policy_text(decision.policy), self._decider(decision.rule))
-            for path, decision in self._decisions(paths)
+            (path or "(root)", _policy_text(policy), "(default)" if rule is None else texts[rule])
+            for path, (policy, rule) in self._decisions(paths)
         )
 
     def warn_unused(
@@ -268,26 +280,28 @@ class PolicyRules:
 
         >>> PolicyRules({"head": "f32"}).warn_unused({"head": None}, strict=True)
         """
+        # Linen's modules exist only while they run; its interceptor notes the rules that decided.
         if used is None:
             unused = self.unused(paths)
         else:
             unused = [pattern for i, (pattern, _) in enumerate(self.rules) if i not in used]
+        # A ready-made family, such as routers, may be missing from a model.
         unused = [pattern for pattern in unused if not getattr(pattern, "optional", False)]
         if not unused:
             return
         texts = []
         for pattern in unused:
             hidden = [path for path, module in paths.items() if matches(pattern, path, module)]
-            why = f" (earlier rules decide {hidden[0]!r} and the like)" if hidden else ""
-            texts.append(f"{pattern_text(pattern)!r}{why}")
-        shown = [repr(path) for path in paths if path][:8]
+            reason = f" (earlier rules decide {hidden[0]!r} and the like)" if hidden else ""
+            texts.append(f"{pattern_text(pattern)!r}{reason}")
+        names = [repr(path) for path in paths if path][:8]
         more = ", ..." if len(paths) > 9 else ""
         is_module = any(module is not None for module in paths.values())
-        known = "It is one module, '/'" if is_module else "Nothing in it has a name"
-        if shown:
-            known = f"Its modules are {', '.join(shown)}{more}"
+        modules = "It is one module, '/'" if is_module else "Nothing in it has a name"
+        if names:
+            modules = f"Its modules are {', '.join(names)}{more}"
         message = (
-            f"rules that match nothing in this model: {', '.join(texts)}. {known}. Correct the "
+            f"rules that match nothing in this model: {', '.join(texts)}. {modules}. Correct the "
             "pattern, or remove the rule"
         )
         if strict:
@@ -298,19 +312,17 @@ class PolicyRules:
         modules = paths if isinstance(paths, Mapping) else dict.fromkeys(paths)
         return [(path, self.decide(path, module)) for path, module in modules.items()]
 
-    def _decider(self, rule: int | None) -> str:
-        return "(default)" if rule is None else pattern_text(self.rules[rule][0])
-
     def __str__(self) -> str:
         lines = [(pattern_text(pattern), _policy_text(policy)) for pattern, policy in self.rules]
         return _columns([*lines, ("(default)", _policy_text(self.default))])
 
     def __repr__(self) -> str:
-        pairs = ", ".join(f"({p!r}, {_given(policy)!r})" for p, policy in self.rules)
-        return f"PolicyRules([{pairs}], default={_given(self.default)!r})"
+        pairs = ", ".join(f"({p!r}, {_name_of(policy)!r})" for p, policy in self.rules)
+        return f"PolicyRules([{pairs}], default={_name_of(self.default)!r})"
 
 
-def _pairs(rules: Any) -> list[tuple[Any, Any]]:
+def _check_pairs(rules: Any) -> list[tuple[Any, Any]]:
+    # A name of a policy is iterable too: its letters would be rules.
     if isinstance(rules, str) or not isinstance(rules, Iterable):
         raise TypeError(
             "rules must be (pattern, policy) pairs or a dictionary, got "
@@ -323,33 +335,22 @@ def _pairs(rules: Any) -> list[tuple[Any, Any]]:
     return [(pattern, policy) for pattern, policy in pairs]
 
 
-def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Makes the dictionary of a JSON object; json itself would keep the last of two equal keys."""
-    found: dict[str, Any] = {}
+def _dict_of_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Makes the dictionary of a JSON object."""
+    # json itself would keep the last of two equal keys, and one of two rules would be lost.
+    config: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in config:
             raise ValueError(
-                f"{key!r} is there twice, with {found[key]!r} and {value!r}: only one of them can "
+                f"{key!r} is there twice, with {config[key]!r} and {value!r}: only one of them can "
                 "hold. Remove the other"
             )
-        found[key] = value
-    return found
-
-
-def _warn_shadowed(patterns: list[Pattern]) -> None:
-    """Warns of rules that can never decide, whatever the model."""
-    for i, pattern in enumerate(patterns):
-        hides = [earlier for earlier in patterns[:i] if hides_all_of(earlier, pattern)]
-        if hides and not getattr(pattern, "optional", False):
-            warn(
-                f"the rule for {pattern_text(pattern)!r} can never hold: the one before it for "
-                f"{pattern_text(hides[0])!r} decides all that it matches. The first rule that "
-                "matches decides: put the rule for fewer modules first, or remove one of them"
-            )
+        config[key] = value
+    return config
 
 
 def _policy(policy: Any) -> Policy | None:
-    if policy is None or policy == "none":
+    if policy is None or policy == "none":  # TOML has no null
         return None
     return get_policy(policy)
 
@@ -360,7 +361,7 @@ def _entry(rule: Mapping[str, Any], key: str) -> Any:
     return rule[key]
 
 
-def _given(policy: Policy | None) -> str | None:
+def _name_of(policy: Policy | None) -> str | None:
     return None if policy is None else short_name(policy)
 
 

@@ -68,6 +68,7 @@ NORMS = Family(
     # These two reparametrise the weights of the layer inside them, and normalise no activation.
     except_types=("SpectralNorm", "WeightNorm"),
 )
+# An error in a logit is not averaged over anything.
 HEADS = Family(
     name="heads",
     paths=(
@@ -76,12 +77,13 @@ HEADS = Family(
         *("qa_outputs", "vocab_projector", "embed_out", "unembed", "score"),
     ),
 )
+# An error in a router chooses other experts.
 ROUTERS = Family(
     name="routers",
     paths=tuple(
         glob
         for name in ("router", "Router", "router_logits", "router_weights")
-        for glob in (name, f"{name}/*")
+        for glob in (name, f"{name}/*")  # many are modules around one dense layer
     ),
     types=("*Router", "RouterWeights", "*MoEGate", "GateLogit"),
 )
@@ -94,6 +96,7 @@ EMBEDDINGS = Family(
     ),
     types=("Embed", "Embedding"),
 )
+# Sines and cosines read the last bits of their phases, which grow with the position.
 ROTARY = Family(
     name="rotary",
     paths=("rope", "rotary", "rotary_emb*", "rope_emb*", "rope_2d"),
@@ -135,9 +138,10 @@ def keep_float32(
                 f"keep_float32 takes families such as jaxmp.rules.NORMS, got {family!r}. For a "
                 "pattern of your own write PolicyRules([(pattern, 'float32')], default=policy)"
             )
-    rest = get_policy(policy)
-    kept = Policy("float32", "float32", output_dtype, precision=rest.precision)
-    return PolicyRules([(family, kept) for family in families], default=rest)
+    default = get_policy(policy)
+    # A policy's precision is that of its float32 products, and these modules are its float32 parts.
+    float32 = Policy("float32", "float32", output_dtype, precision=default.precision)
+    return PolicyRules([(family, float32) for family in families], default=default)
 
 
 def keep_norms_float32(policy: str | jmp.Policy, *, output_dtype: Any = "float32") -> PolicyRules:
@@ -163,21 +167,20 @@ def keep_norms_float32(policy: str | jmp.Policy, *, output_dtype: Any = "float32
     return keep_float32(policy, NORMS, output_dtype=output_dtype)
 
 
-# What is common practice to leave out of float8: an error of 5 % in a logit or in the choice of an
-# expert is not averaged over anything.
+# Common practice leaves these out of float8: an error of 5 % in a logit, or in the choice of an
+# expert, is not averaged over anything.
 _NOT_IN_FLOAT8 = (HEADS, EMBEDDINGS, ROUTERS)
 
 
 def family_left_out(path: str, module: Any = None) -> str | None:
     """Returns the family of a module that is left out of float8; None if there is none.
 
-    Args:
-      path: the path of the module; the modules around it count, too.
-      module: the module, if at hand.
+    The modules around it, by its path, count too.
 
     >>> family_left_out("decoder/lm_head/dense"), family_left_out("decoder/mlp")
     ('heads', None)
     """
+    # `lm_head/dense` is in a head. Plain functions have only scopes, which read like such paths.
     names = path.split("/")
     for family in _NOT_IN_FLOAT8:
         around = ("/".join(names[:end]) for end in range(1, len(names)))
@@ -192,9 +195,6 @@ def get_rules(rules: str | jmp.Policy | PolicyRules) -> PolicyRules:
     Args:
       rules: rules; a policy or the text of one, which then holds everywhere; or `"O2"`, apex's
         level of that name: float16 with norms in float32 that return float16.
-
-    Returns:
-      The rules.
 
     Raises:
       TypeError: for anything else.
@@ -219,13 +219,7 @@ def get_rules(rules: str | jmp.Policy | PolicyRules) -> PolicyRules:
 
 
 def all_policies(rules: PolicyRules) -> list[Policy]:
-    """Returns the policies that occur in rules, the default last.
-
-    Args:
-      rules: the rules.
-
-    Returns:
-      The policies, without the entries None, which leave modules alone.
+    """Returns the policies in rules, the default last, without None for modules left alone.
 
     >>> len(all_policies(keep_norms_float32("mixed_bfloat16")))
     2
@@ -236,12 +230,6 @@ def all_policies(rules: PolicyRules) -> list[Policy]:
 
 def dtypes_of(rules: PolicyRules) -> set[DType]:
     """Returns the dtypes in which a model under rules holds params or computes.
-
-    Args:
-      rules: the rules.
-
-    Returns:
-      The dtypes.
 
     >>> sorted(dtype.name for dtype in dtypes_of(keep_norms_float32("mixed_float16")))
     ['float16', 'float32']

@@ -14,7 +14,8 @@ Minimum = Literal["auto"] | None
 
 _E4M3, _E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 _FLOAT8 = (_E4M3, _E5M2)
-# Why a product is left out that a call with more rows may have: it says nothing about the function.
+# Why a product is left out that a call with more rows may have, as decoding has one row. No warning
+# follows: it says nothing about the function.
 ONE_ROW = "M = 1: one row is read, not multiplied"
 _BFLOAT16: Literal["bfloat16"] = "bfloat16"
 # Tensor cores and the shapes that XLA's float8 products take without padding.
@@ -33,7 +34,7 @@ class Recipe:
     name         one scale for                               gradients of weights
     ============ =========================================== ====================
     `tensorwise` each array                                  in float8
-    `rowwise`    each row along what is summed               in float8
+    `rowwise`    each row along the summed dimension         in float8
     `rowwise_hp` the same; in the backward pass, each weight in bfloat16
     ============ =========================================== ====================
 
@@ -61,7 +62,7 @@ class Recipe:
     granularity: Granularity = "tensor"
     forward: Any = _E4M3
     gradient: Any = _E5M2
-    power_of_two: bool = True
+    power_of_two: bool = True  # a scale that is rounded itself moves a whole tensor by up to 0.2 %
     weight_gradient: Literal["float8", "bfloat16"] = "float8"
     minimum: Minimum = "auto"
 
@@ -82,6 +83,8 @@ class Recipe:
     @property
     def keeps_codes(self) -> bool:
         """Whether the backward pass reads the codes of the forward pass: 1 byte for each number."""
+        # A backward product sums along other axes than the forward one: codes that have a scale for
+        # each row of the first do not fit it. Codes with one scale do.
         return self.granularity == "tensor" and self.weight_gradient == "float8"
 
     def why_not(
@@ -90,30 +93,27 @@ class Recipe:
         """Returns why a product of these sizes is left out; None if it is not.
 
         Args:
-          rows: the size of the operand that is no weight, without what is summed (M).
-          summed: the size of what is summed (K).
-          columns: the size of the weight, without what is summed (N).
+          rows: the size of the other operand, without the summed dimensions (M).
+          summed: the size of the summed dimensions (K).
+          columns: the size of the weight, without the summed dimensions (N).
           platform: `"gpu"`, `"tpu"` or `"cpu"`; by default that of this process.
 
         >>> Recipe().why_not(4096, 512, 50257)
         'N = 50257 is no multiple of 16'
         """
-        sizes = {"K": summed, "N": columns}
-        for name, size in sizes.items():
+        for name, size in {"K": summed, "N": columns}.items():
             if size % _MULTIPLE:
                 return f"{name} = {size} is no multiple of {_MULTIPLE}"
         if rows == 1:
             return ONE_ROW
-        is_gpu = (platform or jax.default_backend()) == "gpu"
-        if self.minimum == "auto" and is_gpu and self._is_slow(**sizes):
+        # The thresholds of torchao's filter, for one H100: rounding costs more than a small product
+        # saves.
+        is_slow = summed <= 4096 and columns <= 1024
+        if self.granularity == "row":
+            is_slow = columns <= 2048 or summed <= 1024 or (columns <= 4096 and summed <= 2048)
+        if is_slow and self.minimum == "auto" and (platform or jax.default_backend()) == "gpu":
             return f"K = {summed}, N = {columns} is slower in float8"
         return None
-
-    def _is_slow(self, K: int, N: int) -> bool:
-        # The thresholds of torchao's filter, for one H100.
-        if self.granularity == "tensor":
-            return K <= 4096 and N <= 1024
-        return N <= 2048 or K <= 1024 or (N <= 4096 and K <= 2048)
 
     def __str__(self) -> str:
         fields = [field.name for field in dataclasses.fields(self)]
@@ -121,10 +121,11 @@ class Recipe:
         def differing(base: "Recipe") -> list[str]:
             return [name for name in fields if getattr(self, name) != getattr(base, name)]
 
+        # The nearest recipe with a name, and the fields that differ from it: `get_recipe` reads it.
         name, base = min(_RECIPES.items(), key=lambda item: len(differing(item[1])))
-        return ":".join(
-            [name, *(f"{key}={_field_text(getattr(self, key))}" for key in differing(base))]
-        )
+        values = {key: getattr(self, key) for key in differing(base)}
+        texts = {k: v.name if isinstance(v, DType) else str(v).lower() for k, v in values.items()}
+        return ":".join([name, *(f"{key}={text}" for key, text in texts.items())])
 
     def __repr__(self) -> str:
         return f"Recipe({str(self)!r})"
@@ -136,6 +137,8 @@ _CHOICES: Mapping[str, tuple[Any, ...]] = {
     "weight_gradient": ("float8", _BFLOAT16),
     "minimum": ("auto", None),
 }
+# Names and formats of torchao. The gradient of a weight is a sum over tokens, where one outlier
+# takes the scale of a feature for all of them. So `rowwise_hp` computes it in bfloat16.
 _RECIPES: Mapping[str, Recipe] = {
     "tensorwise": Recipe(),
     "rowwise": Recipe(granularity="row", gradient=_E4M3),
@@ -156,10 +159,6 @@ _NOT_HERE: Mapping[str, str] = {
 
 
 _WORDS: Mapping[str, bool | None] = {"none": None, "true": True, "false": False}
-
-
-def _field_text(value: Any) -> str:
-    return value.name if isinstance(value, DType) else str(value).lower()
 
 
 def get_recipe(recipe: str | Recipe | None) -> Recipe | None:
@@ -186,21 +185,21 @@ def get_recipe(recipe: str | Recipe | None) -> Recipe | None:
         raise TypeError(
             f"products must be a jaxmp.float8.Recipe or its name, got {type(recipe).__name__}"
         )
-    name, *changes = (part.strip() for part in recipe.split(":"))
+    name, *parts = (part.strip() for part in recipe.split(":"))
     if name.lower() in _NOT_HERE:
         raise ValueError(f"{_NOT_HERE[name.lower()]}. Use one of: {', '.join(_RECIPES)}")
     if name not in _RECIPES:
-        near = suggestion(name, list(_RECIPES))
-        raise ValueError(f"unknown float8 recipe {name!r}.{near} Valid: {', '.join(_RECIPES)}")
-    given: dict[str, Any] = {}
+        hint = suggestion(name, list(_RECIPES))
+        raise ValueError(f"unknown float8 recipe {name!r}.{hint} Valid: {', '.join(_RECIPES)}")
+    values: dict[str, Any] = {}
     fields = [field.name for field in dataclasses.fields(Recipe)]
-    for change in changes:
+    for change in parts:
         key, equals, value = (piece.strip() for piece in change.partition("="))
-        if not equals or key not in fields or key in given:
-            near = suggestion(key, fields)
+        if not equals or key not in fields or key in values:
+            hint = suggestion(key, fields)
             raise ValueError(
                 f"cannot read {change!r} in recipe {recipe!r}: expected one field=value of "
-                f"{', '.join(fields)}.{near}"
+                f"{', '.join(fields)}.{hint}"
             )
-        given[key] = _WORDS.get(value.lower(), value)
-    return dataclasses.replace(_RECIPES[name], **given)
+        values[key] = _WORDS.get(value.lower(), value)
+    return dataclasses.replace(_RECIPES[name], **values)

@@ -1,1 +1,13 @@
-"""Primitives that jaxmp adds to JAX, and products made of them."""
+"""Primitives that jaxmp adds to JAX, and products made of them.
+
+A product of 16-bit or float8 operands is an ordinary equation without a derivative, and a second
+equation that has all derivatives, with gradients in float32. Arrays flow through, as
+`ProductOperand`s: with the scale of their codes and the wider array they were rounded from.
+
+- `mixed_product`: 16-bit products with float32 gradients; read it first, then `bilinear`, which
+  derives the maps of the backward pass and of batches from JAX's own rules.
+- `float8_product`, `float8_encode`, `float8_dot`: the same in float8; the rounding; who may run.
+- `gathering`: gathers operands over devices. `float32_sums`, `gradient_of`: other gradients.
+- `primitive_rules`, `operands`, `varying`: parts of them all. A new primitive takes its rules from
+  the first, and is listed in `_program/op_classes.py`.
+"""

@@ -41,16 +41,13 @@ Gathers = tuple[Gather | None, ...]
 NO_GATHERS: Gathers = (None, None)
 
 
-def slots(returned: int) -> tuple[int, int]:
+def operand_roles(result_role: int) -> tuple[int, int]:
     """Returns the roles of the two operands of the map that returns a role."""
-    return (RESULT if returned == 0 else 0, RESULT if returned == 1 else 1)
+    return (RESULT if result_role == 0 else 0, RESULT if result_role == 1 else 1)
 
 
 class BilinearMap:
     """One product for given shapes: the float32 maps from any two of its roles to the third.
-
-    Opaque, so that code which scans jaxprs for product dtypes does not find the float32 maps
-    inside.
 
     Attributes:
       primitive: the product.
@@ -66,7 +63,7 @@ class BilinearMap:
         compute: DType,
         shapes: tuple[tuple[int, ...], ...],
         others: tuple[Any, ...],
-        given: Mapping[int, Callable[..., Any]],
+        maps: Mapping[int, Callable[..., Any]],
         gathers: Gathers = NO_GATHERS,
     ) -> None:
         self.primitive = primitive
@@ -74,13 +71,15 @@ class BilinearMap:
         self.shapes = shapes
         self.others = others
         self.gathers = gathers
-        self._given = given  # the given maps; the missing ones are transposes of them
+        self._maps = maps  # by the role that they return; a missing one is a transpose of the last
         self._cache: dict[Any, Any] = {}
 
+    # A param of equations, and opaque: code which scans jaxprs for product dtypes must not find the
+    # float32 maps.
     def __repr__(self) -> str:
         return f"{self.primitive.name}{[list(shape) for shape in self.shapes]}"
 
-    def _cached(self, key: Any, make: Callable[[], Any]) -> Any:
+    def _memoize(self, key: Any, make: Callable[[], Any]) -> Any:
         if key not in self._cache:
             with no_mesh():
                 self._cache[key] = make()
@@ -89,134 +88,121 @@ class BilinearMap:
     def _struct(self, role: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(self.shapes[role], dtype)
 
-    def float32_map(self, returned: int) -> Any:
+    def float32_map(self, result_role: int) -> Any:
         """Returns the float32 jaxpr that computes one role from the two others."""
 
-        def make() -> Any:
-            function = self._given.get(returned) or functools.partial(self._transposed, returned)
-            structs = [self._struct(role) for role in slots(returned)]
+        def transposed(*args: Any) -> Any:
+            base = max(self._maps)
+            arrays = dict(zip(operand_roles(result_role), args[:2], strict=True))
+
+            def function(x: Any) -> Any:
+                operands = [(arrays | {result_role: x})[role] for role in operand_roles(base)]
+                return self._maps[base](*operands, *args[2:])
+
+            (out,) = jax.linear_transpose(function, self._struct(result_role))(arrays[base])
+            return out
+
+        def trace() -> Any:
+            structs = [self._struct(role) for role in operand_roles(result_role)]
+            function = self._maps.get(result_role, transposed)
             return jax.make_jaxpr(function)(*structs, *self.others)
 
-        return self._cached(returned, make)
-
-    def _transposed(self, returned: int, *args: Any) -> Any:
-        source = max(self._given)
-        known = dict(zip(slots(returned), args[:2], strict=True))
-
-        def function(unknown: Any) -> Any:
-            operands = [unknown if role == returned else known[role] for role in slots(source)]
-            return self._given[source](*operands, *args[2:])
-
-        (out,) = jax.linear_transpose(function, self._struct(returned))(known[source])
-        return out
+        return self._memoize(result_role, trace)
 
     def multiplied(
         self,
-        returned: int,
+        result_role: int,
         operands: Sequence[ProductOperand],
         others: Sequence[Any],
         dtype: Any,
         *,
         exact: bool = False,
     ) -> Any:
-        """Makes a role from the two others, and the integer operands.
+        """Makes a role from the two others, and the integer operands, in a dtype.
 
-        Operands are cast and gathered, and the gradient of an operand is scattered.
-
-        Args:
-          returned: the role to make.
-          operands: the operands.
-          others: the integer operands.
-          dtype: the dtype of the result.
-          exact: whether to multiply the 16-bit numbers as float32.
+        Operands are cast and gathered, and the gradient of an operand is scattered. If `exact`, the
+        16-bit numbers are multiplied as float32.
         """
         gathers = (*self.gathers, None)
         arrays = [
             gathered(cast(x.value, self.compute), gathers[role])
-            for x, role in zip(operands, slots(returned), strict=True)
+            for x, role in zip(operands, operand_roles(result_role), strict=True)
         ]
-        widest = max(dtype, self.compute, key=lambda x: np.dtype(x).itemsize)
+        result_dtype = max(dtype, self.compute, key=lambda x: np.dtype(x).itemsize)
         if exact:
-            arrays, widest = [cast(x, np.float32) for x in arrays], np.float32
+            arrays, result_dtype = [cast(x, np.float32) for x in arrays], np.float32
 
-        def product(op: Op, cells: list[Cell]) -> Cell:
-            narrow = [array for (array,) in cells]
-            return tuple(compat.bind(op.equation, narrow, preferred_element_type=np.dtype(widest)))
+        def multiply(op: Op, cells: list[Cell]) -> Cell:
+            params = {"preferred_element_type": np.dtype(result_dtype)}
+            return tuple(compat.bind(op.equation, [x for (x,) in cells], **params))
 
-        return self.run(returned, [(x,) for x in (*arrays, *others)], dtype, product)[0]
+        return self.run(result_role, [(x,) for x in (*arrays, *others)], dtype, multiply)[0]
 
-    def run(self, returned: int, cells: list[Cell], dtype: Any, product: "_Product") -> Cell:
-        """Runs a float32 map on other cells, with another product; scatters what it returns."""
-        program = read(self.float32_map(returned))
-        rules = _Multiplying(program, self.primitive, product, (*self.gathers, None)[returned])
+    def run(self, result_role: int, cells: list[Cell], dtype: Any, multiply: "_Multiply") -> Cell:
+        """Runs a float32 map on other cells, with another product; scatters its result."""
+        program = read(self.float32_map(result_role))
+        rules = _ProductRules(program, self.primitive, multiply, (*self.gathers, None)[result_role])
         ((result, *scales),) = evaluate(program, cells, rules)
-        # Compilers sum and scatter at once only if nothing lies in between: scales come last.
+        # Compilers sum and scatter at once only if no operation is between: scales come last.
         result = result if scales else cast(result, dtype)
         return scattered(result, rules.gather, is_summed_whole=not rules.is_open), *scales
 
     def realized(
-        self, returned: int, kept: Any, avals: tuple[tuple[Any, Any], ...], dtype: Any
+        self, result_role: int, specs: Any, avals: tuple[tuple[Any, Any], ...], dtype: Any
     ) -> Any:
-        """Returns the jaxpr that multiplies in 16 bits, or in float8.
-
-        Args:
-          returned: the role to make.
-          kept: the facts about the two operands.
-          avals: the shapes and dtypes of all arrays of the equation.
-          dtype: the dtype of the result.
-        """
+        """Returns the jaxpr that multiplies in 16 bits, or in float8, for arrays of these avals."""
 
         def function(*args: Any) -> Any:
-            return self.multiplied(returned, *operands_of(args, kept), dtype)
+            return self.multiplied(result_role, *operands_of(args, specs), dtype)
 
-        def make() -> Any:
+        def trace() -> Any:
             return jax.make_jaxpr(function)(*[jax.ShapeDtypeStruct(*aval) for aval in avals])
 
-        return self._cached((returned, kept, avals, dtype), make)
+        return self._memoize((result_role, specs, avals, dtype), trace)
 
     def batched(self, axes: _Axes, other_axes: _Axes, size: int) -> "BilinearMap":
         """Returns the map of `size` products; the axis of an unbatched operand is None."""
 
         def make() -> BilinearMap:
-            def shape(old: tuple[int, ...], axis: int | None) -> tuple[int, ...]:
+            def with_axis(old: tuple[int, ...], axis: int | None) -> tuple[int, ...]:
                 return old if axis is None else (*old[:axis], size, *old[axis:])
 
-            shapes = tuple(map(shape, self.shapes, axes))
+            shapes = tuple(map(with_axis, self.shapes, axes))
             others = tuple(
-                jax.ShapeDtypeStruct(shape(x.shape, axis), x.dtype)
+                jax.ShapeDtypeStruct(with_axis(x.shape, axis), x.dtype)
                 for x, axis in zip(self.others, other_axes, strict=True)
             )
-            given = {
+            maps = {
                 role: jax.vmap(
                     function_of(self.float32_map(role)),
-                    in_axes=(*(axes[i] for i in slots(role)), *other_axes),
+                    in_axes=(*(axes[i] for i in operand_roles(role)), *other_axes),
                     out_axes=axes[role],
                 )
                 for role in range(3)
                 if axes[role] is not None
             }
             gathers = tuple(map(with_batch_axis, self.gathers, axes[:RESULT]))
-            return self._made(shapes, others, given, gathers, axes)
+            return self._new_map(shapes, others, maps, gathers, axes)
 
-        return self._cached((axes, other_axes, size), make)
+        return self._memoize((axes, other_axes, size), make)
 
     def gathering(self, gathers: Gathers) -> "BilinearMap":
         """Returns the map of the same product of operands that are gathered first."""
 
         def make() -> BilinearMap:
-            given = {RESULT: function_of(self.float32_map(RESULT))}
-            return self._made(self.shapes, self.others, given, gathers)
+            maps = {RESULT: function_of(self.float32_map(RESULT))}
+            return self._new_map(self.shapes, self.others, maps, gathers)
 
-        return self._cached(("gathering", gathers), make)
+        return self._memoize(("gathering", gathers), make)
 
-    def _made(
-        self, shapes: Any, others: Any, given: Any, gathers: Gathers, axes: _Axes = ()
+    def _new_map(
+        self, shapes: Any, others: Any, maps: Any, gathers: Gathers, axes: _Axes = ()
     ) -> "BilinearMap":
-        """Returns a map like this one; `axes` are the axes that its roles have in addition."""
-        del axes
-        return BilinearMap(self.primitive, self.compute, shapes, others, given, gathers)
+        del axes  # those that roles have in addition: maps in float8 group them
+        return BilinearMap(self.primitive, self.compute, shapes, others, maps, gathers)
 
 
+# One object for equal products: the map is a param, and jit finds a program by its params.
 @functools.lru_cache(maxsize=1024)
 def bilinear_map(
     primitive: Primitive,
@@ -225,11 +211,11 @@ def bilinear_map(
     avals: tuple[tuple[tuple[int, ...], Any], ...],
     gathers: Gathers = NO_GATHERS,
 ) -> BilinearMap:
-    """Returns the map of a product: one object for equal products, so that jit caches find it."""
+    """Returns the map of a product."""
 
     def function(*operands: Any) -> Any:
-        wide = {**dict(params), "preferred_element_type": np.dtype(np.float32)}
-        return primitive.bind(*operands, **wide)
+        float32_params = {**dict(params), "preferred_element_type": np.dtype(np.float32)}
+        return primitive.bind(*operands, **float32_params)
 
     operands = [jax.ShapeDtypeStruct(shape, np.float32) for shape, _ in avals[:2]]
     others = tuple(jax.ShapeDtypeStruct(*aval) for aval in avals[2:])
@@ -240,7 +226,7 @@ def bilinear_map(
 
 
 def no_mesh() -> Any:
-    """Hides the mesh of the first caller from traces that are cached."""
+    # A trace that is cached must not contain the mesh of its first caller.
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
 
 
@@ -252,19 +238,16 @@ def cast(x: Any, dtype: Any) -> Any:
     return lax.convert_element_type(x, dtype)
 
 
-_Product = Callable[[Op, list[Cell]], Cell]
+_Multiply = Callable[[Op, list[Cell]], Cell]
 
 
 @dataclasses.dataclass
-class _Multiplying(Rules[Cell]):
-    """Runs a float32 map with another product.
-
-    Around the product there are only moves, reshapes and sums: they take any dtype.
-    """
+class _ProductRules(Rules[Cell]):
+    """Runs a float32 map with another product."""
 
     program: Program
     primitive: Primitive
-    product: _Product
+    multiply: _Multiply
     gather: Gather | None
     is_open: bool = False  # whether the result can be scattered while it is summed
 
@@ -274,10 +257,11 @@ class _Multiplying(Rules[Cell]):
     def operation(self, op: Op, operands: list[Cell]) -> list[Cell]:
         arrays, *scales = zip(*operands, strict=True)
         if op.equation.primitive is self.primitive:
-            after = [each.equation for each in self.program.ops[op.number + 1 :]]
-            pinned = pinned_operands(arrays, op.equation, after, self.gather)
-            self.is_open = pinned is not None
-            return [self.product(op, list(zip(pinned or arrays, *scales, strict=True)))]
+            equations = [later.equation for later in self.program.ops[op.number + 1 :]]
+            pins = pinned_operands(arrays, op.equation, equations, self.gather)
+            self.is_open = pins is not None
+            return [self.multiply(op, list(zip(pins or arrays, *scales, strict=True)))]
         if scales and op.name != "transpose":
             raise NotImplementedError(f"float8 operands cannot go through {op.name}")
-        return [tuple(compat.bind(op.equation, each)[0] for each in (arrays, *scales))]
+        # Around the product there are only moves, reshapes and sums, which take any dtype.
+        return [tuple(compat.bind(op.equation, component)[0] for component in (arrays, *scales))]

@@ -22,15 +22,7 @@ FLOAT32 = jnp.dtype(jnp.float32)
 
 
 def gather(equation: core.JaxprEqn, values: Sequence[Any]) -> list[Any]:
-    """Binds a gather; the gradients of a 16-bit array are added up in float32.
-
-    Args:
-      equation: the equation of the gather.
-      values: the array, and the indices.
-
-    Returns:
-      The gathered values, in the dtype of the array.
-    """
+    """Binds a gather; the gradients of a 16-bit array are added up in float32."""
     if not is_half(values[0]):
         return compat.bind(equation, values)
 
@@ -43,10 +35,10 @@ def gather(equation: core.JaxprEqn, values: Sequence[Any]) -> list[Any]:
     @gathered.defjvp
     def rule(primals: Any, tangents: Any) -> Any:
         array, *indices = primals
-        wide = lax.convert_element_type(tangents[0], FLOAT32)
+        tangent = lax.convert_element_type(tangents[0], FLOAT32)
         # Values from outside of the array are constants.
-        (moved,) = compat.bind(equation, [wide, *indices], fill_value=0)
-        return gathered(*primals), lax.convert_element_type(moved, array.dtype)
+        (tangent,) = compat.bind(equation, [tangent, *indices], fill_value=0)
+        return gathered(*primals), lax.convert_element_type(tangent, array.dtype)
 
     return [gathered(*values)]
 
@@ -59,14 +51,7 @@ def gathers(equation: core.JaxprEqn) -> bool:
 
 @jax.custom_jvp
 def accumulator(x: Any) -> Any:
-    """Returns a float32 array that collects the gradients of a 16-bit one; its value means nothing.
-
-    Args:
-      x: the array.
-
-    Returns:
-      Zeros, with the derivative of the array.
-    """
+    """Returns zeros in float32, to collect the gradients of a 16-bit array."""
     return jnp.zeros_like(x, FLOAT32)
 
 

@@ -64,7 +64,9 @@ def dot_general(
         raise ValueError(f"parameter must be 0 (lhs) or 1 (rhs), got {parameter!r}")
     activation, weight = (lhs, rhs) if parameter else (rhs, lhs)
     params = {
-        "dimension_numbers": _canonical(dimension_numbers),
+        "dimension_numbers": tuple(
+            tuple(tuple(map(int, axes)) for axes in pair) for pair in dimension_numbers
+        ),
         "precision": _precision_param(
             tuple(precision) if isinstance(precision, list) else precision,
             jax.config.jax_default_matmul_precision,  # type: ignore[attr-defined]
@@ -81,26 +83,17 @@ def dot_general(
         if weight.dtype == activation.dtype or {lhs.dtype, rhs.dtype} - set(_FLOATS):
             return lax.dot_general(lhs, rhs, **params)
         narrow = lax.convert_element_type(weight, activation.dtype)
-        operands, wide = [lhs, narrow], [None, weight]
+        operands, sources = [lhs, narrow], [None, weight]
         if not parameter:
-            operands, wide = [narrow, rhs], [weight, None]
-        return product(lax.dot_general_p, params, operands, wide)
-
-
-def _canonical(dimension_numbers: Any) -> Any:
-    """Returns dimension numbers as tuples of integers, as the primitive has them."""
-    return tuple(tuple(tuple(map(int, axes)) for axes in pair) for pair in dimension_numbers)
+            operands, sources = [narrow, rhs], [weight, None]
+        return product(lax.dot_general_p, params, operands, sources)
 
 
 @functools.lru_cache(maxsize=64)
 def _precision_param(precision: Any, option: Any) -> Any:
-    """Returns a precision as the primitive has it: no string, and no None where an option is set.
-
-    Args:
-      precision: what was given.
-      option: `jax_default_matmul_precision`, a key of the cache.
-    """
-    del option
+    """Returns a precision as the primitive has it: no string, no None where an option is set."""
+    del option  # `jax_default_matmul_precision`, a key of the cache
+    # As JAX itself makes it of a product: the rules are not public.
     number = jax.ShapeDtypeStruct((1, 1), jnp.float32)
     with no_mesh():
         jaxpr = jax.make_jaxpr(functools.partial(lax.dot, precision=precision))(number, number)
@@ -110,27 +103,20 @@ def _precision_param(precision: Any, option: Any) -> Any:
 def why_not_float8(
     params: Mapping[str, Any], avals: Sequence[Any], recipe: Recipe, parameter: int
 ) -> str | None:
-    """Returns why a product is left out of float8; None if it is not.
-
-    Args:
-      params: the params of its `dot_general`.
-      avals: the shapes and dtypes of its two operands.
-      recipe: the recipe.
-      parameter: which operand is the weight.
-    """
+    """Returns why a product of two such operands is left out of float8; None if it is not."""
     if is_own(params.get("precision")):
         return "it asks for a precision"
     if params.get("out_sharding") is not None:
         return "it says an out_sharding"
     if any(aval.dtype not in _FLOATS for aval in avals):
         return "operands are not float32, bfloat16 or float16"
-    summed, shared = params["dimension_numbers"]
+    sums, shared = params["dimension_numbers"]
     sizes = [
-        math.prod(n for i, n in enumerate(aval.shape) if i not in (*summed[side], *shared[side]))
+        math.prod(n for i, n in enumerate(aval.shape) if i not in (*sums[side], *shared[side]))
         for side, aval in enumerate(avals)
     ]
-    taken = len(summed[0]) + len(shared[0])
-    if not summed[0] or any(aval.ndim == taken for aval in avals):
+    ndim_not_free = len(sums[0]) + len(shared[0])
+    if not sums[0] or any(aval.ndim == ndim_not_free for aval in avals):
         return "it is no product of matrices"
-    depth = math.prod(avals[0].shape[i] for i in summed[0])
+    depth = math.prod(avals[0].shape[i] for i in sums[0])
     return recipe.why_not(sizes[1 - parameter], depth, sizes[parameter])

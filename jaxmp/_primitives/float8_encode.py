@@ -3,19 +3,22 @@
 It compiles to ordinary operations, so that compilers fuse them, and share those of one array.
 """
 
-import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import batching, mlir
 
 from jaxmp._numerics.dtypes import DType
-from jaxmp._numerics.float8_codes import Coded, encoded, largest_magnitude, rounded_to_codes
-from jaxmp._primitives.checkpoints import never_saved
+from jaxmp._numerics.float8_codes import Coded, encode_float8, largest_magnitude, round_to_codes
+from jaxmp._primitives.primitive_rules import (
+    batch_in_front,
+    compile_alone,
+    never_saved,
+    without_derivative,
+)
 from jaxmp._primitives.varying import result_aval
 from jaxmp._program import compat
 
@@ -33,18 +36,10 @@ def float8_encode(
     power_of_two: bool,
     is_weight: bool = False,
 ) -> Coded:
-    """Rounds an array to float8, without a derivative.
+    """Rounds an array to float8, without a derivative, with one scale for all numbers along axes.
 
-    Args:
-      x: the array, of any float dtype up to float32.
-      dtype: the float8 dtype.
-      axes: the axes that share a scale.
-      power_of_two: whether scales are powers of two.
-      is_weight: whether it is a weight, which stays as it lies in memory.
-
-    Returns:
-      The codes and the scales. Under `vmap`, each array of the batch has its own scale; in a
-      `shard_map`, each shard.
+    Under `vmap`, each array of the batch has its own scale; in a `shard_map`, each shard. A weight
+    stays as it lies in memory.
     """
     params = {"axes": axes, "power_of_two": power_of_two, "is_weight": is_weight}
     return Coded(*_encode_p.bind(x, dtype=np.dtype(dtype), **params))
@@ -61,17 +56,9 @@ def encode_by_scale(
 ) -> tuple[Coded, Any]:
     """Rounds an array to float8 by a scale that is known before, without a derivative.
 
-    Args:
-      x: the array, of any float dtype up to float32.
-      scale: float32: one number, or one for each place along the first axes.
-      dtype: the float8 dtype.
-      axes: the axes that share a scale.
-      power_of_two: whether scales are powers of two.
-      is_weight: whether it is a weight, which stays as it lies in memory.
-
-    Returns:
-      The codes and the scales, and the largest magnitudes in the shape of the scales. Numbers out
-      of range become the largest code, and infinite ones NaN: the scale cannot show them.
+    The scale is one number, or one for each place along the first axes. Returned are the codes and
+    the scales, and the largest magnitudes in the shape of the scales. Numbers out of range become
+    the largest code, and infinite ones NaN.
     """
     shape = [1 if i in axes else size for i, size in enumerate(x.shape)]
     scales = jnp.broadcast_to(scale.reshape(*scale.shape, *[1] * (x.ndim - scale.ndim)), shape)
@@ -80,66 +67,48 @@ def encode_by_scale(
     return Coded(codes, scales), largest
 
 
-def _encoded(
+def _encode(
     x: Any, *scale: Any, dtype: DType, axes: Any, power_of_two: bool, **_: Any
 ) -> tuple[Any, Any]:
     if not scale:
-        return encoded(x, dtype, axes, power_of_two=power_of_two)
-    (known,) = scale
+        return encode_float8(x, dtype, axes, power_of_two=power_of_two)
+    # Infinite numbers become NaN: the scale, which is from before, cannot show them.
     visible = jnp.where(jnp.isfinite(x), x, jnp.asarray(jnp.nan, x.dtype))
-    return rounded_to_codes(visible, known, dtype), largest_magnitude(x, axes)
+    return round_to_codes(visible, scale[0], dtype), largest_magnitude(x, axes)
 
 
 def _lower_on_gpu(ctx: Any, x: Any, *scale: Any, is_weight: bool, **params: Any) -> Any:
-    # Tensor cores of an H100 read float8 operands along what is summed. XLA would transpose a whole
-    # stack of float32 weights for that, before the loop over its layers: 1.19 times the temporaries
-    # of bfloat16 for a GPT in a rematerialized scan (12 layers of width 1024). Fixed here, it
-    # transposes codes. An array on several devices would be gathered for that, and `jax.export`
-    # refuses layouts.
+    # Tensor cores of an H100 read float8 operands along the summed dimension. XLA would transpose a
+    # whole stack of float32 weights for that, before the loop over its layers: 1.19 times the
+    # temporaries of bfloat16 for a GPT in a rematerialized scan (12 layers of width 1024). Fixed
+    # here, it transposes codes. An array on several devices would be gathered for that, and
+    # `jax.export` refuses layouts.
     fixed = is_weight and compat.is_for_one_device(ctx) and not compat.is_for_export(ctx)
 
     def function(x: Any, *scale: Any) -> tuple[Any, Any]:
         x = with_layout_constraint(x, Layout(tuple(range(x.ndim)))) if fixed else x
-        return _encoded(x, *scale, **params)
+        return _encode(x, *scale, **params)
 
     return mlir.lower_fun(function, multiple_results=True)(ctx, x, *scale)
 
 
-def _avals(x: Any, *scale: Any, dtype: DType, axes: Any, **params: Any) -> list[Any]:
+def _encode_avals(x: Any, *scale: Any, dtype: DType, axes: Any, **params: Any) -> list[Any]:
     del scale, params
     shape = tuple(1 if i in axes else size for i, size in enumerate(x.shape))
     return [result_aval(x, x.shape, dtype), result_aval(x, shape, jnp.float32)]
 
 
-def _encode_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-    out = _encode_p.bind(*primals, **params)
-    return out, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in out]
-
-
-def _batched(args: Any, batch_axes: Any, *, axes: Any, **params: Any) -> Any:
-    size = next(x.shape[i] for x, i in zip(args, batch_axes, strict=True) if i is not None)
-    args = [batching.bdim_at_front(x, i, size) for x, i in zip(args, batch_axes, strict=True)]
+def _encode_batch(args: Any, batch_axes: Any, *, axes: Any, **params: Any) -> Any:
+    # Each array of the batch has its own scale.
     axes = tuple(axis + 1 for axis in axes)
-    return _encode_p.bind(*args, axes=axes, **params), [0, 0]
+    return _encode_p.bind(*batch_in_front(args, batch_axes), axes=axes, **params), [0, 0]
 
 
-@functools.lru_cache(maxsize=4096)
-def _compiled(params: tuple[tuple[str, Any], ...]) -> Any:
-    return jax.jit(functools.partial(_encode_p.bind, **dict(params)))
-
-
-def _impl(*args: Any, **params: Any) -> Any:
-    with jax.disable_jit(False):  # where jit is disabled, this would call itself
-        return _compiled(tuple(params.items()))(*args)
-
-
-_encode_p.def_impl(_impl)
-_encode_p.def_abstract_eval(_avals)
-ad.primitive_jvps[_encode_p] = _encode_jvp
-# For `jax.linear_transpose`: the product has the derivative, as that of a held operand.
-ad.primitive_transposes[_encode_p] = lambda cts, *args, **params: [None] * len(args)
-batching.primitive_batchers[_encode_p] = _batched
+compile_alone(_encode_p)
+_encode_p.def_abstract_eval(_encode_avals)
+without_derivative(_encode_p)  # the product has it
+batching.primitive_batchers[_encode_p] = _encode_batch
 never_saved(_encode_p)
-mlir.register_lowering(_encode_p, mlir.lower_fun(_encoded, multiple_results=True))
+mlir.register_lowering(_encode_p, mlir.lower_fun(_encode, multiple_results=True))
 for _platform in ("cuda", "rocm"):
     mlir.register_lowering(_encode_p, _lower_on_gpu, platform=_platform)

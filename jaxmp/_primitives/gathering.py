@@ -14,6 +14,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmp._mesh.specs import axes_of_spec
+from jaxmp._program.mesh_axes import entries_of
 
 _OPEN = PartitionSpec.UNCONSTRAINED
 
@@ -40,83 +41,76 @@ class Gather(NamedTuple):
 
 
 def gathered(x: Any, gather: Gather | None) -> Any:
-    """Gathers an array that is split over devices; the shardings before and after are pinned.
-
-    Otherwise the partitioner would gather the array before its cast, in the wider dtype.
-    """
+    """Gathers an array that is split over devices."""
     if gather is None or not gather.here:
         return x
-    # One constraint is not enough: the partitioner moves it back through the cast, and gathers
-    # float32 (see jax issue 23543).
-    return _constrained(_constrained(x, gather.stored), gather.whole)
+    # The shardings before and after are pinned. With the last one alone, the partitioner moves it
+    # back through the cast, and gathers float32 (see jax issue 23543).
+    return _constrain(_constrain(x, gather.stored), gather.whole)
 
 
 def scattered(x: Any, gather: Gather | None, *, is_summed_whole: bool) -> Any:
     """Scatters the gradient of a gathered operand."""
     if gather is None:
         return x
-    return _constrained(_constrained(x, gather.whole if is_summed_whole else None), gather.stored)
+    return _constrain(_constrain(x, gather.whole if is_summed_whole else None), gather.stored)
 
 
 def with_batch_axis(gather: Gather | None, axis: int | None) -> Gather | None:
     """Returns the gather of an operand with one more dimension, which is whole, if it has one."""
     if gather is None or axis is None:
         return gather
-    stored, whole = (_with_dimension(sharding, axis) for sharding in gather[:2])
-    return Gather(stored, whole, gather.here)
+
+    def with_axis(sharding: NamedSharding) -> NamedSharding:
+        spec = entries_of(sharding.spec, axis)
+        return NamedSharding(sharding.mesh, PartitionSpec(*spec[:axis], None, *spec[axis:]))
+
+    return Gather(with_axis(gather.stored), with_axis(gather.whole), gather.here)
 
 
-def _with_dimension(sharding: NamedSharding, axis: int) -> NamedSharding:
-    spec = (*sharding.spec, *[None] * (axis - len(sharding.spec)))
-    return NamedSharding(sharding.mesh, PartitionSpec(*spec[:axis], None, *spec[axis:]))
-
-
-def _constrained(x: Any, sharding: NamedSharding | None) -> Any:
+def _constrain(x: Any, sharding: NamedSharding | None) -> Any:
     return x if sharding is None else lax.with_sharding_constraint(x, sharding)
 
 
 def pinned_operands(
-    operands: Sequence[Any], equation: Any, after: Sequence[Any], gather: Gather | None
+    operands: Sequence[Any], equation: Any, moves: Sequence[Any], gather: Gather | None
 ) -> list[Any] | None:
     """Pins the operands of a product whose result is the gradient of a gathered operand.
 
     Args:
       operands: the two operands.
       equation: the product.
-      after: the equations after it.
-      gather: how the gathered operand lies.
+      moves: the equations after it.
+      gather: the shardings of the gathered operand.
 
     Returns:
       The operands, with the dimensions that are scattered later as they are in the whole gradient.
       None if there are no replicas, if this is not a matrix product, which is only transposed
-      afterwards, or if what is scattered is a batch dimension of it. Without replicas, scattering
-      early gains nothing, and the TPU compiler may send partial sums from device to device.
+      afterwards, or if a batch dimension of it is scattered.
     """
-    transposed = all(each.primitive.name == "transpose" for each in after)
+    transposed = all(move.primitive.name == "transpose" for move in moves)
     is_matrix_product = equation.primitive.name == "dot_general" and transposed
+    # Without replicas, early scattering gains nothing, and the TPU compiler may send partial sums
+    # from device to device.
     if gather is None or not gather.has_replicas or not is_matrix_product:
         return None
     ndim = len(equation.outvars[0].aval.shape)
-    stored, whole = (_entries(sharding, ndim) for sharding in gather[:2])
+    stored, whole = entries_of(gather.stored.spec, ndim), entries_of(gather.whole.spec, ndim)
     pins = [b if a != b else _OPEN for a, b in zip(stored, whole, strict=True)]
-    for each in reversed(after):
-        before: list[Any] = [_OPEN] * ndim
-        for pin, dimension in zip(pins, each.params["permutation"], strict=True):
-            before[dimension] = pin
-        pins = before
+    for move in reversed(moves):
+        entries: list[Any] = [_OPEN] * ndim
+        for pin, dimension in zip(pins, move.params["permutation"], strict=True):
+            entries[dimension] = pin
+        pins = entries
     (contracted, batch) = equation.params["dimension_numbers"]
     if any(pin is not _OPEN for pin in pins[: len(batch[0])]):
         return None
-    rest = iter(pins[len(batch[0]) :])
-    pinned = []
-    for x, summed, shared in zip(operands, contracted, batch, strict=True):
-        taken = {*summed, *shared}
-        spec = [_OPEN if i in taken else next(rest) for i in range(x.ndim)]
+    free_pins = iter(pins[len(batch[0]) :])
+    results = []
+    for x, sum_axes, batch_axes in zip(operands, contracted, batch, strict=True):
+        not_free = {*sum_axes, *batch_axes}
+        spec = [_OPEN if i in not_free else next(free_pins) for i in range(x.ndim)]
         is_open = all(entry is _OPEN for entry in spec)
         sharding = NamedSharding(gather.whole.mesh, PartitionSpec(*spec))
-        pinned.append(_constrained(x, None if is_open else sharding))
-    return pinned
-
-
-def _entries(sharding: NamedSharding, ndim: int) -> list[Any]:
-    return [*sharding.spec, *[None] * (ndim - len(sharding.spec))]
+        results.append(_constrain(x, None if is_open else sharding))
+    return results

@@ -7,31 +7,25 @@ its transpose comes before the sum, which is in float32.
 
 from typing import Any
 
-import jax
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+
+from jaxmp._primitives.primitive_rules import batch_in_front, zero_tangent
 
 # Operands: a value, and the array to which its gradient goes. The identity on the value.
 _gradient_of_p = Primitive("gradient_of")
 
 
-def gradient_of(value: Any, wide: Any) -> Any:
-    """Returns the value, with the derivative of another array of its shape.
+def gradient_of(value: Any, source: Any) -> Any:
+    """Returns the value, with the derivative of another array of its shape, of any float dtype.
 
-    Args:
-      value: the value to return; no gradient goes to it.
-      wide: the array to differentiate instead, of any float dtype.
-
-    Returns:
-      The value.
-
-    >>> import jax.numpy as jnp
+    >>> import jax, jax.numpy as jnp
     >>> w = jnp.float32(1 / 3)
     >>> jax.grad(lambda w: gradient_of(jnp.bfloat16(0.333), w).astype(jnp.float32))(w)
     Array(1., dtype=float32)
     """
-    return _gradient_of_p.bind(value, wide)
+    return _gradient_of_p.bind(value, source)
 
 
 def _jvp(primals: Any, tangents: Any) -> Any:
@@ -39,18 +33,15 @@ def _jvp(primals: Any, tangents: Any) -> Any:
     tangent = tangents[1]
     out = _gradient_of_p.bind(*primals)
     if isinstance(tangent, ad.Zero):
-        return out, ad.Zero(jax.typeof(value).to_tangent_aval())
+        return out, zero_tangent(value)
     return out, lax.convert_element_type(tangent, value.dtype)
 
 
-def _batching_rule(args: Any, axes: Any) -> Any:
-    size = next(x.shape[a] for x, a in zip(args, axes, strict=True) if a is not None)
-    moved = [batching.bdim_at_front(x, a, size) for x, a in zip(args, axes, strict=True)]
-    return _gradient_of_p.bind(*moved), 0
-
-
-_gradient_of_p.def_impl(lambda value, wide: value)
-_gradient_of_p.def_abstract_eval(lambda value, wide: value)
+_gradient_of_p.def_impl(lambda value, source: value)
+_gradient_of_p.def_abstract_eval(lambda value, source: value)
 ad.primitive_jvps[_gradient_of_p] = _jvp
-batching.primitive_batchers[_gradient_of_p] = _batching_rule
-mlir.register_lowering(_gradient_of_p, lambda ctx, value, wide: [value])
+batching.primitive_batchers[_gradient_of_p] = lambda args, axes: (
+    _gradient_of_p.bind(*batch_in_front(args, axes)),
+    0,
+)
+mlir.register_lowering(_gradient_of_p, lambda ctx, value, source: [value])

@@ -14,10 +14,9 @@ result. It converts the operands of that one convolution, of the three, to float
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -32,34 +31,36 @@ from jaxmp._primitives.bilinear import (
     bilinear_map,
     function_of,
     no_mesh,
-    slots,
+    operand_roles,
 )
-from jaxmp._primitives.checkpoints import never_saved
 from jaxmp._primitives.gathering import gathered
 from jaxmp._primitives.operands import ProductOperand, flat_operands, operands_of, place_of_linear
+from jaxmp._primitives.primitive_rules import (
+    batch_size,
+    compile_alone,
+    never_saved,
+    without_derivative,
+    zero_tangent,
+)
 from jaxmp._primitives.varying import result_aval, varying_alike
 
 # These are primitives, as `jax.custom_vjp` has no forward mode, and `linear_call` has no rule for
 # `vmap` (jax 0.10 and 0.12).
 
-# The identity on the operands of the product itself, without a derivative: jax.lax.stop_gradient
-# with a transpose.
-_held_p = Primitive("held")
+# The identity on the operands of the product itself, without a derivative. Unlike
+# `jax.lax.stop_gradient`, program rewriters see it, and it has a transpose.
+_detach_p = Primitive("held")
 # Operands: the result of the product, its operands, operands without a derivative, the scales of
 # operands in float8, the sources of operands that have one.
-_attach_p = Primitive("float32_gradient")
+_attach_gradient_p = Primitive("float32_gradient")
 # Operands: the two operands of the product, operands without a derivative, scales and sources where
-# there are some. The sources do not change the value; they say where second
-# derivatives go.
+# there are some. The sources do not change the value; they say where second derivatives go.
 _bilinear_p = Primitive("low_precision_product")
 
 
-def held(x: Any) -> Any:
-    """Returns the value without its derivative; another equation has the derivative.
-
-    Unlike `jax.lax.stop_gradient`, it is visible to program rewriters and has a transpose.
-    """
-    return _held_p.bind(x)
+def detach(x: Any) -> Any:
+    """Returns the value without its derivative; another equation has the derivative."""
+    return _detach_p.bind(x)
 
 
 def product(
@@ -90,14 +91,15 @@ def product(
       NotImplementedError: on differentiation, for operands sharded over explicit mesh axes.
     """
     arrays = varying_alike([*operands, *(x for x in wide if x is not None)])
-    operands, sources = arrays[: len(operands)], arrays[len(operands) :]
-    if not sources:
+    operands, sources = arrays[: len(operands)], iter(arrays[len(operands) :])
+    if all(x is None for x in wide):
         return primitive.bind(*operands, **params)
-    # The second primitive supplies all derivatives: JAX's own rule for a held operand would lack
-    # the second derivative by both operands.
-    whole = [gathered(held(x), gather) for x, gather in zip(operands[:2], gathers, strict=True)]
-    out = primitive.bind(*whole, *operands[2:], **params)
-    form = bilinear_map(
+    # The second primitive supplies all derivatives: JAX's own rule for a detached operand would
+    # lack the second derivative by both operands.
+    pairs = zip(operands[:2], gathers, strict=True)
+    detached = [gathered(detach(x), gather) for x, gather in pairs]
+    out = primitive.bind(*detached, *operands[2:], **params)
+    bilinear = bilinear_map(
         primitive,
         tuple(sorted(params.items())),
         # A float32 result has a float32 gradient, which must not be rounded.
@@ -105,95 +107,95 @@ def product(
         tuple((x.shape, x.dtype) for x in operands),
         gathers,
     )
-    rest = iter(sources)
-    both = [
-        ProductOperand(x, source=None if source is None else next(rest))
+    # Not the detached arrays: a loop would keep a copy of them.
+    product_operands = [
+        ProductOperand(x, source=None if source is None else next(sources))
         for x, source in zip(operands, wide, strict=False)
     ]
-    # The operands are not held here, so that a loop keeps no copy of them.
-    return with_derivatives(out, form, both, operands[2:])
+    return with_derivatives(out, bilinear, product_operands, operands[2:])
 
 
 def with_derivatives(
-    out: Any, form: BilinearMap, operands: Sequence[ProductOperand], others: Sequence[Any] = ()
+    out: Any,
+    bilinear: BilinearMap,
+    operands: Sequence[ProductOperand],
+    others: Sequence[Any] = (),
 ) -> Any:
-    """Returns the result of a product, with the derivatives of a bilinear map.
+    """Returns the result of a product with the derivatives of its map.
 
-    Args:
-      out: the result, without derivatives.
-      form: the product.
-      operands: its operands.
-      others: its operands without a derivative.
+    The result has none itself. `others` are operands without a derivative.
     """
-    arrays, kept = flat_operands(operands, others)
-    return _attach_p.bind(out, *arrays, form=form, kept=kept)
+    arrays, specs = flat_operands(operands, others)
+    return _attach_gradient_p.bind(out, *arrays, form=bilinear, kept=specs)
 
 
 def _bilinear(
-    form: BilinearMap, returned: int, dtype: Any, operands: Sequence[ProductOperand], others: Any
+    bilinear: BilinearMap,
+    result_role: int,
+    dtype: Any,
+    operands: Sequence[ProductOperand],
+    others: Any,
 ) -> Any:
     """Binds the map from two roles to the third."""
-    arrays, kept = flat_operands(operands, others)
+    arrays, specs = flat_operands(operands, others)
+    avals = tuple((x.shape, x.dtype) for x in arrays)
     return _bilinear_p.bind(
         *arrays,
-        jaxpr=form.realized(returned, kept, tuple((x.shape, x.dtype) for x in arrays), dtype),
-        form=form,
-        returned=returned,
-        kept=kept,
+        jaxpr=bilinear.realized(result_role, specs, avals, dtype),
+        form=bilinear,
+        returned=result_role,
+        kept=specs,
         dtype=np.dtype(dtype),
     )
 
 
 def _tangents(
-    form: BilinearMap, returned: int, dtype: Any, kept: Any, primals: Any, tangents: Any
+    bilinear: BilinearMap, result_role: int, dtype: Any, specs: Any, primals: Any, tangents: Any
 ) -> list[Any]:
     """Returns the derivative by each operand, or by its source if it has one; without zeros."""
-    operands, others = operands_of(primals, kept)
-    along, _ = operands_of(tangents, kept)
+    operands, others = operands_of(primals, specs)
+    directions, _ = operands_of(tangents, specs)
     terms = []
     for i in range(2):
-        if isinstance(along[i].linear, ad.Zero):
+        if isinstance(directions[i].linear, ad.Zero):
             continue
-        into = list(operands)
-        into[i] = ProductOperand(along[i].linear, derivative=True)
-        terms.append(_bilinear(form, returned, dtype, into, others))
+        factors = list(operands)
+        factors[i] = ProductOperand(directions[i].linear, derivative=True)
+        terms.append(_bilinear(bilinear, result_role, dtype, factors, others))
     return terms
 
 
-def _cotangents(form: BilinearMap, returned: int, kept: Any, ct: Any, args: Any) -> Any:
+def _cotangents(bilinear: BilinearMap, result_role: int, specs: Any, ct: Any, args: Any) -> Any:
     """Returns the transpose by the one operand that is linear, or by its source."""
-    operands, others = operands_of(args, kept)
-    unknown = [i for i in range(2) if ad.is_undefined_primal(operands[i].linear)]
-    if len(unknown) != 1:
-        raise TypeError(f"a product of {form} is linear in one operand, not in both at once")
-    (i,) = unknown
-    roles = slots(returned)
+    operands, others = operands_of(args, specs)
+    linear = [i for i in range(2) if ad.is_undefined_primal(operands[i].linear)]
+    if len(linear) != 1:
+        raise TypeError(f"a product of {bilinear} is linear in one operand, not in both at once")
+    (i,) = linear
+    roles = operand_roles(result_role)
     into_result = ProductOperand(ct, derivative=True)
-    of = dict(zip(roles, operands, strict=True)) | {returned: into_result}
-    into = [of[role] for role in slots(roles[i])]
-    found: list[Any] = [None] * len(args)
+    by_role = dict(zip(roles, operands, strict=True)) | {result_role: into_result}
+    factors = [by_role[role] for role in operand_roles(roles[i])]
+    cotangents: list[Any] = [None] * len(args)
     dtype = operands[i].linear.aval.dtype
-    found[place_of_linear(i, len(args), kept)] = _bilinear(form, roles[i], dtype, into, others)
-    return found
+    place = place_of_linear(i, len(args), specs)
+    cotangents[place] = _bilinear(bilinear, roles[i], dtype, factors, others)
+    return cotangents
 
 
-def _zero(primal: Any) -> Any:
-    return ad.Zero(jax.typeof(primal).to_tangent_aval())
-
-
-def _attach_jvp(primals: Any, tangents: Any, *, form: BilinearMap, kept: Any) -> Any:
-    out = _attach_p.bind(*primals, form=form, kept=kept)
+def _attach_gradient_jvp(primals: Any, tangents: Any, *, form: BilinearMap, kept: Any) -> Any:
+    out = _attach_gradient_p.bind(*primals, form=form, kept=kept)
     terms = _tangents(form, RESULT, out.dtype, kept, primals[1:], tangents[1:])
     return out, functools.reduce(ad.add_tangents, terms, tangents[0])
 
 
-def _attach_transpose(ct: Any, *args: Any, form: BilinearMap, kept: Any) -> Any:
+def _attach_gradient_transpose(ct: Any, *args: Any, form: BilinearMap, kept: Any) -> Any:
     if isinstance(ct, ad.Zero):
         return [None] * len(args)
     if not any(map(ad.is_undefined_primal, args[1:])):
         return [ct, *[None] * (len(args) - 1)]
-    # The result also depends on the linear operand through the held product, but that part has no
-    # derivative: the other primitive has all of it.
+    # The result also depends on the linear operand through the detached product, but that part has
+    # no derivative: the other primitive has all of it.
     return [None, *_cotangents(form, RESULT, kept, ct, args[1:])]
 
 
@@ -203,7 +205,7 @@ def _bilinear_jvp(
     out = _bilinear_p.bind(*primals, form=form, returned=returned, kept=kept, **params)
     terms = _tangents(form, returned, params["dtype"], kept, primals, tangents)
     if not terms:
-        return out, _zero(out)
+        return out, zero_tangent(out)
     return out, functools.reduce(ad.add_tangents, terms)
 
 
@@ -216,43 +218,43 @@ def _bilinear_transpose(
     return _cotangents(form, returned, kept, ct, args)
 
 
-def _at_axis(x: Any, now: int | None, axis: int | None, size: int) -> Any:
+def _at_axis(x: Any, axis_before: int | None, axis: int | None, size: int) -> Any:
     """Moves the batch axis of an array, or makes one; None stays None."""
-    if x is None or axis is None or now == axis:
+    if x is None or axis is None or axis_before == axis:
         return x
-    if now is not None:
-        return jnp.moveaxis(x, now, axis)
+    if axis_before is not None:
+        return jnp.moveaxis(x, axis_before, axis)
     shape = (*x.shape[:axis], size, *x.shape[axis:])
     return lax.broadcast_in_dim(x, shape, [i for i in range(len(shape)) if i != axis])
 
 
 def _batch(
-    form: BilinearMap, returned: int, kept: Any, args: Any, axes: Any, out: int
+    bilinear: BilinearMap, result_role: int, specs: Any, args: Any, axes: Any, out: int
 ) -> tuple[BilinearMap, list[ProductOperand], list[Any]]:
     """Returns the batched map and its operands, for a result whose batch axis is `out`."""
-    operands, others = operands_of(args, kept)
-    now, other_axes = operands_of(axes, kept)
-    size = next(x.shape[a] for x, a in zip(args, axes, strict=True) if a is not None)
+    operands, others = operands_of(args, specs)
+    before, other_axes = operands_of(axes, specs)
+    size = batch_size(args, axes)
     if others:  # JAX's rule for ragged_dot wants everything batched, along the first axis
-        want: list[Any] = [0, 0]
+        after: list[Any] = [0, 0]
         others = [_at_axis(x, a, 0, size) for x, a in zip(others, other_axes, strict=True)]
         other_axes = [0] * len(others)
     else:
-        want = [each.value if each.value is not None else each.linear for each in now]
-        if want == [None, None]:
-            want = [0, None]
-    moved = []
-    for operand, at, axis in zip(operands, now, want, strict=True):
-        arrays = zip(operand[:3], at[:3], strict=True)
+        after = [x.value if x.value is not None else x.linear for x in before]
+        if after == [None, None]:
+            after = [0, None]
+    batched = []
+    for operand, operand_axes, axis in zip(operands, before, after, strict=True):
+        arrays = zip(operand[:3], operand_axes[:3], strict=True)
         value, scale, source = (_at_axis(x, a, axis, size) for x, a in arrays)
-        moved.append(ProductOperand(value, scale, source, operand.derivative))
-    by_role = {returned: out, **dict(zip(slots(returned), want, strict=True))}
-    new = form.batched(tuple(by_role[i] for i in range(3)), tuple(other_axes), size)
-    return new, moved, others
+        batched.append(ProductOperand(value, scale, source, operand.derivative))
+    by_role = {result_role: out, **dict(zip(operand_roles(result_role), after, strict=True))}
+    batched_map = bilinear.batched(tuple(by_role[i] for i in range(3)), tuple(other_axes), size)
+    return batched_map, batched, others
 
 
-def _attach_batch(args: Any, axes: Any, *, form: BilinearMap, kept: Any) -> Any:
-    size = next(x.shape[a] for x, a in zip(args, axes, strict=True) if a is not None)
+def _attach_gradient_batch(args: Any, axes: Any, *, form: BilinearMap, kept: Any) -> Any:
+    size = batch_size(args, axes)
     (*_, others), out = operands_of(args[1:], kept), axes[0]
     out = 0 if out is None or others else out
     result = _at_axis(args[0], axes[0], out, size)
@@ -270,75 +272,50 @@ def _bilinear_batch(
     return _bilinear(form, returned, dtype, operands, others), 0
 
 
-def _bilinear_aval(lhs: Any, rhs: Any, *rest: Any, form: BilinearMap, **params: Any) -> Any:
+def _bilinear_aval(lhs: Any, rhs: Any, *others: Any, form: BilinearMap, **params: Any) -> Any:
     varying = max((lhs, rhs), key=lambda x: len(x.mat.varying))
     return result_aval(varying, form.shapes[params["returned"]], params["dtype"])
 
 
-@functools.lru_cache(maxsize=4096)
-def _compiled_product(params: tuple[tuple[str, Any], ...]) -> Any:
-    return jax.jit(functools.partial(_bilinear_p.bind, **dict(params)))
-
-
-def _bilinear_impl(*args: Any, **params: Any) -> Any:
-    with jax.disable_jit(False):  # where jit is disabled, this would call itself
-        return _compiled_product(tuple(params.items()))(*args)
-
-
-def _lower_realized(ctx: Any, *args: Any, jaxpr: Any, **params: Any) -> Any:
+def _lower(ctx: Any, *args: Any, jaxpr: Any, function: Any = None, **params: Any) -> Any:
     del params
-    return _lowering_rule(ctx, function_of(jaxpr), args, jaxpr)
+    # Lowered without varying axes, which the equations inside do not have.
+    ctx = ctx.replace(avals_in=list(jaxpr.in_avals))
+    with no_mesh():
+        return mlir.lower_fun(function or function_of(jaxpr), multiple_results=False)(ctx, *args)
 
 
-def _lower_on_cpu(
-    ctx: Any,
-    *args: Any,
-    jaxpr: Any,
-    form: BilinearMap,
-    returned: int,
-    kept: Any,
-    dtype: Any,
-) -> Any:
-    """Lowers products with float32 results to float32 operands: many 16-bit ones fail on CPU.
-
-    The error is "Unsupported element type for DotThunk", for some only after partitioning. Products
-    of 16-bit numbers are exact in float32, so that only the speed differs.
-    """
-    if dtype != np.float32:
-        return _lowering_rule(ctx, function_of(jaxpr), args, jaxpr)
+def _lower_on_cpu(ctx: Any, *args: Any, jaxpr: Any, dtype: Any, **params: Any) -> Any:
+    form, returned, kept = (params[name] for name in ("form", "returned", "kept"))
 
     def function(*args: Any) -> Any:
         return form.multiplied(returned, *operands_of(args, kept), np.float32, exact=True)
 
-    return _lowering_rule(ctx, function, args, jaxpr)
+    # Many 16-bit products with a float32 result fail on CPU, some only after partitioning:
+    # "Unsupported element type for DotThunk". Products of 16-bit numbers are exact in float32, so
+    # that only the speed differs.
+    is_float32 = dtype == np.float32
+    return _lower(ctx, *args, jaxpr=jaxpr, function=function if is_float32 else None)
 
 
-def _lowering_rule(ctx: Any, function: Callable[..., Any], args: Any, jaxpr: Any) -> Any:
-    # Lowered without varying axes, which the equations inside do not have.
-    ctx = ctx.replace(avals_in=list(jaxpr.in_avals))
-    with no_mesh():
-        return mlir.lower_fun(function, multiple_results=False)(ctx, *args)
+_detach_p.def_impl(lambda x: x)
+_detach_p.def_abstract_eval(lambda x: x)
+without_derivative(_detach_p)
+batching.primitive_batchers[_detach_p] = lambda args, axes: (_detach_p.bind(*args), axes[0])
+never_saved(_detach_p)
+mlir.register_lowering(_detach_p, lambda ctx, x: [x])
 
+_attach_gradient_p.def_impl(lambda out, *operands, **params: out)
+_attach_gradient_p.def_abstract_eval(lambda out, *operands, **params: out)
+ad.primitive_jvps[_attach_gradient_p] = _attach_gradient_jvp
+ad.primitive_transposes[_attach_gradient_p] = _attach_gradient_transpose
+batching.primitive_batchers[_attach_gradient_p] = _attach_gradient_batch
+mlir.register_lowering(_attach_gradient_p, lambda ctx, out, *operands, **params: [out])
 
-_held_p.def_impl(lambda x: x)
-_held_p.def_abstract_eval(lambda x: x)
-ad.primitive_jvps[_held_p] = lambda primals, tangents: (_held_p.bind(*primals), _zero(*primals))
-ad.primitive_transposes[_held_p] = lambda ct, x: [None]
-batching.primitive_batchers[_held_p] = lambda args, axes: (_held_p.bind(*args), axes[0])
-never_saved(_held_p)
-mlir.register_lowering(_held_p, lambda ctx, x: [x])
-
-_attach_p.def_impl(lambda out, *rest, **params: out)
-_attach_p.def_abstract_eval(lambda out, *rest, **params: out)
-ad.primitive_jvps[_attach_p] = _attach_jvp
-ad.primitive_transposes[_attach_p] = _attach_transpose
-batching.primitive_batchers[_attach_p] = _attach_batch
-mlir.register_lowering(_attach_p, lambda ctx, out, *rest, **params: [out])
-
-_bilinear_p.def_impl(_bilinear_impl)
+compile_alone(_bilinear_p)
 _bilinear_p.def_abstract_eval(_bilinear_aval)
 ad.primitive_jvps[_bilinear_p] = _bilinear_jvp
 ad.primitive_transposes[_bilinear_p] = _bilinear_transpose
 batching.primitive_batchers[_bilinear_p] = _bilinear_batch
-mlir.register_lowering(_bilinear_p, _lower_realized)
+mlir.register_lowering(_bilinear_p, _lower)
 mlir.register_lowering(_bilinear_p, _lower_on_cpu, platform="cpu")

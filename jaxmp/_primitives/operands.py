@@ -32,6 +32,8 @@ class ProductOperand(NamedTuple):
 class Kept(NamedTuple):
     """The facts about an operand without its arrays; attributes as in `ProductOperand`."""
 
+    # A param of equations: its name and fields stand in printed jaxprs.
+
     scaled: bool
     wide: bool
     derivative: bool = False
@@ -40,42 +42,37 @@ class Kept(NamedTuple):
 def flat_operands(
     operands: Sequence[ProductOperand], others: Sequence[Any]
 ) -> tuple[list[Any], Any]:
-    """Returns the arrays of two operands for an equation, and the facts to rebuild them.
-
-    Args:
-      operands: the two operands.
-      others: operands of the product without a derivative.
+    """Returns the arrays of two operands and others for an equation, and the facts to rebuild them.
 
     >>> flat_operands([ProductOperand("x"), ProductOperand("codes", "scale", "w")], [])[0]
     ['x', 'codes', 'scale', 'w']
     """
     values, scales, sources, _ = zip(*operands, strict=True)
-    given = (x for x in (*scales, *sources) if x is not None)
-    arrays = [*values, *others, *given]
-    return arrays, tuple(operand.kept for operand in operands)
+    extra = (x for x in (*scales, *sources) if x is not None)
+    return [*values, *others, *extra], tuple(operand.kept for operand in operands)
 
 
 def operands_of(
-    args: Sequence[Any], kept: Sequence[Kept]
+    args: Sequence[Any], specs: Sequence[Kept]
 ) -> tuple[list[ProductOperand], list[Any]]:
     """Rebuilds operands from arrays, or from anything that stands for them.
 
     >>> operands_of(["x", "w16", "w"], [Kept(False, False), Kept(False, True)])[0][1]
     ProductOperand(value='w16', scale=None, source='w', derivative=False)
     """
-    end = len(args) - sum(each.scaled + each.wide for each in kept)
-    rest = iter(args[end:])
-    scales = [next(rest) if each.scaled else None for each in kept]
-    sources = [next(rest) if each.wide else None for each in kept]
-    marks = [each.derivative for each in kept]
-    operands = map(ProductOperand, args[: len(kept)], scales, sources, marks)
-    return list(operands), list(args[len(kept) : end])
+    end = len(args) - sum(spec.scaled + spec.wide for spec in specs)
+    extra = iter(args[end:])
+    scales = [next(extra) if spec.scaled else None for spec in specs]
+    sources = [next(extra) if spec.wide else None for spec in specs]
+    derivatives = [spec.derivative for spec in specs]
+    operands = map(ProductOperand, args[: len(specs)], scales, sources, derivatives)
+    return list(operands), list(args[len(specs) : end])
 
 
-def place_of_linear(i: int, count: int, kept: Sequence[Kept]) -> int:
+def place_of_linear(i: int, count: int, specs: Sequence[Kept]) -> int:
     """Returns where among `count` arrays the one is to which the gradient of an operand goes.
 
     >>> place_of_linear(0, 3, [Kept(False, True), Kept(False, False)])
     2
     """
-    return count - sum(each.wide for each in kept[i:]) if kept[i].wide else i
+    return count - sum(spec.wide for spec in specs[i:]) if specs[i].wide else i

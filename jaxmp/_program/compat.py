@@ -15,7 +15,7 @@ import jaxlib.version
 import numpy as np
 from jax.extend import core, source_info_util
 
-from jaxmp._program.hi_primitives import with_calls_shown
+from jaxmp._program.hi_primitives import with_calls_expanded
 
 
 class ScanCounts(NamedTuple):
@@ -39,10 +39,10 @@ def open_jaxpr(jaxpr: Any, *, as_traced: bool = False) -> core.Jaxpr:
     Args:
       jaxpr: the jaxpr.
       as_traced: whether calls of objects stay such calls, so that JAX can run the jaxpr as a part
-        of another. Otherwise they are shown as the equations that they stand for.
+        of another. Otherwise each becomes the equation that it stands for.
     """
     jaxpr = jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
-    return jaxpr if as_traced else with_calls_shown(jaxpr)
+    return jaxpr if as_traced else with_calls_expanded(jaxpr)
 
 
 def consts_of(jaxpr: Any) -> list[Any]:
@@ -52,7 +52,7 @@ def consts_of(jaxpr: Any) -> list[Any]:
 
 def holds_arrays(jaxpr: Any) -> bool:
     """Whether a program holds arrays that are not its arguments, at any depth."""
-    inner = (each for equation in open_jaxpr(jaxpr).eqns for each in bodies_of(equation))
+    inner = (body for equation in open_jaxpr(jaxpr).eqns for body in bodies_of(equation))
     return bool(consts_of(jaxpr)) or any(map(holds_arrays, inner))
 
 
@@ -64,16 +64,16 @@ def programs_of(param: Any) -> list[Any]:
 
 def params_with(equation: core.JaxprEqn, programs: Iterable[core.ClosedJaxpr]) -> dict[str, Any]:
     """Returns the params of an equation that hold programs, with others; open ones stay open."""
-    left = iter(programs)
+    replacements = iter(programs)
 
-    def replaced(param: Any) -> Any:
+    def replace(param: Any) -> Any:
         if isinstance(param, (tuple, list)):
-            return type(param)(map(replaced, param))
+            return type(param)(map(replace, param))
         if isinstance(param, core.ClosedJaxpr):
-            return next(left)
-        return without_consts(next(left)) if isinstance(param, core.Jaxpr) else param
+            return next(replacements)
+        return without_consts(next(replacements)) if isinstance(param, core.Jaxpr) else param
 
-    return {key: replaced(param) for key, param in equation.params.items() if programs_of(param)}
+    return {key: replace(param) for key, param in equation.params.items() if programs_of(param)}
 
 
 def bind(equation: core.JaxprEqn, values: Sequence[Any], **changed: Any) -> list[Any]:
@@ -135,19 +135,19 @@ def where(
     Args:
       equation: the equation.
       stack: its scopes, inside the scopes that are open here.
-      traceback: the source lines that asked for it.
+      traceback: its source lines.
       mesh: whether they also run on its mesh, and not on the mesh that holds here.
     """
     here = source_info_util.current_name_stack() + stack
     source = source_info_util.user_context(traceback, name_stack=here)
     current = jax.sharding.get_abstract_mesh()
-    stays = contextlib.nullcontext() if mesh else jax.sharding.use_abstract_mesh(current)
-    with source, equation.ctx.manager, stays:
+    mesh_context = contextlib.nullcontext() if mesh else jax.sharding.use_abstract_mesh(current)
+    with source, equation.ctx.manager, mesh_context:
         yield
 
 
 def is_plain_jit(params: dict[str, Any]) -> bool:
-    """Whether a jit asks for no shardings, layouts, donation or compiler options."""
+    """Whether a jit names no shardings, layouts, donation or compiler options."""
     shardings = (*params["in_shardings"], *params["out_shardings"])
     layouts = (*params["in_layouts"], *params["out_layouts"])
     return (
@@ -159,11 +159,12 @@ def is_plain_jit(params: dict[str, Any]) -> bool:
 
 
 def jit_shardings(params: dict[str, Any]) -> tuple[list[Any], list[Any]]:
-    """Returns the shardings that a jit asks for, of operands and of results, or None."""
+    """Returns the shardings that a jit names for operands and results; None for others."""
 
-    both = params["in_shardings"], params["out_shardings"]
-    operands, results = ([None if _is_unspecified(x) else x for x in each] for each in both)
-    return operands, results
+    def shardings(key: str) -> list[Any]:
+        return [None if _is_unspecified(x) else x for x in params[key]]
+
+    return shardings("in_shardings"), shardings("out_shardings")
 
 
 def _is_unspecified(sharding: Any) -> bool:

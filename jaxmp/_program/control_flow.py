@@ -32,7 +32,7 @@ def rebind(equation: core.JaxprEqn, values: Sequence[Any], makers: Sequence[Make
 
         return list(compat.shard_map_again(equation.params, local)(*values))
     avals = argument_types(equation, [compat.type_of(x) for x in values])
-    programs = [make(each) for make, each in zip(makers, avals, strict=True)]
+    programs = [make(types) for make, types in zip(makers, avals, strict=True)]
     return compat.bind(equation, values, **compat.params_with(equation, programs))
 
 
@@ -60,8 +60,8 @@ def scan_again(
 ) -> tuple[list[Any], Any]:
     """Runs a scan again around another function of one turn; its operands may be trees.
 
-    The turns get slices of the trees `along` too. Returned are the results, and what the turns
-    return beside them, stacked.
+    The turns get slices of the trees `along` too. Returned are the results, and the further trees
+    of all turns, stacked.
     """
     wiring = wiring_of(equation)
     first, end = wiring.carry.start, wiring.carry.stop
@@ -70,6 +70,7 @@ def scan_again(
         results, more = turn([*operands[:first], *carry, *slices[0]], slices[1])
         return list(results[: len(carry)]), (list(results[len(carry) :]), more)
 
+    # Versions of JAX differ in which of these params a scan has.
     names = {"length", "reverse", "unroll", "_split_transpose"}.intersection(equation.params)
     options = {name: equation.params[name] for name in names}
     init, slices = list(operands[first:end]), (list(operands[end:]), along)
@@ -110,20 +111,18 @@ def cond_again(operands: Sequence[Any], branches: Sequence[Callable[[list[Any]],
     further trees of all branches: zeros for a branch that was not taken.
     """
     index, *arguments = operands
-    nothing = {key: x for each in branches for key, x in zeros_as(each, arguments)[1].items()}
+    zeros = {key: x for branch in branches for key, x in zeros_as(branch, arguments)[1].items()}
 
     def run(branch: Any, arguments: list[Any]) -> Any:
         results, more = branch(arguments)
-        return results, nothing | more
+        return results, zeros | more
 
-    return lax.switch(index, [functools.partial(run, each) for each in branches], arguments)
+    return lax.switch(index, [functools.partial(run, branch) for branch in branches], arguments)
 
 
-def entered(equation: core.JaxprEqn) -> list[Any]:
-    """Returns the program that can run again with more arguments: of a jit, checkpoint or scan.
-
-    A jit that asks for shardings or the like has none, and no other equation has one.
-    """
+def bodies_to_extend(equation: core.JaxprEqn) -> list[Any]:
+    """Returns the program that can run again with more arguments: of a jit, checkpoint or scan."""
+    # The shardings, layouts and donations that a jit names are for its own arguments.
     name = equation.primitive.name
     plain = name in JITS and compat.is_plain_jit(equation.params)
     is_one = plain or name in CHECKPOINTS or loop_of(equation) is not None

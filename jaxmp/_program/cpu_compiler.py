@@ -16,14 +16,12 @@ from jaxmp._program.compat import is_traced, may_sum_bfloat16_wrongly
 
 
 def warn_of_cpu_compiler(dtypes: Iterable[DType], result: Any) -> None:
-    """Warns once if a CPU computes in bfloat16, and its compiler does so wrongly.
-
-    No error shows it: sums over rows are wrong and change from call to call, some to NaN. Overflow
-    detection takes the NaN for the user's own. Nothing is done if the result is traced, or not on a
-    CPU. So no backend is started that the user has not started already.
-    """
+    """Warns once if a CPU computes in bfloat16, and its compiler does so wrongly."""
+    # No error shows it: sums over rows are wrong and change from call to call, some to NaN, which
+    # overflow detection takes for the user's own.
     if jnp.dtype(jnp.bfloat16) not in dtypes or not may_sum_bfloat16_wrongly():
         return
+    # Only results on a CPU count, so that no backend starts that the user has not started.
     arrays = (x for x in jax.tree.leaves(result) if isinstance(x, jax.Array) and not is_traced(x))
     on_cpu = any(device.platform == "cpu" for x in arrays for device in x.devices())
     if on_cpu and sums_wrongly():
@@ -39,12 +37,12 @@ def warn_of_cpu_compiler(dtypes: Iterable[DType], result: Any) -> None:
 @functools.cache
 def sums_wrongly() -> bool:
     """Whether the CPU compiler fails on a small program with a known result."""
-    wrong: list[bool] = []
+    results: list[bool] = []
     # In a separate thread, no mesh, trace or guard of the user is in force.
-    thread = threading.Thread(target=lambda: wrong.append(_probe()))
+    thread = threading.Thread(target=lambda: results.append(_probe()))
     thread.start()
     thread.join()
-    return any(wrong)
+    return any(results)
 
 
 def _probe() -> bool:

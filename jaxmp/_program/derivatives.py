@@ -1,11 +1,11 @@
 """The programs of functions with derivatives of their own: `jax.custom_jvp`, `jax.custom_vjp`.
 
-The float32 products of a derivative ask for the precision that those of its function ask for,
-unless they say one themselves, as JAX has it for transposes.
+The float32 products of a derivative get the precision of those of its function, unless they name
+one themselves, as JAX does for transposes.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,10 +22,10 @@ from jaxmp._program.program import equations_in
 _SymbolicZero = jax.custom_derivatives.SymbolicZero
 
 
-def _differentiable(equation: core.JaxprEqn) -> list[int]:
+def _differentiable_operands(equation: core.JaxprEqn) -> list[int]:
     """Returns the operands that may have a tangent: not the arrays that the function holds."""
-    held = equation.params["num_consts"]  # these come first
-    return [i for i, atom in enumerate(equation.invars) if i >= held and is_inexact(atom.aval)]
+    consts = equation.params["num_consts"]  # these come first
+    return [i for i, atom in enumerate(equation.invars) if i >= consts and is_inexact(atom.aval)]
 
 
 def _multiplies_float32(equation: core.JaxprEqn) -> bool:
@@ -35,46 +35,45 @@ def _multiplies_float32(equation: core.JaxprEqn) -> bool:
     )
 
 
-def _precisions_in(equation: core.JaxprEqn) -> Iterator[Any]:
-    """Yields what the float32 products in a function ask for, outside of opaque kernels."""
-    programs = compat.sub_jaxprs(equation)
-    for each in equations_in(programs, lambda each: each.primitive.name not in OPAQUE):
-        if _multiplies_float32(each):
-            asked = each.params["precision"]
-            yield from asked if isinstance(asked, tuple) else (asked,)
-
-
 def _trace(
     equation: core.JaxprEqn, fun: Callable[..., Any], avals: Sequence[Any]
 ) -> core.ClosedJaxpr:
-    """Traces a derivative of a call; its float32 products ask for what all those of it ask for."""
+    """Traces a derivative of a call, with the one precision of all float32 products of the call."""
     program = compat.trace_on_mesh(fun, avals)
-    precisions = set(_precisions_in(equation))
-    one = precisions.pop() if len(precisions) == 1 else None
-    if not is_own(one):
+    precisions: set[Any] = set()
+    # Nobody looks into opaque kernels.
+    inside = equations_in(compat.sub_jaxprs(equation), lambda eqn: eqn.primitive.name not in OPAQUE)
+    for product in filter(_multiplies_float32, inside):
+        param = product.params["precision"]
+        precisions.update(param if isinstance(param, tuple) else (param,))
+    precision = precisions.pop() if len(precisions) == 1 else None
+    if not is_own(precision):
         return program
     levels = jax.lax.Precision.__members__
-    level = levels.get(name_of_param(one).upper(), jax.lax.Precision.HIGHEST)  # for an algorithm
-    return _asking(program, level, {})
+    name = name_of_param(precision).upper()  # of a level; HIGHEST stands for an algorithm
+    return _with_precision(program, levels.get(name, jax.lax.Precision.HIGHEST), {})
 
 
-def _asking(program: Any, level: jax.lax.Precision, known: dict[int, Any]) -> core.ClosedJaxpr:
-    """Returns a program whose float32 products ask for a level, unless they say one themselves."""
+def _with_precision(
+    program: Any, level: jax.lax.Precision, programs: dict[int, Any]
+) -> core.ClosedJaxpr:
+    """Returns a program whose float32 products have a precision, unless they name one."""
 
-    def asking(equation: core.JaxprEqn) -> core.JaxprEqn:
+    def with_level(equation: core.JaxprEqn) -> core.JaxprEqn:
         if _multiplies_float32(equation) and not is_own(equation.params["precision"]):
             return equation.replace(params=equation.params | {"precision": (level, level)})
         bodies = compat.bodies_of(equation)
         if equation.primitive.name in OPAQUE or not bodies:
             return equation
-        programs = [_asking(body, level, known) for body in bodies]
-        return equation.replace(params=equation.params | compat.params_with(equation, programs))
+        replacements = [_with_precision(body, level, programs) for body in bodies]
+        params = compat.params_with(equation, replacements)
+        return equation.replace(params=equation.params | params)
 
-    if id(program) not in known:  # calls of one function share its program still
+    if id(program) not in programs:  # calls of one function share its program still
         jaxpr = compat.open_jaxpr(program, as_traced=True)
-        again = jaxpr.replace(eqns=list(map(asking, jaxpr.eqns)))
-        known[id(program)] = core.ClosedJaxpr(again, compat.consts_of(program))
-    return known[id(program)]
+        jaxpr = jaxpr.replace(eqns=list(map(with_level, jaxpr.eqns)))
+        programs[id(program)] = core.ClosedJaxpr(jaxpr, compat.consts_of(program))
+    return programs[id(program)]
 
 
 def _as_function_of(
@@ -83,8 +82,8 @@ def _as_function_of(
     """Returns a call as a function of some of its operands; the others stay."""
 
     def call(*values: Any) -> list[Any]:
-        every = dict(enumerate(operands)) | dict(zip(by, values, strict=True))
-        return compat.bind(equation, list(every.values()))
+        arrays = dict(enumerate(operands)) | dict(zip(by, values, strict=True))
+        return compat.bind(equation, list(arrays.values()))
 
     return call
 
@@ -96,22 +95,24 @@ def derivative_of(equation: core.JaxprEqn, by: Sequence[int] | None = None) -> c
     and the tangents of float results.
     """
     avals = [atom.aval for atom in equation.invars]
-    floats = _differentiable(equation) if by is None else by
+    floats = _differentiable_operands(equation) if by is None else by
 
     def derivative(*args: Any) -> list[Any]:
         primals, tangents = args[: len(avals)], args[len(avals) :]
         call = _as_function_of(equation, floats, primals)
         results, dots = jax.jvp(call, [primals[i] for i in floats], list(tangents))
-        each = zip(dots, equation.outvars, strict=True)
-        return [*results, *(dot for dot, result in each if is_inexact(result.aval))]
+        pairs = zip(dots, equation.outvars, strict=True)
+        return [*results, *(dot for dot, result in pairs if is_inexact(result.aval))]
 
     return _trace(equation, derivative, [*avals, *(avals[i] for i in floats)])
 
 
 def _with_zeros(floats: Sequence[Any], values: Sequence[Any]) -> list[Any]:
     """Returns the tangents of values, given those of floats: integers have none."""
-    left = iter(floats)
-    return [next(left) if is_inexact(x) else np.zeros(x.shape, jax.dtypes.float0) for x in values]
+    tangents = iter(floats)
+    return [
+        next(tangents) if is_inexact(x) else np.zeros(x.shape, jax.dtypes.float0) for x in values
+    ]
 
 
 # Runs a function on its arrays, without its derivative.
@@ -139,31 +140,31 @@ def with_derivative(
     # The rule may ask which arguments have a tangent, and refuse some.
     @functools.partial(call.defjvp, symbolic_zeros=True)
     def rule(arrays: Sequence[Any], tangents: Sequence[Any]) -> Any:
-        of_operands = [tangents[place] for place in places or range(len(arrays))]
-        floats = _differentiable(equation)
-        by = [i for i in floats if not isinstance(of_operands[i], _SymbolicZero)]
+        operand_tangents = [tangents[place] for place in places or range(len(arrays))]
+        floats = _differentiable_operands(equation)
+        by = [i for i in floats if not isinstance(operand_tangents[i], _SymbolicZero)]
         program = derivative_of(equation, by)
-        both = run(program, by, [*arrays, *(of_operands[i] for i in by)])
-        results = list(both[: len(equation.outvars)])
-        return results, _with_zeros(both[len(results) :], results)
+        outputs = run(program, by, [*arrays, *(operand_tangents[i] for i in by)])
+        results = list(outputs[: len(equation.outvars)])
+        return results, _with_zeros(outputs[len(results) :], results)
 
     return lambda arrays: list(call(*arrays))
 
 
 # Runs a forward pass: from its program and the arrays of the call, to its results and residuals,
 # and what runs the backward pass, to the gradients by the operands.
-Ahead = Callable[[core.ClosedJaxpr, list[Any]], tuple[list[Any], Run]]
+RunForward = Callable[[core.ClosedJaxpr, list[Any]], tuple[list[Any], Run]]
 
 
 def with_passes(
-    equation: core.JaxprEqn, primal: Primal, ahead: Ahead, places: Sequence[int] = ()
+    equation: core.JaxprEqn, primal: Primal, run_forward: RunForward, places: Sequence[int] = ()
 ) -> Primal:
     """Returns a call of a `jax.custom_vjp` function that runs in another way than traced.
 
     Args:
       equation: the call.
       primal: runs the function without its derivative.
-      ahead: runs its forward pass.
+      run_forward: runs its forward pass.
       places: for each operand, the number of the array that takes its gradient; by default its own.
     """
     count = len(equation.outvars)
@@ -175,23 +176,28 @@ def with_passes(
 
     def forward(*arrays: Any) -> Any:
         operands = range(len(arrays))
-        at = places or operands
+        array_of = places or operands
         # The function may ask which arguments are differentiated, and refuse some: loops do.
-        by = [i for i in _differentiable(equation) if arrays[at[i]].perturbed]
-        jaxpr, pulled, residuals = _pulled_back(equation, by)
-        results, run = ahead(jaxpr, [each.value for each in arrays])
+        by = [i for i in _differentiable_operands(equation) if arrays[array_of[i]].perturbed]
+        jaxpr, backward, residuals = _trace_passes(equation, by)
+        results, run = run_forward(jaxpr, [array.value for array in arrays])
         avals = [*residuals, *(equation.outvars[i].aval for i in floats)]
-        program = _trace(equation, pulled, avals)
+        program = _trace(equation, backward, avals)
 
-        def behind(arguments: list[Any]) -> tuple[Any, ...]:  # it may not hold arrays
-            gradients = zip((at[i] for i in by), run(program, by, arguments), strict=True)
+        def run_backward(arguments: list[Any]) -> tuple[Any, ...]:  # it may not hold arrays
+            gradients = zip((array_of[i] for i in by), run(program, by, arguments), strict=True)
             return tuple(map(dict(gradients).get, operands))
 
-        return results[:count], (jax.tree_util.Partial(behind), results[count:])
+        return results[:count], (jax.tree_util.Partial(run_backward), results[count:])
 
-    def back(passed: tuple[Any, list[Any]], cotangents: list[Any]) -> tuple[Any, ...]:
-        behind, residuals = passed
-        return behind([*residuals, *(_instantiated(cotangents[i]) for i in floats)])
+    def back(saved: tuple[Any, list[Any]], cotangents: list[Any]) -> tuple[Any, ...]:
+        run_backward, residuals = saved
+        # JAX may give a symbol for zeros.
+        arrays = [
+            jnp.zeros(x.shape, x.dtype) if isinstance(x, _SymbolicZero) else x
+            for x in map(cotangents.__getitem__, floats)
+        ]
+        return run_backward([*residuals, *arrays])
 
     # `perturbed` needs symbolic zeros. Without it all floats are differentiated, and loops of
     # Equinox raise an AssertionError without a text.
@@ -199,7 +205,7 @@ def with_passes(
     return lambda arrays: list(call(*arrays))
 
 
-def _pulled_back(
+def _trace_passes(
     equation: core.JaxprEqn, by: list[int]
 ) -> tuple[Any, Callable[..., list[Any]], list[Any]]:
     """Traces both passes of a call of a `jax.custom_vjp` function, by these operands.
@@ -212,23 +218,17 @@ def _pulled_back(
 
     def forward(*operands: Any) -> Any:
         call = _as_function_of(equation, by, operands)
-        results, pull = jax.vjp(call, *(operands[i] for i in by))
-        residuals, tree = jax.tree.flatten(pull)
+        results, pullback = jax.vjp(call, *(operands[i] for i in by))
+        residuals, tree = jax.tree.flatten(pullback)
         trees[:] = [tree, [jax.typeof(x) for x in residuals]]
         return [*results, *residuals]
 
     jaxpr = _trace(equation, forward, [atom.aval for atom in equation.invars])
     tree, residuals = trees
 
-    def pulled(*arrays: Any) -> list[Any]:
-        pull = jax.tree.unflatten(tree, arrays[: len(residuals)])
+    def backward(*arrays: Any) -> list[Any]:
+        pullback = jax.tree.unflatten(tree, arrays[: len(residuals)])
         avals = [var.aval for var in equation.outvars]
-        return list(pull(_with_zeros(arrays[len(residuals) :], avals)))
+        return list(pullback(_with_zeros(arrays[len(residuals) :], avals)))
 
-    return jaxpr, pulled, residuals
-
-
-def _instantiated(cotangent: Any) -> Any:
-    """Returns a cotangent as an array; JAX may give a symbol for zeros."""
-    zero = isinstance(cotangent, _SymbolicZero)
-    return jnp.zeros(cotangent.shape, cotangent.dtype) if zero else cotangent
+    return jaxpr, backward, residuals

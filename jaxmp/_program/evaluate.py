@@ -1,6 +1,6 @@
 """The evaluator: runs a program on cells, as a set of rules says.
 
-A cell stands for a value of the program: the array that the program computes, that array beside a
+A cell stands for a value of the program: the array that the program computes, that array and a
 float32 one, or an array that comes later. The rules say what a cell is, and how one operation runs
 on cells. Every transformation of jaxmp is such a set of rules, and all of them run in this loop.
 docs/transformations.md writes one from scratch.

@@ -1,6 +1,6 @@
 """Follows facts about values through a program and the programs inside it.
 
-A question is, for example: what is a value made of, is it zero, which cast does it come from? Each
+Examples of questions: which arguments make a value, is it zero, which cast is it from? Each
 question has its own facts, and a rule that makes the facts of results from the facts of operands.
 Facts pass through branches, loops and calls in the same way for all questions; this file does that
 part. `Demands` go the other way, from results to arguments.
@@ -110,19 +110,19 @@ def _inside_control_flow(equation: core.JaxprEqn) -> list[Any]:
 class _Propagation(Generic[Fact]):
     def __init__(self, question: Question[Fact], inside: Inside) -> None:
         self.question, self.inside = question, inside
-        self.known = Memo()
+        self.memo = Memo()
 
     def run(self, program: Program, facts: Sequence[Fact]) -> list[Fact]:
         key = id(program), tuple(facts)
-        return self.known.once(key, program, lambda: self._run(program, facts))
+        return self.memo.once(key, program, lambda: self._run(program, facts))
 
     def _run(self, program: Program, facts: Sequence[Fact]) -> list[Fact]:
         nothing, literal = self.question.nothing, self.question.literal
-        known: dict[int, Fact] = dict(zip(program.inputs, facts, strict=True))
+        facts_by_number: dict[int, Fact] = dict(zip(program.inputs, facts, strict=True))
 
         def fact_of(atom: Any) -> Fact:
             if not isinstance(atom, core.Literal):
-                return self._kept(program.avals[atom], known.get(atom, nothing))
+                return self._restrict(program.avals[atom], facts_by_number.get(atom, nothing))
             return nothing if literal is None else literal(atom)
 
         for op in program.ops:
@@ -133,11 +133,11 @@ class _Propagation(Generic[Fact]):
             elif (wiring := _wiring(op, programs)).arguments:
                 results = self.along(wiring, programs, operands)
             else:
-                results = self._blurred(op, programs, operands)
-            known.update(zip(op.outputs, results, strict=True))
+                results = self._join_operands(op, programs, operands)
+            facts_by_number.update(zip(op.outputs, results, strict=True))
         return list(map(fact_of, program.outputs))
 
-    def _kept(self, aval: Any, fact: Fact) -> Fact:
+    def _restrict(self, aval: Any, fact: Fact) -> Fact:
         keep = self.question.keep
         return fact if keep is None else keep(aval, fact)
 
@@ -147,103 +147,108 @@ class _Propagation(Generic[Fact]):
         """Returns the facts of the results of programs that are connected in this way."""
         carry = wiring.carry
         while True:
-            each = zip(programs, wiring.arguments, strict=True)
-            facts = [self.run(program, [operands[i] for i in among]) for program, among in each]
-            results = functools.reduce(self._joined, facts[wiring.tests :])
+            pairs = zip(programs, wiring.arguments, strict=True)
+            facts = [
+                self.run(program, [operands[i] for i in arguments]) for program, arguments in pairs
+            ]
+            results = functools.reduce(self._join_all, facts[wiring.tests :])
             before = [operands[i] for i in carry]
-            after = self._joined(before, results[: len(carry)])
+            after = self._join_all(before, results[: len(carry)])
             if after == before:
-                # Only a loop without turns returns what it was given.
+                # Only a loop without turns returns its operands.
                 return results if wiring.turns else [*after, *results[len(carry) :]]
             operands = [*operands[: carry.start], *after, *operands[carry.stop :]]
 
-    def _joined(self, some: Sequence[Fact], others: Sequence[Fact]) -> list[Fact]:
-        return list(map(self.question.join, some, others))
+    def _join_all(self, facts: Sequence[Fact], others: Sequence[Fact]) -> list[Fact]:
+        return list(map(self.question.join, facts, others))
 
-    def _blurred(self, op: Op, programs: Sequence[Program], operands: list[Fact]) -> list[Fact]:
+    def _join_operands(
+        self, op: Op, programs: Sequence[Program], operands: list[Fact]
+    ) -> list[Fact]:
         """Joins the facts of all operands, if it is not known which operand goes where."""
         join = self.question.join
         fact = functools.reduce(join, operands, self.question.nothing)
         for program in programs:
-            facts = [self._kept(program.avals[i], fact) for i in program.inputs]
+            facts = [self._restrict(program.avals[i], fact) for i in program.inputs]
             fact = functools.reduce(join, self.run(program, facts), fact)
         return [fact] * len(op.outputs)
 
 
 def _wiring(op: Op, programs: Sequence[Program]) -> Wiring:
-    return wiring_of(op.equation, [(len(each.inputs), len(each.outputs)) for each in programs])
+    return wiring_of(
+        op.equation, [(len(program.inputs), len(program.outputs)) for program in programs]
+    )
 
 
-# Returns which operands of an operation are asked for, given which of its results are.
-Asks = Callable[[Op, Sequence[bool]], Sequence[bool]]
+# Returns which operands of an operation are needed, given which of its results are.
+DemandRule = Callable[[Op, Sequence[bool]], Sequence[bool]]
 
 
 class Demands:
     """Follows demands from the results of a program back to its arguments.
 
     Args:
-      rule: returns which operands an operation without programs asks for.
+      rule: returns which operands an operation without programs needs.
       inside: the programs inside of operations, as in `propagate`.
-      decisions: whether results also ask for what decides which branch runs, and for what ends a
-        loop.
+      decisions: whether results also need the values that choose a branch or end a loop.
     """
 
-    def __init__(self, rule: Asks, inside: Inside, *, decisions: bool) -> None:
+    def __init__(self, rule: DemandRule, inside: Inside, *, decisions: bool) -> None:
         self.rule, self.inside, self.decisions = rule, inside, decisions
-        self.known = Memo()
+        self.memo = Memo()
 
-    def values(self, program: Program, wanted: Sequence[bool]) -> set[int]:
-        """Returns the values of a program that these results ask for."""
-        key = id(program), tuple(wanted)
-        return self.known.once(key, program, lambda: self._values(program, wanted))
+    def values(self, program: Program, demanded: Sequence[bool]) -> set[int]:
+        """Returns the values of a program that these results need."""
+        key = id(program), tuple(demanded)
+        return self.memo.once(key, program, lambda: self._values(program, demanded))
 
-    def _values(self, program: Program, wanted: Sequence[bool]) -> set[int]:
-        asked = _atoms_where(program.outputs, wanted)
+    def _values(self, program: Program, demanded: Sequence[bool]) -> set[int]:
+        values = _atoms_where(program.outputs, demanded)
         for op in reversed(program.ops):
-            results = [number in asked for number in op.outputs]
-            asked |= _atoms_where(op.inputs, self.through(op, results)[0])
-        return asked
+            results = [number in values for number in op.outputs]
+            values |= _atoms_where(op.inputs, self.through(op, results)[0])
+        return values
 
-    def arguments(self, program: Program, wanted: Sequence[bool]) -> list[bool]:
-        """Returns whether these results ask for each argument of a program."""
-        asked = self.values(program, wanted)
-        return [number in asked for number in program.inputs]
+    def arguments(self, program: Program, demanded: Sequence[bool]) -> list[bool]:
+        """Returns whether these results need each argument of a program."""
+        values = self.values(program, demanded)
+        return [number in values for number in program.inputs]
 
     def through(
-        self, op: Op, wanted: Sequence[bool]
+        self, op: Op, demanded: Sequence[bool]
     ) -> tuple[Sequence[bool], list[tuple[Program, Sequence[bool]]]]:
-        """Returns what is asked for of the operands, and of the results of each program inside."""
+        """Returns which operands are needed, and which results of each program inside."""
         programs = self.inside(op)
         wiring = _wiring(op, programs)
         if not programs or not wiring.arguments:
-            return self.rule(op, wanted), []
-        if not any(wanted):
+            return self.rule(op, demanded), []
+        if not any(demanded):
             return [False] * len(op.inputs), []
         carry, of_programs = wiring.carry, set().union(*wiring.arguments)
         while True:
             tests = [[self.decisions]] * wiring.tests
-            asked = list(zip(programs, [*tests, *[wanted] * len(programs)], strict=False))
+            demands = list(zip(programs, [*tests, *[demanded] * len(programs)], strict=False))
             # What decides between branches reaches none of them.
             reads = [self.decisions and i not in of_programs for i in range(len(op.inputs))]
-            for arguments, each in zip(wiring.arguments, asked, strict=True):
-                for i, is_read in zip(arguments, self.arguments(*each), strict=True):
+            for arguments, demand in zip(wiring.arguments, demands, strict=True):
+                for i, is_read in zip(arguments, self.arguments(*demand), strict=True):
                     reads[i] |= is_read
             # What one turn reads, the turn before has to make.
-            more = [a or reads[i] for a, i in zip(wanted, carry, strict=False)]
-            if more == list(wanted[: len(carry)]):
-                return [*reads[: carry.start], *more, *reads[carry.stop :]], asked
-            wanted = [*more, *wanted[len(carry) :]]
+            carried = [a or reads[i] for a, i in zip(demanded, carry, strict=False)]
+            if carried == list(demanded[: len(carry)]):
+                return [*reads[: carry.start], *carried, *reads[carry.stop :]], demands
+            demanded = [*carried, *demanded[len(carry) :]]
 
 
 def arguments_read(
-    program: Program, wanted: Sequence[bool], inside: Inside | None = None
+    program: Program, demanded: Sequence[bool], inside: Inside | None = None
 ) -> list[bool]:
     """Returns which arguments of a program the wanted results depend on.
 
     An operation may list operands that its own program never reads: the float32 sources of
-    products, which only second derivatives ask for, or what a loop hands on to such an operation.
-    Compilers drop what is not read. Operations with effects always run, and read all of their
-    operands. So does every operation with programs that are neither calls nor loops.
+    products, which only second derivatives need, or the operands that a loop hands on to such
+    products. Compilers drop values that nothing reads. Operations with effects always run, and read
+    all of their operands. So does every operation with programs that are neither calls nor loops.
 
     >>> import jax
     >>> closed = jax.make_jaxpr(jax.jit(lambda x, y: (2 * x, 3 * y)))(1.0, 2.0)
@@ -252,15 +257,15 @@ def arguments_read(
     """
     programs = inside or shared_programs()
 
-    def rule(op: Op, asked: Sequence[bool]) -> list[bool]:
-        return [bool(op.equation.effects) or any(asked)] * len(op.inputs)
+    def rule(op: Op, demanded: Sequence[bool]) -> list[bool]:
+        return [bool(op.equation.effects) or any(demanded)] * len(op.inputs)
 
     def without_effects(op: Op) -> Sequence[Program]:
         return [] if op.equation.effects else programs(op)
 
-    return Demands(rule, without_effects, decisions=True).arguments(program, wanted)
+    return Demands(rule, without_effects, decisions=True).arguments(program, demanded)
 
 
-def _atoms_where(atoms: Sequence[Any], chosen: Sequence[bool]) -> set[int]:
-    pairs = zip(atoms, chosen, strict=True)
-    return {atom for atom, is_chosen in pairs if is_chosen and not isinstance(atom, core.Literal)}
+def _atoms_where(atoms: Sequence[Any], flags: Sequence[bool]) -> set[int]:
+    pairs = zip(atoms, flags, strict=True)
+    return {atom for atom, flag in pairs if flag and not isinstance(atom, core.Literal)}

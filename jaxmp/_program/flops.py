@@ -41,13 +41,13 @@ def product_flops(equation: Any) -> int:
     name = equation.primitive.name
     if name not in PRODUCTS:
         return 0
-    left, right = (variable.aval.shape for variable in equation.invars[:2])
+    lhs, rhs = (variable.aval.shape for variable in equation.invars[:2])
     if name == "conv_general_dilated":
-        return _convolution(left, right, equation)
+        return _convolution(lhs, rhs, equation)
     if name.startswith("scaled_matmul"):  # both operands are (batch, rows, contracted)
-        return 2 * math.prod(left) * right[1]
+        return 2 * math.prod(lhs) * rhs[1]
     if name == "ragged_dot":  # (rows, contracted) and (groups, contracted, columns)
-        return 2 * math.prod(left) * right[-1]
+        return 2 * math.prod(lhs) * rhs[-1]
     if name == "ragged_dot_general":
         ragged = equation.params["ragged_dot_dimension_numbers"]
         dimensions = ragged.dot_dimension_numbers
@@ -56,31 +56,28 @@ def product_flops(equation: Any) -> int:
         dimensions, groups = equation.params["dimension_numbers"], ()
     (_, contracted), (_, batch) = dimensions
     others = {*contracted, *batch, *groups}
-    columns = math.prod(size for axis, size in enumerate(right) if axis not in others)
-    return 2 * math.prod(left) * columns
+    columns = math.prod(size for axis, size in enumerate(rhs) if axis not in others)
+    return 2 * math.prod(lhs) * columns
 
 
-def _convolution(left: Any, right: Any, equation: Any) -> int:
+def _convolution(lhs: Any, rhs: Any, equation: Any) -> int:
     params = equation.params
     numbers = params["dimension_numbers"]
     out = equation.outvars[0].aval.shape
-    batch, outputs, inputs = (
-        left[numbers.lhs_spec[0]],
-        right[numbers.rhs_spec[0]],
-        numbers.rhs_spec[1],
-    )
+    batch, outputs = lhs[numbers.lhs_spec[0]], rhs[numbers.rhs_spec[0]]
+    inputs = rhs[numbers.rhs_spec[1]]
     taps = 1
     for i, axis in enumerate(numbers.lhs_spec[2:]):
         taps *= _taps(
-            left[axis],
-            right[numbers.rhs_spec[2 + i]],
+            lhs[axis],
+            rhs[numbers.rhs_spec[2 + i]],
             out[numbers.out_spec[2 + i]],
             params["window_strides"][i],
             params["padding"][i][0],
             params["lhs_dilation"][i],
             params["rhs_dilation"][i],
         )
-    return 2 * (batch // params["batch_group_count"]) * outputs * right[inputs] * taps
+    return 2 * (batch // params["batch_group_count"]) * outputs * inputs * taps
 
 
 @functools.lru_cache(maxsize=4096)
@@ -88,6 +85,7 @@ def _taps(
     size: int, kernel: int, out: int, stride: int, padding: int, holes: int, dilation: int
 ) -> int:
     """Counts the pairs of an output and a kernel element that meet an element of the input."""
+    # Padding and the holes of a dilated input meet none, as in XLA's cost analysis.
     positions = np.arange(out)[:, None] * stride + np.arange(kernel) * dilation - padding
     inside = (positions >= 0) & (positions < (size - 1) * holes + 1) & (positions % holes == 0)
     return int(inside.sum())

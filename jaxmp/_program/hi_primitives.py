@@ -1,4 +1,4 @@
-"""Calls of objects, in the form of the equations that they stand for.
+"""Calls of objects, as the equations that they stand for.
 
 JAX moves checkpoints and functions with derivatives of their own from params of equations into
 objects that one primitive calls, `call_hi_primitive`: with `JAX_REMAT3` and `JAX_CUSTOM_VJP3` today
@@ -26,18 +26,16 @@ class _CallPrimitive(core.Primitive):
     multiple_results = True
 
     def bind(self, *operands: Any, call: core.JaxprEqn, **params: Any) -> list[Any]:
-        called = call.params["_prim"]
+        callee = call.params["_prim"]
         if self.name == "name":  # of operands of any dtype
             return [checkpoint_name(operands[0], params["name"])]
-        if self.name == "checkpoint" and params["jaxpr"] is not called.jaxpr:
-            function = core.jaxpr_as_fun(_closed(params["jaxpr"]))
+        if self.name == "checkpoint" and params["jaxpr"] is not callee.jaxpr:
+            jaxpr = params["jaxpr"]
+            closed = jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else core.ClosedJaxpr(jaxpr, ())
+            function = core.jaxpr_as_fun(closed)
             options = {name: params[name] for name in ("policy", "prevent_cse")}
             return list(jax.checkpoint(function, **options)(*operands))
         return list(call.primitive.bind(*operands, **call.params))
-
-
-def _closed(jaxpr: Any) -> core.ClosedJaxpr:
-    return jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else core.ClosedJaxpr(jaxpr, ())
 
 
 def _checkpoint_params(call: core.JaxprEqn) -> dict[str, Any]:
@@ -56,20 +54,20 @@ def _named_value(call: core.JaxprEqn) -> dict[str, Any]:
 
 
 def _function(call: core.JaxprEqn) -> dict[str, Any]:
-    """Returns params with the program of a call: what it computes without derivatives."""
-    called = call.params["_prim"]
+    """Returns params with the program of a call, without its derivatives."""
+    callee = call.params["_prim"]
 
     def expanded(*operands: Any) -> list[Any]:
-        return jax.tree.leaves(called.expand(*called.in_tree.unflatten(operands)))
+        return jax.tree.leaves(callee.expand(*callee.in_tree.unflatten(operands)))
 
-    function = called.params.get("traced")
-    expanded.__name__ = expanded.__qualname__ = getattr(function, "fun_name", type(called).__name__)
+    function = callee.params.get("traced")
+    expanded.__name__ = expanded.__qualname__ = getattr(function, "fun_name", type(callee).__name__)
     with source_info_util.reset_name_stack():
         program = jax.make_jaxpr(expanded)(*(atom.aval for atom in call.invars))
-    return {"call_jaxpr": _unwrapped(program), "num_consts": 0}
+    return {"call_jaxpr": _callee(program), "num_consts": 0}
 
 
-def _unwrapped(program: core.ClosedJaxpr) -> core.ClosedJaxpr:
+def _callee(program: core.ClosedJaxpr) -> core.ClosedJaxpr:
     """Returns the program that another one only calls, as that of a traced function does."""
     jaxpr = program.jaxpr
     for equation in jaxpr.eqns if len(jaxpr.eqns) == 1 else ():
@@ -90,20 +88,20 @@ _CLASSES: dict[str, tuple[str, Callable[[core.JaxprEqn], dict[str, Any]]]] = {
     "_RootLinearMap": (_CUSTOM_VJP, _function),  # of its derivative
 }
 _PRIMITIVES = {name: _CallPrimitive(name) for name, _ in _CLASSES.values()}
-# The programs that have been shown. A program is one object still, as caches know it by its id.
-_SHOWN: weakref.WeakKeyDictionary[core.Jaxpr, core.Jaxpr] = weakref.WeakKeyDictionary()
+# A program expands to one object, as caches know it by its id.
+_EXPANDED: weakref.WeakKeyDictionary[core.Jaxpr, core.Jaxpr] = weakref.WeakKeyDictionary()
 
 
-def with_calls_shown(jaxpr: core.Jaxpr) -> core.Jaxpr:
+def with_calls_expanded(jaxpr: core.Jaxpr) -> core.Jaxpr:
     """Returns an open jaxpr with each call of an object as the equation that it stands for."""
     if not getattr(jaxpr, "is_high", False):
         return jaxpr
-    if jaxpr not in _SHOWN:
-        _SHOWN[jaxpr] = jaxpr.replace(eqns=list(map(_shown, jaxpr.eqns)), is_high=False)
-    return _SHOWN[jaxpr]
+    if jaxpr not in _EXPANDED:
+        _EXPANDED[jaxpr] = jaxpr.replace(eqns=list(map(_expand_call, jaxpr.eqns)), is_high=False)
+    return _EXPANDED[jaxpr]
 
 
-def _shown(equation: core.JaxprEqn) -> core.JaxprEqn:
+def _expand_call(equation: core.JaxprEqn) -> core.JaxprEqn:
     atoms: Sequence[Any] = (*equation.invars, *equation.outvars)
     if equation.primitive.name != _CALL or not all(hasattr(atom.aval, "dtype") for atom in atoms):
         return equation  # of other values than arrays, such as variables that are written to

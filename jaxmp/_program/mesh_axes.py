@@ -1,4 +1,4 @@
-"""The axes of meshes, explicit and automatic, and how arrays and types lie on them."""
+"""The axes of meshes, explicit and automatic, and the arrays and types on them."""
 
 import contextlib
 from collections.abc import Iterable
@@ -20,8 +20,13 @@ def named_axes(entry: Any) -> tuple[str, ...]:
     return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
+def entries_of(spec: PartitionSpec, ndim: int) -> list[Any]:
+    """Returns the entries of a spec for all dimensions of an array."""
+    return [*spec.partitions, *[None] * (ndim - len(spec.partitions))]
+
+
 def check_mesh(mesh: Any) -> None:
-    """Raises TypeError for what is no mesh."""
+    """Raises TypeError unless `mesh` is a mesh."""
     if not isinstance(mesh, jax.sharding.Mesh | AbstractMesh):
         raise TypeError(f"mesh must be a jax.sharding.Mesh, got a {type(mesh).__name__}")
 
@@ -53,7 +58,7 @@ def free_sharding(sharding: Any) -> Any:
 
 
 def on_automatic_mesh(x: Any) -> Any:
-    """Returns an array where it lies, on a mesh with automatic axes in place of explicit ones."""
+    """Returns an array on its own mesh, with automatic axes in place of explicit ones."""
     sharding = getattr(x, "sharding", None)
     if not isinstance(sharding, NamedSharding) or not explicit_mesh([x]):
         return x
@@ -68,16 +73,16 @@ def automatic_devices(mesh: Any) -> Any:
 
 
 def on_automatic_axes_here(arrays: Iterable[Any]) -> Any:
-    """Returns a context in which the explicit axes that arrays lie on are automatic."""
+    """Returns a context in which the explicit axes of arrays are automatic."""
     shardings = (getattr(x, "sharding", None) for x in arrays)
-    meshes = [each.mesh for each in shardings if isinstance(each, NamedSharding)]
+    meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
     for mesh in (*meshes, jax.sharding.get_mesh()):
         if mesh.explicit_axes and isinstance(mesh, jax.sharding.Mesh):
             return jax.set_mesh(automatic_devices(mesh))
     return contextlib.nullcontext()
 
 
-def placed(x: Any, sharding: NamedSharding) -> Any:
+def constrain_to(x: Any, sharding: NamedSharding) -> Any:
     """Constrains an array to a sharding, on axes of either kind."""
     axes = set(sharding.mesh.explicit_axes)
     if not axes:
@@ -92,21 +97,25 @@ def placed(x: Any, sharding: NamedSharding) -> Any:
 
 def only_axes(spec: PartitionSpec, axes: set[str], other: Any = None) -> list[Any]:
     """Returns the entries of a spec with these axes alone, and `other` where none is left."""
-    left = [tuple(name for name in named_axes(entry) if name in axes) for entry in spec.partitions]
-    return [each[0] if len(each) == 1 else each or other for each in left]
+    entries = [tuple(a for a in named_axes(entry) if a in axes) for entry in spec.partitions]
+    return [names[0] if len(names) == 1 else names or other for names in entries]
 
 
 def on_current_axes(x: Any) -> Any:
     """Returns an array that a function holds, on automatic axes if the function runs on them."""
     mesh = jax.sharding.get_abstract_mesh()
-    inside = mesh.auto_axes and not mesh.explicit_axes
-    if not inside or not isinstance(x, jax.Array) or not jax.typeof(x).sharding.mesh.explicit_axes:
+    on_automatic = mesh.auto_axes and not mesh.explicit_axes
+    if (
+        not on_automatic
+        or not isinstance(x, jax.Array)
+        or not jax.typeof(x).sharding.mesh.explicit_axes
+    ):
         return x
     return jax.reshard(x, free_spec(jax.typeof(x).sharding.spec, mesh))
 
 
 def on_axes_of(x: Any, like: Any) -> Any:
-    """Returns an array on the explicit axes of another one: as it lies where its type says so."""
+    """Returns an array in the sharding of another one, if that is on explicit axes."""
     sharding = jax.typeof(like).sharding
     if not sharding.mesh.explicit_axes or jax.typeof(x).sharding == sharding:
         return x

@@ -1,4 +1,4 @@
-"""Tables of JAX's operations: the precision of each, what it costs to run it twice, and sets.
+"""Tables of JAX's operations: the precision of each, the cost to run it twice, and sets.
 
 Every primitive of JAX is listed here; a test names the primitives that a new JAX adds. The classes
 are those of `torch.autocast` on CUDA, but for what docs/from/torch_amp.md explains. No other file
@@ -149,13 +149,13 @@ class Cost(enum.Enum):
     """The cost of computing the result of an operation a second time, for a backward pass."""
 
     CHEAP = "reads and writes memory once: may be computed again"
-    DEAR = "is never computed again; its derivative does not ask for its result"
-    APART = "is never computed again, and its derivative decides what is kept for it"
+    EXPENSIVE = "is never computed again; its derivative does not ask for its result"
+    OPAQUE = "is never computed again, and its derivative decides what is kept for it"
 
 
 # Operations of the table above that are not listed here are cheap. Reasons come first.
 _COSTS: dict[Cost, tuple[str, ...]] = {
-    Cost.DEAR: (
+    Cost.EXPENSIVE: (
         # Linear in each operand: products, also those of jaxmp,
         *_TABLE[OpClass.LOWER],
         "low_precision_product float32_gradient probed",
@@ -170,8 +170,8 @@ _COSTS: dict[Cost, tuple[str, ...]] = {
         "random_bits random_seed random_split random_fold_in random_clone rng_bit_generator "
         "rng_uniform threefry2x32 lu_pivots_to_permutation",
     ),
-    Cost.APART: (
-        # Their derivatives ask for permutations, or for results.
+    Cost.OPAQUE: (
+        # Their derivatives need permutations, or results.
         "sort top_k approx_top_k cumprod cumlogsumexp cummax cummin reduce_prod "
         "scatter scatter-mul scatter-min scatter-max reduce_window reduce",
         *(_LINEAR_ALGEBRA, "custom_linear_solve linear_solve"),
@@ -192,136 +192,138 @@ _FUNCTIONS: dict[str, OpClass] = {
 }
 
 
-def _listed(*lines: str) -> frozenset[str]:
+def _names_of(*lines: str) -> frozenset[str]:
     return frozenset(name for line in lines for name in line.split())
 
 
 # Run before a loop that would run them again on the same arrays: they read much, and keep little.
-HOISTED = _listed("float8_encode")
+HOISTED = _names_of("float8_encode")
 
 # Products, and kernels.
 
 # Products that autocast runs in 16 bits.
-CONTRACTIONS = _listed(*_TABLE[OpClass.LOWER])
+CONTRACTIONS = _names_of(*_TABLE[OpClass.LOWER])
 # For these JAX has levels of precision, but its compilers drop an algorithm without a word.
-WITHOUT_ALGORITHMS = _listed("conv_general_dilated ragged_dot ragged_dot_general")
+WITHOUT_ALGORITHMS = _names_of("conv_general_dilated ragged_dot ragged_dot_general")
 # All products, also those of scaled operands, which autocast leaves alone.
-PRODUCTS = CONTRACTIONS | _listed(_SCALED_PRODUCTS)
+PRODUCTS = CONTRACTIONS | _names_of(_SCALED_PRODUCTS)
 # Products, and what jaxmp puts around their operands: a param is gathered once for all of them.
-MULTIPLIES = CONTRACTIONS | _listed("held float8_encode float32_gradient")
+MULTIPLIES = CONTRACTIONS | _names_of("held float8_encode float32_gradient")
 # Their authors made them for the dtypes of their operands.
-KERNELS = _listed(
+KERNELS = _names_of(
     "custom_vjp_call pallas_call mpmd_map ffi_call composite custom_partitioning",
     "call_hi_primitive core_map run_state linear_call",
     "dot_product_attention_fwd_wrapper scaled_matmul_wrapper",
 )
 # Kernels with a program that runs on blocks: nobody looks into it.
-OPAQUE = _listed("pallas_call core_map mpmd_map tpu_custom_call")
+OPAQUE = _names_of("pallas_call core_map mpmd_map tpu_custom_call")
 # Calls into code that another library or compiler made.
-FOREIGN_CALLS = _listed("ffi_call custom_call triton_kernel_call cudnn_fusion call_exported")
+FOREIGN_CALLS = _names_of("ffi_call custom_call triton_kernel_call cudnn_fusion call_exported")
 # Factorizations and solvers. They multiply matrices, out of sight.
-LINEAR_ALGEBRA = _listed(_LINEAR_ALGEBRA)
+LINEAR_ALGEBRA = _names_of(_LINEAR_ALGEBRA)
 
 # Calls, and operations with a program.
 
 # JAX's jit: `pjit` until 0.7.
-JITS = _listed("jit pjit")
+JITS = _names_of("jit pjit")
 # `jax.checkpoint`, by its names in several versions of JAX.
-CHECKPOINTS = _listed("remat2 checkpoint")
+CHECKPOINTS = _names_of("remat2 checkpoint")
 # Functions whose author wrote their derivative.
-CUSTOM_DERIVATIVES = _listed("custom_jvp_call custom_vjp_call")
+CUSTOM_DERIVATIVES = _names_of("custom_jvp_call custom_vjp_call")
 # Control flow that can run again around other programs.
-CONTROL_FLOW = JITS | CHECKPOINTS | _listed("scan while cond shard_map")
+CONTROL_FLOW = JITS | CHECKPOINTS | _names_of("scan while cond shard_map")
 # They run one program once, and return its results as they are.
 CALLS = JITS | CHECKPOINTS | CUSTOM_DERIVATIVES
 # Their program combines two numbers, and does not run on arrays. So do scatters.
-COMBINERS = _listed("reduce reduce_window select_and_scatter select_and_gather_add")
+COMBINERS = _names_of("reduce reduce_window select_and_scatter select_and_gather_add")
 # A helper such as `jnp.where` may hold these in spite of their class.
-IN_HELPERS = JITS | _listed("custom_jvp_call convert_element_type iota and or not")
+IN_HELPERS = JITS | _names_of("custom_jvp_call convert_element_type iota and or not")
 # Operations over mesh axes. Casts between kinds of variation are none: they send nothing.
-COLLECTIVES = _listed(_COLLECTIVE_SUMS, _TRANSFERS, "psend")
+COLLECTIVES = _names_of(_COLLECTIVE_SUMS, _TRANSFERS, "psend")
 
 # Of zero they are -inf, as masks are made.
-LOGARITHMS = _listed("log log2 log10")
-# Say how an array lies on devices, or what is known of that, and change no number. The first two
-# may gather it.
-PLACINGS = _listed("sharding_constraint reshard")
-LAYINGS = PLACINGS | _listed(_REDUCED_CASTS, "pvary pcast mesh_cast")
+LOGARITHMS = _names_of("log log2 log10")
+# Give an array a sharding, or a type that says more of it, and change no number. The first two may
+# gather it.
+PLACINGS = _names_of("sharding_constraint reshard")
+LAYINGS = PLACINGS | _names_of(_REDUCED_CASTS, "pvary pcast mesh_cast")
 
 # Casts. Those to float8 read an array twice: for its largest magnitude, and to round it.
-CASTS = _listed("convert_element_type float8_encode")
+CASTS = _names_of("convert_element_type float8_encode")
 
 # Moves of data.
 
 # Add or remove dimensions.
-RESHAPES = _listed("reshape squeeze expand_dims")
+RESHAPES = _names_of("reshape squeeze expand_dims")
 # Hold each number of the operand once.
-REARRANGES = RESHAPES | _listed("transpose rev")
+REARRANGES = RESHAPES | _names_of("transpose rev")
 # Hold each number once or more.
-REPEATS = _listed("broadcast_in_dim tile")
+REPEATS = _names_of("broadcast_in_dim tile")
 # Parts, copies and rearrangements of one array, or the array along new dimensions. The sets below
-# add what is special to them.
-PLAIN_MOVES = REARRANGES | _listed("slice dynamic_slice split unstack copy copy_p broadcast_in_dim")
+# add their own.
+PLAIN_MOVES = REARRANGES | _names_of(
+    "slice dynamic_slice split unstack copy copy_p broadcast_in_dim"
+)
 # Linear in their first operand, and move it. Other operands are integers.
-LINEAR_MOVES = (PLAIN_MOVES | REPEATS) | _listed(
+LINEAR_MOVES = (PLAIN_MOVES | REPEATS) | _names_of(
     "gather sharding_constraint pcast all_gather all_gather_invariant",
     "ppermute all_to_all",
 )
 # Moves that run in float32 if only float32 operations read their results. Collectives are not among
 # them: they carry 16 bits.
-WIDENED = PLAIN_MOVES | REPEATS | _listed("gather stop_gradient name")
+WIDENED = PLAIN_MOVES | REPEATS | _names_of("gather stop_gradient name")
 # Leave the numbers unchanged, up to rounding. Gather is excluded: its rows are activations. A tiled
 # array is as large as an activation, too.
-SAME_NUMBERS = PLAIN_MOVES | _listed(
+SAME_NUMBERS = PLAIN_MOVES | _names_of(
     "convert_element_type reduce_precision held name stop_gradient concatenate stack",
     "sharding_constraint layout_constraint reshard mesh_cast device_put",
     "all_gather all_gather_invariant all_gather_reduced pvary pcast reduced_vary_cast",
 )
 # Cut a layer's params out of a stack, at places that are known before the program runs.
-VIEWS = _listed("slice squeeze reshape unstack split")
+VIEWS = _names_of("slice squeeze reshape unstack split")
 # Each dimension of the result comes from the one at its place: whole, in part, or reversed.
-SAME_DIMENSIONS = _listed("slice dynamic_slice rev optimization_barrier copy copy_p name")
+SAME_DIMENSIONS = _names_of("slice dynamic_slice rev optimization_barrier copy copy_p name")
 # They put operands side by side, so that the result has another shape than the operands.
-ARRANGEMENTS = _listed("concatenate pad stack tie")
+ARRANGEMENTS = _names_of("concatenate pad stack tie")
 
 # Arithmetic.
 
 # A sum or a difference of two. JAX adds gradients by `add_any`.
-ADDS = _listed("add add_any sub")
+ADDS = _names_of("add add_any sub")
 # A product or a quotient of two.
-SCALES = _listed("mul div")
+SCALES = _names_of("mul div")
 # The operations of a norm after its statistics, and whole powers, which are products.
-ARITHMETIC = ADDS | SCALES | _listed("neg integer_pow square")
+ARITHMETIC = ADDS | SCALES | _names_of("neg integer_pow square")
 # Lay a mask over an array. Its numbers, such as -1e9, may be too large for 16 bits.
-MASKS = _listed("add sub mul select_n")
+MASKS = _names_of("add sub mul select_n")
 # Lay data over a param as a factor, a bound or a choice ...
-LAID_SCALED = SCALES | _listed("pow clamp select_n")
+LAID_SCALED = SCALES | _names_of("pow clamp select_n")
 # ... and as a summand, or as what the param is compared with.
-LAID_ADDED = ADDS | _listed("max min")
+LAID_ADDED = ADDS | _names_of("max min")
 # Their operands may differ in shape from the result without being broadcast.
-MIXED_SHAPES = ARRANGEMENTS | _listed("clamp select_n")
+MIXED_SHAPES = ARRANGEMENTS | _names_of("clamp select_n")
 # Scatters that combine the new values with the old.
-ACCUMULATES = _listed("scatter-add scatter-sub scatter-mul")
+ACCUMULATES = _names_of("scatter-add scatter-sub scatter-mul")
 # Many numbers make one, which may be a statistic. Products are left out: they never run again.
-REDUCTIONS = _listed(
+REDUCTIONS = _names_of(
     "reduce_sum reduce_max reduce_min reduce_and reduce_or reduce_xor argmax argmin"
 )
-# Linear in every operand, so that their derivatives ask for no operand. Gathers are left out: they
-# are dear.
-LINEAR = (PLAIN_MOVES | ADDS) | _listed(
+# Linear in every operand, so that their derivatives need no operand. Gathers are left out: they
+# are expensive.
+LINEAR = (PLAIN_MOVES | ADDS) | _names_of(
     "neg convert_element_type reduce_sum real imag concatenate pad name pvary pcast",
     "float32_gradient sharding_constraint reshard",
 )
-# What may lie between a gradient and the product that it comes from: moves, elementwise operations
+# Operations between a gradient and the product that it comes from: moves, elementwise operations
 # and sums.
-AFTER_PRODUCTS = (LINEAR_MOVES | _listed(*_TABLE[OpClass.PROMOTE])) | _listed(
+AFTER_PRODUCTS = (LINEAR_MOVES | _names_of(*_TABLE[OpClass.PROMOTE])) | _names_of(
     "convert_element_type dynamic_update_slice scatter scatter-add reduce_sum cumsum",
     "psum psum_invariant reduce_scatter pvary optimization_barrier",
 )
 # The identity on the first operand.
-IDENTITIES = _listed("held name gradient_of float32_gradient probed")
+IDENTITIES = _names_of("held name gradient_of float32_gradient probed")
 # Zero if all array operands are zero. Of such operations, those that optimizers use.
-KEEPS_ZERO = (REARRANGES | ADDS) | _listed(
+KEEPS_ZERO = (REARRANGES | ADDS) | _names_of(
     "neg sign abs sqrt convert_element_type copy copy_p broadcast_in_dim slice concatenate",
     "reduce_sum reduce_precision",
 )
@@ -337,13 +339,13 @@ class OpLists:
 
     overrides: tuple[tuple[str, OpClass], ...] = ()
 
-    def unused(self, seen: Collection[str]) -> list[str]:
-        """Returns the overridden names that are not primitives and were not seen.
+    def unused(self, names: Collection[str]) -> list[str]:
+        """Returns the overridden names that are neither primitives nor among these names.
 
         >>> op_lists(lower=["tanh", "than"]).unused({"exp"})
         ['than']
         """
-        return [name for name, _ in self.overrides if name not in seen and name not in CLASSES]
+        return [name for name, _ in self.overrides if name not in names and name not in CLASSES]
 
     def of(self, primitive: str, functions: Collection[str] = ()) -> OpClass | None:
         """Returns the class of a primitive inside jitted functions, innermost last.

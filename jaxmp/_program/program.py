@@ -37,7 +37,7 @@ class Op:
       inputs: its operands: numbers of values, and literals.
       outputs: the numbers of the values that it makes.
       stack: its scopes within the program.
-      traceback: the lines of the user's code that asked for it.
+      traceback: the lines of the user's code for it.
       functions: the jitted functions that were inlined around it, innermost last.
     """
 
@@ -112,11 +112,9 @@ def read(closed: Any, inline: Inline | None = None) -> Program:
 
 
 def with_helpers_inlined(closed: Any) -> Program:
-    """Reads the program of a jaxpr, with helpers such as `jnp.where` and `jax.nn.silu` inlined.
-
-    The treatment of helpers may depend on what follows them. Functions that multiply matrices stay
-    functions, so that layers that share one are still compiled once.
-    """
+    """Reads the program of a jaxpr, with helpers such as `jnp.where` and `jax.nn.silu` inlined."""
+    # The treatment of helpers may depend on what follows them. Functions that multiply matrices
+    # stay functions, so that layers that share one are still compiled once.
     return read(closed, _is_helper)
 
 
@@ -129,20 +127,20 @@ class Memo:
     """Results that are made once for each key."""
 
     def __init__(self) -> None:
-        self._made: dict[Any, tuple[Any, Any]] = {}
+        self._results: dict[Any, tuple[Any, Any]] = {}
 
     def once(self, key: Any, alive: Any, make: Callable[[], Any]) -> Any:
         """Returns the result for a key; what the key names by its id is kept `alive`."""
-        if key not in self._made:
-            self._made[key] = make(), alive
-        return self._made[key][0]
+        if key not in self._results:
+            self._results[key] = make(), alive
+        return self._results[key][0]
 
 
 def equations_in(
     programs: Iterable[Any], enters: Callable[[core.JaxprEqn], bool] = lambda equation: True
 ) -> Iterator[Any]:
     """Yields the equations of jaxprs, and behind each those in its params, if it is entered."""
-    for equation in (each for program in programs for each in open_jaxpr(program).eqns):
+    for equation in (eqn for program in programs for eqn in open_jaxpr(program).eqns):
         yield equation
         if enters(equation):
             yield from equations_in(sub_jaxprs(equation), enters)
@@ -215,12 +213,8 @@ class _Reader:
 def _is_helper(equation: core.JaxprEqn) -> bool:
     if holds_arrays(equation.params["jaxpr"]):  # a checkpoint around it could not hold them
         return False
-    inside = equations_in([equation.params["jaxpr"]], lambda each: each.primitive.name in JITS)
-    names = [each.primitive.name for each in itertools.islice(inside, _LARGEST_HELPER + 1)]
-    return len(names) <= _LARGEST_HELPER and all(map(_is_simple, names))
-
-
-def _is_simple(name: str) -> bool:
-    if name in IN_HELPERS:
-        return True
-    return CLASSES.get(name) not in (None, OpClass.CONTROL, OpClass.ALONE, OpClass.LOWER)
+    inside = equations_in([equation.params["jaxpr"]], lambda eqn: eqn.primitive.name in JITS)
+    names = [eqn.primitive.name for eqn in itertools.islice(inside, _LARGEST_HELPER + 1)]
+    others = (None, OpClass.CONTROL, OpClass.ALONE, OpClass.LOWER)
+    is_simple = all(name in IN_HELPERS or CLASSES.get(name) not in others for name in names)
+    return is_simple and len(names) <= _LARGEST_HELPER

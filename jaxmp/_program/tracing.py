@@ -47,23 +47,22 @@ def partition(tree: Any, *, numpy: bool = True) -> tuple[Static, list[Any]]:
     """Splits a tree into the static rest and its arrays; `numpy` counts NumPy arrays as arrays."""
 
     def is_array(leaf: Any) -> bool:
-        return isinstance(leaf, jax.Array) or (numpy and _is_of_numpy(leaf))
+        is_numpy = isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.kind not in _NO_NUMBERS
+        return isinstance(leaf, jax.Array) or (numpy and is_numpy)
 
     leaves, structure = jax.tree.flatten(tree)
     arrays = [leaf for leaf in leaves if is_array(leaf)]
-    rest = tuple(_ARRAY if is_array(leaf) else leaf for leaf in leaves)
-    key = tuple((type(leaf), str(leaf) if isinstance(leaf, float) else leaf) for leaf in rest)
-    return Static(structure, rest, key), arrays
-
-
-def _is_of_numpy(leaf: Any) -> bool:
-    return isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.kind not in _NO_NUMBERS
+    static_leaves = tuple(_ARRAY if is_array(leaf) else leaf for leaf in leaves)
+    key = tuple(
+        (type(leaf), str(leaf) if isinstance(leaf, float) else leaf) for leaf in static_leaves
+    )
+    return Static(structure, static_leaves, key), arrays
 
 
 def combine(static: Static, arrays: Iterable[Any]) -> Any:
     """Rebuilds a tree: the inverse of `partition`."""
-    left = iter(arrays)
-    leaves = [next(left) if leaf is _ARRAY else leaf for leaf in static.leaves]
+    arrays = iter(arrays)
+    leaves = [next(arrays) if leaf is _ARRAY else leaf for leaf in static.leaves]
     return jax.tree.unflatten(static.tree, leaves)
 
 
@@ -95,8 +94,11 @@ def trace_call(
     @functools.wraps(fun, assigned=("__name__", "__qualname__"), updated=())
     def of_arrays(*arrays: Any) -> list[Any]:
         args, kwargs = combine(static, arrays)
-        objects = _objects((args, kwargs)) if as_jit else [(args, kwargs)]
-        before = [_leaves_of(each) for each in objects]
+        objects = [(args, kwargs)]
+        if as_jit:  # dictionaries and lists may change, the arrays and modules in them may not
+            containers = (dict, list, tuple)
+            objects = jax.tree.leaves(objects, is_leaf=lambda x: not isinstance(x, containers))
+        before = list(map(_leaves_of, objects))
         returned, results = partition(fun(*args, **kwargs), numpy=numpy)
         _check_unchanged(before, objects)
         last[:] = [returned]
@@ -150,15 +152,10 @@ _NOTES = {
 }
 
 
-def _objects(tree: Any) -> list[Any]:
-    """Returns the contents of the dictionaries and lists of a tree: arrays, modules."""
-    return jax.tree.leaves(tree, is_leaf=lambda x: not isinstance(x, (dict, list, tuple)))
-
-
 def _leaves_of(tree: Any) -> tuple[list[Any], Any]:
     """Returns the leaves and the structure of a tree; None for leaves that change per flatten."""
-    (leaves, structure), (again, _) = jax.tree.flatten(tree), jax.tree.flatten(tree)
-    return [a if a is b else None for a, b in zip(leaves, again, strict=True)], structure
+    (leaves, structure), (leaves_again, _) = jax.tree.flatten(tree), jax.tree.flatten(tree)
+    return [a if a is b else None for a, b in zip(leaves, leaves_again, strict=True)], structure
 
 
 def _is_unchanged(before: tuple[list[Any], Any], tree: Any) -> bool:
@@ -198,7 +195,7 @@ class Returned:
 Rewrite = Callable[[Traced, Static, list[Any]], list[Any]]
 
 
-class _Captured(Exception):
+class _HeldArrays(Exception):
     """The function holds arrays of its own, which may change between its calls."""
 
 
@@ -233,7 +230,7 @@ def rewriting(
     def rewritten(static: Static, arrays: list[Any], may_capture: bool) -> Returned:
         traced = trace_call(fun, static, arrays, as_jit=as_jit, explicit=explicit)
         if not may_capture and compat.holds_arrays(traced.closed):
-            raise _Captured
+            raise _HeldArrays
 
         def run(*arrays: Any) -> list[Any]:
             return rewrite(traced, static, list(arrays))
@@ -253,7 +250,7 @@ def rewriting(
         if not (captures or inline) and _is_hashable(static):
             try:
                 return compiled(static, arrays, False)
-            except _Captured:
+            except _HeldArrays:
                 # Its arrays may be others at the next call, so each call traces the function again.
                 captures = True
         return rewritten(static, arrays, True)
@@ -290,7 +287,7 @@ def _check_no_linen_state(call: list[Any], name: str, advice: str) -> None:
     if linen is None:
         return
     # Flax replaces a dictionary in an attribute of a module by its own.
-    for value in _held_by(call, (dict, sys.modules["flax.core"].FrozenDict)):
+    for value in _reachable_objects(call, (dict, sys.modules["flax.core"].FrozenDict)):
         scope = value.scope if isinstance(value, linen.Module) else None
         if scope is not None and scope.mutable:
             raise ValueError(
@@ -304,15 +301,15 @@ def _check_no_linen_state(call: list[Any], name: str, advice: str) -> None:
 _LARGEST_CONTAINER = 100  # larger containers are not searched for modules
 
 
-def _held_by(call: list[Any], mappings: Any) -> Iterator[Any]:
+def _reachable_objects(call: list[Any], mappings: Any) -> Iterator[Any]:
     """Yields a function and its arguments, and all that they are bound to, hold and close over."""
     containers: Any = (list, tuple, *mappings)
-    waiting, seen = list(call), set[int]()
+    waiting, ids = list(call), set[int]()
     while waiting:
         value = waiting.pop()
-        if id(value) in seen:
+        if id(value) in ids:
             continue
-        seen.add(id(value))
+        ids.add(id(value))
         yield value
         if isinstance(value, functools.partial):
             waiting += [value.func, *value.args, *value.keywords.values()]

@@ -70,16 +70,16 @@ def wiring_of(equation: core.JaxprEqn, counts: Sequence[tuple[int, int]] | None 
         reverse = bool(params["reverse"])
         return Wiring((range(count),), carry, slices, loops=True, reverse=reverse, turns=turns)
     if name == "while":
-        tested, begin = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+        consts, begin = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
         carry = range(begin, count)
-        condition = (*range(tested), *carry)
-        body = range(tested, count)
+        condition = (*range(consts), *carry)
+        body = range(consts, count)
         return Wiring((condition, body), carry, loops=True, turns=None, tests=1)
     if name == "cond":
         return Wiring((range(1, count),) * len(params["branches"]), chooses=True)
     # A program with as many arguments and results as its equation is that of a call.
     if counts is None:
-        counts = [(len(each.invars), len(each.outvars)) for each in sub_jaxprs(equation)]
+        counts = [(len(body.invars), len(body.outvars)) for body in sub_jaxprs(equation)]
     is_call = counts == [(count, len(equation.outvars))]
     return Wiring((range(count),) if is_call else ())
 
@@ -94,4 +94,4 @@ def argument_types(equation: core.JaxprEqn, avals: Sequence[Any]) -> list[list[A
     """Returns the types of the arguments of each program, given those of the operands."""
     wiring = wiring_of(equation)
     types = [unstacked(x) if i in wiring.slices else x for i, x in enumerate(avals)]
-    return [[types[i] for i in each] for each in wiring.arguments or [range(len(avals))]]
+    return [[types[i] for i in numbers] for numbers in wiring.arguments or [range(len(avals))]]

@@ -105,7 +105,7 @@ class _Division:
                 together = self._together(at, roots, sharing, done)
                 done.update(together)
                 yield self._piece([roots[each] for each in sorted(together)])
-            if at < len(self.program.ops) and self.storage.costs[at] is Cost.APART:
+            if at < len(self.program.ops) and self.storage.costs[at] is Cost.OPAQUE:
                 yield self._alone(at)
 
     def _roots(self) -> dict[int, _Root]:
@@ -117,14 +117,14 @@ class _Division:
         for i, op in enumerate(ops):
             if i in self.views:
                 continue
-            if costs[i] is Cost.APART:
+            if costs[i] is Cost.OPAQUE:
                 wanted = [number for number in op.inputs if isinstance(number, int)]
             else:
                 wanted = [number for number in op.outputs if number in stored]
             if wanted := [number for number in dict.fromkeys(wanted) if number not in known]:
                 roots[i] = self._root(wanted, known)
                 known.update(wanted)
-            if costs[i] is Cost.APART:
+            if costs[i] is Cost.OPAQUE:
                 known.update(op.outputs)
         results = dict.fromkeys(numbers(self.program.outputs))
         if wanted := [number for number in results if number not in known]:

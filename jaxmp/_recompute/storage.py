@@ -15,10 +15,9 @@ import math
 from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
-import jax
 from jax.extend import core
 
-from jaxmp._numerics.dtypes import is_inexact, is_key
+from jaxmp._numerics.dtypes import is_inexact, nbytes_of
 from jaxmp._program.compat import function_name, is_of_jax_nn, open_jaxpr
 from jaxmp._program.derivatives import derivative_of
 from jaxmp._program.op_classes import COSTS, JITS, LINEAR, REDUCTIONS, Cost
@@ -52,13 +51,13 @@ class Storage(NamedTuple):
 def cost_of(equation: core.JaxprEqn, dear: Collection[str] = ()) -> Cost:
     """Returns the cost of running an operation again, without derivatives."""
     if equation.effects or not names_of(equation).isdisjoint(dear):
-        return Cost.APART
+        return Cost.OPAQUE
     name = equation.primitive.name
     if name in JITS:
         return _cost_within(equation.params["jaxpr"], dear)
     if name == "custom_jvp_call":
         return _cost_within(equation.params["call_jaxpr"], dear)
-    return COSTS.get(name, Cost.APART)
+    return COSTS.get(name, Cost.OPAQUE)
 
 
 def _cost_with_rule(equation: core.JaxprEqn, dear: Collection[str]) -> Cost:
@@ -67,18 +66,18 @@ def _cost_with_rule(equation: core.JaxprEqn, dear: Collection[str]) -> Cost:
     The rule is traced for this, even if nobody differentiates in the end.
     """
     cost = cost_of(equation, dear)
-    if equation.primitive.name != "custom_jvp_call" or cost is Cost.APART:
+    if equation.primitive.name != "custom_jvp_call" or cost is Cost.OPAQUE:
         return cost
     # The derivative of a cheap function may hold a product, which would run twice.
     try:
         return _cost_within(derivative_of(equation), dear)
     except Exception:  # any error: a rule may refuse to be differentiated
-        return Cost.APART
+        return Cost.OPAQUE
 
 
 def _cost_within(jaxpr: Any, dear: Collection[str]) -> Cost:
     costs = {cost_of(equation, dear) for equation in open_jaxpr(jaxpr).eqns}
-    return Cost.CHEAP if costs <= {Cost.CHEAP} else Cost.APART
+    return Cost.CHEAP if costs <= {Cost.CHEAP} else Cost.OPAQUE
 
 
 def names_of(equation: core.JaxprEqn) -> set[str]:
@@ -91,13 +90,6 @@ def names_of(equation: core.JaxprEqn) -> set[str]:
     return {name, function_name(equation)} if name == "custom_jvp_call" else {name}
 
 
-def bytes_of(aval: Any) -> int:
-    """Returns the size of a value in bytes; for a key, the size of its numbers."""
-    if is_key(aval):
-        aval = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
-    return math.prod(aval.shape) * int(aval.dtype.itemsize)
-
-
 class Analysis:
     """The analysis that finds the kept values of a program; `dear` names what never runs again."""
 
@@ -107,7 +99,7 @@ class Analysis:
         equations = {id(op.equation): op.equation for op in program.ops}
         known = {i: _cost_with_rule(equation, dear) for i, equation in equations.items()}
         self.costs = tuple(
-            Cost.APART if op.name in JITS else known[id(op.equation)] for op in program.ops
+            Cost.OPAQUE if op.name in JITS else known[id(op.equation)] for op in program.ops
         )
         self.made_by: dict[int, int] = {}
         self.readers: dict[int, list[int]] = {}
@@ -125,11 +117,11 @@ class Analysis:
             Cost.CHEAP if i in self.picks else cost for i, cost in enumerate(self.costs)
         )
         self.statistics = frozenset(self._statistics())
-        # These are stored whatever reads them: results of dear operations, and operands of APART
+        # These are stored whatever reads them: results of dear operations, and operands of OPAQUE
         # ones.
         self.stored = self._sunk()
         for op, cost in zip(program.ops, self.costs, strict=True):
-            if cost is Cost.APART:
+            if cost is Cost.OPAQUE:
                 self.stored.update(self.made_by.keys() & set(numbers(op.inputs)))
         self._cut()
 
@@ -138,14 +130,14 @@ class Analysis:
         return Storage(self.costs, frozenset(self.stored), self.statistics, self.linear)
 
     def size(self, number: int) -> int:
-        return bytes_of(self.program.avals[number])
+        return nbytes_of(self.program.avals[number])
 
     def _without_tangents(self) -> set[int]:
         """Returns the values without tangents: integers, and values made of integers alone."""
         avals = self.program.avals
         inert = {i for i, aval in enumerate(avals) if not is_inexact(aval)}
         for op, cost in zip(self.program.ops, self.costs, strict=True):
-            if cost is not Cost.APART and inert.issuperset(numbers(op.inputs)):
+            if cost is not Cost.OPAQUE and inert.issuperset(numbers(op.inputs)):
                 inert.update(op.outputs)
         return inert
 
@@ -175,7 +167,7 @@ class Analysis:
         """Returns the gathers of few computed values, such as the logits of the labels."""
         gathers, picked = set[int](), set[int]()
         for i, op in enumerate(self.program.ops):
-            if op.name != "gather" or self.costs[i] is Cost.APART:
+            if op.name != "gather" or self.costs[i] is Cost.OPAQUE:
                 continue
             # A lookup in a table of params makes activations. They are kept.
             if op.inputs[0] not in self.touched:
@@ -222,9 +214,9 @@ class Analysis:
 
     def _passes(self, op: Op, cost: Cost, number: int) -> bool:
         """Whether an operation is the only reader of a value, and no derivative asks for it."""
-        if len(self.readers[number]) > 1 or cost is Cost.APART or len(op.outputs) != 1:
+        if len(self.readers[number]) > 1 or cost is Cost.OPAQUE or len(op.outputs) != 1:
             return False
-        if cost is Cost.DEAR and op.name not in LINEAR:
+        if cost is Cost.EXPENSIVE and op.name not in LINEAR:
             return False
         # Integers and masks have no derivative, whatever they are made of. But the derivative of a
         # choice asks for its mask.

@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 from jax.sharding import AxisType
 
 import jaxmp
-from jaxmp._numerics.histograms import Histograms, _bin_of, _compared, _scattered
+from jaxmp._numerics.histograms import Histograms, _bin_of, _count_by_comparison, _count_by_scatter
 from jaxmp.diagnostics import histograms, plot_histograms, underflow_report
 from tests.support.compilations import Count
 
@@ -153,7 +153,7 @@ def test_any_bits_land_in_their_bin(patterns: list[int]) -> None:
     expected = np.bincount(bins, minlength=128)
     numbers = _bin_of(jnp.asarray(bits.astype(np.uint32) & np.uint32(0x7FFFFFFF)))
     assert np.array_equal(numbers, bins)
-    for count in (_compared, _scattered):
+    for count in (_count_by_comparison, _count_by_scatter):
         assert np.array_equal(jax.jit(count)(numbers), expected)
 
 
@@ -240,7 +240,7 @@ def test_on_eight_devices_numbers_stay_where_they_are() -> None:
             assert np.array_equal(compiled(placed).counts, histograms({"x": x}).counts)
             # As TPUs and GPUs count.
             bits = jax.lax.bitcast_convert_type(placed, jnp.uint32) & np.uint32(0x7FFFFFFF)
-            compared = jax.jit(lambda bits: _compared(_bin_of(bits)))(bits)
+            compared = jax.jit(lambda bits: _count_by_comparison(_bin_of(bits)))(bits)
             assert np.array_equal(compared, compiled(placed).counts[0])
         text = compiled.as_text()
         assert text.count(" all-reduce(") + text.count(" all-reduce-start(") >= 1
@@ -367,7 +367,7 @@ def test_every_100_calls_cost_less_than_1_percent_of_the_operations() -> None:
         return [_bin_of(jax.lax.bitcast_convert_type(x, jnp.uint32)) for x in leaves]
 
     once = flops(bins, params)
-    turn = flops(lambda grads: list(map(_compared, bins(grads))), params) - once
+    turn = flops(lambda grads: list(map(_count_by_comparison, bins(grads))), params) - once
     by_comparison, numbers = once + 8 * turn, 2 * 4 * width**2
     assert by_comparison > 2 * 128 * numbers  # it is counted: two for each bin and number
     assert by_comparison / 100 < 0.01 * whole

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from jaxmp._numerics.float8_codes import (
-    decoded,
-    encoded,
+    decode_float8,
+    encode_float8,
     largest_magnitude,
-    rounded_to_codes,
+    round_to_codes,
     scale_of,
 )
 from tests.support.float8_references import FORMATS, LEAST_AMAX, coded, rounded, scale
@@ -76,7 +76,7 @@ def test_the_reference_rounds_as_fractions_do(form: str) -> None:
     points = np.concatenate([points, -points])
     same(rounded(points, form), [nearest(float(x), form) for x in points])
     for jit in (False, True):
-        run = jax.jit(rounded_to_codes, static_argnums=2) if jit else rounded_to_codes
+        run = jax.jit(round_to_codes, static_argnums=2) if jit else round_to_codes
         same(run(points, jnp.ones((1,)), jnp.dtype(form)), rounded(points, form))
 
 
@@ -146,7 +146,7 @@ def test_codes(form: str, powers: bool, dtype: str, drawn: str) -> None:
         tiny = np.abs(x.astype(np.float32)) < TINY  # CPUs have zero for them
         x = np.where(tiny, 0, x).astype(x.dtype)
         for axes in ((0, 1), (1,), (0,)):
-            got = encoded(jnp.asarray(x), jnp.dtype(form), axes, power_of_two=powers)
+            got = encode_float8(jnp.asarray(x), jnp.dtype(form), axes, power_of_two=powers)
             codes, scales = coded(x.astype(np.float64), form, axes, power_of_two=powers)
             assert got.codes.dtype == form
             assert got.scale.dtype == jnp.float32
@@ -167,15 +167,17 @@ def test_codes_are_rounded_once(form: str) -> None:
     middles = np.float32((numbers[1:] + numbers[:-1]) / 2)
     sources = np.concatenate([middles * np.float32(1 + s * 2**-12) for s in (1, -1)])
     one = jnp.ones((1,))
-    good = np.asarray(rounded_to_codes(sources, one, jnp.dtype(form))).astype(np.float64)
+    good = np.asarray(round_to_codes(sources, one, jnp.dtype(form))).astype(np.float64)
     same(good, [nearest(float(x), form) for x in sources])
-    twice = rounded_to_codes(jnp.asarray(sources, jnp.bfloat16), one, jnp.dtype(form))
+    twice = round_to_codes(jnp.asarray(sources, jnp.bfloat16), one, jnp.dtype(form))
     changed = (np.asarray(twice).astype(np.float64) != good).mean()
     assert 0.4 < changed < 0.6  # positive control: every other middle goes the wrong way
     # For numbers that are drawn and not made to lie there, it is one in some dozen.
     w = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
     both = [
-        np.asarray(encoded(jnp.asarray(w, dtype), jnp.dtype(form), (0, 1)).codes).view(np.uint8)
+        np.asarray(encode_float8(jnp.asarray(w, dtype), jnp.dtype(form), (0, 1)).codes).view(
+            np.uint8
+        )
         for dtype in (jnp.float32, jnp.bfloat16)
     ]
     assert 0.005 < (both[0] != both[1]).mean() < 0.2
@@ -185,7 +187,7 @@ def test_codes_are_rounded_once(form: str) -> None:
 def test_under_jit_codes_are_rounded_once_too(form: str) -> None:
     """Compilers may widen what is between a cast and its scale, but not round in between."""
     x = np.random.default_rng(1).normal(size=(32, 48)).astype(np.float32) ** 5
-    run = jax.jit(lambda x: encoded(x, jnp.dtype(form), (1,)))
+    run = jax.jit(lambda x: encode_float8(x, jnp.dtype(form), (1,)))
     codes, scales = coded(x.astype(np.float64), form, (1,))
     same(run(x).codes, codes)
     same(jnp.broadcast_to(run(x).scale, x.shape), scales)
@@ -196,7 +198,7 @@ def test_out_of_range_is_the_largest_number(form: str) -> None:
     """As a scale from an earlier step may make it; `astype` alone gives NaN or infinity."""
     largest = FORMATS[form][2]
     x = jnp.float32([largest, largest * 1.06, 1e9, HUGE, -1e9])
-    got = rounded_to_codes(x, jnp.ones((1,)), jnp.dtype(form))
+    got = round_to_codes(x, jnp.ones((1,)), jnp.dtype(form))
     same(got, largest * np.float64([1, 1, 1, 1, -1]))
     assert not np.isfinite(np.asarray(x.astype(form)).astype(np.float32)[2])  # positive control
 
@@ -206,16 +208,16 @@ def test_out_of_range_is_the_largest_number(form: str) -> None:
 def test_a_bad_number_makes_all_that_shares_its_scale_nan(form: str, bad: float) -> None:
     x = np.ones((3, 4), np.float32)
     x[1, 2] = bad
-    whole = encoded(jnp.asarray(x), jnp.dtype(form), (0, 1))
+    whole = encode_float8(jnp.asarray(x), jnp.dtype(form), (0, 1))
     assert np.isnan(np.asarray(whole.codes).astype(np.float32)).all()
-    rows = np.asarray(encoded(jnp.asarray(x), jnp.dtype(form), (1,)).codes).astype(np.float32)
+    rows = np.asarray(encode_float8(jnp.asarray(x), jnp.dtype(form), (1,)).codes).astype(np.float32)
     assert np.isnan(rows).any(axis=1).tolist() == [False, True, False]
     assert np.isnan(rows[1]).all()
 
 
 @each_format
 def test_nan_passes_a_finite_scale(form: str) -> None:
-    got = rounded_to_codes(jnp.float32([np.nan, 1]), jnp.ones((1,)), jnp.dtype(form))
+    got = round_to_codes(jnp.float32([np.nan, 1]), jnp.ones((1,)), jnp.dtype(form))
     same(got, [np.nan, 1])
 
 
@@ -223,14 +225,14 @@ def test_nan_passes_a_finite_scale(form: str) -> None:
 @each_scaling
 def test_zeros_and_subnormal_numbers_have_codes_zero(form: str, powers: bool) -> None:
     x = jnp.float32([[0, 0, -0.0], [1e-45, -1e-40, 0]])
-    got = encoded(x, jnp.dtype(form), (0, 1), power_of_two=powers)
+    got = encode_float8(x, jnp.dtype(form), (0, 1), power_of_two=powers)
     same(got.codes, np.zeros((2, 3)))
     assert np.isfinite(np.asarray(got.scale)).all()
-    same(decoded(got, jnp.float32), np.zeros((2, 3)))
+    same(decode_float8(got, jnp.float32), np.zeros((2, 3)))
 
 
 def test_empty_arrays() -> None:
-    got = encoded(jnp.zeros((0, 4)), jnp.dtype(E4M3), (0,))
+    got = encode_float8(jnp.zeros((0, 4)), jnp.dtype(E4M3), (0,))
     assert got.codes.shape == (0, 4)
     assert np.isfinite(np.asarray(got.scale)).all()
 
@@ -245,6 +247,6 @@ def test_the_largest_magnitude_is_that_of_negative_numbers_too() -> None:
 @settings(max_examples=50)
 def test_powers_of_two_are_decoded_exactly_in_bfloat16(values: list[float]) -> None:
     for form in (E4M3, E5M2):
-        got = encoded(jnp.float32(values), jnp.dtype(form), (0,))
+        got = encode_float8(jnp.float32(values), jnp.dtype(form), (0,))
         want = np.asarray(got.codes).astype(np.float64) / np.asarray(got.scale, np.float64)
-        same(decoded(got, jnp.bfloat16), want)
+        same(decode_float8(got, jnp.bfloat16), want)

@@ -11,7 +11,7 @@ from jax import lax
 
 import jaxmp
 from jaxmp._numerics.precision import (
-    asking,
+    default_precision,
     meaning_of,
     name_of_param,
     precision_of,
@@ -143,16 +143,20 @@ def test_policies_of_jmp_have_none() -> None:
 
 def test_the_option_of_the_user_is_told_from_what_is_asked() -> None:
     assert (users_option(), precision_of(None), precision_of("high")) == (None, "highest", "high")
-    with asking("highest"):
+    with default_precision("highest"):
         assert jax.config.jax_default_matmul_precision == "highest"  # type: ignore[attr-defined]
         assert (users_option(), precision_of(None)) == (None, "highest")
-        with asking(None):
+        with default_precision(None):
             assert jax.config.jax_default_matmul_precision is None  # type: ignore[attr-defined]
         with jax.default_matmul_precision("high"):
             assert (users_option(), precision_of(None)) == ("high", None)
-    with jax.default_matmul_precision("high"), asking("highest"), asking("default"):
+    with (
+        jax.default_matmul_precision("high"),
+        default_precision("highest"),
+        default_precision("default"),
+    ):
         assert (users_option(), precision_of(None), precision_of("high")) == ("high", None, "high")
-        with asking(None):
+        with default_precision(None):
             assert jax.config.jax_default_matmul_precision == "high"  # type: ignore[attr-defined]
 
 

@@ -40,7 +40,7 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> None:
     """A jaxlib that has the fault, of which nothing was said yet."""
     monkeypatch.setattr(cpu_compiler, "may_sum_bfloat16_wrongly", lambda: True)
     monkeypatch.setattr(cpu_compiler, "sums_wrongly", lambda: True)
-    monkeypatch.setattr(user_warnings, "_SAID", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(user_warnings, "_TEXTS", weakref.WeakKeyDictionary())
 
 
 @pytest.mark.usefixtures("faulty")

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from jaxmp._numerics.dtypes import is_floating
+from jaxmp._numerics.dtypes import is_floating, nbytes_of
 from jaxmp._program.facts import Question, arguments_read, propagate
 from jaxmp._program.op_classes import CALLS, SAME_NUMBERS
 from jaxmp._program.program import Program
@@ -16,7 +16,7 @@ from jaxmp._tools.inspect.compiled import is_array
 from jaxmp._tools.inspect.equations import Site, walk
 from jaxmp._tools.inspect.lines import Lines, module_path, scopes_of
 from jaxmp._tools.inspect.rows import Residual
-from jaxmp._tools.inspect.summarize import branch_text, nbytes_of
+from jaxmp._tools.inspect.summarize import branch_text
 
 Kind = Literal["activations", "params"]
 

@@ -6,8 +6,7 @@ import math
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
-
+from jaxmp._numerics.dtypes import nbytes_of
 from jaxmp._numerics.precision import name_of_param
 from jaxmp._program.op_classes import CASTS, CLASSES, COLLECTIVES, PRODUCTS, OpClass
 from jaxmp._program.program import Program
@@ -346,17 +345,6 @@ def _dtype_of(aval: Any) -> str:
 
 def _bytes(avals: Iterable[Any]) -> int:
     return sum(map(nbytes_of, avals))
-
-
-def nbytes_of(array: Any) -> int:
-    """Returns the bytes of a value with a shape and a dtype; 0 for other values.
-
-    >>> nbytes_of(np.zeros((2, 3), np.float32))
-    24
-    """
-    if not (hasattr(array, "dtype") and hasattr(array, "shape")):
-        return 0
-    return int(np.prod(array.shape, dtype=np.int64)) * int(array.dtype.itemsize)
 
 
 def _counts(sites: list[Site]) -> dict[str, Any]:
