@@ -96,7 +96,13 @@ def _kernels(
         name = equation.primitive.name
         if region.sealed:
             continue
-        if name in names and _is_made_for_16_bits(equation):
+        # Kernels without a product are norms and losses, also Pallas ones. In float16 a norm gave
+        # NaN, and a loss gave infinity; a sum in a Pallas loop was off by a factor of ten.
+        is_kernel = name in names and _multiplies(equation)
+        if is_kernel:
+            inside = equations_in(compat.sub_jaxprs(equation))
+            is_kernel = not any(map(_is_solver_loop, (equation, *inside)))
+        if is_kernel:
             yield _Kernel(equation, region, "/".join((*path, compat.function_name(equation))))
         elif CLASSES.get(name) is OpClass.CONTROL and name != "custom_vjp_call":
             for inner in compat.sub_jaxprs(equation):
@@ -168,14 +174,6 @@ def _multiplies(equation: core.JaxprEqn) -> bool:
         or (x.primitive.name in KERNELS and not compat.sub_jaxprs(x))
         for x in (equation, *equations_in(compat.sub_jaxprs(equation)))
     )
-
-
-def _is_made_for_16_bits(kernel: core.JaxprEqn) -> bool:
-    """Whether a kernel multiplies, or may in code of another compiler, and is not a solver."""
-    # Kernels without a product are norms and losses, also Pallas ones. In float16 a norm gave NaN,
-    # and a loss gave infinity; a sum in a Pallas loop was off by a factor of ten.
-    inside = equations_in(compat.sub_jaxprs(kernel))
-    return _multiplies(kernel) and not any(map(_is_solver_loop, (kernel, *inside)))
 
 
 def _is_solver_loop(equation: core.JaxprEqn) -> bool:

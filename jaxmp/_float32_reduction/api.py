@@ -73,6 +73,7 @@ class GradientReduction(NamedTuple):
 
 def check_no_local_gradients() -> None:
     """Raises ValueError if JAX would give each device the gradients of its own part only."""
+    # There JAX does not track which arrays differ between devices, and sums no gradients.
     manual = tuple(jax.sharding.get_abstract_mesh().manual_axes)
     if manual and not varying_is_tracked(manual):
         raise ValueError(

@@ -99,7 +99,8 @@ def checkpoint_rule(rules: Rules[Value], op: Op, values: list[Value]) -> list[Va
         return rules.inside(op, body, values)
 
     values = [_set_recomputed(value, True) for value in values]
-    if params["differentiated"]:  # the backward pass of a gradient within the function
+    # The backward pass of a gradient within the function.
+    if params["differentiated"]:
         results = call_again(op.equation, values, None, function)
     else:
         remat = jax.checkpoint(function, prevent_cse=params["prevent_cse"], policy=params["policy"])

@@ -103,6 +103,7 @@ def own_derivative_rule(rules: Rules[Value], op: Op, values: list[Value]) -> lis
     """Runs the function and its forward pass as they are, and its derivative with float32 sums."""
     if not have_data(values):
         return None
+    # The function takes arrays as it was traced, so that the loss keeps its bits.
     values = [value.whole() for value in values]
     of_params = [value.of_params for value in values]  # derivatives may not hold arrays
     arrays, structure = jax.tree.flatten(values)

@@ -69,6 +69,7 @@ def with_float32_gradients(closed: core.ClosedJaxpr, arguments: Sequence[Value])
 class _Rules(Rules[Value]):
     """Computes what was traced; values that are made of params have a float32 array too."""
 
+    # NumPy arrays are a part of the program, or `w * np.tril(...)` would be an activation.
     def constant(self, value: Any) -> Value:
         return _number(value) if isinstance(value, np.ndarray) else Value(value)
 
@@ -209,6 +210,7 @@ def _move(equation: core.JaxprEqn, values: list[Value]) -> list[Value] | None:
     name, value = equation.primitive.name, values[0]
     if not value.of_params or any(x.of_params for x in values[1:]):
         return None
+    # A transpose moves the split dimension along; a reshape may not, and then gathers.
     layout = moved(value.layout, equation)
     if layout is None and value.layout is not None:
         value = value.in_place()
@@ -216,8 +218,11 @@ def _move(equation: core.JaxprEqn, values: list[Value]) -> list[Value] | None:
     arrays = compat.bind(equation, [value.array, *others])
     sources = arrays if value.exact else compat.bind(equation, [value.source, *others])
     origin = value.origin
+    # `x + b[None]`: a bias at the shape of activations is no weight, or all activations after it
+    # would be weights.
     if name in REPEATS and arrays[0].size > value.array.size:
         origin = max(origin, Origin.REPEATED)
+    # As a weight, the gradient of a table would be stored in float32 for each token.
     if name == "gather" and any(x.origin is not Origin.NUMBER for x in values[1:]):
         origin = Origin.ROWS
     return [Value(x, source, layout, origin) for x, source in zip(arrays, sources, strict=True)]

@@ -183,6 +183,7 @@ def common_traits(alternatives: Sequence[Traits]) -> Traits:
         return Traits(exact=False, origin=other)
     layouts = {traits.layout for traits in alternatives}
     layout = layouts.pop() if len(layouts) == 1 else None
+    # Data in one branch, and a weight in another: as a weight to which data was added.
     origins = [traits.origin for traits in params]
     return Traits(
         # A value that is gathered to match comes in two arrays.
@@ -196,6 +197,7 @@ def with_traits(value: Value, traits: Traits) -> Value:
     """Converts a value to the traits that it shares with others."""
     if not traits.of_params:
         return Value(value.operand(), origin=traits.origin)
+    # Numbers or data, where another branch or turn has a weight.
     value = value if value.of_params else like_param(value.array)
     value = value if value.layout == traits.layout else value.in_place()
     if value.exact and not traits.exact:

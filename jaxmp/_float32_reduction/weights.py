@@ -54,10 +54,8 @@ def have_data(values: Sequence[Value]) -> bool:
 
 
 def without_data(operands: Sequence[Value]) -> bool:
-    """Whether a product of these operands is like a param.
-
-    It is not if data was laid over an operand, which may be the activations of one example.
-    """
+    """Whether a product of these operands is like a param."""
+    # An operand with data laid over it may be the activations of one example.
     return of_params_only(operands) and not any(value.origin in _LAID_OVER for value in operands)
 
 
@@ -72,6 +70,7 @@ def lays_data_over(equation: core.JaxprEqn, values: Sequence[Value]) -> bool:
     activations = [value.array for value in values if value.origin is Origin.ACTIVATION]
     streams = [np.shape(x) for x in activations if is_inexact(x)]
     if is_arrangement(equation):
+        # A single number, such as a padding value, makes no weight of what it is written into.
         return not streams and any(np.size(value.array) > 1 for value in own)
     if equation.primitive.name not in LAID_SCALED | LAID_ADDED:
         return False
@@ -101,6 +100,7 @@ def origin_of(equation: core.JaxprEqn, values: Sequence[Value]) -> Origin:
         data = [value for value in data if is_inexact(value.array)]
     if data and not lays_data_over(equation, values):
         return Origin.ROWS
+    # Two origins, as data that is added twice makes a stream: `x + f(x)`.
     laid = Origin.SCALED if equation.primitive.name in LAID_SCALED else Origin.ADDED
     # A bias that is laid out along a weight is a part of the weight.
     arrays = [value for value in params if np.shape(value.array)] or params

@@ -213,6 +213,6 @@ def key_of(program: Program, statistics: frozenset[int]) -> Any:
 def _hashable(value: Any) -> Any:
     try:
         hash(value)
-    except TypeError:  # jaxprs and arrays in params; equal ones may differ
+    except TypeError:  # such as an array in params, known by its identity
         return id(value)
     return type(value), value

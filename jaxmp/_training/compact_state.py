@@ -261,6 +261,8 @@ def _store_state(
 ) -> RoundedState | CodedState:
     """Stores leaves as `kinds` says, rounded by new random words for each step and leaf."""
     leaves, structure = jax.tree.flatten(state)
+    # Rounded to nearest, a second moment with `b2=0.999` could not decrease, and an average of
+    # params would not move.
     float32 = {i: jnp.asarray(leaves[i], jnp.float32) for i, kind in enumerate(kinds) if kind}
     words = {i: hashed_words(x.shape, [_STREAM, np.uint32(i), step]) for i, x in float32.items()}
     # Codes need the scales, and so a second pass.
@@ -312,6 +314,8 @@ def _storage_of(x: Any, coded: bool, min_size: int) -> str:
     dtype = jnp.result_type(x)
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize > 4:
         return ""
+    # Small arrays, such as biases and norms, need few bytes and keep all bits. What the optimizer
+    # itself has in bfloat16, as moments of bfloat16 params, stays so and is computed in float32.
     if np.ndim(x) and np.size(x) >= min_size and (not coded or block_of(np.shape(x))):
         return "int8" if coded else "bfloat16"
     return "bfloat16" if dtype == jnp.bfloat16 else ""

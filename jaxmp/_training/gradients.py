@@ -217,6 +217,7 @@ def _gradient(
             new = dict(zip(argnums, merged(floats, wrt), strict=True))
             return fun(*[new.get(i, arg) for i, arg in enumerate(args)])
 
+        # `jax.vjp` in place of `jax.grad`: the backward pass can be read before it runs.
         loss, backward, aux = jax.vjp(of_floats, floats, has_aux=has_aux)
         if not scaled:
             _warn_of_float16_products(backward, loss, wrt)
@@ -252,11 +253,10 @@ def _make_float16(jaxprs: Sequence[Any]) -> bool:
 def _leads_through_float16(jaxpr: Any) -> bool:
     """Whether a gradient is float16 on its way through a backward pass.
 
-    Data may be float16, also where a checkpoint computes it again.
-
     Args:
       jaxpr: the program of the backward pass, whose first argument is the gradient.
     """
+    # Only gradients count: data may be float16, also where a checkpoint computes it again.
     through_float16 = False
 
     def keep(aval: Any, of_gradient: bool) -> bool:

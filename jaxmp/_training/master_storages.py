@@ -116,11 +116,9 @@ class Remainders:
         return self._split(value)
 
     def load(self, param: Float[Array, "..."], stored: Any) -> Float32[Array, "..."]:
-        """Merges both. A param set from outside keeps the remainder of the old param.
-
-        No bit shows that a param was set: every remainder rounds to the param. The exceptions are
-        zero and infinity, where the param counts as set.
-        """
+        """Merges both. A param set from outside keeps the remainder of the old param."""
+        # No bit shows that a param was set: every remainder rounds to the param. The exceptions are
+        # zero and infinity, where the param counts as set.
         master = merge_float32(param, stored)
         return jnp.where(same_bits(split_float32(master).high, param), master, widen(param))
 
@@ -188,6 +186,7 @@ class StochasticRounding:
         self, value: Float32[Array, "..."], dtype: DType, stored: Any, number: int
     ) -> StoredParam:
         """Rounds the value up or down by random words of this param and step."""
+        # Params of one shape need other words, or all would round the same way.
         words = hashed_words(value.shape, [jnp.uint32(number), stored])
         return StoredParam(round_by_words(value, dtype, words), stored + jnp.uint32(1))
 
@@ -220,9 +219,6 @@ def follow(
 ) -> Float32[Array, "*shape"]:
     """Returns the master where it rounds to the param, and the widened param elsewhere.
 
-    Users set params: pretrained weights, a clip after the step, an average, a restored file. An
-    update of the old master would silently undo that.
-
     Args:
       master: the float32 master.
       param: the live param, of fewer bits.
@@ -233,15 +229,16 @@ def follow(
     >>> follow(jnp.float32([1.001, 1.001]), jnp.bfloat16([1.0, 7.0]))
     Array([1.001, 7.   ], dtype=float32)
     """
+    # Users set params: pretrained weights, a clip after the step, an average, a restored file. An
+    # update of the old master would silently undo that.
     return jnp.where(same_bits(round_finite(master, param.dtype), param), master, widen(param))
 
 
 def same_bits(x: Float[Array, "*shape"], y: Float[Array, "*shape"]) -> Bool[Array, "*shape"]:
-    """Whether two narrow floats are the same number; the sign of zero is ignored.
-
-    Compares integers. Floats may be compared in float32, and GPU compilers delete the rounding of a
-    value that is widened again (openxla/xla issue 41605): each master would seem to differ.
-    """
+    """Whether two narrow floats are the same number; the sign of zero is ignored."""
+    # Integers are compared. Floats may be compared in float32, and GPU compilers delete the
+    # rounding of a value that is widened again (openxla/xla issue 41605): each master would seem to
+    # differ.
     info = jnp.finfo(x.dtype)
     a, b = (jax.lax.bitcast_convert_type(v, f"uint{info.bits}") for v in (x, y))
     if "fnuz" in info.dtype.name:  # these have no negative zero

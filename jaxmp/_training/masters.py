@@ -48,8 +48,7 @@ class Masters:
 
         Returns:
           The number of params, under a name made of their dtypes and, if there are masters, of how
-          these are kept. Without params, the number alone: optax's tools pass a placeholder instead
-          of params, and its state must fit the state of any params.
+          these are stored. Without params, the number alone.
 
         >>> Masters("remainder").kind({"w": jnp.bfloat16(0)})
         {'bfloat16-remainder': Array(1, dtype=int32)}
@@ -64,6 +63,8 @@ class Masters:
         if len(set(dtypes)) > 1:
             order = " ".join(dtype.name for dtype in dtypes)
             parts.append(f"{zlib.crc32(order.encode()):08x}")
+        # optax's tools pass a placeholder instead of params, and its state must fit the state of
+        # any params.
         return {"-".join(parts): count} if dtypes else count
 
     def first(self, values: PyTree, params: PyTree, trainable: PyTree) -> LiveAndMaster:
@@ -87,6 +88,7 @@ class Masters:
 
         return _unzip(jax.tree.map(first, values, params, trainable, names))
 
+    # Outside of `jit`, `load` and `store` are one compiled call each, not one for each operation.
     @functools.partial(jax.jit, static_argnums=0, inline=True)
     def load(self, params: PyTree, master: PyTree) -> PyTree:
         """Returns the float32 masters, which follow params that were set from outside."""

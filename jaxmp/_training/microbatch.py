@@ -133,7 +133,7 @@ def sum_over_microbatches(
     count: int,
     whole: PyTree = None,
 ) -> tuple[Any, Evaluation]:
-    """Evaluates the batch at once, or each microbatch in a `lax.scan`, which is traced once.
+    """Evaluates the batch at once, or each microbatch in turn.
 
     Args:
       evaluate: `(carry, microbatch) -> (carry, evaluation)`; it applies the weights of the
@@ -163,6 +163,7 @@ def sum_over_microbatches(
     # `zeros_like` keeps the sharding of a param. Other zeros would be whole on each device.
     zeros = [jnp.zeros_like(p, dtype=at_least_float32(jnp.result_type(p))) for p in floats]
 
+    # In a `lax.scan` the loss is traced once, whatever the count.
     def loop(initial: Any, parts: PyTree) -> Any:
         return jax.lax.scan(body, initial, parts)
 

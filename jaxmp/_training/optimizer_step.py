@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -216,7 +217,11 @@ class Algorithm:
         output = _no_ingredients(params) if as_updates else params
         after = step_if(finite, take, _StepParts(output, state.master, state.inner), self.skip)
         output = _updates(params, after.output, finite) if as_updates else after.output
-        count = _jitted_next_counts if _has_hash(self.loss_scale) else _next_counts
+        count: Callable[..., MixedPrecisionState] = _jitted_next_counts
+        try:
+            hash(self.loss_scale)
+        except TypeError:  # a user's class, which cannot be a static argument
+            count = _next_counts
         counts = count(self.loss_scale, state, finite, zero)
         return output, counts._replace(inner=after.inner, master=after.master)
 
@@ -302,14 +307,6 @@ def _next_counts(
 _jitted_next_counts = jax.jit(_next_counts, static_argnums=0, inline=True)
 
 
-def _has_hash(config: LossScale) -> bool:
-    try:
-        hash(config)
-    except TypeError:  # a user's class
-        return False
-    return True
-
-
 def _made_with_params(params: PyTree, master: PyTree) -> list[Any]:
     """Returns for each param an array made in the same pass: its master, or else the param."""
     # One of the two, as the TPU compiler makes both at once only if just one is waited for.
@@ -376,6 +373,7 @@ def _check_next_state(inner: Any, before: Any) -> Any:
         advice="An optimizer must keep the structure of its state. Either this one does not, or "
         "the state that it was given is not one that tx.init made.",
     )
+    # A branch and a loop need equal types. This error names the leaf and the optimizer.
     leaves = zip(jax.tree.leaves(inner), jax.tree.leaves(before), strict=True)
     for i, (new, old) in enumerate(leaves):
         if jnp.result_type(new) != jnp.result_type(old):

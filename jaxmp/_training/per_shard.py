@@ -106,6 +106,8 @@ class Shards:
         if wire is None or dim is None:
             total = jnp.sum(self.constrain(widen(parts), [self.axes, *local]), 0)
             return total if spec_entries is None else self.constrain(total, spec_entries)
+        # Devices may add up 16-bit numbers in 16 bits. So each gets one piece of all gradients,
+        # adds up in float32, and sends the sum.
         missing = [a for a in self.axes if a not in axes_of_spec(spec_entries or ())]
         split = list(spec_entries or [None] * len(shape))
         split[dim] = (*named_axes(split[dim]), *missing)

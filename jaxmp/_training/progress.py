@@ -59,11 +59,11 @@ def check_progress(
             "with make_train_step(..., count_overflows=True)"
         )
     params = [getattr(state, "params", None), *(opt_state.master for opt_state in opt_states)]
-    if nan_leaves := _bad_leaves(params, 0):
+    if leaves := _bad_leaves(params, 0):
         raise TrainingStalled(
-            f"params are lost: {nan_leaves} NaN, which no step repairs. Gradients are tested before "
-            "they are used. So the optimizer made the NaN, for example by its schedule, or somebody "
-            "set it, or it was there from the start. Continue from a checkpoint"
+            f"params are lost: {leaves} NaN, which no step repairs. Gradients are tested before "
+            "they are used. So the optimizer made the NaN, for example by its schedule, or "
+            "somebody set it, or it was there from the start. Continue from a checkpoint"
         )
     warn_of_foreign_scale(state)
     for opt_state in opt_states:
@@ -126,11 +126,9 @@ def _stall_message(
 
 
 def warn_of_foreign_scale(state: Any) -> None:
-    """Warns if a dynamic loss scale is lower than its skipped steps explain.
-
-    A state that was made or saved under a policy without a loss scale has scale 1. In float16
-    gradients then vanish for thousands of steps, until the scale has grown.
-    """
+    """Warns if a dynamic loss scale is lower than its skipped steps explain."""
+    # A state that was made or saved under a policy without a loss scale has scale 1. In float16
+    # gradients then vanish for thousands of steps, until the scale has grown.
     config = getattr(getattr(state, "tx", None), "loss_scale", None)
     if not isinstance(config, DynamicLossScale):
         return

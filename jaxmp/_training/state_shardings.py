@@ -152,6 +152,7 @@ def _sharding_like(
     if end is None:
         return None
     like, sharding = params_by_path[end]
+    # The history of L-BFGS has a leading dimension, which is not sharded.
     extra = len(shape) - len(like)
     if extra < 0 or shape[extra:] != like:
         return None

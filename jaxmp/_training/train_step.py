@@ -297,11 +297,7 @@ def _reduction(rules: PolicyRules, fsdp: FSDP | None) -> GradientReduction | Non
 
 
 def rules_of_step(policy: Any, tx: MixedPrecision) -> PolicyRules | None:
-    """Returns the rules under which a loss runs; None if the model casts by itself.
-
-    A policy that is given agrees with that of the optimizer in the dtypes that decide the loss
-    scale and the sums of gradients; rules are the same.
-    """
+    """Returns the rules under which a loss runs; None if the model casts by itself."""
     if _model_casts(policy):
         return None
     if policy is None:
@@ -312,6 +308,7 @@ def rules_of_step(policy: Any, tx: MixedPrecision) -> PolicyRules | None:
             "the optimizer was wrapped for other rules than those of this step, and its loss scale "
             "chosen for them. Leave the policy of make_train_step out: it is that of the optimizer"
         )
+    # These dtypes decide the loss scale and the sums of gradients, which the optimizer has chosen.
     step, wrapped = own_rules.default or get_policy("float32"), tx.policy
     for what, here, there in (
         ("computes", step.compute_dtype, wrapped.compute_dtype),
@@ -331,8 +328,9 @@ def _model_casts(policy: Any) -> bool:
 
 
 def _check_shardings(shardings: PyTree, state: TrainState) -> None:
-    """Raises before JAX does, whose error would name `pjit out_shardings` and types of nodes."""
+    """Raises ValueError if these are no shardings of a state with this optimizer."""
 
+    # Before JAX does, whose error would name `pjit out_shardings` and types of nodes.
     def is_one(x: Any) -> bool:
         return x is None or isinstance(x, (jax.P, jax.sharding.Sharding))
 
