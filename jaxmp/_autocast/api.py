@@ -139,7 +139,7 @@ def autocast(
     @functools.wraps(fun, updated=())
     def autocast_fun(*args: Any, **kwargs: Any) -> Any:
         static, arrays = partition((args, kwargs))
-        # What an exact part around this one asks for does not hold in here.
+        # The precision of an exact part around this one does not hold in here.
         with jax.named_scope(scope), asking(None), _WITHIN(True):
             out = call(static, arrays)
         warn_of_cpu_compiler(computed_in, out.arrays)
@@ -192,7 +192,7 @@ def full_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
     return functools.wraps(fun, updated=())(exact)
 
 
-# Part of what JAX knows a trace by: a function that is traced outside is traced again inside.
+# A part of the key of JAX's trace caches: a function that is traced outside is traced again inside.
 _WITHIN: Any = jax.make_user_context(default_value=False)
 
 

@@ -256,7 +256,7 @@ def _fixed_point(
 
 
 def _next_carry(begin: State, end: State, low: DType, through_layers: bool) -> State:
-    """Joins the states of a carry before and after a turn. What is firm stays firm."""
+    """Joins the states of a carry before and after a turn. A firm one stays firm."""
     kinds = {begin.kind, end.kind}
     if kinds == {Kind.WEAK}:
         return combined_state([begin, end], low)

@@ -20,8 +20,8 @@ from jaxmp._program.op_classes import CLASSES, PRODUCTS, OpClass
 from jaxmp._program.scopes import NOT_FLOAT8
 from jaxmp._program.wiring import wiring_of
 
-# Products run in 16 bits, in float8, in 16 bits though float8 was asked for (the rest of the key is
-# the reason), or in float32 (the key is the reason).
+# Products run in 16 bits, in float8, in 16 bits under a float8 policy (the rest of the key is the
+# reason), or in float32 (the key is the reason).
 _LOW, _FLOAT8 = "in 16 bits", "in float8"
 _IN_CUSTOM_VJP = (
     "inside of a jax.custom_vjp, which autocast leaves alone, as its author wrote its gradient for "

@@ -63,7 +63,7 @@ def low_kernels(
         leaves = _read_by_products(closed, weights)
         dtypes = [dtype if i in leaves else aval.dtype for i, aval in enumerate(closed.in_avals)]
         try:
-            with jax.numpy_dtype_promotion("standard"):  # labels stay float32 beside predictions
+            with jax.numpy_dtype_promotion("standard"):  # float32 labels meet 16-bit predictions
                 low = trace(dtypes)
         except Exception as error:  # any error: the function was not written for 16-bit arguments
             text = str(error).partition("\n")[0]
@@ -163,7 +163,7 @@ def _read_by_products(closed: core.ClosedJaxpr, weights: set[int]) -> set[Hashab
     return arguments
 
 
-# A float's label says what it is made of: arguments, by number, and products (-1).
+# The labels of a float are the numbers of the arguments that make it; -1 stands for products.
 _PRODUCT: Labels = frozenset({-1})
 
 

@@ -167,7 +167,7 @@ def _step(op: Op, states: States, context: Call, region: Region) -> Step:
     functions = (*context.functions, *op.functions)
     context.names.update((op.name, *functions))
     op_class = context.lists.of(op.name, functions)
-    # No dtype changes in a sealed region, but what the products inside ask for.
+    # In a sealed region no dtype changes, only the precision of products.
     if region.sealed:
         step = plan_as_traced(op, states, exact=region.result)
         if op_class is OpClass.CONTROL and region.precision is not None:

@@ -12,9 +12,9 @@ from jaxmp._policies.presets import family_left_out
 from jaxmp._policies.recipe import Recipe
 from jaxmp._program.scopes import names_in
 
-# Operations in these scopes stay as traced. In EXACT, products that ask for nothing ask for
-# float32: JAX traces derivative rules later, when what holds around a function no longer does. In
-# DONE, an inner autocast has decided. Scopes survive jit, scan, remat and differentiation.
+# Operations in these scopes stay as traced. In EXACT, products without a precision get float32's:
+# JAX traces derivative rules later, when a context around the function has ended. In DONE, an inner
+# autocast has decided. Scopes survive jit, scan, remat and differentiation.
 EXACT = "jaxmp.full_precision"
 DONE = "jaxmp.autocast"
 # A gradient with a loss scale of its own, inside of a function under autocast.

@@ -180,7 +180,7 @@ def _rule_move(op: Op, states: States, region: Region) -> Step:
     floats, are_floats = float_states(states), list(map(is_half_or_float32, op.out_avals))
     count = sum(are_floats)
     sources = iter(floats if len(floats) == count else floats[:1] * count)
-    results = [_moved_state(op, next(sources)) if is_float else None for is_float in are_floats]
+    results = [_state_of_move(op, next(sources)) if is_float else None for is_float in are_floats]
     # The transpose of a gather adds up in the dtype of the array. In bfloat16, a node of a graph
     # with 4,096 edges lost 88 % of its gradient.
     sums = op.name == "gather" and states[0] is not None
@@ -190,7 +190,7 @@ def _rule_move(op: Op, states: States, region: Region) -> Step:
     return Step(op, state_dtypes(states), results, may_widen=may_widen, run=run)
 
 
-def _moved_state(op: Op, state: State) -> State:
+def _state_of_move(op: Op, state: State) -> State:
     if state.value is not None:  # zeros that begin a sum count as full-size
         return state._replace(broadcast=False)
     before, after = op.in_avals[0].shape, op.out_avals[0].shape
@@ -343,7 +343,7 @@ def asks_for_precision(precision: Any) -> bool:
 
 
 def ask_for_precision(step: Step, precision: str | None) -> Step:
-    """Lets a product that runs in float32 ask for a precision, unless it says one itself."""
+    """Sets the precision of a product that runs in float32, unless it names one itself."""
     op = step.op
     if precision is None or op.name not in CONTRACTIONS or is_own(op.params.get("precision")):
         return step

@@ -108,7 +108,7 @@ class _PlanRules(Rules[Any]):
             return None
         value, state = cells[op.inputs[0]], maker.results[0]
         if op.name == "convert_element_type":
-            # A cast to fewer bits and back is a rounding that the program asked for.
+            # A cast to fewer bits and back is a rounding by the program itself.
             narrows = cells[op.outputs[0]].dtype.itemsize > dtype.itemsize
             return value if narrows and getattr(value, "dtype", None) == dtype else None
         if state is None or state.kind is not Kind.WEAK or state.broadcast:

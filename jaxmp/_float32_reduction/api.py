@@ -61,7 +61,7 @@ class GradientReduction(NamedTuple):
         """Returns the function and its arguments, rewritten to sum gradients in float32."""
         self.check()
         layouts = self.layouts([args[i] for i in argnums])
-        return reduced_in_float32(fun, args, argnums, layouts)
+        return reduce_in_float32(fun, args, argnums, layouts)
 
     def constrain(self, grads: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
         """Returns the gradients in the layout of the params."""
@@ -118,7 +118,7 @@ def check_fsdp(fsdp: Any) -> None:
         )
 
 
-def reduced_in_float32(
+def reduce_in_float32(
     fun: Callable[..., Any],
     args: Sequence[Any],
     argnums: Sequence[int],

@@ -109,7 +109,7 @@ class _Rules(Rules[Value]):
         alone = of_params_only(values)
         like_params = alone or lays_data_over(equation, values)
         if alone and is_arrangement(equation):
-            # Put together where they lie, parts of params would move from device to device.
+            # Without a gather, parts of params would move from device to device.
             values = [value.in_place() for value in values]
         elif not alone and like_params and name not in SCALES:
             # An added value may be an activation, which is not laid out as the params are. A factor
@@ -271,7 +271,7 @@ def _hold(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
 
 
 def _float8_encode(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
-    """Rounds a param to float8 where it lies, so that its codes are gathered."""
+    """Rounds a param to float8 before its gather, so that codes travel."""
     codes, *scales = compat.bind(equation, _arrays_of(values))
     return [values[0]._replace(array=codes), *(without_gradient(x, values) for x in scales)]
 
@@ -305,7 +305,7 @@ def _pass_on(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
 
 
 def _constraint(equation: core.JaxprEqn, values: list[Value]) -> list[Value] | None:
-    """Places a value; its gradient lies as its param does, and is not gathered for this."""
+    """Constrains the sharding of a value; its gradient keeps that of the param."""
     (value,) = values
     return _pass_on(equation, [value.whole()]) if value.of_params else None
 

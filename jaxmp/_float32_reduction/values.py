@@ -53,7 +53,7 @@ class Value(NamedTuple):
       array: the array, as the program computes it.
       source: the array that its gradient goes to; None for values that are not made of params.
       layout: its layout on the devices, if it is gathered where it is used.
-      origin: what it is made of.
+      origin: whether params, data or numbers make it.
     """
 
     array: Any

@@ -48,14 +48,14 @@ def divide(
     while True:
         storage = analysis.storage()
         pieces = list(_Division(program, storage, views).pieces())
-        for number in _made_repeatedly(program, pieces):
+        for number in _repeated_values(program, pieces):
             if number in analysis.after_product:
                 analysis.store(number)
         if analysis.stored == storage.stored:
             return storage, pieces
 
 
-def _made_repeatedly(program: Program, pieces: Sequence[Piece]) -> Iterator[int]:
+def _repeated_values(program: Program, pieces: Sequence[Piece]) -> Iterator[int]:
     """Yields the values that several pieces make, each for its own operations."""
     counts = collections.Counter(i for piece in pieces for i in piece.ops)
     fewest = dict[int, int]()  # by value, the fewest pieces that one of its readers runs in

@@ -31,7 +31,7 @@ class Settings:
 
     Attributes:
       barriers: whether the compiler may not merge values that are computed twice.
-      only_loops: whether what is outside of scans stays as it is.
+      only_loops: whether operations outside of scans stay as they are.
       dear: names of primitives and jitted functions that are never computed again.
       memo: the pieces and jaxprs made so far.
     """

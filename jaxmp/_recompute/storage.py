@@ -189,7 +189,7 @@ class Analysis:
         return gathers
 
     def _is_small(self, op: Op) -> bool:
-        """Whether the results of an operation are small beside its operands."""
+        """Whether the results of an operation are much smaller than its operands."""
         read = sum(self.size(number) for number in numbers(op.inputs))
         return read >= _STATISTIC * sum(map(self.size, op.outputs))
 

@@ -151,7 +151,7 @@ def compact_tree(state: PyTree, dtype: Moments, *, min_size: int = 4096) -> PyTr
     kinds = [_storage_of(x, coded, min_size) for x in leaves]
     if any(map(compat.is_traced, leaves)):
         # Most states begin with zeros, whose codes XLA would compute while it compiles: for 40 s,
-        # of a GPT of 350 M params. What a barrier returns is no constant.
+        # of a GPT of 350 M params. It does not see through a barrier.
         one = jax.lax.optimization_barrier(jnp.float32(1))
         leaves = [
             x.astype(jnp.float32) * one if kind else x

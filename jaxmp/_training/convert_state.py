@@ -102,7 +102,7 @@ def _convert(
     inner = opt_state if old is None else old.inner
     new = _with_counts_of(inner, masters, new)
     if inner is not None:
-        new = new._replace(inner=_inner_like(new.inner, inner))
+        new = new._replace(inner=_convert_inner(new.inner, inner))
     if old is not None:
         before, scale = old.loss_scale, new.loss_scale
         if isinstance(tx.loss_scale, DynamicLossScale):
@@ -159,7 +159,7 @@ def _check_not_widened(params: PyTree, old: PyTree, live: PyTree, new: PyTree) -
         )
 
 
-def _inner_like(like: Any, inner: Any) -> Any:
+def _convert_inner(like: Any, inner: Any) -> Any:
     """Stores the state of the inner optimizer in the form of `like`."""
 
     def types(tree: Any) -> list[Any]:

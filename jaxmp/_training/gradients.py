@@ -229,8 +229,8 @@ def _gradient(
 
 
 def _warn_of_float16_products(backward: Any, loss: Any, wrt: tuple[PyTree, ...]) -> None:
-    # This first test, of residuals and of what a checkpoint recomputes, costs nothing. It does not
-    # see casts that only the backward pass of a `custom_vjp` makes.
+    # This first test, of residuals and of programs in checkpoints, costs nothing. It does not see
+    # casts that only the backward pass of a `custom_vjp` makes.
     residual_dtypes = {jnp.result_type(x) for x in jax.tree.leaves(backward)}
     if _FLOAT16 not in residual_dtypes and not _make_float16([compat.linear_program(backward)]):
         return

@@ -75,7 +75,7 @@ class TrainStep:
 
 
 def _warn_of_float32_products(tx: MixedPrecision, step: Any) -> None:
-    """Warns if the optimizer was wrapped for 16 bits, and all products of a step read more."""
+    """Warns if the optimizer was wrapped for 16 bits, and all products of a step read float32."""
     narrow = {p.compute_dtype.name for p in all_policies(tx.rules) if is_narrow(p.compute_dtype)}
     dtypes = {x.aval.dtype for product in products_in(step.jaxpr) for x in product.invars}
     if narrow and dtypes and all(dtype.itemsize >= 4 for dtype in dtypes):

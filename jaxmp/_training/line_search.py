@@ -14,7 +14,7 @@ from jaxmp._training.microbatch import Evaluation
 from jaxmp._training.train_state import TrainState
 
 
-def stepped_with_first(
+def step_with_first_offer(
     state: TrainState,
     grads: PyTree,
     offers: Sequence[dict[str, Any]],

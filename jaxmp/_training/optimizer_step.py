@@ -155,17 +155,17 @@ class Algorithm:
         trainable = self._check(grads, state, params)
         mesh = explicit_mesh(jax.tree.leaves((params, state)))
         if mesh is None:
-            return self._stepped(grads, state, params, finite, extra, trainable, as_updates)
+            return self._step(grads, state, params, finite, extra, trainable, as_updates)
         specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, (params, state))
 
         def stepped(grads: PyTree, state: MixedPrecisionState, params: PyTree) -> list[Any]:
             test, more = jax.tree.map(on_current_axes, (finite, extra))
-            return list(self._stepped(grads, state, params, test, more, trainable, as_updates))
+            return list(self._step(grads, state, params, test, more, trainable, as_updates))
 
         output, after = Axes(mesh, specs).run(stepped, [grads, state, params])
         return output, after
 
-    def _stepped(
+    def _step(
         self,
         grads: PyTree,
         state: MixedPrecisionState,
@@ -199,7 +199,7 @@ class Algorithm:
             output = jax.tree.map(lambda o, n, t: n if t else o, old, new.params, trainable)
             output = _ingredients(old, output, updates, trainable) if as_updates else output
             if self.moments != "float32":
-                inner = store_next(now.inner, inner, _made_with_params(new.params, new.master))
+                inner = store_next(now.inner, inner, _barrier_operands(new.params, new.master))
             return _StepParts(output, new.master, inner)
 
         # Zero in all steps: somebody forgot a dynamic loss scale. In a `shard_map`, who says which
@@ -307,7 +307,7 @@ def _next_counts(
 _jitted_next_counts = jax.jit(_next_counts, static_argnums=0, inline=True)
 
 
-def _made_with_params(params: PyTree, master: PyTree) -> list[Any]:
+def _barrier_operands(params: PyTree, master: PyTree) -> list[Any]:
     """Returns for each param an array made in the same pass: its master, or else the param."""
     # One of the two, as the TPU compiler makes both at once only if just one is waited for.
     masters = jax.tree.leaves(master, is_leaf=is_masked)
@@ -321,17 +321,17 @@ def _ingredients(params: PyTree, new_params: PyTree, updates: PyTree, trainable:
     def ingredient(p: Any, new: Any, u: Any, is_trainable: bool) -> Any:
         if is_narrow(p.dtype):
             return new
-        return jnp.asarray(u, p.dtype) if is_trainable else _nothing(p)
+        return jnp.asarray(u, p.dtype) if is_trainable else _zero_ingredient(p)
 
     return jax.tree.map(ingredient, params, new_params, updates, trainable)
 
 
 @functools.partial(jax.jit, inline=True)
 def _no_ingredients(params: PyTree) -> PyTree:
-    return jax.tree.map(_nothing, params)
+    return jax.tree.map(_zero_ingredient, params)
 
 
-def _nothing(param: Any) -> Any:
+def _zero_ingredient(param: Any) -> Any:
     # Minus zero, as x + -0.0 is x for every x, while -0.0 + 0.0 is +0.0.
     zero = complex(-0.0, -0.0) if jnp.iscomplexobj(param) else -0.0
     return jnp.full_like(param, zero if is_inexact(param) else 0)

@@ -92,14 +92,14 @@ class Shards:
         """Gathers a param along the axes of the batch."""
         if spec is None or not axes_of_spec(spec) & set(self.axes):
             return x
-        entries = _padded(spec, jnp.ndim(x))
+        entries = _pad_spec(spec, jnp.ndim(x))
         # Constrained before and after, or the preceding cast would move behind the gather.
         return self.constrain(self.constrain(x, entries), without_axes(entries, self.axes))
 
     def sum(self, parts: Array, spec: Any, wire: WireFormat | None) -> Array:
         """Sums a gradient over the leading axis of parts, in float32 or wider."""
         shape = parts.shape[1:]
-        spec_entries = None if spec is None else _padded(spec, len(shape))
+        spec_entries = None if spec is None else _pad_spec(spec, len(shape))
         local = without_axes(spec_entries or [_ANY] * len(shape), self.axes)
         low = wire is not None and parts.dtype.itemsize <= 4
         dim = _dimension_to_split(shape, spec_entries, self) if low else None
@@ -140,7 +140,7 @@ def _dimension_to_split(
     return max(even or free, key=lambda dim: shape[dim], default=None)
 
 
-def _padded(spec: Any, ndim: int) -> list[Any]:
+def _pad_spec(spec: Any, ndim: int) -> list[Any]:
     return [*spec, *[None] * (ndim - len(spec))]
 
 
@@ -306,7 +306,7 @@ def per_shard(
 
             def gradient(*args: Any) -> Any:
                 in_axes = [0 if i in batch else None for i in range(len(args))]
-                with _explained(shards.axes):
+                with _explain_errors(shards.axes):
                     losses, parts, aux = shards.vmap(local, in_axes)(*args)
                 parts, treedef = jax.tree.flatten(parts)
                 sums = [shards.sum(x, s, wire) for x, s in zip(parts, leaf_specs, strict=True)]
@@ -346,7 +346,7 @@ def _specs_of_leaves(specs: PyTree, params: PyTree, shards: Shards) -> list[Any]
 
 
 @contextmanager
-def _explained(axes: tuple[str, ...]) -> Iterator[None]:
+def _explain_errors(axes: tuple[str, ...]) -> Iterator[None]:
     """Explains JAX's error about a `vmap` argument that the user did not give."""
     try:
         yield

@@ -65,7 +65,7 @@ def state_shardings(state: Any, params: PyTree, shardings: PyTree = None) -> PyT
     """
     if isinstance(state, (optax.GradientTransformation, optax.MultiSteps)):
         state = jax.eval_shape(state.init, params)
-    params_by_path = _by_path(params, shardings)
+    params_by_path = _params_by_path(params, shardings)
     if not params_by_path:
         raise ValueError("params has no leaves, so that there is no mesh to be read from it")
     meshes = [sharding.mesh for _, sharding in params_by_path.values()]
@@ -117,7 +117,7 @@ def state_shardings(state: Any, params: PyTree, shardings: PyTree = None) -> PyT
     return placed
 
 
-def _by_path(params: PyTree, shardings: PyTree) -> dict[_Path, tuple[tuple[int, ...], Any]]:
+def _params_by_path(params: PyTree, shardings: PyTree) -> dict[_Path, tuple[tuple[int, ...], Any]]:
     """Returns shape and sharding of each param, by its path."""
     paths = jax.tree_util.tree_flatten_with_path(params)[0]
     if shardings is None:

@@ -106,8 +106,8 @@ def _is_data(field: Any) -> bool:
 
 
 @functools.cache
-def _as_pytree(cls: Any) -> None:
-    """Registers a train state, or a subclass that has not registered itself."""
+def _register_pytree(cls: Any) -> None:
+    """Registers a train state with JAX, or a subclass that has not registered itself."""
     fields = [field for field in dataclasses.fields(cls) if field.init]
     data = [field.name for field in fields if _is_data(field)]
     static = [field.name for field in fields if not _is_data(field)]
@@ -142,7 +142,7 @@ class TrainState:
     tx: MixedPrecision = dataclasses.field(metadata={"static": True, "pytree_node": False})
 
     def __new__(cls, *_: Any, **__: Any) -> "TrainState":
-        _as_pytree(cls)  # type: ignore[arg-type]  # classes are hashable
+        _register_pytree(cls)  # type: ignore[arg-type]  # classes are hashable
         register(cls)
         return object.__new__(cls)
 
@@ -259,7 +259,7 @@ class TrainState:
         Raises:
           ValueError: for a collection that the state does not have, or whose structure changed.
         """
-        new_collections = updated_collections(self.collections, collections)
+        new_collections = update_collections(self.collections, collections)
         if finite is None:
             # A float16 variance of 300s is infinite and its inverse is zero, and so are all
             # gradients: they alone do not show the overflow.
@@ -277,7 +277,7 @@ class TrainState:
         )
 
 
-def updated_collections(old: dict[str, PyTree], changed: dict[str, PyTree]) -> dict[str, PyTree]:
+def update_collections(old: dict[str, PyTree], changed: dict[str, PyTree]) -> dict[str, PyTree]:
     """Returns the collections with new values, in the old dtypes: a step must keep its types."""
     for name, new in changed.items():
         if name not in old:
@@ -301,4 +301,4 @@ def updated_collections(old: dict[str, PyTree], changed: dict[str, PyTree]) -> d
     return old | {name: jax.tree.map(cast_like, new, old[name]) for name, new in changed.items()}
 
 
-_as_pytree(TrainState)
+_register_pytree(TrainState)

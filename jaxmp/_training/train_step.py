@@ -33,7 +33,7 @@ from jaxmp._recompute.api import Recompute, check_recompute, recompute as apply_
 from jaxmp._training.gradient_options import GradientOptions
 from jaxmp._training.gradients import scaled_evaluation
 from jaxmp._training.jitted_step import TrainStep, check_state
-from jaxmp._training.line_search import stepped_with_first, value_function
+from jaxmp._training.line_search import step_with_first_offer, value_function
 from jaxmp._training.microbatch import Evaluation, check_microbatches, sum_over_microbatches
 from jaxmp._training.optimizer import MixedPrecision
 from jaxmp._training.step_metrics import (
@@ -42,7 +42,7 @@ from jaxmp._training.step_metrics import (
     gradient_metrics,
     step_metrics,
 )
-from jaxmp._training.train_state import TrainState, updated_collections
+from jaxmp._training.train_state import TrainState, update_collections
 
 Cast = Literal["products", "params", "all"]
 
@@ -153,7 +153,7 @@ def make_train_step(
         def loss_and_rest(params: PyTree, batch: PyTree, collections: dict[str, PyTree]) -> Any:
             out = lowered(params, batch, **collections)
             loss, changed, aux = _unpack(out, bool(collections), has_aux)
-            return loss, (updated_collections(collections, changed), aux)
+            return loss, (update_collections(collections, changed), aux)
 
         # A policy that does not name float16 has no loss scale. A loss that computes in it all the
         # same then gets a warning, which a scale of 1 would silence.
@@ -181,7 +181,7 @@ def make_train_step(
         value_fn = value_function(evaluate_batch, state.params, operands, value)
         line_search = {"value": loss, "grad": grads, "value_fn": value_fn}
         offers = [line_search | extra, {"value": loss} | extra, extra]
-        new = stepped_with_first(state, grads, offers, finite, collections)
+        new = step_with_first_offer(state, grads, offers, finite, collections)
         metrics = {"loss": loss, "grad_norm": norm} | step_metrics(state, new)
         metrics |= gradient_metrics(grads, finite, state, count_overflows, histograms_every)
         return new, metrics | ({"aux": aux} if has_aux else {})
@@ -243,24 +243,24 @@ def lowered_loss(
     # In a float32 loss, only the precision of its products is set.
     rewritten = autocast(of_copies, policy, recompute=recompute)
     if cast != "products":
-        return _cast_before(apply_recompute(loss_fn, recompute), rewritten, policy, cast)
+        return _with_casts(apply_recompute(loss_fn, recompute), rewritten, policy, cast)
     # Float64 only where nothing computes in less.
     least = min(computed_in, key=lambda dtype: dtype.itemsize, default=jnp.dtype(jnp.float32))
     widest = max(jnp.dtype(jnp.float32), least, key=lambda dtype: dtype.itemsize)
 
     # Autocast makes float32 products narrow, but does not make narrow ones wider.
-    def no_narrower(x: Any) -> Any:
+    def widen_narrow(x: Any) -> Any:
         narrow = is_floating(x) and x.dtype.itemsize < widest.itemsize
         return cast_floating(x, widest) if narrow and x.dtype not in computed_in else x
 
     def products_cast(params: PyTree, batch: PyTree, **collections: PyTree) -> Any:
-        params, batch = jax.tree.map(no_narrower, (params, batch))
+        params, batch = jax.tree.map(widen_narrow, (params, batch))
         return rewritten(params, batch, **collections)
 
     return products_cast
 
 
-def _cast_before(
+def _with_casts(
     loss_fn: Callable[..., Any],
     rewritten: Callable[..., Any],
     policy: Policy | PolicyRules,
@@ -331,7 +331,7 @@ def _check_shardings(shardings: PyTree, state: TrainState) -> None:
     """Raises ValueError if these are no shardings of a state with this optimizer."""
 
     # Before JAX does, whose error would name `pjit out_shardings` and types of nodes.
-    def is_one(x: Any) -> bool:
+    def is_sharding(x: Any) -> bool:
         return x is None or isinstance(x, (jax.P, jax.sharding.Sharding))
 
     if isinstance(shardings, TrainState) and shardings.tx != state.tx:
@@ -340,7 +340,7 @@ def _check_shardings(shardings: PyTree, state: TrainState) -> None:
             "same tx, which jaxmp.mixed_precision returned once"
         )
     try:
-        jax.tree.broadcast(shardings, state, is_leaf=is_one)
+        jax.tree.broadcast(shardings, state, is_leaf=is_sharding)
     except ValueError as error:
         reason = f": {error}" if isinstance(shardings, TrainState) else ""
         raise ValueError(
