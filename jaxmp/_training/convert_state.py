@@ -95,7 +95,8 @@ def _convert(
         return storage_of(stored).load(param, stored) if narrow else param
 
     values = jax.tree.map(load, params, masters)
-    # Under rules, params keep the dtypes that the model gave them.
+    # Under rules, params keep the dtypes that the model gave them. Otherwise the policy's, as where
+    # a state moves from float32 params to bfloat16 ones with masters.
     live, new = tx.init_params(values, like=params if tx.rules.rules else None)
     if not widen_params:
         _check_not_widened(params, masters, live, new.master)

@@ -54,7 +54,8 @@ def trainable_leaves(inner: optax.GradientTransformation, params: PyTree) -> PyT
         return inner.update(grads, state, params, value=loss)
 
     # The state is an argument too: a schedule that begins at zero does not stay there. So is the
-    # loss, which a train step passes and some optimizers require.
+    # loss, which a train step passes and some optimizers require: Polyak steps are zero for one
+    # loss, and not for others.
     loss = jax.ShapeDtypeStruct((), jnp.float32)
     for update, more in ((with_loss, (loss,)), (inner.update, ())):
         with contextlib.suppress(Exception):  # any exception: the optimizer is the user's

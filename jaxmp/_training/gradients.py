@@ -192,6 +192,7 @@ def scaled_evaluation(
             call, args = reduction.rewrite(scaled, args, argnums)
         differentiated = transform or functools.partial(_gradient, scaled=state is not None)
         grads, (loss, aux) = differentiated(call, argnums=argnums, has_aux=True)(*args)
+        # Gradients travel as they were scaled, and are unscaled after the sum.
         if reduction is not None:
             grads = reduction.constrain(grads)
         scale = jax.tree.map(on_current_axes, state)
@@ -222,8 +223,9 @@ def _gradient(
         if not scaled:
             _warn_of_float16_products(backward, loss, wrt)
         (grads,) = backward(jnp.ones_like(loss))
-        nothing = jax.tree.map(lambda x: np.zeros(jnp.shape(x), jax.dtypes.float0), wrt)
-        return merged(grads, nothing), aux
+        # Integers, such as frozen 8-bit weights, get float0 as from `jax.grad` with `allow_int`.
+        integers = jax.tree.map(lambda x: np.zeros(jnp.shape(x), jax.dtypes.float0), wrt)
+        return merged(grads, integers), aux
 
     return gradient
 

@@ -88,6 +88,7 @@ def _warn_of_float32_products(tx: MixedPrecision, step: Any) -> None:
 
 def _copy_shared_arrays(state: TrainState, batch: PyTree) -> TrainState:
     """Copies what would be donated twice: an array at two places of the state, or in the batch."""
+    # A hard update puts one array at two places of a state, and JAX refuses to donate it twice.
     ids = set(map(id, jax.tree.leaves(batch)))
     leaves, structure = jax.tree.flatten(state)
     for i, x in enumerate(leaves):

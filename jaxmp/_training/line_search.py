@@ -56,6 +56,7 @@ def value_function(
     """
 
     def evaluate_at(values: PyTree, factor: Any) -> tuple[Any, list[Any]]:
+        # The point of a search is a float32 master; a step reads rounded params.
         live = jax.tree.map(lambda x, p: jnp.asarray(x, p.dtype), values, params)
         batch, others, scale = jax.tree.map(on_current_axes, operands)
         scale = None if scale is None else scale._replace(scale=factor * scale.scale)
@@ -83,6 +84,7 @@ def value_function(
         initial = jnp.float32(_BACKOFF), *zeros
         return jax.lax.while_loop(overflows, lower, initial)[1:]
 
+    # Differentiated by hand: 16-bit gradients are scaled inside, and float32 outside.
     @jax.custom_jvp
     def value(values: PyTree) -> Any:
         return evaluate_at(values, 1.0)[0]

@@ -80,6 +80,7 @@ class Masters:
         def first(value: Any, param: Any, is_trainable: bool, name: str) -> StoredParam:
             if not is_narrow(param.dtype) or not is_floating(value):
                 return StoredParam(value.astype(param.dtype), optax.MaskedNode())
+            # A frozen backbone needs no masters, which are as many bytes as its params or more.
             storage = self.storage if is_trainable else NoMaster()
             try:
                 return storage.first(value.astype(at_least_float32(param.dtype)), param.dtype)

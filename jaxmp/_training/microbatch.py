@@ -35,6 +35,11 @@ def check_microbatches(count: Any) -> None:
         raise ValueError(f"microbatches must be a whole number of at least 1, got {count!r}")
 
 
+def is_single_key(x: Any) -> bool:
+    """Whether this is one typed PRNG key, not a batch of keys."""
+    return is_key(x) and x.shape == ()
+
+
 def split_batch(batch: PyTree, count: int, *, whole: PyTree = None) -> PyTree:
     """Gives every leaf a leading axis of microbatches.
 
@@ -75,7 +80,7 @@ def split_batch(batch: PyTree, count: int, *, whole: PyTree = None) -> PyTree:
         )
 
     def split_leaf(x: Any) -> Array:
-        if is_key(x) and x.shape == ():
+        if is_single_key(x):
             return jax.random.split(x, count)
         shape = jnp.shape(x)
         _check_share(x, count)
@@ -91,7 +96,7 @@ def _number_of_examples(leaves: list[tuple[str, Any]]) -> int | None:
     """Returns how many examples all leaves of a batch hold; None if there are only PRNG keys."""
     first: tuple[str, int] | None = None
     for name, x in leaves:
-        if is_key(x) and x.shape == ():
+        if is_single_key(x):
             continue
         if jnp.ndim(x) == 0:
             raise ValueError(

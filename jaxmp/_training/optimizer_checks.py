@@ -11,14 +11,12 @@ from jaxmp._numerics.tree import leaf_names, same_structure
 
 
 def first_difference(tree: PyTree, expected: PyTree) -> str:
-    """Describes the first leaf of another shape or dtype, or the leaves if structures differ.
-
-    Scalars may have any dtype: users set learning rates.
-    """
+    """Describes the first leaf of another shape or dtype, or the leaves if structures differ."""
     if not same_structure(tree, expected):
         return f"{_summary(tree)}; wanted: {_summary(expected)}"
     leaves = zip(jax.tree.leaves(tree), jax.tree.leaves(expected), strict=True)
     for i, (x, y) in enumerate(leaves):
+        # Scalars may have any dtype: users set learning rates.
         if jnp.shape(x) != jnp.shape(y) or (jnp.ndim(x) and x.dtype != y.dtype):
             return f"{leaf_names(tree)[i]} {_shape_and_dtype(x)}; wanted: {_shape_and_dtype(y)}"
     return ""

@@ -118,6 +118,7 @@ class Algorithm:
         params, master = self.masters.first(values, params, trainable)
         values = jax.eval_shape(self.masters.load, params, master)
         warn_of_coded_params(self.inner, values, self.moments)
+        # Weakly typed leaves, such as Python scalars, would trace the second step anew.
         state = MixedPrecisionState(
             inner=strong(self._first_inner(params, master)),
             master=master,
@@ -153,6 +154,7 @@ class Algorithm:
           as_updates: whether to return updates.
         """
         trainable = self._check(grads, state, params)
+        # Optimizers know no explicit axes. A step runs on automatic ones, and keeps all shardings.
         mesh = explicit_mesh(jax.tree.leaves((params, state)))
         if mesh is None:
             return self._step(grads, state, params, finite, extra, trainable, as_updates)
@@ -203,7 +205,8 @@ class Algorithm:
             return _StepParts(output, new.master, inner)
 
         # Zero in all steps: somebody forgot a dynamic loss scale. In a `shard_map`, who says which
-        # steps to take may have gradients of one device only, which are not counted.
+        # steps to take may have gradients of one device only, which are not counted. Nobody forgets
+        # a scale in bfloat16, and there the test would cost a pass over the gradients.
         alike = finite is None or not jax.sharding.get_abstract_mesh().manual_axes
         counts_zeros = alike and isinstance(self.loss_scale, DynamicLossScale)
         zero = all_zero(grads) if counts_zeros else jnp.array(False)

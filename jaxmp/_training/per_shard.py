@@ -21,13 +21,13 @@ from jaxtyping import Array, PyTree
 
 from jaxmp._mesh.device_sums import Axis, WireFormat, wire_of
 from jaxmp._mesh.specs import axes_of_spec, check_rank, flat_specs, without_axes
-from jaxmp._numerics.dtypes import is_key, parse_dtype
+from jaxmp._numerics.dtypes import parse_dtype
 from jaxmp._numerics.tree import cast_floating, check_differentiable, leaf_names, strong, widen
 from jaxmp._program.explicit_axes import Axes
 from jaxmp._program.mesh_axes import automatic, check_mesh, explicit_mesh, named_axes
 from jaxmp._training.gradient_options import GradientOptions, LossScaleLike
 from jaxmp._training.gradients import scaled_evaluation
-from jaxmp._training.microbatch import Evaluation
+from jaxmp._training.microbatch import Evaluation, is_single_key
 
 _ANY = jax.P.UNCONSTRAINED
 
@@ -65,6 +65,7 @@ class Shards:
 
     def vmap(self, local: Callable[..., Any], in_axes: Sequence[int | None]) -> Callable[..., Any]:
         """Maps a function over all parts, each on its devices."""
+        # A loss may use `lax.pmean(count, axis)`: a single axis has its name inside.
         mapped = functools.partial(jax.vmap, in_axes=tuple(in_axes), spmd_axis_name=self.axes)
         return mapped(local, axis_name=self.axes[0]) if len(self.axes) == 1 else mapped(local)
 
@@ -80,7 +81,7 @@ class Shards:
                 )
 
         def split_leaf(x: Any) -> Array:
-            if _is_single_key(x):
+            if is_single_key(x):  # each part has its own dropout
                 return self.constrain(jax.random.split(x, self.size), [self.axes])
             shape = jnp.shape(x)
             parts = jnp.reshape(x, (self.size, shape[0] // self.size, *shape[1:]))
@@ -161,16 +162,11 @@ def shards_of(mesh: Any, axis: Axis) -> Shards:
     return Shards(automatic(mesh), axes)
 
 
-def _is_single_key(x: Any) -> bool:
-    """Whether this is one typed PRNG key, not a batch of keys."""
-    return is_key(x) and x.shape == ()
-
-
 def _check_divides(batch: PyTree, shards: Shards) -> set[int]:
     """Returns the number of examples as a set, which is empty if there are only keys."""
     sizes: dict[int, str] = {}
     for name, x in zip(leaf_names(batch), jax.tree.leaves(batch), strict=True):
-        if _is_single_key(x):
+        if is_single_key(x):
             continue
         if jnp.ndim(x) == 0:
             raise ValueError(

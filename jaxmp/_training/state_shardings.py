@@ -75,6 +75,8 @@ def state_shardings(state: Any, params: PyTree, shardings: PyTree = None) -> PyT
             f"params lie on different meshes, {mesh} and {others[0]}. Place all on one"
         )
     largest = max(math.prod(shape) for shape, _ in params_by_path.values())
+    # `jax.jit(tx.init)` puts zeros whole on one device or on each: it shards only arrays that are
+    # computed from sharded arrays.
     replicated = NamedSharding(mesh, jax.P())
     leftover = []
 

@@ -71,6 +71,7 @@ def from_state_dict(state: Any, saved: dict[str, Any]) -> Any:
     expected = to_state_dict(state)
     names = {"name": "the saved state", "like_name": "this one"}
     check_like(saved, expected, advice=_ADVICE, **names)
+    # Those who restore go by names, and cast arrays of another dtype without a word.
     pairs = zip(jax.tree.leaves(saved), jax.tree.leaves(expected), strict=True)
     for i, (x, y) in enumerate(pairs):
         if jnp.result_type(x) != jnp.result_type(y):
@@ -141,6 +142,7 @@ class TrainState:
     # Marked as in dataclasses of JAX, and of Flax: this field holds no arrays.
     tx: MixedPrecision = dataclasses.field(metadata={"static": True, "pytree_node": False})
 
+    # Code that restores a state calls the class, and not `create`.
     def __new__(cls, *_: Any, **__: Any) -> "TrainState":
         _register_pytree(cls)  # type: ignore[arg-type]  # classes are hashable
         register(cls)
@@ -193,6 +195,7 @@ class TrainState:
                         f"is a {type(leaf).__name__}. TrainState keeps no functions and no text: "
                         "let the loss function close over them, as over model.apply"
                     )
+        # A step may donate the state, while `params` stay usable.
         check_arrays(params, "params")
         params = copied(params)
         params, opt_state = tx.init_params(params) if cast_params else (params, tx.init(params))

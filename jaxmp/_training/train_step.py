@@ -179,6 +179,8 @@ def make_train_step(
         extra = {} if extra_args is None else dict(extra_args(state, batch, loss))
         value = Evaluation(loss, grads, ())
         value_fn = value_function(evaluate_batch, state.params, operands, value)
+        # Some optimizers take less: one calls its first argument `grad`, and another goes through
+        # `jit`, which takes no functions.
         line_search = {"value": loss, "grad": grads, "value_fn": value_fn}
         offers = [line_search | extra, {"value": loss} | extra, extra]
         new = step_with_first_offer(state, grads, offers, finite, collections)
@@ -186,6 +188,7 @@ def make_train_step(
         metrics |= gradient_metrics(grads, finite, state, count_overflows, histograms_every)
         return new, metrics | ({"aux": aux} if has_aux else {})
 
+    # Without them the compiler chooses where the new state lies, and may not reuse the old buffers.
     placed = None if shardings is None else (shardings, None)
     jitted = jax.jit(train_step, donate_argnums=(0,) * donate, out_shardings=placed)
     return TrainStep(jitted, model_casts=model_casts, donates=donate)
@@ -242,6 +245,7 @@ def lowered_loss(
 
     # In a float32 loss, only the precision of its products is set.
     rewritten = autocast(of_copies, policy, recompute=recompute)
+    # `cast="all"` rounds labels, too: near 1000, bfloat16 has steps of 4.
     if cast != "products":
         return _with_casts(apply_recompute(loss_fn, recompute), rewritten, policy, cast)
     # Float64 only where nothing computes in less.
