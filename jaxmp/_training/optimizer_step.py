@@ -154,7 +154,7 @@ class Algorithm:
           as_updates: whether to return updates.
         """
         trainable = self._check(grads, state, params)
-        # Optimizers know no explicit axes. A step runs on automatic ones, and keeps all shardings.
+        # Optimizers were written for automatic axes. A step runs on these, and keeps all shardings.
         mesh = explicit_mesh(jax.tree.leaves((params, state)))
         if mesh is None:
             return self._step(grads, state, params, finite, extra, trainable, as_updates)
