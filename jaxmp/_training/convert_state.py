@@ -72,17 +72,17 @@ def convert_state(
             f"tx must be jaxmp.mixed_precision(optimizer, policy), got {type(tx).__name__}"
         )
     if params is not None:
-        return copied(_convert(params, state, tx, widen_params))
+        return copied(_convert_parts(params, state, tx, widen_params))
     if not all(hasattr(state, name) for name in ("params", "opt_state", "replace")):
         raise TypeError(
             f"convert_state takes a TrainState, or an optimizer state and params=..., got "
             f"{type(state).__name__}"
         )
-    live, opt_state = _convert(state.params, state.opt_state, tx, widen_params)
+    live, opt_state = _convert_parts(state.params, state.opt_state, tx, widen_params)
     return copied(state.replace(params=live, opt_state=opt_state, tx=tx))
 
 
-def _convert(
+def _convert_parts(
     params: PyTree, opt_state: Any, tx: MixedPrecision, widen_params: bool
 ) -> tuple[PyTree, MixedPrecisionState]:
     check_arrays(params, "params")
