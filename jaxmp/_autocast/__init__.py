@@ -1,1 +1,1 @@
-"""Mixed precision for any function: the jaxpr is planned, then run again in other dtypes."""
+"""Mixed precision for any function: the jaxpr is planned, then run again; see README.md."""

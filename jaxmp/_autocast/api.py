@@ -10,12 +10,12 @@ import jmp
 from jax import lax
 
 from jaxmp._autocast.control_flow import plan_control
-from jaxmp._autocast.coverage import warn_of_what_is_left
-from jaxmp._autocast.kernels import Taken, low_kernels
+from jaxmp._autocast.coverage import warn_of_products_left
+from jaxmp._autocast.kernels import Replacements, low_kernels
 from jaxmp._autocast.plan import Call, ResultsIn, plan
 from jaxmp._autocast.regions import DONE, EXACT, Regions, region_of
 from jaxmp._autocast.run import run_plan
-from jaxmp._autocast.steps import initial
+from jaxmp._autocast.steps import argument_state
 from jaxmp._numerics.dtypes import HALVES
 from jaxmp._numerics.precision import default_precision, precision_of
 from jaxmp._numerics.user_warnings import check_option, warn
@@ -96,16 +96,63 @@ def autocast(
     >>> autocast(lambda x: x @ x.T, "bfloat16", output="computed")(x).dtype
     dtype(bfloat16)
     """
-    settings = _Settings(
-        _check_policy(policy),
-        op_lists(lower, float32, promote),
-        check_option("output", output, Output),
-        _check_flag(enter_custom_vjp),
-        check_option("kernels", kernels, Kernels),
-    )
+    checked, lists = _check_policy(policy), op_lists(lower, float32, promote)
+    check_option("output", output, Output)
+    if not isinstance(enter_custom_vjp, bool):
+        raise TypeError(f"enter_custom_vjp must be True or False, got {enter_custom_vjp!r}")
+    check_option("kernels", kernels, Kernels)
     if not callable(fun):
         raise TypeError(f"autocast takes a function, got {type(fun).__name__}")
-    return _wrapped(fun, settings, check_recompute(recompute))
+    check_recompute(recompute)
+    settings = _Settings(checked, lists, output, enter_custom_vjp)
+    warned: list[str] = []
+    computed_in = dtypes_of(get_rules(checked))
+    is_exact = isinstance(checked, Policy) and region_of(checked).exact
+    scope = EXACT if is_exact else DONE  # nothing for an outer autocast
+
+    def rewrite(traced: Traced, static: Static, arrays: list[Any]) -> list[Any]:
+        closed = traced.closed
+        replacements: Replacements = {}
+        if kernels == "low":
+            # A program does not say which arguments are params. Loss functions take them first. The
+            # weights of a teacher in a later argument count as data.
+            positional, by_name = static.tree.children()
+            first = [*positional.children(), *by_name.children()][:1]
+            count = sum(child.num_leaves for child in first)
+            replacements = low_kernels(
+                closed,
+                Regions(checked),
+                traced.for_dtypes,
+                weights=set(range(sum(static.are_arrays[:count]))),
+                enter_custom_vjp=enter_custom_vjp,
+            )
+
+        def run(*arrays: Any) -> list[Any]:
+            return _run_rewritten(closed, list(arrays), settings, replacements, warned)
+
+        # Without a scan that would be one more trace of the same program.
+        same = recompute == "loops" and not has_scan(closed)
+        return run(*arrays) if same else apply_recompute(run, recompute)(*arrays)
+
+    call = rewriting(fun, rewrite, "autocast", _IN_A_LINEN_MODULE)
+
+    @functools.wraps(fun, updated=())
+    def autocast_fun(*args: Any, **kwargs: Any) -> Any:
+        static, arrays = partition((args, kwargs))
+        # The precision of an exact part around this one does not hold in here.
+        with jax.named_scope(scope), default_precision(None), _WITHIN(True):
+            out = call(static, arrays)
+        warn_of_cpu_compiler(computed_in, out.arrays)
+        return combine(out.static, out.arrays)
+
+    return autocast_fun
+
+
+_IN_A_LINEN_MODULE = (
+    "Put autocast around model.apply, and say by rules which modules run in which precision: "
+    "jaxmp.autocast(model.apply, jaxmp.PolicyRules(...)). Within a module, jaxmp.full_precision "
+    "works"
+)
 
 
 def full_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -145,7 +192,7 @@ def full_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
     return functools.wraps(fun, updated=())(exact)
 
 
-# Part of what JAX knows a trace by: a function that is traced outside is traced again inside.
+# A part of the key of JAX's trace caches: a function that is traced outside is traced again inside.
 _WITHIN: Any = jax.make_user_context(default_value=False)
 
 
@@ -159,88 +206,42 @@ class _Settings(NamedTuple):
     lists: OpLists
     output: Output
     enter_custom_vjp: bool
-    kernels: Kernels
 
 
-def _wrapped(
-    fun: Callable[..., Any], settings: _Settings, recompute: Recompute
-) -> Callable[..., Any]:
-    told: list[str] = []
-    computed_in = dtypes_of(get_rules(settings.policy))
-    is_exact = isinstance(settings.policy, Policy) and region_of(settings.policy).exact
-    scope = EXACT if is_exact else DONE  # nothing for an outer autocast
-
-    def rewrite(traced: Traced, static: Static, arrays: list[Any]) -> list[Any]:
-        closed = traced.closed
-        kernels: Taken = {}
-        if settings.kernels == "low":
-            kernels = low_kernels(
-                closed,
-                Regions(settings.policy),
-                traced.for_dtypes,
-                weights=_of_first_argument(static),
-                enter_custom_vjp=settings.enter_custom_vjp,
-            )
-
-        def run(*arrays: Any) -> list[Any]:
-            return _rewritten(closed, list(arrays), settings, kernels, told)
-
-        # Without a scan that would be one more trace of the same program.
-        same = recompute == "loops" and not has_scan(closed)
-        return run(*arrays) if same else apply_recompute(run, recompute)(*arrays)
-
-    call = rewriting(fun, rewrite, "autocast", _IN_A_LINEN_MODULE)
-
-    @functools.wraps(fun, updated=())
-    def autocast_fun(*args: Any, **kwargs: Any) -> Any:
-        static, arrays = partition((args, kwargs))
-        # What an exact part around this one asks for does not hold in here.
-        with jax.named_scope(scope), default_precision(None), _WITHIN(True):
-            out = call(static, arrays)
-        warn_of_cpu_compiler(computed_in, out.arrays)
-        return combine(out.static, out.arrays)
-
-    return autocast_fun
-
-
-_IN_A_LINEN_MODULE = (
-    "Put autocast around model.apply, and say by rules which modules run in which precision: "
-    "jaxmp.autocast(model.apply, jaxmp.PolicyRules(...)). Within a module, jaxmp.full_precision "
-    "works"
-)
-
-
-def _rewritten(
+def _run_rewritten(
     closed: Any,
     arrays: list[Any],
     settings: _Settings,
-    kernels: Taken,
-    told: list[str],
+    kernels: Replacements,
+    warned: list[str],
 ) -> list[Any]:
     """Runs the program in mixed precision and returns its results."""
     regions = Regions(settings.policy)
     context = Call(regions, settings.lists, settings.enter_custom_vjp, plan_control, kernels)
-    arguments = list(map(initial, closed.in_avals))
+    arguments = list(map(argument_state, closed.in_avals))
     # The results are cast to float32 at the end, so the last operation may compute in it.
     results_in: ResultsIn = "low" if settings.output == "computed" else "either"
-    planned = plan(closed, arguments, context, results_in=results_in)
-    for name in settings.lists.unused(context.seen):
+    program_plan = plan(closed, arguments, context, results_in=results_in)
+    for name in settings.lists.unused(context.names):
         warn(
             f"{name!r} is in a list of operations, but is neither a primitive nor a jitted "
             "function that this function calls"
         )
     if isinstance(settings.policy, PolicyRules):
-        settings.policy.warn_unused(dict.fromkeys(sorted(regions.visited())), strict=False)
-    warn_of_what_is_left(planned, context, told)
-    if context.unscaled and _UNSCALED not in told:
-        told.append(_UNSCALED)
+        settings.policy.warn_unused(dict.fromkeys(sorted(regions.paths())), strict=False)
+    warn_of_products_left(program_plan, context, warned)
+    if context.unscaled and _UNSCALED not in warned:
+        warned.append(_UNSCALED)
         warn(_UNSCALED)
-    results = run_plan(planned, arrays)
+    results = run_plan(program_plan, arrays)
     if settings.output == "computed":
         return results
+    policy = settings.policy
+    default = policy.default if isinstance(policy, PolicyRules) else policy
+    output_dtype: Any = None if default is None else default.output_dtype
     out = []
-    for x, aval, state in zip(results, closed.out_avals, planned.results, strict=True):
-        dtype = _output_dtype(settings.policy) if settings.output == "policy" else aval.dtype
+    for x, aval, state in zip(results, closed.out_avals, program_plan.results, strict=True):
+        dtype = output_dtype if settings.output == "policy" else aval.dtype
         stays = state is None or dtype in (None, x.dtype)
         out.append(x if stays else lax.convert_element_type(x, dtype))
     return out
@@ -255,47 +256,21 @@ _UNSCALED = (
 )
 
 
-def _of_first_argument(static: Static) -> set[int]:
-    """Returns the numbers of the arrays in the first argument of a call."""
-    # A program does not say which arguments are params. Loss functions take them first. The weights
-    # of a teacher in a later argument count as data.
-    positional, named = static.tree.children()
-    first = [*positional.children(), *named.children()][:1]
-    leaves = sum(each.num_leaves for each in first)
-    return set(range(sum(static.are_arrays[:leaves])))
-
-
-def _output_dtype(policy: Policy | PolicyRules) -> Any:
-    default = policy.default if isinstance(policy, PolicyRules) else policy
-    return None if default is None else default.output_dtype
-
-
 def _check_policy(policy: Any) -> Policy | PolicyRules:
-    if isinstance(policy, PolicyRules):
-        for pattern, _ in policy.rules:
+    checked = policy if isinstance(policy, PolicyRules) else get_policy(policy)
+    policies: list[Policy | None] = [checked] if isinstance(checked, Policy) else []
+    if isinstance(checked, PolicyRules):
+        for pattern, _ in checked.rules:
             if not is_about_paths(pattern):
                 raise ValueError(
                     f"autocast knows the names of modules, not the modules: {pattern!r} can match "
                     "nothing. Use a pattern of names, jaxmp.nnx.autocast, or apply_policy"
                 )
-        for each in (*(rule[1] for rule in policy.rules), policy.default):
-            if each is not None:
-                _check_compute(each)
-        return policy
-    one = get_policy(policy)
-    _check_compute(one)
-    return one
-
-
-def _check_compute(policy: Policy) -> None:
-    dtype = policy.compute_dtype
-    if dtype not in HALVES and dtype.itemsize < 4:
-        raise ValueError(
-            f"autocast computes in bfloat16 or float16, got a policy that computes in {dtype.name}"
-        )
-
-
-def _check_flag(value: bool) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"enter_custom_vjp must be True or False, got {value!r}")
-    return value
+        policies = [*(policy for _, policy in checked.rules), checked.default]
+    for dtype in (policy.compute_dtype for policy in policies if policy is not None):
+        if dtype not in HALVES and dtype.itemsize < 4:
+            raise ValueError(
+                "autocast computes in bfloat16 or float16, got a policy that computes in "
+                f"{dtype.name}"
+            )
+    return checked

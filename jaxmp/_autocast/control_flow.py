@@ -11,12 +11,12 @@ from typing import Any
 from jax import lax
 from jax.extend import core
 
-from jaxmp._autocast.kinds import FLOAT32, Kind, State, combined, entering, joined_state
+from jaxmp._autocast.kinds import FLOAT32, Kind, State, combined_state, entry_state, joined_state
 from jaxmp._autocast.layers import through_layers
 from jaxmp._autocast.plan import AllIn, Call, Plan, ResultsIn, is_backward, plan
 from jaxmp._autocast.regions import Region
 from jaxmp._autocast.run import run_plan
-from jaxmp._autocast.steps import States, Step, alone, in_dtypes, initial
+from jaxmp._autocast.steps import States, Step, argument_state, plan_as_traced, state_dtypes
 from jaxmp._numerics.dtypes import DType, is_half, is_inexact
 from jaxmp._primitives.float32_sums import accumulator
 from jaxmp._primitives.gradient_of import gradient_of
@@ -35,33 +35,33 @@ def plan_custom_jvp(
     body = op.params["call_jaxpr"]
     inside = context.inside(op)
     inner = context.keep(op, body, plan(body, states, inside, results_in=results_in))
-    each = zip(op.out_avals, inner.results, strict=True)
-    states_of_results = [*inner.results, *(state for aval, state in each if is_inexact(aval))]
+    pairs = zip(op.out_avals, inner.results, strict=True)
+    result_states = [*inner.results, *(state for aval, state in pairs if is_inexact(aval))]
 
     def derivative(program: Any, by: Sequence[int], arguments: list[Any]) -> list[Any]:
-        known = [*states, *(states[i] for i in by)]
-        results = run_plan(plan(program, known, inside, results_in=results_in), arguments)
-        return list(map(as_state, results, states_of_results))
+        operands = [*states, *(states[i] for i in by)]
+        results = run_plan(plan(program, operands, inside, results_in=results_in), arguments)
+        return list(map(cast_to_state, results, result_states))
 
     call = with_derivative(op.equation, functools.partial(run_plan, inner), derivative)
     # A relu of 16-bit operands is no more exact in float32.
     low = any(state is not None and state.dtype != FLOAT32 for state in states)
-    again = functools.partial(plan_custom_jvp, op, states, context, region, "float32")
-    widened = None if low else again
-    return Step(op, in_dtypes(states), inner.results, run=call, widened=widened)
+    replan = functools.partial(plan_custom_jvp, op, states, context, region, "float32")
+    replan_if_high = None if low else replan
+    return Step(op, state_dtypes(states), inner.results, run=call, replan=replan_if_high)
 
 
-def as_state(value: Any, state: State | None) -> Any:
+def cast_to_state(value: Any, state: State | None) -> Any:
     return value if state is None else lax.convert_element_type(value, state.dtype)
 
 
 def plan_custom_vjp(op: Op, states: States, context: Call, region: Region) -> Step:
     """Leaves the function as it was traced, since its gradient belongs to that computation."""
-    # In float32 parts no dtype changes, only what its products ask for.
-    asks = region.exact and region.precision is not None and _multiplies_itself(op.equation)
-    if context.enter_custom_vjp or asks:
+    # In float32 parts no dtype changes, only the precision of its products.
+    enters = region.exact and region.precision is not None and _multiplies_itself(op.equation)
+    if context.enter_custom_vjp or enters:
         return _enter_custom_vjp(op, states, context)
-    step = alone(op, states)
+    step = plan_as_traced(op, states)
     if region.products is not None and _multiplies_itself(op.equation):
         step.not_float8 = "inside of a jax.custom_vjp"
     return step
@@ -70,8 +70,8 @@ def plan_custom_vjp(op: Op, states: States, context: Call, region: Region) -> St
 def _multiplies_itself(equation: core.JaxprEqn) -> bool:
     """Whether there is a product in a function, outside of the kernels that it calls."""
     programs = compat.sub_jaxprs(equation)
-    inside = equations_in(programs, lambda each: each.primitive.name not in KERNELS)
-    return any(each.primitive.name in CONTRACTIONS for each in inside)
+    inside = equations_in(programs, lambda equation: equation.primitive.name not in KERNELS)
+    return any(equation.primitive.name in CONTRACTIONS for equation in inside)
 
 
 def _enter_custom_vjp(op: Op, states: States, context: Call) -> Step:
@@ -80,22 +80,22 @@ def _enter_custom_vjp(op: Op, states: States, context: Call) -> Step:
     body = op.params["call_jaxpr"]
     primal = context.keep(op, body, plan(body, states, inside))
     count = len(primal.results)
-    each = zip(op.out_avals, primal.results, strict=True)
-    cotangents = [state for aval, state in each if is_inexact(aval)]
+    pairs = zip(op.out_avals, primal.results, strict=True)
+    cotangents = [state for aval, state in pairs if is_inexact(aval)]
 
-    def ahead(jaxpr: Any, arrays: list[Any]) -> tuple[list[Any], Run]:
+    def forward_pass(jaxpr: Any, arrays: list[Any]) -> tuple[list[Any], Run]:
         forward = plan(jaxpr, states, inside)
-        known = [*forward.results[count:], *cotangents]
+        backward_states = [*forward.results[count:], *cotangents]
 
-        def behind(program: Any, by: Sequence[int], arguments: list[Any]) -> list[Any]:
-            gradients = run_plan(plan(program, known, inside), arguments)
-            return [as_state(x, states[i]) for i, x in zip(by, gradients, strict=True)]
+        def backward_pass(program: Any, by: Sequence[int], arguments: list[Any]) -> list[Any]:
+            gradients = run_plan(plan(program, backward_states, inside), arguments)
+            return [cast_to_state(x, states[i]) for i, x in zip(by, gradients, strict=True)]
 
         results = run_plan(forward, arrays)
-        return [*map(as_state, results, primal.results), *results[count:]], behind
+        return [*map(cast_to_state, results, primal.results), *results[count:]], backward_pass
 
-    call = with_passes(op.equation, functools.partial(run_plan, primal), ahead)
-    return Step(op, in_dtypes(states), primal.results, run=call)
+    call = with_passes(op.equation, functools.partial(run_plan, primal), forward_pass)
+    return Step(op, state_dtypes(states), primal.results, run=call)
 
 
 def plan_control(op: Op, states: States, context: Call, region: Region) -> Step:
@@ -106,16 +106,18 @@ def plan_control(op: Op, states: States, context: Call, region: Region) -> Step:
         planner = _plan_choice if wiring.chooses else _plan_loop if wiring.loops else _plan_once
     if planner is None and is_call(op.equation):
         planner = _plan_call
-    return alone(op, states) if planner is None else planner(op, states, context, region)
+    return plan_as_traced(op, states) if planner is None else planner(op, states, context, region)
 
 
-def planned(jaxpr: Any, states: States, context: Call, op: Op, results_in: AllIn = "low") -> Plan:
+def plan_inside(
+    jaxpr: Any, states: States, context: Call, op: Op, results_in: AllIn = "low"
+) -> Plan:
     """Returns the plan of a program inside an operation, made once for each way of calling it."""
     inside = context.inside(op)
-    names = context.regions.deciding(inside.prefix)
-    states = [state and entering(state) for state in states]
-    pulled = any(map(is_backward, inside.stacks))
-    key = ("plan", id(jaxpr), tuple(states), names, inside.functions, pulled, results_in)
+    names = context.regions.deciding_scopes(inside.prefix)
+    states = [state and entry_state(state) for state in states]
+    in_backward = any(map(is_backward, inside.stacks))
+    key = ("plan", id(jaxpr), tuple(states), names, inside.functions, in_backward, results_in)
     new = functools.partial(plan, jaxpr, states, inside, results_in=results_in)
     return context.keep(op, jaxpr, context.memo.once(key, jaxpr, new))
 
@@ -123,7 +125,7 @@ def planned(jaxpr: Any, states: States, context: Call, op: Op, results_in: AllIn
 def changes(plan: Plan) -> bool:
     """Whether a plan differs from the program as it was traced."""
     for step in plan.steps:
-        pairs = zip(step.op.in_avals, step.wants, strict=True)
+        pairs = zip(step.op.in_avals, step.in_dtypes, strict=True)
         casts = any(want is not None and want != aval.dtype for aval, want in pairs)
         is_cast = step.op.name == "convert_element_type"
         runs = step.run is not None and any(step.results) and not is_cast
@@ -136,23 +138,20 @@ def _plan_once(
     op: Op, states: States, context: Call, region: Region, results_in: ResultsIn = "low"
 ) -> Step:
     """Plans a jit, a checkpoint or a `shard_map`, which run one program once."""
-    inner = planned(op.params["jaxpr"], states, context, op, results_in)
-    if op.name in JITS and not changes(inner) and _as_traced(op, inner):
-        step = alone(op, states)
+    inner = plan_inside(op.params["jaxpr"], states, context, op, results_in)
+    # The dtypes of results count too: an argument that is passed through may have another one.
+    pairs = zip(inner.results, op.out_avals, strict=True)
+    same = all(state is None or state.dtype == aval.dtype for state, aval in pairs)
+    if op.name in JITS and not changes(inner) and same:
+        step = plan_as_traced(op, states)
         step.results = inner.results
         return step
-    again = functools.partial(_plan_once, op, states, context, region, "float32")
-    run = _around(op, context, [inner])
-    return Step(op, in_dtypes(states), inner.results, run=run, widened=again)
+    replan = functools.partial(_plan_once, op, states, context, region, "float32")
+    run = _runner(op, context, [inner])
+    return Step(op, state_dtypes(states), inner.results, run=run, replan=replan)
 
 
-def _as_traced(op: Op, inner: Plan) -> bool:
-    """Whether all results have their traced dtypes, also arguments that are passed through."""
-    pairs = zip(inner.results, op.out_avals, strict=True)
-    return all(state is None or state.dtype == aval.dtype for state, aval in pairs)
-
-
-def _around(
+def _runner(
     op: Op, context: Call, plans: Sequence[Plan], outs: Sequence[States | None] = (None,)
 ) -> Callable[[list[Any]], list[Any]]:
     """Returns a function that runs an operation again around planned programs.
@@ -165,16 +164,16 @@ def _around(
         weakly typed.
     """
     pairs = zip(plans, outs, strict=True)
-    makers = [functools.partial(_traced, context, each, out) for each, out in pairs]
+    makers = [functools.partial(_jaxpr_of, context, inner, out) for inner, out in pairs]
     return lambda values: rebind(op.equation, values, makers)
 
 
-def _traced(context: Call, inner: Plan, out: States | None, avals: list[Any]) -> Any:
+def _jaxpr_of(context: Call, inner: Plan, out: States | None, avals: list[Any]) -> Any:
     """Returns the jaxpr of a plan. Calls that are alike share it, so that it is compiled once."""
 
     def body(*args: Any) -> list[Any]:
         results = run_plan(inner, args)
-        return results if out is None else list(map(as_state, results, out))
+        return results if out is None else list(map(cast_to_state, results, out))
 
     key = ("jaxpr", id(inner), tuple(avals), None if out is None else tuple(out))
     return context.memo.once(key, inner, lambda: compat.trace(body, avals))
@@ -183,14 +182,18 @@ def _traced(context: Call, inner: Plan, out: States | None, avals: list[Any]) ->
 def _plan_loop(op: Op, states: States, context: Call, region: Region) -> Step:
     wiring = op.wiring
     carry, tests = wiring.carry, compat.bodies_of(op.equation)[: wiring.tests]
-    inner, inside = _settled(op, states, context, region)
+    inner, inside = _fixed_point(op, states, context, region)
     last, stacked = inside[carry.start : carry.stop], inner.results[len(carry) :]
-    out = list(map(_after, [*last, *stacked]))
+    # What a recurrence returns is high, and joins 16 bits.
+    out = [
+        State(Kind.HIGH, FLOAT32) if state and state.loop_carried else state and entry_state(state)
+        for state in (*last, *stacked)
+    ]
     conditions = [
-        planned(test, [inside[i] for i in arguments], context, op)
+        plan_inside(test, [inside[i] for i in arguments], context, op)
         for test, arguments in zip(tests, wiring.arguments, strict=False)
     ]
-    around = _around(op, context, [*conditions, inner], [*(x.results for x in conditions), out])
+    around = _runner(op, context, [*conditions, inner], [*(x.results for x in conditions), out])
 
     def run(values: list[Any]) -> list[Any]:
         # The transpose of a scan adds the gradients of its constants turn by turn, in their dtype.
@@ -200,10 +203,10 @@ def _plan_loop(op: Op, states: States, context: Call, region: Region) -> Step:
         if not sums or not any(map(is_half, values[: carry.start])):
             return around(values)
         (avals,) = argument_types(op.equation, list(map(compat.type_of, values)))
-        body = _traced(context, inner, out, avals)
+        body = _jaxpr_of(context, inner, out, avals)
         return _summing_scan(op.equation, carry.start, body, values)
 
-    return Step(op, in_dtypes(inside), out, run=run)
+    return Step(op, state_dtypes(inside), out, run=run)
 
 
 def _summing_scan(equation: core.JaxprEqn, consts: int, body: Any, values: list[Any]) -> list[Any]:
@@ -219,69 +222,62 @@ def _summing_scan(equation: core.JaxprEqn, consts: int, body: Any, values: list[
     return scan_again(equation, values, turn)[0]
 
 
-def _settled(
+def _fixed_point(
     op: Op, states: States, context: Call, region: Region
 ) -> tuple[Plan, list[State | None]]:
-    """Returns the plan of a loop's body, and states of the operands that no turn changes any more.
+    """Returns the plan of a loop's body, and the operands' states, which a turn leaves as they are.
 
-    A carry that no product touches stays as it is. A carry that goes through layers, that is,
+    A carry that no product touches keeps its state. A carry that goes through layers, that is,
     products with different weights in each turn, is 16 bits as without a loop. All other carries
     are firm: a recurrence adds up terms that 16 bits would lose.
     """
     body, wiring = compat.bodies_of(op.equation)[-1], op.wiring
     layers = frozenset() if region.exact else through_layers(op, states)
-    inside = [state and entering(state) for state in states]
+    inside = [state and entry_state(state) for state in states]
     for i in wiring.carry:
         # A scan keeps the dtype of its carry, and here the program chose 16 bits.
         if inside[i] is not None and op.in_avals[i].dtype != FLOAT32:
             inside[i] = State(Kind.LOW, op.in_avals[i].dtype)
     while True:
-        carried = inside[wiring.carry.start : wiring.carry.stop]
+        carry = inside[wiring.carry.start : wiring.carry.stop]
         results_in: list[ResultsIn] = ["low"] * len(op.outputs)
-        for i, state in enumerate(carried):
+        for i, state in enumerate(carry):
             if state is not None and state.kind is Kind.FIRM:
                 results_in[i] = "float32"
         arguments = [inside[i] for i in wiring.arguments[-1]]
-        inner = planned(body, arguments, context, op, tuple(results_in))
-        turned = list(inside)
-        for i, begin, end in zip(wiring.carry, carried, inner.results, strict=False):
+        inner = plan_inside(body, arguments, context, op, tuple(results_in))
+        after = list(inside)
+        for i, begin, end in zip(wiring.carry, carry, inner.results, strict=False):
             if begin is not None and end is not None and op.in_avals[i].dtype == FLOAT32:
-                turned[i] = _next_carry(begin, end, region.low, i in layers)
-        if turned == inside:
+                after[i] = _next_carry(begin, end, region.low, i in layers)
+        if after == inside:
             return inner, inside
-        inside = turned
+        inside = after
 
 
 def _next_carry(begin: State, end: State, low: DType, through_layers: bool) -> State:
-    """Joins the states of a carry before and after a turn. What is firm stays firm."""
+    """Joins the states of a carry before and after a turn. A firm one stays firm."""
     kinds = {begin.kind, end.kind}
     if kinds == {Kind.WEAK}:
-        return combined([begin, end], low)
+        return combined_state([begin, end], low)
     if through_layers and Kind.FIRM not in kinds:
         return State(Kind.HIGH, FLOAT32) if kinds == {Kind.HIGH} else State(Kind.LOW, low)
     # In 16 bits, 300 small steps of an ODE solver add up to nothing.
-    return State(Kind.FIRM, FLOAT32, carried=not through_layers)
-
-
-def _after(state: State | None) -> State | None:
-    """Returns the state after the loop: what a recurrence returns is high, and joins 16 bits."""
-    if state is not None and state.carried:
-        return State(Kind.HIGH, FLOAT32)
-    return state and entering(state)
+    return State(Kind.FIRM, FLOAT32, loop_carried=not through_layers)
 
 
 def _plan_choice(
     op: Op, states: States, context: Call, region: Region, results_in: ResultsIn = "low"
 ) -> Step:
     branches = compat.bodies_of(op.equation)
-    plans = [planned(branch, states[1:], context, op, results_in) for branch in branches]
+    plans = [plan_inside(branch, states[1:], context, op, results_in) for branch in branches]
     out: list[State | None] = []
-    for results in zip(*(each.results for each in plans), strict=True):
+    for results in zip(*(branch.results for branch in plans), strict=True):
         floats = [state for state in results if state is not None]
         out.append(joined_state(floats, region.low) if len(floats) == len(results) else None)
-    again = functools.partial(_plan_choice, op, states, context, region, "float32")
-    run = _around(op, context, plans, [out] * len(plans))
-    return Step(op, in_dtypes(states), out, run=run, widened=again)
+    replan = functools.partial(_plan_choice, op, states, context, region, "float32")
+    run = _runner(op, context, plans, [out] * len(plans))
+    return Step(op, state_dtypes(states), out, run=run, replan=replan)
 
 
 def _plan_call(op: Op, states: States, context: Call, region: Region) -> Step:
@@ -291,12 +287,13 @@ def _plan_call(op: Op, states: States, context: Call, region: Region) -> Step:
     bring, nothing is known but their program.
     """
     (body,) = compat.bodies_of(op.equation)
-    step = alone(op, states)
-    inside = [state and initial(aval) for state, aval in zip(states, op.in_avals, strict=True)]
-    inner = planned(body, inside, context, op)
+    step = plan_as_traced(op, states)
+    pairs = zip(states, op.in_avals, strict=True)
+    inside = [state and argument_state(aval) for state, aval in pairs]
+    inner = plan_inside(body, inside, context, op)
     step.results = [
-        State(Kind.HIGH, FLOAT32) if state and made and made.kind is not Kind.WEAK else state
-        for state, made in zip(step.results, inner.results, strict=True)
+        State(Kind.HIGH, FLOAT32) if state and result and result.kind is not Kind.WEAK else state
+        for state, result in zip(step.results, inner.results, strict=True)
     ]
-    step.run = _around(op, context, [inner], [list(map(initial, op.out_avals))])
+    step.run = _runner(op, context, [inner], [list(map(argument_state, op.out_avals))])
     return step

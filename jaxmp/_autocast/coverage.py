@@ -20,8 +20,8 @@ from jaxmp._program.op_classes import CLASSES, PRODUCTS, OpClass
 from jaxmp._program.scopes import NOT_FLOAT8
 from jaxmp._program.wiring import wiring_of
 
-# Products run in 16 bits, in float8, in 16 bits though float8 was asked for (the rest of the key is
-# the reason), or in float32 (the key is the reason).
+# Products run in 16 bits, in float8, in 16 bits under a float8 policy (the rest of the key is the
+# reason), or in float32 (the key is the reason).
 _LOW, _FLOAT8 = "in 16 bits", "in float8"
 _IN_CUSTOM_VJP = (
     "inside of a jax.custom_vjp, which autocast leaves alone, as its author wrote its gradient for "
@@ -30,7 +30,7 @@ _IN_CUSTOM_VJP = (
     "make_train_step(jaxmp.autocast(loss_fn, policy, enter_custom_vjp=True))"
 )
 _PRECISE = "asked for by jax.default_matmul_precision. Leave it out where 16 bits will do"
-_KEPT = (
+_OWN_FLOAT32 = (
     "products of constants or positions, outer ones, or of numbers that 16 bits do not hold. "
     "Weights and data should be arguments of the function"
 )
@@ -38,74 +38,81 @@ _UNKNOWN = "unknown: "  # the rest of the key is the name of the call
 _Flops = collections.Counter[str]
 
 
-def warn_of_what_is_left(planned: Plan, context: Call, told: list[str]) -> None:
+def warn_of_products_left(plan: Plan, context: Call, warned: list[str]) -> None:
     """Warns if more than half of the FLOPs of products stay in float32 without a request.
 
     Products that `full_precision`, rules, `float32=` or `precision=` keep in float32 do not count.
     Warns, too, of any product inside a call that jaxmp does not know, and if a policy asks for
     products in float8 and none is.
 
-    One warning is enough: `told` holds those for this function so far, and gets the new one.
+    One warning is enough: `warned` holds those for this function so far, and gets the new one.
     """
-    if told:
+    if warned:
         return
-    flops = _of_plan(planned, context)
+    flops = _flops_of_plan(plan, context)
     in_16_bits = {key: n for key, n in flops.items() if key.startswith(NOT_FLOAT8)}
     in_float32 = flops.copy()
     for key in (_LOW, _FLOAT8, *in_16_bits):
         del in_float32[key]
-    total, left = flops.total(), in_float32.total()
+    total = flops.total()
     unknown = [key.removeprefix(_UNKNOWN) for key in in_float32 if key.startswith(_UNKNOWN)]
     if unknown:
-        told.append(
+        warned.append(
             f"autocast does not know {', '.join(unknown)}, and leaves the float32 products inside "
             "as they were traced. Give jaxmp.autocast enter_custom_vjp=True, which rewrites "
             "functions with a derivative of their own; or cast to 16 bits what the call is given. "
             "If float32 is meant, put jaxmp.full_precision around it"
         )
-    elif 2 * left > total:
-        told.append(
-            f"autocast leaves {100 * left / total:.0f} % of the FLOPs of products in float32: "
+    elif 2 * in_float32.total() > total:
+        warned.append(
+            f"autocast leaves {100 * in_float32.total() / total:.0f} % of the FLOPs of products in "
+            "float32: "
             + " ".join(f"{100 * n / total:.0f} % are {why}." for why, n in in_float32.most_common())
             + " jaxmp.audit has their lines. If float32 is meant, put jaxmp.full_precision around "
             "them"
         )
     elif in_16_bits and not flops[_FLOAT8]:
         reasons = [key.removeprefix(NOT_FLOAT8) for key in in_16_bits]
-        told.append(
+        warned.append(
             "a policy asks for products in float8, and autocast finds none to put there: "
             + "; ".join(reasons)
             + ". jaxmp.audit has their lines. Weights should be float32 arguments of the function; "
             "jaxmp.float8.dot_general takes others. docs/float8.md says what is left out, and why"
         )
-    if told:
-        warn(told[0])
+    if warned:
+        warn(warned[0])
 
 
-def _of_plan(planned: Plan, context: Call) -> _Flops:
+def _flops_of_plan(plan: Plan, context: Call) -> _Flops:
     """Counts the FLOPs of products in 16 bits, and of products left in float32, by reason."""
-    key = ("flops", id(planned), context.regions.deciding(context.prefix), context.functions)
+    key = ("flops", id(plan), context.regions.deciding_scopes(context.prefix), context.functions)
     flops: _Flops = context.memo.once(
-        key, planned, lambda: _added(_of_step(step, context) for step in planned.steps)
+        key, plan, lambda: _sum(_flops_of_step(step, context) for step in plan.steps)
     )
     return flops
 
 
-def _of_step(step: Step, context: Call) -> _Flops:
+def _flops_of_step(step: Step, context: Call) -> _Flops:
     op = step.op
     if plans := context.plans_of(op):
         inside = context.inside(op)
-        return _times_run(op.equation, [_of_plan(each, inside) for each in plans])
+        return _times_run(op.equation, [_flops_of_plan(plan, inside) for plan in plans])
     names = (*context.prefix, *scopes(op.stack))
     if op.name not in PRODUCTS:
-        _, runs = context.kernels.get(id(op.equation), (None, op.equation))
-        flops = _flops_as_traced(runs, names, context, _reason_of(runs))
+        _, equation = context.kernels.get(id(op.equation), (None, op.equation))
+        name = unknown_class(equation) or equation.primitive.name
+        reason = f"inside of {name}, which autocast leaves alone"
+        if name not in CLASSES:
+            reason = _UNKNOWN + name
+        elif name.startswith("custom_vjp_call"):
+            reason = _IN_CUSTOM_VJP
+        flops = _flops_as_traced(equation, names, context, reason)
         if step.not_float8 is not None and (low := flops.pop(_LOW, 0)):
             flops[NOT_FLOAT8 + step.not_float8] = low
         return flops
     if context.lists.of(op.name, (*context.functions, *op.functions)) is not OpClass.LOWER:
         return _Flops()
-    reason = _KEPT
+    reason = _OWN_FLOAT32
     if asks_for_precision(op.params.get("precision")):
         # The program looks the same, whether the product or the option asked for precision. An
         # option of the whole process may be forgotten.
@@ -113,37 +120,28 @@ def _of_step(step: Step, context: Call) -> _Flops:
             return _Flops()
         reason = _PRECISE
     if step.float8 is not None or step.not_float8 is not None:
-        left_out = _LOW if step.not_float8 == ONE_ROW else f"{NOT_FLOAT8}{step.not_float8}"
-        return _Flops({_FLOAT8 if step.float8 else left_out: product_flops(op.equation)})
-    wants = zip(step.wants[:2], op.in_avals, strict=False)
-    dtypes = [want or aval.dtype for want, aval in wants]
-    return _of_product(op.equation, dtypes, names, context, reason)
-
-
-def _reason_of(equation: Any) -> str:
-    name = unknown_class(equation) or equation.primitive.name
-    if name not in CLASSES:
-        return _UNKNOWN + name
-    if name.startswith("custom_vjp_call"):
-        return _IN_CUSTOM_VJP
-    return f"inside of {name}, which autocast leaves alone"
+        key = _LOW if step.not_float8 == ONE_ROW else f"{NOT_FLOAT8}{step.not_float8}"
+        return _Flops({_FLOAT8 if step.float8 else key: product_flops(op.equation)})
+    pairs = zip(step.in_dtypes[:2], op.in_avals, strict=False)
+    dtypes = [dtype or aval.dtype for dtype, aval in pairs]
+    return _flops_of_product(op.equation, dtypes, names, context, reason)
 
 
 def _flops_as_traced(equation: Any, names: tuple[str, ...], context: Call, reason: str) -> _Flops:
     """Counts them for an operation that runs as it was traced, in these scopes."""
     if equation.primitive.name in PRODUCTS:
         dtypes = [variable.aval.dtype for variable in equation.invars[:2]]
-        return _of_product(equation, dtypes, names, context, reason)
+        return _flops_of_product(equation, dtypes, names, context, reason)
 
-    def inside(each: Any) -> _Flops:
-        scopes_of_each = (*names, *scopes(each.source_info.name_stack))
-        return _flops_as_traced(each, scopes_of_each, context, reason)
+    def inside(equation: Any) -> _Flops:
+        inner = (*names, *scopes(equation.source_info.name_stack))
+        return _flops_as_traced(equation, inner, context, reason)
 
     programs = programs_inside(equation)
-    return _times_run(equation, [_added(map(inside, program.eqns)) for program in programs])
+    return _times_run(equation, [_sum(map(inside, program.eqns)) for program in programs])
 
 
-def _of_product(
+def _flops_of_product(
     equation: Any, dtypes: list[DType], names: tuple[str, ...], context: Call, reason: str
 ) -> _Flops:
     is_wide = any(dtype.itemsize > FLOAT32.itemsize for dtype in dtypes)
@@ -161,12 +159,12 @@ def _times_run(equation: Any, programs: list[_Flops]) -> _Flops:
     if wiring.chooses:
         return max(programs, key=lambda flops: flops.total())
     # Where the turns of a loop are not known, its body counts once.
-    total = _added(programs)
+    total = _sum(programs)
     return _Flops({reason: wiring.known_turns * n for reason, n in total.items()})
 
 
-def _added(each: Iterable[_Flops]) -> _Flops:
+def _sum(parts: Iterable[_Flops]) -> _Flops:
     total = _Flops()
-    for flops in each:
+    for flops in parts:
         total.update(flops)
     return total

@@ -18,7 +18,7 @@ from jax.extend import core
 
 from jaxmp._autocast.kinds import FLOAT32, Kind, State
 from jaxmp._autocast.regions import Region, Regions, scopes
-from jaxmp._autocast.steps import States, Step, alone
+from jaxmp._autocast.steps import States, Step, plan_as_traced
 from jaxmp._numerics.dtypes import is_floating
 from jaxmp._numerics.user_warnings import warn
 from jaxmp._program import compat
@@ -28,7 +28,7 @@ from jaxmp._program.program import Op, equations_in
 from jaxmp._program.wiring import wiring_of
 
 # Equations of the first trace, by their id, each with the equation that replaces it.
-Taken = dict[int, tuple[core.JaxprEqn, core.JaxprEqn]]
+Replacements = dict[int, tuple[core.JaxprEqn, core.JaxprEqn]]
 
 
 class _Kernel(NamedTuple):
@@ -44,7 +44,7 @@ def low_kernels(
     *,
     weights: set[int],
     enter_custom_vjp: bool,
-) -> Taken:
+) -> Replacements:
     """Returns the kernels of a function for 16-bit operands; warns of kernels that have none.
 
     Args:
@@ -56,14 +56,14 @@ def low_kernels(
     """
     names = KERNELS - {"custom_vjp_call"} if enter_custom_vjp else KERNELS
     kernels = list(_kernels(compat.open_jaxpr(closed), (), names, regions))
-    taken: Taken = {}
+    replacements: Replacements = {}
     reasons: dict[str, None] = {}
-    for dtype in dict.fromkeys(x.region.low for x in kernels if not x.region.exact):
+    for dtype in dict.fromkeys(kernel.region.low for kernel in kernels if not kernel.region.exact):
         # A cast of all arguments would round labels: near 1,000, bfloat16 rounds to multiples of 4.
         leaves = _read_by_products(closed, weights)
         dtypes = [dtype if i in leaves else aval.dtype for i, aval in enumerate(closed.in_avals)]
         try:
-            with jax.numpy_dtype_promotion("standard"):  # labels stay float32 beside predictions
+            with jax.numpy_dtype_promotion("standard"):  # float32 labels meet 16-bit predictions
                 low = trace(dtypes)
         except Exception as error:  # any error: the function was not written for 16-bit arguments
             text = str(error).partition("\n")[0]
@@ -75,14 +75,15 @@ def low_kernels(
             reasons[f"it calls {len(others)} kernels with them, and {len(kernels)} without"] = None
             continue
         pairs = zip(kernels, others, strict=True)
-        reasons |= _take(taken, [pair for pair in pairs if pair[0].region.low == dtype])
+        in_dtype = [pair for pair in pairs if pair[0].region.low == dtype]
+        reasons |= _match_kernels(replacements, in_dtype)
     if reasons:
         warn(
             "kernels='low' takes kernels from a second trace of the function. Some kernels stay as "
             "they were traced, because the second trace has 16-bit arguments, and "
             f"{'; '.join(reasons)}"
         )
-    return taken
+    return replacements
 
 
 def _kernels(
@@ -95,19 +96,27 @@ def _kernels(
         name = equation.primitive.name
         if region.sealed:
             continue
-        if name in names and _is_made_for_16_bits(equation):
+        # Kernels without a product are norms and losses, also Pallas ones. In float16 a norm gave
+        # NaN, and a loss gave infinity; a sum in a Pallas loop was off by a factor of ten.
+        is_kernel = name in names and _multiplies(equation)
+        if is_kernel:
+            inside = equations_in(compat.sub_jaxprs(equation))
+            is_kernel = not any(map(_is_solver_loop, (equation, *inside)))
+        if is_kernel:
             yield _Kernel(equation, region, "/".join((*path, compat.function_name(equation))))
         elif CLASSES.get(name) is OpClass.CONTROL and name != "custom_vjp_call":
             for inner in compat.sub_jaxprs(equation):
                 yield from _kernels(inner, path, names, regions)
 
 
-def _take(taken: Taken, pairs: Sequence[tuple[_Kernel, _Kernel]]) -> dict[str, None]:
+def _match_kernels(
+    replacements: Replacements, pairs: Sequence[tuple[_Kernel, _Kernel]]
+) -> dict[str, None]:
     """Replaces kernels by their 16-bit versions where these fit; returns the reasons where not."""
     refused: dict[int, str] = {}
     for kernel, other in pairs:
         old, new = kernel.equation, other.equation
-        _, first = taken.setdefault(id(old), (old, new))
+        _, first = replacements.setdefault(id(old), (old, new))
         if _signature(old) != _signature(new):
             refused[id(old)] = f"{kernel.path} has other operands or results with them"
         # JAX traces a jitted function once, so that one equation may stand for several calls. In
@@ -115,7 +124,7 @@ def _take(taken: Taken, pairs: Sequence[tuple[_Kernel, _Kernel]]) -> dict[str, N
         elif _dtypes_of_operands(first) != _dtypes_of_operands(new):
             refused[id(old)] = f"{kernel.path} is traced once for calls with several dtypes"
     for number in refused:
-        taken.pop(number, None)
+        replacements.pop(number, None)
     return dict.fromkeys(refused.values())
 
 
@@ -137,12 +146,12 @@ def _read_by_products(closed: core.ClosedJaxpr, weights: set[int]) -> set[Hashab
     counts if a product reads it before it meets the result of a product: inputs count; labels, time
     stamps and the weights of examples do not.
     """
-    read: set[Hashable] = set()
+    arguments: set[Hashable] = set()
 
     def rule(equation: core.JaxprEqn, operands: Sequence[Labels]) -> Labels:
         origin = NONE.union(*operands)
         if _multiplies(equation):
-            read.update(origin - _PRODUCT)
+            arguments.update(origin - _PRODUCT)
             return _PRODUCT
         # Data that joins the result of a product is a label or a time stamp. A param that joins
         # there is a bias.
@@ -151,60 +160,49 @@ def _read_by_products(closed: core.ClosedJaxpr, weights: set[int]) -> set[Hashab
     avals = enumerate(closed.in_avals)
     labels = [frozenset({i}) if aval.dtype == FLOAT32 else NONE for i, aval in avals]
     made_of(closed, labels, rule, is_floating)
-    return read
+    return arguments
 
 
-# A float's label says what it is made of: arguments, by number, and products (-1).
+# The labels of a float are the numbers of the arguments that make it; -1 stands for products.
 _PRODUCT: Labels = frozenset({-1})
 
 
 def _multiplies(equation: core.JaxprEqn) -> bool:
     """Whether an operation is a product, or a kernel that has or may have one inside."""
     return any(
-        each.primitive.name in CONTRACTIONS
-        or (each.primitive.name in KERNELS and not compat.sub_jaxprs(each))
-        for each in (equation, *equations_in(compat.sub_jaxprs(equation)))
+        x.primitive.name in CONTRACTIONS
+        or (x.primitive.name in KERNELS and not compat.sub_jaxprs(x))
+        for x in (equation, *equations_in(compat.sub_jaxprs(equation)))
     )
 
 
-def _is_made_for_16_bits(kernel: core.JaxprEqn) -> bool:
-    """Whether a kernel multiplies, or may in code of another compiler, and is not a solver."""
-    # Kernels without a product are norms and losses, also Pallas ones. In float16 a norm gave NaN,
-    # and a loss gave infinity; a sum in a Pallas loop was off by a factor of ten.
-    inside = equations_in(compat.sub_jaxprs(kernel))
-    return _multiplies(kernel) and not any(map(_converges, (kernel, *inside)))
-
-
-def _converges(equation: core.JaxprEqn) -> bool:
+def _is_solver_loop(equation: core.JaxprEqn) -> bool:
     """Whether this is a solver's loop, which floats or a flag may end. Other loops count turns."""
     if wiring_of(equation).turns is not None:
         return False
     condition, body = compat.sub_jaxprs(equation)
     count = len(body.outvars)
-    tested, carried = (each.invars[len(each.invars) - count :] for each in (condition, body))
+    tested, carry = (x.invars[len(x.invars) - count :] for x in (condition, body))
     # In 16 bits the error of a solver may stay above its bound, and its loop does not end. A float
     # that no turn changes is a limit, not an error.
-    read = {id(atom) for eqn in condition.eqns for atom in eqn.invars}
-    read |= set(map(id, condition.outvars))
-    return any(
-        id(var) in read and after is not before and (is_floating(var.aval) or _is_flag(var))
-        for var, before, after in zip(tested, carried, body.outvars, strict=True)
-    )
+    operands = {id(atom) for eqn in condition.eqns for atom in eqn.invars}
+    operands |= set(map(id, condition.outvars))
+    for var, before, after in zip(tested, carry, body.outvars, strict=True):
+        ends = is_floating(var.aval) or getattr(var.aval, "dtype", None) == jnp.bool_
+        if ends and id(var) in operands and after is not before:
+            return True
+    return False
 
 
-def _is_flag(atom: Any) -> bool:
-    return bool(getattr(atom.aval, "dtype", None) == jnp.bool_)
-
-
-def taken_step(op: Op, states: States, low: core.JaxprEqn) -> Step:
+def replaced_kernel(op: Op, states: States, low: core.JaxprEqn) -> Step:
     """Plans a kernel that was traced for 16 bits; its 16-bit results are activations."""
-    step = alone(op, states)
-    reads = [cast(Any, atom.aval) for atom in low.invars]
-    makes = [cast(Any, atom.aval) for atom in low.outvars]
-    step.wants = [state and aval.dtype for state, aval in zip(states, reads, strict=True)]
+    step = plan_as_traced(op, states)
+    in_avals = [cast(Any, atom.aval) for atom in low.invars]
+    out_avals = [cast(Any, atom.aval) for atom in low.outvars]
+    step.in_dtypes = [state and aval.dtype for state, aval in zip(states, in_avals, strict=True)]
     step.results = [
         state and State(Kind.HIGH if aval.dtype == FLOAT32 else Kind.LOW, aval.dtype)
-        for state, aval in zip(step.results, makes, strict=True)
+        for state, aval in zip(step.results, out_avals, strict=True)
     ]
     step.run = functools.partial(compat.bind, low)
     return step

@@ -26,12 +26,12 @@ class Kind(enum.IntEnum):
     FIRM = 3  # updated arguments, loop carries, exact parts; widens every value that it meets
 
 
-class Stored(enum.Enum):
-    """The way compilers store an activation, which takes twice the memory in float32."""
+class Materialized(enum.Enum):
+    """Whether compilers write an activation to memory, where float32 takes twice the bytes."""
 
-    NOT = "computed on the way to what reads it"
-    AS_IT_IS = "what a product with a weight gives, with its bias, or the sum of a stream"
-    AS_SCORES = "what a product of activations gives, also if it is scaled or masked"
+    NO = "computed inside the kernel that reads it"
+    YES = "the result of a product with a weight, with its bias, or the sum of a stream"
+    SCORES = "the result of a product of activations, also if it is scaled or masked"
 
 
 class State(NamedTuple):
@@ -41,33 +41,33 @@ class State(NamedTuple):
       kind: its origin.
       dtype: its dtype in the new program.
       value: the number, for a literal.
-      smaller: whether it counts as smaller than the values that it meets: it was laid out to meet
+      broadcast: whether it counts as smaller than the values that it meets: it was laid out to meet
         them (a bias, a statistic), or looked up in a table (an embedding).
-      fixed: whether it depends on no float argument: positions, masks, noise.
-      carried: whether it is firm because a loop carries it, and so is not a weight.
-      stored: how compilers store it, if it has 16 bits.
+      input_independent: whether it depends on no float argument: positions, masks, noise.
+      loop_carried: whether it is firm because a loop carries it, and so is not a weight.
+      materialized: whether compilers write it to memory, if it has 16 bits.
     """
 
     kind: Kind
     dtype: DType
     value: float | None = None
-    smaller: bool = False
-    fixed: bool = False
-    carried: bool = False
-    stored: Stored = Stored.NOT
+    broadcast: bool = False
+    input_independent: bool = False
+    loop_carried: bool = False
+    materialized: Materialized = Materialized.NO
 
 
 def is_weight(state: State) -> bool:
     """Whether products may return its gradient in float32: params, and merges of them."""
-    return state.kind in (Kind.WEAK, Kind.FIRM) and not state.carried
+    return state.kind in (Kind.WEAK, Kind.FIRM) and not state.loop_carried
 
 
-def literal_state(value: float | None) -> State:
+def number_state(value: float | None) -> State:
     """Returns the state of a number in the program, or of an array filled with it."""
-    return State(Kind.WEAK, FLOAT32, value, fixed=True)
+    return State(Kind.WEAK, FLOAT32, value, input_independent=True)
 
 
-def combined(
+def combined_state(
     states: Collection[State],
     low: DType,
     *,
@@ -78,39 +78,38 @@ def combined(
     """Returns the state of an elementwise operation's result; LOW means that it runs in 16 bits.
 
     Args:
-      states: the states of the operands. An operand smaller than the result counts as such.
+      states: the states of the operands. One with a smaller shape than the result is `broadcast`.
       low: the 16-bit dtype.
       adds: whether it adds or subtracts.
       chooses: whether it selects one operand or the other.
       scales: whether it adds, subtracts, multiplies or divides, as a norm does.
 
     >>> low, weak = State(Kind.LOW, jnp.dtype("bfloat16")), State(Kind.WEAK, FLOAT32)
-    >>> combined([low, weak], low.dtype).kind.name
+    >>> combined_state([low, weak], low.dtype).kind.name
     'LOW'
-    >>> combined([low, weak], low.dtype, adds=True).kind.name
+    >>> combined_state([low, weak], low.dtype, adds=True).kind.name
     'FIRM'
-    >>> combined([low, weak._replace(smaller=True)], low.dtype, adds=True).kind.name
+    >>> combined_state([low, weak._replace(broadcast=True)], low.dtype, adds=True).kind.name
     'LOW'
     """
     kinds = {state.kind for state in states}
     # Masks, noise and numbers say nothing about the size of the other operands.
-    arrays = [state for state in states if not state.fixed] or states
-    smaller = all(state.smaller for state in arrays)
+    arrays = [state for state in states if not state.input_independent] or states
+    broadcast = all(state.broadcast for state in arrays)
     if kinds <= {Kind.WEAK}:
-        return State(
-            Kind.WEAK, FLOAT32, smaller=smaller, fixed=all(state.fixed for state in states)
-        )
+        independent = all(state.input_independent for state in states)
+        return State(Kind.WEAK, FLOAT32, broadcast=broadcast, input_independent=independent)
     if Kind.FIRM in kinds:
-        return State(Kind.FIRM, FLOAT32, carried=any(state.carried for state in states))
-    own = {state.kind for state in arrays if smaller or not state.smaller}
-    updated = [state for state in states if state.kind is Kind.WEAK and not state.smaller]
-    if (adds and updated) or (chooses and any(not state.fixed for state in updated)):
+        return State(Kind.FIRM, FLOAT32, loop_carried=any(state.loop_carried for state in states))
+    full_size = {state.kind for state in arrays if broadcast or not state.broadcast}
+    weak = [state for state in states if state.kind is Kind.WEAK and not state.broadcast]
+    if (adds and weak) or (chooses and any(not state.input_independent for state in weak)):
         return State(Kind.FIRM, FLOAT32)  # w - rate * gradient: 16 bits would lose the update
-    if not smaller and Kind.WEAK in own and Kind.LOW not in own:
+    if not broadcast and Kind.WEAK in full_size and Kind.LOW not in full_size:
         return State(Kind.FIRM, FLOAT32)  # w / sigma with sigma from a product, x * exp(s)
-    if Kind.LOW not in own:
-        return State(Kind.HIGH, FLOAT32, smaller=smaller)
-    if any(state.kind is Kind.HIGH and state.smaller for state in states):
+    if Kind.LOW not in full_size:
+        return State(Kind.HIGH, FLOAT32, broadcast=broadcast)
+    if any(state.kind is Kind.HIGH and state.broadcast for state in states):
         return State(Kind.LOW, FLOAT32)  # a statistic lifts the value that it scales
     # A norm stays lifted from its first to its last operation. Then `relu(norm(h))` is 16 bits, as
     # in models that cast by hand. float16 with bfloat16 gives float32, as in JAX.
@@ -120,25 +119,27 @@ def combined(
     return State(Kind.LOW, narrow.pop() if narrow else low)
 
 
-def in_float32(states: Collection[State]) -> State:
+def float32_state(states: Collection[State]) -> State:
     """Returns the state of the result of a float32 operation, such as an exponential or a sum."""
     if all(state.kind is Kind.WEAK for state in states):
-        return State(Kind.WEAK, FLOAT32, fixed=all(state.fixed for state in states))
+        independent = all(state.input_independent for state in states)
+        return State(Kind.WEAK, FLOAT32, input_independent=independent)
     return State(Kind.HIGH, FLOAT32)
 
 
 def joined_state(states: Collection[State], low: DType) -> State:
     """Returns the state of a value that is one of several, as the result of branches."""
-    several = [entering(state) for state in states]
-    one = several[0] if len(set(several)) == 1 else combined(several, low, chooses=True)
+    inner = [entry_state(state) for state in states]
+    joined = inner[0] if len(set(inner)) == 1 else combined_state(inner, low, chooses=True)
     # A branch may return a number that 16 bits lose, such as -1e9 in float16.
-    loses = one.kind is Kind.LOW and not all(fits(state.value, one.dtype) for state in states)
-    return State(Kind.FIRM, FLOAT32) if loses else one
+    loses = joined.kind is Kind.LOW and not all(fits(state.value, joined.dtype) for state in states)
+    return State(Kind.FIRM, FLOAT32) if loses else joined
 
 
-def entering(state: State) -> State:
-    """Returns the state for an inner program: without the number, so that calls share plans."""
-    return state._replace(value=None, stored=Stored.NOT)
+def entry_state(state: State) -> State:
+    """Returns the state for an inner program."""
+    # Without the number, calls with other numbers share a plan, and are compiled once.
+    return state._replace(value=None, materialized=Materialized.NO)
 
 
 def fits(value: float | None, dtype: DType) -> bool:

@@ -14,11 +14,18 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jax.extend import core
 
-from jaxmp._autocast.kernels import Taken, taken_step
+from jaxmp._autocast.kernels import Replacements, replaced_kernel
 from jaxmp._autocast.kinds import FLOAT32, Kind, State
 from jaxmp._autocast.regions import SCALED, Region, Regions, scopes
-from jaxmp._autocast.rules import RULES, adapted, asking_for, convert, has_own_program
-from jaxmp._autocast.steps import States, Step, alone, has_foreign_floats, initial, literal
+from jaxmp._autocast.rules import RULES, adapt_scatter, ask_for_precision, convert, has_own_program
+from jaxmp._autocast.steps import (
+    States,
+    Step,
+    argument_state,
+    has_foreign_floats,
+    literal_state,
+    plan_as_traced,
+)
 from jaxmp._program.compat import bodies_of, function_name
 from jaxmp._program.op_classes import CONTRACTIONS, JITS, OpClass, OpLists
 from jaxmp._program.program import Memo, Op, Program, numbers, with_helpers_inlined
@@ -55,7 +62,7 @@ class Call:
       prefix: the scopes around the program that is being planned.
       stacks: the same scopes as name stacks, which also hold the transformations.
       functions: the jitted functions around that program.
-      seen: the names of all primitives and jitted functions found so far.
+      names: those of all primitives and jitted functions found so far.
       unscaled: the float16 products found so far in backward passes without a loss scale.
       memo: the plans and jaxprs made so far.
       plans: by the id of an operation, the operation and the plans of its inner programs.
@@ -65,19 +72,19 @@ class Call:
     lists: OpLists
     enter_custom_vjp: bool
     control: Callable[..., Step]
-    kernels: Taken = dataclasses.field(default_factory=dict)
+    kernels: Replacements = dataclasses.field(default_factory=dict)
     prefix: tuple[str, ...] = ()
     stacks: tuple[Any, ...] = ()
     functions: tuple[str, ...] = ()
-    seen: set[str] = dataclasses.field(default_factory=set)
+    names: set[str] = dataclasses.field(default_factory=set)
     unscaled: list[Op] = dataclasses.field(default_factory=list)
     memo: Memo = dataclasses.field(default_factory=Memo)
     plans: dict[int, tuple[Op, dict[int, Plan]]] = dataclasses.field(default_factory=dict)
 
-    def keep(self, op: Op, jaxpr: Any, planned: Plan) -> Plan:
+    def keep(self, op: Op, jaxpr: Any, program_plan: Plan) -> Plan:
         """Stores the plan of a program inside an operation; a later plan replaces it."""
-        self.plans.setdefault(id(op), (op, {}))[1][id(jaxpr)] = planned
-        return planned
+        self.plans.setdefault(id(op), (op, {}))[1][id(jaxpr)] = program_plan
+        return program_plan
 
     def plans_of(self, op: Op) -> list[Plan]:
         """Returns the plans of the programs inside an operation; none if it is not rewritten."""
@@ -103,60 +110,51 @@ def plan(jaxpr: Any, arguments: States, context: Call, *, results_in: AllIn = "l
     (`"float32"`), or in either dtype, with a cast (`"either"`).
     """
     program = with_helpers_inlined(jaxpr)
-    known: list[State | None] = [None] * len(program.avals)
+    states: list[State | None] = [None] * len(program.avals)
     for number, state in zip(program.inputs, arguments, strict=True):
-        known[number] = state
+        states[number] = state
     for number, _ in program.consts:
-        known[number] = initial(program.avals[number])
+        states[number] = argument_state(program.avals[number])
     # For each value, whether a backward pass made it. Not tracked inside a backward program.
     # Shapes do not tell: under `vmap`, MAML adds a batched update to a param, and a layer adds a
     # bias to a batch, with the same two shapes.
-    pulled = [False] * len(program.avals)
-    within = any(map(is_backward, context.stacks))
+    from_backward = [False] * len(program.avals)
+    in_backward = any(map(is_backward, context.stacks))
 
     def state_of(atom: Any, inside: bool) -> State | None:
         if isinstance(atom, core.Literal):
-            return literal(atom)
-        state = known[atom]
-        leaves = pulled[atom] and not inside and state is not None
+            return literal_state(atom)
+        state = states[atom]
+        leaves = from_backward[atom] and not inside and state is not None
         return State(Kind.WEAK, FLOAT32) if leaves else state
 
     steps = []
-    multiplied = _multiplied(program)
+    products = [op for op in program.ops if op.name in CONTRACTIONS]
+    product_operands = {number for op in products for number in numbers(op.inputs)}
     for op in program.ops:
-        inside = not within and is_backward(op.stack)
-        step = _step(op, [state_of(atom, inside) for atom in op.inputs], context)
-        if (inside or within) and _is_unscaled(step, context):
+        inside = not in_backward and is_backward(op.stack)
+        names = (*context.prefix, *scopes(op.stack))
+        region = context.regions.of(names)
+        step = _step(op, [state_of(atom, inside) for atom in op.inputs], context, region)
+        step = ask_for_precision(step, region.precision)
+        is_float16 = op.name in CONTRACTIONS and _FLOAT16 in step.in_dtypes
+        if (inside or in_backward) and is_float16 and SCALED not in names:
             context.unscaled.append(op)
-        if op.name == "broadcast_in_dim" and multiplied.issuperset(op.outputs):
+        if op.name == "broadcast_in_dim" and product_operands.issuperset(op.outputs):
             # These are the weights of an ensemble, and not a bias.
             # As biases, they would be updated in 16 bits when the ensemble trains.
-            step.results = [state and state._replace(smaller=False) for state in step.results]
+            step.results = [state and state._replace(broadcast=False) for state in step.results]
         for number, state in zip(op.outputs, step.results, strict=True):
-            known[number], pulled[number] = state, inside
+            states[number], from_backward[number] = state, inside
         steps.append(step)
     _look_ahead(program, steps, results_in)
     for step in steps:
         for number, state in zip(step.op.outputs, step.results, strict=True):
-            known[number] = state
+            states[number] = state
     return Plan(program, steps, [state_of(atom, inside=False) for atom in program.outputs])
 
 
-def _is_unscaled(step: Step, context: Call) -> bool:
-    """Whether an operation of a backward pass is a float16 product without a loss scale."""
-    op = step.op
-    if op.name not in CONTRACTIONS or _FLOAT16 not in step.wants:
-        return False
-    return SCALED not in (*context.prefix, *scopes(op.stack))
-
-
 _FLOAT16 = jnp.dtype(jnp.float16)
-
-
-def _multiplied(program: Program) -> set[int]:
-    """Returns the values that products read."""
-    products = (op for op in program.ops if op.name in CONTRACTIONS)
-    return {number for op in products for number in numbers(op.inputs)}
 
 
 @functools.lru_cache(maxsize=4096)
@@ -165,45 +163,32 @@ def is_backward(stack: Any) -> bool:
     return "transpose(" in str(stack)
 
 
-def _step(op: Op, states: States, context: Call) -> Step:
-    region = context.regions.of((*context.prefix, *scopes(op.stack)))
+def _step(op: Op, states: States, context: Call, region: Region) -> Step:
     functions = (*context.functions, *op.functions)
-    context.seen.update((op.name, *functions))
+    context.names.update((op.name, *functions))
     op_class = context.lists.of(op.name, functions)
-    return asking_for(_in_region(op, states, context, region, op_class), region.precision)
-
-
-def _in_region(
-    op: Op, states: States, context: Call, region: Region, op_class: OpClass | None
-) -> Step:
+    # In a sealed region no dtype changes, only the precision of products.
     if region.sealed:
-        return _sealed(op, states, context, region, op_class)
+        step = plan_as_traced(op, states, exact=region.result)
+        if op_class is OpClass.CONTROL and region.precision is not None:
+            traced_states = [argument_state(aval) for aval in op.in_avals]
+            inside = context.control(op, traced_states, context, region)
+            step.run, step.params = inside.run, inside.params
+        return step
     # Scopes inside a loop may have another policy than the scopes around it.
     if region.exact and op_class is not OpClass.CONTROL:
-        return alone(op, states, exact=region.result)
+        return plan_as_traced(op, states, exact=region.result)
     if id(op.equation) in context.kernels and not region.exact:
-        return taken_step(op, states, context.kernels[id(op.equation)][1])
+        return replaced_kernel(op, states, context.kernels[id(op.equation)][1])
     if op.name == "convert_element_type":
         return convert(op, states)
     if op_class is OpClass.CONTROL or (op_class is None and bodies_of(op.equation)):
         return context.control(op, states, context, region)
     if op_class in (None, OpClass.ALONE) or has_own_program(op) or has_foreign_floats(op):
-        return alone(op, states)
+        return plan_as_traced(op, states)
     if not any(states):
-        return alone(op, states)
-    return adapted(RULES[op_class](op, states, region))
-
-
-def _sealed(
-    op: Op, states: States, context: Call, region: Region, op_class: OpClass | None
-) -> Step:
-    """Plans an operation of which no dtype may change, but what the products inside ask for."""
-    step = alone(op, states, exact=region.result)
-    if op_class is OpClass.CONTROL and region.precision is not None:
-        as_traced = [initial(aval) for aval in op.in_avals]
-        inside = context.control(op, as_traced, context, region)
-        step.run, step.params = inside.run, inside.params
-    return step
+        return plan_as_traced(op, states)
+    return adapt_scatter(RULES[op_class](op, states, region))
 
 
 def _look_ahead(program: Program, steps: list[Step], results_in: AllIn) -> None:
@@ -214,31 +199,27 @@ def _look_ahead(program: Program, steps: list[Step], results_in: AllIn) -> None:
     if isinstance(results_in, str):
         results_in = (results_in,) * len(program.outputs)
     pairs = list(zip(program.outputs, results_in, strict=True))
-    low, either, wide = (
+    low, either, float32 = (
         set(numbers(atom for atom, dtype in pairs if dtype == name))
         for name in ("low", "either", "float32")
     )
     # In `log(1 - sigmoid(h))` only the logarithm reads the difference. Nothing is left of it if the
     # sigmoid was rounded to 16 bits.
     for step in reversed(steps):
-        results = set(step.op.outputs)
+        outputs = set(step.op.outputs)
         is_low = any(state is not None and state.dtype != FLOAT32 for state in step.results)
-        if is_low and results & (wide | either) and not results & low:
-            _widen(step, again=bool(results & wide))
+        if is_low and outputs & (float32 | either) and not outputs & low:
+            # Programs inside are compiled anew, which a mere "either" is not worth.
+            if step.replan is not None and outputs & float32:
+                other = step.replan()
+                step.in_dtypes, step.results, step.run = other.in_dtypes, other.results, other.run
+            elif step.may_widen:
+                step.in_dtypes = [dtype and FLOAT32 for dtype in step.in_dtypes]
+                step.results = [state and State(Kind.HIGH, FLOAT32) for state in step.results]
         is_product = step.op.name in CONTRACTIONS  # a product casts its operands itself
-        for atom, want in zip(step.op.inputs, step.wants, strict=True):
-            if isinstance(atom, int) and want is not None:
-                if want == FLOAT32:
-                    wide.add(atom)
+        for atom, dtype in zip(step.op.inputs, step.in_dtypes, strict=True):
+            if isinstance(atom, int) and dtype is not None:
+                if dtype == FLOAT32:
+                    float32.add(atom)
                 elif not is_product:
                     low.add(atom)
-
-
-def _widen(step: Step, *, again: bool) -> None:
-    """Makes a step run in float32. If it has programs inside, only `again`: they recompile."""
-    if step.widened is not None and again:
-        other = step.widened()
-        step.wants, step.results, step.run = other.wants, other.results, other.run
-    elif step.may_widen:
-        step.wants = [want and FLOAT32 for want in step.wants]
-        step.results = [state and State(Kind.HIGH, FLOAT32) for state in step.results]

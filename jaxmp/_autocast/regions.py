@@ -12,9 +12,9 @@ from jaxmp._policies.presets import family_left_out
 from jaxmp._policies.recipe import Recipe
 from jaxmp._program.scopes import names_in
 
-# Operations in these scopes stay as traced. In EXACT, products that ask for nothing ask for
-# float32: JAX traces derivative rules later, when what holds around a function no longer does. In
-# DONE, an inner autocast has decided. Scopes survive jit, scan, remat and differentiation.
+# Operations in these scopes stay as traced. In EXACT, products without a precision get float32's:
+# JAX traces derivative rules later, when a context around the function has ended. In DONE, an inner
+# autocast has decided. Scopes survive jit, scan, remat and differentiation.
 EXACT = "jaxmp.full_precision"
 DONE = "jaxmp.autocast"
 # A gradient with a loss scale of its own, inside of a function under autocast.
@@ -31,9 +31,9 @@ class Region(NamedTuple):
       float32_gradients: whether gradients of parameters come out of products in float32.
       result: the kind of floats that leave an exact region.
       sealed: whether no dtype inside may change, whatever the scopes inside say.
-      precision: what products in float32 ask for, unless they say it themselves; None for nothing.
+      precision: that of products in float32 which name none themselves; None leaves JAX's.
       products: the float8 recipe of products with params, or None.
-      left_out: why there is no recipe, for a family of modules that is left out of float8.
+      exclusion: why there is no recipe, for a family of modules that is left out of float8.
     """
 
     low: DType
@@ -42,7 +42,7 @@ class Region(NamedTuple):
     sealed: bool = False
     precision: str | None = None
     products: Recipe | None = None
-    left_out: str | None = None
+    exclusion: str | None = None
 
     @property
     def exact(self) -> bool:
@@ -57,8 +57,8 @@ def region_of(policy: Policy | None) -> Region:
     precision = precision_of(policy.precision)
     if policy.compute_dtype.itemsize >= FLOAT32.itemsize:
         return Region(FLOAT32, precision=precision)
-    wide = policy.reduce_dtype.itemsize >= FLOAT32.itemsize
-    return Region(policy.compute_dtype, wide, precision=precision, products=policy.products)
+    in_float32 = policy.reduce_dtype.itemsize >= FLOAT32.itemsize
+    return Region(policy.compute_dtype, in_float32, precision=precision, products=policy.products)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -81,53 +81,51 @@ class Regions:
 
     def __init__(self, policy: Policy | PolicyRules) -> None:
         self._by_name = isinstance(policy, PolicyRules)
-        rules = policy if isinstance(policy, PolicyRules) else PolicyRules(default=policy)
-        self._decide = functools.partial(_by_rules, rules)
-        self._known: dict[tuple[str, ...], Region] = {}
+        self._rules = policy if isinstance(policy, PolicyRules) else PolicyRules(default=policy)
+        self._regions: dict[tuple[str, ...], Region] = {}
 
     def of(self, names: tuple[str, ...]) -> Region:
         """Returns the region of an operation that was traced in these scopes."""
         if SCALED in names:  # decides nothing
             return self.of(tuple(name for name in names if name != SCALED))
-        if names not in self._known:
+        if names not in self._regions:
             if marks := [name for name in names if name in (EXACT, DONE)]:
                 kind = Kind.FIRM if EXACT in marks else Kind.HIGH
-                asked = precision_of(None) if marks[-1] == EXACT else None
-                self._known[names] = Region(FLOAT32, result=kind, sealed=True, precision=asked)
+                precision = precision_of(None) if marks[-1] == EXACT else None
+                region = Region(FLOAT32, result=kind, sealed=True, precision=precision)
+                self._regions[names] = region
             elif policies := [name for name in names if name.startswith(POLICY)]:
                 text = policies[-1].removeprefix(POLICY)
-                self._known[names] = region_of(None if text == "none" else get_policy(text))
+                self._regions[names] = region_of(None if text == "none" else get_policy(text))
             else:
-                self._known[names] = self._decide(names)
-        return self._known[names]
+                self._regions[names] = self._by_rules(names)
+        return self._regions[names]
 
-    def deciding(self, names: tuple[str, ...]) -> tuple[str, ...]:
+    def _by_rules(self, names: tuple[str, ...]) -> Region:
+        # The innermost scope with a rule decides. The first scope may be the model's own name,
+        # which patterns do not have.
+        for end in range(len(names), 0, -1):
+            for start in (0, 1):
+                decision = self._rules.decide("/".join(names[start:end]))
+                if decision.rule is not None and start < end:
+                    return region_of(decision.policy)
+        region = region_of(self._rules.default)
+        # Where no rule decides, heads, embeddings and routers are left out of float8.
+        family = None if region.products is None else family_left_out("/".join(names))
+        return region if family is None else region._replace(products=None, exclusion=family)
+
+    def deciding_scopes(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """Returns the scopes among `names` that can decide the policy inside."""
         if self._by_name:
             return names
         marks = (POLICY, EXACT, DONE)
         return tuple(name for name in names if name.startswith(marks) or family_left_out(name))
 
-    def visited(self) -> set[str]:
+    def paths(self) -> set[str]:
         """Returns the paths of all scopes that were looked up, and of the scopes around them."""
         return {
             "/".join(names[start:end])
-            for names in self._known
+            for names in self._regions
             for start in (0, 1)
             for end in range(start, len(names) + 1)
         }
-
-
-def _by_rules(rules: PolicyRules, names: tuple[str, ...]) -> Region:
-    """Returns the region of the innermost scope with a rule; the first scope may be the model's.
-
-    Where no rule decides, heads, embeddings and routers are left out of float8.
-    """
-    for end in range(len(names), 0, -1):
-        for start in (0, 1):
-            decision = rules.decide("/".join(names[start:end]))
-            if decision.rule is not None and start < end:
-                return region_of(decision.policy)
-    region = region_of(rules.default)
-    family = None if region.products is None else family_left_out("/".join(names))
-    return region if family is None else region._replace(products=None, left_out=family)

@@ -23,10 +23,10 @@ from jaxmp._program.scopes import NOT_FLOAT8
 
 def run_plan(plan: Plan, arguments: Sequence[Any]) -> list[Any]:
     """Runs a program as planned, on arguments in the dtypes that it was planned for."""
-    return evaluate(plan.program, arguments, _Planned(plan))
+    return evaluate(plan.program, arguments, _PlanRules(plan))
 
 
-class _Planned(Rules[Any]):
+class _PlanRules(Rules[Any]):
     """Runs each operation by its step. Each cast of a value is made once."""
 
     def __init__(self, plan: Plan) -> None:
@@ -42,13 +42,14 @@ class _Planned(Rules[Any]):
             yield
 
     def operands(self, op: Op, cells: Cells[Any]) -> list[Any]:
-        """Returns what an operation reads, and behind that the float32 sources of a product."""
+        """Returns the operands of an operation; of a product, also their float32 sources."""
         step = self.plan.steps[op.number]
         values, sources = [], []
         has_sources = any(step.sources)
-        for i, (atom, want) in enumerate(zip(op.inputs, step.wants, strict=True)):
-            lays_out = step.lays_out and step.lays_out[i] and want != FLOAT32
-            values.append(self.cast(atom, cells, want, op.out_avals[0].shape if lays_out else None))
+        for i, (atom, dtype) in enumerate(zip(op.inputs, step.in_dtypes, strict=True)):
+            broadcasts = step.broadcasts and step.broadcasts[i] and dtype != FLOAT32
+            shape = op.out_avals[0].shape if broadcasts else None
+            values.append(self.cast(atom, cells, dtype, shape))
             if has_sources and i < len(step.sources):
                 sources.append(self.cast(atom, cells, FLOAT32) if step.sources[i] else None)
         return values + sources
@@ -74,46 +75,43 @@ class _Planned(Rules[Any]):
         self,
         atom: int | core.Literal,
         cells: Cells[Any],
-        want: DType | None,
-        laid_out: tuple[int, ...] | None = None,
+        dtype: DType | None,
+        shape: tuple[int, ...] | None = None,
     ) -> Any:
-        """Returns a value in the dtype `want`, which is None if that does not matter."""
+        """Returns a value in a dtype, broadcast before its cast; None leaves dtype or shape."""
         if isinstance(atom, core.Literal):
-            return compat.number(atom, want)
-        value = cells[atom]
-        if want is None or value.dtype == want:
+            return compat.number(atom, dtype)
+        value, key = cells[atom], (atom, dtype, shape)
+        if dtype is None or value.dtype == dtype:
             return value
-        key = atom, want, laid_out
-        if key not in self.casts:
-            self.casts[key] = self._new_cast(atom, cells, want, laid_out)
+        if key in self.casts:
+            return self.casts[key]
+        maker = self.makers.get(atom)
+        source = None if maker is None else self._cast_source(maker, cells, dtype)
+        if maker is not None and source is not None:
+            if maker.op.name != "convert_element_type":
+                operand = self.cast(maker.op.inputs[0], cells, dtype)
+                (source,) = compat.bind(maker.op.equation, [operand])
+            self.casts[key] = source
+            return source
+        # The transpose of this broadcast sums the gradient of a bias, here still in float32.
+        if shape is not None and value.shape != shape:
+            dims = tuple(range(len(shape) - len(value.shape), len(shape)))
+            value = lax.broadcast_in_dim(value, shape, dims)
+        self.casts[key] = lax.convert_element_type(value, dtype)
         return self.casts[key]
 
-    def _new_cast(
-        self, number: int, cells: Cells[Any], want: DType, laid_out: tuple[int, ...] | None
-    ) -> Any:
-        maker, value = self.makers.get(number), cells[number]
-        if maker is not None and (source := self._source(maker, cells, want)) is not None:
-            if maker.op.name == "convert_element_type":
-                return source
-            (moved,) = compat.bind(maker.op.equation, [self.cast(maker.op.inputs[0], cells, want)])
-            return moved
-        # The transpose of this broadcast sums the gradient of a bias, here still in float32.
-        if laid_out is not None and value.shape != laid_out:
-            dims = tuple(range(len(laid_out) - len(value.shape), len(laid_out)))
-            value = lax.broadcast_in_dim(value, laid_out, dims)
-        return lax.convert_element_type(value, want)
-
-    def _source(self, maker: Step, cells: Cells[Any], want: DType) -> Any:
+    def _cast_source(self, maker: Step, cells: Cells[Any], dtype: DType) -> Any:
         """Returns an earlier value that a cast can start from, before a move or a cast; or None."""
         op = maker.op
         if not op.inputs or isinstance(op.inputs[0], core.Literal):
             return None
         value, state = cells[op.inputs[0]], maker.results[0]
         if op.name == "convert_element_type":
-            # A cast to fewer bits and back is a rounding that the program asked for.
-            widened = cells[op.outputs[0]].dtype.itemsize > want.itemsize
-            return value if widened and getattr(value, "dtype", None) == want else None
-        if state is None or state.kind is not Kind.WEAK or state.smaller:
+            # A cast to fewer bits and back is a rounding by the program itself.
+            narrows = cells[op.outputs[0]].dtype.itemsize > dtype.itemsize
+            return value if narrows and getattr(value, "dtype", None) == dtype else None
+        if state is None or state.kind is not Kind.WEAK or state.broadcast:
             return None
         # The cast goes before, so that a parameter and its transpose share one cast.
         return value if op.name in REARRANGES else None

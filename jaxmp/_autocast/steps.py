@@ -6,7 +6,7 @@ from typing import Any
 
 from jax.extend import core
 
-from jaxmp._autocast.kinds import FLOAT32, Kind, State, in_float32, literal_state
+from jaxmp._autocast.kinds import FLOAT32, Kind, State, float32_state, number_state
 from jaxmp._numerics.dtypes import DType, is_half_or_float32, is_inexact
 from jaxmp._policies.recipe import Recipe
 from jaxmp._program.op_classes import CONTRACTIONS, KERNELS
@@ -21,47 +21,47 @@ class Step:
 
     Attributes:
       op: the operation.
-      wants: the dtype of each input; None leaves it.
+      in_dtypes: the dtype in which it reads each input; None leaves it.
       results: the states of its results; None for values that autocast does not cast.
       params: the changed params of its equation.
       may_widen: whether it may run in float32, if only float32 operations read it.
-      widened: plans an operation with programs inside anew, for results that only float32
+      replan: plans an operation with programs inside anew, for results that only float32
         operations read.
       run: runs it instead of its own primitive, on the values that it reads.
       sources: for a product, which operands are roundings of a float32 source.
-      lays_out: which inputs are broadcast to the shape of the result before they are cast, so that
-        their gradients are added up in float32.
+      broadcasts: which inputs are broadcast to the shape of the result before they are cast, so
+        that their gradients are added up in float32.
       float8: for a product in float8, the recipe and which operand is the weight.
       not_float8: why a product with a weight, or the products inside, are left out of float8.
     """
 
     op: Op
-    wants: list[DType | None]
+    in_dtypes: list[DType | None]
     results: list[State | None]
     params: dict[str, Any] = dataclasses.field(default_factory=dict)
     may_widen: bool = False
-    widened: "Callable[[], Step] | None" = None
+    replan: "Callable[[], Step] | None" = None
     run: Callable[[list[Any]], list[Any]] | None = None
     sources: tuple[bool, ...] = ()
-    lays_out: tuple[bool, ...] = ()
+    broadcasts: tuple[bool, ...] = ()
     float8: tuple[Recipe, int] | None = None
     not_float8: str | None = None
 
 
-def initial(aval: Any) -> State | None:
+def argument_state(aval: Any) -> State | None:
     """Returns the state of an argument."""
     if not is_half_or_float32(aval):
         return None
     return State(Kind.WEAK if aval.dtype == FLOAT32 else Kind.LOW, aval.dtype)
 
 
-def literal(atom: core.Literal) -> State | None:
+def literal_state(atom: core.Literal) -> State | None:
     """Returns the state of a literal."""
     aval: Any = atom.aval
     if not is_half_or_float32(aval):
         return None
     value = None if aval.shape else float(atom.val)
-    return literal_state(value)._replace(smaller=not aval.shape)
+    return number_state(value)._replace(broadcast=not aval.shape)
 
 
 def has_foreign_floats(op: Op) -> bool:
@@ -70,34 +70,31 @@ def has_foreign_floats(op: Op) -> bool:
     return any(is_inexact(aval) and not is_half_or_float32(aval) for aval in avals)
 
 
-def known(states: States) -> list[State]:
-    """Returns the states of floats, without None."""
+def float_states(states: States) -> list[State]:
     return [state for state in states if state is not None]
 
 
-def results(op: Op, state: State) -> list[State | None]:
-    """Returns the same state for every float that an operation makes."""
-    return [state if is_half_or_float32(aval) else None for aval in op.out_avals]
+def uniform_step(op: Op, states: States, result: State, *, may_widen: bool = False) -> Step:
+    """Plans an operation whose floats, operands and results, all have the dtype of `result`."""
+    in_dtypes = [None if state is None else result.dtype for state in states]
+    results = [result if is_half_or_float32(aval) else None for aval in op.out_avals]
+    return Step(op, in_dtypes, results, may_widen=may_widen)
 
 
-def wanting(states: States, dtype: DType) -> list[DType | None]:
-    return [None if state is None else dtype for state in states]
-
-
-def in_dtypes(states: States) -> list[DType | None]:
-    """Returns the present dtypes of values, as `wants` of a step."""
+def state_dtypes(states: States) -> list[DType | None]:
+    """Returns the present dtypes of values, as `in_dtypes` of a step."""
     return [state and state.dtype for state in states]
 
 
-def alone(op: Op, states: States, exact: Kind = Kind.HIGH) -> Step:
+def plan_as_traced(op: Op, states: States, exact: Kind = Kind.HIGH) -> Step:
     """Plans an operation as it was traced; results of values that are not weak are `exact`."""
-    wide = in_float32(known(states))
+    result = float32_state(float_states(states))
     # The result of a kernel is not an argument. If it were WEAK, a sum with it would be an update,
     # and the stream after a first kernel would be float32.
-    multiplies = op.name in CONTRACTIONS | KERNELS and not wide.fixed
+    multiplies = op.name in CONTRACTIONS | KERNELS and not result.input_independent
     if multiplies or exact is Kind.FIRM or has_foreign_floats(op) or op.name.endswith("_callback"):
-        wide = State(exact, FLOAT32)
+        result = State(exact, FLOAT32)
     pairs = zip(states, op.in_avals, strict=True)
-    wants = [None if state is None else aval.dtype for state, aval in pairs]
-    made = (initial(aval) for aval in op.out_avals)
-    return Step(op, wants, [wide if each and each.dtype == FLOAT32 else each for each in made])
+    in_dtypes = [None if state is None else aval.dtype for state, aval in pairs]
+    results = (argument_state(aval) for aval in op.out_avals)
+    return Step(op, in_dtypes, [result if x and x.dtype == FLOAT32 else x for x in results])

@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, PyTree
 
 from jaxmp._flax.nnx_modules import call_pure, is_node, pure, transformed
-from jaxmp._float32_reduction.api import GradientReduction, gradient_reduction, reduced_in_float32
+from jaxmp._float32_reduction.api import GradientReduction, gradient_reduction, reduce_in_float32
 from jaxmp._mesh.fsdp import FSDP
 from jaxmp._mesh.placement import placed_beside
 from jaxmp._numerics.dtypes import is_floating
@@ -165,7 +165,7 @@ class _ModuleReduction(GradientReduction):
             # The params of each argument, in the structure of their gradients.
             own = [nnx.State(params.raw_mapping.get(x.argnum, {})) for x in argnums]
             layouts = self.layouts(own)
-            call, given = reduced_in_float32(pure_fun, (params, others, graphdef), (0,), layouts)
+            call, given = reduce_in_float32(pure_fun, (params, others, graphdef), (0,), layouts)
             return call(*given)
 
         return lambda *nodes: call_pure(rewritten, _REDUCTION, nodes, is_wanted), tuple(args)

@@ -61,7 +61,7 @@ class GradientReduction(NamedTuple):
         """Returns the function and its arguments, rewritten to sum gradients in float32."""
         self.check()
         layouts = self.layouts([args[i] for i in argnums])
-        return reduced_in_float32(fun, args, argnums, layouts)
+        return reduce_in_float32(fun, args, argnums, layouts)
 
     def constrain(self, grads: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
         """Returns the gradients in the layout of the params."""
@@ -73,6 +73,7 @@ class GradientReduction(NamedTuple):
 
 def check_no_local_gradients() -> None:
     """Raises ValueError if JAX would give each device the gradients of its own part only."""
+    # There JAX does not track which arrays differ between devices, and sums no gradients.
     manual = tuple(jax.sharding.get_abstract_mesh().manual_axes)
     if manual and not varying_is_tracked(manual):
         raise ValueError(
@@ -117,7 +118,7 @@ def check_fsdp(fsdp: Any) -> None:
         )
 
 
-def reduced_in_float32(
+def reduce_in_float32(
     fun: Callable[..., Any],
     args: Sequence[Any],
     argnums: Sequence[int],
@@ -140,38 +141,36 @@ def reduced_in_float32(
     # numbers.
     static, arrays = partition((args, {}), numpy=False)
     traced = trace_call(fun, static, arrays, as_jit=True, numpy=False)
-    marks = _marks(args, argnums, layouts)
+    # For each array argument a tuple of its layout if it is a param, else None. Layouts come in the
+    # order of `argnums`, arrays in that of the arguments.
+    unused = itertools.repeat(None) if layouts is None else iter(layouts)
+    by_argument: dict[int, list[tuple[Layout | None] | None]] = {}
+    for i in argnums:
+        pairs = [(leaf, next(unused)) for leaf in jax.tree.leaves(args[i])]
+        by_argument[i] = [(layout,) if is_half_or_float32(leaf) else None for leaf, layout in pairs]
+    marks = [
+        mark
+        for i, arg in enumerate(args)
+        for mark in by_argument.get(i, [None] * len(partition(arg, numpy=False)[1]))
+    ]
 
     def of_arrays(*both: Any) -> list[Any]:
+        narrow, sources = both[: len(arrays)], both[len(arrays) :]
         values = [
-            Value(wide)
+            Value(source)
             if mark is None
-            else Value(wide if x.dtype == FLOAT32 else x, wide, *mark, Origin.WEIGHT)
-            for x, wide, mark in zip(both[: len(arrays)], both[len(arrays) :], marks, strict=True)
+            else Value(source if x.dtype == FLOAT32 else x, source, *mark, Origin.WEIGHT)
+            for x, source, mark in zip(narrow, sources, marks, strict=True)
         ]
-        return [value.bare() for value in with_float32_gradients(traced.closed, values)]
+        return [value.ungathered() for value in with_float32_gradients(traced.closed, values)]
 
-    def rewritten(*wide: Any) -> Any:
-        _, wides = partition(wide, numpy=False)
-        return combine(traced.returned, traced.axes.run(of_arrays, [*arrays, *wides]))
+    # `arrays` has the params in their given dtypes, with which the value is computed.
+    def rewritten(*args: Any) -> Any:
+        _, sources = partition(args, numpy=False)
+        return combine(traced.returned, traced.axes.run(of_arrays, [*arrays, *sources]))
 
     # Gradients of other params, of 8 bits say, are not summed here.
-    wide = list(args)
+    new_args = list(args)
     for i in argnums:
-        wide[i] = jax.tree.map(lambda x: x.astype(FLOAT32) if is_half(x) else x, args[i])
-    return rewritten, tuple(wide)
-
-
-def _marks(
-    args: Sequence[Any], argnums: Sequence[int], layouts: Sequence[Layout | None] | None
-) -> list[tuple[Layout | None] | None]:
-    """Returns for each array argument a tuple of its layout if it is a param, else None."""
-    left = itertools.repeat(None) if layouts is None else iter(layouts)
-    marks: dict[int, list[tuple[Layout | None] | None]] = {
-        i: [] if i in argnums else [None] * len(partition(arg, numpy=False)[1])
-        for i, arg in enumerate(args)
-    }
-    for i in argnums:
-        pairs = [(leaf, next(left)) for leaf in jax.tree.leaves(args[i])]
-        marks[i] = [(layout,) if is_half_or_float32(leaf) else None for leaf, layout in pairs]
-    return list(itertools.chain(*marks.values()))
+        new_args[i] = jax.tree.map(lambda x: x.astype(FLOAT32) if is_half(x) else x, args[i])
+    return rewritten, tuple(new_args)

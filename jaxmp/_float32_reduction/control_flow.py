@@ -42,7 +42,7 @@ def rule_of(op: Op) -> ProgramRule | None:
     if op.name not in CONTROL_FLOW or op.wiring.turns is None:
         return None
     if op.name in JITS:
-        return jit_rule if compat.is_plain_jit(op.params) else _pinned_jit
+        return jit_rule if compat.is_plain_jit(op.params) else pinned_jit_rule
     if op.name in CHECKPOINTS:
         return checkpoint_rule
     if op.name == "shard_map":
@@ -51,7 +51,7 @@ def rule_of(op: Op) -> ProgramRule | None:
 
 
 # The rewritten versions of each jitted function in a program. A layer that is called many times is
-# traced and compiled once for values of the same traits.
+# traced and compiled once for values of the same traits, which are a part of their tree structure.
 _JITTED: weakref.WeakKeyDictionary[Any, dict[Any, Callable[..., Any]]] = weakref.WeakKeyDictionary()
 
 
@@ -71,14 +71,17 @@ def jit_rule(rules: Rules[Value], op: Op, values: list[Value]) -> list[Value]:
     return results
 
 
-def _pinned_jit(rules: Rules[Value], op: Op, values: list[Value]) -> list[Value]:
-    """Runs the program of a jit with shardings, between equivalent sharding constraints."""
+def pinned_jit_rule(rules: Rules[Value], op: Op, values: list[Value]) -> list[Value]:
+    """Runs the program of a jit with shardings, between equivalent sharding constraints.
+
+    The shardings of the `jit` itself are for its traced arguments; here some come in two arrays.
+    """
     (body,) = compat.bodies_of(op.equation)
     before, after = compat.jit_shardings(op.params)
-    return _pinned(rules.inside(op, body, _pinned(values, before)), after)
+    return _constrain(rules.inside(op, body, _constrain(values, before)), after)
 
 
-def _pinned(values: Sequence[Value], shardings: Sequence[Any]) -> list[Value]:
+def _constrain(values: Sequence[Value], shardings: Sequence[Any]) -> list[Value]:
     return [
         value
         if value.of_params or sharding is None
@@ -95,16 +98,17 @@ def checkpoint_rule(rules: Rules[Value], op: Op, values: list[Value]) -> list[Va
     def function(values: Sequence[Value], _: Any = None) -> list[Value]:
         return rules.inside(op, body, values)
 
-    values = [_gathered_again(value, True) for value in values]
-    if params["differentiated"]:  # the backward pass of a gradient within the function
+    values = [_set_recomputed(value, True) for value in values]
+    # The backward pass of a gradient within the function.
+    if params["differentiated"]:
         results = call_again(op.equation, values, None, function)
     else:
-        again = jax.checkpoint(function, prevent_cse=params["prevent_cse"], policy=params["policy"])
-        results = again(values)
-    return [_gathered_again(value, False) for value in results]
+        remat = jax.checkpoint(function, prevent_cse=params["prevent_cse"], policy=params["policy"])
+        results = remat(values)
+    return [_set_recomputed(value, False) for value in results]
 
 
-def _gathered_again(value: Value, recomputed: bool) -> Value:
+def _set_recomputed(value: Value, recomputed: bool) -> Value:
     if value.layout is None:
         return value
     return value._replace(layout=value.layout._replace(recomputed=recomputed))
@@ -113,48 +117,47 @@ def _gathered_again(value: Value, recomputed: bool) -> Value:
 def scan_rule(rules: Rules[Value], op: Op, values: list[Value]) -> list[Value]:
     (body,), loop = compat.bodies_of(op.equation), op.wiring
     end = loop.carry.stop
-    count, carried = len(loop.carry), values[loop.carry.start : end]
-    stacks = [_whole_along_the_loop(value) for value in values[end:]]
-    kept = _passed_on(read(body), loop, [*values[:end], *stacks])
+    count, initial = len(loop.carry), values[loop.carry.start : end]
+    stacks = [_gather_if_split(value) for value in values[end:]]
+    unchanged = _unchanged_params(read(body), loop, [*values[:end], *stacks])
     traits = _carry_traits(body, values, loop.carry)
 
     def turn(operands: list[Any], _: Any) -> tuple[list[Any], Any]:
         arguments = [value if x is None else x for x, value in zip(operands, values, strict=True)]
         results = rules.inside(op, body, arguments)
-        stacked = _unless(kept[count:], _without_rows, results[count:])
-        return [*_unless(kept[:count], with_traits, results[:count], traits), *stacked], ()
 
-    begun = _unless(kept[:count], Value.whole, carried)
-    begun = _unless(kept[:count], with_traits, begun, traits)
+        # The gradient of a stacked lookup would be stacked in float32, for each token.
+        def without_rows(value: Value) -> Value:
+            return Value(value.operand()) if value.origin is Origin.ROWS else value
+
+        stacked = _map_except(unchanged[count:], without_rows, results[count:])
+        return [*_map_except(unchanged[:count], with_traits, results[:count], traits), *stacked], ()
+
+    initial = _map_except(unchanged[:count], Value.whole, initial)
+    initial = _map_except(unchanged[:count], with_traits, initial, traits)
     slices = [value._replace(layout=unstacked_layout(value.layout)) for value in stacks]
-    results, _ = scan_again(op.equation, [*values[: end - count], *begun, *slices], turn)
+    results, _ = scan_again(op.equation, [*values[: end - count], *initial, *slices], turn)
     stacked = (x and x._replace(layout=stacked_layout(x.layout)) for x in results[count:])
     results = [*results[:count], *stacked]
-    return [x if other is None else other for x, other in zip(results, kept, strict=True)]
+    return [x if param is None else param for x, param in zip(results, unchanged, strict=True)]
 
 
-def _passed_on(body: Program, loop: Wiring, values: Sequence[Value]) -> list[Value | None]:
-    """Returns the params that a loop passes on unchanged, for each result; None for the others.
-
-    They need not be carried, nor stacked again.
-    """
+def _unchanged_params(body: Program, loop: Wiring, values: Sequence[Value]) -> list[Value | None]:
+    """Returns the params that a loop passes on unchanged, for each result; None for the others."""
+    # They need not be carried, nor stacked again, with a gradient for each turn.
     params = {number: i for i, number in enumerate(body.inputs) if values[i].of_params}
     sources = [params.get(atom) if isinstance(atom, int) else None for atom in body.outputs]
     places = [*([i] for i in loop.carry), *[loop.slices] * (len(sources) - len(loop.carry))]
-    each = zip(sources, places, strict=True)
-    return [None if i is None or i not in allowed else values[i] for i, allowed in each]
+    pairs = zip(sources, places, strict=True)
+    return [None if i is None or i not in allowed else values[i] for i, allowed in pairs]
 
 
-def _unless(
-    kept: Sequence[Value | None], function: Callable[..., Value], *values: Iterable[Any]
+def _map_except(
+    unchanged: Sequence[Value | None], function: Callable[..., Value], *values: Iterable[Any]
 ) -> list[Any]:
-    """Maps a function over values; gives None for those that are kept."""
-    each = zip(kept, *values, strict=True)
-    return [function(*arguments) if other is None else None for other, *arguments in each]
-
-
-def _without_rows(value: Value) -> Value:
-    return Value(value.used()) if value.origin is Origin.ROWS else value
+    """Maps a function over values; gives None for those that stay unchanged."""
+    rows = zip(unchanged, *values, strict=True)
+    return [function(*arguments) if param is None else None for param, *arguments in rows]
 
 
 def _carry_traits(body: Any, values: Sequence[Value], carry: range) -> list[Traits]:
@@ -162,25 +165,27 @@ def _carry_traits(body: Any, values: Sequence[Value], carry: range) -> list[Trai
 
     Other floats are activations: also a weight to which each turn adds data.
     """
-    made_from = {Origin.NUMBER: NONE, Origin.WEIGHT: _OF_PARAMS, Origin.REPEATED: _OF_PARAMS}
-    origins = [made_from.get(value.origin, _OF_DATA) for value in values]
-    labels = made_of(body, origins, _labelled, lambda _: True, carry)
-    return list(map(_carried, (values[i] for i in carry), labels))
+    labels_of = {Origin.NUMBER: NONE, Origin.WEIGHT: _OF_PARAMS, Origin.REPEATED: _OF_PARAMS}
+    labels = [labels_of.get(value.origin, _OF_DATA) for value in values]
+
+    def rule(equation: core.JaxprEqn, operands: Sequence[Labels]) -> Labels:
+        return NONE.union(*operands, _OF_DATA if calls_back(equation) else NONE)
+
+    traits = []
+    results = made_of(body, labels, rule, lambda _: True, carry)
+    for i, label in zip(carry, results, strict=False):
+        array, origin = values[i].array, values[i].origin
+        # Newton-Schulz steps in a `fori_loop` make a weight of a weight: its gradient is a sum over
+        # the batch, which would be in 16 bits if the loop made activations.
+        if label == _OF_PARAMS and is_half_or_float32(array):
+            traits.append(Traits(array.dtype == FLOAT32, origin=max(Origin.WEIGHT, origin)))
+        else:
+            other = Origin.ACTIVATION if is_inexact(array) else Origin.DATA
+            traits.append(Traits(exact=False, origin=Origin.NUMBER if label == NONE else other))
+    return traits
 
 
-def _labelled(equation: core.JaxprEqn, operands: Sequence[Labels]) -> Labels:
-    return NONE.union(*operands, _OF_DATA if calls_back(equation) else NONE)
-
-
-def _carried(value: Value, labels: Labels) -> Traits:
-    if labels == NONE:
-        return Traits(exact=False, origin=Origin.NUMBER)
-    if labels == _OF_PARAMS and is_half_or_float32(value.array):
-        return Traits(value.array.dtype == FLOAT32, origin=max(Origin.WEIGHT, value.origin))
-    return Traits(exact=False, origin=Origin.ACTIVATION if is_inexact(value.array) else Origin.DATA)
-
-
-def _whole_along_the_loop(value: Value) -> Value:
+def _gather_if_split(value: Value) -> Value:
     """Returns an operand that a scan slices; gathered first if it is split along that dimension."""
     layout = value.layout
     if layout is None or not layout.axes[0]:
@@ -195,7 +200,7 @@ def _whole_along_the_loop(value: Value) -> Value:
 
 
 def cond_rule(rules: Rules[Value], op: Op, values: list[Value]) -> list[Value]:
-    index = values[0].used()
+    index = values[0].operand()
     # In a shard_map, devices may take different branches: a branch must not sum over devices.
     arguments = [value.varying_as(index) for value in values[1:]]
     bodies = [functools.partial(rules.inside, op, body) for body in compat.bodies_of(op.equation)]
@@ -203,47 +208,32 @@ def cond_rule(rules: Rules[Value], op: Op, values: list[Value]) -> list[Value]:
     arrays = jax.tree.leaves(arguments)
     types = [compat.type_of(x) for x in arrays]
     traits = list(map(common_traits, zip(*(results for _, results in branches), strict=True)))
+    # A number that data chose is data.
     least = Origin.NUMBER if values[0].origin is Origin.NUMBER else Origin.DATA
-    traits = [form._replace(origin=max(form.origin, least)) for form in traits]
-    if not all(_have_traits(results, traits) for _, results in branches):
-        branches = [compat.trace_trees(_in_traits(*each, traits), *arrays) for each in branches]
+    traits = [common._replace(origin=max(common.origin, least)) for common in traits]
+
+    def convert(program: Any, results: list[Value], *arrays: Any) -> list[Value]:
+        own = core.jaxpr_as_fun(program)(*arrays)
+        return list(map(with_traits, jax.tree.unflatten(jax.tree.structure(results), own), traits))
+
+    pairs = [(x.traits, y) for _, xs in branches for x, y in zip(xs, traits, strict=True)]
+    if any(x != y for x, y in pairs if x.of_params or y.of_params):
+        converted = (functools.partial(convert, *branch) for branch in branches)
+        branches = [compat.trace_trees(branch, *arrays) for branch in converted]
     programs = [program for program, _ in branches]
+
+    def vary(program: Any, likes: list[Any], *arrays: Any) -> list[Any]:
+        pairs = zip(core.jaxpr_as_fun(program)(*arrays), likes, strict=True)
+        return [functools.reduce(varying_as, like, x) for x, like in pairs]
+
+    # All branches of a `cond` must vary over the same mesh axes.
     if len({tuple(x.mat.varying for x in program.out_avals) for program in programs}) > 1:
         likes = list(zip(*(program.out_avals for program in programs), strict=True))
-        programs = [compat.trace(_varying_as(program, likes), types) for program in programs]
+        varying = (functools.partial(vary, program, likes) for program in programs)
+        programs = [compat.trace(program, types) for program in varying]
     results = compat.bind(op.equation, [index, *arrays], branches=tuple(programs))
-    each = zip(jax.tree.map(results.__getitem__, branches[0][1]), traits, strict=True)
-    return [value._replace(origin=form.origin) for value, form in each]
-
-
-def _in_traits(
-    program: Any, results: Sequence[Value], traits: Sequence[Traits]
-) -> Callable[..., list[Value]]:
-    """Returns a function that runs a program and converts its results to other traits."""
-    run, structure = core.jaxpr_as_fun(program), jax.tree.structure(results)
-
-    def function(*arrays: Any) -> list[Value]:
-        return list(map(with_traits, jax.tree.unflatten(structure, run(*arrays)), traits))
-
-    return function
-
-
-def _varying_as(program: Any, likes: Sequence[Sequence[Any]]) -> Callable[..., Any]:
-    """Returns a function whose results vary over each mesh axis that any branch varies over."""
-    run = core.jaxpr_as_fun(program)
-
-    def function(*arrays: Any) -> list[Any]:
-        return [
-            functools.reduce(varying_as, like, x)
-            for x, like in zip(run(*arrays), likes, strict=True)
-        ]
-
-    return function
-
-
-def _have_traits(results: Sequence[Value], traits: Sequence[Traits]) -> bool:
-    each = zip((value.traits for value in results), traits, strict=True)
-    return all(x == form for x, form in each if x.of_params or form.of_params)
+    outputs = zip(jax.tree.map(results.__getitem__, branches[0][1]), traits, strict=True)
+    return [value._replace(origin=common.origin) for value, common in outputs]
 
 
 def shard_map_rule(rules: Rules[Value], op: Op, values: list[Value]) -> list[Value]:
@@ -253,8 +243,8 @@ def shard_map_rule(rules: Rules[Value], op: Op, values: list[Value]) -> list[Val
     def local(*values: Value) -> tuple[Value, ...]:
         results = rules.inside(op, body, values)
         return tuple(
-            Value(x.used(), origin=Origin.ACTIVATION)
-            if x.of_params and varying_axes(x.array) != varying_axes(x.wide)
+            Value(x.operand(), origin=Origin.ACTIVATION)
+            if x.of_params and varying_axes(x.array) != varying_axes(x.source)
             else x
             for x in results
         )

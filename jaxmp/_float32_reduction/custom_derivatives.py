@@ -17,7 +17,7 @@ from jax import lax
 from jax.extend import core
 
 from jaxmp._float32_reduction.values import FLOAT32, Origin, Value
-from jaxmp._float32_reduction.weights import meet_data, met
+from jaxmp._float32_reduction.weights import have_data, mixed_results
 from jaxmp._numerics.dtypes import is_half, is_half_or_float32
 from jaxmp._primitives.varying import varying_as
 from jaxmp._program import compat
@@ -29,56 +29,56 @@ from jaxmp._program.op_classes import AFTER_PRODUCTS, CONTRACTIONS, CONTROL_FLOW
 from jaxmp._program.program import Op, Program, read
 
 
-def summed_in_float32(
-    program: core.ClosedJaxpr, arguments: Sequence[Any], wanted: Sequence[bool]
+def sum_in_float32(
+    program: core.ClosedJaxpr, arguments: Sequence[Any], in_float32: Sequence[bool]
 ) -> list[Any]:
-    """Runs a program. Wanted 16-bit results are float32, and so are the sums that make them."""
-    demands = Demands(_needed, shared_programs(_programs), decisions=False)
+    """Runs a program. These of its results are float32, and so are the sums that make them."""
+
+    def programs(equation: core.JaxprEqn) -> list[Any]:
+        return compat.bodies_of(equation) if equation.primitive.name in CONTROL_FLOW else []
+
+    demands = Demands(_float32_operands, shared_programs(programs), decisions=False)
     backward = read(program)
-    return evaluate(backward, arguments, _Summed(demands, backward, wanted))
+    return evaluate(backward, arguments, _Float32Sums(demands, backward, in_float32))
 
 
-def _programs(equation: core.JaxprEqn) -> list[Any]:
-    return compat.bodies_of(equation) if equation.primitive.name in CONTROL_FLOW else []
-
-
-def _needed(op: Op, wanted: Sequence[bool]) -> list[bool]:
+def _float32_operands(op: Op, in_float32: Sequence[bool]) -> list[bool]:
     """Returns which operands of an operation are read in float32 for these results."""
-    needed = [any(wanted) and is_half_or_float32(aval) for aval in op.in_avals]
+    candidates = [any(in_float32) and is_half_or_float32(aval) for aval in op.in_avals]
     if op.name in AFTER_PRODUCTS:
-        return needed
-    return [is_read and i == 0 and op.name in IDENTITIES for i, is_read in enumerate(needed)]
+        return candidates
+    return [is_read and i == 0 and op.name in IDENTITIES for i, is_read in enumerate(candidates)]
 
 
-class _Summed(Rules[Any]):
-    """Runs a backward pass; what its wanted results ask for is computed in float32."""
+class _Float32Sums(Rules[Any]):
+    """Runs a backward pass; some of its results, and the sums on the way to them, in float32."""
 
-    def __init__(self, demands: Demands, program: Program, wanted: Sequence[bool]) -> None:
-        self.demands, self.wanted = demands, wanted
-        self.wide = demands.values(program, wanted)
+    def __init__(self, demands: Demands, program: Program, in_float32: Sequence[bool]) -> None:
+        self.demands, self.in_float32 = demands, in_float32
+        self.float32_values = demands.values(program, in_float32)
 
-    def asked(self, op: Op) -> list[bool]:
-        return [number in self.wide for number in op.outputs]
+    def float32_results(self, op: Op) -> list[bool]:
+        return [number in self.float32_values for number in op.outputs]
 
     def operands(self, op: Op, cells: Cells[Any]) -> list[Any]:
-        needed, _ = self.demands.through(op, self.asked(op))
-        return list(map(_as_needed, super().operands(op, cells), op.in_avals, needed))
+        in_float32, _ = self.demands.through(op, self.float32_results(op))
+        return list(map(_cast_between, super().operands(op, cells), op.in_avals, in_float32))
 
     def results(self, program: Program, cells: Cells[Any]) -> list[Any]:
         avals = [
             x.aval if isinstance(x, core.Literal) else program.avals[x] for x in program.outputs
         ]
-        return list(map(_as_needed, super().results(program, cells), avals, self.wanted))
+        return list(map(_cast_between, super().results(program, cells), avals, self.in_float32))
 
     def operation(self, op: Op, operands: list[Any]) -> list[Any]:
-        asked, params = self.asked(op), op.params
-        if not any(asked):
+        in_float32, params = self.float32_results(op), op.params
+        if not any(in_float32):
             return compat.bind(op.equation, operands)
         if op.name in CONTROL_FLOW:
-            _, inside = self.demands.through(op, asked)
-            rules = [_Summed(self.demands, *each) for each in inside]
-            bodies = zip(rules, compat.bodies_of(op.equation), strict=True)
-            makers = [functools.partial(each.traced, op, body) for each, body in bodies]
+            _, demands = self.demands.through(op, in_float32)
+            rules = [_Float32Sums(self.demands, *demand) for demand in demands]
+            pairs = zip(rules, compat.bodies_of(op.equation), strict=True)
+            makers = [functools.partial(rule.traced, op, body) for rule, body in pairs]
             return rebind(op.equation, operands, makers)
         if op.name == "convert_element_type" and is_half_or_float32(operands[0]):
             return operands
@@ -91,8 +91,8 @@ class _Summed(Rules[Any]):
         return compat.bind(op.equation, operands)
 
 
-def _as_needed(value: Any, aval: Any, in_float32: bool) -> Any:
-    """Returns a value in float32 if it is needed so, and in the 16 bits of its type else."""
+def _cast_between(value: Any, aval: Any, in_float32: bool) -> Any:
+    """Returns a value in float32, or else in the 16 bits that its type had."""
     if not is_half(value if in_float32 else aval):
         return value
     dtype = FLOAT32 if in_float32 else aval.dtype
@@ -100,41 +100,47 @@ def _as_needed(value: Any, aval: Any, in_float32: bool) -> Any:
 
 
 def own_derivative_rule(rules: Rules[Value], op: Op, values: list[Value]) -> list[Value] | None:
-    """Runs the function and its forward pass as they are, and its derivative with float32 sums.
-
-    The derivative of a `jax.custom_jvp` is linear in the tangents. So it is its own derivative, and
-    that one has float32 sums where tangents of params come in as params do.
-    """
-    if not meet_data(values):
+    """Runs the function and its forward pass as they are, and its derivative with float32 sums."""
+    if not have_data(values):
         return None
+    # The function takes arrays as it was traced, so that the loss keeps its bits.
     values = [value.whole() for value in values]
     of_params = [value.of_params for value in values]  # derivatives may not hold arrays
     arrays, structure = jax.tree.flatten(values)
     count = len(arrays)
 
-    def used(arrays: Sequence[Any]) -> list[Any]:
-        return [value.used() for value in jax.tree.unflatten(structure, arrays)]
+    def operands_of(arrays: Sequence[Any]) -> list[Any]:
+        return [value.operand() for value in jax.tree.unflatten(structure, arrays)]
 
     def primal(arrays: Sequence[Any]) -> list[Any]:
-        return compat.bind(op.equation, used(arrays))
+        return compat.bind(op.equation, operands_of(arrays))
 
     def derivative(program: Any, by: Sequence[int], arguments: list[Any]) -> list[Any]:
         primals, tangents = arguments[:count], arguments[count:]
         operands = jax.tree.unflatten(structure, primals)
 
         def along(*tangents: Any) -> list[Any]:
-            moved = [_tangent(operands[i], x) for i, x in zip(by, tangents, strict=True)]
-            results = rules.inside(op, program, [*operands, *moved])
-            return [value.used() for value in results[len(op.outputs) :]]
+            directions = []
+            for i, x in zip(by, tangents, strict=True):
+                value = operands[i]
+                narrow = value.of_params and not value.exact
+                array = lax.convert_element_type(x, value.array.dtype) if narrow else x
+                source = x if value.of_params else None
+                origin = Origin.WEIGHT if value.of_params else Origin.ACTIVATION
+                directions.append(Value(array, source, origin=origin))
+            results = rules.inside(op, program, [*operands, *directions])
+            return [value.operand() for value in results[len(op.outputs) :]]
 
-        nowhere = [varying_as(jnp.zeros_like(x), x) for x in tangents]
-        return [*call(primals), *jax.jvp(along, nowhere, tangents)[1]]
+        # A derivative is linear in the tangents, and so its own derivative. Differentiated once
+        # more, with tangents that come in as params do, its products get float32 transposes.
+        zeros = [varying_as(jnp.zeros_like(x), x) for x in tangents]
+        return [*call(primals), *jax.jvp(along, zeros, tangents)[1]]
 
-    def ahead(program: core.ClosedJaxpr, arrays: list[Any]) -> tuple[list[Any], Run]:
-        return core.jaxpr_as_fun(program)(*used(arrays)), behind
+    def forward(program: core.ClosedJaxpr, arrays: list[Any]) -> tuple[list[Any], Run]:
+        return core.jaxpr_as_fun(program)(*operands_of(arrays)), backward
 
-    def behind(program: Any, by: Sequence[int], arguments: list[Any]) -> list[Any]:
-        return summed_in_float32(program, arguments, [of_params[i] for i in by])
+    def backward(program: Any, by: Sequence[int], arguments: list[Any]) -> list[Any]:
+        return sum_in_float32(program, arguments, [of_params[i] for i in by])
 
     # The gradient of a param is for the last of its arrays.
     ends = itertools.accumulate(len(jax.tree.leaves(value)) for value in values)
@@ -142,14 +148,5 @@ def own_derivative_rule(rules: Rules[Value], op: Op, values: list[Value]) -> lis
     if op.name == "custom_jvp_call":
         call = with_derivative(op.equation, primal, derivative, places)
     else:
-        call = with_passes(op.equation, primal, ahead, places)
-    return met(call(arrays), values)
-
-
-def _tangent(value: Value, tangent: Any) -> Value:
-    if not value.of_params:
-        return Value(tangent, origin=Origin.ACTIVATION)
-    if value.exact:
-        return Value(tangent, tangent, origin=Origin.WEIGHT)
-    narrow = lax.convert_element_type(tangent, value.array.dtype)
-    return Value(narrow, tangent, origin=Origin.WEIGHT)
+        call = with_passes(op.equation, primal, forward, places)
+    return mixed_results(call(arrays), values)

@@ -22,10 +22,10 @@ from jaxmp._float32_reduction.values import (
     like_param,
 )
 from jaxmp._float32_reduction.weights import (
-    adjusts,
     aval_of,
     common_layout,
     is_arrangement,
+    lays_data_over,
     of_params_only,
     origin_of,
     without_data,
@@ -35,7 +35,6 @@ from jaxmp._float32_reduction.weights import (
 from jaxmp._mesh.layout import layout_after
 from jaxmp._numerics.dtypes import is_half, is_half_or_float32, is_inexact
 from jaxmp._primitives.float32_sums import gather, gathers
-from jaxmp._primitives.gathering import Gather
 from jaxmp._primitives.mixed_product import detach, product, with_derivatives
 from jaxmp._primitives.operands import ProductOperand, operands_of
 from jaxmp._primitives.varying import varying_alike, varying_axes
@@ -53,7 +52,7 @@ from jaxmp._program.op_classes import (
     SCALES,
     OpClass,
 )
-from jaxmp._program.program import Op, Program, read
+from jaxmp._program.program import Op, Program, numbers, read
 
 Rule = Callable[[core.JaxprEqn, list[Value]], list[Value] | None]
 
@@ -64,12 +63,13 @@ _ARITHMETIC = _ELEMENTWISE | {OpClass.SUM}
 
 def with_float32_gradients(closed: core.ClosedJaxpr, arguments: Sequence[Value]) -> list[Value]:
     """Runs a program; the results that are made of params are marked as such."""
-    return evaluate(read(closed), arguments, _WithFloat32Gradients())
+    return evaluate(read(closed), arguments, _Rules())
 
 
-class _WithFloat32Gradients(Rules[Value]):
+class _Rules(Rules[Value]):
     """Computes what was traced; values that are made of params have a float32 array too."""
 
+    # NumPy arrays are a part of the program, or `w * np.tril(...)` would be an activation.
     def constant(self, value: Any) -> Value:
         return _number(value) if isinstance(value, np.ndarray) else Value(value)
 
@@ -78,14 +78,19 @@ class _WithFloat32Gradients(Rules[Value]):
 
     def operands(self, op: Op, cells: Cells[Value]) -> list[Value]:
         if op.name in MULTIPLIES:
-            cells |= {x: _gathered_once(cells[x]) for x in op.inputs if isinstance(x, int)}
+            # Under a checkpoint a param is gathered once for all uses. Elsewhere each product
+            # gathers it, so that it is freed in between.
+            for number in numbers(op.inputs):
+                value = cells[number]
+                if value.layout is not None and value.layout.recomputed and is_half(value.array):
+                    cells[number] = value.for_products()
         return super().operands(op, cells)
 
     def results(self, program: Program, cells: Cells[Value]) -> list[Value]:
         return [
             _number(compat.number(atom))  # an array
             if isinstance(atom, core.Literal)
-            else _outside_of_products(cells[atom])
+            else _finish_gather(cells[atom])
             for atom in program.outputs
         ]
 
@@ -94,17 +99,17 @@ class _WithFloat32Gradients(Rules[Value]):
         if jax.sharding.get_abstract_mesh().manual_axes:
             values = _varying_as_traced(equation, values)
         if name not in MULTIPLIES:
-            values = list(map(_outside_of_products, values))
+            values = list(map(_finish_gather, values))
         program_rule = rule_of(op)
-        entered = name == "pvary" or (program_rule is not None and gathers(equation))
-        if not any(value.of_params for value in values) and not entered:
+        needs_rule = name == "pvary" or (program_rule is not None and gathers(equation))
+        if not any(value.of_params for value in values) and not needs_rule:
             bind = gather if name == "gather" else compat.bind
             arrays = bind(equation, _arrays_of(values))
             return [without_params(x, equation, values) for x in arrays]
         alone = of_params_only(values)
-        like_params = alone or adjusts(equation, values)
+        like_params = alone or lays_data_over(equation, values)
         if alone and is_arrangement(equation):
-            # Put together where they lie, parts of params would move from device to device.
+            # Without a gather, parts of params would move from device to device.
             values = [value.in_place() for value in values]
         elif not alone and like_params and name not in SCALES:
             # An added value may be an activation, which is not laid out as the params are. A factor
@@ -120,12 +125,12 @@ class _WithFloat32Gradients(Rules[Value]):
         else:
             results = rule(equation, values) if rule else None
         if results is None:
-            values = list(map(_outside_of_products, values))
-            results = (_made_of_params if like_params else _used)(equation, values)
+            values = list(map(_finish_gather, values))
+            results = (_run_on_params if like_params else _run_on_activations)(equation, values)
         return results
 
 
-def _outside_of_products(value: Value) -> Value:
+def _finish_gather(value: Value) -> Value:
     return value.in_place() if value.is_gathered else value
 
 
@@ -135,12 +140,6 @@ def _number(x: Any) -> Value:
 
 def _activation(x: Any) -> Value:
     return Value(x, origin=Origin.ACTIVATION)
-
-
-def _gathered_once(value: Value) -> Value:
-    """Gathers an operand of a product once for all uses, unless it must be freed in between."""
-    once = value.layout is not None and value.layout.recomputed and is_half(value.array)
-    return value.for_products() if once else value
 
 
 def _varying_as_traced(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
@@ -165,7 +164,7 @@ def _floats(values: Sequence[Value]) -> list[Any]:
     return [value.array for value in values if is_inexact(value.array)]
 
 
-def _used(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
+def _run_on_activations(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
     """Runs an operation in which params meet activations."""
     name = equation.primitive.name
     shape: Any = getattr(aval_of(equation), "shape", None)
@@ -173,28 +172,28 @@ def _used(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
     if not (spreads and any(v.of_params and v.array.shape != shape for v in values)):
         # A program inside takes operands as it was traced, and makes them vary itself.
         others = [] if compat.sub_jaxprs(equation) else _floats(values)
-        results = compat.bind(equation, [value.used(others) for value in values])
+        results = compat.bind(equation, [value.operand(others) for value in values])
         return list(map(_activation, results))
 
     # A bias may have dimensions of size 1: its gradient is a sum over them.
     def spread(values: list[Value]) -> list[Any]:
-        inside = [value.in_place() for value in values]
-        others = _floats(inside)
-        return compat.bind(equation, [v.spread(shape).used(others) for v in inside])
+        values = [value.in_place() for value in values]
+        others = _floats(values)
+        return compat.bind(equation, [v.broadcast(shape).operand(others) for v in values])
 
     # A product keeps its operands for its derivative: the scale, and not its broadcast copy.
     run = spread if name in ADDS else jax.checkpoint(spread, prevent_cse=False)
     return list(map(_activation, run(values)))
 
 
-def _made_of_params(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
+def _run_on_params(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
     """Runs an operation on params alone; its results are like params."""
     origin, layout = origin_of(equation, values), common_layout(equation, values)
     return [
         like_param(x, origin, layout)
         if is_half_or_float32(x) and not compat.is_ref(x)
         else without_gradient(x, values)
-        for x in compat.bind(equation, [value.bare() for value in values])
+        for x in compat.bind(equation, [value.ungathered() for value in values])
     ]
 
 
@@ -209,20 +208,24 @@ def _convert(equation: core.JaxprEqn, values: list[Value]) -> list[Value] | None
 
 def _move(equation: core.JaxprEqn, values: list[Value]) -> list[Value] | None:
     name, value = equation.primitive.name, values[0]
-    if not value.of_params or any(other.of_params for other in values[1:]):
+    if not value.of_params or any(x.of_params for x in values[1:]):
         return None
+    # A transpose moves the split dimension along; a reshape may not, and then gathers.
     layout = layout_after(value.layout, equation)
     if layout is None and value.layout is not None:
         value = value.in_place()
-    rest = _arrays_of(values[1:])
-    arrays = compat.bind(equation, [value.array, *rest])
-    wides = arrays if value.exact else compat.bind(equation, [value.wide, *rest])
+    others = _arrays_of(values[1:])
+    arrays = compat.bind(equation, [value.array, *others])
+    sources = arrays if value.exact else compat.bind(equation, [value.source, *others])
     origin = value.origin
+    # `x + b[None]`: a bias at the shape of activations is no weight, or all activations after it
+    # would be weights.
     if name in REPEATS and arrays[0].size > value.array.size:
         origin = max(origin, Origin.REPEATED)
-    if name == "gather" and any(other.origin is not Origin.NUMBER for other in values[1:]):
+    # As a weight, the gradient of a table would be stored in float32 for each token.
+    if name == "gather" and any(x.origin is not Origin.NUMBER for x in values[1:]):
         origin = Origin.ROWS
-    return [Value(x, wide, layout, origin) for x, wide in zip(arrays, wides, strict=True)]
+    return [Value(x, source, layout, origin) for x, source in zip(arrays, sources, strict=True)]
 
 
 def _arithmetic(equation: core.JaxprEqn, values: list[Value]) -> list[Value] | None:
@@ -233,46 +236,44 @@ def _arithmetic(equation: core.JaxprEqn, values: list[Value]) -> list[Value] | N
     if equation.params.get("out_dtype") is not None:
         return None
     arrays = compat.bind(equation, _arrays_of(values))
-    if not all(map(is_half, arrays)):
-        return (
-            None if any(map(is_inexact, arrays)) else [without_gradient(x, values) for x in arrays]
-        )
-    wides = compat.bind(equation, [value.in_float32() for value in values])
+    if any(map(is_inexact, arrays)) and not all(map(is_half, arrays)):
+        return None
+    if not all(map(is_half, arrays)):  # comparisons
+        return [without_gradient(x, values) for x in arrays]
+    sources = compat.bind(equation, [value.in_float32() for value in values])
     origin, layout = origin_of(equation, values), common_layout(equation, values)
-    return [Value(x, wide, layout, origin) for x, wide in zip(arrays, wides, strict=True)]
+    return [Value(x, source, layout, origin) for x, source in zip(arrays, sources, strict=True)]
 
 
 def _contraction(equation: core.JaxprEqn, values: list[Value]) -> list[Value] | None:
     dtypes = {x.dtype for x in _arrays_of(values[:2])}
     dtype = aval_of(equation).dtype
-    if len(dtypes) != 1 or not _is_ours(values[:2]) or dtype not in (FLOAT32, *dtypes):
+    if len(dtypes) != 1 or dtype not in (FLOAT32, *dtypes):
+        return None
+    # A float32 product has float32 gradients by itself. It is run here only to gather its params,
+    # so that the backward pass gathers them again and does not store them whole.
+    layouts = [value.layout for value in values[:2] if value.layout is not None]
+    gathers_float32 = FLOAT32 in dtypes and any(x.dtype in (None, FLOAT32) for x in layouts)
+    if not gathers_float32 and not is_half(values[0].array):
         return None
     params = {**equation.params, "preferred_element_type": dtype}
-    each = (value.product_operand() for value in values[:2])
-    operands, sources, gathers = zip(*each, strict=True)
+    triples = (value.product_operand() for value in values[:2])
+    operands, sources, gathers = zip(*triples, strict=True)
     arrays = [*operands, *_arrays_of(values[2:])]
     result = product(equation.primitive, params, arrays, sources, gathers)
     return [like_param(result) if without_data(values) else _activation(result)]
 
 
-def _is_ours(operands: Sequence[Value]) -> bool:
-    """Whether a product needs other gradients or residuals than JAX gives it."""
-    if is_half(operands[0].array):
-        return True
-    layouts = [value.layout for value in operands if value.layout is not None]
-    return operands[0].array.dtype == FLOAT32 and any(x.dtype in (None, FLOAT32) for x in layouts)
-
-
-def _held(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
+def _hold(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
     """Holds an operand of a product; another equation supplies its gradient."""
     (value,) = values
     return [Value(*compat.bind(equation, [value.in_place().array]))]
 
 
 def _float8_encode(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
-    """Rounds a param to float8 where it lies, so that its codes are gathered."""
-    codes, *rest = compat.bind(equation, _arrays_of(values))
-    return [values[0]._replace(array=codes), *(without_gradient(x, values) for x in rest)]
+    """Rounds a param to float8 before its gather, so that codes travel."""
+    codes, *scales = compat.bind(equation, _arrays_of(values))
+    return [values[0]._replace(array=codes), *(without_gradient(x, values) for x in scales)]
 
 
 def _float32_gradient(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
@@ -280,35 +281,31 @@ def _float32_gradient(equation: core.JaxprEqn, values: list[Value]) -> list[Valu
 
     An operand that was computed from params gets its source here; autocast knows of none.
     """
-    form, kept = equation.params["form"], equation.params["kept"]
-    of_product, others = operands_of(values[1:], kept)
+    form = equation.params["form"]
+    traced_operands, others = operands_of(values[1:], equation.params["kept"])
     operands, gathers = [], []
-    for each in of_product:
-        operand, source, gather = each.value.product_operand()
-        if each.source is not None:
-            source = _source_of(each.source, gather)
-        operands.append(ProductOperand(operand, each.scale and each.scale.array, source))
+    for traced in traced_operands:
+        array, source, gather = traced.value.product_operand()
+        if traced.source is not None:
+            value = traced.source
+            # The product gathers its operand, and scatters the gradient to this source.
+            value = value if gather or not value.of_params else value.in_place()
+            source = value.source if value.of_params else value.array
+        operands.append(ProductOperand(array, traced.scale and traced.scale.array, source))
         gathers.append(gather)
     form = form.gathering(tuple(gathers)) if any(gathers) else form
-    result = with_derivatives(values[0].used(), form, operands, _arrays_of(others))
+    result = with_derivatives(values[0].operand(), form, operands, _arrays_of(others))
     return [like_param(result) if without_data(values[1:]) else _activation(result)]
-
-
-def _source_of(value: Value, gather: Gather | None) -> Any:
-    """Returns the source of an operand; gathered, unless the product gathers it."""
-    if not value.of_params:
-        return value.array
-    return value.wide if gather else value.in_place().wide
 
 
 def _pass_on(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
     """Runs an operation that returns its operands; gradients go past it."""
     pairs = zip(values, compat.bind(equation, _arrays_of(values)), strict=True)
-    return [value._replace(array=x, wide=x if value.exact else value.wide) for value, x in pairs]
+    return [v._replace(array=x, source=x if v.exact else v.source) for v, x in pairs]
 
 
 def _constraint(equation: core.JaxprEqn, values: list[Value]) -> list[Value] | None:
-    """Places a value; its gradient lies as its param does, and is not gathered for this."""
+    """Constrains the sharding of a value; its gradient keeps that of the param."""
     (value,) = values
     return _pass_on(equation, [value.whole()]) if value.of_params else None
 
@@ -321,15 +318,15 @@ def _vary(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
     if not axes:
         return [value]
     (array,) = compat.bind(equation, [value.array], axes=axes)
-    wide = value.wide
+    source = value.source
     if value.of_params:
-        wide = array if value.exact else compat.bind(equation, [value.wide], axes=axes)[0]
-    return [value._replace(array=array, wide=wide)]
+        source = array if value.exact else compat.bind(equation, [value.source], axes=axes)[0]
+    return [value._replace(array=array, source=source)]
 
 
 RULES: dict[str, Rule] = {
     "convert_element_type": _convert,
-    "held": _held,
+    "held": _hold,
     "float8_encode": _float8_encode,
     "float32_gradient": _float32_gradient,
     "name": _pass_on,

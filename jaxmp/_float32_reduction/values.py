@@ -51,13 +51,13 @@ class Value(NamedTuple):
 
     Attributes:
       array: the array, as the program computes it.
-      wide: the array that its gradient goes to; None for values that are not made of params.
+      source: the array that its gradient goes to; None for values that are not made of params.
       layout: its layout on the devices, if it is gathered where it is used.
-      origin: what it is made of.
+      origin: whether params, data or numbers make it.
     """
 
     array: Any
-    wide: Any = None
+    source: Any = None
     layout: Layout | None = None
     origin: Origin = Origin.DATA
 
@@ -68,7 +68,7 @@ class Value(NamedTuple):
     @property
     def exact(self) -> bool:
         """Whether the gradient is for the array itself."""
-        return self.array is self.wide
+        return self.array is self.source
 
     @property
     def traits(self) -> Traits:
@@ -79,28 +79,26 @@ class Value(NamedTuple):
         """Whether the array is gathered for products, and the gradient is not yet scattered."""
         return self.layout is not None and self.layout.gathered
 
-    def used(self, others: Sequence[Any] = ()) -> Any:
-        """Returns the array for an operation on activations: gathered, with a float32 gradient.
-
-        In a `shard_map` the array is made to vary over the devices as the other arrays do before it
-        is narrowed. So the sum over devices that this adds to its gradient is in float32.
-        """
+    def operand(self, others: Sequence[Any] = ()) -> Any:
+        """Returns the array for an operation on activations: gathered, with a float32 gradient."""
         if not self.of_params:
             return self.array
         value = self.in_place()
-        array, wide, *_ = varying_alike([value.array, value.wide, *others])
-        return array if value.exact else gradient_of(array, wide)
+        # In a `shard_map`, the transpose of this is a sum over devices. It stands before the cast
+        # to 16 bits, so that the sum is in float32.
+        array, source, *_ = varying_alike([value.array, value.source, *others])
+        return array if value.exact else gradient_of(array, source)
 
-    def bare(self) -> Any:
+    def ungathered(self) -> Any:
         """Returns the array without a gather, with a float32 gradient."""
         return self.array if not self.of_params or self.exact else gradient_of(*self[:2])
 
     def in_float32(self) -> Any:
-        """Returns the computed array in float32, for its derivative; the wide array may differ."""
+        """Returns the computed array in float32, for its derivative; the source may differ."""
         if not is_inexact(self.array):
             return self.array
         x = lax.convert_element_type(self.array, FLOAT32)
-        return gradient_of(x, self.wide) if self.of_params else x
+        return gradient_of(x, self.source) if self.of_params else x
 
     def low(self) -> Any:
         """Returns the array in the dtype in which it is gathered."""
@@ -112,10 +110,10 @@ class Value(NamedTuple):
     def product_operand(self) -> tuple[Any, Any, Gather | None]:
         """Returns the array for a product, the source of its gradient, and its gather."""
         if self.layout is None:
-            return self.array, self.wide, None
+            return self.array, self.source, None
         value = self.for_products() if self.layout.recomputed else self
         gather = Gather(*self.layout.ends, here=not value.is_gathered)
-        return value.array, value.wide, gather
+        return value.array, value.source, gather
 
     def for_products(self) -> "Value":
         """Returns the value with its array gathered; each product scatters its gradient."""
@@ -126,95 +124,91 @@ class Value(NamedTuple):
         return self._replace(array=whole, layout=self.layout._replace(gathered=True))
 
     def in_place(self) -> "Value":
-        """Returns the gathered value.
-
-        Its gradient is summed whole, then scattered over the devices. If it were only scattered,
-        the partitioner would split the operation that computes it.
-        """
+        """Returns the gathered value; its gradient is summed whole, then scattered."""
         if self.layout is None:
             return self
-        wide = gathered(self.wide, Gather(*self.layout.ends))
-        return self.for_products()._replace(wide=wide, layout=None)
+        # Of a gradient that is only scattered, the partitioner splits the operation that makes it.
+        source = gathered(self.source, Gather(*self.layout.ends))
+        return self.for_products()._replace(source=source, layout=None)
 
     def whole(self) -> "Value":
-        """Returns the gathered value for another program.
-
-        Its wide array begins as a copy, so that it need not be gathered as well.
-        """
+        """Returns the gathered value for another program."""
         if self.layout is None:
             return self
         value = self.in_place()
-        return value._replace(wide=value.in_float32())
+        # The source begins as a copy, so that it need not be gathered as well: 4 bytes for 2.
+        return value._replace(source=value.in_float32())
 
     def varying_as(self, like: Any) -> "Value":
         """Makes a param in a `shard_map` vary over the mesh axes over which an array varies."""
         if not self.of_params:
             return self
         array = varying_as(self.array, like)
-        wide = array if self.exact else varying_as(self.wide, like)
-        return self._replace(array=array, wide=wide)
+        source = array if self.exact else varying_as(self.source, like)
+        return self._replace(array=array, source=source)
 
-    def spread(self, shape: tuple[int, ...]) -> "Value":
+    def broadcast(self, shape: tuple[int, ...]) -> "Value":
         """Broadcasts a param to this shape; returns other values unchanged."""
         if not self.of_params or self.array.shape == shape:
             return self
         dims = tuple(range(len(shape) - self.array.ndim, len(shape)))
         array = lax.broadcast_in_dim(self.array, shape, dims)
-        wide = array if self.exact else lax.broadcast_in_dim(self.wide, shape, dims)
-        return Value(array, wide, None, max(self.origin, Origin.REPEATED))
+        source = array if self.exact else lax.broadcast_in_dim(self.source, shape, dims)
+        return Value(array, source, None, max(self.origin, Origin.REPEATED))
 
 
-def _flatten(value: Value) -> tuple[tuple[Any, ...], Traits]:
-    both = value.of_params and not value.exact
-    return (value.array, value.wide) if both else (value.array,), value.traits
-
-
-def _unflatten(traits: Traits, arrays: Sequence[Any]) -> Value:
-    return Value(arrays[0], arrays[-1] if traits.of_params else None, *traits[1:])
-
-
-jax.tree_util.register_pytree_node(Value, _flatten, _unflatten)
+# An exact value is one leaf, not the same array twice: loops would carry both.
+jax.tree_util.register_pytree_node(
+    Value,
+    lambda value: (value[:2] if value.of_params and not value.exact else value[:1], value.traits),
+    lambda traits, arrays: Value(arrays[0], arrays[-1] if traits.of_params else None, *traits[1:]),
+)
 
 
 def like_param(x: Any, origin: Origin = Origin.WEIGHT, layout: Layout | None = None) -> Value:
-    """Wraps a value made of params; a 16-bit gradient is summed first, then rounded."""
-    pair = (detach(x), widened(x)) if is_half(x) else (x, x)
+    """Wraps a value made of params; a 16-bit gradient is summed first, then rounded.
+
+    It is rounded because the value was computed in 16 bits, and its derivative needs that dtype.
+    """
+    pair = (detach(x), float32_source(x)) if is_half(x) else (x, x)
     return Value(*pair, layout, origin)
 
 
-def common_traits(forms: Sequence[Traits]) -> Traits:
+def common_traits(alternatives: Sequence[Traits]) -> Traits:
     """Returns the traits of a value with one of several sets of traits."""
-    params = [form for form in forms if form.of_params]
-    other = max((form.origin for form in forms if not form.of_params), default=Origin.NUMBER)
+    params = [traits for traits in alternatives if traits.of_params]
+    others = (traits.origin for traits in alternatives if not traits.of_params)
+    other = max(others, default=Origin.NUMBER)
     if other is Origin.ACTIVATION or not params:
         return Traits(exact=False, origin=other)
-    layouts = {form.layout for form in forms}
+    layouts = {traits.layout for traits in alternatives}
     layout = layouts.pop() if len(layouts) == 1 else None
-    origins = [form.origin for form in params]
+    # Data in one branch, and a weight in another: as a weight to which data was added.
+    origins = [traits.origin for traits in params]
     return Traits(
         # A value that is gathered to match comes in two arrays.
-        exact=all(form.exact and form.layout == layout for form in forms),
+        exact=all(traits.exact and traits.layout == layout for traits in alternatives),
         layout=layout,
         origin=max([*origins, Origin.ADDED] if other is Origin.DATA else origins),
     )
 
 
-def with_traits(value: Value, form: Traits) -> Value:
+def with_traits(value: Value, traits: Traits) -> Value:
     """Converts a value to the traits that it shares with others."""
-    if not form.of_params:
-        return Value(value.used(), origin=form.origin)
+    if not traits.of_params:
+        return Value(value.operand(), origin=traits.origin)
+    # Numbers or data, where another branch or turn has a weight.
     value = value if value.of_params else like_param(value.array)
-    value = value if value.layout == form.layout else value.in_place()
-    if value.exact and not form.exact:
-        value = value._replace(array=detach(value.array), wide=widened(value.wide))
-    if form.exact and not value.exact:
-        x = value.bare()
-        value = value._replace(array=x, wide=x)
-    return value._replace(origin=form.origin)
+    value = value if value.layout == traits.layout else value.in_place()
+    if value.exact and not traits.exact:
+        value = value._replace(array=detach(value.array), source=float32_source(value.source))
+    if traits.exact and not value.exact:
+        x = value.ungathered()
+        value = value._replace(array=x, source=x)
+    return value._replace(origin=traits.origin)
 
 
-def widened(x: Any) -> Any:
-    """Casts a float of fewer bits to float32, to carry its gradient."""
+def float32_source(x: Any) -> Any:
     return lax.convert_element_type(x, FLOAT32) if is_short(x.dtype) else x
 
 

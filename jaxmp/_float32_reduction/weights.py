@@ -48,45 +48,45 @@ def is_alone(value: Value) -> bool:
     return value.origin in (Origin.NUMBER, Origin.WEIGHT, Origin.REPEATED)
 
 
-def meet_data(values: Sequence[Value]) -> bool:
+def have_data(values: Sequence[Value]) -> bool:
     """Whether there is data among the operands: integers too, and rows that data chose."""
     return any(value.origin in _OF_DATA for value in values)
 
 
 def without_data(operands: Sequence[Value]) -> bool:
-    """Whether a product of these operands is like a param.
-
-    It is not if data was laid over an operand, which may be the activations of one example.
-    """
+    """Whether a product of these operands is like a param."""
+    # An operand with data laid over it may be the activations of one example.
     return of_params_only(operands) and not any(value.origin in _LAID_OVER for value in operands)
 
 
-def adjusts(equation: core.JaxprEqn, values: Sequence[Value]) -> bool:
+def lays_data_over(equation: core.JaxprEqn, values: Sequence[Value]) -> bool:
     """Whether an equation lays data over a param that stays a param: nothing is summed yet.
 
     Examples: a pruned weight, a weight divided by its spectral norm, a frozen weight plus a trained
-    difference, a weight with some frozen rows. But a param to which data was added before, and
-    which now meets activations of its shape, is a stream of activations.
+    difference, a weight with some frozen rows.
     """
     shape = getattr(aval_of(equation), "shape", None)
     own = [value for value in values if value.origin in (Origin.WEIGHT, *_LAID_OVER)]
     activations = [value.array for value in values if value.origin is Origin.ACTIVATION]
     streams = [np.shape(x) for x in activations if is_inexact(x)]
     if is_arrangement(equation):
+        # A single number, such as a padding value, makes no weight of what it is written into.
         return not streams and any(np.size(value.array) > 1 for value in own)
     if equation.primitive.name not in LAID_SCALED | LAID_ADDED:
         return False
+    # Data was added before, and activations of this shape come now: `x + f(x)` of one unbatched
+    # sequence, a stream. As a weight, all activations behind it would be stored in float32.
     if shape in streams and any(value.origin is Origin.ADDED for value in values):
         return False
     return any(value.array.shape == shape for value in own)
 
 
-def met(results: Sequence[Any], values: Sequence[Value]) -> list[Value]:
+def mixed_results(results: Sequence[Any], values: Sequence[Value]) -> list[Value]:
     """Wraps the results of a program inside an operation, in which params have met data."""
-    chosen = of_params_only(values)  # integers have chosen rows
+    are_rows = of_params_only(values)  # integers have chosen them
     return [
         like_param(x, Origin.ROWS)
-        if chosen and is_half_or_float32(x)
+        if are_rows and is_half_or_float32(x)
         else Value(x, origin=Origin.ACTIVATION)
         for x in results
     ]
@@ -98,8 +98,9 @@ def origin_of(equation: core.JaxprEqn, values: Sequence[Value]) -> Origin:
     data = [value for value in values if value.origin in _OF_DATA]
     if is_arrangement(equation):  # integers say where to write, and choose nothing
         data = [value for value in data if is_inexact(value.array)]
-    if data and not adjusts(equation, values):
+    if data and not lays_data_over(equation, values):
         return Origin.ROWS
+    # Two origins, as data that is added twice makes a stream: `x + f(x)`.
     laid = Origin.SCALED if equation.primitive.name in LAID_SCALED else Origin.ADDED
     # A bias that is laid out along a weight is a part of the weight.
     arrays = [value for value in params if np.shape(value.array)] or params
@@ -114,11 +115,8 @@ def without_gradient(x: Any, values: Sequence[Value]) -> Value:
 
 
 def without_params(x: Any, equation: core.JaxprEqn, values: Sequence[Value]) -> Value:
-    """Wraps the result of an operation without params.
-
-    A mutable reference counts as an activation: its contents are unknown.
-    """
-    if compat.is_ref(x):
+    """Wraps the result of an operation without params."""
+    if compat.is_ref(x):  # its contents are unknown: what was written there last may be activations
         return Value(x, origin=Origin.ACTIVATION)
     least = Origin.DATA if calls_back(equation) else Origin.NUMBER
     return Value(x, origin=max([least, *(value.origin for value in values)]))
@@ -127,7 +125,7 @@ def without_params(x: Any, equation: core.JaxprEqn, values: Sequence[Value]) -> 
 def calls_back(equation: core.JaxprEqn) -> bool:
     """Whether an equation asks Python for numbers, which are data even without operands."""
     inside = equations_in(compat.sub_jaxprs(equation))
-    return any("callback" in each.primitive.name for each in (equation, *inside))
+    return any("callback" in x.primitive.name for x in (equation, *inside))
 
 
 def common_layout(equation: core.JaxprEqn, values: Sequence[Value]) -> Any:

@@ -19,7 +19,7 @@ Axis = str | Sequence[str]
 
 
 @dataclasses.dataclass(frozen=True)
-class Wire:
+class WireFormat:
     """A 16-bit format for numbers that devices send, and add up in float32 or in 16 bits.
 
     Attributes:
@@ -31,9 +31,9 @@ class Wire:
     divisor: int
 
     @staticmethod
-    def of(dtype: DType, world: int) -> "Wire":
+    def of(dtype: DType, world: int) -> "WireFormat":
         """Returns the wire for sums over `world` devices, one number from each."""
-        return Wire(dtype, divide_factors(world, dtype)[0] or 1)
+        return WireFormat(dtype, divide_factors(world, dtype)[0] or 1)
 
     def send(self, x: Array) -> Array:
         """Converts numbers to the format in which they are sent."""
@@ -57,7 +57,7 @@ def divide_factors(world: int, dtype: Any) -> tuple[int | None, float | None]:
     return before, world / before
 
 
-def wire_of(comm_dtype: Any, world: int) -> Wire | None:
+def wire_of(comm_dtype: Any, world: int) -> WireFormat | None:
     if comm_dtype is None:
         return None
     dtype = parse_dtype(comm_dtype)
@@ -65,7 +65,7 @@ def wire_of(comm_dtype: Any, world: int) -> Wire | None:
         raise ValueError(
             f"comm_dtype must be bfloat16, float16 or None (which sends float32), got {dtype}"
         )
-    return Wire.of(dtype, world)
+    return WireFormat.of(dtype, world)
 
 
 def sum_dtype(dtype: Any) -> DType:
@@ -79,7 +79,7 @@ def _widen_to_sum(x: Array) -> Array:
     return x.astype(at_least_float32(x.dtype))
 
 
-def device_sum(x: Array, axes: tuple[str, ...], wire: Wire | None, over: int) -> Array:
+def device_sum(x: Array, axes: tuple[str, ...], wire: WireFormat | None, over: int) -> Array:
     """Sums over devices in float32 or wider, and divides by `over`."""
     world = axes_size(axes)
     # float64 stays as it is: no wire holds it. Nor is a small array worth two collectives.
@@ -99,7 +99,7 @@ def device_sum(x: Array, axes: tuple[str, ...], wire: Wire | None, over: int) ->
     return whole if dims else whole[: math.prod(shape)].reshape(shape)
 
 
-def scattered_sum(x: Array, axes: tuple[str, ...], dim: int, wire: Wire | None) -> Array:
+def scattered_sum(x: Array, axes: tuple[str, ...], dim: int, wire: WireFormat | None) -> Array:
     """Sums over devices in float32 or wider; returns this device's part along dimension `dim`."""
     if wire is None or x.dtype.itemsize > 4:
         return lax.psum_scatter(_widen_to_sum(x), axes, scatter_dimension=dim, tiled=True)
@@ -111,7 +111,7 @@ def scattered_sum(x: Array, axes: tuple[str, ...], dim: int, wire: Wire | None) 
     return jnp.sum(wire.receive(lax.all_to_all(parts, axes, 0, 0, tiled=True)), 0)
 
 
-def low_precision_sum(x: Array, axes: tuple[str, ...], wire: Wire, over: int) -> Array:
+def low_precision_sum(x: Array, axes: tuple[str, ...], wire: WireFormat, over: int) -> Array:
     """Sums over devices in 16 bits, as the caller asked, and divides by `over`."""
     # In a shard_map over only some axes of a mesh, XLA:CPU aborts the process on a 16-bit sum (its
     # pass AllReducePromotion, in jax 0.10 and 0.12). Elsewhere it sums in float32 and rounds; this

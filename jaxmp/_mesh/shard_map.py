@@ -17,7 +17,7 @@ from jaxtyping import Array, PyTree
 
 from jaxmp._mesh.device_sums import (
     Axis,
-    Wire,
+    WireFormat,
     axes_size,
     bound_axes,
     device_sum,
@@ -161,7 +161,7 @@ def reduce_gradients(
     def reduce(x: Any) -> Array:
         x = jnp.asarray(x)
         if is_narrow(total) and x.dtype.itemsize <= 4:
-            return low_precision_sum(x, axes, Wire.of(total, world), count)
+            return low_precision_sum(x, axes, WireFormat.of(total, world), count)
         return device_sum(x, axes, wire, count)
 
     return jax.tree.map(reduce, grads)
@@ -189,7 +189,7 @@ class _ParamPlan:
     compute: DType
     world: int
     mean: bool = True
-    wire: Wire | None = None
+    wire: WireFormat | None = None
 
 
 def _gather(plan: _ParamPlan, x: Array) -> Array:

@@ -1,1 +1,10 @@
-"""`recompute`: computes cheap values again in the backward pass."""
+"""`recompute`: computes cheap values again in the backward pass.
+
+A derivative needs values of the forward pass. Products are dear, so their results are stored; a
+softmax or a gelu is cheap, and is computed again from stored values.
+
+A `Program` (`_program/program.py`) flows through: `storage.py` decides which of its values are
+stored; `pieces.py` divides the operations between them into pieces; `run.py` runs each piece in a
+`jax.checkpoint`. Read `storage.py` first. The cost of a new primitive is a row of `COSTS` in
+`_program/op_classes.py`. docs/recompute.md is for users.
+"""

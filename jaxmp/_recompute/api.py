@@ -60,14 +60,26 @@ def recompute(
     """
     if not callable(fun):
         raise TypeError(f"fun must be a function, got {type(fun).__name__}")
-    names = _check_names(dear)
+    if isinstance(dear, str):
+        raise TypeError(f"dear must be a list of names, got a string. Write dear=[{dear!r}]")
+    if not isinstance(dear, Iterable):
+        raise TypeError(f"dear must be a list of names such as 'tanh', got {type(dear).__name__}")
+    names = list(dear)
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(
+                "dear must list names of primitives such as 'tanh', or of jitted functions such as "
+                f"'silu', got {name!r}"
+            )
     if check_recompute(mode) == "never":
         return fun
 
     def rewrite(traced: Traced, static: Static, arrays: list[Any]) -> list[Any]:
         closed = traced.closed
-        context = Settings(mode == "always", mode == "loops", names)
-        for name in sorted(names.difference(COSTS, _names_in(closed)) if names else ()):
+        context = Settings(mode == "always", mode == "loops", frozenset(names))
+        # One list may serve several programs: names of primitives need not occur in this one.
+        names_here = (names_of(equation) for equation in equations_in([closed]) if names)
+        for name in sorted(context.dear.difference(COSTS, *names_here)):
             warn(
                 f"{name!r} is in dear, but is neither a primitive nor a function with jax.jit or "
                 "jax.custom_jvp that this function calls"
@@ -89,23 +101,3 @@ def check_recompute(mode: str) -> Recompute:
     """Returns the mode, and raises ValueError if there is none of this name."""
     checked: Recompute = check_option("recompute", mode, Recompute)
     return checked
-
-
-def _check_names(names: Iterable[str]) -> frozenset[str]:
-    if isinstance(names, str):
-        raise TypeError(f"dear must be a list of names, got a string. Write dear=[{names!r}]")
-    if not isinstance(names, Iterable):
-        raise TypeError(f"dear must be a list of names such as 'tanh', got {type(names).__name__}")
-    names = list(names)
-    for name in names:
-        if not isinstance(name, str):
-            raise TypeError(
-                "dear must list names of primitives such as 'tanh', or of jitted functions such as "
-                f"'silu', got {name!r}"
-            )
-    return frozenset(names)
-
-
-def _names_in(jaxpr: Any) -> set[str]:
-    """Returns all names by which a user can refer to operations of a program."""
-    return set().union(*map(names_of, equations_in([jaxpr])))

@@ -19,7 +19,7 @@ class Piece(NamedTuple):
       ops: their numbers, in order.
       inputs: the numbers of the values that they read.
       outputs: the numbers of the values that they make for other readers.
-      recomputes: whether a derivative asks for values that are made inside the piece.
+      recomputes: whether a derivative needs values that are made inside the piece.
     """
 
     ops: tuple[int, ...]
@@ -28,12 +28,12 @@ class Piece(NamedTuple):
     recomputes: bool
 
 
-def divided(
+def divide(
     program: Program, dear: Collection[str] = (), *, views: bool
 ) -> tuple[Storage, list[Piece]]:
     """Returns the kept values of a program, and its pieces, in an order in which they can run.
 
-    An operation of cost `APART` is a piece of its own. Dear operations that read the same value
+    An operation of cost `OPAQUE` is a piece of its own. Dear operations that read the same value
     form one piece, unless one of them waits for another: then the values that both need are kept.
 
     Args:
@@ -48,23 +48,24 @@ def divided(
     while True:
         storage = analysis.storage()
         pieces = list(_Division(program, storage, views).pieces())
-        for number in _shared(program, pieces):
-            if number in analysis.touched:
-                analysis.keep(number)
+        for number in _repeated_values(program, pieces):
+            if number in analysis.after_product:
+                analysis.store(number)
         if analysis.stored == storage.stored:
             return storage, pieces
 
 
-def _shared(program: Program, pieces: Sequence[Piece]) -> Iterator[int]:
+def _repeated_values(program: Program, pieces: Sequence[Piece]) -> Iterator[int]:
     """Yields the values that several pieces make, each for its own operations."""
-    makers = collections.Counter(i for piece in pieces for i in piece.ops)
-    read = dict[int, int]()  # by value, the fewest pieces that one of its readers runs in
+    counts = collections.Counter(i for piece in pieces for i in piece.ops)
+    fewest = dict[int, int]()  # by value, the fewest pieces that one of its readers runs in
     for i, op in enumerate(program.ops):
         for number in numbers(op.inputs):
-            read[number] = min(read.get(number, makers[i]), makers[i])
-    for i, count in makers.items():
+            fewest[number] = min(fewest.get(number, counts[i]), counts[i])
+    # A chain that runs in two pieces as a whole has to be stored only where it ends.
+    for i, count in counts.items():
         if count > 1:
-            yield from (n for n in program.ops[i].outputs if read.get(n, count) < count)
+            yield from (n for n in program.ops[i].outputs if fewest.get(n, count) < count)
 
 
 class _Root(NamedTuple):
@@ -79,109 +80,105 @@ class _Division:
     def __init__(self, program: Program, storage: Storage, views: bool) -> None:
         self.program, self.storage = program, storage
         self.made_by = {number: i for i, op in enumerate(program.ops) for number in op.outputs}
-        known = {*program.inputs, *(number for number, _ in program.consts)}
-        self.views = dict.fromkeys(self._views(set(known))) if views else {}
-        self.known = known.union(*(program.ops[i].outputs for i in self.views))
-
-    def _views(self, known: set[int]) -> Iterator[int]:
-        for i, op in enumerate(self.program.ops):
-            if op.name in VIEWS and known.issuperset(numbers(op.inputs)):
-                known.update(op.outputs)
-                yield i
+        # The numbers of the values that exist when the next piece runs.
+        self.computed = {*program.inputs, *(number for number, _ in program.consts)}
+        self.views: dict[int, None] = {}
+        for i, op in enumerate(program.ops if views else ()):
+            if op.name in VIEWS and self.computed.issuperset(numbers(op.inputs)):
+                self.computed.update(op.outputs)
+                self.views[i] = None
 
     def pieces(self) -> Iterator[Piece]:
         # Outside of the pieces, slices of stacked weights leave equal layers alike: 20 layers are
         # traced as 2 pieces.
         for i in self.views:
-            yield self._alone(i)
+            yield self._single_piece(i)
         roots = self._roots()
-        sharing: dict[int, list[int]] = {}
-        for at, root in roots.items():
+        places: dict[int, list[int]] = {}  # by operation, the places of the roots that need it
+        for place, root in roots.items():
             for i in root.ops:
-                sharing.setdefault(i, []).append(at)
-        done = set[int]()
-        for at in range(len(self.program.ops) + 1):
-            if at in roots and at not in done:
-                together = self._together(at, roots, sharing, done)
-                done.update(together)
-                yield self._piece([roots[each] for each in sorted(together)])
-            if at < len(self.program.ops) and self.storage.costs[at] is Cost.OPAQUE:
-                yield self._alone(at)
+                places.setdefault(i, []).append(place)
+        finished = set[int]()
+        for place in range(len(self.program.ops) + 1):
+            if place in roots and place not in finished:
+                group = self._group(place, roots, places, finished)
+                finished.update(group)
+                members = [roots[member] for member in sorted(group)]
+                ops = tuple(sorted(frozenset().union(*(root.ops for root in members))))
+                inputs = tuple(sorted(frozenset().union(*(root.inputs for root in members))))
+                outputs = tuple(dict.fromkeys(n for root in members for n in root.outputs))
+                self.computed.update(outputs)
+                yield Piece(ops, inputs, outputs, self._recomputes(ops))
+            if place < len(self.program.ops) and self.storage.costs[place] is Cost.OPAQUE:
+                yield self._single_piece(place)
 
     def _roots(self) -> dict[int, _Root]:
         """Returns the values to compute, by the operation that needs or makes them."""
         ops, costs = self.program.ops, self.storage.costs
         stored = self.storage.stored
-        known = set(self.known)
+        computed = set(self.computed)
         roots = {}
         for i, op in enumerate(ops):
             if i in self.views:
                 continue
-            if costs[i] is Cost.OPAQUE:
-                wanted = [number for number in op.inputs if isinstance(number, int)]
-            else:
-                wanted = [number for number in op.outputs if number in stored]
-            if wanted := [number for number in dict.fromkeys(wanted) if number not in known]:
-                roots[i] = self._root(wanted, known)
-                known.update(wanted)
-            if costs[i] is Cost.OPAQUE:
-                known.update(op.outputs)
+            apart = costs[i] is Cost.OPAQUE
+            targets = [n for n in (op.inputs if apart else op.outputs) if isinstance(n, int)]
+            targets = [n for n in dict.fromkeys(targets) if n not in computed]
+            if targets := [n for n in targets if apart or n in stored]:
+                roots[i] = self._root(targets, computed)
+                computed.update(targets)
+            if apart:
+                computed.update(op.outputs)
         results = dict.fromkeys(numbers(self.program.outputs))
-        if wanted := [number for number in results if number not in known]:
-            roots[len(ops)] = self._root(wanted, known)
+        if targets := [number for number in results if number not in computed]:
+            roots[len(ops)] = self._root(targets, computed)
         return roots
 
-    def _root(self, wanted: Sequence[int], known: set[int]) -> _Root:
-        ops, inputs, waiting = set[int](), set[int](), list(wanted)
-        while waiting:
-            number = waiting.pop()
-            if number in known:
+    def _root(self, targets: Sequence[int], computed: set[int]) -> _Root:
+        ops, inputs, queue = set[int](), set[int](), list(targets)
+        while queue:
+            number = queue.pop()
+            if number in computed:
                 inputs.add(number)
             elif (i := self.made_by[number]) not in ops:
                 ops.add(i)
-                waiting += numbers(self.program.ops[i].inputs)
-        return _Root(tuple(wanted), frozenset(ops), frozenset(inputs))
+                queue += numbers(self.program.ops[i].inputs)
+        return _Root(tuple(targets), frozenset(ops), frozenset(inputs))
 
-    def _together(
-        self, at: int, roots: dict[int, _Root], sharing: dict[int, list[int]], done: set[int]
+    def _group(
+        self, first: int, roots: dict[int, _Root], places: dict[int, list[int]], finished: set[int]
     ) -> set[int]:
         """Returns a root, and later roots that share operations with it and can run now too."""
-        together, waiting = {at}, [at]
-        while waiting:
-            for i in roots[waiting.pop()].ops:
-                for other in sharing[i]:
-                    new = other > at and other not in together and other not in done
-                    if new and self.known.issuperset(roots[other].inputs):
-                        together.add(other)
-                        waiting.append(other)
-        return together
-
-    def _piece(self, roots: Sequence[_Root]) -> Piece:
-        ops = tuple(sorted(frozenset().union(*(root.ops for root in roots))))
-        outputs = tuple(dict.fromkeys(number for root in roots for number in root.outputs))
-        inputs = tuple(sorted(frozenset().union(*(root.inputs for root in roots))))
-        self.known.update(outputs)
-        return Piece(ops, inputs, outputs, self._recomputes(ops))
+        group, queue = {first}, [first]
+        while queue:
+            for i in roots[queue.pop()].ops:
+                for place in places[i]:
+                    is_new = place > first and place not in group and place not in finished
+                    # A root with an input that is still missing waits for another product.
+                    if is_new and self.computed.issuperset(roots[place].inputs):
+                        group.add(place)
+                        queue.append(place)
+        return group
 
     def _recomputes(self, ops: Sequence[int]) -> bool:
-        """Whether these operations make a cheap value that a derivative may ask for."""
-        made = set[int]()
+        """Whether these operations make a cheap value that a derivative may need."""
+        cheap_values = set[int]()
         for i in ops:
             op = self.program.ops[i]
             cheap = self.storage.costs[i] is Cost.CHEAP
             if cheap and not self.storage.linear[i]:
                 return True
-            # The derivative of a product asks for its operands. Of linear operations only a choice
-            # asks, for its mask.
-            asked = op.inputs[:1] if op.name == "select_n" else () if cheap else op.inputs
-            if not made.isdisjoint(numbers(asked)):
+            # The derivative of a product needs its operands. Of linear operations only a choice
+            # needs one, its mask.
+            residuals = op.inputs[:1] if op.name == "select_n" else () if cheap else op.inputs
+            if not cheap_values.isdisjoint(numbers(residuals)):
                 return True
-            made.update(op.outputs if cheap else ())
+            cheap_values.update(op.outputs if cheap else ())
         return False
 
-    def _alone(self, i: int) -> Piece:
+    def _single_piece(self, i: int) -> Piece:
         op = self.program.ops[i]
-        self.known.update(op.outputs)
+        self.computed.update(op.outputs)
         return Piece((i,), tuple(dict.fromkeys(numbers(op.inputs))), op.outputs, False)
 
 
@@ -190,32 +187,32 @@ def key_of(program: Program, statistics: frozenset[int]) -> Any:
 
     The program of the piece must live as long as the key is used.
     """
+    # Numbers of values differ from piece to piece; the places where they first stand do not.
     places: dict[int, int] = {number: place for place, number in enumerate(program.inputs)}
     lines = []
     for op in program.ops:
-        reads = tuple(
-            _of_literal(atom) if isinstance(atom, core.Literal) else places[atom]
-            for atom in op.inputs
-        )
+        operands: list[Any] = []
+        for atom in op.inputs:
+            if isinstance(atom, core.Literal):
+                value = np.asarray(atom.val)
+                operands.append((atom.aval, value.dtype.name, value.tobytes()))
+            else:
+                operands.append(places[atom])
         for number in op.outputs:
             places[number] = len(places)
-        kept = tuple(number in statistics for number in op.outputs)
+        saved = tuple(number in statistics for number in op.outputs)
         # The context of an operation counts too: it says where the operation runs, for example.
         context = _hashable(op.equation.ctx)
         params = tuple((name, _hashable(value)) for name, value in sorted(op.params.items()))
-        lines.append((op.equation.primitive, params, reads, kept, str(op.stack), context))
+        scopes = str(op.stack)
+        lines.append((op.equation.primitive, params, tuple(operands), saved, scopes, context))
     avals = tuple(program.avals[number] for number in program.inputs)
     return tuple(lines), avals, tuple(places[number] for number in numbers(program.outputs))
-
-
-def _of_literal(literal: core.Literal) -> Any:
-    value = np.asarray(literal.val)
-    return literal.aval, value.dtype.name, value.tobytes()
 
 
 def _hashable(value: Any) -> Any:
     try:
         hash(value)
-    except TypeError:
+    except TypeError:  # such as an array in params, known by its identity
         return id(value)
     return type(value), value

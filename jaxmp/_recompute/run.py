@@ -18,7 +18,7 @@ from jaxmp._program.evaluate import Cells, Rules, evaluate
 from jaxmp._program.op_classes import CHECKPOINTS, CONTRACTIONS, CONTROL_FLOW, JITS
 from jaxmp._program.program import Memo, Op, Program, read, without_dead_code
 from jaxmp._program.wiring import loop_of, wiring_of
-from jaxmp._recompute.pieces import Piece, divided, key_of
+from jaxmp._recompute.pieces import Piece, divide, key_of
 from jaxmp._recompute.storage import names_of
 
 # The name of values that are kept within a piece.
@@ -31,7 +31,7 @@ class Settings:
 
     Attributes:
       barriers: whether the compiler may not merge values that are computed twice.
-      only_loops: whether what is outside of scans stays as it is.
+      only_loops: whether operations outside of scans stay as they are.
       dear: names of primitives and jitted functions that are never computed again.
       memo: the pieces and jaxprs made so far.
     """
@@ -49,7 +49,7 @@ class _PieceOp(Op):
     Attributes:
       program: its operations, with their scopes inside of those that all of them share.
       statistics: the numbers of the statistics that it makes.
-      recomputes: whether a derivative asks for values that are made inside.
+      recomputes: whether a derivative needs values that are made inside.
     """
 
     program: Program
@@ -61,9 +61,9 @@ def run_in_pieces(settings: Settings, closed: Any, arguments: Sequence[Any]) -> 
     """Runs a program, closed or open, in pieces, and returns its results."""
     if settings.only_loops:
         return evaluate(read(closed), arguments, _Operations(settings))
-    program = without_dead_code(read(closed, lambda each: _is_open(each, settings.dear)))
-    storage, pieces = divided(program, settings.dear, views=not settings.barriers)
-    ops = tuple(_as_operation(piece, program, storage.statistics) for piece in pieces)
+    program = without_dead_code(read(closed, lambda equation: _is_open(equation, settings.dear)))
+    storage, pieces = divide(program, settings.dear, views=not settings.barriers)
+    ops = tuple(_piece_op(piece, program, storage.statistics) for piece in pieces)
     return evaluate(program._replace(ops=ops), arguments, _Pieces(settings))
 
 
@@ -71,11 +71,12 @@ def _is_open(equation: core.JaxprEqn, dear: Collection[str]) -> bool:
     return names_of(equation).isdisjoint(dear)
 
 
-def _as_operation(piece: Piece, program: Program, statistics: frozenset[int]) -> _PieceOp:
+def _piece_op(piece: Piece, program: Program, statistics: frozenset[int]) -> _PieceOp:
     ops = [program.ops[i] for i in piece.ops]
-    # Equal layers differ in their outer scopes only. Reports need the inner ones.
-    scopes = zip(*(op.stack.stack for op in ops), strict=False)
-    shared = itertools.takewhile(lambda each: len(set(each)) == 1, scopes)
+    # Equal layers differ in their outer scopes only: without these they share one trace. Reports
+    # need the inner ones.
+    levels = zip(*(op.stack.stack for op in ops), strict=False)
+    shared = itertools.takewhile(lambda level: len(set(level)) == 1, levels)
     depth = len(list(shared)) if piece.recomputes else 0
     inside = tuple(dataclasses.replace(op, stack=op.stack[depth:]) for op in ops)
     first, inputs, outputs = ops[0], piece.inputs, piece.outputs
@@ -99,30 +100,26 @@ class _Pieces(Rules[Any]):
 
     def operation(self, op: Any, operands: list[Any]) -> list[Any]:
         def piece_of(*arrays: Any) -> list[Any]:
-            rounded = _as_stored(op, arrays) if op.recomputes and op.statistics else {}
-            kept = op.statistics.difference(op.outputs)
-            return evaluate(op.program, arrays, _Operations(self.settings, kept, rounded))
+            # In the forward pass XLA may hand a piece a product before it is rounded. The maximum
+            # of such scores, and their sum of exponentials, do not fit the exponentials that the
+            # backward pass makes of the stored scores: gradients of a softmax were off by a factor
+            # of two (jax 0.10, CPU). So both passes read rounded values.
+            rounds = op.recomputes and op.statistics
+            pairs = zip(op.program.inputs, arrays, strict=True) if rounds else ()
+            rounded = {i: widen_rounded(x).astype(x.dtype) for i, x in pairs if is_half(x)}
+            saved = op.statistics.difference(op.outputs)
+            return evaluate(op.program, arrays, _Operations(self.settings, saved, rounded))
 
         if not op.recomputes:
             return piece_of(*operands)
         barriers = self.settings.barriers
         # Operations with effects are pieces of their own, so that no reference or token is in here.
         policy = jax.checkpoint_policies.save_only_these_names(STORED)
-        again = functools.partial(jax.checkpoint, piece_of, policy=policy, prevent_cse=barriers)
+        new = functools.partial(jax.checkpoint, piece_of, policy=policy, prevent_cse=barriers)
+        # JAX traces a checkpoint once for each function object: pieces that are alike share one.
         key = barriers, *key_of(op.program, op.statistics)
-        results: list[Any] = self.settings.memo.once(key, op, again)(*operands)
+        results: list[Any] = self.settings.memo.once(key, op, new)(*operands)
         return results
-
-
-def _as_stored(op: _PieceOp, arguments: Sequence[Any]) -> dict[int, Any]:
-    """Returns the 16-bit values that a piece with statistics reads, rounded in both passes.
-
-    In the forward pass XLA may hand a piece a product before it is rounded. The maximum of such
-    scores, and their sum of exponentials, do not fit the exponentials that the backward pass makes
-    of the stored scores: gradients of a softmax were off by a factor of two (jax 0.10, CPU).
-    """
-    pairs = zip(op.program.inputs, arguments, strict=True)
-    return {i: widen_rounded(x).astype(x.dtype) for i, x in pairs if is_half(x)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,12 +128,12 @@ class _Operations(Rules[Any]):
 
     Attributes:
       settings: the settings of the whole call.
-      kept: the numbers of the values that a checkpoint around the piece keeps.
+      saved: the numbers of the values that a checkpoint around the piece saves.
       rounded: what operations read in place of some values, unless they are products.
     """
 
     settings: Settings
-    kept: Collection[int] = ()
+    saved: Collection[int] = ()
     rounded: Mapping[int, Any] = dataclasses.field(default_factory=dict)
 
     def operands(self, op: Op, cells: Cells[Any]) -> list[Any]:
@@ -147,18 +144,17 @@ class _Operations(Rules[Any]):
         ]
 
     def operation(self, op: Op, operands: list[Any]) -> list[Any]:
-        results = zip(op.outputs, self._results_of(op, operands), strict=True)
-        return [checkpoint_name(x, STORED) if n in self.kept else x for n, x in results]
-
-    def _results_of(self, op: Op, operands: list[Any]) -> list[Any]:
         is_entered = _is_entered(op.equation) and _is_open(op.equation, self.settings.dear)
-        if not is_entered or (self.settings.only_loops and not _holds_scan(op.equation)):
-            return compat.bind(op.equation, operands)
-        if op.name in JITS:
-            # The pieces inside keep arguments for the backward pass, so that none may be donated.
-            params = op.params | {"donated_invars": (False,) * len(operands)}
-            op = dataclasses.replace(op, equation=op.equation.replace(params=params))
-        return super().operation(op, operands)
+        if is_entered and not (self.settings.only_loops and not _holds_scan(op.equation)):
+            if op.name in JITS:
+                # The pieces inside store arguments for the backward pass: none may be donated.
+                params = op.params | {"donated_invars": (False,) * len(operands)}
+                op = dataclasses.replace(op, equation=op.equation.replace(params=params))
+            results = super().operation(op, operands)
+        else:
+            results = compat.bind(op.equation, operands)
+        pairs = zip(op.outputs, results, strict=True)
+        return [checkpoint_name(x, STORED) if n in self.saved else x for n, x in pairs]
 
     def traced(self, op: Op, body: Any, avals: list[Any]) -> core.ClosedJaxpr:
         """Returns the program in pieces; made once per program."""

@@ -12,7 +12,7 @@ read each value. The kept values are
 """
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from jax.extend import core
@@ -39,7 +39,7 @@ class Storage(NamedTuple):
       costs: the cost of each operation.
       stored: the numbers of the kept values between regions.
       statistics: the numbers of the values that are kept within a region.
-      linear: for each operation, whether its derivative asks for none of its operands.
+      linear: for each operation, whether its derivative needs none of its operands.
     """
 
     costs: tuple[Cost, ...]
@@ -97,9 +97,9 @@ class Analysis:
         self.program = program
         # Calls of the same function share their equations.
         equations = {id(op.equation): op.equation for op in program.ops}
-        known = {i: _cost_with_rule(equation, dear) for i, equation in equations.items()}
+        costs = {i: _cost_with_rule(equation, dear) for i, equation in equations.items()}
         self.costs = tuple(
-            Cost.OPAQUE if op.name in JITS else known[id(op.equation)] for op in program.ops
+            Cost.OPAQUE if op.name in JITS else costs[id(op.equation)] for op in program.ops
         )
         self.made_by: dict[int, int] = {}
         self.readers: dict[int, list[int]] = {}
@@ -109,21 +109,31 @@ class Analysis:
                 self.readers.setdefault(number, []).append(i)
         for number in numbers(program.outputs):
             self.readers.setdefault(number, []).append(len(program.ops))
-        self.inert = self._without_tangents()
+        # Integers, and values made of integers alone.
+        self.without_tangent = {i for i, x in enumerate(program.avals) if not is_inexact(x)}
+        for op, cost in zip(program.ops, self.costs, strict=True):
+            if cost is not Cost.OPAQUE and self.without_tangent.issuperset(numbers(op.inputs)):
+                self.without_tangent.update(op.outputs)
         self.linear = tuple(self._is_linear(op) for op in program.ops)
-        self.touched = self._touched()
-        self.picks = self._picks()
+        self.after_product = self._after_product()
+        self.label_lookups = self._label_lookups()
         self.costs = tuple(
-            Cost.CHEAP if i in self.picks else cost for i, cost in enumerate(self.costs)
+            Cost.CHEAP if i in self.label_lookups else cost for i, cost in enumerate(self.costs)
         )
-        self.statistics = frozenset(self._statistics())
+        # Of a norm, these are two numbers a row. Its operand stays in the region that reads it.
+        self.statistics = frozenset(
+            number
+            for i, op in enumerate(program.ops)
+            if i in self.label_lookups or (op.name in REDUCTIONS and self._is_small(op))
+            for number in op.outputs
+        )
         # These are stored whatever reads them: results of dear operations, and operands of OPAQUE
         # ones.
-        self.stored = self._sunk()
+        self.stored = self._moved_to_smaller_value()
         for op, cost in zip(program.ops, self.costs, strict=True):
             if cost is Cost.OPAQUE:
                 self.stored.update(self.made_by.keys() & set(numbers(op.inputs)))
-        self._cut()
+        self._keep_shared_values()
 
     def storage(self) -> Storage:
         """Returns the kept values."""
@@ -131,15 +141,6 @@ class Analysis:
 
     def size(self, number: int) -> int:
         return nbytes_of(self.program.avals[number])
-
-    def _without_tangents(self) -> set[int]:
-        """Returns the values without tangents: integers, and values made of integers alone."""
-        avals = self.program.avals
-        inert = {i for i, aval in enumerate(avals) if not is_inexact(aval)}
-        for op, cost in zip(self.program.ops, self.costs, strict=True):
-            if cost is not Cost.OPAQUE and inert.issuperset(numbers(op.inputs)):
-                inert.update(op.outputs)
-        return inert
 
     def _is_linear(self, op: Op) -> bool:
         if op.name in LINEAR:
@@ -151,45 +152,40 @@ class Analysis:
             return isinstance(op.inputs[1], core.Literal)
         return op.name == "select_n" and all(atom != op.inputs[0] for atom in op.inputs[1:])
 
-    def _touched(self) -> set[int]:
+    def _after_product(self) -> set[int]:
         """Returns the values that a dear operation leads to, or a long chain of cheap ones."""
-        touched, lengths = set[int](), dict[int, int]()
+        after_product, lengths = set[int](), dict[int, int]()
         for op, cost in zip(self.program.ops, self.costs, strict=True):
             inputs = list(numbers(op.inputs))
             length = 1 + max((lengths.get(number, 0) for number in inputs), default=0)
             lengths.update(dict.fromkeys(op.outputs, length))
             leads = cost is not Cost.CHEAP or length > _LONGEST_UNTOUCHED
-            if leads or not touched.isdisjoint(inputs):
-                touched.update(op.outputs)
-        return touched
+            if leads or not after_product.isdisjoint(inputs):
+                after_product.update(op.outputs)
+        return after_product
 
-    def _picks(self) -> set[int]:
+    def _label_lookups(self) -> set[int]:
         """Returns the gathers of few computed values, such as the logits of the labels."""
-        gathers, picked = set[int](), set[int]()
+        gathers, chosen = set[int](), set[int]()
         for i, op in enumerate(self.program.ops):
             if op.name != "gather" or self.costs[i] is Cost.OPAQUE:
                 continue
             # A lookup in a table of params makes activations. They are kept.
-            if op.inputs[0] not in self.touched:
+            if op.inputs[0] not in self.after_product:
                 continue
             # Otherwise a pick of the labels' logits keeps a second copy of all logits, if these are
             # capped as in Gemma.
-            if self._is_small(op) or op.inputs[0] in picked:
+            if self._is_small(op) or op.inputs[0] in chosen:
                 gathers.add(i)
-                picked.update(op.outputs)
+                chosen.update(op.outputs)
         return gathers
 
     def _is_small(self, op: Op) -> bool:
-        """Whether the results of an operation are small beside its operands."""
+        """Whether the results of an operation are much smaller than its operands."""
         read = sum(self.size(number) for number in numbers(op.inputs))
         return read >= _STATISTIC * sum(map(self.size, op.outputs))
 
-    def _statistics(self) -> Iterator[int]:
-        for i, op in enumerate(self.program.ops):
-            if i in self.picks or (op.name in REDUCTIONS and self._is_small(op)):
-                yield from op.outputs
-
-    def _sunk(self) -> set[int]:
+    def _moved_to_smaller_value(self) -> set[int]:
         """Returns the values to keep for the results of dear operations: these, or later values.
 
         In the order of the program, each value that stands for such results is compared with the
@@ -197,84 +193,78 @@ class Analysis:
         """
         chosen: dict[int, set[int]] = {}  # by the value that stands for them
         for op, cost in zip(self.program.ops, self.costs, strict=True):
-            standing = [i for i in set(numbers(op.inputs)) if i in chosen]
-            passed = [i for i in standing if self._passes(op, cost, i)]
-            before = set().union(*(chosen[i] for i in passed))
-            if cost is Cost.CHEAP and not passed:
+            candidates = [i for i in set(numbers(op.inputs)) if i in chosen]
+            sources = [i for i in candidates if self._is_free_to_move(op, cost, i)]
+            before = set().union(*(chosen[i] for i in sources))
+            if cost is Cost.CHEAP and not sources:
                 continue
             after = sum(map(self.size, op.outputs))
             # An operation that may not run again must keep its results.
-            if passed and cost is Cost.CHEAP and after > sum(map(self.size, before)):
+            if sources and cost is Cost.CHEAP and after > sum(map(self.size, before)):
                 chosen.update(dict.fromkeys(op.outputs, before))
             else:
                 chosen.update({number: {number} for number in op.outputs})
-            for i in passed:
+            for i in sources:
                 del chosen[i]
         return set().union(*chosen.values())
 
-    def _passes(self, op: Op, cost: Cost, number: int) -> bool:
-        """Whether an operation is the only reader of a value, and no derivative asks for it."""
+    def _is_free_to_move(self, op: Op, cost: Cost, number: int) -> bool:
+        """Whether an operation is the only reader of a value, and no derivative needs it."""
         if len(self.readers[number]) > 1 or cost is Cost.OPAQUE or len(op.outputs) != 1:
             return False
         if cost is Cost.EXPENSIVE and op.name not in LINEAR:
             return False
         # Integers and masks have no derivative, whatever they are made of. But the derivative of a
-        # choice asks for its mask.
-        if op.outputs[0] in self.inert:
+        # choice needs its mask.
+        if op.outputs[0] in self.without_tangent:
             return True
-        return number not in self.inert and self.linear[self.made_by[op.outputs[0]]]
+        return number not in self.without_tangent and self.linear[self.made_by[op.outputs[0]]]
 
-    def _cut(self) -> None:
+    def _keep_shared_values(self) -> None:
         """Finds the regions that read each value, in one backward pass, and keeps shared values."""
         regions: dict[int, set[Any]] = {number: set() for number in range(len(self.program.avals))}
         for number in numbers(self.program.outputs):
             regions[number].add("results")
-        same = self._rearranged()
-        for i in reversed(range(len(self.program.ops))):
-            op = self.program.ops[i]
-            if self.costs[i] is not Cost.CHEAP:
-                for number in numbers(op.inputs):
-                    regions[number].add(("operand", same[number]))
-                continue
-            for number in op.outputs:
-                several = len(regions[number]) > 1 and number in self.touched
-                if several and number not in self.stored:
-                    self.keep(number)
-                if number in self.stored:
-                    regions[number] = {("stored", number)}
-            reading = set().union(*(regions[number] for number in op.outputs))
-            for number in numbers(op.inputs):
-                regions[number] |= reading
-
-    def _rearranged(self) -> dict[int, int]:
-        """Returns for each value the value of the same size that linear operations make it of.
-
-        One region leads to both, for example to a weight and to its transpose.
-        """
-        same = {number: number for number in range(len(self.program.avals))}
+        # A weight and its transpose lead to one region: by value, the value of the same size of
+        # which linear operations make it.
+        sources = {number: number for number in regions}
         for op, linear in zip(self.program.ops, self.linear, strict=True):
             variables = list(numbers(op.inputs))
             # Under autocast, products read their operands through `held`.
             if len(variables) == 1 and (linear or op.name == "held"):
                 before, after = (self.program.avals[i] for i in (variables[0], op.outputs[0]))
                 if math.prod(before.shape) == math.prod(after.shape):
-                    same[op.outputs[0]] = same[variables[0]]
-        return same
+                    sources[op.outputs[0]] = sources[variables[0]]
+        for i in reversed(range(len(self.program.ops))):
+            op = self.program.ops[i]
+            if self.costs[i] is not Cost.CHEAP:
+                for number in numbers(op.inputs):
+                    regions[number].add(("operand", sources[number]))
+                continue
+            for number in op.outputs:
+                several = len(regions[number]) > 1 and number in self.after_product
+                if several and number not in self.stored:
+                    self.store(number)
+                if number in self.stored:
+                    regions[number] = {("stored", number)}
+            readers = set().union(*(regions[number] for number in op.outputs))
+            for number in numbers(op.inputs):
+                regions[number] |= readers
 
-    def keep(self, number: int) -> None:
+    def store(self, number: int) -> None:
         """Stores a value that several regions read, or the narrowest with the same numbers."""
         narrowest = number
         # A norm reads the stream through a cast to float32. The 16-bit stream is half as large.
-        while (before := self._before(narrowest)) is not None:
+        while (before := self._large_operand(narrowest)) is not None:
             if before in self.stored:  # a cast or a slice of it is enough
                 return
-            together = self.program.ops[self.made_by[narrowest]].outputs
-            if self.size(before) > sum(map(self.size, together)):
+            results = self.program.ops[self.made_by[narrowest]].outputs
+            if self.size(before) > sum(map(self.size, results)):
                 break
             narrowest = before
         self.stored.add(narrowest)
 
-    def _before(self, number: int) -> int | None:
+    def _large_operand(self, number: int) -> int | None:
         """Returns the only large operand of the linear operation that makes a value, or None.
 
         Other operations do not count: if several regions shared one that is not linear, their
@@ -286,6 +276,6 @@ class Analysis:
         inputs = {
             value
             for value in numbers(self.program.ops[i].inputs)
-            if value in self.touched and value not in self.statistics
+            if value in self.after_product and value not in self.statistics
         }
         return inputs.pop() if len(inputs) == 1 else None

@@ -88,13 +88,13 @@ def compact_state(
     >>> jax.tree.map(jnp.shape, state.scales)
     (MaskedNode(), MaskedNode(), (8, 1), MaskedNode(), (8, 1))
     """
-    inner = checked_optimizer(inner, dtype)
+    inner = check_optimizer(inner, dtype)
     if dtype == "float32":
         return inner
 
     def init(params: PyTree) -> RoundedState | CodedState:
         warn_of_coded_params(inner, params, dtype, min_size=min_size)
-        return compacted(inner.init(params), dtype, min_size=min_size)
+        return compact_tree(inner.init(params), dtype, min_size=min_size)
 
     def update(
         updates: PyTree,
@@ -108,12 +108,12 @@ def compact_state(
                 f"returned, got {type(state).__name__}"
             )
         updates, new = inner.update(updates, expanded_state(state), params, **extra)
-        return updates, next_like(state, new)
+        return updates, store_next(state, new)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def checked_optimizer(
+def check_optimizer(
     inner: optax.GradientTransformation | optax.MultiSteps, dtype: Moments
 ) -> optax.GradientTransformationExtraArgs:
     """Returns an optimizer in optax's general form; raises for other objects and unknown dtypes."""
@@ -132,23 +132,32 @@ def checked_optimizer(
     return optax.with_extra_args_support(inner)
 
 
-def compacted(state: PyTree, dtype: Moments, *, min_size: int = 4096) -> PyTree:
+def compact_tree(state: PyTree, dtype: Moments, *, min_size: int = 4096) -> PyTree:
     """Stores the first state of an optimizer as `compact_state` does."""
     if dtype == "float32":
         return state
     coded = str(dtype) == "int8"
-    _check_codes(state, coded)
+    if coded and _holds(state, optax.MultiStepsState):
+        raise TypeError(
+            "optax.MultiSteps sums gradients in its state, and sums are not for int8. Put "
+            'compact_state inside: optax.MultiSteps(jaxmp.compact_state(optimizer, "int8"), n)'
+        )
+    if _holds(state, (RoundedState, CodedState)):
+        raise TypeError(
+            "the state of the optimizer is in the form of compact_state already. Wrap each part of "
+            "an optimizer once: either the part with its moments, or all of it by moments=..."
+        )
     leaves, structure = jax.tree.flatten(state)
     kinds = [_storage_of(x, coded, min_size) for x in leaves]
     if any(map(compat.is_traced, leaves)):
         # Most states begin with zeros, whose codes XLA would compute while it compiles: for 40 s,
-        # of a GPT of 350 M params. What a barrier returns is no constant.
+        # of a GPT of 350 M params. It does not see through a barrier.
         one = jax.lax.optimization_barrier(jnp.float32(1))
         leaves = [
             x.astype(jnp.float32) * one if kind else x
             for x, kind in zip(leaves, kinds, strict=True)
         ]
-    return _stored_state(jax.tree.unflatten(structure, leaves), kinds, coded, jnp.uint32(0))
+    return _store_state(jax.tree.unflatten(structure, leaves), kinds, coded, jnp.uint32(0))
 
 
 def warn_of_coded_params(
@@ -163,7 +172,7 @@ def warn_of_coded_params(
         labels = made_of(
             closed,
             [frozenset({"params"})] * len(closed.in_avals),
-            lambda equation, found: NONE.union(*found),
+            lambda equation, operands: NONE.union(*operands),
             lambda aval: True,
         )
         leaves = zip(leaf_names(state), jax.tree.leaves(state), labels, strict=True)
@@ -210,7 +219,7 @@ def expanded_state(state: PyTree) -> PyTree:
     return jax.tree.map(expand, state, is_leaf=is_compact)
 
 
-def stored_like(state: PyTree, expanded: PyTree) -> PyTree:
+def store_like(state: PyTree, expanded: PyTree) -> PyTree:
     """Stores an expanded state in the form of another state.
 
     Args:
@@ -222,12 +231,12 @@ def stored_like(state: PyTree, expanded: PyTree) -> PyTree:
     """
 
     def store(old: Any, new: PyTree) -> Any:
-        return _stored_like(old, new) if is_compact(old) else new
+        return _store_like(old, new) if is_compact(old) else new
 
     return jax.tree.map(store, state, expanded, is_leaf=is_compact)
 
 
-def next_like(
+def store_next(
     state: RoundedState | CodedState, expanded: PyTree, after: Sequence[Array] = ()
 ) -> RoundedState | CodedState:
     """Stores the next state in the form of this one.
@@ -240,26 +249,28 @@ def next_like(
     Returns:
       The next state.
     """
-    return _stored_like(state, expanded, after)._replace(step=state.step + jnp.uint32(1))
+    return _store_like(state, expanded, after)._replace(step=state.step + jnp.uint32(1))
 
 
-def _stored_like(state: Any, expanded: PyTree, after: Sequence[Array] = ()) -> Any:
-    return _stored_state(expanded, _kinds(state), isinstance(state, CodedState), state.step, after)
+def _store_like(state: Any, expanded: PyTree, after: Sequence[Array] = ()) -> Any:
+    return _store_state(expanded, _kinds(state), isinstance(state, CodedState), state.step, after)
 
 
-def _stored_state(
+def _store_state(
     state: PyTree, kinds: list[str], coded: bool, step: Any, after: Sequence[Array] = ()
 ) -> RoundedState | CodedState:
     """Stores leaves as `kinds` says, rounded by new random words for each step and leaf."""
     leaves, structure = jax.tree.flatten(state)
-    wide = {i: jnp.asarray(leaves[i], jnp.float32) for i, kind in enumerate(kinds) if kind}
-    words = {i: hashed_words(x.shape, [_STREAM, np.uint32(i), step]) for i, x in wide.items()}
+    # Rounded to nearest, a second moment with `b2=0.999` could not decrease, and an average of
+    # params would not move.
+    float32 = {i: jnp.asarray(leaves[i], jnp.float32) for i, kind in enumerate(kinds) if kind}
+    words = {i: hashed_words(x.shape, [_STREAM, np.uint32(i), step]) for i, x in float32.items()}
     # Codes need the scales, and so a second pass.
-    coded_leaves = [i for i in wide if kinds[i] == "int8"]
-    wide |= {i: _in_a_kernel_before(wide[i]) for i in coded_leaves}
-    scales = {i: scales_of(wide[i]) for i in coded_leaves}
-    scales = _not_before(after, scales)
-    for i, x in wide.items():
+    coded_leaves = [i for i in float32 if kinds[i] == "int8"]
+    float32 |= {i: _store_on_gpus(float32[i]) for i in coded_leaves}
+    scales = {i: scales_of(float32[i]) for i in coded_leaves}
+    scales = _wait_on_tpus(after, scales)
+    for i, x in float32.items():
         if i in scales:
             leaves[i] = codes_of(x, scales[i], words[i])
         else:
@@ -267,33 +278,29 @@ def _stored_state(
     inner = jax.tree.unflatten(structure, leaves)
     if not coded:
         return RoundedState(inner, step)
-    beside = tuple(scales.get(i, optax.MaskedNode()) for i in range(len(leaves)))
-    return CodedState(inner, beside, step)
+    all_scales = tuple(scales.get(i, optax.MaskedNode()) for i in range(len(leaves)))
+    return CodedState(inner, all_scales, step)
 
 
-def _in_a_kernel_before(x: Array) -> Array:
-    """Returns an array that a GPU has to store before it reduces it.
-
-    Otherwise XLA reduces blocks in the kernel that computes moments and params, whose loads then
-    wait for each other: on an H200 it took 1.95 ms for 100 M params, 3.5 times what its bytes take
-    (AdamW, remainders, jax 0.11.2). A TPU would store float32 moments that it need not.
-    """
+def _store_on_gpus(x: Array) -> Array:
+    """Returns an array that a GPU has to store before it reduces it."""
     if not compat.is_traced(x):
         return x
+    # Otherwise XLA reduces blocks in the kernel that computes moments and params, whose loads then
+    # wait for each other: on an H200 it took 1.95 ms for 100 M params, 3.5 times what its bytes
+    # take (AdamW, remainders, jax 0.11.2). A TPU would store float32 moments that it need not.
     barrier = jax.lax.optimization_barrier
     return jax.lax.platform_dependent(x, cuda=barrier, rocm=barrier, default=lambda x: x)
 
 
-def _not_before(arrays: Sequence[Array], scales: dict[int, Array]) -> dict[int, Array]:
-    """Returns the scales, for which a TPU must wait until these arrays are made.
-
-    Otherwise its compiler makes the new codes before the params, which read the old codes, and
-    keeps both: 2.2 bytes for each param (48 params of 4096 x 4096). GPUs do not wait, as they would
-    store the arrays before they choose between new and old values.
-    """
+def _wait_on_tpus(arrays: Sequence[Array], scales: dict[int, Array]) -> dict[int, Array]:
+    """Returns the scales, for which a TPU must wait until these arrays are made."""
     if not scales or not any(map(compat.is_traced, arrays)):
         return scales
 
+    # Otherwise its compiler makes the new codes before the params, which read the old codes, and
+    # keeps both: 2.2 bytes for each param (48 params of 4096 x 4096). GPUs do not wait, as they
+    # would store the arrays before they choose between new and old values.
     def wait(scales: Any, arrays: Any) -> Any:
         return jax.lax.optimization_barrier((scales, arrays))[0]
 
@@ -307,6 +314,8 @@ def _storage_of(x: Any, coded: bool, min_size: int) -> str:
     dtype = jnp.result_type(x)
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize > 4:
         return ""
+    # Small arrays, such as biases and norms, need few bytes and keep all bits. What the optimizer
+    # itself has in bfloat16, as moments of bfloat16 params, stays so and is computed in float32.
     if np.ndim(x) and np.size(x) >= min_size and (not coded or block_of(np.shape(x))):
         return "int8" if coded else "bfloat16"
     return "bfloat16" if dtype == jnp.bfloat16 else ""
@@ -320,19 +329,6 @@ def _kinds(state: RoundedState | CodedState) -> list[str]:
         for i, scale in enumerate(state.scales):
             kinds[i] = kinds[i] if isinstance(scale, optax.MaskedNode) else "int8"
     return kinds
-
-
-def _check_codes(state: PyTree, coded: bool) -> None:
-    if coded and _holds(state, optax.MultiStepsState):
-        raise TypeError(
-            "optax.MultiSteps sums gradients in its state, and sums are not for int8. Put "
-            'compact_state inside: optax.MultiSteps(jaxmp.compact_state(optimizer, "int8"), n)'
-        )
-    if _holds(state, (RoundedState, CodedState)):
-        raise TypeError(
-            "the state of the optimizer is in the form of compact_state already. Wrap each part of "
-            "an optimizer once: either the part with its moments, or all of it by moments=..."
-        )
 
 
 def _holds(state: PyTree, kinds: Any) -> bool:

@@ -6,11 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, PyTree, UInt32
+from jaxtyping import PyTree
 
 from jaxmp._mesh.placement import placed_beside
 from jaxmp._numerics.dtypes import is_floating, is_narrow
-from jaxmp._numerics.loss_scale import DynamicLossScale, LossScaleState
+from jaxmp._numerics.loss_scale import DynamicLossScale
 from jaxmp._numerics.tree import (
     cast_floating,
     check_arrays,
@@ -20,7 +20,7 @@ from jaxmp._numerics.tree import (
     same_structure,
     strong,
 )
-from jaxmp._training.compact_state import expanded_state, is_compact, stored_like
+from jaxmp._training.compact_state import expanded_state, is_compact, store_like
 from jaxmp._training.master_storages import STORAGES, storage_of
 from jaxmp._training.masters import is_masked
 from jaxmp._training.optimizer import MixedPrecision
@@ -72,35 +72,46 @@ def convert_state(
             f"tx must be jaxmp.mixed_precision(optimizer, policy), got {type(tx).__name__}"
         )
     if params is not None:
-        return copied(_converted(params, state, tx, widen_params))
+        return copied(_convert_parts(params, state, tx, widen_params))
     if not all(hasattr(state, name) for name in ("params", "opt_state", "replace")):
         raise TypeError(
             f"convert_state takes a TrainState, or an optimizer state and params=..., got "
             f"{type(state).__name__}"
         )
-    live, opt_state = _converted(state.params, state.opt_state, tx, widen_params)
+    live, opt_state = _convert_parts(state.params, state.opt_state, tx, widen_params)
     return copied(state.replace(params=live, opt_state=opt_state, tx=tx))
 
 
-def _converted(
+def _convert_parts(
     params: PyTree, opt_state: Any, tx: MixedPrecision, widen_params: bool
 ) -> tuple[PyTree, MixedPrecisionState]:
     check_arrays(params, "params")
     params = strong(params)
     old = opt_state if isinstance(opt_state, MixedPrecisionState) else None
-    kept = jax.tree.map(lambda _: optax.MaskedNode(), params) if old is None else old.master
-    values = jax.tree.map(_master, params, kept)
-    # Under rules, params keep the dtypes that the model gave them.
+    masters = jax.tree.map(lambda _: optax.MaskedNode(), params) if old is None else old.master
+
+    def load(param: Any, stored: Any) -> Any:
+        narrow = is_floating(param) and is_narrow(param.dtype)
+        return storage_of(stored).load(param, stored) if narrow else param
+
+    values = jax.tree.map(load, params, masters)
+    # Under rules, params keep the dtypes that the model gave them. Otherwise the policy's, as where
+    # a state moves from float32 params to bfloat16 ones with masters.
     live, new = tx.init_params(values, like=params if tx.rules.rules else None)
     if not widen_params:
-        _check_not_widened(params, kept, live, new.master)
+        _check_not_widened(params, masters, live, new.master)
     inner = opt_state if old is None else old.inner
-    new = _counted_from(_steps(inner, kept), new)
+    new = _with_counts_of(inner, masters, new)
     if inner is not None:
-        new = new._replace(inner=_inner_like(new.inner, inner))
+        new = new._replace(inner=_convert_inner(new.inner, inner))
     if old is not None:
+        before, scale = old.loss_scale, new.loss_scale
+        if isinstance(tx.loss_scale, DynamicLossScale):
+            # A scale of 1 is that of a policy without scaling. From there, small float16 gradients
+            # are lost until the scale has grown.
+            scale = jax.tree.map(lambda a, b: jnp.where(before.scale == 1, b, a), before, scale)
         new = new._replace(
-            loss_scale=_scale_after(old.loss_scale, new.loss_scale, tx),
+            loss_scale=scale,
             grads_finite=old.grads_finite,
             skipped=old.skipped,
             consecutive_skips=old.consecutive_skips,
@@ -109,24 +120,16 @@ def _converted(
     return live, placed_beside(live, new)
 
 
-def _master(param: Any, kept: Any) -> Any:
-    narrow = is_floating(param) and is_narrow(param.dtype)
-    return storage_of(kept).load(param, kept) if narrow else param
+def _is_count(stored: Any) -> bool:
+    return not is_masked(stored) and storage_of(stored) is STORAGES["stochastic"]
 
 
-def _is_count(kept: Any) -> bool:
-    return not is_masked(kept) and storage_of(kept) is STORAGES["stochastic"]
-
-
-def _steps(inner: Any, master: PyTree) -> UInt32[Array, ""]:
-    """Returns how many steps have rounded at random so far."""
+def _with_counts_of(inner: Any, masters: PyTree, state: MixedPrecisionState) -> MixedPrecisionState:
+    """Continues the counts of steps, for random words, of an inner state and of masters."""
     states = [x for x in jax.tree.leaves(inner, is_leaf=is_compact) if is_compact(x)]
-    counts = [x.step for x in states] + [x for x in jax.tree.leaves(master) if _is_count(x)]
-    return functools.reduce(jnp.maximum, counts, jnp.uint32(0))
-
-
-def _counted_from(steps: UInt32[Array, ""], state: MixedPrecisionState) -> MixedPrecisionState:
-    """Continues the counts at `steps`: equal random words would round the same way twice."""
+    counts = [x.step for x in states] + [x for x in jax.tree.leaves(masters) if _is_count(x)]
+    # Words that were used before would round the same way twice.
+    steps = functools.reduce(jnp.maximum, counts, jnp.uint32(0))
 
     def with_steps(x: Any) -> Any:
         return x._replace(step=steps) if is_compact(x) else x
@@ -137,16 +140,15 @@ def _counted_from(steps: UInt32[Array, ""], state: MixedPrecisionState) -> Mixed
     )
 
 
-def _has_master(param: Any, kept: Any) -> bool:
-    """Whether the state holds more of a param than its 16 bits."""
-    return not is_narrow(param.dtype) or not (is_masked(kept) or _is_count(kept))
-
-
 def _check_not_widened(params: PyTree, old: PyTree, live: PyTree, new: PyTree) -> None:
     """Raises ValueError if a master would start with only the bits of a narrow param."""
 
-    def is_widened(param: Any, before: Any, after: Any, kept: Any) -> bool:
-        return _has_master(after, kept) and not _has_master(param, before)
+    # Whether the state holds more of a param than its 16 bits.
+    def has_master(param: Any, stored: Any) -> bool:
+        return not is_narrow(param.dtype) or not (is_masked(stored) or _is_count(stored))
+
+    def is_widened(param: Any, before: Any, after: Any, stored: Any) -> bool:
+        return has_master(after, stored) and not has_master(param, before)
 
     widened = jax.tree.leaves(jax.tree.map(is_widened, params, old, live, new))
     if any(widened):
@@ -158,14 +160,18 @@ def _check_not_widened(params: PyTree, old: PyTree, live: PyTree, new: PyTree) -
         )
 
 
-def _inner_like(like: Any, inner: Any) -> Any:
+def _convert_inner(like: Any, inner: Any) -> Any:
     """Stores the state of the inner optimizer in the form of `like`."""
-    if _stored_alike(inner, like):  # do not round at random once more
-        return inner
-    expanded, wanted = expanded_state(inner), jax.eval_shape(expanded_state, like)
+
+    def types(tree: Any) -> list[Any]:
+        return [(jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(tree)]
+
+    if same_structure(inner, like) and types(inner) == types(like):
+        return inner  # as it is: another rounding at random would change it
+    expanded, expected = expanded_state(inner), jax.eval_shape(expanded_state, like)
     check_like(
         expanded,
-        wanted,
+        expected,
         name="the state of the optimizer",
         like_name="that of tx",
         advice="The optimizer inside of tx must be the one that made the state.",
@@ -174,19 +180,4 @@ def _inner_like(like: Any, inner: Any) -> Any:
     def cast(x: Any, y: Any) -> Any:
         return cast_floating(jnp.asarray(x), y.dtype) if is_floating(y) else jnp.asarray(x)
 
-    return stored_like(like, jax.tree.map(cast, expanded, wanted))
-
-
-def _stored_alike(a: Any, b: Any) -> bool:
-    leaves = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=False)
-    return same_structure(a, b) and all(
-        jnp.shape(x) == jnp.shape(y) and jnp.result_type(x) == jnp.result_type(y) for x, y in leaves
-    )
-
-
-def _scale_after(old: LossScaleState, new: LossScaleState, tx: MixedPrecision) -> LossScaleState:
-    if not isinstance(tx.loss_scale, DynamicLossScale):
-        return new
-    # A scale of 1 is that of a policy without scaling. From there, small float16 gradients are lost
-    # until the scale has grown.
-    return jax.tree.map(lambda a, b: jnp.where(old.scale == 1, b, a), old, new)
+    return store_like(like, jax.tree.map(cast, expanded, expected))

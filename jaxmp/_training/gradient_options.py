@@ -32,13 +32,13 @@ class GradientKeywords(TypedDict, total=False):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class GradientOptions:
-    """What to differentiate, under which loss scale, and in how many parts.
+    """Which arguments to differentiate, under which loss scale, and in how many parts.
 
     Attributes:
-      argnums: which positional arguments to differentiate; kept as a tuple.
-      several: whether several were asked for, so that the gradients are a tuple.
+      argnums: which positional arguments to differentiate; a tuple once this is made.
+      several: whether `argnums` was several numbers, so that the gradients are a tuple.
       has_aux: whether the loss function returns `(loss, aux)`.
-      loss_scale: a number or a state, kept as a state; None for no scaling.
+      loss_scale: a number or a state, a state once this is made; None for no scaling.
       microbatches: how many parts of the batch are evaluated one after the other.
       batch_argnums: the positional arguments to split; None for all that are not differentiated.
       reduction: how gradients are summed over devices; None leaves it to the loss function.
@@ -57,7 +57,20 @@ class GradientOptions:
     def __post_init__(self) -> None:
         argnums = tuple(self.argnums) if self.several else (self.argnums,)
         object.__setattr__(self, "argnums", argnums)
-        object.__setattr__(self, "loss_scale", _as_state(self.loss_scale))
+        scale = self.loss_scale
+        if isinstance(scale, (int, float)) and not isinstance(scale, bool):
+            scale = StaticLossScale(scale).init()
+        elif isinstance(scale, (jax.Array, np.ndarray, np.generic)) and (
+            scale.shape == () and is_inexact(scale)
+        ):
+            array = jnp.asarray(scale, jnp.float32)
+            scale = StaticLossScale(1.0).init()._replace(scale=array)
+        elif scale is not None and not isinstance(scale, LossScaleState):
+            raise TypeError(
+                "loss_scale must be the state of a loss scale, such as opt_state.loss_scale or "
+                f"config.init(), a float scalar or None; got {type(scale).__name__}"
+            )
+        object.__setattr__(self, "loss_scale", scale)
         check_microbatches(self.microbatches)
 
     @property
@@ -73,12 +86,12 @@ class GradientOptions:
         self, args: Sequence[Any], wrt: Sequence[int], is_state: Callable[[Any], bool] | None = None
     ) -> dict[int, Any]:
         """Returns the arguments to split, by position; by default, none that is state."""
-        chosen = self.batch_argnums
-        if chosen is None:
+        argnums = self.batch_argnums
+        if argnums is None:
             free = [i for i in range(len(args)) if i not in wrt]
-            chosen = [i for i in free if is_state is None or not is_state(args[i])]
-        given = (chosen,) if isinstance(chosen, int) else tuple(chosen)
-        positions = check_positions(given, len(args), "batch_argnums")
+            argnums = [i for i in free if is_state is None or not is_state(args[i])]
+        argnums = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+        positions = check_positions(argnums, len(args), "batch_argnums")
         if both := sorted(set(positions) & set(wrt)):
             raise ValueError(f"arguments {both} are in both argnums and batch_argnums")
         if not positions:
@@ -110,24 +123,9 @@ class GradientOptions:
         return trees if self.several else trees[0]
 
     def result(self, evaluation: Evaluation) -> tuple[Any, PyTree]:
-        """Returns what users get: `(loss, grads)`, or `((loss, aux), grads)`."""
+        """Returns `(loss, grads)`, or `((loss, aux), grads)`."""
         loss, grads, aux = evaluation
         return ((loss, aux) if self.has_aux else loss), self.one_or_all(grads)
-
-
-def _as_state(loss_scale: LossScaleLike) -> LossScaleState | None:
-    if loss_scale is None or isinstance(loss_scale, LossScaleState):
-        return loss_scale
-    if isinstance(loss_scale, (int, float)) and not isinstance(loss_scale, bool):
-        return StaticLossScale(loss_scale).init()
-    if isinstance(loss_scale, (jax.Array, np.ndarray, np.generic)) and (
-        loss_scale.shape == () and is_inexact(loss_scale)
-    ):
-        return StaticLossScale(1.0).init()._replace(scale=jnp.asarray(loss_scale, jnp.float32))
-    raise TypeError(
-        "loss_scale must be the state of a loss scale, such as opt_state.loss_scale or "
-        f"config.init(), a float scalar or None; got {type(loss_scale).__name__}"
-    )
 
 
 def check_positions(positions: Sequence[int], count: int, name: str) -> tuple[int, ...]:

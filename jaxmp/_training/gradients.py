@@ -22,7 +22,7 @@ from jaxmp._program import compat
 from jaxmp._program.facts import Question, propagate
 from jaxmp._program.mesh_axes import on_current_axes
 from jaxmp._program.program import Op, equations_in, read
-from jaxmp._recompute.api import Recompute, recompute as lean
+from jaxmp._recompute.api import Recompute, recompute as apply_recompute
 from jaxmp._training.gradient_options import GradientKeywords, GradientOptions, LossScaleLike
 from jaxmp._training.microbatch import Evaluation
 
@@ -103,13 +103,15 @@ def value_and_grad(
         batch_argnums=batch_argnums,
         reduction=gradient_reduction(reduce_dtype, fsdp, several),
     )
-    fun = lean(fun, recompute)
+    fun = apply_recompute(fun, recompute)
 
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
         wrt = options.positions(len(args))
         for i in wrt:
-            _check_has_floats(args[i], f"argument {i}")
+            check_arrays(args[i], f"argument {i}")
+            if not split_floats(args[i])[0] and jax.tree.leaves(args[i]):
+                check_differentiable(args[i], f"argument {i}")
         evaluate = scaled_evaluation(functools.partial(fun, **kwargs), wrt, options)
         return options.result(options.over_microbatches(evaluate, args, wrt, whole=kwargs))
 
@@ -140,7 +142,7 @@ def grad(
 
 
 def without_value(value_and_grad_fun: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
-    """Returns a function that returns the gradients alone, or with what is beside the value."""
+    """Returns a function that returns the gradients without the value, or `(grads, aux)`."""
 
     @functools.wraps(value_and_grad_fun, updated=())
     def grad_fun(*args: Any, **kwargs: Any) -> Any:
@@ -158,9 +160,8 @@ def scaled_evaluation(
 ) -> Callable[..., Evaluation]:
     """Evaluates loss and gradient under a scale; returns both unscaled and times their weight.
 
-    The weight of a microbatch multiplies the scaled loss, not the gradients: then the low-precision
-    gradients inside the model are as large as with the full batch. `argnums` are positions, or what
-    `transform` takes for them. It replaces `jax.grad` where arguments are not plain trees.
+    `argnums` are positions, or what `transform` takes for them. It replaces `jax.grad` where
+    arguments are not plain trees.
     """
     has_aux, state, reduction = options.has_aux, options.loss_scale, options.reduction
 
@@ -176,7 +177,10 @@ def scaled_evaluation(
             )
         loss, aux = out if has_aux else (out, None)
         loss = _check_loss(loss, has_aux)
+        # A float16 loss of 3, times 2**16, is infinite in float16.
         loss = loss.astype(at_least_float32(loss.dtype))
+        # The weight of a microbatch multiplies the loss, and not the gradients: then the 16-bit
+        # gradients inside the model are as large as with the full batch.
         if options.weight != 1.0:
             loss = loss * jnp.asarray(options.weight, loss.dtype)
         scale = jax.tree.map(on_current_axes, state)
@@ -188,6 +192,7 @@ def scaled_evaluation(
             call, args = reduction.rewrite(scaled, args, argnums)
         differentiated = transform or functools.partial(_gradient, scaled=state is not None)
         grads, (loss, aux) = differentiated(call, argnums=argnums, has_aux=True)(*args)
+        # Gradients travel as they were scaled, and are unscaled after the sum.
         if reduction is not None:
             grads = reduction.constrain(grads)
         scale = jax.tree.map(on_current_axes, state)
@@ -213,21 +218,23 @@ def _gradient(
             new = dict(zip(argnums, merged(floats, wrt), strict=True))
             return fun(*[new.get(i, arg) for i, arg in enumerate(args)])
 
+        # `jax.vjp` in place of `jax.grad`: the backward pass can be read before it runs.
         loss, backward, aux = jax.vjp(of_floats, floats, has_aux=has_aux)
         if not scaled:
             _warn_of_float16_products(backward, loss, wrt)
         (grads,) = backward(jnp.ones_like(loss))
-        nothing = jax.tree.map(lambda x: np.zeros(jnp.shape(x), jax.dtypes.float0), wrt)
-        return merged(grads, nothing), aux
+        # Integers, such as frozen 8-bit weights, get float0 as from `jax.grad` with `allow_int`.
+        integers = jax.tree.map(lambda x: np.zeros(jnp.shape(x), jax.dtypes.float0), wrt)
+        return merged(grads, integers), aux
 
     return gradient
 
 
 def _warn_of_float16_products(backward: Any, loss: Any, wrt: tuple[PyTree, ...]) -> None:
-    # This first test, of residuals and of what a checkpoint recomputes, costs nothing. It does not
-    # see casts that only the backward pass of a `custom_vjp` makes.
-    kept = {jnp.result_type(x) for x in jax.tree.leaves(backward)}
-    if _FLOAT16 not in kept and not _make_float16([compat.linear_program(backward)]):
+    # This first test, of residuals and of programs in checkpoints, costs nothing. It does not see
+    # casts that only the backward pass of a `custom_vjp` makes.
+    residual_dtypes = {jnp.result_type(x) for x in jax.tree.leaves(backward)}
+    if _FLOAT16 not in residual_dtypes and not _make_float16([compat.linear_program(backward)]):
         return
     try:
         closed = jax.make_jaxpr(backward)(jnp.ones_like(loss))
@@ -248,38 +255,37 @@ def _make_float16(jaxprs: Sequence[Any]) -> bool:
 def _leads_through_float16(jaxpr: Any) -> bool:
     """Whether a gradient is float16 on its way through a backward pass.
 
-    Data may be float16, also where a checkpoint computes it again.
-
     Args:
       jaxpr: the program of the backward pass, whose first argument is the gradient.
     """
-    found = False
+    # Only gradients count: data may be float16, also where a checkpoint computes it again.
+    through_float16 = False
 
     def keep(aval: Any, of_gradient: bool) -> bool:
-        nonlocal found
+        nonlocal through_float16
         # A reference may hold a gradient that was written into it before.
         of_gradient = of_gradient or hasattr(aval, "inner_aval")
-        found |= of_gradient and getattr(aval, "dtype", None) == _FLOAT16
+        through_float16 |= of_gradient and getattr(aval, "dtype", None) == _FLOAT16
         return of_gradient
 
-    def rule(op: Op, given: Sequence[bool]) -> list[bool]:
-        nonlocal found
+    def rule(op: Op, of_gradient: Sequence[bool]) -> list[bool]:
+        nonlocal through_float16
         # Gradients are not followed inside kernels: any float16 in there counts.
-        found |= any(given) and _make_float16(compat.sub_jaxprs(op.equation))
-        return [any(given)] * len(op.outputs)
+        through_float16 |= any(of_gradient) and _make_float16(compat.sub_jaxprs(op.equation))
+        return [any(of_gradient)] * len(op.outputs)
 
     question = Question(nothing=False, join=operator.or_, rule=rule, keep=keep)
     program = read(jaxpr)
-    given = [i == 0 for i in range(len(program.inputs))]
-    propagate(program, given, question)
-    return found
+    of_gradient = [i == 0 for i in range(len(program.inputs))]
+    propagate(program, of_gradient, question)
+    return through_float16
 
 
 def warn_of_float16(names: list[str]) -> None:
     """Warns that gradients of the named params are computed in float16 without a scale."""
     # 6e-8 is the smallest number above zero in float16.
-    shown = ", ".join(map(repr, names[:3])) + ", ..." * (len(names) > 3)
-    of = f" of {shown}" if names[0] not in ("", "(root)") else ""
+    text = ", ".join(map(repr, names[:3])) + ", ..." * (len(names) > 3)
+    of = f" of {text}" if names[0] not in ("", "(root)") else ""
     warn(
         f"gradients{of} pass through float16 without a loss scale: numbers smaller than "
         "6e-8 become zero, and training may stand still. Give value_and_grad "
@@ -297,10 +303,3 @@ def _check_loss(loss: Any, has_aux: bool) -> Float[Array, ""]:
             f"{list(jnp.shape(loss))}. Take a mean or a sum over the batch"
         )
     return jnp.asarray(loss)
-
-
-def _check_has_floats(arg: PyTree, name: str) -> None:
-    """Raises TypeError if an argument holds anything but numbers, or no floats to differentiate."""
-    check_arrays(arg, name)
-    if not split_floats(arg)[0] and jax.tree.leaves(arg):
-        check_differentiable(arg, name)

@@ -38,20 +38,27 @@ class TrainStep:
         """Runs one step; see `make_train_step`."""
         check_state(state, batch)
         if not compat.is_traced(state.step):
-            _check_alive(state)
+            if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(state)):
+                raise ValueError(
+                    "this state was donated to an earlier step, which wrote the next one over it. "
+                    "Go on with the state that the step returned, `state, metrics = step(state, "
+                    "batch)`, or keep old states with make_train_step(..., donate=False)"
+                )
+            # In the first call alone, as the second check traces the step once more.
             if not self._called:
                 warn_of_foreign_scale(state)
                 if self._model_casts:
-                    _warn_if_all_is_wide(state.tx, self._jitted.trace(state, batch).jaxpr)
+                    _warn_of_float32_products(state.tx, self._jitted.trace(state, batch).jaxpr)
                 self._called = True
             if self._donates:
-                return self._run_on(_with_own_arrays(state, batch), batch)
+                return self._run_donating(_copy_shared_arrays(state, batch), batch)
         return self._jitted(state, batch)
 
-    def _run_on(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+    def _run_donating(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         try:
             return self._jitted(state, batch)
         except (ValueError, jax.errors.JaxRuntimeError) as error:
+            # JAX's message names neither the arrays nor a way out.
             if "Execute()" not in str(error) or "donate" not in str(error):
                 raise
             raise ValueError(
@@ -67,11 +74,11 @@ class TrainStep:
         return getattr(self._jitted, name)
 
 
-def _warn_if_all_is_wide(tx: MixedPrecision, step: Any) -> None:
-    """Warns if the optimizer was wrapped for 16 bits, and all products of a step read more."""
+def _warn_of_float32_products(tx: MixedPrecision, step: Any) -> None:
+    """Warns if the optimizer was wrapped for 16 bits, and all products of a step read float32."""
     narrow = {p.compute_dtype.name for p in all_policies(tx.rules) if is_narrow(p.compute_dtype)}
-    read = {x.aval.dtype for product in products_in(step.jaxpr) for x in product.invars}
-    if narrow and read and all(dtype.itemsize >= 4 for dtype in read):
+    dtypes = {x.aval.dtype for product in products_in(step.jaxpr) for x in product.invars}
+    if narrow and dtypes and all(dtype.itemsize >= 4 for dtype in dtypes):
         warn(
             f"the optimizer was wrapped for {' and '.join(sorted(narrow))}, but every product of "
             "this step is float32: make_train_step has policy='none', and the model does not cast. "
@@ -79,24 +86,15 @@ def _warn_if_all_is_wide(tx: MixedPrecision, step: Any) -> None:
         )
 
 
-def _check_alive(state: TrainState) -> None:
-    arrays = (x for x in jax.tree.leaves(state) if isinstance(x, jax.Array))
-    if any(x.is_deleted() for x in arrays):
-        raise ValueError(
-            "this state was donated to an earlier step, which wrote the next one over it. Go on "
-            "with the state that the step returned, `state, metrics = step(state, batch)`, or "
-            "keep old states with make_train_step(..., donate=False)"
-        )
-
-
-def _with_own_arrays(state: TrainState, batch: PyTree) -> TrainState:
+def _copy_shared_arrays(state: TrainState, batch: PyTree) -> TrainState:
     """Copies what would be donated twice: an array at two places of the state, or in the batch."""
-    seen = set(map(id, jax.tree.leaves(batch)))
+    # A hard update puts one array at two places of a state, and JAX refuses to donate it twice.
+    ids = set(map(id, jax.tree.leaves(batch)))
     leaves, structure = jax.tree.flatten(state)
     for i, x in enumerate(leaves):
-        if id(x) in seen and isinstance(x, jax.Array):
+        if id(x) in ids and isinstance(x, jax.Array):
             leaves[i] = copied(x)
-        seen.add(id(x))
+        ids.add(id(x))
     own: TrainState = jax.tree.unflatten(structure, leaves)
     return own
 

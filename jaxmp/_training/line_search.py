@@ -14,18 +14,16 @@ from jaxmp._training.microbatch import Evaluation
 from jaxmp._training.train_state import TrainState
 
 
-def stepped_with_first(
+def step_with_first_offer(
     state: TrainState,
     grads: PyTree,
     offers: Sequence[dict[str, Any]],
     finite: Any,
     collections: dict[str, PyTree],
 ) -> TrainState:
-    """Returns the next state; the optimizer gets the first of the offered arguments that it takes.
-
-    An optimizer does not say what it takes: optax's chains take anything, and pass it to parts that
-    may not.
-    """
+    """Returns the next state; the optimizer gets the first of the offers that it takes."""
+    # An optimizer does not say what it takes: optax's chains take anything, and pass it to parts
+    # that may not.
     *better, last = offers
     first = None
     for offer in better:
@@ -42,32 +40,34 @@ def stepped_with_first(
 def value_function(
     evaluate_batch: Callable[..., tuple[Any, Evaluation]],
     params: PyTree,
-    rest: tuple[PyTree, PyTree, LossScaleState | None],
-    here: Evaluation,
+    operands: tuple[PyTree, PyTree, LossScaleState | None],
+    evaluation: Evaluation,
 ) -> Callable[[PyTree], Any]:
     """Returns the loss of a step as a function of float32 params, with the gradients of a step.
 
-    Optimizers that search along a line evaluate it, and differentiate it. As in a step, params are
+    Optimizers that search along a line evaluate and differentiate it. As in a step, params are
     rounded to the dtypes of the live ones, and gradients are scaled inside and float32 outside.
 
     Args:
       evaluate_batch: evaluates the loss, of params and the rest.
       params: the live params.
-      rest: the batch, the collections and the loss scale.
-      here: what that is for these params.
+      operands: the batch, the collections and the loss scale.
+      evaluation: the evaluation of the loss at these params.
     """
 
-    def evaluated(wide: PyTree, factor: Any) -> tuple[Any, list[Any]]:
-        live = jax.tree.map(lambda x, p: jnp.asarray(x, p.dtype), wide, params)
-        batch, others, scale = jax.tree.map(on_current_axes, rest)
+    def evaluate_at(values: PyTree, factor: Any) -> tuple[Any, list[Any]]:
+        # The point of a search is a float32 master; a step reads rounded params.
+        live = jax.tree.map(lambda x, p: jnp.asarray(x, p.dtype), values, params)
+        batch, others, scale = jax.tree.map(on_current_axes, operands)
         scale = None if scale is None else scale._replace(scale=factor * scale.scale)
         _, (loss, grads, _) = evaluate_batch(live, batch, others, scale)
         return loss, split_floats(grads)[0]
 
-    def with_slopes(wide: PyTree) -> tuple[Any, list[Any]]:
-        if rest[2] is None:
-            return evaluated(wide, 1.0)
-        scale, before = jax.tree.map(on_current_axes, (rest[2].scale, (here.loss, here.grads)))
+    def loss_and_grads(values: PyTree) -> tuple[Any, list[Any]]:
+        if operands[2] is None:
+            return evaluate_at(values, 1.0)
+        begin = operands[2].scale, evaluation.loss, evaluation.grads
+        scale, loss, grads = jax.tree.map(on_current_axes, begin)
 
         # The scale suits the point where the step is. Elsewhere gradients may be larger.
         def overflows(turn: Any) -> Any:
@@ -77,22 +77,23 @@ def value_function(
 
         def lower(turn: Any) -> Any:
             factor = turn[0] / _BACKOFF
-            return factor, *evaluated(wide, factor)
+            return factor, *evaluate_at(values, factor)
 
         # So that the loss is traced once, it is evaluated in the loop alone.
-        nothing = jax.tree.map(jnp.zeros_like, (before[0], split_floats(before[1])[0]))
-        begin = jnp.float32(_BACKOFF), *nothing
-        return jax.lax.while_loop(overflows, lower, begin)[1:]
+        zeros = jax.tree.map(jnp.zeros_like, (loss, split_floats(grads)[0]))
+        initial = jnp.float32(_BACKOFF), *zeros
+        return jax.lax.while_loop(overflows, lower, initial)[1:]
 
+    # Differentiated by hand: 16-bit gradients are scaled inside, and float32 outside.
     @jax.custom_jvp
-    def value(wide: PyTree) -> Any:
-        return evaluated(wide, 1.0)[0]
+    def value(values: PyTree) -> Any:
+        return evaluate_at(values, 1.0)[0]
 
     @value.defjvp
     def _(primals: tuple[PyTree], tangents: tuple[PyTree]) -> tuple[Any, Any]:
-        loss, grads = with_slopes(*primals)
+        loss, grads = loss_and_grads(*primals)
         dots = zip(grads, split_floats(tangents[0])[0], strict=True)
-        return loss, sum(jnp.vdot(*each) for each in dots)
+        return loss, sum(jnp.vdot(x, y) for x, y in dots)
 
     return value
 

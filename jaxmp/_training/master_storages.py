@@ -1,7 +1,7 @@
 """Storages for the float32 master of one narrower param.
 
-A storage says what to keep beside one live param, and how to reconstruct its float32 master from
-both. The master follows its param: if the kept master does not round to the param, the param was
+A storage says what to store with one live param, and how to reconstruct its float32 master from
+both. The master follows its param: if the stored master does not round to the param, the param was
 set from outside, and its value is the new master. To add a storage, write a class with these
 methods and an entry in `STORAGES`; the rest of the optimizer does not change.
 """
@@ -22,7 +22,7 @@ from jaxmp._numerics.tree import widen
 
 
 class StoredParam(NamedTuple):
-    """A live param, and what is kept beside it."""
+    """A live param, and what is stored with it."""
 
     param: Float[Array, "..."]
     master: Any
@@ -30,28 +30,28 @@ class StoredParam(NamedTuple):
 
 @runtime_checkable
 class MasterStorage(Protocol):
-    """A way to keep the float32 master of a param narrower than float32.
+    """A way to store the float32 master of a param narrower than float32.
 
-    The storage keeps an array, in a dtype that no other storage uses.
+    It is an array, in a dtype that no other storage uses: `storage_of` goes by it.
     """
 
     def first(self, value: Float32[Array, "..."], dtype: DType) -> StoredParam:
-        """Returns a param of this dtype and what is kept, for a master that starts as `value`."""
+        """Returns a param of this dtype and what is stored, for a first master `value`."""
         ...
 
-    def load(self, param: Float[Array, "..."], kept: Any) -> Float32[Array, "..."]:
+    def load(self, param: Float[Array, "..."], stored: Any) -> Float32[Array, "..."]:
         """Returns the master."""
         ...
 
     def store(
-        self, value: Float32[Array, "..."], dtype: DType, kept: Any, number: int
+        self, value: Float32[Array, "..."], dtype: DType, stored: Any, number: int
     ) -> StoredParam:
-        """Returns the param and the kept array for a new master.
+        """Returns the param and the stored array for a new master.
 
         Args:
           value: the new master.
           dtype: the dtype of the param.
-          kept: the array that was kept before.
+          stored: the array that was stored before.
           number: the index of the param among all params.
         """
         ...
@@ -64,30 +64,30 @@ class NoMaster:
         """Returns the rounded value."""
         return StoredParam(round_finite(value, dtype), optax.MaskedNode())
 
-    def load(self, param: Float[Array, "..."], kept: Any) -> Float32[Array, "..."]:
+    def load(self, param: Float[Array, "..."], stored: Any) -> Float32[Array, "..."]:
         """Returns the widened param."""
         return widen(param)
 
     def store(
-        self, value: Float32[Array, "..."], dtype: DType, kept: Any, number: int
+        self, value: Float32[Array, "..."], dtype: DType, stored: Any, number: int
     ) -> StoredParam:
         """Returns the rounded value."""
-        return StoredParam(round_finite(value, dtype), kept)
+        return StoredParam(round_finite(value, dtype), stored)
 
 
 class Float32Copy:
-    """A storage of the master itself: 4 bytes beside the 2 of the param."""
+    """A storage of the master itself: 4 bytes, and 2 of the param."""
 
     def first(self, value: Float32[Array, "..."], dtype: DType) -> StoredParam:
         """Returns the rounded value, and the value."""
         return StoredParam(round_finite(value, dtype), value)
 
-    def load(self, param: Float[Array, "..."], kept: Any) -> Float32[Array, "..."]:
+    def load(self, param: Float[Array, "..."], stored: Any) -> Float32[Array, "..."]:
         """Returns the copy where it rounds to the param, the widened param elsewhere."""
-        return follow(kept, param)
+        return follow(stored, param)
 
     def store(
-        self, value: Float32[Array, "..."], dtype: DType, kept: Any, number: int
+        self, value: Float32[Array, "..."], dtype: DType, stored: Any, number: int
     ) -> StoredParam:
         """Returns the rounded value, and the value."""
         return StoredParam(round_finite(value, dtype), value)
@@ -115,17 +115,15 @@ class Remainders:
             )
         return self._split(value)
 
-    def load(self, param: Float[Array, "..."], kept: Any) -> Float32[Array, "..."]:
-        """Merges both. A param set from outside keeps the remainder of the old param.
-
-        No bit shows that a param was set: every remainder rounds to the param. The exceptions are
-        zero and infinity, where the param counts as set.
-        """
-        master = merge_float32(param, kept)
+    def load(self, param: Float[Array, "..."], stored: Any) -> Float32[Array, "..."]:
+        """Merges both. A param set from outside keeps the remainder of the old param."""
+        # No bit shows that a param was set: every remainder rounds to the param. The exceptions are
+        # zero and infinity, where the param counts as set.
+        master = merge_float32(param, stored)
         return jnp.where(same_bits(split_float32(master).high, param), master, widen(param))
 
     def store(
-        self, value: Float32[Array, "..."], dtype: DType, kept: Any, number: int
+        self, value: Float32[Array, "..."], dtype: DType, stored: Any, number: int
     ) -> StoredParam:
         """Splits the value."""
         return self._split(value)
@@ -146,14 +144,14 @@ class KahanSum:
         # bfloat16 for float16 params too: their errors would often be too small for float16.
         return StoredParam(param, (value - widen_rounded(param)).astype(jnp.bfloat16))
 
-    def load(self, param: Float[Array, "..."], kept: Any) -> Float32[Array, "..."]:
+    def load(self, param: Float[Array, "..."], stored: Any) -> Float32[Array, "..."]:
         """Adds the error to the param, unless rounding cannot have made such an error."""
-        value, error = widen(param), widen(kept)
+        value, error = widen(param), widen(stored)
         # A larger error belongs to another param: this one was set from outside.
         return jnp.where(jnp.abs(error) <= half_unit(param), value + error, value)
 
     def store(
-        self, value: Float32[Array, "..."], dtype: DType, kept: Any, number: int
+        self, value: Float32[Array, "..."], dtype: DType, stored: Any, number: int
     ) -> StoredParam:
         """Returns the rounded value, and its rounding error."""
         return self.first(value, dtype)
@@ -180,16 +178,17 @@ class StochasticRounding:
         """Returns the value rounded to nearest, and zero."""
         return StoredParam(round_finite(value, dtype), jnp.uint32(0))
 
-    def load(self, param: Float[Array, "..."], kept: Any) -> Float32[Array, "..."]:
+    def load(self, param: Float[Array, "..."], stored: Any) -> Float32[Array, "..."]:
         """Returns the widened param."""
         return widen(param)
 
     def store(
-        self, value: Float32[Array, "..."], dtype: DType, kept: Any, number: int
+        self, value: Float32[Array, "..."], dtype: DType, stored: Any, number: int
     ) -> StoredParam:
         """Rounds the value up or down by random words of this param and step."""
-        words = hashed_words(value.shape, [jnp.uint32(number), kept])
-        return StoredParam(round_by_words(value, dtype, words), kept + jnp.uint32(1))
+        # Params of one shape need other words, or all would round the same way.
+        words = hashed_words(value.shape, [jnp.uint32(number), stored])
+        return StoredParam(round_by_words(value, dtype, words), stored + jnp.uint32(1))
 
 
 STORAGES: dict[str, MasterStorage] = {
@@ -209,20 +208,16 @@ _BY_DTYPE = {
 }
 
 
-def storage_of(kept: Any) -> MasterStorage:
-    """Returns the storage that made `kept`."""
-    if isinstance(kept, optax.MaskedNode):
+def storage_of(stored: Any) -> MasterStorage:
+    if isinstance(stored, optax.MaskedNode):
         return STORAGES["none"]
-    return STORAGES[_BY_DTYPE[kept.dtype.name]]
+    return STORAGES[_BY_DTYPE[stored.dtype.name]]
 
 
 def follow(
     master: Float32[Array, "*shape"], param: Float[Array, "*shape"]
 ) -> Float32[Array, "*shape"]:
     """Returns the master where it rounds to the param, and the widened param elsewhere.
-
-    Users set params: pretrained weights, a clip after the step, an average, a restored file. An
-    update of the old master would silently undo that.
 
     Args:
       master: the float32 master.
@@ -234,15 +229,16 @@ def follow(
     >>> follow(jnp.float32([1.001, 1.001]), jnp.bfloat16([1.0, 7.0]))
     Array([1.001, 7.   ], dtype=float32)
     """
+    # Users set params: pretrained weights, a clip after the step, an average, a restored file. An
+    # update of the old master would silently undo that.
     return jnp.where(same_bits(round_finite(master, param.dtype), param), master, widen(param))
 
 
 def same_bits(x: Float[Array, "*shape"], y: Float[Array, "*shape"]) -> Bool[Array, "*shape"]:
-    """Whether two narrow floats are the same number; the sign of zero is ignored.
-
-    Compares integers. Floats may be compared in float32, and GPU compilers delete the rounding of a
-    value that is widened again (openxla/xla issue 41605): each master would seem to differ.
-    """
+    """Whether two narrow floats are the same number; the sign of zero is ignored."""
+    # Integers are compared. Floats may be compared in float32, and GPU compilers delete the
+    # rounding of a value that is widened again (openxla/xla issue 41605): each master would seem to
+    # differ.
     info = jnp.finfo(x.dtype)
     a, b = (jax.lax.bitcast_convert_type(v, f"uint{info.bits}") for v in (x, y))
     if "fnuz" in info.dtype.name:  # these have no negative zero

@@ -1,4 +1,4 @@
-"""The float32 masters of all params: the params themselves, or what is kept beside them."""
+"""The float32 masters of all params: the params themselves, or what is stored with them."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ from jaxmp._training.master_storages import STORAGES, MasterStorage, NoMaster, S
 
 
 class LiveAndMaster(NamedTuple):
-    """Live params, and what is kept beside them, in the same structure."""
+    """Live params, and what is stored with them, in the same structure."""
 
     params: PyTree
     master: PyTree
@@ -27,7 +27,7 @@ class LiveAndMaster(NamedTuple):
 class Masters:
     """The masters of a tree of params. A float32 (or wider) leaf is its own master.
 
-    `master` has the structure of the params, with `optax.MaskedNode()` where nothing is kept.
+    `master` has the structure of the params, with `optax.MaskedNode()` where nothing is stored.
 
     Args:
       name: how the master of a narrow param is kept, a key of `STORAGES`.
@@ -48,8 +48,7 @@ class Masters:
 
         Returns:
           The number of params, under a name made of their dtypes and, if there are masters, of how
-          these are kept. Without params, the number alone: optax's tools pass a placeholder instead
-          of params, and its state must fit the state of any params.
+          these are stored. Without params, the number alone.
 
         >>> Masters("remainder").kind({"w": jnp.bfloat16(0)})
         {'bfloat16-remainder': Array(1, dtype=int32)}
@@ -59,68 +58,71 @@ class Masters:
         parts = sorted({dtype.name for dtype in dtypes})
         if any(map(is_narrow, dtypes)):
             parts.append(self.name)
-        if len(set(dtypes)) > 1:  # add which param has which dtype
+        # A checkpoint is restored by names, and arrays are silently cast: two models with other
+        # dtypes need other names.
+        if len(set(dtypes)) > 1:
             order = " ".join(dtype.name for dtype in dtypes)
             parts.append(f"{zlib.crc32(order.encode()):08x}")
+        # optax's tools pass a placeholder instead of params, and its state must fit the state of
+        # any params.
         return {"-".join(parts): count} if dtypes else count
 
-    def first(self, values: PyTree, params: PyTree, moved: PyTree) -> LiveAndMaster:
-        """Returns live params and what is kept, for masters that start as `values`.
+    def first(self, values: PyTree, params: PyTree, trainable: PyTree) -> LiveAndMaster:
+        """Returns live params and what is stored, for masters that start as `values`.
 
         Args:
           values: the first masters, rounded or not.
           params: a tree with the dtypes of the live params.
-          moved: for each leaf whether the optimizer ever moves it; if not, it needs no master.
+          trainable: for each leaf whether the optimizer ever changes it; others need no master.
         """
         names = jax.tree.unflatten(jax.tree.structure(params), leaf_names(params))
 
-        def first(value: Any, param: Any, moves: bool, name: str) -> StoredParam:
+        def first(value: Any, param: Any, is_trainable: bool, name: str) -> StoredParam:
             if not is_narrow(param.dtype) or not is_floating(value):
                 return StoredParam(value.astype(param.dtype), optax.MaskedNode())
-            storage = self.storage if moves else NoMaster()
+            # A frozen backbone needs no masters, which are as many bytes as its params or more.
+            storage = self.storage if is_trainable else NoMaster()
             try:
-                wide = value.astype(at_least_float32(param.dtype))
-                return storage.first(wide, param.dtype)
+                return storage.first(value.astype(at_least_float32(param.dtype)), param.dtype)
             except TypeError as error:
                 raise TypeError(f"params, leaf {name!r}, {error}") from None
 
-        return _transposed(jax.tree.map(first, values, params, moved, names))
+        return _unzip(jax.tree.map(first, values, params, trainable, names))
 
+    # Outside of `jit`, `load` and `store` are one compiled call each, not one for each operation.
     @functools.partial(jax.jit, static_argnums=0, inline=True)
     def load(self, params: PyTree, master: PyTree) -> PyTree:
         """Returns the float32 masters, which follow params that were set from outside."""
 
-        def load(param: Any, kept: Any) -> Any:
-            return widen(param) if is_masked(kept) else self.storage.load(param, kept)
+        def load(param: Any, stored: Any) -> Any:
+            return widen(param) if is_masked(stored) else self.storage.load(param, stored)
 
         return jax.tree.map(load, params, master)
 
     @functools.partial(jax.jit, static_argnums=0, inline=True)
     def store(self, values: PyTree, params: PyTree, master: PyTree) -> LiveAndMaster:
-        """Returns params, in their old dtypes, and what is kept for the new masters."""
+        """Returns params, in their old dtypes, and what is stored for the new masters."""
 
-        def store(value: Any, param: Any, kept: Any, number: int) -> StoredParam:
-            if is_masked(kept):
-                return StoredParam(round_like(value, param), kept)
-            return self.storage.store(value, param.dtype, kept, number)
+        def store(value: Any, param: Any, stored: Any, number: int) -> StoredParam:
+            if is_masked(stored):
+                return StoredParam(round_like(value, param), stored)
+            return self.storage.store(value, param.dtype, stored, number)
 
         leaves, structure = jax.tree.flatten(params)
         numbers = jax.tree.unflatten(structure, range(len(leaves)))
-        return _transposed(jax.tree.map(store, values, params, master, numbers))
+        return _unzip(jax.tree.map(store, values, params, master, numbers))
 
 
-def _transposed(stored: PyTree) -> LiveAndMaster:
-    def each(field: str) -> PyTree:
-        def is_stored(x: Any) -> bool:
-            return isinstance(x, StoredParam)
+def _unzip(stored: PyTree) -> LiveAndMaster:
+    def is_stored(x: Any) -> bool:
+        return isinstance(x, StoredParam)
 
-        return jax.tree.map(lambda x: getattr(x, field), stored, is_leaf=is_stored)
-
-    return LiveAndMaster(each("param"), each("master"))
+    params = jax.tree.map(lambda x: x.param, stored, is_leaf=is_stored)
+    return LiveAndMaster(params, jax.tree.map(lambda x: x.master, stored, is_leaf=is_stored))
 
 
 def is_masked(x: Any) -> bool:
-    """Whether nothing is kept beside a param."""
+    """Whether a param has no master but itself."""
     return isinstance(x, optax.MaskedNode)
 
 

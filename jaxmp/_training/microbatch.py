@@ -35,11 +35,15 @@ def check_microbatches(count: Any) -> None:
         raise ValueError(f"microbatches must be a whole number of at least 1, got {count!r}")
 
 
+def is_single_key(x: Any) -> bool:
+    """Whether this is one typed PRNG key, not a batch of keys."""
+    return is_key(x) and x.shape == ()
+
+
 def split_batch(batch: PyTree, count: int, *, whole: PyTree = None) -> PyTree:
     """Gives every leaf a leading axis of microbatches.
 
-    Microbatch `i` takes the examples `i, i + count, ...`. Contiguous blocks would put each
-    microbatch on a few of the devices over which the batch is sharded, and move it there.
+    Microbatch `i` takes the examples `i, i + count, ...`.
 
     Args:
       batch: arrays with a leading batch axis, of one length; typed PRNG keys without one are
@@ -61,7 +65,7 @@ def split_batch(batch: PyTree, count: int, *, whole: PyTree = None) -> PyTree:
     """
     leaves, treedef = jax.tree.flatten(batch)
     names = leaf_names(batch)
-    examples = _examples(list(zip(names, leaves, strict=True)))
+    examples = _number_of_examples(list(zip(names, leaves, strict=True)))
     for name, x in zip(leaf_names(whole), jax.tree.leaves(whole), strict=True):
         if examples is not None and jnp.shape(x)[:1] == (examples,):
             raise ValueError(
@@ -74,14 +78,25 @@ def split_batch(batch: PyTree, count: int, *, whole: PyTree = None) -> PyTree:
             f"the batch has {examples} examples, which {count} microbatches do not divide. Use a "
             f"batch size that is a multiple of {count}"
         )
-    return jax.tree.unflatten(treedef, [_split_leaf(x, count) for x in leaves])
+
+    def split_leaf(x: Any) -> Array:
+        if is_single_key(x):
+            return jax.random.split(x, count)
+        shape = jnp.shape(x)
+        _check_share(x, count)
+        # Microbatch `i` takes every `count`-th example. Contiguous blocks would put it on a few of
+        # the devices over which the batch is sharded, and move it there.
+        strided = jnp.reshape(x, (shape[0] // count, count, *shape[1:]))
+        return jnp.swapaxes(strided, 0, 1)
+
+    return jax.tree.unflatten(treedef, [split_leaf(x) for x in leaves])
 
 
-def _examples(leaves: list[tuple[str, Any]]) -> int | None:
+def _number_of_examples(leaves: list[tuple[str, Any]]) -> int | None:
     """Returns how many examples all leaves of a batch hold; None if there are only PRNG keys."""
     first: tuple[str, int] | None = None
     for name, x in leaves:
-        if is_key(x) and x.shape == ():
+        if is_single_key(x):
             continue
         if jnp.ndim(x) == 0:
             raise ValueError(
@@ -100,15 +115,6 @@ def _examples(leaves: list[tuple[str, Any]]) -> int | None:
             )
         first = first or (name, examples)
     return None if first is None else first[1]
-
-
-def _split_leaf(x: Any, count: int) -> Array:
-    if is_key(x) and x.shape == ():
-        return jax.random.split(x, count)
-    shape = jnp.shape(x)
-    _check_share(x, count)
-    strided = jnp.reshape(x, (shape[0] // count, count, *shape[1:]))
-    return jnp.swapaxes(strided, 0, 1)
 
 
 def _check_share(x: Any, count: int) -> None:
@@ -132,14 +138,13 @@ def sum_over_microbatches(
     count: int,
     whole: PyTree = None,
 ) -> tuple[Any, Evaluation]:
-    """Evaluates the batch at once, or each microbatch in a `lax.scan`, which is traced once.
+    """Evaluates the batch at once, or each microbatch in turn.
 
     Args:
       evaluate: `(carry, microbatch) -> (carry, evaluation)`; it applies the weights of the
         evaluations itself.
       carry: what passes from one microbatch to the next, such as batch statistics.
-      params: a tree with the shapes and shardings of the gradients. Gradients are summed in
-        float32, since a bfloat16 sum stops growing at 256 terms.
+      params: a tree with the shapes and shardings of the gradients.
       batch: what to split; see `split_batch`.
       count: how many microbatches.
       whole: arguments that every microbatch gets unchanged.
@@ -156,16 +161,18 @@ def sum_over_microbatches(
     def body(state: tuple[Any, list[Any]], part: Any) -> tuple[Any, Any]:
         carry, total = state
         carry, (loss, grads, aux) = evaluate(carry, part)
-        wide = widen(split_floats(grads)[0])
-        return (carry, [x + y for x, y in zip(total, wide, strict=True)]), (loss, aux)
+        addends = widen(split_floats(grads)[0])
+        return (carry, [x + y for x, y in zip(total, addends, strict=True)]), (loss, aux)
 
+    # Float32 sums, since a bfloat16 sum stops growing at 256 terms.
     # `zeros_like` keeps the sharding of a param. Other zeros would be whole on each device.
     zeros = [jnp.zeros_like(p, dtype=at_least_float32(jnp.result_type(p))) for p in floats]
 
-    def loop(begun: Any, parts: PyTree) -> Any:
-        return jax.lax.scan(body, begun, parts)
+    # In a `lax.scan` the loss is traced once, whatever the count.
+    def loop(initial: Any, parts: PyTree) -> Any:
+        return jax.lax.scan(body, initial, parts)
 
     # A weight is rounded to float8 once for all parts.
     (carry, total), (losses, aux) = with_hoisted(loop)((carry, zeros), parts)
-    nothing = jax.tree.map(lambda p: np.zeros(jnp.shape(p), jax.dtypes.float0), params)
-    return carry, Evaluation(jnp.sum(losses), merged(total, nothing), aux)
+    no_gradients = jax.tree.map(lambda p: np.zeros(jnp.shape(p), jax.dtypes.float0), params)
+    return carry, Evaluation(jnp.sum(losses), merged(total, no_gradients), aux)

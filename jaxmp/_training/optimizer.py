@@ -14,7 +14,7 @@ from jaxmp._numerics.tree import check_arrays, strong
 from jaxmp._policies.policy import Policy, get_policy
 from jaxmp._policies.policy_rules import PolicyRules
 from jaxmp._policies.presets import dtypes_of, get_rules
-from jaxmp._training.compact_state import Moments, checked_optimizer
+from jaxmp._training.compact_state import Moments, check_optimizer
 from jaxmp._training.master_storages import STORAGES
 from jaxmp._training.masters import Masters
 from jaxmp._training.optimizer_step import Algorithm, MixedPrecisionState
@@ -61,9 +61,9 @@ class MixedPrecision(optax.GradientTransformationExtraArgs):
             refuse_to_be_wrapped()
             return algorithm.step(grads, state, params, finite, extra, as_updates=True)
 
-        made: MixedPrecision = super().__new__(cls, init, update)
-        made.rules, made._algorithm = rules, algorithm
-        return made
+        tx: MixedPrecision = super().__new__(cls, init, update)
+        tx.rules, tx._algorithm = rules, algorithm
+        return tx
 
     @property
     def policy(self) -> Policy:
@@ -164,11 +164,11 @@ def mixed_precision(
       loss_scale: a config, or `"auto"`: `DynamicLossScale()` if params or computation are
         float16 anywhere, else `NoLossScale()`.
       master: how the float32 master of a param narrower than 32 bits is kept (a float32 param is
-        its own master, with no copy). `"float32"`: whole, 4 bytes beside the param. `"remainder"`:
-        the 16 bits that a bfloat16 param lacks, 2 bytes: nothing is lost, and params round ties
-        away from zero. `"remainder8"`: 8 of these bits, 1 byte. `"kahan"`: the rounding error, 2
-        bytes, for float16 params too. `"stochastic"`: no bytes; params are rounded up or down at
-        random. `"none"`: no bytes, and small updates are lost.
+        its own master, with no copy). `"float32"`: whole, 4 bytes more. `"remainder"`: the 16 bits
+        that a bfloat16 param lacks, 2 bytes: nothing is lost, and params round ties away from zero.
+        `"remainder8"`: 8 of these bits, 1 byte. `"kahan"`: the rounding error, 2 bytes, for float16
+        params too. `"stochastic"`: no bytes; params are rounded up or down at random. `"none"`: no
+        bytes, and small updates are lost.
       moments: the dtype in which the state of the optimizer is stored: `"float32"`, or `"bfloat16"`
         or `"int8"` as by `jaxmp.compact_state` (use that for only a part of the optimizer).
         `"int8"` is for a state that has only moments, no average of params.
@@ -203,7 +203,7 @@ def mixed_precision(
     # First, as it is the first argument: where the two are swapped, this is what to say.
     if isinstance(inner, MixedPrecision):
         raise TypeError("the optimizer is wrapped in mixed_precision already; wrap it once")
-    inner = checked_optimizer(inner, moments)
+    inner = check_optimizer(inner, moments)
     rules = get_rules(policy)
     config = choose_loss_scale(loss_scale, dtypes_of(rules))
     if master not in STORAGES:
@@ -223,16 +223,19 @@ def mixed_precision(
 
 
 def refuse_to_be_wrapped() -> None:
-    """Raises if the caller is a combinator: `chain`, `MultiSteps` or `compact_state`.
-
-    A combinator around the wrapper would take the zero updates of skipped steps for real ones. Or
-    it would scale the updates, after which params and masters no longer agree. It leaves no trace
-    in the arguments that it passes, so that only the caller's module shows it.
-    """
+    """Raises if the caller is a combinator: `chain`, `MultiSteps` or `compact_state`."""
+    # A combinator around the wrapper would take the zero updates of skipped steps for real ones. Or
+    # it would scale the updates, after which params and masters no longer agree. It leaves no trace
+    # in the arguments that it passes, so that only the caller's module shows it. Frames of jaxmp
+    # and of runtime type checkers hide the caller.
+    hiding = ("jaxmp", "jaxtyping", "beartype")
     frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None and _is_transparent(_module(frame)):
-        frame = frame.f_back
-    module = _module(frame) if frame is not None else ""
+    module = ""
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.partition(".")[0] not in hiding or module.startswith(_COMBINATORS):
+            break
+        module, frame = "", frame.f_back
     # optax.tree_utils calls init to learn the layout of the state, which is fine.
     if module.startswith(_COMBINATORS) and not module.startswith("optax.tree_utils"):
         raise ValueError(
@@ -243,13 +246,3 @@ def refuse_to_be_wrapped() -> None:
 
 
 _COMBINATORS = ("optax.", "jaxmp._training.compact_state")
-
-
-def _is_transparent(module: str) -> bool:
-    """Whether a module is jaxmp or a runtime type checker, whose frames hide the caller."""
-    package = module.partition(".")[0]
-    return package in ("jaxmp", "jaxtyping", "beartype") and not module.startswith(_COMBINATORS)
-
-
-def _module(frame: types.FrameType) -> str:
-    return frame.f_globals.get("__name__", "")

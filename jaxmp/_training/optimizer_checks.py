@@ -10,24 +10,22 @@ from jaxmp._numerics.dtypes import is_inexact
 from jaxmp._numerics.tree import leaf_names, same_structure
 
 
-def first_difference(given: PyTree, wanted: PyTree) -> str:
-    """Describes the first leaf of another shape or dtype, or the leaves if structures differ.
-
-    Scalars may have any dtype: users set learning rates.
-    """
-    if not same_structure(given, wanted):
-        return f"{_summary(given)}; wanted: {_summary(wanted)}"
-    leaves = zip(jax.tree.leaves(given), jax.tree.leaves(wanted), strict=True)
+def first_difference(tree: PyTree, expected: PyTree) -> str:
+    """Describes the first leaf of another shape or dtype, or the leaves if structures differ."""
+    if not same_structure(tree, expected):
+        return f"{_summary(tree)}; wanted: {_summary(expected)}"
+    leaves = zip(jax.tree.leaves(tree), jax.tree.leaves(expected), strict=True)
     for i, (x, y) in enumerate(leaves):
+        # Scalars may have any dtype: users set learning rates.
         if jnp.shape(x) != jnp.shape(y) or (jnp.ndim(x) and x.dtype != y.dtype):
-            return f"{leaf_names(given)[i]} {_shape_and_dtype(x)}; wanted: {_shape_and_dtype(y)}"
+            return f"{leaf_names(tree)[i]} {_shape_and_dtype(x)}; wanted: {_shape_and_dtype(y)}"
     return ""
 
 
-def check_moved(params: PyTree, moved: PyTree) -> None:
-    leaves = zip(jax.tree.leaves(params), jax.tree.leaves(moved), strict=True)
-    for i, (x, moves) in enumerate(leaves):
-        if moves and not is_inexact(x):
+def check_trainable(params: PyTree, trainable: PyTree) -> None:
+    leaves = zip(jax.tree.leaves(params), jax.tree.leaves(trainable), strict=True)
+    for i, (x, is_trainable) in enumerate(leaves):
+        if is_trainable and not is_inexact(x):
             raise TypeError(
                 f"params, leaf {leaf_names(params)[i]!r}, is {x.dtype}, and the optimizer moves "
                 "it, or may: only floating leaves have gradients and masters. Keep counters, keys "
@@ -39,21 +37,21 @@ def check_moved(params: PyTree, moved: PyTree) -> None:
 
 def check_gradients(grads: PyTree, params: PyTree) -> None:
     for i, (g, p) in enumerate(zip(jax.tree.leaves(grads), jax.tree.leaves(params), strict=True)):
-        given = jnp.result_type(g)
-        if jnp.issubdtype(given, jnp.complexfloating) and not jnp.iscomplexobj(p):
+        dtype = jnp.result_type(g)
+        if jnp.issubdtype(dtype, jnp.complexfloating) and not jnp.iscomplexobj(p):
             raise TypeError(
                 f"gradients leaf {leaf_names(grads)[i]!r} is complex, but its param is real"
             )
-        if is_inexact(p) and not jnp.issubdtype(given, jnp.inexact):
+        if is_inexact(p) and not jnp.issubdtype(dtype, jnp.inexact):
             raise TypeError(
-                f"gradients, leaf {leaf_names(grads)[i]!r}, is {given}, but its param is {p.dtype}"
+                f"gradients, leaf {leaf_names(grads)[i]!r}, is {dtype}, but its param is {p.dtype}"
             )
 
 
 def _summary(tree: PyTree) -> str:
     leaves = list(zip(leaf_names(tree), jax.tree.leaves(tree), strict=True))
-    shown = [f"{name} {_shape_and_dtype(x)}" for name, x in leaves[:4]]
-    return ", ".join(shown + ["..."] * (len(leaves) > 4)) or "none"
+    texts = [f"{name} {_shape_and_dtype(x)}" for name, x in leaves[:4]]
+    return ", ".join(texts + ["..."] * (len(leaves) > 4)) or "none"
 
 
 def _shape_and_dtype(x: Any) -> str:

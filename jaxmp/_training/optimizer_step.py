@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -29,15 +30,15 @@ from jaxmp._program.explicit_axes import Axes
 from jaxmp._program.mesh_axes import explicit_mesh, on_current_axes
 from jaxmp._training.compact_state import (
     Moments,
-    compacted,
+    compact_tree,
     expanded_state,
-    next_like,
+    store_next,
     warn_of_coded_params,
 )
-from jaxmp._training.frozen import check_rests, gradient_dtype, moved_by
+from jaxmp._training.frozen import check_frozen, gradient_dtype, trainable_leaves
 from jaxmp._training.master_storages import same_bits
 from jaxmp._training.masters import Masters, is_masked
-from jaxmp._training.optimizer_checks import check_gradients, check_moved, first_difference
+from jaxmp._training.optimizer_checks import check_gradients, check_trainable, first_difference
 from jaxmp._training.skipping import Skip, step_if
 
 
@@ -46,8 +47,8 @@ class MixedPrecisionState(NamedTuple):
 
     Attributes:
       inner: the state of the wrapped optimizer, in float32 or as `compact_state` stores it.
-      master: what is kept beside the live params; `optax.MaskedNode()` for float32 params,
-        which are their own masters.
+      master: what is stored with the live params; `optax.MaskedNode()` for float32 params, which
+        are their own masters.
       loss_scale: the scale for the next loss.
       grads_finite: whether the last step was taken: its gradients were finite, and so was
         everything else that was tested. Always true with `skip="none"`, which tests nothing.
@@ -71,7 +72,7 @@ class MixedPrecisionState(NamedTuple):
     kind: Any
 
 
-class _Stepped(NamedTuple):
+class _StepParts(NamedTuple):
     """The values that a step changes: params (or ingredients of updates), masters, inner state."""
 
     output: PyTree
@@ -80,9 +81,9 @@ class _Stepped(NamedTuple):
 
 
 class _Expected(NamedTuple):
-    """The state that params determine: which of them move, masters, the inner state if known."""
+    """The state that params determine: which of them train, masters, the inner state if known."""
 
-    moved: PyTree
+    trainable: PyTree
     master: PyTree
     inner: Any
 
@@ -95,7 +96,7 @@ class Algorithm:
       inner: the optimizer, which sees only float32.
       moments: the dtype in which its state is stored.
       loss_scale: the config of the loss scale.
-      masters: how masters are kept.
+      masters: how masters are stored.
       skip: how a step is skipped.
       computed_in: the dtypes that the policies compute in.
     """
@@ -106,17 +107,18 @@ class Algorithm:
     masters: Masters
     skip: Skip
     computed_in: frozenset[DType]
-    _kept: dict[Any, _Expected] = dataclasses.field(default_factory=dict, repr=False)
+    _expected_states: dict[Any, _Expected] = dataclasses.field(default_factory=dict, repr=False)
 
     def init(self, params: PyTree, values: PyTree) -> tuple[PyTree, MixedPrecisionState]:
         """Returns live params like `params`, and the state, for masters that begin as `values`."""
         check_arrays(params, "params")
         params, values = strong(params), strong(values)
-        moved = self._expected(params, anew=True).moved
-        check_moved(params, moved)
-        params, master = self.masters.first(values, params, moved)
+        trainable = self._expected(params, anew=True).trainable
+        check_trainable(params, trainable)
+        params, master = self.masters.first(values, params, trainable)
         values = jax.eval_shape(self.masters.load, params, master)
         warn_of_coded_params(self.inner, values, self.moments)
+        # Weakly typed leaves, such as Python scalars, would trace the second step anew.
         state = MixedPrecisionState(
             inner=strong(self._first_inner(params, master)),
             master=master,
@@ -151,95 +153,102 @@ class Algorithm:
           extra: further arguments of the inner optimizer.
           as_updates: whether to return updates.
         """
-        moved = self._check(grads, state, params)
+        trainable = self._check(grads, state, params)
+        # Optimizers were written for automatic axes. A step runs on these, and keeps all shardings.
         mesh = explicit_mesh(jax.tree.leaves((params, state)))
         if mesh is None:
-            return self._stepped(grads, state, params, finite, extra, moved, as_updates)
-        lie = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, (params, state))
+            return self._step(grads, state, params, finite, extra, trainable, as_updates)
+        specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, (params, state))
 
         def stepped(grads: PyTree, state: MixedPrecisionState, params: PyTree) -> list[Any]:
             test, more = jax.tree.map(on_current_axes, (finite, extra))
-            return list(self._stepped(grads, state, params, test, more, moved, as_updates))
+            return list(self._step(grads, state, params, test, more, trainable, as_updates))
 
-        output, after = Axes(mesh, lie).run(stepped, [grads, state, params])
+        output, after = Axes(mesh, specs).run(stepped, [grads, state, params])
         return output, after
 
-    def _stepped(
+    def _step(
         self,
         grads: PyTree,
         state: MixedPrecisionState,
         params: PyTree,
         finite: Bool[Array, ""] | None,
         extra: dict[str, Any],
-        moved: PyTree,
+        trainable: PyTree,
         as_updates: bool,
     ) -> tuple[PyTree, MixedPrecisionState]:
-        """Returns what `step` does, on automatic mesh axes; `moved` says which params may move."""
+        """Does what `step` does, on automatic mesh axes; only the `trainable` params change."""
         params, grads = strong(params), strong(grads)
 
-        def take(now: _Stepped) -> _Stepped:
+        def widen_gradient(grad: Any, param: Any) -> Any:
+            dtype = gradient_dtype(param.dtype)  # a frozen table of integers has no gradient
+            return jnp.asarray(grad, dtype) if is_inexact(param) else jnp.zeros_like(param, dtype)
+
+        def take(now: _StepParts) -> _StepParts:
             # Widened inside the branch, as operands of a branch have to be stored.
-            wide = jax.tree.map(_wide_gradient, grads, params)
+            wide_grads = jax.tree.map(widen_gradient, grads, params)
             # Read the params that the new params overwrite: others would be copied.
             old = params if as_updates else now.output
             values = self.masters.load(old, now.master)
             before = now.inner if self.moments == "float32" else expanded_state(now.inner)
-            updates, inner = self.inner.update(wide, before, values, **extra)
-            check_rests(self.inner, (wide, before, values), extra, updates, moved)
-            inner = _like_before(inner, before)
-            values = jax.tree.map(_stepped, values, updates, moved)
-            new = self.masters.store(values, old, now.master)
+            updates, inner = self.inner.update(wide_grads, before, values, **extra)
+            check_frozen(self.inner, (wide_grads, before, values), extra, updates, trainable)
+            inner = _check_next_state(inner, before)
             # A frozen param keeps every bit, also of minus zero and of the infinities in a mask.
-            output = jax.tree.map(lambda o, n, moves: n if moves else o, old, new.params, moved)
-            output = _ingredients(old, output, updates, moved) if as_updates else output
+            add = optax.apply_updates
+            values = jax.tree.map(lambda v, u, t: add(v, u) if t else v, values, updates, trainable)
+            new = self.masters.store(values, old, now.master)
+            output = jax.tree.map(lambda o, n, t: n if t else o, old, new.params, trainable)
+            output = _ingredients(old, output, updates, trainable) if as_updates else output
             if self.moments != "float32":
-                inner = next_like(now.inner, inner, _made_with_params(new.params, new.master))
-            return _Stepped(output, new.master, inner)
+                inner = store_next(now.inner, inner, _barrier_operands(new.params, new.master))
+            return _StepParts(output, new.master, inner)
 
-        zero = self._are_zero(grads, finite)
+        # Zero in all steps: somebody forgot a dynamic loss scale. In a `shard_map`, who says which
+        # steps to take may have gradients of one device only, which are not counted. Nobody forgets
+        # a scale in bfloat16, and there the test would cost a pass over the gradients.
+        alike = finite is None or not jax.sharding.get_abstract_mesh().manual_axes
+        counts_zeros = alike and isinstance(self.loss_scale, DynamicLossScale)
+        zero = all_zero(grads) if counts_zeros else jnp.array(False)
         if self.skip == "none":
             finite = jnp.array(True)
         else:
             finite = all_finite(grads) if finite is None else finite
             check_flag(finite, "finite")
             finite = jnp.asarray(finite)
-            _check_agreed(finite, state)
+            _check_agreement(finite, state)
         output = _no_ingredients(params) if as_updates else params
-        after = step_if(finite, take, _Stepped(output, state.master, state.inner), self.skip)
+        after = step_if(finite, take, _StepParts(output, state.master, state.inner), self.skip)
         output = _updates(params, after.output, finite) if as_updates else after.output
-        count = _counted_at_once if _has_hash(self.loss_scale) else _next_counts
+        count: Callable[..., MixedPrecisionState] = _jitted_next_counts
+        try:
+            hash(self.loss_scale)
+        except TypeError:  # a user's class, which cannot be a static argument
+            count = _next_counts
         counts = count(self.loss_scale, state, finite, zero)
         return output, counts._replace(inner=after.inner, master=after.master)
 
-    def _are_zero(self, grads: PyTree, finite: Bool[Array, ""] | None) -> Bool[Array, ""]:
-        """Whether a step has zero gradients, as where somebody forgot a dynamic loss scale."""
-        # In a `shard_map`, who says which steps to take may have gradients of one device only.
-        alike = finite is None or not jax.sharding.get_abstract_mesh().manual_axes
-        counts = alike and isinstance(self.loss_scale, DynamicLossScale)
-        return all_zero(grads) if counts else jnp.array(False)
-
     def _first_inner(self, params: PyTree, master: PyTree) -> Any:
-        return compacted(self.inner.init(self.masters.load(params, master)), self.moments)
+        return compact_tree(self.inner.init(self.masters.load(params, master)), self.moments)
 
     def _expected(self, params: PyTree, *, anew: bool = False) -> _Expected:
-        """Returns the parts of a state that params like these determine.
-
-        They are found when a state is made, and cached, as each step asks for them.
-        """
+        """Returns the parts of a state that params like these determine."""
         leaves, treedef = jax.tree.flatten(params)
-        kinds = tuple((jnp.shape(x), _canonical_dtype(x)) for x in leaves)
-        if anew or (treedef, kinds) not in self._kept:
+        canonical = jax.dtypes.canonicalize_dtype
+        kinds = tuple((jnp.shape(x), canonical(jnp.result_type(x))) for x in leaves)
+        # Each step needs them, and outside of `jit` would trace the optimizer for them.
+        if anew or (treedef, kinds) not in self._expected_states:
             like = jax.tree.unflatten(treedef, [jax.ShapeDtypeStruct(*kind) for kind in kinds])
-            moved = moved_by(self.inner, like)
-            live, master = jax.eval_shape(lambda p: self.masters.first(p, p, moved), like)
+            trainable = trainable_leaves(self.inner, like)
+            live, master = jax.eval_shape(lambda p: self.masters.first(p, p, trainable), like)
             inner = None
             with contextlib.suppress(Exception):  # any exception: the optimizer is the user's
                 inner = jax.eval_shape(self._first_inner, live, master)
-            self._kept[treedef, kinds] = _Expected(moved, master, inner)
-        return self._kept[treedef, kinds]
+            self._expected_states[treedef, kinds] = _Expected(trainable, master, inner)
+        return self._expected_states[treedef, kinds]
 
     def _check(self, grads: PyTree, state: MixedPrecisionState, params: PyTree) -> PyTree:
-        """Raises if the arguments do not fit together; returns which params the optimizer moves."""
+        """Raises if the arguments do not fit together; returns which params are trainable."""
         if params is None:
             raise ValueError(
                 "mixed_precision needs the params to update: call tx.update(grads, state, params)"
@@ -257,7 +266,7 @@ class Algorithm:
             advice="Differentiate with respect to the params that the optimizer updates.",
         )
         check_gradients(grads, params)
-        moved, master, inner = self._expected(params)
+        trainable, master, inner = self._expected(params)
         if difference := first_difference(state.master, master):
             raise ValueError(
                 "the params do not match the optimizer state: their structure, shapes or dtypes "
@@ -274,7 +283,7 @@ class Algorithm:
                 f"{difference}. If only moments=... differs, convert it: "
                 "jaxmp.convert_state(state, tx)"
             )
-        return moved
+        return trainable
 
 
 def _next_counts(
@@ -298,64 +307,40 @@ def _next_counts(
 
 
 # Outside of `jit`, this is one compiled call, and not one for each operation.
-_counted_at_once = jax.jit(_next_counts, static_argnums=0, inline=True)
+_jitted_next_counts = jax.jit(_next_counts, static_argnums=0, inline=True)
 
 
-def _has_hash(config: LossScale) -> bool:
-    try:
-        hash(config)
-    except TypeError:  # a user's class
-        return False
-    return True
-
-
-def _canonical_dtype(x: Any) -> Any:
-    return jax.dtypes.canonicalize_dtype(jnp.result_type(x))
-
-
-def _wide_gradient(grad: Any, param: Any) -> Any:
-    """Returns a gradient in float32 or wider; zero for a frozen table of integers."""
-    dtype = gradient_dtype(param.dtype)
-    return jnp.asarray(grad, dtype) if is_inexact(param) else jnp.zeros_like(param, dtype)
-
-
-def _stepped(value: Any, update: Any, moves: bool) -> Any:
-    return optax.apply_updates(value, update) if moves else value
-
-
-def _made_with_params(params: PyTree, master: PyTree) -> list[Any]:
-    """Returns an array made in the same pass as each param: its master, or else the param itself.
-
-    One of the two, as the TPU compiler makes both at once only if just one is waited for.
-    """
-    kept = jax.tree.leaves(master, is_leaf=is_masked)
-    pairs = zip(jax.tree.leaves(params), kept, strict=True)
-    return [p if is_masked(k) or k.shape != p.shape else k for p, k in pairs]
+def _barrier_operands(params: PyTree, master: PyTree) -> list[Any]:
+    """Returns for each param an array made in the same pass: its master, or else the param."""
+    # One of the two, as the TPU compiler makes both at once only if just one is waited for.
+    masters = jax.tree.leaves(master, is_leaf=is_masked)
+    pairs = zip(jax.tree.leaves(params), masters, strict=True)
+    return [p if is_masked(m) or m.shape != p.shape else m for p, m in pairs]
 
 
 # For a narrow param a step yields the new param rather than its update: the update is the
 # difference of two rounded params.
-def _ingredients(params: PyTree, new_params: PyTree, updates: PyTree, moved: PyTree) -> PyTree:
-    def ingredient(p: Any, new: Any, u: Any, moves: bool) -> Any:
+def _ingredients(params: PyTree, new_params: PyTree, updates: PyTree, trainable: PyTree) -> PyTree:
+    def ingredient(p: Any, new: Any, u: Any, is_trainable: bool) -> Any:
         if is_narrow(p.dtype):
             return new
-        return jnp.asarray(u, p.dtype) if moves else _nothing(p)
+        return jnp.asarray(u, p.dtype) if is_trainable else _zero_ingredient(p)
 
-    return jax.tree.map(ingredient, params, new_params, updates, moved)
+    return jax.tree.map(ingredient, params, new_params, updates, trainable)
 
 
 @functools.partial(jax.jit, inline=True)
 def _no_ingredients(params: PyTree) -> PyTree:
-    return jax.tree.map(_nothing, params)
+    return jax.tree.map(_zero_ingredient, params)
 
 
-def _nothing(param: Any) -> Any:
+def _zero_ingredient(param: Any) -> Any:
     # Minus zero, as x + -0.0 is x for every x, while -0.0 + 0.0 is +0.0.
     zero = complex(-0.0, -0.0) if jnp.iscomplexobj(param) else -0.0
     return jnp.full_like(param, zero if is_inexact(param) else 0)
 
 
-def _check_agreed(finite: Bool[Array, ""], state: MixedPrecisionState) -> None:
+def _check_agreement(finite: Bool[Array, ""], state: MixedPrecisionState) -> None:
     """Raises in a `shard_map` if devices that share the counts of the state decide separately."""
     apart = jax.typeof(finite).mat.varying - jax.typeof(state.skipped).mat.varying
     if apart:
@@ -380,7 +365,7 @@ def _updates(params: PyTree, ingredients: PyTree, finite: Bool[Array, ""]) -> Py
     return jax.tree.map(update, params, ingredients)
 
 
-def _like_before(inner: Any, before: Any) -> Any:
+def _check_next_state(inner: Any, before: Any) -> Any:
     """Returns the inner state with strong types; raises if a dtype or a shape changed."""
     inner = strong(inner)
     check_like(
@@ -391,6 +376,7 @@ def _like_before(inner: Any, before: Any) -> Any:
         advice="An optimizer must keep the structure of its state. Either this one does not, or "
         "the state that it was given is not one that tx.init made.",
     )
+    # A branch and a loop need equal types. This error names the leaf and the optimizer.
     leaves = zip(jax.tree.leaves(inner), jax.tree.leaves(before), strict=True)
     for i, (new, old) in enumerate(leaves):
         if jnp.result_type(new) != jnp.result_type(old):

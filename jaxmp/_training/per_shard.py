@@ -1,8 +1,8 @@
 """Computes the gradients of each device's part of the batch, and sums them in float32.
 
 Under `jit` a gradient is that of the whole batch, and the partitioner adds up its parts in the
-dtype of the product. A batch with a leading axis of parts, sharded over the devices, and a `vmap`
-over it show what each device holds, so that jaxmp decides how to sum the parts. The partitioner
+dtype of the product. Here the batch gets a leading axis of parts, sharded over the devices, and a
+`vmap` over it shows what each device holds. So jaxmp decides how to sum the parts: the partitioner
 turns a sum over this axis into a collective, in the dtype of the sum.
 """
 
@@ -19,15 +19,15 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jaxtyping import Array, PyTree
 
-from jaxmp._mesh.device_sums import Axis, Wire, wire_of
+from jaxmp._mesh.device_sums import Axis, WireFormat, wire_of
 from jaxmp._mesh.specs import axes_of_spec, check_rank, flat_specs, without_axes
-from jaxmp._numerics.dtypes import is_key, parse_dtype
+from jaxmp._numerics.dtypes import parse_dtype
 from jaxmp._numerics.tree import cast_floating, check_differentiable, leaf_names, strong, widen
 from jaxmp._program.explicit_axes import Axes
 from jaxmp._program.mesh_axes import automatic, check_mesh, explicit_mesh, named_axes
 from jaxmp._training.gradient_options import GradientOptions, LossScaleLike
 from jaxmp._training.gradients import scaled_evaluation
-from jaxmp._training.microbatch import Evaluation
+from jaxmp._training.microbatch import Evaluation, is_single_key
 
 _ANY = jax.P.UNCONSTRAINED
 
@@ -65,6 +65,7 @@ class Shards:
 
     def vmap(self, local: Callable[..., Any], in_axes: Sequence[int | None]) -> Callable[..., Any]:
         """Maps a function over all parts, each on its devices."""
+        # A loss may use `lax.pmean(count, axis)`: a single axis has its name inside.
         mapped = functools.partial(jax.vmap, in_axes=tuple(in_axes), spmd_axis_name=self.axes)
         return mapped(local, axis_name=self.axes[0]) if len(self.axes) == 1 else mapped(local)
 
@@ -80,7 +81,7 @@ class Shards:
                 )
 
         def split_leaf(x: Any) -> Array:
-            if _is_single_key(x):
+            if is_single_key(x):  # each part has its own dropout
                 return self.constrain(jax.random.split(x, self.size), [self.axes])
             shape = jnp.shape(x)
             parts = jnp.reshape(x, (self.size, shape[0] // self.size, *shape[1:]))
@@ -92,22 +93,24 @@ class Shards:
         """Gathers a param along the axes of the batch."""
         if spec is None or not axes_of_spec(spec) & set(self.axes):
             return x
-        entries = _padded(spec, jnp.ndim(x))
+        entries = _pad_spec(spec, jnp.ndim(x))
         # Constrained before and after, or the preceding cast would move behind the gather.
         return self.constrain(self.constrain(x, entries), without_axes(entries, self.axes))
 
-    def sum(self, parts: Array, spec: Any, wire: Wire | None) -> Array:
+    def sum(self, parts: Array, spec: Any, wire: WireFormat | None) -> Array:
         """Sums a gradient over the leading axis of parts, in float32 or wider."""
         shape = parts.shape[1:]
-        end = None if spec is None else _padded(spec, len(shape))
-        local = without_axes(end or [_ANY] * len(shape), self.axes)
+        spec_entries = None if spec is None else _pad_spec(spec, len(shape))
+        local = without_axes(spec_entries or [_ANY] * len(shape), self.axes)
         low = wire is not None and parts.dtype.itemsize <= 4
-        dim = _dimension_to_split(shape, end, self) if low else None
+        dim = _dimension_to_split(shape, spec_entries, self) if low else None
         if wire is None or dim is None:
             total = jnp.sum(self.constrain(widen(parts), [self.axes, *local]), 0)
-            return total if end is None else self.constrain(total, end)
-        missing = [a for a in self.axes if a not in axes_of_spec(end or ())]
-        split = list(end or [None] * len(shape))
+            return total if spec_entries is None else self.constrain(total, spec_entries)
+        # Devices may add up 16-bit numbers in 16 bits. So each gets one piece of all gradients,
+        # adds up in float32, and sends the sum.
+        missing = [a for a in self.axes if a not in axes_of_spec(spec_entries or ())]
+        split = list(spec_entries or [None] * len(shape))
         split[dim] = (*named_axes(split[dim]), *missing)
         if excess := -shape[dim] % self.size:
             parts = jnp.pad(
@@ -119,7 +122,7 @@ class Shards:
         if not missing:
             return self.constrain(total, split)
         sent = self.constrain(wire.send(total), split)
-        back = self.constrain(sent, end or [None] * len(shape))
+        back = self.constrain(sent, spec_entries or [None] * len(shape))
         return lax.slice_in_dim(wire.receive(back), 0, shape[dim], axis=dim)
 
 
@@ -138,7 +141,7 @@ def _dimension_to_split(
     return max(even or free, key=lambda dim: shape[dim], default=None)
 
 
-def _padded(spec: Any, ndim: int) -> list[Any]:
+def _pad_spec(spec: Any, ndim: int) -> list[Any]:
     return [*spec, *[None] * (ndim - len(spec))]
 
 
@@ -159,16 +162,11 @@ def shards_of(mesh: Any, axis: Axis) -> Shards:
     return Shards(automatic(mesh), axes)
 
 
-def _is_single_key(x: Any) -> bool:
-    """Whether this is one typed PRNG key, not a batch of keys."""
-    return is_key(x) and x.shape == ()
-
-
 def _check_divides(batch: PyTree, shards: Shards) -> set[int]:
     """Returns the number of examples as a set, which is empty if there are only keys."""
-    examples: dict[int, str] = {}
+    sizes: dict[int, str] = {}
     for name, x in zip(leaf_names(batch), jax.tree.leaves(batch), strict=True):
-        if _is_single_key(x):
+        if is_single_key(x):
             continue
         if jnp.ndim(x) == 0:
             raise ValueError(
@@ -184,16 +182,16 @@ def _check_divides(batch: PyTree, shards: Shards) -> set[int]:
                 f"{shards.size}, or leave its argument out of batch_argnums if it is no part of "
                 "the batch"
             )
-        examples.setdefault(size, name)
-    if len(examples) > 1:
-        (size, name), (other_size, other), *_ = examples.items()
+        sizes.setdefault(size, name)
+    if len(sizes) > 1:
+        (size, name), (other_size, other), *_ = sizes.items()
         raise ValueError(
             f"batch leaves {name!r} and {other!r} have {size} and {other_size} examples: only "
             "arrays with one and the same leading batch axis can be split over the devices. Give "
             "each example its own copy of the others, or leave their argument out of "
             "batch_argnums (a PRNG key must be a typed one, jax.random.key)"
         )
-    return set(examples)
+    return set(sizes)
 
 
 def per_shard(
@@ -286,76 +284,65 @@ def per_shard(
             check_differentiable(args[i], f"argument {i}")
         batch = options.batch(args, wrt)
         params = tuple(args[i] for i in wrt)
-        layout = _layout(specs, options.one_or_all(params), shards)
+        leaf_specs = _specs_of_leaves(specs, options.one_or_all(params), shards)
         leaves, treedef = jax.tree.flatten(strong(params))
         leaves = leaves if compute is None else cast_floating(leaves, compute)
-        params = jax.tree.unflatten(treedef, map(shards.gather, leaves, layout))
-        given = shards.split(batch, kwargs) | dict(zip(wrt, params, strict=True))
+        params = jax.tree.unflatten(treedef, map(shards.gather, leaves, leaf_specs))
+        operands = shards.split(batch, kwargs) | dict(zip(wrt, params, strict=True))
 
         def transform(scaled: Callable[..., Any], **_: Any) -> Callable[..., Any]:
-            local = _local(scaled, wrt, options)
+            differentiated = jax.grad(scaled, argnums=wrt, has_aux=True)
+
+            def evaluate(*args: Any) -> Evaluation:
+                grads, (loss, aux) = differentiated(*args)
+                return Evaluation(loss, grads, aux)
+
+            def local(*args: Any) -> Evaluation:
+                return options.over_microbatches(evaluate, args, wrt)
 
             def gradient(*args: Any) -> Any:
                 in_axes = [0 if i in batch else None for i in range(len(args))]
-                with _explained(shards.axes):
+                with _explain_errors(shards.axes):
                     losses, parts, aux = shards.vmap(local, in_axes)(*args)
                 parts, treedef = jax.tree.flatten(parts)
-                sums = [shards.sum(x, s, wire) for x, s in zip(parts, layout, strict=True)]
+                sums = [shards.sum(x, s, wire) for x, s in zip(parts, leaf_specs, strict=True)]
                 return jax.tree.unflatten(treedef, sums), (jnp.sum(losses), aux)
 
             return gradient
 
         evaluate = scaled_evaluation(functools.partial(fun, **kwargs), wrt, options, transform)
-        return list(options.result(evaluate(*[given.get(i, arg) for i, arg in enumerate(args)])))
+        return list(options.result(evaluate(*[operands.get(i, arg) for i, arg in enumerate(args)])))
 
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
-        return tuple(_axes_of(shards, options, args, kwargs).run(on_automatic_axes, [args, kwargs]))
+        shards.check_auto()
+        params = [args[i] for i in options.positions(len(args))]
+        # On explicit axes, gradients are laid out as their params are.
+        layouts = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, params)
+        mesh = explicit_mesh(jax.tree.leaves((args, kwargs)))
+        axes = Axes(mesh, (jax.P(), options.one_or_all(layouts)))
+        return tuple(axes.run(on_automatic_axes, [args, kwargs]))
 
     return value_and_grad_fun
 
 
-def _axes_of(
-    shards: Shards, options: GradientOptions, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Axes:
-    """Returns the explicit axes of a call, on which gradients lie as their params do."""
-    shards.check_auto()
-    params = [args[i] for i in options.positions(len(args))]
-    specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, params)
-    mesh = explicit_mesh(jax.tree.leaves((args, kwargs)))
-    return Axes(mesh, (jax.P(), options.one_or_all(specs)))
-
-
-def _local(
-    scaled: Callable[..., Any], wrt: tuple[int, ...], options: GradientOptions
-) -> Callable[..., Evaluation]:
-    """Returns a function that evaluates one device's part of the batch, under the scale."""
-    gradient = jax.grad(scaled, argnums=wrt, has_aux=True)
-
-    def evaluate(*args: Any) -> Evaluation:
-        grads, (loss, aux) = gradient(*args)
-        return Evaluation(loss, grads, aux)
-
-    return lambda *args: options.over_microbatches(evaluate, args, wrt)
-
-
-def _layout(specs: PyTree, params: PyTree, shards: Shards) -> list[Any]:
+def _specs_of_leaves(specs: PyTree, params: PyTree, shards: Shards) -> list[Any]:
     """Returns the spec of each leaf, or None for each leaf without specs."""
     if specs is None:
         return [None] * len(jax.tree.leaves(params))
-    found = flat_specs(specs, params)
-    for name, x, spec in zip(leaf_names(params), jax.tree.leaves(params), found, strict=True):
+    leaf_specs = flat_specs(specs, params)
+    for name, x, spec in zip(leaf_names(params), jax.tree.leaves(params), leaf_specs, strict=True):
         check_rank(name, jnp.ndim(x), spec)
         if unknown := axes_of_spec(spec) - set(shards.mesh.axis_names):
             raise ValueError(
                 f"the {spec} of params leaf {name!r} names {sorted(unknown)}, but the mesh has "
                 f"{list(shards.mesh.axis_names)}"
             )
-    return found
+    return leaf_specs
 
 
 @contextmanager
-def _explained(axes: tuple[str, ...]) -> Iterator[None]:
+def _explain_errors(axes: tuple[str, ...]) -> Iterator[None]:
     """Explains JAX's error about a `vmap` argument that the user did not give."""
     try:
         yield

@@ -46,22 +46,27 @@ def check_progress(
     Warns:
       UserWarning: if the loss scale is lower than the optimizer of the state can have made it.
     """
-    found = _find_states(state)
-    if not found:
+    opt_states = _find_states(state)
+    if not opt_states:
         raise TypeError(
             f"no state of jaxmp.mixed_precision in this {type(state).__name__}; pass the "
             "TrainState or the optimizer state"
         )
-    _check_counts(nonfinite)
-    params = [getattr(state, "params", None), *(opt_state.master for opt_state in found)]
-    if lost := _bad_leaves(params, 0):
+    counts = jax.tree.leaves(nonfinite)
+    if not all(jnp.issubdtype(jnp.result_type(x), jnp.integer) for x in counts):
+        raise TypeError(
+            'nonfinite takes the counts in metrics["nonfinite"], which a step has that was made '
+            "with make_train_step(..., count_overflows=True)"
+        )
+    params = [getattr(state, "params", None), *(opt_state.master for opt_state in opt_states)]
+    if leaves := _bad_leaves(params, 0):
         raise TrainingStalled(
-            f"params are lost: {lost} NaN, which no step repairs. Gradients are tested before they "
-            "are used. So the optimizer made the NaN, for example by its schedule, or somebody set "
-            "it, or it was there from the start. Continue from a checkpoint"
+            f"params are lost: {leaves} NaN, which no step repairs. Gradients are tested before "
+            "they are used. So the optimizer made the NaN, for example by its schedule, or "
+            "somebody set it, or it was there from the start. Continue from a checkpoint"
         )
     warn_of_foreign_scale(state)
-    for opt_state in found:
+    for opt_state in opt_states:
         skips = int(np.max(opt_state.consecutive_skips))  # the worst member of an ensemble
         finite = None if loss is None else bool(np.all(np.isfinite(loss)))
         if finite is False and skips == 0:
@@ -72,7 +77,7 @@ def check_progress(
             )
         if skips >= limit:
             worst = _worst(nonfinite)
-            raise TrainingStalled(_stalled(opt_state, skips, finite, params, worst))
+            raise TrainingStalled(_stall_message(opt_state, skips, finite, params, worst))
         if (steps := int(np.max(opt_state.zero_gradients))) >= limit:
             raise TrainingStalled(
                 f"in all of {steps} steps every number of the gradients was zero: nothing moved. "
@@ -82,27 +87,18 @@ def check_progress(
             )
 
 
-def _check_counts(nonfinite: PyTree | None) -> None:
-    leaves = jax.tree.leaves(nonfinite)
-    if not all(jnp.issubdtype(jnp.result_type(x), jnp.integer) for x in leaves):
-        raise TypeError(
-            'nonfinite takes the counts in metrics["nonfinite"], which a step has that was made '
-            "with make_train_step(..., count_overflows=True)"
-        )
-
-
 def _worst(nonfinite: PyTree | None) -> str:
     """Names the gradients with the most numbers that are not finite."""
     counts = [int(x) for x in jax.tree.leaves(nonfinite)]
-    named = [
+    counted = [
         (count, name) for count, name in zip(counts, leaf_names(nonfinite), strict=True) if count
     ]
-    named.sort(key=lambda each: -each[0])
-    shown = first_few([f"{name!r} ({count:,})" for count, name in named])
-    return f"Numbers that are not finite in gradients: {shown}. " if named else ""
+    counted.sort(key=lambda pair: -pair[0])
+    names = first_few([f"{name!r} ({count:,})" for count, name in counted])
+    return f"Numbers that are not finite in gradients: {names}. " if counted else ""
 
 
-def _stalled(
+def _stall_message(
     opt_state: MixedPrecisionState,
     skips: int,
     finite: bool | None,
@@ -116,11 +112,11 @@ def _stalled(
         None: "If the loss itself is infinite or NaN, the forward pass is broken",
     }[finite]
     infinite = _bad_leaves(params, 1).rpartition(" ")[0]
-    known = (f"Params are not finite: {infinite}. " if infinite else "") + worst
+    details = (f"Params are not finite: {infinite}. " if infinite else "") + worst
     return (
         f"{skips} optimizer steps in a row were skipped, because their gradients (or loss, or "
         f"batch statistics) were not finite; the loss scale is {scale:g}. No loss scale cures "
-        f"this. {known}{first}; look for "
+        f"this. {details}{first}; look for "
         "inputs and activations beyond 65504 in float16 (cast='all' rounds the whole batch, labels "
         "too), log or sqrt of zero, statistics that overflow, and bad input data. A model "
         "pretrained in bfloat16 often overflows float16: use 'mixed_bfloat16'. Otherwise lower the "
@@ -130,11 +126,9 @@ def _stalled(
 
 
 def warn_of_foreign_scale(state: Any) -> None:
-    """Warns if a dynamic loss scale is lower than its skipped steps explain.
-
-    A state that was made or saved under a policy without a loss scale has scale 1. In float16
-    gradients then vanish for thousands of steps, until the scale has grown.
-    """
+    """Warns if a dynamic loss scale is lower than its skipped steps explain."""
+    # A state that was made or saved under a policy without a loss scale has scale 1. In float16
+    # gradients then vanish for thousands of steps, until the scale has grown.
     config = getattr(getattr(state, "tx", None), "loss_scale", None)
     if not isinstance(config, DynamicLossScale):
         return
@@ -154,12 +148,12 @@ def warn_of_foreign_scale(state: Any) -> None:
 def _bad_leaves(trees: list[PyTree], kind: Literal[0, 1]) -> str:
     """Names the leaves with NaN (kind 0) or non-finite values (kind 1) in the first such tree."""
     for tree in trees:
-        named = zip(leaf_names(tree), jax.tree.leaves(tree), strict=True)
-        floats = {name: x for name, x in named if is_inexact(x)}
+        leaves = zip(leaf_names(tree), jax.tree.leaves(tree), strict=True)
+        floats = {name: x for name, x in leaves if is_inexact(x)}
         flags = np.asarray(_nan_and_infinite(list(floats.values())))[kind] if floats else []
-        found = [repr(name) for name, flag in zip(floats, flags, strict=True) if flag]
-        if found:
-            return f"{first_few(found)} {'is' if len(found) == 1 else 'are'}"
+        names = [repr(name) for name, flag in zip(floats, flags, strict=True) if flag]
+        if names:
+            return f"{first_few(names)} {'is' if len(names) == 1 else 'are'}"
     return ""
 
 

@@ -1,10 +1,4 @@
-"""Takes or skips an optimizer step, without a second copy of the state.
-
-Where `lax.cond` passes the state through, the GPU compiler of jax 0.10 makes a second state, and
-gathers a sharded state on every device. A loop of at most one iteration does the same as the
-branch; its carry is written in place, and stays sharded. On CPUs and TPUs the branch is better: a
-TPU's compiler computes everything that depends only on gradients before a loop, and stores it.
-"""
+"""Takes or skips an optimizer step, without a second copy of the state."""
 
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
@@ -21,15 +15,15 @@ State = TypeVar("State")
 
 
 def step_if(
-    taken: Bool[Array, ""], step: Callable[[State], State], before: State, skip: Skip
+    pred: Bool[Array, ""], step: Callable[[State], State], before: State, skip: Skip
 ) -> State:
     """Returns the state after a step if it is taken, and otherwise the old state to the bit.
 
     Args:
-      taken: a boolean scalar.
+      pred: whether the step is taken, a boolean scalar.
       step: computes the next state, in the same structure and dtypes.
       before: the state before the step.
-      skip: how a step is skipped; `"none"` takes it whatever `taken` says.
+      skip: how a step is skipped; `"none"` takes it whatever `pred` says.
 
     Returns:
       The next state, or the old one.
@@ -39,19 +33,24 @@ def step_if(
     """
 
     def branch() -> State:
-        return jax.lax.cond(taken, step, lambda state: state, before)
+        return jax.lax.cond(pred, step, lambda state: state, before)
 
     def loop() -> State:
-        return at_most_once(taken, step, before)
+        return at_most_once(pred, step, before)
 
     def choice() -> State:
-        return select(taken, step(before), before)
+        return select(pred, step(before), before)
 
     if skip == "none":
         return step(before)
     # Compiled at each call, a branch took 200 times as long as a step of optax.
-    if not compat.is_traced(taken):  # without `jit` a branch would be compiled at each call
-        return step(before) if taken else before
+    if not compat.is_traced(pred):  # without `jit` a branch would be compiled at each call
+        return step(before) if pred else before
+    # Where `lax.cond` passes the state through, the GPU compiler of jax 0.10 makes a second state,
+    # and gathers a sharded state on every device. A loop of at most one iteration does the same as
+    # the branch; its carry is written in place, and stays sharded. On CPUs and TPUs the branch is
+    # better: a TPU's compiler computes everything that depends only on gradients before a loop, and
+    # stores it.
     if skip == "cond":
         return jax.lax.platform_dependent(cpu=branch, tpu=branch, default=loop)
     if skip == "select":
@@ -61,7 +60,7 @@ def step_if(
     return jax.lax.platform_dependent(cpu=branch, tpu=branch, default=choice)
 
 
-def at_most_once(taken: Bool[Array, ""], step: Callable[[State], State], before: State) -> State:
+def at_most_once(pred: Bool[Array, ""], step: Callable[[State], State], before: State) -> State:
     """Runs the step in a loop of one iteration, or of none if it is not taken.
 
     The step keeps structure and dtypes, as in `step_if`.
@@ -74,12 +73,12 @@ def at_most_once(taken: Bool[Array, ""], step: Callable[[State], State], before:
     closed_step, closed_over = jax.closure_convert(step, before)
 
     @jax.custom_jvp
-    def loop(taken: Any, before: State, *closed_over: Any) -> State:
-        trips = taken.astype(jnp.int32)
+    def loop(pred: Any, before: State, *closed_over: Any) -> State:
+        trips = pred.astype(jnp.int32)
         return jax.lax.fori_loop(0, trips, lambda _, now: closed_step(now, *closed_over), before)
 
-    def branch(taken: Any, before: State, *closed_over: Any) -> State:
-        return jax.lax.cond(taken, closed_step, lambda now, *_: now, before, *closed_over)
+    def branch(pred: Any, before: State, *closed_over: Any) -> State:
+        return jax.lax.cond(pred, closed_step, lambda now, *_: now, before, *closed_over)
 
     loop.defjvp(lambda primals, tangents: jax.jvp(branch, primals, tangents))
-    return loop(taken, before, *closed_over)
+    return loop(pred, before, *closed_over)

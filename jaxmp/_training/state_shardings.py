@@ -65,35 +65,51 @@ def state_shardings(state: Any, params: PyTree, shardings: PyTree = None) -> PyT
     """
     if isinstance(state, (optax.GradientTransformation, optax.MultiSteps)):
         state = jax.eval_shape(state.init, params)
-    known = _by_path(params, shardings)
-    if not known:
+    params_by_path = _params_by_path(params, shardings)
+    if not params_by_path:
         raise ValueError("params has no leaves, so that there is no mesh to be read from it")
-    mesh = _one_mesh(known)
-    largest = max(math.prod(shape) for shape, _ in known.values())
+    meshes = [sharding.mesh for _, sharding in params_by_path.values()]
+    mesh = meshes[0]
+    if others := [other for other in meshes if other != mesh]:
+        raise ValueError(
+            f"params lie on different meshes, {mesh} and {others[0]}. Place all on one"
+        )
+    largest = max(math.prod(shape) for shape, _ in params_by_path.values())
+    # `jax.jit(tx.init)` puts zeros whole on one device or on each: it shards only arrays that are
+    # computed from sharded arrays.
     replicated = NamedSharding(mesh, jax.P())
     leftover = []
 
+    # Scales are split as their codes are, where devices hold whole blocks.
+    def of_blocks(scale: Any, sharding: NamedSharding) -> NamedSharding:
+        spec = spec_of_blocks(scale.shape, sharding.spec, sharding.mesh)
+        return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+
     def place(path: _Path, x: Any) -> Any:
         if isinstance(x, CodedState):
-            codes = at(path, x.codes)
-            scales = map(_of_blocks, x.scales, jax.tree.leaves(codes))
+            codes = place_all(path, x.codes)
+            pairs = zip(x.scales, jax.tree.leaves(codes), strict=False)
+            scales = [
+                scale if isinstance(scale, optax.MaskedNode) else of_blocks(scale, sharding)
+                for scale, sharding in pairs
+            ]
             step: Any = replicated
             return CodedState(codes, tuple(scales), step)
         shape = jnp.shape(x)
-        found = _sharding_like(path, shape, known)
+        sharding = _sharding_like(path, shape, params_by_path)
         # Counters and factored moments are small enough for every device.
-        if found is None and math.prod(shape) > largest:
+        if sharding is None and math.prod(shape) > largest:
             leftover.append(f"{jax.tree_util.keystr(path, simple=True, separator='/')} {shape}")
-        return replicated if found is None else found
+        return replicated if sharding is None else sharding
 
-    def at(path: _Path, tree: PyTree) -> PyTree:
+    def place_all(path: _Path, tree: PyTree) -> PyTree:
         def is_coded(x: Any) -> bool:
             return isinstance(x, CodedState)
 
         with_path = jax.tree_util.tree_map_with_path
         return with_path(lambda end, x: place((*path, *end), x), tree, is_leaf=is_coded)
 
-    placed = at((), state)
+    placed = place_all((), state)
     if leftover:
         warn(
             f"the state has arrays that belong to no param, but are larger than any: "
@@ -103,20 +119,20 @@ def state_shardings(state: Any, params: PyTree, shardings: PyTree = None) -> PyT
     return placed
 
 
-def _by_path(params: PyTree, shardings: PyTree) -> dict[_Path, tuple[tuple[int, ...], Any]]:
+def _params_by_path(params: PyTree, shardings: PyTree) -> dict[_Path, tuple[tuple[int, ...], Any]]:
     """Returns shape and sharding of each param, by its path."""
     paths = jax.tree_util.tree_flatten_with_path(params)[0]
     if shardings is None:
-        given = [getattr(x, "sharding", None) for _, x in paths]
+        sharding_leaves = [getattr(x, "sharding", None) for _, x in paths]
     else:
         try:
-            given = jax.tree.leaves(jax.tree.broadcast(shardings, params))
+            sharding_leaves = jax.tree.leaves(jax.tree.broadcast(shardings, params))
         except ValueError as error:
             raise ValueError(
                 f"shardings must be a tree like the params, or a prefix of it: {error}"
             ) from None
-    known = {}
-    for name, (path, x), sharding in zip(leaf_names(params), paths, given, strict=True):
+    params_by_path = {}
+    for name, (path, x), sharding in zip(leaf_names(params), paths, sharding_leaves, strict=True):
         if not isinstance(sharding, NamedSharding):
             raise ValueError(
                 f"params leaf {name!r} has no NamedSharding, but {sharding}. Place params on a "
@@ -124,40 +140,25 @@ def _by_path(params: PyTree, shardings: PyTree) -> dict[_Path, tuple[tuple[int, 
                 "give state_shardings(state, params, shardings)"
             )
         check_rank(name, jnp.ndim(x), sharding.spec)
-        known[tuple(path)] = (jnp.shape(x), sharding)
-    return known
-
-
-def _one_mesh(known: dict[_Path, tuple[tuple[int, ...], Any]]) -> Any:
-    meshes = [sharding.mesh for _, sharding in known.values()]
-    if other := [mesh for mesh in meshes if mesh != meshes[0]]:
-        raise ValueError(
-            f"params lie on different meshes, {meshes[0]} and {other[0]}. Place all on one"
-        )
-    return meshes[0]
+        params_by_path[tuple(path)] = (jnp.shape(x), sharding)
+    return params_by_path
 
 
 def _sharding_like(
-    path: _Path, shape: tuple[int, ...], known: dict[_Path, tuple[tuple[int, ...], Any]]
+    path: _Path, shape: tuple[int, ...], params_by_path: dict[_Path, tuple[tuple[int, ...], Any]]
 ) -> NamedSharding | None:
     """Returns the sharding of the param whose path is the longest end of this path."""
+    # A state has its own levels around the structure of the params: `0/mu/layers/0/w`.
     ends = [path[start:] for start in range(len(path) + 1)]
-    end = next((end for end in ends if end in known), None)
+    end = next((end for end in ends if end in params_by_path), None)
     if end is None:
         return None
-    like, sharding = known[end]
+    like, sharding = params_by_path[end]
+    # The history of L-BFGS has a leading dimension, which is not sharded.
     extra = len(shape) - len(like)
     if extra < 0 or shape[extra:] != like:
         return None
     if extra == 0:
         return sharding
     spec = jax.P(*[None] * extra, *sharding.spec)
-    return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
-
-
-def _of_blocks(scale: Any, sharding: NamedSharding) -> Any:
-    """Returns the sharding of scales: that of their codes where devices hold whole blocks."""
-    if isinstance(scale, optax.MaskedNode):
-        return scale
-    spec = spec_of_blocks(scale.shape, sharding.spec, sharding.mesh)
     return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)

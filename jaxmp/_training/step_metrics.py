@@ -1,4 +1,4 @@
-"""What a train step says of itself: its metrics, and what of them is computed only if asked for."""
+"""The metrics of a train step, some of which are computed only on request."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ Metrics = dict[str, Any]
 
 
 def step_metrics(old: TrainState, new: TrainState) -> Metrics:
-    """Returns what every step says of its loss scale, and whether it was skipped.
+    """Returns the metrics of the loss scale and of skipped steps.
 
     Args:
       old: the state that the step was given.
@@ -32,7 +32,7 @@ def step_metrics(old: TrainState, new: TrainState) -> Metrics:
 def gradient_metrics(
     grads: PyTree, finite: Any, state: TrainState, counts: bool, every: int | None
 ) -> Metrics:
-    """Returns what a step says of its gradients, as far as it is asked for.
+    """Returns the metrics of gradients: counts, histograms, both or none.
 
     Args:
       grads: the gradients.
@@ -41,21 +41,17 @@ def gradient_metrics(
       counts: whether to count the numbers that are not finite, in skipped steps.
       every: every how many calls to make histograms; None for never.
     """
-    nonfinite = {"nonfinite": _overflow_counts(grads, finite)} if counts else {}
+
+    def none(grads: PyTree) -> PyTree:
+        return jax.tree.map(lambda _: jnp.uint32(0), grads)
+
+    # The branch of a step that is taken reads no gradient.
+    nonfinite = {"nonfinite": jax.lax.cond(finite, none, count_nonfinite, grads)} if counts else {}
     if every is None:
         return nonfinite
     # Skipped calls count too: each call of a series of skips would count its gradients otherwise.
     calls = state.step + state.opt_state.skipped
     return nonfinite | {"histograms": histograms(grads, when=calls % every == 0)}
-
-
-def _overflow_counts(grads: PyTree, finite: Any) -> PyTree:
-    """Returns how many numbers of each gradient are not finite; zeros where the step is taken."""
-
-    def none(grads: PyTree) -> PyTree:
-        return jax.tree.map(lambda _: jnp.uint32(0), grads)
-
-    return jax.lax.cond(finite, none, count_nonfinite, grads)
 
 
 def check_histograms_every(every: Any) -> None:

@@ -28,9 +28,9 @@ from jaxmp._training.optimizer import MixedPrecision
 
 
 def register(cls: type) -> None:
-    """Tells Flax of a class of train states, if Flax is imported."""
-    # Flax knows classes of its own and those it was told of. Any other it returns as it is: a state
-    # cannot be written then, and "restores" to what it was. Training alone does not import Flax.
+    """Registers a class of train states with Flax, if Flax is imported."""
+    # Flax knows its own classes and registered ones. Any other it returns as it is: a state cannot
+    # be written then, and "restores" to what it was. Training alone does not import Flax.
     serialization: Any = sys.modules.get("flax.serialization")
     if serialization is not None and not serialization.is_serializable(cls):
         serialization.register_serialization_state(cls, to_state_dict, from_state_dict)
@@ -51,7 +51,10 @@ def to_state_dict(state: Any) -> dict[str, Any]:
         if last in node:  # of a dictionary with the keys 1 and "1"
             name = jax.tree_util.keystr(path, simple=True, separator="/")
             raise ValueError(f"two arrays of the state have the name {name!r}: rename one")
-        node[last] = _words(leaf) if is_key(leaf) else leaf
+        if is_key(leaf):  # Flax writes no typed keys, and a state may be abstract
+            words = jax.random.key_data
+            leaf = words(leaf) if isinstance(leaf, jax.Array) else jax.eval_shape(words, leaf)
+        node[last] = leaf
     return nested
 
 
@@ -65,33 +68,27 @@ def from_state_dict(state: Any, saved: dict[str, Any]) -> Any:
     Raises:
       ValueError: naming the arrays that are missing, left over, or of another shape or dtype.
     """
-    wanted = to_state_dict(state)
+    expected = to_state_dict(state)
     names = {"name": "the saved state", "like_name": "this one"}
-    check_like(saved, wanted, advice=_ADVICE, **names)
-    pairs = zip(jax.tree.leaves(saved), jax.tree.leaves(wanted), strict=True)
+    check_like(saved, expected, advice=_ADVICE, **names)
+    # Those who restore go by names, and cast arrays of another dtype without a word.
+    pairs = zip(jax.tree.leaves(saved), jax.tree.leaves(expected), strict=True)
     for i, (x, y) in enumerate(pairs):
         if jnp.result_type(x) != jnp.result_type(y):
             raise ValueError(
-                f"the saved state has {jnp.result_type(x)} at {leaf_names(wanted)[i]!r}, and this "
-                f"one {jnp.result_type(y)}. {_ADVICE}"
+                f"the saved state has {jnp.result_type(x)} at {leaf_names(expected)[i]!r}, and "
+                f"this one {jnp.result_type(y)}. {_ADVICE}"
             )
 
     def leaf(path: tuple[Any, ...], like: Any) -> Any:
         value: Any = saved
         for entry in path:
             value = value[jax.tree_util.keystr((entry,), simple=True)]
-        return _keys(value, like) if is_key(like) else value
+        if not is_key(like):
+            return value
+        return jax.random.wrap_key_data(value, impl=jax.random.key_impl(jnp.empty((), like.dtype)))
 
     return jax.tree_util.tree_map_with_path(leaf, state)
-
-
-def _words(keys: Any) -> Any:
-    words = jax.random.key_data
-    return words(keys) if isinstance(keys, jax.Array) else jax.eval_shape(words, keys)
-
-
-def _keys(words: Any, like: Any) -> Any:
-    return jax.random.wrap_key_data(words, impl=jax.random.key_impl(jnp.empty((), like.dtype)))
 
 
 _ADVICE = (
@@ -110,8 +107,8 @@ def _is_data(field: Any) -> bool:
 
 
 @functools.cache
-def _as_pytree(cls: Any) -> None:
-    """Registers a train state, or a subclass that has not registered itself."""
+def _register_pytree(cls: Any) -> None:
+    """Registers a train state with JAX, or a subclass that has not registered itself."""
     fields = [field for field in dataclasses.fields(cls) if field.init]
     data = [field.name for field in fields if _is_data(field)]
     static = [field.name for field in fields if not _is_data(field)]
@@ -145,8 +142,9 @@ class TrainState:
     # Marked as in dataclasses of JAX, and of Flax: this field holds no arrays.
     tx: MixedPrecision = dataclasses.field(metadata={"static": True, "pytree_node": False})
 
+    # Code that restores a state calls the class, and not `create`.
     def __new__(cls, *_: Any, **__: Any) -> "TrainState":
-        _as_pytree(cls)  # type: ignore[arg-type]  # classes are hashable
+        _register_pytree(cls)  # type: ignore[arg-type]  # classes are hashable
         register(cls)
         return object.__new__(cls)
 
@@ -179,16 +177,25 @@ class TrainState:
             raise TypeError(
                 f"tx must be jaxmp.mixed_precision(optimizer, policy), got {type(tx).__name__}"
             )
-        known = {field.name: field for field in dataclasses.fields(cls)}
-        own = set(known) - {field.name for field in dataclasses.fields(TrainState)}
+        own_fields = {field.name: field for field in dataclasses.fields(cls)}
+        own = set(own_fields) - {field.name for field in dataclasses.fields(TrainState)}
         fields = {name: collections.pop(name) for name in own & set(collections)}
-        arrays = {name: value for name, value in fields.items() if _is_data(known[name])}
-        if clash := sorted({*dir(cls), *known, *_RESERVED} & set(collections)):
+        arrays = {name: value for name, value in fields.items() if _is_data(own_fields[name])}
+        if clash := sorted({*dir(cls), *own_fields, *_RESERVED} & set(collections)):
             raise ValueError(
                 f"collections cannot be called {clash}: TrainState uses such a name itself"
             )
         for name, value in (collections | arrays).items():
-            _check_collection(name, value)
+            for i, leaf in enumerate(jax.tree.leaves(value)):
+                dtype = getattr(leaf, "dtype", None)
+                numeric = dtype is not None and getattr(dtype, "kind", None) not in ("O", "S", "U")
+                if not isinstance(leaf, (int, float, complex)) and not numeric:
+                    raise TypeError(
+                        f"{name} must be a tree of arrays, but its leaf {leaf_names(value)[i]!r} "
+                        f"is a {type(leaf).__name__}. TrainState keeps no functions and no text: "
+                        "let the loss function close over them, as over model.apply"
+                    )
+        # A step may donate the state, while `params` stay usable.
         check_arrays(params, "params")
         params = copied(params)
         params, opt_state = tx.init_params(params) if cast_params else (params, tx.init(params))
@@ -255,7 +262,7 @@ class TrainState:
         Raises:
           ValueError: for a collection that the state does not have, or whose structure changed.
         """
-        new_collections = updated_collections(self.collections, collections)
+        new_collections = update_collections(self.collections, collections)
         if finite is None:
             # A float16 variance of 300s is infinite and its inverse is zero, and so are all
             # gradients: they alone do not show the overflow.
@@ -273,19 +280,7 @@ class TrainState:
         )
 
 
-def _check_collection(name: str, value: PyTree) -> None:
-    for i, leaf in enumerate(jax.tree.leaves(value)):
-        dtype = getattr(leaf, "dtype", None)
-        numeric = dtype is not None and getattr(dtype, "kind", None) not in ("O", "S", "U")
-        if not isinstance(leaf, (int, float, complex)) and not numeric:
-            raise TypeError(
-                f"{name} must be a tree of arrays, but its leaf {leaf_names(value)[i]!r} is a "
-                f"{type(leaf).__name__}. TrainState keeps no functions and no text: let the loss "
-                "function close over them, as over model.apply"
-            )
-
-
-def updated_collections(old: dict[str, PyTree], changed: dict[str, PyTree]) -> dict[str, PyTree]:
+def update_collections(old: dict[str, PyTree], changed: dict[str, PyTree]) -> dict[str, PyTree]:
     """Returns the collections with new values, in the old dtypes: a step must keep its types."""
     for name, new in changed.items():
         if name not in old:
@@ -309,4 +304,4 @@ def updated_collections(old: dict[str, PyTree], changed: dict[str, PyTree]) -> d
     return old | {name: jax.tree.map(cast_like, new, old[name]) for name, new in changed.items()}
 
 
-_as_pytree(TrainState)
+_register_pytree(TrainState)

@@ -33,7 +33,7 @@ from jaxmp._recompute.api import Recompute, check_recompute, recompute as apply_
 from jaxmp._training.gradient_options import GradientOptions
 from jaxmp._training.gradients import scaled_evaluation
 from jaxmp._training.jitted_step import TrainStep, check_state
-from jaxmp._training.line_search import stepped_with_first, value_function
+from jaxmp._training.line_search import step_with_first_offer, value_function
 from jaxmp._training.microbatch import Evaluation, check_microbatches, sum_over_microbatches
 from jaxmp._training.optimizer import MixedPrecision
 from jaxmp._training.step_metrics import (
@@ -42,7 +42,7 @@ from jaxmp._training.step_metrics import (
     gradient_metrics,
     step_metrics,
 )
-from jaxmp._training.train_state import TrainState, updated_collections
+from jaxmp._training.train_state import TrainState, update_collections
 
 Cast = Literal["products", "params", "all"]
 
@@ -139,17 +139,29 @@ def make_train_step(
         raise ValueError(f"cast={cast!r} and policy='none' contradict each other: who casts?")
     if policy is not None and not model_casts:
         get_rules(policy)  # an unknown one is an error here, and not in the first step
-    _check_options(fsdp, microbatches, cast, histograms_every)
+    check_fsdp(fsdp)
+    check_microbatches(microbatches)
+    check_histograms_every(histograms_every)
+    check_option("cast", cast, Cast)
     check_recompute(recompute)
 
     def train_step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         check_state(state, batch)
         _check_shardings(shardings, state)
         lowered = lowered_loss(loss_fn, rules_of_step(policy, state.tx), cast, recompute)
-        loss_and_rest = _with_rest(lowered, has_aux)
+
+        def loss_and_rest(params: PyTree, batch: PyTree, collections: dict[str, PyTree]) -> Any:
+            out = lowered(params, batch, **collections)
+            loss, changed, aux = _unpack(out, bool(collections), has_aux)
+            return loss, (update_collections(collections, changed), aux)
+
+        # A policy that does not name float16 has no loss scale. A loss that computes in it all the
+        # same then gets a warning, which a scale of 1 would silence.
+        scales = not isinstance(state.tx.loss_scale, NoLossScale)
+        scales = scales or jnp.dtype(jnp.float16) in dtypes_of(state.tx.rules)
         options = GradientOptions(
             has_aux=True,
-            loss_scale=None if _has_forgotten_scale(state.tx) else state.loss_scale,
+            loss_scale=state.loss_scale if scales else None,
             microbatches=microbatches,
             reduction=_reduction(state.tx.rules, fsdp),
         )
@@ -167,13 +179,16 @@ def make_train_step(
         extra = {} if extra_args is None else dict(extra_args(state, batch, loss))
         value = Evaluation(loss, grads, ())
         value_fn = value_function(evaluate_batch, state.params, operands, value)
-        all_there_is = {"value": loss, "grad": grads, "value_fn": value_fn}
-        offers = [all_there_is | extra, {"value": loss} | extra, extra]
-        new = stepped_with_first(state, grads, offers, finite, collections)
+        # Some optimizers take less: one calls its first argument `grad`, and another goes through
+        # `jit`, which takes no functions.
+        line_search = {"value": loss, "grad": grads, "value_fn": value_fn}
+        offers = [line_search | extra, {"value": loss} | extra, extra]
+        new = step_with_first_offer(state, grads, offers, finite, collections)
         metrics = {"loss": loss, "grad_norm": norm} | step_metrics(state, new)
         metrics |= gradient_metrics(grads, finite, state, count_overflows, histograms_every)
         return new, metrics | ({"aux": aux} if has_aux else {})
 
+    # Without them the compiler chooses where the new state lies, and may not reuse the old buffers.
     placed = None if shardings is None else (shardings, None)
     jitted = jax.jit(train_step, donate_argnums=(0,) * donate, out_shardings=placed)
     return TrainStep(jitted, model_casts=model_casts, donates=donate)
@@ -200,24 +215,6 @@ def _evaluation_of_batch(
     return evaluate_batch
 
 
-def _check_options(fsdp: Any, microbatches: Any, cast: Any, histograms_every: Any) -> None:
-    check_fsdp(fsdp)
-    check_microbatches(microbatches)
-    check_histograms_every(histograms_every)
-    check_option("cast", cast, Cast)
-
-
-def _with_rest(lowered: Callable[..., Any], has_aux: bool) -> Any:
-    """Returns a function of params, batch and collections: the loss, and all that is not it."""
-
-    def loss_and_rest(params: PyTree, batch: PyTree, collections: dict[str, PyTree]) -> Any:
-        out = lowered(params, batch, **collections)
-        loss, changed, aux = _unpack(out, bool(collections), has_aux)
-        return loss, (updated_collections(collections, changed), aux)
-
-    return loss_and_rest
-
-
 def lowered_loss(
     loss_fn: Callable[..., Any], rules: PolicyRules | None, cast: Cast, recompute: Recompute
 ) -> Callable[..., Any]:
@@ -225,7 +222,7 @@ def lowered_loss(
     if rules is None:
         return apply_recompute(loss_fn, recompute)
     policy: Policy | PolicyRules = rules if rules.rules else rules.default or get_policy("float32")
-    computed_in = {each.compute_dtype for each in all_policies(rules)}
+    computed_in = {policy.compute_dtype for policy in all_policies(rules)}
     for compute in computed_in:
         if compute.itemsize == 1:
             raise ValueError(
@@ -248,25 +245,26 @@ def lowered_loss(
 
     # In a float32 loss, only the precision of its products is set.
     rewritten = autocast(of_copies, policy, recompute=recompute)
+    # `cast="all"` rounds labels, too: near 1000, bfloat16 has steps of 4.
     if cast != "products":
-        return _cast_before(apply_recompute(loss_fn, recompute), rewritten, policy, cast)
+        return _with_casts(apply_recompute(loss_fn, recompute), rewritten, policy, cast)
     # Float64 only where nothing computes in less.
     least = min(computed_in, key=lambda dtype: dtype.itemsize, default=jnp.dtype(jnp.float32))
-    wide = max(jnp.dtype(jnp.float32), least, key=lambda dtype: dtype.itemsize)
+    widest = max(jnp.dtype(jnp.float32), least, key=lambda dtype: dtype.itemsize)
 
     # Autocast makes float32 products narrow, but does not make narrow ones wider.
-    def no_narrower(x: Any) -> Any:
-        narrow = is_floating(x) and x.dtype.itemsize < wide.itemsize and x.dtype not in computed_in
-        return cast_floating(x, wide) if narrow else x
+    def widen_narrow(x: Any) -> Any:
+        narrow = is_floating(x) and x.dtype.itemsize < widest.itemsize
+        return cast_floating(x, widest) if narrow and x.dtype not in computed_in else x
 
     def products_cast(params: PyTree, batch: PyTree, **collections: PyTree) -> Any:
-        params, batch = jax.tree.map(no_narrower, (params, batch))
+        params, batch = jax.tree.map(widen_narrow, (params, batch))
         return rewritten(params, batch, **collections)
 
     return products_cast
 
 
-def _cast_before(
+def _with_casts(
     loss_fn: Callable[..., Any],
     rewritten: Callable[..., Any],
     policy: Policy | PolicyRules,
@@ -283,26 +281,18 @@ def _cast_before(
             "float8, which only cast='products' makes"
         )
     compute = policy.compute_dtype
-    written = rewritten if compute.itemsize >= 4 else loss_fn
+    fun = rewritten if compute.itemsize >= 4 else loss_fn
 
     def cast_first(params: PyTree, batch: PyTree, **collections: PyTree) -> Any:
         batch = cast_floating(batch, compute) if cast == "all" else batch
-        return written(cast_floating(params, compute), batch, **collections)
+        return fun(cast_floating(params, compute), batch, **collections)
 
     return cast_first
 
 
-def _has_forgotten_scale(tx: MixedPrecision) -> bool:
-    """Whether the optimizer has no loss scale because its policy does not name float16."""
-    unscaled = isinstance(tx.loss_scale, NoLossScale)
-    return unscaled and jnp.dtype(jnp.float16) not in dtypes_of(tx.rules)
-
-
 def _reduction(rules: PolicyRules, fsdp: FSDP | None) -> GradientReduction | None:
-    """Returns how to reduce gradients under rules: in the widest dtype asked for, at most float32.
-
-    Only policies that compute in fewer than 32 bits count. If there are none, only `fsdp` matters.
-    """
+    """Returns how to reduce gradients under rules: in their widest dtype, at most float32."""
+    # What computes in 32 bits has float32 gradients by itself.
     narrow = [policy for policy in all_policies(rules) if policy.compute_dtype.itemsize < 4]
     if not narrow:
         return gradient_reduction(None, fsdp)
@@ -311,22 +301,19 @@ def _reduction(rules: PolicyRules, fsdp: FSDP | None) -> GradientReduction | Non
 
 
 def rules_of_step(policy: Any, tx: MixedPrecision) -> PolicyRules | None:
-    """Returns the rules under which a loss runs; None if the model casts by itself.
-
-    A policy that is given agrees with that of the optimizer in the dtypes that decide the loss
-    scale and the sums of gradients; rules are the same.
-    """
+    """Returns the rules under which a loss runs; None if the model casts by itself."""
     if _model_casts(policy):
         return None
     if policy is None:
         return tx.rules
-    given = get_rules(policy)
-    if (given.rules or tx.rules.rules) and given != tx.rules:
+    own_rules = get_rules(policy)
+    if (own_rules.rules or tx.rules.rules) and own_rules != tx.rules:
         raise ValueError(
             "the optimizer was wrapped for other rules than those of this step, and its loss scale "
             "chosen for them. Leave the policy of make_train_step out: it is that of the optimizer"
         )
-    step, wrapped = given.default or get_policy("float32"), tx.policy
+    # These dtypes decide the loss scale and the sums of gradients, which the optimizer has chosen.
+    step, wrapped = own_rules.default or get_policy("float32"), tx.policy
     for what, here, there in (
         ("computes", step.compute_dtype, wrapped.compute_dtype),
         ("reduces gradients", step.reduce_dtype, wrapped.reduce_dtype),
@@ -337,7 +324,7 @@ def rules_of_step(policy: Any, tx: MixedPrecision) -> PolicyRules | None:
                 "its loss scale chosen for that. Leave the policy of make_train_step out: it is "
                 "that of the optimizer"
             )
-    return given
+    return own_rules
 
 
 def _model_casts(policy: Any) -> bool:
@@ -345,9 +332,10 @@ def _model_casts(policy: Any) -> bool:
 
 
 def _check_shardings(shardings: PyTree, state: TrainState) -> None:
-    """Raises before JAX does, whose error would name `pjit out_shardings` and types of nodes."""
+    """Raises ValueError if these are no shardings of a state with this optimizer."""
 
-    def is_one(x: Any) -> bool:
+    # Before JAX does, whose error would name `pjit out_shardings` and types of nodes.
+    def is_sharding(x: Any) -> bool:
         return x is None or isinstance(x, (jax.P, jax.sharding.Sharding))
 
     if isinstance(shardings, TrainState) and shardings.tx != state.tx:
@@ -356,13 +344,13 @@ def _check_shardings(shardings: PyTree, state: TrainState) -> None:
             "same tx, which jaxmp.mixed_precision returned once"
         )
     try:
-        jax.tree.broadcast(shardings, state, is_leaf=is_one)
+        jax.tree.broadcast(shardings, state, is_leaf=is_sharding)
     except ValueError as error:
-        said = f": {error}" if isinstance(shardings, TrainState) else ""
+        reason = f": {error}" if isinstance(shardings, TrainState) else ""
         raise ValueError(
             "shardings must be those of the whole state, jaxmp.sharding.state_shardings(state, "
             f"params), or a prefix of such a tree, got a {type(shardings).__name__} (those of the "
-            f"params alone belong into fsdp=FSDP(shardings=...)){said}"
+            f"params alone belong into fsdp=FSDP(shardings=...)){reason}"
         ) from None
 
 
@@ -376,11 +364,11 @@ def _unpack(out: Any, has_collections: bool, has_aux: bool) -> tuple[Any, dict[s
         raise TypeError(
             f"the loss function must return ({', '.join(form)}) here, got {returned}{hint}"
         )
-    loss, *rest = parts
-    changed = rest[0] if has_collections else {}
+    loss, *others = parts
+    changed = others[0] if has_collections else {}
     if not isinstance(changed, Mapping):
         raise TypeError(
             f"the collections that the loss function returns must be a dictionary by name, got "
             f"{type(changed).__name__}"
         )
-    return loss, dict(changed), rest[-1] if has_aux else None
+    return loss, dict(changed), others[-1] if has_aux else None

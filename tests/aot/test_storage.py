@@ -86,7 +86,7 @@ def test_blocks_are_reduced_in_kernels_of_their_own(
     """On an H200 a kernel that did both took 3.5 times what its bytes take."""
     assert not kernels_that_reduce_and_write(step_of(gpu, "remainder", "int8", count=1))
     # Positive control: so XLA does it by itself.
-    monkeypatch.setattr(compact_state, "_in_a_kernel_before", lambda x: x)
+    monkeypatch.setattr(compact_state, "_store_on_gpus", lambda x: x)
     assert kernels_that_reduce_and_write(step_of(gpu, "remainder", "int8", count=1))
 
 

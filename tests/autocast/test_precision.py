@@ -260,7 +260,7 @@ def test_parts_of_full_precision_share_no_plan_with_others() -> None:
     """The same program may run in both: the scopes that tell them apart are in the plan's key."""
     regions = Regions(jaxmp.get_policy(BF16))
     within, around = ("block", "jaxmp.full_precision", "dot"), ("block", "dot")
-    assert regions.deciding(within) != regions.deciding(around)
+    assert regions.deciding_scopes(within) != regions.deciding_scopes(around)
     assert regions.of(within).precision == "highest"
     assert regions.of(("jaxmp.full_precision", "jaxmp.autocast")).precision is None
 

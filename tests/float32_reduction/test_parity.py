@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmp._mesh.device_sums import Wire, divide_factors
+from jaxmp._mesh.device_sums import WireFormat, divide_factors
 from jaxmp.sharding import gather_params, reduce_gradients
 
 RECORDS = json.loads((pathlib.Path(__file__).parents[1] / "parity" / "reduction.json").read_text())
@@ -31,7 +31,8 @@ def test_the_records_are_there() -> None:
 def test_divide_factors(case: dict[str, Any]) -> None:
     got = divide_factors(case["world"], case["reduce_dtype"])
     assert got == (case["pre"], case["post"])
-    assert Wire.of(jnp.dtype(case["reduce_dtype"]), case["world"]).divisor == (case["pre"] or 1)
+    wire = WireFormat.of(jnp.dtype(case["reduce_dtype"]), case["world"])
+    assert wire.divisor == (case["pre"] or 1)
 
 
 SMALL = [c for c in FACTORS if c["world"] <= 16]
@@ -59,7 +60,7 @@ def number(value: Any) -> float:
 def test_division_comes_before_the_cast(case: dict[str, Any]) -> None:
     """Numbers as they travel, to the bit; DDP's hook casts first and sends infinities."""
     grad, world = jnp.float32(case["grad"]), case["world"]
-    sent = Wire(jnp.dtype(jnp.float16), world).send(grad)
+    sent = WireFormat(jnp.dtype(jnp.float16), world).send(grad)
     assert sent.dtype == jnp.float16
     assert float(sent) == number(case["div_then_cast_fp16"])
     assert np.isfinite(sent)
@@ -67,7 +68,7 @@ def test_division_comes_before_the_cast(case: dict[str, Any]) -> None:
     other = grad.astype(jnp.float16) / jnp.float16(world)
     assert float(other) == number(case["cast_then_div_fp16"])
     # bfloat16 has the range, so nothing is divided; these worlds are powers of two.
-    low = Wire.of(jnp.dtype(jnp.bfloat16), world).send(grad)
+    low = WireFormat.of(jnp.dtype(jnp.bfloat16), world).send(grad)
     assert float(low) == number(case["cast_then_div_bf16"]) * world
 
 

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import jaxmp
-from jaxmp._training.frozen import moved_by
+from jaxmp._training.frozen import trainable_leaves
 from jaxmp._training.masters import is_masked
 from tests.support.bits import tree_bits
 
@@ -87,7 +87,7 @@ def test_an_optimizer_that_cannot_be_traced_moves_all() -> None:
         return jax.tree.map(lambda u: -u * value, updates), state
 
     inner = optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
-    assert moved_by(inner, params()) == {"base": True, "lora": True}
+    assert trainable_leaves(inner, params()) == {"base": True, "lora": True}
 
 
 def test_a_rate_that_python_changes() -> None:
@@ -132,7 +132,7 @@ def test_an_optimizer_that_needs_a_mesh_or_more() -> None:
         return jax.tree.map(lambda u: -jax.lax.pmean(u, "data") * extra["value"], updates), state
 
     inner = optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
-    assert moved_by(inner, params()) == {"base": True, "lora": True}
+    assert trainable_leaves(inner, params()) == {"base": True, "lora": True}
 
 
 @pytest.mark.parametrize("as_updates", [False, True])
@@ -193,7 +193,7 @@ def test_a_loss_of_one_is_like_any_other() -> None:
         return jax.tree.map(lambda u: -rate * u, updates), state
 
     inner = optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
-    assert moved_by(inner, params()) == {"base": True, "lora": True}
+    assert trainable_leaves(inner, params()) == {"base": True, "lora": True}
 
 
 def _descend(moves: str) -> optax.GradientTransformationExtraArgs:
