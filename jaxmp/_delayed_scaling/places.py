@@ -108,13 +108,8 @@ _probe_p = Primitive("probed")
 def attach_probe(value: Float[Array, "..."], probe: Float32[Array, "..."]) -> Float[Array, "..."]:
     """Returns the value; the gradient of the probe is the largest magnitude of its cotangent.
 
-    Args:
-      value: any array.
-      probe: a float32 zero for this one use, or zeros for each place along the first axes of the
-        value.
-
-    Returns:
-      The value.
+    The probe is a float32 zero for this one use, or zeros for each place along the first axes of
+    the value.
 
     Raises:
       TypeError: for a probe of another shape.
@@ -131,12 +126,7 @@ def attach_probe(value: Float[Array, "..."], probe: Float32[Array, "..."]) -> Fl
 
 
 def largest_over_devices(largest: Any, like: Any) -> Any:
-    """Returns the maximum over the mesh axes of a `shard_map` that another array does not vary on.
-
-    Args:
-      largest: the largest magnitude on each device.
-      like: the array that it is stored with.
-    """
+    """Returns the maximum over the axes of a `shard_map` that another array does not vary on."""
     axes = varying_axes(largest) - varying_axes(like)
     return lax.pmax(largest, tuple(sorted(axes))) if axes else largest
 
@@ -237,12 +227,7 @@ def operations_not_entered(equations: Sequence[core.JaxprEqn]) -> Iterator[str]:
 def run_with_scales(
     closed: Any, arguments: Sequence[Any], values: PlaceValues
 ) -> tuple[list[Any], list[Any]]:
-    """Runs a program with values for its places.
-
-    Args:
-      closed: the program, closed or open.
-      arguments: its arguments.
-      values: the values.
+    """Runs a program, closed or open, with values for its places.
 
     Returns:
       Its results, and the largest magnitudes of the operands that it rounds in the forward pass.
@@ -274,6 +259,7 @@ class _ScaledRun(Rules[Any]):
             rule = _run_body
         else:
             return compat.bind(equation, operands)
+        # Values are in the order of the program: an equation takes the first ones that are left.
         pairs = list(zip(self.values, (forward, backward, backward), strict=True))
         values = PlaceValues(*(row[:count] for row, count in pairs))
         self.values = PlaceValues(*(row[count:] for row, count in pairs))
@@ -325,7 +311,8 @@ def _attach(equation: core.JaxprEqn, operands: list[Any], values: PlaceValues) -
 
 
 def _run_body(equation: core.JaxprEqn, operands: list[Any], values: PlaceValues) -> _Outputs:
-    (body,) = compat.bodies_of(equation)  # a jit, a checkpoint or a scan
+    # A jit, a checkpoint or a scan: each has one program.
+    (body,) = compat.bodies_of(equation)
 
     def function(operands: Sequence[Any], values: PlaceValues) -> _Outputs:
         return run_with_scales(body, operands, values)

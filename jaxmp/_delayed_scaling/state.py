@@ -72,6 +72,7 @@ def init_state(fun: Callable[..., Any], *args: Any, history: int = 16) -> Float8
     equations = open_jaxpr(closed).eqns
     places = places_of(equations)
     names = ", ".join(sorted(set(operations_not_entered(equations))))
+    # A function without places would get an empty state, and train without delayed scaling.
     if not any(places):
         inside = f" outside of {names}, where scaling is current" if names else ""
         raise ValueError(

@@ -85,13 +85,7 @@ class CompiledProgram(NamedTuple):
 
 
 def read_program(text: str) -> CompiledProgram:
-    """Reads the collectives from the text of a compiled program.
-
-    Args:
-      text: the output of `compiled.as_text()`, or a compiler dump.
-
-    Returns:
-      The collectives and their context.
+    """Reads the collectives from the output of `compiled.as_text()`, or from a compiler dump.
 
     Raises:
       ValueError: if the replica groups have an unknown syntax, or a collective between slices.
@@ -296,6 +290,7 @@ class _TransferReader:
         is_combined = len(instruction.operands) > 1
         own = (*(operand if is_combined else []), instruction, *inline)
         fallback = ("", ())
+        # A name without source lines is only a fallback.
         for candidate in itertools.chain(own, sources, callers):
             if candidate.op_name and (frames := tuple(self.module.frames(candidate))):
                 return candidate.op_name, frames

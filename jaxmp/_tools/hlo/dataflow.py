@@ -44,11 +44,7 @@ class Runs(NamedTuple):
 
 
 class Flow:
-    """The dataflow of a program.
-
-    Args:
-      module: the program.
-    """
+    """The dataflow of a program."""
 
     def __init__(self, module: Module) -> None:
         self.module = module
@@ -65,14 +61,9 @@ class Flow:
         return HloValue(instruction, operand.element) if instruction else None
 
     def source(self, value: HloValue, *, leave_loops: bool = True) -> HloValue:
-        """Follows a value back through casts, copies, tuples, calls and fusions.
+        """Follows a value back through casts, copies, tuples, calls and fusions to its computation.
 
-        Args:
-          value: where to start.
-          leave_loops: whether to follow loop-invariant values to before the loop.
-
-        Returns:
-          The value where the trail ends, usually the one that was computed.
+        `leave_loops` follows loop-invariant values to before the loop.
         """
         for last in self.trail(value, leave_loops=leave_loops):
             value = last
@@ -250,24 +241,15 @@ _DEPTH = 60
 
 
 class OnDevices:
-    """An evaluator of integers that depend only on the device number.
-
-    Args:
-      flow: the dataflow of the program.
-    """
+    """An evaluator of integers that depend only on the device number."""
 
     def __init__(self, flow: Flow) -> None:
         self.flow = flow
 
     def numbers(self, value: HloValue | None, devices: Iterable[int]) -> list[int] | None:
-        """Computes a number on several devices.
+        """Computes a scalar, or the number that fills an array, on several devices.
 
-        Args:
-          value: a scalar, or an array filled with one.
-          devices: positions of devices.
-
-        Returns:
-          The numbers, or None if they depend on anything but the device number.
+        None if it depends on anything but the device number.
         """
         results = [self._compute(value, device, _DEPTH) for device in devices]
         numbers = [result[0] for result in results if result is not None and len(result) == 1]

@@ -83,6 +83,7 @@ def _narrowest(flow: Flow, value: HloValue | None, factors: int) -> str:
     """Returns the float8 dtype that an operand was widened from, or else its dtype."""
     if value is None:
         return ""
+    # XLA drops the rounding of operands that it made itself, so one may be wider than the other.
     last = value
     for last in flow.trail(value):
         if _is_float8(dtype := _dtype(last)):
