@@ -20,10 +20,10 @@ def filter_value_and_grad(
 ) -> Callable[..., Any]:
     """Differentiates like `equinox.filter_value_and_grad`; loss and gradients are unscaled float32.
 
-    A module holds functions, flags and integers beside its params, which `jax.grad` refuses. This
+    A module has functions, flags and integers besides its params, which `jax.grad` refuses. This
     is `jaxmp.value_and_grad` for the floating arrays in the first argument. The rest of that
     argument is passed on as it is, and has None for a gradient. A model under a policy runs under
-    autocast; what is outside of it, such as the loss, stays as it was written.
+    autocast; operations outside of it, such as the loss, stay as they were written.
 
     Args:
       fun: a function of a module, or of any pytree, that returns a scalar float loss, or

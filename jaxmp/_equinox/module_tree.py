@@ -107,7 +107,7 @@ def with_mark(module: Any, mark: Any) -> Any:
 
 def _dynamic(module: Any) -> list[str]:
     """Returns the names of the fields with leaves."""
-    # In a module that Equinox is making, as in its __check_init__, fields may be missing.
+    # A module may have fields that are not set.
     fields = type(module).__dataclass_fields__.values()
     names = [field.name for field in fields if not field.metadata.get("static", False)]
     return [name for name in names if name in vars(module)]

@@ -257,7 +257,7 @@ def _under(cls: Any, rules: PolicyRules, strict: bool, before: Any) -> Any:
         @functools.wraps(getattr(cls, name))
         def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             call = getattr(super(under, self), name)
-            # An unbound module has no path, and a method that works without one needs no policy.
+            # An unbound module has no path, by which rules find it.
             if self.scope is None:
                 return call(*args, **kwargs)
             with session(rules, self.path, self, strict=strict) as active:
@@ -303,7 +303,7 @@ class _NoHook:
     """A base of classes under rules that skips the author's `__init_subclass__`."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        # The author's hook may keep a registry, where each name stands once.
+        # The author's hook may keep a registry, and this class has the name of another.
         if "_jaxmp" in vars(cls):
             nn.Module.__init_subclass__.__func__(cls, **kwargs)  # type: ignore[attr-defined]
         else:

@@ -41,7 +41,7 @@ def open_scopes(tree: Any, rules: PolicyRules) -> Iterator[None]:
                 _enter(module, scope)
         yield
     finally:
-        # The function may have put these modules into others, and made more of them.
+        # A copy that the function puts into one of these modules has the scopes too.
         for inner in [inner for module in scoped_modules for inner in modules(module)]:
             if (scope := vars(inner).get("_jaxmp_scope")) is not None:
                 object.__setattr__(inner, "__class__", scope.plain)
