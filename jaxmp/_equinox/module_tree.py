@@ -31,13 +31,13 @@ def rulings(model: Any, rules: PolicyRules) -> dict[str, Ruling]:
         families[path] = family_of(path, module, decision, families)
         results[path] = Ruling(module, decision, families[path])
         # A module without a call is a container: its owner calls the modules in it.
-        below = decision if has_call(module) or caller is None else caller
-        inside = is_equinox_layer(module) or (in_layer and not has_call(module))
+        owner = decision if has_call(module) or caller is None else caller
+        in_child_layer = is_equinox_layer(module) or (in_layer and not has_call(module))
         for name in _dynamic(module):
             leaves = jax.tree_util.tree_flatten_with_path(vars(module)[name], is_leaf=is_module)[0]
             for keys, leaf in leaves:
                 if is_module(leaf):
-                    visit(leaf, _joined(path, name, keys), below, inside)
+                    visit(leaf, _joined(path, name, keys), owner, in_child_layer)
 
     visit(model, "", None, False)
     return results

@@ -367,12 +367,12 @@ def _rebuild(module: Any, cls: Any) -> Any:
         if field.init and field.name != "parent"
     }
     # In a setup method, a module has a parent before it has a name.
-    rebuilt = cls(**values, parent=module.parent)
-    for name in vars(module).keys() - vars(rebuilt).keys():
+    copy = cls(**values, parent=module.parent)
+    for name in vars(module).keys() - vars(copy).keys():
         # Attributes that were set from outside stay. A cached property is that of the old module.
         if not hasattr(type(module), name):
-            object.__setattr__(rebuilt, name, vars(module)[name])
-    return rebuilt
+            object.__setattr__(copy, name, vars(module)[name])
+    return copy
 
 
 def _compute_text(module: nn.Module) -> str:

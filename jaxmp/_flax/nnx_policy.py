@@ -97,7 +97,7 @@ def apply_policy(
     _check_model(model)
     rules = module_rules(rules)
     # Checks read the model as it will be: if one fails, the model gets back all that was changed.
-    before = [_Snapshot.of(module) for module in modules(model)]
+    snapshots = [_Snapshot.of(module) for module in modules(model)]
     try:
         for module in modules(model):
             _restore(module)
@@ -123,12 +123,12 @@ def apply_policy(
             }
             float8.note(plan.path, plan.module, plan.decision, params)
         float8.warn(model)
-        warn_of_cpu_compiler(dtypes_of(rules), [snapshot.values for snapshot in before])
+        warn_of_cpu_compiler(dtypes_of(rules), [snapshot.values for snapshot in snapshots])
         # These are reported here: without a promise, a call does not report them again.
         for module in check_reached(plans, strict):
             _set(module, "_jaxmp", dataclasses.replace(vars(module)["_jaxmp"], promise=None))
     except BaseException:
-        for snapshot in before:
+        for snapshot in snapshots:
             snapshot.put_back()
         raise
     return model

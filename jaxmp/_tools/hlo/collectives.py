@@ -95,8 +95,8 @@ def read_program(text: str) -> CompiledProgram:
     for computation in module.computations.values():
         for instruction in computation.instructions.values():
             reader.read(instruction)
-    around = {(i.computation, i.name): i for name in reader.homes for i in reader.around(name)}
-    loops = [i for i in around.values() if i.opcode == "while"]
+    callers = {(i.computation, i.name): i for name in reader.homes for i in reader.around(name)}
+    loops = [i for i in callers.values() if i.opcode == "while"]
     # A callback sends to the host, and reaches no other device.
     sends = [
         instruction
@@ -111,7 +111,7 @@ def read_program(text: str) -> CompiledProgram:
         slices=reader.slices.count,
         transfers=tuple(reader.transfers),
         unknown_loops=sum(reader.flow.trips(loop) is None for loop in loops),
-        conditionals=sum(i.opcode == "conditional" for i in around.values()),
+        conditionals=sum(i.opcode == "conditional" for i in callers.values()),
         sends=len(sends),
         float8=float8,
     )
@@ -225,9 +225,9 @@ class _TransferReader:
         chain = re.search(r'chain_id="(\d+)"', instruction.structure)
         number = re.search(r"channel_id=(\d+)", instruction.structure)
         groups = instruction.structure.partition("replica_groups=")[2].partition(", dim")[0]
-        around = [i.computation for i in self.module.callers.get(instruction.computation, [])]
+        callers = [i.computation for i in self.module.callers.get(instruction.computation, [])]
         ids = [match.group() if match else "" for match in (chain, number)]
-        key = (instruction.opcode, *ids, groups, *around[:1])
+        key = (instruction.opcode, *ids, groups, *callers[:1])
         is_repeated = key in self._chains
         self._chains.add(key)
         return is_repeated

@@ -92,8 +92,8 @@ class Instruction:
     def called(self) -> tuple[str, ...]:
         """The names of the computations that the instruction runs or reduces with."""
         names: list[str] = []
-        for one, several in _CALLED.findall(self.structure):
-            names += [one] if one else re.findall(r"[\w.\-]+", several)
+        for single, several in _CALLED.findall(self.structure):
+            names += [single] if single else re.findall(r"[\w.\-]+", several)
         return tuple(names)
 
     @property
