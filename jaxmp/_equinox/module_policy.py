@@ -25,7 +25,7 @@ from jaxmp._equinox.module_tree import (
     with_mark,
     with_own_leaves,
 )
-from jaxmp._modules.decisions import has_call, kind_of, module_rules
+from jaxmp._modules.decisions import has_call, kind_text, module_rules
 from jaxmp._modules.scopes import Scope, in_scope, path_names, policy_names
 from jaxmp._modules.summary import Row, Summary, dtype_text
 from jaxmp._numerics.dtypes import DType, is_floating
@@ -298,4 +298,4 @@ def _check_is_equinox(model: Any) -> None:
         hint = ". For modules of Flax use jaxmp.linen or jaxmp.nnx"
     elif callable(model):
         hint = ". For a function use jaxmp.autocast"
-    raise TypeError(f"jaxmp.equinox works on Equinox modules, got {kind_of(model)}{hint}")
+    raise TypeError(f"jaxmp.equinox works on Equinox modules, got {kind_text(model)}{hint}")

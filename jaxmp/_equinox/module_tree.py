@@ -37,7 +37,7 @@ def rulings(model: Any, rules: PolicyRules) -> dict[str, Ruling]:
             leaves = jax.tree_util.tree_flatten_with_path(vars(module)[name], is_leaf=is_module)[0]
             for keys, leaf in leaves:
                 if is_module(leaf):
-                    visit(leaf, _joined(path, name, keys), owner, in_child_layer)
+                    visit(leaf, _joined_path(path, name, keys), owner, in_child_layer)
 
     visit(model, "", None, False)
     return results
@@ -76,7 +76,7 @@ def map_modules(model: Any, change: Callable[[str, Any], Any]) -> Any:
 
     def rebuild(module: Any, path: str) -> Any:
         def inner(name: str, keys: Any, x: Any) -> Any:
-            return rebuild(x, _joined(path, name, keys)) if is_module(x) else x
+            return rebuild(x, _joined_path(path, name, keys)) if is_module(x) else x
 
         own = dict(vars(module))
         for name in _dynamic(module):
@@ -113,7 +113,7 @@ def _dynamic(module: Any) -> list[str]:
     return [name for name in names if name in vars(module)]
 
 
-def _joined(path: str, name: str, keys: Any) -> str:
+def _joined_path(path: str, name: str, keys: Any) -> str:
     key_text = jax.tree_util.keystr(keys, simple=True, separator="/")
     return "/".join(filter(None, (path, name, key_text)))
 

@@ -19,7 +19,7 @@ from jaxmp._flax.linen_interceptor import (
     params_of_linen,
     session,
 )
-from jaxmp._modules.decisions import kind_of, module_rules
+from jaxmp._modules.decisions import kind_text, module_rules
 from jaxmp._modules.scopes import new_instance
 from jaxmp._modules.summary import Row, Summary, dtype_text
 from jaxmp._numerics.user_warnings import warn_once
@@ -391,4 +391,4 @@ def _check_is_linen(model: Any) -> None:
         hint = ". Make a module of it, or decorate it with jaxmp.linen.with_policy(rules)"
     elif any(base.__module__.startswith("flax.nnx") for base in type(model).__mro__):
         hint = ". For an nnx module use jaxmp.nnx"
-    raise TypeError(f"jaxmp.linen works on linen modules, got {kind_of(model)}{hint}")
+    raise TypeError(f"jaxmp.linen works on linen modules, got {kind_text(model)}{hint}")

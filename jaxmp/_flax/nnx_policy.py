@@ -38,7 +38,7 @@ from jaxmp._flax.nnx_plans import (
     make_plans,
     unreached,
 )
-from jaxmp._modules.decisions import has_call, kind_of, module_rules
+from jaxmp._modules.decisions import has_call, kind_text, module_rules
 from jaxmp._modules.scopes import new_instance
 from jaxmp._modules.summary import Row, Summary, dtype_text
 from jaxmp._numerics.tree import cast_floating
@@ -261,7 +261,7 @@ def _check_model(model: Any) -> None:
         hint = ". For a linen module use jaxmp.linen"
     elif isinstance(model, (nnx.State, nnx.GraphDef)):
         hint = ". Put the parts together with nnx.merge first"
-    raise TypeError(f"jaxmp.nnx works on nnx modules, got {kind_of(model)}{hint}")
+    raise TypeError(f"jaxmp.nnx works on nnx modules, got {kind_text(model)}{hint}")
 
 
 def _apply_plan(plan: ModulePlan, dtypes: dict[int, tuple[Any, ...]]) -> None:

@@ -31,7 +31,7 @@ def module_rules(rules: Any) -> PolicyRules:
     return rules
 
 
-def kind_of(model: Any) -> str:
+def kind_text(model: Any) -> str:
     """Names a value that is no module of a library, for the error that says so."""
     return f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
 
