@@ -240,14 +240,12 @@ def _under(cls: Any, rules: PolicyRules, strict: bool, before: Any) -> Any:
             with session(rules, (), self, strict=strict, at_the_root=True) as active:
                 out = call(*args, **kwargs)
             if active is not None:
-                if name == "apply":
-                    variables: Any = args[0] if args else kwargs.get("variables")
-                else:
+                variables: Any = args[0] if args else kwargs.get("variables")
+                if name != "apply":
                     variables = out if name == "init" else out[1]
                 active.check_traces(variables)
                 active.warn(variables, whole=not kwargs.get("method"), again=name != "apply")
-                # An init calls all modules, so that a rule without effect shows.
-                if name != "apply":
+                if name != "apply":  # an init calls all modules: a rule without effect shows
                     active.warn_unused(strict=strict)
             return out
 
@@ -257,9 +255,8 @@ def _under(cls: Any, rules: PolicyRules, strict: bool, before: Any) -> Any:
         @functools.wraps(getattr(cls, name))
         def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             call = getattr(super(under, self), name)
-            # An unbound module has no path, by which rules find it.
             if self.scope is None:
-                return call(*args, **kwargs)
+                return call(*args, **kwargs)  # an unbound module has no path for rules
             with session(rules, self.path, self, strict=strict) as active:
                 out = call(*args, **kwargs)
             if active is not None and name == "__call__":
@@ -277,9 +274,8 @@ def _under(cls: Any, rules: PolicyRules, strict: bool, before: Any) -> Any:
         value: Any = sys.modules.get(cls.__module__)
         for name in cls.__qualname__.split("."):
             value = getattr(value, name, None)
-        if value is type(self):
-            return reduced
-        return (new_instance, (_under, cls, rules, strict, before), *reduced[2:])
+        arguments = (_under, cls, rules, strict, before)
+        return reduced if value is type(self) else (new_instance, arguments, *reduced[2:])
 
     # Flax would wrap these as methods of the module, and intercept each call twice.
     body["__reduce_ex__"] = nn.nowrap(reduce_ex)
@@ -361,6 +357,7 @@ def _class_before(cls: Any) -> Any:
 
 
 def _rebuild(module: Any, cls: Any) -> Any:
+    # A field that `init` does not take is computed again, as by the author's `__post_init__`.
     values = {
         field.name: getattr(module, field.name)
         for field in dataclasses.fields(module)
