@@ -1,4 +1,4 @@
-"""Tools that answer before a run, what it will cost, and during it, which operation overflows."""
+"""Tools that say before a run what it will cost, and during it which operation overflows."""
 
 from jaxmp._numerics.histograms import histograms as histograms
 from jaxmp._tools.diagnostics.activation_histograms import (

@@ -109,7 +109,7 @@ def _branches(conditional: Instruction) -> list[str]:
 
 def cycles_of(instruction: Instruction) -> int:
     """What a TPU's compiler expects one run of an instruction to take; 0 where it says nothing."""
-    found = _CYCLES.search(instruction.rest)
+    found = _CYCLES.search(instruction.text)
     cycles = int(found[1]) if found else 0
     return cycles if cycles < _NEVER else 0
 

@@ -119,7 +119,7 @@ def _first_array(shape: str) -> tuple[str, list[int]]:
 def _of_dot(module: Module, product: Instruction) -> float:
     contracted = _CONTRACTED.search(product.attributes)
     if contracted is None:
-        raise ValueError(f"no product that can be read: {product.name}{product.rest}")
+        raise ValueError(f"no product that can be read: {product.name}{product.text}")
     sizes = _array(module, product, 0)[1]
     depth = math.prod(sizes[int(i)] for i in re.findall(r"\d+", contracted[1]))
     return 2.0 * math.prod(_first_array(product.shape)[1]) * depth
@@ -128,7 +128,7 @@ def _of_dot(module: Module, product: Instruction) -> float:
 def _of_convolution(module: Module, convolution: Instruction) -> float:
     labels = _LABELS.search(convolution.attributes)
     if labels is None:
-        raise ValueError(f"no convolution that can be read: {convolution.rest}")
+        raise ValueError(f"no convolution that can be read: {convolution.text}")
     sides = _sides(module, convolution)
     left, kernel, out = (dict(zip(labels[i + 1], sides[i], strict=True)) for i in range(3))
     pairs = math.prod(

@@ -1,12 +1,11 @@
-"""Runs a program with the scales of its float8 products given from outside.
+"""Runs a program again, with the scales of its float8 products as further inputs.
 
 A product with one scale for each array rounds each operand in the forward pass, and the cotangent
 of its result. These places are numbered in the order of the program, through jit, checkpoint and
 scan; one in a scan over layers stands for all layers, along a leading axis.
 
 The largest magnitude of a cotangent comes out as the gradient of a zero, a probe: a function has no
-other way to return what only its backward pass knows. JAX would add the gradients of a zero that is
-used several times; here the batch of a `vmap` and the devices of a `shard_map` give the largest.
+other way to return a number that only its backward pass knows.
 """
 
 import functools
@@ -58,20 +57,18 @@ class DelayedMap(BilinearMap):
         exact: bool = False,
     ) -> Any:
         """Makes a role from the two others; see `BilinearMap`."""
-        pairs = zip(operands, operand_roles(returned), strict=True)
-        rounded = [self._rounded(x, role, returned, *others) for x, role in pairs]
-        return self.current.multiplied(returned, rounded, (), dtype, exact=exact)
-
-    def _rounded(
-        self, operand: ProductOperand, role: int, returned: int, scale: Any
-    ) -> ProductOperand:
-        """Rounds the cotangent of the result; other operands are rounded by the product."""
-        if role != RESULT or not operand.derivative:
-            return operand
-        recipe, axes = self.current.recipe, self.current.axes_of_scale(role, returned)
-        params = {"dtype": recipe.gradient, "axes": axes, "power_of_two": recipe.power_of_two}
-        coded, _ = encode_by_scale(operand.value, scale, **params)
-        return ProductOperand(*coded, derivative=True)
+        recipe, (scale,) = self.current.recipe, others
+        operands = list(operands)
+        for i, role in enumerate(operand_roles(returned)):
+            # The cotangent alone has a known scale here: other operands were rounded in the forward
+            # pass, and tangents have no state.
+            if role == RESULT and operands[i].derivative:
+                axes = self.current.axes_of_scale(role, returned)
+                params = {"dtype": recipe.gradient, "axes": axes}
+                params["power_of_two"] = recipe.power_of_two
+                codes, _ = encode_by_scale(operands[i].value, scale, **params)
+                operands[i] = ProductOperand(*codes, derivative=True)
+        return self.current.multiplied(returned, operands, (), dtype, exact=exact)
 
     def batched(self, axes: Any, other_axes: Any, size: int) -> "DelayedMap":
         """Returns the map of `size` products, each with its scale."""
@@ -85,131 +82,91 @@ class DelayedMap(BilinearMap):
 
 @functools.lru_cache(maxsize=1024)
 def delayed_map(current: Any) -> DelayedMap:
-    """Returns one object for equal products, so that jit caches find it."""
+    # One object for equal products: maps compare by identity, in jit caches too.
     return DelayedMap(current)
 
 
-def encoded_by(
-    equation: core.JaxprEqn, x: Any, expected: Float32[Array, ""]
-) -> tuple[list[Any], Float32[Array, ""]]:
-    """Rounds an operand again, by a scale that is known before.
-
-    Args:
-      equation: the equation that rounds it by current magnitudes.
-      x: the operand.
-      expected: the largest magnitude to expect.
-
-    Returns:
-      The codes and the scales, and the largest magnitude that is there.
-    """
-    params = equation.params
-    scale = scale_expecting(expected, params["dtype"], params["power_of_two"])
-    coded, largest = encode_by_scale(x, scale, **params)
-    return list(coded), jnp.max(largest)
-
-
-def attached_by(equation: core.JaxprEqn, values: list[Any], expected: Float32[Array, ""]) -> Any:
-    """Attaches the derivatives of a product again, its cotangent to be rounded by a known scale.
-
-    Args:
-      equation: the equation that attaches them.
-      values: its operands.
-      expected: the largest magnitude to expect of the cotangent.
-
-    Returns:
-      The result of the product.
-    """
-    form = equation.params["form"]
-    operands, _ = operands_of(values[1:], equation.params["kept"])
-    scale = scale_expecting(expected, form.recipe.gradient, form.recipe.power_of_two)
-    return with_derivatives(values[0], delayed_map(form), operands, [scale])
-
-
-def scale_expecting(
+def delayed_scale(
     expected: Float32[Array, ""], dtype: DType, power_of_two: bool
 ) -> Float32[Array, ""]:
-    """Returns the scale for a magnitude to expect; 1 for zero, which says nothing.
+    """Returns the scale for a magnitude to expect; 1 for zero.
 
-    >>> scale_expecting(jnp.float32(0), jnp.dtype("float8_e4m3fn"), True)
+    >>> delayed_scale(jnp.float32(0), jnp.dtype("float8_e4m3fn"), True)
     Array(1., dtype=float32)
     """
     scale = scale_of(expected, dtype, power_of_two=power_of_two)
+    # A history of zeros says nothing, and the largest scale would clip all values to 1e-12.
     return jnp.where(expected == 0, jnp.float32(1), scale)
 
 
-# Operands: a value, and zeros. The identity on the value.
-_probed_p = Primitive("probed")
+# Operands: a value, and zeros. The identity on the value. JAX would add the gradients of a zero
+# that is used several times: 1 and 5 give 6. So each use has its own, and the rules for the batch
+# of a vmap and the devices of a shard_map take the largest.
+_probe_p = Primitive("probed")
 
 
-def probed(value: Float[Array, "..."], probe: Float32[Array, "..."]) -> Float[Array, "..."]:
+def attach_probe(value: Float[Array, "..."], probe: Float32[Array, "..."]) -> Float[Array, "..."]:
     """Returns the value; the gradient of the probe is the largest magnitude of its cotangent.
 
-    Args:
-      value: any array.
-      probe: a float32 zero for this one use, or zeros for each place along the first axes of the
-        value.
-
-    Returns:
-      The value.
+    The probe is a float32 zero for this one use, or zeros for each place along the first axes of
+    the value.
 
     Raises:
       TypeError: for a probe of another shape.
 
     >>> import jax
-    >>> f = lambda x, probe: jnp.sum(probed(x, probe) * jnp.float32([1, -5, 2]))
+    >>> f = lambda x, probe: jnp.sum(attach_probe(x, probe) * jnp.float32([1, -5, 2]))
     >>> jax.grad(f, argnums=1)(jnp.ones(3), jnp.float32(0))
     Array(5., dtype=float32)
     """
+    # JAX's vmap and scan put the axes of places in front.
     if value.shape[: probe.ndim] != probe.shape:
         raise TypeError(f"a probe of shape {probe.shape} does not fit a value of {value.shape}")
-    return _probed_p.bind(value, probe)
+    return _probe_p.bind(value, probe)
 
 
 def largest_over_devices(largest: Any, like: Any) -> Any:
-    """Returns the maximum over the mesh axes of a `shard_map` that another array does not vary on.
-
-    Args:
-      largest: the largest magnitude on each device.
-      like: the array that it is kept with.
-    """
+    """Returns the maximum over the axes of a `shard_map` that another array does not vary on."""
     axes = varying_axes(largest) - varying_axes(like)
     return lax.pmax(largest, tuple(sorted(axes))) if axes else largest
 
 
-def _probed_jvp(primals: Any, tangents: Any) -> Any:
-    out = _probed_p.bind(*primals)
-    along, along_probe = tangents
-    if isinstance(along_probe, ad.Zero):
-        return out, along
-    return out, _probed_p.bind(ad.instantiate_zeros(along), along_probe)
+def _probe_jvp(primals: Any, tangents: Any) -> Any:
+    out = _probe_p.bind(*primals)
+    tangent, probe_tangent = tangents
+    # Without a probe to differentiate, the derivative is that of the identity.
+    if isinstance(probe_tangent, ad.Zero):
+        return out, tangent
+    return out, _probe_p.bind(ad.instantiate_zeros(tangent), probe_tangent)
 
 
-def _probed_transpose(ct: Any, value: Any, probe: Any) -> list[Any]:
+def _probe_transpose(ct: Any, value: Any, probe: Any) -> list[Any]:
     if isinstance(ct, ad.Zero):
         return [None, None]
     if not ad.is_undefined_primal(probe):
         return [ct, None]
-    shown = jnp.abs(ct).astype(jnp.float32)
-    largest = jnp.max(shown, axis=tuple(range(probe.aval.ndim, ct.ndim)), initial=0)
-    found = largest_over_devices(largest, probe.aval)
-    return [ct if ad.is_undefined_primal(value) else None, found]
+    magnitudes = jnp.abs(ct).astype(jnp.float32)
+    largest = jnp.max(magnitudes, axis=tuple(range(probe.aval.ndim, ct.ndim)), initial=0)
+    largest = largest_over_devices(largest, probe.aval)
+    return [ct if ad.is_undefined_primal(value) else None, largest]
 
 
-def _probed_batch(args: Any, axes: Any) -> Any:
-    (value, probe), (axis, axis_of_probe) = args, axes
+def _probe_batch(args: Any, axes: Any) -> Any:
+    (value, probe), (axis, probe_axis) = args, axes
     size = next(x.shape[i] for x, i in zip(args, axes, strict=True) if i is not None)
-    if axis_of_probe is None:  # one probe for the batch; places of its own come first
-        return _probed_p.bind(jnp.moveaxis(value, axis, probe.ndim), probe), probe.ndim
-    moved = [batching.bdim_at_front(x, i, size) for x, i in zip(args, axes, strict=True)]
-    return _probed_p.bind(*moved), 0
+    # One probe for the batch: it gets the largest of the rows. The axes of its places come first.
+    if probe_axis is None:
+        return _probe_p.bind(jnp.moveaxis(value, axis, probe.ndim), probe), probe.ndim
+    args = [batching.bdim_at_front(x, i, size) for x, i in zip(args, axes, strict=True)]
+    return _probe_p.bind(*args), 0
 
 
-_probed_p.def_impl(lambda value, probe: value)
-_probed_p.def_abstract_eval(lambda value, probe: value)
-ad.primitive_jvps[_probed_p] = _probed_jvp
-ad.primitive_transposes[_probed_p] = _probed_transpose
-batching.primitive_batchers[_probed_p] = _probed_batch
-mlir.register_lowering(_probed_p, lambda ctx, value, probe: [value])
+_probe_p.def_impl(lambda value, probe: value)
+_probe_p.def_abstract_eval(lambda value, probe: value)
+ad.primitive_jvps[_probe_p] = _probe_jvp
+ad.primitive_transposes[_probe_p] = _probe_transpose
+batching.primitive_batchers[_probe_p] = _probe_batch
+mlir.register_lowering(_probe_p, lambda ctx, value, probe: [value])
 
 
 class Places(NamedTuple):
@@ -224,11 +181,11 @@ class Places(NamedTuple):
     backward: list[tuple[int, ...]]
 
 
-class Given(NamedTuple):
-    """What is given for the places of a program, in their order.
+class PlaceValues(NamedTuple):
+    """Values for the places of a program, in their order.
 
     Attributes:
-      forward: the largest magnitudes to expect of operands; None for those that are there.
+      forward: the largest magnitudes to expect of operands; None scales by the current ones.
       backward: the same of cotangents.
       probes: zeros, whose gradients are the largest magnitudes of the cotangents.
     """
@@ -240,12 +197,13 @@ class Given(NamedTuple):
 
 def places_of(equations: Sequence[core.JaxprEqn]) -> Places:
     """Returns the places in equations, and in the programs that can run again inside of them."""
-    places, codes = Places([], []), _codes_of_products(equations)
+    places, codes = Places([], []), _product_codes(equations)
     for equation in equations:
-        counts = _own_places(equation, codes)
+        counts = _own_counts(equation, codes)
         for into, count in zip(places, counts, strict=True):
             into += [()] * count
         loop = loop_of(equation)
+        # One equation in a scan over layers stands for all layers: its magnitudes are stacked.
         stack = () if loop is None else (loop.turns,)
         for body in bodies_to_extend(equation):
             inside = places_of(compat.open_jaxpr(body).eqns)
@@ -254,108 +212,113 @@ def places_of(equations: Sequence[core.JaxprEqn]) -> Places:
     return places
 
 
-def left_out(equations: Sequence[core.JaxprEqn]) -> Iterator[str]:
-    """Yields the operations with products inside that cannot run again with given scales."""
+def operations_not_entered(equations: Sequence[core.JaxprEqn]) -> Iterator[str]:
+    """Yields the operations whose products scale by current magnitudes: no place is in them."""
     for equation in equations:
-        again = bodies_to_extend(equation)
+        is_entered = bool(bodies_to_extend(equation))
         for body in compat.bodies_of(equation):
             inner = compat.open_jaxpr(body).eqns
-            if again:
-                yield from left_out(inner)
-            elif any(places_of(inner)) or [*left_out(inner)]:
+            if is_entered:
+                yield from operations_not_entered(inner)
+            elif any(places_of(inner)) or [*operations_not_entered(inner)]:
                 yield equation.primitive.name
 
 
 def run_with_scales(
-    closed: Any, arguments: Sequence[Any], given: Given
+    closed: Any, arguments: Sequence[Any], values: PlaceValues
 ) -> tuple[list[Any], list[Any]]:
-    """Runs a program, with what is given for its places.
-
-    Args:
-      closed: the program, closed or open.
-      arguments: its arguments.
-      given: what is given.
+    """Runs a program, closed or open, with values for its places.
 
     Returns:
-      Its results, and the largest magnitudes of what it rounded in the forward pass.
+      Its results, and the largest magnitudes of the operands that it rounds in the forward pass.
     """
-    rules = _WithScales(given, _codes_of_products(compat.open_jaxpr(closed).eqns))
-    return evaluate(read(closed), arguments, rules), rules.seen
+    rules = _ScaledRun(values, _product_codes(compat.open_jaxpr(closed).eqns))
+    return evaluate(read(closed), arguments, rules), rules.magnitudes
 
 
-# The results of an equation, and what was seen in it.
-_Both = tuple[list[Any], list[Any]]
+# The results of an equation, and the magnitudes of the operands that it rounds.
+_Outputs = tuple[list[Any], list[Any]]
 
 
-class _WithScales(Rules[Any]):
-    """One run of a program: which places are done, and what was seen there."""
+class _ScaledRun(Rules[Any]):
+    """One run of a program: the values for the places to come, and the magnitudes so far."""
 
-    def __init__(self, given: Given, codes: frozenset[Any]) -> None:
-        self.left = given
+    def __init__(self, values: PlaceValues, codes: frozenset[Any]) -> None:
+        self.values = values
         self.codes = codes
-        self.seen: list[Any] = []
+        self.magnitudes: list[Any] = []
 
     def operation(self, op: Op, operands: list[Any]) -> list[Any]:
         equation = op.equation
-        forward, backward = _own_places(equation, self.codes)
-        rule: Callable[[core.JaxprEqn, list[Any], Given], _Both]
+        forward, backward = _own_counts(equation, self.codes)
+        rule: Callable[[core.JaxprEqn, list[Any], PlaceValues], _Outputs]
         if forward or backward:
             rule = _round if forward else _attach
         elif any(inside := places_of([equation])):
             forward, backward = map(len, inside)
-            rule = _run_again
+            rule = _run_body
         else:
             return compat.bind(equation, operands)
-        pairs = list(zip(self.left, (forward, backward, backward), strict=True))
-        given = Given(*(each[:count] for each, count in pairs))
-        self.left = Given(*(each[count:] for each, count in pairs))
-        results, seen = rule(equation, operands, given)
-        self.seen += seen
+        # Values are in the order of the program: an equation takes the first ones that are left.
+        pairs = list(zip(self.values, (forward, backward, backward), strict=True))
+        values = PlaceValues(*(row[:count] for row, count in pairs))
+        self.values = PlaceValues(*(row[count:] for row, count in pairs))
+        results, magnitudes = rule(equation, operands, values)
+        self.magnitudes += magnitudes
         return results
 
 
-def _codes_of_products(equations: Sequence[core.JaxprEqn]) -> frozenset[Any]:
+def _product_codes(equations: Sequence[core.JaxprEqn]) -> frozenset[Any]:
     """Returns the variables that hold the codes of operands, for products with places."""
-    return frozenset(x for each in equations if _attaches(each) for x in each.invars[1:3])
+    # The first operand of such an equation is the product, and the next two are the codes.
+    products = [equation for equation in equations if _is_product(equation)]
+    return frozenset(x for product in products for x in product.invars[1:3])
 
 
-def _own_places(equation: core.JaxprEqn, codes: frozenset[Any]) -> tuple[int, int]:
+def _own_counts(equation: core.JaxprEqn, codes: frozenset[Any]) -> tuple[int, int]:
     """Returns how many operands an equation itself rounds, and how many cotangents."""
     rounds = equation.primitive.name == "float8_encode" and equation.outvars[0] in codes
-    return int(rounds), int(_attaches(equation))
+    return int(rounds), int(_is_product(equation))
 
 
-def _attaches(equation: core.JaxprEqn) -> bool:
+def _is_product(equation: core.JaxprEqn) -> bool:
     """Whether an equation attaches the derivatives of a product with one scale for each array."""
     form = equation.params.get("form") if equation.primitive.name == "float32_gradient" else None
+    # A recipe with scales for rows, or with a 16-bit weight gradient, keeps no codes. Its products
+    # scale by current magnitudes.
     return isinstance(form, Float8Map) and form.recipe.keeps_codes
 
 
-def _round(equation: core.JaxprEqn, values: list[Any], given: Given) -> _Both:
-    (x,), (expected,) = values, given.forward
+def _round(equation: core.JaxprEqn, operands: list[Any], values: PlaceValues) -> _Outputs:
+    (x,), (expected,), params = operands, values.forward, equation.params
     if expected is None:
-        seen = largest_magnitude(x, tuple(range(x.ndim))).reshape(())
-        return compat.bind(equation, values), [seen]
-    coded, seen = encoded_by(equation, x, expected)
-    return coded, [largest_over_devices(seen, expected)]
+        current = largest_magnitude(x, tuple(range(x.ndim))).reshape(())
+        return compat.bind(equation, operands), [current]
+    scale = delayed_scale(expected, params["dtype"], params["power_of_two"])
+    codes, largest = encode_by_scale(x, scale, **params)
+    return list(codes), [largest_over_devices(jnp.max(largest), expected)]
 
 
-def _attach(equation: core.JaxprEqn, values: list[Any], given: Given) -> _Both:
-    (expected,), (probe,) = given.backward, given.probes
+def _attach(equation: core.JaxprEqn, operands: list[Any], values: PlaceValues) -> _Outputs:
+    (expected,), (probe,), form = values.backward, values.probes, equation.params["form"]
     if expected is None:
-        (out,) = compat.bind(equation, values)
+        (out,) = compat.bind(equation, operands)
     else:
-        out = attached_by(equation, values, expected)
-    return [out if probe is None else probed(out, probe)], []
+        factors, _ = operands_of(operands[1:], equation.params["kept"])
+        scale = delayed_scale(expected, form.recipe.gradient, form.recipe.power_of_two)
+        out = with_derivatives(operands[0], delayed_map(form), factors, [scale])
+    return [out if probe is None else attach_probe(out, probe)], []
 
 
-def _run_again(equation: core.JaxprEqn, values: list[Any], given: Given) -> _Both:
+def _run_body(equation: core.JaxprEqn, operands: list[Any], values: PlaceValues) -> _Outputs:
+    # A jit, a checkpoint or a scan: each has one program.
     (body,) = compat.bodies_of(equation)
 
-    def function(values: Sequence[Any], given: Given) -> _Both:
-        return run_with_scales(body, values, given)
+    def function(operands: Sequence[Any], values: PlaceValues) -> _Outputs:
+        return run_with_scales(body, operands, values)
 
+    # The turns of a scan get slices of the values, and return stacked magnitudes.
     if loop_of(equation) is not None:
-        return scan_again(equation, values, function, given)
-    both: _Both = call_again(equation, values, given, function)
-    return both
+        return scan_again(equation, operands, function, values)
+    outputs: _Outputs = call_again(equation, operands, values, function)
+    return outputs

@@ -2,7 +2,7 @@
 
 The state is an ordinary input of a function, and the magnitudes of a step are ordinary results.
 Those of cotangents, which only the backward pass knows, are gradients of zeros. So one update for
-each step stands outside of differentiation, and nothing else has to know the state.
+each step runs outside of differentiation, and nothing else has to know the state.
 """
 
 import functools
@@ -13,7 +13,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
-from jaxmp._delayed_scaling.places import Given, Places, left_out, places_of, run_with_scales
+from jaxmp._delayed_scaling.places import (
+    Places,
+    PlaceValues,
+    operations_not_entered,
+    places_of,
+    run_with_scales,
+)
 from jaxmp._numerics.user_warnings import warn
 from jaxmp._program.compat import open_jaxpr
 from jaxmp._program.tracing import combine, partition, trace_call
@@ -46,10 +52,10 @@ def init_state(fun: Callable[..., Any], *args: Any, history: int = 16) -> Float8
       history: of how many steps the magnitudes are kept.
 
     Returns:
-      The state, to be kept beside the params, as `TrainState.create(..., float8=...)` does.
+      The state, to be stored with the params, as `TrainState.create(..., float8=...)` does.
 
     Raises:
-      ValueError: if no product has one scale for each array, or `history` is no positive number. A
+      ValueError: if no product has one scale for each array, or `history` is not positive. A
         product in `cond`, `while`, `shard_map` or a function with a derivative of its own keeps
         current scaling, with a warning.
 
@@ -65,32 +71,31 @@ def init_state(fun: Callable[..., Any], *args: Any, history: int = 16) -> Float8
     closed = trace_call(fun, static, arrays, as_jit=True, numpy=False).closed
     equations = open_jaxpr(closed).eqns
     places = places_of(equations)
-    _check_places(places, sorted(set(left_out(equations))))
-
-    def loss(probes: list[Any], args: Any) -> Any:
-        given = Given([None] * len(places.forward), [None] * len(probes), probes)
-        out, seen = _with_given(fun)(given, *args)
-        return jnp.asarray(out[0] if isinstance(out, tuple) else out, jnp.float32), seen
-
-    probes = [jnp.zeros(place, jnp.float32) for place in places.backward]
-    of_cotangents, seen = jax.jit(jax.grad(loss, has_aux=True))(probes, args)
-    empty = ([jnp.zeros((*place, history), jnp.float32) for place in each] for each in places)
-    return update(Float8State(*map(tuple, empty)), seen, of_cotangents)
-
-
-def _check_places(places: Places, without: list[str]) -> None:
+    names = ", ".join(sorted(set(operations_not_entered(equations))))
+    # A function without places would get an empty state, and train without delayed scaling.
     if not any(places):
-        inside = f" outside of {', '.join(without)}, where scaling is current" if without else ""
+        inside = f" outside of {names}, where scaling is current" if names else ""
         raise ValueError(
             f"the function has no product in float8 with one scale for each array{inside}, and so "
             "no state. Put it under jaxmp.autocast(fun, 'mixed_float8'), whose recipe is "
             "tensorwise; jaxmp.audit says which products are left out of float8, and why"
         )
-    if without:
+    if names:
         warn(
-            f"products in {', '.join(without)} scale by current magnitudes: delayed scaling goes "
-            "into checkpoint, scan, and jit without shardings"
+            f"products in {names} scale by current magnitudes: delayed scaling goes into "
+            "checkpoint, scan, and jit without shardings"
         )
+
+    def loss(probes: list[Any], args: Any) -> Any:
+        # None at each place: nothing is known before the first step.
+        values = PlaceValues([None] * len(places.forward), [None] * len(probes), probes)
+        out, forward = _scaled_function(fun)(values, *args)
+        return jnp.asarray(out[0] if isinstance(out, tuple) else out, jnp.float32), forward
+
+    probes = [jnp.zeros(place, jnp.float32) for place in places.backward]
+    backward, forward = jax.jit(jax.grad(loss, has_aux=True))(probes, args)
+    empty = ([jnp.zeros((*place, history), jnp.float32) for place in group] for group in places)
+    return update(Float8State(*map(tuple, empty)), forward, backward)
 
 
 def update(state: Float8State, forward: Iterable[Any], backward: Iterable[Any]) -> Float8State:
@@ -111,12 +116,13 @@ def update(state: Float8State, forward: Iterable[Any], backward: Iterable[Any]) 
     ((Array([5., 3.], dtype=float32),), (Array([8., 8.], dtype=float32),))
     """
 
-    def rolled(history: Array, latest: Any) -> Array:
-        moved = jnp.concatenate([latest[..., None], history[..., :-1]], -1)
-        return jnp.where(jnp.isfinite(latest)[..., None], moved, history)
+    def shift(history: Array, latest: Any) -> Array:
+        shifted = jnp.concatenate([latest[..., None], history[..., :-1]], -1)
+        # One inf would freeze the scale for as many steps as the history is long.
+        return jnp.where(jnp.isfinite(latest)[..., None], shifted, history)
 
     pairs = zip(state, (list(forward), list(backward)), strict=True)
-    return Float8State(*(tuple(map(rolled, old, new)) for old, new in pairs))
+    return Float8State(*(tuple(map(shift, old, new)) for old, new in pairs))
 
 
 def probes_of(state: Float8State) -> list[Array]:
@@ -151,9 +157,9 @@ def with_state(
       fun: a function under `jaxmp.autocast` with the recipe `tensorwise`, or a model under such a
         policy.
       state: its state, from `init_state`. A history of zeros says nothing, and scales by 1.
-      probes: what `probes_of` returned, to be differentiated beside the params. Their gradients
-        are for `update`, and not for an optimizer. Do not add those of microbatches, but take the
-        largest.
+      probes: the zeros of `probes_of`, to be differentiated together with the params. Their
+        gradients are for `update`, and not for an optimizer. Do not add those of microbatches, but
+        take the largest.
       scale: by how much the loss is multiplied.
 
     Returns:
@@ -169,50 +175,52 @@ def with_state(
     >>> def loss(w, probes):
     ...     return with_state(fun, state, probes)(w, 2 * x)
     >>> both = jaxmp.value_and_grad(loss, argnums=(0, 1), has_aux=True)
-    >>> (_, seen), (_, of_cotangents) = both(w, probes_of(state))
-    >>> update(state, seen, of_cotangents).forward[0]
+    >>> (_, forward), (_, backward) = both(w, probes_of(state))
+    >>> update(state, forward, backward).forward[0]
     Array([6., 3.], dtype=float32)
     """
-    forward, backward = ([jnp.max(history, -1) for history in each] for each in state)
-    scaled = [largest * scale for largest in backward]
-    given = Given(forward, scaled, [None] * len(backward) if probes is None else list(probes))
-    return functools.partial(_with_given(fun), given)
+    forward, backward = ([jnp.max(history, -1) for history in group] for group in state)
+    # The cotangents of a scaled loss are larger by the scale, and the state is without it.
+    backward = [largest * scale for largest in backward]
+    zeros = [None] * len(backward) if probes is None else list(probes)
+    return functools.partial(_scaled_function(fun), PlaceValues(forward, backward, zeros))
 
 
-def _with_given(fun: Callable[..., Any]) -> Callable[..., tuple[Any, list[Array]]]:
-    """Returns the function, with what is given for its products in float8 as a first argument."""
+def _scaled_function(fun: Callable[..., Any]) -> Callable[..., tuple[Any, list[Array]]]:
+    """Returns the function, with the values for its places as a first argument."""
 
     @functools.wraps(fun, updated=())
-    def call(given: Given, *args: Any, **kwargs: Any) -> tuple[Any, list[Array]]:
+    def call(values: PlaceValues, *args: Any, **kwargs: Any) -> tuple[Any, list[Array]]:
         static, arrays = partition((args, kwargs), numpy=False)
         traced = trace_call(fun, static, arrays, as_jit=True, numpy=False)
         closed = traced.closed
-        _check_same_program(given, places_of(open_jaxpr(closed).eqns))
+        _check_same_program(values, places_of(open_jaxpr(closed).eqns))
 
-        def run(given: Given, arrays: list[Any]) -> list[Any]:
-            results, seen = run_with_scales(closed, arrays, given)
-            return [*results, *seen]
+        def run(values: PlaceValues, arrays: list[Any]) -> list[Any]:
+            results, magnitudes = run_with_scales(closed, arrays, values)
+            return [*results, *magnitudes]
 
-        specs = (*traced.axes.specs, *[jax.P()] * len(given.forward))
-        results = traced.axes._replace(specs=specs).run(run, [given, arrays])
+        # On explicit mesh axes every result has a spec. A magnitude is the same on all devices.
+        specs = (*traced.axes.specs, *[jax.P()] * len(values.forward))
+        results = traced.axes._replace(specs=specs).run(run, [values, arrays])
         count = len(closed.jaxpr.outvars)
         return combine(traced.returned, results[:count]), results[count:]
 
     return call
 
 
-def _check_same_program(given: Given, places: Places) -> None:
+def _check_same_program(values: PlaceValues, places: Places) -> None:
     """Raises ValueError if a state is that of another program."""
     fits = all(
-        len(arrays) == len(each)
-        and all(x is None or x.shape == place for x, place in zip(arrays, each, strict=True))
-        for arrays, each in zip(given, (*places, places.backward), strict=True)
+        len(arrays) == len(shapes)
+        and all(x is None or x.shape == shape for x, shape in zip(arrays, shapes, strict=True))
+        for arrays, shapes in zip(values, (*places, places.backward), strict=True)
     )
     if not fits:
-        wanted = f"{len(places.forward)} operands and {len(places.backward)} cotangents"
-        stored = f"{len(given.forward)} and {len(given.backward)}"
+        here = f"{len(places.forward)} operands and {len(places.backward)} cotangents"
+        stored = f"{len(values.forward)} and {len(values.backward)}"
         raise ValueError(
-            f"the float8 state is that of another program: the products here round {wanted}, the "
+            f"the float8 state is that of another program: the products here round {here}, the "
             f"state has {stored}, or layers in another number. Make it anew: "
             "jaxmp.float8.init_state(fun, *args)"
         )

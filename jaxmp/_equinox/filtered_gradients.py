@@ -1,4 +1,4 @@
-"""Gradients of functions of Equinox modules: float arrays are differentiated, the rest is kept."""
+"""Gradients of functions of Equinox modules, by the float arrays in them."""
 
 import functools
 from collections.abc import Callable
@@ -20,10 +20,10 @@ def filter_value_and_grad(
 ) -> Callable[..., Any]:
     """Differentiates like `equinox.filter_value_and_grad`; loss and gradients are unscaled float32.
 
-    A module holds functions, flags and integers beside its params, which `jax.grad` refuses. This
+    A module has functions, flags and integers besides its params, which `jax.grad` refuses. This
     is `jaxmp.value_and_grad` for the floating arrays in the first argument. The rest of that
     argument is passed on as it is, and has None for a gradient. A model under a policy runs under
-    autocast; what is outside of it, such as the loss, stays as it was written.
+    autocast; operations outside of it, such as the loss, stay as they were written.
 
     Args:
       fun: a function of a module, or of any pytree, that returns a scalar float loss, or
@@ -51,26 +51,30 @@ def filter_value_and_grad(
     >>> grads.layers[-1].bias, grads.activation is None
     (Array([1.], dtype=float32), True)
     """
-    value_and_grad(lambda: None, 0, has_aux, **options)  # raises here, not in the first call
+    # Wrong options raise here, not in the first call.
+    value_and_grad(lambda: None, 0, has_aux, **options)
 
     @functools.wraps(fun, updated=())
     def value_and_grad_fun(model: Any, /, *args: Any, **kwargs: Any) -> Any:
+        # `jax.grad` refuses the functions, flags and integers in a module.
         params, static = eqx.partition(model, eqx.is_inexact_array)
-        _check_has_params(model, params)
+        if not jax.tree.leaves(params):
+            pairs = zip(leaf_names(model), jax.tree.leaves(model), strict=True)
+            names = ", ".join(f"{name} ({type(x).__name__})" for name, x in pairs)
+            raise TypeError(
+                "the first argument holds no floating array to differentiate, but "
+                f"{names or 'no leaf'}. Give the model first, and static parts after it"
+            )
 
         @functools.wraps(fun, updated=())
         def of_params(params: Any, /, *args: Any, **kwargs: Any) -> Any:
             return fun(eqx.combine(params, static), *args, **kwargs)
 
-        # Autocast around all of it sees the batch. What is in no module stays as it was traced.
+        # Autocast around the whole loss sees the batch: around the model alone, under vmap, a bias
+        # is as large as the activations. Operations outside of modules stay as they were traced.
         is_low = has_policy((model, args, kwargs))
-        differentiated = value_and_grad(
-            autocast(of_params, PolicyRules()) if is_low else of_params,
-            0,
-            has_aux,
-            **options,
-        )
-        return differentiated(params, *args, **kwargs)
+        loss_fn = autocast(of_params, PolicyRules()) if is_low else of_params
+        return value_and_grad(loss_fn, 0, has_aux, **options)(params, *args, **kwargs)
 
     return value_and_grad_fun
 
@@ -94,16 +98,3 @@ def filter_grad(
     Array([[1., 1.]], dtype=float32)
     """
     return without_value(filter_value_and_grad(fun, has_aux=has_aux, **options), has_aux)
-
-
-def _check_has_params(model: Any, params: Any) -> None:
-    if jax.tree.leaves(params):
-        return
-    held = ", ".join(
-        f"{name} ({type(x).__name__})"
-        for name, x in zip(leaf_names(model), jax.tree.leaves(model), strict=True)
-    )
-    raise TypeError(
-        f"the first argument holds no floating array to differentiate, but {held or 'no leaf'}. "
-        "Give the model first, and static parts after it"
-    )

@@ -6,6 +6,7 @@ model that is called outside of any autocast puts one around itself.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -16,16 +17,15 @@ import jmp
 
 from jaxmp._autocast.api import autocast, within_autocast
 from jaxmp._equinox.module_tree import (
-    has_call,
     is_module,
+    map_modules,
     mark_of,
     own_leaves,
-    rebuilt,
     rulings,
     with_mark,
-    with_own,
+    with_own_leaves,
 )
-from jaxmp._modules.decisions import check_computable, module_rules
+from jaxmp._modules.decisions import has_call, kind_text, module_rules
 from jaxmp._modules.scopes import Scope, in_scope, path_names, policy_names
 from jaxmp._modules.summary import Row, Summary, dtype_text
 from jaxmp._numerics.dtypes import DType, is_floating
@@ -68,7 +68,7 @@ def apply_policy(
       any gives a warning. Applying again replaces the rules; `remove_policy` takes them off.
 
     Raises:
-      TypeError: if `model` is no Equinox module, or cannot be called.
+      TypeError: if `model` is not an Equinox module, or cannot be called.
       ValueError: if a policy cannot be honoured, or, with `strict`, a rule matches nothing.
 
     >>> model = eqx.nn.MLP(2, 2, width_size=4, depth=2, key=jax.random.key(0))
@@ -87,26 +87,27 @@ def apply_policy(
             "under jaxmp.autocast"
         )
     rules = module_rules(rules)
-    check_computable(rules)
     plain = remove_policy(model)
-    found = rulings(plain, rules)
-    rules.warn_unused({path: each.module for path, each in found.items()}, strict=strict)
+    results = rulings(plain, rules)
+    rules.warn_unused({path: ruling.module for path, ruling in results.items()}, strict=strict)
 
     leaves = zip(leaf_names(plain), jax.tree.leaves(plain), strict=True)
     dtypes = tuple((name, x.dtype) for name, x in leaves if is_floating(x))
 
     def under_policy(path: str, module: Any) -> Any:
-        _, decision, family = found[path]
+        _, decision, family = results[path]
         policy = decision.policy
+        # A StateIndex has the first running statistics, which stay float32.
         if policy is not None and not isinstance(module, eqx.nn.StateIndex):
-            module = with_own(module, lambda x: cast_floating(x, policy.param_dtype))
+            module = with_own_leaves(module, lambda x: cast_floating(x, policy.param_dtype))
         if not has_call(module):
             return module
         names = policy_names(policy, family)
         scope = Scope(path_names(path), names, type(module))
+        # The model has the old dtypes of all leaves inside, for `remove_policy`.
         return with_mark(module, _Mark(scope, names, policy, None if path else dtypes))
 
-    return rebuilt(plain, under_policy)
+    return map_modules(plain, under_policy)
 
 
 def remove_policy(model: ModelT) -> ModelT:
@@ -121,7 +122,7 @@ def remove_policy(model: ModelT) -> ModelT:
       The model without rules.
 
     Raises:
-      TypeError: if `model` is no Equinox module.
+      TypeError: if `model` is not an Equinox module.
 
     >>> layer = apply_policy(eqx.nn.Linear(2, 2, key=jax.random.key(0)), "bfloat16")
     >>> layer.weight.dtype.name, remove_policy(layer).weight.dtype.name
@@ -131,17 +132,18 @@ def remove_policy(model: ModelT) -> ModelT:
 
     def plain(_: str, module: Any) -> Any:
         module, mark = with_mark(module, None), mark_of(module)
+        # Only the model that was put under the policy has dtypes, those of all leaves in it.
         if mark is None or mark.dtypes is None:
             return module
-        before, names = dict(mark.dtypes), iter(leaf_names(module))
+        dtypes, names = dict(mark.dtypes), iter(leaf_names(module))
 
-        def restored(x: Any) -> Any:
-            dtype = before.get(next(names))
+        def restore(x: Any) -> Any:
+            dtype = dtypes.get(next(names))
             return x if dtype is None else cast_floating(x, dtype)
 
-        return jax.tree.map(restored, module)
+        return jax.tree.map(restore, module)
 
-    return rebuilt(model, plain)
+    return map_modules(model, plain)
 
 
 def with_scopes(model: ModelT) -> ModelT:
@@ -160,7 +162,7 @@ def with_scopes(model: ModelT) -> ModelT:
       takes the names off.
 
     Raises:
-      TypeError: if `model` is no Equinox module.
+      TypeError: if `model` is not an Equinox module.
 
     >>> model = with_scopes(eqx.nn.MLP(2, 2, width_size=4, depth=1, key=jax.random.key(0)))
     >>> program = jax.make_jaxpr(lambda x: model(x))(jnp.ones(2))
@@ -168,11 +170,11 @@ def with_scopes(model: ModelT) -> ModelT:
     eqx.nn.MLP/layers/1/eqx.nn.Linear
     """
 
-    def named(path: str, module: Any) -> Any:
+    def with_name(path: str, module: Any) -> Any:
         scope = Scope(path_names(path), (), type(module))
         return with_mark(module, _Mark(scope, scope.path)) if has_call(module) else module
 
-    return rebuilt(remove_policy(model), named)
+    return map_modules(remove_policy(model), with_name)
 
 
 def summary(model: Any) -> Summary:
@@ -186,7 +188,7 @@ def summary(model: Any) -> Summary:
       computes in what its params and inputs promote to, and the table does not say more.
 
     Raises:
-      TypeError: if `model` is no Equinox module.
+      TypeError: if `model` is not an Equinox module.
 
     >>> model = apply_policy(eqx.nn.Linear(2, 3, key=jax.random.key(0)), "mixed_bfloat16")
     >>> summary(model).rows[0]
@@ -198,7 +200,7 @@ def summary(model: Any) -> Summary:
         own = [x for x in own_leaves(module) if is_floating(x)]
         mark = mark_of(module)
         policy = None if mark is None else mark.policy
-        if path and policy is None and not own:  # nothing to say of it
+        if path and policy is None and not own:  # such as a list, or an activation
             continue
         compute = "" if policy is None else policy.compute_dtype.name
         output = "" if policy is None or mark.dtypes is None else policy.output_dtype.name
@@ -209,25 +211,24 @@ def summary(model: Any) -> Summary:
 
 def has_policy(tree: Any) -> bool:
     """Whether a module in a tree was put under a policy."""
-    return any(map(_is_put, jax.tree.leaves(tree, is_leaf=_is_put)))
+    return any(map(_is_under_policy, jax.tree.leaves(tree, is_leaf=_is_under_policy)))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Mark:
-    """The scopes that a module runs in, and what a policy has changed about it.
-
-    It is static, hence part of the structure: `equinox.filter_jit` distinguishes models under
-    different policies.
+    """The scopes that a module runs in, and the changes that a policy has made to it.
 
     Attributes:
       scope: the scopes.
-      key: what tells them apart. Under a policy, layers of one class and policy are alike, whatever
-        their paths: a model may stack them.
+      key: the names by which marks compare.
       policy: the policy, or None.
       dtypes: for the model that was put under the policy, the dtypes that its floating leaves had
         before, by their paths; None for the modules inside of it.
     """
 
+    # Static, hence part of the structure: `equinox.filter_jit` distinguishes models under different
+    # policies. Pickles record these names. Under a policy, layers of one class and policy are
+    # equal, whatever their paths: a model may stack them.
     scope: Scope = dataclasses.field(compare=False)
     key: tuple[str, ...]
     policy: Policy | None = None
@@ -242,10 +243,15 @@ class _Mark:
             with in_scope(self.scope):
                 return cls.__call__(module, *args, **kwargs)
         if not within_autocast():
-            return _alone(module, args, kwargs)
+            return _module_call(module, args, kwargs)
         with in_scope(self.scope):
-            # Autocast makes no product wider, and a rule may ask for that.
-            module, args, kwargs = _all_but_states(_from_16_bits, (module, args, kwargs))
+            # Autocast makes no product wider than it was traced, and a rule may ask for float32
+            # layers in a 16-bit model. So the model is traced in float32.
+            def widen(x: Any) -> Any:
+                is_16_bit = is_floating(x) and x.dtype.itemsize == 2
+                return cast_floating(x, jnp.float32) if is_16_bit else x
+
+            module, args, kwargs = _all_but_states(widen, (module, args, kwargs))
             out = cls.__call__(module, *args, **kwargs)
         policy = self.policy
         if policy is None:
@@ -261,15 +267,13 @@ _OUTSIDE = (
 )
 
 
+# Empty rules: operations outside of modules under a policy stay as they were traced.
+@functools.partial(autocast, policy=PolicyRules())
 def _module_call(module: Any, args: Any, kwargs: Any) -> Any:
     return module(*args, **kwargs)
 
 
-# What is in no module under a policy stays as it was traced.
-_alone = autocast(_module_call, PolicyRules())
-
-
-def _is_put(x: Any) -> bool:
+def _is_under_policy(x: Any) -> bool:
     mark = mark_of(x) if is_module(x) else None
     return mark is not None and mark.dtypes is not None
 
@@ -283,14 +287,9 @@ def _all_but_states(change: Callable[[Any], Any], tree: Any) -> Any:
     return jax.tree.map(lambda x: x if is_state(x) else change(x), tree, is_leaf=is_state)
 
 
-def _from_16_bits(x: Any) -> Any:
-    return cast_floating(x, jnp.float32) if is_floating(x) and x.dtype.itemsize == 2 else x
-
-
 def _check_is_equinox(model: Any) -> None:
     if is_module(model):
         return
-    what = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
     bases = (model if isinstance(model, type) else type(model)).__mro__
     hint = ""
     if isinstance(model, type) and issubclass(model, eqx.Module):
@@ -299,4 +298,4 @@ def _check_is_equinox(model: Any) -> None:
         hint = ". For modules of Flax use jaxmp.linen or jaxmp.nnx"
     elif callable(model):
         hint = ". For a function use jaxmp.autocast"
-    raise TypeError(f"jaxmp.equinox works on Equinox modules, got {what}{hint}")
+    raise TypeError(f"jaxmp.equinox works on Equinox modules, got {kind_text(model)}{hint}")

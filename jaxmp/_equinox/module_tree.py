@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 
-from jaxmp._modules.decisions import decide, family_of
+from jaxmp._modules.decisions import decide, family_of, has_call
 from jaxmp._modules.scopes import new_instance
 from jaxmp._policies.policy_rules import Decision, PolicyRules
 
 
 class Ruling(NamedTuple):
-    """What rules decide about a module, and why it is left out of float8, if it is."""
+    """What rules decide about a module, and the family for which it is left out of float8."""
 
     module: Any
     decision: Decision
@@ -23,37 +23,36 @@ class Ruling(NamedTuple):
 
 def rulings(model: Any, rules: PolicyRules) -> dict[str, Ruling]:
     """Returns what rules decide about each module in a model by its path, parents first."""
-    found: dict[str, Ruling] = {}
+    results: dict[str, Ruling] = {}
     families: dict[str, str | None] = {}
 
     def visit(module: Any, path: str, caller: Decision | None, in_layer: bool) -> None:
         decision = decide(rules, path, module, caller, in_layer=in_layer)
         families[path] = family_of(path, module, decision, families)
-        found[path] = Ruling(module, decision, families[path])
-        # Lists and tuples of modules are not called, and nor are some modules.
-        below = decision if has_call(module) or caller is None else caller
-        for name, child in _children(module):
-            inside = is_equinox_layer(module) or (in_layer and not has_call(module))
-            visit(child, f"{path}/{name}" if path else name, below, inside)
+        results[path] = Ruling(module, decision, families[path])
+        # A module without a call is a container: its owner calls the modules in it.
+        owner = decision if has_call(module) or caller is None else caller
+        in_child_layer = is_equinox_layer(module) or (in_layer and not has_call(module))
+        for name in _dynamic(module):
+            leaves = jax.tree_util.tree_flatten_with_path(vars(module)[name], is_leaf=is_module)[0]
+            for keys, leaf in leaves:
+                if is_module(leaf):
+                    visit(leaf, _joined_path(path, name, keys), owner, in_child_layer)
 
     visit(model, "", None, False)
-    return found
+    return results
 
 
 def is_module(x: Any) -> bool:
     return isinstance(x, eqx.Module)
 
 
-def has_call(module: Any) -> bool:
-    """Whether a module has a `__call__`."""
-    return any("__call__" in vars(base) for base in type(module).__mro__)
-
-
 def is_equinox_layer(module: Any) -> bool:
     """Whether a module is a layer of Equinox, whose inner layers Equinox's own code makes."""
-    holds_others = (eqx.nn.Sequential, eqx.nn.Shared)
-    own = any(base.__module__.startswith("equinox.nn.") for base in type(module).__mro__)
-    return own and not isinstance(module, holds_others)
+    # The modules in these two are the author's own.
+    containers = (eqx.nn.Sequential, eqx.nn.Shared)
+    is_own = any(base.__module__.startswith("equinox.nn.") for base in type(module).__mro__)
+    return is_own and not isinstance(module, containers)
 
 
 def own_leaves(module: Any) -> list[Any]:
@@ -62,30 +61,27 @@ def own_leaves(module: Any) -> list[Any]:
     return [x for x in jax.tree.leaves(fields, is_leaf=is_module) if not is_module(x)]
 
 
-def with_own(module: Any, change: Callable[[Any], Any]) -> Any:
+def with_own_leaves(module: Any, change: Callable[[Any], Any]) -> Any:
     """Returns a module with its own leaves changed, and the modules inside of it as they are."""
+    own = dict(vars(module))
+    for name in _dynamic(module):
+        own[name] = jax.tree.map(
+            lambda x: x if is_module(x) else change(x), own[name], is_leaf=is_module
+        )
+    return _instance(type(module), own)
 
-    def changed(value: Any) -> Any:
-        return jax.tree.map(lambda x: x if is_module(x) else change(x), value, is_leaf=is_module)
 
-    own = vars(module)
-    return _instance(type(module), own | {name: changed(own[name]) for name in _dynamic(module)})
-
-
-def rebuilt(model: Any, change: Callable[[str, Any], Any]) -> Any:
+def map_modules(model: Any, change: Callable[[str, Any], Any]) -> Any:
     """Returns a model with `change(path, module)` of each of its modules, from the inside out."""
 
     def rebuild(module: Any, path: str) -> Any:
         def inner(name: str, keys: Any, x: Any) -> Any:
-            if not is_module(x):
-                return x
-            names = "/".join(filter(None, (path, name, _key_text(keys))))
-            return rebuild(x, names)
+            return rebuild(x, _joined_path(path, name, keys)) if is_module(x) else x
 
         own = dict(vars(module))
         for name in _dynamic(module):
-            at = functools.partial(inner, name)
-            own[name] = jax.tree_util.tree_map_with_path(at, own[name], is_leaf=is_module)
+            function = functools.partial(inner, name)
+            own[name] = jax.tree_util.tree_map_with_path(function, own[name], is_leaf=is_module)
         return change(path, _instance(type(module), own))
 
     return rebuild(model, "")
@@ -97,12 +93,11 @@ def mark_of(module: Any) -> Any:
 
 
 def with_mark(module: Any, mark: Any) -> Any:
-    """Returns a module that is called as a mark says; None makes it a plain one.
+    """Returns a module that a static value calls: `mark.call(cls, module, args, kwargs)`.
 
-    Args:
-      module: a module with a `__call__`.
-      mark: a static value with a method `call(cls, module, args, kwargs)`.
+    None makes it a plain one.
     """
+    # A module has one mark: the class under it is always the author's.
     plain: Any = getattr(type(module), "_jaxmp_plain", type(module))
     own = {name: value for name, value in vars(module).items() if name != "_jaxmp"}
     if mark is None:
@@ -110,35 +105,29 @@ def with_mark(module: Any, mark: Any) -> Any:
     return _instance(_class_with_mark(plain), own | {"_jaxmp": mark})
 
 
-def _children(module: Any) -> list[tuple[str, Any]]:
-    own = {name: vars(module)[name] for name in _dynamic(module)}
-    found = [
-        ("/".join(filter(None, (name, _key_text(keys)))), x)
-        for name, value in own.items()
-        for keys, x in jax.tree_util.tree_flatten_with_path(value, is_leaf=is_module)[0]
-    ]
-    return [(name, x) for name, x in found if is_module(x)]
-
-
 def _dynamic(module: Any) -> list[str]:
-    """Returns the names of the fields with leaves, as far as they are set."""
+    """Returns the names of the fields with leaves."""
+    # A module may have fields that are not set.
     fields = type(module).__dataclass_fields__.values()
     names = [field.name for field in fields if not field.metadata.get("static", False)]
     return [name for name in names if name in vars(module)]
 
 
-def _key_text(keys: Any) -> str:
-    return jax.tree_util.keystr(keys, simple=True, separator="/")
+def _joined_path(path: str, name: str, keys: Any) -> str:
+    key_text = jax.tree_util.keystr(keys, simple=True, separator="/")
+    return "/".join(filter(None, (path, name, key_text)))
 
 
 def _instance(cls: Any, attributes: dict[str, Any]) -> Any:
-    """Returns an instance with these attributes, as Equinox does when it unflattens one."""
-    made = object.__new__(cls)
+    # Equinox unflattens modules like this. They are frozen, and an author's __init__ may take
+    # other arguments than the fields.
+    instance = object.__new__(cls)
     for name, value in attributes.items():
-        object.__setattr__(made, name, value)
-    return made
+        object.__setattr__(instance, name, value)
+    return instance
 
 
+# Pickles of modules under a policy record this function by its name, with its argument.
 @functools.lru_cache(maxsize=512)
 def _class_with_mark(cls: Any) -> Any:
     """Makes a subclass with the same name whose instances are called as their mark says."""
@@ -152,7 +141,7 @@ def _class_with_mark(cls: Any) -> Any:
 
     def reduce_ex(self: Any, protocol: Any) -> Any:
         # Pickle finds classes by name, and would find the plain class.
-        reduced = super(marked, self).__reduce_ex__(protocol)
+        reduced = super(subclass, self).__reduce_ex__(protocol)
         return (new_instance, (_class_with_mark, cls), *reduced[2:])
 
     body = {
@@ -166,5 +155,5 @@ def _class_with_mark(cls: Any) -> Any:
         "_jaxmp": eqx.field(static=True, default=None, repr=False),
         "_jaxmp_plain": cls,
     }
-    marked: Any = types.new_class(cls.__name__, (cls,), {}, lambda space: space.update(body))
-    return marked
+    subclass: Any = types.new_class(cls.__name__, (cls,), {}, lambda space: space.update(body))
+    return subclass

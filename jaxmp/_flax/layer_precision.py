@@ -25,19 +25,18 @@ def layer_precision(module: Any, policy: Policy) -> Any:
     precision = precision_of(policy.precision)
     if module.precision is not None or precision is None or not computes_in_float32(policy):
         return module.precision
+    # A convolution takes no `jax.lax.DotAlgorithmPreset`.
     return as_param(precision, algorithms=not hasattr(module, "kernel_size"))
 
 
-def exactly(call: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
-    """Returns a function whose products ask for what a policy says, whatever its caller asks for.
-
-    Under a policy in 16 bits that is the option of the user.
-    """
+def with_precision(call: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
+    """Returns a function whose products have the precision of a policy, whatever its caller has."""
 
     @functools.wraps(call, updated=())
-    def asks(*args: Any, **kwargs: Any) -> Any:
+    def precise(*args: Any, **kwargs: Any) -> Any:
+        # Under a policy in 16 bits, products have the precision of the user's option of JAX.
         precision = precision_of(policy.precision) if computes_in_float32(policy) else None
         with default_precision(precision):
             return call(*args, **kwargs)
 
-    return asks
+    return precise

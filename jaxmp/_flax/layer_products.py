@@ -22,12 +22,12 @@ _LINEN, _NNX = (nn.Dense, nn.DenseGeneral), (nnx.Linear, nnx.LinearGeneral)
 _LAYERS = (*_LINEN, *_NNX)
 _EINSUMS = (nn.Einsum, nnx.Einsum)
 _USES = frozenset({"dot_general", "super", "__call__"})
-_KEPT_AS_STORED = (jnp.float32, jnp.bfloat16, jnp.float16)
+_KERNEL_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerProducts:
-    """A `dot_general` of layers: a value, so that nnx can compare the models that hold it.
+    """A `dot_general` of layers: a value, so that nnx can compare the models that have it.
 
     Attributes:
       recipe: how to multiply in float8.
@@ -61,7 +61,8 @@ class LayerProducts:
 
 
 # A kernel that is rounded to the compute dtype and then to float8 gets other codes than one that is
-# rounded once, and its gradient would be rounded too.
+# rounded once, and its gradient would be rounded too. Pickles of nnx models record the names of
+# these two functions.
 def promote_but_kernel(*arrays: Any, dtype: Any = None, inexact: bool = True) -> list[Any]:
     """Casts the inputs and the bias of a linen layer, but not the kernel between them.
 
@@ -70,7 +71,8 @@ def promote_but_kernel(*arrays: Any, dtype: Any = None, inexact: bool = True) ->
     ['bfloat16', 'float32']
     """
     inputs, kernel, *others = arrays
-    if kernel.dtype not in _KEPT_AS_STORED:
+    # Flax casts a kernel of another dtype, such as float64, as it casts the inputs.
+    if kernel.dtype not in _KERNEL_DTYPES:
         return promote_dtype_of_linen(*arrays, dtype=dtype, inexact=inexact)
     inputs, *others = promote_dtype_of_linen(inputs, *others, dtype=dtype, inexact=inexact)
     return [inputs, jnp.asarray(kernel), *others]
@@ -87,24 +89,18 @@ _PROMOTIONS = (
 )
 
 
-def product_attributes(module: Any, policy: Policy, left_out: str | None) -> dict[str, Any]:
+def product_attributes(module: Any, policy: Policy, family: str | None) -> dict[str, Any]:
     """Returns the attributes with which a layer multiplies as its policy says.
 
-    Args:
-      module: a module.
-      policy: its policy.
-      left_out: why this module is left out of float8, or None.
-
-    Returns:
-      `dot_general` and `promote_dtype`; nothing for other modules, under policies without float8,
-      for what is left out, and for what the author of the layer has set himself.
+    These are `dot_general` and `promote_dtype`. There are none for other modules, under policies
+    without float8, for a family that is left out, and for a layer with products of its author.
 
     >>> sorted(product_attributes(nn.Dense(16), Policy("f32", "bf16", "f32"), None))
     []
     """
-    if policy.products is None or left_out is not None:
+    if policy.products is None or family is not None:
         return {}
-    if not is_layer(module) or what_is_own(module) is not None:
+    if not is_layer(module) or custom_part(module) is not None:
         return {}
     promotion = promote_but_kernel if isinstance(module, nn.Module) else promote_all_but_kernel
     attributes: dict[str, Any] = {"promote_dtype": promotion}
@@ -118,10 +114,10 @@ def is_layer(module: Any) -> bool:
     return isinstance(module, _LAYERS)
 
 
-def what_is_own(module: Any) -> str | None:
-    """Returns what of a layer's products its author has written himself; None for nothing.
+def custom_part(module: Any) -> str | None:
+    """Returns the part of a layer's products that its author has written; None for none.
 
-    >>> what_is_own(nn.Dense(16)), what_is_own(nn.Dense(16, dot_general=max))
+    >>> custom_part(nn.Dense(16)), custom_part(nn.Dense(16, dot_general=max))
     (None, 'dot_general')
     """
     if not is_layer(module):
@@ -132,24 +128,23 @@ def what_is_own(module: Any) -> str | None:
     usual = product is None or product is lax.dot_general or isinstance(product, LayerProducts)
     if not usual and not _is_float8_dot(product):
         return "dot_general"
-    if all(module.promote_dtype is not each for each in _PROMOTIONS):
+    if all(module.promote_dtype is not promotion for promotion in _PROMOTIONS):
         return "promote_dtype"
     cls: Any = type(module)
-    return "__call__" if _multiplies_in_its_own_way(cls) else None
+    return "__call__" if _overrides_product(cls) else None
 
 
 def _is_float8_dot(function: Any) -> bool:
-    """Whether the author of a layer has set `jaxmp.float8.dot_general`, perhaps with a recipe."""
+    # The author may have set `jaxmp.float8.dot_general`, and a recipe by functools.partial.
     inner = function.func if isinstance(function, functools.partial) else function
     return inner is dot_general
 
 
 @functools.lru_cache(maxsize=512)
-def _multiplies_in_its_own_way(cls: type) -> bool:
-    """Whether a subclass does not use its `dot_general`: a kernel that is not cast would widen it.
-
-    Only the names in its code tell. It may also call the method of its base class.
-    """
+def _overrides_product(cls: type) -> bool:
+    """Whether a subclass does not use its `dot_general`."""
+    # Its own product would be widened by a kernel that is not cast. Only the names in its code show
+    # what it uses: `dot_general`, or the method of its base class, which uses that.
     for base in cls.__mro__:
         if base in _LAYERS:
             break
@@ -162,41 +157,28 @@ def _multiplies_in_its_own_way(cls: type) -> bool:
     return False
 
 
-def why_not_in_float8(module: Any, kernel: Any) -> str | None:
-    """Returns why a layer that was put in float8 is not, as far as its params tell; or None.
-
-    Args:
-      module: a layer.
-      kernel: its kernel, perhaps in a box with its sharding; None if it is not known.
-    """
+def reason_left_out(module: Any, kernel: Any) -> str | None:
+    """Returns why a layer under a policy for float8 is not in float8, by its params; or None."""
     if is_own(getattr(module, "precision", None)):
         return "it asks for a precision"
     recipe = getattr(module.dot_general, "recipe", None)
-    arrays = jax.tree.leaves(kernel)
+    arrays = jax.tree.leaves(kernel)  # a kernel may be in a box with its sharding
     if recipe is None or not arrays:
         return None
     shape = arrays[0].shape
     axis = getattr(module, "axis", -1)
     features = getattr(module, "features", getattr(module, "out_features", 1))
-    count, own = (1 if isinstance(each, int) else len(each) for each in (axis, features))
+    ins, outs = (1 if isinstance(axes, int) else len(axes) for axes in (axis, features))
     # Batch dimensions come first, and so do layers that are stacked for a scan.
-    summed, columns = math.prod(shape[-own - count : -own]), math.prod(shape[-own:])
-    # How many rows there are is known at a call.
-    why: str | None = recipe.why_not(0, summed, columns)
-    return why
+    contracted, columns = math.prod(shape[-outs - ins : -outs]), math.prod(shape[-outs:])
+    # The number of rows is known only at a call.
+    reason: str | None = recipe.why_not(0, contracted, columns)
+    return reason
 
 
 def float8_text(module: Any, kernel: Any) -> str:
-    """Returns what a summary adds to the compute dtype of a layer.
-
-    Args:
-      module: a module.
-      kernel: its kernel, perhaps in a box with its sharding; None if it has none.
-
-    Returns:
-      Text with the recipe, or nothing for a module whose products are not in float8.
-    """
+    """Returns the recipe for a summary; `""` for a module whose products are not in float8."""
     products = getattr(module, "dot_general", None)
     if not isinstance(products, LayerProducts) or kernel is None:
         return ""
-    return "" if why_not_in_float8(module, kernel) else f", products float8 ({products.recipe})"
+    return "" if reason_left_out(module, kernel) else f", products float8 ({products.recipe})"

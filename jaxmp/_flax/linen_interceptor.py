@@ -20,13 +20,13 @@ from jaxmp._flax.module_casts import (
     call_with_casts,
     casts_around,
     layer_dtype,
-    leaving_out,
     takes_float_dtype,
+    with_family,
 )
 from jaxmp._flax.module_checks import (
     check_result,
     may_refuse,
-    promised,
+    promise_of,
     refuse,
     too_wide,
     warn_unreached,
@@ -50,16 +50,17 @@ class _Frame(NamedTuple):
 
 @dataclasses.dataclass
 class _Call:
-    """A call in progress; `given` has the arguments after input casts, `out` the uncast result."""
+    """A call in progress; `inputs` are the arguments after their casts, `out` the uncast result."""
 
     region: ModulePolicy
     casts: Casts
     parts: dict[str, set[DType]]
-    creates: bool
-    given: Any = None
+    creates_params: bool
+    inputs: Any = None
     out: Any = None
 
 
+# Not None, which is a dtype of layers: they follow their inputs.
 _MISSING: Any = object()
 
 # Part of the key of every trace cache, since nn.jit would otherwise reuse a trace that was made
@@ -79,7 +80,7 @@ class _Session:
       module: the module.
       strict: whether it is an error if a module does not follow its rule.
       calls: the modules that are being called, outermost first.
-      seen: every module that was called, by its path from the root.
+      modules: every module that was called, by its path from the root.
       others: the paths of modules that have rules of their own.
       used: the rules that decided something.
       jitted: whether nn.jit made the class of any called module.
@@ -93,7 +94,7 @@ class _Session:
     ) -> None:
         self.rules, self.root, self.module, self.strict = rules, root, module, strict
         self.calls: list[_Frame] = []
-        self.seen: dict[str, nn.Module] = {}
+        self.modules: dict[str, nn.Module] = {}
         self.others: set[str] = set()
         self.used: set[int | None] = set()
         self.jitted = False
@@ -107,23 +108,25 @@ class _Session:
             return next_fun(*args, **kwargs)
         if not hasattr(type(module), name):
             # Flax runs a lambda as a method before it calls the class that a transform made.
-            made, inner, *_ = type(module).__mro__
-            self.jitted |= made.__name__.startswith("Jit")
+            cls, inner, *_ = type(module).__mro__
+            self.jitted |= cls.__name__.startswith("Jit")
             # nn.scan may repeat a class that another transform made, such as nn.remat.
-            if made.__name__.startswith(("Scan", "Remat_scan")) or made in self.scanned:
+            if cls.__name__.startswith(("Scan", "Remat_scan")) or cls in self.scanned:
                 self.scanned.add(inner)
             return next_fun(*args, **kwargs)
+        # Flax runs the interceptors of all sessions: the innermost one alone decides.
         owner = _owning_session(module.path)
         if owner is not self:
             if module.path[: len(self.root)] == self.root:
                 self.others.add(self.path_of(module))
-            return self._as_part(self.path_of(module), next_fun(*args, **kwargs))
+            return self._record_part(self.path_of(module), next_fun(*args, **kwargs))
+        # A model that is applied inside of another, like a teacher, is under no rules of it.
         if self.calls and is_other_model(module, self.module):
-            with _session_entered(_Session(PolicyRules(), (), module)):
-                return self._as_part(f"{module.name}()", next_fun(*args, **kwargs))
+            with _activate(_Session(PolicyRules(), (), module)):
+                return self._record_part(f"{module.name}()", next_fun(*args, **kwargs))
         return self.call(next_fun, args, kwargs, context)
 
-    def _as_part(self, path: str, out: Any) -> Any:
+    def _record_part(self, path: str, out: Any) -> Any:
         """Records the dtypes that a module returned to its caller."""
         if self.calls and self.calls[-1].path != path:
             dtypes = {x.dtype for x in jax.tree.leaves(out) if is_floating(x)}
@@ -134,12 +137,14 @@ class _Session:
         """Calls a method under the rules."""
         module, path = context.module, self.path_of(context.module)
         caller = self.calls[-1] if self.calls else None
-        in_layer = caller is not None and caller.is_layer and _is_below(path, caller.path)
+        # A layer of Flax may call a module that its author gave it, which is not inside of it.
+        prefix = f"{caller.path}/" if caller and caller.path else ""
+        in_layer = caller is not None and caller.is_layer and path.startswith(prefix)
         decision = decide(self.rules, path, module, caller and caller.decision, in_layer=in_layer)
-        self.seen.setdefault(path, module)
+        self.modules.setdefault(path, module)
         self.used.add(decision.rule)
-        left_out = self.float8.family(path, module, decision)
-        _set_dtypes(module, decision, left_out)
+        family = self.float8.family(path, module, decision)
+        _set_dtypes(module, decision, family)
         is_setup = context.method_name == "setup"
         is_cell = isinstance(module, nn.RNNCellBase) or type(module) in self.scanned
         region = ModulePolicy(
@@ -148,35 +153,36 @@ class _Session:
             takes_dtype=linen_takes_dtype(module),
             recurrent=is_cell and context.method_name == "__call__",
         )
-        creates = module.is_mutable_collection("params")
-        given = creates and not module.is_initializing()
-        before = frozenset(module.variables.get("params", {})) if given else frozenset()
+        creates_params = module.is_mutable_collection("params")
+        # Where params are mutable outside of init, those that are there keep their dtype.
+        has_params = creates_params and not module.is_initializing()
+        before = frozenset(module.variables.get("params", {})) if has_params else frozenset()
         # The caller may be another method of the same module.
         within = caller is not None and caller.path == path
         parts = caller.parts if caller is not None and within else {}
-        casts = leaving_out(casts_around(region), decision.policy, left_out)
-        made = _Call(region, Casts() if is_setup else casts, parts, creates)
+        casts = with_family(casts_around(region), decision.policy, family)
+        call = _Call(region, Casts() if is_setup else casts, parts, creates_params)
 
         def function(*args: Any, **kwargs: Any) -> Any:
-            made.given, made.out = (args, kwargs), next_fun(*args, **kwargs)
-            return made.out
+            call.inputs, call.out = (args, kwargs), next_fun(*args, **kwargs)
+            return call.out
 
         self.calls.append(_Frame(path, decision, _is_flax_layer(module), parts))
         try:
-            out = call_with_casts(function, made.casts, args, kwargs)
+            out = call_with_casts(function, call.casts, args, kwargs)
         finally:
             self.calls.pop()
-        if creates:
+        if creates_params:
             _round_new_params(module, decision, before)
         if is_setup:
             return out
-        if self.float8.wanted:
+        if self.float8.enabled:
             self.float8.note(path, module, decision, params_of_linen(module))
         if not within:
-            self._check_followed(module, made)
-        return self._as_part(path, out)
+            self._check(module, call)
+        return self._record_part(path, out)
 
-    def _check_followed(self, module: nn.Module, call: _Call) -> None:
+    def _check(self, module: nn.Module, call: _Call) -> None:
         """Reports a module that did not compute as the rules say; runs after its call."""
         decision = call.region.decision
         policy = decision.policy
@@ -185,16 +191,16 @@ class _Session:
             return
         path, own = self.path_of(module), params_of_linen(module)
         dtypes: set[DType] = {x.dtype for x in jax.tree.leaves(own) if is_floating(x)}
-        if not call.region.takes_dtype and (wide := too_wide(policy, dtypes)):
+        if not call.region.takes_dtype and (wider := too_wide(policy, dtypes)):
             has_children = len(own) < len(module.variables.get("params", {}))
             if may_refuse(decision, path, has_children=has_children, strict=self.strict):
-                refuse(path, module, policy, wide[0])
+                refuse(path, module, policy, wider[0])
             self.unreached[path] = list(own)
             return
         # Init has not rounded all params yet, so they are wider than they will be in apply.
-        if call.creates and is_narrow(policy.param_dtype):
+        if call.creates_params and is_narrow(policy.param_dtype):
             return
-        promise = promised(
+        promise = promise_of(
             call.region,
             call.casts,
             path,
@@ -204,7 +210,7 @@ class _Session:
             strict=self.strict,
         )
         if promise is not None:
-            check_result(promise, call.given, call.out)
+            check_result(promise, call.inputs, call.out)
 
     def path_of(self, module: nn.Module) -> str:
         """Returns the path of a module from the root."""
@@ -212,19 +218,19 @@ class _Session:
 
     def warn_unused(self, *, strict: bool) -> None:
         """Warns of rules that decided nothing; runs after an initialisation."""
-        self.rules.warn_unused(self.seen, used=self.used, strict=strict)
+        self.rules.warn_unused(self.modules, used=self.used, strict=strict)
 
     def warn(self, variables: Mapping[str, Any], *, whole: bool, again: bool) -> None:
-        """Warns of what no policy reaches, and of the fault of the CPU compiler."""
+        """Warns of params that no policy reaches, and of the fault of the CPU compiler."""
         warn_of_cpu_compiler(dtypes_of(self.rules), variables)
         params = variables.get("params", {})
         # A cached trace of nn.jit shows no layers, and nor does a branch that is not taken.
-        whole = whole and self.float8.wanted and not self._unseen(params, "")
+        whole = whole and self.float8.enabled and not self._modules_without_call(params, "")
         self.float8.warn(self.module, whole=whole, again=again)
         if not self.unreached:
             return
         counts = {
-            path: sum(_size(_at(params, f"{path}/{name}")) for name in names)
+            path: sum(_size(_subtree(params, f"{path}/{name}")) for name in names)
             for path, names in self.unreached.items()
         }
         warn_unreached(self.module, counts, _size(params), again=again)
@@ -234,43 +240,44 @@ class _Session:
         if not self.jitted:
             return
         params = variables.get("params", {})
-        for unseen in self._unseen(params, ""):
-            for path, module in list(self.seen.items()):
-                twin, rest = self._twin(path, unseen, params)
-                if twin and self._asked(path, module) != self._asked(f"{unseen}{rest}", module):
+        for other in self._modules_without_call(params, ""):
+            for path, module in list(self.modules.items()):
+                twin, suffix = self._twin(path, other, params)
+                if twin and self._ruling(path, module) != self._ruling(f"{other}{suffix}", module):
                     raise ValueError(
-                        f"{unseen!r} was traced as one with {twin!r}: nn.jit traces modules of one "
+                        f"{other!r} was traced as one with {twin!r}: nn.jit traces modules of one "
                         f"class only once. But the rules give {path!r} another policy than "
-                        f"'{unseen}{rest}', or leave one of them out of float8. Give both the same "
-                        "policy, or use nn.remat or no transform in place of nn.jit"
+                        f"'{other}{suffix}', or leave one of them out of float8. Give both the "
+                        "same policy, or use nn.remat or no transform in place of nn.jit"
                     )
 
-    def _asked(self, path: str, module: nn.Module) -> Any:
+    def _ruling(self, path: str, module: nn.Module) -> Any:
         decision = self.rules.decide(path, module)
-        alone = Float8Layers(self.rules, strict=False)
-        return decision.policy, alone.family(path, module, decision)
+        layers = Float8Layers(self.rules, strict=False)
+        return decision.policy, layers.family(path, module, decision)
 
-    def _unseen(self, params: Any, path: str) -> list[str]:
+    def _modules_without_call(self, params: Any, path: str) -> list[str]:
         """Returns the topmost modules with params whose calls came from a cached trace."""
-        found: list[str] = []
+        paths: list[str] = []
         for name, value in params.items():
             inner = f"{path}/{name}" if path else name
-            if inner in self.others:
+            if inner in self.others or not isinstance(value, Mapping):
                 continue
-            if isinstance(value, Mapping) and inner not in self.seen:
-                below = any(seen.startswith(inner + "/") for seen in self.seen)
-                found += self._unseen(value, inner) if below else [inner]
-            elif isinstance(value, Mapping):
-                found += self._unseen(value, inner)
-        return found
+            if inner in self.modules or any(key.startswith(f"{inner}/") for key in self.modules):
+                paths += self._modules_without_call(value, inner)
+            else:
+                paths.append(inner)
+        return paths
 
-    def _twin(self, path: str, unseen: str, params: Any) -> tuple[str, str]:
-        """Finds the module around `path` whose params have the same shapes as an unseen module.
+    def _twin(self, path: str, other: str, params: Any) -> tuple[str, str]:
+        """Finds the module around `path` whose params have the same shapes as another module.
 
         Returns:
           The path of that module, and the rest of `path`; empty if there is none.
         """
-        shapes = _shapes(params, unseen)
+        # A cached trace does not say which module it was made of. Modules of one class with params
+        # of the same shapes share it.
+        shapes = _shapes(params, other)
         names = path.split("/")
         for i in range(1, len(names) + 1):
             twin = "/".join(names[:i])
@@ -279,7 +286,7 @@ class _Session:
         return "", ""
 
 
-def _at(params: Any, path: str) -> Any:
+def _subtree(params: Any, path: str) -> Any:
     for name in path.strip("/").split("/"):
         params = params.get(name) if isinstance(params, Mapping) else None
     return params
@@ -290,7 +297,7 @@ def _size(tree: PyTree) -> int:
 
 
 def _shapes(params: Any, path: str) -> Any:
-    leaves, treedef = jax.tree.flatten(_at(params, path))
+    leaves, treedef = jax.tree.flatten(_subtree(params, path))
     return [(jax.numpy.shape(x), x.dtype) for x in leaves], treedef
 
 
@@ -300,10 +307,6 @@ def is_other_model(module: nn.Module, root: nn.Module) -> bool:
     related = issubclass(mine, theirs) or issubclass(theirs, mine)
     alone = module.path == () and not isinstance(module.parent, nn.Module)
     return alone and not related
-
-
-def _is_below(path: str, above: str) -> bool:
-    return not above or path.startswith(above + "/")
 
 
 def _owning_session(path: tuple[str, ...]) -> _Session | None:
@@ -321,7 +324,7 @@ def is_reached(module: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def _session_entered(new: _Session) -> Iterator[None]:
+def _activate(new: _Session) -> Iterator[None]:
     sessions = (*_SESSIONS.get(), new)
     token = _SESSIONS.set(sessions)
     try:
@@ -342,19 +345,18 @@ def session(
 ) -> Iterator[_Session | None]:
     """Puts the calls of modules below `root` under rules.
 
-    `at_the_root` means that a model is being initialised or applied. It gets its own session, even
-    inside of another model under the same rules.
+    `at_the_root` means that a model is being initialised or applied.
 
     Yields the session, or None if these rules hold here already.
     """
-    sessions = _SESSIONS.get()
-    if sessions and sessions[-1].root == root and sessions[-1].rules == rules:
-        same = sessions[-1].module is module if at_the_root else True
-        if same:
+    for last in _SESSIONS.get()[-1:]:
+        # A model gets its own session, even inside of another model under the same rules.
+        is_same = last.module is module if at_the_root else True
+        if is_same and last.root == root and last.rules == rules:
             yield None
             return
     new = _Session(rules, root, module, strict)
-    with nn.intercept_methods(new.intercept), _session_entered(new):
+    with nn.intercept_methods(new.intercept), _activate(new):
         yield new
 
 
@@ -365,26 +367,29 @@ def linen_takes_dtype(module: nn.Module) -> bool:
 
 def _is_flax_layer(module: nn.Module) -> bool:
     """Whether this module is a layer of Flax, whose inner layers Flax's own code makes."""
+    # An author's module has `nn.Module` of Flax among its bases, but declares its `dtype` itself.
     return linen_takes_dtype(module) and any(
         base.__module__.startswith("flax.") and "dtype" in inspect.get_annotations(base)
         for base in type(module).__mro__
     )
 
 
-def _set_dtypes(module: nn.Module, decision: Decision, left_out: str | None) -> None:
-    """Sets the dtypes of a bound module; the copy lives only for this call of init or apply."""
+def _set_dtypes(module: nn.Module, decision: Decision, family: str | None) -> None:
+    """Sets the dtypes of a bound module."""
+    # Flax binds a copy of the module for each init or apply, so the author's module stays as it is.
     policy = decision.policy
     if policy is None:
         return
     if linen_takes_dtype(module):
         # These two make the weight of their inner layer, and that layer casts the weight itself.
         makes_weights = isinstance(module, (nn.SpectralNorm, nn.WeightNorm))
-        wide = at_least_float32(policy.param_dtype)
-        dtype = layer_dtype(wide if makes_weights else policy.compute_dtype, module.dtype)
+        weight_dtype = at_least_float32(policy.param_dtype)
+        dtype = weight_dtype if makes_weights else policy.compute_dtype
+        dtype = layer_dtype(dtype, module.dtype)
         object.__setattr__(module, "dtype", dtype)
         if any(field.name == "precision" for field in dataclasses.fields(module)):
             object.__setattr__(module, "precision", layer_precision(module, policy))
-        for name, value in product_attributes(module, policy, left_out).items():
+        for name, value in product_attributes(module, policy, family).items():
             object.__setattr__(module, name, value)
     before = getattr(module, "param_dtype", _MISSING)
     if takes_float_dtype(before):

@@ -19,7 +19,7 @@ from jaxmp._flax.linen_interceptor import (
     params_of_linen,
     session,
 )
-from jaxmp._modules.decisions import check_computable, module_rules
+from jaxmp._modules.decisions import kind_text, module_rules
 from jaxmp._modules.scopes import new_instance
 from jaxmp._modules.summary import Row, Summary, dtype_text
 from jaxmp._numerics.user_warnings import warn_once
@@ -73,16 +73,15 @@ def apply_policy(
     >>> model.apply(variables, jnp.ones((1, 3))).dtype.name
     'float32'
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(_not_a_module(module))
+    _check_is_linen(module)
     if module.scope is not None:
         raise ValueError(
             f"{type(module).__name__} is bound to its variables or to a parent already. Apply the "
             "policy to the unbound module, or inside of a compact method to the class: "
             "jaxmp.linen.with_policy(rules)(Class)(...)"
         )
-    before = _before(type(module))
-    return _rebuild(module, _under(_without_rules(before), _checked(rules), strict, before))
+    before = _class_before(type(module))
+    return _rebuild(module, _under(_plain_class(before), module_rules(rules), strict, before))
 
 
 def remove_policy(module: _ModuleT) -> _ModuleT:
@@ -100,9 +99,8 @@ def remove_policy(module: _ModuleT) -> _ModuleT:
     >>> type(remove_policy(apply_policy(nn.Dense(2), "bfloat16"))) is nn.Dense
     True
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(_not_a_module(module))
-    return _rebuild(module, _before(type(module)))
+    _check_is_linen(module)
+    return _rebuild(module, _class_before(type(module)))
 
 
 def with_policy(
@@ -134,7 +132,7 @@ def with_policy(
     >>> encoder.apply(variables, jnp.ones((1, 3))).dtype.name
     'float32'
     """
-    checked = _checked(rules)
+    rules = module_rules(rules)
 
     def decorate(cls: _ClassT) -> _ClassT:
         if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
@@ -142,7 +140,7 @@ def with_policy(
                 f"with_policy decorates classes of linen modules, got {cls!r}. For a module "
                 "write jaxmp.linen.apply_policy(module, rules)"
             )
-        return _under(_without_rules(cls), checked, strict, None)
+        return _under(_plain_class(cls), rules, strict, None)
 
     return decorate
 
@@ -165,57 +163,60 @@ def summary(module: nn.Module, rngs: Any, *args: Any, **kwargs: Any) -> Summary:
     >>> summary(model, jax.random.key(0), jnp.ones((1, 3))).rows[0]
     Row(path='', type='Dense', param='float32', compute='bfloat16', output='float32', params=16)
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(_not_a_module(module))
-    found: dict[str, Row] = {}
+    _check_is_linen(module)
+    rows: dict[str, Row] = {}
     foreign: list[nn.Module] = []
 
     def record(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
-        called, path = context.module, "/".join(context.module.path)
-        is_call = context.method_name != "setup" and hasattr(type(called), context.method_name)
-        if found and is_other_model(called, module):
-            foreign.append(called)
+        part, path = context.module, "/".join(context.module.path)
+        is_call = context.method_name != "setup" and hasattr(type(part), context.method_name)
+        # A model that is applied inside of this one, like a teacher, has paths of its own.
+        if rows and is_other_model(part, module):
+            foreign.append(part)
             try:
                 return next_fun(*args, **kwargs)
             finally:
                 foreign.pop()
-        first = is_call and path not in found and not foreign
-        if first:
-            found[path] = Row(path, type(called).__name__, "", "", "", 0)
+        is_first = is_call and path not in rows and not foreign
+        # The row keeps its place before those of the modules inside.
+        if is_first:
+            rows[path] = Row(path, type(part).__name__, "", "", "", 0)
         out = next_fun(*args, **kwargs)
-        if first:
-            own = [x for x in jax.tree.leaves(params_of_linen(called)) if hasattr(x, "dtype")]
-            found[path] = Row(
+        if is_first:
+            own = [x for x in jax.tree.leaves(params_of_linen(part)) if hasattr(x, "dtype")]
+            rows[path] = Row(
                 path=path,
-                type=type(called).__name__,
+                type=type(part).__name__,
                 param=dtype_text(own),
-                compute=_compute_text(called),
+                compute=_compute_text(part),
                 output=dtype_text([x for x in jax.tree.leaves(out) if hasattr(x, "dtype")]),
                 params=sum(x.size for x in own),
-                reached=is_reached(called),
+                reached=is_reached(part),
             )
         return out
 
+    # Flags among the arguments stay Python values: the module may branch on them.
     leaves, treedef = jax.tree.flatten((rngs, args, kwargs))
     arrays = [x if hasattr(x, "dtype") else None for x in leaves]
 
     def init(arrays: list[Any]) -> Any:
-        filled = [x if array is None else array for x, array in zip(leaves, arrays, strict=True)]
-        rngs, args, kwargs = jax.tree.unflatten(treedef, filled)
+        values = [x if array is None else array for x, array in zip(leaves, arrays, strict=True)]
+        rngs, args, kwargs = jax.tree.unflatten(treedef, values)
         return module.init(rngs, *args, **kwargs)
 
     with nn.intercept_methods(record):
         jax.eval_shape(init, arrays)
-    return Summary(tuple(found.values()))
+    return Summary(tuple(rows.values()))
 
 
-class _Applied(NamedTuple):
+class _Classes(NamedTuple):
     """The plain class behind a class under rules, and the class to restore; see `_under`."""
 
     plain: type
     before: type | None
 
 
+# Pickles of modules under rules record this function by its name, with its arguments.
 @functools.lru_cache(maxsize=512)
 def _under(cls: Any, rules: PolicyRules, strict: bool, before: Any) -> Any:
     """Makes a subclass with the same name whose methods run under rules.
@@ -227,10 +228,10 @@ def _under(cls: Any, rules: PolicyRules, strict: bool, before: Any) -> Any:
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
-        "_jaxmp": _Applied(cls, before),
+        "_jaxmp": _Classes(cls, before),
     }
 
-    def at_the_root(name: str) -> Any:
+    def root_method(name: str) -> Any:
         @functools.wraps(getattr(cls, name))
         def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             call = getattr(super(under, self), name)
@@ -239,21 +240,23 @@ def _under(cls: Any, rules: PolicyRules, strict: bool, before: Any) -> Any:
             with session(rules, (), self, strict=strict, at_the_root=True) as active:
                 out = call(*args, **kwargs)
             if active is not None:
-                variables = {"init": out, "apply": args[0] if args else kwargs.get("variables")}
-                active.check_traces(found := variables[name] if name in variables else out[1])
-                active.warn(found, whole=not kwargs.get("method"), again=name != "apply")
+                variables: Any = args[0] if args else kwargs.get("variables")
                 if name != "apply":
+                    variables = out if name == "init" else out[1]
+                active.check_traces(variables)
+                active.warn(variables, whole=not kwargs.get("method"), again=name != "apply")
+                if name != "apply":  # an init calls all modules: a rule without effect shows
                     active.warn_unused(strict=strict)
             return out
 
         return method
 
-    def wherever_it_is(name: str) -> Any:
+    def inner_method(name: str) -> Any:
         @functools.wraps(getattr(cls, name))
         def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             call = getattr(super(under, self), name)
             if self.scope is None:
-                return call(*args, **kwargs)
+                return call(*args, **kwargs)  # an unbound module has no path for rules
             with session(rules, self.path, self, strict=strict) as active:
                 out = call(*args, **kwargs)
             if active is not None and name == "__call__":
@@ -268,42 +271,42 @@ def _under(cls: Any, rules: PolicyRules, strict: bool, before: Any) -> Any:
     def reduce_ex(self: nn.Module, protocol: Any) -> Any:
         reduced = super(under, self).__reduce_ex__(protocol)
         # Pickle finds classes by name: a decorated class, or, for apply_policy, the plain one.
-        found: Any = sys.modules.get(cls.__module__)
+        value: Any = sys.modules.get(cls.__module__)
         for name in cls.__qualname__.split("."):
-            found = getattr(found, name, None)
-        if found is type(self):
-            return reduced
-        return (new_instance, (_under, cls, rules, strict, before), *reduced[2:])
+            value = getattr(value, name, None)
+        arguments = (_under, cls, rules, strict, before)
+        return reduced if value is type(self) else (new_instance, arguments, *reduced[2:])
 
+    # Flax would wrap these as methods of the module, and intercept each call twice.
     body["__reduce_ex__"] = nn.nowrap(reduce_ex)
-    body |= {name: nn.nowrap(at_the_root(name)) for name in ("init_with_output", "init", "apply")}
-    body |= {name: nn.nowrap(wherever_it_is(name)) for name in _method_names(cls)}
+    body |= {name: nn.nowrap(root_method(name)) for name in ("init_with_output", "init", "apply")}
+    body |= {name: nn.nowrap(inner_method(name)) for name in _method_names(cls)}
     under = _subclass(cls, before, body)
     return under
 
 
 def _subclass(cls: Any, before: Any, body: dict[str, Any]) -> Any:
-    """Makes a subclass of the same name, which is made of its fields as the author has it."""
     # A decorated class replaces the original one, also in a registry that its author keeps.
-    hook: type = _Hinting if before is None else _Quiet
-    made = type(cls)(cls.__name__, (cls,) if issubclass(cls, hook) else (hook, cls), body)
+    hook: type = _OverrideHint if before is None else _NoHook
+    subclass = type(cls)(cls.__name__, (cls,) if issubclass(cls, hook) else (hook, cls), body)
     # Flax makes an `__init__` for each class. The author may have wrapped that of the first, to set
     # more than the fields, as diffusers' `flax_register_to_config` does.
-    made.__init__ = (before or cls).__init__
-    return made
+    subclass.__init__ = (before or cls).__init__
+    return subclass
 
 
-class _Quiet:
-    """A base of classes under rules that skips the author's hook, which may keep a registry."""
+class _NoHook:
+    """A base of classes under rules that skips the author's `__init_subclass__`."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
+        # The author's hook may keep a registry, and this class has the name of another.
         if "_jaxmp" in vars(cls):
             nn.Module.__init_subclass__.__func__(cls, **kwargs)  # type: ignore[attr-defined]
         else:
             super().__init_subclass__(**kwargs)
 
 
-class _Hinting:
+class _OverrideHint:
     """A base of decorated classes that warns if an undecorated subclass overrides methods."""
 
     def __post_init__(self) -> None:
@@ -313,19 +316,20 @@ class _Hinting:
         # Classes that Flax's transforms make, such as nn.remat, call the original methods.
         theirs = [cls for cls in classes[:decorated] if not cls.__module__.startswith("flax.")]
         methods = {"__call__", *_method_names(classes[decorated])}
-        lost = sorted(name for name in methods if any(name in vars(cls) for cls in theirs))
-        if lost:
+        overrides = sorted(name for name in methods if any(name in vars(cls) for cls in theirs))
+        if overrides:
             name = type(self).__name__
             warn_once(
                 f"{name} is a subclass of {classes[decorated].__name__}, which with_policy puts "
-                f"under rules, and overrides {', '.join(lost)}: these methods are not under the "
-                f"rules. Decorate {name} too",
+                f"under rules, and overrides {', '.join(overrides)}: these methods are not under "
+                f"the rules. Decorate {name} too",
                 type(self),
             )
 
 
 def _method_names(cls: type) -> list[str]:
     """Returns the names of methods that users call: without setup and Python's special methods."""
+    # A field may hold a function, which is not a method.
     own = [base for base in cls.__mro__ if issubclass(base, nn.Module) and base is not nn.Module]
     fields = {field.name for field in dataclasses.fields(cls)}
     return sorted(
@@ -342,34 +346,30 @@ def _method_names(cls: type) -> list[str]:
     )
 
 
-def _without_rules(cls: Any) -> Any:
+def _plain_class(cls: Any) -> Any:
     return vars(cls)["_jaxmp"].plain if "_jaxmp" in vars(cls) else cls
 
 
-def _before(cls: Any) -> Any:
-    applied = vars(cls).get("_jaxmp")
-    return cls if applied is None or applied.before is None else applied.before
+def _class_before(cls: Any) -> Any:
+    # `apply_policy` on a decorated class replaces its rules, and `remove_policy` restores them.
+    classes = vars(cls).get("_jaxmp")
+    return cls if classes is None or classes.before is None else classes.before
 
 
 def _rebuild(module: Any, cls: Any) -> Any:
+    # A field that `init` does not take is computed again, as by the author's `__post_init__`.
     values = {
         field.name: getattr(module, field.name)
         for field in dataclasses.fields(module)
         if field.init and field.name != "parent"
     }
     # In a setup method, a module has a parent before it has a name.
-    rebuilt = cls(**values, parent=module.parent)
-    for name in vars(module).keys() - vars(rebuilt).keys():
-        # What was set from outside. What the class itself computes once is of the old module.
+    copy = cls(**values, parent=module.parent)
+    for name in vars(module).keys() - vars(copy).keys():
+        # Attributes that were set from outside stay. A cached property is that of the old module.
         if not hasattr(type(module), name):
-            object.__setattr__(rebuilt, name, vars(module)[name])
-    return rebuilt
-
-
-def _checked(rules: str | jmp.Policy | PolicyRules) -> PolicyRules:
-    checked = module_rules(rules)
-    check_computable(checked)
-    return checked
+            object.__setattr__(copy, name, vars(module)[name])
+    return copy
 
 
 def _compute_text(module: nn.Module) -> str:
@@ -380,13 +380,12 @@ def _compute_text(module: nn.Module) -> str:
     return text + float8_text(module, params_of_linen(module).get("kernel"))
 
 
-def _not_a_module(given: Any) -> str:
-    what = f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
+def _check_is_linen(model: Any) -> None:
+    if isinstance(model, nn.Module):
+        return
     hint = ""
-    if isinstance(given, type) and issubclass(given, nn.Module):
+    if isinstance(model, type) and issubclass(model, nn.Module):
         hint = ". Make a module of it, or decorate it with jaxmp.linen.with_policy(rules)"
-    elif type(given).__module__.startswith("flax.nnx") or any(
-        base.__module__.startswith("flax.nnx") for base in type(given).__mro__
-    ):
+    elif any(base.__module__.startswith("flax.nnx") for base in type(model).__mro__):
         hint = ". For an nnx module use jaxmp.nnx"
-    return f"jaxmp.linen works on linen modules, got {what}{hint}"
+    raise TypeError(f"jaxmp.linen works on linen modules, got {kind_text(model)}{hint}")

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from jaxmp._flax.layer_precision import computes_in_float32, exactly
+from jaxmp._flax.layer_precision import computes_in_float32, with_precision
 from jaxmp._numerics.dtypes import DType, is_floating
 from jaxmp._numerics.tree import cast_floating, same_structure
 from jaxmp._policies.policy import Policy
@@ -34,15 +34,15 @@ class ModulePolicy(NamedTuple):
     by_field: bool = False
 
 
-class Casts(NamedTuple):
+class Casts(NamedTuple):  # pickles of nnx models record its name
     """The casts around a call; None means no cast.
 
     Attributes:
       inputs: the dtype to cast floating arguments to.
       output: the dtype to cast the result to.
       recurrent: whether the call takes and returns a carry, which keeps its dtype.
-      exact: the policy whose precision the products in the call are told to ask for.
-      not_float8: why a policy with products in float8 leaves those in the call out, for audits.
+      exact: the policy that sets the precision of the products in the call.
+      not_float8: the family for which the products in the call stay out of float8, for audits.
     """
 
     inputs: DType | None = None
@@ -58,11 +58,8 @@ class Casts(NamedTuple):
 def casts_around(region: ModulePolicy) -> Casts:
     """Returns the casts around a call that its policy requires.
 
-    Within a region of one policy, only the layers themselves cast: a cast to the output dtype
-    after every layer would double what the backward pass keeps. Results that leave the region are
-    cast to the output dtype of its policy. Recurrent cells mix in their float32 carry, and would
-    return float32 whatever their dtype. So their outputs are cast, and their carry keeps its
-    dtype, as a scan requires.
+    Within a region of one policy, only the layers themselves cast. Results that leave the region
+    are cast to the output dtype of its policy.
 
     >>> from jaxmp import get_policy
     >>> policy = get_policy("mixed_bfloat16")
@@ -71,40 +68,31 @@ def casts_around(region: ModulePolicy) -> Casts:
     dtype('float32')
     >>> casts_around(ModulePolicy(by_default, by_default, takes_dtype=True, recurrent=False)).output
     """
-    policy = region.decision.policy
+    policy, rule = region.decision
     if policy is None:
         return Casts()
-    named = region.decision.rule is not None
-    exact = policy if _asks(region) else None
     caller = region.caller and region.caller.policy
-    # How a caller multiplies is no reason to cast what it is given.
+    if computes_in_float32(policy):
+        has_precision = not region.by_field
+    else:
+        # A TPU refuses a 16-bit `ragged_dot` with the precision of float32 products around it.
+        has_precision = caller is not None and computes_in_float32(caller)
+    exact = policy if has_precision else None
+    # A caller that only multiplies in another way returns and takes the same dtypes.
     if caller is None or caller.with_products(None) != policy.with_products(None):
-        inputs = policy.compute_dtype if named and not region.takes_dtype else None
+        inputs = None if rule is None or region.takes_dtype else policy.compute_dtype
         return Casts(inputs, policy.output_dtype, region.recurrent, exact)
+    # A cast to the output dtype after every layer would double what the backward pass keeps. But
+    # recurrent cells mix in their float32 carry, and would return float32 whatever their dtype.
     output = policy.compute_dtype if region.recurrent else None
     return Casts(None, output, region.recurrent, exact)
 
 
-def leaving_out(casts: Casts, policy: Policy | None, family: str | None) -> Casts:
-    """Returns casts that also say why the products in a call are left out of float8, if they are.
-
-    Args:
-      casts: the casts.
-      policy: the policy of the module.
-      family: why it is left out, or None.
-    """
+def with_family(casts: Casts, policy: Policy | None, family: str | None) -> Casts:
+    """Returns casts that also name the family for which products stay out of float8, if they do."""
     if family is None or policy is None or policy.products is None:
         return casts
     return casts._replace(not_float8=family)
-
-
-def _asks(region: ModulePolicy) -> bool:
-    """Whether products in a call must be told what they ask for: in float32, and below float32."""
-    policy, caller = region.decision.policy, region.caller and region.caller.policy
-    if policy is None or computes_in_float32(policy):
-        return policy is not None and not region.by_field
-    # A TPU refuses what float32 products around the call ask for in a 16-bit `ragged_dot`.
-    return caller is not None and computes_in_float32(caller)
 
 
 def call_with_casts(
@@ -137,15 +125,17 @@ def call_with_casts(
         )
 
     if casts.exact is not None:
-        call = exactly(call, casts.exact)
+        call = with_precision(call, casts.exact)
     if casts.not_float8 is not None:
         call = jax.named_scope(NOT_FLOAT8 + casts.not_float8)(call)
     if not casts.recurrent:
         args, kwargs = cast((args, kwargs), casts.inputs)
         return cast(call(*args, **kwargs), casts.output)
+    # A scan requires that the carry keeps its dtype.
     carry = args[0] if args else kwargs.get("carry")
     out = call(*args, **kwargs)
-    if same_structure(out, carry):  # the classes that nn.remat_scan repeats return only a carry
+    # The classes that nn.remat_scan repeats return only a carry.
+    if same_structure(out, carry):
         return _cast_like(out, carry)
     new_carry, out = out
     return _cast_like(new_carry, carry), cast(out, casts.output)
@@ -182,5 +172,5 @@ def takes_float_dtype(dtype: Any) -> bool:
     """
     try:
         return dtype is None or bool(jnp.issubdtype(jnp.dtype(dtype), jnp.floating))
-    except TypeError:
+    except TypeError:  # an author's own text, such as "bf16"
         return False

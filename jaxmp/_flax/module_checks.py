@@ -19,8 +19,6 @@ from jaxmp._policies.policy_rules import Decision
 class Promise:
     """The dtypes that a module named by a rule may return, if it computes something itself.
 
-    Promises of equal modules at different places are equal, so that nnx traces them only once.
-
     Attributes:
       path: the path of the module.
       type: the class of the module.
@@ -30,6 +28,8 @@ class Promise:
       by_inputs: whether the policy acts on the module only through casts of its floating inputs.
     """
 
+    # Pickles of nnx models record these names. nnx traces equal modules once, so that promises of
+    # equal modules at different places are equal.
     path: str = dataclasses.field(compare=False)
     type: type
     own_dtype: Any = dataclasses.field(compare=False)
@@ -38,7 +38,7 @@ class Promise:
     by_inputs: bool
 
 
-def promised(
+def promise_of(
     region: ModulePolicy,
     casts: Casts,
     path: str,
@@ -49,11 +49,6 @@ def promised(
     strict: bool,
 ) -> Promise | None:
     """Returns the promise of a module that a rule names and that computes something itself.
-
-    A module computes something itself if it has params of its own; or if it calls no other module,
-    and has a `dtype` or had its inputs cast. A container without params returns the results of its
-    submodules, and a module that only follows its inputs was told no dtype. A model without
-    submodules counts as named by any policy.
 
     Args:
       region: the module under its policy.
@@ -68,55 +63,56 @@ def promised(
       The promise, or None if the rules expect nothing of the result.
     """
     policy, rule = region.decision
-    named = rule is not None or not (path or parts)
-    told = hasattr(module, "dtype") or casts.inputs is not None
-    if policy is None or region.recurrent or not named:
+    # A model without submodules counts as named by any policy.
+    is_named = rule is not None or not (path or parts)
+    if policy is None or region.recurrent or not is_named:
         return None
-    if not has_params and (parts or not told):
+    # A container without params returns the results of its submodules, and a module without a
+    # `dtype` whose inputs were not cast only follows its inputs.
+    has_dtype = hasattr(module, "dtype") or casts.inputs is not None
+    if not has_params and (parts or not has_dtype):
         return None
     dtypes = (policy.compute_dtype, *(dtype for part in parts for dtype in part))
     by_inputs = not has_params and not hasattr(module, "dtype")
     return Promise(path, type(module), own_dtype(module), dtypes, strict, by_inputs)
 
 
-def check_result(promise: Promise, given: PyTree, out: PyTree) -> None:
+def check_result(promise: Promise, inputs: PyTree, out: PyTree) -> None:
     """Reports results of a module whose dtype is not the one that its rule says.
 
     A rule that names a module may have no effect: the module may ignore its `dtype`, have a
     `dtype` with a meaning of its own, or have a dtype written into its code. The dtypes of the
-    results show this. Two kinds of results are skipped: scalars, since sums such as an auxiliary
-    loss are float32 with reason; and arguments that are returned unchanged.
+    results show this.
 
     Args:
       promise: the promise of the module.
-      given: its arguments, after the input casts.
+      inputs: its arguments, after the input casts.
       out: its result, before the cast to the output dtype.
 
     Raises:
       ValueError: for an array of another dtype, if the promise is strict.
     """
-    if promise.by_inputs and not any(map(is_floating, jax.tree.leaves(given))):
+    if promise.by_inputs and not any(map(is_floating, jax.tree.leaves(inputs))):
         return
-    same = {id(x) for x in jax.tree.leaves(given)}
+    input_ids = {id(x) for x in jax.tree.leaves(inputs)}
     for x in jax.tree.leaves(out):
-        if is_floating(x) and jnp.ndim(x) and id(x) not in same and x.dtype not in promise.dtypes:
-            _complain(promise, x.dtype)
-
-
-def _complain(promise: Promise, dtype: DType) -> None:
-    asked, shown = promise.dtypes[0], promise.path or "(root)"
-    why = "its code ignores the 'dtype' that it is given"
-    if promise.own_dtype is not None:
-        why = f"its dtype, {promise.own_dtype!r}, is no float dtype of JAX's, and stays as it is"
-    text = (
-        f"{promise.type.__name__} at {shown!r} returns {dtype}, but a rule asks it to compute in "
-        f"{asked}: {why}. Cast its inputs and params to its 'dtype' (None, or a dtype of JAX) "
-        "where they are used. Do not cast the result, as the policy does that. Or leave the module "
-        f"alone with the rule ({promise.path or '/'!r}, None) before the others"
-    )
-    if promise.strict:
-        raise ValueError(text)
-    warn_once(text, promise.type)
+        # Scalars such as an auxiliary loss are float32 with reason, and some modules return their
+        # arguments unchanged.
+        if not is_floating(x) or not jnp.ndim(x) or id(x) in input_ids or x.dtype in promise.dtypes:
+            continue
+        why, own = "its code ignores the 'dtype' that it is given", promise.own_dtype
+        if own is not None:
+            why = f"its dtype, {own!r}, is no float dtype of JAX's, and stays as it is"
+        text = (
+            f"{promise.type.__name__} at {promise.path or '(root)'!r} returns {x.dtype}, but a "
+            f"rule asks it to compute in {promise.dtypes[0]}: {why}. Cast its inputs and params to "
+            "its 'dtype' (None, or a dtype of JAX) where they are used. Do not cast the result, as "
+            "the policy does that. Or leave the module alone with the rule "
+            f"({promise.path or '/'!r}, None) before the others"
+        )
+        if promise.strict:
+            raise ValueError(text)
+        warn_once(text, promise.type)
 
 
 def own_dtype(module: Any) -> Any:
@@ -145,11 +141,11 @@ def may_refuse(decision: Decision, path: str, *, has_children: bool, strict: boo
     """Whether it is an error that a module cannot compute as a rule says.
 
     For a module without submodules, it is an error if a rule names the module, or if the module is
-    the whole model. For a module with submodules, which may follow other rules, it is an error only
-    if a strict rule names the module.
+    the whole model. For a module with submodules it is an error only if a strict rule names it.
     """
-    named = decision.rule is not None
-    return named and strict if has_children else named or not path
+    is_named = decision.rule is not None
+    # The submodules may follow other rules, and then the rule has an effect.
+    return is_named and strict if has_children else is_named or not path
 
 
 _AUTOCAST = (
@@ -159,11 +155,9 @@ _AUTOCAST = (
 
 
 def refuse(path: str, module: Any, policy: Policy, param_dtype: DType) -> NoReturn:
-    """Raises ValueError for a module that a rule names and that cannot compute as the rule says.
-
-    Its inputs are cast, but its own code combines them with params of another dtype: the product
-    of a bfloat16 input and a float32 param is float32, and nothing would show it.
-    """
+    """Raises ValueError for a module that a rule names and that cannot compute as the rule says."""
+    # Its inputs are cast, but its own code combines them with params of another dtype: the product
+    # of a bfloat16 input and a float32 param is float32, and nothing would show it.
     has = "no 'dtype' of its own"
     if own_dtype(module) is not None:
         has = f"a 'dtype' that is no float dtype of JAX's, {own_dtype(module)!r}, and none"
@@ -191,10 +185,10 @@ def warn_unreached(
     if not count or count < 0.01 * params:
         return
     largest = sorted(unreached, key=lambda path: -unreached[path])
-    shown = first_few([f"{path or '(root)'!r} ({unreached[path]:,})" for path in largest], 4)
+    names = first_few([f"{path or '(root)'!r} ({unreached[path]:,})" for path in largest], 4)
     warn_once(
         f"the policy does not reach {count / params:.0%} of the params ({count:,} of {params:,}): "
-        f"these are own params of {shown}. These modules have no 'dtype' for the policy to "
+        f"these are own params of {names}. These modules have no 'dtype' for the policy to "
         "set. Unless they cast their params themselves, their products run in the dtype of the "
         "params. Give them a 'dtype' (in linen a field) and cast params to it where they are used, "
         f"or leave them alone with the rule ({largest[0] or '/'!r}, None) before the others. "

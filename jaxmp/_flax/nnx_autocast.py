@@ -12,7 +12,7 @@ from flax import nnx
 
 from jaxmp._autocast.api import Kernels, Output, autocast as autocast_function
 from jaxmp._flax.nnx_modules import call_pure, pure
-from jaxmp._flax.nnx_scopes import scoped, unused_rules
+from jaxmp._flax.nnx_scopes import open_scopes, warn_unused_rules
 from jaxmp._policies.policy import get_policy
 from jaxmp._policies.policy_rules import PolicyRules
 from jaxmp._recompute.api import Recompute
@@ -63,26 +63,27 @@ def autocast(
     """
     rules: PolicyRules | None = None
     if isinstance(policy, PolicyRules):
-        # The patterns match modules; the scopes of the modules will carry the decisions.
+        # The patterns match modules, and the scopes of the modules tell autocast the decisions.
         rules, policy = policy, PolicyRules(default=policy.default)
     elif get_policy(policy).products is not None:
         rules = PolicyRules(default=policy)  # heads are left out of float8 by their names
-    owner, function = _module_of(fun)
+    owner, function = _owner_and_function(fun)
 
     def call(args: Any, kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
-    def within(nodes: Any) -> Any:
+    def scopes(nodes: Any) -> Any:
         if rules is None:
             return contextlib.nullcontext()
-        unused_rules(nodes, rules)
-        return scoped(nodes, rules)
+        warn_unused_rules(nodes, rules)
+        return open_scopes(nodes, rules)
 
-    pure_fun = pure(call, _TAG, within)
+    pure_fun = pure(call, _TAG, scopes)
+    # Audits show the name of the function. A functools.partial has none.
+    if hasattr(function, "__name__"):
+        pure_fun = functools.wraps(function, updated=())(pure_fun)
     rewritten = autocast_function(
-        functools.wraps(function, updated=())(pure_fun)
-        if hasattr(function, "__name__")
-        else pure_fun,
+        pure_fun,
         policy,
         lower=lower,
         float32=float32,
@@ -100,8 +101,9 @@ def autocast(
     return functools.wraps(function, updated=())(autocast_fun)
 
 
-def _module_of(fun: Any) -> tuple[Any, Callable[..., Any]]:
+def _owner_and_function(fun: Any) -> tuple[Any, Callable[..., Any]]:
     """Splits a module or a method into the module and a function that takes it as an argument."""
+    # Only the modules among the arguments get their changes back.
     if isinstance(fun, nnx.Module) and callable(fun):
 
         def call(module: Any, *args: Any, **kwargs: Any) -> Any:

@@ -8,6 +8,7 @@ import jax
 from flax import nnx
 
 from jaxmp._flax.module_casts import takes_float_dtype
+from jaxmp._modules.decisions import has_call
 
 
 def is_node(x: Any) -> bool:
@@ -26,9 +27,9 @@ def modules_with_paths(
     if isinstance(node, nnx.Module):
         yield path, node, parent
         # Lists and dictionaries of modules are not called: their owner calls their items.
-        parent = path if parent is None or is_called(node) else parent
+        parent = path if parent is None or has_call(node) else parent
     for name, value in vars(node).items():
-        if name.startswith("_pytree__"):
+        if name.startswith("_pytree__"):  # nnx's own
             continue
         for keys, leaf in jax.tree_util.tree_flatten_with_path(value, is_leaf=is_node)[0]:
             if isinstance(leaf, nnx.Pytree):
@@ -39,22 +40,18 @@ def modules_with_paths(
 
 def first_paths(model: Any) -> dict[int, tuple[str, Any]]:
     """Returns each module once, with its first path, by id."""
-    found: dict[int, tuple[str, Any]] = {}
+    pairs: dict[int, tuple[str, Any]] = {}
     for path, module, _ in modules_with_paths(model):
-        found.setdefault(id(module), (path, module))
-    return found
+        pairs.setdefault(id(module), (path, module))
+    return pairs
 
 
 def modules(model: Any) -> list[Any]:
     return [module for _, module in first_paths(model).values()]
 
 
-def is_called(module: Any) -> bool:
-    # Every class has a __call__ from its metaclass; instances only have one from a class body.
-    return any("__call__" in vars(base) for base in type(module).__mro__)
-
-
 def takes_dtype(module: Any) -> bool:
+    # Only an attribute of the instance can be set: a property of the class is the author's.
     return "dtype" in vars(module) and takes_float_dtype(module.dtype)
 
 
@@ -83,42 +80,41 @@ def own_params(module: Any) -> list[Any]:
     ]
 
 
-def held_params(module: Any) -> list[Any]:
-    """Returns a module's own params, and params in its Flax lists and dictionaries.
-
-    These containers compute nothing, so the module itself uses the params in them.
-    """
-    held = [
-        inner
+def params_in_use(module: Any) -> list[Any]:
+    """Returns a module's own params, and params in its Flax lists and dictionaries."""
+    # These containers compute nothing, so the module itself uses the params in them.
+    params = [
+        param
         for name, value in vars(module).items()
         if not name.startswith("_pytree__")
         for leaf in jax.tree.leaves(value, is_leaf=is_node)
-        if isinstance(leaf, nnx.Module) and is_from_flax(leaf) and not is_called(leaf)
-        for inner in held_params(leaf)
+        if isinstance(leaf, nnx.Module) and is_from_flax(leaf) and not has_call(leaf)
+        for param in params_in_use(leaf)
     ]
-    return own_params(module) + held
+    return own_params(module) + params
 
 
-Within = Callable[[Any], contextlib.AbstractContextManager[Any]]
-
-
-def pure(fun: Callable[..., Any], tag: str, within: Within | None = None) -> Callable[..., Any]:
+def pure(
+    fun: Callable[..., Any],
+    tag: str,
+    scopes: Callable[[Any], contextlib.AbstractContextManager[Any]] | None = None,
+) -> Callable[..., Any]:
     """Turns a function of modules into a pure function of their structure and state.
 
     Args:
       fun: a function of nodes: modules, arrays, and trees of them.
       tag: the name of the context that `call_pure` opens.
-      within: makes the context in which to call `fun` from the nodes.
+      scopes: makes the context in which to call `fun` from the nodes.
 
     Returns:
-      A function `(params, others, graphdef) -> (graphdef, state)`. It takes the nodes before the
-      call, and returns the nodes and the result after it.
+      A function `(params, others, graphdef) -> (graphdef, state)`: of the nodes before the call, to
+      the nodes and the result after it.
     """
 
     def pure_fun(params: Any, others: Any, graphdef: Any) -> Any:
         with nnx.merge_context(tag, True) as context:
             nodes = context.merge(graphdef, params, others)
-        with contextlib.nullcontext() if within is None else within(nodes):
+        with contextlib.nullcontext() if scopes is None else scopes(nodes):
             out = fun(*nodes)
         with nnx.split_context(tag) as context:
             return context.split((nodes, out))
@@ -131,15 +127,10 @@ def call_pure(
 ) -> Any:
     """Calls a function from `pure`, or a rewritten one, and writes changes back to the nodes.
 
-    Args:
-      pure_fun: the function.
-      tag: as for `pure`.
-      nodes: its nodes.
-      params: which of their variables are its first argument: a filter.
-
-    Returns:
-      The result.
+    `params` is a filter for the variables that are its first argument.
     """
+    # Flax's own transformations work like this: the same tag tells nnx which variables before the
+    # call and after it are one.
     with nnx.update_context(tag):
         with nnx.split_context(tag) as context:
             graphdef, first, others = context.split(nodes, params, ...)
@@ -149,15 +140,9 @@ def call_pure(
     return out
 
 
-def transformed(
+def with_transform(
     fun: Callable[..., Any], transform: Callable[..., Callable[..., Any]], tag: str
 ) -> Callable[..., Any]:
-    """Applies a transformation of functions of arrays to a function of modules.
-
-    Args:
-      fun: a function of nodes.
-      transform: the transformation.
-      tag: the name of the context for the call.
-    """
+    """Applies a transformation of functions of arrays to a function of modules."""
     rewritten = transform(pure(fun, tag))
     return lambda *nodes: call_pure(rewritten, tag, nodes)

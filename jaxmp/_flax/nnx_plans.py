@@ -9,37 +9,36 @@ from jaxmp._flax.module_casts import Casts, ModulePolicy, casts_around
 from jaxmp._flax.module_checks import (
     Promise,
     may_refuse,
-    promised,
+    promise_of,
     refuse,
     too_wide,
     warn_unreached,
 )
 from jaxmp._flax.nnx_modules import (
-    held_params,
-    is_called,
     is_flax_layer,
     is_from_flax,
     leaves,
     modules,
     modules_with_paths,
     own_params,
+    params_in_use,
     takes_dtype,
 )
-from jaxmp._modules.decisions import decide
+from jaxmp._modules.decisions import decide, has_call
 from jaxmp._numerics.dtypes import is_floating
 from jaxmp._policies.policy import Policy
 from jaxmp._policies.policy_rules import Decision, PolicyRules
 
 
 class ModulePlan(NamedTuple):
-    """The policy, casts and promise of a module, and why it is left out of float8, if it is."""
+    """The policy, casts and promise of a module, and the family for which it is out of float8."""
 
     path: str
     module: Any
     decision: Decision
     casts: Casts
     promise: Promise | None = None
-    left_out: str | None = None
+    family: str | None = None
 
 
 def make_plans(
@@ -57,16 +56,19 @@ def make_plans(
     plans: dict[int, ModulePlan] = {}
     for path, module, parent in modules_with_paths(model):
         caller = None if parent is None else decisions[parent]
-        decision = _decide(rules, path, module, caller, in_layer=parent in layers)
+        decision = _decision(rules, path, module, caller, in_layer=parent in layers)
         decisions[path] = decision
         if is_flax_layer(module):
             layers.add(path)
         recurrent = isinstance(module, nnx.RNNCellBase)
-        by_field = _multiplies_by_field(module)
+        # Flax's layers give all products their precision. Its attention has layers inside, and
+        # hands its precision to these alone.
+        has_field = is_from_flax(module) and "precision" in vars(module)
+        by_field = has_field and len(modules(module)) == 1
         region = ModulePolicy(decision, caller, takes_dtype(module), recurrent, by_field)
-        casts = casts_around(region) if is_called(module) else Casts()
+        casts = casts_around(region) if has_call(module) else Casts()
         family = float8.family(path, module, decision)
-        plan = ModulePlan(path, module, decision, casts, left_out=family)
+        plan = ModulePlan(path, module, decision, casts, family=family)
         first = plans.setdefault(id(module), plan)
         if first.decision.policy != decision.policy:
             raise ValueError(
@@ -78,61 +80,52 @@ def make_plans(
         if first.casts != casts:
             exact = first.casts.exact or casts.exact
             plans[id(module)] = first._replace(casts=Casts(recurrent=recurrent, exact=exact))
-        if first.left_out is None:
-            plans[id(module)] = plans[id(module)]._replace(left_out=family)
+        if first.family is None:  # left out at one place, it is left out at all
+            plans[id(module)] = plans[id(module)]._replace(family=family)
         regions[id(module)] = region
-    called = {
+    policies = {
         path: decisions[path].policy
         for path, module, _ in modules_with_paths(model)
-        if is_called(module)
+        if has_call(module)
     }
     return [
-        plan._replace(promise=_promise(plan, regions[id(plan.module)], called, strict))
+        plan._replace(promise=_promise(plan, regions[id(plan.module)], policies, strict))
         for plan in plans.values()
     ]
 
 
-def _multiplies_by_field(module: Any) -> bool:
-    """Whether this is a layer of Flax whose products all take its `precision`."""
-    # Flax's attention has layers inside, and hands its precision to these alone.
-    return is_from_flax(module) and "precision" in vars(module) and len(modules(module)) == 1
-
-
 def _promise(
-    plan: ModulePlan, region: ModulePolicy, called: dict[str, Policy | None], strict: bool
+    plan: ModulePlan, region: ModulePolicy, policies: dict[str, Policy | None], strict: bool
 ) -> Promise | None:
-    """Returns the promise of a module; None if a submodule without policy may return any dtype."""
     path, module, _, casts, *_ = plan
-    if is_from_flax(module) or not is_called(module):
+    if is_from_flax(module) or not has_call(module):
         return None
     prefix = f"{path}/" if path else ""
-    parts = [policy for name, policy in called.items() if name != path and name.startswith(prefix)]
+    parts = [p for name, p in policies.items() if name != path and name.startswith(prefix)]
+    # A submodule without a policy may return any dtype.
     if None in parts:
         return None
     dtypes = [() if p in (None, region.decision.policy) else (p.output_dtype,) for p in parts]
     has_params = bool(_float_params(module))
-    return promised(region, casts, path, module, parts=dtypes, has_params=has_params, strict=strict)
+    return promise_of(
+        region, casts, path, module, parts=dtypes, has_params=has_params, strict=strict
+    )
 
 
 def _float_params(module: Any) -> list[Any]:
-    return [x for param in held_params(module) for x in leaves(param) if is_floating(x)]
+    return [x for param in params_in_use(module) for x in leaves(param) if is_floating(x)]
 
 
 def unreached(module: Any, policy: Policy | None) -> list[Any]:
     """Returns the params that a module uses in their own dtype, whatever its policy says.
 
-    Args:
-      module: a module under the policy; its params have their final dtypes already.
-      policy: the policy.
-
-    Returns:
-      The variables, if the module has no `dtype` and they are too wide; otherwise none.
+    The module has no `dtype`, and its params, cast by the policy already, are too wide.
     """
     # Flax's own layers without a dtype, such as PReLU, follow their inputs.
     if policy is None or takes_dtype(module) or is_from_flax(module):
         return []
     dtypes = [x.dtype for x in _float_params(module)]
-    return held_params(module) if too_wide(policy, dtypes) else []
+    return params_in_use(module) if too_wide(policy, dtypes) else []
 
 
 def check_reached(plans: list[ModulePlan], strict: bool) -> list[Any]:
@@ -141,25 +134,26 @@ def check_reached(plans: list[ModulePlan], strict: bool) -> list[Any]:
     Raises:
       ValueError: if `may_refuse` says that it is an error for one of the modules.
     """
-    found: dict[str, Any] = {}
+    unreached_modules: dict[str, Any] = {}
     for path, module, decision, *_ in plans:
         policy = decision.policy
         if policy is None or not unreached(module, policy):
             continue
-        parts = [child for child in modules(module) if child is not module and is_called(child)]
+        parts = [child for child in modules(module) if child is not module and has_call(child)]
         has_children = any(own_params(child) for child in parts)
         if may_refuse(decision, path, has_children=has_children, strict=strict):
-            wide = too_wide(policy, [x.dtype for x in _float_params(module)])
-            refuse(path, module, policy, wide[0])
-        found[path] = module
-    every = {id(p): p for plan in plans for p in own_params(plan.module)}.values()
-    total = sum(x.size for param in every for x in leaves(param) if is_floating(x))
-    counts = {path: sum(x.size for x in _float_params(m)) for path, m in found.items()}
+            dtypes = too_wide(policy, [x.dtype for x in _float_params(module)])
+            refuse(path, module, policy, dtypes[0])
+        unreached_modules[path] = module
+    # Modules may share params, which count once.
+    params = {id(p): p for plan in plans for p in own_params(plan.module)}.values()
+    total = sum(x.size for param in params for x in leaves(param) if is_floating(x))
+    counts = {path: sum(x.size for x in _float_params(m)) for path, m in unreached_modules.items()}
     warn_unreached(plans[0].module, counts, total)
-    return list(found.values())
+    return list(unreached_modules.values())
 
 
-def _decide(
+def _decision(
     rules: PolicyRules, path: str, module: Any, caller: Decision | None, *, in_layer: bool
 ) -> Decision:
     decision = decide(rules, path, module, caller, in_layer=in_layer)
@@ -170,7 +164,8 @@ def _decide(
             f"{path or '(root)'!r} holds a linen module. Put that under a policy before it goes "
             "into the bridge: nnx.bridge.ToNNX(jaxmp.linen.apply_policy(module, rules), ...)"
         )
-    return Decision(None, None)  # all attributes of the bridge are variables of the linen module
+    # All attributes of the bridge are variables of the linen module: there is no dtype to set.
+    return Decision(None, None)
 
 
 def check_shared_params(plans: list[ModulePlan]) -> None:
@@ -179,12 +174,13 @@ def check_shared_params(plans: list[ModulePlan]) -> None:
     for plan in plans:
         policy = plan.decision.policy
         for variable in own_params(plan.module):
-            kept = tuple(x.dtype for x in leaves(variable) if is_floating(x))
-            stored = kept if policy is None else (policy.param_dtype,) * len(kept)
-            path, theirs = owners.setdefault(id(variable), (plan.path, stored))
-            if stored != theirs:
+            dtypes = tuple(x.dtype for x in leaves(variable) if is_floating(x))
+            if policy is not None:
+                dtypes = (policy.param_dtype,) * len(dtypes)
+            path, others = owners.setdefault(id(variable), (plan.path, dtypes))
+            if dtypes != others:
                 raise ValueError(
                     f"{path!r} and {plan.path!r} share a param, but the rules store it in "
-                    f"{theirs[0]} for one and in {stored[0]} for the other. Give both policies "
+                    f"{others[0]} for one and in {dtypes[0]} for the other. Give both policies "
                     "with the same params dtype"
                 )

@@ -16,20 +16,19 @@ from jaxmp._flax.module_casts import (
     Casts,
     call_with_casts,
     layer_dtype,
-    leaving_out,
     takes_float_dtype,
+    with_family,
 )
 from jaxmp._flax.module_checks import Promise, check_result
 from jaxmp._flax.nnx_modules import (
     first_paths,
-    held_params,
-    is_called,
     is_flax_layer,
     is_node,
     leaves,
     modules,
     modules_with_paths,
     own_params,
+    params_in_use,
     takes_dtype,
 )
 from jaxmp._flax.nnx_plans import (
@@ -39,7 +38,7 @@ from jaxmp._flax.nnx_plans import (
     make_plans,
     unreached,
 )
-from jaxmp._modules.decisions import check_computable, module_rules
+from jaxmp._modules.decisions import has_call, kind_text, module_rules
 from jaxmp._modules.scopes import new_instance
 from jaxmp._modules.summary import Row, Summary, dtype_text
 from jaxmp._numerics.tree import cast_floating
@@ -65,7 +64,7 @@ def apply_policy(
     cast to the output dtype of the module's own policy. A module without a `dtype` is left alone,
     unless a rule names it: then its floating inputs are cast to the compute dtype. These casts are
     around `__call__`; other methods are not cast. Batch statistics, RNG state and all variables
-    that are no `nnx.Param` stay unchanged. A warning reports the share of params that no policy
+    that are not an `nnx.Param` stay unchanged. A warning reports the share of params that no policy
     reaches, because their module has no `dtype`.
 
     Args:
@@ -97,8 +96,8 @@ def apply_policy(
     """
     _check_model(model)
     rules = module_rules(rules)
-    check_computable(rules)
-    before = [_Snapshot.of(module) for module in modules(model)]
+    # Checks read the model as it will be: if one fails, the model gets back all that was changed.
+    snapshots = [_Snapshot.of(module) for module in modules(model)]
     try:
         for module in modules(model):
             _restore(module)
@@ -108,9 +107,14 @@ def apply_policy(
         rules.warn_unused(
             {path: module for path, module, _ in modules_with_paths(model)}, strict=strict
         )
-        originals = _param_dtypes(plans)
+        # All dtypes before the first cast: modules may share params.
+        dtypes = {
+            id(variable): tuple(getattr(x, "dtype", None) for x in leaves(variable))
+            for plan in plans
+            for variable in own_params(plan.module)
+        }
         for plan in plans:
-            _apply_plan(plan, originals)
+            _apply_plan(plan, dtypes)
         for plan in plans:
             params = {
                 name: variable.get_raw_value()
@@ -119,11 +123,12 @@ def apply_policy(
             }
             float8.note(plan.path, plan.module, plan.decision, params)
         float8.warn(model)
-        warn_of_cpu_compiler(dtypes_of(rules), [snapshot.values for snapshot in before])
-        for module in check_reached(plans, strict):  # reported, so no second report by promise
+        warn_of_cpu_compiler(dtypes_of(rules), [snapshot.values for snapshot in snapshots])
+        # These are reported here: without a promise, a call does not report them again.
+        for module in check_reached(plans, strict):
             _set(module, "_jaxmp", dataclasses.replace(vars(module)["_jaxmp"], promise=None))
     except BaseException:
-        for snapshot in before:
+        for snapshot in snapshots:
             snapshot.put_back()
         raise
     return model
@@ -172,7 +177,7 @@ def summary(model: Any) -> Summary:
     """
     _check_model(model)
     rows = []
-    own_way = {
+    unreached_ids = {
         id(param)
         for module in modules(model)
         if "_jaxmp" in vars(module)
@@ -185,11 +190,11 @@ def summary(model: Any) -> Summary:
             compute = "from inputs" if module.dtype is None else jax.numpy.dtype(module.dtype).name
             output = "" if module.dtype is None else compute
             compute += float8_text(module, vars(module).get("kernel"))
-        placed = vars(module).get("_jaxmp")
-        if placed is not None and placed.casts.output is not None:
-            output = placed.casts.output.name
+        record = vars(module).get("_jaxmp")
+        if record is not None and record.casts.output is not None:
+            output = record.casts.output.name
         count = sum(x.size for x in own)
-        reached = not any(id(param) in own_way for param in own_params(module))
+        reached = not any(id(param) in unreached_ids for param in own_params(module))
         name = type(module).__name__
         rows.append(Row(path, name, dtype_text(own), compute, output, count, reached))
     return Summary(tuple(rows))
@@ -197,12 +202,10 @@ def summary(model: Any) -> Summary:
 
 @dataclasses.dataclass(frozen=True)
 class _Placed:
-    """The casts, promise and earlier state of a module under a policy, stored on the module.
+    """The casts, promise and earlier state of a module under a policy, stored on the module."""
 
-    It is a static attribute, hence part of the graphdef: `nnx.split`, `nnx.merge` and `nnx.jit`
-    keep it, and distinguish models under different rules.
-    """
-
+    # A static attribute, hence part of the graphdef: `nnx.split`, `nnx.merge` and `nnx.jit` keep
+    # it, and distinguish models under different rules. Pickles record these names.
     casts: Casts
     promise: Promise | None
     policy: Policy
@@ -222,6 +225,7 @@ class _Snapshot(NamedTuple):
     @classmethod
     def of(cls, module: Any) -> "_Snapshot":
         """Takes a snapshot of a module."""
+        # Without copies: a cast makes new arrays, and sets them.
         names = (*_SET_BY_POLICY, "_jaxmp")
         attributes = {name: vars(module)[name] for name in names if name in vars(module)}
         values = [(variable, variable.get_raw_value()) for variable in own_params(module)]
@@ -250,7 +254,6 @@ _set = object.__setattr__
 def _check_model(model: Any) -> None:
     if isinstance(model, nnx.Module):
         return
-    what = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
     hint = ""
     if isinstance(model, type) and issubclass(model, nnx.Module):
         hint = ". Make a module of it first"
@@ -258,34 +261,26 @@ def _check_model(model: Any) -> None:
         hint = ". For a linen module use jaxmp.linen"
     elif isinstance(model, (nnx.State, nnx.GraphDef)):
         hint = ". Put the parts together with nnx.merge first"
-    raise TypeError(f"jaxmp.nnx works on nnx modules, got {what}{hint}")
+    raise TypeError(f"jaxmp.nnx works on nnx modules, got {kind_text(model)}{hint}")
 
 
-def _param_dtypes(plans: list[ModulePlan]) -> dict[int, tuple[Any, ...]]:
-    """Returns the dtypes of all params before any of them is cast; modules may share params."""
-    return {
-        id(variable): tuple(getattr(x, "dtype", None) for x in leaves(variable))
-        for plan in plans
-        for variable in own_params(plan.module)
-    }
-
-
-def _apply_plan(plan: ModulePlan, originals: dict[int, tuple[Any, ...]]) -> None:
+def _apply_plan(plan: ModulePlan, dtypes: dict[int, tuple[Any, ...]]) -> None:
     module, policy = plan.module, plan.decision.policy
     if policy is None:
         return
     own, params, casts = vars(module), own_params(module), plan.casts
-    products = product_attributes(module, policy, plan.left_out) if takes_dtype(module) else {}
+    products = product_attributes(module, policy, plan.family) if takes_dtype(module) else {}
     before = tuple((name, own[name]) for name in (*_DTYPES, *products) if name in own)
+    # A layer of Flax returns the compute dtype anyway. Without casts it keeps its class.
     if is_flax_layer(module) and casts == Casts(output=policy.compute_dtype):
-        casts = Casts()  # the layer returns the compute dtype anyway
-    if is_called(module) and (is_layer(module) or not is_flax_layer(module)):
-        casts = leaving_out(casts, policy, plan.left_out)
-    if not (before or held_params(module) or casts or plan.promise):
+        casts = Casts()
+    if has_call(module) and (is_layer(module) or not is_flax_layer(module)):
+        casts = with_family(casts, policy, plan.family)
+    if not (before or params_in_use(module) or casts or plan.promise):
         return
-    kept = tuple(originals[id(variable)] for variable in params)
+    originals = tuple(dtypes[id(variable)] for variable in params)
     plain = vars(type(module)).get("_jaxmp_plain", type(module))
-    placed = _Placed(casts, plan.promise, policy, plain, before, kept)
+    record = _Placed(casts, plan.promise, policy, plain, before, originals)
     if takes_dtype(module):
         # These two write the normalised weight back into their inner layer, so their dtype is a
         # storage dtype.
@@ -304,27 +299,29 @@ def _apply_plan(plan: ModulePlan, originals: dict[int, tuple[Any, ...]]) -> None
         value = variable.get_raw_value()
         variable.set_raw_value(cast_floating(value, policy.param_dtype))
     if casts or plan.promise:
-        cls: Any = placed.plain
+        cls: Any = record.plain
         _set(module, "__class__", _casting(cls, not jax.tree_util.all_leaves([module])))
-    _set(module, "_jaxmp", placed)
+    _set(module, "_jaxmp", record)
 
 
 def _restore(module: Any) -> None:
-    placed = vars(module).get("_jaxmp")
-    if placed is None:
+    record = vars(module).get("_jaxmp")
+    if record is None:
         return
-    _set(module, "__class__", placed.plain)
-    for name, value in placed.before:
+    _set(module, "__class__", record.plain)
+    for name, value in record.before:
         setattr(module, name, value)
-    for variable, dtypes in zip(own_params(module), placed.params, strict=False):
-        leaves, treedef = jax.tree.flatten(variable.get_raw_value())
-        if len(leaves) == len(dtypes):
-            pairs = zip(leaves, dtypes, strict=True)
-            cast = [x if dtype is None else cast_floating(x, dtype) for x, dtype in pairs]
-            variable.set_raw_value(jax.tree.unflatten(treedef, cast))
+    # The model may have changed since: it may have more params, or a param of another structure.
+    for variable, dtypes in zip(own_params(module), record.params, strict=False):
+        arrays, treedef = jax.tree.flatten(variable.get_raw_value())
+        if len(arrays) == len(dtypes):
+            pairs = zip(arrays, dtypes, strict=True)
+            arrays = [x if dtype is None else cast_floating(x, dtype) for x, dtype in pairs]
+            variable.set_raw_value(jax.tree.unflatten(treedef, arrays))
     object.__delattr__(module, "_jaxmp")
 
 
+# Pickles of modules under rules record this function by its name, with its arguments.
 @functools.lru_cache(maxsize=512)
 def _casting(cls: Any, is_pytree: bool) -> Any:
     """Makes a subclass with the same name that applies the casts stored on its instances."""
@@ -332,15 +329,15 @@ def _casting(cls: Any, is_pytree: bool) -> Any:
     @functools.wraps(cls.__call__)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         # A new instance from type(module)(...) has no policy yet.
-        placed = vars(self).get("_jaxmp")
+        record = vars(self).get("_jaxmp")
 
         def function(*args: Any, **kwargs: Any) -> Any:
             out = cls.__call__(self, *args, **kwargs)
-            if placed is not None and placed.promise is not None:
-                check_result(placed.promise, (args, kwargs), out)
+            if record is not None and record.promise is not None:
+                check_result(record.promise, (args, kwargs), out)
             return out
 
-        casts = Casts() if placed is None else placed.casts
+        casts = Casts() if record is None else record.casts
         return call_with_casts(function, casts, args, kwargs, is_opaque=is_node)
 
     def reduce_ex(self: Any, protocol: Any) -> Any:

@@ -26,28 +26,26 @@ ModelT = TypeVar("ModelT")
 
 
 @contextlib.contextmanager
-def scoped(tree: Any, rules: PolicyRules) -> Iterator[None]:
-    """Makes the modules of a tree run in scopes, as long as this context is open.
-
-    Args:
-      tree: a pytree with modules.
-      rules: rules that give each module a policy.
+def open_scopes(tree: Any, rules: PolicyRules) -> Iterator[None]:
+    """Makes the modules of a tree run in scopes for their policies, as long as this is open.
 
     Raises:
       ValueError: if a module is at two places for which the rules have different policies.
     """
-    leaves = jax.tree.leaves(tree, is_leaf=is_node)
-    roots = [leaf for leaf in leaves if isinstance(leaf, nnx.Module)]
-    changed: list[Any] = []
+    roots = _root_modules(tree)
+    scoped_modules: list[Any] = []
     try:
         for root in roots:
-            for module, scope in _scopes(root, rules):
-                changed.append(module)
+            for module, scope in _module_scopes(root, rules):
+                scoped_modules.append(module)
                 _enter(module, scope)
         yield
     finally:
-        for module in changed:
-            _leave(module)
+        # A copy that the function puts into one of these modules has the scopes too.
+        for inner in [inner for module in scoped_modules for inner in modules(module)]:
+            if (scope := vars(inner).get("_jaxmp_scope")) is not None:
+                object.__setattr__(inner, "__class__", scope.plain)
+                object.__delattr__(inner, "_jaxmp_scope")
 
 
 def with_scopes(model: ModelT) -> ModelT:
@@ -81,11 +79,9 @@ def with_scopes(model: ModelT) -> ModelT:
 
 
 def with_plain_params(loss_fn: Callable[..., Any], model: Any) -> tuple[Callable[..., Any], Any]:
-    """Returns a loss of plain params for a loss of a live model, and the params.
+    """Returns a loss of plain params for `loss_fn(model, *args, **kwargs)`, and the params.
 
-    Args:
-      loss_fn: `loss_fn(model, *args, **kwargs)`. Its changes of the model are lost.
-      model: the model, which stays as it is. In the new loss its modules are named by scopes.
+    The model stays as it is. In the new loss its modules are named by scopes.
     """
     graphdef, *states = nnx.split(with_scopes(nnx.clone(model)), nnx.Param, ...)
     params, others = states
@@ -97,23 +93,23 @@ def with_plain_params(loss_fn: Callable[..., Any], model: Any) -> tuple[Callable
     return of_params, params
 
 
-def unused_rules(tree: Any, rules: PolicyRules) -> None:
+def warn_unused_rules(tree: Any, rules: PolicyRules) -> None:
     """Warns of rules that decide nothing about the modules in a tree."""
+    roots = _root_modules(tree)
+    by_path = {path: module for root in roots for path, module, _ in modules_with_paths(root)}
+    rules.warn_unused(by_path, strict=False)
+
+
+def _root_modules(tree: Any) -> list[Any]:
     leaves = jax.tree.leaves(tree, is_leaf=is_node)
-    found = {
-        path: module
-        for leaf in leaves
-        if isinstance(leaf, nnx.Module)
-        for path, module, _ in modules_with_paths(leaf)
-    }
-    rules.warn_unused(found, strict=False)
+    return [leaf for leaf in leaves if isinstance(leaf, nnx.Module)]
 
 
-def _scopes(root: Any, rules: PolicyRules) -> list[tuple[Any, Scope]]:
+def _module_scopes(root: Any, rules: PolicyRules) -> list[tuple[Any, Scope]]:
     decisions: dict[str, Decision] = {}
     layers: set[str] = set()
     float8 = Float8Layers(rules, strict=False)
-    found: dict[int, tuple[Any, Scope, str]] = {}
+    scopes: dict[int, tuple[Any, Scope, str]] = {}
     for path, module, parent in modules_with_paths(root):
         caller = None if parent is None else decisions[parent]
         decision = decide(rules, path, module, caller, in_layer=parent in layers)
@@ -122,31 +118,24 @@ def _scopes(root: Any, rules: PolicyRules) -> list[tuple[Any, Scope]]:
         policy = decision.policy
         family = float8.family(path, module, decision)
         scope = Scope(path_names(path), policy_names(policy, family), type(module))
-        _, first, there = found.setdefault(id(module), (module, scope, path))
-        if decisions[there].policy != policy:
+        _, first, first_path = scopes.setdefault(id(module), (module, scope, path))
+        if decisions[first_path].policy != policy:
             raise ValueError(
-                f"{type(module).__name__} is one module at two places, {there!r} and {path!r}, "
-                "and the rules give them different policies. Give both the same policy"
+                f"{type(module).__name__} is one module at two places, {first_path!r} and "
+                f"{path!r}, and the rules give them different policies. Give both the same policy"
             )
         if family is not None:  # left out at one place, it is left out at all
-            left_out = dataclasses.replace(first, policies=scope.policies)
-            found[id(module)] = module, left_out, there
-    return [(module, scope) for module, scope, _ in found.values()]
+            first = dataclasses.replace(first, policies=scope.policies)
+            scopes[id(module)] = module, first, first_path
+    return [(module, scope) for module, scope, _ in scopes.values()]
 
 
 def _enter(module: Any, scope: Scope) -> None:
     cls: Any = type(module)
     cls = _scoped_class(cls, not jax.tree_util.all_leaves([module]))
+    # nnx's own __setattr__ would add the name to the module's list of attributes for good.
     object.__setattr__(module, "_jaxmp_scope", scope)
     object.__setattr__(module, "__class__", cls)
-
-
-def _leave(module: Any) -> None:
-    for each in modules(module):
-        scope = vars(each).get("_jaxmp_scope")
-        if scope is not None:
-            object.__setattr__(each, "__class__", scope.plain)
-            object.__delattr__(each, "_jaxmp_scope")
 
 
 @functools.lru_cache(maxsize=512)
@@ -157,26 +146,21 @@ def _scoped_class(cls: Any, is_pytree: bool) -> Any:
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
     }
-    for name, method in _methods(cls):
-        body[name] = _method_in_scope(method)
-    keywords = {"pytree": is_pytree}
-    return types.new_class(cls.__name__, (cls,), keywords, lambda space: space.update(body))
 
+    def with_scope(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            scope = vars(self).get("_jaxmp_scope")
+            with contextlib.nullcontext() if scope is None else in_scope(scope):
+                return method(self, *args, **kwargs)
 
-def _methods(cls: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Yields the public methods of a class and its `__call__`, without those of `nnx.Module`."""
+        return call
+
+    # Public methods and `__call__`, but not those of `nnx.Module`.
     own = [base for base in cls.__mro__ if base not in nnx.Module.__mro__]
     for name in dict.fromkeys(name for base in own for name in vars(base)):
         method = inspect.getattr_static(cls, name)
         if inspect.isfunction(method) and (name == "__call__" or not name.startswith("_")):
-            yield name, method
-
-
-def _method_in_scope(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        scope = vars(self).get("_jaxmp_scope")
-        with contextlib.nullcontext() if scope is None else in_scope(scope):
-            return method(self, *args, **kwargs)
-
-    return call
+            body[name] = with_scope(method)
+    keywords = {"pytree": is_pytree}
+    return types.new_class(cls.__name__, (cls,), keywords, lambda space: space.update(body))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, PyTree
 
-from jaxmp._flax.nnx_modules import call_pure, is_node, pure, transformed
+from jaxmp._flax.nnx_modules import call_pure, is_node, pure, with_transform
 from jaxmp._float32_reduction.api import GradientReduction, gradient_reduction, reduce_in_float32
 from jaxmp._mesh.fsdp import FSDP
 from jaxmp._mesh.placement import placed_beside
@@ -86,6 +86,9 @@ def value_and_grad(
     Array([4.], dtype=float32)
     """
     several = isinstance(argnums, Sequence)
+    if fsdp is not None and several:
+        raise ValueError("fsdp is for the params of one module: give argnums as one number")
+    reduction = gradient_reduction(reduce_dtype, fsdp)
     options = GradientOptions(
         argnums=argnums,
         several=several,
@@ -93,7 +96,7 @@ def value_and_grad(
         loss_scale=loss_scale,
         microbatches=microbatches,
         batch_argnums=batch_argnums,
-        reduction=_module_reduction(reduce_dtype, fsdp, several),
+        reduction=None if reduction is None else _ModuleReduction(*reduction),
     )
     check_recompute(recompute)
 
@@ -105,16 +108,16 @@ def value_and_grad(
             return loss_fn(*args[:count], **dict(zip(names, args[count:], strict=True)))
 
         if recompute != "never":
-            lean = functools.partial(recompute_function, mode=recompute)
-            call = transformed(call, lean, "jaxmp.recompute")
+            transform = functools.partial(recompute_function, mode=recompute)
+            call = with_transform(call, transform, "jaxmp.recompute")
         # Pass keyword arguments by position, so that modules among them can change too.
-        everything = (*args, *kwargs.values())
+        nodes = (*args, *kwargs.values())
         evaluate = scaled_evaluation(call, wrt, options, _grad)
-        state = _State(everything)
+        state = _State(nodes)
         if options.loss_scale is None:
-            _warn_of_float16(everything)
+            _warn_of_float16(nodes)
         if microbatches == 1:
-            loss, grads, aux = evaluate(*everything)
+            loss, grads, aux = evaluate(*nodes)
         else:
             loss, grads, aux = _over_microbatches(evaluate, wrt, options, args, kwargs)
         return options.result(Evaluation(loss, state.keep_unless_finite(loss, grads), aux))
@@ -157,38 +160,29 @@ class _ModuleReduction(GradientReduction):
         pure_fun = pure(fun, _REDUCTION)
         filters = [(x.argnum, nnx.filterlib.to_predicate(x.filter)) for x in argnums]
 
-        def is_wanted(path: Any, value: Any) -> bool:
-            return any(path[0] == i and is_in(path[1:], value) for i, is_in in filters)
+        def is_param(path: Any, value: Any) -> bool:
+            return any(path[0] == i and matches(path[1:], value) for i, matches in filters)
 
         def rewritten(params: Any, others: Any, graphdef: Any) -> Any:
             self.check()
             # The params of each argument, in the structure of their gradients.
             own = [nnx.State(params.raw_mapping.get(x.argnum, {})) for x in argnums]
-            layouts = self.layouts(own)
-            call, given = reduce_in_float32(pure_fun, (params, others, graphdef), (0,), layouts)
-            return call(*given)
+            trees = (params, others, graphdef)
+            call, operands = reduce_in_float32(pure_fun, trees, (0,), self.layouts(own))
+            return call(*operands)
 
-        return lambda *nodes: call_pure(rewritten, _REDUCTION, nodes, is_wanted), tuple(args)
-
-
-def _module_reduction(
-    reduce_dtype: Any, fsdp: FSDP | None, several: bool
-) -> _ModuleReduction | None:
-    if fsdp is not None and several:
-        raise ValueError("fsdp is for the params of one module: give argnums as one number")
-    reduction = gradient_reduction(reduce_dtype, fsdp)
-    return None if reduction is None else _ModuleReduction(*reduction)
+        return lambda *nodes: call_pure(rewritten, _REDUCTION, nodes, is_param), tuple(args)
 
 
 def _warn_of_float16(args: tuple[Any, ...]) -> None:
     """Warns if the `dtype` of any module is float16; operations are not inspected."""
-    low = [
+    paths = [
         "/".join(map(str, path[1:]))
         for path, node in nnx.iter_graph(args, graph=True)
         if isinstance(node, nnx.Module) and getattr(node, "dtype", None) == jnp.float16
     ]
-    if low:
-        warn_of_float16(low)
+    if paths:
+        warn_of_float16(paths)
 
 
 class Optimizer(nnx.Optimizer):
@@ -220,6 +214,7 @@ class Optimizer(nnx.Optimizer):
                 f"tx must be jaxmp.mixed_precision(optimizer, policy), got {type(tx).__name__}"
             )
         super().__init__(model, tx, wrt=wrt)
+        # A jit takes no arrays on different devices: the counter goes where the params are.
         params = nnx.as_pure(nnx.state(model, wrt))
         self.step.set_raw_value(placed_beside(params, self.step[...]))
 
@@ -250,6 +245,7 @@ class Optimizer(nnx.Optimizer):
                 "update takes the model and then its gradients: optimizer.update(model, grads); "
                 "got a State as the model, and a module as its gradients"
             )
+        # Flax's own update would add to the params, which are the masters, rounded.
         params = nnx.as_pure(nnx.state(model, self.wrt))
         params, opt_state = self.tx.apply_gradients(
             nnx.as_pure(nnx.state(grads, self.wrt)),
@@ -265,15 +261,12 @@ class Optimizer(nnx.Optimizer):
 
 
 class _State:
-    """The values in all modules of a tree before a loss function may change them.
-
-    They are stored by path, not by variable, since modules may replace variables or hold plain
-    arrays. Reads and writes bypass the hooks of variables, which would be applied twice.
-    """
+    """The values in all modules of a tree before a loss function may change them."""
 
     def __init__(self, tree: Any) -> None:
         self.tree = tree
-        self.values = {path: _value(node) for path, node in _holders(tree)}
+        # By path, not by variable: modules may replace variables or hold plain arrays.
+        self.values = {path: _value(node) for path, node in _leaf_nodes(tree)}
 
     def keep_unless_finite(self, loss: Any, grads: PyTree) -> PyTree:
         """Restores old values if anything is not finite.
@@ -282,16 +275,22 @@ class _State:
           The gradients; NaN if the loss or a new value is not finite.
         """
         nodes = dict(nnx.iter_graph(self.tree, graph=True))
-        changed = []
-        for path, node in _holders(self.tree):
-            old = self.values.get(path)
-            if old is not None and _value(node) is not old and _comparable(_value(node), old):
-                changed.append((path, node, _like(_value(node), old), old))
-        new, old = [item[2] for item in changed], [item[3] for item in changed]
-        others = all_finite(loss) & stays_finite(new, old)
-        grads = jax.tree.map(lambda g: jnp.where(others, g, jnp.nan).astype(g.dtype), grads)
-        kept = select(all_finite(grads), new, old)
-        for (path, node, _, _), value in zip(changed, kept, strict=True):
+        places, new, old = [], [], []
+        for path, node in _leaf_nodes(self.tree):
+            before, after = self.values.get(path), _value(node)
+            if before is None or after is before or not same_structure(after, before):
+                continue
+            # A value of another shape cannot go back to the old one.
+            leaves = zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True)
+            if all(jnp.shape(x) == jnp.shape(y) for x, y in leaves):
+                places.append((path, node))
+                new.append(_like(after, before))
+                old.append(before)
+        is_finite = all_finite(loss) & stays_finite(new, old)
+        # So that the optimizer skips the step too, by its own look at the gradients.
+        grads = jax.tree.map(lambda g: jnp.where(is_finite, g, jnp.nan).astype(g.dtype), grads)
+        values = select(all_finite(grads), new, old)
+        for (path, node), value in zip(places, values, strict=True):
             if isinstance(node, nnx.Variable):
                 node.set_raw_value(value)
             else:
@@ -299,7 +298,7 @@ class _State:
         return grads
 
 
-def _holders(tree: Any) -> list[tuple[Any, Any]]:
+def _leaf_nodes(tree: Any) -> list[tuple[Any, Any]]:
     """Returns the variables in a tree, and the plain arrays in modules, with their paths."""
     nodes = dict(nnx.iter_graph(tree, graph=True))
     return [
@@ -310,8 +309,9 @@ def _holders(tree: Any) -> list[tuple[Any, Any]]:
     ]
 
 
-def _value(holder: Any) -> Any:
-    return holder.get_raw_value() if isinstance(holder, nnx.Variable) else holder
+def _value(node: Any) -> Any:
+    # A read through the hooks of a variable, and a write of its result, would apply them twice.
+    return node.get_raw_value() if isinstance(node, nnx.Variable) else node
 
 
 def _like(new: PyTree, old: PyTree) -> PyTree:
@@ -319,14 +319,6 @@ def _like(new: PyTree, old: PyTree) -> PyTree:
         return cast_floating(jnp.asarray(x), y.dtype) if is_floating(y) else x
 
     return jax.tree.map(cast, new, old)
-
-
-def _comparable(new: PyTree, old: PyTree) -> bool:
-    """Whether two values have the same structure and shapes, so that `old` can replace `new`."""
-    return same_structure(new, old) and all(
-        jnp.shape(x) == jnp.shape(y)
-        for x, y in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
-    )
 
 
 def _holds_state(arg: Any) -> bool:
@@ -350,12 +342,13 @@ def _over_microbatches(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Evaluation:
-    """Scans over the parts of the batch; carries variables from each part to the next."""
+    """Scans over the parts of the batch."""
     batch = options.batch(args, [x.argnum for x in wrt], _holds_state)
     arrays = {name: x for name, x in kwargs.items() if not _holds_state(x)}
     args = (*args, *kwargs.values())
-    whole = {i: arg for i, arg in enumerate(args) if i not in batch}
-    graphdef, state = nnx.split(whole, graph=True)
+    # The other arguments are carried: each part starts with the state that the last one left.
+    carried = {i: arg for i, arg in enumerate(args) if i not in batch}
+    graphdef, state = nnx.split(carried, graph=True)
     leaves, treedef = jax.tree.flatten(state)
     structure: Any = treedef
     gradient_trees: list[Any] = []
@@ -363,6 +356,7 @@ def _over_microbatches(
     def evaluate_part(carry: list[Any], part: dict[int, Any]) -> tuple[list[Any], Evaluation]:
         nodes = nnx.merge(graphdef, jax.tree.unflatten(treedef, carry))
         loss, grads, aux = evaluate(*[part[i] if i in part else nodes[i] for i in range(len(args))])
+        # A scan sums lists of arrays. The structure of gradients is known once it has traced them.
         grads, gradient_tree = jax.tree.flatten(grads)
         gradient_trees.append(gradient_tree)
         new, new_treedef = jax.tree.flatten(nnx.state(nodes, graph=True))
@@ -374,28 +368,26 @@ def _over_microbatches(
         return [_like(x, y) for x, y in zip(new, carry, strict=True)], Evaluation(loss, grads, aux)
 
     carry, (loss, grads, aux) = sum_over_microbatches(
-        evaluate_part, leaves, _trained(wrt, args), batch, options.microbatches, arrays
+        evaluate_part, leaves, _differentiated(wrt, args), batch, options.microbatches, arrays
     )
-    nnx.update(whole, jax.tree.unflatten(treedef, carry))
+    nnx.update(carried, jax.tree.unflatten(treedef, carry))
     return Evaluation(loss, jax.tree.unflatten(gradient_trees[0], grads), aux)
 
 
-def _trained(wrt: tuple[nnx.DiffState, ...], args: tuple[Any, ...]) -> list[Any]:
-    """Returns the arrays to differentiate, in the order of their gradients.
-
-    A variable that two arguments share has one gradient, in the first of them.
-    """
-    found: list[Any] = []
-    seen: set[int] = set()
+def _differentiated(wrt: tuple[nnx.DiffState, ...], args: tuple[Any, ...]) -> list[Any]:
+    """Returns the arrays to differentiate, in the order of their gradients."""
+    arrays: list[Any] = []
+    ids: set[int] = set()
     for x in wrt:
         arg = args[x.argnum]
         if not _holds_state(arg):
-            found += jax.tree.leaves(arg)
+            arrays += jax.tree.leaves(arg)
             continue
         state = nnx.state(arg, x.filter, graph=True)
         variables = jax.tree.leaves(state, is_leaf=lambda v: isinstance(v, nnx.Variable))
         for variable in variables:
-            if id(variable) not in seen:
-                seen.add(id(variable))
-                found += jax.tree.leaves(variable.get_raw_value())
-    return found
+            # A variable that two arguments share has one gradient, in the first of them.
+            if id(variable) not in ids:
+                ids.add(id(variable))
+                arrays += jax.tree.leaves(variable.get_raw_value())
+    return arrays

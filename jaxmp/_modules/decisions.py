@@ -11,7 +11,8 @@ def module_rules(rules: Any) -> PolicyRules:
     """Converts a name, a policy or rules to rules for modules.
 
     Raises:
-      ValueError: for `"O1"`, which is about operations.
+      ValueError: for `"O1"`, which is about operations; for a compute dtype of float8, which no
+        layer supports.
       TypeError: for anything else.
     """
     if isinstance(rules, str) and rules.strip() == "O1":
@@ -19,11 +20,7 @@ def module_rules(rules: Any) -> PolicyRules:
             "O1 chooses a dtype for each operation, not for each module: use "
             "jaxmp.autocast(loss_fn, 'O1'), or 'mixed_float16' for modules"
         )
-    return get_rules(rules)
-
-
-def check_computable(rules: PolicyRules) -> None:
-    """Raises ValueError for rules whose compute dtype is float8, which no layer supports."""
+    rules = get_rules(rules)
     for policy in all_policies(rules):
         if policy.compute_dtype.itemsize == 1:
             raise ValueError(
@@ -31,6 +28,18 @@ def check_computable(rules: PolicyRules) -> None:
                 "plain cast to float8 loses small values. Use 'mixed_float8', which scales what it "
                 "rounds"
             )
+    return rules
+
+
+def kind_text(model: Any) -> str:
+    """Names a value that is no module of a library, for the error that says so."""
+    return f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+
+
+def has_call(module: Any) -> bool:
+    """Whether a module has a `__call__`."""
+    # Every class has a __call__ from its metaclass; instances only have one from a class body.
+    return any("__call__" in vars(base) for base in type(module).__mro__)
 
 
 def decide(
@@ -39,34 +48,21 @@ def decide(
     """Looks up the rules for a module; layers inside a layer of a library follow the outer layer.
 
     For example, a rule about an attention layer also holds for its projections, unless a rule
-    names these: they are an implementation detail of the library.
-
-    Args:
-      rules: the rules.
-      path: the path of the module.
-      module: the module.
-      caller: the decision for the calling module.
-      in_layer: whether the caller is a layer of the library that contains this module.
-
-    Returns:
-      The decision.
+    names these. `in_layer` says that the caller is a layer of the library around this module.
     """
+    # Layers inside of a layer are an implementation detail of the library.
     decision = rules.decide(path, module)
     return caller if decision.rule is None and in_layer and caller is not None else decision
 
 
 def family_of(
-    path: str, module: Any, decision: Decision, found: Mapping[str, str | None]
+    path: str, module: Any, decision: Decision, families: Mapping[str, str | None]
 ) -> str | None:
     """Returns the family for which a module is left out of float8; None if it is not.
 
-    What a rule puts in is not left out, and nor is what is in it.
-
-    Args:
-      path: the path of the module.
-      module: the module.
-      decision: the decision of the rules.
-      found: the results for modules around it, by their paths.
+    For example, a layer named `lm_head` is left out as a head. But a module that a rule puts in
+    float8 stays in, and so do the modules inside of it. `families` has the results for the modules
+    around it, by their paths.
 
     >>> from jaxmp._policies.policy import Policy
     >>> policy = Policy("f32", "bf16", "f32", products="tensorwise")
@@ -79,8 +75,10 @@ def family_of(
     policy, rule = decision
     if rule is not None and policy is not None and policy.products is not None:
         return None
+    # Only the names below the innermost module around this one are looked at: a rule may have put
+    # that module in, although its own name is in a family.
     names = path.split("/") if path else []
-    outer = [end for end in range(len(names)) if "/".join(names[:end]) in found]
-    start = max(outer, default=0)
-    around = found.get("/".join(names[:start]))
-    return around or family_left_out("/".join(names[start:]), module)
+    lengths = [i for i in range(len(names)) if "/".join(names[:i]) in families]
+    start = max(lengths, default=0)
+    outer = families.get("/".join(names[:start]))
+    return outer or family_left_out("/".join(names[start:]), module)

@@ -8,7 +8,7 @@ def require(package: str, why: str) -> None:
 
     Args:
       package: its name.
-      why: how the error begins: what needs it.
+      why: the beginning of the error: what needs it.
 
     Raises:
       ModuleNotFoundError: if it is not installed. A package that fails to import raises its own
@@ -21,6 +21,7 @@ def require(package: str, why: str) -> None:
     try:
         importlib.import_module(package)
     except ModuleNotFoundError as error:
+        # The package is there, and a package that it imports is not: its own error says so.
         if error.name != package:
             raise
         raise ModuleNotFoundError(

@@ -25,6 +25,7 @@ class Scope:
       plain: the class of the module without scopes.
     """
 
+    # Pickles of Equinox modules record the class and these names.
     path: tuple[str, ...]
     policies: tuple[str, ...]
     plain: Any
@@ -40,23 +41,20 @@ def path_names(path: str) -> tuple[str, ...]:
 
 
 def policy_names(policy: Policy | None, family: str | None) -> tuple[str, ...]:
-    """Returns the names of the scopes that a policy holds in.
-
-    Args:
-      policy: the policy of a module; None leaves it alone.
-      family: the family for which the module is left out of float8, if it is.
-    """
+    """Returns the scopes that tell autocast a policy, and the family that is left out of float8."""
     if policy is None or policy.products is None or family is None:
         return (policy_scope(policy),)
+    # Audits read the family as the reason.
     return (policy_scope(policy.with_products(None)), NOT_FLOAT8 + family)
 
 
 @contextlib.contextmanager
 def in_scope(scope: Scope) -> Iterator[None]:
     """Opens the scopes of a module, without the names that are open already."""
-    above = _PATH.get()
-    below = scope.path[: len(above)] == above
-    names = scope.path[len(above) :] if below else scope.path
+    # A caller's scopes are open around this one. A module of another model, such as a teacher, is
+    # not below them.
+    outer = _PATH.get()
+    names = scope.path[len(outer) :] if scope.path[: len(outer)] == outer else scope.path
     with contextlib.ExitStack() as scopes:
         for name in (*names, *scope.policies):
             scopes.enter_context(jax.named_scope(name))
@@ -69,6 +67,8 @@ def in_scope(scope: Scope) -> Iterator[None]:
 
 def new_instance(make_class: Callable[..., type], *args: Any) -> Any:
     """Makes an empty instance of a class that was made at run time, for pickle to fill.
+
+    Pickles record this function by its name.
 
     >>> new_instance(lambda name: type(name, (), {}), "Dense").__class__.__name__
     'Dense'

@@ -27,6 +27,7 @@ class Row:
     compute: str
     output: str
     params: int
+    # Nearly always true, and so not in the repr.
     reached: bool = dataclasses.field(default=True, repr=False)
 
 
@@ -51,6 +52,7 @@ class Summary:
         return sum(row.params for row in self.rows if not row.reached)
 
     def __rich__(self) -> Any:
+        # Who prints no table does not pay for the import of rich.
         from rich.table import Table
 
         caption = f"{self.params:,} params"
@@ -58,6 +60,7 @@ class Summary:
             share = f"{self.unreached / self.params:.0%}"
             caption += f", of which no policy reaches {self.unreached:,} ({share})"
         table = Table(caption=caption, caption_justify="left")
+        # A cut path would name no module: fold it.
         for name in ("path", "type", "params in", "computes in", "returns"):
             table.add_column(name, overflow="fold")
         table.add_column("params", justify="right")
@@ -75,6 +78,7 @@ class Summary:
     def __str__(self) -> str:
         from rich.console import Console
 
+        # Neither the width of a terminal nor a notebook changes the text.
         text = io.StringIO()
         Console(file=text, width=120, color_system=None, force_jupyter=False).print(self)
         return text.getvalue().rstrip()

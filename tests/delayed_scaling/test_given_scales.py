@@ -10,7 +10,13 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
 import jaxmp
-from jaxmp._delayed_scaling.places import Given, left_out, places_of, probed, run_with_scales
+from jaxmp._delayed_scaling.places import (
+    PlaceValues,
+    attach_probe,
+    operations_not_entered,
+    places_of,
+    run_with_scales,
+)
 from jaxmp._program import compat
 from tests.support.bits import tree_bits
 from tests.support.float8_references import rounded, scale
@@ -24,7 +30,7 @@ SLOPES = jnp.float32([[1, -2, 0.5], [3, -5, 4], [0, 0, 0], [7, 1, 2]])
 
 def weighted(x: Any, slopes: Any, *probes: Any) -> Any:
     """A sum whose cotangent is `slopes`, at each of some probes."""
-    return sum((jnp.sum(probed(x, probe) * slopes) for probe in probes), jnp.float32(0))
+    return sum((jnp.sum(attach_probe(x, probe) * slopes) for probe in probes), jnp.float32(0))
 
 
 def seen(fun: Any, *probes: Any) -> Any:
@@ -40,7 +46,7 @@ def test_a_probe_measures_the_cotangent_and_changes_nothing(dtype: Any) -> None:
     plain = jax.value_and_grad(lambda x: jnp.sum(x * slopes))(x)
 
     def fun(x: Any, probe: Any) -> Any:
-        return jnp.sum(probed(x, probe) * slopes)
+        return jnp.sum(attach_probe(x, probe) * slopes)
 
     value, (gradient, largest) = jax.jit(jax.value_and_grad(fun, argnums=(0, 1)))(x, ZERO)
     assert tree_bits((value, gradient)) == tree_bits(plain)
@@ -124,15 +130,17 @@ def test_devices_have_one_magnitude(devices: int, inside: bool) -> None:
 
 def test_forward_mode_and_transposition_of_a_probe() -> None:
     x = jnp.ones((4, 3))
-    value, along = jax.jvp(lambda x: jnp.sum(probed(x, ZERO) * SLOPES), (x,), (2 * x,))
+    value, along = jax.jvp(lambda x: jnp.sum(attach_probe(x, ZERO) * SLOPES), (x,), (2 * x,))
     assert (value, along) == (jnp.sum(SLOPES), 2 * jnp.sum(SLOPES))
-    second = jax.grad(lambda x: jnp.sum(jax.grad(lambda y: jnp.sum(probed(y, ZERO) ** 3))(x)))(x)
+    second = jax.grad(
+        lambda x: jnp.sum(jax.grad(lambda y: jnp.sum(attach_probe(y, ZERO) ** 3))(x))
+    )(x)
     np.testing.assert_array_equal(second, 6 * x)
 
 
 def test_a_probe_must_fit() -> None:
     with pytest.raises(TypeError, match=r"shape \(2,\) does not fit"):
-        probed(jnp.ones((4, 3)), jnp.zeros(2))
+        attach_probe(jnp.ones((4, 3)), jnp.zeros(2))
 
 
 # --- products ------------------------------------------------------------------------------------
@@ -151,14 +159,14 @@ def given_scales(fun: Any, *args: Any) -> Any:
     """A function of what is given and of the arguments of `fun`, which returns what was seen."""
     closed = jax.make_jaxpr(fun)(*args)
 
-    def run(given: Given, *args: Any) -> Any:
+    def run(given: PlaceValues, *args: Any) -> Any:
         (out,), found = run_with_scales(closed, args, given)
         return out, found
 
     return run
 
 
-def evaluated(given: Given, x: Any = X, w: Any = W, ct: Any = CT) -> Any:
+def evaluated(given: PlaceValues, x: Any = X, w: Any = W, ct: Any = CT) -> Any:
     """The product, what was seen, the two gradients, and the gradients of the probes."""
     run = given_scales(times, x, w)
 
@@ -178,8 +186,8 @@ def largest_of(*arrays: Any) -> list[Any]:
 
 
 def test_the_magnitudes_that_are_there_give_the_bits_of_current_scaling() -> None:
-    current = evaluated(Given([None, None], [None], [ZERO]))
-    delayed = evaluated(Given(largest_of(X, W), largest_of(CT), [ZERO]))
+    current = evaluated(PlaceValues([None, None], [None], [ZERO]))
+    delayed = evaluated(PlaceValues(largest_of(X, W), largest_of(CT), [ZERO]))
     assert tree_bits(delayed) == tree_bits(current)
     _, found, (_, _, (of_ct,)) = delayed
     assert [*found, of_ct] == largest_of(X, W, CT)
@@ -187,7 +195,7 @@ def test_the_magnitudes_that_are_there_give_the_bits_of_current_scaling() -> Non
 
 def test_each_given_scale_is_used() -> None:
     """A product with every scale too large, against NumPy: all three operands are clipped."""
-    given = Given([jnp.float32(0.5), jnp.float32(0.25)], [jnp.float32(0.125)], [ZERO])
+    given = PlaceValues([jnp.float32(0.5), jnp.float32(0.25)], [jnp.float32(0.125)], [ZERO])
     out, _, (dx, dw, _) = evaluated(given)
 
     def clipped(x: Any, expected: float, form: str) -> np.ndarray:
@@ -205,7 +213,7 @@ def test_each_given_scale_is_used() -> None:
 def test_an_overflow_reaches_the_gradients(which: str) -> None:
     arrays = {"x": X, "w": W, "ct": CT}
     broken = arrays | {which: arrays[which].at[3, 5].set(jnp.inf)}
-    given = Given(largest_of(X, W), largest_of(CT), [ZERO])
+    given = PlaceValues(largest_of(X, W), largest_of(CT), [ZERO])
     _, found, (dx, dw, (of_ct,)) = evaluated(given, **broken)
     assert np.isnan(np.asarray(dw)).any() or np.isnan(np.asarray(dx, np.float32)).any()
     assert not np.isfinite([*found, of_ct]).all()
@@ -213,7 +221,7 @@ def test_an_overflow_reaches_the_gradients(which: str) -> None:
 
 def test_derivatives_of_any_mode_and_order() -> None:
     """What no state knows, such as tangents, is scaled by the magnitudes that are there."""
-    given = Given(largest_of(X, W), largest_of(CT), [ZERO])
+    given = PlaceValues(largest_of(X, W), largest_of(CT), [ZERO])
     run = given_scales(times, X, W)
 
     def delayed(x: Any, w: Any) -> Any:
@@ -239,7 +247,7 @@ def test_derivatives_of_any_mode_and_order() -> None:
 def test_vmap_is_a_loop() -> None:
     """Each element is scaled by what is given, and has its own magnitudes."""
     run = given_scales(times, X, W)
-    given = Given(largest_of(X, W), largest_of(CT), [ZERO])
+    given = PlaceValues(largest_of(X, W), largest_of(CT), [ZERO])
     xs, cts = jnp.stack([X, X / 4, X / 2]), jnp.stack([CT / 8, CT, CT / 2])
 
     def gradients(x: Any, ct: Any) -> Any:
@@ -276,7 +284,7 @@ def test_places_are_found_in_jit_checkpoint_and_scan_and_named_elsewhere() -> No
     places = places_of(equations)
     assert places.backward == [(), (), (2, 3)]
     assert places.forward == [(), (), (), (), (2, 3), (2, 3)]
-    assert set(left_out(equations)) == {"cond"}
+    assert set(operations_not_entered(equations)) == {"cond"}
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "rowwise_hp", "tensorwise:weight_gradient=bfloat16"])

@@ -85,13 +85,7 @@ class CompiledProgram(NamedTuple):
 
 
 def read_program(text: str) -> CompiledProgram:
-    """Reads the collectives from the text of a compiled program.
-
-    Args:
-      text: the output of `compiled.as_text()`, or a compiler dump.
-
-    Returns:
-      The collectives and their context.
+    """Reads the collectives from the output of `compiled.as_text()`, or from a compiler dump.
 
     Raises:
       ValueError: if the replica groups have an unknown syntax, or a collective between slices.
@@ -101,22 +95,25 @@ def read_program(text: str) -> CompiledProgram:
     for computation in module.computations.values():
         for instruction in computation.instructions.values():
             reader.read(instruction)
-    around = {(i.computation, i.name): i for name in reader.homes for i in reader.around(name)}
-    loops = [i for i in around.values() if i.opcode == "while"]
+    callers = {(i.computation, i.name): i for name in reader.homes for i in reader.around(name)}
+    loops = [i for i in callers.values() if i.opcode == "while"]
+    # A callback sends to the host, and reaches no other device.
     sends = [
         instruction
         for computation in module.computations.values()
         for instruction in computation.instructions.values()
         if instruction.opcode == "send" and "is_host_transfer=true" not in instruction.attributes
     ]
+    # Few programs have float8, and a search of the text costs less than one of the dataflow.
+    float8 = tuple(float8_products(reader.flow)) if "f8e" in text else ()
     return CompiledProgram(
         devices=module.devices,
         slices=reader.slices.count,
         transfers=tuple(reader.transfers),
         unknown_loops=sum(reader.flow.trips(loop) is None for loop in loops),
-        conditionals=sum(i.opcode == "conditional" for i in around.values()),
+        conditionals=sum(i.opcode == "conditional" for i in callers.values()),
         sends=len(sends),
-        float8=tuple(float8_products(reader.flow)) if "f8e" in text else (),
+        float8=float8,
     )
 
 
@@ -130,36 +127,37 @@ class _TransferReader:
         self.slices = Slices(module)
         self.transfers: list[Transfer] = []
         self.homes: dict[str, None] = {}  # the computations that contain collectives
-        self._chains: set[tuple[str, ...]] = set()
+        self._chains: set[tuple[str, ...]] = set()  # of asynchronous fusions, one for each
 
     def read(self, instruction: Instruction) -> None:
         """Adds the transfers of an instruction, if it is a collective.
 
         Adds one for each kind, reducer and dtype among its operands.
         """
-        found = self.slices.sent(instruction) or self._within_slice(instruction)
-        if found is None or self._is_repeated(instruction):
+        exchange = self.slices.sent(instruction) or self._within_slice(instruction)
+        if exchange is None or self._is_repeated(instruction):
             return
         self.homes[instruction.computation] = None
         runs, is_exact = self.flow.runs(instruction.computation)
-        carried: dict[tuple[str, str, str], list[tuple[Array, HloValue | None]]] = {}
-        for array, sent in self._parts(instruction):
-            key = (*self._meaning(found, sent), array.dtype)
-            carried.setdefault(key, []).append((array, sent))
-        for (meant, reducer, dtype), parts in carried.items():
+        # Compilers combine collectives, also of different meaning: a sum, and a lookup's zeros.
+        by_key: dict[tuple[str, str, str], list[tuple[Array, HloValue | None]]] = {}
+        for array, source in self._parts(instruction):
+            key = (*self._meaning(exchange, source), array.dtype)
+            by_key.setdefault(key, []).append((array, source))
+        for (kind, reducer, dtype), parts in by_key.items():
             arrays = [array for array, _ in parts]
             op_name, frames = self._origin(instruction, parts)
             self.transfers.append(
                 Transfer(
-                    kind=meant,
+                    kind=kind,
                     dtype=dtype,
                     arrays=len(arrays),
-                    elements=found.factor * sum(array.elements for array in arrays),
-                    bytes=found.factor * sum(array.bytes for array in arrays),
+                    elements=exchange.factor * sum(array.elements for array in arrays),
+                    bytes=exchange.factor * sum(array.bytes for array in arrays),
                     runs=runs,
                     is_exact=is_exact,
-                    groups=found.groups,
-                    between_slices=found.between_slices,
+                    groups=exchange.groups,
+                    between_slices=exchange.between_slices,
                     reducer=reducer,
                     op_name=op_name,
                     frames=frames,
@@ -167,7 +165,7 @@ class _TransferReader:
             )
 
     def _within_slice(self, instruction: Instruction) -> Exchange | None:
-        """Returns what an instruction does, if it is a collective of the devices of one slice."""
+        """Reads a collective of the devices of one slice; None for other instructions."""
         kind = _OPCODES.get(instruction.opcode.removesuffix("-start"))
         if kind is None:
             return None
@@ -175,8 +173,17 @@ class _TransferReader:
         # The operand of a reduce-scatter is larger than its result by this factor.
         factor = len(groups[0]) if kind == "reduce-scatter" else 1
         if kind == "all-reduce" and instruction.computation.startswith("all-reduce-scatter"):
-            kind = "reduce-scatter"  # the TPU compiler writes it this way
-        reducer = self._reducer(instruction) if kind in ("all-reduce", "reduce-scatter") else ""
+            # The TPU compiler writes a reduce-scatter as a fusion of this name: an all-reduce, and
+            # the slice of it that the device keeps.
+            kind = "reduce-scatter"
+        reducer = "mixed" if kind in ("all-reduce", "reduce-scatter") else ""
+        for name in instruction.called if reducer else ():
+            computation = self.module.computations.get(name)
+            opcodes = {i.opcode for i in computation.instructions.values()} if computation else ()
+            operations = set(opcodes).difference(_NO_REDUCERS)
+            if len(operations) == 1:
+                reducer = _REDUCERS.get(operations.pop(), "mixed")
+                break
         return Exchange(kind, reducer, groups, factor, between_slices=False)
 
     def _parts(self, instruction: Instruction) -> list[tuple[Array, HloValue | None]]:
@@ -184,104 +191,85 @@ class _TransferReader:
         arrays = arrays_in(_result(instruction))
         if len(instruction.operands) != len(arrays) and instruction.opcode != "send":
             return [(array, None) for array in arrays]
-        return [self._part(instruction, i, array) for i, array in enumerate(arrays)]
+        parts: list[tuple[Array, HloValue | None]] = []
+        for i, array in enumerate(arrays):
+            value = self.flow.operand(instruction, i)
+            if value is not None and value.instruction.opcode == "pad":
+                # Do not count the zeros that pad the array to a multiple of the number of devices.
+                value = self.flow.operand(value.instruction)
+                shape = read_shape(value.instruction.shape) if value is not None else array
+                if instruction.opcode.startswith("all-reduce") and isinstance(shape, Array):
+                    array = shape
+            parts.append((array, value and self.flow.source(value)))
+        return parts
 
-    def _part(
-        self, instruction: Instruction, position: int, array: Array
-    ) -> tuple[Array, HloValue | None]:
-        value = self.flow.operand(instruction, position)
-        if value is not None and value.instruction.opcode == "pad":
-            # Do not count the zeros that pad the array to a multiple of the number of devices.
-            value = self.flow.operand(value.instruction)
-            shape = read_shape(value.instruction.shape) if value is not None else array
-            if instruction.opcode.startswith("all-reduce") and isinstance(shape, Array):
-                array = shape
-        return array, value and self.flow.source(value)
-
-    def _meaning(self, found: Exchange, sent: HloValue | None) -> tuple[str, str]:
+    def _meaning(self, exchange: Exchange, source: HloValue | None) -> tuple[str, str]:
         """Returns the effective kind and reducer of a collective for one of its operands."""
-        if found.reducer == "add" and sent is not None:
-            everywhere = self._in_all_slices(found)
-            if found.kind == "all-reduce" and self._is_own_slice(sent, everywhere):
-                return "all-gather", ""
-            if self._is_picked(sent, everywhere, found.between_slices):
-                return found.kind, "select"
-        return found.kind, found.reducer
-
-    def _in_all_slices(self, found: Exchange) -> Groups:
-        """Returns the groups of a collective in every slice: each slice does the same."""
-        if found.between_slices:
-            return found.groups
-        starts = range(0, self.slices.count * self.module.devices, self.module.devices)
-        return tuple(tuple(start + i for i in group) for start in starts for group in found.groups)
+        if exchange.reducer != "add" or source is None:
+            return exchange.kind, exchange.reducer
+        groups = exchange.groups
+        # All slices do the same, and the numbers below count devices through all of them.
+        if not exchange.between_slices:
+            starts = range(0, self.slices.count * self.module.devices, self.module.devices)
+            groups = tuple(tuple(start + i for i in group) for start in starts for group in groups)
+        if exchange.kind == "all-reduce" and self._is_own_slice(source, groups):
+            return "all-gather", ""
+        is_picked = self._is_picked(source, groups, exchange.between_slices)
+        return exchange.kind, "select" if is_picked else "add"
 
     def _is_repeated(self, instruction: Instruction) -> bool:
-        """Whether this is a further step of a collective that was counted already.
-
-        The TPU compiler spreads a collective over several fusions, with other computation between.
-        """
+        """Whether this is a further step of a collective that was counted already."""
+        # The TPU compiler spreads a collective over several fusions, with computation between them.
         if '"async_collective_fusion_config"' not in instruction.attributes:
             return False
         chain = re.search(r'chain_id="(\d+)"', instruction.structure)
         number = re.search(r"channel_id=(\d+)", instruction.structure)
         groups = instruction.structure.partition("replica_groups=")[2].partition(", dim")[0]
-        around = [i.computation for i in self.module.callers.get(instruction.computation, [])]
-        parts = [found.group() if found else "" for found in (chain, number)]
-        key = (instruction.opcode, *parts, groups, *around[:1])
+        callers = [i.computation for i in self.module.callers.get(instruction.computation, [])]
+        ids = [match.group() if match else "" for match in (chain, number)]
+        key = (instruction.opcode, *ids, groups, *callers[:1])
         is_repeated = key in self._chains
         self._chains.add(key)
         return is_repeated
 
-    def _reducer(self, instruction: Instruction) -> str:
-        for name in instruction.called:
-            inside = self.module.computations.get(name)
-            found = {i.opcode for i in inside.instructions.values()} if inside else set()
-            reducers = found.difference(_NO_REDUCERS)
-            if len(reducers) == 1:
-                (one,) = reducers
-                return _REDUCERS.get(one, "mixed")
-        return "mixed"
-
-    def _is_own_slice(self, sent: HloValue, groups: Groups) -> bool:
-        """Whether each device writes its own slice into zeros, so that the sum is a gather.
-
-        The TPU compiler gathers small arrays over many devices this way. If devices write to the
-        same place, as for gradients of a slice, the sum is a real sum.
-        """
-        update = sent.instruction
+    def _is_own_slice(self, source: HloValue, groups: Groups) -> bool:
+        """Whether each device writes its own slice into zeros, so that the sum is a gather."""
+        # The TPU compiler gathers small arrays over many devices this way.
+        update = source.instruction
         if update.opcode != "dynamic-update-slice" or not self._is_zero(update, 0):
             return False
-        indices = [self.flow.operand(update, i) for i in range(2, len(update.operands))]
-        return any(self._differs(index, groups) for index in indices)
+        # If devices write to the same place, as for gradients of a slice, the sum is a real sum.
+        for i in range(2, len(update.operands)):
+            index = self.flow.operand(update, i)
+            places = [self.on_devices.numbers(index, group) for group in groups]
+            if all(row is not None and len(set(row)) == len(row) for row in places):
+                return True
+        return False
 
-    def _differs(self, index: HloValue | None, groups: Groups) -> bool:
-        """Whether a number differs between all devices of each group."""
-        found = [self.on_devices.numbers(index, group) for group in groups]
-        return all(each is not None and len(set(each)) == len(each) for each in found)
-
-    def _is_picked(self, sent: HloValue, groups: Groups, between_slices: bool) -> bool:
+    def _is_picked(self, source: HloValue, groups: Groups, between_slices: bool) -> bool:
         """Whether all but one device contribute zeros, so that the sum rounds nothing.
 
-        The partitioner does this to look up numbers in a sharded table, and to take a slice that
-        lies on one device. The selects of a lookup are named after it.
+        The partitioner writes this to look up numbers in a sharded table, and to take a slice that
+        one device has.
         """
-        # What slices send each other, they have picked among their own devices before.
-        while between_slices and sent.instruction.opcode in ("all-reduce", "reduce-scatter"):
-            before = self.flow.operand(sent.instruction)
-            if before is None:
+        # Each slice first picks among its own devices, and then sends the result to the others.
+        while between_slices and source.instruction.opcode in ("all-reduce", "reduce-scatter"):
+            operand = self.flow.operand(source.instruction)
+            if operand is None:
                 return False
-            sent = self.flow.source(before)
+            source = self.flow.source(operand)
             groups = (tuple(range(self.slices.count * self.module.devices)),)
-        select = sent.instruction
+        select = source.instruction
         zeros = [self._is_zero(select, i) for i in (1, 2)] if select.opcode == "select" else []
         if not any(zeros):
             return False
+        # A lookup's mask depends on the indices, which are data. Its select has the lookup's name.
         if select.op_name.endswith("/gather"):
             return True
         mask = self.flow.operand(select)
-        found = [self.on_devices.numbers(mask, group) for group in groups]
-        putting_in = 1 if zeros[1] else 0
-        return all(each is not None and each.count(putting_in) <= 1 for each in found)
+        masks = [self.on_devices.numbers(mask, group) for group in groups]
+        value_branch = 1 if zeros[1] else 0
+        return all(row is not None and row.count(value_branch) <= 1 for row in masks)
 
     def _is_zero(self, instruction: Instruction, position: int) -> bool:
         return self.flow.number(self.flow.operand(instruction, position)) == 0
@@ -291,46 +279,45 @@ class _TransferReader:
     ) -> tuple[str, tuple[Frame, ...]]:
         """Returns the name and the source lines of a collective.
 
-        Falls back to those of its operand, then to those of its callers. A combined collective has
-        a merged or arbitrary name, so the operand of its largest array comes first.
+        Falls back to those of its operand, then to those of its callers.
         """
         _, largest = max(parts, key=lambda part: part[0].bytes)
-        sent = [largest.instruction] if largest is not None else []
-        behind = (at.instruction for at in (self.flow.behind(largest) if largest else ()))
+        operand = [largest.instruction] if largest is not None else []
+        sources = (value.instruction for value in (self.flow.behind(largest) if largest else ()))
         callers = self.module.callers.get(instruction.computation, [])
         inline = [caller for caller in callers if caller.opcode != "while"]
-        is_combined = len(instruction.operands) > 1  # or a send, which has no name of its own
-        own = (*(sent if is_combined else []), instruction, *inline)
-        found = ("", ())
-        for at in itertools.chain(own, behind, callers):
-            if at.op_name and (frames := tuple(self.module.frames(at))):
-                return at.op_name, frames
-            found = found if found[0] else (at.op_name, ())
-        return found
+        # A combined collective has a merged or arbitrary name, and a send has none of its own.
+        is_combined = len(instruction.operands) > 1
+        own = (*(operand if is_combined else []), instruction, *inline)
+        fallback = ("", ())
+        # A name without source lines is only a fallback.
+        for candidate in itertools.chain(own, sources, callers):
+            if candidate.op_name and (frames := tuple(self.module.frames(candidate))):
+                return candidate.op_name, frames
+            fallback = fallback if fallback[0] else (candidate.op_name, ())
+        return fallback
 
     def around(self, computation: str) -> list[Instruction]:
         """Returns all instructions that run a computation, directly or indirectly."""
-        found: dict[tuple[str, str], Instruction] = {}
-        todo = [computation]
-        while todo:
-            for caller in self.module.callers.get(todo.pop(), []):
-                if (caller.computation, caller.name) not in found:
-                    found[caller.computation, caller.name] = caller
-                    todo.append(caller.computation)
-        return list(found.values())
+        instructions: dict[tuple[str, str], Instruction] = {}
+        stack = [computation]
+        while stack:
+            for caller in self.module.callers.get(stack.pop(), []):
+                if (caller.computation, caller.name) not in instructions:
+                    instructions[caller.computation, caller.name] = caller
+                    stack.append(caller.computation)
+        return list(instructions.values())
 
 
 def _result(instruction: Instruction) -> Shape:
-    """Returns the shape of the result of a collective or of its `-start` operation.
-
-    A start returns `(operands, results, ...)`; only an `all-reduce-start` may return the result
-    directly. A send returns its operand first.
-    """
+    """Returns the shape of the result of a collective or of its `-start` operation."""
     shape = read_shape(instruction.shape)
+    # A send returns `(operand, ...)`.
     if instruction.opcode == "send":
         return shape if isinstance(shape, Array) else shape[0]
     if not instruction.opcode.endswith("-start") or isinstance(shape, Array) or len(shape) < 2:
         return shape
+    # A start returns `(operands, results, ...)`; only that of an all-reduce may return its results.
     if instruction.opcode == "all-reduce-start" and isinstance(shape[0], Array):
         return shape
     return shape[1]

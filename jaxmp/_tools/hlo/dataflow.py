@@ -13,8 +13,10 @@ _PASSED_ON = (
     *("bitcast", "copy", "reshape", "transpose", "convert", "copy-start", "copy-done"),
     *("opt-barrier", "optimization-barrier"),
 )
+# Opcodes that run a computation once, where they stand.
 _INLINE = ("fusion", "call")
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+# Limits the cost of a search, and ends circles, which only a damaged text has.
 _STEPS = 500
 
 
@@ -42,11 +44,7 @@ class Runs(NamedTuple):
 
 
 class Flow:
-    """The dataflow of a program.
-
-    Args:
-      module: the program.
-    """
+    """The dataflow of a program."""
 
     def __init__(self, module: Module) -> None:
         self.module = module
@@ -56,21 +54,16 @@ class Flow:
     def operand(self, instruction: Instruction, position: int = 0) -> HloValue | None:
         """Returns one operand of an instruction, or None if it is unknown."""
         operands = instruction.operands
-        return self._of(instruction, operands[position]) if position < len(operands) else None
+        return self._value(instruction, operands[position]) if position < len(operands) else None
 
-    def _of(self, user: Instruction, operand: Operand) -> HloValue | None:
-        found = self.module.find(user.computation, operand.name)
-        return HloValue(found, operand.element) if found else None
+    def _value(self, user: Instruction, operand: Operand) -> HloValue | None:
+        instruction = self.module.find(user.computation, operand.name)
+        return HloValue(instruction, operand.element) if instruction else None
 
     def source(self, value: HloValue, *, leave_loops: bool = True) -> HloValue:
-        """Follows a value back through casts, copies, tuples, calls and fusions.
+        """Follows a value back through casts, copies, tuples, calls and fusions to its computation.
 
-        Args:
-          value: where to start.
-          leave_loops: whether to follow loop-invariant values to before the loop.
-
-        Returns:
-          The value where the trail ends, usually the one that was computed.
+        `leave_loops` follows loop-invariant values to before the loop.
         """
         for last in self.trail(value, leave_loops=leave_loops):
             value = last
@@ -78,14 +71,15 @@ class Flow:
 
     def trail(self, value: HloValue, *, leave_loops: bool = True) -> Iterator[HloValue]:
         """Yields a value, and then what `source` goes back through, up to where it ends."""
-        at: HloValue | None = value
+        current: HloValue | None = value
         for _ in range(_STEPS):
-            if at is None:
+            if current is None:
                 return
-            yield at
-            at = self._step(at, leave_loops)
+            yield current
+            current = self._previous(current, leave_loops)
 
-    def _step(self, value: HloValue, leave_loops: bool) -> HloValue | None:
+    def _previous(self, value: HloValue, leave_loops: bool) -> HloValue | None:
+        """Returns the value that an instruction passes on; None if it computes a new one."""
         instruction, element = value
         if instruction.opcode in _PASSED_ON:
             operand = self.operand(instruction)
@@ -101,21 +95,17 @@ class Flow:
         if instruction.opcode in _INLINE and instruction.called:
             root = self.module.root(instruction.called[0])
             return HloValue(root, element) if root else None
-        if instruction.opcode == "parameter":
-            return self._argument(value, leave_loops)
-        return None
-
-    def _argument(self, value: HloValue, leave_loops: bool) -> HloValue | None:
-        """Returns the argument that a computation gets, if it has a single caller."""
-        parameter, element = value
-        callers = self.module.callers.get(parameter.computation, [])
-        if len(callers) != 1 or not parameter.argument.isdigit():
+        callers = self.module.callers.get(instruction.computation, [])
+        # With several callers, the argument of a parameter depends on which of them runs.
+        if instruction.opcode != "parameter" or len(callers) != 1:
             return None
         (caller,) = callers
+        if not instruction.argument.isdigit():
+            return None
         if caller.opcode in _INLINE:
-            operand = self.operand(caller, int(parameter.argument))
+            operand = self.operand(caller, int(instruction.argument))
             return operand and operand.of(element)
-        if caller.opcode == "while" and leave_loops and self._is_kept(caller, element):
+        if caller.opcode == "while" and leave_loops and self._is_invariant(caller, element):
             return self._initial(caller, element)
         return None
 
@@ -123,8 +113,9 @@ class Flow:
         operand = self.operand(loop)
         return operand.of(element) if operand and operand.element is None else None
 
-    def _is_kept(self, loop: Instruction, element: int | None) -> bool:
+    def _is_invariant(self, loop: Instruction, element: int | None) -> bool:
         """Whether a loop leaves an element of its state unchanged."""
+        # The params of a scan are such elements: what the body reads was computed before the loop.
         body = _attribute(loop, "body")
         root = self.module.root(body)
         if root is None or element is None:
@@ -135,40 +126,39 @@ class Flow:
 
     def behind(self, value: HloValue) -> Iterator[HloValue]:
         """Yields a value, and then all values that it is computed from."""
-        seen: set[tuple[str, str, int | None]] = set()
-        todo = [value]
-        while todo and len(seen) < _STEPS:
-            at = self.source(todo.pop())
-            key = (at.instruction.computation, at.instruction.name, at.element)
-            if key not in seen:
-                seen.add(key)
-                yield at
-                operands = at.instruction.operands if at.instruction.opcode != "while" else ()
-                todo += [v for o in operands if (v := self._of(at.instruction, o))]
+        keys: set[tuple[str, str, int | None]] = set()
+        stack = [value]
+        while stack and len(keys) < _STEPS:
+            current = self.source(stack.pop())
+            instruction = current.instruction
+            key = (instruction.computation, instruction.name, current.element)
+            if key not in keys:
+                keys.add(key)
+                yield current
+                # The state of a loop is computed from all that goes into the loop.
+                operands = instruction.operands if instruction.opcode != "while" else ()
+                stack += [v for o in operands if (v := self._value(instruction, o))]
 
     def number(self, value: HloValue | None) -> float | None:
         """Returns the number of a constant, or of an array filled with one; otherwise None."""
         if value is None:
             return None
-        at = self.source(value)
-        while at.instruction.opcode == "broadcast" and (found := self.operand(at.instruction)):
-            at = self.source(found)
-        if at.instruction.opcode != "constant":
+        source = self.source(value).instruction
+        while source.opcode == "broadcast" and (operand := self.operand(source)):
+            source = self.source(operand).instruction
+        if source.opcode != "constant":
             return None
         try:
-            return float(at.instruction.argument)
-        except ValueError:
+            return float(source.argument)
+        except ValueError:  # a table: {0, 1}
             return None
 
     def trip_count(self, loop: Instruction) -> int | None:
-        """Returns how often a while loop runs its body, or None if that is unknown.
-
-        The GPU compiler writes the count into the program. The TPU compiler does not, and neither
-        does a program right after partitioning. There, loops of scans are recognised: their
-        counter goes up to a constant.
-        """
-        if known := _TRIP_COUNT.search(loop.attributes):
-            return int(known.group(1))
+        """Returns how often a while loop runs its body, or None if that is unknown."""
+        if match := _TRIP_COUNT.search(loop.attributes):
+            return int(match.group(1))
+        # Only the GPU compiler writes the count into the program. The TPU compiler does not, nor
+        # does a program right after partitioning. A scan has a counter that goes up to a constant.
         root = self.module.root(_attribute(loop, "condition"))
         compare = root and self.source(HloValue(root), leave_loops=False).instruction
         if compare is None or "direction=LT" not in compare.attributes:
@@ -181,19 +171,19 @@ class Flow:
         if counter.instruction.opcode != "parameter" or counter.element is None or body is None:
             return None
         start = self.number(self._initial(loop, counter.element))
-        step = self._step_of(HloValue(body, counter.element))
+        step = self._increment(HloValue(body, counter.element))
         if start is None or step is None or step <= 0:
             return None
         return max(0, math.ceil((limit - start) / step))
 
-    def _step_of(self, counter: HloValue) -> float | None:
-        """Returns the increment of a loop's counter."""
+    def _increment(self, counter: HloValue) -> float | None:
         last = self.source(counter, leave_loops=False).instruction
         if last.opcode != "add":
             return None
-        parts = [self.operand(last, 0), self.operand(last, 1)]
-        numbers = [self.number(part) for part in parts]
-        for number, other in zip(numbers, reversed(parts), strict=True):
+        # Compilers write the constant on either side.
+        terms = [self.operand(last, 0), self.operand(last, 1)]
+        numbers = [self.number(term) for term in terms]
+        for number, other in zip(numbers, reversed(terms), strict=True):
             if number is not None and other is not None:
                 state = self.source(other, leave_loops=False)
                 if state.instruction.opcode == "parameter" and state.element == counter.element:
@@ -204,19 +194,15 @@ class Flow:
         """Returns how often a computation runs."""
         if computation not in self._runs:
             self._runs[computation] = Runs(1, True)  # ends the recursion if it calls itself
-            callers = self.module.callers.get(computation, [])
-            if callers:
-                each = [self._runs_of(caller) for caller in callers]
-                total = sum(runs.times for runs in each)
-                self._runs[computation] = Runs(total, all(runs.is_exact for runs in each))
+            total, exact = 0, True
+            for caller in self.module.callers.get(computation, []):
+                times, is_exact = self.runs(caller.computation)
+                trips = self.trips(caller) if caller.opcode == "while" else 1
+                total += times * (1 if trips is None else trips)
+                exact = exact and is_exact and trips is not None
+            if self.module.callers.get(computation):
+                self._runs[computation] = Runs(total, exact)
         return self._runs[computation]
-
-    def _runs_of(self, caller: Instruction) -> Runs:
-        times, is_exact = self.runs(caller.computation)
-        if caller.opcode != "while":
-            return Runs(times, is_exact)
-        trips = self.trips(caller)
-        return Runs(times, False) if trips is None else Runs(times * trips, is_exact)
 
     def trips(self, loop: Instruction) -> int | None:
         """Returns the cached `trip_count` of a loop."""
@@ -227,10 +213,12 @@ class Flow:
 
 
 def _attribute(instruction: Instruction, name: str) -> str:
-    found = re.search(rf"\b{name}=%?([\w.\-]+)", instruction.structure)
-    return found.group(1) if found else ""
+    match = re.search(rf"\b{name}=%?([\w.\-]+)", instruction.structure)
+    return match.group(1) if match else ""
 
 
+# Device numbers are not negative, so that `//` rounds as HLO does. Python's integers have no width:
+# a shift by a large number would fill the memory.
 _BINARY: dict[str, Callable[[int, int], int]] = {
     "add": operator.add,
     "subtract": operator.sub,
@@ -253,56 +241,57 @@ _DEPTH = 60
 
 
 class OnDevices:
-    """An evaluator of integers that depend only on the device number.
-
-    Args:
-      flow: the dataflow of the program.
-    """
+    """An evaluator of integers that depend only on the device number."""
 
     def __init__(self, flow: Flow) -> None:
         self.flow = flow
 
     def numbers(self, value: HloValue | None, devices: Iterable[int]) -> list[int] | None:
-        """Computes a number on several devices.
+        """Computes a scalar, or the number that fills an array, on several devices.
 
-        Args:
-          value: a scalar, or an array filled with one.
-          devices: positions of devices.
-
-        Returns:
-          The numbers, or None if they depend on anything but the device number.
+        None if it depends on anything but the device number.
         """
-        found = [self._compute(value, device, _DEPTH) for device in devices]
-        numbers = [each[0] for each in found if each is not None and len(each) == 1]
-        return numbers if len(numbers) == len(found) else None
+        results = [self._compute(value, device, _DEPTH) for device in devices]
+        numbers = [result[0] for result in results if result is not None and len(result) == 1]
+        return numbers if len(numbers) == len(results) else None
 
     def _compute(self, value: HloValue | None, device: int, depth: int) -> list[int] | None:
         """Computes a number (as a list of one), or the numbers of a table; None if unknown."""
         if value is None or depth == 0:
             return None
-        at = self.flow.source(value).instruction
+        source = self.flow.source(value).instruction
+        opcode = source.opcode
         # Devices are numbered partition by partition. `jax.jit` makes a single replica of them.
         partitions = self.flow.module.partitions
-        if at.opcode == "partition-id":
+        if opcode == "partition-id":
             return [device % partitions]
-        if at.opcode == "replica-id":
+        if opcode == "replica-id":
             return [device // partitions]
-        if at.opcode == "custom-call" and 'custom_call_target="SliceId"' in at.structure:
+        if opcode == "custom-call" and 'custom_call_target="SliceId"' in source.structure:
             return [device // partitions]
-        if at.opcode == "constant":
-            return _constant(at.argument)
-        if at.opcode not in (*_BINARY, "broadcast", "compare", "select", "clamp", "dynamic-slice"):
+        if opcode == "constant":  # `5`, `true` or `{0, 1, 0, 1}`
+            words = re.findall(r"[^\s{},]+", source.argument)
+            texts = [{"true": "1", "false": "0"}.get(word, word) for word in words]
+            is_whole = all(re.fullmatch(r"-?\d+", text) for text in texts)
+            return [int(text) for text in texts] if is_whole else None
+        if opcode not in (*_BINARY, "broadcast", "compare", "select", "clamp", "dynamic-slice"):
             return None
-        operands = [self.flow.operand(at, i) for i in range(len(at.operands))]
-        inner = [self._compute(operand, device, depth - 1) for operand in operands]
-        if at.opcode == "broadcast":
-            return inner[0]
-        if at.opcode == "dynamic-slice":
-            return _looked_up(inner, read_shape(at.shape))
-        scalars = [each[0] for each in inner if each is not None and len(each) == 1]
-        if len(scalars) != len(inner):
+        operands = [self.flow.operand(source, i) for i in range(len(source.operands))]
+        values = [self._compute(operand, device, depth - 1) for operand in operands]
+        if opcode == "broadcast":
+            return values[0]
+        if opcode == "dynamic-slice":
+            # The partitioner keeps device coordinates in tables, and looks up one number in them.
+            shape = read_shape(source.shape)
+            is_number = isinstance(shape, Array) and shape.elements == 1
+            if not is_number or len(values) != 2 or values[0] is None or values[1] is None:
+                return None
+            table, (index,) = values[0], values[1][:1]
+            return [table[min(max(index, 0), len(table) - 1)]]
+        scalars = [value[0] for value in values if value is not None and len(value) == 1]
+        if len(scalars) != len(values):
             return None
-        return _scalar(at.opcode, at.attributes, scalars)
+        return _scalar(opcode, source.attributes, scalars)
 
 
 def _scalar(opcode: str, attributes: str, numbers: list[int]) -> list[int] | None:
@@ -316,19 +305,3 @@ def _scalar(opcode: str, attributes: str, numbers: list[int]) -> list[int] | Non
     if opcode == "clamp" and len(numbers) == 3:
         return [min(max(numbers[0], numbers[1]), numbers[2])]
     return None
-
-
-def _looked_up(inner: list[list[int] | None], result: object) -> list[int] | None:
-    """Looks up one number in a table; the partitioner keeps device coordinates in such tables."""
-    is_one = isinstance(result, Array) and result.elements == 1
-    if not is_one or len(inner) != 2 or inner[0] is None or inner[1] is None:
-        return None
-    table, (index,) = inner[0], inner[1][:1]
-    return [table[min(max(index, 0), len(table) - 1)]]
-
-
-def _constant(text: str) -> list[int] | None:
-    """Parses a constant: `5`, `true` or `{0, 1, 0, 1}`."""
-    words = re.findall(r"[^\s{},]+", text)
-    numbers = [{"true": "1", "false": "0"}.get(word, word) for word in words]
-    return [int(n) for n in numbers] if all(re.fullmatch(r"-?\d+", n) for n in numbers) else None

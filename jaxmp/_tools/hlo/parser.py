@@ -43,25 +43,26 @@ class Instruction:
       name: the name without the percent sign.
       shape: the text of the result's shape.
       opcode: `"all-reduce"`, `"fusion"`, ...
-      rest: the text after the parenthesis that follows the opcode.
+      text: the text after the parenthesis that follows the opcode.
       computation: the name of the computation that contains the instruction.
     """
 
     name: str
     shape: str
     opcode: str
-    rest: str
+    text: str
     computation: str
 
     @functools.cached_property
     def _split(self) -> tuple[str, str]:
         """The text of the operands, and the text of the attributes after them."""
+        # Operands may have parentheses of their own, such as the tiles of a layout: count them.
         depth = 1
-        for found in re.finditer(r"[()]", self.rest):
-            depth += 1 if found.group() == "(" else -1
+        for match in re.finditer(r"[()]", self.text):
+            depth += 1 if match.group() == "(" else -1
             if depth == 0:
-                return self.rest[: found.start()], self.rest[found.end() :]
-        return self.rest, ""
+                return self.text[: match.start()], self.text[match.end() :]
+        return self.text, ""
 
     @property
     def argument(self) -> str:
@@ -83,22 +84,24 @@ class Instruction:
 
     @property
     def structure(self) -> str:
-        """The attributes before the metadata, and so without any names that users chose."""
+        """The attributes before the metadata."""
+        # Users choose the names in the metadata, and may choose one like `body=x`.
         return self.attributes.partition(", metadata={")[0]
 
     @property
     def called(self) -> tuple[str, ...]:
         """The names of the computations that the instruction runs or reduces with."""
         names: list[str] = []
-        for one, several in _CALLED.findall(self.structure):
-            names += [one] if one else re.findall(r"[\w.\-]+", several)
+        for single, several in _CALLED.findall(self.structure):
+            names += [single] if single else re.findall(r"[\w.\-]+", several)
         return tuple(names)
 
     @property
     def op_name(self) -> str:
         """JAX's name of the operation with its scopes: `"jit(f)/transpose(jvp())/dot_general"`."""
-        found = re.search(r'\bop_name="((?:[^"\\]|\\.)*)"', self.attributes)
-        return found.group(1).replace("\\'", "'") if found else ""
+        match = re.search(r'\bop_name="((?:[^"\\]|\\.)*)"', self.attributes)
+        # Compilers escape apostrophes, as in a scope named x['a'].
+        return match.group(1).replace("\\'", "'") if match else ""
 
 
 class Computation(NamedTuple):
@@ -131,8 +134,9 @@ class Module:
         self._read(text)
         for computation in self.computations.values():
             for instruction in computation.instructions.values():
+                # Most lines call nothing: a search of the text is faster than to split it.
+                may_call = "=%" in instruction.text or "_computations={" in instruction.text
                 # The end of an asynchronous call names the same computation as its start.
-                may_call = "=%" in instruction.rest or "_computations={" in instruction.rest
                 if may_call and not instruction.opcode.endswith(("-done", "-update")):
                     for name in instruction.called:
                         self.callers.setdefault(name, []).append(instruction)
@@ -142,53 +146,52 @@ class Module:
         table: dict[int, str] = {}
         for line in _COMMENT.sub("", text).splitlines():
             if line.startswith(" "):
-                found = _INSTRUCTION.match(line)
-                if found and current is not None:
-                    is_root, name, shape, opcode, rest = found.groups()
-                    made = Instruction(name, shape, opcode, rest, current.name)
-                    current.instructions[name] = made
+                match = _INSTRUCTION.match(line)
+                if match and current is not None:
+                    is_root, name, shape, opcode, tail = match.groups()
+                    instruction = Instruction(name, shape, opcode, tail, current.name)
+                    current.instructions[name] = instruction
                     if is_root:
-                        current.root.append(made)
+                        current.root.append(instruction)
             elif line.startswith("HloModule"):
                 counts = dict(re.findall(r"\b(replica_count|num_partitions)=(\d+)", line))
                 self.partitions = int(counts.get("num_partitions", 1))
                 self.devices = self.partitions * int(counts.get("replica_count", 1))
-            elif found := _COMPUTATION.match(line):
-                current = Computation(found.group(2), found.group(1) is not None, {}, [])
+            elif match := _COMPUTATION.match(line):
+                current = Computation(match.group(2), match.group(1) is not None, {}, [])
                 self.computations[current.name] = current
             elif line in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
                 table = self._tables.setdefault(line, {})
-            elif found := _NUMBERED.match(line):
-                table[int(found.group(1))] = found.group(2)
+            elif match := _NUMBERED.match(line):
+                table[int(match.group(1))] = match.group(2)
 
     def find(self, computation: str, name: str) -> Instruction | None:
         """Finds an instruction by its name, which is unique within its computation."""
-        found = self.computations.get(computation)
-        return found.instructions.get(name) if found else None
+        scope = self.computations.get(computation)
+        return scope.instructions.get(name) if scope else None
 
     def root(self, computation: str) -> Instruction | None:
         """Returns the instruction that computes the result of a computation."""
-        found = self.computations.get(computation)
-        return found.root[-1] if found and found.root else None
+        scope = self.computations.get(computation)
+        return scope.root[-1] if scope and scope.root else None
 
     def frames(self, instruction: Instruction) -> list[Frame]:
         """Returns the source lines of an instruction, innermost first."""
         metadata = instruction.attributes.partition("metadata={")[2]
-        if found := re.search(r"\bstack_frame_id=(\d+)", metadata):
-            return self._stack(int(found.group(1)))
-        file = re.search(r'\bsource_file="((?:[^"\\]|\\.)*)"', metadata)
-        line = re.search(r"\bsource_line=(\d+)", metadata)
-        return [Frame(file.group(1), int(line.group(1)), "")] if file and line else []
-
-    def _stack(self, number: int) -> list[Frame]:
+        match = re.search(r"\bstack_frame_id=(\d+)", metadata)
+        if match is None:
+            file = re.search(r'\bsource_file="((?:[^"\\]|\\.)*)"', metadata)
+            line = re.search(r"\bsource_line=(\d+)", metadata)
+            return [Frame(file.group(1), int(line.group(1)), "")] if file and line else []
         frames: list[Frame] = []
+        number = int(match.group(1))
         # The bound ends circles: an outermost frame may name itself as its parent.
         while number in self._stack_frames and len(frames) < 100:
             location, number = self._stack_frames[number]
             fields = _numbered_fields(self._tables.get("FileLocations", {}).get(location, ""))
-            file = self._string("FileNames", fields.get("file_name_id", 0))
+            path = self._string("FileNames", fields.get("file_name_id", 0))
             function = self._string("FunctionNames", fields.get("function_name_id", 0))
-            frames.append(Frame(file, fields.get("line", 0), function))
+            frames.append(Frame(path, fields.get("line", 0), function))
         return frames
 
     @functools.cached_property
@@ -204,8 +207,8 @@ class Module:
         }
 
     def _string(self, table: str, number: int) -> str:
-        found = _QUOTED.match(self._tables.get(table, {}).get(number, ""))
-        return found.group(1) if found else ""
+        match = _QUOTED.match(self._tables.get(table, {}).get(number, ""))
+        return match.group(1) if match else ""
 
 
 def _numbered_fields(row: str) -> dict[str, int]:
@@ -239,17 +242,17 @@ def read_shape(text: str) -> Shape:
     [[Array(dtype='bfloat16', elements=1024)], Array(dtype='uint32', elements=1)]
     """
     stack: list[list[Shape]] = [[]]
-    text = _LAYOUT.sub("", text)
-    for found in re.finditer(r"\(|\)|" + _ARRAY.pattern, text):
-        if found.group() == "(":
+    text = _LAYOUT.sub("", text)  # layouts have parentheses of their own: the tiles
+    for match in re.finditer(r"\(|\)|" + _ARRAY.pattern, text):
+        if match.group() == "(":
             stack.append([])
-        elif found.group() == ")":
+        elif match.group() == ")":
             if len(stack) > 1:
                 inner = stack.pop()
                 stack[-1].append(inner)
         else:
-            sizes = [int(n) for n in re.findall(r"\d+", found.group(2))]
-            stack[-1].append(Array(dtype_of_hlo(found.group(1)), math.prod(sizes)))
+            sizes = [int(n) for n in re.findall(r"\d+", match.group(2))]
+            stack[-1].append(Array(dtype_of_hlo(match.group(1)), math.prod(sizes)))
     return stack[0][0] if stack[0] else []
 
 
@@ -272,10 +275,10 @@ def dtype_of_hlo(short: str) -> str:
     """
     if short == "pred":
         return "bool"
-    found = re.fullmatch(r"(bf|[fsuc])(\d+)(\w*)", short)
-    if found is None:
+    match = re.fullmatch(r"(bf|[fsuc])(\d+)(\w*)", short)
+    if match is None:
         return short
-    kind, size, format_ = found.groups()
+    kind, size, format_ = match.groups()
     return _KINDS[kind] + size + (f"_{format_}" if format_ else "")
 
 
@@ -287,5 +290,5 @@ def bits(dtype: str) -> int:
     """
     if dtype == "bool":
         return 8
-    found = re.match(r"[a-z]+(\d+)", dtype)
-    return int(found.group(1)) if found else 0
+    match = re.match(r"[a-z]+(\d+)", dtype)
+    return int(match.group(1)) if match else 0

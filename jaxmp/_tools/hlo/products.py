@@ -1,7 +1,7 @@
 """Reads the products of a compiled program whose operands are float8, or were before they widened.
 
-What a program says of a product is not what runs. Only a call of cuBLAS's float8 product is sure
-to multiply float8. The kernel of a fusion on a GPU may widen its operands, and a TPU may as well.
+The text of a program does not say how a product runs. Only a call of cuBLAS's float8 product is
+sure to multiply float8. The kernel of a fusion on a GPU may widen its operands, and so may a TPU.
 """
 
 import re
@@ -19,7 +19,7 @@ _PRODUCTS = ("dot", "convolution", "scaled-dot")
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _LIBRARY_PRODUCT = re.compile(r"matmul|gemm|conv", re.IGNORECASE)
 _CUBLAS_FLOAT8 = "matmul$f8"
-# Of what lies between codes and a product: how many factors are followed.
+# Between codes and a product, XLA multiplies by scales: so many factors are followed.
 _FACTORS = 3
 
 
@@ -48,28 +48,29 @@ def float8_products(flow: Flow) -> Iterator[HloFloat8Product]:
     """Yields the float8 products of a program, in the order of its text."""
     for computation in flow.module.computations.values():
         for instruction in computation.instructions.values():
-            target = _target(instruction)
+            match = _TARGET.search(instruction.structure)
+            target = match.group(1) if match and instruction.opcode == "custom-call" else ""
             if instruction.opcode not in _PRODUCTS and not _LIBRARY_PRODUCT.search(target):
                 continue
             values = [flow.operand(instruction, i) for i in range(2)]
-            now = [_dtype(value) for value in values]
-            before = [_narrowest(flow, value, _FACTORS) for value in values]
-            if not any(map(_names_float8, before)):
+            dtypes = [_dtype(value) for value in values]
+            narrowest = [_narrowest(flow, value, _FACTORS) for value in values]
+            if not any(map(_is_float8, narrowest)):
                 continue
             yield HloFloat8Product(
-                operands=(before[0], before[1]),
+                operands=(narrowest[0], narrowest[1]),
                 result=_first_dtype(read_shape(instruction.shape)),
-                ran=_ran(flow, instruction, target, now),
+                ran=_execution(flow, instruction, target, dtypes),
                 runs=flow.runs(instruction.computation).times,
                 op_name=instruction.op_name,
                 frames=tuple(flow.module.frames(instruction)),
             )
 
 
-def _ran(flow: Flow, instruction: Instruction, target: str, dtypes: list[str]) -> str:
-    wide = [dtype for dtype in dtypes if not _names_float8(dtype)]
-    if wide:
-        return f"widened to {wide[0]}"
+def _execution(flow: Flow, instruction: Instruction, target: str, dtypes: list[str]) -> str:
+    widened = [dtype for dtype in dtypes if not _is_float8(dtype)]
+    if widened:
+        return f"widened to {widened[0]}"
     if target:
         return RUNS_IN_FLOAT8 if target.endswith(_CUBLAS_FLOAT8) else NOT_KNOWN
     callers = flow.module.callers.get(instruction.computation, [])
@@ -78,24 +79,19 @@ def _ran(flow: Flow, instruction: Instruction, target: str, dtypes: list[str]) -
     return NOT_KNOWN if is_fused and ":T(" not in instruction.shape else HAS_OPERANDS
 
 
-def _target(instruction: Instruction) -> str:
-    found = _TARGET.search(instruction.structure) if instruction.opcode == "custom-call" else None
-    return found.group(1) if found else ""
-
-
 def _narrowest(flow: Flow, value: HloValue | None, factors: int) -> str:
     """Returns the float8 dtype that an operand was widened from, or else its dtype."""
     if value is None:
         return ""
+    # XLA drops the rounding of operands that it made itself, so one may be wider than the other.
     last = value
     for last in flow.trail(value):
-        if _names_float8(dtype := _dtype(last)):
+        if _is_float8(dtype := _dtype(last)):
             return dtype
     if factors and last.instruction.opcode in ("multiply", "divide"):
         for i in range(2):
-            if _names_float8(
-                dtype := _narrowest(flow, flow.operand(last.instruction, i), factors - 1)
-            ):
+            factor = flow.operand(last.instruction, i)
+            if _is_float8(dtype := _narrowest(flow, factor, factors - 1)):
                 return dtype
     return _dtype(value)
 
@@ -115,5 +111,5 @@ def _first_dtype(shape: Shape) -> str:
     return shape.dtype if isinstance(shape, Array) else ""
 
 
-def _names_float8(dtype: str) -> bool:
+def _is_float8(dtype: str) -> bool:
     return dtype.startswith("float8")

@@ -37,25 +37,28 @@ def read_groups(attributes: str, devices: int) -> Groups:
     ((0, 1), (1, 0))
     """
     if pairs := _PAIRS.search(attributes):
-        return _explicit_groups(pairs.group(1))
-    found = _GROUPS.search(attributes)
-    if found is None:
+        return explicit_groups(pairs.group(1))
+    match = _GROUPS.search(attributes)
+    if match is None:
+        # Without groups, one group has all devices; `{}` below says the same.
         if "replica_groups=" in attributes:
             raise ValueError(f"unknown way of writing replica groups: {attributes[:200]}")
         return (tuple(range(devices)),)
-    if found["mesh"]:
-        return _over_mesh(found["mesh"], found["ids"], found["over"])
-    if found["iota"]:
-        return _group_rows(_iota(found["iota"]))
-    return _explicit_groups(found["listed"][1:-1]) or (tuple(range(devices)),)
+    if match["mesh"]:
+        return _mesh_groups(match["mesh"], match["ids"], match["over"])
+    if match["iota"]:
+        # `[2,4]<=[4,2]T(1,0)` is `arange(8)`, shaped [4,2], transposed, and reshaped to [2,4].
+        shape, _, source = match["iota"].partition("<=")
+        return _group_rows(_iota(source).reshape(numbers_in(shape)))
+    return explicit_groups(match["listed"][1:-1]) or (tuple(range(devices)),)
 
 
-def _explicit_groups(text: str) -> Groups:
-    groups = re.findall(r"\{([\d,]*)\}", text)
-    return tuple(tuple(_numbers(group)) for group in groups)
+def explicit_groups(text: str) -> Groups:
+    groups = re.findall(r"\{([^}]*)\}", text)
+    return tuple(tuple(numbers_in(group)) for group in groups)
 
 
-def _numbers(text: str) -> list[int]:
+def numbers_in(text: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", text)]
 
 
@@ -64,47 +67,39 @@ def _group_rows(groups: np.ndarray) -> Groups:
 
 
 def _iota(text: str) -> np.ndarray:
-    """Parses `[2,4]<=[4,2]T(1,0)`: `arange(8)` shaped [4,2], transposed, reshaped to [2,4]."""
-    shape, _, source = text.partition("<=")
-    return _iota_groups(source).reshape(_numbers(shape))
-
-
-def _iota_groups(text: str) -> np.ndarray:
     """Parses the right-hand side of an iota: `[4,2]T(1,0)`."""
     sizes, _, order = text.partition("T")
-    numbers = np.arange(math.prod(_numbers(sizes))).reshape(_numbers(sizes))
-    return numbers.transpose(_numbers(order)) if order else numbers
+    numbers = np.arange(math.prod(numbers_in(sizes))).reshape(numbers_in(sizes))
+    return numbers.transpose(numbers_in(order)) if order else numbers
 
 
-def _over_mesh(mesh: str, ids: str | None, over: str) -> Groups:
+def _mesh_groups(mesh: str, ids: str | None, over: str) -> Groups:
     """Parses groups over mesh axes.
 
     `mesh['a'=8,'b'=2] {'b','a':(2)2}` extends along b, and along the middle dimension of a, if a
     is reshaped to [2,2,2].
     """
-    named = re.findall(rf"({_AXIS})=(\d+)", mesh[: mesh.index("]")].removeprefix("mesh["))
-    axes = {name: int(size) for name, size in named}
+    sizes_by_name = re.findall(rf"({_AXIS})=(\d+)", mesh[: mesh.index("]")].removeprefix("mesh["))
+    axes = {name: int(size) for name, size in sizes_by_name}
+    # A part of an axis is written as the product of the sizes before it, and its own size.
     parts = [
         (name, int(before or 1), int(size or axes[name]))
         for name, before, size in re.findall(rf"({_AXIS})(?::\((\d+)\)(\d+))?", over)
     ]
     sizes: list[int] = []
-    place: dict[tuple[str, int], int] = {}  # the dimension of each part
+    dimensions: dict[tuple[str, int], int] = {}  # of each part
     for name, size in axes.items():
-        done = 1
+        product = 1
         for _, before, along in sorted(part for part in parts if part[0] == name):
-            place[name, before] = len(sizes) + 1
-            sizes += [before // done, along]
-            done = before * along
-        sizes.append(size // done)
-    last = [place[name, before] for name, before, _ in parts]
+            dimensions[name, before] = len(sizes) + 1
+            sizes += [before // product, along]
+            product = before * along
+        sizes.append(size // product)
+    # The devices of a group come last, and vary in the order in which the parts are written.
+    last = [dimensions[name, before] for name, before, _ in parts]
     first = [dimension for dimension in range(len(sizes)) if dimension not in last]
-    positions = _positions(ids, math.prod(sizes)).reshape(sizes)
+    positions = np.arange(math.prod(sizes))
+    if ids:
+        positions = _iota(ids.rpartition("<=")[2]) if "[" in ids else np.asarray(numbers_in(ids))
     group = math.prod(along for _, _, along in parts)
-    return _group_rows(positions.transpose(first + last).reshape(-1, group))
-
-
-def _positions(ids: str | None, count: int) -> np.ndarray:
-    if not ids:
-        return np.arange(count)
-    return _iota_groups(ids.rpartition("<=")[2]) if "[" in ids else np.asarray(_numbers(ids))
+    return _group_rows(positions.reshape(sizes).transpose(first + last).reshape(-1, group))

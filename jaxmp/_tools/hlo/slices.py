@@ -9,7 +9,7 @@ import re
 from typing import NamedTuple
 
 from jaxmp._tools.hlo.parser import Instruction, Module
-from jaxmp._tools.hlo.replica_groups import Groups
+from jaxmp._tools.hlo.replica_groups import Groups, explicit_groups, numbers_in
 
 _KINDS = {
     "ALL_REDUCE": "all-reduce",
@@ -69,7 +69,9 @@ class Slices:
         ]
         self._ids = {_key(send): _target_ids(send.structure) for send in sends}
         numbers = {i // _SLICE for ids in self._ids.values() for group in ids for i in group}
-        self._first = min(numbers, default=0) and 1  # compilers count slices from 1
+        # Compilers count slices from 1. The smallest number may be larger, as a permute may go
+        # between later slices alone.
+        self._first = min(numbers, default=0) and 1
         self.count = max(numbers, default=0) - self._first + 1
 
     def sent(self, instruction: Instruction) -> Exchange | None:
@@ -81,17 +83,19 @@ class Slices:
         ids = self._ids.get(_key(instruction))
         if ids is None:
             return None
-        given = _megascale(instruction.structure, "transfer_type")
-        if given not in _KINDS:
-            raise ValueError(f"unknown kind of collective between slices: {given!r}")
+        kind = _megascale(instruction.structure, "transfer_type")
+        if kind not in _KINDS:
+            raise ValueError(f"unknown kind of collective between slices: {kind!r}")
         operation = _megascale(instruction.structure, "reduce_operation")
         reducer = _REDUCERS.get(operation, "mixed") if operation else ""
-        groups = tuple(tuple(map(self._position, group)) for group in ids)
-        factor = len(groups[0]) if given == "ALL_GATHER" else 1
-        return Exchange(_KINDS[given], reducer, groups, factor, between_slices=True)
-
-    def _position(self, device: int) -> int:
-        return (device // _SLICE - self._first) * self._devices + device % _SLICE
+        first, size = self._first, self._devices
+        groups = tuple(
+            tuple((device // _SLICE - first) * size + device % _SLICE for device in group)
+            for group in ids
+        )
+        # A send shows its operand, and a gather is measured by its result.
+        factor = len(groups[0]) if kind == "ALL_GATHER" else 1
+        return Exchange(_KINDS[kind], reducer, groups, factor, between_slices=True)
 
 
 def _key(instruction: Instruction) -> tuple[str, str]:
@@ -99,8 +103,8 @@ def _key(instruction: Instruction) -> tuple[str, str]:
 
 
 def _megascale(structure: str, name: str) -> str:
-    found = re.search(rf'_xla_megascale_{name}="(\w+)"', structure)
-    return found.group(1) if found else ""
+    match = re.search(rf'_xla_megascale_{name}="(\w+)"', structure)
+    return match.group(1) if match else ""
 
 
 def _target_ids(structure: str) -> Groups:
@@ -109,13 +113,9 @@ def _target_ids(structure: str) -> Groups:
     Each device with its like in other slices, `{1,2}x{0:7}`; or lists, `{{100000,200000}}`; or
     pairs, `{{100000->200000}}`.
     """
-    if found := _EVERY_DEVICE.search(structure):
-        slices, first, last = _ids_in(found.group(1)), int(found.group(2)), int(found.group(3))
+    if match := _EVERY_DEVICE.search(structure):
+        slices, first, last = numbers_in(match.group(1)), int(match.group(2)), int(match.group(3))
         return tuple(tuple(n * _SLICE + i for n in slices) for i in range(first, last + 1))
-    if found := _LISTED.search(structure):
-        return tuple(tuple(_ids_in(group)) for group in re.findall(r"\{([^}]*)\}", found.group(1)))
+    if match := _LISTED.search(structure):
+        return explicit_groups(match.group(1))
     raise ValueError(f"unknown way of writing the slices of a collective: {structure[:200]}")
-
-
-def _ids_in(text: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", text)]
