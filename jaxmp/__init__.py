@@ -4,6 +4,15 @@ Low-precision compute, float32 where it matters, and proof of both. Start at `ge
 `value_and_grad` and `mixed_precision`; `TrainState` and `make_train_step` put them together.
 `PolicyRules` say which part of a model runs in which precision; `jaxmp.linen`, `jaxmp.nnx` and
 `jaxmp.equinox` put modules under them, and import flax or equinox when they are first used.
+
+The folders, from the ground up. The `__init__.py` or README of each is its map.
+
+- `_numerics`: dtypes, 8-bit codes, loss scales. `_program`: jaxprs, and the table of operations.
+- `_policies`: policies, rules, float8 recipes. `_mesh`: sharded params, sums over devices.
+- `_primitives`: products with float32 gradients, in 16 bits and float8.
+- `_recompute`, `_float32_reduction`, `_autocast`: what keeps, sums and casts in any function.
+- `_training`: gradients, the optimizer, the train step. `_modules`, `_flax`, `_equinox`: adapters.
+- `_delayed_scaling`: float8 scales from earlier steps. `_tools`: audit, diagnostics, the command.
 """
 
 import importlib

@@ -8,5 +8,5 @@ imports it, and who scales by current magnitudes runs none of it.
 - Read `state.py` first: the functions of a training loop. `places.py` numbers the places of a
   program, and runs it again with their scales.
 - An equation that can round by a known scale is a branch of `_ScaledRun.operation`; an operation to
-  enter is one of `jaxmp._program.control_flow.entered`.
+  enter is one of `jaxmp._program.control_flow.bodies_to_extend`.
 """

@@ -15,7 +15,7 @@ _LARGEST = 127
 
 
 class Codes(NamedTuple):
-    """An array in 8 bits, as `encode` returns it.
+    """An array in 8 bits: what `encode` returns, and what `scales_of` and `codes_of` return apart.
 
     Attributes:
       codes: the numbers, in the shape of the array: `sign(x) * (|x| / scale) ** (1/4) * 127`,

@@ -16,7 +16,8 @@ _SET = re.compile(r"\[((?:!.|[^!])[^]]*)\]", re.DOTALL)
 def matches(pattern: Pattern, path: str, module: Any) -> bool:
     """Whether a pattern, as `check_pattern` returns it, matches a module.
 
-    Its path is names joined by `/`, `""` for the root. The module is None if only that is known.
+    Its path is names joined by `/`, `""` for the root. The module is None if only that is known. A
+    glob is compared with the last names of the path, and a star stays within one name.
 
     >>> matches("*norm*", "layer/norm1", None), matches("*norm*", "norm/dense", None)
     (True, False)

@@ -13,6 +13,8 @@ Granularity = Literal["tensor", "row"]
 Minimum = Literal["auto"] | None
 
 _E4M3, _E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
+# A new format is added here. `_NAMES` in `_numerics/dtypes.py` has its name, `_FLOAT8` in
+# `_tools/planning/devices.py` lists the formats that devices multiply.
 _FLOAT8 = (_E4M3, _E5M2)
 # Why a product is left out that a call with more rows may have, as decoding has one row. No warning
 # follows: it says nothing about the function.
@@ -74,10 +76,8 @@ class Recipe:
         for name in ("forward", "gradient"):
             dtype = parse_dtype(getattr(self, name))
             if dtype not in _FLOAT8:
-                raise ValueError(
-                    f"{name} of a float8 recipe must be float8_e4m3fn or float8_e5m2, "
-                    f"got {dtype.name}"
-                )
+                formats = " or ".join(float8.name for float8 in _FLOAT8)
+                raise ValueError(f"{name} of a float8 recipe must be {formats}, got {dtype.name}")
             object.__setattr__(self, name, dtype)
 
     @property

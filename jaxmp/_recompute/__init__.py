@@ -5,6 +5,6 @@ softmax or a gelu is cheap, and is computed again from stored values.
 
 A `Program` (`_program/program.py`) flows through: `storage.py` decides which of its values are
 stored; `pieces.py` divides the operations between them into pieces; `run.py` runs each piece in a
-`jax.checkpoint`. Read `storage.py` first. The cost of a new primitive is a row of `COSTS` in
+`jax.checkpoint`. Read `storage.py` first. A primitive that is not cheap is listed in `_COSTS` of
 `_program/op_classes.py`. docs/recompute.md is for users.
 """

@@ -1,8 +1,11 @@
 """Finds the values of a program to keep for its backward pass.
 
-A region lies between kept values. It consists of the operations that lead to an operand of a dear
-operation, to a kept value, or to a result of the program. One backward pass finds the regions that
-read each value. The kept values are
+Of `y = tanh(x @ w) @ v`, the result of `x @ w` is kept, and the tanh is computed again. Operations
+that are never computed again, such as products, are called dear here.
+
+A region is the operations between kept values: those that lead to an operand of a dear operation,
+to a kept value, or to a result of the program. One backward pass finds the regions that read each
+value. The kept values are
 
 - results of dear operations, or a smaller value that is made of them at once: the 16-bit cast of a
   product, the sum of two products, the mask made of random bits;

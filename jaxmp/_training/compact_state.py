@@ -310,7 +310,10 @@ def _wait_on_tpus(arrays: Sequence[Array], scales: dict[int, Array]) -> dict[int
 
 
 def _storage_of(x: Any, coded: bool, min_size: int) -> str:
-    """Returns the dtype in which a leaf is stored; an empty text if it does not change."""
+    """Returns the dtype in which a leaf is stored; an empty text if it does not change.
+
+    `init` decides this once. Later steps read it from the state (`_kinds`).
+    """
     dtype = jnp.result_type(x)
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize > 4:
         return ""

@@ -23,7 +23,9 @@ def step_if(
       pred: whether the step is taken, a boolean scalar.
       step: computes the next state, in the same structure and dtypes.
       before: the state before the step.
-      skip: how a step is skipped; `"none"` takes it whatever `pred` says.
+      skip: how a step is skipped. `"cond"`: on CPUs and TPUs by `lax.cond`, on GPUs by a loop of at
+        most one iteration. `"select"`: the step is computed, and each leaf chosen. `"auto"`: as
+        `"cond"` on CPUs and TPUs, as `"select"` on GPUs. `"none"`: the step is always taken.
 
     Returns:
       The next state, or the old one.

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -142,7 +143,11 @@ AXES = {"both": (0, 0), "x": (0, None), "w": (None, 0), "last axes": (-1, -1)}
 @each_recipe
 @pytest.mark.parametrize("name", AXES)
 def test_vmap_is_a_loop(recipe: str, name: str) -> None:
-    """To the bit, forward and gradients: each element of the batch has its own scales."""
+    """Forward and gradients: each element of the batch has its own scales.
+
+    To the bit where products are of codes. Where they are of 16-bit operands, a CPU may add up a
+    batch of them in another order.
+    """
     axes = AXES[name]
     sizes = (1.0, 2.0**-10, 2.0**6)
     ct = draw((24, 48), seed=3)[0]
@@ -160,7 +165,11 @@ def test_vmap_is_a_loop(recipe: str, name: str) -> None:
         each = [
             b if axis is None else b.take(i, axis) for b, axis in zip(batches, axes, strict=True)
         ]
-        same([a[i] for a in got], run(*each))
+        result = [a[i] for a in got]
+        if recipe.endswith("rowwise_hp"):
+            chex.assert_trees_all_close(result, run(*each), rtol=1e-5, atol=1e-6)
+        else:
+            same(result, run(*each))
 
 
 @each_recipe

@@ -76,9 +76,10 @@ def parse_checks(texts: list[str]) -> dict[str, Any]:
             name, equals, value = (part.strip() for part in piece.partition("="))
             if not equals or name not in CHECKS or name in checks:
                 near = suggestion(name, [check for check in CHECKS if check not in checks])
+                examples = ", ".join(f"{check}={example}" for check, (_, example) in CHECKS.items())
                 raise UsageError(
-                    f"cannot read --check {piece!r}: expected name=value once for each of "
-                    f"{', '.join(CHECKS)}.{near}"
+                    f"cannot read --check {piece!r}: expected each name at most once, as in "
+                    f"{examples}.{near}"
                 )
             read, example = CHECKS[name]
             try:
