@@ -293,6 +293,7 @@ def _apply_plan(plan: ModulePlan, dtypes: dict[int, tuple[Any, ...]]) -> None:
             setattr(module, name, value)
     if "param_dtype" in own and takes_float_dtype(module.param_dtype):
         module.param_dtype = layer_dtype(policy.param_dtype, module.param_dtype)
+    # Params alone: batch statistics and other variables keep their dtypes.
     for variable in params:
         # Use the raw value: reading through a variable's hooks and writing the result back would
         # apply the hooks twice.

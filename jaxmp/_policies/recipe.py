@@ -13,8 +13,8 @@ Granularity = Literal["tensor", "row"]
 Minimum = Literal["auto"] | None
 
 _E4M3, _E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
-# A new format is added here. `_NAMES` in `_numerics/dtypes.py` has its name, `_FLOAT8` in
-# `_tools/planning/devices.py` lists the formats that devices multiply.
+# A new format is added here, and to the docstring below. `_NAMES` in `_numerics/dtypes.py` has its
+# name, `_FLOAT8` in `_tools/planning/devices.py` lists the formats that devices multiply.
 _FLOAT8 = (_E4M3, _E5M2)
 # Why a product is left out that a call with more rows may have, as decoding has one row. No warning
 # follows: it says nothing about the function.

@@ -7,7 +7,8 @@ A `Program` flows through: operations `Op` over numbered values. Read `program`,
 - `evaluate`: the evaluator. It runs a program on cells, as a set of `Rules` says.
 - `control_flow`, `derivatives`: run an operation with programs inside again.
 - `facts`: facts about values go through a program without running it, forward and backward.
-- `op_classes`: the table of operations. A new primitive of JAX is entered in `_TABLE`, in `_COSTS`
+- `op_classes`: the table of operations. A new primitive of JAX is entered in `_TABLE`
+  (an elementwise one that loses nothing in 16 bits: `PROMOTE`), in `_COSTS`
   if it is not cheap, and in the sets below that describe it (`LINEAR`, `REDUCTIONS`).
 - `compat`, `hi_primitives`: the differences between versions of JAX.
 - `tracing`: traces a call; `explicit_axes`, `mesh_axes`: on meshes with explicit axes.

@@ -1,4 +1,7 @@
-"""Stores the state of any optax optimizer in 16 or 8 bits; the optimizer sees float32."""
+"""Stores the state of any optax optimizer in 16 or 8 bits; the optimizer sees float32.
+
+`_storage_of` decides which leaves are stored in fewer bits; `_store_state` makes the codes.
+"""
 
 import contextlib
 from collections.abc import Sequence

@@ -3,7 +3,8 @@
 A storage says what to store with one live param, and how to reconstruct its float32 master from
 both. The master follows its param: if the stored master does not round to the param, the param was
 set from outside, and its value is the new master. To add a storage, write a class with these
-methods and an entry in `STORAGES`; the rest of the optimizer does not change.
+methods, an entry in `STORAGES`, one in `_BY_DTYPE` (its arrays need a dtype that no other storage
+has), and its name in `master=` of `mixed_precision`; the rest of the optimizer does not change.
 """
 
 import dataclasses

@@ -28,6 +28,7 @@ from jaxmp._tools.planning.benchmark import POLICIES, benchmark
 from jaxmp._tools.planning.devices import find_device
 from jaxmp._tools.planning.memory_plan import memory_plan
 from jaxmp._training.compact_state import Moments
+from jaxmp._training.master_storages import STORAGES
 from jaxmp._training.optimizer import mixed_precision
 
 
@@ -191,7 +192,6 @@ _LOSS = {
     "help": f"such as train.py:loss: {HOW_TO_NAME}, here (loss_fn, (params, batch)), with real "
     "arrays and without a policy of its own",
 }
-_MASTERS = ("float32", "remainder", "remainder8", "kahan", "stochastic", "none")
 _HAS_AUX = _flag("the loss returns (loss, more)")
 _MICROBATCHES = _option("parts of a batch, one after the other", 1, type=int, metavar="N")
 
@@ -228,7 +228,7 @@ COMMANDS = {
             },
             "--policy": _option("the policy", "mixed_bfloat16"),
             "--optimizer": _option("a name in optax", "adamw"),
-            "--master": _option("how masters are kept", "float32", choices=_MASTERS),
+            "--master": _option("how masters are kept", "float32", choices=tuple(STORAGES)),
             "--moments": _option("how moments are kept", "float32", choices=get_args(Moments)),
             "--microbatches": _option(
                 "parts of a batch, one after the other", type=int, metavar="N"
