@@ -114,16 +114,11 @@ def autocast(
         closed = traced.closed
         replacements: Replacements = {}
         if kernels == "low":
-            # A program does not say which arguments are params. Loss functions take them first. The
-            # weights of a teacher in a later argument count as data.
-            positional, by_name = static.tree.children()
-            first = [*positional.children(), *by_name.children()][:1]
-            count = sum(child.num_leaves for child in first)
             replacements = low_kernels(
                 closed,
                 Regions(checked),
                 traced.for_dtypes,
-                weights=set(range(sum(static.are_arrays[:count]))),
+                weights=_params_of(static),
                 enter_custom_vjp=enter_custom_vjp,
             )
 
@@ -146,6 +141,18 @@ def autocast(
         return combine(out.static, out.arrays)
 
     return autocast_fun
+
+
+def _params_of(static: Static) -> set[int]:
+    """Returns the numbers of the arrays in the first argument of a call, which are its params.
+
+    A program does not say which arguments are params. Loss functions take them first. The weights
+    of a teacher in a later argument count as data.
+    """
+    positional, by_name = static.tree.children()
+    first = [*positional.children(), *by_name.children()][:1]
+    count = sum(child.num_leaves for child in first)
+    return set(range(sum(static.are_arrays[:count])))
 
 
 _IN_A_LINEN_MODULE = (

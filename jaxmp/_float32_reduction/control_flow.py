@@ -78,10 +78,10 @@ def pinned_jit_rule(rules: Rules[Value], op: Op, values: list[Value]) -> list[Va
     """
     (body,) = compat.bodies_of(op.equation)
     before, after = compat.jit_shardings(op.params)
-    return _constrain(rules.inside(op, body, _constrain(values, before)), after)
+    return _constrain_values(rules.inside(op, body, _constrain_values(values, before)), after)
 
 
-def _constrain(values: Sequence[Value], shardings: Sequence[Any]) -> list[Value]:
+def _constrain_values(values: Sequence[Value], shardings: Sequence[Any]) -> list[Value]:
     return [
         value
         if value.of_params or sharding is None

@@ -291,14 +291,7 @@ def per_shard(
         operands = shards.split(batch, kwargs) | dict(zip(wrt, params, strict=True))
 
         def transform(scaled: Callable[..., Any], **_: Any) -> Callable[..., Any]:
-            differentiated = jax.grad(scaled, argnums=wrt, has_aux=True)
-
-            def evaluate(*args: Any) -> Evaluation:
-                grads, (loss, aux) = differentiated(*args)
-                return Evaluation(loss, grads, aux)
-
-            def local(*args: Any) -> Evaluation:
-                return options.over_microbatches(evaluate, args, wrt)
+            local = _evaluation_of_part(scaled, wrt, options)
 
             def gradient(*args: Any) -> Any:
                 in_axes = [0 if i in batch else None for i in range(len(args))]
@@ -315,15 +308,35 @@ def per_shard(
 
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
-        shards.check_auto()
-        params = [args[i] for i in options.positions(len(args))]
-        # On explicit axes, gradients are laid out as their params are.
-        layouts = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, params)
-        mesh = explicit_mesh(jax.tree.leaves((args, kwargs)))
-        axes = Axes(mesh, (jax.P(), options.one_or_all(layouts)))
-        return tuple(axes.run(on_automatic_axes, [args, kwargs]))
+        return tuple(
+            _call_axes(shards, options, args, kwargs).run(on_automatic_axes, [args, kwargs])
+        )
 
     return value_and_grad_fun
+
+
+def _call_axes(
+    shards: Shards, options: GradientOptions, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Axes:
+    """Returns the explicit axes of a call, on which gradients are laid out as their params are."""
+    shards.check_auto()
+    params = [args[i] for i in options.positions(len(args))]
+    layouts = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, params)
+    mesh = explicit_mesh(jax.tree.leaves((args, kwargs)))
+    return Axes(mesh, (jax.P(), options.one_or_all(layouts)))
+
+
+def _evaluation_of_part(
+    scaled: Callable[..., Any], wrt: tuple[int, ...], options: GradientOptions
+) -> Callable[..., Evaluation]:
+    """Returns a function that evaluates one device's part of the batch, under the scale."""
+    differentiated = jax.grad(scaled, argnums=wrt, has_aux=True)
+
+    def evaluate(*args: Any) -> Evaluation:
+        grads, (loss, aux) = differentiated(*args)
+        return Evaluation(loss, grads, aux)
+
+    return lambda *args: options.over_microbatches(evaluate, args, wrt)
 
 
 def _specs_of_leaves(specs: PyTree, params: PyTree, shards: Shards) -> list[Any]:

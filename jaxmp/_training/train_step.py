@@ -150,25 +150,10 @@ def make_train_step(
         _check_shardings(shardings, state)
         lowered = lowered_loss(loss_fn, rules_of_step(policy, state.tx), cast, recompute)
 
-        def loss_and_rest(params: PyTree, batch: PyTree, collections: dict[str, PyTree]) -> Any:
-            out = lowered(params, batch, **collections)
-            loss, changed, aux = _unpack(out, bool(collections), has_aux)
-            return loss, (update_collections(collections, changed), aux)
-
-        # A policy that does not name float16 has no loss scale. A loss that computes in it all the
-        # same then gets a warning, which a scale of 1 would silence.
-        scales = not isinstance(state.tx.loss_scale, NoLossScale)
-        scales = scales or jnp.dtype(jnp.float16) in dtypes_of(state.tx.rules)
-        options = GradientOptions(
-            has_aux=True,
-            loss_scale=state.loss_scale if scales else None,
-            microbatches=microbatches,
-            reduction=_reduction(state.tx.rules, fsdp),
-        )
+        loss_and_rest = _with_collections(lowered, has_aux)
+        options = _options_of_step(state, microbatches, fsdp)
         # What runs under one policy runs under all: a reduction is on automatic axes by itself.
-        reduced = options.reduction is not None
-        free = loss_and_rest if reduced else on_automatic_axes_inside(loss_and_rest)
-
+        free = loss_and_rest if options.reduction else on_automatic_axes_inside(loss_and_rest)
         evaluate_batch = _evaluation_of_batch(free, options)
         operands = batch, state.collections, options.loss_scale
         collections, (loss, grads, aux) = evaluate_batch(state.params, *operands)
@@ -179,9 +164,9 @@ def make_train_step(
         extra = {} if extra_args is None else dict(extra_args(state, batch, loss))
         value = Evaluation(loss, grads, ())
         value_fn = value_function(evaluate_batch, state.params, operands, value)
+        line_search = {"value": loss, "grad": grads, "value_fn": value_fn}
         # Some optimizers take less: one calls its first argument `grad`, and another goes through
         # `jit`, which takes no functions.
-        line_search = {"value": loss, "grad": grads, "value_fn": value_fn}
         offers = [line_search | extra, {"value": loss} | extra, extra]
         new = step_with_first_offer(state, grads, offers, finite, collections)
         metrics = {"loss": loss, "grad_norm": norm} | step_metrics(state, new)
@@ -192,6 +177,30 @@ def make_train_step(
     placed = None if shardings is None else (shardings, None)
     jitted = jax.jit(train_step, donate_argnums=(0,) * donate, out_shardings=placed)
     return TrainStep(jitted, model_casts=model_casts, donates=donate)
+
+
+def _with_collections(loss_fn: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
+    """Returns a loss that takes all collections, and returns them all, changed or not."""
+
+    def loss_and_rest(params: PyTree, batch: PyTree, collections: dict[str, PyTree]) -> Any:
+        out = loss_fn(params, batch, **collections)
+        loss, changed, aux = _unpack(out, bool(collections), has_aux)
+        return loss, (update_collections(collections, changed), aux)
+
+    return loss_and_rest
+
+
+def _options_of_step(state: TrainState, microbatches: int, fsdp: FSDP | None) -> GradientOptions:
+    # A policy that does not name float16 has no loss scale. A loss that computes in it all the same
+    # then gets a warning, which a scale of 1 would silence.
+    scales = not isinstance(state.tx.loss_scale, NoLossScale)
+    scales = scales or jnp.dtype(jnp.float16) in dtypes_of(state.tx.rules)
+    return GradientOptions(
+        has_aux=True,
+        loss_scale=state.loss_scale if scales else None,
+        microbatches=microbatches,
+        reduction=_reduction(state.tx.rules, fsdp),
+    )
 
 
 def _evaluation_of_batch(

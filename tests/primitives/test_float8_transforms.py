@@ -167,7 +167,7 @@ def test_vmap_is_a_loop(recipe: str, name: str) -> None:
         ]
         result = [a[i] for a in got]
         if recipe.endswith("rowwise_hp"):
-            chex.assert_trees_all_close(result, run(*each), rtol=1e-5, atol=1e-6)
+            chex.assert_trees_all_close(result, list(run(*each)), rtol=1e-5, atol=1e-6)
         else:
             same(result, run(*each))
 
