@@ -21,7 +21,7 @@ from jaxtyping import Array, PyTree
 
 from jaxmp._mesh.device_sums import Axis, WireFormat, wire_of
 from jaxmp._mesh.specs import axes_of_spec, check_rank, flat_specs, without_axes
-from jaxmp._numerics.dtypes import parse_dtype
+from jaxmp._numerics.dtypes import DType, parse_dtype
 from jaxmp._numerics.tree import cast_floating, check_differentiable, leaf_names, strong, widen
 from jaxmp._program.explicit_axes import Axes
 from jaxmp._program.mesh_axes import automatic, check_mesh, explicit_mesh, named_axes
@@ -285,9 +285,7 @@ def per_shard(
         batch = options.batch(args, wrt)
         params = tuple(args[i] for i in wrt)
         leaf_specs = _specs_of_leaves(specs, options.one_or_all(params), shards)
-        leaves, treedef = jax.tree.flatten(strong(params))
-        leaves = leaves if compute is None else cast_floating(leaves, compute)
-        params = jax.tree.unflatten(treedef, map(shards.gather, leaves, leaf_specs))
+        params = _cast_and_gather(params, compute, leaf_specs, shards)
         operands = shards.split(batch, kwargs) | dict(zip(wrt, params, strict=True))
 
         def transform(scaled: Callable[..., Any], **_: Any) -> Callable[..., Any]:
@@ -313,6 +311,15 @@ def per_shard(
         )
 
     return value_and_grad_fun
+
+
+def _cast_and_gather(
+    params: PyTree, dtype: DType | None, leaf_specs: Sequence[Any], shards: Shards
+) -> PyTree:
+    # Cast first, so that devices send 16 bits.
+    leaves, treedef = jax.tree.flatten(strong(params))
+    leaves = leaves if dtype is None else cast_floating(leaves, dtype)
+    return jax.tree.unflatten(treedef, map(shards.gather, leaves, leaf_specs))
 
 
 def _call_axes(
