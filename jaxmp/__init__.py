@@ -10,7 +10,7 @@ The folders, from the ground up. The `__init__.py` or README of each is its map.
 - `_numerics`: dtypes, 8-bit codes, loss scales. `_program`: jaxprs, and the table of operations.
 - `_policies`: policies, rules, float8 recipes. `_mesh`: sharded params, sums over devices.
 - `_primitives`: products with float32 gradients, in 16 bits and float8.
-- `_recompute`, `_float32_reduction`, `_autocast`: what keeps, sums and casts in any function.
+- `_recompute`, `_float32_reduction`, `_autocast`: transformations of any function.
 - `_training`: gradients, the optimizer, the train step. `_modules`, `_flax`, `_equinox`: adapters.
 - `_delayed_scaling`: float8 scales from earlier steps. `_tools`: audit, diagnostics, the command.
 """
@@ -87,11 +87,17 @@ _MODULES = {
 _AUDITS = ("AuditError", "assert_reduced_in", "audit", "collectives")
 
 
+# A star import takes what loads later too, but no module that needs another library.
+__all__ = sorted(
+    {name for name in globals() if not name.startswith("_")} - {"importlib", "typing"}
+    | {*_AUDITS, *(name for name, library in _MODULES.items() if library == "jax")}
+)
+
+
 def __dir__() -> list[str]:
     """What is public: the names above, and the modules whose library is installed."""
-    names = [name for name in globals() if not name.startswith("_")]
     usable = [name for name, library in _MODULES.items() if importlib.util.find_spec(library)]
-    return sorted({*names, *_AUDITS, "__version__", *usable} - {"importlib", "typing"})
+    return sorted({*__all__, *usable, "__version__"})
 
 
 def __getattr__(name: str) -> typing.Any:

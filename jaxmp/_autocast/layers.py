@@ -23,7 +23,7 @@ class _CarryUse(enum.Enum):
 
 # Labels of values that change from turn to turn, as the weights of layers and the counter do, and
 # of results of earlier products: keys and values of a recurrence are not weights.
-_PER_TURN, _FROM_PRODUCT = "turn", "touched"
+_PER_TURN, _FROM_PRODUCT = "per turn", "from a product"
 
 
 # This is a heuristic, as a jaxpr does not say which loop runs over layers. It separates scans over
@@ -34,7 +34,7 @@ def through_layers(op: Op, states: States) -> frozenset[int]:
 
     A loop over layers has such carries, whether it scans over the weights or slices them by its
     counter. A recurrence has the same weights in each turn: a solver, an RNN over time. A carry
-    that only sums what each layer adds is a recurrence, too.
+    that sums results of the layers, but that no layer reads, is a recurrence, too.
     """
     body = compat.bodies_of(op.equation)[-1]
     arguments, carry = op.wiring.arguments[-1], op.wiring.carry

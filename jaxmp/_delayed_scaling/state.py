@@ -182,8 +182,8 @@ def with_state(
     forward, backward = ([jnp.max(history, -1) for history in group] for group in state)
     # The cotangents of a scaled loss are larger by the scale, and the state is without it.
     backward = [largest * scale for largest in backward]
-    zeros = [None] * len(backward) if probes is None else list(probes)
-    return functools.partial(_scaled_function(fun), PlaceValues(forward, backward, zeros))
+    probes = [None] * len(backward) if probes is None else list(probes)
+    return functools.partial(_scaled_function(fun), PlaceValues(forward, backward, probes))
 
 
 def _scaled_function(fun: Callable[..., Any]) -> Callable[..., tuple[Any, list[Array]]]:

@@ -7,7 +7,8 @@
   applies. Read `module_casts.py` first: both rest on it, and on `module_checks.py`.
 - `nnx_autocast.py` and `nnx_training.py` are autocast and gradients of live modules; they name
   operations by `nnx_scopes.py`, as nnx has no name stack.
-- A layer with products in float8 is a row of `layer_products._LAYERS`.
+- A layer with products in float8 is a row of `_LINEN` or `_NNX` in
+  `layer_products.py`.
 """
 
 from jaxmp._modules.extras import require

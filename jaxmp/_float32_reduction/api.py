@@ -143,15 +143,17 @@ def reduce_in_float32(
     traced = trace_call(fun, static, arrays, as_jit=True, numpy=False)
     # For each array argument a tuple of its layout if it is a param, else None. Layouts come in the
     # order of `argnums`, arrays in that of the arguments.
-    unused = itertools.repeat(None) if layouts is None else iter(layouts)
+    layouts_left = itertools.repeat(None) if layouts is None else iter(layouts)
     by_argument: dict[int, list[tuple[Layout | None] | None]] = {}
     for i in argnums:
-        pairs = [(leaf, next(unused)) for leaf in jax.tree.leaves(args[i])]
+        pairs = [(leaf, next(layouts_left)) for leaf in jax.tree.leaves(args[i])]
         by_argument[i] = [(layout,) if is_half_or_float32(leaf) else None for leaf, layout in pairs]
     marks = [
         mark
         for i, arg in enumerate(args)
-        for mark in by_argument.get(i, [None] * len(partition(arg, numpy=False)[1]))
+        for mark in (
+            by_argument[i] if i in by_argument else [None] * len(partition(arg, numpy=False)[1])
+        )
     ]
 
     def of_arrays(*both: Any) -> list[Any]:

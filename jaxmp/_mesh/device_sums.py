@@ -32,7 +32,7 @@ class WireFormat:
 
     @staticmethod
     def of(dtype: DType, world: int) -> "WireFormat":
-        """Returns the wire for sums over `world` devices, one number from each."""
+        """Returns the format for sums over `world` devices, one number from each."""
         return WireFormat(dtype, divide_factors(world, dtype)[0] or 1)
 
     def send(self, x: Array) -> Array:
@@ -46,7 +46,7 @@ class WireFormat:
 
 
 def divide_factors(world: int, dtype: Any) -> tuple[int | None, float | None]:
-    """Returns what FSDP2 divides by before and after a sum in float16; None for other dtypes."""
+    """Returns what FSDP2 divides by before and after a sum in float16; for other dtypes two Nones."""
     if jnp.dtype(dtype) != jnp.float16:
         return None, None
     # float16 must not overflow. Each factor is about the square root of the number of devices; the

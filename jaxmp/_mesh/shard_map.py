@@ -207,7 +207,11 @@ def _gathered_param(plan: _ParamPlan, x: Array) -> Array:
     return _gather(plan, x)
 
 
-def _gather_backward(plan: _ParamPlan, _: None, cotangent: Array) -> tuple[Array]:
+def _gather_fwd(plan: _ParamPlan, x: Array) -> tuple[Array, None]:
+    return _gather(plan, x), None
+
+
+def _gather_bwd(plan: _ParamPlan, _: None, cotangent: Array) -> tuple[Array]:
     # The transpose that JAX derives would sum in the compute dtype, and not at all for replicated
     # params under `check_vma=False`.
     count = plan.world if plan.mean else 1
@@ -218,7 +222,7 @@ def _gather_backward(plan: _ParamPlan, _: None, cotangent: Array) -> tuple[Array
     return (total.astype(plan.primal),)
 
 
-_gathered_param.defvjp(lambda plan, x: (_gather(plan, x), None), _gather_backward)
+_gathered_param.defvjp(_gather_fwd, _gather_bwd)
 
 
 def _plan(name: str, x: Array, spec: Any, axes: tuple[str, ...], compute: DType) -> _ParamPlan:

@@ -1,6 +1,6 @@
 """Numbers and trees of arrays: dtypes, rounding, 8-bit codes, loss scales.
 
-The lowest folder: it imports nothing of jaxmp. Arrays and pytrees of arrays flow through it.
+The lowest folder: it imports nothing else of jaxmp. Arrays and pytrees of arrays flow through it.
 
 - `dtypes`: names of dtypes and predicates on them; read it first. A new dtype is a row of `_NAMES`.
 - `tree`: casts, finiteness, selection and path names of pytrees.

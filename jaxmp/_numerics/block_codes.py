@@ -100,7 +100,7 @@ def codes_of(
     blocks = _split_blocks(x, counts)
     magnitude = jnp.abs(blocks)
     scales = jnp.expand_dims(scales, _axes_in_block(x.ndim))
-    # A code is a fourth root, so its fourth power lies between those of its neighbors.
+    # Codes are fourth roots: the number is between the fourth powers of two neighboring codes.
     fourth = magnitude / jnp.where(scales > 0, scales, 1) * _LARGEST**4
     code_below = jnp.minimum(jnp.floor(jnp.sqrt(jnp.sqrt(fourth))), _LARGEST - 1)
     lower, upper = _square(_square(code_below)), _square(_square(code_below + 1))
@@ -155,7 +155,8 @@ def _reshape(x: Array, shape: tuple[int, ...], spec: Any) -> Array:
 def spec_of_blocks(shape: tuple[int, ...], spec: jax.P, mesh: Any) -> jax.P:
     """Returns the spec of the blocks of an array; `shape` counts blocks along each axis.
 
-    An axis stays split where each device holds whole blocks. There is an entry for each axis.
+    An axis stays split where each device holds whole blocks. The result has as many entries as
+    `spec`.
     """
     entries = []
     for size, axes in zip(shape, spec, strict=False):

@@ -140,7 +140,7 @@ def _bits_of(x: Any) -> Any:
     if jnp.iscomplexobj(x):
         x = jnp.stack([x.real, x.imag])
     if is_floating(x) and jnp.dtype(x.dtype).itemsize >= 8:
-        # float64 beyond the range of float32 must not count as zero or infinite: its ends are near.
+        # float64 beyond the range of float32 must not count as zero or infinite: it is clipped.
         info = jnp.finfo(jnp.float32)
         clipped = jnp.clip(jnp.abs(x), float(info.smallest_normal), float(info.max))
         x = jnp.where(jnp.isfinite(x) & (x != 0), clipped, x)

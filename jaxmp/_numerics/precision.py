@@ -1,4 +1,4 @@
-"""The precision of float32 products: the names of policies, of JAX, and how devices multiply.
+"""The precision of float32 products: its names in policies and in JAX, and how devices multiply.
 
 A float32 product without a precision is not float32: TPUs multiply bfloat16 roundings of its
 operands, GPUs since Ampere their TF32 roundings. docs/precision.md has the table.
@@ -43,7 +43,7 @@ _ALGORITHMS = {
     "TF32_TF32_F32_X3": Meaning(_REFUSED, "TF32 x 3", 1),
     "F32_F32_F32": Meaning(_REFUSED, "float32", 2),
 }
-# JAX's own names for its levels. A policy takes only `tensorfloat32`.
+# JAX's other names for its levels. Of these a policy takes only `tensorfloat32`.
 _ALIASES = {"bfloat16": "default", "tensorfloat32": "high", "float32": "highest"}
 _NAMES = (*_LEVELS, "tensorfloat32")
 

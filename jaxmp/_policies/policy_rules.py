@@ -170,7 +170,7 @@ class PolicyRules:
         >>> PolicyRules.from_toml(text)
         PolicyRules([('*norm*', 'float32')], default='mixed_bfloat16')
         """
-        import tomllib  # Takes a third as long to import as the rest of this package.
+        import tomllib  # Only configs in TOML need it.
 
         return cls.from_dict(tomllib.loads(text))
 

@@ -8,7 +8,7 @@ A `Program` flows through: operations `Op` over numbered values. Read `program`,
 - `control_flow`, `derivatives`: run an operation with programs inside again.
 - `facts`: facts about values go through a program without running it, forward and backward.
 - `op_classes`: the table of operations. A new primitive of JAX is entered in `_TABLE`
-  (an elementwise one that loses nothing in 16 bits: `PROMOTE`), in `_COSTS`
+  (an elementwise one that makes no error much larger: `PROMOTE`), in `_COSTS`
   if it is not cheap, and in the sets below that describe it (`LINEAR`, `REDUCTIONS`).
 - `compat`, `hi_primitives`: the differences between versions of JAX.
 - `tracing`: traces a call; `explicit_axes`, `mesh_axes`: on meshes with explicit axes.

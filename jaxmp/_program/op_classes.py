@@ -150,7 +150,7 @@ class Cost(enum.Enum):
 
     CHEAP = "reads and writes memory once: may be computed again"
     EXPENSIVE = "is never computed again; its derivative does not ask for its result"
-    OPAQUE = "is never computed again, and its derivative decides what is kept for it"
+    SEPARATE = "is never computed again, and its derivative decides what is kept for it"
 
 
 # Operations of the table above that are not listed here are cheap. Reasons come first.
@@ -170,7 +170,7 @@ _COSTS: dict[Cost, tuple[str, ...]] = {
         "random_bits random_seed random_split random_fold_in random_clone rng_bit_generator "
         "rng_uniform threefry2x32 lu_pivots_to_permutation",
     ),
-    Cost.OPAQUE: (
+    Cost.SEPARATE: (
         # Their derivatives need permutations, or results.
         "sort top_k approx_top_k cumprod cumlogsumexp cummax cummin reduce_prod "
         "scatter scatter-mul scatter-min scatter-max reduce_window reduce",

@@ -215,6 +215,6 @@ def _is_helper(equation: core.JaxprEqn) -> bool:
         return False
     inside = equations_in([equation.params["jaxpr"]], lambda eqn: eqn.primitive.name in JITS)
     names = [eqn.primitive.name for eqn in itertools.islice(inside, _LARGEST_HELPER + 1)]
-    others = (None, OpClass.CONTROL, OpClass.ALONE, OpClass.LOWER)
-    is_simple = all(name in IN_HELPERS or CLASSES.get(name) not in others for name in names)
+    not_simple = (None, OpClass.CONTROL, OpClass.ALONE, OpClass.LOWER)
+    is_simple = all(name in IN_HELPERS or CLASSES.get(name) not in not_simple for name in names)
     return is_simple and len(names) <= _LARGEST_HELPER

@@ -78,7 +78,7 @@ def recompute(
         closed = traced.closed
         context = Settings(mode == "always", mode == "loops", frozenset(names))
         # One list may serve several programs: names of primitives need not occur in this one.
-        names_here = (names_of(equation) for equation in equations_in([closed]) if names)
+        names_here = map(names_of, equations_in([closed])) if names else ()
         for name in sorted(context.dear.difference(COSTS, *names_here)):
             warn(
                 f"{name!r} is in dear, but is neither a primitive nor a function with jax.jit or "

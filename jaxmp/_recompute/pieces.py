@@ -33,7 +33,7 @@ def divide(
 ) -> tuple[Storage, list[Piece]]:
     """Returns the kept values of a program, and its pieces, in an order in which they can run.
 
-    An operation of cost `OPAQUE` is a piece of its own. Dear operations that read the same value
+    An operation of cost `SEPARATE` is a piece of its own. Dear operations that read the same value
     form one piece, unless one of them waits for another: then the values that both need are kept.
 
     Args:
@@ -109,7 +109,7 @@ class _Division:
                 outputs = tuple(dict.fromkeys(n for root in members for n in root.outputs))
                 self.computed.update(outputs)
                 yield Piece(ops, inputs, outputs, self._recomputes(ops))
-            if place < len(self.program.ops) and self.storage.costs[place] is Cost.OPAQUE:
+            if place < len(self.program.ops) and self.storage.costs[place] is Cost.SEPARATE:
                 yield self._single_piece(place)
 
     def _roots(self) -> dict[int, _Root]:
@@ -121,13 +121,13 @@ class _Division:
         for i, op in enumerate(ops):
             if i in self.views:
                 continue
-            apart = costs[i] is Cost.OPAQUE
-            targets = [n for n in (op.inputs if apart else op.outputs) if isinstance(n, int)]
+            separate = costs[i] is Cost.SEPARATE
+            targets = [n for n in (op.inputs if separate else op.outputs) if isinstance(n, int)]
             targets = [n for n in dict.fromkeys(targets) if n not in computed]
-            if targets := [n for n in targets if apart or n in stored]:
+            if targets := [n for n in targets if separate or n in stored]:
                 roots[i] = self._root(targets, computed)
                 computed.update(targets)
-            if apart:
+            if separate:
                 computed.update(op.outputs)
         results = dict.fromkeys(numbers(self.program.outputs))
         if targets := [number for number in results if number not in computed]:

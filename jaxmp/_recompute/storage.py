@@ -28,7 +28,7 @@ from jaxmp._program.program import Op, Program, numbers
 
 # Values before the first dear operation are computed again in each region, unless a chain of more
 # operations than this leads to them.
-_LONGEST_UNTOUCHED = 64
+_LONGEST_BEFORE_PRODUCT = 64
 # A reduction makes a statistic if it shrinks its operand by this factor or more.
 # A kept statistic costs at most a sixteenth of its operand. If it were not kept, a norm of a 16-bit
 # stream would keep a second wide array, and capped logits would be kept twice.
@@ -54,13 +54,13 @@ class Storage(NamedTuple):
 def cost_of(equation: core.JaxprEqn, dear: Collection[str] = ()) -> Cost:
     """Returns the cost of running an operation again, without derivatives."""
     if equation.effects or not names_of(equation).isdisjoint(dear):
-        return Cost.OPAQUE
+        return Cost.SEPARATE
     name = equation.primitive.name
     if name in JITS:
         return _cost_within(equation.params["jaxpr"], dear)
     if name == "custom_jvp_call":
         return _cost_within(equation.params["call_jaxpr"], dear)
-    return COSTS.get(name, Cost.OPAQUE)
+    return COSTS.get(name, Cost.SEPARATE)
 
 
 def _cost_with_rule(equation: core.JaxprEqn, dear: Collection[str]) -> Cost:
@@ -69,18 +69,18 @@ def _cost_with_rule(equation: core.JaxprEqn, dear: Collection[str]) -> Cost:
     The rule is traced for this, even if nobody differentiates in the end.
     """
     cost = cost_of(equation, dear)
-    if equation.primitive.name != "custom_jvp_call" or cost is Cost.OPAQUE:
+    if equation.primitive.name != "custom_jvp_call" or cost is Cost.SEPARATE:
         return cost
     # The derivative of a cheap function may hold a product, which would run twice.
     try:
         return _cost_within(derivative_of(equation), dear)
     except Exception:  # any error: a rule may refuse to be differentiated
-        return Cost.OPAQUE
+        return Cost.SEPARATE
 
 
 def _cost_within(jaxpr: Any, dear: Collection[str]) -> Cost:
     costs = {cost_of(equation, dear) for equation in open_jaxpr(jaxpr).eqns}
-    return Cost.CHEAP if costs <= {Cost.CHEAP} else Cost.OPAQUE
+    return Cost.CHEAP if costs <= {Cost.CHEAP} else Cost.SEPARATE
 
 
 def names_of(equation: core.JaxprEqn) -> set[str]:
@@ -102,7 +102,7 @@ class Analysis:
         equations = {id(op.equation): op.equation for op in program.ops}
         costs = {i: _cost_with_rule(equation, dear) for i, equation in equations.items()}
         self.costs = tuple(
-            Cost.OPAQUE if op.name in JITS else costs[id(op.equation)] for op in program.ops
+            Cost.SEPARATE if op.name in JITS else costs[id(op.equation)] for op in program.ops
         )
         self.made_by: dict[int, int] = {}
         self.readers: dict[int, list[int]] = {}
@@ -115,7 +115,7 @@ class Analysis:
         # Integers, and values made of integers alone.
         self.without_tangent = {i for i, x in enumerate(program.avals) if not is_inexact(x)}
         for op, cost in zip(program.ops, self.costs, strict=True):
-            if cost is not Cost.OPAQUE and self.without_tangent.issuperset(numbers(op.inputs)):
+            if cost is not Cost.SEPARATE and self.without_tangent.issuperset(numbers(op.inputs)):
                 self.without_tangent.update(op.outputs)
         self.linear = tuple(self._is_linear(op) for op in program.ops)
         self.after_product = self._after_product()
@@ -130,11 +130,11 @@ class Analysis:
             if i in self.label_lookups or (op.name in REDUCTIONS and self._is_small(op))
             for number in op.outputs
         )
-        # These are stored whatever reads them: results of dear operations, and operands of OPAQUE
+        # These are stored whatever reads them: results of dear operations, and operands of SEPARATE
         # ones.
         self.stored = self._moved_to_smaller_value()
         for op, cost in zip(program.ops, self.costs, strict=True):
-            if cost is Cost.OPAQUE:
+            if cost is Cost.SEPARATE:
                 self.stored.update(self.made_by.keys() & set(numbers(op.inputs)))
         self._keep_shared_values()
 
@@ -162,7 +162,7 @@ class Analysis:
             inputs = list(numbers(op.inputs))
             length = 1 + max((lengths.get(number, 0) for number in inputs), default=0)
             lengths.update(dict.fromkeys(op.outputs, length))
-            leads = cost is not Cost.CHEAP or length > _LONGEST_UNTOUCHED
+            leads = cost is not Cost.CHEAP or length > _LONGEST_BEFORE_PRODUCT
             if leads or not after_product.isdisjoint(inputs):
                 after_product.update(op.outputs)
         return after_product
@@ -171,7 +171,7 @@ class Analysis:
         """Returns the gathers of few computed values, such as the logits of the labels."""
         gathers, chosen = set[int](), set[int]()
         for i, op in enumerate(self.program.ops):
-            if op.name != "gather" or self.costs[i] is Cost.OPAQUE:
+            if op.name != "gather" or self.costs[i] is Cost.SEPARATE:
                 continue
             # A lookup in a table of params makes activations. They are kept.
             if op.inputs[0] not in self.after_product:
@@ -213,7 +213,7 @@ class Analysis:
 
     def _is_free_to_move(self, op: Op, cost: Cost, number: int) -> bool:
         """Whether an operation is the only reader of a value, and no derivative needs it."""
-        if len(self.readers[number]) > 1 or cost is Cost.OPAQUE or len(op.outputs) != 1:
+        if len(self.readers[number]) > 1 or cost is Cost.SEPARATE or len(op.outputs) != 1:
             return False
         if cost is Cost.EXPENSIVE and op.name not in LINEAR:
             return False
@@ -228,8 +228,8 @@ class Analysis:
         regions: dict[int, set[Any]] = {number: set() for number in range(len(self.program.avals))}
         for number in numbers(self.program.outputs):
             regions[number].add("results")
-        # A weight and its transpose lead to one region: by value, the value of the same size of
-        # which linear operations make it.
+        # A weight and its transpose lead to one region: for each value, the value of the same
+        # size from which linear operations make it.
         sources = {number: number for number in regions}
         for op, linear in zip(self.program.ops, self.linear, strict=True):
             variables = list(numbers(op.inputs))

@@ -8,5 +8,5 @@ defaults are in `_numerics/loss_scale.py`.
 The optimizer sees float32 alone: `masters.py` makes it of narrow params, `compact_state.py` of a
 narrow state. A way to store masters is a class in `master_storages.py`, whose docstring says where
 to list it; an option of all functions with gradients is a field of `GradientOptions`; a metric of a
-step is in `step_metrics.py`. `per_shard.py` has gradients in 16 bits between devices.
+step is in `step_metrics.py`. `per_shard.py` sums gradients over parts of a batch in float32.
 """

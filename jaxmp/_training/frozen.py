@@ -34,7 +34,8 @@ def trainable_leaves(inner: optax.GradientTransformation, params: PyTree) -> PyT
       params: a tree of arrays.
 
     Returns:
-      A tree of bools with the structure of the params.
+      A tree of bools with the structure of the params. All are True where no param is narrower than
+      float32: no master is needed then.
 
     >>> transforms = {"train": optax.sgd(0.1), "freeze": optax.set_to_zero()}
     >>> inner = optax.multi_transform(transforms, {"head": "train", "base": "freeze"})

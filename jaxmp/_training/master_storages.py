@@ -33,7 +33,8 @@ class StoredParam(NamedTuple):
 class MasterStorage(Protocol):
     """A way to store the float32 master of a param narrower than float32.
 
-    It is an array, in a dtype that no other storage uses: `storage_of` goes by it.
+    It stores an array in a dtype that no other storage uses, by which `storage_of` finds it, or
+    nothing (`NoMaster`).
     """
 
     def first(self, value: Float32[Array, "..."], dtype: DType) -> StoredParam:

@@ -177,11 +177,11 @@ class TrainState:
             raise TypeError(
                 f"tx must be jaxmp.mixed_precision(optimizer, policy), got {type(tx).__name__}"
             )
-        own_fields = {field.name: field for field in dataclasses.fields(cls)}
-        own = set(own_fields) - {field.name for field in dataclasses.fields(TrainState)}
+        all_fields = {field.name: field for field in dataclasses.fields(cls)}
+        own = set(all_fields) - {field.name for field in dataclasses.fields(TrainState)}
         fields = {name: collections.pop(name) for name in own & set(collections)}
-        arrays = {name: value for name, value in fields.items() if _is_data(own_fields[name])}
-        if clash := sorted({*dir(cls), *own_fields, *_RESERVED} & set(collections)):
+        arrays = {name: value for name, value in fields.items() if _is_data(all_fields[name])}
+        if clash := sorted({*dir(cls), *all_fields, *_RESERVED} & set(collections)):
             raise ValueError(
                 f"collections cannot be called {clash}: TrainState uses such a name itself"
             )

@@ -211,7 +211,7 @@ def test_no_name_stands_in_two_files() -> None:
     assert {name for name, count in counts.items() if count > 1} == TWINS
 
 
-# Fewer nodes than these are a single call, which two callers may need by chance.
+# A body of fewer nodes is a single call, which two callers may need by chance.
 _SMALLEST_BODY = 15
 
 

@@ -125,6 +125,14 @@ def public() -> list[str]:
     )
 
 
+def test_a_star_import_takes_what_loads_later() -> None:
+    """But no adapter: who has no flax can write it too."""
+    names: dict[str, typing.Any] = {}
+    exec("from jaxmp import *", names)
+    assert names.keys() >= {*NAMES, "diagnostics", "float8", "rules", "sharding"}
+    assert not {"equinox", "importlib", "linen", "nnx", "typing"} & names.keys()
+
+
 def test_names() -> None:
     assert public() == sorted(NAMES)
 

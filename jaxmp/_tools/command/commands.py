@@ -79,8 +79,8 @@ def parse_checks(texts: list[str]) -> dict[str, Any]:
                 near = suggestion(name, [check for check in CHECKS if check not in checks])
                 examples = ", ".join(f"{check}={example}" for check, (_, example) in CHECKS.items())
                 raise UsageError(
-                    f"cannot read --check {piece!r}: expected each name at most once, as in "
-                    f"{examples}.{near}"
+                    f"cannot read --check {piece!r}: expected name=value, each name at most once, "
+                    f"as in {examples}.{near}"
                 )
             read, example = CHECKS[name]
             try:

@@ -44,7 +44,7 @@ def choices(equation: Any, number: int) -> list[Choice]:
     names = [f"branch {i} of {count}" for i in range(count)]
     # `platform_dependent` is a conditional too; the entry without platforms is its default.
     if platforms is not None:
-        names = [f"branch for {', '.join(names or ['other platforms'])}" for names in platforms]
+        names = [f"branch for {', '.join(group or ['other platforms'])}" for group in platforms]
     return [Choice(number, i, count, name) for i, name in enumerate(names)]
 
 
