@@ -46,7 +46,7 @@ class WireFormat:
 
 
 def divide_factors(world: int, dtype: Any) -> tuple[int | None, float | None]:
-    """Returns what FSDP2 divides by before and after a sum in float16; for other dtypes two Nones."""
+    """Returns what FSDP2 divides by before and after a sum in float16; else two Nones."""
     if jnp.dtype(dtype) != jnp.float16:
         return None, None
     # float16 must not overflow. Each factor is about the square root of the number of devices; the
