@@ -32,7 +32,7 @@ from measurement import Column, Report, Row, add_common_arguments
 from stacked_models import MODELS, Sizes
 
 import jaxmp
-from jaxmp._recompute.api import Recompute
+from jaxmp._recompute.api import Mode
 
 Author = Literal["by hand", "autocast", "linen", "nnx"]
 Loop = Literal["scan", "unrolled"]
@@ -62,7 +62,7 @@ class Contender:
     """
 
     author: Author
-    mode: Recompute = "never"
+    mode: Mode = "never"
     checkpoint: str | None = None
 
     @property
@@ -77,7 +77,7 @@ _POLICIES: dict[str, Callable[..., Any]] = {
     "dots_saveable": jax.checkpoint_policies.dots_saveable,
     "whole blocks": jax.checkpoint_policies.nothing_saveable,
 }
-_MODES: dict[Loop, tuple[Recompute, ...]] = {
+_MODES: dict[Loop, tuple[Mode, ...]] = {
     "scan": ("never", "auto", "loops"),
     "unrolled": ("never", "auto", "always"),
 }

@@ -24,12 +24,12 @@ from measurement import Column, Report, Row
 from stacked_models import GPT, Sizes
 
 import jaxmp
-from jaxmp._recompute.api import Recompute
+from jaxmp._recompute.api import Mode
 
 _STEP = Sizes(4, 256, 4, 128, heads=4, classes=1024)
 _TRACED = Sizes(24, 64, 2, 32, heads=4, classes=256)
 _QUICK = Sizes(2, 16, 2, 8, heads=2, classes=32)
-_WAYS: dict[str, Recompute] = {
+_WAYS: dict[str, Mode] = {
     **{"without": "never", "without, again": "never", "auto": "auto", "always": "always"}
 }
 _COLUMNS = (
@@ -102,7 +102,7 @@ def _tracing_rows(loop: str, args: argparse.Namespace) -> list[Row]:
     return [_row("trace and lower", loop, name, found) for name in names]
 
 
-def _lower(model: GPT, mode: Recompute) -> None:
+def _lower(model: GPT, mode: Mode) -> None:
     """As nobody has before: all functions are new."""
     arguments = jax.eval_shape(model.params), jax.eval_shape(model.batch)
     loss = jaxmp.recompute(jaxmp.autocast(lambda *args: model.loss(*args), "mixed_bfloat16"), mode)

@@ -26,7 +26,7 @@ from jaxmp._policies.presets import dtypes_of, get_rules
 from jaxmp._program.cpu_compiler import warn_of_cpu_compiler
 from jaxmp._program.op_classes import OpLists, op_lists
 from jaxmp._program.tracing import Static, Traced, combine, partition, rewriting
-from jaxmp._recompute.api import Recompute, check_recompute, recompute as apply_recompute
+from jaxmp._recompute.api import Recompute, apply_recompute, check_recompute
 from jaxmp._recompute.run import has_scan
 
 Output = Literal["traced", "policy", "computed"]
@@ -78,7 +78,7 @@ def autocast(
         does a solver. Kernels that the two traces do not have in common stay too, with a warning;
         all stay if the second trace fails or has another number of kernels.
       recompute: `"auto"` or `"always"` keeps less for the backward pass, and computes cheap values
-        again; see `jaxmp.recompute`.
+        again; see `jaxmp.recompute`. Or a function that wraps the rewritten function.
 
     Returns:
       A function with the arguments of `fun`. Called outside of `jit` it is compiled, once for

@@ -16,7 +16,7 @@ from jaxmp._mesh.placement import placed_beside
 from jaxmp._numerics.dtypes import is_floating
 from jaxmp._numerics.loss_scale import LossScaleState
 from jaxmp._numerics.tree import all_finite, cast_floating, same_structure, select, stays_finite
-from jaxmp._recompute.api import Recompute, check_recompute, recompute as recompute_function
+from jaxmp._recompute.api import Recompute, apply_recompute, check_recompute
 from jaxmp._training.gradient_options import (
     GradientKeywords,
     GradientOptions,
@@ -108,7 +108,7 @@ def value_and_grad(
             return loss_fn(*args[:count], **dict(zip(names, args[count:], strict=True)))
 
         if recompute != "never":
-            transform = functools.partial(recompute_function, mode=recompute)
+            transform = functools.partial(apply_recompute, recompute_as=recompute)
             call = with_transform(call, transform, "jaxmp.recompute")
         # Pass keyword arguments by position, so that modules among them can change too.
         nodes = (*args, *kwargs.values())

@@ -11,14 +11,21 @@ from jaxmp._numerics.user_warnings import check_option, warn
 from jaxmp._program.op_classes import COSTS
 from jaxmp._program.program import equations_in
 from jaxmp._program.tracing import Static, Traced, combine, partition, rewriting
+from jaxmp._recompute.codes import Kept
 from jaxmp._recompute.run import Settings, run_in_pieces
 from jaxmp._recompute.storage import names_of
 
-Recompute = Literal["auto", "always", "loops", "never"]
+Mode = Literal["auto", "always", "loops", "never"]
+# What functions with gradients take as `recompute=`: a mode, or a function that wraps the loss.
+Recompute = Mode | Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def recompute(
-    fun: Callable[..., Any], mode: Recompute = "auto", *, dear: Iterable[str] = ()
+    fun: Callable[..., Any],
+    mode: Mode = "auto",
+    *,
+    dear: Iterable[str] = (),
+    kept: Kept | None = None,
 ) -> Callable[..., Any]:
     """Returns the function, keeping less for its backward pass; it computes no product twice.
 
@@ -43,6 +50,11 @@ def recompute(
       dear: names of further primitives (`"tanh"`) and of functions with `jax.jit` or
         `jax.custom_jvp` (`"silu"`, `"jax.nn.silu"`) that are never computed again. A function
         without either, such as `jax.nn.gelu`, has no name in a program: put it into `jax.jit`.
+      kept: `"int8"` or `"float8_e4m3fn"` keeps floats of 16 or 32 bits as codes of one byte, with a
+        scale for each row. The forward pass stays as it is, and the backward pass reads rounded
+        values: gradients get a small error of their own, which averages out over a batch. Small
+        values and statistics keep their bits, and so do the arguments of the function. The function
+        then has first derivatives alone, in reverse mode; put it around `autocast`, and not inside.
 
     Returns:
       A function with the arguments of `fun`. Called outside of `jit` it is compiled, once for
@@ -50,7 +62,8 @@ def recompute(
 
     Raises:
       TypeError: if `fun` is not callable, or `dear` holds anything but names.
-      ValueError: for an unknown mode.
+      ValueError: for an unknown mode, or an unknown dtype of codes.
+      NotImplementedError: under a second derivative, if `kept` is set.
 
     >>> def loss(w, x):
     ...     return jnp.sum(jnp.tanh(x @ w) @ w)
@@ -71,12 +84,14 @@ def recompute(
                 "dear must list names of primitives such as 'tanh', or of jitted functions such as "
                 f"'silu', got {name!r}"
             )
-    if check_recompute(mode) == "never":
+    if kept is not None:
+        check_option("kept", kept, Kept)
+    if check_option("recompute", mode, Mode) == "never":
         return fun
 
     def rewrite(traced: Traced, static: Static, arrays: list[Any]) -> list[Any]:
         closed = traced.closed
-        context = Settings(mode == "always", mode == "loops", frozenset(names))
+        context = Settings(mode == "always", mode == "loops", frozenset(names), kept)
         # One list may serve several programs: names of primitives need not occur in this one.
         names_here = map(names_of, equations_in([closed])) if names else ()
         for name in sorted(context.dear.difference(COSTS, *names_here)):
@@ -97,7 +112,12 @@ def recompute(
     return recompute_fun
 
 
-def check_recompute(mode: str) -> Recompute:
-    """Returns the mode, and raises ValueError if there is none of this name."""
-    checked: Recompute = check_option("recompute", mode, Recompute)
-    return checked
+def apply_recompute(fun: Callable[..., Any], recompute_as: Recompute) -> Callable[..., Any]:
+    """Returns the function as an option `recompute=` says."""
+    return recompute_as(fun) if callable(recompute_as) else recompute(fun, recompute_as)
+
+
+def check_recompute(option: Recompute) -> None:
+    """Raises ValueError for an option `recompute=` that is neither a mode nor a function."""
+    if not callable(option):
+        check_option("recompute", option, Mode)

@@ -29,7 +29,7 @@ class Piece(NamedTuple):
 
 
 def divide(
-    program: Program, dear: Collection[str] = (), *, views: bool
+    program: Program, dear: Collection[str] = (), *, views: bool, in_codes: bool = False
 ) -> tuple[Storage, list[Piece]]:
     """Returns the kept values of a program, and its pieces, in an order in which they can run.
 
@@ -41,8 +41,9 @@ def divide(
       dear: names of primitives and of jitted functions that are never to be computed again.
       views: whether slices of arguments are made outside of the pieces that are computed again, so
         that the layers of a stack are alike.
+      in_codes: whether values are kept in codes.
     """
-    analysis = Analysis(program, dear)
+    analysis = Analysis(program, dear, in_codes)
     # Products that wait for each other are in different pieces. Both pieces may need the same
     # value, and only the pieces show it.
     while True:

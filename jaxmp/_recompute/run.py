@@ -1,11 +1,15 @@
-"""Runs a program again, with each piece in a checkpoint that keeps the planned values."""
+"""Runs a program again, with each piece in a checkpoint that keeps the planned values.
+
+With `kept=`, a piece that reads coded values has a derivative of its own in place of a checkpoint:
+its backward pass runs the piece again on the decoded values.
+"""
 
 import contextlib
 import dataclasses
 import functools
 import itertools
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -15,14 +19,17 @@ from jaxmp._numerics.dtypes import is_half
 from jaxmp._numerics.rounding import widen_rounded
 from jaxmp._program import compat
 from jaxmp._program.evaluate import Cells, Rules, evaluate
-from jaxmp._program.op_classes import CHECKPOINTS, CONTRACTIONS, CONTROL_FLOW, JITS
-from jaxmp._program.program import Memo, Op, Program, read, without_dead_code
+from jaxmp._program.op_classes import CHECKPOINTS, CONTRACTIONS, CONTROL_FLOW, JITS, Cost
+from jaxmp._program.program import Memo, Op, Program, numbers, read, without_dead_code
 from jaxmp._program.wiring import loop_of, wiring_of
+from jaxmp._recompute.codes import Kept, RowCodes, encode_rows, has_codes, with_coded_residuals
 from jaxmp._recompute.pieces import Piece, divide, key_of
-from jaxmp._recompute.storage import names_of
+from jaxmp._recompute.storage import Storage, names_of
 
 # The name of values that are kept within a piece.
 STORED = "jaxmp.stored"
+# The policies of `jax.checkpoint` that keep the operands, and no value inside.
+_KEEP_OPERANDS = (None, jax.checkpoint_policies.nothing_saveable)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,12 +40,15 @@ class Settings:
       barriers: whether the compiler may not merge values that are computed twice.
       only_loops: whether operations outside of scans stay as they are.
       dear: names of primitives and jitted functions that are never computed again.
+      kept: the dtype of the codes that the backward pass reads in place of values; None for no
+        codes.
       memo: the pieces and jaxprs made so far.
     """
 
     barriers: bool
     only_loops: bool
     dear: frozenset[str]
+    kept: Kept | None
     memo: Memo = dataclasses.field(default_factory=Memo)
 
 
@@ -50,28 +60,71 @@ class _PieceOp(Op):
       program: its operations, with their scopes inside of those that all of them share.
       statistics: the numbers of the statistics that it makes.
       recomputes: whether a derivative needs values that are made inside.
+      coded: the inputs that its derivative reads as codes.
     """
 
     program: Program
     statistics: frozenset[int]
     recomputes: bool
+    coded: frozenset[int]
 
 
-def run_in_pieces(settings: Settings, closed: Any, arguments: Sequence[Any]) -> list[Any]:
-    """Runs a program, closed or open, in pieces, and returns its results."""
+def run_in_pieces(
+    settings: Settings, closed: Any, arguments: Sequence[Any], carry: range = range(0)
+) -> list[Any]:
+    """Runs a program, closed or open, in pieces, and returns its results.
+
+    Args:
+      settings: the settings of the whole call.
+      closed: the program.
+      arguments: its arguments.
+      carry: which of them a loop carries from turn to turn.
+    """
     if settings.only_loops:
         return evaluate(read(closed), arguments, _Operations(settings))
     program = without_dead_code(read(closed, lambda equation: _is_open(equation, settings.dear)))
-    storage, pieces = divide(program, settings.dear, views=not settings.barriers)
-    ops = tuple(_piece_op(piece, program, storage.statistics) for piece in pieces)
-    return evaluate(program._replace(ops=ops), arguments, _Pieces(settings))
+    views, in_codes = not settings.barriers, settings.kept is not None
+    storage, pieces = divide(program, settings.dear, views=views, in_codes=in_codes)
+    coded = _coded_values(program, storage, pieces, carry) if settings.kept else frozenset()
+    ops = tuple(_piece_op(piece, program, storage, coded) for piece in pieces)
+    cells = [_Cell(x) for x in arguments]
+    return [cell.value for cell in evaluate(program._replace(ops=ops), cells, _Pieces(settings))]
+
+
+def _coded_values(
+    program: Program, storage: Storage, pieces: Sequence[Piece], carry: range
+) -> frozenset[int]:
+    """Returns the values that the backward pass reads as codes.
+
+    Not the arguments of the function, which its caller holds anyway, except what a loop carries: of
+    that it would keep a copy for each turn. Nor operands that a kernel or a loop keeps by itself,
+    since both copies would be in memory then.
+    """
+    values = {*storage.stored, *(program.inputs[i] for i in carry)} - storage.statistics
+    for piece in pieces:
+        if _keeps_operands(piece, program, storage):
+            op = program.ops[piece.ops[0]]
+            loop = loop_of(op.equation)
+            saved = (x for i, x in enumerate(op.inputs) if loop is None or i not in loop.carry)
+            values.difference_update(numbers(saved))
+    return frozenset(number for number in values if has_codes(program.avals[number]))
+
+
+def _keeps_operands(piece: Piece, program: Program, storage: Storage) -> bool:
+    """Whether a piece is one operation whose own derivative decides what is kept for it."""
+    i = piece.ops[0]
+    if len(piece.ops) > 1 or storage.costs[i] is not Cost.SEPARATE or storage.linear[i]:
+        return False
+    # The user's checkpoint of a whole block keeps its operands alone: these may be codes.
+    op = program.ops[i]
+    return op.name not in CHECKPOINTS or op.params["policy"] not in _KEEP_OPERANDS
 
 
 def _is_open(equation: core.JaxprEqn, dear: Collection[str]) -> bool:
     return names_of(equation).isdisjoint(dear)
 
 
-def _piece_op(piece: Piece, program: Program, statistics: frozenset[int]) -> _PieceOp:
+def _piece_op(piece: Piece, program: Program, storage: Storage, coded: frozenset[int]) -> _PieceOp:
     ops = [program.ops[i] for i in piece.ops]
     # Equal layers differ in their outer scopes only: without these they share one trace. Reports
     # need the inner ones.
@@ -80,17 +133,28 @@ def _piece_op(piece: Piece, program: Program, statistics: frozenset[int]) -> _Pi
     depth = len(list(shared)) if piece.recomputes else 0
     inside = tuple(dataclasses.replace(op, stack=op.stack[depth:]) for op in ops)
     first, inputs, outputs = ops[0], piece.inputs, piece.outputs
+    # The derivative of linear operations reads nothing.
+    is_linear = all(storage.linear[i] for i in piece.ops)
+    reads = not _keeps_operands(piece, program, storage) and (piece.recomputes or not is_linear)
     outer = first.equation, first.number, inputs, outputs, first.stack[:depth], first.traceback
     return _PieceOp(
         *outer,
         program=Program(inside, program.avals, inputs, (), outputs),
-        statistics=statistics.intersection(number for op in ops for number in op.outputs),
+        statistics=storage.statistics.intersection(n for op in ops for n in op.outputs),
         recomputes=piece.recomputes,
+        coded=coded.intersection(inputs) if reads else frozenset(),
     )
 
 
+class _Cell(NamedTuple):
+    """A value, and the codes that the backward pass reads in its place, once something reads it."""
+
+    value: Any
+    codes: RowCodes | None = None
+
+
 @dataclasses.dataclass(frozen=True)
-class _Pieces(Rules[Any]):
+class _Pieces(Rules[_Cell]):
     """Runs the pieces of a program."""
 
     settings: Settings
@@ -98,7 +162,18 @@ class _Pieces(Rules[Any]):
     def where(self, op: Any) -> contextlib.AbstractContextManager[None]:
         return super().where(op) if op.recomputes else contextlib.nullcontext()
 
-    def operation(self, op: Any, operands: list[Any]) -> list[Any]:
+    def constant(self, value: Any) -> _Cell:
+        return _Cell(value)
+
+    def operands(self, op: Any, cells: Cells[_Cell]) -> list[_Cell]:
+        for number in op.coded:
+            value, codes = cells[number]
+            if codes is None and self.settings.kept is not None:
+                codes = encode_rows(jax.lax.stop_gradient(value), self.settings.kept)
+                cells[number] = _Cell(value, codes)
+        return super().operands(op, cells)
+
+    def operation(self, op: Any, operands: list[_Cell]) -> list[_Cell]:
         def piece_of(*arrays: Any) -> list[Any]:
             # In the forward pass XLA may hand a piece a product before it is rounded. The maximum
             # of such scores, and their sum of exponentials, do not fit the exponentials that the
@@ -110,16 +185,25 @@ class _Pieces(Rules[Any]):
             saved = op.statistics.difference(op.outputs)
             return evaluate(op.program, arrays, _Operations(self.settings, saved, rounded))
 
-        if not op.recomputes:
-            return piece_of(*operands)
-        barriers = self.settings.barriers
-        # Operations with effects are pieces of their own, so that no reference or token is in here.
-        policy = jax.checkpoint_policies.save_only_these_names(STORED)
-        new = functools.partial(jax.checkpoint, piece_of, policy=policy, prevent_cse=barriers)
-        # JAX traces a checkpoint once for each function object: pieces that are alike share one.
-        key = barriers, *key_of(op.program, op.statistics)
-        results: list[Any] = self.settings.memo.once(key, op, new)(*operands)
-        return results
+        values = [cell.value for cell in operands]
+        if op.coded:
+            dtypes = tuple(x.value.dtype if x.codes else None for x in operands)
+            codes = [x.codes for x in operands if x.codes]
+            key = dtypes, *key_of(op.program, op.statistics)
+            new = functools.partial(with_coded_residuals, piece_of, dtypes)
+            results = self.settings.memo.once(key, op, new)(values, codes)
+        elif op.recomputes:
+            barriers = self.settings.barriers
+            # Operations with effects are pieces of their own, so that no reference or token is in
+            # here.
+            policy = jax.checkpoint_policies.save_only_these_names(STORED)
+            new = functools.partial(jax.checkpoint, piece_of, policy=policy, prevent_cse=barriers)
+            # JAX traces a checkpoint once for each function object: equal pieces share one.
+            key = barriers, *key_of(op.program, op.statistics)
+            results = self.settings.memo.once(key, op, new)(*values)
+        else:
+            results = piece_of(*values)
+        return [_Cell(x) for x in results]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,13 +242,14 @@ class _Operations(Rules[Any]):
 
     def traced(self, op: Op, body: Any, avals: list[Any]) -> core.ClosedJaxpr:
         """Returns the program in pieces; made once per program."""
-        inside = self.settings
-        if loop_of(op.equation) is not None:
+        inside, carry = self.settings, range(0)
+        if (loop := loop_of(op.equation)) is not None:
+            carry = loop.carry
             # The two passes of a loop are two programs, which a compiler cannot merge: no barriers.
             inside = dataclasses.replace(inside, barriers=False, only_loops=False)
 
         def run(*arrays: Any) -> list[Any]:
-            return run_in_pieces(inside, body, arrays)
+            return run_in_pieces(inside, body, arrays, carry)
 
         key = id(body), inside.barriers, inside.only_loops
         program: core.ClosedJaxpr = inside.memo.once(key, body, lambda: compat.trace(run, avals))

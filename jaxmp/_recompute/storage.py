@@ -94,10 +94,13 @@ def names_of(equation: core.JaxprEqn) -> set[str]:
 
 
 class Analysis:
-    """The analysis that finds the kept values of a program; `dear` names what never runs again."""
+    """The analysis that finds the kept values of a program.
 
-    def __init__(self, program: Program, dear: Collection[str]) -> None:
-        self.program = program
+    `dear` names operations that never run again; `in_codes` says whether values are kept in codes.
+    """
+
+    def __init__(self, program: Program, dear: Collection[str], in_codes: bool) -> None:
+        self.program, self.in_codes = program, in_codes
         # Calls of the same function share their equations.
         equations = {id(op.equation): op.equation for op in program.ops}
         costs = {i: _cost_with_rule(equation, dear) for i, equation in equations.items()}
@@ -192,7 +195,9 @@ class Analysis:
         """Returns the values to keep for the results of dear operations: these, or later values.
 
         In the order of the program, each value that stands for such results is compared with the
-        values that it is made of. The smaller in bytes are kept; if they are equal, the later.
+        values that it is made of. The smaller in bytes are kept. If they are equal, the later: that
+        saves an operation. Of values in codes it is the earlier: a mask may fill scores with -1e30,
+        and the scale of such a row would leave nothing of them.
         """
         chosen: dict[int, set[int]] = {}  # by the value that stands for them
         for op, cost in zip(self.program.ops, self.costs, strict=True):
@@ -203,7 +208,9 @@ class Analysis:
                 continue
             after = sum(map(self.size, op.outputs))
             # An operation that may not run again must keep its results.
-            if sources and cost is Cost.CHEAP and after > sum(map(self.size, before)):
+            size = sum(map(self.size, before))
+            is_better = after < size if self.in_codes else after <= size
+            if sources and cost is Cost.CHEAP and not is_better:
                 chosen.update(dict.fromkeys(op.outputs, before))
             else:
                 chosen.update({number: {number} for number in op.outputs})

@@ -22,7 +22,7 @@ from jaxmp._program import compat
 from jaxmp._program.facts import Question, propagate
 from jaxmp._program.mesh_axes import on_current_axes
 from jaxmp._program.program import Op, equations_in, read
-from jaxmp._recompute.api import Recompute, recompute as apply_recompute
+from jaxmp._recompute.api import Recompute, apply_recompute
 from jaxmp._training.gradient_options import GradientKeywords, GradientOptions, LossScaleLike
 from jaxmp._training.microbatch import Evaluation
 
@@ -73,7 +73,8 @@ def value_and_grad(
       fsdp: a `jaxmp.sharding.FSDP` with the shardings of the params, if they are split to save
         memory. Its shardings have the structure of the gradients.
       recompute: `"auto"` or `"always"` keeps fewer residuals, and recomputes cheap ones in the
-        backward pass; see `jaxmp.recompute`. `fun` is then traced, as for `reduce_dtype`.
+        backward pass; see `jaxmp.recompute`. `fun` is then traced, as for `reduce_dtype`. Or a
+        function that wraps `fun`.
 
     Returns:
       A function with the arguments of `fun` that returns `(loss, grads)`, or

@@ -29,7 +29,7 @@ from jaxmp._policies.policy_rules import PolicyRules
 from jaxmp._policies.presets import all_policies, dtypes_of, get_rules
 from jaxmp._program.mesh_axes import on_axes_of
 from jaxmp._program.tracing import on_automatic_axes_inside
-from jaxmp._recompute.api import Recompute, check_recompute, recompute as apply_recompute
+from jaxmp._recompute.api import Recompute, apply_recompute, check_recompute
 from jaxmp._training.gradient_options import GradientOptions
 from jaxmp._training.gradients import scaled_evaluation
 from jaxmp._training.jitted_step import TrainStep, check_state
@@ -97,7 +97,8 @@ def make_train_step(
         compiles the next step anew.
       recompute: which residuals to recompute in the backward pass instead of keeping them; see
         `jaxmp.recompute`. By default cheap ones inside of `scan`, as over layers; `"never"` keeps
-        all of them, `"auto"` and `"always"` look outside of loops, too.
+        all of them, `"auto"` and `"always"` look outside of loops, too. Or a function that wraps
+        the loss, such as `functools.partial(jaxmp.recompute, mode="loops", kept="int8")`.
       count_overflows: whether `metrics["nonfinite"]` says how many numbers of each gradient are
         infinite or NaN, in the structure of the params, uint32. They are counted in skipped steps
         alone. `check_progress` names the params with the most.

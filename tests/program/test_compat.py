@@ -33,6 +33,7 @@ LEFT = "_autocast/coverage.py"
 TALLY = "_tools/inspect/summarize.py"
 BRANCHES = "_tools/inspect/branches.py"
 STORAGE, AGAIN = "_recompute/storage.py", "_program/control_flow.py"
+PIECES = "_recompute/run.py"
 DERIVATIVES = "_program/derivatives.py"
 REDUCED, SUMMED = "_float32_reduction/control_flow.py", "_float32_reduction/custom_derivatives.py"
 HI = "_program/hi_primitives.py"
@@ -154,7 +155,7 @@ READ = [
     Read(CHECKPOINT, "jaxpr", is_a(core.Jaxpr), (CONTROL,)),
     Read(CHECKPOINT, "differentiated", is_a(bool), (REDUCED,)),
     Read(CHECKPOINT, "prevent_cse", is_a(bool), (REDUCED,)),
-    Read(CHECKPOINT, "policy", lambda value: value is None or callable(value), (REDUCED,)),
+    Read(CHECKPOINT, "policy", lambda value: value is None or callable(value), (REDUCED, PIECES)),
     Read("custom_jvp_call", "call_jaxpr", is_jaxpr, (CONTROL, STORAGE, EVALUATE)),
     Read("custom_jvp_call", "num_consts", is_a(int), (DERIVATIVES,)),
     Read("custom_vjp_call", "num_consts", is_a(int), (DERIVATIVES,)),

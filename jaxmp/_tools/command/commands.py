@@ -13,7 +13,7 @@ import optax
 import optax.contrib
 
 from jaxmp._numerics.dtypes import suggestion
-from jaxmp._recompute.api import Recompute
+from jaxmp._recompute.api import Mode
 from jaxmp._tools.command.doctor import diagnose
 from jaxmp._tools.command.output import Output
 from jaxmp._tools.command.program import (
@@ -233,9 +233,7 @@ COMMANDS = {
             "--microbatches": _option(
                 "parts of a batch, one after the other", type=int, metavar="N"
             ),
-            "--recompute": _option(
-                "of the forward pass; by default loops", choices=get_args(Recompute)
-            ),
+            "--recompute": _option("of the forward pass; by default loops", choices=get_args(Mode)),
             "--devices": _option("how many share params and state", 1, type=int, metavar="N"),
             "--device": _option(
                 "such as h100 or v5e; by default the one at hand, and h100 on a CPU",
