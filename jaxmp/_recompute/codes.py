@@ -44,7 +44,7 @@ def has_codes(aval: Any) -> bool:
 def encode_rows(x: Float[Array, "*shape"], kept: Kept) -> RowCodes:
     """Rounds to 8 bits, with a scale for each row.
 
-    RowCodes in int8 are those of square roots: `sign(x) * sqrt(|x| / scale) * 127`. If one number of a
+    RowCodes of int8 hold square roots: `sign(x) * sqrt(|x| / scale) * 127`. If one number of a
     row is 1,000 times the others, these have an error of 13 %; evenly spaced codes would make them
     zero. Rows without an outlier have the error of evenly spaced codes.
 
