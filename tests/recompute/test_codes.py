@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jaxmp
 from jaxmp._recompute import codes as codes_module
-from jaxmp._recompute.codes import Kept
+from jaxmp._recompute.codes import Kept, decode_rows, encode_rows
 from tests.support.autocast_checks import error, rows, weights
 from tests.support.dots import equations
 from tests.support.recompute_checks import dear_operations, gradient, kept, kept_bytes, scalar
