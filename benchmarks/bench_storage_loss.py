@@ -55,12 +55,13 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     recipes = [recipe for recipe in recipes if recipe[0] != "none" or recipe[1] == "float32"]
     rows: list[Row] = []
     for master, moments in recipes:
-        train, valid, size = _trained(master, moments, args)
+        train, valid, size = trained(args, master, moments)
         curves[master, moments] = train
         losses = {"train": train[:, -_LAST:].mean(1), "valid": valid}
         rows.append({"master": master, "moments": moments, "bytes": size, "losses": losses})
         print(master, moments, losses, file=sys.stderr, flush=True)
-    spread, own = _compare(rows)
+    base = next(row["losses"] for row in rows if (row["master"], row["moments"]) == _BASE)
+    spread, own = compare(rows, base, [row["losses"] for row in rows if row["master"] != "none"])
     for row in rows:
         row["curve"] = _thinned(curves[row["master"], row["moments"]])
     report = Report(
@@ -75,14 +76,14 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
             f"Losses of a storage have standard deviations of {spread['train']:.4f} (train) and "
             f"{spread['valid']:.4f} (validation) over the seeds, float32's own {own['train']:.4f} "
             f"and {own['valid']:.4f}; by chance, means over the seeds "
-            f"are within {_by_chance(spread['train'], args.seeds):.4f} and "
-            f"{_by_chance(spread['valid'], args.seeds):.4f} of each other.",
+            f"are within {by_chance(spread['train'], args.seeds):.4f} and "
+            f"{by_chance(spread['valid'], args.seeds):.4f} of each other.",
         ],
     )
     report.show()
     if not args.no_write:
         print(f"wrote {report.write(args.results)}")
-        _draw(rows, _by_chance(spread["train"], args.seeds), args.picture)
+        _draw(rows, by_chance(spread["train"], args.seeds), args.picture)
     return rows
 
 
@@ -105,7 +106,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _trained(master: Any, moments: Any, args: argparse.Namespace) -> tuple[Any, Any, float]:
+def trained(
+    args: argparse.Namespace, master: Any, moments: Any, recompute: Any = "never"
+) -> tuple[Any, Any, float]:
     """Train losses by seed and step, validation losses by seed, bytes per parameter."""
     corpus = _corpus()
     schedule = optax.warmup_cosine_decay_schedule(0.0, args.lr, args.steps // 10, args.steps, 1e-5)
@@ -123,7 +126,7 @@ def _trained(master: Any, moments: Any, args: argparse.Namespace) -> tuple[Any, 
         state = jaxmp.TrainState.create(params=params, tx=tx)
         arrays = jax.tree.leaves((state.params, state.opt_state))
         count = sum(x.size for x in jax.tree.leaves(params))
-        step = jaxmp.make_train_step(loss_fn, "none")
+        step = jaxmp.make_train_step(loss_fn, "none", recompute=recompute)
 
         def several(state: Any, batches: Any, step: Any = step) -> Any:
             def one(state: Any, batch: Any) -> Any:
@@ -152,18 +155,16 @@ def _corpus() -> lm.Corpus:
     return lm.Corpus.load()
 
 
-def _by_chance(spread: float, seeds: int) -> float:
+def by_chance(spread: float, seeds: int) -> float:
     """Two standard errors of the difference of two means."""
     return 2 * spread * (2 / seeds) ** 0.5
 
 
-def _compare(rows: list[Row]) -> tuple[dict[str, float], dict[str, float]]:
-    """Adds the means, and how far they are from float32's; returns the spreads over the seeds.
+def compare(rows: list[Row], base: Any, sound: list[Any]) -> tuple[dict[str, float], ...]:
+    """Adds the means, and how far they are from the base's; returns the spreads over the seeds.
 
-    That of all storages but the control, and that of float32 alone.
+    That of all sound ones, which the control is not, and that of the base alone.
     """
-    base = next(row["losses"] for row in rows if (row["master"], row["moments"]) == _BASE)
-    sound = [row["losses"] for row in rows if row["master"] != "none"]
     spread = {
         key: float(np.mean([np.var(losses[key], ddof=1) for losses in sound]) ** 0.5)
         for key in base
@@ -176,7 +177,7 @@ def _compare(rows: list[Row]) -> tuple[dict[str, float], dict[str, float]]:
             row[f"{key}_gap"] = float((losses[key] - base[key]).mean())
             row[f"{key}_of_seeds"] = losses[key].tolist()
         within = all(
-            abs(row[f"{key}_gap"]) <= _by_chance(spread[key], len(base[key])) for key in base
+            abs(row[f"{key}_gap"]) <= by_chance(spread[key], len(base[key])) for key in base
         )
         row["passes"] = "yes" if within else "no"
     return spread, own

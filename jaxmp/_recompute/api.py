@@ -88,6 +88,8 @@ def recompute(
     if kept is not None:
         check_option("kept", kept, Kept)
     if check_option("recompute", mode, Mode) == "never":
+        if kept is not None:
+            raise ValueError(f"kept={kept!r} needs mode 'auto', 'always' or 'loops', got 'never'")
         return fun
 
     def rewrite(traced: Traced, static: Static, arrays: list[Any]) -> list[Any]:
@@ -100,7 +102,13 @@ def recompute(
                 f"{name!r} is in dear, but is neither a primitive nor a function with jax.jit or "
                 "jax.custom_jvp that this function calls"
             )
-        return run_in_pieces(context, closed, arrays)
+        results = run_in_pieces(context, closed, arrays)
+        if kept is not None and not context.types_in_codes:
+            warn(
+                f"kept={kept!r} keeps nothing in codes here: no array of 4,096 floats or more is "
+                "kept. Put recompute around vmap and scan, and not inside"
+            )
+        return results
 
     advice = "Put it around model.apply"
     call = rewriting(fun, rewrite, "recompute", advice, as_jit=True, explicit=True)

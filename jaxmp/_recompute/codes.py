@@ -4,49 +4,69 @@ The rounding errors of two numbers are independent, so that the error of a gradi
 over a batch, as that of bfloat16 does. COAT (2024) and ActNN (2021) keep activations in this way.
 """
 
+import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jaxtyping import Array, Float, Float32
 
-from jaxmp._numerics.dtypes import DType, is_floating, is_inexact
-from jaxmp._numerics.tree import split_floats
+from jaxmp._numerics.dtypes import DType, is_floating
 
 Kept = Literal["int8", "float8_e4m3fn"]
 
 # Fewer numbers save nothing: XLA may hold them in registers or in a fast memory.
 _SMALLEST = 4096
-# A scale takes four bytes, in the place of the bytes that codes save for four numbers.
+# The scales of a row take twelve bytes, in the place of the bytes that codes save.
 _SHORTEST_ROW = 16
-LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
+# Numbers beyond this are masks, such as -1e30, and would leave nothing of the others in their row.
+_LARGEST_BITS = (127 + 60) << 23  # of 2.0**60
+# The code of masks, infinities and NaN, and the largest and the smallest one of other numbers.
+_SPECIAL = {"int8": 127.0, "float8_e4m3fn": 448.0}
+_LARGEST = {"int8": 126.0, "float8_e4m3fn": 416.0}
+_SMALLEST_CODE = {"int8": 1.0, "float8_e4m3fn": 2.0**-9}
 
 
 class RowCodes(NamedTuple):
-    """A value in codes.
+    """A value in codes, with three scales for each row, along the last axis.
 
     Attributes:
       codes: one byte for each number.
-      scales: the largest magnitude of each row, along the last axis.
+      units: a typical magnitude for int8, and the largest one for float8.
+      bounds: for int8, the inverse hyperbolic sine of the largest magnitude in units.
+      specials: the magnitude of masks, infinities or NaN, if the row has such.
     """
 
     codes: Array
-    scales: Float32[Array, "..."]
+    units: Float32[Array, "..."]
+    bounds: Float32[Array, "..."] | None
+    specials: Float32[Array, "..."]
 
 
 def has_codes(aval: Any) -> bool:
-    """Whether values of this type are kept in codes: floats of 16 or 32 bits that are not small."""
-    fits = len(aval.shape) >= 2 and aval.size >= _SMALLEST and aval.shape[-1] >= _SHORTEST_ROW
+    """Whether values of this type are kept in codes: floats of 16 or 32 bits that are not small.
+
+    An axis of unknown length counts as a long one.
+    """
+    sizes = [size if isinstance(size, int) else _SMALLEST for size in aval.shape]
+    fits = len(sizes) >= 2 and math.prod(sizes) >= _SMALLEST and sizes[-1] >= _SHORTEST_ROW
     return bool(fits and is_floating(aval) and aval.dtype.itemsize in (2, 4))
 
 
 def encode_rows(x: Float[Array, "*shape"], kept: Kept) -> RowCodes:
-    """Rounds to 8 bits, with a scale for each row.
+    """Rounds to 8 bits, with scales for each row.
 
-    Codes of int8 hold square roots: `sign(x) * sqrt(|x| / scale) * 127`. If one number of a
-    row is 1,000 times the others, these have an error of 13 %; evenly spaced codes would make them
-    zero. Rows without an outlier have the error of evenly spaced codes.
+    Codes of int8 are evenly spaced in `asinh(x / unit)`, where the unit is that of a typical number
+    of the row. Of normally distributed rows the error is 0.7 % of their standard deviation, near
+    the least that 255 codes allow (Panter and Dite, 1951); evenly spaced codes have 0.9 %. If one
+    number of a row is 1,000 times the others, evenly spaced codes make these zero; here their
+    error is a few percent.
+
+    A sign stays, zero is the only zero, and infinities and NaN stay as they are. So does a mask:
+    the largest magnitude of a row, if it is beyond 1e18.
 
     Args:
       x: 16 or 32 bits, of two axes or more.
@@ -55,84 +75,128 @@ def encode_rows(x: Float[Array, "*shape"], kept: Kept) -> RowCodes:
     Returns:
       The codes.
 
-    >>> x = jnp.array([[1000.0, 1.0, -2.0, 0.0]])
+    >>> x = jnp.array([[1000.0, 1.0, -2.0, 0.0, -jnp.inf]])
     >>> decode_rows(encode_rows(x, "int8"), x.dtype).round().tolist()
-    [[1000.0, 1.0, -2.0, 0.0]]
+    [[1000.0, 1.0, -2.0, 0.0, -inf]]
     """
     wide = x.astype(jnp.float32)
-    magnitude = jnp.abs(wide)
+    bits = jax.lax.bitcast_convert_type(jnp.abs(wide), jnp.int32)
     # Compared as integers, NaN is the largest; a maximum of floats may ignore NaN.
-    bits = jnp.max(jax.lax.bitcast_convert_type(magnitude, jnp.int32), -1, keepdims=True)
-    scales = jax.lax.bitcast_convert_type(bits, jnp.float32)
-    shares = magnitude / jnp.where(scales > 0, scales, 1)
-    codes = (
-        jnp.round(jnp.sqrt(shares) * LARGEST[kept]) if kept == "int8" else shares * LARGEST[kept]
-    )
-    return RowCodes(jnp.where(wide < 0, -codes, codes).astype(kept), scales)
+    specials = jax.lax.bitcast_convert_type(jnp.max(bits, -1, keepdims=True), jnp.float32)
+    # Arithmetic in place of `where`: a loop would keep the constant of a `where` as a large array.
+    is_number = (bits < _LARGEST_BITS).astype(jnp.int32)
+    numbers = jax.lax.bitcast_convert_type(bits * is_number, jnp.float32)
+    units = largest = jnp.max(numbers, -1, keepdims=True)
+    if kept == "int8":
+        # A mean of square roots hardly sees an outlier.
+        units = jnp.square(jnp.mean(jnp.sqrt(numbers), -1, keepdims=True))
+        bounds = jnp.asinh(largest / _nonzero(units))
+        shares = jnp.asinh(numbers / _nonzero(units)) / _nonzero(bounds)
+        levels = jnp.round(shares * _LARGEST[kept])
+    else:
+        bounds = None
+        shares = numbers / _nonzero(units)
+        levels = (shares * _LARGEST[kept]).astype(kept).astype(jnp.float32)
+    levels = jnp.maximum(levels, (numbers > 0) * jnp.float32(_SMALLEST_CODE[kept]))
+    levels = jnp.maximum(levels, (1 - is_number) * jnp.float32(_SPECIAL[kept]))
+    return RowCodes(jnp.where(wide < 0, -levels, levels).astype(kept), units, bounds, specials)
+
+
+def _nonzero(x: Array) -> Array:
+    return x + (x == 0)
 
 
 def decode_rows(x: RowCodes, dtype: Any) -> Float[Array, "*shape"]:
-    """Returns the numbers that codes stand for; NaN in rows with an infinity or NaN."""
+    """Returns the numbers that codes stand for."""
+    kept = x.codes.dtype.name
     codes = x.codes.astype(jnp.float32)
-    largest = LARGEST[x.codes.dtype.name]
-    if x.codes.dtype == jnp.int8:
-        return (codes * jnp.abs(codes) * (x.scales / largest**2)).astype(dtype)
-    return (codes * (x.scales / largest)).astype(dtype)
+    shares = codes / _LARGEST[kept]
+    numbers = (shares if x.bounds is None else jnp.sinh(shares * x.bounds)) * x.units
+    special = jnp.where(codes < 0, -x.specials, x.specials)
+    return jnp.where(jnp.abs(codes) == _SPECIAL[kept], special, numbers).astype(dtype)
 
 
-def with_coded_residuals(
-    run: Callable[..., list[Any]], dtypes: Sequence[DType | None]
+def with_coded_derivative(
+    run: Callable[..., list[Any]],
+    dtypes: Sequence[DType | None],
+    reached: Callable[[Sequence[bool]], Sequence[bool]],
+    barriers: bool,
 ) -> Callable[[list[Any], list[RowCodes]], list[Any]]:
-    """Returns a function whose backward pass reads some of its arguments as codes.
+    """Returns a function whose derivative reads some of its arguments as codes.
 
-    Its forward pass is `run`. Its backward pass runs `run` again on the decoded arguments.
+    The function itself is `run`. Its derivative is that of `run` at the decoded arguments, in a
+    checkpoint, which keeps nothing but arguments and codes.
 
     Args:
       run: a function of arrays.
       dtypes: for each array, its dtype if it is read as codes, and None if it is kept.
+      reached: returns which results a derivative by some of the arrays reaches.
+      barriers: whether the compiler may not merge what the passes compute.
 
     Returns:
       A function of the arrays, and of the codes of those that have some.
     """
-    coded = [dtype is not None for dtype in dtypes]
 
-    @jax.custom_vjp
+    @functools.cache
+    def tangents_by(moving: tuple[bool, ...]) -> Callable[..., list[Any]]:
+        results = reached(moving)
+
+        def tangents(
+            saved: list[Any], codes: list[RowCodes], once: Array, tangents: list[Any]
+        ) -> list[Any]:
+            # This zero is read so that nobody removes it as dead code.
+            codes = [x._replace(units=x.units + once) for x in codes]
+            decoded = map(decode_rows, codes, filter(None, dtypes))
+            arrays = [
+                x if dtype is None else next(decoded)
+                for x, dtype in zip(saved, dtypes, strict=True)
+            ]
+
+            def run_from(moved: list[Any]) -> list[Any]:
+                remaining = iter(moved)
+                operands = [
+                    next(remaining) if moves else x for x, moves in zip(arrays, moving, strict=True)
+                ]
+                return [y for y, reads in zip(run(*operands), results, strict=True) if reads]
+
+            moved = [x for x, moves in zip(arrays, moving, strict=True) if moves]
+            return jax.jvp(run_from, (moved,), (tangents,))[1]
+
+        return jax.checkpoint(tangents, prevent_cse=barriers)
+
+    @jax.custom_jvp
     def exact(arrays: list[Any], codes: list[RowCodes]) -> list[Any]:
         return run(*arrays)
 
-    def forward(arrays: list[Any], codes: list[RowCodes]) -> tuple[list[Any], Any]:
-        pairs = list(zip(arrays, coded, strict=True))
-        saved = [None if has_codes else x for x, has_codes in pairs]
-        once = _differentiable_once([x for x, has_codes in pairs if has_codes])
-        return run(*arrays), (saved, codes, once)
-
-    def backward(residuals: Any, cotangents: list[Any]) -> tuple[list[Any], None]:
-        saved, codes, _ = residuals
-        waiting = iter(codes)
-        arrays = [
-            x if dtype is None else decode_rows(next(waiting), dtype)
-            for x, dtype in zip(saved, dtypes, strict=True)
+    def derivative(primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
+        arrays, codes = primals
+        moving = tuple(not isinstance(x, SymbolicZero) for x in tangents[0])
+        results = run(*arrays)
+        is_reached = reached(moving)
+        if not any(is_reached):
+            return results, [zero_from_primal(y, symbolic_zeros=True) for y in results]
+        saved = [x if dtype is None else None for x, dtype in zip(arrays, dtypes, strict=True)]
+        coded = [x for x, dtype in zip(arrays, dtypes, strict=True) if dtype is not None]
+        moved = [x for x, moves in zip(tangents[0], moving, strict=True) if moves]
+        new = iter(tangents_by(moving)(saved, codes, _differentiable_once(coded), moved))
+        return results, [
+            next(new) if reads else zero_from_primal(y, symbolic_zeros=True)
+            for y, reads in zip(results, is_reached, strict=True)
         ]
-        floats, merge = split_floats(arrays)
-        _, pull_back = jax.vjp(lambda floats: run(*merge(floats, arrays)), floats)
-        (gradients,) = pull_back(cotangents)
-        remaining = iter(gradients)
-        # None is the cotangent of an integer.
-        return [next(remaining) if is_inexact(x) else None for x in arrays], None
 
-    exact.defvjp(forward, backward)
+    exact.defjvp(derivative, symbolic_zeros=True)
     return exact
 
 
 @jax.custom_jvp
 def _differentiable_once(arrays: list[Array]) -> Float32[Array, ""]:
-    """Raises where a backward pass is differentiated: it would see no derivative of codes."""
+    """Returns zero; raises where a derivative by the arrays is differentiated again."""
     return jnp.zeros((), jnp.float32)
 
 
 @_differentiable_once.defjvp
 def _refuse(primals: Any, tangents: Any) -> Any:
     raise NotImplementedError(
-        "the backward pass of this function reads 8-bit codes (kept= of jaxmp.recompute), which "
+        "the derivative of this function reads 8-bit codes (kept= of jaxmp.recompute), which "
         "have no derivative. Leave kept= out for a second derivative"
     )

@@ -1,13 +1,14 @@
 """Runs a program again, with each piece in a checkpoint that keeps the planned values.
 
-With `kept=`, a piece that reads coded values has a derivative of its own in place of a checkpoint:
-its backward pass runs the piece again on the decoded values.
+With `kept=`, the derivative of a piece reads the codes of some values: its checkpoint is at the
+decoded values, and not at those that the piece itself reads.
 """
 
 import contextlib
 import dataclasses
 import functools
 import itertools
+import operator
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,14 +16,15 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
-from jaxmp._numerics.dtypes import is_half
+from jaxmp._numerics.dtypes import is_half, is_inexact
 from jaxmp._numerics.rounding import widen_rounded
 from jaxmp._program import compat
 from jaxmp._program.evaluate import Cells, Rules, evaluate
+from jaxmp._program.facts import Question, propagate
 from jaxmp._program.op_classes import CHECKPOINTS, CONTRACTIONS, CONTROL_FLOW, JITS, Cost
 from jaxmp._program.program import Memo, Op, Program, numbers, read, without_dead_code
 from jaxmp._program.wiring import loop_of, wiring_of
-from jaxmp._recompute.codes import Kept, RowCodes, encode_rows, has_codes, with_coded_residuals
+from jaxmp._recompute.codes import Kept, RowCodes, encode_rows, has_codes, with_coded_derivative
 from jaxmp._recompute.pieces import Piece, divide, key_of
 from jaxmp._recompute.storage import Storage, names_of
 
@@ -43,6 +45,7 @@ class Settings:
       kept: the dtype of the codes that the backward pass reads in place of values; None for no
         codes.
       memo: the pieces and jaxprs made so far.
+      types_in_codes: the types of the values in codes so far.
     """
 
     barriers: bool
@@ -50,6 +53,7 @@ class Settings:
     dear: frozenset[str]
     kept: Kept | None
     memo: Memo = dataclasses.field(default_factory=Memo)
+    types_in_codes: list[Any] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(eq=False, slots=True, kw_only=True)
@@ -60,13 +64,15 @@ class _PieceOp(Op):
       program: its operations, with their scopes inside of those that all of them share.
       statistics: the numbers of the statistics that it makes.
       recomputes: whether a derivative needs values that are made inside.
-      coded: the inputs that its derivative reads as codes.
+      keeps_operands: whether it is one operation whose own derivative decides what is kept.
+      reads: whether its derivative is ours, and reads operands.
     """
 
     program: Program
     statistics: frozenset[int]
     recomputes: bool
-    coded: frozenset[int]
+    keeps_operands: bool
+    reads: bool
 
 
 def run_in_pieces(
@@ -85,27 +91,30 @@ def run_in_pieces(
     program = without_dead_code(read(closed, lambda equation: _is_open(equation, settings.dear)))
     views, in_codes = not settings.barriers, settings.kept is not None
     storage, pieces = divide(program, settings.dear, views=views, in_codes=in_codes)
-    coded = _coded_values(program, storage, pieces, carry) if settings.kept else frozenset()
-    ops = tuple(_piece_op(piece, program, storage, coded) for piece in pieces)
-    cells = [_Cell(x) for x in arguments]
-    return [cell.value for cell in evaluate(program._replace(ops=ops), cells, _Pieces(settings))]
+    ops = tuple(_piece_op(piece, program, storage) for piece in pieces)
+    coded = _coded_values(program, storage, ops, carry) if in_codes else frozenset[int]()
+    settings.types_in_codes.extend(program.avals[number] for number in coded)
+    rules = _Pieces(settings, coded)
+    cells = list(map(rules.cell, program.inputs, arguments))
+    return [cell.value for cell in evaluate(program._replace(ops=ops), cells, rules)]
 
 
 def _coded_values(
-    program: Program, storage: Storage, pieces: Sequence[Piece], carry: range
+    program: Program, storage: Storage, ops: Sequence[_PieceOp], carry: range
 ) -> frozenset[int]:
-    """Returns the values that the backward pass reads as codes.
+    """Returns the values that derivatives read as codes.
 
     Not the arguments of the function, which its caller holds anyway, except what a loop carries: of
     that it would keep a copy for each turn. Nor operands that a kernel or a loop keeps by itself,
     since both copies would be in memory then.
     """
     values = {*storage.stored, *(program.inputs[i] for i in carry)} - storage.statistics
-    for piece in pieces:
-        if _keeps_operands(piece, program, storage):
-            op = program.ops[piece.ops[0]]
-            loop = loop_of(op.equation)
-            saved = (x for i, x in enumerate(op.inputs) if loop is None or i not in loop.carry)
+    values &= {number for op in ops if op.reads for number in op.inputs}
+    for op in ops:
+        if op.keeps_operands:
+            inner = op.program.ops[0]
+            loop = loop_of(inner.equation)
+            saved = (x for i, x in enumerate(inner.inputs) if loop is None or i not in loop.carry)
             values.difference_update(numbers(saved))
     return frozenset(number for number in values if has_codes(program.avals[number]))
 
@@ -115,16 +124,18 @@ def _keeps_operands(piece: Piece, program: Program, storage: Storage) -> bool:
     i = piece.ops[0]
     if len(piece.ops) > 1 or storage.costs[i] is not Cost.SEPARATE or storage.linear[i]:
         return False
-    # The user's checkpoint of a whole block keeps its operands alone: these may be codes.
+    # The user's checkpoint of a whole block keeps its operands alone: these may be codes. But a
+    # callback in it would run once more, in the forward pass and twice in the backward pass.
     op = program.ops[i]
-    return op.name not in CHECKPOINTS or op.params["policy"] not in _KEEP_OPERANDS
+    is_whole = op.name in CHECKPOINTS and op.params["policy"] in _KEEP_OPERANDS
+    return not is_whole or bool(op.equation.effects)
 
 
 def _is_open(equation: core.JaxprEqn, dear: Collection[str]) -> bool:
     return names_of(equation).isdisjoint(dear)
 
 
-def _piece_op(piece: Piece, program: Program, storage: Storage, coded: frozenset[int]) -> _PieceOp:
+def _piece_op(piece: Piece, program: Program, storage: Storage) -> _PieceOp:
     ops = [program.ops[i] for i in piece.ops]
     # Equal layers differ in their outer scopes only: without these they share one trace. Reports
     # need the inner ones.
@@ -135,19 +146,20 @@ def _piece_op(piece: Piece, program: Program, storage: Storage, coded: frozenset
     first, inputs, outputs = ops[0], piece.inputs, piece.outputs
     # The derivative of linear operations reads nothing.
     is_linear = all(storage.linear[i] for i in piece.ops)
-    reads = not _keeps_operands(piece, program, storage) and (piece.recomputes or not is_linear)
+    keeps_operands = _keeps_operands(piece, program, storage)
     outer = first.equation, first.number, inputs, outputs, first.stack[:depth], first.traceback
     return _PieceOp(
         *outer,
         program=Program(inside, program.avals, inputs, (), outputs),
         statistics=storage.statistics.intersection(n for op in ops for n in op.outputs),
         recomputes=piece.recomputes,
-        coded=coded.intersection(inputs) if reads else frozenset(),
+        keeps_operands=keeps_operands,
+        reads=not keeps_operands and (piece.recomputes or not is_linear),
     )
 
 
 class _Cell(NamedTuple):
-    """A value, and the codes that the backward pass reads in its place, once something reads it."""
+    """A value, and the codes that derivatives read in its place."""
 
     value: Any
     codes: RowCodes | None = None
@@ -155,9 +167,10 @@ class _Cell(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Pieces(Rules[_Cell]):
-    """Runs the pieces of a program."""
+    """Runs the pieces of a program; `coded` are the values that derivatives read as codes."""
 
     settings: Settings
+    coded: frozenset[int]
 
     def where(self, op: Any) -> contextlib.AbstractContextManager[None]:
         return super().where(op) if op.recomputes else contextlib.nullcontext()
@@ -165,13 +178,11 @@ class _Pieces(Rules[_Cell]):
     def constant(self, value: Any) -> _Cell:
         return _Cell(value)
 
-    def operands(self, op: Any, cells: Cells[_Cell]) -> list[_Cell]:
-        for number in op.coded:
-            value, codes = cells[number]
-            if codes is None and self.settings.kept is not None:
-                codes = encode_rows(jax.lax.stop_gradient(value), self.settings.kept)
-                cells[number] = _Cell(value, codes)
-        return super().operands(op, cells)
+    def cell(self, number: int, value: Any) -> _Cell:
+        """Returns the cell of a new value."""
+        if self.settings.kept is None or number not in self.coded:
+            return _Cell(value)
+        return _Cell(value, encode_rows(jax.lax.stop_gradient(value), self.settings.kept))
 
     def operation(self, op: Any, operands: list[_Cell]) -> list[_Cell]:
         def piece_of(*arrays: Any) -> list[Any]:
@@ -186,24 +197,34 @@ class _Pieces(Rules[_Cell]):
             return evaluate(op.program, arrays, _Operations(self.settings, saved, rounded))
 
         values = [cell.value for cell in operands]
-        if op.coded:
-            dtypes = tuple(x.value.dtype if x.codes else None for x in operands)
-            codes = [x.codes for x in operands if x.codes]
-            key = dtypes, *key_of(op.program, op.statistics)
-            new = functools.partial(with_coded_residuals, piece_of, dtypes)
-            results = self.settings.memo.once(key, op, new)(values, codes)
+        barriers = self.settings.barriers
+        key = barriers, *key_of(op.program, op.statistics)
+        dtypes = tuple(x.value.dtype if op.reads and x.codes else None for x in operands)
+        if any(dtypes):
+            reached = functools.partial(_reached, op.program)
+            new = functools.partial(with_coded_derivative, piece_of, dtypes, reached, barriers)
+            codes = [x.codes for x, dtype in zip(operands, dtypes, strict=True) if dtype]
+            results = self.settings.memo.once((dtypes, *key), op, new)(values, codes)
         elif op.recomputes:
-            barriers = self.settings.barriers
             # Operations with effects are pieces of their own, so that no reference or token is in
             # here.
             policy = jax.checkpoint_policies.save_only_these_names(STORED)
             new = functools.partial(jax.checkpoint, piece_of, policy=policy, prevent_cse=barriers)
             # JAX traces a checkpoint once for each function object: equal pieces share one.
-            key = barriers, *key_of(op.program, op.statistics)
             results = self.settings.memo.once(key, op, new)(*values)
         else:
             results = piece_of(*values)
-        return [_Cell(x) for x in results]
+        return list(map(self.cell, op.outputs, results))
+
+
+def _reached(program: Program, moving: Sequence[bool]) -> list[bool]:
+    """Returns which results a derivative by some of the arguments reaches."""
+
+    def rule(op: Any, facts: Sequence[bool]) -> list[bool]:
+        return [any(facts) and op.name != "stop_gradient"] * len(op.outputs)
+
+    by_type = lambda aval, fact: fact and is_inexact(aval)  # noqa: E731
+    return propagate(program, moving, Question(False, operator.or_, rule, keep=by_type))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,7 +272,7 @@ class _Operations(Rules[Any]):
         def run(*arrays: Any) -> list[Any]:
             return run_in_pieces(inside, body, arrays, carry)
 
-        key = id(body), inside.barriers, inside.only_loops
+        key = id(body), inside.barriers, inside.only_loops, carry
         program: core.ClosedJaxpr = inside.memo.once(key, body, lambda: compat.trace(run, avals))
         return program
 

@@ -139,6 +139,9 @@ class Analysis:
         for op, cost in zip(program.ops, self.costs, strict=True):
             if cost is Cost.SEPARATE:
                 self.stored.update(self.made_by.keys() & set(numbers(op.inputs)))
+            elif in_codes and op.name in ("argmax", "argmin"):
+                # A choice made of codes may be another one than in the forward pass.
+                self.stored.update(self.after_product.intersection(op.outputs))
         self._keep_shared_values()
 
     def storage(self) -> Storage:
@@ -263,6 +266,10 @@ class Analysis:
 
     def store(self, number: int) -> None:
         """Stores a value that several regions read, or the narrowest with the same numbers."""
+        if self.in_codes and number in self.statistics:
+            # Beside codes of the scores, their exact maximum and sum would not fit. Each region
+            # computes them of the codes.
+            return
         narrowest = number
         # A norm reads the stream through a cast to float32. The 16-bit stream is half as large.
         while (before := self._large_operand(narrowest)) is not None:

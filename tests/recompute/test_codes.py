@@ -53,8 +53,7 @@ def attention(x: Any, w: Any, v: Any) -> Any:
 
 
 def branches(x: Any, w: Any, v: Any) -> Any:
-    x = x @ w
-    return lax.cond(x[0, 0] > 0, lambda x: jnp.tanh(x) @ v, lambda x: jax.nn.gelu(x) @ v, x)
+    return lax.cond(x[0, 0] > 0, lambda x: mlp(x, w, v), lambda x: jnp.tanh(x @ w) @ v, x)
 
 
 def in_checkpoints(x: Any, ws: Any, vs: Any) -> Any:
@@ -92,11 +91,12 @@ def test_values_stay_to_the_bit_and_gradients_nearly(name: str, dtype: Any) -> N
     options = {"xla_backend_optimization_level": 0, "xla_allow_excess_precision": False}
     got, want = (jax.jit(f, compiler_options=options)(*args) for f in (coded, plain))
     np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
+    wide = [x.astype(jnp.float32) for x in args]
+    _, exact = jax.jit(gradient(fun))(*wide)
     (_, got), (_, want) = (jax.jit(gradient(f))(*args) for f in (coded, plain))
-    for a, b in zip(got, want, strict=True):
+    for a, b, c in zip(got, want, exact, strict=True):
         assert a.dtype == b.dtype
-        difference = jnp.linalg.norm((a - b).astype(jnp.float32))
-        assert difference < 0.05 * jnp.linalg.norm(b.astype(jnp.float32))
+        assert error(a.astype(c.dtype), c) < 1.1 * error(b.astype(c.dtype), c) + 0.02
 
 
 @pytest.mark.parametrize("kept_as", BOTH)
@@ -130,23 +130,60 @@ def test_arguments_masks_and_small_values_keep_their_bits() -> None:
     assert {x.dtype.name for x in residuals if x.shape == (4, 256)} == {"float32"}
     _, pull_back = jax.vjp(lambda w: jaxmp.recompute(loss, kept="int8")(X, w, *args[2:]), W)
     np.testing.assert_array_equal(pull_back(1.0)[0].dtype, jnp.float32)
-    exact = jax.grad(jaxmp.recompute(lambda x, w: jnp.sin(x).sum() * w, kept="int8"))(X, 2.0)
+
+
+def test_a_function_without_codes_warns() -> None:
+    """Such as one of a single example, of which `vmap` makes many."""
+    with pytest.warns(UserWarning, match=r"keeps nothing in codes here.*around vmap and scan"):
+        exact = jax.grad(jaxmp.recompute(lambda x, w: jnp.sin(x).sum() * w, kept="int8"))(X, 2.0)
     np.testing.assert_array_equal(exact, jax.grad(lambda x, w: jnp.sin(x).sum() * w)(X, 2.0))
+    with pytest.raises(ValueError, match="kept='int8' needs mode 'auto', 'always' or 'loops'"):
+        jaxmp.recompute(mlp, "never", kept="int8")
 
 
 @pytest.mark.parametrize("kept_as", BOTH)
 def test_codes_are_those_of_the_formula(kept_as: Kept) -> None:
+    """Against NumPy in 64 bits: a number between two codes may round to the other."""
     x = np.random.default_rng(0).standard_t(3, (64, 128)).astype(np.float32)
-    x[3], x[5, 7] = 0, 1000
-    scales = np.abs(x).max(-1, keepdims=True)
-    shares = np.abs(x) / np.where(scales > 0, scales, 1)
-    result = encode_rows(jnp.asarray(x), kept_as)
-    np.testing.assert_array_equal(result.scales, scales)
+    x[3], x[5, 7], x[6, :60], x[7, :2] = 0, 1000, -1e30, (-np.inf, np.nan)
+    is_number = np.abs(x) < 2.0**60
+    special = np.full_like(x, np.nan)  # a NaN makes NaN of the infinities in its row
+    special[6] = -1e30
+    stored, x = x, np.where(is_number, x, 0)
+    wide, largest = x.astype(np.float64), np.abs(x).max(-1, keepdims=True)
+    result = encode_rows(jnp.asarray(stored), kept_as)
+    most, smallest = (126, 1) if kept_as == "int8" else (416, 2.0**-9)
+    with np.errstate(invalid="ignore"):  # the row of zeros
+        if kept_as == "int8":
+            unit = np.sqrt(np.abs(wide)).mean(-1, keepdims=True) ** 2
+            levels = (np.arcsinh(np.abs(wide) / unit) / np.arcsinh(largest / unit) * most).round()
+        else:
+            levels = np.abs(wide) / largest * most
+    levels = np.nan_to_num(levels).astype(result.codes.dtype).astype(np.float32)
+    codes = np.sign(x) * np.where(x == 0, 0, np.maximum(levels, smallest))
+    stored_codes = np.asarray(result.codes, np.float32)
+    assert (stored_codes != codes)[is_number].mean() < 1e-3
+    got = np.asarray(decode_rows(result, jnp.float32))
     if kept_as == "int8":
-        expected = np.sign(x) * np.round(np.sqrt(shares) * np.float32(127))
+        unit, bound = np.asarray(result.units), np.asarray(result.bounds)
+        expected = np.sinh(stored_codes * np.float64(bound) / most) * unit
     else:
-        expected = (np.sign(x) * shares * np.float32(448)).astype(result.codes.dtype)
-    np.testing.assert_array_equal(np.asarray(result.codes, np.float32), expected.astype(np.float32))
+        expected = stored_codes * np.float64(largest) / most
+    np.testing.assert_allclose(got, np.where(is_number, expected, special), rtol=1e-5)
+    np.testing.assert_array_equal(got[3], 0)
+
+
+def test_the_error_of_normal_rows_is_near_the_least_of_255_codes() -> None:
+    """Panter and Dite (1951): 0.0065 for 255 codes; evenly spaced ones have 0.009."""
+    x = jax.random.normal(jax.random.key(0), (64, 1024))
+    assert 0.006 < float(error(decode_rows(encode_rows(x, "int8"), x.dtype), x)) < 0.0075
+
+
+@pytest.mark.parametrize("kept_as", BOTH)
+@pytest.mark.parametrize("scale", [1e-35, 1e-20, 1.0, 1e15])
+def test_rows_of_any_size_keep_their_numbers(kept_as: Kept, scale: float) -> None:
+    x = jax.random.normal(jax.random.key(0), (64, 128)) * scale
+    assert error(decode_rows(encode_rows(x, kept_as), x.dtype) / scale, x / scale) < 0.04
 
 
 @pytest.mark.parametrize("kept_as", BOTH)
@@ -165,18 +202,46 @@ def test_an_outlier_leaves_the_rest_of_its_row(kept_as: Kept) -> None:
 
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("kept_as", BOTH)
-def test_what_is_not_finite_reaches_the_gradient(kept_as: Kept, bad: float) -> None:
+@pytest.mark.parametrize(
+    "activation", [jnp.square, jax.nn.relu, lambda x: jnp.square(jnp.where(x > 0, x, 0))]
+)
+def test_what_is_not_finite_reaches_the_gradient(activation: Any, kept_as: Kept, bad: float) -> None:
+    """As it does without codes: also through a relu, for which NaN is not positive."""
     x = np.array(X, np.float32)
     x[5, 3] = bad
     got = np.asarray(decode_rows(encode_rows(jnp.asarray(x), kept_as), jnp.float32))
-    assert not np.isfinite(got[5, 3])
-    assert np.isfinite(np.delete(got, 5, 0)).all()
+    np.testing.assert_array_equal(got[5, 3], bad)
+    assert np.isfinite(got).sum() == x.size - 1
 
     def loss(w: Any, v: Any) -> Any:  # finite, whatever the product has
-        return jnp.tanh(jnp.square(X @ w) @ v).clip(-1, 1).sum()
+        return jnp.tanh(activation(X @ w) @ v).clip(-1, 1).sum()
 
-    grads = jax.grad(jaxmp.recompute(loss, kept=kept_as), 1)(W.at[0, 0].set(bad), V)
-    assert not jnp.isfinite(grads).all()
+    args = W.at[0, 0].set(bad), V
+    finite = [
+        jnp.isfinite(jax.grad(jaxmp.recompute(loss, kept=k), 1)(*args)).all()
+        for k in (None, kept_as)
+    ]
+    assert finite[0] == finite[1]
+
+
+@pytest.mark.parametrize("kept_as", BOTH)
+def test_an_infinite_start_of_a_running_maximum_leaves_gradients_finite(kept_as: Kept) -> None:
+    """Attention in blocks starts from -inf, and a mask may be -1e30 in most of a row."""
+
+    def loss(w: Any, mask: Any) -> Any:
+        def turn(carry: Any, keys: Any) -> Any:
+            most, total = carry
+            scores = jnp.where(jnp.arange(128) < 40, X @ w @ keys, mask)
+            new = jnp.maximum(most, scores)
+            return (new, total * jnp.exp(most - new) + jnp.exp(scores - new)), None
+
+        start = jnp.full((64, 128), mask), jnp.zeros((64, 128))
+        (most, total), _ = lax.scan(turn, start, STACKS[1])
+        return (most + jnp.log(total))[:, :40].sum()
+
+    for mask in (-jnp.inf, -1e30):
+        got = jax.grad(jaxmp.recompute(loss, kept=kept_as))(W, mask)
+        assert error(got, jax.grad(loss)(W, mask)) < (0.03 if kept_as == "int8" else 0.08)
 
 
 def test_a_step_whose_residuals_overflow_is_skipped() -> None:
@@ -211,19 +276,28 @@ def test_four_bits_are_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
     """The positive control of all tests above that compare gradients."""
     want = jax.grad(scalar(stream), 1)(X, W, V)
     eight = jax.grad(scalar(jaxmp.recompute(stream, kept="int8")), 1)(X, W, V)
-    monkeypatch.setitem(codes_module.LARGEST, "int8", 7.0)
+    monkeypatch.setitem(codes_module._LARGEST, "int8", 7.0)
     four = jax.grad(scalar(jaxmp.recompute(stream, kept="int8")), 1)(X, W, V)
     assert error(eight, want) < 0.01 < 0.05 < error(four, want)
 
 
-def test_second_derivatives_and_forward_mode_are_refused() -> None:
+def test_second_derivatives_are_refused() -> None:
     coded = scalar(jaxmp.recompute(stream, kept="int8"))
     with pytest.raises(
         NotImplementedError, match=r"reads 8-bit codes \(kept= of jaxmp.recompute\)"
     ):
         jax.grad(lambda w: jnp.square(jax.grad(coded, 1)(X, w, V)).sum())(W)
-    with pytest.raises(TypeError, match="forward-mode"):
-        jax.jvp(lambda w: coded(X, w, V), (W,), (W,))
+    with pytest.raises(NotImplementedError, match="Leave kept= out for a second derivative"):
+        jax.grad(lambda w: jnp.square(jax.jit(jax.grad(coded, 1))(X, w, V)).sum())(W)
+
+
+def test_forward_mode_has_the_derivative_of_reverse_mode() -> None:
+    coded = scalar(jaxmp.recompute(stream, kept="int8"))
+    _, tangent = jax.jvp(lambda w: coded(X, w, V), (W,), (W,))
+    gradient_there = jax.grad(coded, 1)(X, W, V)
+    assert float(tangent) == pytest.approx(float((gradient_there * W).sum()), rel=1e-4)
+    _, pull_back = jax.vjp(lambda w: coded(X, w, V), W)
+    np.testing.assert_allclose(pull_back(1.0)[0], gradient_there, rtol=1e-5, atol=1e-6)
 
 
 def test_of_data_without_a_derivative_a_second_one_is_exact() -> None:
