@@ -97,13 +97,14 @@ def encode_rows(x: Float[Array, "*shape"], kept: Kept) -> RowCodes:
         bounds = None
         shares = numbers / _nonzero(units)
         levels = (shares * _LARGEST[kept]).astype(kept).astype(jnp.float32)
-    levels = jnp.maximum(levels, (numbers > 0) * jnp.float32(_SMALLEST_CODE[kept]))
-    levels = jnp.maximum(levels, (1 - is_number) * jnp.float32(_SPECIAL[kept]))
+    is_positive, is_special = (mask.astype(jnp.float32) for mask in (numbers > 0, is_number == 0))
+    levels = jnp.maximum(levels, is_positive * _SMALLEST_CODE[kept])
+    levels = jnp.maximum(levels, is_special * _SPECIAL[kept])
     return RowCodes(jnp.where(wide < 0, -levels, levels).astype(kept), units, bounds, specials)
 
 
 def _nonzero(x: Array) -> Array:
-    return x + (x == 0)
+    return x + (x == 0).astype(x.dtype)
 
 
 def decode_rows(x: RowCodes, dtype: Any) -> Float[Array, "*shape"]:

@@ -95,7 +95,11 @@ def run_in_pieces(
     coded = _coded_values(program, storage, ops, carry) if in_codes else frozenset[int]()
     settings.types_in_codes.extend(program.avals[number] for number in coded)
     rules = _Pieces(settings, coded)
-    cells = list(map(rules.cell, program.inputs, arguments))
+    readers = {number: op for op in reversed(ops) for number in op.inputs}
+    cells = [
+        rules.cell(number, x, readers.get(number))
+        for number, x in zip(program.inputs, arguments, strict=True)
+    ]
     return [cell.value for cell in evaluate(program._replace(ops=ops), cells, rules)]
 
 
@@ -178,11 +182,12 @@ class _Pieces(Rules[_Cell]):
     def constant(self, value: Any) -> _Cell:
         return _Cell(value)
 
-    def cell(self, number: int, value: Any) -> _Cell:
-        """Returns the cell of a new value."""
-        if self.settings.kept is None or number not in self.coded:
+    def cell(self, number: int, value: Any, op: Op | None) -> _Cell:
+        """Returns the cell of a new value; `op` makes it, or is the first that reads it."""
+        if op is None or self.settings.kept is None or number not in self.coded:
             return _Cell(value)
-        return _Cell(value, encode_rows(jax.lax.stop_gradient(value), self.settings.kept))
+        with super().where(op):
+            return _Cell(value, encode_rows(jax.lax.stop_gradient(value), self.settings.kept))
 
     def operation(self, op: Any, operands: list[_Cell]) -> list[_Cell]:
         def piece_of(*arrays: Any) -> list[Any]:
@@ -214,7 +219,9 @@ class _Pieces(Rules[_Cell]):
             results = self.settings.memo.once(key, op, new)(*values)
         else:
             results = piece_of(*values)
-        return list(map(self.cell, op.outputs, results))
+        makers = {number: inner for inner in op.program.ops for number in inner.outputs}
+        pairs = zip(op.outputs, results, strict=True)
+        return [self.cell(number, x, makers[number]) for number, x in pairs]
 
 
 def _reached(program: Program, moving: Sequence[bool]) -> list[bool]:

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -205,7 +206,9 @@ def test_an_outlier_leaves_the_rest_of_its_row(kept_as: Kept) -> None:
 @pytest.mark.parametrize(
     "activation", [jnp.square, jax.nn.relu, lambda x: jnp.square(jnp.where(x > 0, x, 0))]
 )
-def test_what_is_not_finite_reaches_the_gradient(activation: Any, kept_as: Kept, bad: float) -> None:
+def test_what_is_not_finite_reaches_the_gradient(
+    activation: Any, kept_as: Kept, bad: float
+) -> None:
     """As it does without codes: also through a relu, for which NaN is not positive."""
     x = np.array(X, np.float32)
     x[5, 3] = bad
@@ -370,6 +373,111 @@ def test_in_a_train_step(reduce_dtype: str) -> None:
     coded = losses(lambda f: jaxmp.recompute(f, "loops", kept="int8"))
     np.testing.assert_allclose(coded, losses("loops"), rtol=0.01)
     assert coded[-1] < 0.9 * coded[0]
+
+
+def test_a_result_without_a_derivative_may_go_where_none_exists() -> None:
+    """A stopped value may enter a loop that counts by itself, which has no backward pass."""
+
+    def loss(w: Any, v: Any) -> Any:
+        hidden = jnp.tanh(X @ w)
+        scale = lax.while_loop(
+            lambda s: s.max() > 1, lambda s: s / 2, lax.stop_gradient(hidden) * 9
+        )
+        return (hidden @ v).sum() + (hidden * scale).sum()
+
+    got = jax.jit(jax.grad(jaxmp.recompute(loss, kept="int8")))(W, V)
+    assert error(got, jax.grad(loss)(W, V)) < 0.02
+
+
+def test_choices_are_those_of_the_forward_pass() -> None:
+    """A straight-through choice, of scores that codes do not tell apart."""
+    table = weights(256, 128, seed=5)
+
+    def loss(w: Any, table: Any) -> Any:
+        scores = X @ w
+        chosen = jax.nn.one_hot(scores.argmax(-1), 256)
+        shares = jax.nn.softmax(scores)
+        return (jnp.sin((chosen + shares - lax.stop_gradient(shares)) @ table)).sum()
+
+    args = jnp.ones((128, 256)) + W / 1000, table
+    got, want = (jax.grad(f, 1)(*args) for f in (jaxmp.recompute(loss, kept="int8"), loss))
+    np.testing.assert_array_equal(got != 0, want != 0)
+
+
+def test_nothing_is_kept_for_frozen_weights() -> None:
+    def loss(w: Any, v: Any) -> Any:
+        return jnp.tanh(jnp.tanh(X @ V.T) @ w.T @ w @ v).sum()
+
+    sizes = [
+        sum(x.size * x.dtype.itemsize for x in kept(jaxmp.recompute(loss, kept=k), W, V))
+        for k in (None, "int8")
+    ]
+    assert sizes[1] < 0.5 * sizes[0]
+    frozen = jax.make_jaxpr(jax.grad(lambda v: jaxmp.recompute(loss, kept="int8")(W, v)))(V)
+    trained = jax.make_jaxpr(jax.grad(jaxmp.recompute(loss, kept="int8"), (0, 1)))(W, V)
+    products = [
+        len([e for e in equations(program) if e.primitive.name == "dot_general"])
+        for program in (frozen, trained)
+    ]
+    assert products[0] < products[1]
+
+
+@pytest.mark.parametrize(("mode", "barriers"), [("auto", False), ("always", True)])
+def test_always_forbids_the_compiler_to_keep(mode: Any, barriers: bool) -> None:
+    program = jax.make_jaxpr(jax.grad(scalar(jaxmp.recompute(stream, mode, kept="int8")), 1))(
+        X, W, V
+    )
+    checkpoints = [e for e in equations(program) if "prevent_cse" in e.params]
+    assert {e.params["prevent_cse"] for e in checkpoints} == {barriers}
+
+
+def test_a_callback_in_a_checkpoint_runs_as_often_as_without_codes() -> None:
+    calls: list[int] = []
+
+    @jax.checkpoint
+    def block(x: Any, w: Any) -> Any:
+        jax.debug.callback(lambda: calls.append(1))
+        return jnp.tanh(x @ w)
+
+    def loss(w: Any, v: Any) -> Any:
+        return (block(X @ w, v) @ w).sum()
+
+    counts = []
+    for kept_as in (None, "int8"):
+        jax.block_until_ready(jax.grad(jaxmp.recompute(loss, kept=kept_as))(W, V))
+        jax.effects_barrier()
+        counts.append(len(calls))
+        calls.clear()
+    assert counts[0] == counts[1] > 0
+
+
+def test_a_shared_statistic_fits_the_codes_of_its_operand() -> None:
+    """Exact sums of exponentials beside rounded scores would not add up to one."""
+
+    def loss(w: Any, v: Any) -> Any:
+        scores = 20 * norm(X @ w)
+        total = jax.nn.logsumexp(scores, -1, keepdims=True)
+        return (jnp.exp(scores - total) @ v).sum() + jnp.square(total @ v[:1]).sum()
+
+    got = jax.grad(jaxmp.recompute(loss, kept="int8"), 1)(W, V)
+    assert error(got, jax.grad(loss, 1)(W, V)) < 0.03
+
+
+def test_audit_shows_codes_at_the_line_of_their_value() -> None:
+    report = jaxmp.audit(scalar(jaxmp.recompute(scanned, kept="int8")), X, *STACKS)
+    assert report.recomputed
+    assert {row.dtype for row in report.residuals} == {"int8", "float32"}
+    assert all("test_codes.py" in row.line for row in report.residuals)
+
+
+def test_axes_of_unknown_length_count_as_long() -> None:
+    (batch,) = jax.export.symbolic_shape("batch")
+    x = jax.ShapeDtypeStruct((batch, 128), jnp.float32)
+    lean = jaxmp.recompute(mlp, kept="int8")
+    coded = jax.jit(jax.grad(lambda x, w, v: jnp.square(lean(x, w, v)).sum(), 1))
+    exported = jax.export.export(coded)(x, W, V)
+    assert "xi8>" in exported.mlir_module()
+    assert error(exported.call(X, W, V), coded(X, W, V)) < 1e-3
 
 
 def test_an_unknown_dtype_of_codes_is_refused() -> None:

@@ -104,7 +104,8 @@ def audit(fn: Callable[..., Any], *args: Any, compiled: Any = False, **kwargs: A
     elif compiled is not None and compiled is not False:
         program = collectives(compiled)
     tally = Tally(walk(jaxpr))
-    recomputes = any(site.name in CHECKPOINTS for site in tally.sites)
+    # The rule of a derivative may hold a checkpoint.
+    recomputes = any(site.name in {*CHECKPOINTS, "custom_jvp_call"} for site in tally.sites)
     rows, reason, both = _residuals(fn, args, kwargs, result, recomputes)
     unseen = unseen_in(tally.sites, is_compiled=program is not None)
     dtypes = {dtype for row in tally.products() for dtype in (*row.operands, *row.rounded_to)}
