@@ -11,18 +11,20 @@ from jaxmp._numerics.user_warnings import check_option, warn
 from jaxmp._program.op_classes import COSTS
 from jaxmp._program.program import equations_in
 from jaxmp._program.tracing import Static, Traced, combine, partition, rewriting
+from jaxmp._recompute.budget import within_budget
 from jaxmp._recompute.codes import Kept
 from jaxmp._recompute.run import Settings, run_in_pieces
 from jaxmp._recompute.storage import names_of
 
 Mode = Literal["auto", "always", "loops", "never"]
-# What functions with gradients take as `recompute=`: a mode, or a function that wraps the loss.
-Recompute = Mode | Callable[[Callable[..., Any]], Callable[..., Any]]
+# What functions with gradients take as `recompute=`: a mode, a share of what JAX would keep, or a
+# function that wraps the loss.
+Recompute = Mode | float | Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def recompute(
     fun: Callable[..., Any],
-    mode: Mode = "auto",
+    mode: Mode | float = "auto",
     *,
     dear: Iterable[str] = (),
     kept: Kept | None = None,
@@ -47,7 +49,9 @@ def recompute(
         memory in loops, where the passes are two programs, and costs no time. `"loops"` is that
         inside of `scan` alone, and leaves a program without one to the letter as it is. `"always"`
         forbids the compiler to keep: it saves memory everywhere, and costs time. `"never"` returns
-        the function.
+        the function. A number is the largest share of what JAX would keep: if the above is not
+        enough, products run again, those with the fewest operations for each kept byte first.
+        This traces the function several times.
       dear: names of further primitives (`"tanh"`) and of functions with `jax.jit` or
         `jax.custom_jvp` (`"silu"`, `"jax.nn.silu"`) that are never computed again. A function
         without either, such as `jax.nn.gelu`, has no name in a program: put it into `jax.jit`.
@@ -63,7 +67,7 @@ def recompute(
 
     Raises:
       TypeError: if `fun` is not callable, or `dear` holds anything but names.
-      ValueError: for an unknown mode, or an unknown dtype of codes.
+      ValueError: for an unknown mode, a share that is not in (0, 1], or an unknown dtype of codes.
       NotImplementedError: under a second derivative, if `kept` is set.
 
     >>> def loss(w, x):
@@ -87,23 +91,26 @@ def recompute(
             )
     if kept is not None:
         check_option("kept", kept, Kept)
-    if check_option("recompute", mode, Mode) == "never":
+    check_recompute(mode)
+    if mode == "never":
         if kept is not None:
             raise ValueError(f"kept={kept!r} needs mode 'auto', 'always' or 'loops', got 'never'")
         return fun
 
     def rewrite(traced: Traced, static: Static, arrays: list[Any]) -> list[Any]:
         closed = traced.closed
-        context = Settings(mode == "always", mode == "loops", frozenset(names), kept)
+        settings = Settings(mode == "always", mode == "loops", frozenset(names), kept)
+        if not isinstance(mode, str):
+            settings = within_budget(mode, settings, closed, arrays)
         # One list may serve several programs: names of primitives need not occur in this one.
         names_here = map(names_of, equations_in([closed])) if names else ()
-        for name in sorted(context.dear.difference(COSTS, *names_here)):
+        for name in sorted(settings.dear.difference(COSTS, *names_here)):
             warn(
                 f"{name!r} is in dear, but is neither a primitive nor a function with jax.jit or "
                 "jax.custom_jvp that this function calls"
             )
-        results = run_in_pieces(context, closed, arrays)
-        if kept is not None and not context.types_in_codes:
+        results = run_in_pieces(settings, closed, arrays)
+        if kept is not None and not settings.types_in_codes:
             warn(
                 f"kept={kept!r} keeps nothing in codes here: no array of 4,096 floats or more is "
                 "kept. Put recompute around vmap and scan, and not inside"
@@ -127,6 +134,9 @@ def apply_recompute(fun: Callable[..., Any], recompute_as: Recompute) -> Callabl
 
 
 def check_recompute(option: Recompute) -> None:
-    """Raises ValueError for an option `recompute=` that is neither a mode nor a function."""
-    if not callable(option):
+    """Raises ValueError for an option `recompute=` that is not a mode, a share or a function."""
+    if isinstance(option, (int, float)):
+        if isinstance(option, bool) or not 0 < option <= 1:
+            raise ValueError(f"recompute as a share must be in (0, 1], got {option!r}")
+    elif not callable(option):
         check_option("recompute", option, Mode)

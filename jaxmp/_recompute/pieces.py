@@ -9,7 +9,7 @@ from jax.extend import core
 
 from jaxmp._program.op_classes import VIEWS, Cost
 from jaxmp._program.program import Program, numbers
-from jaxmp._recompute.storage import Analysis, Storage
+from jaxmp._recompute.storage import Analysis, Price, Storage
 
 
 class Piece(NamedTuple):
@@ -29,7 +29,7 @@ class Piece(NamedTuple):
 
 
 def divide(
-    program: Program, dear: Collection[str] = (), *, views: bool, in_codes: bool = False
+    program: Program, dear: Collection[str], again: Price | None, *, views: bool, in_codes: bool
 ) -> tuple[Storage, list[Piece]]:
     """Returns the kept values of a program, and its pieces, in an order in which they can run.
 
@@ -39,11 +39,12 @@ def divide(
     Args:
       program: the program, without dead code.
       dear: names of primitives and of jitted functions that are never to be computed again.
+      again: the highest price of a product that may be computed again; None for no product.
       views: whether slices of arguments are made outside of the pieces that are computed again, so
         that the layers of a stack are alike.
       in_codes: whether values are kept in codes.
     """
-    analysis = Analysis(program, dear, in_codes)
+    analysis = Analysis(program, dear, again, in_codes)
     # Products that wait for each other are in different pieces. Both pieces may need the same
     # value, and only the pieces show it.
     while True:

@@ -16,7 +16,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
-from jaxmp._numerics.dtypes import is_half, is_inexact
+from jaxmp._numerics.dtypes import is_half, is_inexact, nbytes_of
 from jaxmp._numerics.rounding import widen_rounded
 from jaxmp._program import compat
 from jaxmp._program.evaluate import Cells, Rules, evaluate
@@ -26,7 +26,7 @@ from jaxmp._program.program import Memo, Op, Program, numbers, read, without_dea
 from jaxmp._program.wiring import loop_of, wiring_of
 from jaxmp._recompute.codes import Kept, RowCodes, encode_rows, has_codes, with_coded_derivative
 from jaxmp._recompute.pieces import Piece, divide, key_of
-from jaxmp._recompute.storage import Storage, names_of
+from jaxmp._recompute.storage import Price, Storage, names_of, price_of
 
 # The name of values that are kept within a piece.
 STORED = "jaxmp.stored"
@@ -45,7 +45,9 @@ class Settings:
       kept: the dtype of the codes that the backward pass reads in place of values; None for no
         codes.
       memo: the pieces and jaxprs made so far.
+      again: the highest price of a product that runs again; None for no product.
       types_in_codes: the types of the values in codes so far.
+      bytes_again: for each piece so far, the bytes of the products that it runs again.
     """
 
     barriers: bool
@@ -53,7 +55,9 @@ class Settings:
     dear: frozenset[str]
     kept: Kept | None
     memo: Memo = dataclasses.field(default_factory=Memo)
+    again: Price | None = None
     types_in_codes: list[Any] = dataclasses.field(default_factory=list)
+    bytes_again: list[int] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(eq=False, slots=True, kw_only=True)
@@ -90,7 +94,8 @@ def run_in_pieces(
         return evaluate(read(closed), arguments, _Operations(settings))
     program = without_dead_code(read(closed, lambda equation: _is_open(equation, settings.dear)))
     views, in_codes = not settings.barriers, settings.kept is not None
-    storage, pieces = divide(program, settings.dear, views=views, in_codes=in_codes)
+    storage, pieces = divide(program, settings.dear, settings.again, views=views, in_codes=in_codes)
+    settings.bytes_again.extend(_bytes_again(piece, program, storage) for piece in pieces)
     ops = tuple(_piece_op(piece, program, storage) for piece in pieces)
     coded = _coded_values(program, storage, ops, carry) if in_codes else frozenset[int]()
     settings.types_in_codes.extend(program.avals[number] for number in coded)
@@ -121,6 +126,13 @@ def _coded_values(
             saved = (x for i, x in enumerate(inner.inputs) if loop is None or i not in loop.carry)
             values.difference_update(numbers(saved))
     return frozenset(number for number in values if has_codes(program.avals[number]))
+
+
+def _bytes_again(piece: Piece, program: Program, storage: Storage) -> int:
+    """Returns the size of the products in a piece that run again."""
+    cheap = (program.ops[i] for i in piece.ops if storage.costs[i] is Cost.CHEAP)
+    products = [op for op in cheap if price_of(op.equation)]
+    return sum(nbytes_of(program.avals[number]) for op in products for number in op.outputs)
 
 
 def _keeps_operands(piece: Piece, program: Program, storage: Storage) -> bool:

@@ -23,6 +23,7 @@ from jax.extend import core
 from jaxmp._numerics.dtypes import is_inexact, nbytes_of
 from jaxmp._program.compat import function_name, is_of_jax_nn, open_jaxpr
 from jaxmp._program.derivatives import derivative_of
+from jaxmp._program.flops import product_flops
 from jaxmp._program.op_classes import COSTS, JITS, LINEAR, REDUCTIONS, Cost
 from jaxmp._program.program import Op, Program, numbers
 
@@ -33,6 +34,11 @@ _LONGEST_BEFORE_PRODUCT = 64
 # A kept statistic costs at most a sixteenth of its operand. If it were not kept, a norm of a 16-bit
 # stream would keep a second wide array, and capped logits would be kept twice.
 _STATISTIC = 16
+
+
+# The FLOPs of a product for each byte of its results; and these bytes, with a minus, so that of two
+# equal prices that of the larger product comes first.
+Price = tuple[float, int]
 
 
 class Storage(NamedTuple):
@@ -83,6 +89,13 @@ def _cost_within(jaxpr: Any, dear: Collection[str]) -> Cost:
     return Cost.CHEAP if costs <= {Cost.CHEAP} else Cost.SEPARATE
 
 
+def price_of(equation: core.JaxprEqn) -> Price | None:
+    """Returns the price of running a product again; None if this is not a product."""
+    size = sum(nbytes_of(variable.aval) for variable in equation.outvars)
+    flops = product_flops(equation)
+    return (flops / size, -size) if flops and size else None
+
+
 def names_of(equation: core.JaxprEqn) -> set[str]:
     """Returns the names by which a user can refer to an operation: its primitive, its function."""
     name = equation.primitive.name
@@ -96,14 +109,22 @@ def names_of(equation: core.JaxprEqn) -> set[str]:
 class Analysis:
     """The analysis that finds the kept values of a program.
 
-    `dear` names operations that never run again; `in_codes` says whether values are kept in codes.
+    `dear` names operations that never run again, `again` is the highest price of a product that
+    does, and `in_codes` says whether values are kept in codes.
     """
 
-    def __init__(self, program: Program, dear: Collection[str], in_codes: bool) -> None:
+    def __init__(
+        self, program: Program, dear: Collection[str], again: Price | None, in_codes: bool
+    ) -> None:
         self.program, self.in_codes = program, in_codes
         # Calls of the same function share their equations.
         equations = {id(op.equation): op.equation for op in program.ops}
         costs = {i: _cost_with_rule(equation, dear) for i, equation in equations.items()}
+        if again is not None:
+            for i, equation in equations.items():
+                price = price_of(equation)
+                if costs[i] is Cost.EXPENSIVE and price is not None and price <= again:
+                    costs[i] = Cost.CHEAP
         self.costs = tuple(
             Cost.SEPARATE if op.name in JITS else costs[id(op.equation)] for op in program.ops
         )
