@@ -13,7 +13,7 @@ import optax
 import optax.contrib
 
 from jaxmp._numerics.dtypes import suggestion
-from jaxmp._recompute.api import Mode
+from jaxmp._recompute.api import Mode, check_recompute
 from jaxmp._tools.command.doctor import diagnose
 from jaxmp._tools.command.output import Output
 from jaxmp._tools.command.program import (
@@ -121,6 +121,23 @@ def device_argument(text: str) -> str:
         return find_device(text).name
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def recompute_argument(text: str) -> Mode | float:
+    """Reads a mode of `recompute`, or a share.
+
+    Raises:
+      ArgumentTypeError: for anything else.
+
+    >>> recompute_argument("auto"), recompute_argument("0.2")
+    ('auto', 0.2)
+    """
+    try:
+        option: Any = text if text.isalpha() else float(text)
+        check_recompute(option)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return option
 
 
 def _run_doctor(**options: Any) -> Output:
@@ -233,7 +250,11 @@ COMMANDS = {
             "--microbatches": _option(
                 "parts of a batch, one after the other", type=int, metavar="N"
             ),
-            "--recompute": _option("of the forward pass; by default loops", choices=get_args(Mode)),
+            "--recompute": _option(
+                f"{', '.join(get_args(Mode))}, or a share of what JAX would keep, such as 0.2; by "
+                "default loops",
+                type=recompute_argument,
+            ),
             "--devices": _option("how many share params and state", 1, type=int, metavar="N"),
             "--device": _option(
                 "such as h100 or v5e; by default the one at hand, and h100 on a CPU",
