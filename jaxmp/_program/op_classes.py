@@ -304,10 +304,10 @@ LAID_ADDED = ADDS | _names_of("max min")
 MIXED_SHAPES = ARRANGEMENTS | _names_of("clamp select_n")
 # Scatters that combine the new values with the old.
 ACCUMULATES = _names_of("scatter-add scatter-sub scatter-mul")
+# Their results are places, and of rounded numbers the places may be others.
+CHOICES = _names_of("argmax argmin")
 # Many numbers make one, which may be a statistic. Products are left out: they never run again.
-REDUCTIONS = _names_of(
-    "reduce_sum reduce_max reduce_min reduce_and reduce_or reduce_xor argmax argmin"
-)
+REDUCTIONS = CHOICES | _names_of("reduce_sum reduce_max reduce_min reduce_and reduce_or reduce_xor")
 # Linear in every operand, so that their derivatives need no operand. Gathers are left out: they
 # are expensive.
 LINEAR = (PLAIN_MOVES | ADDS) | _names_of(

@@ -24,7 +24,7 @@ from jaxmp._numerics.dtypes import is_inexact, nbytes_of
 from jaxmp._program.compat import function_name, is_of_jax_nn, open_jaxpr
 from jaxmp._program.derivatives import derivative_of
 from jaxmp._program.flops import product_flops
-from jaxmp._program.op_classes import COSTS, JITS, LINEAR, REDUCTIONS, Cost
+from jaxmp._program.op_classes import CHOICES, COSTS, JITS, LINEAR, REDUCTIONS, Cost
 from jaxmp._program.program import Op, Program, numbers
 
 # Values before the first dear operation are computed again in each region, unless a chain of more
@@ -160,7 +160,7 @@ class Analysis:
         for op, cost in zip(program.ops, self.costs, strict=True):
             if cost is Cost.SEPARATE:
                 self.stored.update(self.made_by.keys() & set(numbers(op.inputs)))
-            elif in_codes and op.name in ("argmax", "argmin"):
+            elif in_codes and op.name in CHOICES:
                 # A choice made of codes may be another one than in the forward pass.
                 self.stored.update(self.after_product.intersection(op.outputs))
         self._keep_shared_values()
