@@ -74,7 +74,7 @@ def value_and_grad(
         memory. Its shardings have the structure of the gradients.
       recompute: `"auto"` or `"always"` keeps fewer residuals, and recomputes cheap ones in the
         backward pass; see `jaxmp.recompute`. `fun` is then traced, as for `reduce_dtype`. Or a
-        function that wraps `fun`.
+        share of what JAX would keep, such as `0.2`, or a function that wraps `fun`.
 
     Returns:
       A function with the arguments of `fun` that returns `(loss, grads)`, or
