@@ -98,7 +98,8 @@ def make_train_step(
       recompute: which residuals to recompute in the backward pass instead of keeping them; see
         `jaxmp.recompute`. By default cheap ones inside of `scan`, as over layers; `"never"` keeps
         all of them, `"auto"` and `"always"` look outside of loops, too, and `0.2` is a share of
-        what JAX would keep. Or a function that wraps the loss, such as `functools.partial(jaxmp.recompute, mode="loops", kept="int8")`.
+        what JAX would keep. Or a function that wraps the loss, such as
+        `functools.partial(jaxmp.recompute, mode="loops", kept="int8")`.
       count_overflows: whether `metrics["nonfinite"]` says how many numbers of each gradient are
         infinite or NaN, in the structure of the params, uint32. They are counted in skipped steps
         alone. `check_progress` names the params with the most.
