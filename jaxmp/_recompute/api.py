@@ -1,6 +1,7 @@
 """The public function `recompute`."""
 
 import functools
+import numbers
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
@@ -55,11 +56,11 @@ def recompute(
       dear: names of further primitives (`"tanh"`) and of functions with `jax.jit` or
         `jax.custom_jvp` (`"silu"`, `"jax.nn.silu"`) that are never computed again. A function
         without either, such as `jax.nn.gelu`, has no name in a program: put it into `jax.jit`.
-      kept: `"int8"` or `"float8_e4m3fn"` keeps floats of 16 or 32 bits as codes of one byte, with a
-        scale for each row. The forward pass stays as it is, and the backward pass reads rounded
+      kept: `"int8"` or `"float8_e4m3fn"` keeps floats of 16 or 32 bits as codes of one byte, with
+        scales for each row. The forward pass stays as it is, and the derivative reads rounded
         values: gradients get a small error of their own, which averages out over a batch. Small
-        values and statistics keep their bits, and so do the arguments of the function. The function
-        then has first derivatives alone, in reverse mode; put it around `autocast`, and not inside.
+        values and integers keep their bits, and so do the arguments of the function. A second
+        derivative does not exist then. Put it around `autocast`, `vmap` and `scan`, and not inside.
 
     Returns:
       A function with the arguments of `fun`. Called outside of `jit` it is compiled, once for
@@ -135,8 +136,9 @@ def apply_recompute(fun: Callable[..., Any], recompute_as: Recompute) -> Callabl
 
 def check_recompute(option: Recompute) -> None:
     """Raises ValueError for an option `recompute=` that is not a mode, a share or a function."""
-    if isinstance(option, (int, float)):
+    # Also the scalars of NumPy.
+    if not isinstance(option, str) and isinstance(option, numbers.Real):
         if isinstance(option, bool) or not 0 < option <= 1:
             raise ValueError(f"recompute as a share must be in (0, 1], got {option!r}")
     elif not callable(option):
-        check_option("recompute", option, Mode)
+        check_option("recompute", str(option), Mode)

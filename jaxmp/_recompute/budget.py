@@ -7,7 +7,7 @@ torch.compile's `activation_memory_budget` (2024).
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,8 @@ from jax.extend import core
 from jaxmp._numerics.dtypes import nbytes_of
 from jaxmp._numerics.tree import split_floats
 from jaxmp._numerics.user_warnings import warn
-from jaxmp._program.compat import open_jaxpr, sub_jaxprs, trace_trees
+from jaxmp._program.compat import open_jaxpr, trace_trees
+from jaxmp._program.flops import products_in
 from jaxmp._program.program import Memo
 from jaxmp._recompute.run import Settings, run_in_pieces
 from jaxmp._recompute.storage import Price, price_of
@@ -28,8 +29,10 @@ _MOST_CANDIDATES = 8
 def within_budget(share: float, settings: Settings, closed: Any, arrays: Sequence[Any]) -> Settings:
     """Returns settings under which a program keeps at most this share of what JAX would keep.
 
-    Products run again in the order of their price, until what is kept, and what the largest piece
-    makes again, fit into the share. Otherwise the settings that keep the least, with a warning.
+    Products run again in the order of their price, until the bytes of what is kept, and of the
+    products that the largest piece makes again, fit into the share. If no price is enough, the
+    settings are those that keep the least, and if the program cannot be measured, those without
+    products that run again. Both warn.
 
     Args:
       share: of the bytes that the backward pass would read besides the arguments.
@@ -37,28 +40,34 @@ def within_budget(share: float, settings: Settings, closed: Any, arrays: Sequenc
       closed: the program.
       arrays: its arguments, or their types.
     """
-    jax_keeps = kept_bytes(core.jaxpr_as_fun(closed), arrays)
-    needed = dict[Price | None, int]()
 
     def with_price(most: Price | None) -> Settings:
         # Outside of loops a compiler would merge a product with the one that runs again.
         barriers = most is not None
-        return dataclasses.replace(
-            settings, again=most, barriers=barriers, memo=Memo(), bytes_again=[]
-        )
+        new = dataclasses.replace(settings, again=most, barriers=barriers)
+        return dataclasses.replace(new, memo=Memo(), types_in_codes=[], bytes_again=[])
 
-    for most in _candidates(closed):
-        trial = with_price(most)
-        run = functools.partial(run_in_pieces, trial, closed)
-        kept = kept_bytes(lambda *arrays, run=run: run(arrays), arrays)
-        needed[most] = kept + max(trial.bytes_again, default=0)
-        if needed[most] <= share * jax_keeps:
-            return with_price(most)
-    least = min(needed, key=lambda most: needed[most])
+    sizes = dict[Price | None, float]()
+    try:
+        jax_size = kept_bytes(core.jaxpr_as_fun(closed), arrays)
+        for most in _candidates(closed):
+            trial = with_price(most)
+            run = functools.partial(run_in_pieces, trial, closed)
+            size = kept_bytes(lambda *arrays, run=run: run(arrays), arrays)
+            sizes[most] = size + max(trial.bytes_again, default=0)
+            if sizes[most] <= share * jax_size:
+                return with_price(most)
+    except Exception as error:  # any error: the derivative by some argument may not exist
+        warn(
+            f"recompute={share} is as recompute='auto' here, since what this function keeps cannot "
+            f"be measured: {type(error).__name__}: {error}"
+        )
+        return settings
+    least = min(sizes, key=lambda most: sizes[most])
+    advice = "" if settings.kept else ", and so does kept='int8' of jaxmp.recompute"
     warn(
-        f"recompute={share} asks for {share:.0%} of what JAX keeps, but this function needs "
-        f"{needed[least] / max(jax_keeps, 1):.0%}. A jax.checkpoint around each block keeps less, "
-        "and so does kept='int8' of jaxmp.recompute"
+        f"recompute={share} cannot be reached: this function needs {sizes[least] / jax_size:.3g} "
+        f"of what JAX keeps. A jax.checkpoint around each block keeps less{advice}"
     )
     return with_price(least)
 
@@ -69,19 +78,11 @@ def _candidates(closed: Any) -> list[Price | None]:
     The dearest products of a program never run again: what they make separates the parts of a
     program that run again one by one.
     """
-    prices = sorted(set(_prices(closed)))
+    prices = sorted({price for x in products_in(closed) if (price := price_of(x))})
     dearest = max((flops for flops, _ in prices), default=0.0)
     prices = [price for price in prices if price[0] < dearest]
     step = -(-len(prices) // _MOST_CANDIDATES) or 1
     return [None, *prices[::-1][::step][::-1]]
-
-
-def _prices(jaxpr: Any) -> Iterator[Price]:
-    for equation in open_jaxpr(jaxpr).eqns:
-        if price := price_of(equation):
-            yield price
-        for inner in sub_jaxprs(equation):
-            yield from _prices(inner)
 
 
 def kept_bytes(fun: Callable[..., Any], arrays: Sequence[Any]) -> int:

@@ -93,7 +93,7 @@ def test_a_share_goes_with_codes_and_with_train_steps() -> None:
 
 def test_what_cannot_be_reached_is_said() -> None:
     """Of equal products none is cheaper; one that separates parts must stay."""
-    with pytest.warns(UserWarning, match=r"asks for 1% of what JAX keeps.*needs \d+%"):
+    with pytest.warns(UserWarning, match=r"0.01 cannot be reached: this function needs 0\.\d"):
         gradients = jax.grad(scalar(jaxmp.recompute(scanned, 0.01)), 1)(X, *STACKS)
     assert error(gradients, jax.grad(scalar(scanned), 1)(X, *STACKS)) < 1e-4
 
@@ -111,6 +111,18 @@ def test_parts_that_would_run_again_all_at_once_stay_kept() -> None:
         warnings.simplefilter("ignore")
         lean = jaxmp.recompute(chain, 0.1)
         assert kept_bytes(lean, *args) == kept_bytes(jaxmp.recompute(chain), *args) > 0
+
+
+def test_what_cannot_be_measured_is_said() -> None:
+    """A callback has no derivative by the data, which nobody asks for."""
+
+    def loss(w: Any, x: Any) -> Any:
+        x = jax.pure_callback(lambda x: x, x, x)
+        return jnp.tanh(jnp.tanh(x @ w) @ V).sum()
+
+    with pytest.warns(UserWarning, match=r"0.2 is as recompute='auto' here.*Pure callbacks"):
+        gradients = jax.grad(jaxmp.recompute(loss, 0.2))(W, X)
+    assert error(gradients, jax.grad(loss)(W, X)) < 1e-5
 
 
 @pytest.mark.parametrize("share", [0, -0.1, 1.5, True])

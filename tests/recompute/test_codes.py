@@ -146,17 +146,20 @@ def test_a_function_without_codes_warns() -> None:
 def test_codes_are_those_of_the_formula(kept_as: Kept) -> None:
     """Against NumPy in 64 bits: a number between two codes may round to the other."""
     x = np.random.default_rng(0).standard_t(3, (64, 128)).astype(np.float32)
-    x[3], x[5, 7], x[6, :60], x[7, :2] = 0, 1000, -1e30, (-np.inf, np.nan)
-    is_number = np.abs(x) < 2.0**60
-    special = np.full_like(x, np.nan)  # a NaN makes NaN of the infinities in its row
-    special[6] = -1e30
+    x[3], x[5, 7], x[6, :60], x[7, :2] = 0, 5000, -1e9, (-np.inf, np.nan)
+    x[8, ::2], x[9], x[10, 4] = -1e4, 0.3, np.inf
+    is_number = np.isfinite(x)
+    is_number[5, 7], is_number[6, :60], is_number[8, ::2], is_number[9] = False, False, False, False
+    special = np.where(is_number[7:8] | np.isfinite(x), x, np.nan)  # NaN takes infinities along
+    special[10, 4] = np.inf
     stored, x = x, np.where(is_number, x, 0)
     wide, largest = x.astype(np.float64), np.abs(x).max(-1, keepdims=True)
+    others = np.where((np.abs(x) < largest) | ~is_number.all(-1, keepdims=True), np.abs(wide), 0)
     result = encode_rows(jnp.asarray(stored), kept_as)
     most, smallest = (126, 1) if kept_as == "int8" else (416, 2.0**-9)
     with np.errstate(invalid="ignore"):  # the row of zeros
         if kept_as == "int8":
-            unit = np.sqrt(np.abs(wide)).mean(-1, keepdims=True) ** 2
+            unit = np.sqrt(others).mean(-1, keepdims=True) ** 2
             levels = (np.arcsinh(np.abs(wide) / unit) / np.arcsinh(largest / unit) * most).round()
         else:
             levels = np.abs(wide) / largest * most
@@ -175,9 +178,9 @@ def test_codes_are_those_of_the_formula(kept_as: Kept) -> None:
 
 
 def test_the_error_of_normal_rows_is_near_the_least_of_255_codes() -> None:
-    """Panter and Dite (1951): 0.0065 for 255 codes; evenly spaced ones have 0.009."""
+    """Panter and Dite (1951): 0.0065 for 255 codes; evenly spaced ones have 0.0093."""
     x = jax.random.normal(jax.random.key(0), (64, 1024))
-    assert 0.006 < float(error(decode_rows(encode_rows(x, "int8"), x.dtype), x)) < 0.0075
+    assert 0.006 < float(error(decode_rows(encode_rows(x, "int8"), x.dtype), x)) < 0.0077
 
 
 @pytest.mark.parametrize("kept_as", BOTH)
@@ -189,10 +192,10 @@ def test_rows_of_any_size_keep_their_numbers(kept_as: Kept, scale: float) -> Non
 
 @pytest.mark.parametrize("kept_as", BOTH)
 def test_an_outlier_leaves_the_rest_of_its_row(kept_as: Kept) -> None:
-    """A token of a language model may have one channel of 1,000, and others near 1."""
+    """A token of a language model may have two channels near 1,000, and others near 1."""
     x = np.array(rows(64, 128, seed=3), np.float32)
-    x[:, 7] = 1000
-    rest = np.arange(128) != 7
+    x[:, 7], x[:, 9] = 1000, -800
+    rest = ~np.isin(np.arange(128), (7, 9))
     got = np.asarray(decode_rows(encode_rows(jnp.asarray(x), kept_as), jnp.float32))
     size = np.linalg.norm(x[:, rest])
     assert np.linalg.norm((got - x)[:, rest]) < 0.15 * size
@@ -242,7 +245,7 @@ def test_an_infinite_start_of_a_running_maximum_leaves_gradients_finite(kept_as:
         (most, total), _ = lax.scan(turn, start, STACKS[1])
         return (most + jnp.log(total))[:, :40].sum()
 
-    for mask in (-jnp.inf, -1e30):
+    for mask in (-jnp.inf, -1e30, -1e9, -1e4):
         got = jax.grad(jaxmp.recompute(loss, kept=kept_as))(W, mask)
         assert error(got, jax.grad(loss)(W, mask)) < (0.03 if kept_as == "int8" else 0.08)
 

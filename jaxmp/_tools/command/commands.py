@@ -132,11 +132,12 @@ def recompute_argument(text: str) -> Mode | float:
     >>> recompute_argument("auto"), recompute_argument("0.2")
     ('auto', 0.2)
     """
+    option: Any = float(text) if re.fullmatch(r"[\d.]+", text) else text
     try:
-        option: Any = text if text.isalpha() else float(text)
         check_recompute(option)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+        hint = "" if isinstance(option, float) else ", or a share such as 0.2"
+        raise argparse.ArgumentTypeError(f"{error}{hint}") from error
     return option
 
 
