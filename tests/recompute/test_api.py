@@ -747,9 +747,9 @@ def test_as_an_option(name: str) -> None:
     assert again
     assert not jaxmp.audit(plain, PARAMS, X).recomputed
     with pytest.raises(
-        ValueError, match="recompute must be 'auto', 'always', 'loops' or 'never', got 1"
+        ValueError, match="recompute must be 'auto', 'always', 'loops' or 'never', got 'all'"
     ):
-        STEPS[name](recompute=1)
+        STEPS[name](recompute="all")
 
 
 def test_in_a_train_step() -> None:
