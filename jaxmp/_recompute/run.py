@@ -141,7 +141,7 @@ def _keeps_operands(piece: Piece, program: Program, storage: Storage) -> bool:
     if len(piece.ops) > 1 or storage.costs[i] is not Cost.SEPARATE or storage.linear[i]:
         return False
     # The user's checkpoint of a whole block keeps its operands alone: these may be codes. But a
-    # callback in it would run once more, in the forward pass and twice in the backward pass.
+    # callback in it would run once more than without codes.
     op = program.ops[i]
     is_whole = op.name in CHECKPOINTS and op.params["policy"] in _KEEP_OPERANDS
     return not is_whole or bool(op.equation.effects)
