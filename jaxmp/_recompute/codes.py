@@ -4,9 +4,9 @@ The rounding errors of two numbers are independent, so that the error of a gradi
 over a batch, as that of bfloat16 does. COAT (2024) and ActNN (2021) keep activations in this way.
 """
 
-import functools
 import math
 from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -81,7 +81,7 @@ def encode_rows(x: Float[Array, "*shape"], kept: Kept) -> RowCodes:
     >>> decode_rows(encode_rows(x, "int8"), x.dtype).round().tolist()
     [[3.0, 1.0, -2.0, 0.0, -1000000000.0]]
     """
-    wide = x.astype(jnp.float32)
+    wide = jax.lax.stop_gradient(x).astype(jnp.float32)
     bits = jax.lax.bitcast_convert_type(jnp.abs(wide), jnp.int32)
     # Compared as integers, NaN is the largest; a maximum of floats may ignore NaN.
     top = jnp.max(bits, -1, keepdims=True)
@@ -108,7 +108,8 @@ def encode_rows(x: Float[Array, "*shape"], kept: Kept) -> RowCodes:
     is_positive, is_special = (mask.astype(jnp.float32) for mask in (numbers > 0, is_number == 0))
     levels = jnp.maximum(levels, is_positive * _SMALLEST_CODE[kept])
     levels = jnp.maximum(levels, is_special * _SPECIAL[kept])
-    return RowCodes(jnp.where(wide < 0, -levels, levels).astype(kept), units, bounds, specials)
+    codes = jnp.where(wide < 0, -levels, levels).astype(kept)
+    return RowCodes(codes, _derived_from(units, x), bounds, specials)
 
 
 def _nonzero(x: Array) -> Array:
@@ -146,33 +147,6 @@ def with_coded_derivative(
       A function of the arrays, and of the codes of those that have some.
     """
 
-    @functools.cache
-    def tangents_by(moving: tuple[bool, ...]) -> Callable[..., list[Any]]:
-        results = reached(moving)
-
-        def tangents(
-            saved: list[Any], codes: list[RowCodes], once: Array, tangents: list[Any]
-        ) -> list[Any]:
-            # This zero is read so that nobody removes it as dead code.
-            codes = [x._replace(units=x.units + once) for x in codes]
-            decoded = map(decode_rows, codes, filter(None, dtypes))
-            arrays = [
-                x if dtype is None else next(decoded)
-                for x, dtype in zip(saved, dtypes, strict=True)
-            ]
-
-            def run_from(moved: list[Any]) -> list[Any]:
-                remaining = iter(moved)
-                operands = [
-                    next(remaining) if moves else x for x, moves in zip(arrays, moving, strict=True)
-                ]
-                return [y for y, reads in zip(run(*operands), results, strict=True) if reads]
-
-            moved = [x for x, moves in zip(arrays, moving, strict=True) if moves]
-            return jax.jvp(run_from, (moved,), (tangents,))[1]
-
-        return jax.checkpoint(tangents, prevent_cse=barriers)
-
     @jax.custom_jvp
     def exact(arrays: list[Any], codes: list[RowCodes]) -> list[Any]:
         return run(*arrays)
@@ -180,27 +154,54 @@ def with_coded_derivative(
     def derivative(primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
         arrays, codes = primals
         moving = tuple(not isinstance(x, SymbolicZero) for x in tangents[0])
-        results = run(*arrays)
-        is_reached = reached(moving)
-        if not any(is_reached):
+        results, are_reached = run(*arrays), reached(moving)
+        if not any(are_reached):
             return results, [zero_from_primal(y, symbolic_zeros=True) for y in results]
-        saved = [x if dtype is None else None for x, dtype in zip(arrays, dtypes, strict=True)]
-        coded = [x for x, dtype in zip(arrays, dtypes, strict=True) if dtype is not None]
-        moved = [x for x, moves in zip(tangents[0], moving, strict=True) if moves]
-        new = iter(tangents_by(moving)(saved, codes, _differentiable_once(coded), moved))
+        read_once = [x._replace(units=_differentiable_once(x.units)) for x in codes]
+        decoded = map(decode_rows, read_once, filter(None, dtypes))
+        operands = [
+            x if dtype is None else next(decoded) for x, dtype in zip(arrays, dtypes, strict=True)
+        ]
+
+        def run_from(moved: list[Any]) -> list[Any]:
+            remaining = iter(moved)
+            moved_operands = [
+                next(remaining) if moves else x for x, moves in zip(operands, moving, strict=True)
+            ]
+            return list(compress(run(*moved_operands), are_reached))
+
+        moved, directions = (list(compress(x, moving)) for x in (operands, tangents[0]))
+        new = iter(jax.jvp(run_from, (moved,), (directions,))[1])
         return results, [
-            next(new) if reads else zero_from_primal(y, symbolic_zeros=True)
-            for y, reads in zip(results, is_reached, strict=True)
+            next(new) if is_reached else zero_from_primal(y, symbolic_zeros=True)
+            for y, is_reached in zip(results, are_reached, strict=True)
         ]
 
     exact.defjvp(derivative, symbolic_zeros=True)
-    return exact
+    # The checkpoint is around the rule, not in it: a checkpoint in a rule has no transpose in the
+    # newest form of checkpoints (JAX_REMAT3). It does not keep what only the results read.
+    return jax.checkpoint(exact, prevent_cse=barriers)
 
 
 @jax.custom_jvp
-def _differentiable_once(arrays: list[Array]) -> Float32[Array, ""]:
-    """Returns zero; raises where a derivative by the arrays is differentiated again."""
-    return jnp.zeros((), jnp.float32)
+def _derived_from(units: Float32[Array, "..."], x: Array) -> Float32[Array, "..."]:
+    """Returns the units, which have a tangent where `x` has one."""
+    return units
+
+
+@_derived_from.defjvp
+def _mark(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    units = _derived_from(*primals)
+    return units, jnp.sum(tangents[1].astype(units.dtype), -1, keepdims=True)
+
+
+@jax.custom_jvp
+def _differentiable_once(units: Float32[Array, "..."]) -> Float32[Array, "..."]:
+    """Returns the units; raises if they have a tangent.
+
+    A first derivative reads them, and ignores their tangents. A second one differentiates it.
+    """
+    return units
 
 
 @_differentiable_once.defjvp

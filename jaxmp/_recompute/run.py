@@ -199,7 +199,7 @@ class _Pieces(Rules[_Cell]):
         if op is None or self.settings.kept is None or number not in self.coded:
             return _Cell(value)
         with super().where(op):
-            return _Cell(value, encode_rows(jax.lax.stop_gradient(value), self.settings.kept))
+            return _Cell(value, encode_rows(value, self.settings.kept))
 
     def operation(self, op: Any, operands: list[_Cell]) -> list[_Cell]:
         def piece_of(*arrays: Any) -> list[Any]:
