@@ -49,7 +49,7 @@ class Settings:
         "mixed_bfloat16",
         "mixed_float16",
     )
-    steps: Annotated[int, "iterations for each policy, skipped ones included"] = 500
+    steps: Annotated[int, "iterations for each policy, skipped ones included"] = 350
     batch_size: Annotated[int, "sequences in a batch"] = 16
     context: Annotated[int, "characters in a sequence"] = 64
     layers: Annotated[int, "transformer blocks"] = 4
