@@ -5,7 +5,7 @@ import functools
 import inspect
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -153,9 +153,18 @@ _NOTES = {
 
 
 def _leaves_of(tree: Any) -> tuple[list[Any], Any]:
-    """Returns the leaves and the structure of a tree; None for leaves that change per flatten."""
-    (leaves, structure), (leaves_again, _) = jax.tree.flatten(tree), jax.tree.flatten(tree)
+    """Returns the leaves and the structure of a tree; None for leaves that change per flatten.
+
+    A state of Flax is a leaf: a module merged from it, or its `nnx.remat`, writes to its variables,
+    and a function of a state returns the new one.
+    """
+    flatten = functools.partial(jax.tree.flatten, is_leaf=_is_state)
+    (leaves, structure), (leaves_again, _) = flatten(tree), flatten(tree)
     return [a if a is b else None for a, b in zip(leaves, leaves_again, strict=True)], structure
+
+
+def _is_state(x: Any) -> bool:
+    return isinstance(x, Mapping) and not isinstance(x, dict)
 
 
 def _is_unchanged(before: tuple[list[Any], Any], tree: Any) -> bool:

@@ -89,6 +89,25 @@ def test_a_lost_change_is_an_error() -> None:
     np.testing.assert_allclose(evaluated, model.encode(X), atol=0.02)
 
 
+@pytest.mark.parametrize("transform", ["autocast", "recompute"])
+def test_a_function_of_a_state_returns_the_new_one(transform: str) -> None:
+    """What `nnx.merge` shares with a state may be written to, as under `jax.jit`."""
+    graph, state = nnx.split(Branches(nnx.Rngs(0)))
+
+    def loss(state: nnx.State, x: Any) -> tuple[Any, nnx.State]:
+        model = nnx.merge(graph, state)
+        y = nnx.remat(lambda model, x: model(x))(model, x)
+        return jnp.square(y).mean(), nnx.state(model, nnx.BatchStat)
+
+    cast = (
+        jaxmp.autocast(loss, "mixed_bfloat16") if transform == "autocast" else jaxmp.recompute(loss)
+    )
+    (got, statistics), (want, expected) = (jax.jit(f)(state, X) for f in (cast, loss))
+    np.testing.assert_allclose(got, want, rtol=0.05)
+    for a, b in zip(jax.tree.leaves(statistics), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=0.02)
+
+
 def products_in(fun: Any, *args: Any) -> dict[str, int]:
     return {
         f"{'/'.join(row.path.split('/')[-1:])} {row.operands[0]}": row.count
