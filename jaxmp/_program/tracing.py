@@ -5,7 +5,7 @@ import functools
 import inspect
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -164,7 +164,8 @@ def _leaves_of(tree: Any) -> tuple[list[Any], Any]:
 
 
 def _is_state(x: Any) -> bool:
-    return isinstance(x, Mapping) and not isinstance(x, dict)
+    nnx = sys.modules.get("flax.nnx")  # without Flax there are no states
+    return nnx is not None and isinstance(x, nnx.State)
 
 
 def _is_unchanged(before: tuple[list[Any], Any], tree: Any) -> bool:

@@ -179,27 +179,23 @@ def with_coded_derivative(
 
     exact.defjvp(derivative, symbolic_zeros=True)
     # The checkpoint is around the rule, not in it: a checkpoint in a rule has no transpose in the
-    # newest form of checkpoints (JAX_REMAT3). It does not keep what only the results read.
+    # newest form of checkpoints (JAX_REMAT3). What only the results read is not kept.
     return jax.checkpoint(exact, prevent_cse=barriers)
 
 
-@jax.custom_jvp
 def _derived_from(units: Float32[Array, "..."], x: Array) -> Float32[Array, "..."]:
-    """Returns the units, which have a tangent where `x` has one."""
-    return units
-
-
-@_derived_from.defjvp
-def _mark(primals: Any, tangents: Any) -> tuple[Array, Array]:
-    units = _derived_from(*primals)
-    return units, jnp.sum(tangents[1].astype(units.dtype), -1, keepdims=True)
+    """Returns the units, which have a tangent where `x` has one, so that one can ask for it."""
+    # Not a function with a rule of its own: scans of jax 0.10 may leave the rule out.
+    rows = jnp.sum(x.astype(units.dtype), -1, keepdims=True)
+    return jnp.where(False, rows, units)
 
 
 @jax.custom_jvp
 def _differentiable_once(units: Float32[Array, "..."]) -> Float32[Array, "..."]:
     """Returns the units; raises if they have a tangent.
 
-    A first derivative reads them, and ignores their tangents. A second one differentiates it.
+    A first derivative reads them and ignores their tangents. A second derivative asks for the
+    derivative of the first, which reads them here.
     """
     return units
 

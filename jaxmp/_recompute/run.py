@@ -1,7 +1,6 @@
 """Runs a program again, with each piece in a checkpoint that keeps the planned values.
 
-With `kept=`, the derivative of a piece reads the codes of some values: its checkpoint is at the
-decoded values, and not at those that the piece itself reads.
+With `kept=`, the derivative of a piece reads the codes of some values, in place of the values.
 """
 
 import contextlib
@@ -20,8 +19,15 @@ from jaxmp._numerics.dtypes import is_half, is_inexact, nbytes_of
 from jaxmp._numerics.rounding import widen_rounded
 from jaxmp._program import compat
 from jaxmp._program.evaluate import Cells, Rules, evaluate
-from jaxmp._program.facts import Question, propagate
-from jaxmp._program.op_classes import CHECKPOINTS, CONTRACTIONS, CONTROL_FLOW, JITS, Cost
+from jaxmp._program.facts import Question, propagate, shared_programs
+from jaxmp._program.op_classes import (
+    CHECKPOINTS,
+    CONTRACTIONS,
+    CONTROL_FLOW,
+    CUSTOM_DERIVATIVES,
+    JITS,
+    Cost,
+)
 from jaxmp._program.program import Memo, Op, Program, numbers, read, without_dead_code
 from jaxmp._program.wiring import loop_of, wiring_of
 from jaxmp._recompute.codes import Kept, RowCodes, encode_rows, has_codes, with_coded_derivative
@@ -242,8 +248,15 @@ def _reached(program: Program, moving: Sequence[bool]) -> list[bool]:
     def rule(op: Any, facts: Sequence[bool]) -> list[bool]:
         return [any(facts) and op.name != "stop_gradient"] * len(op.outputs)
 
+    # The derivative of a function with a rule of its own is what its author says, which may be
+    # straight through a rounding: its program says nothing of it.
+    programs = shared_programs()
+
+    def inside(op: Any) -> Sequence[Program]:
+        return [] if op.name in CUSTOM_DERIVATIVES else programs(op)
+
     by_type = lambda aval, fact: fact and is_inexact(aval)  # noqa: E731
-    return propagate(program, moving, Question(False, operator.or_, rule, keep=by_type))
+    return propagate(program, moving, Question(False, operator.or_, rule, keep=by_type), inside)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -84,6 +84,10 @@ def test_a_lost_change_is_an_error() -> None:
     with pytest.raises(TypeError, match=r"changes its arguments in place.*jaxmp\.nnx\.autocast"):
         jaxmp.autocast(square, "mixed_bfloat16")(model, X)
     assert not model.norm.mean.get_value().any()
+    # A module that is a mapping, too.
+    layers = nnx.Dict(norm=nnx.BatchNorm(8, rngs=nnx.Rngs(0)))
+    with pytest.raises(TypeError, match="changes its arguments in place"):
+        jaxmp.autocast(lambda layers, x: layers["norm"](x).sum(), "mixed_bfloat16")(layers, X)
     model.eval()
     evaluated = jaxmp.autocast(Branches.encode, "mixed_bfloat16")(model, X)
     np.testing.assert_allclose(evaluated, model.encode(X), atol=0.02)

@@ -1,5 +1,6 @@
 """`kept=`: the backward pass reads one byte for each number; the forward pass does not change."""
 
+import functools
 from typing import Any
 
 import jax
@@ -287,14 +288,52 @@ def test_four_bits_are_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
     assert error(eight, want) < 0.01 < 0.05 < error(four, want)
 
 
-def test_second_derivatives_are_refused() -> None:
-    coded = scalar(jaxmp.recompute(stream, kept="int8"))
+def of_gradient(inner: Any) -> Any:
+    return lambda w: jnp.square(jax.grad(lambda w: jnp.square(inner(X, w)).sum())(w)).sum()
+
+
+def in_a_scan(layer: Any) -> Any:
+    return lambda x, w: lax.scan(lambda x, _: (layer(x, w), None), x, length=2)[0]
+
+
+def layer(x: Any, w: Any) -> Any:
+    return jnp.tanh(jnp.tanh(x @ w) @ w.T)
+
+
+CODED = functools.partial(jaxmp.recompute, kept="int8")
+SECOND_DERIVATIVES = {
+    "grad of grad": of_gradient(CODED(layer)),
+    "of a jitted gradient": of_gradient(jax.jit(CODED(layer))),
+    "around a scan": of_gradient(CODED(in_a_scan(layer))),
+    "in a scan": of_gradient(in_a_scan(CODED(layer))),
+    "by data": lambda w: jnp.square(jax.grad(lambda v: CODED(layer)(X @ w @ w.T, v).sum())(W)),
+    "of a coded gradient": lambda w: CODED(jax.grad(lambda w: CODED(layer)(X, w).sum()))(w),
+}
+
+
+@pytest.mark.parametrize("derivative", [jax.grad, lambda f: lambda w: jax.jvp(f, (w,), (w,))])
+@pytest.mark.parametrize("name", SECOND_DERIVATIVES)
+def test_second_derivatives_are_refused(name: str, derivative: Any) -> None:
     with pytest.raises(
-        NotImplementedError, match=r"reads 8-bit codes \(kept= of jaxmp.recompute\)"
+        NotImplementedError, match=r"8-bit codes \(kept= of jaxmp.recompute\).*Leave kept= out"
     ):
-        jax.grad(lambda w: jnp.square(jax.grad(coded, 1)(X, w, V)).sum())(W)
-    with pytest.raises(NotImplementedError, match="Leave kept= out for a second derivative"):
-        jax.grad(lambda w: jnp.square(jax.jit(jax.grad(coded, 1))(X, w, V)).sum())(W)
+        derivative(lambda w: SECOND_DERIVATIVES[name](w).sum())(W)
+
+
+def test_a_derivative_straight_through_a_rounding() -> None:
+    """The rule says what the derivative is; the program, which has none, does not."""
+
+    @jax.custom_jvp
+    def rounded(x: Any) -> Any:
+        return lax.stop_gradient(jnp.round(x * 16) / 16)
+
+    rounded.defjvp(lambda primals, tangents: (rounded(*primals), tangents[0]))
+
+    def fun(x: Any, w: Any, v: Any) -> Any:
+        return jnp.tanh(rounded(jnp.tanh(x @ w))) @ v
+
+    coded = jax.grad(scalar(jaxmp.recompute(fun, kept="int8")), (1, 2))(X, W, V)
+    assert error(coded, jax.grad(scalar(fun), (1, 2))(X, W, V)) < 0.05
 
 
 def test_forward_mode_has_the_derivative_of_reverse_mode() -> None:
