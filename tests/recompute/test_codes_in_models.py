@@ -102,7 +102,7 @@ def check(
     assert kept_bytes(coded, params, x) < most * kept_bytes(plain, params, x)
 
 
-@pytest.mark.parametrize("is_remat", [False, True])
+@pytest.mark.parametrize("is_remat", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", MODELS)
 def test_in_scans_and_checkpoints_of_a_framework(name: str, is_remat: bool) -> None:
     fun, params = MODELS[name](is_remat)
