@@ -114,11 +114,10 @@ def test_floats_are_kept_in_one_byte(name: str, kept_as: Kept) -> None:
 def test_a_value_has_codes_once() -> None:
     """The stream is read by three blocks and the last norm; its codes are made where it is made."""
     program = jax.make_jaxpr(gradient(jaxmp.recompute(stream, kept="int8")))(X, W, V)
-    made = [e for e in equations(program) if e.outvars[0].aval.dtype == jnp.int8]
-    kept_codes = [
-        x for x in kept(jaxmp.recompute(stream, kept="int8"), X, W, V) if x.dtype == "int8"
-    ]
-    assert len([e for e in made if e.primitive.name == "convert_element_type"]) == len(kept_codes)
+    casts = [e for e in equations(program) if e.primitive.name == "convert_element_type"]
+    encoded = [e for e in casts if e.outvars[0].aval.dtype == jnp.int8]
+    residuals = kept(jaxmp.recompute(stream, kept="int8"), X, W, V)
+    assert len(encoded) == len([x for x in residuals if x.dtype == "int8"]) > 0
 
 
 def test_arguments_masks_and_small_values_keep_their_bits() -> None:
