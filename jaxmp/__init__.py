@@ -10,7 +10,8 @@ The folders, from the ground up. The `__init__.py` or README of each is its map.
 - `_numerics`: dtypes, 8-bit codes, loss scales. `_program`: jaxprs, and the table of operations.
 - `_policies`: policies, rules, float8 recipes. `_mesh`: sharded params, sums over devices.
 - `_primitives`: products with float32 gradients, in 16 bits and float8.
-- `_recompute`, `_float32_reduction`, `_autocast`: transformations of any function.
+- `_recompute`, `_gradient_release`, `_float32_reduction`, `_autocast`: transformations of any
+  function.
 - `_training`: gradients, the optimizer, the train step. `_modules`, `_flax`, `_equinox`: adapters.
 - `_delayed_scaling`: float8 scales from earlier steps. `_tools`: audit, diagnostics, the command.
 """
@@ -20,6 +21,7 @@ import importlib.util
 import typing
 
 from jaxmp._autocast.api import autocast as autocast, full_precision as full_precision
+from jaxmp._gradient_release.api import release_gradients as release_gradients
 from jaxmp._numerics.loss_scale import (
     DynamicLossScale as DynamicLossScale,
     LossScale as LossScale,

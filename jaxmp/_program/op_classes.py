@@ -306,6 +306,17 @@ MIXED_SHAPES = ARRANGEMENTS | _names_of("clamp select_n")
 ACCUMULATES = _names_of("scatter-add scatter-sub scatter-mul")
 # Their results are places, and of rounded numbers the places may be others.
 CHOICES = _names_of("argmax argmin")
+# Sums and extremes along one axis, of all numbers up to each.
+RUNNING = _names_of("cumsum cumprod cumlogsumexp cummax cummin")
+# Each number of the result is made of the numbers at its place.
+ELEMENTWISE = (
+    _names_of(*_TABLE[OpClass.PROMOTE], *_TABLE[OpClass.RANGE], *_TABLE[OpClass.FLOAT32])
+    | _names_of(
+        "convert_element_type reduce_precision bitcast_convert_type nextafter stop_gradient name",
+        "copy copy_p and or xor not shift_left shift_right_logical shift_right_arithmetic",
+        "population_count clz mulhi complex real imag conj",
+    )
+) - (ARRANGEMENTS | RUNNING | _names_of("polynomial"))
 # Many numbers make one, which may be a statistic. Products are left out: they never run again.
 REDUCTIONS = CHOICES | _names_of("reduce_sum reduce_max reduce_min reduce_and reduce_or reduce_xor")
 # Linear in every operand, so that their derivatives need no operand. Gathers are left out: they

@@ -13,6 +13,7 @@ from jaxtyping import PyTree
 
 from jaxmp._autocast.api import autocast
 from jaxmp._float32_reduction.api import GradientReduction, check_fsdp, gradient_reduction
+from jaxmp._gradient_release.api import release_gradients
 from jaxmp._mesh.fsdp import FSDP
 from jaxmp._numerics.dtypes import is_floating
 from jaxmp._numerics.loss_scale import NoLossScale
@@ -45,6 +46,7 @@ from jaxmp._training.step_metrics import (
 from jaxmp._training.train_state import TrainState, update_collections
 
 Cast = Literal["products", "params", "all"]
+Gradients = Literal["buffered", "released"]
 
 
 def make_train_step(
@@ -59,6 +61,7 @@ def make_train_step(
     fsdp: FSDP | None = None,
     shardings: PyTree | None = None,
     recompute: Recompute = "loops",
+    gradients: Gradients = "buffered",
     count_overflows: bool = False,
     histograms_every: int | None = None,
 ) -> "TrainStep":
@@ -100,6 +103,8 @@ def make_train_step(
         all of them, `"auto"` and `"always"` look outside of loops, too, and `0.2` is a share of
         what JAX would keep. Or a function that wraps the loss, such as
         `functools.partial(jaxmp.recompute, mode="loops", kept="int8")`.
+      gradients: `"released"` updates each layer of a scan where its gradient is made, and keeps no
+        gradients; see `jaxmp.release_gradients`.
       count_overflows: whether `metrics["nonfinite"]` says how many numbers of each gradient are
         infinite or NaN, in the structure of the params, uint32. They are counted in skipped steps
         alone. `check_progress` names the params with the most.
@@ -142,10 +147,8 @@ def make_train_step(
     if policy is not None and not model_casts:
         get_rules(policy)  # an unknown one is an error here, and not in the first step
     check_fsdp(fsdp)
-    check_microbatches(microbatches)
-    check_histograms_every(histograms_every)
-    check_option("cast", cast, Cast)
     check_recompute(recompute)
+    _check_choices(cast, gradients, microbatches, histograms_every)
 
     def train_step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         check_state(state, batch)
@@ -177,8 +180,29 @@ def make_train_step(
 
     # Without them the compiler chooses where the new state lies, and may not reuse the old buffers.
     placed = None if shardings is None else (shardings, None)
-    jitted = jax.jit(train_step, donate_argnums=(0,) * donate, out_shardings=placed)
+    run = release_gradients(train_step) if gradients == "released" else train_step
+    jitted = jax.jit(run, donate_argnums=(0,) * donate, out_shardings=placed)
     return TrainStep(jitted, model_casts=model_casts, donates=donate)
+
+
+def _check_choices(
+    cast: Any, gradients: Any, microbatches: int, histograms_every: int | None
+) -> None:
+    """Raises ValueError for unknown options, and those that need gradients that are not kept."""
+    check_option("cast", cast, Cast)
+    check_microbatches(microbatches)
+    check_histograms_every(histograms_every)
+    check_option("gradients", gradients, Gradients)
+    if gradients == "released" and microbatches > 1:
+        raise ValueError(
+            "gradients='released' updates layers in the backward pass of one batch, and "
+            f"microbatches={microbatches} adds up the gradients of several. Choose one of the two"
+        )
+    if gradients == "released" and histograms_every is not None:
+        raise ValueError(
+            "gradients='released' keeps no gradients, and "
+            f"histograms_every={histograms_every} counts all of them. Choose one of the two"
+        )
 
 
 def _with_collections(loss_fn: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:

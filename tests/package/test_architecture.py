@@ -22,6 +22,7 @@ FOLDERS = (
     "_mesh",
     "_primitives",
     "_recompute",
+    "_gradient_release",
     "_float32_reduction",
     "_autocast",
     "_training",

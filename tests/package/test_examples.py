@@ -50,6 +50,15 @@ def test_three_lines_are_three_and_train_alike() -> None:
     assert all(line in shown for line in changes)
 
 
+def test_a_llama_learns_without_a_gradient_buffer() -> None:
+    example = importlib.import_module("llama")
+    losses = example.main(["--steps", "20"])
+    assert losses[-1] < losses[0] - 1
+    # Both steps start alike; later, fusions round differently.
+    buffered = example.main(["--steps", "2", "--gradients", "buffered"])
+    assert losses[:2] == pytest.approx(buffered, rel=1e-3)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_digits_learn_in_every_precision(capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,6 +48,7 @@ NAMES = [
     "merge_float32",
     "mixed_precision",
     "recompute",
+    "release_gradients",
     "select",
     "split_float32",
     "stochastic_round",

@@ -75,8 +75,8 @@ def memory_plan(
         `jax.sharding.AbstractMesh`.
       device: the kind of device, such as `"h100"` or `"v5e"`. By default the one at hand; an H100
         where that is a CPU.
-      **step_options: options of `make_train_step`, such as `microbatches`, `recompute`, `fsdp` and
-        `has_aux`. `policy="none"` is for a model that casts by itself.
+      **step_options: options of `make_train_step`, such as `microbatches`, `recompute`, `fsdp`,
+        `gradients` and `has_aux`. `policy="none"` is for a model that casts by itself.
 
     Returns:
       The plan. Print it, or read `plan.persistent`, `plan.peak`, `plan.bytes_of("moments")` and
@@ -132,7 +132,8 @@ def memory_plan(
         memory = compile_for(target, program.step, (state, program.batch)).memory_analysis()
     # The compiler of a TPU makes no program that does not fit. What is counted is still right.
     except (DoesNotFit, NoCompiler) as error:
-        rows += _rows(step | gradients, OF_A_STEP)
+        is_released = step_options.get("gradients") == "released"
+        rows += _rows(step if is_released else step | gradients, OF_A_STEP)
         limit = _NO_COMPILER.format(reason=error) if isinstance(error, NoCompiler) else str(error)
         is_refused = isinstance(error, DoesNotFit)
         return MemoryPlan(**facts, rows=tuple(rows), limits=(limit,), is_refused=is_refused)

@@ -1,0 +1,154 @@
+"""When values of a step can be there, whole or as slices of layers.
+
+The loops over layers run in passes: each loop once, and again if an update waits for a sum over
+all layers. An event is a loop in a pass: `pass * number of loops + number of the loop`. What is
+there before the first loop has the event -1.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from jaxmp._gradient_release.slices import operand_axes
+from jaxmp._gradient_release.values import (
+    Argument,
+    LayerGradient,
+    Loop,
+    Operation,
+    Result,
+    StepValue,
+    WholeStep,
+)
+from jaxmp._program.op_classes import CHOICES, REDUCTIONS
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Coupled:
+    """In place of an event: the value needs gradients of all layers at once.
+
+    Attributes:
+      reader: the value that is made of all of them.
+      gradients: these.
+    """
+
+    reader: StepValue
+    gradients: frozenset[LayerGradient]
+
+
+Event = int | Coupled
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSum:
+    """A sum over layers: the loop that adds it up, the axis of layers, and the event."""
+
+    loop: Loop
+    axis: int
+    event: int
+
+
+class Events:
+    """The events of all values of a step.
+
+    Attributes:
+      sums: the sums over layers.
+    """
+
+    def __init__(self, step: WholeStep) -> None:
+        self.step = step
+        self.sums: dict[Result, LayerSum] = {}
+        self._wholes: dict[StepValue, Event] = {}
+        self._slices: dict[tuple[StepValue, int, Loop], Event] = {}
+        self._first: dict[tuple[StepValue, int, Loop], LayerGradient] = {}
+        # Operations come in order, so those of the operands are known.
+        for operation in step.operations:
+            for loop in step.loops:
+                self._add_slices(operation, loop)
+            if any(result.gradients for result in operation.results):
+                self._add_wholes(operation)
+
+    def whole(self, value: StepValue, reader: StepValue) -> Event:
+        """Returns the event after which a value is there; `reader` is named if it cannot be."""
+        if isinstance(value, LayerGradient):
+            return Coupled(reader, frozenset([value]))
+        return self._wholes[value] if value.gradients else value.after
+
+    def slice(self, value: StepValue, axis: int, loop: Loop) -> Event:
+        """Returns the event after which a loop can compute one layer of a value."""
+        if isinstance(value, LayerGradient):
+            is_here = axis == 0 and value.loop is loop
+            return -1 if is_here else Coupled(value, frozenset([value]))
+        if isinstance(value, Argument) and axis == 0:
+            return -1
+        return self._slices.get((value, axis, loop), self.whole(value, value))
+
+    def first_gradient(self, value: StepValue, axis: int, loop: Loop) -> LayerGradient | None:
+        """Returns the first gradient that one layer of a value comes from; None without any."""
+        if isinstance(value, LayerGradient):
+            return value
+        return self._first.get((value, axis, loop))
+
+    def next(self, loop: Loop, event: int) -> int:
+        """Returns the first event of a loop after an event."""
+        return event + 1 + (loop.number - event - 1) % len(self.step.loops)
+
+    def _add_slices(self, operation: Operation, loop: Loop) -> None:
+        sizes = operation.results[0].aval.shape if operation.results else ()
+        for axis in (i for i, size in enumerate(sizes) if size == loop.turns):
+            axes = operand_axes(operation, axis)
+            if axes is None:
+                continue
+            pairs = list(zip(operation.operands, axes, strict=True))
+            events = [
+                self.whole(operand, operation.results[0])
+                if place is None
+                else self.slice(operand, place, loop)
+                for operand, place in pairs
+            ]
+            gradients = [
+                gradient
+                for operand, place in pairs
+                if place is not None
+                and (gradient := self.first_gradient(operand, place, loop)) is not None
+            ]
+            for result in operation.results:
+                self._slices[result, axis, loop] = _latest(events)
+                if gradients:
+                    key = result, axis, loop
+                    self._first[key] = min(gradients, key=lambda gradient: gradient.number)
+
+    def _add_wholes(self, operation: Operation) -> None:
+        layer_sum = self._layer_sum(operation)
+        if layer_sum is not None:
+            self.sums[operation.results[0]] = layer_sum
+            self._wholes[operation.results[0]] = layer_sum.event
+            return
+        for result in operation.results:
+            events = [self.whole(operand, result) for operand in operation.operands]
+            self._wholes[result] = _latest(events)
+
+    def _layer_sum(self, operation: Operation) -> LayerSum | None:
+        if operation.op.name not in REDUCTIONS - CHOICES:
+            return None
+        (operand,) = operation.operands
+        for loop in loops_of(operand):
+            for axis in operation.op.params["axes"]:
+                event = self.slice(operand, axis, loop)
+                if operand.aval.shape[axis] == loop.turns and not isinstance(event, Coupled):
+                    return LayerSum(loop, axis, self.next(loop, event))
+        return None
+
+
+def loops_of(value: StepValue) -> Sequence[Loop]:
+    """Returns the loops whose gradients a value depends on, in order."""
+    loops = {gradient.loop for gradient in value.gradients}
+    return sorted(loops, key=lambda loop: loop.number)
+
+
+def _latest(events: Iterable[Event]) -> Event:
+    """Returns the last event; if something is never there, why."""
+    last = -1
+    for event in events:
+        if isinstance(event, Coupled):
+            return event
+        last = max(last, event)
+    return last

@@ -1,0 +1,250 @@
+"""What runs when: in each turn of a loop over layers, and between the loops."""
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+from jaxmp._gradient_release.events import Coupled, Events, loops_of
+from jaxmp._gradient_release.slices import operand_axes
+from jaxmp._gradient_release.values import (
+    Argument,
+    Constant,
+    LayerGradient,
+    Loop,
+    Operation,
+    Result,
+    StepValue,
+    WholeStep,
+    nbytes,
+)
+
+# A sum over layers is computed from the sums of the layers. All of these may have at most this
+# part of the bytes of gradients: those of a norm have few, those of a mean over layers as many.
+_LARGEST_SUMS = 1 / 16
+
+
+SlicedOperation = tuple[Operation, int, list[int | None]]
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerPart:
+    """What one turn of a loop computes of its layer, from slices of values.
+
+    Attributes:
+      operations: the operations, in order; the axes of layers in their results, and in each of
+        their operands, of which others are read whole.
+      results: the values that are wanted of them, and their axes.
+      gradient: the first gradient that they come from; None for sums.
+    """
+
+    operations: list[SlicedOperation]
+    results: list[tuple[StepValue, int]]
+    gradient: LayerGradient | None = None
+
+
+@dataclasses.dataclass
+class Turn:
+    """What each turn of a loop computes in an event.
+
+    Attributes:
+      sums: the sums over layers of which each turn adds its part.
+      operands: the operands of these.
+      updates: the results of the step, param by param.
+      written: the results that are written over arguments of the step, and these.
+    """
+
+    sums: dict[Result, int]
+    operands: LayerPart
+    updates: list[LayerPart]
+    written: dict[StepValue, Argument]
+
+
+@dataclasses.dataclass
+class ReleasePlan:
+    """What runs when.
+
+    Attributes:
+      operations: the operations on whole arrays after each event; -1 is before the first loop.
+      turns: what the loops compute of layers, for each event in which there is something.
+      coupled: results that cannot be computed, and why.
+    """
+
+    operations: dict[int, list[Operation]]
+    turns: dict[int, Turn]
+    coupled: list[Coupled]
+
+
+def plan_of(step: WholeStep) -> ReleasePlan:
+    """Returns the plan of a step."""
+    return _Planner(step).plan()
+
+
+class _Planner:
+    """Decides what is computed by layers, then follows what that needs, from the results back.
+
+    Attributes:
+      events: when values can be there.
+      released: the results of the step that each loop computes, and what they wait for.
+      wholes: the values that are computed whole.
+      slices: the axes and loops in which a value is computed by layers.
+    """
+
+    def __init__(self, step: WholeStep) -> None:
+        self.step, self.events = step, Events(step)
+        self.released: dict[Loop, dict[StepValue, int]] = {loop: {} for loop in step.loops}
+        self.wholes: set[StepValue] = set()
+        self.slices: dict[StepValue, set[tuple[int, Loop]]] = defaultdict(set)
+
+    def plan(self) -> ReleasePlan:
+        coupled = [x for value in dict.fromkeys(self.step.results) for x in self.decide(value)]
+        for operation in self.step.operations:
+            if operation.op.equation.effects:
+                self.wholes.update(operation.operands)
+                events = [self.events.whole(x, x) for x in operation.operands]
+                coupled += [event for event in events if isinstance(event, Coupled)]
+        if coupled:
+            return ReleasePlan({}, {}, coupled)
+        for loop in self.step.loops:
+            self.wholes.update(loop.operands)
+        for operation in reversed(self.step.operations):
+            self.follow(operation)
+        turns, coupled = self.turns()
+        return ReleasePlan(self.operations(), turns, coupled)
+
+    def decide(self, value: StepValue) -> list[Coupled]:
+        """Decides how a result of the step is computed; returns why it cannot be."""
+        if isinstance(value, LayerGradient):
+            return [Coupled(value, value.gradients)]
+        obstacles = []
+        for loop in loops_of(value):
+            if value.aval.shape[:1] == (loop.turns,):
+                event = self.events.slice(value, 0, loop)
+                if not isinstance(event, Coupled):
+                    self.released[loop][value] = event
+                    self.slices[value].add((0, loop))
+                    return []
+                obstacles.append(event)
+        event = self.events.whole(value, value)
+        if isinstance(event, Coupled):
+            return [*obstacles, event][:1]
+        self.wholes.add(value)
+        return []
+
+    def follow(self, operation: Operation) -> None:
+        """Asks for the operands of an operation, if its results are asked for."""
+        for result in operation.results:
+            for axis, loop in self.slices.get(result, ()):
+                axes = operand_axes(operation, axis)
+                if axes is None:
+                    self.wholes.add(result)
+                    continue
+                for operand, place in zip(operation.operands, axes, strict=True):
+                    if place is None:
+                        self.wholes.add(operand)
+                    else:
+                        self.ask(operand, place, loop)
+        for result in (x for x in operation.results if x in self.wholes):
+            layer_sum = self.events.sums.get(result)
+            if layer_sum is None:
+                self.wholes.update(operation.operands)
+            else:
+                self.ask(operation.operands[0], layer_sum.axis, layer_sum.loop)
+
+    def ask(self, value: StepValue, axis: int, loop: Loop) -> None:
+        """Asks for one layer of a value."""
+        self.slices[value].add((axis, loop))
+        if isinstance(value, (Result, LayerGradient, Constant)):
+            return
+        if not (isinstance(value, Argument) and axis == 0):
+            self.wholes.add(value)
+
+    def operations(self) -> dict[int, list[Operation]]:
+        """Returns the operations on whole arrays. Effects stay in order."""
+        operations: dict[int, list[Operation]] = defaultdict(list)
+        last_effect = -1
+        for operation in self.step.operations:
+            is_read = not self.wholes.isdisjoint(operation.results)
+            effects = operation.op.equation.effects
+            if not (is_read or effects) or not self.events.sums.keys().isdisjoint(
+                operation.results
+            ):
+                continue
+            events: list[Any] = [self.events.whole(x, x) for x in operation.operands]
+            event = max([-1, *events, last_effect if effects else -1])
+            last_effect = event if effects else last_effect
+            operations[event].append(operation)
+        return operations
+
+    def turns(self) -> tuple[dict[int, Turn], list[Coupled]]:
+        """Returns what loops compute in each event, and sums that are too large."""
+        sums: dict[int, dict[Result, int]] = defaultdict(dict)
+        last = {
+            loop: self.events.next(loop, max([-1, *waits.values()]))
+            for loop, waits in self.released.items()
+        }
+        room = sum(nbytes(x) for loop in self.step.loops for x in loop.gradients) * _LARGEST_SUMS
+        coupled: list[Coupled] = []
+        for value, layer_sum in self.events.sums.items():
+            if value in self.wholes:
+                sums[layer_sum.event][value] = layer_sum.axis
+                # Results are written over arguments, so no later pass may read these.
+                last[layer_sum.loop] = max(last[layer_sum.loop], layer_sum.event)
+                room -= nbytes(value) * layer_sum.loop.turns
+                if room < 0:
+                    coupled.append(Coupled(value, value.gradients))
+        events = {event: self.step.loops[event % len(self.step.loops)] for event in sums}
+        events |= {event: loop for loop, event in last.items()}
+        turns = {
+            event: self.turn(loop, sums[event], event == last[loop])
+            for event, loop in sorted(events.items(), key=lambda x: x[0])
+        }
+        return turns, coupled
+
+    def turn(self, loop: Loop, sums: dict[Result, int], is_last: bool) -> Turn:
+        known: set[tuple[Operation, int]] = set()
+        operands = [(x.operation.operands[0], axis) for x, axis in sums.items()]
+        part = LayerPart(_operations_of(operands, known), operands)
+        released = list(self.released[loop]) if is_last else []
+        first = {x: self.events.first_gradient(x, 0, loop) for x in released}
+        updates = []
+        # Results without one are such as a state that only chooses between old and new.
+        for gradient in (None, *loop.gradients):
+            values = [(x, 0) for x in released if first[x] is gradient]
+            if values:
+                updates.append(LayerPart(_operations_of(values, known), values, gradient))
+        return Turn(sums, part, updates, self.written(loop, released))
+
+    def written(self, loop: Loop, released: Iterable[StepValue]) -> dict[StepValue, Argument]:
+        """Returns the arguments under results: of each type the k-th that the loop reads.
+
+        So JAX pairs the arguments that are donated with the results.
+        """
+        read = [x for x in self.step.arguments if (0, loop) in self.slices.get(x, ())]
+        written: dict[StepValue, Argument] = {}
+        for result in released:
+            types = result.aval.shape, result.aval.dtype
+            fitting = [x for x in read if (x.aval.shape, x.aval.dtype) == types]
+            free = [x for x in fitting if x not in written.values()]
+            if free:
+                written[result] = free[0]
+        return written
+
+
+def _operations_of(
+    values: list[tuple[StepValue, int]], known: set[tuple[Operation, int]]
+) -> list[SlicedOperation]:
+    """Returns the operations that make slices of values, in order, without those known."""
+    waiting, operations = list(values), list[SlicedOperation]()
+    while waiting:
+        value, axis = waiting.pop()
+        if not isinstance(value, Result) or (value.operation, axis) in known:
+            continue
+        axes = operand_axes(value.operation, axis)
+        if axes is None:
+            continue
+        known.add((value.operation, axis))
+        operations.append((value.operation, axis, axes))
+        pairs = zip(value.operation.operands, axes, strict=True)
+        waiting += [(operand, place) for operand, place in pairs if place is not None]
+    return sorted(operations, key=lambda x: x[0].number)

@@ -1,0 +1,494 @@
+"""A step that updates layers in its backward pass is the step that keeps all gradients."""
+
+import functools
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.experimental import io_callback
+
+import jaxmp
+from jaxmp._program import compat
+from tests.support.compilations import Count
+from tests.support.dots import equations
+from tests.support.one_by_one import one_by_one
+
+pytestmark = [pytest.mark.jax, pytest.mark.usefixtures("standard_promotion")]
+
+LAYERS, WIDTH, HIDDEN, TOKENS = 3, 32, 128, 16
+
+
+def params() -> Any:
+    keys = jax.random.split(jax.random.key(0), 3)
+    return {
+        "table": jax.random.normal(keys[0], (50, WIDTH)),
+        "layers": {
+            "up": jax.random.normal(keys[1], (LAYERS, WIDTH, HIDDEN)) * 0.1,
+            "down": jax.random.normal(keys[2], (LAYERS, HIDDEN, WIDTH)) * 0.1,
+            "scale": jnp.ones((LAYERS, WIDTH)),
+        },
+    }
+
+
+def layer(x: Any, p: Any) -> Any:
+    x, rest = x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6) * p["scale"][None], x
+    return rest + jax.nn.gelu(x @ p["up"]) @ p["down"]
+
+
+def loss(params: Any, tokens: Any) -> Any:
+    x = params["table"][tokens]
+    x, _ = lax.scan(lambda x, p: (layer(x, p), None), x, params["layers"])
+    return jnp.square(x - jnp.roll(params["table"][tokens], 1, 0)).mean()
+
+
+def tokens(i: int) -> Any:
+    return (jnp.arange(TOKENS) * 7 + 3 * i) % 50
+
+
+def clip_by_layers(limit: float) -> optax.GradientTransformation:
+    """`optax.clip_by_global_norm`, whose norm is summed layer by layer: to the last bit."""
+
+    def square(x: Any) -> Any:
+        return jnp.square(x).sum(tuple(range(1, x.ndim))).sum()
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        norm = jnp.sqrt(sum(map(square, jax.tree.leaves(updates))))
+        factor = jnp.minimum(1.0, limit / norm)
+        return jax.tree.map(lambda x: x * factor, updates), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+MATRIX = optax.contrib.MuonDimensionNumbers(1, 2)
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": optax.adamw(1e-3),
+    "schedule": optax.adamw(optax.cosine_decay_schedule(1e-3, 10)),
+    "clip": optax.chain(clip_by_layers(0.1), optax.adamw(1e-3)),
+    "momentum": optax.sgd(1e-2, momentum=0.9, nesterov=True),
+    "lion": optax.lion(1e-4),
+    "adafactor": optax.adafactor(1e-3, clipping_threshold=None, multiply_by_parameter_scale=False),
+    "hyperparams": optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3),
+    "groups": optax.multi_transform(
+        {"a": optax.adamw(1e-3), "b": optax.sgd(1e-2)},
+        {"table": "b", "layers": {"up": "a", "down": "b", "scale": "a"}},
+    ),
+    "masked decay": optax.adamw(
+        1e-3, mask={"table": False, "layers": {"up": True, "down": True, "scale": False}}
+    ),
+    "clip by value": optax.chain(optax.clip(1e-3), optax.rmsprop(1e-3)),
+    "several steps": optax.MultiSteps(optax.adamw(1e-3), 2),
+    "muon": optax.contrib.muon(
+        1e-3,
+        muon_weight_dimension_numbers={
+            "table": None,
+            "layers": {"up": MATRIX, "down": MATRIX, "scale": None},
+        },
+    ),
+}
+# Norms of stacks, whose last bit depends on the order of the sum.
+WITH_NORMS: dict[str, Any] = {
+    "global norm": optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-3)),
+    "lamb": optax.lamb(1e-3),
+    "lamb with a clip": optax.chain(optax.clip_by_global_norm(0.1), optax.lamb(1e-3)),
+    "adafactor": optax.adafactor(1e-3),
+    "block norm": optax.chain(optax.clip_by_block_rms(1e-3), optax.sgd(1e-2)),
+}
+NARROW = "params=bfloat16,compute=bfloat16,output=float32"
+STORAGES: dict[str, Any] = {
+    "float16": ("mixed_float16", {}),
+    "never skips": ("mixed_bfloat16", {"skip": "none"}),
+    "select": ("mixed_bfloat16", {"skip": "select"}),
+    "int8 moments": ("mixed_bfloat16", {"moments": "int8"}),
+    "bfloat16 moments": ("mixed_bfloat16", {"moments": "bfloat16"}),
+    "float32": (NARROW, {"master": "float32"}),
+    "stochastic": (NARROW, {"master": "stochastic"}),
+    "remainder": (NARROW, {"master": "remainder"}),
+    "remainder8": (NARROW, {"master": "remainder8"}),
+    "kahan": (NARROW, {"master": "kahan"}),
+    "all narrow": (NARROW, {"master": "stochastic", "moments": "int8"}),
+}
+
+
+def optimizer_of(tx: Any, storage: str = "select") -> Any:
+    policy, options = STORAGES[storage]
+    return jaxmp.mixed_precision(tx, policy, **options)
+
+
+def steps_of(tx: Any, loss: Any = loss, params: Any = params, **options: Any) -> Any:
+    """A first state, the step that keeps gradients, and the step that does not."""
+    state = jaxmp.TrainState.create(params=params(), tx=tx)
+    make = functools.partial(jaxmp.make_train_step, loss, donate=False, **options)
+    return state, make(), make(gradients="released")
+
+
+def different(a: Any, b: Any, rtol: float = 0.0) -> list[str]:
+    """The leaves that differ, or differ by more than a part of their largest number."""
+    names = []
+    for (path, x), y in zip(jax.tree.leaves_with_path(a), jax.tree.leaves(b), strict=True):
+        x, y = np.asarray(x), np.asarray(y)
+        assert x.dtype == y.dtype
+        if rtol:
+            x, y = x.astype(np.float64), y.astype(np.float64)
+            limit = rtol * np.max(np.abs(x), initial=1e-30)
+            same = np.all((np.abs(x - y) <= limit) | (np.isnan(x) & np.isnan(y)) | (x == y))
+        else:
+            same = x.tobytes() == y.tobytes()
+        names += [] if same else [jax.tree_util.keystr(path)]
+    return names
+
+
+def check_bits(tx: Any, steps: int = 3, rtol: float = 0.0) -> None:
+    state, *both = steps_of(tx)
+    buffered, released = map(one_by_one, both)
+    states = state, state
+    for i in range(steps):
+        states = buffered(states[0], tokens(i))[0], released(states[1], tokens(i))[0]
+    assert different(states[0].params, state.params)  # positive control: they were updated
+    assert not different(*states, rtol=rtol)
+    # Compiled, arrays are written over while others are read.
+    (a, _), (b, _) = both[0](state, tokens(0)), both[1](state, tokens(0))
+    assert not different(a.params, b.params, rtol=1e-2)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_bits_of_optimizers(name: str) -> None:
+    check_bits(optimizer_of(OPTIMIZERS[name]))
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_bits_of_storages(storage: str) -> None:
+    check_bits(optimizer_of(OPTIMIZERS["clip"], storage))
+
+
+@pytest.mark.parametrize("name", WITH_NORMS)
+def test_norms(name: str) -> None:
+    check_bits(optimizer_of(WITH_NORMS[name]), rtol=1e-5)
+
+
+def planted(params: Any, batch: Any) -> Any:
+    tokens, factor = batch
+    return loss(params, tokens) * factor
+
+
+def batch_of(step: int) -> Any:
+    """Every 23rd batch overflows."""
+    return tokens(step), jnp.float32(np.inf if step % 23 == 7 else 1)
+
+
+SCHEDULE = optax.cosine_decay_schedule(1e-3, 300)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("storage", ["float16", "int8 moments", "remainder"])
+def test_bits_of_three_hundred_steps(storage: str) -> None:
+    """With planted overflows, clips that bite, and a schedule."""
+    tx = optimizer_of(optax.chain(clip_by_layers(0.5), optax.adamw(SCHEDULE)), storage)
+    state, *both = steps_of(tx, planted)
+    buffered, released = map(one_by_one, both)
+    states, skipped, clipped = (state, state), 0, 0
+    for i in range(300):
+        batch = batch_of(i)
+        (a, metrics), (b, _) = buffered(states[0], batch), released(states[1], batch)
+        states, skipped = (a, b), skipped + int(not metrics["grads_finite"])
+        clipped += int(metrics["grads_finite"] and metrics["grad_norm"] > 0.5)
+        assert not different(a, b), i
+    assert skipped >= 13
+    assert clipped > 20
+
+
+def test_three_hundred_compiled_steps() -> None:
+    """Each from the same state: fusions round differently."""
+    # Without `eps`, Adam makes of a gradient that is zero but for its roundings a whole update.
+    chain = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(SCHEDULE, eps=1e-4))
+    state, buffered, released = steps_of(jaxmp.mixed_precision(chain, "float32"), planted)
+    for i in range(300):
+        (new, _), (other, _) = buffered(state, batch_of(i)), released(state, batch_of(i))
+        assert not different(new.params, other.params, rtol=1e-6), i
+        state = new
+    assert int(state.opt_state.skipped) == 13
+
+
+def test_overflows_leave_every_bit() -> None:
+    tx = optimizer_of(OPTIMIZERS["clip"], "float16")
+    state, _, step = steps_of(tx, planted, count_overflows=True)
+    state, _ = step(state, batch_of(0))
+    new, metrics = step(state, batch_of(7))
+    assert not metrics["grads_finite"]
+    assert not different(state.params, new.params)
+    assert not different(state.opt_state.inner, new.opt_state.inner)
+    assert int(metrics["nonfinite"]["layers"]["up"]) == LAYERS * WIDTH * HIDDEN
+
+
+def stacks(step: Any, state: Any) -> set[str]:
+    """The float32 stacks that scans of a step return, of the shape of its matrices."""
+    shapes = [x.shape for x in jax.tree.leaves(state.params["layers"]) if x.ndim == 3]
+    closed = jax.make_jaxpr(step)(state, tokens(0))
+    scans = [e for e in equations(closed.jaxpr) if e.primitive.name == "scan"]
+    stacked = [x.aval for e in scans for x in e.outvars[compat.scan_counts(e.params).carry :]]
+    return {x.str_short() for x in stacked if x.shape in shapes and x.dtype == jnp.float32}
+
+
+@pytest.mark.parametrize("name", ["adamw", "clip"])
+@pytest.mark.parametrize("storage", ["select", "never skips", "all narrow"])
+def test_no_gradients_are_stacked(name: str, storage: str) -> None:
+    state, buffered, released = steps_of(optimizer_of(OPTIMIZERS[name], storage))
+    assert not stacks(released, state)
+    assert stacks(buffered, state)  # positive control
+
+
+def scans(tx: Any) -> int:
+    state, _, step = steps_of(tx)
+    closed = jax.make_jaxpr(step)(state, tokens(0))
+    return sum(equation.primitive.name == "scan" for equation in equations(closed.jaxpr))
+
+
+def test_passes() -> None:
+    """One pass without a clip and a skip, else two; LAMB's norms wait for each other."""
+    adamw, clip = OPTIMIZERS["adamw"], WITH_NORMS["global norm"]
+    forward = 1  # a scan too
+    assert scans(optimizer_of(adamw, "never skips")) == forward + 1
+    assert scans(optimizer_of(adamw, "select")) == forward + 2
+    assert scans(optimizer_of(clip, "never skips")) == forward + 2
+    # The clip, optax's two norms of an update, of which one chooses what the other is of, updates.
+    assert scans(optimizer_of(WITH_NORMS["lamb with a clip"], "select")) == forward + 4
+
+
+def test_the_loss_is_traced_once(compilations: Count) -> None:
+    calls = []
+
+    def counted(params: Any, tokens: Any) -> Any:
+        calls.append(1)
+        return loss(params, tokens)
+
+    state, _, step = steps_of(optimizer_of(OPTIMIZERS["adamw"]), counted)
+    for i in range(3):
+        state, _ = step(state, tokens(i))
+    assert len(calls) == 1
+
+
+def plain_step(tx: Any, loss: Any = loss) -> Any:
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        grads = jax.grad(loss)(params, batch)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+def test_a_loop_of_ones_own() -> None:
+    tx = optax.chain(clip_by_layers(0.1), optax.adamw(1e-3))
+    step, args = plain_step(tx), (params(), tx.init(params()), tokens(0))
+    new = one_by_one(jaxmp.release_gradients(step))(*args)
+    assert not different(one_by_one(step)(*args), new)
+    assert step.__name__ == jaxmp.release_gradients(step).__name__
+
+
+def test_encoder_and_decoder() -> None:
+    """Two loops: the layers of both wait for the norm of all gradients."""
+
+    def two_loops(params: Any, tokens: Any) -> Any:
+        x = params["encoder"]["table"][tokens]
+        for part in ("encoder", "decoder"):
+            x, _ = lax.scan(lambda x, p: (layer(x, p), None), x, params[part]["layers"])
+        return jnp.square(x - 1).mean()
+
+    def both() -> Any:
+        decoder = {"layers": jax.tree.map(lambda x: x[1:], params()["layers"])}
+        return {"encoder": params(), "decoder": decoder}
+
+    tx = optax.chain(clip_by_layers(0.1), optax.adamw(1e-3))
+    args = both(), tx.init(both()), tokens(0)
+    step = plain_step(tx, two_loops)
+    new = one_by_one(jaxmp.release_gradients(step))(*args)
+    assert not different(one_by_one(step)(*args), new)
+
+
+def test_metrics_of_gradients() -> None:
+    """Several sums of one array; and a small stack that stays whole, in the first of two loops."""
+
+    def two_loops(params: Any, tokens: Any) -> Any:
+        x = params["layers"]["table"][tokens]
+        x, _ = lax.scan(lambda x, p: (x * p, None), x, params["scales"])
+        return loss(params["layers"], tokens) + jnp.square(x).mean()
+
+    tx = optax.adam(1e-3)
+
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        grads = jax.grad(two_loops)(params, batch)
+        up, scales = grads["layers"]["layers"]["up"], grads["scales"]
+        updates, state = tx.update(grads, state, params)
+        metrics = up.max(), up.min(), up.sum(), jnp.sort(scales, axis=0)
+        return optax.apply_updates(params, updates), state, metrics
+
+    values = {"layers": params(), "scales": jnp.ones((5, WIDTH))}
+    args = values, tx.init(values), tokens(0)
+    want, new = one_by_one(step)(*args), one_by_one(jaxmp.release_gradients(step))(*args)
+    assert not different(want[:2], new[:2])
+    assert not different(want[2], new[2], rtol=1e-4)
+
+
+def test_prints_are_kept_in_order(capsys: pytest.CaptureFixture[str]) -> None:
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        norm = optax.tree.norm(grads)
+        lax.cond(norm < 0, lambda x: jax.debug.print("negative {}", x), lambda x: None, norm)
+        jax.debug.print("norm {}", norm, ordered=True)
+        jax.debug.print("loss {}", value, ordered=True)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    tx = optax.adam(1e-3)
+    new = jaxmp.release_gradients(step)(params(), tx.init(params()), tokens(0))
+    jax.block_until_ready(new)
+    jax.effects_barrier()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["norm", "loss"]
+
+
+def test_other_callbacks_in_the_backward_pass_are_refused() -> None:
+    """They would be called once for each pass."""
+
+    @jax.custom_vjp
+    def called(x: Any) -> Any:
+        return x
+
+    def backward(_: None, cotangent: Any) -> Any:
+        io_callback(lambda x: None, None, cotangent, ordered=True)
+        return (cotangent,)
+
+    called.defvjp(lambda x: (x, None), backward)
+
+    def loss(params: Any, tokens: Any) -> Any:
+        x = params["table"][tokens]
+        x, _ = lax.scan(lambda x, p: (layer(called(x), p), None), x, params["layers"])
+        return jnp.square(x).mean()
+
+    tx = optax.adam(1e-3)
+    step = jaxmp.release_gradients(plain_step(tx, loss))
+    with pytest.raises(ValueError, match="no callbacks but prints"):
+        step(params(), tx.init(params()), tokens(0))
+
+
+def with_a_table(updates: Any, state: Any, params: Any = None) -> Any:
+    """A rate for each layer, from a table at a number that all gradients decide."""
+    row = jnp.isfinite(optax.tree.norm(updates)).astype(jnp.int32)
+    rates = jnp.linspace(0.1, 1, 2 * LAYERS).reshape(2, LAYERS)[row]
+
+    def scaled(x: Any) -> Any:
+        return x * rates.reshape(-1, *[1] * (x.ndim - 1)) if x.shape[0] == LAYERS else x
+
+    return jax.tree.map(scaled, updates), state
+
+
+def many_operations(updates: Any, state: Any, params: Any = None) -> Any:
+    """More of them than Python's stack has frames."""
+    for _ in range(1200):
+        updates = jax.tree.map(jnp.sin, updates)
+    return updates, state
+
+
+@pytest.mark.parametrize("update", [with_a_table, many_operations])
+def test_unusual_optimizers(update: Any) -> None:
+    tx = optax.GradientTransformation(lambda params: (), update)
+    args = params(), (), tokens(0)
+    step = plain_step(tx)
+    assert not different(one_by_one(step)(*args), one_by_one(jaxmp.release_gradients(step))(*args))
+
+
+def test_params_that_stay_as_they_are() -> None:
+    """A teacher of the same types, in front of the params; and one that follows them."""
+
+    def distilled(params: Any, batch: Any) -> Any:
+        teacher, tokens = batch
+        return loss(params, tokens) + 0.1 * loss(lax.stop_gradient(teacher), tokens)
+
+    tx = optax.sgd(0.1)
+
+    def step(teacher: Any, params: Any, batch: Any) -> Any:
+        new, _ = plain_step(tx, distilled)(params, tx.init(params), (teacher, batch))
+        return new
+
+    def following(teacher: Any, params: Any, batch: Any) -> Any:
+        new = step(teacher, params, batch)
+        return jax.tree.map(lambda a, b: 0.9 * a + 0.1 * b, teacher, new), new
+
+    args = params(), params(), tokens(0)
+    for fun in (step, following):
+        new = one_by_one(jaxmp.release_gradients(fun))(*args)
+        assert not different(one_by_one(fun)(*args), new)
+
+
+def test_activations_are_no_gradients() -> None:
+    """Stacks of other scans, larger than all gradients, neither count nor are released."""
+
+    def loss(params: Any, tokens: Any) -> Any:
+        x = jnp.tile(params["table"][tokens], (40, 1, 1))
+        hidden, x = lax.scan(lambda h, x: ((h + x) / 2, jnp.tanh(h + x)), x[0], x)
+        x, stack = lax.scan(lambda x, p: (layer(x, p),) * 2, x[-1], params["layers"])
+        return jnp.square(x).mean() + jnp.square(hidden).mean(), stack[-1]
+
+    tx = optax.sgd(0.1)
+
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        grads, last = jax.grad(loss, has_aux=True)(params, batch)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, last
+
+    args = params(), tx.init(params()), tokens(0)
+    new = one_by_one(jaxmp.release_gradients(step))(*args)
+    assert not different(one_by_one(step)(*args), new)
+
+
+def flat(updates: Any, state: Any, params: Any = None) -> Any:
+    vector, restore = jax.flatten_util.ravel_pytree(updates)
+    return restore(vector / jnp.linalg.norm(vector)), state
+
+
+def unrolled(params: Any, tokens: Any) -> Any:
+    x = params["table"][tokens]
+    for i in range(LAYERS):
+        x = layer(x, jax.tree.map(operator.itemgetter(i), params["layers"]))
+    return jnp.square(x).mean()
+
+
+@pytest.mark.parametrize(
+    ("tx", "words"),
+    [
+        (
+            optax.GradientTransformation(lambda params: (), flat),
+            r"gradients of all layers are needed at once: reshape at .*reads them",
+        ),
+        (optax.adaptive_grad_clip(0.01), r"reduce_sum at .*unitwise_norm.*Change it"),
+        (optax.contrib.prodigy(0.1), "gradients='buffered'"),
+    ],
+)
+def test_what_couples_layers_is_refused(tx: Any, words: str) -> None:
+    args = params(), tx.init(params()), tokens(0)
+    with pytest.raises(ValueError, match=words):
+        jaxmp.release_gradients(plain_step(tx))(*args)
+    jax.jit(plain_step(tx))(*args)  # positive control
+
+
+def test_steps_without_layers_are_refused() -> None:
+    tx = optax.adam(1e-3)
+    step = jaxmp.release_gradients(plain_step(tx, unrolled))
+    with pytest.raises(ValueError, match=r"finds no scan over layers.*along their first axis"):
+        step(params(), tx.init(params()), tokens(0))
+    with pytest.raises(ValueError, match=r"the step returns those of the scan at .*test_gradient"):
+        jaxmp.release_gradients(jax.grad(loss))(params(), tokens(0))
+    with pytest.raises(TypeError, match="step must be a function, got dict"):
+        jaxmp.release_gradients({})
+
+
+def test_microbatches_and_histograms_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"of one batch.*microbatches=4.*Choose one"):
+        jaxmp.make_train_step(loss, gradients="released", microbatches=4)
+    with pytest.raises(ValueError, match=r"histograms_every=10.*Choose one"):
+        jaxmp.make_train_step(loss, gradients="released", histograms_every=10)
+    with pytest.raises(ValueError, match="gradients must be"):
+        jaxmp.make_train_step(loss, gradients="kept")

@@ -1,0 +1,211 @@
+"""Models with a scan over layers train with released gradients as with gradients kept."""
+
+import functools
+from typing import Any
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import jaxmp
+from tests.support.one_by_one import one_by_one
+from tests.training.test_gradient_release import (
+    clip_by_layers,
+    different,
+    layer,
+    params,
+    steps_of,
+)
+
+pytestmark = [pytest.mark.jax, pytest.mark.usefixtures("standard_promotion")]
+
+LAYERS, WIDTH = 3, 16
+TOKENS = (jnp.arange(32).reshape(8, 4) * 7) % 20
+OPTIMIZER = optax.chain(clip_by_layers(0.1), optax.adamw(1e-3))
+
+
+def cross_entropy(logits: Any, tokens: Any) -> Any:
+    logits = logits.astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any, _: None) -> Any:
+        h = nn.LayerNorm()(x)
+        x = x + nn.MultiHeadDotProductAttention(2)(h, h)
+        return x + nn.Dense(WIDTH)(nn.gelu(nn.Dense(4 * WIDTH)(nn.LayerNorm()(x)))), None
+
+
+class Linen(nn.Module):
+    remat: bool = False
+
+    @nn.compact
+    def __call__(self, tokens: Any) -> Any:
+        block = nn.remat(Block, prevent_cse=False) if self.remat else Block
+        split = {"params": True}
+        stack = nn.scan(block, variable_axes={"params": 0}, split_rngs=split, length=LAYERS)
+        return nn.Dense(20)(stack()(nn.Embed(20, WIDTH)(tokens), None)[0])
+
+
+class NnxBlock(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.up = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs)
+        self.down = nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return x + self.down(nnx.gelu(self.up(self.norm(x))))
+
+
+class Nnx(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        stack = nnx.vmap(NnxBlock, in_axes=0, out_axes=0)
+        self.embed = nnx.Embed(20, WIDTH, rngs=rngs)
+        self.blocks = nnx.split_rngs(splits=LAYERS)(stack)(rngs)
+
+    def __call__(self, tokens: Any) -> Any:
+        run = nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        return self.embed.attend(run(self.embed(tokens), self.blocks))
+
+
+class EquinoxBlock(eqx.Module):
+    norm: eqx.nn.LayerNorm
+    up: eqx.nn.Linear
+    down: eqx.nn.Linear
+
+    def __init__(self, key: Any) -> None:
+        keys = jax.random.split(key)
+        self.norm = eqx.nn.LayerNorm(WIDTH)
+        self.up = eqx.nn.Linear(WIDTH, 4 * WIDTH, key=keys[0])
+        self.down = eqx.nn.Linear(4 * WIDTH, WIDTH, key=keys[1])
+
+    def __call__(self, x: Any) -> Any:
+        return x + self.down(jax.nn.gelu(self.up(self.norm(x))))
+
+
+class Equinox(eqx.Module):
+    table: jax.Array
+    blocks: EquinoxBlock
+
+    def __init__(self, key: Any) -> None:
+        self.table = jax.random.normal(key, (20, WIDTH))
+        self.blocks = eqx.filter_vmap(EquinoxBlock)(jax.random.split(key, LAYERS))
+
+    def __call__(self, tokens: Any) -> Any:
+        arrays, static = eqx.partition(self.blocks, eqx.is_array)
+
+        def turn(x: Any, arrays: Any) -> Any:
+            return jax.vmap(jax.vmap(eqx.combine(arrays, static)))(x), None
+
+        x, _ = lax.scan(turn, self.table[tokens], arrays)
+        return x @ self.table.T
+
+
+def linen(policy: str, remat: bool = False) -> Any:
+    model = jaxmp.linen.apply_policy(Linen(remat), policy)
+    params = model.init(jax.random.key(0), TOKENS)["params"]
+    return params, lambda params, tokens: cross_entropy(
+        model.apply({"params": params}, tokens), tokens
+    )
+
+
+def of_nnx(policy: str) -> Any:
+    graph, params, rest = nnx.split(
+        jaxmp.nnx.apply_policy(Nnx(nnx.Rngs(0)), policy), nnx.Param, ...
+    )
+    return params, lambda params, tokens: cross_entropy(
+        nnx.merge(graph, params, rest)(tokens), tokens
+    )
+
+
+def of_equinox(policy: str) -> Any:
+    params, static = eqx.partition(Equinox(jax.random.key(0)), eqx.is_array)
+    return params, lambda params, tokens: cross_entropy(eqx.combine(params, static)(tokens), tokens)
+
+
+MODELS = {
+    "linen": linen,
+    "linen remat": functools.partial(linen, remat=True),
+    "nnx": of_nnx,
+    "equinox": of_equinox,
+}
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16", "mixed_float8"])
+@pytest.mark.parametrize("name", MODELS)
+def test_bits_of_models(name: str, policy: str) -> None:
+    params, loss = MODELS[name](policy)
+    tx = jaxmp.mixed_precision(OPTIMIZER, policy)
+    state, *both = steps_of(tx, loss, lambda: params)
+    buffered, released = map(one_by_one, both)
+    states = state, state
+    for _ in range(2):
+        states = buffered(states[0], TOKENS)[0], released(states[1], TOKENS)[0]
+    assert not different(*states)
+
+
+OPTIONS: dict[str, Any] = {
+    "cast of params": {"cast": "params"},
+    "no recomputation": {"recompute": "never"},
+    "codes": {"recompute": functools.partial(jaxmp.recompute, mode="loops", kept="int8")},
+    "counts": {"count_overflows": True},
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_bits_of_options(option: str) -> None:
+    params, loss = linen("mixed_bfloat16")
+    tx = jaxmp.mixed_precision(OPTIMIZER, "mixed_bfloat16")
+    state, *both = steps_of(tx, loss, lambda: params, **OPTIONS[option])
+    buffered, released = map(one_by_one, both)
+    tokens = jnp.tile(TOKENS, (16, 1))  # arrays of fewer numbers are not kept in codes
+    assert not different(buffered(state, tokens)[0], released(state, tokens)[0])
+
+
+@pytest.mark.parametrize(
+    ("axes", "layout"),
+    [("Auto", "replicated"), ("Auto", "partitioner"), ("Auto", "fsdp"), ("Explicit", "replicated")],
+)
+def test_eight_devices(axes: str, layout: str) -> None:
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(getattr(AxisType, axes),))
+    rows = NamedSharding(mesh, P("data"))
+    specs: Any = {
+        "table": P("data"),
+        "layers": {"up": P(None, None, "data"), "down": P(None, "data"), "scale": P()},
+    }
+    if layout == "replicated":
+        specs = jax.tree.map(lambda spec: P(), specs, is_leaf=lambda x: isinstance(x, P))
+
+    def sharded() -> Any:
+        values = params()
+        values["table"] = values["table"][:48]
+        return jax.tree.map(
+            lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), values, specs
+        )
+
+    def loss(params: Any, tokens: Any) -> Any:
+        where = {"out_sharding": P("data")} if axes == "Explicit" else {}
+        x = params["table"].at[tokens].get(**where)
+        x, _ = lax.scan(lambda x, p: (layer(x, p), None), x, params["layers"])
+        return jnp.square(x - 1).mean()
+
+    with jax.set_mesh(mesh):
+        tokens = jax.device_put((jnp.arange(32) * 7) % 48, rows)
+        values = sharded()
+        shardings = jax.tree.map(lambda x: x.sharding, values)
+        fsdp = jaxmp.sharding.FSDP(shardings=shardings, axis="data") if layout == "fsdp" else None
+        tx = jaxmp.mixed_precision(optax.adamw(1e-3), "mixed_bfloat16")
+        state, buffered, released = steps_of(tx, loss, lambda: values, fsdp=fsdp)
+        states = buffered(state, tokens)[0], released(state, tokens)[0]
+    assert not different(*states, rtol=1e-5)
+    for before, after in zip(
+        jax.tree.leaves(state.params), jax.tree.leaves(states[1].params), strict=True
+    ):
+        assert after.sharding.is_equivalent_to(before.sharding, after.ndim)
