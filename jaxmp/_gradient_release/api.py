@@ -1,7 +1,7 @@
 """`release_gradients`: the update of a layer where its gradient is computed."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from jax.extend import source_info_util
@@ -9,7 +9,7 @@ from jax.extend import source_info_util
 from jaxmp._gradient_release.events import Coupled
 from jaxmp._gradient_release.passes import run_released
 from jaxmp._gradient_release.plan import ReleasePlan, plan_of
-from jaxmp._gradient_release.values import LoopResult, Result, WholeStep, nbytes, step_of
+from jaxmp._gradient_release.values import LayerGradient, WholeStep, nbytes, step_of
 from jaxmp._program.program import Op
 from jaxmp._program.tracing import Static, Traced, combine, partition, rewriting
 
@@ -48,7 +48,7 @@ def release_gradients(step: Callable[..., Any]) -> Callable[..., Any]:
     >>> import jax, jax.numpy as jnp, optax
     >>> def loss(params, x):
     ...     return jax.lax.scan(lambda x, w: (jnp.tanh(w @ x), None), x, params)[0].sum()
-    >>> tx = optax.adam(1e-3)
+    >>> tx = optax.sgd(1e-3, momentum=0.9)
     >>> def step(params, state, x):
     ...     updates, state = tx.update(jax.grad(loss)(params, x), state, params)
     ...     return optax.apply_updates(params, updates), state
@@ -79,43 +79,54 @@ def release_gradients(step: Callable[..., Any]) -> Callable[..., Any]:
 def _planned(closed: Any) -> tuple[WholeStep, ReleasePlan]:
     """Returns a step and its plan, in which only small gradients are whole."""
     step, obstacle = step_of(closed, ()), None
-    most = sum(nbytes(x) for loop in step.loops for x in loop.gradients) * _SMALL
+    gradients = [x for loop in step.loops for x in loop.gradients]
+    most = sum(map(nbytes, gradients)) * _SMALL
     kept: dict[tuple[int, int], int] = {}
+    # A loop is not run again for small stacks, such as the statistics of a forward pass.
+    for loop in step.loops:
+        small = _places(loop.gradients)
+        if sum((kept | small).values()) <= most:
+            kept |= small
+    step = step_of(closed, kept) if kept else step
     while step.loops:
         plan = plan_of(step)
         if not plan.coupled:
             return step, plan
         obstacle = obstacle or plan.coupled[0]
-        gradients = {x for coupled in plan.coupled for x in coupled.gradients}
-        kept |= {(x.loop.op.number, x.number): nbytes(x) for x in gradients}
+        kept |= _places(x for coupled in plan.coupled for x in coupled.gradients)
         if sum(kept.values()) > most:
             break
         step = step_of(closed, kept)
     raise ValueError(_NO_LAYERS if obstacle is None else _message(obstacle))
 
 
+def _places(gradients: Iterable[LayerGradient]) -> dict[tuple[int, int], int]:
+    """Returns the bytes of gradients by their places in the program."""
+    return {(x.loop.op.number, x.number): nbytes(x) for x in gradients}
+
+
 _NO_LAYERS = (
     "release_gradients finds no scan over layers whose gradients have the shape of params. Put it "
     "around a whole step of one batch, from jax.value_and_grad of a loss with a lax.scan over "
-    "params that are stacked along their first axis, to the new params; jax.jit goes around it. "
-    "The backward pass may have no callbacks but prints. Layers that are not in a scan need nothing"
+    "params that are stacked along their first axis, to the new params. jax.jit goes around that, "
+    "not inside. The backward pass may have no callbacks but prints. Layers that are not in a scan "
+    "need nothing"
 )
 
 
 def _message(obstacle: Coupled) -> str:
-    value, what = obstacle.reader, ""
-    if isinstance(value, LoopResult):
-        line = _line_of(value.loop.op)
+    reader, why = obstacle.reader, obstacle.why
+    if isinstance(reader, LayerGradient):
+        line = _line_of(reader.loop.op)
         what = f"the step returns those of the scan at {line}, or another loop reads them"
-    if isinstance(value, Result):
-        op = value.operation.op
-        what = f"{op.name} at {_line_of(op)} reads them, and returns {value.aval.str_short()}"
+    else:
+        what = f"{reader.op.name} at {_line_of(reader.op)} {why}"
     return (
         "release_gradients updates layer by layer, but the gradients of all layers are needed at "
         f"once: {what}. Only their sums may be, such as a global norm. Change it, or keep the "
-        "gradients: gradients='buffered'"
+        "gradients: without release_gradients, or with gradients='buffered'"
     )
 
 
 def _line_of(op: Op) -> str:
-    return source_info_util.summarize(op.equation.source_info)
+    return source_info_util.summarize(op.equation.source_info.replace(traceback=op.traceback))

@@ -13,6 +13,7 @@ from jaxmp._gradient_release.values import (
     Argument,
     LayerGradient,
     Loop,
+    LoopResult,
     Operation,
     Result,
     StepValue,
@@ -26,12 +27,15 @@ class Coupled:
     """In place of an event: the value needs gradients of all layers at once.
 
     Attributes:
-      reader: the value that is made of all of them.
+      reader: what reads all of them; the gradients themselves if another loop reads them, or the
+        step returns them.
       gradients: these.
+      why: what the reader does with them.
     """
 
-    reader: StepValue
+    reader: Operation | Loop | LayerGradient
     gradients: frozenset[LayerGradient]
+    why: str = "reads them"
 
 
 Event = int | Coupled
@@ -51,35 +55,46 @@ class Events:
 
     Attributes:
       sums: the sums over layers.
+      operations: the events after which the operations can run on whole arrays.
     """
 
     def __init__(self, step: WholeStep) -> None:
         self.step = step
         self.sums: dict[Result, LayerSum] = {}
-        self._wholes: dict[StepValue, Event] = {}
+        self.operations: dict[Operation, Event] = {}
         self._slices: dict[tuple[StepValue, int, Loop], Event] = {}
         self._first: dict[tuple[StepValue, int, Loop], LayerGradient] = {}
         # Operations come in order, so those of the operands are known.
+        last_effect: Event = -1
         for operation in step.operations:
             for loop in step.loops:
                 self._add_slices(operation, loop)
-            if any(result.gradients for result in operation.results):
-                self._add_wholes(operation)
+            layer_sum = self._layer_sum(operation)
+            if layer_sum is not None:
+                self.sums[operation.results[0]] = layer_sum
+            # Effects stay in order.
+            effects = operation.op.equation.effects
+            event = self._of_operation(operation, last_effect if effects else -1)
+            self.operations[operation] = event
+            last_effect = event if effects else last_effect
 
-    def whole(self, value: StepValue, reader: StepValue) -> Event:
-        """Returns the event after which a value is there; `reader` is named if it cannot be."""
+    def whole(self, value: StepValue) -> Event:
+        """Returns the event after which a value is there."""
         if isinstance(value, LayerGradient):
-            return Coupled(reader, frozenset([value]))
-        return self._wholes[value] if value.gradients else value.after
+            return Coupled(value, value.gradients)
+        if isinstance(value, Result):
+            layer_sum = self.sums.get(value)
+            return self.operations[value.operation] if layer_sum is None else layer_sum.event
+        return value.loop.number if isinstance(value, LoopResult) else -1
 
     def slice(self, value: StepValue, axis: int, loop: Loop) -> Event:
         """Returns the event after which a loop can compute one layer of a value."""
         if isinstance(value, LayerGradient):
             is_here = axis == 0 and value.loop is loop
-            return -1 if is_here else Coupled(value, frozenset([value]))
+            return -1 if is_here else Coupled(value, value.gradients)
         if isinstance(value, Argument) and axis == 0:
             return -1
-        return self._slices.get((value, axis, loop), self.whole(value, value))
+        return self._slices.get((value, axis, loop), self.whole(value))
 
     def first_gradient(self, value: StepValue, axis: int, loop: Loop) -> LayerGradient | None:
         """Returns the first gradient that one layer of a value comes from; None without any."""
@@ -99,9 +114,7 @@ class Events:
                 continue
             pairs = list(zip(operation.operands, axes, strict=True))
             events = [
-                self.whole(operand, operation.results[0])
-                if place is None
-                else self.slice(operand, place, loop)
+                self.whole(operand) if place is None else self.slice(operand, place, loop)
                 for operand, place in pairs
             ]
             gradients = [
@@ -116,15 +129,23 @@ class Events:
                     key = result, axis, loop
                     self._first[key] = min(gradients, key=lambda gradient: gradient.number)
 
-    def _add_wholes(self, operation: Operation) -> None:
-        layer_sum = self._layer_sum(operation)
-        if layer_sum is not None:
-            self.sums[operation.results[0]] = layer_sum
-            self._wholes[operation.results[0]] = layer_sum.event
-            return
-        for result in operation.results:
-            events = [self.whole(operand, result) for operand in operation.operands]
-            self._wholes[result] = _latest(events)
+    def _of_operation(self, operation: Operation, first: Event) -> Event:
+        """Returns the event after which an operation can run, which is not before the first."""
+        event = _latest([first, *map(self.whole, operation.operands)])
+        if isinstance(event, Coupled):
+            # What reads all layers of a value that is there layer by layer is what couples them.
+            values = [x for x in operation.operands if self._is_in_slices(x)]
+            gradients = frozenset[LayerGradient]().union(*(x.gradients for x in values))
+            return Coupled(operation, gradients) if gradients else event
+        return event
+
+    def _is_in_slices(self, value: StepValue) -> bool:
+        """Whether a value with gradients can be computed in slices, but not whole."""
+        return isinstance(self.whole(value), Coupled) and any(
+            size == loop.turns and not isinstance(self.slice(value, axis, loop), Coupled)
+            for loop in loops_of(value)
+            for axis, size in enumerate(value.aval.shape)
+        )
 
     def _layer_sum(self, operation: Operation) -> LayerSum | None:
         if operation.op.name not in REDUCTIONS - CHOICES:

@@ -3,7 +3,6 @@
 import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import Any
 
 from jaxmp._gradient_release.events import Coupled, Events, loops_of
 from jaxmp._gradient_release.slices import operand_axes
@@ -101,8 +100,10 @@ class _Planner:
         for operation in self.step.operations:
             if operation.op.equation.effects:
                 self.wholes.update(operation.operands)
-                events = [self.events.whole(x, x) for x in operation.operands]
-                coupled += [event for event in events if isinstance(event, Coupled)]
+                event = self.events.operations[operation]
+                coupled += [event] if isinstance(event, Coupled) else []
+        for loop in self.step.loops:
+            coupled += self.delays(loop)
         if coupled:
             return ReleasePlan({}, {}, coupled)
         for loop in self.step.loops:
@@ -125,11 +126,23 @@ class _Planner:
                     self.slices[value].add((0, loop))
                     return []
                 obstacles.append(event)
-        event = self.events.whole(value, value)
+        event = self.events.whole(value)
         if isinstance(event, Coupled):
             return [*obstacles, event][:1]
         self.wholes.add(value)
         return []
+
+    def delays(self, loop: Loop) -> list[Coupled]:
+        """Returns why a loop cannot run in its turn: what it reads comes too late, or never."""
+        coupled = []
+        for event in map(self.events.whole, loop.operands):
+            if isinstance(event, Coupled):
+                coupled.append(event)
+            elif event >= loop.number:
+                gradients = frozenset(x for loop in self.step.loops for x in loop.gradients)
+                why = "waits for an effect, such as a print, which waits for them"
+                coupled.append(Coupled(loop, gradients, why))
+        return coupled
 
     def follow(self, operation: Operation) -> None:
         """Asks for the operands of an operation, if its results are asked for."""
@@ -160,20 +173,15 @@ class _Planner:
             self.wholes.add(value)
 
     def operations(self) -> dict[int, list[Operation]]:
-        """Returns the operations on whole arrays. Effects stay in order."""
+        """Returns the operations on whole arrays."""
         operations: dict[int, list[Operation]] = defaultdict(list)
-        last_effect = -1
         for operation in self.step.operations:
             is_read = not self.wholes.isdisjoint(operation.results)
-            effects = operation.op.equation.effects
-            if not (is_read or effects) or not self.events.sums.keys().isdisjoint(
-                operation.results
-            ):
-                continue
-            events: list[Any] = [self.events.whole(x, x) for x in operation.operands]
-            event = max([-1, *events, last_effect if effects else -1])
-            last_effect = event if effects else last_effect
-            operations[event].append(operation)
+            is_sum = not self.events.sums.keys().isdisjoint(operation.results)
+            if (is_read or operation.op.equation.effects) and not is_sum:
+                event = self.events.operations[operation]
+                if isinstance(event, int):  # as of all that is read, when nothing is coupled
+                    operations[event].append(operation)
         return operations
 
     def turns(self) -> tuple[dict[int, Turn], list[Coupled]]:
@@ -183,16 +191,18 @@ class _Planner:
             loop: self.events.next(loop, max([-1, *waits.values()]))
             for loop, waits in self.released.items()
         }
-        room = sum(nbytes(x) for loop in self.step.loops for x in loop.gradients) * _LARGEST_SUMS
+        most = sum(nbytes(x) for loop in self.step.loops for x in loop.gradients) * _LARGEST_SUMS
+        size = 0
         coupled: list[Coupled] = []
         for value, layer_sum in self.events.sums.items():
             if value in self.wholes:
                 sums[layer_sum.event][value] = layer_sum.axis
                 # Results are written over arguments, so no later pass may read these.
                 last[layer_sum.loop] = max(last[layer_sum.loop], layer_sum.event)
-                room -= nbytes(value) * layer_sum.loop.turns
-                if room < 0:
-                    coupled.append(Coupled(value, value.gradients))
+                size += nbytes(value) * layer_sum.loop.turns
+                if size > most:
+                    why = f"makes the sums of all layers {size:,} bytes, of at most {most:,.0f}"
+                    coupled.append(Coupled(value.operation, value.gradients, why))
         events = {event: self.step.loops[event % len(self.step.loops)] for event in sums}
         events |= {event: loop for loop, event in last.items()}
         turns = {
@@ -216,9 +226,10 @@ class _Planner:
         return Turn(sums, part, updates, self.written(loop, released))
 
     def written(self, loop: Loop, released: Iterable[StepValue]) -> dict[StepValue, Argument]:
-        """Returns the arguments under results: of each type the k-th that the loop reads.
+        """Returns the argument of the step that each result is written over, of the same type.
 
-        So JAX pairs the arguments that are donated with the results.
+        Results and arguments come in the order of the step, in which JAX pairs donated arguments
+        with results too.
         """
         read = [x for x in self.step.arguments if (0, loop) in self.slices.get(x, ())]
         written: dict[StepValue, Argument] = {}

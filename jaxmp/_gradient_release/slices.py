@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmp._gradient_release.values import Operation
 from jaxmp._program import compat
@@ -120,7 +120,10 @@ def _dot_general(equation: Any, axis: int) -> Axes:
 
 
 def _of_constraint(equation: Any, axis: int) -> Axes:
-    spec = equation.params["sharding"].spec
+    sharding = equation.params["sharding"]
+    if not isinstance(sharding, NamedSharding):
+        return None
+    spec = sharding.spec
     free = (None, PartitionSpec.UNCONSTRAINED)
     return [axis] if axis >= len(spec) or spec[axis] in free else None
 

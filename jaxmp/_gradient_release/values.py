@@ -24,7 +24,7 @@ from jaxmp._program.program import (
     without_dead_code,
 )
 
-# Loops of this many turns, which iterate on gradients, are unrolled: Muon's have five.
+# Loops of at most this many turns, which iterate on gradients, are unrolled: Muon's have five.
 _UNROLLED_TURNS = 16
 
 
@@ -35,12 +35,10 @@ class StepValue:
     Attributes:
       aval: its type.
       gradients: the stacked gradients that it depends on.
-      after: the number of the last loop over layers that it depends on; -1 for none.
     """
 
     aval: Any
     gradients: frozenset["LayerGradient"] = frozenset()
-    after: int = -1
 
 
 @dataclasses.dataclass(eq=False, repr=False, kw_only=True)
@@ -69,16 +67,12 @@ class LoopResult(StepValue):
     loop: "Loop"
     number: int
 
-    def __post_init__(self) -> None:
-        self.after = self.loop.number
-
 
 @dataclasses.dataclass(eq=False, repr=False, kw_only=True)
 class LayerGradient(LoopResult):
     """A stack of gradients, to which a loop over layers adds one layer in each turn."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         self.gradients = frozenset([self])
 
 
@@ -180,11 +174,13 @@ class _StepReader(Rules[StepValue]):
         self.operations: list[Operation] = []
         # A stack of gradients has the shape of params. Others are activations and metrics.
         self.shapes = {program.avals[number].shape for number in program.inputs}
-        # Stacks that another loop reads are residuals, if it is not one of the optimizer.
+        # Stacks that another loop reads are residuals, if it is not one of the optimizer. Who reads
+        # a loss or a norm reads no stack.
         self.top_ops, self.read_by_loops = set(map(id, program.ops)), set[int]()
         for op in reversed(program.ops):
             is_reader = op.wiring.loops and not _is_iteration(op)
-            if is_reader or not self.read_by_loops.isdisjoint(op.outputs):
+            stacks = {x for x in op.outputs if program.avals[x].ndim}
+            if is_reader or not self.read_by_loops.isdisjoint(stacks):
                 self.read_by_loops.update(numbers(op.inputs))
 
     def constant(self, value: Any) -> StepValue:
@@ -196,14 +192,14 @@ class _StepReader(Rules[StepValue]):
     def operation(self, op: Op, operands: list[StepValue]) -> list[StepValue]:
         """Returns the results of an operation: what is inside of it, if that reads gradients."""
         run = functools.partial(compat.bind, op.equation)
+        if op.name == "optimization_barrier":
+            # A value and its own next value may not wait for each other in one turn.
+            return [self.add(op, [x], run, [x.aval])[0] for x in operands]
         if any(operand.gradients for operand in operands):
             if op.name in CALLS:
                 return evaluate(_inlined(compat.bodies_of(op.equation)[0]), operands, self)
             if op.wiring.chooses and not op.equation.effects:
                 return self.choices(op, operands)
-            if op.name == "optimization_barrier":
-                # A value and its own next value may not wait for each other in one turn.
-                return [self.add(op, [x], run, [x.aval])[0] for x in operands]
             if _is_iteration(op) and not any(operands[i].gradients for i in op.wiring.slices):
                 return self.iterations(op, operands)
         elif op.wiring.counted and id(op) in self.top_ops and (loop := self.loop(op, operands)):
@@ -287,10 +283,8 @@ class _StepReader(Rules[StepValue]):
         operation = Operation(len(self.operations), op, operands, run)
         self.operations.append(operation)
         gradients = frozenset[LayerGradient]().union(*(x.gradients for x in operands))
-        after = max((x.after for x in operands), default=-1)
         operation.results += [
-            Result(aval=aval, operation=operation, gradients=gradients, after=after)
-            for aval in avals
+            Result(aval=aval, operation=operation, gradients=gradients) for aval in avals
         ]
         return list(operation.results)
 

@@ -23,10 +23,8 @@ STORAGES: dict[str, Any] = {
     "float32, never skips": ("mixed_bfloat16", {"skip": "none"}),
     "stochastic, int8": (NARROW, {"master": "stochastic", "moments": "int8"}),
     "remainder, int8": (NARROW, {"master": "remainder", "moments": "int8"}),
-    "stochastic, int4": (NARROW, {"master": "stochastic", "moments": "int4"}),
 }
 BYTES = {"float32": 12, "float32, never skips": 12, "stochastic, int8": 4, "remainder, int8": 6}
-BYTES["stochastic, int4"] = 3
 
 
 def layer(x: Any, p: Any) -> Any:
@@ -81,7 +79,6 @@ def test_copies_are_seen() -> None:
         ("float32", True),
         ("remainder, int8", True),
         pytest.param("stochastic, int8", True, marks=pytest.mark.exhaustive),
-        pytest.param("stochastic, int4", True, marks=pytest.mark.exhaustive),
         pytest.param("float32, never skips", False, marks=pytest.mark.exhaustive),
     ],
 )
@@ -107,7 +104,6 @@ def test_gradients_take_four_bytes(gpu: Compiler) -> None:
         # Two float32 gradients of a layer live in the pass for the norm: 0.5 of 16 layers.
         pytest.param("float32", True, 2.9, marks=pytest.mark.exhaustive),
         pytest.param("stochastic, int8", True, 1.3, marks=pytest.mark.exhaustive),
-        pytest.param("stochastic, int4", True, 1.3, marks=pytest.mark.exhaustive),
     ],
 )
 def test_temporaries_on_tpus(tpu: Compiler, storage: str, clip: bool, limit: float) -> None:

@@ -10,7 +10,6 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from jax.experimental import io_callback
 
 import jaxmp
 from jaxmp._program import compat
@@ -332,48 +331,6 @@ def test_metrics_of_gradients() -> None:
     assert not different(want[2], new[2], rtol=1e-4)
 
 
-def test_prints_are_kept_in_order(capsys: pytest.CaptureFixture[str]) -> None:
-    def step(params: Any, state: Any, batch: Any) -> Any:
-        value, grads = jax.value_and_grad(loss)(params, batch)
-        norm = optax.tree.norm(grads)
-        lax.cond(norm < 0, lambda x: jax.debug.print("negative {}", x), lambda x: None, norm)
-        jax.debug.print("norm {}", norm, ordered=True)
-        jax.debug.print("loss {}", value, ordered=True)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    tx = optax.adam(1e-3)
-    new = jaxmp.release_gradients(step)(params(), tx.init(params()), tokens(0))
-    jax.block_until_ready(new)
-    jax.effects_barrier()
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["norm", "loss"]
-
-
-def test_other_callbacks_in_the_backward_pass_are_refused() -> None:
-    """They would be called once for each pass."""
-
-    @jax.custom_vjp
-    def called(x: Any) -> Any:
-        return x
-
-    def backward(_: None, cotangent: Any) -> Any:
-        io_callback(lambda x: None, None, cotangent, ordered=True)
-        return (cotangent,)
-
-    called.defvjp(lambda x: (x, None), backward)
-
-    def loss(params: Any, tokens: Any) -> Any:
-        x = params["table"][tokens]
-        x, _ = lax.scan(lambda x, p: (layer(called(x), p), None), x, params["layers"])
-        return jnp.square(x).mean()
-
-    tx = optax.adam(1e-3)
-    step = jaxmp.release_gradients(plain_step(tx, loss))
-    with pytest.raises(ValueError, match="no callbacks but prints"):
-        step(params(), tx.init(params()), tokens(0))
-
-
 def with_a_table(updates: Any, state: Any, params: Any = None) -> Any:
     """A rate for each layer, from a table at a number that all gradients decide."""
     row = jnp.isfinite(optax.tree.norm(updates)).astype(jnp.int32)
@@ -392,12 +349,32 @@ def many_operations(updates: Any, state: Any, params: Any = None) -> Any:
     return updates, state
 
 
-@pytest.mark.parametrize("update", [with_a_table, many_operations])
+def halved_by_a_loop(updates: Any, state: Any, params: Any = None) -> Any:
+    """A loop that reads a norm reads no stack of gradients."""
+    size = lax.while_loop(lambda x: x > 0.1, lambda x: x / 2, optax.tree.norm(updates))
+    return jax.tree.map(lambda x: x * size, updates), state
+
+
+def behind_a_barrier(updates: Any, state: Any, params: Any = None) -> Any:
+    updates, params = lax.optimization_barrier((updates, params))
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    params = lax.with_sharding_constraint(params, device)
+    return jax.tree.map(lambda x, p: x + 0.1 * p, updates, params), state
+
+
+@pytest.mark.parametrize("update", [with_a_table, many_operations, behind_a_barrier])
 def test_unusual_optimizers(update: Any) -> None:
     tx = optax.GradientTransformation(lambda params: (), update)
     args = params(), (), tokens(0)
     step = plain_step(tx)
     assert not different(one_by_one(step)(*args), one_by_one(jaxmp.release_gradients(step))(*args))
+
+
+def test_a_loop_on_the_norm() -> None:
+    tx = optax.GradientTransformation(lambda params: (), halved_by_a_loop)
+    args = params(), (), tokens(0)
+    released = jax.jit(jaxmp.release_gradients(plain_step(tx)))(*args)
+    assert not different(jax.jit(plain_step(tx))(*args), released, rtol=1e-5)
 
 
 def test_params_that_stay_as_they_are() -> None:
@@ -449,6 +426,15 @@ def flat(updates: Any, state: Any, params: Any = None) -> Any:
     return restore(vector / jnp.linalg.norm(vector)), state
 
 
+def by_the_first_norm(updates: Any, state: Any, params: Any = None) -> Any:
+    norms = jnp.sqrt(jnp.square(updates["layers"]["up"]).sum((1, 2)))
+    return jax.tree.map(lambda x: x / norms[0], updates), state
+
+
+def centred(updates: Any, state: Any, params: Any = None) -> Any:
+    return jax.tree.map(lambda x: x - x.sum(0, keepdims=True), updates), state
+
+
 def unrolled(params: Any, tokens: Any) -> Any:
     x = params["table"][tokens]
     for i in range(LAYERS):
@@ -464,6 +450,14 @@ def unrolled(params: Any, tokens: Any) -> Any:
             r"gradients of all layers are needed at once: reshape at .*reads them",
         ),
         (optax.adaptive_grad_clip(0.01), r"reduce_sum at .*unitwise_norm.*Change it"),
+        (
+            optax.GradientTransformation(lambda params: (), by_the_first_norm),
+            r"(slice|squeeze|gather) at \S*test_gradient_release.*by_the_first_norm.* reads them",
+        ),
+        (
+            optax.GradientTransformation(lambda params: (), centred),
+            r"reduce_sum at .*centred.* makes the sums of all layers [\d,]+ bytes, of at most",
+        ),
         (optax.contrib.prodigy(0.1), "gradients='buffered'"),
     ],
 )

@@ -14,6 +14,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxmp
+from tests.support.dots import equations
 from tests.support.one_by_one import one_by_one
 from tests.training.test_gradient_release import (
     clip_by_layers,
@@ -136,10 +137,12 @@ MODELS = {
     "nnx": of_nnx,
     "equinox": of_equinox,
 }
+# Each operation of a transformer is compiled alone, which takes a minute.
+LARGE = [pytest.param(name, marks=pytest.mark.exhaustive) for name in ("linen", "linen remat")]
 
 
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16", "mixed_float8"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*LARGE, "nnx", "equinox"])
 def test_bits_of_models(name: str, policy: str) -> None:
     params, loss = MODELS[name](policy)
     tx = jaxmp.mixed_precision(OPTIMIZER, policy)
@@ -161,7 +164,7 @@ OPTIONS: dict[str, Any] = {
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_bits_of_options(option: str) -> None:
-    params, loss = linen("mixed_bfloat16")
+    params, loss = of_equinox("mixed_bfloat16")
     tx = jaxmp.mixed_precision(OPTIMIZER, "mixed_bfloat16")
     state, *both = steps_of(tx, loss, lambda: params, **OPTIONS[option])
     buffered, released = map(one_by_one, both)
@@ -209,3 +212,28 @@ def test_eight_devices(axes: str, layout: str) -> None:
         jax.tree.leaves(state.params), jax.tree.leaves(states[1].params), strict=True
     ):
         assert after.sharding.is_equivalent_to(before.sharding, after.ndim)
+
+
+def test_statistics_of_a_forward_pass_are_not_computed_again() -> None:
+    """Running statistics have the shape of params too. They are small, and are kept whole."""
+
+    def step(params: Any, means: Any, tokens: Any) -> Any:
+        def loss(params: Any) -> Any:
+            def body(x: Any, stacks: Any) -> Any:
+                p, mean = stacks
+                return layer(x, p), 0.9 * mean + 0.1 * x.mean(0)
+
+            x, new = lax.scan(body, params["table"][tokens], (params["layers"], means))
+            return jnp.square(x).mean(), new
+
+        grads, new = jax.grad(loss, has_aux=True)(params)
+        values = jax.tree.map(lambda x, g: x - g, params, grads), new
+        is_finite = jnp.isfinite(optax.tree.norm(grads))
+        return jax.tree.map(lambda x, y: jnp.where(is_finite, x, y), values, (params, means))
+
+    args = params(), jnp.zeros((LAYERS, 32)), jnp.arange(16)
+    released = jaxmp.release_gradients(step)
+    assert not different(jax.jit(step)(*args), jax.jit(released)(*args), rtol=1e-5)
+    closed = jax.make_jaxpr(released)(*args)
+    scans = [e for e in equations(closed.jaxpr) if e.primitive.name == "scan"]
+    assert len(scans) == 3  # forward once, backward twice
