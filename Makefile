@@ -18,7 +18,7 @@ RUN_AOT = JAXMP_AOT=1 $(AOT)/bin/python -m pytest --jaxtyping-packages= tests/ao
 # The tests that run before each change lands: by their marks, at most so many cases of each, and one
 # part of all others, from 0/96 to 95/96.
 LANDING ?= not exhaustive
-CASES ?= 4
+CASES ?= 2
 PART ?= 0/96
 CHOICE = -m "$(LANDING)" --cases=$(CASES) --part=$(PART) --durations=40
 

@@ -45,6 +45,12 @@ hypothesis.settings.register_profile("jaxmp", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("jaxmp")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def caches_of_a_module() -> None:
+    """Empties JAX's caches: when they have 8,192 functions, each call of a new one compiles it."""
+    jax.clear_caches()
+
+
 @pytest.fixture(autouse=True)
 def annotations(request: pytest.FixtureRequest) -> Iterator[None]:
     """Runtime type checks, in tests of that mark and in doctests: a third of the time of others."""

@@ -45,7 +45,6 @@ def test_every_program_has_a_digest() -> None:
     assert sorted(digests().PROGRAMS) == sorted(COMMITTED)
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize("name", COMMITTED)
 def test_a_trace_is_the_committed_one(name: str) -> None:
     """Its text, equations, casts, FLOPs of products and bytes for the backward pass."""
@@ -55,7 +54,6 @@ def test_a_trace_is_the_committed_one(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.every_case
 @pytest.mark.parametrize("name", SHARDED)
 def test_collectives_are_the_committed_ones(name: str) -> None:
     module = digests()

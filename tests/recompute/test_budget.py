@@ -48,7 +48,7 @@ WEIGHTS = {
 }
 
 
-@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("scan", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_a_function_keeps_at_most_its_share(scan: bool) -> None:
     """Less memory for more operations, step by step; no step changes the gradient."""
     model = layers(scan)
