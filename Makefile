@@ -15,12 +15,13 @@ comma := ,
 # What compilers for TPUs and GPUs make of programs, without any.
 RUN_AOT = JAXMP_AOT=1 $(AOT)/bin/python -m pytest --jaxtyping-packages= tests/aot
 
-# The tests that run before each change lands: by their marks, at most so many cases of each, and one
-# part of all others, from 0/96 to 95/96.
+# The tests that run before each change lands: by their marks, at most so many cases of each, of these
+# a share, from 0/4 to 3/4, and one part of all others, from 0/96 to 95/96.
 LANDING ?= not exhaustive
 CASES ?= 2
+SHARE ?= 0/1
 PART ?= 0/96
-CHOICE = -m "$(LANDING)" --cases=$(CASES) --part=$(PART) --durations=40
+CHOICE = -m "$(LANDING)" --cases=$(CASES) --share=$(SHARE) --part=$(PART) --durations=40
 
 .PHONY: environments demo test slow landing coming landing-aot aot full check lint types docs bench bench-absent device
 

@@ -45,8 +45,8 @@ hypothesis.settings.register_profile("jaxmp", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("jaxmp")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def caches_of_a_module() -> None:
+@pytest.fixture(autouse=True, scope="package")
+def caches_of_a_folder() -> None:
     """Empties JAX's caches: when they have 8,192 functions, each call of a new one compiles it."""
     jax.clear_caches()
 

@@ -166,6 +166,7 @@ def test_a_state_of_another_model_is_refused() -> None:
 # --- steps ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_stored_state_is_the_new_one() -> None:
     """The data grow by 8: the next state has that magnitude, and the scale follows.
 
@@ -275,6 +276,7 @@ def trained(loss: Any, steps: int = 3, with_step: Any = None, **options: Any) ->
     return losses, state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unrolled", [False, True])
 def test_rematerialized_layers_give_the_same_bits(unrolled: bool) -> None:
     """The recomputed forward pass rounds by the same scales, and its magnitudes do not count."""
@@ -283,6 +285,7 @@ def test_rematerialized_layers_give_the_same_bits(unrolled: bool) -> None:
     assert tree_bits(again) == tree_bits(plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["auto", "always"])
 def test_recomputed_steps_give_the_same_bits(recompute: str) -> None:
     assert tree_bits(trained(layered, recompute=recompute)) == tree_bits(trained(layered))
@@ -316,6 +319,7 @@ def test_a_magnitude_that_is_not_finite_is_never_stored() -> None:
     assert tree_bits(state.float8.forward[0]) == kept
 
 
+@pytest.mark.slow
 def test_the_loss_scale_is_not_in_the_state() -> None:
     """A float16 step under a large scale stores what a bfloat16 step without one stores."""
     for policy, scale in ((POLICY, None), (FLOAT16, 2.0**12)):
@@ -342,6 +346,7 @@ def test_the_optimizer_sees_the_params_alone() -> None:
     assert tree_bits(new.params) == tree_bits(wanted.params)  # the state knows this batch
 
 
+@pytest.mark.slow
 def test_it_trains_like_current_scaling() -> None:
     losses, state = trained(layered, 60)
     wanted, _ = trained(layered, 60, current(layered))

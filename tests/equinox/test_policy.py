@@ -48,6 +48,7 @@ def test_gradients_are_those_of_plain_jax_to_the_bit(policy: str) -> None:
     assert tree_bits(plain_params(grads)) == tree_bits(plain_grads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", LOW)
 def test_gradients_are_near_float32(policy: str) -> None:
     model = jaxmp.equinox.apply_policy(Net(), policy)

@@ -93,6 +93,7 @@ def dtypes(tree: Any) -> set[str]:
     return {x.dtype.name for x in jax.tree.leaves(tree)}
 
 
+@pytest.mark.slow
 @SUBJECTS
 def test_projections_are_in_float8_and_heads_and_scores_are_not(subject: Any) -> None:
     made = subject("mixed_float8")
@@ -210,6 +211,7 @@ def test_rules_decide(case: str, subject: Any) -> None:
     assert jax.eval_shape(made.call, made.params, X).dtype == default.output_dtype
 
 
+@pytest.mark.slow
 @SUBJECTS
 def test_nothing_is_cast_between_layers_in_float8_and_layers_that_are_not(subject: Any) -> None:
     def casts(rules: Any) -> int:

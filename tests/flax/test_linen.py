@@ -336,6 +336,7 @@ def test_modules_that_share_a_trace_must_share_their_policies() -> None:
     assert count_dots(model.apply, abstract(model), X) == {"bfloat16": 19, "float32": 3}
 
 
+@pytest.mark.slow
 def test_recurrent_cells_return_their_compute_dtype_and_keep_their_carry() -> None:
     class Net(nn.Module):
         cell: nn.RNNCellBase

@@ -164,6 +164,7 @@ def test_linen(name: str, author: str) -> None:
     check_gradients(grads, plain, compiled(jax.grad(exact_loss))(params, batch))
 
 
+@pytest.mark.slow
 @some_quick(LINEN, "autocast", {("conv", "by hand")})
 def test_linen_over_devices(name: str, author: str) -> None:
     loss_fn, _, params, batch = linen_case(name, author)
@@ -305,6 +306,7 @@ def of_state(graphdef: Any, grad: Any) -> Callable[[Any, Any], Any]:
     return call
 
 
+@pytest.mark.slow
 @some_quick(NNX, "autocast", {("net", "by hand")})
 def test_nnx(name: str, author: str) -> None:
     loss_fn, batch = nnx_case(name, author)
@@ -320,6 +322,7 @@ def test_nnx(name: str, author: str) -> None:
     check_gradients(nnx.to_pure_dict(grads), *map(nnx.to_pure_dict, (plain[0][1], exact)))
 
 
+@pytest.mark.slow
 @some_quick(NNX, "under rules", {("net", "by hand")})
 def test_nnx_over_devices(name: str, author: str) -> None:
     loss_fn, batch = nnx_case(name, author)

@@ -252,6 +252,7 @@ def test_a_plain_nnx_checkpoint_is_loaded_under_rules(rules: Any, tmp_path: path
     assert jaxmp.nnx.summary(got) == jaxmp.nnx.summary(want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "stack"), [("gpt", "scan"), ("resnet", "loop")])
 def test_linen_checkpoints_and_copies(kind: Kind, stack: Stack, tmp_path: pathlib.Path) -> None:
     inputs = rule_models.batch(kind)[0]

@@ -115,6 +115,7 @@ def test_backward_keeps_no_more_than_by_hand(flax: Flax, kind: Kind, stack: Stac
     assert plain > 1.03 * by_hand  # positive control
 
 
+@pytest.mark.slow
 @on_every_model
 def test_no_more_casts_than_by_hand(flax: Flax, kind: Kind, stack: Stack) -> None:
     for what in ("forward", "value_and_grad"):
@@ -122,6 +123,7 @@ def test_no_more_casts_than_by_hand(flax: Flax, kind: Kind, stack: Stack) -> Non
         assert 0 < casts(program(flax, kind, stack, "under rules", what).report) <= by_hand
 
 
+@pytest.mark.slow
 def test_a_region_that_is_not_needed_costs_casts_and_memory() -> None:
     """Positive control: each layer `up` leaves its region, and so is cast to float32 and back."""
     # Another policy than that of its surroundings, with the same dtypes for the layer itself.

@@ -29,6 +29,7 @@ def verify(author: models.Author, mode: models.Mode, remat: bool) -> None:
     check(case, collectives_of(case))
 
 
+@pytest.mark.slow
 def test_fully_sharded_by_hand() -> None:
     verify("linen", "fsdp", remat=True)
 
@@ -135,6 +136,7 @@ def test_a_sharded_step_stays_where_it_is() -> None:
     assert held < 1.1 * 14 * (64 * 128 / 8) + 14 * 128 + 64
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("default", [None, "float32"])
 def test_a_step_goes_by_all_policies_of_rules(default: Any) -> None:
     mesh = make_mesh((8,), ("data",))

@@ -476,6 +476,7 @@ class Net(nnx.Module):
         return self.down(self.drop(nnx.relu(self.norm(self.up(self.table(tokens))))))
 
 
+@pytest.mark.slow
 @pytest.mark.jax
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 def test_nnx_modules(split: bool) -> None:

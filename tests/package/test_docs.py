@@ -28,7 +28,15 @@ def run(page: pathlib.Path) -> None:
 
 
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("page", [p for p in PAGES if BLOCK.search(p.read_text())], ids=name_of)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[] if page.name == "README.md" else pytest.mark.slow)
+        for page in PAGES
+        if BLOCK.search(page.read_text())
+    ],
+    ids=name_of,
+)
 def test_code_runs(page: pathlib.Path) -> None:
     run(page)
 

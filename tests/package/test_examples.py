@@ -37,6 +37,7 @@ def example_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(EXAMPLES)
 
 
+@pytest.mark.slow
 def test_three_lines_are_three_and_train_alike() -> None:
     result = importlib.import_module("three_lines").main(steps=60)
     assert result.changed == 3
@@ -50,6 +51,7 @@ def test_three_lines_are_three_and_train_alike() -> None:
     assert all(line in shown for line in changes)
 
 
+@pytest.mark.slow
 def test_a_llama_learns_without_a_gradient_buffer() -> None:
     example = importlib.import_module("llama")
     losses = example.main(["--steps", "8"])

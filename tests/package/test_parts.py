@@ -69,6 +69,16 @@ def test_cases_that_are_not_chosen_have_their_turn_too(tmp_path: pathlib.Path) -
     assert times == {name: PARTS if name in few else 1 for name in collected(file)}
 
 
+def test_each_selected_test_is_in_one_share(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "test_many.py"
+    file.write_text(MANY)
+    chosen = collected(file, "-m", "other", "--cases=8")
+    shares = [collected(file, "-m", "other", "--cases=8", f"--share={i}/2") for i in range(2)]
+    assert sorted(itertools.chain(*shares)) == sorted(chosen)
+    assert len(chosen) == 8
+    assert all(shares)
+
+
 def test_every_case_runs_where_that_is_asked_for(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "test_many.py"
     file.write_text(MANY.replace("mark.other", "mark.every_case"))

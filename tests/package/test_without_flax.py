@@ -62,6 +62,7 @@ def run(code: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prepare", ["block('flax', 'equinox')", ""], ids=["blocked", "installed"])
 def test_training_imports_no_library_of_models(prepare: str) -> None:
     code = f"{BLOCK}\n{prepare}\n{TRAIN}\nassert not {{'flax', 'equinox'}} & set(sys.modules)"

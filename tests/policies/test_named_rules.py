@@ -332,6 +332,7 @@ def test_params_of_scanned_layers_are_counted_whole() -> None:
         jaxmp.linen.apply_policy(Stack(), "mixed_bfloat16").init(KEY, X)
 
 
+@pytest.mark.slow
 def test_what_is_reached_or_left_alone_is_not_said() -> None:
     # Stored in the compute dtype, in float32 by rule, left alone, or with a dtype.
     for rules in (

@@ -267,6 +267,7 @@ def test_checkpoint_policies_see_the_product() -> None:
     assert count(jax.checkpoint(chain, policy=saveable)) == 3 + 2 * 3
 
 
+@pytest.mark.slow
 @each_recipe
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_jit_changes_no_bit(recipe: str, dtype: str) -> None:

@@ -108,6 +108,7 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_no_backend_is_started_before_the_user_does() -> None:
     done = run(f"{JOIN}\ntx.init({{'w': np.ones(2, np.float32)}})\ntx.init({{'w': np.ones(2)}})")
     assert done.returncode == 0, done.stderr

@@ -767,6 +767,7 @@ def test_in_a_train_step() -> None:
     assert not jaxmp.audit(plain, state, X).recomputed
 
 
+@pytest.mark.slow
 def test_in_a_train_step_of_a_live_module() -> None:
     """Statistics and random counters change as they do without it."""
 

@@ -48,6 +48,7 @@ WEIGHTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scan", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_a_function_keeps_at_most_its_share(scan: bool) -> None:
     """Less memory for more operations, step by step; no step changes the gradient."""
@@ -78,6 +79,7 @@ def test_products_with_the_fewest_operations_for_a_byte_run_again_first() -> Non
     assert shapes[0] - shapes[1] == {(3, 64, 512)}
 
 
+@pytest.mark.slow
 def test_a_share_goes_with_codes_and_with_train_steps() -> None:
     """Codes come first: with them fewer products run again."""
     model, share = layers(True), 0.15

@@ -262,6 +262,7 @@ def test_a_step_whose_residuals_overflow_is_skipped() -> None:
     np.testing.assert_array_equal(after.params["w"], W)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["stream", "attention", "scanned"])
 def test_the_error_averages_out(name: str) -> None:
     """Over many batches the error of the mean gradient falls, as that of a biased one would not."""
@@ -370,6 +371,7 @@ def test_a_checkpoint_with_a_policy_stays_as_it_is() -> None:
     assert coded["dot_general"] == plain["dot_general"]
 
 
+@pytest.mark.slow
 def test_in_a_shard_map_and_over_eight_devices() -> None:
     """RowCodes lie where their values lie: no device sends them, or a scale."""
     mesh = Mesh(np.array(jax.devices()[:8]), ("data",))

@@ -102,6 +102,7 @@ def check(
     assert kept_bytes(coded, params, x) < most * kept_bytes(plain, params, x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_remat", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", MODELS)
 def test_in_scans_and_checkpoints_of_a_framework(name: str, is_remat: bool) -> None:
@@ -109,6 +110,7 @@ def test_in_scans_and_checkpoints_of_a_framework(name: str, is_remat: bool) -> N
     check(fun, params, X, exact=fun, most=0.5)
 
 
+@pytest.mark.slow
 def test_codes_of_float8_products_stay() -> None:
     """A product keeps its operands in one byte already: nothing is rounded a second time."""
 

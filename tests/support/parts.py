@@ -1,4 +1,4 @@
-"""Which tests run: `--cases=N` at most N cases of each, `--part=K/N` some of all others, in turn.
+"""Which tests run: `--cases=N` at most N of each, `--share=K/N` of these some, `--part` of others.
 
 A test that is run for every combination of its parameters tells most of what it knows with a few
 of them. What is chosen depends on names alone: not on other tests, nor on the machine.
@@ -59,6 +59,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--cases", type=int, metavar="N", help="run at most N cases of a test, each value in one"
     )
     parser.addoption(
+        "--share", type=part, metavar="K/N", help="of the tests chosen run part K of N alone"
+    )
+    parser.addoption(
         "--part", type=part, metavar="K/N", help="run part K of N parts of the other tests too"
     )
 
@@ -69,8 +72,9 @@ def pytest_collection_modifyitems(
 ) -> Iterator[None]:
     everything = list(items)
     yield  # -m selects
-    count, wanted = config.getoption("cases"), config.getoption("part")
+    count, share, wanted = map(config.getoption, ("cases", "share", "part"))
     selected = {x.nodeid for x in items} if count is None else _with_few_cases(items, count)
+    selected = {x for x in selected if share is None or x in share}
     others = () if wanted is None else wanted
     items[:] = [x for x in everything if x.nodeid in selected or x.nodeid in others]
 

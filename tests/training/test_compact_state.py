@@ -117,6 +117,7 @@ def test_a_state_of_bfloat16_params_is_computed_in_float32() -> None:
     assert set(seen) == {"float32"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "most"),
     [

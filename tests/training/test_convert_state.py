@@ -227,6 +227,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_resumes_to_the_bit(kind: str, checkpoints: pathlib.Path) -> None:
     wanted = jax.eval_shape(lambda: trained(KINDS[kind], steps=0))

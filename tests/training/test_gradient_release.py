@@ -159,11 +159,13 @@ def test_bits_of_optimizers(name: str) -> None:
     check_bits(optimizer_of(OPTIMIZERS[name]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("storage", STORAGES)
 def test_bits_of_storages(storage: str) -> None:
     check_bits(optimizer_of(OPTIMIZERS["clip"], storage))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WITH_NORMS)
 def test_norms(name: str) -> None:
     check_bits(optimizer_of(WITH_NORMS[name]), rtol=1e-5)
@@ -200,6 +202,7 @@ def test_bits_of_three_hundred_steps(storage: str) -> None:
     assert clipped > 20
 
 
+@pytest.mark.slow
 def test_three_hundred_compiled_steps() -> None:
     """Each from the same state: fusions round differently."""
     # Without `eps`, Adam makes of a gradient that is zero but for its roundings a whole update.
@@ -362,6 +365,7 @@ def behind_a_barrier(updates: Any, state: Any, params: Any = None) -> Any:
     return jax.tree.map(lambda x, p: x + 0.1 * p, updates, params), state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update", [with_a_table, many_operations, behind_a_barrier])
 def test_unusual_optimizers(update: Any) -> None:
     tx = optax.GradientTransformation(lambda params: (), update)

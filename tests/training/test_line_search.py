@@ -67,6 +67,7 @@ def by_hand(tx: Any, policy: str) -> Any:
     return loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_as_by_hand(name: str) -> None:
     tx = jaxmp.mixed_precision(OPTIMIZERS[name], "mixed_bfloat16")
@@ -193,6 +194,7 @@ def test_what_the_user_asks_for_has_to_be_taken() -> None:
         trained(tx, "mixed_bfloat16", extra_args=lambda state, batch, loss: {"speed": 1.0})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 def test_on_a_mesh(policy: str) -> None:
     """Explicit axes too: the search runs on automatic ones, as the optimizer does."""

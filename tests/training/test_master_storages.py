@@ -197,6 +197,7 @@ def test_updates_lead_to_the_same_params(name: str) -> None:
     assert tree_bits(state.inner) == tree_bits(by_state.inner)
 
 
+@pytest.mark.slow
 def test_the_same_on_any_mesh() -> None:
     """Random rounding too: the words depend on the place in the whole array."""
     mesh = jax.make_mesh((8,), ("data",), (jax.sharding.AxisType.Auto,))

@@ -141,6 +141,7 @@ MODELS = {
 LARGE = [pytest.param(name, marks=pytest.mark.exhaustive) for name in ("linen", "linen remat")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16", "mixed_float8"])
 @pytest.mark.parametrize("name", [*LARGE, "nnx", "equinox"])
 def test_bits_of_models(name: str, policy: str) -> None:
@@ -162,6 +163,7 @@ OPTIONS: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", OPTIONS)
 def test_bits_of_options(option: str) -> None:
     params, loss = of_equinox("mixed_bfloat16")
