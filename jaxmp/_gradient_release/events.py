@@ -134,14 +134,15 @@ class Events:
         event = _latest([first, *map(self.whole, operation.operands)])
         if isinstance(event, Coupled):
             # What reads all layers of a value that is there layer by layer is what couples them.
-            values = [x for x in operation.operands if self._is_in_slices(x)]
-            gradients = frozenset[LayerGradient]().union(*(x.gradients for x in values))
-            return Coupled(operation, gradients) if gradients else event
+            wholes = [self.whole(x) for x in operation.operands if self._is_in_slices(x)]
+            coupled = [event for event in wholes if isinstance(event, Coupled)]
+            gradients = frozenset[LayerGradient]().union(*(x.gradients for x in coupled))
+            return Coupled(operation, gradients) if coupled else event
         return event
 
     def _is_in_slices(self, value: StepValue) -> bool:
-        """Whether a value with gradients can be computed in slices, but not whole."""
-        return isinstance(self.whole(value), Coupled) and any(
+        """Whether each layer of a value with gradients can be computed by itself."""
+        return any(
             size == loop.turns and not isinstance(self.slice(value, axis, loop), Coupled)
             for loop in loops_of(value)
             for axis, size in enumerate(value.aval.shape)

@@ -346,7 +346,6 @@ def with_a_table(updates: Any, state: Any, params: Any = None) -> Any:
 
 
 def many_operations(updates: Any, state: Any, params: Any = None) -> Any:
-    """More of them than Python's stack has frames."""
     for _ in range(1200):
         updates = jax.tree.map(jnp.sin, updates)
     return updates, state
@@ -365,13 +364,24 @@ def behind_a_barrier(updates: Any, state: Any, params: Any = None) -> Any:
     return jax.tree.map(lambda x, p: x + 0.1 * p, updates, params), state
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("update", [with_a_table, many_operations, behind_a_barrier])
+def sorted_after_a_clip(updates: Any, state: Any, params: Any = None) -> Any:
+    """Small gradients that are whole, scaled by a norm of all of them."""
+    updates, _ = clip_by_layers(0.1).update(updates, optax.EmptyState())
+    scales = jnp.sort(updates["layers"]["scale"], axis=0)
+    return updates | {"layers": updates["layers"] | {"scale": scales}}, state
+
+
+@pytest.mark.parametrize("update", [with_a_table, behind_a_barrier, sorted_after_a_clip])
 def test_unusual_optimizers(update: Any) -> None:
     tx = optax.GradientTransformation(lambda params: (), update)
     args = params(), (), tokens(0)
     step = plain_step(tx)
     assert not different(one_by_one(step)(*args), one_by_one(jaxmp.release_gradients(step))(*args))
+
+
+@pytest.mark.slow
+def test_more_operations_than_python_has_frames() -> None:
+    test_unusual_optimizers(many_operations)
 
 
 def test_a_loop_on_the_norm() -> None:
