@@ -81,13 +81,13 @@ def _planned(closed: Any) -> tuple[WholeStep, ReleasePlan]:
     step, obstacle = step_of(closed, ()), None
     gradients = [x for loop in step.loops for x in loop.gradients]
     most = sum(map(nbytes, gradients)) * _SMALL
-    kept: dict[tuple[int, int], int] = {}
     # A loop is not run again for small stacks, such as the statistics of a forward pass.
+    statistics: dict[tuple[int, int], int] = {}
     for loop in step.loops:
-        small = _places(loop.gradients)
-        if sum((kept | small).values()) <= most:
-            kept |= small
-    step = step_of(closed, kept) if kept else step
+        small = statistics | _places(loop.gradients)
+        statistics = small if sum(small.values()) <= most else statistics
+    step = step_of(closed, statistics) if statistics else step
+    kept: dict[tuple[int, int], int] = {}
     while step.loops:
         plan = plan_of(step)
         if not plan.coupled:
@@ -96,7 +96,7 @@ def _planned(closed: Any) -> tuple[WholeStep, ReleasePlan]:
         kept |= _places(x for coupled in plan.coupled for x in coupled.gradients)
         if sum(kept.values()) > most:
             break
-        step = step_of(closed, kept)
+        step = step_of(closed, statistics | kept)
     raise ValueError(_NO_LAYERS if obstacle is None else _message(obstacle))
 
 
