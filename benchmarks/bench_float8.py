@@ -1,4 +1,4 @@
-"""Checks that a language model trains in float8, and that a failure would show.
+"""Checks that a language model trains in float8 and int8, and that a failure would show.
 
 The benchmark trains the GPT of `examples/train_lm.py` on Python's own manual. Its losses hardly
 distinguish one recipe from another. So two changes are planted, each an identity in exact
@@ -9,8 +9,8 @@ arithmetic, and gradients are compared, which show at the first step what losses
 - a million tokens: the loss is multiplied by 2**-10, as the mean over 1,024 times as many tokens
   multiplies the derivatives of each, and gradients are divided again.
 
-The control that must fail is float8 without scales: clipped to the range of the format, and cast.
-It trains with a loss 1,024 times as large, which shows that its derivatives underflow.
+The controls that must fail are float8 and int8 without scales: clipped to the range of the format,
+and cast. Float8 trains with a loss 1,024 times as large: its derivatives underflow without.
 
     python benchmarks/bench_float8.py
 """
@@ -34,10 +34,15 @@ import jaxmp
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples"))
 import language_model as lm
 
-_UNSCALED = "no scales"
-_RECIPES = ("tensorwise", "rowwise", "rowwise_hp")
+_UNSCALED, _UNSCALED_INT8 = "no scales", "int8, no scales"
+_RECIPES = ("tensorwise", "rowwise", "rowwise_hp", "int8", "int8:granularity=row")
 _PRODUCTS = ("float32", "bfloat16", *_RECIPES, _UNSCALED)
-_TRAINED = ("float32", "bfloat16", "tensorwise")
+_TRAINED = ("float32", "bfloat16", "tensorwise", "int8")
+# The formats of the controls: for activations and weights, and for derivatives.
+_UNSCALED_FORMATS = {
+    _UNSCALED: ("float8_e4m3fn", "float8_e5m2"),
+    _UNSCALED_INT8: ("int8", "int8"),
+}
 _OUTLIER, _WEIGHT = 2.0**20, 2.0**-10
 # The factor of the outlier and the weight of the loss, by what the table calls them.
 _CASES = {
@@ -68,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     rows = _gradient_rows(args) + _training_rows(args)
     report = Report(
         name="float8",
-        title="A language model in float8: gradients of the first step, and losses",
+        title="A language model in 8 bits: gradients of the first step, and losses",
         command=" ".join(["python benchmarks/bench_float8.py", *argv]),
         columns=_COLUMNS,
         rows=rows,
@@ -81,9 +86,9 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
             "its own params and batches, the same ones under all products, and is compared with "
             "float32's of these seeds. Validation runs in the products of the training. The spread "
             "is a standard deviation.",
-            "Heads are left out of float8, and so is attention between activations.",
+            "Heads are left out of 8 bits, and so is attention between activations.",
             f"{_UNSCALED!r}: operands clipped to the range of e4m3fn and cast, derivatives of "
-            "e5m2, in the same products.",
+            "e5m2, in the same products; int8 likewise, rounded to integers.",
             "On a CPU, codes are those of any device; order and width of sums are not.",
         ],
     )
@@ -94,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="A language model in float8.")
+    parser = argparse.ArgumentParser(description="A language model in 8 bits.")
     add = parser.add_argument
     add("--quick", action="store_true", help="a tiny model and a few steps, for tests")
     add("--seeds", type=int, default=3)
@@ -116,7 +121,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _policy(products: str) -> jaxmp.Policy:
-    """The policy for a name of this table; small products are in float8 on a GPU, too."""
+    """The policy for a name of this table; small products are in 8 bits on a GPU, too."""
     if products == "float32":
         return jaxmp.get_policy("float32")
     recipe = f"{products}:minimum=none" if products in _RECIPES else None
@@ -133,7 +138,9 @@ def _model(seed: int, args: argparse.Namespace) -> tuple[Any, Any]:
 def _make_loss(products: str, args: argparse.Namespace) -> Callable[..., Any]:
     """The loss of the example under autocast, with an outlier if one is given."""
     graphdef, _ = _model(0, args)
-    product = _unscaled if products == _UNSCALED else jax.lax.dot_general
+    product: Callable[..., Any] = jax.lax.dot_general
+    if products in _UNSCALED_FORMATS:
+        product = functools.partial(_unscaled, _UNSCALED_FORMATS[products])
 
     def loss_fn(params: Any, tokens: Any, outlier: Any = None) -> Any:
         model = nnx.merge(graphdef, params)
@@ -160,28 +167,28 @@ def _planted(product: Callable[..., Any], outlier: Any) -> Callable[..., Any]:
     return planted
 
 
-def _unscaled(x: Any, w: Any, dimensions: Any, **options: Any) -> Any:
-    """The product of a layer in float8 without scales; in place of `jax.lax.dot_general`."""
+def _unscaled(formats: tuple[str, str], x: Any, w: Any, dimensions: Any, **options: Any) -> Any:
+    """The product of a layer in 8 bits without scales; in place of `jax.lax.dot_general`."""
     del dimensions, options
-    return _unscaled_product(x, w)
+    return _unscaled_product(formats, x, w)
 
 
-@jax.custom_vjp
-def _unscaled_product(x: Any, w: Any) -> Any:
-    return _unscaled_forward(x, w)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _unscaled_product(formats: tuple[str, str], x: Any, w: Any) -> Any:
+    return _unscaled_forward(formats, x, w)[0]
 
 
-def _unscaled_forward(x: Any, w: Any) -> tuple[Any, Any]:
-    codes = _clipped(x, jnp.float8_e4m3fn), _clipped(w, jnp.float8_e4m3fn)
+def _unscaled_forward(formats: tuple[str, str], x: Any, w: Any) -> tuple[Any, Any]:
+    codes = _clipped(x, formats[0]), _clipped(w, formats[0])
     out = jax.lax.dot_general(
         *codes, (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=jnp.float32
     )
     return out.astype(x.dtype), (codes, jnp.zeros(0, x.dtype), jnp.zeros(0, w.dtype))
 
 
-def _unscaled_backward(kept: Any, g: Any) -> tuple[Any, Any]:
+def _unscaled_backward(formats: tuple[str, str], kept: Any, g: Any) -> tuple[Any, Any]:
     (x, w), like_x, like_w = kept
-    rows, g = x.reshape(-1, x.shape[-1]), _clipped(g, jnp.float8_e5m2)
+    rows, g = x.reshape(-1, x.shape[-1]), _clipped(g, formats[1])
     flat = g.reshape(-1, g.shape[-1])
     times = functools.partial(jax.lax.dot_general, preferred_element_type=jnp.float32)
     dx = times(flat, w, (((1,), (1,)), ((), ()))).reshape(x.shape)
@@ -192,9 +199,12 @@ def _unscaled_backward(kept: Any, g: Any) -> tuple[Any, Any]:
 _unscaled_product.defvjp(_unscaled_forward, _unscaled_backward)
 
 
-def _clipped(x: Any, dtype: Any) -> Any:
+def _clipped(x: Any, dtype: str) -> Any:
+    x = x.astype(jnp.float32)
+    if dtype == "int8":
+        return jnp.clip(jnp.round(x), -127, 127)  # as float32: products are exact
     most = float(jnp.finfo(dtype).max)
-    return jnp.clip(x.astype(jnp.float32), -most, most).astype(dtype)
+    return jnp.clip(x, -most, most).astype(dtype)
 
 
 @functools.cache
@@ -256,6 +266,7 @@ def _training_rows(args: argparse.Namespace) -> list[Row]:
     cases = [("training", products, 1.0, args.seeds) for products in _TRAINED]
     cases += [
         ("training", _UNSCALED, 1.0, 1),
+        ("training", _UNSCALED_INT8, 1.0, 1),
         ("training, a million tokens", "tensorwise", _WEIGHT, 1),
         ("training, a million tokens", _UNSCALED, _WEIGHT, 1),
         ("training, 1,024 times the loss", _UNSCALED, 1 / _WEIGHT, 1),

@@ -1,4 +1,4 @@
-"""Warns if autocast leaves products as they were traced, or none is in float8, and says why."""
+"""Warns if autocast leaves products as they were traced, or none is in 8 bits, and says why."""
 
 import collections
 from collections.abc import Iterable
@@ -20,9 +20,9 @@ from jaxmp._program.op_classes import CLASSES, PRODUCTS, OpClass
 from jaxmp._program.scopes import NOT_FLOAT8
 from jaxmp._program.wiring import wiring_of
 
-# Products run in 16 bits, in float8, in 16 bits under a float8 policy (the rest of the key is the
-# reason), or in float32 (the key is the reason).
-_LOW, _FLOAT8 = "in 16 bits", "in float8"
+# Products run in 16 bits, in 8 bits, in 16 bits under a policy in 8 bits (the rest of the key is
+# the reason), or in float32 (the key is the reason).
+_LOW, _IN_8_BITS = "in 16 bits", "in 8 bits"
 _IN_CUSTOM_VJP = (
     "inside of a jax.custom_vjp, which autocast leaves alone, as its author wrote its gradient for "
     "this computation. Kernels and the loops of Equinox and diffrax are such functions. Give "
@@ -43,7 +43,7 @@ def warn_of_products_left(plan: Plan, context: Call, warned: list[str]) -> None:
 
     Products that `full_precision`, rules, `float32=` or `precision=` keep in float32 do not count.
     Warns, too, of any product inside a call that jaxmp does not know, and if a policy asks for
-    products in float8 and none is.
+    products in 8 bits and none is.
 
     One warning is enough: `warned` holds those for this function so far, and gets the new one.
     """
@@ -52,7 +52,7 @@ def warn_of_products_left(plan: Plan, context: Call, warned: list[str]) -> None:
     flops = _flops_of_plan(plan, context)
     in_16_bits = {key: n for key, n in flops.items() if key.startswith(NOT_FLOAT8)}
     in_float32 = flops.copy()
-    for key in (_LOW, _FLOAT8, *in_16_bits):
+    for key in (_LOW, _IN_8_BITS, *in_16_bits):
         del in_float32[key]
     total = flops.total()
     unknown = [key.removeprefix(_UNKNOWN) for key in in_float32 if key.startswith(_UNKNOWN)]
@@ -71,10 +71,10 @@ def warn_of_products_left(plan: Plan, context: Call, warned: list[str]) -> None:
             + " jaxmp.audit has their lines. If float32 is meant, put jaxmp.full_precision around "
             "them"
         )
-    elif in_16_bits and not flops[_FLOAT8]:
+    elif in_16_bits and not flops[_IN_8_BITS]:
         reasons = [key.removeprefix(NOT_FLOAT8) for key in in_16_bits]
         warned.append(
-            "a policy asks for products in float8, and autocast finds none to put there: "
+            "a policy asks for products in 8 bits, and autocast finds none to put there: "
             + "; ".join(reasons)
             + ". jaxmp.audit has their lines. Weights should be float32 arguments of the function; "
             "jaxmp.float8.dot_general takes others. docs/float8.md says what is left out, and why"
@@ -121,7 +121,7 @@ def _flops_of_step(step: Step, context: Call) -> _Flops:
         reason = _PRECISE
     if step.float8 is not None or step.not_float8 is not None:
         key = _LOW if step.not_float8 == ONE_ROW else f"{NOT_FLOAT8}{step.not_float8}"
-        return _Flops({_FLOAT8 if step.float8 else key: product_flops(op.equation)})
+        return _Flops({_IN_8_BITS if step.float8 else key: product_flops(op.equation)})
     pairs = zip(step.in_dtypes[:2], op.in_avals, strict=False)
     dtypes = [dtype or aval.dtype for dtype, aval in pairs]
     return _flops_of_product(op.equation, dtypes, names, context, reason)
@@ -148,8 +148,8 @@ def _flops_of_product(
     if is_wide or context.regions.of(names).exact:
         return _Flops()
     # Layers of Flax under a policy of their own, and hand-written products.
-    in_float8 = any(dtype.name.startswith("float8") for dtype in dtypes)
-    key = _FLOAT8 if in_float8 else reason if FLOAT32 in dtypes else _LOW
+    in_8_bits = any(dtype.name.startswith(("float8", "int8")) for dtype in dtypes)
+    key = _IN_8_BITS if in_8_bits else reason if FLOAT32 in dtypes else _LOW
     return _Flops({key: product_flops(equation)})
 
 

@@ -62,7 +62,8 @@ class DelayedMap(BilinearMap):
         for i, role in enumerate(operand_roles(returned)):
             # The cotangent alone has a known scale here: other operands were rounded in the forward
             # pass, and tangents have no state.
-            if role == RESULT and operands[i].derivative:
+            is_rounded = self.current.multiplies_codes(returned)
+            if role == RESULT and operands[i].derivative and is_rounded:
                 axes = self.current.axes_of_scale(role, returned)
                 params = {"dtype": recipe.gradient, "axes": axes}
                 params["power_of_two"] = recipe.power_of_two
@@ -197,9 +198,9 @@ class PlaceValues(NamedTuple):
 
 def places_of(equations: Sequence[core.JaxprEqn]) -> Places:
     """Returns the places in equations, and in the programs that can run again inside of them."""
-    places, codes = Places([], []), _product_codes(equations)
+    places, operands = Places([], []), _product_operands(equations)
     for equation in equations:
-        counts = _own_counts(equation, codes)
+        counts = _own_counts(equation, operands)
         for into, count in zip(places, counts, strict=True):
             into += [()] * count
         loop = loop_of(equation)
@@ -232,7 +233,7 @@ def run_with_scales(
     Returns:
       Its results, and the largest magnitudes of the operands that it rounds in the forward pass.
     """
-    rules = _ScaledRun(values, _product_codes(compat.open_jaxpr(closed).eqns))
+    rules = _ScaledRun(values, _product_operands(compat.open_jaxpr(closed).eqns))
     return evaluate(read(closed), arguments, rules), rules.magnitudes
 
 
@@ -243,14 +244,14 @@ _Outputs = tuple[list[Any], list[Any]]
 class _ScaledRun(Rules[Any]):
     """One run of a program: the values for the places to come, and the magnitudes so far."""
 
-    def __init__(self, values: PlaceValues, codes: frozenset[Any]) -> None:
+    def __init__(self, values: PlaceValues, product_operands: frozenset[Any]) -> None:
         self.values = values
-        self.codes = codes
+        self.product_operands = product_operands
         self.magnitudes: list[Any] = []
 
     def operation(self, op: Op, operands: list[Any]) -> list[Any]:
         equation = op.equation
-        forward, backward = _own_counts(equation, self.codes)
+        forward, backward = _own_counts(equation, self.product_operands)
         rule: Callable[[core.JaxprEqn, list[Any], PlaceValues], _Outputs]
         if forward or backward:
             rule = _round if forward else _attach
@@ -268,25 +269,30 @@ class _ScaledRun(Rules[Any]):
         return results
 
 
-def _product_codes(equations: Sequence[core.JaxprEqn]) -> frozenset[Any]:
-    """Returns the variables that hold the codes of operands, for products with places."""
-    # The first operand of such an equation is the product, and the next two are the codes.
+def _product_operands(equations: Sequence[core.JaxprEqn]) -> frozenset[Any]:
+    """Returns the variables that hold operands of products with places: codes, or wide arrays."""
+    # The first operand of such an equation is the product, and the next two are those of it.
     products = [equation for equation in equations if _is_product(equation)]
     return frozenset(x for product in products for x in product.invars[1:3])
 
 
-def _own_counts(equation: core.JaxprEqn, codes: frozenset[Any]) -> tuple[int, int]:
+def _own_counts(equation: core.JaxprEqn, operands: frozenset[Any]) -> tuple[int, int]:
     """Returns how many operands an equation itself rounds, and how many cotangents."""
-    rounds = equation.primitive.name == "float8_encode" and equation.outvars[0] in codes
+    rounds = False
+    if equation.primitive.name == "float8_encode":
+        x, codes = equation.invars[0], equation.outvars[0]
+        # An array that is kept wide may be rounded by rows, too, for a product by another recipe.
+        has_one_scale = len(equation.params["axes"]) == len(codes.aval.shape)  # type: ignore[attr-defined]
+        is_kept_wide = isinstance(x, core.Var) and x in operands
+        rounds = codes in operands or (is_kept_wide and has_one_scale)
     return int(rounds), int(_is_product(equation))
 
 
 def _is_product(equation: core.JaxprEqn) -> bool:
     """Whether an equation attaches the derivatives of a product with one scale for each array."""
     form = equation.params.get("form") if equation.primitive.name == "float32_gradient" else None
-    # A recipe with scales for rows, or with a 16-bit weight gradient, keeps no codes. Its products
-    # scale by current magnitudes.
-    return isinstance(form, Float8Map) and form.recipe.keeps_codes
+    # Products with scales for rows go by current magnitudes.
+    return isinstance(form, Float8Map) and form.recipe.granularity == "tensor"
 
 
 def _round(equation: core.JaxprEqn, operands: list[Any], values: PlaceValues) -> _Outputs:

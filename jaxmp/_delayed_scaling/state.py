@@ -76,9 +76,9 @@ def init_state(fun: Callable[..., Any], *args: Any, history: int = 16) -> Float8
     if not any(places):
         inside = f" outside of {names}, where scaling is current" if names else ""
         raise ValueError(
-            f"the function has no product in float8 with one scale for each array{inside}, and so "
-            "no state. Put it under jaxmp.autocast(fun, 'mixed_float8'), whose recipe is "
-            "tensorwise; jaxmp.audit says which products are left out of float8, and why"
+            f"the function has no product in 8 bits with one scale for each array{inside}, and so "
+            "no state. Put it under jaxmp.autocast(fun, 'mixed_float8'), or "
+            "'mixed_int8'; jaxmp.audit says which products are left out of 8 bits, and why"
         )
     if names:
         warn(

@@ -1,4 +1,4 @@
-"""Records which layers of a model are in float8 under rules, and warns of those that are not."""
+"""Records which layers of a model are in 8 bits under rules, and warns of those that are not."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,21 +14,21 @@ from jaxmp._policies.presets import all_policies
 
 _REMEDY = (
     "jaxmp.float8.dot_general as the dot_general of a layer puts it in; or give it a policy "
-    "without products in float8 by a rule"
+    "without products in 8 bits by a rule"
 )
 
 
 class Float8Layers:
-    """The layers of a model that rules put in float8, and why others are left out.
+    """The layers of a model that rules put in 8 bits, and why others are left out.
 
     Attributes:
-      enabled: whether a policy asks for products in float8.
+      enabled: whether a policy asks for products in 8 bits.
       families: the family for which each module is left out, by its path; None if it is not.
       custom: the part of a layer's products that its author wrote, by the path of the layer.
       reasons: why each other layer is left out by its family or its sizes; None for those in
-        float8.
-      others: whether a layer has a policy without float8.
-      multiplies: whether a module with a policy for float8 has params of two dimensions.
+        8 bits.
+      others: whether a layer has a policy without products in 8 bits.
+      multiplies: whether a module with a policy in 8 bits has params of two dimensions.
     """
 
     def __init__(self, rules: PolicyRules, *, strict: bool) -> None:
@@ -40,13 +40,13 @@ class Float8Layers:
         self.others = self.multiplies = False
 
     def family(self, path: str, module: Any, decision: Decision) -> str | None:
-        """Returns the family for which a module is left out of float8; None if it is not."""
+        """Returns the family for which a module is left out of 8 bits; None if it is not."""
         if self.enabled:
             self.families[path] = family_of(path, module, decision, self.families)
         return self.families.get(path)
 
     def note(self, path: str, module: Any, decision: Decision, params: Mapping[str, Any]) -> None:
-        """Notes whether a module is in float8, once it has its params.
+        """Notes whether a module is in 8 bits, once it has its params.
 
         Raises:
           ValueError: if a strict rule names a layer whose products are its author's.
@@ -66,12 +66,12 @@ class Float8Layers:
         if rule is not None and self._strict:
             raise ValueError(
                 f"{type(module).__name__} at {path or '(root)'!r} cannot follow its rule into "
-                f"float8: it keeps its own {custom}. {_REMEDY}"
+                f"8 bits: it keeps its own {custom}. {_REMEDY}"
             )
         self.custom[path] = custom
 
     def warn(self, model: Any, *, whole: bool = True, again: bool = True) -> None:
-        """Warns of layers that are not in float8 because of their authors, and if none is.
+        """Warns of layers that are not in 8 bits because of their authors, and if none is.
 
         Args:
           model: the model.
@@ -80,19 +80,19 @@ class Float8Layers:
         """
         if self.custom:
             warn_once(
-                "layers keep products of their own, which are not in float8: "
+                "layers keep products of their own, which are not in 8 bits: "
                 f"{_listing(self.custom)}. {_REMEDY}",
                 type(model),
                 again=again,
             )
             return
-        # The default may ask for float8 where rules give every layer another policy: no warning.
+        # The default may ask for 8 bits where rules give every layer another policy: no warning.
         is_ruled_out = not self.reasons and (self.others or not self.multiplies)
         if whole and not is_ruled_out and all(self.reasons.values()):
             why = _listing(self.reasons) if self.reasons else "it has no Dense or Linear layer"
             warn_once(
-                f"a policy asks for products in float8, and no layer of {type(model).__name__} is "
-                f"in float8: {why}. Rules can put layers in; for products without a layer there "
+                f"a policy asks for products in 8 bits, and no layer of {type(model).__name__} is "
+                f"in 8 bits: {why}. Rules can put layers in; for products without a layer there "
                 "is jaxmp.float8.dot_general. docs/float8.md says what is left out, and why",
                 type(model),
                 again=again,

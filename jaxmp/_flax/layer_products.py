@@ -181,4 +181,5 @@ def float8_text(module: Any, kernel: Any) -> str:
     products = getattr(module, "dot_general", None)
     if not isinstance(products, LayerProducts) or kernel is None:
         return ""
-    return "" if reason_left_out(module, kernel) else f", products float8 ({products.recipe})"
+    recipe = products.recipe
+    return "" if reason_left_out(module, kernel) else f", products {recipe.codes} ({recipe})"

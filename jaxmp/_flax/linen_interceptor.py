@@ -247,7 +247,7 @@ class _Session:
                     raise ValueError(
                         f"{other!r} was traced as one with {twin!r}: nn.jit traces modules of one "
                         f"class only once. But the rules give {path!r} another policy than "
-                        f"'{other}{suffix}', or leave one of them out of float8. Give both the "
+                        f"'{other}{suffix}', or leave one of them out of 8 bits. Give both the "
                         "same policy, or use nn.remat or no transform in place of nn.jit"
                     )
 

@@ -86,6 +86,25 @@ def parse_dtype(value: Any) -> DType:
     return dtype
 
 
+def any_dtype_name(dtype: Any) -> str:
+    """Returns the name of a dtype, floating or not, given by name or as a dtype.
+
+    >>> any_dtype_name("bf16"), any_dtype_name("int8"), any_dtype_name(np.float32)
+    ('bfloat16', 'int8', 'float32')
+    """
+    try:
+        return str(parse_dtype(dtype).name)
+    except ValueError:
+        try:
+            other = np.dtype(dtype)
+        except TypeError:
+            other = None
+        # Bools, integers and complex numbers are in programs too, though no policy names them.
+        if other is None or other.kind not in "biuc":
+            raise
+        return other.name
+
+
 def is_floating(x: Any) -> bool:
     """Whether `x` has a real floating dtype; false for keys, float0, complex and non-arrays."""
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, Num
 
 from jaxmp._numerics.dtypes import DType
 from jaxmp._numerics.rounding import widen_rounded
@@ -32,6 +32,16 @@ class Coded(NamedTuple):
     scale: Float32[Array, "..."]
 
 
+def largest_code(dtype: DType) -> float:
+    """Returns the largest number of a format; of int8 127, so that codes have both signs alike.
+
+    >>> largest_code(jnp.dtype("int8")), largest_code(jnp.dtype("float8_e5m2"))
+    (127.0, 57344.0)
+    """
+    info = jnp.iinfo(dtype) if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype)
+    return float(info.max)
+
+
 def scale_of(
     amax: Float32[Array, "*shape"], dtype: DType, *, power_of_two: bool = True
 ) -> Float32[Array, "*shape"]:
@@ -43,7 +53,7 @@ def scale_of(
     >>> scale_of(jnp.float32([448, 100, jnp.inf]), jnp.dtype("float8_e4m3fn"))
     Array([ 1.,  4., nan], dtype=float32)
     """
-    largest = float(jnp.finfo(dtype).max)
+    largest = largest_code(dtype)
     # A power of two moves the exponent only: then rounding to float8 is the one rounding, and a
     # product is scaled back exactly in bfloat16.
     if power_of_two:
@@ -82,15 +92,17 @@ def _exact_float32(x: Float[Array, "*shape"]) -> Float32[Array, "*shape"]:
 
 def round_to_codes(
     x: Float[Array, "*shape"], scale: Float32[Array, "..."], dtype: DType
-) -> Float[Array, "*shape"]:
-    """Rounds numbers, of any float dtype up to float32, times their scale to the nearest float8.
+) -> Num[Array, "*shape"]:
+    """Rounds numbers, of any float dtype up to float32, times their scale to the nearest code.
 
     >>> x, e4m3 = jnp.float32([0.3, 500, jnp.nan]), jnp.dtype("float8_e4m3fn")
     >>> round_to_codes(x, jnp.float32(1), e4m3)
     Array([0.3125, 448, nan], dtype=float8_e4m3fn)
     """
-    largest = float(jnp.finfo(dtype).max)
+    largest = largest_code(dtype)
     scaled = _exact_float32(x) * scale
+    if dtype == jnp.int8:
+        scaled = jnp.round(scaled)  # to even; a cast cuts off
     # A scale from an earlier step may be too large: numbers out of range become the largest code.
     return jnp.clip(scaled, -largest, largest).astype(dtype)
 

@@ -76,7 +76,7 @@ class Policy(jmp.Policy):
         recipe = get_recipe(products)
         if recipe is not None and dtypes[1].itemsize != 2:
             raise ValueError(
-                f"products in float8 ({recipe}) need a compute dtype of 16 bits for all that is "
+                f"products in 8 bits ({recipe}) need a compute dtype of 16 bits for all that is "
                 f"around them, got {dtypes[1].name}. Use 'mixed_float8', or compute=bfloat16"
             )
         # jmp's class is frozen, and its own __init__ takes dtypes as they come.
@@ -123,6 +123,7 @@ _PRESETS: Mapping[str, str] = {
     "mixed_bfloat16": "params=float32,compute=bfloat16,output=float32",
     "mixed_float16": "params=float32,compute=float16,output=float32",
     "mixed_float8": "params=float32,compute=bfloat16,output=float32,products=tensorwise",
+    "mixed_int8": "params=float32,compute=bfloat16,output=float32,products=int8",
     "O0": "params=float32,compute=float32,output=float32",
     # The dtypes of operations, not of arrays: see jaxmp.autocast.
     "O1": "params=float32,compute=float16,output=float32",

@@ -1,4 +1,4 @@
-"""Recipes: how products with params are multiplied in float8."""
+"""Recipes: how products with params are multiplied in 8 bits."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -7,15 +7,15 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jaxmp._numerics.dtypes import DType, parse_dtype, suggestion
+from jaxmp._numerics.dtypes import DType, any_dtype_name, suggestion
 
 Granularity = Literal["tensor", "row"]
 Minimum = Literal["auto"] | None
 
 _E4M3, _E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
-# A new format is added here, and to the docstring below. `_NAMES` in `_numerics/dtypes.py` has its
-# name, `_FLOAT8` in `_tools/planning/devices.py` lists the formats that devices multiply.
-_FLOAT8 = (_E4M3, _E5M2)
+# A new format is added here, and to the docstring below. Of float8, `_NAMES` in
+# `_numerics/dtypes.py` has its name, and `_FLOAT8` in `_tools/planning/devices.py` lists it.
+_FORMATS = {"float8": (_E4M3, _E5M2), "int8": (jnp.dtype(jnp.int8),)}
 # Why a product is left out that a call with more rows may have, as decoding has one row. No warning
 # follows: it says nothing about the function.
 ONE_ROW = "M = 1: one row is read, not multiplied"
@@ -26,11 +26,10 @@ _MULTIPLE = 16
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Recipe:
-    """How products with params are multiplied in float8: formats, scales, and which products.
+    """How products with params are multiplied in 8 bits: formats, scales, and which products.
 
-    A float8 product rounds both operands to 8 bits. A scale brings each into the range of the
-    format first. What shares a scale decides what an outlier costs. docs/float8.md says which
-    recipe pays where.
+    Both operands are rounded to 8 bits. A scale brings each into the range of the format first.
+    What shares a scale decides what an outlier costs. docs/float8.md says which recipe pays where.
 
     ============ =========================================== ====================
     name         one scale for                               gradients of weights
@@ -38,16 +37,20 @@ class Recipe:
     `tensorwise` each array                                  in float8
     `rowwise`    each row along the summed dimension         in float8
     `rowwise_hp` the same; in the backward pass, each weight in bfloat16
+    `int8`       each array                                  in bfloat16
     ============ =========================================== ====================
 
     Args:
       granularity: `"tensor"` or `"row"`: what shares a scale.
-      forward: the dtype of activations and weights, float8_e4m3fn or float8_e5m2, or its name.
-      gradient: the dtype of derivatives.
+      forward: the dtype of activations and weights: float8_e4m3fn, float8_e5m2 or int8, or its
+        name.
+      gradient: the dtype of derivatives; int8 if `forward` is.
       power_of_two: whether scales are rounded down to powers of two. Without, a result is scaled
-        in float32, which costs a pass over it.
-      weight_gradient: `"float8"`, or `"bfloat16"` for gradients of weights without float8.
-      minimum: `"auto"` leaves out products that are slower in float8 on a GPU: for tensors those
+        in float32, which costs float8 a pass over it. Sums of int8 are integers, which are scaled
+        in float32 anyway.
+      weight_gradient: `"float8"` or `"int8"`, as the formats are, or `"bfloat16"` for gradients of
+        weights that are computed without codes.
+      minimum: `"auto"` leaves out products that are slower in 8 bits on a GPU: for tensors those
         with K <= 4096 and N <= 1024, for rows those with N <= 2048, or K <= 1024, or N <= 4096 and
         K <= 2048 (K is summed, N is the weight's other size). On other devices, and for None,
         there is no threshold. Sizes that are no multiples of 16 are always left out.
@@ -65,27 +68,39 @@ class Recipe:
     forward: Any = _E4M3
     gradient: Any = _E5M2
     power_of_two: bool = True  # a scale that is rounded itself moves a whole tensor by up to 0.2 %
-    weight_gradient: Literal["float8", "bfloat16"] = "float8"
+    weight_gradient: Literal["float8", "int8", "bfloat16"] = "float8"
     minimum: Minimum = "auto"
 
     def __post_init__(self) -> None:
-        for name, valid in _CHOICES.items():
-            if (value := getattr(self, name)) not in valid:
-                choices = ", ".join(map(repr, valid))
-                raise ValueError(f"{name} of a float8 recipe must be {choices}; got {value!r}")
+        formats = {dtype.name: dtype for dtypes in _FORMATS.values() for dtype in dtypes}
         for name in ("forward", "gradient"):
-            dtype = parse_dtype(getattr(self, name))
-            if dtype not in _FLOAT8:
-                formats = " or ".join(float8.name for float8 in _FLOAT8)
-                raise ValueError(f"{name} of a float8 recipe must be {formats}, got {dtype.name}")
-            object.__setattr__(self, name, dtype)
+            format_name = any_dtype_name(getattr(self, name))
+            if format_name not in formats:
+                valid = ", ".join(formats)
+                raise ValueError(f"{name} of a recipe must be one of {valid}; got {format_name}")
+            object.__setattr__(self, name, formats[format_name])
+        if self.gradient not in _FORMATS[self.codes]:
+            raise ValueError(
+                f"a recipe multiplies float8 or int8, not both; got forward={self.forward.name}, "
+                f"gradient={self.gradient.name}"
+            )
+        for name, choices in {**_CHOICES, "weight_gradient": (self.codes, _BFLOAT16)}.items():
+            if (value := getattr(self, name)) not in choices:
+                valid = ", ".join(map(repr, choices))
+                raise ValueError(f"{name} of a recipe must be one of {valid}; got {value!r}")
 
     @property
-    def keeps_codes(self) -> bool:
+    def codes(self) -> str:
+        """`"float8"` or `"int8"`."""
+        return next(kind for kind, dtypes in _FORMATS.items() if self.forward in dtypes)
+
+    def keeps_codes(self, *, of_weight: bool) -> bool:
         """Whether the backward pass reads the codes of the forward pass: 1 byte for each number."""
         # A backward product sums along other axes than the forward one: codes that have a scale for
-        # each row of the first do not fit it. Codes with one scale do.
-        return self.granularity == "tensor" and self.weight_gradient == "float8"
+        # each row of the first do not fit it. Codes with one scale do. Activations are read for the
+        # gradient of the weight alone.
+        is_read = of_weight or self.weight_gradient != _BFLOAT16
+        return self.granularity == "tensor" and is_read
 
     def why_not(
         self, rows: int, summed: int, columns: int, platform: str | None = None
@@ -112,7 +127,7 @@ class Recipe:
         if self.granularity == "row":
             is_slow = columns <= 2048 or summed <= 1024 or (columns <= 4096 and summed <= 2048)
         if is_slow and self.minimum == "auto" and (platform or jax.default_backend()) == "gpu":
-            return f"K = {summed}, N = {columns} is slower in float8"
+            return f"K = {summed}, N = {columns} is slower in 8 bits"
         return None
 
     def __str__(self) -> str:
@@ -134,7 +149,6 @@ class Recipe:
 _CHOICES: Mapping[str, tuple[Any, ...]] = {
     "granularity": ("tensor", "row"),
     "power_of_two": (True, False),
-    "weight_gradient": ("float8", _BFLOAT16),
     "minimum": ("auto", None),
 }
 # Names and formats of torchao. The gradient of a weight is a sum over tokens, where one outlier
@@ -143,6 +157,7 @@ _RECIPES: Mapping[str, Recipe] = {
     "tensorwise": Recipe(),
     "rowwise": Recipe(granularity="row", gradient=_E4M3),
     "rowwise_hp": Recipe(granularity="row", gradient=_E4M3, weight_gradient=_BFLOAT16),
+    "int8": Recipe(forward="int8", gradient="int8", power_of_two=False, weight_gradient=_BFLOAT16),
 }
 # Names that users will try, and why they are not here.
 _NOT_HERE: Mapping[str, str] = {
@@ -162,7 +177,7 @@ _WORDS: Mapping[str, bool | None] = {"none": None, "true": True, "false": False}
 
 
 def get_recipe(recipe: str | Recipe | None) -> Recipe | None:
-    """Returns a recipe for its name, with what differs behind colons; None for no float8.
+    """Returns a recipe for its name, with what differs behind colons; None for none.
 
     Args:
       recipe: a recipe, its name, or a text such as `"rowwise:gradient=float8_e5m2"`.
@@ -190,7 +205,7 @@ def get_recipe(recipe: str | Recipe | None) -> Recipe | None:
         raise ValueError(f"{_NOT_HERE[name.lower()]}. Use one of: {', '.join(_RECIPES)}")
     if name not in _RECIPES:
         hint = suggestion(name, list(_RECIPES))
-        raise ValueError(f"unknown float8 recipe {name!r}.{hint} Valid: {', '.join(_RECIPES)}")
+        raise ValueError(f"unknown recipe {name!r}.{hint} Valid: {', '.join(_RECIPES)}")
     values: dict[str, Any] = {}
     fields = [field.name for field in dataclasses.fields(Recipe)]
     for change in parts:

@@ -64,6 +64,8 @@ def encode_by_scale(
     scales = jnp.broadcast_to(scale.reshape(*scale.shape, *[1] * (x.ndim - scale.ndim)), shape)
     params = {"axes": axes, "power_of_two": power_of_two, "is_weight": is_weight}
     codes, largest = _encode_p.bind(x, scales, dtype=np.dtype(dtype), **params)
+    if dtype == jnp.int8:  # which has no NaN: the scale makes all of a product NaN
+        scales = jnp.where(jnp.isfinite(largest), scales, jnp.float32(jnp.nan))
     return Coded(codes, scales), largest
 
 

@@ -6,6 +6,7 @@ a product where the operand is a tangent, as in the rule of a `jax.custom_jvp`.
 """
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -115,11 +116,12 @@ def float8_product(
     numbers = params["dimension_numbers"]
     out, *scales = product_map.product(detached, numbers, dtype, _FAST, exact=dtype == np.float32)
     out = scale_back(out, scales[0], dtype) if scales else out
-    residuals = [ProductOperand(x) for x in operands]
-    if recipe.keeps_codes:
-        residuals = [
-            ProductOperand(x.codes, x.scale, y) for x, y in zip(codes, operands, strict=True)
-        ]
+    residuals = [
+        ProductOperand(coded.codes, coded.scale, x)
+        if recipe.keeps_codes(of_weight=i == parameter)
+        else ProductOperand(x)
+        for i, (coded, x) in enumerate(zip(codes, operands, strict=True))
+    ]
     return with_derivatives(out, product_map, residuals)
 
 
@@ -138,6 +140,10 @@ class Float8Map(BilinearMap):
         self.parameter = parameter
         self.groups = groups
 
+    def multiplies_codes(self, result_role: int) -> bool:
+        """Whether the map that returns a role multiplies codes."""
+        return result_role != self.parameter or self.recipe.weight_gradient != "bfloat16"
+
     def multiplied(
         self,
         result_role: int,
@@ -148,7 +154,7 @@ class Float8Map(BilinearMap):
         exact: bool = False,
     ) -> Any:
         """Makes a role from the two others; see `BilinearMap`."""
-        if result_role == self.parameter and self.recipe.weight_gradient != "float8":
+        if not self.multiplies_codes(result_role):
             return super().multiplied(result_role, operands, others, dtype, exact=exact)
         gathers = (*self.gathers, None)
         cells: list[Cell] = []
@@ -190,8 +196,13 @@ class Float8Map(BilinearMap):
         powers = self.recipe.power_of_two
         bind = functools.partial(lax.dot_general, dimension_numbers=dimension_numbers)
         sums = zip(operands, dimension_numbers[0], strict=True)
-        if any(x.scale.shape[i] != 1 for x, axes in sums for i in axes):
-            # Scales that differ along a sum cannot come out of it.
+        codes = [x.codes for x in operands]
+        is_integer = codes[0].dtype == jnp.int8
+        length = math.prod(codes[0].shape[i] for i in dimension_numbers[0][0])
+        # A symbolic length, as of `jax.export`, may be any.
+        has_room = not is_integer or (isinstance(length, int) and length * 127**2 < 2**31)
+        if any(x.scale.shape[i] != 1 for x, axes in sums for i in axes) or not has_room:
+            # Scales that differ along a sum cannot come out of it, nor a sum of more than 32 bits.
             is_narrow = powers and not exact and dtype != jnp.float16
             decoded_dtype = jnp.bfloat16 if is_narrow else jnp.float32
             # XLA:GPU drops a cast to float8 and back, unless there is a barrier in between.
@@ -205,7 +216,10 @@ class Float8Map(BilinearMap):
         # Powers of two scale bfloat16 exactly, and compilers fold one scalar into the product. In
         # float16, sums of codes would overflow.
         result_dtype = dtype if powers and dtype != jnp.float16 else np.dtype(np.float32)
-        codes = [x.codes for x in operands]
+        if is_integer:
+            sums_of_codes = bind(*codes, preferred_element_type=np.dtype(np.int32))
+            out = cast(sums_of_codes, np.float32)
+            return Coded(out, _scale_of_product(operands, dimension_numbers, out.ndim))
         out = bind(*codes, precision=precision, preferred_element_type=result_dtype)
         return Coded(out, _scale_of_product(operands, dimension_numbers, out.ndim))
 
@@ -222,7 +236,7 @@ class Float8Map(BilinearMap):
         groups = self.groups[role]
         # As in torchao's recipe: in the backward pass, a weight that is not transposed by rows.
         is_weight = role == self.parameter and result_role != RESULT
-        whole = is_weight and self.recipe.weight_gradient != "float8"
+        whole = is_weight and self.recipe.weight_gradient == "bfloat16"
         if whole or self.recipe.granularity == "tensor":
             return tuple(i for i, group in enumerate(groups) if group != _MAPPED)
         return tuple(i for i, group in enumerate(groups) if group == _SUMMED_BY[result_role])

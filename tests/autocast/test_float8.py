@@ -108,8 +108,18 @@ def none_found(reason: str) -> Any:
     """The warning that no product of a function is in float8, unless another call may have more."""
     if reason == LEFT["M"][3]:
         return nullcontext()
-    text = f"asks for products in float8, and autocast finds none to put there: {reason}"
+    text = f"asks for products in 8 bits, and autocast finds none to put there: {reason}"
     return pytest.warns(UserWarning, match=re.escape(text)) if reason else nullcontext()
+
+
+def test_a_product_of_masks_is_none_in_8_bits() -> None:
+    """They have one byte, too: the warning that nothing else is in 8 bits stays."""
+
+    def fun(x: Any, w: Any, mask: Any) -> Any:
+        return x @ w, jnp.dot(mask, mask.T)
+
+    with none_found("N = 50 is no multiple of 16"):
+        jaxmp.autocast(fun, FP8)(X, weights(64, 50), jnp.ones((4, 4), bool))
 
 
 @pytest.mark.parametrize("name", LEFT)
@@ -348,7 +358,7 @@ def test_thresholds_of_a_gpu(recipe: str, monkeypatch: pytest.MonkeyPatch) -> No
         for k, n, _ in shapes[recipe]:
             structs = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((32, k), (k, n))]
             ((dtypes, why),) = products(fun, *structs)
-            assert why == ("" if dtypes == E4 else f"K = {k}, N = {n} is slower in float8")
+            assert why == ("" if dtypes == E4 else f"K = {k}, N = {n} is slower in 8 bits")
             said.append(dtypes == E4)
         return said
 

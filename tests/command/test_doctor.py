@@ -28,48 +28,49 @@ def report(at: Machine, shapes: tuple[str, ...] = ()) -> DoctorReport:
 
 
 @pytest.mark.parametrize(
-    ("kind", "capability", "policy", "float8"),
+    ("kind", "capability", "policy", "codes"),
     [
-        ("NVIDIA H100 80GB HBM3", "9.0", "mixed_bfloat16", True),
-        ("NVIDIA A100-SXM4-80GB", "8.0", "mixed_bfloat16", False),
-        ("Tesla V100-SXM2-16GB", "7.0", "mixed_float16", False),
-        ("TPU v5 lite", "", "mixed_bfloat16", False),
-        ("TPU7x", "", "mixed_bfloat16", True),
+        ("NVIDIA H100 80GB HBM3", "9.0", "mixed_bfloat16", "float8"),
+        ("NVIDIA A100-SXM4-80GB", "8.0", "mixed_bfloat16", "int8"),
+        ("Tesla V100-SXM2-16GB", "7.0", "mixed_float16", ""),
+        ("TPU v5 lite", "", "mixed_bfloat16", "int8"),
+        ("TPU7x", "", "mixed_bfloat16", "float8"),
         # Not in the table: the compute capability says it.
-        ("NVIDIA GeForce RTX 3090", "8.6", "mixed_bfloat16", False),
-        ("NVIDIA GeForce RTX 2080 Ti", "7.5", "mixed_float16", False),
-        ("NVIDIA RTX PRO 6000 Blackwell", "12.0", "mixed_bfloat16", True),
-        ("NVIDIA Tesla P100", "6.0", "float32", False),
+        ("NVIDIA GeForce RTX 3090", "8.6", "mixed_bfloat16", "int8"),
+        ("NVIDIA GeForce RTX 2080 Ti", "7.5", "mixed_float16", "int8"),
+        ("NVIDIA RTX PRO 6000 Blackwell", "12.0", "mixed_bfloat16", "float8"),
+        ("NVIDIA Tesla P100", "6.0", "float32", ""),
         # Nothing is known.
-        ("cpu", "", "float32", False),
+        ("cpu", "", "float32", ""),
         ("AMD Instinct MI999", "gfx999", "float32", None),
     ],
 )
 def test_the_format_follows_from_what_the_device_multiplies(
-    kind: str, capability: str, policy: str, float8: bool | None
+    kind: str, capability: str, policy: str, codes: str | None
 ) -> None:
     found = report(machine(kind, capability=capability))
     assert found.choice.policy == policy
-    assert found.multiplies["float8_e4m3fn"] is float8
+    assert found.codes.partition("_")[0] == (codes or "")
     text = str(found)
     assert f"Train in {policy}:" in text
     wanted = {
-        True: "multiplies float8: mixed",
-        False: "does not multiply float8",
+        "float8": "multiplies float8: mixed_float8",
+        "int8": "multiplies int8, and widens float8: `,products=int8` behind the policy above",
+        "": "does not multiply 8 bits",
         None: "not known",
     }
-    assert wanted[float8] in text.partition("Float8:")[2]
+    assert wanted[codes] in " ".join(text.partition("\n8 bits:")[2].split())
 
 
-def test_what_is_left_out_of_float8_is_said() -> None:
+def test_what_is_left_out_of_8_bits_is_said() -> None:
     sizes = ("16384x8192x8192", "16384x1024x1024", "16384x8192x50257")
     found = report(machine("NVIDIA H100 80GB HBM3"), sizes)
-    wanted = ["", "K = 1024, N = 1024 is slower in float8", "N = 50257 is no multiple of 16"]
-    assert found.as_dict()["left_out_of_float8"] == wanted
-    assert "is slower in float8" in " ".join(str(found).split())
+    wanted = ["", "K = 1024, N = 1024 is slower in 8 bits", "N = 50257 is no multiple of 16"]
+    assert found.as_dict()["left_out_of_8_bits"] == wanted
+    assert "is slower in 8 bits" in " ".join(str(found).split())
     heads = ProductShape(4096, 64, 4096, batch=32)
-    assert "attention" in found.left_out_of_float8(heads)
-    assert report(machine("NVIDIA A100-SXM4-80GB")).left_out_of_float8(heads) == ""
+    assert "attention" in found.left_out_of_8_bits(heads)
+    assert report(machine("Tesla V100-SXM2-16GB")).left_out_of_8_bits(heads) == ""
 
 
 def test_sizes_that_are_padded_are_found() -> None:

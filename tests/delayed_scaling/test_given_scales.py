@@ -1,6 +1,7 @@
 """What delayed scaling is made of: probes, rounding by a known scale, and both in a product."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -151,6 +152,11 @@ W = jnp.asarray(np.random.default_rng(2).normal(size=(16, 48)), jnp.float32)
 CT = jnp.asarray(np.random.default_rng(3).normal(size=(32, 48)), jnp.bfloat16)
 
 
+each_recipe = pytest.mark.parametrize(
+    "recipe", ["tensorwise", "tensorwise:weight_gradient=bfloat16", "int8"]
+)
+
+
 def times(x: Any, w: Any, recipe: str = "tensorwise") -> Any:
     return jaxmp.float8.dot_general(x, w, NUMBERS, recipe=recipe)
 
@@ -166,9 +172,11 @@ def given_scales(fun: Any, *args: Any) -> Any:
     return run
 
 
-def evaluated(given: PlaceValues, x: Any = X, w: Any = W, ct: Any = CT) -> Any:
+def evaluated(
+    given: PlaceValues, x: Any = X, w: Any = W, ct: Any = CT, recipe: str = "tensorwise"
+) -> Any:
     """The product, what was seen, the two gradients, and the gradients of the probes."""
-    run = given_scales(times, x, w)
+    run = given_scales(functools.partial(times, recipe=recipe), x, w)
 
     @jax.jit
     def call(x: Any, w: Any, ct: Any) -> Any:
@@ -185,36 +193,42 @@ def largest_of(*arrays: Any) -> list[Any]:
     return [jnp.max(jnp.abs(x)).astype(jnp.float32) for x in arrays]
 
 
-def test_the_magnitudes_that_are_there_give_the_bits_of_current_scaling() -> None:
-    current = evaluated(PlaceValues([None, None], [None], [ZERO]))
-    delayed = evaluated(PlaceValues(largest_of(X, W), largest_of(CT), [ZERO]))
+@each_recipe
+def test_the_magnitudes_that_are_there_give_the_bits_of_current_scaling(recipe: str) -> None:
+    current = evaluated(PlaceValues([None, None], [None], [ZERO]), recipe=recipe)
+    delayed = evaluated(PlaceValues(largest_of(X, W), largest_of(CT), [ZERO]), recipe=recipe)
     assert tree_bits(delayed) == tree_bits(current)
     _, found, (_, _, (of_ct,)) = delayed
     assert [*found, of_ct] == largest_of(X, W, CT)
 
 
-def test_each_given_scale_is_used() -> None:
+@pytest.mark.parametrize(
+    ("recipe", "forms"),
+    [("tensorwise", (E4, E4, E5)), ("int8:weight_gradient=int8:power_of_two=true", ["int8"] * 3)],
+)
+def test_each_given_scale_is_used(recipe: str, forms: Sequence[str]) -> None:
     """A product with every scale too large, against NumPy: all three operands are clipped."""
     given = PlaceValues([jnp.float32(0.5), jnp.float32(0.25)], [jnp.float32(0.125)], [ZERO])
-    out, _, (dx, dw, _) = evaluated(given)
+    out, _, (dx, dw, _) = evaluated(given, recipe=recipe)
 
     def clipped(x: Any, expected: float, form: str) -> np.ndarray:
         by = scale(np.float32(expected), form, True)
         return rounded(np.asarray(x, np.float64) * by, form) / by
 
-    x, w, ct = clipped(X, 0.5, E4), clipped(W, 0.25, E4), clipped(CT, 0.125, E5)
-    assert np.abs(x).max() < 0.9 < np.abs(np.asarray(X, np.float64)).max()
+    x, w, ct = map(clipped, (X, W, CT), (0.5, 0.25, 0.125), forms)
+    assert np.abs(x).max() < 1 < np.abs(np.asarray(X, np.float64)).max()
     np.testing.assert_allclose(np.asarray(out, np.float64), x @ w, rtol=0.01, atol=0.02)
     np.testing.assert_allclose(np.asarray(dx, np.float64), ct @ w.T, rtol=0.01, atol=0.02)
     np.testing.assert_allclose(np.asarray(dw, np.float64), x.T @ ct, rtol=1e-5, atol=1e-5)
 
 
+@each_recipe
 @pytest.mark.parametrize("which", ["x", "w", "ct"])
-def test_an_overflow_reaches_the_gradients(which: str) -> None:
+def test_an_overflow_reaches_the_gradients(which: str, recipe: str) -> None:
     arrays = {"x": X, "w": W, "ct": CT}
     broken = arrays | {which: arrays[which].at[3, 5].set(jnp.inf)}
     given = PlaceValues(largest_of(X, W), largest_of(CT), [ZERO])
-    _, found, (dx, dw, (of_ct,)) = evaluated(given, **broken)
+    _, found, (dx, dw, (of_ct,)) = evaluated(given, **broken, recipe=recipe)
     assert np.isnan(np.asarray(dw)).any() or np.isnan(np.asarray(dx, np.float32)).any()
     assert not np.isfinite([*found, of_ct]).all()
 
@@ -287,7 +301,18 @@ def test_places_are_found_in_jit_checkpoint_and_scan_and_named_elsewhere() -> No
     assert set(operations_not_entered(equations)) == {"cond"}
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_hp", "tensorwise:weight_gradient=bfloat16"])
+@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_hp", "int8:granularity=row"])
 def test_other_recipes_have_no_places(recipe: str) -> None:
     closed = jax.make_jaxpr(functools.partial(times, recipe=recipe))(X, W)
     assert not any(places_of(closed.jaxpr.eqns))
+
+
+@pytest.mark.parametrize("first", ["tensorwise", "tensorwise:weight_gradient=bfloat16", "int8"])
+def test_an_array_of_two_recipes_has_places_for_one(first: str) -> None:
+    """One product keeps it wide, or as codes; that by rows goes by current magnitudes."""
+
+    def both(x: Any, w: Any) -> Any:
+        return times(x, w, first) + times(x, w, "rowwise") + times(x, w, "int8:granularity=row")
+
+    places = places_of(jax.make_jaxpr(both)(X, W).jaxpr.eqns)
+    assert (places.forward, places.backward) == ([(), ()], [()])

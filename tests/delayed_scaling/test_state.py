@@ -136,7 +136,7 @@ def test_the_state_is_float32_where_float64_is_enabled() -> None:
 
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float8,products=rowwise"])
 def test_a_function_without_such_products_has_no_state(policy: str) -> None:
-    with pytest.raises(ValueError, match="no product in float8 with one scale for each array, and"):
+    with pytest.raises(ValueError, match="no product in 8 bits with one scale for each array, and"):
         init(policy=policy)
 
 
@@ -292,7 +292,7 @@ def test_recomputed_steps_give_the_same_bits(recompute: str) -> None:
 
 
 @pytest.mark.parametrize("skip", ["cond", "select"])
-@pytest.mark.parametrize("policy", [POLICY, FLOAT16])
+@pytest.mark.parametrize("policy", [POLICY, FLOAT16, "mixed_int8"])
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
 @pytest.mark.jax
 def test_a_skipped_step_leaves_the_state_as_it_was(skip: str, policy: str, bad: float) -> None:

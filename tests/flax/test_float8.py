@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import optax
 import pytest
 from flax import linen as nn, nnx
 from jax import lax
@@ -114,6 +115,20 @@ def test_both_backward_products_are_in_float8_and_gradients_in_float32(subject: 
     found = jax.jit(gradient)(made.params, X)
     assert dtypes(found) == dtypes(made.params) == {"float32"}
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(found))
+
+
+@SUBJECTS
+def test_int8_is_where_float8_is(subject: Any) -> None:
+    """Both forward and for the cotangents of activations; gradients of weights have 16 bits."""
+    model = subject("mixed_int8")
+    assert count_dots(model.call, model.params, X) == {"int8": 6, "bfloat16": 3}
+    dots = count_dots(jax.grad(loss(model), argnums=(0, 1)), model.params, X)
+    assert (dots["int8"], sum(dots.values())) == (12, 3 * 9)
+    gradients = jax.jit(jax.grad(loss(model)))(model.params, X)
+    exact = jax.jit(jax.grad(loss(subject("float32"))))(model.params, X)
+    assert dtypes(gradients) == {"float32"}
+    difference = optax.tree.norm(jax.tree.map(jnp.subtract, gradients, exact))
+    assert 0 < difference / optax.tree.norm(exact) < 0.03
 
 
 def float8_of(kernel: Any) -> np.ndarray[Any, Any]:
@@ -279,7 +294,7 @@ def test_what_is_in_a_router_follows_it(make: str) -> None:
 
 
 def test_small_products_are_left_out_with_float32_gradients_and_a_reason() -> None:
-    with pytest.warns(UserWarning, match="no layer of Sequential is in float8"):
+    with pytest.warns(UserWarning, match="no layer of Sequential is in 8 bits"):
         made = linen_subject("mixed_float8", nn.Sequential([nn.Dense(10), nn.Dense(16)]))
     assert count_dots(made.call, made.params, X) == {"bfloat16": 2}
     products = [
@@ -297,7 +312,7 @@ def test_small_products_are_left_out_with_float32_gradients_and_a_reason() -> No
 
 
 @SUBJECTS
-@pytest.mark.filterwarnings("ignore:a policy asks for products in float8")
+@pytest.mark.filterwarnings("ignore:a policy asks for products in 8 bits")
 def test_an_explicit_precision_is_not_float8(subject: Any) -> None:
     if subject is linen_subject:
         made = linen_subject("mixed_float8", nn.Dense(48, precision="highest"))
@@ -350,6 +365,7 @@ def test_the_summary_names_the_recipe(summary: Callable[[Any], dict[str, str]]) 
     inside, outside = "bfloat16, products float8 (tensorwise)", "bfloat16"
     found = summary("mixed_float8")
     assert [found[name] for name in names] == [*[inside] * 4, outside, outside]
+    assert summary("mixed_int8")["up"] == "bfloat16, products int8 (int8)"
     found = summary(PolicyRules({"up": "c=bf16,products=rowwise"}, default="mixed_bfloat16"))
     assert [found[name] for name in ("up", "down")] == [
         "bfloat16, products float8 (rowwise)",

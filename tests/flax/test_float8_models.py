@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 KEY = jax.random.key(0)
 FLOAT8, BOTH8 = "float8_e4m3fn", "float8_e5m2,float8_e4m3fn"
 X = jax.random.normal(jax.random.key(1), (32, 16))
-NOT_IN_FLOAT8 = "layers keep products of their own, which are not in float8"
+NOT_IN_FLOAT8 = "layers keep products of their own, which are not in 8 bits"
 
 
 def own_product(*args: Any, **kwargs: Any) -> Any:
@@ -357,7 +357,7 @@ class NnxWithHead(nnx.Module):
     ],
     ids=["name", "none", "head", "both"],
 )
-@pytest.mark.filterwarnings("ignore:a policy asks for products in float8")
+@pytest.mark.filterwarnings("ignore:a policy asks for products in 8 bits")
 def test_nnx_autocast_leaves_heads_out_too(
     rules: Any, inside: int, left_out: list[str], applied: bool
 ) -> None:
@@ -403,7 +403,7 @@ class Jitted(nn.Module):
 
 def test_nn_jit_may_not_share_a_trace_between_a_head_and_another_layer() -> None:
     model = jaxmp.linen.apply_policy(Jitted(), "mixed_float8")
-    with pytest.raises(ValueError, match=r"'head' was traced as one with 'up'.*out of float8"):
+    with pytest.raises(ValueError, match=r"'head' was traced as one with 'up'.*out of 8 bits"):
         model.init(KEY, X)
     rules = PolicyRules({"type:Dense": "mixed_float8"})  # names both
     model = jaxmp.linen.apply_policy(Jitted(), rules)
@@ -466,7 +466,7 @@ def test_the_audit_has_rows_of_products_that_no_layer_makes() -> None:
     assert (row.reason, row.count) == ("routers", 1)
 
 
-NONE_FOUND = "a policy asks for products in float8, and no layer of"
+NONE_FOUND = "a policy asks for products in 8 bits, and no layer of"
 
 
 def test_a_policy_that_puts_nothing_in_float8_says_so() -> None:
@@ -474,7 +474,7 @@ def test_a_policy_that_puts_nothing_in_float8_says_so() -> None:
     layers = [nn.Dense(10), nn.Dense(16)]
     model = jaxmp.linen.apply_policy(nn.Sequential(layers), "mixed_float8")
     why = r"'layers_0' \(N = 10 is no multiple of 16\), 'layers_1' \(K = 10"
-    with pytest.warns(UserWarning, match=f"{NONE_FOUND} Sequential is in float8: {why}"):
+    with pytest.warns(UserWarning, match=f"{NONE_FOUND} Sequential is in 8 bits: {why}"):
         params = model.init(KEY, X)
     model.apply(params, X)  # once for each class
     one = nnx.Sequential(nnx.Linear(16, 10, rngs=RNGS), nnx.Conv(10, 16, (3,), rngs=RNGS))

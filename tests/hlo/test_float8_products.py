@@ -10,7 +10,7 @@ import pathlib
 import pytest
 
 from jaxmp._tools.hlo.collectives import read_program
-from jaxmp._tools.hlo.products import HloFloat8Product
+from jaxmp._tools.hlo.products import HloCodeProduct
 
 pytestmark = pytest.mark.jax
 
@@ -18,7 +18,7 @@ HLO = pathlib.Path(__file__).parent / "programs" / "float8"
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 
 
-def read(name: str) -> tuple[HloFloat8Product, ...]:
+def read(name: str) -> tuple[HloCodeProduct, ...]:
     return read_program((HLO / f"{name}.txt").read_text()).float8
 
 
@@ -58,7 +58,7 @@ def test_fusions_of_a_tpu_are_its_products() -> None:
     assert {each.ran for each in found} == {"float8 operands"}
 
 
-def program(*lines: str) -> tuple[HloFloat8Product, ...]:
+def program(*lines: str) -> tuple[HloCodeProduct, ...]:
     given = ("%x = f8e4m3fn[8,8] parameter(0)", "%w = f8e4m3fn[8,8] parameter(1)", *lines)
     body = "\n".join(f"  {each}" for each in given)
     return read_program(f"HloModule test\n\nENTRY %main () -> () {{\n{body}\n}}\n").float8

@@ -86,7 +86,7 @@ def test_what_is_left_out(tensorwise: AuditReport) -> None:
     assert (row.reason, row.path) == (f"N = {ODD} is no multiple of 16", "tail")
     assert row.line == line_of("odd", "loss")
     assert (row.count, row.runs, row.flops) == (3, 3, 3 * LAST)
-    assert "Left out of float8" in str(tensorwise)
+    assert "Left out of 8 bits" in str(tensorwise)
 
 
 def test_the_reason_is_no_module(tensorwise: AuditReport) -> None:
@@ -114,6 +114,30 @@ def test_gradients_that_a_recipe_leaves_in_bfloat16() -> None:
     reason = "rowwise_hp has gradients of weights in bfloat16"
     assert [row.flops for row in report.left_out if row.reason == reason] == [LAYER, LAYER]
     assert sum(row.flops for row in report.left_out) == 2 * LAYER + 3 * LAST
+
+
+def test_rows_of_int8() -> None:
+    """Sums are int32, weights are kept as codes, and why the rest is in 16 bits is said."""
+    report = of("int8")
+    rows = [row for row in report.product_lines if "int8" in row.operands]
+    assert {(row.operands, row.result) for row in rows} == {(("int8", "int8"), "int32")}
+    assert sorted(row.direction for row in rows) == ["backward", "forward", "forward"]
+    reason = "int8 has gradients of weights in bfloat16"
+    assert [row.flops for row in report.left_out if row.reason == reason] == [LAYER, LAYER]
+    kept = of("int8", grad=False).residuals or ()
+    assert ("int8", "params", N * N) in {(row.dtype, row.kind, row.bytes) for row in kept}
+    assert report.check(products=("int8", "bfloat16")) is report
+    assert f"(N = {ODD} is no multiple of 16)" in "".join(message(report, products="int8"))
+    # Float8 in place of it is seen.
+    assert of("tensorwise").share("int8") == 0
+    assert report.share("float8") == 0 < report.share("int8")
+
+
+def test_long_sums_of_int8_show_what_they_were_rounded_to() -> None:
+    """32 bits do not hold 2**18 products of 127 by 127: they are decoded before."""
+    x, w = array(16, 2**18), array(2**18, 16)
+    row = audit(jaxmp.autocast(lambda x, w: x @ w, policy("int8")), x, w).product_lines[0]
+    assert (row.operands, row.rounded_to) == (("float32", "float32"), ("int8", "int8"))
 
 
 @pytest.mark.parametrize(
@@ -170,7 +194,7 @@ def test_the_check_is_a_share_of_flops(tensorwise: AuditReport) -> None:
     assert all(f"(N = {ODD} is no multiple of 16)" in line for line in odd)
     others = [line for line in lines[2:] if line not in odd]
     assert others
-    assert all("(no operand is a param under a float8 policy, or" in line for line in others)
+    assert all("(no operand is a param under a policy in 8 bits, or" in line for line in others)
 
 
 def test_the_check_says_what_is_emulated() -> None:
@@ -203,25 +227,23 @@ def test_the_compiled_program_has_the_last_word() -> None:
     assert compiled("float8/cublas").check(**given)
     assert compiled("float8/tpu").check(**given)
     wide = message(compiled("float8/widened"), **given)
-    assert wide[1] == "products: the compiler widened float8 operands of these:"
+    assert wide[1] == "products: the compiler widened 8-bit operands of these:"
     assert len([line for line in wide if "widened to " in line]) == 3
     fused = compiled("float8/fusions")
     assert message(fused, **given)[1].startswith("unseen: whether the kernels of these fusions")
     assert fused.check(**given, allow_unseen="fusion") is fused
     none = message(compiled("gpu_every_kind"), **given)
-    assert none[1] == "products: the given program has none with float8 operands."
+    assert none[1] == "products: the given program has none with 8-bit operands."
 
 
 def test_the_compiled_program_prints() -> None:
     assert "│ float8  │" in str(compiled("float8/cublas"))
     assert "│ widened to float16  │" in str(compiled("float8/widened"))
-    assert "fusions with products of float8 operands (3): whether" in str(
-        compiled("float8/fusions")
-    )
+    assert "fusions with products of 8-bit operands (3): whether" in str(compiled("float8/fusions"))
     assert "TPUs before 7x widen" in str(compiled("float8/tpu"))
     gone = " ".join(str(compiled("gpu_every_kind")).split())
-    assert "Where the float8 operands are: no product of the given program has one." in gone
-    assert "Where the float8 operands are" not in str(compiled("float8/cublas"))
+    assert "Where the 8-bit operands are: no product of the given program has one." in gone
+    assert "Where the 8-bit operands are" not in str(compiled("float8/cublas"))
 
 
 @pytest.mark.usefixtures("unchecked")

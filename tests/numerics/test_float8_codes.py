@@ -14,6 +14,7 @@ from hypothesis import given, settings, strategies as st
 from jaxmp._numerics.float8_codes import (
     decode_float8,
     encode_float8,
+    largest_code,
     largest_magnitude,
     round_to_codes,
     scale_of,
@@ -23,7 +24,8 @@ from tests.support.float8_references import FORMATS, LEAST_AMAX, coded, rounded,
 pytestmark = pytest.mark.jax
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
-each_format = pytest.mark.parametrize("form", [E4M3, E5M2])
+each_format = pytest.mark.parametrize("form", [E4M3, E5M2, "int8"])
+each_float8 = pytest.mark.parametrize("form", [E4M3, E5M2])
 each_scaling = pytest.mark.parametrize("powers", [True, False], ids=["powers of two", "any scale"])
 
 TINY = float(np.finfo(np.float32).tiny)
@@ -61,7 +63,7 @@ def test_the_formats_are_those_of_the_definition(form: str) -> None:
     numbers = numbers_of(form)
     codes = np.arange(len(numbers), dtype=np.uint8).view(jnp.dtype(form))
     same(codes, [float(x) for x in numbers])
-    assert float(jnp.finfo(form).max) == FORMATS[form][2] == numbers[-1]
+    assert largest_code(jnp.dtype(form)) == FORMATS[form][2] == numbers[-1]
 
 
 @each_format
@@ -200,10 +202,11 @@ def test_out_of_range_is_the_largest_number(form: str) -> None:
     x = jnp.float32([largest, largest * 1.06, 1e9, HUGE, -1e9])
     got = round_to_codes(x, jnp.ones((1,)), jnp.dtype(form))
     same(got, largest * np.float64([1, 1, 1, 1, -1]))
-    assert not np.isfinite(np.asarray(x.astype(form)).astype(np.float32)[2])  # positive control
+    cast = np.asarray(x.astype(form)).astype(np.float32)
+    assert cast[-1] != -largest  # positive control: NaN, -inf, -128
 
 
-@each_format
+@each_float8
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 def test_a_bad_number_makes_all_that_shares_its_scale_nan(form: str, bad: float) -> None:
     x = np.ones((3, 4), np.float32)
@@ -215,7 +218,7 @@ def test_a_bad_number_makes_all_that_shares_its_scale_nan(form: str, bad: float)
     assert np.isnan(rows[1]).all()
 
 
-@each_format
+@each_float8
 def test_nan_passes_a_finite_scale(form: str) -> None:
     got = round_to_codes(jnp.float32([np.nan, 1]), jnp.ones((1,)), jnp.dtype(form))
     same(got, [np.nan, 1])
@@ -229,6 +232,17 @@ def test_zeros_and_subnormal_numbers_have_codes_zero(form: str, powers: bool) ->
     same(got.codes, np.zeros((2, 3)))
     assert np.isfinite(np.asarray(got.scale)).all()
     same(decode_float8(got, jnp.float32), np.zeros((2, 3)))
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_a_bad_number_shows_in_the_scale_of_int8(bad: float) -> None:
+    """int8 has no NaN: all that shares the scale is NaN once it is decoded."""
+    x = np.ones((3, 4), np.float32)
+    x[1, 2] = bad
+    coded_rows = encode_float8(jnp.asarray(x), jnp.dtype("int8"), (1,))
+    decoded = np.asarray(decode_float8(coded_rows, jnp.float32))
+    assert np.isnan(decoded).all(axis=1).tolist() == [False, True, False]
+    assert np.isfinite(decoded[[0, 2]]).all()
 
 
 def test_empty_arrays() -> None:

@@ -100,9 +100,13 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
      "granularity, forward, gradient, power_of_two, weight_gradient, minimum. "
      "Did you mean 'gradient'?"),
     ("float8 granularity", lambda: jaxmp.float8.Recipe(granularity="channel"), ValueError,
-     "granularity of a float8 recipe must be 'tensor', 'row'; got 'channel'"),
+     "granularity of a recipe must be one of 'tensor', 'row'; got 'channel'"),
     ("float8 format", lambda: jaxmp.float8.Recipe(forward="bf16"), ValueError,
-     "forward of a float8 recipe must be float8_e4m3fn or float8_e5m2, got bfloat16"),
+     "forward of a recipe must be one of float8_e4m3fn, float8_e5m2, int8; got bfloat16"),
+    ("float8 and int8", lambda: get_recipe("int8:gradient=e5m2"), ValueError,
+     "a recipe multiplies float8 or int8, not both; got forward=int8, gradient=float8_e5m2"),
+    ("int8 weight gradient", lambda: get_recipe("int8:weight_gradient=float8"), ValueError,
+     "weight_gradient of a recipe must be one of 'int8', 'bfloat16'; got 'float8'"),
     ("MX formats", lambda: jaxmp.get_policy("mixed_bfloat16,products=mxfp8"), ValueError,
      "mxfp8 needs blocks of 32 numbers, and JAX multiplies those in bfloat16 on every device"),
     ("float8 in blocks", lambda: jaxmp.get_policy("mixed_float8,products=blockwise"), ValueError,
@@ -112,7 +116,7 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
      ValueError, "scales from earlier steps need a state, which no recipe has. Take 'tensorwise', "
      "alone or inside of jaxmp.float8.with_state, which brings such scales. Use one of: tens"),
     ("float8 in float32", lambda: jaxmp.get_policy("float32,products=tensorwise"), ValueError,
-     "products in float8 (tensorwise) need a compute dtype of 16 bits for all that is around them, "
+     "products in 8 bits (tensorwise) need a compute dtype of 16 bits for all that is around them, "
      "got float32. Use 'mixed_float8', or compute=bfloat16"),
     ("float8 parameter", lambda: jaxmp.float8.dot_general(1, 2, None, parameter=2), ValueError,
      "parameter must be 0 (lhs) or 1 (rhs), got 2"),

@@ -23,10 +23,11 @@ pytestmark = pytest.mark.annotations
 RECIPES = [
     "tensorwise", "rowwise", "rowwise_hp", "tensorwise:power_of_two=false",
     "rowwise:power_of_two=false", "tensorwise:gradient=float8_e4m3fn",
-    "tensorwise:weight_gradient=bfloat16",
+    "tensorwise:weight_gradient=bfloat16", "int8", "int8:weight_gradient=int8",
+    "int8:power_of_two=true:weight_gradient=int8", "int8:granularity=row:weight_gradient=int8",
 ]  # fmt: skip
 each_recipe = pytest.mark.parametrize("recipe", RECIPES)
-MAIN = ["tensorwise", "rowwise", "rowwise_hp"]
+MAIN = ["tensorwise", "rowwise", "rowwise_hp", "int8"]
 main_recipes = pytest.mark.parametrize("recipe", MAIN)
 # Einsum's letters, the size of each letter, and which operand is the weight.
 SPECS: dict[str, tuple[str, dict[str, int], int]] = {
@@ -125,6 +126,21 @@ def test_the_check_sees_a_wrong_recipe() -> None:
     results = [(case.result(lhs, rhs), *case.gradients(lhs, rhs, ct)) for case in cases]
     for one, other in itertools.combinations(results, 2):
         assert max(map(error, one, other)) > 1e-2
+
+
+@pytest.mark.parametrize("recipe", ["int8", "int8:granularity=row"])
+def test_long_sums_of_int8_do_not_wrap_around(recipe: str) -> None:
+    """2**18 times 127 * 127 is more than an int32 holds; 2**17 times is less: a sum of codes."""
+    for summed in (2**17, 2**18):
+        x, w = jnp.ones((16, summed), jnp.bfloat16), jnp.ones((summed, 16))
+        dot = functools.partial(
+            jaxmp.float8.dot_general, dimension_numbers=(((1,), (0,)), ((), ())), recipe=recipe
+        )
+        np.testing.assert_allclose(np.asarray(dot(x, w), np.float32), summed, rtol=2.0**-8)
+        (product,) = [
+            e for e in equations(jax.make_jaxpr(dot)(x, w)) if e.primitive.name == "dot_general"
+        ]
+        assert str(product.outvars[0].aval.dtype) == ("int32" if summed == 2**17 else "float32")
 
 
 @main_recipes

@@ -18,10 +18,17 @@ from tests.support.float8_references import error
 
 pytestmark = pytest.mark.annotations
 
-RECIPES = ["tensorwise", "rowwise", "rowwise_hp"]
+RECIPES = ["tensorwise", "rowwise", "rowwise_hp", "int8", "int8:weight_gradient=int8"]
+IN_BFLOAT16 = ["rowwise_hp", "int8"]  # their gradients of weights
 # One kind of scales on the newest jax, too: what they multiply is the same.
 each_recipe = pytest.mark.parametrize(
-    "recipe", [pytest.param("tensorwise", marks=pytest.mark.jax), *RECIPES[1:]]
+    "recipe",
+    [
+        pytest.param("tensorwise", marks=pytest.mark.jax),
+        *RECIPES[1:3],
+        pytest.param("int8", marks=pytest.mark.jax),
+        RECIPES[4],
+    ],
 )
 NUMBERS = (((1,), (0,)), ((), ()))
 
@@ -110,7 +117,7 @@ def test_linear_transpose() -> None:
 
 
 @pytest.mark.jax
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_hp"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_hp", "int8"])
 def test_a_tangent_in_the_rule_of_a_custom_jvp(recipe: str) -> None:
     """There the codes and the scale of a tangent both depend on it, and are transposed."""
 
@@ -166,7 +173,7 @@ def test_vmap_is_a_loop(recipe: str, name: str) -> None:
             b if axis is None else b.take(i, axis) for b, axis in zip(batches, axes, strict=True)
         ]
         result = [a[i] for a in got]
-        if recipe.endswith("rowwise_hp"):
+        if recipe in IN_BFLOAT16:
             chex.assert_trees_all_close(result, list(run(*each)), rtol=1e-5, atol=1e-6)
         else:
             same(result, run(*each))
@@ -194,7 +201,7 @@ SQUARE = draw((24, 32), (3, 32, 32), seed=1)
 
 def same_but_for_sums(recipe: str, got: Any, want: Any) -> None:
     """Equal bits; but where gradients of weights are in bfloat16, fusions change its roundings."""
-    if recipe == "rowwise_hp":
+    if recipe in IN_BFLOAT16:
         assert error(got[-1], want[-1]) < 1e-2
         got, want = got[:-1], want[:-1]
     same(got, want)
@@ -288,7 +295,7 @@ def mesh() -> Any:
     return jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
 
 
-def exact_operands() -> tuple[Any, Any, Any]:
+def exact_operands(recipe: str) -> tuple[Any, Any, Any]:
     """Integers that stay exact in every sum, and one outlier in x and in the cotangent.
 
     The outlier takes the scale of the whole array: small odd numbers become even ones. With a scale
@@ -300,7 +307,7 @@ def exact_operands() -> tuple[Any, Any, Any]:
     ct = random.integers(-15, 16, (64, 16)).astype(np.float32)
     # Alone in its row and column, so that no sum has it beside small numbers.
     x[5], x[:, 7], ct[42], ct[:, 3] = 0, 0, 0, 0
-    x[5, 7] = ct[42, 3] = 2.0**19
+    x[5, 7] = ct[42, 3] = 2.0**9 if recipe.startswith("int8") else 2.0**19
     return jnp.asarray(x, "bfloat16"), jnp.asarray(w), jnp.asarray(ct, "bfloat16")
 
 
@@ -317,7 +324,12 @@ def pass_of(recipe: str) -> Callable[..., Any]:
 
 
 # Derivatives in e4m3, whose range is narrow enough that a scale matters for these integers.
-MESH_RECIPES = ["tensorwise:gradient=float8_e4m3fn", "rowwise", "rowwise_hp"]
+MESH_RECIPES = [
+    "tensorwise:gradient=float8_e4m3fn",
+    "rowwise",
+    "rowwise_hp",
+    "int8:power_of_two=true",
+]
 SHARDINGS = {
     "data": (P("data"), P(), P("data")),
     "weights stored in parts": (P("data"), P("data"), P("data")),
@@ -335,7 +347,7 @@ def test_sharded_arrays_give_the_bits_of_one_device(recipe: str, name: str) -> N
     Loss, result and gradients: sums of these integers are exact in any order, so that nothing but
     scales and codes can differ.
     """
-    args = exact_operands()
+    args = exact_operands(recipe)
     placed = [
         jax.device_put(x, NamedSharding(mesh(), spec))
         for x, spec in zip(args, SHARDINGS[name], strict=True)
@@ -348,10 +360,10 @@ def test_sharded_arrays_give_the_bits_of_one_device(recipe: str, name: str) -> N
 
 
 @pytest.mark.jax
-def test_scales_of_shards_would_give_other_bits() -> None:
+@pytest.mark.parametrize("recipe", [MESH_RECIPES[0], MESH_RECIPES[-1] + ":weight_gradient=int8"])
+def test_scales_of_shards_would_give_other_bits(recipe: str) -> None:
     """Positive control: in a `shard_map` each shard has its scales, and these operands show it."""
-    args = exact_operands()
-    recipe = MESH_RECIPES[0]
+    args = exact_operands(recipe)
     specs = (P("data"), P(), P("data"))
     outs = (P(), P("data"), P("data"), P())
 

@@ -1,4 +1,4 @@
-"""Products in float8 in NumPy float64, from the definition: scales, codes, products, gradients."""
+"""Products in 8 bits in NumPy float64, from the definition: scales, codes, products, gradients."""
 
 import dataclasses
 from typing import Any
@@ -7,13 +7,18 @@ import numpy as np
 
 import jaxmp
 
-# Bits of mantissa, least exponent of normal numbers, largest number.
-FORMATS = {"float8_e4m3fn": (3, -6, 448.0), "float8_e5m2": (2, -14, 57344.0)}
+# Bits of mantissa, least exponent of normal numbers, largest number. Integers lie as close as the
+# subnormal numbers of a format with six bits of mantissa would.
+FORMATS = {
+    "float8_e4m3fn": (3, -6, 448.0),
+    "float8_e5m2": (2, -14, 57344.0),
+    "int8": (6, 6, 127.0),
+}
 LEAST_AMAX = 1e-12
 
 
 def rounded(x: Any, form: str) -> np.ndarray:
-    """Numbers rounded to float8, to nearest even, as float64; out of range is the largest."""
+    """Numbers rounded to 8 bits, to nearest even, as float64; out of range is the largest."""
     mantissa, least, largest = FORMATS[form]
     x = np.clip(np.asarray(x, np.float64), -largest, largest)
     exponent = np.maximum(np.frexp(x)[1] - 1, least)

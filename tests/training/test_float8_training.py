@@ -19,7 +19,7 @@ pytestmark = [
 ]
 E4 = "float8_e4m3fn"
 FLOAT16 = "params=float32,compute=float16,output=float32,products=tensorwise"
-POLICIES = ["mixed_float8", "mixed_float8,products=rowwise_hp", FLOAT16]
+POLICIES = ["mixed_float8", "mixed_float8,products=rowwise_hp", FLOAT16, "mixed_int8"]
 each_policy = pytest.mark.parametrize("policy", POLICIES)
 
 
@@ -55,7 +55,8 @@ def test_a_step_trains(policy: str) -> None:
     for batch in batches(80):
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
-    assert count_dots(step, state, batches(1)[0])[E4] >= 3
+    codes = "int8" if policy == "mixed_int8" else E4
+    assert count_dots(step, state, batches(1)[0])[codes] >= 3
     assert int(state.step) == 80
     assert np.mean(losses[-5:]) < 0.4 * np.mean(losses[:5])
 

@@ -272,7 +272,7 @@ COMMANDS = {
         {
             "program": _PROGRAM,
             "--html": _option("write the report as a page, too", metavar="PATH"),
-            "--compiled": _flag("compile it here, too: collectives and float8 products"),
+            "--compiled": _flag("compile it here, too: collectives and 8-bit products"),
             "--check": _option(
                 "fail with exit code 1 unless this holds, as AuditReport.check says: "
                 + ", ".join(f"{name}={example}" for name, (_, example) in CHECKS.items()),

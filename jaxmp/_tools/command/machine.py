@@ -63,7 +63,7 @@ class Machine:
         """Whether products of a dtype run without widening it first; None if it is not known."""
         # Some CPUs multiply 16 bits, and JAX does not say which.
         if self.platform == "cpu":
-            return {"float32": True, "float8_e4m3fn": False}.get(dtype)
+            return {"float32": True, "float8_e4m3fn": False, "int8": False}.get(dtype)
         if self.known is not None:
             return self.known.peaks.native(dtype)
         # NVIDIA GPUs that are not in the table; "gfx942" of an AMD GPU has no dot.
@@ -75,7 +75,10 @@ class Machine:
 
 # The first compute capability whose tensor cores multiply a dtype: NVIDIA, CUDA programming guide,
 # 2025.
-_CAPABILITIES = {"float32": (0, 0), "float16": (7, 0), "bfloat16": (8, 0), "float8_e4m3fn": (8, 9)}
+_CAPABILITIES = {
+    **{"float32": (0, 0), "float16": (7, 0), "bfloat16": (8, 0)},
+    **{"float8_e4m3fn": (8, 9), "int8": (7, 5)},
+}
 
 
 def this_machine() -> Machine:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from jaxmp._tools.hlo.dataflow import Flow, HloValue, OnDevices
 from jaxmp._tools.hlo.parser import Array, Frame, Instruction, Module, Shape, arrays_in, read_shape
-from jaxmp._tools.hlo.products import HloFloat8Product, float8_products
+from jaxmp._tools.hlo.products import HloCodeProduct, code_products
 from jaxmp._tools.hlo.replica_groups import Groups, read_groups
 from jaxmp._tools.hlo.slices import Exchange, Slices
 
@@ -63,7 +63,7 @@ class Transfer:
 
 
 class CompiledProgram(NamedTuple):
-    """The collectives and float8 products of a program, read from its text.
+    """The collectives and 8-bit products of a program, read from its text.
 
     Attributes:
       devices: how many devices the program runs on; of several TPU slices, the devices of one.
@@ -72,7 +72,7 @@ class CompiledProgram(NamedTuple):
       unknown_loops: how many loops around collectives have an unknown length.
       conditionals: how many conditionals have collectives in a branch.
       sends: how many sends to other devices the program has besides the collectives.
-      float8: the products with float8 operands, in the order of the text.
+      float8: the products with 8-bit operands, in the order of the text.
     """
 
     devices: int
@@ -81,7 +81,7 @@ class CompiledProgram(NamedTuple):
     unknown_loops: int
     conditionals: int
     sends: int
-    float8: tuple[HloFloat8Product, ...]
+    float8: tuple[HloCodeProduct, ...]
 
 
 def read_program(text: str) -> CompiledProgram:
@@ -104,8 +104,8 @@ def read_program(text: str) -> CompiledProgram:
         for instruction in computation.instructions.values()
         if instruction.opcode == "send" and "is_host_transfer=true" not in instruction.attributes
     ]
-    # Few programs have float8, and a search of the text costs less than one of the dataflow.
-    float8 = tuple(float8_products(reader.flow)) if "f8e" in text else ()
+    # Few programs have codes, and a search of the text costs less than one of the dataflow.
+    float8 = tuple(code_products(reader.flow)) if "f8e" in text or "s8[" in text else ()
     return CompiledProgram(
         devices=module.devices,
         slices=reader.slices.count,

@@ -1,7 +1,8 @@
-"""Reads the products of a compiled program whose operands are float8, or were before they widened.
+"""Reads the products of a compiled program whose operands have 8 bits, or had before they widened.
 
-The text of a program does not say how a product runs. Only a call of cuBLAS's float8 product is
-sure to multiply float8. The kernel of a fusion on a GPU may widen its operands, and so may a TPU.
+The text of a program does not say how a product runs. Only calls of cuBLAS's products
+are sure to multiply 8 bits. The kernel of a fusion on a GPU may widen its operands, and so may a
+TPU.
 """
 
 import re
@@ -11,8 +12,7 @@ from typing import NamedTuple
 from jaxmp._tools.hlo.dataflow import Flow, HloValue
 from jaxmp._tools.hlo.parser import Array, Frame, Instruction, Shape, read_shape
 
-RUNS_IN_FLOAT8 = "float8"
-HAS_OPERANDS = "float8 operands"
+HAS_OPERANDS = " operands"  # after the kind of codes
 NOT_KNOWN = "not known"
 
 _PRODUCTS = ("dot", "convolution", "scaled-dot")
@@ -23,14 +23,14 @@ _CUBLAS_FLOAT8 = "matmul$f8"
 _FACTORS = 3
 
 
-class HloFloat8Product(NamedTuple):
-    """A product of a compiled program with float8 operands, or operands widened from float8.
+class HloCodeProduct(NamedTuple):
+    """A product of a compiled program with operands of 8 bits, or widened from these.
 
     Attributes:
       operands: the dtypes of its operands, as narrow as they were.
       result: the dtype of its result.
-      ran: how it runs: `"float8"`; `"float8 operands"`, of which the device decides; `"widened to
-        bfloat16"`; or `"not known"`.
+      ran: how it runs: `"float8"` or `"int8"`; `"float8 operands"` or `"int8 operands"`, of which
+        the device decides; `"widened to bfloat16"`; or `"not known"`.
       runs: how often it runs; loops of unknown length count once.
       op_name: JAX's name of the operation, with its scopes.
       frames: the source lines, innermost first.
@@ -44,8 +44,8 @@ class HloFloat8Product(NamedTuple):
     frames: tuple[Frame, ...]
 
 
-def float8_products(flow: Flow) -> Iterator[HloFloat8Product]:
-    """Yields the float8 products of a program, in the order of its text."""
+def code_products(flow: Flow) -> Iterator[HloCodeProduct]:
+    """Yields the 8-bit products of a program, in the order of its text."""
     for computation in flow.module.computations.values():
         for instruction in computation.instructions.values():
             match = _TARGET.search(instruction.structure)
@@ -55,9 +55,9 @@ def float8_products(flow: Flow) -> Iterator[HloFloat8Product]:
             values = [flow.operand(instruction, i) for i in range(2)]
             dtypes = [_dtype(value) for value in values]
             narrowest = [_narrowest(flow, value, _FACTORS) for value in values]
-            if not any(map(_is_float8, narrowest)):
+            if not any(map(_code_kind, narrowest)):
                 continue
-            yield HloFloat8Product(
+            yield HloCodeProduct(
                 operands=(narrowest[0], narrowest[1]),
                 result=_first_dtype(read_shape(instruction.shape)),
                 ran=_execution(flow, instruction, target, dtypes),
@@ -68,30 +68,36 @@ def float8_products(flow: Flow) -> Iterator[HloFloat8Product]:
 
 
 def _execution(flow: Flow, instruction: Instruction, target: str, dtypes: list[str]) -> str:
-    widened = [dtype for dtype in dtypes if not _is_float8(dtype)]
+    widened = [dtype for dtype in dtypes if not _code_kind(dtype)]
     if widened:
         return f"widened to {widened[0]}"
+    kind = _code_kind(dtypes[0])
     if target:
-        return RUNS_IN_FLOAT8 if target.endswith(_CUBLAS_FLOAT8) else NOT_KNOWN
+        # For other operands than float8, its ordinary products are of the dtype of the operands.
+        is_cublas = "cublas" in target and (kind == "int8" or target.endswith(_CUBLAS_FLOAT8))
+        return kind if is_cublas else NOT_KNOWN
     callers = flow.module.callers.get(instruction.computation, [])
     # A TPU's fusions are its ordinary products. Its layouts have tiles, which no other's have.
     is_fused = any(caller.opcode == "fusion" for caller in callers)
-    return NOT_KNOWN if is_fused and ":T(" not in instruction.shape else HAS_OPERANDS
+    is_on_tpu = ":T(" in instruction.shape
+    return NOT_KNOWN if is_fused and not is_on_tpu else kind + HAS_OPERANDS
 
 
 def _narrowest(flow: Flow, value: HloValue | None, factors: int) -> str:
-    """Returns the float8 dtype that an operand was widened from, or else its dtype."""
+    """Returns the dtype of 8 bits that an operand was widened from, or else its dtype."""
     if value is None:
         return ""
     # XLA drops the rounding of operands that it made itself, so one may be wider than the other.
-    last = value
+    last, is_integer = value, "int" in _dtype(value)
     for last in flow.trail(value):
-        if _is_float8(dtype := _dtype(last)):
+        dtype = _dtype(last)
+        # Numbers kept in int8, and widened to floats, are no codes of a product.
+        if _code_kind(dtype) == "float8" or (is_integer and _code_kind(dtype)):
             return dtype
     if factors and last.instruction.opcode in ("multiply", "divide"):
         for i in range(2):
             factor = flow.operand(last.instruction, i)
-            if _is_float8(dtype := _narrowest(flow, factor, factors - 1)):
+            if _code_kind(dtype := _narrowest(flow, factor, factors - 1)) == "float8":
                 return dtype
     return _dtype(value)
 
@@ -111,5 +117,6 @@ def _first_dtype(shape: Shape) -> str:
     return shape.dtype if isinstance(shape, Array) else ""
 
 
-def _is_float8(dtype: str) -> bool:
-    return dtype.startswith("float8")
+def _code_kind(dtype: str) -> str:
+    """Returns `"float8"`, `"int8"`, or for other dtypes `""`."""
+    return next((kind for kind in ("float8", "int8") if dtype.startswith(kind)), "")

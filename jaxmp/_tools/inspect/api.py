@@ -12,7 +12,7 @@ from jaxmp._tools.inspect.checks import AuditError
 from jaxmp._tools.inspect.collective_report import Collectives, CompiledCollective
 from jaxmp._tools.inspect.collectives import collectives
 from jaxmp._tools.inspect.compiled import closed_over
-from jaxmp._tools.inspect.decoded import is_float8
+from jaxmp._tools.inspect.decoded import is_code
 from jaxmp._tools.inspect.equations import walk
 from jaxmp._tools.inspect.reduced import assert_reduced_in
 from jaxmp._tools.inspect.report import AuditReport
@@ -67,7 +67,7 @@ def audit(fn: Callable[..., Any], *args: Any, compiled: Any = False, **kwargs: A
       fn: any function that can be traced: a loss, a train step, `model.apply`; jitted or not.
       *args: its arguments. Arrays may be `jax.ShapeDtypeStruct`. Other values are passed to `fn`
         unchanged.
-      compiled: whether to compile the function too and report its collectives and float8 products;
+      compiled: whether to compile the function too and report its collectives and 8-bit products;
         or the result of `lower` or `compile` of the jitted function. See `collectives`.
       **kwargs: its keyword arguments.
 
@@ -109,11 +109,11 @@ def audit(fn: Callable[..., Any], *args: Any, compiled: Any = False, **kwargs: A
     rows, reason, both = _residuals(fn, args, kwargs, result, recomputes)
     unseen = unseen_in(tally.sites, is_compiled=program is not None)
     dtypes = {dtype for row in tally.products() for dtype in (*row.operands, *row.rounded_to)}
-    # Compilers widen float8 without a word where the device has no such product.
-    if program is not None and not program.float8_products and any(map(is_float8, dtypes)):
+    # Compilers widen codes without a word where the device has no such product.
+    if program is not None and not program.float8_products and any(map(is_code, dtypes)):
         unseen += (
-            f"Where the float8 operands are: no product of the {program.origin} has one. Its "
-            "compiler widened them, and may have dropped the rounding to float8, too.",
+            f"Where the 8-bit operands are: no product of the {program.origin} has one. Its "
+            "compiler widened them, and may have dropped the rounding to 8 bits, too.",
         )
     return AuditReport(
         products=tally.products(),

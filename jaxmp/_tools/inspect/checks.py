@@ -5,12 +5,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxmp._numerics.dtypes import parse_dtype
+from jaxmp._numerics.dtypes import any_dtype_name
 from jaxmp._numerics.precision import meaning_of, parse_precision
-from jaxmp._tools.inspect.decoded import FLOAT8, are_among
+from jaxmp._tools.inspect.decoded import FLOAT8, are_among, is_code
 from jaxmp._tools.inspect.offenders import (
     by_line,
-    compiled_float8_errors,
+    compiled_code_errors,
     operands_and_result,
     reason_text,
 )
@@ -70,25 +70,6 @@ def check_report(
         raise AuditError("the audit failed.\n" + "\n".join(problems))
 
 
-def any_dtype_name(dtype: Any) -> str:
-    """Returns the name of a dtype, floating or not, given by name or as a dtype.
-
-    >>> any_dtype_name("bf16"), any_dtype_name("int8"), any_dtype_name(np.float32)
-    ('bfloat16', 'int8', 'float32')
-    """
-    try:
-        return str(parse_dtype(dtype).name)
-    except ValueError:
-        try:
-            other = np.dtype(dtype)
-        except TypeError:
-            other = None
-        # Bools, integers and complex numbers are in programs too, though no policy names them.
-        if other is None or other.kind not in "biuc":
-            raise
-        return other.name
-
-
 def product_dtype(dtype: Any) -> str:
     """Returns the name of a dtype of products; `"float8"` stands for each of its formats.
 
@@ -115,11 +96,11 @@ def _product_errors(
         raise ValueError(f"share must be a number above 0 and up to 1, got {share!r}")
     problems = _share_errors(report, names, least)
     # The traced program is half of the answer: loops may run any number of times, and compilers
-    # may widen float8.
+    # may widen codes.
     problems += _loop_errors(report, names, least, allowed)
-    if any(name.startswith(FLOAT8) for name in names):
+    if any(map(is_code, names)):
         fusions = allowed is _ALL or "fusion" in allowed
-        problems += compiled_float8_errors(report, fusions)
+        problems += compiled_code_errors(report, fusions)
     return problems
 
 

@@ -4,9 +4,8 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jaxmp._numerics.dtypes import suggestion
+from jaxmp._numerics.dtypes import any_dtype_name, suggestion
 from jaxmp._tools.hlo.collectives import KINDS
-from jaxmp._tools.inspect.checks import any_dtype_name
 from jaxmp._tools.inspect.rows import Direction
 from jaxmp._tools.inspect.table_report import TableReport
 
@@ -69,14 +68,15 @@ class CompiledCollective:
 
 @dataclasses.dataclass(frozen=True)
 class CompiledProduct:
-    """The products of a compiled program in one line that have float8 operands, or had.
+    """The products of a compiled program in one line that have 8-bit operands, or had.
 
     Attributes:
       operands: the dtypes of the operands; those that were widened, before that.
       result: the dtype of the result.
-      ran: how they run. `"float8"`: by cuBLAS's float8 product. `"float8 operands"`: as the device
-        multiplies them, which of TPUs is float8 from 7x on. `"widened to bfloat16"`: as products
-        of 16 bits. `"not known"`: in a fusion, whose kernel may widen its operands.
+      ran: how they run. `"float8"` or `"int8"`: by cuBLAS's product of these. `"float8 operands"`
+        or `"int8 operands"`: as the device multiplies them, which of TPUs is float8 from 7x on, and
+        int8 on v5e and v6e. `"widened to bfloat16"`: as products of 16 bits. `"not known"`: in a
+        fusion, whose kernel may widen its operands.
       line: the line of the user's code.
       path: the module, if the name stack has it.
       direction: as in `ProductLine`.
@@ -105,7 +105,7 @@ class Collectives(TableReport):
       mesh_axes: names and sizes of the mesh axes, if a mesh is known.
       no_mesh: why no mesh is known.
       unseen: the parts of the program that this report does not show.
-      float8_products: the products with float8 operands, by line.
+      float8_products: the products with 8-bit operands, by line.
     """
 
     rows: tuple[CompiledCollective, ...]

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxmp._program.mesh_axes import check_mesh
 from jaxmp._tools.hlo.collectives import CompiledProgram, Transfer, read_program
-from jaxmp._tools.hlo.products import HAS_OPERANDS, NOT_KNOWN, HloFloat8Product
+from jaxmp._tools.hlo.products import HAS_OPERANDS, NOT_KNOWN, HloCodeProduct
 from jaxmp._tools.hlo.replica_groups import Groups
 from jaxmp._tools.inspect.collective_report import Collectives, CompiledCollective, CompiledProduct
 from jaxmp._tools.inspect.compiled import Source, source_of
@@ -69,7 +69,7 @@ def collectives(program: Any, *args: Any, mesh: Any = None, **kwargs: Any) -> Co
         mesh_axes=tuple(mesh.shape.items()) if mesh is not None else (),
         no_mesh=reason,
         unseen=_unseen_parts(source, hlo),
-        float8_products=_float8_rows(hlo.float8),
+        float8_products=_product_rows(hlo.float8),
     )
 
 
@@ -195,8 +195,8 @@ def _row(transfer: Transfer, places: _Places) -> CompiledCollective:
     )
 
 
-def _float8_rows(products: Iterable[HloFloat8Product]) -> tuple[CompiledProduct, ...]:
-    groups: dict[Any, list[HloFloat8Product]] = {}
+def _product_rows(products: Iterable[HloCodeProduct]) -> tuple[CompiledProduct, ...]:
+    groups: dict[Any, list[HloCodeProduct]] = {}
     for product in products:
         name = product.op_name
         where = line_of_frames(product.frames), path_of_operation(name), direction(name)
@@ -238,13 +238,14 @@ def _unseen_parts(source: Source, hlo: CompiledProgram) -> tuple[str, ...]:
     runs = [product.ran for product in hlo.float8]
     if fused := runs.count(NOT_KNOWN):
         sentences.append(
-            f"fusions with products of float8 operands ({fused}): whether their kernels multiply "
-            "float8 or widen it first is not in the program."
+            f"fusions with products of 8-bit operands ({fused}): whether their kernels multiply "
+            "8 bits or widen them first is not in the program."
         )
-    if unfused := runs.count(HAS_OPERANDS):
+    if unfused := sum(ran.endswith(HAS_OPERANDS) for ran in runs):
         sentences.append(
-            f"products of float8 operands ({unfused}): whether they are multiplied in float8 is "
-            "the device's choice. TPUs before 7x widen the operands inside of the product."
+            f"products of 8-bit operands ({unfused}): whether they are multiplied in 8 bits is the "
+            "device's choice. Inside of the product, TPUs before 7x widen float8, and TPU 7x "
+            "widens int8."
         )
     # Always: a kernel may send data by itself, and its text is not part of the program.
     sentences.append("What kernels and custom calls send by themselves.")

@@ -1,6 +1,6 @@
-"""Finds operands of products that were rounded to float8 and widened again.
+"""Finds operands of products that were rounded to 8 bits and widened again.
 
-Recipes with a scale for each block round to float8 and multiply in 16 bits, as no compiler has a
+Recipes with a scale for each block round to 8 bits and multiply in 16, as no compiler has a
 kernel for them. The dtypes of such a product do not show it.
 """
 
@@ -16,13 +16,13 @@ from jaxmp._tools.inspect.equations import Site
 
 # Stands for each of its formats.
 FLOAT8 = "float8"
-# The fact about a value is the float8 dtype that it was rounded to, up to a scale; or one of these.
+# The fact about a value is the 8-bit dtype that it was rounded to, up to a scale; or one of these.
 # So facts are names of dtypes, which a report shows as they are.
 _SCALE, _OTHER = "scale", ""
 
 
 def decoded_operands(program: Program) -> dict[Site, tuple[str, ...]]:
-    """Finds the products with an operand that was rounded to float8 and then widened.
+    """Finds the products with an operand that was rounded to 8 bits and then widened.
 
     Casts, moves and scales may stand in between. A scale is what came with the codes of a rounding,
     or one factor for all numbers.
@@ -37,7 +37,7 @@ def decoded_operands(program: Program) -> dict[Site, tuple[str, ...]]:
         if site.name in PRODUCTS:
             dtypes = tuple(str(aval.dtype) for aval in site.in_avals[:2])
             pairs = zip(facts[:2], dtypes, strict=True)
-            before = tuple(fact if is_float8(fact) else dtype for fact, dtype in pairs)
+            before = tuple(fact if is_code(fact) else dtype for fact, dtype in pairs)
             products.pop(site, None)  # `propagate` visits a loop again, with the facts of its carry
             if before != dtypes:
                 products[site] = before
@@ -48,13 +48,13 @@ def decoded_operands(program: Program) -> dict[Site, tuple[str, ...]]:
     return products
 
 
-def is_float8(dtype: str) -> bool:
-    """Whether a name is that of a float8 dtype.
+def is_code(dtype: str) -> bool:
+    """Whether a name is that of a dtype of codes: a float8 one, or int8.
 
-    >>> is_float8("float8_e5m2"), is_float8("bfloat16")
-    (True, False)
+    >>> is_code("float8_e5m2"), is_code("int8"), is_code("bfloat16")
+    (True, True, False)
     """
-    return dtype.startswith(FLOAT8)
+    return dtype.startswith(FLOAT8) or dtype == "int8"
 
 
 def are_among(operands: Iterable[str], names: Collection[str]) -> bool:
@@ -63,7 +63,9 @@ def are_among(operands: Iterable[str], names: Collection[str]) -> bool:
     >>> are_among(("float8_e4m3fn", "float8_e5m2"), ["float8"])
     True
     """
-    return all(dtype in names or (FLOAT8 in names and is_float8(dtype)) for dtype in operands)
+    return all(
+        dtype in names or (FLOAT8 in names and dtype.startswith(FLOAT8)) for dtype in operands
+    )
 
 
 def _common_fact(one: str, other: str) -> str:
@@ -73,16 +75,15 @@ def _common_fact(one: str, other: str) -> str:
 def _typed_fact(aval: Any, fact: str) -> str:
     dtype = str(getattr(aval, "dtype", ""))
     # The type of codes says more than the operation that made them, such as a user's own cast.
-    if is_float8(dtype):
+    if dtype.startswith(FLOAT8):  # int8 may be anything, such as a pixel
         return dtype
     return fact or (_SCALE if getattr(aval, "size", 0) == 1 else _OTHER)
 
 
 def _result_facts(site: Site, facts: Sequence[str]) -> Sequence[str]:
     count = len(site.outputs)
-    # The codes get their fact from their dtype, in `_typed_fact`.
     if site.name == "float8_encode":
-        return [_OTHER, _SCALE]
+        return [str(site.out_avals[0].dtype), _SCALE]
     if site.name == "optimization_barrier":
         return facts
     if site.name in IDENTITIES:
@@ -94,6 +95,6 @@ def _result_facts(site: Site, facts: Sequence[str]) -> Sequence[str]:
     if site.name in SAME_NUMBERS | REPEATS:
         # Indices and flags say nothing about the numbers that they select.
         pairs = zip(site.in_avals, facts, strict=True)
-        floats = [fact for aval, fact in pairs if is_floating(aval)]
+        floats = [fact for aval, fact in pairs if is_floating(aval) or is_code(fact)]
         return [functools.reduce(_common_fact, floats) if floats else _OTHER] * count
     return [_OTHER] * count

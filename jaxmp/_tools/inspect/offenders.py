@@ -1,9 +1,9 @@
-"""Writes the lines of a failed check: the fault, its place, and why it is not in float8."""
+"""Writes the lines of a failed check: the fault, its place, and why it is not in 8 bits."""
 
 from collections.abc import Iterable
 from typing import Any
 
-from jaxmp._tools.inspect.decoded import FLOAT8
+from jaxmp._tools.inspect.decoded import is_code
 
 # A failed test is read in a terminal; the report has all rows.
 _MOST_LINES = 10
@@ -22,19 +22,19 @@ def by_line(offenders: Iterable[tuple[Any, str, str]]) -> list[str]:
 
 
 def reason_text(row: Any, names: list[str]) -> str:
-    """Returns why a product is not in float8, in parentheses, if a check is about float8."""
-    if not any(name.startswith(FLOAT8) for name in names):
+    """Returns why a product is not in 8 bits, in parentheses, if a check is about 8 bits."""
+    if not any(is_code(name) for name in names):
         return ""
     reason = row.not_float8 or (
-        "no operand is a param under a float8 policy, or the program itself has both in 16 bits"
+        "no operand is a param under a policy in 8 bits, or the program itself has both in 16 bits"
     )
     if row.rounded_to:
         reason = f"rounded to {' x '.join(row.rounded_to)}, and widened before the product"
     return f" ({reason})"
 
 
-def compiled_float8_errors(report: Any, fusions: bool) -> list[str]:
-    """Returns error lines about products of the compiled program that are not in float8.
+def compiled_code_errors(report: Any, fusions: bool) -> list[str]:
+    """Returns error lines about products of the compiled program that are not in 8 bits.
 
     Args:
       report: the report of an audit.
@@ -43,20 +43,20 @@ def compiled_float8_errors(report: Any, fusions: bool) -> list[str]:
     if report.compiled is None:
         return []
     rows = report.compiled.float8_products
-    # Without float8 operands there is nothing to widen: the compiler dropped the rounding as well.
+    # Without 8-bit operands there is nothing to widen: the compiler dropped the rounding as well.
     if not rows:
-        return [f"products: the {report.compiled.origin} has none with float8 operands."]
+        return [f"products: the {report.compiled.origin} has none with 8-bit operands."]
     widened = [row for row in rows if row.ran.startswith("widened")]
     hidden = [row for row in rows if row.ran == "not known" and not fusions]
     problems = []
     if widened:
         problems = [
-            "products: the compiler widened float8 operands of these:",
+            "products: the compiler widened 8-bit operands of these:",
             *by_line((row, row.ran, operands_and_result(row)) for row in widened),
         ]
     if hidden:
         problems += [
-            "unseen: whether the kernels of these fusions multiply float8 is not known. If that is "
+            "unseen: whether the kernels of these fusions multiply 8 bits is not known. If that is "
             "fine: allow_unseen='fusion'. On an NVIDIA GPU, compile with "
             "xla_gpu_enable_triton_gemm=False to have calls of cuBLAS, which say it.",
             *by_line((row, str(row.count), operands_and_result(row)) for row in hidden),

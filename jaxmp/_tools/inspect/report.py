@@ -38,7 +38,7 @@ class AuditReport(TableReport):
       products: matrix products and convolutions by dtype, most FLOPs first. Those of float32 say
         what they are on a TPU and on a GPU.
       product_lines: the same by line of the user's code.
-      left_out: products that a float8 policy left out of float8, by line, with the reason.
+      left_out: products that a policy in 8 bits left out, by line, with the reason.
       upcasts: casts from floats of fewer than 32 bits to wider ones, by line. Upcasts that make
         products wide come first, by the FLOPs of these products; then the rest by size. If several
         upcasts feed a product, the first in the program counts as the cause.
@@ -55,7 +55,7 @@ class AuditReport(TableReport):
       unseen: the parts of the program that this report does not show.
       unseen_lines: equations, by line, that a check cannot see into.
       work: the product FLOPs by dtypes and branches.
-      compiled: the collectives and float8 products of the compiled program; None without
+      compiled: the collectives and 8-bit products of the compiled program; None without
         `compiled=`.
     """
 
@@ -175,8 +175,8 @@ class AuditReport(TableReport):
         Args:
           products: the dtype, or a tuple of dtypes, that both operands of products should have.
             `"float8"` stands for each of its formats: give a share with it, as attention and heads
-            have 16 bits. Failures then say of each product why it is not in float8. If the report
-            has the compiled program, none of its products may widen float8 operands either.
+            have 16 bits. Failures then say of each product why it is not in 8 bits. If the report
+            has the compiled program, none of its products may widen 8-bit operands either.
           share: the share of the product FLOPs for which this must hold; 1.0 by default.
           upcasts: the largest number of `report.upcasts` that may make products wide, which means
             that their `flops` are not 0.
@@ -187,7 +187,7 @@ class AuditReport(TableReport):
             which is float32 on every device, or `"high"`. Other products do not matter.
           allow_unseen: a name from `report.unseen_lines`, such as `"pallas_call"`, or a tuple of
             names, that may stay unseen; True for all. `"fusion"` is for fusions of a compiled
-            program that may or may not multiply float8. `"while"` matters if `share` is below 1 and
+            program that may or may not multiply 8 bits. `"while"` matters if `share` is below 1 and
             depends on how often a loop runs.
 
         Returns:

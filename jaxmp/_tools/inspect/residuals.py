@@ -83,7 +83,7 @@ def residuals(
         reason = str(error).partition("\n")[0]
         raise NoLoss(f"it cannot be differentiated: {type(error).__name__}: {reason}") from error
     # JAX hands on some arrays that the backward pass never reads, and compilers drop these: such as
-    # the wide sources of float8 codes, which only second derivatives need.
+    # the wide sources of codes, which only second derivatives need.
     are_read = arguments_read(backward, [True] * len(backward.outputs), lambda site: site.bodies)
     return _residual_rows(body, len(arrays), are_read), both
 
@@ -198,14 +198,15 @@ def _result_origins(site: Site, operands: Sequence[_Origin]) -> list[_Origin]:
     count = len(site.outputs)
     if site.name == "optimization_barrier":
         return list(operands)
-    # Codes and scale of a param are a float8 copy of it.
+    # Codes and scale of a param are a copy of it in 8 bits.
     if site.name == "float8_encode":
         return list(operands) * count
     if site.name not in SAME_NUMBERS:
         return [_Origin.OTHER if site.inputs else _Origin.NUMBERS] * count
     # The index of a slice may depend on the data: only the numbers count.
     pairs = zip(site.in_avals, operands, strict=True)
-    origin = max((fact for aval, fact in pairs if is_floating(aval)), default=_Origin.OTHER)
+    floats = [fact for aval, fact in pairs if is_floating(aval) or aval.dtype == jnp.int8]
+    origin = max(floats, default=_Origin.OTHER)
     # A bias broadcast over a batch is as large as an activation, so it counts as one.
     grows = site.name == "broadcast_in_dim" and site.out_avals[0].size > site.in_avals[0].size
     return [_Origin.OTHER if grows and origin is _Origin.COPY else origin] * count

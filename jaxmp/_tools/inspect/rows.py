@@ -29,7 +29,7 @@ class Product:
       precision: what a product with a float32 operand asks for, as the program was traced, by the
         names of `Policy.precision`: `"default"` if nothing. `""` for all other products.
       rounded_to: the dtypes of the two operands before they were widened, if one was rounded to
-        float8 and then decoded, as in recipes that emulate float8; `()` for all other products.
+        8 bits and then decoded, as in recipes that emulate them; `()` for all other products.
     """
 
     operands: tuple[str, str]
@@ -63,7 +63,7 @@ class ProductLine(Product):
         is differentiated.
       branch: the enclosing branch of a `cond` or a `switch`, by index, or several. Branch 0 of a
         `cond` runs if the predicate is False. `""` outside of all branches.
-      not_float8: why a float8 policy left the product out of float8: `"heads"`, `"N = 40 is no
+      not_float8: why a policy in 8 bits left the product out: `"heads"`, `"N = 40 is no
         multiple of 16"`, ... `""` for all other products.
     """
 
@@ -76,7 +76,7 @@ class ProductLine(Product):
 
 @dataclasses.dataclass(frozen=True)
 class LeftOut:
-    """The products of one line that a float8 policy left out of float8, for one reason.
+    """The products of one line that a policy in 8 bits left out, for one reason.
 
     Attributes:
       reason: the reason, as in `ProductLine.not_float8`.
@@ -145,7 +145,7 @@ class Convert:
       count: how many equations there are.
       runs: how often they run.
       bytes: the size of all their results.
-      amax_bytes: the bytes that casts to float8 read before, for the largest magnitude of their
+      amax_bytes: the bytes that casts to 8 bits read before, for the largest magnitude of their
         operand; 0 for other casts.
     """
 

@@ -57,7 +57,7 @@ def _sections(report: Any) -> Iterator[Section]:
         title = "Products with an operand of 32 bits or more"
         yield _table(title, wide, _PLACE, _OPERANDS, _RESULT, _DEVICES, _SHARE, *_COUNTS)
     columns = (("line, module", place_text), ("reason", lambda row: row.reason), _FLOP, _SHARE)
-    yield _table("Left out of float8", report.left_out, *columns, *_COUNTS)
+    yield _table("Left out of 8 bits", report.left_out, *columns, *_COUNTS)
     casts: _Column = (
         "cast",
         lambda row: (
@@ -137,8 +137,8 @@ def compiled_tables(report: Any) -> Group:
 
 
 def compiled_sections(report: Any) -> tuple[Section, ...]:
-    """Returns tables: float8 products, all collectives by kind, source lines of narrow sums."""
-    title = f"Products of float8 operands of the {report.origin}"
+    """Returns tables: 8-bit products, all collectives by kind, source lines of narrow sums."""
+    title = f"Products of 8-bit operands of the {report.origin}"
     columns = (_PLACE, _OPERANDS, _RESULT, ("runs in", lambda row: row.ran), *_COUNTS)
     products = _table(title, report.float8_products, *columns)
     # A model has hundreds of collectives, of a few kinds; by line only the narrow sums matter.

@@ -12,7 +12,7 @@ from jaxmp._program.op_classes import CASTS, CLASSES, COLLECTIVES, PRODUCTS, OpC
 from jaxmp._program.program import Program
 from jaxmp._program.scopes import why_left_out
 from jaxmp._tools.inspect.branches import Part, most
-from jaxmp._tools.inspect.decoded import FLOAT8, decoded_operands
+from jaxmp._tools.inspect.decoded import decoded_operands, is_code
 from jaxmp._tools.inspect.equations import Site, all_sites
 from jaxmp._tools.inspect.lines import Lines, direction, module_path, scopes_of
 from jaxmp._tools.inspect.rows import (
@@ -93,7 +93,7 @@ class Tally:
         return tuple(sorted(rows, key=lambda row: -row.flops))
 
     def left_out(self) -> tuple[LeftOut, ...]:
-        """Returns products that were left out of float8 by line and reason, most FLOPs first."""
+        """Returns products that were left out of 8 bits by line and reason, most FLOPs first."""
 
         def key(site: Site) -> tuple[str, str, str]:
             where = self.where(site)
@@ -167,12 +167,12 @@ class Tally:
             return _dtype_of(site.in_avals[0]), _dtype_of(site.out_avals[0])
 
         casts = [site for site in self.sites if site.name in CASTS]
-        # Only a rounding to float8 with a scale from the data reads its operand once more before.
+        # Only a rounding to 8 bits with a scale from the data reads its operand once more before.
         rows = [
             Convert(
                 *dtypes,
                 **_counts(sites),
-                # Behind the codes of float8 come their scales.
+                # Behind codes come their scales.
                 bytes=sum(_bytes(s.out_avals[:1]) * s.runs for s in sites),
                 amax_bytes=sum(
                     _bytes(s.in_avals) * s.runs for s in sites if s.name == "float8_encode"
@@ -277,14 +277,14 @@ class Tally:
 
 
 def _why_not_float8(site: Site) -> str:
-    """Returns why a float8 policy or its recipe left a product out; empty for other products."""
+    """Returns why a policy in 8 bits or its recipe left a product out; empty for other products."""
     # The product of a recipe is the body of a primitive, whose params hold the recipe.
     outer = site.outer.equation.params if site.outer is not None else {}
     form: Any = outer.get("form")
     recipe = getattr(form, "recipe", None)
-    if any(name.startswith(FLOAT8) for name in _product_dtypes(site)[0]):
-        return ""  # a rule puts it in float8, though the module around it is left out
-    if recipe is None or recipe.weight_gradient == "float8" or outer["returned"] != form.parameter:
+    if any(map(is_code, _product_dtypes(site)[0])):
+        return ""  # a rule puts it in 8 bits, though the module around it is left out
+    if recipe is None or form.multiplies_codes(outer["returned"]):
         return why_left_out(scopes_of(site))
     return f"{recipe} has gradients of weights in {recipe.weight_gradient}"
 
