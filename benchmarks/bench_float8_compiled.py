@@ -1,11 +1,12 @@
-"""A language model in float8 as compiled: cycles, memory, and bytes kept for the backward pass.
+"""A language model in 8 bits as compiled: cycles, memory, and bytes kept for the backward pass.
 
 Nothing runs: libtpu or the CUDA plugin (the extra `aot`) compiles loss and gradients of a GPT, its
 layers in a scan, with checkpoints and without, for a device that is not present. A TPU 7x
-multiplies float8 twice as fast as bfloat16, and so does an H100.
+multiplies float8 twice as fast as bfloat16, and so does an H100; TPUs v5e and v6e do so with int8.
 
     python benchmarks/bench_float8_compiled.py --device tpu7x
     python benchmarks/bench_float8_compiled.py --device h100 --layers 12 --batches 1 2 8
+    python benchmarks/bench_float8_compiled.py --device v5e --products none int8
 """
 
 import argparse
@@ -25,7 +26,10 @@ from measurement import RESULTS, Column, Report, Row
 import jaxmp
 from jaxmp.diagnostics import absent_devices, find_device
 
-_RECIPES = ("none", "tensorwise", "rowwise_hp", "rowwise", "int8")
+_RECIPES = (
+    *("none", "tensorwise", "rowwise_hp", "rowwise"),
+    *("int8", "int8:weight_gradient=int8", "mxfp8"),
+)
 # Products of a GPU are calls of cuBLAS, as in the tests: their names say what they multiply.
 _GPU_OPTIONS: dict[str, str | bool] = {"xla_gpu_enable_triton_gemm": False}
 _COMPARED = ("cycles", "temp", "peak", "residuals")
@@ -70,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
         rows += found
     report = Report(
         name=f"float8-{args.device}",
-        title=f"A language model in float8, compiled for {args.device}",
+        title=f"A language model in 8 bits, compiled for {args.device}",
         command=" ".join(["python benchmarks/bench_float8_compiled.py", *argv]),
         columns=_COLUMNS,
         rows=rows,
@@ -91,10 +95,10 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="A language model in float8 on an absent device.")
+    parser = argparse.ArgumentParser(description="A language model in 8 bits on an absent device.")
     add = parser.add_argument
     add("--device", default="tpu7x", help="such as h100; see jaxmp.diagnostics.DEVICES")
-    add("--products", nargs="+", choices=_RECIPES, default=_RECIPES)
+    add("--products", nargs="+", choices=_RECIPES, default=_RECIPES[:4])
     add("--widths", nargs="+", type=int, default=(1024, 2048, 4096), help="multiples of --head")
     add("--batches", nargs="+", type=int, default=(8,), help="sequences")
     add("--checkpoints", nargs="+", choices=("yes", "no"), default=("yes",))
@@ -118,7 +122,9 @@ def _row(model: GPT, batch: int, products: str, device: str) -> Row:
     policy = "mixed_bfloat16" if products == "none" else f"mixed_float8,products={products}"
     loss = jaxmp.autocast(model.loss, policy)
     gradient = jax.jit(jaxmp.value_and_grad(loss, reduce_dtype="float32"))
-    compiled = gradient.lower(*args).compile({} if is_tpu else _GPU_OPTIONS)
+    # Products of blocks are kernels of Triton.
+    options = {} if is_tpu or products == "mxfp8" else _GPU_OPTIONS
+    compiled = gradient.lower(*args).compile(options)
     memory: Any = compiled.memory_analysis()
     sizes = [memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes]
     kept = jaxmp.audit(loss, *args).residuals or ()

@@ -1,4 +1,4 @@
-"""Numbers in float8: codes of 8 bits, and a scale that brings an array into their range.
+"""Numbers in float8: codes of 8 bits, and scales that bring arrays or blocks into their range.
 
 float8 has two or three bits of mantissa and a range of 2**-9 to 448 (e4m3fn), or 2**-16 to 57344
 (e5m2). Gradients of 1e-6 would become zero. So an array is multiplied by a scale before it is
@@ -18,6 +18,7 @@ from jaxmp._numerics.rounding import widen_rounded
 # As in torchao. An array of zeros gets a finite scale, and codes that are zero.
 _LEAST_AMAX = 1e-12
 _EXPONENT = np.int32(-(2**23))  # the sign and the exponent of a float32
+BLOCK = 32  # numbers that share a scale in MX formats
 
 
 class Coded(NamedTuple):
@@ -128,3 +129,31 @@ def decode_float8(coded: Coded, dtype: Any) -> Array:
     Array([0.3125, 5], dtype=bfloat16)
     """
     return coded.codes.astype(dtype) * (1 / coded.scale).astype(dtype)
+
+
+def encode_blocks(x: Float[Array, "*shape"], dtype: DType) -> tuple[Array, Array]:
+    """Returns an array in MXFP8: codes, and a scale for each 32 numbers along the last axis.
+
+    The codes are the numbers divided by the scale, `amax / largest code` rounded up to a power of
+    two, in float8_e8m0fnu (OCP, "Microscaling Formats (MX) Specification 1.0", 2023). The rule of
+    the OCP's section 6.3 rounds down and clips up to an eighth off the largest number of a block:
+    the losses of docs/float8.md were 0.9 % above float32's with it. Rounding up is as in cuBLAS,
+    and as Mishra et al. advise ("Recipes for Pre-training LLMs with MXFP8", 2025). A block with an
+    infinity or NaN has the scale NaN, so that all of its product is.
+
+    >>> codes, scales = encode_blocks(jnp.full((1, 64), 3.0), jnp.dtype("float8_e4m3fn"))
+    >>> codes[0, 0], scales[0]
+    (Array(384, dtype=float8_e4m3fn), Array([0.0078125, 0.0078125], dtype=float8_e8m0fnu))
+    """
+    blocks = x.reshape(*x.shape[:-1], -1, BLOCK)
+    amax = largest_magnitude(blocks, (blocks.ndim - 1,))
+    # By bits, as in `scale_of`: of a quotient, the exponent, and one more for what is left over.
+    largest_bits = np.float32(largest_code(dtype)).view(np.int32)
+    over = lax.bitcast_convert_type(amax, jnp.int32) - largest_bits
+    exponent = jnp.maximum(((over - 1) >> 23) + 128, 0)  # from -127, as e8m0 counts
+    exponent = jnp.where(jnp.isfinite(amax), exponent, 255)  # NaN
+    # Through 8 bits, so that a compiler keeps them alone between its two passes over the array.
+    scale_bits = exponent.astype(jnp.uint8)
+    inverse = lax.bitcast_convert_type((254 - scale_bits.astype(jnp.int32)) << 23, jnp.float32)
+    codes = round_to_codes(blocks, inverse, dtype).reshape(x.shape)
+    return codes, lax.bitcast_convert_type(scale_bits[..., 0], jnp.float8_e8m0fnu)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxmp._numerics.dtypes import DType, any_dtype_name, suggestion
 
-Granularity = Literal["tensor", "row"]
+Granularity = Literal["tensor", "row", "block"]
 Minimum = Literal["auto"] | None
 
 _E4M3, _E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
@@ -20,8 +20,8 @@ _FORMATS = {"float8": (_E4M3, _E5M2), "int8": (jnp.dtype(jnp.int8),)}
 # follows: it says nothing about the function.
 ONE_ROW = "M = 1: one row is read, not multiplied"
 _BFLOAT16: Literal["bfloat16"] = "bfloat16"
-# Tensor cores and the shapes that XLA's float8 products take without padding.
-_MULTIPLE = 16
+# Tensor cores and the shapes that XLA's float8 products take without padding; the size of a block.
+_MULTIPLES: Mapping[str, int] = {"tensor": 16, "row": 16, "block": 32}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -38,10 +38,11 @@ class Recipe:
     `rowwise`    each row along the summed dimension         in float8
     `rowwise_hp` the same; in the backward pass, each weight in bfloat16
     `int8`       each array                                  in bfloat16
+    `mxfp8`      32 numbers along the sum of each product    in float8
     ============ =========================================== ====================
 
     Args:
-      granularity: `"tensor"` or `"row"`: what shares a scale.
+      granularity: `"tensor"`, `"row"` or `"block"`: what shares a scale. Blocks are MXFP8.
       forward: the dtype of activations and weights: float8_e4m3fn, float8_e5m2 or int8, or its
         name.
       gradient: the dtype of derivatives; int8 if `forward` is.
@@ -52,8 +53,9 @@ class Recipe:
         weights that are computed without codes.
       minimum: `"auto"` leaves out products that are slower in 8 bits on a GPU: for tensors those
         with K <= 4096 and N <= 1024, for rows those with N <= 2048, or K <= 1024, or N <= 4096 and
-        K <= 2048 (K is summed, N is the weight's other size). On other devices, and for None,
-        there is no threshold. Sizes that are no multiples of 16 are always left out.
+        K <= 2048 (K is summed, N is the weight's other size). On other devices, for blocks, and
+        for None, there is no threshold. Sizes that are no multiples of 16, or of 32 for blocks, are
+        always left out.
 
     Raises:
       ValueError: for an unknown value.
@@ -83,6 +85,13 @@ class Recipe:
             raise ValueError(
                 f"a recipe multiplies float8 or int8, not both; got forward={self.forward.name}, "
                 f"gradient={self.gradient.name}"
+            )
+        is_mxfp8 = self.codes == "float8" and self.power_of_two and self.forward == self.gradient
+        if self.granularity == "block" and not is_mxfp8:
+            raise ValueError(
+                "blocks are MXFP8: one float8 format, and scales that are powers of two; got "
+                f"forward={self.forward.name}, gradient={self.gradient.name}, "
+                f"power_of_two={self.power_of_two}"
             )
         for name, choices in {**_CHOICES, "weight_gradient": (self.codes, _BFLOAT16)}.items():
             if (value := getattr(self, name)) not in choices:
@@ -116,14 +125,15 @@ class Recipe:
         >>> Recipe().why_not(4096, 512, 50257)
         'N = 50257 is no multiple of 16'
         """
+        multiple = _MULTIPLES[self.granularity]
         for name, size in {"K": summed, "N": columns}.items():
-            if size % _MULTIPLE:
-                return f"{name} = {size} is no multiple of {_MULTIPLE}"
+            if size % multiple:
+                return f"{name} = {size} is no multiple of {multiple}"
         if rows == 1:
             return ONE_ROW
         # The thresholds of torchao's filter, for one H100: rounding costs more than a small product
         # saves.
-        is_slow = summed <= 4096 and columns <= 1024
+        is_slow = self.granularity == "tensor" and summed <= 4096 and columns <= 1024
         if self.granularity == "row":
             is_slow = columns <= 2048 or summed <= 1024 or (columns <= 4096 and summed <= 2048)
         if is_slow and self.minimum == "auto" and (platform or jax.default_backend()) == "gpu":
@@ -147,7 +157,7 @@ class Recipe:
 
 
 _CHOICES: Mapping[str, tuple[Any, ...]] = {
-    "granularity": ("tensor", "row"),
+    "granularity": ("tensor", "row", "block"),
     "power_of_two": (True, False),
     "minimum": ("auto", None),
 }
@@ -158,16 +168,16 @@ _RECIPES: Mapping[str, Recipe] = {
     "rowwise": Recipe(granularity="row", gradient=_E4M3),
     "rowwise_hp": Recipe(granularity="row", gradient=_E4M3, weight_gradient=_BFLOAT16),
     "int8": Recipe(forward="int8", gradient="int8", power_of_two=False, weight_gradient=_BFLOAT16),
+    "mxfp8": Recipe(granularity="block", gradient=_E4M3),
 }
 # Names that users will try, and why they are not here.
 _NOT_HERE: Mapping[str, str] = {
-    name: f"{name} needs blocks of {block} numbers, and JAX multiplies those in bfloat16 on every "
-    "device: lax.scaled_dot has no derivative, and jax.nn.scaled_matmul decodes its operands "
-    "first. It would be slower than bfloat16 and less exact"
-    for name, block in (("mxfp8", 32), ("mxfp4", 32), ("nvfp4", 16))
+    name: f"{name} has numbers of 4 bits, whose gradients need transforms and random rounding, and "
+    "no device was here to measure them. Of formats with blocks there is 'mxfp8', for a B200"
+    for name in ("mxfp4", "nvfp4")
 } | {
-    "blockwise": "blockwise would be slower than bfloat16: XLA has no product of blocks with a "
-    "scale each. For activations with outliers take 'rowwise_hp'",
+    "blockwise": "blockwise would be slower than bfloat16: XLA has no product of blocks of 128 "
+    "with a scale each. For activations with outliers take 'rowwise_hp'",
     "delayed": "scales from earlier steps need a state, which no recipe has. Take 'tensorwise', "
     "alone or inside of jaxmp.float8.with_state, which brings such scales",
 }

@@ -6,8 +6,8 @@ equation that has all derivatives, with gradients in float32. Arrays flow throug
 
 - `mixed_product`: 16-bit products with float32 gradients; read it first, then `bilinear`, which
   derives the maps of the backward pass and of batches from JAX's own rules.
-- `float8_product`, `float8_encode`, `float8_dot`: the same in float8; the rounding; the public
-  `dot_general`, and which products are left out.
+- `float8_product`, `float8_encode`, `float8_dot`: the same in 8 bits; the rounding; the public
+  `dot_general`, and which products are left out. `block_product`: MXFP8, which rounds by itself.
 - `gathering`: gathers operands over devices. `float32_sums`, `gradient_of`: other gradients.
 - `primitive_rules`, `operands`, `varying`: parts of them all. A new primitive takes its rules from
   the first, and is listed in `_program/op_classes.py`.

@@ -29,6 +29,7 @@ from jaxmp._primitives.bilinear import (
     function_of,
     operand_roles,
 )
+from jaxmp._primitives.block_product import block_product
 from jaxmp._primitives.float8_encode import float8_encode
 from jaxmp._primitives.gathering import gathered
 from jaxmp._primitives.mixed_product import detach, with_derivatives
@@ -111,6 +112,10 @@ def float8_product(
         recipe,
         parameter,
     )
+    if recipe.granularity == "block":
+        detached_arrays = [ProductOperand(detach(x)) for x in operands]
+        out = product_map.multiplied(RESULT, detached_arrays, (), dtype)
+        return with_derivatives(out, product_map, list(map(ProductOperand, operands)))
     codes = [product_map.encode(i, x, RESULT) for i, x in enumerate(operands)]
     detached = [Coded(detach(x.codes), x.scale) for x in codes]
     numbers = params["dimension_numbers"]
@@ -156,6 +161,8 @@ class Float8Map(BilinearMap):
         """Makes a role from the two others; see `BilinearMap`."""
         if not self.multiplies_codes(result_role):
             return super().multiplied(result_role, operands, others, dtype, exact=exact)
+        if self.recipe.granularity == "block":
+            return self._in_blocks(result_role, operands, dtype)
         gathers = (*self.gathers, None)
         cells: list[Cell] = []
         for operand, role in zip(operands, operand_roles(result_role), strict=True):
@@ -170,6 +177,14 @@ class Float8Map(BilinearMap):
 
         out, *scales = self.run(result_role, cells, dtype, multiply)
         return without_scale(out, scales[0], dtype) if scales else out
+
+    def _in_blocks(self, result_role: int, operands: Sequence[ProductOperand], dtype: Any) -> Any:
+        # Codes of one product do not fit the next, whose sum is another: each rounds the arrays.
+        def multiply(op: Op, cells: list[Cell]) -> Cell:
+            arrays, numbers = [x for (x,) in cells], op.params["dimension_numbers"]
+            return (block_product(arrays, self.recipe.forward, numbers, dtype),)
+
+        return self.run(result_role, [(x.value,) for x in operands], dtype, multiply)[0]
 
     def product(
         self,

@@ -135,7 +135,7 @@ _TABLE: dict[OpClass, tuple[str, ...]] = {
         *(_WITH_FUNCTIONS, _SCALED_PRODUCTS),
         # Primitives that jaxmp itself adds.
         "float32_gradient gradient_of low_precision_product held float8_encode probed "
-        "float8_scale_back",
+        "float8_scale_back mxfp8_encode",
         # Effects outside of the program, memory that is written in place, positions.
         *(_OUTSIDE, _IN_PLACE, "axis_index axis_size platform_index"),
     ),
@@ -196,8 +196,10 @@ def _names_of(*lines: str) -> frozenset[str]:
     return frozenset(name for line in lines for name in line.split())
 
 
+# Round an array to codes of 8 bits: read it twice, for the largest magnitudes and to round it.
+ENCODES = _names_of("float8_encode mxfp8_encode")
 # Run before a loop that would run them again on the same arrays: they read much, and keep little.
-HOISTED = _names_of("float8_encode")
+HOISTED = ENCODES
 
 # Products, and kernels.
 
@@ -208,7 +210,7 @@ WITHOUT_ALGORITHMS = _names_of("conv_general_dilated ragged_dot ragged_dot_gener
 # All products, also those of scaled operands, which autocast leaves alone.
 PRODUCTS = CONTRACTIONS | _names_of(_SCALED_PRODUCTS)
 # Products, and what jaxmp puts around their operands: a param is gathered once for all of them.
-MULTIPLIES = CONTRACTIONS | _names_of("held float8_encode float32_gradient")
+MULTIPLIES = CONTRACTIONS | ENCODES | _names_of("held float32_gradient")
 # Their authors made them for the dtypes of their operands.
 KERNELS = _names_of(
     "custom_vjp_call pallas_call mpmd_map ffi_call composite custom_partitioning",
@@ -248,8 +250,8 @@ LOGARITHMS = _names_of("log log2 log10")
 PLACINGS = _names_of("sharding_constraint reshard")
 LAYINGS = PLACINGS | _names_of(_REDUCED_CASTS, "pvary pcast mesh_cast")
 
-# Casts. Those to float8 read an array twice: for its largest magnitude, and to round it.
-CASTS = _names_of("convert_element_type float8_encode")
+# Casts.
+CASTS = ENCODES | _names_of("convert_element_type")
 
 # Moves of data.
 

@@ -179,3 +179,73 @@ def test_fsdp_gathers_codes_and_sums_float32(
     assert not [row for row in rows if row.reducer == "add" and row.dtype == "bfloat16"]
     # No gradient of a weight is summed whole: only those of norms are.
     assert total("all-reduce", FLOAT32) < 0.05 * 4 * weights
+
+
+# In float8: three products for each of a block; with checkpoints, all but the last once more.
+@pytest.mark.parametrize(
+    ("remat", "products"),
+    [
+        pytest.param(False, 3 * PRODUCTS, marks=pytest.mark.jax),
+        pytest.param(True, 4 * PRODUCTS - 1, marks=pytest.mark.slow),
+    ],
+)
+def test_products_of_blocks_are_native(b200: Compiler, remat: bool, products: int) -> None:
+    """The compiler keeps each in one kernel, and decodes no codes."""
+    fun = gradient(model := gpt(remat=remat), "mxfp8")
+    args = jax.eval_shape(model.init), abstract_tokens(model)
+    program = b200(fun, *args)
+    rows = [
+        row
+        for row in jaxmp.collectives(program).float8_products
+        if all(dtype.startswith("float8") for dtype in row.operands)
+    ]
+    assert sum(row.runs for row in rows) == LAYERS * products
+    assert {row.ran for row in rows} == {"float8 operands"}
+
+
+def test_products_of_blocks_move_as_many_bytes(b200: Compiler) -> None:
+    """One layer, as above: 607 MB in 15 launches; the products move what those of codes move."""
+    contracted = (((1,), (0,)), ((), ()))
+
+    def layer(x: Any, w: Any, g: Any) -> Any:
+        def product(x: Any, w: Any) -> Any:
+            return jaxmp.float8.dot_general(x, w, contracted, recipe="mxfp8")
+
+        y, backward = jax.vjp(product, x, w)
+        return y, backward(g)
+
+    shapes = {(4096, 2048): jnp.bfloat16, (2048, 8192): jnp.float32, (4096, 8192): jnp.bfloat16}
+    args = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes.items()]
+    beside = beside_products(b200(layer, *args).as_text())
+    assert beside.bytes / 1e6 <= 1.1 * 607
+    assert beside.launches <= 1.1 * 15
+    assert beside.products / 1e6 == pytest.approx(272, rel=0.02)
+
+
+def test_products_of_blocks_elsewhere(gpu: Compiler, b200: Compiler, tpu: Compiler) -> None:
+    """An error that says where they run; over a mesh, each device of a `shard_map` has its own."""
+    x, w = (jax.ShapeDtypeStruct((64, 64), dtype) for dtype in (jnp.bfloat16, jnp.float32))
+
+    def product(x: Any, w: Any) -> Any:
+        return jaxmp.float8.dot_general(x, w, (((1,), (0,)), ((), ())), recipe="mxfp8")
+
+    for compiler, name in ((gpu, "NVIDIA H100"), (tpu, "TPU")):
+        with pytest.raises(NotImplementedError, match=f"compute capability 10.* this {name}"):
+            compiler(product, x, w)
+    mesh = b200.mesh((8,), ("data",))
+    x, w = (
+        jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, spec))
+        for a, spec in ((x, P("data")), (w, P()))
+    )
+    local = jax.shard_map(product, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"))
+    for function in (product, local):
+        with pytest.raises(NotImplementedError, match=r"one device, or inside of a jax\.shard_map"):
+            b200.lower(function, x, w)
+    before = jax.config.jax_use_shardy_partitioner
+    jax.config.update("jax_use_shardy_partitioner", False)
+    try:
+        assert "scaled-dot" in b200.lower(local, x, w).compile().as_text()
+        with pytest.raises(NotImplementedError, match="no partitioner splits them"):
+            b200.lower(product, x, w)
+    finally:
+        jax.config.update("jax_use_shardy_partitioner", before)

@@ -270,6 +270,18 @@ def test_float8() -> None:
     assert report.errors(report.rules(0.1)).gradients <= 0.1
 
 
+def test_products_of_blocks_are_refused() -> None:
+    """Their codes cannot be switched: an error, and no number that is wrong."""
+
+    def loss_fn(w: Any, x: Any) -> Any:
+        with jax.named_scope("layer"):
+            return jnp.mean((x @ w) ** 2)
+
+    square = jnp.ones((32, 32))
+    with pytest.raises(NotImplementedError, match="does not know products of blocks"):
+        sensitivity(loss_fn, square, square, low="mixed_float8,products=mxfp8")
+
+
 def test_candidates_are_parts_and_the_rest_stays_high() -> None:
     loss_fn, params = mlp(1)
     report = sensitivity(loss_fn, params, BATCH, candidates=["layer_[01]", "layer_2"])

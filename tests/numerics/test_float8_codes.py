@@ -13,13 +13,14 @@ from hypothesis import given, settings, strategies as st
 
 from jaxmp._numerics.float8_codes import (
     decode_float8,
+    encode_blocks,
     encode_float8,
     largest_code,
     largest_magnitude,
     round_to_codes,
     scale_of,
 )
-from tests.support.float8_references import FORMATS, LEAST_AMAX, coded, rounded, scale
+from tests.support.float8_references import FORMATS, LEAST_AMAX, coded, in_blocks, rounded, scale
 
 pytestmark = pytest.mark.jax
 
@@ -264,3 +265,30 @@ def test_powers_of_two_are_decoded_exactly_in_bfloat16(values: list[float]) -> N
         got = encode_float8(jnp.float32(values), jnp.dtype(form), (0,))
         want = np.asarray(got.codes).astype(np.float64) / np.asarray(got.scale, np.float64)
         same(decode_float8(got, jnp.bfloat16), want)
+
+
+def decoded_blocks(x: Any, form: str) -> np.ndarray:
+    codes, scales = encode_blocks(jnp.asarray(x), jnp.dtype(form))
+    assert (codes.dtype, scales.dtype) == (form, jnp.float8_e8m0fnu)
+    assert scales.shape == (*x.shape[:-1], x.shape[-1] // 32)
+    return np.asarray(codes, np.float64) * np.repeat(np.asarray(scales, np.float64), 32, axis=-1)
+
+
+@each_float8
+@given(st.lists(floats, min_size=64, max_size=64))
+@settings(max_examples=100)
+def test_blocks(form: str, values: list[float]) -> None:
+    """Two blocks of any finite numbers stand for what the definition says, to the bit."""
+    x = np.float32(values)[None]
+    same(decoded_blocks(x, form), in_blocks(x, form, (1,)))
+
+
+@each_float8
+def test_a_block_with_an_infinity_or_nan_is_nan(form: str) -> None:
+    """Its scale is, so that all of its product is; the block beside it is as it was."""
+    x = np.ones((1, 64), np.float32)
+    for bad in (np.inf, -np.inf, np.nan):
+        x[0, 3] = bad
+        numbers = decoded_blocks(x, form)
+        assert np.isnan(numbers[0, :32]).all()
+        assert (numbers[0, 32:] == 1).all()

@@ -64,8 +64,9 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     # policies
     ("policy name", lambda: jaxmp.get_policy("mixed_bfloat15"), ValueError,
      "unknown policy 'mixed_bfloat15'. Did you mean 'mixed_bfloat16'? Valid: float32, bfloat16, "
-     "float16, mixed_bfloat16, mixed_float16, mixed_float8, O0, O1, O2, O3, any other dtype name "
-     "such as 'f64', or a string such as 'params=float32,compute=bfloat16,output=float32'."),
+     "float16, mixed_bfloat16, mixed_float16, mixed_float8, mixed_int8, O0, O1, O2, O3, any other "
+     "dtype name such as 'f64', or a string such as "
+     "'params=float32,compute=bfloat16,output=float32'."),
     ("part of a policy name", lambda: jaxmp.get_policy("float8"), ValueError,
      "unknown policy 'float8'. Did you mean 'mixed_float8'?"),
     ("policy type", lambda: jaxmp.get_policy(3), TypeError,
@@ -91,7 +92,7 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
      "cannot read '' in policy 'c=bf16,': expected key=dtype"),
     ("no value", lambda: jaxmp.get_policy("c="), ValueError, "cannot read 'c='"),
     ("float8 recipe", lambda: jaxmp.get_policy("mixed_float8,products=tensorwize"), ValueError,
-     "unknown float8 recipe 'tensorwize'. Did you mean 'tensorwise'? Valid: tensorwise, rowwise, "
+     "unknown recipe 'tensorwize'. Did you mean 'tensorwise'? Valid: tensorwise, rowwise, "
      "rowwise_hp"),
     ("float8 recipe type", lambda: jaxmp.Policy("f32", "bf16", "f32", products=8), TypeError,
      "products must be a jaxmp.float8.Recipe or its name, got int"),
@@ -100,18 +101,30 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
      "granularity, forward, gradient, power_of_two, weight_gradient, minimum. "
      "Did you mean 'gradient'?"),
     ("float8 granularity", lambda: jaxmp.float8.Recipe(granularity="channel"), ValueError,
-     "granularity of a recipe must be one of 'tensor', 'row'; got 'channel'"),
+     "granularity of a recipe must be one of 'tensor', 'row', 'block'; got "
+     "'channel'"),
     ("float8 format", lambda: jaxmp.float8.Recipe(forward="bf16"), ValueError,
      "forward of a recipe must be one of float8_e4m3fn, float8_e5m2, int8; got bfloat16"),
     ("float8 and int8", lambda: get_recipe("int8:gradient=e5m2"), ValueError,
      "a recipe multiplies float8 or int8, not both; got forward=int8, gradient=float8_e5m2"),
     ("int8 weight gradient", lambda: get_recipe("int8:weight_gradient=float8"), ValueError,
      "weight_gradient of a recipe must be one of 'int8', 'bfloat16'; got 'float8'"),
-    ("MX formats", lambda: jaxmp.get_policy("mixed_bfloat16,products=mxfp8"), ValueError,
-     "mxfp8 needs blocks of 32 numbers, and JAX multiplies those in bfloat16 on every device"),
+    ("formats of 4 bits", lambda: jaxmp.get_policy("mixed_bfloat16,products=nvfp4"), ValueError,
+     "nvfp4 has numbers of 4 bits, whose gradients need transforms and random rounding, and no "
+     "device was here to measure them. Of formats with blocks there is 'mxfp8', for a B200"),
+    ("blocks of another format", lambda: get_recipe("mxfp8:gradient=float8_e5m2"), ValueError,
+     "blocks are MXFP8: one float8 format, and scales that are powers of two; got "
+     "forward=float8_e4m3fn, gradient=float8_e5m2, power_of_two=True"),
+    ("blocks of int8", lambda: get_recipe("int8:granularity=block"), ValueError,
+     "blocks are MXFP8: one float8 format, and scales that are powers of two; got forward=int8"),
+    ("blocks on a CPU", lambda: jaxmp.float8.dot_general(
+        jnp.ones((32, 32)), jnp.ones((32, 32)), (((1,), (0,)), ((), ())), recipe="mxfp8",
+     ), NotImplementedError,
+     "mxfp8 runs on NVIDIA GPUs of compute capability 10.0 and later, such as a B200. Others, as "
+     "this CPU, multiply blocks in bfloat16. Use 'tensorwise' or 'rowwise_hp' there"),
     ("float8 in blocks", lambda: jaxmp.get_policy("mixed_float8,products=blockwise"), ValueError,
-     "blockwise would be slower than bfloat16: XLA has no product of blocks with a scale each. For "
-     "activations with outliers take 'rowwise_hp'. Use one of: tensorwise, rowwise, rowwise_hp"),
+     "blockwise would be slower than bfloat16: XLA has no product of blocks of 128 with a scale "
+     "each. For activations with outliers take 'rowwise_hp'. Use one of: tensorwise, rowwise"),
     ("float8, delayed", lambda: jaxmp.get_policy("mixed_float8,products=delayed:history=8"),
      ValueError, "scales from earlier steps need a state, which no recipe has. Take 'tensorwise', "
      "alone or inside of jaxmp.float8.with_state, which brings such scales. Use one of: tens"),
@@ -342,6 +355,7 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("call", "error", "text"), [case[1:] for case in CASES], ids=[case[0] for case in CASES]
 )

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import jaxmp
+from jaxmp._numerics.float8_codes import encode_blocks
 from jaxmp._policies.recipe import get_recipe
 from jaxmp._primitives.bilinear import RESULT
 from jaxmp._primitives.float8_product import float8_map
@@ -125,3 +126,24 @@ def test_every_recipe_and_kind_is_recorded() -> None:
         ("rowwise_with_gw_hp", True),
     }  # fmt: skip
     assert len({case["kind"] for case in CASES}) == 10
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("form", ["float8_e4m3fn", "float8_e5m2"])
+def test_blocks_are_those_of_torchao(dtype: str, form: str) -> None:
+    """Largest magnitudes of all exponents, next to powers of two, out of range; ties; zeros.
+
+    A block with an infinity is not compared: there torchao has the largest code, we have NaN.
+    """
+    arrays, short = load_arrays("mx_blocks.npz"), form[len("float8_") :].removesuffix("fn")
+    x = jnp.asarray(arrays[f"{dtype}/x"], dtype)
+    for encode in (encode_blocks, jax.jit(encode_blocks, static_argnums=1)):
+        codes, scales = (np.asarray(x) for x in encode(x, jnp.dtype(form)))
+        assert scales.view(np.uint8).ravel().tolist() == arrays[f"{dtype}/{short}/scales"].tolist()
+        wanted = arrays[f"{dtype}/{short}/codes"].view(codes.dtype)
+        # CPUs flush subnormal numbers. For the least scale, 2**-127, torchao divides by 2**-126.
+        numbers = np.abs(arrays[f"{dtype}/x"])
+        normal = (numbers >= np.finfo(np.float32).tiny) & (scales.view(np.uint8) > 0)
+        assert normal.mean() > 0.9
+        pairs = (np.where(normal, x.astype(np.float32), 0) for x in (codes, wanted))
+        np.testing.assert_array_equal(*pairs)

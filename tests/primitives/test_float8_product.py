@@ -18,29 +18,30 @@ from jaxmp._primitives.float8_product import float8_map, without_scale
 from tests.support.dots import equations
 from tests.support.float8_references import Product, error
 
-pytestmark = pytest.mark.annotations
+pytestmark = [pytest.mark.annotations, pytest.mark.usefixtures("blocks_on_a_cpu")]
 
 RECIPES = [
     "tensorwise", "rowwise", "rowwise_hp", "tensorwise:power_of_two=false",
     "rowwise:power_of_two=false", "tensorwise:gradient=float8_e4m3fn",
     "tensorwise:weight_gradient=bfloat16", "int8", "int8:weight_gradient=int8",
     "int8:power_of_two=true:weight_gradient=int8", "int8:granularity=row:weight_gradient=int8",
+    "mxfp8",
 ]  # fmt: skip
 each_recipe = pytest.mark.parametrize("recipe", RECIPES)
-MAIN = ["tensorwise", "rowwise", "rowwise_hp", "int8"]
+MAIN = ["tensorwise", "rowwise", "rowwise_hp", "int8", "mxfp8"]
 main_recipes = pytest.mark.parametrize("recipe", MAIN)
 # Einsum's letters, the size of each letter, and which operand is the weight.
 SPECS: dict[str, tuple[str, dict[str, int], int]] = {
-    "matrix": ("mk,kn->mn", {"m": 24, "k": 32, "n": 48}, 1),
-    "transposed weight": ("mk,nk->mn", {"m": 24, "k": 32, "n": 48}, 1),
-    "weight on the left": ("kn,mk->nm", {"m": 24, "k": 32, "n": 48}, 0),
-    "transposed weight on the left": ("nk,km->nm", {"m": 24, "k": 32, "n": 48}, 0),
-    "tokens": ("btk,kn->btn", {"b": 3, "t": 8, "k": 32, "n": 16}, 1),
-    "heads": ("btk,khd->bthd", {"b": 3, "t": 8, "k": 32, "h": 3, "d": 16}, 1),
-    "out of heads": ("bthd,hdn->btn", {"b": 3, "t": 8, "h": 3, "d": 16, "n": 32}, 1),
-    "summed in another order": ("bhtd,dnh->btn", {"b": 3, "t": 8, "h": 3, "d": 16, "n": 32}, 1),
-    "experts": ("emk,ekn->emn", {"e": 4, "m": 8, "k": 16, "n": 32}, 1),
-    "experts on the left": ("ekn,emk->enm", {"e": 4, "m": 8, "k": 16, "n": 32}, 0),
+    "matrix": ("mk,kn->mn", {"m": 40, "k": 64, "n": 96}, 1),
+    "transposed weight": ("mk,nk->mn", {"m": 24, "k": 64, "n": 96}, 1),
+    "weight on the left": ("kn,mk->nm", {"m": 24, "k": 64, "n": 96}, 0),
+    "transposed weight on the left": ("nk,km->nm", {"m": 24, "k": 64, "n": 96}, 0),
+    "tokens": ("btk,kn->btn", {"b": 3, "t": 8, "k": 64, "n": 32}, 1),
+    "heads": ("btk,khd->bthd", {"b": 3, "t": 8, "k": 32, "h": 2, "d": 16}, 1),
+    "out of heads": ("bthd,hdn->btn", {"b": 3, "t": 8, "h": 2, "d": 16, "n": 32}, 1),
+    "summed in another order": ("bhtd,dnh->btn", {"b": 3, "t": 8, "h": 2, "d": 16, "n": 32}, 1),
+    "experts": ("emk,ekn->emn", {"e": 4, "m": 8, "k": 32, "n": 64}, 1),
+    "experts on the left": ("ekn,emk->enm", {"e": 4, "m": 8, "k": 32, "n": 64}, 0),
 }
 each_spec = pytest.mark.parametrize("name", SPECS)
 
@@ -125,7 +126,7 @@ def test_the_check_sees_a_wrong_recipe() -> None:
     lhs, rhs, ct = (np.asarray(x, np.float64) for x in operands(cases[0], SPECS["matrix"][1]))
     results = [(case.result(lhs, rhs), *case.gradients(lhs, rhs, ct)) for case in cases]
     for one, other in itertools.combinations(results, 2):
-        assert max(map(error, one, other)) > 1e-2
+        assert max(map(error, one, other)) > 5e-3
 
 
 @pytest.mark.parametrize("recipe", ["int8", "int8:granularity=row"])

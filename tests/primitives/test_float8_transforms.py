@@ -16,9 +16,9 @@ import jaxmp
 from tests.support.dots import equations
 from tests.support.float8_references import error
 
-pytestmark = pytest.mark.annotations
+pytestmark = [pytest.mark.annotations, pytest.mark.usefixtures("blocks_on_a_cpu")]
 
-RECIPES = ["tensorwise", "rowwise", "rowwise_hp", "int8", "int8:weight_gradient=int8"]
+RECIPES = ["tensorwise", "rowwise", "rowwise_hp", "int8", "int8:weight_gradient=int8", "mxfp8"]
 IN_BFLOAT16 = ["rowwise_hp", "int8"]  # their gradients of weights
 # One kind of scales on the newest jax, too: what they multiply is the same.
 each_recipe = pytest.mark.parametrize(
@@ -28,6 +28,7 @@ each_recipe = pytest.mark.parametrize(
         *RECIPES[1:3],
         pytest.param("int8", marks=pytest.mark.jax),
         RECIPES[4],
+        pytest.param("mxfp8", marks=pytest.mark.jax),
     ],
 )
 NUMBERS = (((1,), (0,)), ((), ()))
@@ -46,7 +47,7 @@ def draw(*shapes: tuple[int, ...], seed: int = 0) -> list[Any]:
     return [jnp.asarray(x, "float32" if i else "bfloat16") for i, x in enumerate(arrays)]
 
 
-X, W = draw((24, 32), (32, 48))
+X, W = draw((32, 32), (32, 64))
 V = (jnp.roll(X, 1, axis=0), jnp.roll(W, 2, axis=1))
 
 
@@ -110,14 +111,14 @@ def test_second_derivatives(recipe: str, mode: Any) -> None:
 
 @pytest.mark.jax
 def test_linear_transpose() -> None:
-    ct = jnp.ones((24, 48), jnp.bfloat16)
+    ct = jnp.ones((32, 64), jnp.bfloat16)
     (dw,) = jax.linear_transpose(lambda w: dot("tensorwise")(X, w), W)(ct)
     (dx,) = jax.linear_transpose(lambda x: dot("tensorwise")(x, W), X)(ct)
     same([dx, dw], jax.vjp(dot("tensorwise"), X, W)[1](ct))
 
 
 @pytest.mark.jax
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_hp", "int8"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_hp", "int8", "mxfp8"])
 def test_a_tangent_in_the_rule_of_a_custom_jvp(recipe: str) -> None:
     """There the codes and the scale of a tangent both depend on it, and are transposed."""
 
@@ -139,7 +140,7 @@ def test_a_tangent_in_the_rule_of_a_custom_jvp(recipe: str) -> None:
     for x, y in zip(got, want, strict=True):
         assert jnp.linalg.norm(x.astype(jnp.float32) - y) < 0.12 * jnp.linalg.norm(y)
     (dw,) = jax.linear_transpose(jax.jit(lambda w: dot(recipe)(X, w)), W)(
-        jnp.ones((24, 48), jnp.bfloat16)
+        jnp.ones((32, 64), jnp.bfloat16)
     )
     assert dw.dtype == jnp.float32
 
@@ -157,7 +158,7 @@ def test_vmap_is_a_loop(recipe: str, name: str) -> None:
     """
     axes = AXES[name]
     sizes = (1.0, 2.0**-10, 2.0**6)
-    ct = draw((24, 48), seed=3)[0]
+    ct = draw((32, 64), seed=3)[0]
     batches = [
         a if axis is None else jnp.stack([a * s for s in sizes], axis)
         for a, axis in zip((X, W), axes, strict=True)
@@ -181,7 +182,10 @@ def test_vmap_is_a_loop(recipe: str, name: str) -> None:
 
 @each_recipe
 def test_gradients_of_vmap(recipe: str) -> None:
-    """Gradients of what is shared add up; those of each element are their own."""
+    """Gradients of what is shared add up; those of each element are their own.
+
+    Blocks of the shared one lie along all rows: those of one element if its rows fill them.
+    """
     xs = jnp.stack([X, X * 2**-8, X * 2**4])
 
     def total(xs: Any, w: Any) -> Any:
@@ -192,7 +196,7 @@ def test_gradients_of_vmap(recipe: str) -> None:
     same(dxs, jnp.stack([dx for dx, _ in each]))
     assert error(dw, sum(dw for _, dw in each)) < 1e-6
     twice = jax.vmap(jax.vmap(dot(recipe), (None, 0)), (0, None))(xs, jnp.stack([W, W * 3]))
-    assert twice.shape == (3, 2, 24, 48)
+    assert twice.shape == (3, 2, 32, 64)
     same(twice[1, 1], dot(recipe)(xs[1], W * 3))
 
 
@@ -385,7 +389,7 @@ def test_scales_of_shards_would_give_other_bits(recipe: str) -> None:
 
 def weighted(recipe: str) -> Callable[[Any, Any], Any]:
     """A loss whose derivative does not depend on the result, whose roundings differ."""
-    ct = draw((24, 48), seed=3)[0].astype(jnp.float32)
+    ct = draw((32, 64), seed=3)[0].astype(jnp.float32)
     return lambda x, w: jnp.vdot(dot(recipe)(x, w).astype(jnp.float32), ct)
 
 

@@ -49,14 +49,16 @@ class Beside(NamedTuple):
 
 
 def beside_products(program: str) -> Beside:
-    """Splits the traffic of a program that was compiled `WITHOUT_TRITON`: calls of cuBLAS, and the
-    rest."""
+    """Splits the traffic of a program: products, and the rest.
+
+    Products are calls of cuBLAS, as in programs compiled `WITHOUT_TRITON`, and products of blocks.
+    """
     module = Module(program)
     traffic = Traffic(module)
     moved, launches, products = 0.0, 0, 0.0
     for instruction, times in Schedule(module, traffic.bytes).kernels():
         total = times * traffic.bytes(instruction)
-        if "__cublas" in instruction.structure:
+        if "__cublas" in instruction.structure or "scaled-dot" in instruction.structure:
             products += total
         else:
             moved, launches = moved + total, launches + times

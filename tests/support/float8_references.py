@@ -50,6 +50,24 @@ def coded(
     return rounded(scaled, form), scales
 
 
+def in_blocks(x: Any, form: str, axes: tuple[int, ...]) -> np.ndarray:
+    """The numbers that MXFP8 codes and scales stand for, in blocks of 32 along summed axes.
+
+    The scale is the least power of two by which the largest number of a block is in range.
+    """
+    x = np.moveaxis(np.asarray(x, np.float64), axes, range(-len(axes), 0))
+    lines = x.reshape(-1, int(np.prod(x.shape[x.ndim - len(axes) :])))
+    padded = np.pad(lines, ((0, 0), (0, -lines.shape[1] % 32)))
+    blocks = padded.reshape(len(lines), -1, 32)
+    amax = np.abs(blocks).max(axis=2, keepdims=True)
+    mantissa, exponent = np.frexp(amax / FORMATS[form][2])
+    exponent = np.where(mantissa == 0.5, exponent - 1, exponent)  # a power of two itself
+    exponent = np.where(amax > 0, np.clip(exponent, -127, 127), -127)
+    decoded = np.ldexp(rounded(np.ldexp(blocks, -exponent), form), exponent)
+    found = decoded.reshape(padded.shape)[:, : lines.shape[1]].reshape(x.shape)
+    return np.moveaxis(found, range(-len(axes), 0), axes)
+
+
 @dataclasses.dataclass(frozen=True)
 class Product:
     """A product in einsum's letters, `"mk,kn->mn"`, and which operand is the weight."""
@@ -86,6 +104,8 @@ class Product:
         if recipe.granularity == "tensor" or (role == self.parameter and narrow and returned != 2):
             axes = tuple(range(len(own)))
         form = recipe.gradient if role == 2 else recipe.forward
+        if recipe.granularity == "block":
+            return in_blocks(x, form.name, summed)
         codes, scales = coded(x, form.name, axes, power_of_two=recipe.power_of_two)
         return codes / scales
 

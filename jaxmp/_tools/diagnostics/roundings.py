@@ -21,6 +21,7 @@ from jaxmp._program import compat
 from jaxmp._program.op_classes import (
     CLASSES,
     CONTRACTIONS,
+    ENCODES,
     FOREIGN_CALLS,
     IDENTITIES,
     OPAQUE,
@@ -70,6 +71,11 @@ class Switched(Rerun):
             as_traced = list(map(_in_traced_dtype, operands, site.in_avals))
             return list(map(_in_float32, compat.bind(equation, as_traced)))
         on = self._on(names_in(scopes_of(site)))
+        if site.name in ENCODES - {"float8_encode"}:
+            raise NotImplementedError(
+                "sensitivity does not know products of blocks. Measure 'tensorwise' or 'rowwise', "
+                "which round to the same format"
+            )
         if site.name == "float8_encode":
             codes, scale, *others = compat.bind(equation, operands)
             exact_codes = jnp.asarray(operands[0] * scale, _FLOAT32)

@@ -77,8 +77,10 @@ def _execution(flow: Flow, instruction: Instruction, target: str, dtypes: list[s
         is_cublas = "cublas" in target and (kind == "int8" or target.endswith(_CUBLAS_FLOAT8))
         return kind if is_cublas else NOT_KNOWN
     callers = flow.module.callers.get(instruction.computation, [])
-    # A TPU's fusions are its ordinary products. Its layouts have tiles, which no other's have.
-    is_fused = any(caller.opcode == "fusion" for caller in callers)
+    # A TPU's fusions are its ordinary products. Its layouts have tiles, which no other's have. A
+    # product of blocks that compilers do not take apart is one, in a fusion of its own.
+    is_block_product = instruction.opcode == "scaled-dot"
+    is_fused = not is_block_product and any(caller.opcode == "fusion" for caller in callers)
     is_on_tpu = ":T(" in instruction.shape
     return NOT_KNOWN if is_fused and not is_on_tpu else kind + HAS_OPERANDS
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxmp._numerics.dtypes import is_floating
 from jaxmp._program.facts import Question, propagate
-from jaxmp._program.op_classes import IDENTITIES, PRODUCTS, REPEATS, SAME_NUMBERS, SCALES
+from jaxmp._program.op_classes import ENCODES, IDENTITIES, PRODUCTS, REPEATS, SAME_NUMBERS, SCALES
 from jaxmp._program.program import Program
 from jaxmp._tools.inspect.equations import Site
 
@@ -82,7 +82,7 @@ def _typed_fact(aval: Any, fact: str) -> str:
 
 def _result_facts(site: Site, facts: Sequence[str]) -> Sequence[str]:
     count = len(site.outputs)
-    if site.name == "float8_encode":
+    if site.name in ENCODES:
         return [str(site.out_avals[0].dtype), _SCALE]
     if site.name == "optimization_barrier":
         return facts

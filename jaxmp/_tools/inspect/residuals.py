@@ -10,7 +10,7 @@ from jax.extend import core
 
 from jaxmp._numerics.dtypes import is_floating, nbytes_of
 from jaxmp._program.facts import Question, arguments_read, propagate
-from jaxmp._program.op_classes import CALLS, SAME_NUMBERS
+from jaxmp._program.op_classes import CALLS, ENCODES, SAME_NUMBERS
 from jaxmp._program.program import Program
 from jaxmp._tools.inspect.compiled import is_array
 from jaxmp._tools.inspect.equations import Site, walk
@@ -199,7 +199,7 @@ def _result_origins(site: Site, operands: Sequence[_Origin]) -> list[_Origin]:
     if site.name == "optimization_barrier":
         return list(operands)
     # Codes and scale of a param are a copy of it in 8 bits.
-    if site.name == "float8_encode":
+    if site.name in ENCODES:
         return list(operands) * count
     if site.name not in SAME_NUMBERS:
         return [_Origin.OTHER if site.inputs else _Origin.NUMBERS] * count

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from jaxmp._numerics.dtypes import nbytes_of
 from jaxmp._numerics.precision import name_of_param
-from jaxmp._program.op_classes import CASTS, CLASSES, COLLECTIVES, PRODUCTS, OpClass
+from jaxmp._program.op_classes import CASTS, CLASSES, COLLECTIVES, ENCODES, PRODUCTS, OpClass
 from jaxmp._program.program import Program
 from jaxmp._program.scopes import why_left_out
 from jaxmp._tools.inspect.branches import Part, most
@@ -174,9 +174,7 @@ class Tally:
                 **_counts(sites),
                 # Behind codes come their scales.
                 bytes=sum(_bytes(s.out_avals[:1]) * s.runs for s in sites),
-                amax_bytes=sum(
-                    _bytes(s.in_avals) * s.runs for s in sites if s.name == "float8_encode"
-                ),
+                amax_bytes=sum(_bytes(s.in_avals) * s.runs for s in sites if s.name in ENCODES),
             )
             for dtypes, sites in _grouped(casts, key).items()
             if dtypes[0] != dtypes[1]  # such a cast only makes a weak type strong

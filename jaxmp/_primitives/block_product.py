@@ -1,0 +1,139 @@
+"""Products in MXFP8, whose operands have a scale for each 32 numbers along the sum.
+
+`lax.scaled_dot` has no derivative, and cannot stand where one is taken. Here neither the rounding
+of the operands nor their product has one; the map of the product has it, as in float8.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+from jaxmp._numerics.dtypes import DType
+from jaxmp._numerics.float8_codes import BLOCK, encode_blocks
+from jaxmp._primitives.primitive_rules import (
+    batch_in_front,
+    compile_alone,
+    never_saved,
+    without_derivative,
+)
+from jaxmp._primitives.varying import result_aval, varying_axes
+from jaxmp._program import compat
+
+# Operand: an array. Results: codes, and a scale for each block along the last axis.
+_encode_p = Primitive("mxfp8_encode")
+_encode_p.multiple_results = True
+# Operands, params and the name are those of JAX's own product, by which tools know it.
+_product_p = Primitive("scaled_dot")
+_CAPABILITY = 10.0  # the first compute capability with products of such blocks: B200
+
+
+def block_product(
+    arrays: Sequence[Any], code_dtype: DType, dimension_numbers: Any, dtype: Any
+) -> Any:
+    """Rounds two arrays to MXFP8 along their own sum, and multiplies them.
+
+    Args:
+      arrays: the arrays, of 16 or 32 bits.
+      code_dtype: the dtype of the codes.
+      dimension_numbers: as for `jax.lax.dot_general`.
+      dtype: the dtype of the result: bfloat16 or float32; others are rounded from float32.
+
+    Returns:
+      The product, of the shape that `dot_general` gives.
+    """
+    sums, shared = dimension_numbers
+    operands, scales = [], []
+    free_shapes: list[tuple[int, ...]] = []
+    shared_shape = tuple(arrays[0].shape[i] for i in shared[0])
+    for x, summed_axes, shared_axes in zip(arrays, sums, shared, strict=True):
+        # One axis of rows and one of sums, the last: compilers know this product.
+        free = [i for i in range(x.ndim) if i not in (*summed_axes, *shared_axes)]
+        free_shapes.append(tuple(x.shape[i] for i in free))
+        order = lax.transpose(x, (*shared_axes, *free, *summed_axes))
+        rows = order.reshape(*shared_shape, int(np.prod(free_shapes[-1])), -1)
+        padding = -rows.shape[-1] % BLOCK  # zeros, which add nothing
+        rows = jnp.pad(rows, [*[(0, 0)] * (rows.ndim - 1), (0, padding)]) if padding else rows
+        codes, block_scales = _encode_p.bind(rows, dtype=code_dtype)
+        operands.append(codes)
+        scales.append(block_scales)
+    out = _product_p.bind(
+        *operands,
+        *scales,
+        dimension_numbers=_rows_by_rows(operands[0].ndim),
+        preferred_element_type=np.dtype(dtype if dtype == jnp.bfloat16 else np.float32),
+    )
+    out = out.reshape(*shared_shape, *free_shapes[0], *free_shapes[1])
+    return lax.convert_element_type(out, dtype)
+
+
+def _rows_by_rows(ndim: int) -> Any:
+    batch = tuple(range(ndim - 2))
+    return (((ndim - 1,), (ndim - 1,)), (batch, batch))
+
+
+def _multiply(lhs: Any, rhs: Any, lhs_scale: Any, rhs_scale: Any, **params: Any) -> Any:
+    return lax.scaled_dot(lhs, rhs, lhs_scale=lhs_scale, rhs_scale=rhs_scale, **params)
+
+
+def _lower_product(ctx: Any, *args: Any, **params: Any) -> Any:
+    check_device(ctx)
+    return mlir.lower_fun(_multiply, multiple_results=False)(ctx, *args, **params)
+
+
+def check_device(ctx: Any) -> None:
+    """Raises an error if a program is lowered for a device that has no products of blocks."""
+    kind, capability = compat.target_of(ctx)
+    if capability < _CAPABILITY:
+        raise NotImplementedError(_NOT_HERE.format(device=kind))
+    if not compat.is_for_one_device(ctx) and not compat.is_alone_without_shardy(ctx):
+        raise NotImplementedError(_NOT_SPLIT)
+
+
+_NOT_HERE = (
+    "mxfp8 runs on NVIDIA GPUs of compute capability 10.0 and later, such as a B200. Others, as "
+    "this {device}, multiply blocks in bfloat16. Use 'tensorwise' or 'rowwise_hp' there"
+)
+_NOT_SPLIT = (
+    "mxfp8 runs on one device, or inside of a jax.shard_map without the Shardy partitioner "
+    "(jax.config.update('jax_use_shardy_partitioner', False)), which does not know products of "
+    "blocks; no partitioner splits them. Use 'tensorwise' or 'rowwise_hp' on a mesh"
+)
+
+
+def _code_avals(x: Any, *, dtype: DType) -> list[Any]:
+    scales = (*x.shape[:-1], x.shape[-1] // BLOCK)
+    return [result_aval(x, x.shape, dtype), result_aval(x, scales, jnp.float8_e8m0fnu)]
+
+
+def _block_product_aval(
+    lhs: Any, rhs: Any, *scales: Any, preferred_element_type: Any, **_: Any
+) -> Any:
+    del scales
+    like = max((lhs, rhs), key=lambda x: len(varying_axes(x)))
+    return result_aval(like, (*lhs.shape[:-1], rhs.shape[-2]), preferred_element_type)
+
+
+def _code_batch(args: Any, axes: Any, **params: Any) -> Any:
+    return _encode_p.bind(*batch_in_front(args, axes), **params), [0, 0]
+
+
+def _block_product_batch(args: Any, axes: Any, **params: Any) -> Any:
+    args = batch_in_front(args, axes)
+    return _product_p.bind(*args, **params | {"dimension_numbers": _rows_by_rows(args[0].ndim)}), 0
+
+
+for _primitive in (_encode_p, _product_p):
+    compile_alone(_primitive)
+    without_derivative(_primitive)  # the map has it
+never_saved(_encode_p)
+_encode_p.def_abstract_eval(_code_avals)
+_product_p.def_abstract_eval(_block_product_aval)
+batching.primitive_batchers[_encode_p] = _code_batch
+batching.primitive_batchers[_product_p] = _block_product_batch
+mlir.register_lowering(_encode_p, mlir.lower_fun(encode_blocks, multiple_results=True))
+mlir.register_lowering(_product_p, _lower_product)
