@@ -125,17 +125,23 @@ class Recipe:
         >>> Recipe().why_not(4096, 512, 50257)
         'N = 50257 is no multiple of 16'
         """
+        sizes = {"K": summed, "N": columns, "M": rows}
+        for name, size in sizes.items() if self.granularity == "block" else ():
+            if not isinstance(size, int) or size == 0:  # a symbolic size, as of `jax.export`
+                return f"{name} = {size}, and blocks need a known size above 0"
         multiple = _MULTIPLES[self.granularity]
-        for name, size in {"K": summed, "N": columns}.items():
-            if size % multiple:
-                return f"{name} = {size} is no multiple of {multiple}"
+        for name in ("K", "N"):
+            if sizes[name] % multiple:
+                return f"{name} = {sizes[name]} is no multiple of {multiple}"
         if rows == 1:
             return ONE_ROW
         # The thresholds of torchao's filter, for one H100: rounding costs more than a small product
         # saves.
-        is_slow = self.granularity == "tensor" and summed <= 4096 and columns <= 1024
-        if self.granularity == "row":
-            is_slow = columns <= 2048 or summed <= 1024 or (columns <= 4096 and summed <= 2048)
+        is_slow = {
+            "tensor": summed <= 4096 and columns <= 1024,
+            "row": columns <= 2048 or summed <= 1024 or (columns <= 4096 and summed <= 2048),
+            "block": False,
+        }[self.granularity]
         if is_slow and self.minimum == "auto" and (platform or jax.default_backend()) == "gpu":
             return f"K = {summed}, N = {columns} is slower in 8 bits"
         return None

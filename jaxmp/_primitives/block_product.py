@@ -4,6 +4,7 @@
 of the operands nor their product has one; the map of the product has it, as in float8.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,9 +28,12 @@ from jaxmp._program import compat
 # Operand: an array. Results: codes, and a scale for each block along the last axis.
 _encode_p = Primitive("mxfp8_encode")
 _encode_p.multiple_results = True
-# Operands, params and the name are those of JAX's own product, by which tools know it.
+# Operands, params and the name are those of JAX's own product, by which tools know it. Its arrays
+# have three axes, batch, rows and sum: compilers decode the blocks of others.
 _product_p = Primitive("scaled_dot")
-_CAPABILITY = 10.0  # the first compute capability with products of such blocks: B200
+_NUMBERS = (((2,), (2,)), ((0,), (0,)))
+# Of compute capabilities with products of blocks: B200 and B300. Compilers fail for those of 12.
+_CAPABILITY = 10
 
 
 def block_product(
@@ -47,33 +51,26 @@ def block_product(
       The product, of the shape that `dot_general` gives.
     """
     sums, shared = dimension_numbers
-    operands, scales = [], []
-    free_shapes: list[tuple[int, ...]] = []
-    shared_shape = tuple(arrays[0].shape[i] for i in shared[0])
+    coded, shapes = [], []
     for x, summed_axes, shared_axes in zip(arrays, sums, shared, strict=True):
-        # One axis of rows and one of sums, the last: compilers know this product.
-        free = [i for i in range(x.ndim) if i not in (*summed_axes, *shared_axes)]
-        free_shapes.append(tuple(x.shape[i] for i in free))
-        order = lax.transpose(x, (*shared_axes, *free, *summed_axes))
-        rows = order.reshape(*shared_shape, int(np.prod(free_shapes[-1])), -1)
-        padding = -rows.shape[-1] % BLOCK  # zeros, which add nothing
-        rows = jnp.pad(rows, [*[(0, 0)] * (rows.ndim - 1), (0, padding)]) if padding else rows
-        codes, block_scales = _encode_p.bind(rows, dtype=code_dtype)
-        operands.append(codes)
-        scales.append(block_scales)
+        free_axes = [i for i in range(x.ndim) if i not in (*summed_axes, *shared_axes)]
+        groups = (shared_axes, free_axes, summed_axes)
+        shapes.append([[x.shape[i] for i in axes] for axes in groups])
+        batch, rows, summed = map(math.prod, shapes[-1])
+        x = lax.transpose(x, [i for axes in groups for i in axes]).reshape(batch, rows, summed)
+        # Zeros add nothing. The compiler of jax 0.10 has no kernel for a sum of one block.
+        padding = -summed % (2 * BLOCK)
+        x = jnp.pad(x, ((0, 0), (0, 0), (0, padding))) if padding else x
+        coded.append(_encode_p.bind(x, dtype=code_dtype))
+    codes, scales = zip(*coded, strict=True)
     out = _product_p.bind(
-        *operands,
+        *codes,
         *scales,
-        dimension_numbers=_rows_by_rows(operands[0].ndim),
+        dimension_numbers=_NUMBERS,
         preferred_element_type=np.dtype(dtype if dtype == jnp.bfloat16 else np.float32),
     )
-    out = out.reshape(*shared_shape, *free_shapes[0], *free_shapes[1])
-    return lax.convert_element_type(out, dtype)
-
-
-def _rows_by_rows(ndim: int) -> Any:
-    batch = tuple(range(ndim - 2))
-    return (((ndim - 1,), (ndim - 1,)), (batch, batch))
+    (shared_shape, lhs_shape, _), (_, rhs_shape, _) = shapes
+    return lax.convert_element_type(out.reshape(*shared_shape, *lhs_shape, *rhs_shape), dtype)
 
 
 def _multiply(lhs: Any, rhs: Any, lhs_scale: Any, rhs_scale: Any, **params: Any) -> Any:
@@ -88,15 +85,15 @@ def _lower_product(ctx: Any, *args: Any, **params: Any) -> Any:
 def check_device(ctx: Any) -> None:
     """Raises an error if a program is lowered for a device that has no products of blocks."""
     kind, capability = compat.target_of(ctx)
-    if capability < _CAPABILITY:
-        raise NotImplementedError(_NOT_HERE.format(device=kind))
-    if not compat.is_for_one_device(ctx) and not compat.is_alone_without_shardy(ctx):
+    if int(capability) != _CAPABILITY:
+        raise NotImplementedError(_NOT_HERE.format(target=kind))
+    if not compat.is_for_one_device(ctx) and not compat.is_alone_in_shard_map(ctx):
         raise NotImplementedError(_NOT_SPLIT)
 
 
 _NOT_HERE = (
-    "mxfp8 runs on NVIDIA GPUs of compute capability 10.0 and later, such as a B200. Others, as "
-    "this {device}, multiply blocks in bfloat16. Use 'tensorwise' or 'rowwise_hp' there"
+    "mxfp8 runs on NVIDIA GPUs of compute capability 10, such as a B200. For {target}, products of "
+    "blocks would be products in bfloat16. Use 'tensorwise' or 'rowwise_hp' there"
 )
 _NOT_SPLIT = (
     "mxfp8 runs on one device, or inside of a jax.shard_map without the Shardy partitioner "
@@ -124,7 +121,9 @@ def _code_batch(args: Any, axes: Any, **params: Any) -> Any:
 
 def _block_product_batch(args: Any, axes: Any, **params: Any) -> Any:
     args = batch_in_front(args, axes)
-    return _product_p.bind(*args, **params | {"dimension_numbers": _rows_by_rows(args[0].ndim)}), 0
+    size, batch = args[0].shape[:2]
+    out = _product_p.bind(*(x.reshape(size * batch, *x.shape[2:]) for x in args), **params)
+    return out.reshape(size, batch, *out.shape[1:]), 0
 
 
 for _primitive in (_encode_p, _product_p):

@@ -91,7 +91,7 @@ def float8_product(
     """Binds a product in float8, with its derivatives.
 
     The backward pass multiplies in float8 too, as the recipe says. The forward product is an
-    ordinary equation, which checkpoint policies and audits recognise.
+    ordinary equation, which checkpoint policies and audits recognise; of blocks, audits alone.
 
     Args:
       params: the params of a `dot_general`; `preferred_element_type` is the dtype of the result.
@@ -113,9 +113,10 @@ def float8_product(
         parameter,
     )
     if recipe.granularity == "block":
-        detached_arrays = [ProductOperand(detach(x)) for x in operands]
-        out = product_map.multiplied(RESULT, detached_arrays, (), dtype)
-        return with_derivatives(out, product_map, list(map(ProductOperand, operands)))
+        arrays = list(map(ProductOperand, operands))
+        return with_derivatives(
+            product_map.multiplied(RESULT, arrays, (), dtype), product_map, arrays
+        )
     codes = [product_map.encode(i, x, RESULT) for i, x in enumerate(operands)]
     detached = [Coded(detach(x.codes), x.scale) for x in codes]
     numbers = params["dimension_numbers"]
@@ -180,6 +181,7 @@ class Float8Map(BilinearMap):
 
     def _in_blocks(self, result_role: int, operands: Sequence[ProductOperand], dtype: Any) -> Any:
         # Codes of one product do not fit the next, whose sum is another: each rounds the arrays.
+        # Nothing is gathered: no partitioner splits such products.
         def multiply(op: Op, cells: list[Cell]) -> Cell:
             arrays, numbers = [x for (x,) in cells], op.params["dimension_numbers"]
             return (block_product(arrays, self.recipe.forward, numbers, dtype),)

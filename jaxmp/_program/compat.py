@@ -6,7 +6,6 @@ name a new JAX has changed.
 """
 
 import contextlib
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -270,27 +269,27 @@ def is_for_one_device(ctx: Any) -> bool:
     return getattr(ctx.module_context.axis_context, "num_devices", None) == 1
 
 
-def is_alone_without_shardy(ctx: Any) -> bool:
-    """Whether a program is lowered for each device of a `shard_map`, and not by Shardy."""
+def is_alone_in_shard_map(ctx: Any) -> bool:
+    """Whether a program is for each device of a `shard_map`, and not for several by Shardy."""
     axes = ctx.module_context.axis_context
     manual = getattr(axes, "manual_axes", None)
+    is_by_shardy: bool = jax.config.jax_use_shardy_partitioner  # type: ignore[attr-defined]
     is_alone = manual is not None and manual == set(axes.mesh.axis_names)
-    return is_alone and not jax.config.jax_use_shardy_partitioner  # type: ignore[attr-defined]
+    return is_alone and (axes.mesh.size == 1 or not is_by_shardy)
 
 
 def target_of(ctx: Any) -> tuple[str, float]:
     """Returns what a program is lowered for, by the same context: a name, a compute capability.
 
-    The capability is 0 for all but NVIDIA's GPUs. For `jax.export` it is infinite: no device is
-    known.
+    The capability is 0 for all but NVIDIA's GPUs.
     """
-    others = [platform for platform in ctx.module_context.platforms if platform != "cuda"]
-    if others:
-        return others[0].upper(), 0.0
-    if is_for_export(ctx):
-        return "GPU", math.inf
+    if is_for_export(ctx):  # which knows platforms, and no device
+        return "jax.export", 0.0
+    (platform,) = ctx.module_context.platforms
+    if platform != "cuda":
+        return f"a {platform.upper()}", 0.0
     device = ctx.module_context.backend.devices()[0]
-    return device.device_kind, float(device.compute_capability)
+    return f"an {device.device_kind}", float(device.compute_capability)
 
 
 def is_for_export(ctx: Any) -> bool:

@@ -203,6 +203,38 @@ def test_products_of_blocks_are_native(b200: Compiler, remat: bool, products: in
     assert {row.ran for row in rows} == {"float8 operands"}
 
 
+SHAPES = {
+    "one block": ((32, 32), (32, 32), (((1,), (0,)), ((), ()))),
+    "experts": ((4, 64, 256), (4, 256, 512), (((2,), (1,)), ((0,), (0,)))),
+    "two shared": ((2, 3, 64, 256), (2, 3, 256, 512), (((3,), (2,)), ((0, 1), (0, 1)))),
+    "heads": ((4, 64, 8, 32), (8, 32, 512), (((2, 3), (0, 1)), ((), ()))),
+}
+
+
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("name", SHAPES)
+def test_products_of_blocks_of_any_shape_are_native(
+    b200: Compiler, name: str, batched: bool
+) -> None:
+    """Compilers decode the blocks of some arrangements of axes, and fail for a sum of 32."""
+    x_shape, w_shape, numbers = SHAPES[name]
+
+    def both_passes(x: Any, w: Any) -> Any:
+        def product(x: Any, w: Any) -> Any:
+            return jaxmp.float8.dot_general(x, w, numbers, recipe="mxfp8")
+
+        y, pull = jax.vjp(jax.vmap(product) if batched else product, x, w)
+        return y, pull(y)
+
+    front = (5,) if batched else ()
+    shapes = ((*front, *x_shape), jnp.bfloat16), ((*front, *w_shape), jnp.float32)
+    program = b200(both_passes, *(jax.ShapeDtypeStruct(*shape) for shape in shapes))
+    rows = jaxmp.collectives(program).float8_products
+    assert [(row.operands, row.ran) for row in rows for _ in range(row.runs)] == [
+        (("float8_e4m3fn", "float8_e4m3fn"), "float8 operands")
+    ] * 3
+
+
 def test_products_of_blocks_move_as_many_bytes(b200: Compiler) -> None:
     """One layer, as above: 607 MB in 15 launches; the products move what those of codes move."""
     contracted = (((1,), (0,)), ((), ()))
@@ -230,8 +262,11 @@ def test_products_of_blocks_elsewhere(gpu: Compiler, b200: Compiler, tpu: Compil
         return jaxmp.float8.dot_general(x, w, (((1,), (0,)), ((), ())), recipe="mxfp8")
 
     for compiler, name in ((gpu, "NVIDIA H100"), (tpu, "TPU")):
-        with pytest.raises(NotImplementedError, match=f"compute capability 10.* this {name}"):
+        with pytest.raises(NotImplementedError, match=f"compute capability 10.* an? {name}"):
             compiler(product, x, w)
+    exported = jax.export.export(jax.jit(product), platforms=["cuda"])
+    with pytest.raises(NotImplementedError, match=r"For jax\.export"):
+        exported(x, w)
     mesh = b200.mesh((8,), ("data",))
     x, w = (
         jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, spec))

@@ -367,3 +367,21 @@ def test_names_and_documentation_stay() -> None:
     assert (fast.__name__, fast.__doc__, fast.__wrapped__) == ("model", model.__doc__, model)
     exact = jaxmp.full_precision(model)
     assert (exact.__name__, exact.__doc__) == ("model", model.__doc__)
+
+
+def test_an_exported_function_has_a_size_that_is_not_known() -> None:
+    """`jax.export` takes it in 8 bits too; blocks, which `lax.scaled_dot` wants known, stay out."""
+    (number,) = jax.export.symbolic_shape("number")
+    x, w = jax.ShapeDtypeStruct((number, 64), jnp.float32), jnp.ones((64, 32))
+
+    def exported(products: str) -> Any:
+        fast = jaxmp.autocast(jnp.matmul, f"mixed_float8,products={products}")
+        return jax.export.export(jax.jit(fast))(x, w)
+
+    of_tensor = exported("tensorwise")
+    with pytest.warns(UserWarning, match="M = number, and blocks need a known size above 0"):
+        of_blocks = exported("mxfp8")
+    assert "f8E4M3FN" in of_tensor.mlir_module()
+    assert "f8E4M3FN" not in of_blocks.mlir_module()
+    for program in (of_tensor, of_blocks):
+        np.testing.assert_array_equal(program.call(jnp.ones((3, 64)), w), np.full((3, 32), 64))

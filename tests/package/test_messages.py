@@ -120,8 +120,8 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ("blocks on a CPU", lambda: jaxmp.float8.dot_general(
         jnp.ones((32, 32)), jnp.ones((32, 32)), (((1,), (0,)), ((), ())), recipe="mxfp8",
      ), NotImplementedError,
-     "mxfp8 runs on NVIDIA GPUs of compute capability 10.0 and later, such as a B200. Others, as "
-     "this CPU, multiply blocks in bfloat16. Use 'tensorwise' or 'rowwise_hp' there"),
+     "mxfp8 runs on NVIDIA GPUs of compute capability 10, such as a B200. For a CPU, products of "
+     "blocks would be products in bfloat16. Use 'tensorwise' or 'rowwise_hp' there"),
     ("float8 in blocks", lambda: jaxmp.get_policy("mixed_float8,products=blockwise"), ValueError,
      "blockwise would be slower than bfloat16: XLA has no product of blocks of 128 with a scale "
      "each. For activations with outliers take 'rowwise_hp'. Use one of: tensorwise, rowwise"),

@@ -42,6 +42,7 @@ SPECS: dict[str, tuple[str, dict[str, int], int]] = {
     "summed in another order": ("bhtd,dnh->btn", {"b": 3, "t": 8, "h": 2, "d": 16, "n": 32}, 1),
     "experts": ("emk,ekn->emn", {"e": 4, "m": 8, "k": 32, "n": 64}, 1),
     "experts on the left": ("ekn,emk->enm", {"e": 4, "m": 8, "k": 32, "n": 64}, 0),
+    "two shared": ("afmk,fakn->afmn", {"a": 2, "f": 3, "m": 8, "k": 32, "n": 64}, 1),
 }
 each_spec = pytest.mark.parametrize("name", SPECS)
 
@@ -258,6 +259,32 @@ def test_what_is_left_out_runs_in_16_bits_and_says_why(reason: str) -> None:
     assert (y.dtype, pull(y)[1].dtype) == (jnp.bfloat16, jnp.float32)
     want = np.einsum(spec, np.asarray(x, np.float64), np.asarray(w.astype(x.dtype), np.float64))
     assert error(y, want) < UNIT["bfloat16"]
+
+
+LEFT_OUT_OF_BLOCKS = {
+    "K": ((32, 48), (48, 32), "K = 48 is no multiple of 32"),
+    "N": ((32, 32), (32, 48), "N = 48 is no multiple of 32"),
+    "no sum": ((32, 0), (0, 32), "K = 0, and blocks need a known size above 0"),
+    "no rows": ((0, 32), (32, 32), "M = 0, and blocks need a known size above 0"),
+    "no columns": ((32, 32), (32, 0), "N = 0, and blocks need a known size above 0"),
+}
+
+
+@pytest.mark.parametrize("reason", LEFT_OUT_OF_BLOCKS)
+def test_what_is_left_out_of_blocks(reason: str) -> None:
+    left, right, text = LEFT_OUT_OF_BLOCKS[reason]
+    x, w = jnp.ones(left, jnp.bfloat16), jnp.ones(right)
+    numbers = (((1,), (0,)), ((), ()))
+    run = functools.partial(
+        jaxmp.float8.dot_general, dimension_numbers=numbers, recipe="mxfp8:minimum=none"
+    )
+    (product,) = (
+        e for e in equations(jax.make_jaxpr(run)(x, w)) if e.primitive.name == "dot_general"
+    )
+    assert str(product.source_info.name_stack) == f"jaxmp.not_float8:{text}"
+    y, pull = jax.vjp(run, x, w)
+    np.testing.assert_array_equal(np.asarray(y, np.float32), np.asarray(x, np.float32) @ w)
+    assert [g.shape for g in pull(y)] == [left, right]
 
 
 def products_of(function: Callable[..., Any], *args: Any) -> list[tuple[str, ...]]:

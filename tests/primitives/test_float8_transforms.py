@@ -109,6 +109,19 @@ def test_second_derivatives(recipe: str, mode: Any) -> None:
         assert max(map(error, got, want)) < 0.12
 
 
+def test_blocks_of_a_shared_weight_lie_along_all_rows() -> None:
+    """Unlike scales of tensors and rows: of elements with 24 rows, a block has rows of two."""
+    sizes = jnp.float32([1, 2**-8, 2**4])
+    x = jnp.stack([X[:24] * size.astype(X.dtype) for size in sizes])
+
+    def total(w: Any) -> Any:
+        return jnp.sum(jax.vmap(loss("mxfp8"), (0, None))(x, w) / sizes)
+
+    pairs = zip(x, sizes, strict=True)
+    each = [jax.grad(loss("mxfp8"), 1)(element, W) / size for element, size in pairs]
+    assert 1e-3 < error(jax.grad(total)(W), sum(each)) < 0.1
+
+
 @pytest.mark.jax
 def test_linear_transpose() -> None:
     ct = jnp.ones((32, 64), jnp.bfloat16)

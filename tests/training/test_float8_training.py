@@ -132,3 +132,27 @@ def test_microbatches_train_like_one_batch() -> None:
     for name, whole in found[1].items():
         difference = np.linalg.norm(found[4][name] - whole) / np.linalg.norm(whole)
         assert difference < 0.1, name
+
+
+@pytest.mark.parametrize(
+    ("recipe", "again"), [("tensorwise", 0), ("rowwise", 64 * 64), ("mxfp8", 64 * 64)]
+)
+def test_microbatches_share_the_codes_of_weights(recipe: str, again: int) -> None:
+    """Of the forward pass, where each weight is rounded once for all of them.
+
+    By rows and blocks, the backward product of the second layer rounds its weight again.
+    """
+
+    def loss_fn(params: Any, x: Any) -> Any:
+        return jnp.mean(jnp.tanh(jnp.tanh(x @ params["a"]) @ params["b"]) ** 2)
+
+    def bytes_of_codes(count: int) -> int:
+        tx = jaxmp.mixed_precision(optax.sgd(1.0), policy)
+        state = jaxmp.TrainState.create(params=dict.fromkeys("ab", jnp.ones((64, 64))), tx=tx)
+        step = jaxmp.make_train_step(loss_fn, policy, microbatches=count)
+        converts = jaxmp.audit(step, state, jnp.ones((64, 64), jnp.bfloat16)).converts
+        return sum(x.bytes for x in converts if (x.source, x.target) == ("float32", E4))
+
+    policy = f"mixed_float8,products={recipe}"
+    assert bytes_of_codes(1) == 2 * 64 * 64 + again
+    assert bytes_of_codes(4) == 2 * 64 * 64 + 4 * again

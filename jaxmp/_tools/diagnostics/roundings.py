@@ -21,7 +21,6 @@ from jaxmp._program import compat
 from jaxmp._program.op_classes import (
     CLASSES,
     CONTRACTIONS,
-    ENCODES,
     FOREIGN_CALLS,
     IDENTITIES,
     OPAQUE,
@@ -71,7 +70,7 @@ class Switched(Rerun):
             as_traced = list(map(_in_traced_dtype, operands, site.in_avals))
             return list(map(_in_float32, compat.bind(equation, as_traced)))
         on = self._on(names_in(scopes_of(site)))
-        if site.name in ENCODES - {"float8_encode"}:
+        if site.name == "mxfp8_encode":
             raise NotImplementedError(
                 "sensitivity does not know products of blocks. Measure 'tensorwise' or 'rowwise', "
                 "which round to the same format"
