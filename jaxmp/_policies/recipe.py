@@ -91,7 +91,7 @@ class Recipe:
             raise ValueError(
                 "blocks are MXFP8: one float8 format, and scales that are powers of two; got "
                 f"forward={self.forward.name}, gradient={self.gradient.name}, "
-                f"power_of_two={self.power_of_two}"
+                f"power_of_two={self.power_of_two}. Take the recipe 'mxfp8'"
             )
         for name, choices in {**_CHOICES, "weight_gradient": (self.codes, _BFLOAT16)}.items():
             if (value := getattr(self, name)) not in choices:

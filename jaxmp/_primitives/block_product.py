@@ -92,8 +92,9 @@ def check_device(ctx: Any) -> None:
 
 
 _NOT_HERE = (
-    "mxfp8 runs on NVIDIA GPUs of compute capability 10, such as a B200. For {target}, products of "
-    "blocks would be products in bfloat16. Use 'tensorwise' or 'rowwise_hp' there"
+    "mxfp8 runs on NVIDIA GPUs of compute capability 10, such as a B200. This program is for "
+    "{target}, where products of blocks would be products in bfloat16. Use 'tensorwise' or "
+    "'rowwise_hp' there"
 )
 _NOT_SPLIT = (
     "mxfp8 runs on one device, or inside of a jax.shard_map without the Shardy partitioner "

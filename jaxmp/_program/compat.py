@@ -285,11 +285,11 @@ def target_of(ctx: Any) -> tuple[str, float]:
     """
     if is_for_export(ctx):  # which knows platforms, and no device
         return "jax.export", 0.0
-    (platform,) = ctx.module_context.platforms
-    if platform != "cuda":
-        return f"a {platform.upper()}", 0.0
-    device = ctx.module_context.backend.devices()[0]
-    return f"an {device.device_kind}", float(device.compute_capability)
+    others = [platform for platform in ctx.module_context.platforms if platform != "cuda"]
+    if others:
+        return others[0].upper(), 0.0
+    device = ctx.module_context.backend.devices()[0]  # may be of another platform
+    return device.device_kind, float(getattr(device, "compute_capability", 0))
 
 
 def is_for_export(ctx: Any) -> bool:

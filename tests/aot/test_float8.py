@@ -262,11 +262,15 @@ def test_products_of_blocks_elsewhere(gpu: Compiler, b200: Compiler, tpu: Compil
         return jaxmp.float8.dot_general(x, w, (((1,), (0,)), ((), ())), recipe="mxfp8")
 
     for compiler, name in ((gpu, "NVIDIA H100"), (tpu, "TPU")):
-        with pytest.raises(NotImplementedError, match=f"compute capability 10.* an? {name}"):
+        with pytest.raises(NotImplementedError, match=f"compute capability 10.* is for {name}"):
             compiler(product, x, w)
     exported = jax.export.export(jax.jit(product), platforms=["cuda"])
-    with pytest.raises(NotImplementedError, match=r"For jax\.export"):
+    with pytest.raises(NotImplementedError, match=r"is for jax\.export"):
         exported(x, w)
+    with pytest.raises(NotImplementedError, match="is for TPU"):
+        jax.jit(product).trace(x, w).lower(lowering_platforms=("cuda", "tpu"))
+    with pytest.raises(NotImplementedError, match="is for cpu"):  # without a device of CUDA
+        jax.jit(product).trace(x, w).lower(lowering_platforms=("cuda",))
     mesh = b200.mesh((8,), ("data",))
     x, w = (
         jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, spec))

@@ -114,14 +114,15 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
      "device was here to measure them. Of formats with blocks there is 'mxfp8', for a B200"),
     ("blocks of another format", lambda: get_recipe("mxfp8:gradient=float8_e5m2"), ValueError,
      "blocks are MXFP8: one float8 format, and scales that are powers of two; got "
-     "forward=float8_e4m3fn, gradient=float8_e5m2, power_of_two=True"),
+     "forward=float8_e4m3fn, gradient=float8_e5m2, power_of_two=True. Take the recipe 'mxfp8'"),
     ("blocks of int8", lambda: get_recipe("int8:granularity=block"), ValueError,
      "blocks are MXFP8: one float8 format, and scales that are powers of two; got forward=int8"),
     ("blocks on a CPU", lambda: jaxmp.float8.dot_general(
         jnp.ones((32, 32)), jnp.ones((32, 32)), (((1,), (0,)), ((), ())), recipe="mxfp8",
      ), NotImplementedError,
-     "mxfp8 runs on NVIDIA GPUs of compute capability 10, such as a B200. For a CPU, products of "
-     "blocks would be products in bfloat16. Use 'tensorwise' or 'rowwise_hp' there"),
+     "mxfp8 runs on NVIDIA GPUs of compute capability 10, such as a B200. This program is "
+     "for CPU, where products of blocks would be products in bfloat16. Use 'tensorwise' or "
+     "'rowwise_hp' there"),
     ("float8 in blocks", lambda: jaxmp.get_policy("mixed_float8,products=blockwise"), ValueError,
      "blockwise would be slower than bfloat16: XLA has no product of blocks of 128 with a scale "
      "each. For activations with outliers take 'rowwise_hp'. Use one of: tensorwise, rowwise"),
