@@ -70,3 +70,11 @@ def standard_promotion() -> Iterator[None]:
     """For tests in which flax or optax mix dtypes themselves."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
+
+
+@pytest.fixture
+def blocks_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets MXFP8 run on a CPU, where XLA decodes the blocks; users get an error there."""
+    from jaxmp._primitives import block_product  # reads the settings above
+
+    monkeypatch.setattr(block_product, "check_device", lambda ctx: None)

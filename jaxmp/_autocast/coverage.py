@@ -11,7 +11,7 @@ from jaxmp._autocast.plan import Call, Plan
 from jaxmp._autocast.regions import scopes
 from jaxmp._autocast.rules import asks_for_precision
 from jaxmp._autocast.steps import Step
-from jaxmp._numerics.dtypes import DType
+from jaxmp._numerics.dtypes import DType, code_kind
 from jaxmp._numerics.user_warnings import warn
 from jaxmp._policies.recipe import ONE_ROW
 from jaxmp._program.flops import product_flops, programs_inside
@@ -148,7 +148,7 @@ def _flops_of_product(
     if is_wide or context.regions.of(names).exact:
         return _Flops()
     # Layers of Flax under a policy of their own, and hand-written products.
-    in_8_bits = any(dtype.name.startswith(("float8", "int8")) for dtype in dtypes)
+    in_8_bits = any(code_kind(dtype.name) for dtype in dtypes)
     key = _IN_8_BITS if in_8_bits else reason if FLOAT32 in dtypes else _LOW
     return _Flops({key: product_flops(equation)})
 

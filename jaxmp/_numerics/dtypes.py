@@ -86,6 +86,15 @@ def parse_dtype(value: Any) -> DType:
     return dtype
 
 
+def code_kind(name: str) -> str:
+    """Returns `"float8"` or `"int8"` for the name of a dtype of codes, and `""` for others.
+
+    >>> code_kind("float8_e5m2"), code_kind("int8"), code_kind("bfloat16")
+    ('float8', 'int8', '')
+    """
+    return next((kind for kind in ("float8", "int8") if name.startswith(kind)), "")
+
+
 def any_dtype_name(dtype: Any) -> str:
     """Returns the name of a dtype, floating or not, given by name or as a dtype.
 

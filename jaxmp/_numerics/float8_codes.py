@@ -136,16 +136,16 @@ def encode_blocks(x: Float[Array, "*shape"], dtype: DType) -> tuple[Array, Array
 
     The codes are the numbers divided by the scale, `amax / largest code` rounded up to a power of
     two, in float8_e8m0fnu (OCP, "Microscaling Formats (MX) Specification 1.0", 2023). The rule of
-    the OCP's section 6.3 rounds down and clips up to an eighth off the largest number of a block:
-    the losses of docs/float8.md were 0.9 % above float32's with it. Rounding up is as in cuBLAS,
-    and as Mishra et al. advise ("Recipes for Pre-training LLMs with MXFP8", 2025). A block with an
-    infinity or NaN has the scale NaN, so that all of its product is.
+    the OCP's section 6.3 rounds down and clips up to an eighth off the largest number of a block.
+    Rounding up is as in cuBLAS, and as Mishra et al. advise ("Recipes for Pre-training LLMs with
+    MXFP8", 2025). A block with an infinity or NaN has the scale NaN, and so have results that read
+    it.
 
     >>> codes, scales = encode_blocks(jnp.full((1, 64), 3.0), jnp.dtype("float8_e4m3fn"))
     >>> codes[0, 0], scales[0]
     (Array(384, dtype=float8_e4m3fn), Array([0.0078125, 0.0078125], dtype=float8_e8m0fnu))
     """
-    blocks = x.reshape(*x.shape[:-1], -1, BLOCK)
+    blocks = x.reshape(*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK)
     amax = largest_magnitude(blocks, (blocks.ndim - 1,))
     # By bits, as in `scale_of`: of a quotient, the exponent, and one more for what is left over.
     largest_bits = np.float32(largest_code(dtype)).view(np.int32)

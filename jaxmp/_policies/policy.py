@@ -145,6 +145,7 @@ def get_policy(policy: str | jmp.Policy) -> Policy:
     `bfloat16`       bfloat16 bfloat16 bfloat16 least memory; masters are float32
     `float16`        float16  float16  float16  the same in float16; needs loss scaling
     `mixed_float8`   float32  bfloat16 float32  large layers on H100 and later, TPU 7x
+    `mixed_int8`     float32  bfloat16 float32  large layers on TPU v5e and v6e
     `O0`             float32  float32  float32  apex's O0
     `O1`             float32  float16  float32  apex's O1, for `jaxmp.autocast`
     `O2`             float16  float16  float32  apex's O2, on a Flax module with norms in float32
@@ -152,7 +153,8 @@ def get_policy(policy: str | jmp.Policy) -> Policy:
     ================ ======== ======== ======== =================================================
 
     All of them reduce in float32. `mixed_float8` is `mixed_bfloat16` with
-    `products=tensorwise`: products of layers with their weights in float8. O1 has the dtypes of
+    `products=tensorwise`: products of layers with their weights in float8. `mixed_int8` has
+    `products=int8`. O1 has the dtypes of
     `mixed_float16`, and chooses one for each operation: `jaxmp.autocast(loss_fn, "O1")`, as
     `make_train_step` does under every policy. O2 is more than one policy:
     `jaxmp.linen.apply_policy` and `jaxmp.nnx.apply_policy` add its float32 norms. For all of apex's

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jaxmp._numerics.dtypes import DType, any_dtype_name, suggestion
+from jaxmp._numerics.dtypes import DType, any_dtype_name, code_kind, suggestion
 
 Granularity = Literal["tensor", "row", "block"]
 Minimum = Literal["auto"] | None
@@ -101,7 +101,7 @@ class Recipe:
     @property
     def codes(self) -> str:
         """`"float8"` or `"int8"`."""
-        return next(kind for kind, dtypes in _FORMATS.items() if self.forward in dtypes)
+        return code_kind(self.forward.name)
 
     def keeps_codes(self, *, of_weight: bool) -> bool:
         """Whether the backward pass reads the codes of the forward pass: 1 byte for each number."""

@@ -25,7 +25,7 @@ from jaxmp._primitives.primitive_rules import (
 from jaxmp._primitives.varying import result_aval, varying_axes
 from jaxmp._program import compat
 
-# Operand: an array. Results: codes, and a scale for each block along the last axis.
+# Operand: an array. Results: codes, and a scale for each block along the last axis, both padded.
 _encode_p = Primitive("mxfp8_encode")
 _encode_p.multiple_results = True
 # Operands, params and the name are those of JAX's own product, by which tools know it. Its arrays
@@ -58,9 +58,6 @@ def block_product(
         shapes.append([[x.shape[i] for i in axes] for axes in groups])
         batch, rows, summed = map(math.prod, shapes[-1])
         x = lax.transpose(x, [i for axes in groups for i in axes]).reshape(batch, rows, summed)
-        # Zeros add nothing. The compiler of jax 0.10 has no kernel for a sum of one block.
-        padding = -summed % (2 * BLOCK)
-        x = jnp.pad(x, ((0, 0), (0, 0), (0, padding))) if padding else x
         coded.append(_encode_p.bind(x, dtype=code_dtype))
     codes, scales = zip(*coded, strict=True)
     out = _product_p.bind(
@@ -103,9 +100,19 @@ _NOT_SPLIT = (
 )
 
 
+def _encode(x: Any, *, dtype: DType) -> tuple[Any, Any]:
+    return encode_blocks(lax.pad(x, np.zeros((), x.dtype), _padding(x)), dtype)
+
+
+def _padding(x: Any) -> list[tuple[int, int, int]]:
+    # Zeros add nothing. The compiler of jax 0.10 has no kernel for a sum of one block.
+    return [(0, 0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % (2 * BLOCK), 0)]
+
+
 def _code_avals(x: Any, *, dtype: DType) -> list[Any]:
-    scales = (*x.shape[:-1], x.shape[-1] // BLOCK)
-    return [result_aval(x, x.shape, dtype), result_aval(x, scales, jnp.float8_e8m0fnu)]
+    length = x.shape[-1] + _padding(x)[-1][1]
+    codes = result_aval(x, (*x.shape[:-1], length), dtype)
+    return [codes, result_aval(x, (*x.shape[:-1], length // BLOCK), jnp.float8_e8m0fnu)]
 
 
 def _block_product_aval(
@@ -135,5 +142,5 @@ _encode_p.def_abstract_eval(_code_avals)
 _product_p.def_abstract_eval(_block_product_aval)
 batching.primitive_batchers[_encode_p] = _code_batch
 batching.primitive_batchers[_product_p] = _block_product_batch
-mlir.register_lowering(_encode_p, mlir.lower_fun(encode_blocks, multiple_results=True))
+mlir.register_lowering(_encode_p, mlir.lower_fun(_encode, multiple_results=True))
 mlir.register_lowering(_product_p, _lower_product)

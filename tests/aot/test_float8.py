@@ -3,6 +3,7 @@
 Without Triton, so that products are calls of cuBLAS whose names say in which dtype they multiply.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -47,6 +48,20 @@ def compiled(compiler: Compiler, model: GPT, recipe: str | None) -> Any:
     return compiler(fun, params, abstract_tokens(model), options=WITHOUT_TRITON)
 
 
+def dot(recipe: str | None, numbers: Any = (((1,), (0,)), ((), ()))) -> Any:
+    return functools.partial(jaxmp.float8.dot_general, dimension_numbers=numbers, recipe=recipe)
+
+
+def both_passes(product: Any) -> Any:
+    """A product, and its gradients for a cotangent."""
+
+    def run(x: Any, w: Any, g: Any) -> Any:
+        y, pull = jax.vjp(product, x, w)
+        return y, pull(g)
+
+    return run
+
+
 @pytest.mark.parametrize(
     ("recipe", "calls"),
     [
@@ -67,37 +82,30 @@ def test_a_checkpoint_multiplies_forward_again_in_float8(gpu: Compiler) -> None:
     assert len(float8_calls(text)) == 3 * PRODUCTS + PRODUCTS - 1
 
 
-# One layer, x[4096, 2048] @ w[2048, 8192]: megabytes and launches beside its three products, in
-# docs/float8.md.
+# One layer, x[4096, 2048] @ w[2048, 8192]: megabytes and launches beside its three products, and
+# megabytes of these, in docs/float8.md. Operands of one byte move less than those of bfloat16.
 BESIDE = {
-    None: (101, 1),
-    "tensorwise": (420, 12),
-    "rowwise": (873, 18),
-    "rowwise_hp": (613, 14),
+    None: (101, 1, 386),
+    "tensorwise": (420, 12, 268),
+    "rowwise": (873, 18, 268),
+    "rowwise_hp": (613, 14, 310),
+    "mxfp8": (607, 15, 272),
 }
 
 
 @pytest.mark.parametrize("recipe", BESIDE)
-def test_the_passes_beside_the_products(gpu: Compiler, recipe: str | None) -> None:
+def test_the_passes_beside_the_products(gpu: Compiler, b200: Compiler, recipe: str | None) -> None:
     """More means that a cast or a maximum is no longer fused, or a scale no longer folded."""
-    contracted = (((1,), (0,)), ((), ()))
-
-    def layer(x: Any, w: Any, g: Any) -> Any:
-        def product(x: Any, w: Any) -> Any:
-            return jaxmp.float8.dot_general(x, w, contracted, recipe=recipe)
-
-        y, backward = jax.vjp(product, x, w)
-        return y, backward(g)
-
-    shapes = {(4096, 2048): jnp.bfloat16, (2048, 8192): jnp.float32, (4096, 8192): jnp.bfloat16}
+    shapes = {(4096, 2048): jnp.bfloat16, (2048, 8192): jnp.float32}
     args = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes.items()]
-    beside = beside_products(gpu(layer, *args, options=WITHOUT_TRITON).as_text())
-    megabytes, launches = BESIDE[recipe]
+    both, g = both_passes(dot(recipe)), jax.ShapeDtypeStruct((4096, 8192), jnp.bfloat16)
+    # Products of blocks are kernels of Triton.
+    compiler, options = (b200, {}) if recipe == "mxfp8" else (gpu, WITHOUT_TRITON)
+    beside = beside_products(compiler(both, *args, g, options=options).as_text())
+    megabytes, launches, of_products = BESIDE[recipe]
     assert beside.bytes / 1e6 <= 1.1 * megabytes
     assert beside.launches <= 1.1 * launches
-    # Operands of one byte: 268 MB, where bfloat16 moves 386.
-    in_float8 = {"tensorwise": 3, "rowwise": 3, "rowwise_hp": 2}.get(str(recipe), 0)
-    assert beside.products / 1e6 == pytest.approx({3: 268, 2: 310, 0: 386}[in_float8], rel=0.02)
+    assert beside.products / 1e6 == pytest.approx(of_products, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -219,48 +227,23 @@ def test_products_of_blocks_of_any_shape_are_native(
     """Compilers decode the blocks of some arrangements of axes, and fail for a sum of 32."""
     x_shape, w_shape, numbers = SHAPES[name]
 
-    def both_passes(x: Any, w: Any) -> Any:
-        def product(x: Any, w: Any) -> Any:
-            return jaxmp.float8.dot_general(x, w, numbers, recipe="mxfp8")
-
-        y, pull = jax.vjp(jax.vmap(product) if batched else product, x, w)
-        return y, pull(y)
-
     front = (5,) if batched else ()
     shapes = ((*front, *x_shape), jnp.bfloat16), ((*front, *w_shape), jnp.float32)
-    program = b200(both_passes, *(jax.ShapeDtypeStruct(*shape) for shape in shapes))
+    operands = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+    product = dot("mxfp8", numbers)
+    product = jax.vmap(product) if batched else product
+    program = b200(both_passes(product), *operands, jax.eval_shape(product, *operands))
     rows = jaxmp.collectives(program).float8_products
     assert [(row.operands, row.ran) for row in rows for _ in range(row.runs)] == [
         (("float8_e4m3fn", "float8_e4m3fn"), "float8 operands")
     ] * 3
 
 
-def test_products_of_blocks_move_as_many_bytes(b200: Compiler) -> None:
-    """One layer, as above: 607 MB in 15 launches; the products move what those of codes move."""
-    contracted = (((1,), (0,)), ((), ()))
-
-    def layer(x: Any, w: Any, g: Any) -> Any:
-        def product(x: Any, w: Any) -> Any:
-            return jaxmp.float8.dot_general(x, w, contracted, recipe="mxfp8")
-
-        y, backward = jax.vjp(product, x, w)
-        return y, backward(g)
-
-    shapes = {(4096, 2048): jnp.bfloat16, (2048, 8192): jnp.float32, (4096, 8192): jnp.bfloat16}
-    args = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes.items()]
-    beside = beside_products(b200(layer, *args).as_text())
-    assert beside.bytes / 1e6 <= 1.1 * 607
-    assert beside.launches <= 1.1 * 15
-    assert beside.products / 1e6 == pytest.approx(272, rel=0.02)
-
-
 def test_products_of_blocks_elsewhere(gpu: Compiler, b200: Compiler, tpu: Compiler) -> None:
     """An error that says where they run; over a mesh, each device of a `shard_map` has its own."""
     x, w = (jax.ShapeDtypeStruct((64, 64), dtype) for dtype in (jnp.bfloat16, jnp.float32))
 
-    def product(x: Any, w: Any) -> Any:
-        return jaxmp.float8.dot_general(x, w, (((1,), (0,)), ((), ())), recipe="mxfp8")
-
+    product = dot("mxfp8")
     for compiler, name in ((gpu, "NVIDIA H100"), (tpu, "TPU")):
         with pytest.raises(NotImplementedError, match=f"compute capability 10.* is for {name}"):
             compiler(product, x, w)

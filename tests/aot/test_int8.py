@@ -35,22 +35,32 @@ def cycles_of_layer(device: str, sizes: tuple[int, int, int], policy: str) -> in
     return cycles(compile_for(find_device(device), layer(policy), args).as_text())
 
 
-@pytest.mark.parametrize(
-    ("device", "sizes", "least"),
-    [
-        pytest.param("v5e", (8192, 4096, 4096), 1.05, marks=pytest.mark.exhaustive),
-        pytest.param("v5e", (8192, 8192, 8192), 1.3, marks=pytest.mark.slow),
-        pytest.param("v6e", (8192, 8192, 8192), 1.02, marks=pytest.mark.exhaustive),
-    ],
-)
-def test_a_layer_takes_fewer_cycles(
-    tpu: Compiler, device: str, sizes: tuple[int, int, int], least: float
-) -> None:
-    """By the compiler's estimates, which docs/float8.md has; float8 takes more there (control)."""
-    names = ("mixed_bfloat16", "mixed_int8", "mixed_float8")
-    usual, int8, float8 = (cycles_of_layer(device, sizes, policy) for policy in names)
-    assert usual / int8 >= least
-    assert int8 < float8
+# Cycles of bfloat16 over those of int8, and of int8 with such gradients of weights; in
+# docs/float8.md.
+SPEEDUPS = {
+    ("v5e", (8192, 4096, 4096)): (1.10, 1.09),
+    ("v5e", (8192, 8192, 8192)): (1.37, 1.34),
+    ("v5e", (16384, 4096, 14336)): (1.35, 1.34),
+    ("v6e", (8192, 4096, 4096)): (0.78, 0.94),
+    ("v6e", (8192, 8192, 8192)): (1.06, 1.15),
+    ("v6e", (16384, 4096, 14336)): (1.01, 1.11),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("device", "sizes"), SPEEDUPS)
+def test_cycles_of_a_layer(tpu: Compiler, device: str, sizes: tuple[int, int, int]) -> None:
+    """By the compiler's estimates; float8 takes more there (control)."""
+    usual, float8, *int8 = (
+        cycles_of_layer(device, sizes, policy)
+        for policy in (
+            *("mixed_bfloat16", "mixed_float8", "mixed_int8"),
+            "mixed_int8,products=int8:weight_gradient=int8",
+        )
+    )
+    speedups = [usual / count for count in int8]
+    assert speedups == pytest.approx(SPEEDUPS[device, sizes], abs=0.02)
+    assert min(int8) < float8
 
 
 @pytest.mark.slow

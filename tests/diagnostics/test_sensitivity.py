@@ -15,7 +15,6 @@ from flax import nnx
 
 import jaxmp
 import jaxmp.nnx
-from jaxmp._primitives import block_product
 from jaxmp._tools.diagnostics.sensitivity_report import SensitivityReport
 from jaxmp.diagnostics import sensitivity
 
@@ -271,9 +270,9 @@ def test_float8() -> None:
     assert report.errors(report.rules(0.1)).gradients <= 0.1
 
 
-def test_products_of_blocks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("blocks_on_a_cpu")
+def test_products_of_blocks_are_refused() -> None:
     """Their codes cannot be switched: an error, and no number that is wrong."""
-    monkeypatch.setattr(block_product, "check_device", lambda ctx: None)
 
     def loss_fn(w: Any, x: Any) -> Any:
         with jax.named_scope("layer"):

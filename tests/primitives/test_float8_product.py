@@ -287,6 +287,19 @@ def test_what_is_left_out_of_blocks(reason: str) -> None:
     assert [g.shape for g in pull(y)] == [left, right]
 
 
+@main_recipes
+def test_no_experts_and_no_elements(recipe: str) -> None:
+    """Nothing shared, or a `vmap` over nothing: empty results, and no error."""
+    x, w = jnp.ones((0, 32, 64), jnp.bfloat16), jnp.ones((0, 64, 32))
+    shared = functools.partial(
+        jaxmp.float8.dot_general, dimension_numbers=(((2,), (1,)), ((0,), (0,))), recipe=recipe
+    )
+    mapped = jax.vmap(matrices(recipe)[0])
+    for product in (shared, mapped):
+        y, pull = jax.vjp(product, x, w)
+        assert [a.shape for a in (y, *pull(y))] == [(0, 32, 32), x.shape, w.shape]
+
+
 def products_of(function: Callable[..., Any], *args: Any) -> list[tuple[str, ...]]:
     """Operands, result and precision of every product in a program, those of derivatives too."""
     found = []

@@ -25,7 +25,7 @@ def count_dots(function: Callable[..., Any], *args: Any) -> dict[str, int]:
     """How many products have which operands: `{"bfloat16": 3}`, mixed ones `"float32,bfloat16"`."""
     found: collections.Counter[str] = collections.Counter()
     for equation in equations(jax.make_jaxpr(function)(*args)):
-        if equation.primitive.name in PRODUCTS:
+        if equation.primitive.name in (*PRODUCTS, "scaled_dot"):
             operands = [str(variable.aval.dtype) for variable in equation.invars[:2]]
             found[",".join(dict.fromkeys(operands))] += 1
     return dict(found)

@@ -15,11 +15,12 @@ from tests.support.dots import count_dots
 pytestmark = [
     pytest.mark.annotations,
     pytest.mark.jax,
-    pytest.mark.usefixtures("standard_promotion"),
+    pytest.mark.usefixtures("standard_promotion", "blocks_on_a_cpu"),
 ]
 E4 = "float8_e4m3fn"
 FLOAT16 = "params=float32,compute=float16,output=float32,products=tensorwise"
-POLICIES = ["mixed_float8", "mixed_float8,products=rowwise_hp", FLOAT16, "mixed_int8"]
+BLOCKS = "mixed_float8,products=mxfp8"
+POLICIES = ["mixed_float8", "mixed_float8,products=rowwise_hp", FLOAT16, "mixed_int8", BLOCKS]
 each_policy = pytest.mark.parametrize("policy", POLICIES)
 
 
@@ -135,9 +136,11 @@ def test_microbatches_train_like_one_batch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "again"), [("tensorwise", 0), ("rowwise", 64 * 64), ("mxfp8", 64 * 64)]
+    ("recipe", "codes", "again"),
+    # Blocks of a width of 96 are padded to 128.
+    [("tensorwise", 96 * 96, 0), ("rowwise", 96 * 96, 1), ("mxfp8", 96 * 128, 1)],
 )
-def test_microbatches_share_the_codes_of_weights(recipe: str, again: int) -> None:
+def test_microbatches_share_the_codes_of_weights(recipe: str, codes: int, again: int) -> None:
     """Of the forward pass, where each weight is rounded once for all of them.
 
     By rows and blocks, the backward product of the second layer rounds its weight again.
@@ -148,11 +151,11 @@ def test_microbatches_share_the_codes_of_weights(recipe: str, again: int) -> Non
 
     def bytes_of_codes(count: int) -> int:
         tx = jaxmp.mixed_precision(optax.sgd(1.0), policy)
-        state = jaxmp.TrainState.create(params=dict.fromkeys("ab", jnp.ones((64, 64))), tx=tx)
+        state = jaxmp.TrainState.create(params=dict.fromkeys("ab", jnp.ones((96, 96))), tx=tx)
         step = jaxmp.make_train_step(loss_fn, policy, microbatches=count)
-        converts = jaxmp.audit(step, state, jnp.ones((64, 64), jnp.bfloat16)).converts
+        converts = jaxmp.audit(step, state, jnp.ones((64, 96), jnp.bfloat16)).converts
         return sum(x.bytes for x in converts if (x.source, x.target) == ("float32", E4))
 
     policy = f"mixed_float8,products={recipe}"
-    assert bytes_of_codes(1) == 2 * 64 * 64 + again
-    assert bytes_of_codes(4) == 2 * 64 * 64 + 4 * again
+    assert bytes_of_codes(1) == (2 + again) * codes
+    assert bytes_of_codes(4) == (2 + 4 * again) * codes

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from jaxmp._numerics.dtypes import code_kind
 from jaxmp._tools.hlo.dataflow import Flow, HloValue
 from jaxmp._tools.hlo.parser import Array, Frame, Instruction, Shape, read_shape
 
@@ -55,7 +56,7 @@ def code_products(flow: Flow) -> Iterator[HloCodeProduct]:
             values = [flow.operand(instruction, i) for i in range(2)]
             dtypes = [_dtype(value) for value in values]
             narrowest = [_narrowest(flow, value, _FACTORS) for value in values]
-            if not any(map(_code_kind, narrowest)):
+            if not any(map(code_kind, narrowest)):
                 continue
             yield HloCodeProduct(
                 operands=(narrowest[0], narrowest[1]),
@@ -68,10 +69,10 @@ def code_products(flow: Flow) -> Iterator[HloCodeProduct]:
 
 
 def _execution(flow: Flow, instruction: Instruction, target: str, dtypes: list[str]) -> str:
-    widened = [dtype for dtype in dtypes if not _code_kind(dtype)]
+    widened = [dtype for dtype in dtypes if not code_kind(dtype)]
     if widened:
         return f"widened to {widened[0]}"
-    kind = _code_kind(dtypes[0])
+    kind = code_kind(dtypes[0])
     if target:
         # For other operands than float8, its ordinary products are of the dtype of the operands.
         is_cublas = "cublas" in target and (kind == "int8" or target.endswith(_CUBLAS_FLOAT8))
@@ -94,12 +95,12 @@ def _narrowest(flow: Flow, value: HloValue | None, factors: int) -> str:
     for last in flow.trail(value):
         dtype = _dtype(last)
         # Numbers kept in int8, and widened to floats, are no codes of a product.
-        if _code_kind(dtype) == "float8" or (is_integer and _code_kind(dtype)):
+        if code_kind(dtype) == "float8" or (is_integer and code_kind(dtype)):
             return dtype
     if factors and last.instruction.opcode in ("multiply", "divide"):
         for i in range(2):
             factor = flow.operand(last.instruction, i)
-            if _code_kind(dtype := _narrowest(flow, factor, factors - 1)) == "float8":
+            if code_kind(dtype := _narrowest(flow, factor, factors - 1)) == "float8":
                 return dtype
     return _dtype(value)
 
@@ -117,8 +118,3 @@ def _first_dtype(shape: Shape) -> str:
     while isinstance(shape, list) and shape:
         shape = shape[0]
     return shape.dtype if isinstance(shape, Array) else ""
-
-
-def _code_kind(dtype: str) -> str:
-    """Returns `"float8"`, `"int8"`, or for other dtypes `""`."""
-    return next((kind for kind in ("float8", "int8") if dtype.startswith(kind)), "")

@@ -7,12 +7,12 @@ from typing import Any, Literal
 
 import jax
 
+from jaxmp._numerics.dtypes import code_kind
 from jaxmp._program.op_classes import CHECKPOINTS
 from jaxmp._tools.inspect.checks import AuditError
 from jaxmp._tools.inspect.collective_report import Collectives, CompiledCollective
 from jaxmp._tools.inspect.collectives import collectives
 from jaxmp._tools.inspect.compiled import closed_over
-from jaxmp._tools.inspect.decoded import is_code
 from jaxmp._tools.inspect.equations import walk
 from jaxmp._tools.inspect.reduced import assert_reduced_in
 from jaxmp._tools.inspect.report import AuditReport
@@ -110,7 +110,7 @@ def audit(fn: Callable[..., Any], *args: Any, compiled: Any = False, **kwargs: A
     unseen = unseen_in(tally.sites, is_compiled=program is not None)
     dtypes = {dtype for row in tally.products() for dtype in (*row.operands, *row.rounded_to)}
     # Compilers widen codes without a word where the device has no such product.
-    if program is not None and not program.float8_products and any(map(is_code, dtypes)):
+    if program is not None and not program.float8_products and any(map(code_kind, dtypes)):
         unseen += (
             f"Where the 8-bit operands are: no product of the {program.origin} has one. Its "
             "compiler widened them, and may have dropped the rounding to 8 bits, too.",

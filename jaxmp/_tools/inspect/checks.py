@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxmp._numerics.dtypes import any_dtype_name
+from jaxmp._numerics.dtypes import any_dtype_name, code_kind
 from jaxmp._numerics.precision import meaning_of, parse_precision
-from jaxmp._tools.inspect.decoded import FLOAT8, are_among, is_code
+from jaxmp._tools.inspect.decoded import FLOAT8, are_among
 from jaxmp._tools.inspect.offenders import (
     by_line,
     compiled_code_errors,
@@ -98,7 +98,7 @@ def _product_errors(
     # The traced program is half of the answer: loops may run any number of times, and compilers
     # may widen codes.
     problems += _loop_errors(report, names, least, allowed)
-    if any(map(is_code, names)):
+    if any(map(code_kind, names)):
         fusions = allowed is _ALL or "fusion" in allowed
         problems += compiled_code_errors(report, fusions)
     return problems

@@ -8,7 +8,7 @@ import functools
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from jaxmp._numerics.dtypes import is_floating
+from jaxmp._numerics.dtypes import code_kind, is_floating
 from jaxmp._program.facts import Question, propagate
 from jaxmp._program.op_classes import ENCODES, IDENTITIES, PRODUCTS, REPEATS, SAME_NUMBERS, SCALES
 from jaxmp._program.program import Program
@@ -37,7 +37,7 @@ def decoded_operands(program: Program) -> dict[Site, tuple[str, ...]]:
         if site.name in PRODUCTS:
             dtypes = tuple(str(aval.dtype) for aval in site.in_avals[:2])
             pairs = zip(facts[:2], dtypes, strict=True)
-            before = tuple(fact if is_code(fact) else dtype for fact, dtype in pairs)
+            before = tuple(fact if code_kind(fact) else dtype for fact, dtype in pairs)
             products.pop(site, None)  # `propagate` visits a loop again, with the facts of its carry
             if before != dtypes:
                 products[site] = before
@@ -46,15 +46,6 @@ def decoded_operands(program: Program) -> dict[Site, tuple[str, ...]]:
     question = Question(_OTHER, _common_fact, rule, literal=lambda number: _SCALE, keep=_typed_fact)
     propagate(program, [_OTHER] * len(program.inputs), question, lambda site: site.bodies)
     return products
-
-
-def is_code(dtype: str) -> bool:
-    """Whether a name is that of a dtype of codes: a float8 one, or int8.
-
-    >>> is_code("float8_e5m2"), is_code("int8"), is_code("bfloat16")
-    (True, True, False)
-    """
-    return dtype.startswith(FLOAT8) or dtype == "int8"
 
 
 def are_among(operands: Iterable[str], names: Collection[str]) -> bool:
@@ -95,6 +86,6 @@ def _result_facts(site: Site, facts: Sequence[str]) -> Sequence[str]:
     if site.name in SAME_NUMBERS | REPEATS:
         # Indices and flags say nothing about the numbers that they select.
         pairs = zip(site.in_avals, facts, strict=True)
-        floats = [fact for aval, fact in pairs if is_floating(aval) or is_code(fact)]
+        floats = [fact for aval, fact in pairs if is_floating(aval) or code_kind(fact)]
         return [functools.reduce(_common_fact, floats) if floats else _OTHER] * count
     return [_OTHER] * count

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from jaxmp._tools.inspect.decoded import is_code
+from jaxmp._numerics.dtypes import code_kind
 
 # A failed test is read in a terminal; the report has all rows.
 _MOST_LINES = 10
@@ -23,7 +23,7 @@ def by_line(offenders: Iterable[tuple[Any, str, str]]) -> list[str]:
 
 def reason_text(row: Any, names: list[str]) -> str:
     """Returns why a product is not in 8 bits, in parentheses, if a check is about 8 bits."""
-    if not any(is_code(name) for name in names):
+    if not any(code_kind(name) for name in names):
         return ""
     reason = row.not_float8 or (
         "no operand is a param under a policy in 8 bits, or the program itself has both in 16 bits"

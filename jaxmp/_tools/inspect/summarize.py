@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
-from jaxmp._numerics.dtypes import nbytes_of
+from jaxmp._numerics.dtypes import code_kind, nbytes_of
 from jaxmp._numerics.precision import name_of_param
 from jaxmp._program.op_classes import CASTS, CLASSES, COLLECTIVES, ENCODES, PRODUCTS, OpClass
 from jaxmp._program.program import Program
 from jaxmp._program.scopes import why_left_out
 from jaxmp._tools.inspect.branches import Part, most
-from jaxmp._tools.inspect.decoded import decoded_operands, is_code
+from jaxmp._tools.inspect.decoded import decoded_operands
 from jaxmp._tools.inspect.equations import Site, all_sites
 from jaxmp._tools.inspect.lines import Lines, direction, module_path, scopes_of
 from jaxmp._tools.inspect.rows import (
@@ -280,7 +280,7 @@ def _why_not_float8(site: Site) -> str:
     outer = site.outer.equation.params if site.outer is not None else {}
     form: Any = outer.get("form")
     recipe = getattr(form, "recipe", None)
-    if any(map(is_code, _product_dtypes(site)[0])):
+    if any(map(code_kind, _product_dtypes(site)[0])):
         return ""  # a rule puts it in 8 bits, though the module around it is left out
     if recipe is None or form.multiplies_codes(outer["returned"]):
         return why_left_out(scopes_of(site))
