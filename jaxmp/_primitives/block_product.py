@@ -100,7 +100,7 @@ _NOT_SPLIT = (
 )
 
 
-def _encode(x: Any, *, dtype: DType) -> tuple[Any, Any]:
+def _encode_padded(x: Any, *, dtype: DType) -> tuple[Any, Any]:
     return encode_blocks(lax.pad(x, np.zeros((), x.dtype), _padding(x)), dtype)
 
 
@@ -142,5 +142,5 @@ _encode_p.def_abstract_eval(_code_avals)
 _product_p.def_abstract_eval(_block_product_aval)
 batching.primitive_batchers[_encode_p] = _code_batch
 batching.primitive_batchers[_product_p] = _block_product_batch
-mlir.register_lowering(_encode_p, mlir.lower_fun(_encode, multiple_results=True))
+mlir.register_lowering(_encode_p, mlir.lower_fun(_encode_padded, multiple_results=True))
 mlir.register_lowering(_product_p, _lower_product)
