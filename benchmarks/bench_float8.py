@@ -176,6 +176,12 @@ def _unscaled(formats: tuple[str, str], x: Any, w: Any, dimensions: Any, **optio
     return _unscaled_product(formats, x, w)
 
 
+# Integers are multiplied as float32: autocast need not warn of it.
+_times = jaxmp.full_precision(
+    functools.partial(jax.lax.dot_general, preferred_element_type=jnp.float32)
+)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _unscaled_product(formats: tuple[str, str], x: Any, w: Any) -> Any:
     return _unscaled_forward(formats, x, w)[0]
@@ -183,9 +189,7 @@ def _unscaled_product(formats: tuple[str, str], x: Any, w: Any) -> Any:
 
 def _unscaled_forward(formats: tuple[str, str], x: Any, w: Any) -> tuple[Any, Any]:
     codes = _clipped(x, formats[0]), _clipped(w, formats[0])
-    out = jax.lax.dot_general(
-        *codes, (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=jnp.float32
-    )
+    out = _times(*codes, (((x.ndim - 1,), (0,)), ((), ())))
     return out.astype(x.dtype), (codes, jnp.zeros(0, x.dtype), jnp.zeros(0, w.dtype))
 
 
@@ -193,9 +197,8 @@ def _unscaled_backward(formats: tuple[str, str], kept: Any, g: Any) -> tuple[Any
     (x, w), like_x, like_w = kept
     rows, g = x.reshape(-1, x.shape[-1]), _clipped(g, formats[1])
     flat = g.reshape(-1, g.shape[-1])
-    times = functools.partial(jax.lax.dot_general, preferred_element_type=jnp.float32)
-    dx = times(flat, w, (((1,), (1,)), ((), ()))).reshape(x.shape)
-    dw = times(rows, flat, (((0,), (0,)), ((), ())))
+    dx = _times(flat, w, (((1,), (1,)), ((), ()))).reshape(x.shape)
+    dw = _times(rows, flat, (((0,), (0,)), ((), ())))
     return dx.astype(like_x.dtype), dw.astype(like_w.dtype)
 
 
