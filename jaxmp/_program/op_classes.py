@@ -308,6 +308,8 @@ MIXED_SHAPES = ARRANGEMENTS | _names_of("clamp select_n")
 ACCUMULATES = _names_of("scatter-add scatter-sub scatter-mul")
 # Their results are places, and of rounded numbers the places may be others.
 CHOICES = _names_of("argmax argmin")
+# Their indices jump where two numbers change places.
+ORDERS = CHOICES | _names_of("sort top_k approx_top_k")
 # Sums and extremes along one axis, of all numbers up to each.
 RUNNING = _names_of("cumsum cumprod cumlogsumexp cummax cummin")
 # Each number of the result is made of the numbers at its place.

@@ -3,18 +3,22 @@
 import collections
 import difflib
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxmp._numerics.dtypes import is_inexact
-from jaxmp._program.tracing import combine, partition
-from jaxmp._tools.diagnostics.comparison import Comparison, Difference, Unmatched
+from jaxmp._program.tracing import combine, partition, trace_call
+from jaxmp._tools.diagnostics.comparison import Comparison, Difference, Gap, Unmatched
+from jaxmp._tools.diagnostics.first_order import FirstOrder
 from jaxmp._tools.diagnostics.inputs import check_numbers
 from jaxmp._tools.diagnostics.log_probs import log_prob_gap
+from jaxmp._tools.diagnostics.roundings import uncounted_in
 from jaxmp._tools.diagnostics.scope_values import (
     Capture,
     ScopeValue,
@@ -23,6 +27,7 @@ from jaxmp._tools.diagnostics.scope_values import (
     scope_values,
 )
 from jaxmp._tools.inspect.equations import all_sites, walk
+from jaxmp._tools.inspect.lines import Lines
 
 By = Literal["scope", "line"]
 
@@ -36,6 +41,7 @@ def compare(
     tolerance: float | int = 1.0,
     log_probs: Callable[[Any], Any] | None = None,
     band: tuple[float | int, float | int] = (0.5, 2.0),
+    error_bar: bool = True,
 ) -> Comparison:
     """Says where two programs of one function part: under two policies, on two meshes, two codes.
 
@@ -58,9 +64,11 @@ def compare(
       log_probs: takes the result of a function, and returns the log-probability of each token; then
         the gap is reported too.
       band: see `jaxmp.diagnostics.log_prob_gap`.
+      error_bar: whether to predict what roundings do to the results, from a backward pass through
+        each program. It is compiled for that a second time.
 
     Returns:
-      The comparison: `rows`, `results`, `first`, `unmatched`, `log_probs`.
+      The comparison: `rows`, `results`, `first`, `gap`, `unmatched`, `log_probs`.
 
     Raises:
       TypeError: for arrays without numbers, as under `jit`.
@@ -78,6 +86,8 @@ def compare(
     [('up', ('bfloat16', 'float32')), ('down', ('float32', 'float32'))]
     >>> comparison.unit, comparison.first, 0 < comparison.results[0].ulps < 1
     ('bfloat16', None, True)
+    >>> comparison.gap.is_rounding
+    True
     """
     if by not in (None, "scope", "line"):
         raise ValueError(f"by must be 'scope', 'line' or None, got {by!r}")
@@ -100,7 +110,39 @@ def compare(
     if log_probs is not None:
         gap = log_prob_gap(log_probs(one.out), log_probs(two.out), band=band)
     values = tuple(row for _, row in rows)
-    return Comparison(values, results, (*unmatched, *others), unit, float(tolerance), gap)
+    apart = _gap(results, [_rounding_of(*call) for call in calls]) if error_bar else None
+    return Comparison(values, results, (*unmatched, *others), unit, float(tolerance), apart, gap)
+
+
+def _rounding_of(fun: Callable[..., Any], args: Sequence[Any]) -> tuple[float, tuple[str, ...]]:
+    """Returns the variance that roundings add to the results, each relative to its size.
+
+    Returns:
+      The variance, and the operations that are not counted.
+    """
+
+    def relative(*args: Any) -> list[Any]:
+        floats = [x for x in _result_leaves(fun(*args)).values() if is_inexact(x)]
+        wide = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in floats]
+        norms = [lax.stop_gradient(jnp.linalg.norm(x)) for x in wide]
+        return [x / jnp.where(norm > 0, norm, 1) for x, norm in zip(wide, norms, strict=True)]
+
+    static, arrays = partition((tuple(args), {}))
+    traced, lines = trace_call(relative, static, arrays), Lines()
+    uncounted = uncounted_in(traced.closed, [True] * len(traced.closed.out_avals))
+    first_order = FirstOrder(
+        traced, lambda site: (lines.of(site), site.name), [slice(None)], float32=True
+    )
+    variances, _ = first_order(arrays)
+    return float(variances.sum()), uncounted
+
+
+def _gap(results: Sequence[Difference], roundings: Sequence[tuple[float, tuple[str, ...]]]) -> Gap:
+    # A difference of integers is no rounding, and infinite.
+    distance = math.hypot(*(row.relative for row in results))
+    deviation = math.sqrt(sum(variance for variance, _ in roundings))
+    uncounted = dict.fromkeys(line for _, lines in roundings for line in lines)
+    return Gap(distance, deviation, tuple(uncounted))
 
 
 def _run(fun: Callable[..., Any], args: Sequence[Any], by: By, dtypes: set[str]) -> Capture:

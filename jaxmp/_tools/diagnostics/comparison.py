@@ -59,6 +59,35 @@ class Unmatched(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
+class Gap:
+    """How far the float results of two programs are apart, and how far roundings move them.
+
+    Both are norms over all of these results, each relative to its size.
+
+    Attributes:
+      distance: the norm of the differences.
+      deviation: one standard deviation of what the roundings of both programs do; not finite if no
+        derivative says it.
+      uncounted: operations whose effect is not in it, as `"net.py:12 (route): top_k"`.
+    """
+
+    distance: float
+    deviation: float
+    uncounted: tuple[str, ...]
+
+    @property
+    def is_rounding(self) -> bool:
+        """Whether the distance is within three standard deviations, as 99.7 % of roundings are."""
+        return self.distance <= 3 * self.deviation < math.inf
+
+    def __str__(self) -> str:
+        verdict = "this is rounding" if self.is_rounding else "roundings alone do not explain it"
+        bars = f"{self.deviation:.2g} (68 %), {2 * self.deviation:.2g} (95 %)"
+        text = f"results {self.distance:.2g} apart, of roundings {bars}: {verdict}"
+        return text + (f"; not counted: {', '.join(self.uncounted)}" if self.uncounted else "")
+
+
+@dataclasses.dataclass(frozen=True)
 class Comparison(TableReport):
     """Where two programs part. Prints as a table.
 
@@ -68,6 +97,7 @@ class Comparison(TableReport):
       unmatched: the values that were not compared.
       unit: the coarsest float dtype in both programs, whose units of the last place are counted.
       tolerance: how many of these units (`ulps`) do not count.
+      gap: how far the results are apart, and what roundings explain; None with `error_bar=False`.
       log_probs: how far log-probabilities are apart; None without `log_probs=`.
     """
 
@@ -76,6 +106,7 @@ class Comparison(TableReport):
     unmatched: tuple[Unmatched, ...]
     unit: str
     tolerance: float | int
+    gap: Gap | None
     log_probs: LogProbGap | None
 
     @property
@@ -87,7 +118,7 @@ class Comparison(TableReport):
         """Returns plain numbers and text, as json.dumps takes them; None for infinities."""
 
         # JSON has no infinity, which json.dumps would write all the same.
-        def plain(row: Difference | LogProbGap) -> dict[str, Any]:
+        def plain(row: Difference | Gap | LogProbGap) -> dict[str, Any]:
             return {
                 name: None if isinstance(x, float) and not math.isfinite(x) else x
                 for name, x in dataclasses.asdict(row).items()
@@ -100,6 +131,7 @@ class Comparison(TableReport):
             "unit": self.unit,
             "tolerance": self.tolerance,
             "first": None if self.first is None else plain(self.first),
+            "gap": self.gap and plain(self.gap) | {"is_rounding": self.gap.is_rounding},
             "log_probs": None if self.log_probs is None else plain(self.log_probs),
         }
 
@@ -133,7 +165,8 @@ class Comparison(TableReport):
             f"not compared, program {x.program}: {x.path or x.line}: {x.why}"
             for x in self.unmatched
         ]
-        return Group(table, *notes[:_MOST_ROWS], *([str(self.log_probs)] if self.log_probs else []))
+        sentences = [str(x) for x in (self.gap, self.log_probs) if x is not None]
+        return Group(table, *notes[:_MOST_ROWS], *sentences)
 
 
 def _title(row: Difference) -> str:

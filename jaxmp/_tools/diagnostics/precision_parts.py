@@ -68,18 +68,25 @@ class Parts:
                 return self.owners[names[:end]]
         return None
 
-    def rules(self, low: Collection[PrecisionPart], policy: Policy, high: Policy) -> PolicyRules:
-        """Returns rules under which these parts compute low, and everything else does not."""
-        policies = dict.fromkeys(self.parts, high) | dict.fromkeys(low, policy)
+    def rules(
+        self, high: Collection[PrecisionPart], low: PolicyRules, policy: Policy
+    ) -> PolicyRules:
+        """Returns rules under which these parts have a policy, and all others that of `low`."""
+        policies: dict[PrecisionPart, Policy] = dict.fromkeys(self.parts, policy)
+        for names, owner in self.owners.items():
+            if owner is not None and owner not in high:
+                decisions = map(low.decide, _paths(names))
+                own = next((x.policy for x in decisions if x.rule is not None), low.default)
+                policies[owner] = policy if own is None else own
         # Heads and their like stay out of float8, as by default.
-        if policy.products is not None:
-            without = policy.with_products(None)
-            policies |= {part: without for part in low if family_left_out(part.name)}
+        for part in self.parts:
+            if policies[part].products is not None and family_left_out(part.name):
+                policies[part] = policies[part].with_products(None)
         outside = [policies[part] for part in self.parts if part.pattern is None]
-        default = outside[0] if outside else high
+        default = outside[0] if outside else policy
         # Nothing in this program follows the default: rules read as the low policy with exceptions.
-        if not outside and None not in self.owners.values():
-            default = policy if low else high
+        if not outside and None not in self.owners.values() and len(high) < len(self.parts):
+            default = low.default or policy
         scopes = [part for part in self.parts if part.pattern is not None]
         ruled = {part for part in scopes if policies[part] != default}
 

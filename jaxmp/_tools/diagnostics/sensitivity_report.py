@@ -3,24 +3,31 @@
 import dataclasses
 import math
 import numbers
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, NamedTuple
 
 from jaxmp._policies.policy import Policy, short_name
 from jaxmp._policies.policy_rules import PolicyRules
+from jaxmp._tools.diagnostics.first_order import ErrorBar
 from jaxmp._tools.inspect.table_report import TableReport
 
 Of = Literal["loss", "outputs", "gradients"]
 OF = ("loss", "outputs", "gradients")
+# Rules meet a target unless the error is as large as in one case of twenty. Errors of many numbers
+# scatter less than that of one: predictions of gradients were within a quarter of what was measured.
+_MARGINS = {"loss": 2.0, "outputs": 1.25, "gradients": 1.25}
+# A part without products costs memory traffic in float32: about that of a thousandth of the FLOPs.
+_LEAST_COST = 0.001
+_MOST_OPERATIONS = 8
 
 
 class Errors(NamedTuple):
-    """How far a program is from the reference, relative to it; infinite if it is not finite.
+    """How far a program is from the reference, relative to it; infinite if it overflows.
 
     Attributes:
-      loss: the difference of the losses, divided by the size of the reference's.
-      outputs: the norm of the difference of the other results of the function, divided by the norm
-        of the reference's; None without such outputs.
+      loss: the difference of the losses, divided by the size of the loss.
+      outputs: the norm of the difference of the other results of the function, divided by their
+        norm; None without such outputs.
       gradients: the same of all gradients together.
     """
 
@@ -45,13 +52,35 @@ class PartSensitivity:
 
     Attributes:
       path: the scope, or the pattern that was given.
-      alone: the errors that the roundings of this part alone make.
+      alone: the errors that the roundings of this part alone are predicted to make: one standard
+        deviation.
       flops: the share of this part in the FLOPs of the forward pass.
+      in_dtypes: the same as `alone` if they rounded to another dtype, by its name.
     """
 
     path: str
     alone: Errors
     flops: float
+    in_dtypes: Mapping[str, Errors]
+
+
+@dataclasses.dataclass(frozen=True)
+class OperationSensitivity:
+    """The errors of one operation of the code.
+
+    Attributes:
+      path: its module.
+      line: its line, as `"net.py:12 (block)"`.
+      operation: its name in JAX.
+      direction: `"forward"`, `"backward"` or `"recomputed"`.
+      alone: the errors that its roundings alone are predicted to make.
+    """
+
+    path: str
+    line: str
+    operation: str
+    direction: str
+    alone: Errors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,24 +91,28 @@ class SensitivityReport(TableReport):
 
     Attributes:
       rows: one for each part, those with the largest error of gradients first.
-      low: the policy that was tried.
+      operations: one for each operation of the code, likewise.
+      low: the rules that were tried.
       reference: the policy that errors are relative to.
-      all_low: the errors of the program in which all parts are low.
-      all_switched: the same with all roundings switched on in float32, as the rows were measured.
-        It differs where arithmetic in 16 bits is more than arithmetic in float32 and a rounding.
+      loss: the loss under these rules, and its error bar.
+      all_low: the errors that the low program is predicted to make.
+      measured: those that it makes, with `confirm=True`.
+      uncounted: operations whose effect no derivative says, such as `top_k`.
       loss_scale: the loss scale that was used.
-      evaluations: how many evaluations of loss and gradients the table took.
     """
 
     rows: tuple[PartSensitivity, ...]
-    low: Policy
+    operations: tuple[OperationSensitivity, ...]
+    low: PolicyRules
     reference: Policy
+    loss: ErrorBar
     all_low: Errors
-    all_switched: Errors
+    measured: Errors | None
+    uncounted: tuple[str, ...]
     loss_scale: float
-    evaluations: int
+    # The errors that vanish if all parts of a set are kept.
+    _by_parts: Mapping[frozenset[str], Errors] = dataclasses.field(repr=False, compare=False)
     _rules: Callable[[Collection[str]], PolicyRules] = dataclasses.field(repr=False, compare=False)
-    _estimate: Callable[[Collection[str]], Errors] = dataclasses.field(repr=False, compare=False)
     _measure: Callable[[PolicyRules], Errors] = dataclasses.field(repr=False, compare=False)
 
     def errors(self, rules: PolicyRules) -> Errors:
@@ -93,29 +126,13 @@ class SensitivityReport(TableReport):
         """
         return self._measure(rules)
 
-    def keep(self, count: int, of: Of = "gradients") -> PolicyRules:
-        """Returns rules that keep the most sensitive parts as they are, and lower the others.
+    def rules_for(self, target: float | int = 0.01, of: Of = "gradients") -> PolicyRules:
+        """Returns rules that reach a target, and keep the parts that cost least.
 
-        Args:
-          count: how many parts to keep.
-          of: whose error says which are the most sensitive.
-
-        Returns:
-          Rules for `jaxmp.autocast`.
-
-        Raises:
-          ValueError: for a count below 0 or above the number of parts.
-        """
-        if isinstance(count, bool) or count not in range(len(self.rows) + 1):
-            raise ValueError(f"count must be from 0 to {len(self.rows)}, got {count!r}")
-        return self._rules(self._first(count, of))
-
-    def rules(self, target: float | int = 0.01, of: Of = "gradients") -> PolicyRules:
-        """Returns rules that reach a target, and keep as few parts as the order of them allows.
-
-        How many are needed is estimated by switches, and then measured: the program under these
-        rules has met the target, for the batch of the report. That takes one more compilation, and
-        more where the estimate was not enough.
+        The parts that remove most of the squared error for their FLOPs are kept, until the
+        prediction meets the target with a margin: of two standard deviations for the loss, and of a
+        quarter for the others, which scatter less. With `confirm=True` the rules are measured, and
+        keep more where they have to.
 
         Args:
           target: the largest relative error, 0.01 for one percent.
@@ -125,90 +142,123 @@ class SensitivityReport(TableReport):
           Rules for `jaxmp.autocast`.
 
         Raises:
-          ValueError: for a target that is not positive, or that no rules reach.
+          ValueError: for a target that is not positive, or, with `confirm=True`, that no rules
+            reach.
         """
         if not (isinstance(target, numbers.Real) and target > 0):
             raise ValueError(f"target must be a positive relative error, got {target!r}")
-        _check_of(of)
-        # The program in which everything is low meets the target: no part has to be kept.
-        if self.all_low.of(of) <= target:
-            return self.keep(0, of)
+        if of not in OF:
+            raise ValueError(f"of must be 'loss', 'outputs' or 'gradients', got {of!r}")
+        aim = float(target)
+        while True:
+            kept = self._cheapest(aim, of)
+            rules = self._rules(kept)
+            if self.measured is None or (error := self._measure(rules).of(of)) <= target:
+                return rules
+            if len(kept) == len(self.rows):
+                raise ValueError(
+                    f"with all {len(kept)} parts kept, the error of {of} is still above "
+                    f"{target:g}: what is low lies outside of them. Name more parts, or leave "
+                    "candidates out"
+                )
+            # The prediction was too small by this factor; at least one part more is kept.
+            left = self._predicted(kept, of)
+            aim = min(aim * target / error, left * 0.99) if left else 0.0
 
-        # How many parts are needed is estimated by switches, and then measured under rules.
-        def estimated(count: int) -> bool:
-            return self._estimate(self._first(count, of)).of(of) <= target
+    def _predicted(self, kept: Collection[str], of: Of) -> float:
+        left = (errors.of(of) for parts, errors in self._by_parts.items() if not parts <= set(kept))
+        return _MARGINS[of] * math.hypot(*left)
 
-        def measured(count: int) -> bool:
-            return self._measure(self.keep(count, of)).of(of) <= target
+    def _cheapest(self, aim: float, of: Of) -> frozenset[str]:
+        """Returns parts to keep so that the predicted error is no larger than an aim."""
+        costs = {row.path: row.flops + _LEAST_COST for row in self.rows}
+        kept: frozenset[str] = frozenset()
 
-        # An estimate runs a compiled program; rules have to be compiled before they are measured.
-        total = len(self.rows)
-        count = _least_count(estimated, 0, total)
-        if measured(count):
-            return self.keep(count, of)
-        if count == total or not measured(total):
-            raise ValueError(
-                f"with all {total} parts kept, the error of {of} is still above {target:g}: "
-                "what is low lies outside of them. Name more parts, or leave candidates out"
-            )
-        return self.keep(_least_count(measured, count, total), of)
+        # A rounding that several parts share vanishes with the last of them: sets are tried.
+        def worth(parts: frozenset[str]) -> float:
+            removed = (e.of(of) ** 2 for each, e in self._by_parts.items() if each <= kept | parts)
+            return sum(removed) / sum(costs[name] for name in parts - kept)
 
-    def _first(self, count: int, of: Of) -> list[str]:
-        _check_of(of)
-        ordered = sorted(self.rows, key=lambda row: row.alone.of(of), reverse=True)
-        return [row.path for row in ordered[:count]]
+        while self._predicted(kept, of) > aim:
+            kept |= max((parts for parts in self._by_parts if not parts <= kept), key=worth)
+        # What later sets made superfluous, the most expensive first.
+        for name in sorted(kept, key=lambda name: costs[name], reverse=True):
+            if self._predicted(kept - {name}, of) <= aim:
+                kept -= {name}
+        return kept
 
     def as_dict(self) -> dict[str, Any]:
         """Returns plain numbers and text, as json.dumps takes them; None for infinities and NaN."""
         return {
-            "low": short_name(self.low),
+            "low": _name(self.low),
             "reference": short_name(self.reference),
+            "loss": self.loss._asdict(),
             "all_low": _plain(self.all_low),
-            "all_switched": _plain(self.all_switched),
+            "measured": self.measured and _plain(self.measured),
             "loss_scale": self.loss_scale,
-            "evaluations": self.evaluations,
+            "uncounted": list(self.uncounted),
             "parts": [
-                {"path": row.path, "alone": _plain(row.alone), "flops": row.flops}
+                {
+                    "path": row.path,
+                    "alone": _plain(row.alone),
+                    "in_dtypes": {name: _plain(errors) for name, errors in row.in_dtypes.items()},
+                    "flops": row.flops,
+                }
                 for row in self.rows
             ],
+            "operations": [vars(row) | {"alone": _plain(row.alone)} for row in self.operations],
         }
 
     def __rich__(self) -> Any:
-        from rich.table import Table
+        from rich.console import Group
+
+        from jaxmp._tools.inspect.tables import Section, bullets, drawn
 
         names = [name for name, error in zip(OF, self.all_low, strict=True) if error is not None]
-        caption = (
-            f"errors relative to {short_name(self.reference)} from the roundings of one part in "
-            f"{short_name(self.low)}; {self.evaluations} evaluations"
+
+        def cells(errors: Errors | None) -> tuple[str, ...]:
+            return tuple(_in_percent(getattr(errors, name, None)) for name in names)
+
+        # Of other dtypes and of measurements, the gradients alone: the loss has one number.
+        dtypes = list(self.rows[0].in_dtypes)
+        rows = [
+            (
+                row.path,
+                *cells(row.alone),
+                *(_in_percent(row.in_dtypes[name].gradients) for name in dtypes),
+                f"{row.flops:.0%}" if row.flops else "",
+            )
+            for row in self.rows
+        ]
+        empty = [""] * len(dtypes)
+        rows.append(("all of them", *cells(self.all_low), *empty, ""))
+        rows.append(("all of them, measured", *cells(self.measured), *empty, ""))
+        columns = ["part", *(f">{name}" for name in names), *(f">in {name}" for name in dtypes)]
+        operations = [
+            (
+                row.line,
+                row.operation,
+                ", ".join(filter(None, (row.path, row.direction))),
+                *cells(row.alone),
+            )
+            for row in self.operations
+        ]
+        sentences = [f"{_name(self.low)} moves the loss {self.loss}."]
+        if self.uncounted:
+            sentences.append(f"Not counted: {', '.join(self.uncounted)}.")
+        title, columns = "Errors from the roundings of one part", [*columns, ">FLOPs"]
+        places = ["line", "operation", "module, pass", *(f">{name}" for name in names)]
+        return Group(
+            drawn(Section(title, columns, rows, len(rows))),
+            drawn(Section("Operations", places, operations, _MOST_OPERATIONS)),
+            bullets(sentences),
         )
-        table = Table(caption=caption, caption_justify="left")
-        table.add_column("part", overflow="fold")
-        for name in [*names, "FLOPs"]:
-            table.add_column(name, justify="right")
-        for row in self.rows:
-            cells = [_in_percent(getattr(row.alone, name)) for name in names]
-            table.add_row(row.path, *cells, f"{row.flops:.0%}" if row.flops else "")
-        table.add_section()
-        cells = [_in_percent(getattr(self.all_switched, name)) for name in names]
-        table.add_row("all of them", *cells, "")
-        cells = [_in_percent(getattr(self.all_low, name)) for name in names]
-        table.add_row("all low, measured", *cells, "")
-        return table
 
 
-def _least_count(holds: Callable[[int], bool], fails: int, meets: int) -> int:
-    """Returns a count at which a condition holds, between one where it fails and one where not."""
-    # The error need not fall with each part that is kept: the condition holds at the count that is
-    # returned, which need not be the least.
-    while meets - fails > 1:
-        middle = (fails + meets) // 2
-        fails, meets = (fails, middle) if holds(middle) else (middle, meets)
-    return meets
-
-
-def _check_of(of: str) -> None:
-    if of not in OF:
-        raise ValueError(f"of must be 'loss', 'outputs' or 'gradients', got {of!r}")
+def _name(rules: PolicyRules) -> str:
+    # One policy for everything is called by its name.
+    is_one = not rules.rules and rules.default is not None
+    return short_name(rules.default) if is_one else "the rules"
 
 
 def _plain(errors: Errors) -> dict[str, float | None]:

@@ -1,0 +1,187 @@
+"""The errors that the roundings of a loss and of its gradients make, by part and operation."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmp._numerics.tree import all_finite
+from jaxmp._policies.policy_rules import PolicyRules
+from jaxmp._policies.presets import dtypes_of
+from jaxmp._program.scopes import names_in
+from jaxmp._program.tracing import Traced, combine
+from jaxmp._tools.diagnostics.first_order import ErrorBar, FirstOrder
+from jaxmp._tools.diagnostics.precision_parts import Parts
+from jaxmp._tools.diagnostics.roundings import place_of, readers_of, uncounted_in
+from jaxmp._tools.diagnostics.sensitivity_report import Errors, OperationSensitivity
+from jaxmp._tools.inspect.equations import Site
+from jaxmp._tools.inspect.lines import Lines, direction, module_path, scopes_of
+
+_OTHERS = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+_SCALES = (2.0**16, 2.0**12, 2.0**8, 2.0**4, 1.0)
+
+
+class _Kind(NamedTuple):
+    """What roundings are counted together: those of an operation of the code."""
+
+    parts: frozenset[str]
+    path: str
+    line: str
+    operation: str
+    direction: str
+
+
+class Prediction:
+    """The first-order errors of loss, outputs and gradients under rules.
+
+    Args:
+      traced: the program of loss, outputs and gradients under the rules.
+      arrays: its arguments, of which the first is the loss scale.
+      rules: the rules.
+      parts: the parts of the program.
+      find_scale: whether to find the loss scale.
+
+    Attributes:
+      dtypes: the dtypes whose errors are predicted beside those of the rules.
+      scale: the loss scale.
+      loss: the loss under the rules.
+      uncounted: operations whose effect is not predicted.
+
+    Raises:
+      ValueError: if the loss, an output or a gradient is not finite even where nothing is rounded.
+    """
+
+    def __init__(
+        self,
+        traced: Traced,
+        arrays: Sequence[Any],
+        rules: PolicyRules,
+        parts: Parts,
+        find_scale: bool,
+    ) -> None:
+        self._traced, self._arrays, self._parts = traced, list(arrays), parts
+        self._readers = readers_of(traced.closed, self._owner_of)
+        numbers: Any = combine(traced.returned, range(len(traced.closed.out_avals)))
+        loss, outputs, gradients = map(len, numbers)
+        ends = (0, loss, loss + outputs, loss + outputs + gradients)
+        self._has_outputs = outputs > 0
+        self._targets = [slice(*pair) for pair in zip(ends, ends[1:], strict=False)]
+        is_low = dtypes_of(rules) & set(_OTHERS)
+        others = [dtype for dtype in _OTHERS if is_low != {dtype}]
+        self.dtypes = [dtype.name for dtype in others]
+        lines = Lines()
+
+        def kind_of(site: Site) -> _Kind:
+            scopes = scopes_of(site)
+            line = lines.of(site), site.name, direction(scopes)
+            return _Kind(self._parts_of(site), module_path(scopes), *line)
+
+        first_order = FirstOrder(traced, kind_of, self._targets, others)
+        self._kinds = first_order.keys
+        counts = [i not in range(loss, loss + outputs) for i in range(ends[-1])]
+        self.uncounted = uncounted_in(traced.closed, counts)
+        variances, results = self._run(first_order, find_scale)
+        if not all_finite(results):
+            raise ValueError(
+                "the loss, the outputs or a gradient are not finite even where nothing is rounded, "
+                "so that nothing can be compared with them. jaxmp.diagnostics.find_overflow names "
+                "the operation"
+            )
+        deviation = float(np.sqrt(variances[0, :, 0].sum()))
+        self.loss = ErrorBar(float(results[0]), deviation)
+        # By target, kind and dtype; relative to the size of the target.
+        sizes = np.array([_norm(results[target]) for target in self._targets])[:, None, None]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            self._squares = np.where(variances == 0, 0.0, variances / sizes**2)
+
+    def _run(self, first_order: FirstOrder, find_scale: bool) -> tuple[Any, list[Any]]:
+        """Runs the program with its loss scale, or with the largest that lets nothing overflow."""
+
+        def run(scale: float) -> tuple[Any, list[Any]]:
+            self.scale = scale
+            return first_order([jnp.float32(scale), *self._arrays[1:]])
+
+        if not find_scale:
+            return run(float(self._arrays[0]))
+        # What overflows without a scale does so with each.
+        least = np.isinf(run(1.0)[0]).sum()
+        for scale in _SCALES:
+            variances, results = run(scale)
+            if np.isinf(variances).sum() <= least:
+                break
+        return variances, results
+
+    def errors_of(self, part: str | None = None, dtype: str | None = None) -> Errors:
+        """Returns the errors that the roundings of a part make alone; those of all for None.
+
+        Args:
+          part: the name of the part.
+          dtype: the dtype that they round to; None for that of the rules.
+        """
+        column = 0 if dtype is None else 1 + self.dtypes.index(dtype)
+        numbers = [i for i, kind in enumerate(self._kinds) if part in (None, *kind.parts)]
+        return self._errors(numbers, column)
+
+    def by_parts(self) -> dict[frozenset[str], Errors]:
+        """Returns the errors by the parts that must all be high for them to vanish."""
+        return {parts: self._errors(x) for parts, x in self._numbers_by(lambda kind: kind.parts)}
+
+    def operations(self) -> tuple[OperationSensitivity, ...]:
+        """Returns the errors of each operation of the code, those of gradients largest first."""
+        rows = [
+            OperationSensitivity(*kind, self._errors(numbers))
+            for kind, numbers in self._numbers_by(lambda kind: kind[1:])
+        ]
+        return tuple(sorted(rows, key=lambda row: row.alone.gradients, reverse=True))
+
+    def _numbers_by(self, label: Callable[[_Kind], Any]) -> list[tuple[Any, list[int]]]:
+        numbers: dict[Any, list[int]] = {}
+        for i, kind in enumerate(self._kinds):
+            numbers.setdefault(label(kind), []).append(i)
+        return list(numbers.items())
+
+    def _errors(self, numbers: Sequence[int], column: int = 0) -> Errors:
+        loss, outputs, gradients = np.sqrt(self._squares[:, numbers, column].sum(1))
+        return Errors(float(loss), float(outputs) if self._has_outputs else None, float(gradients))
+
+    def _owner_of(self, site: Site) -> str | None:
+        owner = self._parts.owner(names_in(scopes_of(site)))
+        return None if owner is None else owner.name
+
+    def _parts_of(self, site: Site) -> frozenset[str]:
+        """Returns the parts that must all be high for the roundings of an operation to vanish."""
+        owners = {self._owner_of(site), *self._readers.get(place_of(site), ())}
+        return frozenset(name for name in owners if name is not None)
+
+
+def _norm(arrays: Sequence[Any]) -> float:
+    return float(np.sqrt(sum(np.sum(np.abs(np.asarray(x, np.complex128)) ** 2) for x in arrays)))
+
+
+def relative_errors(results: Any, reference: Any) -> Errors:
+    """Returns the errors of loss, outputs and gradients.
+
+    Args:
+      results: the arrays of each, in lists.
+      reference: arrays like them, finite.
+    """
+    errors = [_relative_error(*pair) for pair in zip(results, reference, strict=True)]
+    loss, outputs, gradients = map(float, errors)
+    return Errors(loss, outputs if reference[1] else None, gradients)
+
+
+@jax.jit
+def _relative_error(arrays: Sequence[Any], reference: Sequence[Any]) -> Any:
+    """Returns the norm of a difference divided by that of the reference, over all arrays."""
+    if not reference:
+        return jnp.zeros(())
+    # Divided by the largest number: squares of float32 would leave its range.
+    largest = jnp.max(jnp.stack([jnp.max(jnp.abs(x), initial=0) for x in reference]))
+    unit = jnp.where(largest > 0, largest, 1)
+    pairs = zip(arrays, reference, strict=True)
+    off = sum(jnp.sum(jnp.abs((x - y) / unit) ** 2) for x, y in pairs)
+    error = jnp.sqrt(off / sum(jnp.sum(jnp.abs(x / unit) ** 2) for x in reference))
+    # Of two trees of zeros the quotient is NaN, and the error 0.
+    return jnp.where(off == 0, 0.0, jnp.where(jnp.isfinite(error), error, jnp.inf))
