@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from jaxmp._numerics.dtypes import is_floating
 from jaxmp._program import compat
 from jaxmp._program.evaluate import Rules, evaluate
+from jaxmp._program.facts import operations_read
 from jaxmp._program.op_classes import CALLS, CONTROL_FLOW
 from jaxmp._program.program import Op, read
-from jaxmp._tools.inspect.equations import Site, all_sites, walk
+from jaxmp._tools.inspect.equations import Site, walk
 
 Run = Callable[..., Any]
 
@@ -45,10 +46,13 @@ def traced(run: Run, *args: Any) -> Any:
 
 
 def float_sites(closed: Any) -> list[Site]:
-    """The operations of a program that compute or move floats, without those that hold programs."""
-    sites = [
+    """The operations of a program that compute or move floats, and that something reads.
+
+    Those that hold programs are left out.
+    """
+    sites: list[Any] = [
         site
-        for site in all_sites(walk(closed))
+        for site in operations_read(walk(closed), lambda site: site.bodies)
         if site.name not in CONTROL_FLOW | CALLS
         and not site.bodies
         and _is_reached(site)

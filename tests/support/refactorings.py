@@ -1,6 +1,6 @@
+# ruff: noqa: E501
 """A train step as a text, and changes of the text: some change dtypes, and others do not."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -92,6 +92,7 @@ def feed(h, w):
 
 
 def block("""
+NONE = Change("")
 # None of these changes a dtype.
 REFACTORINGS = (
     changed("root scope renamed", ('named_scope("net")', 'named_scope("Model")')),
@@ -135,7 +136,7 @@ CHANGES = (
 )  # fmt: skip
 
 
-def built(change: Change = Change(""), file: str = "net.py") -> tuple[Any, Any, Any]:
+def built(change: Change = NONE, file: str = "net.py") -> tuple[Any, Any, Any]:
     """The loss, the params and the batch of the text with a change.
 
     Raises:
@@ -151,19 +152,16 @@ def built(change: Change = Change(""), file: str = "net.py") -> tuple[Any, Any, 
     return namespace["make"](**SIZES | dict(change.sizes))
 
 
-def gradient(policy: str, change: Change = Change(""), file: str = "net.py") -> Any:
+def gradient(policy: str, change: Change = NONE, file: str = "net.py") -> Any:
     """The audit of the gradient of a loss under autocast."""
     loss, params, batch = built(change, file)
     return jaxmp.audit(jax.value_and_grad(jaxmp.autocast(loss, policy)), params, batch)
 
 
-def train_step(change: Change = Change(""), file: str = "net.py", **options: Any) -> Any:
+def train_step(change: Change = NONE, file: str = "net.py", **options: Any) -> Any:
     """The audit of a train step with master params."""
     loss, params, batch = built(change, file)
     policy = options.pop("policy", "mixed_bfloat16")
     tx = jaxmp.mixed_precision(optax.adamw(1e-3), policy, **options)
     state = jax.eval_shape(lambda params: jaxmp.TrainState.create(params=params, tx=tx), params)
     return jaxmp.audit(jaxmp.make_train_step(loss), state, batch)
-
-
-Audit = Callable[..., Any]

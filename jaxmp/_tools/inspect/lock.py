@@ -4,6 +4,7 @@ import collections
 import functools
 import hashlib
 import json
+import operator
 import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -22,11 +23,12 @@ from jaxmp._tools.inspect.rows import Numerics
 from jaxmp._tools.inspect.summarize import Tally
 
 # What made a value: its module and operation; and the narrowest dtypes that the value had since.
-_Origin = tuple[str, str, frozenset[str]]
+_Origins = frozenset[tuple[str, str, frozenset[str]]]
 # Of a module: pass and kind -> operation -> how often.
 _Content = dict[str, dict[str, int]]
 # The "module" of arguments and results, whose names may change.
 _PROGRAM = "(program)"
+_EXCHANGED = "the same operations, but some exchanged dtypes, or read others than before"
 _MOST_LINES = 20
 
 
@@ -37,16 +39,13 @@ def numerics_rows(tally: Tally, program: Program) -> tuple[Numerics, ...]:
     `float32 (bfloat16)` was computed in bfloat16 or rounded to it, and widened.
     """
     operations: dict[Site, tuple[str, str, str]] = {}
-    question = Question(
-        nothing=frozenset(),
-        join=frozenset.union,
-        rule=functools.partial(_origins_of_results, tally, operations),
-    )
+    rule = functools.partial(_origins_of_results, tally, operations)
+    question = Question[_Origins](nothing=frozenset(), join=operator.or_, rule=rule)
     avals = [program.avals[number] for number in program.inputs]
     origins = [_made("", "argument", aval) for aval in avals]
     results = propagate(program, origins, question, lambda site: site.bodies)
     lines: dict[Any, str] = {}
-    counts: collections.Counter[tuple[str, str, str, str]] = collections.Counter()
+    counts = collections.Counter[tuple[str, Any, str, str]]()
     edges = collections.defaultdict[tuple[str, str], list[str]](list)
     # JAX drops what nothing reads from jitted functions, and from others not.
     for site in operations_read(program, lambda site: site.bodies):
@@ -72,14 +71,14 @@ def _module_of(path: str) -> str:
     return "/".join(name for name in path.split("/") if "->" not in name)
 
 
-def _made(path: str, operation: str, aval: Any) -> frozenset[_Origin]:
+def _made(path: str, operation: str, aval: Any) -> _Origins:
     known = is_inexact(aval)
     return frozenset([(path, operation, frozenset([str(aval.dtype)]))] if known else [])
 
 
 def _origins_of_results(
-    tally: Tally, operations: dict[Site, Any], site: Site, origins: Sequence[frozenset[_Origin]]
-) -> list[frozenset[_Origin]]:
+    tally: Tally, operations: dict[Site, Any], site: Site, origins: Sequence[_Origins]
+) -> list[_Origins]:
     if site.name == "optimization_barrier":
         return list(origins)
     kind, path = _kind_of(site), _module_of(tally.where(site).path)
@@ -97,17 +96,18 @@ def _origins_of_results(
         return [_made(path, text, aval) for aval in site.out_avals]
     if kind:
         operations[site] = kind, text, ""
-    moved = frozenset().union(*origins[:1] if site.name in IDENTITIES else origins)
+    moved = _Origins().union(*origins[:1] if site.name in IDENTITIES else origins)
     return [_passed_on(site, moved, aval) for aval in site.out_avals]
 
 
-def _passed_on(site: Site, origins: frozenset[_Origin], aval: Any) -> frozenset[_Origin]:
+def _passed_on(site: Site, origins: _Origins, aval: Any) -> _Origins:
     """Returns the origins of a value that was moved or cast: a cast may have rounded it."""
     if not is_inexact(aval):
         return frozenset()
     before = next(filter(is_inexact, site.in_avals), aval)
     origins = origins or _made("", "number", before)
-    return frozenset((*by, _narrowest(passed, str(aval.dtype))) for *by, passed in origins)
+    dtype = str(aval.dtype)
+    return frozenset((at, by, _narrowest(passed, dtype)) for at, by, passed in origins)
 
 
 @functools.cache
@@ -127,7 +127,7 @@ def _is_number(aval: Any) -> bool:
     return is_inexact(aval) or bool(code_kind(str(getattr(aval, "dtype", ""))))
 
 
-def _operand_text(aval: Any, origins: frozenset[_Origin]) -> str:
+def _operand_text(aval: Any, origins: _Origins) -> str:
     dtype = str(getattr(aval, "dtype", "none"))
     narrow = sorted({name for *_, passed in origins for name in passed} - {dtype})
     return f"{dtype} ({', '.join(narrow)})" if narrow and is_inexact(aval) else dtype
@@ -151,9 +151,8 @@ def _kind_of(site: Site) -> str:
 
 
 def _name_of(site: Site) -> str:
-    params = site.equation.params
-    name = site.name
-    if site.name in PRODUCTS and any(str(aval.dtype) == "float32" for aval in site.in_avals[:2]):
+    name, params = site.name, site.params
+    if name in PRODUCTS and any(str(aval.dtype) == "float32" for aval in site.in_avals[:2]):
         precision = name_of_param(params.get("precision"))
         name += "" if precision == "default" else f" ({precision})"
     if "mantissa_bits" in params:
@@ -233,7 +232,7 @@ def lock_errors(report: Any, path: Any) -> list[str]:
     if before != settings:
         versions = (f"jaxmp {x['jaxmp']} and jax {x['jax']}" for x in (before, settings))
         lines.append(
-            f"It was written by {' and this is '.join(versions)}, whose operations may differ. If "
+            f"It was written by {', and this is '.join(versions)}, whose operations may differ. If "
             "nothing else changed, write it again."
         )
     return [f"the numerics changed, compared with {path} (if this is meant, {how}):", *lines]
@@ -245,35 +244,24 @@ def _changes(
     """Yields the module, pass and kind, the change of counts, and the line of each difference."""
     lines = {(x.path, f"{x.direction} {x.kind}".strip(), x.operation): x.line for x in rows}
     names = {path: path for path in new if path in old}
-    # Of the rest, a module with the same content has another name. The same last name is for
-    # readers: it shows a change in a renamed model.
-    for is_alike in (_equal_contents, _equal_names):
+    # Of the rest, modules with the same content are one with another name. For readers, those with
+    # the same last name are one too: it shows a change in a renamed model.
+    for is_by_name in (False, True):
         for path in [path for path in old if path not in names.values()]:
-            others = [other for other in new if other not in names]
-            if twins := [x for x in others if is_alike((path, old[path]), (x, new[x]))]:
-                names[twins[0]] = path
-    gone = {path: path for path in old if path not in names.values()}
-    for module, path in sorted({**gone, **dict.fromkeys(new), **names}.items()):
-        before, after = old.get(path, {}), new.get(module, {})
+            for other in [other for other in new if other not in names]:
+                ends = path.rpartition("/")[2], other.rpartition("/")[2]
+                if ends[0] == ends[1] if is_by_name else old[path] == new[other]:
+                    names[other] = path
+                    break
+    gone = [path for path in old if path not in names.values()]
+    # The dtypes of the whole program follow from those of its modules.
+    for module in sorted({*new, *gone}, key=lambda path: (path == _PROGRAM, path)):
+        before, after = old.get(names.get(module, module), {}), new.get(module, {})
         for kind in sorted({*before, *after}):
-            a, b = collections.Counter(before.get(kind)), collections.Counter(after.get(kind))
+            a, b = (collections.Counter(side.get(kind, {})) for side in (before, after))
             texts = sorted((a - b) | (b - a))
-            if texts and kind.endswith("flow"):
-                yield (
-                    module,
-                    kind,
-                    "operations exchanged their dtypes, or read others than before",
-                    "",
-                )
-            elif texts:
+            if texts:
                 at = [lines.get((module, kind, text), "") for text in sorted(b - a)]
-                counts = ";  ".join(f"{text}: {a[text]} -> {b[text]}" for text in texts)
-                yield module, kind, counts, next(filter(None, at), "")
-
-
-def _equal_contents(one: tuple[str, _Content], other: tuple[str, _Content]) -> bool:
-    return one[1] == other[1]
-
-
-def _equal_names(one: tuple[str, _Content], other: tuple[str, _Content]) -> bool:
-    return one[0].rpartition("/")[2] == other[0].rpartition("/")[2]
+                texts = [f"{text}: {a[text]} -> {b[text]}" for text in texts]
+                text = _EXCHANGED if kind.endswith("flow") else ";  ".join(texts)
+                yield module, kind, text, next(filter(None, at), "")
