@@ -87,7 +87,7 @@ def _origins_of_results(
     operands = [_operand_text(aval, made) for aval, made in floats]
     operands = operands if site.name in PRODUCTS else sorted(set(operands))
     dtypes = dict.fromkeys(str(getattr(aval, "dtype", "none")) for aval in site.out_avals)
-    text = f"{_name_of(site)} {' x '.join(operands)} -> {', '.join(dtypes)}"
+    text = f"{_operation_name(site)} {' x '.join(operands)} -> {', '.join(dtypes)}"
     # A change stays in its module, and equal layers are equal: other modules are not named.
     read = sorted(sorted(op if at == path else "" for at, op, _ in made) for _, made in floats)
     # Gradients are added in the order of the program's lines, which may change.
@@ -107,18 +107,18 @@ def _passed_on(site: Site, origins: _Origins, aval: Any) -> _Origins:
     before = next(filter(is_inexact, site.in_avals), aval)
     origins = origins or _made("", "number", before)
     dtype = str(aval.dtype)
-    return frozenset((at, by, _narrowest(passed, dtype)) for at, by, passed in origins)
+    return frozenset((at, by, _rounded_by(passed, dtype)) for at, by, passed in origins)
 
 
 @functools.cache
-def _narrowest(passed: frozenset[str], dtype: str) -> frozenset[str]:
+def _rounded_by(passed: frozenset[str], dtype: str) -> frozenset[str]:
     """Returns the dtypes that round a value most, once it has one more dtype."""
-    if any(_holds(dtype, other) for other in passed):
+    if any(_is_exact(dtype, other) for other in passed):
         return passed
-    return frozenset([dtype, *(other for other in passed if not _holds(other, dtype))])
+    return frozenset([dtype, *(other for other in passed if not _is_exact(other, dtype))])
 
 
-def _holds(dtype: str, other: str) -> bool:
+def _is_exact(dtype: str, other: str) -> bool:
     wide, narrow = jnp.finfo(dtype), jnp.finfo(other)
     return bool(wide.nmant >= narrow.nmant and wide.maxexp >= narrow.maxexp)
 
@@ -150,7 +150,7 @@ def _kind_of(site: Site) -> str:
     return "" if is_passed_on else "arithmetic"
 
 
-def _name_of(site: Site) -> str:
+def _operation_name(site: Site) -> str:
     name, params = site.name, site.params
     if name in PRODUCTS and any(str(aval.dtype) == "float32" for aval in site.in_avals[:2]):
         precision = name_of_param(params.get("precision"))
@@ -163,7 +163,7 @@ def _name_of(site: Site) -> str:
 def write_lock_file(report: Any, path: Any) -> None:
     """Implements `AuditReport.write_lock`."""
     groups: dict[str, dict[str, Any]] = {}
-    for module, content in sorted(_contents(report).items()):
+    for module, content in sorted(_content_of_modules(report).items()):
         entry = groups.setdefault(json.dumps(content), {"modules": [], **content})
         entry["modules"].append(module)
     lock = {**_settings(report), "numerics": list(groups.values())}
@@ -175,7 +175,7 @@ def _settings(report: Any) -> dict[str, Any]:
     return {"jaxmp": jaxmp.__version__, "jax": jax.__version__, "compiled": compiled}
 
 
-def _contents(report: Any) -> dict[str, _Content]:
+def _content_of_modules(report: Any) -> dict[str, _Content]:
     rows = [(x.path, f"{x.direction} {x.kind}", x.operation, x.count) for x in report.numerics]
     # How many arrays are kept depends on what is jitted; their dtypes do not.
     rows += {(_module_of(x.path), "forward kept", x.dtype, 1) for x in report.residuals or ()}
@@ -211,7 +211,7 @@ def lock_errors(report: Any, path: Any) -> list[str]:
             f"{str(path)!r} was written with compiled={before['compiled']}, and this audit has "
             f"compiled={settings['compiled']}. Audit as then, or {how}"
         )
-    changes = list(_changes(old, _contents(report), report.numerics))
+    changes = list(_changes(old, _content_of_modules(report), report.numerics))
     # The flow says that two operations exchanged dtypes. Where counts differ, it only repeats it.
     changes = [change for change in changes if not change[1].endswith("flow")] or changes
     groups = collections.defaultdict[tuple[str, ...], list[str]](list)
