@@ -255,14 +255,14 @@ def arguments_read(
     >>> arguments_read(read(closed), [True, False])
     [True, False]
     """
-    return _reads(inside or shared_programs()).arguments(program, demanded)
+    return _demands_of_results(inside or shared_programs()).arguments(program, demanded)
 
 
 def operations_read(
     program: Program, inside: Inside, demanded: Sequence[bool] | None = None
 ) -> Iterator[Op]:
     """Yields the operations that the demanded results depend on (by default all), at any depth."""
-    demands = _reads(inside)
+    demands = _demands_of_results(inside)
     values = demands.values(program, demanded or [True] * len(program.outputs))
     for op in program.ops:
         results = [number in values for number in op.outputs]
@@ -273,7 +273,7 @@ def operations_read(
                 yield from operations_read(body, inside, wanted)
 
 
-def _reads(inside: Inside) -> Demands:
+def _demands_of_results(inside: Inside) -> Demands:
     def rule(op: Op, demanded: Sequence[bool]) -> list[bool]:
         return [bool(op.equation.effects) or any(demanded)] * len(op.inputs)
 
