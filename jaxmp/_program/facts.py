@@ -9,7 +9,7 @@ part. `Demands` go the other way, from results to arguments.
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 from jax.extend import core
@@ -255,15 +255,32 @@ def arguments_read(
     >>> arguments_read(read(closed), [True, False])
     [True, False]
     """
-    programs = inside or shared_programs()
+    return _demands_of_results(inside or shared_programs()).arguments(program, demanded)
 
+
+def operations_read(
+    program: Program, inside: Inside, demanded: Sequence[bool] | None = None
+) -> Iterator[Op]:
+    """Yields the operations that the demanded results depend on (by default all), at any depth."""
+    demands = _demands_of_results(inside)
+    values = demands.values(program, demanded or [True] * len(program.outputs))
+    for op in program.ops:
+        results = [number in values for number in op.outputs]
+        if any(results) or op.equation.effects:
+            yield op
+            wholes = [(body, [True] * len(body.outputs)) for body in inside(op)]
+            for body, wanted in demands.through(op, results)[1] or wholes:
+                yield from operations_read(body, inside, wanted)
+
+
+def _demands_of_results(inside: Inside) -> Demands:
     def rule(op: Op, demanded: Sequence[bool]) -> list[bool]:
         return [bool(op.equation.effects) or any(demanded)] * len(op.inputs)
 
     def without_effects(op: Op) -> Sequence[Program]:
-        return [] if op.equation.effects else programs(op)
+        return [] if op.equation.effects else inside(op)
 
-    return Demands(rule, without_effects, decisions=True).arguments(program, demanded)
+    return Demands(rule, without_effects, decisions=True)
 
 
 def _atoms_where(atoms: Sequence[Any], flags: Sequence[bool]) -> set[int]:

@@ -306,6 +306,11 @@ LAID_ADDED = ADDS | _names_of("max min")
 MIXED_SHAPES = ARRANGEMENTS | _names_of("clamp select_n")
 # Scatters that combine the new values with the old.
 ACCUMULATES = _names_of("scatter-add scatter-sub scatter-mul")
+# Add or multiply many numbers. JAX adds gradients by `add_any`.
+TOTALS = ACCUMULATES | _names_of(
+    "reduce_sum reduce_prod reduce_window_sum reduce reduce_window select_and_scatter_add",
+    "cumsum cumprod cumlogsumexp add_any addupdate accum_grad_in_ref",
+)
 # Their results are places, and of rounded numbers the places may be others.
 CHOICES = _names_of("argmax argmin")
 # Their indices jump where two numbers change places.
@@ -337,6 +342,10 @@ AFTER_PRODUCTS = (LINEAR_MOVES | _names_of(*_TABLE[OpClass.PROMOTE])) | _names_o
 )
 # The identity on the first operand.
 IDENTITIES = _names_of("held name gradient_of float32_gradient probed")
+# Hand on numbers of their operands, up to casts. No collectives: these may add them up.
+PASSED_ON = (SAME_NUMBERS | LINEAR_MOVES | IDENTITIES | _names_of("optimization_barrier")) - (
+    COLLECTIVES | _names_of("reduce_precision")
+)
 # Zero if all array operands are zero. Of such operations, those that optimizers use.
 KEEPS_ZERO = (REARRANGES | ADDS) | _names_of(
     "neg sign abs sqrt convert_element_type copy copy_p broadcast_in_dim slice concatenate",

@@ -132,7 +132,7 @@ def test_many_offenders_are_cut_short() -> None:
     [
         (
             {},
-            "nothing to check: give products, precision, upcasts, residual_bytes or kept",
+            "nothing to check: give products, precision, upcasts, residual_bytes, kept or lock",
         ),
         ({"share": 0.5}, "share goes with products"),
         ({"upcasts": 1, "share": 0.5}, "share is about products: give products='bfloat16' too"),

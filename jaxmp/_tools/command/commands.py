@@ -51,6 +51,7 @@ CHECKS: dict[str, tuple[Callable[[str], Any], str]] = {
     ),
     "precision": (str, "highest"),
     "allow_unseen": (_comma_separated, "pallas_call"),
+    "lock": (str, "numerics.json"),
 }
 
 
@@ -178,7 +179,9 @@ def _optimizer_by_name(name: str) -> Any:
     return optimizer
 
 
-def _run_audit(program: NamedProgram, check: list[str], html: str | None, compiled: bool) -> Output:
+def _run_audit(
+    program: NamedProgram, check: list[str], html: str | None, lock: str | None, compiled: bool
+) -> Output:
     checks = parse_checks(check)
     report = audit(program.fn, *program.args, compiled=compiled, **program.kwargs)
     failure = ""
@@ -190,6 +193,8 @@ def _run_audit(program: NamedProgram, check: list[str], html: str | None, compil
     # A failed check writes its page too: that is when it is read.
     if html:
         report.to_html(html, title=program.name)
+    if lock:
+        report.write_lock(lock)
     more = {"check": {"passed": not failure, "message": failure}} if checks else {}
     return Output(report, failure, more)
 
@@ -272,6 +277,7 @@ COMMANDS = {
         {
             "program": _PROGRAM,
             "--html": _option("write the report as a page, too", metavar="PATH"),
+            "--lock": _option("write what runs in which dtype, for --check lock=", metavar="PATH"),
             "--compiled": _flag("compile it here, too: collectives and 8-bit products"),
             "--check": _option(
                 "fail with exit code 1 unless this holds, as AuditReport.check says: "

@@ -14,6 +14,7 @@ from jaxmp._tools.inspect.collective_report import Collectives, CompiledCollecti
 from jaxmp._tools.inspect.collectives import collectives
 from jaxmp._tools.inspect.compiled import closed_over
 from jaxmp._tools.inspect.equations import walk
+from jaxmp._tools.inspect.lock import numerics_rows
 from jaxmp._tools.inspect.reduced import assert_reduced_in
 from jaxmp._tools.inspect.report import AuditReport
 from jaxmp._tools.inspect.residuals import NoLoss, check_loss, residuals
@@ -23,6 +24,7 @@ from jaxmp._tools.inspect.rows import (
     Convert,
     Equations,
     LeftOut,
+    Numerics,
     Product,
     ProductLine,
     Recomputed,
@@ -43,6 +45,7 @@ __all__ = [
     "Convert",
     "Equations",
     "LeftOut",
+    "Numerics",
     "Product",
     "ProductLine",
     "Recomputed",
@@ -103,7 +106,8 @@ def audit(fn: Callable[..., Any], *args: Any, compiled: Any = False, **kwargs: A
         program = collectives(fn, *args, **kwargs)
     elif compiled is not None and compiled is not False:
         program = collectives(compiled)
-    tally = Tally(walk(jaxpr))
+    whole = walk(jaxpr)
+    tally = Tally(whole)
     # The rule of a derivative may hold a checkpoint.
     recomputes = any(site.name in {*CHECKPOINTS, "custom_jvp_call"} for site in tally.sites)
     rows, reason, both = _residuals(fn, args, kwargs, result, recomputes)
@@ -131,6 +135,7 @@ def audit(fn: Callable[..., Any], *args: Any, compiled: Any = False, **kwargs: A
         unseen=unseen,
         unseen_lines=tally.unseen(hiding(tally.sites)),
         work=tally.work(),
+        numerics=numerics_rows(tally, whole),
         compiled=program,
     )
 

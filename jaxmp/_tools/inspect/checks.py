@@ -8,6 +8,7 @@ import numpy as np
 from jaxmp._numerics.dtypes import any_dtype_name, code_kind
 from jaxmp._numerics.precision import meaning_of, parse_precision
 from jaxmp._tools.inspect.decoded import FLOAT8, are_among
+from jaxmp._tools.inspect.lock import lock_errors
 from jaxmp._tools.inspect.offenders import (
     by_line,
     compiled_code_errors,
@@ -33,14 +34,16 @@ def check_report(
     kept: Mapping[Any, int] | None,
     precision: Any,
     allow_unseen: Any,
+    lock: Any,
 ) -> None:
     """Implements `AuditReport.check`."""
-    expectations = (products, upcasts, residual_bytes, kept, precision)
+    expectations = (products, upcasts, residual_bytes, kept, precision, lock)
     # A check that passes without checking anything would hide a typo in a test.
     if all(expectation is None for expectation in expectations):
         hint = " share goes with products" if share is not None else ""
         raise ValueError(
-            "nothing to check: give products, precision, upcasts, residual_bytes or kept." + hint
+            "nothing to check: give products, precision, upcasts, residual_bytes, kept or lock."
+            + hint
         )
     problems: list[str] = []
     allowed: Any = (allow_unseen,) if isinstance(allow_unseen, str) else allow_unseen
@@ -63,6 +66,8 @@ def check_report(
         problems += _residual_errors(report, _checked_limit(residual_bytes, "residual_bytes"))
     if kept is not None:
         problems += _activation_errors(report, kept)
+    if lock is not None:
+        problems += lock_errors(report, lock)
     # Residuals of kernels are in the program, what kernels multiply is not.
     if any(expectation is not None for expectation in (products, upcasts, precision)):
         problems += _unseen_errors(report, allowed)

@@ -10,12 +10,14 @@ from jaxmp._tools.inspect.branches import Part, least_share, most
 from jaxmp._tools.inspect.checks import check_report, product_dtype
 from jaxmp._tools.inspect.collective_report import Collectives
 from jaxmp._tools.inspect.decoded import are_among
+from jaxmp._tools.inspect.lock import write_lock_file
 from jaxmp._tools.inspect.rows import (
     Arrays,
     Collective,
     Convert,
     Equations,
     LeftOut,
+    Numerics,
     Product,
     ProductLine,
     Recomputed,
@@ -55,6 +57,7 @@ class AuditReport(TableReport):
       unseen: the parts of the program that this report does not show.
       unseen_lines: equations, by line, that a check cannot see into.
       work: the product FLOPs by dtypes and branches.
+      numerics: the operations on floats by module, pass and dtypes, as `write_lock` writes them.
       compiled: the collectives and 8-bit products of the compiled program; None without
         `compiled=`.
     """
@@ -73,6 +76,7 @@ class AuditReport(TableReport):
     unseen: tuple[str, ...]
     unseen_lines: tuple[Unseen, ...]
     work: tuple[Work, ...]
+    numerics: tuple[Numerics, ...]
     compiled: Collectives | None = None
 
     @property
@@ -163,6 +167,7 @@ class AuditReport(TableReport):
         kept: Mapping[Any, int] | None = None,
         precision: Any = None,
         allow_unseen: Any = (),
+        lock: str | os.PathLike[str] | None = None,
     ) -> "AuditReport":
         """Raises if the program does not meet the given expectations. Use it in your tests.
 
@@ -189,6 +194,8 @@ class AuditReport(TableReport):
             names, that may stay unseen; True for all. `"fusion"` is for fusions of a compiled
             program that may or may not multiply 8 bits. `"while"` matters if `share` is below 1 and
             depends on how often a loop runs.
+          lock: a file of `write_lock`. Fails if the program computes something else or in another
+            dtype, and says what. It needs no `allow_unseen`: kernels are compared by their dtypes.
 
         Returns:
           The report itself.
@@ -196,7 +203,8 @@ class AuditReport(TableReport):
         Raises:
           AuditError: with all failures, by line. It is an AssertionError.
           ValueError: for an invalid argument, or for `residual_bytes` or `kept` if the function is
-            not a loss.
+            not a loss; if `lock` is no lock file, or unlike the report in having `compiled`.
+          FileNotFoundError: if there is no file `lock`.
         """
         check_report(
             self,
@@ -207,8 +215,31 @@ class AuditReport(TableReport):
             kept=kept,
             precision=precision,
             allow_unseen=allow_unseen,
+            lock=lock,
         )
         return self
+
+    def write_lock(self, path: str | os.PathLike[str]) -> None:
+        """Writes a file that says what is computed in which dtype, for `check(lock=path)`.
+
+        A refactoring should not change the numerics. Keep the file beside your tests: the check
+        fails when they change, and the diff of the file shows a reviewer what was meant to change.
+
+        Args:
+          path: the file to write, such as `"numerics.json"`.
+
+        >>> import pathlib, tempfile, jax, jaxmp
+        >>> def square(dtype):
+        ...     return jaxmp.audit(lambda x: x @ x, jax.ShapeDtypeStruct((4, 4), dtype))
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "numerics.json"
+        >>> square("bfloat16").write_lock(path)
+        >>> _ = square("bfloat16").check(lock=path)
+        >>> square("float32").check(lock=path)  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        jaxmp._tools.inspect.checks.AuditError: the audit failed.
+        the numerics changed, compared with ...
+        """
+        write_lock_file(self, path)
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the report as dictionaries, lists and numbers, as for JSON.

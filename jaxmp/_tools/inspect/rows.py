@@ -311,3 +311,25 @@ class Work:
     operands: tuple[str, str]
     flops: int
     branches: tuple[Choice, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Numerics:
+    """The operations of one module with the same dtypes, as a lock file has them.
+
+    Attributes:
+      path: the module; `"(program)"` for arguments and results.
+      direction: as in `ProductLine`.
+      kind: `"products"`, `"sums"`, `"collectives"`, `"arithmetic"`, `"arguments"` or `"results"`;
+        or `"flow"`: then `operation` is a hash of which operation of the module reads which.
+      operation: its name, and the dtypes of operands and results.
+      count: how many equations there are.
+      line: the line of the first.
+    """
+
+    path: str
+    direction: Direction
+    kind: str
+    operation: str
+    count: int
+    line: str
