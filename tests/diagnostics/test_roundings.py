@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 import jaxmp
-from jaxmp._tools.diagnostics.roundings import switched
+from tests.support.switched_roundings import switched
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("standard_promotion")]
 

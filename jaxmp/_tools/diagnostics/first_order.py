@@ -9,6 +9,7 @@ and no bounds: a bound on a transformer was 280 times too wide.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -31,6 +32,8 @@ AS_WRITTEN = {"xla_allow_excess_precision": False}
 # Sums of independent errors exceed three standard deviations once in 370 times. Errors of a line
 # that do so have a common cause, as the terms of a sum of equal numbers: they add up as they are.
 _CHANCE = 3.0
+# Signs of results have the seeds below, and signs of modelled errors those from here on.
+_MOST_RESULTS = 1_000_000
 
 
 class ErrorBar(NamedTuple):
@@ -78,6 +81,7 @@ class FirstOrder:
     ) -> None:
         sites = [site for site in all_sites(walk(traced.closed)) if _rounds(site, float32)]
         self.keys = list(dict.fromkeys(map(key_of, sites)))
+        self._others = len(dtypes)
         numbers = {key: number for number, key in enumerate(self.keys)}
 
         def run(probes: list[Any], target: slice, *arrays: Any) -> tuple[list[Any], list[Any]]:
@@ -87,12 +91,13 @@ class FirstOrder:
 
         def errors(*arrays: Any) -> list[Any]:
             probes = [jnp.zeros((1 + len(dtypes), 2)) for _ in self.keys]
-            sums = []
+            sums, seeds = [], itertools.count()
             for target in targets:
                 floats, pull, results = jax.vjp(
                     lambda x, target=target: run(x, target, *arrays), probes, has_aux=True
                 )
-                sums.append(jnp.stack(pull(_signs(floats))[0]) if floats else jnp.stack(probes))
+                signs = [_signs(x, next(seeds)) for x in floats]
+                sums.append(jnp.array(pull(signs)[0] if floats else probes))
             return [jnp.stack(sums), *results]
 
         axes = traced.axes
@@ -108,7 +113,8 @@ class FirstOrder:
           the program in float32.
         """
         sums, *results = self._run(*arrays)
-        total, squares = np.moveaxis(np.asarray(sums, np.float64), -1, 0)
+        shape = len(sums), len(self.keys), 1 + self._others, 2
+        total, squares = np.moveaxis(np.asarray(sums, np.float64).reshape(shape), -1, 0)
         # What overflows has no sum.
         total = np.where(np.isfinite(squares), total, 0)
         return np.where(total**2 > _CHANCE**2 * squares, total**2, squares), results
@@ -128,6 +134,7 @@ class _Probed(Roundings):
     ) -> None:
         super().__init__()
         self._probe_of, self._dtypes, self._float32 = probe_of, dtypes, float32
+        self._seeds = itertools.count(_MOST_RESULTS)
 
     def rounded(self, site: Site, exact: Any, low: Any) -> Any:
         return _with_errors(self._dtypes, exact, low, self._probe_of(site))
@@ -139,7 +146,9 @@ class _Probed(Roundings):
         # The same operation without its rounding is not at hand: errors are as large as usual.
         unit = _unit_of_float32(site)
         return [
-            self.rounded(site, x, x + unit * jnp.sqrt(jnp.mean(x**2)) * _signs([x])[0])
+            self.rounded(
+                site, x, x + unit * jnp.sqrt(jnp.mean(x**2)) * _signs(x, next(self._seeds))
+            )
             if x.dtype == FLOAT32
             else x
             for x in results
@@ -166,11 +175,9 @@ def _unit_of_float32(site: Site) -> float:
     return float(jnp.finfo(FLOAT32).eps / 2 * variance**0.5)
 
 
-def _signs(arrays: Sequence[Any]) -> list[Any]:
-    """Returns a random sign for each number."""
-    keys = jax.random.split(jax.random.key(0), len(arrays))
-    pairs = zip(keys, arrays, strict=True)
-    return [jax.random.rademacher(key, x.shape).astype(x.dtype) for key, x in pairs]
+def _signs(x: Any, seed: int) -> Any:
+    """Returns a random sign for each number of an array."""
+    return jax.random.rademacher(jax.random.key(seed), x.shape).astype(x.dtype)
 
 
 def _rounded_to(x: Any, dtype: DType) -> Any:

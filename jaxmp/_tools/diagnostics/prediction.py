@@ -1,5 +1,6 @@
 """The errors that the roundings of a loss and of its gradients make, by part and operation."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -67,7 +68,7 @@ class Prediction:
         loss, outputs, gradients = map(len, numbers)
         ends = (0, loss, loss + outputs, loss + outputs + gradients)
         self._has_outputs = outputs > 0
-        self._targets = [slice(*pair) for pair in zip(ends, ends[1:], strict=False)]
+        self._targets = [slice(*pair) for pair in itertools.pairwise(ends)]
         is_low = dtypes_of(rules) & set(_OTHERS)
         others = [dtype for dtype in _OTHERS if is_low != {dtype}]
         self.dtypes = [dtype.name for dtype in others]
@@ -75,11 +76,11 @@ class Prediction:
 
         def kind_of(site: Site) -> _Kind:
             scopes = scopes_of(site)
-            line = lines.of(site), site.name, direction(scopes)
-            return _Kind(self._parts_of(site), module_path(scopes), *line)
+            operation = lines.of(site), site.name, direction(scopes)
+            return _Kind(self._parts_of(site), module_path(scopes), *operation)
 
         first_order = FirstOrder(traced, kind_of, self._targets, others)
-        self._kinds = first_order.keys
+        self._kinds: list[Any] = first_order.keys
         counts = [i not in range(loss, loss + outputs) for i in range(ends[-1])]
         self.uncounted = uncounted_in(traced.closed, counts)
         variances, results = self._run(first_order, find_scale)
@@ -131,8 +132,8 @@ class Prediction:
     def operations(self) -> tuple[OperationSensitivity, ...]:
         """Returns the errors of each operation of the code, those of gradients largest first."""
         rows = [
-            OperationSensitivity(*kind, self._errors(numbers))
-            for kind, numbers in self._numbers_by(lambda kind: kind[1:])
+            OperationSensitivity(path, line, operation, direction_, self._errors(numbers))
+            for (path, line, operation, direction_), numbers in self._numbers_by(lambda x: x[1:])
         ]
         return tuple(sorted(rows, key=lambda row: row.alone.gradients, reverse=True))
 

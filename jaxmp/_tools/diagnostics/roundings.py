@@ -5,6 +5,7 @@ arrays. Where it rounds, `rounded` says which numbers go on: those that were rou
 were not, or the rounded ones with a derivative that counts errors.
 """
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -28,7 +29,7 @@ from jaxmp._program.op_classes import (
     ORDERS,
     WIDENED,
 )
-from jaxmp._program.program import Program, read
+from jaxmp._program.program import Op, Program, read
 from jaxmp._tools.diagnostics.rerun import Rerun
 from jaxmp._tools.inspect.equations import Site, walk
 from jaxmp._tools.inspect.lines import Lines
@@ -148,12 +149,13 @@ def _program_in_float32(program: Any) -> Any:
 def _without_invariants(body: Program, consts: int) -> tuple[Program, Program]:
     """Splits the body of a scan: what its consts alone decide, and the rest, which reads that."""
     fixed = set(body.inputs[:consts])
-    before, turn = [], []
+    before: list[Op] = []
     for op in body.ops:
         arrays = {atom for atom in op.inputs if not isinstance(atom, core.Literal)}
-        is_fixed = op.name in _PREPARES and arrays <= fixed
-        (before if is_fixed else turn).append(op)
-        fixed.update(op.outputs if is_fixed else ())
+        if op.name in _PREPARES and arrays <= fixed:
+            before.append(op)
+            fixed.update(op.outputs)
+    turn = [op for op in body.ops if op not in before]
     moved = tuple(number for op in before for number in op.outputs)
     return (
         body._replace(ops=tuple(before), inputs=body.inputs[:consts], outputs=moved),
@@ -190,8 +192,9 @@ def readers_of(closed: Any, owner_of: Callable[[Site], Any]) -> Mapping[Place, s
         return [moved or frozenset({place_of(site)})] * len(site.outputs)
 
     program = walk(closed)
-    question = Question(nothing=frozenset(), join=frozenset.union, rule=rule)
-    propagate(program, [frozenset()] * len(program.inputs), question, lambda site: site.bodies)
+    nothing: frozenset[Place] = frozenset()
+    question = Question(nothing=nothing, join=frozenset.union, rule=rule)
+    propagate(program, [nothing] * len(program.inputs), question, lambda site: site.bodies)
     return readers
 
 
@@ -205,18 +208,26 @@ def uncounted_in(closed: Any, demanded: Sequence[bool]) -> tuple[str, ...]:
       closed: the program.
       demanded: for each result, whether it counts.
     """
-    lines, uncounted = Lines(), dict[str, None]()
-
-    def rule(site: Any, demanded: Sequence[bool]) -> list[bool]:
-        results = [aval for aval, flag in zip(site.out_avals, demanded, strict=True) if flag]
-        has_numbers = any(map(is_inexact, site.in_avals))
-        is_order = site.name in ORDERS and not all(map(is_inexact, results))
-        if results and has_numbers and (is_order or is_unseen(site)):
-            uncounted[f"{lines.of(site)}: {site.name}"] = None
-        return [bool(results)] * len(site.inputs)
+    program, lines = walk(closed), Lines()
+    reads_rounded: set[Any] = set()
+    uncounted: dict[str, None] = {}
 
     def inside(site: Any) -> Sequence[Program]:
         return () if is_unseen(site) else site.bodies
 
-    Demands(rule, inside, decisions=True).values(walk(closed), demanded)
+    def forward(site: Any, are_rounded: Sequence[bool]) -> list[bool]:
+        if any(are_rounded):
+            reads_rounded.add(site)
+        return [any(are_rounded) or is_narrow_aval(aval) for aval in site.out_avals]
+
+    def backward(site: Any, demanded: Sequence[bool]) -> list[bool]:
+        results = [aval for aval, flag in zip(site.out_avals, demanded, strict=True) if flag]
+        jumps = site.name in ORDERS and site in reads_rounded and not all(map(is_inexact, results))
+        if results and (jumps or (is_unseen(site) and any(map(is_inexact, site.in_avals)))):
+            uncounted[f"{lines.of(site)}: {site.name}"] = None
+        return [bool(results)] * len(site.inputs)
+
+    question = Question(nothing=False, join=operator.or_, rule=forward)
+    propagate(program, [is_narrow_aval(program.avals[i]) for i in program.inputs], question, inside)
+    Demands(backward, inside, decisions=True).values(program, demanded)
     return tuple(uncounted)

@@ -65,7 +65,7 @@ def sensitivity(
       **kwargs: further arguments of `loss_fn`.
 
     Returns:
-      The report: `report.rows`, `report.operations`, `report.loss`, `report.rules_for(target=0.01)`,
+      The report: `report.rows`, `report.operations`, `report.loss`, `report.rules_for(0.01)`,
       `print(report)`.
 
     Raises:

@@ -13,8 +13,8 @@ from jaxmp._tools.inspect.table_report import TableReport
 
 Of = Literal["loss", "outputs", "gradients"]
 OF = ("loss", "outputs", "gradients")
-# Rules meet a target unless the error is as large as in one case of twenty. Errors of many numbers
-# scatter less than that of one: predictions of gradients were within a quarter of what was measured.
+# A loss is within two standard deviations in 95 % of cases. Norms of many errors scatter less:
+# those of gradients were predicted to a quarter.
 _MARGINS = {"loss": 2.0, "outputs": 1.25, "gradients": 1.25}
 # A part without products costs memory traffic in float32: about that of a thousandth of the FLOPs.
 _LEAST_COST = 0.001
@@ -180,7 +180,8 @@ class SensitivityReport(TableReport):
             return sum(removed) / sum(costs[name] for name in parts - kept)
 
         while self._predicted(kept, of) > aim:
-            kept |= max((parts for parts in self._by_parts if not parts <= kept), key=worth)
+            others = [parts for parts in self._by_parts if not parts <= kept]
+            kept |= max(zip(map(worth, others), others, strict=True), key=lambda pair: pair[0])[1]
         # What later sets made superfluous, the most expensive first.
         for name in sorted(kept, key=lambda name: costs[name], reverse=True):
             if self._predicted(kept - {name}, of) <= aim:
@@ -256,9 +257,8 @@ class SensitivityReport(TableReport):
 
 
 def _name(rules: PolicyRules) -> str:
-    # One policy for everything is called by its name.
     is_one = not rules.rules and rules.default is not None
-    return short_name(rules.default) if is_one else "the rules"
+    return str(rules).removeprefix("(default)").strip() if is_one else "the rules"
 
 
 def _plain(errors: Errors) -> dict[str, float | None]:
