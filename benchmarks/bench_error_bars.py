@@ -25,7 +25,7 @@ from small_models import SMALL_MODELS
 
 import jaxmp
 from jaxmp._program.tracing import partition, trace_call
-from jaxmp._tools.diagnostics.first_order import AS_WRITTEN, FirstOrder
+from jaxmp._tools.diagnostics.first_order import AS_WRITTEN, FirstOrder, Target
 from jaxmp._tools.diagnostics.roundings import uncounted_in
 from jaxmp._tools.inspect.lines import Lines, scopes_of
 
@@ -112,7 +112,9 @@ def _cases(
     static, arrays = partition(((params, batch), {}))
     traced, lines = trace_call(low, static, arrays), Lines()
     first_order = FirstOrder(
-        traced, lambda site: (scopes_of(site), site.name, lines.of(site)), [slice(None)]
+        traced,
+        lambda site: (scopes_of(site), site.name, lines.of(site)),
+        [Target(slice(None))],
     )
     exact, rounded = jax.jit(loss), jax.jit(low, compiler_options=AS_WRITTEN)
     cases = []

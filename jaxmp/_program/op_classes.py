@@ -313,8 +313,11 @@ TOTALS = ACCUMULATES | _names_of(
 )
 # Their results are places, and of rounded numbers the places may be others.
 CHOICES = _names_of("argmax argmin")
-# Their indices jump where two numbers change places.
+# Their results jump where two numbers change places.
+ORDERINGS = _names_of("lt le gt ge")
+# So do the indices of these, and what is selected.
 ORDERS = CHOICES | _names_of("sort top_k approx_top_k")
+SELECTIONS = _names_of("select_and_scatter select_and_scatter_add select_and_gather_add")
 # Sums and extremes along one axis, of all numbers up to each.
 RUNNING = _names_of("cumsum cumprod cumlogsumexp cummax cummin")
 # Each number of the result is made of the numbers at its place.

@@ -13,7 +13,7 @@ from jax import lax
 
 import jaxmp
 from jaxmp._program.tracing import partition, trace_call
-from jaxmp._tools.diagnostics.first_order import FirstOrder
+from jaxmp._tools.diagnostics.first_order import FirstOrder, Target
 from jaxmp._tools.diagnostics.roundings import uncounted_in
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -30,7 +30,7 @@ def weights(key: Any, count: int = 3) -> Any:
 def first_order(fun: Callable[..., Any], *args: Any, **options: Any) -> FirstOrder:
     static, arrays = partition((args, {}))
     traced = trace_call(fun, static, arrays)
-    return FirstOrder(traced, lambda site: site.name, [slice(None)], **options)
+    return FirstOrder(traced, lambda site: site.name, [Target(slice(None))], **options)
 
 
 def deviation(fun: Callable[..., Any], *args: Any, column: int = 0, **options: Any) -> float:

@@ -54,7 +54,7 @@ def measured_alone(
     call = jax.value_and_grad(jaxmp.autocast(loss_fn, low))
     closed = jax.make_jaxpr(call)(params, *args)
     parts = precision_parts_of(jax.make_jaxpr(loss_fn)(params, *args), None)
-    numbers = {part: i for i, part in enumerate(parts.parts)}
+    numbers: dict[Any, int] = {part: i for i, part in enumerate(parts.parts)}
 
     @jax.jit
     def run(flags: Any) -> Any:
@@ -77,5 +77,5 @@ def norm(arrays: Sequence[Any]) -> float:
 
 def rank_correlation(one: Sequence[float], two: Sequence[float]) -> float:
     """Returns that of Spearman."""
-    ranks = [np.argsort(np.argsort(x)) for x in (one, two)]
-    return float(np.corrcoef(*ranks)[0, 1])
+    ranks = np.array([np.argsort(np.argsort(x)) for x in (one, two)])
+    return float(np.corrcoef(ranks)[0, 1])

@@ -15,7 +15,7 @@ from jax import lax
 from jaxmp._numerics.dtypes import is_inexact
 from jaxmp._program.tracing import combine, partition, trace_call
 from jaxmp._tools.diagnostics.comparison import Comparison, Difference, Gap, Unmatched
-from jaxmp._tools.diagnostics.first_order import FirstOrder
+from jaxmp._tools.diagnostics.first_order import FirstOrder, Target
 from jaxmp._tools.diagnostics.inputs import check_numbers
 from jaxmp._tools.diagnostics.log_probs import log_prob_gap
 from jaxmp._tools.diagnostics.roundings import uncounted_in
@@ -131,7 +131,7 @@ def _rounding_of(fun: Callable[..., Any], args: Sequence[Any]) -> tuple[float, t
     traced, lines = trace_call(relative, static, arrays), Lines()
     uncounted = uncounted_in(traced.closed, [True] * len(traced.closed.out_avals))
     first_order = FirstOrder(
-        traced, lambda site: (lines.of(site), site.name), [slice(None)], float32=True
+        traced, lambda site: (lines.of(site), site.name), [Target(slice(None))], float32=True
     )
     variances, _ = first_order(arrays)
     return float(variances.sum()), uncounted

@@ -23,15 +23,17 @@ from jaxmp._program.flops import product_flops
 from jaxmp._program.op_classes import CASTS, CONTRACTIONS, IDENTITIES, WIDENED
 from jaxmp._program.program import read
 from jaxmp._program.tracing import Traced
-from jaxmp._tools.diagnostics.roundings import FLOAT32, Roundings, in_float32, is_unseen
+from jaxmp._tools.diagnostics.roundings import FLOAT32, in_float32, is_unseen
+from jaxmp._tools.diagnostics.steps import Steps
 from jaxmp._tools.inspect.equations import Site, all_sites, walk
 from jaxmp._tools.inspect.upcasts import is_narrow_aval
 
 # The compiler may leave roundings out, and does so differently on each device.
 AS_WRITTEN = {"xla_allow_excess_precision": False}
-# Sums of independent errors exceed three standard deviations once in 370 times. Errors of a line
-# that do so have a common cause, as the terms of a sum of equal numbers: they add up as they are.
-_CHANCE = 3.0
+# Errors of one line whose sum is beyond five standard deviations have a common cause, as the terms
+# of a sum of equal numbers have: they add up as they are. Beyond three, one of 370 lines is so by
+# chance: in a GPT of 400, such a line doubled the error of a part.
+_CHANCE = 5.0
 # Signs of results have the seeds below, and signs of modelled errors those from here on.
 _MOST_RESULTS = 1_000_000
 
@@ -56,13 +58,25 @@ class ErrorBar(NamedTuple):
         return f"{self.value:.6g}, {bars}"
 
 
+class Target(NamedTuple):
+    """An error to predict.
+
+    Attributes:
+      results: the results that it is about, among those that are floats.
+      steps: whether comparisons count, as steps.
+    """
+
+    results: slice
+    steps: bool = False
+
+
 class FirstOrder:
     """The first-order errors of a traced program, for each kind of its roundings.
 
     Args:
       traced: the low program.
       key_of: returns the kind of an operation's roundings. Errors of one kind are added up.
-      targets: for each error to predict, the results that it is about, among those that are floats.
+      targets: the errors to predict.
       dtypes: other dtypes to round to, at the same places and with the same derivatives.
       float32: whether float32 operations round too.
 
@@ -74,7 +88,7 @@ class FirstOrder:
         self,
         traced: Traced,
         key_of: Callable[[Site], Hashable],
-        targets: Sequence[slice],
+        targets: Sequence[Target],
         dtypes: Sequence[DType] = (),
         *,
         float32: bool = False,
@@ -84,10 +98,17 @@ class FirstOrder:
         self._others = len(dtypes)
         numbers = {key: number for number, key in enumerate(self.keys)}
 
-        def run(probes: list[Any], target: slice, *arrays: Any) -> tuple[list[Any], list[Any]]:
-            rules = _Probed(lambda site: probes[numbers[key_of(site)]], tuple(dtypes), float32)
+        units = [_unit_of(aval) for site in sites for aval in site.out_avals]
+
+        def run(probes: list[Any], target: Target, *arrays: Any) -> tuple[list[Any], list[Any]]:
+            rules = _Probed(
+                lambda site: probes[numbers[key_of(site)]],
+                tuple(dtypes),
+                float32,
+                max(units, default=None) if target.steps else None,
+            )
             results = rules.run(read(traced.closed), list(map(in_float32, arrays)))
-            return [x for x in results if is_inexact(x)][target], results
+            return [x for x in results if is_inexact(x)][target.results], results
 
         def errors(*arrays: Any) -> list[Any]:
             probes = [jnp.zeros((1 + len(dtypes), 2)) for _ in self.keys]
@@ -120,19 +141,24 @@ class FirstOrder:
         return np.where(total**2 > _CHANCE**2 * squares, total**2, squares), results
 
 
-class _Probed(Roundings):
+class _Probed(Steps):
     """Runs the low program, and counts its errors in the derivative of zeros.
 
     Args:
       probe_of: returns the zeros of an operation.
       dtypes: other dtypes whose errors are counted too.
       float32: whether errors of float32 operations are counted too.
+      unit: as for `Steps`.
     """
 
     def __init__(
-        self, probe_of: Callable[[Site], Any], dtypes: tuple[DType, ...], float32: bool
+        self,
+        probe_of: Callable[[Site], Any],
+        dtypes: tuple[DType, ...],
+        float32: bool,
+        unit: float | None,
     ) -> None:
-        super().__init__()
+        super().__init__(unit)
         self._probe_of, self._dtypes, self._float32 = probe_of, dtypes, float32
         self._seeds = itertools.count(_MOST_RESULTS)
 
@@ -162,6 +188,10 @@ def _rounds(site: Site, float32: bool) -> bool:
     moves = site.bodies or site.name in IDENTITIES | WIDENED | CASTS or is_unseen(site)
     has_float32 = any(getattr(aval, "dtype", None) == FLOAT32 for aval in site.out_avals)
     return float32 and not moves and has_float32 and any(map(is_inexact, site.in_avals))
+
+
+def _unit_of(aval: Any) -> float:
+    return float(jnp.finfo(aval.dtype).eps) / 2 if is_narrow_aval(aval) else 0.0
 
 
 def _unit_of_float32(site: Site) -> float:

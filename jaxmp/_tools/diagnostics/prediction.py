@@ -10,17 +10,22 @@ import numpy as np
 
 from jaxmp._numerics.tree import all_finite
 from jaxmp._policies.policy_rules import PolicyRules
-from jaxmp._policies.presets import dtypes_of
+from jaxmp._policies.presets import all_policies, dtypes_of
 from jaxmp._program.scopes import names_in
 from jaxmp._program.tracing import Traced, combine
-from jaxmp._tools.diagnostics.first_order import ErrorBar, FirstOrder
+from jaxmp._tools.diagnostics.first_order import ErrorBar, FirstOrder, Target
 from jaxmp._tools.diagnostics.precision_parts import Parts
 from jaxmp._tools.diagnostics.roundings import place_of, readers_of, uncounted_in
-from jaxmp._tools.diagnostics.sensitivity_report import Errors, OperationSensitivity
-from jaxmp._tools.inspect.equations import Site
+from jaxmp._tools.diagnostics.sensitivity_report import (
+    Errors,
+    OperationSensitivity,
+    Variances,
+)
+from jaxmp._tools.diagnostics.steps import compares_numbers
+from jaxmp._tools.inspect.equations import Site, all_sites, walk
 from jaxmp._tools.inspect.lines import Lines, direction, module_path, scopes_of
 
-_OTHERS = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+_HALVES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 _SCALES = (2.0**16, 2.0**12, 2.0**8, 2.0**4, 1.0)
 
 
@@ -68,9 +73,15 @@ class Prediction:
         loss, outputs, gradients = map(len, numbers)
         ends = (0, loss, loss + outputs, loss + outputs + gradients)
         self._has_outputs = outputs > 0
-        self._targets = [slice(*pair) for pair in itertools.pairwise(ends)]
-        is_low = dtypes_of(rules) & set(_OTHERS)
-        others = [dtype for dtype in _OTHERS if is_low != {dtype}]
+        slices = [slice(*pair) for pair in itertools.pairwise(ends)]
+        targets = list(map(Target, slices))
+        # Without comparisons, steps would be compiled for nothing.
+        self._has_steps = any(map(compares_numbers, all_sites(walk(traced.closed))))
+        if self._has_steps:
+            targets.append(Target(slices[-1], steps=True))
+        # Of 8 bits the question is whether 16 would do, and of 16 bits which.
+        has_codes = any(policy.products is not None for policy in all_policies(rules))
+        others = [x for x in _HALVES if (x in dtypes_of(rules)) == has_codes]
         self.dtypes = [dtype.name for dtype in others]
         lines = Lines()
 
@@ -79,7 +90,7 @@ class Prediction:
             operation = lines.of(site), site.name, direction(scopes)
             return _Kind(self._parts_of(site), module_path(scopes), *operation)
 
-        first_order = FirstOrder(traced, kind_of, self._targets, others)
+        first_order = FirstOrder(traced, kind_of, targets, others)
         self._kinds: list[Any] = first_order.keys
         counts = [i not in range(loss, loss + outputs) for i in range(ends[-1])]
         self.uncounted = uncounted_in(traced.closed, counts)
@@ -93,9 +104,11 @@ class Prediction:
         deviation = float(np.sqrt(variances[0, :, 0].sum()))
         self.loss = ErrorBar(float(results[0]), deviation)
         # By target, kind and dtype; relative to the size of the target.
-        sizes = np.array([_norm(results[target]) for target in self._targets])[:, None, None]
+        sizes = np.array([_norm(results[target.results]) for target in targets])[:, None, None]
         with np.errstate(divide="ignore", invalid="ignore"):
-            self._squares = np.where(variances == 0, 0.0, variances / sizes**2)
+            squares = np.where(variances == 0, 0.0, variances / sizes**2)
+            jumps = np.maximum(squares[-1] - squares[2], 0) if self._has_steps else 0 * squares[2]
+        self._squares = np.stack([*squares[:3], np.nan_to_num(jumps, nan=0.0, posinf=np.inf)])
 
     def _run(self, first_order: FirstOrder, find_scale: bool) -> tuple[Any, list[Any]]:
         """Runs the program with its loss scale, or with the largest that lets nothing overflow."""
@@ -125,9 +138,10 @@ class Prediction:
         numbers = [i for i, kind in enumerate(self._kinds) if part in (None, *kind.parts)]
         return self._errors(numbers, column)
 
-    def by_parts(self) -> dict[frozenset[str], Errors]:
-        """Returns the errors by the parts that must all be high for them to vanish."""
-        return {parts: self._errors(x) for parts, x in self._numbers_by(lambda kind: kind.parts)}
+    def by_parts(self) -> dict[frozenset[str], Variances]:
+        """Returns the variances by the parts that must all be high for them to vanish."""
+        groups = self._numbers_by(lambda kind: kind.parts)
+        return {parts: self._variances(numbers, 0) for parts, numbers in groups}
 
     def operations(self) -> tuple[OperationSensitivity, ...]:
         """Returns the errors of each operation of the code, those of gradients largest first."""
@@ -143,9 +157,13 @@ class Prediction:
             numbers.setdefault(label(kind), []).append(i)
         return list(numbers.items())
 
+    def _variances(self, numbers: Sequence[int], column: int) -> Variances:
+        loss, outputs, *gradients = map(float, self._squares[:, numbers, column].sum(1))
+        return Variances(loss, outputs if self._has_outputs else None, *gradients)
+
     def _errors(self, numbers: Sequence[int], column: int = 0) -> Errors:
-        loss, outputs, gradients = np.sqrt(self._squares[:, numbers, column].sum(1))
-        return Errors(float(loss), float(outputs) if self._has_outputs else None, float(gradients))
+        # Steps are as wide as the errors of the program, whatever the column.
+        return self._variances(numbers, column).errors(float(self._squares[3, :, 0].sum()))
 
     def _owner_of(self, site: Site) -> str | None:
         owner = self._parts.owner(names_in(scopes_of(site)))

@@ -27,6 +27,7 @@ from jaxmp._program.op_classes import (
     IDENTITIES,
     OPAQUE,
     ORDERS,
+    SELECTIONS,
     WIDENED,
 )
 from jaxmp._program.program import Op, Program, read
@@ -72,14 +73,27 @@ class Roundings(Rerun):
         # A weight that each turn casts is rounded once, in the same way for all turns. Counted as
         # roundings of their own, they made the bar of an LSTM 1.5 times too small.
         (body,) = compat.bodies_of(site.equation)
-        before, turn = _without_invariants(read(body), site.wiring.carry.start)
+        carry = site.wiring.carry
+        before, turn = _without_invariants(read(body), carry.start)
         rules = self.but(outer=site)
-        fixed = rules.run(before, operands[: len(before.inputs)])
+        fixed = rules.run(before, operands[: carry.start])
+        types = site.in_avals[carry.start : carry.stop]
 
         def again(arguments: list[Any], _: Any) -> tuple[list[Any], Any]:
-            return rules.run(turn, [*arguments, *fixed]), ()
+            results = rules.run(turn, [*arguments, *fixed])
+            return [*map(as_bool, results, types), *results[len(types) :]], ()
 
+        # A carry has its type from the start.
+        first = map(as_bool, operands[carry.start : carry.stop], types)
+        operands = [*operands[: carry.start], *first, *operands[carry.stop :]]
         return scan_again(site.equation, operands, again)[0]
+
+    def inside(self, op: Any, body: Any, arguments: Any, *choice: int) -> list[Any]:
+        results = super().inside(op, body, arguments, *choice)
+        if not choice:
+            return results
+        # Branches of a conditional agree in their types.
+        return list(map(as_bool, results, [x.aval for x in compat.open_jaxpr(body).outvars]))
 
     def while_loop(self, site: Site, operands: list[Any]) -> list[Any]:
         return self.whole(site, operands)
@@ -91,7 +105,8 @@ class Roundings(Rerun):
         if site.name == "float8_scale_back":
             return [without_scale(operands[0], lax.stop_gradient(operands[1]), FLOAT32)]
         if is_unseen(site):
-            as_traced = map(_in_traced_dtype, map(lax.stop_gradient, operands), site.in_avals)
+            constants = map(as_bool, map(lax.stop_gradient, operands), site.in_avals)
+            as_traced = map(_in_traced_dtype, constants, site.in_avals)
             return list(map(in_float32, compat.bind(equation, list(as_traced))))
         if not any(map(is_narrow_aval, [*avals, *site.in_avals])):
             return compat.bind(equation, operands)
@@ -118,6 +133,12 @@ def is_unseen(site: Site) -> bool:
     """Whether no derivative goes through what an operation does inside."""
     has_dtypes = site.name in OPAQUE | FOREIGN_CALLS or site.name == "bitcast_convert_type"
     return has_dtypes or site.name == "shard_map" or site.wiring.turns is None
+
+
+def as_bool(value: Any, aval: Any) -> Any:
+    """Returns a number that stands for a bool of the program as a bool, and anything else as is."""
+    is_number = aval.dtype == bool and value.dtype != bool
+    return value > 0.5 if is_number else value
 
 
 def in_float32(value: Any) -> Any:
@@ -222,7 +243,8 @@ def uncounted_in(closed: Any, demanded: Sequence[bool]) -> tuple[str, ...]:
 
     def backward(site: Any, demanded: Sequence[bool]) -> list[bool]:
         results = [aval for aval, flag in zip(site.out_avals, demanded, strict=True) if flag]
-        jumps = site.name in ORDERS and site in reads_rounded and not all(map(is_inexact, results))
+        is_index = site.name in ORDERS and not all(map(is_inexact, results))
+        jumps = site in reads_rounded and (is_index or site.name in SELECTIONS)
         if results and (jumps or (is_unseen(site) and any(map(is_inexact, site.in_avals)))):
             uncounted[f"{lines.of(site)}: {site.name}"] = None
         return [bool(results)] * len(site.inputs)

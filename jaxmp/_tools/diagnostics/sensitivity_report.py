@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import numbers
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
 from jaxmp._policies.policy import Policy, short_name
@@ -44,6 +44,41 @@ class Errors(NamedTuple):
                 "outputs) and say has_aux=True, or choose of='loss' or of='gradients'"
             )
         return float(error)
+
+
+class Variances(NamedTuple):
+    """Squared errors of independent roundings, relative to the results; they add up.
+
+    Attributes:
+      loss: of the loss.
+      outputs: of the other results; None without such outputs.
+      gradients: of the gradients, without jumps.
+      jumps: of the gradients, by comparisons that come out otherwise, if all parts round.
+    """
+
+    loss: float
+    outputs: float | None
+    gradients: float
+    jumps: float
+
+    def errors(self, jumps: float) -> Errors:
+        """Returns the errors that these roundings make alone.
+
+        Args:
+          jumps: `jumps` of all roundings of the program. Errors half as large let half as many
+            comparisons come out otherwise: the square of what jumps make grows with their size.
+        """
+        gradients = self.gradients + (math.sqrt(self.jumps * jumps) if self.jumps else 0.0)
+        outputs = None if self.outputs is None else math.sqrt(self.outputs)
+        return Errors(math.sqrt(self.loss), outputs, math.sqrt(gradients))
+
+
+def total(variances: Iterable[Variances]) -> Variances:
+    """Returns the variances of several sets of roundings together."""
+    loss, outputs, gradients, jumps = zip(*variances, strict=True)
+    return Variances(
+        sum(loss), None if None in outputs else sum(outputs), sum(gradients), sum(jumps)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,8 +145,8 @@ class SensitivityReport(TableReport):
     measured: Errors | None
     uncounted: tuple[str, ...]
     loss_scale: float
-    # The errors that vanish if all parts of a set are kept.
-    _by_parts: Mapping[frozenset[str], Errors] = dataclasses.field(repr=False, compare=False)
+    # The variances that vanish if all parts of a set are kept.
+    _by_parts: Mapping[frozenset[str], Variances] = dataclasses.field(repr=False, compare=False)
     _rules: Callable[[Collection[str]], PolicyRules] = dataclasses.field(repr=False, compare=False)
     _measure: Callable[[PolicyRules], Errors] = dataclasses.field(repr=False, compare=False)
 
@@ -166,21 +201,27 @@ class SensitivityReport(TableReport):
             aim = min(aim * target / error, left * 0.99) if left else 0.0
 
     def _predicted(self, kept: Collection[str], of: Of) -> float:
-        left = (errors.of(of) for parts, errors in self._by_parts.items() if not parts <= set(kept))
-        return _MARGINS[of] * math.hypot(*left)
+        """Returns the error that is left with these parts kept, and a margin."""
+        left = [x for parts, x in self._by_parts.items() if not parts <= set(kept)]
+        return _MARGINS[of] * total(left).errors(self._jumps).of(of) if left else 0.0
+
+    @property
+    def _jumps(self) -> float:
+        return sum(variances.jumps for variances in self._by_parts.values())
 
     def _cheapest(self, aim: float, of: Of) -> frozenset[str]:
         """Returns parts to keep so that the predicted error is no larger than an aim."""
         costs = {row.path: row.flops + _LEAST_COST for row in self.rows}
+        squares = {x: v.errors(self._jumps).of(of) ** 2 for x, v in self._by_parts.items()}
         kept: frozenset[str] = frozenset()
 
         # A rounding that several parts share vanishes with the last of them: sets are tried.
         def worth(parts: frozenset[str]) -> float:
-            removed = (e.of(of) ** 2 for each, e in self._by_parts.items() if each <= kept | parts)
-            return sum(removed) / sum(costs[name] for name in parts - kept)
+            removed = sum(square for each, square in squares.items() if each <= kept | parts)
+            return removed / sum(costs[name] for name in parts - kept)
 
         while self._predicted(kept, of) > aim:
-            others = [parts for parts in self._by_parts if not parts <= kept]
+            others = [parts for parts in squares if not parts <= kept]
             kept |= max(zip(map(worth, others), others, strict=True), key=lambda pair: pair[0])[1]
         # What later sets made superfluous, the most expensive first.
         for name in sorted(kept, key=lambda name: costs[name], reverse=True):

@@ -1,0 +1,84 @@
+"""Runs comparisons of a program as numbers, 0 or 1, with the derivative of a smooth step.
+
+The derivative of `relu` is a comparison, and has none itself. But a rounding that changes the sign
+of its operand moves a gradient by a jump: in a ResNet that is nine tenths of what bfloat16 does.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxmp._numerics.dtypes import is_floating
+from jaxmp._program import compat
+from jaxmp._program.op_classes import IDENTITIES, ORDERINGS, WIDENED
+from jaxmp._tools.diagnostics.roundings import FLOAT32, Roundings, as_bool
+from jaxmp._tools.inspect.equations import Site
+
+# Numbers nearer to zero than their errors change sign. A step of this width, in units of the dtype
+# at the size of the operands, makes the same mean square of jumps. What was measured of gradients
+# is 0.9 of what is predicted for a ResNet, 1.4 for layers of relu, 1.2 for those on a graph.
+_WIDTH = 0.3
+
+
+# Logic of numbers between 0 and 1.
+_LOGIC: dict[str, Callable[..., Any]] = {
+    "not": lambda a: 1 - a,
+    "and": lambda a, b: a * b,
+    "or": lambda a, b: a + b - a * b,
+}
+
+
+class Steps(Roundings):
+    """Runs a program with smooth steps for comparisons.
+
+    Args:
+      unit: the relative size of roundings; None for comparisons as they are.
+    """
+
+    def __init__(self, unit: float | None) -> None:
+        super().__init__()
+        self._unit = unit
+
+    def whole(self, site: Site, operands: list[Any]) -> list[Any]:
+        if self._unit is not None and compares_numbers(site):
+            sign = 1 if site.name in ("gt", "ge") else -1
+            (taken,) = super().whole(site, operands)
+            return [_step(taken, sign * operands[0], sign * operands[1], self._unit)]
+        bools = list(map(as_bool, operands, site.in_avals))
+        if all(a is b for a, b in zip(operands, bools, strict=True)):
+            return super().whole(site, operands)
+        if site.name in IDENTITIES:
+            return operands[:1]
+        if site.name in WIDENED:
+            return compat.bind(site.equation, operands)
+        if site.name == "convert_element_type" and is_floating(site.out_avals[0]):
+            return operands[:1]
+        if site.name in _LOGIC and site.out_avals[0].dtype == bool:
+            return [_LOGIC[site.name](*(jnp.asarray(x, FLOAT32) for x in operands))]
+        results = super().whole(site, bools)
+        if site.name == "select_n" and len(operands) == 3 and is_floating(site.out_avals[0]):
+            step, without, taken = operands
+            jump = jnp.where(jnp.isfinite(taken - without), taken - without, 0)
+            return [results[0] + _derivative_of(step) * lax.stop_gradient(jump)]
+        return results
+
+
+def compares_numbers(site: Site) -> bool:
+    """Whether an operation asks which of two floats is larger."""
+    return site.name in ORDERINGS and all(map(is_floating, site.in_avals))
+
+
+def _step(taken: Any, x: Any, y: Any, unit: float) -> Any:
+    """Returns a bool as a number, with the derivative of a smooth step from y to x."""
+    squares = [jnp.mean(jnp.where(jnp.isfinite(each), each, 0) ** 2) for each in (x, y)]
+    size = lax.stop_gradient(jnp.sqrt(sum(squares)))
+    smooth = jax.nn.sigmoid((x - y) / jnp.where(size > 0, _WIDTH * unit * size, 1))
+    return taken.astype(FLOAT32) + _derivative_of(smooth)
+
+
+def _derivative_of(x: Any) -> Any:
+    """Returns zeros with the derivative of an array."""
+    return x - lax.stop_gradient(x)
