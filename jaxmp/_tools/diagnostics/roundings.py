@@ -21,6 +21,7 @@ from jaxmp._program.control_flow import scan_again
 from jaxmp._program.facts import Demands, Question, propagate
 from jaxmp._program.op_classes import (
     CASTS,
+    CLASSES,
     CONTRACTIONS,
     ENCODES,
     FOREIGN_CALLS,
@@ -29,6 +30,7 @@ from jaxmp._program.op_classes import (
     ORDERS,
     SELECTIONS,
     WIDENED,
+    OpClass,
 )
 from jaxmp._program.program import Op, Program, read
 from jaxmp._tools.diagnostics.rerun import Rerun
@@ -121,12 +123,21 @@ class Roundings(Rerun):
             return [self.rounded(site, exact, widen_rounded(codes)), scale, *others]
         exact_products = {"precision": _EXACT} if site.name in CONTRACTIONS else {}
         results = compat.bind(equation, operands, **_params_in_float32(equation), **exact_products)
+        # What moves was rounded before: under rules, a move does not round.
+        if moves(site):
+            return results
         return [
             self.rounded(site, x, widen_rounded(_in_traced_dtype(x, aval)))
             if is_narrow_aval(aval)
             else x
             for x, aval in zip(results, avals, strict=True)
         ]
+
+
+def moves(site: Site) -> bool:
+    """Whether the results of an operation are numbers of its operands."""
+    is_move = CLASSES.get(site.name) is OpClass.MOVE
+    return is_move or site.name in IDENTITIES | WIDENED
 
 
 def is_unseen(site: Site) -> bool:
@@ -209,7 +220,7 @@ def readers_of(closed: Any, owner_of: Callable[[Site], Any]) -> Mapping[Place, s
         if site.name in CONTRACTIONS | ENCODES:
             for place in frozenset().union(*places):
                 readers.setdefault(place, set()).add(owner_of(site))
-        moved = frozenset().union(*places) if site.name in IDENTITIES | WIDENED else frozenset()
+        moved = frozenset().union(*places) if moves(site) else frozenset()
         return [moved or frozenset({place_of(site)})] * len(site.outputs)
 
     program = walk(closed)

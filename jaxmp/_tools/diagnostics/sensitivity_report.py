@@ -274,7 +274,8 @@ class SensitivityReport(TableReport):
         ]
         empty = [""] * len(dtypes)
         rows.append(("all of them", *cells(self.all_low), *empty, ""))
-        rows.append(("all of them, measured", *cells(self.measured), *empty, ""))
+        if self.measured is not None:
+            rows.append(("all of them, measured", *cells(self.measured), *empty, ""))
         columns = ["part", *(f">{name}" for name in names), *(f">in {name}" for name in dtypes)]
         operations = [
             (
@@ -285,7 +286,7 @@ class SensitivityReport(TableReport):
             )
             for row in self.operations
         ]
-        sentences = [f"{_name(self.low)} moves the loss {self.loss}."]
+        sentences = [f"{_name(self.low)} moves the loss of {self.loss}."]
         if self.uncounted:
             sentences.append(f"Not counted: {', '.join(self.uncounted)}.")
         title, columns = "Errors from the roundings of one part", [*columns, ">FLOPs"]
