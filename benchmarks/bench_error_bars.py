@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     rows = [_row(*key, values) for key, values in cases.items()]
     groups: dict[tuple[str, str], list[tuple[float, float]]] = collections.defaultdict(list)
     for (name, policy), values in cases.items():
-        kind = "all with a top_k" if name in uncounted else "all without a top_k"
+        kind = "all with a choice" if name in uncounted else "all without a choice"
         for each in (policy, "all policies"):
             groups[kind, each] += values
     rows += [_row(*key, values) for key, values in groups.items()]
@@ -74,8 +74,8 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
             f"{args.seeds} sets of params for each program, each at the start and after "
             f"{args.steps} steps of Adam in float32.",
             "Compiled with `xla_allow_excess_precision=False`: roundings as written.",
-            "A `top_k` of rounded numbers chooses: a rounding that swaps two experts moves the "
-            "loss by a jump, which no derivative says. Reports name the line.",
+            "A choice is a `top_k` of rounded numbers, as of experts: a rounding that swaps two of "
+            "them moves the loss by a jump, which no derivative says. Reports name the line.",
         ],
     )
     report.show()

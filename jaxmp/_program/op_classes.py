@@ -223,6 +223,7 @@ OPAQUE = _names_of("pallas_call core_map mpmd_map tpu_custom_call")
 FOREIGN_CALLS = _names_of("ffi_call custom_call triton_kernel_call cudnn_fusion call_exported")
 # Factorizations and solvers. They multiply matrices, out of sight.
 LINEAR_ALGEBRA = _names_of(_LINEAR_ALGEBRA)
+EFFECTS = _names_of(_OUTSIDE)
 
 # Calls, and operations with a program.
 
@@ -304,18 +305,16 @@ LAID_SCALED = SCALES | _names_of("pow clamp select_n")
 LAID_ADDED = ADDS | _names_of("max min")
 # Their operands may differ in shape from the result without being broadcast.
 MIXED_SHAPES = ARRANGEMENTS | _names_of("clamp select_n")
-# Scatters that combine the new values with the old.
+# Scatters that combine the new values with the old, and all that adds or multiplies many numbers.
 ACCUMULATES = _names_of("scatter-add scatter-sub scatter-mul")
-# Add or multiply many numbers. JAX adds gradients by `add_any`.
 TOTALS = ACCUMULATES | _names_of(
     "reduce_sum reduce_prod reduce_window_sum reduce reduce_window select_and_scatter_add",
     "cumsum cumprod cumlogsumexp add_any addupdate accum_grad_in_ref",
 )
 # Their results are places, and of rounded numbers the places may be others.
 CHOICES = _names_of("argmax argmin")
-# Their results jump where two numbers change places.
-ORDERINGS = _names_of("lt le gt ge")
-# So do the indices of these, and what is selected.
+# These jump too where two numbers change places: comparisons, with the sign of the difference.
+ORDERINGS = {"lt": -1, "le": -1, "gt": 1, "ge": 1}
 ORDERS = CHOICES | _names_of("sort top_k approx_top_k")
 SELECTIONS = _names_of("select_and_scatter select_and_scatter_add select_and_gather_add")
 # Sums and extremes along one axis, of all numbers up to each.

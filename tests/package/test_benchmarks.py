@@ -207,6 +207,23 @@ def test_mismatch() -> None:
     assert rows["bfloat16", "bfloat16"]["rms"] > 4 * rows["float16", "float16"]["rms"] > 0
 
 
+def test_error_bars() -> None:
+    bench = importlib.import_module("bench_error_bars")
+    tiny = ["--programs", "tanh", "factors", "--seeds", "4", "--steps", "5", "--no-write"]
+    rows = {(row["program"], row["policy"]): row for row in bench.main(tiny)}
+    whole = rows["all without a choice", "all policies"]
+    assert whole["cases"] == 48
+    assert 0.5 < whole["rms"] < 1.5
+    assert rows["tanh", "mixed_float8"]["bar"] > 8 * rows["tanh", "mixed_bfloat16"]["bar"]
+
+
+def test_sensitivity() -> None:
+    bench = importlib.import_module("bench_sensitivity")
+    (row,) = bench.main(["--models", "LSTM", "--no-write"])
+    assert row["gradients"] > 0.8
+    assert row["met"] < 1
+
+
 def test_float8() -> None:
     """What is planted is seen, by recipes and by the control that it is meant for."""
     bench = importlib.import_module("bench_float8")

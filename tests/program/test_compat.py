@@ -88,6 +88,7 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "custom_linear_solve": solve,
     "dot_general": lambda x: x @ x,
     "integer_pow": lambda x: x**3,
+    "reduce_precision": lambda x: lax.reduce_precision(x, 8, 7),
     "sharding_constraint": lambda x: lax.with_sharding_constraint(x, NamedSharding(MESH, SPEC)),
     "scatter-add": lambda x: x.at[jnp.array([0])].add(x[:1]),
     "conv_general_dilated": convolve,
@@ -97,6 +98,7 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "all_gather": shard(lambda x: lax.pmax(jnp.sum(lax.all_gather(x, "devices")), "devices")),
 }
 # Cannot be bound outside of a shard_map.
+LOCK = "_tools/inspect/lock.py"
 COLLECTIVES = ("psum_invariant", "all_gather")
 Check = Callable[[Any], bool]
 
@@ -168,7 +170,7 @@ READ = [
     Read("shard_map", "check_vma", is_a(bool), (COMPAT,)),
     Read("custom_linear_solve", "jaxprs", has("solve"), (FLOPS,)),
     Read("dot_general", "preferred_element_type", is_dtype, (OPERATIONS,)),
-    Read("dot_general", "precision", is_precision, (OPERATIONS, DERIVATIVES, LEFT, TALLY)),
+    Read("dot_general", "precision", is_precision, (OPERATIONS, DERIVATIVES, LEFT, TALLY, LOCK)),
     Read("dot_general", "dimension_numbers", are_pairs, (OPERATIONS, FLOPS)),
     Read("conv_general_dilated", "preferred_element_type", is_dtype, (OPERATIONS,)),
     Read("conv_general_dilated", "precision", is_precision, (OPERATIONS, DERIVATIVES, TALLY)),
@@ -193,6 +195,8 @@ READ = [
     ),
     Read("sharding_constraint", "sharding", has("num_devices"), (FREED,)),
     Read("convert_element_type", "new_dtype", is_dtype, (OPERATIONS, REDUCTION, FREED)),
+    Read("reduce_precision", "exponent_bits", is_a(int), (LOCK,)),
+    Read("reduce_precision", "mantissa_bits", is_a(int), (LOCK,)),
     Read("psum_invariant", "axes", is_a(tuple), (TALLY, REDUCTION)),
     Read("all_gather", "axis_name", is_a(tuple, str), (TALLY,)),
 ]

@@ -29,7 +29,7 @@ _HALVES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 _SCALES = (2.0**16, 2.0**12, 2.0**8, 2.0**4, 1.0)
 
 
-class _Kind(NamedTuple):
+class _RoundingKind(NamedTuple):
     """What roundings are counted together: those of an operation of the code."""
 
     parts: frozenset[str]
@@ -85,10 +85,10 @@ class Prediction:
         self.dtypes = [dtype.name for dtype in others]
         lines = Lines()
 
-        def kind_of(site: Site) -> _Kind:
+        def kind_of(site: Site) -> _RoundingKind:
             scopes = scopes_of(site)
             operation = lines.of(site), site.name, direction(scopes)
-            return _Kind(self._parts_of(site), module_path(scopes), *operation)
+            return _RoundingKind(self._parts_of(site), module_path(scopes), *operation)
 
         first_order = FirstOrder(traced, kind_of, targets, others)
         self._kinds: list[Any] = first_order.keys
@@ -151,7 +151,7 @@ class Prediction:
         ]
         return tuple(sorted(rows, key=lambda row: row.alone.gradients, reverse=True))
 
-    def _numbers_by(self, label: Callable[[_Kind], Any]) -> list[tuple[Any, list[int]]]:
+    def _numbers_by(self, label: Callable[[_RoundingKind], Any]) -> list[tuple[Any, list[int]]]:
         numbers: dict[Any, list[int]] = {}
         for i, kind in enumerate(self._kinds):
             numbers.setdefault(label(kind), []).append(i)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from jax import lax
 from jax.extend import core
+from jax.interpreters import ad
 
 from jaxmp._numerics.dtypes import is_inexact, is_narrow
 from jaxmp._numerics.rounding import widen_rounded
@@ -23,6 +24,7 @@ from jaxmp._program.op_classes import (
     CASTS,
     CLASSES,
     CONTRACTIONS,
+    EFFECTS,
     ENCODES,
     FOREIGN_CALLS,
     IDENTITIES,
@@ -41,6 +43,8 @@ from jaxmp._tools.inspect.upcasts import is_narrow_aval
 FLOAT32 = np.dtype(np.float32)
 # By default TPUs round float32 operands to bfloat16: roundings that are switched off would stay.
 _EXACT = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
+# They are made for the dtypes of the program.
+_AS_TRACED = EFFECTS | OPAQUE | FOREIGN_CALLS
 # What a turn of a loop does with weights before it multiplies.
 _PREPARES = CASTS | IDENTITIES | WIDENED
 
@@ -142,8 +146,10 @@ def moves(site: Site) -> bool:
 
 def is_unseen(site: Site) -> bool:
     """Whether no derivative goes through what an operation does inside."""
-    has_dtypes = site.name in OPAQUE | FOREIGN_CALLS or site.name == "bitcast_convert_type"
-    return has_dtypes or site.name == "shard_map" or site.wiring.turns is None
+    if CLASSES.get(site.name) is OpClass.CONTROL:
+        return site.name == "shard_map" or site.wiring.turns is None
+    has_dtypes = site.name in _AS_TRACED or site.name == "bitcast_convert_type"
+    return has_dtypes or site.equation.primitive not in ad.primitive_jvps
 
 
 def as_bool(value: Any, aval: Any) -> Any:
@@ -180,18 +186,22 @@ def _program_in_float32(program: Any) -> Any:
 
 def _without_invariants(body: Program, consts: int) -> tuple[Program, Program]:
     """Splits the body of a scan: what its consts alone decide, and the rest, which reads that."""
-    fixed = set(body.inputs[:consts])
     before: list[Op] = []
-    for op in body.ops:
-        arrays = {atom for atom in op.inputs if not isinstance(atom, core.Literal)}
-        if op.name in _PREPARES and arrays <= fixed:
-            before.append(op)
-            fixed.update(op.outputs)
-    turn = [op for op in body.ops if op not in before]
+
+    def rule(op: Op, are_fixed: Sequence[bool]) -> list[bool]:
+        is_fixed = op.name in _PREPARES and all(are_fixed)
+        before.extend([op] * is_fixed)
+        return [is_fixed] * len(op.outputs)
+
+    question = Question(nothing=True, join=operator.and_, rule=rule)
+    facts = [i < consts for i in range(len(body.inputs))]
+    propagate(body, facts, question, lambda op: ())
     moved = tuple(number for op in before for number in op.outputs)
     return (
         body._replace(ops=tuple(before), inputs=body.inputs[:consts], outputs=moved),
-        body._replace(ops=tuple(turn), inputs=(*body.inputs, *moved)),
+        body._replace(
+            ops=tuple(op for op in body.ops if op not in before), inputs=(*body.inputs, *moved)
+        ),
     )
 
 

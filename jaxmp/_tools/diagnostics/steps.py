@@ -44,9 +44,9 @@ class Steps(Roundings):
 
     def whole(self, site: Site, operands: list[Any]) -> list[Any]:
         if self._unit is not None and compares_numbers(site):
-            sign = 1 if site.name in ("gt", "ge") else -1
             (taken,) = super().whole(site, operands)
-            return [_step(taken, sign * operands[0], sign * operands[1], self._unit)]
+            x, y = (ORDERINGS[site.name] * operand for operand in operands)
+            return [_smooth_step(taken, x, y, self._unit)]
         bools = list(map(as_bool, operands, site.in_avals))
         if all(a is b for a, b in zip(operands, bools, strict=True)):
             return super().whole(site, operands)
@@ -71,7 +71,7 @@ def compares_numbers(site: Site) -> bool:
     return site.name in ORDERINGS and all(map(is_floating, site.in_avals))
 
 
-def _step(taken: Any, x: Any, y: Any, unit: float) -> Any:
+def _smooth_step(taken: Any, x: Any, y: Any, unit: float) -> Any:
     """Returns a bool as a number, with the derivative of a smooth step from y to x."""
     squares = [jnp.mean(jnp.where(jnp.isfinite(each), each, 0) ** 2) for each in (x, y)]
     size = lax.stop_gradient(jnp.sqrt(sum(squares)))

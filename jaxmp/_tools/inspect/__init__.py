@@ -3,8 +3,8 @@
 `audit` traces a function. `equations.walk` reads its jaxpr as a `Program` of `Site`s: each
 operation with its runs, its branches and what encloses it. `summarize.Tally` groups sites into
 rows (`rows`), and `AuditReport` holds the rows: `sections` prints them, `checks` compares them with
-the expectations of a test. `collectives` does the same for a compiled program, whose text
-`jaxmp._tools.hlo` reads.
+the expectations of a test, and `lock` with a file. `collectives` does the same for a compiled
+program, whose text `jaxmp._tools.hlo` reads.
 
 Read `api` first, then `equations`, `rows` and `summarize`. A new fact about each value is a rule
 for `propagate`, as in `upcasts` and `decoded`. A new row is a dataclass in `rows`, a method of
