@@ -121,8 +121,8 @@ def _cases(
     for seed in range(args.seeds):
         start = _drawn_again(params, seed)
         for each in (start, _trained(loss, start, batch, args.steps)):
-            variances, _ = first_order(jax.tree.leaves((each, batch)))
-            bar = float(np.sqrt(variances[0, :, 0].sum()))
+            variances, (low_value,) = first_order(jax.tree.leaves((each, batch)))
+            bar = float(np.sqrt(variances[0, :, 0].sum())) * abs(float(low_value))
             value = float(exact(each, batch))
             cases.append(((float(rounded(each, batch)) - value) / bar, bar / abs(value)))
     return cases, bool(uncounted_in(traced.closed, [True]))

@@ -312,6 +312,48 @@ def test_log_probabilities_of_results() -> None:
     assert json.loads(json.dumps(found.as_dict()))["log_probs"]["tokens"] == 4
 
 
+def mean_of_relus(ws: Any, x: jax.Array) -> jax.Array:
+    for w in ws:
+        x = jax.nn.relu(x @ w)
+    return jnp.mean(x**2)
+
+
+def shifted(ws: Any, x: jax.Array) -> jax.Array:
+    return mean_of_relus(ws, x + 0.05)
+
+
+def in_another_order(ws: Any, x: jax.Array) -> jax.Array:
+    return mean_of_relus([ws[0][::-1], *ws[1:]], x[:, ::-1])
+
+
+@pytest.mark.parametrize("of", [lambda f: f, jax.grad], ids=["loss", "gradients"])
+def test_it_says_whether_a_gap_is_rounding(of: Any) -> None:
+    """Of policies and of orders of sums; a small shift is none, and neither is an integer."""
+    low = jaxmp.autocast(mean_of_relus, "mixed_bfloat16")
+    x = jax.random.normal(jax.random.key(3), (256, 8))
+    assert compare(of(low), of(mean_of_relus), WS, x).gap.is_rounding
+    assert compare(of(in_another_order), of(mean_of_relus), WS, x).gap.is_rounding
+    for other in (low, mean_of_relus):
+        found = compare(of(other), of(shifted), WS, x)
+        assert not found.gap.is_rounding
+        assert "do not explain it" in str(found)
+    assert compare(of(low), of(low), WS, x, error_bar=False).gap is None
+
+
+def test_a_gap_without_a_bar() -> None:
+    """Integers differ by no rounding; what has no derivative has no bar, and is compared."""
+    assert not compare(lambda x: x, lambda x: x + 1, jnp.arange(3)).gap.is_rounding
+    cancelled = compare(jnp.log1p, lambda x: jnp.log(1 + x), jnp.abs(X) / 1e3).gap
+    assert cancelled.is_rounding  # as large as the units of 1 + x
+    updated = compare(lambda x: jax.new_ref(x)[...] * 2, lambda x: 2 * x, X)
+    assert math.isnan(updated.gap.deviation)
+    assert "no derivative" in str(updated)
+    assert updated.results[0].ulps == 0
+    chosen = compare(lambda x: jnp.floor(7.1 * x.astype(jnp.bfloat16)), lambda x: 7 * x, X).gap
+    assert "test_compare.py" in chosen.uncounted[0]
+    assert "floor" in chosen.uncounted[0]
+
+
 def test_wrong_arguments_are_told() -> None:
     with pytest.raises(ValueError, match="by must be 'scope', 'line' or None"):
         compare(net, net, WS, X, by="module")  # type: ignore[arg-type]

@@ -34,8 +34,9 @@ def first_order(fun: Callable[..., Any], *args: Any, **options: Any) -> FirstOrd
 
 
 def deviation(fun: Callable[..., Any], *args: Any, column: int = 0, **options: Any) -> float:
-    variances, _ = first_order(fun, *args, **options)(jax.tree.leaves(args))
-    return math.sqrt(variances[0, :, column].sum())
+    variances, results = first_order(fun, *args, **options)(jax.tree.leaves(args))
+    size = np.linalg.norm(np.concatenate([np.ravel(x) for x in results]))
+    return math.sqrt(variances[0, :, column].sum()) * float(size)
 
 
 def layers(ws: Any, x: Any) -> Any:
@@ -77,7 +78,8 @@ def test_errors_are_as_large_as_their_bars(policy: str, loss: Callable[..., Any]
     ratios = []
     for key in KEYS:
         ws = weights(key)
-        bar = math.sqrt(run([ws, X])[0].sum())
+        variances, (value,) = run([ws, X])
+        bar = math.sqrt(variances.sum()) * abs(float(value))
         ratios.append((float(rounded(ws, X)) - float(exact(ws, X))) / bar)
     assert 0.6 < math.sqrt(np.mean(np.square(ratios))) < 1.5
     assert max(map(abs, ratios)) < 4
@@ -98,7 +100,8 @@ def test_a_product_against_numpy() -> None:
     # The mean over all directions; one direction is near to it, as there are many numbers.
     off = [low - np.asarray(y, np.float64) for low, y in zip(lows, (x, w), strict=True)]
     casts = np.sum(off[0] ** 2 @ lows[1] ** 2) + np.sum(lows[0] ** 2 @ off[1] ** 2)
-    assert variances[0].sum() == pytest.approx(casts + np.sum((out - exact) ** 2), rel=0.2)
+    variance = variances[0].sum() * np.sum(out**2)
+    assert variance == pytest.approx(casts + np.sum((out - exact) ** 2), rel=0.2)
 
 
 def test_another_dtype_has_its_own_errors() -> None:
@@ -175,6 +178,16 @@ def test_float32_roundings_are_of_the_size_of_those_made() -> None:
     assert deviation(run, ws, X) == 0
 
 
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_the_scale_of_results_does_not_matter(scale: float) -> None:
+    """Squares of small or large numbers leave the range of float32."""
+    ws = weights(KEYS[0])
+    low = jaxmp.autocast(lambda ws, x: layers(ws, x) * scale, "mixed_bfloat16")
+    plain = jaxmp.autocast(lambda ws, x: layers(ws, x), "mixed_bfloat16")
+    bars = [first_order(fun, ws, X)([ws, X])[0].sum() for fun in (low, plain)]
+    assert bars[0] == pytest.approx(bars[1], rel=1e-3)
+
+
 def test_what_no_derivative_says_is_told() -> None:
     """Only what the results depend on, and no order of numbers that were not rounded."""
 
@@ -183,10 +196,13 @@ def test_what_no_derivative_says_is_told() -> None:
         best, exact = jnp.argmax(low, -1), jnp.argmax(x, -1)
         values, _ = lax.top_k(low, 2)
         halved = lax.while_loop(lambda y: jnp.sum(y) > 1, lambda y: y / 2, x)
-        return jnp.sum(best * values[:, 0]), jnp.sum(halved), jnp.argmin(low), jnp.sum(exact)
+        whole = jnp.floor(low) + low.astype(jnp.int32)
+        sums = jnp.sum(best * values[:, 0]), jnp.sum(halved), jnp.argmin(low), jnp.sum(exact)
+        return (*sums, jnp.sum(whole))
 
     closed = jax.make_jaxpr(chosen)(X)
-    flags = np.eye(4, dtype=bool)
+    flags = np.eye(5, dtype=bool)
     names = [[x.split(": ")[1] for x in uncounted_in(closed, flag)] for flag in flags]
-    assert names == [["argmax"], ["while"], ["argmin"], []]
+    assert names[:4] == [["argmax"], ["while"], ["argmin"], []]
+    assert sorted(names[4]) == ["convert_element_type", "floor"]
     assert uncounted_in(closed, flags[0])[0].startswith("test_first_order.py:")

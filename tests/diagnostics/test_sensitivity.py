@@ -246,6 +246,23 @@ def test_choices_of_rounded_numbers_are_told() -> None:
     assert sensitivity(*mlp(None), BATCH).uncounted == ()
 
 
+def test_parts_whose_errors_are_not_predicted_are_kept_by_measurement() -> None:
+    """A `shard_map` is not looked into: the report says so, and `confirm` finds the rules."""
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    loss_fn, params = mlp(None)
+
+    def mapped(params: Any, batch: Any) -> Any:
+        local = jax.shard_map(
+            lambda *a: loss_fn(*a)[None], mesh=mesh, in_specs=jax.P(), out_specs=jax.P()
+        )
+        return local(params, batch)[0]
+
+    report = sensitivity(mapped, params, BATCH, confirm=True)
+    assert any("shard_map" in line for line in report.uncounted)
+    assert report.all_low.gradients < report.measured.gradients
+    assert report.errors(report.rules_for(1e-4)).gradients <= 1e-4
+
+
 def test_rules_of_the_user_are_tried() -> None:
     """What they keep is kept; what `rules_for` adds comes on top."""
     loss_fn, params = mlp(2)
@@ -408,7 +425,7 @@ def test_wrong_arguments_are_told(small: SensitivityReport) -> None:
         jaxmp.nnx.with_scopes(params)
     with pytest.raises(ValueError, match="candidates has no pattern"):
         sensitivity(loss_fn, params, BATCH, candidates=[])
-    for target in (0, "1%"):
+    for target in (0, "1%", math.inf, True):
         with pytest.raises(ValueError, match="target must be a positive"):
             small.rules_for(target)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="there are no outputs"):

@@ -10,7 +10,6 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jaxmp._numerics.dtypes import is_inexact
 from jaxmp._program.tracing import combine, partition, trace_call
@@ -18,7 +17,7 @@ from jaxmp._tools.diagnostics.comparison import Comparison, Difference, Gap, Unm
 from jaxmp._tools.diagnostics.first_order import FirstOrder, Target
 from jaxmp._tools.diagnostics.inputs import check_numbers
 from jaxmp._tools.diagnostics.log_probs import log_prob_gap
-from jaxmp._tools.diagnostics.roundings import uncounted_in
+from jaxmp._tools.diagnostics.roundings import in_float32, uncounted_in
 from jaxmp._tools.diagnostics.scope_values import (
     Capture,
     ScopeValue,
@@ -114,32 +113,37 @@ def compare(
     return Comparison(values, results, (*unmatched, *others), unit, float(tolerance), apart, gap)
 
 
-def _rounding_of(fun: Callable[..., Any], args: Sequence[Any]) -> tuple[float, tuple[str, ...]]:
-    """Returns the variance that roundings add to the results, each relative to its size.
+def _rounding_of(fun: Callable[..., Any], args: Sequence[Any]) -> tuple[float, list[str]]:
+    """Returns the mean variance that roundings add to the results, each relative to its size.
 
     Returns:
-      The variance, and the operations that are not counted.
+      The variance, and what is not counted.
     """
 
-    def relative(*args: Any) -> list[Any]:
-        floats = [x for x in _result_leaves(fun(*args)).values() if is_inexact(x)]
-        wide = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in floats]
-        norms = [lax.stop_gradient(jnp.linalg.norm(x)) for x in wide]
-        return [x / jnp.where(norm > 0, norm, 1) for x, norm in zip(wide, norms, strict=True)]
+    def floats(*args: Any) -> list[Any]:
+        leaves = filter(is_inexact, _result_leaves(fun(*args)).values())
+        parts = ((x.real, x.imag) if jnp.iscomplexobj(x) else (x,) for x in leaves)
+        return [in_float32(x) for pair in parts for x in pair]
 
     static, arrays = partition((tuple(args), {}))
-    traced, lines = trace_call(relative, static, arrays), Lines()
-    uncounted = uncounted_in(traced.closed, [True] * len(traced.closed.out_avals))
-    first_order = FirstOrder(
-        traced, lambda site: (lines.of(site), site.name), [Target(slice(None))], float32=True
-    )
-    variances, _ = first_order(arrays)
-    return float(variances.sum()), uncounted
+    try:
+        traced, lines = trace_call(floats, static, arrays), Lines()
+        uncounted = uncounted_in(traced.closed, [True] * len(traced.closed.out_avals))
+        first_order = FirstOrder(
+            traced,
+            lambda site: (lines.of(site), site.name),
+            [Target(slice(None), steps=True, each=True)],
+            float32=True,
+        )
+        return float(first_order(arrays)[0].sum()), list(uncounted)
+    except Exception as error:  # whatever has no derivative: the comparison itself needs none
+        return math.nan, [f"anything, as there is no derivative: {str(error).splitlines()[0]}"]
 
 
-def _gap(results: Sequence[Difference], roundings: Sequence[tuple[float, tuple[str, ...]]]) -> Gap:
+def _gap(results: Sequence[Difference], roundings: Sequence[tuple[float, list[str]]]) -> Gap:
     # A difference of integers is no rounding, and infinite.
-    distance = math.hypot(*(row.relative for row in results))
+    squares = [row.relative**2 for row in results if row.relative or "float" in row.dtypes[1]]
+    distance = math.sqrt(sum(squares) / max(len(squares), 1))
     deviation = math.sqrt(sum(variance for variance, _ in roundings))
     uncounted = dict.fromkeys(line for _, lines in roundings for line in lines)
     return Gap(distance, deviation, tuple(uncounted))

@@ -9,6 +9,8 @@ from jaxmp._tools.inspect.table_report import TableReport
 
 # A model has hundreds of values. `first` names the one that matters, and `rows` has all.
 _MOST_ROWS = 40
+# Three standard deviations as large as the results say nothing: the first order ends before.
+_LARGEST_BAR = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,12 +64,12 @@ class Unmatched(NamedTuple):
 class Gap:
     """How far the float results of two programs are apart, and how far roundings move them.
 
-    Both are norms over all of these results, each relative to its size.
+    Both are root mean squares over these results, each relative to its size.
 
     Attributes:
-      distance: the norm of the differences.
-      deviation: one standard deviation of what the roundings of both programs do; not finite if no
-        derivative says it.
+      distance: the distance; infinite if integers differ.
+      deviation: one standard deviation of what the roundings of both programs do; NaN without a
+        derivative.
       uncounted: operations whose effect is not in it, as `"net.py:12 (route): top_k"`.
     """
 
@@ -77,11 +79,18 @@ class Gap:
 
     @property
     def is_rounding(self) -> bool:
-        """Whether the distance is within three standard deviations, as 99.7 % of roundings are."""
-        return self.distance <= 3 * self.deviation < math.inf
+        """Whether the distance is within three standard deviations, as 99.7 % of roundings are.
+
+        No bar as large as the results explains anything.
+        """
+        return self.distance <= 3 * self.deviation < _LARGEST_BAR
 
     def __str__(self) -> str:
-        verdict = "this is rounding" if self.is_rounding else "roundings alone do not explain it"
+        verdict = "this is rounding"
+        if not self.is_rounding:
+            verdict = "roundings that are counted do not explain it"
+        elif not self.distance:
+            verdict = "equal"
         bars = f"{self.deviation:.2g} (68 %), {2 * self.deviation:.2g} (95 %)"
         text = f"results {self.distance:.2g} apart, of roundings {bars}: {verdict}"
         return text + (f"; not counted: {', '.join(self.uncounted)}" if self.uncounted else "")

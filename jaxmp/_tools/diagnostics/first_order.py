@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxmp._numerics.dtypes import DType, is_inexact
+from jaxmp._numerics.dtypes import DType, is_floating, is_inexact
 from jaxmp._program.flops import product_flops
 from jaxmp._program.op_classes import CASTS, CONTRACTIONS
 from jaxmp._program.program import read
@@ -34,6 +34,9 @@ AS_WRITTEN = {"xla_allow_excess_precision": False}
 # equal numbers. They count by their sum. So do float8 errors of a trained network, whose gradient
 # is small: taken where the program is, and not where float32 is, it has their own effect on it.
 _CHANCE = 3.0
+# Along random signs any line may be so by chance, and its error three times too large: no other
+# line of a small network had a larger error.
+_CHANCE_OF_SIGNS = 5.0
 # Signs of results have the seeds below, and signs of modelled errors those from here on.
 _MOST_RESULTS = 1_000_000
 
@@ -64,10 +67,24 @@ class Target(NamedTuple):
     Attributes:
       results: the results that it is about, among those that are floats.
       steps: whether comparisons count, as steps.
+      each: whether each result is relative to its own size, and errors are mean squares of these;
+        if not, all are relative to the norm of all.
     """
 
     results: slice
     steps: bool = False
+    each: bool = False
+
+    def directions(self, floats: Sequence[Any]) -> list[Any]:
+        """Returns random signs for the numbers of the results, over the size of these.
+
+        Relative errors: squares of small gradients would leave the range of float32.
+        """
+        # The same signs with steps and without: their difference is that of the steps.
+        signs = [_signs(x, seed) for seed, x in enumerate(floats)]
+        sizes = [norm([x]) * len(floats) ** 0.5 if self.each else norm(floats) for x in floats]
+        pairs = zip(signs, sizes, strict=True)
+        return [x / jnp.where(size > 0, size, 1).astype(x.dtype) for x, size in pairs]
 
 
 class FirstOrder:
@@ -96,30 +113,33 @@ class FirstOrder:
         sites = [site for site in all_sites(walk(traced.closed)) if _rounds(site, float32)]
         self.keys = list(dict.fromkeys(map(key_of, sites)))
         self._others = len(dtypes)
+        sizes = [x.size for x in traced.closed.out_avals if is_inexact(x)]
+        is_one = [sum(sizes[target.results]) == 1 for target in targets]
+        self._chances = np.where(is_one, _CHANCE, _CHANCE_OF_SIGNS)[:, None, None]
         numbers = {key: number for number, key in enumerate(self.keys)}
 
-        units = [_unit_of(aval) for site in sites for aval in site.out_avals]
+        floats = [x.dtype for site in sites for x in site.out_avals if is_floating(x)]
+        unit = max((float(jnp.finfo(dtype).eps) / 2 for dtype in floats), default=None)
 
         def run(probes: list[Any], target: Target, *arrays: Any) -> tuple[list[Any], list[Any]]:
             rules = _Probed(
                 lambda site: probes[numbers[key_of(site)]],
                 tuple(dtypes),
                 float32,
-                max(units, default=None) if target.steps else None,
+                unit if target.steps else None,
             )
             results = rules.run(read(traced.closed), list(map(in_float32, arrays)))
             return [x for x in results if is_inexact(x)][target.results], results
 
         def errors(*arrays: Any) -> list[Any]:
-            probes = [jnp.zeros((1 + len(dtypes), 2)) for _ in self.keys]
+            probes = [jnp.zeros((1 + len(dtypes), 2), FLOAT32) for _ in self.keys]
             sums = []
             for target in targets:
                 floats, pull, results = jax.vjp(
                     lambda x, target=target: run(x, target, *arrays), probes, has_aux=True
                 )
-                # The same signs with steps and without: their difference is that of the steps.
-                signs = [_signs(x, seed) for seed, x in enumerate(floats)]
-                sums.append(jnp.array(pull(signs)[0] if floats else probes))
+                cotangents = pull(target.directions(floats))[0] if floats else probes
+                sums.append(jnp.array(cotangents))
             return [jnp.stack(sums), *results]
 
         axes = traced.axes
@@ -131,15 +151,15 @@ class FirstOrder:
         """Runs the program once, forward, and backward for each target.
 
         Returns:
-          The variances by target, key, and dtype (that of the program first), and the results of
-          the program in float32.
+          The variances by target, key, and dtype (that of the program first), relative to the
+          results of the target; and the results of the program in float32.
         """
         sums, *results = self._run(*arrays)
         shape = len(sums), len(self.keys), 1 + self._others, 2
         total, squares = np.moveaxis(np.asarray(sums, np.float64).reshape(shape), -1, 0)
         # What overflows has no sum.
         total = np.where(np.isfinite(squares), total, 0)
-        return np.where(total**2 > _CHANCE**2 * squares, total**2, squares), results
+        return np.where(total**2 > self._chances**2 * squares, total**2, squares), results
 
 
 class _Probed(Steps):
@@ -164,22 +184,22 @@ class _Probed(Steps):
         self._seeds = itertools.count(_MOST_RESULTS)
 
     def rounded(self, site: Site, exact: Any, low: Any) -> Any:
-        return _with_errors(self._dtypes, exact, low, self._probe_of(site))
+        # One infinity would make all errors after it NaN: where the program overflows, the number
+        # itself goes on, and the error of this operation alone is infinite.
+        value = jnp.where(jnp.isfinite(low), low, exact)
+        return _with_errors(self._dtypes, value, exact, low - exact, self._probe_of(site))
 
     def whole(self, site: Site, operands: list[Any]) -> list[Any]:
         results = super().whole(site, operands)
         if not self._float32 or any(map(is_narrow_aval, site.out_avals)) or not _rounds(site, True):
             return results
+        return [self._modelled(site, x) if is_floating(x) else x for x in results]
+
+    def _modelled(self, site: Site, x: Any) -> Any:
         # The same operation without its rounding is not at hand: errors are as large as usual.
-        unit = _unit_of_float32(site)
-        return [
-            self.rounded(
-                site, x, x + unit * jnp.sqrt(jnp.mean(x**2)) * _signs(x, next(self._seeds))
-            )
-            if x.dtype == FLOAT32
-            else x
-            for x in results
-        ]
+        size = _unit_of_wide(site, x.dtype) * jnp.sqrt(jnp.mean(x**2))
+        off = size * _signs(x, next(self._seeds))
+        return _with_errors(self._dtypes, x, x, off, self._probe_of(site))
 
 
 def _rounds(site: Site, float32: bool) -> bool:
@@ -188,17 +208,11 @@ def _rounds(site: Site, float32: bool) -> bool:
         return False
     if any(map(is_narrow_aval, site.out_avals)):
         return True
-    has_float32 = any(getattr(aval, "dtype", None) == FLOAT32 for aval in site.out_avals)
-    return (
-        float32 and has_float32 and site.name not in CASTS and any(map(is_inexact, site.in_avals))
-    )
+    has_wide = any(map(is_floating, site.out_avals)) and any(map(is_inexact, site.in_avals))
+    return float32 and has_wide and site.name not in CASTS
 
 
-def _unit_of(aval: Any) -> float:
-    return float(jnp.finfo(aval.dtype).eps) / 2 if is_narrow_aval(aval) else 0.0
-
-
-def _unit_of_float32(site: Site) -> float:
+def _unit_of_wide(site: Site, dtype: DType) -> float:
     # A rounding is off by up to half a unit. Sums of K terms are made of about as many partial sums
     # as each has terms, and the average partial sum has half of the variance of the whole.
     size = max(site.out_avals[0].size, 1)
@@ -206,7 +220,7 @@ def _unit_of_float32(site: Site) -> float:
     if site.name in CONTRACTIONS:
         terms = product_flops(site.equation) / (2 * size)
     variance = (1 + max(terms, 1) ** 0.5 / 2) / 3
-    return float(jnp.finfo(FLOAT32).eps / 2 * variance**0.5)
+    return float(jnp.finfo(dtype).eps / 2 * variance**0.5)
 
 
 def _signs(x: Any, seed: int) -> Any:
@@ -225,29 +239,35 @@ def _rounded_to(x: Any, dtype: DType) -> Any:
     return jnp.where(jnp.abs(x) < float(info.tiny), jnp.round(x / step) * step, normal)
 
 
+def norm(arrays: Sequence[Any]) -> Any:
+    """Returns the norm of all arrays together, without squares of large or small numbers."""
+    largest = jnp.max(jnp.array([jnp.max(jnp.abs(x), initial=0) for x in arrays]), initial=0)
+    unit = jnp.where(largest > 0, largest, 1)
+    squares = jnp.array([jnp.sum(jnp.abs(x / unit) ** 2) for x in arrays])
+    return largest * jnp.sqrt(jnp.sum(squares))
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _with_errors(dtypes: tuple[DType, ...], exact: Any, low: Any, probe: Any) -> Any:
-    # One infinity would make all errors after it NaN: where the program overflows, the number
-    # itself goes on, and the error of this operation alone is infinite.
-    return jnp.where(jnp.isfinite(low), low, exact)
+def _with_errors(dtypes: tuple[DType, ...], value: Any, exact: Any, off: Any, probe: Any) -> Any:
+    return value
 
 
-def _errors_forward(dtypes: Any, exact: Any, low: Any, probe: Any) -> tuple[Any, Any]:
-    return _with_errors(dtypes, exact, low, probe), (exact, low)
+def _errors_forward(dtypes: Any, value: Any, exact: Any, off: Any, probe: Any) -> tuple[Any, Any]:
+    return value, (exact, off)
 
 
-def _errors_backward(dtypes: Any, residuals: Any, cotangent: Any) -> tuple[Any, None, Any]:
-    exact, low = residuals
+def _errors_backward(dtypes: Any, residuals: Any, cotangent: Any) -> tuple[Any, ...]:
+    exact, off = residuals
     columns = []
-    for rounded in (low, *(_rounded_to(exact, dtype) for dtype in dtypes)):
+    for each in (off, *(_rounded_to(exact, dtype) - exact for dtype in dtypes)):
         # Masks of -1e9 become infinite in float16, and have no derivative.
-        is_exact = (rounded == exact) | (cotangent == 0)
-        errors = jnp.where(is_exact, 0, (rounded - exact) * cotangent)
+        is_exact = (each == 0) | jnp.isnan(each) | (cotangent == 0)
+        errors = jnp.where(is_exact, 0, each * cotangent).astype(FLOAT32)
         columns += [errors, errors**2]
     # All sums at once: as sums of their own, each would be compiled with the operations before it.
-    zeros, axes = [jnp.zeros(())] * len(columns), tuple(range(exact.ndim))
+    zeros, axes = [jnp.zeros((), FLOAT32)] * len(columns), tuple(range(exact.ndim))
     sums = lax.reduce(columns, zeros, lambda x, y: list(map(lax.add, x, y)), axes)
-    return cotangent, None, jnp.stack(sums).reshape(-1, 2)
+    return None, cotangent, None, jnp.stack(sums).reshape(-1, 2)
 
 
 _with_errors.defvjp(_errors_forward, _errors_backward)

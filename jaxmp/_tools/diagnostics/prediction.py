@@ -13,7 +13,7 @@ from jaxmp._policies.policy_rules import PolicyRules
 from jaxmp._policies.presets import all_policies, dtypes_of
 from jaxmp._program.scopes import names_in
 from jaxmp._program.tracing import Traced, combine
-from jaxmp._tools.diagnostics.first_order import ErrorBar, FirstOrder, Target
+from jaxmp._tools.diagnostics.first_order import ErrorBar, FirstOrder, Target, norm
 from jaxmp._tools.diagnostics.precision_parts import Parts
 from jaxmp._tools.diagnostics.roundings import place_of, readers_of, uncounted_in
 from jaxmp._tools.diagnostics.sensitivity_report import (
@@ -101,14 +101,15 @@ class Prediction:
                 "so that nothing can be compared with them. jaxmp.diagnostics.find_overflow names "
                 "the operation"
             )
-        deviation = float(np.sqrt(variances[0, :, 0].sum()))
-        self.loss = ErrorBar(float(results[0]), deviation)
-        # By target, kind and dtype; relative to the size of the target.
-        sizes = np.array([_norm(results[target.results]) for target in targets])[:, None, None]
-        with np.errstate(divide="ignore", invalid="ignore"):
-            squares = np.where(variances == 0, 0.0, variances / sizes**2)
-            jumps = np.maximum(squares[-1] - squares[2], 0) if self._has_steps else 0 * squares[2]
-        self._squares = np.stack([*squares[:3], np.nan_to_num(jumps, nan=0.0, posinf=np.inf)])
+        loss_value = float(results[0])
+        deviation = abs(loss_value) * float(np.sqrt(variances[0, :, 0].sum()))
+        self.loss = ErrorBar(loss_value, deviation)
+        # By target, kind and dtype.
+        jumps = np.zeros_like(variances[2])
+        if self._has_steps:
+            with np.errstate(invalid="ignore"):
+                jumps = np.nan_to_num(np.maximum(variances[3] - variances[2], 0), posinf=np.inf)
+        self._squares = np.stack([*variances[:3], jumps])
 
     def _run(self, first_order: FirstOrder, find_scale: bool) -> tuple[Any, list[Any]]:
         """Runs the program with its loss scale, or with the largest that lets nothing overflow."""
@@ -123,7 +124,7 @@ class Prediction:
         least = np.isinf(run(1.0)[0]).sum()
         for scale in _SCALES:
             variances, results = run(scale)
-            if np.isinf(variances).sum() <= least:
+            if np.isinf(variances).sum() <= least and all_finite(results):
                 break
         return variances, results
 
@@ -175,10 +176,6 @@ class Prediction:
         return frozenset(name for name in owners if name is not None)
 
 
-def _norm(arrays: Sequence[Any]) -> float:
-    return float(np.sqrt(sum(np.sum(np.abs(np.asarray(x, np.complex128)) ** 2) for x in arrays)))
-
-
 def relative_errors(results: Any, reference: Any) -> Errors:
     """Returns the errors of loss, outputs and gradients.
 
@@ -194,13 +191,6 @@ def relative_errors(results: Any, reference: Any) -> Errors:
 @jax.jit
 def _relative_error(arrays: Sequence[Any], reference: Sequence[Any]) -> Any:
     """Returns the norm of a difference divided by that of the reference, over all arrays."""
-    if not reference:
-        return jnp.zeros(())
-    # Divided by the largest number: squares of float32 would leave its range.
-    largest = jnp.max(jnp.stack([jnp.max(jnp.abs(x), initial=0) for x in reference]))
-    unit = jnp.where(largest > 0, largest, 1)
-    pairs = zip(arrays, reference, strict=True)
-    off = sum(jnp.sum(jnp.abs((x - y) / unit) ** 2) for x, y in pairs)
-    error = jnp.sqrt(off / sum(jnp.sum(jnp.abs(x / unit) ** 2) for x in reference))
+    size, off = norm(reference), norm([x - y for x, y in zip(arrays, reference, strict=True)])
     # Of two trees of zeros the quotient is NaN, and the error 0.
-    return jnp.where(off == 0, 0.0, jnp.where(jnp.isfinite(error), error, jnp.inf))
+    return jnp.where(off == 0, 0.0, jnp.where(jnp.isfinite(off), off / size, jnp.inf))

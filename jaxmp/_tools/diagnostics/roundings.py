@@ -20,6 +20,7 @@ from jaxmp._primitives.float8_product import without_scale
 from jaxmp._program import compat
 from jaxmp._program.control_flow import scan_again
 from jaxmp._program.facts import Demands, Question, propagate
+from jaxmp._program.flops import programs_inside
 from jaxmp._program.op_classes import (
     CASTS,
     CLASSES,
@@ -28,9 +29,9 @@ from jaxmp._program.op_classes import (
     ENCODES,
     FOREIGN_CALLS,
     IDENTITIES,
+    JUMPS,
     OPAQUE,
     ORDERS,
-    SELECTIONS,
     WIDENED,
     OpClass,
 )
@@ -41,6 +42,7 @@ from jaxmp._tools.inspect.lines import Lines
 from jaxmp._tools.inspect.upcasts import is_narrow_aval
 
 FLOAT32 = np.dtype(np.float32)
+_COMPLEX = (np.dtype(np.complex64), np.dtype(np.complex128))
 # By default TPUs round float32 operands to bfloat16: roundings that are switched off would stay.
 _EXACT = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
 # They are made for the dtypes of the program.
@@ -148,8 +150,12 @@ def is_unseen(site: Site) -> bool:
     """Whether no derivative goes through what an operation does inside."""
     if CLASSES.get(site.name) is OpClass.CONTROL:
         return site.name == "shard_map" or site.wiring.turns is None
+    if site.name == "low_precision_product":
+        return False
     has_dtypes = site.name in _AS_TRACED or site.name == "bitcast_convert_type"
-    return has_dtypes or site.equation.primitive not in ad.primitive_jvps
+    # A solver has programs for its derivatives.
+    has_programs = bool(programs_inside(site.equation))
+    return has_dtypes or has_programs or site.equation.primitive not in ad.primitive_jvps
 
 
 def as_bool(value: Any, aval: Any) -> Any:
@@ -243,8 +249,8 @@ def readers_of(closed: Any, owner_of: Callable[[Site], Any]) -> Mapping[Place, s
 def uncounted_in(closed: Any, demanded: Sequence[bool]) -> tuple[str, ...]:
     """Returns the operations whose effect no derivative says, as `"net.py:12 (route): top_k"`.
 
-    Kernels and loops without a known number of turns are among them, and orders of numbers: a
-    rounding that lets two of them change places moves the result by a jump.
+    Kernels, solvers and loops without a known number of turns are among them; orders of numbers and
+    whole numbers, which a rounding moves by a jump; and complex numbers.
 
     Args:
       closed: the program.
@@ -264,9 +270,12 @@ def uncounted_in(closed: Any, demanded: Sequence[bool]) -> tuple[str, ...]:
 
     def backward(site: Any, demanded: Sequence[bool]) -> list[bool]:
         results = [aval for aval, flag in zip(site.out_avals, demanded, strict=True) if flag]
-        is_index = site.name in ORDERS and not all(map(is_inexact, results))
-        jumps = site in reads_rounded and (is_index or site.name in SELECTIONS)
-        if results and (jumps or (is_unseen(site) and any(map(is_inexact, site.in_avals)))):
+        has_numbers = any(map(is_inexact, site.in_avals))
+        is_whole = site.name in ORDERS | CASTS and not all(map(is_inexact, results))
+        jumps = site in reads_rounded and (is_whole or site.name in JUMPS)
+        # Errors of complex numbers are not modelled.
+        is_complex = any(getattr(x, "dtype", None) in _COMPLEX for x in site.out_avals)
+        if results and has_numbers and (jumps or is_complex or is_unseen(site)):
             uncounted[f"{lines.of(site)}: {site.name}"] = None
         return [bool(results)] * len(site.inputs)
 

@@ -180,25 +180,28 @@ class SensitivityReport(TableReport):
           ValueError: for a target that is not positive, or, with `confirm=True`, that no rules
             reach.
         """
-        if not (isinstance(target, numbers.Real) and target > 0):
+        is_number = isinstance(target, numbers.Real) and not isinstance(target, bool)
+        if not (is_number and 0 < target < math.inf):
             raise ValueError(f"target must be a positive relative error, got {target!r}")
         if of not in OF:
             raise ValueError(f"of must be 'loss', 'outputs' or 'gradients', got {of!r}")
-        aim = float(target)
-        while True:
-            kept = self._cheapest(aim, of)
-            rules = self._rules(kept)
-            if self.measured is None or (error := self._measure(rules).of(of)) <= target:
-                return rules
-            if len(kept) == len(self.rows):
+        aim, paths = float(target), frozenset(row.path for row in self.rows)
+        kept = self._cheapest(aim, of)
+        while (
+            self.measured is not None and (error := self.errors(self._rules(kept)).of(of)) > target
+        ):
+            if kept == paths:
                 raise ValueError(
                     f"with all {len(kept)} parts kept, the error of {of} is still above "
                     f"{target:g}: what is low lies outside of them. Name more parts, or leave "
                     "candidates out"
                 )
-            # The prediction was too small by this factor; at least one part more is kept.
+            # The prediction was too small by this factor. If it has nothing left, no part is known
+            # to make the error: all are kept.
             left = self._predicted(kept, of)
-            aim = min(aim * target / error, left * 0.99) if left else 0.0
+            aim = min(aim * target / error, left * 0.99)
+            kept = self._cheapest(aim, of) if aim else paths
+        return self._rules(kept)
 
     def _predicted(self, kept: Collection[str], of: Of) -> float:
         """Returns the error that is left with these parts kept, and a margin."""

@@ -198,11 +198,15 @@ def lock_errors(report: Any, path: Any) -> list[str]:
     """
     file, settings = pathlib.Path(path), _settings(report)
     how = f"write it: report.write_lock({str(path)!r}), or jaxmp audit PROGRAM --lock {path}"
-    if not file.exists():
+    if not file.is_file():
         raise FileNotFoundError(f"there is no lock file {str(path)!r}; {how}")
     try:
         lock = json.loads(file.read_text(encoding="utf-8"))
-        old = {name: entry for entry in lock["numerics"] for name in entry.pop("modules")}
+        old = {
+            name: {kind: dict(counts) for kind, counts in entry.items()}
+            for entry in lock["numerics"]
+            for name in entry.pop("modules")
+        }
         before = {name: lock[name] for name in settings}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{str(path)!r} is no lock file; {how}") from error
