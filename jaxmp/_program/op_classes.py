@@ -316,9 +316,7 @@ CHOICES = _names_of("argmax argmin")
 # These jump too where two numbers change places: comparisons, with the sign of the difference.
 ORDERINGS = {"lt": -1, "le": -1, "gt": 1, "ge": 1}
 ORDERS = CHOICES | _names_of("sort top_k approx_top_k")
-JUMPS = _names_of(
-    "round floor ceil select_and_scatter select_and_scatter_add select_and_gather_add"
-)
+JUMPS = _names_of("round floor ceil select_and_scatter_add select_and_gather_add")
 # Sums and extremes along one axis, of all numbers up to each.
 RUNNING = _names_of("cumsum cumprod cumlogsumexp cummax cummin")
 # Each number of the result is made of the numbers at its place.
