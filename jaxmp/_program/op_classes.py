@@ -305,15 +305,16 @@ LAID_SCALED = SCALES | _names_of("pow clamp select_n")
 LAID_ADDED = ADDS | _names_of("max min")
 # Their operands may differ in shape from the result without being broadcast.
 MIXED_SHAPES = ARRANGEMENTS | _names_of("clamp select_n")
-# Scatters that combine the new values with the old, and all that adds or multiplies many numbers.
+# Scatters that combine the new values with the old.
 ACCUMULATES = _names_of("scatter-add scatter-sub scatter-mul")
+# Add or multiply many numbers. JAX adds gradients by `add_any`.
 TOTALS = ACCUMULATES | _names_of(
     "reduce_sum reduce_prod reduce_window_sum reduce reduce_window select_and_scatter_add",
     "cumsum cumprod cumlogsumexp add_any addupdate accum_grad_in_ref",
 )
 # Their results are places, and of rounded numbers the places may be others.
 CHOICES = _names_of("argmax argmin")
-# These jump too where two numbers change places: comparisons, with the sign of the difference.
+# Jump where numbers change places: comparisons, with the sign of the difference, indices, choices.
 ORDERINGS = {"lt": -1, "le": -1, "gt": 1, "ge": 1}
 ORDERS = CHOICES | _names_of("sort top_k approx_top_k")
 JUMPS = _names_of("round floor ceil select_and_scatter_add select_and_gather_add")
@@ -345,9 +346,8 @@ AFTER_PRODUCTS = (LINEAR_MOVES | _names_of(*_TABLE[OpClass.PROMOTE])) | _names_o
 # The identity on the first operand.
 IDENTITIES = _names_of("held name gradient_of float32_gradient probed")
 # Hand on numbers of their operands, up to casts. No collectives: these may add them up.
-PASSED_ON = (SAME_NUMBERS | LINEAR_MOVES | IDENTITIES | _names_of("optimization_barrier")) - (
-    COLLECTIVES | _names_of("reduce_precision")
-)
+PASSED_ON = SAME_NUMBERS | LINEAR_MOVES | IDENTITIES
+PASSED_ON -= COLLECTIVES | _names_of("reduce_precision")
 # Zero if all array operands are zero. Of such operations, those that optimizers use.
 KEEPS_ZERO = (REARRANGES | ADDS) | _names_of(
     "neg sign abs sqrt convert_element_type copy copy_p broadcast_in_dim slice concatenate",

@@ -341,7 +341,12 @@ def test_it_says_whether_a_gap_is_rounding(of: Any) -> None:
 
 
 def test_a_gap_without_a_bar() -> None:
-    """Integers differ by no rounding; what has no derivative has no bar, and is compared."""
+    """Integers differ by no rounding, nor does what has no partner; what has no derivative is
+    compared all the same.
+    """
+    apart = compare(lambda x: {"a": x}, lambda x: {"b": x}, X)
+    assert apart.gap.distance == math.inf
+    assert compare(lambda x: x, lambda x: x, jnp.arange(3)).gap.is_rounding
     assert not compare(lambda x: x, lambda x: x + 1, jnp.arange(3)).gap.is_rounding
     cancelled = compare(jnp.log1p, lambda x: jnp.log(1 + x), jnp.abs(X) / 1e3).gap
     assert cancelled.is_rounding  # as large as the units of 1 + x

@@ -188,6 +188,46 @@ def test_the_scale_of_results_does_not_matter(scale: float) -> None:
     assert bars[0] == pytest.approx(bars[1], rel=1e-3)
 
 
+@pytest.mark.parametrize("fill", [-1e9, -jnp.inf, float(jnp.finfo(jnp.float32).min)])
+def test_masks_do_not_count(fill: float) -> None:
+    """One number of a mask is larger than all errors; without it the bar is the same."""
+
+    def masked(q: Any, k: Any, fill: float | None) -> Any:
+        scores = q @ k.T / 4
+        past = jnp.tril(jnp.ones(scores.shape, bool))
+        weights = jax.nn.softmax(scores if fill is None else jnp.where(past, scores, fill))
+        return weights @ k
+
+    plain, other = (
+        deviation(functools.partial(masked, fill=x), X[:16], X[16:32], float32=True)
+        for x in (None, fill)
+    )
+    assert 0.3 < other / plain < 3
+
+
+def test_float32_errors_of_turns_are_their_own() -> None:
+    """A scan is what the unrolled loop is."""
+
+    def scanned_sum(x: Any) -> Any:
+        return lax.scan(lambda h, y: (h + y, None), jnp.zeros(16), x)[0]
+
+    def unrolled_sum(x: Any) -> Any:
+        h = jnp.zeros(16)
+        for y in x:
+            h = h + y
+        return h
+
+    one, two = (deviation(fun, X, float32=True) for fun in (scanned_sum, unrolled_sum))
+    assert one == pytest.approx(two, rel=0.5)
+
+
+def test_a_derivative_that_is_no_number_hides_any_error() -> None:
+    def steep(x: Any) -> Any:
+        return jnp.sum(jnp.sqrt(x.astype(jnp.bfloat16).astype(jnp.float32)))
+
+    assert deviation(jax.grad(steep), jnp.float32([0.0, 1.1])) == math.inf
+
+
 def test_what_no_derivative_says_is_told() -> None:
     """Only what the results depend on, and no order of numbers that were not rounded."""
 

@@ -193,7 +193,8 @@ def _run_audit(
     # A failed check writes its page too: that is when it is read.
     if html:
         report.to_html(html, title=program.name)
-    if lock:
+    # A lock that is checked in the same command must not be written over by what failed.
+    if lock and not failure:
         report.write_lock(lock)
     more = {"check": {"passed": not failure, "message": failure}} if checks else {}
     return Output(report, failure, more)

@@ -105,12 +105,15 @@ def compare(
     rows = [row for pair in pairs for row in _differences(*pair, unit)]
     rows.sort(key=lambda pair: pair[0])
     results, others = _compare_results(_result_leaves(one.out), _result_leaves(two.out), unit)
-    gap = None
+    of_tokens = None
     if log_probs is not None:
-        gap = log_prob_gap(log_probs(one.out), log_probs(two.out), band=band)
+        of_tokens = log_prob_gap(log_probs(one.out), log_probs(two.out), band=band)
     values = tuple(row for _, row in rows)
-    apart = _gap(results, [_rounding_of(*call) for call in calls]) if error_bar else None
-    return Comparison(values, results, (*unmatched, *others), unit, float(tolerance), apart, gap)
+    gap = None
+    if error_bar:
+        gap = _gap(results, bool(others), [_rounding_of(*call) for call in calls])
+    unmatched += others
+    return Comparison(values, results, tuple(unmatched), unit, float(tolerance), gap, of_tokens)
 
 
 def _rounding_of(fun: Callable[..., Any], args: Sequence[Any]) -> tuple[float, list[str]]:
@@ -128,7 +131,8 @@ def _rounding_of(fun: Callable[..., Any], args: Sequence[Any]) -> tuple[float, l
     static, arrays = partition((tuple(args), {}))
     try:
         traced, lines = trace_call(floats, static, arrays), Lines()
-        uncounted = uncounted_in(traced.closed, [True] * len(traced.closed.out_avals))
+        counts = [True] * len(traced.closed.out_avals)
+        uncounted = uncounted_in(traced.closed, counts, float32=True)
         first_order = FirstOrder(
             traced,
             lambda site: (lines.of(site), site.name),
@@ -137,13 +141,16 @@ def _rounding_of(fun: Callable[..., Any], args: Sequence[Any]) -> tuple[float, l
         )
         return float(first_order(arrays)[0].sum()), list(uncounted)
     except Exception as error:  # whatever has no derivative: the comparison itself needs none
-        return math.nan, [f"anything, as there is no derivative: {str(error).splitlines()[0]}"]
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        return math.nan, [f"anything, as there is no derivative: {reason}"]
 
 
-def _gap(results: Sequence[Difference], roundings: Sequence[tuple[float, list[str]]]) -> Gap:
-    # A difference of integers is no rounding, and infinite.
+def _gap(
+    results: Sequence[Difference], are_missing: bool, roundings: Sequence[tuple[float, list[str]]]
+) -> Gap:
+    # A difference of integers is no rounding, and infinite. So is a result without a partner.
     squares = [row.relative**2 for row in results if row.relative or "float" in row.dtypes[1]]
-    distance = math.sqrt(sum(squares) / max(len(squares), 1))
+    distance = math.inf if are_missing else math.sqrt(sum(squares) / max(len(squares), 1))
     deviation = math.sqrt(sum(variance for variance, _ in roundings))
     uncounted = dict.fromkeys(line for _, lines in roundings for line in lines)
     return Gap(distance, deviation, tuple(uncounted))

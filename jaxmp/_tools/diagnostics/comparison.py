@@ -67,7 +67,7 @@ class Gap:
     Both are root mean squares over these results, each relative to its size.
 
     Attributes:
-      distance: the distance; infinite if integers differ.
+      distance: the distance; infinite if integers differ, or a result has no partner.
       deviation: one standard deviation of what the roundings of both programs do; NaN without a
         derivative.
       uncounted: operations whose effect is not in it, as `"net.py:12 (route): top_k"`.
@@ -83,14 +83,14 @@ class Gap:
 
         No bar as large as the results explains anything.
         """
-        return self.distance <= 3 * self.deviation < _LARGEST_BAR
+        return not self.distance or self.distance <= 3 * self.deviation < _LARGEST_BAR
 
     def __str__(self) -> str:
-        verdict = "this is rounding"
-        if not self.is_rounding:
-            verdict = "roundings that are counted do not explain it"
-        elif not self.distance:
+        verdict = "roundings that are counted do not explain it"
+        if not self.distance:
             verdict = "equal"
+        elif self.is_rounding:
+            verdict = "this is rounding"
         bars = f"{self.deviation:.2g} (68 %), {2 * self.deviation:.2g} (95 %)"
         text = f"results {self.distance:.2g} apart, of roundings {bars}: {verdict}"
         return text + (f"; not counted: {', '.join(self.uncounted)}" if self.uncounted else "")
@@ -124,7 +124,7 @@ class Comparison(TableReport):
         return next((row for row in (*self.rows, *self.results) if row.ulps > self.tolerance), None)
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns plain numbers and text, as json.dumps takes them; None for infinities."""
+        """Returns plain numbers and text, as json.dumps takes them; None for infinities and NaN."""
 
         # JSON has no infinity, which json.dumps would write all the same.
         def plain(row: Difference | Gap | LogProbGap) -> dict[str, Any]:

@@ -19,8 +19,9 @@ import numpy as np
 from jax import lax
 
 from jaxmp._numerics.dtypes import DType, is_floating, is_inexact
+from jaxmp._numerics.sizes import finite, norm, root_mean_square
 from jaxmp._program.flops import product_flops
-from jaxmp._program.op_classes import CASTS, CONTRACTIONS
+from jaxmp._program.op_classes import CASTS, CONTRACTIONS, MIXED_SHAPES, RUNNING
 from jaxmp._program.program import read
 from jaxmp._program.tracing import Traced
 from jaxmp._tools.diagnostics.roundings import FLOAT32, in_float32, is_unseen, moves
@@ -37,8 +38,6 @@ _CHANCE = 3.0
 # Along random signs any line may be so by chance, and its error three times too large: no other
 # line of a small network had a larger error.
 _CHANCE_OF_SIGNS = 5.0
-# Signs of results have the seeds below, and signs of modelled errors those from here on.
-_MOST_RESULTS = 1_000_000
 
 
 class ErrorBar(NamedTuple):
@@ -82,7 +81,8 @@ class Target(NamedTuple):
         """
         # The same signs with steps and without: their difference is that of the steps.
         signs = [_signs(x, seed) for seed, x in enumerate(floats)]
-        sizes = [norm([x]) * len(floats) ** 0.5 if self.each else norm(floats) for x in floats]
+        numbers = list(map(finite, floats))
+        sizes = [norm([x]) * len(floats) ** 0.5 if self.each else norm(numbers) for x in numbers]
         pairs = zip(signs, sizes, strict=True)
         return [x / jnp.where(size > 0, size, 1).astype(x.dtype) for x, size in pairs]
 
@@ -157,7 +157,8 @@ class FirstOrder:
         sums, *results = self._run(*arrays)
         shape = len(sums), len(self.keys), 1 + self._others, 2
         total, squares = np.moveaxis(np.asarray(sums, np.float64).reshape(shape), -1, 0)
-        # What overflows has no sum.
+        # What overflows has no sum. A derivative that is not a number may hide any error.
+        squares = np.nan_to_num(squares, nan=np.inf, posinf=np.inf)
         total = np.where(np.isfinite(squares), total, 0)
         return np.where(total**2 > self._chances**2 * squares, total**2, squares), results
 
@@ -181,7 +182,7 @@ class _Probed(Steps):
     ) -> None:
         super().__init__(unit)
         self._probe_of, self._dtypes, self._float32 = probe_of, dtypes, float32
-        self._seeds = itertools.count(_MOST_RESULTS)
+        self._seeds = itertools.count()
 
     def rounded(self, site: Site, exact: Any, low: Any) -> Any:
         # One infinity would make all errors after it NaN: where the program overflows, the number
@@ -197,9 +198,18 @@ class _Probed(Steps):
 
     def _modelled(self, site: Site, x: Any) -> Any:
         # The same operation without its rounding is not at hand: errors are as large as usual.
-        size = _unit_of_wide(site, x.dtype) * jnp.sqrt(jnp.mean(x**2))
-        off = size * _signs(x, next(self._seeds))
+        # Those of a sum are as large as its terms, which may cancel; others as large as the number.
+        terms = _terms_of(site)
+        variance = (1 + terms**0.5 / 2) / 3
+        size = jnp.abs(x) if terms <= 1 else root_mean_square(x)
+        off = float(jnp.finfo(x.dtype).eps / 2 * variance**0.5) * size * self._hashed_signs(x)
         return _with_errors(self._dtypes, x, x, off, self._probe_of(site))
+
+    def _hashed_signs(self, x: Any) -> Any:
+        """Returns signs that depend on the bits of numbers: equal ones round alike."""
+        # Random signs would be the same in each turn of a scan, and its errors add up.
+        bits = lax.bitcast_convert_type(x.astype(FLOAT32), np.uint32) + np.uint32(next(self._seeds))
+        return jnp.where((bits * np.uint32(2_654_435_761)) >> 31, 1, -1).astype(x.dtype)
 
 
 def _rounds(site: Site, float32: bool) -> bool:
@@ -209,18 +219,19 @@ def _rounds(site: Site, float32: bool) -> bool:
     if any(map(is_narrow_aval, site.out_avals)):
         return True
     has_wide = any(map(is_floating, site.out_avals)) and any(map(is_inexact, site.in_avals))
-    return float32 and has_wide and site.name not in CASTS
+    return float32 and has_wide and site.name not in CASTS | MIXED_SHAPES
 
 
-def _unit_of_wide(site: Site, dtype: DType) -> float:
-    # A rounding is off by up to half a unit. Sums of K terms are made of about as many partial sums
-    # as each has terms, and the average partial sum has half of the variance of the whole.
+def _terms_of(site: Site) -> float:
+    """Returns how many numbers an operation adds up, for each number of its result."""
+    # Half of the variance of as many roundings as there are partial sums: compilers add in about
+    # as many of these as each has terms.
     size = max(site.out_avals[0].size, 1)
-    terms = site.in_avals[0].size / size
     if site.name in CONTRACTIONS:
-        terms = product_flops(site.equation) / (2 * size)
-    variance = (1 + max(terms, 1) ** 0.5 / 2) / 3
-    return float(jnp.finfo(dtype).eps / 2 * variance**0.5)
+        return product_flops(site.equation) / (2 * size)
+    if site.name in RUNNING:
+        return float(site.in_avals[0].shape[site.params["axis"]])
+    return float(site.in_avals[0].size / size)
 
 
 def _signs(x: Any, seed: int) -> Any:
@@ -237,14 +248,6 @@ def _rounded_to(x: Any, dtype: DType) -> Any:
         return normal
     step = float(info.smallest_subnormal)
     return jnp.where(jnp.abs(x) < float(info.tiny), jnp.round(x / step) * step, normal)
-
-
-def norm(arrays: Sequence[Any]) -> Any:
-    """Returns the norm of all arrays together, without squares of large or small numbers."""
-    largest = jnp.max(jnp.array([jnp.max(jnp.abs(x), initial=0) for x in arrays]), initial=0)
-    unit = jnp.where(largest > 0, largest, 1)
-    squares = jnp.array([jnp.sum(jnp.abs(x / unit) ** 2) for x in arrays])
-    return largest * jnp.sqrt(jnp.sum(squares))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -127,10 +127,10 @@ def precision_parts_of(closed: Any, patterns: Iterable[Any] | None) -> Parts:
             narrow["/".join(names) or OUTSIDE] = None
         # A scope is a part if an operation in it may round: it computes floats from floats, and
         # does not only move them.
-        moves = site.bodies or site.name in IDENTITIES | WIDENED | CASTS
+        is_move = site.bodies or site.name in IDENTITIES | WIDENED | CASTS
         operands = [x.aval for x in site.equation.invars if not isinstance(x, core.Literal)]
         is_ours = any(name.startswith("jaxmp.") for name in names)
-        if moves or is_ours or not any(map(is_inexact, site.out_avals)):
+        if is_move or is_ours or not any(map(is_inexact, site.out_avals)):
             continue
         if any(map(is_inexact, operands)):
             flops[names] = flops.get(names, 0) + site.flops * site.runs

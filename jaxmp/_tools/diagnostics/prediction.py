@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmp._numerics.sizes import norm
 from jaxmp._numerics.tree import all_finite
 from jaxmp._policies.policy_rules import PolicyRules
 from jaxmp._policies.presets import all_policies, dtypes_of
 from jaxmp._program.scopes import names_in
 from jaxmp._program.tracing import Traced, combine
-from jaxmp._tools.diagnostics.first_order import ErrorBar, FirstOrder, Target, norm
+from jaxmp._tools.diagnostics.first_order import ErrorBar, FirstOrder, Target
 from jaxmp._tools.diagnostics.precision_parts import Parts
 from jaxmp._tools.diagnostics.roundings import place_of, readers_of, uncounted_in
 from jaxmp._tools.diagnostics.sensitivity_report import (
@@ -102,7 +103,8 @@ class Prediction:
                 "the operation"
             )
         loss_value = float(results[0])
-        deviation = abs(loss_value) * float(np.sqrt(variances[0, :, 0].sum()))
+        # Of a loss of zero, errors are not relative.
+        deviation = (abs(loss_value) or 1.0) * float(np.sqrt(variances[0, :, 0].sum()))
         self.loss = ErrorBar(loss_value, deviation)
         # By target, kind and dtype.
         jumps = np.zeros_like(variances[2])

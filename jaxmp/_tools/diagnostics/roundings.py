@@ -82,9 +82,9 @@ class Roundings(Rerun):
         # roundings of their own, they made the bar of an LSTM 1.5 times too small.
         (body,) = compat.bodies_of(site.equation)
         carry = site.wiring.carry
-        before, turn = _without_invariants(read(body), carry.start)
+        invariant, turn = _without_invariants(read(body), carry.start)
         rules = self.but(outer=site)
-        fixed = rules.run(before, operands[: carry.start])
+        fixed = rules.run(invariant, operands[: carry.start])
         types = site.in_avals[carry.start : carry.stop]
 
         def again(arguments: list[Any], _: Any) -> tuple[list[Any], Any]:
@@ -202,11 +202,11 @@ def _without_invariants(body: Program, consts: int) -> tuple[Program, Program]:
     question = Question(nothing=True, join=operator.and_, rule=rule)
     facts = [i < consts for i in range(len(body.inputs))]
     propagate(body, facts, question, lambda op: ())
-    moved = tuple(number for op in before for number in op.outputs)
+    numbers = tuple(number for op in before for number in op.outputs)
     return (
-        body._replace(ops=tuple(before), inputs=body.inputs[:consts], outputs=moved),
+        body._replace(ops=tuple(before), inputs=body.inputs[:consts], outputs=numbers),
         body._replace(
-            ops=tuple(op for op in body.ops if op not in before), inputs=(*body.inputs, *moved)
+            ops=tuple(op for op in body.ops if op not in before), inputs=(*body.inputs, *numbers)
         ),
     )
 
@@ -236,8 +236,8 @@ def readers_of(closed: Any, owner_of: Callable[[Site], Any]) -> Mapping[Place, s
         if site.name in CONTRACTIONS | ENCODES:
             for place in frozenset().union(*places):
                 readers.setdefault(place, set()).add(owner_of(site))
-        moved = frozenset().union(*places) if moves(site) else frozenset()
-        return [moved or frozenset({place_of(site)})] * len(site.outputs)
+        sources = frozenset().union(*places) if moves(site) else frozenset()
+        return [sources or frozenset({place_of(site)})] * len(site.outputs)
 
     program = walk(closed)
     nothing: frozenset[Place] = frozenset()
@@ -246,7 +246,9 @@ def readers_of(closed: Any, owner_of: Callable[[Site], Any]) -> Mapping[Place, s
     return readers
 
 
-def uncounted_in(closed: Any, demanded: Sequence[bool]) -> tuple[str, ...]:
+def uncounted_in(
+    closed: Any, demanded: Sequence[bool], *, float32: bool = False
+) -> tuple[str, ...]:
     """Returns the operations whose effect no derivative says, as `"net.py:12 (route): top_k"`.
 
     Kernels, solvers and loops without a known number of turns are among them; orders of numbers and
@@ -255,6 +257,7 @@ def uncounted_in(closed: Any, demanded: Sequence[bool]) -> tuple[str, ...]:
     Args:
       closed: the program.
       demanded: for each result, whether it counts.
+      float32: whether float32 operations round too.
     """
     program, lines = walk(closed), Lines()
     reads_rounded: set[Any] = set()
@@ -266,7 +269,8 @@ def uncounted_in(closed: Any, demanded: Sequence[bool]) -> tuple[str, ...]:
     def forward(site: Any, are_rounded: Sequence[bool]) -> list[bool]:
         if any(are_rounded):
             reads_rounded.add(site)
-        return [any(are_rounded) or is_narrow_aval(aval) for aval in site.out_avals]
+        rounds = any(are_rounded) or (float32 and site.inputs and not moves(site))
+        return [bool(rounds and is_inexact(x)) or is_narrow_aval(x) for x in site.out_avals]
 
     def backward(site: Any, demanded: Sequence[bool]) -> list[bool]:
         results = [aval for aval, flag in zip(site.out_avals, demanded, strict=True) if flag]

@@ -40,9 +40,10 @@ def sensitivity(
 ) -> SensitivityReport:
     """Predicts which parts of a program need more bits, and gives rules that keep these.
 
-    The low program runs once, in float32 and with its roundings. A backward pass says what each
-    rounding does to the loss, to first order, and another one what it does to the gradients. Errors
-    of roundings add up like those of independent numbers.
+    The low program runs in float32, with its roundings. A backward pass says what each rounding
+    does to the loss, to first order; another one what it does to the gradients, and to the outputs.
+    Errors of roundings add up like those of independent numbers. To find a loss scale, the compiled
+    program runs once more for each that is tried.
 
     A part of a program is a linen module or a `jax.named_scope`, with all layers of a scan as one.
     Operations outside of scopes are a part too.

@@ -237,7 +237,7 @@ class SensitivityReport(TableReport):
         return {
             "low": _name(self.low),
             "reference": short_name(self.reference),
-            "loss": self.loss._asdict(),
+            "loss": dict(zip(ErrorBar._fields, map(_finite, self.loss), strict=True)),
             "all_low": _plain(self.all_low),
             "measured": self.measured and _plain(self.measured),
             "loss_scale": self.loss_scale,
@@ -307,8 +307,11 @@ def _name(rules: PolicyRules) -> str:
 
 
 def _plain(errors: Errors) -> dict[str, float | None]:
-    finite = (None if e is None or not math.isfinite(e) else e for e in errors)
-    return dict(zip(OF, finite, strict=True))
+    return dict(zip(OF, map(_finite, errors), strict=True))
+
+
+def _finite(error: float | None) -> float | None:
+    return None if error is None or not math.isfinite(error) else error
 
 
 def _in_percent(error: float | None) -> str:

@@ -12,10 +12,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxmp._numerics.dtypes import is_floating
+from jaxmp._numerics.sizes import finite, root_mean_square
 from jaxmp._program import compat
 from jaxmp._program.op_classes import IDENTITIES, ORDERINGS, WIDENED
 from jaxmp._tools.diagnostics.roundings import FLOAT32, Roundings, as_bool
 from jaxmp._tools.inspect.equations import Site
+from jaxmp._tools.inspect.upcasts import is_narrow_aval
 
 # Numbers nearer to zero than their errors change sign. A step of this width, in units of the dtype
 # at the size of the operands, makes the same mean square of jumps. What was measured of gradients
@@ -44,9 +46,9 @@ class Steps(Roundings):
 
     def whole(self, site: Site, operands: list[Any]) -> list[Any]:
         if self._unit is not None and compares_numbers(site):
-            (taken,) = super().whole(site, operands)
+            (holds,) = super().whole(site, operands)
             x, y = (ORDERINGS[site.name] * operand for operand in operands)
-            return [_smooth_step(taken, x, y, self._unit)]
+            return [_smooth_step(holds, x, y, self._unit)]
         bools = list(map(as_bool, operands, site.in_avals))
         if all(a is b for a, b in zip(operands, bools, strict=True)):
             return super().whole(site, operands)
@@ -55,14 +57,16 @@ class Steps(Roundings):
         if site.name in WIDENED:
             return compat.bind(site.equation, operands)
         if site.name == "convert_element_type" and is_floating(site.out_avals[0]):
-            return operands[:1]
+            (aval,) = site.out_avals
+            dtype = FLOAT32 if is_narrow_aval(aval) else aval.dtype
+            return [lax.convert_element_type(operands[0], dtype)]
         if site.name in _LOGIC and site.out_avals[0].dtype == bool:
             return [_LOGIC[site.name](*(jnp.asarray(x, FLOAT32) for x in operands))]
         results = super().whole(site, bools)
         if site.name == "select_n" and len(operands) == 3 and is_floating(site.out_avals[0]):
-            step, without, taken = operands
-            jump = jnp.where(jnp.isfinite(taken - without), taken - without, 0)
-            return [results[0] + _derivative_of(step) * lax.stop_gradient(jump)]
+            step, without, other = operands
+            jump = lax.stop_gradient(finite(other - without))
+            return [results[0] + _derivative_of(step).astype(jump.dtype) * jump]
         return results
 
 
@@ -71,12 +75,11 @@ def compares_numbers(site: Site) -> bool:
     return site.name in ORDERINGS and all(map(is_floating, site.in_avals))
 
 
-def _smooth_step(taken: Any, x: Any, y: Any, unit: float) -> Any:
+def _smooth_step(holds: Any, x: Any, y: Any, unit: float) -> Any:
     """Returns a bool as a number, with the derivative of a smooth step from y to x."""
-    squares = [jnp.mean(jnp.where(jnp.isfinite(each), each, 0) ** 2) for each in (x, y)]
-    size = lax.stop_gradient(jnp.sqrt(sum(squares)))
+    size = lax.stop_gradient(root_mean_square(x) + root_mean_square(y))
     smooth = jax.nn.sigmoid((x - y) / jnp.where(size > 0, _WIDTH * unit * size, 1))
-    return taken.astype(FLOAT32) + _derivative_of(smooth)
+    return holds.astype(FLOAT32) + _derivative_of(smooth).astype(FLOAT32)
 
 
 def _derivative_of(x: Any) -> Any:

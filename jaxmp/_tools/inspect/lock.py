@@ -22,7 +22,7 @@ from jaxmp._tools.inspect.equations import Site
 from jaxmp._tools.inspect.rows import Numerics
 from jaxmp._tools.inspect.summarize import Tally
 
-# What made a value: its module and operation; and the narrowest dtypes that the value had since.
+# What makes a value: its module and operation; and the narrowest dtypes that the value had since.
 _Origins = frozenset[tuple[str, str, frozenset[str]]]
 # Of a module: pass and kind -> operation -> how often.
 _Content = dict[str, dict[str, int]]
@@ -42,7 +42,7 @@ def numerics_rows(tally: Tally, program: Program) -> tuple[Numerics, ...]:
     rule = functools.partial(_origins_of_results, tally, operations)
     question = Question[_Origins](nothing=frozenset(), join=operator.or_, rule=rule)
     avals = [program.avals[number] for number in program.inputs]
-    origins = [_made("", "argument", aval) for aval in avals]
+    origins = [_origin("", "argument", aval) for aval in avals]
     results = propagate(program, origins, question, lambda site: site.bodies)
     lines: dict[Any, str] = {}
     counts = collections.Counter[tuple[str, Any, str, str]]()
@@ -60,9 +60,9 @@ def numerics_rows(tally: Tally, program: Program) -> tuple[Numerics, ...]:
         digest = hashlib.sha256("\n".join(sorted(texts)).encode()).hexdigest()[:8]
         counts[*place, "flow", digest] = 1
     counts.update((_PROGRAM, "", "arguments", str(aval.dtype)) for aval in avals)
-    for atom, made in zip(program.outputs, results, strict=True):
+    for atom, sources in zip(program.outputs, results, strict=True):
         aval = program.avals[atom] if isinstance(atom, int) else atom.aval
-        counts[_PROGRAM, "", "results", _operand_text(aval, made)] += 1
+        counts[_PROGRAM, "", "results", _operand_text(aval, sources)] += 1
     return tuple(Numerics(*key, n, lines.get(key, "")) for key, n in sorted(counts.items()))
 
 
@@ -71,7 +71,7 @@ def _module_of(path: str) -> str:
     return "/".join(name for name in path.split("/") if "->" not in name)
 
 
-def _made(path: str, operation: str, aval: Any) -> _Origins:
+def _origin(path: str, operation: str, aval: Any) -> _Origins:
     known = is_inexact(aval)
     return frozenset([(path, operation, frozenset([str(aval.dtype)]))] if known else [])
 
@@ -84,20 +84,22 @@ def _origins_of_results(
     kind, path = _kind_of(site), _module_of(tally.where(site).path)
     floats = [x for x in zip(site.in_avals, origins, strict=True) if _is_number(x[0])]
     # Operands of sums and elementwise operations may change places; those of products have roles.
-    operands = [_operand_text(aval, made) for aval, made in floats]
+    operands = [_operand_text(aval, sources) for aval, sources in floats]
     operands = operands if site.name in PRODUCTS else sorted(set(operands))
     dtypes = dict.fromkeys(str(getattr(aval, "dtype", "none")) for aval in site.out_avals)
     text = f"{_operation_name(site)} {' x '.join(operands)} -> {', '.join(dtypes)}"
     # A change stays in its module, and equal layers are equal: other modules are not named.
-    read = sorted(sorted(op if at == path else "" for at, op, _ in made) for _, made in floats)
+    read = sorted(
+        sorted(op if at == path else "" for at, op, _ in sources) for _, sources in floats
+    )
     # Gradients are added in the order of the program's lines, which may change.
     if kind and site.name != "add_any":
         operations[site] = kind, text, f"{text} {read}"
-        return [_made(path, text, aval) for aval in site.out_avals]
+        return [_origin(path, text, aval) for aval in site.out_avals]
     if kind:
         operations[site] = kind, text, ""
-    moved = _Origins().union(*origins[:1] if site.name in IDENTITIES else origins)
-    return [_passed_on(site, moved, aval) for aval in site.out_avals]
+    sources = _Origins().union(*origins[:1] if site.name in IDENTITIES else origins)
+    return [_passed_on(site, sources, aval) for aval in site.out_avals]
 
 
 def _passed_on(site: Site, origins: _Origins, aval: Any) -> _Origins:
@@ -105,7 +107,7 @@ def _passed_on(site: Site, origins: _Origins, aval: Any) -> _Origins:
     if not is_inexact(aval):
         return frozenset()
     before = next(filter(is_inexact, site.in_avals), aval)
-    origins = origins or _made("", "number", before)
+    origins = origins or _origin("", "number", before)
     dtype = str(aval.dtype)
     return frozenset((at, by, _rounded_by(passed, dtype)) for at, by, passed in origins)
 
