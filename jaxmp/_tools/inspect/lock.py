@@ -42,7 +42,7 @@ def numerics_rows(tally: Tally, program: Program) -> tuple[Numerics, ...]:
     rule = functools.partial(_origins_of_results, tally, operations)
     question = Question[_Origins](nothing=frozenset(), join=operator.or_, rule=rule)
     avals = [program.avals[number] for number in program.inputs]
-    origins = [_origin("", "argument", aval) for aval in avals]
+    origins = [_origin_of("", "argument", aval) for aval in avals]
     results = propagate(program, origins, question, lambda site: site.bodies)
     lines: dict[Any, str] = {}
     counts = collections.Counter[tuple[str, Any, str, str]]()
@@ -71,7 +71,7 @@ def _module_of(path: str) -> str:
     return "/".join(name for name in path.split("/") if "->" not in name)
 
 
-def _origin(path: str, operation: str, aval: Any) -> _Origins:
+def _origin_of(path: str, operation: str, aval: Any) -> _Origins:
     known = is_inexact(aval)
     return frozenset([(path, operation, frozenset([str(aval.dtype)]))] if known else [])
 
@@ -95,7 +95,7 @@ def _origins_of_results(
     # Gradients are added in the order of the program's lines, which may change.
     if kind and site.name != "add_any":
         operations[site] = kind, text, f"{text} {read}"
-        return [_origin(path, text, aval) for aval in site.out_avals]
+        return [_origin_of(path, text, aval) for aval in site.out_avals]
     if kind:
         operations[site] = kind, text, ""
     sources = _Origins().union(*origins[:1] if site.name in IDENTITIES else origins)
@@ -107,7 +107,7 @@ def _passed_on(site: Site, origins: _Origins, aval: Any) -> _Origins:
     if not is_inexact(aval):
         return frozenset()
     before = next(filter(is_inexact, site.in_avals), aval)
-    origins = origins or _origin("", "number", before)
+    origins = origins or _origin_of("", "number", before)
     dtype = str(aval.dtype)
     return frozenset((at, by, _rounded_by(passed, dtype)) for at, by, passed in origins)
 
