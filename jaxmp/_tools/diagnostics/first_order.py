@@ -1,4 +1,4 @@
-"""Predicts what the roundings of a program do to its results, from one backward pass.
+"""Predicts what the roundings of a program do to its results, from a backward pass for each.
 
 To first order, a rounding moves a result by its error times the derivative of the result. The
 squares of these products add up to the variance of independent roundings. A random direction stands
@@ -35,8 +35,8 @@ AS_WRITTEN = {"xla_allow_excess_precision": False}
 # equal numbers. They count by their sum. So do float8 errors of a trained network, whose gradient
 # is small: taken where the program is, and not where float32 is, it has their own effect on it.
 _CHANCE = 3.0
-# Along random signs any line may be so by chance, and its error three times too large: no other
-# line of a small network had a larger error.
+# Along random signs a line may be so by chance, and its error at least three times too large. It
+# doubled the error of the gradients of a small network.
 _CHANCE_OF_SIGNS = 5.0
 
 

@@ -20,8 +20,9 @@ from jaxmp._tools.inspect.equations import Site
 from jaxmp._tools.inspect.upcasts import is_narrow_aval
 
 # Numbers nearer to zero than their errors change sign. A step of this width, in units of the dtype
-# at the size of the operands, makes the same mean square of jumps. What was measured of gradients
-# is 0.9 of what is predicted for a ResNet, 1.4 for layers of relu, 1.2 for those on a graph.
+# at the size of the operands, makes the same mean square of jumps. Errors of gradients in bfloat16
+# were 0.7 of those predicted for a ResNet, 1.3 for small layers of relu, and 2.0 for a small graph,
+# of which few numbers change their sign.
 _WIDTH = 0.3
 
 
