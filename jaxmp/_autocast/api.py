@@ -7,7 +7,6 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp  # noqa: F401 (for the doctests)
 import jmp
-from jax import lax
 
 from jaxmp._autocast.control_flow import plan_control
 from jaxmp._autocast.coverage import warn_of_products_left
@@ -18,6 +17,7 @@ from jaxmp._autocast.run import run_plan
 from jaxmp._autocast.steps import argument_state
 from jaxmp._numerics.dtypes import HALVES
 from jaxmp._numerics.precision import default_precision, precision_of
+from jaxmp._numerics.rounding import open_cast
 from jaxmp._numerics.user_warnings import check_option, warn
 from jaxmp._policies.patterns import is_about_paths
 from jaxmp._policies.policy import Policy, get_policy
@@ -250,7 +250,7 @@ def _run_rewritten(
     for x, aval, state in zip(results, closed.out_avals, program_plan.results, strict=True):
         dtype = output_dtype if settings.output == "policy" else aval.dtype
         stays = state is None or dtype in (None, x.dtype)
-        out.append(x if stays else lax.convert_element_type(x, dtype))
+        out.append(x if stays else open_cast(x, dtype))
     return out
 
 

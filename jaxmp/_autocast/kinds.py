@@ -46,6 +46,7 @@ class State(NamedTuple):
       input_independent: whether it depends on no float argument: positions, masks, noise.
       loop_carried: whether it is firm because a loop carries it, and so is not a weight.
       materialized: whether compilers write it to memory, if it has 16 bits.
+      summed: whether it, or its gradient, may be a sum over devices, up to what rounds alike.
     """
 
     kind: Kind
@@ -55,6 +56,7 @@ class State(NamedTuple):
     input_independent: bool = False
     loop_carried: bool = False
     materialized: Materialized = Materialized.NO
+    summed: bool = False
 
 
 def is_weight(state: State) -> bool:
@@ -129,7 +131,7 @@ def float32_state(states: Collection[State]) -> State:
 
 def joined_state(states: Collection[State], low: DType) -> State:
     """Returns the state of a value that is one of several, as the result of branches."""
-    inner = [entry_state(state) for state in states]
+    inner = [entry_state(state)._replace(summed=False) for state in states]
     joined = inner[0] if len(set(inner)) == 1 else combined_state(inner, low, chooses=True)
     # A branch may return a number that 16 bits lose, such as -1e9 in float16.
     loses = joined.kind is Kind.LOW and not all(fits(state.value, joined.dtype) for state in states)

@@ -21,13 +21,21 @@ from jaxmp._autocast.rules import RULES, adapt_scatter, ask_for_precision, conve
 from jaxmp._autocast.steps import (
     States,
     Step,
+    adds_gradients,
     argument_state,
     has_foreign_floats,
     literal_state,
     plan_as_traced,
 )
 from jaxmp._program.compat import bodies_of, function_name
-from jaxmp._program.op_classes import CONTRACTIONS, JITS, OpClass, OpLists
+from jaxmp._program.op_classes import (
+    CLASSES,
+    CONTRACTIONS,
+    JITS,
+    OpClass,
+    OpLists,
+    may_be_sum,
+)
 from jaxmp._program.program import Memo, Op, Program, numbers, with_helpers_inlined
 
 ResultsIn = Literal["low", "either", "float32"]
@@ -41,11 +49,13 @@ class Plan:
     Attributes:
       program: the program.
       steps: one step for each of its operations.
+      states: the state of each of its values.
       results: the states of its results.
     """
 
     program: Program
     steps: list[Step]
+    states: list[State | None]
     results: list[State | None]
 
 
@@ -135,8 +145,14 @@ def plan(jaxpr: Any, arguments: States, context: Call, *, results_in: AllIn = "l
         inside = not in_backward and is_backward(op.stack)
         names = (*context.prefix, *scopes(op.stack))
         region = context.regions.of(names)
-        step = _step(op, [state_of(atom, inside) for atom in op.inputs], context, region)
-        step = ask_for_precision(step, region.precision)
+        operands = [state_of(atom, inside) for atom in op.inputs]
+        step = ask_for_precision(_step(op, operands, context, region), region.precision)
+        if CLASSES.get(op.name) is not OpClass.CONTROL:
+            summed = may_be_sum(op.name, any(state and state.summed for state in operands))
+            step.results = [
+                state and state._replace(summed=summed and state.dtype == FLOAT32)
+                for state in step.results
+            ]
         is_float16 = op.name in CONTRACTIONS and _FLOAT16 in step.in_dtypes
         if (inside or in_backward) and is_float16 and SCALED not in names:
             context.unscaled.append(op)
@@ -151,7 +167,13 @@ def plan(jaxpr: Any, arguments: States, context: Call, *, results_in: AllIn = "l
     for step in steps:
         for number, state in zip(step.op.outputs, step.results, strict=True):
             states[number] = state
-    return Plan(program, steps, [state_of(atom, inside=False) for atom in program.outputs])
+    results = [state_of(atom, inside=False) for atom in program.outputs]
+    for step in steps:
+        for number in adds_gradients(step):
+            state = states[number]
+            if state is not None and state.dtype != FLOAT32:
+                states[number] = state._replace(summed=True)
+    return Plan(program, steps, states, results)
 
 
 _FLOAT16 = jnp.dtype(jnp.float16)

@@ -12,6 +12,7 @@ from jaxmp._autocast.kinds import FLOAT32, Kind
 from jaxmp._autocast.plan import Plan
 from jaxmp._autocast.steps import Step
 from jaxmp._numerics.dtypes import DType
+from jaxmp._numerics.rounding import open_cast
 from jaxmp._primitives.float8_product import float8_product
 from jaxmp._primitives.mixed_product import product
 from jaxmp._program import compat
@@ -98,7 +99,9 @@ class _PlanRules(Rules[Any]):
         if shape is not None and value.shape != shape:
             dims = tuple(range(len(shape) - len(value.shape), len(shape)))
             value = lax.broadcast_in_dim(value, shape, dims)
-        self.casts[key] = lax.convert_element_type(value, dtype)
+        state = self.plan.states[atom]
+        is_open = state is not None and state.summed
+        self.casts[key] = (open_cast if is_open else lax.convert_element_type)(value, dtype)
         return self.casts[key]
 
     def _cast_source(self, maker: Step, cells: Cells[Any], dtype: DType) -> Any:

@@ -1,12 +1,13 @@
 """How one operation runs."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax.extend import core
 
-from jaxmp._autocast.kinds import FLOAT32, Kind, State, float32_state, number_state
+from jaxmp._autocast.kinds import FLOAT32, Kind, State, float32_state, is_weight, number_state
 from jaxmp._numerics.dtypes import DType, is_half_or_float32, is_inexact
 from jaxmp._policies.recipe import Recipe
 from jaxmp._program.op_classes import CONTRACTIONS, KERNELS
@@ -98,3 +99,24 @@ def plan_as_traced(op: Op, states: States, exact: Kind = Kind.HIGH) -> Step:
     in_dtypes = [None if state is None else aval.dtype for state, aval in pairs]
     results = (argument_state(aval) for aval in op.out_avals)
     return Step(op, in_dtypes, [result if x and x.dtype == FLOAT32 else x for x in results])
+
+
+def adds_gradients(step: Step) -> list[int]:
+    """Returns the values whose gradients the transpose of an operation sums, if it casts them.
+
+    They are laid out, are rows, or become a part of a weight.
+    """
+    op = step.op
+    is_part = any(x and x.kind is Kind.FIRM and is_weight(x) for x in step.results)
+    largest = max((math.prod(getattr(aval, "shape", ())) for aval in op.out_avals), default=0)
+    is_lookup = op.name == "gather" and not op.params["dimension_numbers"].operand_batching_dims
+    adds_all = (
+        is_part or op.name in CONTRACTIONS or (is_lookup and max(op.params["slice_sizes"]) > 1)
+    )
+    return [
+        atom
+        for atom, aval, dtype in zip(op.inputs, op.in_avals, step.in_dtypes, strict=True)
+        if isinstance(atom, int)
+        and dtype == FLOAT32
+        and (adds_all or math.prod(aval.shape) < largest)
+    ]

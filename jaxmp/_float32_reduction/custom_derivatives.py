@@ -19,6 +19,7 @@ from jax.extend import core
 from jaxmp._float32_reduction.values import FLOAT32, Origin, Value
 from jaxmp._float32_reduction.weights import have_data, mixed_results
 from jaxmp._numerics.dtypes import is_half, is_half_or_float32
+from jaxmp._numerics.rounding import open_cast
 from jaxmp._primitives.varying import varying_as
 from jaxmp._program import compat
 from jaxmp._program.control_flow import rebind
@@ -96,7 +97,7 @@ def _cast_between(value: Any, aval: Any, in_float32: bool) -> Any:
     if not is_half(value if in_float32 else aval):
         return value
     dtype = FLOAT32 if in_float32 else aval.dtype
-    return value if value.dtype == dtype else lax.convert_element_type(value, dtype)
+    return value if value.dtype == dtype else open_cast(value, dtype)
 
 
 def own_derivative_rule(rules: Rules[Value], op: Op, values: list[Value]) -> list[Value] | None:

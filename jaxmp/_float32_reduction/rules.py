@@ -5,6 +5,7 @@ derivative only, until it meets activations. There its gradient becomes a sum ov
 over the devices among which the batch is divided.
 """
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,12 +35,16 @@ from jaxmp._float32_reduction.weights import (
 )
 from jaxmp._mesh.layout import layout_after
 from jaxmp._numerics.dtypes import is_half, is_half_or_float32, is_inexact
+from jaxmp._numerics.precision import meaning_of, name_of_param
+from jaxmp._numerics.rounding import BFLOAT16, open_cast
 from jaxmp._primitives.float32_sums import gather, gathers
 from jaxmp._primitives.mixed_product import detach, product, with_derivatives
+from jaxmp._primitives.open_rounding import open_gradient, open_operand
 from jaxmp._primitives.operands import ProductOperand, operands_of
 from jaxmp._primitives.varying import varying_alike, varying_axes
 from jaxmp._program import compat
 from jaxmp._program.evaluate import Cells, Rules, evaluate
+from jaxmp._program.facts import Propagation, Question, shared_programs
 from jaxmp._program.op_classes import (
     ADDS,
     CLASSES,
@@ -51,6 +56,7 @@ from jaxmp._program.op_classes import (
     REPEATS,
     SCALES,
     OpClass,
+    may_be_sum,
 )
 from jaxmp._program.program import Op, Program, numbers, read
 
@@ -66,8 +72,18 @@ def with_float32_gradients(closed: core.ClosedJaxpr, arguments: Sequence[Value])
     return evaluate(read(closed), arguments, _Rules())
 
 
+def _is_sum(op: Op, operands: Sequence[bool]) -> list[bool]:
+    return [may_be_sum(op.name, any(operands))] * len(op.outputs)
+
+
+_SUMS = Question(False, operator.or_, _is_sum, keep=lambda aval, x: x and aval.dtype == FLOAT32)
+
+
 class _Rules(Rules[Value]):
     """Computes what was traced; values that are made of params have a float32 array too."""
+
+    def __init__(self) -> None:
+        self.sums = Propagation(_SUMS, shared_programs())
 
     # NumPy arrays are a part of the program, or `w * np.tril(...)` would be an activation.
     def constant(self, value: Any) -> Value:
@@ -95,7 +111,24 @@ class _Rules(Rules[Value]):
         ]
 
     def operation(self, op: Op, operands: list[Value]) -> list[Value]:
-        equation, name, values = op.equation, op.name, operands
+        summed = any(value.summed for value in operands)
+        if summed and op.params.get("new_dtype") == BFLOAT16:
+            x = open_cast(operands[0].array, BFLOAT16)
+            return [without_params(x, op.equation, operands)]
+        if summed and _is_inexact_product(op.equation):
+            operands = [
+                x._replace(array=open_operand(x.array)) if x.summed else x for x in operands
+            ]
+        are_summed = self.sums.through(op, [value.summed for value in operands])
+        return [
+            x._replace(summed=True)
+            if is_summed and not x.of_params and x.array.dtype == FLOAT32
+            else x
+            for x, is_summed in zip(self._run(op, operands), are_summed, strict=True)
+        ]
+
+    def _run(self, op: Op, values: list[Value]) -> list[Value]:
+        equation, name = op.equation, op.name
         if jax.sharding.get_abstract_mesh().manual_axes:
             values = _varying_as_traced(equation, values)
         if name not in MULTIPLIES:
@@ -189,12 +222,24 @@ def _run_on_activations(equation: core.JaxprEqn, values: list[Value]) -> list[Va
 def _run_on_params(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
     """Runs an operation on params alone; its results are like params."""
     origin, layout = origin_of(equation, values), common_layout(equation, values)
+    results = compat.bind(equation, [value.ungathered() for value in values])
     return [
-        like_param(x, origin, layout)
+        like_param(_open_product(equation, x), origin, layout)
         if is_half_or_float32(x) and not compat.is_ref(x)
         else without_gradient(x, values)
-        for x in compat.bind(equation, [value.ungathered() for value in values])
+        for x in results
     ]
+
+
+def _is_inexact_product(equation: core.JaxprEqn) -> bool:
+    """Whether an equation is a product that TPUs compute in bfloat16 if its operands are wider."""
+    is_product = equation.primitive.name in CONTRACTIONS
+    return is_product and meaning_of(name_of_param(equation.params["precision"])).tpu == "bf16 x 1"
+
+
+def _open_product(equation: core.JaxprEqn, x: Any) -> Any:
+    """Returns a result of weights; of a float32 product, TPUs round the gradient in the open."""
+    return open_gradient(x) if x.dtype == FLOAT32 and _is_inexact_product(equation) else x
 
 
 def _convert(equation: core.JaxprEqn, values: list[Value]) -> list[Value] | None:
@@ -261,7 +306,9 @@ def _contraction(equation: core.JaxprEqn, values: list[Value]) -> list[Value] | 
     operands, sources, gathers = zip(*triples, strict=True)
     arrays = [*operands, *_arrays_of(values[2:])]
     result = product(equation.primitive, params, arrays, sources, gathers)
-    return [like_param(result) if without_data(values) else _activation(result)]
+    if without_data(values):
+        return [like_param(_open_product(equation, result))]
+    return [_activation(result)]
 
 
 def _hold(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
@@ -295,7 +342,8 @@ def _float32_gradient(equation: core.JaxprEqn, values: list[Value]) -> list[Valu
         gathers.append(gather)
     form = form.gathering(tuple(gathers)) if any(gathers) else form
     result = with_derivatives(values[0].operand(), form, operands, _arrays_of(others))
-    return [like_param(result) if without_data(values[1:]) else _activation(result)]
+    is_weight = without_data([traced.value for traced in traced_operands])
+    return [like_param(result) if is_weight else _activation(result)]
 
 
 def _pass_on(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:

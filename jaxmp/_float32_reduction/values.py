@@ -10,6 +10,7 @@ from jax import lax
 
 from jaxmp._mesh.layout import Layout
 from jaxmp._numerics.dtypes import is_half, is_inexact
+from jaxmp._numerics.rounding import open_cast
 from jaxmp._primitives.gathering import Gather, gathered
 from jaxmp._primitives.gradient_of import gradient_of
 from jaxmp._primitives.mixed_product import detach
@@ -37,6 +38,7 @@ class Traits(NamedTuple):
     exact: bool
     layout: Layout | None = None
     origin: Origin = Origin.DATA
+    summed: bool = False
 
     @property
     def of_params(self) -> bool:
@@ -54,12 +56,14 @@ class Value(NamedTuple):
       source: the array that its gradient goes to; None for values that are not made of params.
       layout: its layout on the devices, if it is gathered where it is used.
       origin: whether params, data or numbers make it.
+      summed: whether it is not made of params, and may be a float32 sum over devices.
     """
 
     array: Any
     source: Any = None
     layout: Layout | None = None
     origin: Origin = Origin.DATA
+    summed: bool = False
 
     @property
     def of_params(self) -> bool:
@@ -72,7 +76,7 @@ class Value(NamedTuple):
 
     @property
     def traits(self) -> Traits:
-        return Traits(self.exact, self.layout, self.origin)
+        return Traits(self.exact, self.layout, self.origin, self.summed)
 
     @property
     def is_gathered(self) -> bool:
@@ -209,7 +213,7 @@ def with_traits(value: Value, traits: Traits) -> Value:
 
 
 def float32_source(x: Any) -> Any:
-    return lax.convert_element_type(x, FLOAT32) if is_short(x.dtype) else x
+    return open_cast(x, FLOAT32) if is_short(x.dtype) else x
 
 
 def is_short(dtype: Any) -> bool:

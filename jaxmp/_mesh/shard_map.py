@@ -29,6 +29,7 @@ from jaxmp._mesh.device_sums import (
 )
 from jaxmp._mesh.specs import check_rank, flat_specs
 from jaxmp._numerics.dtypes import DType, is_inexact, is_narrow, parse_dtype
+from jaxmp._numerics.rounding import open_cast
 from jaxmp._numerics.tree import check_differentiable, leaf_names
 from jaxmp._program.mesh_axes import named_axes
 
@@ -219,7 +220,7 @@ def _gather_bwd(plan: _ParamPlan, _: None, cotangent: Array) -> tuple[Array]:
     for dim, axes in reversed(plan.gathers):
         total = scattered_sum(total, axes, dim, plan.wire)
     total = device_sum(total, plan.sums, plan.wire, count) if plan.sums else total / count
-    return (total.astype(plan.primal),)
+    return (open_cast(total, plan.primal),)
 
 
 _gathered_param.defvjp(_gather_fwd, _gather_bwd)

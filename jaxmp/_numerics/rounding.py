@@ -1,10 +1,14 @@
 """Rounding to narrow floats, without overflow, in a way that the compiler keeps."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
 from jaxmp._numerics.dtypes import DType
+
+BFLOAT16, FLOAT32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 
 
 def round_finite(x: Float[Array, "*shape"], dtype: DType) -> Float[Array, "*shape"]:
@@ -17,6 +21,29 @@ def round_finite(x: Float[Array, "*shape"], dtype: DType) -> Float[Array, "*shap
     # NaN, and no update added to it could bring it back.
     largest = float(jnp.finfo(dtype).max)
     return jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x).astype(dtype)
+
+
+def open_cast(x: Array, dtype: Any) -> Array:
+    """Casts an array that may be a sum over devices, or whose gradient may be one.
+
+    A cast to bfloat16 rounds in the open first. So does the transpose of a cast from bfloat16.
+
+    >>> jax.make_jaxpr(lambda x: open_cast(x, "bfloat16"))(1.0)  # doctest: +NORMALIZE_WHITESPACE
+    { lambda ; a:f32[]. let
+        b:f32[] = reduce_precision[exponent_bits=8 mantissa_bits=7] a
+        c:bf16[] = convert_element_type[new_dtype=bfloat16 weak_type=False] b
+      in (c,) }
+    """
+    # XLA runs a float32 sum over TPUs in bfloat16 if only a cast to bfloat16 reads it, or a product
+    # that multiplies bfloat16. Moves and barriers in between do not stop it (libtpu of jax 0.10.2
+    # and 0.12.0.1, compiled for v5e, v6e and 7x).
+    before, after = x.dtype, jnp.dtype(dtype)
+    if (before, after) == (FLOAT32, BFLOAT16):
+        x = jax.lax.reduce_precision(x, 8, 7)
+    x = jax.lax.convert_element_type(x, after)
+    if (before, after) == (BFLOAT16, FLOAT32):  # this changes no number; its transpose rounds
+        x = jax.lax.reduce_precision(x, 8, 7)
+    return x
 
 
 def widen_rounded(x: Float[Array, "*shape"]) -> Float32[Array, "*shape"]:

@@ -9,6 +9,7 @@ equation that has all derivatives, with gradients in float32. Arrays flow throug
 - `float8_product`, `float8_encode`, `float8_dot`: the same in 8 bits; the rounding; the public
   `dot_general`, and which products are left out. `block_product`: MXFP8, which rounds by itself.
 - `gathering`: gathers operands over devices. `float32_sums`, `gradient_of`: other gradients.
+  `open_rounding`: operands that TPUs round, and that may be sums over devices.
 - `primitive_rules`, `operands`, `varying`: parts of them all. A new primitive takes its rules from
   the first, and is listed in `_program/op_classes.py`.
 """

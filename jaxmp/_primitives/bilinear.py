@@ -7,7 +7,7 @@ shape. The derived map then runs in 16 bits.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from jax import lax
 from jax.extend.core import Primitive, jaxpr_as_fun
 
 from jaxmp._numerics.dtypes import DType
+from jaxmp._numerics.rounding import open_cast
 from jaxmp._primitives.gathering import (
     Gather,
     gathered,
@@ -81,7 +82,7 @@ class BilinearMap:
 
     def _memoize(self, key: Any, make: Callable[[], Any]) -> Any:
         if key not in self._cache:
-            with no_mesh():
+            with without_caller():
                 self._cache[key] = make()
         return self._cache[key]
 
@@ -125,7 +126,7 @@ class BilinearMap:
         """
         gathers = (*self.gathers, None)
         arrays = [
-            gathered(cast(x.value, self.compute), gathers[role])
+            gathered((open_cast if x.derivative else cast)(x.value, self.compute), gathers[role])
             for x, role in zip(operands, operand_roles(result_role), strict=True)
         ]
         result_dtype = max(dtype, self.compute, key=lambda x: np.dtype(x).itemsize)
@@ -144,7 +145,7 @@ class BilinearMap:
         rules = _ProductRules(program, self.primitive, multiply, (*self.gathers, None)[result_role])
         ((result, *scales),) = evaluate(program, cells, rules)
         # Compilers sum and scatter at once only if no operation is between: scales come last.
-        result = result if scales else cast(result, dtype)
+        result = result if scales else open_cast(result, dtype)
         return scattered(result, rules.gather, is_summed_whole=not rules.is_open), *scales
 
     def realized(
@@ -219,15 +220,18 @@ def bilinear_map(
 
     operands = [jax.ShapeDtypeStruct(shape, np.float32) for shape, _ in avals[:2]]
     others = tuple(jax.ShapeDtypeStruct(*aval) for aval in avals[2:])
-    with no_mesh():
+    with without_caller():
         result = jax.eval_shape(function, *operands, *others)
     shapes = (*(x.shape for x in operands), result.shape)
     return BilinearMap(primitive, compute, shapes, others, {RESULT: function}, gathers)
 
 
-def no_mesh() -> Any:
-    # A trace that is cached must not contain the mesh of its first caller.
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+@contextlib.contextmanager
+def without_caller() -> Iterator[None]:
+    """Traces for many callers: a cached trace must not have the mesh or the lines of the first."""
+    no_mesh = jax.sharding.AbstractMesh((), ())
+    with jax.sharding.use_abstract_mesh(no_mesh), compat.without_lines():
+        yield
 
 
 def function_of(jaxpr: Any) -> Callable[..., Any]:

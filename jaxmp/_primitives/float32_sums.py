@@ -15,6 +15,7 @@ from jax import lax
 from jax.extend import core
 
 from jaxmp._numerics.dtypes import is_half
+from jaxmp._numerics.rounding import open_cast
 from jaxmp._program import compat
 from jaxmp._program.program import equations_in
 
@@ -35,7 +36,7 @@ def gather(equation: core.JaxprEqn, values: Sequence[Any]) -> list[Any]:
     @gathered.defjvp
     def rule(primals: Any, tangents: Any) -> Any:
         array, *indices = primals
-        tangent = lax.convert_element_type(tangents[0], FLOAT32)
+        tangent = open_cast(tangents[0], FLOAT32)
         # Values from outside of the array are constants.
         (tangent,) = compat.bind(equation, [tangent, *indices], fill_value=0)
         return gathered(*primals), lax.convert_element_type(tangent, array.dtype)
@@ -57,4 +58,4 @@ def accumulator(x: Any) -> Any:
 
 @accumulator.defjvp
 def _accumulator_jvp(primals: Any, tangents: Any) -> Any:
-    return accumulator(*primals), lax.convert_element_type(tangents[0], FLOAT32)
+    return accumulator(*primals), open_cast(tangents[0], FLOAT32)

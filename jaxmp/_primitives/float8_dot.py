@@ -13,7 +13,7 @@ from jaxtyping import Array, Num
 
 from jaxmp._numerics.precision import is_own
 from jaxmp._policies.recipe import Recipe, get_recipe
-from jaxmp._primitives.bilinear import no_mesh
+from jaxmp._primitives.bilinear import without_caller
 from jaxmp._primitives.float8_product import float8_product
 from jaxmp._primitives.mixed_product import product
 from jaxmp._program.scopes import NOT_FLOAT8
@@ -95,7 +95,7 @@ def _precision_param(precision: Any, option: Any) -> Any:
     del option  # `jax_default_matmul_precision`, a key of the cache
     # As JAX itself makes it of a product: the rules are not public.
     number = jax.ShapeDtypeStruct((1, 1), jnp.float32)
-    with no_mesh():
+    with without_caller():
         jaxpr = jax.make_jaxpr(functools.partial(lax.dot, precision=precision))(number, number)
     return jaxpr.eqns[0].params["precision"]
 

@@ -30,8 +30,8 @@ from jaxmp._primitives.bilinear import (
     Gathers,
     bilinear_map,
     function_of,
-    no_mesh,
     operand_roles,
+    without_caller,
 )
 from jaxmp._primitives.gathering import gathered
 from jaxmp._primitives.operands import ProductOperand, flat_operands, operands_of, place_of_linear
@@ -281,7 +281,7 @@ def _lower(ctx: Any, *args: Any, jaxpr: Any, function: Any = None, **params: Any
     del params
     # Lowered without varying axes, which the equations inside do not have.
     ctx = ctx.replace(avals_in=list(jaxpr.in_avals))
-    with no_mesh():
+    with without_caller():
         return mlir.lower_fun(function or function_of(jaxpr), multiple_results=False)(ctx, *args)
 
 

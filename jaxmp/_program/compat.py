@@ -146,6 +146,12 @@ def where(
         yield
 
 
+def without_lines() -> contextlib.AbstractContextManager[None]:
+    """Gives new equations no source lines: those of the equation around them hold."""
+    lines: Any = source_info_util.current().traceback
+    return source_info_util.user_context(type(lines)())  # an empty one; None would be those here
+
+
 def is_plain_jit(params: dict[str, Any]) -> bool:
     """Whether a jit names no shardings, layouts, donation or compiler options."""
     shardings = (*params["in_shardings"], *params["out_shardings"])

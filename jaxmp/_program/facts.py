@@ -70,7 +70,7 @@ def propagate(
     function cost no more than one call if `inside` returns the same program for them, as it does by
     default.
     """
-    return _Propagation(question, inside or shared_programs()).run(program, facts)
+    return Propagation(question, inside or shared_programs()).run(program, facts)
 
 
 def made_of(
@@ -97,7 +97,7 @@ def made_of(
         rule=lambda op, operands: [rule(op.equation, operands)] * len(op.outputs),
         keep=lambda aval, label: label if can_have(aval) else NONE,
     )
-    turns = _Propagation(question, shared_programs(_inside_control_flow))
+    turns = Propagation(question, shared_programs(_inside_control_flow))
     return turns.along(Wiring((range(len(labels)),), carry, turns=None), [read(jaxpr)], labels)
 
 
@@ -107,7 +107,9 @@ def _inside_control_flow(equation: core.JaxprEqn) -> list[Any]:
     return programs_inside(equation) if is_control else []
 
 
-class _Propagation(Generic[Fact]):
+class Propagation(Generic[Fact]):
+    """Follows the facts of one question; remembers those of programs it has been through."""
+
     def __init__(self, question: Question[Fact], inside: Inside) -> None:
         self.question, self.inside = question, inside
         self.memo = Memo()
@@ -126,16 +128,17 @@ class _Propagation(Generic[Fact]):
             return nothing if literal is None else literal(atom)
 
         for op in program.ops:
-            operands = list(map(fact_of, op.inputs))
-            results: Sequence[Fact]
-            if not (programs := self.inside(op)):
-                results = self.question.rule(op, operands)
-            elif (wiring := _wiring(op, programs)).arguments:
-                results = self.along(wiring, programs, operands)
-            else:
-                results = self._join_operands(op, programs, operands)
+            results = self.through(op, list(map(fact_of, op.inputs)))
             facts_by_number.update(zip(op.outputs, results, strict=True))
         return list(map(fact_of, program.outputs))
+
+    def through(self, op: Op, operands: list[Fact]) -> Sequence[Fact]:
+        """Returns the facts of the results of an operation."""
+        if not (programs := self.inside(op)):
+            return self.question.rule(op, operands)
+        if (wiring := _wiring(op, programs)).arguments:
+            return self.along(wiring, programs, operands)
+        return self._join_operands(op, programs, operands)
 
     def _restrict(self, aval: Any, fact: Fact) -> Fact:
         keep = self.question.keep

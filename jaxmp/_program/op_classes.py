@@ -134,8 +134,8 @@ _TABLE: dict[OpClass, tuple[str, ...]] = {
         "approx_top_k",
         *(_WITH_FUNCTIONS, _SCALED_PRODUCTS),
         # Primitives that jaxmp itself adds.
-        "float32_gradient gradient_of low_precision_product held float8_encode probed "
-        "float8_scale_back mxfp8_encode",
+        "float32_gradient gradient_of low_precision_product held open_rounding float8_encode "
+        "probed float8_scale_back mxfp8_encode",
         # Effects outside of the program, memory that is written in place, positions.
         *(_OUTSIDE, _IN_PLACE, "axis_index axis_size platform_index"),
     ),
@@ -312,6 +312,12 @@ TOTALS = ACCUMULATES | _names_of(
     "reduce_sum reduce_prod reduce_window_sum reduce reduce_window select_and_scatter_add",
     "cumsum cumprod cumlogsumexp add_any addupdate accum_grad_in_ref",
 )
+# Add up many numbers, which may be on many devices.
+SUMS = TOTALS | CONTRACTIONS | _names_of(_COLLECTIVE_SUMS)
+# Rounded before or after these, the result is the same.
+ROUNDS_ALIKE = (SAME_NUMBERS | LINEAR_MOVES) | _names_of(
+    "abs max min clamp select_n pad dynamic_update_slice scatter reduce_max reduce_min"
+)
 # Their results are places, and of rounded numbers the places may be others.
 CHOICES = _names_of("argmax argmin")
 # Jump where numbers change places: comparisons, with the sign of the difference, indices, choices.
@@ -344,7 +350,7 @@ AFTER_PRODUCTS = (LINEAR_MOVES | _names_of(*_TABLE[OpClass.PROMOTE])) | _names_o
     "psum psum_invariant reduce_scatter pvary optimization_barrier",
 )
 # The identity on the first operand.
-IDENTITIES = _names_of("held name gradient_of float32_gradient probed")
+IDENTITIES = _names_of("held name gradient_of float32_gradient open_rounding probed")
 # Hand on numbers of their operands, up to casts. No collectives: these may add them up.
 PASSED_ON = SAME_NUMBERS | LINEAR_MOVES | IDENTITIES
 PASSED_ON -= COLLECTIVES | _names_of("reduce_precision")
@@ -353,6 +359,19 @@ KEEPS_ZERO = (REARRANGES | ADDS) | _names_of(
     "neg sign abs sqrt convert_element_type copy copy_p broadcast_in_dim slice concatenate",
     "reduce_sum reduce_precision",
 )
+
+
+def may_be_sum(name: str, of_sum: bool) -> bool:
+    """Whether the result of an operation may be a sum over devices, up to its rounding.
+
+    Args:
+      name: the name of its primitive.
+      of_sum: whether one of its operands may be such a sum.
+
+    >>> may_be_sum("reduce_sum", False), may_be_sum("transpose", True), may_be_sum("mul", True)
+    (True, True, False)
+    """
+    return name in SUMS or (of_sum and name in ROUNDS_ALIKE)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -161,6 +161,31 @@ def test_loops(low: Collectives) -> None:
     assert len(low.unseen) == 2
 
 
+def first(w: Any, x: Any) -> Any:
+    return jnp.sin(x @ w.astype(BF16))
+
+
+def second(w: Any, x: Any) -> Any:
+    return jnp.sin(x @ w.astype(BF16))
+
+
+def test_lines_are_those_of_the_own_product() -> None:
+    """Of products alike, each has its own line, whichever was traced first in this process."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    w, x = array(mesh, (2, 32, 32)), array(mesh, (64, 32), "data", dtype=BF16)
+
+    def both(w: Any, x: Any) -> Any:
+        return jnp.sum(second(w[1], first(w[0], x)).astype(F32))
+
+    def alone(w: Any, x: Any) -> Any:
+        return jnp.sum(second(w[0], x).astype(F32))
+
+    for loss, names in ((both, ["(first)", "(second)"]), (alone, ["(second)"])):
+        for gradient in (jax.grad(loss), jaxmp.grad(loss, reduce_dtype="float32")):
+            rows = jaxmp.collectives(gradient, w, x)
+            assert sorted(row.line.split()[-1] for row in rows) == names
+
+
 def test_lines_modules_and_passes() -> None:
     from flax import linen as nn
 

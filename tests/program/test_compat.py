@@ -29,7 +29,7 @@ PACKAGE = pathlib.Path(__file__).parents[2] / "jaxmp"
 COMPAT, FLOPS, PROGRAM = "_program/compat.py", "_program/flops.py", "_program/program.py"
 WIRING, EVALUATE = "_program/wiring.py", "_program/evaluate.py"
 OPERATIONS, CONTROL, FLOW = "_autocast/rules.py", "_autocast/control_flow.py", "_autocast/plan.py"
-LEFT = "_autocast/coverage.py"
+LEFT, STEPS = "_autocast/coverage.py", "_autocast/steps.py"
 TALLY = "_tools/inspect/summarize.py"
 BRANCHES = "_tools/inspect/branches.py"
 STORAGE, AGAIN = "_recompute/storage.py", "_program/control_flow.py"
@@ -90,6 +90,7 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "integer_pow": lambda x: x**3,
     "reduce_precision": lambda x: lax.reduce_precision(x, 8, 7),
     "sharding_constraint": lambda x: lax.with_sharding_constraint(x, NamedSharding(MESH, SPEC)),
+    "gather": lambda x: x[jnp.array([0])],
     "scatter-add": lambda x: x.at[jnp.array([0])].add(x[:1]),
     "conv_general_dilated": convolve,
     "ragged_dot_general": lambda x: lax.ragged_dot(x, x[None], jnp.array([4])),
@@ -99,6 +100,14 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
 }
 # Cannot be bound outside of a shard_map.
 LOCK = "_tools/inspect/lock.py"
+MULTIPLYING = (
+    OPERATIONS,
+    DERIVATIVES,
+    REDUCTION,
+    TALLY,
+    LEFT,
+    LOCK,
+)  # read the precision of products
 COLLECTIVES = ("psum_invariant", "all_gather")
 Check = Callable[[Any], bool]
 
@@ -170,10 +179,10 @@ READ = [
     Read("shard_map", "check_vma", is_a(bool), (COMPAT,)),
     Read("custom_linear_solve", "jaxprs", has("solve"), (FLOPS,)),
     Read("dot_general", "preferred_element_type", is_dtype, (OPERATIONS,)),
-    Read("dot_general", "precision", is_precision, (OPERATIONS, DERIVATIVES, LEFT, TALLY, LOCK)),
+    Read("dot_general", "precision", is_precision, MULTIPLYING),
     Read("dot_general", "dimension_numbers", are_pairs, (OPERATIONS, FLOPS)),
     Read("conv_general_dilated", "preferred_element_type", is_dtype, (OPERATIONS,)),
-    Read("conv_general_dilated", "precision", is_precision, (OPERATIONS, DERIVATIVES, TALLY)),
+    Read("conv_general_dilated", "precision", is_precision, MULTIPLYING[:4]),
     Read("conv_general_dilated", "dimension_numbers", numbers_of_a_convolution, (FLOPS,)),
     Read("conv_general_dilated", "window_strides", tuple_of(is_a(int)), (FLOPS,)),
     Read("conv_general_dilated", "padding", tuple_of(is_a(tuple)), (FLOPS,)),
@@ -181,13 +190,15 @@ READ = [
     Read("conv_general_dilated", "rhs_dilation", tuple_of(is_a(int)), (FLOPS,)),
     Read("conv_general_dilated", "batch_group_count", is_a(int), (FLOPS,)),
     Read("ragged_dot_general", "preferred_element_type", is_dtype, (OPERATIONS,)),
-    Read("ragged_dot_general", "precision", is_precision, (OPERATIONS, DERIVATIVES, TALLY)),
+    Read("ragged_dot_general", "precision", is_precision, MULTIPLYING[:4]),
     Read(
         "ragged_dot_general",
         "ragged_dot_dimension_numbers",
         has("dot_dimension_numbers", "rhs_group_dimensions"),
         (FLOPS,),
     ),
+    Read("gather", "dimension_numbers", has("operand_batching_dims", "offset_dims"), (STEPS,)),
+    Read("gather", "slice_sizes", tuple_of(is_a(int)), (STEPS,)),
     Read("scatter-add", "update_jaxpr", is_a(core.Jaxpr), (OPERATIONS,)),
     *(
         Read("scatter-add", name, lambda value: value is not None, (SUMMED,))

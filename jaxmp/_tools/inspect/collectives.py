@@ -222,7 +222,9 @@ def _unseen_parts(source: Source, hlo: CompiledProgram) -> tuple[str, ...]:
     if source.origin == "program after partitioning":
         sentences.append(
             "What the compiler does after partitioning: it may combine, drop or split collectives, "
-            "and makes reduce-scatters of all-reduces."
+            "and makes reduce-scatters of all-reduces. That for TPUs may sum in bfloat16 what is "
+            "float32 here. A program that is compiled for TPUs shows it; they may be absent: see "
+            "docs/audit.md."
         )
     if hlo.unknown_loops:
         sentences.append(

@@ -1,0 +1,77 @@
+"""Gradients of weights that are computed from params, over eight devices, against float64."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec as P
+
+import jaxmp
+from tests.support.computed_weights import (
+    KINDS,
+    RANK,
+    ROWS,
+    TURNS,
+    WIDTH,
+    batch,
+    by_hand,
+    in_float32,
+)
+
+
+def placed(mesh: Any, params: Any, batch: Any) -> Any:
+    def put(tree: Any, *spec: Any) -> Any:
+        return jax.device_put(tree, jax.sharding.NamedSharding(mesh, P(*spec)))
+
+    return put(params), put(batch, "data")
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_a_merged_weight_that_is_used_in_many_turns(axis_type: Any) -> None:
+    """A sum in bfloat16 stops at 256 of equal terms; here it is of 400 turns and 16 rows."""
+    params = {
+        "w": np.zeros((WIDTH, WIDTH), np.float32),
+        "a": np.zeros((WIDTH, RANK), np.float32),
+        "b": np.full((RANK, WIDTH), 1 / RANK, np.float32),
+    }
+    batch = {"x": np.ones((16, WIDTH), np.float32)}
+    mesh = jax.make_mesh((8,), ("data",), (axis_type,))
+    args = placed(mesh, params, batch)
+    # Of a product of zeros the sine has slope 1: d/dw is the sum of x over rows and turns, and
+    # d/da is that times b.T.
+    scales = np.linspace(0.5, 1, TURNS, dtype=np.float32).astype(jnp.bfloat16).astype(np.float64)
+    expected = scales.sum() * 16 * WIDTH / RANK
+    for loss in (by_hand("one weight in all turns"), autocast("one weight in all turns")):
+        ours = jax.jit(jaxmp.grad(loss, reduce_dtype="float32"))(*args)["a"]
+        np.testing.assert_allclose(ours, expected, rtol=2**-8)
+    plain = jax.jit(jax.grad(by_hand("one weight in all turns")))(*args)["a"]
+    assert abs(float(plain[0, 0]) / expected - 1) > 0.05
+
+
+def autocast(kind: str) -> Any:
+    return jaxmp.autocast(in_float32(kind), "mixed_bfloat16")
+
+
+def test_a_table_of_factors_that_is_read_many_times() -> None:
+    params = {
+        "a": np.ones((WIDTH, RANK), np.float32),
+        "b": np.zeros((RANK, WIDTH), np.float32),
+    }
+    batch = {"x": np.ones((8 * ROWS, WIDTH), np.float32), "ids": np.zeros(8 * ROWS, np.int32)}
+    args = placed(jax.make_mesh((8,), ("data",), (AxisType.Auto,)), params, batch)
+    for loss in (by_hand("table of factors"), autocast("table of factors")):
+        ours = jax.jit(jaxmp.grad(loss, reduce_dtype="float32"))(*args)["b"]
+        np.testing.assert_allclose(ours, 8 * ROWS)
+    plain = jax.jit(jax.grad(by_hand("table of factors")))(*args)["b"]
+    assert float(plain[0, 0]) == 8 * 256
+
+
+@pytest.mark.parametrize("kind", ["lora", "all in float32", "sum before a product"])
+def test_nothing_is_rounded_on_other_devices(kind: str) -> None:
+    """Products of float32 numbers are exact on CPUs, and stay so."""
+    args = KINDS[kind].params(), batch()
+    ours = jax.jit(jaxmp.grad(in_float32(kind), reduce_dtype="float32"))(*args)
+    plain = jax.jit(jax.grad(in_float32(kind)))(*args)
+    jax.tree.map(np.testing.assert_array_equal, ours, plain)
