@@ -16,8 +16,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from jaxmp._float32_reduction.values import FLOAT32, Origin, Value
-from jaxmp._float32_reduction.weights import have_data, mixed_results
+from jaxmp._float32_reduction.open_sums import opened
+from jaxmp._float32_reduction.values import FLOAT32, Origin, Value, like_param
+from jaxmp._float32_reduction.weights import (
+    have_data,
+    mixed_results,
+    origin_of,
+    without_gradient,
+)
 from jaxmp._numerics.dtypes import is_half, is_half_or_float32
 from jaxmp._numerics.rounding import open_cast
 from jaxmp._primitives.varying import varying_as
@@ -73,6 +79,10 @@ class _Float32Sums(Rules[Any]):
 
     def operation(self, op: Op, operands: list[Any]) -> list[Any]:
         in_float32, params = self.float32_results(op), op.params
+        # A cotangent may be a sum over devices, and so may what is computed from it.
+        if op.name in CONTRACTIONS or not any(in_float32):
+            may_be = [getattr(x, "dtype", None) == FLOAT32 for x in operands]
+            operands = opened(op, operands, may_be)
         if not any(in_float32):
             return compat.bind(op.equation, operands)
         if op.name in CONTROL_FLOW:
@@ -102,8 +112,6 @@ def _cast_between(value: Any, aval: Any, in_float32: bool) -> Any:
 
 def own_derivative_rule(rules: Rules[Value], op: Op, values: list[Value]) -> list[Value] | None:
     """Runs the function and its forward pass as they are, and its derivative with float32 sums."""
-    if not have_data(values):
-        return None
     # The function takes arrays as it was traced, so that the loss keeps its bits.
     values = [value.whole() for value in values]
     of_params = [value.of_params for value in values]  # derivatives may not hold arrays
@@ -150,4 +158,11 @@ def own_derivative_rule(rules: Rules[Value], op: Op, values: list[Value]) -> lis
         call = with_derivative(op.equation, primal, derivative, places)
     else:
         call = with_passes(op.equation, primal, forward, places)
-    return mixed_results(call(arrays), values)
+    results = call(arrays)
+    if have_data(values):
+        return mixed_results(results, values)
+    origin = origin_of(op.equation, values)
+    return [
+        like_param(x, origin) if is_half_or_float32(x) else without_gradient(x, values)
+        for x in results
+    ]

@@ -5,7 +5,6 @@ derivative only, until it meets activations. There its gradient becomes a sum ov
 over the devices among which the batch is divided.
 """
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from jax.extend import core
 
 from jaxmp._float32_reduction.control_flow import rule_of
 from jaxmp._float32_reduction.custom_derivatives import own_derivative_rule
+from jaxmp._float32_reduction.open_sums import Sums, open_product, opened, reads_openly
 from jaxmp._float32_reduction.values import (
     FLOAT32,
     Origin,
@@ -35,16 +35,12 @@ from jaxmp._float32_reduction.weights import (
 )
 from jaxmp._mesh.layout import layout_after
 from jaxmp._numerics.dtypes import is_half, is_half_or_float32, is_inexact
-from jaxmp._numerics.precision import meaning_of, name_of_param
-from jaxmp._numerics.rounding import BFLOAT16, open_cast
 from jaxmp._primitives.float32_sums import gather, gathers
 from jaxmp._primitives.mixed_product import detach, product, with_derivatives
-from jaxmp._primitives.open_rounding import open_gradient, open_operand
 from jaxmp._primitives.operands import ProductOperand, operands_of
 from jaxmp._primitives.varying import varying_alike, varying_axes
 from jaxmp._program import compat
 from jaxmp._program.evaluate import Cells, Rules, evaluate
-from jaxmp._program.facts import Propagation, Question, shared_programs
 from jaxmp._program.op_classes import (
     ADDS,
     CLASSES,
@@ -56,7 +52,6 @@ from jaxmp._program.op_classes import (
     REPEATS,
     SCALES,
     OpClass,
-    may_be_sum,
 )
 from jaxmp._program.program import Op, Program, numbers, read
 
@@ -72,18 +67,11 @@ def with_float32_gradients(closed: core.ClosedJaxpr, arguments: Sequence[Value])
     return evaluate(read(closed), arguments, _Rules())
 
 
-def _is_sum(op: Op, operands: Sequence[bool]) -> list[bool]:
-    return [may_be_sum(op.name, any(operands))] * len(op.outputs)
-
-
-_SUMS = Question(False, operator.or_, _is_sum, keep=lambda aval, x: x and aval.dtype == FLOAT32)
-
-
 class _Rules(Rules[Value]):
     """Computes what was traced; values that are made of params have a float32 array too."""
 
     def __init__(self) -> None:
-        self.sums = Propagation(_SUMS, shared_programs())
+        self.sums = Sums()
 
     # NumPy arrays are a part of the program, or `w * np.tril(...)` would be an activation.
     def constant(self, value: Any) -> Value:
@@ -111,21 +99,13 @@ class _Rules(Rules[Value]):
         ]
 
     def operation(self, op: Op, operands: list[Value]) -> list[Value]:
-        summed = any(value.summed for value in operands)
-        if summed and op.params.get("new_dtype") == BFLOAT16:
-            x = open_cast(operands[0].array, BFLOAT16)
-            return [without_params(x, op.equation, operands)]
-        if summed and _is_inexact_product(op.equation):
-            operands = [
-                x._replace(array=open_operand(x.array)) if x.summed else x for x in operands
-            ]
-        are_summed = self.sums.through(op, [value.summed for value in operands])
-        return [
-            x._replace(summed=True)
-            if is_summed and not x.of_params and x.array.dtype == FLOAT32
-            else x
-            for x, is_summed in zip(self._run(op, operands), are_summed, strict=True)
-        ]
+        summed = [value.summed for value in operands]
+        if reads_openly(op, summed):
+            arrays = opened(op, _arrays_of(operands), summed)
+            operands = [x._replace(array=y) for x, y in zip(operands, arrays, strict=True)]
+        are_summed = self.sums.through(op, summed)
+        pairs = zip(self._run(op, operands), are_summed, strict=True)
+        return [x._replace(summed=is_summed and x.array.dtype == FLOAT32) for x, is_summed in pairs]
 
     def _run(self, op: Op, values: list[Value]) -> list[Value]:
         equation, name = op.equation, op.name
@@ -134,8 +114,11 @@ class _Rules(Rules[Value]):
         if name not in MULTIPLIES:
             values = list(map(_finish_gather, values))
         program_rule = rule_of(op)
-        needs_rule = name == "pvary" or (program_rule is not None and gathers(equation))
-        if not any(value.of_params for value in values) and not needs_rule:
+        as_traced = name != "pvary" and not any(value.of_params for value in values)
+        if as_traced and program_rule is not None:
+            summed = [value.summed for value in values]
+            as_traced = not (gathers(equation) or self.sums.are_read_in(op, summed))
+        if as_traced:
             bind = gather if name == "gather" else compat.bind
             arrays = bind(equation, _arrays_of(values))
             return [without_params(x, equation, values) for x in arrays]
@@ -224,22 +207,11 @@ def _run_on_params(equation: core.JaxprEqn, values: list[Value]) -> list[Value]:
     origin, layout = origin_of(equation, values), common_layout(equation, values)
     results = compat.bind(equation, [value.ungathered() for value in values])
     return [
-        like_param(_open_product(equation, x), origin, layout)
+        like_param(open_product(equation, x), origin, layout)
         if is_half_or_float32(x) and not compat.is_ref(x)
         else without_gradient(x, values)
         for x in results
     ]
-
-
-def _is_inexact_product(equation: core.JaxprEqn) -> bool:
-    """Whether an equation is a product that TPUs compute in bfloat16 if its operands are wider."""
-    is_product = equation.primitive.name in CONTRACTIONS
-    return is_product and meaning_of(name_of_param(equation.params["precision"])).tpu == "bf16 x 1"
-
-
-def _open_product(equation: core.JaxprEqn, x: Any) -> Any:
-    """Returns a result of weights; of a float32 product, TPUs round the gradient in the open."""
-    return open_gradient(x) if x.dtype == FLOAT32 and _is_inexact_product(equation) else x
 
 
 def _convert(equation: core.JaxprEqn, values: list[Value]) -> list[Value] | None:
@@ -293,6 +265,15 @@ def _arithmetic(equation: core.JaxprEqn, values: list[Value]) -> list[Value] | N
 def _contraction(equation: core.JaxprEqn, values: list[Value]) -> list[Value] | None:
     dtypes = {x.dtype for x in _arrays_of(values[:2])}
     dtype = aval_of(equation).dtype
+    if (
+        len(dtypes) == 2
+        and dtype == FLOAT32
+        and all(map(is_half_or_float32, _arrays_of(values[:2])))
+    ):
+        wide = [value.in_place().in_float32() for value in values[:2]]
+        (result,) = compat.bind(equation, [*wide, *_arrays_of(values[2:])])
+        is_weight = without_data(values)
+        return [like_param(open_product(equation, result)) if is_weight else _activation(result)]
     if len(dtypes) != 1 or dtype not in (FLOAT32, *dtypes):
         return None
     # A float32 product has float32 gradients by itself. It is run here only to gather its params,
@@ -307,7 +288,7 @@ def _contraction(equation: core.JaxprEqn, values: list[Value]) -> list[Value] | 
     arrays = [*operands, *_arrays_of(values[2:])]
     result = product(equation.primitive, params, arrays, sources, gathers)
     if without_data(values):
-        return [like_param(_open_product(equation, result))]
+        return [like_param(open_product(equation, result))]
     return [_activation(result)]
 
 

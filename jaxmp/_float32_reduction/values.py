@@ -56,7 +56,7 @@ class Value(NamedTuple):
       source: the array that its gradient goes to; None for values that are not made of params.
       layout: its layout on the devices, if it is gathered where it is used.
       origin: whether params, data or numbers make it.
-      summed: whether it is not made of params, and may be a float32 sum over devices.
+      summed: whether the array may be a float32 sum over devices, up to what rounds alike.
     """
 
     array: Any
@@ -209,7 +209,7 @@ def with_traits(value: Value, traits: Traits) -> Value:
     if traits.exact and not value.exact:
         x = value.ungathered()
         value = value._replace(array=x, source=x)
-    return value._replace(origin=traits.origin)
+    return value._replace(origin=traits.origin, summed=False)
 
 
 def float32_source(x: Any) -> Any:

@@ -39,11 +39,15 @@ def open_cast(x: Array, dtype: Any) -> Array:
     # and 0.12.0.1, compiled for v5e, v6e and 7x).
     before, after = x.dtype, jnp.dtype(dtype)
     if (before, after) == (FLOAT32, BFLOAT16):
-        x = jax.lax.reduce_precision(x, 8, 7)
+        x = rounded_to_bfloat16(x)
     x = jax.lax.convert_element_type(x, after)
-    if (before, after) == (BFLOAT16, FLOAT32):  # this changes no number; its transpose rounds
-        x = jax.lax.reduce_precision(x, 8, 7)
-    return x
+    # This changes no number; its transpose rounds.
+    return rounded_to_bfloat16(x) if (before, after) == (BFLOAT16, FLOAT32) else x
+
+
+def rounded_to_bfloat16(x: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
+    """Rounds to bfloat16 numbers, in float32."""
+    return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
 
 
 def widen_rounded(x: Float[Array, "*shape"]) -> Float32[Array, "*shape"]:

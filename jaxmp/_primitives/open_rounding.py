@@ -8,9 +8,10 @@ Other devices multiply float32 operands as they are. There nothing is rounded.
 
 from typing import Any
 
-from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+
+from jaxmp._numerics.rounding import rounded_to_bfloat16
 
 # The identity; on TPUs one that rounds to bfloat16, or whose transpose does.
 _open_rounding_p = Primitive("open_rounding")
@@ -32,7 +33,7 @@ def open_gradient(x: Any) -> Any:
 
 
 def _on_tpu(x: Any, *, of_gradient: bool) -> Any:
-    return x if of_gradient else lax.reduce_precision(x, 8, 7)
+    return x if of_gradient else rounded_to_bfloat16(x)
 
 
 def _transpose(ct: Any, x: Any, *, of_gradient: bool) -> list[Any]:

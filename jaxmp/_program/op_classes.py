@@ -316,7 +316,8 @@ TOTALS = ACCUMULATES | _names_of(
 SUMS = TOTALS | CONTRACTIONS | _names_of(_COLLECTIVE_SUMS)
 # Rounded before or after these, the result is the same.
 ROUNDS_ALIKE = (SAME_NUMBERS | LINEAR_MOVES) | _names_of(
-    "abs max min clamp select_n pad dynamic_update_slice scatter reduce_max reduce_min"
+    "abs max min clamp select_n pad dynamic_update_slice scatter",
+    "reduce_max reduce_min cummax cummin reduce_window_max reduce_window_min",
 )
 # Their results are places, and of rounded numbers the places may be others.
 CHOICES = _names_of("argmax argmin")

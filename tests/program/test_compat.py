@@ -38,6 +38,7 @@ DERIVATIVES = "_program/derivatives.py"
 REDUCED, SUMMED = "_float32_reduction/control_flow.py", "_float32_reduction/custom_derivatives.py"
 HI = "_program/hi_primitives.py"
 REDUCTION, FREED = "_float32_reduction/rules.py", "_program/explicit_axes.py"
+OPEN = "_float32_reduction/open_sums.py"
 
 # An equation of its own, or a call that is shown as one.
 CHECKPOINT = "checkpoint" if jax.config.jax_remat3 else "remat2"  # type: ignore[attr-defined]
@@ -103,7 +104,7 @@ LOCK = "_tools/inspect/lock.py"
 MULTIPLYING = (
     OPERATIONS,
     DERIVATIVES,
-    REDUCTION,
+    OPEN,
     TALLY,
     LEFT,
     LOCK,
@@ -205,7 +206,7 @@ READ = [
         for name in ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
     ),
     Read("sharding_constraint", "sharding", has("num_devices"), (FREED,)),
-    Read("convert_element_type", "new_dtype", is_dtype, (OPERATIONS, REDUCTION, FREED)),
+    Read("convert_element_type", "new_dtype", is_dtype, (OPERATIONS, REDUCTION, OPEN, FREED)),
     Read("reduce_precision", "exponent_bits", is_a(int), (LOCK,)),
     Read("reduce_precision", "mantissa_bits", is_a(int), (LOCK,)),
     Read("psum_invariant", "axes", is_a(tuple), (TALLY, REDUCTION)),

@@ -84,6 +84,31 @@ def _scaled_jvp(primals: Any, tangents: Any) -> Any:
     return _scaled(*primals), tangents[0] * 2
 
 
+@jax.custom_jvp
+def _multiplied(a: Any, b: Any) -> Any:
+    return a @ b
+
+
+@_multiplied.defjvp
+def _multiplied_jvp(primals: Any, tangents: Any) -> Any:
+    return _multiplied(*primals), tangents[0] @ primals[1] + primals[0] @ tangents[1]
+
+
+@jax.custom_vjp
+def _in_16_bits(a: Any, b: Any) -> Any:
+    return _low_product(a, b)
+
+
+def _low_product(a: Any, b: Any) -> Any:
+    return (a.astype(jnp.bfloat16) @ b.astype(jnp.bfloat16)).astype(jnp.float32)
+
+
+_in_16_bits.defvjp(
+    lambda a, b: (_in_16_bits(a, b), (a, b)),
+    lambda kept, g: (_low_product(g, kept[1].T), _low_product(kept[0].T, g)),
+)
+
+
 def _merged(p: Any, low: Low) -> Any:
     # If the weight were trained too, its gradient would be read twice: the sum would be float32.
     return low(lax.stop_gradient(p["w"])) + low(p["a"]) @ low(p["b"])
@@ -164,6 +189,8 @@ _WEIGHTS: dict[str, tuple[dict[str, tuple[int, ...]], Weight]] = {
         ),
     ),
     "with its own derivative": (_AB, lambda p, low: _scaled(low(p["a"]) @ low(p["b"]))),
+    "product with its own tangent": (_AB, lambda p, low: low(_multiplied(p["a"], p["b"]))),
+    "product with its own backward pass": (_AB, lambda p, low: low(_in_16_bits(p["a"], p["b"]))),
     "cayley": (
         {"a": (D, D), "w": (D, D)},
         lambda p, low: (
@@ -258,6 +285,21 @@ _LOSSES: dict[str, Kind] = {
         lambda p, b, low: _total(
             low(jnp.sum(jnp.tanh(low(b["x"])).astype(jnp.float32), 0))[None] @ low(p["w"])
         ),
+    ),
+    "sum that is cast in a jit": Kind(
+        {"w": (D, D)},
+        lambda p, b, low: _total(
+            jax.jit(lambda x: low(jnp.sum(jnp.tanh(x), 0)))(b["x"])[None] @ low(p["w"])
+        ),
+    ),
+    "sum beside a weight": Kind(
+        {"w": (D, D), "v": (D,)},
+        lambda p, b, low: _total(
+            low(jnp.where(_MASK[3], p["v"], jnp.sum(jnp.tanh(b["x"]), 0)))[None] @ low(p["w"])
+        ),
+    ),
+    "operands of two dtypes": Kind(
+        _AB, lambda p, b, low: jnp.sum(jnp.sin(b["x"] @ (low(p["a"]) @ low(p["b"]))))
     ),
     "relu of a sum before a product": Kind(
         {"w": (D, D)},
