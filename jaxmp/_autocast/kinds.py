@@ -46,7 +46,8 @@ class State(NamedTuple):
       input_independent: whether it depends on no float argument: positions, masks, noise.
       loop_carried: whether it is firm because a loop carries it, and so is not a weight.
       materialized: whether compilers write it to memory, if it has 16 bits.
-      summed: whether it, or its gradient, may be a sum over devices, up to what rounds alike.
+      summed: of float32, whether it may be a sum over devices, up to what rounds alike; of 16 bits,
+        whether its gradient may be one.
     """
 
     kind: Kind

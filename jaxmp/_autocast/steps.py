@@ -102,16 +102,19 @@ def plan_as_traced(op: Op, states: States, exact: Kind = Kind.HIGH) -> Step:
 
 
 def adds_gradients(step: Step) -> list[int]:
-    """Returns the values whose gradients the transpose of an operation sums, if it casts them.
+    """Returns the operands that are read in float32, and whose gradients the transpose sums.
 
-    They are laid out, are rows, or become a part of a weight.
+    These are operands of products, rows that are looked up, parts of a weight, and what is laid
+    out.
     """
     op = step.op
     is_part = any(x and x.kind is Kind.FIRM and is_weight(x) for x in step.results)
     largest = max((math.prod(getattr(aval, "shape", ())) for aval in op.out_avals), default=0)
     is_lookup = op.name == "gather" and not op.params["dimension_numbers"].operand_batching_dims
     adds_all = (
-        is_part or op.name in CONTRACTIONS or (is_lookup and max(op.params["slice_sizes"]) > 1)
+        is_part
+        or op.name in CONTRACTIONS
+        or (is_lookup and any(size > 1 for size in op.params["slice_sizes"]))
     )
     return [
         atom

@@ -9,6 +9,7 @@ import jax
 from jax import lax
 from jax.extend import core
 
+from jaxmp._float32_reduction.open_sums import Sums
 from jaxmp._float32_reduction.values import (
     FLOAT32,
     Origin,
@@ -60,9 +61,10 @@ def jit_rule(rules: Rules[Value], op: Op, values: list[Value]) -> list[Value]:
     options = op.params["name"], op.params["inline"]
     versions = _JITTED.setdefault(body, {})
     program = weakref.ref(body)  # the caller keeps it alive, and caches for it are freed with it
+    fresh = type(rules)  # these here remember programs
 
     def call(values: list[Value]) -> list[Value]:
-        return evaluate(read(program()), values, rules)
+        return evaluate(read(program()), values, fresh())
 
     if options not in versions:
         call.__name__ = call.__qualname__ = op.params["name"]
@@ -120,7 +122,9 @@ def scan_rule(rules: Rules[Value], op: Op, values: list[Value]) -> list[Value]:
     count, initial = len(loop.carry), values[loop.carry.start : end]
     stacks = [_gather_if_split(value) for value in values[end:]]
     unchanged = _unchanged_params(read(body), loop, [*values[:end], *stacks])
-    traits = _carry_traits(body, values, loop.carry)
+    are_summed = Sums().through(op, [value.summed for value in values])
+    pairs = zip(_carry_traits(body, values, loop.carry), are_summed, strict=False)
+    traits = [common._replace(summed=is_summed) for common, is_summed in pairs]
 
     def turn(operands: list[Any], _: Any) -> tuple[list[Any], Any]:
         arguments = [value if x is None else x for x, value in zip(operands, values, strict=True)]
@@ -233,7 +237,7 @@ def cond_rule(rules: Rules[Value], op: Op, values: list[Value]) -> list[Value]:
         programs = [compat.trace(program, types) for program in varying]
     results = compat.bind(op.equation, [index, *arrays], branches=tuple(programs))
     outputs = zip(jax.tree.map(results.__getitem__, branches[0][1]), traits, strict=True)
-    return [value._replace(origin=common.origin) for value, common in outputs]
+    return [value._replace(origin=common.origin, summed=common.summed) for value, common in outputs]
 
 
 def shard_map_rule(rules: Rules[Value], op: Op, values: list[Value]) -> list[Value]:

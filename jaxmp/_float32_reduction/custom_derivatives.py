@@ -19,6 +19,7 @@ from jax.extend import core
 from jaxmp._float32_reduction.open_sums import opened
 from jaxmp._float32_reduction.values import FLOAT32, Origin, Value, like_param
 from jaxmp._float32_reduction.weights import (
+    common_layout,
     have_data,
     mixed_results,
     origin_of,
@@ -113,7 +114,8 @@ def _cast_between(value: Any, aval: Any, in_float32: bool) -> Any:
 def own_derivative_rule(rules: Rules[Value], op: Op, values: list[Value]) -> list[Value] | None:
     """Runs the function and its forward pass as they are, and its derivative with float32 sums."""
     # The function takes arrays as it was traced, so that the loss keeps its bits.
-    values = [value.whole() for value in values]
+    alone, layout = not have_data(values), common_layout(op.equation, values)
+    values = [value._replace(layout=None) if alone else value.whole() for value in values]
     of_params = [value.of_params for value in values]  # derivatives may not hold arrays
     arrays, structure = jax.tree.flatten(values)
     count = len(arrays)
@@ -159,10 +161,10 @@ def own_derivative_rule(rules: Rules[Value], op: Op, values: list[Value]) -> lis
     else:
         call = with_passes(op.equation, primal, forward, places)
     results = call(arrays)
-    if have_data(values):
+    if not alone:
         return mixed_results(results, values)
     origin = origin_of(op.equation, values)
     return [
-        like_param(x, origin) if is_half_or_float32(x) else without_gradient(x, values)
+        like_param(x, origin, layout) if is_half_or_float32(x) else without_gradient(x, values)
         for x in results
     ]

@@ -15,7 +15,7 @@ from jaxmp._numerics.rounding import BFLOAT16, rounded_to_bfloat16
 from jaxmp._primitives.open_rounding import open_gradient, open_operand
 from jaxmp._program.facts import Propagation, Question, shared_programs
 from jaxmp._program.op_classes import CONTRACTIONS, may_be_sum
-from jaxmp._program.program import Op
+from jaxmp._program.program import Memo, Op
 
 
 def multiplies_bfloat16(equation: core.JaxprEqn) -> bool:
@@ -32,8 +32,10 @@ def open_product(equation: core.JaxprEqn, x: Any) -> Any:
 
 def reads_openly(op: Op, summed: Sequence[bool]) -> bool:
     """Whether an operation lets TPUs sum in bfloat16, if these of its operands are sums."""
-    is_cast = op.params.get("new_dtype") == BFLOAT16
-    return any(summed) and (is_cast or multiplies_bfloat16(op.equation))
+    if not any(summed):
+        return False
+    is_cast = op.name == "convert_element_type" and op.params["new_dtype"] == BFLOAT16
+    return is_cast or multiplies_bfloat16(op.equation)
 
 
 def opened(op: Op, arrays: Sequence[Any], summed: Sequence[bool]) -> list[Any]:
@@ -50,21 +52,26 @@ class Sums:
     def __init__(self) -> None:
         self.inside = shared_programs()
         self.facts = Propagation(_question(_is_sum), self.inside)
+        self.memo = Memo()
 
     def through(self, op: Op, summed: Sequence[bool]) -> Sequence[bool]:
         """Returns which results of an operation may be float32 sums, up to their rounding."""
         return self.facts.through(op, list(summed))
 
     def are_read_in(self, op: Op, summed: Sequence[bool]) -> bool:
-        """Whether a program inside of an operation would let TPUs sum in bfloat16."""
+        """Whether the programs inside of an operation would let TPUs sum in bfloat16."""
+        programs = self.inside(op)
+        key = (*map(id, programs), *summed)
+        return self.memo.once(key, programs, lambda: self._are_read_in(op, summed))
+
+    def _are_read_in(self, op: Op, summed: Sequence[bool]) -> bool:
         found = []
 
         def rule(inner: Op, operands: Sequence[bool]) -> list[bool]:
             found.append(reads_openly(inner, operands))
             return _is_sum(inner, operands)
 
-        if self.inside(op):
-            Propagation(_question(rule), self.inside).through(op, list(summed))
+        Propagation(_question(rule), self.inside).through(op, list(summed))
         return any(found)
 
 

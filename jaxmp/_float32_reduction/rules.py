@@ -116,8 +116,8 @@ class _Rules(Rules[Value]):
         program_rule = rule_of(op)
         as_traced = name != "pvary" and not any(value.of_params for value in values)
         if as_traced and program_rule is not None:
-            summed = [value.summed for value in values]
-            as_traced = not (gathers(equation) or self.sums.are_read_in(op, summed))
+            reads_sums = self.sums.are_read_in(op, [value.summed for value in values])
+            as_traced = not (gathers(equation) or reads_sums)
         if as_traced:
             bind = gather if name == "gather" else compat.bind
             arrays = bind(equation, _arrays_of(values))
@@ -265,15 +265,6 @@ def _arithmetic(equation: core.JaxprEqn, values: list[Value]) -> list[Value] | N
 def _contraction(equation: core.JaxprEqn, values: list[Value]) -> list[Value] | None:
     dtypes = {x.dtype for x in _arrays_of(values[:2])}
     dtype = aval_of(equation).dtype
-    if (
-        len(dtypes) == 2
-        and dtype == FLOAT32
-        and all(map(is_half_or_float32, _arrays_of(values[:2])))
-    ):
-        wide = [value.in_place().in_float32() for value in values[:2]]
-        (result,) = compat.bind(equation, [*wide, *_arrays_of(values[2:])])
-        is_weight = without_data(values)
-        return [like_param(open_product(equation, result)) if is_weight else _activation(result)]
     if len(dtypes) != 1 or dtype not in (FLOAT32, *dtypes):
         return None
     # A float32 product has float32 gradients by itself. It is run here only to gather its params,

@@ -181,10 +181,11 @@ def like_param(x: Any, origin: Origin = Origin.WEIGHT, layout: Layout | None = N
 def common_traits(alternatives: Sequence[Traits]) -> Traits:
     """Returns the traits of a value with one of several sets of traits."""
     params = [traits for traits in alternatives if traits.of_params]
+    summed = any(traits.summed for traits in alternatives)
     others = (traits.origin for traits in alternatives if not traits.of_params)
     other = max(others, default=Origin.NUMBER)
     if other is Origin.ACTIVATION or not params:
-        return Traits(exact=False, origin=other)
+        return Traits(exact=False, origin=other, summed=summed)
     layouts = {traits.layout for traits in alternatives}
     layout = layouts.pop() if len(layouts) == 1 else None
     # Data in one branch, and a weight in another: as a weight to which data was added.
@@ -194,13 +195,14 @@ def common_traits(alternatives: Sequence[Traits]) -> Traits:
         exact=all(traits.exact and traits.layout == layout for traits in alternatives),
         layout=layout,
         origin=max([*origins, Origin.ADDED] if other is Origin.DATA else origins),
+        summed=summed,
     )
 
 
 def with_traits(value: Value, traits: Traits) -> Value:
     """Converts a value to the traits that it shares with others."""
     if not traits.of_params:
-        return Value(value.operand(), origin=traits.origin)
+        return Value(value.operand(), origin=traits.origin, summed=traits.summed)
     # Numbers or data, where another branch or turn has a weight.
     value = value if value.of_params else like_param(value.array)
     value = value if value.layout == traits.layout else value.in_place()
@@ -209,7 +211,7 @@ def with_traits(value: Value, traits: Traits) -> Value:
     if traits.exact and not value.exact:
         x = value.ungathered()
         value = value._replace(array=x, source=x)
-    return value._replace(origin=traits.origin, summed=False)
+    return value._replace(origin=traits.origin, summed=traits.summed)
 
 
 def float32_source(x: Any) -> Any:

@@ -10,6 +10,6 @@ equation that has all derivatives, with gradients in float32. Arrays flow throug
   `dot_general`, and which products are left out. `block_product`: MXFP8, which rounds by itself.
 - `gathering`: gathers operands over devices. `float32_sums`, `gradient_of`: other gradients.
   `open_rounding`: operands that TPUs round, and that may be sums over devices.
-- `primitive_rules`, `operands`, `varying`: parts of them all. A new primitive takes its rules from
-  the first, and is listed in `_program/op_classes.py`.
+- `primitive_rules`, `operands`, `varying`: parts of them all. A new primitive takes what it
+  shares from the first, and is listed in `_program/op_classes.py`.
 """

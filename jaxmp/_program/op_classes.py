@@ -316,9 +316,10 @@ TOTALS = ACCUMULATES | _names_of(
 SUMS = TOTALS | CONTRACTIONS | _names_of(_COLLECTIVE_SUMS)
 # Rounded before or after these, the result is the same.
 ROUNDS_ALIKE = (SAME_NUMBERS | LINEAR_MOVES) | _names_of(
-    "abs max min clamp select_n pad dynamic_update_slice scatter",
+    "abs max min clamp select_n pad dynamic_update_slice scatter sort optimization_barrier",
     "reduce_max reduce_min cummax cummin reduce_window_max reduce_window_min",
-)
+    "gradient_of float32_gradient probed",
+) - _names_of("reduce_precision")
 # Their results are places, and of rounded numbers the places may be others.
 CHOICES = _names_of("argmax argmin")
 # Jump where numbers change places: comparisons, with the sign of the difference, indices, choices.

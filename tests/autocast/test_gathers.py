@@ -188,3 +188,15 @@ def test_forward_mode_of_rows_that_are_not_there(mode: str) -> None:
     fast = jaxmp.autocast(read, BF16)
     np.testing.assert_allclose(jax.jacfwd(fast)(jnp.ones(4)), jax.jacfwd(read)(jnp.ones(4)))
     np.testing.assert_allclose(jax.jacrev(fast)(jnp.ones(4)), jax.jacrev(read)(jnp.ones(4)))
+
+
+def test_a_number_that_is_looked_up() -> None:
+    """A gather of an array without dimensions, as `vmap` of a lookup may make."""
+    numbers = jax.lax.GatherDimensionNumbers((), (), ())
+    indices = jnp.zeros((0,), jnp.int32)
+
+    def f(x: Any, w: Any) -> Any:
+        return jnp.exp(jax.lax.gather((x @ w).sum(), indices, numbers, ()))
+
+    x = jnp.ones((2, 2))
+    assert jaxmp.autocast(f, "mixed_bfloat16")(x, x) == f(x, x)

@@ -1,5 +1,6 @@
 """Gradients of weights that are computed from params, over eight devices, against float64."""
 
+import gc
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
 import jaxmp
+from jaxmp.sharding import FSDP
 from tests.support.computed_weights import (
     KINDS,
     RANK,
@@ -75,3 +77,45 @@ def test_nothing_is_rounded_on_other_devices(kind: str) -> None:
     ours = jax.jit(jaxmp.grad(in_float32(kind), reduce_dtype="float32"))(*args)
     plain = jax.jit(jax.grad(in_float32(kind)))(*args)
     jax.tree.map(np.testing.assert_array_equal, ours, plain)
+
+
+def test_bits_are_not_rounded() -> None:
+    """A sum that is read as its two halves of 16 bits keeps the lower one."""
+
+    def loss(w: Any, x: Any) -> Any:
+        halves = jax.lax.bitcast_convert_type(jnp.sum(x * 1.001, 0), jnp.bfloat16)
+        return jnp.sum(halves[:, 0].astype(jnp.float32)) + jnp.sum(w)
+
+    x = np.linspace(0.1, 1, 64, dtype=np.float32).reshape(16, 4)
+    value, _ = jaxmp.value_and_grad(loss, reduce_dtype="float32")(jnp.ones(3), x)
+    assert value == loss(jnp.ones(3), x)
+
+
+def test_programs_are_freed() -> None:
+    """Jitted functions are kept as long as their callers keep them."""
+    from jaxmp._float32_reduction.control_flow import _JITTED
+
+    def loss(w: Any, x: Any) -> Any:
+        return jnp.sum(jax.jit(lambda w, x: jnp.tanh(x @ w))(w, x))
+
+    jax.make_jaxpr(jaxmp.grad(loss, reduce_dtype="float32"))(jnp.ones((4, 4)), jnp.ones((8, 4)))
+    before = len(_JITTED)
+    assert before > 0
+    jax.clear_caches()
+    gc.collect()
+    assert len(_JITTED) < before
+
+
+def test_functions_of_weights_alone_are_gathered_in_16_bits() -> None:
+    """A function with its own derivative runs on the parts of a param that devices store."""
+    mesh = jax.make_mesh((8,), ("data",), (AxisType.Auto,))
+    split = jax.sharding.NamedSharding(mesh, P("data"))
+    w = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32, sharding=split)
+    x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.bfloat16, sharding=split)
+
+    def loss(w: Any, x: Any) -> Any:
+        return jnp.sum(jnp.sin(x @ jax.nn.relu(w).astype(jnp.bfloat16)).astype(jnp.float32))
+
+    gradient = jaxmp.grad(loss, fsdp=FSDP(shardings=split, axis="data"))
+    report = jaxmp.collectives(jax.jit(gradient, out_shardings=split), w, x)
+    assert {row.dtype for row in report if row.kind == "all-gather"} == {"bfloat16"}

@@ -40,6 +40,10 @@ HI = "_program/hi_primitives.py"
 REDUCTION, FREED = "_float32_reduction/rules.py", "_program/explicit_axes.py"
 OPEN = "_float32_reduction/open_sums.py"
 
+LOCK = "_tools/inspect/lock.py"
+# They read the precision of products.
+MULTIPLYING = (OPERATIONS, DERIVATIVES, OPEN, TALLY)
+
 # An equation of its own, or a call that is shown as one.
 CHECKPOINT = "checkpoint" if jax.config.jax_remat3 else "remat2"  # type: ignore[attr-defined]
 X = jnp.ones((4, 4))
@@ -100,15 +104,6 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "all_gather": shard(lambda x: lax.pmax(jnp.sum(lax.all_gather(x, "devices")), "devices")),
 }
 # Cannot be bound outside of a shard_map.
-LOCK = "_tools/inspect/lock.py"
-MULTIPLYING = (
-    OPERATIONS,
-    DERIVATIVES,
-    OPEN,
-    TALLY,
-    LEFT,
-    LOCK,
-)  # read the precision of products
 COLLECTIVES = ("psum_invariant", "all_gather")
 Check = Callable[[Any], bool]
 
@@ -180,10 +175,10 @@ READ = [
     Read("shard_map", "check_vma", is_a(bool), (COMPAT,)),
     Read("custom_linear_solve", "jaxprs", has("solve"), (FLOPS,)),
     Read("dot_general", "preferred_element_type", is_dtype, (OPERATIONS,)),
-    Read("dot_general", "precision", is_precision, MULTIPLYING),
+    Read("dot_general", "precision", is_precision, (*MULTIPLYING, LEFT, LOCK)),
     Read("dot_general", "dimension_numbers", are_pairs, (OPERATIONS, FLOPS)),
     Read("conv_general_dilated", "preferred_element_type", is_dtype, (OPERATIONS,)),
-    Read("conv_general_dilated", "precision", is_precision, MULTIPLYING[:4]),
+    Read("conv_general_dilated", "precision", is_precision, MULTIPLYING),
     Read("conv_general_dilated", "dimension_numbers", numbers_of_a_convolution, (FLOPS,)),
     Read("conv_general_dilated", "window_strides", tuple_of(is_a(int)), (FLOPS,)),
     Read("conv_general_dilated", "padding", tuple_of(is_a(tuple)), (FLOPS,)),
@@ -191,7 +186,7 @@ READ = [
     Read("conv_general_dilated", "rhs_dilation", tuple_of(is_a(int)), (FLOPS,)),
     Read("conv_general_dilated", "batch_group_count", is_a(int), (FLOPS,)),
     Read("ragged_dot_general", "preferred_element_type", is_dtype, (OPERATIONS,)),
-    Read("ragged_dot_general", "precision", is_precision, MULTIPLYING[:4]),
+    Read("ragged_dot_general", "precision", is_precision, MULTIPLYING),
     Read(
         "ragged_dot_general",
         "ragged_dot_dimension_numbers",

@@ -292,14 +292,28 @@ _LOSSES: dict[str, Kind] = {
             jax.jit(lambda x: low(jnp.sum(jnp.tanh(x), 0)))(b["x"])[None] @ low(p["w"])
         ),
     ),
+    "sum behind a barrier": Kind(
+        {"w": (D, D)},
+        lambda p, b, low: _total(
+            low(lax.optimization_barrier(jnp.sum(jnp.tanh(b["x"]), 0)))[None] @ low(p["w"])
+        ),
+    ),
+    "sum that a loop carries": Kind(
+        {"w": (D, D)},
+        lambda p, b, low: _total(
+            lax.scan(
+                lambda s, _: (s, low(s)[None] @ low(p["w"])),
+                jnp.sum(jnp.tanh(b["x"]), 0),
+                None,
+                length=2,
+            )[1]
+        ),
+    ),
     "sum beside a weight": Kind(
         {"w": (D, D), "v": (D,)},
         lambda p, b, low: _total(
             low(jnp.where(_MASK[3], p["v"], jnp.sum(jnp.tanh(b["x"]), 0)))[None] @ low(p["w"])
         ),
-    ),
-    "operands of two dtypes": Kind(
-        _AB, lambda p, b, low: jnp.sum(jnp.sin(b["x"] @ (low(p["a"]) @ low(p["b"]))))
     ),
     "relu of a sum before a product": Kind(
         {"w": (D, D)},

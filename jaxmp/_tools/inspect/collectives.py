@@ -223,8 +223,8 @@ def _unseen_parts(source: Source, hlo: CompiledProgram) -> tuple[str, ...]:
         sentences.append(
             "What the compiler does after partitioning: it may combine, drop or split collectives, "
             "and makes reduce-scatters of all-reduces. That for TPUs may sum in bfloat16 what is "
-            "float32 here. A program that is compiled for TPUs shows it; they may be absent: see "
-            "docs/audit.md."
+            "float32 here; a program that is compiled for TPUs shows it, and needs none "
+            "(docs/audit.md)."
         )
     if hlo.unknown_loops:
         sentences.append(

@@ -90,8 +90,8 @@ def unseen_in(sites: Iterable[Site], *, is_compiled: bool = False) -> tuple[str,
     if not is_compiled:
         sentences.append(
             "Collectives that the compiler's partitioner inserts for sharded arrays are only in "
-            "the compiled program; listed are those that the program itself asks for. In which "
-            "dtype TPUs sum is only in a program that is compiled for TPUs."
+            "the compiled program; listed are those that the program itself asks for. Whether "
+            "TPUs sum in float32 shows only in a program that is compiled for TPUs."
         )
     if any(name in PRODUCTS for name in counts):
         sentences.append(
