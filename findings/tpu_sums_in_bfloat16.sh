@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # A float32 sum over devices that XLA runs in bfloat16, though no line of the program asks for it.
 #
-# Seen with jax 0.10.2, jaxlib 0.10.2 and libtpu 0.0.42.1, and with jax 0.12.0.1 and libtpu 0.0.50.1, compiled
-# for eight TPUs v5e; no TPU is needed. A float32 array is summed over eight devices (`lax.psum`), and then read
+# Seen with jax 0.10.2, jaxlib 0.10.2 and libtpu 0.0.42.1, which this script installs, and the same, line for
+# line, with jax 0.12.0.1 and libtpu 0.0.50.1. Compiled for eight TPUs v5e; no TPU is needed. A float32 array is summed over eight devices (`lax.psum`), and then read
 # by a cast to bfloat16, or by a float32 product at the default precision. The lowered program has a float32
 # all-reduce, the compiled one an all-reduce in bfloat16: the numbers are rounded on each device before they are
 # added, and sums are rounded too. The order in the program, sum first and round then, is not kept. Moves, clips
