@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp  # noqa: F401 (for the doctests)
 import jmp
+from jax import lax
 
 from jaxmp._autocast.control_flow import plan_control
 from jaxmp._autocast.coverage import warn_of_products_left
@@ -249,8 +250,9 @@ def _run_rewritten(
     out = []
     for x, aval, state in zip(results, closed.out_avals, program_plan.results, strict=True):
         dtype = output_dtype if settings.output == "policy" else aval.dtype
-        stays = state is None or dtype in (None, x.dtype)
-        out.append(x if stays else open_cast(x, dtype))
+        if state is not None and dtype not in (None, x.dtype):
+            x = (open_cast if state.summed else lax.convert_element_type)(x, dtype)
+        out.append(x)
     return out
 
 

@@ -17,7 +17,6 @@ from jax import lax
 from jax.extend.core import Primitive, jaxpr_as_fun
 
 from jaxmp._numerics.dtypes import DType
-from jaxmp._numerics.rounding import open_cast
 from jaxmp._primitives.gathering import (
     Gather,
     gathered,
@@ -126,7 +125,7 @@ class BilinearMap:
         """
         gathers = (*self.gathers, None)
         arrays = [
-            gathered((open_cast if x.derivative else cast)(x.value, self.compute), gathers[role])
+            gathered(cast(x.value, self.compute), gathers[role])
             for x, role in zip(operands, operand_roles(result_role), strict=True)
         ]
         result_dtype = max(dtype, self.compute, key=lambda x: np.dtype(x).itemsize)
@@ -145,7 +144,7 @@ class BilinearMap:
         rules = _ProductRules(program, self.primitive, multiply, (*self.gathers, None)[result_role])
         ((result, *scales),) = evaluate(program, cells, rules)
         # Compilers sum and scatter at once only if no operation is between: scales come last.
-        result = result if scales else open_cast(result, dtype)
+        result = result if scales else cast(result, dtype)
         return scattered(result, rules.gather, is_summed_whole=not rules.is_open), *scales
 
     def realized(
