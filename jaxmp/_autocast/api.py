@@ -12,10 +12,10 @@ from jax import lax
 from jaxmp._autocast.control_flow import plan_control
 from jaxmp._autocast.coverage import warn_of_products_left
 from jaxmp._autocast.kernels import Replacements, low_kernels
-from jaxmp._autocast.plan import Call, ResultsIn, plan
+from jaxmp._autocast.plan import Call, plan
 from jaxmp._autocast.regions import DONE, EXACT, Regions, region_of
 from jaxmp._autocast.run import run_plan
-from jaxmp._autocast.steps import argument_state
+from jaxmp._autocast.steps import ResultsIn, argument_state
 from jaxmp._numerics.dtypes import HALVES
 from jaxmp._numerics.precision import default_precision, precision_of
 from jaxmp._numerics.rounding import open_cast
@@ -25,7 +25,7 @@ from jaxmp._policies.policy import Policy, get_policy
 from jaxmp._policies.policy_rules import PolicyRules
 from jaxmp._policies.presets import dtypes_of, get_rules
 from jaxmp._program.cpu_compiler import warn_of_cpu_compiler
-from jaxmp._program.op_classes import OpLists, op_lists
+from jaxmp._program.op_lists import OpLists, op_lists
 from jaxmp._program.tracing import Static, Traced, combine, partition, rewriting
 from jaxmp._recompute.api import Recompute, apply_recompute, check_recompute
 from jaxmp._recompute.run import has_scan

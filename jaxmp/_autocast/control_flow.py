@@ -13,10 +13,20 @@ from jax.extend import core
 
 from jaxmp._autocast.kinds import FLOAT32, Kind, State, combined_state, entry_state, joined_state
 from jaxmp._autocast.layers import through_layers
-from jaxmp._autocast.plan import AllIn, Call, Plan, ResultsIn, is_backward, plan
+from jaxmp._autocast.plan import Call, Plan, is_backward, plan
+from jaxmp._autocast.reading import WRITTEN
 from jaxmp._autocast.regions import Region
 from jaxmp._autocast.run import run_plan
-from jaxmp._autocast.steps import States, Step, argument_state, plan_as_traced, state_dtypes
+from jaxmp._autocast.steps import (
+    AllIn,
+    Reading,
+    ResultsIn,
+    States,
+    Step,
+    argument_state,
+    plan_as_traced,
+    state_dtypes,
+)
 from jaxmp._numerics.dtypes import DType, is_half, is_inexact
 from jaxmp._primitives.float32_sums import accumulator
 from jaxmp._primitives.gradient_of import gradient_of
@@ -29,7 +39,7 @@ from jaxmp._program.wiring import argument_types
 
 
 def plan_custom_jvp(
-    op: Op, states: States, context: Call, region: Region, results_in: ResultsIn = "low"
+    op: Op, states: States, context: Call, region: Region, results_in: AllIn = "low"
 ) -> Step:
     """Rewrites both the function and its derivative: `relu` is 16-bit for 16-bit operands."""
     body = op.params["call_jaxpr"]
@@ -37,18 +47,26 @@ def plan_custom_jvp(
     inner = context.keep(op, body, plan(body, states, inside, results_in=results_in))
     pairs = zip(op.out_avals, inner.results, strict=True)
     result_states = [*inner.results, *(state for aval, state in pairs if is_inexact(aval))]
+    of_both = results_in
+    if not isinstance(of_both, str):  # the tangents are read as the results are
+        reads = zip(op.out_avals, of_both, strict=True)
+        of_both = (*of_both, *(dtype for aval, dtype in reads if is_inexact(aval)))
 
     def derivative(program: Any, by: Sequence[int], arguments: list[Any]) -> list[Any]:
         operands = [*states, *(states[i] for i in by)]
-        results = run_plan(plan(program, operands, inside, results_in=results_in), arguments)
+        results = run_plan(plan(program, operands, inside, results_in=of_both), arguments)
         return list(map(cast_to_state, results, result_states))
 
     call = with_derivative(op.equation, functools.partial(run_plan, inner), derivative)
-    # A relu of 16-bit operands is no more exact in float32.
-    low = any(state is not None and state.dtype != FLOAT32 for state in states)
-    replan = functools.partial(plan_custom_jvp, op, states, context, region, "float32")
-    replan_if_high = None if low else replan
-    return Step(op, state_dtypes(states), inner.results, run=call, replan=replan_if_high)
+    replan = _replanner(plan_custom_jvp, op, states, context, region)
+    return Step(op, state_dtypes(states), inner.results, run=call, reads=inner.reads, replan=replan)
+
+
+def _replanner(planner: Callable[..., Step], op: Op, states: States, *rest: Any) -> Any:
+    def replan(results_in: AllIn, others: States = states) -> Step:
+        return planner(op, others, *rest, results_in)
+
+    return replan
 
 
 def cast_to_state(value: Any, state: State | None) -> Any:
@@ -127,6 +145,7 @@ def changes(plan: Plan) -> bool:
     for step in plan.steps:
         pairs = zip(step.op.in_avals, step.in_dtypes, strict=True)
         casts = any(want is not None and want != aval.dtype for aval, want in pairs)
+        casts = casts or WRITTEN in step.op.functions
         is_cast = step.op.name == "convert_element_type"
         runs = step.run is not None and any(step.results) and not is_cast
         if casts or runs or step.params or any(step.sources):
@@ -135,7 +154,7 @@ def changes(plan: Plan) -> bool:
 
 
 def _plan_once(
-    op: Op, states: States, context: Call, region: Region, results_in: ResultsIn = "low"
+    op: Op, states: States, context: Call, region: Region, results_in: AllIn = "low"
 ) -> Step:
     """Plans a jit, a checkpoint or a `shard_map`, which run one program once."""
     inner = plan_inside(op.params["jaxpr"], states, context, op, results_in)
@@ -146,9 +165,9 @@ def _plan_once(
         step = plan_as_traced(op, states)
         step.results = inner.results
         return step
-    replan = functools.partial(_plan_once, op, states, context, region, "float32")
+    replan = _replanner(_plan_once, op, states, context, region)
     run = _runner(op, context, [inner])
-    return Step(op, state_dtypes(states), inner.results, run=run, replan=replan)
+    return Step(op, state_dtypes(states), inner.results, run=run, reads=inner.reads, replan=replan)
 
 
 def _runner(
@@ -267,7 +286,7 @@ def _next_carry(begin: State, end: State, low: DType, through_layers: bool) -> S
 
 
 def _plan_choice(
-    op: Op, states: States, context: Call, region: Region, results_in: ResultsIn = "low"
+    op: Op, states: States, context: Call, region: Region, results_in: AllIn = "low"
 ) -> Step:
     branches = compat.bodies_of(op.equation)
     plans = [plan_inside(branch, states[1:], context, op, results_in) for branch in branches]
@@ -275,9 +294,10 @@ def _plan_choice(
     for results in zip(*(branch.results for branch in plans), strict=True):
         floats = [state for state in results if state is not None]
         out.append(joined_state(floats, region.low) if len(floats) == len(results) else None)
-    replan = functools.partial(_plan_choice, op, states, context, region, "float32")
+    replan = _replanner(_plan_choice, op, states, context, region)
     run = _runner(op, context, plans, [out] * len(plans))
-    return Step(op, state_dtypes(states), out, run=run, replan=replan)
+    reads = [Reading.EITHER, *map(min, zip(*(branch.reads for branch in plans), strict=True))]
+    return Step(op, state_dtypes(states), out, run=run, reads=reads, replan=replan)
 
 
 def _plan_call(op: Op, states: States, context: Call, region: Region) -> Step:

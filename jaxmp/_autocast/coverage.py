@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from jaxmp._autocast.kinds import FLOAT32
+from jaxmp._autocast.layers import ends_by_floats
 from jaxmp._autocast.plan import Call, Plan
 from jaxmp._autocast.regions import scopes
 from jaxmp._autocast.rules import asks_for_precision
@@ -94,10 +95,12 @@ def _flops_of_plan(plan: Plan, context: Call) -> _Flops:
 
 def _flops_of_step(step: Step, context: Call) -> _Flops:
     op = step.op
+    names = (*context.prefix, *scopes(op.stack))
+    if CLASSES.get(op.name) is OpClass.CONTROL and ends_by_floats(op.equation):
+        return _Flops()  # in 16 bits they may never end
     if plans := context.plans_of(op):
         inside = context.inside(op)
         return _times_run(op.equation, [_flops_of_plan(plan, inside) for plan in plans])
-    names = (*context.prefix, *scopes(op.stack))
     if op.name not in PRODUCTS:
         _, equation = context.kernels.get(id(op.equation), (None, op.equation))
         name = unknown_class(equation) or equation.primitive.name

@@ -13,10 +13,10 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
-import jax.numpy as jnp
 from jax.extend import core
 
 from jaxmp._autocast.kinds import FLOAT32, Kind, State
+from jaxmp._autocast.layers import ends_by_floats
 from jaxmp._autocast.regions import Region, Regions, scopes
 from jaxmp._autocast.steps import States, Step, plan_as_traced
 from jaxmp._numerics.dtypes import is_floating
@@ -25,7 +25,6 @@ from jaxmp._program import compat
 from jaxmp._program.facts import NONE, Labels, made_of
 from jaxmp._program.op_classes import CLASSES, CONTRACTIONS, KERNELS, OpClass
 from jaxmp._program.program import Op, equations_in
-from jaxmp._program.wiring import wiring_of
 
 # Equations of the first trace, by their id, each with the equation that replaces it.
 Replacements = dict[int, tuple[core.JaxprEqn, core.JaxprEqn]]
@@ -101,7 +100,7 @@ def _kernels(
         is_kernel = name in names and _multiplies(equation)
         if is_kernel:
             inside = equations_in(compat.sub_jaxprs(equation))
-            is_kernel = not any(map(_is_solver_loop, (equation, *inside)))
+            is_kernel = not any(map(ends_by_floats, (equation, *inside)))
         if is_kernel:
             yield _Kernel(equation, region, "/".join((*path, compat.function_name(equation))))
         elif CLASSES.get(name) is OpClass.CONTROL and name != "custom_vjp_call":
@@ -174,24 +173,6 @@ def _multiplies(equation: core.JaxprEqn) -> bool:
         or (x.primitive.name in KERNELS and not compat.sub_jaxprs(x))
         for x in (equation, *equations_in(compat.sub_jaxprs(equation)))
     )
-
-
-def _is_solver_loop(equation: core.JaxprEqn) -> bool:
-    """Whether this is a solver's loop, which floats or a flag may end. Other loops count turns."""
-    if wiring_of(equation).turns is not None:
-        return False
-    condition, body = compat.sub_jaxprs(equation)
-    count = len(body.outvars)
-    tested, carry = (x.invars[len(x.invars) - count :] for x in (condition, body))
-    # In 16 bits the error of a solver may stay above its bound, and its loop does not end. A float
-    # that no turn changes is a limit, not an error.
-    operands = {id(atom) for eqn in condition.eqns for atom in eqn.invars}
-    operands |= set(map(id, condition.outvars))
-    for var, before, after in zip(tested, carry, body.outvars, strict=True):
-        ends = is_floating(var.aval) or getattr(var.aval, "dtype", None) == jnp.bool_
-        if ends and id(var) in operands and after is not before:
-            return True
-    return False
 
 
 def replaced_kernel(op: Op, states: States, low: core.JaxprEqn) -> Step:

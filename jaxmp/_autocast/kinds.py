@@ -34,6 +34,14 @@ class Materialized(enum.Enum):
     SCORES = "the result of a product of activations, also if it is scaled or masked"
 
 
+class Extent(enum.IntEnum):
+    """Whether a value counts as smaller than the values that it meets, and why."""
+
+    WHOLE = 0
+    LAID_OUT = 1  # to meet them: a bias, a statistic
+    LOOKED_UP = 2  # in a table: the rows of an embedding, which layers are added to
+
+
 class State(NamedTuple):
     """The facts that are known about a value.
 
@@ -41,8 +49,7 @@ class State(NamedTuple):
       kind: its origin.
       dtype: its dtype in the new program.
       value: the number, for a literal.
-      broadcast: whether it counts as smaller than the values that it meets: it was laid out to meet
-        them (a bias, a statistic), or looked up in a table (an embedding).
+      broadcast: whether it counts as smaller than the values that it meets.
       input_independent: whether it depends on no float argument: positions, masks, noise.
       loop_carried: whether it is firm because a loop carries it, and so is not a weight.
       materialized: whether compilers write it to memory, if it has 16 bits.
@@ -53,11 +60,15 @@ class State(NamedTuple):
     kind: Kind
     dtype: DType
     value: float | None = None
-    broadcast: bool = False
+    broadcast: Extent = Extent.WHOLE
     input_independent: bool = False
     loop_carried: bool = False
     materialized: Materialized = Materialized.NO
     summed: bool = False
+
+    def whole(self) -> "State":
+        """Returns the state of the value as one that is no smaller than others."""
+        return self._replace(broadcast=Extent.WHOLE)
 
 
 def is_weight(state: State) -> bool:
@@ -81,7 +92,7 @@ def combined_state(
     """Returns the state of an elementwise operation's result; LOW means that it runs in 16 bits.
 
     Args:
-      states: the states of the operands. One with a smaller shape than the result is `broadcast`.
+      states: the states of the operands. One with a smaller shape than the result is laid out.
       low: the 16-bit dtype.
       adds: whether it adds or subtracts.
       chooses: whether it selects one operand or the other.
@@ -92,13 +103,15 @@ def combined_state(
     'LOW'
     >>> combined_state([low, weak], low.dtype, adds=True).kind.name
     'FIRM'
-    >>> combined_state([low, weak._replace(broadcast=True)], low.dtype, adds=True).kind.name
+    >>> bias = weak._replace(broadcast=Extent.LAID_OUT)
+    >>> combined_state([low, bias], low.dtype, adds=True).kind.name
     'LOW'
     """
     kinds = {state.kind for state in states}
     # Masks, noise and numbers say nothing about the size of the other operands.
     arrays = [state for state in states if not state.input_independent] or states
-    broadcast = all(state.broadcast for state in arrays)
+    is_smaller = all(state.broadcast for state in arrays)
+    broadcast = max(state.broadcast for state in arrays) if is_smaller else Extent.WHOLE
     if kinds <= {Kind.WEAK}:
         independent = all(state.input_independent for state in states)
         return State(Kind.WEAK, FLOAT32, broadcast=broadcast, input_independent=independent)
@@ -117,7 +130,8 @@ def combined_state(
     # A norm stays lifted from its first to its last operation. Then `relu(norm(h))` is 16 bits, as
     # in models that cast by hand. float16 with bfloat16 gives float32, as in JAX.
     narrow = {state.dtype for state in states if state.kind is Kind.LOW} - {FLOAT32}
-    if len(narrow) > 1 or (not narrow and scales):
+    is_stream = adds and any(state.broadcast is Extent.LOOKED_UP for state in states)
+    if len(narrow) > 1 or (not narrow and scales and not is_stream):
         return State(Kind.LOW, FLOAT32)
     return State(Kind.LOW, narrow.pop() if narrow else low)
 

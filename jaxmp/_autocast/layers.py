@@ -1,4 +1,4 @@
-"""Finds the carries of a loop that go through layers, as in a loop over the blocks of a network."""
+"""Tells loops apart: carries that go through the layers of a network, and loops that floats end."""
 
 import enum
 from collections.abc import Sequence
@@ -10,8 +10,9 @@ from jaxmp._autocast.steps import States
 from jaxmp._numerics.dtypes import is_inexact
 from jaxmp._program import compat
 from jaxmp._program.facts import NONE, Labels, made_of
-from jaxmp._program.op_classes import CONTRACTIONS
+from jaxmp._program.op_classes import CONTRACTIONS, ORDERS
 from jaxmp._program.program import Op
+from jaxmp._program.wiring import wiring_of
 
 
 class _CarryUse(enum.Enum):
@@ -73,3 +74,27 @@ def _is_weight(labels: Labels) -> bool:
 def _carries(labels: Labels) -> set[int]:
     pairs = (label for label in labels if isinstance(label, tuple))
     return {number for use, number in pairs if use is _CarryUse.DIRECT}
+
+
+def ends_by_floats(equation: core.JaxprEqn) -> bool:
+    """Whether this is a loop that runs until floats that it changes end it, as a solver does.
+
+    In 16 bits an error may stay above its bound, and the loop does not end. A loop that counts its
+    turns is none, nor one that a token ends, which the network chose.
+    """
+    if wiring_of(equation).turns is not None:
+        return False
+    condition, body = compat.sub_jaxprs(equation)
+    consts, count = len(body.invars) - len(body.outvars), len(body.outvars)
+    pairs = zip(body.invars[consts:], body.outvars, strict=True)
+    changing = [is_inexact(before.aval) and before is not after for before, after in pairs]
+    labels = [NONE] * consts + [frozenset({_PER_TURN}) if x else NONE for x in changing]
+    carry = range(consts, consts + count)
+    tested = made_of(body, labels, _of_floats, lambda aval: True, carry)
+    others = [NONE] * (len(condition.invars) - count)
+    (ended,) = made_of(condition, [*others, *tested], _of_floats, lambda aval: True)
+    return bool(ended)
+
+
+def _of_floats(equation: core.JaxprEqn, operands: Sequence[Labels]) -> Labels:
+    return NONE if equation.primitive.name in ORDERS else NONE.union(*operands)

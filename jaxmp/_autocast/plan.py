@@ -1,24 +1,29 @@
 """The plan: the dtype in which each operation of a program runs.
 
-A forward pass follows every value from its origin. A backward pass lets an operation run in float32
-if only float32 operations read its result: the square before a sum, the difference before an
-exponential. Results of an inner gradient are weak again: the gradient of a parameter updates it in
-float32. A program inside an operation is planned for the dtypes that reach it.
+A forward pass follows every value from its origin. A backward pass (`look_ahead`) lets an operation
+run in float32 if only float32 operations read its result. Results of an inner gradient are weak
+again: the gradient of a parameter updates it in float32. A program inside an operation is planned
+for the dtypes that reach it.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Collection
+from typing import Any
 
 import jax.numpy as jnp
 from jax.extend import core
 
 from jaxmp._autocast.kernels import Replacements, replaced_kernel
 from jaxmp._autocast.kinds import FLOAT32, Kind, State
-from jaxmp._autocast.regions import SCALED, Region, Regions, scopes
+from jaxmp._autocast.layers import ends_by_floats
+from jaxmp._autocast.look_ahead import LookAhead
+from jaxmp._autocast.reading import casts_back, read_for_plan
+from jaxmp._autocast.regions import EXACT, SCALED, Region, Regions, scopes
 from jaxmp._autocast.rules import RULES, adapt_scatter, ask_for_precision, convert, has_own_program
 from jaxmp._autocast.steps import (
+    AllIn,
+    Reading,
     States,
     Step,
     adds_gradients,
@@ -33,13 +38,10 @@ from jaxmp._program.op_classes import (
     CONTRACTIONS,
     JITS,
     OpClass,
-    OpLists,
     may_be_sum,
 )
-from jaxmp._program.program import Memo, Op, Program, numbers, with_helpers_inlined
-
-ResultsIn = Literal["low", "either", "float32"]
-AllIn = ResultsIn | tuple[ResultsIn, ...]
+from jaxmp._program.op_lists import OpLists
+from jaxmp._program.program import Memo, Op, Program, numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,12 +53,16 @@ class Plan:
       steps: one step for each of its operations.
       states: the state of each of its values.
       results: the states of its results.
+      reads: how it reads its arguments.
+      rounded: 16-bit values whose rounding float32 operations may not undo.
     """
 
     program: Program
     steps: list[Step]
     states: list[State | None]
     results: list[State | None]
+    reads: list[Reading]
+    rounded: frozenset[int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,9 +123,10 @@ def plan(jaxpr: Any, arguments: States, context: Call, *, results_in: AllIn = "l
     """Decides in which dtype each operation of a program runs.
 
     The results, or each of them, are read in 16 bits if they have these (`"low"`), in float32 only
-    (`"float32"`), or in either dtype, with a cast (`"either"`).
+    (`"float32"`; `"normed"` by a norm or a softmax, too), or in either dtype, with a cast
+    (`"either"`).
     """
-    program = with_helpers_inlined(jaxpr)
+    program = read_for_plan(jaxpr)
     states: list[State | None] = [None] * len(program.avals)
     for number, state in zip(program.inputs, arguments, strict=True):
         states[number] = state
@@ -138,7 +145,7 @@ def plan(jaxpr: Any, arguments: States, context: Call, *, results_in: AllIn = "l
         leaves = from_backward[atom] and not inside and state is not None
         return State(Kind.WEAK, FLOAT32) if leaves else state
 
-    steps = []
+    steps, cast_back = [], casts_back(program)
     products = [op for op in program.ops if op.name in CONTRACTIONS]
     product_operands = {number for op in products for number in numbers(op.inputs)}
     for op in program.ops:
@@ -146,25 +153,28 @@ def plan(jaxpr: Any, arguments: States, context: Call, *, results_in: AllIn = "l
         names = (*context.prefix, *scopes(op.stack))
         region = context.regions.of(names)
         operands = [state_of(atom, inside) for atom in op.inputs]
-        step = ask_for_precision(_step(op, operands, context, region), region.precision)
-        if CLASSES.get(op.name) is not OpClass.CONTROL:
-            summed = may_be_sum(op.name, any(state and state.summed for state in operands))
-            step.results = [
-                state and state._replace(summed=summed and state.dtype == FLOAT32)
-                for state in step.results
-            ]
+        step = ask_for_precision(_step(op, operands, context, region, cast_back), region.precision)
+        _mark_sums(step, operands)
         is_float16 = op.name in CONTRACTIONS and _FLOAT16 in step.in_dtypes
         if (inside or in_backward) and is_float16 and SCALED not in names:
             context.unscaled.append(op)
         if op.name == "broadcast_in_dim" and product_operands.issuperset(op.outputs):
             # These are the weights of an ensemble, and not a bias.
             # As biases, they would be updated in 16 bits when the ensemble trains.
-            step.results = [state and state._replace(broadcast=False) for state in step.results]
+            step.results = [state and state.whole() for state in step.results]
         for number, state in zip(op.outputs, step.results, strict=True):
             states[number], from_backward[number] = state, inside
         steps.append(step)
-    _look_ahead(program, steps, results_in)
+    look_ahead = LookAhead(program, states)
+    reads = look_ahead.run(steps, results_in)
     for step in steps:
+        inside = not in_backward and is_backward(step.op.stack)
+        operands = [state_of(atom, inside) for atom in step.op.inputs]
+        if step.keeps_dtype:
+            step.results = operands
+        elif step.replan is not None and _widened(step, operands):
+            step.take(step.replan(look_ahead.wanted.get(step.op.number, "low"), operands))
+        _mark_sums(step, operands)
         for number, state in zip(step.op.outputs, step.results, strict=True):
             states[number] = state
     results = [state_of(atom, inside=False) for atom in program.outputs]
@@ -173,7 +183,42 @@ def plan(jaxpr: Any, arguments: States, context: Call, *, results_in: AllIn = "l
             state = states[number]
             if state is not None and state.dtype != FLOAT32:
                 states[number] = state._replace(summed=True)
-    return Plan(program, steps, states, results)
+    return Plan(program, steps, states, results, reads, look_ahead.rounded())
+
+
+def _at_precision(op: Op, states: States, context: Call, region: Region) -> Step:
+    """Plans an operation with programs inside that keep their dtypes; their products are exact."""
+    step = plan_as_traced(op, states, exact=region.result)
+    traced_states = [argument_state(aval) for aval in op.in_avals]
+    inside = context.control(op, traced_states, context, region)
+    step.run, step.params = inside.run, inside.params
+    return step
+
+
+def _in_float32(op: Op, states: States, context: Call) -> Step:
+    """Plans an operation as in `full_precision`; but its results join 16 bits."""
+    exact = dataclasses.replace(context, prefix=(*context.prefix, EXACT))
+    region = context.regions.of(exact.prefix)._replace(result=Kind.HIGH)
+    return _at_precision(op, states, exact, region)
+
+
+def _mark_sums(step: Step, operands: States) -> None:
+    """Marks float32 results that may be sums over devices."""
+    if CLASSES.get(step.op.name) is not OpClass.CONTROL:
+        summed = may_be_sum(step.op.name, any(state and state.summed for state in operands))
+        step.results = [
+            state and state._replace(summed=summed and state.dtype == FLOAT32)
+            for state in step.results
+        ]
+
+
+def _widened(step: Step, operands: States) -> bool:
+    """Whether operands that programs inside read in float32 have become float32."""
+    triples = zip(step.reads, step.in_dtypes, operands, strict=True) if step.reads else ()
+    return any(
+        state is not None and dtype != state.dtype == FLOAT32 and reading is not Reading.LOW
+        for reading, dtype, state in triples
+    )
 
 
 _FLOAT16 = jnp.dtype(jnp.float16)
@@ -185,25 +230,29 @@ def is_backward(stack: Any) -> bool:
     return "transpose(" in str(stack)
 
 
-def _step(op: Op, states: States, context: Call, region: Region) -> Step:
+def _step(
+    op: Op, states: States, context: Call, region: Region, cast_back: Collection[int]
+) -> Step:
     functions = (*context.functions, *op.functions)
     context.names.update((op.name, *functions))
     op_class = context.lists.of(op.name, functions)
     # In a sealed region no dtype changes, only the precision of products.
     if region.sealed:
-        step = plan_as_traced(op, states, exact=region.result)
-        if op_class is OpClass.CONTROL and region.precision is not None:
-            traced_states = [argument_state(aval) for aval in op.in_avals]
-            inside = context.control(op, traced_states, context, region)
-            step.run, step.params = inside.run, inside.params
-        return step
+        is_control = op_class is OpClass.CONTROL and region.precision is not None
+        return (
+            _at_precision(op, states, context, region)
+            if is_control
+            else (plan_as_traced(op, states, exact=region.result))
+        )
     # Scopes inside a loop may have another policy than the scopes around it.
     if region.exact and op_class is not OpClass.CONTROL:
         return plan_as_traced(op, states, exact=region.result)
+    if op_class is OpClass.CONTROL and not region.exact and ends_by_floats(op.equation):
+        return _in_float32(op, states, context)
     if id(op.equation) in context.kernels and not region.exact:
         return replaced_kernel(op, states, context.kernels[id(op.equation)][1])
     if op.name == "convert_element_type":
-        return convert(op, states)
+        return convert(op, states, is_undone=op.number in cast_back)
     if op_class is OpClass.CONTROL or (op_class is None and bodies_of(op.equation)):
         return context.control(op, states, context, region)
     if op_class in (None, OpClass.ALONE) or has_own_program(op) or has_foreign_floats(op):
@@ -211,37 +260,3 @@ def _step(op: Op, states: States, context: Call, region: Region) -> Step:
     if not any(states):
         return plan_as_traced(op, states)
     return adapt_scatter(RULES[op_class](op, states, region))
-
-
-def _look_ahead(program: Program, steps: list[Step], results_in: AllIn) -> None:
-    """Widens operations that feed only float32 operations; products stay in 16 bits.
-
-    A comparison accepts either dtype, and so does a result that is cast to float32 anyway.
-    """
-    if isinstance(results_in, str):
-        results_in = (results_in,) * len(program.outputs)
-    pairs = list(zip(program.outputs, results_in, strict=True))
-    low, either, float32 = (
-        set(numbers(atom for atom, dtype in pairs if dtype == name))
-        for name in ("low", "either", "float32")
-    )
-    # In `log(1 - sigmoid(h))` only the logarithm reads the difference. Nothing is left of it if the
-    # sigmoid was rounded to 16 bits.
-    for step in reversed(steps):
-        outputs = set(step.op.outputs)
-        is_low = any(state is not None and state.dtype != FLOAT32 for state in step.results)
-        if is_low and outputs & (float32 | either) and not outputs & low:
-            # Programs inside are compiled anew, which a mere "either" is not worth.
-            if step.replan is not None and outputs & float32:
-                other = step.replan()
-                step.in_dtypes, step.results, step.run = other.in_dtypes, other.results, other.run
-            elif step.may_widen:
-                step.in_dtypes = [dtype and FLOAT32 for dtype in step.in_dtypes]
-                step.results = [state and State(Kind.HIGH, FLOAT32) for state in step.results]
-        is_product = step.op.name in CONTRACTIONS  # a product casts its operands itself
-        for atom, dtype in zip(step.op.inputs, step.in_dtypes, strict=True):
-            if isinstance(atom, int) and dtype is not None:
-                if dtype == FLOAT32:
-                    float32.add(atom)
-                elif not is_product:
-                    low.add(atom)

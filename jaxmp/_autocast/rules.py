@@ -12,6 +12,7 @@ from jax.extend import core
 
 from jaxmp._autocast.kinds import (
     FLOAT32,
+    Extent,
     Kind,
     Materialized,
     State,
@@ -44,6 +45,7 @@ from jaxmp._program.op_classes import (
     ARRANGEMENTS,
     CLASSES,
     CONTRACTIONS,
+    DOT,
     MASKS,
     REPEATS,
     RESHAPES,
@@ -55,14 +57,17 @@ from jaxmp._program.op_classes import (
 from jaxmp._program.program import Op
 
 
-def convert(op: Op, states: States) -> Step:
-    """Plans a cast that the program itself makes; autocast respects it."""
+def convert(op: Op, states: States, *, is_undone: bool = False) -> Step:
+    """Plans a cast that the program itself makes; autocast respects it, if it is not undone."""
     (state,), (aval,), target = states, op.in_avals, op.params["new_dtype"]
     if state is None or not is_half_or_float32(op.out_avals[0]):
         step = plan_as_traced(op, states)
         if target == FLOAT32:
             step.results = [_state_of_numbers(op.inputs[0], aval)]
         return step
+    # A number is one in any dtype: JAX casts it, as the NaN of `jnp.var`, to those that it meets.
+    if is_undone or state.value is not None:
+        return Step(op, [None], [state], run=list)
     if target != FLOAT32:
         return Step(op, [target], [State(Kind.LOW, jnp.dtype(target))], run=list)
     # The program asks for float32, perhaps to add steps that are too small for 16 bits.
@@ -76,7 +81,8 @@ def _state_of_numbers(atom: int | core.Literal, aval: Any) -> State:
     if not (aval.dtype == jnp.bool_ or jnp.issubdtype(aval.dtype, jnp.integer)):
         return State(Kind.HIGH, FLOAT32)
     if isinstance(atom, core.Literal) and not aval.shape:
-        return number_state(float(atom.val))._replace(broadcast=True)  # jnp.where(mask, h, 0)
+        # jnp.where(mask, h, 0)
+        return number_state(float(atom.val))._replace(broadcast=Extent.LAID_OUT)
     return State(Kind.WEAK, FLOAT32, input_independent=True)
 
 
@@ -105,7 +111,10 @@ def promote(op: Op, states: States, region: Region) -> Step:
     # The parts of a concatenation have other shapes than the whole, and are broadcast to nothing.
     lays_out = op.name not in ARRANGEMENTS
     operands = [
-        state and state._replace(broadcast=lays_out and (state.broadcast or is_smaller))
+        state
+        and state._replace(
+            broadcast=max(state.broadcast, Extent(is_smaller)) if lays_out else Extent.WHOLE
+        )
         for state, is_smaller in zip(states, are_smaller, strict=True)
     ]
     result = combined_state(
@@ -172,8 +181,7 @@ def _plan_with_result(op: Op, states: States, result: State, region: Region) -> 
         loses_literal = op.name in MASKS and any(overflows(value, region.low) for value in values)
     if loses_literal:
         result = State(Kind.FIRM, FLOAT32)
-    may_widen = result.dtype != FLOAT32 and result.materialized is Materialized.NO
-    return uniform_step(op, states, result, may_widen=may_widen)
+    return uniform_step(op, states, result, may_widen=result.dtype != FLOAT32)
 
 
 def _rule_move(op: Op, states: States, region: Region) -> Step:
@@ -185,22 +193,23 @@ def _rule_move(op: Op, states: States, region: Region) -> Step:
     # with 4,096 edges lost 88 % of its gradient.
     sums = op.name == "gather" and states[0] is not None
     run = functools.partial(gather, op.equation) if sums else None
-    low = all(x.dtype != FLOAT32 and x.materialized is Materialized.NO for x in results if x)
-    may_widen = low and op.name in WIDENED
+    may_widen = op.name in WIDENED and all(x.dtype != FLOAT32 for x in results if x)
     return Step(op, state_dtypes(states), results, may_widen=may_widen, run=run)
 
 
 def _state_of_move(op: Op, state: State) -> State:
     if state.value is not None:  # zeros that begin a sum count as full-size
-        return state._replace(broadcast=False)
+        return state.whole()
     before, after = op.in_avals[0].shape, op.out_avals[0].shape
     # A new axis counts even if its size is 1: positions `pos[None]` are laid out at batch 1 as at
     # batch 8. A row of a table is laid out too. Else `table[i] + f(x)` is an update, and firm.
     grows = math.prod(after) > math.prod(before) or len(after) > len(before)
-    broadcast = op.name == "gather" or (op.name in REPEATS | RESHAPES and grows)
+    extent = Extent.LOOKED_UP if op.name == "gather" else Extent.WHOLE
+    if op.name in REPEATS | RESHAPES and grows:
+        extent = Extent.LAID_OUT
     whole = state.materialized is Materialized.SCORES and math.prod(after) == math.prod(before)
     materialized = Materialized.SCORES if whole else Materialized.NO
-    return state._replace(broadcast=state.broadcast or broadcast, materialized=materialized)
+    return state._replace(broadcast=max(state.broadcast, extent), materialized=materialized)
 
 
 # How a scatter combines old and new values. Its params hold this as a jaxpr for one dtype.
@@ -222,7 +231,7 @@ def _update(op: Op, states: States, region: Region) -> Step:
     accumulates = op.name in ACCUMULATES
     # Zeros to write into are float32 only because the function was traced in float32.
     if not accumulates and (array.kind is Kind.LOW or array.value is not None):
-        result = combined_state([state._replace(broadcast=False) for state in floats], region.low)
+        result = combined_state([state.whole() for state in floats], region.low)
         step = _plan_with_result(op, states, result, region)
         step.may_widen = False
         return step
@@ -275,17 +284,6 @@ def plan_product(op: Op, states: States, region: Region) -> Step:
         return plan_as_traced(op, states)  # counts, positions times frequencies
     if not all(fits(state.value, region.low) for state in operands):
         return plan_as_traced(op, states)
-    # `einsum("i,j->ij", positions, rates)` multiplies elements. In 16 bits the phases of a rotary
-    # embedding would be wrong by radians.
-    if op.name == "dot_general" and _is_outer_product(op, operands):
-        full_size = [state._replace(broadcast=False) for state in operands]
-        combined = combined_state(full_size, region.low, scales=True)
-        step = _plan_with_result(op, states, combined, region)
-        result = step.results[0]
-        if params.get("preferred_element_type") is not None and result is not None:
-            step.params["preferred_element_type"] = result.dtype
-        step.may_widen = False
-        return step
     sources = tuple(region.float32_gradients and is_weight(state) for state in operands)
     materialized = Materialized.YES if any(map(is_weight, operands)) else Materialized.SCORES
     step = Step(
@@ -294,6 +292,8 @@ def plan_product(op: Op, states: States, region: Region) -> Step:
         [State(Kind.LOW, region.low, materialized=materialized)],
         params={"preferred_element_type": region.low},
         sources=sources,
+        # GPUs have no convolutions of 16 bits that return float32, nor ragged products.
+        may_widen=op.name == DOT,
     )
     return _plan_float8(step, operands, region)
 
@@ -317,20 +317,11 @@ def _plan_float8(step: Step, operands: list[State], region: Region) -> Step:
         step.not_float8 = reason
         step.float8 = (region.products, parameter) if reason is None else None
     if step.float8 is not None:
-        step.sources = ()
+        step.sources, step.may_widen = (), False
         # Weights are rounded to float8 once, and not to 16 bits before.
         pairs = enumerate(step.in_dtypes)
         step.in_dtypes = [FLOAT32 if i in weights else dtype for i, dtype in pairs]
     return step
-
-
-def _is_outer_product(op: Op, operands: list[State]) -> bool:
-    """Whether a product sums nothing, also over axes of size 1: positions times frequencies."""
-    (contracted, _), _ = op.params["dimension_numbers"]
-    # Positions of shape (T, 1) @ rates of shape (1, D) are an outer product, too.
-    if any(state.input_independent for state in operands):
-        return all(op.in_avals[0].shape[i] == 1 for i in contracted)
-    return not contracted
 
 
 def asks_for_precision(precision: Any) -> bool:

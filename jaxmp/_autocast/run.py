@@ -11,7 +11,7 @@ from jax.extend import core
 from jaxmp._autocast.kinds import FLOAT32, Kind
 from jaxmp._autocast.plan import Plan
 from jaxmp._autocast.steps import Step
-from jaxmp._numerics.dtypes import DType
+from jaxmp._numerics.dtypes import DType, is_half
 from jaxmp._numerics.rounding import open_cast
 from jaxmp._primitives.float8_product import float8_product
 from jaxmp._primitives.mixed_product import product
@@ -56,14 +56,24 @@ class _PlanRules(Rules[Any]):
         return values + sources
 
     def operation(self, op: Op, operands: list[Any]) -> list[Any]:
+        pairs = zip(op.outputs, self._run(op, operands), strict=True)
+        # Behind a barrier the rounding of the value stays, for all that read it.
+        rounded = self.plan.rounded
+        return [
+            lax.optimization_barrier(x) if number in rounded and is_half(x) else x
+            for number, x in pairs
+        ]
+
+    def _run(self, op: Op, operands: list[Any]) -> list[Any]:
         step = self.plan.steps[op.number]
         if step.float8 is not None:
             (lhs, rhs), params = operands, {**op.params, **step.params}
             return [float8_product(params, lhs, rhs, *step.float8)]
-        if any(step.sources):
+        if step.multiplies_low:
             count, params = len(op.inputs), {**op.params, **step.params}
-            primitive = op.equation.primitive
-            return [product(primitive, params, operands[:count], operands[count:])]
+            primitive, low = op.equation.primitive, step.in_dtypes[0]
+            sources = operands[count:] or [None] * 2
+            return [product(primitive, params, operands[:count], sources, compute=low)]
         if step.run is not None:
             return step.run(operands)
         return compat.bind(op.equation, operands, **step.params)

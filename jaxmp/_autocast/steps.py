@@ -1,19 +1,40 @@
 """How one operation runs."""
 
 import dataclasses
+import enum
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from jax.extend import core
 
-from jaxmp._autocast.kinds import FLOAT32, Kind, State, float32_state, is_weight, number_state
+from jaxmp._autocast.kinds import (
+    FLOAT32,
+    Extent,
+    Kind,
+    State,
+    float32_state,
+    is_weight,
+    number_state,
+)
 from jaxmp._numerics.dtypes import DType, is_half_or_float32, is_inexact
 from jaxmp._policies.recipe import Recipe
 from jaxmp._program.op_classes import CONTRACTIONS, KERNELS
 from jaxmp._program.program import Op
 
 States = Sequence[State | None]
+# The dtype in which results are read; for all results, or for each.
+ResultsIn = Literal["low", "normed", "float32", "either"]
+AllIn = ResultsIn | tuple[ResultsIn, ...]
+
+
+class Reading(enum.IntEnum):
+    """How operations read a value. Of several readings, the least decides."""
+
+    LOW = 0  # in 16 bits
+    NORMED = 1  # in float32, and shift or scale it by its own mean or maximum
+    FLOAT32 = 2  # in float32
+    EITHER = 3  # in any dtype
 
 
 @dataclasses.dataclass
@@ -25,9 +46,10 @@ class Step:
       in_dtypes: the dtype in which it reads each input; None leaves it.
       results: the states of its results; None for values that autocast does not cast.
       params: the changed params of its equation.
-      may_widen: whether it may run in float32, if only float32 operations read it.
-      replan: plans an operation with programs inside anew, for results that only float32
-        operations read.
+      may_widen: whether it may give float32, if only float32 operations read it.
+      reads: for an operation with programs inside, how these read its operands.
+      replan: plans such an operation anew, for how its results are read (`AllIn`), and for other
+        states of its operands.
       run: runs it instead of its own primitive, on the values that it reads.
       sources: for a product, which operands are roundings of a float32 source.
       broadcasts: which inputs are broadcast to the shape of the result before they are cast, so
@@ -41,12 +63,36 @@ class Step:
     results: list[State | None]
     params: dict[str, Any] = dataclasses.field(default_factory=dict)
     may_widen: bool = False
-    replan: "Callable[[], Step] | None" = None
+    reads: "Sequence[Reading]" = ()
+    replan: "Callable[..., Step] | None" = None
     run: Callable[[list[Any]], list[Any]] | None = None
     sources: tuple[bool, ...] = ()
     broadcasts: tuple[bool, ...] = ()
     float8: tuple[Recipe, int] | None = None
     not_float8: str | None = None
+
+    @property
+    def multiplies_low(self) -> bool:
+        """Whether it is a product of operands that autocast casts to 16 bits."""
+        return bool(self.sources)
+
+    @property
+    def keeps_dtype(self) -> bool:
+        """Whether it is a cast that the program makes, and that leaves the dtype of autocast."""
+        return self.op.name == "convert_element_type" and self.in_dtypes == [None]
+
+    def take(self, other: "Step") -> None:
+        """Runs as another plan of the same operation."""
+        self.in_dtypes, self.results, self.run = other.in_dtypes, other.results, other.run
+        self.params, self.reads = other.params, other.reads
+
+    def widen(self) -> None:
+        """Gives float32: a product its sums as they come, others of float32 operands."""
+        if self.multiplies_low:
+            self.params["preferred_element_type"] = FLOAT32
+        else:
+            self.in_dtypes = [dtype and FLOAT32 for dtype in self.in_dtypes]
+        self.results = [state and State(Kind.HIGH, FLOAT32) for state in self.results]
 
 
 def argument_state(aval: Any) -> State | None:
@@ -62,7 +108,7 @@ def literal_state(atom: core.Literal) -> State | None:
     if not is_half_or_float32(aval):
         return None
     value = None if aval.shape else float(atom.val)
-    return number_state(value)._replace(broadcast=not aval.shape)
+    return number_state(value)._replace(broadcast=Extent(not aval.shape))
 
 
 def has_foreign_floats(op: Op) -> bool:

@@ -20,6 +20,7 @@ from jaxmp._program.program import (
     Program,
     equations_in,
     numbers,
+    plain_call,
     read,
     without_dead_code,
 )
@@ -313,7 +314,7 @@ def _is_iteration(op: Op) -> bool:
 
 
 def _inlined(body: Any) -> Program:
-    return without_dead_code(read(body, lambda equation: True))
+    return without_dead_code(read(body, plain_call))
 
 
 def _without_waits(program: Program) -> Program:

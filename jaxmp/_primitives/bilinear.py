@@ -17,6 +17,7 @@ from jax import lax
 from jax.extend.core import Primitive, jaxpr_as_fun
 
 from jaxmp._numerics.dtypes import DType
+from jaxmp._numerics.rounding import open_cast
 from jaxmp._primitives.gathering import (
     Gather,
     gathered,
@@ -124,8 +125,9 @@ class BilinearMap:
         16-bit numbers are multiplied as float32.
         """
         gathers = (*self.gathers, None)
+        # The gradient of a float32 result may be a sum over devices.
         arrays = [
-            gathered(cast(x.value, self.compute), gathers[role])
+            gathered((open_cast if role == RESULT else cast)(x.value, self.compute), gathers[role])
             for x, role in zip(operands, operand_roles(result_role), strict=True)
         ]
         result_dtype = max(dtype, self.compute, key=lambda x: np.dtype(x).itemsize)

@@ -23,6 +23,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from jaxmp._numerics.dtypes import DType
 from jaxmp._primitives.bilinear import (
     NO_GATHERS,
     RESULT,
@@ -69,6 +70,7 @@ def product(
     operands: Sequence[Any],
     wide: Sequence[Any | None],
     gathers: Gathers = NO_GATHERS,
+    compute: DType | None = None,
 ) -> Any:
     """Binds a product of 16-bit operands whose gradients for float32 sources are float32.
 
@@ -83,6 +85,8 @@ def product(
         gradient belongs to the operand itself.
       gathers: for each of the two, the shardings before and after it is gathered, or None. A
         derivative gathers it again, so that the operand is kept as it was given.
+      compute: the dtype in which derivatives multiply; by default that of the result, so that the
+        gradient of a float32 result is not rounded.
 
     Returns:
       The product, in the preferred dtype.
@@ -92,21 +96,27 @@ def product(
     """
     arrays = varying_alike([*operands, *(x for x in wide if x is not None)])
     operands, sources = arrays[: len(operands)], iter(arrays[len(operands) :])
-    if all(x is None for x in wide):
+    widens = compute is not None and compute != params["preferred_element_type"]
+    if all(x is None for x in wide) and not widens:
         return primitive.bind(*operands, **params)
     # The second primitive supplies all derivatives: JAX's own rule for a detached operand would
     # lack the second derivative by both operands.
     pairs = zip(operands[:2], gathers, strict=True)
     detached = [gathered(detach(x), gather) for x, gather in pairs]
-    out = primitive.bind(*detached, *operands[2:], **params)
+    dtype = np.dtype(params["preferred_element_type"])
     bilinear = bilinear_map(
         primitive,
         tuple(sorted(params.items())),
-        # A float32 result has a float32 gradient, which must not be rounded.
-        out.dtype,
+        dtype if compute is None else compute,
         tuple((x.shape, x.dtype) for x in operands),
         gathers,
     )
+    if widens:
+        # CPUs cannot run many such products as ordinary equations; see `_lower_on_cpu`.
+        arrays = list(map(ProductOperand, detached))
+        out = _bilinear(bilinear, RESULT, dtype, arrays, operands[2:])
+    else:
+        out = primitive.bind(*detached, *operands[2:], **params)
     # Not the detached arrays: a loop would keep a copy of them.
     product_operands = [
         ProductOperand(x, source=None if source is None else next(sources))

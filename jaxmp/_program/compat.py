@@ -246,12 +246,12 @@ def is_ref(value: Any) -> bool:
     return hasattr(jax.typeof(value), "inner_aval")
 
 
-def is_of_jax_nn(jaxpr: Any) -> bool:
-    """Whether a jitted function is from `jax.nn`, and not another of the same name."""
+def is_of_jax(jaxpr: Any, module: str) -> bool:
+    """Whether a jitted function is from a module of JAX, and not another of the same name."""
     # A user's own `silu` is another function. Of its module, a jaxpr keeps only the path of the
     # file.
     info = open_jaxpr(jaxpr).debug_info
-    return "jax/_src/nn/functions.py" in str(getattr(info, "func_src_info", "")).replace("\\", "/")
+    return f"jax/_src/{module}" in str(getattr(info, "func_src_info", "")).replace("\\", "/")
 
 
 def may_sum_bfloat16_wrongly() -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxmp._program.compat import open_jaxpr, sub_jaxprs
-from jaxmp._program.op_classes import COMBINERS, CUSTOM_DERIVATIVES, OPAQUE, PRODUCTS
+from jaxmp._program.op_classes import COMBINERS, CUSTOM_DERIVATIVES, DOT, OPAQUE, PRODUCTS
 
 
 def programs_inside(equation: Any) -> list[Any]:
@@ -23,10 +23,21 @@ def programs_inside(equation: Any) -> list[Any]:
     return programs[:1] if name in CUSTOM_DERIVATIVES else programs
 
 
+def is_elementwise(equation: Any) -> bool:
+    """Whether a product adds nothing up, and so multiplies numbers one by one.
+
+    It contracts no axes, or axes of one element, as positions `t[:, None] @ rates[None]` do.
+    """
+    if equation.primitive.name != DOT:
+        return False
+    (contracted, _), _ = equation.params["dimension_numbers"]
+    return all(equation.invars[0].aval.shape[axis] == 1 for axis in contracted)
+
+
 def products_in(jaxpr: Any) -> Iterator[Any]:
     """Yields the equations of all products in a jaxpr, and in the programs inside."""
     for equation in open_jaxpr(jaxpr).eqns:
-        if equation.primitive.name in PRODUCTS:
+        if equation.primitive.name in PRODUCTS and not is_elementwise(equation):
             yield equation
         for program in programs_inside(equation):
             yield from products_in(program)
@@ -39,7 +50,7 @@ def product_flops(equation: Any) -> int:
     Each row of a ragged product counts for its own group only.
     """
     name = equation.primitive.name
-    if name not in PRODUCTS:
+    if name not in PRODUCTS or is_elementwise(equation):
         return 0
     lhs, rhs = (variable.aval.shape for variable in equation.invars[:2])
     if name == "conv_general_dilated":

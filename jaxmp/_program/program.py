@@ -4,7 +4,6 @@ The programs inside of operations stay jaxprs. They are read when someone looks 
 """
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -12,19 +11,13 @@ from jax.extend import core
 
 from jaxmp._program.compat import (
     consts_of,
-    holds_arrays,
-    is_of_jax_nn,
+    is_of_jax,
     is_plain_jit,
     open_jaxpr,
     sub_jaxprs,
 )
-from jaxmp._program.op_classes import CLASSES, IN_HELPERS, JITS, OpClass
+from jaxmp._program.op_classes import JITS
 from jaxmp._program.wiring import Wiring, wiring_of
-
-# The plan must see what reads the result of a helper: with helpers as calls, losses of logits were
-# computed in 16 bits. Helpers of jax.nn and jax.numpy have up to 42 equations (`nanpercentile`, jax
-# 0.10). Larger functions stay calls, so that they are compiled once.
-_LARGEST_HELPER = 100  # equations
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -89,7 +82,8 @@ class Program(NamedTuple):
     outputs: tuple[int | core.Literal, ...]
 
 
-Inline = Callable[[core.JaxprEqn], bool]
+# The program, and its name, that stands in for an equation; None leaves the equation.
+Inline = Callable[[core.JaxprEqn], "tuple[Any, str] | None"]
 
 
 def read(closed: Any, inline: Inline | None = None) -> Program:
@@ -97,9 +91,9 @@ def read(closed: Any, inline: Inline | None = None) -> Program:
 
     Args:
       closed: the jaxpr. An open one has no constants; without these it cannot run.
-      inline: which jitted functions without shardings are inlined into their caller; None for none.
+      inline: gives the program that is read in the place of an equation; None for none.
     """
-    reader = _Reader(inline or (lambda equation: False))
+    reader = _Reader(inline or (lambda equation: None))
     jaxpr = open_jaxpr(closed)
     env: dict[Any, Any] = {}
     inputs = tuple(reader.new(var, env) for var in jaxpr.invars)
@@ -111,11 +105,11 @@ def read(closed: Any, inline: Inline | None = None) -> Program:
     )
 
 
-def with_helpers_inlined(closed: Any) -> Program:
-    """Reads the program of a jaxpr, with helpers such as `jnp.where` and `jax.nn.silu` inlined."""
-    # The treatment of helpers may depend on what follows them. Functions that multiply matrices
-    # stay functions, so that layers that share one are still compiled once.
-    return read(closed, _is_helper)
+def plain_call(equation: core.JaxprEqn) -> tuple[Any, str] | None:
+    """Returns the program and the name of a jitted function without shardings, to read inline."""
+    params = equation.params
+    is_plain = equation.primitive.name in JITS and is_plain_jit(params)
+    return (params["jaxpr"], params["name"]) if is_plain else None
 
 
 def numbers(atoms: Iterable[int | core.Literal]) -> Iterator[int]:
@@ -193,10 +187,9 @@ class _Reader:
             stack = source.name_stack if caller is None else caller.stack + source.name_stack
             traceback = source.traceback if caller is None else caller.traceback
             inputs = tuple(self.atom(atom, env) for atom in equation.invars)
-            plain = equation.primitive.name in JITS and is_plain_jit(equation.params)
-            if plain and self.inline(equation):
-                body, name = equation.params["jaxpr"], equation.params["name"]
-                of_jax = (f"jax.nn.{name}",) if is_of_jax_nn(body) else ()
+            if inlined := self.inline(equation):
+                body, name = inlined
+                of_jax = (f"jax.nn.{name}",) if is_of_jax(body, "nn/functions.py") else ()
                 names = (*functions, name, *of_jax)
                 call = Op(equation, len(self.ops), inputs, (), stack, traceback, names)
                 inner: dict[Any, Any] = dict(zip(open_jaxpr(body).invars, inputs, strict=True))
@@ -208,13 +201,3 @@ class _Reader:
                 outputs = tuple(self.new(var, env) for var in equation.outvars)
                 number = len(self.ops)
                 self.ops.append(Op(equation, number, inputs, outputs, stack, traceback, functions))
-
-
-def _is_helper(equation: core.JaxprEqn) -> bool:
-    if holds_arrays(equation.params["jaxpr"]):  # a checkpoint around it could not hold them
-        return False
-    inside = equations_in([equation.params["jaxpr"]], lambda eqn: eqn.primitive.name in JITS)
-    names = [eqn.primitive.name for eqn in itertools.islice(inside, _LARGEST_HELPER + 1)]
-    not_simple = (None, OpClass.CONTROL, OpClass.ALONE, OpClass.LOWER)
-    is_simple = all(name in IN_HELPERS or CLASSES.get(name) not in not_simple for name in names)
-    return is_simple and len(names) <= _LARGEST_HELPER

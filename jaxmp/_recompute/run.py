@@ -28,7 +28,15 @@ from jaxmp._program.op_classes import (
     JITS,
     Cost,
 )
-from jaxmp._program.program import Memo, Op, Program, numbers, read, without_dead_code
+from jaxmp._program.program import (
+    Memo,
+    Op,
+    Program,
+    numbers,
+    plain_call,
+    read,
+    without_dead_code,
+)
 from jaxmp._program.wiring import loop_of, wiring_of
 from jaxmp._recompute.codes import Kept, RowCodes, encode_rows, has_codes, with_coded_derivative
 from jaxmp._recompute.pieces import Piece, divide, key_of
@@ -98,7 +106,9 @@ def run_in_pieces(
     """
     if settings.only_loops:
         return evaluate(read(closed), arguments, _Operations(settings))
-    program = without_dead_code(read(closed, lambda equation: _is_open(equation, settings.dear)))
+    program = without_dead_code(
+        read(closed, lambda x: plain_call(x) if _is_open(x, settings.dear) else None)
+    )
     views, in_codes = not settings.barriers, settings.kept is not None
     storage, pieces = divide(program, settings.dear, settings.again, views=views, in_codes=in_codes)
     settings.bytes_again.extend(_bytes_again(piece, program, storage) for piece in pieces)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from jax.extend import core
 
 from jaxmp._numerics.dtypes import is_inexact, nbytes_of
-from jaxmp._program.compat import function_name, is_of_jax_nn, open_jaxpr
+from jaxmp._program.compat import function_name, is_of_jax, open_jaxpr
 from jaxmp._program.derivatives import derivative_of
 from jaxmp._program.flops import product_flops
 from jaxmp._program.op_classes import CHOICES, COSTS, JITS, LINEAR, REDUCTIONS, Cost
@@ -101,7 +101,7 @@ def names_of(equation: core.JaxprEqn) -> set[str]:
     name = equation.primitive.name
     if name in JITS:
         function = equation.params["name"]
-        own = is_of_jax_nn(equation.params["jaxpr"])
+        own = is_of_jax(equation.params["jaxpr"], "nn/functions.py")
         return {name, function, *([f"jax.nn.{function}"] if own else [])}
     return {name, function_name(equation)} if name == "custom_jvp_call" else {name}
 

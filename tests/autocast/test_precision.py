@@ -296,15 +296,15 @@ def test_kernels_are_left_alone() -> None:
 
 
 def mixed(x: Any, w: Any) -> Any:
-    positions = jnp.arange(4.0)
-    phases = jnp.einsum("i,j->ij", positions, 1.0 + positions)  # adds nothing up: float32
+    positions = jnp.arange(16.0).reshape(4, 4)
+    phases = positions @ (1.0 + positions)  # of positions alone: float32
     asked = jnp.matmul(x, w, precision="high")
     default = jnp.matmul(x, w, precision="default")
     return jnp.sum(phases) + jnp.sum(x @ w) + jnp.sum(asked) + jnp.sum(default)
 
 
 def test_what_autocast_keeps_in_float32_and_what_it_does_not() -> None:
-    """Outer products and lists ask too; own precisions stay; 16-bit products stay as they were."""
+    """Products of positions and lists ask too; own precisions and 16-bit products stay."""
     found = precisions(jaxmp.autocast(mixed, BF16), X, W)
     high, low = ("float32", "high"), ("bfloat16", "none")
     assert sorted(found) == sorted([EXACT, high, ("bfloat16", "default"), low])

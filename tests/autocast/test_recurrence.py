@@ -13,8 +13,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxmp
-from tests.support.autocast_checks import BF16, LOW, W, error, rows
-from tests.support.dots import equations
+from tests.support.autocast_checks import BF16, BOTH, LOW, W, error, rows, weights
+from tests.support.dots import count_dots, equations
 
 TURNS = 1000
 WS = jnp.stack([W, -W, W.T])
@@ -268,3 +268,64 @@ def test_small_steps_are_not_lost(loop: str) -> None:
     assert error(got, want) < 0.02
     low = jax.jit(f)(x.astype(jnp.bfloat16), W.astype(jnp.bfloat16)).astype(jnp.float32) - x
     assert error(low, want) > 0.2  # positive control
+
+
+# --- loops that floats end ----------------------------------------
+
+
+def turns(w: Any, y: Any) -> Any:
+    """How often a fixed point is iterated, up to 256 times."""
+
+    def turn(carry: Any) -> Any:
+        z, _, count = carry
+        after = jnp.tanh(z @ w + y)
+        return after, jnp.max(jnp.abs(after - z)), count + 1
+
+    start = jnp.zeros_like(y), jnp.float32(1), 0
+    return lax.while_loop(lambda c: (c[1] > 1e-4) & (c[2] < 256), turn, start)[2].astype(
+        jnp.float32
+    )
+
+
+def turns_by_a_flag(w: Any, y: Any) -> Any:
+    def turn(carry: Any) -> Any:
+        z, _, count = carry
+        after = jnp.tanh(z @ w + y)
+        return after, jnp.max(jnp.abs(after - z)) > 1e-4, count + 1
+
+    start = jnp.zeros_like(y), True, 0
+    return lax.while_loop(lambda c: c[1] & (c[2] < 256), turn, start)[2].astype(jnp.float32)
+
+
+def as_custom_jvp(w: Any, y: Any) -> Any:
+    fun = jax.custom_jvp(turns)
+    fun.defjvp(lambda primals, tangents: (fun(*primals), jnp.sum(tangents[1]) * 0))
+    return fun(w, y)
+
+
+def in_a_scan(w: Any, y: Any) -> Any:
+    return lax.scan(lambda c, _: (turns(w, y), None), jnp.float32(0), None, length=2)[0]
+
+
+@pytest.mark.parametrize("policy", BOTH)
+@pytest.mark.parametrize("fun", [turns, turns_by_a_flag, as_custom_jvp, jax.jit(turns), in_a_scan])
+def test_a_loop_that_floats_end_is_float32(fun: Any, policy: str) -> None:
+    """In 16 bits the error stays above its bound, and the loop does not end."""
+    w, x = rows(16, 16) / 10, rows(32, 4)
+    u = weights(4, 16)
+    got = jax.jit(jaxmp.autocast(lambda w, u, x: fun(w, x @ u), policy))(w, u, x)
+    assert got == fun(w, x @ u) < 50
+
+
+def test_a_loop_that_a_token_ends_is_16_bits() -> None:
+    """A decoder: an argmax is no float. Positive control of the test above."""
+
+    def decode(w: Any, table: Any) -> Any:
+        def turn(carry: Any) -> Any:
+            token, _, count = carry
+            token = jnp.argmax(jnp.tanh(table[token] @ w) @ w)
+            return token, token == 3, count + 1
+
+        return lax.while_loop(lambda c: ~c[1] & (c[2] < 9), turn, (0, False, 0))[0]
+
+    assert count_dots(jaxmp.autocast(decode, BF16), W, W) == {"bfloat16": 2}

@@ -298,3 +298,98 @@ def test_rows_that_a_carry_goes_on_with() -> None:
     scan = next(e for e in equations(closed) if e.primitive.name == "scan")
     assert [str(v.aval.dtype) for v in scan.outvars] == ["float32"] * 3
     check(f, *args, roundings=24, argnums=(0, 1))
+
+
+# --- products that add nothing up ---------------------------------
+
+OUTER: dict[str, Any] = {
+    "columns and rows": lambda t, f: t[:, None] @ f[None],
+    "einsum": lambda t, f: jnp.einsum("i,j->ij", t, f),
+    "axes of one element": lambda t, f: jnp.einsum("ik,kj->ij", t[:, None], f[None]),
+    "dot_general": lambda t, f: lax.dot_general(t[None], f[None], (((0,), (0,)), ((), ()))),
+    "elements": lambda t, f: jnp.einsum("ij,ij->ij", t[:, None] + 0 * f, 0 * t[:, None] + f),
+    "batches": lambda t, f: jax.vmap(lambda t: jnp.dot(t[None, None], f[None])[0])(t),
+    "jnp.outer": jnp.outer,
+    "the right first": lambda t, f: jnp.einsum("j,i->ij", f, t),
+    "in a function": lambda t, f: jax.jit(lambda t: jnp.sin(t[:, None] @ f[None]))(t),
+}
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("policy", BOTH)
+@pytest.mark.parametrize("name", OUTER)
+def test_a_product_that_adds_nothing_up_is_a_multiplication(name: str, policy: str) -> None:
+    """Time embeddings of bfloat16 times were 42 % off."""
+    times, rates = jnp.array([998.39, 988.49, 3.5]), 1e4 ** (-jnp.arange(16) / 16)
+
+    def phases(t: Any, f: Any) -> Any:
+        return jnp.sin(OUTER[name](t, f))
+
+    fast = jaxmp.autocast(phases, policy)
+    np.testing.assert_allclose(jax.jit(fast)(times, rates), phases(times, rates), atol=1e-3)
+    grads, want = (
+        jax.jit(jax.grad(lambda t, f=f: f(t, rates).sum()))(times) for f in (fast, phases)
+    )
+    np.testing.assert_allclose(grads, want, rtol=1e-3, atol=1e-3)
+    assert not jaxmp.audit(fast, times, rates).product_lines
+    assert not jaxmp.audit(phases, times, rates).product_lines
+
+
+def test_scales_of_a_norm_are_no_products() -> None:
+    """`einsum("...k,k->...k")`, as hosts write them, is `*`; the product beside it is counted."""
+
+    def layer(x: Any, scale: Any, w: Any) -> Any:
+        normed = x * lax.rsqrt(jnp.mean(x**2, -1, keepdims=True))
+        return jnp.einsum("...k,k->...k", normed, scale) @ w
+
+    for fun in (layer, jaxmp.autocast(layer, BF16)):
+        (row,) = jaxmp.audit(fun, X, W[0], W).product_lines
+        assert row.flops == 2 * 4 * 16 * 16
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_a_bias_by_an_outer_product_is_no_update() -> None:
+    """The embedding of a time that is added to activations leaves them in 16 bits, as `*` does."""
+    add = {"@": lambda t, f: t[:, None] @ f[None], "*": lambda t, f: t[:, None] * f}
+    for product in add.values():
+        fast = jaxmp.autocast(
+            lambda x, w, p=product: x @ w + p(x[:, 0], w[0]), BF16, output="computed"
+        )
+        assert fast(X, W).dtype == jnp.bfloat16
+
+
+# --- layers that end in a norm ------------------------------------
+
+
+def rms(x: Any) -> Any:
+    return x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+
+
+def post_norm(x: Any, w: Any) -> Any:
+    return x + rms(jnp.tanh(rms(x) @ w) @ w.T)
+
+
+def scaled_post_norm(x: Any, w: Any) -> Any:
+    return x + (1 + w[0]) * rms(jnp.tanh(x @ w) @ w.T)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("layer", [post_norm, scaled_post_norm])
+@pytest.mark.parametrize("scale", [1.0, 4.0])
+def test_layers_that_end_in_a_norm_in_a_loop_and_in_a_scan(layer: Any, scale: float) -> None:
+    """Gemma 2: the stream was float32 one by one, at twice the bytes, and 16 bits in a scan."""
+    ws, tokens = jnp.stack([W, W.T]), jnp.array([1, 2, 3])
+
+    def one_by_one(table: Any, ws: Any) -> Any:
+        x = scale * table[tokens]
+        for w in ws:
+            x = layer(x, w)
+        return x
+
+    def scanned(table: Any, ws: Any) -> Any:
+        return lax.scan(lambda x, w: (layer(x, w), None), scale * table[tokens], ws)[0]
+
+    dtypes = [
+        jaxmp.autocast(f, BF16, output="computed")(W, ws).dtype for f in (one_by_one, scanned)
+    ]
+    assert dtypes == [jnp.bfloat16] * 2

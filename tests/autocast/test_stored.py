@@ -9,12 +9,13 @@ import pytest
 from jax import lax
 
 import jaxmp
-from tests.support.autocast_checks import BF16, BOTH, LOW, W, X, check, rows, weights
-from tests.support.dots import equations
+from tests.support.autocast_checks import BF16, BOTH, FP16, LOW, W, X, check, error, rows, weights
+from tests.support.dots import count_dots, equations
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 both = pytest.mark.parametrize("policy", BOTH)
 EYE = jnp.eye(16)
+SCORES = {BF16: "bfloat16", FP16: "float32"}
 
 
 def made_by(fun: Any, name: str, *args: Any, policy: str = BF16) -> list[str]:
@@ -27,7 +28,10 @@ def made_by(fun: Any, name: str, *args: Any, policy: str = BF16) -> list[str]:
 
 @both
 def test_scores_are_stored_in_16_bits(policy: str) -> None:
-    """Otherwise GPUs and TPUs store scores of twice the size: they scale while they multiply."""
+    """Otherwise GPUs and TPUs store scores of twice the size: they scale while they multiply.
+
+    In float16 they are float32: scores above 65,504 are infinite there.
+    """
 
     def attention(x: Any, w: Any) -> Any:
         q, k = x @ w, x @ w.T
@@ -35,8 +39,8 @@ def test_scores_are_stored_in_16_bits(policy: str) -> None:
         scores = jnp.where(jnp.tri(4, dtype=bool), scores, -1e4)
         return jax.nn.softmax(scores) @ q
 
-    assert made_by(attention, "mul", X, W, policy=policy) == [LOW[policy]]
-    assert set(made_by(attention, "select_n", X, W, policy=policy)) == {LOW[policy]}
+    assert made_by(attention, "mul", X, W, policy=policy) == [SCORES[policy]]
+    assert set(made_by(attention, "select_n", X, W, policy=policy)) == {SCORES[policy]}
     assert set(made_by(attention, "exp", X, W, policy=policy)) == {"float32"}
     check(attention, X, W, policy=policy)
 
@@ -48,7 +52,7 @@ def test_scores_of_grouped_heads(policy: str) -> None:
         scores = jnp.einsum("tgd,sd->gts", q, k).reshape(8, 4) / 3
         return jax.nn.softmax(scores)
 
-    assert made_by(attention, "div", X, W, policy=policy)[0] == LOW[policy]
+    assert made_by(attention, "div", X, W, policy=policy)[0] == SCORES[policy]
 
 
 @pytest.mark.parametrize("dropped", [False, True])
@@ -173,3 +177,97 @@ def test_what_a_custom_vjp_reshapes_is_an_activation_still() -> None:
     flattened.defvjp(lambda x: (flattened(x), x.shape), lambda shape, g: (g.reshape(shape),))
     f = lambda x, w: flattened((x @ w).reshape(2, 2, 16)) + x @ w  # noqa: E731
     assert jaxmp.autocast(f, BF16, output="computed")(X, W).dtype == jnp.bfloat16
+
+
+# --- products that only float32 operations read -------------------
+
+
+def distances(w: Any, x: Any) -> Any:
+    h = x @ w + 3
+    squares = (h * h).sum(-1)
+    return jnp.sqrt(squares[:, None] + squares - 2 * h @ h.T + 0.1)
+
+
+def distances_of_two(w: Any, x: Any) -> Any:
+    a, b = x @ w + 3, x[::-1] @ w + 3
+    return jnp.sqrt(
+        (a**2).sum(-1)[:, None] + (b**2).sum(-1) - 2 * jnp.einsum("id,jd->ij", a, b) + 0.1
+    )
+
+
+def covariance(w: Any, x: Any) -> Any:
+    h = x @ w
+    return h.T @ h / len(x) + 0.01 * jnp.eye(8)
+
+
+def log_determinant(w: Any, x: Any) -> Any:
+    return jnp.linalg.slogdet(covariance(w, x))[1]
+
+
+def in_a_function(w: Any, x: Any) -> Any:
+    return jnp.log(jax.jit(jnp.linalg.eigvalsh)(covariance(w, x)))
+
+
+def of_two_sums(w: Any, x: Any) -> Any:
+    h, g = x @ w, jnp.tanh(x @ w)
+    return jnp.log(jnp.diag(jnp.linalg.cholesky(h.T @ h + g.T @ g + 0.1 * jnp.eye(8))))
+
+
+def moments(w: Any, x: Any) -> Any:
+    h = x @ w + 10
+    ones = jnp.full((1, len(x)), 1 / len(x)) + 0 * h[:1, 0]
+    return jnp.sqrt(ones @ (h * h) - (ones @ h) ** 2)
+
+
+CANCEL = [distances, distances_of_two, log_determinant, in_a_function, of_two_sums, moments]
+
+
+@both
+@pytest.mark.parametrize("fun", CANCEL)
+def test_products_that_cancel_or_are_decomposed(fun: Any, policy: str) -> None:
+    """Rounded to 16 bits they give NaN, or a matrix with eigenvalues below zero."""
+    near = weights(16, 2) @ jnp.ones((2, 8)) + 0.02 * weights(16, 8)  # of almost rank one
+    w, x = (weights(16, 8), rows(8, 16)) if fun in CANCEL[:2] else (near, rows(64, 16))
+    got, want = jax.jit(jaxmp.autocast(fun, policy))(w, x), fun(w, x)
+    assert error(got, want) < 0.03
+    grads = jax.jit(jax.grad(lambda w: jaxmp.autocast(fun, policy)(w, x).mean()))(w)
+    assert np.isfinite(grads).all()
+
+
+def test_they_multiply_16_bits_forward_and_backward() -> None:
+    def f(w: Any) -> Any:
+        return jnp.sum(jnp.sin(covariance(w, rows(64, 16))))
+
+    fast = jaxmp.autocast(f, BF16)
+    assert set(count_dots(jax.grad(fast), weights(16, 8))) == {"bfloat16"}
+
+
+@both
+def test_what_a_norm_reads_is_stored_in_16_bits(policy: str) -> None:
+    """Else batch norms, norms of queries and of the results of layers keep twice the bytes."""
+
+    def rms(h: Any) -> Any:
+        return h * lax.rsqrt(jnp.mean(h**2, -1, keepdims=True))
+
+    def layer(h: Any) -> Any:
+        return (h - h.mean(-1, keepdims=True)) * lax.rsqrt(h.var(-1, keepdims=True) + 1e-5)
+
+    for norm in (rms, layer, lambda h: rms(jax.nn.gelu(h)), lambda h: layer(h + W[0])):
+        got = made_by(
+            lambda x, w, norm=norm: jnp.mean(norm(x @ w)), "dot_general", X, W, policy=policy
+        )
+        assert got == [LOW[policy]]
+    # Positive control: a variance that divides nothing.
+    of_variance = made_by(lambda x, w: jnp.var(x @ w), "low_precision_product", X, W, policy=policy)
+    assert of_variance == ["float32"]
+
+
+def test_indices_are_those_of_float32_sums() -> None:
+    """A code of 12 bits is a number that bfloat16 does not hold."""
+    bits = (jax.random.uniform(jax.random.key(3), (64, 12)) < 0.5) * 1.0
+
+    def codes(w: Any) -> Any:
+        return ((bits @ w) @ (2.0 ** jnp.arange(12))).astype(jnp.int32)
+
+    got = jaxmp.autocast(codes, BF16)(jnp.eye(12))
+    np.testing.assert_array_equal(got, codes(jnp.eye(12)))

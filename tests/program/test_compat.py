@@ -29,6 +29,7 @@ PACKAGE = pathlib.Path(__file__).parents[2] / "jaxmp"
 COMPAT, FLOPS, PROGRAM = "_program/compat.py", "_program/flops.py", "_program/program.py"
 WIRING, EVALUATE = "_program/wiring.py", "_program/evaluate.py"
 OPERATIONS, CONTROL, FLOW = "_autocast/rules.py", "_autocast/control_flow.py", "_autocast/plan.py"
+READING = "_autocast/reading.py"
 LEFT, STEPS = "_autocast/coverage.py", "_autocast/steps.py"
 TALLY = "_tools/inspect/summarize.py"
 BRANCHES = "_tools/inspect/branches.py"
@@ -143,8 +144,8 @@ class Read(NamedTuple):
 
 
 READ = [
-    Read("jit", "jaxpr", is_jaxpr, (CONTROL, PROGRAM, STORAGE)),
-    Read("jit", "name", is_a(str), (PROGRAM, FLOW, REDUCED, STORAGE, AGAIN)),
+    Read("jit", "jaxpr", is_jaxpr, (CONTROL, PROGRAM, READING, STORAGE)),
+    Read("jit", "name", is_a(str), (PROGRAM, READING, FLOW, REDUCED, STORAGE, AGAIN)),
     # A truth value, or in newer versions an enum of such: handed on as it is.
     Read("jit", "inline", lambda value: value is not None, (REDUCED, AGAIN)),
     Read("jit", "in_shardings", is_a(tuple), (COMPAT,)),
@@ -174,10 +175,9 @@ READ = [
     Read("shard_map", "newly_manual_axes", is_a(frozenset, set, tuple), (COMPAT,)),
     Read("shard_map", "check_vma", is_a(bool), (COMPAT,)),
     Read("custom_linear_solve", "jaxprs", has("solve"), (FLOPS,)),
-    Read("dot_general", "preferred_element_type", is_dtype, (OPERATIONS,)),
-    Read("dot_general", "precision", is_precision, (*MULTIPLYING, LEFT, LOCK)),
-    Read("dot_general", "dimension_numbers", are_pairs, (OPERATIONS, FLOPS)),
-    Read("conv_general_dilated", "preferred_element_type", is_dtype, (OPERATIONS,)),
+    Read("dot_general", "precision", is_precision, (*MULTIPLYING, LEFT, LOCK, READING)),
+    Read("dot_general", "dimension_numbers", are_pairs, (READING, FLOPS)),
+    Read("dot_general", "out_sharding", lambda value: value is None, (READING,)),
     Read("conv_general_dilated", "precision", is_precision, MULTIPLYING),
     Read("conv_general_dilated", "dimension_numbers", numbers_of_a_convolution, (FLOPS,)),
     Read("conv_general_dilated", "window_strides", tuple_of(is_a(int)), (FLOPS,)),
@@ -185,7 +185,6 @@ READ = [
     Read("conv_general_dilated", "lhs_dilation", tuple_of(is_a(int)), (FLOPS,)),
     Read("conv_general_dilated", "rhs_dilation", tuple_of(is_a(int)), (FLOPS,)),
     Read("conv_general_dilated", "batch_group_count", is_a(int), (FLOPS,)),
-    Read("ragged_dot_general", "preferred_element_type", is_dtype, (OPERATIONS,)),
     Read("ragged_dot_general", "precision", is_precision, MULTIPLYING),
     Read(
         "ragged_dot_general",

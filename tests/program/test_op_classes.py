@@ -20,9 +20,8 @@ from jaxmp._program.op_classes import (
     CONTRACTIONS,
     COSTS,
     OpClass,
-    OpLists,
-    op_lists,
 )
+from jaxmp._program.op_lists import OpLists, op_lists
 from tests.support.dots import count_dots, equations
 
 pytestmark = [pytest.mark.jax, pytest.mark.annotations]

@@ -5,7 +5,8 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from jaxmp._program.flops import product_flops, programs_inside
+from jaxmp._program.flops import is_elementwise, product_flops, programs_inside
+from jaxmp._program.op_classes import TIMES
 from jaxmp._program.program import Op, Program, read
 from jaxmp._tools.inspect.branches import Choice, choices
 
@@ -34,6 +35,10 @@ class Site(Op):
     flops: int = 0
     bit: int = 0
     fed_by: int = 0
+
+    @property
+    def name(self) -> str:
+        return TIMES if is_elementwise(self.equation) else Op.name.fget(self)  # type: ignore
 
 
 def site_of(op: Op, outer: Site | None) -> Site:

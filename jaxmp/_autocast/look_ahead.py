@@ -1,0 +1,161 @@
+"""The backward pass of a plan: what only float32 operations read is computed in float32.
+
+In `log(1 - sigmoid(h))` only the logarithm reads the difference: nothing is left of it if the
+sigmoid was rounded to 16 bits. In `eigvalsh(h.T @ h)` the product returns its float32 sums. What a
+norm or a softmax reads stays as compilers store it, in 16 bits: they shift and scale it by its own
+mean or maximum, and its rounding does no more harm than any other in the network.
+"""
+
+import collections
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+
+from jaxmp._autocast.kinds import FLOAT32, Kind, Materialized
+from jaxmp._autocast.steps import AllIn, Reading, ResultsIn, States, Step
+from jaxmp._program.op_classes import ADDS, CLASSES, CONTRACTIONS, MAXIMA, SCALES, OpClass
+from jaxmp._program.program import Op, Program, numbers
+
+_READ_AS: dict[ResultsIn, Reading] = {
+    "low": Reading.LOW,
+    "normed": Reading.NORMED,
+    "float32": Reading.FLOAT32,
+    "either": Reading.EITHER,
+}
+_WANTED = {reading: name for name, reading in _READ_AS.items()}
+_FLOAT16 = jnp.dtype(jnp.float16)
+# Operations between a product and a norm of it.
+_PASSING = (OpClass.PROMOTE, OpClass.RANGE, OpClass.MOVE)
+
+
+class LookAhead:
+    """Widens steps, the last first, by how the steps behind them read their results.
+
+    Attributes:
+      wanted: for operations with programs inside, by their numbers, how their results are read.
+      multiplied: the sources of the 16-bit operands of products that return float32, as bits.
+    """
+
+    def __init__(self, program: Program, states: States) -> None:
+        self.wanted: dict[int, AllIn] = {}
+        self.multiplied = 0
+        self._program, self._states = program, states
+        self._readings: list[set[Reading]] = [set() for _ in states]
+        self._products = _products_of(program)
+        reads = (
+            set(numbers(atoms)) for atoms in (program.outputs, *(x.inputs for x in program.ops))
+        )
+        self._counts = collections.Counter(itertools.chain.from_iterable(reads))
+
+    def run(self, steps: Sequence[Step], results_in: AllIn) -> list[Reading]:
+        """Widens the steps; returns how they read the arguments of the program."""
+        if isinstance(results_in, str):
+            results_in = (results_in,) * len(self._program.outputs)
+        for atom, dtype in zip(self._program.outputs, results_in, strict=True):
+            if isinstance(atom, int):
+                self._readings[atom].add(_READ_AS[dtype])
+        for step in reversed(steps):
+            self._visit(step)
+        return list(map(self._reading, self._program.inputs))
+
+    def _reading(self, number: int) -> Reading:
+        """Returns the reading of a value that decides."""
+        return min(self._readings[number], default=Reading.EITHER)
+
+    def rounded(self) -> frozenset[int]:
+        """Returns the values that float32 operations must read as rounded as such products do.
+
+        Compilers drop casts to 16 bits and back. Then `sum(h**2)` and the diagonal of `h @ h.T`
+        differ by roundings, and their differences, squares of distances, are below zero.
+        """
+        both = {Reading.LOW}, {Reading.NORMED, Reading.FLOAT32}
+        return frozenset(
+            number
+            for number, (bits, readings) in enumerate(
+                zip(self._products, self._readings, strict=True)
+            )
+            if bits & self.multiplied and all(map(readings.intersection, both))
+        )
+
+    def _visit(self, step: Step) -> None:
+        outputs = step.op.outputs
+        readings = list(map(self._reading, outputs))
+        is_low = any(state is not None and state.dtype != FLOAT32 for state in step.results)
+        is_wanted = any(x in (Reading.NORMED, Reading.FLOAT32) for x in readings)
+        if is_low and is_wanted and step.replan is not None:
+            # Programs inside are compiled anew, which results that may have any dtype are not
+            # worth.
+            self.wanted[step.op.number] = wanted = tuple(_WANTED[reading] for reading in readings)
+            step.take(step.replan(wanted))
+        for_either = False
+        if is_low and step.may_widen and Reading.LOW not in readings:
+            stored = any(x and x.materialized is not Materialized.NO for x in step.results)
+            is_read = any(self._readings[number] for number in outputs)
+            for_either = is_read and not (is_wanted or step.multiplies_low or stored)
+            stays = stored and (Reading.NORMED in readings or self._is_residual(step))
+            if for_either or (is_wanted and not stays):
+                step.widen()
+                for number in numbers(step.op.inputs[:2] if step.multiplies_low else ()):
+                    state = self._states[number]
+                    if state is not None and state.kind is Kind.LOW:
+                        self.multiplied |= self._products[number]
+        for i, (atom, dtype) in enumerate(zip(step.op.inputs, step.in_dtypes, strict=True)):
+            if not isinstance(atom, int):
+                continue
+            if step.reads:
+                self._readings[atom].add(step.reads[i])
+            elif step.keeps_dtype:
+                self._readings[atom] |= self._readings[outputs[0]]
+            elif dtype is not None and dtype != FLOAT32:
+                self._readings[atom].add(Reading.LOW)
+            elif dtype is not None and not for_either:
+                normed = self._is_normed(step.op, i, atom)
+                self._readings[atom].add(Reading.NORMED if normed else Reading.FLOAT32)
+            elif dtype is not None:
+                self._readings[atom].add(Reading.EITHER)
+
+    def _is_residual(self, step: Step) -> bool:
+        """Whether it adds a value to another that more operations read, as in `x + f(x)`."""
+        # A sum of two products, such as a gate of an LSTM, has operands that nothing else reads.
+        pairs = ((x, self._states[x]) for x in numbers(step.op.inputs))
+        low = [x for x, state in pairs if state is not None and state.kind is Kind.LOW]
+        return step.op.name in ADDS and len(low) > 1 and any(self._counts[x] > 1 for x in low)
+
+    def _is_normed(self, op: Op, i: int, atom: int) -> bool:
+        """Whether a float32 operation is a part of a norm or a softmax of its operand."""
+        state = self._states[atom]
+        if op.name in MAXIMA:
+            # Scores that float16 does not hold are infinite: there they are float32.
+            return state is not None and state.dtype != _FLOAT16
+        passes = CLASSES.get(op.name) in _PASSING and self._reading(op.outputs[0]) is Reading.NORMED
+        for other, aval in zip(op.inputs, op.in_avals, strict=True):
+            if not isinstance(other, int) or other == atom:
+                continue
+            state = self._states[other]
+            if state is None or state.kind is Kind.WEAK:
+                continue
+            is_wide, is_own = state.dtype == FLOAT32, self._products[other] & self._products[atom]
+            is_small = state.broadcast or aval.size < op.in_avals[i].size
+            if op.name in SCALES and is_wide and is_own and is_small:
+                return True  # by a statistic of it
+            if op.name in ADDS and not is_own and (is_wide or op.name == "sub"):
+                passes = False  # it cancels
+        return passes
+
+
+def _products_of(program: Program) -> list[int]:
+    """Returns, for each value, the nearest products and arguments that it is made of, as bits."""
+    bits = [0] * len(program.avals)
+    sources = 0
+    for number in program.inputs:
+        bits[number], sources = 1 << sources, sources + 1
+    for op in program.ops:
+        made_of = 0
+        if op.name in CONTRACTIONS:
+            made_of, sources = 1 << sources, sources + 1
+        else:
+            for number in numbers(op.inputs):
+                made_of |= bits[number]
+        for number in op.outputs:
+            bits[number] = made_of
+    return bits
