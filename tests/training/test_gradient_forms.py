@@ -181,8 +181,8 @@ def test_a_train_step_of_ones_own_pair() -> None:
 
 
 def test_gradients_of_each_example() -> None:
-    """Those of `dpsgd` have an axis of examples, which its updates have not."""
-    inner = optax.contrib.dpsgd(0.1, 1.0, 0.0, 0)
+    """Those of private training have an axis of examples, which its updates have not."""
+    inner = optax.chain(optax.contrib.differentially_private_aggregate(1.0, 0.0, 0), optax.sgd(0.1))
     tx = jaxmp.mixed_precision(inner, "mixed_bfloat16")
     grads = jax.vmap(jaxmp.grad(loss), (None, 0))(params(), BATCH)
     updates, state = tx.update(grads, tx.init(params()), params())
