@@ -86,8 +86,10 @@ def round_by_words(
     >>> round_by_words(jnp.full(4, 1.00390625, jnp.float32), jnp.dtype("bfloat16"), words)
     Array([1, 1, 1.00781, 1.00781], dtype=bfloat16)
     """
-    # On integers: compilers may round floats in other ways, and devices may flush them to zero.
     info = jnp.finfo(dtype)
+    if info.nexp == 8:
+        return round_mantissa(x, info.nmant, words).astype(dtype)
+    # On integers: compilers may round floats in other ways, and devices may flush them to zero.
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     sign, magnitude = bits & _SIGN, bits & ~_SIGN
     exponent = magnitude >> 23
@@ -102,13 +104,22 @@ def round_by_words(
     lower = significand >> jnp.minimum(drop - 32, 31)
     fraction = jnp.where(drop <= 32, upper, lower)
     rounded = rounded + (fraction + words < words).astype(jnp.uint32)
-    if info.nexp == 8:  # the exponents of float32, whose subnormal numbers arithmetic may flush
-        value = ((scale - 1) << 23) + (rounded << (23 - info.nmant))
-    else:
-        unit = _as_float((scale - info.nmant) << 23)
-        value = jax.lax.bitcast_convert_type(rounded.astype(jnp.float32) * unit, jnp.uint32)
+    unit = _as_float((scale - info.nmant) << 23)
+    value = jax.lax.bitcast_convert_type(rounded.astype(jnp.float32) * unit, jnp.uint32)
     value = jnp.minimum(value, np.float32(info.max).view(np.uint32))
     return jnp.where(jnp.isfinite(x), _as_float(value | sign), x).astype(dtype)
+
+
+def round_mantissa(
+    x: Float32[Array, "*shape"], mantissa_bits: int, words: UInt32[Array, "*shape"]
+) -> Float32[Array, "*shape"]:
+    """Rounds as `round_by_words` does to a format with the exponents of float32, in float32."""
+    # The carry of the sum reaches the exponent where a number rounds up to a power of two.
+    drop = 23 - mantissa_bits
+    bits, kept = jax.lax.bitcast_convert_type(x, jnp.uint32), np.uint32(2**32 - 2**drop)
+    magnitude = ((bits & ~_SIGN) + (words >> (32 - drop))) & kept
+    magnitude = jnp.minimum(magnitude, np.uint32(0x7F7FFFFF) & kept)  # below infinity
+    return jnp.where(jnp.isfinite(x), _as_float(magnitude | (bits & _SIGN)), x)
 
 
 _SIGN = np.uint32(2**31)

@@ -101,7 +101,7 @@ def _convert_parts(
     if not widen_params:
         _check_not_widened(params, masters, live, new.master)
     inner = opt_state if old is None else old.inner
-    new = _with_counts_of(inner, masters, new)
+    new = _with_counts_of(opt_state, masters, new)
     if inner is not None:
         new = new._replace(inner=_convert_inner(new.inner, inner))
     if old is not None:
@@ -124,12 +124,13 @@ def _is_count(stored: Any) -> bool:
     return not is_masked(stored) and storage_of(stored) is STORAGES["stochastic"]
 
 
-def _with_counts_of(inner: Any, masters: PyTree, state: MixedPrecisionState) -> MixedPrecisionState:
-    """Continues the counts of steps, for random words, of an inner state and of masters."""
-    states = [x for x in jax.tree.leaves(inner, is_leaf=is_compact) if is_compact(x)]
+def _with_counts_of(old: Any, masters: PyTree, state: MixedPrecisionState) -> MixedPrecisionState:
+    """Continues the counts of steps, for random words, of an optimizer state and its masters."""
+    states = [x for x in jax.tree.leaves(old, is_leaf=is_compact) if is_compact(x)]
     counts = [x.step for x in states] + [x for x in jax.tree.leaves(masters) if _is_count(x)]
+    counts += jax.tree.leaves(old.kind) if isinstance(old, MixedPrecisionState) else []
     # Words that were used before would round the same way twice.
-    steps = functools.reduce(jnp.maximum, counts, jnp.uint32(0))
+    steps = functools.reduce(lambda x, y: jnp.maximum(x, jnp.uint32(y)), counts, jnp.uint32(0))
 
     def with_steps(x: Any) -> Any:
         return x._replace(step=steps) if is_compact(x) else x
@@ -137,6 +138,7 @@ def _with_counts_of(inner: Any, masters: PyTree, state: MixedPrecisionState) -> 
     return state._replace(
         inner=jax.tree.map(with_steps, state.inner, is_leaf=is_compact),
         master=jax.tree.map(lambda x: steps if _is_count(x) else x, state.master),
+        kind=jax.tree.map(lambda x: steps.astype(x.dtype), state.kind),
     )
 
 

@@ -1,7 +1,8 @@
-"""Finds the params that an optimizer never changes, from its program: they need no masters."""
+"""Runs an optimizer, and finds from its program the params that it never changes."""
 
 import contextlib
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ import optax
 from jaxtyping import PyTree
 
 from jaxmp._numerics.dtypes import at_least_float32, is_inexact, is_narrow
-from jaxmp._numerics.tree import leaf_names
+from jaxmp._numerics.tree import check_like, leaf_names, same_structure
 from jaxmp._program import compat
 from jaxmp._program.facts import Question, propagate
 from jaxmp._program.op_classes import KEEPS_ZERO
@@ -30,7 +31,7 @@ def trainable_leaves(inner: optax.GradientTransformation, params: PyTree) -> PyT
     Args:
       inner: the optimizer. If it cannot be traced here, without its own arguments or outside of its
         mesh, it counts as changing all floats, which costs memory but not correctness, and no
-        integers, which have no gradients. `check_frozen` checks this in each step.
+        integers, which have no gradients. `updated` checks this in each step.
       params: a tree of arrays.
 
     Returns:
@@ -58,11 +59,22 @@ def trainable_leaves(inner: optax.GradientTransformation, params: PyTree) -> PyT
     # loss, which a train step passes and some optimizers require: Polyak steps are zero for one
     # loss, and not for others.
     loss = jax.ShapeDtypeStruct((), jnp.float32)
-    for update, more in ((with_loss, (loss,)), (inner.update, ())):
+    calls = (with_loss, (loss,)), (inner.update, ())
+    for part, (update, more) in itertools.product(parts_of(grads), calls):
         with contextlib.suppress(Exception):  # any exception: the optimizer is the user's
-            zeros = _zero_updates(update, grads, jax.eval_shape(inner.init, values), values, *more)
-            return jax.tree.map(lambda zero: not zero, zeros)
+            zeros = _zero_updates(update, part, jax.eval_shape(inner.init, values), values, *more)
+            return jax.tree.map(lambda _, zero: not zero, params, zeros)
     return jax.tree.map(is_inexact, params)
+
+
+def parts_of(tree: PyTree) -> list[PyTree]:
+    """Returns what an optimizer may take gradients of: the fast params of a lookahead; all."""
+    return [tree.fast, tree] if isinstance(tree, optax.LookaheadParams) else [tree]
+
+
+def params_of(grads: PyTree, params: PyTree) -> PyTree:
+    """Returns the params that have these gradients; if there are none, the gradients."""
+    return next((part for part in parts_of(params) if same_structure(part, grads)), grads)
 
 
 def gradient_dtype(dtype: Any) -> Any:
@@ -70,7 +82,52 @@ def gradient_dtype(dtype: Any) -> Any:
     return at_least_float32(dtype) if jnp.issubdtype(dtype, jnp.inexact) else jnp.float32
 
 
-def check_frozen(
+def updated(
+    inner: optax.GradientTransformationExtraArgs,
+    grads: PyTree,
+    state_and_params: tuple[Any, PyTree],
+    extra: dict[str, Any],
+    trainable: PyTree,
+) -> tuple[PyTree, Any]:
+    """Returns the updates of an optimizer and its next state; its params are float32 or wider.
+
+    Only the optimizer knows the form of its gradients. That of a lookahead takes those of the fast
+    params, where a loss of all params has gradients of all.
+    """
+
+    def widen_gradient(grad: Any, param: Any) -> Any:
+        dtype = gradient_dtype(param.dtype)  # a frozen table of integers has no gradient
+        return jnp.asarray(grad, dtype) if is_inexact(param) else jnp.zeros_like(param, dtype)
+
+    state, params = state_and_params
+    like = params_of(grads, params)
+    expected = parts_of(params)[0] if like is grads else like
+    check = functools.partial(check_like, like_name="params", advice=_ADVICE_ON_GRADIENTS)
+    errors: list[Exception] = []
+    for part in parts_of(jax.tree.map(widen_gradient, grads, like)):
+        try:
+            updates, after = inner.update(part, state, params, **extra)
+            check(updates, params, name="the updates of the optimizer")
+        except Exception as error:  # any exception: the optimizer is the user's
+            check(grads, expected, name="gradients")
+            errors.append(error)
+        else:
+            _check_frozen(inner, (part, state, params), extra, updates, trainable)
+            return updates, after
+    if isinstance(errors[0], ValueError):
+        errors[0].add_note(_ADVICE_ON_GRADIENTS)
+    raise errors[0]
+
+
+_ADVICE_ON_GRADIENTS = (
+    "Differentiate with respect to the params that the optimizer updates. If it takes gradients of "
+    "a part of its params, give tx.update those; a train step passes them for this optimizer: "
+    "optax.GradientTransformationExtraArgs(inner.init, lambda grads, *args, **extra: "
+    "inner.update(grads.part, *args, **extra))"
+)
+
+
+def _check_frozen(
     inner: Any,
     arguments: tuple[PyTree, PyTree, PyTree],
     extra: dict[str, Any],
@@ -81,13 +138,6 @@ def check_frozen(
 
     The optimizer may depend on an argument, or on Python state that has changed. The param has no
     master, so that it would lose small updates; an integer param would lose all.
-
-    Args:
-      inner: the optimizer.
-      arguments: the gradients, state and params that the optimizer was called with.
-      extra: its further arguments.
-      updates: the updates that it returned.
-      trainable: the result of `trainable_leaves`.
     """
     leaves = jax.tree.leaves
     if all(leaves(trainable)):

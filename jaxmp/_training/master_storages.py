@@ -13,12 +13,12 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Float, Float32
+from jaxtyping import Array, Bool, Float, Float32, UInt32
 
 from jaxmp._numerics.dtypes import DType
-from jaxmp._numerics.rounding import round_finite, widen_rounded
+from jaxmp._numerics.rounding import BFLOAT16, round_finite, widen_rounded
 from jaxmp._numerics.split import merge_float32, split_float32
-from jaxmp._numerics.stochastic import hashed_words, round_by_words
+from jaxmp._numerics.stochastic import hashed_words, round_by_words, round_mantissa
 from jaxmp._numerics.tree import widen
 
 
@@ -46,7 +46,7 @@ class MasterStorage(Protocol):
         ...
 
     def store(
-        self, value: Float32[Array, "..."], dtype: DType, stored: Any, number: int
+        self, value: Float32[Array, "..."], dtype: DType, stored: Any, number: int, step: Any
     ) -> StoredParam:
         """Returns the param and the stored array for a new master.
 
@@ -55,6 +55,7 @@ class MasterStorage(Protocol):
           dtype: the dtype of the param.
           stored: the array that was stored before.
           number: the index of the param among all params.
+          step: how many steps were taken, for random words.
         """
         ...
 
@@ -71,7 +72,7 @@ class NoMaster:
         return widen(param)
 
     def store(
-        self, value: Float32[Array, "..."], dtype: DType, stored: Any, number: int
+        self, value: Float32[Array, "..."], dtype: DType, stored: Any, number: int, step: Any
     ) -> StoredParam:
         """Returns the rounded value."""
         return StoredParam(round_finite(value, dtype), stored)
@@ -89,7 +90,7 @@ class Float32Copy:
         return follow(stored, param)
 
     def store(
-        self, value: Float32[Array, "..."], dtype: DType, stored: Any, number: int
+        self, value: Float32[Array, "..."], dtype: DType, stored: Any, number: int, step: Any
     ) -> StoredParam:
         """Returns the rounded value, and the value."""
         return StoredParam(round_finite(value, dtype), value)
@@ -100,7 +101,7 @@ class Remainders:
     """A storage of the bits of the master that its bfloat16 param lacks.
 
     With 16 bits, training is the same to the bit as with a float32 master whose param rounds ties
-    away from zero. With 8 bits, the master has 24 bits in all.
+    away from zero. With 8 bits, the master has 24 bits in all, to which a step rounds it at random.
 
     Args:
       low_bits: 16 or 8.
@@ -125,9 +126,11 @@ class Remainders:
         return jnp.where(same_bits(split_float32(master).high, param), master, widen(param))
 
     def store(
-        self, value: Float32[Array, "..."], dtype: DType, stored: Any, number: int
+        self, value: Float32[Array, "..."], dtype: DType, stored: Any, number: int, step: Any
     ) -> StoredParam:
-        """Splits the value."""
+        """Splits the value; to 24 bits, rounded at random."""
+        if self.low_bits == 8:  # to nearest, updates below half of the last bit never add up
+            value = round_mantissa(value, 15, _words(value, number, step))
         return self._split(value)
 
     def _split(self, value: Float32[Array, "..."]) -> StoredParam:
@@ -137,14 +140,15 @@ class Remainders:
 class KahanSum:
     """A storage of the param's rounding error, in bfloat16, to be added before the next update.
 
+    A step rounds the error at random: to nearest, updates below half of its last bit never add up.
+
     Source: Kahan, "Further remarks on reducing truncation errors" (1965).
     """
 
     def first(self, value: Float32[Array, "..."], dtype: DType) -> StoredParam:
         """Returns the rounded value, and its rounding error."""
-        param = round_finite(value, dtype)
-        # bfloat16 for float16 params too: their errors would often be too small for float16.
-        return StoredParam(param, (value - widen_rounded(param)).astype(jnp.bfloat16))
+        param, error = self._split(value, dtype)
+        return StoredParam(param, error.astype(jnp.bfloat16))
 
     def load(self, param: Float[Array, "..."], stored: Any) -> Float32[Array, "..."]:
         """Adds the error to the param, unless rounding cannot have made such an error."""
@@ -153,10 +157,16 @@ class KahanSum:
         return jnp.where(jnp.abs(error) <= half_unit(param), value + error, value)
 
     def store(
-        self, value: Float32[Array, "..."], dtype: DType, stored: Any, number: int
+        self, value: Float32[Array, "..."], dtype: DType, stored: Any, number: int, step: Any
     ) -> StoredParam:
-        """Returns the rounded value, and its rounding error."""
-        return self.first(value, dtype)
+        """Returns the rounded value, and its rounding error, rounded at random."""
+        param, error = self._split(value, dtype)
+        # bfloat16 for float16 params too: their errors would often be too small for float16.
+        return StoredParam(param, round_by_words(error, BFLOAT16, _words(value, number, step)))
+
+    def _split(self, value: Float32[Array, "..."], dtype: DType) -> StoredParam:
+        param = round_finite(value, dtype)
+        return StoredParam(param, value - widen_rounded(param))
 
 
 def half_unit(param: Float[Array, "*shape"]) -> Float32[Array, "*shape"]:
@@ -185,12 +195,16 @@ class StochasticRounding:
         return widen(param)
 
     def store(
-        self, value: Float32[Array, "..."], dtype: DType, stored: Any, number: int
+        self, value: Float32[Array, "..."], dtype: DType, stored: Any, number: int, step: Any
     ) -> StoredParam:
         """Rounds the value up or down by random words of this param and step."""
-        # Params of one shape need other words, or all would round the same way.
-        words = hashed_words(value.shape, [jnp.uint32(number), stored])
+        words = _words(value, number, stored)
         return StoredParam(round_by_words(value, dtype, words), stored + jnp.uint32(1))
+
+
+def _words(value: Float32[Array, "..."], number: int, step: Any) -> UInt32[Array, "..."]:
+    # Params of one shape need other words, or all would round the same way.
+    return hashed_words(value.shape, [jnp.uint32(number), step])
 
 
 STORAGES: dict[str, MasterStorage] = {

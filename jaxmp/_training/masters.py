@@ -41,20 +41,19 @@ class Masters:
         return STORAGES[self.name]
 
     def kind(self, params: PyTree) -> dict[str, Int32[Array, ""]] | Int32[Array, ""]:
-        """Returns an entry whose name says how the params and masters are stored.
+        """Returns a count of steps, whose name says how the params and masters are stored.
 
         Args:
           params: the live params, or a tree with their dtypes.
 
         Returns:
-          The number of params, under a name made of their dtypes and, if there are masters, of how
-          these are stored. Without params, the number alone.
+          Zero, under a name made of the dtypes of the params and, if there are masters, of how
+          these are stored. Without params, zero alone.
 
         >>> Masters("remainder").kind({"w": jnp.bfloat16(0)})
-        {'bfloat16-remainder': Array(1, dtype=int32)}
+        {'bfloat16-remainder': Array(0, dtype=int32)}
         """
         dtypes = [x.dtype for x in jax.tree.leaves(params)]
-        count = jnp.int32(len(dtypes))
         parts = sorted({dtype.name for dtype in dtypes})
         if any(map(is_narrow, dtypes)):
             parts.append(self.name)
@@ -65,7 +64,7 @@ class Masters:
             parts.append(f"{zlib.crc32(order.encode()):08x}")
         # optax's tools pass a placeholder instead of params, and its state must fit the state of
         # any params.
-        return {"-".join(parts): count} if dtypes else count
+        return {"-".join(parts): jnp.int32(0)} if dtypes else jnp.int32(0)
 
     def first(self, values: PyTree, params: PyTree, trainable: PyTree) -> LiveAndMaster:
         """Returns live params and what is stored, for masters that start as `values`.
@@ -100,13 +99,13 @@ class Masters:
         return jax.tree.map(load, params, master)
 
     @functools.partial(jax.jit, static_argnums=0, inline=True)
-    def store(self, values: PyTree, params: PyTree, master: PyTree) -> LiveAndMaster:
-        """Returns params, in their old dtypes, and what is stored for the new masters."""
+    def store(self, values: PyTree, params: PyTree, master: PyTree, step: Any) -> LiveAndMaster:
+        """Returns params, in their old dtypes, and what is stored for new masters in this step."""
 
         def store(value: Any, param: Any, stored: Any, number: int) -> StoredParam:
             if is_masked(stored):
                 return StoredParam(round_like(value, param), stored)
-            return self.storage.store(value, param.dtype, stored, number)
+            return self.storage.store(value, param.dtype, stored, number, step)
 
         leaves, structure = jax.tree.flatten(params)
         numbers = jax.tree.unflatten(structure, range(len(leaves)))

@@ -29,7 +29,8 @@ class MixedPrecision(optax.GradientTransformationExtraArgs):
 
     Attributes:
       init: `init(params) -> MixedPrecisionState`.
-      update: `update(grads, state, params, *, finite=None, **extra) -> (updates, state)`.
+      update: `update(updates, state, params, *, finite=None, **extra) -> (updates, state)`, which
+        takes unscaled gradients.
       policy: the policy given, or the default of the rules, or float32 if the rules have none.
       rules: the rules given, or rules that apply the policy everywhere.
       loss_scale: the config of the loss scale.
@@ -51,7 +52,7 @@ class MixedPrecision(optax.GradientTransformationExtraArgs):
             return algorithm.init(params, params)[1]
 
         def update(
-            grads: PyTree,
+            updates: PyTree,
             state: MixedPrecisionState,
             params: PyTree | None = None,
             *,
@@ -59,7 +60,7 @@ class MixedPrecision(optax.GradientTransformationExtraArgs):
             **extra: Any,
         ) -> tuple[PyTree, MixedPrecisionState]:
             refuse_to_be_wrapped()
-            return algorithm.step(grads, state, params, finite, extra, as_updates=True)
+            return algorithm.step(updates, state, params, finite, extra, as_updates=True)
 
         tx: MixedPrecision = super().__new__(cls, init, update)
         tx.rules, tx._algorithm = rules, algorithm
@@ -167,8 +168,9 @@ def mixed_precision(
         its own master, with no copy). `"float32"`: whole, 4 bytes more. `"remainder"`: the 16 bits
         that a bfloat16 param lacks, 2 bytes: nothing is lost, and params round ties away from zero.
         `"remainder8"`: 8 of these bits, 1 byte. `"kahan"`: the rounding error, 2 bytes, for float16
-        params too. `"stochastic"`: no bytes; params are rounded up or down at random. `"none"`: no
-        bytes, and small updates are lost.
+        params too. Both are rounded up or down at random, so that small updates add up in the mean.
+        `"stochastic"`: no bytes; params are rounded at random. `"none"`: no bytes, and small
+        updates are lost.
       moments: the dtype in which the state of the optimizer is stored: `"float32"`, or `"bfloat16"`
         or `"int8"` as by `jaxmp.compact_state` (use that for only a part of the optimizer).
         `"int8"` is for a state that has only moments, no average of params.

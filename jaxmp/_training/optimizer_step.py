@@ -35,7 +35,7 @@ from jaxmp._training.compact_state import (
     store_next,
     warn_of_coded_params,
 )
-from jaxmp._training.frozen import check_frozen, gradient_dtype, trainable_leaves
+from jaxmp._training.frozen import params_of, trainable_leaves, updated
 from jaxmp._training.master_storages import same_bits
 from jaxmp._training.masters import Masters, is_masked
 from jaxmp._training.optimizer_checks import check_gradients, check_trainable, first_difference
@@ -57,9 +57,9 @@ class MixedPrecisionState(NamedTuple):
       zero_gradients: how many steps went by in which every number of the gradients was zero; -1
         from the first step on that had others. Counted under a dynamic loss scale alone, and not in
         a `shard_map` whose devices have each its gradients.
-      kind: one entry whose name says how params and masters are stored, such as
-        `bfloat16-remainder`. Checkpoints are restored by name, and arrays of another dtype are
-        silently cast; but a checkpoint of another kind lacks this name.
+      kind: how many steps were taken, for random rounding, under a name that says how params and
+        masters are stored, such as `bfloat16-remainder`. Checkpoints are restored by name, and
+        arrays of another dtype are silently cast; but a checkpoint of another kind lacks this name.
     """
 
     inner: Any
@@ -180,24 +180,17 @@ class Algorithm:
         """Does what `step` does, on automatic mesh axes; only the `trainable` params change."""
         params, grads = strong(params), strong(grads)
 
-        def widen_gradient(grad: Any, param: Any) -> Any:
-            dtype = gradient_dtype(param.dtype)  # a frozen table of integers has no gradient
-            return jnp.asarray(grad, dtype) if is_inexact(param) else jnp.zeros_like(param, dtype)
-
         def take(now: _StepParts) -> _StepParts:
-            # Widened inside the branch, as operands of a branch have to be stored.
-            wide_grads = jax.tree.map(widen_gradient, grads, params)
             # Read the params that the new params overwrite: others would be copied.
             old = params if as_updates else now.output
             values = self.masters.load(old, now.master)
             before = now.inner if self.moments == "float32" else expanded_state(now.inner)
-            updates, inner = self.inner.update(wide_grads, before, values, **extra)
-            check_frozen(self.inner, (wide_grads, before, values), extra, updates, trainable)
+            updates, inner = updated(self.inner, grads, (before, values), extra, trainable)
             inner = _check_next_state(inner, before)
             # A frozen param keeps every bit, also of minus zero and of the infinities in a mask.
             add = optax.apply_updates
             values = jax.tree.map(lambda v, u, t: add(v, u) if t else v, values, updates, trainable)
-            new = self.masters.store(values, old, now.master)
+            new = self.masters.store(values, old, now.master, jax.tree.leaves(state.kind)[0])
             output = jax.tree.map(lambda o, n, t: n if t else o, old, new.params, trainable)
             output = _ingredients(old, output, updates, trainable) if as_updates else output
             if self.moments != "float32":
@@ -258,14 +251,7 @@ class Algorithm:
                 f"the state must be the MixedPrecisionState that tx.init returned, got "
                 f"{type(state).__name__}"
             )
-        check_like(
-            grads,
-            params,
-            name="gradients",
-            like_name="params",
-            advice="Differentiate with respect to the params that the optimizer updates.",
-        )
-        check_gradients(grads, params)
+        check_gradients(grads, params_of(grads, params))
         trainable, master, inner = self._expected(params)
         if difference := first_difference(state.master, master):
             raise ValueError(
@@ -303,6 +289,7 @@ def _next_counts(
             jnp.where(zero & (state.zero_gradients >= 0), state.zero_gradients + 1, -1),
             state.zero_gradients,
         ),
+        kind=jax.tree.map(lambda steps: steps + finite.astype(jnp.int32), state.kind),
     )
 
 

@@ -141,6 +141,8 @@ def _params_by_path(params: PyTree, shardings: PyTree) -> dict[_Path, tuple[tupl
             )
         check_rank(name, jnp.ndim(x), sharding.spec)
         params_by_path[tuple(path)] = (jnp.shape(x), sharding)
+        if isinstance(params, optax.LookaheadParams):  # the fast ones have moments
+            params_by_path.setdefault(tuple(path[1:]), (jnp.shape(x), sharding))
     return params_by_path
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxmp
-from jaxmp._numerics.stochastic import hashed_words, round_by_words
+from jaxmp._numerics.stochastic import hashed_words, round_by_words, round_mantissa
 from tests.support.recorded import load_arrays, load_json
 
 FORMATS = {
@@ -215,3 +215,30 @@ def test_one_key_at_a_time() -> None:
         jaxmp.stochastic_round(jnp.ones(2), "bfloat16", 0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"one key, got keys of shape \(2,\)"):
         jaxmp.stochastic_round(jnp.ones(2), "bfloat16", jax.random.split(jax.random.key(0)))
+
+
+@pytest.mark.parametrize("mantissa_bits", [15, 7])
+def test_a_mantissa_is_rounded_by_its_share_of_words(mantissa_bits: int) -> None:
+    """All words of as many bits as are dropped: how many round up is the fraction, exactly."""
+    drop = 23 - mantissa_bits
+    rng = np.random.default_rng(1)
+    borders = np.float32([1, 2, 2.0**-126, 3.0e38]).view(np.uint32)[:, None] + np.arange(-3, 4)
+    subnormal = np.arange(1, 2**drop, 2 ** (drop - 4))
+    bits = np.concatenate([rng.integers(0, 0x7F000000, 20), borders.ravel(), subnormal, [0]])
+    bits = np.concatenate([bits, bits + 2**31]).astype(np.uint32)
+    words = (np.arange(2**drop, dtype=np.uint32) << (32 - drop))[:, None]
+    rounded = jax.jit(jax.vmap(round_mantissa, (None, None, 0)), static_argnums=1)(
+        bits.view(np.float32), mantissa_bits, np.broadcast_to(words, (len(words), len(bits)))
+    )
+    got = np.asarray(jax.lax.bitcast_convert_type(rounded, jnp.uint32)).astype(np.int64)
+    below = bits.astype(np.int64) >> drop << drop
+    assert set(np.unique(got - below)) == {0, 2**drop}
+    np.testing.assert_array_equal((got != below).sum(0), bits & (2**drop - 1))
+
+
+def test_no_mantissa_is_rounded_to_infinity() -> None:
+    x = jnp.array([0x7F7FFFFF, 0xFF7FFFFF, 0x7F800000, 0xFF800000, 0x7FFFFFFF], jnp.uint32)
+    x = jax.lax.bitcast_convert_type(x, jnp.float32)
+    got = np.asarray(round_mantissa(x, 15, jnp.full(5, 2**32 - 1, jnp.uint32)))
+    largest = float(np.uint32(0x7F7FFF00).view(np.float32))
+    np.testing.assert_array_equal(got, [largest, -largest, np.inf, -np.inf, np.nan])

@@ -1,5 +1,7 @@
 """The same run through every way in: optax, Flax's TrainState, nnx.Optimizer, our own step."""
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -13,6 +15,7 @@ from flax import nnx
 from flax.training.train_state import TrainState as FlaxTrainState
 
 import jaxmp
+from tests.support.bits import tree_bits
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 STEPS = 25
@@ -211,3 +214,57 @@ def test_containers_that_look_at_shapes() -> None:
     found = jaxmp.diagnostics.find_overflow(loss, params, batch, policy="mixed_float16")
     assert found is not None
     assert found.operation == "dot_general"
+
+
+# Every function of ours that returns a transformation, as optax calls it.
+TRANSFORMATIONS: dict[str, Callable[[Any], Any]] = {
+    "mixed_precision": lambda inner: jaxmp.mixed_precision(inner, "bfloat16"),
+    "compact_state": lambda inner: jaxmp.compact_state(inner, "bfloat16", min_size=1),
+}
+
+
+def positional(function: Any) -> list[tuple[str, Any]]:
+    """The names and defaults of what may be given by position."""
+    params = inspect.signature(function).parameters.values()
+    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return [(x.name, x.default) for x in params if x.kind in kinds and x.name != "self"]
+
+
+def test_all_transformations_are_listed() -> None:
+    modules = [jaxmp, jaxmp.nnx, jaxmp.linen, jaxmp.float8, jaxmp.sharding, jaxmp.diagnostics]
+    functions = [f for m in modules for f in map(m.__dict__.get, dir(m)) if inspect.isfunction(f)]
+    found = {
+        f.__name__
+        for f in functions
+        if any(x in str(f.__annotations__.get("return")) for x in ("Transformation", "MixedPrec"))
+    }
+    assert found == set(TRANSFORMATIONS)
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+@pytest.mark.parametrize(
+    "inner", [optax.adam(0.1), optax.MultiSteps(optax.adam(0.1), 2)], ids=["adam", "MultiSteps"]
+)
+def test_transformations_are_called_as_those_of_optax(name: str, inner: Any) -> None:
+    """By position and by name, with the names of optax."""
+    tx = TRANSFORMATIONS[name](inner)
+    assert positional(tx.init) == positional(optax.TransformInitFn.__call__)
+    protocol = optax.TransformUpdateExtraArgsFn.__call__
+    assert positional(tx.update) == positional(protocol)
+    kinds = [x.kind for x in inspect.signature(tx.update).parameters.values()]
+    assert inspect.Parameter.VAR_KEYWORD in kinds
+    params = {"w": jnp.full((8, 128), 2.0)}
+    grads = jax.tree.map(jnp.ones_like, params)
+    by_place = tx.update(grads, tx.init(params), params)
+    by_name = tx.update(updates=grads, state=tx.init(params=params), params=params)
+    assert tree_bits(by_place) == tree_bits(by_name)
+
+
+def test_states_and_optimizers_are_called_as_those_of_flax() -> None:
+    names = {name for name, _ in positional(jaxmp.TrainState.apply_gradients)}
+    flax_params = inspect.signature(FlaxTrainState.apply_gradients).parameters.values()
+    assert {
+        x.name for x in flax_params if x.name != "self" and x.kind is not x.VAR_KEYWORD
+    } <= names
+    theirs = [name for name, _ in positional(nnx.Optimizer.update)]
+    assert [name for name, _ in positional(jaxmp.nnx.Optimizer.update)] == theirs
