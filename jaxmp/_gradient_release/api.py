@@ -41,7 +41,7 @@ def release_gradients(step: Callable[..., Any]) -> Callable[..., Any]:
     Raises:
       TypeError: if `step` is not a function.
       ValueError: at the call, if the step has no scan over layers, or its optimizer needs the
-        gradients of all layers at once. Up to a sixteenth of the gradients may stay whole, and 64
+        gradients of all layers at once. Up to a sixteenth of the gradients may stay whole, and 8
         KiB of those of a small model.
 
     >>> import jax, jax.numpy as jnp, optax
