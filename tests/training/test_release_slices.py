@@ -62,11 +62,6 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], set[int]]] = {
         (X,),
         {0, 1},
     ),
-    "pad by NumPy": (
-        lambda x: lax.pad(x, 0.0, [tuple(np.array(p)) for p in ((0, 0, 0), (1, 2, 0), (0, 0, 1))]),
-        (X,),
-        {0},
-    ),
     "sort": (lambda x: lax.sort(x, dimension=2), (X,), {0, 1}),
     "iota": (lambda: lax.broadcasted_iota(jnp.int32, (3, 4, 5), 1), (), {0, 1, 2}),
     "dot_general": (
