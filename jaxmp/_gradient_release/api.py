@@ -78,7 +78,7 @@ def _planned(closed: Any) -> tuple[WholeStep, ReleasePlan]:
     """Returns a step and its plan, in which only small gradients are whole."""
     closed = in_the_open(closed)
     step, obstacle = step_of(closed, ()), None
-    most, few = step.small_bytes(), step.small_bytes(0)
+    most, few = step.small_bytes(), step.small_bytes(0.0)
     # A loop is not run again for small stacks, such as the statistics of a forward pass.
     statistics: dict[tuple[int, int], int] = {}
     for loop in step.loops:

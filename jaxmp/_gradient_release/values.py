@@ -150,7 +150,7 @@ class WholeStep:
     operations: list[Operation]
     loops: list[Loop]
 
-    def small_bytes(self, least: float = 2**13) -> float:
+    def small_bytes(self, least: float = 2.0**13) -> float:
         """Returns how many bytes are few beside its gradients; of a small model, the least."""
         return max(least, sum(nbytes(x) for loop in self.loops for x in loop.gradients) * _SMALL)
 
