@@ -9,12 +9,10 @@ from jax.extend import source_info_util
 from jaxmp._gradient_release.events import Coupled
 from jaxmp._gradient_release.passes import run_released
 from jaxmp._gradient_release.plan import ReleasePlan, plan_of
-from jaxmp._gradient_release.values import LayerGradient, WholeStep, nbytes, step_of
+from jaxmp._gradient_release.values import LayerGradient, WholeStep, in_the_open, nbytes, step_of
+from jaxmp._program.explicit_axes import with_own_axes
 from jaxmp._program.program import Op
 from jaxmp._program.tracing import Static, Traced, combine, partition, rewriting
-
-# Stacked gradients of up to this part of all their bytes may stay whole, such as those of norms.
-_SMALL = 1 / 16
 
 
 def release_gradients(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -43,7 +41,8 @@ def release_gradients(step: Callable[..., Any]) -> Callable[..., Any]:
     Raises:
       TypeError: if `step` is not a function.
       ValueError: at the call, if the step has no scan over layers, or its optimizer needs the
-        gradients of all layers at once. Up to a sixteenth of the gradients may stay whole.
+        gradients of all layers at once. Up to a sixteenth of the gradients may stay whole, and 8
+        KiB of those of a small model.
 
     >>> import jax, jax.numpy as jnp, optax
     >>> def loss(params, x):
@@ -64,9 +63,8 @@ def release_gradients(step: Callable[..., Any]) -> Callable[..., Any]:
     def rewrite(traced: Traced, static: Static, arrays: list[Any]) -> list[Any]:
         return run_released(*_planned(traced.closed), arrays)
 
-    call = rewriting(
-        step, rewrite, "release_gradients", "Put it around the whole step", as_jit=True
-    )
+    advice = "Put it around the whole step"
+    call = rewriting(with_own_axes(step), rewrite, "release_gradients", advice, as_jit=True)
 
     @functools.wraps(step, updated=())
     def released_step(*args: Any, **kwargs: Any) -> Any:
@@ -78,14 +76,14 @@ def release_gradients(step: Callable[..., Any]) -> Callable[..., Any]:
 
 def _planned(closed: Any) -> tuple[WholeStep, ReleasePlan]:
     """Returns a step and its plan, in which only small gradients are whole."""
+    closed = in_the_open(closed)
     step, obstacle = step_of(closed, ()), None
-    gradients = [x for loop in step.loops for x in loop.gradients]
-    most = sum(map(nbytes, gradients)) * _SMALL
+    most, few = step.small_bytes(), step.small_bytes(0.0)
     # A loop is not run again for small stacks, such as the statistics of a forward pass.
     statistics: dict[tuple[int, int], int] = {}
     for loop in step.loops:
         small = statistics | _places(loop.gradients)
-        statistics = small if sum(small.values()) <= most else statistics
+        statistics = small if sum(small.values()) <= few else statistics
     step = step_of(closed, statistics) if statistics else step
     kept: dict[tuple[int, int], int] = {}
     while step.loops:
@@ -109,8 +107,8 @@ _NO_LAYERS = (
     "release_gradients finds no scan over layers whose gradients have the shape of params. Put it "
     "around a whole step of one batch, from jax.value_and_grad of a loss with a lax.scan over "
     "params that are stacked along their first axis, to the new params. jax.jit goes around that, "
-    "not inside. The backward pass may have no callbacks but prints. Layers that are not in a scan "
-    "need nothing"
+    "not inside. The backward pass may have no callbacks but prints. Gradients may not be summed "
+    "after the scan, over microbatches or by per_shard. Layers that are not in a scan need nothing"
 )
 
 

@@ -8,9 +8,8 @@ there before the first loop has the event -1.
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from jaxmp._gradient_release.slices import operand_axes
+from jaxmp._gradient_release.slices import Axes, operand_axes
 from jaxmp._gradient_release.values import (
-    Argument,
     LayerGradient,
     Loop,
     LoopResult,
@@ -67,11 +66,11 @@ class Events:
         # Operations come in order, so those of the operands are known.
         last_effect: Event = -1
         for operation in step.operations:
-            for loop in step.loops:
-                self._add_slices(operation, loop)
             layer_sum = self._layer_sum(operation)
             if layer_sum is not None:
                 self.sums[operation.results[0]] = layer_sum
+            for loop in loops_of(*operation.results):
+                self._add_slices(operation, loop)
             # Effects stay in order.
             effects = operation.op.equation.effects
             event = self._of_operation(operation, last_effect if effects else -1)
@@ -92,24 +91,36 @@ class Events:
         if isinstance(value, LayerGradient):
             is_here = axis == 0 and value.loop is loop
             return -1 if is_here else Coupled(value, value.gradients)
-        if isinstance(value, Argument) and axis == 0:
-            return -1
         return self._slices.get((value, axis, loop), self.whole(value))
 
-    def first_gradient(self, value: StepValue, axis: int, loop: Loop) -> LayerGradient | None:
-        """Returns the first gradient that one layer of a value comes from; None without any."""
+    def first_gradient(
+        self, value: StepValue, axis: int | None, loop: Loop
+    ) -> LayerGradient | None:
+        """Returns the first gradient whose layers lie along an axis of a value, or None.
+
+        Where layers lie is followed from the gradients: other axes may be as long.
+        """
         if isinstance(value, LayerGradient):
-            return value
-        return self._first.get((value, axis, loop))
+            return value if axis == 0 and value.loop is loop else None
+        return None if axis is None else self._first.get((value, axis, loop))
+
+    def of_layers(self, value: StepValue, axis: int, loop: Loop) -> int | None:
+        """Returns the event of a slice along the axis of the layers; None along other axes."""
+        event = self.slice(value, axis, loop)
+        has_layers = self.first_gradient(value, axis, loop) is not None
+        return event if has_layers and isinstance(event, int) else None
+
+    def operand_axes(self, operation: Operation, axis: int) -> Axes:
+        """Returns how the operands are cut for a slice of the results; None if these are whole."""
+        return None if operation.results[0] in self.sums else operand_axes(operation, axis)
 
     def next(self, loop: Loop, event: int) -> int:
         """Returns the first event of a loop after an event."""
         return event + 1 + (loop.number - event - 1) % len(self.step.loops)
 
     def _add_slices(self, operation: Operation, loop: Loop) -> None:
-        sizes = operation.results[0].aval.shape if operation.results else ()
-        for axis in (i for i, size in enumerate(sizes) if size == loop.turns):
-            axes = operand_axes(operation, axis)
+        for axis in range(len(operation.results[0].aval.shape)):
+            axes = self.operand_axes(operation, axis)
             if axes is None:
                 continue
             pairs = list(zip(operation.operands, axes, strict=True))
@@ -117,17 +128,12 @@ class Events:
                 self.whole(operand) if place is None else self.slice(operand, place, loop)
                 for operand, place in pairs
             ]
-            gradients = [
-                gradient
-                for operand, place in pairs
-                if place is not None
-                and (gradient := self.first_gradient(operand, place, loop)) is not None
-            ]
-            for result in operation.results:
-                self._slices[result, axis, loop] = _latest(events)
-                if gradients:
-                    key = result, axis, loop
-                    self._first[key] = min(gradients, key=lambda gradient: gradient.number)
+            firsts = [self.first_gradient(operand, place, loop) for operand, place in pairs]
+            gradients = [gradient for gradient in firsts if gradient is not None]
+            for result in operation.results if gradients else ():
+                key = result, axis, loop
+                self._slices[key] = _latest(events)
+                self._first[key] = min(gradients, key=lambda gradient: gradient.number)
 
     def _of_operation(self, operation: Operation, first: Event) -> Event:
         """Returns the event after which an operation can run, which is not before the first."""
@@ -142,11 +148,9 @@ class Events:
 
     def _is_in_slices(self, value: StepValue) -> bool:
         """Whether each layer of a value with gradients can be computed by itself."""
-        return any(
-            size == loop.turns and not isinstance(self.slice(value, axis, loop), Coupled)
-            for loop in loops_of(value)
-            for axis, size in enumerate(value.aval.shape)
-        )
+        axes = range(len(value.aval.shape))
+        events = (self.of_layers(value, axis, x) for x in loops_of(value) for axis in axes)
+        return any(event is not None for event in events)
 
     def _layer_sum(self, operation: Operation) -> LayerSum | None:
         if operation.op.name not in REDUCTIONS - CHOICES:
@@ -154,15 +158,15 @@ class Events:
         (operand,) = operation.operands
         for loop in loops_of(operand):
             for axis in operation.op.params["axes"]:
-                event = self.slice(operand, axis, loop)
-                if operand.aval.shape[axis] == loop.turns and not isinstance(event, Coupled):
+                event = self.of_layers(operand, axis, loop)
+                if event is not None:
                     return LayerSum(loop, axis, self.next(loop, event))
         return None
 
 
-def loops_of(value: StepValue) -> Sequence[Loop]:
-    """Returns the loops whose gradients a value depends on, in order."""
-    loops = {gradient.loop for gradient in value.gradients}
+def loops_of(*values: StepValue) -> Sequence[Loop]:
+    """Returns the loops whose gradients values depend on, in order."""
+    loops = {gradient.loop for value in values for gradient in value.gradients}
     return sorted(loops, key=lambda loop: loop.number)
 
 

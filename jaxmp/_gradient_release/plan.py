@@ -5,7 +5,6 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from jaxmp._gradient_release.events import Coupled, Events, loops_of
-from jaxmp._gradient_release.slices import operand_axes
 from jaxmp._gradient_release.values import (
     Argument,
     Constant,
@@ -17,11 +16,6 @@ from jaxmp._gradient_release.values import (
     WholeStep,
     nbytes,
 )
-
-# A sum over layers is computed from the sums of the layers. All of these may have at most this
-# part of the bytes of gradients: those of a norm have few, those of a mean over layers as many.
-_LARGEST_SUMS = 1 / 16
-
 
 SlicedOperation = tuple[Operation, int, list[int | None]]
 
@@ -119,7 +113,7 @@ class _Planner:
             return [Coupled(value, value.gradients)]
         obstacles = []
         for loop in loops_of(value):
-            if value.aval.shape[:1] == (loop.turns,):
+            if self.events.first_gradient(value, 0, loop) is not None:
                 event = self.events.slice(value, 0, loop)
                 if not isinstance(event, Coupled):
                     self.released[loop][value] = event
@@ -148,7 +142,7 @@ class _Planner:
         """Asks for the operands of an operation, if its results are asked for."""
         for result in operation.results:
             for axis, loop in self.slices.get(result, ()):
-                axes = operand_axes(operation, axis)
+                axes = self.events.operand_axes(operation, axis)
                 if axes is None:
                     self.wholes.add(result)
                     continue
@@ -191,8 +185,7 @@ class _Planner:
             loop: self.events.next(loop, max([-1, *waits.values()]))
             for loop, waits in self.released.items()
         }
-        most = sum(nbytes(x) for loop in self.step.loops for x in loop.gradients) * _LARGEST_SUMS
-        size = 0
+        most, size = self.step.small_bytes(), 0
         coupled: list[Coupled] = []
         for value, layer_sum in self.events.sums.items():
             if value in self.wholes:
@@ -214,15 +207,14 @@ class _Planner:
     def turn(self, loop: Loop, sums: dict[Result, int], is_last: bool) -> Turn:
         known: set[tuple[Operation, int]] = set()
         operands = [(x.operation.operands[0], axis) for x, axis in sums.items()]
-        part = LayerPart(_operations_of(operands, known), operands)
+        part = LayerPart(self.operations_of(operands, known), operands)
         released = list(self.released[loop]) if is_last else []
         first = {x: self.events.first_gradient(x, 0, loop) for x in released}
         updates = []
-        # Results without one are such as a state that only chooses between old and new.
-        for gradient in (None, *loop.gradients):
+        for gradient in loop.gradients:
             values = [(x, 0) for x in released if first[x] is gradient]
             if values:
-                updates.append(LayerPart(_operations_of(values, known), values, gradient))
+                updates.append(LayerPart(self.operations_of(values, known), values, gradient))
         return Turn(sums, part, updates, self.written(loop, released))
 
     def written(self, loop: Loop, released: Iterable[StepValue]) -> dict[StepValue, Argument]:
@@ -241,21 +233,20 @@ class _Planner:
                 written[result] = free[0]
         return written
 
-
-def _operations_of(
-    values: list[tuple[StepValue, int]], known: set[tuple[Operation, int]]
-) -> list[SlicedOperation]:
-    """Returns the operations that make slices of values, in order, without those known."""
-    waiting, operations = list(values), list[SlicedOperation]()
-    while waiting:
-        value, axis = waiting.pop()
-        if not isinstance(value, Result) or (value.operation, axis) in known:
-            continue
-        axes = operand_axes(value.operation, axis)
-        if axes is None:
-            continue
-        known.add((value.operation, axis))
-        operations.append((value.operation, axis, axes))
-        pairs = zip(value.operation.operands, axes, strict=True)
-        waiting += [(operand, place) for operand, place in pairs if place is not None]
-    return sorted(operations, key=lambda x: x[0].number)
+    def operations_of(
+        self, values: list[tuple[StepValue, int]], known: set[tuple[Operation, int]]
+    ) -> list[SlicedOperation]:
+        """Returns the operations that make slices of values, in order, without those known."""
+        waiting, operations = list(values), list[SlicedOperation]()
+        while waiting:
+            value, axis = waiting.pop()
+            if not isinstance(value, Result) or (value.operation, axis) in known:
+                continue
+            axes = self.events.operand_axes(value.operation, axis)
+            if axes is None:
+                continue
+            known.add((value.operation, axis))
+            operations.append((value.operation, axis, axes))
+            pairs = zip(value.operation.operands, axes, strict=True)
+            waiting += [(operand, place) for operand, place in pairs if place is not None]
+        return sorted(operations, key=lambda x: x[0].number)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmp._gradient_release.values import Operation
@@ -65,9 +66,8 @@ def _not_along(param: str) -> Callable[[Any, int], Axes]:
     """The rule of an operation along one axis, or several, that a param names."""
 
     def rule(equation: Any, axis: int) -> Axes:
-        along = equation.params[param]
-        is_along = axis == along if isinstance(along, int) else axis in along
-        return None if is_along else _same(equation, axis)
+        along = np.ravel(equation.params[param])
+        return None if axis in along else _same(equation, axis)
 
     return rule
 
@@ -80,7 +80,7 @@ def _whole_along(equation: Any, axis: int) -> Axes:
 
 def _pad(equation: Any, axis: int) -> Axes:
     """Nothing may be added or taken away along the axis."""
-    return [axis, None] if equation.params["padding_config"][axis] == (0, 0, 0) else None
+    return None if any(equation.params["padding_config"][axis]) else [axis, None]
 
 
 def _broadcast(equation: Any, axis: int) -> Axes:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -14,7 +15,8 @@ from jax.extend import core
 from jaxmp._numerics.dtypes import is_floating
 from jaxmp._program import compat
 from jaxmp._program.evaluate import Rules, evaluate
-from jaxmp._program.op_classes import CALLS
+from jaxmp._program.mesh_axes import free_sharding
+from jaxmp._program.op_classes import CALLS, CHECKPOINTS, JITS
 from jaxmp._program.program import (
     Op,
     Program,
@@ -24,9 +26,13 @@ from jaxmp._program.program import (
     read,
     without_dead_code,
 )
+from jaxmp._program.wiring import loop_of
 
 # Loops of at most this many turns, which iterate on gradients, are unrolled: Muon's have five.
 _UNROLLED_TURNS = 16
+# This part of the bytes of gradients may stay whole, such as those of norms, and may be sums of
+# layers: those for a norm have few, those for a mean over layers as many as the gradients.
+_SMALL = 1 / 16
 
 
 @dataclasses.dataclass(eq=False, repr=False, kw_only=True)
@@ -145,10 +151,46 @@ class WholeStep:
     operations: list[Operation]
     loops: list[Loop]
 
+    def small_bytes(self, least: float = 2.0**13) -> float:
+        """Returns how many bytes are few beside its gradients; of a small model, the least."""
+        return max(least, sum(nbytes(x) for loop in self.loops for x in loop.gradients) * _SMALL)
+
 
 def nbytes(value: StepValue) -> int:
     """Returns the bytes of a value."""
     return math.prod(value.aval.shape) * value.aval.dtype.itemsize
+
+
+class _InTheOpen(Rules[Any]):
+    """Runs what is inside of checkpoints, and of functions with shardings, if it has loops."""
+
+    def operation(self, op: Op, operands: list[Any]) -> list[Any]:
+        if not _hides_loops(op):
+            return compat.bind(op.equation, operands)
+        before, after = compat.jit_shardings(op.params) if op.name in JITS else ([], [])
+        if op.params.get("prevent_cse"):
+            # As JAX does. Otherwise the compiler would keep what it computed before.
+            operands = list(lax.optimization_barrier(operands))
+        body = _inlined(compat.bodies_of(op.equation)[0])
+        return _constrained(evaluate(body, _constrained(operands, before), self), after)
+
+
+def _constrained(arrays: list[Any], shardings: Sequence[Any]) -> list[Any]:
+    pairs = itertools.zip_longest(arrays, shardings)
+    return [x if s is None else lax.with_sharding_constraint(x, free_sharding(s)) for x, s in pairs]
+
+
+def _hides_loops(op: Op) -> bool:
+    inside = equations_in(compat.bodies_of(op.equation))
+    return op.name in JITS | CHECKPOINTS and any(map(loop_of, inside))
+
+
+def in_the_open(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    """Returns the program of a step in which no call hides a loop."""
+    program = _inlined(closed)
+    if not any(map(_hides_loops, program.ops)):
+        return closed
+    return compat.trace(lambda *arrays: evaluate(program, arrays, _InTheOpen()), closed.in_avals)
 
 
 def step_of(closed: core.ClosedJaxpr, kept: Iterable[tuple[int, int]]) -> WholeStep:
@@ -209,14 +251,14 @@ class _StepReader(Rules[StepValue]):
 
     def loop(self, op: Op, operands: list[StepValue]) -> Loop | None:
         """Returns the loop, if it stacks gradients."""
-        loop = Loop(len(self.loops), op, operands)
+        loop = Loop(len(self.loops), op, list(map(_behind_barriers, operands)))
         for number, (output, aval) in enumerate(zip(op.outputs, op.out_avals, strict=True)):
             is_stack = number >= len(op.wiring.carry) and output not in self.read_by_loops
             is_gradient = is_stack and is_floating(aval) and aval.shape in self.shapes
             released = is_gradient and (op.number, number) not in self.kept
             kind = LayerGradient if released else LoopResult
             loop.results.append(kind(aval=aval, loop=loop, number=number))
-        if not loop.gradients or loop.turns == 1 or not _may_run_again(op):
+        if not loop.gradients or not _may_run_again(op):
             return None
         self.loops.append(loop)
         return loop
@@ -288,6 +330,14 @@ class _StepReader(Rules[StepValue]):
             Result(aval=aval, operation=operation, gradients=gradients) for aval in avals
         ]
         return list(operation.results)
+
+
+def _behind_barriers(value: StepValue) -> StepValue:
+    """Returns the argument behind barriers: a loop that writes over it must read it there."""
+    source = value
+    while isinstance(source, Result) and source.operation.op.name == "optimization_barrier":
+        (source,) = source.operation.operands
+    return source if isinstance(source, Argument) else value
 
 
 def _may_run_again(op: Op) -> bool:

@@ -220,6 +220,17 @@ def on_automatic_axes(trace: Trace, arrays: Sequence[Any]) -> tuple[core.ClosedJ
 _TRACED_EXPLICITLY: Any = jax.make_user_context(default_value=False)
 
 
+def with_own_axes(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a step whose parts are traced, and have their results in shardings, as they alone."""
+
+    @functools.wraps(fun, updated=())
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _TRACED_EXPLICITLY(False):
+            return fun(*args, **kwargs)
+
+    return call
+
+
 def _trace_without_rules(
     trace: Trace, types: Sequence[Any], mesh: AbstractMesh, refusal: Exception
 ) -> tuple[core.ClosedJaxpr, Any]:

@@ -37,7 +37,9 @@ def loss(params: Any, x: Any) -> Any:
     return jnp.mean(jnp.square(x.astype(jnp.float32)))
 
 
-def step_of(compiler: Compiler, storage: str, gradients: str, *, clip: bool = False) -> Any:
+def step_of(
+    compiler: Compiler, storage: str, gradients: str, *, clip: bool = False, loss: Any = loss
+) -> Any:
     policy, options = STORAGES[storage]
     optimizer = optax.adamw(1e-3)
     if clip:
@@ -101,6 +103,13 @@ def test_temporaries_on_gpus(gpu: Compiler, storage: str, clip: bool) -> None:
     assert temporaries(compiled) < 1.3
     assert memory.argument_size_in_bytes / SIZE == pytest.approx(BYTES[storage], abs=0.04)
     assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 1e4
+    assert not copies(compiled.as_text())
+
+
+def test_a_checkpoint_around_the_loss_copies_no_params(gpu: Compiler) -> None:
+    """The loop reads params behind a barrier, and writes over them."""
+    compiled = step_of(gpu, "float32", "released", loss=jax.checkpoint(loss))
+    assert temporaries(compiled) < 1.3
     assert not copies(compiled.as_text())
 
 

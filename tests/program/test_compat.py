@@ -42,6 +42,7 @@ REDUCTION, FREED = "_float32_reduction/rules.py", "_program/explicit_axes.py"
 OPEN = "_float32_reduction/open_sums.py"
 
 LOCK = "_tools/inspect/lock.py"
+RELEASED = "_gradient_release/values.py"
 # They read the precision of products.
 MULTIPLYING = (OPERATIONS, DERIVATIVES, OPEN, TALLY)
 
@@ -162,7 +163,7 @@ READ = [
     # Bound again as it is, and so not closed.
     Read(CHECKPOINT, "jaxpr", is_a(core.Jaxpr), (CONTROL,)),
     Read(CHECKPOINT, "differentiated", is_a(bool), (REDUCED,)),
-    Read(CHECKPOINT, "prevent_cse", is_a(bool), (REDUCED,)),
+    Read(CHECKPOINT, "prevent_cse", is_a(bool), (REDUCED, RELEASED)),
     Read(CHECKPOINT, "policy", lambda value: value is None or callable(value), (REDUCED, PIECES)),
     Read("custom_jvp_call", "call_jaxpr", is_jaxpr, (CONTROL, STORAGE, EVALUATE)),
     Read("custom_jvp_call", "num_consts", is_a(int), (DERIVATIVES,)),

@@ -226,10 +226,10 @@ def test_overflows_leave_every_bit() -> None:
     assert int(metrics["nonfinite"]["layers"]["up"]) == LAYERS * WIDTH * HIDDEN
 
 
-def stacks(step: Any, state: Any) -> set[str]:
+def stacks(step: Any, state: Any, batch: Any = None) -> set[str]:
     """The float32 stacks that scans of a step return, of the shape of its matrices."""
     shapes = [x.shape for x in jax.tree.leaves(state.params["layers"]) if x.ndim == 3]
-    closed = jax.make_jaxpr(step)(state, tokens(0))
+    closed = jax.make_jaxpr(step)(state, tokens(0) if batch is None else batch)
     scans = [e for e in equations(closed.jaxpr) if e.primitive.name == "scan"]
     stacked = [x.aval for e in scans for x in e.outvars[compat.scan_counts(e.params).carry :]]
     return {x.str_short() for x in stacked if x.shape in shapes and x.dtype == jnp.float32}
@@ -433,6 +433,129 @@ def test_activations_are_no_gradients() -> None:
     args = params(), tx.init(params()), tokens(0)
     new = one_by_one(jaxmp.release_gradients(step))(*args)
     assert not different(one_by_one(step)(*args), new)
+
+
+SIZES = ("tokens", "vocabulary", "width", "hidden")
+
+
+def sizes(**changed: int) -> dict[str, int]:
+    return {"layers": LAYERS, "tokens": 8, "vocabulary": 20, "width": 16, "hidden": 32} | changed
+
+
+def params_of(size: dict[str, int]) -> Any:
+    """Params in which any axis may be as long as there are layers."""
+    layers, width, hidden = size["layers"], size["width"], size["hidden"]
+    keys = jax.random.split(jax.random.key(1), 3)
+    return {
+        "table": jax.random.normal(keys[0], (size["vocabulary"], width)),
+        "layers": {
+            "up": jax.random.normal(keys[1], (layers, width, hidden)) * 0.1,
+            "down": jax.random.normal(keys[2], (layers, hidden, width)) * 0.1,
+            "scale": jnp.ones((layers, width)),
+        },
+    }
+
+
+def rearranged(tokens: Any) -> Any:
+    """Labels, by operations that take an axis."""
+    first, last = np.int64(0), np.int64(-1)
+    labels = jnp.roll(jnp.roll(tokens, -1, first), (1, 2), (0, 1)) + jnp.roll(tokens, 3)
+    labels += jnp.flip(jnp.sort(tokens, first), first) + jnp.cumsum(tokens, first)
+    labels += jnp.tile(tokens[:1], (tokens.shape[0], 1)) + jnp.moveaxis(tokens, first, last).T
+    labels += jnp.pad(tokens, np.array([[1, 0], [0, 2]]))[:-1, 2:]
+    return labels + jnp.roll(tokens, jnp.array([1, 2]), (first, 1))
+
+
+def classified(params: Any, tokens: Any) -> Any:
+    x = params["table"][tokens]
+    x, _ = lax.scan(lambda x, p: (layer(x, p), None), x, params["layers"])
+    x, labels = jnp.roll(x, 1, np.int64(0)), rearranged(tokens) % len(params["table"])
+    return optax.softmax_cross_entropy_with_integer_labels(x @ params["table"].T, labels).mean()
+
+
+def check_compiled(tx: Any, loss: Any, size: dict[str, int]) -> None:
+    """The compiled steps are the same, and the released one stacks no gradients."""
+    values, ids = params_of(size), (jnp.arange(6 * size["tokens"]) * 7) % size["vocabulary"]
+    state, buffered, released = steps_of(tx, loss, lambda: values)
+    ids = ids.reshape(size["tokens"], 6)
+    (a, _), (b, _) = buffered(state, ids), released(state, ids)
+    assert different(a.params, values)  # positive control
+    assert not different(a.params, b.params, rtol=1e-4)
+    assert not stacks(released, state, ids)
+    assert stacks(buffered, state, ids)  # positive control
+
+
+@pytest.mark.parametrize("size", [*SIZES, "all"])
+def test_axes_that_are_as_long_as_there_are_layers(size: str) -> None:
+    """No axis is taken for that of the layers because it is as long."""
+    changed = dict.fromkeys(SIZES if size == "all" else (size,), LAYERS)
+    check_compiled(optimizer_of(WITH_NORMS["global norm"]), classified, sizes(**changed))
+
+
+def beside_sums(updates: Any, state: Any, params: Any = None) -> Any:
+    """Sums over layers, as many as there are layers, along the axis of the layers."""
+
+    def scaled(x: Any) -> Any:
+        return x * (1 + x.sum(0)[:, None]) if x.shape == (LAYERS, LAYERS) else x
+
+    return jax.tree.map(scaled, updates), state
+
+
+def test_sums_that_are_as_many_as_layers() -> None:
+    tx = optax.chain(optax.GradientTransformation(lambda params: (), beside_sums), optax.sgd(0.1))
+    tx = jaxmp.mixed_precision(tx, "float32")
+    check_compiled(tx, classified, sizes(width=LAYERS, hidden=LAYERS))
+
+
+@pytest.mark.parametrize("name", ["adamw", "global norm"])
+def test_models_with_one_layer(name: str) -> None:
+    tx = optimizer_of((OPTIMIZERS | WITH_NORMS)[name])
+    check_compiled(tx, classified, sizes(layers=1))
+
+
+@pytest.mark.parametrize("layers", [1, 4])
+def test_models_of_a_few_bytes(layers: int) -> None:
+    """Norms of 64 numbers take more than a sixteenth of them."""
+    size = dict.fromkeys(sizes(), 4) | {"layers": layers}
+    check_compiled(optimizer_of(WITH_NORMS["global norm"]), classified, size)
+
+
+def of_a_part(params: Any, tokens: Any) -> Any:
+    def body(x: Any, p: Any) -> Any:
+        return layer(x, p), None
+
+    def model(params: Any, tokens: Any) -> Any:
+        return lax.scan(jax.checkpoint(body), params["table"][tokens], params["layers"])[0]
+
+    return jnp.square(jax.checkpoint(model)(params, tokens) - 1).mean()
+
+
+CHECKPOINTS: dict[str, Any] = {
+    "whole": jax.checkpoint(classified),
+    "policy": jax.checkpoint(classified, policy=jax.checkpoint_policies.dots_saveable),
+    "not kept apart": jax.checkpoint(classified, prevent_cse=False),
+    "jit": jax.jit(jax.checkpoint(jax.jit(classified))),
+    "part": of_a_part,
+    "nested": jax.checkpoint(of_a_part),
+}
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_checkpoints_around_the_scan(name: str) -> None:
+    check_compiled(optimizer_of(OPTIMIZERS["adamw"]), CHECKPOINTS[name], sizes())
+
+
+def test_checkpoints_compute_again() -> None:
+    """Around the whole loss: forward twice, and what is computed again is kept apart."""
+    scans, barriers = [], []
+    for loss in (classified, CHECKPOINTS["whole"]):
+        state, _, step = steps_of(optimizer_of(OPTIMIZERS["adamw"], "never skips"), loss)
+        closed = jax.make_jaxpr(step)(state, tokens(0)[:, None])
+        names = [equation.primitive.name for equation in equations(closed.jaxpr)]
+        scans.append(names.count("scan"))
+        barriers.append(names.count("optimization_barrier"))
+    assert scans == [2, 3]
+    assert barriers[1] > barriers[0]
 
 
 def flat(updates: Any, state: Any, params: Any = None) -> Any:

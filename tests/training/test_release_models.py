@@ -14,6 +14,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxmp
+from jaxmp.sharding import FSDP, fully_sharded, state_shardings
 from tests.support.dots import equations
 from tests.support.one_by_one import one_by_one
 from tests.training.test_gradient_release import (
@@ -176,7 +177,13 @@ def test_bits_of_options(option: str) -> None:
 
 @pytest.mark.parametrize(
     ("axes", "layout"),
-    [("Auto", "replicated"), ("Auto", "partitioner"), ("Auto", "fsdp"), ("Explicit", "replicated")],
+    [
+        ("Auto", "replicated"),
+        ("Auto", "partitioner"),
+        ("Auto", "fsdp"),
+        ("Explicit", "replicated"),
+        ("Explicit", "fsdp"),
+    ],
 )
 def test_eight_devices(axes: str, layout: str) -> None:
     mesh = jax.make_mesh((8,), ("data",), axis_types=(getattr(AxisType, axes),))
@@ -196,7 +203,8 @@ def test_eight_devices(axes: str, layout: str) -> None:
         )
 
     def loss(params: Any, tokens: Any) -> Any:
-        where = {"out_sharding": P("data")} if axes == "Explicit" else {}
+        # On explicit axes JAX takes this lookup, and no product of two arrays split over one axis.
+        where = {"out_sharding": P("data")} if (axes, layout) == ("Explicit", "replicated") else {}
         x = params["table"].at[tokens].get(**where)
         x, _ = lax.scan(lambda x, p: (layer(x, p), None), x, params["layers"])
         return jnp.square(x - 1).mean()
@@ -214,6 +222,100 @@ def test_eight_devices(axes: str, layout: str) -> None:
         jax.tree.leaves(state.params), jax.tree.leaves(states[1].params), strict=True
     ):
         assert after.sharding.is_equivalent_to(before.sharding, after.ndim)
+
+
+def tied(params: Any, tokens: Any) -> Any:
+    """Plain JAX has no rule for its lookup on explicit axes."""
+    x, _ = lax.scan(lambda x, p: (layer(x, p), None), params["table"][tokens], params["layers"])
+    return cross_entropy(x @ params["table"].T, jnp.roll(tokens, -1, axis=1))
+
+
+def one_hot(params: Any, tokens: Any) -> Any:
+    x = jax.nn.one_hot(tokens, 48) @ params["table"]
+    x, _ = lax.scan(lambda x, p: (layer(x, p), None), x, params["layers"])
+    return jnp.square(x - 1).mean()
+
+
+def with_words(params: Any, tokens: Any) -> Any:
+    """Names shardings in the loss, and in the loop."""
+
+    def body(x: Any, p: Any) -> Any:
+        return layer(x, jax.tree.map(lambda w: jax.reshard(w, P()), p)), None
+
+    table = jax.reshard(params["table"], P(None, None))
+    x = table.at[tokens].get(out_sharding=P("data", None, None))
+    return jnp.square(lax.scan(jax.checkpoint(body), x, params["layers"])[0] - 1).mean()
+
+
+def in_a_jit(params: Any, tokens: Any) -> Any:
+    """A function with shardings around the scan."""
+    shardings = jax.tree.map(lambda x: NamedSharding(TWO_AXES, P()), params)
+    rows = NamedSharding(TWO_AXES, P("data"))
+    return jax.jit(tied, in_shardings=(shardings, rows))(params, tokens)
+
+
+TWO_AXES = jax.make_mesh((4, 2), ("data", "model"))
+BASE: dict[str, Any] = {
+    "table": P(),
+    "layers": {"up": P(None, None, "model"), "down": P(None, "model"), "scale": P()},
+}
+
+
+@pytest.mark.parametrize(
+    ("types", "loss", "options"),
+    [
+        ("Explicit Explicit", tied, {"base": BASE}),
+        ("Explicit Explicit", one_hot, {"axis": ("data", "model")}),
+        ("Explicit Explicit", with_words, {"axis": "model"}),
+        ("Explicit Explicit", jax.checkpoint(tied), {"axis": "data"}),
+        ("Explicit Explicit", in_a_jit, {"axis": "data"}),
+        ("Explicit Auto", tied, {"base": BASE}),
+        ("Auto Explicit", jax.checkpoint(one_hot), {"base": BASE}),
+    ],
+)
+def test_steps_on_explicit_axes(types: str, loss: Any, options: dict[str, Any]) -> None:
+    """Fully sharded over one axis or two, with replicas or split in two ways."""
+    kinds = tuple(getattr(AxisType, kind) for kind in types.split())
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=kinds)
+    values = params() | {"table": params()["table"][:48]}
+    shardings = fully_sharded(values, mesh, min_size=64, **options)
+    fsdp = FSDP(shardings=shardings, axis=options.get("axis", "data"))
+    with jax.set_mesh(mesh):
+        values = jax.device_put(values, shardings)
+        tokens = (jnp.arange(64).reshape(16, 4) * 7) % 48
+        tokens = jax.device_put(tokens, NamedSharding(mesh, P("data")))
+        tx = jaxmp.mixed_precision(OPTIMIZER, "mixed_bfloat16")
+        state = jaxmp.TrainState.create(params=values, tx=tx)
+        placed = state_shardings(state, values)
+        _, buffered, released = steps_of(tx, loss, lambda: values, fsdp=fsdp, shardings=placed)
+        (a, metrics), (b, others) = buffered(state, tokens), released(state, tokens)
+    assert different(state.params, a.params)  # positive control: they were updated
+    assert not different(a, b, rtol=1e-4)
+    assert not different(metrics, others, rtol=1e-4)
+    for sharding, x in zip(jax.tree.leaves(placed), jax.tree.leaves(b), strict=True):
+        assert x.sharding.is_equivalent_to(sharding, x.ndim)
+
+
+def test_a_loop_of_ones_own_on_explicit_axes() -> None:
+    """Without a train step: the new params lie as the old ones."""
+    mesh = jax.make_mesh((8,), ("data",))
+    values = params() | {"table": params()["table"][:48]}
+    shardings = fully_sharded(values, mesh, min_size=64)
+    values = jax.device_put(values, shardings)
+    gradient = jaxmp.value_and_grad(tied, fsdp=FSDP(shardings=shardings), reduce_dtype="float32")
+    tx = jaxmp.mixed_precision(OPTIMIZER, "float32")
+
+    def step(params: Any, state: Any, tokens: Any) -> Any:
+        loss, grads = gradient(params, tokens)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    tokens = (jnp.arange(64).reshape(16, 4) * 7) % 48
+    args = values, tx.init(values), jax.device_put(tokens, NamedSharding(mesh, P("data")))
+    want, new = jax.jit(step)(*args), jax.jit(jaxmp.release_gradients(step))(*args)
+    assert not different(want, new, rtol=1e-4)
+    for old, x in zip(jax.tree.leaves(values), jax.tree.leaves(new[0]), strict=True):
+        assert jax.typeof(x).sharding == jax.typeof(old).sharding
 
 
 def test_statistics_of_a_forward_pass_are_not_computed_again() -> None:

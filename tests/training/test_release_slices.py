@@ -50,6 +50,18 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], set[int]]] = {
     "pad that moves": (lambda x: lax.pad(x, 0.0, ((1, -1, 0), (0, 0, 0), (0, 0, 0))), (X,), {1, 2}),
     "optimization_barrier": (lax.optimization_barrier, (X,), {0, 1, 2}),
     "concatenate": (lambda x, y: lax.concatenate((x, y), 1), (X, Y), {0, 2}),
+    # NumPy's integers in the params of operations, as `jnp.roll` has them.
+    "concatenate by NumPy": (lambda x, y: lax.concatenate((x, y), np.int64(1)), (X, Y), {0, 2}),
+    "cumsum by NumPy": (
+        lambda x: lax.cumsum_p.bind(x, axis=np.int64(1), reverse=False),
+        (X,),
+        {0, 2},
+    ),
+    "sort by NumPy": (
+        lambda x: lax.sort_p.bind(x, dimension=np.int64(2), is_stable=True, num_keys=1)[0],
+        (X,),
+        {0, 1},
+    ),
     "sort": (lambda x: lax.sort(x, dimension=2), (X,), {0, 1}),
     "iota": (lambda: lax.broadcasted_iota(jnp.int32, (3, 4, 5), 1), (), {0, 1, 2}),
     "dot_general": (
