@@ -369,7 +369,7 @@ def parts(ws: Any, x: jax.Array, off: float = 1.0) -> Any:
     ("fun", "off", "path"),
     [
         (heads, 1.03, "result/0"),
-        (loss_and_gradients, 1.02, "result/loss"),
+        (loss_and_gradients, 1.015, "result/loss"),
         (parts, 1.04, "result/0"),
     ],
     ids=["heads", "loss", "complex"],
