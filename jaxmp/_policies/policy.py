@@ -10,6 +10,7 @@ from jaxtyping import PyTree
 from jaxmp._numerics.dtypes import DType, at_least_float32, parse_dtype, suggestion
 from jaxmp._numerics.precision import parse_precision
 from jaxmp._numerics.tree import cast_floating
+from jaxmp._numerics.user_warnings import warn
 from jaxmp._policies.recipe import Recipe, get_recipe
 
 _KEYS = {"params": "p", "compute": "c", "output": "o", "reduce": "r"}
@@ -90,6 +91,9 @@ class Policy(jmp.Policy):
 
     def cast_to_compute(self, x: PyTree) -> PyTree:
         """Casts the floating leaves of a tree to `compute_dtype`; other leaves pass."""
+        if self.compute_dtype.itemsize < 2:
+            text = "without a scale: small values are lost, and sums stop growing"
+            warn(f"cast_to_compute rounds to {self.compute_dtype} {text}. Use 'mixed_float8'")
         return cast_floating(x, self.compute_dtype)
 
     def cast_to_output(self, x: PyTree) -> PyTree:

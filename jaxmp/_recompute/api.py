@@ -57,10 +57,10 @@ def recompute(
         `jax.custom_jvp` (`"silu"`, `"jax.nn.silu"`) that are never computed again. A function
         without either, such as `jax.nn.gelu`, has no name in a program: put it into `jax.jit`.
       kept: `"int8"` or `"float8_e4m3fn"` keeps floats of 16 or 32 bits as codes of one byte, with
-        scales for each row. The forward pass stays as it is, and the derivative reads rounded
-        values: gradients get a small error of their own, which averages out over a batch. Small
-        values and integers keep their bits, and so do the arguments of the function. A second
-        derivative does not exist then. Put it around `autocast`, `vmap` and `scan`, and not inside.
+        scales for each row. The forward pass stays as it is; the derivative reads rounded values:
+        gradients get a small error, which averages out over a batch. Take float8 for functions
+        steep at zero, as the `log` of a spectrum. Small arrays, integers and arguments keep their
+        bits. No second derivative exists. Put it around `autocast`, `vmap` and `scan`, not inside.
 
     Returns:
       A function with the arguments of `fun`. Called outside of `jit` it is compiled, once for

@@ -1,5 +1,7 @@
 """The optimizer wrapper: float32 masters, skip on overflow, loss scale, in one optax transform."""
 
+import dataclasses
+import pickle
 import sys
 import types
 from typing import Any, Literal, get_args
@@ -83,6 +85,18 @@ class MixedPrecision(optax.GradientTransformationExtraArgs):
             )
         return self
 
+    def __deepcopy__(self, *_: Any) -> "MixedPrecision":
+        return self  # nothing in it changes, and a copied state fits the same step
+
+    def __reduce__(self) -> Any:
+        # Optimizers are functions inside of functions, which pickle alone does not write.
+        try:
+            import cloudpickle
+        except ModuleNotFoundError:
+            raise TypeError("an optimizer is pickled by cloudpickle: pip install it") from None
+        algorithm = dataclasses.replace(self._algorithm, _expected_states={})
+        return _unpickled, (type(self), cloudpickle.dumps((algorithm, self.rules)))
+
     def init_params(
         self, params: PyTree, *, like: PyTree = None
     ) -> tuple[PyTree, MixedPrecisionState]:
@@ -133,6 +147,10 @@ class MixedPrecision(optax.GradientTransformationExtraArgs):
           The params and the state after the step; after a skipped step, the very same params.
         """
         return self._algorithm.step(grads, state, params, finite, extra, as_updates=False)
+
+
+def _unpickled(cls: type[MixedPrecision], parts: bytes) -> MixedPrecision:
+    return cls(*pickle.loads(parts))
 
 
 def mixed_precision(

@@ -4,7 +4,9 @@ import contextlib
 import dataclasses
 import functools
 import sys
+import types
 from collections.abc import Mapping
+from importlib.machinery import PathFinder
 from typing import Any
 
 import jax
@@ -27,13 +29,25 @@ from jaxmp._numerics.tree import (
 from jaxmp._training.optimizer import MixedPrecision
 
 
-def register(cls: type) -> None:
-    """Registers a class of train states with Flax, if Flax is imported."""
+def _register_with_flax(cls: Any) -> None:
+    """Registers a class of train states and its subclasses with Flax, if Flax is imported."""
     # Flax knows its own classes and registered ones. Any other it returns as it is: a state cannot
     # be written then, and "restores" to what it was. Training alone does not import Flax.
     serialization: Any = sys.modules.get("flax.serialization")
-    if serialization is not None and not serialization.is_serializable(cls):
-        serialization.register_serialization_state(cls, to_state_dict, from_state_dict)
+    if serialization is not None:
+        if not serialization.is_serializable(cls):
+            serialization.register_serialization_state(cls, to_state_dict, from_state_dict)
+        for subclass in cls.__subclasses__():
+            _register_with_flax(subclass)
+
+
+def _find_spec(name: str, path: Any = None, target: Any = None) -> Any:
+    """Finds Flax's module, and registers states once it is read: maybe after the first state."""
+    spec: Any = PathFinder.find_spec(name, path) if name == "flax.serialization" else None
+    if spec is not None:
+        run, then = spec.loader.exec_module, functools.partial(_register_with_flax, TrainState)
+        spec.loader.exec_module = lambda module: [run(module), then()]
+    return spec
 
 
 def to_state_dict(state: Any) -> dict[str, Any]:
@@ -145,7 +159,7 @@ class TrainState:
     # Code that restores a state calls the class, and not `create`.
     def __new__(cls, *_: Any, **__: Any) -> "TrainState":
         _register_pytree(cls)  # type: ignore[arg-type]  # classes are hashable
-        register(cls)
+        _register_with_flax(cls)
         return object.__new__(cls)
 
     @classmethod
@@ -305,3 +319,4 @@ def update_collections(old: dict[str, PyTree], changed: dict[str, PyTree]) -> di
 
 
 _register_pytree(TrainState)
+sys.meta_path.insert(0, types.SimpleNamespace(find_spec=_find_spec))

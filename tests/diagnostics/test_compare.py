@@ -340,6 +340,53 @@ def test_it_says_whether_a_gap_is_rounding(of: Any) -> None:
     assert compare(of(low), of(low), WS, x, error_bar=False).gap is None
 
 
+MANY = [jax.random.normal(key, (32, 32)) / 6 for key in jax.random.split(jax.random.key(5), 3)]
+ROWS = jax.random.normal(jax.random.key(6), (64, 32))
+
+
+def heads(ws: Any, x: jax.Array, off: float = 1.0) -> Any:
+    """Twenty results, of which one is off."""
+    return [off * (jnp.tanh(x @ ws[0]) @ ws[1]), *(i * (x @ ws[2]) for i in range(1, 20))]
+
+
+def loss_and_gradients(ws: Any, x: jax.Array, off: float = 1.0) -> Any:
+    """The loss is off, beside gradients whose roundings are larger."""
+
+    def mean_of_squares(ws: Any) -> jax.Array:
+        return jnp.mean((jnp.tanh(x @ ws[0]) @ ws[1]) ** 2)
+
+    loss, grads = jax.value_and_grad(mean_of_squares)(ws[:2])
+    return {"loss": off * loss, "grads": grads}
+
+
+def parts(ws: Any, x: jax.Array, off: float = 1.0) -> Any:
+    """Complex numbers among others, of which one is off."""
+    y = jnp.tanh(x @ ws[0])
+    return [y @ ws[1] + 1j * (off * y @ ws[2]), *(i * (x @ ws[2]) for i in range(1, 16))]
+
+
+@pytest.mark.parametrize(
+    ("fun", "off", "path"),
+    [
+        (heads, 1.03, "result/0"),
+        (loss_and_gradients, 1.015, "result/loss"),
+        (parts, 1.04, "result/0"),
+    ],
+    ids=["heads", "loss", "complex"],
+)
+def test_a_fault_in_one_result_of_many(fun: Any, off: float, path: str) -> None:
+    """Each is judged by its own bar: in the mean of all the others, the fault is rounding."""
+    low = jaxmp.autocast(fun, "mixed_bfloat16")
+    right = compare(low, fun, MANY, ROWS).gap
+    assert right.is_rounding
+    assert right.unexplained == ()
+    wrong = compare(low, lambda ws, x: fun(ws, x, off), MANY, ROWS).gap
+    assert not wrong.is_rounding
+    assert wrong.unexplained == (path,)
+    assert f"do not explain it: {path}" in str(wrong)
+    assert wrong.distance < 3 * wrong.deviation  # by which all together would be rounding
+
+
 def test_a_gap_without_a_bar() -> None:
     """Integers differ by no rounding, nor does what has no partner; what has no derivative is
     compared all the same.

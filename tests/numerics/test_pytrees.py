@@ -1,12 +1,15 @@
 """Every state goes through JAX's trees, orbax, flax.serialization, pickle and sharding trees."""
 
+import copy
 import dataclasses
 import functools
 import pathlib
 import pickle
+import sys
 from collections.abc import Callable
 from typing import Any
 
+import cloudpickle
 import flax.serialization
 import flax.struct
 import jax
@@ -99,10 +102,46 @@ def test_round_trips(name: str) -> None:
         assert jax.tree.map(lambda _, v=value: v, state) is not None
 
 
-@pytest.mark.parametrize("name", ["loss_scale", "optimizer"])
-def test_pickle(name: str) -> None:
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "pickle": lambda x: pickle.loads(pickle.dumps(x)),
+    "cloudpickle": lambda x: cloudpickle.loads(cloudpickle.dumps(x)),
+    "deepcopy": copy.deepcopy,
+    "copy": copy.copy,
+}
+
+
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("name", STATES)
+def test_copies(name: str, way: str) -> None:
     state = state_of(name)
-    assert tree_bits(pickle.loads(pickle.dumps(state))) == tree_bits(state)
+    twin = COPIES[way](state)
+    assert type(twin) is type(state)
+    assert tree_bits(twin) == tree_bits(state)
+    if isinstance(state, jaxmp.TrainState) and way in ("deepcopy", "copy"):
+        assert twin.tx is state.tx  # the copy fits the same step
+
+
+@pytest.mark.parametrize("way", COPIES)
+def test_a_copied_optimizer_goes_on_with_the_same_bits(way: str) -> None:
+    """Alone, and in a state: it has its functions, its policy and its loss scale."""
+    tx = optimizer("float16", master="kahan", moments="bfloat16")
+    state = stepped(tx)
+    grads = jax.tree.map(lambda p: jnp.cos(7 * p).astype(jnp.float32), LARGE)
+    for copied in (COPIES[way](tx), COPIES[way](state).tx):
+        assert (copied.rules, copied.loss_scale) == (tx.rules, tx.loss_scale)
+        params, after = copied.apply_gradients(grads, state.opt_state, state.params)
+        expected = state.apply_gradients(grads)
+        assert tree_bits((params, after)) == tree_bits((expected.params, expected.opt_state))
+        again = jax.eval_shape(copied.init, state.params)
+        assert jax.tree.structure(again) == jax.tree.structure(state.opt_state)
+
+
+def test_pickle_without_cloudpickle_says_what_to_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)  # as if it were not installed
+    for what in (optimizer(), state_of("train")):
+        with pytest.raises(TypeError, match="pickled by cloudpickle: pip install it"):
+            pickle.dumps(what)
+    assert pickle.dumps(state_of("optimizer"))  # arrays need nothing
 
 
 @pytest.mark.parametrize("name", STATES)

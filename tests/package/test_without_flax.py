@@ -69,21 +69,65 @@ def test_training_imports_no_library_of_models(prepare: str) -> None:
     assert "jaxmp" in run(code)
 
 
-FLAX_AFTER_JAXMP = """
+FLAX_AND_STATES = """
+import dataclasses, sys
 import jax, jax.numpy as jnp, optax
+{before}
 import jaxmp
+assert ("flax" in sys.modules) == bool({before!r})
+{between}
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WithAverage(jaxmp.TrainState):
+    average: object
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Further(WithAverage):
+    pass
 
 tx = jaxmp.mixed_precision(optax.adam(0.1), "bfloat16")
-state = jaxmp.TrainState.create(params={"w": jnp.ones(3)}, tx=tx)
-import flax.serialization
-state = jax.jit(lambda s: s.apply_gradients({"w": jnp.ones(3)}))(state)
-assert set(flax.serialization.to_state_dict(state)) >= {"step", "params", "opt_state"}
-print(len(flax.serialization.to_bytes(state)))
+w = {{"w": jnp.ones(3)}}
+states = [jaxmp.TrainState.create(params=w, tx=tx)]
+states += [cls.create(params=w, tx=tx, average=w) for cls in (WithAverage, Further)]
+{after}
+import flax.serialization as fs
+for state in states:
+    state = jax.jit(lambda s: s.apply_gradients({{"w": jnp.ones(3)}}))(state)
+    assert set(fs.to_state_dict(state)) >= {{"step", "params", "opt_state"}}
+    restored = fs.from_bytes(jax.tree.map(jnp.zeros_like, state), fs.to_bytes(state))
+    assert jax.tree.all(jax.tree.map(lambda x, y: bool((x == y).all()), restored, state))
+    assert int(restored.step) == 1
+print(sum(len(fs.to_bytes([state, state.opt_state])) for state in states))
 """
 
 
-def test_flax_learns_of_states_that_are_made_after_it() -> None:
-    assert int(run(FLAX_AFTER_JAXMP)) > 100
+@pytest.mark.parametrize(
+    ("place", "statement"),
+    [
+        ("before", "from flax import nnx"),
+        ("between", "import flax.serialization"),
+        ("after", "import flax.serialization"),
+        ("after", "from flax import nnx"),
+    ],
+)
+def test_flax_learns_of_states_whenever_it_is_imported(place: str, statement: str) -> None:
+    """Before jaxmp, before the first state, or after it; subclasses of states too."""
+    places = {name: statement * (name == place) for name in ("before", "between", "after")}
+    assert int(run(FLAX_AND_STATES.format(**places))) > 1000
+
+
+def test_a_class_registered_with_flax_by_its_author_stays_theirs() -> None:
+    code = """
+import flax.struct, flax.serialization
+import jaxmp
+
+@flax.struct.dataclass(kw_only=True)
+class Mine(jaxmp.TrainState):
+    average: object = None
+
+print(flax.serialization.is_serializable(Mine))
+"""
+    assert run(code).split()[0] == "True"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import itertools
 import pickle
 
+import jax
 import jax.numpy as jnp
 import jmp
 import pytest
@@ -106,6 +107,17 @@ def test_casts() -> None:
     ):
         assert cast(tree)["w"].dtype == dtype
         assert cast(tree)["ids"].dtype == jnp.int32
+
+
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2"])
+def test_a_cast_to_8_bits_without_a_scale_warns(name: str) -> None:
+    """Autocast, train steps and layers refuse such a policy; others call `cast_to_compute`."""
+    policy = jaxmp.get_policy(f"params=float32,compute={name},output=float32")
+    with pytest.warns(UserWarning, match=f"rounds to {name} without a scale.*'mixed_float8'"):
+        low = policy.cast_to_compute({"x": jnp.ones(100)})
+    added, _ = jax.lax.scan(lambda total, x: (total + x, None), jnp.zeros((), name), low["x"])
+    assert added < 20  # of 100
+    jaxmp.get_policy("mixed_float8").cast_to_compute(low)  # a warning would be an error here
 
 
 def test_with_output_dtype_keeps_the_rest() -> None:

@@ -183,6 +183,31 @@ def test_the_error_of_normal_rows_is_near_the_least_of_255_codes() -> None:
     assert 0.006 < float(error(decode_rows(encode_rows(x, "int8"), x.dtype), x)) < 0.0077
 
 
+STEEP = {
+    "root": lambda h: jnp.sqrt(jnp.abs(h) + 1e-6),
+    "logarithm": lambda h: jnp.log(jnp.square(h) + 1e-6),
+    "inverse": lambda h: 1 / (jnp.square(h) + 1e-4),
+    "gelu": jax.nn.gelu,  # a control
+}
+
+
+@pytest.mark.parametrize("name", STEEP)
+def test_float8_is_for_functions_that_are_steep_at_zero(name: str) -> None:
+    """As docs/recompute.md says: its errors are relative to each number, those of int8 to a row."""
+    product = rows(256, 128) @ weights(128, 128, seed=9)
+
+    def off(kept_as: Kept) -> float:
+        decoded = decode_rows(encode_rows(product, kept_as), product.dtype)
+        slope = jax.vmap(jax.grad(STEEP[name]))
+        got, want = (np.asarray(slope(x.ravel()), np.float64) for x in (decoded, product))
+        return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+
+    if name == "gelu":
+        assert off("int8") < off("float8_e4m3fn") / 2 < 0.02
+    else:
+        assert off("float8_e4m3fn") < 0.15 < 0.3 < off("int8")
+
+
 @pytest.mark.parametrize("kept_as", BOTH)
 @pytest.mark.parametrize("scale", [1e-35, 1e-20, 1.0, 1e15])
 def test_rows_of_any_size_keep_their_numbers(kept_as: Kept, scale: float) -> None:

@@ -4,6 +4,7 @@ import collections
 import difflib
 import itertools
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -111,22 +112,22 @@ def compare(
     values = tuple(row for _, row in rows)
     gap = None
     if error_bar:
-        gap = _gap(results, bool(others), [_rounding_of(*call) for call in calls])
+        gap = _gap(results, others, [_rounding_of(*call) for call in calls])
     unmatched += others
     return Comparison(values, results, tuple(unmatched), unit, float(tolerance), gap, of_tokens)
 
 
-def _rounding_of(fun: Callable[..., Any], args: Sequence[Any]) -> tuple[float, list[str]]:
-    """Returns the mean variance that roundings add to the results, each relative to its size.
+def _rounding_of(fun: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, list[str]]:
+    """Returns the variance that roundings add to each result, relative to its size.
 
     Returns:
-      The variance, and what is not counted.
+      The variances by path, and what is not counted.
     """
 
-    def floats(*args: Any) -> list[Any]:
-        leaves = filter(is_inexact, _result_leaves(fun(*args)).values())
-        parts = ((x.real, x.imag) if jnp.iscomplexobj(x) else (x,) for x in leaves)
-        return [in_float32(x) for pair in parts for x in pair]
+    def floats(*args: Any) -> dict[str, Any]:
+        leaves = {path: x for path, x in _result_leaves(fun(*args)).items() if is_inexact(x)}
+        pairs = {k: jnp.stack([x.real, x.imag]) for k, x in leaves.items() if jnp.iscomplexobj(x)}
+        return jax.tree.map(in_float32, leaves | pairs)
 
     static, arrays = partition((tuple(args), {}))
     try:
@@ -139,21 +140,28 @@ def _rounding_of(fun: Callable[..., Any], args: Sequence[Any]) -> tuple[float, l
             [Target(slice(None), steps=True, each=True)],
             float32=True,
         )
-        return float(first_order(arrays)[0].sum()), list(uncounted)
+        variances = combine(traced.returned, first_order(arrays)[0].sum((1, 2)).tolist())
+        return collections.defaultdict(float, variances), list(uncounted)
     except Exception as error:  # whatever has no derivative: the comparison itself needs none
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        return math.nan, [f"anything, as there is no derivative: {reason}"]
+        unknown: Any = collections.defaultdict(lambda: math.nan)
+        return unknown, [f"anything, as there is no derivative: {reason}"]
 
 
-def _gap(
-    results: Sequence[Difference], are_missing: bool, roundings: Sequence[tuple[float, list[str]]]
-) -> Gap:
+def _gap(results: Sequence[Any], alone: Sequence[Any], roundings: Sequence[Any]) -> Gap:
     # A difference of integers is no rounding, and infinite. So is a result without a partner.
-    squares = [row.relative**2 for row in results if row.relative or "float" in row.dtypes[1]]
-    distance = math.inf if are_missing else math.sqrt(sum(squares) / max(len(squares), 1))
-    deviation = math.sqrt(sum(variance for variance, _ in roundings))
+    floats = [row for row in results if row.relative or "float" in row.dtypes[1]]
+    pairs = [(x.relative**2, sum(of[x.path] for of, _ in roundings)) for x in floats]
+    count = max(len(floats), 1)
+    # One result is within three standard deviations in 99.7 % of cases. More are wider, so that
+    # 99.95 % leave none out, however they are correlated (Sidak, 1967; Royen, 2014, for norms).
+    chance = math.erf((3.0 if count == 1 else 3.5) / 2**0.5) ** (1 / count)
+    bar = statistics.NormalDist().inv_cdf((1 + chance) / 2) ** 2
+    unexplained = [x for x, (a, b) in zip(floats, pairs, strict=True) if not a <= bar * b]
+    paths = tuple(x.path for x in (*alone, *unexplained))
+    distance, deviation = (math.sqrt(sum(pair[i] for pair in pairs) / count) for i in (0, 1))
     uncounted = dict.fromkeys(line for _, lines in roundings for line in lines)
-    return Gap(distance, deviation, tuple(uncounted))
+    return Gap(math.inf if alone else distance, deviation, paths, tuple(uncounted))
 
 
 def _run(fun: Callable[..., Any], args: Sequence[Any], by: By, dtypes: set[str]) -> Capture:

@@ -9,8 +9,6 @@ from jaxmp._tools.inspect.table_report import TableReport
 
 # A model has hundreds of values. `first` names the one that matters, and `rows` has all.
 _MOST_ROWS = 40
-# Three standard deviations as large as the results say nothing: the first order ends before.
-_LARGEST_BAR = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,23 +68,25 @@ class Gap:
       distance: the distance; infinite if integers differ, or a result has no partner.
       deviation: one standard deviation of what the roundings of both programs do; NaN without a
         derivative.
+      unexplained: paths of results further apart than roundings move one of so many, or alone.
       uncounted: operations whose effect is not in it, as `"net.py:12 (route): top_k"`.
     """
 
     distance: float
     deviation: float
+    unexplained: tuple[str, ...]
     uncounted: tuple[str, ...]
 
     @property
     def is_rounding(self) -> bool:
-        """Whether the distance is within three standard deviations, as 99.7 % of roundings are.
+        """Whether each result is as near as roundings leave it.
 
-        No bar as large as the results explains anything.
+        No bar as large as the results explains anything: the first order ends before.
         """
-        return not self.distance or self.distance <= 3 * self.deviation < _LARGEST_BAR
+        return not self.distance or (not self.unexplained and 3 * self.deviation < 1)
 
     def __str__(self) -> str:
-        verdict = "roundings that are counted do not explain it"
+        verdict = ": ".join(("roundings that are counted do not explain it", *self.unexplained[:1]))
         if not self.distance:
             verdict = "equal"
         elif self.is_rounding:

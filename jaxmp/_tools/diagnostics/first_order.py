@@ -66,8 +66,8 @@ class Target(NamedTuple):
     Attributes:
       results: the results that it is about, among those that are floats.
       steps: whether comparisons count, as steps.
-      each: whether each result is relative to its own size, and errors are mean squares of these;
-        if not, all are relative to the norm of all.
+      each: whether each result is a target of its own, relative to its own size; if not, all are
+        one, relative to the norm of all.
     """
 
     results: slice
@@ -82,7 +82,7 @@ class Target(NamedTuple):
         # The same signs with steps and without: their difference is that of the steps.
         signs = [_signs(x, seed) for seed, x in enumerate(floats)]
         numbers = list(map(finite, floats))
-        sizes = [norm([x]) * len(floats) ** 0.5 if self.each else norm(numbers) for x in numbers]
+        sizes = [norm([x] if self.each else numbers) for x in numbers]
         pairs = zip(signs, sizes, strict=True)
         return [x / jnp.where(size > 0, size, 1).astype(x.dtype) for x, size in pairs]
 
@@ -114,7 +114,8 @@ class FirstOrder:
         self.keys = list(dict.fromkeys(map(key_of, sites)))
         self._others = len(dtypes)
         sizes = [x.size for x in traced.closed.out_avals if is_inexact(x)]
-        is_one = [sum(sizes[target.results]) == 1 for target in targets]
+        own = [(sizes[target.results], target.each) for target in targets]
+        is_one = [size == 1 for x, each in own for size in (x if each else [sum(x)])]
         self._chances = np.where(is_one, _CHANCE, _CHANCE_OF_SIGNS)[:, None, None]
         numbers = {key: number for number, key in enumerate(self.keys)}
 
@@ -138,9 +139,13 @@ class FirstOrder:
                 floats, pull, results = jax.vjp(
                     lambda x, target=target: run(x, target, *arrays), probes, has_aux=True
                 )
-                cotangents = pull(target.directions(floats))[0] if floats else probes
-                sums.append(jnp.array(cotangents))
-            return [jnp.stack(sums), *results]
+                each, signs = jnp.eye(len(floats), dtype=bool), target.directions(floats)
+
+                def along(chosen: Any, pull: Any = pull, signs: Any = signs) -> Any:
+                    return jnp.array(pull([*map(jnp.where, chosen, signs, itertools.repeat(0))])[0])
+
+                sums.append(lax.map(along, each if target.each else each.any(0, keepdims=True)))
+            return [jnp.concatenate(sums), *results]
 
         axes = traced.axes
         if axes.mesh is not None:
@@ -151,8 +156,8 @@ class FirstOrder:
         """Runs the program once, forward, and backward for each target.
 
         Returns:
-          The variances by target, key, and dtype (that of the program first), relative to the
-          results of the target; and the results of the program in float32.
+          The variances by target (or each of its results), key, and dtype (that of the program
+          first), relative to the results of the target; and the results in float32.
         """
         sums, *results = self._run(*arrays)
         shape = len(sums), len(self.keys), 1 + self._others, 2
