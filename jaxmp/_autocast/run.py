@@ -1,6 +1,7 @@
 """Runs a plan: binds each operation again, in the planned dtypes."""
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from jaxmp._numerics.rounding import open_cast
 from jaxmp._primitives.float8_product import float8_product
 from jaxmp._primitives.mixed_product import product
 from jaxmp._program import compat
+from jaxmp._program.derivatives import in_standard_form
 from jaxmp._program.evaluate import Cells, Rules, evaluate
 from jaxmp._program.op_classes import REARRANGES
 from jaxmp._program.program import Op, Program
@@ -62,8 +64,9 @@ class _PlanRules(Rules[Any]):
             return [float8_product(params, lhs, rhs, *step.float8)]
         if any(step.sources):
             count, params = len(op.inputs), {**op.params, **step.params}
-            primitive = op.equation.primitive
-            return [product(primitive, params, operands[:count], operands[count:])]
+            multiply = functools.partial(product, op.equation.primitive, params)
+            run = in_standard_form(lambda arrays, sources: multiply(arrays, ()), multiply)
+            return [run(operands[:count], operands[count:])]
         if step.run is not None:
             return step.run(operands)
         return compat.bind(op.equation, operands, **step.params)
