@@ -88,8 +88,7 @@ def bind(equation: core.JaxprEqn, values: Sequence[Any], **changed: Any) -> list
     return list(result) if equation.primitive.multiple_results else [result]
 
 
-# Whether jaxmp reads what is traced, to run it in another way. It is in the keys of JAX's caches.
-IS_READ: Any = jax.make_user_context(default_value=False)
+IS_READ: Any = jax.make_user_context(default_value=False)  # whether jaxmp reads what is traced
 
 
 def trace(fun: Callable[..., Any], avals: Sequence[Any]) -> core.ClosedJaxpr:

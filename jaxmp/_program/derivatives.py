@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
+from jax.interpreters import partial_eval
 
 from jaxmp._numerics.dtypes import is_inexact
 from jaxmp._numerics.precision import is_own, name_of_param
@@ -90,12 +91,15 @@ def _as_function_of(
 def in_standard_form(plain: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function of trees by JAX's primitives, with the derivatives of `ours`.
 
-    JAX traces a function before it knows whether a derivative is taken, and exporters inline a
-    `jax.custom_jvp`. Where jaxmp reads the program, the function is `ours` at once.
+    Exporters inline a `jax.custom_jvp`. What jaxmp reads, or JAX transposes, is `ours` at once.
     """
     if compat.IS_READ.value:
         return ours
-    call = jax.custom_jvp(plain)
+
+    @jax.custom_jvp
+    def call(*trees: Any) -> Any:
+        is_transposed = any(isinstance(x, partial_eval.JaxprTracer) for x in jax.tree.leaves(trees))
+        return (ours if is_transposed else plain)(*trees)
 
     @functools.partial(call.defjvp, symbolic_zeros=True)
     def rule(primals: Any, tangents: Any) -> Any:
@@ -163,7 +167,8 @@ def with_derivative(
         floats = _differentiable_operands(equation)
         by = [i for i in floats if not isinstance(operand_tangents[i], _SymbolicZero)]
         program = derivative_of(equation, by)
-        outputs = run(program, by, [*arrays, *(operand_tangents[i] for i in by)])
+        with compat.IS_READ(True):  # JAX transposes what is linear in tangents
+            outputs = run(program, by, [*arrays, *(operand_tangents[i] for i in by)])
         results = list(outputs[: len(equation.outvars)])
         return results, _with_zeros(outputs[len(results) :], results)
 

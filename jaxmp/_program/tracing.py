@@ -242,8 +242,7 @@ def rewriting(
       for a call with linen modules that are being initialized or changed.
     """
 
-    # The numbers that the function held when it was last compiled; None if it holds arrays.
-    held: list[Any] = []
+    held: list[Any] = []  # numbers that it held when it was last compiled; None for arrays
 
     def rewritten(static: Static, arrays: list[Any], may_capture: bool) -> Returned:
         traced = trace_call(fun, static, arrays, as_jit=as_jit, explicit=explicit)
@@ -269,7 +268,6 @@ def rewriting(
         if not inline and (not held or held == [_held_numbers(fun)]):
             with contextlib.suppress(_HeldArrays):
                 return compiled(static, arrays, False)
-        # What it holds may be another at the next call, so each call traces the function again.
         return rewritten(static, arrays, True)
 
     return call
@@ -333,8 +331,7 @@ def _reachable_objects(call: list[Any], mappings: Any) -> Iterator[Any]:
         if inspect.ismethod(value):
             waiting += [value.__self__, value.__func__]
         if inspect.isfunction(value):
-            cells = (cell for cell in value.__closure__ or () if cell != types.CellType())
-            waiting += [cell.cell_contents for cell in cells]
+            waiting += [c.cell_contents for c in value.__closure__ or () if c != types.CellType()]
             waiting += [value.__defaults__, value.__kwdefaults__, *_named_globals(value)]
         # Other containers are skipped: they may make their elements anew, or read them from a file.
         if isinstance(value, containers) and len(value) <= _LARGEST_CONTAINER:

@@ -424,6 +424,34 @@ def test_jacobian_of_a_network_by_vmap_of_jvp() -> None:
     assert scalar(net)(X)[0].shape == ()
 
 
+@jax.custom_jvp
+def own_rule(w: Any, x: Any) -> Any:
+    return jnp.tanh(x @ w)
+
+
+@own_rule.defjvp
+def _own_rule_jvp(primals: Any, tangents: Any) -> Any:
+    (w, x), (dw, dx) = primals, tangents
+    y = own_rule(w, x)
+    return y, (1 - y**2) * (jax.jit(jnp.dot)(x, dw) + jnp.dot(dx, w))
+
+
+@pytest.mark.parametrize(
+    "name", ["linear_transpose", "the rule of a custom_jvp", "its second derivative"]
+)
+def test_what_is_linear_in_a_param_has_a_float32_gradient(name: str) -> None:
+    """JAX transposes it without a derivative."""
+    if name == "linear_transpose":
+        (got,) = jax.linear_transpose(jaxmp.autocast(lambda w: X @ w, BF16), W)(X)
+    elif name == "the rule of a custom_jvp":
+        got = jax.grad(jaxmp.autocast(lambda w: jnp.sum(own_rule(w, X) ** 2), BF16))(W)
+    else:
+        gradient = jax.grad(jaxmp.autocast(lambda w: jnp.sum(own_rule(w, X) ** 2), BF16))
+        got = jax.grad(lambda w: jnp.sum(gradient(w) ** 2))(W)
+    assert got.dtype == jnp.float32
+    assert not np.array_equal(got, got.astype(jnp.bfloat16).astype(jnp.float32))
+
+
 # --- programs in params of primitives that jaxmp does not know ---------------------------------
 
 
