@@ -82,8 +82,8 @@ def autocast(
         again; see `jaxmp.recompute`. Or a function that wraps the rewritten function.
 
     Returns:
-      A function with the arguments of `fun`. Called outside of `jit` it is compiled, once for
-      each signature; arguments that are not arrays are static.
+      A function with the arguments of `fun`. Called outside of `jit` it is compiled, once for each
+      signature, unless it closes over arrays; arguments that are not arrays are static.
 
     Raises:
       ValueError: if the policy computes in a dtype that autocast cannot lower to, or for an

@@ -32,7 +32,7 @@ from jaxmp._primitives.float32_sums import accumulator
 from jaxmp._primitives.gradient_of import gradient_of
 from jaxmp._program import compat
 from jaxmp._program.control_flow import is_call, rebind, scan_again
-from jaxmp._program.derivatives import Run, with_derivative, with_passes
+from jaxmp._program.derivatives import Run, in_standard_form, with_derivative, with_passes
 from jaxmp._program.op_classes import CONTRACTIONS, CONTROL_FLOW, JITS, KERNELS
 from jaxmp._program.program import Op, equations_in
 from jaxmp._program.wiring import argument_types
@@ -232,10 +232,11 @@ def _summing_scan(equation: core.JaxprEqn, consts: int, body: Any, values: list[
     """Runs a scan whose turns all read the same 16-bit arrays; sums their gradients in float32."""
     sums = [accumulator(x) if is_half(x) else None for x in values[:consts]]
     run_body = core.jaxpr_as_fun(body)
+    with_gradient = in_standard_form(lambda x, total: x, gradient_of)
 
     def turn(arguments: list[Any], _: Any) -> tuple[list[Any], Any]:
         pairs = zip(arguments, sums, strict=False)
-        shared = [x if total is None else gradient_of(x, total) for x, total in pairs]
+        shared = [x if total is None else with_gradient(x, total) for x, total in pairs]
         return run_body(*shared, *arguments[consts:]), ()
 
     return scan_again(equation, values, turn)[0]

@@ -42,10 +42,8 @@ class LookAhead:
         self._program, self._states = program, states
         self._readings: list[set[Reading]] = [set() for _ in states]
         self._products = _products_of(program)
-        reads = (
-            set(numbers(atoms)) for atoms in (program.outputs, *(x.inputs for x in program.ops))
-        )
-        self._counts = collections.Counter(itertools.chain.from_iterable(reads))
+        readers = [program.outputs, *(op.inputs for op in program.ops)]
+        self._counts = collections.Counter(x for atoms in readers for x in set(numbers(atoms)))
 
     def run(self, steps: Sequence[Step], results_in: AllIn) -> list[Reading]:
         """Widens the steps; returns how they read the arguments of the program."""

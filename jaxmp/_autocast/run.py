@@ -1,6 +1,7 @@
 """Runs a plan: binds each operation again, in the planned dtypes."""
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,10 +13,11 @@ from jaxmp._autocast.kinds import FLOAT32, Kind
 from jaxmp._autocast.plan import Plan
 from jaxmp._autocast.steps import Step
 from jaxmp._numerics.dtypes import DType, is_half
-from jaxmp._numerics.rounding import open_cast
+from jaxmp._numerics.rounding import BFLOAT16, open_cast
 from jaxmp._primitives.float8_product import float8_product
 from jaxmp._primitives.mixed_product import product
 from jaxmp._program import compat
+from jaxmp._program.derivatives import in_standard_form
 from jaxmp._program.evaluate import Cells, Rules, evaluate
 from jaxmp._program.op_classes import REARRANGES
 from jaxmp._program.program import Op, Program
@@ -70,13 +72,27 @@ class _PlanRules(Rules[Any]):
             (lhs, rhs), params = operands, {**op.params, **step.params}
             return [float8_product(params, lhs, rhs, *step.float8)]
         if step.multiplies_low:
-            count, params = len(op.inputs), {**op.params, **step.params}
-            primitive, low = op.equation.primitive, step.in_dtypes[0]
-            sources = operands[count:] or [None] * 2
-            return [product(primitive, params, operands[:count], sources, compute=low)]
+            return [self._product(step, operands)]
         if step.run is not None:
             return step.run(operands)
         return compat.bind(op.equation, operands, **step.params)
+
+    def _product(self, step: Step, operands: list[Any]) -> Any:
+        """Multiplies in 16 bits; in the 16 bits of operands or in float32, with our derivatives."""
+        op, (low, *_) = step.op, step.in_dtypes
+        count, params = len(op.inputs), {**op.params, **step.params}
+        multiply = functools.partial(product, op.equation.primitive, params)
+        ours = functools.partial(multiply, compute=low)
+        returned = params["preferred_element_type"]
+
+        def plain(arrays: list[Any], sources: list[Any]) -> Any:
+            # Not every product of bfloat16 that returns float32 runs on CPUs.
+            widens = returned == FLOAT32 and low == BFLOAT16
+            exact = [lax.convert_element_type(x, FLOAT32) for x in arrays] if widens else arrays
+            return multiply(exact, ())
+
+        run = in_standard_form(plain, ours) if any(step.sources) or returned != low else plain
+        return run(operands[:count], operands[count:] or [None, None])
 
     def results(self, program: Program, cells: Cells[Any]) -> list[Any]:
         pairs = zip(program.outputs, self.plan.results, strict=True)

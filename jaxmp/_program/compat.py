@@ -50,6 +50,11 @@ def consts_of(jaxpr: Any) -> list[Any]:
     return list(getattr(jaxpr, "consts", ()))
 
 
+def lacks_constants(jaxpr: Any) -> bool:
+    """Whether only the primitive that holds a program knows its constants, as in Equinox."""
+    return len(open_jaxpr(jaxpr).constvars) > len(consts_of(jaxpr))
+
+
 def holds_arrays(jaxpr: Any) -> bool:
     """Whether a program holds arrays that are not its arguments, at any depth."""
     inner = (body for equation in open_jaxpr(jaxpr).eqns for body in bodies_of(equation))
@@ -62,13 +67,13 @@ def programs_of(param: Any) -> list[Any]:
     return [value for value in values if isinstance(value, (core.Jaxpr, core.ClosedJaxpr))]
 
 
-def params_with(equation: core.JaxprEqn, programs: Iterable[core.ClosedJaxpr]) -> dict[str, Any]:
+def params_with(equation: core.JaxprEqn, programs: Iterable[Any]) -> dict[str, Any]:
     """Returns the params of an equation that hold programs, with others; open ones stay open."""
     replacements = iter(programs)
 
     def replace(param: Any) -> Any:
         if isinstance(param, (tuple, list)):
-            return type(param)(map(replace, param))
+            return getattr(type(param), "_make", type(param))(map(replace, param))
         if isinstance(param, core.ClosedJaxpr):
             return next(replacements)
         return without_consts(next(replacements)) if isinstance(param, core.Jaxpr) else param
@@ -81,6 +86,9 @@ def bind(equation: core.JaxprEqn, values: Sequence[Any], **changed: Any) -> list
     params = {**equation.params, **changed}
     result = equation.primitive.bind(*values, **equation.primitive.get_bind_params(params))
     return list(result) if equation.primitive.multiple_results else [result]
+
+
+IS_READ: Any = jax.make_user_context(default_value=False)  # whether jaxmp reads what is traced
 
 
 def trace(fun: Callable[..., Any], avals: Sequence[Any]) -> core.ClosedJaxpr:

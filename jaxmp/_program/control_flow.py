@@ -38,9 +38,9 @@ def rebind(equation: core.JaxprEqn, values: Sequence[Any], makers: Sequence[Make
 
 def is_call(equation: core.JaxprEqn) -> bool:
     """Whether an equation has one program, with the types of its operands and results."""
-    if len(programs := compat.sub_jaxprs(equation)) != 1:
+    if len(bodies := compat.bodies_of(equation)) != 1 or compat.lacks_constants(bodies[0]):
         return False
-    (program,) = programs
+    program = compat.open_jaxpr(bodies[0])
     inside: list[Any] = [*program.invars, *program.outvars]
     outside: list[Any] = [*equation.invars, *equation.outvars]
     return [_type(atom) for atom in inside] == [_type(atom) for atom in outside]

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
+from jax.interpreters import partial_eval
 
 from jaxmp._numerics.dtypes import is_inexact
 from jaxmp._numerics.precision import is_own, name_of_param
@@ -54,9 +55,7 @@ def _trace(
     return _with_precision(program, levels.get(name, jax.lax.Precision.HIGHEST), {})
 
 
-def _with_precision(
-    program: Any, level: jax.lax.Precision, programs: dict[int, Any]
-) -> core.ClosedJaxpr:
+def _with_precision(program: Any, level: jax.lax.Precision, programs: dict[int, Any]) -> Any:
     """Returns a program whose float32 products have a precision, unless they name one."""
 
     def with_level(equation: core.JaxprEqn) -> core.JaxprEqn:
@@ -72,18 +71,42 @@ def _with_precision(
     if id(program) not in programs:  # calls of one function share its program still
         jaxpr = compat.open_jaxpr(program, as_traced=True)
         jaxpr = jaxpr.replace(eqns=list(map(with_level, jaxpr.eqns)))
-        programs[id(program)] = core.ClosedJaxpr(jaxpr, compat.consts_of(program))
+        is_closed = isinstance(program, core.ClosedJaxpr)
+        programs[id(program)] = core.ClosedJaxpr(jaxpr, program.consts) if is_closed else jaxpr
     return programs[id(program)]
 
 
 def _as_function_of(
-    equation: core.JaxprEqn, by: Sequence[int], operands: Sequence[Any]
-) -> Callable[..., list[Any]]:
+    run: Callable[[list[Any]], Any], by: Sequence[int], operands: Sequence[Any]
+) -> Callable[..., Any]:
     """Returns a call as a function of some of its operands; the others stay."""
 
-    def call(*values: Any) -> list[Any]:
+    def call(*values: Any) -> Any:
         arrays = dict(enumerate(operands)) | dict(zip(by, values, strict=True))
-        return compat.bind(equation, list(arrays.values()))
+        return run(list(arrays.values()))
+
+    return call
+
+
+def in_standard_form(plain: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function of trees by JAX's primitives, with the derivatives of `ours`.
+
+    Exporters inline a `jax.custom_jvp`. What jaxmp reads, or JAX transposes, is `ours` at once.
+    """
+    if compat.IS_READ.value:
+        return ours
+
+    @jax.custom_jvp
+    def call(*trees: Any) -> Any:
+        is_transposed = any(isinstance(x, partial_eval.JaxprTracer) for x in jax.tree.leaves(trees))
+        return (ours if is_transposed else plain)(*trees)
+
+    @functools.partial(call.defjvp, symbolic_zeros=True)
+    def rule(primals: Any, tangents: Any) -> Any:
+        (arrays, tree), leaves = jax.tree.flatten(primals), jax.tree.leaves(tangents)
+        by = [i for i, tangent in enumerate(leaves) if not isinstance(tangent, _SymbolicZero)]
+        of_some = _as_function_of(lambda x: ours(*jax.tree.unflatten(tree, x)), by, arrays)
+        return jax.jvp(of_some, [arrays[i] for i in by], [leaves[i] for i in by])
 
     return call
 
@@ -99,7 +122,7 @@ def derivative_of(equation: core.JaxprEqn, by: Sequence[int] | None = None) -> c
 
     def derivative(*args: Any) -> list[Any]:
         primals, tangents = args[: len(avals)], args[len(avals) :]
-        call = _as_function_of(equation, floats, primals)
+        call = _as_function_of(functools.partial(compat.bind, equation), floats, primals)
         results, dots = jax.jvp(call, [primals[i] for i in floats], list(tangents))
         pairs = zip(dots, equation.outvars, strict=True)
         return [*results, *(dot for dot, result in pairs if is_inexact(result.aval))]
@@ -144,7 +167,8 @@ def with_derivative(
         floats = _differentiable_operands(equation)
         by = [i for i in floats if not isinstance(operand_tangents[i], _SymbolicZero)]
         program = derivative_of(equation, by)
-        outputs = run(program, by, [*arrays, *(operand_tangents[i] for i in by)])
+        with compat.IS_READ(True):  # JAX transposes what is linear in tangents
+            outputs = run(program, by, [*arrays, *(operand_tangents[i] for i in by)])
         results = list(outputs[: len(equation.outvars)])
         return results, _with_zeros(outputs[len(results) :], results)
 
@@ -217,7 +241,7 @@ def _trace_passes(
     trees: list[Any] = []
 
     def forward(*operands: Any) -> Any:
-        call = _as_function_of(equation, by, operands)
+        call = _as_function_of(functools.partial(compat.bind, equation), by, operands)
         results, pullback = jax.vjp(call, *(operands[i] for i in by))
         residuals, tree = jax.tree.flatten(pullback)
         trees[:] = [tree, [jax.typeof(x) for x in residuals]]

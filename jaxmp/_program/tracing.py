@@ -1,10 +1,12 @@
 """Splits the arguments of a call into arrays and the rest, and traces the call."""
 
+import contextlib
 import dataclasses
 import functools
 import inspect
 import itertools
 import sys
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +22,7 @@ from jaxmp._program.mesh_axes import explicit_mesh
 _NO_NUMBERS = "OSUMm"
 
 
+@jax.tree_util.register_static  # no leaf, so that jit can return it
 @dataclasses.dataclass(frozen=True)
 class Static:
     """The part of a call's arguments or results that is not arrays. It belongs to the signature.
@@ -105,7 +108,8 @@ def trace_call(
         return results
 
     def trace(arrays: Sequence[Any]) -> tuple[Any, Static]:
-        return compat.trace(of_arrays, arrays), last[0]
+        with compat.IS_READ(True):
+            return compat.trace(of_arrays, arrays), last[0]
 
     def traced(arrays: Sequence[Any]) -> "Traced":
         types = [compat.type_or_given(x) for x in arrays]
@@ -113,12 +117,8 @@ def trace_call(
             return Traced(*trace(arrays), Axes(None), traced, types)
         return Traced(*on_automatic_axes(trace, arrays), traced, types)
 
-    try:
+    with _with_notes():
         return traced(arrays)
-    except Exception as error:
-        if note := _NOTES.get(type(error).__name__):
-            error.add_note(note)
-        raise
 
 
 class Traced(NamedTuple):
@@ -145,11 +145,23 @@ class Traced(NamedTuple):
         return self.trace(other).closed
 
 
-# Flax's errors, by name: Flax is not imported here.
+# Errors of Flax, which is not imported here, and of JAX, by name.
 _NOTES = {
+    "UnexpectedTracerError": "As under jax.jit, a jax.custom_vjp inside may not close over traced "
+    "values: pass them to it as arguments (with jaxopt, to solver.run and to the objective)",
     "TraceContextError": "A function that is rewritten may change the state of nnx modules only if "
     "they are its arguments: jaxmp.nnx.autocast(loss_fn, policy)(model, batch)",
 }
+
+
+@contextlib.contextmanager
+def _with_notes() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if note := _NOTES.get(type(error).__name__):
+            error.add_note(note)
+        raise
 
 
 def _leaves_of(tree: Any) -> tuple[list[Any], Any]:
@@ -188,15 +200,8 @@ def _check_unchanged(before: list[Any], objects: list[Any]) -> None:
         )
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["static"])
-@dataclasses.dataclass
-class Returned:
-    """The result of a function, in a form that jit can return.
-
-    Attributes:
-      arrays: its arrays.
-      static: the rest.
-    """
+class Returned(NamedTuple):
+    """The result of a function, in a form that jit can return: its arrays, and the rest."""
 
     arrays: list[Any]
     static: Static
@@ -221,7 +226,7 @@ def rewriting(
     """Returns a function that traces, rewrites and runs `fun` at each call.
 
     Outside of other traces it is compiled, once for each signature, unless `fun` holds arrays of
-    its own.
+    its own, or numbers that change.
 
     Args:
       fun: the function.
@@ -237,32 +242,32 @@ def rewriting(
       for a call with linen modules that are being initialized or changed.
     """
 
+    held: list[Any] = []  # numbers that it held when it was last compiled; None for arrays
+
     def rewritten(static: Static, arrays: list[Any], may_capture: bool) -> Returned:
         traced = trace_call(fun, static, arrays, as_jit=as_jit, explicit=explicit)
-        if not may_capture and compat.holds_arrays(traced.closed):
-            raise _HeldArrays
+        if not may_capture:
+            held[:] = [None if compat.holds_arrays(traced.closed) else _held_numbers(fun)]
+            if held == [None]:
+                raise _HeldArrays
 
         def run(*arrays: Any) -> list[Any]:
             return rewrite(traced, static, list(arrays))
 
-        return Returned(traced.axes.run(run, arrays), traced.returned)
+        with _with_notes():
+            return Returned(traced.axes.run(run, arrays), traced.returned)
 
     rewritten.__name__ = rewritten.__qualname__ = getattr(fun, "__name__", name)
     compiled = jax.jit(rewritten, static_argnums=(0, 2))
-    captures = False
 
     def call(static: Static, arrays: list[Any]) -> Returned:
-        nonlocal captures
         objects = (leaf for leaf in static.leaves if hasattr(leaf, "__dict__"))
         _check_no_linen_state([fun, *objects], name, advice)
         # Within another trace, a separate program would only have to be taken apart again.
-        inline = any(map(compat.is_traced, arrays))
-        if not (captures or inline) and _is_hashable(static):
-            try:
+        inline = any(map(compat.is_traced, arrays)) or not _is_hashable(static)
+        if not inline and (not held or held == [_held_numbers(fun)]):
+            with contextlib.suppress(_HeldArrays):
                 return compiled(static, arrays, False)
-            except _HeldArrays:
-                # Its arrays may be others at the next call, so each call traces the function again.
-                captures = True
         return rewritten(static, arrays, True)
 
     return call
@@ -326,18 +331,25 @@ def _reachable_objects(call: list[Any], mappings: Any) -> Iterator[Any]:
         if inspect.ismethod(value):
             waiting += [value.__self__, value.__func__]
         if inspect.isfunction(value):
-            waiting += [
-                cell.cell_contents for cell in value.__closure__ or () if not _is_empty(cell)
-            ]
-            waiting += [value.__defaults__, value.__kwdefaults__]
+            waiting += [c.cell_contents for c in value.__closure__ or () if c != types.CellType()]
+            waiting += [value.__defaults__, value.__kwdefaults__, *_named_globals(value)]
         # Other containers are skipped: they may make their elements anew, or read them from a file.
         if isinstance(value, containers) and len(value) <= _LARGEST_CONTAINER:
             waiting += value.values() if isinstance(value, mappings) else value
 
 
-def _is_empty(cell: Any) -> bool:
-    try:
-        _ = cell.cell_contents
-    except ValueError:
-        return True
-    return False
+def _named_globals(function: Any) -> Iterator[Any]:
+    """Yields the numbers, containers and functions of its module that a function names."""
+    codes, known = [function.__code__], function.__globals__
+    for code in codes:
+        codes += filter(inspect.iscode, code.co_consts)
+        values = map(known.get, code.co_names)
+        yield from (x for x in values if not inspect.isfunction(x) or x.__globals__ is known)
+
+
+def _held_numbers(fun: Callable[..., Any]) -> list[Any]:
+    """Returns the numbers and strings that a function holds, and those of small NumPy arrays."""
+    kinds = (int, float, complex, str, np.generic, np.ndarray)
+    held = (x for x in _reachable_objects([fun], (dict,)) if isinstance(x, kinds))
+    small = (x for x in held if getattr(x, "size", 1) <= _LARGEST_CONTAINER)
+    return [(type(x), getattr(x, "tobytes", x.__repr__)()) for x in small]

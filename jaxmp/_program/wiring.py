@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from jax.extend import core
 
-from jaxmp._program.compat import scan_counts, sub_jaxprs, unstacked
+from jaxmp._program.compat import bodies_of, lacks_constants, scan_counts, sub_jaxprs, unstacked
 
 _NONE = range(0)
 
@@ -81,6 +81,7 @@ def wiring_of(equation: core.JaxprEqn, counts: Sequence[tuple[int, int]] | None 
     if counts is None:
         counts = [(len(body.invars), len(body.outvars)) for body in sub_jaxprs(equation)]
     is_call = counts == [(count, len(equation.outvars))]
+    is_call = is_call and not any(map(lacks_constants, bodies_of(equation)))
     return Wiring((range(count),) if is_call else ())
 
 

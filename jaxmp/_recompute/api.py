@@ -64,7 +64,7 @@ def recompute(
 
     Returns:
       A function with the arguments of `fun`. Called outside of `jit` it is compiled, once for
-      each signature, unless it holds arrays of its own; arguments that are not arrays are static.
+      each signature, unless it closes over arrays; arguments that are not arrays are static.
 
     Raises:
       TypeError: if `fun` is not callable, or `dear` holds anything but names.

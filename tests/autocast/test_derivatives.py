@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.extend import core
+from jax.interpreters import ad, mlir
 
 import jaxmp
 from tests.support.autocast_checks import (
@@ -420,3 +422,164 @@ def test_jacobian_of_a_network_by_vmap_of_jvp() -> None:
 
     check(jax.vmap(divergence), rows(5, 16), roundings=16, grad_roundings=32)
     assert scalar(net)(X)[0].shape == ()
+
+
+@jax.custom_jvp
+def own_rule(w: Any, x: Any) -> Any:
+    return jnp.tanh(x @ w)
+
+
+@own_rule.defjvp
+def _own_rule_jvp(primals: Any, tangents: Any) -> Any:
+    (w, x), (dw, dx) = primals, tangents
+    y = own_rule(w, x)
+    return y, (1 - y**2) * (jax.jit(jnp.dot)(x, dw) + jnp.dot(dx, w))
+
+
+@pytest.mark.parametrize(
+    "name", ["linear_transpose", "the rule of a custom_jvp", "its second derivative"]
+)
+def test_what_is_linear_in_a_param_has_a_float32_gradient(name: str) -> None:
+    """JAX transposes it without a derivative."""
+    if name == "linear_transpose":
+        (got,) = jax.linear_transpose(jaxmp.autocast(lambda w: X @ w, BF16), W)(X)
+    elif name == "the rule of a custom_jvp":
+        got = jax.grad(jaxmp.autocast(lambda w: jnp.sum(own_rule(w, X) ** 2), BF16))(W)
+    else:
+        gradient = jax.grad(jaxmp.autocast(lambda w: jnp.sum(own_rule(w, X) ** 2), BF16))
+        got = jax.grad(lambda w: jnp.sum(gradient(w) ** 2))(W)
+    assert got.dtype == jnp.float32
+    assert not np.array_equal(got, got.astype(jnp.bfloat16).astype(jnp.float32))
+
+
+# --- programs in params of primitives that jaxmp does not know ---------------------------------
+
+
+def holder(closed: bool, others: int) -> Any:
+    """A primitive that holds its program: closed, or open, with a constant that only it knows."""
+    scale = jnp.arange(1.0, 17.0) / 16
+
+    def function(x: Any, *others: Any) -> Any:
+        return jnp.sin(x) * scale + sum(0 * other for other in others)
+
+    program = jax.make_jaxpr(lambda x: jnp.sin(x) * scale)(X[0])
+    params = {"held": program if closed else program.jaxpr}
+    primitive = core.Primitive("holds_a_program")
+    primitive.def_impl(lambda *args, held: function(*args))
+    primitive.def_abstract_eval(lambda x, *others, held: x)
+    mlir.register_lowering(
+        primitive,
+        mlir.lower_fun(lambda *args, held: function(*args), multiple_results=False),
+    )
+    ad.primitive_jvps[primitive] = lambda primals, tangents, held: (
+        primitive.bind(*primals, held=held),
+        jax.jvp(function, tuple(primals), tuple(map(ad.instantiate_zeros, tangents)))[1],
+    )
+    return lambda x: primitive.bind(x, *[x] * others, **params)
+
+
+@pytest.mark.parametrize("others", [0, 1])
+@pytest.mark.parametrize("closed", [False, True])
+@pytest.mark.parametrize("precision", ["highest", None])
+def test_programs_that_unknown_primitives_hold(closed: bool, others: int, precision: Any) -> None:
+    """Equinox and Lineax hold open jaxprs, with constants among the operands or out of sight."""
+    held = holder(closed, others)
+
+    @jax.custom_jvp
+    def solve(w: Any, x: Any) -> Any:
+        return jnp.dot(held(x), w, precision=precision)
+
+    @solve.defjvp
+    def rule(primals: Any, tangents: Any) -> Any:
+        (w, x), (dw, dx) = primals, tangents
+        products = [jnp.dot(held(x), dw, precision=precision)]
+        products.append(jnp.dot(held(dx), w, precision=precision))
+        return solve(w, x), sum(products)
+
+    def f(w: Any, x: Any) -> Any:
+        return jnp.mean(held(x[1] @ w) * solve(w, x[0]))
+
+    fast = jaxmp.autocast(f, BF16)
+    wanted = jax.grad(f)(W, X)
+    assert error(jax.jit(fast)(W, X), f(W, X)) < 0.02
+    assert error(jax.jit(jax.grad(fast))(W, X), wanted) < 0.03
+    assert error(jax.jit(jaxmp.grad(fast))(W, X), wanted) < 0.03
+    assert error(jax.jit(jax.grad(jaxmp.recompute(f)))(W, X), wanted) < 1e-5
+    assert jaxmp.audit(jax.grad(fast), W, X).products
+    assert jaxmp.collectives(jax.grad(fast), W, X) is not None
+    assert jaxmp.diagnostics.find_overflow(fast, W, X) is None
+
+
+@pytest.mark.filterwarnings("ignore:autocast leaves")
+def test_a_linear_solve_in_a_derivative_of_one_precision() -> None:
+    """Its programs are in a tuple with names."""
+
+    def solve(w: Any, b: Any) -> Any:
+        matrix = w @ w.T + jnp.eye(16)
+
+        def matvec(x: Any) -> Any:
+            return jnp.dot(matrix, x, precision="highest")
+
+        return lax.custom_linear_solve(matvec, b, lambda _, b: jnp.linalg.solve(matrix, b))
+
+    @jax.custom_jvp
+    def twice(w: Any, x: Any) -> Any:
+        return jnp.dot(w, solve(jnp.eye(16), x), precision="highest")
+
+    @twice.defjvp
+    def rule(primals: Any, tangents: Any) -> Any:
+        return twice(*primals), twice(tangents[0], primals[1]) + twice(primals[0], tangents[1])
+
+    def f(w: Any, x: Any) -> Any:
+        return jnp.sum(jnp.tanh(x @ w)) + jnp.sum(twice(w, x[0]))
+
+    assert error(jax.grad(jaxmp.autocast(f, BF16))(W, X), jax.grad(f)(W, X)) < 0.03
+
+
+# --- a function with a derivative of its own that closes over what is traced --------------------
+
+
+def with_own_derivative(w: Any, x: Any) -> Any:
+    @jax.custom_vjp
+    def f(w: Any) -> Any:
+        return jnp.sum(jnp.tanh(x @ w))
+
+    def backward(w: Any, g: Any) -> Any:
+        return (g * (x.T @ (1 - jnp.tanh(x @ w) ** 2)),)
+
+    f.defvjp(lambda w: (f(w), w), backward)
+    return f(w)
+
+
+def with_the_batch_as_an_argument(w: Any, x: Any) -> Any:
+    @jax.custom_vjp
+    def f(w: Any, x: Any) -> Any:
+        return jnp.sum(jnp.tanh(x @ w))
+
+    def backward(saved: Any, g: Any) -> Any:
+        w, x = saved
+        return x.T @ (g * (1 - jnp.tanh(x @ w) ** 2)), jnp.zeros_like(x)
+
+    f.defvjp(lambda w, x: (f(w, x), (w, x)), backward)
+    return f(w, x)
+
+
+@pytest.mark.filterwarnings("ignore:autocast leaves")
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda f: jaxmp.autocast(f, BF16),
+        lambda f: jaxmp.autocast(f, BF16, enter_custom_vjp=True),
+        jaxmp.recompute,
+    ],
+)
+def test_a_custom_vjp_that_closes_over_the_batch(wrap: Any) -> None:
+    """JAX refuses it under an inner `jit` too. The error says what to do."""
+    with pytest.raises(jax.errors.UnexpectedTracerError) as caught:
+        jax.grad(wrap(with_own_derivative))(W, X)
+    assert "pass them to it as arguments" in caught.value.__notes__[0]
+    with pytest.raises((jax.errors.UnexpectedTracerError, TypeError)):  # the control: JAX alone
+        jax.grad(jax.checkpoint(with_own_derivative))(W, X)
+    # What to do instead.
+    given = jax.grad(wrap(with_the_batch_as_an_argument))(W, X)
+    assert error(given, jax.grad(with_own_derivative)(W, X)) < 0.03

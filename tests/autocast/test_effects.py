@@ -1,16 +1,19 @@
 """Autocast and what is outside of a function: captured arrays, effects, lines, errors."""
 
 import itertools
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
 
 import jaxmp
-from tests.support.autocast_checks import BF16, BOTH, UNIT, W, X, error
+from tests.support.autocast_checks import BF16, BOTH, UNIT, W, X, error, rows, weights
 from tests.support.dots import count_dots, equations
 
 pytestmark = pytest.mark.jax
@@ -89,6 +92,71 @@ def test_eager_calls_are_traced_once() -> None:
     assert next(calls) == 4
 
 
+RATE: Any = np.float32(2)  # a number of a module, which a test replaces
+
+NUMBERS: dict[str, Callable[[float], Any]] = {
+    "float": float,
+    "int": int,
+    "bool": lambda x: x > 2,
+    "numpy scalar": np.float32,
+    "float64": np.float64,
+    "array of rank 0": lambda x: np.array(x, np.float16),
+    "in a list": lambda x: [[np.float32(x)]],
+    "in a dictionary": lambda x: {"rate": (x,)},
+    "in a small array": lambda x: np.array([1, x]),
+}
+
+
+@pytest.mark.parametrize("wrap", [lambda f: jaxmp.autocast(f, BF16), jaxmp.recompute])
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_that_a_function_closes_over_are_read_anew(name: str, wrap: Any) -> None:
+    value, calls = NUMBERS[name](2), itertools.count()
+
+    def f(x: Any) -> Any:
+        next(calls)
+        last = value[-1] if isinstance(value, np.ndarray) and value.ndim else value
+        rate = jax.tree.leaves(last)[0]
+        return jnp.sum(x * jnp.asarray(rate, x.dtype))
+
+    wrapped, ones = wrap(f), jnp.ones(4)
+    assert [float(wrapped(ones)) for _ in range(3)] == [float(f(ones))] * 3
+    assert next(calls) == 1 + 1  # the control: one trace, and the call above
+    value = NUMBERS[name](3)
+    assert float(wrapped(ones)) == float(f(ones))
+    value = NUMBERS[name](2)
+    assert float(wrapped(ones)) == float(f(ones))
+
+
+def test_numbers_of_the_module_are_read_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that a helper names, and a function inside of it."""
+
+    def f(x: Any) -> Any:
+        return lax.map(lambda row: scaled(row), x).sum()
+
+    fast = jaxmp.autocast(f, BF16)
+    assert float(fast(jnp.ones((2, 2)))) == 8
+    monkeypatch.setattr(sys.modules[__name__], "RATE", 3)
+    assert float(fast(jnp.ones((2, 2)))) == 12
+
+
+def scaled(x: Any) -> Any:
+    return x * RATE
+
+
+def test_a_function_that_counts_its_traces_is_traced_once() -> None:
+    count = 0
+
+    def f(x: Any) -> Any:
+        nonlocal count
+        count += 1
+        return x * 2
+
+    fast = jaxmp.autocast(f, BF16)
+    for _ in range(3):
+        fast(X)
+    assert count == 1
+
+
 def test_arguments_are_not_donated() -> None:
     x = X + 0
     fast = jaxmp.autocast(lambda x, w: x @ w, BF16)
@@ -98,6 +166,78 @@ def test_arguments_are_not_donated() -> None:
     want = x + fast(x, W)
     assert error(donating(x, W), want) < UNIT[BF16]
     assert x.is_deleted()
+
+
+# --- what readers of programs see ---------------------------------
+
+OURS = {"held", "float32_gradient", "low_precision_product", "gradient_of", "open_rounding"}
+WS = jnp.stack([W, W])
+KERNEL = weights(3, 3, 4, 4)
+EVALUATED: dict[str, tuple[Callable[..., Any], Any, Any]] = {
+    "mlp": (lambda w, x: jnp.tanh(x @ w) @ w, W, X),
+    "attention": (lambda w, x: jax.nn.softmax((x @ w) @ (x @ w.T).T) @ x, W, X),
+    "convolution": (
+        lambda w, x: lax.conv(x, w, (1, 1), "SAME"),
+        KERNEL.transpose(2, 3, 0, 1),
+        rows(2, 4, 6, 6),
+    ),
+    "experts": (lambda w, x: lax.ragged_dot(x, w, jnp.array([1, 3])), WS, X[:4]),
+    "layers": (lambda w, x: lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, w)[0], WS, X),
+    "one layer again": (lambda w, x: lax.fori_loop(0, 3, lambda _, h: jnp.sin(h @ w), x), W, X),
+    "jit and checkpoint": (jax.checkpoint(jax.jit(lambda w, x: jnp.sin(x @ w))), W, X),
+    "vmap": (jax.vmap(lambda w, x: x @ w, (None, 0)), W, X),
+}
+
+
+def names_in(function: Any, *args: Any) -> set[str]:
+    return {e.primitive.name for e in equations(jax.make_jaxpr(function)(*args))}
+
+
+@pytest.mark.parametrize("name", EVALUATED)
+def test_a_function_that_is_evaluated_has_primitives_of_jax_alone(name: str) -> None:
+    """Exporters read jaxprs, and know no others."""
+    f, w, x = EVALUATED[name]
+    fast = jaxmp.autocast(f, BF16)
+    assert not OURS & names_in(fast, w, x)
+    assert not OURS & names_in(lambda x: fast(w, x), x)
+    if name != "experts":  # JAX has no batches of it
+        assert not OURS & names_in(jax.jit(jax.vmap(fast, (None, 0))), w, jnp.stack([x, x]))
+    gradient = jax.grad(lambda w: jnp.sum(fast(w, x)))
+    assert "low_precision_product" in names_in(gradient, w)  # the control
+
+
+@pytest.mark.parametrize("name", EVALUATED)
+def test_derivatives_are_the_same_in_either_form(name: str) -> None:
+    """Of a program that jaxmp reads, and of a program that JAX traced without a derivative."""
+    f, w, x = EVALUATED[name]
+    fast = jaxmp.autocast(lambda w, x: jnp.mean(f(w, x) ** 2), BF16)
+    forms = (fast, jax.jit(fast), jax.checkpoint(fast), jaxmp.recompute(fast))
+    gradients = [jax.jit(jax.grad(form))(w, x) for form in forms]
+    for other in gradients[1:]:
+        assert error(other, gradients[0]) < UNIT[BF16]
+    dots = [count_dots(jax.grad(form), w, x) for form in forms[:2]]
+    assert dots[0] == dots[1]
+    _, forward = jax.jvp(lambda w: fast(w, x), (w,), (w,))
+    assert error(forward, jnp.vdot(gradients[0], w)) < 4 * UNIT[BF16]
+
+
+def test_products_are_saved_by_the_policies_of_jax() -> None:
+    f, w, x = EVALUATED["mlp"]
+    fast = jaxmp.autocast(lambda w, x: jnp.mean(f(w, x) ** 2), BF16)
+    dots = [
+        count_dots(jax.grad(jax.checkpoint(fast, policy=policy)), w, x)
+        for policy in (jax.checkpoint_policies.dots_saveable, None)
+    ]
+    assert sum(dots[0].values()) == sum(count_dots(jax.grad(fast), w, x).values())
+    assert sum(dots[1].values()) > sum(dots[0].values())  # the control: it computes them again
+
+
+def test_an_exported_function_has_no_calls_of_ours() -> None:
+    f, w, x = EVALUATED["mlp"]
+    fast = jaxmp.autocast(f, BF16)
+    exported = jax.export.export(jax.jit(fast))(w, x)
+    assert "custom_call" not in exported.mlir_module()
+    same_bits(exported.call(w, x), jax.jit(fast)(w, x))
 
 
 # --- effects -----------------------------------------------------
@@ -227,12 +367,15 @@ def test_source_lines_and_name_stacks() -> None:
     def of(fun: Any) -> dict[str, Any]:
         jaxpr = jax.make_jaxpr(fun)(X, W)
         found = {e.primitive.name: e for e in equations(jaxpr)}
-        return {name: found[name].source_info for name in ("dot_general", "tanh")}
+        names = {"dot_general", "tanh", "custom_jvp_call"} & set(found)
+        return {name: found[name].source_info for name in names}
 
     plain, fast = of(f), of(jaxmp.autocast(f, BF16))
     for name, info in plain.items():
         line = jax.extend.source_info_util
-        assert str(fast[name].name_stack).endswith(str(info.name_stack))
+        # A product is in a call, which has the scopes.
+        stack = fast["custom_jvp_call" if name == "dot_general" else name].name_stack
+        assert str(stack).endswith(str(info.name_stack))
         frames = [
             next(iter(fr.line_num for fr in i.traceback.frames if fr.file_name == __file__))
             for i in (info, fast[name])

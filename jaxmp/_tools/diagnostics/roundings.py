@@ -178,7 +178,8 @@ def _params_in_float32(equation: core.JaxprEqn) -> dict[str, Any]:
     params = equation.params.items()
     narrow = [name for name, value in params if isinstance(value, np.dtype) and is_narrow(value)]
     # The program by which a scatter or a reduction joins two numbers has dtypes too.
-    programs = map(_program_in_float32, compat.bodies_of(equation))
+    bodies = compat.bodies_of(equation)
+    programs = (x if compat.lacks_constants(x) else _program_in_float32(x) for x in bodies)
     return dict.fromkeys(narrow, FLOAT32) | compat.params_with(equation, programs)
 
 
