@@ -2,8 +2,9 @@
 
 In `log(1 - sigmoid(h))` only the logarithm reads the difference: nothing is left of it if the
 sigmoid was rounded to 16 bits. In `eigvalsh(h.T @ h)` the product returns its float32 sums. What a
-norm or a softmax reads stays as compilers store it, in 16 bits: they shift and scale it by its own
-mean or maximum, and its rounding does no more harm than any other in the network.
+norm, a softmax or an activation reads stays as compilers store it, in 16 bits: the first two shift
+and scale it by its own mean or maximum, and its rounding does no more harm than any other in the
+network.
 """
 
 import collections
@@ -13,7 +14,18 @@ import jax.numpy as jnp
 
 from jaxmp._autocast.kinds import FLOAT32, Kind, Materialized
 from jaxmp._autocast.steps import AllIn, Reading, ResultsIn, States, Step
-from jaxmp._program.op_classes import ADDS, CLASSES, CONTRACTIONS, MAXIMA, SCALES, OpClass
+from jaxmp._program.op_classes import (
+    ADDS,
+    ARITHMETIC,
+    ARRANGEMENTS,
+    CLASSES,
+    CONTRACTIONS,
+    MASKS,
+    MAXIMA,
+    SCALES,
+    WIDENED,
+    OpClass,
+)
 from jaxmp._program.program import Op, Program, numbers
 
 _READ_AS: dict[ResultsIn, Reading] = {
@@ -26,6 +38,9 @@ _WANTED = {reading: name for name, reading in _READ_AS.items()}
 _FLOAT16 = jnp.dtype(jnp.float16)
 # Operations between a product and a norm of it.
 _PASSING = (OpClass.PROMOTE, OpClass.RANGE, OpClass.MOVE)
+# The other elementwise operations are activations. These bound their operand or bend it a little,
+# and lose no more by its rounding than by that of their own operands.
+_LINEAR = (ARITHMETIC | MASKS | WIDENED) | ARRANGEMENTS
 
 
 class LookAhead:
@@ -107,7 +122,8 @@ class LookAhead:
             elif dtype is not None and dtype != FLOAT32:
                 self._readings[atom].add(Reading.LOW)
             elif dtype is not None and not for_either:
-                normed = self._is_normed(step.op, i, atom)
+                activates = is_low and step.op.name not in _LINEAR
+                normed = activates or self._is_normed(step.op, i, atom)
                 self._readings[atom].add(Reading.NORMED if normed else Reading.FLOAT32)
             elif dtype is not None:
                 self._readings[atom].add(Reading.EITHER)

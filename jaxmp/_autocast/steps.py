@@ -32,7 +32,7 @@ class Reading(enum.IntEnum):
     """How operations read a value. Of several readings, the least decides."""
 
     LOW = 0  # in 16 bits
-    NORMED = 1  # in float32, and shift or scale it by its own mean or maximum
+    NORMED = 1  # in float32: a norm, a softmax or an activation
     FLOAT32 = 2  # in float32
     EITHER = 3  # in any dtype
 

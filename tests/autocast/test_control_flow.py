@@ -225,7 +225,7 @@ def test_while_with_products_in_its_condition() -> None:
 
         return lax.while_loop(more, lambda c: (c[0] + 1, c[1] @ w + 1.0), (0, x))
 
-    check(f, X, W, dots={"low": 2}, argnums=(), roundings=16)
+    check(f, X, W, dots={"float32": 2}, argnums=(), roundings=16)
 
 
 def test_while_inside_scan_and_cond_inside_while() -> None:
@@ -368,7 +368,7 @@ def test_loops_and_branches_that_take_python_bools() -> None:
 
         return lax.scan(body, (True, jnp.zeros(16)), x)
 
-    check(loop, X, W, dots={"low": 1}, argnums=())
+    check(loop, X, W, dots={"float32": 1}, argnums=())
     check(branch, X, W, dots={"low": 1})
     check(scanned, X, W, dots={"low": 1}, roundings=12)
 

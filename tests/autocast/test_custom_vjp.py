@@ -106,7 +106,8 @@ def test_loops_that_refuse_gradients_for_some_arguments(name: str) -> None:
     got = compiled(jax.grad(fast))(*args)
     want = compiled(jax.grad(unrolled))(W, X)
     assert off(got, want) < 0.02
-    assert count_dots(jax.grad(fast), *args).keys() == {"bfloat16"}
+    # Floats end the loop of the forward pass, which stays float32. The backward pass counts.
+    assert count_dots(jax.grad(fast), *args).keys() == {"bfloat16", "float32"}
     not_entered = jaxmp.autocast(WAYS[name], BF16)
     with pytest.warns(UserWarning, match="autocast leaves 100 % of the FLOPs"):
         assert count_dots(jax.grad(not_entered), *args).keys() == {"float32"}  # control

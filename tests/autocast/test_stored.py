@@ -10,7 +10,7 @@ from jax import lax
 
 import jaxmp
 from tests.support.autocast_checks import BF16, BOTH, FP16, LOW, W, X, check, error, rows, weights
-from tests.support.dots import count_dots, equations
+from tests.support.dots import count_dots, equations, program_of
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 both = pytest.mark.parametrize("policy", BOTH)
@@ -20,7 +20,7 @@ SCORES = {BF16: "bfloat16", FP16: "float32"}
 
 def made_by(fun: Any, name: str, *args: Any, policy: str = BF16) -> list[str]:
     """The dtypes of what an operation makes, wherever it is in a program under autocast."""
-    closed = jax.make_jaxpr(jaxmp.autocast(fun, policy))(*args)
+    closed = program_of(jaxmp.autocast(fun, policy), *args)
     return [
         str(eqn.outvars[0].aval.dtype) for eqn in equations(closed) if eqn.primitive.name == name
     ]

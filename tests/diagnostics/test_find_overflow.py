@@ -392,7 +392,7 @@ def test_layers_of_nnx_are_named_by_their_line() -> None:
 def large_product(p: Any, x: Any) -> Any:
     with jax.named_scope("block"):
         h = x @ p["first"]
-        return jnp.mean(h @ (p["second"] * 2.0**16))  # in 16 bits
+        return jnp.mean(h @ (p["second"] * 2.0**16) @ p["first"])  # in 16 bits
 
 
 @pytest.mark.parametrize(

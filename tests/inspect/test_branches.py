@@ -135,7 +135,7 @@ def test_shares_are_the_smallest_that_any_branch_gives() -> None:
 
 def test_of_all_products_a_tiny_one_is_not_rounded_away() -> None:
     def f(a: Any) -> Any:
-        tiny = lax.cond(a[0, 0] > 0, lambda a: wide(a[:1, :1]), lambda a: a[:1, :1], a)
+        tiny = lax.cond(a[0, 0] > 0, lambda a: wide(a[:2, :2])[:1, :1], lambda a: a[:1, :1], a)
         return lax.scan(lambda c, _: (c @ c, None), a, None, length=10**12)[0] * tiny
 
     report = audit(f, SQUARE)

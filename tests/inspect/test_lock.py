@@ -276,11 +276,11 @@ def test_changes_of_the_source_are_found(name: str, tmp_path: pathlib.Path) -> N
         module = change.name.partition(":")[0]
         if not any(f"{module}, " in line for line in found):
             unseen.append(change)
-    # autocast has the same program for two of them: it chooses these dtypes itself.
+    # autocast has the same program for three of them: it chooses these dtypes itself.
     same = [change.name for change in unseen if program_text(change) == program_text(Change(""))]
     print(f"{name}: {len(CHANGES) - len(unseen)} of {len(CHANGES) - len(same)} changes found")
     assert [change.name for change in unseen] == same
-    assert len(same) <= 2
+    assert len(same) <= 3
 
 
 @pytest.mark.usefixtures("standard_promotion")

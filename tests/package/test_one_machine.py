@@ -17,7 +17,9 @@ HANDS_ON = {
     "_program.facts": "facts, forward and backward: they need no arrays, and loops end by joining",
     "_program.program": "numbers: reads jaxprs",
     "_gradient_release.values": "stacks that a later loop reads, backward",
-    "_autocast.plan": "states: a plan is made forward and then revised backward, before it runs",
+    "_autocast.plan": "states: a plan is made forward, before it runs",
+    "_autocast.look_ahead": "readings: a plan is revised backward",
+    "_autocast.reading": "casts that JAX adds behind sums of 16 bits: before anything is planned",
     "_recompute.storage": "costs: what is kept is decided by what comes before and behind",
     "_recompute.pieces": "places of values: the key by which equal pieces are known",
 }

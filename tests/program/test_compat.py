@@ -29,7 +29,7 @@ PACKAGE = pathlib.Path(__file__).parents[2] / "jaxmp"
 COMPAT, FLOPS, PROGRAM = "_program/compat.py", "_program/flops.py", "_program/program.py"
 WIRING, EVALUATE = "_program/wiring.py", "_program/evaluate.py"
 OPERATIONS, CONTROL, FLOW = "_autocast/rules.py", "_autocast/control_flow.py", "_autocast/plan.py"
-READING = "_autocast/reading.py"
+READING, RUN = "_autocast/reading.py", "_autocast/run.py"
 LEFT, STEPS = "_autocast/coverage.py", "_autocast/steps.py"
 TALLY = "_tools/inspect/summarize.py"
 BRANCHES = "_tools/inspect/branches.py"
@@ -176,6 +176,7 @@ READ = [
     Read("shard_map", "newly_manual_axes", is_a(frozenset, set, tuple), (COMPAT,)),
     Read("shard_map", "check_vma", is_a(bool), (COMPAT,)),
     Read("custom_linear_solve", "jaxprs", has("solve"), (FLOPS,)),
+    Read("dot_general", "preferred_element_type", is_dtype, (RUN, STEPS)),
     Read("dot_general", "precision", is_precision, (*MULTIPLYING, LEFT, LOCK, READING)),
     Read("dot_general", "dimension_numbers", are_pairs, (READING, FLOPS)),
     Read("dot_general", "out_sharding", lambda value: value is None, (READING,)),

@@ -21,10 +21,16 @@ def equations(jaxpr: Any) -> Iterator[Any]:
                     yield from equations(inner)
 
 
+def program_of(function: Callable[..., Any], *args: Any) -> Any:
+    """The program as reports read it, and derivatives: with the primitives of jaxmp."""
+    with compat.IS_READ(True):
+        return jax.make_jaxpr(function)(*args)
+
+
 def count_dots(function: Callable[..., Any], *args: Any) -> dict[str, int]:
     """How many products have which operands: `{"bfloat16": 3}`, mixed ones `"float32,bfloat16"`."""
     found: collections.Counter[str] = collections.Counter()
-    for equation in equations(jax.make_jaxpr(function)(*args)):
+    for equation in equations(program_of(function, *args)):
         if equation.primitive.name in (*PRODUCTS, "scaled_dot"):
             operands = [str(variable.aval.dtype) for variable in equation.invars[:2]]
             found[",".join(dict.fromkeys(operands))] += 1
@@ -37,7 +43,7 @@ def precisions(function: Callable[..., Any], *args: Any) -> list[tuple[str, str]
     `"none"` where it asks for nothing, `"high"` where both of its operands are to be HIGH.
     """
     found = []
-    for equation in equations(jax.make_jaxpr(function)(*args)):
+    for equation in equations(program_of(function, *args)):
         if equation.primitive.name in (*PRODUCTS, "ragged_dot_general"):
             asked = equation.params["precision"]
             names = {each.name for each in (asked if isinstance(asked, tuple) else [asked]) if each}

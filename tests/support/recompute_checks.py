@@ -11,7 +11,7 @@ import numpy as np
 import jaxmp
 from jaxmp._program import compat
 from jaxmp._program.op_classes import COSTS, Cost
-from jaxmp._program.program import read, without_dead_code
+from jaxmp._program.program import plain_call, read, without_dead_code
 from tests.support.autocast_checks import compiled, error, is_float, scalar as scalar_and_results
 from tests.support.dots import equations
 
@@ -60,7 +60,7 @@ def dear_in(closed: Any) -> Mapping[str, int]:
     """The same for a program."""
     found: collections.Counter[str] = collections.Counter()
     # As the compiler does it: jitted functions inlined, and nothing that nobody reads.
-    program = without_dead_code(read(closed, lambda each: True))
+    program = without_dead_code(read(closed, plain_call))
     for op in program.ops:
         for inner in compat.sub_jaxprs(op.equation):
             found.update(equation.primitive.name for equation in equations(inner))

@@ -129,7 +129,7 @@ CHANGES = (
     changed("norm: rounded", ("return normal * ", "return lax.reduce_precision(normal, 8, 7) * ")),
     changed("norm: rounded and widened", ("return normal * ", "return normal.astype(jnp.bfloat16).astype(jnp.float32) * ")),
     changed("mlp: gate", ('jax.nn.silu(h @ w["gate"])', 'jax.nn.silu((h @ w["gate"]).astype(jnp.float32))')),
-    changed("head: logits", ("logits = logits.astype(jnp.float32)", "logits = logits.astype(jnp.bfloat16)")),
+    changed("head: logits", ("logits = logits.astype(jnp.float32)", "logits = logits.astype(jnp.float8_e5m2).astype(jnp.float32)")),
     changed("head: mean", ("return jnp.mean(total - right)", "return jnp.mean((total - right).astype(jnp.bfloat16)).astype(jnp.float32)")),
     changed("head: float16", ("logits = logits.astype(jnp.float32)", "logits = logits.astype(jnp.float16).astype(jnp.float32)")),
     changed("embed: rounded", ('params["embedding"][tokens]', 'params["embedding"][tokens].astype(jnp.float8_e4m3fn).astype(jnp.float32)')),

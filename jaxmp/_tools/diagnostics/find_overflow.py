@@ -71,7 +71,8 @@ def find_overflow(
       ValueError: if the arrays were donated, or as `jaxmp.autocast` does.
 
     >>> params, x = {"w": jnp.full((2, 2), 400.0)}, jnp.full((1, 2), 100.0)
-    >>> fault = find_overflow(lambda p, x: jnp.sum(x @ p["w"]), params, x, policy="mixed_float16")
+    >>> loss = lambda p, x: jnp.sum(x @ p["w"] @ p["w"])
+    >>> fault = find_overflow(loss, params, x, policy="mixed_float16")
     >>> fault.operation, fault.direction, fault.infinite, fault.operands[0].largest
     ('dot_general', 'forward', 2, 100.0)
     """

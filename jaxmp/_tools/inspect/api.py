@@ -8,6 +8,7 @@ from typing import Any, Literal
 import jax
 
 from jaxmp._numerics.dtypes import code_kind
+from jaxmp._program import compat
 from jaxmp._program.op_classes import CHECKPOINTS
 from jaxmp._tools.inspect.checks import AuditError
 from jaxmp._tools.inspect.collective_report import Collectives, CompiledCollective
@@ -100,7 +101,8 @@ def audit(fn: Callable[..., Any], *args: Any, compiled: Any = False, **kwargs: A
         raise TypeError(f"audit takes a function and its arguments, got {type(fn).__name__}")
     # Only arrays are traced. Other values, such as functions and flags, are passed on unchanged.
     arrays, call = closed_over(fn, args, kwargs)
-    jaxpr, result = jax.make_jaxpr(call, return_shape=True)(arrays)
+    with compat.IS_READ(True):
+        jaxpr, result = jax.make_jaxpr(call, return_shape=True)(arrays)
     program = None
     if compiled is True:
         program = collectives(fn, *args, **kwargs)
