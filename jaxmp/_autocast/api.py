@@ -83,7 +83,8 @@ def autocast(
 
     Returns:
       A function with the arguments of `fun`. Called outside of `jit` it is compiled, once for each
-      signature, unless it closes over arrays; arguments that are not arrays are static.
+      signature, unless it closes over arrays, or over numbers that change; arguments that are not
+      arrays are static.
 
     Raises:
       ValueError: if the policy computes in a dtype that autocast cannot lower to, or for an

@@ -32,7 +32,7 @@ _IN_CUSTOM_VJP = (
 )
 _PRECISE = "asked for by jax.default_matmul_precision. Leave it out where 16 bits will do"
 _OWN_FLOAT32 = (
-    "products of constants or positions, outer ones, or of numbers that 16 bits do not hold. "
+    "products of constants or positions, or of numbers that 16 bits do not hold. "
     "Weights and data should be arguments of the function"
 )
 _UNKNOWN = "unknown: "  # the rest of the key is the name of the call

@@ -36,11 +36,11 @@ _READ_AS: dict[ResultsIn, Reading] = {
 }
 _WANTED = {reading: name for name, reading in _READ_AS.items()}
 _FLOAT16 = jnp.dtype(jnp.float16)
-# Operations between a product and a norm of it.
+# Operations that may be between a product and a norm or a softmax of it.
 _PASSING = (OpClass.PROMOTE, OpClass.RANGE, OpClass.MOVE)
 # The other elementwise operations are activations. These bound their operand or bend it a little,
 # and lose no more by its rounding than by that of their own operands.
-_LINEAR = (ARITHMETIC | MASKS | WIDENED) | ARRANGEMENTS
+_LINEAR = ARITHMETIC | MASKS | WIDENED | ARRANGEMENTS
 
 
 class LookAhead:

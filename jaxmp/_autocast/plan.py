@@ -123,7 +123,7 @@ def plan(jaxpr: Any, arguments: States, context: Call, *, results_in: AllIn = "l
     """Decides in which dtype each operation of a program runs.
 
     The results, or each of them, are read in 16 bits if they have these (`"low"`), in float32 only
-    (`"float32"`; `"normed"` by a norm or a softmax, too), or in either dtype, with a cast
+    (`"float32"`; `"normed"` by a norm, a softmax or an activation), or in either dtype, with a cast
     (`"either"`).
     """
     program = read_for_plan(jaxpr)
@@ -198,8 +198,9 @@ def _at_precision(op: Op, states: States, context: Call, region: Region) -> Step
 def _in_float32(op: Op, states: States, context: Call) -> Step:
     """Plans an operation as in `full_precision`; but its results join 16 bits."""
     exact = dataclasses.replace(context, prefix=(*context.prefix, EXACT))
-    region = context.regions.of(exact.prefix)._replace(result=Kind.HIGH)
-    return _at_precision(op, states, exact, region)
+    step = _at_precision(op, states, exact, context.regions.of(exact.prefix))
+    step.results = [state and State(Kind.HIGH, FLOAT32) for state in step.results]
+    return step
 
 
 def _mark_sums(step: Step, operands: States) -> None:
@@ -238,12 +239,9 @@ def _step(
     op_class = context.lists.of(op.name, functions)
     # In a sealed region no dtype changes, only the precision of products.
     if region.sealed:
-        is_control = op_class is OpClass.CONTROL and region.precision is not None
-        return (
-            _at_precision(op, states, context, region)
-            if is_control
-            else (plan_as_traced(op, states, exact=region.result))
-        )
+        if op_class is OpClass.CONTROL and region.precision is not None:
+            return _at_precision(op, states, context, region)
+        return plan_as_traced(op, states, exact=region.result)
     # Scopes inside a loop may have another policy than the scopes around it.
     if region.exact and op_class is not OpClass.CONTROL:
         return plan_as_traced(op, states, exact=region.result)

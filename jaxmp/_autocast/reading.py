@@ -83,19 +83,19 @@ def _draws_16_bits(equation: core.JaxprEqn) -> bool:
     """Whether this is the function of `jax.random` that all draws of floats end in, in 16 bits."""
     # It draws 7 random bits in bfloat16: of 2,000 equal classes, 890 could be drawn.
     params = equation.params
-    numbers = equation.invars[1:]
+    bounds = equation.invars[1:]
     return (
         params["name"] == "_uniform"
         and is_of_jax(params["jaxpr"], "random/")
         and is_half(equation.outvars[0].aval)
-        and len(numbers) == 2
-        and all(isinstance(x, core.Literal) for x in numbers)
+        and len(bounds) == 2
+        and all(isinstance(x, core.Literal) for x in bounds)
     )
 
 
-def _draw(equation: core.JaxprEqn, key: Any, *bounds: Any) -> Any:
-    numbers: list[Any] = equation.invars[1:]
-    least, most = sorted(float(number.val) for number in numbers)
+def _draw(equation: core.JaxprEqn, key: Any, *_: Any) -> Any:
+    bounds: list[Any] = equation.invars[1:]
+    least, most = sorted(float(number.val) for number in bounds)
     aval: Any = equation.outvars[0].aval
     return jax.random.uniform(key, aval.shape, jnp.float32, least, most)
 

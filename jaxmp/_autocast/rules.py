@@ -66,7 +66,7 @@ def convert(op: Op, states: States, *, is_undone: bool = False) -> Step:
             step.results = [_state_of_numbers(op.inputs[0], aval)]
         return step
     # A number is one in any dtype: JAX casts it, as the NaN of `jnp.var`, to those that it meets.
-    if is_undone or state.value is not None:
+    if is_undone or (state.value is not None and fits(state.value, jnp.dtype(target))):
         return Step(op, [None], [state], run=list)
     if target != FLOAT32:
         return Step(op, [target], [State(Kind.LOW, jnp.dtype(target))], run=list)

@@ -79,7 +79,9 @@ class Step:
     @property
     def keeps_dtype(self) -> bool:
         """Whether it is a cast that the program makes, and that leaves the dtype of autocast."""
-        return self.op.name == "convert_element_type" and self.in_dtypes == [None]
+        return (
+            self.op.name == "convert_element_type" and self.run is list and None in self.in_dtypes
+        )
 
     def take(self, other: "Step") -> None:
         """Runs as another plan of the same operation."""

@@ -127,8 +127,8 @@ def trace_on_mesh(fun: Callable[..., Any], avals: Sequence[Any]) -> core.ClosedJ
         return trace(fun, avals)
 
 
-def without_consts(closed: core.ClosedJaxpr) -> core.Jaxpr:
-    """Returns the open jaxpr of a closed one without constants, for params that hold open ones."""
+def without_consts(closed: Any) -> core.Jaxpr:
+    """Returns an open jaxpr, for params that hold open ones; a closed one may have no constants."""
     if consts_of(closed):
         raise ValueError("a program inside of this equation may not have constants")
     return open_jaxpr(closed)

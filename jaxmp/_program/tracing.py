@@ -352,4 +352,7 @@ def _held_numbers(fun: Callable[..., Any]) -> list[Any]:
     kinds = (int, float, complex, str, np.generic, np.ndarray)
     held = (x for x in _reachable_objects([fun], (dict,)) if isinstance(x, kinds))
     small = (x for x in held if getattr(x, "size", 1) <= _LARGEST_CONTAINER)
-    return [(type(x), getattr(x, "tobytes", x.__repr__)()) for x in small]
+    return [
+        (type(x), getattr(x, "dtype", None), np.shape(x), getattr(x, "tobytes", x.__repr__)())
+        for x in small
+    ]

@@ -395,3 +395,25 @@ def test_with_jit_disabled(differentiated: bool) -> None:
     with jax.disable_jit():
         got = both_ways(jaxmp.autocast(f, BF16))(X, W)
     assert error(got, both_ways(jaxmp.autocast(f, BF16))(X, W)) < UNIT[BF16]
+
+
+def one_hot(i: Any) -> Any:
+    return (i == jnp.arange(16)).astype(jnp.float32)[None]
+
+
+CASTS_INSIDE: dict[str, Any] = {
+    "cond": lambda x, w: lax.cond(x[0, 0] > 0, lambda: one_hot(1), lambda: one_hot(2)) @ w,
+    "cond with a product": lambda x, w: (
+        lax.cond(x[0, 0] > 0, lambda: x[:1] @ w, lambda: one_hot(2)) @ w
+    ),
+    "scan": lambda x, w: lax.scan(lambda c, j: (c, one_hot(j)), 0, jnp.arange(3))[1][:, 0] @ w,
+    "checkpoint": lambda x, w: jax.checkpoint(lambda h: (h > 0).astype(jnp.float32))(x @ w) @ w,
+}
+
+
+@pytest.mark.parametrize("name", CASTS_INSIDE)
+def test_casts_of_integers_and_flags_inside_are_floats(name: str) -> None:
+    """A value that is cast to float32 inside of another program is one that products cast."""
+    fast = jaxmp.autocast(CASTS_INSIDE[name], BF16)
+    assert set(count_dots(fast, X, W)) == {"bfloat16"}
+    assert error(jax.jit(fast)(X, W), CASTS_INSIDE[name](X, W)) < 0.02

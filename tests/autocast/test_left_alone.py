@@ -122,7 +122,7 @@ def test_float32_that_somebody_asked_for_is_no_news() -> None:
         ),
         (
             lambda x, w: x + jnp.arange(64.0).reshape(8, 8) @ jnp.ones((8, 8)),
-            "products of constants or positions, outer ones, or of numbers that 16 bits do not",
+            "products of constants or positions, or of numbers that 16 bits do not",
         ),
     ],
 )
