@@ -127,6 +127,15 @@ def test_numbers_that_a_function_closes_over_are_read_anew(name: str, wrap: Any)
     assert float(wrapped(ones)) == float(f(ones))
 
 
+def test_a_shape_of_a_held_array_is_read_anew() -> None:
+    """Arrays of the same bytes."""
+    held = np.zeros((2, 3))
+    fast = jaxmp.autocast(lambda x: x * held.shape[0], BF16)
+    assert fast(jnp.ones(())) == 2
+    held = held.reshape(3, 2)
+    assert fast(jnp.ones(())) == 3
+
+
 def test_numbers_of_the_module_are_read_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those that a helper names, and a function inside of it."""
 
