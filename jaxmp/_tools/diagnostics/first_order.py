@@ -24,10 +24,9 @@ from jaxmp._program.flops import product_flops
 from jaxmp._program.op_classes import CASTS, CONTRACTIONS, MIXED_SHAPES, RUNNING
 from jaxmp._program.program import read
 from jaxmp._program.tracing import Traced
-from jaxmp._tools.diagnostics.roundings import FLOAT32, in_float32, is_unseen, moves
+from jaxmp._tools.diagnostics.roundings import FLOAT32, in_float32, is_unseen, moves, rounds_low
 from jaxmp._tools.diagnostics.steps import Steps
 from jaxmp._tools.inspect.equations import Site, all_sites, walk
-from jaxmp._tools.inspect.upcasts import is_narrow_aval
 
 # The compiler may leave roundings out, and does so differently on each device.
 AS_WRITTEN = {"xla_allow_excess_precision": False}
@@ -197,7 +196,7 @@ class _Probed(Steps):
 
     def whole(self, site: Site, operands: list[Any]) -> list[Any]:
         results = super().whole(site, operands)
-        if not self._float32 or any(map(is_narrow_aval, site.out_avals)) or not _rounds(site, True):
+        if not self._float32 or rounds_low(site) or not _rounds(site, True):
             return results
         return [self._modelled(site, x) if is_floating(x) else x for x in results]
 
@@ -221,7 +220,7 @@ def _rounds(site: Site, float32: bool) -> bool:
     """Whether an operation may round."""
     if moves(site) or is_unseen(site) or site.bodies:
         return False
-    if any(map(is_narrow_aval, site.out_avals)):
+    if rounds_low(site):
         return True
     has_wide = any(map(is_floating, site.out_avals)) and any(map(is_inexact, site.in_avals))
     return float32 and has_wide and site.name not in CASTS | MIXED_SHAPES

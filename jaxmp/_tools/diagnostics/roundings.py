@@ -116,6 +116,8 @@ class Roundings(Rerun):
             constants = map(as_bool, map(lax.stop_gradient, operands), site.in_avals)
             as_traced = map(_in_traced_dtype, constants, site.in_avals)
             return list(map(in_float32, compat.bind(equation, list(as_traced))))
+        if site.name == "reduce_precision":
+            return [self.rounded(site, operands[0], *compat.bind(equation, operands))]
         if not any(map(is_narrow_aval, [*avals, *site.in_avals])):
             return compat.bind(equation, operands)
         if site.name == "mxfp8_encode":
@@ -138,6 +140,11 @@ class Roundings(Rerun):
             else x
             for x, aval in zip(results, avals, strict=True)
         ]
+
+
+def rounds_low(site: Site) -> bool:
+    """Whether an operation rounds its results to fewer bits than those of float32."""
+    return site.name == "reduce_precision" or any(map(is_narrow_aval, site.out_avals))
 
 
 def moves(site: Site) -> bool:
