@@ -15,7 +15,7 @@ from jaxmp._autocast.kernels import Replacements, low_kernels
 from jaxmp._autocast.plan import Call, plan
 from jaxmp._autocast.regions import DONE, EXACT, Regions, region_of
 from jaxmp._autocast.run import run_plan
-from jaxmp._autocast.steps import ResultsIn, argument_state
+from jaxmp._autocast.steps import Reading, argument_state
 from jaxmp._numerics.dtypes import HALVES
 from jaxmp._numerics.precision import default_precision, precision_of
 from jaxmp._numerics.rounding import open_cast
@@ -229,7 +229,7 @@ def _run_rewritten(
     context = Call(regions, settings.lists, settings.enter_custom_vjp, plan_control, kernels)
     arguments = list(map(argument_state, closed.in_avals))
     # The results are cast to float32 at the end, so the last operation may compute in it.
-    results_in: ResultsIn = "low" if settings.output == "computed" else "either"
+    results_in = Reading.LOW if settings.output == "computed" else Reading.EITHER
     program_plan = plan(closed, arguments, context, results_in=results_in)
     for name in settings.lists.unused(context.names):
         warn(

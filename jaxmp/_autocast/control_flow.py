@@ -20,7 +20,6 @@ from jaxmp._autocast.run import run_plan
 from jaxmp._autocast.steps import (
     AllIn,
     Reading,
-    ResultsIn,
     States,
     Step,
     argument_state,
@@ -39,7 +38,7 @@ from jaxmp._program.wiring import argument_types
 
 
 def plan_custom_jvp(
-    op: Op, states: States, context: Call, region: Region, results_in: AllIn = "low"
+    op: Op, states: States, context: Call, region: Region, results_in: AllIn = Reading.LOW
 ) -> Step:
     """Rewrites both the function and its derivative: `relu` is 16-bit for 16-bit operands."""
     body = op.params["call_jaxpr"]
@@ -48,9 +47,9 @@ def plan_custom_jvp(
     pairs = zip(op.out_avals, inner.results, strict=True)
     result_states = [*inner.results, *(state for aval, state in pairs if is_inexact(aval))]
     of_both = results_in
-    if not isinstance(of_both, str):  # the tangents are read as the results are
+    if isinstance(of_both, tuple):  # the tangents are read as the results are
         reads = zip(op.out_avals, of_both, strict=True)
-        of_both = (*of_both, *(dtype for aval, dtype in reads if is_inexact(aval)))
+        of_both = (*of_both, *(reading for aval, reading in reads if is_inexact(aval)))
 
     def derivative(program: Any, by: Sequence[int], arguments: list[Any]) -> list[Any]:
         operands = [*states, *(states[i] for i in by)]
@@ -128,7 +127,7 @@ def plan_control(op: Op, states: States, context: Call, region: Region) -> Step:
 
 
 def plan_inside(
-    jaxpr: Any, states: States, context: Call, op: Op, results_in: AllIn = "low"
+    jaxpr: Any, states: States, context: Call, op: Op, results_in: AllIn = Reading.LOW
 ) -> Plan:
     """Returns the plan of a program inside an operation, made once for each way of calling it."""
     inside = context.inside(op)
@@ -154,7 +153,7 @@ def changes(plan: Plan) -> bool:
 
 
 def _plan_once(
-    op: Op, states: States, context: Call, region: Region, results_in: AllIn = "low"
+    op: Op, states: States, context: Call, region: Region, results_in: AllIn = Reading.LOW
 ) -> Step:
     """Plans a jit, a checkpoint or a `shard_map`, which run one program once."""
     inner = plan_inside(op.params["jaxpr"], states, context, op, results_in)
@@ -260,10 +259,10 @@ def _fixed_point(
             inside[i] = State(Kind.LOW, op.in_avals[i].dtype)
     while True:
         carry = inside[wiring.carry.start : wiring.carry.stop]
-        results_in: list[ResultsIn] = ["low"] * len(op.outputs)
+        results_in = [Reading.LOW] * len(op.outputs)
         for i, state in enumerate(carry):
             if state is not None and state.kind is Kind.FIRM:
-                results_in[i] = "float32"
+                results_in[i] = Reading.FLOAT32
         arguments = [inside[i] for i in wiring.arguments[-1]]
         inner = plan_inside(body, arguments, context, op, tuple(results_in))
         after = list(inside)
@@ -287,7 +286,7 @@ def _next_carry(begin: State, end: State, low: DType, through_layers: bool) -> S
 
 
 def _plan_choice(
-    op: Op, states: States, context: Call, region: Region, results_in: AllIn = "low"
+    op: Op, states: States, context: Call, region: Region, results_in: AllIn = Reading.LOW
 ) -> Step:
     branches = compat.bodies_of(op.equation)
     plans = [plan_inside(branch, states[1:], context, op, results_in) for branch in branches]

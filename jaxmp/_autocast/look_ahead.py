@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 
 from jaxmp._autocast.kinds import FLOAT32, Kind, Materialized
-from jaxmp._autocast.steps import AllIn, Reading, ResultsIn, States, Step
+from jaxmp._autocast.steps import AllIn, Reading, States, Step
 from jaxmp._program.op_classes import (
     ADDS,
     ARITHMETIC,
@@ -28,13 +28,6 @@ from jaxmp._program.op_classes import (
 )
 from jaxmp._program.program import Op, Program, numbers
 
-_READ_AS: dict[ResultsIn, Reading] = {
-    "low": Reading.LOW,
-    "normed": Reading.NORMED,
-    "float32": Reading.FLOAT32,
-    "either": Reading.EITHER,
-}
-_WANTED = {reading: name for name, reading in _READ_AS.items()}
 _FLOAT16 = jnp.dtype(jnp.float16)
 # Operations that may be between a product and a norm or a softmax of it.
 _PASSING = (OpClass.PROMOTE, OpClass.RANGE, OpClass.MOVE)
@@ -62,11 +55,11 @@ class LookAhead:
 
     def run(self, steps: Sequence[Step], results_in: AllIn) -> list[Reading]:
         """Widens the steps; returns how they read the arguments of the program."""
-        if isinstance(results_in, str):
+        if isinstance(results_in, Reading):
             results_in = (results_in,) * len(self._program.outputs)
-        for atom, dtype in zip(self._program.outputs, results_in, strict=True):
+        for atom, reading in zip(self._program.outputs, results_in, strict=True):
             if isinstance(atom, int):
-                self._readings[atom].add(_READ_AS[dtype])
+                self._readings[atom].add(reading)
         for step in reversed(steps):
             self._visit(step)
         return list(map(self._reading, self._program.inputs))
@@ -98,7 +91,7 @@ class LookAhead:
         if is_low and is_wanted and step.replan is not None:
             # Programs inside are compiled anew, which results that may have any dtype are not
             # worth.
-            self.wanted[step.op.number] = wanted = tuple(_WANTED[reading] for reading in readings)
+            self.wanted[step.op.number] = wanted = tuple(readings)
             step.take(step.replan(wanted))
         for_either = False
         if is_low and step.may_widen and Reading.LOW not in readings:

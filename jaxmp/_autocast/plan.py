@@ -119,13 +119,8 @@ class Call:
         )
 
 
-def plan(jaxpr: Any, arguments: States, context: Call, *, results_in: AllIn = "low") -> Plan:
-    """Decides in which dtype each operation of a program runs.
-
-    The results, or each of them, are read in 16 bits if they have these (`"low"`), in float32 only
-    (`"float32"`; `"normed"` by a norm, a softmax or an activation), or in either dtype, with a cast
-    (`"either"`).
-    """
+def plan(jaxpr: Any, arguments: States, context: Call, *, results_in: AllIn = Reading.LOW) -> Plan:
+    """Decides in which dtype each operation of a program runs, by how its results are read."""
     program = read_for_plan(jaxpr)
     states: list[State | None] = [None] * len(program.avals)
     for number, state in zip(program.inputs, arguments, strict=True):
@@ -137,47 +132,52 @@ def plan(jaxpr: Any, arguments: States, context: Call, *, results_in: AllIn = "l
     # bias to a batch, with the same two shapes.
     from_backward = [False] * len(program.avals)
     in_backward = any(map(is_backward, context.stacks))
+    are_inside = [not in_backward and is_backward(op.stack) for op in program.ops]
 
-    def state_of(atom: Any, inside: bool) -> State | None:
+    def state_of(atom: Any, *, inside: bool = False) -> State | None:
         if isinstance(atom, core.Literal):
             return literal_state(atom)
         state = states[atom]
         leaves = from_backward[atom] and not inside and state is not None
         return State(Kind.WEAK, FLOAT32) if leaves else state
 
+    def operands_of(op: Op) -> list[State | None]:
+        return [state_of(atom, inside=are_inside[op.number]) for atom in op.inputs]
+
+    def settle(step: Step, operands: States) -> None:
+        _mark_sums(step, operands)
+        for number, state in zip(step.op.outputs, step.results, strict=True):
+            states[number] = state
+            from_backward[number] = are_inside[step.op.number]
+
     steps, cast_back = [], casts_back(program)
     products = [op for op in program.ops if op.name in CONTRACTIONS]
     product_operands = {number for op in products for number in numbers(op.inputs)}
     for op in program.ops:
-        inside = not in_backward and is_backward(op.stack)
         names = (*context.prefix, *scopes(op.stack))
         region = context.regions.of(names)
-        operands = [state_of(atom, inside) for atom in op.inputs]
+        operands = operands_of(op)
         step = ask_for_precision(_step(op, operands, context, region, cast_back), region.precision)
-        _mark_sums(step, operands)
         is_float16 = op.name in CONTRACTIONS and _FLOAT16 in step.in_dtypes
-        if (inside or in_backward) and is_float16 and SCALED not in names:
+        is_gradient = in_backward or are_inside[op.number]
+        if is_gradient and is_float16 and SCALED not in names:
             context.unscaled.append(op)
         if op.name == "broadcast_in_dim" and product_operands.issuperset(op.outputs):
             # These are the weights of an ensemble, and not a bias.
             # As biases, they would be updated in 16 bits when the ensemble trains.
             step.results = [state and state.whole() for state in step.results]
-        for number, state in zip(op.outputs, step.results, strict=True):
-            states[number], from_backward[number] = state, inside
+        settle(step, operands)
         steps.append(step)
     look_ahead = LookAhead(program, states)
     reads = look_ahead.run(steps, results_in)
     for step in steps:
-        inside = not in_backward and is_backward(step.op.stack)
-        operands = [state_of(atom, inside) for atom in step.op.inputs]
+        operands = operands_of(step.op)
         if step.keeps_dtype:
             step.results = operands
         elif step.replan is not None and _widened(step, operands):
-            step.take(step.replan(look_ahead.wanted.get(step.op.number, "low"), operands))
-        _mark_sums(step, operands)
-        for number, state in zip(step.op.outputs, step.results, strict=True):
-            states[number] = state
-    results = [state_of(atom, inside=False) for atom in program.outputs]
+            step.take(step.replan(look_ahead.wanted.get(step.op.number, Reading.LOW), operands))
+        settle(step, operands)
+    results = list(map(state_of, program.outputs))
     for step in steps:
         for number in adds_gradients(step):
             state = states[number]

@@ -310,7 +310,7 @@ def _plan_float8(step: Step, operands: list[State], region: Region) -> Step:
         step.not_float8 = "neither operand is made of arguments alone"
     elif region.products is None:
         step.not_float8 = region.exclusion
-    elif op.name != "dot_general":
+    elif op.name != DOT:
         step.not_float8 = op.name
     else:
         reason = why_not_float8(op.params, op.in_avals, region.products, parameter)

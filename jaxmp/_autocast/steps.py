@@ -4,7 +4,7 @@ import dataclasses
 import enum
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from jax.extend import core
 
@@ -23,9 +23,6 @@ from jaxmp._program.op_classes import CONTRACTIONS, KERNELS
 from jaxmp._program.program import Op
 
 States = Sequence[State | None]
-# The dtype in which results are read; for all results, or for each.
-ResultsIn = Literal["low", "normed", "float32", "either"]
-AllIn = ResultsIn | tuple[ResultsIn, ...]
 
 
 class Reading(enum.IntEnum):
@@ -35,6 +32,9 @@ class Reading(enum.IntEnum):
     NORMED = 1  # in float32: a norm, a softmax or an activation
     FLOAT32 = 2  # in float32
     EITHER = 3  # in any dtype
+
+
+AllIn = Reading | tuple[Reading, ...]  # how all results are read, or each
 
 
 @dataclasses.dataclass
@@ -63,7 +63,7 @@ class Step:
     results: list[State | None]
     params: dict[str, Any] = dataclasses.field(default_factory=dict)
     may_widen: bool = False
-    reads: "Sequence[Reading]" = ()
+    reads: Sequence[Reading] = ()
     replan: "Callable[..., Step] | None" = None
     run: Callable[[list[Any]], list[Any]] | None = None
     sources: tuple[bool, ...] = ()
