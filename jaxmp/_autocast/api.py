@@ -229,7 +229,8 @@ def _run_rewritten(
     context = Call(regions, settings.lists, settings.enter_custom_vjp, plan_control, kernels)
     arguments = list(map(argument_state, closed.in_avals))
     # The results are cast to float32 at the end, so the last operation may compute in it.
-    results_in = Reading.LOW if settings.output == "computed" else Reading.EITHER
+    is_cast = settings.output != "computed"
+    results_in = (Reading.EITHER,) * len(closed.out_avals) if is_cast else ()
     program_plan = plan(closed, arguments, context, results_in=results_in)
     for name in settings.lists.unused(context.names):
         warn(

@@ -38,7 +38,7 @@ from jaxmp._program.wiring import argument_types
 
 
 def plan_custom_jvp(
-    op: Op, states: States, context: Call, region: Region, results_in: AllIn = Reading.LOW
+    op: Op, states: States, context: Call, region: Region, results_in: AllIn = ()
 ) -> Step:
     """Rewrites both the function and its derivative: `relu` is 16-bit for 16-bit operands."""
     body = op.params["call_jaxpr"]
@@ -46,10 +46,8 @@ def plan_custom_jvp(
     inner = context.keep(op, body, plan(body, states, inside, results_in=results_in))
     pairs = zip(op.out_avals, inner.results, strict=True)
     result_states = [*inner.results, *(state for aval, state in pairs if is_inexact(aval))]
-    of_both = results_in
-    if isinstance(of_both, tuple):  # the tangents are read as the results are
-        reads = zip(op.out_avals, of_both, strict=True)
-        of_both = (*of_both, *(reading for aval, reading in reads if is_inexact(aval)))
+    reads = zip(op.out_avals, results_in, strict=False)  # the tangents are read as the results are
+    of_both = (*results_in, *(reading for aval, reading in reads if is_inexact(aval)))
 
     def derivative(program: Any, by: Sequence[int], arguments: list[Any]) -> list[Any]:
         operands = [*states, *(states[i] for i in by)]
@@ -57,15 +55,8 @@ def plan_custom_jvp(
         return list(map(cast_to_state, results, result_states))
 
     call = with_derivative(op.equation, functools.partial(run_plan, inner), derivative)
-    replan = _replanner(plan_custom_jvp, op, states, context, region)
+    replan = functools.partial(plan_custom_jvp, op, states=states, context=context, region=region)
     return Step(op, state_dtypes(states), inner.results, run=call, reads=inner.reads, replan=replan)
-
-
-def _replanner(planner: Callable[..., Step], op: Op, states: States, *rest: Any) -> Any:
-    def replan(results_in: AllIn, others: States = states) -> Step:
-        return planner(op, others, *rest, results_in)
-
-    return replan
 
 
 def cast_to_state(value: Any, state: State | None) -> Any:
@@ -126,9 +117,7 @@ def plan_control(op: Op, states: States, context: Call, region: Region) -> Step:
     return plan_as_traced(op, states) if planner is None else planner(op, states, context, region)
 
 
-def plan_inside(
-    jaxpr: Any, states: States, context: Call, op: Op, results_in: AllIn = Reading.LOW
-) -> Plan:
+def plan_inside(jaxpr: Any, states: States, context: Call, op: Op, results_in: AllIn = ()) -> Plan:
     """Returns the plan of a program inside an operation, made once for each way of calling it."""
     inside = context.inside(op)
     names = context.regions.deciding_scopes(inside.prefix)
@@ -145,15 +134,14 @@ def changes(plan: Plan) -> bool:
         pairs = zip(step.op.in_avals, step.in_dtypes, strict=True)
         casts = any(want is not None and want != aval.dtype for aval, want in pairs)
         casts = casts or WRITTEN in step.op.functions
-        is_cast = step.op.name == "convert_element_type"
-        runs = step.run is not None and any(step.results) and not is_cast
+        runs = step.run not in (None, list) and any(step.results)
         if casts or runs or step.params or any(step.sources):
             return True
     return False
 
 
 def _plan_once(
-    op: Op, states: States, context: Call, region: Region, results_in: AllIn = Reading.LOW
+    op: Op, states: States, context: Call, region: Region, results_in: AllIn = ()
 ) -> Step:
     """Plans a jit, a checkpoint or a `shard_map`, which run one program once."""
     inner = plan_inside(op.params["jaxpr"], states, context, op, results_in)
@@ -164,7 +152,7 @@ def _plan_once(
         step = plan_as_traced(op, states)
         step.results = inner.results
         return step
-    replan = _replanner(_plan_once, op, states, context, region)
+    replan = functools.partial(_plan_once, op, states=states, context=context, region=region)
     run = _runner(op, context, [inner])
     return Step(op, state_dtypes(states), inner.results, run=run, reads=inner.reads, replan=replan)
 
@@ -259,12 +247,10 @@ def _fixed_point(
             inside[i] = State(Kind.LOW, op.in_avals[i].dtype)
     while True:
         carry = inside[wiring.carry.start : wiring.carry.stop]
-        results_in = [Reading.LOW] * len(op.outputs)
-        for i, state in enumerate(carry):
-            if state is not None and state.kind is Kind.FIRM:
-                results_in[i] = Reading.FLOAT32
+        firm = (state is not None and state.kind is Kind.FIRM for state in carry)
+        results_in = tuple(Reading.FLOAT32 if x else Reading.LOW for x in firm)
         arguments = [inside[i] for i in wiring.arguments[-1]]
-        inner = plan_inside(body, arguments, context, op, tuple(results_in))
+        inner = plan_inside(body, arguments, context, op, results_in)
         after = list(inside)
         for i, begin, end in zip(wiring.carry, carry, inner.results, strict=False):
             if begin is not None and end is not None and op.in_avals[i].dtype == FLOAT32:
@@ -286,7 +272,7 @@ def _next_carry(begin: State, end: State, low: DType, through_layers: bool) -> S
 
 
 def _plan_choice(
-    op: Op, states: States, context: Call, region: Region, results_in: AllIn = Reading.LOW
+    op: Op, states: States, context: Call, region: Region, results_in: AllIn = ()
 ) -> Step:
     branches = compat.bodies_of(op.equation)
     plans = [plan_inside(branch, states[1:], context, op, results_in) for branch in branches]
@@ -294,7 +280,7 @@ def _plan_choice(
     for results in zip(*(branch.results for branch in plans), strict=True):
         floats = [state for state in results if state is not None]
         out.append(joined_state(floats, region.low) if len(floats) == len(results) else None)
-    replan = _replanner(_plan_choice, op, states, context, region)
+    replan = functools.partial(_plan_choice, op, states=states, context=context, region=region)
     run = _runner(op, context, plans, [out] * len(plans))
     reads = [Reading.EITHER, *map(min, zip(*(branch.reads for branch in plans), strict=True))]
     return Step(op, state_dtypes(states), out, run=run, reads=reads, replan=replan)

@@ -8,7 +8,6 @@ network.
 """
 
 import collections
-from collections.abc import Sequence
 
 import jax.numpy as jnp
 
@@ -53,15 +52,14 @@ class LookAhead:
         readers = [program.outputs, *(op.inputs for op in program.ops)]
         self._counts = collections.Counter(x for atoms in readers for x in set(numbers(atoms)))
 
-    def run(self, steps: Sequence[Step], results_in: AllIn) -> list[Reading]:
+    def run(self, steps: list[Step], results_in: AllIn) -> list[Reading]:
         """Widens the steps; returns how they read the arguments of the program."""
-        if isinstance(results_in, Reading):
-            results_in = (results_in,) * len(self._program.outputs)
-        for atom, reading in zip(self._program.outputs, results_in, strict=True):
+        readings = (*results_in, *[Reading.LOW] * len(self._program.outputs))
+        for atom, reading in zip(self._program.outputs, readings, strict=False):
             if isinstance(atom, int):
                 self._readings[atom].add(reading)
         for step in reversed(steps):
-            self._visit(step)
+            steps[step.op.number] = self._visit(step)
         return list(map(self._reading, self._program.inputs))
 
     def _reading(self, number: int) -> Reading:
@@ -74,16 +72,11 @@ class LookAhead:
         Compilers drop casts to 16 bits and back. Then `sum(h**2)` and the diagonal of `h @ h.T`
         differ by roundings, and their differences, squares of distances, are below zero.
         """
-        both = {Reading.LOW}, {Reading.NORMED, Reading.FLOAT32}
-        return frozenset(
-            number
-            for number, (bits, readings) in enumerate(
-                zip(self._products, self._readings, strict=True)
-            )
-            if bits & self.multiplied and all(map(readings.intersection, both))
-        )
+        rows = enumerate(zip(self._products, self._readings, strict=True))
+        low = ((i, x) for i, (bits, x) in rows if bits & self.multiplied and Reading.LOW in x)
+        return frozenset(i for i, x in low if x & {Reading.NORMED, Reading.FLOAT32})
 
-    def _visit(self, step: Step) -> None:
+    def _visit(self, step: Step) -> Step:
         outputs = step.op.outputs
         readings = list(map(self._reading, outputs))
         is_low = any(state is not None and state.dtype != FLOAT32 for state in step.results)
@@ -92,16 +85,16 @@ class LookAhead:
             # Programs inside are compiled anew, which results that may have any dtype are not
             # worth.
             self.wanted[step.op.number] = wanted = tuple(readings)
-            step.take(step.replan(wanted))
+            step = step.replan(results_in=wanted)
         for_either = False
         if is_low and step.may_widen and Reading.LOW not in readings:
             stored = any(x and x.materialized is not Materialized.NO for x in step.results)
             is_read = any(self._readings[number] for number in outputs)
-            for_either = is_read and not (is_wanted or step.multiplies_low or stored)
+            for_either = is_read and not (is_wanted or step.sources or stored)
             stays = stored and (Reading.NORMED in readings or self._is_residual(step))
             if for_either or (is_wanted and not stays):
                 step.widen()
-                for number in numbers(step.op.inputs[:2] if step.multiplies_low else ()):
+                for number in numbers(step.op.inputs if step.sources else ()):
                     state = self._states[number]
                     if state is not None and state.kind is Kind.LOW:
                         self.multiplied |= self._products[number]
@@ -120,6 +113,7 @@ class LookAhead:
                 self._readings[atom].add(Reading.NORMED if normed else Reading.FLOAT32)
             elif dtype is not None:
                 self._readings[atom].add(Reading.EITHER)
+        return step
 
     def _is_residual(self, step: Step) -> bool:
         """Whether it adds a value to another that more operations read, as in `x + f(x)`."""
@@ -134,7 +128,8 @@ class LookAhead:
         if op.name in MAXIMA:
             # Scores that float16 does not hold are infinite: there they are float32.
             return state is not None and state.dtype != _FLOAT16
-        passes = CLASSES.get(op.name) in _PASSING and self._reading(op.outputs[0]) is Reading.NORMED
+        reading = min(map(self._reading, op.outputs))
+        passes = CLASSES.get(op.name) in _PASSING and reading is Reading.NORMED
         for other, aval in zip(op.inputs, op.in_avals, strict=True):
             if not isinstance(other, int) or other == atom:
                 continue

@@ -33,13 +33,7 @@ from jaxmp._autocast.steps import (
     plan_as_traced,
 )
 from jaxmp._program.compat import bodies_of, function_name
-from jaxmp._program.op_classes import (
-    CLASSES,
-    CONTRACTIONS,
-    JITS,
-    OpClass,
-    may_be_sum,
-)
+from jaxmp._program.op_classes import CLASSES, CONTRACTIONS, JITS, OpClass, may_be_sum
 from jaxmp._program.op_lists import OpLists
 from jaxmp._program.program import Memo, Op, Program, numbers
 
@@ -119,14 +113,12 @@ class Call:
         )
 
 
-def plan(jaxpr: Any, arguments: States, context: Call, *, results_in: AllIn = Reading.LOW) -> Plan:
+def plan(jaxpr: Any, arguments: States, context: Call, *, results_in: AllIn = ()) -> Plan:
     """Decides in which dtype each operation of a program runs, by how its results are read."""
     program = read_for_plan(jaxpr)
-    states: list[State | None] = [None] * len(program.avals)
-    for number, state in zip(program.inputs, arguments, strict=True):
-        states[number] = state
-    for number, _ in program.consts:
-        states[number] = argument_state(program.avals[number])
+    known = dict(zip(program.inputs, arguments, strict=True))
+    known |= {number: argument_state(program.avals[number]) for number, _ in program.consts}
+    states = list(map(known.get, range(len(program.avals))))
     # For each value, whether a backward pass made it. Not tracked inside a backward program.
     # Shapes do not tell: under `vmap`, MAML adds a batched update to a param, and a layer adds a
     # bias to a batch, with the same two shapes.
@@ -147,12 +139,10 @@ def plan(jaxpr: Any, arguments: States, context: Call, *, results_in: AllIn = Re
     def settle(step: Step, operands: States) -> None:
         _mark_sums(step, operands)
         for number, state in zip(step.op.outputs, step.results, strict=True):
-            states[number] = state
-            from_backward[number] = are_inside[step.op.number]
+            states[number], from_backward[number] = state, are_inside[step.op.number]
 
     steps, cast_back = [], casts_back(program)
-    products = [op for op in program.ops if op.name in CONTRACTIONS]
-    product_operands = {number for op in products for number in numbers(op.inputs)}
+    multiplied = {x for op in program.ops if op.name in CONTRACTIONS for x in numbers(op.inputs)}
     for op in program.ops:
         names = (*context.prefix, *scopes(op.stack))
         region = context.regions.of(names)
@@ -162,7 +152,7 @@ def plan(jaxpr: Any, arguments: States, context: Call, *, results_in: AllIn = Re
         is_gradient = in_backward or are_inside[op.number]
         if is_gradient and is_float16 and SCALED not in names:
             context.unscaled.append(op)
-        if op.name == "broadcast_in_dim" and product_operands.issuperset(op.outputs):
+        if op.name == "broadcast_in_dim" and multiplied.issuperset(op.outputs):
             # These are the weights of an ensemble, and not a bias.
             # As biases, they would be updated in 16 bits when the ensemble trains.
             step.results = [state and state.whole() for state in step.results]
@@ -175,7 +165,8 @@ def plan(jaxpr: Any, arguments: States, context: Call, *, results_in: AllIn = Re
         if step.keeps_dtype:
             step.results = operands
         elif step.replan is not None and _widened(step, operands):
-            step.take(step.replan(look_ahead.wanted.get(step.op.number, Reading.LOW), operands))
+            wanted = look_ahead.wanted.get(step.op.number, ())
+            step = steps[step.op.number] = step.replan(states=operands, results_in=wanted)
         settle(step, operands)
     results = list(map(state_of, program.outputs))
     for step in steps:
@@ -192,14 +183,6 @@ def _at_precision(op: Op, states: States, context: Call, region: Region) -> Step
     traced_states = [argument_state(aval) for aval in op.in_avals]
     inside = context.control(op, traced_states, context, region)
     step.run, step.params = inside.run, inside.params
-    return step
-
-
-def _in_float32(op: Op, states: States, context: Call) -> Step:
-    """Plans an operation as in `full_precision`; but its results join 16 bits."""
-    exact = dataclasses.replace(context, prefix=(*context.prefix, EXACT))
-    step = _at_precision(op, states, exact, context.regions.of(exact.prefix))
-    step.results = [state and State(Kind.HIGH, FLOAT32) for state in step.results]
     return step
 
 
@@ -246,7 +229,11 @@ def _step(
     if region.exact and op_class is not OpClass.CONTROL:
         return plan_as_traced(op, states, exact=region.result)
     if op_class is OpClass.CONTROL and not region.exact and ends_by_floats(op.equation):
-        return _in_float32(op, states, context)
+        # As in `full_precision`; but its results join 16 bits.
+        exact = dataclasses.replace(context, prefix=(*context.prefix, EXACT))
+        step = _at_precision(op, states, exact, context.regions.of(exact.prefix))
+        step.results = [state and State(Kind.HIGH, FLOAT32) for state in step.results]
+        return step
     if id(op.equation) in context.kernels and not region.exact:
         return replaced_kernel(op, states, context.kernels[id(op.equation)][1])
     if op.name == "convert_element_type":

@@ -71,7 +71,7 @@ class _PlanRules(Rules[Any]):
         if step.float8 is not None:
             (lhs, rhs), params = operands, {**op.params, **step.params}
             return [float8_product(params, lhs, rhs, *step.float8)]
-        if step.multiplies_low:
+        if step.sources:
             return [self._product(step, operands)]
         if step.run is not None:
             return step.run(operands)

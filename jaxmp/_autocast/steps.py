@@ -34,7 +34,7 @@ class Reading(enum.IntEnum):
     EITHER = 3  # in any dtype
 
 
-AllIn = Reading | tuple[Reading, ...]  # how all results are read, or each
+AllIn = tuple[Reading, ...]  # how results are read; those that are left out, in 16 bits
 
 
 @dataclasses.dataclass
@@ -51,7 +51,8 @@ class Step:
       replan: plans such an operation anew, for how its results are read (`AllIn`), and for other
         states of its operands.
       run: runs it instead of its own primitive, on the values that it reads.
-      sources: for a product, which operands are roundings of a float32 source.
+      sources: for a product of operands that are cast to 16 bits, which of these are roundings of
+        a float32 source.
       broadcasts: which inputs are broadcast to the shape of the result before they are cast, so
         that their gradients are added up in float32.
       float8: for a product in float8, the recipe and which operand is the weight.
@@ -72,25 +73,13 @@ class Step:
     not_float8: str | None = None
 
     @property
-    def multiplies_low(self) -> bool:
-        """Whether it is a product of operands that autocast casts to 16 bits."""
-        return bool(self.sources)
-
-    @property
     def keeps_dtype(self) -> bool:
         """Whether it is a cast that the program makes, and that leaves the dtype of autocast."""
-        return (
-            self.op.name == "convert_element_type" and self.run is list and None in self.in_dtypes
-        )
-
-    def take(self, other: "Step") -> None:
-        """Runs as another plan of the same operation."""
-        self.in_dtypes, self.results, self.run = other.in_dtypes, other.results, other.run
-        self.params, self.reads = other.params, other.reads
+        return self.run is list and None in self.in_dtypes
 
     def widen(self) -> None:
         """Gives float32: a product its sums as they come, others of float32 operands."""
-        if self.multiplies_low:
+        if self.sources:
             self.params["preferred_element_type"] = FLOAT32
         else:
             self.in_dtypes = [dtype and FLOAT32 for dtype in self.in_dtypes]

@@ -15,13 +15,7 @@ from jax.extend import core
 from jaxmp._float32_reduction.control_flow import rule_of
 from jaxmp._float32_reduction.custom_derivatives import own_derivative_rule
 from jaxmp._float32_reduction.open_sums import Sums, open_product, opened, reads_openly
-from jaxmp._float32_reduction.values import (
-    FLOAT32,
-    Origin,
-    Value,
-    is_short,
-    like_param,
-)
+from jaxmp._float32_reduction.values import FLOAT32, Origin, Value, is_short, like_param
 from jaxmp._float32_reduction.weights import (
     aval_of,
     common_layout,

@@ -9,13 +9,7 @@ from typing import Any, NamedTuple
 
 from jax.extend import core
 
-from jaxmp._program.compat import (
-    consts_of,
-    is_of_jax,
-    is_plain_jit,
-    open_jaxpr,
-    sub_jaxprs,
-)
+from jaxmp._program.compat import consts_of, is_of_jax, is_plain_jit, open_jaxpr, sub_jaxprs
 from jaxmp._program.op_classes import JITS
 from jaxmp._program.wiring import Wiring, wiring_of
 

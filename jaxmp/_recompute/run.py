@@ -28,15 +28,7 @@ from jaxmp._program.op_classes import (
     JITS,
     Cost,
 )
-from jaxmp._program.program import (
-    Memo,
-    Op,
-    Program,
-    numbers,
-    plain_call,
-    read,
-    without_dead_code,
-)
+from jaxmp._program.program import Memo, Op, Program, numbers, plain_call, read, without_dead_code
 from jaxmp._program.wiring import loop_of, wiring_of
 from jaxmp._recompute.codes import Kept, RowCodes, encode_rows, has_codes, with_coded_derivative
 from jaxmp._recompute.pieces import Piece, divide, key_of

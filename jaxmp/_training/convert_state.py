@@ -110,13 +110,7 @@ def _convert_parts(
             # A scale of 1 is that of a policy without scaling. From there, small float16 gradients
             # are lost until the scale has grown.
             scale = jax.tree.map(lambda a, b: jnp.where(before.scale == 1, b, a), before, scale)
-        new = new._replace(
-            loss_scale=scale,
-            grads_finite=old.grads_finite,
-            skipped=old.skipped,
-            consecutive_skips=old.consecutive_skips,
-            zero_gradients=old.zero_gradients,
-        )
+        new = old._replace(inner=new.inner, master=new.master, kind=new.kind, loss_scale=scale)
     return live, placed_beside(live, new)
 
 

@@ -21,6 +21,8 @@ from jaxmp._numerics.split import merge_float32, split_float32
 from jaxmp._numerics.stochastic import hashed_words, round_by_words, round_mantissa
 from jaxmp._numerics.tree import widen
 
+Wide = Float32[Array, "..."]  # the value of a master
+
 
 class StoredParam(NamedTuple):
     """A live param, and what is stored with it."""
@@ -45,9 +47,7 @@ class MasterStorage(Protocol):
         """Returns the master."""
         ...
 
-    def store(
-        self, value: Float32[Array, "..."], dtype: DType, stored: Any, number: int, step: Any
-    ) -> StoredParam:
+    def store(self, value: Wide, dtype: DType, stored: Any, number: int, step: Any) -> StoredParam:
         """Returns the param and the stored array for a new master.
 
         Args:
@@ -71,9 +71,7 @@ class NoMaster:
         """Returns the widened param."""
         return widen(param)
 
-    def store(
-        self, value: Float32[Array, "..."], dtype: DType, stored: Any, number: int, step: Any
-    ) -> StoredParam:
+    def store(self, value: Wide, dtype: DType, stored: Any, number: int, step: Any) -> StoredParam:
         """Returns the rounded value."""
         return StoredParam(round_finite(value, dtype), stored)
 
@@ -89,9 +87,7 @@ class Float32Copy:
         """Returns the copy where it rounds to the param, the widened param elsewhere."""
         return follow(stored, param)
 
-    def store(
-        self, value: Float32[Array, "..."], dtype: DType, stored: Any, number: int, step: Any
-    ) -> StoredParam:
+    def store(self, value: Wide, dtype: DType, stored: Any, number: int, step: Any) -> StoredParam:
         """Returns the rounded value, and the value."""
         return StoredParam(round_finite(value, dtype), value)
 
@@ -125,9 +121,7 @@ class Remainders:
         master = merge_float32(param, stored)
         return jnp.where(same_bits(split_float32(master).high, param), master, widen(param))
 
-    def store(
-        self, value: Float32[Array, "..."], dtype: DType, stored: Any, number: int, step: Any
-    ) -> StoredParam:
+    def store(self, value: Wide, dtype: DType, stored: Any, number: int, step: Any) -> StoredParam:
         """Splits the value; to 24 bits, rounded at random."""
         if self.low_bits == 8:  # to nearest, updates below half of the last bit never add up
             value = round_mantissa(value, 15, _words(value, number, step))
@@ -156,9 +150,7 @@ class KahanSum:
         # A larger error belongs to another param: this one was set from outside.
         return jnp.where(jnp.abs(error) <= half_unit(param), value + error, value)
 
-    def store(
-        self, value: Float32[Array, "..."], dtype: DType, stored: Any, number: int, step: Any
-    ) -> StoredParam:
+    def store(self, value: Wide, dtype: DType, stored: Any, number: int, step: Any) -> StoredParam:
         """Returns the rounded value, and its rounding error, rounded at random."""
         param, error = self._split(value, dtype)
         # bfloat16 for float16 params too: their errors would often be too small for float16.
@@ -194,9 +186,7 @@ class StochasticRounding:
         """Returns the widened param."""
         return widen(param)
 
-    def store(
-        self, value: Float32[Array, "..."], dtype: DType, stored: Any, number: int, step: Any
-    ) -> StoredParam:
+    def store(self, value: Wide, dtype: DType, stored: Any, number: int, step: Any) -> StoredParam:
         """Rounds the value up or down by random words of this param and step."""
         words = _words(value, number, stored)
         return StoredParam(round_by_words(value, dtype, words), stored + jnp.uint32(1))

@@ -104,7 +104,9 @@ class Masters:
 
         def store(value: Any, param: Any, stored: Any, number: int) -> StoredParam:
             if is_masked(stored):
-                return StoredParam(round_like(value, param), stored)
+                narrow = is_narrow(param.dtype) and is_floating(value)
+                rounded = round_finite(value, param.dtype) if narrow else value.astype(param.dtype)
+                return StoredParam(rounded, stored)
             return self.storage.store(value, param.dtype, stored, number, step)
 
         leaves, structure = jax.tree.flatten(params)
@@ -123,13 +125,3 @@ def _unzip(stored: PyTree) -> LiveAndMaster:
 def is_masked(x: Any) -> bool:
     """Whether a param has no master but itself."""
     return isinstance(x, optax.MaskedNode)
-
-
-def round_like(values: PyTree, params: PyTree) -> PyTree:
-    """Casts values to the dtypes of params; values beyond a narrow dtype become its largest."""
-
-    def round_leaf(value: Any, param: Any) -> Any:
-        narrow = is_narrow(param.dtype) and is_floating(value)
-        return round_finite(value, param.dtype) if narrow else value.astype(param.dtype)
-
-    return jax.tree.map(round_leaf, values, params)

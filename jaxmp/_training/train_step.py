@@ -17,12 +17,7 @@ from jaxmp._gradient_release.api import release_gradients
 from jaxmp._mesh.fsdp import FSDP
 from jaxmp._numerics.dtypes import is_floating
 from jaxmp._numerics.loss_scale import NoLossScale
-from jaxmp._numerics.tree import (
-    all_finite,
-    cast_floating,
-    split_floats,
-    stays_finite,
-)
+from jaxmp._numerics.tree import all_finite, cast_floating, split_floats, stays_finite
 from jaxmp._numerics.user_warnings import check_option
 from jaxmp._policies.patterns import is_about_paths
 from jaxmp._policies.policy import Policy, get_policy

@@ -262,6 +262,18 @@ def test_what_a_norm_reads_is_stored_in_16_bits(policy: str) -> None:
     assert of_variance == ["float32"]
 
 
+@pytest.mark.parametrize("swapped", [False, True])
+def test_parts_of_a_product_with_two_readers(swapped: bool) -> None:
+    """Stored, since a softmax reads a half of it, whichever."""
+
+    def f(x: Any, w: Any) -> Any:
+        halves = jnp.split(x @ w, 2, axis=-1)
+        scores, moved = halves[::-1] if swapped else halves
+        return jnp.sum(jax.nn.softmax(scores)[:, 0]) + jnp.sum(jnp.log1p(moved**2))
+
+    assert made_by(f, "dot_general", X, W) == ["bfloat16"]
+
+
 def test_indices_are_those_of_float32_sums() -> None:
     """A code of 12 bits is a number that bfloat16 does not hold."""
     bits = (jax.random.uniform(jax.random.key(3), (64, 12)) < 0.5) * 1.0

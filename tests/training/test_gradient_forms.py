@@ -196,6 +196,8 @@ def test_gradients_of_each_example() -> None:
 WRONG = {
     "missing": ({"w": jnp.ones(SHAPE)}, "gradients and params have different structures; mis"),
     "shape": ({"w": jnp.ones((8, 16)), "b": jnp.ones(8)}, r"gradients leaf 'w' has shape \(8, 16"),
+    # Optimizers would broadcast it, to updates of the right shape.
+    "smaller": ({"w": jnp.ones(8), "b": jnp.ones(8)}, r"gradients leaf 'w' has shape \(8,\)"),
 }
 
 

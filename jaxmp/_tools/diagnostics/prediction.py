@@ -17,11 +17,7 @@ from jaxmp._program.tracing import Traced, combine
 from jaxmp._tools.diagnostics.first_order import ErrorBar, FirstOrder, Target
 from jaxmp._tools.diagnostics.precision_parts import Parts
 from jaxmp._tools.diagnostics.roundings import place_of, readers_of, uncounted_in
-from jaxmp._tools.diagnostics.sensitivity_report import (
-    Errors,
-    OperationSensitivity,
-    Variances,
-)
+from jaxmp._tools.diagnostics.sensitivity_report import Errors, OperationSensitivity, Variances
 from jaxmp._tools.diagnostics.steps import compares_numbers
 from jaxmp._tools.inspect.equations import Site, all_sites, walk
 from jaxmp._tools.inspect.lines import Lines, direction, module_path, scopes_of
