@@ -128,7 +128,7 @@ class LookAhead:
         if op.name in MAXIMA:
             # Scores that float16 does not hold are infinite: there they are float32.
             return state is not None and state.dtype != _FLOAT16
-        reading = min(map(self._reading, op.outputs))
+        reading = min(map(self._reading, op.outputs), default=Reading.EITHER)
         passes = CLASSES.get(op.name) in _PASSING and reading is Reading.NORMED
         for other, aval in zip(op.inputs, op.in_avals, strict=True):
             if not isinstance(other, int) or other == atom:

@@ -95,7 +95,7 @@ def _draws_16_bits(equation: core.JaxprEqn) -> bool:
 
 def _draw(equation: core.JaxprEqn, key: Any, *_: Any) -> Any:
     bounds: list[Any] = equation.invars[1:]
-    least, most = (float(number.val) for number in bounds)
+    least, most = sorted(float(number.val) for number in bounds)  # JAX has them in either order
     aval: Any = equation.outvars[0].aval
     return jax.random.uniform(key, aval.shape, jnp.float32, least, most)
 
