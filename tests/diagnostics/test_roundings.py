@@ -10,6 +10,8 @@ import pytest
 from jax import lax
 
 import jaxmp
+from jaxmp._tools.diagnostics.roundings import place_of, readers_of
+from jaxmp._tools.inspect.equations import all_sites, walk
 from tests.support.switched_roundings import switched
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("standard_promotion")]
@@ -149,3 +151,17 @@ def test_a_low_product_rounds_what_it_reads_whoever_made_it(made_low: bool) -> N
 
     out = jnp.matmul(rounded(jnp.matmul(x, w)), w)
     np.testing.assert_allclose(found, out if made_low else rounded(out), rtol=1e-6)
+
+
+def test_what_reads_a_cast_reads_what_was_rounded_before_it() -> None:
+    """`reduce_precision` rounds, and leaves nothing to the cast that a product reads."""
+
+    def fun(x: jax.Array, w: jax.Array) -> jax.Array:
+        return lax.reduce_precision(x, 8, 7).astype(jnp.bfloat16) @ w
+
+    closed = jax.make_jaxpr(fun)(X, W.astype(jnp.bfloat16))
+    readers = readers_of(closed, lambda site: site.name)
+    places = {site.name: place_of(site) for site in all_sites(walk(closed))}
+    for name in ("reduce_precision", "convert_element_type"):
+        assert readers[places[name]] == {"dot_general"}
+    assert places["dot_general"] not in readers

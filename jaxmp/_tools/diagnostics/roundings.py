@@ -244,8 +244,11 @@ def readers_of(closed: Any, owner_of: Callable[[Site], Any]) -> Mapping[Place, s
         if site.name in CONTRACTIONS | ENCODES:
             for place in frozenset().union(*places):
                 readers.setdefault(place, set()).add(owner_of(site))
-        sources = frozenset().union(*places) if moves(site) else frozenset()
-        return [sources or frozenset({place_of(site)})] * len(site.outputs)
+        # A cast rounds what its operand left to round: `reduce_precision` before it leaves nothing.
+        passes = moves(site) or site.name in CASTS
+        sources = frozenset().union(*places) if passes else frozenset()
+        own = frozenset() if moves(site) and sources else frozenset({place_of(site)})
+        return [sources | own] * len(site.outputs)
 
     program = walk(closed)
     nothing: frozenset[Place] = frozenset()
@@ -277,8 +280,10 @@ def uncounted_in(
     def forward(site: Any, are_rounded: Sequence[bool]) -> list[bool]:
         if any(are_rounded):
             reads_rounded.add(site)
-        rounds = any(are_rounded) or (float32 and site.inputs and not moves(site))
-        return [bool(rounds and is_inexact(x)) or is_narrow_aval(x) for x in site.out_avals]
+        rounds = (
+            any(are_rounded) or rounds_low(site) or (float32 and site.inputs and not moves(site))
+        )
+        return [bool(rounds and is_inexact(x)) for x in site.out_avals]
 
     def backward(site: Any, demanded: Sequence[bool]) -> list[bool]:
         results = [aval for aval, flag in zip(site.out_avals, demanded, strict=True) if flag]
