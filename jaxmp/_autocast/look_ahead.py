@@ -14,15 +14,12 @@ import jax.numpy as jnp
 from jaxmp._autocast.kinds import FLOAT32, Kind, Materialized
 from jaxmp._autocast.steps import AllIn, Reading, States, Step
 from jaxmp._program.op_classes import (
+    ACTIVATIONS,
     ADDS,
-    ARITHMETIC,
-    ARRANGEMENTS,
     CLASSES,
     CONTRACTIONS,
-    MASKS,
     MAXIMA,
     SCALES,
-    WIDENED,
     OpClass,
 )
 from jaxmp._program.program import Op, Program, numbers
@@ -30,9 +27,6 @@ from jaxmp._program.program import Op, Program, numbers
 _FLOAT16 = jnp.dtype(jnp.float16)
 # Operations that may be between a product and a norm or a softmax of it.
 _PASSING = (OpClass.PROMOTE, OpClass.RANGE, OpClass.MOVE)
-# The other elementwise operations are activations. These bound their operand or bend it a little,
-# and lose no more by its rounding than by that of their own operands.
-_LINEAR = ARITHMETIC | MASKS | WIDENED | ARRANGEMENTS
 
 
 class LookAhead:
@@ -108,7 +102,7 @@ class LookAhead:
             elif dtype is not None and dtype != FLOAT32:
                 self._readings[atom].add(Reading.LOW)
             elif dtype is not None and not for_either:
-                activates = is_low and step.op.name not in _LINEAR
+                activates = is_low and step.op.name in ACTIVATIONS
                 normed = activates or self._is_normed(step.op, i, atom)
                 self._readings[atom].add(Reading.NORMED if normed else Reading.FLOAT32)
             elif dtype is not None:

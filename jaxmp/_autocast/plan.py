@@ -232,7 +232,10 @@ def _step(
         # As in `full_precision`; but its results join 16 bits.
         exact = dataclasses.replace(context, prefix=(*context.prefix, EXACT))
         step = _at_precision(op, states, exact, context.regions.of(exact.prefix))
-        step.results = [state and State(Kind.HIGH, FLOAT32) for state in step.results]
+        step.results = [
+            State(Kind.HIGH, FLOAT32) if state and state.dtype == FLOAT32 else state
+            for state in step.results
+        ]
         return step
     if id(op.equation) in context.kernels and not region.exact:
         return replaced_kernel(op, states, context.kernels[id(op.equation)][1])

@@ -293,6 +293,8 @@ ADDS = _names_of("add add_any sub")
 SCALES = _names_of("mul div")
 # The operations of a norm after its statistics, and whole powers, which are products.
 ARITHMETIC = ADDS | SCALES | _names_of("neg integer_pow square")
+# Bend their operand, with a slope of about 1 at most: its rounding grows no further.
+ACTIVATIONS = _names_of("max min clamp tanh logistic erf erfc atan asinh")
 # Lay a mask over an array. Its numbers, such as -1e9, may be too large for 16 bits.
 MASKS = _names_of("add sub mul select_n")
 # Lay data over a param as a factor, a bound or a choice ...

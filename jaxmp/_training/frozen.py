@@ -103,8 +103,8 @@ def updated(
     like = params_of(grads, params)
     expected = parts_of(params)[0] if like is grads else like
     check = functools.partial(check_like, like_name="params", advice=_ADVICE_ON_GRADIENTS)
-    sizes = zip(jax.tree.leaves(grads), jax.tree.leaves(like), strict=True)
-    if any(np.size(grad) < np.size(param) for grad, param in sizes):  # it would be broadcast
+    pairs = zip(jax.tree.leaves(grads), jax.tree.leaves(like), strict=True)
+    if any(is_inexact(p) and np.size(g) < np.size(p) for g, p in pairs):  # it would be broadcast
         check(grads, expected, name="gradients")
     errors: list[Exception] = []
     for part in parts_of(jax.tree.map(widen_gradient, grads, like)):

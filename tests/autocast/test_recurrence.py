@@ -317,6 +317,15 @@ def test_a_loop_that_floats_end_is_float32(fun: Any, policy: str) -> None:
     assert got == fun(w, x @ u) < 50
 
 
+def test_what_such_a_loop_carries_in_16_bits_stays_so() -> None:
+    def f(x: Any) -> Any:
+        halve = lambda c: c @ (0.5 * jnp.eye(16, dtype=c.dtype))  # noqa: E731
+        return lax.while_loop(lambda c: jnp.max(c) > 1, halve, x) * 2
+
+    x = jnp.full((4, 16), 3, jnp.bfloat16)
+    assert jaxmp.autocast(f, "bfloat16", output="computed")(x).dtype == f(x).dtype == jnp.bfloat16
+
+
 def test_a_loop_that_a_token_ends_is_16_bits() -> None:
     """A decoder: an argmax is no float. Positive control of the test above."""
 

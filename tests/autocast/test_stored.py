@@ -262,6 +262,17 @@ def test_what_a_norm_reads_is_stored_in_16_bits(policy: str) -> None:
     assert of_variance == ["float32"]
 
 
+@both
+def test_a_root_is_no_activation(policy: str) -> None:
+    """Float16 does not hold a squared norm of 90,000, and the slope of a root has no bound."""
+
+    def f(h: Any) -> Any:
+        return jnp.mean(jnp.sqrt(jnp.einsum("bi,bi->b", h, h)))
+
+    np.testing.assert_allclose(jaxmp.autocast(f, policy)(jnp.full((4, 16), 75.0)), 300.0)
+    assert made_by(f, "low_precision_product", X, policy=policy) == ["float32"]
+
+
 @pytest.mark.parametrize("swapped", [False, True])
 def test_parts_of_a_product_with_two_readers(swapped: bool) -> None:
     """Stored, since a softmax reads a half of it, whichever."""

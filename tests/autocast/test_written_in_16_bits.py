@@ -64,7 +64,8 @@ def test_a_cast_of_the_user_stays() -> None:
         total = jnp.sum(x.astype(jnp.float32) ** 2).astype(jnp.bfloat16)
         return total, x.astype(jnp.float32).astype(jnp.float16), jnp.exp(x).astype(jnp.float16)
 
-    large = jaxmp.autocast(lambda: jnp.full((4,), 7e4).astype(jnp.float16), "mixed_float16")
+    wide = jnp.float32
+    large = jaxmp.autocast(lambda: jnp.full(4, 7e4).astype("float16").astype(wide), "mixed_float16")
     assert np.isinf(large()).all()
     x = jnp.asarray(X[:1] / 300)
     got = jaxmp.autocast(f, "mixed_float16", output="computed")(x)
