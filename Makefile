@@ -13,7 +13,7 @@ DEVICE ?= $(if $(GPU),.venv-device,$(VENV))
 RUN = $(VENV)/bin/python
 comma := ,
 # What compilers for TPUs and GPUs make of programs, without any.
-RUN_AOT = JAXMP_AOT=1 $(AOT)/bin/python -m pytest --jaxtyping-packages= tests/aot
+RUN_AOT = JAXMP_AOT=1 $(AOT)/bin/python -m pytest tests/aot
 
 # The tests that run before each change lands: by their marks, at most so many cases of each, of these
 # a share, from 0/4 to 3/4, and one part of all others, from 0/96 to 95/96.
@@ -21,9 +21,10 @@ LANDING ?= not exhaustive
 CASES ?= 2
 SHARE ?= 0/1
 PART ?= 0/96
+CHECKED = --jaxtyping-packages=jaxmp,beartype.beartype
 CHOICE = -m "$(LANDING)" --cases=$(CASES) --share=$(SHARE) --part=$(PART) --durations=40
 
-.PHONY: environments demo test slow landing coming landing-aot aot full check lint types docs bench bench-absent device
+.PHONY: environments demo test annotations slow landing coming landing-aot aot full check lint types docs bench bench-absent device
 
 environments: $(VENV)/.installed $(AOT)/.compilers
 
@@ -34,6 +35,11 @@ demo: $(VENV)/.installed
 # Tests and doctests, without those that take long, and with few cases of each.
 test: $(VENV)/.installed
 	$(RUN) -m pytest -m "not slow and not exhaustive" --cases=$(CASES)
+
+# The annotations of the package, checked as it runs.
+annotations: $(VENV)/.installed
+	$(RUN) -m pytest $(CHECKED) jaxmp
+	$(RUN) -m pytest $(CHECKED) -m "annotations and not slow and not exhaustive" --cases=1 tests
 
 slow: $(VENV)/.installed
 	$(RUN) -m pytest -m "slow and not exhaustive"

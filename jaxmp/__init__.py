@@ -38,10 +38,8 @@ from jaxmp._numerics.tree import (
 from jaxmp._policies.policy import Policy as Policy, get_policy as get_policy
 from jaxmp._policies.policy_rules import PolicyRules as PolicyRules
 from jaxmp._recompute.api import recompute as recompute
-from jaxmp._training.compact_state import (
-    compact_state as compact_state,
-    expanded_state as expanded_state,
-)
+from jaxmp._training.compact_forms import expanded_state as expanded_state
+from jaxmp._training.compact_state import compact_state as compact_state
 from jaxmp._training.convert_state import convert_state as convert_state
 from jaxmp._training.gradients import grad as grad, value_and_grad as value_and_grad
 from jaxmp._training.optimizer import (

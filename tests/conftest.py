@@ -45,24 +45,35 @@ hypothesis.settings.register_profile("jaxmp", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("jaxmp")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Keeps compiled programs for the next run, and for the other process of this one.
+
+    Compiling is half of the time of a first run. JAX's key of a program has all that changes it:
+    versions, flags, devices. `pytest --cache-clear` empties the folder.
+    """
+    cache = getattr(config, "cache", None)
+    if cache is not None and jax.config.jax_platforms == "cpu":
+        jax.config.update("jax_compilation_cache_dir", str(cache.mkdir("programs")))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
 @pytest.fixture(autouse=True, scope="package")
-def caches_of_a_folder() -> None:
+def caches_of_a_folder(request: pytest.FixtureRequest) -> None:
     """Empties JAX's caches: when they have 8,192 functions, each call of a new one compiles it."""
     jax.clear_caches()
-
-
-@pytest.fixture(autouse=True)
-def annotations(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Runtime type checks, in tests of that mark and in doctests: a third of the time of others."""
-    jaxtyping.config.update("jaxtyping_disable", not request.node.get_closest_marker("annotations"))
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
+    # Two programs that differ in names and lines alone are one to the cache of compiled programs,
+    # but not to what reads these.
+    reads_names = {"inspect", "diagnostics", "planning", "command"} & set(request.path.parts)
+    jax.config.update("jax_compilation_cache_include_metadata_in_key", bool(reads_names))
 
 
 @pytest.fixture
-def unchecked(annotations: None) -> None:
-    """Switches the runtime type checks off, to see what users without them see."""
+def unchecked() -> Iterator[None]:
+    """Switches type checks at run time off (`make annotations`), to see what users see."""
     jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture

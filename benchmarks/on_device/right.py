@@ -23,8 +23,8 @@ def run(recorder: Recorder) -> None:
 
     files = [str(path.relative_to(ROOT)) for path in marked_files()]
     os.chdir(ROOT)
-    # Annotations are checked elsewhere, and a warning of a driver refutes nothing.
-    options = ["-m", "device", "-n", "0", "-W", "default", "--jaxtyping-packages="]
+    # A warning of a driver refutes nothing.
+    options = ["-m", "device", "-n", "0", "-W", "default"]
     options += ["-q", "-p", "no:cacheprovider", "--tb=short"]
     status = pytest.main([*options, *files], plugins=[_TestRecorder(recorder)])
     expected = pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED

@@ -1,5 +1,6 @@
 """Stochastic rounding: unbiased, so that updates too small for one step add up over many."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
@@ -62,16 +63,26 @@ def stochastic_round(
     target = parse_dtype(dtype)
     if not is_narrow(target):
         raise ValueError(f"stochastic_round rounds to fewer than 32 bits, not to {target}")
-    if randomness == "counter":
-        words = hashed_words(x.shape, _key_words(key))
-    elif randomness == "threefry":
-        words = jax.random.bits(key, x.shape, jnp.uint32)
-    else:
+    if randomness not in get_args(Randomness):
         raise ValueError(
             f"randomness must be one of {', '.join(map(repr, get_args(Randomness)))}, "
             f"got {randomness!r}"
         )
-    return round_by_words(x.astype(jnp.float32), target, words)
+    if not isinstance(key, (jax.Array, np.ndarray)):
+        raise TypeError(
+            f"stochastic_round takes a random key, such as jax.random.key(0), got "
+            f"{type(key).__name__}"
+        )
+    return _rounded(x, target, key, randomness)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 3), inline=True)
+def _rounded(x: Any, dtype: DType, key: Any, randomness: Randomness) -> Any:
+    if randomness == "counter":
+        words = hashed_words(x.shape, _key_words(key))
+    else:
+        words = jax.random.bits(key, x.shape, jnp.uint32)
+    return round_by_words(x.astype(jnp.float32), dtype, words)
 
 
 def round_by_words(
@@ -131,11 +142,6 @@ def _as_float(bits: UInt32[Array, "*shape"]) -> Float32[Array, "*shape"]:
 
 def _key_words(key: Any) -> list[Array]:
     """Returns the words of a random key, typed or raw."""
-    if not isinstance(key, (jax.Array, np.ndarray)):
-        raise TypeError(
-            f"stochastic_round takes a random key, such as jax.random.key(0), got "
-            f"{type(key).__name__}"
-        )
     if not is_key(key):
         key = jax.random.wrap_key_data(jnp.asarray(key))
     if key.ndim:

@@ -68,7 +68,11 @@ def strong(tree: PyTree) -> PyTree:
 
 def copied(tree: PyTree) -> PyTree:
     """Copies every array, so that either tree may be donated."""
-    return jax.tree.map(lambda x: jnp.array(x, copy=True), strong(tree))
+    tree = strong(tree)
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree)):
+        return jax.tree.map(lambda x: jnp.array(x, copy=True), tree)
+    # Outside of `jit`, a copy of an array is a program for each shape, and this is none.
+    return jax.device_put(tree, may_alias=False)
 
 
 def all_finite(tree: PyTree) -> Bool[Array, ""]:

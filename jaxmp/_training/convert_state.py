@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import PyTree
 
-from jaxmp._mesh.placement import placed_beside
 from jaxmp._numerics.dtypes import is_floating, is_narrow
 from jaxmp._numerics.loss_scale import DynamicLossScale
 from jaxmp._numerics.tree import (
@@ -20,7 +19,8 @@ from jaxmp._numerics.tree import (
     same_structure,
     strong,
 )
-from jaxmp._training.compact_state import expanded_state, is_compact, store_like
+from jaxmp._training.compact_forms import expanded_state, is_compact, store_like
+from jaxmp._training.first_state import in_one_program
 from jaxmp._training.master_storages import STORAGES, storage_of
 from jaxmp._training.masters import is_masked
 from jaxmp._training.optimizer import MixedPrecision
@@ -72,21 +72,27 @@ def convert_state(
             f"tx must be jaxmp.mixed_precision(optimizer, policy), got {type(tx).__name__}"
         )
     if params is not None:
-        return copied(_convert_parts(params, state, tx, widen_params))
+        return _convert_state(params, state, tx, widen_params)
     if not all(hasattr(state, name) for name in ("params", "opt_state", "replace")):
         raise TypeError(
             f"convert_state takes a TrainState, or an optimizer state and params=..., got "
             f"{type(state).__name__}"
         )
-    live, opt_state = _convert_parts(state.params, state.opt_state, tx, widen_params)
-    return copied(state.replace(params=live, opt_state=opt_state, tx=tx))
+    live, opt_state = _convert_state(state.params, state.opt_state, tx, widen_params)
+    others = copied(state.replace(params=None, opt_state=None, tx=tx))
+    return others.replace(params=live, opt_state=opt_state)
 
 
-def _convert_parts(
+def _convert_state(
     params: PyTree, opt_state: Any, tx: MixedPrecision, widen_params: bool
 ) -> tuple[PyTree, MixedPrecisionState]:
     check_arrays(params, "params")
-    params = strong(params)
+    return in_one_program(_convert_parts, (tx, widen_params), strong(params), opt_state)
+
+
+def _convert_parts(
+    tx: MixedPrecision, widen_params: bool, params: PyTree, opt_state: Any
+) -> tuple[PyTree, MixedPrecisionState]:
     old = opt_state if isinstance(opt_state, MixedPrecisionState) else None
     masters = jax.tree.map(lambda _: optax.MaskedNode(), params) if old is None else old.master
 
@@ -111,7 +117,7 @@ def _convert_parts(
             # are lost until the scale has grown.
             scale = jax.tree.map(lambda a, b: jnp.where(before.scale == 1, b, a), before, scale)
         new = old._replace(inner=new.inner, master=new.master, kind=new.kind, loss_scale=scale)
-    return live, placed_beside(live, new)
+    return copied((live, new))
 
 
 def _is_count(stored: Any) -> bool:

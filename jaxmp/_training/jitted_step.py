@@ -1,5 +1,7 @@
 """A jitted train step that checks the state it is called with."""
 
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -33,40 +35,37 @@ class TrainStep:
         self._model_casts = model_casts
         self._donates = donates
         self._called = False
+        # The state that was returned last, whose arrays are known to be apart, and their types.
+        self._latest: Callable[[], TrainState | None] = lambda: None
+        self._types: set[Any] = set()
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         """Runs one step; see `make_train_step`."""
-        check_state(state, batch)
-        if not compat.is_traced(state.step):
-            if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(state)):
-                raise ValueError(
-                    "this state was donated to an earlier step, which wrote the next one over it. "
-                    "Go on with the state that the step returned, `state, metrics = step(state, "
-                    "batch)`, or keep old states with make_train_step(..., donate=False)"
-                )
-            # In the first call alone, as the second check traces the step once more.
-            if not self._called:
-                warn_of_foreign_scale(state)
-                if self._model_casts:
-                    _warn_of_float32_products(state.tx, self._jitted.trace(state, batch).jaxpr)
-                self._called = True
-            if self._donates:
-                return self._run_donating(_copy_shared_arrays(state, batch), batch)
-        return self._jitted(state, batch)
-
-    def _run_donating(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+        # A look at each array took a third of the time of a step of 100 small params. So it is
+        # taken at states that come from elsewhere, and where JAX refuses the call.
         try:
-            return self._jitted(state, batch)
-        except (ValueError, jax.errors.JaxRuntimeError) as error:
-            # JAX's message names neither the arrays nor a way out.
-            if "Execute()" not in str(error) or "donate" not in str(error):
-                raise
-            raise ValueError(
-                "two arrays of the state, or one of it and one of the batch, lie in the same "
-                "memory, which cannot be donated twice. jax.device_put, for one, returns a new "
-                "array in the old memory. Copy one of them first: jax.tree.map(jnp.copy, ...). "
-                "Nothing was computed, and the state is as it was"
-            ) from error
+            if state is not self._latest():
+                state = self._checked(state, batch)
+            elif self._donates and not self._types.isdisjoint(map(_array_type, jax.tree.leaves(batch))):
+                state = _with_own_arrays(state, batch)
+            new, metrics = self._jitted(state, batch)
+        except (TypeError, ValueError, RuntimeError) as error:
+            _explain(error, state, batch)
+            raise
+        self._latest = weakref.ref(new)
+        return new, metrics
+
+    def _checked(self, state: TrainState, batch: PyTree) -> TrainState:
+        check_state(state, batch)
+        if compat.is_traced(state.step):
+            return state
+        if not self._called and not _is_deleted(state):
+            warn_of_foreign_scale(state)
+            if self._model_casts:  # traces the step once more
+                _warn_of_float32_products(state.tx, self._jitted.trace(state, batch).jaxpr)
+            self._called = True
+        self._types = {_array_type(x) for x in jax.tree.leaves(state)}
+        return _with_own_arrays(state, batch) if self._donates else state
 
     def __getattr__(self, name: str) -> Any:
         if name == "_jitted":  # of an unfinished instance, such as a copy in the making
@@ -86,7 +85,34 @@ def _warn_of_float32_products(tx: MixedPrecision, step: Any) -> None:
         )
 
 
-def _copy_shared_arrays(state: TrainState, batch: PyTree) -> TrainState:
+def _explain(error: Exception, state: TrainState, batch: PyTree) -> None:
+    """Raises an error that says more than one of JAX does, where there is one."""
+    check_state(state, batch)
+    if "deleted" in str(error) and _is_deleted(state):
+        raise ValueError(
+            "this state was donated to an earlier step, which wrote the next one over it. "
+            "Go on with the state that the step returned, `state, metrics = step(state, "
+            "batch)`, or keep old states with make_train_step(..., donate=False)"
+        ) from None
+    # JAX's message names neither the arrays nor a way out.
+    if "Execute()" in str(error) and "donate" in str(error):
+        raise ValueError(
+            "two arrays of the state, or one of it and one of the batch, lie in the same "
+            "memory, which cannot be donated twice. jax.device_put, for one, returns a new "
+            "array in the old memory. Copy one of them first: jax.tree.map(jnp.copy, ...). "
+            "Nothing was computed, and the state is as it was"
+        ) from error
+
+
+def _is_deleted(state: TrainState) -> bool:
+    return any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(state))
+
+
+def _array_type(x: Any) -> Any:
+    return (x.shape, x.dtype) if isinstance(x, jax.Array) else None
+
+
+def _with_own_arrays(state: TrainState, batch: PyTree) -> TrainState:
     """Copies what would be donated twice: an array at two places of the state, or in the batch."""
     # A hard update puts one array at two places of a state, and JAX refuses to donate it twice.
     ids = set(map(id, jax.tree.leaves(batch)))

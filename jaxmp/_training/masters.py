@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int32, PyTree
 
-from jaxmp._numerics.dtypes import at_least_float32, is_floating, is_narrow
+from jaxmp._numerics.dtypes import DType, at_least_float32, is_floating, is_narrow
 from jaxmp._numerics.rounding import round_finite
 from jaxmp._numerics.tree import leaf_names, widen
 from jaxmp._training.master_storages import STORAGES, MasterStorage, NoMaster, StoredParam
@@ -66,27 +66,27 @@ class Masters:
         # any params.
         return {"-".join(parts): jnp.int32(0)} if dtypes else jnp.int32(0)
 
-    def first(self, values: PyTree, params: PyTree, trainable: PyTree) -> LiveAndMaster:
+    def first(self, values: PyTree, dtypes: PyTree, trainable: PyTree) -> LiveAndMaster:
         """Returns live params and what is stored, for masters that start as `values`.
 
         Args:
           values: the first masters, rounded or not.
-          params: a tree with the dtypes of the live params.
+          dtypes: those of the live params, in a tree like them.
           trainable: for each leaf whether the optimizer ever changes it; others need no master.
         """
-        names = jax.tree.unflatten(jax.tree.structure(params), leaf_names(params))
+        names = jax.tree.unflatten(jax.tree.structure(values), leaf_names(values))
 
-        def first(value: Any, param: Any, is_trainable: bool, name: str) -> StoredParam:
-            if not is_narrow(param.dtype) or not is_floating(value):
-                return StoredParam(value.astype(param.dtype), optax.MaskedNode())
+        def first(value: Any, dtype: DType, is_trainable: bool, name: str) -> StoredParam:
+            if not is_narrow(dtype) or not is_floating(value):
+                return StoredParam(value.astype(dtype), optax.MaskedNode())
             # A frozen backbone needs no masters, which are as many bytes as its params or more.
             storage = self.storage if is_trainable else NoMaster()
             try:
-                return storage.first(value.astype(at_least_float32(param.dtype)), param.dtype)
+                return storage.first(value.astype(at_least_float32(dtype)), dtype)
             except TypeError as error:
                 raise TypeError(f"params, leaf {name!r}, {error}") from None
 
-        return _unzip(jax.tree.map(first, values, params, trainable, names))
+        return _unzip(jax.tree.map(first, values, dtypes, trainable, names))
 
     # Outside of `jit`, `load` and `store` are one compiled call each, not one for each operation.
     @functools.partial(jax.jit, static_argnums=0, inline=True)

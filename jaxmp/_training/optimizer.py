@@ -6,6 +6,7 @@ import sys
 import types
 from typing import Any, Literal, get_args
 
+import jax
 import jax.numpy as jnp  # noqa: F401 (for the doctests)
 import jmp
 import optax
@@ -51,7 +52,7 @@ class MixedPrecision(optax.GradientTransformationExtraArgs):
 
         def init(params: PyTree) -> MixedPrecisionState:
             refuse_to_be_wrapped()
-            return algorithm.init(params, params)[1]
+            return algorithm.init(params)[1]
 
         def update(
             updates: PyTree,
@@ -114,11 +115,7 @@ class MixedPrecision(optax.GradientTransformationExtraArgs):
           The live params in `policy.param_dtype`, and the optimizer state. If the optimizer was
           wrapped for rules, the live params keep the dtypes that the model gave them.
         """
-        check_arrays(params, "params")
-        params = strong(params)
-        if like is None:
-            like = params if self.rules.rules else self.policy.cast_to_param(params)
-        return self._algorithm.init(like, params)
+        return first_state(self, params, like=like)
 
     def apply_gradients(
         self,
@@ -147,6 +144,29 @@ class MixedPrecision(optax.GradientTransformationExtraArgs):
           The params and the state after the step; after a skipped step, the very same params.
         """
         return self._algorithm.step(grads, state, params, finite, extra, as_updates=False)
+
+
+def first_state(
+    tx: MixedPrecision,
+    params: PyTree,
+    *,
+    like: PyTree = None,
+    cast_params: bool = True,
+    own: bool = False,
+) -> tuple[PyTree, MixedPrecisionState]:
+    """Returns what `MixedPrecision.init_params` does.
+
+    Args:
+      tx: the optimizer.
+      params: the first masters.
+      like: a tree with the dtypes of the live params.
+      cast_params: False leaves the dtypes of the params unchanged.
+      own: whether to return copies alone.
+    """
+    check_arrays(params, "params")
+    if like is None and cast_params and not tx.rules.rules:
+        like = jax.eval_shape(tx.policy.cast_to_param, strong(params))
+    return tx._algorithm.init(params, like, own=own)
 
 
 def _unpickled(cls: type[MixedPrecision], parts: bytes) -> MixedPrecision:

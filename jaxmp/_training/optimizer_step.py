@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Int32, PyTree
 
-from jaxmp._mesh.placement import placed_beside
 from jaxmp._numerics.dtypes import DType, is_inexact, is_narrow
 from jaxmp._numerics.loss_scale import DynamicLossScale, LossScale, LossScaleState
 from jaxmp._numerics.rounding import widen_rounded
@@ -21,6 +20,7 @@ from jaxmp._numerics.tree import (
     check_arrays,
     check_flag,
     check_like,
+    copied,
     leaf_names,
     strong,
     widen,
@@ -28,13 +28,9 @@ from jaxmp._numerics.tree import (
 from jaxmp._program.cpu_compiler import warn_of_cpu_compiler
 from jaxmp._program.explicit_axes import Axes
 from jaxmp._program.mesh_axes import explicit_mesh, on_current_axes
-from jaxmp._training.compact_state import (
-    Moments,
-    compact_tree,
-    expanded_state,
-    store_next,
-    warn_of_coded_params,
-)
+from jaxmp._training.compact_forms import expanded_state, store_next
+from jaxmp._training.compact_state import Moments, compact_tree, warn_of_coded_params
+from jaxmp._training.first_state import in_one_program
 from jaxmp._training.frozen import params_of, trainable_leaves, updated
 from jaxmp._training.master_storages import same_bits
 from jaxmp._training.masters import Masters, is_masked
@@ -109,15 +105,40 @@ class Algorithm:
     computed_in: frozenset[DType]
     _expected_states: dict[Any, _Expected] = dataclasses.field(default_factory=dict, repr=False)
 
-    def init(self, params: PyTree, values: PyTree) -> tuple[PyTree, MixedPrecisionState]:
-        """Returns live params like `params`, and the state, for masters that begin as `values`."""
-        check_arrays(params, "params")
-        params, values = strong(params), strong(values)
-        trainable = self._expected(params, anew=True).trainable
-        check_trainable(params, trainable)
-        params, master = self.masters.first(values, params, trainable)
-        values = jax.eval_shape(self.masters.load, params, master)
-        warn_of_coded_params(self.inner, values, self.moments)
+    def init(
+        self, values: PyTree, like: PyTree = None, *, own: bool = False
+    ) -> tuple[PyTree, MixedPrecisionState]:
+        """Returns live params and the state, for masters that begin as `values`.
+
+        Args:
+          values: the first masters, rounded or not.
+          like: a tree with the dtypes of the live params, in place of those of `values`.
+          own: whether all arrays returned are copies. Otherwise params that need no cast, and
+            masters, are the given arrays.
+        """
+        check_arrays(values, "params")
+        values = strong(values)
+        live = jax.tree.map(
+            lambda x, y: jax.ShapeDtypeStruct(x.shape, y.dtype),
+            values,
+            values if like is None else strong(like),
+        )
+        trainable, master, _ = self._expected(live, anew=True)
+        check_trainable(values, trainable)
+        warn_of_coded_params(
+            self.inner, jax.eval_shape(self.masters.load, live, master), self.moments
+        )
+        dtypes = tuple(x.dtype for x in jax.tree.leaves(live))
+        static = (self, dtypes, tuple(jax.tree.leaves(trainable)), own)
+        params, state = in_one_program(Algorithm._first, static, values)
+        warn_of_cpu_compiler(self.computed_in, state)
+        return params, state
+
+    def _first(
+        self, dtypes: tuple[DType, ...], trainable: tuple[bool, ...], own: bool, values: PyTree
+    ) -> tuple[PyTree, MixedPrecisionState]:
+        like = [jax.tree.unflatten(jax.tree.structure(values), x) for x in (dtypes, trainable)]
+        params, master = self.masters.first(values, *like)
         # Weakly typed leaves, such as Python scalars, would trace the second step anew.
         state = MixedPrecisionState(
             inner=strong(self._first_inner(params, master)),
@@ -129,9 +150,7 @@ class Algorithm:
             zero_gradients=jnp.int32(0),
             kind=self.masters.kind(params),
         )
-        state = placed_beside(params, state)
-        warn_of_cpu_compiler(self.computed_in, state)
-        return params, state
+        return copied((params, state)) if own else (params, state)
 
     def step(
         self,
@@ -233,7 +252,8 @@ class Algorithm:
         if anew or (treedef, kinds) not in self._expected_states:
             like = jax.tree.unflatten(treedef, [jax.ShapeDtypeStruct(*kind) for kind in kinds])
             trainable = trainable_leaves(self.inner, like)
-            live, master = jax.eval_shape(lambda p: self.masters.first(p, p, trainable), like)
+            dtypes = jax.tree.unflatten(treedef, [kind[1] for kind in kinds])
+            live, master = jax.eval_shape(lambda p: self.masters.first(p, dtypes, trainable), like)
             inner = None
             with contextlib.suppress(Exception):  # any exception: the optimizer is the user's
                 inner = jax.eval_shape(self._first_inner, live, master)

@@ -19,14 +19,13 @@ from jaxmp._numerics.loss_scale import LossScaleState
 from jaxmp._numerics.tree import (
     all_finite,
     cast_floating,
-    check_arrays,
     check_like,
     copied,
     leaf_names,
     select,
     stays_finite,
 )
-from jaxmp._training.optimizer import MixedPrecision
+from jaxmp._training.optimizer import MixedPrecision, first_state
 
 
 def _register_with_flax(cls: Any) -> None:
@@ -210,13 +209,11 @@ class TrainState:
                         "let the loss function close over them, as over model.apply"
                     )
         # A step may donate the state, while `params` stay usable.
-        check_arrays(params, "params")
-        params = copied(params)
-        params, opt_state = tx.init_params(params) if cast_params else (params, tx.init(params))
+        params, opt_state = first_state(tx, params, cast_params=cast_params, own=True)
         state = cls(
             step=jnp.int32(0),
             params=params,
-            opt_state=copied(opt_state),
+            opt_state=opt_state,
             collections=copied(collections),
             tx=tx,
             **(fields | copied(arrays)),
