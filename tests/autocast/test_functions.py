@@ -186,6 +186,8 @@ UNARY: dict[str, tuple[Any, float, float]] = {
     "arccosh": (jnp.arccosh, 1.1, 100),
     "arctanh": (jnp.arctanh, -0.96, 0.96),
     "sinc": (jnp.sinc, -4, 4),
+    "i0": (jnp.i0, -8, 8),
+    "fmod": (lambda x: jnp.fmod(x, 3.0), -30, 30),
     "logaddexp": (lambda x: jnp.logaddexp(x, -x), -30, 30),
     "interp": (lambda x: jnp.interp(x, jnp.array([-9.0, 0.0, 9.0]), jnp.array([0.0, 1, 4])), -8, 8),
     "zeta": (lambda x: special.zeta(x, 1.0), 1.5, 8),

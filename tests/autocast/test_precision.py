@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
+from jaxmp._autocast.regions import Regions
 from tests.support.autocast_checks import BF16, W, X
 from tests.support.dots import precisions
 
@@ -253,6 +254,15 @@ def test_one_trace_in_and_out_of_full_precision() -> None:
 
     assert precisions(both, X, W) == [PLAIN] * 2  # control
     assert precisions(jaxmp.autocast(both, BF16), X, W) == [EXACT, ("bfloat16", "none")]
+
+
+def test_parts_of_full_precision_share_no_plan_with_others() -> None:
+    """The same program may run in both: the scopes that tell them apart are in the plan's key."""
+    regions = Regions(jaxmp.get_policy(BF16))
+    within, around = ("block", "jaxmp.full_precision", "dot"), ("block", "dot")
+    assert regions.deciding_scopes(within) != regions.deciding_scopes(around)
+    assert regions.of(within).precision == "highest"
+    assert regions.of(("jaxmp.full_precision", "jaxmp.autocast")).precision is None
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -148,7 +148,10 @@ def gathered_apart(w: Any, x: Any) -> Any:
 
 ONE_AXIS = {
     "a dense layer": Sharded(dense),
-    "a cast inside": Sharded(lambda w, x: dense(w.astype(x.dtype), x), casts=True),
+    # Unchecked, plain JAX sums behind the cast, in float32.
+    "a cast inside": Sharded(
+        lambda w, x: dense(w.astype(x.dtype), x), options={"check_vma": True}, casts=True
+    ),
     "a weight that is split": Sharded(gathered, weight=P("data")),
     "a loop": Sharded(lambda w, x: lax.scan(lambda h, _: (dense(w, h), None), x, length=2)[0]),
     "custom_vjp": Sharded(
