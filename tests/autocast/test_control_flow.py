@@ -1,4 +1,4 @@
-"""Autocast inside of jit, scan, while, and cond."""
+"""Autocast inside of jit, scan, while, cond, and checkpoint."""
 
 import functools
 from typing import Any
@@ -8,24 +8,27 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 import jaxmp
-from tests.support.autocast_checks import BF16, BOTH, LOW, UNIT, W, X, check, error, rows
+from tests.support.autocast_checks import (
+    BF16,
+    BOTH,
+    LOW,
+    UNIT,
+    W,
+    X,
+    both,
+    check,
+    error,
+    layer,
+    results_of,
+    rows,
+)
 from tests.support.dots import count_dots, equations
+from tests.support.recompute_checks import shapes
 
 pytestmark = pytest.mark.jax
-
-both = pytest.mark.parametrize("policy", BOTH)
-
-
-def layer(x: Any, w: Any) -> Any:
-    return jnp.tanh(x @ w)
-
-
-@both
-def test_jit_inside(policy: str) -> None:
-    jitted = jax.jit(layer)
-    check(lambda x, w: jitted(jitted(x, w), w), X, W, policy=policy, dots={"low": 2})
 
 
 def test_a_shared_jitted_function_stays_one() -> None:
@@ -44,16 +47,6 @@ def test_a_jitted_function_is_one_however_its_argument_was_made() -> None:
 
     text = jax.jit(jaxmp.autocast(f, BF16)).lower(X, W).as_text()
     assert text.count("func.func private @layer") == 1
-
-
-def test_jit_with_static_arguments_and_keywords() -> None:
-    @functools.partial(jax.jit, static_argnames=("n", "act"))
-    def power(x: Any, w: Any, *, n: int, act: str) -> Any:
-        for _ in range(n):
-            x = getattr(jnp, act)(x @ w)
-        return x
-
-    check(lambda x, w: power(x, w, n=3, act="sin"), X, W, dots={"low": 3})
 
 
 def test_jit_with_donation_inside() -> None:
@@ -77,14 +70,6 @@ def test_jit_that_is_inlined_or_nested() -> None:
 
 
 @both
-def test_scan_of_a_matmul(policy: str) -> None:
-    def f(x: Any, w: Any) -> Any:
-        return lax.scan(lambda c, _: (layer(c, w), c.sum()), x, None, length=3)
-
-    check(f, X, W, policy=policy, dots={"low": 1}, roundings=12)
-
-
-@both
 def test_scan_over_layers(policy: str) -> None:
     def f(x: Any, ws: Any) -> Any:
         return lax.scan(lambda c, w: (c + layer(c, w), None), x @ ws[0], ws)[0]
@@ -92,24 +77,7 @@ def test_scan_over_layers(policy: str) -> None:
     ws = jnp.stack([W] * 3)
     check(f, X, ws, policy=policy, dots={"low": 2}, roundings=12)
     # Activations are carried in 16 bits.
-    jaxpr = jax.make_jaxpr(jaxmp.autocast(f, policy))(X, ws)
-    (scan,) = (e for e in equations(jaxpr) if e.primitive.name == "scan")
-    assert [str(v.aval.dtype) for v in scan.outvars] == [LOW[policy]]
-
-
-@both
-@pytest.mark.parametrize("count", [300, 1000, 5000])
-def test_scan_with_a_float32_accumulator(policy: str, count: int) -> None:
-    def f(x: Any, w: Any) -> Any:
-        ones = x @ w  # all ones, in 16 bits
-
-        def body(total: Any, _: Any) -> Any:
-            return total + ones.sum() / ones.size, None
-
-        return lax.scan(body, jnp.zeros(()), None, length=count)[0]
-
-    out = jaxmp.autocast(f, policy)(jnp.eye(16), jnp.ones((16, 16)))
-    assert out == count
+    assert results_of("scan", f, X, ws, policy=policy) == [LOW[policy]]
 
 
 @both
@@ -126,23 +94,6 @@ def test_scan_adds_up_16_bit_values_in_float32(policy: str) -> None:
     low = LOW[policy]
     total = lax.fori_loop(0, 3000, lambda i, c: c + jnp.ones((), low), jnp.zeros((), low))
     assert float(total) < 3000  # what 16 bits would have made of it
-
-
-def test_scan_reversed_and_unrolled() -> None:
-    def f(x: Any, ws: Any) -> Any:
-        return lax.scan(lambda c, w: (layer(c, w), c), x, ws, reverse=True, unroll=2)
-
-    check(f, X, jnp.stack([W, W * 0.5, W * 2]), roundings=12)
-
-
-def test_scan_over_integers() -> None:
-    def f(x: Any, w: Any) -> Any:
-        def body(c: Any, i: Any) -> Any:
-            return c + (x @ w)[i], i * 2
-
-        return lax.scan(body, jnp.zeros(16), jnp.array([0, 3, 1], jnp.int32))
-
-    check(f, X, W, dots={"low": 1})
 
 
 def test_nested_scans_with_mixed_carries() -> None:
@@ -163,13 +114,6 @@ def test_nested_scans_with_mixed_carries() -> None:
     check(f, X, W, dots={"low": 2}, roundings=24)
 
 
-def test_scan_with_weak_and_python_carries() -> None:
-    def f(x: Any, w: Any) -> Any:
-        return lax.scan(lambda c, r: ((c[0] + (r @ w).sum(), c[1] + 1), c[1]), (0.0, 0), x)
-
-    check(f, X, W, dots={"low": 1})
-
-
 def test_scan_of_length_zero() -> None:
     def f(x: Any, w: Any) -> Any:
         return lax.scan(lambda c, r: (c @ w, r @ w), x, jnp.zeros((0, 4, 16)))
@@ -187,19 +131,6 @@ def test_scan_that_swaps_its_carries() -> None:
         return lax.scan(body, (x @ w, jnp.zeros((4, 16)), x), None, length=5)[0]
 
     check(f, X, W, dots={"low": 2}, roundings=16)
-
-
-def test_scan_whose_carry_is_a_param_that_is_updated() -> None:
-    def f(x: Any, w: Any) -> Any:
-        def body(w: Any, row: Any) -> Any:
-            return w - 1e-5 * (row[:, None] * (row @ w)[None]), None
-
-        return lax.scan(body, w, x)[0]
-
-    # The updates are far below the last digit of 16-bit params.
-    got, want = jaxmp.autocast(f, BF16)(X, W), f(X, W)
-    assert error(got - W, want - W) < 16 * UNIT[BF16]
-    assert error((W - (want - W)).astype(jnp.bfloat16).astype(jnp.float32) - W, want - W) > 1
 
 
 @both
@@ -242,13 +173,6 @@ def test_while_inside_scan_and_cond_inside_while() -> None:
     check(f, X, W, dots={"low": 2}, argnums=(), roundings=24)
 
 
-def test_fori_with_a_traced_bound() -> None:
-    def f(x: Any, w: Any, n: Any) -> Any:
-        return lax.fori_loop(0, n, lambda i, c: c + layer(c, w), x)
-
-    check(f, X, W, jnp.int32(3), dots={"low": 1}, argnums=(), roundings=12)
-
-
 @both
 def test_cond(policy: str) -> None:
     def f(x: Any, w: Any) -> Any:
@@ -281,14 +205,6 @@ def test_cond_of_a_literal_that_16_bits_cannot_hold() -> None:
 
     for policy in BOTH:
         check(f, jnp.bool_(False), X, W, policy=policy, argnums=())
-
-
-def test_cond_with_integers_and_no_operands() -> None:
-    def f(p: Any, x: Any, w: Any) -> Any:
-        h = x @ w
-        return lax.cond(p, lambda: (h.sum(), 1, h > 0), lambda: (h.max(), 2, h < 0))
-
-    check(f, jnp.bool_(True), X, W, dots={"low": 1}, argnums=())
 
 
 def test_platform_dependent() -> None:
@@ -373,17 +289,6 @@ def test_loops_and_branches_that_take_python_bools() -> None:
     check(scanned, X, W, dots={"low": 1}, roundings=12)
 
 
-@both
-def test_scan_that_begins_its_sum_with_the_first_term(policy: str) -> None:
-    """What is carried is 16-bit at the start, as a residual stream is; but this is a sum."""
-
-    def f(x: Any, w: Any) -> Any:
-        return lax.scan(lambda total, row: (total + row @ w, None), x[0] @ w, x[1:])[0]
-
-    out = jaxmp.autocast(f, policy)(jnp.full((3001, 1, 2), 0.5), jnp.ones((2, 1)))
-    np.testing.assert_array_equal(out, [[3001.0]])
-
-
 @pytest.mark.parametrize("differentiated", [False, True])
 def test_with_jit_disabled(differentiated: bool) -> None:
     def f(x: Any, w: Any) -> Any:
@@ -417,3 +322,66 @@ def test_casts_of_integers_and_flags_inside_are_floats(name: str) -> None:
     fast = jaxmp.autocast(CASTS_INSIDE[name], BF16)
     assert set(count_dots(fast, X, W)) == {"bfloat16"}
     assert error(jax.jit(fast)(X, W), CASTS_INSIDE[name](X, W)) < 0.02
+
+
+# --- checkpoint, with all its policies -----------------------------------------------------------
+
+
+@both
+def test_checkpoint(policy: str) -> None:
+    block = jax.checkpoint(lambda x, w: jax.nn.gelu(x @ w) * 0.3 + 1e-3)
+    check(lambda x, w: block(block(x, w), w), X, W, policy=policy, dots={"low": 2}, roundings=12)
+
+
+POLICIES = jax.checkpoint_policies
+NAMED = POLICIES.save_only_these_names("h")
+
+
+@pytest.mark.parametrize(
+    "remat_policy",
+    [None, POLICIES.dots_saveable, NAMED, POLICIES.everything_saveable],
+)
+def test_checkpoint_policies(remat_policy: Any) -> None:
+    @functools.partial(jax.checkpoint, policy=remat_policy)
+    def block(x: Any, w: Any) -> Any:
+        return jnp.tanh(checkpoint_name(jax.nn.sigmoid(x @ w) * 0.5, "h")) @ w
+
+    fast = jaxmp.autocast(block, BF16)
+    check(block, X, W, dots={"low": 2})
+    # As many activations are kept as without autocast, and they are 16-bit ones.
+    plain = [each for each in shapes(block, X, W) if "4,16" in each]
+    low = [each for each in shapes(fast, X, W) if "bfloat16[4,16]" in each]
+    if remat_policy is NAMED or remat_policy is POLICIES.dots_saveable:
+        assert plain == ["float32[4,16]"] * len(plain)
+        assert len(low) == len(plain) > 0
+    if remat_policy is None:
+        assert not plain
+        assert not low
+
+
+def test_checkpoint_recomputes_under_autocast_of_grad() -> None:
+    block = jax.checkpoint(layer, policy=POLICIES.nothing_saveable)
+    grad = jax.grad(lambda w: jnp.sum(block(block(X, w), w) ** 2))
+    fast = jaxmp.autocast(grad, BF16)
+    assert count_dots(fast, W) == {"bfloat16": sum(count_dots(grad, W).values())}
+    assert error(fast(W), grad(W)) < 24 * UNIT[BF16]
+    names = [e.primitive.name for e in equations(jax.make_jaxpr(fast)(W))]
+    assert "remat2" in names or "checkpoint" in names
+
+
+@both
+@pytest.mark.parametrize("kind", [np.asarray, jnp.asarray])
+def test_a_jitted_helper_that_holds_an_array(policy: str, kind: Any) -> None:
+    table = kind(np.linspace(1, 2, 16, dtype=np.float32).reshape(1, 16))
+
+    @jax.jit
+    def scaled(h: Any) -> Any:
+        return h * table
+
+    block = jax.checkpoint(lambda x, w: jnp.tanh(scaled(x @ w)))
+    check(lambda x, w: block(block(x, w), w), X, W, policy=policy, dots={"low": 2}, roundings=12)
+
+    def stacked(x: Any, ws: Any) -> Any:
+        return lax.scan(lambda h, w: (block(h, w), None), x, ws)[0]
+
+    check(stacked, X, jnp.stack([W] * 2), policy=policy, roundings=16)

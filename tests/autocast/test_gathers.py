@@ -70,19 +70,15 @@ def loss(read: Read, dtype: Any = jnp.float32) -> Callable[..., Any]:
     return function
 
 
-def reference(senders: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """The gradient in NumPy's float64: rows of weights added up at their nodes."""
-    return np.asarray(np.asarray(X, np.float64).T @ of_nodes(senders, weights))
-
-
 def of_nodes(senders: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Rows of weights added up at their nodes, in NumPy's float64."""
     added = np.zeros((NODES, WIDTH))
     np.add.at(added, senders, weights @ np.asarray(MIX, np.float64).T)
     return added
 
 
 def off(grads: Any, senders: np.ndarray = SENDERS, weights: np.ndarray = WEIGHTS) -> float:
-    want = reference(senders, weights)
+    want = np.asarray(X, np.float64).T @ of_nodes(senders, weights)
     return float(np.linalg.norm(np.asarray(grads, np.float64) - want) / np.linalg.norm(want))
 
 

@@ -349,11 +349,6 @@ def test_kernels_that_do_not_fit_stay_and_that_is_said(name: str) -> None:
     np.testing.assert_array_equal(got, want)
 
 
-def test_wrong_kernels() -> None:
-    with pytest.raises(ValueError, match="kernels must be 'traced' or 'low', got 'high'"):
-        jaxmp.autocast(model, BF16, kernels="high")  # type: ignore[arg-type]
-
-
 @jax.custom_vjp
 def squares(predictions: Any, labels: Any) -> Any:
     """A loss for each example, with a derivative of its own and no product inside."""

@@ -5,32 +5,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from flax import linen as nn, nnx
+from flax import linen as nn
 from jax import lax
 
 import jaxmp
-from tests.support.autocast_checks import BF16, BOTH, LOW, UNIT, W, X, error, rows, weights
+from tests.support.autocast_checks import BF16, LOW, UNIT, W, X, both, error, rows, weights
 from tests.support.dots import count_dots, equations
+from tests.support.recompute_checks import in_bytes
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
-both = pytest.mark.parametrize("policy", BOTH)
-
-
-def kept(fun: Any, params: Any, x: Any) -> dict[str, int]:
-    """How many bytes of activations are kept for the backward pass, by dtype."""
-    closed = jax.make_jaxpr(lambda p: jax.tree.leaves(jax.vjp(lambda p: fun(p, x), p)[1]))(params)
-    given = {id(v) for v in closed.jaxpr.invars}
-    found: dict[str, int] = {}
-    seen = set()
-    for v in closed.jaxpr.outvars:
-        if id(v) not in given and id(v) not in seen and getattr(v.aval, "shape", ()):
-            seen.add(id(v))
-            if jnp.issubdtype(v.aval.dtype, jnp.floating) and v.aval.shape[0] == x.shape[0]:
-                size = v.aval.size * v.aval.dtype.itemsize
-                found[str(v.aval.dtype)] = found.get(str(v.aval.dtype), 0) + size
-    return found
 
 
 def block(p: dict[str, Any], x: Any) -> Any:
@@ -57,7 +41,7 @@ def test_activations_are_kept_in_16_bits(policy: str) -> None:
         return jnp.mean(block(p, x @ p["embed"]) ** 2)
 
     x = rows(32, 16)
-    plain, low = kept(f, params(), x), kept(jaxmp.autocast(f, policy), params(), x)
+    plain, low = in_bytes(f, params(), x), in_bytes(jaxmp.autocast(f, policy), params(), x)
     assert set(plain) == {"float32"}
     assert low[LOW[policy]] >= 0.5 * sum(low.values())
     # What a norm keeps is float32; the wide activations of the products are not.
@@ -112,53 +96,6 @@ def test_converts_are_few() -> None:
         made_by = makers.get(id(cast.invars[0]))
         assert made_by is None or made_by.primitive.name != "convert_element_type"
     assert len(casts) <= 36
-
-
-@both
-def test_batch_statistics_of_nnx(policy: str) -> None:
-    def model() -> Any:
-        rngs = nnx.Rngs(0)
-        return nnx.Sequential(
-            nnx.Linear(16, 16, rngs=rngs), nnx.BatchNorm(16, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
-        )
-
-    a, b = model(), model()
-    x = rows(8, 16)
-    fast = jaxmp.nnx.autocast(lambda m, x: m(x), policy)
-    for _ in range(2):
-        got, want = fast(a, x), b(x)
-        np.testing.assert_array_equal(got == 0, want == 0)  # the same dropout, a new one each time
-        assert error(got, want) < 8 * UNIT[policy]
-    statistics = [nnx.state(m, nnx.BatchStat) for m in (a, b)]
-    assert error(*statistics) < 2 * UNIT[policy]
-    assert not np.array_equal(a.layers[1].mean.get_value(), np.zeros(16))
-
-
-def test_nnx_value_and_grad() -> None:
-    model = nnx.Sequential(
-        nnx.Linear(16, 16, rngs=nnx.Rngs(0)), nnx.BatchNorm(16, rngs=nnx.Rngs(0))
-    )
-    other = nnx.clone(model)
-    x = rows(8, 16)
-    loss = lambda m, x: jnp.mean(jnp.tanh(m(x)) ** 2)  # noqa: E731
-    value, grads = nnx.jit(nnx.value_and_grad(jaxmp.nnx.autocast(loss, BF16)))(model, x)
-    want, want_grads = nnx.value_and_grad(loss)(other, x)
-    assert error(value, want) < 4 * UNIT[BF16]
-    # The bias before a batch norm has no gradient: what is left of it is rounding.
-    one, two = (g["layers"][0]["kernel"].get_value() for g in (grads, want_grads))
-    assert error(one, two) < 16 * UNIT[BF16]
-
-
-def test_nnx_state_is_not_lost_silently() -> None:
-    model = nnx.BatchNorm(16, rngs=nnx.Rngs(0))
-    with pytest.raises(Exception, match=r"jaxmp\.nnx\.autocast|trace level") as info:
-        jaxmp.autocast(lambda m, x: m(x), BF16)(model, X)
-    said = str(info.value) + " ".join(getattr(info.value, "__notes__", ()))
-    assert "jaxmp.nnx.autocast" in said
-    with pytest.raises(Exception, match=r"trace level|autocast") as info:
-        jaxmp.autocast(lambda x: model(x), BF16)(X)
-    said = str(info.value) + " ".join(getattr(info.value, "__notes__", ()))
-    assert "jaxmp.nnx.autocast" in said
 
 
 def test_arguments_that_are_changed_in_place() -> None:

@@ -28,10 +28,7 @@ def model(x: Any) -> Any:
         ((model, "p=f32,c=float8_e4m3fn,o=f32"), {}, ValueError, ["bfloat16", "float16", "float8"]),
         ((model, BF16), {"output": "float32"}, ValueError, ["traced", "policy", "computed"]),
         ((model, BF16), {"output": None}, ValueError, ["traced"]),
-        ((model, BF16), {"lower": "exp"}, TypeError, ["lower", "['exp']"]),
-        ((model, BF16), {"float32": "exp"}, TypeError, ["float32", "['exp']"]),
-        ((model, BF16), {"promote": [jnp.exp]}, TypeError, ["promote", "names"]),
-        ((model, BF16), {"lower": ["exp"], "float32": ["exp"]}, ValueError, ["exp", "two"]),
+        ((model, BF16), {"kernels": "high"}, ValueError, ["'traced' or 'low', got 'high'"]),
     ],
 )
 def test_wrong_arguments(

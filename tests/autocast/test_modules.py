@@ -57,8 +57,6 @@ WAYS: dict[str, Any] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("way", WAYS)
 def test_what_nnx_modules_change_is_changed(way: str) -> None:
     ours, plain = Branches(nnx.Rngs(0)), Branches(nnx.Rngs(0))
@@ -88,6 +86,10 @@ def test_a_lost_change_is_an_error() -> None:
     layers = nnx.Dict(norm=nnx.BatchNorm(8, rngs=nnx.Rngs(0)))
     with pytest.raises(TypeError, match="changes its arguments in place"):
         jaxmp.autocast(lambda layers, x: layers["norm"](x).sum(), "mixed_bfloat16")(layers, X)
+    with pytest.raises(Exception, match=r"trace level|autocast") as info:
+        jaxmp.autocast(lambda x: model(x), "mixed_bfloat16")(X)
+    said = str(info.value) + " ".join(getattr(info.value, "__notes__", ()))
+    assert "jaxmp.nnx.autocast" in said
     model.eval()
     evaluated = jaxmp.autocast(Branches.encode, "mixed_bfloat16")(model, X)
     np.testing.assert_allclose(evaluated, model.encode(X), atol=0.02)
@@ -138,7 +140,6 @@ def test_rules_find_nnx_modules(rules: Any) -> None:
 
 def test_a_rule_about_one_nnx_layer_of_a_scan() -> None:
     model = rule_models.make("nnx", "gpt", "plain", layers=3, stack="scan")
-    f = rule_models.functions(model, "gpt")
     graphdef, rest = nnx.split(rule_models.real(model))
     rules = jaxmp.PolicyRules({"blocks/down": "float32"}, "mixed_bfloat16")
 
@@ -149,17 +150,19 @@ def test_a_rule_about_one_nnx_layer_of_a_scan() -> None:
     names = {row.path.rsplit("/", 1)[-1]: row.operands[0] for row in found.product_lines}
     assert names["down"] == "float32"
     assert {names["up"], names["qkv"], names["head"]} == {"bfloat16"}
-    assert f.params is not None
 
 
-def test_rules_find_linen_modules() -> None:
-    module = rule_models.make("linen", "gpt", "plain", layers=2)
+@pytest.mark.every_case
+@pytest.mark.parametrize(("stack", "block"), [("loop", "block_1"), ("scan", "blocks")])
+def test_rules_find_linen_modules(stack: Any, block: str) -> None:
+    """Also in a scan of layers under `nn.remat`."""
+    module = rule_models.make("linen", "gpt", "plain", layers=2, stack=stack)
     f = rule_models.functions(module, "gpt")
-    rules = jaxmp.PolicyRules({"block_1/**/down": "float32", "/head": "float32"}, "mixed_bfloat16")
+    rules = jaxmp.PolicyRules({f"{block}/**/down": "float32", "/head": "float32"}, "mixed_bfloat16")
     forward = jaxmp.autocast(f.forward, rules)
     rows = jaxmp.audit(forward, f.params, rule_models.batch("gpt")).product_lines
     wide = {row.path for row in rows if row.operands == ("float32", "float32")}
-    assert {path.partition("/")[2] for path in wide} == {"block_1/down", "head"}
+    assert {path.partition("/")[2] for path in wide} == {f"{block}/down", "head"}
 
 
 def test_rules_that_match_nothing_warn() -> None:
@@ -205,7 +208,7 @@ class Inside(nn.Module):
 
 
 class Lazy(Mapping[str, Any]):
-    """A mapping that reads its values when they are asked for, and cannot."""
+    """Cannot read its values."""
 
     def __getitem__(self, key: str) -> Any:
         raise KeyError(key)

@@ -11,19 +11,19 @@ from jax import lax
 import jaxmp
 from tests.support.autocast_checks import (
     BF16,
-    BOTH,
     FP16,
     LOW,
     UNIT,
     W,
     X,
+    both,
     check,
     error,
+    in_16_bits,
     rows,
     weights,
-)  # fmt: skip
+)
 
-both = pytest.mark.parametrize("policy", BOTH)
 EYE = jnp.eye(16)
 
 
@@ -32,12 +32,6 @@ def layer_norm(x: Any, scale: Any, bias: Any) -> Any:
     var = jnp.mean(jnp.square(x), -1, keepdims=True) - jnp.square(mean)  # Flax's fast variance
     normal = (x - mean) * lax.rsqrt(jnp.maximum(var, 0.0) + 1e-6)
     return normal * scale[None] + bias[None]
-
-
-def in_16_bits(fun: Any, policy: str, *args: Any) -> Any:
-    """The positive control: everything in 16 bits, as a cast of all arguments makes it."""
-    low = [x.astype(LOW[policy]) for x in args]
-    return jax.tree.map(lambda x: x.astype(jnp.float32), fun(*low))
 
 
 # --- norms -------------------------------------------------------

@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxmp
-from tests.support.autocast_checks import BF16, BOTH, LOW, W, error, rows, weights
+from tests.support.autocast_checks import BF16, BOTH, LOW, W, error, results_of, rows, weights
 from tests.support.dots import count_dots, equations
 
 TURNS = 1000
@@ -128,13 +128,6 @@ def test_means_that_decay(wrap: Any) -> None:
     assert error(jaxmp.autocast(f, BF16)(x, jnp.abs(W)), f(x, jnp.abs(W))) < 0.01
 
 
-def carried(fun: Any, *args: Any) -> set[str]:
-    """The dtypes of what the first scan of a program under autocast carries."""
-    closed = jax.make_jaxpr(jaxmp.autocast(fun, BF16))(*args)
-    scan = next(e for e in equations(closed) if e.primitive.name == "scan")
-    return {str(v.aval.dtype) for v in scan.outvars}
-
-
 REPLICATED = {
     **WRAPPERS,
     "shard_map": functools.partial(over_devices, of_x=PartitionSpec()),
@@ -149,7 +142,7 @@ def test_streams_stay_in_16_bits(name: str) -> None:
         body = REPLICATED[name](lambda c, w: (c + jnp.tanh(c @ w), None))
         return lax.scan(body, x @ ws[0], ws)[0]
 
-    assert carried(f, rows(16, 16), WS) == {LOW[BF16]}
+    assert results_of("scan", f, rows(16, 16), WS) == [LOW[BF16]]
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
@@ -160,7 +153,7 @@ def test_recurrences_are_carried_in_float32(name: str) -> None:
         body = REPLICATED[name](lambda c, _: (c + jnp.tanh(c @ w), None))
         return lax.scan(body, x @ w, jnp.zeros((3, 16, 16)))[0]
 
-    assert carried(f, rows(16, 16), W) == {"float32"}
+    assert results_of("scan", f, rows(16, 16), W) == ["float32"]
 
 
 SLICES: dict[str, Callable[[Any, Any], Any]] = {
@@ -199,9 +192,7 @@ def test_a_sum_beside_layers_is_float32() -> None:
 
         return lax.scan(body, (x @ ws[0], jnp.zeros_like(x)), ws)[0]
 
-    closed = jax.make_jaxpr(jaxmp.autocast(f, BF16))(rows(16, 16), WS)
-    scan = next(e for e in equations(closed) if e.primitive.name == "scan")
-    assert [str(v.aval.dtype) for v in scan.outvars] == [LOW[BF16], "float32"]
+    assert results_of("scan", f, rows(16, 16), WS) == [LOW[BF16], "float32"]
 
 
 def gates(ws: Any, x: Any) -> Any:
@@ -230,9 +221,7 @@ def delta_rule(ws: Any, x: Any) -> Any:
 def test_what_adds_up_beside_layers_or_of_keys(fun: Any) -> None:
     args = rows(200, 16, 16) / 4, rows(64, 16, seed=2)
     assert error(jaxmp.autocast(fun, BF16)(*args), fun(*args)) < 0.03
-    closed = jax.make_jaxpr(jaxmp.autocast(fun, BF16))(*args)
-    scan = next(e for e in equations(closed) if e.primitive.name == "scan")
-    assert str(scan.outvars[-1].aval.dtype) == "float32"
+    assert results_of("scan", fun, *args)[-1] == "float32"
 
 
 def test_sharded_streams_stay_in_16_bits() -> None:
@@ -240,7 +229,7 @@ def test_sharded_streams_stay_in_16_bits() -> None:
         body = lambda c, w: (sharded(sharded(c) + jnp.tanh(sharded(c @ w))), None)  # noqa: E731
         return lax.scan(body, x @ ws[0], ws)[0]
 
-    assert carried(f, rows(16, 16), WS) == {LOW[BF16]}
+    assert results_of("scan", f, rows(16, 16), WS) == [LOW[BF16]]
 
 
 @pytest.mark.usefixtures("standard_promotion")

@@ -9,10 +9,20 @@ import pytest
 from jax import lax
 
 import jaxmp
-from tests.support.autocast_checks import BF16, BOTH, LOW, UNIT, W, X, check, error, rows
+from tests.support.autocast_checks import (
+    BF16,
+    LOW,
+    UNIT,
+    W,
+    X,
+    both,
+    check,
+    error,
+    results_of,
+    rows,
+)
 from tests.support.dots import equations
 
-both = pytest.mark.parametrize("policy", BOTH)
 PHASES = np.outer(np.arange(2048), 100.0 ** (-np.arange(8) / 8)).astype(np.float32)
 AT = jnp.array([3, 700, 1501, 2047])
 
@@ -111,9 +121,7 @@ def test_a_stream_that_begins_as_an_embedding(policy: str) -> None:
         return lax.scan(body, table[i], w)[0]
 
     args = rows(32, 16), jnp.stack([W, W]), jnp.arange(4)
-    closed = jax.make_jaxpr(jaxmp.autocast(f, policy))(*args)
-    scan = next(e for e in equations(closed) if e.primitive.name == "scan")
-    assert [str(v.aval.dtype) for v in scan.outvars] == [LOW[policy]]
+    assert results_of("scan", f, *args, policy=policy) == [LOW[policy]]
     check(f, *args, policy=policy, roundings=16)
 
 
@@ -268,9 +276,7 @@ def test_carries_that_depend_on_a_stream() -> None:
 
     args = rows(32, 16), jnp.stack([W, W, W]), jnp.arange(4)
     for f, dtypes in ((before, ["bfloat16", "float32"]), (swapped, ["bfloat16"] * 2)):
-        closed = jax.make_jaxpr(jaxmp.autocast(f, BF16))(*args)
-        scan = next(e for e in equations(closed) if e.primitive.name == "scan")
-        assert [str(v.aval.dtype) for v in scan.outvars] == dtypes, f.__name__
+        assert results_of("scan", f, *args) == dtypes, f.__name__
         check(f, *args, roundings=24)
 
 
@@ -294,9 +300,7 @@ def test_rows_that_a_carry_goes_on_with() -> None:
         return lax.scan(body, (x @ w, (x @ w)[:, :8]), jnp.stack([AT, AT - 1, AT - 2]))[1]
 
     args = X, W, jnp.asarray(PHASES)
-    closed = jax.make_jaxpr(jaxmp.autocast(f, BF16))(*args)
-    scan = next(e for e in equations(closed) if e.primitive.name == "scan")
-    assert [str(v.aval.dtype) for v in scan.outvars] == ["float32"] * 3
+    assert results_of("scan", f, *args) == ["float32"] * 3
     check(f, *args, roundings=24, argnums=(0, 1))
 
 
@@ -316,7 +320,7 @@ OUTER: dict[str, Any] = {
 
 
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("policy", BOTH)
+@both
 @pytest.mark.parametrize("name", OUTER)
 def test_a_product_that_adds_nothing_up_is_a_multiplication(name: str, policy: str) -> None:
     """Time embeddings of bfloat16 times were 42 % off."""

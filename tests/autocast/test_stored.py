@@ -9,11 +9,10 @@ import pytest
 from jax import lax
 
 import jaxmp
-from tests.support.autocast_checks import BF16, BOTH, FP16, LOW, W, X, check, error, rows, weights
+from tests.support.autocast_checks import BF16, FP16, LOW, W, X, both, check, error, rows, weights
 from tests.support.dots import count_dots, equations, program_of
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
-both = pytest.mark.parametrize("policy", BOTH)
 EYE = jnp.eye(16)
 SCORES = {BF16: "bfloat16", FP16: "float32"}
 

@@ -21,13 +21,7 @@ from tests.support.computed_weights import (
     by_hand,
     in_float32,
 )
-
-
-def placed(mesh: Any, params: Any, batch: Any) -> Any:
-    def put(tree: Any, *spec: Any) -> Any:
-        return jax.device_put(tree, jax.sharding.NamedSharding(mesh, P(*spec)))
-
-    return put(params), put(batch, "data")
+from tests.support.reduction_checks import split_over
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
@@ -40,7 +34,7 @@ def test_a_merged_weight_that_is_used_in_many_turns(axis_type: Any) -> None:
     }
     batch = {"x": np.ones((16, WIDTH), np.float32)}
     mesh = jax.make_mesh((8,), ("data",), (axis_type,))
-    args = placed(mesh, params, batch)
+    args = split_over(params, mesh=mesh), split_over(batch, "data", mesh=mesh)
     # Of a product of zeros the sine has slope 1: d/dw is the sum of x over rows and turns, and
     # d/da is that times b.T.
     scales = np.linspace(0.5, 1, TURNS, dtype=np.float32).astype(jnp.bfloat16).astype(np.float64)
@@ -62,7 +56,7 @@ def test_a_table_of_factors_that_is_read_many_times() -> None:
         "b": np.zeros((RANK, WIDTH), np.float32),
     }
     batch = {"x": np.ones((8 * ROWS, WIDTH), np.float32), "ids": np.zeros(8 * ROWS, np.int32)}
-    args = placed(jax.make_mesh((8,), ("data",), (AxisType.Auto,)), params, batch)
+    args = split_over(params), split_over(batch, "data")
     for loss in (by_hand("table of factors"), autocast("table of factors")):
         ours = jax.jit(jaxmp.grad(loss, reduce_dtype="float32"))(*args)["b"]
         np.testing.assert_allclose(ours, 8 * ROWS)

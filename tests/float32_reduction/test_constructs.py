@@ -16,13 +16,20 @@ from tests.support.reduction_checks import (
     representable,
     split_over,
 )
-from tests.support.reduction_models import MODELS, Author, batch, params_of
+from tests.support.reduction_models import (
+    AT_USE,
+    AUTOCAST,
+    BEFORE,
+    MODELS,
+    Author,
+    batch,
+    cases,
+    params_of,
+)
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
-BF16, F16 = jnp.bfloat16, jnp.float16
-AT_USE, BEFORE, AUTOCAST = (Author(how, BF16) for how in ("at use", "before", "autocast"))
-HALF = Author("at use", F16)
+HALF = Author("at use", jnp.float16)
 # Those that run with the quick tests; each of the others is like one of them.
 QUICK = {
     AT_USE: {
@@ -53,21 +60,6 @@ MADE_OF_PARAMS = {
 ALL = set(MODELS)
 # Autocast leaves them in float32, and says so.
 LEFT_ALONE = {"custom vjp", "custom vjp in parts"}
-EXHAUSTIVE = [pytest.mark.slow, pytest.mark.exhaustive]
-
-
-def cases(
-    quick: dict[Author, set[str]],
-    slow: dict[Author, set[str]],
-) -> Any:
-    """Authors and models; those that are not quick are marked, and so are known faults."""
-    params = []
-    for author in (AT_USE, AUTOCAST, BEFORE, HALF):
-        wanted = quick.get(author, set()) | slow.get(author, set())
-        for name in sorted(wanted):
-            marks = [] if name in quick.get(author, ()) else EXHAUSTIVE[:]
-            params.append(pytest.param(author, name, marks=marks, id=f"{name}-{author}"))
-    return pytest.mark.parametrize(("author", "name"), params)
 
 
 @cases(QUICK, {AT_USE: ALL, AUTOCAST: ALL - LEFT_ALONE})

@@ -23,12 +23,20 @@ from tests.support.reduction_checks import (
     reshards,
     split_over,
 )
-from tests.support.reduction_models import MODELS, Author, batch, params_of
+from tests.support.reduction_models import (
+    AT_USE,
+    AUTOCAST,
+    BEFORE,
+    MODELS,
+    Author,
+    batch,
+    cases,
+    params_of,
+)
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 BF16 = jnp.bfloat16
-AT_USE, BEFORE, AUTOCAST = (Author(how, BF16) for how in ("at use", "before", "autocast"))
 QUICK = {
     AT_USE: {"matmul", "conv", "tied embeddings", "dense", "scan remat", "experts by index"},
     BEFORE: {"scan remat"},
@@ -38,7 +46,7 @@ FAULTS = {
     (AT_USE, "per example branch"): "gathered in float32",
 }
 # What is made of params before it is gathered: in float32, or by moving parts of params about.
-MADE_FIRST = {"lora", "lora in float32", "block of params", "cond of params", "cond unlike"}
+MADE_FIRST = {"lora", "lora in float32", "block of params", "cond unlike"}
 # Gathered more than twice: closed over by a loop, which gathers them anew for each part.
 IN_LOOPS = {"lax map", "per example loop", "scan shared", "scan carries", "scan carries cast"}
 
@@ -49,23 +57,12 @@ SLOW = {
 }
 
 
-def cases() -> Any:
-    params = []
-    for author, quick in QUICK.items():
-        for name in sorted(quick | SLOW.get(author, set())):
-            marks = [] if name in quick else [pytest.mark.slow, pytest.mark.exhaustive]
-            if reason := FAULTS.get((author, name)):
-                marks.append(pytest.mark.xfail(strict=True, reason=reason))
-            params.append(pytest.param(author, name, marks=marks, id=f"{name}-{author}"))
-    return pytest.mark.parametrize(("author", "name"), params)
-
-
 def reduced(loss_fn: Any, shardings: Any = None, **options: Any) -> Any:
     fsdp = None if shardings is None else FSDP(shardings=shardings, **options)
     return jaxmp.value_and_grad(loss_fn, reduce_dtype="float32", fsdp=fsdp)
 
 
-@cases()
+@cases(QUICK, SLOW, FAULTS)
 def test_gathers_in_sixteen_bits_and_scatters_in_float32(author: Author, name: str) -> None:
     model = MODELS[name]
     loss_fn, params, examples = (
@@ -104,22 +101,23 @@ def test_gathers_in_sixteen_bits_and_scatters_in_float32(author: Author, name: s
 
 
 def scan_case() -> Any:
+    """A loss, its params whole, their shardings, the params split, and a batch."""
     model = MODELS["scan remat"]
-    return AT_USE.loss(model.loss), params_of(model), split_over(batch(), "data")
+    params = params_of(model)
+    shardings = fully_sharded(params, MESH, min_size=16)
+    split = jax.device_put(params, shardings)
+    return AT_USE.loss(model.loss), params, shardings, split, split_over(batch(), "data")
 
 
 def test_left_to_the_partitioner_params_are_gathered_in_float32() -> None:
     """The positive control: what the argument is there for."""
-    loss_fn, params, examples = scan_case()
-    split = jax.device_put(params, fully_sharded(params, MESH, min_size=16))
+    loss_fn, _, _, split, examples = scan_case()
     report = jaxmp.collectives(jax.grad(loss_fn), split, examples)
     assert gathers(report, "float32") + reshards(report) + narrow_sums(report) > 0
 
 
 def test_a_layer_is_gathered_at_a_time() -> None:
-    loss_fn, params, examples = scan_case()
-    shardings = fully_sharded(params, MESH, min_size=16)
-    split = jax.device_put(params, shardings)
+    loss_fn, _, shardings, split, examples = scan_case()
     for row in jaxmp.collectives(reduced(loss_fn, shardings), split, examples):
         assert row.elements <= 16 * 16, row
         assert row.kind != "all-gather" or row.runs == 3, row
@@ -225,7 +223,7 @@ def test_operands_of_gradients_are_not_split() -> None:
 
 
 def test_a_split_loop_dimension_is_gathered_first() -> None:
-    loss_fn, params, examples = scan_case()
+    loss_fn, params, _, _, examples = scan_case()
     params = {key: jnp.concatenate([x, x, x[:2]]) for key, x in params.items()}
     shardings = {key: NamedSharding(MESH, P("data")) for key in params}
     split = jax.device_put(params, shardings)
@@ -257,9 +255,8 @@ def test_activations_of_the_shape_of_a_param_stay_where_they_are() -> None:
 
 
 def test_microbatches_and_16_bit_params() -> None:
-    loss_fn, params, examples = scan_case()
-    shardings = fully_sharded(params, MESH, min_size=16)
-    low = jax.device_put(jax.tree.map(lambda x: x.astype(BF16), params), shardings)
+    loss_fn, params, shardings, split, examples = scan_case()
+    low = jax.tree.map(lambda x: x.astype(BF16), split)
     fun = jaxmp.value_and_grad(loss_fn, microbatches=2, fsdp=FSDP(shardings=shardings))
     report = jaxmp.collectives(fun, low, examples)
     assert narrow_sums(report) == 0
@@ -289,9 +286,7 @@ def test_several_arguments() -> None:
 
 @pytest.mark.slow
 def test_outside_of_jit() -> None:
-    loss_fn, params, examples = scan_case()
-    shardings = fully_sharded(params, MESH, min_size=16)
-    split = jax.device_put(params, shardings)
+    loss_fn, params, shardings, split, examples = scan_case()
     loss, grads = reduced(loss_fn, shardings)(split, examples)
     wanted_loss, wanted = reduced(loss_fn)(params, batch())
     np.testing.assert_allclose(loss, wanted_loss, rtol=1e-5)

@@ -52,24 +52,20 @@ def test_a_mean_with_these_factors(case: dict[str, Any]) -> None:
     np.testing.assert_allclose(got[0], want, rtol=tolerance, atol=1e-5)
 
 
-def number(value: Any) -> float:
-    return float(value)  # the records write "inf"
-
-
 @pytest.mark.parametrize("case", ORDERS, ids=lambda c: f"{c['grad']}-{c['world']}")
 def test_division_comes_before_the_cast(case: dict[str, Any]) -> None:
     """Numbers as they travel, to the bit; DDP's hook casts first and sends infinities."""
     grad, world = jnp.float32(case["grad"]), case["world"]
     sent = WireFormat(jnp.dtype(jnp.float16), world).send(grad)
     assert sent.dtype == jnp.float16
-    assert float(sent) == number(case["div_then_cast_fp16"])
+    assert float(sent) == float(case["div_then_cast_fp16"])  # the records write "inf"
     assert np.isfinite(sent)
     # Positive control: the other order is the record's other column.
     other = grad.astype(jnp.float16) / jnp.float16(world)
-    assert float(other) == number(case["cast_then_div_fp16"])
+    assert float(other) == float(case["cast_then_div_fp16"])
     # bfloat16 has the range, so nothing is divided; these worlds are powers of two.
     low = WireFormat.of(jnp.dtype(jnp.bfloat16), world).send(grad)
-    assert float(low) == number(case["cast_then_div_bf16"]) * world
+    assert float(low) == float(case["cast_then_div_bf16"]) * world
 
 
 @pytest.mark.parametrize("case", ORDERS, ids=lambda c: f"{c['grad']}-{c['world']}")

@@ -22,7 +22,7 @@ from tests.support.reduction_checks import (
     representable,
     split_over,
 )
-from tests.support.reduction_models import end
+from tests.support.reduction_models import end, relu_dense
 
 pytestmark = [pytest.mark.jax, pytest.mark.usefixtures("standard_promotion")]
 
@@ -38,14 +38,16 @@ class Sharded(NamedTuple):
       shape: that of the whole weight.
       weight: its spec.
       batch: the spec of the batch, and of the result.
-      options: of `jax.shard_map`.
+      options: of `jax.shard_map`; None for a program that maps parts of itself.
+      casts: whether the program casts the weight itself.
     """
 
     fun: Callable[[Any, Any], Any]
     shape: tuple[int, ...] = (16, 16)
     weight: P = P()
     batch: P = P("data")
-    options: dict[str, Any] = {}  # noqa: RUF012
+    options: dict[str, Any] | None = {}  # noqa: RUF012
+    casts: bool = False
 
 
 def dense(w: Any, x: Any) -> Any:
@@ -67,6 +69,10 @@ def pipeline(w: Any, x: Any) -> Any:
         return lax.ppermute(dense(w[0], h), "model", [(0, 1), (1, 0)]), None
 
     return lax.scan(turn, x, length=2)[0]
+
+
+def gathered(w: Any, x: Any) -> Any:
+    return dense(lax.all_gather(w, "data", tiled=True), x)
 
 
 def gathered_layers(w: Any, x: Any) -> Any:
@@ -118,7 +124,42 @@ def within(w: Any, x: Any) -> Any:
     return inner(w, x)
 
 
+def params_out(w: Any, x: Any) -> Any:
+    """The weight is a result of the `shard_map`, too."""
+    h, again = jax.shard_map(
+        lambda w, x: (dense(w, x), w),
+        mesh=MESH,
+        in_specs=(P(), P("data")),
+        out_specs=(P("data"), P()),
+    )(w, x)
+    return h @ again
+
+
+def gathered_apart(w: Any, x: Any) -> Any:
+    gather = jax.shard_map(
+        lambda w: lax.all_gather(w, "data", tiled=True),
+        mesh=MESH,
+        in_specs=P("data"),
+        out_specs=P(),
+        check_vma=False,
+    )
+    return dense(gather(w), x)
+
+
 ONE_AXIS = {
+    "a dense layer": Sharded(dense),
+    # Unchecked, plain JAX sums behind the cast, in float32.
+    "a cast inside": Sharded(
+        lambda w, x: dense(w.astype(x.dtype), x), options={"check_vma": True}, casts=True
+    ),
+    "a weight that is split": Sharded(gathered, weight=P("data")),
+    "a loop": Sharded(lambda w, x: lax.scan(lambda h, _: (dense(w, h), None), x, length=2)[0]),
+    "custom_vjp": Sharded(
+        lambda w, x: relu_dense(x, w, jnp.zeros(16, x.dtype)), options={"check_vma": False}
+    ),
+    "a lookup": Sharded(lambda w, x: w[(jnp.abs(x) * 8).astype(int) % 16]),
+    "params come out": Sharded(params_out, options=None),
+    "gathered apart": Sharded(gathered_apart, options=None),
     "layers that are gathered": Sharded(gathered_layers, (3, 16, 16), P(None, "data")),
     "one weight of each device": Sharded(one_of_each_device, (4, 16, 16)),
     "a branch of each device": Sharded(branch_of_each_device),
@@ -135,18 +176,25 @@ CASES = [
     pytest.param(mesh, sharded._replace(options={"check_vma": vma} | sharded.options), id=name)
     for mesh, table in ((MESH, ONE_AXIS), (GRID, TWO_AXES))
     for kind, sharded in table.items()
+    if sharded.options is not None
     for vma, name in ((True, kind), (False, f"{kind}, unchecked"))
     if sharded.options.get("check_vma", vma) is vma
 ]
+CASES += [pytest.param(MESH, x, id=name) for name, x in ONE_AXIS.items() if x.options is None]
 
 
 def arguments(sharded: Sharded, mesh: Any) -> tuple[Any, Any]:
     random = np.random.default_rng(0)
-    w, x = (jnp.asarray(random.normal(size=s), F32) for s in (sharded.shape, (512, 16)))
+    # What 16 bits hold, so that lookups by it are the same.
+    w, x = (
+        jnp.asarray(random.normal(size=s), BF16).astype(F32) for s in (sharded.shape, (512, 16))
+    )
     return split_over(w / 4, *sharded.weight, mesh=mesh), split_over(x, *sharded.batch, mesh=mesh)
 
 
 def mapped(sharded: Sharded, mesh: Any) -> Callable[[Any, Any], Any]:
+    if sharded.options is None:
+        return sharded.fun
     return jax.shard_map(
         sharded.fun,
         mesh=mesh,
@@ -162,10 +210,12 @@ def test_weights_in_a_shard_map_are_summed_in_float32(mesh: Any, sharded: Sharde
     w, x = arguments(sharded, mesh)
 
     def loss(w: Any, x: Any, dtype: Any = BF16) -> Any:
-        return end(mapped(sharded, mesh)(w.astype(dtype), x.astype(dtype)))
+        w = w if sharded.casts else w.astype(dtype)
+        return end(mapped(sharded, mesh)(w, x.astype(dtype)))
 
-    ours = jaxmp.grad(loss, reduce_dtype="float32")
-    grad = compiled(ours)(w, x)
+    ours = jaxmp.value_and_grad(loss, reduce_dtype="float32")
+    value, grad = compiled(ours)(w, x)
+    assert value == compiled(loss)(w, x)
     assert representable(grad, BF16) < 0.6
     assert relative_error(grad, compiled(jax.grad(lambda w, x: loss(w, x, F32)))(w, x)) < 0.03
     assert narrow_sums(jaxmp.collectives(ours, w, x)) == 0

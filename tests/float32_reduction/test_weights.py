@@ -62,12 +62,6 @@ def dora(p: Any, f: Frozen, c: Any) -> Any:
 
 
 @weight
-def scaled_lora(p: Any, f: Frozen, c: Any) -> Any:
-    low = c(p["a"]) @ c(p["v"])
-    return c(p["g"])[None] * (f.weight.astype(low.dtype) + low)
-
-
-@weight
 def pruned_and_normed(p: Any, f: Frozen, c: Any) -> Any:
     return normed(c(p["w"]) * f.mask)
 
@@ -80,12 +74,6 @@ def dropconnect_and_normed(p: Any, f: Frozen, c: Any) -> Any:
 @weight
 def masked_softmax(p: Any, f: Frozen, c: Any) -> Any:
     return jax.nn.softmax(jnp.where(TRIANGLE, c(p["w"]), -1e9))
-
-
-@weight
-def tempered_softmax(p: Any, f: Frozen, c: Any) -> Any:
-    w = c(p["w"])
-    return jax.nn.softmax(w / f.temperature.astype(w.dtype))
 
 
 @weight
@@ -103,12 +91,6 @@ def inverted(p: Any, f: Frozen, c: Any) -> Any:
 def large_ones(p: Any, f: Frozen, c: Any) -> Any:
     w = c(p["w"])
     return jnp.tanh(jnp.where(jnp.abs(w) > 0.1, w, 0))
-
-
-@weight
-def safe_root(p: Any, f: Frozen, c: Any) -> Any:
-    w = c(p["w"])
-    return jnp.where(w > 0, jnp.sqrt(jnp.where(w > 0, w, 1)), 0)
 
 
 @weight

@@ -12,7 +12,14 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
 
-from jaxmp._program.facts import NONE, Labels, Question, made_of, propagate
+from jaxmp._program.facts import (
+    NONE,
+    Labels,
+    Question,
+    arguments_read,
+    made_of,
+    propagate,
+)
 from jaxmp._program.program import read
 
 pytestmark = pytest.mark.jax
@@ -146,3 +153,50 @@ def test_what_joins_is_the_same_in_any_order() -> None:
     given = [frozenset({i}) for i in range(3)]
     assert labels_of(swap(first, second), given) == labels_of(swap(second, first), given)
     assert functools.reduce(frozenset.union, labels_of(swap(first, second), given)) == {0, 1, 2}
+
+
+# --- which arguments a program reads -----------------------------------------------------------
+
+
+def reads(fun: Callable[..., Any], count: int, wanted: list[bool] | None = None) -> list[bool]:
+    program = read(jax.make_jaxpr(fun)(*(jnp.float32(i) for i in range(count))))
+    return arguments_read(program, wanted or [True] * len(program.outputs))
+
+
+def rotated(x: Any, y: Any, z: Any) -> Any:
+    # A turn makes the first from the second, the second from the third; the third stays.
+    return lax.scan(lambda c, _: ((c[1] + 1, c[2] + 1, c[2]), c[0]), (x, y, z), None, length=3)
+
+
+def looped(x: Any, y: Any, z: Any) -> Any:
+    return lax.while_loop(lambda c: c[1] < 9, lambda c: (c[0] * 2, c[1] + 1, c[2]), (x, y, z))
+
+
+def printed(x: Any, y: Any) -> Any:
+    jax.debug.print("{}", y)
+    return x
+
+
+def branched(p: Any, x: Any, y: Any, z: Any) -> Any:
+    return lax.cond(p > 0, lambda x, y, z: x, lambda x, y, z: y * 2, x, y, z)
+
+
+@pytest.mark.parametrize(
+    ("fun", "wanted", "want"),
+    [
+        (lambda x, y: x + 0 * y, None, [True, True]),
+        (lambda x, y: (jnp.sin(x), jnp.sin(y)), [False, True], [False, True]),
+        (jax.jit(lambda x, y: (jnp.sin(x), jnp.sin(y))), [False, True], [False, True]),
+        (jax.checkpoint(lambda x, y: (jnp.sin(x), y)), [True, False], [True, False]),
+        (rotated, [False, False, True, False], [False, False, True]),
+        (rotated, [False, True, False, False], [False, True, True]),
+        (rotated, [True, False, False, False], [True, True, True]),
+        # How long a loop runs is read for each of its results; the third passes it by.
+        (looped, [True, False, False], [True, True, False]),
+        (looped, [False, False, True], [False, False, True]),
+        (branched, None, [True, True, True, False]),
+        (printed, None, [True, True]),
+    ],
+)
+def test_what_is_read(fun: Any, wanted: list[bool] | None, want: list[bool]) -> None:
+    assert reads(fun, len(want), wanted) == want

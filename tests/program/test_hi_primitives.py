@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen as nn
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import hijax
@@ -135,17 +134,6 @@ def test_recompute_and_float8_enter_it(flags: None) -> None:
         "float8_e4m3fn",
         "float8_e5m2",
     }
-
-
-def test_linen_checkpoints(flags: None) -> None:
-    class Net(nn.Module):
-        @nn.compact
-        def __call__(self, x: Any) -> Any:
-            return nn.remat(nn.Dense)(32)(nn.tanh(nn.remat(nn.Dense)(64)(x)))
-
-    variables = Net().init(jax.random.key(0), X)
-    fast = jaxmp.autocast(lambda v, x: jnp.mean(Net().apply(v, x) ** 2), "mixed_bfloat16")
-    assert set(count_dots(jax.grad(fast), variables, X)) == {"bfloat16"}
 
 
 def test_a_custom_vjp_is_what_it_was(flags: None) -> None:

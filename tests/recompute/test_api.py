@@ -24,25 +24,23 @@ from tests.support.recompute_checks import (
     check,
     dear_operations,
     gradient,
-    kept,
     kept_bytes,
+    norm,
     scalar,
+    shapes,
 )
 
 pytestmark = pytest.mark.jax
 
 V = weights(16, 16, seed=2)
 SQUARE = rows(4, 4) @ rows(4, 4).T + 4 * jnp.eye(4)
+MESH = Mesh(np.array(jax.devices()[:4]), ("data",))
+SPLIT = jax.NamedSharding(MESH, P("data"))
 IMAGES, FILTERS = rows(2, 8, 8, 4), weights(3, 3, 4, 4)
 
 
 def mlp(x: Any, w: Any, v: Any) -> Any:
     return jax.nn.gelu(x @ w) @ v
-
-
-def norm(x: Any) -> Any:
-    x = x - x.mean(-1, keepdims=True)
-    return x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6)
 
 
 def attention(x: Any, w: Any, v: Any) -> Any:
@@ -128,6 +126,7 @@ def in_place(x: Any, w: Any) -> Any:
     return ref[...]
 
 
+# Sorts, gathers, scatters and others are in test_properties.py.
 PROGRAMS: dict[str, tuple[Any, ...]] = {
     "mlp": (mlp, X, W, V),
     "attention": (attention, X, W, V),
@@ -142,17 +141,12 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
     "convolutions": (batch_norm, IMAGES, FILTERS),
     "pools": (pooled, IMAGES, FILTERS),
     "references": (in_place, X, W),
-    "sort": (lambda x, w: jnp.sin(jnp.sort(jnp.tanh(x @ w))) @ w, X, W),
     "top k": (lambda x, w: jnp.exp(lax.top_k(jnp.tanh(x @ w), 4)[0]), X, W),
-    "cumulative sum": (lambda x, w: jnp.exp(jnp.cumsum(jnp.tanh(x @ w), 1)), X, W),
     "cumulative product": (lambda x, w: jnp.exp(jnp.cumprod(jnp.tanh(x @ w), 1)), X, W),
     "cumulative maximum": (lambda x, w: jnp.exp(lax.cummax(jnp.tanh(x @ w))), X, W),
     "cumulative logsumexp": (lambda x, w: jnp.sin(lax.cumlogsumexp(jnp.tanh(x @ w))), X, W),
     "product": (lambda x, w: jnp.sin(jnp.prod(jnp.tanh(x @ w), 1)), X, W),
     "FFT": (lambda x, w: jnp.abs(jnp.fft.fft(jnp.tanh(x @ w)) + 2), X, W),
-    "gather": (lambda x, w: jnp.tanh(jnp.tanh(x @ w)[jnp.array([2, 0, 2])]) @ w, X, W),
-    "scatter": (lambda x, w: jnp.tanh((x @ w).at[jnp.array([1, 1])].add(jnp.sin(x[:2]))), X, W),
-    "set": (lambda x, w: jnp.tanh(jnp.sin(x @ w).at[jnp.array([1, 2])].set(x[:2])), X, W),
     "multiply": (
         lambda x, w: jnp.sin((x @ w).at[jnp.array([1, 2])].multiply(x[:2], unique_indices=True)),
         X,
@@ -188,10 +182,6 @@ def test_the_check_sees_what_is_computed_twice() -> None:
     plain = dear_operations(mlp, X, W, V)
     twice = dear_operations(jax.checkpoint(lambda *a: jnp.sin(mlp(*a))), X, W, V)
     assert twice["dot_general"] > plain["dot_general"]
-
-
-def shapes(fun: Any, *args: Any) -> list[str]:
-    return sorted(each.str_short() for each in kept(fun, *args) if each.size > 1)
 
 
 @pytest.mark.parametrize(
@@ -286,19 +276,6 @@ def test_under_transformations(mode: Any) -> None:
         assert error(compiled(lambda t=transformed: t(lean))(), want) <= 2e-5
 
 
-def test_a_scan_over_steps_with_donation() -> None:
-    def train(fun: Any, w: Any) -> Any:
-        def step(w: Any, _: Any) -> Any:
-            value, grads = jax.value_and_grad(lambda w: scalar(fun)(X, w, V))(w)
-            return w - 1e-2 * grads, value
-
-        return lax.scan(step, w, None, length=3)
-
-    run = jax.jit(train, static_argnums=0, donate_argnums=1)
-    got, want = run(jaxmp.recompute(layers), W + 0), run(layers, W + 0)
-    assert error(got, want) <= 1e-5
-
-
 def test_random_numbers_and_callbacks_run_once() -> None:
     calls: list[int] = []
 
@@ -320,10 +297,8 @@ def test_random_numbers_and_callbacks_run_once() -> None:
 
 
 def test_in_a_shard_map() -> None:
-    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
-
     @functools.partial(
-        jax.shard_map, mesh=mesh, in_specs=(P("data"), P(), P()), out_specs=P("data")
+        jax.shard_map, mesh=MESH, in_specs=(P("data"), P(), P()), out_specs=P("data")
     )
     def fun(x: Any, w: Any, v: Any) -> Any:
         mean = lax.pmean(jnp.tanh(x @ w), "data")
@@ -334,28 +309,18 @@ def test_in_a_shard_map() -> None:
 
 
 def test_in_a_jit_with_shardings() -> None:
-    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
-    sharding = jax.NamedSharding(mesh, P("data"))
-    inner = jax.jit(mlp, in_shardings=(sharding, None, None), out_shardings=sharding)
+    inner = jax.jit(mlp, in_shardings=(SPLIT, None, None), out_shardings=SPLIT)
     check(lambda *args: jnp.sin(inner(*args)), X, W, V)
     assert shapes(jaxmp.recompute(inner), X, W, V) == ["float32[4,16]"]
-
-
-def test_a_sharding_constraint_stays() -> None:
-    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
-    sharding = jax.NamedSharding(mesh, P("data"))
-    check(lambda x, w: jnp.sin(lax.with_sharding_constraint(jnp.sin(x @ w), sharding)), X, W)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_sharding_constraint_on_what_was_widened_is_kept(mode: str) -> None:
     """To go back to the narrow product would move the data again."""
-    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
-    sharding = jax.NamedSharding(mesh, P("data"))
 
     def fun(x: Any, w: Any) -> Any:
         y = (x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(jnp.float32)
-        y = lax.with_sharding_constraint(y, sharding)
+        y = lax.with_sharding_constraint(y, SPLIT)
         return jnp.tanh(y) @ w + jnp.sin(y) @ w
 
     check(fun, X, jnp.eye(16), within=0.02, mode=mode)
@@ -390,38 +355,6 @@ def test_a_jit_inside_gives_no_array_away(mode: Any) -> None:
     fun = scalar(lambda x, w, v: inner(jnp.sin(x @ w)) @ v)
     got = jax.grad(jaxmp.recompute(fun, mode), argnums=1)(X, W, V)
     assert error(got, jax.grad(fun, argnums=1)(X, W, V)) <= 2e-6
-
-
-class Block(nn.Module):
-    @nn.compact
-    def __call__(self, x: Any, train: bool = True) -> Any:
-        y = nn.BatchNorm(use_running_average=not train)(nn.Dense(16)(nn.LayerNorm()(x)))
-        return x + nn.Dropout(0.5, deterministic=not train)(nn.Dense(16)(nn.gelu(y)))
-
-
-@pytest.mark.slow
-def test_a_linen_model_with_state() -> None:
-    model = Block()
-    variables = model.init(jax.random.key(0), X, False)
-
-    def fun(params: Any, x: Any) -> Any:
-        return model.apply(
-            {**variables, "params": params}, x, rngs={"dropout": jax.random.key(1)},
-            mutable=["batch_stats"],
-        )  # fmt: skip
-
-    check(fun, variables["params"], X, within=1e-4)
-    assert kept_bytes(jaxmp.recompute(fun), variables["params"], X) < 0.6 * kept_bytes(
-        fun, variables["params"], X
-    )
-
-
-def test_an_nnx_model_as_a_function_of_its_state() -> None:
-    model = nnx.Sequential(
-        nnx.Linear(16, 64, rngs=nnx.Rngs(0)), nnx.gelu, nnx.LayerNorm(64, rngs=nnx.Rngs(1))
-    )
-    graph, state = nnx.split(model)
-    check(lambda state, x: nnx.merge(graph, state)(x), state, X)
 
 
 def test_names_of_scopes_and_lines_stay() -> None:
@@ -472,24 +405,6 @@ def test_loops_keep_no_copy_of_what_they_are_given() -> None:
     assert sorted(set(stacked) - set(rows)) == ["float32[2,16,16]", "float32[2,4,16]"]
     assert stacked.count("float32[2,4,16]") == stacked.count("float32[2,16,16]") == 2
     assert len(rows) <= 3
-
-
-def test_what_is_named_as_dear_is_not_computed_again() -> None:
-    @jax.jit
-    def slow(x: Any) -> Any:
-        return jnp.sin(jnp.sin(x))
-
-    def fun(x: Any, w: Any) -> Any:
-        return jnp.tanh(slow(x @ w)) @ w
-
-    def count(fun: Any, name: str) -> int:
-        program = jax.make_jaxpr(gradient(fun))(X, W)
-        return sum(equation.primitive.name == name for equation in equations(program))
-
-    assert count(jaxmp.recompute(fun), "tanh") == 2
-    assert count(jaxmp.recompute(fun, dear=["tanh"]), "tanh") == 1
-    assert count(jaxmp.recompute(fun), "sin") == 4
-    assert count(jaxmp.recompute(fun, dear=["slow"]), "sin") == 2
 
 
 def test_a_name_that_means_nothing_is_warned_of() -> None:
@@ -750,21 +665,6 @@ def test_as_an_option(name: str) -> None:
         ValueError, match="recompute must be 'auto', 'always', 'loops' or 'never', got 'all'"
     ):
         STEPS[name](recompute="all")
-
-
-def test_in_a_train_step() -> None:
-    tx = jaxmp.mixed_precision(optax.sgd(0.1), "mixed_float16")
-
-    def step(**options: Any) -> Any:
-        return jaxmp.make_train_step(loss_of_layers, "mixed_float16", donate=False, **options)
-
-    state = jaxmp.TrainState.create(params=PARAMS, tx=tx)
-    plain = step(microbatches=2, recompute="never")
-    lean = step(microbatches=2, recompute="always")
-    got, want = lean(state, X), plain(state, X)
-    assert error(got[0].params, want[0].params) <= 1e-3
-    assert jaxmp.audit(lean, state, X).recomputed
-    assert not jaxmp.audit(plain, state, X).recomputed
 
 
 @pytest.mark.slow

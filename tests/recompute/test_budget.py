@@ -9,13 +9,14 @@ import pytest
 from jax import lax
 
 import jaxmp
-from tests.recompute.test_codes import STACKS, V, W, X, attention, norm, scanned
+from tests.recompute.test_codes import STACKS, V, W, X, attention, scanned
 from tests.support.autocast_checks import error, weights
 from tests.support.recompute_checks import (
     dear_operations,
     gradient,
     kept,
     kept_bytes,
+    norm,
     scalar,
 )
 

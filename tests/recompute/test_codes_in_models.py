@@ -12,9 +12,9 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jaxmp
-from tests.recompute.test_codes import STACKS, in_bytes, scanned
+from tests.recompute.test_codes import STACKS, scanned
 from tests.support.autocast_checks import error, rows
-from tests.support.recompute_checks import gradient, kept_bytes, scalar
+from tests.support.recompute_checks import gradient, in_bytes, kept_bytes, scalar
 
 pytestmark = pytest.mark.jax
 
@@ -40,15 +40,14 @@ class NnxBlock(nnx.Module):
 
 class EquinoxBlock(eqx.Module):
     norm: eqx.nn.LayerNorm
-    up: eqx.nn.Linear
-    down: eqx.nn.Linear
+    mlp: eqx.nn.MLP
 
     def __init__(self, key: Any) -> None:
         self.norm = eqx.nn.LayerNorm(128)
-        self.up, self.down = eqx.nn.Linear(128, 256, key=key), eqx.nn.Linear(256, 128, key=key)
+        self.mlp = eqx.nn.MLP(128, 128, 256, 1, jax.nn.gelu, key=key)
 
     def __call__(self, x: Any) -> Any:
-        return x + self.down(jax.nn.gelu(self.up(self.norm(x))))
+        return x + self.mlp(self.norm(x))
 
 
 Model = tuple[Callable[..., Any], Any]

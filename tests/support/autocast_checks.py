@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 import jaxmp
-from tests.support.dots import count_dots
+from tests.support.dots import count_dots, equations
 
 BF16, FP16 = "mixed_bfloat16", "mixed_float16"
 BOTH = (BF16, FP16)
+both = pytest.mark.parametrize("policy", BOTH)
 # The largest relative error of one rounding.
 UNIT = {BF16: 2.0**-8, FP16: 2.0**-11}
 LOW = {BF16: "bfloat16", FP16: "float16"}
@@ -32,6 +33,10 @@ def weights(*shape: int, seed: int = 1) -> jax.Array:
 X, W = rows(4, 16), weights(16, 16)
 
 
+def layer(x: Any, w: Any) -> Any:
+    return jnp.tanh(x @ w)
+
+
 def gradient_inside(policy: str) -> contextlib.AbstractContextManager[Any]:
     """Expects the warning of a float16 gradient without a loss scale, inside of a function."""
     if policy == FP16:
@@ -44,12 +49,34 @@ def compiled(fun: Callable[..., Any]) -> Callable[..., Any]:
     return jax.jit(fun, compiler_options={"xla_backend_optimization_level": 0})
 
 
+def in_16_bits(fun: Callable[..., Any], policy: str, *args: Any) -> Any:
+    """The positive control: everything in 16 bits, as a cast of all arguments makes it."""
+    low = [x.astype(LOW[policy]) for x in args]
+    return jax.tree.map(lambda x: x.astype(jnp.float32), fun(*low))
+
+
+def results_of(name: str, fun: Callable[..., Any], *args: Any, policy: str = BF16) -> list[str]:
+    """The dtypes that the first operation of a name returns, in a program under autocast."""
+    closed = jax.make_jaxpr(jaxmp.autocast(fun, policy))(*args)
+    op = next(each for each in equations(closed) if each.primitive.name == name)
+    return [str(variable.aval.dtype) for variable in op.outvars]
+
+
 def types(tree: Any) -> list[Any]:
     """Shape and dtype of each array, type and value of what is none."""
     return [
         (x.shape, str(x.dtype)) if hasattr(x, "dtype") else (type(x), x)
         for x in jax.tree.leaves(tree)
     ]
+
+
+def same_bits(got: Any, want: Any) -> None:
+    """Fails if numbers or dtypes of two trees differ; NaN is equal to itself."""
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        if jax.dtypes.issubdtype(b.dtype, jax.dtypes.prng_key):
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
 
 
 def is_float(x: Any) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 import jaxmp
 from jaxmp._program import compat
@@ -16,6 +17,12 @@ from tests.support.autocast_checks import compiled, error, is_float, scalar as s
 from tests.support.dots import equations
 
 MODES = ("auto", "always")
+
+
+def norm(x: Any) -> Any:
+    """The layer norm of a model, without scales."""
+    x = x - x.mean(-1, keepdims=True)
+    return x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6)
 
 
 def scalar(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -49,6 +56,19 @@ def kept(fun: Callable[..., Any], *args: Any) -> list[Any]:
 def kept_bytes(fun: Callable[..., Any], *args: Any) -> int:
     """The size of what a backward pass has besides the arguments, without small numbers."""
     return sum(each.size * each.dtype.itemsize for each in kept(fun, *args) if each.size > 1)
+
+
+def shapes(fun: Any, *args: Any) -> list[str]:
+    """The types of what a backward pass has besides the arguments, without small numbers."""
+    return sorted(each.str_short() for each in kept(fun, *args) if each.size > 1)
+
+
+def in_bytes(fun: Any, *args: Any) -> dict[str, int]:
+    """The bytes that a backward pass keeps, by dtype."""
+    sizes: dict[str, int] = {}
+    for x in kept(fun, *args):
+        sizes[x.dtype.name] = sizes.get(x.dtype.name, 0) + x.size * x.dtype.itemsize
+    return sizes
 
 
 def dear_operations(fun: Callable[..., Any], *args: Any) -> Mapping[str, int]:

@@ -4,13 +4,13 @@ Each is a function `(p, x, c)` of params, of a batch, and of what casts a param 
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -63,53 +63,15 @@ def matmul(p: Params, b: Batch, c: Any) -> Any:
     return end(b.x @ c(p["w"]))
 
 
-@model(w=(24, 16))
-def matmul_transposed(p: Params, b: Batch, c: Any) -> Any:
-    return end(b.x @ c(p["w"]).T)
-
-
-@model(w=(24, 16))
-def param_on_the_left(p: Params, b: Batch, c: Any) -> Any:
-    return end(c(p["w"]) @ b.x.T)
-
-
-@model(w=(4, 4, 2, 8))
-def einsum_over_heads(p: Params, b: Batch, c: Any) -> Any:
-    heads = b.x.reshape(-1, 4, 4)
-    return end(jnp.einsum("bhd,hdke->bhke", heads, c(p["w"])))
-
-
-@model(a=(16, 8), v=(8, 24))
-def einsum_of_three(p: Params, b: Batch, c: Any) -> Any:
-    return end(jnp.einsum("bd,dr,ro->bo", b.x, c(p["a"]), c(p["v"])))
-
-
-@model(w=(16,))
-def vector(p: Params, b: Batch, c: Any) -> Any:
-    return end(b.x @ c(p["w"]))
-
-
 @model(w=(16, 24))
 def float32_result(p: Params, b: Batch, c: Any) -> Any:
     return end(jnp.matmul(b.x, c(p["w"]), preferred_element_type=F32))
-
-
-@model(w=(16, 24))
-def highest_precision(p: Params, b: Batch, c: Any) -> Any:
-    return end(jnp.matmul(b.x, c(p["w"]), precision=lax.Precision.HIGHEST))
 
 
 @model(w=(3, 3, 3, 8))
 def conv(p: Params, b: Batch, c: Any) -> Any:
     numbers = ("NHWC", "HWIO", "NHWC")
     return end(lax.conv_general_dilated(b.image, c(p["w"]), (1, 1), "SAME", None, None, numbers))
-
-
-@model(w=(3, 4, 8))
-def conv_1d(p: Params, b: Batch, c: Any) -> Any:
-    x = b.x.reshape(-1, 4, 4)
-    numbers = ("NWC", "WIO", "NWC")
-    return end(lax.conv_general_dilated(x, c(p["w"]), (1,), "SAME", None, None, numbers))
 
 
 @model(w=(3, 3, 1, 9))
@@ -127,35 +89,13 @@ def embedding(p: Params, b: Batch, c: Any) -> Any:
 
 
 @model(e=(32, 16))
-def take(p: Params, b: Batch, c: Any) -> Any:
-    return end(jnp.take(c(p["e"]), b.tokens, axis=0))
-
-
-@model(e=(32, 16))
-def one_hot(p: Params, b: Batch, c: Any) -> Any:
-    return end(jax.nn.one_hot(b.tokens, 32, dtype=b.x.dtype) @ c(p["e"]))
-
-
-@model(e=(32, 16))
 def tied_embeddings(p: Params, b: Batch, c: Any) -> Any:
     return end(jnp.tanh(c(p["e"])[b.tokens]) @ c(p["e"]).T)
-
-
-@model(e=(32, 16), s=(16,))
-def embedding_and_norm(p: Params, b: Batch, c: Any) -> Any:
-    return end(rms(c(p["e"])[b.tokens], c(p["s"])))
 
 
 @model(w=(4, 16, 8))
 def experts_by_index(p: Params, b: Batch, c: Any) -> Any:
     return end(jnp.einsum("bd,bdo->bo", b.x, c(p["w"])[b.choice]))
-
-
-@model(w=(4, 16, 8), r=(16, 4))
-def experts_by_routing(p: Params, b: Batch, c: Any) -> Any:
-    gates = jax.nn.softmax((b.x @ c(p["r"])).astype(F32)).astype(b.x.dtype)
-    every = jnp.einsum("bd,edo->beo", b.x, c(p["w"]))
-    return end(jnp.einsum("be,beo->bo", gates, every))
 
 
 @model(w=(4, 16, 8))
@@ -173,12 +113,6 @@ def rms(x: Any, scale: Any) -> Any:
 @model(s=(16,))
 def rms_norm(p: Params, b: Batch, c: Any) -> Any:
     return end(rms(b.x, c(p["s"])))
-
-
-@model(s=(16,), b=(16,))
-def layer_norm(p: Params, b: Batch, c: Any) -> Any:
-    x = b.x - jnp.mean(b.x, -1, keepdims=True)
-    return end(x * lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-3) * c(p["s"]) + c(p["b"]))
 
 
 @model(w=(16, 8), b=(8,))
@@ -221,11 +155,6 @@ def tokens_by_choice(p: Params, b: Batch, c: Any) -> Any:
     return end(jnp.tanh(rows) @ c(p["w"]))
 
 
-@model(e=(4, 16), w=(16, 8))
-def rows_that_meet_params(p: Params, b: Batch, c: Any) -> Any:
-    return end(rms(c(p["e"])[b.choice], c(p["e"])[0]) @ c(p["w"]))
-
-
 @model(w=(16, 8), g=(8,))
 def weight_norm(p: Params, b: Batch, c: Any) -> Any:
     w = c(p["w"])
@@ -258,42 +187,6 @@ def lora_of_frozen_weights(p: Params, b: Batch, c: Any) -> Any:
     return end(b.x @ (frozen + c(p["a"]) @ c(p["v"])))
 
 
-@model(w=(16, 8))
-def dropconnect(p: Params, b: Batch, c: Any) -> Any:
-    keep = jax.random.bernoulli(jax.random.key(0), 0.5, (16, 8))
-    w = c(p["w"])
-    return end(b.x @ jnp.where(keep, w, jnp.zeros_like(w)))
-
-
-@model(w=(16, 8))
-def pruned(p: Params, b: Batch, c: Any) -> Any:
-    w = c(p["w"])
-    mask = jnp.asarray(np.tri(16, 8), w.dtype)
-    return end(b.x @ (w * mask))
-
-
-@model(w=(16, 8))
-def straight_through(p: Params, b: Batch, c: Any) -> Any:
-    w = c(p["w"])
-    return end(b.x @ (w + lax.stop_gradient(jnp.round(w * 4) / 4 - w)))
-
-
-@model(w=(3, 16, 16))
-def python_loop(p: Params, b: Batch, c: Any) -> Any:
-    h = b.x
-    for i in range(3):
-        h = jnp.tanh(h @ c(p["w"])[i])
-    return end(h)
-
-
-@model(w=(3, 16, 16))
-def fori_loop(p: Params, b: Batch, c: Any) -> Any:
-    def body(i: Any, h: Any) -> Any:
-        return jnp.tanh(h @ c(p["w"][i]))
-
-    return end(lax.fori_loop(0, 3, body, b.x))
-
-
 STACK = {"w": (3, 16, 16), "b": (3, 16), "s": (3, 16)}
 
 
@@ -314,24 +207,8 @@ def scan(p: Params, b: Batch, c: Any) -> Any:
 
 
 @model(**STACK)
-def scan_backwards_unrolled(p: Params, b: Batch, c: Any) -> Any:
-    return scanned(p, b, c, reverse=True, unroll=2)
-
-
-@model(**STACK)
-def scan_jit(p: Params, b: Batch, c: Any) -> Any:
-    return scanned(p, b, c, jax.jit)
-
-
-@model(**STACK)
 def scan_remat(p: Params, b: Batch, c: Any) -> Any:
     return scanned(p, b, c, jax.checkpoint)
-
-
-@model(**STACK)
-def scan_remat_dots(p: Params, b: Batch, c: Any) -> Any:
-    policy = jax.checkpoint_policies.dots_saveable
-    return scanned(p, b, c, functools.partial(jax.checkpoint, policy=policy))
 
 
 @model(**STACK)
@@ -393,21 +270,9 @@ def cond(p: Params, b: Batch, c: Any) -> Any:
 
 
 @model(w=(16, 16), u=(16, 16))
-def cond_of_params(p: Params, b: Batch, c: Any) -> Any:
-    w = lax.cond(b.choice[0] >= 0, lambda: c(p["w"]), lambda: c(p["u"]) * 2)
-    return end(b.x @ w)
-
-
-@model(w=(16, 16), u=(16, 16))
 def cond_unlike(p: Params, b: Batch, c: Any) -> Any:
     w = lax.cond(b.choice[0] >= 0, lambda: c(p["w"]), lambda: c(p["u"]) * b.x[:16])
     return end(b.x @ w)
-
-
-@model(w=(3, 16, 16))
-def switch(p: Params, b: Batch, c: Any) -> Any:
-    branches = [lambda h, i=i: h @ c(p["w"])[i] for i in range(3)]
-    return end(lax.switch(b.choice[0] % 3, branches, b.x))
 
 
 @model(w=(16, 16))
@@ -539,16 +404,6 @@ def attention(p: Params, b: Batch, c: Any) -> Any:
     return end(y.reshape(8, 8, 16) @ c(p["o"]))
 
 
-@model(w=(4, 16, 8), b=(4, 8))
-def ensemble(p: Params, b: Batch, c: Any) -> Any:
-    return end(jax.vmap(lambda w, k: b.x @ c(w) + c(k))(p["w"], p["b"]))
-
-
-@model(w=(16, 8), b=(8,))
-def per_example(p: Params, b: Batch, c: Any) -> Any:
-    return end(jax.vmap(lambda x: x @ c(p["w"]) + c(p["b"]))(b.x))
-
-
 @model(w=(16, 8), b=(8,))
 def per_example_loop(p: Params, b: Batch, c: Any) -> Any:
     def one(x: Any) -> Any:
@@ -575,16 +430,6 @@ def gradient_penalty(p: Params, b: Batch, c: Any) -> Any:
 
     slopes = jax.grad(critic)(b.x)
     return end(b.x @ c(p["w"])) + jnp.mean((jnp.sum(slopes.astype(F32) ** 2, -1) - 1) ** 2)
-
-
-@model(w=(16, 8), v=(8, 4))
-def remat_penalty(p: Params, b: Batch, c: Any) -> Any:
-    @jax.checkpoint
-    def critic(x: Any) -> Any:
-        return jnp.sum(jnp.tanh(x @ c(p["w"])) @ c(p["v"]))
-
-    slopes = jax.grad(critic)(b.x)
-    return jnp.mean((jnp.sum(slopes.astype(F32) ** 2, -1) - 1) ** 2)
 
 
 @model(w=(16, 8))
@@ -617,17 +462,6 @@ def squared(p: Params, b: Batch, c: Any) -> Any:
     return end(b.x @ w) + 0.1 * jnp.mean((w @ w.T).astype(F32)) + jnp.sum(w.astype(F32) ** 2)
 
 
-@model(w=(16, 16), b=(16,))
-def platform_dependent(p: Params, b: Batch, c: Any) -> Any:
-    return end(
-        lax.platform_dependent(
-            b.x,
-            cpu=lambda x: x @ c(p["w"]) + c(p["b"]),
-            default=lambda x: x @ c(p["w"]),
-        )
-    )
-
-
 @model(w=(16, 8))
 def barrier_and_name(p: Params, b: Batch, c: Any) -> Any:
     w = lax.optimization_barrier(c(p["w"]))
@@ -656,6 +490,23 @@ class Author:
 
     def __str__(self) -> str:
         return f"{self.how}, {jnp.dtype(self.dtype).name}"
+
+
+AT_USE, BEFORE, AUTOCAST = (Author(how, jnp.bfloat16) for how in ("at use", "before", "autocast"))
+Names = dict[Author, set[str]]
+
+
+def cases(quick: Names, slow: Names, faults: dict[Any, str] = {}) -> Any:  # noqa: B006
+    """Parametrizes by authors and models; slow ones are marked so, and known faults."""
+    params = []
+    for author in dict.fromkeys((*quick, *slow)):
+        for name in sorted(quick.get(author, set()) | slow.get(author, set())):
+            is_quick = name in quick.get(author, ())
+            marks = [] if is_quick else [pytest.mark.slow, pytest.mark.exhaustive]
+            if reason := faults.get((author, name)):
+                marks.append(pytest.mark.xfail(strict=True, reason=reason))
+            params.append(pytest.param(author, name, marks=marks, id=f"{name}-{author}"))
+    return pytest.mark.parametrize(("author", "name"), params)
 
 
 def params_of(model: Model) -> Params:
