@@ -262,7 +262,17 @@ def by_name(api: str, name: str) -> Case:
     return next(case for case in CASES if (case.api, case.name) == (api, name))
 
 
+CELLS = [by_name(api, name) for api in ("linen", "nnx") for name in ("LSTMCell", "GRUCell")]
 DENSE = [by_name("linen", "Dense"), by_name("nnx", "Linear")]
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("case", CELLS, ids=str)
+def test_cells_return_their_compute_dtype(case: Case) -> None:
+    """They mix in their float32 carry, and would return float32; of all layers, always run."""
+    found = measure(case, "mixed_bfloat16", inside=True)
+    assert found == expected(case, "mixed_bfloat16", inside=True)
+    assert (found.output, found.carry) == ("bfloat16", "float32")
 
 
 @pytest.mark.parametrize("case", DENSE, ids=str)
