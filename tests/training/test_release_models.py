@@ -73,13 +73,11 @@ MODELS = {
     "nnx": functools.partial(of_flax, "nnx"),
     "equinox": of_equinox,
 }
-# Each operation of a transformer is compiled alone, which takes a minute.
-LARGE = [pytest.param(name, marks=pytest.mark.exhaustive) for name in ("linen", "nnx")]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16", "mixed_float8"])
-@pytest.mark.parametrize("name", [*LARGE, "equinox"])
+@pytest.mark.parametrize("name", MODELS)
 def test_bits_of_models(name: str, policy: str) -> None:
     params, loss = MODELS[name](policy)
     tx = jaxmp.mixed_precision(OPTIMIZER, policy)
