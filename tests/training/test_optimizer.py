@@ -1,7 +1,6 @@
 """The optimizer wrapper: masters, skips, and everything of optax inside it."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -55,8 +54,7 @@ def test_every_optimizer(name: str) -> None:
     params = mixed_tree()
     traces = []
 
-    # All is donated: no buffer is in the state twice.
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    @jax.jit
     def step(params: Any, state: Any, grads: Any) -> Any:
         traces.append(1)
         return tx.apply_gradients(grads, state, params, **extra_args())
@@ -258,6 +256,18 @@ def test_a_train_state_by_hand_counts_too() -> None:
     for _ in range(2):
         state = state.apply_gradients({"w": jnp.zeros(3)}, count=jnp.ones(2))
     assert int(state.opt_state.zero_gradients) == 2
+
+
+@pytest.mark.exhaustive
+def test_donated_trees_of_mixed_dtypes() -> None:
+    """No buffer is in a train state twice, so everything can be donated, for every optimizer."""
+    for name, make in OPTIMIZERS.items():
+        tx = jaxmp.mixed_precision(make(), "bfloat16")
+        state = jaxmp.TrainState.create(params=mixed_tree(), tx=tx)
+        step = jax.jit(lambda s, g: s.apply_gradients(g, extra=extra_args()), donate_argnums=0)
+        for _ in range(2):
+            state = step(state, constant_grads())
+        assert int(state.step) == 2, name
 
 
 def test_under_vmap() -> None:
