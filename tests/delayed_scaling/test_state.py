@@ -1,7 +1,6 @@
 """Delayed scaling in training: the state follows the data, once for each step, and nothing else."""
 
 import functools
-import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -9,13 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 from flax import linen as nn
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxmp
-import jaxmp.linen
 from tests.support.bits import tree_bits
 from tests.support.dots import count_dots
 
@@ -371,20 +368,6 @@ def test_a_step_is_traced_once() -> None:
         state, _ = step(state, batch_of(seed=i))
     assert step._cache_size() == 1
     assert traces == 1
-
-
-@pytest.mark.jax
-def test_orbax(tmp_path: pathlib.Path) -> None:
-    step, state = make_step(), new_state()
-    state, _ = step(state, batch_of())
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "state", state)
-        checkpointer.wait_until_finished()
-        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
-        restored = checkpointer.restore(tmp_path / "state", abstract)
-    assert tree_bits(restored) == tree_bits(state)
-    after = batch_of(seed=7)
-    assert tree_bits(step(restored, after)) == tree_bits(step(state, after))
 
 
 def test_a_layer_that_starts_at_zero() -> None:

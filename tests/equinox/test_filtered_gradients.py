@@ -32,11 +32,6 @@ def test_arguments_may_have_any_name() -> None:
     np.testing.assert_array_equal(grads.weight, X[:1])
 
 
-def test_gradients_fit_the_optimizer() -> None:
-    params = eqx.filter(Net(), eqx.is_inexact_array)
-    assert jax.tree.structure(filter_grad(mean_square)(Net(), X)) == jax.tree.structure(params)
-
-
 def test_narrow_params_have_float32_gradients() -> None:
     model = jaxmp.equinox.apply_policy(Net(), "bfloat16")
     loss, grads = filter_value_and_grad(mean_square)(model, X)
@@ -100,39 +95,6 @@ def test_sums_in_float32_and_recomputing(policy: str) -> None:
             found = plain_params(grads)[name]
             scale = jnp.max(jnp.abs(expected))
             np.testing.assert_allclose(found / scale, expected / scale, atol=2e-2, err_msg=name)
-
-
-def test_gradients_are_true_at_every_growth_of_the_scale() -> None:
-    """mpx unscales with the scale of the next step: every growth halves its gradients."""
-    config = jaxmp.DynamicLossScale(init_scale=4.0, growth_interval=1)
-    scale, expected = config.init(), filter_grad(mean_square)(Net(), X)
-    for _ in range(4):
-        grads = filter_grad(mean_square, loss_scale=scale)(Net(), X)
-        assert tree_bits(grads) == tree_bits(expected)
-        scale = config.adjust(scale, jaxmp.all_finite(grads))
-    assert float(scale.scale) == 64.0
-
-
-def test_one_trace_for_many_steps() -> None:
-    model, traces = jaxmp.equinox.apply_policy(Net(), "mixed_float16"), []
-
-    def loss_fn(model: Net, x: jax.Array) -> jax.Array:
-        traces.append(None)
-        return mean_square(model, x)
-
-    @eqx.filter_jit
-    def step(model: Net, scale: Any, x: jax.Array) -> Net:
-        grads = filter_grad(loss_fn, loss_scale=scale)(model, x)
-        return eqx.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, grads))
-
-    config = jaxmp.DynamicLossScale(growth_interval=1)
-    scale = config.init()
-    model = step(model, scale, X)
-    first = len(traces)
-    for finite in (True, False, True):
-        scale = config.adjust(scale, jnp.array(finite))
-        model = step(model, scale, X)
-    assert len(traces) == first
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Policies on Equinox modules: numbers, dtypes, structure, and what they refuse."""
 
 import pickle
-import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -26,10 +25,8 @@ from tests.support.dots import count_dots, equations, precisions
 
 pytestmark = [pytest.mark.jax, pytest.mark.annotations]
 
-LOW = {"mixed_bfloat16": 2e-2, "mixed_float16": 2e-3}
 
-
-@pytest.mark.parametrize("policy", LOW)
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 def test_gradients_are_those_of_plain_jax_to_the_bit(policy: str) -> None:
     model = jaxmp.equinox.apply_policy(Net(), policy)
     differentiated = jaxmp.equinox.filter_value_and_grad(mean_square, loss_scale=2.0**10)
@@ -46,18 +43,6 @@ def test_gradients_are_those_of_plain_jax_to_the_bit(policy: str) -> None:
     plain, plain_grads = of_plain(plain_params(Net()), X)
     assert float(loss) == float(plain)
     assert tree_bits(plain_params(grads)) == tree_bits(plain_grads)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", LOW)
-def test_gradients_are_near_float32(policy: str) -> None:
-    model = jaxmp.equinox.apply_policy(Net(), policy)
-    grads = plain_params(jaxmp.equinox.filter_grad(mean_square, loss_scale=2.0**10)(model, X))
-    reference = plain_params(eqx.filter_grad(mean_square)(Net(), X))
-    assert tree_bits(grads) != tree_bits(reference)
-    for name, expected in reference.items():
-        error = jnp.linalg.norm(grads[name] - expected) / jnp.linalg.norm(expected)
-        assert error < LOW[policy], name
 
 
 @pytest.mark.parametrize(
@@ -152,16 +137,6 @@ def test_a_transform_in_a_field() -> None:
     np.testing.assert_allclose(model(X), jax.vmap(Net())(X), atol=2e-2)
 
 
-def test_running_statistics_stay_float32() -> None:
-    model, state = eqx.nn.make_with_state(NormNet)()
-    low = jaxmp.equinox.apply_policy(model, "bfloat16")
-    (_, new), expected = with_state(low, state, X), with_state(model, state, X)[1]
-    for x, y in zip(jax.tree.leaves(new), jax.tree.leaves(expected), strict=True):
-        assert x.dtype == y.dtype != jnp.bfloat16
-        np.testing.assert_allclose(x, y, atol=1e-3)
-    assert low.head.weight.dtype == jnp.bfloat16
-
-
 def test_the_structure_is_that_of_the_model() -> None:
     plain = Net()
     model = jaxmp.equinox.apply_policy(plain, "mixed_float16")
@@ -172,17 +147,6 @@ def test_the_structure_is_that_of_the_model() -> None:
     assert repr(model) == repr(plain)
     assert bool(eqx.tree_equal(jaxmp.equinox.remove_policy(model), plain))
     assert jax.tree.structure(jaxmp.equinox.remove_policy(model)) == jax.tree.structure(plain)
-
-
-def test_a_checkpoint_fits_both() -> None:
-    plain = Net()
-    trained = eqx.tree_at(lambda m: m.head.bias, plain, X[0, :4])
-    model = jaxmp.equinox.apply_policy(trained, "mixed_float16")
-    with tempfile.TemporaryFile() as file:
-        eqx.tree_serialise_leaves(file, model)
-        file.seek(0)
-        restored = eqx.tree_deserialise_leaves(file, plain)
-    assert bool(eqx.tree_equal(restored, jaxmp.equinox.remove_policy(model)))
 
 
 def test_pickle() -> None:
@@ -428,14 +392,14 @@ def test_a_module_that_is_traced_outside_of_autocast_warns_once() -> None:
     model = jaxmp.equinox.apply_policy(Methods(), "mixed_bfloat16")
     model.activations(X[0])  # nothing is traced
     jax.jit(lambda x: model.twice(x))(X[0])  # a call of the model brings autocast
+    plain = jaxmp.equinox.with_scopes(Methods())
+    jax.jit(lambda x: plain.activations(x))(X[0])  # no policy, no warning
     params, static = eqx.partition(model, eqx.is_inexact_array)
     loss = jax.grad(lambda params: of_activations(eqx.combine(params, static), X))
     text = "a Linear of a model under a policy is called outside of autocast, where no policy"
     with pytest.warns(UserWarning, match=text) as warned:
         jax.tree.map(jnp.add, loss(params), loss(params))
     assert len(warned) == 1
-    plain = jaxmp.equinox.with_scopes(Methods())
-    jax.jit(lambda x: plain.activations(x))(X[0])  # no policy, no warning
 
 
 class Uncalled(eqx.Module):

@@ -14,8 +14,6 @@ from flax import linen as nn, nnx
 from jax import lax
 
 import jaxmp
-import jaxmp.linen
-import jaxmp.nnx
 from jaxmp import PolicyRules
 from tests.support.bits import tree_bits
 from tests.support.dots import count_dots, equations
@@ -42,8 +40,6 @@ class LinenNet(nn.Module):
 
 
 class NnxNet(nnx.Module):
-    """The same in nnx."""
-
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.up = nnx.Linear(16, 48, rngs=rngs)
         self.down = nnx.LinearGeneral(48, 32, rngs=rngs)
@@ -92,15 +88,6 @@ def loss(subject: Subject) -> Callable[..., jax.Array]:
 
 def dtypes(tree: Any) -> set[str]:
     return {x.dtype.name for x in jax.tree.leaves(tree)}
-
-
-@pytest.mark.slow
-@SUBJECTS
-def test_projections_are_in_float8_and_heads_and_scores_are_not(subject: Any) -> None:
-    made = subject("mixed_float8")
-    assert kernels(made) == sorted([UP, DOWN, QKV, QKV, QKV, OUT])
-    # Scores, values and the head stay in bfloat16.
-    assert count_dots(made.call, made.params, X) == {FLOAT8: 6, "bfloat16": 3}
 
 
 @SUBJECTS
@@ -262,8 +249,6 @@ class Routed(nn.Module):
 
 
 class NnxRouter(nnx.Module):
-    """The same router in nnx."""
-
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.layer = nnx.Linear(16, 48, rngs=rngs)
 
@@ -272,8 +257,6 @@ class NnxRouter(nnx.Module):
 
 
 class NnxRouted(nnx.Module):
-    """The same model in nnx."""
-
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.gate, self.up = NnxRouter(rngs), nnx.Linear(48, 64, rngs=rngs)
 
@@ -293,24 +276,6 @@ def test_what_is_in_a_router_follows_it(make: str) -> None:
     assert found(PolicyRules({"gate": "mixed_bfloat16"}, default="mixed_float8")) == [(48, 64)]
 
 
-def test_small_products_are_left_out_with_float32_gradients_and_a_reason() -> None:
-    with pytest.warns(UserWarning, match="no layer of Sequential is in 8 bits"):
-        made = linen_subject("mixed_float8", nn.Sequential([nn.Dense(10), nn.Dense(16)]))
-    assert count_dots(made.call, made.params, X) == {"bfloat16": 2}
-    products = [
-        (str(equation.source_info.name_stack), equation.outvars[0].aval.dtype)
-        for equation in equations(jax.make_jaxpr(jax.grad(loss(made)))(made.params, X))
-        if equation.primitive.name == "dot_general"
-    ]
-    assert "jaxmp.not_float8:N = 10 is no multiple of 16" in products[0][0]
-    assert "jaxmp.not_float8:K = 10 is no multiple of 16" in products[1][0]
-    assert sum(dtype == jnp.float32 for _, dtype in products) == 2  # gradients of two kernels
-    made = linen_subject("mixed_float8")
-    jaxpr = jax.make_jaxpr(made.call)(made.params, X)
-    scopes = {str(equation.source_info.name_stack) for equation in equations(jaxpr)}
-    assert any("jaxmp.not_float8:heads" in scope and "head" in scope for scope in scopes)
-
-
 @SUBJECTS
 @pytest.mark.filterwarnings("ignore:a policy asks for products in 8 bits")
 def test_an_explicit_precision_is_not_float8(subject: Any) -> None:
@@ -320,33 +285,6 @@ def test_an_explicit_precision_is_not_float8(subject: Any) -> None:
         layer = nnx.Linear(16, 48, precision=lax.Precision.HIGHEST, rngs=nnx.Rngs(0))
         made = nnx_subject("mixed_float8", layer)
     assert kernels(made) == []
-
-
-@SUBJECTS
-def test_layers_run_as_often_as_without_float8(subject: Any) -> None:
-    calls: list[None] = []
-
-    class LinenCounted(nn.Module):
-        @nn.compact
-        def __call__(self, x: jax.Array) -> jax.Array:
-            calls.append(None)
-            return nn.Dense(48)(x)
-
-    class NnxCounted(nnx.Module):
-        def __init__(self) -> None:
-            self.layer = nnx.Linear(16, 48, rngs=nnx.Rngs(0))
-
-        def __call__(self, x: jax.Array) -> jax.Array:
-            calls.append(None)
-            return self.layer(x)
-
-    def count(rules: str) -> int:
-        made = subject(rules, LinenCounted() if subject is linen_subject else NnxCounted())
-        calls.clear()
-        jax.make_jaxpr(jax.grad(loss(made)))(made.params, X)
-        return len(calls)
-
-    assert count("mixed_float8") == count("mixed_bfloat16") == 1
 
 
 def linen_summary(rules: Any) -> dict[str, str]:

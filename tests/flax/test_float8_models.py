@@ -13,8 +13,6 @@ from flax import linen as nn, nnx
 from jax import lax
 
 import jaxmp
-import jaxmp.linen
-import jaxmp.nnx
 from jaxmp import PolicyRules
 from tests.support.bits import tree_bits
 from tests.support.dots import count_dots
@@ -49,8 +47,6 @@ class OwnLinen(nn.Dense):
 
 
 class OwnNnx(nnx.Linear):
-    """The same in nnx."""
-
     def __call__(self, x: jax.Array, out_sharding: Any = None) -> jax.Array:
         x, kernel, _ = self.promote_dtype((x, self.kernel[...], None), dtype=self.dtype)
         return x @ kernel
@@ -83,8 +79,6 @@ class Around(nn.Module):
 
 
 class NnxAround(nnx.Module):
-    """The same in nnx."""
-
     def __init__(self, layer: nnx.Module) -> None:
         self.layer = layer
 
@@ -192,19 +186,6 @@ def test_pickled_models_stay_in_float8() -> None:
     assert tree_bits(variables) == tree_bits(plain.init(KEY, X))
 
 
-def test_nnx_jit_traces_equal_models_once() -> None:
-    traces: list[None] = []
-
-    @nnx.jit
-    def call(model: Any, x: jax.Array) -> jax.Array:
-        traces.append(None)
-        return model(x)
-
-    for rules in ("mixed_float8", "mixed_float8", "mixed_bfloat16"):
-        call(jaxmp.nnx.apply_policy(nnx.Linear(16, 48, rngs=nnx.Rngs(0)), rules), X)
-    assert len(traces) == 2
-
-
 class LinenBlock(nn.Module):
     """A block as scans repeat it."""
 
@@ -259,8 +240,6 @@ def test_linen_scans_and_remat_keep_float8() -> None:
 
 
 class NnxBlock(nnx.Module):
-    """The same block in nnx."""
-
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.up, self.down = nnx.Linear(16, 48, rngs=rngs), nnx.Linear(48, 16, rngs=rngs)
 
@@ -337,8 +316,6 @@ def test_a_train_step_under_the_same_policy_changes_nothing() -> None:
 
 
 class NnxWithHead(nnx.Module):
-    """The same in nnx."""
-
     def __init__(self) -> None:
         self.up, self.head = nnx.Linear(16, 48, rngs=RNGS), nnx.Linear(48, 64, rngs=RNGS)
 
@@ -372,20 +349,6 @@ def test_nnx_autocast_leaves_heads_out_too(
     found = count_dots(call, params, X)
     assert (found.get(FLOAT8, 0), found.get("bfloat16", 0)) == (inside, 2 - inside)
     assert [row.reason for row in jaxmp.audit(call, params, X).left_out] == left_out
-
-
-@jaxmp.linen.with_policy("mixed_float8")
-class Decorated(nn.Module):
-    """A class that is always in float8."""
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return nn.Dense(48)(x)
-
-
-def test_a_decorated_class_keeps_float8_inside_of_another_policy() -> None:
-    model = jaxmp.linen.apply_policy(nn.Sequential([nn.Dense(16), Decorated()]), "mixed_bfloat16")
-    assert count_dots(model.apply, model.init(KEY, X), X) == {FLOAT8: 1, "bfloat16": 1}
 
 
 JittedDense = nn.jit(nn.Dense)

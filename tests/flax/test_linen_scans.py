@@ -9,7 +9,6 @@ import pytest
 from flax import linen as nn
 
 import jaxmp
-import jaxmp.linen
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 

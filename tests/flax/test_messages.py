@@ -12,8 +12,6 @@ import pytest
 from flax import linen as nn, nnx
 
 import jaxmp
-import jaxmp.linen
-import jaxmp.nnx
 from jaxmp import PolicyRules
 
 # These cases hand over wrong types on purpose; users have no runtime type checker in between.
@@ -48,8 +46,6 @@ class BoundInside(nn.Module):
 
 
 class NnxScale(nnx.Module):
-    """The same leaf in nnx."""
-
     def __init__(self) -> None:
         self.scale = nnx.Param(jnp.ones(4))
 
@@ -58,8 +54,6 @@ class NnxScale(nnx.Module):
 
 
 class NnxNet(nnx.Module):
-    """The same model in nnx."""
-
     def __init__(self) -> None:
         self.dense = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
         self.scale = NnxScale()
@@ -109,8 +103,6 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
      "'decoder/**/mlp', or '/' for the model itself"),
     ("double slash", lambda: PolicyRules({"a//b": "f32"}), ValueError,
      "'a//b' is no valid glob: it has an empty name between or after slashes"),
-    ("trailing slash", lambda: PolicyRules({"a/": "f32"}), ValueError,
-     "'a/' is no valid glob: it has an empty name between or after slashes"),
     ("stars", lambda: PolicyRules({"a**/b": "f32"}), ValueError,
      "'a**/b' is no valid glob: '**' stands for whole names and must be alone between slashes"),
     ("bracket", lambda: PolicyRules({"layer_[0": "f32"}), ValueError,
@@ -162,11 +154,6 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
      "'rules' must be a table {pattern: policy} or a list of pairs, got 5. Leave the key out for"),
     ("no rules", lambda: PolicyRules.from_json('{"rules": null}'), TypeError,
      "'rules' must be a table {pattern: policy} or a list of pairs, got null. Leave the key out"),
-    ("number of rules in TOML", lambda: PolicyRules.from_toml("rules = 5"), TypeError,
-     "'rules' must be a table {pattern: policy} or a list of pairs, got 5. Leave the key out for"),
-    ("true rules", lambda: PolicyRules.from_dict({"rules": True}), TypeError, "of pairs, got True"),
-    ("number in rules", lambda: PolicyRules.from_json('{"rules": [5]}'), TypeError,
-     "a rule must be a pair (pattern, policy), got 5"),
     ("number as policy", lambda: PolicyRules.from_json('{"rules": {"head": 5}}'), TypeError,
      "policy must be a string or a Policy, got int"),
     ("number as default", lambda: PolicyRules.from_json('{"default": 5}'), TypeError,
@@ -263,17 +250,3 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
 def test_message(call: Callable[[], Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=re.escape(text)):
         call()
-
-
-def test_a_leaf_that_is_only_under_the_default_is_left_alone() -> None:
-    rules = PolicyRules([("type:Dense", "float32")], default="mixed_bfloat16")
-    with pytest.warns(UserWarning, match=r"does not reach 17% of the params \(4 of 24\)"):
-        linen_init(LinenNet(), rules)
-    with pytest.warns(UserWarning, match=r"does not reach 17% of the params \(4 of 24\)"):
-        jaxmp.nnx.apply_policy(NnxNet(), "mixed_bfloat16")
-    # Nor is anything wrong where the params have the dtype that is asked for.
-    linen_init(LinenNet(), PolicyRules([("scale", "bfloat16")]))
-    model = jaxmp.nnx.apply_policy(NnxNet(), PolicyRules([("scale", "bfloat16")]))
-    assert model.scale(X).dtype == jnp.bfloat16
-    # The rule of the message does what it says.
-    linen_init(LinenNet(), PolicyRules([("scale", None), ("*", "mixed_bfloat16")]))

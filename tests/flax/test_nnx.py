@@ -74,20 +74,6 @@ def out_of(model: Any, *args: Any) -> Any:
     return jax.eval_shape(lambda s, *a: nnx.merge(graphdef, s)(*a), state, *args or (X,))
 
 
-@pytest.mark.slow
-def test_a_whole_model() -> None:
-    model = Net(nnx.Rngs(0))
-    before = tree_bits(nnx.as_pure(nnx.state(model)))
-    assert dots_of(model) == {"float32": DOTS}  # positive control
-    assert ruled(model) is model
-    assert dots_of(model) == {"bfloat16": DOTS - 1, "float32": 1}
-    assert out_of(model).dtype == jnp.float32
-    assert tree_bits(nnx.as_pure(nnx.state(model))) == before
-    assert isinstance(model, Net)
-    assert type(model).__name__ == "Net"
-    assert type(model.head) is nnx.Linear
-
-
 def test_params_are_cast_and_nothing_else_is() -> None:
     model = ruled(Net(nnx.Rngs(0)), jaxmp.rules.keep_norms_float32("float16"))
     params = nnx.state(model, nnx.Param)
@@ -195,24 +181,6 @@ def test_a_named_module_without_dtype_has_its_inputs_and_output_cast() -> None:
     assert named["same"] is model.other  # a module that passes through is no tree of arrays
 
 
-@pytest.mark.exhaustive
-def test_recurrent_cells_return_their_compute_dtype_and_keep_their_carry() -> None:
-    for kind in (nnx.LSTMCell, nnx.OptimizedLSTMCell, nnx.GRUCell, nnx.SimpleCell):
-        model = nnx.Sequential(
-            nnx.RNN(kind(16, 8, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(0)),
-            nnx.Linear(8, 2, rngs=nnx.Rngs(0)),
-        )
-        ruled(model, "mixed_bfloat16")
-        assert set(dots_of(model)) == {"bfloat16"}
-        assert out_of(model.layers[0]).dtype == jnp.bfloat16, kind
-        assert out_of(model).dtype == jnp.float32
-        cell = model.layers[0].cell
-        carry = cell.initialize_carry((2, 16), nnx.Rngs(0))
-        new_carry, out = cell(carry, X[:, 0])
-        assert out.dtype == jnp.bfloat16
-        assert {x.dtype.name for x in jax.tree.leaves(new_carry)} == {"float32"}
-
-
 def test_split_merge_copies_and_pickles_are_under_the_same_rules() -> None:
     model = ruled(Net(nnx.Rngs(0)))
     expected = nnx.graphdef(model)
@@ -244,14 +212,6 @@ def test_one_jitted_function_of_many_models() -> None:
     assert forward(ruled(model, RULES)).dtype == jnp.float32
     forward(ruled(model, RULES))
     assert len(traces) == 3
-
-
-def test_abstract_models() -> None:
-    model = nnx.eval_shape(lambda: Net(nnx.Rngs(0)))
-    ruled(model, "bfloat16")
-    kernel = model.head.kernel.get_value()
-    assert isinstance(kernel, jax.ShapeDtypeStruct)
-    assert kernel.dtype == jnp.bfloat16
 
 
 def test_shared_modules() -> None:

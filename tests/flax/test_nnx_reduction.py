@@ -10,11 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 
 import jaxmp
-import jaxmp.linen
-import jaxmp.nnx
 from jaxmp._mesh.fsdp import FSDP, fully_sharded
 from tests.support.bits import tree_bits
 from tests.support.reduction_checks import (
@@ -164,32 +162,26 @@ def test_linen(name: str, author: str) -> None:
     check_gradients(grads, plain, compiled(jax.grad(exact_loss))(params, batch))
 
 
-@pytest.mark.slow
-@some_quick(LINEN, "autocast", {("conv", "by hand")})
-def test_linen_over_devices(name: str, author: str) -> None:
-    loss_fn, _, params, batch = linen_case(name, author)
-    batch = split_over(batch, "data")
-    whole = split_over(params)
-    ours = jaxmp.value_and_grad(loss_fn, reduce_dtype="float32")
-    alike = jaxmp.collectives(ours, whole, batch)
-    assert narrow_sums(alike) == 0, alike
-    if author != "autocast":
-        plain = jaxmp.collectives(jax.value_and_grad(loss_fn), whole, batch)
-        assert narrow_sums(plain) > 0  # positive control
+def check_over_devices(
+    author: str, programs: Any, whole: Any, split: Any, batch: Any, shardings: Any
+) -> None:
+    """Sums are float32, by a plain gradient they are not; split params are gathered in 16 bits.
 
-    shardings = fully_sharded(params, MESH, min_size=64)
-    split = jax.device_put(params, shardings)
-    # Flax puts the kernels of a cell together in float32, then casts.
-    dtype = BF16 if name == "recurrent" else None
-    fun = jaxmp.value_and_grad(loss_fn, fsdp=FSDP(shardings=shardings, gather_dtype=dtype))
-    report = jaxmp.collectives(fun, split, batch)
+    The programs are the plain one, that with sums in float32, and that of split params. They return
+    loss and gradients, and a state.
+    """
+    plain, ours, fsdp = programs
+    alike, report = jaxmp.collectives(ours, whole, batch), jaxmp.collectives(fsdp, split, batch)
+    assert narrow_sums(alike) == 0, alike
     assert narrow_sums(report) == 0, report
+    if author != "autocast":
+        assert narrow_sums(jaxmp.collectives(plain, whole, batch)) > 0  # positive control
     assert reshards(report) <= reshards(alike), report
     assert gathers(report, "bfloat16") > 0
     if author == "by hand":
         assert gathers(report, "float32") <= gathers(alike, "float32"), report
-    loss, grads = compiled(fun)(split, batch)
-    wanted_loss, wanted = compiled(ours)(whole, batch)
+    (loss, grads), _ = compiled(fsdp)(split, batch)
+    (wanted_loss, wanted), _ = compiled(ours)(whole, batch)
     np.testing.assert_allclose(loss, wanted_loss, rtol=1e-6)
     assert relative_error(grads, wanted) < 1e-5
     for grad, laid in zip(*map(jax.tree.leaves, (grads, shardings)), strict=True):
@@ -197,32 +189,20 @@ def test_linen_over_devices(name: str, author: str) -> None:
 
 
 @pytest.mark.slow
-def test_linen_with_batch_statistics() -> None:
-    class Net(nn.Module):
-        dtype: Any = None
-
-        @nn.compact
-        def __call__(self, x: Any) -> Any:
-            x = nn.Conv(8, (3, 3), dtype=self.dtype)(x)
-            x = nn.BatchNorm(use_running_average=False, dtype=self.dtype)(x)
-            head = nn.SpectralNorm(nn.Dense(4, dtype=self.dtype))
-            return head(nn.relu(x).mean((1, 2)), update_stats=True)
-
-    variables = Net().init(jax.random.key(0), images())
-    params, rest = variables["params"], {k: v for k, v in variables.items() if k != "params"}
-
-    def loss_fn(params: Any, rest: Any, x: Any, dtype: Any = BF16) -> Any:
-        y, new = Net(dtype).apply({"params": params, **rest}, x, mutable=[*rest])
-        return mean_square(y), new
-
-    ours = jaxmp.value_and_grad(loss_fn, has_aux=True, reduce_dtype="float32")
-    (loss, new), grads = compiled(ours)(params, rest, images())
-    plain = compiled(jax.value_and_grad(loss_fn, has_aux=True))(params, rest, images())
-    assert tree_bits((loss, new)) == tree_bits(plain[0])
-    exact = jax.grad(lambda p: loss_fn(p, rest, images(), F32)[0])(params)
-    check_gradients(grads, plain[1], exact)
-    args = split_over(params), split_over(rest), split_over(images(), "data")
-    assert narrow_sums(jaxmp.collectives(ours, *args)) == 0
+@some_quick(LINEN, "autocast", {("conv", "by hand")})
+def test_linen_over_devices(name: str, author: str) -> None:
+    loss_fn, _, params, batch = linen_case(name, author)
+    shardings = fully_sharded(params, MESH, min_size=64)
+    # Flax puts the kernels of a cell together in float32, then casts.
+    dtype = BF16 if name == "recurrent" else None
+    gradients = (
+        jax.value_and_grad(loss_fn),
+        jaxmp.value_and_grad(loss_fn, reduce_dtype="float32"),
+        jaxmp.value_and_grad(loss_fn, fsdp=FSDP(shardings=shardings, gather_dtype=dtype)),
+    )
+    programs = [lambda params, batch, g=g: (g(params, batch), None) for g in gradients]
+    placed = split_over(params), jax.device_put(params, shardings), split_over(batch, "data")
+    check_over_devices(author, programs, *placed, shardings)
 
 
 class Block(nnx.Module):
@@ -326,31 +306,17 @@ def test_nnx(name: str, author: str) -> None:
 @some_quick(NNX, "under rules", {("net", "by hand")})
 def test_nnx_over_devices(name: str, author: str) -> None:
     loss_fn, batch = nnx_case(name, author)
-    batch = split_over(batch, "data")
     graphdef, params, rest = nnx.split(nnx_model(name, author), nnx.Param, ...)
-    ours = jaxmp.nnx.value_and_grad(loss_fn, reduce_dtype="float32")
-    state = nnx.merge_state(split_over(params), split_over(rest))
-    alike = jaxmp.collectives(of_state(graphdef, ours), state, batch)
-    assert narrow_sums(alike) == 0, alike
-    if author != "autocast":
-        plain = of_state(graphdef, nnx.value_and_grad(loss_fn))
-        assert narrow_sums(jaxmp.collectives(plain, state, batch)) > 0  # positive control
-
     shardings = fully_sharded(params, MESH, min_size=64)
-    split = nnx.merge_state(jax.device_put(params, shardings), split_over(rest))
-    fun = jaxmp.nnx.value_and_grad(loss_fn, fsdp=FSDP(shardings=shardings))
-    report = jaxmp.collectives(of_state(graphdef, fun), split, batch)
-    assert narrow_sums(report) == 0, report
-    assert reshards(report) <= reshards(alike), report
-    assert gathers(report, "bfloat16") > 0
-    if author == "by hand":
-        assert gathers(report, "float32") <= gathers(alike, "float32"), report
-    (loss, grads), _ = compiled(of_state(graphdef, fun))(split, batch)
-    (wanted_loss, wanted), _ = compiled(of_state(graphdef, ours))(state, batch)
-    np.testing.assert_allclose(loss, wanted_loss, rtol=1e-6)
-    assert relative_error(nnx.to_pure_dict(grads), nnx.to_pure_dict(wanted)) < 1e-5
-    for grad, laid in zip(*map(jax.tree.leaves, (grads, shardings)), strict=True):
-        assert grad.sharding.is_equivalent_to(laid, grad.ndim)
+    gradients = (
+        nnx.value_and_grad(loss_fn),
+        jaxmp.nnx.value_and_grad(loss_fn, reduce_dtype="float32"),
+        jaxmp.nnx.value_and_grad(loss_fn, fsdp=FSDP(shardings=shardings)),
+    )
+    programs = [of_state(graphdef, gradient) for gradient in gradients]
+    placed = split_over(params), jax.device_put(params, shardings)
+    states = (nnx.merge_state(each, split_over(rest)) for each in placed)
+    check_over_devices(author, programs, *states, split_over(batch, "data"), shardings)
 
 
 @pytest.mark.slow
@@ -394,22 +360,6 @@ def test_nnx_says_what_fsdp_cannot_do() -> None:
     mapped = jax.shard_map(lambda state, x: fun(nnx.merge(graphdef, state), x)[0], **local)
     with pytest.raises(ValueError, match=r"over data.* jax\.shard_map .*gather_params"):
         mapped(state, images())
-
-
-@pytest.mark.slow
-def test_explicit_meshes() -> None:
-    """The same as on automatic axes, for a model with its statistics."""
-    found = []
-    for kind in (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit):
-        mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
-        x = jax.device_put(images(), NamedSharding(mesh, P("data")))
-        ours = jaxmp.nnx.value_and_grad(nnx_loss, reduce_dtype="float32")
-        model = nnx_model("net", "by hand")
-        nnx.update(model, jax.device_put(nnx.state(model), NamedSharding(mesh, P())))
-        with jax.set_mesh(mesh):
-            loss, grads = ours(model, x)
-        found.append((loss, nnx.to_pure_dict(grads)))
-    assert relative_error(*found) < 1e-6
 
 
 def test_the_gradients_of_a_model_without_rounding_are_what_they_were() -> None:

@@ -127,17 +127,13 @@ def gradient_of(name: str, rules: Any) -> tuple[Callable[..., Any], Any]:
 @pytest.mark.parametrize("name", [*linen_heads(), *nnx_heads()])
 def test_a_head_by_rule(name: str) -> None:
     """All products of the head ask, forward and backward; those of the rest do not."""
-    if "own" in name and not name.endswith("dtype"):
-        rules = jaxmp.PolicyRules({"head": "float32"}, default="mixed_bfloat16")
-    else:
-        rules = HEAD
-    gradient, params = gradient_of(name, rules)
+    gradient, params = gradient_of(name, HEAD)
     found = precisions(gradient, params, X)
     assert {each for each in found if each[0] == "float32"} == {EXACT}
     assert found.count(LOW) == 3
     assert found.count(EXACT) >= 3
-    plain, params = gradient_of(name, None) if "own dtype" not in name else (None, None)
-    if plain is not None:  # control
+    if "own dtype" not in name:
+        plain, params = gradient_of(name, None)  # control
         assert set(precisions(plain, params, X)) == {PLAIN}
 
 

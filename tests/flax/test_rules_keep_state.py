@@ -1,7 +1,6 @@
 """Models under rules keep what Flax keeps: shardings, boxes, copies and checkpoints."""
 
 import copy
-import functools
 import pathlib
 import pickle
 from collections.abc import Callable
@@ -17,10 +16,9 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxmp
-import jaxmp.linen
-import jaxmp.nnx
 from tests.support import rule_models
 from tests.support.bits import tree_bits
+from tests.support.reduction_checks import GRID
 from tests.support.rule_models import Kind, Stack, quick_jit
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -29,11 +27,6 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 LOW_PARAMS = jaxmp.PolicyRules(
     {"*norm*": "float32", "type:BatchNorm": "float32", "head": "float32"}, "bfloat16"
 )
-
-
-def mesh() -> jax.sharding.Mesh:
-    auto = (jax.sharding.AxisType.Auto,) * 2
-    return jax.make_mesh((4, 2), ("data", "model"), axis_types=auto)
 
 
 def spread(tree: Any) -> Any:
@@ -45,13 +38,13 @@ def spread(tree: Any) -> Any:
             names[-1] = "model"
         if x.ndim > 1 and x.shape[0] % 4 == 0:
             names[0] = "data"
-        return jax.device_put(x, NamedSharding(mesh(), PartitionSpec(*names)))
+        return jax.device_put(x, NamedSharding(GRID, PartitionSpec(*names)))
 
     return jax.tree.map(put, tree)
 
 
 def spread_batch(kind: Kind) -> Any:
-    return jax.device_put(rule_models.batch(kind), NamedSharding(mesh(), PartitionSpec("data")))
+    return jax.device_put(rule_models.batch(kind), NamedSharding(GRID, PartitionSpec("data")))
 
 
 def assert_close(parts: Any, whole: Any) -> None:
@@ -61,16 +54,6 @@ def assert_close(parts: Any, whole: Any) -> None:
         np.concatenate([np.ravel(x) for x in jax.tree.leaves(r[1])]) for r in (parts, whole)
     )
     assert np.linalg.norm(got - want) <= 2e-2 * np.linalg.norm(want)
-
-
-@pytest.mark.slow
-def test_linen_with_sharded_params() -> None:
-    f = rule_models.functions(rule_models.make("linen", "gpt", "under rules", stack="scan"), "gpt")
-    step, batch = quick_jit(f.value_and_grad), rule_models.batch("gpt")
-    whole = step(f.params, batch)
-    assert_close(step(spread(f.params), spread_batch("gpt")), whole)
-    with pytest.raises(AssertionError):  # positive control
-        assert_close(step(f.params, (batch[0], batch[1][::-1])), whole)
 
 
 def shardings(model: Any) -> list[Any]:
@@ -136,7 +119,7 @@ class Boxed(nn.Module):
 def initialised(module: nn.Module, x: jax.Array) -> Any:
     """Variables that init made under jit, each on the devices where its box says."""
     abstract = jax.eval_shape(module.init, jax.random.key(0), x)
-    out = nn.get_sharding(abstract, mesh())
+    out = nn.get_sharding(abstract, GRID)
     return jax.jit(module.init, out_shardings=out)(jax.random.key(0), x)
 
 
@@ -170,12 +153,12 @@ def test_nnx_creation_keeps_sharding_metadata(where: str) -> None:
         return model if rules is None else jaxmp.nnx.apply_policy(model, rules)
 
     make = create if where == "eagerly" else nnx.jit(create, static_argnums=0)
-    with jax.set_mesh(mesh()):
+    with jax.set_mesh(GRID):
         plain, ruled = make(None), make(jaxmp.PolicyRules(default="bfloat16"))
     assert ruled.kernel.get_metadata() == plain.kernel.get_metadata()
     assert plain.kernel.get_metadata()["out_sharding"] == ("data", "model")
     value, old = ruled.kernel.get_value(), plain.kernel.get_value()
-    assert value.sharding == old.sharding == NamedSharding(mesh(), PartitionSpec("data", "model"))
+    assert value.sharding == old.sharding == NamedSharding(GRID, PartitionSpec("data", "model"))
     assert tree_bits(value) == tree_bits(old.astype(jnp.bfloat16))
 
 
@@ -250,29 +233,3 @@ def test_a_plain_nnx_checkpoint_is_loaded_under_rules(rules: Any, tmp_path: path
     want = jaxmp.nnx.apply_policy(plain, rules)
     assert tree_bits(nnx.state(got)) == tree_bits(nnx.state(want))
     assert jaxmp.nnx.summary(got) == jaxmp.nnx.summary(want)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "stack"), [("gpt", "scan"), ("resnet", "loop")])
-def test_linen_checkpoints_and_copies(kind: Kind, stack: Stack, tmp_path: pathlib.Path) -> None:
-    inputs = rule_models.batch(kind)[0]
-    make = functools.partial(rule_models.make, "linen", kind, stack=stack)
-    plain, module, by_hand = make("plain"), make("under rules"), make("by hand")
-
-    def apply(module: Any, variables: Any) -> Any:
-        return module.apply(variables, inputs, mutable=["batch_stats"])
-
-    def program(module: Any) -> str:
-        return str(jax.make_jaxpr(lambda variables: apply(module, variables))(variables))
-
-    variables = rule_models.linen_variables(plain, inputs)
-    like = jax.eval_shape(module.init, jax.random.key(0), inputs)
-    loaded = save_and_restore(variables, like, tmp_path)
-    assert tree_bits(loaded) == tree_bits(variables)
-    want, got = (
-        tree_bits(quick_jit(functools.partial(apply, model))(loaded)) for model in (by_hand, module)
-    )
-    assert got == want
-    for copied in (module.clone(), copy.deepcopy(module), module.copy(name="other")):
-        assert program(copied) == program(module)
-    assert program(plain) != program(module)  # positive control

@@ -16,6 +16,7 @@ import jaxmp
 from jaxmp._numerics.tree import cast_floating
 from jaxmp.sharding import gather_params, reduce_gradients
 from tests.support.dots import equations
+from tests.support.mlp import assert_close, data, loss_fn, mlp
 from tests.support.references import mlp_loss_and_grads
 
 pytestmark = pytest.mark.jax
@@ -24,29 +25,21 @@ P = jax.P
 AUTO = jax.sharding.AxisType.Auto
 MESH = jax.make_mesh((8,), ("d",), axis_types=(AUTO,))
 GRID = jax.make_mesh((4, 2), ("d", "m"), axis_types=(AUTO, AUTO))
+WHOLE = P()
 SPECS = {"w1": P("d"), "b1": P("d"), "w2": P(None, "d"), "b2": P()}
 vma = pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no-vma"])
 
 
-def mlp() -> dict[str, Any]:
-    keys = jax.random.split(jax.random.key(0), 4)
-    shapes = {"w1": (8, 16), "b1": (16,), "w2": (16, 8), "b2": (8,)}
-    return {
-        name: 0.5 * jax.random.normal(key, shape)
-        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
-    }
-
-
-def data(rows: int = 32) -> tuple[jax.Array, jax.Array]:
-    x, y = jax.random.normal(jax.random.key(1), (2, rows, 8))
-    return x, y
-
-
-def loss_fn(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
-    """A mean over the examples, computed in the dtype of the params."""
-    x = x.astype(params["w1"].dtype)
-    out = jnp.tanh(x @ params["w1"] + params["b1"][None]) @ params["w2"] + params["b2"][None]
-    return jnp.mean((out.astype(jnp.float32) - y) ** 2)
+def mapped(
+    fun: Callable[..., Any],
+    in_specs: Any,
+    out_specs: Any = WHOLE,
+    *,
+    mesh: Any = MESH,
+    **options: Any,
+) -> Callable[..., Any]:
+    """A compiled `shard_map`."""
+    return jax.jit(jax.shard_map(fun, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options))
 
 
 def sharded_grad(
@@ -59,24 +52,13 @@ def sharded_grad(
 ) -> Callable[..., Any]:
     """The gradient of a loss of local params and local data, over a mesh."""
     row = P(data_axis)
-    return jax.jit(
-        jax.shard_map(
-            jax.grad(local_loss), mesh=mesh, in_specs=(specs, row, row), out_specs=specs, **options
-        )
-    )
+    return mapped(jax.grad(local_loss), (specs, row, row), specs, mesh=mesh, **options)
 
 
 def gathered_loss(
     dtype: Any, specs: Any = SPECS, axis: Any = "d", **options: Any
 ) -> Callable[..., Any]:
     return lambda p, x, y: loss_fn(gather_params(p, specs, axis, dtype=dtype, **options), x, y)
-
-
-def assert_close(got: Any, want: Any, rtol: float) -> None:
-    for name in want:
-        np.testing.assert_allclose(
-            got[name], want[name], rtol=0, atol=rtol * np.abs(want[name]).max(), err_msg=name
-        )
 
 
 SHARDED = P("d")
@@ -135,28 +117,6 @@ def test_what_travels(check_vma: bool) -> None:
         ("all_gather", "bfloat16"): 2 * shards + 2 * 7,
         ("all_to_all", "bfloat16"): 2 * shards + 2 * 7,
     }
-
-
-def test_what_plain_jax_sends() -> None:
-    """Positive control: a cast and an all-gather are summed in bfloat16 on the way back."""
-
-    def plain(p: Any, x: Any, y: Any) -> Any:
-        p = jax.tree.map(lambda v: v.astype(jnp.bfloat16), p)
-        whole = {
-            "w1": lax.all_gather(p["w1"], "d", tiled=True),
-            "b1": lax.all_gather(p["b1"], "d", tiled=True),
-            "w2": lax.all_gather(p["w2"], "d", axis=1, tiled=True),
-            "b2": p["b2"],
-        }
-        return loss_fn(whole, x, y)
-
-    sent = collectives(sharded_grad(plain), mlp(), *data())
-    assert {key for key in sent if key[1] == "float32"} == set()
-    assert ("reduce_scatter", "bfloat16") in sent
-    assert ("psum", "bfloat16") in sent
-    # Without the types there is no sum for b2 at all.
-    unchecked = collectives(sharded_grad(plain, check_vma=False), mlp(), *data())
-    assert not [key for key in unchecked if key[0] == "psum"]
 
 
 @vma
@@ -218,11 +178,8 @@ def test_in_a_scan_over_layers(check_vma: bool, remat: bool) -> None:
     params = {"w": ws, "b": bs}
     inner = {"w": P("d"), "b": P()}
     local = run(lambda layer: gather_params(layer, inner, "d", dtype="float32"))
-    sharded = jax.shard_map(
-        jax.grad(local), mesh=MESH, in_specs=(specs, P("d")), out_specs=specs, check_vma=check_vma
-    )
-    got = jax.jit(sharded)(params, x)
-    assert_close(got, jax.grad(run(lambda layer: layer))(params, x), 3e-6)
+    sharded = mapped(jax.grad(local), (specs, P("d")), specs, check_vma=check_vma)
+    assert_close(sharded(params, x), jax.grad(run(lambda layer: layer))(params, x), 3e-6)
     gathers = [
         e for e in equations(jax.make_jaxpr(sharded)(params, x)) if "all_gather" in str(e.primitive)
     ]
@@ -244,10 +201,7 @@ def test_transformations(check_vma: bool) -> None:
         return loss(gather_params(w, P("d"), "d", dtype="float32", mean=False), x)
 
     def run(fun: Callable[..., Any]) -> Any:
-        mapped = jax.shard_map(
-            fun, mesh=MESH, in_specs=(P("d"), P("d")), out_specs=P("d"), check_vma=check_vma
-        )
-        return jax.jit(mapped)(w, x)
+        return mapped(fun, (P("d"), P("d")), P("d"), check_vma=check_vma)(w, x)
 
     def per_example(w: Any, x: Any) -> Any:
         return jax.vmap(jax.grad(local), (None, 0))(w, x[:, None])
@@ -267,19 +221,6 @@ def test_transformations(check_vma: bool) -> None:
     np.testing.assert_allclose(twice, hessian @ w + want, rtol=1e-4)
     with pytest.raises(TypeError, match="forward-mode"):
         run(lambda w, x: jax.jvp(lambda w: local(w, x), (w,), (w,))[1][None])
-
-
-@pytest.mark.slow
-def test_without_jit() -> None:
-    params, (x, y) = mlp(), data()
-    _, want = mlp_loss_and_grads(params, x, y)
-    grad = jax.shard_map(
-        jax.grad(gathered_loss("float32")),
-        mesh=MESH,
-        in_specs=(SPECS, P("d"), P("d")),
-        out_specs=SPECS,
-    )
-    assert_close(grad(params, x, y), want, 3e-6)
 
 
 @pytest.mark.slow
@@ -319,24 +260,15 @@ def test_other_leaves(check_vma: bool) -> None:
 
     floats = {k: v for k, v in tree.items() if k != "table"}
     parts = {k: specs[k] for k in floats}
-    got = jax.jit(
-        jax.shard_map(
-            jax.grad(local),
-            mesh=MESH,
-            in_specs=(parts, P("d")),
-            out_specs=parts,
-            check_vma=check_vma,
-        )
-    )(floats, tree["table"])
+    run = mapped(jax.grad(local), (parts, P("d")), parts, check_vma=check_vma)
+    got = run(floats, tree["table"])
     assert got["low"].dtype == jnp.bfloat16
     np.testing.assert_array_equal(got["low"].astype(np.float32), np.arange(16) * 4.5)
     np.testing.assert_allclose(got["complex"], np.full(8, -1j), rtol=1e-6)  # JAX's conjugate
     with jax.enable_x64(True):
-        wide = jax.shard_map(
-            jax.grad(lambda w, x: jnp.sum(gather_params(w, P("d"), "d", dtype="float64") * x)),
-            mesh=MESH, in_specs=(P("d"), P()), out_specs=P("d"), check_vma=check_vma,
-        )  # fmt: skip
-        third = jax.jit(wide)(np.ones(8), np.full(8, 1 / 3))
+        wide = lambda w, x: jnp.sum(gather_params(w, P("d"), "d", dtype="float64") * x)  # noqa: E731
+        run = mapped(jax.grad(wide), (P("d"), P()), P("d"), check_vma=check_vma)
+        third = run(np.ones(8), np.full(8, 1 / 3))
         np.testing.assert_array_equal(third, np.full(8, 1 / 3))
         assert third.dtype == jnp.float64
 
@@ -352,14 +284,8 @@ def test_with_microbatches(check_vma: bool) -> None:
         loss, grads = fun(p, x, y)
         return lax.pmean(loss, "d"), grads
 
-    run = jax.shard_map(
-        local,
-        mesh=MESH,
-        in_specs=(SPECS, P("d"), P("d")),
-        out_specs=(P(), SPECS),
-        check_vma=check_vma,
-    )
-    loss, got = jax.jit(run)(params, x, y)
+    run = mapped(local, (SPECS, P("d"), P("d")), (P(), SPECS), check_vma=check_vma)
+    loss, got = run(params, x, y)
     np.testing.assert_allclose(loss, want_loss, rtol=2e-6)
     assert_close(got, want, 3e-6)
 
@@ -412,14 +338,7 @@ def test_with_value_and_grad_and_the_optimizer() -> None:
         params, state = tx.apply_gradients(grads, state, params, finite=finite)
         return params, state, lax.pmean(loss, "d")
 
-    run = jax.jit(
-        jax.shard_map(
-            step,
-            mesh=MESH,
-            in_specs=(SPECS, state_specs, P("d"), P("d")),
-            out_specs=(SPECS, state_specs, P()),
-        )
-    )
+    run = mapped(step, (SPECS, state_specs, P("d"), P("d")), (SPECS, state_specs, P()))
     want_loss, want = mlp_loss_and_grads(params, x, y)
     new, after, loss = run(params, state, x, y)
     np.testing.assert_allclose(loss, want_loss, rtol=2e-3)
@@ -443,9 +362,9 @@ def test_a_decision_of_each_device_is_refused() -> None:
         grads = jax.grad(gathered_loss("bfloat16"))(params, x, y)
         return tx.apply_gradients(grads, state, params)
 
-    specs = {"in_specs": (SPECS, state_specs, P("d"), P("d")), "out_specs": (SPECS, state_specs)}
+    specs = (SPECS, state_specs, P("d"), P("d")), (SPECS, state_specs)
     with pytest.raises(ValueError, match=r"mesh axis 'd'.*finite=jax\.lax\.pmin\(jaxmp"):
-        jax.jit(jax.shard_map(step, mesh=MESH, **specs))(params, state, x, y)
+        mapped(step, *specs)(params, state, x, y)
 
     def with_states_apart(params: Any, x: Any, y: Any) -> Any:  # a run of its own on each device
         params = lax.pcast(params, "d", to="varying")
@@ -453,9 +372,8 @@ def test_a_decision_of_each_device_is_refused() -> None:
         grads = jax.grad(lambda p: jnp.mean(x @ p["w1"]))(params)
         return jax.tree.map(lambda x: x[None], tx.apply_gradients(grads, state, params)[1].skipped)
 
-    whole = {"in_specs": (P(), P("d"), P("d")), "out_specs": P("d")}
-    x = x.at[17].set(jnp.nan)
-    skipped = jax.jit(jax.shard_map(with_states_apart, mesh=MESH, **whole))(params, x, y)
+    run = mapped(with_states_apart, (P(), P("d"), P("d")), P("d"))
+    skipped = run(params, x.at[17].set(jnp.nan), y)
     assert skipped.sum() == 1
 
 
@@ -480,7 +398,7 @@ def local_gradients(tree: Any, **options: Any) -> Callable[..., Any]:
         return reduce_gradients(jax.tree.map(lambda g: g[0], tree), "d", **options)
 
     specs = jax.tree.map(lambda _: P("d"), tree)
-    return jax.jit(jax.shard_map(local, mesh=MESH, in_specs=(specs,), out_specs=P()))
+    return mapped(local, (specs,))
 
 
 def gradients(dtype: Any = jnp.float32) -> dict[str, Any]:
@@ -568,11 +486,8 @@ def test_a_model_built_to_lose(check_vma: bool) -> None:
         ring = ring + jnp.asarray(x[i], jnp.bfloat16)
     baseline = np.linalg.norm(np.asarray(ring, np.float64) / 8 - want)
     for spec in (P("d"), P()):
-        grad = jax.shard_map(
-            jax.grad(lambda w, x, spec=spec: local(w, x, spec)),
-            mesh=MESH, in_specs=(spec, P("d")), out_specs=spec, check_vma=check_vma,
-        )  # fmt: skip
-        got = jax.jit(grad)(w, x)
+        grad = jax.grad(lambda w, x, spec=spec: local(w, x, spec))
+        got = mapped(grad, (spec, P("d")), spec, check_vma=check_vma)(w, x)
         error = np.linalg.norm(np.asarray(got, np.float64) - want)
         assert error * 10 < baseline
     assert baseline > 1e-2
@@ -598,8 +513,8 @@ def test_reduce_after_pcast_and_value_and_grad() -> None:
         loss, grads = jaxmp.value_and_grad(low)(varying, x, y)
         return lax.pmean(loss, "d"), reduce_gradients(grads, "d")
 
-    run = jax.shard_map(local, mesh=MESH, in_specs=(P(), P("d"), P("d")), out_specs=P())
-    _, got = jax.jit(run)(params, x, y)
+    run = mapped(local, (P(), P("d"), P("d")))
+    _, got = run(params, x, y)
     assert_close(got, want, 3e-2)
     sent = collectives(run, params, x, y)
     assert set(sent) == {("psum", "float32")}
@@ -612,13 +527,8 @@ def test_several_axes_and_wide_gradients() -> None:
         return reduce_gradients(jax.tree.map(lambda g: g[0], tree), ("m", "d"), **options)
 
     for options, rtol in (({}, 3e-7), ({"comm_dtype": "bf16"}, 1e-2), ({"dtype": "bf16"}, 3e-2)):
-        run = jax.shard_map(
-            lambda tree, o=options: local(tree, **o),
-            mesh=GRID,
-            in_specs=(P(("d", "m")),),
-            out_specs=P(),
-        )
-        assert_close(jax.jit(run)(grads), exact(grads), rtol)
+        run = mapped(lambda tree, o=options: local(tree, **o), (P(("d", "m")),), mesh=GRID)
+        assert_close(run(grads), exact(grads), rtol)
     with jax.enable_x64(True):
         thirds = jnp.full((8, 8), 1 / 3, jnp.float64)
         for options in ({}, {"comm_dtype": "bfloat16"}, {"dtype": "bfloat16"}):
@@ -631,9 +541,8 @@ def test_several_axes_and_wide_gradients() -> None:
 
 
 def refuse(fun: Callable[..., Any], match: str, *, spec: Any = SHARDED, **options: Any) -> None:
-    run = jax.shard_map(fun, mesh=GRID, in_specs=(spec,), out_specs=P(), **options)
     with pytest.raises(ValueError, match=match):
-        jax.jit(run)(jnp.ones((8, 8)))
+        mapped(fun, (spec,), mesh=GRID, **options)(jnp.ones((8, 8)))
 
 
 def test_outside_of_a_shard_map() -> None:
@@ -697,8 +606,8 @@ def test_specs_may_be_shardings_prefixes_and_none() -> None:
         whole = gather_params(tree, specs, "d", dtype="float32")
         return jax.tree.map(lambda x: lax.pmean(x, "d"), whole)
 
-    run = jax.shard_map(local, mesh=MESH, in_specs=({"a": P("d"), "b": P()},), out_specs=P())
-    jax.tree.map(np.testing.assert_array_equal, jax.jit(run)(tree), tree)
+    run = mapped(local, ({"a": P("d"), "b": P()},))
+    jax.tree.map(np.testing.assert_array_equal, run(tree), tree)
 
 
 def test_dtypes_that_are_refused() -> None:

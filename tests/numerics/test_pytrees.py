@@ -14,7 +14,6 @@ import flax.serialization
 import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
@@ -254,29 +253,3 @@ def test_a_restored_state_goes_on_with_the_same_bits(name: str, tmp_path: pathli
         checkpointer.wait_until_finished()
         restored = checkpointer.restore(tmp_path / "state", state)
     assert tree_bits(step(restored)) == tree_bits(step(state))
-
-
-def test_sharded_state_keeps_its_shardings() -> None:
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    spec = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
-    params = {"w": jax.device_put(jnp.ones((16, 4), jnp.bfloat16), spec)}
-    tx = jaxmp.mixed_precision(optax.adam(1e-2), "bfloat16")
-    state = jaxmp.TrainState.create(params=params, tx=tx)
-    grads = {"w": jax.device_put(jnp.ones((16, 4)), spec)}
-    stepped = jax.jit(lambda s, g: s.apply_gradients(g), donate_argnums=0)(state, grads)
-    for s in (state, stepped):
-        for leaf in (s.params["w"], s.opt_state.master["w"], s.opt_state.inner[0].mu["w"]):
-            assert leaf.sharding.is_equivalent_to(spec, 2), leaf.sharding
-    np.testing.assert_allclose(np.asarray(stepped.params["w"], np.float32), 0.99, atol=4e-3)
-
-
-def test_one_bad_shard_skips_on_all_devices() -> None:
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    spec = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
-    params = {"w": jax.device_put(jnp.ones((16, 4)), spec)}
-    tx = jaxmp.mixed_precision(optax.adam(1e-2), "mixed_float16")
-    state = jaxmp.TrainState.create(params=params, tx=tx)
-    grads = {"w": jax.device_put(jnp.ones((16, 4)).at[5, 2].set(jnp.nan), spec)}
-    stepped = jax.jit(lambda s, g: s.apply_gradients(g))(state, grads)
-    assert tree_bits(stepped.params) == tree_bits(state.params)
-    assert int(stepped.step) == 0

@@ -10,8 +10,6 @@ import pytest
 from flax import linen as nn, nnx
 
 import jaxmp
-import jaxmp.linen
-import jaxmp.nnx
 from jaxmp import PolicyRules
 
 pytestmark = pytest.mark.usefixtures("unchecked", "standard_promotion")
@@ -96,8 +94,6 @@ def nnx_bare(router: bool = False, lists: bool = False) -> NnxLayer:
 
 
 class NnxNet(nnx.Module):
-    """The same model in nnx."""
-
     def __init__(self, layer: Any):
         self.before = nnx.Linear(8, 8, rngs=nnx.Rngs(1))
         self.layer = layer
@@ -272,8 +268,6 @@ class LinenExperts(nn.Module):
 
 
 class NnxExperts(nnx.Module):
-    """The same in nnx."""
-
     def __init__(self, lists: bool = False) -> None:
         self.router = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
         experts = [nnx.Param(jnp.ones((8, 4))) for _ in range(4)]

@@ -123,8 +123,3 @@ def test_a_cast_to_8_bits_without_a_scale_warns(name: str) -> None:
 def test_with_output_dtype_keeps_the_rest() -> None:
     policy = jaxmp.get_policy("p=f32,c=bf16,o=f16,r=bf16").with_output_dtype("f32")
     assert str(policy) == "params=float32,compute=bfloat16,output=float32,reduce=bfloat16"
-
-
-def test_a_policy_passes_through() -> None:
-    policy = jaxmp.get_policy("mixed_float16")
-    assert jaxmp.get_policy(policy) is policy

@@ -12,8 +12,6 @@ from jax import lax
 import jaxmp
 from jaxmp._numerics.precision import (
     default_precision,
-    meaning_of,
-    name_of_param,
     precision_of,
     users_option,
 )
@@ -84,8 +82,6 @@ def test_in_strings_and_rules() -> None:
     )
     with pytest.raises(ValueError, match=r"'precison'.* Did you mean 'precision'\?.*, precision"):
         jaxmp.get_policy("precison=high")
-    with pytest.raises(ValueError, match="'precision' is given twice"):
-        jaxmp.get_policy("precision=high,precision=high")
 
 
 @pytest.mark.parametrize(
@@ -131,14 +127,6 @@ def test_what_is_kept_in_float32_has_the_precision_of_the_policy() -> None:
     kept = rules.resolve("head")
     assert kept is not None
     assert (kept.compute_dtype.name, kept.precision) == ("float32", "high")
-    rules = jaxmp.rules.keep_norms_float32("mixed_bfloat16")
-    assert rules.resolve("norm") == jaxmp.get_policy("float32")
-
-
-def test_policies_of_jmp_have_none() -> None:
-    theirs = jmp.get_policy("params=float32,compute=bfloat16,output=float32")
-    assert jaxmp.get_policy(theirs) == jaxmp.get_policy("mixed_bfloat16")
-    assert jaxmp.get_policy(theirs).precision is None
 
 
 def test_the_option_of_the_user_is_told_from_what_is_asked() -> None:
@@ -158,12 +146,3 @@ def test_the_option_of_the_user_is_told_from_what_is_asked() -> None:
         assert (users_option(), precision_of(None), precision_of("high")) == ("high", None, "high")
         with default_precision(None):
             assert jax.config.jax_default_matmul_precision == "high"  # type: ignore[attr-defined]
-
-
-def test_names_of_what_a_product_asks_for() -> None:
-    high, highest = lax.Precision.HIGH, lax.Precision.HIGHEST
-    assert name_of_param((highest, high)) == "high"
-    assert name_of_param(None) == name_of_param(lax.DotAlgorithmPreset.DEFAULT) == "default"
-    assert name_of_param(lax.DotAlgorithmPreset.F64_F64_F64) == "F64_F64_F64"
-    assert meaning_of("F64_F64_F64").tpu == "F64_F64_F64"
-    assert meaning_of("tensorfloat32") == meaning_of("high")

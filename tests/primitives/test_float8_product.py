@@ -93,10 +93,9 @@ def matrices(recipe: str = "tensorwise", spread: int = 6) -> tuple[Any, ...]:
 UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2e-6}
 
 
-def check(case: Product, lhs: Any, rhs: Any, ct: Any) -> None:
-    y, pull = jax.vjp(multiply(case), lhs, rhs)
-    activation = (lhs, rhs)[1 - case.parameter].dtype
-    assert y.dtype == activation
+def check(case: Product, lhs: Any, rhs: Any, ct: Any, **options: Any) -> None:
+    y, pull = jax.vjp(functools.partial(multiply(case), **options), lhs, rhs)
+    assert y.dtype == ct.dtype
     exact = [np.asarray(x, np.float64) for x in (lhs, rhs, ct)]
     assert error(y, case.result(*exact[:2])) < UNIT[str(y.dtype)]
     for x, got, want in zip((lhs, rhs), pull(ct), case.gradients(*exact), strict=True):
@@ -154,15 +153,9 @@ def test_weights_in_16_bits_have_gradients_in_16_bits(recipe: str) -> None:
 
 def test_preferred_element_type() -> None:
     """Float32 sums may leave the product, as their cotangents come in."""
-    product, x, w, ct = matrices()
-    wide = functools.partial(product, preferred_element_type=jnp.float32)
-    y, pull = jax.vjp(wide, x, w)
-    case, _ = case_of("matrix", "tensorwise")
-    exact = [np.asarray(a, np.float64) for a in (x, w, ct)]
-    assert y.dtype == jnp.float32
-    assert error(y, case.result(*exact[:2])) < UNIT["float32"]
-    for got, want in zip(pull(ct.astype(jnp.float32)), case.gradients(*exact), strict=True):
-        assert error(got, want) < UNIT[str(got.dtype)]
+    case, sizes = case_of("matrix", "tensorwise")
+    x, w, ct = operands(case, sizes)
+    check(case, x, w, ct.astype(jnp.float32), preferred_element_type=jnp.float32)
 
 
 @main_recipes
@@ -409,32 +402,3 @@ def test_one_trace() -> None:
     assert float8_map.cache_info().misses == 1
     jax.make_jaxpr(matrices("rowwise")[0])(x, w)
     assert float8_map.cache_info().misses == 2
-
-
-def test_several_uses_of_one_weight() -> None:
-    """Gradients of uses add up in float32; each use has its own scales, and nothing adds those."""
-    product, x, w, ct = matrices()
-    other = (x * 64).astype(x.dtype)
-
-    def both(w: Any) -> Any:
-        return product(x, w), product(other, w)
-
-    (dw,) = jax.vjp(both, w)[1]((ct, ct))
-    alone = [jax.vjp(lambda w, a=a: product(a, w), w)[1](ct)[0] for a in (x, other)]
-    assert dw.dtype == jnp.float32
-    np.testing.assert_array_equal(dw, alone[0] + alone[1])
-
-
-def test_microbatches_have_their_own_scales() -> None:
-    """A loop over microbatches gives the sum of what each gives: no state goes between them."""
-    product, x, w, ct = matrices()
-    xs, cts = (jnp.stack([a, a * 2**-9, a * 2**5]) for a in (x, ct))
-
-    def body(total: Any, batch: Any) -> Any:
-        return total + jax.vjp(lambda w: product(batch[0], w), w)[1](batch[1])[0], None
-
-    got = jax.lax.scan(body, jnp.zeros_like(w), (xs, cts))[0]
-    want = jnp.zeros_like(w)
-    for a, b in zip(xs, cts, strict=True):
-        want = want + jax.vjp(lambda w, a=a: product(a, w), w)[1](b)[0]
-    assert error(got, want) < 1e-6

@@ -18,6 +18,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from jaxmp._primitives.bilinear import bilinear_map
 from jaxmp._primitives.mixed_product import product
 from tests.support.dots import equations
+from tests.support.float8_references import error
+from tests.support.reduction_checks import MESH
 
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
@@ -168,12 +170,6 @@ def products(function: Callable[..., Any], *args: Any) -> list[tuple[str, ...]]:
         for equation in equations(jax.make_jaxpr(function)(*args))
         if equation.primitive.name in PRODUCTS
     ]
-
-
-def error(got: Any, want: Any) -> float:
-    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    assert got.shape == want.shape
-    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
 
 
 @each_case
@@ -355,11 +351,12 @@ def test_jacobians(name: str) -> None:
 
 
 @pytest.mark.slow
-@small_cases
+@pytest.mark.parametrize("case", [CASES[name] for name in SMALL[:-1]], ids=SMALL[:-1])
 def test_vmap(case: Case) -> None:
-    """Over either operand and both, along odd axes, inside of gradients and outside, and twice."""
-    if case.others:
-        pytest.skip("JAX batches ragged_dot only with its group sizes: the next test")
+    """Over either operand and both, along odd axes, inside of gradients and outside, and twice.
+
+    JAX batches `ragged_dot` only with its group sizes, as the next test does.
+    """
     x, w = (
         jnp.stack(parts, -1) for parts in zip(*(draw(case, seed) for seed in range(3)), strict=True)
     )
@@ -503,10 +500,6 @@ def test_checkpoint_policies_see_the_product(policy: str, saved: bool) -> None:
         assert error(got, want) < 1e-2
 
 
-def mesh() -> Any:
-    return jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-
-
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("name", ["matrix", "conv strided"])
 def test_shard_map(name: str, check_vma: bool) -> None:
@@ -521,7 +514,7 @@ def test_shard_map(name: str, check_vma: bool) -> None:
             return lax.psum(jax.grad(weighted(case, wide), 1)(x, w), "data")
 
         specs = {"in_specs": (P("data"), P()), "out_specs": P(), "check_vma": check_vma}
-        return jax.jit(jax.shard_map(local, mesh=mesh(), **specs))
+        return jax.jit(jax.shard_map(local, mesh=MESH, **specs))
 
     want = sum(jax.grad(weighted(case, "rhs"), 1)(part, w) for part in jnp.split(x, 8))
     assert error(gradient("rhs")(x, w), want) < 1e-6
@@ -541,7 +534,7 @@ def test_shard_map_of_gradients_outside() -> None:
 
     def total(w: Any, x: Any) -> Any:
         local = lambda w, x: lax.psum(loss(case, "rhs")(x, w), "data")  # noqa: E731
-        return jax.shard_map(local, mesh=mesh(), in_specs=(P(), P("data")), out_specs=P())(w, x)
+        return jax.shard_map(local, mesh=MESH, in_specs=(P(), P("data")), out_specs=P())(w, x)
 
     want = jax.grad(lambda w: loss(case, "rhs")(x, w))
     assert error(jax.grad(total)(w, x), want(w)) < 1e-4
@@ -563,8 +556,8 @@ def test_the_partitioner_sums_in_float32(name: str, tmp_path: pathlib.Path) -> N
     x, w = draw(case)
     x = jnp.concatenate([x] * 4)
     args = (
-        jax.device_put(x, NamedSharding(mesh(), P("data"))),
-        jax.device_put(w, NamedSharding(mesh(), P())),
+        jax.device_put(x, NamedSharding(MESH, P("data"))),
+        jax.device_put(w, NamedSharding(MESH, P())),
     )
     found = {}
     for wide in ("rhs", ""):

@@ -77,26 +77,18 @@ def test_masters_are_not_made_of_narrow_params_without_a_word() -> None:
         jaxmp.convert_state(state, optimizer("none"))  # asks for none
 
 
-def test_a_checkpoint_of_narrow_params_alone() -> None:
-    params = {"w": grads(0)["w"].astype(jnp.bfloat16)}
+@pytest.mark.parametrize("policy", ["bfloat16", "mixed_bfloat16", "float32", "mixed_float16"])
+def test_a_checkpoint_of_narrow_params_alone(policy: str) -> None:
+    """Float32 params would be masters too, and are not made of narrow ones without a word."""
+    tx, params = optimizer(policy=policy), {"w": grads(0)["w"].astype(jnp.bfloat16)}
     with pytest.raises(ValueError, match="widen_params=True"):
-        jaxmp.convert_state(None, optimizer(), params=params)
-    live, state = jaxmp.convert_state(None, optimizer(), params=params, widen_params=True)
-    assert tree_bits(live) == tree_bits(params)
-    np.testing.assert_array_equal(state.master["w"], np.asarray(params["w"], np.float32))
-
-
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "float32", "mixed_float16"])
-def test_float32_params_are_not_made_of_narrow_ones_without_a_word(policy: str) -> None:
-    """They would be masters."""
+        jaxmp.convert_state(None, tx, params=params)
     with pytest.raises(ValueError, match="widen_params=True"):
-        jaxmp.convert_state(None, optimizer(policy=policy), params={"w": jnp.bfloat16(1)})
-    with pytest.raises(ValueError, match="widen_params=True"):
-        jaxmp.convert_state(trained(optimizer("none")), optimizer(policy=policy))
-    live, _ = jaxmp.convert_state(
-        None, optimizer(policy=policy), params={"w": jnp.bfloat16(1)}, widen_params=True
-    )
-    assert live["w"].dtype == jnp.float32
+        jaxmp.convert_state(trained(optimizer("none")), tx)
+    live, state = jaxmp.convert_state(None, tx, params=params, widen_params=True)
+    masters = state.master if policy == "bfloat16" else live
+    np.testing.assert_array_equal(masters["w"], np.asarray(params["w"], np.float32))
+    assert live["w"].dtype == jaxmp.get_policy(policy).param_dtype
 
 
 def test_random_words_go_on() -> None:

@@ -10,7 +10,6 @@ import pytest
 from flax import nnx
 
 import jaxmp
-import jaxmp.nnx
 from jaxmp._numerics.tree import cast_floating
 from tests.support.bits import tree_bits
 from tests.support.compilations import Count

@@ -129,8 +129,6 @@ def test_faults_poison_plain_optax() -> None:
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), stats, opt_state
 
-    for t, (_, faulty, _) in enumerate(batches(STEPS)):
+    for _, faulty, _ in batches(300):
         params, stats, opt_state = step(params, stats, opt_state, faulty)
-        if t == 300:
-            break
     assert not jaxmp.all_finite(stats)

@@ -80,12 +80,24 @@ def test_params_that_move_at_some_time_have_masters(name: str) -> None:
     assert np.any(np.asarray(after["base"], np.float32) != 1.0)
 
 
-def test_an_optimizer_that_cannot_be_traced_moves_all() -> None:
-    """One that needs an argument at each update is no error, and keeps its masters."""
+def by_an_argument(updates: Any, state: Any, params: Any = None, *, value: Any) -> Any:
+    return jax.tree.map(lambda u: -u * value, updates), state
 
-    def update(updates: Any, state: Any, params: Any = None, *, value: Any) -> Any:
-        return jax.tree.map(lambda u: -u * value, updates), state
 
+def on_a_mesh(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+    return jax.tree.map(lambda u: -jax.lax.pmean(u, "data") * extra["value"], updates), state
+
+
+def by_polyak(updates: Any, state: Any, params: Any = None, *, value: Any) -> Any:
+    """Zero where the loss is its bound: what is moved is read for any loss."""
+    rate = (value - 1.0) / (1.0 + optax.tree.norm(updates))
+    return jax.tree.map(lambda u: -rate * u, updates), state
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("update", [by_an_argument, on_a_mesh, by_polyak])
+def test_optimizers_that_move_all(update: Any) -> None:
+    """What cannot be traced at `init` too, whatever it raises; it keeps its masters."""
     inner = optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
     assert trainable_leaves(inner, params()) == {"base": True, "lora": True}
 
@@ -123,16 +135,6 @@ def test_what_begins_to_move_is_an_error(compile: Any) -> None:
     state = state._replace(master=tx.init(params).master)  # as the message says
     _, state = compile(lambda *args: tx.apply_gradients(*args))(grads, state, params)
     np.testing.assert_allclose(state.master["w"], 1 - 1e-3, rtol=1e-6)
-
-
-def test_an_optimizer_that_needs_a_mesh_or_more() -> None:
-    """What cannot be traced at `init` is taken to move all, whatever it raises."""
-
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-        return jax.tree.map(lambda u: -jax.lax.pmean(u, "data") * extra["value"], updates), state
-
-    inner = optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
-    assert trainable_leaves(inner, params()) == {"base": True, "lora": True}
 
 
 @pytest.mark.parametrize("as_updates", [False, True])
@@ -183,17 +185,6 @@ def test_a_frozen_base_under_optimizers_that_need_the_loss(name: str) -> None:
     state, metrics = jaxmp.make_train_step(loss, "mixed_bfloat16")(state, jnp.ones((4, 64)))
     assert metrics["grads_finite"]
     assert tree_bits(state.params["base"]) == tree_bits(before["base"])
-
-
-def test_a_loss_of_one_is_like_any_other() -> None:
-    """What an optimizer moves is read for any loss: Polyak steps are zero where it is the bound."""
-
-    def update(updates: Any, state: Any, params: Any = None, *, value: Any) -> Any:
-        rate = (value - 1.0) / (1.0 + optax.tree.norm(updates))
-        return jax.tree.map(lambda u: -rate * u, updates), state
-
-    inner = optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
-    assert trainable_leaves(inner, params()) == {"base": True, "lora": True}
 
 
 def _descend(moves: str) -> optax.GradientTransformationExtraArgs:

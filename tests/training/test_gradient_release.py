@@ -202,19 +202,6 @@ def test_bits_of_three_hundred_steps(storage: str) -> None:
     assert clipped > 20
 
 
-@pytest.mark.slow
-def test_three_hundred_compiled_steps() -> None:
-    """Each from the same state: fusions round differently."""
-    # Without `eps`, Adam makes of a gradient that is zero but for its roundings a whole update.
-    chain = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(SCHEDULE, eps=1e-4))
-    state, buffered, released = steps_of(jaxmp.mixed_precision(chain, "float32"), planted)
-    for i in range(300):
-        (new, _), (other, _) = buffered(state, batch_of(i)), released(state, batch_of(i))
-        assert not different(new.params, other.params, rtol=1e-6), i
-        state = new
-    assert int(state.opt_state.skipped) == 13
-
-
 def test_overflows_leave_every_bit() -> None:
     tx = optimizer_of(OPTIMIZERS["clip"], "float16")
     state, _, step = steps_of(tx, planted, count_overflows=True)
@@ -282,11 +269,15 @@ def plain_step(tx: Any, loss: Any = loss) -> Any:
     return step
 
 
-def test_a_loop_of_ones_own() -> None:
-    tx = optax.chain(clip_by_layers(0.1), optax.adamw(1e-3))
-    step, args = plain_step(tx), (params(), tx.init(params()), tokens(0))
+def check_released(step: Any, *args: Any) -> None:
     new = one_by_one(jaxmp.release_gradients(step))(*args)
     assert not different(one_by_one(step)(*args), new)
+
+
+def test_a_loop_of_ones_own() -> None:
+    tx = optax.chain(clip_by_layers(0.1), optax.adamw(1e-3))
+    step = plain_step(tx)
+    check_released(step, params(), tx.init(params()), tokens(0))
     assert step.__name__ == jaxmp.release_gradients(step).__name__
 
 
@@ -304,10 +295,7 @@ def test_encoder_and_decoder() -> None:
         return {"encoder": params(), "decoder": decoder}
 
     tx = optax.chain(clip_by_layers(0.1), optax.adamw(1e-3))
-    args = both(), tx.init(both()), tokens(0)
-    step = plain_step(tx, two_loops)
-    new = one_by_one(jaxmp.release_gradients(step))(*args)
-    assert not different(one_by_one(step)(*args), new)
+    check_released(plain_step(tx, two_loops), both(), tx.init(both()), tokens(0))
 
 
 def test_metrics_of_gradients() -> None:
@@ -373,10 +361,8 @@ def sorted_after_a_clip(updates: Any, state: Any, params: Any = None) -> Any:
 
 @pytest.mark.parametrize("update", [with_a_table, behind_a_barrier, sorted_after_a_clip])
 def test_unusual_optimizers(update: Any) -> None:
-    tx = optax.GradientTransformation(lambda params: (), update)
-    args = params(), (), tokens(0)
-    step = plain_step(tx)
-    assert not different(one_by_one(step)(*args), one_by_one(jaxmp.release_gradients(step))(*args))
+    step = plain_step(optax.GradientTransformation(lambda params: (), update))
+    check_released(step, params(), (), tokens(0))
 
 
 @pytest.mark.slow
@@ -408,10 +394,8 @@ def test_params_that_stay_as_they_are() -> None:
         new = step(teacher, params, batch)
         return jax.tree.map(lambda a, b: 0.9 * a + 0.1 * b, teacher, new), new
 
-    args = params(), params(), tokens(0)
     for fun in (step, following):
-        new = one_by_one(jaxmp.release_gradients(fun))(*args)
-        assert not different(one_by_one(fun)(*args), new)
+        check_released(fun, params(), params(), tokens(0))
 
 
 def test_activations_are_no_gradients() -> None:
@@ -430,9 +414,7 @@ def test_activations_are_no_gradients() -> None:
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, last
 
-    args = params(), tx.init(params()), tokens(0)
-    new = one_by_one(jaxmp.release_gradients(step))(*args)
-    assert not different(one_by_one(step)(*args), new)
+    check_released(step, params(), tx.init(params()), tokens(0))
 
 
 SIZES = ("tokens", "vocabulary", "width", "hidden")
@@ -492,6 +474,19 @@ def test_axes_that_are_as_long_as_there_are_layers(size: str) -> None:
     check_compiled(optimizer_of(WITH_NORMS["global norm"]), classified, sizes(**changed))
 
 
+SMALL = {
+    "one layer": sizes(layers=1),
+    "few bytes": dict.fromkeys(sizes(), 4),
+    "one layer of few bytes": dict.fromkeys(sizes(), 4) | {"layers": 1},
+}
+
+
+@pytest.mark.parametrize("model", SMALL)
+def test_small_models(model: str) -> None:
+    """Norms of 64 numbers take more than a sixteenth of the bytes of all gradients."""
+    check_compiled(optimizer_of(WITH_NORMS["global norm"]), classified, SMALL[model])
+
+
 def beside_sums(updates: Any, state: Any, params: Any = None) -> Any:
     """Sums over layers, as many as there are layers, along the axis of the layers."""
 
@@ -505,19 +500,6 @@ def test_sums_that_are_as_many_as_layers() -> None:
     tx = optax.chain(optax.GradientTransformation(lambda params: (), beside_sums), optax.sgd(0.1))
     tx = jaxmp.mixed_precision(tx, "float32")
     check_compiled(tx, classified, sizes(width=LAYERS, hidden=LAYERS))
-
-
-@pytest.mark.parametrize("name", ["adamw", "global norm"])
-def test_models_with_one_layer(name: str) -> None:
-    tx = optimizer_of((OPTIMIZERS | WITH_NORMS)[name])
-    check_compiled(tx, classified, sizes(layers=1))
-
-
-@pytest.mark.parametrize("layers", [1, 4])
-def test_models_of_a_few_bytes(layers: int) -> None:
-    """Norms of 64 numbers take more than a sixteenth of them."""
-    size = dict.fromkeys(sizes(), 4) | {"layers": layers}
-    check_compiled(optimizer_of(WITH_NORMS["global norm"]), classified, size)
 
 
 def of_a_part(params: Any, tokens: Any) -> Any:

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import jaxmp
-from jaxmp._training.microbatch import split_batch
 
 pytestmark = pytest.mark.annotations
 
@@ -90,13 +89,6 @@ def test_batch_argnums() -> None:
     for split in ((1, 3), (1, -1)):
         got = jaxmp.value_and_grad(fun, microbatches=3, batch_argnums=split)(*args)
         np.testing.assert_allclose(got, want, rtol=1e-6)
-
-
-def test_split_batch_shapes_and_dtypes() -> None:
-    parts = split_batch({"ids": np.arange(6, dtype=np.int8), "x": jnp.ones((6, 2))}, 2)
-    assert parts["ids"].dtype == jnp.int8
-    assert parts["ids"].tolist() == [[0, 2, 4], [1, 3, 5]]
-    assert parts["x"].shape == (2, 3, 2)
 
 
 @pytest.mark.parametrize("microbatches", [2, 4])

@@ -17,36 +17,14 @@ from jax import lax
 import jaxmp
 from jaxmp._numerics.tree import cast_floating
 from jaxmp.sharding import per_shard
+from tests.support.mlp import assert_close, data, loss_fn, mlp
+from tests.support.reduction_checks import GRID, MESH
 from tests.support.references import mlp_loss_and_grads
-from tests.training.test_gradients import assert_close
 
 pytestmark = pytest.mark.annotations
 
 P = jax.P
-AUTO = jax.sharding.AxisType.Auto
-MESH = jax.make_mesh((8,), ("data",), axis_types=(AUTO,))
-GRID = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AUTO, AUTO))
 FSDP = {"w1": P("data"), "b1": P(), "w2": P(None, "data"), "b2": P()}
-
-
-def mlp() -> dict[str, Any]:
-    keys = jax.random.split(jax.random.key(0), 4)
-    shapes = {"w1": (8, 16), "b1": (16,), "w2": (16, 8), "b2": (8,)}
-    return {
-        name: 0.5 * jax.random.normal(key, shape)
-        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
-    }
-
-
-def data(rows: int = 32) -> tuple[jax.Array, jax.Array]:
-    x, y = jax.random.normal(jax.random.key(1), (2, rows, 8))
-    return x, y
-
-
-def loss_fn(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
-    x = x.astype(params["w1"].dtype)
-    out = jnp.tanh(x @ params["w1"] + params["b1"][None]) @ params["w2"] + params["b2"][None]
-    return jnp.mean((out.astype(jnp.float32) - y) ** 2)
 
 
 def low_loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -198,60 +176,6 @@ def test_under_autocast(comm: Any) -> None:
         ("all-to-all", "bf16"), ("all-gather", "bf16")
     }  # fmt: skip
     assert set(wires(fun, *args)) == sums
-
-
-def deep_params() -> dict[str, Any]:
-    keys = jax.random.split(jax.random.key(5), 3)
-    return {
-        "table": jax.random.normal(keys[0], (32, 16)),
-        "w": 0.3 * jax.random.normal(keys[1], (3, 16, 16)),
-        "scale": jnp.ones((3, 16)),
-        "head": 0.3 * jax.random.normal(keys[2], (16, 32)),
-    }
-
-
-def deep_loss(params: Any, tokens: jax.Array) -> jax.Array:
-    """Embedding, a scan over checkpointed layers with a norm, and a head."""
-
-    @jax.checkpoint
-    def layer(h: Any, p: Any) -> Any:
-        w, scale = p
-        norm = lax.rsqrt(jnp.mean(h.astype(jnp.float32) ** 2, -1, keepdims=True) + 1e-6)
-        return h + jnp.tanh((h * norm.astype(h.dtype) * scale[None, None]) @ w), None
-
-    h = params["table"][tokens[:, :-1]]
-    h, _ = lax.scan(layer, h, (params["w"], params["scale"]))
-    logits = (h @ params["head"]).astype(jnp.float32)
-    picked = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], -1)
-    return -jnp.mean(picked)
-
-
-DEEP_SPECS = {
-    "table": P(None, "data"), "w": P(None, "data"), "scale": P(), "head": P("data")
-}  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("specs", [None, DEEP_SPECS], ids=["replicated", "fsdp"])
-@pytest.mark.parametrize("comm", [None, "bfloat16"])
-def test_a_deep_model(specs: Any, comm: Any) -> None:
-    params = deep_params()
-    tokens = jax.random.randint(jax.random.key(6), (16, 12), 0, 32)
-    want_loss, want = jax.jit(jax.value_and_grad(deep_loss))(params, tokens)
-    fun = per_shard(deep_loss, mesh=MESH, specs=specs, dtype="bfloat16", comm_dtype=comm)
-    args = placed(MESH, specs, params, tokens)
-    loss, grads = jax.jit(fun)(*args)
-    np.testing.assert_allclose(loss, want_loss, rtol=2e-2)
-    assert_close(grads, want, 6e-2)
-    sent = wires(fun, *args)
-    assert not [
-        key for key in sent if key[0] in ("all-reduce", "reduce-scatter") and "16" in key[1]
-    ]
-    low = {key for key in sent if key[1] == "bf16"}
-    assert bool(low & {("all-to-all", "bf16")}) == (comm is not None)
-    if comm is None:
-        sums = sum(n for (name, _), n in sent.items() if name in ("all-reduce", "reduce-scatter"))
-        assert sums == 4 * sum(p.size for p in params.values())
 
 
 # --- numerics ----------------------------------------------------------------------------------

@@ -4,19 +4,19 @@ import functools
 from typing import Any
 
 import equinox as eqx
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from flax import nnx
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxmp
 from jaxmp.sharding import FSDP, fully_sharded, state_shardings
+from tests.support import rule_models
 from tests.support.dots import equations
 from tests.support.one_by_one import one_by_one
+from tests.support.rule_models import Flax
 from tests.training.test_gradient_release import (
     clip_by_layers,
     different,
@@ -37,94 +37,23 @@ def cross_entropy(logits: Any, tokens: Any) -> Any:
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
 
 
-class Block(nn.Module):
-    @nn.compact
-    def __call__(self, x: Any, _: None) -> Any:
-        h = nn.LayerNorm()(x)
-        x = x + nn.MultiHeadDotProductAttention(2)(h, h)
-        return x + nn.Dense(WIDTH)(nn.gelu(nn.Dense(4 * WIDTH)(nn.LayerNorm()(x)))), None
-
-
-class Linen(nn.Module):
-    remat: bool = False
-
-    @nn.compact
-    def __call__(self, tokens: Any) -> Any:
-        block = nn.remat(Block, prevent_cse=False) if self.remat else Block
-        split = {"params": True}
-        stack = nn.scan(block, variable_axes={"params": 0}, split_rngs=split, length=LAYERS)
-        return nn.Dense(20)(stack()(nn.Embed(20, WIDTH)(tokens), None)[0])
-
-
-class NnxBlock(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
-        self.up = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs)
-        self.down = nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs)
-
-    def __call__(self, x: Any) -> Any:
-        return x + self.down(nnx.gelu(self.up(self.norm(x))))
-
-
-class Nnx(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        stack = nnx.vmap(NnxBlock, in_axes=0, out_axes=0)
-        self.embed = nnx.Embed(20, WIDTH, rngs=rngs)
-        self.blocks = nnx.split_rngs(splits=LAYERS)(stack)(rngs)
-
-    def __call__(self, tokens: Any) -> Any:
-        run = nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-        return self.embed.attend(run(self.embed(tokens), self.blocks))
-
-
-class EquinoxBlock(eqx.Module):
-    norm: eqx.nn.LayerNorm
-    up: eqx.nn.Linear
-    down: eqx.nn.Linear
-
-    def __init__(self, key: Any) -> None:
-        keys = jax.random.split(key)
-        self.norm = eqx.nn.LayerNorm(WIDTH)
-        self.up = eqx.nn.Linear(WIDTH, 4 * WIDTH, key=keys[0])
-        self.down = eqx.nn.Linear(4 * WIDTH, WIDTH, key=keys[1])
-
-    def __call__(self, x: Any) -> Any:
-        return x + self.down(jax.nn.gelu(self.up(self.norm(x))))
-
-
 class Equinox(eqx.Module):
     table: jax.Array
-    blocks: EquinoxBlock
+    blocks: eqx.nn.MLP
 
     def __init__(self, key: Any) -> None:
         self.table = jax.random.normal(key, (20, WIDTH))
-        self.blocks = eqx.filter_vmap(EquinoxBlock)(jax.random.split(key, LAYERS))
+        make = eqx.filter_vmap(lambda key: eqx.nn.MLP(WIDTH, WIDTH, 4 * WIDTH, 1, key=key))
+        self.blocks = make(jax.random.split(key, LAYERS))
 
     def __call__(self, tokens: Any) -> Any:
         arrays, static = eqx.partition(self.blocks, eqx.is_array)
 
         def turn(x: Any, arrays: Any) -> Any:
-            return jax.vmap(jax.vmap(eqx.combine(arrays, static)))(x), None
+            return x + jax.vmap(jax.vmap(eqx.combine(arrays, static)))(x), None
 
         x, _ = lax.scan(turn, self.table[tokens], arrays)
         return x @ self.table.T
-
-
-def linen(policy: str, remat: bool = False) -> Any:
-    model = jaxmp.linen.apply_policy(Linen(remat), policy)
-    params = model.init(jax.random.key(0), TOKENS)["params"]
-    return params, lambda params, tokens: cross_entropy(
-        model.apply({"params": params}, tokens), tokens
-    )
-
-
-def of_nnx(policy: str) -> Any:
-    graph, params, rest = nnx.split(
-        jaxmp.nnx.apply_policy(Nnx(nnx.Rngs(0)), policy), nnx.Param, ...
-    )
-    return params, lambda params, tokens: cross_entropy(
-        nnx.merge(graph, params, rest)(tokens), tokens
-    )
 
 
 def of_equinox(policy: str) -> Any:
@@ -132,19 +61,23 @@ def of_equinox(policy: str) -> Any:
     return params, lambda params, tokens: cross_entropy(eqx.combine(params, static)(tokens), tokens)
 
 
+def of_flax(flax: Flax, policy: str) -> Any:
+    adapter = {"linen": jaxmp.linen, "nnx": jaxmp.nnx}[flax]
+    model = adapter.apply_policy(rule_models.make(flax, "gpt", "plain", stack="scan"), policy)
+    f = rule_models.functions(model, "gpt")
+    return f.params, lambda params, tokens: f.loss(params, (tokens, tokens))
+
+
 MODELS = {
-    "linen": linen,
-    "linen remat": functools.partial(linen, remat=True),
-    "nnx": of_nnx,
+    "linen": functools.partial(of_flax, "linen"),
+    "nnx": functools.partial(of_flax, "nnx"),
     "equinox": of_equinox,
 }
-# Each operation of a transformer is compiled alone, which takes a minute.
-LARGE = [pytest.param(name, marks=pytest.mark.exhaustive) for name in ("linen", "linen remat")]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16", "mixed_float8"])
-@pytest.mark.parametrize("name", [*LARGE, "nnx", "equinox"])
+@pytest.mark.parametrize("name", MODELS)
 def test_bits_of_models(name: str, policy: str) -> None:
     params, loss = MODELS[name](policy)
     tx = jaxmp.mixed_precision(OPTIMIZER, policy)

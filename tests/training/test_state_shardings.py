@@ -14,13 +14,11 @@ import pytest
 import jaxmp
 from jaxmp._numerics.tree import cast_floating
 from jaxmp.sharding import state_shardings
+from tests.support.reduction_checks import GRID, MESH
 
 pytestmark = [pytest.mark.annotations, pytest.mark.usefixtures("standard_promotion")]
 
 P = jax.P
-AUTO = jax.sharding.AxisType.Auto
-MESH = jax.make_mesh((8,), ("data",), axis_types=(AUTO,))
-GRID = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AUTO, AUTO))
 SPECS = {"a": {"w": P("data", "model"), "b": P("model")}, "b": [P(None, "data"), P()]}
 SHAPES = {"a": {"w": (64, 16), "b": (16,)}, "b": [(16, 32), (32,)]}
 
@@ -64,7 +62,6 @@ def kept(names: dict[str, Any], *ends: str) -> dict[str, Any]:
 
 LABELS = {"a": {"w": "adam", "b": "sgd"}, "b": ["sgd", "sgd"]}
 MASK = {"a": {"w": True, "b": False}, "b": [True, False]}
-MATRICES = jax.tree.map(lambda shape: len(shape) == 2, SHAPES, is_leaf=is_shape)
 ADAM = optax.adam(1e-3)
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "sgd": (optax.sgd(0.1), {}),
@@ -280,27 +277,6 @@ def test_a_step_keeps_everything_in_its_place(policy: str) -> None:
     jax.tree.map(assert_placed, after, placed)
     assert int(after.step) + int(after.opt_state.skipped) == 2
     assert placed_step._cache_size() == 1
-
-
-@pytest.mark.slow
-def test_a_step_that_is_told_no_shardings() -> None:
-    """Positive control: the compiler chooses where the new state lies, and cannot reuse the old."""
-    state, placed = make_state("bfloat16")
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def step(state: Any, batch: Any) -> Any:
-        loss, grads = jaxmp.value_and_grad(loss_fn)(state.params, batch)
-        return state.apply_gradients(grads), loss
-
-    before = jax.tree.leaves(state)
-    after, _ = step(state, batch().astype(jnp.bfloat16))
-    moved = [
-        x
-        for x, s in zip(jax.tree.leaves(after), jax.tree.leaves(placed), strict=True)
-        if not x.sharding.is_equivalent_to(s, x.ndim)
-    ]
-    assert moved
-    assert not all(x.is_deleted() for x in before if x.size > 1)
 
 
 def test_what_happens_without() -> None:

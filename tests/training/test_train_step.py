@@ -5,7 +5,6 @@ import dataclasses
 import re
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -312,42 +311,11 @@ def test_rules_are_those_of_the_optimizer() -> None:
     assert {("float32", "float32"), ("bfloat16", "bfloat16")} <= products
 
 
-def test_the_optimizer_is_given_the_loss() -> None:
-    tx = jaxmp.mixed_precision(
-        optax.chain(optax.sgd(0.0), optax.contrib.reduce_on_plateau(patience=2, factor=0.5)),
-        "float32",
-    )
-    state = jaxmp.TrainState.create(params=init_params(), tx=tx)
-    step = jaxmp.make_train_step(loss_fn)
-    for _ in range(8):
-        state, _ = step(state, batch())
-    assert float(state.opt_state.inner[1].scale) < 1.0
-
-
 def test_create_casts_params_and_keeps_the_masters() -> None:
     tx = jaxmp.mixed_precision(optax.sgd(0.1), "bfloat16")
     state = jaxmp.TrainState.create(params={"w": jnp.full(2, 1.001)}, tx=tx)
     assert state.params["w"].dtype == jnp.bfloat16
     np.testing.assert_array_equal(state.opt_state.master["w"], np.full(2, np.float32(1.001)))
-
-
-def test_create_inside_jit_and_eval_shape() -> None:
-    tx = jaxmp.mixed_precision(optax.adam(0.1), "bfloat16")
-
-    def create(params: Any) -> jaxmp.TrainState:
-        return jaxmp.TrainState.create(params=params, tx=tx)
-
-    abstract = jax.eval_shape(create, init_params())
-    concrete = jax.jit(create)(init_params())
-    assert jax.tree.structure(abstract) == jax.tree.structure(concrete)
-    assert tree_bits(concrete) == tree_bits(create(init_params()))
-
-
-def test_state_is_copied_and_printed_like_any_dataclass() -> None:
-    state = bn_state()
-    assert copy.copy(state).rng is state.rng
-    assert "batch_stats" in repr(state)
-    assert dataclasses.replace(state, step=jnp.int32(3)).batch_stats is state.batch_stats
 
 
 def trained(batch: Any, loss: Any, policy: Any, steps: int = 200, **options: Any) -> Any:
@@ -430,15 +398,6 @@ def test_class_ids_among_floats_keep_their_bits() -> None:
     np.testing.assert_array_equal(seen[0], [1001, 777])
 
 
-def test_products_of_a_step_run_low() -> None:
-    """Not casting labels must not mean that nothing is cast."""
-    state = make("mixed_bfloat16")
-    step = jaxmp.make_train_step(loss_fn, "mixed_bfloat16", donate=False)
-    assert {p.operands for p in jaxmp.audit(step, state, batch()).products} == {
-        ("bfloat16", "bfloat16")
-    }
-
-
 @pytest.mark.parametrize("policy", ["params=bfloat16,compute=float32", "params=float16,c=bf16"])
 def test_params_of_another_narrow_dtype_are_widened(policy: str) -> None:
     """A policy that computes wider than its params are says so, and is taken at its word."""
@@ -492,11 +451,15 @@ def test_further_arguments_of_the_optimizer() -> None:
 
 
 def test_a_donated_state_used_again() -> None:
+    """Or its params alone, in a new state."""
     state = make()
     step = jaxmp.make_train_step(loss_fn, "mixed_float16")
-    step(state, batch())
-    with pytest.raises(ValueError, match=r"this state was donated to an earlier step.*donate=Fa"):
-        step(state, batch())
+    new, _ = step(state, batch())
+    for used in (state, new.replace(params=state.params)):
+        with pytest.raises(
+            ValueError, match=r"this state was donated to an earlier step.*donate=Fa"
+        ):
+            step(used, batch())
 
 
 class Renamed(jaxmp.TrainState):
@@ -505,54 +468,10 @@ class Renamed(jaxmp.TrainState):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Averaged(jaxmp.TrainState):
-    """A subclass with a field."""
+    """A subclass with a field, and one that it makes itself."""
 
     ema: Any = None
-
-
-def test_subclasses_are_pytrees() -> None:
-    """Flax's TrainState is subclassed; a subclass that is no pytree cannot enter a step."""
-    tx = jaxmp.mixed_precision(optax.adam(1e-2), "mixed_bfloat16")
-    step = jaxmp.make_train_step(loss_fn, "mixed_bfloat16", donate=False)
-    renamed, _ = step(Renamed.create(params=init_params(), tx=tx), batch())
-    assert type(renamed) is Renamed
-    average = jax.tree.map(jnp.zeros_like, init_params())
-    averaged, _ = step(Averaged.create(params=init_params(), tx=tx, ema=average), batch())
-    assert type(averaged) is Averaged
-    chex.assert_trees_all_equal(averaged.ema, average)
-    assert int(averaged.step) == 1
-    plain, _ = step(jaxmp.TrainState.create(params=init_params(), tx=tx), batch())
-    assert tree_bits(averaged.params) == tree_bits(plain.params) == tree_bits(renamed.params)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Counted(jaxmp.TrainState):
-    """A subclass with a field that it makes itself."""
-
     seen: dict[str, int] = dataclasses.field(default_factory=dict, init=False, compare=False)
-
-
-def test_instances_of_subclasses_are_pytrees() -> None:
-    """However they are made: those that `create` had not seen were leaves."""
-    tx = jaxmp.mixed_precision(optax.adam(1e-2), "mixed_bfloat16")
-    plain = jaxmp.TrainState.create(params=init_params(), tx=tx)
-
-    class Made(jaxmp.TrainState):
-        """Made by calling the class, as code that restores a state does."""
-
-    def make(kind: Any) -> Any:
-        fields = dataclasses.fields(jaxmp.TrainState)
-        return kind(**{field.name: getattr(plain, field.name) for field in fields})
-
-    for kind in (Made, Counted):
-        shapes = jax.eval_shape(lambda kind=kind: make(kind))
-        assert type(shapes) is kind
-        assert len(jax.tree.leaves(shapes)) == len(jax.tree.leaves(plain))
-        after, _ = jaxmp.make_train_step(loss_fn, "mixed_bfloat16", donate=False)(
-            make(kind), batch()
-        )
-        assert type(after) is kind
-        assert int(after.step) == 1
 
 
 @jax.tree_util.register_dataclass
@@ -563,13 +482,38 @@ class Registered(jaxmp.TrainState):
     apply_fn: Any = dataclasses.field(default=None, metadata={"static": True})
 
 
-def test_subclasses_that_register_themselves() -> None:
+def check_a_step(state: Any, plain: jaxmp.TrainState, **more: Any) -> None:
+    """A subclass that is no pytree cannot enter a step."""
+    assert len(jax.tree.leaves(state)) == len(jax.tree.leaves((plain, more.get("ema"))))
+    step = jaxmp.make_train_step(loss_fn, "mixed_bfloat16", donate=False)
+    after, _ = step(state, batch())
+    assert type(after) is type(state)
+    assert int(after.step) == 1
+    assert tree_bits(after.params) == tree_bits(step(plain, batch())[0].params)
+    for name, value in more.items():
+        np.testing.assert_array_equal(getattr(after, name), value)
+
+
+def test_subclasses_are_pytrees() -> None:
+    """Flax's TrainState is subclassed too."""
     tx = jaxmp.mixed_precision(optax.adam(1e-2), "mixed_bfloat16")
-    state = Registered.create(params=init_params(), tx=tx, apply_fn=max)
-    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(state))
-    state, _ = jaxmp.make_train_step(loss_fn, "mixed_bfloat16", donate=False)(state, batch())
-    assert state.apply_fn is max
-    assert int(state.step) == 1
+    plain = jaxmp.TrainState.create(params=init_params(), tx=tx)
+    check_a_step(Renamed.create(params=init_params(), tx=tx), plain)
+    check_a_step(
+        Averaged.create(params=init_params(), tx=tx, ema=np.ones(3)), plain, ema=np.ones(3)
+    )
+    check_a_step(Registered.create(params=init_params(), tx=tx, apply_fn=max), plain, apply_fn=max)
+
+    class Made(jaxmp.TrainState):
+        """Made by calling the class, as code that restores a state does, before any `create`."""
+
+    class MadeToo(Averaged):
+        """The same with fields."""
+
+    fields = {x.name: getattr(plain, x.name) for x in dataclasses.fields(jaxmp.TrainState)}
+    for kind in (Made, MadeToo):
+        assert type(jax.eval_shape(lambda kind=kind: kind(**fields))) is kind
+        check_a_step(kind(**fields), plain)
 
 
 def test_float16_under_a_policy_without_it_is_warned_of() -> None:
@@ -586,13 +530,6 @@ def test_float16_under_a_policy_without_it_is_warned_of() -> None:
 def test_a_step_is_copied_like_any_function() -> None:
     step = jaxmp.make_train_step(loss_fn, "mixed_float16")
     assert copy.copy(step)._jitted is step._jitted
-
-
-def test_a_state_with_donated_params() -> None:
-    old = make()
-    new, _ = (step := jaxmp.make_train_step(loss_fn, "mixed_float16"))(old, batch())
-    with pytest.raises(ValueError, match="this state was donated to an earlier step"):
-        step(new.replace(params=old.params), batch())
 
 
 def with_target() -> tuple[jaxmp.TrainState, Any]:
