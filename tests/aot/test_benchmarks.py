@@ -1,7 +1,6 @@
 """The benchmarks that only compile: they run at toy size, and their rows say what they should."""
 
 import importlib
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,14 +10,9 @@ import pytest
 from benchmarks.lab.compilers import compiler_options
 from benchmarks.lab.traffic import traffic
 from tests.aot.conftest import Compiler
+from tests.support.surroundings import benchmark_path  # noqa: F401
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")
-
-
-@pytest.fixture(autouse=True)
-def benchmark_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A script's own folder is on its path, so that benchmarks can share modules."""
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+pytestmark = pytest.mark.usefixtures("standard_promotion", "benchmark_path")
 
 
 @pytest.mark.exhaustive

@@ -138,6 +138,7 @@ def test_a_traceback_can_be_asked_for() -> None:
         main(["audit", "not_there:program", "--traceback"])
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("arguments", "usage"),
     [
@@ -147,6 +148,7 @@ def test_a_traceback_can_be_asked_for() -> None:
         (["doctor", "--jsn"], "jaxmp doctor [options]"),
         (["bench", "train.py:loss", "--policy", "O0", "--jsn"], "jaxmp bench PROGRAM [options]"),
         (["doctor", "--device", "h1000"], "jaxmp doctor [options]"),
+        (["plan", "8B", "--master", "float64"], "jaxmp plan WHAT [options]"),
     ],
 )
 def test_arguments_that_do_not_exist_have_code_2(

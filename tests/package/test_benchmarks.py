@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxmp
+from tests.support.surroundings import benchmark_path  # noqa: F401
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TINY = ["--width", "64", "--layers", "2", "--repeats", "2", "--no-write"]
@@ -20,14 +21,8 @@ TINY = ["--width", "64", "--layers", "2", "--repeats", "2", "--no-write"]
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.exhaustive,
-    pytest.mark.usefixtures("standard_promotion"),
+    pytest.mark.usefixtures("standard_promotion", "benchmark_path"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def benchmark_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A script's own folder is on its path, so that benchmarks can share modules."""
-    monkeypatch.syspath_prepend(BENCHMARKS)
 
 
 def test_optimizer() -> None:

@@ -17,15 +17,11 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks.lab.timing import Contender
+from tests.support.surroundings import benchmark_path  # noqa: F401
 
 ROOT = pathlib.Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
-
-
-@pytest.fixture(autouse=True)
-def benchmark_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A script's own folder is on its path."""
-    monkeypatch.syspath_prepend(BENCHMARKS)
+pytestmark = pytest.mark.usefixtures("benchmark_path")
 
 
 def module(name: str) -> Any:

@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from tests.support.surroundings import benchmark_path  # noqa: F401
+
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks/results" / f"digests_jax{jax.__version__}.json"
 COMMITTED: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
@@ -25,16 +27,10 @@ SHARDED = [name for name, digest in COMMITTED.items() if digest["collectives"]]
 
 pytestmark = [
     pytest.mark.jax,
-    pytest.mark.usefixtures("standard_promotion"),
+    pytest.mark.usefixtures("standard_promotion", "benchmark_path"),
     pytest.mark.skipif(not COMMITTED, reason=f"there is no {RESULTS.name}: digests are of one jax"),
     pytest.mark.skipif(jax.default_backend() != "cpu", reason="digests are of programs for CPUs"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def benchmark_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A script's own folder is on its path, so that benchmarks can share modules."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
 
 
 def digests() -> Any:

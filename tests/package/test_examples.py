@@ -21,6 +21,7 @@ from rich.console import Console
 import jaxmp
 from tests.support.bits import tree_bits
 from tests.support.dots import count_dots
+from tests.support.surroundings import example_path  # noqa: F401
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = [
@@ -28,13 +29,7 @@ SMALL = [
     *("--eval-every", "7", "--checkpoint-every", "4", "--growth-interval", "2", "--no-plot"),
 ]
 PRECISIONS = ["float32", "mixed_bfloat16", "mixed_float16"]
-pytestmark = pytest.mark.usefixtures("standard_promotion")
-
-
-@pytest.fixture(autouse=True)
-def example_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A script's own folder is on its path, so that examples can share modules."""
-    monkeypatch.syspath_prepend(EXAMPLES)
+pytestmark = pytest.mark.usefixtures("standard_promotion", "example_path")
 
 
 @pytest.mark.slow

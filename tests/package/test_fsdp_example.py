@@ -14,6 +14,7 @@ import pytest
 
 import jaxmp
 from tests.support.multiprocess.launcher import retry_ports
+from tests.support.surroundings import example_path  # noqa: F401
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SPREAD = [
@@ -21,13 +22,7 @@ SPREAD = [
     *("--batch-size", "16", "--context", "16"),
 ]
 NARROW = ("bfloat16", "float16")
-pytestmark = pytest.mark.usefixtures("standard_promotion")
-
-
-@pytest.fixture(autouse=True)
-def example_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A script's own folder is on its path, so that examples can share modules."""
-    monkeypatch.syspath_prepend(EXAMPLES)
+pytestmark = pytest.mark.usefixtures("standard_promotion", "example_path")
 
 
 @functools.cache

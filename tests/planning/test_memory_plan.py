@@ -4,7 +4,6 @@ What compilers say of the peak is in tests/aot.
 """
 
 import functools
-import importlib.util
 import json
 import math
 from typing import Any
@@ -19,17 +18,9 @@ import jaxmp
 from jaxmp._tools.planning.memory_rows import MemoryPlan
 from jaxmp.diagnostics import memory_plan
 from jaxmp.sharding import FSDP, fully_sharded, state_shardings
+from tests.support.surroundings import without_compilers  # noqa: F401
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("standard_promotion")]
-
-
-@pytest.fixture(autouse=True)
-def without_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compilers for devices that are not here, where they are installed, would take their time."""
-    hidden, find = ("libtpu", "jax_cuda12_plugin", "jax_cuda13_plugin"), importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name in hidden else find(name)
-    )
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("standard_promotion", "without_compilers")]
 
 
 MASTERS = ("float32", "remainder", "remainder8", "kahan", "stochastic", "none")
