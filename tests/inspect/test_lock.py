@@ -283,22 +283,6 @@ def test_changes_of_the_source_are_found(name: str, tmp_path: pathlib.Path) -> N
     assert len(same) <= 3
 
 
-@pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize(
-    "other",
-    [
-        lambda: train_step(policy="mixed_float16"),
-        lambda: train_step(policy="mixed_float8"),
-        lambda: train_step(moments="int8"),
-        lambda: train_step(moments="bfloat16"),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:gradients of .* pass through float16")
-@pytest.mark.slow
-def test_another_policy_or_another_master_is_seen(other: Any, tmp_path: pathlib.Path) -> None:
-    assert differences(train_step(), other(), tmp_path)
-
-
 def test_another_master_is_seen(tmp_path: pathlib.Path) -> None:
     def report(master: Any) -> AuditReport:
         tx = jaxmp.mixed_precision(optax.sgd(0.1), "bfloat16", master=master)
