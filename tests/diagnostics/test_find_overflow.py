@@ -72,10 +72,6 @@ def in_forward(p: Any, x: Any) -> Any:
     return end(blow_up(layer(x, p["first"])))
 
 
-def in_a_jit(p: Any, x: Any) -> Any:
-    return end(jax.jit(blow_up)(layer(x, p["first"])))
-
-
 def in_a_scan(p: Any, x: Any) -> Any:
     """In the second of three layers."""
 
@@ -108,12 +104,6 @@ def in_a_branch(p: Any, x: Any) -> Any:
     return end(lax.cond(jnp.sum(h) > 0, blow_up, lambda x: x, h))
 
 
-def in_a_while(p: Any, x: Any) -> Any:
-    h = layer(x, p["first"])
-    _, big = lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, blow_up(c[1])), (0, h))
-    return end(h) + lax.stop_gradient(end(big))
-
-
 def in_a_while_in_a_vmap(p: Any, x: Any) -> Any:
     """Rows turn until they are done; one that is done would overflow if it turned on."""
     h = layer(x, p["first"])
@@ -124,12 +114,6 @@ def in_a_while_in_a_vmap(p: Any, x: Any) -> Any:
         return lax.while_loop(lambda c: c[0] < turns, body, (0, h))[1]
 
     return end(h) + lax.stop_gradient(end(jax.vmap(row)(h, turns)))
-
-
-def in_a_custom_jvp(p: Any, x: Any) -> Any:
-    fun = jax.custom_jvp(blow_up)
-    fun.defjvp(lambda primals, tangents: (fun(*primals), tangents[0]))
-    return end(fun(layer(x, p["first"])))
 
 
 def in_a_custom_vjp(p: Any, x: Any) -> Any:
@@ -194,16 +178,6 @@ def backward_in_a_checkpoint(p: Any, x: Any) -> Any:
     return end(jax.checkpoint(lambda w, x: call_steep(layer(x, w)))(p["first"], x))
 
 
-def backward_in_a_branch(p: Any, x: Any) -> Any:
-    h = layer(x, p["first"])
-    return end(lax.cond(jnp.sum(h) > 0, call_steep, lambda x: x, h))
-
-
-def backward_in_a_jit_in_a_vmap(p: Any, x: Any) -> Any:
-    rows = jax.vmap(jax.jit(lambda row: call_steep(layer(row[None], p["first"]))))
-    return end(rows(x))
-
-
 def backward_in_a_shard_map(p: Any, x: Any) -> Any:
     def local(w: Any, x: Any) -> Any:
         return lax.pmean(end(call_steep(layer(x, w))), "data")
@@ -247,14 +221,11 @@ BACKWARD = Site(in_forward, "call_steep", "backward", comment="steep call")
 
 SITES = {
     "forward": Site(in_forward),
-    "jit": Site(in_a_jit),
     "scan": Site(in_a_scan, turns=(1,)),
     "nested scan": Site(in_a_nested_scan, turns=(1, 2)),
     "checkpoint": Site(in_a_checkpoint),
     "branch": Site(in_a_branch),
-    "while": Site(in_a_while, turns=(0,)),
     "while in a vmap": Site(in_a_while_in_a_vmap, turns=(1,)),
-    "custom_jvp": Site(in_a_custom_jvp),
     "custom_vjp": Site(
         in_a_custom_vjp, function="in_a_custom_vjp", direction="backward", comment="too steep"
     ),
@@ -264,8 +235,6 @@ SITES = {
     "mutable array": Site(in_a_mutable_array, turns=(0,)),
     "backward in a scan": BACKWARD._replace(loss=backward_in_a_scan, turns=(1,)),
     "backward in a checkpoint": BACKWARD._replace(loss=backward_in_a_checkpoint),
-    "backward in a branch": BACKWARD._replace(loss=backward_in_a_branch),
-    "backward in a jit in a vmap": BACKWARD._replace(loss=backward_in_a_jit_in_a_vmap),
     "backward in a shard_map": BACKWARD._replace(loss=backward_in_a_shard_map),
     "scan under autocast": Site(
         in_a_scan_under_autocast,
