@@ -22,7 +22,14 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import jaxmp
 from tests.support.bits import tree_bits
-from tests.support.multiprocess.models import BATCH, RECIPES, shardings
+from tests.support.multiprocess.models import (
+    BATCH,
+    RECIPES,
+    hinge,
+    hinge_batch,
+    hinge_params,
+    shardings,
+)
 
 STEPS = 8
 
@@ -46,7 +53,7 @@ class Trainer:
             loss_scale=self.recipe.loss_scale,
         )
         self.step = jaxmp.make_train_step(
-            self.recipe.loss_fn, self.recipe.policy, microbatches=self.recipe.microbatches
+            hinge, self.recipe.policy, microbatches=self.recipe.microbatches
         )
 
     def create(self, params: Any) -> jaxmp.TrainState:
@@ -55,7 +62,7 @@ class Trainer:
 
     def layout(self) -> Any:
         """Shape, dtype and sharding of every leaf of the state."""
-        shapes = jax.eval_shape(self.create, self.recipe.params())
+        shapes = jax.eval_shape(self.create, hinge_params())
         return jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
             shapes,
@@ -66,11 +73,11 @@ class Trainer:
         """The state at step 0, made where it belongs: no process ever holds all of it."""
         out = jax.tree.map(lambda x: x.sharding, self.layout())
         # The params are an argument, as constants are folded in the compiler.
-        return jax.jit(self.create, out_shardings=out)(self.recipe.params())
+        return jax.jit(self.create, out_shardings=out)(hinge_params())
 
     def global_params(self) -> Any:
         """The params as arrays that span all processes."""
-        host = self.recipe.params()
+        host = hinge_params()
         return jax.tree.map(
             lambda x, s: jax.make_array_from_callback(x.shape, s, lambda index: x[index]),
             host,
@@ -82,7 +89,7 @@ class Trainer:
 
         The poison is one number of the last example, which the last process has.
         """
-        everything = self.recipe.batch(np.random.default_rng(index))
+        everything = hinge_batch(np.random.default_rng(index))
         if poison is not None:
             everything["x"][-1, 3] = poison
         rows = BATCH // jax.process_count()
