@@ -198,16 +198,7 @@ def in_a_scan_under_autocast(p: Any, x: Any) -> Any:
 
 
 class Site(NamedTuple):
-    """Where an overflow is planted.
-
-    Attributes:
-      loss: the function.
-      function: the function that the line is in.
-      direction: the pass.
-      turns: of the loops around it.
-      comment: at the end of the line.
-      operation: what overflows.
-    """
+    """Where an overflow is planted: in a function, in the line that ends in a comment."""
 
     loss: Callable[..., Any]
     function: str = "blow_up"

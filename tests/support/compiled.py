@@ -35,13 +35,7 @@ def cycles(text: str) -> int:
 
 
 class Beside(NamedTuple):
-    """What a program for a GPU does beside its matrix products.
-
-    Attributes:
-      bytes: what its other kernels read and write.
-      launches: how many of them there are.
-      products: what the products themselves read and write, without work space.
-    """
+    """Bytes and launches beside the matrix products, and the bytes of these without work space."""
 
     bytes: int
     launches: int

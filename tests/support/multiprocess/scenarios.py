@@ -146,19 +146,10 @@ def train(
     save_at: list[int] = [],  # noqa: B006
     dies: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Trains from the start, or from the latest checkpoint, to the end.
+    """Trains from the start, or from the latest checkpoint in a folder, to the end.
 
-    Args:
-      mesh: all the devices.
-      recipe: its name.
-      poison: by iteration, a number that is put into the batch.
-      folder: where checkpoints are.
-      save_at: after which iterations to save.
-      dies: a `process` that is killed in an `iteration`, `at` its `"step"` or while it saves.
-
-    Returns:
-      `history`, one record for each iteration, digests of the state at the `start`, when it was
-      `saved`, and at the `end`, and more.
+    By iteration, `poison` is a number that is put into the batch. The process that `dies` is killed
+    in an `iteration`, `at` its `"step"` or while it saves.
     """
     this, poison = trainer(recipe, mesh), poison or {}
     state, first = this.start(), 0
