@@ -13,15 +13,11 @@ from jax.sharding import AxisType, PartitionSpec
 
 import jaxmp
 from jaxmp._tools.inspect.api import audit
-from tests.support.audit_lines import line_of
+from tests.support.audit_lines import array, line_of
 
 pytestmark = pytest.mark.annotations
 
 BF16, F32 = jnp.bfloat16, jnp.float32
-
-
-def array(*shape: int, dtype: Any = F32) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def products(report: Any) -> dict[str, tuple[int, int, int]]:

@@ -216,18 +216,6 @@ def test_lines_modules_and_passes() -> None:
     assert kernel.op_name.endswith("/up/dot_general")
 
 
-def test_lookups_in_a_split_table_round_nothing() -> None:
-    mesh = mesh_of(8)
-
-    def run(table: Any, tokens: Any) -> Any:
-        return jnp.sum(jnp.tanh(table.astype(BF16)[tokens]).astype(F32))
-
-    args = array(mesh, (1024, 64), "data"), array(mesh, (8, 4), "data", dtype=jnp.int32)
-    report = jaxmp.collectives(run, *args)
-    assert report.bytes(dtype=BF16, reducer="select") == size(8, 4, 64)
-    assert not [row for row in report if row.sums and row.dtype == "bfloat16"]
-
-
 # --- what can be given --------------------------------------------------------------------------
 
 

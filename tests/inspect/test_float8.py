@@ -10,7 +10,7 @@ import pytest
 import jaxmp
 from jaxmp._tools.inspect.api import AuditError, AuditReport, audit
 from jaxmp._tools.inspect.collectives import collectives
-from tests.support.audit_lines import line_of
+from tests.support.audit_lines import array, line_of
 
 pytestmark = pytest.mark.annotations
 
@@ -20,10 +20,6 @@ HLO = pathlib.Path(__file__).parents[1] / "hlo" / "programs"
 # Two square layers, 40 columns that no tensor core takes, and a product of activations.
 M, N, ODD = 32, 64, 40
 LAYER, LAST, SCORES = 2 * M * N * N, 2 * M * N * ODD, 2 * M * M * N
-
-
-def array(*shape: int, dtype: Any = F32) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 PARAMS = {"first": array(N, N), "second": array(N, N), "last": array(N, ODD)}

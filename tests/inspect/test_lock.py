@@ -20,6 +20,7 @@ from jaxmp._program.op_classes import CASTS, PASSED_ON
 from jaxmp._tools.command.main import main
 from jaxmp._tools.inspect.api import AuditError, AuditReport, audit
 from jaxmp._tools.inspect.lines import direction, module_path, scopes_of
+from tests.support.audit_lines import array
 from tests.support.planted import float_sites, planted, traced
 from tests.support.refactorings import CHANGES, REFACTORINGS, Change, built, gradient, train_step
 
@@ -27,10 +28,6 @@ pytestmark = pytest.mark.jax
 BF16, F32 = jnp.bfloat16, jnp.float32
 SIZES = Sizes(layers=2, width=32, batch=4, length=16, heads=4, classes=64)
 Audit = Callable[..., AuditReport]
-
-
-def array(*shape: int, dtype: Any = F32) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def differences(before: AuditReport, after: AuditReport, folder: pathlib.Path) -> list[str]:

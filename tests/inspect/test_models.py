@@ -115,24 +115,6 @@ def test_paths_and_passes_of_linen() -> None:
     assert paths == expected  # the input of the first needs no gradient
 
 
-@pytest.mark.parametrize("flax", ["linen", "nnx"])
-@pytest.mark.parametrize("stack", ["loop", "remat", "scan"])
-def test_stacks_of_layers_run_the_same(flax: Any, stack: Any) -> None:
-    layers, rows = 3, 8 * rule_models.CONTEXT
-    model = rule_models.make(flax, "gpt", "by hand", layers=layers, stack=stack)
-    f = rule_models.functions(model, "gpt")
-    report = audit(f.forward, f.params, rule_models.batch("gpt"))
-    # Projections to q, k, v and out, up and down; and two products of activations.
-    weights = rule_models.WIDTH**2 * (3 + 1 + 4 + 4)
-    attention = 2 * rule_models.CONTEXT * rule_models.WIDTH
-    head = 2 * rows * rule_models.WIDTH * rule_models.VOCAB
-    low = layers * 2 * rows * (weights + attention)
-    assert report.flops == low + head
-    assert report.share("bfloat16") == pytest.approx(low / (low + head))
-    count = 6 if stack == "scan" else 6 * layers
-    assert [(row.count, row.runs) for row in report.products] == [(count, 6 * layers), (1, 1)]
-
-
 def test_a_train_step_is_audited_whole() -> None:
     model = jaxmp.linen.apply_policy(nn.Dense(4), "mixed_bfloat16")
     params = model.init(jax.random.key(0), jnp.ones((1, 8)))["params"]

@@ -12,15 +12,11 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 from jaxmp._tools.inspect.api import AuditError, AuditReport, audit
-from tests.support.audit_lines import line_of
+from tests.support.audit_lines import array, line_of
 
 pytestmark = pytest.mark.annotations
 
 BF16, F32 = jnp.bfloat16, jnp.float32
-
-
-def array(*shape: int, dtype: Any = F32) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def loss(params: Any, x: Any) -> Any:

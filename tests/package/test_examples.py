@@ -1,7 +1,6 @@
 """The scripts in examples/ do what the README says of them."""
 
 import importlib
-import io
 import json
 import re
 import signal
@@ -16,7 +15,6 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
-from rich.console import Console
 
 import jaxmp
 from tests.support.bits import tree_bits
@@ -193,24 +191,6 @@ def test_earlier_runs_of_every_kind_are_named(tmp_path: Path) -> None:
     (tmp_path / "results.json").write_text('{"float32": {"val_loss": 1.5}}')
     assert " has a run of " in earlier.find(tmp_path).describe(resume=False)
     assert earlier.find(tmp_path).losses().endswith(": float32 1.5000.")
-
-
-def test_progress_is_drawn_again_on_a_terminal_alone() -> None:
-    report = importlib.import_module("lm_report")
-
-    def shown(*, terminal: bool) -> str:
-        console = Console(file=io.StringIO(), force_terminal=terminal, width=80)
-        with report.show_progress(console, 100, 50) as add_run:
-            for name in ("one", "two"):
-                run = add_run(name)
-                for i in (10, 50, 60, 100):
-                    run(i, f"loss {i}")
-        return console.file.getvalue()
-
-    assert "\x1b" in shown(terminal=True)
-    lines = [" ".join(line.split()) for line in shown(terminal=False).splitlines()]
-    steps = ("50/100 loss 50", "100/100 loss 100")
-    assert lines == [f"{name} {step}" for name in ("one", "two") for step in steps]
 
 
 def outcome(folder: Path) -> dict[str, Any]:
