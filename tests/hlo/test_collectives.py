@@ -9,6 +9,7 @@ import pytest
 from jaxmp._tools.hlo.collectives import Transfer, read_program
 from jaxmp._tools.hlo.parser import Array, arrays_in, bits, dtype_of_hlo, read_shape
 from jaxmp._tools.hlo.replica_groups import read_groups
+from tests.support.hlo_texts import ADD, only, program
 
 pytestmark = pytest.mark.jax
 
@@ -116,29 +117,6 @@ def test_what_the_compilers_write_counts(name: str, without: str, instead: str) 
     assert without in text
     changed = text.replace(without, instead).replace(" replica-id(", " iota(")
     assert totals(read_program(changed).transfers) != EXPECTED[name]
-
-
-ADD = """
-%add (x: f32[], y: f32[]) -> f32[] {
-  %x = f32[] parameter(0)
-  %y = f32[] parameter(1)
-  ROOT %sum = f32[] add(%x, %y)
-}
-"""
-
-
-def program(*lines: str, before: str = ADD, devices: int = 8) -> Any:
-    """Reads a program of some lines."""
-    body = "\n".join(f"  {line}" for line in lines)
-    text = (
-        f"HloModule test, num_partitions={devices}\n{before}\nENTRY %main () -> () {{\n{body}\n}}\n"
-    )
-    return read_program(text)
-
-
-def only(*lines: str, **options: Any) -> Transfer:
-    (transfer,) = program(*lines, **options).transfers
-    return transfer
 
 
 GROUPS = "replica_groups={{0,1,2,3},{4,5,6,7}}"

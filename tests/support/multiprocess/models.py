@@ -71,13 +71,11 @@ class Recipe:
     optimizer: Callable[[], optax.GradientTransformation] = _lion
     master: Any = "float32"
     loss_scale: Any = _QUICK
-    microbatches: int = 1
 
 
 RECIPES = {
     "mixed_bfloat16": Recipe(policy="mixed_bfloat16", loss_scale="auto"),
     "mixed_float16": Recipe(policy="mixed_float16"),
-    "accumulation": Recipe(policy="mixed_float16", microbatches=2),
     # bfloat16 params with float32 masters, which are finer than the params.
     "masters": Recipe(policy="bfloat16"),
     "remainder": Recipe(policy="bfloat16", master="remainder"),

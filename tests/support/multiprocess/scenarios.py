@@ -52,9 +52,7 @@ class Trainer:
             master=self.recipe.master,
             loss_scale=self.recipe.loss_scale,
         )
-        self.step = jaxmp.make_train_step(
-            hinge, self.recipe.policy, microbatches=self.recipe.microbatches
-        )
+        self.step = jaxmp.make_train_step(hinge, self.recipe.policy)
 
     def create(self, params: Any) -> jaxmp.TrainState:
         """The state at step 0."""
