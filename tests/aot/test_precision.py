@@ -14,7 +14,7 @@ from flax import linen as nn, nnx
 
 import jaxmp
 from tests.aot.conftest import Compiler
-from tests.support.compiled import cycles
+from tests.support.compiled import cycles, products_in
 
 ALGORITHMS = ("BF16_BF16_F32", "BF16_BF16_F32_X3", "BF16_BF16_F32_X6")
 HEAD = jaxmp.PolicyRules({"head": "float32"}, default="mixed_bfloat16")
@@ -29,11 +29,8 @@ X, W = abstract(256, 512), abstract(512, 384)
 
 def products(text: str) -> list[tuple[str, str, str]]:
     """The operands' dtypes, the precision and the algorithm of each product of a program."""
-    text = re.sub(r"/\*index=\d+\*/", "", text)
-    dtypes = dict(re.findall(r"%([\w.\-]+) = (\w+)\[", text))
     found = []
-    for operands, rest in re.findall(r" (?:dot|convolution)\(([^)]*)\)([^\n]*)", text):
-        names = {dtypes[name] for name in re.findall(r"%([\w.\-]+)", operands)}
+    for names, _, rest in products_in(text):
         asked = re.search(r"operand_precision=\{(\w+),\1\}", rest)
         algorithm = re.search(r"algorithm=dot_(\w+)", rest)
         found.append(

@@ -5,7 +5,6 @@ How jobs of several processes are run, and which bits can be compared: `tests/su
 """
 
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +18,6 @@ from tests.support.multiprocess import scenarios
 from tests.support.multiprocess.launcher import (
     Call,
     JobFailed,
-    reserved_port,
     retry_ports,
     run_job,
     run_together,
@@ -290,13 +288,6 @@ def test_a_taken_port_is_retried(tmp_path: Path) -> None:
 
     assert [e.returncode for e in retry_ports(commands, folder=tmp_path, timeout=60)] == [0]
     assert len(ports) == 2
-
-
-def test_a_reserved_port_is_given_to_nobody_else() -> None:
-    with reserved_port() as port, reserved_port() as other, socket.socket() as third:
-        assert port != other
-        with pytest.raises(OSError, match="in use"):
-            third.bind(("127.0.0.1", port))
 
 
 @pytest.mark.slow
