@@ -139,20 +139,6 @@ def plain_cond(tx: Any) -> Any:
     return step
 
 
-def plain_loop(tx: Any) -> Any:
-    """A loop of at most one trip around such a step."""
-
-    def step(params: Any, state: Any, grads: Any) -> Any:
-        def take(_: Any, before: Any) -> Any:
-            params, state = before
-            return tx.apply_gradients(grads, state, params)
-
-        trips = jaxmp.all_finite(grads).astype(jnp.int32)
-        return jax.lax.fori_loop(0, trips, take, (params, state))
-
-    return step
-
-
 def optimizer_step(
     compiler: Compiler, count: int, policy: str, skip: Any, write: Any = apply_gradients, **jit: Any
 ) -> Any:
@@ -242,13 +228,6 @@ def test_what_a_plain_cond_costs_on_a_gpu(gpu: Compiler, policy: str) -> None:
     sharded = optimizer_step(gpu, 8, policy, "none", plain_cond)
     assert memory(sharded)[1] < 0.1
     assert large(sharded, GATHERS) >= 3
-
-
-@pytest.mark.parametrize("count", [1, 8])
-def test_what_a_loop_costs_on_a_tpu(tpu: Compiler, count: int) -> None:
-    """Positive control: what depends on gradients alone is computed before it, and stored."""
-    compiled = optimizer_step(tpu, count, "mixed_bfloat16", "none", plain_loop)
-    assert memory(compiled)[0] > 3.9
 
 
 @pytest.mark.parametrize("count", [1, 8])

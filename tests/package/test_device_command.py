@@ -119,19 +119,14 @@ def rows(part: str, **contenders: dict[str, Any]) -> Rows:
     return [{"part": part, "contender": name} | row for name, row in contenders.items()]
 
 
-def beside(part: str, contender: str, by_hand: dict[str, Any] | None = None, **row: Any) -> Rows:
+def beside(part: str, contender: str, **row: Any) -> Rows:
     """A contender and its baseline, which takes 10 ms and 30 bytes."""
-    base = {"median_ms": 10.0, "planned_bytes": 30, "state_bytes": 10} | (by_hand or {})
+    base = {"median_ms": 10.0, "planned_bytes": 30, "state_bytes": 10}
     return rows(part, base=base, **{contender: row | {"baseline": "base"}})
 
 
 def layer(milliseconds: float, estimate: float) -> dict[str, Any]:
     return {"median_ms": milliseconds, "estimated": estimate, "baseline": "base"}
-
-
-def moves(bytes_moved: int) -> dict[str, Any]:
-    """Bytes in 10 ms, where a copy moves 100."""
-    return {"median_ms": 10.0, "bytes_moved": bytes_moved, "copy_bytes_per_second": 1e4}
 
 
 def outcomes(*texts: str) -> Rows:
@@ -141,7 +136,9 @@ def outcomes(*texts: str) -> Rows:
 LEAN = "jaxmp, recompute auto, plain attention"
 BOUND = {"planned_bytes": 10, "peak_is_bound": True}
 FAST, CHECKED = "A step under autocast", "A checked step of the optimizer"
-COPY = {"jaxmp, float32, skip auto": moves(bytes_moved=60)}
+# Bytes in 10 ms, where a copy moves 100.
+MOVES = {"median_ms": 10.0, "bytes_moved": 60, "copy_bytes_per_second": 1e4}
+COPY = {"jaxmp, float32, skip auto": MOVES}
 LAYERS = {"base": {"median_ms": 10}, "a": layer(8, 1.25), "b": layer(8, 1.5), "c": layer(5, 1.5)}
 NEAR, FAR = ({"peak_bytes": 100, "planned_bytes": size} for size in (98, 92))
 TORCH = {
@@ -359,15 +356,9 @@ def test_rows_survive_a_process_that_is_ended(tmp_path: pathlib.Path) -> None:
     assert 9 < writer.seconds_left() <= 10
 
 
-def results(date: str, platform: str = "gpu", small: bool = False) -> dict[str, Any]:
-    return {
-        "machine": f"Card of {date}",
-        "platform": platform,
-        "small": small,
-        "date": date,
-        "versions": {"jax": "0.11.2", "torch": "2.11.0"},
-        "rows": [],
-    }
+def results(date: str, **more: Any) -> dict[str, Any]:
+    machine = {"machine": f"Card of {date}", "platform": "gpu", "small": False, "date": date}
+    return machine | {"versions": {"jax": "0.11.2", "torch": "2.11.0"}, "rows": []} | more
 
 
 def test_the_site_says_what_the_newest_results_say(tmp_path: pathlib.Path) -> None:

@@ -134,17 +134,8 @@ def losses(way: Callable[[str], Way], policy: str) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        "mixed_float16",
-        *(
-            pytest.param(policy, marks=pytest.mark.slow)
-            for policy in ("float32", "mixed_bfloat16", "bfloat16")
-        ),
-    ],
-)
 @pytest.mark.slow
+@pytest.mark.parametrize("policy", ["mixed_float16", "float32", "mixed_bfloat16", "bfloat16"])
 def test_the_same_losses(policy: str) -> None:
     want = losses(through_optax, policy)
     clean = [loss for i, loss in enumerate(want) if i not in (5, 6, 13)]
