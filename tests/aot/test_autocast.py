@@ -8,6 +8,7 @@ import pytest
 
 import jaxmp
 from tests.aot.conftest import Compiler
+from tests.support import rule_models
 from tests.support.compiled import products_in
 
 pytestmark = pytest.mark.exhaustive
@@ -76,6 +77,43 @@ def test_products_and_memory(compiler: Compiler) -> None:
     )
     assert used <= 1.01 * by_hand_used
     assert plain_used > 1.5 * by_hand_used  # positive control
+
+
+@pytest.mark.parametrize(
+    ("platform", "flax", "stack"),
+    [
+        ("gpu", "linen", "loop"),
+        ("gpu", "linen", "scan"),
+        ("gpu", "nnx", "remat"),
+        ("tpu", "nnx", "remat"),  # the others take longer
+    ],
+)
+def test_memory_of_transformers(
+    platform: str,
+    flax: Any,
+    stack: Any,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Scores of 1,024 x 1,024 dominate, as they do without a fused attention."""
+    for size, value in {"WIDTH": 256, "HEADS": 4, "VOCAB": 512, "CONTEXT": 1024}.items():
+        monkeypatch.setattr(rule_models, size, value)
+    tokens = [x.astype("int32") for x in rule_models.batch("gpt")]
+    used, compiler = {}, request.getfixturevalue(platform)
+    for author in ("by hand, head too", "autocast", *(["plain"] if stack == "scan" else [])):
+        jax.clear_caches()  # JAX hands a module the trace of an equal one
+        written: Any = "plain" if author == "autocast" else author
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            made = rule_models.make(flax, "gpt", written, layers=2, stack=stack)
+            f = rule_models.functions(made, "gpt")
+            loss = jaxmp.autocast(f.loss, "mixed_bfloat16") if author == "autocast" else f.loss
+            program = compiler(jax.value_and_grad(loss), f.params, tokens, quickly=True)
+        used[author] = program.memory_analysis().temp_size_in_bytes
+    # One by one, the first layer finds the sum of two embeddings in float32.
+    embedded = 0 if stack == "scan" else 2 * tokens[0].size * rule_models.WIDTH
+    assert used["autocast"] <= 1.01 * used["by hand, head too"] + embedded
+    if "plain" in used:
+        assert used["plain"] > 1.5 * used["by hand, head too"]  # positive control
 
 
 def test_memory_of_a_graphs_hub(gpu: Compiler) -> None:

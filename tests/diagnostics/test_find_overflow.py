@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
@@ -272,18 +271,6 @@ class Model(nn.Module):
         return nn.Dense(N, name="large", kernel_init=large)(nn.relu(h) + 1)  # of linen
 
 
-class NnxModel(nnx.Module):
-    """The same in nnx."""
-
-    def __init__(self) -> None:
-        rngs, large = nnx.Rngs(0), nnx.initializers.constant(2.0**14)
-        self.small = nnx.Linear(N, N, rngs=rngs)
-        self.large = nnx.Linear(N, N, kernel_init=large, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.large(nnx.relu(self.small(x)) + 1)  # of nnx
-
-
 def test_layers_of_linen_are_named_by_their_path() -> None:
     model = jaxmp.linen.apply_policy(Model(), "mixed_float16")
     params = model.init(jax.random.key(0), X)
@@ -291,15 +278,6 @@ def test_layers_of_linen_are_named_by_their_path() -> None:
     assert (found.operation, found.path) == ("dot_general", "Model/large")
     assert found.line == line_of("of linen", "Model.__call__")
     assert [each.largest for each in found.operands][1] == 2.0**14
-
-
-def test_layers_of_nnx_are_named_by_their_line() -> None:
-    model = jaxmp.nnx.apply_policy(NnxModel(), "mixed_float16")
-    graphdef, params = nnx.split(model)
-    found = find_overflow(lambda p, x: jnp.mean(nnx.merge(graphdef, p)(x)), params, X)
-    assert found.operation == "dot_general"
-    assert found.line == line_of("of nnx", "NnxModel.__call__")
-    assert found.reaches[0] == "loss"
 
 
 def large_product(p: Any, x: Any) -> Any:

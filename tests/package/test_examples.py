@@ -178,21 +178,6 @@ def test_a_demo_says_where_its_picture_is_and_names_the_run_it_replaces(tmp_path
     assert re.search(rf"^Validation losses of the run of .*: float32 {loss:.4f}\.$", second, re.M)
 
 
-def test_earlier_runs_of_every_kind_are_named(tmp_path: Path) -> None:
-    earlier = importlib.import_module("lm_report").Earlier
-    assert earlier.find(tmp_path) is None
-    (tmp_path / "checkpoints").mkdir()
-    assert "a run without results" in earlier.find(tmp_path).describe(resume=False)
-    assert "goes on from its checkpoints" in earlier.find(tmp_path).describe(resume=True)
-    for broken in ("", '{"float32": {"val_l', "[]", '{"float32": 3}'):
-        (tmp_path / "results.json").write_text(broken)
-        assert "a run without results" in earlier.find(tmp_path).describe(resume=False)
-        assert earlier.find(tmp_path).losses().endswith(": none.")
-    (tmp_path / "results.json").write_text('{"float32": {"val_loss": 1.5}}')
-    assert " has a run of " in earlier.find(tmp_path).describe(resume=False)
-    assert earlier.find(tmp_path).losses().endswith(": float32 1.5000.")
-
-
 def outcome(folder: Path) -> dict[str, Any]:
     run = json.loads((folder / "results.json").read_text())["mixed_float16"]
     del run["steps_per_second"], run["history"]["seconds"], run["history"]["timed_steps"]
