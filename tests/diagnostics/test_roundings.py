@@ -79,8 +79,12 @@ def sharded(w: jax.Array) -> jax.Array:
     return local(X, w) @ w
 
 
+def spectral(w: jax.Array) -> jax.Array:
+    return jnp.abs(jnp.fft.rfft((X @ w).astype(jnp.float32)))
+
+
 FIRST = [scatter, looped, called]
-OTHERS = [pooled, until, branched, ordered, bits, sharded]
+OTHERS = [pooled, until, branched, ordered, bits, sharded, spectral]
 CASES = [("mixed_bfloat16", program) for program in FIRST] + [
     pytest.param(policy, program, marks=pytest.mark.exhaustive)
     for policy, programs in (("mixed_bfloat16", OTHERS), ("mixed_float16", FIRST + OTHERS))
