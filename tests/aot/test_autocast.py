@@ -1,6 +1,5 @@
 """Autocast in compiled TPU and GPU programs: what multiplies float32 there, and what is kept."""
 
-import re
 from typing import Any
 
 import jax
@@ -10,6 +9,7 @@ import pytest
 import jaxmp
 from tests.aot.conftest import Compiler
 from tests.support import rule_models
+from tests.support.compiled import products_in
 
 pytestmark = pytest.mark.exhaustive
 WIDTH, HIDDEN, BATCH, TOKENS, LAYERS = 512, 2048, 8, 256, 4
@@ -58,13 +58,7 @@ def program(compiler: Compiler, fun: Any) -> Any:
 
 def products(program: Any) -> list[tuple[set[str], str]]:
     """The dtypes of operands and result of each product of a compiled program."""
-    text = re.sub(r"/\*index=\d+\*/", "", program.as_text())
-    dtypes = dict(re.findall(r"%([\w.\-]+) = (\w+)\[", text))
-    found = []
-    for result, operands in re.findall(r" = (\w+)\[\S* (?:dot|convolution)\(([^)]*)\)", text):
-        names = re.findall(r"%([\w.\-]+)", operands)
-        found.append(({dtypes[name] for name in names}, result))
-    return found
+    return [(operands, result) for operands, result, _ in products_in(program.as_text())]
 
 
 def test_products_and_memory(compiler: Compiler) -> None:

@@ -123,9 +123,11 @@ def test_memory_of_a_scanned_checkpointed_model(gpu: Compiler, recipe: str) -> N
     assert temporaries(recipe) <= 1.05 * temporaries(None)
 
 
-def sharded(gpu: Compiler, model: GPT, recipe: str | None, layers: int) -> list[CompiledCollective]:
+def sharded(
+    compiler: Compiler, model: GPT, recipe: str | None, layers: int
+) -> list[CompiledCollective]:
     """The collectives of a step under FSDP on eight devices; `layers` 0 for a scan."""
-    mesh = gpu.mesh((8,), ("data",))
+    mesh = compiler.mesh((8,), ("data",))
 
     def place(x: Any) -> Any:
         spec = P(*[None] * (x.ndim - 1), "data") if x.ndim > 1 else P()
@@ -153,33 +155,35 @@ def sharded(gpu: Compiler, model: GPT, recipe: str | None, layers: int) -> list[
     tokens = jax.ShapeDtypeStruct(
         abstract_tokens(model, 32).shape, jnp.int32, sharding=NamedSharding(mesh, P("data"))
     )
-    program = gpu.lower(fun, params, tokens).compile(WITHOUT_TRITON)
+    options = WITHOUT_TRITON if compiler.platform == "gpu" else {}
+    program = compiler.lower(fun, params, tokens).compile(options)
     return list(jaxmp.collectives(program).rows)
 
 
 @pytest.mark.parametrize(
-    ("recipe", "layers"),
+    ("platform", "recipe", "layers"),
     [
-        pytest.param("tensorwise", 0, marks=pytest.mark.jax, id="tensorwise-scanned"),
-        pytest.param("tensorwise", LAYERS, id="tensorwise-unrolled"),
-        pytest.param("rowwise_hp", 0, id="rowwise_hp-scanned"),
-        pytest.param("rowwise_hp", LAYERS, marks=pytest.mark.exhaustive, id="rowwise_hp-unrolled"),
-        pytest.param(None, 0, id="bfloat16-scanned"),
-        pytest.param(None, LAYERS, marks=pytest.mark.exhaustive, id="bfloat16-unrolled"),
+        pytest.param("gpu", "tensorwise", 0, marks=pytest.mark.jax),
+        ("gpu", "tensorwise", LAYERS),
+        ("gpu", "rowwise_hp", 0),
+        pytest.param("gpu", "rowwise_hp", LAYERS, marks=pytest.mark.exhaustive),
+        ("gpu", None, 0),
+        pytest.param("gpu", None, LAYERS, marks=pytest.mark.exhaustive),
+        ("tpu", "int8", 0),
     ],
 )
 def test_fsdp_gathers_codes_and_sums_float32(
-    gpu: Compiler, recipe: str | None, layers: int
+    request: pytest.FixtureRequest, platform: str, recipe: str | None, layers: int
 ) -> None:
     """Each weight is gathered twice, a byte for each number; no gradient is summed in 16 bits."""
-    rows = sharded(gpu, gpt(), recipe, layers)
+    rows = sharded(request.getfixturevalue(platform), gpt(), recipe, layers)
     weights = LAYERS * 12 * WIDTH**2
 
     def total(kind: str, dtype: str) -> int:
         found = [row for row in rows if (row.kind, row.dtype) == (kind, dtype)]
         return sum(row.bytes for row in found)
 
-    codes = total("all-gather", "float8_e4m3fn")
+    codes = total("all-gather", "int8" if recipe == "int8" else "float8_e4m3fn")
     assert codes == (2 * weights if recipe else 0)
     assert total("all-gather", "bfloat16") < weights or recipe is None
     summed = total("reduce-scatter", FLOAT32)

@@ -5,7 +5,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jaxmp
 from benchmarks.gpt import GPT
@@ -85,23 +84,3 @@ def test_products_of_a_scanned_checkpointed_model(tpu: Compiler) -> None:
     assert not jaxmp.collectives(usual).float8_products
     sizes = [each.memory_analysis().temp_size_in_bytes for each in (int8, usual)]
     assert sizes[0] <= 1.05 * sizes[1]
-
-
-def test_fsdp_gathers_codes(tpu: Compiler) -> None:
-    """A byte for each number, in each pass; gradients are summed in float32."""
-    mesh = tpu.mesh((8,), ("data",))
-    model = GPT(layers=2, width=256, heads=4, vocab=512, context=128)
-
-    def place(x: Any) -> Any:
-        spec = P(*[None] * (x.ndim - 1), "data") if x.ndim > 1 else P()
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
-
-    params = jax.tree.map(place, jax.eval_shape(model.init))
-    fsdp = jaxmp.sharding.FSDP(shardings=jax.tree.map(lambda x: x.sharding, params), axis="data")
-    tokens = jax.ShapeDtypeStruct((32, 129), jnp.int32, sharding=NamedSharding(mesh, P("data")))
-    fast = jaxmp.autocast(model.loss, "mixed_int8")
-    fun = jaxmp.value_and_grad(fast, reduce_dtype="float32", fsdp=fsdp)
-    rows = list(jaxmp.collectives(tpu.lower(fun, params, tokens).compile()).rows)
-    codes = [row.bytes for row in rows if (row.kind, row.dtype) == ("all-gather", "int8")]
-    assert sum(codes) == 2 * model.layers * 12 * model.width**2
-    assert not [row for row in rows if row.reducer == "add" and row.dtype == "bfloat16"]

@@ -22,8 +22,12 @@ def loss_fn(w: Any, x: Any) -> Any:
     return jnp.mean(jnp.tanh(x @ w) ** 2)
 
 
+def arrays(*shapes: tuple[int, ...]) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+
+
 def small(device: str, **options: Any) -> MemoryPlan:
-    w, x = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((512, 512), (64, 512)))
+    w, x = arrays((512, 512), (64, 512))
     return memory_plan(w, loss_fn=loss_fn, batch=x, device=device, **options)
 
 
@@ -31,7 +35,7 @@ def small(device: str, **options: Any) -> MemoryPlan:
 def test_a_compiler_says_the_peak(device: str, gpu: Compiler, tpu: Compiler) -> None:
     plan = small(device)
     tx = jaxmp.mixed_precision(optax.adamw(1e-3), "mixed_bfloat16")
-    w, x = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((512, 512), (64, 512)))
+    w, x = arrays((512, 512), (64, 512))
     state = jax.eval_shape(lambda w: jaxmp.TrainState.create(params=w, tx=tx), w)
     step = jaxmp.make_train_step(loss_fn, "mixed_bfloat16")
     compiler = gpu if device == "h100" else tpu
@@ -48,7 +52,7 @@ def test_a_compiler_says_the_peak(device: str, gpu: Compiler, tpu: Compiler) -> 
 
 def test_a_step_that_does_not_fit(tpu: Compiler) -> None:
     """The compiler of a TPU makes no program then, and says how much it would take."""
-    w, x = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((1024, 1024), (2**22, 1024)))
+    w, x = arrays((1024, 1024), (2**22, 1024))
     plan = memory_plan(w, "mixed_bfloat16", loss_fn, x, device="v5e")
     assert plan.is_refused
     assert not plan.is_complete
@@ -72,7 +76,7 @@ def test_a_compiler_says_the_peak_on_each_of_eight(gpu: Compiler) -> None:
 def test_a_mesh_with_two_axes(gpu: Compiler) -> None:
     """What lives between steps is the compiler's, but for a flag that the step never reads."""
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    w, x = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((512, 512), (64, 512)))
+    w, x = arrays((512, 512), (64, 512))
     placed = fully_sharded(w, mesh, "data", base=P(None, "model"))
     fsdp = FSDP(shardings=placed, axis="data")
     plan = memory_plan(w, "mixed_bfloat16", loss_fn, x, fsdp=fsdp)
@@ -97,7 +101,7 @@ def mean_over(mesh: Any) -> Any:
 
 
 def test_a_loss_may_name_a_mesh_of_absent_devices_but_not_of_those_here(gpu: Compiler) -> None:
-    w, x = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((64, 8), (64, 512)))
+    w, x = arrays((64, 8), (64, 512))
 
     def planned(devices: Any) -> MemoryPlan:
         mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=devices)
@@ -115,6 +119,6 @@ def test_a_callback_to_python_is_refused(gpu: Compiler) -> None:
         jax.debug.print("{}", x[0, 0])
         return loss_fn(w, x)
 
-    w, x = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((512, 512), (64, 512)))
+    w, x = arrays((512, 512), (64, 512))
     with pytest.raises(ValueError, match=r"calls back to Python, as jax\.debug\.print does"):
         memory_plan(w, "mixed_bfloat16", told, x, device="h100")

@@ -15,7 +15,6 @@ from tests.aot.conftest import Compiler
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("standard_promotion")]
 
 N = 2048
-F16 = {"w": jax.ShapeDtypeStruct((N, N), jnp.float16)}
 PARAMS = {"w": jax.ShapeDtypeStruct((N, N), jnp.bfloat16), "b": jax.ShapeDtypeStruct((N,), "f4")}
 GRADS = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), PARAMS)
 
@@ -35,20 +34,19 @@ def update_step(tx: Any) -> Any:
     return step
 
 
-@pytest.mark.parametrize("skip", ["auto", "cond", "select", "none"])
-def test_updates_are_made_of_rounded_params(compiler: Compiler, skip: Any) -> None:
+@pytest.mark.parametrize(
+    ("policy", "skip"),
+    [
+        *(("bfloat16", skip) for skip in ("auto", "cond", "select", "none")),
+        *(("float16", skip) for skip in ("auto", "none")),
+    ],
+)
+def test_updates_are_made_of_rounded_params(compiler: Compiler, policy: str, skip: Any) -> None:
     """One rounding makes the new param, the other belongs to `apply_updates`."""
-    tx = jaxmp.mixed_precision(optax.adamw(1e-2), "bfloat16", skip=skip)
-    compiled = compiler(update_step(tx), PARAMS, jax.eval_shape(tx.init, PARAMS), GRADS)
-    assert roundings(compiled) >= 2
-
-
-@pytest.mark.parametrize("skip", ["auto", "none"])
-def test_updates_are_made_of_rounded_float16_params(compiler: Compiler, skip: Any) -> None:
     config = jaxmp.StaticLossScale(8.0)
-    tx = jaxmp.mixed_precision(optax.adamw(1e-2), "float16", loss_scale=config, skip=skip)
-    grads = {"w": GRADS["w"]}
-    compiled = compiler(update_step(tx), F16, jax.eval_shape(tx.init, F16), grads)
+    tx = jaxmp.mixed_precision(optax.adamw(1e-2), policy, loss_scale=config, skip=skip)
+    params = jaxmp.get_policy(policy).cast_to_param(PARAMS)
+    compiled = compiler(update_step(tx), params, jax.eval_shape(tx.init, params), GRADS)
     assert roundings(compiled) >= 2
 
 
@@ -95,12 +93,8 @@ def temporaries(compiler: Compiler, policy: str, skip: Any) -> float:
     """Bytes per param of temporaries in a donated step, beside 16 to 18 of state and gradients."""
     tx = jaxmp.mixed_precision(optax.adamw(1e-2), policy, skip=skip)
     params = jaxmp.get_policy(policy).cast_to_param(PARAMS)
-
-    def step(params: Any, state: Any, grads: Any) -> Any:
-        return tx.apply_gradients(grads, state, params)
-
     state = jax.eval_shape(tx.init, params)
-    compiled = compiler(step, params, state, GRADS, donate=(0, 1))
+    compiled = compiler(apply_gradients(tx), params, state, GRADS, donate=(0, 1))
     return compiled.memory_analysis().temp_size_in_bytes / (N * N)
 
 
@@ -141,20 +135,6 @@ def plain_cond(tx: Any) -> Any:
             return tx.apply_gradients(grads, state, params)
 
         return jax.lax.cond(jaxmp.all_finite(grads), take, lambda: (params, state))
-
-    return step
-
-
-def plain_loop(tx: Any) -> Any:
-    """A loop of at most one trip around such a step."""
-
-    def step(params: Any, state: Any, grads: Any) -> Any:
-        def take(_: Any, before: Any) -> Any:
-            params, state = before
-            return tx.apply_gradients(grads, state, params)
-
-        trips = jaxmp.all_finite(grads).astype(jnp.int32)
-        return jax.lax.fori_loop(0, trips, take, (params, state))
 
     return step
 
@@ -248,13 +228,6 @@ def test_what_a_plain_cond_costs_on_a_gpu(gpu: Compiler, policy: str) -> None:
     sharded = optimizer_step(gpu, 8, policy, "none", plain_cond)
     assert memory(sharded)[1] < 0.1
     assert large(sharded, GATHERS) >= 3
-
-
-@pytest.mark.parametrize("count", [1, 8])
-def test_what_a_loop_costs_on_a_tpu(tpu: Compiler, count: int) -> None:
-    """Positive control: what depends on gradients alone is computed before it, and stored."""
-    compiled = optimizer_step(tpu, count, "mixed_bfloat16", "none", plain_loop)
-    assert memory(compiled)[0] > 3.9
 
 
 @pytest.mark.parametrize("count", [1, 8])

@@ -3,14 +3,14 @@
 import importlib
 import itertools
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.aot.conftest import Compiler
+from tests.support.surroundings import benchmark_path  # noqa: F401
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("standard_promotion")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("standard_promotion", "benchmark_path")]
 
 # Devices of a slice, and slices.
 TPUS = {
@@ -21,12 +21,6 @@ GPUS = {"8 H100": (8, 1), "64 H100": (64, 1)}
 # Attention has 4 d * d weights, the hidden layer 8 d * d, in millions.
 LAYER = 12 * 2048**2 / 1e6
 HBM = 16_000
-
-
-@pytest.fixture(autouse=True)
-def benchmark_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A script's own folder is on its path, so that benchmarks can share modules."""
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
 
 
 def verify(pod: str, mode: str, devices: int, slices: int) -> None:

@@ -14,7 +14,7 @@ from flax import linen as nn, nnx
 
 import jaxmp
 from tests.aot.conftest import Compiler
-from tests.support.compiled import cycles
+from tests.support.compiled import cycles, products_in
 
 ALGORITHMS = ("BF16_BF16_F32", "BF16_BF16_F32_X3", "BF16_BF16_F32_X6")
 HEAD = jaxmp.PolicyRules({"head": "float32"}, default="mixed_bfloat16")
@@ -29,25 +29,14 @@ X, W = abstract(256, 512), abstract(512, 384)
 
 def products(text: str) -> list[tuple[str, str, str]]:
     """The operands' dtypes, the precision and the algorithm of each product of a program."""
-    text = re.sub(r"/\*index=\d+\*/", "", text)
-    dtypes = dict(re.findall(r"%([\w.\-]+) = (\w+)\[", text))
     found = []
-    for operands, rest in re.findall(r" (?:dot|convolution)\(([^)]*)\)([^\n]*)", text):
-        names = {dtypes[name] for name in re.findall(r"%([\w.\-]+)", operands)}
+    for names, _, rest in products_in(text):
         asked = re.search(r"operand_precision=\{(\w+),\1\}", rest)
         algorithm = re.search(r"algorithm=dot_(\w+)", rest)
         found.append(
             (",".join(sorted(names)), asked[1] if asked else "", algorithm[1] if algorithm else "")
         )
     return found
-
-
-def dot(x: Any, w: Any) -> Any:
-    return x @ w
-
-
-def trunk(x: Any, w: Any) -> Any:
-    return jnp.tanh(x @ w)
 
 
 class LinenModel(nn.Module):
@@ -77,23 +66,22 @@ def nnx_loss(rules: Any) -> tuple[Callable[..., Any], Any]:
     return lambda state, x: nnx.merge(graphdef, state)(x), state
 
 
-def of_dot(transform: Callable[..., Any]) -> tuple[Callable[..., Any], Any]:
-    return transform(lambda w, x: dot(x, w)), W
+def of_dot(transform: Callable[..., Any] | None) -> tuple[Callable[..., Any], Any]:
+    def loss(w: Any, x: Any) -> Any:
+        return x @ w
+
+    return transform(loss) if transform else loss, W
 
 
-CASES: dict[str, Callable[[], tuple[Callable[..., Any], Any]]] = {
-    "full_precision in autocast": lambda: of_dot(
-        lambda f: jaxmp.autocast(jaxmp.full_precision(f), "mixed_bfloat16")
+# Each makes a loss and its params, of what is to be float32; of None without any of jaxmp.
+CASES: dict[str, tuple[Callable[[Any], tuple[Callable[..., Any], Any]], Any]] = {
+    "full_precision in autocast": (
+        of_dot,
+        lambda f: jaxmp.autocast(jaxmp.full_precision(f), "mixed_bfloat16"),
     ),
-    "policy float32": lambda: of_dot(lambda f: jaxmp.autocast(f, "float32")),
-    "linen head by rule": lambda: linen_loss(HEAD),
-    "nnx head by rule": lambda: nnx_loss(HEAD),
-}
-CONTROLS = {
-    "full_precision in autocast": lambda: of_dot(lambda f: f),
-    "policy float32": lambda: of_dot(lambda f: f),
-    "linen head by rule": lambda: linen_loss(None),
-    "nnx head by rule": lambda: nnx_loss(None),
+    "policy float32": (of_dot, lambda f: jaxmp.autocast(f, "float32")),
+    "linen head by rule": (linen_loss, HEAD),
+    "nnx head by rule": (nnx_loss, HEAD),
 }
 
 
@@ -113,7 +101,8 @@ def compiled(
 @pytest.mark.parametrize("name", CASES)
 def test_forward_and_both_backward_products(compiler: Compiler, name: str) -> None:
     """What jaxmp calls float32 has both operands at HIGHEST, on both devices."""
-    ours, control = compiled(compiler, CASES[name]()), compiled(compiler, CONTROLS[name]())
+    make, exact = CASES[name]
+    ours, control = compiled(compiler, make(exact)), compiled(compiler, make(None))
     wide = [each for each in ours if "f32" in each[0]]
     # A TPU reads activations that were rounded before the head from the 16 bits that they have.
     assert [each[1:] for each in wide] == [("highest", "")] * 3

@@ -13,6 +13,7 @@ import jaxmp
 from jaxmp.sharding import FSDP, fully_sharded
 from tests.aot.conftest import Compiler
 from tests.aot.test_autocast import PARAMS, X, by_hand, loss, products, program
+from tests.support.sharded_models import abstract
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -66,9 +67,6 @@ def test_fully_sharded_layers(compiler: Compiler) -> None:
     rows = NamedSharding(mesh, P("data"))
     batch = jax.ShapeDtypeStruct((64, *X.shape[1:]), X.dtype)
 
-    def abstract(x: Any, sharding: Any) -> Any:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
     def found(recompute: Any) -> tuple[Mapping[Any, int], int]:
         gradient = jaxmp.value_and_grad(
             LOW,
@@ -76,8 +74,9 @@ def test_fully_sharded_layers(compiler: Compiler) -> None:
             fsdp=FSDP(shardings=split, axis="data"),
             recompute=recompute,
         )
-        placed = jax.tree.map(abstract, PARAMS, split)
-        compiled = compiler.lower(gradient, placed, abstract(batch, rows)).compile()
+        compiled = compiler.lower(
+            gradient, abstract(PARAMS, split), abstract(batch, rows)
+        ).compile()
         totals: collections.Counter[Any] = collections.Counter()
         for row in jaxmp.collectives(compiled).rows:
             totals[row.kind, row.dtype] += row.bytes * row.runs

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jaxmp._tools.hlo.parser import Instruction, Module
 from jaxmp._tools.planning.absent_devices import gpu_target
 from tests.aot.conftest import Compiler, compiler_for_gpus
 from tests.support.compiled import WITHOUT_TRITON, cycles, float8_calls
@@ -19,7 +18,6 @@ from tests.support.compiled import WITHOUT_TRITON, cycles, float8_calls
 pytestmark = pytest.mark.jax
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
-SCALE = jax.ShapeDtypeStruct((), jnp.float32)
 
 
 def operands(left: Any = E4M3, right: Any = E4M3) -> list[jax.ShapeDtypeStruct]:
@@ -55,74 +53,6 @@ def test_without_a_cuda_version_it_is_none(name: str) -> None:
     assert len(lines) - len(unnamed.splitlines()) == 3
     text = compiled(compiler_for_gpus(unnamed), product, *operands())
     assert (len(float8_calls(text)), converts(text)) == (0, 2)
-
-
-@pytest.mark.parametrize("target", ["gpu", "b200"])
-def test_which_dtypes_multiply_in_float8(target: str, request: pytest.FixtureRequest) -> None:
-    """Either operand may be e5m2, but not both: cuBLAS has no such product."""
-    compiler = request.getfixturevalue(target)
-    for pair, calls in {(E4M3, E5M2): 1, (E5M2, E4M3): 1, (E5M2, E5M2): 0}.items():
-        text = compiled(compiler, product, *operands(*pair))
-        assert len(float8_calls(text)) == calls
-        assert converts(text) == 2 * (1 - calls)
-
-
-def test_a_fusion_with_float8_operands_is_not_counted(gpu: Compiler) -> None:
-    """By default the product is one, and what its kernel multiplies in cannot be read here."""
-    text = gpu(product, *operands()).as_text()
-    assert '"kind":"__triton' in text
-    assert " dot(" in text
-    assert float8_calls(text) == []
-
-
-def kernels(text: str) -> list[Instruction]:
-    """All that runs but the products."""
-    module = Module(text)
-    entry = next(each for each in module.computations.values() if each.is_entry)
-    named = {"parameter", "constant", "get-tuple-element", "custom-call", "bitcast"}
-    return [each for each in entry.instructions.values() if each.opcode not in named]
-
-
-def shape_of(instruction: Instruction) -> str:
-    return re.sub(r"\{[^}]*\}", "", instruction.shape)
-
-
-def shapes_of(text: str, call: Instruction) -> list[tuple[str, str]]:
-    """What makes each operand of a call, and its shape."""
-    module = Module(text)
-    made = [module.find(call.computation, operand.name) for operand in call.operands]
-    return [(each.opcode, shape_of(each)) for each in made if each is not None]
-
-
-def test_one_scale_is_folded_into_the_call(gpu: Compiler) -> None:
-    """It becomes an operand, as the float32 number that it is; no pass over the result is left."""
-
-    def scaled(x: Any, w: Any, s: Any) -> Any:
-        return product(x, w) * s.astype(jnp.bfloat16)
-
-    text = compiled(gpu, scaled, *operands(), SCALE)
-    (call,) = float8_calls(text)
-    assert kernels(text) == []
-    assert shapes_of(text, call)[2:] == [("parameter", "f32[]"), ("constant", "f32[]")]
-    (plain,) = float8_calls(unscaled := compiled(gpu, product, *operands()))
-    assert shapes_of(unscaled, plain)[2:] == [("constant", "f32[]")] * 2  # control
-
-
-def test_of_two_scales_one_is_a_pass_over_the_result(gpu: Compiler) -> None:
-    """So scales are multiplied first."""
-
-    def scaled(x: Any, w: Any, s: Any, t: Any) -> Any:
-        return product(x, w) * s.astype(jnp.bfloat16) * t.astype(jnp.bfloat16)
-
-    def scaled_once(x: Any, w: Any, s: Any, t: Any) -> Any:
-        return product(x, w) * (s * t).astype(jnp.bfloat16)
-
-    text = compiled(gpu, scaled, *operands(), SCALE, SCALE)
-    assert len(float8_calls(text)) == 1
-    assert [shape_of(each) for each in kernels(text)] == ["bf16[512,2048]"]
-    text = compiled(gpu, scaled_once, *operands(), SCALE, SCALE)
-    assert len(float8_calls(text)) == 1
-    assert [shape_of(each) for each in kernels(text)] == ["f32[]"]
 
 
 def test_a_tpu_7x_multiplies_float8_faster(tpu7x: Compiler, tpu: Compiler) -> None:

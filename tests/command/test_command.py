@@ -138,6 +138,7 @@ def test_a_traceback_can_be_asked_for() -> None:
         main(["audit", "not_there:program", "--traceback"])
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("arguments", "usage"),
     [
@@ -147,6 +148,7 @@ def test_a_traceback_can_be_asked_for() -> None:
         (["doctor", "--jsn"], "jaxmp doctor [options]"),
         (["bench", "train.py:loss", "--policy", "O0", "--jsn"], "jaxmp bench PROGRAM [options]"),
         (["doctor", "--device", "h1000"], "jaxmp doctor [options]"),
+        (["plan", "8B", "--master", "float64"], "jaxmp plan WHAT [options]"),
     ],
 )
 def test_arguments_that_do_not_exist_have_code_2(
@@ -209,20 +211,6 @@ def test_an_error_has_its_kind_and_the_way_to_its_place(
     assert capsys.readouterr().err == ("jaxmp audit: KeyError: 'low'\n(--traceback shows where)\n")
 
 
-def test_a_pipe_that_knows_ascii_alone_gets_tables_of_it(program: str) -> None:
-    """As on Windows, where pipes have no box characters."""
-    done = subprocess.run(
-        [sys.executable, "-m", "jaxmp", "audit", program],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONIOENCODING": "ascii"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.isascii()
-    assert "| bfloat16 x bfloat16 " in done.stdout
-
-
 @pytest.mark.parametrize(
     ("texts", "checks"),
     [
@@ -248,17 +236,22 @@ def test_the_script_of_the_package_is_this_function() -> None:
     assert getattr(importlib.import_module(module), name) is main
 
 
-@pytest.mark.slow
 def test_it_runs_as_a_process(program: str) -> None:
-    """`python -m jaxmp` ends with the code, and `import jaxmp` does not load the command."""
+    """`python -m jaxmp` ends with the code, and `import jaxmp` does not load the command.
+
+    A pipe that knows ASCII alone, as on Windows, gets tables of it.
+    """
     code = (
         "import sys, jaxmp; "
         "assert not any(name.startswith('jaxmp._tools.command') for name in sys.modules); "
         "import runpy; runpy.run_module('jaxmp', run_name='__main__')"
     )
     command = [sys.executable, "-c", code, "audit", program, "--check", "upcasts=0"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    ascii_alone = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, cwd=ROOT, env=ascii_alone, capture_output=True, text=True)
     assert done.returncode == 1
+    assert done.stdout.isascii()
+    assert "| bfloat16 x bfloat16 " in done.stdout
     assert re.search(r"upcasts: 1 make products wide", done.stderr)
     assert "Products" in done.stdout
     assert ESCAPE not in done.stdout

@@ -1,6 +1,5 @@
 """`jaxmp plan` and `bench`: what they hand on, and their exit codes."""
 
-import importlib.util
 import json
 import pathlib
 import sys
@@ -9,6 +8,7 @@ import textwrap
 import pytest
 
 from jaxmp._tools.command.main import main
+from tests.support.surroundings import without_compilers  # noqa: F401
 
 Captured = pytest.CaptureFixture[str]
 
@@ -66,15 +66,6 @@ def test_a_plan_that_does_not_fit_has_code_1(capsys: Captured) -> None:
     assert err.startswith("it does not fit: ")
 
 
-@pytest.fixture
-def without_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compilers for absent devices, where they are installed, must not be waited for."""
-    hidden, find = ("libtpu", "jax_cuda12_plugin", "jax_cuda13_plugin"), importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name in hidden else find(name)
-    )
-
-
 @pytest.mark.usefixtures("without_compilers")
 def test_plan_of_a_loss(module: pathlib.Path, capsys: Captured) -> None:
     how = ["--optimizer", "sgd", "--device", "v5e", "--microbatches", "2"]
@@ -111,20 +102,6 @@ def test_wrong_use_of_losses_has_code_2(
     out, err = capsys.readouterr()
     assert said in err
     assert out == ""
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["plan", "8B", "--master", "float64"],
-        ["plan", "8B", "--device", "h1000"],
-    ],
-)
-def test_options_that_make_no_sense_have_code_2(arguments: list[str], capsys: Captured) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    assert caught.value.code == 2
-    assert f"jaxmp {arguments[0]}: error: " in capsys.readouterr().err
 
 
 @pytest.mark.exhaustive

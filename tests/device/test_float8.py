@@ -29,7 +29,6 @@ BOUNDS = (2.0**-8, 2.0**-8, 2e-3)
 
 def case_of(recipe: str) -> Product:
     read = get_recipe(f"{recipe}:minimum=none")
-    assert read is not None
     return Product("mk,kn->mn", read)
 
 

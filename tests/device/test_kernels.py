@@ -4,7 +4,6 @@ import collections
 import functools
 import pathlib
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -18,7 +17,7 @@ from benchmarks.lab.operations import hlo_product_flops, products_of
 from jaxmp._tools.hlo.parser import Instruction, Module
 from tests.support.compiled import WITHOUT_TRITON
 from tests.support.devices import needs_gpu
-from tests.support.profiles import Profile, profile, read_profile
+from tests.support.profiles import Profile, profile
 
 pytestmark = [pytest.mark.device, pytest.mark.jax]
 
@@ -115,19 +114,3 @@ def test_float32_kernels_are_float32(tmp_path: pathlib.Path) -> None:
         plain = kernels(loss, "plain")
     assert plain - exact
     assert exact - plain
-
-
-def test_a_profile_of_a_gpu_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the kernels of its streams. What the host launches, and copies, belong to no kernel."""
-
-    def plane(name: str, *events: tuple[str, dict[str, Any]]) -> Any:
-        listed = [SimpleNamespace(name=each, stats=stats.items()) for each, stats in events]
-        return SimpleNamespace(name=name, lines=[SimpleNamespace(events=listed)])
-
-    product = {"hlo_module": "jit_f", "hlo_op": "custom-call.3"}
-    planes = [
-        plane("/host:CPU", ("Thunk", product)),
-        plane("/device:GPU:0", *[("sgemm", product)] * 2, ("reduce", product), ("MemcpyD2D", {})),
-    ]
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert read_profile(planes) == {"custom-call.3": {"sgemm": 2, "reduce": 1}}

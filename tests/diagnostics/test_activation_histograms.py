@@ -110,17 +110,6 @@ def test_layers_in_a_scan(by_turn: bool) -> None:
         check(found, f"layer[{turn}]", values[2 * turn + 1])
 
 
-@pytest.mark.exhaustive
-def test_scans_of_other_lengths_share_the_rows_of_their_turns() -> None:
-    def twice(w: Any, x: Any) -> Any:
-        return scanned(w, x) + scanned(w[:2], x)
-
-    found = activation_histograms(twice, WEIGHTS, X, by_turn=True)
-    values = outputs_of_layers()[1::2]
-    check(found, "layer[1]", values[1], values[1])
-    check(found, "layer[2]", values[2])
-
-
 def test_what_jax_adds_under_vmap_has_no_row() -> None:
     """It turns the axes of the result, outside of the module and of all lines."""
     found = activation_histograms(jax.vmap(layer, (0, None)), WEIGHTS, X)
@@ -211,16 +200,6 @@ def test_on_devices_each_number_counts_once(check_vma: bool) -> None:
         local, mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P("data"), check_vma=check_vma
     )
     check(activation_histograms(mapped, X), "rows", 2 * X)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-def test_sharded_arguments(kind: AxisType) -> None:
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(kind,))
-    with jax.set_mesh(mesh):
-        x = jax.device_put(X, jax.NamedSharding(mesh, jax.P("data")))
-        found = activation_histograms(scanned, jax.device_put(WEIGHTS, jax.P()), x)
-    check(found, "layer", *outputs_of_layers()[1::2])
 
 
 def plain(w: Any, x: Any) -> Any:

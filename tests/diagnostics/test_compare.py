@@ -14,7 +14,6 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxmp
 import jaxmp.nnx
-from jaxmp._tools.diagnostics.scope_values import scope_values
 from jaxmp.diagnostics import compare, log_prob_gap
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("standard_promotion")]
@@ -38,7 +37,6 @@ def test_the_first_module_that_differs_is_named() -> None:
     found = compare(lambda *a: net(*a, fault=1e-3), net, WS, X)
     assert [row.path for row in found.rows] == ["layer_0", "layer_1", "layer_2"]
     assert found.rows[0].ulps == found.rows[0].largest == 0
-    assert found.first is not None
     assert found.first.path == "layer_1"
     assert found.unmatched == ()
     same = compare(net, net, WS, X)
@@ -102,7 +100,6 @@ def test_scanned_layers_part_at_their_turn() -> None:
 
     ws = jnp.stack([*WS, WS[0]])
     found = compare(lambda *a: stack(*a, 0.1), lambda *a: stack(*a, 0.0), ws, X)
-    assert found.first is not None
     assert (found.first.path, found.first.turns) == ("block", (2,))
     assert [row.turns for row in found.rows] == [(i,) for i in range(4) for _ in range(2)]
 
@@ -112,38 +109,6 @@ def test_gradients_part_backward() -> None:
     found = compare(rounded, exact, WS, X)
     assert {row.direction for row in found.rows} == {"forward", "backward"}
     assert {row.path for row in found.results} == {"result/0", "result/1", "result/2"}
-
-
-@jax.custom_vjp
-def steep(x: jax.Array) -> jax.Array:
-    with jax.named_scope("inside"):
-        return 2 * x
-
-
-steep.defvjp(lambda x: (steep(x), None), lambda _, g: (2 * g,))
-
-
-def test_it_looks_into_calls_and_branches() -> None:
-    def program(x: jax.Array, fault: float) -> jax.Array:
-        @jax.jit
-        def called(x: jax.Array) -> jax.Array:
-            with jax.named_scope("called"):
-                return x + 1
-
-        def taken(x: jax.Array) -> jax.Array:
-            with jax.named_scope("taken"):
-                return x * (1 + fault)
-
-        def other(x: jax.Array) -> jax.Array:
-            with jax.named_scope("other"):
-                return x - 1
-
-        x = steep(called(x))
-        return jax.lax.cond(x[0, 0] > -1e9, taken, other, x)
-
-    found = compare(lambda x: program(x, 0.1), lambda x: program(x, 0.0), X)
-    assert {row.path for row in found.rows} == {"called", "inside", "taken", "other"}
-    assert {row.path for row in found.rows if row.ulps > 0} == {"taken"}
 
 
 class Net(nn.Module):
@@ -197,7 +162,6 @@ def test_checkpoint_names_match_where_scopes_do_not() -> None:
 
     found = compare(one, two, X)
     assert [row.path for row in found.rows] == ["hidden"]
-    assert found.first is not None
     assert found.first.path == "hidden"
     assert [(x.program, x.path) for x in found.unmatched] == [(1, "mine")]
 
@@ -233,7 +197,6 @@ def test_infinities_of_masks_are_equal_and_others_are_not() -> None:
 
     assert compare(lambda x: masked(x, 0.0), lambda x: masked(x, 0.0), X).first is None
     broken = compare(lambda x: masked(x, jnp.nan), lambda x: masked(x, 0.0), X)
-    assert broken.first is not None
     assert math.isinf(broken.first.ulps)
     assert json.loads(json.dumps(broken.as_dict(), allow_nan=False))["first"]["ulps"] is None
 
@@ -246,33 +209,11 @@ def test_other_arguments_for_the_second() -> None:
 
 
 def test_two_meshes() -> None:
-    devices = jax.devices()
-    if len(devices) < 2:
-        pytest.skip("one device")
-    mesh = jax.make_mesh((2,), ("data",), devices=devices[:2])
+    mesh = jax.make_mesh((2,), ("data",))
     sharded = jax.device_put(X, jax.NamedSharding(mesh, jax.P("data")))
     found = compare(net, net, WS, X, g_args=(WS, sharded), tolerance=4)
     assert [row.path for row in found.rows] == ["layer_0", "layer_1", "layer_2"]
     assert found.first is None
-
-
-def test_values_can_be_summarised_in_place_and_under_jit() -> None:
-    """In a scan, what is kept is stacked, not the values."""
-
-    def stack(ws: jax.Array, x: jax.Array) -> jax.Array:
-        def layer(h: jax.Array, w: jax.Array) -> Any:
-            with jax.named_scope("layer"):
-                return jnp.tanh(h @ w), None
-
-        return jax.lax.scan(layer, x, ws)[0]
-
-    caught = jax.jit(scope_values(stack, keep=lambda v: jnp.max(jnp.abs(v))))(jnp.stack(WS), X)
-    h, largest = np.asarray(X), []
-    for w in WS:
-        h = np.tanh(h @ np.asarray(w))
-        largest.append(np.abs(h).max())
-    np.testing.assert_allclose(caught.saved[0], largest, rtol=1e-5)
-    np.testing.assert_allclose(caught.out, h, rtol=1e-5, atol=1e-6)
 
 
 def test_the_gap_of_log_probabilities() -> None:
@@ -294,7 +235,6 @@ def test_the_gap_of_log_probabilities() -> None:
 
 def test_probabilities_far_apart_are_plain_numbers() -> None:
     found = compare(lambda: -jnp.ones(3), lambda: -900 * jnp.ones(3), log_probs=lambda x: x)
-    assert found.log_probs is not None
     assert math.isinf(found.log_probs.k3)
     assert json.loads(json.dumps(found.as_dict(), allow_nan=False))["log_probs"]["k3"] is None
 
@@ -305,7 +245,6 @@ def test_log_probabilities_of_results() -> None:
 
     low = jaxmp.autocast(score, "mixed_bfloat16")
     found = compare(low, score, WS, X, log_probs=lambda out: out["log_probs"], band=(0.999, 1.001))
-    assert found.log_probs is not None
     assert found.log_probs.tokens == 4
     assert 0 < found.log_probs.outside <= 1
     assert "log-probabilities of 4 tokens" in str(found)

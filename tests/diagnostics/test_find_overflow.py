@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxmp
 import jaxmp.linen
 import jaxmp.nnx
-from jaxmp._tools.diagnostics.overflow import Overflow
+from jaxmp._program.program import read
+from jaxmp._tools.diagnostics.one_by_one import OneByOne, RunValue
 from jaxmp.diagnostics import find_overflow
 from tests.support.audit_lines import line_of
 
@@ -26,6 +26,13 @@ N = 8
 X = jnp.full((N, N), 0.5)
 PARAMS = {"first": jnp.full((N, N), 0.25), "second": jnp.full((N, N), 0.25)}
 F16 = jnp.float16
+MESH = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+EXPLICIT = jax.make_mesh((8,), ("data",))
+
+
+def on_devices(local: Any) -> Any:
+    """Runs a function of a weight and the part of a batch on each of eight devices."""
+    return jax.shard_map(local, mesh=MESH, in_specs=(P(), P("data")), out_specs=P())
 
 
 def blow_up(x: jax.Array) -> jax.Array:
@@ -64,10 +71,6 @@ def in_forward(p: Any, x: Any) -> Any:
     return end(blow_up(layer(x, p["first"])))
 
 
-def in_a_jit(p: Any, x: Any) -> Any:
-    return end(jax.jit(blow_up)(layer(x, p["first"])))
-
-
 def in_a_scan(p: Any, x: Any) -> Any:
     """In the second of three layers."""
 
@@ -100,12 +103,6 @@ def in_a_branch(p: Any, x: Any) -> Any:
     return end(lax.cond(jnp.sum(h) > 0, blow_up, lambda x: x, h))
 
 
-def in_a_while(p: Any, x: Any) -> Any:
-    h = layer(x, p["first"])
-    _, big = lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, blow_up(c[1])), (0, h))
-    return end(h) + lax.stop_gradient(end(big))
-
-
 def in_a_while_in_a_vmap(p: Any, x: Any) -> Any:
     """Rows turn until they are done; one that is done would overflow if it turned on."""
     h = layer(x, p["first"])
@@ -118,12 +115,6 @@ def in_a_while_in_a_vmap(p: Any, x: Any) -> Any:
     return end(h) + lax.stop_gradient(end(jax.vmap(row)(h, turns)))
 
 
-def in_a_custom_jvp(p: Any, x: Any) -> Any:
-    fun = jax.custom_jvp(blow_up)
-    fun.defjvp(lambda primals, tangents: (fun(*primals), tangents[0]))
-    return end(fun(layer(x, p["first"])))
-
-
 def in_a_custom_vjp(p: Any, x: Any) -> Any:
     return end(steep(layer(x, p["first"])))  # too steep
 
@@ -134,26 +125,18 @@ def before_nan(p: Any, x: Any) -> Any:
     return end(blow_up(h) - blow_up(2 * h))
 
 
-def in_a_vmap(p: Any, x: Any) -> Any:
-    return jnp.mean(jax.vmap(lambda row: in_forward(p, row[None]))(x))
-
-
 def in_a_shard_map(p: Any, x: Any) -> Any:
     """On one of eight devices."""
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
 
     def local(w: Any, x: Any) -> Any:
         h = layer(x, w)
         h = jnp.where(lax.axis_index("data") == 5, blow_up(h), h)
         return lax.pmean(end(h), "data")
 
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
-    return mapped(p["first"], x)
+    return on_devices(local)(p["first"], x)
 
 
 def in_a_scan_in_a_shard_map(p: Any, x: Any) -> Any:
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-
     def local(w: Any, x: Any) -> Any:
         def body(h: Any, here: Any) -> Any:
             return jnp.where(here, blow_up(h), layer(h, w)), None
@@ -161,8 +144,7 @@ def in_a_scan_in_a_shard_map(p: Any, x: Any) -> Any:
         h = lax.scan(body, x.astype(F16), jnp.array([False, True]))[0]
         return lax.psum(end(h), "data")
 
-    specs = {"in_specs": (P(), P("data")), "out_specs": P()}
-    return jax.shard_map(local, mesh=mesh, **specs)(p["first"], x)
+    return on_devices(local)(p["first"], x)
 
 
 def in_a_mutable_array(p: Any, x: Any) -> Any:
@@ -176,12 +158,6 @@ def in_a_mutable_array(p: Any, x: Any) -> Any:
 
     h, _ = lax.scan(body, x.astype(F16), jnp.stack([p["first"]] * 2))
     return end(h) + end(jnp.tanh(most[...]) * most[...])
-
-
-def on_sharded_arrays(p: Any, x: Any) -> Any:
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    x = lax.with_sharding_constraint(x, NamedSharding(mesh, P("data")))
-    return in_forward(p, x)
 
 
 def call_steep(x: jax.Array) -> jax.Array:
@@ -201,24 +177,11 @@ def backward_in_a_checkpoint(p: Any, x: Any) -> Any:
     return end(jax.checkpoint(lambda w, x: call_steep(layer(x, w)))(p["first"], x))
 
 
-def backward_in_a_branch(p: Any, x: Any) -> Any:
-    h = layer(x, p["first"])
-    return end(lax.cond(jnp.sum(h) > 0, call_steep, lambda x: x, h))
-
-
-def backward_in_a_jit_in_a_vmap(p: Any, x: Any) -> Any:
-    rows = jax.vmap(jax.jit(lambda row: call_steep(layer(row[None], p["first"]))))
-    return end(rows(x))
-
-
 def backward_in_a_shard_map(p: Any, x: Any) -> Any:
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-
     def local(w: Any, x: Any) -> Any:
         return lax.pmean(end(call_steep(layer(x, w))), "data")
 
-    specs = {"in_specs": (P(), P("data")), "out_specs": P()}
-    return jax.shard_map(local, mesh=mesh, **specs)(p["first"], x)
+    return on_devices(local)(p["first"], x)
 
 
 def loss_under_autocast(p: Any, x: Any) -> Any:
@@ -233,47 +196,8 @@ def in_a_scan_under_autocast(p: Any, x: Any) -> Any:
     return jaxmp.autocast(loss_under_autocast, "mixed_float16")(p, x)
 
 
-class Block(nn.Module):
-    """A layer that large inputs break."""
-
-    @nn.compact
-    def __call__(self, x: jax.Array, factor: jax.Array) -> Any:
-        return blow_up(nn.Dense(N)(x)) * factor.astype(x.dtype) + x, None
-
-
-def in_scanned_linen_layers(p: Any, x: Any) -> Any:
-    layers = nn.scan(
-        nn.remat(Block), variable_axes={"params": 0}, split_rngs={"params": True}, length=2
-    )()
-    w = jnp.tile(p["first"], (2, 1, 1)) * jnp.array([0.1, 1.0]).reshape(2, 1, 1)
-    variables = {"params": {"Dense_0": {"kernel": w, "bias": jnp.zeros((2, N))}}}
-    model = jaxmp.linen.apply_policy(layers, "mixed_float16")
-    return jnp.mean(model.apply(variables, x, jnp.array([2.0**-15, 1.0]))[0].astype(jnp.float32))
-
-
-def in_rematted_nnx(p: Any, x: Any) -> Any:
-    model = jaxmp.nnx.apply_policy(nnx.Linear(N, N, rngs=nnx.Rngs(0)), "mixed_float16")
-    graphdef, _ = nnx.split(model)
-    state = nnx.State({"kernel": nnx.Param(p["first"]), "bias": nnx.Param(jnp.zeros(N))})
-
-    @jax.checkpoint
-    def run(state: Any, x: Any) -> Any:
-        return blow_up(nnx.merge(graphdef, state)(x).astype(F16))
-
-    return end(run(state, x))
-
-
 class Site(NamedTuple):
-    """Where an overflow is planted.
-
-    Attributes:
-      loss: the function.
-      function: the function that the line is in.
-      direction: the pass.
-      turns: of the loops around it.
-      comment: at the end of the line.
-      operation: what overflows.
-    """
+    """Where an overflow is planted: in a function, in the line that ends in a comment."""
 
     loss: Callable[..., Any]
     function: str = "blow_up"
@@ -287,27 +211,20 @@ BACKWARD = Site(in_forward, "call_steep", "backward", comment="steep call")
 
 SITES = {
     "forward": Site(in_forward),
-    "jit": Site(in_a_jit),
     "scan": Site(in_a_scan, turns=(1,)),
     "nested scan": Site(in_a_nested_scan, turns=(1, 2)),
     "checkpoint": Site(in_a_checkpoint),
     "branch": Site(in_a_branch),
-    "while": Site(in_a_while, turns=(0,)),
     "while in a vmap": Site(in_a_while_in_a_vmap, turns=(1,)),
-    "custom_jvp": Site(in_a_custom_jvp),
     "custom_vjp": Site(
         in_a_custom_vjp, function="in_a_custom_vjp", direction="backward", comment="too steep"
     ),
     "before NaN": Site(before_nan),
-    "vmap": Site(in_a_vmap),
     "shard_map": Site(in_a_shard_map),
     "scan in a shard_map": Site(in_a_scan_in_a_shard_map, turns=(1,)),
-    "sharded arrays": Site(on_sharded_arrays),
     "mutable array": Site(in_a_mutable_array, turns=(0,)),
     "backward in a scan": BACKWARD._replace(loss=backward_in_a_scan, turns=(1,)),
     "backward in a checkpoint": BACKWARD._replace(loss=backward_in_a_checkpoint),
-    "backward in a branch": BACKWARD._replace(loss=backward_in_a_branch),
-    "backward in a jit in a vmap": BACKWARD._replace(loss=backward_in_a_jit_in_a_vmap),
     "backward in a shard_map": BACKWARD._replace(loss=backward_in_a_shard_map),
     "scan under autocast": Site(
         in_a_scan_under_autocast,
@@ -317,8 +234,6 @@ SITES = {
         comment="cast by autocast",
         operation="convert_element_type",
     ),
-    "scanned linen": Site(in_scanned_linen_layers, turns=(1,)),
-    "rematted nnx": Site(in_rematted_nnx),
 }
 FIRST = (
     "forward",
@@ -339,7 +254,6 @@ MORE = pytest.mark.exhaustive
 def test_the_line_is_named(name: str) -> None:
     site = SITES[name]
     found = find_overflow(site.loss, PARAMS, X)
-    assert found is not None
     assert found.line == line_of(site.comment, site.function)
     assert (found.operation, found.dtype) == (site.operation, "float16")
     assert found.direction == site.direction
@@ -357,36 +271,13 @@ class Model(nn.Module):
         return nn.Dense(N, name="large", kernel_init=large)(nn.relu(h) + 1)  # of linen
 
 
-class NnxModel(nnx.Module):
-    """The same in nnx."""
-
-    def __init__(self) -> None:
-        rngs, large = nnx.Rngs(0), nnx.initializers.constant(2.0**14)
-        self.small = nnx.Linear(N, N, rngs=rngs)
-        self.large = nnx.Linear(N, N, kernel_init=large, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.large(nnx.relu(self.small(x)) + 1)  # of nnx
-
-
 def test_layers_of_linen_are_named_by_their_path() -> None:
     model = jaxmp.linen.apply_policy(Model(), "mixed_float16")
     params = model.init(jax.random.key(0), X)
     found = find_overflow(lambda p, x: jnp.mean(model.apply(p, x)), params, X)
-    assert found is not None
     assert (found.operation, found.path) == ("dot_general", "Model/large")
     assert found.line == line_of("of linen", "Model.__call__")
     assert [each.largest for each in found.operands][1] == 2.0**14
-
-
-def test_layers_of_nnx_are_named_by_their_line() -> None:
-    model = jaxmp.nnx.apply_policy(NnxModel(), "mixed_float16")
-    graphdef, params = nnx.split(model)
-    found = find_overflow(lambda p, x: jnp.mean(nnx.merge(graphdef, p)(x)), params, X)
-    assert found is not None
-    assert found.operation == "dot_general"
-    assert found.line == line_of("of nnx", "NnxModel.__call__")
-    assert found.reaches[0] == "loss"
 
 
 def large_product(p: Any, x: Any) -> Any:
@@ -405,7 +296,6 @@ def test_under_autocast_the_value_overflows_that_is_rounded(policy: str) -> None
         policy = "params=float32,output=float32," + policy
     params = jax.tree.map(lambda x: jnp.tile(x, (2, 2)), PARAMS)
     found = find_overflow(large_product, params, jnp.tile(X, (2, 2)), policy=policy)
-    assert found is not None
     assert found.line == line_of("in 16 bits", "large_product")
     assert found.path == "block"
     assert found.dtype == "float16"
@@ -419,7 +309,6 @@ def test_a_loss_scale_that_is_too_large() -> None:
     """What overflows is the derivative, where it is cast to 16 bits."""
     assert find_overflow(backward_only, PARAMS, X) is None
     found = find_overflow(backward_only, PARAMS, X, loss_scale=2.0**23)
-    assert found is not None
     assert (found.operation, found.direction) == ("convert_element_type", "backward")
     assert found.operands[0].largest == 2.0**23 / N**2
     assert found.reaches == ("gradients/first",)
@@ -429,18 +318,15 @@ def test_a_loss_scale_that_is_too_large() -> None:
 def test_what_is_given_is_not_finite_itself() -> None:
     params = PARAMS | {"second": PARAMS["second"].at[2, 3].set(jnp.nan)}
     found = find_overflow(lambda p, x: jnp.sum(x @ p["first"] @ p["second"]), params, X)
-    assert found is not None
     assert (found.operation, found.line, found.nan) == ("argument", "params/second", 1)
     assert found.index == (2, 3)
     assert "params/second was given with 1 NaN of 64 numbers in float32" in str(found)
     batch = {"x": X, "y": jnp.array([1.0, jnp.inf])}
     found = find_overflow(lambda p, b: jnp.sum(b["x"] @ p["first"]) * b["y"][1], PARAMS, batch)
-    assert found is not None
     assert (found.line, found.infinite) == ("batch/y", 1)
     wide = {"first": np.full((N, N), 1e300)}  # finite in NumPy's float64
     with pytest.warns(RuntimeWarning, match="overflow encountered in cast"):
         found = find_overflow(lambda p, x: jnp.sum(x @ p["first"]), wide, X)
-    assert found is not None
     assert (found.line, found.dtype, found.infinite) == ("params/first", "float32", 64)
 
 
@@ -450,7 +336,6 @@ def test_one_array_at_two_places_has_the_name_of_the_first() -> None:
     found = find_overflow(
         lambda p, b: jnp.sum(p["first"]) + jnp.sum(b["ema"]["second"]), params, {"ema": params}
     )
-    assert found is not None
     assert found.line == "params/first"
 
 
@@ -464,7 +349,6 @@ def test_infinities_that_a_program_uses_do_not_count() -> None:
 
     assert find_overflow(masked, PARAMS, X) is None
     found = find_overflow(lambda p, x: masked(p, x) + in_forward(p, x), PARAMS, X)
-    assert found is not None
     assert found.line == line_of("planted", "blow_up")
 
 
@@ -476,7 +360,6 @@ def test_rows_that_are_masked_whole_are_found() -> None:
         return jnp.sum(jax.nn.softmax(scores))  # of nothing
 
     found = find_overflow(empty, PARAMS, X)
-    assert found is not None
     assert (found.operation, found.nan) == ("sub", N * N)
     assert found.line == line_of("of nothing", "test_rows_that_are_masked_whole_are_found.empty")
 
@@ -486,14 +369,11 @@ def test_collections_and_aux() -> None:
         return in_forward(p, x) + batch_stats["mean"], {"aux": 1}
 
     found = find_overflow(loss, PARAMS, X, has_aux=True, batch_stats={"mean": jnp.nan * X[0, 0]})
-    assert found is not None
     assert (found.operation, found.line) == ("argument", "batch_stats/mean")
 
 
 def test_it_prints_a_line_for_each_fact() -> None:
-    found = find_overflow(in_a_scan, PARAMS, X)
-    assert isinstance(found, Overflow)
-    assert str(found) == (
+    assert str(find_overflow(in_a_scan, PARAMS, X)) == (
         "mul gives 64 infinite of 64 numbers in float16, first at (0, 0)\n"
         f"  at: {line_of('planted', 'blow_up')}, forward, turn 1 of its loop\n"
         "  from: float16[8, 8] of 6.26e+04 to 6.26e+04\n"
@@ -505,8 +385,6 @@ def test_it_prints_a_line_for_each_fact() -> None:
 @pytest.mark.parametrize("reverse", [pytest.param(False, marks=MORE), True])
 def test_loops_run_as_in_jax(reverse: bool) -> None:
     """The control: without an overflow, one after the other gives what the program gives."""
-    from jaxmp._program.program import read
-    from jaxmp._tools.diagnostics.one_by_one import OneByOne, RunValue
 
     def fun(x: jax.Array) -> Any:
         def turn(c: Any, row: Any) -> Any:
@@ -526,10 +404,9 @@ def test_loops_run_as_in_jax(reverse: bool) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_params_that_are_split_over_devices(kind: AxisType) -> None:
+@pytest.mark.parametrize("mesh", [MESH, EXPLICIT], ids=["auto", "explicit"])
+def test_params_that_are_split_over_devices(mesh: Any) -> None:
     """FSDP and a split batch, on meshes with either kind of axes."""
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
     split = NamedSharding(mesh, P("data"))
     params, x = jax.device_put((PARAMS, X.at[3, 2].set(1e6)), split)
 
@@ -539,7 +416,6 @@ def test_params_that_are_split_over_devices(kind: AxisType) -> None:
     with jax.set_mesh(mesh):
         assert find_overflow(loss, params, jax.device_put(X, split), policy="mixed_float16") is None
         found = find_overflow(loss, params, x, policy="mixed_float16")
-    assert found is not None
     assert (found.operation, found.index) == ("convert_element_type", (3, 2))
     assert found.line == line_of("over devices", "test_params_that_are_split_over_devices.loss")
     assert found.reaches == ("gradients/first",)
@@ -568,7 +444,6 @@ def test_beside_infinities_that_are_meant() -> None:
         (given, (jnp.log(mask),), "with a bias"),
     ):
         found = find_overflow(fun, PARAMS, X, *args)
-        assert found is not None
         assert found.operation == "convert_element_type"
         name = f"test_beside_infinities_that_are_meant.{fun.__name__}"
         assert found.line == line_of(comment, name)
@@ -576,7 +451,6 @@ def test_beside_infinities_that_are_meant() -> None:
 
 def test_what_may_be_meant_is_named_if_there_is_nothing_else() -> None:
     found = find_overflow(lambda p, x: jnp.sum(jnp.log(x @ p["first"] * 0)), PARAMS, X)
-    assert found is not None
     assert (found.operation, found.reaches[0]) == ("log", "loss")
 
     def of_an_infinity(p: Any, x: Any) -> Any:
@@ -585,11 +459,9 @@ def test_what_may_be_meant_is_named_if_there_is_nothing_else() -> None:
         return end(h @ p["first"].astype(F16) @ (p["second"] - 0.25).astype(F16))
 
     found = find_overflow(of_an_infinity, PARAMS, X)
-    assert found is not None
     assert (found.operation, found.infinite, found.dtype) == ("constant", 1, "float16")
     data = X.at[1, 1].set(jnp.nan)
     found = find_overflow(lambda p: jnp.sum(data @ p["first"]), PARAMS)  # closed over
-    assert found is not None
     assert (found.operation, found.nan, found.index) == ("constant", 1, (1, 1))
     assert str(found).startswith("a constant of the program holds 1 NaN of 64 numbers in float32")
     assert "\n  read at: test_find_overflow.py:" in str(found)
@@ -599,11 +471,10 @@ def test_what_may_be_meant_is_named_if_there_is_nothing_else() -> None:
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_devices_that_part(check_vma: bool) -> None:
     """Each takes its own branch, and turns as often as it has to; none of it may be made up."""
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
 
     def mapped(local: Any) -> Any:
         specs = {"in_specs": (P("data"),), "out_specs": P("data")}
-        fun = jax.shard_map(local, mesh=mesh, check_vma=check_vma, **specs)
+        fun = jax.shard_map(local, mesh=MESH, check_vma=check_vma, **specs)
         return lambda p: jnp.sum(lax.stop_gradient(fun(p["first"])))
 
     def branch(x: Any) -> Any:
@@ -623,11 +494,9 @@ def test_devices_that_part(check_vma: bool) -> None:
         return lax.while_loop(lambda c: c[0] < turns, body, start)[1]
 
     found = find_overflow(mapped(branch), PARAMS)
-    assert found is not None
     assert (found.operation, found.shape) == ("cond", (1, N))
     assert find_overflow(mapped(loop), PARAMS) is None
     found = find_overflow(mapped(lambda x: loop(x, 1e8)), PARAMS)
-    assert found is not None
     name = "test_devices_that_part.loop.body"
     assert (found.line, found.turns) == (line_of("in the fifth", name), (4,))
 
@@ -635,7 +504,6 @@ def test_devices_that_part(check_vma: bool) -> None:
 def test_what_else_skips_a_step() -> None:
     """An infinite norm of finite gradients, and new collections."""
     found = find_overflow(lambda p: jnp.sum(p["first"]) * 1e20, PARAMS)
-    assert found is not None
     assert found.reaches == ("norm",)
     assert "then not finite: the norm of all gradients" in str(found)
 
@@ -643,40 +511,26 @@ def test_what_else_skips_a_step() -> None:
         return jnp.sum(p["first"]), {"mean": jnp.sum(x) / 0}
 
     found = find_overflow(with_statistics, PARAMS, X, has_aux=True)
-    assert found is not None
     assert (found.operation, found.reaches) == ("div", ("aux/mean",))
-
-
-def test_messages() -> None:
-    gone = jax.tree.map(jnp.copy, PARAMS)
-    jax.jit(lambda p: jax.tree.map(jnp.sin, p), donate_argnums=0)(gone)
-    with pytest.raises(ValueError, match="these arrays were donated to a step"):
-        find_overflow(in_forward, gone, X)
 
 
 @pytest.mark.exhaustive
 def test_an_explicit_mesh_without_a_policy_or_a_context() -> None:
-    mesh = jax.make_mesh((8,), ("data",))
-    params, x = jax.device_put((PARAMS, X), NamedSharding(mesh, P("data")))
-    found = find_overflow(lambda p, x: jnp.sum(x @ p["first"]) / 0, params, x)
-    assert found is not None
-    assert found.operation == "div"
+    params, x = jax.device_put((PARAMS, X), NamedSharding(EXPLICIT, P("data")))
+    assert find_overflow(lambda p, x: jnp.sum(x @ p["first"]) / 0, params, x).operation == "div"
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_shard_map_on_explicit_axes(inside: bool) -> None:
     """The mesh as JAX makes it; params are on one device, and the batch too in a context."""
-    mesh = jax.make_mesh((8,), ("data",))
-    split = NamedSharding(mesh, P("data"))
-    run = jax.shard_map(
-        lambda w, x: blow_up(layer(x, w)), mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data")
-    )
-    with jax.set_mesh(mesh) if inside else contextlib.nullcontext():
+    split, specs = NamedSharding(EXPLICIT, P("data")), {"in_specs": (P(), P("data"))}
+    local = lambda w, x: blow_up(layer(x, w))  # noqa: E731
+    run = jax.shard_map(local, mesh=EXPLICIT, out_specs=P("data"), **specs)
+    with jax.set_mesh(EXPLICIT) if inside else contextlib.nullcontext():
         x = X if inside else jax.device_put(X, split)
         fun = lambda p, x: end(run(p["first"], jax.reshard(x, split)))  # noqa: E731
         found = find_overflow(fun, PARAMS, x)
-    assert found is not None
     assert (found.line, found.shape) == (line_of("planted", "blow_up"), (1, N))
 
 
@@ -696,18 +550,15 @@ def test_layers_that_are_not_finite_later_do_not_hide_an_overflow_before() -> No
         return lax.scan(body, (x, 0.0), (p["w"], counted))[0][1]
 
     found = find_overflow(loss, stacked, X)
-    assert found is not None
     assert (found.operation, found.turns) == ("div", (0,))
 
 
 def test_a_logarithm_of_zero_keeps_its_name_whatever_its_sign() -> None:
     """A cross-entropy is minus a logarithm; a -inf that was given is squared."""
     found = find_overflow(lambda p, x: -jnp.mean(jnp.log(x @ p["first"] * 0)), PARAMS, X)  # zero
-    assert found is not None
     assert (found.operation, found.reaches[0]) == ("log", "loss")
     batch = X.at[2, 2].set(-jnp.inf)
     found = find_overflow(lambda p, x: jnp.mean((x - p["first"]) ** 2), PARAMS, batch)
-    assert found is not None
     assert (found.operation, found.line) == ("argument", "batch")
 
 
@@ -720,20 +571,16 @@ def test_results_have_their_own_names() -> None:
         return total, jnp.sum(x) / 0
 
     found = find_overflow(loss, params, X, has_aux=True)
-    assert found is not None
     assert found.line == line_of("planted", "blow_up")
     assert found.reaches == ("loss",) or "gradients/norm" in found.reaches
     assert found.gradients == 3
     steep_loss = lambda p, x: (end(steep(layer(x, p["norm"]))), jnp.sum(x) / 0)  # noqa: E731
     found = find_overflow(steep_loss, params, X, has_aux=True)
-    assert found is not None
     assert (found.operation, found.reaches) == ("mul", ("gradients/norm",))
 
 
 def test_what_nobody_reads_any_more_is_freed() -> None:
     """Whole models run one operation after the other: a chain needs no more memory at its end."""
-    from jaxmp._program.program import read
-    from jaxmp._tools.diagnostics.one_by_one import OneByOne, RunValue
 
     def chain(x: jax.Array) -> jax.Array:
         for _ in range(8):

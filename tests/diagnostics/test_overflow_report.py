@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
 
 import jaxmp
 from jaxmp.diagnostics import overflow_report
@@ -47,29 +46,6 @@ def test_a_skipped_step_counts_by_gradient(microbatches: int) -> None:
         jaxmp.check_progress(state, nonfinite=metrics["nonfinite"], limit=1)
     with pytest.raises(TypeError, match=r'nonfinite takes the counts in metrics\["nonfinite"\]'):
         jaxmp.check_progress(state, nonfinite=metrics)  # also where nothing is wrong
-
-
-@pytest.mark.exhaustive
-def test_counts_on_a_mesh_as_jax_makes_it() -> None:
-    """Explicit axes: the counts are whole, and the state stays where it is."""
-    mesh = jax.make_mesh((8,), ("data",))
-    assert mesh.axis_types == (AxisType.Explicit,)
-    with jax.set_mesh(mesh):
-        step, state = step_and_state(count_overflows=True)
-        state = jax.device_put(state, jax.P())
-        _, metrics = step(state, jax.device_put(BAD, jax.P("data")))
-    assert jax.tree.map(int, metrics["nonfinite"]) == {"first": N, "second": 0}
-
-
-def test_without_it_the_step_is_the_same_text() -> None:
-    texts = []
-    for options in ({}, {"count_overflows": False}, {"count_overflows": True}):
-        step, state = step_and_state(**options)
-        texts.append(step.lower(state, GOOD).as_text())
-    assert texts[0] == texts[1]
-    assert texts[0] != texts[2]  # the control
-    step, state = step_and_state()
-    assert "nonfinite" not in step(state, GOOD)[1]
 
 
 def test_the_step_compiles_once(compilations: Count) -> None:

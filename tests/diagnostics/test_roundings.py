@@ -33,11 +33,6 @@ def pooled(w: jax.Array) -> jax.Array:
     return lax.reduce_window(h, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
 
 
-def averaged(w: jax.Array) -> jax.Array:
-    h = (X @ w).reshape(8, 4, 4)
-    return lax.reduce_window(h, 0.0, lax.add, (1, 2, 2), (1, 2, 2), "VALID")
-
-
 def looped(w: jax.Array) -> jax.Array:
     return lax.fori_loop(0, 3, lambda i, h: jnp.tanh(h @ w), X @ w)
 
@@ -70,10 +65,6 @@ def called(w: jax.Array) -> jax.Array:
     return jax.checkpoint(lambda h: doubled(jax.jit(jnp.tanh)(h @ w)) @ w)(X @ w)
 
 
-def grouped(w: jax.Array) -> jax.Array:
-    return lax.ragged_dot(X, jnp.stack([w, 2 * w]), jnp.array([3, 5], jnp.int32))
-
-
 def bits(w: jax.Array) -> jax.Array:
     h = (X @ w).astype(jnp.bfloat16)
     kept = lax.bitcast_convert_type(h, jnp.uint16) & jnp.uint16(0xFFF0)
@@ -93,7 +84,7 @@ def spectral(w: jax.Array) -> jax.Array:
 
 
 FIRST = [scatter, looped, called]
-OTHERS = [pooled, averaged, until, branched, ordered, grouped, bits, sharded, spectral]
+OTHERS = [pooled, until, branched, ordered, bits, sharded, spectral]
 CASES = [("mixed_bfloat16", program) for program in FIRST] + [
     pytest.param(policy, program, marks=pytest.mark.exhaustive)
     for policy, programs in (("mixed_bfloat16", OTHERS), ("mixed_float16", FIRST + OTHERS))

@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -58,31 +57,6 @@ def mlp(planted: int | None, layers: int = 4) -> tuple[Callable[..., Any], Any]:
     return loss_fn, weights(layers)
 
 
-class Mixer(nn.Module):
-    planted: bool = False
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        h = nn.Dense(2 * WIDTH)(nn.LayerNorm()(x))
-        return x + nn.Dense(WIDTH)(jnp.tanh(plant(h, self.planted)))
-
-
-class Net(nn.Module):
-    planted: int | None
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        for i in range(2):
-            x = Mixer(i == self.planted)(x)
-        return nn.Dense(WIDTH)(x)
-
-
-def linen(planted: int | None) -> tuple[Callable[..., Any], Any]:
-    net = Net(planted)
-    params = net.init(jax.random.key(0), BATCH["x"])
-    return lambda params, batch: squares(net.apply(params, batch["x"]), batch), params
-
-
 class NnxBlock(nnx.Module):
     def __init__(self, planted: bool, rngs: nnx.Rngs) -> None:
         self.planted = planted
@@ -107,12 +81,6 @@ class NnxNet(nnx.Module):
 def live(planted: int | None) -> tuple[Callable[..., Any], Any]:
     """A live nnx model is the params."""
     return lambda model, batch: squares(model(batch["x"]), batch), NnxNet(planted, nnx.Rngs(0))
-
-
-def merged(planted: int | None) -> tuple[Callable[..., Any], Any]:
-    """The loss merges an nnx model whose modules were given scopes."""
-    graphdef, params = nnx.split(jaxmp.nnx.with_scopes(NnxNet(planted, nnx.Rngs(0))))
-    return lambda params, batch: squares(nnx.merge(graphdef, params)(batch["x"]), batch), params
 
 
 def scanned(planted: int | None) -> tuple[Callable[..., Any], Any]:
@@ -144,9 +112,7 @@ def scanned(planted: int | None) -> tuple[Callable[..., Any], Any]:
     [
         (mlp, "layer_1"),
         pytest.param(scanned, "layers/mlp", marks=pytest.mark.exhaustive),
-        pytest.param(linen, "Net/Mixer_1", marks=pytest.mark.exhaustive),
         pytest.param(live, "blocks/1", marks=pytest.mark.exhaustive),
-        pytest.param(merged, "blocks/1", marks=pytest.mark.exhaustive),
     ],
 )
 def test_the_planted_part_is_first_and_kept(make: Any, path: str) -> None:

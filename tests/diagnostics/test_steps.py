@@ -84,7 +84,6 @@ def test_gradients_of_relu_move_as_they_are_predicted_to(low: str, scan: bool) -
     errors = {}
     for activation in (jax.nn.relu, jnp.tanh):
         report = sensitivity(loss_of(activation), WS, X, low=low, confirm=True)
-        assert report.measured is not None
         errors[activation] = report.measured.gradients
         ratio = report.all_low.gradients / report.measured.gradients
         assert 0.6 < ratio < 1.7

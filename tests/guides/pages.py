@@ -42,18 +42,10 @@ def skip_where_absent(*distributions: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Guide:
-    """A guide whose two programs are compared.
+    """A guide whose two programs are compared, by losses and by the params that they end with.
 
-    Attributes:
-      name: the name of the page.
-      distributions: what has to be installed for the program before, beside what tests need. It
-        is run where it is there, and was recorded elsewhere; without any, it runs in each test.
-      before: the params that it ends with, as an expression.
-      after: the same for the program after.
-      loss: the relative difference between losses that is allowed.
-      error: the same for the norm of the difference of all params.
-      torch: whether params are tensors, whose matrices are transposed.
-      processes: how many run the program before.
+    The program before runs where its distributions are installed, and was recorded elsewhere;
+    without any it runs in each test. Params of torch are tensors, whose matrices are transposed.
     """
 
     name: str

@@ -90,17 +90,6 @@ def test_flax_returns_nan_for_a_float16_loss() -> None:
     assert loss == 3
 
 
-def test_flax_compiles_twice() -> None:
-    @jax.jit
-    def step(scale: Any, w: Any) -> Any:
-        return scale.value_and_grad(lambda w: w * w)(w)[0]
-
-    scale = DynamicScale()
-    for _ in range(3):
-        scale = step(scale, jnp.float32(1))
-    assert step._cache_size() == 2
-
-
 def test_flax_keeps_an_infinite_scale_and_refuses_integers() -> None:
     scale = DynamicScale(scale=jnp.float32(jnp.inf))
     scale, *_ = scale.value_and_grad(lambda w: w * w)(jnp.float32(1))
@@ -122,7 +111,7 @@ def test_moments_of_a_checkpoint_go_into_the_state() -> None:
     assert optax.tree.get(state, "count") == 2
 
 
-# --- Others, where they are installed -------------------------------------------------------------
+# --- mpx, where it is installed -------------------------------------------------------------------
 
 
 def test_mpx_returns_half_the_gradient() -> None:
@@ -131,60 +120,6 @@ def test_mpx_returns_half_the_gradient() -> None:
     (guide,) = (guide for guide in GUIDES if guide.name == "mpx")
     code = guide.program("Before").partition("losses, scales")[0]
     exec(code + guide.program("Differences"), {})
-
-
-def test_torch_in_low_precision() -> None:
-    skip_where_absent("torch")
-    import torch
-
-    param = torch.nn.Parameter(torch.zeros(100_000, dtype=torch.float16))
-    param.grad = torch.full_like(param, 300)
-    assert torch.nn.utils.clip_grad_norm_([param], 1.0) == torch.inf
-    assert not param.grad.any()
-    embedding = torch.nn.Embedding(2, 2, dtype=torch.bfloat16)
-    embedding(torch.zeros(5000, dtype=torch.long)).sum().backward()
-    assert (embedding.weight.grad[0] == 256).all()
-
-
-def test_the_scale_of_torch_has_no_floor() -> None:
-    skip_where_absent("torch")
-    import torch
-
-    param = torch.nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.SGD([param], lr=1.0)
-    scaler = torch.amp.GradScaler("cpu")
-    for factor in [float("inf")] * 145 + [1.0]:
-        optimizer.zero_grad()
-        scaler.scale((param * factor).sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    assert not torch.isfinite(param).any()
-
-
-@pytest.mark.parametrize(
-    ("initial", "grad", "steps", "limit"), [(2.0**15, np.nan, 200, 0.0), (2.0**127, 1.0, 2, np.inf)]
-)
-def test_the_scale_of_keras_has_no_bounds(
-    initial: float, grad: float, steps: int, limit: float
-) -> None:
-    skip_where_absent("keras")
-    import keras
-
-    weight = keras.Variable(np.ones(3, "float32"))
-    optimizer = keras.optimizers.LossScaleOptimizer(
-        keras.optimizers.SGD(0.1), initial_scale=initial, dynamic_growth_steps=1
-    )
-    optimizer.build([weight])
-    names = [variable.path.split("/")[-1] for variable in optimizer.variables]
-    state = [variable.value for variable in optimizer.variables]
-    weights, apply = [weight.value], jax.jit(optimizer.stateless_apply)
-    for _ in range(steps):
-        weights, state = apply(state, [jnp.full(3, grad)], weights)
-    assert state[names.index("dynamic_scale")] == limit
-    assert jnp.isfinite(weights[0]).all()
-    if limit == 0:
-        weights, _ = apply(state, [jnp.zeros(3)], weights)
-        assert jnp.isnan(weights[0]).all()
 
 
 # --- Transformer Engine, restated -----------------------------------------------------------------

@@ -11,6 +11,7 @@ import pytest
 
 from jaxmp._tools.hlo.collectives import read_program
 from jaxmp._tools.hlo.products import HloCodeProduct
+from tests.support import hlo_texts
 
 pytestmark = pytest.mark.jax
 
@@ -59,9 +60,8 @@ def test_fusions_of_a_tpu_are_its_products() -> None:
 
 
 def program(*lines: str) -> tuple[HloCodeProduct, ...]:
-    given = ("%x = f8e4m3fn[8,8] parameter(0)", "%w = f8e4m3fn[8,8] parameter(1)", *lines)
-    body = "\n".join(f"  {each}" for each in given)
-    return read_program(f"HloModule test\n\nENTRY %main () -> () {{\n{body}\n}}\n").float8
+    given = "%x = f8e4m3fn[8,8] parameter(0)", "%w = f8e4m3fn[8,8] parameter(1)"
+    return hlo_texts.program(*given, *lines).float8
 
 
 DOT = "lhs_contracting_dims={1}, rhs_contracting_dims={0}"

@@ -4,22 +4,13 @@ from typing import Any
 
 import pytest
 
-from jaxmp._tools.hlo.collectives import Transfer, read_program
+from tests.support import hlo_texts
 
 pytestmark = pytest.mark.jax
 
 ALL = '"{1,2,3}x{0:1}"'  # three slices of two devices
 PAIRS = "{{100000,300000},{100001,300001}}"
 MOVES = "{{100001->200000},{200001->300000}}"
-
-
-ADD = """
-%add (x: bf16[], y: bf16[]) -> bf16[] {
-  %x = bf16[] parameter(0)
-  %y = bf16[] parameter(1)
-  ROOT %sum = bf16[] add(%x, %y)
-}
-"""
 
 
 def line(shape: str, kind: str, target: str = ALL, operation: str = "", sent: str = "%p") -> str:
@@ -40,15 +31,8 @@ def line(shape: str, kind: str, target: str = ALL, operation: str = "", sent: st
 
 
 def program(*lines: str) -> Any:
-    body = "\n".join(f"  {each}" for each in ("%p = bf16[8] parameter(0)", *lines))
-    return read_program(
-        f"HloModule test, num_partitions=2\n{ADD}\nENTRY %main () -> () {{\n{body}\n}}\n"
-    )
-
-
-def only(*lines: str) -> Transfer:
-    (transfer,) = program(*lines).transfers
-    return transfer
+    """Of two devices in each slice."""
+    return hlo_texts.program("%p = bf16[8] parameter(0)", *lines, devices=2)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +51,7 @@ def only(*lines: str) -> Transfer:
 )
 def test_kinds(kind: str, target: str, operation: str, want: Any, groups: Any) -> None:
     """Every kind is read once, with its dtype, its reducer, whole arrays and its devices."""
-    got = only(line("bf16[8]{0:T(8,128)(2,1)}", kind, target, operation))
+    (got,) = program(line("bf16[8]{0:T(8,128)(2,1)}", kind, target, operation)).transfers
     assert (got.kind, got.reducer, got.bytes) == want
     assert (got.dtype, got.arrays, got.groups) == ("bfloat16", 1, groups)
     assert got.between_slices

@@ -255,6 +255,7 @@ def foreign(x: Any) -> Any:
 
 
 def on_the_host(x: Any) -> Any:
+    jax.debug.callback(lambda x: None, x)
     return jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 
 
@@ -268,20 +269,26 @@ def factors(x: Any) -> Any:
     return jnp.linalg.cholesky(x.astype(F32)).astype(x.dtype)
 
 
+KERNELS = "kernels (1 pallas_call): what they multiply is not counted."
 HIDDEN = [
-    (kernel, "pallas_call"),
-    (foreign, "ffi_call"),
-    (on_the_host, "pure_callback"),
-    (of_a_library, "some_gemm"),
-    (factors, "cholesky"),
-    (lambda x: choose(x, costly, kernel), "pallas_call"),
+    (kernel, "pallas_call", KERNELS),
+    (foreign, "ffi_call", "foreign calls (1 ffi_call): what they do is not counted."),
+    (on_the_host, "pure_callback", "callbacks (1 debug_callback, 1 pure_callback): what the host"),
+    (of_a_library, "some_gemm", ""),
+    (factors, "cholesky", "linear algebra (1 cholesky): what it multiplies is not counted."),
+    (lambda x: choose(x, jnp.sin, kernel), "pallas_call", KERNELS),
 ]
 
 
-@pytest.mark.parametrize(("fn", "name"), HIDDEN)
-def test_a_check_fails_for_what_it_cannot_see(fn: Any, name: str) -> None:
+@pytest.mark.every_case
+@pytest.mark.parametrize(("fn", "name", "sentence"), HIDDEN)
+def test_a_check_fails_for_what_it_cannot_see(fn: Any, name: str, sentence: str) -> None:
     """A passing check says that every product has the dtype, and here it does not know."""
     report = audit(lambda x: fn(x) @ x, SQUARE)
+    assert report.flops == ONE  # that of the product beside it
+    assert any(text.startswith(sentence) for text in report.unseen)
+    seen = audit(jnp.sin, SQUARE).unseen  # the partitioner's collectives alone
+    assert [text for text in seen if text.startswith(sentence or "kernels")] == [] != seen
     assert name in [row.name for row in report.unseen_lines]
     for expected in ({"products": "bfloat16"}, {"upcasts": 0}):
         told = rf"unseen: what these multiply .* allow_unseen=\('{name}',\)(.|\n)*  1  {name} of "

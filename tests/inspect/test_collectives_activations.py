@@ -5,8 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType
 
 import jaxmp
 from tests.support.collective_programs import array
@@ -26,20 +25,6 @@ def graph(w: Any, nodes: Any, source: Any, target: Any) -> Any:
         messages = (nodes @ w).astype(BF16)[source]
         got = jax.ops.segment_sum(messages, target, num_segments=64)
     return jnp.mean(jnp.tanh(got.astype(F32) @ w) ** 2)
-
-
-def experts(params: Any, x: Any) -> Any:
-    """Each device has an expert, and what they make of all tokens is added up."""
-
-    def body(w: Any, x: Any) -> Any:
-        with jax.named_scope("experts"):
-            return lax.psum(jnp.tanh(x.astype(BF16) @ w[0].astype(BF16)), "data")
-
-    spec = PartitionSpec("data")
-    out = jax.shard_map(
-        body, mesh=mesh_of(8), in_specs=(spec, PartitionSpec()), out_specs=PartitionSpec()
-    )
-    return jnp.mean((out(params, x.astype(BF16))).astype(F32) ** 2)
 
 
 def layers(params: Any, x: Any) -> Any:
@@ -110,23 +95,6 @@ def test_what_is_not_named_is_checked_still() -> None:
     told = message(jax.value_and_grad(narrow), F32, *args, activations="aggregate")
     assert "narrow), backward" in told
     assert "(graph)" not in told
-
-
-def test_sums_of_experts_can_be_named() -> None:
-    mesh = mesh_of(8)
-    args = array(mesh, (8, 16, 32), "data"), array(mesh, (64, 16))
-
-    def loss(params: Any, x: Any) -> Any:
-        w, experts_ = params
-        x = lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec("data")))
-        return experts(experts_, jnp.tanh(x @ w))
-
-    params = array(mesh, (16, 16)), args[0]
-    told = message(jax.grad(loss), F32, params, args[1], axis="data")
-    assert "experts" in told
-    jaxmp.assert_reduced_in(
-        jax.grad(loss), F32, params, args[1], axis="data", activations="experts"
-    )
 
 
 def test_partial_sums_of_tensor_parallelism_are_those_of_another_axis() -> None:

@@ -20,6 +20,7 @@ from jaxmp._program.op_classes import CASTS, PASSED_ON
 from jaxmp._tools.command.main import main
 from jaxmp._tools.inspect.api import AuditError, AuditReport, audit
 from jaxmp._tools.inspect.lines import direction, module_path, scopes_of
+from tests.support.audit_lines import array
 from tests.support.planted import float_sites, planted, traced
 from tests.support.refactorings import CHANGES, REFACTORINGS, Change, built, gradient, train_step
 
@@ -27,10 +28,6 @@ pytestmark = pytest.mark.jax
 BF16, F32 = jnp.bfloat16, jnp.float32
 SIZES = Sizes(layers=2, width=32, batch=4, length=16, heads=4, classes=64)
 Audit = Callable[..., AuditReport]
-
-
-def array(*shape: int, dtype: Any = F32) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def differences(before: AuditReport, after: AuditReport, folder: pathlib.Path) -> list[str]:
@@ -281,22 +278,6 @@ def test_changes_of_the_source_are_found(name: str, tmp_path: pathlib.Path) -> N
     print(f"{name}: {len(CHANGES) - len(unseen)} of {len(CHANGES) - len(same)} changes found")
     assert [change.name for change in unseen] == same
     assert len(same) <= 3
-
-
-@pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize(
-    "other",
-    [
-        lambda: train_step(policy="mixed_float16"),
-        lambda: train_step(policy="mixed_float8"),
-        lambda: train_step(moments="int8"),
-        lambda: train_step(moments="bfloat16"),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:gradients of .* pass through float16")
-@pytest.mark.slow
-def test_another_policy_or_another_master_is_seen(other: Any, tmp_path: pathlib.Path) -> None:
-    assert differences(train_step(), other(), tmp_path)
 
 
 def test_another_master_is_seen(tmp_path: pathlib.Path) -> None:

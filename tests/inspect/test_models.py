@@ -79,24 +79,9 @@ def of_nnx(planted: int | None, *, jit: bool = False) -> AuditReport:
     return audit(nnx.jit(step) if jit else step, model, X)
 
 
-def of_plain_code(planted: int | None, *, jit: bool = False) -> AuditReport:
-    def loss(weights: Any, x: Any) -> Any:
-        for i, w in enumerate(weights):
-            h = jnp.maximum(x, 0)
-            if i == planted:
-                h = h.astype(F32)  # planted in plain code
-            x = x + (h @ w).astype(BF16)
-        return square(x)
-
-    step = jax.value_and_grad(loss)
-    weights = [jax.ShapeDtypeStruct((WIDTH, WIDTH), BF16)] * LAYERS
-    return audit(jax.jit(step) if jit else step, weights, X)
-
-
 PLANTED: list[tuple[Callable[..., AuditReport], str, str, str]] = [
     (of_linen, "planted in linen", "Linen.__call__", "Linen"),
     (of_nnx, "planted in nnx", "Nnx.__call__", ""),
-    (of_plain_code, "planted in plain code", "of_plain_code.loss", ""),
 ]
 
 
@@ -128,62 +113,6 @@ def test_paths_and_passes_of_linen() -> None:
         for direction, n in (("forward", 1), ("backward", 1 if i == 0 else 2))
     }
     assert paths == expected  # the input of the first needs no gradient
-
-
-def accumulating(*args: Any, **kwargs: Any) -> Any:
-    product = jax.lax.dot_general(*args, **kwargs | {"preferred_element_type": F32})
-    return product.astype(BF16)  # rounded at once
-
-
-class Bad(nn.Module):
-    """Sums up in float32, which looks like good practice."""
-
-    dot_general: Any = accumulating
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        for i in range(LAYERS):
-            dense = nn.Dense(WIDTH, dtype=BF16, dot_general=self.dot_general, name=f"dense_{i}")
-            x = nn.relu(dense(x))
-        return x
-
-
-def test_accumulating_in_float32_makes_the_backward_products_float32() -> None:
-    def audited(model: nn.Module) -> AuditReport:
-        variables = jax.eval_shape(model.init, jax.random.key(0), X)
-        return audit(jax.value_and_grad(lambda v, x: square(model.apply(v, x))), variables, X)
-
-    report = audited(Bad())
-    by_pass = {(row.direction, row.operands) for row in report.product_lines}
-    low, mixed = ("bfloat16", "bfloat16"), ("float32", "bfloat16")
-    assert by_pass == {("forward", low), ("backward", mixed)}
-    backward = 2 * LAYERS - 1
-    assert report.share("bfloat16") == pytest.approx(LAYERS / (LAYERS + backward))
-    worst = [row for row in report.upcasts if row.flops]
-    assert {row.line for row in worst} == {line_of("rounded at once", "accumulating")}
-    assert {row.direction for row in worst} == {"backward"}
-    assert [row.flops // PRODUCT for row in worst] == [2, 2, 2, 1]
-    good = audited(Bad(dot_general=None))
-    assert good.share("bfloat16") == 1.0
-    assert not any(row.flops for row in good.upcasts)
-
-
-@pytest.mark.parametrize("flax", ["linen", "nnx"])
-@pytest.mark.parametrize("stack", ["loop", "remat", "scan"])
-def test_stacks_of_layers_run_the_same(flax: Any, stack: Any) -> None:
-    layers, rows = 3, 8 * rule_models.CONTEXT
-    model = rule_models.make(flax, "gpt", "by hand", layers=layers, stack=stack)
-    f = rule_models.functions(model, "gpt")
-    report = audit(f.forward, f.params, rule_models.batch("gpt"))
-    # Projections to q, k, v and out, up and down; and two products of activations.
-    weights = rule_models.WIDTH**2 * (3 + 1 + 4 + 4)
-    attention = 2 * rule_models.CONTEXT * rule_models.WIDTH
-    head = 2 * rows * rule_models.WIDTH * rule_models.VOCAB
-    low = layers * 2 * rows * (weights + attention)
-    assert report.flops == low + head
-    assert report.share("bfloat16") == pytest.approx(low / (low + head))
-    count = 6 if stack == "scan" else 6 * layers
-    assert [(row.count, row.runs) for row in report.products] == [(count, 6 * layers), (1, 1)]
 
 
 def test_a_train_step_is_audited_whole() -> None:

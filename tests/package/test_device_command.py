@@ -17,15 +17,11 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks.lab.timing import Contender
+from tests.support.surroundings import benchmark_path  # noqa: F401
 
 ROOT = pathlib.Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
-
-
-@pytest.fixture(autouse=True)
-def benchmark_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A script's own folder is on its path."""
-    monkeypatch.syspath_prepend(BENCHMARKS)
+pytestmark = pytest.mark.usefixtures("benchmark_path")
 
 
 def module(name: str) -> Any:
@@ -123,9 +119,9 @@ def rows(part: str, **contenders: dict[str, Any]) -> Rows:
     return [{"part": part, "contender": name} | row for name, row in contenders.items()]
 
 
-def beside(part: str, contender: str, by_hand: dict[str, Any] | None = None, **row: Any) -> Rows:
+def beside(part: str, contender: str, **row: Any) -> Rows:
     """A contender and its baseline, which takes 10 ms and 30 bytes."""
-    base = {"median_ms": 10.0, "planned_bytes": 30, "state_bytes": 10} | (by_hand or {})
+    base = {"median_ms": 10.0, "planned_bytes": 30, "state_bytes": 10}
     return rows(part, base=base, **{contender: row | {"baseline": "base"}})
 
 
@@ -133,16 +129,23 @@ def layer(milliseconds: float, estimate: float) -> dict[str, Any]:
     return {"median_ms": milliseconds, "estimated": estimate, "baseline": "base"}
 
 
-def moves(bytes_moved: int) -> dict[str, Any]:
-    """Bytes in 10 ms, where a copy moves 100."""
-    return {"median_ms": 10.0, "bytes_moved": bytes_moved, "copy_bytes_per_second": 1e4}
-
-
 def outcomes(*texts: str) -> Rows:
     return rows("right", **{f"test_{i}": {"outcome": text} for i, text in enumerate(texts)})
 
 
-# Of each claim: rows, the number by hand, and the verdict.
+LEAN = "jaxmp, recompute auto, plain attention"
+BOUND = {"planned_bytes": 10, "peak_is_bound": True}
+FAST, CHECKED = "A step under autocast", "A checked step of the optimizer"
+# Bytes in 10 ms, where a copy moves 100.
+MOVES = {"median_ms": 10.0, "bytes_moved": 60, "copy_bytes_per_second": 1e4}
+COPY = {"jaxmp, float32, skip auto": MOVES}
+LAYERS = {"base": {"median_ms": 10}, "a": layer(8, 1.25), "b": layer(8, 1.5), "c": layer(5, 1.5)}
+NEAR, FAR = ({"peak_bytes": 100, "planned_bytes": size} for size in (98, 92))
+TORCH = {
+    "autocast bfloat16, compiled": {"median_ms": 14},
+    "autocast and residuals bfloat16, compiled": {"median_ms": 12},
+}
+# Of each claim: rows, the number by hand, and the verdict. All come to a verdict as the first do.
 CASES: dict[str, list[tuple[Rows, float | None, str]]] = {
     "Tests whose truth depends on the device: how many failed": [
         (outcomes("passed", "skipped"), 0, "holds"),
@@ -150,23 +153,16 @@ CASES: dict[str, list[tuple[Rows, float | None, str]]] = {
         (outcomes("passed", "not run"), None, "not measured"),
         (outcomes("skipped"), None, "not measured"),
     ],
-    "A step under autocast: time over casts by hand": [
+    f"{FAST}: time over casts by hand": [
         (beside("gpt", "jaxmp, autocast", median_ms=10.4), 1.04, "holds"),
         (beside("gpt", "jaxmp, autocast", median_ms=11), 1.1, "REFUTED"),
     ],
-    "A step under autocast: peak over casts by hand": [
+    f"{FAST}: peak over casts by hand": [
         (beside("gpt", "jaxmp, autocast", planned_bytes=33), 1.1, "REFUTED"),
-        (beside("gpt", "jaxmp, autocast", planned_bytes=30), 1, "holds"),
         (beside("gpt", "jaxmp, autocast", peak_bytes=30), None, "not measured"),
     ],
     "`recompute` in a scan: temporaries over casts by hand": [
-        (
-            beside(
-                "gpt", "jaxmp, recompute auto, plain attention", planned_bytes=16, state_bytes=10
-            ),
-            0.3,
-            "holds",
-        )
+        (beside("gpt", LEAN, planned_bytes=16, state_bytes=10), 0.3, "holds")
     ],
     "`recompute` in a scan: time over casts by hand": [
         (beside("gpt", "jaxmp, recompute auto", median_ms=12), 1.2, "REFUTED")
@@ -174,60 +170,24 @@ CASES: dict[str, list[tuple[Rows, float | None, str]]] = {
     "`remainder` with int8 moments: peak over float32 masters by hand": [
         (beside("gpt", "jaxmp, remainder and int8", planned_bytes=27), 0.9, "holds")
     ],
-    "A checked step of the optimizer: time over an unchecked one": [
+    f"{CHECKED}: time over an unchecked one": [
         (beside("optimizer", "jaxmp, float32, skip auto", median_ms=13), 1.3, "REFUTED")
     ],
-    "A checked step of the optimizer: share of the bandwidth of a copy": [
-        (
-            rows("optimizer", **{"jaxmp, float32, skip auto": moves(bytes_moved=60)}),
-            0.6,
-            "REFUTED",
-        ),
-        (
-            rows("optimizer", **{"jaxmp, float32, skip auto": moves(bytes_moved=80)}),
-            0.8,
-            "holds",
-        ),
-    ],
+    f"{CHECKED}: share of the bandwidth of a copy": [(rows("optimizer", **COPY), 0.6, "REFUTED")],
     "Large layers in float8: least speedup over the estimate": [
-        (
-            rows(
-                "float8", base={"median_ms": 10}, a=layer(8, 1.25), b=layer(8, 1.5), c=layer(5, 1.5)
-            ),
-            1.25 / 1.5,
-            "REFUTED",
-        ),
-        (
-            rows("float8", base={"median_ms": 10}, b=layer(5, 1.5), late={"estimated": 1.5}),
-            None,
-            "not measured",
-        ),
+        (rows("float8", **LAYERS), 1.25 / 1.5, "REFUTED"),
+        (rows("float8", **LAYERS | {"c": {"estimated": 1.5}}), None, "not measured"),
     ],
     "A train step of width 4,096 in float8: speedup over casts by hand": [
         (beside("float8", "jaxmp, float8, width 4,096", median_ms=8), 1.25, "holds")
     ],
     "The compiler's peaks: the largest distance from the allocator's": [
-        (
-            rows(
-                "gpt",
-                near={"peak_bytes": 100, "planned_bytes": 98},
-                far={"peak_bytes": 100, "planned_bytes": 92},
-                bound={"peak_bytes": 100, "planned_bytes": 10, "peak_is_bound": True},
-            ),
-            0.08,
-            "REFUTED",
-        )
+        (rows("gpt", near=NEAR, far=FAR, no=FAR | BOUND), 0.08, "REFUTED")
     ],
     "The faster of PyTorch's compiled steps: time over autocast's with `recompute`": [
         (
             rows("gpt", **{"jaxmp, recompute auto": {"median_ms": 10}})
-            + rows(
-                "torch_gpt",
-                **{
-                    "autocast bfloat16, compiled": {"median_ms": 14},
-                    "autocast and residuals bfloat16, compiled": {"median_ms": 12},
-                },
-            ),
+            + rows("torch_gpt", **TORCH),
             1.2,
             "holds",
         )
@@ -282,6 +242,22 @@ def test_a_run_is_continued(tmp_path: pathlib.Path) -> None:
         device._continue(arguments, {"name": "NVIDIA H200"}, tmp_path / "rows.jsonl")
 
 
+def case(
+    name: str, size: int = 4, step: Any = lambda state, batch: (state, {}), **facts: str
+) -> Any:
+    """A contender with a state of some numbers, and a batch of four."""
+    contender = Contender(name, lambda: jnp.zeros(size), step)
+    return module("steps").Case(contender, jnp.ones(4, jnp.float32), facts)
+
+
+def measured(folder: pathlib.Path, cases: list[Any], seconds: float = 60.0) -> dict[str, Any]:
+    """The rows that are recorded in so much time."""
+    recorder = module("recorder")
+    writer = recorder.Recorder(folder / "rows.jsonl", "gpt", time.time() + seconds, small=True)
+    module("steps").measure(writer, cases)
+    return {row["contender"]: row for row in writer.rows("gpt") if "contender" in row}
+
+
 def test_a_peak_is_of_the_contender_that_raises_the_mark(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,18 +265,9 @@ def test_a_peak_is_of_the_contender_that_raises_the_mark(
 
     The allocator is told here what to say: that of a CPU says nothing.
     """
-    steps, recorder = module("steps"), module("recorder")
-    batch = jnp.ones(4, jnp.float32)
 
-    def case(name: str, size: int) -> Any:
-        return steps.Case(
-            Contender(
-                name,
-                lambda: jnp.zeros(size),
-                lambda state, batch: (state + batch[0], {"loss": jnp.sum(batch)}),
-            ),
-            batch,
-        )
+    def step(state: Any, batch: Any) -> Any:
+        return state + batch[0], {"loss": jnp.sum(batch)}
 
     # In use before the state is there; the mark with it, and after the steps. Then a second round.
     turns = [
@@ -308,11 +275,10 @@ def test_a_peak_is_of_the_contender_that_raises_the_mark(
         *[("large", (100, 400, 400)), ("middle", (100, 400, 400)), ("small", (100, 400, 400))],
     ]
     said = iter([number for _, numbers in turns for number in numbers])
-    monkeypatch.setattr(steps, "_allocated", lambda what: next(said))
-    writer = recorder.Recorder(tmp_path / "rows.jsonl", "gpt", time.time() + 60, small=True)
-    steps.measure(writer, [case("large", 4096), case("small", 8), case("middle", 512)])
+    monkeypatch.setattr(module("steps"), "_allocated", lambda what: next(said))
+    sizes = {"large": 4096, "small": 8, "middle": 512}
+    rows = measured(tmp_path, [case(name, size, step) for name, size in sizes.items()])
     assert list(said) == []
-    rows = {row["contender"]: row for row in writer.rows("gpt") if "contender" in row}
     assert [rows[name]["peak_bytes"] for name in ("small", "middle", "large")] == [216, 216, 316]
     assert [rows[name]["peak_is_bound"] for name in rows] == [name == "middle" for name in rows]
     assert [len(rows[name]["seconds"]) for name in rows] == [4, 4, 4]
@@ -324,8 +290,8 @@ def test_a_first_compilation_that_is_slow_stops_no_other(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others are compiled and measured meanwhile, and their rows say so."""
-    steps, recorder = module("steps"), module("recorder")
-    compile_step, ended = steps._compile, threading.Event()
+    steps, ended = module("steps"), threading.Event()
+    compile_step = steps._compile
 
     def slow(first: Any, alone_until: float, case: Any, *lowered: Any) -> Any:
         if case.name == "slow":
@@ -333,18 +299,10 @@ def test_a_first_compilation_that_is_slow_stops_no_other(
         return compile_step(first, alone_until, case, *lowered)
 
     monkeypatch.setattr(steps, "_compile", slow)
-    cases = [
-        steps.Case(
-            Contender(name, lambda: jnp.ones(4), lambda state, batch: (state, {})), jnp.ones(4)
-        )
-        for name in ("slow", "quick")
-    ]
-    writer = recorder.Recorder(tmp_path / "rows.jsonl", "gpt", time.time() + 6, small=True)
     try:
-        steps.measure(writer, cases)
+        rows = measured(tmp_path, [case("slow"), case("quick")], seconds=6)
     finally:
         ended.set()
-    rows = {row["contender"]: row for row in writer.rows("gpt") if "contender" in row}
     assert rows["slow"]["remark"] == "not measured: out of time"
     assert rows["quick"]["median_ms"] > 0
     assert rows["quick"]["remark"] == "while another contender was compiled"
@@ -353,10 +311,9 @@ def test_a_first_compilation_that_is_slow_stops_no_other(
 
 def test_a_contender_that_raises_stops_no_other(tmp_path: pathlib.Path) -> None:
     """Nor does one that cannot be traced, or for which there is no time. A NaN spoils no page."""
-    steps, recorder = module("steps"), module("recorder")
 
-    def case(name: str, step: Any, **facts: str) -> Any:
-        return steps.Case(Contender(name, lambda: jnp.ones(4), step), jnp.ones(4), facts)
+    def nan(state: Any, batch: Any) -> Any:
+        return state, {"loss": jnp.nan * state[0]}
 
     def raises(state: Any, batch: Any) -> Any:
         raise ValueError("two\nlines")
@@ -367,27 +324,17 @@ def test_a_contender_that_raises_stops_no_other(tmp_path: pathlib.Path) -> None:
 
         return jax.pure_callback(callback, state, state), {}
 
-    path = tmp_path / "rows.jsonl"
-    writer = recorder.Recorder(path, "gpt", time.time() + 60, small=True)
-    steps.measure(
-        writer,
-        [
-            case("right", lambda state, batch: (state, {"loss": jnp.nan * state[0]})),
-            case("does not trace", raises, remark="a fact"),
-            case("fails", fails),
-        ],
-    )
-    over = recorder.Recorder(path, "gpt", time.time(), small=True)
-    steps.measure(over, [case("late", lambda state, batch: (state, {}), remark="a fact")])
-    rows = {row["contender"]: row for row in writer.rows("gpt") if "contender" in row}
+    cases = case("right", 4, nan), case("does not trace", 4, raises), case("fails", 4, fails)
+    rows = measured(tmp_path, list(cases))
+    measured(tmp_path, [case("late", remark="a fact")], seconds=0)
     assert rows["right"]["median_ms"] > 0
     assert rows["does not trace"]["error"] == "ValueError: two lines"
     assert rows["fails"]["error"]
     context = {"machine": "a card", "date": "today", "versions": {"jax": "1"}, "driver": None}
     context |= {"small": False, "platform": "gpu", "command": "", "seconds": 1.0}
     context["parts"] = {"gpt": {"status": "ok", "seconds": 1.0, "log": ""}}
-    page = module("page").write(tmp_path / "out", context, recorder.read_rows(path))
-    text = page.read_text()
+    written = module("recorder").read_rows(tmp_path / "rows.jsonl")
+    text = module("page").write(tmp_path / "out", context, written).read_text()
     assert "| nan |" in text
     assert "| not measured: out of time |" in text
     assert "| ValueError: two lines |" in text
@@ -409,15 +356,9 @@ def test_rows_survive_a_process_that_is_ended(tmp_path: pathlib.Path) -> None:
     assert 9 < writer.seconds_left() <= 10
 
 
-def results(date: str, platform: str = "gpu", small: bool = False) -> dict[str, Any]:
-    return {
-        "machine": f"Card of {date}",
-        "platform": platform,
-        "small": small,
-        "date": date,
-        "versions": {"jax": "0.11.2", "torch": "2.11.0"},
-        "rows": [],
-    }
+def results(date: str, **more: Any) -> dict[str, Any]:
+    machine = {"machine": f"Card of {date}", "platform": "gpu", "small": False, "date": date}
+    return machine | {"versions": {"jax": "0.11.2", "torch": "2.11.0"}, "rows": []} | more
 
 
 def test_the_site_says_what_the_newest_results_say(tmp_path: pathlib.Path) -> None:

@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from tests.support.surroundings import benchmark_path  # noqa: F401
+
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks/results" / f"digests_jax{jax.__version__}.json"
 COMMITTED: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
@@ -25,16 +27,10 @@ SHARDED = [name for name, digest in COMMITTED.items() if digest["collectives"]]
 
 pytestmark = [
     pytest.mark.jax,
-    pytest.mark.usefixtures("standard_promotion"),
+    pytest.mark.usefixtures("standard_promotion", "benchmark_path"),
     pytest.mark.skipif(not COMMITTED, reason=f"there is no {RESULTS.name}: digests are of one jax"),
     pytest.mark.skipif(jax.default_backend() != "cpu", reason="digests are of programs for CPUs"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def benchmark_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A script's own folder is on its path, so that benchmarks can share modules."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
 
 
 def digests() -> Any:
@@ -77,7 +73,8 @@ def test_one_more_cast_is_seen() -> None:
     assert differing == ["sha", "equations", "casts"]
 
 
-def test_another_constant_and_another_order_of_operands_are_seen() -> None:
+def test_what_is_in_a_text_and_what_is_not() -> None:
+    """Constants and the order of operands are; names, sources and the order of sets are not."""
     text = importlib.import_module("digest_text")
 
     def text_of(fun: Callable[..., Any]) -> str:
@@ -87,11 +84,6 @@ def test_another_constant_and_another_order_of_operands_are_seen() -> None:
     assert text_of(lambda x, y: x - y) != text_of(lambda x, y: y - x)
     assert text_of(lambda x, y: x * 3.0) != text_of(lambda x, y: x * 3.5)
     assert text_of(lambda x, y: x * 3.0 + y * 3.0) != text_of(lambda x, y: (x + y) * 3.0)
-
-
-def test_what_is_no_part_of_a_program_is_not_in_its_text() -> None:
-    """Names of functions and of sources, addresses, and the order of sets of strings."""
-    text = importlib.import_module("digest_text")
 
     def make(name: str) -> Any:
         def inner(x: Any) -> Any:

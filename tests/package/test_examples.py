@@ -1,7 +1,6 @@
 """The scripts in examples/ do what the README says of them."""
 
 import importlib
-import io
 import json
 import re
 import signal
@@ -16,11 +15,11 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
-from rich.console import Console
 
 import jaxmp
 from tests.support.bits import tree_bits
 from tests.support.dots import count_dots
+from tests.support.surroundings import example_path  # noqa: F401
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = [
@@ -28,13 +27,7 @@ SMALL = [
     *("--eval-every", "7", "--checkpoint-every", "4", "--growth-interval", "2", "--no-plot"),
 ]
 PRECISIONS = ["float32", "mixed_bfloat16", "mixed_float16"]
-pytestmark = pytest.mark.usefixtures("standard_promotion")
-
-
-@pytest.fixture(autouse=True)
-def example_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A script's own folder is on its path, so that examples can share modules."""
-    monkeypatch.syspath_prepend(EXAMPLES)
+pytestmark = pytest.mark.usefixtures("standard_promotion", "example_path")
 
 
 @pytest.mark.slow
@@ -61,21 +54,6 @@ def test_a_llama_learns_without_a_gradient_buffer() -> None:
     assert losses[:2] == pytest.approx(buffered, rel=1e-3)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.slow
-def test_digits_learn_in_every_precision(capsys: pytest.CaptureFixture[str]) -> None:
-    runs = importlib.import_module("digits_cnn").main(["--steps", "60", "--summary"])
-    assert list(runs) == PRECISIONS
-    for run in runs.values():
-        assert run.before < 0.3
-        assert run.accuracy > 0.8
-        assert run.steps + run.skipped == len(run.loss) == len(run.loss_scale) == 60
-        assert run.loss[0] == pytest.approx(runs["float32"].loss[0], rel=1e-2)
-    assert len({run.loss[0] for run in runs.values()}) == 3
-    printed = capsys.readouterr().out
-    assert all(word in printed for word in [*PRECISIONS, "BatchNorm_2"])
-
-
 @pytest.mark.slow
 def test_digits_keep_their_batch_statistics_when_a_step_is_skipped() -> None:
     example = importlib.import_module("digits_cnn")
@@ -95,11 +73,17 @@ def test_digits_keep_their_batch_statistics_when_a_step_is_skipped() -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_digits_accuracy() -> None:
+def test_digits_learn_in_every_precision(capsys: pytest.CaptureFixture[str]) -> None:
     main = importlib.import_module("digits_cnn").main
-    runs = main([])
+    runs = main(["--summary"])
+    assert list(runs) == PRECISIONS
+    printed = capsys.readouterr().out
+    assert all(word in printed for word in [*PRECISIONS, "BatchNorm_2"])
     for run in runs.values():
+        assert run.before < 0.3
         assert run.accuracy >= 0.97
+        assert run.steps + run.skipped == len(run.loss) == len(run.loss_scale)
+        assert run.loss[0] == pytest.approx(runs["float32"].loss[0], rel=1e-2)
     assert [run.skipped > 0 for run in runs.values()] == [False, False, True]
     low = runs["mixed_float16"]
     assert low.loss_scale[0] > low.loss_scale[-1] > 1
@@ -192,39 +176,6 @@ def test_a_demo_says_where_its_picture_is_and_names_the_run_it_replaces(tmp_path
     second = demo()
     assert re.search(rf"^{tmp_path} has a run of \S+ \S+: this one replaces it", second)
     assert re.search(rf"^Validation losses of the run of .*: float32 {loss:.4f}\.$", second, re.M)
-
-
-def test_earlier_runs_of_every_kind_are_named(tmp_path: Path) -> None:
-    earlier = importlib.import_module("lm_report").Earlier
-    assert earlier.find(tmp_path) is None
-    (tmp_path / "checkpoints").mkdir()
-    assert "a run without results" in earlier.find(tmp_path).describe(resume=False)
-    assert "goes on from its checkpoints" in earlier.find(tmp_path).describe(resume=True)
-    for broken in ("", '{"float32": {"val_l', "[]", '{"float32": 3}'):
-        (tmp_path / "results.json").write_text(broken)
-        assert "a run without results" in earlier.find(tmp_path).describe(resume=False)
-        assert earlier.find(tmp_path).losses().endswith(": none.")
-    (tmp_path / "results.json").write_text('{"float32": {"val_loss": 1.5}}')
-    assert " has a run of " in earlier.find(tmp_path).describe(resume=False)
-    assert earlier.find(tmp_path).losses().endswith(": float32 1.5000.")
-
-
-def test_progress_is_drawn_again_on_a_terminal_alone() -> None:
-    report = importlib.import_module("lm_report")
-
-    def shown(*, terminal: bool) -> str:
-        console = Console(file=io.StringIO(), force_terminal=terminal, width=80)
-        with report.show_progress(console, 100, 50) as add_run:
-            for name in ("one", "two"):
-                run = add_run(name)
-                for i in (10, 50, 60, 100):
-                    run(i, f"loss {i}")
-        return console.file.getvalue()
-
-    assert "\x1b" in shown(terminal=True)
-    lines = [" ".join(line.split()) for line in shown(terminal=False).splitlines()]
-    steps = ("50/100 loss 50", "100/100 loss 100")
-    assert lines == [f"{name} {step}" for name in ("one", "two") for step in steps]
 
 
 def outcome(folder: Path) -> dict[str, Any]:

@@ -2,10 +2,7 @@
 
 import functools
 import importlib
-import json
 import re
-import shutil
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +11,7 @@ import pytest
 
 import jaxmp
 from tests.support.multiprocess.launcher import retry_ports
+from tests.support.surroundings import example_path  # noqa: F401
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SPREAD = [
@@ -21,13 +19,7 @@ SPREAD = [
     *("--batch-size", "16", "--context", "16"),
 ]
 NARROW = ("bfloat16", "float16")
-pytestmark = pytest.mark.usefixtures("standard_promotion")
-
-
-@pytest.fixture(autouse=True)
-def example_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A script's own folder is on its path, so that examples can share modules."""
-    monkeypatch.syspath_prepend(EXAMPLES)
+pytestmark = pytest.mark.usefixtures("standard_promotion", "example_path")
 
 
 @functools.cache
@@ -105,78 +97,6 @@ def test_two_processes_learn_what_one_does(tmp_path: Path) -> None:
     loss = spread("--mode fsdp --check").loss
     assert losses == pytest.approx([loss[0], loss[-1]], abs=1e-3)
     assert "8 data" in first.output
-
-
-# Runs the script that follows, until a file turns up.
-KILLED = """
-import os, pathlib, runpy, signal, sys, threading, time
-
-def watch(folder, pattern):
-    while not any(pathlib.Path(folder).glob(pattern)):
-        time.sleep(0.001)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-threading.Thread(target=watch, args=sys.argv[1:3], daemon=True).start()
-sys.argv = sys.argv[3:]
-sys.path.insert(0, str(pathlib.Path(sys.argv[0]).parent))
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
-def job(
-    folder: Path, processes: int, *arguments: str, until: str | None = None
-) -> tuple[list[int], str]:
-    """Runs `fsdp_lm.py` with checkpoints in a folder; process 1 is killed `until` a file is there.
-
-    Returns:
-      How each process ended, and what all of them wrote.
-    """
-
-    def commands(port: int) -> list[list[str]]:
-        job = ["--coordinator", f"localhost:{port}", "--processes", str(processes), *SPREAD]
-        job += ["--checkpoints", str(folder), "--checkpoint-every", "2", "--steps", "7", *arguments]
-        script = [str(EXAMPLES / "fsdp_lm.py"), *job]
-        python = [["env", "JAX_PLATFORMS=cpu", sys.executable] for _ in range(processes)]
-        if until:
-            python[1] += ["-c", KILLED, str(folder), until]
-        return [[*each, *script, "--process-id", str(i)] for i, each in enumerate(python)]
-
-    logs = folder.with_suffix(".logs")
-    logs.mkdir(exist_ok=True)
-    exits = retry_ports(commands, folder=logs, timeout=400)
-    return [each.returncode for each in exits], "".join(each.output for each in exits)
-
-
-def saved_losses(folder: Path, steps: int) -> list[float]:
-    return json.loads((folder / str(steps) / "record" / "metadata").read_text())["history"]["loss"]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.slow
-def test_a_killed_job_goes_on_with_the_same_or_other_processes(tmp_path: Path) -> None:
-    """One of four is killed while the third checkpoint is written: the second is the last."""
-    whole, killed, fewer = (tmp_path / name for name in ("whole", "killed", "fewer"))
-    codes, output = job(whole, 4)
-    assert codes == [0] * 4, output
-    expected = saved_losses(whole, 7)
-    assert len(set(expected)) == 7
-
-    codes, output = job(killed, 4, until="6.orbax-checkpoint-tmp*")
-    assert codes[1] == -signal.SIGKILL, output
-    assert {path.name for path in killed.iterdir() if path.name.isdigit()} == {"2", "4"}
-    assert saved_losses(killed, 4) == expected[:4]
-    shutil.copytree(killed, fewer)
-
-    codes, output = job(killed, 4, "--resume")
-    assert codes == [0] * 4, output
-    assert "goes on after step 3" in output
-    assert saved_losses(killed, 7) == expected
-
-    # Four processes of two devices, then two of four; and another way to spread the model.
-    codes, output = job(fewer, 2, "--resume", "--mode", "hsdp")
-    assert codes == [0] * 2, output
-    assert saved_losses(fewer, 7)[:4] == expected[:4]
-    assert saved_losses(fewer, 7) == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.slow

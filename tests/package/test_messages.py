@@ -45,11 +45,10 @@ def step(fun: Any, **options: Any) -> Any:
     return jaxmp.make_train_step(fun, **options)(train_state(**collections), jnp.ones(3))
 
 
-def float8_step() -> Any:
-    """Of a state that was wrapped for a plain cast to float8."""
-    tx = jaxmp.mixed_precision(optax.sgd(0.1), "c=e4m3fn,o=f32")
-    state = jaxmp.TrainState.create(params=PARAMS, tx=tx)
-    return lambda _, batch: any_step()(state, batch)
+def float8_state() -> jaxmp.TrainState:
+    """Wrapped for a plain cast to float8."""
+    wrapped = jaxmp.mixed_precision(optax.sgd(0.1), "c=e4m3fn,o=f32")
+    return jaxmp.TrainState.create(params=PARAMS, tx=wrapped)
 
 
 def any_step() -> Any:
@@ -267,10 +266,6 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
      "called it. Put the other transformation inside: mixed_precision(optax.chain(clip, adamw)"),
     ("in MultiSteps", lambda: optax.MultiSteps(tx(), 2).init(PARAMS), ValueError,
      "must be the outermost transformation, but optax.transforms._accumulation called it"),
-    ("in masked", lambda: optax.masked(tx(), {"w": True, "b": False}).init(PARAMS), ValueError,
-     "must be the outermost transformation"),
-    ("in apply_if_finite", lambda: optax.apply_if_finite(tx(), 3).init(PARAMS), ValueError,
-     "must be the outermost transformation"),
     ("in inject_hyperparams",
      lambda: optax.inject_hyperparams(lambda lr: jaxmp.mixed_precision(optax.sgd(lr), "O0"))(
          lr=0.1).init(PARAMS), ValueError, "must be the outermost transformation"),
@@ -334,7 +329,7 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ("collection structure",
      lambda: train_state(stats={"m": 1.0}).apply_gradients(PARAMS, stats={"v": 1.0}), ValueError,
      "collection 'stats' and the old one have different structures; missing: m; left over: v"),
-    ("float8 step", lambda: float8_step()(train_state(), 1.0), ValueError,
+    ("float8 step", lambda: any_step()(float8_state(), 1.0), ValueError,
      "make_train_step cannot compute in float8_e4m3fn: a plain cast to float8 loses small "
      "gradients. Use 'mixed_float8', which scales"),
     ("no collections returned", lambda: step(lambda p, b, s: p["b"][0], collections={"s": 1.0}),
@@ -372,20 +367,6 @@ def test_update_in_a_wrapper_is_refused_too() -> None:
     state = (transform.init(PARAMS), optax.ScaleState())
     with pytest.raises(ValueError, match="outermost"):
         jax.jit(chained.update)(PARAMS, state, PARAMS)
-
-
-@pytest.mark.usefixtures("standard_promotion")
-def test_what_the_guard_prevents() -> None:
-    """Positive control: hidden from the guard, a chain tears params and masters apart."""
-    transform = jaxmp.mixed_precision(optax.sgd(0.1), "bfloat16")
-    hidden = optax.GradientTransformationExtraArgs(
-        lambda params: transform.init(params), lambda *args, **kw: transform.update(*args, **kw)
-    )
-    chained = optax.chain(hidden, optax.scale(0.5))
-    params = {"w": jnp.ones(1, jnp.bfloat16)}
-    updates, (state, _) = chained.update({"w": jnp.ones(1)}, chained.init(params), params)
-    params = optax.apply_updates(params, updates)
-    assert params["w"] != state.master["w"].astype(jnp.bfloat16)
 
 
 def stalled(scale: float = 1.0, skips: int = 50) -> jaxmp.TrainState:

@@ -89,11 +89,6 @@ for equation in compat.open_jaxpr(jaxpr).eqns:
     env.update(zip(equation.outvars, made, strict=True))
 """,
         """
-for i, equation in enumerate(jaxpr.jaxpr.eqns):
-    (variable,) = equation.outvars
-    env[variable] = equation.primitive.bind(*operands)
-""",
-        """
 for step in plan.steps:
     made = run_step(step, values)
     for number, value in zip(step.op.outputs, made, strict=True):

@@ -12,7 +12,7 @@ import sys
 
 import pytest
 
-from tests.support.parts import chosen_cases, part
+from tests.support.parts import chosen_cases
 
 PARTS = 8
 ROOT = pathlib.Path(__file__).parents[2]
@@ -31,58 +31,46 @@ def test_other(i): pass
 def collected(file: pathlib.Path, *options: str) -> list[str]:
     """The names of the tests that pytest would run."""
     quiet = ["-c", "/dev/null", "--noconftest", "-p", "no:cacheprovider", "--collect-only", "-q"]
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "tests.support.parts",
-        *quiet,
-        *options,
-        str(file),
-    ]
+    command = [sys.executable, "-m", "pytest", "-p", "tests.support.parts", *quiet, *options]
     alone = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
-    run = subprocess.run(command, cwd=ROOT, env=alone, check=True, capture_output=True, text=True)
+    run = subprocess.run(
+        [*command, str(file)], cwd=ROOT, env=alone, check=True, capture_output=True, text=True
+    )
     return [line for line in run.stdout.splitlines() if "::" in line]
 
 
-def test_each_test_that_is_not_selected_has_its_turn(tmp_path: pathlib.Path) -> None:
+@pytest.fixture
+def many(tmp_path: pathlib.Path) -> pathlib.Path:
     file = tmp_path / "test_many.py"
     file.write_text(MANY)
-    everything, selected = collected(file), collected(file, "-m", "not other")
-    assert (len(everything), len(selected)) == (43, 3)
-    runs = [collected(file, "-m", "not other", f"--part={i}/{PARTS}") for i in range(PARTS)]
+    return file
+
+
+@pytest.mark.parametrize(("options", "chosen"), [([], 3), (["--cases=2"], 2)])
+def test_what_is_not_chosen_has_its_turn(
+    many: pathlib.Path, options: list[str], chosen: int
+) -> None:
+    """Each test that `-m` leaves out, and each case that `--cases` does."""
+    options = ["-m", "not other", *options]
+    everything, selected = collected(many), collected(many, *options)
+    assert (len(everything), len(selected)) == (43, chosen)
+    runs = [collected(many, *options, f"--part={i}/{PARTS}") for i in range(PARTS)]
     times = collections.Counter(itertools.chain(*runs))
     assert times == {name: PARTS if name in selected else 1 for name in everything}
     assert max(map(len, runs)) < 20
 
 
-def test_cases_that_are_not_chosen_have_their_turn_too(tmp_path: pathlib.Path) -> None:
-    file = tmp_path / "test_many.py"
-    file.write_text(MANY)
-    few = collected(file, "-m", "not other", "--cases=2")
-    assert len(few) == 2
-    runs = [
-        collected(file, "-m", "not other", "--cases=2", f"--part={i}/{PARTS}") for i in range(PARTS)
-    ]
-    times = collections.Counter(itertools.chain(*runs))
-    assert times == {name: PARTS if name in few else 1 for name in collected(file)}
-
-
-def test_each_selected_test_is_in_one_share(tmp_path: pathlib.Path) -> None:
-    file = tmp_path / "test_many.py"
-    file.write_text(MANY)
-    chosen = collected(file, "-m", "other", "--cases=8")
-    shares = [collected(file, "-m", "other", "--cases=8", f"--share={i}/2") for i in range(2)]
+def test_each_selected_test_is_in_one_share(many: pathlib.Path) -> None:
+    chosen = collected(many, "-m", "other", "--cases=8")
+    shares = [collected(many, "-m", "other", "--cases=8", f"--share={i}/2") for i in range(2)]
     assert sorted(itertools.chain(*shares)) == sorted(chosen)
     assert len(chosen) == 8
     assert all(shares)
 
 
-def test_every_case_runs_where_that_is_asked_for(tmp_path: pathlib.Path) -> None:
-    file = tmp_path / "test_many.py"
-    file.write_text(MANY.replace("mark.other", "mark.every_case"))
-    assert len(collected(file, "--cases=2")) == 2 + 40
+def test_every_case_runs_where_that_is_asked_for(many: pathlib.Path) -> None:
+    many.write_text(MANY.replace("mark.other", "mark.every_case"))
+    assert len(collected(many, "--cases=2")) == 2 + 40
 
 
 def test_each_value_of_each_parameter_is_in_a_case_that_is_chosen() -> None:
@@ -94,14 +82,6 @@ def test_each_value_of_each_parameter_is_in_a_case_that_is_chosen() -> None:
     assert chosen_cases(dict(reversed(cases.items())), 9) == chosen
     assert chosen_cases(cases, 2) == chosen[:2]
     assert chosen_cases({"alone": set()}, 1) == ["alone"]
-
-
-def test_parts_are_of_a_like_size() -> None:
-    names = [f"tests/test_{file}.py::test_{i}[{i % 7}-x]" for file in "abcd" for i in range(200)]
-    for count in (PARTS, 32):
-        sizes = [sum(name in part(f"{i}/{count}") for name in names) for i in range(count)]
-        assert sum(sizes) == len(names)
-        assert max(sizes) < 1.6 * len(names) / count
 
 
 @pytest.mark.parametrize("text", ["8/8", "-1/8", "1", "0/0"])

@@ -29,19 +29,24 @@ def float8_calls(text: str) -> list[Instruction]:
 WITHOUT_TRITON = {"xla_gpu_enable_triton_gemm": False}
 
 
+def products_in(text: str) -> list[tuple[set[str], str, str]]:
+    """The dtypes of operands and result of each product, and the rest of its line."""
+    text = re.sub(r"/\*index=\d+\*/", "", text)
+    dtypes = dict(re.findall(r"%([\w.\-]+) = (\w+)\[", text))
+    product = r" = (\w+)\[\S* (?:dot|convolution)\(([^)]*)\)([^\n]*)"
+    return [
+        ({dtypes[name] for name in re.findall(r"%([\w.\-]+)", operands)}, result, rest)
+        for result, operands, rest in re.findall(product, text)
+    ]
+
+
 def cycles(text: str) -> int:
     """How long a TPU's compiler expects the program to take, with each body of a loop once."""
     return sum(map(int, re.findall(r'"estimated_cycles":"(\d+)"', text)))
 
 
 class Beside(NamedTuple):
-    """What a program for a GPU does beside its matrix products.
-
-    Attributes:
-      bytes: what its other kernels read and write.
-      launches: how many of them there are.
-      products: what the products themselves read and write, without work space.
-    """
+    """Bytes and launches beside the matrix products, and the bytes of these without work space."""
 
     bytes: int
     launches: int

@@ -62,14 +62,7 @@ def narrow_sums(report: Any, axis: str) -> int:
 
 
 class Case:
-    """One model on one mesh, compiled as often as there are things to compare.
-
-    Args:
-      author: who wrote the model.
-      mode: how it is spread.
-      remat: whether its blocks are checkpointed.
-      make_mesh: makes a mesh of the devices that are compiled for.
-    """
+    """A model of an author on one mesh, compiled as often as there are things to compare."""
 
     def __init__(
         self, author: models.Author, mode: models.Mode, remat: bool, make_mesh: MakeMesh
@@ -102,12 +95,7 @@ class Case:
 
 
 def check(case: Case, read: Callable[[Any], Any]) -> None:
-    """Compares the collectives of the programs.
-
-    Args:
-      case: the case.
-      read: gives the report of a lowered program.
-    """
+    """Compares the collectives of the programs; `read` gives the report of a lowered one."""
     ours = read(case.lowered("ours"))
     for axis in case.place.reduces_over:
         assert narrow_sums(ours, axis) == 0, ours

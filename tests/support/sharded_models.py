@@ -33,13 +33,7 @@ HEAD = WIDTH // HEADS
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A model as JAX traces it.
-
-    Attributes:
-      params: abstract params.
-      grads: `(params, batch, **options of value_and_grad) -> gradients`.
-      loss: `(params, batch) -> loss`.
-    """
+    """A model with abstract params, as JAX traces it; `grads` takes options of value_and_grad."""
 
     params: Any
     grads: Callable[..., Any]
@@ -207,21 +201,9 @@ def _nnx(dtype: str, remat: bool) -> Model:
     return Model(params, grads, lambda params, batch: of_module(merge(params), batch))
 
 
-# Which dimension of a param tensor parallelism splits, counted from the end.
-_SPLIT = {r"qkv.*kernel|^qkv$|layers.*qkv$": -2, r"out.*kernel|out$": -3, r"up": -1, r"down.*": -2}
-
-
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """How a model lies on a mesh.
-
-    Attributes:
-      mesh: the mesh.
-      params: shardings of the params.
-      batch: the sharding of each array of the batch.
-      fsdp: how params are gathered, in the modes that do.
-      reduces_over: the mesh axes that gradients are summed over.
-    """
+    """How a model lies on a mesh, by shardings; gradients are summed over some of its axes."""
 
     mesh: Mesh
     params: Any
@@ -262,17 +244,17 @@ def placement(
 
 def _split(path: Any, x: Any) -> P:
     name = re.sub(r"\W+", ".", jax.tree_util.keystr(path)).strip(".").removesuffix(".value")
-    axis = _model_axis(name, x.ndim)
+    axis = _model_axis(name)
     return P() if axis is None else P(*[None] * (x.ndim + axis), "model")
 
 
-def _model_axis(name: str, ndim: int) -> int | None:
-    bias = "bias" in name
+def _model_axis(name: str) -> int | None:
+    """Which dimension of a param tensor parallelism splits, counted from the end."""
     if "qkv" in name:
         return -2
     if "up" in name or name.endswith("layers.bias"):
         return -1
-    if bias:
+    if "bias" in name:
         return None
     if name.endswith(("out", "out.kernel")):
         return -3

@@ -32,13 +32,7 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Exit:
-    """How a process ended.
-
-    Attributes:
-      returncode: as of `subprocess`: minus the signal if one ended it.
-      terminated: whether it was the launcher that ended it.
-      output: stdout and stderr together.
-    """
+    """How a process ended, as `subprocess` says it, and whether the launcher ended it."""
 
     returncode: int
     terminated: bool
@@ -68,18 +62,7 @@ def run_job(
     devices: int = 1,
     timeout: float = 240.0,
 ) -> list[dict[str, Any]]:
-    """What the calls returned, by label, for each process.
-
-    Args:
-      calls: run in this order by every process.
-      processes: how many.
-      folder: where the processes write; made if need be.
-      devices: simulated devices of each process.
-      timeout: seconds after which all are ended.
-
-    Raises:
-      JobFailed: with the output of all processes.
-    """
+    """What the calls returned, by label, for each process, which run them in this order."""
     exits = start_job(calls, processes=processes, folder=folder, devices=devices, timeout=timeout)
     if any(e.returncode for e in exits):
         raise JobFailed(exits)

@@ -13,7 +13,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import jaxmp
 
 BATCH = 32
-LENGTH = 8  # of a sequence
 WIDTH = 16
 
 
@@ -52,44 +51,12 @@ def hinge(params: Any, batch: Any) -> Any:
     return jnp.mean(jax.nn.relu(1 - (margin + rounding)))
 
 
-# Here sums are rounded.
-
-
-def attention_params() -> dict[str, np.ndarray]:
-    """Params of one head."""
-    rng = np.random.default_rng(0)
-    weights = rng.normal(0, 0.3, (3, WIDTH, WIDTH)).astype(np.float32)
-    names = ("embedding", "query", "out")
-    return dict(zip(names, weights, strict=True)) | {"scale": np.ones(WIDTH, np.float32)}
-
-
-def attention_batch(rng: np.random.Generator) -> np.ndarray:
-    """Tokens."""
-    return rng.integers(0, WIDTH, (BATCH, LENGTH + 1), dtype=np.int32)
-
-
-def attention(params: Any, tokens: Any) -> Any:
-    """The mean cross entropy of the next token; embedding and head are tied."""
-    x = params["embedding"][tokens[:, :-1]]
-    scores = jnp.einsum("bqd,bkd->bqk", x @ params["query"], x) / WIDTH**0.5
-    causal = jnp.tril(jnp.ones((LENGTH, LENGTH), bool))
-    weights = jax.nn.softmax(jnp.where(causal, scores, -1e4), axis=-1)
-    x = x + jnp.einsum("bqk,bkd->bqd", weights, x) @ params["out"]
-    x = x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6) * params["scale"]
-    logits = x @ params["embedding"].T
-    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]))
-
-
 def _lion() -> optax.GradientTransformation:
     return optax.lion(2.0**-9, weight_decay=0.0)
 
 
 def _compact_lion() -> optax.GradientTransformation:
     return jaxmp.compact_state(_lion(), "int8", min_size=1)
-
-
-def _adamw() -> optax.GradientTransformation:
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
 
 
 # Grows within the few steps of a test.
@@ -101,29 +68,17 @@ class Recipe:
     """What is trained, and how."""
 
     policy: str
-    loss_fn: Callable[[Any, Any], Any] = hinge
-    params: Callable[[], dict[str, np.ndarray]] = hinge_params
-    batch: Callable[[np.random.Generator], Any] = hinge_batch
     optimizer: Callable[[], optax.GradientTransformation] = _lion
     master: Any = "float32"
     loss_scale: Any = _QUICK
-    microbatches: int = 1
 
 
 RECIPES = {
     "mixed_bfloat16": Recipe(policy="mixed_bfloat16", loss_scale="auto"),
     "mixed_float16": Recipe(policy="mixed_float16"),
-    "accumulation": Recipe(policy="mixed_float16", microbatches=2),
     # bfloat16 params with float32 masters, which are finer than the params.
     "masters": Recipe(policy="bfloat16"),
     "remainder": Recipe(policy="bfloat16", master="remainder"),
     # Rounded at random: params, and momentum in codes.
     "stochastic": Recipe(policy="bfloat16", master="stochastic", optimizer=_compact_lion),
-    "autocast": Recipe(
-        policy="O1",
-        loss_fn=attention,
-        params=attention_params,
-        batch=attention_batch,
-        optimizer=_adamw,
-    ),
 }

@@ -22,7 +22,14 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import jaxmp
 from tests.support.bits import tree_bits
-from tests.support.multiprocess.models import BATCH, RECIPES, shardings
+from tests.support.multiprocess.models import (
+    BATCH,
+    RECIPES,
+    hinge,
+    hinge_batch,
+    hinge_params,
+    shardings,
+)
 
 STEPS = 8
 
@@ -45,9 +52,7 @@ class Trainer:
             master=self.recipe.master,
             loss_scale=self.recipe.loss_scale,
         )
-        self.step = jaxmp.make_train_step(
-            self.recipe.loss_fn, self.recipe.policy, microbatches=self.recipe.microbatches
-        )
+        self.step = jaxmp.make_train_step(hinge, self.recipe.policy)
 
     def create(self, params: Any) -> jaxmp.TrainState:
         """The state at step 0."""
@@ -55,7 +60,7 @@ class Trainer:
 
     def layout(self) -> Any:
         """Shape, dtype and sharding of every leaf of the state."""
-        shapes = jax.eval_shape(self.create, self.recipe.params())
+        shapes = jax.eval_shape(self.create, hinge_params())
         return jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
             shapes,
@@ -66,11 +71,11 @@ class Trainer:
         """The state at step 0, made where it belongs: no process ever holds all of it."""
         out = jax.tree.map(lambda x: x.sharding, self.layout())
         # The params are an argument, as constants are folded in the compiler.
-        return jax.jit(self.create, out_shardings=out)(self.recipe.params())
+        return jax.jit(self.create, out_shardings=out)(hinge_params())
 
     def global_params(self) -> Any:
         """The params as arrays that span all processes."""
-        host = self.recipe.params()
+        host = hinge_params()
         return jax.tree.map(
             lambda x, s: jax.make_array_from_callback(x.shape, s, lambda index: x[index]),
             host,
@@ -82,7 +87,7 @@ class Trainer:
 
         The poison is one number of the last example, which the last process has.
         """
-        everything = self.recipe.batch(np.random.default_rng(index))
+        everything = hinge_batch(np.random.default_rng(index))
         if poison is not None:
             everything["x"][-1, 3] = poison
         rows = BATCH // jax.process_count()
@@ -139,19 +144,10 @@ def train(
     save_at: list[int] = [],  # noqa: B006
     dies: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Trains from the start, or from the latest checkpoint, to the end.
+    """Trains from the start, or from the latest checkpoint in a folder, to the end.
 
-    Args:
-      mesh: all the devices.
-      recipe: its name.
-      poison: by iteration, a number that is put into the batch.
-      folder: where checkpoints are.
-      save_at: after which iterations to save.
-      dies: a `process` that is killed in an `iteration`, `at` its `"step"` or while it saves.
-
-    Returns:
-      `history`, one record for each iteration, digests of the state at the `start`, when it was
-      `saved`, and at the `end`, and more.
+    By iteration, `poison` is a number that is put into the batch. The process that `dies` is killed
+    in an `iteration`, `at` its `"step"` or while it saves.
     """
     this, poison = trainer(recipe, mesh), poison or {}
     state, first = this.start(), 0
