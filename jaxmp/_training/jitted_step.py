@@ -46,7 +46,7 @@ class TrainStep:
         try:
             if state is not self._latest():
                 state = self._checked(state, batch)
-            elif self._donates and not self._types.isdisjoint(map(_array_type, jax.tree.leaves(batch))):
+            elif self._donates and self._types & set(map(_array_type, jax.tree.leaves(batch))):
                 state = _with_own_arrays(state, batch)
             new, metrics = self._jitted(state, batch)
         except (TypeError, ValueError, RuntimeError) as error:

@@ -158,8 +158,8 @@ def make_train_step(
         operands = batch, state.collections, options.loss_scale
         collections, (loss, grads, aux) = evaluate_batch(state.params, *operands)
         norm = optax.tree.norm(split_floats(grads)[0])
-        # The norm is finite only if all gradients are, and Adam's squares of them do not overflow. An
-        # infinite loss destroys the state of optimizers that read it.
+        # The norm is finite only if all gradients are, and then Adam's squares of them do not
+        # overflow. An infinite loss destroys the state of optimizers that read it.
         finite = all_finite((loss, norm)) & stays_finite(collections, state.collections)
         extra = {} if extra_args is None else dict(extra_args(state, batch, loss))
         value = Evaluation(loss, grads, ())

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import itertools
-import pathlib
 import re
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from jaxmp._primitives.bilinear import bilinear_map
 from jaxmp._primitives.mixed_product import product
+from tests.support.compiled import after_partitioning
 from tests.support.dots import equations
 from tests.support.float8_references import error
 from tests.support.reduction_checks import MESH
@@ -542,16 +542,8 @@ def test_shard_map_of_gradients_outside() -> None:
     assert error(got, jax.jvp(want, (w,), (w,))[1]) < 2e-2
 
 
-def partitioned(function: Any, args: Any, folder: pathlib.Path) -> str:
-    """The program right after partitioning; later on XLA:CPU makes all sums float32."""
-    options = {"xla_dump_to": str(folder), "xla_dump_hlo_pass_re": "spmd-partitioning"}
-    jax.jit(function).lower(*args).compile(compiler_options=options)
-    (dump,) = folder.glob("*after_spmd-partitioning*.txt")
-    return dump.read_text()
-
-
 @pytest.mark.parametrize("name", ["matrix", "conv"])
-def test_the_partitioner_sums_in_float32(name: str, tmp_path: pathlib.Path) -> None:
+def test_the_partitioner_sums_in_float32(name: str) -> None:
     case = CASES[name]
     x, w = draw(case)
     x = jnp.concatenate([x] * 4)
@@ -561,8 +553,7 @@ def test_the_partitioner_sums_in_float32(name: str, tmp_path: pathlib.Path) -> N
     )
     found = {}
     for wide in ("rhs", ""):
-        (folder := tmp_path / f"wide_{wide}").mkdir()
-        text = partitioned(jax.grad(loss(case, wide), 1), args, folder)
+        text = after_partitioning(jax.grad(loss(case, wide), 1), *args)
         found[wide] = set(re.findall(r"= (\w+)\[[\d,]+\]\S* all-reduce\(", text))
     assert found == {"rhs": {"f32"}, "": {"bf16"}}
 

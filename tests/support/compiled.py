@@ -1,7 +1,13 @@
 """What the text of a compiled program says about its products."""
 
+import pathlib
 import re
-from typing import NamedTuple
+import tempfile
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 from benchmarks.lab.kernels import Schedule
 from benchmarks.lab.traffic import Traffic
@@ -68,3 +74,21 @@ def beside_products(program: str) -> Beside:
         else:
             moved, launches = moved + total, launches + times
     return Beside(round(moved), launches, round(products))
+
+
+def after_partitioning(function: Callable[..., Any], *args: Any) -> str:
+    """The program right after partitioning: later, XLA:CPU makes all 16-bit collectives float32.
+
+    It is compiled anew: a program that was kept from an earlier run writes nothing.
+    """
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # reads the setting again
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            options = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd-partitioning"}
+            jax.jit(function).lower(*args).compile(options)
+            (path,) = pathlib.Path(folder).glob("*after_spmd-partitioning*.txt")
+            return path.read_text()
+    finally:
+        jax.config.update("jax_enable_compilation_cache", True)
+        compilation_cache.reset_cache()

@@ -2,9 +2,7 @@
 
 import collections
 import math
-import pathlib
 import re
-import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +15,7 @@ from jax import lax
 import jaxmp
 from jaxmp._numerics.tree import cast_floating
 from jaxmp.sharding import per_shard
+from tests.support.compiled import after_partitioning
 from tests.support.mlp import assert_close, data, loss_fn, mlp
 from tests.support.reduction_checks import GRID, MESH
 from tests.support.references import mlp_loss_and_grads
@@ -110,15 +109,8 @@ _SHAPE = re.compile(r"(\w+)\[([\d,]*)\]")
 
 
 def wires(function: Callable[..., Any], *args: Any) -> dict[tuple[str, str], int]:
-    """Bytes of what collectives return on each device, by collective and dtype; no scalars.
-
-    Read after partitioning: XLA:CPU later turns all 16-bit collectives into float32.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        options = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd"}
-        jax.jit(function).lower(*args).compile(options)
-        (path,) = pathlib.Path(folder).glob("*after_spmd-partitioning*")
-        text = path.read_text()
+    """Bytes of what collectives return on each device, by collective and dtype; no scalars."""
+    text = after_partitioning(function, *args)
     found: dict[tuple[str, str], int] = collections.Counter()
     for shapes, name in _COLLECTIVE.findall(text):
         for dtype, dims in _SHAPE.findall(shapes):
