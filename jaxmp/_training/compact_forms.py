@@ -12,7 +12,6 @@ from jaxtyping import Array, PyTree, UInt32
 
 from jaxmp._numerics.block_codes import Codes, codes_of, decode, scales_of
 from jaxmp._numerics.stochastic import hashed_words, round_by_words
-from jaxmp._program import compat
 
 # Gives states other random words than params.
 _STREAM = np.uint32(0x5747)
@@ -152,8 +151,6 @@ def store_state(
 
 def _store_on_gpus(x: Array) -> Array:
     """Returns an array that a GPU has to store before it reduces it."""
-    if not compat.is_traced(x):
-        return x
     # Otherwise XLA reduces blocks in the kernel that computes moments and params, whose loads then
     # wait for each other: on an H200 it took 1.95 ms for 100 M params, 3.5 times what its bytes
     # take (AdamW, remainders, jax 0.11.2). A TPU would store float32 moments that it need not.
@@ -163,7 +160,7 @@ def _store_on_gpus(x: Array) -> Array:
 
 def _wait_on_tpus(arrays: Sequence[Array], scales: dict[int, Array]) -> dict[int, Array]:
     """Returns the scales, for which a TPU must wait until these arrays are made."""
-    if not scales or not any(map(compat.is_traced, arrays)):
+    if not scales or not arrays:
         return scales
 
     # Otherwise its compiler makes the new codes before the params, which read the old codes, and

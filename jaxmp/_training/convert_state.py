@@ -20,7 +20,7 @@ from jaxmp._numerics.tree import (
     strong,
 )
 from jaxmp._training.compact_forms import expanded_state, is_compact, store_like
-from jaxmp._training.first_state import in_one_program
+from jaxmp._training.first_state import OneProgram
 from jaxmp._training.master_storages import STORAGES, storage_of
 from jaxmp._training.masters import is_masked
 from jaxmp._training.optimizer import MixedPrecision
@@ -87,7 +87,8 @@ def _convert_state(
     params: PyTree, opt_state: Any, tx: MixedPrecision, widen_params: bool
 ) -> tuple[PyTree, MixedPrecisionState]:
     check_arrays(params, "params")
-    return in_one_program(_convert_parts, (tx, widen_params), strong(params), opt_state)
+    convert = OneProgram(functools.partial(_convert_parts, tx, widen_params))
+    return convert(strong(params), opt_state)
 
 
 def _convert_parts(

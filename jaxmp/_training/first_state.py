@@ -1,9 +1,8 @@
 """Makes a first state as one compiled program, whatever the number of shapes in it."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
@@ -14,45 +13,62 @@ from jaxmp._program import compat
 from jaxmp._program.mesh_axes import constrain_to
 from jaxmp._training.state_shardings import shardings_in_state
 
-State = TypeVar("State")
 
+class OneProgram:
+    """Runs a function that makes a state of params as one compiled program.
 
-def in_one_program(
-    make: Callable[..., State], static: tuple[Hashable, ...], params: PyTree, *others: PyTree
-) -> State:
-    """Returns `make(*static, params, *others)`, a state of these params, in one compiled call.
-
-    One operation after the other, a state costs a program for each shape and each operation: 438 of
-    them for eight params with 8-bit moments. Arrays of the state lie on the devices of the params,
-    and are sharded like these.
+    One operation after the other, a state costs a program for each shape and each operation: 430 of
+    them for eight params with remainders and 8-bit moments. The program is kept as long as this
+    object.
 
     Args:
-      make: a function that is traced once for each kind of arrays.
-      static: its first arguments, which are no arrays.
-      params: the live params, or the first masters.
-      others: further trees.
-
-    Returns:
-      What `make` returns. If arguments are traced, it is a part of that program. If `make` cannot
-      be traced, as an optimizer that reads numbers of params, its operations run one by one.
+      make: `make(*static, params, *others)`, which is traced once for each kind of arrays.
     """
-    arrays = (params, *others)
-    leaves = jax.tree.leaves(arrays)
-    if any(map(compat.is_traced, leaves)):
-        return make(*static, *arrays)
-    shardings = _param_shardings(params)
-    try:
-        _made.trace(make, static, shardings, *arrays)
-    except TypeError:  # of JAX, or one that the call will raise again
-        made = make(*static, *arrays)
-    else:
-        made = _made(make, static, shardings, *arrays)
 
-    def given(x: Any) -> Any:
-        return leaves[x.index] if isinstance(x, _Given) else x
+    def __init__(self, make: Callable[..., Any]) -> None:
+        self._make = make
+        # Results lie on the devices of all arguments, also of those that nothing is made of.
+        self._jitted = jax.jit(self._placed, static_argnums=(0, 1), keep_unused=True)
 
-    made = jax.tree.map(given, made, is_leaf=lambda x: isinstance(x, _Given))
-    return placed_beside(params, made)
+    def __call__(self, params: PyTree, *others: PyTree, static: tuple[Hashable, ...] = ()) -> Any:
+        """Returns what the function makes, on the devices of the params, and sharded like these.
+
+        Args:
+          params: the live params, or the first masters.
+          others: further trees.
+          static: arguments that are no arrays.
+
+        Returns:
+          The state. If arguments are traced, it is a part of that program. If the function cannot
+          be traced, as an optimizer that reads numbers of params, its operations run one by one.
+        """
+        arrays = (params, *others)
+        leaves = jax.tree.leaves(arrays)
+        if any(map(compat.is_traced, leaves)):
+            return self._make(*static, *arrays)
+        shardings = _param_shardings(params)
+        try:
+            self._jitted.trace(static, shardings, *arrays)
+        except (TypeError, IndexError):  # of JAX, or one that the call will raise again
+            made = self._make(*static, *arrays)
+        else:
+            made = self._jitted(static, shardings, *arrays)
+
+        def given(x: Any) -> Any:
+            return leaves[x.index] if isinstance(x, _Given) else x
+
+        made = jax.tree.map(given, made, is_leaf=lambda x: isinstance(x, _Given))
+        return placed_beside(params, made)
+
+    def _placed(self, static: tuple[Any, ...], shardings: Any, *arrays: PyTree) -> Any:
+        made = self._make(*static, *arrays)
+        given = {id(x): _Given(i) for i, x in enumerate(jax.tree.leaves(arrays))}
+        made = jax.tree.map(lambda x: given.get(id(x), x), made)
+        if shardings is None:
+            return made
+        # Left to itself, the compiler places zeros whole on one device or on each.
+        shardings = jax.tree.unflatten(jax.tree.structure(arrays[0]), shardings)
+        return jax.tree.map(constrain_to, made, shardings_in_state(made, arrays[0], shardings)[0])
 
 
 @jax.tree_util.register_static
@@ -61,21 +77,6 @@ class _Given:
     """Stands for an array that was given, and would be copied if a program returned it."""
 
     index: int
-
-
-# Results lie on the devices of all arguments, also of those that nothing is made of.
-@functools.partial(jax.jit, static_argnums=(0, 1, 2), keep_unused=True)
-def _made(
-    make: Callable[..., Any], static: tuple[Any, ...], shardings: Any, *arrays: PyTree
-) -> Any:
-    made = make(*static, *arrays)
-    given = {id(x): _Given(i) for i, x in enumerate(jax.tree.leaves(arrays))}
-    made = jax.tree.map(lambda x: given.get(id(x), x), made)
-    if shardings is None:
-        return made
-    # Left to itself, the compiler places zeros whole on one device or on each.
-    shardings = jax.tree.unflatten(jax.tree.structure(arrays[0]), shardings)
-    return jax.tree.map(constrain_to, made, shardings_in_state(made, arrays[0], shardings)[0])
 
 
 def _param_shardings(params: PyTree) -> tuple[NamedSharding, ...] | None:

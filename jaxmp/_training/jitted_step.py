@@ -43,20 +43,22 @@ class TrainStep:
         """Runs one step; see `make_train_step`."""
         # A look at each array took a third of the time of a step of 100 small params. So it is
         # taken at states that come from elsewhere, and where JAX refuses the call.
+        is_known = state is self._latest()
+        if not is_known:
+            check_state(state, batch)
         try:
-            if state is not self._latest():
+            if not is_known:
                 state = self._checked(state, batch)
             elif self._donates and self._types & set(map(_array_type, jax.tree.leaves(batch))):
                 state = _with_own_arrays(state, batch)
             new, metrics = self._jitted(state, batch)
         except (TypeError, ValueError, RuntimeError) as error:
-            _explain(error, state, batch)
+            _explain(error, state)
             raise
         self._latest = weakref.ref(new)
         return new, metrics
 
     def _checked(self, state: TrainState, batch: PyTree) -> TrainState:
-        check_state(state, batch)
         if compat.is_traced(state.step):
             return state
         if not self._called and not _is_deleted(state):
@@ -85,9 +87,8 @@ def _warn_of_float32_products(tx: MixedPrecision, step: Any) -> None:
         )
 
 
-def _explain(error: Exception, state: TrainState, batch: PyTree) -> None:
+def _explain(error: Exception, state: TrainState) -> None:
     """Raises an error that says more than one of JAX does, where there is one."""
-    check_state(state, batch)
     if "deleted" in str(error) and _is_deleted(state):
         raise ValueError(
             "this state was donated to an earlier step, which wrote the next one over it. "

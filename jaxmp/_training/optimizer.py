@@ -115,7 +115,7 @@ class MixedPrecision(optax.GradientTransformationExtraArgs):
           The live params in `policy.param_dtype`, and the optimizer state. If the optimizer was
           wrapped for rules, the live params keep the dtypes that the model gave them.
         """
-        return first_state(self, params, like=like)
+        return params_and_state(self, params, like=like)
 
     def apply_gradients(
         self,
@@ -146,7 +146,7 @@ class MixedPrecision(optax.GradientTransformationExtraArgs):
         return self._algorithm.step(grads, state, params, finite, extra, as_updates=False)
 
 
-def first_state(
+def params_and_state(
     tx: MixedPrecision,
     params: PyTree,
     *,

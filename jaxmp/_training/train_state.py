@@ -25,7 +25,7 @@ from jaxmp._numerics.tree import (
     select,
     stays_finite,
 )
-from jaxmp._training.optimizer import MixedPrecision, first_state
+from jaxmp._training.optimizer import MixedPrecision, params_and_state
 
 
 def _register_with_flax(cls: Any) -> None:
@@ -209,7 +209,7 @@ class TrainState:
                         "let the loss function close over them, as over model.apply"
                     )
         # A step may donate the state, while `params` stay usable.
-        params, opt_state = first_state(tx, params, cast_params=cast_params, own=True)
+        params, opt_state = params_and_state(tx, params, cast_params=cast_params, own=True)
         state = cls(
             step=jnp.int32(0),
             params=params,
