@@ -58,14 +58,11 @@ def pytest_configure(config: pytest.Config) -> None:
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-@pytest.fixture(autouse=True, scope="package")
-def caches_of_a_folder(request: pytest.FixtureRequest) -> None:
-    """Empties JAX's caches: when they have 8,192 functions, each call of a new one compiles it."""
-    jax.clear_caches()
-    # Two programs that differ in names and lines alone are one to the cache of compiled programs,
-    # but not to what reads these.
-    reads_names = {"inspect", "diagnostics", "planning", "command"} & set(request.path.parts)
-    jax.config.update("jax_compilation_cache_include_metadata_in_key", bool(reads_names))
+@pytest.fixture(autouse=True, scope="module")
+def names_in_keys(request: pytest.FixtureRequest) -> None:
+    """Keeps programs apart that differ in names and lines alone, where these are read."""
+    reads_names = request.path.parent.name in ("inspect", "diagnostics", "planning", "command")
+    jax.config.update("jax_compilation_cache_include_metadata_in_key", reads_names)
 
 
 @pytest.fixture

@@ -68,11 +68,14 @@ def strong(tree: PyTree) -> PyTree:
 
 def copied(tree: PyTree) -> PyTree:
     """Copies every array, so that either tree may be donated."""
-    tree = strong(tree)
-    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree)):
-        return jax.tree.map(lambda x: jnp.array(x, copy=True), tree)
-    # Outside of `jit`, a copy of an array is a program for each shape, and this is none.
-    return jax.device_put(tree, may_alias=False)
+    return jax.tree.map(_copied, strong(tree))
+
+
+def _copied(x: Any) -> Any:
+    # Copies by JAX's own function are a program for each shape, and these are none.
+    if not isinstance(x, jax.core.Tracer) and x.is_fully_addressable:
+        return jax.device_put(x, may_alias=False)
+    return jnp.array(x, copy=True)
 
 
 def all_finite(tree: PyTree) -> Bool[Array, ""]:

@@ -24,7 +24,7 @@ from jaxmp._training.compact_forms import (
     store_next,
     store_state,
 )
-from jaxmp._training.first_state import OneProgram
+from jaxmp._training.first_state import in_one_program
 
 Moments = Literal["float32", "bfloat16", "int8"]
 
@@ -77,7 +77,7 @@ def compact_state(
 
     def init(params: PyTree) -> RoundedState | CodedState:
         warn_of_coded_params(inner, params, dtype, min_size=min_size)
-        return OneProgram(first)(params)
+        return in_one_program(first, params)
 
     def update(
         updates: PyTree,

@@ -19,8 +19,10 @@ from jaxmp._numerics.tree import (
     same_structure,
     strong,
 )
+from jaxmp._policies.presets import dtypes_of
+from jaxmp._program.cpu_compiler import warn_of_cpu_compiler
 from jaxmp._training.compact_forms import expanded_state, is_compact, store_like
-from jaxmp._training.first_state import OneProgram
+from jaxmp._training.first_state import in_one_program
 from jaxmp._training.master_storages import STORAGES, storage_of
 from jaxmp._training.masters import is_masked
 from jaxmp._training.optimizer import MixedPrecision
@@ -87,8 +89,10 @@ def _convert_state(
     params: PyTree, opt_state: Any, tx: MixedPrecision, widen_params: bool
 ) -> tuple[PyTree, MixedPrecisionState]:
     check_arrays(params, "params")
-    convert = OneProgram(functools.partial(_convert_parts, tx, widen_params))
-    return convert(strong(params), opt_state)
+    convert = functools.partial(_convert_parts, tx, widen_params)
+    live, opt_state = in_one_program(convert, strong(params), opt_state)
+    warn_of_cpu_compiler(dtypes_of(tx.rules), live)
+    return live, opt_state
 
 
 def _convert_parts(

@@ -1,7 +1,7 @@
 """Makes a first state as one compiled program, whatever the number of shapes in it."""
 
 import dataclasses
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,65 +10,44 @@ from jaxtyping import PyTree
 
 from jaxmp._mesh.placement import placed_beside
 from jaxmp._program import compat
-from jaxmp._program.mesh_axes import constrain_to
-from jaxmp._training.state_shardings import shardings_in_state
 
 
-class OneProgram:
-    """Runs a function that makes a state of params as one compiled program.
+def in_one_program(make: Callable[..., Any], params: PyTree, *others: PyTree) -> Any:
+    """Returns `make(params, *others)`, a state of these params, by one compiled program.
 
     One operation after the other, a state costs a program for each shape and each operation: 430 of
-    them for eight params with remainders and 8-bit moments. The program is kept as long as this
-    object.
+    them for eight params with remainders and 8-bit moments.
 
     Args:
-      make: `make(*static, params, *others)`, which is traced once for each kind of arrays.
+      make: a function of the trees, which is traced in each call.
+      params: the live params, or the first masters.
+      others: further trees.
+
+    Returns:
+      The state, on the devices of the params. If arguments are traced, it is a part of that
+      program. Its operations run one by one if arrays are on several devices, where each follows
+      the arrays that it reads; or if `make` cannot be traced, as an optimizer that reads numbers.
     """
+    arrays = (params, *others)
+    leaves = jax.tree.leaves(arrays)
+    if any(map(compat.is_traced, leaves)) or not _on_one_device(leaves):
+        return placed_beside(params, make(*arrays))
 
-    def __init__(self, make: Callable[..., Any]) -> None:
-        self._make = make
-        # Results lie on the devices of all arguments, also of those that nothing is made of.
-        self._jitted = jax.jit(self._placed, static_argnums=(0, 1), keep_unused=True)
-
-    def __call__(self, params: PyTree, *others: PyTree, static: tuple[Hashable, ...] = ()) -> Any:
-        """Returns what the function makes, on the devices of the params, and sharded like these.
-
-        Args:
-          params: the live params, or the first masters.
-          others: further trees.
-          static: arguments that are no arrays.
-
-        Returns:
-          The state. If arguments are traced, it is a part of that program. If the function cannot
-          be traced, as an optimizer that reads numbers of params, its operations run one by one.
-        """
-        arrays = (params, *others)
-        leaves = jax.tree.leaves(arrays)
-        if any(map(compat.is_traced, leaves)):
-            return self._make(*static, *arrays)
-        shardings = _param_shardings(params)
-        try:
-            self._jitted.trace(static, shardings, *arrays)
-        except (TypeError, IndexError):  # of JAX, or one that the call will raise again
-            made = self._make(*static, *arrays)
-        else:
-            made = self._jitted(static, shardings, *arrays)
-
-        def given(x: Any) -> Any:
-            return leaves[x.index] if isinstance(x, _Given) else x
-
-        made = jax.tree.map(given, made, is_leaf=lambda x: isinstance(x, _Given))
-        return placed_beside(params, made)
-
-    def _placed(self, static: tuple[Any, ...], shardings: Any, *arrays: PyTree) -> Any:
-        made = self._make(*static, *arrays)
+    def without_given(*arrays: PyTree) -> Any:
         given = {id(x): _Given(i) for i, x in enumerate(jax.tree.leaves(arrays))}
-        made = jax.tree.map(lambda x: given.get(id(x), x), made)
-        if shardings is None:
-            return made
-        # Left to itself, the compiler places zeros whole on one device or on each.
-        shardings = jax.tree.unflatten(jax.tree.structure(arrays[0]), shardings)
-        return jax.tree.map(constrain_to, made, shardings_in_state(made, arrays[0], shardings)[0])
+        return jax.tree.map(lambda x: given.get(id(x), x), make(*arrays))
+
+    # The state lies on the device of all arguments, also of those that nothing is made of.
+    program = jax.jit(without_given, keep_unused=True)
+    try:
+        program.trace(*arrays)
+    except Exception:  # any exception: the optimizer is the user's, and raises it again
+        return make(*arrays)
+
+    def with_given(x: Any) -> Any:
+        return leaves[x.index] if isinstance(x, _Given) else x
+
+    return jax.tree.map(with_given, program(*arrays), is_leaf=lambda x: isinstance(x, _Given))
 
 
 @jax.tree_util.register_static
@@ -79,11 +58,7 @@ class _Given:
     index: int
 
 
-def _param_shardings(params: PyTree) -> tuple[NamedSharding, ...] | None:
-    """Returns the shardings of params on a mesh; of those that no one has placed, replicated."""
-    placed = [getattr(x, "sharding", None) for x in jax.tree.leaves(params)]
-    mesh = next((x.mesh for x in placed if isinstance(x, NamedSharding)), None)
-    if mesh is None:
-        return None
-    everywhere = NamedSharding(mesh, jax.P())
-    return tuple(x if isinstance(x, NamedSharding) else everywhere for x in placed)
+def _on_one_device(leaves: list[Any]) -> bool:
+    arrays = [x for x in leaves if isinstance(x, jax.Array)]
+    on_mesh = any(isinstance(x.sharding, NamedSharding) for x in arrays)
+    return not on_mesh and len({device for x in arrays for device in x.devices()}) <= 1

@@ -36,7 +36,7 @@ class TrainStep:
         self._donates = donates
         self._called = False
         # The state that was returned last, whose arrays are known to be apart, and their types.
-        self._latest: Callable[[], TrainState | None] = lambda: None
+        self._latest: Callable[[], TrainState | None] = _no_state
         self._types: set[Any] = set()
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
@@ -47,27 +47,48 @@ class TrainStep:
         if not is_known:
             check_state(state, batch)
         try:
-            if not is_known:
-                state = self._checked(state, batch)
-            elif self._donates and self._types & set(map(_array_type, jax.tree.leaves(batch))):
-                state = _with_own_arrays(state, batch)
+            if not is_known and not compat.is_traced(state.step):
+                self._check_first_call(state, batch)
+                state = self._with_own_arrays(state, batch)
+            elif is_known and not self._types.isdisjoint(_array_types(batch)):
+                state = self._with_own_arrays(state, batch)
             new, metrics = self._jitted(state, batch)
         except (TypeError, ValueError, RuntimeError) as error:
-            _explain(error, state)
-            raise
+            # Someone may have written into a dictionary of the state that was returned.
+            own = self._with_own_arrays(state, batch) if _is_refused_donation(error) else state
+            if own is state:
+                _explain(error, state)
+                raise
+            new, metrics = self._jitted(own, batch)
+        if not is_known:
+            self._types = _array_types(new)
         self._latest = weakref.ref(new)
         return new, metrics
 
-    def _checked(self, state: TrainState, batch: PyTree) -> TrainState:
-        if compat.is_traced(state.step):
+    def _check_first_call(self, state: TrainState, batch: PyTree) -> None:
+        if self._called or _is_deleted(state):
+            return
+        warn_of_foreign_scale(state)
+        if self._model_casts:  # traces the step once more
+            _warn_of_float32_products(state.tx, self._jitted.trace(state, batch).jaxpr)
+        self._called = True
+
+    def _with_own_arrays(self, state: TrainState, batch: PyTree) -> TrainState:
+        """Copies what would be donated twice: arrays at two places of a state, or in the batch."""
+        if not self._donates:
             return state
-        if not self._called and not _is_deleted(state):
-            warn_of_foreign_scale(state)
-            if self._model_casts:  # traces the step once more
-                _warn_of_float32_products(state.tx, self._jitted.trace(state, batch).jaxpr)
-            self._called = True
-        self._types = {_array_type(x) for x in jax.tree.leaves(state)}
-        return _with_own_arrays(state, batch) if self._donates else state
+        # A hard update puts one array at two places of a state, and JAX refuses to donate it twice.
+        leaves, structure = jax.tree.flatten(state)
+        ids, own = set(map(id, jax.tree.leaves(batch))), list(leaves)
+        for i, x in enumerate(leaves):
+            if id(x) in ids and isinstance(x, jax.Array):
+                own[i] = copied(x)
+            ids.add(id(x))
+        shared = any(x is not y for x, y in zip(leaves, own, strict=True))
+        return jax.tree.unflatten(structure, own) if shared else state
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_latest": _no_state}  # weak references are not pickled
 
     def __getattr__(self, name: str) -> Any:
         if name == "_jitted":  # of an unfinished instance, such as a copy in the making
@@ -96,7 +117,7 @@ def _explain(error: Exception, state: TrainState) -> None:
             "batch)`, or keep old states with make_train_step(..., donate=False)"
         ) from None
     # JAX's message names neither the arrays nor a way out.
-    if "Execute()" in str(error) and "donate" in str(error):
+    if _is_refused_donation(error):
         raise ValueError(
             "two arrays of the state, or one of it and one of the batch, lie in the same "
             "memory, which cannot be donated twice. jax.device_put, for one, returns a new "
@@ -105,25 +126,20 @@ def _explain(error: Exception, state: TrainState) -> None:
         ) from error
 
 
+def _is_refused_donation(error: Exception) -> bool:
+    return "Execute()" in str(error) and "donate" in str(error)
+
+
 def _is_deleted(state: TrainState) -> bool:
     return any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(state))
 
 
-def _array_type(x: Any) -> Any:
-    return (x.shape, x.dtype) if isinstance(x, jax.Array) else None
+def _array_types(tree: PyTree) -> set[Any]:
+    return {(x.shape, x.dtype) for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)}
 
 
-def _with_own_arrays(state: TrainState, batch: PyTree) -> TrainState:
-    """Copies what would be donated twice: an array at two places of the state, or in the batch."""
-    # A hard update puts one array at two places of a state, and JAX refuses to donate it twice.
-    ids = set(map(id, jax.tree.leaves(batch)))
-    leaves, structure = jax.tree.flatten(state)
-    for i, x in enumerate(leaves):
-        if id(x) in ids and isinstance(x, jax.Array):
-            leaves[i] = copied(x)
-        ids.add(id(x))
-    own: TrainState = jax.tree.unflatten(structure, leaves)
-    return own
+def _no_state() -> None:
+    """Stands for a weak reference to no state."""
 
 
 def check_state(state: Any, batch: Any) -> None:

@@ -30,7 +30,7 @@ from jaxmp._program.explicit_axes import Axes
 from jaxmp._program.mesh_axes import explicit_mesh, on_current_axes
 from jaxmp._training.compact_forms import expanded_state, store_next
 from jaxmp._training.compact_state import Moments, compact_tree, warn_of_coded_params
-from jaxmp._training.first_state import OneProgram
+from jaxmp._training.first_state import in_one_program
 from jaxmp._training.frozen import params_of, trainable_leaves, updated
 from jaxmp._training.master_storages import same_bits
 from jaxmp._training.masters import Masters, is_masked
@@ -128,21 +128,16 @@ class Algorithm:
         warn_of_coded_params(
             self.inner, jax.eval_shape(self.masters.load, live, master), self.moments
         )
-        dtypes = tuple(x.dtype for x in jax.tree.leaves(live))
-        static = (dtypes, tuple(jax.tree.leaves(trainable)), own)
-        params, state = self._first_program(values, static=static)
+        dtypes = jax.tree.map(lambda x: x.dtype, live)
+        first = functools.partial(self._first, dtypes, trainable, own)
+        params, state = in_one_program(first, values)
         warn_of_cpu_compiler(self.computed_in, state)
         return params, state
 
-    @functools.cached_property
-    def _first_program(self) -> OneProgram:
-        return OneProgram(self._first)
-
     def _first(
-        self, dtypes: tuple[DType, ...], trainable: tuple[bool, ...], own: bool, values: PyTree
+        self, dtypes: PyTree, trainable: PyTree, own: bool, values: PyTree
     ) -> tuple[PyTree, MixedPrecisionState]:
-        like = [jax.tree.unflatten(jax.tree.structure(values), x) for x in (dtypes, trainable)]
-        params, master = self.masters.first(values, *like)
+        params, master = self.masters.first(values, dtypes, trainable)
         # Weakly typed leaves, such as Python scalars, would trace the second step anew.
         state = MixedPrecisionState(
             inner=strong(self._first_inner(params, master)),

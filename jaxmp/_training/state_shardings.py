@@ -13,7 +13,7 @@ from jaxmp._mesh.specs import check_rank
 from jaxmp._numerics.block_codes import spec_of_blocks
 from jaxmp._numerics.tree import leaf_names
 from jaxmp._numerics.user_warnings import warn
-from jaxmp._training.compact_forms import CodedState
+from jaxmp._training.compact_state import CodedState
 
 _Path = tuple[Any, ...]
 
@@ -65,20 +65,6 @@ def state_shardings(state: Any, params: PyTree, shardings: PyTree = None) -> PyT
     """
     if isinstance(state, (optax.GradientTransformation, optax.MultiSteps)):
         state = jax.eval_shape(state.init, params)
-    placed, leftover = shardings_in_state(state, params, shardings)
-    if leftover:
-        warn(
-            f"the state has arrays that belong to no param, but are larger than any: "
-            f"{', '.join(leftover)}. Every device will hold all of them; give them other shardings "
-            "in the tree that state_shardings returned, if memory is short"
-        )
-    return placed
-
-
-def shardings_in_state(
-    state: Any, params: PyTree, shardings: PyTree = None
-) -> tuple[PyTree, list[str]]:
-    """Returns what `state_shardings` does, and names of large arrays that belong to no param."""
     params_by_path = _params_by_path(params, shardings)
     if not params_by_path:
         raise ValueError("params has no leaves, so that there is no mesh to be read from it")
@@ -92,7 +78,7 @@ def shardings_in_state(
     # `jax.jit(tx.init)` puts zeros whole on one device or on each: it shards only arrays that are
     # computed from sharded arrays.
     replicated = NamedSharding(mesh, jax.P())
-    leftover: list[str] = []
+    leftover = []
 
     # Scales are split as their codes are, where devices hold whole blocks.
     def of_blocks(scale: Any, sharding: NamedSharding) -> NamedSharding:
@@ -123,7 +109,14 @@ def shardings_in_state(
         with_path = jax.tree_util.tree_map_with_path
         return with_path(lambda end, x: place((*path, *end), x), tree, is_leaf=is_coded)
 
-    return place_all((), state), leftover
+    placed = place_all((), state)
+    if leftover:
+        warn(
+            f"the state has arrays that belong to no param, but are larger than any: "
+            f"{', '.join(leftover)}. Every device will hold all of them; give them other shardings "
+            "in the tree that state_shardings returned, if memory is short"
+        )
+    return placed
 
 
 def _params_by_path(params: PyTree, shardings: PyTree) -> dict[_Path, tuple[tuple[int, ...], Any]]:

@@ -175,7 +175,9 @@ def test_a_state_created_outside_jit(one: Any, job: Any) -> None:
     for result in job(2):
         created = result["created outside jit"]
         assert created["digests"] == started
+        assert created["converted"] == started
         assert created["has_own_params"]
+        assert created["has_average"]
         assert created["finite"]
         assert len(created["sharded"]) == 6  # two matrices, their masters and moments
         assert set(created["sharded"]) == {str(jax.P("data"))}

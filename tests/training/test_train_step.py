@@ -530,6 +530,8 @@ def test_float16_under_a_policy_without_it_is_warned_of() -> None:
 def test_a_step_is_copied_like_any_function() -> None:
     step = jaxmp.make_train_step(loss_fn, "mixed_float16")
     assert copy.copy(step)._jitted is step._jitted
+    step(make(), batch())
+    assert copy.copy(step)._latest() is None  # a weak reference, which pickle refuses
 
 
 def with_target() -> tuple[jaxmp.TrainState, Any]:
@@ -575,6 +577,23 @@ def test_a_sharded_array_at_two_places_keeps_its_sharding() -> None:
     state = jaxmp.TrainState.create(params=params, tx=state.tx, target=params)
     state, _ = step(state.replace(target=state.params), batch())
     assert state.target["w"].sharding.is_equivalent_to(split, 2)
+
+
+def test_an_array_that_was_written_into_the_state_that_a_step_returned() -> None:
+    """The step does not look at that state again, until JAX refuses to donate an array twice."""
+    state, step = with_target()
+    state, _ = step(state, batch())
+    kept = jax.tree.map(jnp.copy, state).replace(target=jax.tree.map(jnp.copy, state.params))
+    state.collections["target"] = state.params
+    assert tree_bits(step(state, batch())[0]) == tree_bits(step(kept, batch())[0])
+
+
+def test_an_array_of_a_restored_state_in_the_batch() -> None:
+    state, step = with_target()
+    state, _ = step(jax.tree.map(np.asarray, state), batch())
+    beside = batch() | {"old": state.params["w"]}
+    step(state, beside)
+    assert not beside["old"].is_deleted()
 
 
 def test_two_arrays_in_one_memory() -> None:

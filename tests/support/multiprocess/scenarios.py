@@ -218,10 +218,13 @@ def create_outside_jit(mesh: Mesh, *, recipe: str) -> dict[str, Any]:
     params = this.global_params()
     state = this.create(params)
     own = jax.tree.map(lambda x, y: x is not y, state.params, params)
-    placed = jax.jit(lambda x: x, out_shardings=shardings(mesh, state))(state)
+    place = jax.jit(lambda x: x, out_shardings=shardings(mesh, state))
+    with_average = jaxmp.TrainState.create(params=params, tx=state.tx, average=params)
     return {
-        "digests": digests(placed),
+        "digests": digests(place(state)),
+        "converted": digests(place(jaxmp.convert_state(state, state.tx))),
         "has_own_params": all(jax.tree.leaves(own)),
+        "has_average": bool(jaxmp.all_finite(with_average.average)),
         "sharded": [str(x.sharding.spec) for x in jax.tree.leaves(state) if x.ndim > 1],
         "finite": bool(jaxmp.all_finite(state)),
     }
