@@ -13,7 +13,7 @@ from jaxmp._mesh.specs import check_rank
 from jaxmp._numerics.block_codes import spec_of_blocks
 from jaxmp._numerics.tree import leaf_names
 from jaxmp._numerics.user_warnings import warn
-from jaxmp._training.compact_state import CodedState
+from jaxmp._training.compact_forms import CodedState
 
 _Path = tuple[Any, ...]
 
