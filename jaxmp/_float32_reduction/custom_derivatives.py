@@ -27,6 +27,7 @@ from jaxmp._float32_reduction.weights import (
 )
 from jaxmp._numerics.dtypes import is_half, is_half_or_float32
 from jaxmp._numerics.rounding import open_cast
+from jaxmp._primitives.mixed_product import product
 from jaxmp._primitives.varying import varying_as
 from jaxmp._program import compat
 from jaxmp._program.control_flow import rebind
@@ -99,7 +100,9 @@ class _Float32Sums(Rules[Any]):
             names = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
             return [scatter(*operands, **{name: params[name] for name in names})]
         if op.name in CONTRACTIONS and is_half(op.out_avals[0]):
-            return compat.bind(op.equation, operands, preferred_element_type=FLOAT32)
+            wide = {**params, "preferred_element_type": FLOAT32}
+            low = op.out_avals[0].dtype
+            return [product(op.equation.primitive, wide, operands, (None, None), compute=low)]
         return compat.bind(op.equation, operands)
 
 

@@ -40,7 +40,8 @@ def _trace(
     equation: core.JaxprEqn, fun: Callable[..., Any], avals: Sequence[Any]
 ) -> core.ClosedJaxpr:
     """Traces a derivative of a call, with the one precision of all float32 products of the call."""
-    program = compat.trace_on_mesh(fun, avals)
+    with compat.IS_READ(True):
+        program = compat.trace_on_mesh(fun, avals)
     precisions: set[Any] = set()
     # Nobody looks into opaque kernels.
     inside = equations_in(compat.sub_jaxprs(equation), lambda eqn: eqn.primitive.name not in OPAQUE)

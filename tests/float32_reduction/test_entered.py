@@ -32,7 +32,7 @@ BF16, F32 = jnp.bfloat16, jnp.float32
 def arguments() -> tuple[Any, Any, Any]:
     random = np.random.default_rng(0)
     w, b, x = (random.normal(size=shape) for shape in ((16, 16), (16,), (512, 16)))
-    return jnp.asarray(w / 4, F32), jnp.asarray(b / 4, F32), jnp.asarray(x, F32)
+    return jax.device_put((w / 4, b / 4, x))
 
 
 def loss_of(layer: Callable[[Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:
@@ -146,6 +146,7 @@ BACKWARD = {
 }
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("name", BACKWARD)
 def test_backward_passes_sum_in_float32(name: str) -> None:
     """A `shard_map`, a `while` and the products of autocast in them are followed, too."""
@@ -166,7 +167,7 @@ def test_backward_passes_sum_in_float32(name: str) -> None:
 def test_a_loop_in_a_backward_pass_adds_up_in_float32() -> None:
     """2,048 terms of one sign: in bfloat16 the sum stands still at a part of them."""
     w, _, x = arguments()
-    x = jnp.abs(jnp.tile(x, (32, 1)))
+    x = np.abs(np.tile(x, (32, 1)))
 
     def loss(w: Any, dtype: Any) -> Any:
         y = looped_back(x.astype(dtype), w.astype(dtype)).astype(F32)
@@ -223,16 +224,18 @@ def test_derivatives_of_such_gradients(name: str) -> None:
     w, b, x = arguments()
 
     def grads_of(transform: Any) -> Any:
-        grad = transform(loss)
-        return jax.vmap(grad, (0, None, None))(jnp.stack([w, -w]), b, x)
+        mapped = compiled(jax.vmap(transform(loss), (0, None, None)))
+        return mapped(np.stack([w, np.negative(w)]), b, x)
 
     ours = grads_of(functools.partial(jaxmp.grad, reduce_dtype="float32"))
-    assert relative_error(ours, grads_of(jax.grad)) < 0.02
+    # JAX rounds the sums over 512 rows to bfloat16.
+    assert relative_error(ours, grads_of(jax.grad)) < 0.03
     if name != "custom_jvp":
         return
 
     def slope(transform: Any) -> Any:
-        return jax.jvp(lambda x: transform(loss)(w, b, x), (x,), (jnp.ones_like(x),))[1]
+        along = compiled(lambda x, t: jax.jvp(lambda x: transform(loss)(w, b, x), (x,), (t,)))
+        return along(x, np.ones_like(x))[1]
 
     second = slope(functools.partial(jaxmp.grad, reduce_dtype="float32"))
     assert relative_error(second, slope(jax.grad)) < 0.05
@@ -359,7 +362,7 @@ def test_values_without_float_data_are_followed(name: str) -> None:
 def test_rows_that_a_loop_carries_are_activations() -> None:
     """Embeddings, then layers: sums of activations over a tensor-parallel axis stay narrow."""
     w, _, x = arguments()
-    tokens = (jnp.abs(x[:, 0]) * 8).astype(int) % 16
+    tokens = (np.abs(np.asarray(x)[:, 0]) * 8).astype(np.int32) % 16
 
     def loss(w: Any, tokens: Any) -> Any:
         h, _ = lax.scan(
@@ -367,7 +370,7 @@ def test_rows_that_a_loop_carries_are_activations() -> None:
         )
         return end(h)
 
-    stack = jnp.stack([w, w.T, w])
+    stack = np.stack([w, w.T, w])
     program = jax.make_jaxpr(jaxmp.grad(loss, reduce_dtype="float32"))(stack, tokens)
     loops = [each for each in equations(program) if each.primitive.name == "scan"]
     made = {str(var.aval) for loop in loops for var in loop.outvars if var.aval.shape == (512, 16)}
@@ -424,7 +427,7 @@ DEVICES = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,
 @pytest.mark.parametrize("name", ENTRIES)
 def test_a_param_of_two_arrays_of_one_type(name: str) -> None:
     loss = _of_two_arrays(ENTRIES[name])
-    p, x = jnp.eye(4) * 1.3, jnp.ones((2, 4))
+    p, x = jax.device_put((np.eye(4) * 1.3, np.ones((2, 4))))
     value, gradient = jax.jit(jaxmp.value_and_grad(loss, reduce_dtype="float32"))(p, x)
     want, exact = jax.jit(jax.value_and_grad(loss))(p, x)
     np.testing.assert_allclose(value, want, rtol=1e-6)

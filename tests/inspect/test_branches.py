@@ -159,6 +159,15 @@ def test_branches_are_named() -> None:
     assert "branch for tpu" in str(report)
 
 
+@pytest.mark.jax
+def test_lines_are_not_those_of_a_program_before() -> None:
+    """JAX keeps what it has traced: a branch of a rule, with the line of the rule."""
+    branch = lambda a: wide(a)  # noqa: E731
+    audit(lambda a: in_a_rule(a, branch), SQUARE)
+    (row,) = audit(lambda a: choose(a, costly, branch), SQUARE).upcasts
+    assert row.line.endswith("(wide)")
+
+
 def test_many_branches_are_cut_short() -> None:
     report = audit(
         lambda a: lax.switch(jnp.int32(a[0, 0]), [wide] * 2 + [costly, wide, wide], a), SQUARE
