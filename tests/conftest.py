@@ -14,7 +14,7 @@ import pytest
 from jaxlib import version as jaxlib_version
 
 # Hooks and fixtures of pytest, which finds them here.
-from tests.support.compilations import compilations  # noqa: F401
+from tests.support.compilations import budget, compilations  # noqa: F401
 from tests.support.parts import pytest_addoption, pytest_collection_modifyitems  # noqa: F401
 
 

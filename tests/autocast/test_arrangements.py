@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-import jaxmp
+from tests.support.ways import both_ways
 
 W = np.random.default_rng(0).standard_normal((4, 4)).astype(np.float32)
 E = np.eye(4, dtype=np.float32)
@@ -44,17 +44,17 @@ CASES: dict[str, Callable[..., Any]] = {
 def test_shapes_and_values(name: str, dtype: str) -> None:
     fun = CASES[name]
     args = (W, W[::-1].copy(), B)
-    got, want = jaxmp.autocast(fun, dtype)(*args), fun(*map(jnp.asarray, args))
+    got, want = both_ways(fun, *args, policy=dtype)
     assert (got.shape, got.dtype) == (want.shape, want.dtype)
     np.testing.assert_allclose(got, want, rtol=0.01, atol=0.02)
 
     def loss(fun: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args: jnp.sum(
-            jnp.sin(jnp.arange(want.size, dtype=want.dtype)).reshape(want.shape) * fun(*args)
+            np.sin(np.arange(want.size, dtype=want.dtype)).reshape(want.shape) * fun(*args)
         )
 
     if name in ("max rows", "min rows", "multiply rows"):  # JAX has no gradient of it
         return
-    found = jax.grad(loss(jaxmp.autocast(fun, dtype)), argnums=(0, 1, 2))(*args)
-    for a, b in zip(found, jax.grad(loss(fun), argnums=(0, 1, 2))(*args), strict=True):
+    grads = both_ways(fun, *args, policy=dtype, of=lambda f: jax.grad(loss(f), (0, 1, 2)))
+    for a, b in zip(*grads, strict=True):
         np.testing.assert_allclose(a, b, rtol=0.01, atol=0.05)

@@ -14,7 +14,6 @@ import jaxmp
 from tests.support.autocast_checks import (
     BF16,
     BOTH,
-    FP16,
     LOW,
     UNIT,
     W,
@@ -26,6 +25,7 @@ from tests.support.autocast_checks import (
     types,
 )
 from tests.support.dots import count_dots, equations
+from tests.support.ways import both_ways
 
 # --- the user's own precision ------------------------------------
 
@@ -103,28 +103,23 @@ def test_a_rounding_that_is_asked_for_is_done(policy: str) -> None:
 @both
 def test_float64(policy: str) -> None:
     with jax.enable_x64(True):
-        x, w = X.astype(jnp.float64), W.astype(jnp.float64)
+        x, w = (jax.device_put(np.asarray(a, np.float64)) for a in (X, W))
 
         def f(x: Any, w: Any, v: Any) -> Any:
             wide = jnp.exp(jnp.tanh(x @ w)) * 1e-30
             return wide, (v @ v).astype(jnp.float64) + 1e-12, lax.cumsum(x) + wide
 
-        fast = jaxmp.autocast(f, policy)
-        got, want = fast(x, w, W), f(x, w, W)
+        got, want = both_ways(f, x, w, W, policy=policy)
         same_bits(got[0], want[0])
         same_bits(got[2], want[2])
         assert types(got) == types(want)
-        assert set(count_dots(fast, x, w, W)) == {
-            "float64",
-            "float16" if policy == FP16 else "bfloat16",
-        }
-        grad = jax.grad(lambda x: jaxmp.autocast(lambda x: jnp.sum(jnp.sin(x @ w)), policy)(x))(x)
-        same_bits(grad, jax.grad(lambda x: jnp.sum(jnp.sin(x @ w)))(x))
+        assert set(count_dots(jaxmp.autocast(f, policy), x, w, W)) == {"float64", LOW[policy]}
+        same_bits(*both_ways(lambda x: jnp.sum(jnp.sin(x @ w)), x, policy=policy, of=jax.grad))
 
 
 def test_float64_in_scan_while_cond_and_custom_rules() -> None:
     with jax.enable_x64(True):
-        x, w = X.astype(jnp.float64), W.astype(jnp.float64)
+        x, w = (jax.device_put(np.asarray(a, np.float64)) for a in (X, W))
 
         def f(x: Any, w: Any) -> Any:
             def body(c: Any, _: Any) -> Any:
@@ -134,29 +129,25 @@ def test_float64_in_scan_while_cond_and_custom_rules() -> None:
             c = lax.cond(sums[0] > 0, jnp.sin, jnp.cos, c)
             return lax.fori_loop(0, 2, lambda i, c: c @ w, c), jax.nn.logsumexp(c)
 
-        fast = jaxmp.autocast(f, BF16)
-        for a, b in zip(fast(x, w), jax.jit(f)(x, w), strict=True):
+        for a, b in zip(*both_ways(f, x, w), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-12)
-        for a, b in zip(
-            jax.grad(lambda *args: fast(*args)[1], (0, 1))(x, w),
-            jax.grad(lambda *args: f(*args)[1], (0, 1))(x, w),
-            strict=True,
-        ):
+        gradients = lambda f: jax.grad(lambda *args: f(*args)[1], (0, 1))  # noqa: E731
+        for a, b in zip(*both_ways(f, x, w, of=gradients), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-10)
 
 
 @pytest.mark.usefixtures("standard_promotion")
 def test_complex_numbers() -> None:
-    z = lax.complex(X, X[::-1])
+    z = np.asarray(X) + 1j * np.asarray(X)[::-1]
 
     def f(z: Any, x: Any, w: Any) -> Any:
         u = z @ (w + 0j)
         return u * jnp.conj(u), jnp.fft.fft(x @ w), jnp.exp(u).real, jnp.abs(u) @ w
 
     check(f, z, X, W, dots=None, argnums=(1, 2))
-    fast = jaxmp.autocast(lambda z: z @ (W + 0j), BF16)
-    same_bits(fast(z), z @ (W + 0j))
-    assert jax.grad(lambda z: jnp.abs(fast(z)).sum())(z).dtype == jnp.complex64
+    same_bits(*both_ways(lambda z: z @ (W + 0j), z))
+    fast = jaxmp.autocast(lambda z: jnp.abs(z @ (W + 0j)).sum(), BF16)
+    assert jax.jit(jax.grad(fast))(z).dtype == jnp.complex64
 
 
 def test_integers_bools_keys_and_bits() -> None:
@@ -167,11 +158,10 @@ def test_integers_bools_keys_and_bits() -> None:
         bits = lax.bitcast_convert_type(x, jnp.int32)
         return n @ n.T, ~b, jax.random.fold_in(a, n[0, 0]), c, bits, n / 3, jnp.nextafter(x, x + 1)
 
-    args = (jnp.arange(4, dtype=jnp.int32).reshape(2, 2), jnp.array([True, False]), key, X)
+    args = (np.arange(4, dtype=np.int32).reshape(2, 2), np.array([True, False]), key, X)
     with jax.numpy_dtype_promotion("standard"):
-        same_bits(jaxmp.autocast(f, BF16)(*args), f(*args))
-    old = jax.random.PRNGKey(0)
-    same_bits(jaxmp.autocast(jax.random.split, BF16)(old), jax.random.split(old))
+        same_bits(*both_ways(f, *args))
+    same_bits(*both_ways(jax.random.split, jax.random.PRNGKey(0)))
 
 
 RANDOM = {
@@ -204,7 +194,7 @@ def test_dropout_masks_are_the_same() -> None:
         return jnp.where(keep, h / 0.7, 0.0)
 
     key = jax.random.key(0)
-    got, want = jaxmp.autocast(f, BF16)(X, W, key), f(X, W, key)
+    got, want = map(np.asarray, both_ways(f, X, W, key))
     np.testing.assert_array_equal(got == 0, want == 0)
     check(f, X, W, key, dots={"low": 1})
 
@@ -315,8 +305,8 @@ def test_empty_arrays_and_scalars() -> None:
     def f(x: Any, w: Any) -> Any:
         return x @ w, (x @ w).sum(), jax.nn.softmax(x @ w), jnp.concatenate([x @ w, x])
 
-    check(f, jnp.zeros((0, 16)), W)
-    check(lambda x, w: (x @ w, x * 2), jnp.zeros((4, 0)), jnp.zeros((0, 3)))
+    check(f, np.zeros((0, 16), np.float32), W)
+    check(lambda x, w: (x @ w, x * 2), *(np.zeros(s, np.float32) for s in ((4, 0), (0, 3))))
     check(lambda a, b: jnp.dot(a, b) + jnp.vdot(a, b), jnp.float32(3), jnp.float32(2))
 
 

@@ -18,6 +18,7 @@ import jaxmp
 import jaxmp.nnx
 from tests.support.autocast_checks import BF16, FP16, compiled, rows, weights
 from tests.support.dots import equations
+from tests.support.ways import rounded
 
 SEEN: list[tuple[str, ...]] = []
 KEYS = ("q", "k", "v", "o")
@@ -390,14 +391,14 @@ LABELLED: dict[str, Callable[..., Any]] = {
 def test_labels_of_kernels_without_products_are_exact(name: str) -> None:
     """Whatever comes behind a kernel, and whatever else it reads, labels are no operands."""
     params = {"w": jnp.float32(0.5), "m": weights(16, 16)}
-    x, y = rows(8, 16), 1000.0 + rows(8, 16, seed=3)[:, 0]
+    x, y = rows(8, 16), 1000.0 + np.asarray(rows(8, 16, seed=3))[:, 0]
     with jax.numpy_dtype_promotion("standard"):
         got = compiled(jax.grad(low(LABELLED[name])))(params, x, y)
         want = compiled(jax.grad(LABELLED[name]))(params, x, y)
     close(got, want, 0.03)
-    rounded = y.astype(jnp.bfloat16).astype(jnp.float32)
+    low_labels = rounded(y)
     with jax.numpy_dtype_promotion("standard"):
-        off = compiled(jax.grad(LABELLED[name]))(params, x, rounded)
+        off = compiled(jax.grad(LABELLED[name]))(params, x, low_labels)
     key = "w" if name == "no product" else "m"
     assert np.linalg.norm(off[key] - want[key]) > 0.1 * np.linalg.norm(want[key])  # control
 
@@ -412,8 +413,7 @@ def _rms_norm(x: Any, scale: Any) -> Any:
 
 
 rms_norm.defvjp(
-    lambda *given: (rms_norm(*given), given),
-    lambda given, g: jax.vjp(_rms_norm, *given)[1](g),
+    lambda *given: (rms_norm(*given), given), lambda given, g: jax.vjp(_rms_norm, *given)[1](g)
 )
 
 

@@ -9,12 +9,13 @@ import pytest
 from jax import lax
 
 import jaxmp
+from tests.support.ways import both_ways
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 BF16, F16 = "mixed_bfloat16", "mixed_float16"
-W = jnp.asarray(np.random.default_rng(0).standard_normal((16, 16)), jnp.float32)
-X = jnp.asarray(np.random.default_rng(1).standard_normal((8, 16)), jnp.float32)
+W = jax.device_put(np.random.default_rng(0).standard_normal((16, 16)))
+X = jax.device_put(np.random.default_rng(1).standard_normal((8, 16)))
 EYE = np.eye(16, dtype=np.float32)
 
 
@@ -27,9 +28,9 @@ def test_coordinates_stay_exact(function: Any) -> None:
         low = (x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)) * 0.001
         return function((300.25 + jnp.arange(16.0)[None]).astype(jnp.bfloat16) + low)
 
-    want = f(X, W)
-    np.testing.assert_allclose(jaxmp.autocast(f, BF16)(X, W), want, atol=1e-4)
-    off = np.abs(by_hand(X, W).astype(jnp.float32) - want)
+    got, want = both_ways(f, X, W)
+    np.testing.assert_allclose(got, want, atol=1e-4)
+    off = np.abs(np.asarray(by_hand(X, W), np.float32) - want)
     assert off.max() > 0.2  # positive control
 
 
@@ -37,7 +38,7 @@ def test_a_function_applied_at_places() -> None:
     def f(x: Any) -> Any:
         return (x @ EYE).at[:, jnp.array([1, 2])].apply(lambda v: 10 * v)
 
-    np.testing.assert_allclose(jaxmp.autocast(f, BF16)(X), f(X), rtol=0.01)
+    np.testing.assert_allclose(*both_ways(f, X), rtol=0.01)
 
 
 @pytest.mark.parametrize("loop", ["scan", "python"])
@@ -54,8 +55,8 @@ def test_the_weights_of_an_ensemble_are_updated_in_float32(loop: str) -> None:
             ws, _ = step(ws)
         return ws
 
-    moved = np.abs(train(W) - W).mean()
-    np.testing.assert_allclose(np.abs(jaxmp.autocast(train, BF16)(W) - W).mean(), moved, rtol=0.02)
+    moved = [np.abs(np.asarray(ws) - np.asarray(W)).mean() for ws in both_ways(train, W)]
+    np.testing.assert_allclose(*moved, rtol=0.02)
 
 
 @pytest.mark.parametrize("also_multiplied", [False, True])
@@ -66,7 +67,7 @@ def test_a_bound_below_one(also_multiplied: bool) -> None:
         p = jnp.clip(jax.nn.sigmoid(20 * (x @ w)), 1e-6, 1 - 1e-6)
         return -jnp.log(1 - p).mean() + (0 * (p @ w).sum() if also_multiplied else 0)
 
-    np.testing.assert_allclose(jaxmp.autocast(f, BF16)(x, EYE), f(x, EYE), rtol=0.01)
+    np.testing.assert_allclose(*both_ways(f, x, EYE), rtol=0.01)
 
 
 def test_functions_named_like_those_of_jax() -> None:

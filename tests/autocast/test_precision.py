@@ -15,6 +15,7 @@ import jaxmp
 from jaxmp._autocast.regions import Regions
 from tests.support.autocast_checks import BF16, W, X
 from tests.support.dots import precisions
+from tests.support.ways import both_ways
 
 pytestmark = [
     pytest.mark.annotations,
@@ -147,8 +148,8 @@ def test_full_precision_holds_in_derivatives_that_jaxmp_traces(way: str, name: s
 @pytest.mark.parametrize("name", OWN)
 def test_derivatives_in_full_precision_keep_their_bits(way: str, name: str) -> None:
     """On a CPU, which multiplies float32 in any case."""
-    ours = DIFFERENTIATED[way](jaxmp.full_precision(OWN[name]))(X, W)
-    plain = gradient(OWN[name])(X, W)
+    ours = jax.jit(DIFFERENTIATED[way](jaxmp.full_precision(OWN[name])))(X, W)
+    plain = jax.jit(gradient(OWN[name]))(X, W)
     plain = plain[1][1] if way == "reduced in float32" else plain
     jax.tree.map(np.testing.assert_array_equal, ours, plain)
 
@@ -231,8 +232,7 @@ def test_full_precision_keeps_the_sums_of_a_scan_over_16_bits() -> None:
         step = lambda c, row: (c + (row.astype(half.dtype) @ half).astype(x.dtype), None)  # noqa: E731
         return lax.scan(step, jnp.zeros_like(w[0]), jnp.tile(x, (100, 1)))[0]
 
-    ours, plain = gradient(jaxmp.autocast(fun, BF16))(X, W), gradient(fun)(X, W)
-    jax.tree.map(np.testing.assert_array_equal, ours, plain)
+    jax.tree.map(np.testing.assert_array_equal, *both_ways(fun, X, W, of=gradient))
 
 
 def test_an_autocast_in_full_precision_keeps_its_rules() -> None:
@@ -279,7 +279,7 @@ def test_passes_of_a_custom_vjp(way: str) -> None:
     """The same; in float32 parts, autocast enters it for the precision alone."""
     found = precisions(gradient(WAYS[way](own_passes)), X, W)
     assert found == [EXACT, *[PLAIN if way == "full_precision" else EXACT] * 2]
-    ours, plain = gradient(WAYS[way](own_passes))(X, W), gradient(own_passes)(X, W)
+    ours, plain = (jax.jit(gradient(f))(X, W) for f in (WAYS[way](own_passes), own_passes))
     jax.tree.map(np.testing.assert_array_equal, ours, plain)
 
 
@@ -381,7 +381,7 @@ def test_an_autocast_inside_of_an_exact_part_is_its_own() -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_nothing_else_changes(way: str) -> None:
     """The same bits on a CPU, which multiplies float32 anyway; 16-bit operands stay 16 bits."""
-    ours, plain = gradient(WAYS[way](dot))(X, W), gradient(dot)(X, W)
+    ours, plain = (jax.jit(gradient(f))(X, W) for f in (WAYS[way](dot), dot))
     jax.tree.map(np.testing.assert_array_equal, ours, plain)
     x, w = X.astype(jnp.bfloat16), W.astype(jnp.bfloat16)
     ((dtypes, asked),) = precisions(WAYS[way](dot), x, w)

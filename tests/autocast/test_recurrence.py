@@ -15,10 +15,11 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jaxmp
 from tests.support.autocast_checks import BF16, BOTH, LOW, W, error, results_of, rows, weights
 from tests.support.dots import count_dots, equations
+from tests.support.ways import both_ways, in_16_bits, rounded
 
 TURNS = 1000
-WS = jnp.stack([W, -W, W.T])
-ONES = jnp.ones((16, 16)) / 16
+WS = jax.device_put(np.stack([W, -W, W.T]))
+ONES = np.full((16, 16), 1 / 16, np.float32)
 Body = Callable[[Any, Any], tuple[Any, Any]]
 
 
@@ -31,7 +32,7 @@ def sums_of(wrap: Callable[[Body], Body], add: Callable[[Any, Any], Any]) -> Any
 
         return lax.scan(wrap(body), x[0] @ w, x[1:])[0]
 
-    return jaxmp.autocast(f, BF16)(jnp.ones((TURNS, 4, 16)), ONES)
+    return jaxmp.autocast(f, BF16)(np.ones((TURNS, 4, 16), np.float32), ONES)
 
 
 def branch(body: Body) -> Body:
@@ -124,14 +125,10 @@ def test_means_that_decay(wrap: Any) -> None:
     def f(x: Any, w: Any) -> Any:
         return lax.scan(wrap(lambda m, x: (0.99 * m + 0.01 * (x @ w), None)), x[0] @ w, x)[0]
 
-    x = jnp.abs(rows(TURNS, 4, 16))
-    assert error(jaxmp.autocast(f, BF16)(x, jnp.abs(W)), f(x, jnp.abs(W))) < 0.01
+    assert error(*both_ways(f, np.abs(rows(TURNS, 4, 16)), np.abs(W))) < 0.01
 
 
-REPLICATED = {
-    **WRAPPERS,
-    "shard_map": functools.partial(over_devices, of_x=PartitionSpec()),
-}
+REPLICATED = {**WRAPPERS, "shard_map": functools.partial(over_devices, of_x=PartitionSpec())}
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
@@ -179,7 +176,7 @@ def test_layers_that_a_counter_slices(name: str, bound: str) -> None:
     (found,) = [e for e in equations(jax.make_jaxpr(fast)(*args)) if e.primitive.name == loop]
     dtypes = {str(v.aval.dtype) for v in found.outvars if v.aval.shape}
     assert dtypes == {LOW[BF16]}
-    assert error(fast(*args), f(*args)) < 0.05
+    assert error(*both_ways(f, *args)) < 0.05
 
 
 def test_a_sum_beside_layers_is_float32() -> None:
@@ -219,8 +216,8 @@ def delta_rule(ws: Any, x: Any) -> Any:
 
 @pytest.mark.parametrize("fun", [gates, delta_rule])
 def test_what_adds_up_beside_layers_or_of_keys(fun: Any) -> None:
-    args = rows(200, 16, 16) / 4, rows(64, 16, seed=2)
-    assert error(jaxmp.autocast(fun, BF16)(*args), fun(*args)) < 0.03
+    args = np.asarray(rows(200, 16, 16)) / 4, rows(64, 16, seed=2)
+    assert error(*both_ways(fun, *args)) < 0.03
     assert results_of("scan", fun, *args)[-1] == "float32"
 
 
@@ -250,13 +247,10 @@ def test_small_steps_are_not_lost(loop: str) -> None:
             x = step(x)
         return x
 
-    x = rows(16, 16)
-    x = x.astype(jnp.bfloat16).astype(jnp.float32)  # so that projecting it rounds nothing
-    want = f(x, W) - x
-    got = jax.jit(jaxmp.autocast(f, BF16))(x, W) - x
+    x = rounded(rows(16, 16))  # so that projecting it rounds nothing
+    got, want = (np.asarray(out) - x for out in both_ways(f, x, W))
     assert error(got, want) < 0.02
-    low = jax.jit(f)(x.astype(jnp.bfloat16), W.astype(jnp.bfloat16)).astype(jnp.float32) - x
-    assert error(low, want) > 0.2  # positive control
+    assert error(in_16_bits(f, BF16, x, W) - x, want) > 0.2  # positive control
 
 
 # --- loops that floats end ----------------------------------------
@@ -300,10 +294,9 @@ def in_a_scan(w: Any, y: Any) -> Any:
 @pytest.mark.parametrize("fun", [turns, turns_by_a_flag, as_custom_jvp, jax.jit(turns), in_a_scan])
 def test_a_loop_that_floats_end_is_float32(fun: Any, policy: str) -> None:
     """In 16 bits the error stays above its bound, and the loop does not end."""
-    w, x = rows(16, 16) / 10, rows(32, 4)
-    u = weights(4, 16)
-    got = jax.jit(jaxmp.autocast(lambda w, u, x: fun(w, x @ u), policy))(w, u, x)
-    assert got == fun(w, x @ u) < 50
+    args = np.asarray(rows(16, 16)) / 10, weights(4, 16), rows(32, 4)
+    got, want = both_ways(lambda w, u, x: fun(w, x @ u), *args, policy=policy)
+    assert got == want < 50
 
 
 def test_what_such_a_loop_carries_in_16_bits_stays_so() -> None:
@@ -311,7 +304,7 @@ def test_what_such_a_loop_carries_in_16_bits_stays_so() -> None:
         halve = lambda c: c @ (0.5 * jnp.eye(16, dtype=c.dtype))  # noqa: E731
         return lax.while_loop(lambda c: jnp.max(c) > 1, halve, x) * 2
 
-    x = jnp.full((4, 16), 3, jnp.bfloat16)
+    x = np.full((4, 16), 3, jnp.bfloat16)
     assert jaxmp.autocast(f, "bfloat16", output="computed")(x).dtype == f(x).dtype == jnp.bfloat16
 
 

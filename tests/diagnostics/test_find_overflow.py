@@ -20,7 +20,11 @@ from jaxmp._tools.diagnostics.one_by_one import OneByOne, RunValue
 from jaxmp.diagnostics import find_overflow
 from tests.support.audit_lines import line_of
 
-pytestmark = [pytest.mark.jax, pytest.mark.usefixtures("standard_promotion")]
+pytestmark = [
+    pytest.mark.jax,
+    pytest.mark.usefixtures("standard_promotion"),
+    pytest.mark.programs(150, reason="find_overflow runs one operation after the other"),
+]
 
 N = 8
 X = jnp.full((N, N), 0.5)
@@ -236,14 +240,8 @@ SITES = {
     ),
 }
 FIRST = (
-    "forward",
-    "mutable array",
-    "scan",
-    "checkpoint",
-    "branch",
-    "custom_vjp",
-    "shard_map",
-    "backward in a scan",
+    *("forward", "mutable array", "scan", "checkpoint", "branch"),
+    *("custom_vjp", "shard_map", "backward in a scan"),
 )
 MORE = pytest.mark.exhaustive
 
@@ -273,7 +271,7 @@ class Model(nn.Module):
 
 def test_layers_of_linen_are_named_by_their_path() -> None:
     model = jaxmp.linen.apply_policy(Model(), "mixed_float16")
-    params = model.init(jax.random.key(0), X)
+    params = jax.jit(model.init)(jax.random.key(0), X)
     found = find_overflow(lambda p, x: jnp.mean(model.apply(p, x)), params, X)
     assert (found.operation, found.path) == ("dot_general", "Model/large")
     assert found.line == line_of("of linen", "Model.__call__")
@@ -287,8 +285,7 @@ def large_product(p: Any, x: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "policy",
-    ["mixed_float16", pytest.param("compute=float16,products=tensorwise", marks=MORE)],
+    "policy", ["mixed_float16", pytest.param("compute=float16,products=tensorwise", marks=MORE)]
 )
 def test_under_autocast_the_value_overflows_that_is_rounded(policy: str) -> None:
     """The weight does not fit float16; in float8 it is never float16, and the product is."""

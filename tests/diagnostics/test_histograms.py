@@ -16,10 +16,7 @@ from jaxmp._numerics.histograms import _bin_of, _count_by_comparison, _count_by_
 from jaxmp.diagnostics import histograms, plot_histograms, underflow_report
 from tests.support.compilations import Count
 
-pytestmark = [
-    pytest.mark.annotations,
-    pytest.mark.usefixtures("standard_promotion"),
-]
+pytestmark = [pytest.mark.annotations, pytest.mark.usefixtures("standard_promotion")]
 F16 = "mixed_float16"
 MORE = pytest.mark.exhaustive
 RNG = np.random.default_rng(0)
@@ -228,7 +225,7 @@ def test_faults_of_the_caller() -> None:
 
 
 def test_on_eight_devices_numbers_stay_where_they_are() -> None:
-    x = jnp.asarray(ARRAYS["lognormal"][: 64 * 1024], jnp.float32).reshape(64, 1024)
+    x = jnp.asarray(ARRAYS["lognormal"][: 64 * 1024].reshape(64, 1024).astype(np.float32))
     for kind in (AxisType.Auto, AxisType.Explicit):
         mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
         placed = jax.device_put(x, jax.NamedSharding(mesh, jax.P("data")))
@@ -237,9 +234,8 @@ def test_on_eight_devices_numbers_stay_where_they_are() -> None:
             compiled = jax.jit(lambda x: histograms({"x": x})).lower(placed).compile()
             assert np.array_equal(compiled(placed).counts, histograms({"x": x}).counts)
             # As TPUs and GPUs count.
-            bits = jax.lax.bitcast_convert_type(placed, jnp.uint32) & np.uint32(0x7FFFFFFF)
-            compared = jax.jit(lambda bits: _count_by_comparison(_bin_of(bits)))(bits)
-            assert np.array_equal(compared, compiled(placed).counts[0])
+            compared = jax.jit(lambda x: _count_by_comparison(_bin_of(jnp.abs(x).view(jnp.uint32))))
+            assert np.array_equal(compared(placed), np.asarray(compiled(placed).counts)[0])
         text = compiled.as_text()
         assert text.count(" all-reduce(") + text.count(" all-reduce-start(") >= 1
         assert "all-gather" not in text
@@ -268,7 +264,7 @@ def test_vmap_and_scan_give_leading_axes() -> None:
     assert underflow_report(mapped) == underflow_report(histograms({"x": x}))
 
 
-PARAMS = {"up": jnp.full((16, 8), 0.1), "down": jnp.full((8, 2), 0.1)}
+PARAMS = {"up": np.full((16, 8), 0.1, np.float32), "down": np.full((8, 2), 0.1, np.float32)}
 
 
 def loss_fn(params: Any, x: Any) -> Any:
@@ -277,7 +273,7 @@ def loss_fn(params: Any, x: Any) -> Any:
 
 def step_and_state(policy: str = F16, **options: Any) -> Any:
     tx = jaxmp.mixed_precision(optax.adamw(1e-3), policy)
-    state = jaxmp.TrainState.create(params=jax.tree.map(jnp.copy, PARAMS), tx=tx)
+    state = jaxmp.TrainState.create(params=jax.tree.map(jnp.array, PARAMS), tx=tx)
     return jaxmp.make_train_step(loss_fn, policy, **options), state
 
 
@@ -288,22 +284,22 @@ def test_a_step_counts_every_so_many_calls(microbatches: int, compilations: Coun
 
     The second call of a counting step that is skipped would count again if steps were counted.
     """
-    x = jnp.asarray(RNG.normal(size=(8, 16)), jnp.float32)
-    broken = x.at[0, 0].set(jnp.inf)
+    x = RNG.normal(size=(8, 16)).astype(np.float32)
+    broken = x.copy()
+    broken[0, 0] = np.inf
     step, state = step_and_state(histograms_every=3, microbatches=microbatches)
     plain, twin = step_and_state(microbatches=microbatches)
     counted, compiled = [], []
     for call in range(7):
         batch = broken if call in (3, 4) else x
-        grads = jaxmp.grad(loss_fn)(state.params, x) if call == 0 else None
+        grads = jax.jit(jaxmp.grad(loss_fn))(state.params, x) if call == 0 else None
         state, metrics = step(state, batch)
         compiled.append(compilations())
         hist = metrics["histograms"]
         counted.append(bool(np.any(hist.counts)))
         if grads is not None:
-            assert float(hist.largest[0]) == pytest.approx(
-                float(jnp.max(jnp.abs(grads["down"]))), rel=0.01
-            )
+            largest = np.abs(grads["down"]).max()
+            assert np.asarray(hist.largest)[0] == pytest.approx(largest, rel=0.01)
         twin, _ = plain(twin, batch)
         compilations()
     assert counted == [True, False, False] * 2 + [True]

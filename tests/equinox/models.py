@@ -5,8 +5,9 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-X = jax.random.normal(jax.random.key(1), (16, 8))
+X = jnp.asarray(np.random.default_rng(1).standard_normal((16, 8), np.float32))
 
 
 class Net(eqx.Module):
@@ -67,6 +68,10 @@ class NormNet(eqx.Module):
     def __call__(self, x: jax.Array, state: eqx.nn.State) -> tuple[jax.Array, eqx.nn.State]:
         x, state = self.norm(self.inner(x), state)
         return self.head(jax.nn.relu(x)), state
+
+
+# What makes each of them in one program.
+net, norm_net = eqx.filter_jit(lambda: Net()), eqx.filter_jit(eqx.nn.make_with_state(NormNet))
 
 
 def mean_square(model: Any, x: jax.Array) -> jax.Array:

@@ -1,6 +1,7 @@
 """Models in which policies once went wrong, or could: one test for each way."""
 
 import contextlib
+import functools
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from tests.support.dots import count_dots
 pytestmark = [pytest.mark.jax, pytest.mark.usefixtures("standard_promotion")]
 
 KEY = jax.random.key(0)
-X = jax.random.normal(jax.random.key(1), (4, 8))
+X = jnp.asarray(np.random.default_rng(1).standard_normal((4, 8), np.float32))
 
 
 def ruled(module: Any, rules: Any) -> Any:
@@ -209,8 +210,9 @@ def test_params_made_by_apply() -> None:
             return nn.Dense(2, name="new")(nn.Dense(8, name="old")(x))
 
     model = ruled(Net(), "bfloat16")
-    old = {"params": {"old": Net().init(KEY, X)["params"]["old"]}}
-    _, made = model.apply(old, X, mutable=["params"], rngs={"params": KEY})
+    old = {"params": {"old": shapes_of(Net())["params"]["old"]}}
+    apply = functools.partial(model.apply, mutable=["params"], rngs={"params": KEY})
+    _, made = jax.eval_shape(apply, old, X)
     assert dtypes(made["params"]["new"]) == {"bfloat16"}
     assert dtypes(made["params"]["old"]) == {"float32"}  # what was given is the caller's
 
@@ -327,7 +329,7 @@ class Statistics(nnx.Module):
     """State in new variables, and in a plain array."""
 
     def __init__(self) -> None:
-        self.dense = nnx.Linear(8, 2, rngs=nnx.Rngs(0))
+        self.dense = nnx.Linear(8, 2, use_bias=False, rngs=nnx.Rngs(0))
         self.mean = nnx.BatchStat(jnp.zeros(8))
         self.raw = nnx.data(jnp.zeros(8))
 
@@ -339,12 +341,12 @@ class Statistics(nnx.Module):
 
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_state_of_every_kind_survives_an_overflow(microbatches: int) -> None:
-    model = Statistics()
+    model = nnx.jit(Statistics)()
     step = jaxmp.nnx.value_and_grad(lambda m, x: m(x).mean(), microbatches=microbatches)
     step(model, X)
     before = (model.mean[...], model.raw)
     assert all(np.asarray(x).any() for x in before)
-    _, grads = step(model, X * jnp.inf)
+    _, grads = step(model, jnp.asarray(np.asarray(X) * np.float32(np.inf)))
     assert not jaxmp.all_finite(grads)
     for old, new in zip(before, (model.mean[...], model.raw), strict=True):
         np.testing.assert_array_equal(old, new)
@@ -429,10 +431,13 @@ def test_keyword_modules_shared_variables_and_batches_of_any_kind() -> None:
     def loss_fn(a: nnx.Module, b: nnx.Module, x: Any, *, teacher: nnx.Module) -> jax.Array:
         return jnp.mean((a(x) + b(x) - teacher(x)) ** 2)
 
-    teacher = nnx.Linear(8, 4, rngs=nnx.Rngs(1))  # as many biases as the batch has examples
-    shared = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+    made = nnx.jit(lambda rngs: nnx.Linear(8, 4, rngs=rngs))
+    shared, teacher = (
+        made(nnx.Rngs(0)),
+        made(nnx.Rngs(1)),
+    )  # as many biases as the batch has examples
     results = [
-        jaxmp.nnx.value_and_grad(loss_fn, argnums=(0, 1), microbatches=count)(
+        nnx.jit(jaxmp.nnx.value_and_grad(loss_fn, argnums=(0, 1), microbatches=count))(
             nnx.Sequential(shared), nnx.Sequential(shared), X, teacher=teacher
         )
         for count in (1, 4)
@@ -451,7 +456,7 @@ def test_keyword_modules_shared_variables_and_batches_of_any_kind() -> None:
 def test_tree_mode() -> None:
     set_mode: Any = getattr(nnx, "set_graph_mode", None)
     context = set_mode(False) if set_mode else contextlib.nullcontext()
-    model = nnx.Linear(8, 2, rngs=nnx.Rngs(0))
+    model = nnx.jit(lambda: nnx.Linear(8, 2, use_bias=False, rngs=nnx.Rngs(0)))()
     tx = jaxmp.mixed_precision(optax.sgd(0.1), "float32")
     optimizer = jaxmp.nnx.Optimizer(model, tx)
     with context:

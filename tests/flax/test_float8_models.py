@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 KEY = jax.random.key(0)
 FLOAT8, BOTH8 = "float8_e4m3fn", "float8_e5m2,float8_e4m3fn"
-X = jax.random.normal(jax.random.key(1), (32, 16))
+X = jnp.asarray(np.random.default_rng(1).standard_normal((32, 16), np.float32))
 NOT_IN_FLOAT8 = "layers keep products of their own, which are not in 8 bits"
 
 
@@ -90,7 +90,7 @@ def products_under(rules: Any, layer: Any, *, strict: bool = False) -> dict[str,
     """The products of a model of one layer under rules."""
     if isinstance(layer, nn.Module):
         model = jaxmp.linen.apply_policy(Around(layer), rules, strict=strict)
-        return count_dots(model.apply, model.init(KEY, X), X)
+        return count_dots(model.apply, jax.eval_shape(model.init, KEY, X), X)
     return count_dots(jaxmp.nnx.apply_policy(NnxAround(layer), rules, strict=strict), X)
 
 
@@ -141,9 +141,9 @@ def test_authors_of_attention_keep_their_projections() -> None:
     layer = nn.MultiHeadDotProductAttention(1, qkv_features=16, qkv_dot_general=own_product)
     model = jaxmp.linen.apply_policy(layer, "mixed_float8")
     with pytest.warns(UserWarning, match=NOT_IN_FLOAT8):
-        variables = model.init(KEY, X[None])
+        variables = jax.eval_shape(model.init, KEY, X[None])
     with pytest.warns(UserWarning, match="'query' .*'key' .*'value'"):
-        jaxmp.linen.apply_policy(layer.clone(), "mixed_float8").init(KEY, X[None])
+        jax.eval_shape(jaxmp.linen.apply_policy(layer.clone(), "mixed_float8").init, KEY, X[None])
     found = count_dots(lambda v, x: model.apply(v, x, x), variables, X[None])
     assert found == {FLOAT8: 1, "bfloat16": 5}
 
@@ -177,13 +177,13 @@ def test_pickled_models_stay_in_float8() -> None:
     assert count_dots(copy, X) == {FLOAT8: 1}
     ones = nn.initializers.ones  # Flax's default cannot be pickled
     linen = jaxmp.linen.apply_policy(nn.Dense(48, kernel_init=ones), "mixed_float8")
-    variables = linen.init(KEY, X)
+    variables = jax.jit(linen.init)(KEY, X)
     copy = pickle.loads(pickle.dumps(linen))
     assert count_dots(copy.apply, variables, X) == {FLOAT8: 1}
     plain = jaxmp.linen.remove_policy(copy)
     assert type(plain) is nn.Dense
     assert count_dots(plain.apply, variables, X) == {"float32": 1}
-    assert tree_bits(variables) == tree_bits(plain.init(KEY, X))
+    assert tree_bits(variables) == tree_bits(jax.jit(plain.init)(KEY, X))
 
 
 class LinenBlock(nn.Module):
@@ -222,8 +222,8 @@ def linen_loss(model: nn.Module) -> Any:
 def test_linen_scans_and_remat_keep_float8() -> None:
     def gradient(scan: bool, remat: bool) -> tuple[dict[str, int], Any]:
         model = jaxmp.linen.apply_policy(LinenStack(scan, remat), "mixed_float8")
-        variables = model.init(KEY, X)
-        call = jax.grad(linen_loss(model))
+        variables = jax.jit(model.init)(KEY, X)
+        call = jax.jit(jax.grad(linen_loss(model)))
         return count_dots(call, variables, X), call(variables, X)
 
     times = {"scan": 1, "loop": 3}
@@ -268,7 +268,8 @@ class NnxStack(nnx.Module):
 
 def test_nnx_scans_and_remat_keep_float8() -> None:
     def gradients(remat: bool) -> tuple[dict[str, int], Any]:
-        model = jaxmp.nnx.apply_policy(NnxStack(remat, nnx.Rngs(0)), "mixed_float8")
+        made = nnx.jit(lambda: NnxStack(remat, nnx.Rngs(0)))()
+        model = jaxmp.nnx.apply_policy(made, "mixed_float8")
 
         def loss_fn(model: NnxStack, x: jax.Array) -> jax.Array:
             return jnp.mean(jnp.square(model(x)))
@@ -278,7 +279,7 @@ def test_nnx_scans_and_remat_keep_float8() -> None:
         def call(params: Any, x: jax.Array) -> Any:
             return jaxmp.nnx.value_and_grad(loss_fn)(nnx.merge(graphdef, params), x)[1]
 
-        return count_dots(call, params, X), call(params, X)
+        return count_dots(call, params, X), jax.jit(call)(params, X)
 
     dots, plain = gradients(False)
     assert dots == {FLOAT8: 2, BOTH8: 4}
@@ -298,7 +299,7 @@ class WithHead(nn.Module):
 
 def test_a_train_step_under_the_same_policy_changes_nothing() -> None:
     model = jaxmp.linen.apply_policy(WithHead(), "mixed_float8")
-    params = model.init(KEY, X)["params"]
+    params = jax.jit(model.init)(KEY, X)["params"]
 
     def loss_fn(params: Any, batch: Any) -> jax.Array:
         return jnp.mean(jnp.square(model.apply({"params": params}, batch)))
@@ -367,10 +368,10 @@ class Jitted(nn.Module):
 def test_nn_jit_may_not_share_a_trace_between_a_head_and_another_layer() -> None:
     model = jaxmp.linen.apply_policy(Jitted(), "mixed_float8")
     with pytest.raises(ValueError, match=r"'head' was traced as one with 'up'.*out of 8 bits"):
-        model.init(KEY, X)
+        jax.eval_shape(model.init, KEY, X)
     rules = PolicyRules({"type:Dense": "mixed_float8"})  # names both
     model = jaxmp.linen.apply_policy(Jitted(), rules)
-    assert count_dots(model.apply, model.init(KEY, X), X) == {FLOAT8: 2}
+    assert count_dots(model.apply, jax.eval_shape(model.init, KEY, X), X) == {FLOAT8: 2}
 
 
 class Tied(nn.Module):
@@ -438,8 +439,8 @@ def test_a_policy_that_puts_nothing_in_float8_says_so() -> None:
     model = jaxmp.linen.apply_policy(nn.Sequential(layers), "mixed_float8")
     why = r"'layers_0' \(N = 10 is no multiple of 16\), 'layers_1' \(K = 10"
     with pytest.warns(UserWarning, match=f"{NONE_FOUND} Sequential is in 8 bits: {why}"):
-        params = model.init(KEY, X)
-    model.apply(params, X)  # once for each class
+        params = jax.eval_shape(model.init, KEY, X)
+    jax.eval_shape(model.apply, params, X)  # once for each class
     one = nnx.Sequential(nnx.Linear(16, 10, rngs=RNGS), nnx.Conv(10, 16, (3,), rngs=RNGS))
     with pytest.warns(UserWarning, match=rf"{NONE_FOUND} Sequential .*: 'layers/0' \(N = 10"):
         jaxmp.nnx.apply_policy(one, "mixed_float8")
@@ -464,13 +465,13 @@ class Encoder(nn.Module):
 
 def test_parts_of_a_model_and_cached_traces_are_no_reason_to_warn() -> None:
     model = jaxmp.linen.apply_policy(Encoder(), "mixed_float8")
-    params = model.init(KEY, X)
+    params = jax.jit(model.init)(KEY, X)
     for _ in range(2):
         model.apply(params, X)
     model.apply(params, X, method="lookup")
     model.apply(params, X, deep=False)  # the head alone
     norm = jaxmp.linen.apply_policy(nn.LayerNorm(), "mixed_float8")  # nothing to multiply
-    norm.init(KEY, X)
+    jax.eval_shape(norm.init, KEY, X)
 
 
 class Attending(nn.Module):
@@ -485,11 +486,11 @@ class Attending(nn.Module):
 def test_autocast_sees_that_layers_are_in_float8_already() -> None:
     """By the policy of the model, or by their author: no warning that it finds none itself."""
     model = jaxmp.linen.apply_policy(Attending(), "mixed_float8")
-    params = model.init(KEY, X[None])
+    params = jax.jit(model.init)(KEY, X[None])
     jaxmp.autocast(model.apply, "mixed_float8")(params, X[None])
 
     def by_hand(params: Any, x: jax.Array) -> jax.Array:
         return jaxmp.float8.dot_general(x, params, (((1,), (0,)), ((), ())))
 
-    low = X.astype(jnp.bfloat16)
-    jaxmp.autocast(by_hand, "mixed_float8")(jnp.ones((16, 32), jnp.bfloat16), low)
+    low = [np.asarray(x).astype(jnp.bfloat16) for x in (np.ones((16, 32)), X)]
+    jaxmp.autocast(by_hand, "mixed_float8")(*low)

@@ -81,12 +81,12 @@ class Net(nn.Module):
 def check(net: nn.Module) -> None:
     plain = jax.eval_shape(net.init, KEY, IDS)
     model = jaxmp.linen.apply_policy(net, RULES)
-    variables = model.init(KEY, IDS)
+    variables = jax.jit(model.init)(KEY, IDS)
     assert jax.tree.map(jnp.shape, variables) == jax.tree.map(jnp.shape, plain)
-    assert model.apply(variables, IDS).dtype == jnp.float32
+    assert jax.eval_shape(model.apply, variables, IDS).dtype == jnp.float32
     products = jaxmp.audit(lambda v: model.apply(v, IDS), variables).products
     assert {row.operands for row in products} == {("bfloat16", "bfloat16")}
-    grads = jax.grad(lambda v: jnp.sum(model.apply(v, IDS)))(variables)
+    grads = jax.jit(jax.grad(lambda v: jnp.sum(model.apply(v, IDS))))(variables)
     assert {x.dtype.name for x in jax.tree.leaves(grads)} == {"float32"}
 
 

@@ -92,7 +92,7 @@ def optimizer(**options: Any) -> Any:
 def gradients_first() -> Any:
     model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
     optimizer = jaxmp.nnx.Optimizer(model, jaxmp.mixed_precision(optax.sgd(0.1), "mixed_float16"))
-    grads = jaxmp.nnx.grad(lambda m: m(X).mean(), loss_scale=optimizer.loss_scale)(model)
+    grads = nnx.jit(jaxmp.nnx.grad(lambda m: m(X).mean(), loss_scale=optimizer.loss_scale))(model)
     return optimizer.update(grads, model)
 
 

@@ -96,14 +96,16 @@ def linen_heads() -> dict[str, Any]:
     }
 
 
-def nnx_heads() -> dict[str, Any]:
-    rngs = nnx.Rngs(0)
-    return {
-        "nnx linear": NNXModel(nnx.Linear(8, 8, rngs=rngs)),
-        "nnx own": NNXModel(NNXOwn()),
-        "nnx own dtype": NNXModel(NNXOwnDtype()),
-        "nnx attention": NNXModel(nnx.MultiHeadAttention(2, 8, decode=False, rngs=rngs)),
-    }
+NNX_HEADS: dict[str, Callable[[nnx.Rngs], Any]] = {
+    "nnx linear": lambda rngs: nnx.Linear(8, 8, rngs=rngs),
+    "nnx own": lambda _: NNXOwn(),
+    "nnx own dtype": lambda _: NNXOwnDtype(),
+    "nnx attention": lambda rngs: nnx.MultiHeadAttention(2, 8, decode=False, rngs=rngs),
+}
+
+
+def nnx_model(name: str) -> NNXModel:
+    return nnx.jit(lambda: NNXModel(NNX_HEADS[name](nnx.Rngs(0))))()
 
 
 def gradient_of(name: str, rules: Any) -> tuple[Callable[..., Any], Any]:
@@ -114,7 +116,7 @@ def gradient_of(name: str, rules: Any) -> tuple[Callable[..., Any], Any]:
         params = jax.eval_shape(model.init, jax.random.key(0), X)
         loss = lambda params, x: jnp.sum(model.apply(params, x).astype(jnp.float32))  # noqa: E731
         return jax.grad(loss, (0, 1)), params
-    model = nnx_heads()[name]
+    model = nnx_model(name)
     model = model if rules is None else jaxmp.nnx.apply_policy(model, rules)
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
 
@@ -124,7 +126,7 @@ def gradient_of(name: str, rules: Any) -> tuple[Callable[..., Any], Any]:
     return jax.grad(nnx_loss, (0, 1)), params
 
 
-@pytest.mark.parametrize("name", [*linen_heads(), *nnx_heads()])
+@pytest.mark.parametrize("name", [*linen_heads(), *NNX_HEADS])
 def test_a_head_by_rule(name: str) -> None:
     """All products of the head ask, forward and backward; those of the rest do not."""
     gradient, params = gradient_of(name, HEAD)
@@ -137,7 +139,7 @@ def test_a_head_by_rule(name: str) -> None:
         assert set(precisions(plain, params, X)) == {PLAIN}
 
 
-@pytest.mark.parametrize("name", [*linen_heads(), *nnx_heads()])
+@pytest.mark.parametrize("name", [*linen_heads(), *NNX_HEADS])
 def test_every_module_under_float32_as_the_default(name: str) -> None:
     """Those without a `dtype` too, which multiply params of their own, and no rule names."""
     gradient, params = gradient_of(name, "float32")
@@ -219,24 +221,22 @@ def test_16_bits_below_float32_ask_for_nothing(make: Callable[[], Any]) -> None:
     assert found == [("bfloat16", "high"), ("float32", "high")]
 
 
-def rnns() -> dict[str, Any]:
-    rngs = nnx.Rngs(0)
-    return {
-        "linen": nn.RNN(nn.LSTMCell(8, name="cell")),
-        "linen optimized": nn.RNN(nn.OptimizedLSTMCell(8, name="cell")),
-        "nnx": nnx.RNN(nnx.LSTMCell(8, 8, rngs=rngs)),
-        "nnx gru": nnx.RNN(nnx.GRUCell(8, 8, rngs=rngs)),
-    }
+RNNS: dict[str, Callable[[], Any]] = {
+    "linen": lambda: nn.RNN(nn.LSTMCell(8, name="cell")),
+    "linen optimized": lambda: nn.RNN(nn.OptimizedLSTMCell(8, name="cell")),
+    "nnx": nnx.jit(lambda: nnx.RNN(nnx.LSTMCell(8, 8, rngs=nnx.Rngs(0)))),
+    "nnx gru": nnx.jit(lambda: nnx.RNN(nnx.GRUCell(8, 8, rngs=nnx.Rngs(0)))),
+}
 
 
-@pytest.mark.parametrize("name", rnns())
+@pytest.mark.parametrize("name", RNNS)
 @pytest.mark.parametrize("cell", ["float32", "mixed_bfloat16"])
 def test_cells_ask_by_their_own_policy(name: str, cell: str) -> None:
     """Both in a loop in float32: by the rule of the loop, and by a rule of their own."""
-    asked = set(products_under(rnns()[name], "float32", jnp.ones((2, 4, 8))))
-    assert asked == {EXACT}
+    x = np.ones((2, 4, 8), np.float32)
+    assert set(products_under(RNNS[name](), "float32", x)) == {EXACT}
     rules = jaxmp.PolicyRules({"cell": cell}, default="float32")
-    found = products_under(rnns()[name], rules, jnp.ones((2, 4, 8)))
+    found = products_under(RNNS[name](), rules, x)
     assert set(found) == ({EXACT} if cell == "float32" else {LOW})
 
 
@@ -262,24 +262,24 @@ def test_the_option_of_the_user_holds() -> None:
 
 def test_a_precision_of_the_layer_is_kept() -> None:
     linen = jaxmp.linen.apply_policy(nn.Dense(4, precision=lax.Precision.HIGH), "float32")
-    params = linen.init(jax.random.key(0), X)
+    params = jax.eval_shape(linen.init, jax.random.key(0), X)
     assert precisions(linen.apply, params, X) == [("float32", "high")]
     layer = nnx.Linear(8, 4, precision=lax.Precision.HIGH, rngs=nnx.Rngs(0))
     assert jaxmp.nnx.apply_policy(layer, "float32").precision is lax.Precision.HIGH
 
 
 def test_convolutions_take_no_algorithm() -> None:
-    rules, images = "precision=BF16_BF16_F32_X3", jnp.ones((1, 8, 8, 3))
+    rules, images = "precision=BF16_BF16_F32_X3", np.ones((1, 8, 8, 3), np.float32)
     linen = jaxmp.linen.apply_policy(nn.Conv(4, (3, 3)), rules)
-    params = linen.init(jax.random.key(0), images)
+    params = jax.eval_shape(linen.init, jax.random.key(0), images)
     assert precisions(linen.apply, params, images) == [EXACT]
-    layer = jaxmp.nnx.apply_policy(nnx.Conv(3, 4, (3, 3), rngs=nnx.Rngs(0)), rules)
-    assert precisions(layer, images) == [EXACT]
+    conv = nnx.jit(lambda: nnx.Conv(3, 4, (3, 3), rngs=nnx.Rngs(0)))()
+    assert precisions(jaxmp.nnx.apply_policy(conv, rules), images) == [EXACT]
 
 
 def test_removed_with_the_policy() -> None:
     """The layers are as they were: other rules, no rules, and after a policy that is refused."""
-    model = NNXModel(nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
+    model = nnx_model("nnx linear")
     jaxmp.nnx.apply_policy(model, HEAD)
     assert (model.body.precision, model.head.precision) == (None, lax.Precision.HIGHEST)
     with pytest.raises(ValueError, match="match nothing"):
@@ -292,12 +292,12 @@ def test_removed_with_the_policy() -> None:
     linen = jaxmp.linen.apply_policy(nn.Dense(4), "float32")
     removed = jaxmp.linen.remove_policy(linen)
     assert removed == nn.Dense(4)
-    params = removed.init(jax.random.key(0), X)
+    params = jax.eval_shape(removed.init, jax.random.key(0), X)
     assert precisions(removed.apply, params, X) == [PLAIN]
 
 
 def test_nnx_autocast_asks_by_rules() -> None:
-    model = NNXModel(nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
+    model = nnx_model("nnx linear")
     named = jaxmp.PolicyRules({"head": "precision=high"}, default="mixed_bfloat16")
     graphdef, state = nnx.split(model)
     for rules, asked in ((HEAD, "highest"), (named, "high")):
@@ -310,9 +310,7 @@ def test_the_bits_on_a_cpu_are_the_same() -> None:
     for name in ("linen dense", "nnx linear"):
         plain, params = gradient_of(name, None)
         ours, _ = gradient_of(name, "float32")
-        params = jax.tree.map(lambda x: jnp.full(x.shape, 1 / 3), params)
-        leaves = zip(
-            jax.tree.leaves(ours(params, X)), jax.tree.leaves(plain(params, X)), strict=True
-        )
-        for got, want in leaves:
+        params = jax.tree.map(lambda x: jnp.asarray(np.full(x.shape, 1 / 3, np.float32)), params)
+        results = (jax.tree.leaves(jax.jit(grad)(params, X)) for grad in (ours, plain))
+        for got, want in zip(*results, strict=True):
             np.testing.assert_array_equal(got, want)

@@ -14,12 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from tests.support.bits import tree_bits
-from tests.support.reduction_checks import (
-    MESH,
-    compiled,
-    relative_error,
-    representable,
-)
+from tests.support.reduction_checks import MESH, compiled, relative_error, representable
 
 pytestmark = [pytest.mark.jax, pytest.mark.usefixtures("standard_promotion")]
 
@@ -28,17 +23,18 @@ Tree = dict[str, Any]
 
 
 def init(dtype: Any = F32) -> Tree:
-    keys = jax.random.split(jax.random.key(0), 2)
+    random = np.random.default_rng(0)
     params = {
-        "w": jax.random.normal(keys[0], (16, 8)) / 4,
-        "v": jax.random.normal(keys[1], (8, 4)) / 3,
-        "b": jnp.full(8, 0.25),
+        "w": random.normal(size=(16, 8)) / 4,
+        "v": random.normal(size=(8, 4)) / 3,
+        "b": np.full(8, 0.25),
     }
-    return jax.tree.map(lambda x: x.astype(BF16).astype(dtype), params)
+    return jax.tree.map(lambda x: jax.device_put(x.astype(BF16).astype(dtype)), params)
 
 
 def data() -> Any:
-    return jax.random.normal(jax.random.key(1), (64, 16)).astype(BF16).astype(F32)
+    x = np.random.default_rng(1).normal(size=(64, 16))
+    return jax.device_put(x.astype(BF16).astype(F32))
 
 
 def loss_fn(params: Tree, x: Any, dtype: Any = BF16) -> Any:
@@ -63,7 +59,7 @@ def test_is_exact_after_the_rounding_of_the_activations() -> None:
         return jnp.sum((x.astype(BF16) @ w.astype(BF16)).astype(F32) * 0.25)
 
     wanted = x.T @ np.full((64, 8), 0.25)
-    plain = jax.grad(dot)(jnp.float32(w), jnp.float32(x))
+    plain = compiled(jax.grad(dot))(jnp.float32(w), jnp.float32(x))
     loss, ours = compiled(reduced(dot))(jnp.float32(w), jnp.float32(x))
     assert relative_error(ours, wanted) < 1e-6 < 1e-4 < relative_error(plain, wanted)
     np.testing.assert_array_equal(loss, compiled(dot)(jnp.float32(w), jnp.float32(x)))
@@ -78,24 +74,28 @@ def test_params_of_sixteen_bits(dtype: Any) -> None:
 
     loss, grads = compiled(reduced(low, loss_scale=1.0))(params, x)
     np.testing.assert_array_equal(tree_bits(loss), tree_bits(compiled(low)(params, x)))
-    exact = jax.grad(float32_loss)(jax.tree.map(lambda w: w.astype(F32), params), x)
-    plain = jax.grad(low)(params, x)
+    wide = jax.tree.map(lambda w: np.asarray(w, F32), params)
+    exact, plain = compiled(jax.grad(float32_loss))(wide, x), compiled(jax.grad(low))(params, x)
     assert relative_error(grads, exact) <= 1.1 * relative_error(plain, exact)
     for name, grad in grads.items():
         assert grad.dtype == F32
         assert name == "b" or representable(grad, dtype) < 0.6
-        assert representable(plain[name].astype(F32), dtype) == 1.0
+        assert representable(np.asarray(plain[name], F32), dtype) == 1.0
     assert "b" not in grads or representable(grads["b"], dtype) < 1.0
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16", "float16"])
 def test_leaves_the_reduction_as_it_is(dtype: Any) -> None:
     params, x = init(), data()
-    with_dtype = jaxmp.value_and_grad(loss_fn, reduce_dtype=dtype)(params, x)
-    assert tree_bits(with_dtype) == tree_bits(jaxmp.value_and_grad(loss_fn)(params, x))
+    with_dtype = compiled(jaxmp.value_and_grad(loss_fn, reduce_dtype=dtype))(params, x)
+    assert tree_bits(with_dtype) == tree_bits(compiled(jaxmp.value_and_grad(loss_fn))(params, x))
     assert representable(with_dtype[1]["w"], BF16) == 1.0  # positive control
 
 
+eager = pytest.mark.programs(70, reason="one operation at a time, as it is written")
+
+
+@eager
 @pytest.mark.parametrize("jitted", [False, True])
 def test_traces_the_loss_once_and_runs_its_effects_once(jitted: bool) -> None:
     calls: list[int] = []
@@ -119,6 +119,7 @@ def test_traces_the_loss_once_and_runs_its_effects_once(jitted: bool) -> None:
     assert len(seen) == 4
 
 
+@eager
 def test_effects_in_loops_and_branches(capfd: pytest.CaptureFixture[str]) -> None:
     def printing(params: Tree, x: Any) -> Any:
         def body(h: Any, _: None) -> Any:
@@ -140,6 +141,7 @@ def test_effects_in_loops_and_branches(capfd: pytest.CaptureFixture[str]) -> Non
     assert printed.count("branch") == 1
 
 
+@eager
 def test_leaves_of_every_kind_among_the_arguments() -> None:
     def odd(params: Tree, batch: Tree, mode: str, scale: float = 1.0, table: Any = None) -> Any:
         assert mode == "train"
@@ -154,16 +156,15 @@ def test_leaves_of_every_kind_among_the_arguments() -> None:
     batch = {
         "x": data(),
         "key": jax.random.key(3),
-        "mask": jnp.arange(8) < 6,
-        "ids": jnp.arange(64) % 5,
+        "mask": np.arange(8) < 6,
+        "ids": np.arange(64) % 5,
         "nothing": None,
     }
-    options: Tree = {"scale": 0.5, "table": jnp.linspace(0, 1, 5)}
+    options: Tree = {"scale": 0.5, "table": jax.device_put(np.linspace(0, 1, 5))}
     fun = reduced(odd, has_aux=True)
     (loss, aux), grads = fun(init(), batch, "train", **options)
-    (plain_loss, _), plain = jax.value_and_grad(lambda *a: (odd(*a, **options)[0], None), 0, True)(
-        init(), batch, "train"
-    )
+    plain_loss, _ = odd(init(), batch, "train", **options)
+    plain = compiled(jax.grad(lambda *a: odd(*a, "train", **options)[0]))(init(), batch)
     np.testing.assert_array_equal(loss, plain_loss)
     assert aux["name"] == "train"
     assert aux["fun"] is len
@@ -173,7 +174,7 @@ def test_leaves_of_every_kind_among_the_arguments() -> None:
 
 
 def test_closures_over_arrays_and_tracers() -> None:
-    shift = jnp.full(8, 0.5, BF16)
+    shift = jax.device_put(np.full(8, 0.5, BF16))
 
     @jax.jit
     def outer(params: Tree, x: Any, gain: Any) -> Any:
@@ -193,13 +194,13 @@ def test_several_arguments_and_their_order() -> None:
     def two(x: Any, w: Any, v: Any) -> Any:
         return loss_fn({"w": w, "v": v, "b": jnp.zeros(8)}, x)
 
-    params = init()
-    loss, (v, w) = reduced(two, argnums=(2, 1))(data(), params["w"], params["v"])
-    _, only = reduced(two, argnums=-1)(data(), params["w"], params["v"])
+    args = data(), init()["w"], init()["v"]
+    loss, (v, w) = compiled(reduced(two, argnums=(2, 1)))(*args)
+    _, only = compiled(reduced(two, argnums=-1))(*args)
     assert tree_bits(only) == tree_bits(v)
     assert v.shape == (8, 4)
     assert w.shape == (16, 8)
-    np.testing.assert_array_equal(loss, two(data(), params["w"], params["v"]))
+    np.testing.assert_array_equal(loss, compiled(two)(*args))
 
 
 def test_wide_and_complex_leaves_are_left_alone() -> None:
@@ -233,9 +234,9 @@ def test_params_of_eight_bits_are_used_as_they_are() -> None:
     """Rounded products of them too, which would differ if they were made of float32 copies."""
     values = np.linspace(0.3, 1.7, 8)
     params = {
-        "s": jnp.asarray(values, jnp.float8_e4m3fn),
-        "t": jnp.asarray(values[::-1], jnp.float8_e4m3fn),
-        "w": jnp.asarray(np.linspace(-1, 1, 128).reshape(16, 8), F32),
+        "s": values.astype(jnp.float8_e4m3fn),
+        "t": values[::-1].astype(jnp.float8_e4m3fn),
+        "w": jax.device_put(np.linspace(-1, 1, 128).reshape(16, 8)),
     }
 
     def quantized(params: Tree, x: Any) -> Any:
@@ -267,7 +268,7 @@ def test_derivatives_are_taken_where_the_values_are() -> None:
 
 def derivatives(grad: Any, x: Any) -> Iterator[tuple[str, Any]]:
     """Functions of the params that differentiate, or batch, the gradient function again."""
-    tangent = init() | {"b": jnp.linspace(-1, 1, 8)}
+    tangent = init() | {"b": jax.device_put(np.linspace(-1, 1, 8))}
     yield "jvp", lambda p: jax.jvp(lambda p: grad(p, x), (p,), (tangent,))[1]
     yield (
         "hvp",
@@ -322,7 +323,7 @@ def test_an_overflow_is_seen() -> None:
     def overflows(params: Tree, x: Any) -> Any:
         return jnp.mean((x.astype(jnp.float16) @ params["w"].astype(jnp.float16)).astype(F32))
 
-    _, grads = reduced(overflows, loss_scale=2.0**120)(init(), data())
+    _, grads = compiled(reduced(overflows, loss_scale=2.0**120))(init(), data())
     assert not np.all(np.isfinite(grads["w"]))
 
 
@@ -362,7 +363,7 @@ def test_dictionaries_may_be_changed_as_under_jit(kind: Any) -> None:
         batch["x"] = batch.pop("y") * 2
         return loss_fn(params, batch["x"])
 
-    batch = kind(x=jnp.zeros(3), y=data() / 2)
+    batch = kind(x=np.zeros(3), y=np.asarray(data()) / 2)
     loss, grads = compiled(reduced(changes))(init(), batch)
     want, wanted = compiled(reduced())(init(), data())
     assert loss == want
@@ -370,6 +371,7 @@ def test_dictionaries_may_be_changed_as_under_jit(kind: Any) -> None:
     assert set(batch) == {"x", "y"}
 
 
+@eager
 def test_numpy_stays_numpy() -> None:
     """A program may depend on what is no array of JAX: as without a reduction, or by keyword."""
 
@@ -378,7 +380,7 @@ def test_numpy_stays_numpy() -> None:
 
     mask = np.arange(64) % 3 == 0
     loss, grads = reduced(some)(init(), data(), mask, np.int32(4))
-    wanted_loss, wanted = reduced()(init(), data()[mask][:4])
+    wanted_loss, wanted = reduced()(init(), jax.device_put(np.asarray(data())[mask][:4]))
     np.testing.assert_allclose(loss, wanted_loss, rtol=1e-5)
     assert relative_error(grads, wanted) < 1e-4
 
@@ -388,7 +390,7 @@ def test_what_is_handed_on_is_what_it_was() -> None:
 
     def some(params: Tree, x: Any, ids: Any) -> Any:
         made = {"ids": ids, "two": jnp.float32(2), "weak": jnp.asarray(1.0), "count": 3}
-        return loss_fn(params, x), made | {"rows": jnp.arange(3), "key": jax.random.key(1)}
+        return jnp.sum(params["b"]), made | {"rows": jnp.arange(3), "key": jax.random.key(1)}
 
     ids = np.array([2**40 + 5])
     (_, found), _ = reduced(some, has_aux=True)(init(), data(), ids)
@@ -413,9 +415,9 @@ def test_activations_are_no_params(spread: bool) -> None:
 
         return jnp.mean(jax.lax.scan(layer, x.astype(BF16), params)[0].astype(F32) ** 2)
 
-    keys = jax.random.split(jax.random.key(0), 2)
-    params = {"w": jax.random.normal(keys[0], (3, 16, 16)) / 4, "b": jnp.full((3, 16), 0.25)}
-    x = jax.random.normal(keys[1], (64, 16))
+    w = np.random.default_rng(2).normal(size=(3, 16, 16)) / 4
+    params = jax.device_put({"w": w, "b": np.full((3, 16), 0.25)})
+    x = data()
     products = {row.result: row.count for row in jaxmp.audit(jaxmp.grad(loss), params, x).products}
     ours = {row.result: row.count for row in jaxmp.audit(reduced(loss), params, x).products}
     assert products == {"bfloat16": 6}
@@ -469,7 +471,8 @@ IN_SHARD_MAP: dict[str, Callable[[Any, Tree], Any]] = {
 @pytest.mark.every_case
 @pytest.mark.parametrize("name", IN_SHARD_MAP)
 def test_operations_in_a_shard_map(name: str) -> None:
-    params, x = {"w": init()["w"][:8], "b": init()["w"][:8, 0]}, data()[:, :8]
+    w = np.asarray(init()["w"])[:8]
+    params, x = {"w": w, "b": w[:, 0]}, np.asarray(data())[:, :8]
 
     def loss(params: Tree, x: Any) -> Any:
         low = jax.tree.map(lambda p: p.astype(BF16), params)
@@ -479,10 +482,10 @@ def test_operations_in_a_shard_map(name: str) -> None:
         return jaxmp.grad(lambda p: loss(p, x) / 8, reduce_dtype="float32")(params)
 
     mapped = jax.shard_map(local, mesh=MESH, in_specs=(P(), P("data")), out_specs=P())
-    parts = x.reshape(8, -1, 8)
-    assert 0 < int(jnp.sum(parts[:, 0, 0] > 0)) < 8  # both branches are taken
-    wanted = jax.grad(lambda p: jnp.mean(jnp.stack([loss(p, part) for part in parts])))(params)
-    assert relative_error(compiled(mapped)(params, x), wanted) < 1e-2
+    parts = np.reshape(x, (8, -1, 8))
+    assert 0 < np.sum(parts[:, 0, 0] > 0) < 8  # both branches are taken
+    whole = jax.grad(lambda p: jnp.mean(jnp.stack([loss(p, part) for part in parts])))
+    assert relative_error(compiled(mapped)(params, x), compiled(whole)(params)) < 1e-2
 
 
 def test_a_jitted_layer_is_traced_once() -> None:
@@ -499,7 +502,7 @@ def test_a_jitted_layer_is_traced_once() -> None:
             x = layer(params["w"], x)
         return jnp.mean(x.astype(F32) ** 2)
 
-    params, x = {"w": init()["w"][:8]}, data()[:, :8].astype(BF16)
+    params, x = {"w": jax.device_put(np.asarray(init()["w"])[:8])}, np.asarray(data(), BF16)[:, :8]
     grad = reduced(deep)
     functions = []
     for count, f in enumerate((grad, jax.value_and_grad(deep)), 1):

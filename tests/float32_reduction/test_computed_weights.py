@@ -42,8 +42,9 @@ def test_a_merged_weight_that_is_used_in_many_turns(axis_type: Any) -> None:
     for loss in (by_hand("one weight in all turns"), autocast("one weight in all turns")):
         ours = jax.jit(jaxmp.grad(loss, reduce_dtype="float32"))(*args)["a"]
         np.testing.assert_allclose(ours, expected, rtol=2**-8)
-    plain = jax.jit(jax.grad(by_hand("one weight in all turns")))(*args)["a"]
-    assert abs(float(plain[0, 0]) / expected - 1) > 0.05
+    if axis_type is AxisType.Auto:  # jax 0.12 asks for shardings of plain gradients
+        plain = jax.jit(jax.grad(by_hand("one weight in all turns")))(*args)["a"]
+        assert abs(float(plain[0, 0]) / expected - 1) > 0.05
 
 
 def autocast(kind: str) -> Any:
@@ -51,10 +52,7 @@ def autocast(kind: str) -> Any:
 
 
 def test_a_table_of_factors_that_is_read_many_times() -> None:
-    params = {
-        "a": np.ones((WIDTH, RANK), np.float32),
-        "b": np.zeros((RANK, WIDTH), np.float32),
-    }
+    params = {"a": np.ones((WIDTH, RANK), np.float32), "b": np.zeros((RANK, WIDTH), np.float32)}
     batch = {"x": np.ones((8 * ROWS, WIDTH), np.float32), "ids": np.zeros(8 * ROWS, np.int32)}
     args = split_over(params), split_over(batch, "data")
     for loss in (by_hand("table of factors"), autocast("table of factors")):
@@ -81,8 +79,9 @@ def test_bits_are_not_rounded() -> None:
         return jnp.sum(halves[:, 0].astype(jnp.float32)) + jnp.sum(w)
 
     x = np.linspace(0.1, 1, 64, dtype=np.float32).reshape(16, 4)
-    value, _ = jaxmp.value_and_grad(loss, reduce_dtype="float32")(jnp.ones(3), x)
-    assert value == loss(jnp.ones(3), x)
+    w = np.ones(3, np.float32)
+    value, _ = jax.jit(jaxmp.value_and_grad(loss, reduce_dtype="float32"))(w, x)
+    assert value == jax.jit(loss)(w, x)
 
 
 def test_programs_are_freed() -> None:

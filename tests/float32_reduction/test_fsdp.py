@@ -42,9 +42,7 @@ QUICK = {
     BEFORE: {"scan remat"},
     AUTOCAST: {"dense", "scan remat"},
 }
-FAULTS = {
-    (AT_USE, "per example branch"): "gathered in float32",
-}
+FAULTS = {(AT_USE, "per example branch"): "gathered in float32"}
 # What is made of params before it is gathered: in float32, or by moving parts of params about.
 MADE_FIRST = {"lora", "lora in float32", "block of params", "cond unlike"}
 # Gathered more than twice: closed over by a loop, which gathers them anew for each part.
@@ -55,6 +53,10 @@ SLOW = {
     AT_USE: set(MODELS),
     AUTOCAST: {"lora", "lora of frozen weights", "weight norm", "scan", "tied embeddings"},
 }
+
+
+def ones(*shape: int) -> jax.Array:
+    return jax.device_put(np.ones(shape))
 
 
 def reduced(loss_fn: Any, shardings: Any = None, **options: Any) -> Any:
@@ -208,9 +210,9 @@ def test_operands_of_gradients_are_not_split() -> None:
             x = jnp.einsum("tbd,df->tbf", x, w.astype(BF16))
         return jnp.mean(x.astype(jnp.float32) ** 2)
 
-    params = [jnp.ones((32, 16)) / 32, jnp.ones((16, 32)) / 16]
+    params = jax.device_put([np.full(s, 1 / s[0]) for s in ((32, 16), (16, 32))])
     shardings = fully_sharded(params, GRID, "model", min_size=16)
-    tokens = jnp.arange(64).reshape(4, 16) % 32
+    tokens = jax.device_put(np.arange(64).reshape(4, 16) % 32)
     split = jax.device_put(tokens, sharding(None, ("data", "model"), mesh=GRID))
     args = jax.device_put(params, shardings), split
     report = jaxmp.collectives(reduced(loss, shardings, axis="model"), *args)
@@ -224,7 +226,7 @@ def test_operands_of_gradients_are_not_split() -> None:
 
 def test_a_split_loop_dimension_is_gathered_first() -> None:
     loss_fn, params, _, _, examples = scan_case()
-    params = {key: jnp.concatenate([x, x, x[:2]]) for key, x in params.items()}
+    params = {key: jax.device_put(np.concatenate([x, x, x[:2]])) for key, x in params.items()}
     shardings = {key: NamedSharding(MESH, P("data")) for key in params}
     split = jax.device_put(params, shardings)
     said = r"over the dimension along which a param of shape \(8, .*over data.*Split another"
@@ -244,9 +246,9 @@ def test_activations_of_the_shape_of_a_param_stay_where_they_are() -> None:
         h = jnp.tanh((x + params["positions"]).astype(BF16))
         return jnp.mean((h @ params["w"].astype(BF16)).astype(jnp.float32) ** 2)
 
-    params = {"positions": jnp.ones((64, 32)), "w": jnp.ones((32, 32)) / 32}
+    params = {"positions": ones(64, 32), "w": ones(32, 32)}
     shardings = fully_sharded(params, MESH, min_size=16)
-    args = jax.device_put(params, shardings), split_over(jnp.ones((64, 32)), "data")
+    args = jax.device_put(params, shardings), split_over(ones(64, 32), "data")
     ours, plain = (
         jax.jit(fun).lower(*args).compile().cost_analysis()["flops"]
         for fun in (reduced(loss, shardings), jax.value_and_grad(loss))
@@ -255,8 +257,8 @@ def test_activations_of_the_shape_of_a_param_stay_where_they_are() -> None:
 
 
 def test_microbatches_and_16_bit_params() -> None:
-    loss_fn, params, shardings, split, examples = scan_case()
-    low = jax.tree.map(lambda x: x.astype(BF16), split)
+    loss_fn, params, shardings, _, examples = scan_case()
+    low = jax.device_put(jax.tree.map(lambda x: np.asarray(x, BF16), params), shardings)
     fun = jaxmp.value_and_grad(loss_fn, microbatches=2, fsdp=FSDP(shardings=shardings))
     report = jaxmp.collectives(fun, low, examples)
     assert narrow_sums(report) == 0
@@ -338,17 +340,17 @@ def dense_loss(params: Any, x: Any) -> Any:
 @pytest.mark.parametrize(
     ("params", "says"),
     [
-        ({"w": jnp.ones((16, 8)), "b": jnp.ones(8)}, "structure of the params.*is none for 'b'$"),
-        ({"v": jnp.ones(8)}, "there is none for 'v', and there is no param 'w'"),
-        (WithW(jnp.ones((16, 8))), "the params are PyTreeDef.*, the shardings PyTreeDef"),
-        ({"w": jnp.ones((12, 8))}, r"'w' does not fit its shape \(12, 8\)"),
-        ({"w": jnp.ones(())}, r"'w' does not fit its shape \(\): .* at least 1 dim"),
+        ({"w": ones(16, 8), "b": ones(8)}, "structure of the params.*is none for 'b'$"),
+        ({"v": ones(8)}, "there is none for 'v', and there is no param 'w'"),
+        (WithW(ones(16, 8)), "the params are PyTreeDef.*, the shardings PyTreeDef"),
+        ({"w": ones(12, 8)}, r"'w' does not fit its shape \(12, 8\)"),
+        ({"w": ones()}, r"'w' does not fit its shape \(\): .* at least 1 dim"),
     ],
 )
 def test_says_what_does_not_fit(params: Any, says: str) -> None:
     fun = jaxmp.value_and_grad(dense_loss, fsdp=FSDP(shardings={"w": sharding("data")}))
     with pytest.raises(ValueError, match=says):
-        fun(params, jnp.ones((8, 16)))
+        fun(params, ones(8, 16))
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -363,12 +365,12 @@ def test_says_what_cannot_be_combined() -> None:
     grad = jaxmp.grad(dense_loss, fsdp=fsdp)
     mapped = jax.shard_map(grad, mesh=MESH, in_specs=(P(), P("data")), out_specs=P())
     with pytest.raises(ValueError, match=r"over data.* jax\.shard_map .*gather_params"):
-        mapped({"w": jnp.ones((16, 8))}, jnp.ones((8, 16)))
+        mapped({"w": ones(16, 8)}, ones(8, 16))
     narrow = "params=float32,compute=bfloat16,output=float32,reduce=bfloat16"
     tx = jaxmp.mixed_precision(optax.sgd(0.1), narrow)
-    state = jaxmp.TrainState.create(params={"w": jnp.ones((16, 8))}, tx=tx)
+    state = jaxmp.TrainState.create(params={"w": ones(16, 8)}, tx=tx)
     with pytest.raises(ValueError, match="with fsdp gradients are reduced in float32"):
-        jaxmp.make_train_step(dense_loss, fsdp=fsdp)(state, jnp.ones((8, 16)))
+        jaxmp.make_train_step(dense_loss, fsdp=fsdp)(state, ones(8, 16))
 
 
 def test_fully_sharded() -> None:
@@ -433,7 +435,7 @@ def test_large_params_that_cannot_be_split_are_named() -> None:
 
 
 def test_empty_leaves() -> None:
-    params = {"a": jnp.ones((16, 8)), "none": None, "b": [None, jnp.ones((8, 16))]}
+    params = {"a": ones(16, 8), "none": None, "b": [None, ones(8, 16)]}
     shardings = fully_sharded(params, MESH, min_size=1)
     assert shardings["none"] is None
     assert shardings["b"][0] is None
@@ -442,14 +444,14 @@ def test_empty_leaves() -> None:
     def loss(p: Any, x: Any) -> Any:
         return jnp.sum((x @ p["a"].astype(BF16) @ p["b"][1].astype(BF16)).astype(jnp.float32))
 
-    x = split_over(jnp.ones((16, 16), BF16), "data")
+    x = split_over(np.ones((16, 16), BF16), "data")
     _, grads = jax.jit(reduced(loss, shardings))(jax.device_put(params, shardings), x)
     assert grads["none"] is None
     np.testing.assert_array_equal(grads["a"], 16.0 * 16)
 
 
 def test_constrain_changes_no_number() -> None:
-    params = {"w": jnp.arange(128.0).reshape(16, 8)}
+    params = {"w": jax.device_put(np.arange(128.0).reshape(16, 8))}
     fsdp = FSDP(shardings={"w": sharding(None, "data")})
     laid = fsdp.constrain(params)
     assert tree_bits(laid) == tree_bits(params)

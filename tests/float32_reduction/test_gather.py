@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec as P
@@ -29,7 +30,7 @@ EXPERTS = 8
 
 
 def made(*shape: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(len(shape)), shape) / 8
+    return jax.device_put(np.random.default_rng(len(shape)).normal(size=shape) / 8)
 
 
 def params() -> dict[str, Any]:

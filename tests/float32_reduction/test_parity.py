@@ -20,7 +20,7 @@ P = jax.P
 
 def on_devices(function: Any, grads: np.ndarray) -> Any:
     """The results of all devices, each of which has one row; devices are what a vmap maps."""
-    return jax.jit(jax.vmap(function, axis_name="d"))(jnp.asarray(grads))
+    return jax.jit(jax.vmap(function, axis_name="d"))(grads)
 
 
 def test_the_records_are_there() -> None:
@@ -117,5 +117,5 @@ def test_a_reduce_scatter_in_float16(world: int) -> None:
         return jnp.sum(whole * g)
 
     w = jnp.zeros((world, 1, 4))
-    got = jax.jit(jax.vmap(jax.grad(local), axis_name="d"))(w, jnp.asarray(large))
+    got = jax.jit(jax.vmap(jax.grad(local), axis_name="d"))(w, large)
     np.testing.assert_allclose(got, 90000.0, rtol=1e-3)

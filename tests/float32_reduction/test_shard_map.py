@@ -187,7 +187,8 @@ def arguments(sharded: Sharded, mesh: Any) -> tuple[Any, Any]:
     random = np.random.default_rng(0)
     # What 16 bits hold, so that lookups by it are the same.
     w, x = (
-        jnp.asarray(random.normal(size=s), BF16).astype(F32) for s in (sharded.shape, (512, 16))
+        jax.device_put(random.normal(size=s).astype(BF16).astype(F32))
+        for s in (sharded.shape, (512, 16))
     )
     return split_over(w / 4, *sharded.weight, mesh=mesh), split_over(x, *sharded.batch, mesh=mesh)
 

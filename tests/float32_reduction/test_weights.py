@@ -243,11 +243,11 @@ def arguments() -> tuple[Any, Any, Frozen]:
     rng = np.random.default_rng(0)
 
     def normal(*shape: int) -> Any:
-        return jnp.asarray(rng.normal(size=shape), F32)
+        return jax.device_put(rng.normal(size=shape))
 
     params = {"w": normal(16, 16), "a": normal(16, 4), "v": normal(4, 16), "g": 1 + normal(16) / 8}
-    weight, mask = normal(16, 16), normal(16, 16) > 0
-    frozen = Frozen(weight, mask, jnp.float32(1.7), jnp.asarray(ROWS), jax.random.key(0))
+    numbers = rng.normal(size=(16, 16)), rng.normal(size=(16, 16)) > 0, np.float32(1.7), ROWS
+    frozen = Frozen(*jax.device_put(numbers), jax.random.key(0))
     return params, normal(64, 16), frozen
 
 
@@ -293,7 +293,7 @@ def test_gradients_are_sums_in_float32_of_what_is_split(name: str) -> None:
     assert all(row.direction == "forward" for row in weights), report
     whole = jaxmp.value_and_grad(loss_of(name, at_use), reduce_dtype="float32")
     one, another = compiled(whole), compiled(ours)
-    for mask in (frozen.mask, ~frozen.mask):  # the first number of which chooses a branch
+    for mask in (frozen.mask, ~np.asarray(frozen.mask)):  # its first number chooses a branch
         each = frozen._replace(mask=mask)
         _, wanted = one(params, x, each)
         _, grads = another(*args[:2], split_over(each))
@@ -305,8 +305,8 @@ def test_gradients_are_sums_in_float32_of_what_is_split(name: str) -> None:
 def test_gradients_of_float8_are_those_of_what_was_rounded(name: str) -> None:
     """Plain JAX rounds them to float8 as well."""
     params, x, frozen = arguments()
-    rounded = params["w"].astype(jnp.float8_e4m3fn).astype(F32)
-    exact = jax.grad(lambda w: jnp.mean(jnp.sin(x @ w) ** 2))(rounded)
+    rounded = np.asarray(params["w"]).astype(jnp.float8_e4m3fn).astype(F32)
+    exact = compiled(jax.grad(lambda w: jnp.mean(jnp.sin(x @ w) ** 2)))(rounded)
     errors = [
         relative_error(compiled(grad)(params, x, frozen)["w"], exact)
         for grad in (
@@ -380,9 +380,13 @@ def stored(layers: int, p: Any, x: Any) -> Any:
     return stream(layers, p, ref[...])
 
 
+def ones(*shape: int) -> jax.Array:
+    return jax.device_put(np.ones(shape))
+
+
 BATCHES = {
-    **dict.fromkeys((stream, stages, dropped_layers, chosen, called, stored), jnp.ones((32, 16))),
-    integers: {"bytes": jnp.ones((32, 16), jnp.uint8), "key": jax.random.key(0)},
+    **dict.fromkeys((stream, stages, dropped_layers, chosen, called, stored), ones(32, 16)),
+    integers: {"bytes": ones(32, 16).astype(jnp.uint8), "key": jax.random.key(0)},
 }
 
 
@@ -390,7 +394,7 @@ BATCHES = {
 @pytest.mark.parametrize("model", BATCHES)
 def test_a_stream_of_activations_is_no_param(model: Any, given: str) -> None:
     """Nor is what follows on what was added to positions, and has their shape."""
-    params = {"positions": jnp.ones((32, 16)), "bias": jnp.ones(16), "w": jnp.eye(16)}
+    params = {"positions": ones(32, 16), "bias": ones(16), "w": jax.device_put(np.eye(16))}
     batch = BATCHES[model]
 
     def per_layer(transform: Any, **options: Any) -> int:
@@ -418,14 +422,14 @@ def test_a_stream_of_activations_is_no_param(model: Any, given: str) -> None:
 
 def test_numpy_arrays_are_a_part_of_the_program() -> None:
     """A batch that is one is taken for numbers, and what is made of it for params."""
-    params = {"positions": jnp.ones((32, 16)), "bias": jnp.ones(16), "w": jnp.eye(16)}
+    params = {"positions": ones(32, 16), "bias": ones(16), "w": jax.device_put(np.eye(16))}
 
     def widened(x: Any) -> int:
         return wide_activations(
             jaxmp.grad(lambda p: stream(4, p, x), reduce_dtype="float32"), params
         )
 
-    assert widened(np.ones((32, 16))) > widened(jnp.ones((32, 16))) + 4 * 20
+    assert widened(np.ones((32, 16))) > widened(ones(32, 16)) + 4 * 20
 
 
 def in_a_loop(p: Any, x: Any, frozen: Frozen) -> Any:

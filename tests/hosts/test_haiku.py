@@ -41,7 +41,8 @@ def forward(x: jax.Array) -> jax.Array:
 
 
 NET = hk.without_apply_rng(hk.transform_with_state(forward))
-PARAMS, STATE = NET.init(jax.random.key(0), X)
+with jax.numpy_dtype_promotion("standard"):
+    PARAMS, STATE = jax.jit(NET.init)(jax.random.key(0), X)
 
 
 def loss_fn(params: Any, batch: Any, statistics: Any) -> Any:

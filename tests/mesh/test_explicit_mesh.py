@@ -251,7 +251,7 @@ def test_operations_for_which_jax_says_shardings_itself() -> None:
     state = jaxmp.TrainState.create(params=params, tx=tx)
     step = jaxmp.make_train_step(labels_loss, "mixed_bfloat16", donate=False)
     _, metrics = step(state, (x, labels))
-    wanted = labels_loss(*jax.device_get((params, (x, labels))))
+    wanted = jax.jit(labels_loss)(*jax.device_get((params, (x, labels))))
     np.testing.assert_allclose(metrics["loss"], wanted, rtol=0.01)
 
 
@@ -329,7 +329,7 @@ def test_programs_that_are_not_rewritten() -> None:
     """A solver holds programs of its own types: the loss is traced on automatic axes instead."""
     params, x, _ = params_of_words(fsdp=False)
     gradient = jaxmp.value_and_grad(solved, reduce_dtype="float32")
-    wanted = jax.value_and_grad(solved)(*jax.device_get((params[0], x)))
+    wanted = jax.jit(jax.value_and_grad(solved))(*jax.device_get((params[0], x)))
     for made, other in zip(jax.jit(gradient)(params[0], x), wanted, strict=True):
         assert relative_error(made, other) < 1e-5
 
@@ -530,7 +530,7 @@ class Linen(nn.Module):
 @pytest.mark.parametrize("statistics", [P(), P("data")], ids=["whole", "split"])
 def test_collections_keep_their_place(statistics: P) -> None:
     """Also if JAX does not know how the new ones lie: the next step is not traced anew."""
-    variables = Linen().init(jax.random.key(0), random_batch()[0])
+    variables = jax.jit(Linen().init)(jax.random.key(0), random_batch()[0])
     shardings = fully_sharded(variables["params"], MESH, min_size=1024)
     traces = 0
 

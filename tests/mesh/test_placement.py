@@ -20,7 +20,7 @@ ALONE = NamedSharding(jax.sharding.Mesh(jax.devices()[:1], ("data",)), P())
 
 
 def params() -> Any:
-    return {"w": jax.device_put(jnp.ones((16, 8)), SPLIT)}
+    return {"w": jax.device_put(np.ones((16, 8), np.float32), SPLIT)}
 
 
 def test_what_is_on_the_default_device_is_replicated() -> None:
@@ -63,7 +63,7 @@ def loss_fn(params: Any, x: Any) -> Any:
 @pytest.mark.parametrize("policy", ["mixed_float16", "bfloat16"])
 def test_a_step_of_a_state_that_was_made_at_once_compiles_once(policy: str, laid: Any) -> None:
     tx = jaxmp.mixed_precision(optax.adamw(1e-3), policy)
-    params = {"w": jax.device_put(jnp.ones((16, 8)), laid)}
+    params = {"w": jax.device_put(np.ones((16, 8), np.float32), laid)}
     state = jaxmp.TrainState.create(params=params, tx=tx, seen=jnp.int32(0))
     assert all(x.sharding.mesh == laid.mesh for x in jax.tree.leaves(state))
     assert state.opt_state.inner[0].mu["w"].sharding == laid
@@ -72,7 +72,7 @@ def test_a_step_of_a_state_that_was_made_at_once_compiles_once(policy: str, laid
         return loss_fn(params, x), {"seen": seen + 1}
 
     step = jaxmp.make_train_step(counting_loss, policy)
-    x = jax.device_put(jnp.ones((32, 16)), laid)
+    x = jax.device_put(np.ones((32, 16), np.float32), laid)
     for _ in range(3):
         state, _ = step(state, x)
     assert step._cache_size() == 1
@@ -94,7 +94,7 @@ def test_a_step_of_an_nnx_optimizer_compiles_once() -> None:
         _, grads = jaxmp.nnx.value_and_grad(lambda m: jnp.mean(m(x) ** 2))(model)
         optimizer.update(model, grads)
 
-    x = jax.device_put(jnp.ones((32, 16)), SPLIT)
+    x = jax.device_put(np.ones((32, 16), np.float32), SPLIT)
     for _ in range(3):
         step(model, optimizer, x)
     assert len(traced) == 1

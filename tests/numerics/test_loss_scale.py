@@ -29,6 +29,7 @@ def configs(draw: st.DrawFn) -> jaxmp.DynamicLossScale:
     )
 
 
+@pytest.mark.programs(70, reason="each example is a program")
 @settings(max_examples=60, deadline=None)
 @given(configs(), st.lists(st.booleans(), min_size=1, max_size=40))
 def test_against_the_reference(config: jaxmp.DynamicLossScale, overflows: list[bool]) -> None:
@@ -95,8 +96,8 @@ def test_unscaling_undoes_scaling_to_the_bit(exponent: int) -> None:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64"])
 def test_unscale_dtypes(dtype: str) -> None:
     state = jaxmp.StaticLossScale(2.0**10).init()
-    tree = {"g": jnp.full(3, 2.0**10, dtype), "i": jnp.arange(3), "n": np.ones(2, np.float16)}
-    out = state.unscale(tree)
+    tree = jax.device_put({"g": np.full(3, 2.0**10, dtype), "i": np.arange(3)})
+    out = state.unscale({**tree, "n": np.ones(2, np.float16)})
     assert out["g"].dtype == (jnp.complex64 if dtype == "complex64" else jnp.float32)
     np.testing.assert_array_equal(out["g"], np.ones(3))
     assert out["i"] is tree["i"]

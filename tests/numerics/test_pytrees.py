@@ -14,6 +14,7 @@ import flax.serialization
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
@@ -39,17 +40,22 @@ def optimizer(policy: str = "float16", **options: Any) -> jaxmp.MixedPrecision:
 
 
 # Numbers of which no two are alike, and an array that is stored in blocks.
-LARGE = {"w": jnp.sin(jnp.arange(64 * 128.0)).reshape(64, 128), "b": jnp.cos(jnp.arange(4.0))}
+W = np.sin(np.arange(64 * 128.0)).reshape(64, 128)
+LARGE = jax.device_put({"w": W, "b": np.cos(np.arange(4.0))})
 
 
 def stepped(tx: jaxmp.MixedPrecision, **collections: Any) -> jaxmp.TrainState:
-    state = jaxmp.TrainState.create(params=LARGE, tx=tx, **collections)
-    return state.apply_gradients(jax.tree.map(lambda p: jnp.sin(9 * p).astype(jnp.float32), LARGE))
+    @jax.jit
+    def step(params: Any, collections: Any) -> jaxmp.TrainState:
+        state = jaxmp.TrainState.create(params=params, tx=tx, **collections)
+        return state.apply_gradients(jax.tree.map(lambda p: jnp.sin(9 * p), params))
+
+    return step(LARGE, collections)
 
 
 def float8_state() -> jaxmp.TrainState:
     loss = jaxmp.autocast(lambda params, x: jnp.mean((x @ params["w"]) ** 2), "mixed_float8")
-    scales = jaxmp.float8.init_state(loss, LARGE, jnp.ones((16, 64)), history=4)
+    scales = jaxmp.float8.init_state(loss, LARGE, np.ones((16, 64), np.float32), history=4)
     return stepped(optimizer("mixed_float8"), float8=scales)
 
 
@@ -57,7 +63,7 @@ STATES: dict[str, Callable[[], Any]] = {
     "loss_scale": lambda: jaxmp.DynamicLossScale(min_scale=2.0).init(),
     "optimizer": lambda: optimizer().init(mixed_tree("float16")),
     "train": lambda: jaxmp.TrainState.create(
-        params=mixed_tree("float16"), tx=optimizer(), batch_stats={"m": jnp.ones(2)}
+        params=mixed_tree("float16"), tx=optimizer(), batch_stats={"m": np.ones(2)}
     ),
     "key": lambda: stepped(optimizer(), rng=jax.random.key(7), others=[jax.random.key(8)] * 2),
     "float8": float8_state,
@@ -125,11 +131,11 @@ def test_a_copied_optimizer_goes_on_with_the_same_bits(way: str) -> None:
     """Alone, and in a state: it has its functions, its policy and its loss scale."""
     tx = optimizer("float16", master="kahan", moments="bfloat16")
     state = stepped(tx)
-    grads = jax.tree.map(lambda p: jnp.cos(7 * p).astype(jnp.float32), LARGE)
+    grads = jax.tree.map(lambda p: np.cos(7 * np.asarray(p)), LARGE)
+    expected = jax.jit(jaxmp.TrainState.apply_gradients)(state, grads)
     for copied in (COPIES[way](tx), COPIES[way](state).tx):
         assert (copied.rules, copied.loss_scale) == (tx.rules, tx.loss_scale)
-        params, after = copied.apply_gradients(grads, state.opt_state, state.params)
-        expected = state.apply_gradients(grads)
+        params, after = jax.jit(copied.apply_gradients)(grads, state.opt_state, state.params)
         assert tree_bits((params, after)) == tree_bits((expected.params, expected.opt_state))
         again = jax.eval_shape(copied.init, state.params)
         assert jax.tree.structure(again) == jax.tree.structure(state.opt_state)
@@ -168,8 +174,9 @@ def blank(tree: Any) -> Any:
 
     def other(x: Any) -> Any:
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            return jax.random.clone(jax.random.split(x, 1)[0])
-        return jnp.zeros_like(x)
+            bits = np.zeros_like(jax.random.key_data(x))
+            return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(x))
+        return jax.device_put(np.zeros(x.shape, x.dtype))
 
     return jax.tree.map(other, tree)
 
@@ -199,7 +206,7 @@ def test_a_restored_state_trains_on() -> None:
     state = jaxmp.TrainState.create(params=LARGE, tx=tx)
     written = flax.serialization.to_bytes(state)
     restored = flax.serialization.from_bytes(blank(state), written)
-    a, b = step(restored, jnp.ones((4, 64))), step(state, jnp.ones((4, 64)))
+    a, b = (step(each, np.ones((4, 64), np.float32)) for each in (restored, state))
     assert tree_bits(a) == tree_bits(b)
     assert step._cache_size() <= 2
 

@@ -104,13 +104,18 @@ class NnxNet(nnx.Module):
         return self.head(jax.tree.leaves(out)[0]).astype(jnp.float32)
 
 
+def traced(fun: Any, *args: Any) -> Any:
+    """Calls a function with what is checked as it is traced: nothing is computed."""
+    return jax.eval_shape(lambda *args: fun(*args), *args)
+
+
 def run_linen(layer: nn.Module, rules: Any, strict: bool = True) -> Any:
     model = jaxmp.linen.apply_policy(LinenNet(layer), rules, strict=strict)
-    return model.apply(model.init(KEY, X), X)
+    return traced(model.apply, traced(model.init, KEY, X), X)
 
 
 def run_nnx(layer: Any, rules: Any, strict: bool = True) -> Any:
-    return jaxmp.nnx.apply_policy(NnxNet(layer), rules, strict=strict)(X)
+    return traced(jaxmp.nnx.apply_policy(NnxNet(layer), rules, strict=strict), X)
 
 
 FLAX = {"linen": (LinenLayer, run_linen), "nnx": (NnxLayer, run_nnx)}
@@ -183,7 +188,7 @@ def test_a_layer_that_is_the_model_is_named(flax: str) -> None:
         run(X)
     if flax == "linen":  # not only when it is initialised
         with pytest.raises(ValueError, match=r"Layer at '\(root\)' returns float32"):
-            linen.apply(LinenLayer("ignores").init(KEY, X), X)
+            traced(linen.apply, traced(LinenLayer("ignores").init, KEY, X), X)
 
 
 @on_both
@@ -224,9 +229,9 @@ def test_the_result_of_a_part_in_another_region_may_come_out(flax: str) -> None:
     rules = PolicyRules([("head", "float32"), ("**", "mixed_bfloat16")])
     if flax == "linen":
         model = jaxmp.linen.apply_policy(LinenModel(), rules, strict=True)
-        out = model.apply(model.init(KEY, X), X)
+        out = traced(model.apply, traced(model.init, KEY, X), X)
     else:
-        out = jaxmp.nnx.apply_policy(NnxModel(), rules, strict=True)(X)
+        out = traced(jaxmp.nnx.apply_policy(NnxModel(), rules, strict=True), X)
     assert out.dtype == jnp.float32
 
 
@@ -242,8 +247,8 @@ def test_inside_jit_scan_and_remat_of_linen() -> None:
 def test_a_decorated_class_of_linen() -> None:
     decorate = jaxmp.linen.with_policy(PolicyRules([("/", "mixed_bfloat16")]), strict=True)
     with pytest.raises(ValueError, match=r"at '\(root\)' returns float32"):
-        LinenNet(decorate(LinenLayer)("ignores")).init(KEY, X)
-    LinenNet(decorate(LinenLayer)("follows")).init(KEY, X)
+        traced(LinenNet(decorate(LinenLayer)("ignores")).init, KEY, X)
+    traced(LinenNet(decorate(LinenLayer)("follows")).init, KEY, X)
 
 
 def test_what_goes_through_is_not_what_a_module_returns() -> None:
@@ -297,12 +302,12 @@ def test_apply_policy_of_nnx_says_what_share_it_cannot_reach(low: str) -> None:
 
 def test_linen_says_so_when_the_model_is_initialised_and_once_when_it_is_applied() -> None:
     model = jaxmp.linen.apply_policy(LinenNet(LinenExperts()), "mixed_float16")
-    variables = LinenNet(LinenExperts()).init(KEY, X)
+    variables = traced(LinenNet(LinenExperts()).init, KEY, X)
     with pytest.warns(UserWarning, match=COUNTS):
-        model.apply(variables, X)
-    model.apply(variables, X)
+        traced(model.apply, variables, X)
+    traced(model.apply, variables, X)
     with pytest.warns(UserWarning, match=COUNTS):
-        model.init(KEY, X)
+        traced(model.init, KEY, X)
     with pytest.warns(UserWarning, match=COUNTS):
         table = jaxmp.linen.summary(model, KEY, X)
     assert table.unreached == 128
@@ -323,7 +328,7 @@ def test_params_of_scanned_layers_are_counted_whole() -> None:
             return layers(name="layers")(x, None)[0]
 
     with pytest.warns(UserWarning, match=r"\(192 of 408\).* of 'layers' \(192\)"):
-        jaxmp.linen.apply_policy(Stack(), "mixed_bfloat16").init(KEY, X)
+        traced(jaxmp.linen.apply_policy(Stack(), "mixed_bfloat16").init, KEY, X)
 
 
 @pytest.mark.slow
@@ -335,7 +340,7 @@ def test_what_is_reached_or_left_alone_is_not_said() -> None:
         PolicyRules([("layer", None)], default="mixed_bfloat16"),
     ):
         jaxmp.nnx.apply_policy(NnxNet(NnxExperts()), rules)
-        jaxmp.linen.apply_policy(LinenNet(LinenExperts()), rules).init(KEY, X)
+        traced(jaxmp.linen.apply_policy(LinenNet(LinenExperts()), rules).init, KEY, X)
     jaxmp.nnx.apply_policy(NnxNet(NnxLayer("follows", lists=True)), "mixed_bfloat16")
 
 
@@ -365,7 +370,7 @@ class Positioned(nn.Module):
 def test_a_module_without_inputs_to_cast_is_told_nothing() -> None:
     rules = jaxmp.PolicyRules([("*", "mixed_bfloat16")])
     model = jaxmp.linen.apply_policy(Positioned(), rules, strict=True)
-    assert model.apply(model.init(KEY, X), X).dtype == jnp.float32
+    assert traced(model.apply, traced(model.init, KEY, X), X).dtype == jnp.float32
 
 
 class OwnProduct(nnx.Module):

@@ -72,7 +72,7 @@ def operands(
             signed = -exponents[c] if c in seen else exponents[c]
             x *= np.exp2(signed).reshape([-1 if j == i else 1 for j in range(x.ndim)])
         seen |= set(letters)
-        made.append(jnp.asarray(x, "float32" if role == case.parameter else dtype))
+        made.append(jax.device_put(x.astype("float32" if role == case.parameter else dtype)))
     return made[0], made[1], made[2]
 
 
@@ -133,7 +133,7 @@ def test_the_check_sees_a_wrong_recipe() -> None:
 def test_long_sums_of_int8_do_not_wrap_around(recipe: str) -> None:
     """2**18 times 127 * 127 is more than an int32 holds; 2**17 times is less: a sum of codes."""
     for summed in (2**17, 2**18):
-        x, w = jnp.ones((16, summed), jnp.bfloat16), jnp.ones((summed, 16))
+        x, w = np.ones((16, summed), jnp.bfloat16), np.ones((summed, 16), np.float32)
         dot = functools.partial(
             jaxmp.float8.dot_general, dimension_numbers=(((1,), (0,)), ((), ())), recipe=recipe
         )
@@ -189,7 +189,7 @@ def test_an_overflow_is_seen(recipe: str) -> None:
 def test_zeros_stay_zeros(recipe: str) -> None:
     product, x, w, ct = matrices(recipe)
     for i in range(3):
-        args = [jnp.zeros_like(a) if i == j else a for j, a in enumerate((x, w, ct))]
+        args = [np.zeros_like(a) if i == j else a for j, a in enumerate((x, w, ct))]
         y, pull = jax.vjp(product, *args[:2])
         found = [np.asarray(a, np.float32) for a in (y, *pull(args[2]))]
         assert all(np.isfinite(a).all() for a in found)
@@ -237,8 +237,8 @@ LEFT_OUT: dict[str, tuple[Any, Any, Any, dict[str, Any], str]] = {
 def test_what_is_left_out_runs_in_16_bits_and_says_why(reason: str) -> None:
     """The gradient of its float32 weight is float32 all the same."""
     left, right, spec, options, text = LEFT_OUT[reason]
-    x = jnp.asarray(np.random.default_rng(0).normal(size=left), jnp.bfloat16)
-    w = jnp.ones(right) / 3
+    x = jax.device_put(np.random.default_rng(0).normal(size=left).astype(jnp.bfloat16))
+    w = jax.device_put(np.ones(right) / 3)
     tensorwise = get_recipe("tensorwise")
     assert tensorwise is not None
     numbers = Product(spec, tensorwise).numbers()
@@ -266,7 +266,7 @@ LEFT_OUT_OF_BLOCKS = {
 @pytest.mark.parametrize("reason", LEFT_OUT_OF_BLOCKS)
 def test_what_is_left_out_of_blocks(reason: str) -> None:
     left, right, text = LEFT_OUT_OF_BLOCKS[reason]
-    x, w = jnp.ones(left, jnp.bfloat16), jnp.ones(right)
+    x, w = np.ones(left, jnp.bfloat16), np.ones(right, np.float32)
     numbers = (((1,), (0,)), ((), ()))
     run = functools.partial(
         jaxmp.float8.dot_general, dimension_numbers=numbers, recipe="mxfp8:minimum=none"
@@ -283,7 +283,7 @@ def test_what_is_left_out_of_blocks(reason: str) -> None:
 @main_recipes
 def test_no_experts_and_no_elements(recipe: str) -> None:
     """Nothing shared, or a `vmap` over nothing: empty results, and no error."""
-    x, w = jnp.ones((0, 32, 64), jnp.bfloat16), jnp.ones((0, 64, 32))
+    x, w = np.ones((0, 32, 64), jnp.bfloat16), np.ones((0, 64, 32), np.float32)
     shared = functools.partial(
         jaxmp.float8.dot_general, dimension_numbers=(((2,), (1,)), ((0,), (0,))), recipe=recipe
     )

@@ -20,6 +20,7 @@ import jaxmp.nnx
 from jaxmp._numerics import user_warnings
 from jaxmp._program import cpu_compiler
 
+FEW: dict[str, Any] = {"kernel_init": nn.initializers.ones, "use_bias": False}  # operations
 PARAMS = {"w": np.ones((4, 2), np.float32)}
 TEXT = "the CPU compiler of jaxlib .* sums bfloat16 wrongly"
 USES = {
@@ -28,10 +29,10 @@ USES = {
         params=PARAMS, tx=jaxmp.mixed_precision(optax.sgd(0.1), policy)
     ),
     "autocast": lambda policy: jaxmp.autocast(lambda w: w @ w.T, policy)(PARAMS["w"]),
-    "linen": lambda policy: jaxmp.linen.apply_policy(nn.Dense(2), policy).init(
+    "linen": lambda policy: jaxmp.linen.apply_policy(nn.Dense(2, **FEW), policy).init(
         jax.random.key(0), PARAMS["w"]
     ),
-    "nnx": lambda policy: jaxmp.nnx.apply_policy(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), policy),
+    "nnx": lambda policy: jaxmp.nnx.apply_policy(nnx.Linear(2, 2, rngs=nnx.Rngs(0), **FEW), policy),
 }
 
 

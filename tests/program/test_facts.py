@@ -12,14 +12,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
 
-from jaxmp._program.facts import (
-    NONE,
-    Labels,
-    Question,
-    arguments_read,
-    made_of,
-    propagate,
-)
+from jaxmp._program.facts import NONE, Labels, Question, arguments_read, made_of, propagate
 from jaxmp._program.program import read
 
 pytestmark = pytest.mark.jax
@@ -76,7 +69,7 @@ PROGRAMS: dict[str, Callable[..., Any]] = {
         z,
     ),
 }
-ARGUMENTS = tuple(jnp.linspace(0.1, 0.4 + i, 4) for i in range(3))
+ARGUMENTS = jax.device_put(tuple(np.linspace(0.1, 0.4 + i, 4) for i in range(3)))
 
 
 def labels_of(fun: Callable[..., Any], given: Sequence[Labels]) -> list[Labels]:
@@ -89,8 +82,8 @@ def reached_by_nan(fun: Callable[..., Any]) -> list[set[int]]:
     """From which arguments each result is computed, as a NaN in one of them shows."""
     found: list[set[int]] = [set() for _ in jax.tree.leaves(jax.eval_shape(fun, *ARGUMENTS))]
     for i in range(len(ARGUMENTS)):
-        args = [jnp.full(4, jnp.nan) if i == j else x for j, x in enumerate(ARGUMENTS)]
-        for result, reached in zip(jax.tree.leaves(fun(*args)), found, strict=True):
+        args = [x * np.nan if i == j else x for j, x in enumerate(map(np.asarray, ARGUMENTS))]
+        for result, reached in zip(jax.tree.leaves(jax.jit(fun)(*args)), found, strict=True):
             if np.isnan(result).any():
                 reached.add(i)
     return found

@@ -14,13 +14,7 @@ from jax import lax
 
 import jaxmp
 from jaxmp._program import op_classes
-from jaxmp._program.op_classes import (
-    _TABLE,
-    CLASSES,
-    CONTRACTIONS,
-    COSTS,
-    OpClass,
-)
+from jaxmp._program.op_classes import _TABLE, CLASSES, CONTRACTIONS, COSTS, OpClass
 from jaxmp._program.op_lists import OpLists, op_lists
 from tests.support.dots import count_dots, equations
 
@@ -107,11 +101,7 @@ def test_the_other_lists_are_of_the_table() -> None:
 @pytest.mark.parametrize(
     ("lists", "error", "told"),
     [
-        (
-            {"lower": "tanh"},
-            TypeError,
-            r"got a string\. Write lower=\['tanh'\]",
-        ),
+        ({"lower": "tanh"}, TypeError, r"got a string\. Write lower=\['tanh'\]"),
         ({"float32": [jnp.tanh]}, TypeError, "float32 must list names of primitives such as 'exp'"),
         ({"promote": [1]}, TypeError, "got 1"),
         ({"lower": ["tanh"], "float32": ["tanh"]}, ValueError, "'tanh' is in two of the lists"),
@@ -180,11 +170,7 @@ def after_a_product(fun: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
     ],
 )
 def test_what_an_override_does(
-    fun: Callable[..., Any],
-    primitive: str,
-    without: str,
-    lists: dict[str, Any],
-    with_them: str,
+    fun: Callable[..., Any], primitive: str, without: str, lists: dict[str, Any], with_them: str
 ) -> None:
     assert dtypes(fun, primitive) == [without]
     assert dtypes(fun, primitive, **lists) == [with_them]

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 # Optimizers that need more than gradients, by the extra argument that they want.
@@ -92,7 +93,6 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = (
 
 def mixed_tree(dtype: str = "bfloat16") -> dict[str, jax.Array]:
     """Params of which one is narrow and one is its own master."""
-    return {
-        "low": jnp.linspace(-1.0, 1.0, 12, dtype=jnp.float32).reshape(4, 3).astype(dtype),
-        "wide": jnp.linspace(0.5, 1.5, 3, dtype=jnp.float32),
-    }
+    low = np.linspace(-1.0, 1.0, 12, dtype=np.float32).reshape(4, 3)
+    wide = np.linspace(0.5, 1.5, 3, dtype=np.float32)
+    return jax.device_put({"low": low.astype(jnp.dtype(dtype)), "wide": wide})

@@ -8,6 +8,9 @@ import pytest
 
 Count = Callable[[], int]
 
+# Of one operation each, they take half a second.
+MOST_PROGRAMS = 30
+
 
 @pytest.fixture
 def compilations() -> Iterator[Count]:
@@ -21,3 +24,19 @@ def compilations() -> Iterator[Count]:
     jax.monitoring.register_event_duration_secs_listener(listen)
     yield lambda: count
     jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.fixture(autouse=True)
+def budget(request: pytest.FixtureRequest, compilations: Count) -> Iterator[None]:
+    """Fails a quick case that compiles more programs than it may.
+
+    Inputs and comparisons by NumPy compile nothing, nor does `jax.device_put`; one `jax.jit` around
+    what a case computes is one program. `@pytest.mark.programs(N, reason=...)` is for cases about
+    operations outside of `jit`.
+    """
+    yield
+    mark = request.node.get_closest_marker("programs")
+    most = mark.args[0] if mark else MOST_PROGRAMS
+    is_quick = not any(map(request.node.get_closest_marker, ("slow", "exhaustive")))
+    if is_quick and (count := compilations()) > most:
+        pytest.fail(f"compiled {count} programs, where {most} are allowed: see {__name__}")

@@ -8,17 +8,15 @@ import numpy as np
 
 
 def mlp(dtype: str = "float32") -> dict[str, Any]:
-    keys = jax.random.split(jax.random.key(0), 4)
+    random = np.random.default_rng(0)
     shapes = {"w1": (8, 16), "b1": (16,), "w2": (16, 8), "b2": (8,)}
-    return {
-        name: jax.random.normal(key, shape, dtype) * jnp.asarray(0.5, dtype)
-        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
-    }
+    values = {name: 0.5 * random.standard_normal(shape) for name, shape in shapes.items()}
+    return jax.device_put({name: x.astype(jnp.dtype(dtype)) for name, x in values.items()})
 
 
 def data(rows: int = 32) -> tuple[jax.Array, jax.Array]:
-    x, y = jax.random.normal(jax.random.key(1), (2, rows, 8))
-    return x, y
+    x, y = np.random.default_rng(1).standard_normal((2, rows, 8), np.float32)
+    return jax.device_put((x, y))
 
 
 def loss_fn(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
@@ -40,7 +39,7 @@ def representable(x: Any, dtype: Any) -> float:
     """The part of the elements, zeros apart, that a narrower dtype has too."""
     x = np.asarray(x)
     x = x[x != 0]
-    return float(np.mean(np.asarray(jnp.asarray(x).astype(dtype).astype(x.dtype)) == x))
+    return float(np.mean(x.astype(dtype).astype(x.dtype) == x))
 
 
 def narrow_sums(report: Collectives) -> int:

@@ -511,27 +511,27 @@ def cases(quick: Names, slow: Names, faults: dict[Any, str] = {}) -> Any:  # noq
 
 def params_of(model: Model) -> Params:
     """Params that are what their rounding is."""
-    keys = jax.random.split(jax.random.key(1), len(model.shapes))
+    random = np.random.default_rng(1)
     return {
-        name: (
-            jax.random.normal(key, shape) * (0.3 if len(shape) > 1 else 0.1)
-            + (0 if len(shape) > 1 else 1)
+        name: rounded(
+            0.3 * random.normal(size=shape)
+            if len(shape) > 1
+            else 1 + 0.1 * random.normal(size=shape)
         )
-        .astype(jnp.bfloat16)
-        .astype(F32)
-        for key, (name, shape) in zip(keys, model.shapes.items(), strict=True)
+        for name, shape in model.shapes.items()
     }
+
+
+def rounded(x: Any) -> jax.Array:
+    """Numbers of 16 bits, in float32."""
+    return jax.device_put(np.asarray(x).astype(jnp.bfloat16).astype(F32))
 
 
 def batch() -> Batch:
     random = np.random.default_rng(0)
-
-    def floats(*shape: int) -> Any:
-        return jnp.asarray(random.normal(size=shape), jnp.bfloat16).astype(F32)
-
     return Batch(
-        floats(BATCH, WIDTH),
-        floats(BATCH, 6, 6, 3),
-        jnp.asarray(random.integers(0, 32, (BATCH, 8))),
-        jnp.asarray(random.integers(0, 4, BATCH)),
+        rounded(random.normal(size=(BATCH, WIDTH))),
+        rounded(random.normal(size=(BATCH, 6, 6, 3))),
+        jax.device_put(random.integers(0, 32, (BATCH, 8))),
+        jax.device_put(random.integers(0, 4, BATCH)),
     )

@@ -38,20 +38,21 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 
 def tree(seed: int, scale: float = 1.0) -> Any:
     rng = np.random.default_rng(seed)
-    return {
-        name: jnp.asarray(rng.standard_normal(shape) * scale, jnp.float32)
-        for name, shape in SHAPES.items()
-    }
+    values = {name: rng.standard_normal(shape) * scale for name, shape in SHAPES.items()}
+    return jax.device_put(jax.tree.map(np.float32, values))
 
 
-def random_words(shape: tuple[int, ...], seed: int = 0) -> Any:
-    return hashed_words(shape, [jnp.uint32(seed)])
+@jax.jit
+def coded(x: Any) -> Any:
+    """A number for each, rounded by random words, and its codes."""
+    codes = encode(x, hashed_words(x.shape, [jnp.uint32(0)]))
+    return decode(codes), codes
 
 
 def trained(tx: Any, steps: int = 60) -> tuple[Any, Any]:
     """Params that go toward a target under noisy gradients."""
     target = tree(0)
-    params = jax.tree.map(jnp.zeros_like, target)
+    params = jax.device_put(jax.tree.map(np.zeros_like, target))
     state = tx.init(params)
 
     @jax.jit
@@ -76,8 +77,8 @@ def test_trains_as_in_float32(name: str, dtype: Any) -> None:
     large = [x for x in jax.tree.leaves(exact_state) if jnp.size(x) >= 4096]
     assert len(stored) == len(large) > 0 or name == "adafactor"
     for key in SHAPES:
-        moved = float(jnp.linalg.norm(exact[key]))
-        apart = float(jnp.linalg.norm(near[key] - exact[key]))
+        moved = np.linalg.norm(exact[key])
+        apart = np.linalg.norm(np.subtract(near[key], exact[key]))
         assert apart <= 0.05 * moved, (key, apart / moved)
 
 
@@ -203,14 +204,14 @@ def test_codes_are_unbiased(shape: tuple[int, ...]) -> None:
     """The mean over words that are evenly spaced is the number, as near as so many can be."""
     count = 256
     x = np.random.default_rng(0).standard_normal(shape).astype(np.float32) ** 5
-    coded = jax.jit(lambda word: decode(encode(jnp.asarray(x), jnp.full(shape, word, jnp.uint32))))
+    by = jax.jit(lambda word: decode(encode(jnp.asarray(x), jnp.full(shape, word, jnp.uint32))))
     words = (np.arange(count, dtype=np.uint32) * 2 + 1) * np.uint32(2**31 // count)
-    mean = np.mean([np.asarray(coded(word), np.float64) for word in words], 0)
+    mean = np.mean([np.asarray(by(word), np.float64) for word in words], 0)
     between, least = distances(x)
     bound = between / count + least + 1e-6 * np.abs(x)
     assert np.all(np.abs(mean - x) <= bound)
     # Positive control: to nearest, most are further away.
-    nearest = np.asarray(coded(np.uint32(2**31)), np.float64)
+    nearest = np.asarray(by(np.uint32(2**31)), np.float64)
     assert np.mean(np.abs(nearest - x) <= bound) < 0.3
 
 
@@ -219,28 +220,30 @@ def test_codes_are_near(shape: tuple[int, ...]) -> None:
     """A number and its code differ by less than one step, in its own block."""
     x = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
     x.reshape(-1)[0] = 1e6  # an outlier spoils its own block alone
-    codes = encode(jnp.asarray(x), random_words(shape))
+    near, codes = coded(x)
     assert codes.scales.shape == blocks_of(shape)
-    off = np.abs(np.asarray(decode(codes), np.float64) - x)
+    off = np.abs(np.asarray(near, np.float64) - x)
     assert np.all(off <= distances(x)[0] + 1e-6 * np.abs(x))
     assert np.median(off) < 0.02 * np.median(np.abs(x))
-    zero = decode(encode(jnp.zeros(shape, jnp.float32), random_words(shape)))
+    zero, _ = coded(np.zeros(shape, np.float32))
     np.testing.assert_array_equal(zero, np.zeros(shape))
 
 
 def test_what_is_not_zero_does_not_become_zero() -> None:
     """Nothing is divided by second moments then."""
-    x = jnp.full((8, 128), 1e-9, jnp.float32).at[0, 0].set(1.0).at[1, 1].set(0.0)
-    down = jnp.full(x.shape, 2**32 - 1, jnp.uint32)
-    codes = encode(x, down).codes
+    x = np.full((8, 128), 1e-9, np.float32)
+    x[0, 0], x[1, 1] = 1.0, 0.0
+    down = np.full(x.shape, 2**32 - 1, np.uint32)
+    codes = np.asarray(jax.jit(encode)(x, down).codes)
     assert codes[1, 1] == 0
-    assert bool(jnp.all((codes != 0) | (x == 0)))
+    assert np.all((codes != 0) | (x == 0))
 
 
 def test_what_is_not_finite_is_seen() -> None:
-    for bad in (jnp.inf, jnp.nan):
-        x = jnp.ones((64, 128), jnp.float32).at[3, 5].set(bad)
-        assert not bool(jnp.all(jnp.isfinite(decode(encode(x, random_words(x.shape))))))
+    for bad in (np.inf, np.nan):
+        x = np.ones((64, 128), np.float32)
+        x[3, 5] = bad
+        assert not np.all(np.isfinite(coded(x)[0]))
 
 
 def test_codes_of_the_first_state_are_computed_by_the_program() -> None:

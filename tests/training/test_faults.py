@@ -48,13 +48,11 @@ def new_state(policy: str, config: Any, skip: Any) -> jaxmp.TrainState:
         optax.inject_hyperparams(optax.adamw)(optax.cosine_decay_schedule(1e-2, STEPS)),
     )
     tx = jaxmp.mixed_precision(inner, policy, loss_scale=config, skip=skip)
-    k1, k2 = jax.random.split(jax.random.key(0))
-    params = {
-        "w1": jax.random.normal(k1, (4, 8)),
-        "b1": jnp.zeros(8),
-        "w2": jax.random.normal(k2, (8, 2)),
-    }
-    stats = {"mean": jnp.zeros(4), "count": jnp.int32(0)}
+    random = np.random.default_rng(1)
+    shapes = {"w1": (4, 8), "b1": (8,), "w2": (8, 2)}
+    params = {name: random.normal(size=s).astype(np.float32) for name, s in shapes.items()}
+    stats = {"mean": np.zeros(4, np.float32), "count": np.int32(0)}
+    params, stats = jax.device_put((params, stats))
     return jaxmp.TrainState.create(params=params, tx=tx, stats=stats)
 
 

@@ -50,14 +50,15 @@ MOVING: dict[str, Callable[[], Any]] = {
 
 
 def params(dtype: Any = jnp.bfloat16) -> dict[str, Any]:
-    return {"base": jnp.ones((64, 32), dtype), "lora": jnp.zeros((2, 32), jnp.bfloat16)}
+    values = {"base": np.ones((64, 32), dtype), "lora": np.zeros((2, 32), jnp.bfloat16)}
+    return jax.device_put(values)
 
 
 def steps(inner: Any, params: Any, count: int = 4) -> Any:
     tx = jaxmp.mixed_precision(inner, "bfloat16")
     state = tx.init(params)
+    grads = jax.tree.map(lambda p: np.ones(p.shape, np.float32), params)
     for _ in range(count):
-        grads = jax.tree.map(lambda p: jnp.ones(p.shape), params)
         params, state = jax.jit(tx.apply_gradients)(grads, state, params)
     return params, state
 

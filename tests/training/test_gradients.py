@@ -39,7 +39,7 @@ def test_low_precision(dtype: str, microbatches: int) -> None:
     wide = {k: np.asarray(v, np.float64) for k, v in params.items()}
     want_loss, want = mlp_loss_and_grads(wide, x, y)
     fun = jaxmp.value_and_grad(loss_fn, loss_scale=2.0**8, microbatches=microbatches)
-    loss, grads = fun(params, x, y)
+    loss, grads = jax.jit(fun)(params, x, y)
     assert {g.dtype for g in jax.tree.leaves((loss, grads))} == {jnp.dtype("float32")}
     eps = float(jnp.finfo(dtype).eps)
     np.testing.assert_allclose(loss, want_loss, rtol=8 * eps)
@@ -91,19 +91,19 @@ def test_argnums_and_aux(argnums: Any) -> None:
     def fun(a: jax.Array, b: jax.Array, *, c: float = 2.0) -> tuple[jax.Array, dict[str, Any]]:
         return jnp.sum(a * a * b) * c, {"n": jnp.int32(3), "key": jax.random.key(0)}
 
-    a, b = jnp.arange(3.0), jnp.float32(3.0)
-    want_value, want = jax.value_and_grad(fun, argnums, has_aux=True)(a, b, c=4.0)
+    a, b = jax.device_put((np.arange(3, dtype=np.float32), np.float32(3.0)))
+    want_value, want = jax.jit(jax.value_and_grad(fun, argnums, has_aux=True))(a, b, c=4.0)
     value, grads = jaxmp.value_and_grad(fun, argnums, True, loss_scale=8.0)(a, b, c=4.0)
     jax.tree.map(np.testing.assert_array_equal, (value[0], grads), (want_value[0], want))
     assert value[1]["n"] == 3
-    only, aux = jaxmp.grad(fun, argnums, has_aux=True)(a, b, c=4.0)
+    only, aux = jax.jit(jaxmp.grad(fun, argnums, has_aux=True))(a, b, c=4.0)
     jax.tree.map(np.testing.assert_array_equal, only, want)
     assert aux["n"] == 3
 
 
 def test_wide_dtypes_stay_wide() -> None:
-    grads = jaxmp.grad(lambda p: jnp.real(jnp.sum(p["c"])) + p["f"], loss_scale=4.0)(
-        {"c": jnp.ones(2, jnp.complex64), "f": jnp.float32(1.0)}
+    grads = jax.jit(jaxmp.grad(lambda p: jnp.real(jnp.sum(p["c"])) + p["f"], loss_scale=4.0))(
+        {"c": np.ones(2, np.complex64), "f": jnp.float32(1.0)}
     )
     assert grads["c"].dtype == jnp.complex64
     np.testing.assert_array_equal(grads["c"], np.ones(2))
@@ -125,6 +125,7 @@ def test_under_vmap_and_second_derivative() -> None:
     np.testing.assert_allclose(hessian, 6 * np.arange(4.0))
 
 
+@pytest.mark.programs(50, reason="gradients without jit are warned of too")
 @pytest.mark.parametrize("compile", [lambda f: f, jax.jit])
 @pytest.mark.parametrize("around", [lambda f: f, jax.checkpoint])
 def test_float16_without_a_scale_is_warned_of(around: Any, compile: Any) -> None:
@@ -138,7 +139,8 @@ def test_float16_without_a_scale_is_warned_of(around: Any, compile: Any) -> None
         low = jnp.tanh(x.astype(jnp.float16) @ params["layer"]["w"].astype(jnp.float16))
         return jnp.mean(low.astype(jnp.float32)) * 1e-9
 
-    params, x = {"layer": {"w": jnp.ones((2, 2))}, "b": jnp.ones(2)}, jnp.ones((3, 2))
+    w, b, x = (np.ones(shape, np.float32) for shape in ((2, 2), 2, (3, 2)))
+    params, x = jax.device_put(({"layer": {"w": w}, "b": b}, x))
     with pytest.warns(
         UserWarning, match="gradients of 'b', 'layer/w' pass through float16 without"
     ):
@@ -146,8 +148,8 @@ def test_float16_without_a_scale_is_warned_of(around: Any, compile: Any) -> None
     assert not np.any(grads["layer"]["w"])  # positive control: this is what is warned of
     # A scale, one that is said to be none, or another dtype: no warning, which would be an error.
     assert np.any(compile(jaxmp.grad(loss, loss_scale=2.0**16))(params, x)["layer"]["w"])
-    compile(jaxmp.grad(loss, loss_scale=1.0))(params, x)
-    compile(
+    jax.jit(jaxmp.grad(loss, loss_scale=1.0))(params, x)
+    jax.jit(
         jaxmp.grad(
             lambda p, x: jnp.mean(
                 x.astype(jnp.bfloat16) @ p["layer"]["w"].astype(jnp.bfloat16)
@@ -244,7 +246,7 @@ def test_float16_that_a_loop_carries_is_warned_of() -> None:
 def test_float16_data_is_not_warned_of() -> None:
     """What the backward pass keeps may be data, of which the gradients are float32."""
     wide = jax.checkpoint(lambda w, x: jnp.mean(jnp.sin(x.astype(jnp.float32) @ w)))
-    assert np.any(jaxmp.grad(wide)(jnp.ones(3), jnp.ones((2, 3), jnp.float16)))
+    assert np.any(jaxmp.grad(wide)(np.ones(3, np.float32), np.ones((2, 3), np.float16)))
 
     @jax.checkpoint
     def taught(w: Any, x: Any) -> Any:
@@ -252,9 +254,12 @@ def test_float16_data_is_not_warned_of() -> None:
         teacher = jnp.tanh(x.astype(jnp.float16) * 2).astype(jnp.float32)
         return jnp.mean((jnp.tanh(teacher @ w) - teacher[:, 0]) ** 2)
 
-    xs = jnp.ones((2, 2, 3))
-    assert np.any(jaxmp.grad(taught)(jnp.ones(3), xs[0]))
-    assert np.any(jaxmp.grad(lambda w, xs: lax.map(lambda x: taught(w, x), xs).sum())(xs[0, 0], xs))
+    def mapped(w: Any, xs: Any) -> Any:
+        return lax.map(lambda x: taught(w, x), xs).sum()
+
+    xs = np.ones((2, 2, 3), np.float32)
+    assert np.any(jax.jit(jaxmp.grad(taught))(xs[0, 0], xs[0]))
+    assert np.any(jax.jit(jaxmp.grad(mapped))(xs[0, 0], xs))
 
 
 @pytest.mark.parametrize("function", [jaxmp.grad, jaxmp.value_and_grad])
@@ -269,8 +274,9 @@ def test_grad_has_the_options_of_value_and_grad() -> None:
     assert own == set(GradientKeywords.__annotations__)
     params, batch = mlp(), data()
     options: Any = {"loss_scale": 2.0**10, "microbatches": 4, "reduce_dtype": jnp.float32}
-    _, grads = jaxmp.value_and_grad(loss_fn, **options)(params, *batch)
-    assert_close(jaxmp.grad(loss_fn, **options)(params, *batch), grads, 0)
-    got = jaxmp.grad(lambda *args: (loss_fn(*args), 1), has_aux=True, **options)(params, *batch)
+    _, grads = jax.jit(jaxmp.value_and_grad(loss_fn, **options))(params, *batch)
+    assert_close(jax.jit(jaxmp.grad(loss_fn, **options))(params, *batch), grads, 0)
+    with_aux = jaxmp.grad(lambda *args: (loss_fn(*args), 1), has_aux=True, **options)
+    got = jax.jit(with_aux)(params, *batch)
     assert_close(got[0], grads, 0)
     assert got[1].shape == (4,)

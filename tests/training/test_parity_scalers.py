@@ -54,7 +54,7 @@ def test_gradscaler(case: dict[str, Any]) -> None:
     state, outputs, start = config.init(), [], 0
     # A reload is a trip through host memory into a config of the same values.
     for stop in [*case.get("load_at", []), length]:
-        state = jaxmp.LossScaleState(*(jnp.asarray(np.array(x)) for x in state))
+        state = jax.device_put(jax.tree.map(np.array, state))
         state, out = run(state, (grads[start:stop], set_to[start:stop]))
         outputs.append(out)
         start = stop

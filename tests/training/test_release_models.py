@@ -6,6 +6,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from jax import lax
@@ -28,7 +29,7 @@ from tests.training.test_gradient_release import (
 pytestmark = [pytest.mark.jax, pytest.mark.usefixtures("standard_promotion")]
 
 LAYERS, WIDTH = 3, 16
-TOKENS = (jnp.arange(32).reshape(8, 4) * 7) % 20
+TOKENS = jax.device_put((np.arange(32, dtype=np.int32).reshape(8, 4) * 7) % 20)
 OPTIMIZER = optax.chain(clip_by_layers(0.1), optax.adamw(1e-3))
 
 
@@ -128,13 +129,6 @@ def test_eight_devices(axes: str, layout: str) -> None:
     if layout == "replicated":
         specs = jax.tree.map(lambda spec: P(), specs, is_leaf=lambda x: isinstance(x, P))
 
-    def sharded() -> Any:
-        values = params()
-        values["table"] = values["table"][:48]
-        return jax.tree.map(
-            lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), values, specs
-        )
-
     def loss(params: Any, tokens: Any) -> Any:
         # On explicit axes JAX takes this lookup, and no product of two arrays split over one axis.
         where = {"out_sharding": P("data")} if (axes, layout) == ("Explicit", "replicated") else {}
@@ -143,9 +137,9 @@ def test_eight_devices(axes: str, layout: str) -> None:
         return jnp.square(x - 1).mean()
 
     with jax.set_mesh(mesh):
-        tokens = jax.device_put((jnp.arange(32) * 7) % 48, rows)
-        values = sharded()
-        shardings = jax.tree.map(lambda x: x.sharding, values)
+        tokens = jax.device_put((np.arange(32, dtype=np.int32) * 7) % 48, rows)
+        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+        values = jax.device_put(params(vocabulary=48), shardings)
         fsdp = jaxmp.sharding.FSDP(shardings=shardings, axis="data") if layout == "fsdp" else None
         tx = jaxmp.mixed_precision(optax.adamw(1e-3), "mixed_bfloat16")
         state, buffered, released = steps_of(tx, loss, lambda: values, fsdp=fsdp)
@@ -210,12 +204,12 @@ def test_steps_on_explicit_axes(types: str, loss: Any, options: dict[str, Any]) 
     """Fully sharded over one axis or two, with replicas or split in two ways."""
     kinds = tuple(getattr(AxisType, kind) for kind in types.split())
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=kinds)
-    values = params() | {"table": params()["table"][:48]}
+    values = params(vocabulary=48)
     shardings = fully_sharded(values, mesh, min_size=64, **options)
     fsdp = FSDP(shardings=shardings, axis=options.get("axis", "data"))
     with jax.set_mesh(mesh):
         values = jax.device_put(values, shardings)
-        tokens = (jnp.arange(64).reshape(16, 4) * 7) % 48
+        tokens = (np.arange(64, dtype=np.int32).reshape(16, 4) * 7) % 48
         tokens = jax.device_put(tokens, NamedSharding(mesh, P("data")))
         tx = jaxmp.mixed_precision(OPTIMIZER, "mixed_bfloat16")
         state = jaxmp.TrainState.create(params=values, tx=tx)
@@ -232,7 +226,7 @@ def test_steps_on_explicit_axes(types: str, loss: Any, options: dict[str, Any]) 
 def test_a_loop_of_ones_own_on_explicit_axes() -> None:
     """Without a train step: the new params lie as the old ones."""
     mesh = jax.make_mesh((8,), ("data",))
-    values = params() | {"table": params()["table"][:48]}
+    values = params(vocabulary=48)
     shardings = fully_sharded(values, mesh, min_size=64)
     values = jax.device_put(values, shardings)
     gradient = jaxmp.value_and_grad(tied, fsdp=FSDP(shardings=shardings), reduce_dtype="float32")
@@ -243,7 +237,7 @@ def test_a_loop_of_ones_own_on_explicit_axes() -> None:
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, loss
 
-    tokens = (jnp.arange(64).reshape(16, 4) * 7) % 48
+    tokens = (np.arange(64, dtype=np.int32).reshape(16, 4) * 7) % 48
     args = values, tx.init(values), jax.device_put(tokens, NamedSharding(mesh, P("data")))
     want, new = jax.jit(step)(*args), jax.jit(jaxmp.release_gradients(step))(*args)
     assert not different(want, new, rtol=1e-4)
@@ -269,7 +263,8 @@ def test_statistics_of_a_forward_pass_are_not_computed_again() -> None:
         is_finite = jnp.isfinite(optax.tree.norm(grads))
         return jax.tree.map(lambda x, y: jnp.where(is_finite, x, y), values, (params, means))
 
-    args = params(), jnp.zeros((LAYERS, 17, 32)), jnp.arange(17)  # a sixteenth of the gradients
+    means = np.zeros((LAYERS, 17, 32), np.float32)  # a sixteenth of the gradients
+    args = params(), means, np.arange(17, dtype=np.int32)
     released = jaxmp.release_gradients(step)
     assert not different(jax.jit(step)(*args), jax.jit(released)(*args), rtol=1e-5)
     closed = jax.make_jaxpr(released)(*args)

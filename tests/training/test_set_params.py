@@ -64,7 +64,7 @@ class ByState:
         self.apply = compile(lambda state, grads: state.apply_gradients(grads))
 
     def set(self, param: Any) -> None:
-        self.state = self.state.replace(params={"w": jnp.asarray(param)})
+        self.state = self.state.replace(params={"w": jax.device_put(param)})
 
     def step(self, grad: Any) -> None:
         self.state = self.apply(self.state, {"w": grad})
@@ -89,7 +89,7 @@ class ByUpdates:
         self.apply = compile(step)
 
     def set(self, param: Any) -> None:
-        self.params = {"w": jnp.asarray(param)}
+        self.params = {"w": jax.device_put(param)}
 
     def step(self, grad: Any) -> None:
         self.params, self.state = self.apply(self.params, self.state, {"w": grad})
@@ -201,6 +201,6 @@ def test_lost_params_are_followed() -> None:
 
 def test_a_format_without_negative_zero() -> None:
     """In fnuz formats the pattern of minus zero is NaN."""
-    param = jnp.asarray(jnp.nan, jnp.float8_e4m3fnuz)
+    param = jnp.asarray(np.nan, jnp.float8_e4m3fnuz)
     assert np.isnan(follow(jnp.float32(0.0), param))
     assert follow(jnp.float32(1e-9), jnp.zeros((), jnp.float8_e4m3fnuz)) == jnp.float32(1e-9)
