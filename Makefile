@@ -34,7 +34,7 @@ demo: $(VENV)/.installed
 
 # Tests and doctests, without those that take long, and with few cases of each.
 test: $(VENV)/.installed
-	$(RUN) -m pytest -m "not slow and not exhaustive" --cases=$(CASES)
+	$(RUN) -m pytest -m "not slow and not exhaustive" --cases=$(CASES) --share=$(SHARE)
 
 # The annotations of the package, checked as it runs.
 annotations: $(VENV)/.installed
