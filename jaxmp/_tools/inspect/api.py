@@ -101,7 +101,7 @@ def audit(fn: Callable[..., Any], *args: Any, compiled: Any = False, **kwargs: A
         raise TypeError(f"audit takes a function and its arguments, got {type(fn).__name__}")
     # Only arrays are traced. Other values, such as functions and flags, are passed on unchanged.
     arrays, call = closed_over(fn, args, kwargs)
-    # Any other context than before: of a function that JAX has traced already, such as a branch, the
+    # A context unlike all before: of a function that JAX has traced already, such as a branch, the
     # program would have the lines of its first caller.
     with compat.IS_READ(object()):
         jaxpr, result = jax.make_jaxpr(call, return_shape=True)(arrays)
