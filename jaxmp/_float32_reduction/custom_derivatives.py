@@ -100,9 +100,12 @@ class _Float32Sums(Rules[Any]):
             names = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
             return [scatter(*operands, **{name: params[name] for name in names})]
         if op.name in CONTRACTIONS and is_half(op.out_avals[0]):
-            wide = {**params, "preferred_element_type": FLOAT32}
-            low = op.out_avals[0].dtype
-            return [product(op.equation.primitive, wide, operands, (None, None), compute=low)]
+            wide, low = {"preferred_element_type": FLOAT32}, op.out_avals[0].dtype
+            if any(aval.dtype != low for aval in op.in_avals[:2]):
+                return compat.bind(op.equation, operands, **wide)
+            # CPUs do not run each such product: not those that `vmap` makes.
+            multiply = functools.partial(product, op.equation.primitive, params | wide)
+            return [multiply(operands, (None, None), compute=low)]
         return compat.bind(op.equation, operands)
 
 

@@ -91,6 +91,12 @@ def bind(equation: core.JaxprEqn, values: Sequence[Any], **changed: Any) -> list
 IS_READ: Any = jax.make_user_context(default_value=False)  # whether jaxmp reads what is traced
 
 
+def to_be_read() -> contextlib.AbstractContextManager[None]:
+    """Says that jaxmp reads what is traced within."""
+    context: contextlib.AbstractContextManager[None] = IS_READ(IS_READ.value or True)
+    return context
+
+
 def trace(fun: Callable[..., Any], avals: Sequence[Any]) -> core.ClosedJaxpr:
     """Traces a function of arrays as the body of an equation, with an empty name stack."""
     with source_info_util.reset_name_stack():

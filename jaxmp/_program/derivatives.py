@@ -40,7 +40,7 @@ def _trace(
     equation: core.JaxprEqn, fun: Callable[..., Any], avals: Sequence[Any]
 ) -> core.ClosedJaxpr:
     """Traces a derivative of a call, with the one precision of all float32 products of the call."""
-    with compat.IS_READ(True):
+    with compat.to_be_read():
         program = compat.trace_on_mesh(fun, avals)
     precisions: set[Any] = set()
     # Nobody looks into opaque kernels.
@@ -168,7 +168,7 @@ def with_derivative(
         floats = _differentiable_operands(equation)
         by = [i for i in floats if not isinstance(operand_tangents[i], _SymbolicZero)]
         program = derivative_of(equation, by)
-        with compat.IS_READ(True):  # JAX transposes what is linear in tangents
+        with compat.to_be_read():  # JAX transposes what is linear in tangents
             outputs = run(program, by, [*arrays, *(operand_tangents[i] for i in by)])
         results = list(outputs[: len(equation.outvars)])
         return results, _with_zeros(outputs[len(results) :], results)

@@ -108,7 +108,7 @@ def trace_call(
         return results
 
     def trace(arrays: Sequence[Any]) -> tuple[Any, Static]:
-        with compat.IS_READ(True):
+        with compat.to_be_read():
             return compat.trace(of_arrays, arrays), last[0]
 
     def traced(arrays: Sequence[Any]) -> "Traced":

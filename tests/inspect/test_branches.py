@@ -13,6 +13,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.sharding import Mesh, PartitionSpec
 
+import jaxmp
 from jaxmp._tools.inspect.api import AuditError, audit
 from jaxmp._tools.inspect.branches import Choice, Part, least_share, most
 from tests.support.audit_lines import line_of
@@ -160,12 +161,21 @@ def test_branches_are_named() -> None:
 
 
 @pytest.mark.jax
-def test_lines_are_not_those_of_a_program_before() -> None:
+@pytest.mark.parametrize("around", [lambda f: f, jaxmp.recompute])
+def test_lines_are_not_those_of_a_program_before(around: Any) -> None:
     """JAX keeps what it has traced: a branch of a rule, with the line of the rule."""
-    branch = lambda a: wide(a)  # noqa: E731
-    audit(lambda a: in_a_rule(a, branch), SQUARE)
-    (row,) = audit(lambda a: choose(a, costly, branch), SQUARE).upcasts
-    assert row.line.endswith("(wide)")
+
+    def branch(a: Any) -> Any:
+        return wide(jnp.sin(a.astype(F32)).astype(BF16))
+
+    def loss(a: Any) -> Any:
+        return jnp.sum(choose(a, costly, branch).astype(F32))
+
+    audit(around(lambda a: in_a_rule(a, branch)), SQUARE)
+    report = audit(around(loss), SQUARE)
+    lines = [row.line for row in (*report.upcasts, *report.residuals)]
+    assert any(line.endswith("(wide)") for line in lines)
+    assert not any("in_a_rule" in line for line in lines)
 
 
 def test_many_branches_are_cut_short() -> None:

@@ -101,9 +101,10 @@ def audit(fn: Callable[..., Any], *args: Any, compiled: Any = False, **kwargs: A
         raise TypeError(f"audit takes a function and its arguments, got {type(fn).__name__}")
     # Only arrays are traced. Other values, such as functions and flags, are passed on unchanged.
     arrays, call = closed_over(fn, args, kwargs)
-    # A context unlike all before: of a function that JAX has traced already, such as a branch, the
+    # Unlike all contexts before: of a function that JAX has traced already, such as a branch, the
     # program would have the lines of its first caller.
-    with compat.IS_READ(object()):
+    context = object()
+    with compat.IS_READ(context):
         jaxpr, result = jax.make_jaxpr(call, return_shape=True)(arrays)
     program = None
     if compiled is True:
@@ -114,7 +115,8 @@ def audit(fn: Callable[..., Any], *args: Any, compiled: Any = False, **kwargs: A
     tally = Tally(whole)
     # The rule of a derivative may hold a checkpoint.
     recomputes = any(site.name in {*CHECKPOINTS, "custom_jvp_call"} for site in tally.sites)
-    rows, reason, both = _residuals(fn, args, kwargs, result, recomputes)
+    with compat.IS_READ(context):
+        rows, reason, both = _residuals(fn, args, kwargs, result, recomputes)
     unseen = unseen_in(tally.sites, is_compiled=program is not None)
     dtypes = {dtype for row in tally.products() for dtype in (*row.operands, *row.rounded_to)}
     # Compilers widen codes without a word where the device has no such product.
