@@ -432,10 +432,8 @@ def test_keyword_modules_shared_variables_and_batches_of_any_kind() -> None:
         return jnp.mean((a(x) + b(x) - teacher(x)) ** 2)
 
     made = nnx.jit(lambda rngs: nnx.Linear(8, 4, rngs=rngs))
-    shared, teacher = (
-        made(nnx.Rngs(0)),
-        made(nnx.Rngs(1)),
-    )  # as many biases as the batch has examples
+    # As many biases as the batch has examples.
+    shared, teacher = made(nnx.Rngs(0)), made(nnx.Rngs(1))
     results = [
         nnx.jit(jaxmp.nnx.value_and_grad(loss_fn, argnums=(0, 1), microbatches=count))(
             nnx.Sequential(shared), nnx.Sequential(shared), X, teacher=teacher

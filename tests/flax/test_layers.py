@@ -323,7 +323,7 @@ def run(case: Case, policy: str, *, scale: float = 1.0, jit: bool = True) -> lis
     return [np.asarray(x, np.float32) for x in floating(call(variables, *inputs)[0])]
 
 
-@pytest.mark.programs(60, reason="what no CPU runs under jit runs one operation after the other")
+@pytest.mark.programs(60, reason="what no CPU runs under jit runs without it")
 @pytest.mark.parametrize(("policy", "close"), [("bfloat16", 0.03), ("float16", 0.003)])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_layer_runs(case: Case, policy: str, close: float) -> None:

@@ -19,6 +19,7 @@ from tests.support.reduction_checks import (
     compiled,
     gathers,
     narrow_sums,
+    ones,
     relative_error,
     reshards,
     split_over,
@@ -53,10 +54,6 @@ SLOW = {
     AT_USE: set(MODELS),
     AUTOCAST: {"lora", "lora of frozen weights", "weight norm", "scan", "tied embeddings"},
 }
-
-
-def ones(*shape: int) -> jax.Array:
-    return jax.device_put(np.ones(shape))
 
 
 def reduced(loss_fn: Any, shardings: Any = None, **options: Any) -> Any:

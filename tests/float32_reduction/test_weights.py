@@ -18,6 +18,7 @@ from tests.support.reduction_checks import (
     MESH,
     compiled,
     narrow_sums,
+    ones,
     relative_error,
     representable,
     split_over,
@@ -378,10 +379,6 @@ def stored(layers: int, p: Any, x: Any) -> Any:
     ref = jax.new_ref(jnp.zeros((32, 16)))
     ref[...] = x * p["bias"]
     return stream(layers, p, ref[...])
-
-
-def ones(*shape: int) -> jax.Array:
-    return jax.device_put(np.ones(shape))
 
 
 BATCHES = {

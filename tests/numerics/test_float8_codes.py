@@ -136,12 +136,14 @@ ARRAYS = {
 }
 
 
+eager = pytest.param(False, marks=pytest.mark.programs(40, reason="operations without `jit`"))
+
+
 @each_format
 @each_scaling
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("drawn", ARRAYS)
-@pytest.mark.programs(40, reason="one operation at a time, as without `jit`")
-@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("jit", [eager, True], ids=["eager", "jit"])
 def test_codes(form: str, powers: bool, dtype: str, drawn: str, jit: bool) -> None:
     """Of all finite arrays, with one scale for all, one for each row or each column.
 

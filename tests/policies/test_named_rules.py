@@ -105,7 +105,7 @@ class NnxNet(nnx.Module):
 
 
 def traced(fun: Any, *args: Any) -> Any:
-    """Calls a function with what is checked as it is traced: nothing is computed."""
+    """Returns the types of the results; what is checked is checked in the trace."""
     return jax.eval_shape(lambda *args: fun(*args), *args)
 
 

@@ -49,7 +49,7 @@ def draw(*shapes: tuple[int, ...], seed: int = 0) -> list[Any]:
 
 
 def scaled(x: Any, sizes: Any, axis: int = 0) -> np.ndarray:
-    """Stacked multiples of an array, exact for powers of two."""
+    """Stacked multiples of an array, rounded to its dtype."""
     parts = [np.asarray(x, np.float32) * np.float32(size) for size in sizes]
     return np.stack(parts, axis).astype(x.dtype)
 

@@ -127,10 +127,11 @@ small_cases = pytest.mark.parametrize("case", [CASES[name] for name in SMALL], i
 def draw(case: Case, seed: int = 0, dtype: Any = jnp.bfloat16) -> list[Any]:
     """Float32 operands that are what their rounding is."""
     random = np.random.default_rng(seed)
-    return [
-        jax.device_put((random.normal(size=shape) / 2).astype(dtype).astype(np.float32))
-        for shape in case.shapes
-    ]
+    return [drawn(random, shape, dtype) for shape in case.shapes]
+
+
+def drawn(random: np.random.Generator, shape: tuple[int, ...], dtype: Any = jnp.bfloat16) -> Any:
+    return jax.device_put((random.normal(size=shape) / 2).astype(dtype).astype(np.float32))
 
 
 def low(case: Case, wide: str = "rhs", dtype: Any = jnp.bfloat16) -> Callable[..., Any]:
@@ -210,7 +211,7 @@ def test_either_operand_can_have_a_source(case: Case, wide: str) -> None:
 
 
 def test_one_array_twice() -> None:
-    (x,) = draw(Case(None, ((24, 8),), None))
+    x = drawn(np.random.default_rng(0), (24, 8))
     gram = dot("ab,cb->ac", (24, 8), (24, 8), contract="b")
     ct = np.random.default_rng(1).normal(size=(24, 24)).astype(jnp.bfloat16)
     ct64, x64 = np.asarray(ct, np.float64), np.asarray(x, np.float64)
@@ -437,7 +438,8 @@ def test_linear_transpose() -> None:
 @pytest.mark.parametrize("shared", [False, True], ids=["a weight a step", "one weight"])
 def test_scan(shared: bool) -> None:
     steps = 64
-    xs, w = draw(Case(None, ((steps, 16, 8), (8, 4)), None))
+    random = np.random.default_rng(0)
+    xs, w = (drawn(random, shape) for shape in ((steps, 16, 8), (8, 4)))
     ws = w if shared else np.stack([w] * steps)
     case = dot("ab,bc->ac", (16, 8), (8, 4), contract="b")
 

@@ -366,7 +366,9 @@ def test_a_derivative_straight_through_a_rounding() -> None:
 
 
 def test_forward_mode_has_the_derivative_of_reverse_mode() -> None:
-    coded = functools.partial(lambda v, w: scalar(CODED(stream))(X, w, v), V)
+    def coded(w: Any) -> Any:
+        return scalar(CODED(stream))(X, w, V)
+
     _, tangent = compiled(lambda w: jax.jvp(coded, (w,), (w,)))(W)
     gradient_there = compiled(jax.grad(coded))(W)
     assert float(tangent) == pytest.approx(float(np.vdot(gradient_there, W)), rel=1e-4)

@@ -11,4 +11,8 @@ _REWRITES = ("fusion", "algsimp", "transpose-folding", "reshape-mover", "tree_re
 
 def one_by_one(fun: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the function, compiled to a kernel for each of its operations."""
-    return jax.jit(fun, compiler_options={"xla_disable_hlo_passes": ",".join(_REWRITES)})
+    options = {
+        "xla_disable_hlo_passes": ",".join(_REWRITES),
+        "xla_allow_excess_precision": False,  # every rounding to 16 bits stays
+    }
+    return jax.jit(fun, compiler_options=options)

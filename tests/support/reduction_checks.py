@@ -35,6 +35,10 @@ def relative_error(tree: Any, reference: Any) -> float:
     return float(np.linalg.norm(flat(tree) - wanted) / np.linalg.norm(wanted))
 
 
+def ones(*shape: int) -> jax.Array:
+    return jax.device_put(np.ones(shape, np.float32))
+
+
 def representable(x: Any, dtype: Any) -> float:
     """The part of the elements, zeros apart, that a narrower dtype has too."""
     x = np.asarray(x)

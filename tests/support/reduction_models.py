@@ -513,7 +513,7 @@ def params_of(model: Model) -> Params:
     """Params that are what their rounding is."""
     random = np.random.default_rng(1)
     return {
-        name: rounded(
+        name: bfloat16_numbers(
             0.3 * random.normal(size=shape)
             if len(shape) > 1
             else 1 + 0.1 * random.normal(size=shape)
@@ -522,7 +522,7 @@ def params_of(model: Model) -> Params:
     }
 
 
-def rounded(x: Any) -> jax.Array:
+def bfloat16_numbers(x: Any) -> jax.Array:
     """Numbers of 16 bits, in float32."""
     return jax.device_put(np.asarray(x).astype(jnp.bfloat16).astype(F32))
 
@@ -530,8 +530,8 @@ def rounded(x: Any) -> jax.Array:
 def batch() -> Batch:
     random = np.random.default_rng(0)
     return Batch(
-        rounded(random.normal(size=(BATCH, WIDTH))),
-        rounded(random.normal(size=(BATCH, 6, 6, 3))),
+        bfloat16_numbers(random.normal(size=(BATCH, WIDTH))),
+        bfloat16_numbers(random.normal(size=(BATCH, 6, 6, 3))),
         jax.device_put(random.integers(0, 32, (BATCH, 8))),
         jax.device_put(random.integers(0, 4, BATCH)),
     )

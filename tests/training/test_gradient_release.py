@@ -374,7 +374,7 @@ def test_unusual_optimizers(update: Any) -> None:
 
 @pytest.mark.slow
 def test_more_operations_than_python_has_frames() -> None:
-    """And than XLA has, with a kernel for each."""
+    """In one program of fusions: XLA has no frames for so many kernels, either."""
     step = plain_step(optax.GradientTransformation(lambda params: (), many_operations))
     check_released(step, params(), (), tokens(0), run=jax.jit)
 
