@@ -133,7 +133,9 @@ def test_the_check_sees_a_wrong_recipe() -> None:
 def test_long_sums_of_int8_do_not_wrap_around(recipe: str) -> None:
     """2**18 times 127 * 127 is more than an int32 holds; 2**17 times is less: a sum of codes."""
     for summed in (2**17, 2**18):
-        x, w = np.ones((16, summed), jnp.bfloat16), np.ones((summed, 16), np.float32)
+        x, w = jax.device_put(
+            (np.ones((16, summed), jnp.bfloat16), np.ones((summed, 16), np.float32))
+        )
         dot = functools.partial(
             jaxmp.float8.dot_general, dimension_numbers=(((1,), (0,)), ((), ())), recipe=recipe
         )

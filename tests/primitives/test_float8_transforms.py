@@ -48,10 +48,10 @@ def draw(*shapes: tuple[int, ...], seed: int = 0) -> list[Any]:
     return [jax.device_put(x.astype("float32" if i else "bfloat16")) for i, x in enumerate(arrays)]
 
 
-def scaled(x: Any, sizes: Any, axis: int = 0) -> np.ndarray:
+def scaled(x: Any, sizes: Any, axis: int = 0) -> jax.Array:
     """Stacked multiples of an array, rounded to its dtype."""
     parts = [np.asarray(x, np.float32) * np.float32(size) for size in sizes]
-    return np.stack(parts, axis).astype(x.dtype)
+    return jax.device_put(np.stack(parts, axis).astype(x.dtype))
 
 
 X, W = draw((32, 32), (32, 64))
