@@ -27,7 +27,7 @@ import jaxmp
 from jaxmp._program.tracing import partition, trace_call
 from jaxmp._tools.diagnostics.first_order import AS_WRITTEN, FirstOrder, Target
 from jaxmp._tools.diagnostics.roundings import uncounted_in
-from jaxmp._tools.inspect.lines import Lines, scopes_of
+from jaxmp._tools.inspect.lines import line_of, scopes_of
 
 _SIZES = stacked_models.Sizes(layers=2, width=32, batch=4, length=16, heads=4, classes=64)
 _STACKED = ("GPT", "Gemma", "ViT", "ResNet", "LSTM", "MoE")
@@ -110,10 +110,10 @@ def _cases(
     """Returns the error over the bar, and the bar over the loss, for each set of params."""
     low = jaxmp.autocast(loss, policy)
     static, arrays = partition(((params, batch), {}))
-    traced, lines = trace_call(low, static, arrays), Lines()
+    traced = trace_call(low, static, arrays)
     first_order = FirstOrder(
         traced,
-        lambda site: (scopes_of(site), site.name, lines.of(site)),
+        lambda site: (scopes_of(site), site.name, line_of(site)),
         [Target(slice(None))],
     )
     exact, rounded = jax.jit(loss), jax.jit(low, compiler_options=AS_WRITTEN)

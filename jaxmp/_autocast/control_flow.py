@@ -13,7 +13,7 @@ from jax.extend import core
 
 from jaxmp._autocast.kinds import FLOAT32, Kind, State, combined_state, entry_state, joined_state
 from jaxmp._autocast.layers import through_layers
-from jaxmp._autocast.plan import Call, Plan, is_backward, plan
+from jaxmp._autocast.plan import Call, Plan, plan
 from jaxmp._autocast.reading import WRITTEN
 from jaxmp._autocast.regions import Region
 from jaxmp._autocast.run import run_plan
@@ -55,8 +55,7 @@ def plan_custom_jvp(
         return list(map(cast_to_state, results, result_states))
 
     call = with_derivative(op.equation, functools.partial(run_plan, inner), derivative)
-    replan = functools.partial(plan_custom_jvp, op, states=states, context=context, region=region)
-    return Step(op, state_dtypes(states), inner.results, run=call, reads=inner.reads, replan=replan)
+    return Step(op, state_dtypes(states), inner.results, run=call, reads=inner.reads)
 
 
 def cast_to_state(value: Any, state: State | None) -> Any:
@@ -106,24 +105,32 @@ def _enter_custom_vjp(op: Op, states: States, context: Call) -> Step:
     return Step(op, state_dtypes(states), primal.results, run=call)
 
 
-def plan_control(op: Op, states: States, context: Call, region: Region) -> Step:
-    """Plans an operation that contains programs."""
+def plan_control(
+    op: Op, states: States, context: Call, region: Region, results_in: AllIn | None = None
+) -> Step:
+    """Plans an operation that contains programs; once more, for how its results are read."""
     planner = {"custom_jvp_call": plan_custom_jvp, "custom_vjp_call": plan_custom_vjp}.get(op.name)
     if planner is None and op.name in CONTROL_FLOW:
         wiring = op.wiring
         planner = _plan_choice if wiring.chooses else _plan_loop if wiring.loops else _plan_once
     if planner is None and is_call(op.equation):
         planner = _plan_call
-    return plan_as_traced(op, states) if planner is None else planner(op, states, context, region)
+    if planner is None:
+        return plan_as_traced(op, states)
+    step = planner(op, states, context, region, *(() if results_in is None else (results_in,)))
+    step.decided_by = context.inside(op).decides(states, results_in or ())
+    if planner in (plan_custom_jvp, _plan_once, _plan_choice) and step.run is not None:
+        step.replan = functools.partial(
+            plan_control, op, states=states, context=context, region=region
+        )
+    return step
 
 
 def plan_inside(jaxpr: Any, states: States, context: Call, op: Op, results_in: AllIn = ()) -> Plan:
     """Returns the plan of a program inside an operation, made once for each way of calling it."""
     inside = context.inside(op)
-    names = context.regions.deciding_scopes(inside.prefix)
     states = [state and entry_state(state) for state in states]
-    in_backward = any(map(is_backward, inside.stacks))
-    key = ("plan", id(jaxpr), tuple(states), names, inside.functions, in_backward, results_in)
+    key = "plan", id(jaxpr), inside.decides(states, results_in)
     new = functools.partial(plan, jaxpr, states, inside, results_in=results_in)
     return context.keep(op, jaxpr, context.memo.once(key, jaxpr, new))
 
@@ -152,9 +159,8 @@ def _plan_once(
         step = plan_as_traced(op, states)
         step.results = inner.results
         return step
-    replan = functools.partial(_plan_once, op, states=states, context=context, region=region)
     run = _runner(op, context, [inner])
-    return Step(op, state_dtypes(states), inner.results, run=run, reads=inner.reads, replan=replan)
+    return Step(op, state_dtypes(states), inner.results, run=run, reads=inner.reads)
 
 
 def _runner(
@@ -280,10 +286,9 @@ def _plan_choice(
     for results in zip(*(branch.results for branch in plans), strict=True):
         floats = [state for state in results if state is not None]
         out.append(joined_state(floats, region.low) if len(floats) == len(results) else None)
-    replan = functools.partial(_plan_choice, op, states=states, context=context, region=region)
     run = _runner(op, context, plans, [out] * len(plans))
     reads = [Reading.EITHER, *map(min, zip(*(branch.reads for branch in plans), strict=True))]
-    return Step(op, state_dtypes(states), out, run=run, reads=reads, replan=replan)
+    return Step(op, state_dtypes(states), out, run=run, reads=reads)
 
 
 def _plan_call(op: Op, states: States, context: Call, region: Region) -> Step:

@@ -8,7 +8,7 @@ for the dtypes that reach it.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Hashable
 from typing import Any
 
 import jax.numpy as jnp
@@ -35,6 +35,7 @@ from jaxmp._autocast.steps import (
 from jaxmp._program.compat import bodies_of, function_name
 from jaxmp._program.op_classes import CLASSES, CONTRACTIONS, JITS, OpClass, may_be_sum
 from jaxmp._program.op_lists import OpLists
+from jaxmp._program.parts import Shared
 from jaxmp._program.program import Memo, Op, Program, numbers
 
 
@@ -49,6 +50,7 @@ class Plan:
       results: the states of its results.
       reads: how it reads its arguments.
       rounded: 16-bit values whose rounding float32 operations may not undo.
+      shared: what equal parts of the programs of the whole call share.
     """
 
     program: Program
@@ -57,6 +59,7 @@ class Plan:
     results: list[State | None]
     reads: list[Reading]
     rounded: frozenset[int]
+    shared: Shared
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +79,7 @@ class Call:
       unscaled: the float16 products found so far in backward passes without a loss scale.
       memo: the plans and jaxprs made so far.
       plans: by the id of an operation, the operation and the plans of its inner programs.
+      shared: what equal parts of the programs share.
     """
 
     regions: Regions
@@ -90,6 +94,7 @@ class Call:
     unscaled: list[Op] = dataclasses.field(default_factory=list)
     memo: Memo = dataclasses.field(default_factory=Memo)
     plans: dict[int, tuple[Op, dict[int, Plan]]] = dataclasses.field(default_factory=dict)
+    shared: Shared = dataclasses.field(default_factory=Shared)
 
     def keep(self, op: Op, jaxpr: Any, program_plan: Plan) -> Plan:
         """Stores the plan of a program inside an operation; a later plan replaces it."""
@@ -111,6 +116,12 @@ class Call:
             stacks=(*self.stacks, op.stack),
             functions=(*self.functions, *op.functions, *own),
         )
+
+    def decides(self, states: States, results_in: AllIn) -> Hashable:
+        """Returns all that decides the plan of a program in this context, beside the program."""
+        names = self.regions.deciding_scopes(self.prefix)
+        in_backward = any(map(is_backward, self.stacks))
+        return tuple(states), names, self.functions, in_backward, results_in
 
 
 def plan(jaxpr: Any, arguments: States, context: Call, *, results_in: AllIn = ()) -> Plan:
@@ -174,7 +185,7 @@ def plan(jaxpr: Any, arguments: States, context: Call, *, results_in: AllIn = ()
             state = states[number]
             if state is not None and state.dtype != FLOAT32:
                 states[number] = state._replace(summed=True)
-    return Plan(program, steps, states, results, reads, look_ahead.rounded())
+    return Plan(program, steps, states, results, reads, look_ahead.rounded(), context.shared)
 
 
 def _at_precision(op: Op, states: States, context: Call, region: Region) -> Step:
@@ -182,7 +193,7 @@ def _at_precision(op: Op, states: States, context: Call, region: Region) -> Step
     step = plan_as_traced(op, states, exact=region.result)
     traced_states = [argument_state(aval) for aval in op.in_avals]
     inside = context.control(op, traced_states, context, region)
-    step.run, step.params = inside.run, inside.params
+    step.run, step.params, step.decided_by = inside.run, inside.params, inside.decided_by
     return step
 
 

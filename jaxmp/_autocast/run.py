@@ -1,9 +1,10 @@
 """Runs a plan: binds each operation again, in the planned dtypes."""
 
 import contextlib
+import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -20,22 +21,103 @@ from jaxmp._program import compat
 from jaxmp._program.derivatives import in_standard_form
 from jaxmp._program.evaluate import Cells, Rules, evaluate
 from jaxmp._program.op_classes import REARRANGES
-from jaxmp._program.program import Op, Program
+from jaxmp._program.program import Op, Program, numbers
 from jaxmp._program.scopes import NOT_FLOAT8
 
 
 def run_plan(plan: Plan, arguments: Sequence[Any]) -> list[Any]:
     """Runs a program as planned, on arguments in the dtypes that it was planned for."""
-    return evaluate(plan.program, arguments, _PlanRules(plan))
+    rules = _PlanRules(plan)
+    pairs = zip(plan.program.inputs, arguments, strict=True)
+    cells = [_CastCell(value, rules.summed(number)) for number, value in pairs]
+    return evaluate(plan.program, cells, rules)
 
 
-class _PlanRules(Rules[Any]):
-    """Runs each operation by its step. Each cast of a value is made once."""
+@dataclasses.dataclass
+class _CastCell:
+    """A value, and what it was cast to: each cast of a value is made once.
+
+    Attributes:
+      value: the value.
+      summed: whether it may be a float32 sum over devices.
+      casts: by dtype, and by the shape to which it is broadcast before, what it was cast to.
+      before: the value that it was made of by a cast or a move, where casts start from there.
+      move: that cast or move.
+    """
+
+    value: Any
+    summed: bool = False
+    casts: dict[tuple[DType, tuple[int, ...] | None], Any] = dataclasses.field(default_factory=dict)
+    before: "_CastCell | None" = None
+    move: "_Move | None" = None
+
+    def cast(self, dtype: DType | None, shape: tuple[int, ...] | None = None) -> Any:
+        """Returns the value in a dtype, broadcast before its cast; None leaves dtype or shape."""
+        if dtype is None or self.value.dtype == dtype:
+            return self.value
+        if (dtype, shape) not in self.casts:
+            self.casts[dtype, shape] = self._new_cast(dtype, shape)
+        return self.casts[dtype, shape]
+
+    def _new_cast(self, dtype: DType, shape: tuple[int, ...] | None) -> Any:
+        value = self.value
+        if self.before is not None and self.move is not None:
+            if self.move.primitive.name != "convert_element_type":
+                # The cast goes before, so that a parameter and its transpose share one cast.
+                return self.move(self.before.cast(dtype))
+            # A cast to fewer bits and back is a rounding by the program itself.
+            narrows = value.dtype.itemsize > dtype.itemsize
+            if narrows and getattr(self.before.value, "dtype", None) == dtype:
+                return self.before.value
+        # The transpose of this broadcast sums the gradient of a bias, here still in float32.
+        if shape is not None and value.shape != shape:
+            dims = tuple(range(len(shape) - len(value.shape), len(shape)))
+            value = lax.broadcast_in_dim(value, shape, dims)
+        return (open_cast if self.summed else lax.convert_element_type)(value, dtype)
+
+
+class _Move(NamedTuple):
+    """A cast or a move of one value."""
+
+    primitive: core.Primitive
+    params: tuple[tuple[str, Any], ...]
+
+    def __call__(self, x: Any) -> Any:
+        return self.primitive.bind(x, **dict(self.params))
+
+
+def _flat(cell: _CastCell) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    static = cell.summed, tuple(cell.casts), cell.move
+    return (cell.value, tuple(cell.casts.values()), cell.before), static
+
+
+def _cell_of(static: tuple[Any, ...], children: tuple[Any, ...]) -> _CastCell:
+    (value, casts, before), (summed, keys, move) = children, static
+    return _CastCell(value, summed, dict(zip(keys, casts, strict=True)), before, move)
+
+
+jax.tree_util.register_pytree_node(_CastCell, _flat, _cell_of)
+
+
+class _PlanRules(Rules[_CastCell]):
+    """Runs each operation by its step."""
 
     def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self.makers = {number: step for step in plan.steps for number in step.op.outputs}
-        self.casts: dict[Any, Any] = {}
+        self.plan, self.shared = plan, plan.shared
+
+    def variant(self, op: Op) -> Hashable:
+        step = self.plan.steps[op.number]
+        values = (*numbers(op.inputs), *op.outputs)
+        of_values = tuple((self.plan.states[x], x in self.plan.rounded) for x in values)
+        return None if step.variant is None else (step.variant, of_values)
+
+    def summed(self, number: int) -> bool:
+        """Whether a value may be a float32 sum over devices."""
+        state = self.plan.states[number]
+        return state is not None and state.summed
+
+    def constant(self, value: Any) -> _CastCell:
+        return _CastCell(value)
 
     @contextlib.contextmanager
     def where(self, op: Op) -> Iterator[None]:
@@ -44,10 +126,14 @@ class _PlanRules(Rules[Any]):
         with super().where(op), scope:
             yield
 
-    def operands(self, op: Op, cells: Cells[Any]) -> list[Any]:
-        """Returns the operands of an operation; of a product, also their float32 sources."""
+    def operands(self, op: Op, cells: Cells[_CastCell]) -> list[Any]:
+        """Returns the operands of an operation; of a product, also their float32 sources.
+
+        Before them stands the cell from which casts of its result may start.
+        """
         step = self.plan.steps[op.number]
-        values, sources = [], []
+        values: list[Any] = [self._before(step, cells)]
+        sources = []
         has_sources = any(step.sources)
         for i, (atom, dtype) in enumerate(zip(op.inputs, step.in_dtypes, strict=True)):
             broadcasts = step.broadcasts and step.broadcasts[i] and dtype != FLOAT32
@@ -57,14 +143,27 @@ class _PlanRules(Rules[Any]):
                 sources.append(self.cast(atom, cells, FLOAT32) if step.sources[i] else None)
         return values + sources
 
-    def operation(self, op: Op, operands: list[Any]) -> list[Any]:
-        pairs = zip(op.outputs, self._run(op, operands), strict=True)
-        # Behind a barrier the rounding of the value stays, for all that read it.
-        rounded = self.plan.rounded
-        return [
-            lax.optimization_barrier(x) if number in rounded and is_half(x) else x
-            for number, x in pairs
-        ]
+    def _before(self, step: Step, cells: Cells[_CastCell]) -> _CastCell | None:
+        """Returns the cell from which casts of the result may start, before a move or a cast."""
+        op, state = step.op, step.results[0] if step.results else None
+        if not op.inputs or isinstance(op.inputs[0], core.Literal):
+            return None
+        is_weak = state is not None and state.kind is Kind.WEAK and not state.broadcast
+        moves = op.name == "convert_element_type" or (is_weak and op.name in REARRANGES)
+        return cells[op.inputs[0]] if moves else None
+
+    def operation(self, op: Op, operands: list[Any]) -> list[_CastCell]:
+        before, *values = operands
+        move = None
+        if before is not None:
+            move = _Move(op.equation.primitive, tuple(op.params.items()))
+        cells = []
+        for number, x in zip(op.outputs, self._run(op, values), strict=True):
+            # Behind a barrier the rounding of the value stays, for all that read it.
+            is_rounded = number in self.plan.rounded and is_half(x)
+            x = lax.optimization_barrier(x) if is_rounded else x
+            cells.append(_CastCell(x, self.summed(number), {}, before, move))
+        return cells
 
     def _run(self, op: Op, operands: list[Any]) -> list[Any]:
         step = self.plan.steps[op.number]
@@ -101,46 +200,11 @@ class _PlanRules(Rules[Any]):
     def cast(
         self,
         atom: int | core.Literal,
-        cells: Cells[Any],
+        cells: Cells[_CastCell],
         dtype: DType | None,
         shape: tuple[int, ...] | None = None,
     ) -> Any:
         """Returns a value in a dtype, broadcast before its cast; None leaves dtype or shape."""
         if isinstance(atom, core.Literal):
             return compat.number(atom, dtype)
-        value, key = cells[atom], (atom, dtype, shape)
-        if dtype is None or value.dtype == dtype:
-            return value
-        if key in self.casts:
-            return self.casts[key]
-        maker = self.makers.get(atom)
-        source = None if maker is None else self._cast_source(maker, cells, dtype)
-        if maker is not None and source is not None:
-            if maker.op.name != "convert_element_type":
-                operand = self.cast(maker.op.inputs[0], cells, dtype)
-                (source,) = compat.bind(maker.op.equation, [operand])
-            self.casts[key] = source
-            return source
-        # The transpose of this broadcast sums the gradient of a bias, here still in float32.
-        if shape is not None and value.shape != shape:
-            dims = tuple(range(len(shape) - len(value.shape), len(shape)))
-            value = lax.broadcast_in_dim(value, shape, dims)
-        state = self.plan.states[atom]
-        is_open = state is not None and state.summed
-        self.casts[key] = (open_cast if is_open else lax.convert_element_type)(value, dtype)
-        return self.casts[key]
-
-    def _cast_source(self, maker: Step, cells: Cells[Any], dtype: DType) -> Any:
-        """Returns an earlier value that a cast can start from, before a move or a cast; or None."""
-        op = maker.op
-        if not op.inputs or isinstance(op.inputs[0], core.Literal):
-            return None
-        value, state = cells[op.inputs[0]], maker.results[0]
-        if op.name == "convert_element_type":
-            # A cast to fewer bits and back is a rounding by the program itself.
-            narrows = cells[op.outputs[0]].dtype.itemsize > dtype.itemsize
-            return value if narrows and getattr(value, "dtype", None) == dtype else None
-        if state is None or state.kind is not Kind.WEAK or state.broadcast:
-            return None
-        # The cast goes before, so that a parameter and its transpose share one cast.
-        return value if op.name in REARRANGES else None
+        return cells[atom].cast(dtype, shape)

@@ -255,6 +255,12 @@ def is_traced(value: Any) -> bool:
     return isinstance(value, jax.core.Tracer)
 
 
+def is_staged() -> bool:
+    """Whether operations are collected in a program now, and not run: under jit, in a loop."""
+    # The name warns of a function that may change; what it says is what is asked here.
+    return bool(core.unsafe_am_i_under_a_jit_DO_NOT_USE())  # type: ignore[attr-defined]
+
+
 def is_ref(value: Any) -> bool:
     """Whether a value is a mutable reference to an array; it has the array's shape and dtype."""
     return hasattr(jax.typeof(value), "inner_aval")

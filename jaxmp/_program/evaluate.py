@@ -7,17 +7,20 @@ docs/transformations.md writes one from scratch.
 """
 
 import contextlib
+import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, TypeVar
 
+import jax
 from jax.extend import core
 
 from jaxmp._program import compat
 from jaxmp._program.control_flow import rebind
 from jaxmp._program.derivatives import Primal, with_derivative, with_passes
 from jaxmp._program.op_classes import CONTROL_FLOW, CUSTOM_DERIVATIVES
-from jaxmp._program.program import Op, Program, last_reads, read
+from jaxmp._program.parts import ProgramPart, Shared, divide_program
+from jaxmp._program.program import PART, Op, Program, last_reads, read
 
 Cell = TypeVar("Cell")
 # The cells of one run of a program, by the numbers of its values.
@@ -32,9 +35,16 @@ class Rules(Generic[Cell]):
 
     Attributes:
       forgets: whether a cell is dropped once nothing reads it any more, to free its memory.
+      shared: what equal parts of programs share, in rules whose cells are trees of arrays; None if
+        each operation runs by itself.
     """
 
     forgets = False
+    shared: Shared | None = None
+
+    def variant(self, op: Op) -> Hashable:
+        """Returns how an operation runs, beyond its equation and its cells; None for unlike all."""
+        return ()
 
     def constant(self, value: Any) -> Cell:
         """Returns the cell of an array that the program holds."""
@@ -96,11 +106,77 @@ def evaluate(program: Program, arguments: Sequence[Cell], rules: Rules[Cell]) ->
     """Runs a program as the rules say: from the cells of its arguments to those of its results."""
     cells: Cells[Cell] = dict(zip(program.inputs, arguments, strict=True))
     cells.update((number, rules.constant(const)) for number, const in program.consts)
-    last = last_reads(program) if rules.forgets else [()] * len(program.ops)
-    for op, unread in zip(program.ops, last, strict=True):
+    # Outside of a trace, a function for each part would be compiled in each call.
+    if rules.shared is None or not compat.is_staged():
+        _run_ops(program, cells, rules)
+        return rules.results(program, cells)
+    for part in divide_program(program, rules.variant, rules.shared):
+        if part.key is None:
+            _run_ops(part, cells, rules)
+        else:
+            _run_part(part, cells, rules, rules.shared)
+    return rules.results(program, cells)
+
+
+def _run_ops(part: Program | ProgramPart, cells: Cells[Cell], rules: Rules[Cell]) -> None:
+    last = last_reads(part) if rules.forgets else [()] * len(part.ops)
+    for op, unread in zip(part.ops, last, strict=True):
         with rules.where(op):
             results = rules.operation(op, rules.operands(op, cells))
         cells.update(zip(op.outputs, results, strict=True))
         for number in unread:
             del cells[number]
-    return rules.results(program, cells)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Outcome:
+    """What a part makes of the cells that it reads.
+
+    Attributes:
+      trees: the structures of its new cells: those of its results, then those that it changed.
+      places: for each new cell, where its arrays are: from 0 among the results of the function,
+        from -1 down among its arguments.
+      changed: which of the cells that it reads it has changed, such as by a cast that they hold.
+    """
+
+    trees: tuple[Any, ...]
+    places: tuple[tuple[int, ...], ...]
+    changed: tuple[int, ...]
+
+
+def _run_part(part: ProgramPart, cells: Cells[Cell], rules: Rules[Cell], shared: Shared) -> None:
+    function = shared.functions.once(part.key, part, lambda: _function_of(part, rules))
+    given = [cells[number] for number in part.inputs]
+    first = part.ops[0]
+    with compat.where(first.equation, first.stack[: part.depth], first.traceback):
+        arrays, outcome = function(given)
+    leaves = jax.tree.leaves(given)
+    new = [*part.outputs, *(part.inputs[i] for i in outcome.changed)]
+    for number, tree, places in zip(new, outcome.trees, outcome.places, strict=True):
+        values = [arrays[place] if place >= 0 else leaves[~place] for place in places]
+        cells[number] = jax.tree.unflatten(tree, values)
+
+
+def _function_of(part: ProgramPart, rules: Rules[Cell]) -> Callable[[list[Cell]], Any]:
+    """Returns the jitted function of a part: from cells to new arrays, and what they are for."""
+    inner = [dataclasses.replace(op, stack=op.stack[part.depth :]) for op in part.ops]
+
+    def run(given: list[Cell]) -> tuple[list[Any], _Outcome]:
+        before: list[Any] = list(map(jax.tree.structure, given))
+        cells = dict(zip(part.inputs, given, strict=True))
+        known = {id(x): ~i for i, x in enumerate(jax.tree.leaves(given))}
+        _run_ops(part._replace(ops=inner), cells, rules)
+        after = [cells[number] for number in part.inputs]
+        changed = [i for i, cell in enumerate(after) if jax.tree.structure(cell) != before[i]]
+        new = [*(cells[number] for number in part.outputs), *(after[i] for i in changed)]
+        arrays: list[Any] = []
+        for x in jax.tree.leaves(new):
+            if id(x) not in known:
+                known[id(x)] = len(arrays)
+                arrays.append(x)
+        places = tuple(tuple(known[id(x)] for x in jax.tree.leaves(cell)) for cell in new)
+        return arrays, _Outcome(tuple(map(jax.tree.structure, new)), places, tuple(changed))
+
+    run.__name__ = run.__qualname__ = PART
+    return jax.jit(run)

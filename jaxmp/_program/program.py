@@ -76,6 +76,9 @@ class Program(NamedTuple):
     outputs: tuple[int | core.Literal, ...]
 
 
+# The name of the jitted functions that equal parts of a program share (`parts`).
+PART = "jaxmp_part"
+
 # The program, and its name, that stands in for an equation; None leaves the equation.
 Inline = Callable[[core.JaxprEqn], "tuple[Any, str] | None"]
 
@@ -104,6 +107,11 @@ def plain_call(equation: core.JaxprEqn) -> tuple[Any, str] | None:
     params = equation.params
     is_plain = equation.primitive.name in JITS and is_plain_jit(params)
     return (params["jaxpr"], params["name"]) if is_plain else None
+
+
+def is_part_call(equation: core.JaxprEqn) -> bool:
+    """Whether an equation calls a part of its program, which is read as if it stood there."""
+    return equation.primitive.name in JITS and equation.params["name"] == PART
 
 
 def numbers(atoms: Iterable[int | core.Literal]) -> Iterator[int]:
@@ -144,7 +152,7 @@ def without_dead_code(program: Program) -> Program:
     return program._replace(ops=tuple(reversed(ops)))
 
 
-def last_reads(program: Program) -> list[set[int]]:
+def last_reads(program: Any) -> list[set[int]]:
     """Returns, for each operation, the values of it that nothing reads after it."""
     read_later = set(numbers(program.outputs))
     last = []
@@ -176,16 +184,22 @@ class _Reader:
 
     def read(self, jaxpr: Any, env: dict[Any, Any], caller: Op | None = None) -> None:
         for equation in jaxpr.eqns:
-            # JAX traces a helper once for all its callers, with the lines of the first.
             source, functions = equation.source_info, () if caller is None else caller.functions
             stack = source.name_stack if caller is None else caller.stack + source.name_stack
-            traceback = source.traceback if caller is None else caller.traceback
+            # JAX traces a helper once for all its callers, with the lines of the first. All callers
+            # of a part have the same lines.
+            traceback = source.traceback if caller is None else caller.traceback or source.traceback
             inputs = tuple(self.atom(atom, env) for atom in equation.invars)
-            if inlined := self.inline(equation):
+            if is_part := is_part_call(equation):
+                inlined: Any = equation.params["jaxpr"], PART
+            else:
+                inlined = self.inline(equation)
+            if inlined:
                 body, name = inlined
                 of_jax = (f"jax.nn.{name}",) if is_of_jax(body, "nn/functions.py") else ()
-                names = (*functions, name, *of_jax)
-                call = Op(equation, len(self.ops), inputs, (), stack, traceback, names)
+                names = functions if is_part else (*functions, name, *of_jax)
+                lines = None if is_part and caller is None else traceback
+                call = Op(equation, len(self.ops), inputs, (), stack, lines, names)
                 inner: dict[Any, Any] = dict(zip(open_jaxpr(body).invars, inputs, strict=True))
                 self.consts += self.constants(body, inner)
                 self.read(open_jaxpr(body), inner, call)

@@ -2,10 +2,7 @@
 
 import collections
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, NamedTuple
-
-import numpy as np
-from jax.extend import core
+from typing import NamedTuple
 
 from jaxmp._program.op_classes import VIEWS, Cost
 from jaxmp._program.program import Program, numbers
@@ -182,39 +179,3 @@ class _Division:
         op = self.program.ops[i]
         self.computed.update(op.outputs)
         return Piece((i,), tuple(dict.fromkeys(numbers(op.inputs))), op.outputs, False)
-
-
-def key_of(program: Program, statistics: frozenset[int]) -> Any:
-    """Returns a key that pieces share if they are alike, such as the pieces of equal layers.
-
-    The program of the piece must live as long as the key is used.
-    """
-    # Numbers of values differ from piece to piece; the places where they first stand do not.
-    places: dict[int, int] = {number: place for place, number in enumerate(program.inputs)}
-    lines = []
-    for op in program.ops:
-        operands: list[Any] = []
-        for atom in op.inputs:
-            if isinstance(atom, core.Literal):
-                value = np.asarray(atom.val)
-                operands.append((atom.aval, value.dtype.name, value.tobytes()))
-            else:
-                operands.append(places[atom])
-        for number in op.outputs:
-            places[number] = len(places)
-        saved = tuple(number in statistics for number in op.outputs)
-        # The context of an operation counts too: it says where the operation runs, for example.
-        context = _hashable(op.equation.ctx)
-        params = tuple((name, _hashable(value)) for name, value in sorted(op.params.items()))
-        scopes = str(op.stack)
-        lines.append((op.equation.primitive, params, tuple(operands), saved, scopes, context))
-    avals = tuple(program.avals[number] for number in program.inputs)
-    return tuple(lines), avals, tuple(places[number] for number in numbers(program.outputs))
-
-
-def _hashable(value: Any) -> Any:
-    try:
-        hash(value)
-    except TypeError:  # such as an array in params, known by its identity
-        return id(value)
-    return type(value), value

@@ -6,9 +6,8 @@ With `kept=`, the derivative of a piece reads the codes of some values, in place
 import contextlib
 import dataclasses
 import functools
-import itertools
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,10 +27,11 @@ from jaxmp._program.op_classes import (
     JITS,
     Cost,
 )
-from jaxmp._program.program import Memo, Op, Program, numbers, plain_call, read, without_dead_code
+from jaxmp._program.parts import Shared, common_depth
+from jaxmp._program.program import Op, Program, numbers, plain_call, read, without_dead_code
 from jaxmp._program.wiring import loop_of, wiring_of
 from jaxmp._recompute.codes import Kept, RowCodes, encode_rows, has_codes, with_coded_derivative
-from jaxmp._recompute.pieces import Piece, divide, key_of
+from jaxmp._recompute.pieces import Piece, divide
 from jaxmp._recompute.storage import Price, Storage, names_of, price_of
 
 # The name of values that are kept within a piece.
@@ -50,7 +50,7 @@ class Settings:
       dear: names of primitives and jitted functions that are never computed again.
       kept: the dtype of the codes that the backward pass reads in place of values; None for no
         codes.
-      memo: the pieces and jaxprs made so far.
+      shared: what equal parts share: the pieces and jaxprs made so far.
       again: the highest price of a product that runs again; None for no product.
       types_in_codes: the types of the values in codes so far.
       bytes_again: for each piece so far, the bytes of the products that it runs again.
@@ -60,7 +60,7 @@ class Settings:
     only_loops: bool
     dear: frozenset[str]
     kept: Kept | None
-    memo: Memo = dataclasses.field(default_factory=Memo)
+    shared: Shared = dataclasses.field(default_factory=Shared)
     again: Price | None = None
     types_in_codes: list[Any] = dataclasses.field(default_factory=list)
     bytes_again: list[int] = dataclasses.field(default_factory=list)
@@ -163,9 +163,7 @@ def _piece_op(piece: Piece, program: Program, storage: Storage) -> _PieceOp:
     ops = [program.ops[i] for i in piece.ops]
     # Equal layers differ in their outer scopes only: without these they share one trace. Reports
     # need the inner ones.
-    levels = zip(*(op.stack.stack for op in ops), strict=False)
-    shared = itertools.takewhile(lambda level: len(set(level)) == 1, levels)
-    depth = len(list(shared)) if piece.recomputes else 0
+    depth = common_depth(ops) if piece.recomputes else 0
     inside = tuple(dataclasses.replace(op, stack=op.stack[depth:]) for op in ops)
     first, inputs, outputs = ops[0], piece.inputs, piece.outputs
     # The derivative of linear operations reads nothing.
@@ -209,6 +207,14 @@ class _Pieces(Rules[_Cell]):
         with super().where(op):
             return _Cell(value, encode_rows(value, self.settings.kept))
 
+    def variant(self, op: Any) -> Hashable:
+        shared, program = self.settings.shared, op.program
+        statistics = ([n in op.statistics for n in inner.outputs] for inner in program.ops)
+        pairs = zip(program.ops, map(tuple, statistics), strict=True)
+        lines = [shared.line(inner, key) for inner, key in pairs]
+        text = shared.text(program.ops, lines, program.inputs, program.outputs)
+        return op if text is None else text
+
     def operation(self, op: Any, operands: list[_Cell]) -> list[_Cell]:
         def piece_of(*arrays: Any) -> list[Any]:
             # In the forward pass XLA may hand a piece a product before it is rounded. The maximum
@@ -223,20 +229,20 @@ class _Pieces(Rules[_Cell]):
 
         values = [cell.value for cell in operands]
         barriers = self.settings.barriers
-        key = barriers, *key_of(op.program, op.statistics)
+        key = barriers, self.variant(op)
         dtypes = tuple(x.value.dtype if op.reads and x.codes else None for x in operands)
         if any(dtypes):
             reached = functools.partial(_reached, op.program)
             new = functools.partial(with_coded_derivative, piece_of, dtypes, reached, barriers)
             codes = [x.codes for x, dtype in zip(operands, dtypes, strict=True) if dtype]
-            results = self.settings.memo.once((dtypes, *key), op, new)(values, codes)
+            results = self.settings.shared.functions.once((dtypes, *key), op, new)(values, codes)
         elif op.recomputes:
             # Operations with effects are pieces of their own, so that no reference or token is in
             # here.
             policy = jax.checkpoint_policies.save_only_these_names(STORED)
             new = functools.partial(jax.checkpoint, piece_of, policy=policy, prevent_cse=barriers)
             # JAX traces a checkpoint once for each function object: equal pieces share one.
-            results = self.settings.memo.once(key, op, new)(*values)
+            results = self.settings.shared.functions.once(key, op, new)(*values)
         else:
             results = piece_of(*values)
         makers = {number: inner for inner in op.program.ops for number in inner.outputs}
@@ -307,7 +313,9 @@ class _Operations(Rules[Any]):
             return run_in_pieces(inside, body, arrays, carry)
 
         key = id(body), inside.barriers, inside.only_loops, carry
-        program: core.ClosedJaxpr = inside.memo.once(key, body, lambda: compat.trace(run, avals))
+        program: core.ClosedJaxpr = inside.shared.functions.once(
+            key, body, lambda: compat.trace(run, avals)
+        )
         return program
 
 

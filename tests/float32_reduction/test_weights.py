@@ -1,7 +1,6 @@
 """Weights that are computed from params and from what is no param: their gradients are sums too."""
 
 import functools
-import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,6 +11,7 @@ import pytest
 from jax import lax
 
 import jaxmp
+from jaxmp._program.program import equations_in
 from jaxmp.sharding import FSDP, fully_sharded
 from tests.support.bits import tree_bits
 from tests.support.reduction_checks import (
@@ -320,7 +320,9 @@ def test_gradients_of_float8_are_those_of_what_was_rounded(name: str) -> None:
 
 def wide_activations(grad: Any, *args: Any) -> int:
     """How many arrays of 32 x 16 are computed in float32, in programs within programs too."""
-    return len(re.findall(r"\bf32\[32,16\] =", str(jax.make_jaxpr(grad)(*args))))
+    equations = equations_in([jax.make_jaxpr(grad)(*args)])
+    results = (var.aval for equation in equations for var in equation.outvars)
+    return sum((aval.shape, aval.dtype) == ((32, 16), F32) for aval in results)
 
 
 def block(h: Any, p: Any) -> Any:

@@ -20,7 +20,8 @@ HANDS_ON = {
     "_autocast.look_ahead": "readings, backward: a plan is made before it runs",
     "_autocast.reading": "casts that JAX adds behind sums of 16 bits: before anything is planned",
     "_recompute.storage": "costs: what is kept is decided by what comes before and behind",
-    "_recompute.pieces": "places of values: the key by which equal pieces are known",
+    "_program.parts": "places of values: the text by which equal parts are known",
+    "_recompute.pieces": "the values that exist when a piece runs",
 }
 # What JAX calls the operands and programs of control flow, and the files that know it.
 KNOWS_CONTROL_FLOW = {"_program.wiring", "_program.compat", "_program.op_classes"}

@@ -10,7 +10,7 @@ import jax
 from jaxmp._tools.command.program import NamedProgram, UsageError, load_program
 from jaxmp._tools.inspect.compiled import closed_over
 from jaxmp._tools.inspect.equations import all_sites, walk
-from jaxmp._tools.inspect.lines import Lines, direction, scopes_of
+from jaxmp._tools.inspect.lines import direction, line_of, scopes_of
 from jaxmp._tools.planning.devices import Device
 
 
@@ -99,12 +99,11 @@ def shapes_in(program: NamedProgram) -> list[ProductShape]:
       UsageError: if there are none.
     """
     arrays, call = closed_over(program.fn, program.args, program.kwargs)
-    lines = Lines()
     runs: dict[ProductShape, int] = {}
     # Products of a backward pass have the sizes of the forward pass in another order.
     for site in all_sites(walk(jax.make_jaxpr(call)(arrays))):
         if site.name == "dot_general" and direction(scopes_of(site)) != "backward":
-            shape = _product_shape(site.equation, lines.of(site))
+            shape = _product_shape(site.equation, line_of(site))
             runs[shape] = runs.get(shape, 0) + site.runs
     if not runs:
         raise UsageError(f"the program {program.name} has no products of matrices")

@@ -17,7 +17,7 @@ from jaxmp._program.program import read
 from jaxmp._program.tracing import combine, partition
 from jaxmp._tools.diagnostics.scope_values import Capture, ScopeOf, scope_of_module, scope_values
 from jaxmp._tools.inspect.equations import Site, site_of
-from jaxmp._tools.inspect.lines import UNKNOWN, Lines
+from jaxmp._tools.inspect.lines import UNKNOWN, line_of
 
 
 def activation_histograms(
@@ -93,12 +93,11 @@ def activation_histograms(
 
 def _scope_or_line() -> ScopeOf:
     """Returns a function that names the modules around an equation; outside of all, its line."""
-    lines = Lines()
 
     def scope_of(site: Site) -> tuple[str, ...]:
         if modules := scope_of_module(site):
             return modules
-        line = lines.of(site)
+        line = line_of(site)
         # A call counts for the lines inside of it, if these are the user's. A helper that JAX jits,
         # such as `jnp.where`, has no line but that of its caller.
         is_control = CLASSES.get(site.name) is OpClass.CONTROL
@@ -107,7 +106,7 @@ def _scope_or_line() -> ScopeOf:
             for body in (compat.bodies_of(site.equation) if is_control else ())
             for op in read(body).ops
         ]
-        has_own_lines = inner and line not in map(lines.of, inner)
+        has_own_lines = inner and line not in map(line_of, inner)
         # What JAX adds under `vmap`, outside of all lines, has no row.
         return () if has_own_lines or line == UNKNOWN else (line,)
 

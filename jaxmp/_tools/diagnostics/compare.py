@@ -27,7 +27,7 @@ from jaxmp._tools.diagnostics.scope_values import (
     scope_values,
 )
 from jaxmp._tools.inspect.equations import all_sites, walk
-from jaxmp._tools.inspect.lines import Lines
+from jaxmp._tools.inspect.lines import line_of
 
 By = Literal["scope", "line"]
 
@@ -131,12 +131,12 @@ def _rounding_of(fun: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, lis
 
     static, arrays = partition((tuple(args), {}))
     try:
-        traced, lines = trace_call(floats, static, arrays), Lines()
+        traced = trace_call(floats, static, arrays)
         counts = [True] * len(traced.closed.out_avals)
         uncounted = uncounted_in(traced.closed, counts, float32=True)
         first_order = FirstOrder(
             traced,
-            lambda site: (lines.of(site), site.name),
+            lambda site: (line_of(site), site.name),
             [Target(slice(None), steps=True, each=True)],
             float32=True,
         )

@@ -24,7 +24,7 @@ from jaxmp._program.tracing import combine, partition, trace_call
 from jaxmp._tools.diagnostics.inputs import check_numbers
 from jaxmp._tools.diagnostics.one_by_one import OneByOne, Place, RunValue
 from jaxmp._tools.diagnostics.overflow import Overflow, OverflowOperand
-from jaxmp._tools.inspect.lines import UNKNOWN, Lines, direction, module_path, scopes_of
+from jaxmp._tools.inspect.lines import UNKNOWN, direction, line_of, module_path, scopes_of
 from jaxmp._training.gradient_options import LossScaleLike
 from jaxmp._training.gradients import value_and_grad
 
@@ -147,7 +147,6 @@ class _Search:
 
     def __init__(self) -> None:
         self._events: list[_Event] = []
-        self._lines = Lines()
 
     def argument(self, array: Any, name: str) -> RunValue:
         """Returns an argument of the program."""
@@ -247,7 +246,7 @@ class _Search:
         return functools.partial(
             _report,
             name,
-            self._lines.of(place.site),
+            line_of(place.site),
             module_path(scopes),
             direction(scopes),
             place.turns,

@@ -20,7 +20,7 @@ from jaxmp._tools.diagnostics.roundings import place_of, readers_of, uncounted_i
 from jaxmp._tools.diagnostics.sensitivity_report import Errors, OperationSensitivity, Variances
 from jaxmp._tools.diagnostics.steps import compares_numbers
 from jaxmp._tools.inspect.equations import Site, all_sites, walk
-from jaxmp._tools.inspect.lines import Lines, direction, module_path, scopes_of
+from jaxmp._tools.inspect.lines import direction, line_of, module_path, scopes_of
 
 _HALVES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 _SCALES = (2.0**16, 2.0**12, 2.0**8, 2.0**4, 1.0)
@@ -80,11 +80,10 @@ class Prediction:
         has_codes = any(policy.products is not None for policy in all_policies(rules))
         others = [x for x in _HALVES if (x in dtypes_of(rules)) == has_codes]
         self.dtypes = [dtype.name for dtype in others]
-        lines = Lines()
 
         def kind_of(site: Site) -> _RoundingKind:
             scopes = scopes_of(site)
-            operation = lines.of(site), site.name, direction(scopes)
+            operation = line_of(site), site.name, direction(scopes)
             return _RoundingKind(self._parts_of(site), module_path(scopes), *operation)
 
         first_order = FirstOrder(traced, kind_of, targets, others)

@@ -38,7 +38,7 @@ from jaxmp._program.op_classes import (
 from jaxmp._program.program import Op, Program, read
 from jaxmp._tools.diagnostics.rerun import Rerun
 from jaxmp._tools.inspect.equations import Site, walk
-from jaxmp._tools.inspect.lines import Lines
+from jaxmp._tools.inspect.lines import line_of
 from jaxmp._tools.inspect.upcasts import is_narrow_aval
 
 FLOAT32 = np.dtype(np.float32)
@@ -270,7 +270,7 @@ def uncounted_in(
       demanded: for each result, whether it counts.
       float32: whether float32 operations round too.
     """
-    program, lines = walk(closed), Lines()
+    program = walk(closed)
     reads_rounded: set[Any] = set()
     uncounted: dict[str, None] = {}
 
@@ -293,7 +293,7 @@ def uncounted_in(
         # Errors of complex numbers are not modelled.
         is_complex = any(getattr(x, "dtype", None) in _COMPLEX for x in site.out_avals)
         if results and has_numbers and (jumps or is_complex or is_unseen(site)):
-            uncounted[f"{lines.of(site)}: {site.name}"] = None
+            uncounted[f"{line_of(site)}: {site.name}"] = None
         return [bool(results)] * len(site.inputs)
 
     question = Question(nothing=False, join=operator.or_, rule=forward)

@@ -23,7 +23,7 @@ from jaxmp._program.tracing import combine, partition, trace_call
 from jaxmp._program.wiring import Wiring
 from jaxmp._tools.diagnostics.rerun import Key, Rerun
 from jaxmp._tools.inspect.equations import Site, site_of
-from jaxmp._tools.inspect.lines import Lines, direction, module_path, scopes_of
+from jaxmp._tools.inspect.lines import direction, line_of, module_path, scopes_of
 
 ANCHOR = "name"  # the primitive of `jax.ad_checkpoint.checkpoint_name`
 
@@ -106,8 +106,7 @@ def scope_of_module(site: Site) -> tuple[str, ...]:
 
 def scope_of_line() -> ScopeOf:
     """Returns a function that takes the line of the user's code for the scope of an equation."""
-    lines = Lines()
-    return lambda site: (lines.of(site),)
+    return lambda site: (line_of(site),)
 
 
 def scope_values(
@@ -186,7 +185,6 @@ class _Catcher(Rerun):
         self._sites: list[Site] = []
         self._scopes: list[tuple[str, ...]] = []
         self._leaving: dict[int, int] = {}
-        self._lines = Lines()
         self.values: dict[Key, ScopeValue] = {}
         self.not_entered: list[NotEntered] = []
 
@@ -225,7 +223,7 @@ class _Catcher(Rerun):
 
     def _note(self, site: Site) -> None:
         path = "/".join(scope_of_module(site))
-        self.not_entered.append(NotEntered(site.name, path, self._lines.of(site)))
+        self.not_entered.append(NotEntered(site.name, path, line_of(site)))
 
     def _value(
         self, site: Site, scope: tuple[str, ...], stays: int, value: Any, key: Key
@@ -242,7 +240,7 @@ class _Catcher(Rerun):
             anchor,
             direction(scopes_of(site)),
             site.name,
-            self._lines.of(site),
+            line_of(site),
             tuple(value.shape),
             value.dtype.name,
             tuple(wiring.known_turns for wiring in around if wiring.counted),

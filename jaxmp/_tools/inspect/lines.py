@@ -1,111 +1,41 @@
 """Finds the line of the user's code and the module of the model that an equation comes from."""
 
-import functools
-import importlib.util
-import os
 import re
-import sysconfig
 from collections.abc import Sequence
-from typing import Any
 
 from jaxmp._program.scopes import names_in, without_reason
+from jaxmp._program.source_lines import innermost_lines, line_text, owner_of_file
 from jaxmp._tools.hlo.parser import Frame
 from jaxmp._tools.inspect.equations import Site
 
-# Lines in these libraries do not help a user; the line that called them does. JAX could exclude
-# such files by itself, but for the whole process, including its error messages.
-_LIBRARIES = ("jaxmp", "flax", "optax", "chex", "jmp", "haiku", "equinox", "qwix", "einops")
-# These call functions of others, and make nothing themselves.
-_CALLERS = ("jax", "jaxlib", "jaxmp._program", "jaxtyping", "beartype")
 # A line for equations without a traceback, such as those that JAX adds under `vmap`.
 UNKNOWN = "(unknown)"
 # Names that JAX puts into the scopes of compiled programs, and that are not modules.
 _NO_MODULE = re.compile(r"closed_call|eval_jaxpr|while|body|cond|branch_\d+_fun|shard_map|\w+_call")
 
 
-class Lines:
-    """A finder of source lines that caches the result for each traceback."""
+def line_of(site: Site) -> str:
+    """Returns the line of an equation as `"file.py:12 (function)"`.
 
-    def __init__(self) -> None:
-        # JAX shares one traceback among many equations: its frames are read once.
-        self._lines: dict[Any, tuple[str, str]] = {}
+    Args:
+      site: an equation.
 
-    def of(self, site: Site) -> str:
-        """Returns the line of an equation as `"file.py:12 (function)"`.
-
-        Args:
-          site: an equation.
-
-        Returns:
-          The innermost line in the user's code, of the equation itself or else of an enclosing
-          equation. If there is none, as for an optimizer that is audited alone, the line in the
-          library.
-        """
-        # The body of a function that JAX jits and caches, such as `jnp.var`, has the traceback of
-        # its first caller. The enclosing equation has the line of this one.
-        fallback = ""
-        at: Site | None = site
-        while at is not None:
-            traceback = at.equation.source_info.traceback
-            if traceback not in self._lines:
-                self._lines[traceback] = _innermost_lines(traceback)
-            user, library = self._lines[traceback]
-            if user:
-                return user
-            fallback = fallback or library
-            at = at.outer
-        return fallback or UNKNOWN
-
-
-def _innermost_lines(traceback: Any) -> tuple[str, str]:
-    """Returns the innermost line of the user's code, and of a library other than JAX."""
-    library = ""
-    for frame in traceback.frames if traceback is not None else ():
-        owner = owner_of_file(frame.file_name)
-        if owner == "user" or (owner == "library" and not library):
-            text = line_text(frame.file_name, frame.line_num, frame.function_name)
-            if owner == "user":
-                return text, library
-            library = text
-    return "", library
-
-
-def line_text(file: str, line: int, function: str) -> str:
-    """Formats a line for reports.
-
-    >>> line_text("/home/me/net.py", 12, "make.<locals>.loss")
-    'net.py:12 (make.loss)'
+    Returns:
+      The innermost line in the user's code, of the equation itself or else of an enclosing
+      equation. If there is none, as for an optimizer that is audited alone, the line in the
+      library.
     """
-    function = function.replace("<locals>.", "")
-    return f"{os.path.basename(file)}:{line}" + (f" ({function})" if function else "")
-
-
-@functools.lru_cache(maxsize=4096)
-def owner_of_file(file: str) -> str:
-    """Returns whose file it is: `"user"`, `"library"`, `"jax"` (or a caller) or `"python"`."""
-    if file.startswith(("<frozen", "<@beartype")):
-        return "python"
-    if file.startswith(_folders(_CALLERS)):
-        return "jax"
-    if file.startswith(_folders(_LIBRARIES)):
-        return "library"
-    python = sysconfig.get_path("stdlib") + os.sep
-    # site-packages and dist-packages are inside of the folder of the standard library.
-    if file.startswith(python) and "-packages" not in file[len(python) :].partition(os.sep)[0]:
-        return "python"
-    return "user"
-
-
-@functools.cache
-def _folders(packages: tuple[str, ...]) -> tuple[str, ...]:
-    # Without importing them: most users have a few of these libraries.
-    specs = [importlib.util.find_spec(package) for package in packages]
-    return tuple(
-        folder.rstrip(os.sep) + os.sep
-        for spec in specs
-        if spec is not None
-        for folder in spec.submodule_search_locations or ()
-    )
+    # The body of a function that JAX jits and caches, such as `jnp.var`, has the traceback of its
+    # first caller. The enclosing equation has the line of this one.
+    fallback = ""
+    at: Site | None = site
+    while at is not None:
+        user, library = innermost_lines(at.traceback)
+        if user:
+            return user
+        fallback = fallback or library
+        at = at.outer
+    return fallback or UNKNOWN
 
 
 def scopes_of(site: Site) -> str:
@@ -113,7 +43,7 @@ def scopes_of(site: Site) -> str:
     scopes: list[str] = []
     at: Site | None = site
     while at is not None:
-        scopes.append(str(at.equation.source_info.name_stack))
+        scopes.append(str(at.stack))
         at = at.outer
     return "/".join(scope for scope in reversed(scopes) if scope)
 

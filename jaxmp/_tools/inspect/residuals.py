@@ -14,7 +14,7 @@ from jaxmp._program.op_classes import CALLS, ENCODES, SAME_NUMBERS
 from jaxmp._program.program import Program
 from jaxmp._tools.inspect.compiled import is_array
 from jaxmp._tools.inspect.equations import Site, walk
-from jaxmp._tools.inspect.lines import Lines, module_path, scopes_of
+from jaxmp._tools.inspect.lines import line_of, module_path, scopes_of
 from jaxmp._tools.inspect.rows import Residual
 from jaxmp._tools.inspect.summarize import branch_text
 
@@ -100,7 +100,7 @@ def _residual_rows(program: Program, params: int, are_read: Sequence[bool]) -> t
       params: how many of its arguments are params.
       are_read: which of its results the backward pass reads.
     """
-    lines, producers = Lines(), _producers(program)
+    producers = _producers(program)
     arguments = {*program.inputs, *(number for number, _ in program.consts)}
     is_param = [i < params for i in range(len(program.inputs))]
     groups: dict[tuple[str, str, str, str, Kind], list[int]] = {}
@@ -116,7 +116,7 @@ def _residual_rows(program: Program, params: int, are_read: Sequence[bool]) -> t
             continue
         counted.add(atom)
         makers = _innermost_sites(atom, producers)
-        where = lines.of(makers[0]), module_path(scopes_of(makers[0]))
+        where = line_of(makers[0]), module_path(scopes_of(makers[0]))
         kind: Kind = "params" if is_copy else "activations"
         aval = program.avals[atom]
         key = str(aval.dtype), *where, branch_text(makers), kind

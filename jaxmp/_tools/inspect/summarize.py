@@ -14,7 +14,7 @@ from jaxmp._program.scopes import why_left_out
 from jaxmp._tools.inspect.branches import Part, most
 from jaxmp._tools.inspect.decoded import decoded_operands
 from jaxmp._tools.inspect.equations import Site, all_sites
-from jaxmp._tools.inspect.lines import Lines, direction, module_path, scopes_of
+from jaxmp._tools.inspect.lines import direction, line_of, module_path, scopes_of
 from jaxmp._tools.inspect.rows import (
     Collective,
     Convert,
@@ -56,7 +56,6 @@ class Tally:
         self._program = program
         self.sites = list(all_sites(program))
         self.flops = _flops(self.sites)
-        self._lines = Lines()
         # Most methods ask for the places of the same sites again.
         self._where: dict[Site, Where] = {}
 
@@ -263,7 +262,7 @@ class Tally:
         """Returns the line, the module path and the direction of an equation."""
         if site not in self._where:
             scopes = scopes_of(site)
-            self._where[site] = Where(self._lines.of(site), module_path(scopes), direction(scopes))
+            self._where[site] = Where(line_of(site), module_path(scopes), direction(scopes))
         return self._where[site]
 
     def _products(self) -> list[Site]:

@@ -1,0 +1,204 @@
+"""How long a program takes to trace and lower, over the same one with casts by hand.
+
+Layers run one by one, where tracing costs most, or in a scan. Each measurement starts with empty
+caches, as in a new process; contenders take turns.
+
+    python benchmarks/bench_tracing.py            # ten minutes on two CPU cores
+    python benchmarks/bench_tracing.py --compile  # to the first step: half an hour
+"""
+
+import argparse
+import functools
+import gc
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import flax_gpt
+import flax_unet
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen as nn
+from measurement import Column, Report, Row, add_common_arguments
+from on_device.resnet import ResNet
+from stacked_models import MODELS, Sizes
+
+import jaxmp
+
+_COLUMNS = (
+    Column("case", "case"),
+    Column("program", "program"),
+    Column("by_hand_s", "by hand, s", ".2f"),
+    Column("jaxmp_s", "jaxmp, s", ".2f"),
+    Column("ratio", "ratio", ".2f"),
+    Column("lines", "lines of StableHLO", ",.0f"),
+    Column("lines_ratio", "over by hand", ".2f"),
+)
+_POLICY = "mixed_bfloat16"
+
+
+class _Case(NamedTuple):
+    """A loss with casts by hand, the loss as it was written, and its arguments, as types."""
+
+    by_hand: Callable[..., Any]
+    loss: Callable[..., Any]
+    params: Any
+    batch: Any
+
+
+def _stacked(name: str, layers: int, scan: bool) -> _Case:
+    sizes = Sizes(layers, 64, 4, 64, heads=4, classes=256)
+    by_hand, model = (MODELS[name](sizes, scan, casts, None) for casts in (True, False))
+    return _Case(by_hand.loss, model.loss, *map(jax.eval_shape, (model.params, model.batch)))
+
+
+def _linen_gpt() -> _Case:
+    sizes = Sizes(24, 64, 4, 64, heads=4, classes=256)
+    by_hand, _ = flax_gpt.linen_program(sizes, scan=False)
+    loss, params = flax_gpt.linen_program(sizes, scan=False, policy=None)
+    return _Case(by_hand, loss, params, jax.ShapeDtypeStruct((4, 65), jnp.int32))
+
+
+def _images(module: Callable[..., nn.Module]) -> _Case:
+    images = jax.ShapeDtypeStruct((2, 64, 64, 3), jnp.float32)
+    # Labels are unused classes: any target gives the same program.
+    variables = jax.eval_shape(module().init, jax.random.key(0), images)
+    params, state = variables["params"], {k: v for k, v in variables.items() if k != "params"}
+
+    def loss_of(dtype: Any) -> Callable[..., Any]:
+        def loss(params: Any, batch: Any) -> Any:
+            state, images = batch
+            collections = {"params": params, **state}
+            result, _ = module(dtype=dtype).apply(collections, images, mutable=list(state))
+            return jnp.square(result.astype(jnp.float32)).mean()
+
+        return loss
+
+    return _Case(loss_of(jnp.bfloat16), loss_of(None), params, (state, images))
+
+
+def _unlike(layers: int = 24) -> _Case:
+    """Layers of different widths: nothing repeats."""
+    widths = [64 + 8 * i for i in range(layers + 1)]
+    shapes = itertools.pairwise(widths)
+    params = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+
+    def loss_of(dtype: Any) -> Callable[..., Any]:
+        def loss(params: Any, x: Any) -> Any:
+            for w in params:
+                x = jnp.tanh(x.astype(dtype) @ w.astype(dtype))
+            return jnp.square(x.astype(jnp.float32)).mean()
+
+        return loss
+
+    return _Case(
+        loss_of(jnp.bfloat16),
+        loss_of(jnp.float32),
+        params,
+        jax.ShapeDtypeStruct((4, widths[0]), jnp.float32),
+    )
+
+
+CASES: dict[str, Callable[[], _Case]] = {
+    **{f"GPT, {n} layers": functools.partial(_stacked, "gpt", n, False) for n in (4, 24, 96)},
+    "GPT, 24 layers in a scan": functools.partial(_stacked, "gpt", 24, True),
+    "linen GPT, 24 layers": _linen_gpt,
+    "ResNet-50, linen": functools.partial(_images, ResNet),
+    "U-Net, linen": functools.partial(_images, flax_unet.UNet),
+    "24 layers, all different": _unlike,
+}
+
+
+def _programs(case: _Case) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
+    """Returns for each program what lowers it, by hand and under jaxmp. All functions are new."""
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    plain = jax.eval_shape(tx.init, case.params)
+    wrapped = jaxmp.mixed_precision(tx, _POLICY)
+    state = jax.eval_shape(
+        lambda params: jaxmp.TrainState.create(params=params, tx=wrapped), case.params
+    )
+
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        loss, grads = jax.value_and_grad(case.by_hand)(params, batch)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    def gradients(loss: Callable[..., Any]) -> Any:
+        new = lambda params, batch: loss(params, batch)  # noqa: E731
+        return jax.jit(jax.value_and_grad(new)).trace(case.params, case.batch).lower()
+
+    return {
+        "loss and gradients": (
+            lambda: gradients(case.by_hand),
+            lambda: gradients(jaxmp.autocast(case.loss, _POLICY)),
+        ),
+        "train step": (
+            lambda: jax.jit(lambda *x: step(*x)).trace(case.params, plain, case.batch).lower(),
+            lambda: jaxmp.make_train_step(case.loss).trace(state, case.batch).lower(),
+        ),
+    }
+
+
+def _rows(name: str, args: argparse.Namespace) -> list[Row]:
+    rows = []
+    for program, ways in _programs(CASES[name]()).items():
+        seconds: list[list[float]] = [[], []]
+        lines = [0, 0]
+        for _ in range(args.repeats):
+            for i, way in enumerate(ways):
+                jax.clear_caches()
+                gc.collect()
+                gc.disable()  # as timeit does: a collection may fall into the turn of one alone
+                start = time.perf_counter()
+                lowered = way()
+                if args.compile:
+                    lowered.compile()
+                seconds[i].append(time.perf_counter() - start)
+                gc.enable()
+                lines[i] = lowered.as_text().count("\n")
+        best = list(map(min, seconds))
+        row = {"case": name, "program": program, "by_hand_s": best[0], "jaxmp_s": best[1]}
+        row |= {"ratio": best[1] / best[0], "seconds": seconds, "median_ratio": _ratio(seconds)}
+        rows.append(row | {"lines": lines[1], "lines_ratio": lines[1] / lines[0]})
+    return rows
+
+
+def _ratio(seconds: Sequence[Sequence[float]]) -> float:
+    pairs = zip(*seconds, strict=True)
+    return statistics.median(mine / by_hand for by_hand, mine in pairs)
+
+
+def main(argv: Sequence[str] | None = None) -> list[Row]:
+    """Runs the benchmark with these arguments; returns the rows of its table."""
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(description="Trace and lower, over casts by hand.")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--compile", action="store_true", help="compile too")
+    add_common_arguments(parser, repeats=3, steps=1)
+    args = parser.parse_args(argv)
+    rows = [row for name in args.cases for row in _rows(name, args)]
+    report = Report(
+        name="tracing" + ("-compiled" if args.compile else ""),
+        title="Trace, lower and compile" if args.compile else "Trace and lower",
+        command=" ".join(["python benchmarks/bench_tracing.py", *argv]),
+        columns=_COLUMNS,
+        rows=rows,
+        assumptions=[
+            f"The least of {args.repeats} rounds, in turn, each with JAX's caches emptied before.",
+            "By hand: casts of mixed bfloat16 in the model, by the `dtype` of Flax's layers, or "
+            "for the linen GPT by `jaxmp.linen.apply_policy`, which traces as those do. The train "
+            "step by hand is AdamW behind a clip, without masters, checks or a loss scale.",
+        ],
+    )
+    report.show()
+    if not args.no_write:
+        print(f"wrote {report.write(args.results)}")
+    return rows
+
+
+if __name__ == "__main__":
+    main()

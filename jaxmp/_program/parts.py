@@ -1,0 +1,249 @@
+"""Divides a program into parts, of which equal ones, such as layers, run as one jitted function.
+
+JAX traces, differentiates, transposes and lowers a jitted function once for all its calls.
+Compilers put its program in the place of each call, and see the same program as without parts.
+
+Two parts are equal if their operations do the same in the same order, for the same lines of the
+user's code, with the same scopes inside of those that each part is in.
+"""
+
+import collections
+import itertools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.extend import core
+
+from jaxmp._program.compat import bodies_of, is_of_jax, open_jaxpr
+from jaxmp._program.op_classes import CONTRACTIONS, VIEWS
+from jaxmp._program.program import Memo, Op, Program, numbers, read
+from jaxmp._program.source_lines import innermost_lines
+
+# Fewer operations cost less than a call.
+_FEWEST = 3
+
+
+class Shared:
+    """What the equal parts of all programs of a call share.
+
+    Attributes:
+      functions: their functions.
+    """
+
+    def __init__(self) -> None:
+        self.functions = Memo()
+        self._programs = Memo()
+        self._numbers: dict[Hashable, int] = {}
+        self._alive: list[Any] = []
+
+    def line(self, op: Op, key: Hashable) -> int | None:
+        """Returns a number for what an operation does, whichever values it reads.
+
+        Args:
+          op: the operation.
+          key: how it runs, beyond its equation.
+
+        Returns:
+          The number; None if an effect or a missing key makes it unlike all others.
+        """
+        if op.equation.effects or key is None:
+            return None
+        params, bodies = op.params, bodies_of(op.equation)
+        if op.name == "custom_jvp_call" and is_of_jax(bodies[0], ""):
+            # Such as `relu`: JAX makes a new object for the derivative in each call.
+            params = {"": bodies[0]}
+        items = tuple((name, self._param(value)) for name, value in sorted(params.items()))
+        literals = tuple(map(_literal, op.inputs))
+        context = self._param(op.equation.ctx), innermost_lines(op.traceback), op.functions
+        return self._number((op.equation.primitive, items, literals, *op.in_avals, key, context))
+
+    def text(
+        self,
+        ops: Sequence[Op],
+        lines: Sequence[int | None],
+        inputs: Sequence[int],
+        outputs: Sequence[Any],
+        depth: int = 0,
+    ) -> int | None:
+        """Returns a number that operations have in common with others that are alike.
+
+        Args:
+          ops: the operations.
+          lines: their `line`s.
+          inputs: the numbers of the values that they read.
+          outputs: the values that they make for others, and literals.
+          depth: how many of their outer scopes do not count.
+
+        Returns:
+          The number; None if one of the operations is unlike all others.
+        """
+        if None in lines:
+            return None
+        # Numbers of values differ from part to part; the places where they first stand do not.
+        places = {number: place for place, number in enumerate(inputs)}
+        text: list[Hashable] = []
+        for op, line in zip(ops, lines, strict=True):
+            for number in (*numbers(op.inputs), *op.outputs):
+                places.setdefault(number, len(places))
+            text.append((line, *(places[x] for x in numbers(op.inputs)), op.stack.stack[depth:]))
+        results = ((_literal(x), places.get(x) if isinstance(x, int) else None) for x in outputs)
+        return self._number((len(inputs), *text, *results))
+
+    def _param(self, value: Any) -> Hashable:
+        if isinstance(value, (core.Jaxpr, core.ClosedJaxpr)):
+            return self._programs.once(id(value), value, lambda: self._program(value))
+        if isinstance(value, tuple):
+            return tuple(map(self._param, value))
+        try:
+            hash(value)
+        except TypeError:  # such as an array, known by its identity
+            self._alive.append(value)
+            return id(value)
+        return type(value), value
+
+    def _program(self, jaxpr: Any) -> Hashable:
+        program = read(jaxpr)
+        if len(open_jaxpr(jaxpr).constvars) > len(program.consts):
+            return id(jaxpr)  # its constants are out of sight
+        inputs = (*program.inputs, *(number for number, _ in program.consts))
+        text = self.text(
+            program.ops, [self.line(op, ()) for op in program.ops], inputs, program.outputs
+        )
+        consts = tuple(self._param(const) for _, const in program.consts)
+        avals = tuple(program.avals[number] for number in inputs)
+        return (id(jaxpr) if text is None else text), avals, consts
+
+    def _number(self, text: Hashable) -> int:
+        return self._numbers.setdefault(text, len(self._numbers))
+
+
+class ProgramPart(NamedTuple):
+    """Operations that run together.
+
+    Attributes:
+      ops: the operations.
+      key: what equal parts share; None if the operations run one by one.
+      depth: how many of their outer scopes all operations share.
+      inputs: the numbers of the values that they read, in the order in which they do.
+      outputs: the numbers of the values that they make for other readers.
+    """
+
+    ops: Sequence[Op]
+    key: int | None
+    depth: int
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+def divide_program(
+    program: Program, key_of: Callable[[Op], Hashable], shared: Shared
+) -> list[ProgramPart]:
+    """Divides a program into parts, in an order in which they can run.
+
+    Args:
+      program: the program.
+      key_of: says how an operation runs, beyond its equation; None for one that runs by itself.
+      shared: what its parts share with those of other programs.
+    """
+    views, ops = _split_views(program)
+    division = _Partition(ops, program.outputs, key_of, shared)
+    parts = division.smallest()
+    while len(joined := division.join(parts)) < len(parts):
+        parts = joined
+    counts = collections.Counter(part.key for part in parts)
+    # Slices of stacked weights, which are all different, would make layers different.
+    divided = [ProgramPart(views, None, 0, (), ())]
+    for part in parts:
+        is_shared = counts[part.key] > 1 and len(part.ops) >= _FEWEST
+        divided.append(part if is_shared else part._replace(key=None))
+    return divided
+
+
+class _Partition:
+    def __init__(
+        self,
+        ops: Sequence[Op],
+        outputs: Sequence[Any],
+        key_of: Callable[[Op], Hashable],
+        shared: Shared,
+    ) -> None:
+        self.ops, self.shared = ops, shared
+        self.lines = [shared.line(op, key_of(op)) for op in ops]
+        self.place_of = {id(op): place for place, op in enumerate(ops)}
+        self.last_reader = {n: i for i, op in enumerate(ops) for n in numbers(op.inputs)}
+        self.last_reader.update(dict.fromkeys(numbers(outputs), len(ops)))
+
+    def smallest(self) -> list[ProgramPart]:
+        """Returns parts that end before products, where scopes change, and around lone lines."""
+        counts = collections.Counter(self.lines)
+        is_alone = [line is None or counts[line] == 1 for line in self.lines]
+        starts = [
+            place
+            for place, op in enumerate(self.ops)
+            if place == 0
+            or op.name in CONTRACTIONS
+            or op.stack != self.ops[place - 1].stack
+            or any(is_alone[place - 1 : place + 1])
+        ]
+        return [self._part(*ends) for ends in itertools.pairwise([*starts, len(self.ops)])]
+
+    def join(self, parts: Sequence[ProgramPart]) -> list[ProgramPart]:
+        """Joins neighbours that are only found together, if what they make is equal too."""
+        counts = collections.Counter(part.key for part in parts)
+        places = collections.defaultdict(list)
+        for place, (first, second) in enumerate(itertools.pairwise(parts)):
+            if first.key != second.key and None not in (first.key, second.key):
+                places[first.key, second.key].append(place)
+        joined: dict[int, ProgramPart] = {}
+        free = [True] * len(parts)
+        for keys, found in places.items():
+            is_free = all(free[place] and free[place + 1] for place in found)
+            if is_free and len(found) == counts[keys[0]] == counts[keys[1]] > 1:
+                pairs = [self._both(parts[place], parts[place + 1]) for place in found]
+                if len({pair.key for pair in pairs}) == 1:
+                    joined.update(zip(found, pairs, strict=True))
+                    for place in found:
+                        free[place] = free[place + 1] = False
+        return [
+            joined.get(place, part) for place, part in enumerate(parts) if place - 1 not in joined
+        ]
+
+    def _both(self, first: ProgramPart, second: ProgramPart) -> ProgramPart:
+        start = self.place_of[id(first.ops[0])]
+        return self._part(start, start + len(first.ops) + len(second.ops))
+
+    def _part(self, start: int, stop: int) -> ProgramPart:
+        ops, lines = self.ops[start:stop], self.lines[start:stop]
+        depth = common_depth(ops)
+        made = dict.fromkeys(number for op in ops for number in op.outputs)
+        read = dict.fromkeys(number for op in ops for number in numbers(op.inputs))
+        inputs = tuple(number for number in read if number not in made)
+        outputs = tuple(number for number in made if self.last_reader.get(number, -1) >= stop)
+        key = self.shared.text(ops, lines, inputs, outputs, depth)
+        return ProgramPart(ops, key, depth, inputs, outputs)
+
+
+def common_depth(ops: Sequence[Op]) -> int:
+    """Returns how many of their outer scopes all operations share."""
+    levels = zip(*(op.stack.stack for op in ops), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda level: len(set(level)) == 1, levels))
+
+
+def _split_views(program: Program) -> tuple[list[Op], list[Op]]:
+    """Returns the views of arguments, and the other operations."""
+    computed = {*program.inputs, *(number for number, _ in program.consts)}
+    views: list[Op] = []
+    others: list[Op] = []
+    for op in program.ops:
+        is_view = op.name in VIEWS and computed.issuperset(numbers(op.inputs))
+        computed.update(op.outputs if is_view else ())
+        (views if is_view else others).append(op)
+    return views, others
+
+
+def _literal(atom: Any) -> Hashable:
+    if not isinstance(atom, core.Literal):
+        return None
+    value = np.asarray(atom.val)
+    return value.dtype.name, value.tobytes()

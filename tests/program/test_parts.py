@@ -1,0 +1,290 @@
+"""Equal parts of a program run as one jitted function, and change nothing but the time to trace.
+
+That the same operations run is said of a hundred programs in `package/test_digests.py`. Here is
+what makes parts equal or not, and that JAX's transformations go through them.
+"""
+
+import itertools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+import jaxmp
+from jaxmp._program import compat
+from jaxmp._program.program import PART, equations_in, is_part_call, read
+from tests.support.compilations import Count
+from tests.support.same_operations import hash_of
+
+pytestmark = pytest.mark.jax
+
+BF16 = "mixed_bfloat16"
+WIDTH = 8
+
+
+def params_of(layers: int, widths: Any = None) -> list[Any]:
+    widths = widths or [WIDTH] * (layers + 1)
+    rng = np.random.default_rng(0)
+    return [
+        {"w": (rng.normal(size=shape) / 3).astype(np.float32), "scale": np.ones((1, shape[0]), "f")}
+        for shape in itertools.pairwise(widths)
+    ]
+
+
+def layer(p: Any, x: Any) -> Any:
+    x = x * p["scale"] / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6)
+    return jax.nn.relu(checkpoint_name(x @ p["w"], "product"))
+
+
+def loss(params: Any, x: Any, layer: Callable[..., Any] = layer) -> Any:
+    for i, p in enumerate(params):
+        with jax.named_scope(f"layer_{i}"):
+            x = layer(p, x)
+    return jnp.mean(x**2)
+
+
+X = np.linspace(-1, 1, 3 * WIDTH, dtype=np.float32).reshape(3, WIDTH)
+
+
+def parts_of(fun: Callable[..., Any], *args: Any) -> tuple[int, int]:
+    """How many calls of parts there are, and of how many functions."""
+    calls = [x for x in equations_in([jax.make_jaxpr(fun)(*args)]) if is_part_call(x)]
+    return len(calls), len({id(x.params["jaxpr"]) for x in calls})
+
+
+def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on, operations run one by one."""
+    monkeypatch.setattr(compat, "is_staged", lambda: False)
+
+
+def gradients(f: Any, **options: Any) -> Any:
+    return jaxmp.value_and_grad(jaxmp.autocast(f, BF16), **options)
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, "float32"])
+def test_a_layer_is_traced_once(reduce_dtype: Any) -> None:
+    fun = gradients(loss, reduce_dtype=reduce_dtype)
+    (calls, functions), (more, as_many) = (parts_of(fun, params_of(n), X) for n in (6, 12))
+    assert 0 < functions == as_many
+    assert more - calls >= 6 * 2  # forward and backward
+
+
+def test_where_nothing_repeats_there_are_no_parts() -> None:
+    different = params_of(6, [WIDTH, 9, 10, 11, 12, 13, 14])
+    assert parts_of(gradients(loss), different, X) == (0, 0)
+
+
+def with_factors(i: int, p: Any, x: Any) -> Any:
+    return layer(p, x) * (1 + i % 2)
+
+
+def with_constants(i: int, p: Any, x: Any) -> Any:
+    return layer(p, x) + np.full((1, WIDTH), i, "f")
+
+
+def with_callbacks(i: int, p: Any, x: Any) -> Any:
+    x = layer(p, x)
+    return x + jax.pure_callback(lambda x: x * (1 + i), x, lax.stop_gradient(x))
+
+
+def with_policies(i: int, p: Any, x: Any) -> Any:
+    return (jaxmp.full_precision(layer) if i % 2 else layer)(p, x)
+
+
+def with_loops(i: int, p: Any, x: Any) -> Any:
+    return lax.fori_loop(0, 2, lambda _, x: layer(p, x) + i % 2, x)
+
+
+def with_checkpoints(i: int, p: Any, x: Any) -> Any:
+    return jax.checkpoint(lambda x: layer(p, x) * (1 + i % 2))(x)
+
+
+def with_branches(i: int, p: Any, x: Any) -> Any:
+    return lax.cond(x[0, 0] > 0, lambda x: layer(p, x), lambda x: x * (1 + i % 2), x)
+
+
+def with_own_derivatives(i: int, p: Any, x: Any) -> Any:
+    @jax.custom_jvp
+    def own(x: Any) -> Any:
+        return jnp.sin(x)
+
+    own.defjvp(lambda x, t: (own(x[0]), t[0] * (1 + i % 2)))
+    return own(layer(p, x))
+
+
+def with_randomness(i: int, p: Any, x: Any) -> Any:
+    keep = jax.random.bernoulli(jax.random.fold_in(jax.random.key(0), i), 0.5, x.shape)
+    return layer(p, jnp.where(keep, x, 0))
+
+
+UNLIKE = [
+    with_factors,
+    with_constants,
+    with_callbacks,
+    with_policies,
+    with_loops,
+    with_checkpoints,
+    with_branches,
+    with_own_derivatives,
+    with_randomness,
+]
+
+
+def unlike_loss(kind: Any, params: Any, x: Any) -> Any:
+    for i, p in enumerate(params):
+        x = kind(i, p, x)
+    return jnp.mean(x**2)
+
+
+@pytest.mark.parametrize("kind", UNLIKE)
+@pytest.mark.parametrize("reduce_dtype", [None, "float32"])
+def test_layers_that_differ(kind: Any, reduce_dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a factor, a policy, a function, or the programs of their loops: each does its own."""
+    fun = gradients(lambda *args: unlike_loss(kind, *args), reduce_dtype=reduce_dtype)
+    shared = jax.make_jaxpr(fun)(params_of(6), X)
+    one_by_one(monkeypatch)
+    assert hash_of(shared) == hash_of(jax.make_jaxpr(fun)(params_of(6), X))
+
+
+def test_the_hash_sees_one_other_factor() -> None:
+    """The positive control of these tests."""
+    programs = [jax.make_jaxpr(lambda x, f=f: jnp.sin(x) * f)(X) for f in (1.0, 2.0, 2.0)]
+    one, two, again = map(hash_of, programs)
+    assert one != two == again
+
+
+def test_rules_by_path() -> None:
+    """One layer has another policy, by its name alone."""
+    rules = jaxmp.PolicyRules([("layer_1", "float32")], default=BF16)
+    program = jax.make_jaxpr(jaxmp.autocast(loss, rules))(params_of(4), X)
+    wide = (op for op in read(program).ops if op.in_avals[0].dtype == np.float32)
+    assert [str(op.stack) for op in wide if op.name == "dot_general"] == ["jaxmp.autocast/layer_1"]
+
+
+def called_from_many_lines(params: Any, x: Any) -> Any:
+    x = layer(params[0], x)
+    x = layer(params[1], x)
+    x = layer(params[2], x)
+    x = layer(params[3], x)
+    return jnp.mean(x**2)
+
+
+@pytest.mark.parametrize("fun", [loss, called_from_many_lines])
+def test_reports_name_every_layer(fun: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their scopes and lines are those of each call; the report is as without parts."""
+    params = params_of(4)
+    assert parts_of(gradients(fun), params, X)[0] > 0
+    shared = str(jaxmp.audit(gradients(fun), params, X))
+    one_by_one(monkeypatch)
+    assert shared == str(jaxmp.audit(gradients(fun), params, X))
+
+
+def names_in_profiles() -> set[str]:
+    text = jax.jit(gradients(loss)).lower(params_of(5), X).compile().as_text()
+    return set(re.findall(r'op_name="([^"]*)"', text))
+
+
+def test_profiles_name_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = names_in_profiles()
+    one_by_one(monkeypatch)
+    alone = names_in_profiles()
+    assert {name.replace(f"/jit({PART})", "") for name in shared} >= alone
+    assert "jit(loss)/transpose(jvp(jaxmp.autocast))/layer_3/mul" in alone  # a positive control
+
+
+POLICIES = jax.checkpoint_policies
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        POLICIES.everything_saveable,
+        POLICIES.nothing_saveable,
+        POLICIES.dots_saveable,
+        POLICIES.save_only_these_names("product"),
+    ],
+)
+def test_checkpoints_keep_what_they_kept(policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Around layers that run as parts, by the names and products inside of them."""
+    fun = jax.checkpoint(jaxmp.autocast(loss, BF16), policy=policy)
+    shared = jaxmp.audit(fun, params_of(4), X).residual_bytes
+    program = hash_of(jax.make_jaxpr(jax.grad(fun))(params_of(4), X))
+    one_by_one(monkeypatch)
+    assert shared == jaxmp.audit(fun, params_of(4), X).residual_bytes
+    assert program == hash_of(jax.make_jaxpr(jax.grad(fun))(params_of(4), X))
+
+
+TRANSFORMATIONS: dict[str, Callable[[Any], Any]] = {
+    "vmap": lambda f: jax.vmap(f, (None, 0)),
+    "vmap of gradients": lambda f: jax.vmap(jax.grad(f), (None, 0)),
+    "forward mode": lambda f: lambda p, x: jax.jvp(lambda x: f(p, x), (x,), (x,)),
+    "second derivatives": lambda f: jax.hessian(f, 1),
+    "recomputed": lambda f: jax.grad(jaxmp.recompute(f)),
+    "in a scan": lambda f: lambda p, x: lax.scan(lambda c, x: (c + f(p, x), c), 0.0, x[None])[0],
+}
+
+
+@pytest.mark.programs(40, reason="a transformation and its control, each in one jit")
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_transformations(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fun, params = TRANSFORMATIONS[name](jaxmp.autocast(loss, BF16)), params_of(4)
+    options = {"xla_allow_excess_precision": False}
+    x = X[:, None] if "vmap" in name else X
+    shared = jax.jit(fun, compiler_options=options)(params, x)
+    one_by_one(monkeypatch)
+    alone = jax.jit(lambda *args: fun(*args), compiler_options=options)(params, x)
+    jax.tree.map(np.testing.assert_array_equal, shared, alone)
+
+
+def test_effects_stay_in_order(capfd: pytest.CaptureFixture[str]) -> None:
+    def printing(p: Any, x: Any) -> Any:
+        jax.debug.print("{}", p["number"], ordered=True)
+        return layer(p, x)
+
+    params = [p | {"number": np.int32(i)} for i, p in enumerate(params_of(4))]
+    jax.block_until_ready(jax.jit(jaxmp.autocast(lambda *x: loss(*x, printing), BF16))(params, X))
+    jax.effects_barrier()
+    assert capfd.readouterr().out.split() == ["0", "1", "2", "3"]
+
+
+def test_an_exported_gradient_runs() -> None:
+    """One function is called for many layers."""
+    fun = jax.jit(gradients(loss))
+    params = params_of(12)
+    exported = jax.export.export(fun)(params, X)
+    jax.tree.map(np.testing.assert_array_equal, exported.call(params, X), fun(params, X))
+
+
+@pytest.mark.programs(400, reason="eager gradients are what it is about")
+def test_outside_of_jit_nothing_is_compiled_twice(compilations: Count) -> None:
+    """A function for each part would be new in each call."""
+    fun, params = jax.grad(jaxmp.autocast(loss, BF16)), params_of(4)
+    fun(params, X)
+    before = compilations()
+    fun(params, X)
+    assert compilations() == before
+
+
+def test_an_update_is_traced_once() -> None:
+    """Whatever the ways to skip it; by its own trace, optax takes as long as a model."""
+    updates = []
+
+    def counted(updates_: Any, state: Any, params: Any = None) -> Any:
+        updates.append(1)
+        return updates_, state
+
+    inner = optax.GradientTransformation(lambda params: (), counted)
+    tx = jaxmp.mixed_precision(inner, BF16)
+    state = jax.eval_shape(lambda p: jaxmp.TrainState.create(params=p, tx=tx), params_of(2))
+    step = jaxmp.make_train_step(loss)
+    updates.clear()
+    step.trace(state, X)
+    assert len(updates) == 1
