@@ -15,6 +15,7 @@ from jaxmp._autocast.steps import Step
 from jaxmp._numerics.dtypes import DType, code_kind
 from jaxmp._numerics.user_warnings import warn
 from jaxmp._policies.recipe import ONE_ROW
+from jaxmp._program.compat import bodies_of
 from jaxmp._program.flops import product_flops, programs_inside
 from jaxmp._program.hi_primitives import unknown_class
 from jaxmp._program.op_classes import CLASSES, PRODUCTS, OpClass
@@ -87,9 +88,12 @@ def warn_of_products_left(plan: Plan, context: Call, warned: list[str]) -> None:
 def _flops_of_plan(plan: Plan, context: Call) -> _Flops:
     """Counts the FLOPs of products in 16 bits, and of products left in float32, by reason."""
     key = ("flops", id(plan), context.regions.deciding_scopes(context.prefix), context.functions)
-    flops: _Flops = context.memo.once(
-        key, plan, lambda: _sum(_flops_of_step(step, context) for step in plan.steps)
-    )
+
+    def count() -> _Flops:
+        multiplies = lambda op: op.name in PRODUCTS or bodies_of(op.equation)  # noqa: E731
+        return _sum(_flops_of_step(step, context) for step in plan.steps if multiplies(step.op))
+
+    flops: _Flops = context.memo.once(key, plan, count)
     return flops
 
 

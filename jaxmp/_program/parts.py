@@ -155,7 +155,8 @@ def divide_program(
     # Slices of stacked weights, which are all different, would make layers different.
     divided = [ProgramPart(views, None, 0, (), ())]
     for part in parts:
-        is_shared = counts[part.key] > 1 and len(part.ops) >= _FEWEST
+        size = sum(op.size for op in part.ops)
+        is_shared = counts[part.key] > 1 and size >= _FEWEST
         divided.append(part if is_shared else part._replace(key=None))
     return divided
 
@@ -175,7 +176,7 @@ class _Partition:
         self.last_reader.update(dict.fromkeys(numbers(outputs), len(ops)))
 
     def smallest(self) -> list[ProgramPart]:
-        """Returns parts that end before products, where scopes change, and around lone lines."""
+        """Returns parts that end before products, where scopes change, and around what is alone."""
         counts = collections.Counter(self.lines)
         is_alone = [line is None or counts[line] == 1 for line in self.lines]
         starts = [
@@ -183,6 +184,7 @@ class _Partition:
             for place, op in enumerate(self.ops)
             if place == 0
             or op.name in CONTRACTIONS
+            or op.size > 1
             or op.stack != self.ops[place - 1].stack
             or any(is_alone[place - 1 : place + 1])
         ]

@@ -41,6 +41,11 @@ class Op:
         return str(self.equation.primitive.name)
 
     @property
+    def size(self) -> int:
+        """How many operations of the program it stands for."""
+        return 1
+
+    @property
     def params(self) -> dict[str, Any]:
         return self.equation.params
 

@@ -3,7 +3,6 @@
 With `kept=`, the derivative of a piece reads the codes of some values, in place of the values.
 """
 
-import contextlib
 import dataclasses
 import functools
 import operator
@@ -84,6 +83,10 @@ class _PieceOp(Op):
     keeps_operands: bool
     reads: bool
 
+    @property
+    def size(self) -> int:
+        return len(self.program.ops)
+
 
 def run_in_pieces(
     settings: Settings, closed: Any, arguments: Sequence[Any], carry: range = range(0)
@@ -107,7 +110,7 @@ def run_in_pieces(
     ops = tuple(_piece_op(piece, program, storage) for piece in pieces)
     coded = _coded_values(program, storage, ops, carry) if in_codes else frozenset[int]()
     settings.types_in_codes.extend(program.avals[number] for number in coded)
-    rules = _Pieces(settings, coded)
+    rules = _Pieces(settings, coded, settings.shared)
     readers = {number: op for op in reversed(ops) for number in op.inputs}
     cells = [
         rules.cell(number, x, readers.get(number))
@@ -163,7 +166,7 @@ def _piece_op(piece: Piece, program: Program, storage: Storage) -> _PieceOp:
     ops = [program.ops[i] for i in piece.ops]
     # Equal layers differ in their outer scopes only: without these they share one trace. Reports
     # need the inner ones.
-    depth = common_depth(ops) if piece.recomputes else 0
+    depth = common_depth(ops)
     inside = tuple(dataclasses.replace(op, stack=op.stack[depth:]) for op in ops)
     first, inputs, outputs = ops[0], piece.inputs, piece.outputs
     # The derivative of linear operations reads nothing.
@@ -193,9 +196,7 @@ class _Pieces(Rules[_Cell]):
 
     settings: Settings
     coded: frozenset[int]
-
-    def where(self, op: Any) -> contextlib.AbstractContextManager[None]:
-        return super().where(op) if op.recomputes else contextlib.nullcontext()
+    shared: Shared
 
     def constant(self, value: Any) -> _Cell:
         return _Cell(value)
@@ -208,12 +209,13 @@ class _Pieces(Rules[_Cell]):
             return _Cell(value, encode_rows(value, self.settings.kept))
 
     def variant(self, op: Any) -> Hashable:
-        shared, program = self.settings.shared, op.program
-        statistics = ([n in op.statistics for n in inner.outputs] for inner in program.ops)
-        pairs = zip(program.ops, map(tuple, statistics), strict=True)
-        lines = [shared.line(inner, key) for inner, key in pairs]
-        text = shared.text(program.ops, lines, program.inputs, program.outputs)
-        return op if text is None else text
+        ops, inputs, outputs = op.program.ops, op.program.inputs, op.program.outputs
+        # Equal pieces are so in what is kept of them, too.
+        kept = [tuple(n in op.statistics for n in inner.outputs) for inner in ops]
+        lines = list(map(self.shared.line, ops, kept))
+        text = self.shared.text(ops, lines, inputs, outputs)
+        coded = tuple(number in self.coded for number in outputs)
+        return op if text is None else (text, coded, self.settings.barriers)
 
     def operation(self, op: Any, operands: list[_Cell]) -> list[_Cell]:
         def piece_of(*arrays: Any) -> list[Any]:
@@ -228,21 +230,20 @@ class _Pieces(Rules[_Cell]):
             return evaluate(op.program, arrays, _Operations(self.settings, saved, rounded))
 
         values = [cell.value for cell in operands]
-        barriers = self.settings.barriers
-        key = barriers, self.variant(op)
+        barriers, key = self.settings.barriers, self.variant(op)
         dtypes = tuple(x.value.dtype if op.reads and x.codes else None for x in operands)
         if any(dtypes):
             reached = functools.partial(_reached, op.program)
             new = functools.partial(with_coded_derivative, piece_of, dtypes, reached, barriers)
             codes = [x.codes for x, dtype in zip(operands, dtypes, strict=True) if dtype]
-            results = self.settings.shared.functions.once((dtypes, *key), op, new)(values, codes)
+            results = self.shared.functions.once((dtypes, key), op, new)(values, codes)
         elif op.recomputes:
             # Operations with effects are pieces of their own, so that no reference or token is in
             # here.
             policy = jax.checkpoint_policies.save_only_these_names(STORED)
             new = functools.partial(jax.checkpoint, piece_of, policy=policy, prevent_cse=barriers)
             # JAX traces a checkpoint once for each function object: equal pieces share one.
-            results = self.settings.shared.functions.once(key, op, new)(*values)
+            results = self.shared.functions.once(key, op, new)(*values)
         else:
             results = piece_of(*values)
         makers = {number: inner for inner in op.program.ops for number in inner.outputs}
