@@ -128,55 +128,31 @@ def _run_ops(part: Program | ProgramPart, cells: Cells[Cell], rules: Rules[Cell]
             del cells[number]
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Outcome:
-    """What a part makes of the cells that it reads.
-
-    Attributes:
-      trees: the structures of its new cells: those of its results, then those that it changed.
-      places: for each new cell, where its arrays are: from 0 among the results of the function,
-        from -1 down among its arguments.
-      changed: which of the cells that it reads it has changed, such as by a cast that they hold.
-    """
-
-    trees: tuple[Any, ...]
-    places: tuple[tuple[int, ...], ...]
-    changed: tuple[int, ...]
-
-
 def _run_part(part: ProgramPart, cells: Cells[Cell], rules: Rules[Cell], shared: Shared) -> None:
     function = shared.functions.once(part.key, part, lambda: _function_of(part, rules))
-    given = [cells[number] for number in part.inputs]
     first = part.ops[0]
     with compat.where(first.equation, first.stack[: part.depth], first.traceback):
-        arrays, outcome = function(given)
-    leaves = jax.tree.leaves(given)
-    new = [*part.outputs, *(part.inputs[i] for i in outcome.changed)]
-    for number, tree, places in zip(new, outcome.trees, outcome.places, strict=True):
-        values = [arrays[place] if place >= 0 else leaves[~place] for place in places]
-        cells[number] = jax.tree.unflatten(tree, values)
+        results, changed = function([cells[number] for number in part.inputs])
+    cells.update(zip(part.outputs, results, strict=True))
+    cells.update((part.inputs[i], cell) for i, cell in changed.items())
 
 
 def _function_of(part: ProgramPart, rules: Rules[Cell]) -> Callable[[list[Cell]], Any]:
-    """Returns the jitted function of a part: from cells to new arrays, and what they are for."""
+    """Returns the jitted function of a part.
+
+    It returns the cells of its results, and by their places those that it read and changed, such as
+    by a cast that they hold. Arrays that it only hands on do not become results: JAX forwards them.
+    """
     inner = [dataclasses.replace(op, stack=op.stack[part.depth :]) for op in part.ops]
 
-    def run(given: list[Cell]) -> tuple[list[Any], _Outcome]:
+    def run(given: list[Cell]) -> tuple[list[Cell], dict[int, Cell]]:
         before: list[Any] = list(map(jax.tree.structure, given))
         cells = dict(zip(part.inputs, given, strict=True))
-        known = {id(x): ~i for i, x in enumerate(jax.tree.leaves(given))}
         _run_ops(part._replace(ops=inner), cells, rules)
-        after = [cells[number] for number in part.inputs]
-        changed = [i for i, cell in enumerate(after) if jax.tree.structure(cell) != before[i]]
-        new = [*(cells[number] for number in part.outputs), *(after[i] for i in changed)]
-        arrays: list[Any] = []
-        for x in jax.tree.leaves(new):
-            if id(x) not in known:
-                known[id(x)] = len(arrays)
-                arrays.append(x)
-        places = tuple(tuple(known[id(x)] for x in jax.tree.leaves(cell)) for cell in new)
-        return arrays, _Outcome(tuple(map(jax.tree.structure, new)), places, tuple(changed))
+        after = (cells[number] for number in part.inputs)
+        pairs = enumerate(zip(after, before, strict=True))
+        changed = {i: cell for i, (cell, tree) in pairs if jax.tree.structure(cell) != tree}
+        return [cells[number] for number in part.outputs], changed
 
     run.__name__ = run.__qualname__ = PART
     return jax.jit(run)
