@@ -82,6 +82,7 @@ bench: $(VENV)/.installed
 	$(RUN) benchmarks/bench_eager.py
 	$(RUN) benchmarks/bench_rules.py
 	$(RUN) benchmarks/bench_autocast.py
+	$(RUN) benchmarks/bench_tracing.py
 
 # Ten minutes on a GPU: is it right, is it fast, is it small? ARGS="--small" is a dry run on a CPU.
 device: $(DEVICE)/.device

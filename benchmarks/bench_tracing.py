@@ -65,7 +65,6 @@ def _linen_gpt() -> _Case:
 
 def _images(module: Callable[..., nn.Module]) -> _Case:
     images = jax.ShapeDtypeStruct((2, 64, 64, 3), jnp.float32)
-    # Labels are unused classes: any target gives the same program.
     variables = jax.eval_shape(module().init, jax.random.key(0), images)
     params, state = variables["params"], {k: v for k, v in variables.items() if k != "params"}
 
@@ -104,12 +103,12 @@ def _unlike(layers: int = 24) -> _Case:
 
 
 CASES: dict[str, Callable[[], _Case]] = {
-    **{f"GPT, {n} layers": functools.partial(_stacked, "gpt", n, False) for n in (4, 24, 96)},
-    "GPT, 24 layers in a scan": functools.partial(_stacked, "gpt", 24, True),
-    "linen GPT, 24 layers": _linen_gpt,
-    "ResNet-50, linen": functools.partial(_images, ResNet),
-    "U-Net, linen": functools.partial(_images, flax_unet.UNet),
-    "24 layers, all different": _unlike,
+    **{f"gpt-{n}": functools.partial(_stacked, "gpt", n, False) for n in (4, 24, 96)},
+    "gpt-24-in-a-scan": functools.partial(_stacked, "gpt", 24, True),
+    "linen-gpt-24": _linen_gpt,
+    "linen-resnet-50": functools.partial(_images, ResNet),
+    "linen-u-net": functools.partial(_images, flax_unet.UNet),
+    "24-unlike-layers": _unlike,
 }
 
 

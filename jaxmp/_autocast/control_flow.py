@@ -118,7 +118,9 @@ def plan_control(
     if planner is None:
         return plan_as_traced(op, states)
     step = planner(op, states, context, region, *(() if results_in is None else (results_in,)))
-    step.decided_by = context.inside(op).decides(states, results_in or ())
+    inside = equations_in(compat.bodies_of(op.equation)) if context.kernels else ()
+    if not any(id(equation) in context.kernels for equation in inside):
+        step.decided_by = context.inside(op).decides(states, results_in or ())
     if planner in (plan_custom_jvp, _plan_once, _plan_choice) and step.run is not None:
         step.replan = functools.partial(
             plan_control, op, states=states, context=context, region=region

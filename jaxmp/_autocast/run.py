@@ -41,15 +41,28 @@ class _CastCell:
       value: the value.
       summed: whether it may be a float32 sum over devices.
       casts: by dtype, and by the shape to which it is broadcast before, what it was cast to.
-      before: the value that it was made of by a cast or a move, where casts start from there.
-      move: that cast or move.
+      before: the value that it was made of by a cast or by moves, where casts start from there.
+      moves: that cast, or these moves.
     """
 
     value: Any
     summed: bool = False
     casts: dict[tuple[DType, tuple[int, ...] | None], Any] = dataclasses.field(default_factory=dict)
     before: "_CastCell | None" = None
-    move: "_Move | None" = None
+    moves: "tuple[_Move, ...]" = ()
+
+    @property
+    def is_cast(self) -> bool:
+        return any(move.primitive.name == "convert_element_type" for move in self.moves)
+
+    def after(self, move: "_Move", value: Any, summed: bool) -> "_CastCell":
+        """Returns the cell of what a cast or a move makes of the value."""
+        if move.primitive.name == "convert_element_type":
+            # Without what was before: from layer to layer, a chain of cells would grow.
+            return _CastCell(value, summed, {}, _CastCell(self.value), (move,))
+        if self.before is None or self.is_cast:
+            return _CastCell(value, summed, {}, self, (move,))
+        return _CastCell(value, summed, {}, self.before, (*self.moves, move))
 
     def cast(self, dtype: DType | None, shape: tuple[int, ...] | None = None) -> Any:
         """Returns the value in a dtype, broadcast before its cast; None leaves dtype or shape."""
@@ -61,10 +74,12 @@ class _CastCell:
 
     def _new_cast(self, dtype: DType, shape: tuple[int, ...] | None) -> Any:
         value = self.value
-        if self.before is not None and self.move is not None:
-            if self.move.primitive.name != "convert_element_type":
+        if self.before is not None:
+            if not self.is_cast:
                 # The cast goes before, so that a parameter and its transpose share one cast.
-                return self.move(self.before.cast(dtype))
+                return functools.reduce(
+                    lambda x, move: move(x), self.moves, self.before.cast(dtype)
+                )
             # A cast to fewer bits and back is a rounding by the program itself.
             narrows = value.dtype.itemsize > dtype.itemsize
             if narrows and getattr(self.before.value, "dtype", None) == dtype:
@@ -87,13 +102,13 @@ class _Move(NamedTuple):
 
 
 def _flat(cell: _CastCell) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    static = cell.summed, tuple(cell.casts), cell.move
+    static = cell.summed, tuple(cell.casts), cell.moves
     return (cell.value, tuple(cell.casts.values()), cell.before), static
 
 
 def _cell_of(static: tuple[Any, ...], children: tuple[Any, ...]) -> _CastCell:
-    (value, casts, before), (summed, keys, move) = children, static
-    return _CastCell(value, summed, dict(zip(keys, casts, strict=True)), before, move)
+    (value, casts, before), (summed, keys, moves) = children, static
+    return _CastCell(value, summed, dict(zip(keys, casts, strict=True)), before, moves)
 
 
 jax.tree_util.register_pytree_node(_CastCell, _flat, _cell_of)
@@ -154,15 +169,14 @@ class _PlanRules(Rules[_CastCell]):
 
     def operation(self, op: Op, operands: list[Any]) -> list[_CastCell]:
         before, *values = operands
-        move = None
-        if before is not None:
-            move = _Move(op.equation.primitive, tuple(op.params.items()))
+        move = _Move(op.equation.primitive, tuple(op.params.items()))
         cells = []
         for number, x in zip(op.outputs, self._run(op, values), strict=True):
             # Behind a barrier the rounding of the value stays, for all that read it.
             is_rounded = number in self.plan.rounded and is_half(x)
-            x = lax.optimization_barrier(x) if is_rounded else x
-            cells.append(_CastCell(x, self.summed(number), {}, before, move))
+            x, summed = lax.optimization_barrier(x) if is_rounded else x, self.summed(number)
+            cell = _CastCell(x, summed) if before is None else before.after(move, x, summed)
+            cells.append(cell)
         return cells
 
     def _run(self, op: Op, operands: list[Any]) -> list[Any]:

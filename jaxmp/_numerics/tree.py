@@ -180,7 +180,7 @@ def select(pred: Bool[Array, ""], on_true: PyTree, on_false: PyTree) -> PyTree:
         new, old = jnp.asarray(new), jnp.asarray(old)
         if new.dtype != old.dtype:
             raise TypeError(f"cannot select between {new.dtype} and {old.dtype}: cast one of them")
-        return jax.lax.select(pred, new, old)
+        return jax.lax.select(pred, *jnp.broadcast_arrays(new, old))
 
     return jax.tree.map(choose, on_true, on_false)
 

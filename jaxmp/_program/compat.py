@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import jaxlib.version
 import numpy as np
 from jax.extend import core, source_info_util
+from jax.interpreters import partial_eval
 
 from jaxmp._program.hi_primitives import with_calls_expanded
 
@@ -259,6 +260,11 @@ def is_staged() -> bool:
     """Whether operations are collected in a program now, and not run: under jit, in a loop."""
     # The name warns of a function that may change; what it says is what is asked here.
     return bool(core.unsafe_am_i_under_a_jit_DO_NOT_USE())  # type: ignore[attr-defined]
+
+
+def is_transposed(values: Any) -> bool:
+    """Whether JAX transposes what is done with arrays of a tree, as `jax.linear_transpose` does."""
+    return any(isinstance(x, partial_eval.JaxprTracer) for x in jax.tree.leaves(values))
 
 
 def is_ref(value: Any) -> bool:

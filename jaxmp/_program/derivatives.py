@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
-from jax.interpreters import partial_eval
 
 from jaxmp._numerics.dtypes import is_inexact
 from jaxmp._numerics.precision import is_own, name_of_param
@@ -99,8 +98,7 @@ def in_standard_form(plain: Callable[..., Any], ours: Callable[..., Any]) -> Cal
 
     @jax.custom_jvp
     def call(*trees: Any) -> Any:
-        is_transposed = any(isinstance(x, partial_eval.JaxprTracer) for x in jax.tree.leaves(trees))
-        return (ours if is_transposed else plain)(*trees)
+        return (ours if compat.is_transposed(trees) else plain)(*trees)
 
     @functools.partial(call.defjvp, symbolic_zeros=True)
     def rule(primals: Any, tangents: Any) -> Any:

@@ -106,8 +106,9 @@ def evaluate(program: Program, arguments: Sequence[Cell], rules: Rules[Cell]) ->
     """Runs a program as the rules say: from the cells of its arguments to those of its results."""
     cells: Cells[Cell] = dict(zip(program.inputs, arguments, strict=True))
     cells.update((number, rules.constant(const)) for number, const in program.consts)
-    # Outside of a trace, a function for each part would be compiled in each call.
-    if rules.shared is None or not compat.is_staged():
+    # Outside of a trace, a function for each part would be compiled in each call. In a function, it
+    # is not seen that JAX transposes it.
+    if rules.shared is None or not compat.is_staged() or compat.is_transposed(arguments):
         _run_ops(program, cells, rules)
         return rules.results(program, cells)
     for part in divide_program(program, rules.variant, rules.shared):

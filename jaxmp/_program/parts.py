@@ -1,7 +1,9 @@
 """Divides a program into parts, of which equal ones, such as layers, run as one jitted function.
 
 JAX traces, differentiates, transposes and lowers a jitted function once for all its calls.
-Compilers put its program in the place of each call, and see the same program as without parts.
+Compilers put its program in the place of each call, and see the same program as without parts, but
+for one order: the gradients of a value that a part reads several times are added up before they
+join those of other parts.
 
 Two parts are equal if their operations do the same in the same order, for the same lines of the
 user's code, with the same scopes inside of those that each part is in.
@@ -15,9 +17,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend import core
 
-from jaxmp._program.compat import bodies_of, is_of_jax, open_jaxpr
+from jaxmp._program.compat import bodies_of, is_of_jax, open_jaxpr, where
+from jaxmp._program.derivatives import derivative_of
 from jaxmp._program.op_classes import CONTRACTIONS, VIEWS
-from jaxmp._program.program import Memo, Op, Program, numbers, read
+from jaxmp._program.program import Memo, Op, Program, equations_in, numbers, read
 from jaxmp._program.source_lines import innermost_lines
 
 # Fewer operations cost less than a call.
@@ -52,7 +55,7 @@ class Shared:
         params, bodies = op.params, bodies_of(op.equation)
         if op.name == "custom_jvp_call" and is_of_jax(bodies[0], ""):
             # Such as `relu`: JAX makes a new object for the derivative in each call.
-            params = {"": bodies[0]}
+            params = {"call": bodies[0], "rule": self._rule(op)}
         items = tuple((name, self._param(value)) for name, value in sorted(params.items()))
         literals = tuple(map(_literal, op.inputs))
         context = self._param(op.equation.ctx), innermost_lines(op.traceback), op.functions
@@ -90,11 +93,25 @@ class Shared:
         results = ((_literal(x), places.get(x) if isinstance(x, int) else None) for x in outputs)
         return self._number((len(inputs), *text, *results))
 
+    def _rule(self, op: Op) -> Any:
+        """Returns what the derivatives of equal calls have in common."""
+        try:
+            # JAX keeps the lines of the first trace of its helpers.
+            with where(op.equation, op.stack, op.traceback):
+                program = derivative_of(op.equation)
+        except Exception:  # any error of the rule: whoever differentiates is told
+            return object()
+        calls = [x for x in equations_in([program]) if x.primitive is op.equation.primitive]
+        # Besides the call itself there may be functions whose derivatives the text does not show.
+        return object() if len(calls) > 1 else (str(program.jaxpr), *program.consts)
+
     def _param(self, value: Any) -> Hashable:
         if isinstance(value, (core.Jaxpr, core.ClosedJaxpr)):
             return self._programs.once(id(value), value, lambda: self._program(value))
         if isinstance(value, tuple):
             return tuple(map(self._param, value))
+        if isinstance(value, (float, complex, np.generic)):
+            return type(value), np.asarray(value).tobytes()  # zeros have signs
         try:
             hash(value)
         except TypeError:  # such as an array, known by its identity
@@ -186,6 +203,7 @@ class _Partition:
             or op.name in CONTRACTIONS
             or op.size > 1
             or op.stack != self.ops[place - 1].stack
+            or op.equation.ctx != self.ops[place - 1].equation.ctx
             or any(is_alone[place - 1 : place + 1])
         ]
         return [self._part(*ends) for ends in itertools.pairwise([*starts, len(self.ops)])]
@@ -201,7 +219,13 @@ class _Partition:
         free = [True] * len(parts)
         for keys, found in places.items():
             is_free = all(free[place] and free[place + 1] for place in found)
-            if is_free and len(found) == counts[keys[0]] == counts[keys[1]] > 1:
+            # A call runs where its operations do: on the host, for example.
+            contexts = {parts[found[0] + i].ops[0].equation.ctx for i in (0, 1)}
+            if (
+                len(contexts) == 1
+                and is_free
+                and len(found) == counts[keys[0]] == counts[keys[1]] > 1
+            ):
                 pairs = [self._both(parts[place], parts[place + 1]) for place in found]
                 if len({pair.key for pair in pairs}) == 1:
                     joined.update(zip(found, pairs, strict=True))
@@ -247,5 +271,4 @@ def _split_views(program: Program) -> tuple[list[Op], list[Op]]:
 def _literal(atom: Any) -> Hashable:
     if not isinstance(atom, core.Literal):
         return None
-    value = np.asarray(atom.val)
-    return value.dtype.name, value.tobytes()
+    return atom.aval, np.asarray(atom.val).tobytes()

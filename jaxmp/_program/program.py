@@ -116,7 +116,8 @@ def plain_call(equation: core.JaxprEqn) -> tuple[Any, str] | None:
 
 def is_part_call(equation: core.JaxprEqn) -> bool:
     """Whether an equation calls a part of its program, which is read as if it stood there."""
-    return equation.primitive.name in JITS and equation.params["name"] == PART
+    call = plain_call(equation)
+    return call is not None and call[1] == PART
 
 
 def numbers(atoms: Iterable[int | core.Literal]) -> Iterator[int]:

@@ -215,7 +215,8 @@ class _Pieces(Rules[_Cell]):
         lines = list(map(self.shared.line, ops, kept))
         text = self.shared.text(ops, lines, inputs, outputs)
         coded = tuple(number in self.coded for number in outputs)
-        return op if text is None else (text, coded, self.settings.barriers)
+        derivative = op.recomputes, op.reads, op.keeps_operands, self.settings.barriers
+        return op if text is None else (text, coded, *derivative)
 
     def operation(self, op: Any, operands: list[_Cell]) -> list[_Cell]:
         def piece_of(*arrays: Any) -> list[Any]:

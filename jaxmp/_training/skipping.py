@@ -48,16 +48,16 @@ def step_if(
     # Compiled at each call, a branch took 200 times as long as a step of optax.
     if not compat.is_traced(pred):  # without `jit` a branch would be compiled at each call
         return step(before) if pred else before
-    step = jax.jit(step)  # traced once for all branches; compilers inline it
     # Where `lax.cond` passes the state through, the GPU compiler of jax 0.10 makes a second state,
     # and gathers a sharded state on every device. A loop of at most one iteration does the same as
     # the branch; its carry is written in place, and stays sharded. On CPUs and TPUs the branch is
     # better: a TPU's compiler computes everything that depends only on gradients before a loop, and
     # stores it.
-    if skip == "cond":
-        return jax.lax.platform_dependent(cpu=branch, tpu=branch, default=loop)
     if skip == "select":
         return choice()
+    step = jax.jit(step)  # traced once for all branches; compilers inline it
+    if skip == "cond":
+        return jax.lax.platform_dependent(cpu=branch, tpu=branch, default=loop)
     # GPU compilers fuse the choice into the update. On TPUs it takes 4 bytes for each param that
     # has a master.
     return jax.lax.platform_dependent(cpu=branch, tpu=branch, default=choice)

@@ -18,6 +18,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxmp._program import compat
+from jaxmp._program.program import equations_in, is_part_call
+from tests.support.same_operations import hash_of
 from tests.support.surroundings import benchmark_path  # noqa: F401
 
 ROOT = Path(__file__).parents[2]
@@ -47,6 +50,21 @@ def test_a_trace_is_the_committed_one(name: str) -> None:
     module = digests()
     now = module.traced(module.PROGRAMS[name]())
     assert module.differences(COMMITTED[name], now, module.TRACED) == []
+
+
+@pytest.mark.parametrize("name", COMMITTED)
+def test_parts_change_no_operation(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal parts run as one function, and its calls compute what stood there before."""
+
+    def traced() -> Any:
+        program = digests().PROGRAMS[name]()
+        return jax.make_jaxpr(program.run)(*program.args)
+
+    shared = traced()
+    if "unrolled-autocast" in name:  # a positive control
+        assert any(map(is_part_call, equations_in([shared])))
+    monkeypatch.setattr(compat, "is_staged", lambda: False)
+    assert hash_of(shared) == hash_of(traced())
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ import optax
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.compute_on import compute_on
 
 import jaxmp
 from jaxmp._program import compat
@@ -120,6 +121,25 @@ def with_own_derivatives(i: int, p: Any, x: Any) -> Any:
     return own(layer(p, x))
 
 
+def with_other_rules(factor: float) -> Any:
+    """The function is JAX's, as of `relu`; its derivative is not."""
+    sign = jax.custom_jvp(jnp.sign)
+    sign.defjvp(lambda x, t: (sign(*x), factor * t[0]))
+    return sign
+
+
+SIGNS = [with_other_rules(1.0), with_other_rules(10.0)]
+
+
+def with_rules_of_their_own(i: int, p: Any, x: Any) -> Any:
+    return SIGNS[i % 2](layer(p, x) * 2.0 + x)
+
+
+def with_signed_zeros(i: int, p: Any, x: Any) -> Any:
+    zero, x = -0.0 if i % 2 else 0.0, layer(p, x)
+    return x + lax.composite(lambda x, s: x + s, "zero")(lax.stop_gradient(x), s=zero)
+
+
 def with_randomness(i: int, p: Any, x: Any) -> Any:
     keep = jax.random.bernoulli(jax.random.fold_in(jax.random.key(0), i), 0.5, x.shape)
     return layer(p, jnp.where(keep, x, 0))
@@ -134,6 +154,8 @@ UNLIKE = [
     with_checkpoints,
     with_branches,
     with_own_derivatives,
+    with_rules_of_their_own,
+    with_signed_zeros,
     with_randomness,
 ]
 
@@ -159,6 +181,87 @@ def test_the_hash_sees_one_other_factor() -> None:
     programs = [jax.make_jaxpr(lambda x, f=f: jnp.sin(x) * f)(X) for f in (1.0, 2.0, 2.0)]
     one, two, again = map(hash_of, programs)
     assert one != two == again
+
+
+def test_weak_results_of_layers() -> None:
+    """Two checkpoints that differ in a weakly typed number that they return."""
+
+    def numbers(x: Any) -> list[Any]:
+        ones = (1.0, jnp.float64(1.0), 1.0, jnp.float64(1.0))
+        inner = [jax.checkpoint(lambda x, one=one: (jnp.sin(x) * 2 + 1, one)) for one in ones]
+        results = []
+        for f in inner:
+            x, one = f(x)
+            results.append(one)
+        return results
+
+    with jax.enable_x64(True):
+        for fun in (numbers, jaxmp.autocast(numbers, BF16), jaxmp.recompute(numbers)):
+            weak = [x.weak_type for x in jax.make_jaxpr(fun)(X).out_avals]
+            assert weak == [True, False, True, False]
+
+
+def test_a_part_stays_on_the_host() -> None:
+    def on_the_host(p: Any, x: Any) -> Any:
+        with compute_on("device_host"):
+            y = jnp.sin(jnp.tanh(x @ p["w"]) * 2 + 1)
+        return jnp.cos(y) * 3.0 + 1.0 + x
+
+    fun = jaxmp.autocast(lambda *args: loss(*args, on_the_host), BF16)
+    calls = [x for x in jax.make_jaxpr(fun)(params_of(4), X).eqns if is_part_call(x)]
+    assert len({id(x.params["jaxpr"]) for x in calls}) > 1
+    for call in calls:
+        inner = {x.ctx.compute_type for x in call.params["jaxpr"].eqns}
+        assert inner == {call.ctx.compute_type}
+
+
+def test_kernels_in_loops() -> None:
+    """The float32 bodies are equal, and those in 16 bits are not."""
+
+    def looped(p: Any, x: Any, dtype: Any) -> Any:
+        kernel = jax.ffi.ffi_call("product", jax.ShapeDtypeStruct(x.shape, dtype))
+        turn = lambda x, _: (kernel(x.astype(dtype), p["w"].astype(dtype)).astype(x.dtype), None)  # noqa: E731
+        return lax.scan(turn, x, length=2)[0]
+
+    def kernels(params: Any, x: Any) -> Any:
+        for i, p in enumerate(params):
+            x = looped(p, jnp.tanh(x * 2 + 1), x.dtype if i < 3 else np.float32)
+        return x
+
+    program = jax.make_jaxpr(jaxmp.autocast(kernels, BF16, kernels="low"))(params_of(6), X)
+    found = [x for x in equations_in([program]) if x.primitive.name == "ffi_call"]
+    dtypes = [x.invars[0].aval.dtype.name for x in found]
+    assert dtypes == ["bfloat16"] * 3 + ["float32"] * 3
+
+
+def test_transposed_products() -> None:
+    """Those that JAX transposes itself are in another form than what exporters read."""
+
+    def linear(x: Any) -> Any:
+        for p in params_of(6):
+            x = (x @ p["w"]) * 2 + x
+        return x
+
+    transposed = jax.linear_transpose(jaxmp.autocast(linear, BF16), X)
+    names = [x.primitive.name for x in equations_in([jax.make_jaxpr(transposed)(X)])]
+    assert names.count("low_precision_product") == 6
+
+
+def test_weights_that_move_from_layer_to_layer() -> None:
+    """What a weight was before its moves does not pile up in the arguments of parts."""
+
+    def moving(p: Any, x: Any, layers: int) -> Any:
+        for _ in range(layers):
+            p = p.T
+            x = jnp.tanh(x @ p) * 2 + 1
+        return x
+
+    def arguments(layers: int) -> int:
+        fun = jaxmp.autocast(lambda p, x: moving(p, x, layers), BF16)
+        program = jax.make_jaxpr(fun)(params_of(1)[0]["w"], X)
+        return sum(len(x.invars) for x in equations_in([program]) if is_part_call(x))
+
+    assert arguments(20) <= 2.5 * arguments(10)
 
 
 def test_rules_by_path() -> None:

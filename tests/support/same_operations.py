@@ -15,6 +15,7 @@ from jax.extend import core
 from jaxmp._program import compat
 from jaxmp._program.op_classes import CHECKPOINTS
 from jaxmp._program.program import plain_call
+from jaxmp._program.wiring import Wiring, loop_of
 
 
 def hash_of(closed: core.ClosedJaxpr) -> str:
@@ -42,8 +43,8 @@ def _results(program: Any, arguments: Sequence[str]) -> list[str]:
         operands = list(map(of, equation.invars))
         if call := plain_call(equation):
             results = _results(call[0], operands)
-        elif equation.primitive.name == "scan":
-            results = _of_scan(equation, operands)
+        elif (loop := loop_of(equation)) is not None:
+            results = _of_scan(equation, loop, operands)
         elif equation.primitive.name in CHECKPOINTS:
             (body,), kept = compat.bodies_of(equation), _value(equation.params["policy"])
             results = [_hash(kept, x) for x in _results(body, [_hash(kept, x) for x in operands])]
@@ -56,15 +57,14 @@ def _results(program: Any, arguments: Sequence[str]) -> list[str]:
     return list(map(of, jaxpr.outvars))
 
 
-def _of_scan(equation: core.JaxprEqn, operands: list[str]) -> list[str]:
+def _of_scan(equation: core.JaxprEqn, loop: Wiring, operands: list[str]) -> list[str]:
     """The order of a scan's constants and stacked results says nothing."""
-    params = equation.params
-    consts, carry = params["num_consts"], params["num_carry"]
-    kinds = ["const"] * consts + ["carry"] * carry + ["each"] * (len(operands) - consts - carry)
+    kinds = [i if i in loop.carry else i in loop.slices for i in range(len(operands))]
     inside = [_hash(kind, x) for kind, x in zip(kinds, operands, strict=True)]
-    results = _results(params["jaxpr"], inside)
-    turns = _hash(params["length"], params["reverse"], results[:carry])
-    return [_hash(turns, i if i < carry else x) for i, x in enumerate(results)]
+    (body,), count = compat.bodies_of(equation), len(loop.carry)
+    results = _results(body, inside)
+    turns = _hash(loop.turns, loop.reverse, results[:count])
+    return [_hash(turns, i if i < count else x) for i, x in enumerate(results)]
 
 
 def _params(equation: core.JaxprEqn) -> list[Any]:
