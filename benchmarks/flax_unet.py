@@ -57,4 +57,4 @@ class UNet(nn.Module):
                 batch, height, width, channels = x.shape
                 x = jax.image.resize(x, (batch, 2 * height, 2 * width, channels), "nearest")
                 x = nn.Conv(channels, (3, 3), dtype=self.dtype)(x)
-        return nn.Conv(3, (3, 3), dtype=self.dtype)(nn.swish(nn.GroupNorm(8)(x)))
+        return nn.Conv(3, (3, 3), dtype=self.dtype)(nn.swish(nn.GroupNorm(8, dtype=self.dtype)(x)))

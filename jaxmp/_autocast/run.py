@@ -35,7 +35,7 @@ def run_plan(plan: Plan, arguments: Sequence[Any]) -> list[Any]:
 
 @dataclasses.dataclass
 class _CastCell:
-    """A value, and what it was cast to: each cast of a value is made once.
+    """A value, and what it was cast to: each cast of a value is made once in a part.
 
     Attributes:
       value: the value.

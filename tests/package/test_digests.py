@@ -64,6 +64,7 @@ def test_parts_change_no_operation(name: str, monkeypatch: pytest.MonkeyPatch) -
     if "unrolled-autocast" in name:  # a positive control
         assert any(map(is_part_call, equations_in([shared])))
     monkeypatch.setattr(compat, "is_staged", lambda: False)
+    jax.clear_caches()  # JAX would give back what it has traced before
     assert hash_of(shared) == hash_of(traced())
 
 

@@ -17,7 +17,7 @@ import optax
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.experimental.compute_on import compute_on
+from jax.experimental.xla_metadata import set_xla_metadata
 
 import jaxmp
 from jaxmp._program import compat
@@ -29,6 +29,7 @@ pytestmark = pytest.mark.jax
 
 BF16 = "mixed_bfloat16"
 WIDTH = 8
+EXACTLY = {"xla_allow_excess_precision": False}
 
 
 def params_of(layers: int, widths: Any = None) -> list[Any]:
@@ -63,6 +64,7 @@ def parts_of(fun: Callable[..., Any], *args: Any) -> tuple[int, int]:
 
 def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on, operations run one by one."""
+    jax.clear_caches()  # JAX would give back what it has traced before
     monkeypatch.setattr(compat, "is_staged", lambda: False)
 
 
@@ -150,7 +152,6 @@ UNLIKE = [
     with_constants,
     with_callbacks,
     with_policies,
-    with_loops,
     with_checkpoints,
     with_branches,
     with_own_derivatives,
@@ -162,7 +163,7 @@ UNLIKE = [
 
 def unlike_loss(kind: Any, params: Any, x: Any) -> Any:
     for i, p in enumerate(params):
-        x = kind(i, p, x)
+        x = kind(i, p, layer(p, x))
     return jnp.mean(x**2)
 
 
@@ -172,8 +173,21 @@ def test_layers_that_differ(kind: Any, reduce_dtype: Any, monkeypatch: pytest.Mo
     """By a factor, a policy, a function, or the programs of their loops: each does its own."""
     fun = gradients(lambda *args: unlike_loss(kind, *args), reduce_dtype=reduce_dtype)
     shared = jax.make_jaxpr(fun)(params_of(6), X)
+    assert any(map(is_part_call, equations_in([shared])))
     one_by_one(monkeypatch)
     assert hash_of(shared) == hash_of(jax.make_jaxpr(fun)(params_of(6), X))
+
+
+def test_loops_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit: of what a loop carries backward, the hash knows no order."""
+
+    def found() -> Any:
+        fun = jax.grad(jaxmp.autocast(lambda *args: unlike_loss(with_loops, *args), BF16))
+        return jax.jit(fun, compiler_options=EXACTLY)(params_of(6), X)
+
+    shared = found()
+    one_by_one(monkeypatch)
+    jax.tree.map(np.testing.assert_array_equal, shared, found())
 
 
 def test_the_hash_sees_one_other_factor() -> None:
@@ -201,18 +215,20 @@ def test_weak_results_of_layers() -> None:
             assert weak == [True, False, True, False]
 
 
-def test_a_part_stays_on_the_host() -> None:
-    def on_the_host(p: Any, x: Any) -> Any:
-        with compute_on("device_host"):
+def test_a_part_has_one_context() -> None:
+    """Such as the host, where a call runs as a whole; here a mark, which newer JAX has too."""
+
+    def marked(p: Any, x: Any) -> Any:
+        with set_xla_metadata(mark="yes"):
             y = jnp.sin(jnp.tanh(x @ p["w"]) * 2 + 1)
         return jnp.cos(y) * 3.0 + 1.0 + x
 
-    fun = jaxmp.autocast(lambda *args: loss(*args, on_the_host), BF16)
+    fun = jaxmp.autocast(lambda *args: loss(*args, marked), BF16)
     calls = [x for x in jax.make_jaxpr(fun)(params_of(4), X).eqns if is_part_call(x)]
     assert len({id(x.params["jaxpr"]) for x in calls}) > 1
     for call in calls:
-        inner = {x.ctx.compute_type for x in call.params["jaxpr"].eqns}
-        assert inner == {call.ctx.compute_type}
+        inner = {str(x.ctx.xla_metadata) for x in call.params["jaxpr"].eqns}
+        assert inner == {str(call.ctx.xla_metadata)}
 
 
 def test_kernels_in_loops() -> None:
@@ -318,11 +334,11 @@ POLICIES = jax.checkpoint_policies
 def test_checkpoints_keep_what_they_kept(policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Around layers that run as parts, by the names and products inside of them."""
     fun = jax.checkpoint(jaxmp.autocast(loss, BF16), policy=policy)
+    assert parts_of(fun, params_of(4), X)[0] > 0
     shared = jaxmp.audit(fun, params_of(4), X).residual_bytes
-    program = hash_of(jax.make_jaxpr(jax.grad(fun))(params_of(4), X))
     one_by_one(monkeypatch)
+    assert parts_of(fun, params_of(4), X)[0] == 0
     assert shared == jaxmp.audit(fun, params_of(4), X).residual_bytes
-    assert program == hash_of(jax.make_jaxpr(jax.grad(fun))(params_of(4), X))
 
 
 TRANSFORMATIONS: dict[str, Callable[[Any], Any]] = {
@@ -339,11 +355,10 @@ TRANSFORMATIONS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_transformations(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fun, params = TRANSFORMATIONS[name](jaxmp.autocast(loss, BF16)), params_of(4)
-    options = {"xla_allow_excess_precision": False}
     x = X[:, None] if "vmap" in name else X
-    shared = jax.jit(fun, compiler_options=options)(params, x)
+    shared = jax.jit(fun, compiler_options=EXACTLY)(params, x)
     one_by_one(monkeypatch)
-    alone = jax.jit(lambda *args: fun(*args), compiler_options=options)(params, x)
+    alone = jax.jit(lambda *args: fun(*args), compiler_options=EXACTLY)(params, x)
     jax.tree.map(np.testing.assert_array_equal, shared, alone)
 
 

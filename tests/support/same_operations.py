@@ -1,7 +1,8 @@
 """A hash of what a program computes, whatever the order of its operations and its plain calls.
 
 A result is known by its operation and by what this reads. So two programs have the same hash if
-each of their results is made by the same operations of the same values.
+each of their results is made by the same operations of the same values. How often an operation
+stands is not seen, nor in which order JAX adds up the gradients of a value.
 """
 
 import hashlib
@@ -21,14 +22,18 @@ from jaxmp._program.wiring import Wiring, loop_of
 def hash_of(closed: core.ClosedJaxpr) -> str:
     """The hash of all results of a program, with its plain calls in place of their callers."""
     arguments = [_hash("argument", i, str(var.aval)) for i, var in enumerate(closed.jaxpr.invars)]
-    return _hash(_results(closed, arguments))
+    return _hash(_results(closed, arguments, {}))
 
 
 def _hash(*parts: Any) -> str:
     return hashlib.md5(repr(parts).encode()).hexdigest()
 
 
-def _results(program: Any, arguments: Sequence[str]) -> list[str]:
+# The terms of sums of gradients.
+_Terms = dict[str, tuple[str, ...]]
+
+
+def _results(program: Any, arguments: Sequence[str], terms: _Terms) -> list[str]:
     jaxpr = compat.open_jaxpr(program)
     known = dict(zip(jaxpr.invars, arguments, strict=True))
     consts = zip(jaxpr.constvars, compat.consts_of(program), strict=True)
@@ -41,13 +46,19 @@ def _results(program: Any, arguments: Sequence[str]) -> list[str]:
 
     for number, equation in enumerate(jaxpr.eqns):
         operands = list(map(of, equation.invars))
-        if call := plain_call(equation):
-            results = _results(call[0], operands)
+        if equation.primitive.name == "add_any":
+            added = tuple(sorted(x for each in operands for x in terms.get(each, (each,))))
+            results = [_hash("sum", added)]
+            terms[results[0]] = added
+        elif call := plain_call(equation):
+            results = _results(call[0], operands, terms)
         elif (loop := loop_of(equation)) is not None:
             results = _of_scan(equation, loop, operands)
         elif equation.primitive.name in CHECKPOINTS:
             (body,), kept = compat.bodies_of(equation), _value(equation.params["policy"])
-            results = [_hash(kept, x) for x in _results(body, [_hash(kept, x) for x in operands])]
+            results = [
+                _hash(kept, x) for x in _results(body, [_hash(kept, x) for x in operands], {})
+            ]
         else:
             types = [str(var.aval) for var in equation.outvars]
             effect = number if equation.effects else None
@@ -58,13 +69,14 @@ def _results(program: Any, arguments: Sequence[str]) -> list[str]:
 
 
 def _of_scan(equation: core.JaxprEqn, loop: Wiring, operands: list[str]) -> list[str]:
-    """The order of a scan's constants and stacked results says nothing."""
-    kinds = [i if i in loop.carry else i in loop.slices for i in range(len(operands))]
+    """The order of a scan's constants, carries and stacked results says nothing."""
+    kinds = [(i in loop.carry, i in loop.slices) for i in range(len(operands))]
     inside = [_hash(kind, x) for kind, x in zip(kinds, operands, strict=True)]
-    (body,), count = compat.bodies_of(equation), len(loop.carry)
-    results = _results(body, inside)
-    turns = _hash(loop.turns, loop.reverse, results[:count])
-    return [_hash(turns, i if i < count else x) for i, x in enumerate(results)]
+    (body,), carry = compat.bodies_of(equation), loop.carry
+    results = _results(body, inside, {})
+    ends = list(zip(inside[carry.start : carry.stop], results, strict=False))
+    turns = _hash(loop.turns, loop.reverse, sorted(ends))
+    return [_hash(turns, *x) for x in (*ends, *((x,) for x in results[len(carry) :]))]
 
 
 def _params(equation: core.JaxprEqn) -> list[Any]:
@@ -75,7 +87,7 @@ def _value(value: Any) -> Any:
     if isinstance(value, core.Jaxpr | core.ClosedJaxpr):
         invars = compat.open_jaxpr(value).invars
         arguments = [_hash("argument", i, str(var.aval)) for i, var in enumerate(invars)]
-        return _results(value, arguments)
+        return _results(value, arguments, {})
     if isinstance(value, list | tuple):
         return list(map(_value, value))
     # The functions that make derivatives are new objects in each trace.
