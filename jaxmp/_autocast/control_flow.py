@@ -106,7 +106,7 @@ def _enter_custom_vjp(op: Op, states: States, context: Call) -> Step:
 
 
 def plan_control(
-    op: Op, states: States, context: Call, region: Region, results_in: AllIn | None = None
+    op: Op, states: States, context: Call, region: Region, results_in: AllIn = ()
 ) -> Step:
     """Plans an operation that contains programs; once more, for how its results are read."""
     planner = {"custom_jvp_call": plan_custom_jvp, "custom_vjp_call": plan_custom_vjp}.get(op.name)
@@ -117,10 +117,10 @@ def plan_control(
         planner = _plan_call
     if planner is None:
         return plan_as_traced(op, states)
-    step = planner(op, states, context, region, *(() if results_in is None else (results_in,)))
+    step = planner(op, states, context, region, *([results_in] if results_in else []))
     inside = equations_in(compat.bodies_of(op.equation)) if context.kernels else ()
     if not any(id(equation) in context.kernels for equation in inside):
-        step.decided_by = context.inside(op).decides(states, results_in or ())
+        step.plan_key = context.inside(op).plan_key(states, results_in)
     if planner in (plan_custom_jvp, _plan_once, _plan_choice) and step.run is not None:
         step.replan = functools.partial(
             plan_control, op, states=states, context=context, region=region
@@ -132,9 +132,9 @@ def plan_inside(jaxpr: Any, states: States, context: Call, op: Op, results_in: A
     """Returns the plan of a program inside an operation, made once for each way of calling it."""
     inside = context.inside(op)
     states = [state and entry_state(state) for state in states]
-    key = "plan", id(jaxpr), inside.decides(states, results_in)
+    key = "plan", id(jaxpr), inside.plan_key(states, results_in)
     new = functools.partial(plan, jaxpr, states, inside, results_in=results_in)
-    return context.keep(op, jaxpr, context.memo.once(key, jaxpr, new))
+    return context.keep(op, jaxpr, context.shared.once(key, jaxpr, new))
 
 
 def changes(plan: Plan) -> bool:
@@ -190,7 +190,7 @@ def _jaxpr_of(context: Call, inner: Plan, out: States | None, avals: list[Any]) 
         return results if out is None else list(map(cast_to_state, results, out))
 
     key = ("jaxpr", id(inner), tuple(avals), None if out is None else tuple(out))
-    return context.memo.once(key, inner, lambda: compat.trace(body, avals))
+    return context.shared.once(key, inner, lambda: compat.trace(body, avals))
 
 
 def _plan_loop(op: Op, states: States, context: Call, region: Region) -> Step:

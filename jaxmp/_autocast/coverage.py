@@ -88,12 +88,10 @@ def warn_of_products_left(plan: Plan, context: Call, warned: list[str]) -> None:
 def _flops_of_plan(plan: Plan, context: Call) -> _Flops:
     """Counts the FLOPs of products in 16 bits, and of products left in float32, by reason."""
     key = ("flops", id(plan), context.regions.deciding_scopes(context.prefix), context.functions)
-
-    def count() -> _Flops:
-        multiplies = lambda op: op.name in PRODUCTS or bodies_of(op.equation)  # noqa: E731
-        return _sum(_flops_of_step(step, context) for step in plan.steps if multiplies(step.op))
-
-    flops: _Flops = context.memo.once(key, plan, count)
+    steps = (x for x in plan.steps if x.op.name in PRODUCTS or bodies_of(x.op.equation))
+    flops: _Flops = context.shared.once(
+        key, plan, lambda: _sum(_flops_of_step(step, context) for step in steps)
+    )
     return flops
 
 

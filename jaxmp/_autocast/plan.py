@@ -35,8 +35,8 @@ from jaxmp._autocast.steps import (
 from jaxmp._program.compat import bodies_of, function_name
 from jaxmp._program.op_classes import CLASSES, CONTRACTIONS, JITS, OpClass, may_be_sum
 from jaxmp._program.op_lists import OpLists
-from jaxmp._program.parts import Shared
-from jaxmp._program.program import Memo, Op, Program, numbers
+from jaxmp._program.parts import PartCache
+from jaxmp._program.program import Op, Program, numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Plan:
     results: list[State | None]
     reads: list[Reading]
     rounded: frozenset[int]
-    shared: Shared
+    shared: PartCache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,9 +77,8 @@ class Call:
       functions: the jitted functions around that program.
       names: those of all primitives and jitted functions found so far.
       unscaled: the float16 products found so far in backward passes without a loss scale.
-      memo: the plans and jaxprs made so far.
       plans: by the id of an operation, the operation and the plans of its inner programs.
-      shared: what equal parts of the programs share.
+      shared: what equal parts of the programs share: the plans and jaxprs made so far.
     """
 
     regions: Regions
@@ -92,9 +91,8 @@ class Call:
     functions: tuple[str, ...] = ()
     names: set[str] = dataclasses.field(default_factory=set)
     unscaled: list[Op] = dataclasses.field(default_factory=list)
-    memo: Memo = dataclasses.field(default_factory=Memo)
     plans: dict[int, tuple[Op, dict[int, Plan]]] = dataclasses.field(default_factory=dict)
-    shared: Shared = dataclasses.field(default_factory=Shared)
+    shared: PartCache = dataclasses.field(default_factory=PartCache)
 
     def keep(self, op: Op, jaxpr: Any, program_plan: Plan) -> Plan:
         """Stores the plan of a program inside an operation; a later plan replaces it."""
@@ -117,7 +115,7 @@ class Call:
             functions=(*self.functions, *op.functions, *own),
         )
 
-    def decides(self, states: States, results_in: AllIn) -> Hashable:
+    def plan_key(self, states: States, results_in: AllIn) -> Hashable:
         """Returns all that decides the plan of a program in this context, beside the program."""
         names = self.regions.deciding_scopes(self.prefix)
         in_backward = any(map(is_backward, self.stacks))
@@ -193,7 +191,7 @@ def _at_precision(op: Op, states: States, context: Call, region: Region) -> Step
     step = plan_as_traced(op, states, exact=region.result)
     traced_states = [argument_state(aval) for aval in op.in_avals]
     inside = context.control(op, traced_states, context, region)
-    step.run, step.params, step.decided_by = inside.run, inside.params, inside.decided_by
+    step.run, step.params, step.plan_key = inside.run, inside.params, inside.plan_key
     return step
 
 

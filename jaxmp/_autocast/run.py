@@ -21,7 +21,7 @@ from jaxmp._program import compat
 from jaxmp._program.derivatives import in_standard_form
 from jaxmp._program.evaluate import Cells, Rules, evaluate
 from jaxmp._program.op_classes import REARRANGES
-from jaxmp._program.program import Op, Program, numbers
+from jaxmp._program.program import Op, Program
 from jaxmp._program.scopes import NOT_FLOAT8
 
 
@@ -29,27 +29,28 @@ def run_plan(plan: Plan, arguments: Sequence[Any]) -> list[Any]:
     """Runs a program as planned, on arguments in the dtypes that it was planned for."""
     rules = _PlanRules(plan)
     pairs = zip(plan.program.inputs, arguments, strict=True)
-    cells = [_CastCell(value, rules.summed(number)) for number, value in pairs]
+    cells = [_CastCell(value, summed=rules.summed(number)) for number, value in pairs]
     return evaluate(plan.program, cells, rules)
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class _CastCell:
     """A value, and what it was cast to: each cast of a value is made once in a part.
 
     Attributes:
       value: the value.
-      summed: whether it may be a float32 sum over devices.
       casts: by dtype, and by the shape to which it is broadcast before, what it was cast to.
       before: the value that it was made of by a cast or by moves, where casts start from there.
       moves: that cast, or these moves.
+      summed: whether it may be a float32 sum over devices.
     """
 
     value: Any
-    summed: bool = False
-    casts: dict[tuple[DType, tuple[int, ...] | None], Any] = dataclasses.field(default_factory=dict)
+    casts: dict[tuple[str, tuple[int, ...]], Any] = dataclasses.field(default_factory=dict)
     before: "_CastCell | None" = None
-    moves: "tuple[_Move, ...]" = ()
+    moves: "tuple[_Move, ...]" = dataclasses.field(default=(), metadata={"static": True})
+    summed: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
     def is_cast(self) -> bool:
@@ -59,20 +60,21 @@ class _CastCell:
         """Returns the cell of what a cast or a move makes of the value."""
         if move.primitive.name == "convert_element_type":
             # Without what was before: from layer to layer, a chain of cells would grow.
-            return _CastCell(value, summed, {}, _CastCell(self.value), (move,))
+            return _CastCell(value, {}, _CastCell(self.value), (move,), summed)
         if self.before is None or self.is_cast:
-            return _CastCell(value, summed, {}, self, (move,))
-        return _CastCell(value, summed, {}, self.before, (*self.moves, move))
+            return _CastCell(value, {}, self, (move,), summed)
+        return _CastCell(value, {}, self.before, (*self.moves, move), summed)
 
-    def cast(self, dtype: DType | None, shape: tuple[int, ...] | None = None) -> Any:
-        """Returns the value in a dtype, broadcast before its cast; None leaves dtype or shape."""
+    def cast(self, dtype: DType | None, shape: tuple[int, ...] = ()) -> Any:
+        """Returns the value in a dtype, broadcast before its cast; None and () leave these."""
         if dtype is None or self.value.dtype == dtype:
             return self.value
-        if (dtype, shape) not in self.casts:
-            self.casts[dtype, shape] = self._new_cast(dtype, shape)
-        return self.casts[dtype, shape]
+        key = dtype.name, shape
+        if key not in self.casts:
+            self.casts[key] = self._new_cast(dtype, shape)
+        return self.casts[key]
 
-    def _new_cast(self, dtype: DType, shape: tuple[int, ...] | None) -> Any:
+    def _new_cast(self, dtype: DType, shape: tuple[int, ...]) -> Any:
         value = self.value
         if self.before is not None:
             if not self.is_cast:
@@ -85,33 +87,20 @@ class _CastCell:
             if narrows and getattr(self.before.value, "dtype", None) == dtype:
                 return self.before.value
         # The transpose of this broadcast sums the gradient of a bias, here still in float32.
-        if shape is not None and value.shape != shape:
+        if shape and value.shape != shape:
             dims = tuple(range(len(shape) - len(value.shape), len(shape)))
             value = lax.broadcast_in_dim(value, shape, dims)
         return (open_cast if self.summed else lax.convert_element_type)(value, dtype)
 
 
 class _Move(NamedTuple):
-    """A cast or a move of one value."""
+    """A cast or a move of one value; unlike their equations, those of equal parts are equal."""
 
     primitive: core.Primitive
     params: tuple[tuple[str, Any], ...]
 
     def __call__(self, x: Any) -> Any:
         return self.primitive.bind(x, **dict(self.params))
-
-
-def _flat(cell: _CastCell) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    static = cell.summed, tuple(cell.casts), cell.moves
-    return (cell.value, tuple(cell.casts.values()), cell.before), static
-
-
-def _cell_of(static: tuple[Any, ...], children: tuple[Any, ...]) -> _CastCell:
-    (value, casts, before), (summed, keys, moves) = children, static
-    return _CastCell(value, summed, dict(zip(keys, casts, strict=True)), before, moves)
-
-
-jax.tree_util.register_pytree_node(_CastCell, _flat, _cell_of)
 
 
 class _PlanRules(Rules[_CastCell]):
@@ -122,9 +111,12 @@ class _PlanRules(Rules[_CastCell]):
 
     def variant(self, op: Op) -> Hashable:
         step = self.plan.steps[op.number]
-        values = (*numbers(op.inputs), *op.outputs)
-        of_values = tuple((self.plan.states[x], x in self.plan.rounded) for x in values)
-        return None if step.variant is None else (step.variant, of_values)
+        if step.run not in (None, list) and step.plan_key is None:
+            return None
+        results = [(self.plan.states[x], x in self.plan.rounded) for x in op.outputs]
+        reads = (*step.in_dtypes, *step.sources, *step.broadcasts)
+        of_op = step.run is list, step.plan_key, step.float8, step.not_float8
+        return (*reads, *results, *step.params.items(), *of_op)
 
     def summed(self, number: int) -> bool:
         """Whether a value may be a float32 sum over devices."""
@@ -152,7 +144,7 @@ class _PlanRules(Rules[_CastCell]):
         has_sources = any(step.sources)
         for i, (atom, dtype) in enumerate(zip(op.inputs, step.in_dtypes, strict=True)):
             broadcasts = step.broadcasts and step.broadcasts[i] and dtype != FLOAT32
-            shape = op.out_avals[0].shape if broadcasts else None
+            shape = op.out_avals[0].shape if broadcasts else ()
             values.append(self.cast(atom, cells, dtype, shape))
             if has_sources and i < len(step.sources):
                 sources.append(self.cast(atom, cells, FLOAT32) if step.sources[i] else None)
@@ -175,7 +167,7 @@ class _PlanRules(Rules[_CastCell]):
             # Behind a barrier the rounding of the value stays, for all that read it.
             is_rounded = number in self.plan.rounded and is_half(x)
             x, summed = lax.optimization_barrier(x) if is_rounded else x, self.summed(number)
-            cell = _CastCell(x, summed) if before is None else before.after(move, x, summed)
+            cell = _CastCell(x, summed=summed) if before is None else before.after(move, x, summed)
             cells.append(cell)
         return cells
 
@@ -216,9 +208,9 @@ class _PlanRules(Rules[_CastCell]):
         atom: int | core.Literal,
         cells: Cells[_CastCell],
         dtype: DType | None,
-        shape: tuple[int, ...] | None = None,
+        shape: tuple[int, ...] = (),
     ) -> Any:
-        """Returns a value in a dtype, broadcast before its cast; None leaves dtype or shape."""
+        """Returns a value in a dtype, broadcast before its cast; None and () leave these."""
         if isinstance(atom, core.Literal):
             return compat.number(atom, dtype)
         return cells[atom].cast(dtype, shape)

@@ -57,7 +57,7 @@ class Step:
         that their gradients are added up in float32.
       float8: for a product in float8, the recipe and which operand is the weight.
       not_float8: why a product with a weight, or the products inside, are left out of float8.
-      decided_by: what decides the plans of the programs inside, beside these.
+      plan_key: what decides the plans of the programs inside, beside these.
     """
 
     op: Op
@@ -72,16 +72,7 @@ class Step:
     broadcasts: tuple[bool, ...] = ()
     float8: tuple[Recipe, int] | None = None
     not_float8: str | None = None
-    decided_by: Hashable = None
-
-    @property
-    def variant(self) -> Hashable:
-        """What decides how it runs, beyond its operation; None for what nothing else is like."""
-        if self.run not in (None, list) and self.decided_by is None:
-            return None
-        lists = tuple(self.in_dtypes), tuple(self.results), tuple(self.params.items())
-        decided = self.run is list, self.decided_by, self.float8, self.not_float8
-        return (*lists, self.sources, self.broadcasts, *decided)
+    plan_key: Hashable = None
 
     @property
     def keeps_dtype(self) -> bool:

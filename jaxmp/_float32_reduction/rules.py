@@ -47,7 +47,7 @@ from jaxmp._program.op_classes import (
     SCALES,
     OpClass,
 )
-from jaxmp._program.parts import Shared
+from jaxmp._program.parts import PartCache
 from jaxmp._program.program import Op, Program, numbers, read
 
 Rule = Callable[[core.JaxprEqn, list[Value]], list[Value] | None]
@@ -67,7 +67,7 @@ class _Rules(Rules[Value]):
 
     def __init__(self) -> None:
         self.sums = Sums()
-        self.shared = Shared()
+        self.shared = PartCache()
 
     # NumPy arrays are a part of the program, or `w * np.tril(...)` would be an activation.
     def constant(self, value: Any) -> Value:

@@ -162,7 +162,7 @@ def select(pred: Bool[Array, ""], on_true: PyTree, on_false: PyTree) -> PyTree:
     Args:
       pred: a boolean scalar.
       on_true: a tree of arrays, which may include PRNG keys.
-      on_false: a tree of the same structure and dtypes.
+      on_false: a tree of the same structure and dtypes, and of shapes that broadcast to the same.
 
     Returns:
       The chosen tree.

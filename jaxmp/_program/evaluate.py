@@ -19,7 +19,7 @@ from jaxmp._program import compat
 from jaxmp._program.control_flow import rebind
 from jaxmp._program.derivatives import Primal, with_derivative, with_passes
 from jaxmp._program.op_classes import CONTROL_FLOW, CUSTOM_DERIVATIVES
-from jaxmp._program.parts import ProgramPart, Shared, divide_program
+from jaxmp._program.parts import PartCache, ProgramPart, divide_program
 from jaxmp._program.program import PART, Op, Program, last_reads, read
 
 Cell = TypeVar("Cell")
@@ -35,12 +35,12 @@ class Rules(Generic[Cell]):
 
     Attributes:
       forgets: whether a cell is dropped once nothing reads it any more, to free its memory.
-      shared: what equal parts of programs share, in rules whose cells are trees of arrays; None if
-        each operation runs by itself.
+      shared: what equal parts of programs share, in rules that do not forget and whose cells are
+        trees of arrays; None if each operation runs by itself.
     """
 
     forgets = False
-    shared: Shared | None = None
+    shared: PartCache | None = None
 
     def variant(self, op: Op) -> Hashable:
         """Returns how an operation runs, beyond its equation and its cells; None for unlike all."""
@@ -129,8 +129,8 @@ def _run_ops(part: Program | ProgramPart, cells: Cells[Cell], rules: Rules[Cell]
             del cells[number]
 
 
-def _run_part(part: ProgramPart, cells: Cells[Cell], rules: Rules[Cell], shared: Shared) -> None:
-    function = shared.functions.once(part.key, part, lambda: _function_of(part, rules))
+def _run_part(part: ProgramPart, cells: Cells[Cell], rules: Rules[Cell], shared: PartCache) -> None:
+    function = shared.once(part.key, part, lambda: _function_of(part, rules))
     first = part.ops[0]
     with compat.where(first.equation, first.stack[: part.depth], first.traceback):
         results, changed = function([cells[number] for number in part.inputs])

@@ -10,6 +10,7 @@ user's code, with the same scopes inside of those that each part is in.
 """
 
 import collections
+import functools
 import itertools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
@@ -27,20 +28,14 @@ from jaxmp._program.source_lines import innermost_lines
 _FEWEST = 3
 
 
-class Shared:
-    """What the equal parts of all programs of a call share.
-
-    Attributes:
-      functions: their functions.
-    """
+class PartCache(Memo):
+    """What the equal parts of all programs of a call share: functions, plans and jaxprs."""
 
     def __init__(self) -> None:
-        self.functions = Memo()
-        self._programs = Memo()
+        super().__init__()
         self._numbers: dict[Hashable, int] = {}
-        self._alive: list[Any] = []
 
-    def line(self, op: Op, key: Hashable) -> int | None:
+    def op_key(self, op: Op, key: Hashable) -> int | None:
         """Returns a number for what an operation does, whichever values it reads.
 
         Args:
@@ -55,16 +50,17 @@ class Shared:
         params, bodies = op.params, bodies_of(op.equation)
         if op.name == "custom_jvp_call" and is_of_jax(bodies[0], ""):
             # Such as `relu`: JAX makes a new object for the derivative in each call.
-            params = {"call": bodies[0], "rule": self._rule(op)}
+            rule = self.once(("rule", id(op.equation)), op, functools.partial(_rule, op))
+            params = {"call": bodies[0], "rule": rule}
         items = tuple((name, self._param(value)) for name, value in sorted(params.items()))
         literals = tuple(map(_literal, op.inputs))
-        context = self._param(op.equation.ctx), innermost_lines(op.traceback), op.functions
+        context = self._param(op.equation.ctx), innermost_lines(op.traceback)
         return self._number((op.equation.primitive, items, literals, *op.in_avals, key, context))
 
-    def text(
+    def ops_key(
         self,
         ops: Sequence[Op],
-        lines: Sequence[int | None],
+        op_keys: Sequence[int | None],
         inputs: Sequence[int],
         outputs: Sequence[Any],
         depth: int = 0,
@@ -73,7 +69,7 @@ class Shared:
 
         Args:
           ops: the operations.
-          lines: their `line`s.
+          op_keys: their keys, of `op_key`.
           inputs: the numbers of the values that they read.
           outputs: the values that they make for others, and literals.
           depth: how many of their outer scopes do not count.
@@ -81,33 +77,21 @@ class Shared:
         Returns:
           The number; None if one of the operations is unlike all others.
         """
-        if None in lines:
+        if None in op_keys:
             return None
         # Numbers of values differ from part to part; the places where they first stand do not.
         places = {number: place for place, number in enumerate(inputs)}
         text: list[Hashable] = []
-        for op, line in zip(ops, lines, strict=True):
+        for op, key in zip(ops, op_keys, strict=True):
             for number in (*numbers(op.inputs), *op.outputs):
                 places.setdefault(number, len(places))
-            text.append((line, *(places[x] for x in numbers(op.inputs)), op.stack.stack[depth:]))
+            text.append((key, *(places[x] for x in numbers(op.inputs)), op.stack.stack[depth:]))
         results = ((_literal(x), places.get(x) if isinstance(x, int) else None) for x in outputs)
         return self._number((len(inputs), *text, *results))
 
-    def _rule(self, op: Op) -> Any:
-        """Returns what the derivatives of equal calls have in common."""
-        try:
-            # JAX keeps the lines of the first trace of its helpers.
-            with where(op.equation, op.stack, op.traceback):
-                program = derivative_of(op.equation)
-        except Exception:  # any error of the rule: whoever differentiates is told
-            return object()
-        calls = [x for x in equations_in([program]) if x.primitive is op.equation.primitive]
-        # Besides the call itself there may be functions whose derivatives the text does not show.
-        return object() if len(calls) > 1 else (str(program.jaxpr), *program.consts)
-
     def _param(self, value: Any) -> Hashable:
         if isinstance(value, (core.Jaxpr, core.ClosedJaxpr)):
-            return self._programs.once(id(value), value, lambda: self._program(value))
+            return self.once(("program", id(value)), value, lambda: self._program(value))
         if isinstance(value, tuple):
             return tuple(map(self._param, value))
         if isinstance(value, (float, complex, np.generic)):
@@ -115,8 +99,7 @@ class Shared:
         try:
             hash(value)
         except TypeError:  # such as an array, known by its identity
-            self._alive.append(value)
-            return id(value)
+            return self.once(("value", id(value)), value, lambda: id(value))
         return type(value), value
 
     def _program(self, jaxpr: Any) -> Hashable:
@@ -124,8 +107,8 @@ class Shared:
         if len(open_jaxpr(jaxpr).constvars) > len(program.consts):
             return id(jaxpr)  # its constants are out of sight
         inputs = (*program.inputs, *(number for number, _ in program.consts))
-        text = self.text(
-            program.ops, [self.line(op, ()) for op in program.ops], inputs, program.outputs
+        text = self.ops_key(
+            program.ops, [self.op_key(op, ()) for op in program.ops], inputs, program.outputs
         )
         consts = tuple(self._param(const) for _, const in program.consts)
         avals = tuple(program.avals[number] for number in inputs)
@@ -154,7 +137,7 @@ class ProgramPart(NamedTuple):
 
 
 def divide_program(
-    program: Program, key_of: Callable[[Op], Hashable], shared: Shared
+    program: Program, key_of: Callable[[Op], Hashable], shared: PartCache
 ) -> list[ProgramPart]:
     """Divides a program into parts, in an order in which they can run.
 
@@ -163,14 +146,15 @@ def divide_program(
       key_of: says how an operation runs, beyond its equation; None for one that runs by itself.
       shared: what its parts share with those of other programs.
     """
-    views, ops = _split_views(program)
+    # Slices of stacked weights, which are all different, would make layers different.
+    views = views_of_arguments(program)
+    ops = [op for place, op in enumerate(program.ops) if place not in views]
     division = _Partition(ops, program.outputs, key_of, shared)
     parts = division.smallest()
     while len(joined := division.join(parts)) < len(parts):
         parts = joined
     counts = collections.Counter(part.key for part in parts)
-    # Slices of stacked weights, which are all different, would make layers different.
-    divided = [ProgramPart(views, None, 0, (), ())]
+    divided = [ProgramPart([program.ops[place] for place in views], None, 0, (), ())]
     for part in parts:
         size = sum(op.size for op in part.ops)
         is_shared = counts[part.key] > 1 and size >= _FEWEST
@@ -184,18 +168,17 @@ class _Partition:
         ops: Sequence[Op],
         outputs: Sequence[Any],
         key_of: Callable[[Op], Hashable],
-        shared: Shared,
+        shared: PartCache,
     ) -> None:
         self.ops, self.shared = ops, shared
-        self.lines = [shared.line(op, key_of(op)) for op in ops]
-        self.place_of = {id(op): place for place, op in enumerate(ops)}
+        self.op_keys = [shared.op_key(op, key_of(op)) for op in ops]
         self.last_reader = {n: i for i, op in enumerate(ops) for n in numbers(op.inputs)}
         self.last_reader.update(dict.fromkeys(numbers(outputs), len(ops)))
 
     def smallest(self) -> list[ProgramPart]:
         """Returns parts that end before products, where scopes change, and around what is alone."""
-        counts = collections.Counter(self.lines)
-        is_alone = [line is None or counts[line] == 1 for line in self.lines]
+        counts = collections.Counter(self.op_keys)
+        are_alone = [key is None or counts[key] == 1 for key in self.op_keys]
         starts = [
             place
             for place, op in enumerate(self.ops)
@@ -204,71 +187,76 @@ class _Partition:
             or op.size > 1
             or op.stack != self.ops[place - 1].stack
             or op.equation.ctx != self.ops[place - 1].equation.ctx
-            or any(is_alone[place - 1 : place + 1])
+            or any(are_alone[place - 1 : place + 1])
         ]
         return [self._part(*ends) for ends in itertools.pairwise([*starts, len(self.ops)])]
 
     def join(self, parts: Sequence[ProgramPart]) -> list[ProgramPart]:
         """Joins neighbours that are only found together, if what they make is equal too."""
         counts = collections.Counter(part.key for part in parts)
+        starts = [0, *itertools.accumulate(len(part.ops) for part in parts)]
         places = collections.defaultdict(list)
         for place, (first, second) in enumerate(itertools.pairwise(parts)):
             if first.key != second.key and None not in (first.key, second.key):
                 places[first.key, second.key].append(place)
         joined: dict[int, ProgramPart] = {}
-        free = [True] * len(parts)
         for keys, found in places.items():
-            is_free = all(free[place] and free[place + 1] for place in found)
+            is_free = joined.keys().isdisjoint(x + i for x in found for i in (-1, 0, 1))
             # A call runs where its operations do: on the host, for example.
             contexts = {parts[found[0] + i].ops[0].equation.ctx for i in (0, 1)}
-            if (
-                len(contexts) == 1
-                and is_free
-                and len(found) == counts[keys[0]] == counts[keys[1]] > 1
-            ):
-                pairs = [self._both(parts[place], parts[place + 1]) for place in found]
+            is_only_together = len(found) == counts[keys[0]] == counts[keys[1]] > 1
+            if is_only_together and is_free and len(contexts) == 1:
+                pairs = [self._part(starts[place], starts[place + 2]) for place in found]
                 if len({pair.key for pair in pairs}) == 1:
                     joined.update(zip(found, pairs, strict=True))
-                    for place in found:
-                        free[place] = free[place + 1] = False
         return [
             joined.get(place, part) for place, part in enumerate(parts) if place - 1 not in joined
         ]
 
-    def _both(self, first: ProgramPart, second: ProgramPart) -> ProgramPart:
-        start = self.place_of[id(first.ops[0])]
-        return self._part(start, start + len(first.ops) + len(second.ops))
-
     def _part(self, start: int, stop: int) -> ProgramPart:
-        ops, lines = self.ops[start:stop], self.lines[start:stop]
+        ops, op_keys = self.ops[start:stop], self.op_keys[start:stop]
         depth = common_depth(ops)
         made = dict.fromkeys(number for op in ops for number in op.outputs)
         read = dict.fromkeys(number for op in ops for number in numbers(op.inputs))
         inputs = tuple(number for number in read if number not in made)
         outputs = tuple(number for number in made if self.last_reader.get(number, -1) >= stop)
-        key = self.shared.text(ops, lines, inputs, outputs, depth)
+        key = self.shared.ops_key(ops, op_keys, inputs, outputs, depth)
         return ProgramPart(ops, key, depth, inputs, outputs)
 
 
 def common_depth(ops: Sequence[Op]) -> int:
     """Returns how many of their outer scopes all operations share."""
-    levels = zip(*(op.stack.stack for op in ops), strict=False)
-    return sum(1 for _ in itertools.takewhile(lambda level: len(set(level)) == 1, levels))
+    common = ops[0].stack.stack
+    while any(op.stack.stack[: len(common)] != common for op in ops):
+        common = common[:-1]
+    return len(common)
 
 
-def _split_views(program: Program) -> tuple[list[Op], list[Op]]:
-    """Returns the views of arguments, and the other operations."""
+def views_of_arguments(program: Program) -> dict[int, None]:
+    """Returns the places of operations that are views of arguments, or of such views, in order."""
     computed = {*program.inputs, *(number for number, _ in program.consts)}
-    views: list[Op] = []
-    others: list[Op] = []
-    for op in program.ops:
-        is_view = op.name in VIEWS and computed.issuperset(numbers(op.inputs))
-        computed.update(op.outputs if is_view else ())
-        (views if is_view else others).append(op)
-    return views, others
+    views: dict[int, None] = {}
+    for place, op in enumerate(program.ops):
+        if op.size == 1 and op.name in VIEWS and computed.issuperset(numbers(op.inputs)):
+            computed.update(op.outputs)
+            views[place] = None
+    return views
 
 
 def _literal(atom: Any) -> Hashable:
     if not isinstance(atom, core.Literal):
         return None
     return atom.aval, np.asarray(atom.val).tobytes()
+
+
+def _rule(op: Op) -> Any:
+    """Returns what the derivatives of equal calls have in common."""
+    try:
+        # JAX keeps the lines of the first trace of its helpers.
+        with where(op.equation, op.stack, op.traceback):
+            program = derivative_of(op.equation)
+    except Exception:  # any error of the rule: whoever differentiates is told
+        return object()
+    calls = [x for x in equations_in([program]) if x.primitive is op.equation.primitive]
+    # Besides the call itself there may be functions whose derivatives the text does not show.
+    return object() if len(calls) > 1 else (str(program.jaxpr), *program.consts)

@@ -196,15 +196,12 @@ class _Reader:
             # of a part have the same lines.
             traceback = source.traceback if caller is None else caller.traceback or source.traceback
             inputs = tuple(self.atom(atom, env) for atom in equation.invars)
-            if is_part := is_part_call(equation):
-                inlined: Any = equation.params["jaxpr"], PART
-            else:
-                inlined = self.inline(equation)
-            if inlined:
+            is_part = is_part_call(equation)
+            if inlined := plain_call(equation) if is_part else self.inline(equation):
                 body, name = inlined
                 of_jax = (f"jax.nn.{name}",) if is_of_jax(body, "nn/functions.py") else ()
                 names = functions if is_part else (*functions, name, *of_jax)
-                lines = None if is_part and caller is None else traceback
+                lines = (caller and caller.traceback) if is_part else traceback
                 call = Op(equation, len(self.ops), inputs, (), stack, lines, names)
                 inner: dict[Any, Any] = dict(zip(open_jaxpr(body).invars, inputs, strict=True))
                 self.consts += self.constants(body, inner)

@@ -18,7 +18,7 @@ from jaxmp._numerics.tree import split_floats
 from jaxmp._numerics.user_warnings import warn
 from jaxmp._program.compat import open_jaxpr, trace_trees
 from jaxmp._program.flops import products_in
-from jaxmp._program.parts import Shared
+from jaxmp._program.parts import PartCache
 from jaxmp._recompute.run import Settings, run_in_pieces
 from jaxmp._recompute.storage import Price, price_of
 
@@ -45,7 +45,7 @@ def within_budget(share: float, settings: Settings, closed: Any, arrays: Sequenc
         # Outside of loops a compiler would merge a product with the one that runs again.
         barriers = most is not None
         new = dataclasses.replace(settings, again=most, barriers=barriers)
-        return dataclasses.replace(new, shared=Shared(), types_in_codes=[], bytes_again=[])
+        return dataclasses.replace(new, shared=PartCache(), types_in_codes=[], bytes_again=[])
 
     sizes = dict[Price | None, float]()
     try:

@@ -4,7 +4,8 @@ import collections
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
-from jaxmp._program.op_classes import VIEWS, Cost
+from jaxmp._program.op_classes import Cost
+from jaxmp._program.parts import views_of_arguments
 from jaxmp._program.program import Program, numbers
 from jaxmp._recompute.storage import Analysis, Price, Storage
 
@@ -79,13 +80,10 @@ class _Division:
     def __init__(self, program: Program, storage: Storage, views: bool) -> None:
         self.program, self.storage = program, storage
         self.made_by = {number: i for i, op in enumerate(program.ops) for number in op.outputs}
+        self.views = views_of_arguments(program) if views else {}
         # The numbers of the values that exist when the next piece runs.
         self.computed = {*program.inputs, *(number for number, _ in program.consts)}
-        self.views: dict[int, None] = {}
-        for i, op in enumerate(program.ops if views else ()):
-            if op.name in VIEWS and self.computed.issuperset(numbers(op.inputs)):
-                self.computed.update(op.outputs)
-                self.views[i] = None
+        self.computed.update(number for i in self.views for number in program.ops[i].outputs)
 
     def pieces(self) -> Iterator[Piece]:
         # Outside of the pieces, slices of stacked weights leave equal layers alike: 20 layers are

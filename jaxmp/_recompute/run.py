@@ -26,7 +26,7 @@ from jaxmp._program.op_classes import (
     JITS,
     Cost,
 )
-from jaxmp._program.parts import Shared, common_depth
+from jaxmp._program.parts import PartCache, common_depth
 from jaxmp._program.program import Op, Program, numbers, plain_call, read, without_dead_code
 from jaxmp._program.wiring import loop_of, wiring_of
 from jaxmp._recompute.codes import Kept, RowCodes, encode_rows, has_codes, with_coded_derivative
@@ -59,7 +59,7 @@ class Settings:
     only_loops: bool
     dear: frozenset[str]
     kept: Kept | None
-    shared: Shared = dataclasses.field(default_factory=Shared)
+    shared: PartCache = dataclasses.field(default_factory=PartCache)
     again: Price | None = None
     types_in_codes: list[Any] = dataclasses.field(default_factory=list)
     bytes_again: list[int] = dataclasses.field(default_factory=list)
@@ -196,7 +196,7 @@ class _Pieces(Rules[_Cell]):
 
     settings: Settings
     coded: frozenset[int]
-    shared: Shared
+    shared: PartCache
 
     def constant(self, value: Any) -> _Cell:
         return _Cell(value)
@@ -212,8 +212,8 @@ class _Pieces(Rules[_Cell]):
         ops, inputs, outputs = op.program.ops, op.program.inputs, op.program.outputs
         # Equal pieces are so in what is kept of them, too.
         kept = [tuple(n in op.statistics for n in inner.outputs) for inner in ops]
-        lines = list(map(self.shared.line, ops, kept))
-        text = self.shared.text(ops, lines, inputs, outputs)
+        lines = list(map(self.shared.op_key, ops, kept))
+        text = self.shared.ops_key(ops, lines, inputs, outputs)
         coded = tuple(number in self.coded for number in outputs)
         derivative = op.recomputes, op.reads, op.keeps_operands, self.settings.barriers
         return op if text is None else (text, coded, *derivative)
@@ -237,14 +237,14 @@ class _Pieces(Rules[_Cell]):
             reached = functools.partial(_reached, op.program)
             new = functools.partial(with_coded_derivative, piece_of, dtypes, reached, barriers)
             codes = [x.codes for x, dtype in zip(operands, dtypes, strict=True) if dtype]
-            results = self.shared.functions.once((dtypes, key), op, new)(values, codes)
+            results = self.shared.once((dtypes, key), op, new)(values, codes)
         elif op.recomputes:
             # Operations with effects are pieces of their own, so that no reference or token is in
             # here.
             policy = jax.checkpoint_policies.save_only_these_names(STORED)
             new = functools.partial(jax.checkpoint, piece_of, policy=policy, prevent_cse=barriers)
             # JAX traces a checkpoint once for each function object: equal pieces share one.
-            results = self.shared.functions.once(key, op, new)(*values)
+            results = self.shared.once(key, op, new)(*values)
         else:
             results = piece_of(*values)
         makers = {number: inner for inner in op.program.ops for number in inner.outputs}
@@ -315,9 +315,7 @@ class _Operations(Rules[Any]):
             return run_in_pieces(inside, body, arrays, carry)
 
         key = id(body), inside.barriers, inside.only_loops, carry
-        program: core.ClosedJaxpr = inside.shared.functions.once(
-            key, body, lambda: compat.trace(run, avals)
-        )
+        program: core.ClosedJaxpr = inside.shared.once(key, body, lambda: compat.trace(run, avals))
         return program
 
 

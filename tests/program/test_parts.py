@@ -4,6 +4,7 @@ That the same operations run is said of a hundred programs in `package/test_dige
 what makes parts equal or not, and that JAX's transformations go through them.
 """
 
+import collections
 import itertools
 import re
 from collections.abc import Callable
@@ -21,13 +22,14 @@ from jax.experimental.xla_metadata import set_xla_metadata
 
 import jaxmp
 from jaxmp._program import compat
-from jaxmp._program.program import PART, equations_in, is_part_call, read
+from jaxmp._program.op_classes import CONTRACTIONS
+from jaxmp._program.program import PART, equations_in, is_part_call
 from tests.support.compilations import Count
 from tests.support.same_operations import hash_of
 
 pytestmark = pytest.mark.jax
 
-BF16 = "mixed_bfloat16"
+BF16, FLOAT8 = "mixed_bfloat16", "mixed_float8"
 WIDTH = 8
 EXACTLY = {"xla_allow_excess_precision": False}
 
@@ -80,6 +82,28 @@ def test_a_layer_is_traced_once(reduce_dtype: Any) -> None:
     assert more - calls >= 6 * 2  # forward and backward
 
 
+def test_slices_of_stacked_weights() -> None:
+    """They are all different, and stand before the layers that are equal."""
+
+    def stacked(w: Any, x: Any) -> Any:
+        x = x @ w[6, 0]
+        for i in range(6):
+            x = (jnp.tanh(x @ w[i, 0]) * 2.0 + x) @ w[i, 1] + x * 2.0
+        return jnp.tanh(x)
+
+    fun, w = jaxmp.autocast(stacked, BF16), np.ones((7, 2, WIDTH, WIDTH), "f")
+    assert parts_of(fun, w, X) == (6, 1)
+
+
+def test_a_tied_weight_is_cast_once() -> None:
+    """The first part that casts it hands the cast on."""
+    tied = lambda params, x: loss([params[0]] * 6, layer(params[1], x))  # noqa: E731
+    program = jax.make_jaxpr(jaxmp.autocast(tied, BF16))(params_of(2), X)
+    assert any(map(is_part_call, equations_in([program])))
+    casts = [x for x in equations_in([program]) if x.primitive.name == "convert_element_type"]
+    assert sum(x.invars[0].aval.shape == (WIDTH, WIDTH) for x in casts) == 2  # one of each weight
+
+
 def test_where_nothing_repeats_there_are_no_parts() -> None:
     different = params_of(6, [WIDTH, 9, 10, 11, 12, 13, 14])
     assert parts_of(gradients(loss), different, X) == (0, 0)
@@ -93,13 +117,19 @@ def with_constants(i: int, p: Any, x: Any) -> Any:
     return layer(p, x) + np.full((1, WIDTH), i, "f")
 
 
-def with_callbacks(i: int, p: Any, x: Any) -> Any:
-    x = layer(p, x)
-    return x + jax.pure_callback(lambda x: x * (1 + i), x, lax.stop_gradient(x))
+def with_other_operands(i: int, p: Any, x: Any) -> Any:
+    """A bias that is a param, or computed; operands in 16 bits, or in float32."""
+    x = layer(p, x) + (p["scale"] if i % 2 else jnp.tanh(p["scale"] @ p["w"]))
+    return (jnp.exp(x) if i % 2 else jnp.tanh(x)) @ p["w"]
 
 
 def with_policies(i: int, p: Any, x: Any) -> Any:
     return (jaxmp.full_precision(layer) if i % 2 else layer)(p, x)
+
+
+def with_callbacks(i: int, p: Any, x: Any) -> Any:
+    x = layer(p, x)
+    return x + jax.pure_callback(lambda x: x * (1 + i % 2), x, lax.stop_gradient(x))
 
 
 def with_loops(i: int, p: Any, x: Any) -> Any:
@@ -150,7 +180,7 @@ def with_randomness(i: int, p: Any, x: Any) -> Any:
 UNLIKE = [
     with_factors,
     with_constants,
-    with_callbacks,
+    with_other_operands,
     with_policies,
     with_checkpoints,
     with_branches,
@@ -178,11 +208,12 @@ def test_layers_that_differ(kind: Any, reduce_dtype: Any, monkeypatch: pytest.Mo
     assert hash_of(shared) == hash_of(jax.make_jaxpr(fun)(params_of(6), X))
 
 
-def test_loops_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the bit: of what a loop carries backward, the hash knows no order."""
+@pytest.mark.parametrize("kind", [with_loops, with_callbacks])
+def test_gradients_of_layers_that_differ(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit: the hash knows no order of what a loop carries backward, and no callbacks."""
 
     def found() -> Any:
-        fun = jax.grad(jaxmp.autocast(lambda *args: unlike_loss(with_loops, *args), BF16))
+        fun = jax.grad(jaxmp.autocast(lambda *args: unlike_loss(kind, *args), BF16))
         return jax.jit(fun, compiler_options=EXACTLY)(params_of(6), X)
 
     shared = found()
@@ -215,20 +246,25 @@ def test_weak_results_of_layers() -> None:
             assert weak == [True, False, True, False]
 
 
-def test_a_part_has_one_context() -> None:
+@pytest.mark.parametrize("different", [1, 2])
+def test_a_part_has_one_context(different: int) -> None:
     """Such as the host, where a call runs as a whole; here a mark, which newer JAX has too."""
 
-    def marked(p: Any, x: Any) -> Any:
-        with set_xla_metadata(mark="yes"):
-            y = jnp.sin(jnp.tanh(x @ p["w"]) * 2 + 1)
-        return jnp.cos(y) * 3.0 + 1.0 + x
+    def marked(params: Any, x: Any) -> Any:
+        for i, p in enumerate(params):
+            with set_xla_metadata(mark=str(i % different)):
+                y = jnp.sin(jnp.tanh(x @ p["w"]) * 2 + 1)
+            x = jnp.cos(y) * 3.0 + 1.0 + x
+        return x
 
-    fun = jaxmp.autocast(lambda *args: loss(*args, marked), BF16)
-    calls = [x for x in jax.make_jaxpr(fun)(params_of(4), X).eqns if is_part_call(x)]
-    assert len({id(x.params["jaxpr"]) for x in calls}) > 1
+    program = jax.make_jaxpr(jaxmp.autocast(marked, BF16))(params_of(6), X)
+    calls = [x for x in program.eqns if is_part_call(x)]
+    marks = set()
     for call in calls:
         inner = {str(x.ctx.xla_metadata) for x in call.params["jaxpr"].eqns}
         assert inner == {str(call.ctx.xla_metadata)}
+        marks |= inner
+    assert len(marks) == 1 + different
 
 
 def test_kernels_in_loops() -> None:
@@ -280,12 +316,51 @@ def test_weights_that_move_from_layer_to_layer() -> None:
     assert arguments(20) <= 2.5 * arguments(10)
 
 
-def test_rules_by_path() -> None:
+def counted(p: Any, x: Any) -> Any:
+    """What it returns says nothing of the dtypes inside."""
+    best = lambda _, n: n + jnp.argmax(x @ p["w"])  # noqa: E731
+    n = lax.fori_loop(0, 2, best, jnp.int32(0)) * 2 + 1
+    n = jnp.sum(jnp.tanh(x) > p["scale"]) * n + 1
+    return x + lax.stop_gradient(n.astype(x.dtype) % 2)
+
+
+def with_activations(p: Any, x: Any) -> Any:
+    """They are parts of their own: products of one layer are not as those of the others."""
+    x = x @ p["w"]
+    with jax.named_scope("activations"):
+        return jnp.tanh(x) * x + x * 2.0
+
+
+@pytest.mark.parametrize(
+    ("default", "other", "layer"),
+    [
+        (BF16, "float32", layer),
+        (BF16, "float32", counted),
+        (BF16, "float32", with_activations),
+        (FLOAT8, BF16, layer),
+    ],
+)
+def test_rules_by_path(
+    default: str, other: str, layer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One layer has another policy, by its name alone."""
-    rules = jaxmp.PolicyRules([("layer_1", "float32")], default=BF16)
-    program = jax.make_jaxpr(jaxmp.autocast(loss, rules))(params_of(4), X)
-    wide = (op for op in read(program).ops if op.in_avals[0].dtype == np.float32)
-    assert [str(op.stack) for op in wide if op.name == "dot_general"] == ["jaxmp.autocast/layer_1"]
+    fun = jaxmp.autocast(
+        lambda *args: loss(*args, layer),
+        jaxmp.PolicyRules([("layer_1", other)], default=default),
+    )
+    args = params_of(6, [16] * 7), np.ones((3, 16), "f")
+    program = jax.make_jaxpr(fun)(*args)
+    assert parts_of(fun, *args)[0] > 0
+    one_by_one(monkeypatch)
+    alone = jax.make_jaxpr(fun)(*args)
+    assert kinds_of_products(program) == kinds_of_products(alone)
+    assert sorted(kinds_of_products(program).values()) == [1, 5]
+    assert hash_of(program) == hash_of(alone)
+
+
+def kinds_of_products(program: Any) -> collections.Counter[tuple[str, str]]:
+    products = [x for x in equations_in([program]) if x.primitive.name in CONTRACTIONS]
+    return collections.Counter((x.primitive.name, x.invars[0].aval.dtype.name) for x in products)
 
 
 def called_from_many_lines(params: Any, x: Any) -> Any:
@@ -293,13 +368,36 @@ def called_from_many_lines(params: Any, x: Any) -> Any:
     x = layer(params[1], x)
     x = layer(params[2], x)
     x = layer(params[3], x)
+    for p in params[4:]:
+        x = layer(p, x)
     return jnp.mean(x**2)
 
 
-@pytest.mark.parametrize("fun", [loss, called_from_many_lines])
+def layer_on_other_lines(p: Any, x: Any) -> Any:
+    x = x * p["scale"] / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6)
+    return jax.nn.relu(checkpoint_name(x @ p["w"], "product"))
+
+
+def on_many_lines(params: Any, x: Any) -> Any:
+    for i, p in enumerate(params):
+        x = (layer_on_other_lines if i > len(params) / 2 else layer)(p, x)
+    return jnp.mean(x**2)
+
+
+def in_many_scopes(params: Any, x: Any) -> Any:
+    for i, p in enumerate(params):
+        with jax.named_scope(f"layer_{i}"):
+            with jax.named_scope("first"):
+                x = x * 2.0 + jnp.sin(x) * jnp.cos(x)
+            with jax.named_scope("odd" if i % 2 else "even"):
+                x = layer(p, x)
+    return jnp.mean(x**2)
+
+
+@pytest.mark.parametrize("fun", [loss, called_from_many_lines, on_many_lines, in_many_scopes])
 def test_reports_name_every_layer(fun: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their scopes and lines are those of each call; the report is as without parts."""
-    params = params_of(4)
+    params = params_of(8)
     assert parts_of(gradients(fun), params, X)[0] > 0
     shared = str(jaxmp.audit(gradients(fun), params, X))
     one_by_one(monkeypatch)
