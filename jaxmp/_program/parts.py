@@ -146,6 +146,8 @@ def divide_program(
       key_of: says how an operation runs, beyond its equation; None for one that runs by itself.
       shared: what its parts share with those of other programs.
     """
+    if sum(op.size for op in program.ops) < 2 * _FEWEST:
+        return [ProgramPart(program.ops, None, 0, (), ())]
     # Slices of stacked weights, which are all different, would make layers different.
     views = views_of_arguments(program)
     ops = [op for place, op in enumerate(program.ops) if place not in views]
