@@ -105,7 +105,7 @@ def promote(op: Op, states: States, region: Region) -> Step:
         return plan_as_traced(op, states)
     if not any(map(is_half_or_float32, op.out_avals)):
         run = functools.partial(_compare, op)
-        return Step(op, [None] * len(states), [None] * len(op.out_avals), run=run)
+        return Step(op, [None] * len(states), [None] * len(op.out_avals), run=run, plan_key=())
     shape = op.out_avals[0].shape
     are_smaller = [aval.shape != shape for aval in op.in_avals]
     # The parts of a concatenation have other shapes than the whole, and are broadcast to nothing.
@@ -194,7 +194,7 @@ def _rule_move(op: Op, states: States, region: Region) -> Step:
     sums = op.name == "gather" and states[0] is not None
     run = functools.partial(gather, op.equation) if sums else None
     may_widen = op.name in WIDENED and all(x.dtype != FLOAT32 for x in results if x)
-    return Step(op, state_dtypes(states), results, may_widen=may_widen, run=run)
+    return Step(op, state_dtypes(states), results, may_widen=may_widen, run=run, plan_key=())
 
 
 def _state_of_move(op: Op, state: State) -> State:

@@ -47,7 +47,7 @@ class _CastCell:
     """
 
     value: Any
-    casts: dict[tuple[str, tuple[int, ...]], Any] = dataclasses.field(default_factory=dict)
+    casts: dict[str, Any] = dataclasses.field(default_factory=dict)
     before: "_CastCell | None" = None
     moves: "tuple[_Move, ...]" = dataclasses.field(default=(), metadata={"static": True})
     summed: bool = dataclasses.field(default=False, metadata={"static": True})
@@ -69,7 +69,7 @@ class _CastCell:
         """Returns the value in a dtype, broadcast before its cast; None and () leave these."""
         if dtype is None or self.value.dtype == dtype:
             return self.value
-        key = dtype.name, shape
+        key = f"{dtype.name}{shape}"  # in a tree, keys are sorted: sizes may be symbols
         if key not in self.casts:
             self.casts[key] = self._new_cast(dtype, shape)
         return self.casts[key]
@@ -115,7 +115,7 @@ class _PlanRules(Rules[_CastCell]):
             return None
         results = [(self.plan.states[x], x in self.plan.rounded) for x in op.outputs]
         reads = (*step.in_dtypes, *step.sources, *step.broadcasts)
-        of_op = step.run is list, step.plan_key, step.float8, step.not_float8
+        of_op = step.plan_key, step.float8, step.not_float8
         return (*reads, *results, *step.params.items(), *of_op)
 
     def summed(self, number: int) -> bool:

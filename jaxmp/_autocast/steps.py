@@ -57,7 +57,8 @@ class Step:
         that their gradients are added up in float32.
       float8: for a product in float8, the recipe and which operand is the weight.
       not_float8: why a product with a weight, or the products inside, are left out of float8.
-      plan_key: what decides the plans of the programs inside, beside these.
+      plan_key: of a step with `run`, what decides how it runs besides all this, such as the plans
+        of the programs inside; None for what nothing else is like.
     """
 
     op: Op

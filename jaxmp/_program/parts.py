@@ -10,9 +10,8 @@ user's code, with the same scopes inside of those that each part is in.
 """
 
 import collections
-import functools
 import itertools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +19,7 @@ from jax.extend import core
 
 from jaxmp._program.compat import bodies_of, is_of_jax, open_jaxpr, where
 from jaxmp._program.derivatives import derivative_of
-from jaxmp._program.op_classes import CONTRACTIONS, VIEWS
+from jaxmp._program.op_classes import CONTRACTIONS, CUSTOM_DERIVATIVES, VIEWS
 from jaxmp._program.program import Memo, Op, Program, equations_in, numbers, read
 from jaxmp._program.source_lines import innermost_lines
 
@@ -50,7 +49,7 @@ class PartCache(Memo):
         params, bodies = op.params, bodies_of(op.equation)
         if op.name == "custom_jvp_call" and is_of_jax(bodies[0], ""):
             # Such as `relu`: JAX makes a new object for the derivative in each call.
-            rule = self.once(("rule", id(op.equation)), op, functools.partial(_rule, op))
+            rule = self.once(("rule", id(op.equation)), op, lambda: self._rule(op))
             params = {"call": bodies[0], "rule": rule}
         items = tuple((name, self._param(value)) for name, value in sorted(params.items()))
         literals = tuple(map(_literal, op.inputs))
@@ -89,6 +88,25 @@ class PartCache(Memo):
         results = ((_literal(x), places.get(x) if isinstance(x, int) else None) for x in outputs)
         return self._number((len(inputs), *text, *results))
 
+    def _rule(self, op: Op) -> Hashable:
+        """Returns what the derivatives of equal calls have in common."""
+        try:
+            # JAX keeps the lines of the first trace of its helpers.
+            with where(op.equation, op.stack, op.traceback):
+                derivative = derivative_of(op.equation)
+        except Exception:  # any error of the rule: whoever differentiates is told
+            return object()
+        calls = [x for x in equations_in([derivative]) if x.primitive.name in CUSTOM_DERIVATIVES]
+        direct = [x.equation for x in read(derivative).ops if x.name in CUSTOM_DERIVATIVES]
+        bodies = {self._param(bodies_of(x)[0]) for x in (op.equation, *direct)}
+        # It may call the function itself once. Other derivatives in it would have to be equal too.
+        if op.params["symbolic_zeros"] or len(calls) > min(1, len(direct)) or len(bodies) > 1:
+            return object()
+        known = set(map(id, direct))
+        return self.once(
+            ("program", id(derivative)), derivative, lambda: self._program(derivative, known)
+        )
+
     def _param(self, value: Any) -> Hashable:
         if isinstance(value, (core.Jaxpr, core.ClosedJaxpr)):
             return self.once(("program", id(value)), value, lambda: self._program(value))
@@ -102,17 +120,19 @@ class PartCache(Memo):
             return self.once(("value", id(value)), value, lambda: id(value))
         return type(value), value
 
-    def _program(self, jaxpr: Any) -> Hashable:
+    def _program(self, jaxpr: Any, known: Collection[int] = ()) -> Hashable:
         program = read(jaxpr)
         if len(open_jaxpr(jaxpr).constvars) > len(program.consts):
             return id(jaxpr)  # its constants are out of sight
         inputs = (*program.inputs, *(number for number, _ in program.consts))
-        text = self.ops_key(
-            program.ops, [self.op_key(op, ()) for op in program.ops], inputs, program.outputs
-        )
+        op_keys = [
+            self._number(tuple(op.in_avals)) if id(op.equation) in known else self.op_key(op, ())
+            for op in program.ops
+        ]
+        key = self.ops_key(program.ops, op_keys, inputs, program.outputs)
         consts = tuple(self._param(const) for _, const in program.consts)
         avals = tuple(program.avals[number] for number in inputs)
-        return (id(jaxpr) if text is None else text), avals, consts
+        return (id(jaxpr) if key is None else key), avals, consts
 
     def _number(self, text: Hashable) -> int:
         return self._numbers.setdefault(text, len(self._numbers))
@@ -249,16 +269,3 @@ def _literal(atom: Any) -> Hashable:
     if not isinstance(atom, core.Literal):
         return None
     return atom.aval, np.asarray(atom.val).tobytes()
-
-
-def _rule(op: Op) -> Any:
-    """Returns what the derivatives of equal calls have in common."""
-    try:
-        # JAX keeps the lines of the first trace of its helpers.
-        with where(op.equation, op.stack, op.traceback):
-            program = derivative_of(op.equation)
-    except Exception:  # any error of the rule: whoever differentiates is told
-        return object()
-    calls = [x for x in equations_in([program]) if x.primitive is op.equation.primitive]
-    # Besides the call itself there may be functions whose derivatives the text does not show.
-    return object() if len(calls) > 1 else (str(program.jaxpr), *program.consts)

@@ -212,11 +212,11 @@ class _Pieces(Rules[_Cell]):
         ops, inputs, outputs = op.program.ops, op.program.inputs, op.program.outputs
         # Equal pieces are so in what is kept of them, too.
         kept = [tuple(n in op.statistics for n in inner.outputs) for inner in ops]
-        lines = list(map(self.shared.op_key, ops, kept))
-        text = self.shared.ops_key(ops, lines, inputs, outputs)
+        op_keys = list(map(self.shared.op_key, ops, kept))
+        key = self.shared.ops_key(ops, op_keys, inputs, outputs)
         coded = tuple(number in self.coded for number in outputs)
         derivative = op.recomputes, op.reads, op.keeps_operands, self.settings.barriers
-        return op if text is None else (text, coded, *derivative)
+        return op if key is None else (key, coded, *derivative)
 
     def operation(self, op: Any, operands: list[_Cell]) -> list[_Cell]:
         def piece_of(*arrays: Any) -> list[Any]:

@@ -26,6 +26,7 @@ pytestmark = pytest.mark.jax
 PACKAGE = pathlib.Path(__file__).parents[2] / "jaxmp"
 COMPAT, FLOPS, PROGRAM = "_program/compat.py", "_program/flops.py", "_program/program.py"
 WIRING, EVALUATE = "_program/wiring.py", "_program/evaluate.py"
+PARTS = "_program/parts.py"
 OPERATIONS, CONTROL, FLOW = "_autocast/rules.py", "_autocast/control_flow.py", "_autocast/plan.py"
 READING, RUN = "_autocast/reading.py", "_autocast/run.py"
 LEFT, STEPS = "_autocast/coverage.py", "_autocast/steps.py"
@@ -165,6 +166,7 @@ READ = [
     Read(CHECKPOINT, "policy", lambda value: value is None or callable(value), (REDUCED, PIECES)),
     Read("custom_jvp_call", "call_jaxpr", is_jaxpr, (CONTROL, STORAGE, EVALUATE)),
     Read("custom_jvp_call", "num_consts", is_a(int), (DERIVATIVES,)),
+    Read("custom_jvp_call", "symbolic_zeros", is_a(bool), (PARTS,)),
     Read("custom_vjp_call", "num_consts", is_a(int), (DERIVATIVES,)),
     Read("custom_vjp_call", "call_jaxpr", is_jaxpr, (CONTROL, EVALUATE)),
     Read("shard_map", "jaxpr", is_jaxpr, (CONTROL,)),

@@ -29,6 +29,7 @@ from tests.support.same_operations import hash_of
 
 pytestmark = pytest.mark.jax
 
+EXACT, FAST = (jaxmp.Policy(*["float32"] * 3, precision=x) for x in ("highest", "tensorfloat32"))
 BF16, FLOAT8 = "mixed_bfloat16", "mixed_float8"
 WIDTH = 8
 EXACTLY = {"xla_allow_excess_precision": False}
@@ -153,23 +154,103 @@ def with_own_derivatives(i: int, p: Any, x: Any) -> Any:
     return own(layer(p, x))
 
 
-def with_other_rules(factor: float) -> Any:
+def sign_with(rule: Callable[[Any, Any], Any], **options: Any) -> Any:
     """The function is JAX's, as of `relu`; its derivative is not."""
     sign = jax.custom_jvp(jnp.sign)
-    sign.defjvp(lambda x, t: (sign(*x), factor * t[0]))
+    sign.defjvp(lambda x, t: (sign(*x), rule(x[0], t[0])), **options)
     return sign
 
 
-SIGNS = [with_other_rules(1.0), with_other_rules(10.0)]
+def by_factor(factor: float) -> Any:
+    return sign_with(lambda x, t: factor * t)
 
 
-def with_rules_of_their_own(i: int, p: Any, x: Any) -> Any:
-    return SIGNS[i % 2](layer(p, x) * 2.0 + x)
+def by_constant(factor: float) -> Any:
+    return sign_with(lambda x, t: np.full(x.shape, factor, "f") * t)
+
+
+def by_callback(factor: float) -> Any:
+    return sign_with(
+        lambda x, t: jax.pure_callback(lambda x: x * 0 + factor, x, lax.stop_gradient(x)) * t
+    )
+
+
+def by_inner_rule(factor: float) -> Any:
+    inner = by_factor(factor)
+    return sign_with(lambda x, t: inner(x * 2.0) * t)
+
+
+def by_what_is_zero(factor: float) -> Any:
+    def rule(x: Any, t: Any) -> Any:
+        (x, y), (t, u) = x, t
+        is_zero = isinstance(u, jax.custom_derivatives.SymbolicZero)
+        return hypot(x, y), t * (factor if is_zero else 1.0)
+
+    hypot = jax.custom_jvp(jnp.hypot)
+    hypot.defjvp(rule, symbolic_zeros=True)
+    return lambda x: hypot(x, np.ones((3, WIDTH), "f"))
+
+
+def by_scope(factor: float) -> Any:
+    def rule(x: Any, t: Any) -> Any:
+        with jax.named_scope(f"factor_{factor}"):
+            return (x @ np.eye(WIDTH, dtype="f")) * t
+
+    return sign_with(rule)
+
+
+RULES = [by_factor, by_constant, by_callback, by_inner_rule, by_what_is_zero, by_scope]
+
+
+@pytest.mark.filterwarnings("ignore:rules that match nothing")  # they match in derivatives
+@pytest.mark.programs(40, reason="two second derivatives")
+@pytest.mark.parametrize("make", RULES)
+def test_derivatives_that_differ(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one function of JAX, by what its rule computes, holds, or is named."""
+    own = [make(1.0), make(10.0)]
+
+    def kind(i: int, p: Any, x: Any) -> Any:
+        return own[i % 2](layer(p, x) * 2.0 + x) + x
+
+    rules = [("factor_1.0", "float32")] if make is by_scope else []
+    policy = jaxmp.PolicyRules(rules, default=BF16)
+    fun = jaxmp.autocast(lambda *args: unlike_loss(kind, *args), policy)
+
+    def found() -> Any:
+        slope = lambda x: jnp.sum(jax.grad(fun, 1)(params_of(4), x) ** 2)  # noqa: E731
+        return jax.jit(jax.value_and_grad(slope), compiler_options=EXACTLY)(X)
+
+    program = jax.make_jaxpr(fun)(params_of(4), X)
+    assert any(map(is_part_call, equations_in([program])))
+    shared = found()
+    one_by_one(monkeypatch)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), shared, found())
 
 
 def with_signed_zeros(i: int, p: Any, x: Any) -> Any:
     zero, x = -0.0 if i % 2 else 0.0, layer(p, x)
     return x + lax.composite(lambda x, s: x + s, "zero")(lax.stop_gradient(x), s=zero)
+
+
+def with_rows(i: int, p: Any, x: Any) -> Any:
+    """A param, or numbers."""
+    row = p["scale"] if i % 2 else jnp.arange(WIDTH, dtype=jnp.float32)[None] / WIDTH
+    return jnp.tanh(x @ p["w"]) * row * 2.0 + 1.0
+
+
+def with_turns(i: int, p: Any, x: Any) -> Any:
+    """A product reads one of two values."""
+    a = jnp.tanh(x @ p["w"]) * 2.0 + 1.0
+    b = jnp.sin(a) * 3.0 + 1.0
+    with jax.named_scope("second"):
+        return jnp.cos((a if i % 2 else b) @ p["w"]) * 2.0 + 1.0 + a + b
+
+
+SCALES = [jax.jit(lambda x, c=c: jnp.tanh(x @ (np.eye(WIDTH, dtype="f") * c)) * 2) for c in (1, 3)]
+
+
+def with_inner_constants(i: int, p: Any, x: Any) -> Any:
+    return jnp.tanh(SCALES[i % 2](x @ p["w"]) * 2.0 + 1.0) * 3.0
 
 
 def with_randomness(i: int, p: Any, x: Any) -> Any:
@@ -185,8 +266,10 @@ UNLIKE = [
     with_checkpoints,
     with_branches,
     with_own_derivatives,
-    with_rules_of_their_own,
     with_signed_zeros,
+    with_rows,
+    with_turns,
+    with_inner_constants,
     with_randomness,
 ]
 
@@ -294,8 +377,9 @@ def test_transposed_products() -> None:
             x = (x @ p["w"]) * 2 + x
         return x
 
-    transposed = jax.linear_transpose(jaxmp.autocast(linear, BF16), X)
-    names = [x.primitive.name for x in equations_in([jax.make_jaxpr(transposed)(X)])]
+    fun = jaxmp.autocast(linear, BF16)
+    transposed = jax.make_jaxpr(lambda y: jax.linear_transpose(fun, X)(y))(X)
+    names = [x.primitive.name for x in equations_in([transposed])]
     assert names.count("low_precision_product") == 6
 
 
@@ -338,10 +422,12 @@ def with_activations(p: Any, x: Any) -> Any:
         (BF16, "float32", counted),
         (BF16, "float32", with_activations),
         (FLOAT8, BF16, layer),
+        (FLOAT8, "mixed_int8", layer),
+        (EXACT, FAST, layer),
     ],
 )
 def test_rules_by_path(
-    default: str, other: str, layer: Any, monkeypatch: pytest.MonkeyPatch
+    default: Any, other: Any, layer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One layer has another policy, by its name alone."""
     fun = jaxmp.autocast(
@@ -353,14 +439,13 @@ def test_rules_by_path(
     assert parts_of(fun, *args)[0] > 0
     one_by_one(monkeypatch)
     alone = jax.make_jaxpr(fun)(*args)
-    assert kinds_of_products(program) == kinds_of_products(alone)
     assert sorted(kinds_of_products(program).values()) == [1, 5]
     assert hash_of(program) == hash_of(alone)
 
 
-def kinds_of_products(program: Any) -> collections.Counter[tuple[str, str]]:
+def kinds_of_products(program: Any) -> collections.Counter[Any]:
     products = [x for x in equations_in([program]) if x.primitive.name in CONTRACTIONS]
-    return collections.Counter((x.primitive.name, x.invars[0].aval.dtype.name) for x in products)
+    return collections.Counter((str(x.invars[0].aval), x.params.get("precision")) for x in products)
 
 
 def called_from_many_lines(params: Any, x: Any) -> Any:
@@ -477,6 +562,32 @@ def test_an_exported_gradient_runs() -> None:
     params = params_of(12)
     exported = jax.export.export(fun)(params, X)
     jax.tree.map(np.testing.assert_array_equal, exported.call(params, X), fun(params, X))
+
+
+def test_an_export_with_two_sizes() -> None:
+    def layers_of_both(params: Any, x: Any, y: Any) -> Any:
+        for p in params:
+            x, y = (jnp.tanh(z @ p["w"] + p["scale"]) * 2.0 + z for z in (x, y))
+        return x, y
+
+    sizes = jax.export.symbolic_shape("q, k")
+    types = [jax.ShapeDtypeStruct((size, WIDTH), jnp.float32) for size in sizes]
+    fun = jax.jit(jaxmp.autocast(layers_of_both, BF16))
+    exported = jax.export.export(fun)(params_of(4), *types)
+    args = params_of(4), X, X[:2]
+    jax.tree.map(np.testing.assert_array_equal, exported.call(*args), fun(*args))
+
+
+def test_what_runs_in_a_part() -> None:
+    """Derivatives of JAX, comparisons and lookups do not cut a layer in two."""
+
+    def mixed(p: Any, x: Any) -> Any:
+        x = jax.nn.relu(x @ p["w"])
+        x = jnp.where(x > 0.5, x, x * 0.1) + x[:, np.arange(WIDTH)[::-1]]
+        return jnp.tanh(x) * 2.0
+
+    fun = jaxmp.autocast(lambda *args: loss(*args, mixed), BF16)
+    assert parts_of(fun, params_of(6), X)[1] <= 2
 
 
 @pytest.mark.programs(400, reason="eager gradients are what it is about")
