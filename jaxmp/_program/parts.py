@@ -51,6 +51,9 @@ class PartCache(Memo):
             # Such as `relu`: JAX makes a new object for the derivative in each call.
             rule = self.once(("rule", id(op.equation)), op, lambda: self._rule(op))
             params = {"call": bodies[0], "rule": rule}
+        return self._key(op, key, params)
+
+    def _key(self, op: Op, key: Hashable, params: dict[str, Any]) -> int:
         items = tuple((name, self._param(value)) for name, value in sorted(params.items()))
         literals = tuple(map(_literal, op.inputs))
         context = self._param(op.equation.ctx), innermost_lines(op.traceback)
@@ -97,8 +100,8 @@ class PartCache(Memo):
         except Exception:  # any error of the rule: whoever differentiates is told
             return object()
         calls = [x for x in equations_in([derivative]) if x.primitive.name in CUSTOM_DERIVATIVES]
-        direct = [x.equation for x in read(derivative).ops if x.name in CUSTOM_DERIVATIVES]
-        bodies = {self._param(bodies_of(x)[0]) for x in (op.equation, *direct)}
+        direct = [x.equation for x in read(derivative).ops if x.name == op.name]
+        bodies = {str(bodies_of(x)[0]) for x in (op.equation, *direct)}
         # It may call the function itself once. Other derivatives in it would have to be equal too.
         if op.params["symbolic_zeros"] or len(calls) > min(1, len(direct)) or len(bodies) > 1:
             return object()
@@ -126,7 +129,7 @@ class PartCache(Memo):
             return id(jaxpr)  # its constants are out of sight
         inputs = (*program.inputs, *(number for number, _ in program.consts))
         op_keys = [
-            self._number(tuple(op.in_avals)) if id(op.equation) in known else self.op_key(op, ())
+            self._key(op, (), {}) if id(op.equation) in known else self.op_key(op, ())
             for op in program.ops
         ]
         key = self.ops_key(program.ops, op_keys, inputs, program.outputs)

@@ -154,10 +154,10 @@ def with_own_derivatives(i: int, p: Any, x: Any) -> Any:
     return own(layer(p, x))
 
 
-def sign_with(rule: Callable[[Any, Any], Any], **options: Any) -> Any:
+def sign_with(rule: Callable[[Any, Any], Any]) -> Any:
     """The function is JAX's, as of `relu`; its derivative is not."""
     sign = jax.custom_jvp(jnp.sign)
-    sign.defjvp(lambda x, t: (sign(*x), rule(x[0], t[0])), **options)
+    sign.defjvp(lambda x, t: (sign(*x), rule(x[0], t[0])))
     return sign
 
 
@@ -180,6 +180,12 @@ def by_inner_rule(factor: float) -> Any:
     return sign_with(lambda x, t: inner(x * 2.0) * t)
 
 
+def by_literal(factor: float) -> Any:
+    hypot = jax.custom_jvp(jnp.hypot)
+    hypot.defjvp(lambda x, t: (jnp.hypot(*x), t[0] * hypot(x[0], np.float32(factor))))
+    return lambda x: hypot(x, np.float32(0.5))
+
+
 def by_what_is_zero(factor: float) -> Any:
     def rule(x: Any, t: Any) -> Any:
         (x, y), (t, u) = x, t
@@ -199,7 +205,7 @@ def by_scope(factor: float) -> Any:
     return sign_with(rule)
 
 
-RULES = [by_factor, by_constant, by_callback, by_inner_rule, by_what_is_zero, by_scope]
+RULES = [by_factor, by_constant, by_callback, by_inner_rule, by_literal, by_what_is_zero, by_scope]
 
 
 @pytest.mark.filterwarnings("ignore:rules that match nothing")  # they match in derivatives
