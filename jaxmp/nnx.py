@@ -1,4 +1,4 @@
-"""Policies, autocast, gradients and an optimizer for nnx modules."""
+"""Policies, autocast, gradients, an optimizer and a train step for nnx modules."""
 
 from jaxmp._flax.nnx_autocast import autocast as autocast
 from jaxmp._flax.nnx_policy import (
@@ -7,6 +7,7 @@ from jaxmp._flax.nnx_policy import (
     summary as summary,
 )
 from jaxmp._flax.nnx_scopes import with_scopes as with_scopes
+from jaxmp._flax.nnx_train_step import make_train_step as make_train_step
 from jaxmp._flax.nnx_training import (
     Optimizer as Optimizer,
     grad as grad,

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, PyTree
 
-from jaxmp._flax.nnx_modules import call_pure, is_node, pure, with_transform
+from jaxmp._flax.nnx_modules import call_pure, is_node, modules, pure, with_transform
 from jaxmp._float32_reduction.api import GradientReduction, gradient_reduction, reduce_in_float32
 from jaxmp._mesh.fsdp import FSDP
 from jaxmp._mesh.placement import placed_beside
-from jaxmp._numerics.dtypes import is_floating
+from jaxmp._numerics.dtypes import is_floating, is_narrow
 from jaxmp._numerics.loss_scale import LossScaleState
 from jaxmp._numerics.tree import all_finite, cast_floating, same_structure, select, stays_finite
 from jaxmp._recompute.api import Recompute, apply_recompute, check_recompute
@@ -193,7 +193,9 @@ class Optimizer(nnx.Optimizer):
     leaves `step` unchanged.
 
     Args:
-      model: an nnx module. Its params keep their dtypes.
+      model: an nnx module. Under a policy that stores params in 16 bits, such as `"bfloat16"`, its
+        params are cast, and the masters keep their values. Under rules, and in a model that has a
+        policy of its own, all keep their dtypes.
       tx: the result of `jaxmp.mixed_precision`.
       wrt: a filter for the variables to train.
 
@@ -213,9 +215,15 @@ class Optimizer(nnx.Optimizer):
             raise TypeError(
                 f"tx must be jaxmp.mixed_precision(optimizer, policy), got {type(tx).__name__}"
             )
+        params, opt_state = nnx.as_pure(nnx.state(model, wrt)), None
+        keeps = tx.rules.rules or any("_jaxmp" in vars(x) for x in modules(model))
+        if is_narrow(tx.policy.param_dtype) and not keeps:
+            params, opt_state = tx.init_params(params)
+            nnx.update(model, params)
         super().__init__(model, tx, wrt=wrt)
+        if opt_state is not None:  # its masters are not rounded
+            nnx.update(self.opt_state, nnx.state(opt_state))
         # A jit takes no arrays on different devices: the counter goes where the params are.
-        params = nnx.as_pure(nnx.state(model, wrt))
         self.step.set_raw_value(placed_beside(params, self.step[...]))
 
     @property

@@ -70,7 +70,7 @@ class TrainStep:
             return
         warn_of_foreign_scale(state)
         if self._model_casts:  # traces the step once more
-            _warn_of_float32_products(state.tx, self._jitted.trace(state, batch).jaxpr)
+            warn_of_float32_products(state.tx, self._jitted.trace(state, batch).jaxpr)
         self._called = True
 
     def _with_own_arrays(self, state: TrainState, batch: PyTree) -> TrainState:
@@ -96,7 +96,7 @@ class TrainStep:
         return getattr(self._jitted, name)
 
 
-def _warn_of_float32_products(tx: MixedPrecision, step: Any) -> None:
+def warn_of_float32_products(tx: MixedPrecision, step: Any) -> None:
     """Warns if the optimizer was wrapped for 16 bits, and all products of a step read float32."""
     narrow = {p.compute_dtype.name for p in all_policies(tx.rules) if is_narrow(p.compute_dtype)}
     dtypes = {x.aval.dtype for product in products_in(step.jaxpr) for x in product.invars}
@@ -116,6 +116,11 @@ def _explain(error: Exception, state: TrainState) -> None:
             "Go on with the state that the step returned, `state, metrics = step(state, "
             "batch)`, or keep old states with make_train_step(..., donate=False)"
         ) from None
+    explain_refused_donation(error)
+
+
+def explain_refused_donation(error: Exception) -> None:
+    """Raises an error that says which arrays JAX refused to donate twice, if it did."""
     # JAX's message names neither the arrays nor a way out.
     if _is_refused_donation(error):
         raise ValueError(

@@ -4,10 +4,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jaxtyping import PyTree
 
 from jaxmp._numerics.dtypes import is_inexact
 from jaxmp._numerics.tree import leaf_names, same_structure
+from jaxmp._numerics.user_warnings import first_few
 
 
 def first_difference(tree: PyTree, expected: PyTree) -> str:
@@ -20,6 +22,17 @@ def first_difference(tree: PyTree, expected: PyTree) -> str:
         if jnp.shape(x) != jnp.shape(y) or (jnp.ndim(x) and x.dtype != y.dtype):
             return f"{leaf_names(tree)[i]} {_shape_and_dtype(x)}; wanted: {_shape_and_dtype(y)}"
     return ""
+
+
+def check_same_params(params: PyTree, master: PyTree) -> None:
+    """Raises ValueError unless masters, which may be masked, are those of all params."""
+    names = leaf_names(params), leaf_names(master, lambda x: isinstance(x, optax.MaskedNode))
+    if others := sorted(set(names[0]) ^ set(names[1])):
+        raise ValueError(
+            "the optimizer state was made for other params: only one of the two has "
+            f"{first_few(list(map(repr, others)))}. Make it when the model has all its params: "
+            "tx.init(params), TrainState.create, jaxmp.nnx.Optimizer(model, tx)"
+        )
 
 
 def check_trainable(params: PyTree, trainable: PyTree) -> None:

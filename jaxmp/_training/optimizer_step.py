@@ -34,7 +34,12 @@ from jaxmp._training.first_state import in_one_program
 from jaxmp._training.frozen import params_of, trainable_leaves, updated
 from jaxmp._training.master_storages import same_bits
 from jaxmp._training.masters import Masters, is_masked
-from jaxmp._training.optimizer_checks import check_gradients, check_trainable, first_difference
+from jaxmp._training.optimizer_checks import (
+    check_gradients,
+    check_same_params,
+    check_trainable,
+    first_difference,
+)
 from jaxmp._training.skipping import Skip, step_if
 
 
@@ -272,6 +277,7 @@ class Algorithm:
             )
         check_gradients(grads, params_of(grads, params))
         trainable, master, inner = self._expected(params)
+        check_same_params(params, state.master)
         if difference := first_difference(state.master, master):
             raise ValueError(
                 "the params do not match the optimizer state: their structure, shapes or dtypes "

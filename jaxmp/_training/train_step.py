@@ -42,6 +42,8 @@ from jaxmp._training.train_state import TrainState, update_collections
 
 Cast = Literal["products", "params", "all"]
 Gradients = Literal["buffered", "released"]
+# Returns a loss of modules that runs them in scopes, by which autocast knows what rules decide.
+LossUnderRules = Callable[[PolicyRules], Callable[..., Any]]
 
 
 def make_train_step(
@@ -134,70 +136,127 @@ def make_train_step(
     >>> state.params["w"], float(metrics["loss"])
     (Array([0.5, 0.5], dtype=float32), 1.0)
     """
-    if not callable(loss_fn):
-        raise TypeError(f"make_train_step takes a loss function, got {type(loss_fn).__name__}")
-    model_casts = _model_casts(policy)
-    if model_casts and cast != "products":
-        raise ValueError(f"cast={cast!r} and policy='none' contradict each other: who casts?")
-    if policy is not None and not model_casts:
-        get_rules(policy)  # an unknown one is an error here, and not in the first step
-    check_fsdp(fsdp)
-    check_recompute(recompute)
-    _check_choices(cast, gradients, microbatches, histograms_every)
+    options = StepOptions(
+        policy=policy,
+        has_aux=has_aux,
+        microbatches=microbatches,
+        cast=cast,
+        extra_args=extra_args,
+        fsdp=fsdp,
+        recompute=recompute,
+        gradients=gradients,
+        count_overflows=count_overflows,
+        histograms_every=histograms_every,
+    )
+    one_step = options.step(loss_fn)
 
     def train_step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         check_state(state, batch)
         _check_shardings(shardings, state)
-        lowered = lowered_loss(loss_fn, rules_of_step(policy, state.tx), cast, recompute)
-
-        loss_and_rest = _with_collections(lowered, has_aux)
-        options = _options_of_step(state, microbatches, fsdp)
-        # What runs under one policy runs under all: a reduction is on automatic axes by itself.
-        free = loss_and_rest if options.reduction else on_automatic_axes_inside(loss_and_rest)
-        evaluate_batch = _evaluation_of_batch(free, options)
-        operands = batch, state.collections, options.loss_scale
-        collections, (loss, grads, aux) = evaluate_batch(state.params, *operands)
-        norm = optax.tree.norm(split_floats(grads)[0])
-        # The norm is finite only if all gradients are, and then Adam's squares of them do not
-        # overflow. An infinite loss destroys the state of optimizers that read it.
-        finite = all_finite((loss, norm)) & stays_finite(collections, state.collections)
-        extra = {} if extra_args is None else dict(extra_args(state, batch, loss))
-        value = Evaluation(loss, grads, ())
-        value_fn = value_function(evaluate_batch, state.params, operands, value)
-        line_search = {"value": loss, "grad": grads, "value_fn": value_fn}
-        # Some optimizers take less: one calls its first argument `grad`, and another goes through
-        # `jit`, which takes no functions.
-        offers = [line_search | extra, {"value": loss} | extra, extra]
-        new = step_with_first_offer(state, grads, offers, finite, collections)
-        metrics = {"loss": loss, "grad_norm": norm} | step_metrics(state, new)
-        metrics |= gradient_metrics(grads, finite, state, count_overflows, histograms_every)
-        return new, metrics | ({"aux": aux} if has_aux else {})
+        return one_step(state, batch)
 
     # Without them the compiler chooses where the new state lies, and may not reuse the old buffers.
     placed = None if shardings is None else (shardings, None)
-    run = release_gradients(train_step) if gradients == "released" else train_step
+    run = options.released(train_step)
     jitted = jax.jit(run, donate_argnums=(0,) * donate, out_shardings=placed)
-    return TrainStep(jitted, model_casts=model_casts, donates=donate)
+    return TrainStep(jitted, model_casts=options.model_casts, donates=donate)
 
 
-def _check_choices(
-    cast: Any, gradients: Any, microbatches: int, histograms_every: int | None
-) -> None:
-    """Raises ValueError for unknown options, and those that need gradients that are not kept."""
-    check_option("cast", cast, Cast)
-    check_microbatches(microbatches)
-    check_histograms_every(histograms_every)
-    check_option("gradients", gradients, Gradients)
-    if gradients == "released" and microbatches > 1:
-        raise ValueError(
-            "gradients='released' updates layers in the backward pass of one batch, and "
-            f"microbatches={microbatches} adds up the gradients of several. Choose one of the two"
-        )
-    if gradients == "released" and histograms_every is not None:
-        raise ValueError(
-            "gradients='released' keeps no gradients, and "
-            f"histograms_every={histograms_every} counts all of them. Choose one of the two"
-        )
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class StepOptions:
+    """The options of a train step, checked once, and the step that follows from them.
+
+    Attributes:
+      policy, has_aux, microbatches, cast, extra_args, fsdp, recompute, gradients,
+        count_overflows, histograms_every: as for `make_train_step`.
+    """
+
+    policy: Any = None
+    has_aux: bool = False
+    microbatches: int = 1
+    cast: Cast = "products"
+    extra_args: Callable[..., Mapping[str, Any]] | None = None
+    fsdp: FSDP | None = None
+    recompute: Recompute = "loops"
+    gradients: Gradients = "buffered"
+    count_overflows: bool = False
+    histograms_every: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.model_casts and self.cast != "products":
+            raise ValueError(
+                f"cast={self.cast!r} and policy='none' contradict each other: who casts?"
+            )
+        if self.policy is not None and not self.model_casts:
+            get_rules(self.policy)  # an unknown one is an error here, and not in the first step
+        check_fsdp(self.fsdp)
+        check_recompute(self.recompute)
+        check_option("cast", self.cast, Cast)
+        check_microbatches(self.microbatches)
+        check_histograms_every(self.histograms_every)
+        check_option("gradients", self.gradients, Gradients)
+        if self.gradients == "released" and self.microbatches > 1:
+            raise ValueError(
+                "gradients='released' updates layers in the backward pass of one batch, and "
+                f"microbatches={self.microbatches} adds up the gradients of several. Choose one of "
+                "the two"
+            )
+        if self.gradients == "released" and self.histograms_every is not None:
+            raise ValueError(
+                "gradients='released' keeps no gradients, and "
+                f"histograms_every={self.histograms_every} counts all of them. Choose one of the "
+                "two"
+            )
+
+    @property
+    def model_casts(self) -> bool:
+        """Whether the dtypes are left to the model."""
+        return _model_casts(self.policy)
+
+    def released(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a step that keeps no gradients, if these options say so."""
+        return release_gradients(step) if self.gradients == "released" else step
+
+    def step(
+        self, loss_fn: Callable[..., Any], under_rules: LossUnderRules | None = None
+    ) -> Callable[[TrainState, PyTree], tuple[TrainState, Metrics]]:
+        """Returns the function of one step, not jitted.
+
+        Args:
+          loss_fn: the loss, as `make_train_step` takes it.
+          under_rules: of a loss of modules, returns it under rules about these.
+        """
+        if not callable(loss_fn):
+            raise TypeError(f"make_train_step takes a loss function, got {type(loss_fn).__name__}")
+
+        def train_step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+            rules = rules_of_step(self.policy, state.tx)
+            lowered = lowered_loss(loss_fn, rules, self.cast, self.recompute, under_rules)
+            loss_and_rest = _with_collections(lowered, self.has_aux)
+            options = _options_of_step(state, self.microbatches, self.fsdp)
+            # What runs under one policy runs under all: a reduction is on automatic axes by itself.
+            free = loss_and_rest if options.reduction else on_automatic_axes_inside(loss_and_rest)
+            evaluate_batch = _evaluation_of_batch(free, options)
+            operands = batch, state.collections, options.loss_scale
+            collections, (loss, grads, aux) = evaluate_batch(state.params, *operands)
+            norm = optax.tree.norm(split_floats(grads)[0])
+            # The norm is finite only if all gradients are, and then Adam's squares of them do not
+            # overflow. An infinite loss destroys the state of optimizers that read it.
+            finite = all_finite((loss, norm)) & stays_finite(collections, state.collections)
+            extra = {} if self.extra_args is None else dict(self.extra_args(state, batch, loss))
+            value = Evaluation(loss, grads, ())
+            value_fn = value_function(evaluate_batch, state.params, operands, value)
+            line_search = {"value": loss, "grad": grads, "value_fn": value_fn}
+            # Some optimizers take less: one calls its first argument `grad`, and another goes
+            # through `jit`, which takes no functions.
+            offers = [line_search | extra, {"value": loss} | extra, extra]
+            new = step_with_first_offer(state, grads, offers, finite, collections)
+            metrics = {"loss": loss, "grad_norm": norm} | step_metrics(state, new)
+            counts, every = self.count_overflows, self.histograms_every
+            metrics |= gradient_metrics(grads, finite, state, counts, every)
+            return new, metrics | ({"aux": aux} if self.has_aux else {})
+
+        return train_step
 
 
 def _with_collections(loss_fn: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
@@ -246,7 +305,11 @@ def _evaluation_of_batch(
 
 
 def lowered_loss(
-    loss_fn: Callable[..., Any], rules: PolicyRules | None, cast: Cast, recompute: Recompute
+    loss_fn: Callable[..., Any],
+    rules: PolicyRules | None,
+    cast: Cast,
+    recompute: Recompute,
+    under_rules: LossUnderRules | None = None,
 ) -> Callable[..., Any]:
     """Returns the loss function as a step runs it: under rules, or as it is for None."""
     if rules is None:
@@ -259,7 +322,10 @@ def lowered_loss(
                 f"make_train_step cannot compute in {compute}: a plain cast to float8 loses small "
                 "gradients. Use 'mixed_float8', which scales"
             )
-    if any(not is_about_paths(pattern) for pattern, _ in rules.rules):
+    if under_rules is not None:
+        loss_fn = under_rules(rules)
+        policy = PolicyRules(default=rules.default) if rules.rules else policy
+    elif any(not is_about_paths(pattern) for pattern, _ in rules.rules):
         raise ValueError(
             "the optimizer was wrapped for rules about types of modules (as 'O2' has them), which "
             "a function has not. Put the model under them with jaxmp.linen.apply_policy or "

@@ -193,6 +193,7 @@ TWINS = {
     "apply_policy",
     "autocast",
     "grad",
+    "make_train_step",
     "remove_policy",
     "summary",
     "value_and_grad",
