@@ -11,6 +11,7 @@ from jax import lax
 
 from jaxmp._autocast.control_flow import plan_control
 from jaxmp._autocast.coverage import warn_of_products_left
+from jaxmp._autocast.decorator import policy_may_come_first
 from jaxmp._autocast.kernels import Replacements, low_kernels
 from jaxmp._autocast.plan import Call, plan
 from jaxmp._autocast.regions import DONE, EXACT, Regions, region_of
@@ -34,9 +35,10 @@ Output = Literal["traced", "policy", "computed"]
 Kernels = Literal["traced", "low"]
 
 
+@policy_may_come_first
 def autocast(
-    fun: Callable[..., Any],
-    policy: str | jmp.Policy | PolicyRules,
+    fun: Callable[..., Any] | str | jmp.Policy | PolicyRules,
+    policy: str | jmp.Policy | PolicyRules | None = None,
     *,
     lower: Iterable[str] = (),
     float32: Iterable[str] = (),
@@ -57,7 +59,8 @@ def autocast(
     float32. docs/autocast.md says what runs in which precision, and why; `jaxmp.audit` shows it.
 
     Args:
-      fun: a function of pytrees that `jax.make_jaxpr` can trace.
+      fun: a function of pytrees that `jax.make_jaxpr` can trace. Left out, a decorator is returned:
+        `@jaxmp.autocast("mixed_bfloat16")`.
       policy: a policy or its name, with a 16-bit compute dtype. A float32 policy leaves the
         function as it is, and its products ask for the policy's `precision`. Or rules over the
         scopes in the function: module names in linen, `jax.named_scope` anywhere. A rule holds for

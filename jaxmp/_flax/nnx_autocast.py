@@ -11,6 +11,7 @@ import jmp
 from flax import nnx
 
 from jaxmp._autocast.api import Kernels, Output, autocast as autocast_function
+from jaxmp._autocast.decorator import policy_may_come_first
 from jaxmp._flax.nnx_modules import call_pure, pure
 from jaxmp._flax.nnx_scopes import open_scopes, warn_unused_rules
 from jaxmp._policies.policy import get_policy
@@ -20,9 +21,10 @@ from jaxmp._recompute.api import Recompute
 _TAG = "jaxmp.autocast"
 
 
+@policy_may_come_first
 def autocast(
-    fun: Callable[..., Any],
-    policy: str | jmp.Policy | PolicyRules,
+    fun: Callable[..., Any] | str | jmp.Policy | PolicyRules,
+    policy: str | jmp.Policy | PolicyRules | None = None,
     *,
     lower: Iterable[str] = (),
     float32: Iterable[str] = (),
@@ -40,7 +42,7 @@ def autocast(
 
     Args:
       fun: a function of modules and arrays, a module, or a method of one. It may only change
-        modules that are among its arguments.
+        modules that are among its arguments. Left out, a decorator is returned.
       policy: a policy or its name, or rules over the modules among the arguments.
       lower: primitives or jitted functions to run in the compute dtype.
       float32: primitives or jitted functions to run in float32.

@@ -26,13 +26,17 @@ from jaxmp._numerics.user_warnings import first_few
 from jaxmp._policies.policy_rules import PolicyRules
 from jaxmp._program import compat
 from jaxmp._recompute.api import Recompute
-from jaxmp._training.jitted_step import explain_refused_donation, warn_of_float32_products
+from jaxmp._training.jitted_step import (
+    explain_refused_donation,
+    raise_for_several_batches,
+    warn_of_float32_products,
+)
 from jaxmp._training.optimizer import MixedPrecision
 from jaxmp._training.optimizer_checks import check_same_params
 from jaxmp._training.progress import warn_of_foreign_scale
 from jaxmp._training.step_metrics import Metrics
 from jaxmp._training.train_state import TrainState
-from jaxmp._training.train_step import Cast, Gradients, StepOptions
+from jaxmp._training.train_step import Cast, Gradients, StepOptions, check_takes
 
 
 def make_train_step(
@@ -131,8 +135,10 @@ class ModuleStep:
         self._plans: weakref.WeakKeyDictionary[Optimizer, _Plan] = weakref.WeakKeyDictionary()
         self._programs: dict[_Structure, dict[Any, jax.stages.Wrapped]] = {}
 
-    def __call__(self, model: Any, optimizer: Optimizer, batch: PyTree) -> Metrics:
+    def __call__(self, model: Any, optimizer: Optimizer, batch: PyTree, *others: Any) -> Metrics:
         """Runs one step; see `make_train_step`."""
+        if others:
+            raise_for_several_batches(others, "(model, optimizer, (x, y))", "(model, batch)")
         plan = self._plan(model, optimizer, batch)
         values, program = self._ready(plan, batch)
         try:
@@ -264,6 +270,7 @@ class _Structure(NamedTuple):
             leaves = jax.tree.leaves((params, [others[_keystr(path)] for path in self.others]))
             model = nnx.merge(self.graphdef, *jax.tree.unflatten(self.variables, leaves))
             before = _raw_values(nnx.state(model, graph=True))
+            check_takes(loss_fn, "(model, batch)", model, batch)
             loss, *aux = _loss_and_aux(loss_fn(model, batch), has_aux)
             graphdef, state = nnx.split(model, graph=True)
             after = _raw_values(state)

@@ -203,11 +203,29 @@ def check_arrays(tree: PyTree, name: str) -> None:
         if dtype is None or jnp.issubdtype(dtype, jax.dtypes.extended):
             raise TypeError(
                 f"{name}, leaf {leaf_names(tree)[i]!r}, is a {dtype or type(x).__name__}: params "
-                "are trees of arrays. Of a model that holds other things, such as an Equinox "
-                "module, take the arrays: params, static = eqx.partition(model, "
-                "eqx.is_inexact_array), and eqx.combine(params, static) in the loss function. Keep "
-                "PRNG keys in another argument"
+                f"are trees of arrays. {_OF_NNX if is_from('flax.nnx', tree) else _OF_OTHERS}"
             )
+
+
+_OF_NNX = (
+    "For a live nnx module take jaxmp.nnx.make_train_step, or jaxmp.nnx.value_and_grad, which keep "
+    "its state. Or split it: graphdef, params, rest = nnx.split(model, nnx.Param, ...), and "
+    "nnx.merge(graphdef, params, rest) in the loss function"
+)
+_OF_OTHERS = (
+    "Of a model that holds other things, such as an Equinox module, take the arrays: params, "
+    "static = eqx.partition(model, eqx.is_inexact_array), and eqx.combine(params, static) in the "
+    "loss function. Keep PRNG keys in another argument"
+)
+
+
+def is_from(package: str, x: Any) -> bool:
+    """Whether the class of an object, or one that it inherits from, is of a package.
+
+    >>> is_from("numpy", np.float32(1.0)), is_from("flax.nnx", np.float32(1.0))
+    (True, False)
+    """
+    return any(f"{base.__module__}.".startswith(f"{package}.") for base in type(x).__mro__)
 
 
 def check_differentiable(tree: PyTree, name: str) -> None:

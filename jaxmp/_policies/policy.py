@@ -1,6 +1,7 @@
 """Policies: dtypes of params, computation, output and reductions, and how products are run."""
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -194,7 +195,7 @@ def get_policy(policy: str | jmp.Policy) -> Policy:
     if isinstance(policy, jmp.Policy):  # which has no dtype of reductions, precision or products
         return Policy(policy.param_dtype, policy.compute_dtype, policy.output_dtype)
     if not isinstance(policy, str):
-        raise TypeError(f"policy must be a string or a Policy, got {_describe_other(policy)}")
+        raise TypeError(f"policy must be a string or a Policy, got {describe_other(policy)}")
     name = policy.strip()
     if name in _PRESETS:
         return _policy_of_pairs(_parse_pairs(_PRESETS[name]))
@@ -204,7 +205,7 @@ def get_policy(policy: str | jmp.Policy) -> Policy:
         dtype = parse_dtype(name)
     except ValueError:
         valid = ["float32", "bfloat16", "float16", *_PRESETS]
-        hint = suggestion(name, valid)
+        hint = _only_for_steps() if name.lower() == "none" else _suggested(name, valid)
         raise ValueError(
             f"unknown policy {name!r}.{hint} Valid: {', '.join(valid)}, any other dtype name such "
             "as 'f64', or a string such as 'params=float32,compute=bfloat16,output=float32'."
@@ -212,10 +213,43 @@ def get_policy(policy: str | jmp.Policy) -> Policy:
     return Policy(dtype, dtype, dtype)
 
 
-def _describe_other(policy: Any) -> str:
+def _only_for_steps() -> str:
+    return (
+        " 'none' is for make_train_step alone, where the model casts by itself. An optimizer is "
+        "wrapped for the policy of its model, and without a policy nothing is to be applied."
+    )
+
+
+def _suggested(name: str, valid: list[str]) -> str:
+    """Suggests a policy for a name, as other libraries have it: "bf16-mixed", "fp8", "o2"."""
+    dtypes = {"bf16": "bfloat16", "fp8": "float8"} | dict.fromkeys(
+        ("16", "fp16", "half"), "float16"
+    )
+    words = [dtypes.get(word, word) for word in re.split(r"[-_ ]", name.lower())]
+    (dtype, *_) = [*(word for word in words if word not in ("mixed", "true")), ""]
+    meant = [f"mixed_{dtype}", dtype, dtype.upper()]
+    meant = meant[1:] if "true" in words else meant
+    near = next((choice for choice in meant if choice in valid), None)
+    return suggestion(name, valid) if near is None else f" Did you mean {near!r}?"
+
+
+def check_not_ambiguous(name: Any) -> None:
+    """Raises ValueError for "bf16", "fp16" or "half" as the policy of a whole model."""
+    # As jmp reads them, params are narrow too; elsewhere they are what people call mixed precision.
+    short = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "half": "float16"}
+    if dtype := short.get(name):
+        raise ValueError(
+            f"{name!r} may mean one of two policies: 'mixed_{dtype}' keeps float32 params, as "
+            f"torch.amp does, and {dtype!r} stores them in {dtype}. Write which"
+        )
+
+
+def describe_other(policy: Any) -> str:
     """Describes a value that is not a policy; of a dtype, also the policies that it may mean."""
+    if policy is None:
+        return f"None.{_only_for_steps()}"
     try:
-        dtype = None if policy is None else parse_dtype(policy)
+        dtype = parse_dtype(policy)
     except ValueError:
         dtype = None
     if dtype is None:

@@ -8,7 +8,7 @@ import jmp
 
 from jaxmp._numerics.dtypes import DType
 from jaxmp._policies.patterns import check_pattern, matches
-from jaxmp._policies.policy import Policy, get_policy
+from jaxmp._policies.policy import Policy, check_not_ambiguous, describe_other, get_policy
 from jaxmp._policies.policy_rules import PolicyRules
 
 
@@ -198,7 +198,7 @@ def get_rules(rules: str | jmp.Policy | PolicyRules) -> PolicyRules:
 
     Raises:
       TypeError: for anything else.
-      ValueError: for an unknown policy.
+      ValueError: for an unknown policy, and for "bf16", "fp16" and "half", which may mean two.
 
     >>> get_rules("mixed_bfloat16") == PolicyRules(default="mixed_bfloat16")
     True
@@ -211,10 +211,11 @@ def get_rules(rules: str | jmp.Policy | PolicyRules) -> PolicyRules:
     if isinstance(rules, str) and rules.strip() == "O2":
         return keep_norms_float32("O2", output_dtype="float16")
     if isinstance(rules, (str, jmp.Policy)):
+        check_not_ambiguous(rules)
         return PolicyRules(default=get_policy(rules))
     raise TypeError(
-        "rules must be jaxmp.PolicyRules, a policy or its name, got "
-        f"{type(rules).__name__}. Pairs of pattern and policy go into PolicyRules([...])"
+        "rules must be jaxmp.PolicyRules([(pattern, policy), ...]), a policy or its name, got "
+        f"{describe_other(rules)}"
     )
 
 

@@ -8,7 +8,7 @@ import jax
 from jaxtyping import PyTree
 
 from jaxmp._numerics.dtypes import is_narrow
-from jaxmp._numerics.tree import copied
+from jaxmp._numerics.tree import copied, is_from
 from jaxmp._numerics.user_warnings import warn
 from jaxmp._policies.presets import all_policies
 from jaxmp._program import compat
@@ -39,8 +39,13 @@ class TrainStep:
         self._latest: Callable[[], TrainState | None] = _no_state
         self._types: set[Any] = set()
 
-    def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+    def __call__(
+        self, state: TrainState, batch: PyTree, *others: Any
+    ) -> tuple[TrainState, Metrics]:
         """Runs one step; see `make_train_step`."""
+        if others:
+            check_state(state, batch)
+            raise_for_several_batches(others, "(state, (x, y))", "(params, batch)")
         # A look at each array took a third of the time of a step of 100 small params. So it is
         # taken at states that come from elsewhere, and where JAX refuses the call.
         is_known = state is self._latest()
@@ -147,7 +152,19 @@ def _no_state() -> None:
     """Stands for a weak reference to no state."""
 
 
+def raise_for_several_batches(others: tuple[Any, ...], call: str, loss_call: str) -> None:
+    raise TypeError(
+        f"a step takes one batch, a tree of arrays, and got {len(others) + 1} arguments in its "
+        f"place: call step{call}, whose loss function is called as loss_fn{loss_call}"
+    )
+
+
 def check_state(state: Any, batch: Any) -> None:
+    if is_from("flax.nnx", state):
+        raise TypeError(
+            "this step takes a jaxmp.TrainState, got a live nnx module: make the step with "
+            "jaxmp.nnx.make_train_step(loss_fn), and call it as step(model, optimizer, batch)"
+        )
     if not isinstance(state, TrainState):
         kind = f"{type(state).__module__.partition('.')[0]}.{type(state).__qualname__}"
         raise TypeError(

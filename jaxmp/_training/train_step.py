@@ -1,7 +1,9 @@
 """The jitted train step, assembled from gradients, loss scale, optimizer and state."""
 
+import contextlib
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -153,6 +155,8 @@ def make_train_step(
     def train_step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         check_state(state, batch)
         _check_shardings(shardings, state)
+        form = ", ".join(["params", "batch", *(f"{name}=..." for name in state.collections)])
+        check_takes(loss_fn, f"({form})", state.params, batch, **state.collections)
         return one_step(state, batch)
 
     # Without them the compiler chooses where the new state lies, and may not reuse the old buffers.
@@ -268,6 +272,19 @@ def _with_collections(loss_fn: Callable[..., Any], has_aux: bool) -> Callable[..
         return loss, (update_collections(collections, changed), aux)
 
     return loss_and_rest
+
+
+def check_takes(loss_fn: Callable[..., Any], form: str, *args: Any, **kwargs: Any) -> None:
+    """Raises TypeError if a loss function does not take these arguments, written as `form`."""
+    with contextlib.suppress(ValueError):  # of a builtin, whose signature is unknown
+        signature = inspect.signature(loss_fn)
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(
+                f"a step calls its loss function as loss_fn{form}, which this one does not take: "
+                f"{error}"
+            ) from None
 
 
 def _options_of_step(state: TrainState, microbatches: int, fsdp: FSDP | None) -> GradientOptions:

@@ -60,6 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
       SystemExit: for `--help`, and for arguments that the parser does not know, with code 2.
     """
     whole = parser()
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if "--policies" in argv:  # which takes all that follow, and maybe the program
+        argv[1:] = sorted(argv[1:], key=lambda word: ":" not in word)
     namespace, unknown = whole.parse_known_args(argv)
     values = vars(namespace)
     name, error = values.pop("command"), values.pop("error", whole.error)

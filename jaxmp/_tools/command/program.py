@@ -177,7 +177,8 @@ def _call_factory(name: str, factory: Callable[..., Any]) -> Any:
     if required:
         raise UsageError(
             f"{name} wants arguments ({', '.join(required)}), but {_RESULT}. If it is the function "
-            "itself, write a factory that returns it with its arguments"
+            "itself, name a factory that returns it with its arguments: def program(): return "
+            f"{name.rpartition(':')[2]}, ({', '.join(required)})"
         )
     with _users_code(f"calling {name}()"):
         return factory()
