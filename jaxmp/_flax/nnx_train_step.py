@@ -2,14 +2,13 @@
 
 import dataclasses
 import functools
-import itertools
 import operator
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
+import jax.numpy as jnp  # noqa: F401 (for the doctest)
 import jmp
 from flax import nnx
 from jaxtyping import PyTree
@@ -17,6 +16,7 @@ from jaxtyping import PyTree
 from jaxmp._flax.nnx_modules import is_node
 from jaxmp._flax.nnx_scopes import open_scopes, warn_unused_rules
 from jaxmp._flax.nnx_training import Optimizer
+from jaxmp._flax.nnx_walk import Structure, Walk, is_variable, name_of, variables_in
 from jaxmp._float32_reduction.api import check_fsdp
 from jaxmp._mesh.fsdp import FSDP
 from jaxmp._mesh.placement import placed_beside
@@ -26,16 +26,9 @@ from jaxmp._numerics.user_warnings import first_few
 from jaxmp._policies.policy_rules import PolicyRules
 from jaxmp._program import compat
 from jaxmp._recompute.api import Recompute
-from jaxmp._training.jitted_step import (
-    explain_refused_donation,
-    raise_for_several_batches,
-    warn_of_float32_products,
-)
-from jaxmp._training.optimizer import MixedPrecision
-from jaxmp._training.optimizer_checks import check_same_params
+from jaxmp._training.jitted_step import explain_refused_donation, raise_for_several_batches
 from jaxmp._training.progress import warn_of_foreign_scale
 from jaxmp._training.step_metrics import Metrics
-from jaxmp._training.train_state import TrainState
 from jaxmp._training.train_step import Cast, Gradients, StepOptions, check_takes
 
 
@@ -62,7 +55,8 @@ def make_train_step(
     Args:
       loss_fn: `loss_fn(model, batch) -> loss`, a float scalar, or `(loss, aux)`. What it changes in
         the model, such as batch statistics and the counts of dropout, is kept if the step is taken.
-        It may not add variables, or change params that are trained.
+        It may not add variables. What it writes into a trained param, as `nnx.SpectralNorm` does,
+        holds inside of the call: the optimizer alone changes these.
       policy: by default the policy, or the rules, for which the optimizer was wrapped: the loss
         runs under it, and rules match the modules of the model. `"none"` leaves the dtypes to a
         model that casts by itself, as under `jaxmp.nnx.apply_policy`.
@@ -88,7 +82,7 @@ def make_train_step(
 
     Raises:
       ValueError: for an unknown option, as `jaxmp.make_train_step`. In the first step, if `loss_fn`
-        changes a trained param or the structure of the model.
+        changes the structure of the model.
       TypeError: if `loss_fn` is not callable, or a step gets anything but a model, its
         `jaxmp.nnx.Optimizer` and one batch of arrays.
 
@@ -131,242 +125,161 @@ class ModuleStep:
         self._loss_fn = loss_fn
         self._options = options
         self._donates = donates
-        # By optimizer, which a plan does not hold, and so may be freed.
-        self._plans: weakref.WeakKeyDictionary[Optimizer, _Plan] = weakref.WeakKeyDictionary()
-        self._programs: dict[_Structure, dict[Any, jax.stages.Wrapped]] = {}
+        # By optimizer, which a call does not hold, and so may be freed.
+        self._calls: weakref.WeakKeyDictionary[Optimizer, _Call] = weakref.WeakKeyDictionary()
+        self._programs: list[_Program] = []
 
     def __call__(self, model: Any, optimizer: Optimizer, batch: PyTree, *others: Any) -> Metrics:
         """Runs one step; see `make_train_step`."""
         if others:
             raise_for_several_batches(others, "(model, optimizer, (x, y))", "(model, batch)")
-        plan = self._plan(model, optimizer, batch)
-        values, program = self._ready(plan, batch)
+        walk, run, arrays = self._ready(model, optimizer)
+        ids = set(map(id, jax.tree.leaves(batch)))
+        if self._donates and not ids.isdisjoint(map(id, arrays)):
+            batch = jax.tree.map(lambda x: copied(x) if isinstance(x, jax.Array) else x, batch)
         try:
-            new, metrics = program(values, batch)
+            new, metrics = run(arrays, batch)
         except (RuntimeError, ValueError) as error:
+            _check_alive(arrays, error)
             explain_refused_donation(error)
             raise
-        plan.put(new)
+        walk.put(new)
         return metrics
 
     def trace(self, model: Any, optimizer: Optimizer, batch: PyTree) -> Any:
         """Traces the step, as a function from `jax.jit` does."""
-        program, arrays = self.on_arrays(model, optimizer, batch)
-        return program.trace(*arrays)
+        run, arguments = self.on_arrays(model, optimizer, batch)
+        return run.trace(*arguments)
 
     def lower(self, model: Any, optimizer: Optimizer, batch: PyTree) -> Any:
         """Lowers the step, as a function from `jax.jit` does."""
-        program, arrays = self.on_arrays(model, optimizer, batch)
-        return program.lower(*arrays)
+        run, arguments = self.on_arrays(model, optimizer, batch)
+        return run.lower(*arguments)
 
     def on_arrays(
         self, model: Any, optimizer: Optimizer, batch: PyTree
     ) -> tuple[jax.stages.Wrapped, tuple[Any, ...]]:
         """Returns the jitted function of arrays that a call runs, and its arguments."""
-        values, program = self._ready(self._plan(model, optimizer, batch), batch)
-        return program, (values, batch)
+        _, run, arrays = self._ready(model, optimizer)
+        return run, (arrays, batch)
 
-    def _plan(self, model: Any, optimizer: Optimizer, batch: PyTree) -> "_Plan":
-        known = self._plans.get(optimizer) if isinstance(optimizer, Optimizer) else None
-        if known is None or known.model is not model or not known.is_current():
-            _check_modules_given(model, optimizer, batch)
-            known = _Plan(model, optimizer)
-            self._plans[optimizer] = known
-        return known
+    def _ready(
+        self, model: Any, optimizer: Optimizer
+    ) -> tuple[Walk, jax.stages.Wrapped, list[Any]]:
+        """Returns the walk through the model, the jitted step for it, and the arrays to give it."""
+        known = self._calls.get(optimizer) if isinstance(optimizer, Optimizer) else None
+        is_known = known is not None and known.walk.model is model
+        arrays = known.walk.arrays() if known is not None and is_known else None
+        if known is not None and arrays is not None and known.walk.owns(arrays):
+            return known.walk, known.run, arrays
+        if arrays is None or known is None:
+            _check_modules_given(model, optimizer)
+            walk = Walk(model, optimizer)
+        else:
+            walk = known.walk
+        own = set() if known is None else known.walk.owned()
+        arrays = self._own(walk, own)
+        structure, shardings = walk.structure, shardings_of(arrays)
+        for program in self._programs:
+            if program.shardings == shardings and program.structure.is_same(structure):
+                break
+        else:
+            program = _Program(structure, shardings, self._jitted(structure, shardings))
+            self._programs.append(program)
+            if shardings is not None:
+                warn_of_foreign_scale(structure.state(arrays))
+        self._calls[optimizer] = _Call(walk, program.run)
+        return walk, program.run, arrays
 
-    def _ready(self, plan: "_Plan", batch: PyTree) -> tuple[list[Any], jax.stages.Wrapped]:
-        """Returns the values of all variables, owned by the step, and the program for them."""
-        values = plan.values()
-        if plan.program is not None and all(map(operator.is_, values, plan.latest)):
-            return values, plan.program
-        is_traced = any(map(compat.is_traced, jax.tree.leaves(values)))
-        if not is_traced:
-            if any(map(_was_donated, jax.tree.leaves(values))):
-                raise ValueError(
-                    "an array of this model, or of its optimizer, was donated to a step of another "
-                    "one, which shared it: nnx.clone(model) and nnx.state(model) share all arrays. "
-                    "Copy them, jax.tree.map(jnp.copy, nnx.state(model)), or make that step with "
-                    "donate=False"
-                )
-            # Whoever put an array into the model may use it elsewhere.
-            own = [x if x is y else copied(x) for x, y in zip(values, plan.latest, strict=True)]
-            values = placed_beside(values, own if self._donates else values)
-            plan.put(values)
-        shardings = None if is_traced else _shardings_to_keep(values)
-        programs = self._programs.setdefault(plan.structure, {})
-        key = None if shardings is None else tuple(jax.tree.leaves(shardings))
-        if key not in programs:
-            programs[key] = self._program(plan.structure, shardings)
-            if not is_traced:
-                self._warn(programs[key], plan.structure.state(values), values, batch)
-        plan.program = programs[key]
-        return values, plan.program
+    def _own(self, walk: Walk, own: set[int]) -> list[Any]:
+        """Returns the arrays, after copies of those that others may use; traced ones as given."""
+        arrays: list[Any] = walk.arrays() or []
+        _check_alive(arrays)
+        if any(compat.is_traced(x) or isinstance(x, jax.ShapeDtypeStruct) for x in arrays):
+            return arrays
 
-    def _program(self, structure: "_Structure", shardings: Any) -> jax.stages.Wrapped:
+        def own_array(x: Any) -> Any:
+            if id(x) in own:
+                own.remove(id(x))  # at a second place it is not its own
+                return x
+            return copied(x)
+
+        if self._donates:
+            del arrays
+            walk.replace(own_array)
+            arrays = walk.arrays() or []
+        walk.put(placed_beside(arrays, arrays))
+        return walk.arrays() or []
+
+    def _jitted(self, structure: Structure, shardings: Any) -> jax.stages.Wrapped:
         options, loss_fn = self._options, self._loss_fn
 
         def under_rules(rules: PolicyRules) -> Callable[..., Any]:
-            return structure.pure(_in_scopes(loss_fn, rules), options.has_aux)
+            return _pure(structure, _in_scopes(loss_fn, rules), options.has_aux)
 
-        one_step = options.step(structure.pure(loss_fn, options.has_aux), under_rules)
+        one_step = options.step(_pure(structure, loss_fn, options.has_aux), under_rules)
 
-        def train_step(values: list[Any], batch: PyTree) -> tuple[list[Any], Metrics]:
+        def train_step(arrays: list[Any], batch: PyTree) -> tuple[list[Any], Metrics]:
             _check_batch(batch)
-            new, metrics = one_step(structure.state(values), batch)
-            return structure.values(new, values), metrics
+            new, metrics = one_step(structure.state(arrays), batch)
+            return structure.arrays(new, arrays[-1].dtype), metrics
 
         return jax.jit(
             options.released(train_step),
             donate_argnums=(0,) * self._donates,
-            out_shardings=None if shardings is None else (shardings, None),
+            out_shardings=(shardings, None) if shardings else None,
         )
 
-    def _warn(
-        self, program: jax.stages.Wrapped, state: TrainState, values: list[Any], batch: PyTree
-    ) -> None:
-        warn_of_foreign_scale(state)
-        if self._options.model_casts:  # traces the step once more
-            warn_of_float32_products(state.tx, program.trace(values, batch).jaxpr)
+
+class _Program(NamedTuple):
+    """A step that was jitted for a structure, and for where its arrays lie."""
+
+    structure: Structure
+    shardings: Any
+    run: jax.stages.Wrapped
 
 
-class _Structure(NamedTuple):
-    """What a step is traced for: a model and an optimizer, but for the values of variables.
+class _Call(NamedTuple):
+    """How a step was called last with an optimizer."""
 
-    Values are one list: of trained variables, of all others, of the state of the optimizer, and the
-    number of steps.
-    """
-
-    graphdef: Any
-    trained: tuple[Any, ...]  # the paths of variables
-    others: tuple[Any, ...]
-    variables: Any  # tree structures: of both, and of the values of trained ones
-    params: Any
-    opt_state: Any
-    tx: MixedPrecision
-
-    def state(self, values: list[Any]) -> TrainState:
-        """Returns the train state that has these values."""
-        first, second = len(self.trained), len(self.trained) + len(self.others)
-        return TrainState(
-            step=jnp.asarray(values[-1], jnp.int32),
-            params=self.params.unflatten(jax.tree.leaves(values[:first])),
-            opt_state=self.opt_state.unflatten(jax.tree.leaves(values[second:-1])),
-            collections=dict(zip(map(_keystr, self.others), values[first:second], strict=True)),
-            tx=self.tx,
-        )
-
-    def values(self, state: TrainState, like: list[Any]) -> list[Any]:
-        """Returns the values of a train state, in the containers of others."""
-        others = [state.collections[_keystr(path)] for path in self.others]
-        leaves = jax.tree.leaves((state.params, others, state.opt_state))
-        step = jnp.asarray(state.step, like[-1].dtype)
-        return jax.tree.unflatten(jax.tree.structure(like), [*leaves, step])
-
-    def pure(self, loss_fn: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
-        """Turns a loss of a module into one of params, of a batch, and of the other variables."""
-
-        @functools.wraps(loss_fn, assigned=("__name__", "__qualname__"), updated=())
-        def pure_loss(params: PyTree, batch: PyTree, **others: PyTree) -> Any:
-            leaves = jax.tree.leaves((params, [others[_keystr(path)] for path in self.others]))
-            model = nnx.merge(self.graphdef, *jax.tree.unflatten(self.variables, leaves))
-            before = _raw_values(nnx.state(model, graph=True))
-            check_takes(loss_fn, "(model, batch)", model, batch)
-            loss, *aux = _loss_and_aux(loss_fn(model, batch), has_aux)
-            graphdef, state = nnx.split(model, graph=True)
-            after = _raw_values(state)
-            _check_changes(self, graphdef, before, after)
-            changed = {_keystr(x): after[x] for x in self.others if after[x] is not before[x]}
-            out = [loss, *[changed] * bool(others), *aux]
-            return tuple(out) if len(out) > 1 else loss
-
-        return pure_loss
+    walk: Walk
+    run: jax.stages.Wrapped
 
 
-class _Plan:
-    """The variables of a model and its optimizer, found once, and what shows that they changed."""
+def _pure(structure: Structure, loss_fn: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
+    """Turns a loss of a module into one of params, of a batch, and of the other variables."""
 
-    def __init__(self, model: Any, optimizer: Optimizer) -> None:
-        self.model = model
-        self.program: jax.stages.Wrapped | None = None
-        nodes = dict(nnx.iter_graph(model, graph=True))
-        graphdef, *states = nnx.split(model, optimizer.wrt, ..., graph=True)
-        trained, others = ([path for path, _ in _flat(state)] for state in states)
-        places = [
-            nodes[path]
-            if _is_variable(nodes[path])
-            else _ArrayAttribute(nodes[path[:-1]], path[-1])
-            for path in (*trained, *others)
-        ]
-        state = jax.tree.leaves(optimizer.opt_state, is_leaf=_is_variable)
-        self.structure = _Structure(
-            graphdef,
-            tuple(trained),
-            tuple(others),
-            jax.tree.structure(states),
-            jax.tree.structure(nnx.as_pure(states[0])),
-            jax.tree.structure(nnx.as_pure(optimizer.opt_state)),
-            optimizer.tx,
-        )
-        check_same_params(nnx.as_pure(states[0]), nnx.as_pure(optimizer.opt_state).master)
-        self._places = [*places, *state, optimizer.step]
-        # The attributes of a module are looked at in each call, in one pass that runs in C.
-        self._attributes = [vars(x) for x in nodes.values() if isinstance(x, nnx.Pytree)]
-        self._attributes.append(vars(optimizer))
-        self._containers = [x for path, x in nodes.items() if _is_container(path, x)]
-        self._variables = list(filter(_is_variable, places))
-        self._has_array_attributes = len(self._variables) < len(places)
-        self._seen: Any = self._look()
-        self.latest: list[Any] = [None] * len(self._places)
+    @functools.wraps(loss_fn, assigned=("__name__", "__qualname__"), updated=())
+    def pure_loss(params: PyTree, batch: PyTree, **others: PyTree) -> Any:
+        model = structure.model(params, others)
+        before = _flat_values(nnx.state(model, graph=True))
+        check_takes(loss_fn, "(model, batch)", model, batch)
+        loss, *aux = _loss_and_aux(loss_fn(model, batch), has_aux)
+        graphdef, state = nnx.split(model, graph=True)
+        after = _flat_values(state)
+        _check_structure(structure, graphdef, before, after)
+        # What it writes into trained params holds inside of this call: the optimizer changes them.
+        changed = {
+            name_of(path): jax.tree.unflatten(after[path][1], after[path][0])
+            for path in structure.others
+            if not _are_same(before[path], after[path])
+        }
+        out = [loss, *[changed] * bool(others), *aux]
+        return tuple(out) if len(out) > 1 else loss
 
-    def is_current(self) -> bool:
-        """Whether nothing in the model or the optimizer was replaced."""
-        objects, others = self._look()
-        seen, others_seen = self._seen
-        return (
-            len(objects) == len(seen)
-            and all(map(operator.is_, objects, seen))
-            and bool(others == others_seen)
-        )
-
-    def _look(self) -> tuple[list[Any], Any]:
-        attributes = itertools.chain.from_iterable(map(dict.values, self._attributes))
-        inside = list(map(_children, self._containers))
-        objects = itertools.chain(attributes, *[children for children, _ in inside])
-        metadata = list(map(_metadata_of, self._variables))
-        return list(objects), ([structure for _, structure in inside], metadata)
-
-    def values(self) -> list[Any]:
-        """Returns the values of all variables."""
-        return list(map(_raw_value_of, self._places))
-
-    def put(self, values: list[Any]) -> None:
-        """Gives all variables new values."""
-        if compat.is_traced(values[-1]):
-            for place, value in zip(self._places, values, strict=True):
-                place.set_raw_value(value)
-        else:
-            # What `set_raw_value` does after tests of the trace, which take 20 times as long.
-            for place, value in zip(self._places, values, strict=True):
-                object.__setattr__(place, "_raw_value", value)
-        self.latest = values
-        if self._has_array_attributes:
-            self._seen = self._look()
+    return pure_loss
 
 
-class _ArrayAttribute:
-    """An array that is an attribute of a module, with the methods of a variable."""
+def _flat_values(state: Any) -> dict[Any, tuple[list[Any], Any]]:
+    """Returns leaves and structure of each variable, also of one whose items may be written."""
+    return {
+        path: jax.tree.flatten(x.get_raw_value() if is_variable(x) else x)
+        for path, x in variables_in(state)
+    }
 
-    def __init__(self, owner: Any, name: Any) -> None:
-        self._owner = owner
-        self._name = name
 
-    def get_raw_value(self) -> Any:
-        return getattr(self._owner, self._name)
-
-    def set_raw_value(self, value: Any) -> None:
-        setattr(self._owner, self._name, value)
-
-    _raw_value = property(get_raw_value, set_raw_value)
+def _are_same(one: tuple[list[Any], Any], other: tuple[list[Any], Any]) -> bool:
+    return bool(one[1] == other[1]) and all(map(operator.is_, one[0], other[0]))
 
 
 def _in_scopes(loss_fn: Callable[..., Any], rules: PolicyRules) -> Callable[..., Any]:
@@ -396,11 +309,11 @@ def _loss_and_aux(out: Any, has_aux: bool) -> tuple[Any, ...]:
     return out if has_aux else (out,)
 
 
-def _check_changes(structure: _Structure, graphdef: Any, before: Any, after: Any) -> None:
-    """Raises if a loss changed more than the values of variables that are not trained."""
-    new = [_keystr(path) for path in after if path not in before]
-    gone = [_keystr(path) for path in before if path not in after]
-    if new or gone or graphdef != structure.graphdef:
+def _check_structure(structure: Structure, graphdef: Any, before: Any, after: Any) -> None:
+    """Raises ValueError if a loss changed more than the values of variables."""
+    new = [name_of(path) for path in after if path not in before]
+    gone = [name_of(path) for path in before if path not in after]
+    if new or gone or not structure.is_of(graphdef):
         what = "replaces a module, or an attribute that is no array, as train() and eval() do"
         what = f"removes {first_few(gone)}" if gone else what
         what = f"adds {first_few(new)}" if new else what
@@ -409,15 +322,9 @@ def _check_changes(structure: _Structure, graphdef: Any, before: Any, after: Any
             "the step: call the model once, or model.train(). nnx.pop(model, nnx.Intermediate), in "
             "the loss, takes sown values out, which it can return as aux"
         )
-    if trained := [_keystr(x) for x in structure.trained if after[x] is not before[x]]:
-        raise ValueError(
-            f"the loss function changes {first_few(trained)}, which the optimizer trains: one of "
-            "the two changes would be lost. Leave such variables out of the optimizer by wrt=..., "
-            "or write the step with jaxmp.nnx.value_and_grad"
-        )
 
 
-def _check_modules_given(model: Any, optimizer: Any, batch: Any) -> None:
+def _check_modules_given(model: Any, optimizer: Any) -> None:
     if isinstance(model, nnx.Optimizer) and isinstance(optimizer, nnx.Module):
         raise TypeError("a step takes the model, then its optimizer: step(model, optimizer, batch)")
     if not isinstance(model, nnx.Module):
@@ -430,56 +337,38 @@ def _check_modules_given(model: Any, optimizer: Any, batch: Any) -> None:
             "a step takes jaxmp.nnx.Optimizer(model, jaxmp.mixed_precision(optimizer, policy)), "
             f"got {kind_text(optimizer)}"
         )
+    if type(optimizer).update is not Optimizer.update:
+        raise TypeError(
+            f"{type(optimizer).__name__} has an update of its own, which a step does not call: "
+            "write the step with jaxmp.nnx.value_and_grad and optimizer.update"
+        )
 
 
 def _check_batch(batch: PyTree) -> None:
     for x in jax.tree.leaves(batch, is_leaf=is_node):
         if is_node(x):
             raise TypeError(
-                f"the batch holds {kind_text(x)}, whose changes would be lost: give it to the "
-                "model, as an attribute, and leave it out of the optimizer by wrt=..."
+                f"the batch holds {kind_text(x)}, whose changes would be lost: make it a part of "
+                "the model, and leave it out of the optimizer by wrt=...; of a state that does not "
+                "change, give the arrays, nnx.as_pure(nnx.state(teacher))"
             )
 
 
-def _shardings_to_keep(values: list[Any]) -> Any:
-    """Returns the shardings of values, to keep; None if they all lie on one device."""
-    shardings = jax.tree.map(lambda x: getattr(x, "sharding", None), values)
+def _check_alive(arrays: list[Any], cause: Exception | None = None) -> None:
+    """Raises ValueError if an array was donated to another call."""
+    if any(isinstance(x, jax.Array) and not compat.is_traced(x) and x.is_deleted() for x in arrays):
+        raise ValueError(
+            "arrays of this model, or of its optimizer, are gone: they were donated to a call that "
+            "failed, or to a step of another model that shares them, as nnx.clone(model) and "
+            "nnx.state(model) do. Copy those, jax.tree.map(jnp.copy, nnx.state(model)). Get the "
+            "arrays back from a checkpoint, or make steps with donate=False"
+        ) from cause
+
+
+def shardings_of(arrays: list[Any]) -> Any:
+    """Returns the shardings that arrays keep: none of those on one device, None of traced ones."""
+    shardings = [getattr(x, "sharding", None) for x in arrays if not compat.is_traced(x)]
+    if len(shardings) < len(arrays):
+        return None
     alone = (type(None), jax.sharding.SingleDeviceSharding)
-    is_alone = all(isinstance(x, alone) for x in jax.tree.leaves(shardings))
-    return None if is_alone else shardings
-
-
-def _is_variable(x: Any) -> bool:
-    return isinstance(x, nnx.Variable)
-
-
-def _is_container(path: tuple[Any, ...], x: Any) -> bool:
-    """Whether a node is a list, a dictionary or another tree that is no module of nnx."""
-    own = path and str(path[-1]).startswith("_pytree__")
-    return not (own or x is None or is_node(x) or jax.tree_util.all_leaves([x]))
-
-
-def _children(container: Any) -> tuple[list[Any], Any]:
-    return jax.tree.flatten(container, is_leaf=lambda x: x is not container)
-
-
-def _was_donated(x: Any) -> bool:
-    return isinstance(x, jax.Array) and not compat.is_traced(x) and x.is_deleted()
-
-
-def _flat(state: Any) -> list[tuple[tuple[Any, ...], Any]]:
-    """Returns paths and variables of a state, or its arrays, in the order of JAX's leaves."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=_is_variable)
-    return [(tuple(entry.key for entry in path), x) for path, x in leaves]
-
-
-def _raw_values(state: Any) -> dict[Any, Any]:
-    return {path: x.get_raw_value() if _is_variable(x) else x for path, x in _flat(state)}
-
-
-def _keystr(path: tuple[Any, ...]) -> str:
-    return "".join(f"[{key!r}]" for key in path)
-
-
-_raw_value_of = operator.methodcaller("get_raw_value")
-_metadata_of = operator.methodcaller("get_metadata")
+    return () if all(isinstance(x, alone) for x in shardings) else shardings

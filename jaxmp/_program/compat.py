@@ -207,6 +207,21 @@ def linear_program(backward: Any) -> core.Jaxpr:
     return open_jaxpr(backward.jaxpr)
 
 
+def equations_behind(values: Iterable[Any]) -> Iterator[Any]:
+    """Yields what the values of a program that is being traced were computed by, the last first.
+
+    Nothing of arrays, of the arguments of the program, and of values under `vmap`.
+    """
+    seen: set[int] = set()
+    waiting = list(values)
+    while waiting:
+        equation = getattr(waiting.pop(), "parent", None)
+        if equation is not None and id(equation) not in seen:
+            seen.add(id(equation))
+            waiting += equation.in_tracers
+            yield equation
+
+
 def type_of(value: Any) -> Any:
     """Returns the aval of a value: dtype (not weak), shape, sharding, varying mesh axes."""
     aval = jax.typeof(value)

@@ -37,10 +37,15 @@ def is_elementwise(equation: Any) -> bool:
 def products_in(jaxpr: Any) -> Iterator[Any]:
     """Yields the equations of all products in a jaxpr, and in the programs inside."""
     for equation in open_jaxpr(jaxpr).eqns:
-        if equation.primitive.name in PRODUCTS and not is_elementwise(equation):
-            yield equation
-        for program in programs_inside(equation):
-            yield from products_in(program)
+        yield from products_of(equation)
+
+
+def products_of(equation: Any) -> Iterator[Any]:
+    """Yields an equation if it is a product, and the products in the programs inside."""
+    if equation.primitive.name in PRODUCTS and not is_elementwise(equation):
+        yield equation
+    for program in programs_inside(equation):
+        yield from products_in(program)
 
 
 def product_flops(equation: Any) -> int:

@@ -7,13 +7,8 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
-from jaxmp._numerics.dtypes import is_narrow
 from jaxmp._numerics.tree import copied, is_from
-from jaxmp._numerics.user_warnings import warn
-from jaxmp._policies.presets import all_policies
 from jaxmp._program import compat
-from jaxmp._program.flops import products_in
-from jaxmp._training.optimizer import MixedPrecision
 from jaxmp._training.progress import warn_of_foreign_scale
 from jaxmp._training.step_metrics import Metrics
 from jaxmp._training.train_state import TrainState
@@ -26,13 +21,11 @@ class TrainStep:
 
     Args:
       jitted: the step.
-      model_casts: whether the dtypes are left to the model.
       donates: whether the state is donated.
     """
 
-    def __init__(self, jitted: jax.stages.Wrapped, *, model_casts: bool, donates: bool) -> None:
+    def __init__(self, jitted: jax.stages.Wrapped, *, donates: bool) -> None:
         self._jitted = jitted
-        self._model_casts = model_casts
         self._donates = donates
         self._called = False
         # The state that was returned last, whose arrays are known to be apart, and their types.
@@ -53,7 +46,9 @@ class TrainStep:
             check_state(state, batch)
         try:
             if not is_known and not compat.is_traced(state.step):
-                self._check_first_call(state, batch)
+                if not self._called and not _is_deleted(state):
+                    warn_of_foreign_scale(state)
+                    self._called = True
                 state = self._with_own_arrays(state, batch)
             elif is_known and not self._types.isdisjoint(_array_types(batch)):
                 state = self._with_own_arrays(state, batch)
@@ -69,14 +64,6 @@ class TrainStep:
             self._types = _array_types(new)
         self._latest = weakref.ref(new)
         return new, metrics
-
-    def _check_first_call(self, state: TrainState, batch: PyTree) -> None:
-        if self._called or _is_deleted(state):
-            return
-        warn_of_foreign_scale(state)
-        if self._model_casts:  # traces the step once more
-            warn_of_float32_products(state.tx, self._jitted.trace(state, batch).jaxpr)
-        self._called = True
 
     def _with_own_arrays(self, state: TrainState, batch: PyTree) -> TrainState:
         """Copies what would be donated twice: arrays at two places of a state, or in the batch."""
@@ -99,18 +86,6 @@ class TrainStep:
         if name == "_jitted":  # of an unfinished instance, such as a copy in the making
             raise AttributeError(name)
         return getattr(self._jitted, name)
-
-
-def warn_of_float32_products(tx: MixedPrecision, step: Any) -> None:
-    """Warns if the optimizer was wrapped for 16 bits, and all products of a step read float32."""
-    narrow = {p.compute_dtype.name for p in all_policies(tx.rules) if is_narrow(p.compute_dtype)}
-    dtypes = {x.aval.dtype for product in products_in(step.jaxpr) for x in product.invars}
-    if narrow and dtypes and all(dtype.itemsize >= 4 for dtype in dtypes):
-        warn(
-            f"the optimizer was wrapped for {' and '.join(sorted(narrow))}, but every product of "
-            "this step is float32: make_train_step has policy='none', and the model does not cast. "
-            "Leave that policy out, or put the model under one"
-        )
 
 
 def _explain(error: Exception, state: TrainState) -> None:

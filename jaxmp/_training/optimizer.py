@@ -21,6 +21,7 @@ from jaxmp._training.compact_state import Moments, check_optimizer
 from jaxmp._training.master_storages import STORAGES
 from jaxmp._training.masters import Masters
 from jaxmp._training.optimizer_step import Algorithm, MixedPrecisionState
+from jaxmp._training.other_products import warn_of_other_products
 from jaxmp._training.skipping import Skip
 
 
@@ -63,7 +64,9 @@ class MixedPrecision(optax.GradientTransformationExtraArgs):
             **extra: Any,
         ) -> tuple[PyTree, MixedPrecisionState]:
             refuse_to_be_wrapped()
-            return algorithm.step(updates, state, params, finite, extra, as_updates=True)
+            new = algorithm.step(updates, state, params, finite, extra, as_updates=True)
+            warn_of_other_products(updates, rules)
+            return new
 
         tx: MixedPrecision = super().__new__(cls, init, update)
         tx.rules, tx._algorithm = rules, algorithm
@@ -143,7 +146,9 @@ class MixedPrecision(optax.GradientTransformationExtraArgs):
         Returns:
           The params and the state after the step; after a skipped step, the very same params.
         """
-        return self._algorithm.step(grads, state, params, finite, extra, as_updates=False)
+        new = self._algorithm.step(grads, state, params, finite, extra, as_updates=False)
+        warn_of_other_products(grads, self.rules)
+        return new
 
 
 def params_and_state(

@@ -127,8 +127,8 @@ def make_train_step(
       TypeError: if `loss_fn` is not callable, or `fsdp` is not an `FSDP`.
 
     Warns:
-      UserWarning: in the first step, if the optimizer was wrapped for 16 bits, the policy is
-        `"none"`, and every product is float32: nobody casts.
+      UserWarning: in the first step, if the optimizer was wrapped for 16 bits, and all products
+        read other dtypes, as under `"none"` where the model does not cast.
 
     >>> import jaxmp
     >>> tx = jaxmp.mixed_precision(optax.sgd(0.5), "mixed_bfloat16")
@@ -163,7 +163,7 @@ def make_train_step(
     placed = None if shardings is None else (shardings, None)
     run = options.released(train_step)
     jitted = jax.jit(run, donate_argnums=(0,) * donate, out_shardings=placed)
-    return TrainStep(jitted, model_casts=options.model_casts, donates=donate)
+    return TrainStep(jitted, donates=donate)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -187,11 +187,11 @@ class StepOptions:
     histograms_every: int | None = None
 
     def __post_init__(self) -> None:
-        if self.model_casts and self.cast != "products":
+        if _model_casts(self.policy) and self.cast != "products":
             raise ValueError(
                 f"cast={self.cast!r} and policy='none' contradict each other: who casts?"
             )
-        if self.policy is not None and not self.model_casts:
+        if self.policy is not None and not _model_casts(self.policy):
             get_rules(self.policy)  # an unknown one is an error here, and not in the first step
         check_fsdp(self.fsdp)
         check_recompute(self.recompute)
@@ -211,11 +211,6 @@ class StepOptions:
                 f"histograms_every={self.histograms_every} counts all of them. Choose one of the "
                 "two"
             )
-
-    @property
-    def model_casts(self) -> bool:
-        """Whether the dtypes are left to the model."""
-        return _model_casts(self.policy)
 
     def released(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a step that keeps no gradients, if these options say so."""

@@ -228,7 +228,7 @@ def test_old_arrays_are_donated_and_those_of_others_are_not() -> None:
     old = model.head.kernel[...]
     step(model, optimizer, BATCH)
     assert old.is_deleted()
-    with pytest.raises(ValueError, match=r"was donated .* nnx.clone\(model\) and nnx.state"):
+    with pytest.raises(ValueError, match=r"are gone: .* nnx.clone\(model\) and nnx.state"):
         step(shared, optimizer, BATCH)
     for _ in range(2):  # a state that is put back twice
         nnx.update(model, kept)
@@ -256,7 +256,7 @@ def test_a_model_that_casts_and_one_that_does_not() -> None:
     model = jaxmp.nnx.apply_policy(new_net(12), "mixed_bfloat16")
     step = jaxmp.nnx.make_train_step(loss_fn, "none")
     step(model, jaxmp.nnx.Optimizer(model, tx), BATCH)
-    with pytest.warns(UserWarning, match="every product of this step is float32"):
+    with pytest.warns(UserWarning, match="all products behind its gradients are float32"):
         step(*created(), BATCH)
 
 
@@ -345,7 +345,6 @@ def reshaping(model: Net, batch: Any) -> jax.Array:
     [
         (evaluating, False, ValueError, "replaces a module, or an attribute that is no array, as"),
         (adding, False, ValueError, r"adds \['seen'\], and a step keeps the structure"),
-        (writing, False, ValueError, r"changes \['stem'\]\['kernel'\], which the optimizer trains"),
         (reshaping, False, ValueError, r"'norm'.*'mean'.* has shape \(3,\)"),
         (loss_fn, True, TypeError, r"must return \(loss, aux\), got float32\[\]"),
         (lambda m, b: (loss_fn(m, b), 1), False, TypeError, "got a tuple of 2. For another output"),

@@ -356,7 +356,8 @@ def test_a_loss_runs_whatever_its_sums_are(reduce: str, cast: Any) -> None:
     params, batch, _ = place("dp", EXPLICIT)
     tx = jaxmp.mixed_precision(optax.sgd(0.1), policy)
     state = jaxmp.TrainState.create(params=params, tx=tx)
-    step = jaxmp.make_train_step(loss_fn, policy, cast=cast)
+    loss = cast_loss if cast == "params" else loss_fn
+    step = jaxmp.make_train_step(loss, policy, cast=cast)
     assert np.isfinite(step(state, batch)[1]["loss"])
 
 

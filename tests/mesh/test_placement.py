@@ -91,7 +91,8 @@ def test_a_step_of_an_nnx_optimizer_compiles_once() -> None:
     @nnx.jit
     def step(model: Any, optimizer: Any, x: Any) -> None:
         traced.append(x)
-        _, grads = jaxmp.nnx.value_and_grad(lambda m: jnp.mean(m(x) ** 2))(model)
+        loss_fn = jaxmp.nnx.autocast(lambda m: jnp.mean(m(x) ** 2), "mixed_bfloat16")
+        _, grads = jaxmp.nnx.value_and_grad(loss_fn)(model)
         optimizer.update(model, grads)
 
     x = jax.device_put(np.ones((32, 16), np.float32), SPLIT)

@@ -372,7 +372,8 @@ def test_a_decision_of_each_device_is_refused() -> None:
     def with_states_apart(params: Any, x: Any, y: Any) -> Any:  # a run of its own on each device
         params = lax.pcast(params, "d", to="varying")
         state = lax.pcast(tx.init(params), "d", to="varying")
-        grads = jax.grad(lambda p: jnp.mean(x @ p["w1"]))(params)
+        loss = jaxmp.autocast(lambda p: jnp.mean(x @ p["w1"]), "mixed_bfloat16")
+        grads = jax.grad(loss)(params)
         return jax.tree.map(lambda x: x[None], tx.apply_gradients(grads, state, params)[1].skipped)
 
     run = mapped(with_states_apart, (P(), P("d"), P("d")), P("d"))

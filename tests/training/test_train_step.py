@@ -92,7 +92,7 @@ def test_the_policy_decides_what_the_loss_sees() -> None:
 
     def spy(params: Any, batch: Any) -> Any:
         seen.update(params=params["w"].dtype, x=batch["x"].dtype, ids=batch["ids"].dtype)
-        return loss_fn(params, batch)
+        return loss_fn(params, batch | {"x": batch["x"].astype(params["w"].dtype)})
 
     full = batch() | {"ids": np.arange(8)}
     for policy, options, want in (
@@ -236,12 +236,12 @@ def test_it_warns_if_nobody_casts() -> None:
     tx = jaxmp.mixed_precision(optax.sgd(0.1), "mixed_bfloat16")
     plain = jaxmp.make_train_step(loss_fn, "none", donate=False)
     state = jaxmp.TrainState.create(params=init_params(), tx=tx)
-    with pytest.warns(UserWarning, match="wrapped for bfloat16, but every product of this step is"):
+    with pytest.warns(UserWarning, match="products behind its gradients are float32"):
         plain(state, batch())
     plain(state, batch())  # once
 
     def by_hand(params: Any, batch: Any) -> Any:
-        return loss_fn(jaxmp.get_policy("bfloat16").cast_to_compute(params), batch)
+        return loss_fn(*jaxmp.get_policy("bfloat16").cast_to_compute((params, batch)))
 
     def in_integers(params: Any, batch: Any) -> Any:
         codes = batch["x"].astype(jnp.int8)
@@ -276,7 +276,8 @@ def test_the_policy_is_that_of_the_optimizer(policy: str) -> None:
     # Autocast leaves alone what is under one already, and the control sees what is under none.
     assert once == text_of(jaxmp.make_train_step(fast), state)
     if policy != "float32":
-        assert once != text_of(jaxmp.make_train_step(loss_fn, "none"), state)
+        with pytest.warns(UserWarning, match="all products behind its gradients are float32"):
+            assert once != text_of(jaxmp.make_train_step(loss_fn, "none"), state)
 
 
 def test_a_rule_in_float64_widens_nothing_else() -> None:
@@ -353,7 +354,7 @@ def scanned_loss(params: Any, batch: Any) -> Any:
 
 
 def upcast_loss(params: Any, batch: Any) -> Any:
-    out = (batch["x"] @ params["w"]).astype(jnp.float32) + 1000.0
+    out = (batch["x"].astype(params["w"].dtype) @ params["w"]).astype(jnp.float32) + 1000.0
     return jnp.mean((out - batch["y"].astype(jnp.float32)) ** 2)
 
 
@@ -527,7 +528,10 @@ def test_float16_under_a_policy_without_it_is_warned_of() -> None:
         return jnp.mean(jnp.tanh(x.astype(jnp.float16) @ params["w"].astype(jnp.float16)))
 
     state = make("mixed_bfloat16", loss_scale="auto")
-    with pytest.warns(UserWarning, match="of 'b', 'w' pass through float16 without a loss scale"):
+    with (
+        pytest.warns(UserWarning, match="of 'b', 'w' pass through float16 without a loss scale"),
+        pytest.warns(UserWarning, match="wrapped for bfloat16, and all products .* are float16"),
+    ):
         jaxmp.make_train_step(loss)(state, jnp.ones((2, 3)))
 
 
