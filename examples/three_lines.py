@@ -2,35 +2,47 @@
 
     python examples/three_lines.py
 
-`train_float32` is plain Flax and optax. `train_mixed` is its copy with three lines changed: the
-dtype of the layers, the optimizer in a wrapper, and the gradient of a scaled loss (plus the import
-of jaxmp). `main` runs both and prints the difference between their sources.
+`train_float32` is plain Flax nnx and optax. `train_mixed` is its copy with three lines changed: the
+optimizer in a wrapper that knows the policy, the nnx optimizer around it, and the train step (plus
+the import of jaxmp). The model says nothing about dtypes. `main` runs both and prints the
+difference between their sources.
 """
 
 import difflib
 import inspect
 from typing import Any, NamedTuple
 
-import flax.linen as nn
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 from jax import Array
 
 import jaxmp
 
 
-class Classifier(nn.Module):
-    """Three dense layers; the hidden ones compute in `dtype`, the logits are always float32."""
+class Classifier(nnx.Module):
+    """Three dense layers."""
 
-    dtype: Any
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.first = nnx.Linear(2, 64, rngs=rngs)
+        self.second = nnx.Linear(64, 64, rngs=rngs)
+        self.head = nnx.Linear(64, 3, rngs=rngs)
 
-    @nn.compact
     def __call__(self, x: Array) -> Array:
-        for _ in range(2):
-            x = nn.tanh(nn.Dense(64, dtype=self.dtype)(x))  # (N, 64)
-        return nn.Dense(3, dtype=jnp.float32)(x)  # (N, 3)
+        x = nnx.tanh(self.second(nnx.tanh(self.first(x))))  # (N, 64)
+        return self.head(x)  # (N, 3)
+
+
+def loss_fn(model: Classifier, batch: tuple[Array, Array]) -> Array:
+    x, label = batch
+    return optax.softmax_cross_entropy_with_integer_labels(model(x), label).mean()
+
+
+def float32_step(model: Classifier, optimizer: nnx.Optimizer, batch: Any) -> dict[str, Array]:
+    loss, grads = nnx.value_and_grad(loss_fn)(model, batch)
+    optimizer.update(model, grads)
+    return {"loss": loss}
 
 
 def spirals(points: int = 600) -> tuple[Array, Array]:
@@ -45,51 +57,27 @@ def spirals(points: int = 600) -> tuple[Array, Array]:
 
 def train_float32(steps: int) -> list[float]:
     """Trains and returns the loss of each step."""
-    x, label = spirals()
-    model = Classifier(dtype=jnp.float32)
+    model = Classifier(nnx.Rngs(0))
     tx = optax.adam(1e-2)
-    params = model.init(jax.random.key(0), x)
-    opt_state = tx.init(params)
-
-    def loss_fn(params: Any) -> Array:
-        logits = model.apply(params, x)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, label).mean()
-
-    @jax.jit
-    def step(params: Any, opt_state: Any) -> Any:
-        loss, grads = jax.value_and_grad(loss_fn)(params)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
-
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    step = nnx.jit(float32_step)
     losses = []
     for _ in range(steps):
-        params, opt_state, loss = step(params, opt_state)
-        losses.append(float(loss))
+        metrics = step(model, optimizer, spirals())
+        losses.append(float(metrics["loss"]))
     return losses
 
 
 def train_mixed(steps: int) -> list[float]:
     """Trains and returns the loss of each step."""
-    x, label = spirals()
-    model = Classifier(dtype=jnp.float16)
+    model = Classifier(nnx.Rngs(0))
     tx = jaxmp.mixed_precision(optax.adam(1e-2), "mixed_float16")
-    params = model.init(jax.random.key(0), x)
-    opt_state = tx.init(params)
-
-    def loss_fn(params: Any) -> Array:
-        logits = model.apply(params, x)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, label).mean()
-
-    @jax.jit
-    def step(params: Any, opt_state: Any) -> Any:
-        loss, grads = jaxmp.value_and_grad(loss_fn, loss_scale=opt_state.loss_scale)(params)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
-
+    optimizer = jaxmp.nnx.Optimizer(model, tx)
+    step = jaxmp.nnx.make_train_step(loss_fn)
     losses = []
     for _ in range(steps):
-        params, opt_state, loss = step(params, opt_state)
-        losses.append(float(loss))
+        metrics = step(model, optimizer, spirals())
+        losses.append(float(metrics["loss"]))
     return losses
 
 

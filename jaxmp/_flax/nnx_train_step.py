@@ -27,9 +27,10 @@ from jaxmp._policies.policy_rules import PolicyRules
 from jaxmp._program import compat
 from jaxmp._recompute.api import Recompute
 from jaxmp._training.jitted_step import explain_refused_donation, raise_for_several_batches
+from jaxmp._training.loss_under_policy import Cast
 from jaxmp._training.progress import warn_of_foreign_scale
 from jaxmp._training.step_metrics import Metrics
-from jaxmp._training.train_step import Cast, Gradients, StepOptions, check_takes
+from jaxmp._training.train_step import Gradients, StepOptions, check_takes
 
 
 def make_train_step(
@@ -126,7 +127,7 @@ class ModuleStep:
         self._options = options
         self._donates = donates
         # By optimizer, which a call does not hold, and so may be freed.
-        self._calls: weakref.WeakKeyDictionary[Optimizer, _Call] = weakref.WeakKeyDictionary()
+        self._calls: weakref.WeakKeyDictionary[Optimizer, _LastCall] = weakref.WeakKeyDictionary()
         self._programs: list[_Program] = []
 
     def __call__(self, model: Any, optimizer: Optimizer, batch: PyTree, *others: Any) -> Metrics:
@@ -188,7 +189,7 @@ class ModuleStep:
             self._programs.append(program)
             if shardings is not None:
                 warn_of_foreign_scale(structure.state(arrays))
-        self._calls[optimizer] = _Call(walk, program.run)
+        self._calls[optimizer] = _LastCall(walk, program.run)
         return walk, program.run, arrays
 
     def _own(self, walk: Walk, own: set[int]) -> list[Any]:
@@ -239,7 +240,7 @@ class _Program(NamedTuple):
     run: jax.stages.Wrapped
 
 
-class _Call(NamedTuple):
+class _LastCall(NamedTuple):
     """How a step was called last with an optimizer."""
 
     walk: Walk

@@ -36,6 +36,8 @@ class Structure(NamedTuple):
       params: that of the values of trained variables.
       opt_state: that of the values of the optimizer's state.
       values: that of the list of the values of all variables.
+      items: what lists and dictionaries hold beside arrays and modules. The model has these
+        themselves, which change.
       tx: the optimizer.
     """
 
@@ -46,6 +48,7 @@ class Structure(NamedTuple):
     params: Any
     opt_state: Any
     values: Any
+    items: Any
     tx: MixedPrecision
 
     def state(self, arrays: list[Any]) -> TrainState:
@@ -108,6 +111,12 @@ class Walk:
             _check_value(name, value)
         params, opt_state = nnx.as_pure(states[0]), nnx.as_pure(optimizer.opt_state)
         check_same_params(params, opt_state.master)
+        roots = (model, vars(optimizer), optimizer.opt_state)
+        self._dicts, self._lists = _containers(roots)
+        attributes = [vars(x) for x in nodes.values() if isinstance(x, nnx.Pytree)]
+        of_objects = {id(vars(optimizer)), *map(id, attributes)}
+        plain = [x.items() for x in self._dicts if id(x) not in of_objects]
+        items = [_static(x) for x in (*plain, *map(enumerate, self._lists))]
         self.structure = Structure(
             graphdef=graphdef,
             trained=trained,
@@ -116,12 +125,11 @@ class Walk:
             params=jax.tree.structure(params),
             opt_state=jax.tree.structure(opt_state),
             values=jax.tree.structure(values),
+            items=items,
             tx=optimizer.tx,
         )
         self._variables = [x for x in places[: len(trained) + len(others)] if is_variable(x)]
         self._holds_items = not all(map(is_variable, places))
-        roots = (model, vars(optimizer), optimizer.opt_state)
-        self._dicts, self._lists = _containers(roots)
         self._seen = self._look()
         self._latest: list[Callable[[], Any]] = []
 
@@ -225,6 +233,12 @@ def _owner(tree: Any, path: Any) -> tuple[Any, Any]:
         key = entry.name if is_field else getattr(entry, "key", getattr(entry, "idx", None))
         tree = getattr(tree, entry.name) if is_field else tree[key]
     return owner, key
+
+
+def _static(items: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    """Returns items without arrays, modules and containers, of which only the keys are left."""
+    moving = (jax.Array, np.ndarray, nnx.Variable, nnx.Pytree, nnx.State, list, dict)
+    return [(key, None if isinstance(x, moving) else x) for key, x in items]
 
 
 def _check_value(name: str, value: Any) -> None:

@@ -1,6 +1,7 @@
 """The train step of live nnx modules: as the step of params, in place, and with one walk."""
 
 import gc
+import pathlib
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -382,3 +384,154 @@ def test_what_a_step_may_not_be_called_with() -> None:
     with pytest.raises(ValueError, match="contradict each other: who casts"):
         jaxmp.nnx.make_train_step(loss_fn, "none", cast="all")
     step(model, optimizer, BATCH)  # none of them did harm
+
+
+class Transformer(nnx.Module):
+    """Attention with dropout, and batch norm."""
+
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
+        self.embed = nnx.Embed(16, 32, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(
+            2, 32, dropout_rate=0.1, deterministic=False, decode=False, rngs=rngs
+        )
+        self.norm = nnx.BatchNorm(32, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+        self.head = nnx.Linear(32, 16, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = self.embed(tokens)
+        x = self.dropout(x + self.attention(self.norm(x)))
+        return self.head(x)
+
+
+def next_token(model: Transformer, tokens: jax.Array) -> jax.Array:
+    logits = model(tokens[:, :-1])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+@pytest.mark.slow
+@pytest.mark.every_case
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16", "bfloat16", RULES])
+def test_a_run_is_resumed_to_the_same_bits(policy: Any, tmp_path: pathlib.Path) -> None:
+    """With dropout keys, statistics, scale and moments, by orbax, into new modules."""
+    tx = jaxmp.mixed_precision(optax.adamw(1e-2), policy)
+    tokens = np.random.default_rng(0).integers(16, size=(6, 4, 9))
+
+    def new() -> tuple[Transformer, jaxmp.nnx.Optimizer, Any]:
+        model = Transformer()
+        optimizer = jaxmp.nnx.Optimizer(model, tx)
+        return model, optimizer, jaxmp.nnx.make_train_step(next_token)
+
+    def states(model: Any, optimizer: Any) -> Any:
+        return {"model": nnx.state(model), "optimizer": nnx.state(optimizer)}
+
+    model, optimizer, step = new()
+    for part in tokens[:3]:
+        step(model, optimizer, part)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "half", states(model, optimizer))
+    losses = [float(step(model, optimizer, part)["loss"]) for part in tokens[3:]]
+    again, again_optimizer, again_step = new()
+    with ocp.StandardCheckpointer() as checkpointer:
+        saved = checkpointer.restore(tmp_path / "half", states(again, again_optimizer))
+    nnx.update(again, saved["model"])
+    nnx.update(again_optimizer, saved["optimizer"])
+    assert losses == [float(again_step(again, again_optimizer, x)["loss"]) for x in tokens[3:]]
+    assert bits_of(again, again_optimizer) == bits_of(model, optimizer)
+    jaxmp.check_progress(again_optimizer, losses[-1])
+
+
+class Rewriting(nnx.Module):
+    """Passes its layer through a transformation, which writes all variables of it back."""
+
+    def __init__(self, transform: Any) -> None:
+        self.layer = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+        self.transform = transform
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.transform(lambda layer, x: layer(x))(self.layer, x)
+
+
+def plain(fun: Any) -> Any:
+    return fun
+
+
+@pytest.mark.parametrize("transform", [nnx.remat, nnx.jit])
+def test_transformations_of_nnx_in_a_model(transform: Any) -> None:
+    tx = jaxmp.mixed_precision(SGD, "mixed_bfloat16")
+    bits = []
+    for each in (transform, plain):
+        model = Rewriting(each)
+        optimizer = jaxmp.nnx.Optimizer(model, tx)
+        step = jaxmp.nnx.make_train_step(lambda m, x: jnp.mean(m(x) ** 2))
+        for _ in range(2):
+            step(model, optimizer, BATCH["x"])
+        bits.append(bits_of(model))
+    assert bits[0] == bits[1]
+
+
+class Odd(nnx.Module):
+    """What a step cannot hash, and arrays in containers."""
+
+    def __init__(self) -> None:
+        self.layer = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+        self.sizes = [8, 8]
+        self.tables = nnx.data({"a": jax.device_put(np.float32(1))})
+        self.more = nnx.List([jax.device_put(np.float32(2))])
+        self.cache = nnx.Cache({"calls": np.int32(0)})
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        self.cache["calls"] = self.cache["calls"] + 1  # in place
+        self.tables["a"] = self.tables["a"] * 2
+        self.more[0] = self.more[0] + 1
+        return self.layer(x) * len(self.sizes)
+
+
+def test_lists_dictionaries_and_items() -> None:
+    model = Odd()
+    tx = jaxmp.mixed_precision(optax.sgd(1e-6), "mixed_bfloat16")
+    optimizer = jaxmp.nnx.Optimizer(model, tx)
+    step = jaxmp.nnx.make_train_step(lambda m, x: jnp.mean(m(x) ** 2))
+    for _ in range(2):
+        first = step(model, optimizer, BATCH["x"])["loss"]
+    assert model.cache.get_value()["calls"] == 2
+    assert (float(model.tables["a"]), float(model.more[0])) == (4, 4)
+    model.sizes.append(8)
+    assert step(model, optimizer, BATCH["x"])["loss"] > 2 * first  # a list is looked at, too
+    model.cache.set_value({"calls": np.int32(0), "other": np.int32(0)})
+    step(model, optimizer, BATCH["x"])
+    assert sorted(model.cache.get_value()) == ["calls", "other"]
+
+
+def test_a_learning_rate_is_set_between_steps() -> None:
+    """In both ways of optax: the variable's value, and the item of the dictionary."""
+    model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    inner = optax.inject_hyperparams(optax.sgd)(0.1)
+    optimizer = jaxmp.nnx.Optimizer(model, jaxmp.mixed_precision(inner, "mixed_bfloat16"))
+    step = jaxmp.nnx.make_train_step(lambda m, x: jnp.mean(m(x) ** 2))
+
+    def moves() -> bool:
+        before = np.array(model.kernel[...])
+        step(model, optimizer, BATCH["x"])
+        return bool((np.asarray(model.kernel[...]) != before).any())
+
+    rates = optimizer.opt_state.inner.hyperparams
+    assert moves()
+    rates["learning_rate"][...] = jnp.float32(0)
+    assert not moves()
+    rates["learning_rate"] = jnp.float32(0.1)
+    assert moves()
+    rates["learning_rate"] = jnp.float32(0)
+    assert not moves()
+
+
+def test_an_update_of_its_own_is_not_passed_over() -> None:
+    class Averaging(jaxmp.nnx.Optimizer):
+        def update(self, model: Any, grads: Any, /, **extra: Any) -> Any:
+            return super().update(model, grads, **extra)
+
+    model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    optimizer = Averaging(model, jaxmp.mixed_precision(SGD, "mixed_bfloat16"))
+    with pytest.raises(TypeError, match="Averaging has an update of its own, which a step does no"):
+        jaxmp.nnx.make_train_step(loss_fn)(model, optimizer, BATCH)

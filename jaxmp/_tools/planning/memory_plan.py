@@ -27,9 +27,9 @@ from jaxmp._tools.planning.planned_step import (
     placement_of,
     planned_step,
 )
+from jaxmp._training.loss_under_policy import lowered_loss, rules_of_step
 from jaxmp._training.optimizer import MixedPrecision, mixed_precision
 from jaxmp._training.train_state import TrainState
-from jaxmp._training.train_step import lowered_loss, rules_of_step
 
 _ROW = 1024  # numbers in a row of the matrix that stands for a count of params
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
