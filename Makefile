@@ -80,6 +80,7 @@ bench: $(VENV)/.installed
 	$(RUN) benchmarks/bench_optimizer.py
 	$(RUN) benchmarks/bench_train_step.py
 	$(RUN) benchmarks/bench_eager.py
+	$(RUN) benchmarks/bench_nnx_step.py
 	$(RUN) benchmarks/bench_rules.py
 	$(RUN) benchmarks/bench_autocast.py
 	$(RUN) benchmarks/bench_tracing.py

@@ -21,6 +21,7 @@ TINY = "--width 64 --layers 2 --repeats 2 "
 RUNS = {
     "bench_optimizer": (TINY + "--models list --policies bfloat16", 5),
     "bench_eager": ("--layers 1 --repeats 2 --steps 2", 2),
+    "bench_nnx_step": ("--layers 2 --repeats 2 --steps 2", 2),
     "bench_tracing": ("--cases gpt-4 24-unlike-layers --repeats 1", 4),
     "bench_train_step": (
         TINY + "--vocab 256 --context 32 --batch 2 --policies mixed_float16",
