@@ -5,7 +5,7 @@ import functools
 import operator
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp  # noqa: F401 (for the doctest)
@@ -16,7 +16,14 @@ from jaxtyping import PyTree
 from jaxmp._flax.nnx_modules import is_node
 from jaxmp._flax.nnx_scopes import open_scopes, warn_unused_rules
 from jaxmp._flax.nnx_training import Optimizer
-from jaxmp._flax.nnx_walk import Structure, Walk, is_variable, name_of, variables_in
+from jaxmp._flax.nnx_walk import (
+    Structure,
+    Walk,
+    are_equal,
+    is_variable,
+    name_of,
+    variables_in,
+)
 from jaxmp._float32_reduction.api import check_fsdp
 from jaxmp._mesh.fsdp import FSDP
 from jaxmp._mesh.placement import placed_beside
@@ -30,7 +37,7 @@ from jaxmp._training.jitted_step import explain_refused_donation, raise_for_seve
 from jaxmp._training.loss_under_policy import Cast
 from jaxmp._training.progress import warn_of_foreign_scale
 from jaxmp._training.step_metrics import Metrics
-from jaxmp._training.train_step import Gradients, StepOptions, check_takes
+from jaxmp._training.train_step import Gradients, StepOptions, check_takes, unpack
 
 
 def make_train_step(
@@ -126,9 +133,9 @@ class ModuleStep:
         self._loss_fn = loss_fn
         self._options = options
         self._donates = donates
-        # By optimizer, which a call does not hold, and so may be freed.
-        self._calls: weakref.WeakKeyDictionary[Optimizer, _LastCall] = weakref.WeakKeyDictionary()
-        self._programs: list[_Program] = []
+        # By optimizer, which a walk does not hold, and so may be freed.
+        self._walks: weakref.WeakKeyDictionary[Optimizer, Walk] = weakref.WeakKeyDictionary()
+        self._programs: list[tuple[Structure, Any, jax.stages.Wrapped]] = []
 
     def __call__(self, model: Any, optimizer: Optimizer, batch: PyTree, *others: Any) -> Metrics:
         """Runs one step; see `make_train_step`."""
@@ -168,49 +175,51 @@ class ModuleStep:
         self, model: Any, optimizer: Optimizer
     ) -> tuple[Walk, jax.stages.Wrapped, list[Any]]:
         """Returns the walk through the model, the jitted step for it, and the arrays to give it."""
-        known = self._calls.get(optimizer) if isinstance(optimizer, Optimizer) else None
-        is_known = known is not None and known.walk.model is model
-        arrays = known.walk.arrays() if known is not None and is_known else None
-        if known is not None and arrays is not None and known.walk.owns(arrays):
-            return known.walk, known.run, arrays
-        if arrays is None or known is None:
+        known = self._walks.get(optimizer) if isinstance(optimizer, Optimizer) else None
+        arrays = None if known is None or known.model is not model else known.arrays()
+        latest = [] if known is None else known.latest()
+        if known and arrays and known.run and latest and all(map(operator.is_, arrays, latest)):
+            return known, known.run, arrays
+        walk = known
+        if walk is None or arrays is None:
             _check_modules_given(model, optimizer)
             walk = Walk(model, optimizer)
-        else:
-            walk = known.walk
-        own = set() if known is None else known.walk.owned()
-        arrays = self._own(walk, own)
-        structure, shardings = walk.structure, shardings_of(arrays)
-        for program in self._programs:
-            if program.shardings == shardings and program.structure.is_same(structure):
-                break
-        else:
-            program = _Program(structure, shardings, self._jitted(structure, shardings))
-            self._programs.append(program)
-            if shardings is not None:
-                warn_of_foreign_scale(structure.state(arrays))
-        self._calls[optimizer] = _LastCall(walk, program.run)
-        return walk, program.run, arrays
-
-    def _own(self, walk: Walk, own: set[int]) -> list[Any]:
-        """Returns the arrays, after copies of those that others may use; traced ones as given."""
-        arrays: list[Any] = walk.arrays() or []
+        arrays = walk.arrays() or []
         _check_alive(arrays)
-        if any(compat.is_traced(x) or isinstance(x, jax.ShapeDtypeStruct) for x in arrays):
-            return arrays
+        is_abstract = any(map(_is_abstract, arrays))
+        if not is_abstract:
+            del arrays
+            self._own(walk, set(map(id, latest)))
+            arrays = walk.arrays() or []
+        shardings = None if is_abstract else _shardings_of(arrays)
+        walk.run = next(
+            (
+                run
+                for structure, places, run in self._programs
+                if places == shardings and are_equal(structure, walk.structure)
+            ),
+            None,
+        )
+        if walk.run is None:
+            walk.run = self._jitted(walk.structure, shardings)
+            self._programs.append((walk.structure, shardings, walk.run))
+            if not is_abstract:
+                warn_of_foreign_scale(walk.structure.state(arrays))
+        self._walks[optimizer] = walk
+        return walk, walk.run, arrays
+
+    def _own(self, walk: Walk, own: set[int]) -> None:
+        """Copies the arrays that others may use too, and puts counters beside the params."""
 
         def own_array(x: Any) -> Any:
-            if id(x) in own:
-                own.remove(id(x))  # at a second place it is not its own
+            if isinstance(x, jax.Array) and (id(x) in own or not self._donates):
+                own.discard(id(x))  # at a second place it is not its own
                 return x
             return copied(x)
 
-        if self._donates:
-            del arrays
-            walk.replace(own_array)
-            arrays = walk.arrays() or []
+        walk.replace(own_array)
+        arrays = walk.arrays() or []
         walk.put(placed_beside(arrays, arrays))
-        return walk.arrays() or []
 
     def _jitted(self, structure: Structure, shardings: Any) -> jax.stages.Wrapped:
         options, loss_fn = self._options, self._loss_fn
@@ -232,21 +241,6 @@ class ModuleStep:
         )
 
 
-class _Program(NamedTuple):
-    """A step that was jitted for a structure, and for where its arrays lie."""
-
-    structure: Structure
-    shardings: Any
-    run: jax.stages.Wrapped
-
-
-class _LastCall(NamedTuple):
-    """How a step was called last with an optimizer."""
-
-    walk: Walk
-    run: jax.stages.Wrapped
-
-
 def _pure(structure: Structure, loss_fn: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
     """Turns a loss of a module into one of params, of a batch, and of the other variables."""
 
@@ -255,7 +249,7 @@ def _pure(structure: Structure, loss_fn: Callable[..., Any], has_aux: bool) -> C
         model = structure.model(params, others)
         before = _flat_values(nnx.state(model, graph=True))
         check_takes(loss_fn, "(model, batch)", model, batch)
-        loss, *aux = _loss_and_aux(loss_fn(model, batch), has_aux)
+        loss, _, aux = unpack(loss_fn(model, batch), has_collections=False, has_aux=has_aux)
         graphdef, state = nnx.split(model, graph=True)
         after = _flat_values(state)
         _check_structure(structure, graphdef, before, after)
@@ -265,7 +259,7 @@ def _pure(structure: Structure, loss_fn: Callable[..., Any], has_aux: bool) -> C
             for path in structure.others
             if not _are_same(before[path], after[path])
         }
-        out = [loss, *[changed] * bool(others), *aux]
+        out = [loss, *[changed] * bool(others), *[aux] * has_aux]
         return tuple(out) if len(out) > 1 else loss
 
     return pure_loss
@@ -298,23 +292,11 @@ def _in_scopes(loss_fn: Callable[..., Any], rules: PolicyRules) -> Callable[...,
     return loss_in_scopes
 
 
-def _loss_and_aux(out: Any, has_aux: bool) -> tuple[Any, ...]:
-    if has_aux and not (isinstance(out, tuple) and len(out) == 2):
-        got = jax.typeof(out) if isinstance(out, jax.Array) else kind_text(out)
-        raise TypeError(f"with has_aux=True the loss function must return (loss, aux), got {got}")
-    if not has_aux and isinstance(out, tuple):
-        raise TypeError(
-            f"the loss function must return a float scalar, got a tuple of {len(out)}. For another "
-            "output beside the loss, give has_aux=True. Changes to the model are kept by themselves"
-        )
-    return out if has_aux else (out,)
-
-
 def _check_structure(structure: Structure, graphdef: Any, before: Any, after: Any) -> None:
     """Raises ValueError if a loss changed more than the values of variables."""
     new = [name_of(path) for path in after if path not in before]
     gone = [name_of(path) for path in before if path not in after]
-    if new or gone or not structure.is_of(graphdef):
+    if new or gone or not are_equal(structure.graphdef, graphdef):
         what = "replaces a module, or an attribute that is no array, as train() and eval() do"
         what = f"removes {first_few(gone)}" if gone else what
         what = f"adds {first_few(new)}" if new else what
@@ -366,10 +348,12 @@ def _check_alive(arrays: list[Any], cause: Exception | None = None) -> None:
         ) from cause
 
 
-def shardings_of(arrays: list[Any]) -> Any:
-    """Returns the shardings that arrays keep: none of those on one device, None of traced ones."""
-    shardings = [getattr(x, "sharding", None) for x in arrays if not compat.is_traced(x)]
-    if len(shardings) < len(arrays):
-        return None
-    alone = (type(None), jax.sharding.SingleDeviceSharding)
-    return () if all(isinstance(x, alone) for x in shardings) else shardings
+def _is_abstract(x: Any) -> bool:
+    return compat.is_traced(x) or isinstance(x, jax.ShapeDtypeStruct)
+
+
+def _shardings_of(arrays: list[Any]) -> list[Any]:
+    """Returns the shardings that arrays keep; none of arrays on one device."""
+    shardings = [x.sharding for x in arrays]
+    alone = all(isinstance(x, jax.sharding.SingleDeviceSharding) for x in shardings)
+    return [] if alone else shardings

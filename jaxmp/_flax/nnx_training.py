@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, PyTree
 
-from jaxmp._flax.nnx_modules import call_pure, is_node, modules, pure, with_transform
+from jaxmp._flax.nnx_modules import call_pure, is_node, pure, with_transform
 from jaxmp._float32_reduction.api import GradientReduction, gradient_reduction, reduce_in_float32
 from jaxmp._mesh.fsdp import FSDP
 from jaxmp._mesh.placement import placed_beside
@@ -216,7 +216,8 @@ class Optimizer(nnx.Optimizer):
                 f"tx must be jaxmp.mixed_precision(optimizer, policy), got {type(tx).__name__}"
             )
         params, opt_state = nnx.as_pure(nnx.state(model, wrt)), None
-        keeps = tx.rules.rules or any("_jaxmp" in vars(x) for x in modules(model))
+        nodes = (x for _, x in nnx.iter_graph(model, graph=True) if isinstance(x, nnx.Module))
+        keeps = tx.rules.rules or any("_jaxmp" in vars(x) for x in nodes)
         if is_narrow(tx.policy.param_dtype) and not keeps:
             params, opt_state = tx.init_params(params)
             nnx.update(model, params)

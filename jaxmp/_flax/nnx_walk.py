@@ -74,13 +74,6 @@ class Structure(NamedTuple):
         leaves = jax.tree.leaves((params, [others[name_of(path)] for path in self.others]))
         return nnx.merge(self.graphdef, *jax.tree.unflatten(self.variables, leaves))
 
-    def is_of(self, graphdef: Any) -> bool:
-        """Whether a model has this structure."""
-        return _are_equal(self.graphdef, graphdef)
-
-    def is_same(self, other: "Structure") -> bool:
-        return _are_equal(self, other)
-
 
 class Walk:
     """The variables of a model and its optimizer, and what shows that any of them is another.
@@ -88,7 +81,13 @@ class Walk:
     Args:
       model: the model.
       optimizer: the optimizer, which is not kept.
+
+    Attributes:
+      structure: what is traced.
+      run: the jitted step that was called last.
     """
+
+    run: jax.stages.Wrapped | None = None
 
     def __init__(self, model: Any, optimizer: Optimizer) -> None:
         self.model = model
@@ -135,12 +134,12 @@ class Walk:
 
     def arrays(self) -> list[Any] | None:
         """Returns all arrays; None if anything but arrays was replaced."""
-        values, structure = jax.tree.flatten(list(map(_raw_value_of, self._places)))
-        if structure != self.structure.values:
-            return None
         (objects, others), (seen, others_seen) = self._look(), self._seen
         same = len(objects) == len(seen) and all(map(operator.is_, objects, seen))
-        return values if same and others == others_seen else None
+        if not same or not are_equal(others, others_seen):
+            return None
+        arrays, structure = jax.tree.flatten(list(map(_raw_value_of, self._places)))
+        return arrays if structure == self.structure.values else None
 
     def _look(self) -> tuple[list[Any], Any]:
         # In each call: all attributes of all modules, in a few passes that run in C.
@@ -163,10 +162,7 @@ class Walk:
         if self._holds_items:
             self._seen = self._look()
         # Weak, so that the old arrays are freed where others put new ones.
-        try:
-            self._latest = list(map(weakref.ref, arrays))
-        except TypeError:  # a Python number
-            self._latest = []
+        self._latest = list(map(weakref.ref, arrays))
 
     def replace(self, new: Callable[[Any], Any]) -> None:
         """Gives the variables `new(array)`, one after the other: no second model is in memory."""
@@ -175,14 +171,9 @@ class Walk:
         if self._holds_items:
             self._seen = self._look()
 
-    def owns(self, arrays: list[Any]) -> bool:
-        """Whether these arrays are those that `put` was given last."""
-        latest = map(operator.call, self._latest)
-        return bool(self._latest) and all(map(operator.is_, arrays, latest))
-
-    def owned(self) -> set[int]:
-        """Returns the ids of those arrays that `put` was given last, and that are alive."""
-        return {id(x) for x in map(operator.call, self._latest) if x is not None}
+    def latest(self) -> list[Any]:
+        """Returns the arrays that `put` was given last, with None for those that are no more."""
+        return list(map(operator.call, self._latest))
 
 
 class _Item:
@@ -276,7 +267,8 @@ def _children(container: Any) -> list[Any]:
     return jax.tree.leaves(container, is_leaf=lambda x: x is not container)
 
 
-def _are_equal(one: Any, other: Any) -> bool:
+def are_equal(one: Any, other: Any) -> bool:
+    """Whether two structures or metadata are equal; False where that cannot be told."""
     try:
         return bool(one == other)
     except Exception:  # any exception: attributes and metadata may be arrays, or of any class

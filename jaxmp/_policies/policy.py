@@ -205,7 +205,7 @@ def get_policy(policy: str | jmp.Policy) -> Policy:
         dtype = parse_dtype(name)
     except ValueError:
         valid = ["float32", "bfloat16", "float16", *_PRESETS]
-        hint = _only_for_steps() if name.lower() == "none" else _suggested(name, valid)
+        hint = _ONLY_FOR_STEPS if name.lower() == "none" else _suggested(name, valid)
         raise ValueError(
             f"unknown policy {name!r}.{hint} Valid: {', '.join(valid)}, any other dtype name such "
             "as 'f64', or a string such as 'params=float32,compute=bfloat16,output=float32'."
@@ -213,11 +213,10 @@ def get_policy(policy: str | jmp.Policy) -> Policy:
     return Policy(dtype, dtype, dtype)
 
 
-def _only_for_steps() -> str:
-    return (
-        " 'none' is for make_train_step alone, where the model casts by itself. An optimizer is "
-        "wrapped for the policy of its model, and without a policy nothing is to be applied."
-    )
+_ONLY_FOR_STEPS = (
+    " 'none' is for make_train_step alone, where the model casts by itself. An optimizer is "
+    "wrapped for the policy of its model, and without a policy nothing is to be applied."
+)
 
 
 def _suggested(name: str, valid: list[str]) -> str:
@@ -247,7 +246,7 @@ def check_not_ambiguous(name: Any) -> None:
 def describe_other(policy: Any) -> str:
     """Describes a value that is not a policy; of a dtype, also the policies that it may mean."""
     if policy is None:
-        return f"None.{_only_for_steps()}"
+        return f"None.{_ONLY_FOR_STEPS}"
     try:
         dtype = parse_dtype(policy)
     except ValueError:

@@ -14,6 +14,14 @@ from jaxmp._numerics.dtypes import DType
 from jaxmp._numerics.user_warnings import warn_once
 from jaxmp._program.compat import is_traced, may_sum_bfloat16_wrongly
 
+WRONG_SUMS = (
+    f"the CPU compiler of jaxlib {jaxlib.version.__version__} sums bfloat16 wrongly: "
+    "jax.jit(lambda a, b: (relu(a) * relu(b)).sum(1)) returns NaN and other numbers that are not "
+    "the sums. On this CPU set XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type= before JAX "
+    "starts, train in float32, or install jax and jaxlib 0.11.1 or earlier. GPUs and TPUs have "
+    "other compilers"
+)
+
 
 def warn_of_cpu_compiler(dtypes: Iterable[DType], result: Any) -> None:
     """Warns once if a CPU computes in bfloat16, and its compiler does so wrongly."""
@@ -25,13 +33,7 @@ def warn_of_cpu_compiler(dtypes: Iterable[DType], result: Any) -> None:
     arrays = (x for x in jax.tree.leaves(result) if isinstance(x, jax.Array) and not is_traced(x))
     on_cpu = any(device.platform == "cpu" for x in arrays for device in x.devices())
     if on_cpu and sums_wrongly():
-        warn_once(
-            f"the CPU compiler of jaxlib {jaxlib.version.__version__} sums bfloat16 wrongly: "
-            "jax.jit(lambda a, b: (relu(a) * relu(b)).sum(1)) returns NaN and other numbers that "
-            "are not the sums. Train in float32 on this CPU, or install jax and jaxlib 0.11.1 or "
-            "earlier. GPUs and TPUs have other compilers",
-            threading.Thread,
-        )
+        warn_once(WRONG_SUMS, threading.Thread)
 
 
 @functools.cache

@@ -261,7 +261,7 @@ def _with_collections(loss_fn: Callable[..., Any], has_aux: bool) -> Callable[..
 
     def loss_and_rest(params: PyTree, batch: PyTree, collections: dict[str, PyTree]) -> Any:
         out = loss_fn(params, batch, **collections)
-        loss, changed, aux = _unpack(out, bool(collections), has_aux)
+        loss, changed, aux = unpack(out, bool(collections), has_aux)
         return loss, (update_collections(collections, changed), aux)
 
     return loss_and_rest
@@ -347,7 +347,7 @@ def _check_shardings(shardings: PyTree, state: TrainState) -> None:
         ) from None
 
 
-def _unpack(out: Any, has_collections: bool, has_aux: bool) -> tuple[Any, dict[str, Any], Any]:
+def unpack(out: Any, has_collections: bool, has_aux: bool) -> tuple[Any, dict[str, Any], Any]:
     form = ["loss", *["collections"] * has_collections, *["aux"] * has_aux]
     parts = (out,) if len(form) == 1 else out
     if not isinstance(parts, tuple) or len(parts) != len(form) or isinstance(parts[0], tuple):

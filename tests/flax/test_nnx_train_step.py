@@ -317,8 +317,16 @@ def test_under_another_trace() -> None:
     step(*theirs, BATCH)
     nnx.jit(step)(*ours, BATCH)
     assert bits_of(*ours) == bits_of(*theirs)
-    report = jaxmp.audit(step, *theirs, BATCH)
+    report = jaxmp.audit(step, *theirs, batch=BATCH)
     report.check(products="bfloat16")
+
+
+def test_a_step_is_lowered_without_arrays() -> None:
+    tx = jaxmp.mixed_precision(SGD, "mixed_bfloat16")
+    make = lambda: (model := Net(), jaxmp.nnx.Optimizer(model, tx))  # noqa: E731
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), BATCH)
+    step = jaxmp.nnx.make_train_step(loss_fn)
+    assert "bf16" in step.lower(*nnx.eval_shape(make), batch).as_text()
 
 
 def evaluating(model: Net, batch: Any) -> jax.Array:
@@ -348,8 +356,8 @@ def reshaping(model: Net, batch: Any) -> jax.Array:
         (evaluating, False, ValueError, "replaces a module, or an attribute that is no array, as"),
         (adding, False, ValueError, r"adds \['seen'\], and a step keeps the structure"),
         (reshaping, False, ValueError, r"'norm'.*'mean'.* has shape \(3,\)"),
-        (loss_fn, True, TypeError, r"must return \(loss, aux\), got float32\[\]"),
-        (lambda m, b: (loss_fn(m, b), 1), False, TypeError, "got a tuple of 2. For another output"),
+        (loss_fn, True, TypeError, r"must return \(loss, aux\) here, got float32\[\]"),
+        (lambda m, b: (loss_fn(m, b), 1), False, TypeError, "a tuple of 2. For another output"),
         (lambda m, b: m(b["x"]), False, TypeError, "must be a float scalar"),
     ],
 )
@@ -499,6 +507,8 @@ def test_lists_dictionaries_and_items() -> None:
     assert (float(model.tables["a"]), float(model.more[0])) == (4, 4)
     model.sizes.append(8)
     assert step(model, optimizer, BATCH["x"])["loss"] > 2 * first  # a list is looked at, too
+    model.more.pop()
+    model.more.append(jax.device_put(np.float32(2)))
     model.cache.set_value({"calls": np.int32(0), "other": np.int32(0)})
     step(model, optimizer, BATCH["x"])
     assert sorted(model.cache.get_value()) == ["calls", "other"]

@@ -182,7 +182,9 @@ FORGOTTEN: dict[str, Callable[[], None]] = {
     "live, another dtype": lambda: live("mixed_float16", model_policy="mixed_bfloat16"),
     "linen": lambda: of_linen("mixed_bfloat16", None),
     "equinox": lambda: of_equinox("mixed_bfloat16", None),
-    "a batch in float32": lambda: step_of("mixed_bfloat16", None, cast="params"),
+    "rules by name": lambda: trained(
+        loss, jaxmp.PolicyRules({"*norm": "float32"}, default="mixed_bfloat16")
+    ),
     "a step whose model does not cast": lambda: step_of("mixed_bfloat16", "none"),
 }
 
@@ -199,7 +201,7 @@ def test_who_forgets_to_cast_is_told_once(name: str) -> None:
 def test_float64_is_as_float32() -> None:
     with (
         jax.enable_x64(True),
-        pytest.warns(UserWarning, match="are float64: the loss runs"),
+        pytest.warns(UserWarning, match="are float32 and float64: the loss runs"),
     ):
         trained(lambda p, x: loss(jax.tree.map(lambda w: w.astype(jnp.float64), p), x * 1.0))
 
@@ -237,7 +239,29 @@ def from_another_program() -> None:
     """Gradients that come into the program say nothing of how they were made."""
     tx = wrapped()
     state = tx.init(params())
-    jax.eval_shape(tx.update, params(), state, params())
+
+    def project(grads: Any, state: Any, p: Any) -> Any:
+        angle = jnp.vdot(grads["up"], grads["down"])
+        return tx.update(jax.tree.map(lambda g: g * angle, grads), state, p)
+
+    jax.eval_shape(project, params(), state, params())
+
+
+def of_a_critic(p: Any, x: Any) -> Any:
+    """A float32 part by rules, of a live model under them."""
+    model = Net()
+    jaxmp.nnx.apply_policy(model, jaxmp.PolicyRules({"up": "float32"}, default="mixed_bfloat16"))
+    return jnp.mean((model(x) @ p["up"]) ** 2)
+
+
+def with_a_precision(p: Any, x: Any) -> Any:
+    preset = lax.DotAlgorithmPreset.BF16_BF16_F32
+    return jnp.mean(jnp.matmul(x, p["up"], precision=preset) ** 2)
+
+
+def linear(p: Any, x: Any) -> Any:
+    narrow = x.astype(BF16), p["up"].astype(BF16)
+    return jnp.mean(jnp.matmul(*narrow, preferred_element_type=jnp.float32))
 
 
 HEAD = jaxmp.PolicyRules({"head": "float32"}, default="mixed_bfloat16")
@@ -271,6 +295,17 @@ SILENT: dict[str, Callable[[], None]] = {
     "frozen by the optimizer": lambda: trained(fast, inner=FROZEN),
     "a base in float32": lambda: trained(autocast(frozen_base, BASE), BASE),
     "all in float32 by rules": lambda: trained(autocast(all_in_float32_by_rules, HEAD), HEAD),
+    "that in a jit": lambda: trained(
+        jax.jit(autocast(all_in_float32_by_rules, HEAD)), HEAD, differentiate=in_a_jit
+    ),
+    "that in a checkpoint": lambda: trained(
+        jax.checkpoint(autocast(all_in_float32_by_rules, HEAD)), HEAD, differentiate=accumulated
+    ),
+    "that in a live model": lambda: trained(
+        of_a_critic, jaxmp.PolicyRules({"up": "float32"}, default="mixed_bfloat16")
+    ),
+    "a precision of 16 bits": lambda: trained(with_a_precision),
+    "a linear loss": lambda: trained(linear),
     "no products": lambda: trained(lambda p, x: jnp.sum(p["up"] * x) + jnp.sum(p["down"])),
     "products of integers": lambda: trained(through_int8),
     "one product by hand in float32": lambda: trained(

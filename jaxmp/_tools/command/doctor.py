@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 from rich.console import Group
 
 from jaxmp._policies.recipe import Recipe
+from jaxmp._program.cpu_compiler import WRONG_SUMS
 from jaxmp._tools.command.machine import (
-    WRONG_SUMS,
     Machine,
     remarks,
     settings,

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from jaxmp._program.compat import may_sum_bfloat16_wrongly
-from jaxmp._program.cpu_compiler import sums_wrongly
+from jaxmp._program.cpu_compiler import WRONG_SUMS, sums_wrongly
 from jaxmp._tools.planning.devices import Device, find_device
 
 _PACKAGES = ("jaxmp", "jax", "jaxlib", "optax", "jmp", "numpy", "ml_dtypes")
@@ -173,11 +173,6 @@ def remarks(
     return texts
 
 
-# jaxlib 0.11.2: `jaxmp._program.cpu_compiler` compiles a sum of bfloat16 and looks.
-WRONG_SUMS = (
-    "The CPU compiler of this jaxlib sums bfloat16 wrongly: train in float32 on this CPU, or "
-    "install jax and jaxlib 0.11.1 or earlier. GPUs and TPUs have other compilers."
-)
 # Files of devices that JAX does not use although they are there.
 _UNUSED = {
     "/dev/nvidia0": "There is an NVIDIA GPU (/dev/nvidia0), and JAX runs on the CPU: install "

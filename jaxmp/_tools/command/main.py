@@ -62,7 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     whole = parser()
     argv = list(sys.argv[1:] if argv is None else argv)
     if "--policies" in argv:  # which takes all that follow, and maybe the program
-        argv[1:] = sorted(argv[1:], key=lambda word: ":" not in word)
+        follow = argv[argv.index("--policies") :]
+        if program := next((word for word in follow if ":" in word and "=" not in word), None):
+            argv.remove(program)
+            argv.insert(1, program)
     namespace, unknown = whole.parse_known_args(argv)
     values = vars(namespace)
     name, error = values.pop("command"), values.pop("error", whole.error)

@@ -100,10 +100,10 @@ def audit(fn: Callable[..., Any], *args: Any, compiled: Any = False, **kwargs: A
     if not callable(fn):
         raise TypeError(f"audit takes a function and its arguments, got {type(fn).__name__}")
     # Only arrays are traced. Other values, such as functions and flags, are passed on unchanged.
-    run, inputs = (fn, args)
+    run, inputs, named = fn, args, kwargs
     if hasattr(fn, "on_arrays"):  # of live modules, whose shared variables a tree has twice
-        run, inputs = fn.on_arrays(*args)
-    arrays, call = closed_over(run, inputs, kwargs)
+        (run, inputs), named = fn.on_arrays(*args, **kwargs), {}
+    arrays, call = closed_over(run, inputs, named)
     # Unlike all contexts before: of a function that JAX has traced already, such as a branch, the
     # program would have the lines of its first caller.
     context = object()
@@ -119,7 +119,7 @@ def audit(fn: Callable[..., Any], *args: Any, compiled: Any = False, **kwargs: A
     # The rule of a derivative may hold a checkpoint.
     recomputes = any(site.name in {*CHECKPOINTS, "custom_jvp_call"} for site in tally.sites)
     with compat.IS_READ(context):
-        rows, reason, both = _residuals(run, inputs, kwargs, result, recomputes)
+        rows, reason, both = _residuals(run, inputs, named, result, recomputes)
     unseen = unseen_in(tally.sites, is_compiled=program is not None)
     dtypes = {dtype for row in tally.products() for dtype in (*row.operands, *row.rounded_to)}
     # Compilers widen codes without a word where the device has no such product.
