@@ -89,7 +89,8 @@ def make_train_step(
         take them get `value=loss`, `grad=` the gradients (float32, unscaled), and `value_fn`, the
         loss of the batch as a function of float32 params: so `optax.lbfgs()` works as it is.
       donate: whether to reuse the buffers of the old state for the new one. After a step the old
-        state is gone and must not be read. Give False where it may be read, as in a notebook.
+        state is gone and must not be read. Give False where it may be read, as in a notebook. Put
+        no `jax.jit` around the step: it is jitted, and inside of another nothing is donated.
       fsdp: a `jaxmp.sharding.FSDP` with the shardings of the params, if they are split to save
         memory.
       shardings: the shardings of the state, from `jaxmp.sharding.state_shardings`, which the new
