@@ -192,13 +192,16 @@ def _is_unspecified(sharding: Any) -> bool:
     return type(sharding).__name__ == "UnspecifiedValue"  # a private class
 
 
-def bodies_of(equation: core.JaxprEqn) -> list[Any]:
+def bodies_of(equation: Any) -> list[Any]:
     """Returns the programs in the params of an equation, in order, closed or open."""
     return [value for param in equation.params.values() for value in programs_of(param)]
 
 
-def sub_jaxprs(equation: core.JaxprEqn) -> list[core.Jaxpr]:
-    """Returns the programs in the params of an equation, in order, as open jaxprs."""
+def sub_jaxprs(equation: Any) -> list[core.Jaxpr]:
+    """Returns the programs in the params of an equation, in order, as open jaxprs.
+
+    It may also be of a program that is being traced, as `equations_behind` yields them.
+    """
     return list(map(open_jaxpr, bodies_of(equation)))
 
 

@@ -372,6 +372,7 @@ def test_what_a_loss_may_not_do(
     assert bits_of(model, optimizer) == before
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_what_a_step_may_not_be_called_with() -> None:
     step = jaxmp.nnx.make_train_step(loss_fn)
     model, optimizer = created()
