@@ -16,6 +16,7 @@ from jaxlib import version as jaxlib_version
 # Hooks and fixtures of pytest, which finds them here.
 from tests.support.compilations import budget, compilations  # noqa: F401
 from tests.support.parts import pytest_addoption, pytest_collection_modifyitems  # noqa: F401
+from tests.support.users_programs import pytest_itemcollected  # noqa: F401
 
 
 def _quick_compilation() -> str:

@@ -223,7 +223,6 @@ def test_weights_in_a_shard_map_are_summed_in_float32(mesh: Any, sharded: Sharde
     assert narrow_sums(jaxmp.collectives(jax.grad(loss), w, x)) > 0  # positive control
 
 
-@pytest.mark.filterwarnings("ignore:the optimizer was wrapped for float16")  # the loss is not
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "O1"])
 @pytest.mark.parametrize("set_mesh", [False, True])
 def test_a_train_step_with_a_shard_map(policy: str, set_mesh: bool) -> None:

@@ -81,8 +81,6 @@ def frozen(state: jaxmp.TrainState) -> Any:
     return state.step, state.params, state.opt_state.master, state.opt_state.inner, state.stats
 
 
-# Under a policy with float32 params its products are float32.
-@pytest.mark.filterwarnings("ignore:the optimizer was wrapped for bfloat16, and all products")
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("steps", [pytest.param(STEPS, marks=pytest.mark.slow),
                                    pytest.param(60, marks=pytest.mark.device)])  # fmt: skip
