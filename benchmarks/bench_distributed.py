@@ -200,7 +200,7 @@ class _Case:
         compiled = self.lower(program, evaluate).compile(self.options)
         memory: Any = compiled.memory_analysis()
         cost = _Cost(flops=compiled_flops(compiled), temp=memory.temp_size_in_bytes / 1e6)
-        for row in jaxmp.collectives(compiled, mesh=self.placement.mesh):
+        for row in jaxmp.sharding.collectives(compiled, mesh=self.placement.mesh):
             into = getattr(cost, self._is_of(row))
             into[row.dtype] = into.get(row.dtype, 0) + _wire(row) / 1e6
         return cost

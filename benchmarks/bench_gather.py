@@ -191,7 +191,7 @@ def _rows(model: Model, mesh: Mesh, tokens: int) -> list[Row]:
 
 
 def _cost(compiled: Any, mesh: Mesh) -> Row:
-    report = jaxmp.collectives(compiled, mesh=mesh)
+    report = jaxmp.sharding.collectives(compiled, mesh=mesh)
     gathers, sums = report.bytes(kind="all-gather"), report.bytes(reducer="add")
     return {
         "gflop": compiled_flops(compiled) / 1e9,

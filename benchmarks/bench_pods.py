@@ -105,7 +105,7 @@ def compiled_step(pod: str, mode: str) -> Row:
     compiled = lowered.compile(compiler_options("tpu", "least") if is_tpu else quick)
     seconds = time.perf_counter() - start
     memory: Any = compiled.memory_analysis()
-    report = jaxmp.collectives(compiled, mesh=placement.mesh)
+    report = jaxmp.sharding.collectives(compiled, mesh=placement.mesh)
     layer = [row for row in report if row.runs == MODEL.layers and row.elements > 10**4]
     gradients = [row for row in layer if row.sums and "model" not in (row.axes or ())]
     return {

@@ -152,7 +152,7 @@ def _step(case: _Case, tx: jaxmp.MixedPrecision, skip: str) -> jax.stages.Lowere
         if skip != "lax.cond":
             return tx.apply_gradients(grads, state, params)
         return jax.lax.cond(
-            jaxmp.all_finite(grads),
+            jaxmp.numbers.all_finite(grads),
             lambda: tx.apply_gradients(grads, state, params),
             lambda: (params, state),
         )
@@ -186,7 +186,7 @@ def _by_hand(loss_fn: Callable[..., Array], tx: jaxmp.MixedPrecision) -> jax.sta
 
         evaluate = jaxmp.value_and_grad(low_precision, reduce_dtype=tx.policy.reduce_dtype)
         loss, grads = evaluate(state.params)
-        finite = jaxmp.all_finite((loss, grads))
+        finite = jaxmp.numbers.all_finite((loss, grads))
         return jax.lax.cond(finite, lambda: state.apply_gradients(grads), lambda: state), loss
 
     return jax.jit(train_step, donate_argnums=0)

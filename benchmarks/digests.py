@@ -132,7 +132,7 @@ def partitioned(program: Program) -> Digest:
     if not program.is_sharded:
         return {"collectives": {}}
     carried: dict[str, int] = {}
-    for row in jaxmp.collectives(program.run, *program.args):
+    for row in jaxmp.sharding.collectives(program.run, *program.args):
         key = " ".join(filter(None, (row.kind, row.reducer, row.dtype)))
         carried[key] = carried.get(key, 0) + row.bytes
     return {"collectives": dict(sorted(carried.items()))}

@@ -1,4 +1,4 @@
-"""How the site is built: `make docs`. A public name without a place in the reference fails it."""
+"""How the site is built: `make docs`. A public name that it lacks fails the build."""
 
 import hashlib
 import importlib
@@ -18,7 +18,9 @@ from sphinx.util import logging
 import jaxmp
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-SOURCE = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Source"]
+SOURCE = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"][
+    "Source"
+]
 
 project = "jaxmp"
 author = "the jaxmp authors"
@@ -35,10 +37,17 @@ extensions = [
     "sphinx_design",
 ]
 html_theme = "sphinx_book_theme"
-html_title = "jaxmp"
+html_title = f"jaxmp {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
-html_theme_options = {"show_toc_level": 2, "home_page_in_toc": True}
+html_theme_options = {
+    "show_toc_level": 2,
+    "home_page_in_toc": True,
+    "repository_url": SOURCE,
+    "use_repository_button": True,
+    "use_download_button": False,
+    "navbar_persistent": [],  # the search of the sidebar is enough
+}
 
 
 myst_enable_extensions = ["colon_fence", "dollarmath"]
@@ -51,15 +60,15 @@ def library_digest() -> str:
     return f"{jax.__version__}-{hashlib.sha256(b''.join(code)).hexdigest()[:12]}"
 
 
-# Text notebooks run when the site is built, once for each version of their text and of the library.
-# One that fails fails the build.
+# Text notebooks run when the site is built, once for each version of their text and of
+# the library. One that fails fails the build.
 nb_execution_mode = "cache"
 nb_execution_cache_path = str(ROOT / "build/site/notebooks" / library_digest())
 nb_execution_raise_on_error = True
 nb_execution_timeout = 300
 nb_merge_streams = True
 nb_output_stderr = "warn"  # what a notebook warns of fails the build too
-# But for what the tests expect on some jaxlibs. Notebooks run on CPUs, wherever the site is built.
+# But for what the tests expect on some jaxlibs. Notebooks run on CPUs, anywhere.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["PYTHONWARNINGS"] = "ignore:the CPU compiler of jaxlib"
 
@@ -74,7 +83,9 @@ copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
 MODULES = ["jaxmp", *(f"jaxmp.{n}" for n in ("diagnostics", "equinox", "float8"))]
-MODULES += [f"jaxmp.{n}" for n in ("linen", "nnx", "rules", "sharding")]
+MODULES += [
+    f"jaxmp.{n}" for n in ("linen", "nnx", "numbers", "rules", "sharding", "storage")
+]
 
 
 # What functions return has a place in the reference, but no public name.
@@ -95,11 +106,13 @@ def public_names() -> Iterator[str]:
 
 
 def check_reference(app: Sphinx, env: Any) -> None:
-    """Warns of each public name without a place; the build takes warnings for errors."""
+    """Warns of each public name without a place: for the build, warnings are errors."""
     placed = set(env.get_domain("py").objects)
     for name in public_names():
         if name not in placed:
-            logging.getLogger(__name__).warning("%s is public, and not in the reference", name)
+            logging.getLogger(__name__).warning(
+                "%s is public, and not in the reference", name
+            )
 
 
 def link_to_source(app: Sphinx, page: str, text: list[str]) -> None:
@@ -111,9 +124,9 @@ def link_to_source(app: Sphinx, page: str, text: list[str]) -> None:
 def link_to_pages(
     app: Sphinx, kind: str, name: str, found: Any, options: Any, lines: list[str]
 ) -> None:
-    """Docstrings name pages as files, docs/memory.md, which is what a reader of the code has.
+    """Docstrings name pages as files, docs/memory.md, as a reader of the code has them.
 
-    Types of attributes come with the private files that define them, which is what nobody needs.
+    Types of attributes come with the private files that define them: nobody needs that.
     A result is linked to wherever it is.
     """
     lines[:] = [re.sub(r"`*docs/([\w-]+)\.md`*", r":doc:`/\1`", line) for line in lines]
@@ -123,7 +136,9 @@ def link_to_pages(
     lines[:] = [re.sub(results, r":py:obj:`.\1`", line) for line in lines]
 
 
-def hide_private_files(app: Sphinx, domain: str, kind: str, content: nodes.Element) -> None:
+def hide_private_files(
+    app: Sphinx, domain: str, kind: str, content: nodes.Element
+) -> None:
     """Results are shown by their name alone."""
     for module in list(content.parent.findall(addnodes.desc_addname)):
         if module.astext().startswith("jaxmp._"):

@@ -1,4 +1,4 @@
-"""Draws the picture of docs/autocast.md: the lines of a model, each with its kind and its dtype.
+"""Draws the picture of docs/autocast.md: lines of a model, their kinds and dtypes.
 
 Each line is run under autocast, and the dtype in the picture is the one that came out:
 
@@ -15,7 +15,7 @@ import matplotlib.pyplot as plt
 import jaxmp
 
 COLORS = {"weak": "#9aa5b1", "low": "#2f80ed", "high": "#eb5757", "firm": "#8e44ad"}
-# What is computed, by which name, and its kind. What is lifted is low, in float32 for the moment.
+# What is computed, by which name, its kind. What is lifted is low, in float32 for now.
 LINES = [
     ("x", "p['table'][tokens] + p['position']", "weak"),
     ("n", "norm(x) * p['scale']", "weak"),
@@ -36,14 +36,23 @@ LINES = [
 
 
 def norm(x: Any) -> Any:
-    return (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-6)
+    return (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(
+        x.var(-1, keepdims=True) + 1e-6
+    )
 
 
 def dtype_of(count: int, args: tuple[Any, ...]) -> str:
     """The dtype of the last of so many lines, as autocast leaves it."""
 
     def fun(p: Any, tokens: Any, data: Any) -> Any:
-        names = {"p": p, "tokens": tokens, "data": data, "jax": jax, "jnp": jnp, "norm": norm}
+        names = {
+            "p": p,
+            "tokens": tokens,
+            "data": data,
+            "jax": jax,
+            "jnp": jnp,
+            "norm": norm,
+        }
         for name, code, _ in LINES[:count]:
             names[name] = eval(code, names)
         return names[LINES[count - 1][0]]

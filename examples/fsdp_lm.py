@@ -231,7 +231,7 @@ def main(argv: Sequence[str] | None = None) -> Result:
     mesh = " x ".join(f"{size} {axis}" for axis, size in placed.mesh.shape.items())
     show(f"{settings.mode} with {settings.policy} on {mesh}")
     show(f"params: {on_device:,} of {in_all:,} bytes on each device")
-    collectives = jaxmp.collectives(step, state, batch(0))
+    collectives = jaxmp.sharding.collectives(step, state, batch(0))
     show(collectives)
     if settings.check and placed.batch_axes:
         jaxmp.assert_reduced_in(step, "float32", state, batch(0), axis=placed.batch_axes)

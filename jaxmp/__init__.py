@@ -4,6 +4,8 @@ Low-precision compute, float32 where it matters, and proof of both. Start at `ge
 `value_and_grad` and `mixed_precision`; `TrainState` and `make_train_step` put them together.
 `PolicyRules` say which part of a model runs in which precision; `jaxmp.linen`, `jaxmp.nnx` and
 `jaxmp.equinox` put modules under them, and import flax or equinox when they are first used.
+`jaxmp.sharding`, `jaxmp.storage`, `jaxmp.numbers`, `jaxmp.float8`, `jaxmp.rules` and
+`jaxmp.diagnostics` have the rest.
 
 The folders, from the ground up. The `__init__.py` or README of each is its map.
 
@@ -19,6 +21,7 @@ The folders, from the ground up. The `__init__.py` or README of each is its map.
 import importlib
 import importlib.util
 import typing
+import warnings
 
 from jaxmp._autocast.api import autocast as autocast, full_precision as full_precision
 from jaxmp._gradient_release.api import release_gradients as release_gradients
@@ -29,18 +32,9 @@ from jaxmp._numerics.loss_scale import (
     NoLossScale as NoLossScale,
     StaticLossScale as StaticLossScale,
 )
-from jaxmp._numerics.split import merge_float32 as merge_float32, split_float32 as split_float32
-from jaxmp._numerics.stochastic import stochastic_round as stochastic_round
-from jaxmp._numerics.tree import (
-    all_finite as all_finite,
-    select as select,
-)
 from jaxmp._policies.policy import Policy as Policy, get_policy as get_policy
 from jaxmp._policies.policy_rules import PolicyRules as PolicyRules
 from jaxmp._recompute.api import recompute as recompute
-from jaxmp._training.compact_forms import expanded_state as expanded_state
-from jaxmp._training.compact_state import compact_state as compact_state
-from jaxmp._training.convert_state import convert_state as convert_state
 from jaxmp._training.gradients import grad as grad, value_and_grad as value_and_grad
 from jaxmp._training.optimizer import (
     MixedPrecision as MixedPrecision,
@@ -61,14 +55,15 @@ if typing.TYPE_CHECKING:
         float8 as float8,
         linen as linen,
         nnx as nnx,
+        numbers as numbers,
         rules as rules,
         sharding as sharding,
+        storage as storage,
     )
     from jaxmp._tools.inspect.api import (
         AuditError as AuditError,
         assert_reduced_in as assert_reduced_in,
         audit as audit,
-        collectives as collectives,
     )
 
 __version__ = "0.1.0"
@@ -81,16 +76,27 @@ _MODULES = {
     "float8": "jax",
     "linen": "flax",
     "nnx": "flax",
+    "numbers": "jax",
     "rules": "jax",
     "sharding": "jax",
+    "storage": "jax",
 }
-_AUDITS = ("AuditError", "assert_reduced_in", "audit", "collectives")
+_AUDITS = ("AuditError", "assert_reduced_in", "audit")
+# Where names are that were here in version 0.1; the next one forgets them.
+_MOVED = {
+    **dict.fromkeys(
+        ("all_finite", "merge_float32", "select", "split_float32", "stochastic_round"), "numbers"
+    ),
+    **dict.fromkeys(("compact_state", "convert_state", "expanded_state"), "storage"),
+    "collectives": "sharding",
+}
 
 
-# A star import takes what loads later too, but no module that needs another library.
+# A star import takes functions and classes, those that load later too, and no modules: `numbers`
+# is one of Python's as well.
 __all__ = sorted(
-    {name for name in globals() if not name.startswith("_")} - {"importlib", "typing"}
-    | {*_AUDITS, *(name for name, library in _MODULES.items() if library == "jax")}
+    {name for name in globals() if not name.startswith("_")} - {"importlib", "typing", "warnings"}
+    | {*_AUDITS}
 )
 
 
@@ -107,4 +113,12 @@ def __getattr__(name: str) -> typing.Any:
         value = getattr(importlib.import_module("jaxmp._tools.inspect.api"), name)
         globals()[name] = value
         return value
+    if name in _MOVED:
+        place = f"jaxmp.{_MOVED[name]}"
+        warnings.warn(
+            f"jaxmp.{name} is {place}.{name} now, and will be there alone",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return getattr(importlib.import_module(place), name)
     raise AttributeError(f"module 'jaxmp' has no attribute {name!r}")

@@ -240,7 +240,7 @@ class Optimizer(nnx.Optimizer):
         Args:
           model: the module that the optimizer was made for. Its params are changed in place.
           grads: the gradients from `jaxmp.nnx.value_and_grad`.
-          finite: whether to take the step; by default `jaxmp.all_finite(grads)`.
+          finite: whether to take the step; by default `jaxmp.numbers.all_finite(grads)`.
           **extra: further arguments of the optimizer, such as `value=loss`.
 
         Returns:

@@ -136,7 +136,7 @@ def bound_axes(axis: Axis, caller: str) -> tuple[str, ...]:
                 f"{caller} is for code inside of a jax.shard_map over mesh axis {name!r}, which "
                 f"is not bound here (bound: {', '.join(map(repr, here)) or 'none'}). Under jit "
                 "with sharded arrays there are no local gradients or flags: jaxmp.value_and_grad "
-                "and jaxmp.all_finite do the same there"
+                "and jaxmp.numbers.all_finite do the same there"
             ) from None
     if not axes or len(set(axes)) < len(axes):
         raise ValueError(

@@ -189,7 +189,7 @@ def check_flag(flag: Any, name: str) -> None:
     """Raises TypeError unless `flag` is a boolean scalar."""
     if jnp.shape(flag) != () or jnp.result_type(flag) != jnp.bool_:
         raise TypeError(
-            f"{name} must be a boolean scalar, such as jaxmp.all_finite(grads); got "
+            f"{name} must be a boolean scalar, such as jaxmp.numbers.all_finite(grads); got "
             f"{jnp.result_type(flag)}{list(jnp.shape(flag))}"
         )
 

@@ -59,7 +59,7 @@ def expanded_state(state: PyTree) -> PyTree:
       The tree as it would be without `compact_state`, with the rounded values that were stored.
 
     >>> import jaxmp
-    >>> state = jaxmp.compact_state(optax.sgd(0.1, momentum=0.9), "bfloat16").init(
+    >>> state = jaxmp.storage.compact_state(optax.sgd(0.1, momentum=0.9), "bfloat16").init(
     ...     jnp.ones((64, 64))
     ... )
     >>> expanded_state(state)[0].trace.dtype.name

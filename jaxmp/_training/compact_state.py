@@ -123,7 +123,8 @@ def compact_tree(state: PyTree, dtype: Moments, *, min_size: int = 4096) -> PyTr
     if coded and _holds(state, optax.MultiStepsState):
         raise TypeError(
             "optax.MultiSteps sums gradients in its state, and sums are not for int8. Put "
-            'compact_state inside: optax.MultiSteps(jaxmp.compact_state(optimizer, "int8"), n)'
+            "compact_state inside: "
+            'optax.MultiSteps(jaxmp.storage.compact_state(optimizer, "int8"), n)'
         )
     if _holds(state, (RoundedState, CodedState)):
         raise TypeError(
@@ -166,7 +167,7 @@ def warn_of_coded_params(
             f"the state of this optimizer begins with what is made of params: {first_few(coded)}. "
             "8 bits are for moments: the params of a schedule-free AdamW were "
             "off by a third. Store the state in 16 bits, by 'bfloat16', or put "
-            "jaxmp.compact_state around the part that has moments"
+            "jaxmp.storage.compact_state around the part that has moments"
         )
 
 

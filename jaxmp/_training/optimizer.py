@@ -139,7 +139,7 @@ class MixedPrecision(optax.GradientTransformationExtraArgs):
           params: the live params.
           finite: whether to take the step, in place of `all_finite(grads)`. If it is false, the
             loss scale backs off too. Inside `shard_map` with sharded gradients it must be the same
-            on all devices: `jax.lax.pmin(jaxmp.all_finite(grads), axis)`. Ignored with
+            on all devices: `jax.lax.pmin(jaxmp.numbers.all_finite(grads), axis)`. Ignored with
             `skip="none"`.
           **extra: further arguments of the inner optimizer's update, such as `value=loss`.
 
@@ -215,7 +215,7 @@ def mixed_precision(
         `"stochastic"`: no bytes; params are rounded at random. `"none"`: no bytes, and small
         updates are lost.
       moments: the dtype in which the state of the optimizer is stored: `"float32"`, or `"bfloat16"`
-        or `"int8"` as by `jaxmp.compact_state` (use that for only a part of the optimizer).
+        or `"int8"` as by `jaxmp.storage.compact_state` (use that for a part of the optimizer).
         `"int8"` is for a state that has only moments, no average of params.
       skip: how a step is skipped. `"cond"` computes nothing on a skip: a `lax.cond`, and on GPUs a
         loop of at most one iteration, as some GPU compilers copy the whole state for a branch.

@@ -272,8 +272,8 @@ class Algorithm:
             )
         if not isinstance(state, MixedPrecisionState):
             raise TypeError(
-                f"the state must be the MixedPrecisionState that tx.init returned, got "
-                f"{type(state).__name__}"
+                "the state must be the MixedPrecisionState that tx.init returned, got "
+                + (_NOT_RESTORED if state is None else type(state).__name__)
             )
         check_gradients(grads, params_of(grads, params))
         trainable, master, inner = self._expected(params)
@@ -285,14 +285,15 @@ class Algorithm:
                 "tx.init (or let tx.init_params do it) and keep their dtypes, as "
                 "optax.apply_updates does, and equinox.apply_updates does not. A state that was "
                 "saved under another policy, or with another master=..., becomes one of this "
-                "optimizer by jaxmp.convert_state(state, tx). Where other params were frozen "
-                "before, make the masters anew: state._replace(master=tx.init(params).master)"
+                "optimizer by jaxmp.storage.convert_state(state, tx). Where other params were "
+                "frozen before, make the masters anew: "
+                "state._replace(master=tx.init(params).master)"
             )
         if inner is not None and (difference := first_difference(state.inner, inner)):
             raise ValueError(
                 "the state is that of another optimizer, or its moments are stored otherwise: "
                 f"{difference}. If only moments=... differs, convert it: "
-                "jaxmp.convert_state(state, tx)"
+                "jaxmp.storage.convert_state(state, tx)"
             )
         return trainable
 
@@ -352,6 +353,12 @@ def _zero_ingredient(param: Any) -> Any:
     return jnp.full_like(param, zero if is_inexact(param) else 0)
 
 
+_NOT_RESTORED = (
+    "None: the program around restored no state, perhaps since params were loaded in other dtypes "
+    "than they were saved in. Load them as they were, or begin anew with tx.init(params)"
+)
+
+
 def _check_agreement(finite: Bool[Array, ""], state: MixedPrecisionState) -> None:
     """Raises in a `shard_map` if devices that share the counts of the state decide separately."""
     apart = jax.typeof(finite).mat.varying - jax.typeof(state.skipped).mat.varying
@@ -360,8 +367,8 @@ def _check_agreement(finite: Bool[Array, ""], state: MixedPrecisionState) -> Non
         raise ValueError(
             f"whether to take the step differs between the devices of mesh axis {axes}, each of "
             "which knows only its own gradients: some would skip a step that others take. Give "
-            "finite=jax.lax.pmin(jaxmp.all_finite(grads), axis), on which all agree; or, if each "
-            "trains a model of its own, a state that varies: jax.lax.pcast(state, axis, "
+            "finite=jax.lax.pmin(jaxmp.numbers.all_finite(grads), axis), on which all agree; or, "
+            "if each trains a model of its own, a state that varies: jax.lax.pcast(state, axis, "
             "to='varying')"
         )
 

@@ -106,7 +106,7 @@ def from_state_dict(state: Any, saved: dict[str, Any]) -> Any:
 
 _ADVICE = (
     "Restore into a state of the policy, the storage and the optimizer that wrote it, and convert: "
-    "jaxmp.convert_state(state, tx)"
+    "jaxmp.storage.convert_state(state, tx)"
 )
 
 

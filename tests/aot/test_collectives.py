@@ -47,7 +47,7 @@ def mesh_of(compiler: Compiler, model: int = 1) -> Any:
 @pytest.mark.parametrize("dtype", [BF16, F32])
 def test_data_parallel(compiler: Compiler, dtype: Any) -> None:
     program = compiler.lower(step(dtype), *arguments(mesh_of(compiler))).compile()
-    report = jaxmp.collectives(program)
+    report = jaxmp.sharding.collectives(program)
     assert report.origin == "compiled program"
     assert report.mesh_axes == (("data", len(compiler.devices)),)
     sums = report.select(SUMMED, reducer="add")
@@ -67,7 +67,7 @@ def test_data_parallel(compiler: Compiler, dtype: Any) -> None:
 @pytest.mark.parametrize("dtype", [BF16, F32])
 def test_fully_sharded(compiler: Compiler, dtype: Any) -> None:
     run, args = fully_sharded(mesh_of(compiler), dtype)
-    report = jaxmp.collectives(compiler.lower(run, *args).compile())
+    report = jaxmp.sharding.collectives(compiler.lower(run, *args).compile())
     # TPUs multiply float32 in bfloat16 unless they are told not to, and gather it so, too.
     gathered = BF16 if compiler.platform == "tpu" else dtype
     assert report.bytes("all-gather", gathered, "data") == size(GRADIENTS, dtype=gathered)
@@ -80,7 +80,7 @@ def test_fully_sharded_and_tensor_parallel(compiler: Compiler) -> None:
     mesh = mesh_of(compiler, model=2)
     args = arguments(mesh, ("data", "model"), ("data", "model"))
     program = compiler.lower(step(), *args).compile()
-    report = jaxmp.collectives(program)
+    report = jaxmp.sharding.collectives(program)
     # Over `data` go the gradients of half of each weight, over `model` those of activations.
     assert report.bytes(SUMMED, BF16, "data") == size(GRADIENTS) // 2
     activations = report.select(SUMMED, BF16, "model")
@@ -96,16 +96,16 @@ def test_fully_sharded_and_tensor_parallel(compiler: Compiler) -> None:
 def test_every_kind(compiler: Compiler) -> None:
     mesh = mesh_of(compiler, model=2)
     run, args = every_kind(mesh)
-    report = jaxmp.collectives(compiler.lower(run, *args).compile())
+    report = jaxmp.sharding.collectives(compiler.lower(run, *args).compile())
     assert carried(report) == every_kind_carries(mesh)
 
 
 def test_functions_are_compiled_for_where_their_arguments_are(tpu: Compiler) -> None:
     """Though JAX itself runs on a CPU here."""
     args = arguments(tpu.mesh((8,), ("data",)))
-    from_function = jaxmp.collectives(step(), *args)
+    from_function = jaxmp.sharding.collectives(step(), *args)
     assert from_function.origin == "compiled program"
-    assert carried(from_function) == carried(jaxmp.collectives(tpu.lower(step(), *args)))
+    assert carried(from_function) == carried(jaxmp.sharding.collectives(tpu.lower(step(), *args)))
     assert from_function.bytes(dtype=BF16) == size(GRADIENTS)
 
 
@@ -117,7 +117,9 @@ def test_a_lookup_in_a_split_table_rounds_nothing(compiler: Compiler) -> None:
 
     tokens = array(mesh, (8 * mesh.size, 64), "data", dtype=jnp.int32)
     table = array(mesh, (2048 * mesh.size, 512), "data")
-    report = jaxmp.collectives(compiler.lower(jax.value_and_grad(run), table, tokens).compile())
+    report = jaxmp.sharding.collectives(
+        compiler.lower(jax.value_and_grad(run), table, tokens).compile()
+    )
     lookups = report.select(SUMMED, BF16, reducer="select")
     assert [row.elements for row in lookups] == [8 * mesh.size * 64 * 512]
     gradients = report.select(SUMMED, BF16, reducer="add")

@@ -88,7 +88,7 @@ def test_replicas_sum_parts(compiler: Compiler, remat: bool) -> None:
     def summed(fun: Any) -> dict[tuple[str, ...], int]:
         lowered = compiler.lower(fun, params, x, out_shardings=(None, placed))
         found: dict[Any, int] = {}
-        for row in jaxmp.collectives(lowered.compile(OPTIONS[compiler.platform])):
+        for row in jaxmp.sharding.collectives(lowered.compile(OPTIONS[compiler.platform])):
             if row.reducer == "add" and row.elements > 128:
                 found[row.axes] = found.get(row.axes, 0) + row.elements * row.runs
         return found

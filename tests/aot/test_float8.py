@@ -157,7 +157,7 @@ def sharded(
     )
     options = WITHOUT_TRITON if compiler.platform == "gpu" else {}
     program = compiler.lower(fun, params, tokens).compile(options)
-    return list(jaxmp.collectives(program).rows)
+    return list(jaxmp.sharding.collectives(program).rows)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_products_of_blocks_are_native(b200: Compiler, remat: bool, products: in
     program = b200(fun, *args)
     rows = [
         row
-        for row in jaxmp.collectives(program).float8_products
+        for row in jaxmp.sharding.collectives(program).float8_products
         if all(dtype.startswith("float8") for dtype in row.operands)
     ]
     assert sum(row.runs for row in rows) == LAYERS * products
@@ -237,7 +237,7 @@ def test_products_of_blocks_of_any_shape_are_native(
     product = dot("mxfp8", numbers)
     product = jax.vmap(product) if batched else product
     program = b200(both_passes(product), *operands, jax.eval_shape(product, *operands))
-    rows = jaxmp.collectives(program).float8_products
+    rows = jaxmp.sharding.collectives(program).float8_products
     assert [(row.operands, row.ran) for row in rows for _ in range(row.runs)] == [
         (("float8_e4m3fn", "float8_e4m3fn"), "float8 operands")
     ] * 3

@@ -76,11 +76,11 @@ def test_products_of_a_scanned_checkpointed_model(tpu: Compiler) -> None:
         return tpu(gradient, jax.eval_shape(model.init), tokens)
 
     int8, usual = program("mixed_int8"), program("mixed_bfloat16")
-    rows = jaxmp.collectives(int8).float8_products
+    rows = jaxmp.sharding.collectives(int8).float8_products
     assert {(row.operands, row.result, row.ran) for row in rows} == {
         (("int8", "int8"), "int32", "int8 operands")
     }
     assert sum(row.count for row in rows) == 4 + 3 + 4
-    assert not jaxmp.collectives(usual).float8_products
+    assert not jaxmp.sharding.collectives(usual).float8_products
     sizes = [each.memory_analysis().temp_size_in_bytes for each in (int8, usual)]
     assert sizes[0] <= 1.05 * sizes[1]

@@ -64,7 +64,7 @@ def split_over(shapes: dict[str, tuple[int, ...]], mesh: Mesh, axis: str) -> dic
 
 
 def narrow(program: Any, mesh: Mesh, *axes: str) -> int:
-    report = jaxmp.collectives(program.compile(), mesh=mesh)
+    report = jaxmp.sharding.collectives(program.compile(), mesh=mesh)
     assert any(row.sums and set(axes) & set(row.axes or ()) for row in report), report
     return sum(narrow_sums(report, axis) for axis in axes)
 

@@ -134,7 +134,7 @@ def plain_cond(tx: Any) -> Any:
         def take() -> Any:
             return tx.apply_gradients(grads, state, params)
 
-        return jax.lax.cond(jaxmp.all_finite(grads), take, lambda: (params, state))
+        return jax.lax.cond(jaxmp.numbers.all_finite(grads), take, lambda: (params, state))
 
     return step
 

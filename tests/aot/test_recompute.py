@@ -78,7 +78,7 @@ def test_fully_sharded_layers(compiler: Compiler) -> None:
             gradient, abstract(PARAMS, split), abstract(batch, rows)
         ).compile()
         totals: collections.Counter[Any] = collections.Counter()
-        for row in jaxmp.collectives(compiled).rows:
+        for row in jaxmp.sharding.collectives(compiled).rows:
             totals[row.kind, row.dtype] += row.bytes * row.runs
         return totals, temporaries(compiled)
 

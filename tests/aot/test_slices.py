@@ -49,7 +49,7 @@ def test_every_kind_between_slices(request: pytest.FixtureRequest, slices: int) 
     body = every_kind("replica", slices)
     run = jax.shard_map(body, mesh=mesh, in_specs=both, out_specs=both, check_vma=False)
     x = array(mesh, (64 * mesh.size, 1024), ("replica", "data"), dtype=BF16)
-    report = jaxmp.collectives(compiler.lower(run, x).compile(), mesh=mesh)
+    report = jaxmp.sharding.collectives(compiler.lower(run, x).compile(), mesh=mesh)
     assert report.devices == mesh.size
     own = 64 * 1024
     assert {(r.kind, r.reducer, r.dtype): r.bytes for r in report.select(between_slices=True)} == {
@@ -74,7 +74,7 @@ def test_axes_that_mix_slices_and_devices(four_slices: Compiler) -> None:
     spec = P(("model", "data"))
     run = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     x = array(mesh, (64 * mesh.size, 1024), ("model", "data"), dtype=BF16)
-    report = jaxmp.collectives(four_slices.lower(run, x).compile())
+    report = jaxmp.sharding.collectives(four_slices.lower(run, x).compile())
     assert {(row.axes, row.between_slices) for row in report} == {
         (("data",), True),
         (("data",), False),
@@ -110,12 +110,12 @@ def test_a_narrow_sum_between_slices_is_seen(two_slices: Compiler) -> None:
         jaxmp.assert_reduced_in(plain, F32, mesh=mesh, axis="replica")
     jaxmp.assert_reduced_in(wide, F32, mesh=mesh, axis=("replica", "data"))
     part = 2 * 1024 * 1024 // 8
-    between = jaxmp.collectives(wide).select(between_slices=True)
+    between = jaxmp.sharding.collectives(wide).select(between_slices=True)
     sums = [row.bytes for row in between if row.elements > 128]  # without the loss
     assert sum(sums) == 4 * part
-    assert jaxmp.collectives(plain).bytes(dtype=BF16, between_slices=True) == 2 * part
+    assert jaxmp.sharding.collectives(plain).bytes(dtype=BF16, between_slices=True) == 2 * part
     with pytest.raises(ValueError, match="AbstractMesh does not say which slice a device is in"):
-        jaxmp.collectives(wide, mesh=mesh.abstract_mesh)
+        jaxmp.sharding.collectives(wide, mesh=mesh.abstract_mesh)
 
 
 def test_lookups_between_slices_round_nothing(four_slices: Compiler) -> None:
@@ -125,6 +125,6 @@ def test_lookups_between_slices_round_nothing(four_slices: Compiler) -> None:
     tokens = array(mesh, (64,), dtype=jnp.int32)
     whole = jax.sharding.NamedSharding(mesh, P())
     run = four_slices.lower(lambda t, i: t[i], table, tokens, out_shardings=whole)
-    report = jaxmp.collectives(run.compile())
+    report = jaxmp.sharding.collectives(run.compile())
     assert {row.reducer for row in report.select(("all-reduce", "reduce-scatter"))} == {"select"}
     assert report.bytes("all-reduce", BF16, between_slices=True) == 64 * 256 * 2 // 8

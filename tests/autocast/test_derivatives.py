@@ -403,7 +403,7 @@ def test_programs_that_unknown_primitives_hold(closed: bool, others: int, precis
     assert error(reduced, wanted) < 0.03
     assert error(recomputed, wanted) < 1e-5
     assert jaxmp.audit(jax.grad(fast), W, X).products
-    assert jaxmp.collectives(jax.grad(fast), W, X) is not None
+    assert jaxmp.sharding.collectives(jax.grad(fast), W, X) is not None
     assert jaxmp.diagnostics.find_overflow(fast, W, X) is None
 
 

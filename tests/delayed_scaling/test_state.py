@@ -485,7 +485,7 @@ def test_fsdp_has_the_state_of_one_device() -> None:
     fsdp = jaxmp.sharding.FSDP(shardings=(shardings, probes), axis="data")
     step, batch = make_step(layered, fsdp=fsdp), batch_of(64)
     placed = jax.device_put(batch, NamedSharding(mesh, P("data")))
-    rows = jaxmp.collectives(step, state, placed)
+    rows = jaxmp.sharding.collectives(step, state, placed)
     assert {row.dtype for row in rows if row.kind == "all-gather"} == {"float8_e4m3fn"}
     state, metrics = step(state, placed)
     alone, wanted = make_step(layered)(alone, batch)

@@ -70,7 +70,7 @@ def test_an_overflow_in_a_donated_step(skip: Any) -> None:
     assert [not metrics["grads_finite"] for metrics, _, _ in rows] == OVERFLOWS
     assert int(state.opt_state.skipped) == 1
     assert int(state.step) == 3
-    assert jaxmp.all_finite((state.params, state.opt_state.inner, state.stats))
+    assert jaxmp.numbers.all_finite((state.params, state.opt_state.inner, state.stats))
 
 
 def test_the_same_step_in_float32_has_no_overflow() -> None:

@@ -99,7 +99,7 @@ def test_an_overflow_changes_nothing() -> None:
     # Positive control: without a skip the statistics are infinite.
     model = jaxmp.equinox.apply_policy(norm_net()[0], "mixed_float16")
     _, statistics = eqx.filter_jit(with_state)(model, state.statistics, large)
-    assert not bool(jaxmp.all_finite(statistics))
+    assert not bool(jaxmp.numbers.all_finite(statistics))
 
 
 def test_rules_for_scopes_find_modules() -> None:

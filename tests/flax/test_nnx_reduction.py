@@ -172,11 +172,14 @@ def check_over_devices(
     loss and gradients, and a state.
     """
     plain, ours, fsdp = programs
-    alike, report = jaxmp.collectives(ours, whole, batch), jaxmp.collectives(fsdp, split, batch)
+    alike, report = (
+        jaxmp.sharding.collectives(ours, whole, batch),
+        jaxmp.sharding.collectives(fsdp, split, batch),
+    )
     assert narrow_sums(alike) == 0, alike
     assert narrow_sums(report) == 0, report
     if author != "autocast":
-        assert narrow_sums(jaxmp.collectives(plain, whole, batch)) > 0  # positive control
+        assert narrow_sums(jaxmp.sharding.collectives(plain, whole, batch)) > 0  # positive control
     assert reshards(report) <= reshards(alike), report
     assert gathers(report, "bfloat16") > 0
     if author == "by hand":

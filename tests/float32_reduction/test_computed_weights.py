@@ -110,5 +110,5 @@ def test_functions_of_weights_alone_are_gathered_in_16_bits() -> None:
         return jnp.sum(jnp.sin(x @ jax.nn.relu(w).astype(jnp.bfloat16)).astype(jnp.float32))
 
     gradient = jaxmp.grad(loss, fsdp=FSDP(shardings=split, axis="data"))
-    report = jaxmp.collectives(jax.jit(gradient, out_shardings=split), w, x)
+    report = jaxmp.sharding.collectives(jax.jit(gradient, out_shardings=split), w, x)
     assert {row.dtype for row in report if row.kind == "all-gather"} == {"bfloat16"}

@@ -95,9 +95,9 @@ def test_sums_over_devices(author: Author, name: str) -> None:
     loss_fn = author.loss(model.loss)
     params, examples = split_over(params_of(model)), split_over(batch(), "data")
     ours = jaxmp.value_and_grad(loss_fn, reduce_dtype="float32")
-    assert narrow_sums(jaxmp.collectives(ours, params, examples)) == 0
+    assert narrow_sums(jaxmp.sharding.collectives(ours, params, examples)) == 0
     if author in (AT_USE, HALF) and name not in NO_CONTROL:
-        plain = jaxmp.collectives(jax.value_and_grad(loss_fn), params, examples)
+        plain = jaxmp.sharding.collectives(jax.value_and_grad(loss_fn), params, examples)
         assert narrow_sums(plain) > 0
 
 

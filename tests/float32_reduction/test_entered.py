@@ -159,9 +159,9 @@ def test_backward_passes_sum_in_float32(name: str) -> None:
     grads = compiled(ours)(*args)
     assert all(representable(g, BF16) < 0.6 for g in grads)
     assert relative_error(grads, exact) < 0.1
-    assert narrow_sums(jaxmp.collectives(ours, *args)) == 0
+    assert narrow_sums(jaxmp.sharding.collectives(ours, *args)) == 0
     if name != "autocast":
-        assert narrow_sums(jaxmp.collectives(plain, *args)) > 0  # positive control
+        assert narrow_sums(jaxmp.sharding.collectives(plain, *args)) > 0  # positive control
 
 
 def test_products_of_wider_operands_keep_them() -> None:
@@ -379,8 +379,8 @@ def test_values_without_float_data_are_followed(name: str) -> None:
     assert tree_bits(value) == tree_bits(plain_value)
     assert representable(grads, BF16) < 0.6
     assert relative_error(grads, plain) < 0.1
-    assert narrow_sums(jaxmp.collectives(ours, *args)) == 0
-    assert narrow_sums(jaxmp.collectives(jax.grad(loss), *args)) > 0  # positive control
+    assert narrow_sums(jaxmp.sharding.collectives(ours, *args)) == 0
+    assert narrow_sums(jaxmp.sharding.collectives(jax.grad(loss), *args)) > 0  # positive control
 
 
 def test_rows_that_a_loop_carries_are_activations() -> None:

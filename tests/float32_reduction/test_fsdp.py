@@ -76,8 +76,8 @@ def test_gathers_in_sixteen_bits_and_scatters_in_float32(author: Author, name: s
     alike = reduced(loss_fn)
     fun = reduced(loss_fn, shardings)
 
-    whole = jaxmp.collectives(alike, split_over(params), examples)
-    report = jaxmp.collectives(fun, split, examples)
+    whole = jaxmp.sharding.collectives(alike, split_over(params), examples)
+    report = jaxmp.sharding.collectives(fun, split, examples)
     # The gradient of a maximum of all weights is one number.
     assert narrow_sums(report) <= (2 if name == "max of params" else 0), report
     assert name in MADE_FIRST or reshards(report) <= reshards(whole), report
@@ -111,13 +111,13 @@ def scan_case() -> Any:
 def test_left_to_the_partitioner_params_are_gathered_in_float32() -> None:
     """The positive control: what the argument is there for."""
     loss_fn, _, _, split, examples = scan_case()
-    report = jaxmp.collectives(jax.grad(loss_fn), split, examples)
+    report = jaxmp.sharding.collectives(jax.grad(loss_fn), split, examples)
     assert gathers(report, "float32") + reshards(report) + narrow_sums(report) > 0
 
 
 def test_a_layer_is_gathered_at_a_time() -> None:
     loss_fn, _, shardings, split, examples = scan_case()
-    for row in jaxmp.collectives(reduced(loss_fn, shardings), split, examples):
+    for row in jaxmp.sharding.collectives(reduced(loss_fn, shardings), split, examples):
         assert row.elements <= 16 * 16, row
         assert row.kind != "all-gather" or row.runs == 3, row
 
@@ -134,7 +134,7 @@ def test_gather_dtype(dtype: Any) -> None:
     shardings = fully_sharded(params, MESH, min_size=16)
     split = jax.device_put(params, shardings)
     fun = reduced(float32_loss, shardings, gather_dtype=dtype)
-    report = jaxmp.collectives(fun, split, examples)
+    report = jaxmp.sharding.collectives(fun, split, examples)
     assert gathers(report, dtype or "float32") > 0
     assert dtype is None or gathers(report, "float32") == 0
     assert narrow_sums(report) == 0
@@ -160,7 +160,7 @@ def test_two_mesh_axes(name: str, layout: str) -> None:
     split = jax.device_put(params, shardings)
     examples = split_over(batch(), over, mesh=GRID)
     fun = reduced(loss_fn, shardings, axis=axis)
-    report = jaxmp.collectives(fun, split, examples)
+    report = jaxmp.sharding.collectives(fun, split, examples)
     over_data = report.select(axis="data")
     assert narrow_sums(over_data) == 0, report
     assert gathers(report.select(axis=axis), "float32") == 0, report
@@ -191,7 +191,7 @@ def test_replicas_sum_parts_of_gradients(name: str) -> None:
     # Biases and scales are small, and whole on each device.
     parts = sum(x.size for x in params.values() if x.size >= 64) // GRID.shape["model"]
     for fun, whole in ((reduced(loss_fn, shardings, axis="model"), False), (plain, True)):
-        report = jaxmp.collectives(fun, split, examples)
+        report = jaxmp.sharding.collectives(fun, split, examples)
         rows = [row for row in report.select("all-reduce", axis="data") if row.elements >= 64]
         summed = sum(row.elements * row.runs for row in rows)
         assert {row.axes for row in rows} == {("data", "model") if whole else ("data",)}, report
@@ -212,7 +212,7 @@ def test_operands_of_gradients_are_not_split() -> None:
     tokens = jax.device_put(np.arange(64).reshape(4, 16) % 32)
     split = jax.device_put(tokens, sharding(None, ("data", "model"), mesh=GRID))
     args = jax.device_put(params, shardings), split
-    report = jaxmp.collectives(reduced(loss, shardings, axis="model"), *args)
+    report = jaxmp.sharding.collectives(reduced(loss, shardings, axis="model"), *args)
     assert reshards(report) == 0, report
     over_all = [row for row in report.select("all-reduce", axis="model") if "data" in row.axes]
     assert [row.elements for row in over_all] == [1], report  # the loss
@@ -234,7 +234,7 @@ def test_a_split_loop_dimension_is_gathered_first() -> None:
     np.testing.assert_allclose(loss, wanted_loss, rtol=1e-6)
     assert relative_error(grads, wanted) < 1e-5
     with pytest.warns(UserWarning, match=said):
-        report = jaxmp.collectives(reduced(loss_fn, shardings), split, examples)
+        report = jaxmp.sharding.collectives(reduced(loss_fn, shardings), split, examples)
     assert narrow_sums(report) == 0
 
 
@@ -257,7 +257,7 @@ def test_microbatches_and_16_bit_params() -> None:
     loss_fn, params, shardings, _, examples = scan_case()
     low = jax.device_put(jax.tree.map(lambda x: np.asarray(x, BF16), params), shardings)
     fun = jaxmp.value_and_grad(loss_fn, microbatches=2, fsdp=FSDP(shardings=shardings))
-    report = jaxmp.collectives(fun, low, examples)
+    report = jaxmp.sharding.collectives(fun, low, examples)
     assert narrow_sums(report) == 0
     assert gathers(report, "float32") == 0
     _, grads = compiled(fun)(low, examples)

@@ -67,7 +67,9 @@ def test_experts_that_are_not_gathered_are_computed_once() -> None:
     fsdp = FSDP(shardings=shardings, gather={"experts": False})
     apart = jaxmp.value_and_grad(loss_fn, fsdp=fsdp)
     size = sum(x.size for x in jax.tree.leaves(params()["layer"]))
-    gathered = {name: jaxmp.collectives(fun, *args) for name, fun in (("w", whole), ("a", apart))}
+    gathered = {
+        name: jaxmp.sharding.collectives(fun, *args) for name, fun in (("w", whole), ("a", apart))
+    }
     assert gathers(gathered["w"], "bfloat16") > 2 * size  # positive control
     assert gathers(gathered["a"], "bfloat16") < size / 4
     assert flops(apart, *args) < flops(whole, *args) / 2
@@ -93,8 +95,10 @@ def test_gradients_of_params_that_are_not_gathered_are_summed_in_float32() -> No
 
     fsdp = FSDP(shardings=shardings, gather={"**": False})
     apart = jaxmp.value_and_grad(loss_fn, fsdp=fsdp)
-    assert narrow_sums(jaxmp.collectives(apart, *args)) == 0
-    assert narrow_sums(jaxmp.collectives(jax.value_and_grad(loss_fn), *args)) > 0  # control
+    assert narrow_sums(jaxmp.sharding.collectives(apart, *args)) == 0
+    assert (
+        narrow_sums(jaxmp.sharding.collectives(jax.value_and_grad(loss_fn), *args)) > 0
+    )  # control
     wanted = compiled(jaxmp.value_and_grad(loss_fn, fsdp=FSDP(shardings=shardings)))(*args)
     assert relative_error(compiled(apart)(*args), wanted) < 1e-5
 

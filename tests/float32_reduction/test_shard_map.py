@@ -219,8 +219,8 @@ def test_weights_in_a_shard_map_are_summed_in_float32(mesh: Any, sharded: Sharde
     assert value == compiled(loss)(w, x)
     assert representable(grad, BF16) < 0.6
     assert relative_error(grad, compiled(jax.grad(lambda w, x: loss(w, x, F32)))(w, x)) < 0.03
-    assert narrow_sums(jaxmp.collectives(ours, w, x)) == 0
-    assert narrow_sums(jaxmp.collectives(jax.grad(loss), w, x)) > 0  # positive control
+    assert narrow_sums(jaxmp.sharding.collectives(ours, w, x)) == 0
+    assert narrow_sums(jaxmp.sharding.collectives(jax.grad(loss), w, x)) > 0  # positive control
 
 
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "O1"])
@@ -256,7 +256,7 @@ def test_a_sum_of_weights_that_the_loss_asks_for_keeps_its_dtype() -> None:
         return end(mapped(sharded, MESH)(w.astype(BF16), x.astype(BF16)))
 
     ours = jaxmp.grad(loss, reduce_dtype="float32")
-    sums = [row for row in jaxmp.collectives(ours, w, x) if row.sums and row.elements > 1]
+    sums = [row for row in jaxmp.sharding.collectives(ours, w, x) if row.sums and row.elements > 1]
     assert sorted(row.dtype for row in sums) == ["bfloat16", "float32"]
     with pytest.raises(jaxmp.AuditError, match="bfloat16  all-reduce over data"):
         jaxmp.assert_reduced_in(ours, "float32", w, x, axis="data")

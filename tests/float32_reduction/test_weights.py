@@ -273,8 +273,8 @@ def test_gradients_are_sums_in_float32(name: str, cast: Any) -> None:
         assert all(representable(g, BF16) < 0.6 for g in used)
 
     args = split_over(params), split_over(x, "data"), split_over(frozen)
-    assert narrow_sums(jaxmp.collectives(ours, *args)) == 0
-    assert narrow_sums(jaxmp.collectives(plain, *args)) > 0  # positive control
+    assert narrow_sums(jaxmp.sharding.collectives(ours, *args)) == 0
+    assert narrow_sums(jaxmp.sharding.collectives(plain, *args)) > 0  # positive control
 
 
 SPLIT = ["dora", "masked softmax", "large ones", "inverted", "frozen rows"]
@@ -288,7 +288,7 @@ def test_gradients_are_sums_in_float32_of_what_is_split(name: str) -> None:
     fsdp = FSDP(shardings=shardings)
     ours = jaxmp.value_and_grad(loss_of(name, at_use), reduce_dtype="float32", fsdp=fsdp)
     args = jax.device_put(params, shardings), split_over(x, "data"), split_over(frozen)
-    report = jaxmp.collectives(ours, *args)
+    report = jaxmp.sharding.collectives(ours, *args)
     # The value of a product, a norm or a softmax of split weights is a sum of its own dtype.
     weights = [row for row in report if row.dtype == "bfloat16" and row.reducer == "add"]
     assert all(row.direction == "forward" for row in weights), report
@@ -451,8 +451,10 @@ def test_weights_of_what_a_loop_carries() -> None:
     params, x, frozen = arguments()
     args = split_over(params), split_over(x, "data"), split_over(frozen)
     ours = jaxmp.grad(in_a_loop, reduce_dtype="float32")
-    assert narrow_sums(jaxmp.collectives(ours, *args)) == 0
-    assert narrow_sums(jaxmp.collectives(jax.grad(in_a_loop), *args)) > 0  # positive control
+    assert narrow_sums(jaxmp.sharding.collectives(ours, *args)) == 0
+    assert (
+        narrow_sums(jaxmp.sharding.collectives(jax.grad(in_a_loop), *args)) > 0
+    )  # positive control
 
 
 def test_mutable_arrays_of_params() -> None:

@@ -58,7 +58,9 @@ def product_arguments(mesh: Any) -> tuple[Any, Any]:
 @pytest.fixture(scope="module")
 def low() -> Collectives:
     """Tensor parallel on 4 x 2 devices, computed in bfloat16."""
-    return jaxmp.collectives(step(), *arguments(mesh_of(4, 2), (None, "model"), ("model",)))
+    return jaxmp.sharding.collectives(
+        step(), *arguments(mesh_of(4, 2), (None, "model"), ("model",))
+    )
 
 
 # --- what is read -------------------------------------------------------------------------------
@@ -67,7 +69,7 @@ def low() -> Collectives:
 @pytest.mark.parametrize("dtype", [BF16, F32])
 def test_gradients_are_summed_in_the_dtype_that_they_are_computed_in(dtype: Any) -> None:
     """The fault that all this is about, and that it is seen."""
-    report = jaxmp.collectives(step(dtype), *arguments(mesh_of(8)))
+    report = jaxmp.sharding.collectives(step(dtype), *arguments(mesh_of(8)))
     assert report.bytes("all-reduce", dtype, "data", "add") == size(GRADIENTS, dtype=dtype) + (
         4 if dtype == F32 else 0
     )
@@ -79,7 +81,7 @@ def test_gradients_are_summed_in_the_dtype_that_they_are_computed_in(dtype: Any)
 def test_the_compiled_program_of_a_cpu_hides_it() -> None:
     """Why the program is read after partitioning."""
     text = jax.jit(step()).lower(*arguments(mesh_of(8))).compile().as_text()
-    report = jaxmp.collectives(text)
+    report = jaxmp.sharding.collectives(text)
     assert (report.bytes(dtype=BF16), report.origin) == (0, "given program")
     assert report.bytes(dtype=F32) == size(GRADIENTS, dtype=F32) + 4
 
@@ -99,7 +101,7 @@ def test_axes(low: Collectives) -> None:
 def test_every_kind() -> None:
     mesh = mesh_of(4, 2)
     run, args = every_kind(mesh)
-    assert carried(jaxmp.collectives(run, *args)) == every_kind_carries(mesh)
+    assert carried(jaxmp.sharding.collectives(run, *args)) == every_kind_carries(mesh)
 
 
 @pytest.mark.parametrize("order", [[3, 1, 0, 2, 7, 5, 4, 6], [7, 6, 5, 4, 3, 2, 1, 0]])
@@ -108,7 +110,7 @@ def test_axes_of_a_mesh_in_another_order(order: list[int]) -> None:
     devices = np.asarray(jax.devices())[order].reshape(4, 2)
     mesh = Mesh(devices, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     run, args = every_kind(mesh)
-    report = jaxmp.collectives(run, *args)
+    report = jaxmp.sharding.collectives(run, *args)
     assert carried(report) == every_kind_carries(mesh)
     (over_model,) = report.select(reducer="max")
     assert over_model.groups == ((0, 1), (2, 3), (4, 5), (6, 7))
@@ -122,7 +124,7 @@ def test_three_axes() -> None:
 
     specs = {"in_specs": PartitionSpec("data"), "out_specs": PartitionSpec(None)}
     run = jax.shard_map(body, mesh=mesh, check_vma=False, **specs)
-    report = jaxmp.collectives(run, array(mesh, (8,), "data"))
+    report = jaxmp.sharding.collectives(run, array(mesh, (8,), "data"))
     assert sorted(row.axes or () for row in report) == [("replica", "data"), ("replica", "model")]
     assert report.bytes(axis="data") == report.bytes(axis="model") == 16
     assert report.bytes(axis="replica") == report.bytes(axis=("data", "model")) == 32
@@ -131,7 +133,7 @@ def test_three_axes() -> None:
 @pytest.mark.parametrize("dtype", [BF16, F32])
 def test_fully_sharded_gathers(dtype: Any) -> None:
     run, args = fully_sharded(mesh_of(8), dtype)
-    report = jaxmp.collectives(run, *args)
+    report = jaxmp.sharding.collectives(run, *args)
     assert report.bytes("all-gather", dtype) == size(GRADIENTS, dtype=dtype)
     assert report.bytes("all-gather") == size(GRADIENTS, dtype=dtype)
 
@@ -151,7 +153,7 @@ def test_loops(low: Collectives) -> None:
         )
         return known, unknown
 
-    report = jaxmp.collectives(run, array(mesh, (8, 16), "data"))
+    report = jaxmp.sharding.collectives(run, array(mesh, (8, 16), "data"))
     sums = report.select("all-reduce", F32)
     assert sorted(row.runs for row in sums) == [1, 3 * 7]
     assert report.unseen[1].startswith("while loops with collectives (1): how often they run is")
@@ -179,7 +181,7 @@ def test_lines_are_those_of_the_own_product() -> None:
 
     for loss, names in ((both, ["(first)", "(second)"]), (alone, ["(second)"])):
         for gradient in (jax.grad(loss), jaxmp.grad(loss, reduce_dtype="float32")):
-            rows = jaxmp.collectives(gradient, w, x)
+            rows = jaxmp.sharding.collectives(gradient, w, x)
             assert sorted(row.line.split()[-1] for row in rows) == names
 
 
@@ -207,7 +209,7 @@ def test_lines_modules_and_passes() -> None:
     def loss(params: Any, x: Any) -> Any:
         return jnp.sum(net.apply(params, x).astype(F32))
 
-    report = jaxmp.collectives(jax.grad(loss), params, x)
+    report = jaxmp.sharding.collectives(jax.grad(loss), params, x)
     kernel, bias = sorted(report, key=lambda row: -row.bytes)
     line = line_of("the dense layer", "test_lines_modules_and_passes.Block.__call__")
     assert (kernel.path, kernel.direction, kernel.runs) == ("Net/blocks/up", "backward", 3)
@@ -229,8 +231,8 @@ def test_functions_and_what_jit_makes_of_them() -> None:
         (jax.jit(fn).lower(*args), ()),
         (jax.jit(fn).trace(*args), ()),
     ):
-        assert carried(jaxmp.collectives(program, *given)) == want
-    assert carried(jaxmp.collectives(lambda x, w: fn(w, x), args[1], w=args[0])) == want
+        assert carried(jaxmp.sharding.collectives(program, *given)) == want
+    assert carried(jaxmp.sharding.collectives(lambda x, w: fn(w, x), args[1], w=args[0])) == want
 
 
 def test_arrays_and_what_is_none() -> None:
@@ -240,10 +242,12 @@ def test_arrays_and_what_is_none() -> None:
     def run(w: Any, x: Any, name: str, scale: float) -> Any:
         return product(w, x) * scale if name == "scaled" else 0.0
 
-    report = jaxmp.collectives(jax.grad(run), w, x, "scaled", scale=2.0)
+    report = jaxmp.sharding.collectives(jax.grad(run), w, x, "scaled", scale=2.0)
     assert report.bytes(dtype=BF16) == size(16, 32)
     static = jax.jit(jax.grad(run), static_argnames=("name", "scale"), donate_argnums=0)
-    assert jaxmp.collectives(static, w, x, name="scaled", scale=2.0).bytes() == size(16, 32)
+    assert jaxmp.sharding.collectives(static, w, x, name="scaled", scale=2.0).bytes() == size(
+        16, 32
+    )
     assert not w.is_deleted()
 
 
@@ -251,13 +255,13 @@ def test_the_mesh_can_be_given_or_found() -> None:
     mesh = mesh_of(4, 2)
     fn, args = every_kind(mesh)
     text = jax.jit(fn).lower(*args).compile().as_text()
-    unknown = jaxmp.collectives(text)
+    unknown = jaxmp.sharding.collectives(text)
     assert unknown.mesh_axes == ()
     assert {row.axes for row in unknown} == {None}
-    assert jaxmp.collectives(text, mesh=mesh).rows != unknown.rows
-    assert jaxmp.collectives(text, mesh=mesh.abstract_mesh).bytes(axis="model") > 0
+    assert jaxmp.sharding.collectives(text, mesh=mesh).rows != unknown.rows
+    assert jaxmp.sharding.collectives(text, mesh=mesh.abstract_mesh).bytes(axis="model") > 0
     with jax.set_mesh(mesh):
-        assert jaxmp.collectives(text).mesh_axes == (("data", 4), ("model", 2))
+        assert jaxmp.sharding.collectives(text).mesh_axes == (("data", 4), ("model", 2))
 
 
 @pytest.fixture
@@ -285,7 +289,7 @@ def test_programs_that_jax_has_on_disk() -> None:
     args = product_arguments(mesh_of(8))
     for _ in range(2):
         jax.clear_caches()
-        assert jaxmp.collectives(jax.grad(product), *args).bytes() == size(16, 32)
+        assert jaxmp.sharding.collectives(jax.grad(product), *args).bytes() == size(16, 32)
 
 
 PARTLY_MANUAL = """
@@ -298,7 +302,7 @@ def total(x):
 specs = {"in_specs": P("data"), "out_specs": P(), "axis_names": {"data"}}
 total = jax.shard_map(total, mesh=mesh, **specs)
 x = jax.ShapeDtypeStruct((8, 8), jnp.bfloat16, sharding=NamedSharding(mesh, P("data")))
-(row,) = jaxmp.collectives(total, x)
+(row,) = jaxmp.sharding.collectives(total, x)
 print(row.dtype, row.axes, row.bytes)
 """
 
@@ -312,7 +316,7 @@ def test_programs_that_a_cpu_cannot_compile() -> None:
 
 
 def test_one_device() -> None:
-    report = jaxmp.collectives(jnp.sin, jnp.ones(3))
+    report = jaxmp.sharding.collectives(jnp.sin, jnp.ones(3))
     assert (len(report), report.bytes(), report.devices) == (0, 0, 1)
     assert str(report).startswith("No collectives in the program after partitioning.")
 
@@ -323,7 +327,7 @@ def test_one_device() -> None:
 def test_programs_for_cpus_do_not_show_it() -> None:
     compiled = jax.jit(product).lower(*product_arguments(mesh_of(8))).compile()
     with pytest.raises(ValueError, match=r"XLA widens collectives of 16 bits for CPUs.* Give the"):
-        jaxmp.collectives(compiled)
+        jaxmp.sharding.collectives(compiled)
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -338,7 +342,7 @@ def test_programs_for_cpus_do_not_show_it() -> None:
 )
 def test_what_is_no_program(program: Any, args: Any, error: Any, match: str) -> None:
     with pytest.raises(error, match=match):
-        jaxmp.collectives(program, *args)
+        jaxmp.sharding.collectives(program, *args)
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -346,12 +350,12 @@ def test_meshes_that_are_not_the_programs() -> None:
     args = product_arguments(mesh_of(8))
     half = Mesh(np.asarray(jax.devices()[:4]), ("data",))
     with pytest.raises(ValueError, match="the mesh has 4 devices, the program runs on 8: give"):
-        jaxmp.collectives(product, *args, mesh=half)
+        jaxmp.sharding.collectives(product, *args, mesh=half)
     backwards = Mesh(np.asarray(jax.devices()[::-1]), ("data",))
     with pytest.raises(ValueError, match=r"other devices than that .* in another order"):
-        jaxmp.collectives(product, *args, mesh=backwards)
+        jaxmp.sharding.collectives(product, *args, mesh=backwards)
     with pytest.raises(TypeError, match=r"mesh must be a jax\.sharding\.Mesh, got a tuple"):
-        jaxmp.collectives(product, *args, mesh=("data",))
+        jaxmp.sharding.collectives(product, *args, mesh=("data",))
 
 
 def test_slices_without_a_mesh() -> None:
@@ -363,7 +367,7 @@ def test_slices_without_a_mesh() -> None:
         '_xla_megascale_transfer_type="ALL_REDUCE"}'
     )
     text = f"HloModule f, num_partitions=4\n\nENTRY %main () -> () {{\n  {sends}\n}}\n"
-    report = jaxmp.collectives(text)
+    report = jaxmp.sharding.collectives(text)
     (row,) = report
     assert (report.devices, row.axes, row.between_slices) == (8, None, True)
     assert row.groups == ((0, 4), (1, 5), (2, 6), (3, 7))
@@ -371,13 +375,13 @@ def test_slices_without_a_mesh() -> None:
     assert report.bytes(between_slices=False) == 0
     assert "all-reduce between slices" in str(report)
     with pytest.raises(ValueError, match="the program runs on 2 TPU slices of 4 devices, which Me"):
-        jaxmp.collectives(text, mesh=mesh_of(8))
+        jaxmp.sharding.collectives(text, mesh=mesh_of(8))
 
 
 def test_two_meshes_are_none() -> None:
     w, _ = product_arguments(mesh_of(8))
     _, x = product_arguments(mesh_of(4, 2))
-    report = jaxmp.collectives(product, w, x)
+    report = jaxmp.sharding.collectives(product, w, x)
     assert report.no_mesh == "arguments and results are sharded over different meshes"
     with pytest.raises(ValueError, match=r"no mesh axis is known: .* different meshes\. Give the"):
         report.bytes(axis="data")
@@ -525,7 +529,7 @@ def test_the_audit_can_have_it() -> None:
     traced = jaxmp.audit(fn, *args)
     assert traced.compiled is None
     report = jaxmp.audit(fn, *args, compiled=True)
-    assert report.compiled == jaxmp.collectives(fn, *args)
+    assert report.compiled == jaxmp.sharding.collectives(fn, *args)
     given = jaxmp.audit(fn, *args, compiled=jax.jit(fn).lower(*args))
     assert given.compiled.bytes() == report.compiled.bytes()
     assert report.products == traced.products

@@ -186,7 +186,7 @@ def test_shardings_that_a_loss_asks_for(name: str, split: bool) -> None:
     plain = jax.value_and_grad(loss)
     ours = jaxmp.value_and_grad(loss, reduce_dtype="float32", fsdp=fsdp)
     with jax.set_mesh(MESH):
-        before, after = (jaxmp.collectives(each, params, x) for each in (plain, ours))
+        before, after = (jaxmp.sharding.collectives(each, params, x) for each in (plain, ours))
         (value, grads), (ours_value, ours_grads) = (exactly(f)(params, x) for f in (plain, ours))
     assert narrow_sums(before) > 0
     assert narrow_sums(after) == 0, after
@@ -229,7 +229,7 @@ def test_autocast_within_a_reduction(name: str) -> None:
     fast = jaxmp.autocast(words.loss_of(name), "mixed_bfloat16")
     gradient = jaxmp.value_and_grad(fast, reduce_dtype="float32")
     with jax.set_mesh(MESH):
-        report = jaxmp.collectives(gradient, params, x)
+        report = jaxmp.sharding.collectives(gradient, params, x)
         value, _ = jax.jit(gradient)(params, x)
         wanted = jax.jit(words.loss_of(name))(params, x)
     assert narrow_sums(report) == 0
@@ -268,7 +268,7 @@ def test_a_constraint_on_the_automatic_axis() -> None:
 
     with jax.set_mesh(mesh):
         plain, ours = (
-            jaxmp.collectives(fun, w, x)
+            jaxmp.sharding.collectives(fun, w, x)
             for fun in (jax.grad(loss), jaxmp.grad(loss, reduce_dtype="float32"))
         )
     assert traffic(ours) == traffic(plain)
@@ -286,7 +286,7 @@ def test_autocast_around_a_part_of_the_loss() -> None:
     reports = []
     for kind, each in zip((AUTO, EXPLICIT), shardings, strict=True):
         gradient = jaxmp.value_and_grad(loss, fsdp=FSDP(shardings=each))
-        reports.append(traffic(jaxmp.collectives(gradient, *place("fsdp", kind)[:2])))
+        reports.append(traffic(jaxmp.sharding.collectives(gradient, *place("fsdp", kind)[:2])))
     assert reports[0] == reports[1]
 
 
@@ -606,8 +606,8 @@ def test_params_that_are_reduced_before_they_are_cast(reduced: bool) -> None:
     """Sums of the others are in bfloat16, the positive control, but for those of jaxmp."""
     loss = lambda params, x: plain_loss(params, x, reduced)  # noqa: E731
     with jax.set_mesh(MESH):
-        plain = jaxmp.collectives(jax.grad(loss), *plain_inputs())
-        ours = jaxmp.collectives(jaxmp.grad(loss, reduce_dtype="float32"), *plain_inputs())
+        plain = jaxmp.sharding.collectives(jax.grad(loss), *plain_inputs())
+        ours = jaxmp.sharding.collectives(jaxmp.grad(loss, reduce_dtype="float32"), *plain_inputs())
     assert min(report.bytes(reducer="add") for report in (plain, ours)) > 0
     assert (narrow_sums(plain) == 0) is reduced
     assert narrow_sums(ours) == 0

@@ -335,7 +335,7 @@ def test_with_value_and_grad_and_the_optimizer() -> None:
     def step(params: Any, state: Any, x: Any, y: Any) -> Any:
         fun = jaxmp.value_and_grad(gathered_loss("float16"), loss_scale=state.loss_scale)
         loss, grads = fun(params, x, y)
-        finite = lax.pmin(jaxmp.all_finite(grads), "d")
+        finite = lax.pmin(jaxmp.numbers.all_finite(grads), "d")
         params, state = tx.apply_gradients(grads, state, params, finite=finite)
         return params, state, lax.pmean(loss, "d")
 
@@ -556,7 +556,9 @@ def test_outside_of_a_shard_map() -> None:
         r"over mesh axis 'd', which is not bound here \(bound: none\)",
     ):
         reduce_gradients(w, "d")  # fmt: skip
-    with pytest.raises(ValueError, match=r"jaxmp.value_and_grad and jaxmp.all_finite do the same"):
+    with pytest.raises(
+        ValueError, match=r"jaxmp.value_and_grad and jaxmp.numbers.all_finite do the same"
+    ):
         jax.jit(lambda w: gather_params(w, P("d"), "d", dtype="bfloat16"))(w)
     with pytest.raises(ValueError, match=r"reduce_gradients needs the .* this is no shard_map"):
         reduce_gradients(w, ())
@@ -665,7 +667,7 @@ for check_vma in (True, False):
             if check_vma:
                 w = lax.pcast(w, "d", to="varying")
             grads = jax.grad(lambda w: loss(w.astype(jnp.bfloat16), x))(w)
-            finite = lax.pmin(jaxmp.all_finite(grads), "d")
+            finite = lax.pmin(jaxmp.numbers.all_finite(grads), "d")
             return reduce_gradients(grads, "d", **options), finite
         got, finite = run(local, (P(), P("d")), (P(), P()), check_vma)(w, x)
         same(got, 3e-2)

@@ -238,7 +238,7 @@ def test_flax_refuses_another_state(other: Any, text: str) -> None:
     saved = flax.serialization.to_state_dict(stepped(optimizer("bfloat16")))
     with pytest.raises(ValueError, match=text) as error:
         flax.serialization.from_state_dict(other(), saved)
-    assert "jaxmp.convert_state(state, tx)" in str(error.value)
+    assert "jaxmp.storage.convert_state(state, tx)" in str(error.value)
 
 
 def test_flax_refuses_another_dtype() -> None:

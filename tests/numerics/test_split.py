@@ -11,8 +11,8 @@ from hypothesis import given, strategies as st
 import jaxmp
 from tests.support.recorded import load_arrays
 
-split = jax.jit(jaxmp.split_float32, static_argnames="low_bits")
-merge = jax.jit(jaxmp.merge_float32)
+split = jax.jit(jaxmp.numbers.split_float32, static_argnames="low_bits")
+merge = jax.jit(jaxmp.numbers.merge_float32)
 CHUNK = 2**24
 
 
@@ -95,9 +95,17 @@ def test_what_was_split_stays() -> None:
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
-        (lambda: jaxmp.split_float32(jnp.float16(1)), TypeError, "got float16"),
-        (lambda: jaxmp.split_float32(jnp.float32(1), low_bits=4), ValueError, "16 or 8, got 4"),
-        (lambda: jaxmp.merge_float32(jnp.float16(1), jnp.int16(1)), TypeError, "float16 and int16"),
+        (lambda: jaxmp.numbers.split_float32(jnp.float16(1)), TypeError, "got float16"),
+        (
+            lambda: jaxmp.numbers.split_float32(jnp.float32(1), low_bits=4),
+            ValueError,
+            "16 or 8, got 4",
+        ),
+        (
+            lambda: jaxmp.numbers.merge_float32(jnp.float16(1), jnp.int16(1)),
+            TypeError,
+            "float16 and int16",
+        ),
     ],
 )
 def test_errors(call: Any, error: type[Exception], text: str) -> None:

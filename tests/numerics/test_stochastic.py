@@ -144,14 +144,16 @@ def test_values_of_the_format_stay(name: str) -> None:
     kind = np.uint16 if np.dtype(FORMATS[name]).itemsize == 2 else np.uint8
     values = np.arange(np.iinfo(kind).max + 1, dtype=kind).view(FORMATS[name])
     values = values[~np.isnan(wide(values))]
-    got = jaxmp.stochastic_round(jnp.asarray(values), FORMATS[name], jax.random.key(3))
+    got = jaxmp.numbers.stochastic_round(jnp.asarray(values), FORMATS[name], jax.random.key(3))
     np.testing.assert_array_equal(np.asarray(got).view(kind), values.view(kind))
 
 
 @pytest.mark.parametrize("randomness", ["counter", "threefry"])
 def test_the_mean_of_many_draws(randomness: Any) -> None:
     x = jnp.full(200_000, 1.003, jnp.float32)
-    rounded = jaxmp.stochastic_round(x, "bfloat16", jax.random.key(0), randomness=randomness)
+    rounded = jaxmp.numbers.stochastic_round(
+        x, "bfloat16", jax.random.key(0), randomness=randomness
+    )
     share = float(jnp.mean((rounded > 1).astype(jnp.float32)))
     exact = (float(np.float32(1.003)) - 1) * 128
     assert abs(share - exact) < 5 * np.sqrt(exact * (1 - exact) / x.size)
@@ -175,24 +177,26 @@ def test_random_words_have_no_pattern() -> None:
 def test_is_the_same_on_any_mesh() -> None:
     x = jnp.asarray(np.random.default_rng(0).standard_normal((64, 64)), jnp.float32)
     key = jax.random.key(7)
-    alone = jaxmp.stochastic_round(x, "bfloat16", key)
+    alone = jaxmp.numbers.stochastic_round(x, "bfloat16", key)
     mesh = jax.make_mesh((4, 2), ("a", "b"), (jax.sharding.AxisType.Auto,) * 2)
     for spec in (jax.P("a", "b"), jax.P(None, ("a", "b")), jax.P("b")):
         sharded = jax.device_put(x, jax.NamedSharding(mesh, spec))
-        got = jax.jit(lambda x, key: jaxmp.stochastic_round(x, "bfloat16", key))(sharded, key)
+        got = jax.jit(lambda x, key: jaxmp.numbers.stochastic_round(x, "bfloat16", key))(
+            sharded, key
+        )
         np.testing.assert_array_equal(got, alone)
         assert got.sharding.spec == spec
 
 
 def test_keys_of_any_kind() -> None:
     x = jnp.full(100, 1.003, jnp.float32)
-    typed = jaxmp.stochastic_round(x, "bfloat16", jax.random.key(1))
+    typed = jaxmp.numbers.stochastic_round(x, "bfloat16", jax.random.key(1))
     np.testing.assert_array_equal(
-        jaxmp.stochastic_round(x, "bfloat16", jax.random.PRNGKey(1)), typed
+        jaxmp.numbers.stochastic_round(x, "bfloat16", jax.random.PRNGKey(1)), typed
     )
-    rbg = jaxmp.stochastic_round(x, "bfloat16", jax.random.key(1, impl="rbg"))
+    rbg = jaxmp.numbers.stochastic_round(x, "bfloat16", jax.random.key(1, impl="rbg"))
     assert np.any(rbg != typed)
-    assert np.any(jaxmp.stochastic_round(x, "bfloat16", jax.random.key(2)) != typed)
+    assert np.any(jaxmp.numbers.stochastic_round(x, "bfloat16", jax.random.key(2)) != typed)
 
 
 @pytest.mark.parametrize(
@@ -207,14 +211,14 @@ def test_keys_of_any_kind() -> None:
 )
 def test_errors(args: Any, options: Any, error: type[Exception], text: str) -> None:
     with jax.enable_x64(True), pytest.raises(error, match=text):
-        jaxmp.stochastic_round(*args, jax.random.key(0), **options)
+        jaxmp.numbers.stochastic_round(*args, jax.random.key(0), **options)
 
 
 def test_one_key_at_a_time() -> None:
     with pytest.raises(TypeError, match=r"such as jax.random.key\(0\), got int"):
-        jaxmp.stochastic_round(jnp.ones(2), "bfloat16", 0)  # type: ignore[arg-type]
+        jaxmp.numbers.stochastic_round(jnp.ones(2), "bfloat16", 0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"one key, got keys of shape \(2,\)"):
-        jaxmp.stochastic_round(jnp.ones(2), "bfloat16", jax.random.split(jax.random.key(0)))
+        jaxmp.numbers.stochastic_round(jnp.ones(2), "bfloat16", jax.random.split(jax.random.key(0)))
 
 
 @pytest.mark.parametrize("mantissa_bits", [15, 7])

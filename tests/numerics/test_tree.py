@@ -79,34 +79,34 @@ def test_sharding_is_kept() -> None:
 @given(hnp.arrays(np.float32, hnp.array_shapes(max_dims=2), elements=st.floats(width=32)))
 def test_all_finite_agrees_with_numpy(x: np.ndarray) -> None:
     tree = {"x": x, "ints": np.arange(2), "key": jax.random.key(0), "none": None, "name": "a"}
-    assert bool(jaxmp.all_finite(tree)) == bool(np.isfinite(x).all())
+    assert bool(jaxmp.numbers.all_finite(tree)) == bool(np.isfinite(x).all())
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, "complex64"])
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 def test_all_finite_sees_every_dtype(dtype: str, value: float) -> None:
     x = jnp.asarray([1.0, value], dtype)
-    assert not jax.jit(jaxmp.all_finite)([jnp.ones(2), x])
-    assert jaxmp.all_finite(jnp.ones(2, dtype))
+    assert not jax.jit(jaxmp.numbers.all_finite)([jnp.ones(2), x])
+    assert jaxmp.numbers.all_finite(jnp.ones(2, dtype))
 
 
 def test_all_finite_of_large_finite_values() -> None:
     """A norm of these overflows in float16 and in float32; they are finite all the same."""
-    assert jaxmp.all_finite(jnp.full(1000, 65504.0, jnp.float16))
-    assert jaxmp.all_finite(jnp.full(1000, 3e38, jnp.float32))
+    assert jaxmp.numbers.all_finite(jnp.full(1000, 65504.0, jnp.float16))
+    assert jaxmp.numbers.all_finite(jnp.full(1000, 3e38, jnp.float32))
     assert not jnp.isfinite(jnp.linalg.norm(jnp.full(1000, 3e38)))  # positive control
 
 
 def test_all_finite_of_python_numbers() -> None:
-    assert not jaxmp.all_finite([float("nan")])
-    assert jaxmp.all_finite([1.0, 2, "x"])
+    assert not jaxmp.numbers.all_finite([float("nan")])
+    assert jaxmp.numbers.all_finite([1.0, 2, "x"])
 
 
 @pytest.mark.parametrize("pred", [True, False])
 def test_select_takes_one_tree_whole(pred: bool) -> None:
     a = {"x": jnp.asarray([jnp.nan, -0.0, 1.0]), "k": jax.random.key(1), "i": jnp.int32(3)}
     b = {"x": jnp.asarray([1.0, jnp.inf, 0.0]), "k": jax.random.key(2), "i": jnp.int32(4)}
-    chosen = jax.jit(jaxmp.select)(jnp.array(pred), a, b)
+    chosen = jax.jit(jaxmp.numbers.select)(jnp.array(pred), a, b)
     assert tree_bits(chosen) == tree_bits(a if pred else b)
 
 

@@ -44,8 +44,10 @@ FACADES = (
     "float8",
     "linen",
     "nnx",
+    "numbers",
     "rules",
     "sharding",
+    "storage",
 )
 # The adapters are the only ones that know Flax and Equinox, and reports the only ones that draw.
 MAY_IMPORT = {

@@ -212,7 +212,7 @@ def test_containers_that_look_at_shapes() -> None:
 # Every function of ours that returns a transformation, as optax calls it.
 TRANSFORMATIONS: dict[str, Callable[[Any], Any]] = {
     "mixed_precision": lambda inner: jaxmp.mixed_precision(inner, "bfloat16"),
-    "compact_state": lambda inner: jaxmp.compact_state(inner, "bfloat16", min_size=1),
+    "compact_state": lambda inner: jaxmp.storage.compact_state(inner, "bfloat16", min_size=1),
 }
 
 
@@ -224,7 +224,7 @@ def positional(function: Any) -> list[tuple[str, Any]]:
 
 
 def test_all_transformations_are_listed() -> None:
-    modules = [jaxmp, jaxmp.nnx, jaxmp.linen, jaxmp.float8, jaxmp.sharding, jaxmp.diagnostics]
+    modules = [jaxmp, jaxmp.nnx, jaxmp.linen, jaxmp.float8, jaxmp.sharding, jaxmp.storage]
     functions = [f for m in modules for f in map(m.__dict__.get, dir(m)) if inspect.isfunction(f)]
     found = {
         f.__name__

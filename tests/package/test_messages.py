@@ -165,8 +165,8 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ("init outside", lambda: jaxmp.DynamicLossScale(init_scale=2.0**30), ValueError,
      "init_scale 1073741824.0 is outside min_scale 1.0 to max_scale 16777216.0. Move the bound"),
     ("flag", lambda: jaxmp.NoLossScale().adjust(jaxmp.NoLossScale().init(), jnp.ones(2)),
-     TypeError, "grads_finite must be a boolean scalar, such as jaxmp.all_finite(grads); got "
-     "float32[2]"),
+     TypeError, "grads_finite must be a boolean scalar, such as jaxmp.numbers.all_finite(grads); "
+     "got float32[2]"),
     # gradients
     ("only integers", lambda: value_and_grad({"a": {"n": jnp.int32(1)}}, 1.0), TypeError,
      "argument 0, leaf 'a/n', is int32: only floating leaves have gradients and masters. Keep "
@@ -239,6 +239,9 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
      "mixed_precision needs the params to update: call tx.update(grads, state, params)"),
     ("foreign state", lambda: update(state=optax.sgd(0.1).init(PARAMS)), TypeError,
      "the state must be the MixedPrecisionState that tx.init returned, got tuple"),
+    ("no state", lambda: tx().update(PARAMS, None, PARAMS), TypeError,
+     "got None: the program around restored no state, perhaps since params were loaded in other "
+     "dtypes than they were saved in. Load them as they were, or begin anew with tx.init(params)"),
     ("missing gradient", lambda: update(grads={"w": jnp.ones(2)}), ValueError,
      "gradients and params have different structures; missing: b. Differentiate with respect to"),
     ("wrong shape", lambda: update(grads={"w": jnp.ones(3), "b": jnp.ones(1)}), ValueError,
@@ -257,8 +260,8 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
      "Cast params before tx.init (or let tx.init_params do it) and keep their dtypes, as "
      "optax.apply_updates does, and equinox.apply_updates does not. A state that was saved under "
      "another policy, or with another master=..., becomes one of this optimizer by "
-     "jaxmp.convert_state(state, tx). Where other params were frozen before, make the masters "
-     "anew: state._replace(master=tx.init(params).master)"),
+     "jaxmp.storage.convert_state(state, tx). Where other params were frozen before, make the "
+     "masters anew: state._replace(master=tx.init(params).master)"),
     ("other moments", lambda: tx(moments="int8").update(PARAMS, tx().init(PARAMS), PARAMS),
      ValueError, "the state is that of another optimizer, or its moments are stored otherwise"),
     ("in a chain", lambda: optax.chain(tx(), optax.clip(1.0)).init(PARAMS), ValueError,
@@ -309,10 +312,10 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
      "cast='all' and policy='none' contradict each other: who casts?"),
     ("not a loss", lambda: jaxmp.make_train_step("mixed_bfloat16"), TypeError,
      "make_train_step takes a loss function, got str"),
-    ("select", lambda: jaxmp.select(jnp.array(True), jnp.float32(1), jnp.float16(1)), TypeError,
-     "cannot select between float32 and float16: cast one of them"),
-    ("select by a mask", lambda: jaxmp.select(jnp.ones(2, bool), 1.0, 2.0), TypeError,
-     "pred must be a boolean scalar, such as jaxmp.all_finite(grads); got bool[2]"),
+    ("select", lambda: jaxmp.numbers.select(jnp.array(True), jnp.float32(1), jnp.float16(1)),
+     TypeError, "cannot select between float32 and float16: cast one of them"),
+    ("select by a mask", lambda: jaxmp.numbers.select(jnp.ones(2, bool), 1.0, 2.0), TypeError,
+     "pred must be a boolean scalar, such as jaxmp.numbers.all_finite(grads); got bool[2]"),
     ("bool scale", lambda: value_and_grad(loss_scale=True), TypeError, "got bool"),
     ("complex gradients", lambda: update(grads={"w": jnp.ones(2, "c8"), "b": jnp.ones(1)}),
      TypeError, "gradients leaf 'w' is complex, but its param is real"),

@@ -733,7 +733,7 @@ def test_sums_and_gathers_over_devices_are_the_same(author: str) -> None:
         )
         lowered = jax.jit(gradient).lower(placed, rows)
         totals: collections.Counter[Any] = collections.Counter()
-        for row in jaxmp.collectives(lowered).rows:
+        for row in jaxmp.sharding.collectives(lowered).rows:
             totals[row.kind, row.dtype] += row.bytes * row.runs
         return totals, lowered.compile().memory_analysis().temp_size_in_bytes
 

@@ -134,5 +134,5 @@ def test_of_sharded_params_over_eight_devices() -> None:
 
     plain, coded = by_stacks(None), by_stacks("int8")
     assert error(coded(stacks, x), plain(stacks, x)) < 0.02
-    sent = [jaxmp.collectives(f, stacks, x).bytes() for f in (plain, coded)]
+    sent = [jaxmp.sharding.collectives(f, stacks, x).bytes() for f in (plain, coded)]
     assert sent[0] == sent[1] > 0

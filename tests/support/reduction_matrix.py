@@ -134,4 +134,4 @@ def check_alike(case: Case, other: Case, read: Callable[[Any], Any]) -> None:
 
 
 def collectives_of(case: Case) -> Callable[[Any], Any]:
-    return lambda program: jaxmp.collectives(program, mesh=case.place.mesh)
+    return lambda program: jaxmp.sharding.collectives(program, mesh=case.place.mesh)

@@ -12,6 +12,7 @@ import pytest
 import jaxmp
 from jaxmp._numerics.block_codes import block_of, blocks_of, decode, encode
 from jaxmp._numerics.stochastic import hashed_words
+from jaxmp.storage import compact_state, expanded_state
 from tests.support.bits import tree_bits
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax needs it
@@ -72,7 +73,7 @@ def test_trains_as_in_float32(name: str, dtype: Any) -> None:
     """Every optimizer goes the same way, with an error far below what its steps are."""
     inner = OPTIMIZERS[name]()
     exact, exact_state = trained(inner)
-    near, state = trained(jaxmp.compact_state(inner, dtype))
+    near, state = trained(compact_state(inner, dtype))
     stored = [x for x in jax.tree.leaves(state) if x.dtype == dtype]
     large = [x for x in jax.tree.leaves(exact_state) if jnp.size(x) >= 4096]
     assert len(stored) == len(large) > 0 or name == "adafactor"
@@ -85,19 +86,19 @@ def test_trains_as_in_float32(name: str, dtype: Any) -> None:
 @pytest.mark.parametrize(("dtype", "most"), [("float32", 8.0), ("bfloat16", 4.0), ("int8", 2.05)])
 def test_bytes_of_adam(dtype: Any, most: float) -> None:
     params = {"w": jnp.zeros((512, 1024), jnp.float32)}
-    state = jaxmp.compact_state(optax.adam(1e-3), dtype).init(params)
+    state = compact_state(optax.adam(1e-3), dtype).init(params)
     total = sum(x.nbytes for x in jax.tree.leaves(state))
     assert total <= most * params["w"].size + 64
 
 
 def test_what_is_small_stays() -> None:
     hyperparams = optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)
-    state = jaxmp.compact_state(hyperparams, "int8").init(tree(0))
+    state = compact_state(hyperparams, "int8").init(tree(0))
     adam = state.codes.inner_state[0]
     assert adam.count.dtype == jnp.int32
     dtypes = {name: adam.nu[name].dtype.name for name in SHAPES}
     assert dtypes == {"dense": "int8", "rows": "int8", "stack": "int8", "bias": "float32"}
-    small = jaxmp.compact_state(hyperparams, "int8", min_size=1).init(tree(0)).codes
+    small = compact_state(hyperparams, "int8", min_size=1).init(tree(0)).codes
     assert small.inner_state[0].mu["bias"].dtype == jnp.int8
     assert small.hyperparams["learning_rate"].dtype == jnp.float32
 
@@ -111,7 +112,7 @@ def test_a_state_of_bfloat16_params_is_computed_in_float32() -> None:
         seen.extend(x.dtype.name for x in jax.tree.leaves(state[0]))
         return optax.trace(0.9).update(updates, state, params)
 
-    tx = jaxmp.compact_state(optax.GradientTransformation(optax.trace(0.9).init, update), "int8")
+    tx = compact_state(optax.GradientTransformation(optax.trace(0.9).init, update), "int8")
     state = tx.init(params)
     assert state.codes.trace["bias"].dtype == jnp.bfloat16
     tx.update(params, state)
@@ -148,19 +149,19 @@ def test_params_without_gradients_come_to_rest(dtype: Any, most: float) -> None:
 
     exact = end(optax.adam(1.0))
     assert abs(float(jnp.mean(exact)) + 6) < 0.1
-    near = end(jaxmp.compact_state(optax.adam(1.0), dtype))
+    near = end(compact_state(optax.adam(1.0), dtype))
     assert abs(float(jnp.mean(near - exact))) <= most
 
 
 def test_an_average_of_params_moves() -> None:
     """To nearest, a bfloat16 average with a weight of a thousandth stays where it was."""
     params = jnp.ones((64, 64), jnp.float32)
-    tx = jaxmp.compact_state(optax.ema(0.999, debias=False), "bfloat16")
+    tx = compact_state(optax.ema(0.999, debias=False), "bfloat16")
     state = tx.init(params)
     update = jax.jit(tx.update)
     for _ in range(1000):
         _, state = update(params, state)
-    average = float(jnp.mean(jaxmp.expanded_state(state).ema))
+    average = float(jnp.mean(expanded_state(state).ema))
     assert abs(average - (1 - 0.999**1000)) < 0.002
     nearest = jnp.bfloat16(0)
     for _ in range(1000):  # positive control
@@ -170,14 +171,14 @@ def test_an_average_of_params_moves() -> None:
 
 def test_a_second_moment_decays() -> None:
     """With `b2=0.999` and no more gradients: rounded to nearest it would stay for ever."""
-    tx = jaxmp.compact_state(optax.scale_by_adam(b2=0.999), "bfloat16")
+    tx = compact_state(optax.scale_by_adam(b2=0.999), "bfloat16")
     params = jnp.ones((64, 64), jnp.float32)
     state = tx.init(params)
     update = jax.jit(tx.update)
     _, state = update(params, state)
     for _ in range(2000):
         _, state = update(jnp.zeros_like(params), state)
-    second = float(jnp.mean(jaxmp.expanded_state(state).nu))
+    second = float(jnp.mean(expanded_state(state).nu))
     np.testing.assert_allclose(second, 0.001 * 0.999**2000, rtol=0.02)
 
 
@@ -251,7 +252,7 @@ def test_codes_of_the_first_state_are_computed_by_the_program() -> None:
 
     Random words of rounding are made by shifts.
     """
-    tx = jaxmp.compact_state(optax.adam(1e-3), "int8")
+    tx = compact_state(optax.adam(1e-3), "int8")
     program = jax.jit(tx.init).lower(jnp.ones((128, 128))).compile()
     assert "shift-right-logical" in program.as_text()
     assert tree_bits(program(jnp.ones((128, 128)))) == tree_bits(tx.init(jnp.ones((128, 128))))
@@ -320,14 +321,14 @@ def test_params_in_8_bits_are_warned_of(inner: Any, name: str) -> None:
     """The params of a schedule-free AdamW were off by a third."""
     params = {"large": jnp.ones((64, 128)), "small": jnp.ones(4)}
     for init in (
-        jaxmp.compact_state(inner, "int8").init,
+        compact_state(inner, "int8").init,
         jaxmp.mixed_precision(inner, "bfloat16", moments="int8").init,
         jax.jit(jaxmp.mixed_precision(inner, "mixed_bfloat16", moments="int8").init),
     ):
         with pytest.warns(UserWarning, match=f"begins with what is made of params: {name}"):
             init(params)
-    jaxmp.compact_state(inner, "bfloat16").init(params)  # no warning
-    jaxmp.compact_state(inner, "int8").init({"small": jnp.ones(4)})  # stays float32
+    compact_state(inner, "bfloat16").init(params)  # no warning
+    compact_state(inner, "int8").init({"small": jnp.ones(4)})  # stays float32
 
 
 def test_moments_in_8_bits_are_not_warned_of() -> None:
@@ -335,29 +336,27 @@ def test_moments_in_8_bits_are_not_warned_of() -> None:
     decayed = optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1, momentum=0.9))
     for inner in (optax.adamw(1e-3), optax.contrib.muon(1e-2), decayed):
         jaxmp.mixed_precision(inner, "bfloat16", moments="int8").init(params)
-    around_moments = optax.contrib.schedule_free(
-        jaxmp.compact_state(optax.adam(1e-3), "int8"), 1e-3, 0.9
-    )
+    around_moments = optax.contrib.schedule_free(compact_state(optax.adam(1e-3), "int8"), 1e-3, 0.9)
     jaxmp.mixed_precision(around_moments, "bfloat16").init(params)
 
 
 @pytest.mark.parametrize(
     ("make", "error", "text"),
     [
-        (lambda: jaxmp.compact_state(optax.sgd(0.1), "int4"), ValueError,
+        (lambda: compact_state(optax.sgd(0.1), "int4"), ValueError,
          "must be one of 'float32', 'bfloat16', 'int8', got 'int4'"),
-        (lambda: jaxmp.compact_state(optax.MultiSteps(optax.sgd(0.1), 2), "int8").init(tree(0)),
+        (lambda: compact_state(optax.MultiSteps(optax.sgd(0.1), 2), "int8").init(tree(0)),
          TypeError, "Put compact_state inside: optax.MultiSteps"),
-        (lambda: jaxmp.compact_state(3, "int8"), TypeError, "inner must be an optax.Gradient"),
+        (lambda: compact_state(3, "int8"), TypeError, "inner must be an optax.Gradient"),
         (lambda: jaxmp.mixed_precision(
             optax.chain(optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation()),
             "bfloat16", moments="int8").init(tree(0)), TypeError, "sums gradients in its state"),
-        (lambda: jaxmp.compact_state(jaxmp.compact_state(optax.adam(0.1), "int8"), "bfloat16")
+        (lambda: compact_state(compact_state(optax.adam(0.1), "int8"), "bfloat16")
          .init(tree(0)), TypeError, "already. Wrap each part of an optimizer once"),
-        (lambda: jaxmp.compact_state(jaxmp.mixed_precision(optax.sgd(0.1), "bfloat16"), "int8")
+        (lambda: compact_state(jaxmp.mixed_precision(optax.sgd(0.1), "bfloat16"), "int8")
          .init(tree(0)), ValueError, "mixed_precision must be the outermost"),
-        (lambda: jaxmp.compact_state(optax.adam(0.1), "int8").update(
-            tree(0), jaxmp.compact_state(optax.adam(0.1), "bfloat16").init(tree(0))), TypeError,
+        (lambda: compact_state(optax.adam(0.1), "int8").update(
+            tree(0), compact_state(optax.adam(0.1), "bfloat16").init(tree(0))), TypeError,
          r"the one that compact_state\(optimizer, 'int8'\).init returned, got RoundedState"),
         (lambda: encode(jnp.ones(3), jnp.ones(3, jnp.uint32)), ValueError, "no blocks"),
         (lambda: encode(jnp.ones((9, 7)), jnp.ones((9, 7), jnp.uint32)), ValueError, "no blocks"),

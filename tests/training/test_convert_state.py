@@ -14,6 +14,7 @@ import pytest
 
 import jaxmp
 from jaxmp._training.master_storages import STORAGES
+from jaxmp.storage import convert_state
 from tests.support.bits import tree_bits
 from tests.support.compilations import Count
 from tests.support.one_by_one import one_by_one
@@ -47,11 +48,11 @@ def trained(tx: Any, steps: int = 5) -> jaxmp.TrainState:
 @pytest.mark.parametrize("old", EXACT)
 def test_goes_on_to_the_bit(old: str, new: str) -> None:
     state = trained(optimizer(old))
-    converted = jaxmp.convert_state(state, optimizer(new))
+    converted = convert_state(state, optimizer(new))
     assert int(converted.step) == 5
     for i in range(5, 8):
         state, converted = (apply_gradients(each, grads(i)) for each in (state, converted))
-    back = jaxmp.convert_state(converted, state.tx)
+    back = convert_state(converted, state.tx)
     assert tree_bits(back) == tree_bits(state)
 
 
@@ -61,10 +62,10 @@ def test_between_all_storages(old: str, new: str) -> None:
     """Masters are within what the narrower of both can hold; params as that storage rounds."""
     state = trained(optimizer(old))
     tx = optimizer(new, moments="int8")
-    converted = jaxmp.convert_state(state, tx)
+    converted = convert_state(state, tx)
     assert jax.tree.structure(converted) == jax.tree.structure(trained(tx, steps=0))
-    exact = jaxmp.convert_state(state, optimizer()).opt_state
-    again = jaxmp.convert_state(converted, optimizer(), widen_params=True).opt_state
+    exact = convert_state(state, optimizer()).opt_state
+    again = convert_state(converted, optimizer(), widen_params=True).opt_state
     apart = np.abs(np.subtract(again.master["w"], exact.master["w"]))
     bound = 2.0**-8 if new in ("none", "stochastic") else 2.0**-15
     assert np.all(apart <= bound * np.abs(np.asarray(exact.master["w"])) + 1e-7)
@@ -76,10 +77,10 @@ def test_masters_are_not_made_of_narrow_params_without_a_word() -> None:
     for old in ("none", "stochastic"):
         state = trained(optimizer(old))
         with pytest.raises(ValueError, match=r"params, leaf 'w', is narrow, and the state has no"):
-            jaxmp.convert_state(state, optimizer("remainder"))
-        converted = jaxmp.convert_state(state, optimizer("remainder"), widen_params=True)
+            convert_state(state, optimizer("remainder"))
+        converted = convert_state(state, optimizer("remainder"), widen_params=True)
         assert tree_bits(converted.params) == tree_bits(state.params)
-        jaxmp.convert_state(state, optimizer("none"))  # asks for none
+        convert_state(state, optimizer("none"))  # asks for none
 
 
 @pytest.mark.parametrize("policy", ["bfloat16", "mixed_bfloat16", "float32", "mixed_float16"])
@@ -87,10 +88,10 @@ def test_a_checkpoint_of_narrow_params_alone(policy: str) -> None:
     """Float32 params would be masters too, and are not made of narrow ones without a word."""
     tx, params = optimizer(policy=policy), {"w": np.asarray(grads(0)["w"]).astype(jnp.bfloat16)}
     with pytest.raises(ValueError, match="widen_params=True"):
-        jaxmp.convert_state(None, tx, params=params)
+        convert_state(None, tx, params=params)
     with pytest.raises(ValueError, match="widen_params=True"):
-        jaxmp.convert_state(trained(optimizer("none")), tx)
-    live, state = jaxmp.convert_state(None, tx, params=params, widen_params=True)
+        convert_state(trained(optimizer("none")), tx)
+    live, state = convert_state(None, tx, params=params, widen_params=True)
     masters = state.master if policy == "bfloat16" else live
     np.testing.assert_array_equal(masters["w"], np.asarray(params["w"], np.float32))
     assert live["w"].dtype == jaxmp.get_policy(policy).param_dtype
@@ -99,11 +100,11 @@ def test_a_checkpoint_of_narrow_params_alone(policy: str) -> None:
 def test_random_words_go_on() -> None:
     """The same words after each restart would round alike each time."""
     state = trained(optimizer("stochastic", "int8"))
-    converted = jaxmp.convert_state(state, optimizer("stochastic", "bfloat16")).opt_state
+    converted = convert_state(state, optimizer("stochastic", "bfloat16")).opt_state
     assert int(converted.master["w"]) == int(converted.inner.step) == 5
     # States without random words count their steps too.
-    assert int(jaxmp.convert_state(trained(optimizer()), state.tx).opt_state.master["w"]) == 5
-    kahan = jaxmp.convert_state(state, optimizer("kahan"), widen_params=True).opt_state
+    assert int(convert_state(trained(optimizer()), state.tx).opt_state.master["w"]) == 5
+    kahan = convert_state(state, optimizer("kahan"), widen_params=True).opt_state
     assert [int(count) for count in kahan.kind.values()] == [5]
 
 
@@ -111,7 +112,7 @@ def test_either_state_may_be_donated() -> None:
     for new in ("float32", "remainder"):
         state = trained(optimizer("float32"))
         before = tree_bits(state)
-        converted = jaxmp.convert_state(state, optimizer(new))
+        converted = convert_state(state, optimizer(new))
         step = jax.jit(lambda s: s.apply_gradients(grads(0)), donate_argnums=0)
         step(converted)
         assert tree_bits(state) == before
@@ -119,7 +120,7 @@ def test_either_state_may_be_donated() -> None:
 
 def test_codes_are_not_rounded_again() -> None:
     state = trained(optimizer("float32", "int8"))
-    converted = jaxmp.convert_state(state, optimizer("remainder", "int8"))
+    converted = convert_state(state, optimizer("remainder", "int8"))
     assert tree_bits(converted.opt_state.inner) == tree_bits(state.opt_state.inner)
 
 
@@ -129,7 +130,7 @@ def test_a_converted_state_lies_on_the_mesh(compilations: Count) -> None:
     placed = jax.device_put(grads(99), jax.NamedSharding(mesh, jax.P("data")))
     state = jaxmp.TrainState.create(params=placed, tx=optimizer())
     step = jax.jit(lambda s, g: s.apply_gradients(g))
-    state = jaxmp.convert_state(state, optimizer("stochastic", "int8"))
+    state = convert_state(state, optimizer("stochastic", "int8"))
     counts = []
     for i in range(3):
         state = step(state, jax.device_put(grads(i), jax.NamedSharding(mesh, jax.P("data"))))
@@ -145,8 +146,8 @@ def test_from_plain_optax() -> None:
     for i in range(3):
         updates, state = jax.jit(inner.update)(grads(i), state, params)
         params = optax.apply_updates(params, updates)
-    live, converted = jaxmp.convert_state(state, optimizer("remainder"), params=params)
-    exact = jaxmp.convert_state(converted, optimizer(), params=live)[1]
+    live, converted = convert_state(state, optimizer("remainder"), params=params)
+    exact = convert_state(converted, optimizer(), params=live)[1]
     assert tree_bits(exact.master) == tree_bits(params)
     assert tree_bits(exact.inner) == tree_bits(state)
 
@@ -156,7 +157,7 @@ def test_from_the_train_state_of_flax() -> None:
     state = train_state.create(apply_fn=None, params=grads(99), tx=optax.adamw(1e-2))
     state = state.apply_gradients(grads=grads(0))
     tx = optimizer()
-    converted = jaxmp.convert_state(state, tx)
+    converted = convert_state(state, tx)
     assert (int(converted.step), converted.tx) == (1, tx)
     assert converted.params["w"].dtype == jnp.bfloat16
     assert tree_bits(converted.opt_state.master) == tree_bits(state.params)
@@ -167,8 +168,8 @@ def test_from_the_train_state_of_flax() -> None:
 @pytest.mark.parametrize("new", ["bfloat16", "mixed_bfloat16", "float16"])
 def test_between_policies(old: str, new: str) -> None:
     state = trained(optimizer(policy=old))
-    converted = jaxmp.convert_state(state, optimizer(policy=new))
-    back = jaxmp.convert_state(converted, state.tx)
+    converted = convert_state(state, optimizer(policy=new))
+    back = convert_state(converted, state.tx)
     assert tree_bits(back.params) == tree_bits(state.params)
     assert tree_bits(back.opt_state.master) == tree_bits(state.opt_state.master)
 
@@ -178,12 +179,12 @@ def test_the_loss_scale_goes_on() -> None:
     state = state.apply_gradients({"w": jnp.full((64, 128), jnp.inf)})
     scale = float(state.loss_scale.scale)
     assert scale == 2.0**15
-    converted = jaxmp.convert_state(state, optimizer("kahan", policy="float16"))
+    converted = convert_state(state, optimizer("kahan", policy="float16"))
     assert float(converted.loss_scale.scale) == scale
     assert int(converted.opt_state.skipped) == 1
-    none = jaxmp.convert_state(state, optimizer())
+    none = convert_state(state, optimizer())
     assert float(none.loss_scale.scale) == 1
-    assert float(jaxmp.convert_state(none, state.tx).loss_scale.scale) == 2.0**16
+    assert float(convert_state(none, state.tx).loss_scale.scale) == 2.0**16
 
 
 def test_params_of_rules_keep_their_dtypes() -> None:
@@ -192,7 +193,7 @@ def test_params_of_rules_keep_their_dtypes() -> None:
     tx = jaxmp.mixed_precision(optax.adamw(1e-2), rules)
     state = jaxmp.TrainState.create(params=params, tx=tx)
     new = jaxmp.mixed_precision(optax.adamw(1e-2), rules, master="remainder")
-    converted = jaxmp.convert_state(state, new)
+    converted = convert_state(state, new)
     assert jax.tree.map(lambda x: x.dtype.name, converted.params) == {
         "norm": "float32",
         "w": "bfloat16",
@@ -202,8 +203,8 @@ def test_params_of_rules_keep_their_dtypes() -> None:
 def test_under_jit() -> None:
     tx = optimizer("remainder", "int8")
     state = trained(optimizer())
-    converted = jax.jit(lambda state: jaxmp.convert_state(state, tx))(state)
-    assert tree_bits(converted) == tree_bits(jaxmp.convert_state(state, tx))
+    converted = jax.jit(lambda state: convert_state(state, tx))(state)
+    assert tree_bits(converted) == tree_bits(convert_state(state, tx))
 
 
 KINDS = {
@@ -273,14 +274,14 @@ def test_a_state_of_another_storage_is_an_error() -> None:
     """As if restored into the wrong optimizer: before anything is computed."""
     state = trained(optimizer("remainder"))
     wrong = state.replace(tx=optimizer("remainder8"))
-    with pytest.raises(ValueError, match=r"jaxmp\.convert_state"):
+    with pytest.raises(ValueError, match=r"jaxmp\.storage\.convert_state"):
         wrong.apply_gradients(grads(0))
 
 
 @pytest.mark.parametrize("moments", ["bfloat16", "int8"])
 def test_other_moments_are_an_error(moments: str) -> None:
     state = trained(optimizer(moments=moments))
-    with pytest.raises((ValueError, TypeError), match=r"jaxmp\.convert_state"):
+    with pytest.raises((ValueError, TypeError), match=r"jaxmp\.storage\.convert_state"):
         state.replace(tx=optimizer()).apply_gradients(grads(0))
 
 
@@ -303,10 +304,10 @@ def test_hyperparameters_may_be_set(value: Any) -> None:
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
-        (lambda: jaxmp.convert_state(trained(optimizer()), optax.adam(1.0)), TypeError,
+        (lambda: convert_state(trained(optimizer()), optax.adam(1.0)), TypeError,
          "tx must be jaxmp.mixed_precision"),
-        (lambda: jaxmp.convert_state({}, optimizer()), TypeError, "a TrainState, or an optimizer"),
-        (lambda: jaxmp.convert_state(optax.sgd(1.0).init(grads(0)), optimizer(), params=grads(0)),
+        (lambda: convert_state({}, optimizer()), TypeError, "a TrainState, or an optimizer"),
+        (lambda: convert_state(optax.sgd(1.0).init(grads(0)), optimizer(), params=grads(0)),
          ValueError, "must be the one that made the state"),
     ],
 )  # fmt: skip

@@ -36,7 +36,7 @@ def make_step() -> Any:
         )(state.params)
         grads = {name: g + batch["grads"] for name, g in grads.items()}
         return state.apply_gradients(
-            grads, finite=jaxmp.all_finite((value, grads, stats)), stats=stats
+            grads, finite=jaxmp.numbers.all_finite((value, grads, stats)), stats=stats
         ), value
 
     return step
@@ -111,7 +111,7 @@ def test_faults_leave_no_trace(policy: str, config: Any, skip: Any, steps: int) 
     assert seen == {where: {where is not None} for where in (*WHERE, None)}
     assert int(state.opt_state.skipped) == steps - int(state.step)
     assert int(clean_state.opt_state.skipped) == 0
-    assert jaxmp.all_finite(frozen(state))
+    assert jaxmp.numbers.all_finite(frozen(state))
 
 
 @pytest.mark.usefixtures("standard_promotion")
@@ -129,4 +129,4 @@ def test_faults_poison_plain_optax() -> None:
 
     for _, faulty, _ in batches(300):
         params, stats, opt_state = step(params, stats, opt_state, faulty)
-    assert not jaxmp.all_finite(stats)
+    assert not jaxmp.numbers.all_finite(stats)

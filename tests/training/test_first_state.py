@@ -45,8 +45,8 @@ def test_any_number_of_shapes_is_one_program(
     makers: list[Callable[[], Any]] = [
         lambda: jaxmp.TrainState.create(params=params, tx=tx),
         lambda: tx.init(params),
-        lambda: jaxmp.compact_state(optax.adamw(1e-3), "int8").init(params),
-        lambda: jaxmp.convert_state(None, tx, params=params),
+        lambda: jaxmp.storage.compact_state(optax.adamw(1e-3), "int8").init(params),
+        lambda: jaxmp.storage.convert_state(None, tx, params=params),
     ]
     for make in makers:
         before = compilations()
@@ -134,7 +134,7 @@ def test_what_an_optimizer_or_a_user_has_placed_stays_there() -> None:
     state = jaxmp.mixed_precision(inner, "bfloat16").init(params)
     assert state.inner["w"].sharding == split
     other = jaxmp.mixed_precision(inner, "bfloat16", master="none")
-    _, converted = jaxmp.convert_state(state, other, params=params)
+    _, converted = jaxmp.storage.convert_state(state, other, params=params)
     assert converted.inner["w"].sharding == split
 
 

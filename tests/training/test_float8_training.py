@@ -100,7 +100,7 @@ def test_a_loss_scale_backs_off_and_finds_its_way() -> None:
         skipped.append(not state.opt_state.grads_finite)
     assert skipped[0]
     assert not skipped[-1]
-    assert jaxmp.all_finite(state.params)
+    assert jaxmp.numbers.all_finite(state.params)
 
 
 @pytest.mark.parametrize("policy", ["mixed_float8", "mixed_float8,products=rowwise_hp"])

@@ -44,7 +44,7 @@ def halves(name: str, policy: str = "bfloat16", **options: Any) -> jaxmp.MixedPr
 def master_of(state: jaxmp.TrainState, inner: Any = None) -> Any:
     """The float32 masters, by way of another storage."""
     tx = jaxmp.mixed_precision(inner or optax.adamw(1e-3), "bfloat16")
-    return jaxmp.convert_state(state, tx, widen_params=True).opt_state.master["w"]
+    return jaxmp.storage.convert_state(state, tx, widen_params=True).opt_state.master["w"]
 
 
 def test_remainders_train_as_float32_masters_do() -> None:

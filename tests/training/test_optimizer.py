@@ -73,7 +73,7 @@ def test_every_optimizer(name: str) -> None:
     assert len(traces) == 1
     assert state.grads_finite
     np.testing.assert_array_equal(params["low"], state.master["low"].astype(jnp.bfloat16))
-    assert jaxmp.all_finite((params, state.inner))
+    assert jaxmp.numbers.all_finite((params, state.inner))
 
 
 @pytest.mark.parametrize("skip", ["auto", "cond", "select"])
@@ -121,7 +121,7 @@ def test_counters() -> None:
 def test_skip_none_does_not_look() -> None:
     tx = jaxmp.mixed_precision(optax.sgd(0.1), "bfloat16", skip="none")
     params, state = run(tx, [constant_grads(np.inf)], mixed_tree())
-    assert not jaxmp.all_finite(params)
+    assert not jaxmp.numbers.all_finite(params)
     assert state.grads_finite
 
 

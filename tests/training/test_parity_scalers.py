@@ -44,10 +44,10 @@ def test_gradscaler(case: dict[str, Any]) -> None:
 
     def step(state: jaxmp.LossScaleState, now: Any) -> tuple[jaxmp.LossScaleState, Any]:
         grads, new_scale = now
-        finite = jnp.stack([jaxmp.all_finite({"g": g}) for g in grads])
+        finite = jnp.stack([jaxmp.numbers.all_finite({"g": g}) for g in grads])
         adjusted = config.adjust(state, jnp.all(finite))
         given = state._replace(scale=new_scale)  # update(new_scale) leaves the tracker alone
-        state = jaxmp.select(new_scale > 0, given, adjusted)
+        state = jaxmp.numbers.select(new_scale > 0, given, adjusted)
         return state, (*state[:2], ~finite)
 
     run = jax.jit(lambda state, now: jax.lax.scan(step, state, now))

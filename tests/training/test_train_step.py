@@ -163,7 +163,7 @@ def test_collections_move_and_stay_on_a_skip() -> None:
         tree_bits(getattr(state, k)) for k in kept
     ]
     # Positive control: the loss function really returned infinite statistics.
-    assert not jaxmp.all_finite(jax.jit(bn_loss)(state.params, bad, **state.collections)[1])
+    assert not jaxmp.numbers.all_finite(jax.jit(bn_loss)(state.params, bad, **state.collections)[1])
 
 
 def test_a_loss_that_is_not_finite_skips_the_step() -> None:

@@ -56,7 +56,7 @@ def _lion() -> optax.GradientTransformation:
 
 
 def _compact_lion() -> optax.GradientTransformation:
-    return jaxmp.compact_state(_lion(), "int8", min_size=1)
+    return jaxmp.storage.compact_state(_lion(), "int8", min_size=1)
 
 
 # Grows within the few steps of a test.

@@ -222,11 +222,11 @@ def create_outside_jit(mesh: Mesh, *, recipe: str) -> dict[str, Any]:
     with_average = jaxmp.TrainState.create(params=params, tx=state.tx, average=params)
     return {
         "digests": digests(place(state)),
-        "converted": digests(place(jaxmp.convert_state(state, state.tx))),
+        "converted": digests(place(jaxmp.storage.convert_state(state, state.tx))),
         "has_own_params": all(jax.tree.leaves(own)),
-        "has_average": bool(jaxmp.all_finite(with_average.average)),
+        "has_average": bool(jaxmp.numbers.all_finite(with_average.average)),
         "sharded": [str(x.sharding.spec) for x in jax.tree.leaves(state) if x.ndim > 1],
-        "finite": bool(jaxmp.all_finite(state)),
+        "finite": bool(jaxmp.numbers.all_finite(state)),
     }
 
 
