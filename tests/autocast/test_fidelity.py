@@ -224,6 +224,22 @@ def test_output_dtypes(policy: str) -> None:
     assert [str(y.dtype) for y in halves(X, W)] == [low, low, low, "int32", "bool", low]
 
 
+@both
+def test_the_loss_of_low_params_keeps_the_digits_that_were_computed(policy: str) -> None:
+    def f(w: Any, x: Any) -> Any:
+        y = x @ w
+        return jnp.mean(y * y), jnp.mean(y * y, axis=0)
+
+    low = jnp.bfloat16 if policy == BF16 else jnp.float16
+    w, x = W.astype(low), X.astype(low)
+    assert {y.dtype for y in jax.tree.leaves(jax.eval_shape(f, w, x))} == {jnp.dtype(low)}
+    loss, row = jaxmp.autocast(f, policy)(w, x)
+    assert (loss.dtype, row.dtype) == (jnp.float32, low)
+    assert float(loss) != float(loss.astype(low))
+    product = np.asarray(jnp.matmul(x, w), np.float64)
+    np.testing.assert_allclose(float(loss), (product**2).mean(), rtol=1e-3)
+
+
 # --- arguments and results ---------------------------------------
 
 
