@@ -144,7 +144,7 @@ def autocast(
         # The precision of an exact part around this one does not hold in here.
         with jax.named_scope(scope), default_precision(None), _WITHIN(True):
             out = call(static, arrays)
-        warn_of_cpu_compiler(computed_in, out.arrays)
+        warn_of_cpu_compiler(computed_in, out.arrays, in_jit=True)
         return combine(out.static, out.arrays)
 
     return autocast_fun

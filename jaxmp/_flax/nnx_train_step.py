@@ -38,6 +38,7 @@ from jaxmp._training.loss_under_policy import Cast
 from jaxmp._training.progress import warn_of_foreign_scale
 from jaxmp._training.step_metrics import Metrics
 from jaxmp._training.train_step import Gradients, StepOptions, check_takes, unpack
+from jaxmp._training.whole_batch import warn_of_whole_batch
 
 
 def make_train_step(
@@ -141,7 +142,7 @@ class ModuleStep:
         """Runs one step; see `make_train_step`."""
         if others:
             raise_for_several_batches(others, "(model, optimizer, (x, y))", "(model, batch)")
-        walk, run, arrays = self._ready(model, optimizer)
+        walk, run, arrays = self._ready(model, optimizer, batch)
         ids = set(map(id, jax.tree.leaves(batch)))
         if self._donates and not ids.isdisjoint(map(id, arrays)):
             batch = jax.tree.map(lambda x: copied(x) if isinstance(x, jax.Array) else x, batch)
@@ -168,11 +169,11 @@ class ModuleStep:
         self, model: Any, optimizer: Optimizer, batch: PyTree
     ) -> tuple[jax.stages.Wrapped, tuple[Any, ...]]:
         """Returns the jitted function of arrays that a call runs, and its arguments."""
-        _, run, arrays = self._ready(model, optimizer)
+        _, run, arrays = self._ready(model, optimizer, batch)
         return run, (arrays, batch)
 
     def _ready(
-        self, model: Any, optimizer: Optimizer
+        self, model: Any, optimizer: Optimizer, batch: PyTree
     ) -> tuple[Walk, jax.stages.Wrapped, list[Any]]:
         """Returns the walk through the model, the jitted step for it, and the arrays to give it."""
         known = self._walks.get(optimizer) if isinstance(optimizer, Optimizer) else None
@@ -204,7 +205,10 @@ class ModuleStep:
             walk.run = self._jitted(walk.structure, shardings)
             self._programs.append((walk.structure, shardings, walk.run))
             if not is_abstract:
-                warn_of_foreign_scale(walk.structure.state(arrays))
+                state = walk.structure.state(arrays)
+                warn_of_foreign_scale(state)
+                trace = functools.partial(walk.run.trace, arrays, batch)
+                warn_of_whole_batch(state.params, batch, self._options.fsdp, trace)
         self._walks[optimizer] = walk
         return walk, walk.run, arrays
 

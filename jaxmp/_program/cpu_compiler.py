@@ -1,6 +1,9 @@
 """Warns of a jaxlib whose CPU compiler computes bfloat16 wrongly."""
 
 import functools
+import importlib.metadata
+import importlib.util
+import os
 import threading
 from collections.abc import Iterable
 from typing import Any
@@ -14,26 +17,43 @@ from jaxmp._numerics.dtypes import DType
 from jaxmp._numerics.user_warnings import warn_once
 from jaxmp._program.compat import is_traced, may_sum_bfloat16_wrongly
 
+_FLAG = "--xla_cpu_experimental_ynn_fusion_type="
 WRONG_SUMS = (
     f"the CPU compiler of jaxlib {jaxlib.version.__version__} sums bfloat16 wrongly: "
     "jax.jit(lambda a, b: (relu(a) * relu(b)).sum(1)) returns NaN and other numbers that are not "
-    "the sums. On this CPU set XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type= before JAX "
-    "starts, train in float32, or install jax and jaxlib 0.11.1 or earlier. GPUs and TPUs have "
-    "other compilers"
+    f"the sums. On this CPU set XLA_FLAGS={_FLAG} before JAX starts, train in float32, or install "
+    "jax and jaxlib 0.11.1 or earlier. GPUs and TPUs have other compilers"
 )
 
 
-def warn_of_cpu_compiler(dtypes: Iterable[DType], result: Any) -> None:
-    """Warns once if a CPU computes in bfloat16, and its compiler does so wrongly."""
+def warn_of_cpu_compiler(dtypes: Iterable[DType], result: Any, *, in_jit: bool = False) -> None:
+    """Warns once if a CPU computes in bfloat16, and its compiler does so wrongly.
+
+    Args:
+      dtypes: in which it computes.
+      result: what it returned.
+      in_jit: whether a result that is being traced counts, too, where JAX knows CPUs alone.
+    """
     # No error shows it: sums over rows are wrong and change from call to call, some to NaN, which
     # overflow detection takes for the user's own.
     if jnp.dtype(jnp.bfloat16) not in dtypes or not may_sum_bfloat16_wrongly():
         return
-    # Only results on a CPU count, so that no backend starts that the user has not started.
-    arrays = (x for x in jax.tree.leaves(result) if isinstance(x, jax.Array) and not is_traced(x))
-    on_cpu = any(device.platform == "cpu" for x in arrays for device in x.devices())
-    if on_cpu and sums_wrongly():
+    # Only results on a CPU count, so that no backend starts that the user has not started. In a
+    # trace, which names no device, nothing is run to find out.
+    arrays = [x for x in jax.tree.leaves(result) if isinstance(x, jax.Array)]
+    done = [x for x in arrays if not is_traced(x)]
+    on_cpu = any(device.platform == "cpu" for x in done for device in x.devices())
+    will_be = in_jit and len(done) < len(arrays) and _FLAG not in os.environ.get("XLA_FLAGS", "")
+    if (on_cpu and sums_wrongly()) or (will_be and _knows_cpus_alone()):
         warn_once(WRONG_SUMS, threading.Thread)
+
+
+@functools.cache
+def _knows_cpus_alone() -> bool:
+    """Whether JAX is told to use CPUs alone, or nothing for another device is installed."""
+    plugins = importlib.metadata.entry_points(group="jax_plugins")
+    installed = plugins or any(map(importlib.util.find_spec, ("jax_plugins", "libtpu")))
+    return getattr(jax.config, "jax_platforms", None) == "cpu" or not installed
 
 
 @functools.cache

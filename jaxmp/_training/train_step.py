@@ -162,7 +162,7 @@ def make_train_step(
     placed = None if shardings is None else (shardings, None)
     run = options.released(train_step)
     jitted = jax.jit(run, donate_argnums=(0,) * donate, out_shardings=placed)
-    return TrainStep(jitted, donates=donate)
+    return TrainStep(jitted, donates=donate, fsdp=fsdp)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

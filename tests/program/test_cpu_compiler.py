@@ -6,6 +6,7 @@ import sys
 import warnings
 import weakref
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +52,35 @@ def test_the_first_use_of_bfloat16_says_so_once(use: str) -> None:
         _ = [USES[use](policy) for policy in ("mixed_bfloat16", "bfloat16")]
     assert len(caught) == 1
     assert caught[0].filename == __file__
+
+
+@pytest.mark.usefixtures("faulty")
+def test_autocast_alone_says_so_under_jit_where_there_are_cpus_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fast = jaxmp.autocast(lambda w: w @ w.T, "mixed_bfloat16")
+
+    def texts() -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            monkeypatch.setattr(user_warnings, "_TEXTS", weakref.WeakKeyDictionary())
+            jax.make_jaxpr(fast)(PARAMS["w"])
+            jax.make_jaxpr(fast)(PARAMS["w"])
+        return [str(warning.message) for warning in caught]
+
+    monkeypatch.setattr(cpu_compiler, "sums_wrongly", mock.Mock(side_effect=AssertionError))
+    monkeypatch.setattr(cpu_compiler, "_knows_cpus_alone", lambda: True)
+    monkeypatch.setenv("XLA_FLAGS", "")
+    assert texts() == [cpu_compiler.WRONG_SUMS]  # and no program ran to find out
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_experimental_ynn_fusion_type=")
+    assert texts() == []
+    monkeypatch.setenv("XLA_FLAGS", "")
+    monkeypatch.setattr(cpu_compiler, "_knows_cpus_alone", lambda: False)
+    assert texts() == []
+
+
+def test_here_jax_is_told_to_use_cpus_alone() -> None:
+    assert cpu_compiler._knows_cpus_alone() is (jax.config.jax_platforms == "cpu")
 
 
 @pytest.mark.usefixtures("faulty")
