@@ -19,7 +19,6 @@ from tests.support.reduction_checks import relative_error
 pytestmark = [
     pytest.mark.slow,  # Kauldron imports TensorFlow
     pytest.mark.filterwarnings("default"),  # what hosts warn of is theirs
-    pytest.mark.filterwarnings("error:the gradients of this optimizer"),
     pytest.mark.usefixtures("standard_promotion"),
 ]
 

@@ -17,7 +17,6 @@ from tests.support.reduction_checks import relative_error
 pytestmark = [
     pytest.mark.slow,  # MaxText sets itself up in ten seconds
     pytest.mark.filterwarnings("default"),  # what hosts warn of is theirs
-    pytest.mark.filterwarnings("error:the gradients of this optimizer"),
     pytest.mark.usefixtures("standard_promotion"),
 ]
 
