@@ -1,7 +1,7 @@
 """A trainer in MaxText's form: a config of dtypes, scanned layers, logical axes, Flax's TrainState.
 
-MaxText itself, which is large, is in test_maxtext.py. The step is the one of such trainers, without a line of
-jaxmp in it; the config names the policy, and the optimizer and the model are given to it.
+MaxText itself, which is large, is in test_maxtext.py. The step is the one of such trainers, without
+a line of jaxmp in it; the config names the policy, and the optimizer and the model are given to it.
 """
 
 from typing import Any
