@@ -20,6 +20,7 @@ The folders, from the ground up. The `__init__.py` or README of each is its map.
 
 import importlib
 import importlib.util
+import types
 import typing
 import warnings
 
@@ -95,8 +96,12 @@ _MOVED = {
 # A star import takes functions and classes, those that load later too, and no modules: `numbers`
 # is one of Python's as well.
 __all__ = sorted(
-    {name for name in globals() if not name.startswith("_")} - {"importlib", "typing", "warnings"}
-    | {*_AUDITS}
+    {*_AUDITS}
+    | {
+        name
+        for name, value in globals().items()
+        if not name.startswith("_") and not isinstance(value, types.ModuleType)
+    }
 )
 
 
@@ -116,7 +121,7 @@ def __getattr__(name: str) -> typing.Any:
     if name in _MOVED:
         place = f"jaxmp.{_MOVED[name]}"
         warnings.warn(
-            f"jaxmp.{name} is {place}.{name} now, and will be there alone",
+            f"jaxmp.{name} is {place}.{name} now: the next version has it there alone",
             DeprecationWarning,
             stacklevel=2,
         )

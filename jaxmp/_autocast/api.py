@@ -13,7 +13,6 @@ from jaxmp._autocast.control_flow import plan_control
 from jaxmp._autocast.coverage import warn_of_products_left
 from jaxmp._autocast.decorator import policy_may_come_first
 from jaxmp._autocast.kernels import Replacements, low_kernels
-from jaxmp._autocast.kinds import Kind
 from jaxmp._autocast.plan import Call, plan
 from jaxmp._autocast.regions import DONE, EXACT, Regions, region_of
 from jaxmp._autocast.run import run_plan
@@ -70,9 +69,9 @@ def autocast(
       lower: primitives (`"tanh"`) or jitted functions (`"silu"`) to run in the compute dtype.
       float32: primitives or jitted functions to run in float32.
       promote: primitives or jitted functions to follow their operands, as `add` does.
-      output: the dtype of the results: `"traced"` as without autocast, but a scalar that is
-        computed in float32 keeps its digits, as the loss of 16-bit params; `"policy"` for the
-        policy's output dtype, `"computed"` without a last cast.
+      output: the dtype of the results: `"traced"` as without autocast, `"policy"` for the policy's
+        output dtype, `"computed"` without a last cast, in which the loss of 16-bit params keeps
+        its digits.
       enter_custom_vjp: whether to rewrite functions with a `jax.custom_vjp` too, forward and
         backward. Otherwise they run as traced, with casts around them; in float32 parts, only the
         precision of their products is set.
@@ -257,9 +256,6 @@ def _run_rewritten(
     out = []
     for x, aval, state in zip(results, closed.out_avals, program_plan.results, strict=True):
         dtype = output_dtype if settings.output == "policy" else aval.dtype
-        like_a_loss = state is not None and state.kind >= Kind.HIGH and not aval.shape
-        if settings.output == "traced" and like_a_loss and dtype in HALVES:
-            dtype = x.dtype
         if state is not None and dtype not in (None, x.dtype):
             x = (open_cast if state.summed else lax.convert_element_type)(x, dtype)
         out.append(x)

@@ -137,12 +137,16 @@ class ModuleStep:
         # By optimizer, which a walk does not hold, and so may be freed.
         self._walks: weakref.WeakKeyDictionary[Optimizer, Walk] = weakref.WeakKeyDictionary()
         self._programs: list[tuple[Structure, Any, jax.stages.Wrapped]] = []
+        self._called: set[int] = set()
 
     def __call__(self, model: Any, optimizer: Optimizer, batch: PyTree, *others: Any) -> Metrics:
         """Runs one step; see `make_train_step`."""
         if others:
             raise_for_several_batches(others, "(model, optimizer, (x, y))", "(model, batch)")
-        walk, run, arrays = self._ready(model, optimizer, batch)
+        walk, run, arrays = self._ready(model, optimizer)
+        if id(run) not in self._called:  # they stay alive, in `_programs`
+            self._warn_of_whole_batch(walk.structure, arrays, batch)
+            self._called.add(id(run))
         ids = set(map(id, jax.tree.leaves(batch)))
         if self._donates and not ids.isdisjoint(map(id, arrays)):
             batch = jax.tree.map(lambda x: copied(x) if isinstance(x, jax.Array) else x, batch)
@@ -169,11 +173,11 @@ class ModuleStep:
         self, model: Any, optimizer: Optimizer, batch: PyTree
     ) -> tuple[jax.stages.Wrapped, tuple[Any, ...]]:
         """Returns the jitted function of arrays that a call runs, and its arguments."""
-        _, run, arrays = self._ready(model, optimizer, batch)
+        _, run, arrays = self._ready(model, optimizer)
         return run, (arrays, batch)
 
     def _ready(
-        self, model: Any, optimizer: Optimizer, batch: PyTree
+        self, model: Any, optimizer: Optimizer
     ) -> tuple[Walk, jax.stages.Wrapped, list[Any]]:
         """Returns the walk through the model, the jitted step for it, and the arrays to give it."""
         known = self._walks.get(optimizer) if isinstance(optimizer, Optimizer) else None
@@ -205,12 +209,14 @@ class ModuleStep:
             walk.run = self._jitted(walk.structure, shardings)
             self._programs.append((walk.structure, shardings, walk.run))
             if not is_abstract:
-                state = walk.structure.state(arrays)
-                warn_of_foreign_scale(state)
-                trace = functools.partial(walk.run.trace, arrays, batch)
-                warn_of_whole_batch(state.params, batch, self._options.fsdp, trace)
+                warn_of_foreign_scale(walk.structure.state(arrays))
         self._walks[optimizer] = walk
         return walk, walk.run, arrays
+
+    def _warn_of_whole_batch(self, structure: Structure, arrays: list[Any], batch: PyTree) -> None:
+        if not any(map(_is_abstract, arrays)):
+            loss_fn = _pure(structure, self._loss_fn, self._options.has_aux)
+            warn_of_whole_batch(loss_fn, structure.state(arrays), batch, self._options.fsdp)
 
     def _own(self, walk: Walk, own: set[int]) -> None:
         """Copies the arrays that others may use too, and puts counters beside the params."""

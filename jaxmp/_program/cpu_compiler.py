@@ -21,8 +21,9 @@ _FLAG = "--xla_cpu_experimental_ynn_fusion_type="
 WRONG_SUMS = (
     f"the CPU compiler of jaxlib {jaxlib.version.__version__} sums bfloat16 wrongly: "
     "jax.jit(lambda a, b: (relu(a) * relu(b)).sum(1)) returns NaN and other numbers that are not "
-    f"the sums. On this CPU set XLA_FLAGS={_FLAG} before JAX starts, train in float32, or install "
-    "jax and jaxlib 0.11.1 or earlier. GPUs and TPUs have other compilers"
+    f"the sums. On this CPU set XLA_FLAGS={_FLAG} before JAX "
+    "starts, train in float32, or install jax and jaxlib 0.11.1 or earlier. GPUs and TPUs have "
+    "other compilers"
 )
 
 
@@ -39,21 +40,28 @@ def warn_of_cpu_compiler(dtypes: Iterable[DType], result: Any, *, in_jit: bool =
     if jnp.dtype(jnp.bfloat16) not in dtypes or not may_sum_bfloat16_wrongly():
         return
     # Only results on a CPU count, so that no backend starts that the user has not started. In a
-    # trace, which names no device, nothing is run to find out.
+    # trace, which names no device, no program runs to find out either.
     arrays = [x for x in jax.tree.leaves(result) if isinstance(x, jax.Array)]
     done = [x for x in arrays if not is_traced(x)]
     on_cpu = any(device.platform == "cpu" for x in done for device in x.devices())
-    will_be = in_jit and len(done) < len(arrays) and _FLAG not in os.environ.get("XLA_FLAGS", "")
-    if (on_cpu and sums_wrongly()) or (will_be and _knows_cpus_alone()):
+    will_be = in_jit and len(done) < len(arrays) and _knows_cpus_alone()
+    avoids = _FLAG in os.environ.get("XLA_FLAGS", "").split()
+    if (on_cpu and sums_wrongly()) or (will_be and not avoids):
         warn_once(WRONG_SUMS, threading.Thread)
 
 
 @functools.cache
 def _knows_cpus_alone() -> bool:
     """Whether JAX is told to use CPUs alone, or nothing for another device is installed."""
-    plugins = importlib.metadata.entry_points(group="jax_plugins")
-    installed = plugins or any(map(importlib.util.find_spec, ("jax_plugins", "libtpu")))
-    return getattr(jax.config, "jax_platforms", None) == "cpu" or not installed
+    if getattr(jax.config, "jax_platforms", None):
+        return jax.config.jax_platforms == "cpu"  # type: ignore[attr-defined]
+    if {"PJRT_NAMES_AND_LIBRARY_PATHS", "TPU_LIBRARY_PATH"} & os.environ.keys():
+        return False
+    try:
+        installed = any(map(importlib.util.find_spec, ("jax_plugins", "libtpu")))
+    except ValueError:  # of one that stands in for another
+        return False
+    return not installed and not importlib.metadata.entry_points(group="jax_plugins")
 
 
 @functools.cache

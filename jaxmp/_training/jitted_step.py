@@ -1,6 +1,5 @@
 """A jitted train step that checks the state it is called with."""
 
-import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -8,13 +7,11 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
-from jaxmp._mesh.fsdp import FSDP
 from jaxmp._numerics.tree import copied, is_from
 from jaxmp._program import compat
 from jaxmp._training.progress import warn_of_foreign_scale
 from jaxmp._training.step_metrics import Metrics
 from jaxmp._training.train_state import TrainState
-from jaxmp._training.whole_batch import warn_of_whole_batch
 
 
 class TrainStep:
@@ -25,15 +22,19 @@ class TrainStep:
     Args:
       jitted: the step.
       donates: whether the state is donated.
-      fsdp: how params are split to save memory.
+      warn: called with the state and the batch of the first call.
     """
 
     def __init__(
-        self, jitted: jax.stages.Wrapped, *, donates: bool, fsdp: FSDP | None = None
+        self,
+        jitted: jax.stages.Wrapped,
+        *,
+        donates: bool,
+        warn: Callable[[TrainState, PyTree], None] | None = None,
     ) -> None:
         self._jitted = jitted
         self._donates = donates
-        self._fsdp = fsdp
+        self._warn = warn
         self._called = False
         # The state that was returned last, whose arrays are known to be apart, and their types.
         self._latest: Callable[[], TrainState | None] = _no_state
@@ -55,8 +56,8 @@ class TrainStep:
             if not is_known and not compat.is_traced(state.step):
                 if not self._called and not _is_deleted(state):
                     warn_of_foreign_scale(state)
-                    trace = functools.partial(self._jitted.trace, state, batch)
-                    warn_of_whole_batch(state.params, batch, self._fsdp, trace)
+                    if self._warn:
+                        self._warn(state, batch)
                     self._called = True
                 state = self._with_own_arrays(state, batch)
             elif is_known and not self._types.isdisjoint(_array_types(batch)):

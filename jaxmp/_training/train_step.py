@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -42,6 +43,7 @@ from jaxmp._training.step_metrics import (
     step_metrics,
 )
 from jaxmp._training.train_state import TrainState, update_collections
+from jaxmp._training.whole_batch import warn_of_whole_batch
 
 Gradients = Literal["buffered", "released"]
 
@@ -127,7 +129,8 @@ def make_train_step(
 
     Warns:
       UserWarning: in the first step, if the optimizer was wrapped for 16 bits, and all products
-        read other dtypes, as under `"none"` where the model does not cast.
+        read other dtypes, as under `"none"` where the model does not cast; and if each of several
+        devices computes the whole batch.
 
     >>> import jaxmp
     >>> tx = jaxmp.mixed_precision(optax.sgd(0.5), "mixed_bfloat16")
@@ -162,7 +165,8 @@ def make_train_step(
     placed = None if shardings is None else (shardings, None)
     run = options.released(train_step)
     jitted = jax.jit(run, donate_argnums=(0,) * donate, out_shardings=placed)
-    return TrainStep(jitted, donates=donate, fsdp=fsdp)
+    warn = functools.partial(warn_of_whole_batch, loss_fn, fsdp=fsdp)
+    return TrainStep(jitted, donates=donate, warn=warn)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

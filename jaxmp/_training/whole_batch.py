@@ -1,64 +1,81 @@
 """A warning for a batch that every device computes whole, where it could compute a part."""
 
-from collections.abc import Callable, Collection
+import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import PyTree
 
 from jaxmp._mesh.fsdp import FSDP
 from jaxmp._mesh.specs import axes_of_spec
 from jaxmp._numerics.user_warnings import warn
-from jaxmp._program.op_classes import PLACINGS
+from jaxmp._program.compat import bodies_of, consts_of, is_traced
 from jaxmp._program.program import equations_in
+from jaxmp._training.train_state import TrainState
 
 
 def warn_of_whole_batch(
-    params: PyTree, batch: PyTree, fsdp: FSDP | None, trace: Callable[[], Any]
+    loss_fn: Callable[..., Any], state: TrainState, batch: PyTree, fsdp: FSDP | None
 ) -> None:
-    """Warns if params lie on several devices, and each of these computes the whole batch.
+    """Warns if a step on several devices is of data parallelism, and its batch is not split.
+
+    It is, with an `fsdp`, or if all that it reads is whole on each device. Whoever splits
+    anything else, an array or in the loss, has another plan.
 
     Args:
-      params: the params.
+      loss_fn: `loss_fn(params, batch, **collections)`. It is traced if all else speaks for a
+        warning, as it may split the batch by itself.
+      state: the state.
       batch: the batch.
-      fsdp: how params are split to save memory. Over these axes a batch is split, too; over others
-        that split params, as of tensor parallelism, it need not be.
-      trace: traces the step, which may place values by itself. It is called where a batch lies
-        whole.
+      fsdp: how params are split to save memory.
     """
-    placed = _named_shardings(params)
-    if len({sharding.mesh for sharding in placed}) != 1:
+    placed = jax.tree.leaves(fsdp.shardings if fsdp else state.params)
+    shardings = [getattr(x, "sharding", x) for x in placed]
+    mesh = next((s.mesh for s in shardings if isinstance(s, NamedSharding)), None)
+    given = batch if fsdp else (batch, state.params, state.collections)
+    if mesh is None or mesh.size == 1 or not all(map(_is_whole, jax.tree.leaves(given))):
         return
-    mesh, kept = placed[0].mesh, set(() if fsdp is None else fsdp.axes)
-    busy = set().union(*(axes_of_spec(sharding.spec) for sharding in placed)) - kept
-    free = [name for name, size in mesh.shape.items() if size > 1 and name not in busy]
-    used = set().union(*(axes_of_spec(sharding.spec) for sharding in _named_shardings(batch)))
-    lengths = [n for x in jax.tree.leaves(batch) for n in getattr(x, "shape", ())]
-    splits = bool(free) and any(n % mesh.shape[free[0]] == 0 for n in lengths)
-    if not splits or not used.isdisjoint(free) or _splits_inside(trace(), params, free):
+    axes = fsdp.axes if fsdp else tuple(name for name, size in mesh.shape.items() if size > 1)
+    parts = math.prod(mesh.shape[name] for name in axes)
+    # A vector may be a key, and a single sequence is not to be split.
+    examples = [np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x) > 1]
+    if (
+        not examples
+        or any(n % parts or not n for n in examples)
+        or _places_arrays(loss_fn, state, batch)
+    ):
         return
     warn(
-        f"each device computes the whole batch: the params lie on {mesh.size} devices, and neither "
-        "a sharding of the batch nor the loss splits it. Place it: jax.device_put(batch, "
-        f"NamedSharding(mesh, PartitionSpec({free[0]!r}))), or "
+        f"each of {mesh.size} devices computes the whole batch: neither its sharding nor the loss "
+        "splits it. Place its examples: jax.device_put(batch, "
+        f"NamedSharding(mesh, PartitionSpec({axes if len(axes) > 1 else axes[0]!r}))), or "
         "jax.make_array_from_process_local_data on several hosts"
     )
 
 
-def _named_shardings(tree: PyTree) -> list[NamedSharding]:
-    shardings = (getattr(x, "sharding", None) for x in jax.tree.leaves(tree))
-    return [sharding for sharding in shardings if isinstance(sharding, NamedSharding)]
+def _is_whole(x: Any) -> bool:
+    """Whether each device has all of an array; what is traced is not known to be so."""
+    if isinstance(x, jax.Array):
+        return not is_traced(x) and x.sharding.is_fully_replicated
+    return not isinstance(x, jax.ShapeDtypeStruct)
 
 
-def _splits_inside(traced: Any, params: PyTree, axes: Collection[str]) -> bool:
-    """Whether a program splits other arrays than params, and layers of these, over some axes."""
-    shapes = {shape for x in jax.tree.leaves(params) for shape in (x.shape, x.shape[1:])}
-    for equation in equations_in([traced.jaxpr]):
-        if equation.primitive.name == "shard_map":
-            return True
-        if equation.primitive.name in PLACINGS and equation.outvars[0].aval.shape not in shapes:
-            sharding = equation.params.get("sharding", equation.params.get("dst_sharding"))
-            if not axes_of_spec(getattr(sharding, "spec", ())).isdisjoint(axes):
-                return True
-    return False
+def _places_arrays(loss_fn: Callable[..., Any], state: TrainState, batch: PyTree) -> bool:
+    """Whether a loss splits arrays, or closes over some that are split."""
+    try:
+        closed = jax.make_jaxpr(loss_fn)(state.params, batch, **state.collections)
+    except Exception:  # any exception: the loss is the user's, and may need the policy of the step
+        return True
+    equations = list(equations_in([closed]))
+    if any(equation.primitive.name == "shard_map" for equation in equations):
+        return True
+    programs = [closed, *(program for equation in equations for program in bodies_of(equation))]
+    # Of constraints, of `device_put`, of `jit`, and of what takes an `out_sharding`.
+    params = (value for equation in equations for value in equation.params.values())
+    named = (leaf for value in params for leaf in (value if type(value) is tuple else (value,)))
+    return not all(_is_whole(x) for program in programs for x in consts_of(program)) or any(
+        isinstance(sharding, NamedSharding) and axes_of_spec(sharding.spec) for sharding in named
+    )

@@ -367,7 +367,7 @@ def test_says_what_cannot_be_combined() -> None:
     tx = jaxmp.mixed_precision(optax.sgd(0.1), narrow)
     state = jaxmp.TrainState.create(params={"w": ones(16, 8)}, tx=tx)
     with pytest.raises(ValueError, match="with fsdp gradients are reduced in float32"):
-        jaxmp.make_train_step(dense_loss, fsdp=fsdp)(state, ones(8, 16))
+        jaxmp.make_train_step(dense_loss, fsdp=fsdp)(state, split_over(ones(8, 16), "data"))
 
 
 def test_fully_sharded() -> None:

@@ -100,7 +100,7 @@ def test_it_trains_and_restores_every_bit(
     storage = {"master": "remainder", "moments": "int8"} if policy == "bfloat16" else {}
     tx = jaxmp.mixed_precision(optax.adamw(1e-2), policy, **storage)
     net = Net(param_dtype=jaxmp.get_policy(policy).param_dtype)
-    forward = jaxmp.autocast(train_step.forward_with_loss, policy)
+    forward = jaxmp.autocast(train_step.forward_with_loss, policy, output="computed")
     monkeypatch.setattr(train_step, "forward_with_loss", forward)
 
     def train(steps: int, folder: str) -> Any:

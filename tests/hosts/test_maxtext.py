@@ -2,7 +2,6 @@
 
 import json
 import pathlib
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -44,18 +43,17 @@ def argv(train: Any, folder: pathlib.Path, *settings: str) -> list[str]:
 
 
 def losses(train: Any, folder: pathlib.Path, *settings: str) -> dict[int, float]:
-    """Runs MaxText's main, and returns the losses that it logged, by step."""
+    """Runs MaxText's main, and returns the losses that it logged, by step; none was skipped."""
     folder.mkdir(exist_ok=True)
     log = folder / "metrics.jsonl"
     log.unlink(missing_ok=True)
     train.main(argv(train, folder, f"metrics_file={log}", *settings))
-    rows = map(json.loads, log.read_text().splitlines())
+    rows = list(map(json.loads, log.read_text().splitlines()))
+    assert {row["optim/steps_skipped"] for row in rows if "learning/loss" in row} == {0}
     return {int(row["step"]): row["learning/loss"] for row in rows if "learning/loss" in row}
 
 
-def patch(
-    train: Any, monkeypatch: pytest.MonkeyPatch, policy: str, **storage: Any
-) -> Callable[..., Any]:
+def patch(train: Any, monkeypatch: pytest.MonkeyPatch, policy: str, **storage: Any) -> None:
     """The two lines."""
     from maxtext.optimizers import optimizers
 
@@ -65,9 +63,20 @@ def patch(
         "get_optimizer",
         lambda *args, **kwargs: jaxmp.mixed_precision(own(*args, **kwargs), policy, **storage),
     )
-    loss_fn = jaxmp.nnx.autocast(train.loss_fn, policy)
-    monkeypatch.setattr(train, "loss_fn", loss_fn)
-    return loss_fn
+    monkeypatch.setattr(train, "loss_fn", jaxmp.nnx.autocast(train.loss_fn, policy))
+
+
+def log_skips(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The further lines, for a metric."""
+    own_step = train.train_step
+
+    def train_step(*args: Any, **kwargs: Any) -> Any:
+        state, metrics = own_step(*args, **kwargs)
+        skipped = state["optimizer"]["opt_state"]["skipped"]
+        metrics["scalar"]["optim/steps_skipped"] = skipped[...].astype(float)
+        return state, metrics
+
+    monkeypatch.setattr(train, "train_step", train_step)
 
 
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "bfloat16"])
@@ -79,6 +88,7 @@ def test_it_trains_and_resumes(
     weights = "bfloat16" if policy == "bfloat16" else "float32"
     settings = ["dtype=float32", f"weight_dtype={weights}", "mu_dtype=float32"]
     patch(train, monkeypatch, policy, **storage)
+    log_skips(train, monkeypatch)
     saving = [*settings, "enable_checkpointing=True", "async_checkpointing=False"]
     whole = losses(train, tmp_path / "whole", *settings, "steps=6", "enable_checkpointing=False")
     # The length of a run decides its schedule, so that it stays; the second call resumes.

@@ -68,19 +68,35 @@ def test_autocast_alone_says_so_under_jit_where_there_are_cpus_alone(
             jax.make_jaxpr(fast)(PARAMS["w"])
         return [str(warning.message) for warning in caught]
 
-    monkeypatch.setattr(cpu_compiler, "sums_wrongly", mock.Mock(side_effect=AssertionError))
+    monkeypatch.setenv("XLA_FLAGS", "")
     monkeypatch.setattr(cpu_compiler, "_knows_cpus_alone", lambda: True)
-    monkeypatch.setenv("XLA_FLAGS", "")
-    assert texts() == [cpu_compiler.WRONG_SUMS]  # and no program ran to find out
-    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_experimental_ynn_fusion_type=")
-    assert texts() == []
-    monkeypatch.setenv("XLA_FLAGS", "")
+    # To run a program would start a backend, which the user may want to set up first.
+    monkeypatch.setattr(cpu_compiler, "sums_wrongly", mock.Mock(side_effect=AssertionError))
+    assert texts() == [cpu_compiler.WRONG_SUMS]
     monkeypatch.setattr(cpu_compiler, "_knows_cpus_alone", lambda: False)
     assert texts() == []
+    monkeypatch.setattr(cpu_compiler, "_knows_cpus_alone", lambda: True)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_experimental_ynn_fusion_type=")
+    assert texts() == []
 
 
-def test_here_jax_is_told_to_use_cpus_alone() -> None:
-    assert cpu_compiler._knows_cpus_alone() is (jax.config.jax_platforms == "cpu")
+@pytest.mark.parametrize(
+    ("platforms", "plugins", "libtpu", "alone"),
+    [
+        ("cpu", ["a plugin"], True, True),
+        ("cuda,cpu", [], False, False),
+        (None, [], False, True),
+        (None, ["a plugin"], False, False),
+        (None, [], True, False),
+    ],
+)
+def test_whether_jax_knows_cpus_alone(
+    monkeypatch: pytest.MonkeyPatch, platforms: str | None, plugins: Any, libtpu: bool, alone: bool
+) -> None:
+    monkeypatch.setattr(jax, "config", mock.Mock(jax_platforms=platforms))
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: plugins)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: libtpu and name == "libtpu")
+    assert cpu_compiler._knows_cpus_alone.__wrapped__() is alone
 
 
 @pytest.mark.usefixtures("faulty")
