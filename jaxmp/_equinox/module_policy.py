@@ -26,6 +26,7 @@ from jaxmp._equinox.module_tree import (
     with_own_leaves,
 )
 from jaxmp._modules.decisions import has_call, kind_text, module_rules
+from jaxmp._modules.marks import Method
 from jaxmp._modules.scopes import Scope, in_scope, path_names, policy_names
 from jaxmp._modules.summary import Row, Summary, dtype_text
 from jaxmp._numerics.dtypes import DType, is_floating
@@ -234,14 +235,14 @@ class _Mark:
     policy: Policy | None = None
     dtypes: tuple[tuple[str, DType], ...] | None = None
 
-    def call(self, cls: Any, module: Any, args: Any, kwargs: Any) -> Any:
+    def call(self, method: Method, module: Any, args: Any, kwargs: Any) -> Any:
         """Calls a module in its scopes, and the model itself under autocast, if it is not yet."""
         if self.dtypes is None:
             traced = any(map(is_traced, jax.tree.leaves((module, args, kwargs))))
             if traced and self.policy is not None and not within_autocast():
                 warn_once(_OUTSIDE.format(type(module).__name__), type(module))
             with in_scope(self.scope):
-                return cls.__call__(module, *args, **kwargs)
+                return method(module, *args, **kwargs)
         if not within_autocast():
             return _module_call(module, args, kwargs)
         with in_scope(self.scope):
@@ -252,7 +253,7 @@ class _Mark:
                 return cast_floating(x, jnp.float32) if is_16_bit else x
 
             module, args, kwargs = _all_but_states(widen, (module, args, kwargs))
-            out = cls.__call__(module, *args, **kwargs)
+            out = method(module, *args, **kwargs)
         policy = self.policy
         if policy is None:
             return out

@@ -1,7 +1,6 @@
 """Finds the modules in an Equinox module, and rebuilds it with others in their place."""
 
 import functools
-import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,7 +8,7 @@ import equinox as eqx
 import jax
 
 from jaxmp._modules.decisions import decide, family_of, has_call
-from jaxmp._modules.scopes import new_instance
+from jaxmp._modules.marks import Mark, marked_class
 from jaxmp._policies.policy_rules import Decision, PolicyRules
 
 
@@ -92,11 +91,8 @@ def mark_of(module: Any) -> Any:
     return vars(module).get("_jaxmp")
 
 
-def with_mark(module: Any, mark: Any) -> Any:
-    """Returns a module that a static value calls: `mark.call(cls, module, args, kwargs)`.
-
-    None makes it a plain one.
-    """
+def with_mark(module: Any, mark: Mark | None) -> Any:
+    """Returns a module with a mark, a static value; with None, a plain one."""
     # A module has one mark: the class under it is always the author's.
     plain: Any = getattr(type(module), "_jaxmp_plain", type(module))
     own = {name: value for name, value in vars(module).items() if name != "_jaxmp"}
@@ -130,30 +126,10 @@ def _instance(cls: Any, attributes: dict[str, Any]) -> Any:
 # Pickles of modules under a policy record this function by its name, with its argument.
 @functools.lru_cache(maxsize=512)
 def _class_with_mark(cls: Any) -> Any:
-    """Makes a subclass with the same name whose instances are called as their mark says."""
-
-    @functools.wraps(cls.__call__)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # A new instance from type(module)(...) has no mark.
-        if self._jaxmp is None:
-            return cls.__call__(self, *args, **kwargs)
-        return self._jaxmp.call(cls, self, args, kwargs)
-
-    def reduce_ex(self: Any, protocol: Any) -> Any:
-        # Pickle finds classes by name, and would find the plain class.
-        reduced = super(subclass, self).__reduce_ex__(protocol)
-        return (new_instance, (_class_with_mark, cls), *reduced[2:])
-
     body = {
-        "__call__": call,
-        "__reduce_ex__": reduce_ex,
-        "__module__": cls.__module__,
-        "__qualname__": cls.__qualname__,
-        "__doc__": cls.__doc__,
         "__annotations__": {"_jaxmp": Any},
         # In the structure of the tree, and not among its leaves.
         "_jaxmp": eqx.field(static=True, default=None, repr=False),
         "_jaxmp_plain": cls,
     }
-    subclass: Any = types.new_class(cls.__name__, (cls,), {}, lambda space: space.update(body))
-    return subclass
+    return marked_class(cls, "_jaxmp", (_class_with_mark, cls), body=body)

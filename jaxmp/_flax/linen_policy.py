@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import inspect
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,7 +19,7 @@ from jaxmp._flax.linen_interceptor import (
     session,
 )
 from jaxmp._modules.decisions import kind_text, module_rules
-from jaxmp._modules.scopes import new_instance
+from jaxmp._modules.marks import Method, marked_class
 from jaxmp._modules.summary import Row, Summary, dtype_text
 from jaxmp._numerics.user_warnings import warn_once
 from jaxmp._policies.policy_rules import PolicyRules
@@ -209,90 +208,76 @@ def summary(module: nn.Module, rngs: Any, *args: Any, **kwargs: Any) -> Summary:
     return Summary(tuple(rows.values()))
 
 
-class _Classes(NamedTuple):
-    """The plain class behind a class under rules, and the class to restore; see `_under`."""
+class _ClassRules(NamedTuple):
+    """The mark of a class under rules, on the class itself: Flax makes copies of instances.
+
+    Attributes:
+      plain: the class without rules.
+      before: the class that a module gets back when its rules are removed; None for a decorated
+        class, which keeps its rules.
+      rules: the rules.
+      strict: whether a rule without effect is an error.
+    """
 
     plain: type
     before: type | None
+    rules: PolicyRules
+    strict: bool
+
+    def call(self, method: Method, module: Any, args: Any, kwargs: Any) -> Any:
+        """Calls a method under the rules, unless an unbound module has no path for them."""
+        is_root = method.name in _ROOT_METHODS
+        # A subclass of a decorated class has the rules in the methods that it inherits alone.
+        if is_root and "_jaxmp" in vars(type(module)):
+            return self._call_root(method, module, args, kwargs)
+        if is_root or module.scope is None:
+            return method(module, *args, **kwargs)
+        with session(self.rules, module.path, module, strict=self.strict) as active:
+            out = method(module, *args, **kwargs)
+        if active is not None and method.name == "__call__":
+            active.check_traces(module.variables)
+            active.warn(module.variables, whole=True, again=module.is_initializing())
+            if module.is_initializing():
+                active.warn_unused(strict=self.strict)
+        return out
+
+    def _call_root(self, method: Method, module: Any, args: Any, kwargs: Any) -> Any:
+        with session(self.rules, (), module, strict=self.strict, at_the_root=True) as active:
+            out = method(module, *args, **kwargs)
+        if active is not None:
+            variables: Any = args[0] if args else kwargs.get("variables")
+            is_init = method.name != "apply"
+            if is_init:
+                variables = out if method.name == "init" else out[1]
+            active.check_traces(variables)
+            active.warn(variables, whole=not kwargs.get("method"), again=is_init)
+            if is_init:  # it calls all modules: a rule without effect shows
+                active.warn_unused(strict=self.strict)
+        return out
+
+
+_ROOT_METHODS = ("init_with_output", "init", "apply")
 
 
 # Pickles of modules under rules record this function by its name, with its arguments.
 @functools.lru_cache(maxsize=512)
 def _under(cls: Any, rules: PolicyRules, strict: bool, before: Any) -> Any:
-    """Makes a subclass with the same name whose methods run under rules.
-
-    `before` is the class that a module gets back when its rules are removed; None for a decorated
-    class, which keeps its rules.
-    """
-    body: dict[str, Any] = {
-        "__module__": cls.__module__,
-        "__qualname__": cls.__qualname__,
-        "__doc__": cls.__doc__,
-        "_jaxmp": _Classes(cls, before),
-    }
-
-    def root_method(name: str) -> Any:
-        @functools.wraps(getattr(cls, name))
-        def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            call = getattr(super(under, self), name)
-            if "_jaxmp" not in vars(type(self)):
-                return call(*args, **kwargs)  # a subclass of a decorated class
-            with session(rules, (), self, strict=strict, at_the_root=True) as active:
-                out = call(*args, **kwargs)
-            if active is not None:
-                variables: Any = args[0] if args else kwargs.get("variables")
-                if name != "apply":
-                    variables = out if name == "init" else out[1]
-                active.check_traces(variables)
-                active.warn(variables, whole=not kwargs.get("method"), again=name != "apply")
-                if name != "apply":  # an init calls all modules: a rule without effect shows
-                    active.warn_unused(strict=strict)
-            return out
-
-        return method
-
-    def inner_method(name: str) -> Any:
-        @functools.wraps(getattr(cls, name))
-        def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            call = getattr(super(under, self), name)
-            if self.scope is None:
-                return call(*args, **kwargs)  # an unbound module has no path for rules
-            with session(rules, self.path, self, strict=strict) as active:
-                out = call(*args, **kwargs)
-            if active is not None and name == "__call__":
-                active.check_traces(self.variables)
-                active.warn(self.variables, whole=True, again=self.is_initializing())
-                if self.is_initializing():
-                    active.warn_unused(strict=strict)
-            return out
-
-        return method
-
-    def reduce_ex(self: nn.Module, protocol: Any) -> Any:
-        reduced = super(under, self).__reduce_ex__(protocol)
-        # Pickle finds classes by name: a decorated class, or, for apply_policy, the plain one.
-        value: Any = sys.modules.get(cls.__module__)
-        for name in cls.__qualname__.split("."):
-            value = getattr(value, name, None)
-        arguments = (_under, cls, rules, strict, before)
-        return reduced if value is type(self) else (new_instance, arguments, *reduced[2:])
-
-    # Flax would wrap these as methods of the module, and intercept each call twice.
-    body["__reduce_ex__"] = nn.nowrap(reduce_ex)
-    body |= {name: nn.nowrap(root_method(name)) for name in ("init_with_output", "init", "apply")}
-    body |= {name: nn.nowrap(inner_method(name)) for name in _method_names(cls)}
-    under = _subclass(cls, before, body)
-    return under
-
-
-def _subclass(cls: Any, before: Any, body: dict[str, Any]) -> Any:
     # A decorated class replaces the original one, also in a registry that its author keeps.
     hook: type = _OverrideHint if before is None else _NoHook
-    subclass = type(cls)(cls.__name__, (cls,) if issubclass(cls, hook) else (hook, cls), body)
+    under = marked_class(
+        cls,
+        "_jaxmp",
+        (_under, cls, rules, strict, before),
+        names=(*_ROOT_METHODS, *_method_names(cls)),
+        base=None if issubclass(cls, hook) else hook,
+        body={"_jaxmp": _ClassRules(cls, before, rules, strict)},
+        # Flax would wrap these as methods of the module, and intercept each call twice.
+        decorate=nn.nowrap,
+    )
     # Flax makes an `__init__` for each class. The author may have wrapped that of the first, to set
     # more than the fields, as diffusers' `flax_register_to_config` does.
-    subclass.__init__ = (before or cls).__init__
-    return subclass
+    under.__init__ = (before or cls).__init__
+    return under
 
 
 class _NoHook:

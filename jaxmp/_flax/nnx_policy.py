@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import types
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -39,7 +38,7 @@ from jaxmp._flax.nnx_plans import (
     unreached,
 )
 from jaxmp._modules.decisions import has_call, kind_text, module_rules
-from jaxmp._modules.scopes import new_instance
+from jaxmp._modules.marks import Method, marked_class
 from jaxmp._modules.summary import Row, Summary, dtype_text
 from jaxmp._numerics.tree import cast_floating
 from jaxmp._policies.policy import Policy
@@ -213,6 +212,17 @@ class _Placed:
     before: tuple[tuple[str, Any], ...]
     params: tuple[tuple[Any, ...], ...]
 
+    def call(self, method: Method, module: Any, args: Any, kwargs: Any) -> Any:
+        """Calls a module with the casts, and checks its promise."""
+
+        def function(*args: Any, **kwargs: Any) -> Any:
+            out = method(module, *args, **kwargs)
+            if self.promise is not None:
+                check_result(self.promise, (args, kwargs), out)
+            return out
+
+        return call_with_casts(function, self.casts, args, kwargs, is_opaque=is_node)
+
 
 class _Snapshot(NamedTuple):
     """A snapshot of everything that a policy may change about a module."""
@@ -325,35 +335,5 @@ def _restore(module: Any) -> None:
 # Pickles of modules under rules record this function by its name, with its arguments.
 @functools.lru_cache(maxsize=512)
 def _casting(cls: Any, is_pytree: bool) -> Any:
-    """Makes a subclass with the same name that applies the casts stored on its instances."""
-
-    @functools.wraps(cls.__call__)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # A new instance from type(module)(...) has no policy yet.
-        record = vars(self).get("_jaxmp")
-
-        def function(*args: Any, **kwargs: Any) -> Any:
-            out = cls.__call__(self, *args, **kwargs)
-            if record is not None and record.promise is not None:
-                check_result(record.promise, (args, kwargs), out)
-            return out
-
-        casts = Casts() if record is None else record.casts
-        return call_with_casts(function, casts, args, kwargs, is_opaque=is_node)
-
-    def reduce_ex(self: Any, protocol: Any) -> Any:
-        # Pickle finds classes by name, and would find the plain class.
-        reduced = super(casting, self).__reduce_ex__(protocol)
-        return (new_instance, (_casting, cls, is_pytree), *reduced[2:])
-
-    body = {
-        "__call__": call,
-        "__reduce_ex__": reduce_ex,
-        "__module__": cls.__module__,
-        "__qualname__": cls.__qualname__,
-        "__doc__": cls.__doc__,
-        "_jaxmp_plain": cls,
-    }
-    keywords = {"pytree": is_pytree}
-    casting: Any = types.new_class(cls.__name__, (cls,), keywords, lambda space: space.update(body))
-    return casting
+    remake, body = (_casting, cls, is_pytree), {"_jaxmp_plain": cls}
+    return marked_class(cls, "_jaxmp", remake, body=body, pytree=is_pytree)

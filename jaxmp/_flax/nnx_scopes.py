@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import types
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -19,7 +18,8 @@ from flax import nnx
 from jaxmp._flax.float8_layers import Float8Layers
 from jaxmp._flax.nnx_modules import first_paths, is_flax_layer, is_node, modules, modules_with_paths
 from jaxmp._modules.decisions import decide
-from jaxmp._modules.scopes import Scope, in_scope, path_names, policy_names
+from jaxmp._modules.marks import marked_class
+from jaxmp._modules.scopes import Scope, path_names, policy_names
 from jaxmp._policies.policy_rules import Decision, PolicyRules
 
 ModelT = TypeVar("ModelT")
@@ -140,27 +140,13 @@ def _enter(module: Any, scope: Scope) -> None:
 
 @functools.lru_cache(maxsize=512)
 def _scoped_class(cls: Any, is_pytree: bool) -> Any:
-    """Makes a subclass with the same name whose methods run in the scopes of their instance."""
-    body: dict[str, Any] = {
-        "__module__": cls.__module__,
-        "__qualname__": cls.__qualname__,
-        "__doc__": cls.__doc__,
-    }
-
-    def with_scope(method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            scope = vars(self).get("_jaxmp_scope")
-            with contextlib.nullcontext() if scope is None else in_scope(scope):
-                return method(self, *args, **kwargs)
-
-        return call
-
     # Public methods and `__call__`, but not those of `nnx.Module`.
     own = [base for base in cls.__mro__ if base not in nnx.Module.__mro__]
-    for name in dict.fromkeys(name for base in own for name in vars(base)):
-        method = inspect.getattr_static(cls, name)
-        if inspect.isfunction(method) and (name == "__call__" or not name.startswith("_")):
-            body[name] = with_scope(method)
-    keywords = {"pytree": is_pytree}
-    return types.new_class(cls.__name__, (cls,), keywords, lambda space: space.update(body))
+    names = [
+        name
+        for name in dict.fromkeys(name for base in own for name in vars(base))
+        if inspect.isfunction(inspect.getattr_static(cls, name))
+        and (name == "__call__" or not name.startswith("_"))
+    ]
+    remake = (_scoped_class, cls, is_pytree)
+    return marked_class(cls, "_jaxmp_scope", remake, names=names, pytree=is_pytree)

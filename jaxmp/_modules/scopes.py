@@ -30,6 +30,11 @@ class Scope:
     policies: tuple[str, ...]
     plain: Any
 
+    def call(self, method: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> Any:
+        """Calls a method of a module in these scopes: a mark, as in `marks.py`."""
+        with in_scope(self):
+            return method(module, *args, **kwargs)
+
 
 def path_names(path: str) -> tuple[str, ...]:
     """Returns the names in a path.

@@ -371,8 +371,14 @@ class Holder(nn.Module):
         return nn.Dense(self.width)(x)
 
 
+class WiderEncoder(Encoder):
+    """A subclass of a decorated class."""
+
+    width: int = 3
+
+
 def test_copies_and_pickles_are_under_the_same_rules() -> None:
-    for module in (ruled(Holder(3), "bfloat16"), Encoder()):
+    for module in (ruled(Holder(3), "bfloat16"), Encoder(), WiderEncoder()):
         for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module)), module.clone()):
             assert type(twin) is type(module)
             assert twin == module

@@ -185,10 +185,12 @@ def test_split_merge_copies_and_pickles_are_under_the_same_rules() -> None:
     for twin in (nnx.merge(*nnx.split(model)), nnx.clone(model), copy.deepcopy(model)):
         assert nnx.graphdef(twin) == expected
         assert dots_of(twin) == {"bfloat16": DOTS - 1, "float32": 1}
-    layer = ruled(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), "mixed_bfloat16")
-    twin = pickle.loads(pickle.dumps(layer))
-    assert type(twin) is type(layer)
-    assert twin(np.ones((1, 2), np.float32)).dtype == jnp.float32
+    layer = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    named = jaxmp.nnx.with_scopes(nnx.clone(layer))
+    for module in (ruled(layer, "mixed_bfloat16"), named):
+        twin = pickle.loads(pickle.dumps(module))
+        assert type(twin) is type(module)
+        assert nnx.graphdef(twin) == nnx.graphdef(module)
 
 
 @pytest.mark.slow
